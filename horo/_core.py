@@ -1,0 +1,255 @@
+"""The only module that touches cffi: one Python object around one ``horo_context``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+from horo._errors import HoroError, error_from_status
+from horo._native import ffi, lib
+
+__all__ = ["DTYPES", "OPS", "REDUCE_OPS", "Context", "Setup", "Tensor", "arena_bytes", "simd_name", "version"]
+
+DTYPES: dict[str, int] = {
+    name.removeprefix("HORO_").lower(): getattr(lib, name)
+    for name in (
+        "HORO_UINT8",
+        "HORO_INT8",
+        "HORO_INT16",
+        "HORO_INT32",
+        "HORO_INT64",
+        "HORO_FLOAT16",
+        "HORO_BFLOAT16",
+        "HORO_FLOAT32",
+        "HORO_FLOAT64",
+        "HORO_BOOL",
+    )
+}
+"""Number of each dtype by its torch name (``"float32"``)."""
+
+OPS: dict[str, int] = {
+    "allreduce": lib.HORO_ALLREDUCE,
+    "allgather": lib.HORO_ALLGATHER,
+    "broadcast": lib.HORO_BROADCAST,
+    "barrier": lib.HORO_BARRIER,
+}
+
+REDUCE_OPS: dict[str, int] = {
+    "average": lib.HORO_AVERAGE,
+    "sum": lib.HORO_SUM,
+    "min": lib.HORO_MIN,
+    "max": lib.HORO_MAX,
+    "product": lib.HORO_PRODUCT,
+}
+
+_STATUS_NAMES: dict[int, str] = {
+    value: name for value, name in ((getattr(lib, n), n) for n in dir(lib) if n.startswith("HORO_ERR_"))
+}
+
+
+def version() -> str:
+    """Version of the native core with its protocol number; ranks must agree on it."""
+    return _text(lib.horo_version())
+
+
+def simd_name() -> str:
+    """``"avx512"``, ``"avx2"``, ``"neon"`` or ``"scalar"``: what the reductions use on this machine."""
+    return _text(lib.horo_simd_name())
+
+
+def arena_bytes(local_size: int, segment_bytes: int) -> int:
+    """Bytes of shared memory that ``local_size`` ranks on one host need."""
+    return int(lib.horo_arena_bytes(local_size, segment_bytes))
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything a context needs, in the words of ``horo_setup`` in ``native/include/horo.h``.
+
+    A *host* is a set of ranks that share one arena, numbered by its lowest rank. Descriptors belong to the
+    context once it exists; -1 means none.
+    """
+
+    rank: int
+    size: int
+    host_of_rank: Sequence[int]
+    host_name_of_rank: Sequence[str]
+    arena_fd: int
+    segment_bytes: int
+    wake_fds: Sequence[int]
+    life_fds: Sequence[int]
+    control_fds: Sequence[int]
+    data_fds: Sequence[int]
+    fusion_bytes: int = 128 << 20
+    cache_capacity: int = 1024
+    spin_us: int = 50
+    cycle_time_us: int = 0
+    stall_warning_ms: int = 60_000
+    stall_shutdown_ms: int = 0
+    peer_timeout_ms: int = 30_000
+    log_level: int = 3
+
+
+class Tensor(NamedTuple):
+    """One dense, contiguous tensor as the core sees it: addresses, extents, number of the dtype."""
+
+    input: int
+    output: int
+    shape: tuple[int, ...]
+    dtype: int
+
+
+class Context:
+    """One rank. Thread-safe, except that nothing may run during or after ``destroy``."""
+
+    def __init__(self, setup: Setup) -> None:
+        keep: list[Any] = [ffi.new("char[]", name.encode()) for name in setup.host_name_of_rank]
+        native = ffi.new("horo_setup *")
+        for item in fields(setup):
+            value = getattr(setup, item.name)
+            if item.name == "host_name_of_rank":
+                value = ffi.new("char *[]", keep)
+            elif item.name in {"host_of_rank", "wake_fds", "life_fds", "control_fds", "data_fds"}:
+                value = ffi.new("int32_t[]", list(value))
+            keep.append(value)
+            setattr(native, item.name, value)
+        out = ffi.new("horo_context **")
+        error = _error_buffer()
+        _check(lib.horo_create(native, out, error, lib.HORO_MESSAGE_MAX), error)
+        self.rank = setup.rank
+        self.size = setup.size
+        self._context: Any = out[0]
+
+    def submit(
+        self,
+        op: int,
+        name: str,
+        tensors: Sequence[Tensor] = (),
+        *,
+        reduce_op: int = 0,
+        root_rank: int = 0,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        sync: bool = False,
+        transient: bool = False,
+    ) -> int:
+        """Hands one request to the core and returns its handle (positive); never blocks.
+
+        The memory must stay valid until the handle is done. ``sync``: the caller waits at once.
+        ``transient``: the name will not come again.
+
+        Raises:
+            UsageError, ResourceError, GroupError: as the native core says.
+        """
+        count = len(tensors)
+        array = ffi.new("horo_tensor[]", count)
+        shapes = [ffi.new("int64_t[]", tensor.shape) for tensor in tensors]
+        for index, tensor in enumerate(tensors):
+            item = array[index]
+            item.input = ffi.cast("void *", tensor.input)
+            item.output = ffi.cast("void *", tensor.output)
+            item.shape = shapes[index]
+            item.ndim = len(tensor.shape)
+            item.dtype = tensor.dtype
+        encoded = ffi.new("char[]", name.encode())
+        request = ffi.new("horo_request *")
+        request.name = encoded
+        request.op = op
+        request.reduce_op = reduce_op
+        request.root_rank = root_rank
+        request.flags = (lib.HORO_SUBMIT_SYNC if sync else 0) | (lib.HORO_SUBMIT_TRANSIENT if transient else 0)
+        request.prescale = prescale
+        request.postscale = postscale
+        request.tensors = array
+        request.tensor_count = count
+        handle = ffi.new("int64_t *")
+        error = _error_buffer()
+        _check(lib.horo_submit(self._context, request, handle, error, lib.HORO_MESSAGE_MAX), error)
+        return int(handle[0])
+
+    def poll(self, handle: int) -> bool:
+        """Whether the request is finished, well or badly; never blocks."""
+        status = lib.horo_poll(self._context, handle)
+        if status == lib.HORO_ERR_USAGE:
+            raise error_from_status("HORO_ERR_USAGE", self._message(handle))
+        return bool(status != lib.HORO_IN_PROGRESS)
+
+    def wait(self, handle: int) -> None:
+        """Blocks, with the GIL released, until the request is finished; a signal handler may run meanwhile.
+
+        The handle stays valid (``release`` it), also when this raises.
+
+        Raises:
+            HoroError: what became of the request.
+        """
+        while True:
+            status = lib.horo_wait(self._context, handle, _SIGNAL_CHECK_MS)
+            if status == lib.HORO_OK:
+                return
+            if status != lib.HORO_IN_PROGRESS:
+                raise error_from_status(_STATUS_NAMES[status], self._message(handle))
+
+    def release(self, handle: int) -> None:
+        """Forgets a finished handle."""
+        status = lib.horo_release(self._context, handle)
+        if status != lib.HORO_OK:
+            raise error_from_status(_STATUS_NAMES[status], self._message(handle))
+
+    def take_result(self, handle: int, index: int) -> tuple[Any, list[int]]:
+        """The gathered tensor ``index`` of a finished allgather.
+
+        Returns:
+            A writable buffer over the bytes (they live as long as the buffer) and each rank's first extent.
+        """
+        data = ffi.new("void **")
+        size = ffi.new("int64_t *")
+        first_dims = ffi.new("int64_t[]", self.size)
+        status = lib.horo_take_result(self._context, handle, index, data, size, first_dims)
+        if status != lib.HORO_OK:
+            raise error_from_status(_STATUS_NAMES[status], self._message(handle))
+        owned = ffi.gc(data[0], lib.horo_free, int(size[0]))
+        return ffi.buffer(owned, int(size[0])), list(first_dims)
+
+    def health(self) -> HoroError | None:
+        """None while the group is whole, else the error that every request now gets."""
+        error = _error_buffer()
+        status = lib.horo_health(self._context, error, lib.HORO_MESSAGE_MAX)
+        return None if status == lib.HORO_OK else error_from_status(_STATUS_NAMES[status], _text(error))
+
+    def counters(self) -> dict[str, int]:
+        """Counts since creation: requests, cache_hits, batches, tensors, bytes, messages_sent, sleeps, wakes."""
+        native = ffi.new("horo_counters *")
+        lib.horo_read_counters(self._context, native)
+        return {name: int(getattr(native, name)) for name, _ in ffi.typeof("horo_counters").fields or ()}
+
+    def after_fork(self) -> None:
+        """In a forked child: lets go of the parent's descriptors; every later call raises UsageError."""
+        if self._context != ffi.NULL:
+            lib.horo_after_fork(self._context)
+
+    def destroy(self) -> None:
+        """Leaves the group and frees everything; idempotent."""
+        context, self._context = self._context, ffi.NULL
+        lib.horo_destroy(context)
+
+    def _message(self, handle: int) -> str:
+        error = _error_buffer()
+        lib.horo_error(self._context, handle, error, lib.HORO_MESSAGE_MAX)
+        return _text(error)
+
+
+_SIGNAL_CHECK_MS = 100
+
+
+def _error_buffer() -> Any:
+    return ffi.new("char[]", lib.HORO_MESSAGE_MAX)
+
+
+def _text(chars: Any) -> str:
+    return bytes(ffi.string(chars)).decode("utf-8", "replace")
+
+
+def _check(status: int, error: Any) -> None:
+    if status != lib.HORO_OK:
+        raise error_from_status(_STATUS_NAMES[status], _text(error))

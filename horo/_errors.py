@@ -1,0 +1,107 @@
+"""The errors of horo, grouped by what is damaged.
+
+HoroError(RuntimeError)
+├── UsageError               the caller is wrong, nothing has changed (also a ValueError)
+│   ├── NotInitializedError
+│   ├── MismatchError        ranks disagree about a tensor (also a HorovodInternalError)
+│   └── UnsupportedError
+├── ResourceError            this process lacks something
+├── GroupError               a peer or a link is gone: rebuild the group (= HorovodInternalError)
+│   ├── PeerLostError
+│   ├── StalledError
+│   ├── TimeoutError
+│   └── AbortedError
+└── InternalError            a bug in horo
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AbortedError",
+    "GroupError",
+    "HoroError",
+    "HorovodInternalError",
+    "InternalError",
+    "MismatchError",
+    "NotInitializedError",
+    "PeerLostError",
+    "ResourceError",
+    "StalledError",
+    "TimeoutError",
+    "UnsupportedError",
+    "UsageError",
+    "error_from_status",
+]
+
+
+class HoroError(RuntimeError):
+    """Base of every error that horo raises."""
+
+
+class UsageError(HoroError, ValueError):
+    """The caller is wrong; nothing has changed, neither here nor on other ranks."""
+
+
+class NotInitializedError(UsageError):
+    """horo was used before ``init()`` or after ``shutdown()``."""
+
+
+class UnsupportedError(UsageError):
+    """This dtype, device or combination is not offered."""
+
+
+class ResourceError(HoroError):
+    """This process lacks something: memory, a descriptor, a port."""
+
+
+class GroupError(HoroError):
+    """A peer or a link is gone. The group must be rebuilt: ``shutdown()``, then ``init()``."""
+
+
+HorovodInternalError = GroupError
+"""The name Horovod scripts catch."""
+
+
+class MismatchError(UsageError, GroupError):
+    """Ranks submitted different requests under one name. Every rank gets it; the job can go on."""
+
+
+class PeerLostError(GroupError):
+    """A rank died or its host became unreachable."""
+
+
+class StalledError(GroupError):
+    """A rank did not submit what the others wait for within the time allowed."""
+
+
+class TimeoutError(GroupError):
+    """A peer did not answer within the time allowed."""
+
+
+class AbortedError(GroupError):
+    """The operation was given up because this or another rank shut horo down."""
+
+
+class InternalError(HoroError):
+    """A bug in horo. Please report it with the message and the output of ``hororun --check-build``."""
+
+
+_CLASS_OF_STATUS: dict[str, type[HoroError]] = {
+    "HORO_ERR_USAGE": UsageError,
+    "HORO_ERR_NOT_INITIALIZED": NotInitializedError,
+    "HORO_ERR_MISMATCH": MismatchError,
+    "HORO_ERR_UNSUPPORTED": UnsupportedError,
+    "HORO_ERR_DUPLICATE_NAME": UsageError,
+    "HORO_ERR_RESOURCE": ResourceError,
+    "HORO_ERR_FORKED": UsageError,
+    "HORO_ERR_PEER_LOST": PeerLostError,
+    "HORO_ERR_STALLED": StalledError,
+    "HORO_ERR_TIMEOUT": TimeoutError,
+    "HORO_ERR_ABORTED": AbortedError,
+    "HORO_ERR_INTERNAL": InternalError,
+}
+
+
+def error_from_status(status_name: str, message: str) -> HoroError:
+    """The exception for a status of the native core, e.g. ``"HORO_ERR_PEER_LOST"``."""
+    return _CLASS_OF_STATUS.get(status_name, InternalError)(message)

@@ -1,0 +1,46 @@
+"""Builds the cffi binding of the native core: one abi3 extension, linked with libc and nothing else."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from cffi import FFI
+
+ROOT = Path(__file__).resolve().parent.parent
+HEADER = ROOT / "native" / "include" / "horo.h"
+
+COMPILE_FLAGS = ["-std=gnu11", "-O3", "-fvisibility=hidden", "-fno-math-errno", "-pthread", "-ffp-contract=off"]
+# For development and CI; an installation must not fail because a newer compiler knows a new warning.
+WARNING_FLAGS = ["-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror"]
+LINK_FLAGS = ["-pthread"]
+
+
+def declarations(header: str) -> str:
+    """The header as cffi reads it: without the preprocessor, the skipped part and HORO_API."""
+    text = re.sub(r"/\* cffi: skip \*/.*?/\* cffi: end \*/", "", header, flags=re.DOTALL)
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    return "\n".join(lines).replace("HORO_API ", "")
+
+
+def sources() -> list[str]:
+    """All C files of the core, relative to the project root as setuptools wants them."""
+    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "native" / "src").rglob("*.c"))
+
+
+def headers() -> list[str]:
+    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "native").rglob("*.h"))
+
+
+ffibuilder = FFI()
+ffibuilder.cdef(declarations(HEADER.read_text(encoding="utf-8")))
+ffibuilder.set_source(
+    "horo._native",
+    '#include "horo.h"',
+    sources=sources(),
+    depends=headers(),
+    include_dirs=["native/include", "native/src"],
+    extra_compile_args=COMPILE_FLAGS,
+    extra_link_args=LINK_FLAGS,
+    py_limited_api=True,
+)

@@ -1,0 +1,220 @@
+/*
+ * horo.h: the whole public surface of the native core.
+ *
+ * This one file is read by the C compiler and by cffi (native/build.py drops the lines between the
+ * `cffi: skip` marks and the include guard), so there is no second set of declarations to drift.
+ *
+ * A horo_context is one rank. Nothing here is global: many contexts may live in one process, and every
+ * function may be called from any thread unless it says otherwise.
+ */
+#ifndef HORO_H
+#define HORO_H
+
+/* cffi: skip */
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(__GNUC__)
+#define HORO_API __attribute__((visibility("default")))
+#else
+#define HORO_API
+#endif
+/* cffi: end */
+
+/* Grouped by what is damaged; horo/_errors.py maps each code to one exception class. */
+enum horo_status {
+    HORO_OK = 0,
+    HORO_IN_PROGRESS = 1,
+    /* the caller: nothing has changed */
+    HORO_ERR_USAGE = -1,
+    HORO_ERR_NOT_INITIALIZED = -2,
+    HORO_ERR_MISMATCH = -3,
+    HORO_ERR_UNSUPPORTED = -4,
+    HORO_ERR_DUPLICATE_NAME = -5,
+    /* this process */
+    HORO_ERR_RESOURCE = -20,
+    HORO_ERR_FORKED = -21,
+    /* the group of ranks: rebuild it */
+    HORO_ERR_PEER_LOST = -40,
+    HORO_ERR_STALLED = -41,
+    HORO_ERR_TIMEOUT = -42,
+    HORO_ERR_ABORTED = -43,
+    /* horo itself */
+    HORO_ERR_INTERNAL = -60,
+};
+
+enum horo_dtype {
+    HORO_UINT8 = 0,
+    HORO_INT8 = 1,
+    HORO_INT16 = 2,
+    HORO_INT32 = 3,
+    HORO_INT64 = 4,
+    HORO_FLOAT16 = 5,
+    HORO_BFLOAT16 = 6,
+    HORO_FLOAT32 = 7,
+    HORO_FLOAT64 = 8,
+    HORO_BOOL = 9,
+    HORO_DTYPE_COUNT = 10,
+};
+
+enum horo_op {
+    HORO_ALLREDUCE = 0,
+    HORO_ALLGATHER = 1,
+    HORO_BROADCAST = 2,
+    HORO_BARRIER = 3,
+    HORO_OP_COUNT = 4,
+};
+
+/* The numbers are Horovod's; 2 is kept free for Adasum. */
+enum horo_reduce_op {
+    HORO_AVERAGE = 0,
+    HORO_SUM = 1,
+    HORO_MIN = 3,
+    HORO_MAX = 4,
+    HORO_PRODUCT = 5,
+};
+
+enum horo_log_level {
+    HORO_LOG_TRACE = 0,
+    HORO_LOG_DEBUG = 1,
+    HORO_LOG_INFO = 2,
+    HORO_LOG_WARNING = 3,
+    HORO_LOG_ERROR = 4,
+    HORO_LOG_OFF = 5,
+};
+
+enum horo_submit_flags {
+    /* The caller waits at once: do not wake the engine thread, horo_wait drives the engine itself. */
+    HORO_SUBMIT_SYNC = 1,
+    /* The name is used once (an automatic name): keep no entry for it in the response cache. */
+    HORO_SUBMIT_TRANSIENT = 2,
+};
+
+typedef struct horo_context horo_context;
+
+/* One dense, contiguous tensor. Memory stays the caller's and must live until the request is done. */
+typedef struct {
+    const void *input;   /* allgather, allreduce: input; broadcast: the root's data (may equal output) */
+    void *output;        /* result; may equal input; ignored by allgather, whose result horo allocates */
+    const int64_t *shape; /* ndim extents, copied by horo_submit */
+    int32_t ndim;         /* 0 for a scalar */
+    int32_t dtype;        /* enum horo_dtype */
+} horo_tensor;
+
+/*
+ * One request: a single tensor or a group that starts all or nothing and shares one name, one handle
+ * and one place in the agreement. Everything is copied; pointers need live only during the call.
+ */
+typedef struct {
+    const char *name; /* UTF-8, at most HORO_NAME_MAX bytes; equal on all ranks */
+    int32_t op;        /* enum horo_op */
+    int32_t reduce_op; /* allreduce only, else 0 */
+    int32_t root_rank; /* broadcast only, else 0 */
+    int32_t flags;     /* enum horo_submit_flags */
+    double prescale;   /* allreduce: multiplied in before the reduction, 1.0 for none */
+    double postscale;  /* allreduce: multiplied in after it (AVERAGE divides by size as well) */
+    const horo_tensor *tensors;
+    int32_t tensor_count; /* 0 for barrier */
+} horo_request;
+
+/*
+ * What the bootstrap hands over: who is where, the mapped-to-be arena and connected descriptors.
+ * "Host" here means a set of ranks that share one arena; hosts are numbered by their lowest rank, and the
+ * lowest rank of a host is its leader. `local index` is the position among the ranks of a host, in rank order.
+ * On success the context owns all descriptors; on failure the caller still does. -1 means "none".
+ */
+typedef struct {
+    int32_t rank;
+    int32_t size;
+    const int32_t *host_of_rank;          /* [size] host index of each rank */
+    const char *const *host_name_of_rank; /* [size] for messages */
+    int32_t arena_fd;                     /* memfd of at least horo_arena_bytes(...) bytes, zeroed, shared by the host */
+    uint64_t segment_bytes;               /* size of one arena slot; equal on all ranks */
+    const int32_t *wake_fds;              /* [ranks on this host] eventfds, nonblocking, by local index, own one included */
+    const int32_t *life_fds;              /* [ranks on this host] stream sockets whose EOF means death; the leader has one per
+                                             other local index, the others have one, to the leader (index 0); else -1 */
+    const int32_t *control_fds;           /* [hosts] leaders only: stream sockets along the tree of hosts, else -1 */
+    const int32_t *data_fds;              /* [hosts] ranks with local index < smallest host: a stream socket to the rank of
+                                             the same local index on each other host, else -1 */
+    uint64_t fusion_bytes;                /* most bytes fused into one batch; 0: no fusion */
+    int32_t cache_capacity;               /* entries of the response cache; 0: off */
+    int32_t spin_us;                      /* longest spin before sleeping; 0 where ranks outnumber cores */
+    int32_t cycle_time_us;                /* extra wait for more tensors before a batch is formed, default 0 */
+    int32_t stall_warning_ms;             /* 0: never warn */
+    int32_t stall_shutdown_ms;            /* 0: never give up */
+    int32_t peer_timeout_ms;              /* silence on a link with work pending after which the peer is lost */
+    int32_t log_level;                    /* enum horo_log_level */
+} horo_setup;
+
+/* Counters since creation; for tests, benchmarks and reports. */
+typedef struct {
+    uint64_t requests;         /* submitted */
+    uint64_t cache_hits;       /* announced by id */
+    uint64_t batches;          /* executed */
+    uint64_t tensors;          /* executed */
+    uint64_t bytes;            /* of tensors executed */
+    uint64_t messages_sent;    /* control messages to other hosts */
+    uint64_t sleeps;           /* times a driver slept in poll() */
+    uint64_t wakes;            /* eventfd writes to others */
+} horo_counters;
+
+enum { HORO_NAME_MAX = 1023, HORO_MESSAGE_MAX = 1024, HORO_DIMS_MAX = 64 };
+
+/* "0.1.0+abi1": ranks compare it at init and refuse to mix. */
+HORO_API const char *horo_version(void);
+HORO_API const char *horo_status_name(int status);
+HORO_API size_t horo_dtype_bytes(int dtype);
+/* The SIMD level in use: "avx512", "avx2", "neon" or "scalar". */
+HORO_API const char *horo_simd_name(void);
+
+/* Bytes of arena memory for one host of local_size ranks. Pages are touched only when used. */
+HORO_API uint64_t horo_arena_bytes(int32_t local_size, uint64_t segment_bytes);
+
+/*
+ * Creates the context of one rank and starts its background thread. Does not wait for the other ranks.
+ * On failure returns a status and writes a sentence to error (error_bytes long).
+ */
+HORO_API int horo_create(const horo_setup *setup, horo_context **context, char *error, size_t error_bytes);
+
+/*
+ * Says goodbye to the peers, fails what is pending with HORO_ERR_ABORTED, joins the thread and frees all.
+ * Batches already agreed on are finished first. No other call may be running or follow. NULL is allowed.
+ */
+HORO_API void horo_destroy(horo_context *context);
+
+/* In a forked child: closes the child's copies of all descriptors; every later call says HORO_ERR_FORKED. */
+HORO_API void horo_after_fork(horo_context *context);
+
+/* Never blocks. On HORO_OK *handle is positive and must be given to horo_release once. Else see horo_error. */
+HORO_API int horo_submit(horo_context *context, const horo_request *request, int64_t *handle, char *error,
+                         size_t error_bytes);
+
+/* HORO_IN_PROGRESS, HORO_OK or the error of the request. Never blocks. */
+HORO_API int horo_poll(horo_context *context, int64_t handle);
+
+/*
+ * As horo_poll, but waits up to timeout_ms first; returns HORO_IN_PROGRESS early when a signal interrupted the wait,
+ * so that Python can run its handlers.
+ */
+HORO_API int horo_wait(horo_context *context, int64_t handle, int32_t timeout_ms);
+
+/* The sentence that goes with a failed handle; truncated to fit. */
+HORO_API void horo_error(horo_context *context, int64_t handle, char *error, size_t error_bytes);
+
+/*
+ * After an allgather: the result of tensor `index` of the request. *rows is the first extent of the result and
+ * first_dims (room for `size` values) each rank's share of it. The memory passes to the caller: horo_free.
+ */
+HORO_API int horo_take_result(horo_context *context, int64_t handle, int32_t index, void **data, int64_t *bytes,
+                              int64_t *first_dims);
+HORO_API void horo_free(void *data);
+
+/* Forgets a finished handle. A pending one is refused with HORO_ERR_USAGE. */
+HORO_API int horo_release(horo_context *context, int64_t handle);
+
+/* HORO_OK while the group is whole; after a loss the status and sentence that every request now gets. */
+HORO_API int horo_health(horo_context *context, char *error, size_t error_bytes);
+
+HORO_API void horo_read_counters(horo_context *context, horo_counters *counters);
+
+#endif

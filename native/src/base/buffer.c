@@ -1,0 +1,59 @@
+#include "base/buffer.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "horo.h"
+
+void hr_buffer_fini(struct hr_buffer *buffer) {
+    free(buffer->data);
+    *buffer = (struct hr_buffer){0};
+}
+
+int hr_buffer_reserve(struct hr_buffer *buffer, size_t bytes) {
+    if (buffer->capacity - buffer->end >= bytes && buffer->data != NULL) {
+        return HORO_OK;
+    }
+    const size_t unread = hr_buffer_size(buffer);
+    if (buffer->begin > 0) {
+        memmove(buffer->data, buffer->data + buffer->begin, unread);
+        buffer->begin = 0;
+        buffer->end = unread;
+    }
+    if (buffer->capacity - buffer->end >= bytes && buffer->data != NULL) {
+        return HORO_OK;
+    }
+    size_t capacity = buffer->capacity < 256 ? 256 : buffer->capacity;
+    while (capacity - unread < bytes) {
+        if (capacity > SIZE_MAX / 2) {
+            return HORO_ERR_RESOURCE;
+        }
+        capacity *= 2;
+    }
+    uint8_t *data = realloc(buffer->data, capacity);
+    if (data == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    buffer->data = data;
+    buffer->capacity = capacity;
+    return HORO_OK;
+}
+
+int hr_buffer_append(struct hr_buffer *buffer, const void *data, size_t bytes) {
+    const int status = hr_buffer_reserve(buffer, bytes);
+    if (status == HORO_OK && bytes > 0) {
+        memcpy(buffer->data + buffer->end, data, bytes);
+        buffer->end += bytes;
+    }
+    return status;
+}
+
+void hr_buffer_consume(struct hr_buffer *buffer, size_t bytes) {
+    const size_t unread = hr_buffer_size(buffer);
+    if (bytes >= unread) {
+        buffer->begin = 0;
+        buffer->end = 0;
+        return;
+    }
+    buffer->begin += bytes;
+}

@@ -1,0 +1,33 @@
+/* A growing byte buffer with a read position: append at the end, consume at the front. */
+#ifndef HR_BASE_BUFFER_H
+#define HR_BASE_BUFFER_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+struct hr_buffer {
+    uint8_t *data;
+    size_t begin; /* first unread byte */
+    size_t end;   /* one past the last byte */
+    size_t capacity;
+};
+
+void hr_buffer_fini(struct hr_buffer *buffer);
+
+/* Makes room for `bytes` more at data + end. HORO_OK or HORO_ERR_RESOURCE; nothing changes on failure. */
+int hr_buffer_reserve(struct hr_buffer *buffer, size_t bytes);
+
+int hr_buffer_append(struct hr_buffer *buffer, const void *data, size_t bytes);
+
+/* Drops `bytes` (at most the unread ones) from the front. */
+void hr_buffer_consume(struct hr_buffer *buffer, size_t bytes);
+
+static inline size_t hr_buffer_size(const struct hr_buffer *buffer) {
+    return buffer->end - buffer->begin;
+}
+
+static inline const uint8_t *hr_buffer_front(const struct hr_buffer *buffer) {
+    return buffer->data == NULL ? NULL : buffer->data + buffer->begin;
+}
+
+#endif

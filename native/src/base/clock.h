@@ -1,0 +1,23 @@
+#ifndef HR_BASE_CLOCK_H
+#define HR_BASE_CLOCK_H
+
+#include <stdint.h>
+#include <time.h>
+
+/* Monotonic nanoseconds. */
+static inline int64_t hr_now_ns(void) {
+    struct timespec now;
+    (void)clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+/* Tells the core that this is a spin loop. */
+static inline void hr_cpu_relax(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("yield");
+#endif
+}
+
+#endif

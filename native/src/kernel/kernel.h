@@ -1,0 +1,53 @@
+/*
+ * Arithmetic on contiguous memory: reduce, scale, copy. SIMD is chosen at run time; the scalar code is always there and
+ * gives bit-equal results (no reassociation, no fused multiply-add: each element is computed in the same order everywhere).
+ *
+ * 16-bit floats are widened to float32, reduced and scaled there and rounded once (to nearest even) at the end; a float32 NaN
+ * becomes a NaN. Integers wrap; a scale other than 1 on integers is applied in double and truncated toward zero, saturating
+ * at the type's ends. bool: sum and max are OR, product and min are AND; scale must be 1.
+ * float min and max give NaN if any source is NaN.
+ */
+#ifndef HR_KERNEL_KERNEL_H
+#define HR_KERNEL_KERNEL_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "horo.h"
+
+enum hr_store {
+    HR_STORE_ORDINARY = 0,
+    HR_STORE_STREAM = 1, /* past the cache where the machine can, fenced before the function returns */
+};
+
+/* One table per SIMD level; functions are exhaustive over dtypes and never fail. */
+struct hr_kernel {
+    const char *name;
+
+    /*
+     * dst[i] = scale * (src[0][i] op src[1][i] op ... op src[src_count - 1][i]); the same into copy unless it is NULL.
+     * `copy_store` rules the stores to copy only. src_count >= 1. dst may equal any src exactly; partial overlap is not allowed.
+     * reduce_op is SUM, MIN, MAX or PRODUCT (the caller turns AVERAGE into SUM and a scale).
+     */
+    void (*reduce)(int dtype, int reduce_op, void *dst, void *copy, const void *const *src, int src_count, size_t count,
+                   double scale, enum hr_store copy_store);
+
+    /* dst[i] = scale * src[i]; dst may equal src. */
+    void (*scale)(int dtype, void *dst, const void *src, size_t count, double scale, enum hr_store store);
+
+    /* memcpy; dst and src do not overlap. */
+    void (*copy)(void *dst, const void *src, size_t bytes, enum hr_store store);
+};
+
+/* The best table for this machine; the same pointer every time. */
+const struct hr_kernel *hr_kernel_best(void);
+const struct hr_kernel *hr_kernel_scalar(void);
+
+/* Bytes per element, 0 for an unknown dtype. */
+size_t hr_dtype_bytes(int dtype);
+/* "float32"; "unknown" for an unknown one. */
+const char *hr_dtype_name(int dtype);
+/* Whether allreduce offers this combination; bool has no AVERAGE. */
+int hr_dtype_reducible(int dtype, int reduce_op);
+
+#endif

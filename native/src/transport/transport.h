@@ -1,0 +1,100 @@
+/*
+ * Bytes between two ranks. A transport knows peers (by host index) and channels, never operations.
+ *
+ * Contract of every transport, held by one conformance suite:
+ *  - Sends and receives on one (peer, channel) match one to one in order, and a matching pair has the same size. (Stream
+ *    transports do not need the rule; message transports do.)
+ *  - post_* never block and copy nothing: the memory and the hr_io stay the caller's to keep until io->state is not HR_IO_POSTED.
+ *  - progress moves what it can without blocking. It is the only function that changes the state of a posted io.
+ *  - All functions of one transport are called by one thread at a time (the driver of the engine).
+ *  - A zero-byte io is done when it reaches the head of its queue.
+ *  - After a peer is lost, its posted and later ios become HR_IO_FAILED; other peers go on.
+ */
+#ifndef HR_TRANSPORT_TRANSPORT_H
+#define HR_TRANSPORT_TRANSPORT_H
+
+#include <poll.h>
+#include <stddef.h>
+
+#include "base/status.h"
+
+enum hr_channel {
+    HR_CHANNEL_CONTROL = 0, /* between leaders, along the tree */
+    HR_CHANNEL_DATA = 1,    /* between ranks of equal local index */
+    HR_CHANNEL_COUNT = 2,
+};
+
+enum hr_io_state {
+    HR_IO_IDLE = 0,
+    HR_IO_POSTED = 1,
+    HR_IO_DONE = 2,
+    HR_IO_FAILED = 3,
+};
+
+/* One posted send or receive; lives in the caller's memory. Callers read `state` and `done_bytes` only. */
+struct hr_io {
+    char *data;
+    size_t bytes;
+    size_t done_bytes; /* grows as bytes move, so that a receiver may work on what has come */
+    enum hr_io_state state;
+    struct hr_io *next;
+};
+
+struct hr_transport;
+
+struct hr_transport_ops {
+    const char *name;
+
+    /* Both return HORO_OK or HORO_ERR_INTERNAL for a peer that has no link on this channel. */
+    int (*post_send)(struct hr_transport *transport, int peer, enum hr_channel channel, const void *data, size_t bytes,
+                     struct hr_io *io);
+    int (*post_recv)(struct hr_transport *transport, int peer, enum hr_channel channel, void *data, size_t bytes,
+                     struct hr_io *io);
+
+    /* 1: something moved or was lost; 0: nothing to do now. */
+    int (*progress)(struct hr_transport *transport);
+
+    /*
+     * Descriptors to sleep on until progress may move something: fills up to `capacity` entries, returns how many there are.
+     * Only links with something posted are named, so an idle link wakes nobody.
+     */
+    size_t (*sleep_fds)(struct hr_transport *transport, struct pollfd *fds, size_t capacity);
+
+    /*
+     * The first lost peer's host index, or -1. *why (not NULL) gets a static or transport-owned sentence fragment such as
+     * "connection closed" or "Connection timed out".
+     */
+    int (*lost_peer)(struct hr_transport *transport, const char **why);
+
+    /* Turns link supervision on while work is pending (keepalive probes), off when idle, so that an idle job sends nothing. */
+    void (*watch)(struct hr_transport *transport, int enabled);
+
+    /* Fails all posted ios, closes descriptors, frees. NULL is allowed. */
+    void (*destroy)(struct hr_transport *transport);
+};
+
+struct hr_transport {
+    const struct hr_transport_ops *ops;
+};
+
+/*
+ * Over connected stream sockets (TCP, or AF_UNIX in tests), one per peer and channel, -1 for none; made nonblocking here.
+ * A peer silent for peer_timeout_ms with data unacknowledged or under watch counts as lost (TCP_USER_TIMEOUT, keepalive).
+ * Owns the descriptors on success only. NULL with *error set for lack of memory or a bad descriptor.
+ */
+struct hr_transport *hr_tcp_create(const int *control_fds, const int *data_fds, int host_count, int peer_timeout_ms,
+                                   struct hr_error *error);
+
+/*
+ * In-process transport for tests: all ranks that share a hub can talk. `delay_polls` makes every byte range arrive only after
+ * that many progress calls of the receiver and in pieces of at most `piece_bytes` (0: whole), to try odd timings without sleeping.
+ */
+struct hr_hub;
+struct hr_hub *hr_hub_create(int host_count, int delay_polls, size_t piece_bytes);
+void hr_hub_destroy(struct hr_hub *hub); /* after all its transports */
+/* A rank of host `host` with local index `lane` (lanes do not see each other; control uses lane 0). */
+struct hr_transport *hr_loopback_create(struct hr_hub *hub, int host, int lane, struct hr_error *error);
+/* Cuts the link between two hosts on all lanes and channels, as a crash of one would. */
+void hr_hub_cut(struct hr_hub *hub, int host_a, int host_b);
+
+#endif

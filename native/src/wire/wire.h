@@ -1,0 +1,115 @@
+/*
+ * Messages as bytes: little-endian, no padding, length-prefixed where they travel. Decoders trust nothing: they are bounds-checked,
+ * allocate nothing, and reject what does not end exactly where it should. Decoded strings and arrays point into the input.
+ *
+ * A message is one type byte and a body:
+ *
+ *   up the tree (rank -> leader -> parent host)            down the tree (a record of the response log)
+ *   IDS      u32 n, n x u32 id                             BATCH    u32 n, n x ref
+ *   REQUEST  i32 origin, i32 status, str16 text, request   FAIL     i32 status, str16 name, str16 text
+ *   LOST     i32 rank, i32 status, str16 text     (both directions)
+ *   LEAVE    i32 rank                             (both directions)
+ *
+ *   ref      u32 id, str16 name      an empty name: the cached tensor `id`; else the name, which now gets `id` (0: not cached)
+ *   request  u8 op, u8 reduce_op, u8 transient, i32 root, f64 prescale, f64 postscale, str16 name, u32 n, n x tensor
+ *   tensor   u8 dtype, u8 ndim, ndim x i64 extent          (allgather: the first extent is written as 0, it may differ by rank)
+ *   str16    u16 bytes, UTF-8 without a terminator
+ *
+ * A request's bytes are canonical: two requests agree exactly when their bytes are equal.
+ */
+#ifndef HR_WIRE_WIRE_H
+#define HR_WIRE_WIRE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "base/buffer.h"
+#include "base/status.h"
+
+enum hr_wire_type {
+    HR_WIRE_IDS = 1,
+    HR_WIRE_REQUEST = 2,
+    HR_WIRE_LOST = 3,
+    HR_WIRE_LEAVE = 4,
+    HR_WIRE_BATCH = 5,
+    HR_WIRE_FAIL = 6,
+};
+
+enum {
+    HR_WIRE_MESSAGE_MAX = 64 << 20, /* a longer length prefix is an error, never an allocation */
+    HR_WIRE_TENSORS_MAX = 1 << 20,
+};
+
+struct hr_wire_text {
+    const char *data; /* not terminated; NULL only if bytes is 0 */
+    size_t bytes;
+};
+
+struct hr_wire_tensor {
+    int dtype;
+    int ndim;
+    int64_t shape[HORO_DIMS_MAX];
+};
+
+/* A decoded request; `bytes` .. `bytes + byte_count` is its canonical form. */
+struct hr_wire_request {
+    int op;
+    int reduce_op;
+    int transient;
+    int root_rank;
+    double prescale;
+    double postscale;
+    struct hr_wire_text name;
+    uint32_t tensor_count;
+    const uint8_t *tensors; /* walk with hr_wire_next_tensor */
+    const uint8_t *bytes;
+    size_t byte_count;
+};
+
+struct hr_wire_message {
+    enum hr_wire_type type;
+    int rank;   /* LOST, LEAVE; REQUEST: the origin */
+    int status; /* LOST, FAIL, REQUEST */
+    struct hr_wire_text name; /* FAIL */
+    struct hr_wire_text text; /* LOST, FAIL, REQUEST */
+    uint32_t count;           /* IDS, BATCH */
+    const uint8_t *items;     /* IDS: walk with hr_wire_id; BATCH: hr_wire_next_ref */
+    struct hr_wire_request request;
+};
+
+struct hr_wire_ref {
+    uint32_t id;
+    struct hr_wire_text name; /* bytes == 0: known by id */
+};
+
+/* Appends the canonical form. Checks nothing: the engine has validated the request. HORO_OK or HORO_ERR_RESOURCE. */
+int hr_wire_encode_request(struct hr_buffer *out, const horo_request *request);
+
+/* Each appends one whole message (no length prefix). HORO_OK or HORO_ERR_RESOURCE; on failure nothing is appended. */
+int hr_wire_put_ids(struct hr_buffer *out, const uint32_t *ids, uint32_t count);
+int hr_wire_put_request(struct hr_buffer *out, int origin, int status, struct hr_wire_text text, const void *request,
+                        size_t request_bytes);
+int hr_wire_put_lost(struct hr_buffer *out, int rank, int status, struct hr_wire_text text);
+int hr_wire_put_leave(struct hr_buffer *out, int rank);
+int hr_wire_put_fail(struct hr_buffer *out, int status, struct hr_wire_text name, struct hr_wire_text text);
+/* A BATCH is built piece by piece: begin, then one ref after another into the same buffer with nothing between. */
+int hr_wire_begin_batch(struct hr_buffer *out, uint32_t count);
+int hr_wire_put_ref(struct hr_buffer *out, uint32_t id, struct hr_wire_text name);
+
+/*
+ * HORO_OK, or HORO_ERR_INTERNAL for bytes that are no message: an unknown type, op, reduce op or dtype, a negative extent,
+ * an extent product that overflows int64, a name that is too long, a count past the limit, a short or long body.
+ * Every item is checked here, so the walks below cannot fail.
+ */
+int hr_wire_decode(const void *data, size_t bytes, struct hr_wire_message *message);
+int hr_wire_decode_request(const void *data, size_t bytes, struct hr_wire_request *request);
+
+uint32_t hr_wire_id(const struct hr_wire_message *message, uint32_t index);
+/* Both read the item at *cursor (start with message->items or request->tensors) and move it on. */
+void hr_wire_next_ref(const uint8_t **cursor, struct hr_wire_ref *ref);
+void hr_wire_next_tensor(const uint8_t **cursor, struct hr_wire_tensor *tensor);
+
+/* "float32 [64, 128]", cut to fit; for messages. Returns out. */
+char *hr_wire_describe_tensor(const struct hr_wire_tensor *tensor, char *out, size_t out_bytes);
+
+#endif

@@ -1,0 +1,73 @@
+"""Builds the core together with the shims of tests/native/shim into one cffi module for tests.
+
+The shims expose single parts (kernels, wire, transports, agreement) that the public header rightly hides.
+HORO_SANITIZE=address|undefined|thread chooses the flavour; each has a folder of its own below build/.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from cffi import FFI
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT / "native"))
+import build as native_build  # noqa: E402  (native/build.py)
+
+SHIM = Path(__file__).resolve().parent / "shim"
+SANITIZE_FLAGS = {
+    "": [],
+    "address": ["-fsanitize=address", "-fno-omit-frame-pointer"],
+    "undefined": ["-fsanitize=undefined", "-fno-sanitize-recover=all"],
+    "thread": ["-fsanitize=thread"],
+}
+
+
+def _inputs() -> list[Path]:
+    folders = [ROOT / "native", SHIM]
+    return sorted(p for folder in folders for p in folder.rglob("*") if p.suffix in {".c", ".h", ".py"})
+
+
+def load() -> ModuleType:
+    """Compiles if anything has changed and imports the module; safe under pytest-xdist."""
+    flavour = os.environ.get("HORO_SANITIZE", "")
+    digest = hashlib.sha256(flavour.encode())
+    for path in _inputs():
+        digest.update(path.read_bytes())
+    folder = ROOT / "build" / f"native-test-{flavour or 'plain'}"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        stamp = folder / "stamp"
+        library = folder / "_native_test.abi3.so"
+        if not library.exists() or not stamp.exists() or stamp.read_text() != digest.hexdigest():
+            _compile(folder, SANITIZE_FLAGS[flavour])
+            stamp.write_text(digest.hexdigest())
+    spec = importlib.util.spec_from_file_location("_native_test", library)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"cannot load {library}")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _compile(folder: Path, flags: list[str]) -> None:
+    ffi = FFI()
+    headers = [native_build.HEADER, *sorted(SHIM.glob("*.h"))]
+    ffi.cdef("\n".join(native_build.declarations(h.read_text(encoding="utf-8")) for h in headers))
+    ffi.set_source(
+        "_native_test",
+        "\n".join(f'#include "{h.name}"' for h in headers),
+        sources=[str(ROOT / s) for s in native_build.sources()] + [str(p) for p in sorted(SHIM.glob("*.c"))],
+        include_dirs=[str(ROOT / "native/include"), str(ROOT / "native/src"), str(SHIM)],
+        extra_compile_args=[*native_build.COMPILE_FLAGS, "-g", "-O2", *native_build.WARNING_FLAGS, *flags],
+        extra_link_args=[*native_build.LINK_FLAGS, *flags],
+        py_limited_api=True,
+    )
+    ffi.compile(tmpdir=str(folder), verbose=False)
