@@ -8,7 +8,8 @@
  *  - progress moves what it can without blocking. It is the only function that changes the state of a posted io.
  *  - All functions of one transport are called by one thread at a time (the driver of the engine).
  *  - A zero-byte io is done when it reaches the head of its queue.
- *  - After a peer is lost, its posted and later ios become HR_IO_FAILED; other peers go on.
+ *  - After a peer is lost, its posted and later ios become HR_IO_FAILED, on all channels; other peers go on. What a peer that
+ *    closed its end had sent before is delivered first, to receives on the link where the end is noticed.
  */
 #ifndef HR_TRANSPORT_TRANSPORT_H
 #define HR_TRANSPORT_TRANSPORT_H
@@ -79,8 +80,12 @@ struct hr_transport {
 
 /*
  * Over connected stream sockets (TCP, or AF_UNIX in tests), one per peer and channel, -1 for none; made nonblocking here.
+ * Either array may be NULL: no links on that channel.
  * A peer silent for peer_timeout_ms with data unacknowledged or under watch counts as lost (TCP_USER_TIMEOUT, keepalive).
- * Owns the descriptors on success only. NULL with *error set for lack of memory or a bad descriptor.
+ * So does one that reads nothing for so long while data waits for it, even if its host answers: a process that is stopped
+ * in the middle of a transfer. Probing counts in whole seconds, so timeouts below 2 s hold for unacknowledged data only.
+ * Owns the descriptors on success only. NULL with *error set: HORO_ERR_USAGE for a bad descriptor or argument (it is named),
+ * HORO_ERR_RESOURCE for lack of memory.
  */
 struct hr_transport *hr_tcp_create(const int *control_fds, const int *data_fds, int host_count, int peer_timeout_ms,
                                    struct hr_error *error);
