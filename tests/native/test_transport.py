@@ -388,6 +388,24 @@ def test_destroy_fails_what_is_posted(join: Join) -> None:
     assert all(io.failed for io in posted)
 
 
+def test_an_abandoned_channel_lets_go_of_its_memory_and_refuses_more(join: Join) -> None:
+    rank, other = join(2).ranks
+    posted = [rank.recv(1, 16 * MIB), rank.send(1, bytes(16 * MIB)), rank.recv(1, 0)]
+    sent = other.send(0, bytes(16 * MIB))
+    poll_until(lambda: bool(other.progress() | rank.progress()) and posted[0].done_bytes > 0, "some bytes")
+    rank.lib.shim_abandon(rank.transport, DATA)
+    assert all(io.failed for io in posted)
+    assert rank.sleep_fds()[0] == 0
+    for post in (lambda: rank.send(1, b"x"), lambda: rank.recv(1, 1)):
+        with pytest.raises(ValueError, match="-43"):
+            post()
+    # The peer sees no end, and the other channel goes on.
+    assert sent.posted and rank.lost()[0] == other.lost()[0] == -1
+    told, heard = rank.send(1, b"cause", CONTROL), other.recv(0, 5, CONTROL)
+    progress_until([rank, other], told, heard)
+    assert heard.bytes() == b"cause"
+
+
 # Stream sockets.
 
 

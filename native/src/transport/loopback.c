@@ -23,6 +23,7 @@ struct endpoint {
     int signalled;
     uint64_t polls;
     /* the endpoint's thread only */
+    int abandoned[HR_CHANNEL_COUNT];
     int lost_peer;
     const char *lost_why;
     struct peer {
@@ -262,17 +263,19 @@ static int loopback_progress(struct hr_transport *transport) {
     return moved;
 }
 
-static int peer_is_valid(const struct endpoint *endpoint, int peer, enum hr_channel channel) {
-    return peer >= 0 && peer < endpoint->hub->host_count && peer != endpoint->host &&
-           (channel != HR_CHANNEL_CONTROL || endpoint->lane->number == 0);
+/* The statuses of post_send. */
+static int check_post(const struct endpoint *endpoint, int peer, enum hr_channel channel) {
+    const int is_peer = peer >= 0 && peer < endpoint->hub->host_count && peer != endpoint->host;
+    if (!is_peer || (channel == HR_CHANNEL_CONTROL && endpoint->lane->number != 0)) {
+        return HORO_ERR_INTERNAL;
+    }
+    return endpoint->abandoned[channel] ? HORO_ERR_ABORTED : HORO_OK;
 }
 
 static int loopback_post_send(struct hr_transport *transport, int peer, enum hr_channel channel, const void *data,
                               size_t bytes, struct hr_io *io) {
     struct endpoint *endpoint = endpoint_of(transport);
-    if (!peer_is_valid(endpoint, peer, channel)) {
-        return HORO_ERR_INTERNAL;
-    }
+    HR_TRY(check_post(endpoint, peer, channel));
     hr_queue_push(&endpoint->peers[peer].send[channel], (char *)(uintptr_t)data, bytes, io);
     return HORO_OK;
 }
@@ -280,9 +283,7 @@ static int loopback_post_send(struct hr_transport *transport, int peer, enum hr_
 static int loopback_post_recv(struct hr_transport *transport, int peer, enum hr_channel channel, void *data, size_t bytes,
                               struct hr_io *io) {
     struct endpoint *endpoint = endpoint_of(transport);
-    if (!peer_is_valid(endpoint, peer, channel)) {
-        return HORO_ERR_INTERNAL;
-    }
+    HR_TRY(check_post(endpoint, peer, channel));
     hr_queue_push(&endpoint->peers[peer].recv[channel], data, bytes, io);
     return HORO_OK;
 }
@@ -342,6 +343,15 @@ static void loopback_watch(struct hr_transport *transport, int enabled) {
     (void)enabled;
 }
 
+static void loopback_abandon(struct hr_transport *transport, enum hr_channel channel) {
+    struct endpoint *endpoint = endpoint_of(transport);
+    endpoint->abandoned[channel] = 1;
+    for (int peer = 0; peer < endpoint->hub->host_count; peer++) {
+        (void)hr_queue_fail(&endpoint->peers[peer].send[channel]);
+        (void)hr_queue_fail(&endpoint->peers[peer].recv[channel]);
+    }
+}
+
 static void loopback_destroy(struct hr_transport *transport) {
     if (transport == NULL) {
         return;
@@ -368,6 +378,7 @@ static const struct hr_transport_ops loopback_ops = {
     .sleep_fds = loopback_sleep_fds,
     .lost_peer = loopback_lost_peer,
     .watch = loopback_watch,
+    .abandon = loopback_abandon,
     .destroy = loopback_destroy,
 };
 

@@ -36,6 +36,7 @@ struct tcp {
     int host_count;
     int link_count;
     int watching;
+    int abandoned[HR_CHANNEL_COUNT];
     int lost_peer;
     char why[WHY_BYTES];
     uint64_t *busy; /* bit per link: something is posted. Control links have the lower bits and so go first. */
@@ -171,29 +172,31 @@ static int tcp_progress(struct hr_transport *transport) {
     return moved;
 }
 
-/* NULL for a peer without a link. */
-static struct link *link_to_post(struct tcp *tcp, int peer, enum hr_channel channel) {
+/* Finds the link and makes it busy. The statuses of post_send. */
+static int link_to_post(struct tcp *tcp, int peer, enum hr_channel channel, struct link **found) {
     if (peer < 0 || peer >= tcp->host_count) {
-        return NULL;
+        return HORO_ERR_INTERNAL;
     }
     const int index = link_index(tcp, peer, channel);
     struct link *link = &tcp->links[index];
     if (link->fd < 0) {
-        return NULL;
+        return HORO_ERR_INTERNAL;
+    }
+    if (tcp->abandoned[channel]) {
+        return HORO_ERR_ABORTED;
     }
     if (link->send.head == NULL && link->recv.head == NULL) {
         link->unchecked = 1;
         set_busy(tcp, index);
     }
-    return link;
+    *found = link;
+    return HORO_OK;
 }
 
 static int tcp_post_send(struct hr_transport *transport, int peer, enum hr_channel channel, const void *data, size_t bytes,
                          struct hr_io *io) {
-    struct link *link = link_to_post(tcp_of(transport), peer, channel);
-    if (link == NULL) {
-        return HORO_ERR_INTERNAL;
-    }
+    struct link *link;
+    HR_TRY(link_to_post(tcp_of(transport), peer, channel, &link));
     /* iovec has no const; sendmsg does not write. */
     hr_queue_push(&link->send, (char *)(uintptr_t)data, bytes, io);
     return HORO_OK;
@@ -201,10 +204,8 @@ static int tcp_post_send(struct hr_transport *transport, int peer, enum hr_chann
 
 static int tcp_post_recv(struct hr_transport *transport, int peer, enum hr_channel channel, void *data, size_t bytes,
                          struct hr_io *io) {
-    struct link *link = link_to_post(tcp_of(transport), peer, channel);
-    if (link == NULL) {
-        return HORO_ERR_INTERNAL;
-    }
+    struct link *link;
+    HR_TRY(link_to_post(tcp_of(transport), peer, channel, &link));
     hr_queue_push(&link->recv, data, bytes, io);
     return HORO_OK;
 }
@@ -245,6 +246,14 @@ static void tcp_watch(struct hr_transport *transport, int enabled) {
     }
 }
 
+static void tcp_abandon(struct hr_transport *transport, enum hr_channel channel) {
+    struct tcp *tcp = tcp_of(transport);
+    tcp->abandoned[channel] = 1;
+    for (int peer = 0; peer < tcp->host_count; peer++) {
+        (void)fail_link(tcp, link_index(tcp, peer, channel));
+    }
+}
+
 static void tcp_destroy(struct hr_transport *transport) {
     if (transport == NULL) {
         return;
@@ -268,6 +277,7 @@ static const struct hr_transport_ops tcp_ops = {
     .sleep_fds = tcp_sleep_fds,
     .lost_peer = tcp_lost_peer,
     .watch = tcp_watch,
+    .abandon = tcp_abandon,
     .destroy = tcp_destroy,
 };
 

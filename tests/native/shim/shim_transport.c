@@ -76,6 +76,11 @@ int shim_progress(void *transport) {
     return self->ops->progress(self);
 }
 
+void shim_abandon(void *transport, int channel) {
+    struct hr_transport *self = transport;
+    self->ops->abandon(self, (enum hr_channel)channel);
+}
+
 void shim_watch(void *transport, int enabled) {
     struct hr_transport *self = transport;
     self->ops->watch(self, enabled);

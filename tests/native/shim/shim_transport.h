@@ -24,6 +24,7 @@ size_t shim_io_done_bytes(const void *io);
 int shim_post_send(void *transport, int peer, int channel, const void *data, size_t bytes, void *io);
 int shim_post_recv(void *transport, int peer, int channel, void *data, size_t bytes, void *io);
 int shim_progress(void *transport);
+void shim_abandon(void *transport, int channel);
 void shim_watch(void *transport, int enabled);
 /* -1, or the peer with the reason in why (why_bytes long). */
 int shim_lost_peer(void *transport, char *why, size_t why_bytes);
