@@ -7,6 +7,7 @@ one hands the gradient to the core (in place where its memory allows), ``synchro
 
 from __future__ import annotations
 
+import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,9 @@ from horo.torch.compression import Compressor
 from horo.torch.ops import Average
 
 __all__ = ["GradientReducer", "Plan"]
+
+_SCALER_FRAMES = 12
+"""How far up the stack a GradScaler can be: torch's and a scheduler's wrappers of ``step`` lie between."""
 
 
 class Plan:
@@ -199,6 +203,11 @@ class GradientReducer:
             return (args[0], wrapped, *args[2:]), kwargs
         if self._stamp is not None and all(grad._version == version for grad, version in self._stamp):
             return None  # the same, without a closure: nothing has touched the gradients since
+        if not self._synchronized and _scaler_has_looked(optimizer):
+            raise UsageError(
+                "a gradient scaler looked at gradients before they were reduced; call optimizer.synchronize() after "
+                "backward(), and scaler.step(optimizer) inside optimizer.skip_synchronize()"
+            )
         if self._synchronized:
             warnings.warn(
                 "optimizer.step() was called after optimizer.synchronize() but outside optimizer.skip_synchronize(); "
@@ -448,6 +457,23 @@ class _ReducingClosure:
                 start_allreduce([value], "closure", f"{self._reducer.kind}.loss", Average, sync=True).wait()[0].item()
             )
         return loss
+
+
+def _scaler_has_looked(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a GradScaler calls the step. It has unscaled the gradients then, which leaves no trace on them.
+
+    For an optimizer with a fused step it leaves its finding on the optimizer; else only the stack tells.
+    """
+    if getattr(optimizer, "found_inf", None) is not None:
+        return True
+    frame = inspect.currentframe()
+    for _ in range(_SCALER_FRAMES):
+        if frame is None:
+            return False
+        if frame.f_code.co_name == "_maybe_opt_step":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _hook_of(reducer: weakref.ref[GradientReducer]) -> Callable[[torch.Tensor], None]:

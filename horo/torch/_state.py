@@ -103,9 +103,8 @@ class Session:
         self.requests.clear()
 
     def abandon(self) -> None:
-        """In a forked child: lets go of everything that is the parent's."""
+        """In a forked child: refuses what is the parent's from now on. The job lets go of descriptors by itself."""
         self._forked = True
-        self.core.after_fork()
 
     @property
     def forked(self) -> bool:

@@ -83,7 +83,8 @@ def test_every_optimizer_of_torch_steps_as_alone_and_keeps_its_class(ranks2: Ran
             for parameter, gradient in zip(alone.parameters(), _mean_gradients(alone, n, step), strict=True):
                 parameter.grad = gradient
             plain.step()
-            _assert_close(model.parameters(), alone.parameters())
+            for one, other in zip(model.parameters(), alone.parameters(), strict=True):
+                torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
             if step == 2:  # the state goes through a file
                 file = io.BytesIO()
                 torch.save(optimizer.state_dict(), file)
@@ -191,7 +192,8 @@ def test_a_gradient_scaler_agrees_on_overflow_and_steps_as_alone(ranks2: RankPoo
             scaler.update()
             change = 0.0 if step == 2 else 0.1
             _assert_close(
-                model.parameters(), start if change == 0 else [s - change * g for s, g in zip(start, wanted, strict=True)]
+                model.parameters(),
+                start if change == 0 else [s - change * g for s, g in zip(start, wanted, strict=True)],
             )
         assert scaler.get_scale() == 4.0
 
@@ -200,15 +202,39 @@ def test_a_gradient_scaler_agrees_on_overflow_and_steps_as_alone(ranks2: RankPoo
 
 def test_unscaling_gradients_under_way_is_an_error_not_a_wrong_step(ranks2: RankPool) -> None:
     def check() -> None:
+        for fused in (False, True):
+            model = _model()
+            plain = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+            optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())
+            torch.optim.lr_scheduler.StepLR(optimizer, 1)
+            scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+            scaler.scale(_loss(model, hvd.rank())).backward()
+            start = [p.detach().clone() for p in model.parameters()]
+            with pytest.raises(ValueError, match=r"a gradient scaler looked at gradients before they were reduced"):
+                scaler.step(optimizer)
+            assert all(torch.equal(p, s) for p, s in zip(model.parameters(), start, strict=True))
+            optimizer.synchronize()
+            with pytest.warns(UserWarning, match="skip_synchronize"):
+                scaler.step(optimizer)
+
+    ranks2.run(check)
+
+
+def test_clipping_gradients_under_way_is_an_error_not_a_wrong_step(ranks2: RankPool) -> None:
+    def check() -> None:
         model = _model()
         optimizer = _sgd(model)
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        scaler.scale(_loss(model, hvd.rank())).backward()
         start = [p.detach().clone() for p in model.parameters()]
+        _loss(model, hvd.rank()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
         with pytest.raises(ValueError, match=r"gradient of '0\.weight' was changed while it was being reduced"):
-            scaler.step(optimizer)
+            optimizer.step()
         assert all(torch.equal(p, s) for p, s in zip(model.parameters(), start, strict=True))
         optimizer.zero_grad()
+        _loss(model, hvd.rank()).backward()
+        model.zero_grad()
+        with pytest.raises(ValueError, match=r"gradient of '0\.weight' was changed while it was being reduced"):
+            optimizer.step()
         _loss(model, hvd.rank()).backward()
         optimizer.step()
 
@@ -533,7 +559,9 @@ def test_sparse_adam_works_with_gathered_rows(ranks2: RankPool) -> None:
 def test_a_sparse_gradient_in_a_group_is_refused(ranks2: RankPool) -> None:
     def check() -> None:
         table = torch.nn.Embedding(6, 2, sparse=True)
-        hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=1.0), table.named_parameters(), groups=1)
+        plain = torch.optim.SGD(table.parameters(), lr=1.0)
+        optimizer = hvd.DistributedOptimizer(plain, table.named_parameters(), groups=1)
+        assert optimizer is plain
         with pytest.raises(ValueError, match="gradient of 'weight' is sparse: leave the parameter out of groups"):
             table(torch.tensor([1])).sum().backward()
 
