@@ -89,6 +89,7 @@ class Setup:
     stall_shutdown_ms: int = 0
     peer_timeout_ms: int = 30_000
     log_level: int = 3
+    arena_memory: int = 0
 
 
 class Tensor(NamedTuple):
@@ -112,6 +113,8 @@ class Context:
                 value = ffi.new("char *[]", keep)
             elif item.name in {"host_of_rank", "wake_fds", "life_fds", "control_fds", "data_fds"}:
                 value = ffi.new("int32_t[]", list(value))
+            elif item.name == "arena_memory":
+                value = ffi.cast("void *", value)
             keep.append(value)
             setattr(native, item.name, value)
         out = ffi.new("horo_context **")
