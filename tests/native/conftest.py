@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from types import ModuleType
 
 import native_build
 import pytest
+
+if os.environ.get("HORO_SANITIZE"):
+    # The tests of the whole core then run on the instrumented build, too.
+    sys.modules["horo._native"] = native_build.load()
 
 
 @pytest.fixture(scope="session")

@@ -290,18 +290,21 @@ MISMATCHES = [
 def test_a_mismatch_names_tensor_ranks_and_values_and_the_job_goes_on(
     one: dict, other: dict, values: list[str], hosts: list[int], cached: bool
 ) -> None:
+    def run(rank: Rank, call: dict) -> None:
+        arrays = [array.copy() for array in call["arrays"]]
+        rank.finish(rank.submit(name="layer.weight", **{**call, "arrays": arrays}))
+
     def body(rank: Rank) -> None:
         if cached:  # everybody knows the tensor as rank 0 means it
-            rank.finish(rank.submit(name="layer.weight", **one))
-        mine = other if rank.rank == 2 else one
+            run(rank, one)
         with pytest.raises(MismatchError) as caught:
-            rank.finish(rank.submit(name="layer.weight", **mine))
+            run(rank, other if rank.rank == 2 else one)
         text = str(caught.value)
         for part in ["'layer.weight'", "rank 2 (host", *values]:
             assert part in text, text
         assert isinstance(caught.value, GroupError)
         assert (rank.allreduce(np.ones(4), "after") == 3).all()
-        rank.finish(rank.submit(name="layer.weight", **one))
+        run(rank, one)
 
     run_ranks(body, hosts)
 
