@@ -23,6 +23,7 @@ from horo._bootstrap import dial as dial_module
 from horo._bootstrap import job as job_module
 from horo._bootstrap import links as links_module
 from horo._bootstrap.addresses import Endpoint
+from horo._bootstrap.grouping import group_ranks
 from horo._bootstrap.handshake import HandshakeError
 from horo._bootstrap.job import Connection, start
 from horo._bootstrap.launch import Place, detect_launch
@@ -517,37 +518,47 @@ def test_forked_child_is_told_and_its_exit_leaves_the_parent_alone() -> None:
     job.close()
 
 
-def test_ranks_as_processes_start_reach_a_barrier_and_close(server: StoreServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("labels", ["aa", "ab", "abab"])
+def test_ranks_as_processes_start_add_up_and_close_again_and_again(
+    server: StoreServer, tmp_path: Path, labels: str
+) -> None:
     script = tmp_path / "rank.py"
     script.write_text(
         textwrap.dedent(
             """
+            import numpy as np
             from horo._bootstrap.job import start
+            from horo._core import DTYPES, OPS, REDUCE_OPS, Tensor
             for _ in range(3):
                 job = start()
-                handle = job.context.submit(3, "barrier")
+                values = np.full(100_000, job.rank + 1.0)
+                tensor = Tensor(values.ctypes.data, values.ctypes.data, values.shape, DTYPES["float64"])
+                handle = job.context.submit(OPS["allreduce"], "sum", [tensor], reduce_op=REDUCE_OPS["sum"])
                 job.context.wait(handle)
                 job.context.release(handle)
-                print(job.rank, job.size, job.hosts, flush=True)
+                print(job.rank, job.size, job.hosts, set(values.tolist()), flush=True)
                 job.close()
             """
         ),
         encoding="utf-8",
     )
+    environs = environments(server, len(labels))
     processes = [
         subprocess.Popen(
             [sys.executable, str(script)],
-            env={**os.environ, **environ},
+            env={**os.environ, **environ, "HORO_HOST_ID": label},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for environ in environments(server, 2)
+        for environ, label in zip(environs, labels, strict=True)
     ]
+    hosts = group_ranks(labels).hosts
+    total = float(sum(range(len(labels) + 1)))
     for rank, process in enumerate(processes):
         output, errors = process.communicate(timeout=60)
         assert (process.returncode, errors) == (0, "")
-        assert output == f"{rank} 2 ((0, 1),)\n" * 3
+        assert output == f"{rank} {len(labels)} {hosts} {{{total}}}\n" * 3
 
 
 def test_client_secret_never_reaches_the_store(server: StoreServer) -> None:
