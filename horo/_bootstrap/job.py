@@ -19,7 +19,8 @@ from horo._bootstrap.identity import read_identity
 from horo._bootstrap.launch import Launch, Place, detect_launch
 from horo._bootstrap.links import Neighbour, connect_hosts
 from horo._bootstrap.meeting import Meeting
-from horo._bootstrap.store import Store, StoreClient, prefixed
+from horo._bootstrap.store import StoreClient
+from horo._bootstrap.store_seam import Store, prefixed
 from horo._bootstrap.torch_store import open_torch_store
 from horo._config import Config, environment, read_config
 from horo._core import Context, Setup, arena_bytes, version

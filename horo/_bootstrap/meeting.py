@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Sequence
 
-from horo._bootstrap.store import Store, StoreAbandonedError, StoreTimeoutError
+from horo._bootstrap.store_seam import Store, StoreAbandonedError, StoreTimeoutError
 from horo._errors import AbortedError, HoroError, MismatchError, PeerLostError, TimeoutError, UsageError
 
 __all__ = ["Meeting", "list_ranks"]

@@ -22,7 +22,8 @@ from horo._bootstrap.dial import dial
 from horo._bootstrap.frames import Opener, Sealer, pack_fields, unpack_fields
 from horo._bootstrap.gate import StrangerLog
 from horo._bootstrap.handshake import Acceptor, Claim, HandshakeError, Purpose
-from horo._bootstrap.store import StoreAbandonedError, StoreClient, StoreServer, StoreTimeoutError, prefixed
+from horo._bootstrap.store import StoreClient, StoreServer
+from horo._bootstrap.store_seam import StoreAbandonedError, StoreTimeoutError, prefixed
 from horo._errors import HorovodInternalError, PeerLostError, ResourceError, UsageError
 
 SECRET = bytes(range(32))
