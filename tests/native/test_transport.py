@@ -381,6 +381,20 @@ def test_last_words_of_a_peer_are_delivered(join: Join, channel: int) -> None:
     assert first.done and second.done and third.failed
 
 
+def test_last_words_are_delivered_to_a_rank_that_is_still_sending(join: Join) -> None:
+    fabric = join(2)
+    rank, other = fabric.ranks
+    sent = rank.send(1, bytes(16 * MIB))
+    poll_until(lambda: not rank.progress(), "a full link")
+    words = other.send(0, b"sorry")
+    assert other.wait(words) == 0
+    fabric.crash(1)
+    heard, more = rank.recv(1, 5), rank.recv(1, 1)
+    assert rank.wait(sent, heard, more) == PEER_LOST
+    assert heard.done and heard.bytes() == b"sorry"
+    assert sent.failed and more.failed
+
+
 def test_destroy_fails_what_is_posted(join: Join) -> None:
     rank = join(2).ranks[0]
     posted = [rank.recv(1, 5), rank.recv(1, 0), rank.send(1, b"x", CONTROL)]
@@ -396,9 +410,10 @@ def test_an_abandoned_channel_lets_go_of_its_memory_and_refuses_more(join: Join)
     rank.lib.shim_abandon(rank.transport, DATA)
     assert all(io.failed for io in posted)
     assert rank.sleep_fds()[0] == 0
-    for post in (lambda: rank.send(1, b"x"), lambda: rank.recv(1, 1)):
-        with pytest.raises(ValueError, match="-43"):
-            post()
+    with pytest.raises(ValueError, match="-43"):
+        rank.send(1, b"x")
+    with pytest.raises(ValueError, match="-43"):
+        rank.recv(1, 1)
     # The peer sees no end, and the other channel goes on.
     assert sent.posted and rank.lost()[0] == other.lost()[0] == -1
     told, heard = rank.send(1, b"cause", CONTROL), other.recv(0, 5, CONTROL)
@@ -446,15 +461,34 @@ def test_hundreds_of_links_are_all_served(native: ModuleType) -> None:
         far.close()
 
 
-def create_tcp(native: ModuleType, data_fds: list[int], peer_timeout_ms: int = 30_000) -> Rank:
-    """A transport with data links only. ValueError with the status and the sentence if it is refused."""
+def create_tcp(
+    native: ModuleType, data_fds: list[int], peer_timeout_ms: int = 30_000, control_fds: list[int] | None = None
+) -> Rank:
+    """ValueError with the status and the sentence if the transport is refused."""
+    control = native.ffi.NULL if control_fds is None else native.ffi.new("int[]", control_fds)
     status = native.ffi.new("int *")
     error = native.ffi.new("char[]", 1024)
     fds = native.ffi.new("int[]", data_fds)
-    transport = native.lib.shim_tcp_create(native.ffi.NULL, fds, len(data_fds), peer_timeout_ms, status, error)
+    transport = native.lib.shim_tcp_create(control, fds, len(data_fds), peer_timeout_ms, status, error)
     if transport == native.ffi.NULL:
         raise ValueError(f"{status[0]}: {native.ffi.string(error).decode()}")
     return Rank(native, transport)
+
+
+@pytest.mark.parametrize("kind", TCP_KINDS)
+def test_the_loss_of_one_socket_ends_the_other_as_well(native: ModuleType, kind: str) -> None:
+    (control, far_control), (data, far_data) = socket_pair(kind), socket_pair(kind)
+    with far_control, far_data:
+        rank = create_tcp(native, [-1, data.detach()], control_fds=[-1, control.detach()])
+        received = rank.recv(1, 1, DATA)
+        far_data.close()
+        assert rank.wait(received) == PEER_LOST
+        later = rank.recv(1, 1, CONTROL)
+        assert not rank.sleeps(timeout_ms=0)
+        assert rank.wait(later) == PEER_LOST
+        far_control.settimeout(DEADLINE_MS / 1000)
+        assert far_control.recv(1) == b""
+        rank.destroy()
 
 
 def test_options_of_a_tcp_link(native: ModuleType) -> None:
