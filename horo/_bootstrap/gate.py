@@ -1,0 +1,218 @@
+"""Listening sockets that let members of the job in and nobody else.
+
+Strangers cost little: a bounded number of unfinished greetings, each with a deadline, no thread, and one line in the
+log per address and minute. When the places are taken, the listeners rest and the oldest greeting gets short notice,
+so that members get through a crowd of silent connections.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import selectors
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from horo._bootstrap.handshake import WELCOME, Acceptor, HandshakeError, Session, check_secret
+
+__all__ = ["Gate", "StrangerLog"]
+
+HALF_OPEN_MAX = 256
+GREETING_DEADLINE_S = 5.0
+CROWDED_DEADLINE_S = 0.25
+"""Time for a greeting while all places are taken."""
+_NO_DESCRIPTOR_PAUSE_S = 0.1
+_ACCEPTS_PER_TURN = 64
+
+
+class StrangerLog:
+    """Reports strangers, at most once a minute per address, and remembers a bounded number of addresses."""
+
+    _INTERVAL_S = 60.0
+    _ADDRESSES_MAX = 1024
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report = report
+        self._last: dict[str, tuple[float, int]] = {}
+
+    def refuse(self, address: str, reason: str, now: float) -> None:
+        """Reports one refused connection from ``address``, or counts it for the next report."""
+        last, suppressed = self._last.get(address, (-self._INTERVAL_S, 0))
+        if now - last < self._INTERVAL_S:
+            self._last[address] = (last, suppressed + 1)
+            return
+        if len(self._last) >= self._ADDRESSES_MAX:
+            self._last.clear()
+        self._last[address] = (now, 0)
+        more = f" ({suppressed} more refused since the last report)" if suppressed else ""
+        try:
+            self._report(f"refused a connection from {address}: {reason}{more}")
+        except Exception:  # a reporter must not take the service down with it
+            logging.getLogger("horo").exception("reporting a refused connection failed")
+
+
+@dataclass
+class _HalfOpen:
+    connection: socket.socket
+    acceptor: Acceptor
+    address: str
+    since: float
+
+
+class Gate:
+    """Greets whoever dials the listeners, driven by the selector of its owner.
+
+    The ``data`` of every key registered here is a function without arguments: call it when the key is ready.
+    Call ``expire`` after each turn and sleep no longer than ``timeout_s``. Not thread-safe.
+
+    Args:
+        selector: the owner's; the gate registers and unregisters its own sockets only.
+        listeners: nonblocking; the gate's from now on.
+        secret: the job's, at least ``SECRET_BYTES_MIN`` bytes.
+        admit: looks at the session of a proven peer; raises HandshakeError to refuse it.
+        on_peer: gets each admitted, nonblocking connection.
+        on_stranger: gets one sentence per reported stranger.
+    """
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        listeners: Sequence[socket.socket],
+        secret: bytes,
+        *,
+        admit: Callable[[socket.socket, Session], None],
+        on_peer: Callable[[socket.socket, Session], None],
+        on_stranger: Callable[[str], None],
+        half_open_max: int = HALF_OPEN_MAX,
+        deadline_s: float = GREETING_DEADLINE_S,
+    ) -> None:
+        check_secret(secret)
+        self._selector = selector
+        self._listeners = list(listeners)
+        self._secret = secret
+        self._admit = admit
+        self._on_peer = on_peer
+        self._log = StrangerLog(on_stranger)
+        self._half_open_max = half_open_max
+        self._deadline_s = deadline_s
+        self._half_open: dict[int, _HalfOpen] = {}
+        self._listening = False
+        self._paused_until = 0.0
+        self._listen()
+
+    @property
+    def half_open_count(self) -> int:
+        """Connections whose greeting is not finished."""
+        return len(self._half_open)
+
+    def timeout_s(self, now: float) -> float | None:
+        """Seconds until ``expire`` has something to do; None if it never will by itself."""
+        times = [self._paused_until] if self._paused_until > now else []
+        if self._half_open:
+            oldest = next(iter(self._half_open.values()))
+            times.append(oldest.since + self._patience_s())
+        return max(min(times) - now, 0.0) if times else None
+
+    def expire(self, now: float) -> None:
+        """Drops the greetings whose time is over and listens again where it could not."""
+        for half_open in list(self._half_open.values()):
+            if half_open.since + self._patience_s() > now:
+                break
+            self._refuse(half_open, "it did not finish the greeting in time")
+        if not self._listening and now >= self._paused_until and len(self._half_open) < self._half_open_max:
+            self._listen()
+
+    def close(self) -> None:
+        """Closes the listeners and all unfinished greetings; admitted connections stay their owner's."""
+        self._rest()
+        for half_open in list(self._half_open.values()):
+            self._forget(half_open)
+            half_open.connection.close()
+        for listener in self._listeners:
+            listener.close()
+        self._listeners.clear()
+
+    def _patience_s(self) -> float:
+        crowded = len(self._half_open) >= self._half_open_max
+        return min(self._deadline_s, CROWDED_DEADLINE_S) if crowded else self._deadline_s
+
+    def _listen(self) -> None:
+        self._listening = True
+        for listener in self._listeners:
+            self._selector.register(listener, selectors.EVENT_READ, lambda listener=listener: self._accept(listener))
+
+    def _rest(self) -> None:
+        if self._listening:
+            self._listening = False
+            for listener in self._listeners:
+                self._selector.unregister(listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        for _ in range(_ACCEPTS_PER_TURN):
+            if len(self._half_open) >= self._half_open_max:
+                self._rest()
+                return
+            try:
+                connection, sockaddr = listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}:
+                    self._paused_until = time.monotonic() + _NO_DESCRIPTOR_PAUSE_S
+                    self._rest()
+                return
+            connection.setblocking(False)
+            address = str(sockaddr[0]) if isinstance(sockaddr, tuple) else "this machine"
+            half_open = _HalfOpen(connection, Acceptor(self._secret), address, time.monotonic())
+            self._half_open[connection.fileno()] = half_open
+            self._selector.register(
+                connection, selectors.EVENT_READ, lambda half_open=half_open: self._advance(half_open)
+            )
+
+    def _advance(self, half_open: _HalfOpen) -> None:
+        acceptor = half_open.acceptor
+        try:
+            data = half_open.connection.recv(acceptor.missing_bytes)
+            if not data:
+                self._hang_up(half_open)
+                return
+            reply = acceptor.feed(data)
+            if reply:
+                half_open.connection.sendall(reply)
+            if acceptor.session is not None:
+                self._admit(half_open.connection, acceptor.session)
+                half_open.connection.sendall(WELCOME)
+        except BlockingIOError:
+            return
+        except HandshakeError as error:
+            self._refuse(half_open, str(error), error.farewell)
+            return
+        except OSError as error:
+            self._refuse(half_open, f"the connection broke during the greeting ({error.strerror})")
+            return
+        if acceptor.session is not None:
+            self._forget(half_open)
+            self._on_peer(half_open.connection, acceptor.session)
+
+    def _hang_up(self, half_open: _HalfOpen) -> None:
+        # Members that try several addresses of one gate at once hang up on all but the first: no stranger.
+        if half_open.acceptor.started:
+            self._refuse(half_open, "it hung up during the greeting")
+        else:
+            self._forget(half_open)
+            half_open.connection.close()
+
+    def _refuse(self, half_open: _HalfOpen, reason: str, farewell: bytes = b"") -> None:
+        self._forget(half_open)
+        if farewell:
+            with contextlib.suppress(OSError):
+                half_open.connection.send(farewell)
+        half_open.connection.close()
+        self._log.refuse(half_open.address, reason, time.monotonic())
+
+    def _forget(self, half_open: _HalfOpen) -> None:
+        self._selector.unregister(half_open.connection)
+        del self._half_open[half_open.connection.fileno()]

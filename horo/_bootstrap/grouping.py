@@ -1,0 +1,89 @@
+"""Who shares a host with whom, and which ranks are linked to which: pure arithmetic on rank numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from horo._bootstrap.handshake import Purpose
+
+__all__ = ["Grouping", "Link", "group_ranks", "tree_children", "tree_parent"]
+
+
+class Link(NamedTuple):
+    """One stream between two hosts, seen from one of its ends."""
+
+    purpose: Purpose
+    host: int
+    """Index of the other host."""
+    peer: int
+    """Rank at the other end."""
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """Ranks in hosts: sets of ranks that share one arena, numbered by their lowest rank."""
+
+    host_of_rank: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Ranks in the job."""
+        return len(self.host_of_rank)
+
+    @cached_property
+    def hosts(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each host in ascending order; the first is its leader."""
+        members: list[list[int]] = [[] for _ in range(max(self.host_of_rank) + 1)]
+        for rank, host in enumerate(self.host_of_rank):
+            members[host].append(rank)
+        return tuple(map(tuple, members))
+
+    @cached_property
+    def owner_count(self) -> int:
+        """Local indices below this have a rank on every host and so a share of the traffic between hosts."""
+        return min(map(len, self.hosts))
+
+    def members(self, rank: int) -> tuple[int, ...]:
+        """The ranks on the host of ``rank``."""
+        return self.hosts[self.host_of_rank[rank]]
+
+    def local_index(self, rank: int) -> int:
+        """Position of ``rank`` among the ranks of its host."""
+        return self.members(rank).index(rank)
+
+    def links(self, rank: int) -> list[Link]:
+        """All streams that ``rank`` has to other hosts: control links of leaders, then data links of owners."""
+        host, index = self.host_of_rank[rank], self.local_index(rank)
+        found = []
+        if index == 0:
+            near = [tree_parent(host)] if host else []
+            near += tree_children(host, len(self.hosts))
+            found += [Link(Purpose.CONTROL, other, self.hosts[other][0]) for other in near]
+        if index < self.owner_count:
+            others = [other for other in range(len(self.hosts)) if other != host]
+            found += [Link(Purpose.DATA, other, self.hosts[other][index]) for other in others]
+        return found
+
+
+def group_ranks(key_of_rank: Sequence[Hashable]) -> Grouping:
+    """Ranks with equal keys form a host."""
+    host_of_key: dict[Hashable, int] = {}
+    return Grouping(tuple(host_of_key.setdefault(key, len(host_of_key)) for key in key_of_rank))
+
+
+def tree_parent(host: int) -> int:
+    """Parent in the binomial tree rooted at host 0: the lowest set bit cleared. Depth is at most log2(hosts) + 1."""
+    return host & (host - 1)
+
+
+def tree_children(host: int, count: int) -> list[int]:
+    """Children of ``host`` in the binomial tree over ``count`` hosts."""
+    children = []
+    bit = 1
+    while host | bit < count and not host & bit:
+        children.append(host | bit)
+        bit <<= 1
+    return children

@@ -1,0 +1,206 @@
+"""Mutual proof that both ends of a connection know the job's secret, without sending it.
+
+    dialer   -> acceptor   HELLO    magic, version, purpose, from, to, epoch, nonce
+    acceptor -> dialer     ANSWER   magic, version, nonce, MAC("accept")
+    dialer   -> acceptor   PROOF    MAC("dial")
+    acceptor -> dialer     WELCOME  one byte
+
+Every MAC is HMAC-SHA256 under the job's secret over a label for the role, the whole HELLO and the acceptor's nonce, so
+it is good for one connection, one direction, one purpose and one pair of ranks only. The acceptor reads exactly these
+bytes: what follows on the connection belongs to its user.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+import struct
+import time
+from dataclasses import dataclass
+from enum import IntEnum
+
+from horo._errors import HoroError, UsageError
+
+__all__ = [
+    "SECRET_BYTES_MIN",
+    "WELCOME",
+    "Acceptor",
+    "Claim",
+    "HandshakeError",
+    "Purpose",
+    "Session",
+    "check_secret",
+    "greet",
+]
+
+SECRET_BYTES_MIN = 16
+WELCOME = b"\x01"
+_MAGIC = b"HORO"
+_VERSION = 1
+_NONCE_BYTES = 32
+_MAC_BYTES = 32
+_HELLO = struct.Struct("!4sBB2xIII32s")
+_ANSWER = struct.Struct("!4sB3x32s32s")
+
+
+class HandshakeError(HoroError):
+    """The other end is not a member of this job, or not the one it should be.
+
+    ``farewell`` is what to send before closing, so that the other end can name the reason too.
+    """
+
+    def __init__(self, message: str, farewell: bytes = b"") -> None:
+        super().__init__(message)
+        self.farewell = farewell
+
+
+class Purpose(IntEnum):
+    """What a connection is for; part of what is proven."""
+
+    STORE = 1
+    ARENA = 2
+    CONTROL = 3
+    DATA = 4
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What the dialer says about the connection, bound into every MAC."""
+
+    purpose: Purpose
+    source: int = 0
+    target: int = 0
+    epoch: int = 0
+
+
+@dataclass(frozen=True)
+class Session:
+    """A proven connection: what it is for and one key per direction."""
+
+    claim: Claim
+    send_key: bytes
+    receive_key: bytes
+
+
+def check_secret(secret: bytes) -> None:
+    """Raises UsageError for a secret that could be guessed."""
+    if len(secret) < SECRET_BYTES_MIN:
+        raise UsageError(f"the job's secret has {len(secret)} bytes, at least {SECRET_BYTES_MIN} are needed")
+
+
+def _mac(secret: bytes, label: bytes, transcript: bytes) -> bytes:
+    return hmac.digest(secret, b"horo " + label + b"\0" + transcript, "sha256")
+
+
+class Acceptor:
+    """The accepting half without any I/O: feed it what arrives, send what it returns."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        self._received = b""
+        self._transcript = b""
+        self._claim: Claim | None = None
+        self.session: Session | None = None
+        """Set once the dialer has proven itself; WELCOME is then the caller's to send."""
+
+    @property
+    def started(self) -> bool:
+        """Whether the dialer has sent anything."""
+        return self._claim is not None or bool(self._received)
+
+    @property
+    def missing_bytes(self) -> int:
+        """How many bytes may be read next; reading more would take what belongs to the connection's user."""
+        whole = _HELLO.size if self._claim is None else _MAC_BYTES
+        return whole - len(self._received)
+
+    def feed(self, data: bytes) -> bytes:
+        """Takes at most ``missing_bytes`` bytes and returns what to send now.
+
+        Raises:
+            HandshakeError: the dialer is a stranger.
+        """
+        self._received += data
+        if self._claim is None and not _MAGIC.startswith(self._received[: len(_MAGIC)]):
+            raise HandshakeError("what it sent is no horo greeting")
+        if self.missing_bytes > 0:
+            return b""
+        message, self._received = self._received, b""
+        if self._claim is None:
+            return self._answer(message)
+        self._finish(message)
+        return b""
+
+    def _answer(self, hello: bytes) -> bytes:
+        _, version, purpose, source, target, epoch, _ = _HELLO.unpack(hello)
+        if version != _VERSION:
+            raise HandshakeError(
+                f"it speaks version {version} of the greeting, this side version {_VERSION}",
+                farewell=_ANSWER.pack(_MAGIC, _VERSION, bytes(_NONCE_BYTES), bytes(_MAC_BYTES)),
+            )
+        try:
+            self._claim = Claim(Purpose(purpose), source, target, epoch)
+        except ValueError:
+            raise HandshakeError(f"its greeting asks for the unknown purpose {purpose}") from None
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        self._transcript = hello + nonce
+        return _ANSWER.pack(_MAGIC, _VERSION, nonce, _mac(self._secret, b"accept", self._transcript))
+
+    def _finish(self, proof: bytes) -> None:
+        if self._claim is None or not hmac.compare_digest(proof, _mac(self._secret, b"dial", self._transcript)):
+            raise HandshakeError("it does not know the job's secret")
+        self.session = Session(
+            self._claim,
+            send_key=_mac(self._secret, b"acceptor key", self._transcript),
+            receive_key=_mac(self._secret, b"dialer key", self._transcript),
+        )
+
+
+def greet(connection: socket.socket, secret: bytes, claim: Claim, deadline: float) -> Session:
+    """The dialing half on a connected socket.
+
+    Args:
+        connection: any stream socket; its timeout is changed.
+        deadline: on ``time.monotonic()``.
+
+    Raises:
+        HandshakeError: the acceptor is a stranger, refused this claim, or was silent until the deadline.
+    """
+    hello = _HELLO.pack(
+        _MAGIC, _VERSION, claim.purpose, claim.source, claim.target, claim.epoch, secrets.token_bytes(_NONCE_BYTES)
+    )
+    try:
+        connection.sendall(hello)
+        answer = _receive(connection, _ANSWER.size, deadline)
+        magic, version, nonce, mac = _ANSWER.unpack(answer)
+        if magic != _MAGIC:
+            raise HandshakeError("what listens there is not horo")
+        if version != _VERSION:
+            raise HandshakeError(f"what listens there speaks version {version} of the greeting, this side {_VERSION}")
+        transcript = hello + nonce
+        if not hmac.compare_digest(mac, _mac(secret, b"accept", transcript)):
+            raise HandshakeError("what listens there does not know the job's secret")
+        connection.sendall(_mac(secret, b"dial", transcript))
+        if _receive(connection, len(WELCOME), deadline) != WELCOME:
+            raise HandshakeError("what listens there answered the proof with something that is no welcome")
+    except TimeoutError as error:
+        raise HandshakeError("what listens there did not finish the greeting in time") from error
+    except OSError as error:
+        raise HandshakeError(f"the connection broke during the greeting ({error.strerror})") from error
+    return Session(
+        claim,
+        send_key=_mac(secret, b"dialer key", transcript),
+        receive_key=_mac(secret, b"acceptor key", transcript),
+    )
+
+
+def _receive(connection: socket.socket, count: int, deadline: float) -> bytes:
+    received = b""
+    while len(received) < count:
+        connection.settimeout(max(deadline - time.monotonic(), 0.001))
+        data = connection.recv(count - len(received))
+        if not data:
+            raise HandshakeError("what listens there closed the connection during the greeting (another job's secret?)")
+        received += data
+    return received

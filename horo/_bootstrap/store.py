@@ -1,0 +1,487 @@
+"""The job's meeting point: a small authenticated key-value store, and the seam behind which torch's store fits too.
+
+The launcher runs one ``StoreServer``; every rank is a ``StoreClient``. Values are bytes and never unpickled. The server
+waits on behalf of its clients, so nobody polls, and one thread serves all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Protocol
+
+from horo._bootstrap.addresses import Endpoint, bind_all
+from horo._bootstrap.dial import dial
+from horo._bootstrap.frames import PAYLOAD_BYTES_MAX, Opener, Sealer, pack_fields, unpack_fields
+from horo._bootstrap.gate import GREETING_DEADLINE_S, HALF_OPEN_MAX, Gate
+from horo._bootstrap.handshake import Claim, HandshakeError, Purpose, Session, check_secret
+from horo._errors import GroupError, PeerLostError, TimeoutError, UsageError
+
+__all__ = [
+    "KEY_BYTES_MAX",
+    "VALUE_BYTES_MAX",
+    "Store",
+    "StoreAbandonedError",
+    "StoreClient",
+    "StoreServer",
+    "StoreTimeoutError",
+    "prefixed",
+]
+
+KEY_BYTES_MAX = 1024
+VALUE_BYTES_MAX = 8 << 20
+_CLIENT_GRACE_S = 10.0
+_WAIT_S_MAX = 1e6
+_RECEIVE_BYTES = 1 << 16
+_INT64 = struct.Struct("!q")
+
+
+class StoreTimeoutError(TimeoutError):
+    """Keys did not appear in time; ``missing`` lists them."""
+
+    def __init__(self, missing: Sequence[str]) -> None:
+        super().__init__(f"not in the store in time: {', '.join(missing)}")
+        self.missing = list(missing)
+
+
+class StoreAbandonedError(GroupError):
+    """The key given as ``unless`` appeared first; ``value`` is what it holds."""
+
+    def __init__(self, value: bytes) -> None:
+        super().__init__(value.decode("utf-8", "replace"))
+        self.value = value
+
+
+class Store(Protocol):
+    """What the bootstrap needs of a store. Implemented by ``StoreClient`` and over torch's TCPStore."""
+
+    def set(self, key: str, value: bytes) -> None:
+        """Stores ``value``; an older one is replaced."""
+
+    def get_many(self, keys: Sequence[str], timeout_s: float, unless: str | None = None) -> list[bytes]:
+        """The values of all keys, in order, once all are there.
+
+        Raises:
+            StoreTimeoutError: some were not there after ``timeout_s``.
+            StoreAbandonedError: the key ``unless`` was there first.
+        """
+
+    def get(self, key: str, timeout_s: float, unless: str | None = None) -> bytes:
+        """``get_many`` of one key."""
+
+    def add(self, key: str, amount: int) -> int:
+        """Adds to an integer (0 at first) and returns the sum, in one indivisible step."""
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Forgets keys; those that are not there are ignored."""
+
+    def close(self) -> None:
+        """Lets go of the connection; the keys stay."""
+
+
+class _Request(IntEnum):
+    SET = 1
+    GET = 2
+    ADD = 3
+    DELETE = 4
+
+
+class _Reply(IntEnum):
+    OK = 0
+    TIMEOUT = 1
+    ABANDONED = 2
+    REFUSED = 3
+
+
+@dataclass(eq=False)
+class _Waiter:
+    """A client waits for ``keys[position]``; all keys before it are there."""
+
+    keys: list[bytes]
+    unless: bytes
+    deadline: float
+    position: int = 0
+
+
+@dataclass(eq=False)
+class _Client:
+    connection: socket.socket
+    opener: Opener
+    sealer: Sealer
+    output: bytearray = field(default_factory=bytearray)
+
+
+class StoreServer:
+    """Serves a store on numeric addresses from one background thread until ``close``.
+
+    Args:
+        addresses: numeric IPv4 or IPv6 addresses of this machine, all bound at once, on one port where possible.
+        secret: the job's, at least 16 bytes.
+        port: 0 lets the system choose.
+        on_stranger: gets one sentence for a refused connection, at most once a minute per address; called on the
+            server's thread. None: nobody is told.
+
+    Raises:
+        ResourceError: an address cannot be bound. UsageError: the secret is too short or an address is a name.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        secret: bytes,
+        port: int = 0,
+        on_stranger: Callable[[str], None] | None = None,
+        *,
+        half_open_max: int = HALF_OPEN_MAX,
+        greeting_s: float = GREETING_DEADLINE_S,
+    ) -> None:
+        check_secret(secret)
+        listeners = bind_all(addresses, port)
+        self.endpoints: list[Endpoint] = [Endpoint(*listener.getsockname()[:2]) for listener in listeners]
+        self._values: dict[bytes, bytes] = {}
+        self._clients: set[_Client] = set()
+        self._waiters: dict[_Client, _Waiter] = {}
+        self._waiting: dict[bytes, set[_Client]] = {}
+        self._closing = False
+        self._selector = selectors.DefaultSelector()
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._selector.register(self._wake_in, selectors.EVENT_READ, self._stop)
+        self._gate = Gate(
+            self._selector,
+            listeners,
+            secret,
+            admit=_admit_store_client,
+            on_peer=self._join,
+            on_stranger=on_stranger or (lambda sentence: None),
+            half_open_max=half_open_max,
+            deadline_s=greeting_s,
+        )
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._run, name="horo-store", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stops serving and closes every connection; idempotent."""
+        if self._wake_out.fileno() < 0 or os.getpid() != self._pid:
+            return
+        self._wake_out.close()
+        self._thread.join()
+
+    def __enter__(self) -> StoreServer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _stop(self) -> None:
+        self._closing = True
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                for key, _ in self._selector.select(self._timeout_s(time.monotonic())):
+                    key.data()
+                now = time.monotonic()
+                self._gate.expire(now)
+                self._expire(now)
+        finally:
+            self._gate.close()
+            for client in list(self._clients):
+                self._drop(client)
+            self._wake_in.close()
+            self._selector.close()
+
+    def _timeout_s(self, now: float) -> float | None:
+        deadlines = [waiter.deadline - now for waiter in self._waiters.values()]
+        gate_s = self._gate.timeout_s(now)
+        if gate_s is not None:
+            deadlines.append(gate_s)
+        return max(min(deadlines), 0.0) if deadlines else None
+
+    def _expire(self, now: float) -> None:
+        for client, waiter in list(self._waiters.items()):
+            if waiter.deadline <= now:
+                self._stop_waiting(client)
+                missing = [key for key in waiter.keys[waiter.position :] if key not in self._values]
+                self._reply(client, _Reply.TIMEOUT, missing)
+
+    def _join(self, connection: socket.socket, session: Session) -> None:
+        client = _Client(connection, Opener(session.receive_key), Sealer(session.send_key))
+        self._clients.add(client)
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._serve(client))
+
+    def _drop(self, client: _Client) -> None:
+        if client in self._clients:
+            self._clients.remove(client)
+            self._stop_waiting(client)
+            self._selector.unregister(client.connection)
+            client.connection.close()
+
+    def _serve(self, client: _Client) -> None:
+        """Reads requests and writes what is left of replies; a client that misbehaves is dropped."""
+        try:
+            self._flush(client)
+            data = client.connection.recv(_RECEIVE_BYTES)
+            if not data:
+                self._drop(client)
+                return
+            for payload in client.opener.feed(data):
+                if client in self._waiters:
+                    raise ValueError("a request before the reply to the one before")
+                self._handle(client, payload)
+        except BlockingIOError:
+            return
+        except (OSError, HandshakeError, ValueError, struct.error):
+            self._drop(client)
+
+    def _handle(self, client: _Client, payload: bytes) -> None:
+        request = _Request(payload[0] if payload else 0)
+        fields = unpack_fields(payload[1:])
+        if request is _Request.SET:
+            key, value = fields
+            self._values[key] = value
+            self._reply(client, _Reply.OK, [])
+            self._arrived(key)
+        elif request is _Request.ADD:
+            key, amount = fields
+            try:
+                total = int(self._values.get(key, b"0")) + _INT64.unpack(amount)[0]
+            except ValueError:
+                self._reply(client, _Reply.REFUSED, [b"the key holds no integer"])
+                return
+            self._values[key] = b"%d" % total
+            self._reply(client, _Reply.OK, [self._values[key]])
+            self._arrived(key)
+        elif request is _Request.DELETE:
+            for key in fields:
+                self._values.pop(key, None)
+            self._reply(client, _Reply.OK, [])
+        else:
+            timeout_ms, unless, *keys = fields
+            timeout_s = min(_INT64.unpack(timeout_ms)[0] / 1000, _WAIT_S_MAX)
+            waiter = _Waiter(keys, unless, time.monotonic() + timeout_s)
+            self._waiters[client] = waiter
+            self._waiting.setdefault(unless, set()).add(client)
+            self._look(client, waiter)
+
+    def _arrived(self, key: bytes) -> None:
+        for client in list(self._waiting.get(key, ())):
+            self._look(client, self._waiters[client])
+
+    def _look(self, client: _Client, waiter: _Waiter) -> None:
+        """Answers a waiting client if it can be answered, else notes the one key that it waits for next."""
+        if waiter.unless in self._values:
+            self._stop_waiting(client)
+            self._reply(client, _Reply.ABANDONED, [self._values[waiter.unless]])
+            return
+        self._unwatch(client, waiter)
+        while waiter.position < len(waiter.keys) and waiter.keys[waiter.position] in self._values:
+            waiter.position += 1
+        if waiter.position < len(waiter.keys):
+            self._waiting.setdefault(waiter.keys[waiter.position], set()).add(client)
+            return
+        self._stop_waiting(client)
+        self._reply_values(client, waiter.keys)
+
+    def _reply_values(self, client: _Client, keys: Sequence[bytes]) -> None:
+        # A key seen earlier may have been deleted meanwhile; that is the clients' mistake and said so.
+        values = [self._values.get(key) for key in keys]
+        found = [value for value in values if value is not None]
+        if len(found) < len(values):
+            self._reply(client, _Reply.REFUSED, [b"a key was deleted while others were awaited with it"])
+        elif sum(map(len, found)) + 4 * len(found) > PAYLOAD_BYTES_MAX - 64:
+            self._reply(client, _Reply.REFUSED, [b"the values together are too long for one reply"])
+        else:
+            self._reply(client, _Reply.OK, found)
+
+    def _unwatch(self, client: _Client, waiter: _Waiter) -> None:
+        if waiter.position < len(waiter.keys):
+            self._discard(waiter.keys[waiter.position], client)
+
+    def _stop_waiting(self, client: _Client) -> None:
+        waiter = self._waiters.pop(client, None)
+        if waiter is not None:
+            self._unwatch(client, waiter)
+            self._discard(waiter.unless, client)
+
+    def _discard(self, key: bytes, client: _Client) -> None:
+        clients = self._waiting.get(key)
+        if clients is not None:
+            clients.discard(client)
+            if not clients:
+                del self._waiting[key]
+
+    def _reply(self, client: _Client, status: _Reply, fields: Sequence[bytes]) -> None:
+        client.output += client.sealer.seal(bytes([status]) + pack_fields(fields))
+        try:
+            self._flush(client)
+        except OSError:
+            self._drop(client)
+
+    def _flush(self, client: _Client) -> None:
+        while client.output:
+            try:
+                sent = client.connection.send(client.output)
+            except BlockingIOError:
+                break
+            del client.output[:sent]
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.output else 0)
+        key = self._selector.get_key(client.connection)
+        if key.events != events:
+            self._selector.modify(client.connection, events, key.data)
+
+
+def _admit_store_client(connection: socket.socket, session: Session) -> None:
+    if session.claim.purpose is not Purpose.STORE:
+        raise HandshakeError(f"it wants a {session.claim.purpose.name.lower()} link, this is the store")
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+class StoreClient:
+    """A connection to a ``StoreServer``; one request at a time, so one thread's wait delays the others' requests.
+
+    Args:
+        address: numeric address of the server.
+        port: its port.
+        secret: the job's.
+        timeout_s: how long to try to connect.
+        alternatives: further endpoints of the same server; the first that answers is used.
+
+    Raises:
+        PeerLostError: no endpoint answered and knew the secret in time.
+    """
+
+    def __init__(
+        self, address: str, port: int, secret: bytes, timeout_s: float, alternatives: Sequence[Endpoint] = ()
+    ) -> None:
+        check_secret(secret)
+        endpoints = list(dict.fromkeys([Endpoint(address, port), *alternatives]))
+        try:
+            self._connection, session = dial(endpoints, secret, Claim(Purpose.STORE), timeout_s)
+        except PeerLostError as error:
+            raise PeerLostError(f"the job's store cannot be reached: {error}") from error
+        self._where = Endpoint(*self._connection.getpeername()[:2])
+        self._sealer = Sealer(session.send_key)
+        self._opener = Opener(session.receive_key)
+        self._lock = threading.Lock()
+
+    @property
+    def local_address(self) -> str:
+        """The numeric address of this machine from which the store is reached."""
+        return str(self._connection.getsockname()[0])
+
+    def set(self, key: str, value: bytes) -> None:
+        """As ``Store.set``; at most ``VALUE_BYTES_MAX`` bytes."""
+        if len(value) > VALUE_BYTES_MAX:
+            raise UsageError(f"the value of {key!r} has {len(value)} bytes, at most {VALUE_BYTES_MAX} are allowed")
+        self._call(_Request.SET, [_encode_key(key), value])
+
+    def get_many(self, keys: Sequence[str], timeout_s: float, unless: str | None = None) -> list[bytes]:
+        """As ``Store.get_many``; the server waits, nothing is polled."""
+        timeout_s = min(max(timeout_s, 0.0), _WAIT_S_MAX)
+        timeout_ms = _INT64.pack(int(timeout_s * 1000))
+        encoded = [_encode_key(key) for key in keys]
+        abandon = _encode_key(unless) if unless is not None else b""
+        return self._call(_Request.GET, [timeout_ms, abandon, *encoded], timeout_s)
+
+    def get(self, key: str, timeout_s: float, unless: str | None = None) -> bytes:
+        """As ``Store.get``."""
+        return self.get_many([key], timeout_s, unless)[0]
+
+    def add(self, key: str, amount: int) -> int:
+        """As ``Store.add``."""
+        return int(self._call(_Request.ADD, [_encode_key(key), _INT64.pack(amount)])[0])
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """As ``Store.delete``."""
+        self._call(_Request.DELETE, [_encode_key(key) for key in keys])
+
+    def close(self) -> None:
+        """Closes the connection; idempotent."""
+        self._connection.close()
+
+    def __enter__(self) -> StoreClient:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _call(self, request: _Request, fields: Sequence[bytes], timeout_s: float = 0.0) -> list[bytes]:
+        payload = bytes([request]) + pack_fields(fields)
+        if len(payload) > PAYLOAD_BYTES_MAX:
+            raise UsageError(f"a request of {len(payload)} bytes to the store, at most {PAYLOAD_BYTES_MAX} are allowed")
+        with self._lock:
+            reply = self._exchange(payload, timeout_s)
+        status, values = _Reply(reply[0]), unpack_fields(reply[1:])
+        if status is _Reply.TIMEOUT:
+            raise StoreTimeoutError([value.decode() for value in values])
+        if status is _Reply.ABANDONED:
+            raise StoreAbandonedError(values[0])
+        if status is _Reply.REFUSED:
+            raise UsageError(f"the store at {self._where} refused a request: {values[0].decode()}")
+        return values
+
+    def _exchange(self, payload: bytes, timeout_s: float) -> bytes:
+        try:
+            self._connection.settimeout(timeout_s + _CLIENT_GRACE_S)
+            self._connection.sendall(self._sealer.seal(payload))
+            while True:
+                data = self._connection.recv(_RECEIVE_BYTES)
+                if not data:
+                    raise PeerLostError(f"the job's store at {self._where} is gone: did the launcher end?")
+                replies = self._opener.feed(data)
+                if replies:
+                    return replies[0]
+        except (OSError, HandshakeError) as error:
+            # The stream may be in the middle of a frame: never use it again.
+            self._connection.close()
+            raise PeerLostError(f"the job's store at {self._where} is gone: {error}") from error
+
+
+def _encode_key(key: str) -> bytes:
+    encoded = key.encode()
+    if not 0 < len(encoded) <= KEY_BYTES_MAX:
+        raise UsageError(f"a key of the store has 1 to {KEY_BYTES_MAX} bytes, {key[:64]!r} has {len(encoded)}")
+    return encoded
+
+
+class _Prefixed:
+    """A view of a store in which every key begins with the same prefix."""
+
+    def __init__(self, store: Store, prefix: str) -> None:
+        self._store = store
+        self._prefix = prefix
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(self._prefix + key, value)
+
+    def get_many(self, keys: Sequence[str], timeout_s: float, unless: str | None = None) -> list[bytes]:
+        abandon = None if unless is None else self._prefix + unless
+        try:
+            return self._store.get_many([self._prefix + key for key in keys], timeout_s, abandon)
+        except StoreTimeoutError as error:
+            raise StoreTimeoutError([key.removeprefix(self._prefix) for key in error.missing]) from None
+
+    def get(self, key: str, timeout_s: float, unless: str | None = None) -> bytes:
+        return self.get_many([key], timeout_s, unless)[0]
+
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(self._prefix + key, amount)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        self._store.delete([self._prefix + key for key in keys])
+
+    def close(self) -> None:
+        self._store.close()
+
+
+def prefixed(store: Store, prefix: str) -> Store:
+    """``store`` seen through a namespace: ``prefix`` is put before every key."""
+    return _Prefixed(store, prefix)

@@ -1,0 +1,74 @@
+"""Grouping and the fabric of test ranks: every stream has two ends, and they are the right ones."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+
+import pytest
+from fabric import close_setup, make_setups
+from hypothesis import given
+from hypothesis import strategies as st
+from wiring import check_wiring
+
+from horo._bootstrap.grouping import group_ranks, tree_children, tree_parent
+from horo._bootstrap.handshake import Purpose
+
+placements = st.lists(st.integers(0, 9), min_size=1, max_size=40)
+
+
+@given(placements)
+def test_hosts_are_numbered_by_their_lowest_rank_and_partition_the_ranks(keys: list[int]) -> None:
+    grouping = group_ranks(keys)
+    leaders = [ranks[0] for ranks in grouping.hosts]
+    assert leaders == sorted(leaders)
+    assert sorted(rank for ranks in grouping.hosts for rank in ranks) == list(range(len(keys)))
+    for rank in range(len(keys)):
+        assert {keys[other] for other in grouping.members(rank)} == {keys[rank]}
+        assert grouping.members(rank)[grouping.local_index(rank)] == rank
+
+
+@given(placements)
+def test_every_link_is_seen_from_both_ends_once(keys: list[int]) -> None:
+    grouping = group_ranks(keys)
+    seen = [(link.purpose, rank, link.peer) for rank in range(grouping.size) for link in grouping.links(rank)]
+    assert len(set(seen)) == len(seen)
+    assert {(purpose, peer, rank) for purpose, rank, peer in seen} == set(seen)
+    hosts, owners = len(grouping.hosts), grouping.owner_count
+    assert sum(purpose is Purpose.CONTROL for purpose, _, _ in seen) == 2 * (hosts - 1)
+    assert sum(purpose is Purpose.DATA for purpose, _, _ in seen) == owners * hosts * (hosts - 1)
+
+
+@given(st.integers(1, 300))
+def test_tree_reaches_every_host_from_the_root(count: int) -> None:
+    parents = {child: host for host in range(count) for child in tree_children(host, count)}
+    assert set(parents) == set(range(1, count))
+    assert all(tree_parent(child) == host for child, host in parents.items())
+    assert all(host < child for child, host in parents.items())
+
+
+def test_tree_of_eight_is_the_binomial_one() -> None:
+    assert [tree_children(host, 8) for host in range(8)] == [[1, 2, 4], [], [3], [], [5, 6], [], [7], []]
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+@pytest.mark.parametrize("host_of_rank", [[0], [0, 0, 0], [0, 1], [0, 1, 0, 1], [0, 0, 1, 2, 2, 2, 3]])
+def test_fabric_connects_the_right_ranks(host_of_rank: list[int], tcp: bool) -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    setups = make_setups(host_of_rank=host_of_rank, tcp=tcp, spin_us=0)
+    check_wiring(setups)
+    assert all(setup.spin_us == 0 for setup in setups)
+    for setup in setups:
+        close_setup(setup)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_arena_memory_cannot_be_resized() -> None:
+    (setup,) = make_setups([1])
+    with pytest.raises(PermissionError):
+        os.ftruncate(setup.arena_fd, 1)
+    with mmap.mmap(setup.arena_fd, 0) as memory:
+        assert memory[:64] == bytes(64)
+    assert not os.get_inheritable(setup.arena_fd)
+    close_setup(setup)

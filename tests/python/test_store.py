@@ -1,0 +1,493 @@
+"""The store: what clients are promised, and what strangers can do to it (nothing)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from horo._bootstrap import gate as gate_module
+from horo._bootstrap.addresses import Endpoint, bind_all, parse_endpoints
+from horo._bootstrap.dial import dial
+from horo._bootstrap.frames import Opener, Sealer, pack_fields, unpack_fields
+from horo._bootstrap.gate import StrangerLog
+from horo._bootstrap.handshake import Acceptor, Claim, HandshakeError, Purpose
+from horo._bootstrap.store import StoreAbandonedError, StoreClient, StoreServer, StoreTimeoutError, prefixed
+from horo._errors import HorovodInternalError, PeerLostError, ResourceError, UsageError
+
+SECRET = bytes(range(32))
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError("did not happen in time")
+        threading.Event().wait(0.005)
+
+
+@pytest.fixture
+def strangers() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def server(strangers: list[str]) -> Iterator[StoreServer]:
+    with StoreServer(["127.0.0.1"], SECRET, on_stranger=strangers.append, greeting_s=1.0) as running:
+        yield running
+
+
+def client_of(server: StoreServer, secret: bytes = SECRET, timeout_s: float = 5.0) -> StoreClient:
+    return StoreClient(*server.endpoints[0], secret, timeout_s)
+
+
+def raw(server: StoreServer) -> socket.socket:
+    connection = socket.create_connection(server.endpoints[0])
+    connection.settimeout(10)
+    return connection
+
+
+def test_value_set_by_one_client_is_read_by_another(server: StoreServer) -> None:
+    with client_of(server) as one, client_of(server) as other:
+        one.set("a", b"\x00\xff")
+        one.set("empty", b"")
+        assert other.get_many(["empty", "a"], 0) == [b"", b"\x00\xff"]
+
+
+def test_get_waits_until_the_last_key_is_there(server: StoreServer) -> None:
+    found: list[list[bytes]] = []
+    with client_of(server) as reader, client_of(server) as writer:
+        thread = threading.Thread(target=lambda: found.append(reader.get_many(["a", "b", "a"], 10)))
+        thread.start()
+        writer.set("b", b"2")
+        writer.set("a", b"1")
+        thread.join(10)
+    assert found == [[b"1", b"2", b"1"]]
+
+
+def test_get_in_vain_names_the_missing_keys(server: StoreServer) -> None:
+    with client_of(server) as client:
+        client.set("b", b"")
+        with pytest.raises(StoreTimeoutError) as caught:
+            client.get_many(["a", "b", "c"], 0.01)
+        assert caught.value.missing == ["a", "c"]
+        assert client.get("b", 1) == b""
+
+
+def test_wait_ends_when_the_unless_key_appears(server: StoreServer) -> None:
+    with client_of(server) as reader, client_of(server) as writer:
+        caught: list[bytes] = []
+
+        def read() -> None:
+            try:
+                reader.get_many(["never"], 10, unless="failed")
+            except StoreAbandonedError as error:
+                caught.append(error.value)
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        writer.set("failed", b"rank 3 ran out of memory")
+        thread.join(10)
+        assert caught == [b"rank 3 ran out of memory"]
+        with pytest.raises(StoreAbandonedError):
+            writer.get("never", 10, unless="failed")
+
+
+def test_add_counts_across_clients_and_threads(server: StoreServer) -> None:
+    def count() -> None:
+        with client_of(server) as client:
+            for _ in range(50):
+                client.add("n", 2)
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    with client_of(server) as client:
+        assert client.add("n", -1) == 399
+        assert client.get("n", 0) == b"399"
+
+
+def test_add_to_something_else_is_refused_and_changes_nothing(server: StoreServer) -> None:
+    with client_of(server) as client:
+        client.set("text", b"abc")
+        with pytest.raises(UsageError, match="holds no integer"):
+            client.add("text", 1)
+        assert client.get("text", 0) == b"abc"
+
+
+def test_deleted_keys_are_gone_and_unknown_ones_ignored(server: StoreServer) -> None:
+    with client_of(server) as client:
+        client.set("a", b"1")
+        client.delete(["a", "unknown"])
+        with pytest.raises(StoreTimeoutError):
+            client.get("a", 0)
+
+
+def test_prefixed_stores_do_not_see_each_other(server: StoreServer) -> None:
+    with client_of(server) as client:
+        one, other = prefixed(client, "1/"), prefixed(client, "2/")
+        one.set("a", b"one")
+        other.set("a", b"other")
+        assert one.add("n", 1) == other.add("n", 1) == 1
+        assert [one.get("a", 0), other.get("a", 0), client.get("1/a", 0)] == [b"one", b"other", b"one"]
+        other.delete(["a"])
+        with pytest.raises(StoreTimeoutError) as caught:
+            other.get("a", 0)
+        assert caught.value.missing == ["a"]
+        assert one.get("a", 0) == b"one"
+
+
+def test_large_values_pass_and_too_large_ones_are_refused_here(server: StoreServer) -> None:
+    with client_of(server) as client:
+        value = os.urandom(1 << 20) * 8
+        client.set("big", value)
+        assert client.get("big", 5) == value
+        with pytest.raises(UsageError, match="8388609 bytes"):
+            client.set("bigger", value + b"x")
+        with pytest.raises(UsageError, match="1 to 1024"):
+            client.set("k" * 1025, b"")
+        for index in range(9):
+            client.set(f"v{index}", value)
+        with pytest.raises(UsageError, match="too long for one reply"):
+            client.get_many([f"v{index}" for index in range(9)], 5)
+        assert client.get("big", 5) == value
+
+
+def test_a_hundred_clients_meet(server: StoreServer) -> None:
+    clients = [client_of(server) for _ in range(100)]
+    seen: list[int] = []
+
+    def meet(index: int) -> None:
+        clients[index].set(f"r{index}", str(index).encode())
+        seen.append(sum(map(int, clients[index].get_many([f"r{i}" for i in range(100)], 20))))
+
+    threads = [threading.Thread(target=meet, args=(index,)) for index in range(100)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    for client in clients:
+        client.close()
+    assert seen == [4950] * 100
+
+
+def test_client_that_vanishes_while_waiting_disturbs_nobody(server: StoreServer) -> None:
+    waiting, other = client_of(server), client_of(server)
+
+    def wait_in_vain() -> None:
+        with pytest.raises(PeerLostError):
+            waiting.get("a", 10)
+
+    thread = threading.Thread(target=wait_in_vain)
+    thread.start()
+    other.set("unrelated", b"")
+    waiting._connection.shutdown(socket.SHUT_RDWR)
+    thread.join(10)
+    other.set("a", b"1")
+    assert other.get("a", 0) == b"1"
+    wait_until(lambda: len(server._clients) == 1)
+    assert not server._waiters
+    assert not server._waiting
+    other.close()
+
+
+def test_server_that_closes_is_an_error_that_says_so() -> None:
+    server = StoreServer(["127.0.0.1"], SECRET)
+    client = client_of(server)
+    server.close()
+    server.close()
+    with pytest.raises(HorovodInternalError, match=r"store at 127\.0\.0\.1:\d+ is gone"):
+        client.get("a", 5)
+    with pytest.raises(PeerLostError):
+        client.get("a", 5)
+    with pytest.raises(PeerLostError, match="Connection refused"):
+        client_of(server, timeout_s=0.05)
+
+
+def test_nothing_is_left_open_after_close() -> None:
+    before = len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
+    for _ in range(5):
+        with StoreServer(["127.0.0.1"], SECRET) as server, client_of(server) as client, raw(server):
+            client.set("a", b"")
+    assert (len(list(Path("/proc/self/fd").iterdir())), threading.active_count()) == before
+
+
+def test_several_addresses_share_one_port_and_the_first_that_answers_serves() -> None:
+    with StoreServer(["127.0.0.1", "127.0.0.2", "::1"], SECRET) as server:
+        assert [endpoint.address for endpoint in server.endpoints] == ["127.0.0.1", "127.0.0.2", "::1"]
+        assert len({endpoint.port for endpoint in server.endpoints}) == 1
+        with StoreClient("::1", server.endpoints[2].port, SECRET, 5) as client:
+            client.set("a", b"1")
+        dead = bind_all(["127.0.0.1"])[0]
+        nobody = Endpoint(*dead.getsockname())
+        dead.close()
+        with StoreClient(*nobody, SECRET, 5, alternatives=server.endpoints) as client:
+            assert client.get("a", 0) == b"1"
+
+
+def test_address_that_cannot_be_bound_is_named() -> None:
+    with pytest.raises(ResourceError, match=r"198\.51\.100\.77"):
+        StoreServer(["198.51.100.77"], SECRET)
+    with pytest.raises(UsageError, match="localhost"):
+        StoreServer(["localhost"], SECRET)
+    with (
+        StoreServer(["127.0.0.1"], SECRET) as server,
+        pytest.raises(ResourceError, match=f"127.0.0.1:{server.endpoints[0].port}: Address already in use"),
+    ):
+        StoreServer(["127.0.0.1"], SECRET, port=server.endpoints[0].port)
+    with pytest.raises(UsageError, match="3 bytes"):
+        StoreServer(["127.0.0.1"], b"abc")
+
+
+# --- strangers
+
+
+def test_wrong_secret_is_refused_on_both_sides_and_logged(server: StoreServer, strangers: list[str]) -> None:
+    with pytest.raises(PeerLostError, match="does not know the job's secret"):
+        client_of(server, bytes(32), timeout_s=0.05)
+    wait_until(lambda: bool(strangers))
+    with client_of(server) as client:
+        client.set("a", b"")
+    assert all("127.0.0.1" in sentence for sentence in strangers)
+
+
+def test_dialer_that_skips_checking_the_server_still_needs_the_secret(
+    server: StoreServer, strangers: list[str]
+) -> None:
+    with raw(server) as connection:
+        connection.sendall(b"HORO\x01\x01\0\0" + bytes(12) + bytes(32))
+        assert len(connection.recv(200)) == 72
+        connection.sendall(bytes(32))
+        assert connection.recv(1) == b""
+    wait_until(lambda: strangers == ["refused a connection from 127.0.0.1: it does not know the job's secret"])
+
+
+def test_random_bytes_are_refused_at_once_logged_once_and_service_goes_on(
+    server: StoreServer, strangers: list[str]
+) -> None:
+    with client_of(server) as client:
+        for _ in range(50):
+            with raw(server) as connection:
+                connection.sendall(b"\x00" + os.urandom(300))
+                with contextlib.suppress(ConnectionResetError):
+                    assert connection.recv(1) == b""
+        client.set("a", b"1")
+        assert client.get("a", 0) == b"1"
+    assert strangers == ["refused a connection from 127.0.0.1: what it sent is no horo greeting"]
+
+
+def test_silent_and_slow_strangers_are_dropped_at_their_deadline(server: StoreServer, strangers: list[str]) -> None:
+    with raw(server) as silent, raw(server) as slow, client_of(server) as client:
+        slow.sendall(b"HORO")
+        client.set("a", b"1")
+        slow.sendall(b"\x01")
+        assert client.get("a", 0) == b"1"
+        assert silent.recv(1) == b""
+        assert slow.recv(1) == b""
+    assert strangers == ["refused a connection from 127.0.0.1: it did not finish the greeting in time"]
+
+
+def test_crowd_of_silent_strangers_cannot_keep_members_out() -> None:
+    with StoreServer(["127.0.0.1"], SECRET, half_open_max=4, greeting_s=60) as server:
+        crowd = [raw(server) for _ in range(20)]
+        with client_of(server, timeout_s=20) as client:
+            client.set("a", b"1")
+            assert client.get("a", 0) == b"1"
+        assert server._gate.half_open_count <= 4
+        for connection in crowd:
+            connection.close()
+
+
+def test_member_of_another_kind_is_refused(server: StoreServer, strangers: list[str]) -> None:
+    with pytest.raises(PeerLostError):
+        dial(server.endpoints, SECRET, Claim(Purpose.DATA, 1, 2), 0.05)
+    wait_until(lambda: bool(strangers))
+    assert "it wants a data link, this is the store" in strangers[0]
+
+
+def test_other_version_is_named_on_both_sides(server: StoreServer, strangers: list[str]) -> None:
+    with raw(server) as connection:
+        connection.sendall(b"HORO\x07\x01\0\0" + bytes(12) + bytes(32))
+        answer = connection.recv(72, socket.MSG_WAITALL)
+        assert answer[:5] == b"HORO\x01"
+        assert answer[40:] == bytes(32)
+    wait_until(lambda: bool(strangers))
+    assert "version 7 of the greeting, this side version 1" in strangers[0]
+
+
+def test_injected_or_replayed_frames_end_the_connection_not_the_service(server: StoreServer) -> None:
+    session_frames = []
+    for tamper in ("replay", "garbage", "huge", "malformed"):
+        connection, session = dial(server.endpoints, SECRET, Claim(Purpose.STORE), 5)
+        connection.settimeout(10)
+        sealer = Sealer(session.send_key)
+        frame = sealer.seal(b"\x01" + pack_fields([b"k", tamper.encode()]))
+        connection.sendall(frame)
+        opener = Opener(session.receive_key)
+        replies: list[bytes] = []
+        while not replies:
+            replies = opener.feed(connection.recv(100))
+        session_frames.append(replies)
+        bad = {
+            "replay": frame,
+            "garbage": b"\0\0\0\x08" + os.urandom(40),
+            "huge": b"\xff\xff\xff\xff",
+            "malformed": sealer.seal(b"\x02" + pack_fields([b"short"])),
+        }[tamper]
+        connection.sendall(bad + bytes(64))
+        with pytest.raises((ConnectionResetError, IndexError)):
+            _ = connection.recv(1)[0]
+        connection.close()
+        with client_of(server) as client:
+            assert client.get("k", 0) == tamper.encode()
+    assert len(session_frames) == 4
+
+
+def test_stranger_log_reports_once_a_minute_and_counts_the_rest() -> None:
+    told: list[str] = []
+    log = StrangerLog(told.append)
+    for now in (0.0, 1.0, 59.0, 61.0):
+        log.refuse("10.0.0.9", "noise", now)
+    log.refuse("10.0.0.8", "noise", 61.0)
+    assert told == [
+        "refused a connection from 10.0.0.9: noise",
+        "refused a connection from 10.0.0.9: noise (2 more refused since the last report)",
+        "refused a connection from 10.0.0.8: noise",
+    ]
+    for number in range(3000):
+        log.refuse(f"address {number}", "noise", 62.0)
+    assert len(log._last) <= StrangerLog._ADDRESSES_MAX
+
+
+def test_reporter_that_raises_does_not_end_the_service(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(sentence: str) -> None:
+        raise RuntimeError("reporter broke")
+
+    with StoreServer(["127.0.0.1"], SECRET, on_stranger=fail) as server:
+        with raw(server) as connection:
+            connection.sendall(b"?" * 100)
+            wait_until(lambda: "reporting a refused connection failed" in caplog.text)
+        with client_of(server) as client:
+            client.set("a", b"")
+
+
+def test_gate_without_descriptors_rests_and_recovers(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(socket.socket):
+        refusals = 3
+
+        def accept(self) -> tuple[socket.socket, object]:
+            if Full.refusals:
+                Full.refusals -= 1
+                raise OSError(24, "Too many open files")
+            return super().accept()
+
+    plain = bind_all(["127.0.0.1"])[0]
+    listener = Full(fileno=plain.detach())
+    listener.setblocking(False)
+    monkeypatch.setattr(gate_module, "_NO_DESCRIPTOR_PAUSE_S", 0.01)
+    selector = selectors.DefaultSelector()
+    admitted: list[socket.socket] = []
+    gate = gate_module.Gate(
+        selector,
+        [listener],
+        SECRET,
+        admit=lambda connection, session: None,
+        on_peer=lambda connection, session: admitted.append(connection),
+        on_stranger=lambda sentence: None,
+    )
+    dialed: list[socket.socket] = []
+    target = [Endpoint(*listener.getsockname())]
+    thread = threading.Thread(target=lambda: dialed.append(dial(target, SECRET, Claim(Purpose.DATA), 10)[0]))
+    thread.start()
+    deadline = time.monotonic() + 10
+    while not admitted and time.monotonic() < deadline:
+        for key, _ in selector.select(gate.timeout_s(time.monotonic())):
+            key.data()
+        gate.expire(time.monotonic())
+    thread.join(10)
+    gate.close()
+    selector.close()
+    assert Full.refusals == 0
+    admitted[0].sendall(b"x")
+    assert dialed[0].recv(1) == b"x"
+    for connection in (*admitted, *dialed):
+        connection.close()
+
+
+# --- pure parts
+
+
+@given(st.lists(st.binary(max_size=50), max_size=20))
+def test_fields_survive_packing(fields: list[bytes]) -> None:
+    assert unpack_fields(pack_fields(fields)) == fields
+
+
+@given(st.binary(max_size=200))
+def test_arbitrary_bytes_are_fields_or_a_value_error(data: bytes) -> None:
+    try:
+        fields = unpack_fields(data)
+    except ValueError:
+        return
+    assert pack_fields(fields) == data
+
+
+@given(st.lists(st.binary(max_size=100), max_size=5), st.data())
+def test_frames_open_in_order_whatever_the_pieces(payloads: list[bytes], data: st.DataObject) -> None:
+    key = secrets.token_bytes(32)
+    sealer, opener = Sealer(key), Opener(key)
+    stream = b"".join(map(sealer.seal, payloads))
+    opened = []
+    while stream:
+        cut = data.draw(st.integers(1, len(stream)))
+        opened += opener.feed(stream[:cut])
+        stream = stream[cut:]
+    assert opened == payloads
+
+
+@given(st.lists(st.binary(max_size=20), min_size=1, max_size=3), st.data())
+def test_any_changed_byte_is_noticed_or_never_delivered(payloads: list[bytes], data: st.DataObject) -> None:
+    sealer, opener = Sealer(SECRET), Opener(SECRET)
+    stream = bytearray(b"".join(map(sealer.seal, payloads)))
+    place = data.draw(st.integers(0, len(stream) - 1))
+    stream[place] ^= data.draw(st.integers(1, 255))
+    try:
+        opened = opener.feed(bytes(stream))
+    except HandshakeError:
+        return
+    assert opened == payloads[: len(opened)]
+    assert len(opened) < len(payloads)
+
+
+@given(st.lists(st.binary(min_size=1, max_size=200), max_size=3))
+def test_acceptor_never_lets_noise_in(pieces: list[bytes]) -> None:
+    acceptor = Acceptor(SECRET)
+    for piece in pieces:
+        try:
+            acceptor.feed(piece[: acceptor.missing_bytes])
+        except HandshakeError:
+            break
+    assert acceptor.session is None
+
+
+def test_endpoints_are_read_as_written() -> None:
+    text = "10.0.0.1:80,[fd00::1]:65535"
+    assert parse_endpoints(text) == [Endpoint("10.0.0.1", 80), Endpoint("fd00::1", 65535)]
+    assert ",".join(map(str, parse_endpoints(text))) == text
+
+
+@pytest.mark.parametrize("text", ["", "h1:80", "10.0.0.1", "10.0.0.1:0", "10.0.0.1:65536", "fd00::1:80", "1.2.3.4:x,"])
+def test_bad_endpoints_are_named(text: str) -> None:
+    with pytest.raises(UsageError, match="ADDRESS:PORT"):
+        parse_endpoints(text)

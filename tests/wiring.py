@@ -1,0 +1,86 @@
+"""Checks that the descriptors of a whole group of setups really join the ranks they should."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+from collections.abc import Sequence
+
+from horo._bootstrap.descriptors import setup_descriptors
+from horo._bootstrap.grouping import Grouping, tree_parent
+from horo._core import Setup, arena_bytes
+
+__all__ = ["check_wiring"]
+
+
+def check_wiring(setups: Sequence[Setup]) -> None:
+    """Sends a byte over every stream, wakes every eventfd and writes to every arena.
+
+    Args:
+        setups: one per rank, in rank order, all in this process.
+    """
+    grouping = Grouping(tuple(setups[0].host_of_rank))
+    for setup in setups:
+        assert tuple(setup.host_of_rank) == grouping.host_of_rank
+        assert len(setup.host_name_of_rank) == setup.size == len(setups)
+        assert not any(map(os.get_inheritable, setup_descriptors(setup)))
+        _check_shape(setup, grouping)
+    for setup in setups:
+        _check_arena(setup, setups, grouping)
+        _check_streams(setup, setups, grouping)
+
+
+def _check_shape(setup: Setup, grouping: Grouping) -> None:
+    """Exactly the descriptors that the contract in horo.h names are there."""
+    host, index = grouping.host_of_rank[setup.rank], grouping.local_index(setup.rank)
+    local, hosts = len(grouping.members(setup.rank)), len(grouping.hosts)
+    assert len(setup.wake_fds) == len(setup.life_fds) == local
+    assert min(setup.wake_fds) >= 0
+    lives = set(range(1, local)) if index == 0 else {0}
+    assert {i for i, fd in enumerate(setup.life_fds) if fd >= 0} == lives
+    near = {h for h in range(1, hosts) if tree_parent(h) == host} | ({tree_parent(host)} if host else set())
+    assert {i for i, fd in enumerate(setup.control_fds) if fd >= 0} == (near if index == 0 else set())
+    far = set(range(hosts)) - {host} if index < grouping.owner_count else set()
+    assert {i for i, fd in enumerate(setup.data_fds) if fd >= 0} == far
+
+
+def _check_arena(setup: Setup, setups: Sequence[Setup], grouping: Grouping) -> None:
+    members = grouping.members(setup.rank)
+    with mmap.mmap(setup.arena_fd, 0) as memory:
+        assert len(memory) >= arena_bytes(len(members), setup.segment_bytes)
+        memory[setup.rank] = 1 + setup.rank % 255
+        for other in setups:
+            with mmap.mmap(other.arena_fd, 0) as seen:
+                shared = other.rank in members
+                assert (seen[setup.rank] == 1 + setup.rank % 255) == shared
+        memory[setup.rank] = 0
+    for index, member in enumerate(members):
+        os.eventfd_write(setup.wake_fds[index], 1 + setup.rank)
+        own = setups[member].wake_fds[index]
+        assert os.eventfd_read(own) == 1 + setup.rank
+        assert not os.get_blocking(own)
+
+
+def _check_streams(setup: Setup, setups: Sequence[Setup], grouping: Grouping) -> None:
+    index, host = grouping.local_index(setup.rank), grouping.host_of_rank[setup.rank]
+    for other, fd in enumerate(setup.life_fds):
+        if fd >= 0:
+            peer = setups[grouping.members(setup.rank)[other]]
+            _check_stream(fd, peer.life_fds[index], b"life %d %d" % (setup.rank, peer.rank))
+    for other, fd in enumerate(setup.control_fds):
+        if fd >= 0:
+            peer = setups[grouping.hosts[other][0]]
+            _check_stream(fd, peer.control_fds[host], b"control %d %d" % (setup.rank, peer.rank))
+    for other, fd in enumerate(setup.data_fds):
+        if fd >= 0:
+            peer = setups[grouping.hosts[other][index]]
+            _check_stream(fd, peer.data_fds[host], b"data %d %d" % (setup.rank, peer.rank))
+
+
+def _check_stream(near: int, far: int, message: bytes) -> None:
+    with socket.socket(fileno=os.dup(near)) as sender, socket.socket(fileno=os.dup(far)) as receiver:
+        sender.settimeout(10)
+        receiver.settimeout(10)
+        sender.sendall(message)
+        assert receiver.recv(len(message), socket.MSG_WAITALL) == message
