@@ -106,6 +106,11 @@ static inline int twice(int a) {
     char text[] = "} strcpy(";
     return a * two + text[0] + '{';
 }
+HR_INLINE int thrice(int a) {
+    return 3 * a;
+}
+HR_DEFINE_TABLE(static, table)
+HR_DEFINE_ALL_OPS
 int hr_run(const struct hr_thing *thing) {
     return thing->read((void *)0) + vtable.exit(1);
 }
@@ -119,5 +124,5 @@ def test_check_is_silent_on_the_good_sample(check: Check) -> None:
 
 def test_items_finds_functions_with_their_lines() -> None:
     functions = [item for item in tidy_c.items(tidy_c.code_only(GOOD)) if item.function_name]
-    assert [item.function_name for item in functions] == ["twice", "hr_run"]
-    assert [(item.first_line, item.last_line) for item in functions] == [(17, 21), (22, 24)]
+    assert [item.function_name for item in functions] == ["twice", "thrice", "hr_run"]
+    assert [(item.first_line, item.last_line) for item in functions] == [(17, 21), (22, 24), (25, 29)]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 
-# cffi writes its own tables; the others belong to the C runtime.
-_KNOWN_VARIABLES = re.compile(r"_cffi_\w+|completed\.\d+|__dso_handle|__TMC_END__|_edata|_end|__bss_start|__data_start")
+# cffi writes its own tables; __cpu_* is gcc's note of what the processor can do; the others belong to the C runtime.
+_KNOWN_VARIABLES = re.compile(
+    r"_cffi_\w+|__cpu_\w+|completed\.\d+|__dso_handle|__TMC_END__|_edata|_end|__bss_start|__data_start"
+)
 _LIBRARIES = re.compile(r"libc\.so\.\d+|libpthread\.so\.\d+|ld-linux[\w-]*\.so\.\d+|libm\.so\.\d+")
 
 

@@ -46,6 +46,9 @@ BANNED_CALLS: dict[str, str] = {
     **dict.fromkeys(("setjmp", "longjmp"), "return a status"),
 }
 
+# Attributes, and macros that stand before a definition and expand to a whole one.
+_WITHOUT_NAME = re.compile(r"__attribute__\s*\(\(.*?\)\)|_Static_assert|^(?:[A-Z][A-Z0-9_]*(?:\([^()]*\)\s*|[ ]*\n\s*))+")
+_STATIC = re.compile(r"(?:inline\s+)?static\b|HR_INLINE\b")
 _CONTROL = {"if", "for", "while", "switch", "do", "else"}
 
 
@@ -63,7 +66,7 @@ class Item:
         """Name of the function that this defines, or None."""
         if self.body is None or "=" in self.head:
             return None
-        match = re.search(r"(\w+)\s*\(", re.sub(r"__attribute__\s*\(\(.*?\)\)|_Static_assert", "", self.head))
+        match = re.search(r"(\w+)\s*\(", _WITHOUT_NAME.sub("", self.head))
         return match.group(1) if match and match.group(1) not in _CONTROL else None
 
 
@@ -160,7 +163,7 @@ def check_names(path: Path, text: str) -> list[str]:
     code = code_only(text)
     for item in items(code):
         name = item.function_name
-        is_static = re.match(r"(?:inline\s+)?static\b", item.head) is not None
+        is_static = _STATIC.match(_WITHOUT_NAME.sub("", item.head)) is not None
         if name and not is_static and not name.startswith(("hr_", "horo_")):
             found.append(finding(path, item.first_line, f"{name} is not static, so it is named hr_{name}"))
         if name and is_static and path.suffix == ".c" and name.startswith(("hr_", "horo_")):
