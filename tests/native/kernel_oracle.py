@@ -54,8 +54,8 @@ DTYPES = {
 
 def widen_bfloat16(bits: Array) -> Array:
     """uint16 bits -> float32 of the same value."""
-    wide: Array = bits.astype(np.uint32) << 16
-    return wide.view(np.float32)
+    floats: Array = (bits.astype(np.uint32) << 16).view(np.float32)
+    return floats
 
 
 def narrow_bfloat16(values: Array) -> Array:
@@ -74,9 +74,9 @@ def compute_form(dtype: Dtype, values: Array) -> Array:
     if dtype.name == BFLOAT16:
         return widen_bfloat16(values)
     if dtype.name == "float16":
-        return values.astype(np.float32)
+        return np.asarray(values, dtype=np.float32)
     if dtype.name == "bool":
-        return (values != 0).astype(np.uint8)
+        return np.not_equal(values, 0).astype(np.uint8)
     return values
 
 

@@ -138,6 +138,10 @@ uint64_t hr_arena_take_ready(struct hr_arena *arena, int local_rank, unsigned wo
     return atomic_exchange_explicit(&block->ready_bits[word], 0, memory_order_acquire); /* partner: hr_arena_set_ready */
 }
 
+uint32_t hr_arena_take_id(struct hr_arena *arena, int local_rank, uint32_t slot) {
+    return atomic_exchange_explicit(&arena->blocks[local_rank].ready_ids[slot], 0, memory_order_relaxed);
+}
+
 void hr_arena_pending_add(struct hr_arena *arena, uint64_t name_hash) {
     struct hr_arena_block *block = &arena->blocks[arena->local_rank];
     for (size_t i = 0; i < HR_PENDING_MAX; i++) {

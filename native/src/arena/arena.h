@@ -63,6 +63,7 @@ struct hr_arena_header {
         _Alignas(HR_LINE) _Atomic uint64_t arrived;
     } phase[HR_PHASE_COUNT];
     struct hr_ring_head log;
+    _Atomic uint32_t log_wants_room; /* written by the leader: the log was full, readers wake it */
 };
 
 /* Written by its rank unless a comment says otherwise. */
@@ -70,7 +71,9 @@ struct hr_arena_block {
     _Alignas(HR_LINE) _Atomic uint32_t sleeping; /* seq_cst on both sides: see waiter.c */
     _Alignas(HR_LINE) _Atomic uint32_t state;    /* enum hr_member_state */
     _Atomic uint64_t progress;                   /* phases passed, for naming who is late */
-    _Alignas(HR_LINE) _Atomic uint64_t log_read; /* bytes of the log consumed; the leader waits for the slowest */
+    _Alignas(HR_LINE) _Atomic uint64_t log_read; /* bytes of the log taken out; the leader waits for the slowest */
+    _Atomic uint64_t log_done;                   /* bytes of the log executed */
+    _Atomic uint32_t wants_room;                 /* its request ring was full: the leader wakes it after reading */
     struct hr_ring_head requests;
     _Alignas(HR_LINE) _Atomic uint64_t requests_read;                    /* written by the leader */
     _Alignas(HR_LINE) _Atomic uint64_t ready_bits[HR_CACHE_SLOTS_MAX / 64]; /* set by the rank, taken by the leader */
@@ -127,8 +130,12 @@ static inline char *hr_arena_request_ring(const struct hr_arena *arena, int loca
 
 /* Announces the cached tensor `id` (slot id % capacity < HR_CACHE_SLOTS_MAX). The caller adds to header->announced. */
 void hr_arena_set_ready(struct hr_arena *arena, uint32_t id, uint32_t slot);
-/* Leader: takes the announcements of 64 slots at once; bit b of the result is slot 64 * word + b. */
+/*
+ * Leader: takes the announcements of 64 slots at once; bit b of the result is slot 64 * word + b. take_id then takes the id meant, 0 if
+ * it has been taken already: a rank may replace a stale id between the two, and must not be counted twice.
+ */
 uint64_t hr_arena_take_ready(struct hr_arena *arena, int local_rank, unsigned word);
+uint32_t hr_arena_take_id(struct hr_arena *arena, int local_rank, uint32_t slot);
 
 /* The pending table: add and remove a name's hash (the same one may be there once). */
 void hr_arena_pending_add(struct hr_arena *arena, uint64_t name_hash);

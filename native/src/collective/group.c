@@ -111,7 +111,7 @@ static void check_leavers(struct hr_group *group) {
     }
     for (int i = 0; i < group->local_size; i++) {
         const struct hr_arena_block *block = &group->arena.blocks[i];
-        if (atomic_load(&block->state) == HR_MEMBER_LEFT && atomic_load(&block->log_read) < group->batch_end) {
+        if (atomic_load(&block->state) == HR_MEMBER_LEFT && atomic_load(&block->log_done) < group->batch_end) {
             hr_group_abort(group, HORO_ERR_ABORTED, group->rank_of_local[i], HR_REASON_LEFT);
         }
     }
@@ -218,14 +218,69 @@ static int phase_complete(struct hr_group *group, void *arg) {
     return atomic_load(&group->arena.header->phase[index].arrived) >= wanted; /* partner: hr_group_arrive */
 }
 
+void hr_group_supervise(struct hr_group *group, int enabled) {
+    if (group->transport != NULL && group->watching != enabled) {
+        group->watching = enabled;
+        group->transport->ops->watch(group->transport, enabled);
+    }
+}
+
+/* The local rank that has passed the fewest phases, if fewer than I have; else -1. */
+static int find_late(const struct hr_group *group) {
+    uint64_t least = atomic_load_explicit(&group->arena.blocks[group->local_rank].progress, memory_order_relaxed);
+    int late = -1;
+    for (int i = 0; i < group->local_size; i++) {
+        const uint64_t progress = atomic_load_explicit(&group->arena.blocks[i].progress, memory_order_relaxed);
+        if (progress < least) {
+            least = progress;
+            late = group->rank_of_local[i];
+        }
+    }
+    return late;
+}
+
+/* A wait inside a batch has lasted waited_ns. */
+static void report_late(struct hr_group *group, int64_t waited_ns) {
+    const int late = find_late(group);
+    char name[HORO_MESSAGE_MAX / 4];
+    if (late >= 0) {
+        (void)hr_group_name_rank(group, late, name, sizeof name);
+    } else {
+        (void)snprintf(name, sizeof name, "another host");
+    }
+    hr_log(&group->log, HORO_LOG_WARNING, "waiting for %s in the middle of an operation for %lld s", name,
+           (long long)(waited_ns / 1000000000));
+    if (group->stall_shutdown_ns > 0 && waited_ns >= group->stall_shutdown_ns) {
+        hr_group_abort(group, HORO_ERR_STALLED, late, HR_REASON_STALLED);
+    }
+}
+
 int hr_group_finish(struct hr_group *group, hr_ready ready, void *arg) {
+    if (ready(group, arg)) {
+        return HORO_OK; /* no clock on the fast path */
+    }
+    const int64_t begin_ns = hr_now_ns();
+    int64_t report_ns = group->stall_warning_ns > 0 ? begin_ns + group->stall_warning_ns : 0;
     for (;;) {
-        const int status = hr_group_wait(group, ready, arg, group->spin_ns, 0);
+        const int64_t now_ns = hr_now_ns();
+        const int64_t supervise_ns = group->watching ? 0 : begin_ns + HR_SUPERVISE_AFTER_NS;
+        const int64_t deadline_ns =
+            supervise_ns != 0 && (report_ns == 0 || supervise_ns < report_ns) ? supervise_ns : report_ns;
+        const int status = hr_group_wait(group, ready, arg, now_ns == begin_ns ? group->spin_ns : 0, deadline_ns);
         if (status != HORO_IN_PROGRESS) {
             return status;
         }
         if (group->interrupted != NULL && group->interrupted()) {
             hr_group_abort(group, HORO_ERR_ABORTED, group->rank, HR_REASON_INTERRUPTED);
+        }
+        const int64_t waited_ns = hr_now_ns() - begin_ns;
+        if (waited_ns >= HR_SUPERVISE_AFTER_NS) {
+            hr_group_supervise(group, 1);
+            group->watching = 1; /* also without links: no further wake-up for it */
+        }
+        if (report_ns != 0 && begin_ns + waited_ns >= report_ns) {
+            report_late(group, waited_ns);
+            report_ns += group->stall_warning_ns;
         }
     }
 }

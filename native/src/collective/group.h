@@ -19,6 +19,9 @@
 #include "kernel/kernel.h"
 #include "transport/transport.h"
 
+/* A wait that lasts so long has the links supervised meanwhile. */
+#define HR_SUPERVISE_AFTER_NS 1000000000ll
+
 /* Phases of the arena algorithms; each exists per slot parity: phase + parity. */
 enum hr_phase {
     HR_PHASE_FILLED = 0,  /* my slot holds what the others need */
@@ -57,6 +60,9 @@ struct hr_group {
 
     int64_t spin_ns;
     int64_t peer_timeout_ns;
+    int64_t stall_warning_ns;    /* 0: never */
+    int64_t stall_shutdown_ns;   /* 0: never */
+    int watching;                /* the transport supervises its links */
     int in_batch;                /* a batch is running: a rank that has left may have done its part already */
     uint64_t batch_end;          /* position in the log behind the running batch */
     int (*interrupted)(void);    /* NULL, or asks after a signal whether its handler wants the caller to stop */
@@ -104,6 +110,9 @@ int hr_group_init(struct hr_group *group, const horo_setup *setup, struct hr_err
 void hr_group_fini(struct hr_group *group);
 /* In a forked child: closes the child's copies of the descriptors and nothing else. */
 void hr_group_close_fds(struct hr_group *group);
+
+/* Turns the supervision of links on or off, if that is a change. */
+void hr_group_supervise(struct hr_group *group, int enabled);
 
 /* Phases. Arrive at one, and wait until all local ranks have arrived at it as often as I have. */
 void hr_group_arrive(struct hr_group *group, enum hr_phase phase, unsigned parity);

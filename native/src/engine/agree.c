@@ -86,6 +86,7 @@ static struct hr_agree_entry *create_entry(struct hr_agree *agree, struct hr_wir
 }
 
 static void clear_round(struct hr_agree *agree, struct hr_agree_entry *entry) {
+    agree->active -= entry->state != HR_AGREE_IDLE;
     free(entry->current.bytes);
     free(entry->failure_text);
     entry->current = (struct hr_agree_copy){0};
@@ -170,13 +171,14 @@ uint32_t hr_agree_pick_id(const struct hr_agree *agree) {
 }
 
 /* Counts the member in; 0 if it had announced already (a repetition after an eviction). */
-static int count_in(struct hr_agree_entry *entry, int member, int by_id, int64_t now_ns) {
+static int count_in(struct hr_agree *agree, struct hr_agree_entry *entry, int member, int by_id, int64_t now_ns) {
     if (has_bit(entry->announced, member)) {
         return 0;
     }
     if (entry->announced_count == 0) {
         entry->first_ns = now_ns;
         entry->state = HR_AGREE_WAITING;
+        agree->active++;
     }
     entry->announced[member / 64] |= 1ull << (member % 64);
     if (by_id) {
@@ -219,7 +221,7 @@ static int note_mismatch(struct hr_agree *agree, struct hr_agree_entry *entry, c
 
 int hr_agree_announce_id(struct hr_agree *agree, int member, uint32_t id, int64_t now_ns) {
     struct hr_agree_entry *entry = hr_agree_find_id(agree, id);
-    if (entry == NULL || !count_in(entry, member, 1, now_ns)) {
+    if (entry == NULL || !count_in(agree, entry, member, 1, now_ns)) {
         return HORO_OK; /* stale */
     }
     const int rank = agree->config.rank_of_member[member];
@@ -271,7 +273,7 @@ int hr_agree_announce_request(struct hr_agree *agree, int member, const struct h
             return HORO_ERR_RESOURCE;
         }
     }
-    if (!count_in(entry, member, 0, now_ns)) {
+    if (!count_in(agree, entry, member, 0, now_ns)) {
         return HORO_OK;
     }
     const struct hr_agree_copy request = {(uint8_t *)(uintptr_t)message->request.bytes, message->request.byte_count,

@@ -42,6 +42,7 @@ struct hr_agree {
     struct hr_agree_entry *ready;     /* root: agreed on, waiting for a batch */
     struct hr_agree_entry **ready_tail;
     uint64_t ready_bytes;
+    uint32_t active;                  /* entries that anybody has announced this round */
     uint64_t uses;                    /* counts completions, for least recently used */
 };
 
