@@ -27,6 +27,9 @@ SANITIZE_FLAGS = {
     "undefined": ["-fsanitize=undefined", "-fno-sanitize-recover=all"],
     "thread": ["-fsanitize=thread"],
 }
+FLAVOUR = os.environ.get("HORO_SANITIZE", "")
+if FLAVOUR not in SANITIZE_FLAGS:
+    raise ValueError(f"HORO_SANITIZE is {FLAVOUR!r}, it must be empty or one of address, undefined, thread")
 
 
 def _inputs() -> list[Path]:
@@ -34,21 +37,26 @@ def _inputs() -> list[Path]:
     return sorted(p for folder in folders for p in folder.rglob("*") if p.suffix in {".c", ".h", ".py"})
 
 
-def load() -> ModuleType:
-    """Compiles if anything has changed and imports the module; safe under pytest-xdist."""
-    flavour = os.environ.get("HORO_SANITIZE", "")
-    digest = hashlib.sha256(flavour.encode())
+def build() -> Path:
+    """Compiles if anything has changed; safe under pytest-xdist. Returns the path of the module."""
+    digest = hashlib.sha256(FLAVOUR.encode())
     for path in _inputs():
         digest.update(path.read_bytes())
-    folder = ROOT / "build" / f"native-test-{flavour or 'plain'}"
+    folder = ROOT / "build" / f"native-test-{FLAVOUR or 'plain'}"
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         stamp = folder / "stamp"
         library = folder / "_native_test.abi3.so"
         if not library.exists() or not stamp.exists() or stamp.read_text() != digest.hexdigest():
-            _compile(folder, SANITIZE_FLAGS[flavour])
+            _compile(folder, SANITIZE_FLAGS[FLAVOUR])
             stamp.write_text(digest.hexdigest())
+    return library
+
+
+def load() -> ModuleType:
+    """Imports the module, compiled if anything has changed."""
+    library = build()
     spec = importlib.util.spec_from_file_location("_native_test", library)
     if spec is None or spec.loader is None:
         raise ImportError(f"cannot load {library}")
