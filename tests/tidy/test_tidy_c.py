@@ -102,9 +102,10 @@ static const char *const names[] = {"printf(", "}"};
 static const struct hr_thing things[2] = {{0}, {.name = ";"}};
 int hr_declared(int a, void (*done)(int));
 static inline int twice(int a) {
-    static const int two = 2;
+    static const int two[1 * 1] = {2};
+    static int (*const duties[])(struct hr_thing *) = {hr_run};
     char text[] = "} strcpy(";
-    return a * two + text[0] + '{';
+    return a * two[0] + text[0] + '{';
 }
 HR_INLINE int thrice(int a) {
     return 3 * a;
@@ -125,4 +126,4 @@ def test_check_is_silent_on_the_good_sample(check: Check) -> None:
 def test_items_finds_functions_with_their_lines() -> None:
     functions = [item for item in tidy_c.items(tidy_c.code_only(GOOD)) if item.function_name]
     assert [item.function_name for item in functions] == ["twice", "thrice", "hr_run"]
-    assert [(item.first_line, item.last_line) for item in functions] == [(17, 21), (22, 24), (25, 29)]
+    assert [(item.first_line, item.last_line) for item in functions] == [(17, 22), (23, 25), (26, 30)]

@@ -47,7 +47,8 @@ BANNED_CALLS: dict[str, str] = {
 }
 
 # Attributes, and macros that stand before a definition and expand to a whole one.
-_WITHOUT_NAME = re.compile(r"__attribute__\s*\(\(.*?\)\)|_Static_assert|^(?:[A-Z][A-Z0-9_]*(?:\([^()]*\)\s*|[ ]*\n\s*))+")
+_WHOLE_MACROS = r"^(?:[A-Z][A-Z0-9_]*(?:\([^()]*\)\s*|[ ]*\n\s*))+"
+_WITHOUT_NAME = re.compile(rf"__attribute__\s*\(\(.*?\)\)|_Static_assert|{_WHOLE_MACROS}")
 _STATIC = re.compile(r"(?:inline\s+)?static\b|HR_INLINE\b")
 _CONTROL = {"if", "for", "while", "switch", "do", "else"}
 
@@ -206,5 +207,7 @@ def _is_variable(item: Item) -> bool:
 
 def _is_mutable(declaration: str) -> bool:
     """Whether the declared object itself can change: a pointer needs const after its last star."""
-    before_value = declaration.split("=", maxsplit=1)[0]
-    return not re.search(r"\bconst\b", before_value.rsplit("*", 1)[-1])
+    before_value = re.sub(r"\[[^\]]*\]", "", declaration.split("=", maxsplit=1)[0])
+    function_pointer = re.match(r"[^(]*\(\s*\*([^)]*)\)", before_value)
+    own_part = function_pointer.group(1) if function_pointer else before_value.rsplit("*", 1)[-1]
+    return not re.search(r"\bconst\b", own_part)
