@@ -89,6 +89,7 @@ class Setup:
     stall_shutdown_ms: int = 0
     peer_timeout_ms: int = 30_000
     log_level: int = 3
+    arena_memory: int = 0
 
 
 class Tensor(NamedTuple):
@@ -104,14 +105,17 @@ class Context:
     """One rank. Thread-safe, except that nothing may run during or after ``destroy``."""
 
     def __init__(self, setup: Setup) -> None:
-        keep: list[Any] = [ffi.new("char[]", name.encode()) for name in setup.host_name_of_rank]
+        names = [ffi.new("char[]", name.encode()) for name in setup.host_name_of_rank]
+        keep: list[Any] = []  # what the pointers in native point to lives until horo_create has copied it
         native = ffi.new("horo_setup *")
         for item in fields(setup):
             value = getattr(setup, item.name)
             if item.name == "host_name_of_rank":
-                value = ffi.new("char *[]", keep)
+                value = ffi.new("char *[]", names)
             elif item.name in {"host_of_rank", "wake_fds", "life_fds", "control_fds", "data_fds"}:
                 value = ffi.new("int32_t[]", list(value))
+            elif item.name == "arena_memory":
+                value = ffi.cast("void *", value)
             keep.append(value)
             setattr(native, item.name, value)
         out = ffi.new("horo_context **")

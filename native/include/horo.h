@@ -129,6 +129,8 @@ typedef struct {
     const int32_t *host_of_rank;          /* [size] host index of each rank */
     const char *const *host_name_of_rank; /* [size] for messages */
     int32_t arena_fd;                     /* memfd of at least horo_arena_bytes(...) bytes, zeroed, shared by the host */
+    void *arena_memory;                   /* not NULL: the arena, mapped already and outliving the context; for ranks that
+                                             are threads of one process; arena_fd is not looked at then */
     uint64_t segment_bytes;               /* size of one arena slot; equal on all ranks */
     const int32_t *wake_fds;              /* [ranks on this host] eventfds, nonblocking, by local index, own one included */
     const int32_t *life_fds;              /* [ranks on this host] stream sockets whose EOF means death; the leader has one per
@@ -144,6 +146,8 @@ typedef struct {
     int32_t stall_shutdown_ms;            /* 0: never give up */
     int32_t peer_timeout_ms;              /* silence on a link with work pending after which the peer is lost */
     int32_t log_level;                    /* enum horo_log_level */
+    int (*interrupted)(void);             /* NULL, or asked after a signal came during a wait that cannot be left halfway:
+                                             nonzero ends the group, so that the caller may raise */
 } horo_setup;
 
 /* Counters since creation; for tests, benchmarks and reports. */

@@ -1,7 +1,169 @@
 /* The composition root: the only place that sees all layers. */
-#include "horo.h"
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "engine/engine.h"
+
+struct horo_context {
+    struct hr_group group;
+    struct hr_backend *backend;
+    struct hr_engine engine;
+    pid_t pid; /* a forked child has the memory but not the threads */
+};
 
 /* Changes with anything that ranks must agree on: arena layout, wire format, handshake. */
 HORO_API const char *horo_version(void) {
     return "0.1.0+abi1";
+}
+
+HORO_API uint64_t horo_arena_bytes(int32_t local_size, uint64_t segment_bytes) {
+    return hr_arena_layout_bytes(local_size, (size_t)segment_bytes);
+}
+
+static void copy_error(const struct hr_error *from, char *error, size_t error_bytes) {
+    if (error != NULL && error_bytes > 0) {
+        (void)snprintf(error, error_bytes, "%s", from->text);
+    }
+}
+
+static int create_parts(struct horo_context *context, const horo_setup *setup, struct hr_error *error) {
+    HR_TRY(hr_group_init(&context->group, setup, error));
+    context->backend = hr_host_backend_create(&context->group);
+    int status = context->backend == NULL ? hr_fail(error, HORO_ERR_RESOURCE, "out of memory for a context") : HORO_OK;
+    if (status == HORO_OK) {
+        status = hr_engine_init(&context->engine, &context->group, context->backend, setup, error);
+    }
+    if (status != HORO_OK) {
+        if (context->backend != NULL) {
+            context->backend->ops->destroy(context->backend);
+        }
+        hr_group_fini(&context->group);
+    }
+    return status;
+}
+
+HORO_API int horo_create(const horo_setup *setup, horo_context **context, char *error, size_t error_bytes) {
+    struct hr_error failure = {0};
+    struct horo_context *created = calloc(1, sizeof *created);
+    int status = created == NULL ? hr_fail(&failure, HORO_ERR_RESOURCE, "out of memory for a context")
+                                 : create_parts(created, setup, &failure);
+    if (status != HORO_OK) {
+        copy_error(&failure, error, error_bytes);
+        free(created);
+        return status;
+    }
+    created->pid = getpid();
+    *context = created;
+    return HORO_OK;
+}
+
+HORO_API void horo_destroy(horo_context *context) {
+    if (context == NULL || context->pid != getpid()) {
+        return; /* in a forked child everything belongs to the parent */
+    }
+    hr_engine_fini(&context->engine);
+    context->backend->ops->destroy(context->backend);
+    hr_group_fini(&context->group);
+    free(context);
+}
+
+HORO_API void horo_after_fork(horo_context *context) {
+    hr_group_close_fds(&context->group);
+    (void)close(context->engine.kick_fd);
+}
+
+/* HORO_OK in the process that made the context. */
+static int check_process(const horo_context *context, struct hr_error *error) {
+    if (context == NULL) {
+        return hr_fail(error, HORO_ERR_NOT_INITIALIZED, "horo has not been initialized, or was shut down; call init()");
+    }
+    if (context->pid != getpid()) {
+        return hr_fail(error, HORO_ERR_FORKED,
+                       "this process was forked from a rank (process %d) after init(); horo can be used in the rank's own "
+                       "process only",
+                       (int)context->pid);
+    }
+    return HORO_OK;
+}
+
+HORO_API int horo_submit(horo_context *context, const horo_request *request, int64_t *handle, char *error,
+                         size_t error_bytes) {
+    struct hr_error failure;
+    failure.code = HORO_OK; /* the text is written only with a code */
+    int status = check_process(context, &failure);
+    if (status == HORO_OK) {
+        status = hr_engine_submit(&context->engine, request, handle, &failure);
+    }
+    if (status != HORO_OK) {
+        copy_error(&failure, error, error_bytes);
+    }
+    return status;
+}
+
+static int usable(const horo_context *context) {
+    struct hr_error failure;
+    failure.code = HORO_OK;
+    return check_process(context, &failure);
+}
+
+HORO_API int horo_poll(horo_context *context, int64_t handle) {
+    const int status = usable(context);
+    return status == HORO_OK ? hr_engine_poll(&context->engine, handle) : status;
+}
+
+HORO_API int horo_wait(horo_context *context, int64_t handle, int32_t timeout_ms) {
+    const int status = usable(context);
+    return status == HORO_OK ? hr_engine_wait(&context->engine, handle, timeout_ms) : status;
+}
+
+HORO_API void horo_error(horo_context *context, int64_t handle, char *error, size_t error_bytes) {
+    struct hr_error failure = {0};
+    if (check_process(context, &failure) == HORO_OK) {
+        hr_engine_error(&context->engine, handle, error, error_bytes);
+    } else {
+        copy_error(&failure, error, error_bytes);
+    }
+}
+
+HORO_API int horo_take_result(horo_context *context, int64_t handle, int32_t index, void **data, int64_t *bytes,
+                              int64_t *first_dims) {
+    const int status = usable(context);
+    return status == HORO_OK ? hr_engine_take(&context->engine, handle, index, data, bytes, first_dims) : status;
+}
+
+HORO_API void horo_free(void *data) {
+    free(data);
+}
+
+HORO_API int horo_release(horo_context *context, int64_t handle) {
+    const int status = usable(context);
+    return status == HORO_OK ? hr_engine_release(&context->engine, handle) : status;
+}
+
+HORO_API int horo_health(horo_context *context, char *error, size_t error_bytes) {
+    struct hr_error failure = {0};
+    int status = check_process(context, &failure);
+    if (status == HORO_OK) {
+        status = hr_engine_health(&context->engine, &failure);
+    }
+    if (status != HORO_OK) {
+        copy_error(&failure, error, error_bytes);
+    }
+    return status;
+}
+
+HORO_API void horo_read_counters(horo_context *context, horo_counters *counters) {
+    const struct hr_engine *engine = &context->engine;
+    *counters = (horo_counters){
+        .requests = atomic_load(&engine->requests),
+        .cache_hits = atomic_load(&engine->cache_hits),
+        .batches = atomic_load(&engine->batches),
+        .tensors = atomic_load(&engine->tensors),
+        .bytes = atomic_load(&engine->bytes),
+        .messages_sent = atomic_load(&engine->messages_sent),
+        .sleeps = atomic_load(&context->group.sleeps),
+        .wakes = atomic_load(&context->group.wakes),
+    };
 }

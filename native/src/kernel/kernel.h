@@ -3,9 +3,12 @@
  * gives bit-equal results (no reassociation, no fused multiply-add: each element is computed in the same order everywhere).
  *
  * 16-bit floats are widened to float32, reduced and scaled there and rounded once (to nearest even) at the end; a float32 NaN
- * becomes a NaN. Integers wrap; a scale other than 1 on integers is applied in double and truncated toward zero, saturating
- * at the type's ends. bool: sum and max are OR, product and min are AND; scale must be 1.
- * float min and max give NaN if any source is NaN.
+ * becomes a NaN. Except for float64, a scale is rounded to float32 before floats are multiplied by it.
+ * Integers wrap; a scale other than 1 on integers is applied in double and truncated toward zero, saturating at the type's ends
+ * (NaN becomes 0). bool: sum and max are OR, product and min are AND; scale must be 1; any byte but 0 is true and results are
+ * 0 or 1.
+ * float min and max give NaN if any source is NaN. When a sum or product adds or multiplies two NaN, which of them it carries on
+ * is not said: there, and nowhere else, levels may differ, in the payload of a NaN.
  */
 #ifndef HR_KERNEL_KERNEL_H
 #define HR_KERNEL_KERNEL_H

@@ -5,10 +5,11 @@
  *  - Sends and receives on one (peer, channel) match one to one in order, and a matching pair has the same size. (Stream
  *    transports do not need the rule; message transports do.)
  *  - post_* never block and copy nothing: the memory and the hr_io stay the caller's to keep until io->state is not HR_IO_POSTED.
- *  - progress moves what it can without blocking. It is the only function that changes the state of a posted io.
+ *  - progress moves what it can without blocking. Only it, abandon and destroy change the state of a posted io.
  *  - All functions of one transport are called by one thread at a time (the driver of the engine).
  *  - A zero-byte io is done when it reaches the head of its queue.
- *  - After a peer is lost, its posted and later ios become HR_IO_FAILED; other peers go on.
+ *  - After a peer is lost, its posted and later ios become HR_IO_FAILED, on all channels; other peers go on. What a peer that
+ *    closed its end had sent before is delivered first, to receives on the link where the end is noticed.
  */
 #ifndef HR_TRANSPORT_TRANSPORT_H
 #define HR_TRANSPORT_TRANSPORT_H
@@ -45,7 +46,7 @@ struct hr_transport;
 struct hr_transport_ops {
     const char *name;
 
-    /* Both return HORO_OK or HORO_ERR_INTERNAL for a peer that has no link on this channel. */
+    /* HORO_OK; or HORO_ERR_INTERNAL for a peer that has no link on this channel, HORO_ERR_ABORTED on one that is abandoned. */
     int (*post_send)(struct hr_transport *transport, int peer, enum hr_channel channel, const void *data, size_t bytes,
                      struct hr_io *io);
     int (*post_recv)(struct hr_transport *transport, int peer, enum hr_channel channel, void *data, size_t bytes,
@@ -69,6 +70,12 @@ struct hr_transport_ops {
     /* Turns link supervision on while work is pending (keepalive probes), off when idle, so that an idle job sends nothing. */
     void (*watch)(struct hr_transport *transport, int enabled);
 
+    /*
+     * Gives a channel up after an error in the middle of a transfer: fails all its posted ios, so that their memory is free, and
+     * refuses later ones. Peers are told nothing and see no end of the link: they shall learn the true cause by other ways.
+     */
+    void (*abandon)(struct hr_transport *transport, enum hr_channel channel);
+
     /* Fails all posted ios, closes descriptors, frees. NULL is allowed. */
     void (*destroy)(struct hr_transport *transport);
 };
@@ -79,8 +86,12 @@ struct hr_transport {
 
 /*
  * Over connected stream sockets (TCP, or AF_UNIX in tests), one per peer and channel, -1 for none; made nonblocking here.
+ * Either array may be NULL: no links on that channel.
  * A peer silent for peer_timeout_ms with data unacknowledged or under watch counts as lost (TCP_USER_TIMEOUT, keepalive).
- * Owns the descriptors on success only. NULL with *error set for lack of memory or a bad descriptor.
+ * So does one that reads nothing for so long while data waits for it, even if its host answers: a process that is stopped
+ * in the middle of a transfer. Probing counts in whole seconds, so timeouts below 2 s hold for unacknowledged data only.
+ * Owns the descriptors on success only. NULL with *error set: HORO_ERR_USAGE for a bad descriptor or argument (it is named),
+ * HORO_ERR_RESOURCE for lack of memory.
  */
 struct hr_transport *hr_tcp_create(const int *control_fds, const int *data_fds, int host_count, int peer_timeout_ms,
                                    struct hr_error *error);

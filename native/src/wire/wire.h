@@ -15,7 +15,9 @@
  *   tensor   u8 dtype, u8 ndim, ndim x i64 extent          (allgather: the first extent is written as 0, it may differ by rank)
  *   str16    u16 bytes, UTF-8 without a terminator
  *
- * A request's bytes are canonical: two requests agree exactly when their bytes are equal.
+ * A request's bytes are canonical: two requests agree exactly when their bytes are equal. Fields that mean nothing for the
+ * operation have one fixed value: reduce_op 0 and factors 1.0 unless it is an allreduce, root 0 unless it is a broadcast.
+ * An id is never 0, a request's name never empty, and no name holds a NUL.
  */
 #ifndef HR_WIRE_WIRE_H
 #define HR_WIRE_WIRE_H
@@ -82,10 +84,22 @@ struct hr_wire_ref {
     struct hr_wire_text name; /* bytes == 0: known by id */
 };
 
-/* Appends the canonical form. Checks nothing: the engine has validated the request. HORO_OK or HORO_ERR_RESOURCE. */
+/*
+ * The bytes of a tensor. HORO_ERR_INTERNAL for a negative extent, and where dtype size and extents (0 counted as 1, because an
+ * allgather's first extent is written as 0) overflow int64: what decode refuses, and so what the engine must not let in.
+ */
+int hr_wire_shape_bytes(const int64_t *shape, int ndim, int dtype, int64_t *bytes);
+
+/*
+ * Appends the canonical form. Checks nothing: the engine has validated the request. HORO_OK or HORO_ERR_RESOURCE (no memory, or
+ * longer than HR_WIRE_MESSAGE_MAX).
+ */
 int hr_wire_encode_request(struct hr_buffer *out, const horo_request *request);
 
-/* Each appends one whole message (no length prefix). HORO_OK or HORO_ERR_RESOURCE; on failure nothing is appended. */
+/*
+ * Each appends one whole message (no length prefix). HORO_OK or HORO_ERR_RESOURCE (no memory, or past a limit above); on failure
+ * nothing is appended. A text longer than 65535 bytes is cut.
+ */
 int hr_wire_put_ids(struct hr_buffer *out, const uint32_t *ids, uint32_t count);
 int hr_wire_put_request(struct hr_buffer *out, int origin, int status, struct hr_wire_text text, const void *request,
                         size_t request_bytes);
@@ -97,9 +111,10 @@ int hr_wire_begin_batch(struct hr_buffer *out, uint32_t count);
 int hr_wire_put_ref(struct hr_buffer *out, uint32_t id, struct hr_wire_text name);
 
 /*
- * HORO_OK, or HORO_ERR_INTERNAL for bytes that are no message: an unknown type, op, reduce op or dtype, a negative extent,
- * an extent product that overflows int64, a name that is too long, a count past the limit, a short or long body.
- * Every item is checked here, so the walks below cannot fail.
+ * HORO_OK, or HORO_ERR_INTERNAL for bytes that are no message: an unknown type, op, reduce op or dtype, a shape that
+ * hr_wire_shape_bytes refuses, a name that is too long, a count past the limit, a negative rank (LOST may say -1: nobody in
+ * particular), a status that is no error in LOST and FAIL or positive in REQUEST, a request that is not canonical, a short or
+ * long body. Every item is checked here, so the walks below cannot fail.
  */
 int hr_wire_decode(const void *data, size_t bytes, struct hr_wire_message *message);
 int hr_wire_decode_request(const void *data, size_t bytes, struct hr_wire_request *request);

@@ -1,0 +1,55 @@
+"""Writes environment.md from horo/_config.py: ``python docs/reference/generate_environment.py``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from horo._config import Config, LaunchVariables, OtherLaunchers, TorchrunVariables, Variable, variables_of
+
+PAGE = Path(__file__).with_name("environment.md")
+
+HEAD = """\
+# Environment variables
+
+<!-- Generated from horo/_config.py by docs/reference/generate_environment.py; change it there. -->
+
+Read once, at `init()`. `HORO_X` wins over `HOROVOD_X`, which is accepted for scripts written for Horovod. An empty
+value counts as not set; any other value outside the allowed range is an error that names the variable.
+"""
+
+SECTIONS: tuple[tuple[type[Any], str, str], ...] = (
+    (Config, "To tune", "Fusion threshold, cache capacity and segment size must be equal on all ranks."),
+    (LaunchVariables, "Set by `hororun`", "Scripts may read them. Do not set them by hand."),
+    (
+        TorchrunVariables,
+        "Set by `torchrun`",
+        "Read where `hororun`'s are absent.",
+    ),
+    (OtherLaunchers, "Looked at, to refuse launchers that are not supported", "Only whether they name several ranks."),
+)
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [HEAD]
+    for group, title, remark in SECTIONS:
+        parts.append(f"\n## {title}\n\n{remark}\n\n| variable | allowed | default | meaning |\n|---|---|---|---|\n")
+        parts += [_row(variable) for variable in variables_of(group).values()]
+    return "".join(parts)
+
+
+def _row(variable: Variable) -> str:
+    names = "<br>".join(f"`{name}`" for name in variable.names)
+    default = "not set" if variable.default is None else _shown(variable.default)
+    return f"| {names} | {variable.allowed()} | {default} | {variable.meaning} |\n"
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        value = int(value)
+    return f"`{value:.15g}`" if isinstance(value, float) else f"`{value}`"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

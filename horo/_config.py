@@ -1,0 +1,339 @@
+"""Every variable that horo reads, and the only reader of the environment.
+
+Each variable is a field of one of the frozen dataclasses below; name, kind, unit, default, range and meaning stand
+with the field, and ``docs/reference/environment.md`` is generated from them. ``HORO_X`` wins over ``HOROVOD_X``; an
+empty value counts as not set.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
+
+from horo._errors import UsageError
+
+__all__ = [
+    "GROUPS",
+    "LOG_LEVELS",
+    "Config",
+    "LaunchVariables",
+    "OtherLaunchers",
+    "TorchrunVariables",
+    "Variable",
+    "environment",
+    "read_config",
+    "read_variables",
+    "variables_of",
+]
+
+LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "off")
+"""In the order of ``enum horo_log_level``."""
+
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"0", "false", "no", "off"})
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One variable of the environment."""
+
+    names: tuple[str, ...]
+    """The first that is set counts."""
+    kind: type
+    """int, float, bool, str or bytes (written in hexadecimal)."""
+    default: Any
+    meaning: str
+    unit: str = ""
+    low: float = -math.inf
+    high: float = math.inf
+    choices: tuple[str, ...] = ()
+    multiple_of: int = 1
+    secret: bool = False
+
+    def allowed(self) -> str:
+        """What a value may be, as a phrase."""
+        if self.choices:
+            return "one of " + ", ".join(self.choices)
+        if self.kind is bool:
+            return "0 or 1"
+        if self.kind is str:
+            return "a text"
+        if self.kind is bytes:
+            return f"hexadecimal digits for at least {self.low:g} bytes"
+        phrase = "an integer" if self.kind is int else "a number"
+        high = f" to {self.high:.15g}" if math.isfinite(self.high) else " up"
+        phrase += f" from {self.low:.15g}{high}" + (f" {self.unit}" if self.unit else "")
+        return phrase + (f", a multiple of {self.multiple_of}" if self.multiple_of > 1 else "")
+
+    def read(self, environ: Mapping[str, str]) -> Any:
+        """The value in ``environ``, or the default.
+
+        Raises:
+            UsageError: names the variable, its value (never a secret one) and what is allowed.
+        """
+        for name in self.names:
+            text = environ.get(name, "").strip()
+            if text:
+                try:
+                    return self._parse(text)
+                except ValueError:
+                    shown = f" ({len(text)} characters)" if self.secret else f"={text!r}"
+                    raise UsageError(f"{name}{shown} is not {self.allowed()}") from None
+        return self.default
+
+    def _parse(self, text: str) -> Any:
+        value: Any
+        if self.choices:
+            value = text.lower()
+            if value not in self.choices:
+                raise ValueError(text)
+            return value
+        if self.kind is bool:
+            if text.lower() not in _TRUE | _FALSE:
+                raise ValueError(text)
+            return text.lower() in _TRUE
+        if self.kind is bytes:
+            value = bytes.fromhex(text)
+            if len(value) < self.low:
+                raise ValueError(text)
+            return value
+        if self.kind is str:
+            return text
+        value = self.kind(text)
+        if not self.low <= value <= self.high or (self.multiple_of > 1 and value % self.multiple_of):
+            raise ValueError(text)
+        return value
+
+
+def _variable(name: str, default: Any, meaning: str, **details: Any) -> Any:
+    """A field that horo owns: ``HORO_name``, then ``HOROVOD_name``."""
+    kind = details.pop("kind", type(default))
+    variable = Variable((f"HORO_{name}", f"HOROVOD_{name}"), kind, default, meaning, **details)
+    return field(default=default, metadata={"variable": variable})
+
+
+def _foreign(name: str, kind: type, meaning: str, **details: Any) -> Any:
+    """A field that another program sets under exactly this name."""
+    return field(default=None, metadata={"variable": Variable((name,), kind, None, meaning, **details)})
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a user may tune."""
+
+    fusion_threshold: int = _variable(
+        "FUSION_THRESHOLD",
+        128 << 20,
+        "Most bytes of small tensors that travel together in one batch; 0 sends every tensor alone.",
+        unit="bytes",
+        low=0,
+        high=1 << 40,
+    )
+    cycle_time_ms: float = _variable(
+        "CYCLE_TIME",
+        0.0,
+        "Extra wait for more tensors before a batch is formed; the default forms a batch as soon as the link is free.",
+        unit="ms",
+        low=0,
+        high=1000,
+    )
+    cache_capacity: int = _variable(
+        "CACHE_CAPACITY",
+        1024,
+        "Tensors that are announced by number after their first time; 0 turns that off.",
+        low=0,
+        high=1 << 20,
+    )
+    stall_check_disable: bool = _variable(
+        "STALL_CHECK_DISABLE", False, "1: say nothing about tensors that some ranks have submitted and others not."
+    )
+    stall_check_time_s: float = _variable(
+        "STALL_CHECK_TIME_SECONDS",
+        60.0,
+        "Wait for the ranks that have not submitted a tensor before a warning names them; 0: never warn.",
+        unit="s",
+        low=0,
+        high=1e6,
+    )
+    stall_shutdown_time_s: float = _variable(
+        "STALL_SHUTDOWN_TIME_SECONDS",
+        0.0,
+        "Wait for the ranks that have not submitted a tensor before it fails with StalledError; 0: wait for ever.",
+        unit="s",
+        low=0,
+        high=1e6,
+    )
+    log_level: str = _variable(
+        "LOG_LEVEL",
+        "warning",
+        "Least severe message that is written to stderr; `fatal`, a word of Horovod's, means `off`.",
+        choices=(*LOG_LEVELS, "fatal"),
+    )
+    start_timeout_s: float = _variable(
+        "START_TIMEOUT",
+        60.0,
+        "How long init() waits for other ranks without any progress before it fails and names those missing.",
+        unit="s",
+        low=0.1,
+        high=1e6,
+    )
+    peer_timeout_s: float = _variable(
+        "PEER_TIMEOUT",
+        30.0,
+        "Silence of another host, while something is awaited from it, after which it counts as lost.",
+        unit="s",
+        low=0.1,
+        high=1e6,
+    )
+    segment_bytes: int = _variable(
+        "SEGMENT_BYTES",
+        1 << 20,
+        "Size of the pieces in which large tensors pass through shared memory; about the size of one core's L2 cache.",
+        unit="bytes",
+        low=4096,
+        high=1 << 30,
+        multiple_of=4096,
+    )
+    spin_us: int = _variable(
+        "SPIN_US",
+        50,
+        "Longest busy wait before sleeping; never spins where the ranks of a host outnumber its cores.",
+        unit="us",
+        low=0,
+        high=1_000_000,
+    )
+    network_interfaces: str | None = _variable(
+        "NETWORK_INTERFACES",
+        None,
+        "Interfaces to listen on for other hosts: names and networks (`eth0,10.1.0.0/16`), of which each host uses "
+        "those that it has; by default the one that routes to the other hosts.",
+        kind=str,
+    )
+    host_id: str | None = _variable(
+        "HOST_ID",
+        None,
+        "Ranks with different values never share memory, as if they ran on different hosts.",
+        kind=str,
+    )
+
+    @property
+    def log_level_number(self) -> int:
+        """``log_level`` as ``enum horo_log_level``."""
+        return LOG_LEVELS.index("off" if self.log_level == "fatal" else self.log_level)
+
+
+_RANK = {"kind": int, "low": 0, "high": (1 << 31) - 1}
+_COUNT = {"kind": int, "low": 1, "high": (1 << 31) - 1}
+
+
+@dataclass(frozen=True)
+class LaunchVariables:
+    """What hororun tells each rank."""
+
+    rank: int | None = _variable("RANK", None, "Number of this process in the job.", **_RANK)
+    size: int | None = _variable("SIZE", None, "Processes in the job.", **_COUNT)
+    local_rank: int | None = _variable("LOCAL_RANK", None, "Number of this process on its host.", **_RANK)
+    local_size: int | None = _variable("LOCAL_SIZE", None, "Processes of the job on this host.", **_COUNT)
+    cross_rank: int | None = _variable(
+        "CROSS_RANK", None, "Number of this host among those with a process of this local rank.", **_RANK
+    )
+    cross_size: int | None = _variable("CROSS_SIZE", None, "Hosts that have a process of this local rank.", **_COUNT)
+    hostname: str | None = _variable("HOSTNAME", None, "This host's name as the user wrote it, for messages.", kind=str)
+    store: str | None = field(
+        default=None,
+        metadata={
+            "variable": Variable(
+                ("HORO_STORE",),
+                str,
+                None,
+                "Where the job meets: `ADDRESS:PORT`, or several that lead to the same store, comma-separated; "
+                "addresses are numeric, IPv6 in brackets.",
+            )
+        },
+    )
+    secret: bytes | None = field(
+        default=None,
+        repr=False,
+        metadata={
+            "variable": Variable(
+                ("HORO_SECRET",),
+                bytes,
+                None,
+                "The job's secret, which authenticates every connection; never put it on a command line.",
+                low=16,
+                secret=True,
+            )
+        },
+    )
+    job_id: str | None = field(
+        default=None,
+        metadata={
+            "variable": Variable(
+                ("HORO_JOB_ID",), str, None, "Name of the job, the namespace of its keys in the store."
+            )
+        },
+    )
+
+
+@dataclass(frozen=True)
+class TorchrunVariables:
+    """What torchrun tells each rank."""
+
+    rank: int | None = _foreign("RANK", int, "Number of this process in the job.", low=0, high=(1 << 31) - 1)
+    world_size: int | None = _foreign("WORLD_SIZE", int, "Processes in the job.", low=1, high=(1 << 31) - 1)
+    local_rank: int | None = _foreign("LOCAL_RANK", int, "Number of this process on its host.", low=0)
+    local_world_size: int | None = _foreign("LOCAL_WORLD_SIZE", int, "Processes of the job on this host.", low=1)
+    group_rank: int | None = _foreign("GROUP_RANK", int, "Number of this host's agent.", low=0)
+    master_addr: str | None = _foreign("MASTER_ADDR", str, "Host of torch's store.")
+    master_port: int | None = _foreign("MASTER_PORT", int, "Port of torch's store.", low=1, high=65535)
+    run_id: str | None = _foreign("TORCHELASTIC_RUN_ID", str, "Name of the job; part of the names of its keys.")
+    restart_count: int | None = _foreign(
+        "TORCHELASTIC_RESTART_COUNT", int, "How often the job was restarted; part of the names of its keys.", low=0
+    )
+    use_agent_store: str | None = _foreign(
+        "TORCHELASTIC_USE_AGENT_STORE", str, "`True`: the agent hosts torch's store, otherwise rank 0 does."
+    )
+
+
+@dataclass(frozen=True)
+class OtherLaunchers:
+    """Signs of launchers that horo does not serve, so that their ranks do not take themselves for lone processes."""
+
+    ompi_size: str | None = _foreign("OMPI_COMM_WORLD_SIZE", str, "Set by Open MPI's mpirun.")
+    pmi_size: str | None = _foreign("PMI_SIZE", str, "Set by the launchers of MPICH and Intel MPI.")
+    slurm_ntasks: str | None = _foreign("SLURM_NTASKS", str, "Set by Slurm, also where srun is not used.")
+    slurm_step_num_tasks: str | None = _foreign("SLURM_STEP_NUM_TASKS", str, "Set by srun.")
+    slurm_step_id: str | None = _foreign("SLURM_STEP_ID", str, "Set by srun.")
+    slurm_procid: str | None = _foreign("SLURM_PROCID", str, "Set by srun and in batch scripts.")
+
+
+GROUPS: tuple[type[Any], ...] = (Config, LaunchVariables, TorchrunVariables, OtherLaunchers)
+
+_Group = TypeVar("_Group")
+
+
+def variables_of(group: type[Any]) -> dict[str, Variable]:
+    """The variable behind each field of one of ``GROUPS``."""
+    return {item.name: item.metadata["variable"] for item in fields(group)}
+
+
+def read_variables(group: type[_Group], environ: Mapping[str, str]) -> _Group:
+    """One of ``GROUPS`` as ``environ`` has it.
+
+    Raises:
+        UsageError: a value is not what its variable allows.
+    """
+    return group(**{name: variable.read(environ) for name, variable in variables_of(group).items()})
+
+
+def read_config(environ: Mapping[str, str]) -> Config:
+    """The tunable part of ``environ``; raises UsageError as ``read_variables`` does."""
+    return read_variables(Config, environ)
+
+
+def environment() -> Mapping[str, str]:
+    """The environment of this process."""
+    return os.environ

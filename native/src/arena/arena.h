@@ -1,0 +1,146 @@
+/*
+ * One host's shared memory, seen by all its ranks at once:
+ *
+ *   header | one block per rank | one request ring per rank | response log | two slots per rank
+ *
+ * Atomics name their partner where they are used. Every word that one rank writes and another polls has a cache line of its
+ * own, together only with words of the same writer.
+ */
+#ifndef HR_ARENA_ARENA_H
+#define HR_ARENA_ARENA_H
+
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "base/status.h"
+
+enum {
+    HR_LINE = 64,
+    HR_CACHE_SLOTS_MAX = 4096,       /* bits and words per rank for announcements by id */
+    HR_PENDING_MAX = 1024,           /* names a rank shows in its pending table */
+    HR_REQUEST_RING_BYTES = 1 << 16, /* a power of two */
+    HR_LOG_RING_BYTES = 1 << 18,     /* a power of two */
+    HR_PHASE_COUNT = 6,
+};
+
+enum hr_abort_reason {
+    HR_REASON_NONE = 0,
+    HR_REASON_EXITED = 1,  /* its process ended without a goodbye */
+    HR_REASON_LINK = 2,    /* a connection to it broke */
+    HR_REASON_SILENT = 3,  /* no answer on a connection within the peer timeout */
+    HR_REASON_STALLED = 4, /* it did not submit what others wait for within the stall shutdown time */
+    HR_REASON_LEFT = 5,    /* it shut horo down */
+    HR_REASON_INTERRUPTED = 6, /* a signal handler raised while it was inside a batch */
+    HR_REASON_INTERNAL = 7,    /* it met a state that should not be */
+};
+
+/* Why the group ended; kept in one word so that it can be set once by compare-and-swap. */
+struct hr_abort {
+    int code; /* enum horo_status; 0: the group is whole */
+    int rank; /* the rank at fault, -1 if unknown */
+    enum hr_abort_reason reason;
+};
+
+enum hr_member_state {
+    HR_MEMBER_ABSENT = 0,
+    HR_MEMBER_PRESENT = 1,
+    HR_MEMBER_LEFT = 2,
+};
+
+/* A byte stream through memory: one writer, any number of readers that each keep their own position. */
+struct hr_ring_head {
+    _Alignas(HR_LINE) _Atomic uint64_t written; /* total bytes; writer: release, readers: acquire */
+};
+
+struct hr_arena_header {
+    _Alignas(HR_LINE) _Atomic uint64_t abort_word; /* set once, seq_cst: partner of every wait's check */
+    _Atomic uint64_t left_rank;                    /* 1 + the first rank, of any host, that said goodbye; set once */
+    _Alignas(HR_LINE) _Atomic uint64_t announced;  /* counts announcements; ranks add, the leader compares */
+    _Alignas(HR_LINE) _Atomic uint64_t stall_report_ns; /* when the last stall report of this host was made */
+    /* Phase counters: how often any rank has arrived; see collective/arena_phase.h. */
+    struct {
+        _Alignas(HR_LINE) _Atomic uint64_t arrived;
+    } phase[HR_PHASE_COUNT];
+    struct hr_ring_head log;
+    _Atomic uint32_t log_wants_room; /* written by the leader: the log was full, readers wake it */
+};
+
+/* Written by its rank unless a comment says otherwise. */
+struct hr_arena_block {
+    _Alignas(HR_LINE) _Atomic uint32_t sleeping; /* seq_cst on both sides: see waiter.c */
+    _Alignas(HR_LINE) _Atomic uint32_t state;    /* enum hr_member_state */
+    _Atomic uint64_t progress;                   /* phases passed, for naming who is late */
+    _Alignas(HR_LINE) _Atomic uint64_t log_read; /* bytes of the log taken out; the leader waits for the slowest */
+    _Atomic uint64_t log_done;                   /* bytes of the log executed */
+    _Atomic uint32_t wants_room;                 /* its request ring was full: the leader wakes it after reading */
+    struct hr_ring_head requests;
+    _Alignas(HR_LINE) _Atomic uint64_t requests_read;                    /* written by the leader */
+    _Alignas(HR_LINE) _Atomic uint64_t ready_bits[HR_CACHE_SLOTS_MAX / 64]; /* set by the rank, taken by the leader */
+    _Atomic uint32_t ready_ids[HR_CACHE_SLOTS_MAX];                      /* which id of the slot was meant */
+    _Atomic uint64_t pending[HR_PENDING_MAX];                            /* hashes of names submitted and not done */
+    _Atomic uint32_t pending_overflow; /* more names pending than the table holds: absence proves nothing */
+};
+
+struct hr_arena {
+    char *base;
+    size_t mapped_bytes; /* 0: the memory is the caller's */
+    int local_rank;
+    int local_size;
+    size_t segment_bytes;
+    struct hr_arena_header *header;
+    struct hr_arena_block *blocks;
+    char *request_rings;
+    char *log_ring;
+    char *slots;
+};
+
+/* Bytes for one host; the layout that hr_arena_map expects. */
+uint64_t hr_arena_layout_bytes(int local_size, size_t segment_bytes);
+
+/*
+ * Uses `memory` if it is not NULL (ranks that are threads of one process share one mapping), else maps fd, which stays the
+ * caller's. HORO_OK, or HORO_ERR_USAGE / HORO_ERR_RESOURCE with *error set.
+ */
+int hr_arena_map(struct hr_arena *arena, void *memory, int fd, int local_rank, int local_size, size_t segment_bytes,
+                 struct hr_error *error);
+void hr_arena_unmap(struct hr_arena *arena);
+
+/* Slot `which` (0 or 1) of a local rank: segment_bytes bytes, aligned to a cache line at least. */
+static inline char *hr_arena_slot(const struct hr_arena *arena, int local_rank, unsigned which) {
+    return arena->slots + ((size_t)local_rank * 2 + which) * arena->segment_bytes;
+}
+
+/* The first caller wins; returns 1 to it, 0 to later ones. */
+int hr_arena_abort(struct hr_arena *arena, int code, int rank, enum hr_abort_reason reason);
+struct hr_abort hr_arena_aborted(const struct hr_arena *arena);
+
+/*
+ * Rings. `write` copies up to `bytes` that fit before the slowest reader (at position `slowest_read`) and returns how many;
+ * `read` copies up to `bytes` from position *read on, moves it, and returns how many. Neither blocks.
+ */
+size_t hr_ring_write(struct hr_ring_head *head, char *ring, size_t ring_bytes, uint64_t slowest_read, const void *data,
+                     size_t bytes);
+size_t hr_ring_read(const struct hr_ring_head *head, const char *ring, size_t ring_bytes, uint64_t *read, void *data,
+                    size_t bytes);
+
+static inline char *hr_arena_request_ring(const struct hr_arena *arena, int local_rank) {
+    return arena->request_rings + (size_t)local_rank * HR_REQUEST_RING_BYTES;
+}
+
+/* Announces the cached tensor `id` (slot id % capacity < HR_CACHE_SLOTS_MAX). The caller adds to header->announced. */
+void hr_arena_set_ready(struct hr_arena *arena, uint32_t id, uint32_t slot);
+/*
+ * Leader: takes the announcements of 64 slots at once; bit b of the result is slot 64 * word + b. take_id then takes the id meant, 0 if
+ * it has been taken already: a rank may replace a stale id between the two, and must not be counted twice.
+ */
+uint64_t hr_arena_take_ready(struct hr_arena *arena, int local_rank, unsigned word);
+uint32_t hr_arena_take_id(struct hr_arena *arena, int local_rank, uint32_t slot);
+
+/* The pending table: add and remove a name's hash (the same one may be there once). */
+void hr_arena_pending_add(struct hr_arena *arena, uint64_t name_hash);
+void hr_arena_pending_remove(struct hr_arena *arena, uint64_t name_hash);
+/* 1 if the rank has submitted the name, 0 if not, -1 if its table overflowed and cannot tell. */
+int hr_arena_pending_has(const struct hr_arena *arena, int local_rank, uint64_t name_hash);
+
+#endif

@@ -1,0 +1,165 @@
+/* Collectives on host memory: turns operands into fused vectors for the algorithms. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "backend/backend.h"
+#include "collective/collective.h"
+
+struct host_backend {
+    struct hr_backend base;
+    struct hr_group *group;
+    struct hr_piece *pieces; /* scratch, grows */
+    size_t capacity;
+};
+
+static int reserve_pieces(struct host_backend *host, size_t count) {
+    if (count <= host->capacity) {
+        return HORO_OK;
+    }
+    struct hr_piece *pieces = realloc(host->pieces, count * sizeof *pieces);
+    if (pieces == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    host->pieces = pieces;
+    host->capacity = count;
+    return HORO_OK;
+}
+
+static void append_piece(struct hr_fused *fused, struct hr_piece *pieces, const void *input, void *output, size_t bytes) {
+    if (bytes > 0) {
+        pieces[fused->count++] = (struct hr_piece){input, output, fused->bytes, bytes};
+        fused->bytes += bytes;
+    }
+}
+
+static int host_allreduce(struct hr_backend *backend, const struct hr_operand *operands, size_t count, int reduce_op,
+                          double prescale, double postscale) {
+    struct host_backend *host = (struct host_backend *)backend;
+    HR_TRY(reserve_pieces(host, count));
+    const double scale = reduce_op == HORO_AVERAGE ? postscale / host->group->size : postscale;
+    const int operation = reduce_op == HORO_AVERAGE ? HORO_SUM : reduce_op;
+    for (int dtype = 0; dtype < HORO_DTYPE_COUNT; dtype++) {
+        struct hr_fused fused = {.pieces = host->pieces, .dtype = dtype};
+        for (size_t i = 0; i < count; i++) {
+            if (operands[i].dtype == dtype) {
+                append_piece(&fused, host->pieces, operands[i].input, operands[i].output, operands[i].bytes);
+            }
+        }
+        HR_TRY(hr_allreduce(host->group, &fused, operation, prescale, scale));
+    }
+    return HORO_OK;
+}
+
+static int host_broadcast(struct hr_backend *backend, const struct hr_operand *operands, size_t count, int root_rank) {
+    struct host_backend *host = (struct host_backend *)backend;
+    HR_TRY(reserve_pieces(host, count));
+    struct hr_fused fused = {.pieces = host->pieces, .dtype = HORO_UINT8};
+    for (size_t i = 0; i < count; i++) {
+        append_piece(&fused, host->pieces, operands[i].input, operands[i].output, operands[i].bytes);
+    }
+    return hr_broadcast(host->group, &fused, root_rank);
+}
+
+/* Everybody learns everybody's rows: a sum in which each rank fills in only its own place. table[r * count + i]. */
+static int exchange_rows(struct hr_group *group, const int64_t *rows, size_t count, int64_t *table) {
+    memcpy(table + (size_t)group->rank * count, rows, count * sizeof *rows);
+    const size_t bytes = (size_t)group->size * count * sizeof *table;
+    const struct hr_piece piece = {(const char *)table, (char *)table, 0, bytes};
+    const struct hr_fused fused = {.pieces = &piece, .count = bytes > 0, .bytes = bytes, .dtype = HORO_INT64};
+    return hr_allreduce(group, &fused, HORO_SUM, 1.0, 1.0);
+}
+
+static int allocate_results(const struct hr_group *group, const int64_t *table, const size_t *row_bytes, size_t count,
+                            struct hr_gathered *results) {
+    for (size_t i = 0; i < count; i++) {
+        struct hr_gathered *result = &results[i];
+        result->first_dims = calloc((size_t)group->size, sizeof *result->first_dims);
+        if (result->first_dims == NULL) {
+            return HORO_ERR_RESOURCE;
+        }
+        uint64_t rows = 0;
+        for (int r = 0; r < group->size; r++) {
+            result->first_dims[r] = table[(size_t)r * count + i];
+            rows += (uint64_t)result->first_dims[r];
+        }
+        if (row_bytes[i] != 0 && rows > (uint64_t)INT64_MAX / row_bytes[i]) {
+            return HORO_ERR_RESOURCE;
+        }
+        result->bytes = (int64_t)(rows * row_bytes[i]);
+        result->data = malloc(result->bytes == 0 ? 1 : (size_t)result->bytes);
+        if (result->data == NULL) {
+            return HORO_ERR_RESOURCE;
+        }
+    }
+    return HORO_OK;
+}
+
+/* For each rank, its contributions to all tensors as one vector with the places here as outputs. */
+static void place_contributions(const struct hr_group *group, const struct hr_operand *operands, const size_t *row_bytes,
+                                size_t count, const struct hr_gathered *results, struct hr_piece *pieces,
+                                struct hr_fused *by_rank, size_t *offsets) {
+    memset(offsets, 0, count * sizeof *offsets);
+    for (int r = 0; r < group->size; r++) {
+        struct hr_piece *mine = pieces + (size_t)r * count;
+        by_rank[r] = (struct hr_fused){.pieces = mine, .dtype = HORO_UINT8};
+        for (size_t i = 0; i < count; i++) {
+            const size_t bytes = (size_t)results[i].first_dims[r] * row_bytes[i];
+            append_piece(&by_rank[r], mine, operands[i].input, (char *)results[i].data + offsets[i], bytes);
+            offsets[i] += bytes;
+        }
+    }
+}
+
+static int host_allgather(struct hr_backend *backend, const struct hr_operand *operands, const int64_t *rows,
+                          const size_t *row_bytes, size_t count, struct hr_gathered *results) {
+    struct host_backend *host = (struct host_backend *)backend;
+    struct hr_group *group = host->group;
+    const size_t size = (size_t)group->size;
+    int64_t *table = calloc(size * count, sizeof *table);
+    struct hr_fused *by_rank = calloc(size, sizeof *by_rank);
+    size_t *offsets = calloc(count, sizeof *offsets);
+    int status = table == NULL || by_rank == NULL || offsets == NULL ? HORO_ERR_RESOURCE : HORO_OK;
+    if (status == HORO_OK) {
+        status = reserve_pieces(host, size * count);
+    }
+    if (status == HORO_OK) {
+        status = exchange_rows(group, rows, count, table);
+    }
+    if (status == HORO_OK) {
+        status = allocate_results(group, table, row_bytes, count, results);
+    }
+    if (status == HORO_OK) {
+        place_contributions(group, operands, row_bytes, count, results, host->pieces, by_rank, offsets);
+        status = hr_allgather(group, by_rank);
+    }
+    free(table);
+    free(by_rank);
+    free(offsets);
+    return status;
+}
+
+static void host_destroy(struct hr_backend *backend) {
+    struct host_backend *host = (struct host_backend *)backend;
+    if (host != NULL) {
+        free(host->pieces);
+        free(host);
+    }
+}
+
+static const struct hr_backend_ops host_ops = {
+    .name = "host",
+    .allreduce = host_allreduce,
+    .broadcast = host_broadcast,
+    .allgather = host_allgather,
+    .destroy = host_destroy,
+};
+
+struct hr_backend *hr_host_backend_create(struct hr_group *group) {
+    struct host_backend *host = calloc(1, sizeof *host);
+    if (host == NULL) {
+        return NULL;
+    }
+    host->base.ops = &host_ops;
+    host->group = group;
+    return &host->base;
+}

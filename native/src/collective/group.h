@@ -1,0 +1,121 @@
+/*
+ * The ranks that work together, from the place of one of them: who sits where, the arena, the transport, and the one way to wait.
+ *
+ * Waiting. A wait spins while spinning may pay, then says in its arena block that it sleeps, looks once more, and sleeps in poll()
+ * on its eventfd, its life lines and the transport's descriptors. Whoever changes what others may wait for calls hr_group_wake_all;
+ * it writes the eventfd of those that say they sleep. The handshake is Dekker's: both sides store first and load second,
+ * sequentially consistent, so at least one sees the other.
+ *
+ * All functions are called by the driver of the engine only, unless they say otherwise.
+ */
+#ifndef HR_COLLECTIVE_GROUP_H
+#define HR_COLLECTIVE_GROUP_H
+
+#include <stdatomic.h>
+
+#include "arena/arena.h"
+#include "base/clock.h"
+#include "base/log.h"
+#include "kernel/kernel.h"
+#include "transport/transport.h"
+
+/* A wait that lasts so long has the links supervised meanwhile. */
+#define HR_SUPERVISE_AFTER_NS 1000000000ll
+
+/* Phases of the arena algorithms; each exists per slot parity: phase + parity. */
+enum hr_phase {
+    HR_PHASE_FILLED = 0,  /* my slot holds what the others need */
+    HR_PHASE_REDUCED = 2, /* my share of the result is in my slot */
+    HR_PHASE_DRAINED = 4, /* I have read all I need from the slots */
+};
+
+struct hr_group {
+    int rank, size;
+    int host, host_count;
+    int local_rank, local_size; /* local index and ranks of this host */
+    int owner_count;            /* ranks of the smallest host: local index i < owner_count has links to its like elsewhere */
+    int *host_of_rank;          /* [size] */
+    int *rank_of_local;         /* [local_size] */
+    int *leader_of_host;        /* [host_count] rank */
+    int *host_size;             /* [host_count] */
+    char **host_name_of_rank;   /* [size] */
+
+    struct hr_arena arena;
+    struct hr_transport *transport; /* NULL with one host */
+    int *wake_fds;                  /* [local_size] */
+    int *owned_fds;                 /* all descriptors but the transport's, for closing */
+    int owned_fd_count;
+    _Atomic int *life_fds;          /* [local_size]; -1: none or closed; see hr_group_watch */
+    struct pollfd *poll_fds;
+    size_t poll_capacity;
+
+    const struct hr_kernel *kernel;
+    const void **sources; /* [local_size] scratch for the kernels */
+    char *cross_scratch;
+    size_t cross_scratch_bytes;
+    uint64_t segment;                    /* segments begun; its parity chooses the slot */
+    uint64_t arrivals[HR_PHASE_COUNT];   /* mine, per phase and parity */
+    int64_t store_cost[2];               /* smoothed picoseconds per byte with each enum hr_store; 0: not tried */
+    uint64_t store_choices;
+
+    int64_t spin_ns;
+    int64_t peer_timeout_ns;
+    int64_t stall_warning_ns;    /* 0: never */
+    int64_t stall_shutdown_ns;   /* 0: never */
+    int watching;                /* the transport supervises its links */
+    int in_batch;                /* a batch is running: a rank that has left may have done its part already */
+    uint64_t batch_end;          /* position in the log behind the running batch */
+    int (*interrupted)(void);    /* NULL, or asks after a signal whether its handler wants the caller to stop */
+    struct hr_log log;
+    _Atomic uint64_t sleeps, wakes; /* counters */
+};
+
+/* The condition of a wait: looks, may advance a state machine of its own, never blocks. */
+typedef int (*hr_ready)(struct hr_group *group, void *arg);
+
+/*
+ * HORO_OK when ready says so, the abort code when the group has ended, HORO_IN_PROGRESS when deadline_ns (monotonic; 0: none)
+ * has passed or a signal came.
+ */
+int hr_group_wait(struct hr_group *group, hr_ready ready, void *arg, int64_t spin_ns, int64_t deadline_ns);
+/* The wait inside a batch: never returns HORO_IN_PROGRESS. A signal handler that raises ends the group. */
+int hr_group_finish(struct hr_group *group, hr_ready ready, void *arg);
+
+/* Wakes a local rank, or all of them but me, if they sleep. Any thread. */
+void hr_group_wake(struct hr_group *group, int local_rank);
+void hr_group_wake_all(struct hr_group *group);
+
+/* Ends the group: the first reason counts. Wakes everybody. Any thread. */
+void hr_group_abort(struct hr_group *group, int code, int rank, enum hr_abort_reason reason);
+
+/* Ends the group because the transport has lost a peer. */
+void hr_group_lost_link(struct hr_group *group);
+
+/* Looks at the life lines that poll() reported in fds[0..count). Any thread. */
+void hr_group_watch(struct hr_group *group, const struct pollfd *fds, size_t count);
+/* Fills fds with the life lines still open; returns how many. Any thread. */
+size_t hr_group_life_fds(const struct hr_group *group, struct pollfd *fds);
+
+/* 0, or 1 + the rank that left; pending requests can then no longer be agreed on. */
+int hr_group_left(const struct hr_group *group);
+
+/* "rank 3 (h2)". Returns out. */
+char *hr_group_name_rank(const struct hr_group *group, int rank, char *out, size_t out_bytes);
+
+/*
+ * Takes over the setup: maps the arena, makes the transport. HORO_OK, or a status with *error set (then nothing is owned).
+ * fini closes the life lines and all descriptors of the setup.
+ */
+int hr_group_init(struct hr_group *group, const horo_setup *setup, struct hr_error *error);
+void hr_group_fini(struct hr_group *group);
+/* In a forked child: closes the child's copies of the descriptors and nothing else. */
+void hr_group_close_fds(struct hr_group *group);
+
+/* Turns the supervision of links on or off, if that is a change. */
+void hr_group_supervise(struct hr_group *group, int enabled);
+
+/* Phases. Arrive at one, and wait until all local ranks have arrived at it as often as I have. */
+void hr_group_arrive(struct hr_group *group, enum hr_phase phase, unsigned parity);
+int hr_group_await(struct hr_group *group, enum hr_phase phase, unsigned parity);
+
+#endif

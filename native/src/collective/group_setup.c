@@ -1,0 +1,167 @@
+/* Building and dissolving a group from what the bootstrap hands over. */
+#include <errno.h>
+#include <limits.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "collective/group.h"
+
+static int check_setup(const horo_setup *setup, struct hr_error *error) {
+    if (setup->size < 1 || setup->rank < 0 || setup->rank >= setup->size) {
+        return hr_fail(error, HORO_ERR_USAGE, "rank %d of %d ranks does not exist", setup->rank, setup->size);
+    }
+    int hosts = 0;
+    for (int r = 0; r < setup->size; r++) {
+        const int host = setup->host_of_rank[r];
+        if (host < 0 || host > hosts) {
+            return hr_fail(error, HORO_ERR_USAGE, "rank %d is on host %d, but hosts are numbered by their lowest rank", r,
+                           host);
+        }
+        hosts += host == hosts;
+    }
+    return HORO_OK;
+}
+
+static int find_places(struct hr_group *group, const horo_setup *setup) {
+    const size_t size = (size_t)setup->size;
+    group->host_of_rank = calloc(size, sizeof *group->host_of_rank);
+    group->rank_of_local = calloc(size, sizeof *group->rank_of_local);
+    group->leader_of_host = calloc(size, sizeof *group->leader_of_host);
+    group->host_size = calloc(size, sizeof *group->host_size);
+    group->host_name_of_rank = calloc(size, sizeof *group->host_name_of_rank);
+    if (group->host_of_rank == NULL || group->rank_of_local == NULL || group->leader_of_host == NULL ||
+        group->host_size == NULL || group->host_name_of_rank == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    group->host = setup->host_of_rank[setup->rank];
+    for (int r = 0; r < setup->size; r++) {
+        const int host = setup->host_of_rank[r];
+        group->host_of_rank[r] = host;
+        group->host_name_of_rank[r] = strdup(setup->host_name_of_rank[r]);
+        if (group->host_name_of_rank[r] == NULL) {
+            return HORO_ERR_RESOURCE;
+        }
+        if (group->host_size[host]++ == 0) {
+            group->leader_of_host[host] = r;
+            group->host_count = host + 1;
+        }
+        if (host == group->host) {
+            if (r == setup->rank) {
+                group->local_rank = group->local_size;
+            }
+            group->rank_of_local[group->local_size++] = r;
+        }
+    }
+    group->owner_count = INT_MAX;
+    for (int h = 0; h < group->host_count; h++) {
+        group->owner_count = group->host_size[h] < group->owner_count ? group->host_size[h] : group->owner_count;
+    }
+    return HORO_OK;
+}
+
+static int allocate(struct hr_group *group) {
+    const size_t local = (size_t)group->local_size;
+    group->wake_fds = calloc(local, sizeof *group->wake_fds);
+    group->life_fds = calloc(local, sizeof *group->life_fds);
+    group->owned_fds = calloc(2 * local + 1, sizeof *group->owned_fds);
+    group->sources = calloc(local, sizeof *group->sources);
+    group->poll_capacity = 1 + local + 2 * (size_t)group->host_count;
+    group->poll_fds = calloc(group->poll_capacity, sizeof *group->poll_fds);
+    if (group->wake_fds == NULL || group->life_fds == NULL || group->owned_fds == NULL || group->sources == NULL ||
+        group->poll_fds == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    return HORO_OK;
+}
+
+static void own(struct hr_group *group, int fd) {
+    if (fd >= 0) {
+        group->owned_fds[group->owned_fd_count++] = fd;
+    }
+}
+
+static void free_places(struct hr_group *group) {
+    for (int r = 0; r < group->size && group->host_name_of_rank != NULL; r++) {
+        free(group->host_name_of_rank[r]);
+    }
+    free(group->host_name_of_rank);
+    free(group->host_of_rank);
+    free(group->rank_of_local);
+    free(group->leader_of_host);
+    free(group->host_size);
+    free(group->wake_fds);
+    free((void *)group->life_fds);
+    free(group->owned_fds);
+    free((void *)group->sources);
+    free(group->poll_fds);
+    free(group->cross_scratch);
+}
+
+static int connect_parts(struct hr_group *group, const horo_setup *setup, struct hr_error *error) {
+    HR_TRY(hr_arena_map(&group->arena, setup->arena_memory, setup->arena_fd, group->local_rank, group->local_size,
+                        (size_t)setup->segment_bytes, error));
+    if (group->host_count > 1) {
+        group->transport = hr_tcp_create(setup->control_fds, setup->data_fds, group->host_count, setup->peer_timeout_ms,
+                                         error);
+        if (group->transport == NULL) {
+            hr_arena_unmap(&group->arena);
+            return error->code;
+        }
+    }
+    return HORO_OK;
+}
+
+int hr_group_init(struct hr_group *group, const horo_setup *setup, struct hr_error *error) {
+    HR_TRY(check_setup(setup, error));
+    *group = (struct hr_group){
+        .rank = setup->rank,
+        .size = setup->size,
+        .kernel = hr_kernel_best(),
+        .spin_ns = (int64_t)setup->spin_us * 1000,
+        .peer_timeout_ns = (int64_t)setup->peer_timeout_ms * 1000000,
+        .stall_warning_ns = (int64_t)setup->stall_warning_ms * 1000000,
+        .stall_shutdown_ns = (int64_t)setup->stall_shutdown_ms * 1000000,
+        .interrupted = setup->interrupted,
+        .log = {.level = setup->log_level, .rank = setup->rank},
+    };
+    int status = find_places(group, setup);
+    if (status == HORO_OK) {
+        status = allocate(group);
+    }
+    if (status != HORO_OK) {
+        (void)hr_fail(error, HORO_ERR_RESOURCE, "out of memory for a group of %d ranks", setup->size);
+    } else {
+        status = connect_parts(group, setup, error);
+    }
+    if (status != HORO_OK) {
+        free_places(group);
+        return status;
+    }
+    for (int i = 0; i < group->local_size; i++) {
+        group->wake_fds[i] = setup->wake_fds[i];
+        atomic_store(&group->life_fds[i], i == group->local_rank ? -1 : setup->life_fds[i]);
+        own(group, setup->wake_fds[i]);
+        own(group, i == group->local_rank ? -1 : setup->life_fds[i]);
+    }
+    own(group, setup->arena_fd);
+    atomic_store(&group->arena.blocks[group->local_rank].state, HR_MEMBER_PRESENT);
+    return HORO_OK;
+}
+
+void hr_group_close_fds(struct hr_group *group) {
+    if (group->transport != NULL) {
+        group->transport->ops->destroy(group->transport);
+        group->transport = NULL;
+    }
+    for (int i = 0; i < group->owned_fd_count; i++) {
+        (void)close(group->owned_fds[i]);
+    }
+    group->owned_fd_count = 0;
+}
+
+void hr_group_fini(struct hr_group *group) {
+    hr_group_close_fds(group);
+    hr_arena_unmap(&group->arena);
+    free_places(group);
+}

@@ -1,0 +1,39 @@
+/* What the arena algorithms share: cutting vectors into segments and shares, and the choice of the store policy. */
+#ifndef HR_COLLECTIVE_SEGMENT_H
+#define HR_COLLECTIVE_SEGMENT_H
+
+#include "collective/group.h"
+
+struct hr_range {
+    size_t offset; /* from the start of what is cut */
+    size_t bytes;
+};
+
+/* Share `index` of `count` shares of `bytes`: whole cache lines, as equal as they can be. */
+static inline struct hr_range hr_share(size_t bytes, int index, int count) {
+    const size_t lines = (bytes + HR_LINE - 1) / HR_LINE;
+    const size_t begin = lines * (size_t)index / (size_t)count * HR_LINE;
+    const size_t end = lines * ((size_t)index + 1) / (size_t)count * HR_LINE;
+    const size_t stop = end < bytes ? end : bytes;
+    return (struct hr_range){begin < bytes ? begin : bytes, stop > begin ? stop - begin : 0};
+}
+
+static inline size_t hr_segment_count(const struct hr_group *group, size_t bytes) {
+    return (bytes + group->arena.segment_bytes - 1) / group->arena.segment_bytes;
+}
+
+static inline struct hr_range hr_segment(const struct hr_group *group, size_t bytes, size_t index) {
+    const size_t offset = index * group->arena.segment_bytes;
+    const size_t rest = bytes - offset;
+    return (struct hr_range){offset, rest < group->arena.segment_bytes ? rest : group->arena.segment_bytes};
+}
+
+/*
+ * Whether to store into slots past the cache. Cores that share a cache want ordinary stores, cores that do not are several times faster
+ * with streaming ones, and a virtual machine may change from one to the other within seconds; so both are measured on the segments
+ * as they pass, the cheaper one is used, and the other is tried again now and then.
+ */
+enum hr_store hr_store_choose(struct hr_group *group, size_t bytes);
+void hr_store_learn(struct hr_group *group, enum hr_store store, size_t bytes, int64_t elapsed_ns);
+
+#endif

@@ -1,0 +1,321 @@
+#include "engine/agree.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "engine/agree_entry.h"
+
+enum { NAMES_IN_REPORT = 6 };
+
+static size_t word_count(const struct hr_agree *agree) {
+    return ((size_t)agree->config.member_count + 63) / 64;
+}
+
+static int has_bit(const uint64_t *bits, int index) {
+    return (bits[index / 64] >> (index % 64) & 1) != 0;
+}
+
+static void free_entry(struct hr_agree_entry *entry) {
+    free(entry->name);
+    free(entry->known.bytes);
+    free(entry->current.bytes);
+    free(entry->announced);
+    free(entry->by_id);
+    free(entry->failure_text);
+    free(entry);
+}
+
+int hr_agree_init(struct hr_agree *agree, const struct hr_agree_config *config) {
+    *agree = (struct hr_agree){.config = *config};
+    agree->complete_tail = &agree->complete;
+    agree->ready_tail = &agree->ready;
+    if (config->capacity > 0) {
+        agree->slots = calloc(config->capacity, sizeof *agree->slots);
+        if (agree->slots == NULL) {
+            return HORO_ERR_RESOURCE;
+        }
+    }
+    return HORO_OK;
+}
+
+void hr_agree_fini(struct hr_agree *agree) {
+    for (size_t i = 0; i < agree->entries.capacity; i++) {
+        if (agree->entries.slots[i].value != NULL) {
+            free_entry(agree->entries.slots[i].value);
+        }
+    }
+    hr_map_fini(&agree->entries);
+    free((void *)agree->slots);
+    *agree = (struct hr_agree){0};
+}
+
+struct hr_agree_entry *hr_agree_find(const struct hr_agree *agree, struct hr_wire_text name) {
+    return hr_map_find(&agree->entries, name.data, name.bytes);
+}
+
+struct hr_agree_entry *hr_agree_find_id(const struct hr_agree *agree, uint32_t id) {
+    if (agree->config.capacity == 0 || id == 0) {
+        return NULL;
+    }
+    struct hr_agree_entry *entry = agree->slots[id % agree->config.capacity];
+    return entry != NULL && entry->id == id ? entry : NULL;
+}
+
+static struct hr_agree_entry *create_entry(struct hr_agree *agree, struct hr_wire_text name) {
+    struct hr_agree_entry *entry = calloc(1, sizeof *entry);
+    if (entry == NULL) {
+        return NULL;
+    }
+    entry->id_rank = -1;
+    entry->name = malloc(name.bytes + 1);
+    entry->announced = calloc(word_count(agree), sizeof *entry->announced);
+    entry->by_id = calloc(word_count(agree), sizeof *entry->by_id);
+    if (entry->name == NULL || entry->announced == NULL || entry->by_id == NULL) {
+        free_entry(entry);
+        return NULL;
+    }
+    memcpy(entry->name, name.data, name.bytes);
+    entry->name[name.bytes] = '\0';
+    entry->name_bytes = name.bytes;
+    if (hr_map_insert(&agree->entries, entry->name, entry->name_bytes, entry) != HORO_OK) {
+        free_entry(entry);
+        return NULL;
+    }
+    return entry;
+}
+
+static void clear_round(struct hr_agree *agree, struct hr_agree_entry *entry) {
+    agree->active -= entry->state != HR_AGREE_IDLE;
+    free(entry->current.bytes);
+    free(entry->failure_text);
+    entry->current = (struct hr_agree_copy){0};
+    entry->failure_text = NULL;
+    entry->failure = 0;
+    entry->id_rank = -1;
+    entry->reported_full = 0;
+    entry->announced_count = 0;
+    memset(entry->announced, 0, word_count(agree) * sizeof *entry->announced);
+    memset(entry->by_id, 0, word_count(agree) * sizeof *entry->by_id);
+    entry->state = HR_AGREE_IDLE;
+}
+
+void hr_agree_reset(struct hr_agree *agree, struct hr_agree_entry *entry) {
+    clear_round(agree, entry);
+    if (entry->id == 0) {
+        (void)hr_map_remove(&agree->entries, entry->name, entry->name_bytes);
+        free_entry(entry);
+    }
+}
+
+/* The entry loses its id. Members that announced it by that id will do so again in full. */
+static void evict(struct hr_agree *agree, struct hr_agree_entry *entry) {
+    free(entry->known.bytes);
+    entry->known = (struct hr_agree_copy){0};
+    entry->id = 0;
+    if (entry->state == HR_AGREE_REPORTED && entry->reported_full) {
+        return; /* the parent has all it needs; the repeated announcements are ignored as such */
+    }
+    for (int member = 0; member < agree->config.member_count; member++) {
+        if (has_bit(entry->by_id, member)) {
+            entry->announced[member / 64] &= ~(1ull << (member % 64));
+            entry->announced_count--;
+        }
+    }
+    memset(entry->by_id, 0, word_count(agree) * sizeof *entry->by_id);
+    entry->id_rank = -1;
+    entry->state = HR_AGREE_WAITING;
+    if (entry->announced_count == 0) {
+        hr_agree_reset(agree, entry);
+    }
+}
+
+int hr_agree_assign(struct hr_agree *agree, struct hr_agree_entry *entry, uint32_t id) {
+    struct hr_agree_entry **slot = &agree->slots[id % agree->config.capacity];
+    const struct hr_agree_copy *request = hr_agree_request(entry);
+    uint8_t *bytes = malloc(request->count);
+    if (bytes == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    memcpy(bytes, request->bytes, request->count);
+    const struct hr_agree_copy known = {bytes, request->count, request->rank};
+    if (*slot == NULL) {
+        agree->slots_used++;
+    } else if (*slot != entry) {
+        evict(agree, *slot);
+    }
+    if (entry->id != 0 && entry->id % agree->config.capacity != id % agree->config.capacity) {
+        agree->slots[entry->id % agree->config.capacity] = NULL;
+        agree->slots_used--;
+    }
+    *slot = entry;
+    free(entry->known.bytes);
+    entry->known = known;
+    entry->id = id;
+    return HORO_OK;
+}
+
+uint32_t hr_agree_pick_id(const struct hr_agree *agree) {
+    const uint32_t capacity = agree->config.capacity;
+    const struct hr_agree_entry *oldest = NULL;
+    for (uint32_t slot = 0; slot < capacity; slot++) {
+        const struct hr_agree_entry *entry = agree->slots[slot];
+        if (entry == NULL) {
+            return capacity + slot;
+        }
+        if (entry->state == HR_AGREE_IDLE && (oldest == NULL || entry->last_use < oldest->last_use)) {
+            oldest = entry;
+        }
+    }
+    return oldest == NULL || oldest->id > UINT32_MAX - capacity ? 0 : oldest->id + capacity;
+}
+
+/* Counts the member in; 0 if it had announced already (a repetition after an eviction). */
+static int count_in(struct hr_agree *agree, struct hr_agree_entry *entry, int member, int by_id, int64_t now_ns) {
+    if (has_bit(entry->announced, member)) {
+        return 0;
+    }
+    if (entry->announced_count == 0) {
+        entry->first_ns = now_ns;
+        entry->state = HR_AGREE_WAITING;
+        agree->active++;
+    }
+    entry->announced[member / 64] |= 1ull << (member % 64);
+    if (by_id) {
+        entry->by_id[member / 64] |= 1ull << (member % 64);
+    }
+    entry->announced_count++;
+    return 1;
+}
+
+static void complete_if_all(struct hr_agree *agree, struct hr_agree_entry *entry) {
+    if (entry->state == HR_AGREE_WAITING && entry->announced_count == agree->config.member_count) {
+        entry->state = HR_AGREE_COMPLETE;
+        entry->last_use = ++agree->uses;
+        entry->next = NULL;
+        *agree->complete_tail = entry;
+        agree->complete_tail = &entry->next;
+    }
+}
+
+static int set_failure(struct hr_agree_entry *entry, int status, const char *text, size_t bytes) {
+    if (entry->failure != 0) {
+        return HORO_OK; /* the first one found is told */
+    }
+    entry->failure_text = malloc(bytes + 1);
+    if (entry->failure_text == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    memcpy(entry->failure_text, text, bytes);
+    entry->failure_text[bytes] = '\0';
+    entry->failure = status;
+    return HORO_OK;
+}
+
+static int note_mismatch(struct hr_agree *agree, struct hr_agree_entry *entry, const struct hr_agree_copy *one,
+                         const struct hr_agree_copy *two) {
+    char text[HORO_MESSAGE_MAX];
+    hr_agree_mismatch_text(&agree->config, one, two, text, sizeof text);
+    return set_failure(entry, HORO_ERR_MISMATCH, text, strlen(text));
+}
+
+int hr_agree_announce_id(struct hr_agree *agree, int member, uint32_t id, int64_t now_ns) {
+    struct hr_agree_entry *entry = hr_agree_find_id(agree, id);
+    if (entry == NULL || !count_in(agree, entry, member, 1, now_ns)) {
+        return HORO_OK; /* stale */
+    }
+    const int rank = agree->config.rank_of_member[member];
+    if (entry->id_rank < 0) {
+        entry->id_rank = rank;
+    }
+    /* Somebody sent a changed request in full; this rank still means what the id stands for. */
+    if (entry->current.bytes != NULL && (entry->current.count != entry->known.count ||
+                                         memcmp(entry->current.bytes, entry->known.bytes, entry->known.count) != 0)) {
+        const struct hr_agree_copy mine = {entry->known.bytes, entry->known.count, rank};
+        HR_TRY(note_mismatch(agree, entry, &entry->current, &mine));
+    }
+    complete_if_all(agree, entry);
+    return HORO_OK;
+}
+
+/* Compares a full request with what this round has so far and keeps the first one. */
+static int compare_in(struct hr_agree *agree, struct hr_agree_entry *entry, const struct hr_agree_copy *request) {
+    const struct hr_agree_copy *other = NULL;
+    struct hr_agree_copy by_id = entry->known;
+    if (entry->current.bytes != NULL) {
+        other = &entry->current;
+    } else if (entry->id_rank >= 0) {
+        by_id.rank = entry->id_rank;
+        other = &by_id;
+    }
+    if (other != NULL && (other->count != request->count || memcmp(other->bytes, request->bytes, request->count) != 0)) {
+        HR_TRY(note_mismatch(agree, entry, other, request));
+    }
+    if (entry->current.bytes == NULL) {
+        uint8_t *bytes = malloc(request->count);
+        if (bytes == NULL) {
+            return HORO_ERR_RESOURCE;
+        }
+        memcpy(bytes, request->bytes, request->count);
+        entry->current = (struct hr_agree_copy){bytes, request->count, request->rank};
+    }
+    return HORO_OK;
+}
+
+int hr_agree_announce_request(struct hr_agree *agree, int member, const struct hr_wire_message *message, int64_t now_ns) {
+    if (message->type != HR_WIRE_REQUEST || message->rank < 0 || message->rank >= agree->config.rank_count) {
+        return HORO_ERR_INTERNAL;
+    }
+    struct hr_agree_entry *entry = hr_agree_find(agree, message->request.name);
+    if (entry == NULL) {
+        entry = create_entry(agree, message->request.name);
+        if (entry == NULL) {
+            return HORO_ERR_RESOURCE;
+        }
+    }
+    if (!count_in(agree, entry, member, 0, now_ns)) {
+        return HORO_OK;
+    }
+    const struct hr_agree_copy request = {(uint8_t *)(uintptr_t)message->request.bytes, message->request.byte_count,
+                                          message->rank};
+    if (message->status != HORO_OK) {
+        HR_TRY(set_failure(entry, message->status, message->text.data, message->text.bytes));
+    }
+    HR_TRY(compare_in(agree, entry, &request));
+    complete_if_all(agree, entry);
+    return HORO_OK;
+}
+
+static void describe_missing(const struct hr_agree *agree, const struct hr_agree_entry *entry, char *out, size_t out_bytes) {
+    size_t used = (size_t)snprintf(out, out_bytes, "'%s' (missing:", entry->name);
+    for (int member = 0; member < agree->config.member_count && used < out_bytes; member++) {
+        if (!has_bit(entry->announced, member)) {
+            const int rank = agree->config.rank_of_member[member];
+            used += (size_t)snprintf(out + used, out_bytes - used, " rank %d (%s)", rank,
+                                     agree->config.host_name_of_rank[rank]);
+        }
+    }
+    if (used < out_bytes) {
+        (void)snprintf(out + used, out_bytes - used, ")");
+    }
+}
+
+int hr_agree_describe_waiting(const struct hr_agree *agree, int64_t now_ns, int64_t age_ns, char *out, size_t out_bytes,
+                              int64_t *since_ns) {
+    int count = 0;
+    size_t used = 0;
+    out[0] = '\0';
+    for (size_t i = 0; i < agree->entries.capacity; i++) {
+        const struct hr_agree_entry *entry = agree->entries.slots[i].value;
+        if (entry == NULL || entry->state != HR_AGREE_WAITING || now_ns - entry->first_ns < age_ns) {
+            continue;
+        }
+        *since_ns = count == 0 || entry->first_ns < *since_ns ? entry->first_ns : *since_ns;
+        if (count++ < NAMES_IN_REPORT && used + 2 < out_bytes) {
+            used += (size_t)snprintf(out + used, out_bytes - used, "%s", count == 1 ? "" : "; ");
+            describe_missing(agree, entry, out + used, out_bytes - used);
+            used += strlen(out + used);
+        }
+    }
+    return count;
+}

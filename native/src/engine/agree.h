@@ -1,0 +1,86 @@
+/*
+ * The agreement, as a pure state machine: who has announced which tensor, do the ranks mean the same, what may run next.
+ * No socket, no clock, no lock: one instance per leader, fed and drained by one thread.
+ *
+ * A *member* is whoever reports here: a local rank, or a child host that speaks for its whole subtree. An announcement is a full request
+ * (first time, or changed) or the id of a cached one. When all members have announced a tensor
+ *  - the root checks that they mean the same, and either queues it as ready or appends a FAIL record to the log;
+ *  - another leader reports it to its parent: by id if all of the subtree did, else with the full request.
+ * Records of the log (wire/wire.h) come back down and are applied by everybody in the same order; they alone change ids.
+ *
+ * Ids grow; slot = id % capacity. A new id in a slot evicts the slot's former owner everywhere at that position of the log. An
+ * announcement by an id that has been evicted meanwhile is stale: it is ignored here and made again, in full, by its rank.
+ */
+#ifndef HR_ENGINE_AGREE_H
+#define HR_ENGINE_AGREE_H
+
+#include <stdint.h>
+
+#include "base/buffer.h"
+#include "base/map.h"
+#include "wire/wire.h"
+
+struct hr_agree_config {
+    int is_root;
+    int member_count;
+    const int *rank_of_member;            /* [member_count] the rank itself, or the leader of the child host */
+    const char *const *host_name_of_rank; /* for messages; indexed by rank */
+    int rank_count;                       /* all ranks: ids of ranks in messages are checked against it */
+    uint32_t capacity;                    /* cached tensors; 0: none */
+    uint64_t fusion_bytes;                /* most bytes in one batch of several tensors */
+};
+
+struct hr_agree_entry; /* private to agree*.c */
+
+struct hr_agree {
+    struct hr_agree_config config;
+    struct hr_map entries;            /* by name */
+    struct hr_agree_entry **slots;    /* [capacity] by id % capacity */
+    uint32_t slots_used;
+    struct hr_agree_entry *complete;  /* announced by all members: to be queued or reported, in order of completion */
+    struct hr_agree_entry **complete_tail;
+    struct hr_agree_entry *ready;     /* root: agreed on, waiting for a batch */
+    struct hr_agree_entry **ready_tail;
+    uint64_t ready_bytes;
+    uint32_t active;                  /* entries that anybody has announced this round */
+    uint64_t uses;                    /* counts completions, for least recently used */
+};
+
+int hr_agree_init(struct hr_agree *agree, const struct hr_agree_config *config);
+void hr_agree_fini(struct hr_agree *agree);
+
+/* An announcement. HORO_OK, HORO_ERR_RESOURCE, or HORO_ERR_INTERNAL for what no correct rank sends. */
+int hr_agree_announce_id(struct hr_agree *agree, int member, uint32_t id, int64_t now_ns);
+int hr_agree_announce_request(struct hr_agree *agree, int member, const struct hr_wire_message *message, int64_t now_ns);
+
+/*
+ * Appends what has become complete to `out` as framed messages (hr_frame_*): IDS and REQUEST for the parent, or, at the root, FAIL
+ * records; agreed tensors go to the root's ready queue. *frames counts what was appended.
+ */
+int hr_agree_collect(struct hr_agree *agree, struct hr_buffer *out, uint32_t *frames);
+
+/* Root: whether something is ready, since when (0 if nothing), and how many bytes. */
+int64_t hr_agree_ready_since(const struct hr_agree *agree, uint64_t *bytes);
+/* Root: appends the next BATCH record, framed, and applies it; 0 or 1 in *frames. */
+int hr_agree_form_batch(struct hr_agree *agree, struct hr_buffer *out, uint32_t *frames);
+
+/* Applies a BATCH or FAIL record from the parent. Everything complete must have been collected before. */
+int hr_agree_apply(struct hr_agree *agree, const struct hr_wire_message *record);
+
+/*
+ * Writes "'name' (missing: rank 1 (h1), rank 4 (h2)); ..." for what has been announced by some members but not all for at
+ * least age_ns. Returns how many such tensors there are; *since_ns is the oldest one's first announcement.
+ */
+int hr_agree_describe_waiting(const struct hr_agree *agree, int64_t now_ns, int64_t age_ns, char *out, size_t out_bytes,
+                              int64_t *since_ns);
+
+/* Frames: a u32 length before each message. begin returns the position to give to end. */
+int hr_frame_begin(struct hr_buffer *out, size_t *mark);
+void hr_frame_end(struct hr_buffer *out, size_t mark);
+/*
+ * The first whole frame at the front of `in`: HORO_OK with *data and *bytes (consume 4 + *bytes afterwards), HORO_IN_PROGRESS
+ * if it is not all there, HORO_ERR_INTERNAL if its length is past HR_WIRE_MESSAGE_MAX.
+ */
+int hr_frame_peek(const struct hr_buffer *in, const uint8_t **data, size_t *bytes);
+
+#endif

@@ -1,0 +1,73 @@
+/* The bookkeeping of one tensor name; shared by the files of the agreement only. */
+#ifndef HR_ENGINE_AGREE_ENTRY_H
+#define HR_ENGINE_AGREE_ENTRY_H
+
+#include "engine/agree.h"
+
+enum hr_agree_state {
+    HR_AGREE_IDLE,     /* nobody has announced it (kept because it has an id) */
+    HR_AGREE_WAITING,  /* some members have */
+    HR_AGREE_COMPLETE, /* all have; on the complete list */
+    HR_AGREE_REPORTED, /* sent to the parent (not root) */
+    HR_AGREE_READY,    /* on the ready list (root) */
+};
+
+/* A request in canonical bytes with the rank it came from. */
+struct hr_agree_copy {
+    uint8_t *bytes;
+    size_t count;
+    int rank;
+};
+
+enum { HR_AGREE_NO_DTYPE = -1, HR_AGREE_MIXED_DTYPES = -2 };
+
+/* What decides whether two ready tensors may share a batch. A group of several dtypes runs alone. */
+struct hr_agree_kind {
+    int op;
+    int reduce_op;
+    int root_rank;
+    int dtype;
+    int transient;
+    double prescale, postscale;
+    uint64_t bytes;
+};
+
+struct hr_agree_entry {
+    struct hr_agree_entry *next; /* in the complete or ready list */
+    char *name;
+    size_t name_bytes;
+    enum hr_agree_state state;
+    uint32_t id;                     /* 0: not cached */
+    struct hr_agree_copy known;      /* what the id stands for; bytes NULL without id */
+    struct hr_agree_copy current;    /* the first full request of this round; bytes NULL if all came by id */
+    int id_rank;                     /* a rank that announced by id this round, -1 */
+    int reported_full;               /* REPORTED with the full request */
+    int announced_count;
+    uint64_t *announced;             /* bit per member */
+    uint64_t *by_id;                 /* bit per member: announced by id */
+    int failure;                     /* status, 0: none so far */
+    char *failure_text;
+    int64_t first_ns;                /* first announcement of this round */
+    uint64_t last_use;
+    struct hr_agree_kind kind; /* set when it becomes READY */
+};
+
+/* The bytes that describe the entry's request this round. */
+static inline const struct hr_agree_copy *hr_agree_request(const struct hr_agree_entry *entry) {
+    return entry->current.bytes != NULL ? &entry->current : &entry->known;
+}
+
+/* Ends the round: forgets announcements; drops the entry if it has no id. */
+void hr_agree_reset(struct hr_agree *agree, struct hr_agree_entry *entry);
+/* The entry of a name or id, NULL if there is none. */
+struct hr_agree_entry *hr_agree_find(const struct hr_agree *agree, struct hr_wire_text name);
+struct hr_agree_entry *hr_agree_find_id(const struct hr_agree *agree, uint32_t id);
+/* Gives the entry an id, evicting the slot's owner; the known request becomes this round's. */
+int hr_agree_assign(struct hr_agree *agree, struct hr_agree_entry *entry, uint32_t id);
+/* An id for a new entry: an unused slot or the least recently used idle one; 0 if there is none to be had. */
+uint32_t hr_agree_pick_id(const struct hr_agree *agree);
+/* One sentence on how two requests of the same name differ. */
+void hr_agree_mismatch_text(const struct hr_agree_config *config, const struct hr_agree_copy *one,
+                            const struct hr_agree_copy *two, char *out, size_t out_bytes);
+
+#endif

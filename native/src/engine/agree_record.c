@@ -1,0 +1,283 @@
+/* The agreement's way out: what is complete is reported or agreed on, what is agreed on becomes records of the log. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "engine/agree_entry.h"
+#include "kernel/kernel.h"
+
+enum { IDS_PER_MESSAGE = 1024 };
+
+int hr_frame_begin(struct hr_buffer *out, size_t *mark) {
+    const uint8_t length[4] = {0};
+    HR_TRY(hr_buffer_append(out, length, sizeof length));
+    *mark = hr_buffer_size(out);
+    return HORO_OK;
+}
+
+void hr_frame_end(struct hr_buffer *out, size_t mark) {
+    const uint32_t bytes = (uint32_t)(hr_buffer_size(out) - mark);
+    uint8_t *at = out->data + out->begin + mark - 4;
+    for (int i = 0; i < 4; i++) {
+        at[i] = (uint8_t)(bytes >> (8 * i));
+    }
+}
+
+int hr_frame_peek(const struct hr_buffer *in, const uint8_t **data, size_t *bytes) {
+    const size_t available = hr_buffer_size(in);
+    const uint8_t *front = hr_buffer_front(in);
+    if (available < 4) {
+        return HORO_IN_PROGRESS;
+    }
+    const uint32_t length = front[0] | (uint32_t)front[1] << 8 | (uint32_t)front[2] << 16 | (uint32_t)front[3] << 24;
+    if (length > HR_WIRE_MESSAGE_MAX) {
+        return HORO_ERR_INTERNAL;
+    }
+    if (available - 4 < length) {
+        return HORO_IN_PROGRESS;
+    }
+    *data = front + 4;
+    *bytes = length;
+    return HORO_OK;
+}
+
+static struct hr_wire_text name_of(const struct hr_agree_entry *entry) {
+    return (struct hr_wire_text){entry->name, entry->name_bytes};
+}
+
+static int put_fail(struct hr_buffer *out, const struct hr_agree_entry *entry) {
+    size_t mark;
+    HR_TRY(hr_frame_begin(out, &mark));
+    const struct hr_wire_text text = {entry->failure_text, strlen(entry->failure_text)};
+    HR_TRY(hr_wire_put_fail(out, entry->failure, name_of(entry), text));
+    hr_frame_end(out, mark);
+    return HORO_OK;
+}
+
+static int put_request(struct hr_buffer *out, const struct hr_agree_entry *entry) {
+    size_t mark;
+    HR_TRY(hr_frame_begin(out, &mark));
+    const struct hr_agree_copy *request = hr_agree_request(entry);
+    struct hr_wire_text text = {NULL, 0};
+    if (entry->failure != 0) {
+        text = (struct hr_wire_text){entry->failure_text, strlen(entry->failure_text)};
+    }
+    HR_TRY(hr_wire_put_request(out, request->rank, entry->failure, text, request->bytes, request->count));
+    hr_frame_end(out, mark);
+    return HORO_OK;
+}
+
+static int put_ids(struct hr_buffer *out, const uint32_t *ids, uint32_t count, uint32_t *frames) {
+    if (count == 0) {
+        return HORO_OK;
+    }
+    size_t mark;
+    HR_TRY(hr_frame_begin(out, &mark));
+    HR_TRY(hr_wire_put_ids(out, ids, count));
+    hr_frame_end(out, mark);
+    (*frames)++;
+    return HORO_OK;
+}
+
+static struct hr_agree_kind kind_of(const struct hr_agree_entry *entry) {
+    const struct hr_agree_copy *copy = hr_agree_request(entry);
+    struct hr_wire_request request = {0};
+    (void)hr_wire_decode_request(copy->bytes, copy->count, &request); /* it was decoded when it came */
+    struct hr_agree_kind kind = {
+        .op = request.op,
+        .reduce_op = request.reduce_op,
+        .root_rank = request.root_rank,
+        .dtype = HR_AGREE_NO_DTYPE,
+        .prescale = request.prescale,
+        .postscale = request.postscale,
+        .transient = request.transient,
+    };
+    const uint8_t *cursor = request.tensors;
+    for (uint32_t i = 0; i < request.tensor_count; i++) {
+        struct hr_wire_tensor tensor;
+        hr_wire_next_tensor(&cursor, &tensor);
+        uint64_t bytes = hr_dtype_bytes(tensor.dtype);
+        for (int d = 0; d < tensor.ndim; d++) {
+            bytes *= (uint64_t)tensor.shape[d];
+        }
+        kind.bytes += bytes;
+        kind.dtype =
+            kind.dtype == HR_AGREE_NO_DTYPE || kind.dtype == tensor.dtype ? tensor.dtype : HR_AGREE_MIXED_DTYPES;
+    }
+    return kind;
+}
+
+static int collect_at_root(struct hr_agree *agree, struct hr_agree_entry *entry, struct hr_buffer *out, uint32_t *frames) {
+    if (entry->failure != 0) {
+        HR_TRY(put_fail(out, entry));
+        (*frames)++;
+        hr_agree_reset(agree, entry);
+        return HORO_OK;
+    }
+    entry->state = HR_AGREE_READY;
+    entry->kind = kind_of(entry);
+    agree->ready_bytes += entry->kind.bytes;
+    entry->next = NULL;
+    *agree->ready_tail = entry;
+    agree->ready_tail = &entry->next;
+    return HORO_OK;
+}
+
+int hr_agree_collect(struct hr_agree *agree, struct hr_buffer *out, uint32_t *frames) {
+    uint32_t ids[IDS_PER_MESSAGE];
+    uint32_t id_count = 0;
+    *frames = 0;
+    while (agree->complete != NULL) {
+        struct hr_agree_entry *entry = agree->complete;
+        agree->complete = entry->next;
+        if (agree->complete == NULL) {
+            agree->complete_tail = &agree->complete;
+        }
+        if (agree->config.is_root) {
+            HR_TRY(collect_at_root(agree, entry, out, frames));
+            continue;
+        }
+        entry->state = HR_AGREE_REPORTED;
+        entry->reported_full = entry->current.bytes != NULL || entry->failure != 0;
+        if (entry->reported_full) {
+            HR_TRY(put_request(out, entry));
+            (*frames)++;
+            continue;
+        }
+        ids[id_count++] = entry->id;
+        if (id_count == IDS_PER_MESSAGE) {
+            HR_TRY(put_ids(out, ids, id_count, frames));
+            id_count = 0;
+        }
+    }
+    return put_ids(out, ids, id_count, frames);
+}
+
+static int may_share(const struct hr_agree_kind *a, const struct hr_agree_kind *b) {
+    if (a->op != b->op) {
+        return 0;
+    }
+    if (a->op == HORO_BROADCAST) {
+        return a->root_rank == b->root_rank; /* moved as bytes */
+    }
+    return a->op == HORO_ALLREDUCE && a->dtype >= 0 && a->dtype == b->dtype && a->reduce_op == b->reduce_op &&
+           a->prescale == b->prescale && a->postscale == b->postscale;
+}
+
+/* Moves what shares a batch with the first ready entry to the front of the list; returns how many there are. */
+static uint32_t gather_batch(struct hr_agree *agree) {
+    const struct hr_agree_kind *first = &agree->ready->kind;
+    uint64_t bytes = first->bytes;
+    uint32_t count = 1;
+    struct hr_agree_entry **insert = &agree->ready->next;
+    struct hr_agree_entry **link = &agree->ready->next;
+    while (*link != NULL) {
+        struct hr_agree_entry *entry = *link;
+        const struct hr_agree_kind *kind = &entry->kind;
+        if (!may_share(first, kind) || kind->bytes > agree->config.fusion_bytes ||
+            bytes > agree->config.fusion_bytes - kind->bytes) {
+            link = &entry->next;
+            continue;
+        }
+        bytes += kind->bytes;
+        count++;
+        if (link != insert) {
+            *link = entry->next;
+            entry->next = *insert;
+            *insert = entry;
+        } else {
+            link = &entry->next;
+        }
+        insert = &entry->next;
+    }
+    struct hr_agree_entry **tail = &agree->ready;
+    while (*tail != NULL) {
+        tail = &(*tail)->next;
+    }
+    agree->ready_tail = tail;
+    return count;
+}
+
+int64_t hr_agree_ready_since(const struct hr_agree *agree, uint64_t *bytes) {
+    *bytes = agree->ready_bytes;
+    return agree->ready == NULL ? 0 : agree->ready->first_ns;
+}
+
+/* One ref; a tensor that is new or has changed gets an id with it. */
+static int put_entry(struct hr_agree *agree, struct hr_agree_entry *entry, struct hr_buffer *out) {
+    const struct hr_wire_text none = {NULL, 0};
+    if (entry->id != 0 && entry->current.bytes == NULL) {
+        return hr_wire_put_ref(out, entry->id, none);
+    }
+    uint32_t id = 0;
+    if (agree->config.capacity > 0 && !entry->kind.transient) {
+        id = entry->id != 0 ? entry->id : hr_agree_pick_id(agree);
+    }
+    if (id != 0) {
+        HR_TRY(hr_agree_assign(agree, entry, id));
+    }
+    return hr_wire_put_ref(out, id, name_of(entry));
+}
+
+int hr_agree_form_batch(struct hr_agree *agree, struct hr_buffer *out, uint32_t *frames) {
+    *frames = 0;
+    if (agree->ready == NULL) {
+        return HORO_OK;
+    }
+    const uint32_t count = gather_batch(agree);
+    size_t mark;
+    HR_TRY(hr_frame_begin(out, &mark));
+    HR_TRY(hr_wire_begin_batch(out, count));
+    for (uint32_t i = 0; i < count; i++) {
+        struct hr_agree_entry *entry = agree->ready;
+        agree->ready = entry->next;
+        agree->ready_bytes -= entry->kind.bytes;
+        HR_TRY(put_entry(agree, entry, out));
+        hr_agree_reset(agree, entry);
+    }
+    if (agree->ready == NULL) {
+        agree->ready_tail = &agree->ready;
+    }
+    hr_frame_end(out, mark);
+    *frames = 1;
+    return HORO_OK;
+}
+
+static int apply_ref(struct hr_agree *agree, const struct hr_wire_ref *ref) {
+    struct hr_agree_entry *entry =
+        ref->name.bytes == 0 ? hr_agree_find_id(agree, ref->id) : hr_agree_find(agree, ref->name);
+    if (entry == NULL || entry->state != HR_AGREE_REPORTED) {
+        return HORO_ERR_INTERNAL; /* nothing runs here that this subtree has not announced */
+    }
+    if (ref->name.bytes > 0 && ref->id != 0) {
+        if (agree->config.capacity == 0) {
+            return HORO_ERR_INTERNAL;
+        }
+        HR_TRY(hr_agree_assign(agree, entry, ref->id));
+    }
+    hr_agree_reset(agree, entry);
+    return HORO_OK;
+}
+
+int hr_agree_apply(struct hr_agree *agree, const struct hr_wire_message *record) {
+    if (agree->complete != NULL) {
+        return HORO_ERR_INTERNAL; /* collect comes before apply: a complete entry must not lose its id unreported */
+    }
+    if (record->type == HR_WIRE_FAIL) {
+        struct hr_agree_entry *entry = hr_agree_find(agree, record->name);
+        if (entry == NULL || entry->state != HR_AGREE_REPORTED) {
+            return HORO_ERR_INTERNAL;
+        }
+        hr_agree_reset(agree, entry);
+        return HORO_OK;
+    }
+    if (record->type != HR_WIRE_BATCH) {
+        return HORO_ERR_INTERNAL;
+    }
+    const uint8_t *cursor = record->items;
+    for (uint32_t i = 0; i < record->count; i++) {
+        struct hr_wire_ref ref;
+        hr_wire_next_ref(&cursor, &ref);
+        HR_TRY(apply_ref(agree, &ref));
+    }
+    return HORO_OK;
+}

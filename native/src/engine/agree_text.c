@@ -1,0 +1,100 @@
+/* How two requests of one name differ, in one sentence that names the tensor, both ranks and both values. */
+#include <stdio.h>
+#include <string.h>
+
+#include "engine/agree_entry.h"
+#include "kernel/kernel.h"
+
+enum { VALUE_BYTES = 320 };
+
+static const char *op_name(int op) {
+    static const char *const names[HORO_OP_COUNT] = {"allreduce", "allgather", "broadcast", "barrier"};
+    return op >= 0 && op < HORO_OP_COUNT ? names[op] : "unknown operation";
+}
+
+static const char *reduce_name(int reduce_op) {
+    switch (reduce_op) {
+    case HORO_AVERAGE: return "Average";
+    case HORO_SUM: return "Sum";
+    case HORO_MIN: return "Min";
+    case HORO_MAX: return "Max";
+    case HORO_PRODUCT: return "Product";
+    default: return "unknown";
+    }
+}
+
+/* The first tensor that differs; 1 if there is one. */
+static int differing_tensors(const struct hr_wire_request *a, const struct hr_wire_request *b, uint32_t *index,
+                             char *a_text, char *b_text) {
+    const uint8_t *a_cursor = a->tensors;
+    const uint8_t *b_cursor = b->tensors;
+    for (*index = 0; *index < a->tensor_count && *index < b->tensor_count; (*index)++) {
+        struct hr_wire_tensor one;
+        struct hr_wire_tensor two;
+        hr_wire_next_tensor(&a_cursor, &one);
+        hr_wire_next_tensor(&b_cursor, &two);
+        if (one.dtype != two.dtype || one.ndim != two.ndim ||
+            memcmp(one.shape, two.shape, (size_t)one.ndim * sizeof one.shape[0]) != 0) {
+            (void)hr_wire_describe_tensor(&one, a_text, VALUE_BYTES);
+            (void)hr_wire_describe_tensor(&two, b_text, VALUE_BYTES);
+            return 1;
+        }
+    }
+    return 0;
+}
+
+static void describe_root(const struct hr_wire_request *request, char *text) {
+    (void)snprintf(text, VALUE_BYTES, "root rank %d", request->root_rank);
+}
+
+static void describe_factors(const struct hr_wire_request *request, char *text) {
+    (void)snprintf(text, VALUE_BYTES, "prescale factor %g and postscale factor %g", request->prescale,
+                   request->postscale);
+}
+
+/* Both values, in the order in which a user would want to know. Returns a prefix such as "tensor 3: ". */
+static void describe_difference(const struct hr_wire_request *a, const struct hr_wire_request *b, char *prefix, char *a_text,
+                                char *b_text) {
+    uint32_t index = 0;
+    prefix[0] = '\0';
+    if (a->op != b->op) {
+        (void)snprintf(a_text, VALUE_BYTES, "%s", op_name(a->op));
+        (void)snprintf(b_text, VALUE_BYTES, "%s", op_name(b->op));
+    } else if (a->tensor_count != b->tensor_count) {
+        (void)snprintf(a_text, VALUE_BYTES, "%u tensors", a->tensor_count);
+        (void)snprintf(b_text, VALUE_BYTES, "%u tensors", b->tensor_count);
+    } else if (differing_tensors(a, b, &index, a_text, b_text)) {
+        if (a->tensor_count > 1) {
+            (void)snprintf(prefix, VALUE_BYTES, "tensor %u of the group: ", index);
+        }
+    } else if (a->reduce_op != b->reduce_op) {
+        (void)snprintf(a_text, VALUE_BYTES, "op %s", reduce_name(a->reduce_op));
+        (void)snprintf(b_text, VALUE_BYTES, "op %s", reduce_name(b->reduce_op));
+    } else if (a->root_rank != b->root_rank) {
+        describe_root(a, a_text);
+        describe_root(b, b_text);
+    } else {
+        describe_factors(a, a_text);
+        describe_factors(b, b_text);
+    }
+}
+
+void hr_agree_mismatch_text(const struct hr_agree_config *config, const struct hr_agree_copy *one,
+                            const struct hr_agree_copy *two, char *out, size_t out_bytes) {
+    const int swap = one->rank > two->rank; /* the lower rank is named first, whoever came first */
+    const struct hr_agree_copy *low = swap ? two : one;
+    const struct hr_agree_copy *high = swap ? one : two;
+    struct hr_wire_request a = {0};
+    struct hr_wire_request b = {0};
+    (void)hr_wire_decode_request(low->bytes, low->count, &a);
+    (void)hr_wire_decode_request(high->bytes, high->count, &b);
+    char prefix[VALUE_BYTES];
+    char a_text[VALUE_BYTES];
+    char b_text[VALUE_BYTES];
+    describe_difference(&a, &b, prefix, a_text, b_text);
+    const char *verb = a.op == HORO_BROADCAST && strncmp(a_text, "root", 4) == 0 ? "named" : "sent";
+    (void)snprintf(out, out_bytes, "%s '%.*s': %srank %d (%s) %s %s, rank %d (%s) %s %s", op_name(a.op),
+                   (int)(a.name.bytes < 200 ? a.name.bytes : 200), a.name.data, prefix, low->rank,
+                   config->host_name_of_rank[low->rank], verb, a_text, high->rank,
+                   config->host_name_of_rank[high->rank], verb, b_text);
+}

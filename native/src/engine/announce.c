@@ -1,0 +1,174 @@
+/* A rank's own announcements, and what it remembers of tensors that have an id. Driver only. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "engine/engine.h"
+
+static struct hr_request *take_queue(struct hr_engine *engine) {
+    (void)pthread_mutex_lock(&engine->lock);
+    struct hr_request *head = engine->queue_head;
+    engine->queue_head = NULL;
+    engine->queue_tail = &engine->queue_head;
+    atomic_store(&engine->queued, 0);
+    (void)pthread_mutex_unlock(&engine->lock);
+    return head;
+}
+
+static void tell_leader(struct hr_engine *engine) {
+    atomic_fetch_add(&engine->group->arena.header->announced, 1); /* partner: has_lead_work */
+    hr_group_wake(engine->group, 0);
+}
+
+/* In full, through my request ring. */
+static int announce_full(struct hr_engine *engine, struct hr_request *request) {
+    request->announced_id = 0;
+    if (engine->is_leader) {
+        return hr_engine_announce_own(engine, request, 0);
+    }
+    size_t mark;
+    const struct hr_wire_text none = {NULL, 0};
+    HR_TRY(hr_frame_begin(&engine->request_out, &mark));
+    HR_TRY(hr_wire_put_request(&engine->request_out, engine->group->rank, HORO_OK, none, request->bytes,
+                               request->byte_count));
+    hr_frame_end(&engine->request_out, mark);
+    return hr_engine_flush_requests(engine);
+}
+
+int hr_engine_flush_requests(struct hr_engine *engine) {
+    struct hr_buffer *out = &engine->request_out;
+    if (hr_buffer_size(out) == 0) {
+        return 0;
+    }
+    struct hr_arena *arena = &engine->group->arena;
+    struct hr_arena_block *block = &arena->blocks[arena->local_rank];
+    atomic_store(&block->wants_room, 1); /* before looking for room: a leader that makes some wakes us */
+    const uint64_t read = atomic_load(&block->requests_read); /* partner: the leader's store after reading */
+    const size_t written = hr_ring_write(&block->requests, hr_arena_request_ring(arena, arena->local_rank),
+                                         HR_REQUEST_RING_BYTES, read, hr_buffer_front(out), hr_buffer_size(out));
+    hr_buffer_consume(out, written);
+    if (hr_buffer_size(out) == 0) {
+        atomic_store(&block->wants_room, 0);
+    }
+    if (written > 0) {
+        tell_leader(engine);
+    }
+    return written > 0;
+}
+
+static int announce_id(struct hr_engine *engine, struct hr_request *request, struct hr_known *known) {
+    request->announced_id = known->id;
+    known->pending = request;
+    atomic_fetch_add_explicit(&engine->cache_hits, 1, memory_order_relaxed);
+    if (engine->is_leader) {
+        return hr_engine_announce_own(engine, request, known->id);
+    }
+    hr_arena_set_ready(&engine->group->arena, known->id, known->id % engine->capacity);
+    tell_leader(engine);
+    return HORO_OK;
+}
+
+int hr_engine_announce(struct hr_engine *engine) {
+    if (atomic_load(&engine->queued) == 0) {
+        return 0;
+    }
+    int count = 0;
+    struct hr_request *next = NULL;
+    for (struct hr_request *request = take_queue(engine); request != NULL; request = next, count++) {
+        next = request->next;
+        hr_arena_pending_add(&engine->group->arena, request->name_hash);
+        struct hr_known *known = hr_map_find(&engine->known, request->call.name, request->name_bytes);
+        const int same = known != NULL && known->byte_count == request->byte_count &&
+                         memcmp(known->bytes, request->bytes, request->byte_count) == 0;
+        HR_TRY(same ? announce_id(engine, request, known) : announce_full(engine, request));
+    }
+    return count;
+}
+
+struct hr_request *hr_engine_find_name(struct hr_engine *engine, struct hr_wire_text name) {
+    (void)pthread_mutex_lock(&engine->lock);
+    struct hr_request *request = hr_map_find(&engine->in_flight, name.data, name.bytes);
+    (void)pthread_mutex_unlock(&engine->lock);
+    return request;
+}
+
+static void free_known(struct hr_known *known) {
+    free(known->name);
+    free(known->bytes);
+    free(known);
+}
+
+void hr_engine_free_known(struct hr_engine *engine) {
+    for (uint32_t slot = 0; slot < engine->capacity && engine->known_slots != NULL; slot++) {
+        if (engine->known_slots[slot] != NULL) {
+            free_known(engine->known_slots[slot]);
+        }
+    }
+    free((void *)engine->known_slots);
+    hr_map_fini(&engine->known);
+}
+
+/* The slot has a new owner: what I announced by the old id must be announced in full. */
+static int forget(struct hr_engine *engine, struct hr_known *known) {
+    struct hr_request *pending = known->pending;
+    (void)hr_map_remove(&engine->known, known->name, known->name_bytes);
+    engine->known_slots[known->id % engine->capacity] = NULL;
+    free_known(known);
+    return pending == NULL ? HORO_OK : announce_full(engine, pending);
+}
+
+static struct hr_known *create_known(struct hr_engine *engine, const struct hr_request *request, uint32_t id) {
+    struct hr_known *known = calloc(1, sizeof *known);
+    if (known == NULL) {
+        return NULL;
+    }
+    known->name = malloc(request->name_bytes + 1);
+    known->bytes = malloc(request->byte_count);
+    if (known->name == NULL || known->bytes == NULL) {
+        free_known(known);
+        return NULL;
+    }
+    memcpy(known->name, request->call.name, request->name_bytes + 1);
+    memcpy(known->bytes, request->bytes, request->byte_count);
+    known->name_bytes = request->name_bytes;
+    known->byte_count = request->byte_count;
+    known->id = id;
+    if (hr_map_insert(&engine->known, known->name, known->name_bytes, known) != HORO_OK) {
+        free_known(known);
+        return NULL;
+    }
+    engine->known_slots[id % engine->capacity] = known;
+    return known;
+}
+
+static int learn(struct hr_engine *engine, const struct hr_request *request, uint32_t id) {
+    if (engine->capacity == 0) {
+        return HORO_ERR_INTERNAL;
+    }
+    struct hr_known *former = hr_map_find(&engine->known, request->call.name, request->name_bytes);
+    if (former != NULL) {
+        former->pending = NULL; /* this very request, agreed on now */
+        HR_TRY(forget(engine, former));
+    }
+    struct hr_known *owner = engine->known_slots[id % engine->capacity];
+    if (owner != NULL) {
+        HR_TRY(forget(engine, owner));
+    }
+    return create_known(engine, request, id) == NULL ? HORO_ERR_RESOURCE : HORO_OK;
+}
+
+int hr_engine_resolve(struct hr_engine *engine, const struct hr_wire_ref *ref, struct hr_request **request) {
+    if (ref->name.bytes > 0) {
+        *request = hr_engine_find_name(engine, ref->name);
+        if (*request == NULL) {
+            return HORO_ERR_INTERNAL;
+        }
+        return ref->id == 0 ? HORO_OK : learn(engine, *request, ref->id);
+    }
+    struct hr_known *known = engine->capacity == 0 ? NULL : engine->known_slots[ref->id % engine->capacity];
+    if (known == NULL || known->id != ref->id || known->pending == NULL) {
+        return HORO_ERR_INTERNAL;
+    }
+    *request = known->pending;
+    known->pending = NULL;
+    return HORO_OK;
+}

@@ -1,0 +1,295 @@
+/* The callers' side of the engine: submit, poll, wait, release. */
+#include "engine/engine.h"
+
+#include <errno.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <time.h>
+#include <unistd.h>
+
+enum {
+    CALLER_FALLBACK_MS = 50, /* a driver that let go is noticed by its wake-up; this bounds the wait should one be missed */
+    LEAVE_GRACE_S = 2,       /* a batch that others do not finish may hold a shutdown up this long */
+    THREAD_SPIN_DIVISOR = 8, /* the background thread shares its core with the training: it spins less than a caller */
+};
+
+static int start_thread(struct hr_engine *engine, struct hr_error *error) {
+    sigset_t all;
+    sigset_t before;
+    (void)sigfillset(&all); /* signals belong to the program's own threads */
+    (void)pthread_sigmask(SIG_SETMASK, &all, &before);
+    const int status = pthread_create(&engine->thread, NULL, hr_engine_main, engine);
+    (void)pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (status != 0) {
+        return hr_fail(error, HORO_ERR_RESOURCE, "cannot start the background thread: %s", strerror(status));
+    }
+    engine->thread_running = 1;
+    return HORO_OK;
+}
+
+static void free_parts(struct hr_engine *engine) {
+    if (engine->is_leader) {
+        hr_engine_fini_leader(engine);
+    }
+    hr_engine_free_known(engine);
+    hr_engine_free_batch(engine);
+    hr_buffer_fini(&engine->request_out);
+    hr_buffer_fini(&engine->log_in);
+    hr_map_fini(&engine->in_flight);
+    hr_map_fini(&engine->handles);
+    if (engine->kick_fd >= 0) {
+        (void)close(engine->kick_fd);
+    }
+    (void)pthread_cond_destroy(&engine->done);
+    (void)pthread_mutex_destroy(&engine->lock);
+}
+
+static void init_sync(struct hr_engine *engine) {
+    pthread_condattr_t attributes;
+    (void)pthread_condattr_init(&attributes);
+    (void)pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    (void)pthread_cond_init(&engine->done, &attributes);
+    (void)pthread_condattr_destroy(&attributes);
+    (void)pthread_mutex_init(&engine->lock, NULL);
+}
+
+int hr_engine_init(struct hr_engine *engine, struct hr_group *group, struct hr_backend *backend, const horo_setup *setup,
+                   struct hr_error *error) {
+    *engine = (struct hr_engine){
+        .group = group,
+        .backend = backend,
+        .is_leader = group->local_rank == 0,
+        .is_root = group->rank == 0,
+        .always_drives = group->local_rank == 0 && group->host_count > 1,
+        .capacity = setup->cache_capacity < 0 ? 0 : (uint32_t)setup->cache_capacity,
+        .cycle_ns = (int64_t)setup->cycle_time_us * 1000,
+        .caller_spin_ns = (int64_t)setup->spin_us * 1000,
+        .thread_spin_ns = (int64_t)setup->spin_us * 1000 / THREAD_SPIN_DIVISOR,
+    };
+    if (engine->capacity > HR_CACHE_SLOTS_MAX) {
+        engine->capacity = HR_CACHE_SLOTS_MAX;
+    }
+    engine->queue_tail = &engine->queue_head;
+    init_sync(engine);
+    engine->kick_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    engine->known_slots = calloc(engine->capacity + 1, sizeof *engine->known_slots);
+    int status = engine->kick_fd < 0 || engine->known_slots == NULL ? HORO_ERR_RESOURCE : HORO_OK;
+    if (status != HORO_OK) {
+        (void)hr_fail(error, status, "cannot set up the engine: %s", strerror(errno));
+    }
+    if (status == HORO_OK && engine->is_leader) {
+        status = hr_engine_init_leader(engine, setup->fusion_bytes, error);
+    }
+    if (status == HORO_OK) {
+        status = start_thread(engine, error);
+    }
+    if (status != HORO_OK) {
+        free_parts(engine);
+    }
+    return status;
+}
+
+/* Joins the background thread; a batch that hangs because others do not finish it is given up after a while. */
+static void join_thread(struct hr_engine *engine) {
+    struct timespec deadline;
+    (void)clock_gettime(CLOCK_REALTIME, &deadline);
+    deadline.tv_sec += LEAVE_GRACE_S;
+    if (pthread_timedjoin_np(engine->thread, NULL, &deadline) != 0) {
+        hr_group_abort(engine->group, HORO_ERR_ABORTED, engine->group->rank, HR_REASON_LEFT);
+        (void)pthread_join(engine->thread, NULL);
+    }
+}
+
+void hr_engine_fini(struct hr_engine *engine) {
+    (void)pthread_mutex_lock(&engine->lock);
+    atomic_store(&engine->stop, 1);
+    hr_engine_kick(engine);
+    (void)pthread_mutex_unlock(&engine->lock);
+    hr_group_wake(engine->group, engine->group->local_rank);
+    join_thread(engine);
+    for (size_t i = 0; i < engine->handles.capacity; i++) {
+        hr_request_destroy(engine->handles.slots[i].value);
+    }
+    free_parts(engine);
+}
+
+static struct hr_request *find_handle(const struct hr_engine *engine, int64_t handle) {
+    return hr_map_find(&engine->handles, (const char *)&handle, sizeof handle);
+}
+
+/* With the lock held. */
+static int enqueue(struct hr_engine *engine, struct hr_request *request, struct hr_error *error) {
+    const char *name = request->call.name;
+    if (atomic_load(&engine->stop)) {
+        return hr_fail(error, HORO_ERR_ABORTED, "'%s': horo is shutting down", name);
+    }
+    if (hr_map_find(&engine->in_flight, name, request->name_bytes) != NULL) {
+        return hr_fail(error, HORO_ERR_DUPLICATE_NAME,
+                       "'%s': a tensor of this name is being processed already; wait for it or use another name", name);
+    }
+    request->handle = engine->last_handle + 1;
+    if (hr_map_insert(&engine->handles, (const char *)&request->handle, sizeof request->handle, request) != HORO_OK) {
+        return hr_fail(error, HORO_ERR_RESOURCE, "'%s': out of memory", name);
+    }
+    if (hr_map_insert(&engine->in_flight, name, request->name_bytes, request) != HORO_OK) {
+        (void)hr_map_remove(&engine->handles, (const char *)&request->handle, sizeof request->handle);
+        return hr_fail(error, HORO_ERR_RESOURCE, "'%s': out of memory", name);
+    }
+    engine->last_handle++;
+    *engine->queue_tail = request;
+    engine->queue_tail = &request->next;
+    atomic_fetch_add(&engine->queued, 1);
+    atomic_fetch_add(&engine->pending, 1);
+    atomic_fetch_add_explicit(&engine->requests, 1, memory_order_relaxed);
+    return HORO_OK;
+}
+
+int hr_engine_submit(struct hr_engine *engine, const horo_request *call, int64_t *handle, struct hr_error *error) {
+    HR_TRY(hr_engine_health(engine, error));
+    struct hr_request *request = NULL;
+    HR_TRY(hr_request_create(call, engine->group->size, &request, error));
+    (void)pthread_mutex_lock(&engine->lock);
+    const int status = enqueue(engine, request, error);
+    if (status == HORO_OK) {
+        *handle = request->handle;
+        const int sync = (call->flags & HORO_SUBMIT_SYNC) != 0;
+        if (engine->driver != HR_DRIVER_NONE || !sync) {
+            hr_engine_kick(engine);
+        }
+    }
+    (void)pthread_mutex_unlock(&engine->lock);
+    if (status != HORO_OK) {
+        hr_request_destroy(request);
+    }
+    return status;
+}
+
+void hr_engine_kick(struct hr_engine *engine) {
+    if (engine->driver != HR_DRIVER_NONE) {
+        hr_group_wake(engine->group, engine->group->local_rank); /* if it sleeps; else it will look at the queue anyway */
+    } else if (engine->parked) {
+        engine->parked = 0;
+        const uint64_t one = 1;
+        const ssize_t written = write(engine->kick_fd, &one, sizeof one);
+        (void)written;
+    }
+}
+
+int hr_engine_poll(struct hr_engine *engine, int64_t handle) {
+    (void)pthread_mutex_lock(&engine->lock);
+    const struct hr_request *request = find_handle(engine, handle);
+    const int status = request == NULL ? HORO_ERR_USAGE : atomic_load(&request->status);
+    if (status == HORO_IN_PROGRESS && engine->driver == HR_DRIVER_NONE) {
+        hr_engine_kick(engine); /* submitted for a synchronous wait that has not come */
+    }
+    (void)pthread_mutex_unlock(&engine->lock);
+    return status;
+}
+
+static void wait_for_driver(struct hr_engine *engine, int64_t deadline_ns) {
+    const int64_t fallback_ns = hr_now_ns() + CALLER_FALLBACK_MS * 1000000ll;
+    const int64_t until_ns = deadline_ns < fallback_ns ? deadline_ns : fallback_ns;
+    const struct timespec until = {.tv_sec = until_ns / 1000000000, .tv_nsec = until_ns % 1000000000};
+    engine->waiters++;
+    (void)pthread_cond_timedwait(&engine->done, &engine->lock, &until);
+    engine->waiters--;
+}
+
+/* With the lock held: drives as a caller until the request is done or the deadline or a signal comes. */
+static void drive_as_caller(struct hr_engine *engine, const struct hr_request *request, int64_t deadline_ns) {
+    engine->driver = HR_DRIVER_CALLER;
+    (void)pthread_mutex_unlock(&engine->lock);
+    hr_engine_drive(engine, request, deadline_ns);
+    (void)pthread_mutex_lock(&engine->lock);
+    engine->driver = HR_DRIVER_NONE;
+    if (atomic_load(&engine->pending) > 0) {
+        hr_engine_kick(engine);
+    }
+    if (engine->waiters > 0) {
+        (void)pthread_cond_broadcast(&engine->done);
+    }
+}
+
+int hr_engine_wait(struct hr_engine *engine, int64_t handle, int32_t timeout_ms) {
+    const int64_t deadline_ns = hr_now_ns() + (int64_t)timeout_ms * 1000000;
+    (void)pthread_mutex_lock(&engine->lock);
+    const struct hr_request *request = find_handle(engine, handle);
+    if (request == NULL) {
+        (void)pthread_mutex_unlock(&engine->lock);
+        return HORO_ERR_USAGE;
+    }
+    int status;
+    while ((status = atomic_load(&request->status)) == HORO_IN_PROGRESS && hr_now_ns() < deadline_ns) {
+        if (engine->driver == HR_DRIVER_NONE && !engine->always_drives) {
+            drive_as_caller(engine, request, deadline_ns);
+            status = atomic_load(&request->status);
+            break; /* done, out of time, or a signal to be handled first */
+        }
+        wait_for_driver(engine, deadline_ns);
+    }
+    (void)pthread_mutex_unlock(&engine->lock);
+    return status;
+}
+
+void hr_engine_error(struct hr_engine *engine, int64_t handle, char *text, size_t text_bytes) {
+    (void)pthread_mutex_lock(&engine->lock);
+    const struct hr_request *request = find_handle(engine, handle);
+    if (request == NULL) {
+        (void)snprintf(text, text_bytes, "Handle %lld was not created or has been cleared.", (long long)handle);
+    } else {
+        const int done = atomic_load(&request->status) != HORO_IN_PROGRESS;
+        (void)snprintf(text, text_bytes, "%s",
+                       done && request->error_text != NULL ? request->error_text : "the operation is still running");
+    }
+    (void)pthread_mutex_unlock(&engine->lock);
+}
+
+int hr_engine_take(struct hr_engine *engine, int64_t handle, int32_t index, void **data, int64_t *bytes,
+                   int64_t *first_dims) {
+    (void)pthread_mutex_lock(&engine->lock);
+    struct hr_request *request = find_handle(engine, handle);
+    int status = HORO_ERR_USAGE;
+    if (request != NULL && atomic_load(&request->status) == HORO_OK && request->gathered != NULL && index >= 0 &&
+        index < request->call.tensor_count && request->gathered[index].data != NULL) {
+        struct hr_gathered *result = &request->gathered[index];
+        *data = result->data;
+        *bytes = result->bytes;
+        memcpy(first_dims, result->first_dims, (size_t)engine->group->size * sizeof *first_dims);
+        result->data = NULL;
+        status = HORO_OK;
+    }
+    (void)pthread_mutex_unlock(&engine->lock);
+    return status;
+}
+
+int hr_engine_release(struct hr_engine *engine, int64_t handle) {
+    (void)pthread_mutex_lock(&engine->lock);
+    struct hr_request *request = find_handle(engine, handle);
+    int status = HORO_ERR_USAGE;
+    if (request != NULL && atomic_load(&request->status) != HORO_IN_PROGRESS) {
+        (void)hr_map_remove(&engine->handles, (const char *)&handle, sizeof handle);
+        status = HORO_OK;
+    }
+    (void)pthread_mutex_unlock(&engine->lock);
+    if (status == HORO_OK) {
+        hr_request_destroy(request);
+    }
+    return status;
+}
+
+int hr_engine_health(struct hr_engine *engine, struct hr_error *error) {
+    struct hr_abort end = hr_arena_aborted(&engine->group->arena);
+    const int left = hr_group_left(engine->group);
+    if (end.code == 0 && left != 0) {
+        end = (struct hr_abort){.code = HORO_ERR_ABORTED, .rank = left - 1, .reason = HR_REASON_LEFT};
+    }
+    if (end.code == 0) {
+        return HORO_OK;
+    }
+    char text[HORO_MESSAGE_MAX];
+    hr_engine_describe_end(engine, end, text, sizeof text);
+    return hr_fail(error, end.code, "%s", text);
+}

@@ -1,0 +1,186 @@
+/*
+ * The engine of one rank: requests in, agreement, batches executed in the order of the log.
+ *
+ * Threads. Its own background thread and any number of callers. Three kinds of state:
+ *  - under `lock`: the submit queue, the maps of names and handles, who drives;
+ *  - the driver's: everything below "driver" is touched by the one thread that drives, whichever it is;
+ *  - atomics.
+ * The driver is the background thread, or a caller of horo_wait that found nobody driving: a synchronous operation then costs no thread
+ * switch. While nothing is pending nobody drives and the background thread is parked in poll() on its kick descriptor and the life lines.
+ * The leader of a host in a job of several hosts is the exception: its background thread always drives, for other hosts need it.
+ */
+#ifndef HR_ENGINE_ENGINE_H
+#define HR_ENGINE_ENGINE_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+
+#include "backend/backend.h"
+#include "collective/group.h"
+#include "engine/agree.h"
+
+/* A submitted request: one allocation, plus the results of an allgather and the text of an error. */
+struct hr_request {
+    struct hr_request *next; /* in the submit queue */
+    int64_t handle;
+    _Atomic int status; /* HORO_IN_PROGRESS until done */
+    char *error_text;
+    horo_request call; /* its pointers point into this allocation */
+    uint64_t name_hash;
+    size_t name_bytes;
+    int64_t submit_ns;
+    uint8_t *bytes; /* canonical form on the wire */
+    size_t byte_count;
+    uint32_t announced_id;        /* driver: announced by this id, 0: in full */
+    struct hr_gathered *gathered; /* allgather: [tensor_count] */
+};
+
+/* What this rank knows of a tensor with an id. Driver only. */
+struct hr_known {
+    char *name;
+    size_t name_bytes;
+    uint32_t id;
+    uint8_t *bytes;
+    size_t byte_count;
+    struct hr_request *pending; /* announced by this id and not done */
+};
+
+/* A control link to a neighbour in the tree of hosts: chunks of frames, each behind its length. Leaders only. */
+struct hr_link {
+    int host;
+    int leader_rank;
+    int open;
+    uint8_t recv_length[4];
+    int recv_body; /* the posted receive is for a body, not a length */
+    struct hr_io recv;
+    struct hr_buffer in;      /* received, whole chunks */
+    uint8_t *chunk;           /* being received */
+    size_t chunk_bytes;
+    struct hr_buffer out;     /* to be sent next */
+    struct hr_buffer sending; /* being sent, with its length in front */
+    struct hr_io send_length, send;
+};
+
+enum hr_driver { HR_DRIVER_NONE, HR_DRIVER_THREAD, HR_DRIVER_CALLER };
+
+struct hr_engine {
+    struct hr_group *group;
+    struct hr_backend *backend;
+
+    pthread_mutex_t lock;
+    pthread_cond_t done; /* a request has finished, or the driver has let go */
+    int waiters;
+    enum hr_driver driver;
+    int parked; /* the background thread sleeps or is about to; kick_fd wakes it */
+    struct hr_request *queue_head, **queue_tail;
+    struct hr_map in_flight; /* name -> request submitted and not done */
+    struct hr_map handles;   /* handle -> request not released */
+    int64_t last_handle;
+
+    pthread_t thread;
+    int thread_running;
+    int kick_fd;
+    _Atomic int stop;
+    _Atomic uint32_t queued;  /* requests in the queue */
+    _Atomic uint32_t pending; /* requests submitted and not done */
+
+    /* driver: */
+    struct hr_map known;
+    struct hr_known **known_slots; /* [capacity] */
+    uint32_t capacity;
+    struct hr_buffer request_out;  /* frames for my leader */
+    uint64_t log_position;         /* bytes of the log taken out of the ring */
+    struct hr_buffer log_in;       /* taken out, not executed */
+    uint64_t log_executed;         /* bytes of the log executed */
+    struct hr_batch *batch;        /* scratch of execute.c */
+
+    /* driver of a leader: */
+    int is_leader, is_root, always_drives;
+    struct hr_agree agree;
+    int *member_ranks;
+    struct hr_buffer *request_in; /* [local_size] frames from local ranks */
+    struct hr_buffer log_out;     /* frames for the log ring */
+    uint64_t announced_seen;
+    struct hr_link *links;        /* parent first if there is one, then children */
+    int link_count;
+    int has_parent;
+    int told_abort, told_left;
+    int64_t expecting_since_ns; /* several hosts: waiting for others since */
+
+    int64_t cycle_ns;
+    int64_t stall_check_ns; /* driver: when to look for stalls again; 0: not known */
+    int64_t caller_spin_ns, thread_spin_ns;
+    _Atomic uint64_t requests, cache_hits, batches, tensors, bytes, messages_sent;
+};
+
+int hr_engine_init(struct hr_engine *engine, struct hr_group *group, struct hr_backend *backend, const horo_setup *setup,
+                   struct hr_error *error);
+/* Finishes what is agreed on, fails the rest, says goodbye, joins the thread. */
+void hr_engine_fini(struct hr_engine *engine);
+
+int hr_engine_submit(struct hr_engine *engine, const horo_request *request, int64_t *handle, struct hr_error *error);
+int hr_engine_poll(struct hr_engine *engine, int64_t handle);
+int hr_engine_wait(struct hr_engine *engine, int64_t handle, int32_t timeout_ms);
+void hr_engine_error(struct hr_engine *engine, int64_t handle, char *text, size_t text_bytes);
+int hr_engine_take(struct hr_engine *engine, int64_t handle, int32_t index, void **data, int64_t *bytes,
+                   int64_t *first_dims);
+int hr_engine_release(struct hr_engine *engine, int64_t handle);
+int hr_engine_health(struct hr_engine *engine, struct hr_error *error);
+
+/* ---- Between the files of the engine ---- */
+
+/* request.c: HORO_OK with a new request, or a status with *error set. Checks everything a caller can get wrong. */
+int hr_request_create(const horo_request *call, int size, struct hr_request **request, struct hr_error *error);
+void hr_request_destroy(struct hr_request *request);
+
+/* drive.c */
+void *hr_engine_main(void *engine);
+/* Drives until `until` is done (NULL: nothing is pending), the deadline has passed, or a signal came. */
+void hr_engine_drive(struct hr_engine *engine, const struct hr_request *until, int64_t deadline_ns);
+/* Wakes whoever must notice a change made under the lock. Call with the lock held. */
+void hr_engine_kick(struct hr_engine *engine);
+
+/* announce.c: takes the queue and announces it; returns how many. */
+int hr_engine_announce(struct hr_engine *engine);
+int hr_engine_flush_requests(struct hr_engine *engine);
+/* What a BATCH ref does to this rank's knowledge; *request is what it stands for. */
+int hr_engine_resolve(struct hr_engine *engine, const struct hr_wire_ref *ref, struct hr_request **request);
+struct hr_request *hr_engine_find_name(struct hr_engine *engine, struct hr_wire_text name);
+void hr_engine_free_known(struct hr_engine *engine);
+
+/* lead.c: a leader's duties; each returns 1 if something moved, 0 if not, or a status. */
+int hr_engine_lead(struct hr_engine *engine);
+int hr_engine_has_lead_work(struct hr_engine *engine);
+int hr_engine_init_leader(struct hr_engine *engine, uint64_t fusion_bytes, struct hr_error *error);
+void hr_engine_fini_leader(struct hr_engine *engine);
+/* When a ready batch that waits out its cycle time is due; 0: none waits. */
+int64_t hr_engine_batch_due_ns(struct hr_engine *engine);
+/* Tells the neighbours what they do not know yet about losses and goodbyes; blocks until sent, for half a second at most. */
+void hr_engine_flush_links(struct hr_engine *engine);
+int hr_engine_announce_own(struct hr_engine *engine, const struct hr_request *request, uint32_t id);
+
+/* link.c */
+int hr_link_open(struct hr_engine *engine, struct hr_link *link, int host);
+void hr_link_close(struct hr_link *link);
+int hr_link_has_work(const struct hr_link *link);
+/* Moves bytes both ways; received frames are in link->in. 1, 0, or HORO_ERR_PEER_LOST once the link is broken. */
+int hr_link_progress(struct hr_engine *engine, struct hr_link *link);
+
+/* execute.c: runs the next record of the log if there is one: 1, 0 or a status. */
+int hr_engine_execute(struct hr_engine *engine);
+/* Marks requests as done, all with one status and sentence. */
+void hr_engine_complete(struct hr_engine *engine, struct hr_request *const *requests, size_t count, int status,
+                        const char *text);
+
+void hr_engine_free_batch(struct hr_engine *engine);
+
+/* failure.c */
+/* If the group has ended: fails everything pending and returns 1. */
+int hr_engine_fail_if_ended(struct hr_engine *engine);
+void hr_engine_fail_all(struct hr_engine *engine, int code, const char *why);
+/* The sentence for the end of the group, without what was pending. */
+void hr_engine_describe_end(const struct hr_engine *engine, struct hr_abort end, char *text, size_t text_bytes);
+/* Reports what has waited too long; returns when to look again (0: no need). */
+int64_t hr_engine_check_stall(struct hr_engine *engine);
+
+#endif

@@ -1,0 +1,220 @@
+/* Taking records out of the log and running them. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "engine/engine.h"
+
+/* The requests and operands of one batch; grows, is never shrunk. */
+struct hr_batch {
+    struct hr_request **requests;
+    size_t request_count, request_capacity;
+    struct hr_operand *operands;
+    int64_t *rows;
+    size_t *row_bytes;
+    size_t operand_count, operand_capacity;
+    uint64_t bytes;
+};
+
+void hr_engine_free_batch(struct hr_engine *engine) {
+    if (engine->batch != NULL) {
+        free((void *)engine->batch->requests);
+        free(engine->batch->operands);
+        free(engine->batch->rows);
+        free(engine->batch->row_bytes);
+        free(engine->batch);
+        engine->batch = NULL;
+    }
+}
+
+static int grow(void **array, size_t count, size_t element_bytes) {
+    void *larger = realloc(*array, count * element_bytes);
+    if (larger == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    *array = larger;
+    return HORO_OK;
+}
+
+static int reserve_requests(struct hr_batch *batch, size_t count) {
+    if (count > batch->request_capacity) {
+        HR_TRY(grow((void **)&batch->requests, count, sizeof *batch->requests));
+        batch->request_capacity = count;
+    }
+    return HORO_OK;
+}
+
+static int reserve_operands(struct hr_batch *batch, size_t count) {
+    if (count > batch->operand_capacity) {
+        HR_TRY(grow((void **)&batch->operands, count, sizeof *batch->operands));
+        HR_TRY(grow((void **)&batch->rows, count, sizeof *batch->rows));
+        HR_TRY(grow((void **)&batch->row_bytes, count, sizeof *batch->row_bytes));
+        batch->operand_capacity = count;
+    }
+    return HORO_OK;
+}
+
+static void add_operand(struct hr_batch *batch, const horo_tensor *tensor) {
+    size_t bytes = hr_dtype_bytes(tensor->dtype);
+    size_t row_bytes = bytes;
+    for (int d = 0; d < tensor->ndim; d++) {
+        bytes *= (size_t)tensor->shape[d];
+        row_bytes *= d == 0 ? 1 : (size_t)tensor->shape[d];
+    }
+    const size_t i = batch->operand_count++;
+    batch->operands[i] = (struct hr_operand){tensor->input, tensor->output, bytes, tensor->dtype};
+    batch->rows[i] = tensor->ndim == 0 ? 1 : tensor->shape[0];
+    batch->row_bytes[i] = row_bytes;
+    batch->bytes += bytes;
+}
+
+static int load_batch(struct hr_engine *engine, const struct hr_wire_message *record) {
+    if (engine->batch == NULL && (engine->batch = calloc(1, sizeof *engine->batch)) == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    struct hr_batch *batch = engine->batch;
+    batch->request_count = 0;
+    batch->operand_count = 0;
+    batch->bytes = 0;
+    HR_TRY(reserve_requests(batch, record->count));
+    const uint8_t *cursor = record->items;
+    size_t operands = 0;
+    for (uint32_t i = 0; i < record->count; i++) {
+        struct hr_wire_ref ref;
+        hr_wire_next_ref(&cursor, &ref);
+        HR_TRY(hr_engine_resolve(engine, &ref, &batch->requests[i]));
+        batch->request_count++;
+        operands += (size_t)batch->requests[i]->call.tensor_count;
+    }
+    HR_TRY(reserve_operands(batch, operands));
+    for (size_t i = 0; i < batch->request_count; i++) {
+        const horo_request *call = &batch->requests[i]->call;
+        for (int t = 0; t < call->tensor_count; t++) {
+            add_operand(batch, &call->tensors[t]);
+        }
+    }
+    return HORO_OK;
+}
+
+static int run_batch(struct hr_engine *engine) {
+    const struct hr_batch *batch = engine->batch;
+    struct hr_backend *backend = engine->backend;
+    if (batch->request_count == 0) {
+        return HORO_ERR_INTERNAL;
+    }
+    const horo_request *call = &batch->requests[0]->call; /* what may share a batch agrees in all that is looked at here */
+    switch (call->op) {
+    case HORO_ALLREDUCE:
+        return backend->ops->allreduce(backend, batch->operands, batch->operand_count, call->reduce_op, call->prescale,
+                                       call->postscale);
+    case HORO_BROADCAST:
+        return backend->ops->broadcast(backend, batch->operands, batch->operand_count, call->root_rank);
+    case HORO_ALLGATHER:
+        return backend->ops->allgather(backend, batch->operands, batch->rows, batch->row_bytes, batch->operand_count,
+                                       batch->requests[0]->gathered);
+    case HORO_BARRIER:
+        return HORO_OK; /* that all have agreed is all there is to it */
+    default:
+        return HORO_ERR_INTERNAL;
+    }
+}
+
+static int execute_batch(struct hr_engine *engine, const struct hr_wire_message *record) {
+    HR_TRY(load_batch(engine, record));
+    struct hr_group *group = engine->group;
+    group->in_batch = 1;
+    const int status = run_batch(engine);
+    group->in_batch = 0;
+    if (status < 0) {
+        /* The others may be waiting for my part; the requests fail with the group (hr_engine_fail_if_ended). */
+        return hr_arena_aborted(&group->arena).code != 0 ? HORO_OK : status;
+    }
+    atomic_fetch_add_explicit(&engine->batches, 1, memory_order_relaxed);
+    atomic_fetch_add_explicit(&engine->tensors, engine->batch->operand_count, memory_order_relaxed);
+    atomic_fetch_add_explicit(&engine->bytes, engine->batch->bytes, memory_order_relaxed);
+    hr_engine_complete(engine, engine->batch->requests, engine->batch->request_count, HORO_OK, NULL);
+    return HORO_OK;
+}
+
+static int execute_fail(struct hr_engine *engine, const struct hr_wire_message *record) {
+    struct hr_request *request = hr_engine_find_name(engine, record->name);
+    if (request == NULL) {
+        return HORO_ERR_INTERNAL;
+    }
+    char text[HORO_MESSAGE_MAX];
+    const size_t bytes = record->text.bytes < sizeof text - 1 ? record->text.bytes : sizeof text - 1;
+    memcpy(text, record->text.data, bytes);
+    text[bytes] = '\0';
+    hr_engine_complete(engine, &request, 1, record->status, text);
+    return HORO_OK;
+}
+
+/* Moves what is in the ring to log_in and lets the leader know that there is room. */
+static int take_log(struct hr_engine *engine) {
+    struct hr_group *group = engine->group;
+    struct hr_arena *arena = &group->arena;
+    const size_t available = (size_t)(atomic_load(&arena->header->log.written) - engine->log_position);
+    if (available == 0) {
+        return HORO_OK;
+    }
+    struct hr_buffer *in = &engine->log_in;
+    HR_TRY(hr_buffer_reserve(in, available));
+    in->end += hr_ring_read(&arena->header->log, arena->log_ring, HR_LOG_RING_BYTES, &engine->log_position,
+                            in->data + in->end, available);
+    atomic_store(&arena->blocks[group->local_rank].log_read, engine->log_position); /* partner: slowest_reader */
+    if (!engine->is_leader && atomic_load(&arena->header->log_wants_room) != 0) {
+        hr_group_wake(group, 0);
+    }
+    return HORO_OK;
+}
+
+int hr_engine_execute(struct hr_engine *engine) {
+    HR_TRY(take_log(engine));
+    const uint8_t *data;
+    size_t bytes;
+    const int whole = hr_frame_peek(&engine->log_in, &data, &bytes);
+    if (whole != HORO_OK) {
+        return whole < 0 ? whole : 0;
+    }
+    struct hr_wire_message record;
+    HR_TRY(hr_wire_decode(data, bytes, &record));
+    engine->group->batch_end = engine->log_executed + 4 + bytes;
+    if (record.type == HR_WIRE_BATCH) {
+        HR_TRY(execute_batch(engine, &record));
+    } else if (record.type == HR_WIRE_FAIL) {
+        HR_TRY(execute_fail(engine, &record));
+    } else {
+        return HORO_ERR_INTERNAL;
+    }
+    hr_buffer_consume(&engine->log_in, 4 + bytes);
+    engine->log_executed += 4 + bytes;
+    atomic_store(&engine->group->arena.blocks[engine->group->local_rank].log_done, engine->log_executed);
+    return 1;
+}
+
+static void forget_announcement(struct hr_engine *engine, const struct hr_request *request) {
+    if (request->announced_id != 0) {
+        struct hr_known *known = engine->known_slots[request->announced_id % engine->capacity];
+        if (known != NULL && known->pending == request) {
+            known->pending = NULL;
+        }
+    }
+    hr_arena_pending_remove(&engine->group->arena, request->name_hash);
+}
+
+void hr_engine_complete(struct hr_engine *engine, struct hr_request *const *requests, size_t count, int status,
+                        const char *text) {
+    (void)pthread_mutex_lock(&engine->lock);
+    for (size_t i = 0; i < count; i++) {
+        struct hr_request *request = requests[i];
+        forget_announcement(engine, request);
+        (void)hr_map_remove(&engine->in_flight, request->call.name, request->name_bytes);
+        request->error_text = text == NULL ? NULL : strdup(text);
+        atomic_fetch_sub(&engine->pending, 1);
+        atomic_store(&request->status, status); /* last: from here on the caller may release it */
+    }
+    if (engine->waiters > 0) {
+        (void)pthread_cond_broadcast(&engine->done);
+    }
+    (void)pthread_mutex_unlock(&engine->lock);
+}

@@ -1,0 +1,450 @@
+/*
+ * A leader's duties: collect what its ranks and child hosts announce, agree (the root) or report (the others), hand the records of the
+ * log down, and pass on the news of losses and goodbyes.
+ */
+#include <stdlib.h>
+#include <string.h>
+
+#include "engine/engine.h"
+
+enum { FLUSH_MS = 500 }; /* a goodbye is worth no longer wait */
+
+int hr_engine_announce_own(struct hr_engine *engine, const struct hr_request *request, uint32_t id) {
+    if (id != 0) {
+        return hr_agree_announce_id(&engine->agree, 0, id, request->submit_ns);
+    }
+    struct hr_wire_message message = {.type = HR_WIRE_REQUEST, .rank = engine->group->rank};
+    HR_TRY(hr_wire_decode_request(request->bytes, request->byte_count, &message.request));
+    return hr_agree_announce_request(&engine->agree, 0, &message, request->submit_ns);
+}
+
+/* The tree of hosts is binomial over host numbers: the parent is the number without its lowest bit. */
+static int open_links(struct hr_engine *engine, struct hr_error *error) {
+    const struct hr_group *group = engine->group;
+    engine->links = calloc((size_t)group->host_count, sizeof *engine->links);
+    if (engine->links == NULL) {
+        return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for the links of %d hosts", group->host_count);
+    }
+    if (group->host_count == 1) {
+        return HORO_OK;
+    }
+    int status = HORO_OK;
+    if (group->host != 0) {
+        engine->has_parent = 1;
+        status = hr_link_open(engine, &engine->links[engine->link_count++], group->host & (group->host - 1));
+    }
+    for (int bit = 1; group->host + bit < group->host_count && (group->host & bit) == 0; bit <<= 1) {
+        if (status == HORO_OK) {
+            status = hr_link_open(engine, &engine->links[engine->link_count++], group->host + bit);
+        }
+    }
+    return status == HORO_OK ? HORO_OK : hr_fail(error, status, "a control connection to another host is missing");
+}
+
+static int init_agreement(struct hr_engine *engine, uint64_t fusion_bytes) {
+    const struct hr_group *group = engine->group;
+    const int children = engine->link_count - engine->has_parent;
+    const int members = group->local_size + children;
+    engine->member_ranks = calloc((size_t)members, sizeof *engine->member_ranks);
+    engine->request_in = calloc((size_t)group->local_size, sizeof *engine->request_in);
+    if (engine->member_ranks == NULL || engine->request_in == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    for (int i = 0; i < members; i++) {
+        engine->member_ranks[i] = i < group->local_size
+                                      ? group->rank_of_local[i]
+                                      : engine->links[engine->has_parent + i - group->local_size].leader_rank;
+    }
+    const struct hr_agree_config config = {
+        .is_root = engine->is_root,
+        .member_count = members,
+        .rank_of_member = engine->member_ranks,
+        .host_name_of_rank = (const char *const *)group->host_name_of_rank,
+        .rank_count = group->size,
+        .capacity = engine->capacity,
+        .fusion_bytes = fusion_bytes,
+    };
+    return hr_agree_init(&engine->agree, &config);
+}
+
+int hr_engine_init_leader(struct hr_engine *engine, uint64_t fusion_bytes, struct hr_error *error) {
+    HR_TRY(open_links(engine, error));
+    const int status = init_agreement(engine, fusion_bytes);
+    return status == HORO_OK ? HORO_OK : hr_fail(error, status, "out of memory for the agreement");
+}
+
+void hr_engine_fini_leader(struct hr_engine *engine) {
+    for (int i = 0; i < engine->link_count; i++) {
+        hr_link_close(&engine->links[i]);
+    }
+    free(engine->links);
+    for (int i = 0; i < engine->group->local_size && engine->request_in != NULL; i++) {
+        hr_buffer_fini(&engine->request_in[i]);
+    }
+    free(engine->request_in);
+    free(engine->member_ranks);
+    hr_buffer_fini(&engine->log_out);
+    hr_agree_fini(&engine->agree);
+}
+
+/* ---- What comes in ---- */
+
+static int collect_ids(struct hr_engine *engine, int local_rank, int64_t now_ns) {
+    struct hr_arena *arena = &engine->group->arena;
+    for (uint32_t word = 0; word * 64 < engine->capacity; word++) {
+        for (uint64_t bits = hr_arena_take_ready(arena, local_rank, word); bits != 0; bits &= bits - 1) {
+            const uint32_t slot = word * 64 + (uint32_t)__builtin_ctzll(bits);
+            const uint32_t id = hr_arena_take_id(arena, local_rank, slot);
+            HR_TRY(hr_agree_announce_id(&engine->agree, local_rank, id, now_ns));
+        }
+    }
+    return HORO_OK;
+}
+
+static int announce_frames(struct hr_engine *engine, struct hr_buffer *in, int member, int64_t now_ns) {
+    const uint8_t *data;
+    size_t bytes;
+    int status;
+    while ((status = hr_frame_peek(in, &data, &bytes)) == HORO_OK) {
+        struct hr_wire_message message;
+        HR_TRY(hr_wire_decode(data, bytes, &message));
+        HR_TRY(hr_agree_announce_request(&engine->agree, member, &message, now_ns));
+        hr_buffer_consume(in, 4 + bytes);
+    }
+    return status < 0 ? status : HORO_OK;
+}
+
+static int collect_requests(struct hr_engine *engine, int local_rank, int64_t now_ns) {
+    struct hr_group *group = engine->group;
+    struct hr_arena_block *block = &group->arena.blocks[local_rank];
+    uint64_t read = atomic_load_explicit(&block->requests_read, memory_order_relaxed); /* ours alone */
+    const size_t available = (size_t)(atomic_load(&block->requests.written) - read);
+    if (available == 0) {
+        return HORO_OK;
+    }
+    struct hr_buffer *in = &engine->request_in[local_rank];
+    HR_TRY(hr_buffer_reserve(in, available));
+    in->end += hr_ring_read(&block->requests, hr_arena_request_ring(&group->arena, local_rank), HR_REQUEST_RING_BYTES, &read,
+                            in->data + in->end, available);
+    atomic_store(&block->requests_read, read); /* partner: hr_engine_flush_requests */
+    if (atomic_load(&block->wants_room) != 0) {
+        atomic_store(&block->wants_room, 0);
+        hr_group_wake(group, local_rank);
+    }
+    return announce_frames(engine, in, local_rank, now_ns);
+}
+
+static int collect_local(struct hr_engine *engine) {
+    const struct hr_group *group = engine->group;
+    const uint64_t announced = atomic_load(&group->arena.header->announced); /* before looking: what comes later counts anew */
+    if (announced == engine->announced_seen) {
+        return 0;
+    }
+    engine->announced_seen = announced;
+    const int64_t now_ns = hr_now_ns();
+    for (int i = 1; i < group->local_size; i++) {
+        HR_TRY(collect_ids(engine, i, now_ns));
+        HR_TRY(collect_requests(engine, i, now_ns));
+    }
+    return 1;
+}
+
+/* ---- What goes out ---- */
+
+static int send_to_children(struct hr_engine *engine, const void *frames, size_t bytes) {
+    for (int i = engine->has_parent; i < engine->link_count; i++) {
+        if (engine->links[i].open) {
+            HR_TRY(hr_buffer_append(&engine->links[i].out, frames, bytes));
+        }
+    }
+    return HORO_OK;
+}
+
+/* Records (framed) at the end of log_out from `mark` on also go to the child hosts. */
+static int hand_down(struct hr_engine *engine, size_t mark) {
+    const uint8_t *front = hr_buffer_front(&engine->log_out);
+    const size_t bytes = hr_buffer_size(&engine->log_out) - mark;
+    return bytes == 0 ? HORO_OK : send_to_children(engine, front + mark, bytes);
+}
+
+static int collect_complete(struct hr_engine *engine) {
+    if (engine->agree.complete == NULL) {
+        return 0;
+    }
+    uint32_t frames = 0;
+    if (!engine->is_root) {
+        HR_TRY(hr_agree_collect(&engine->agree, &engine->links[0].out, &frames));
+        return 1;
+    }
+    const size_t mark = hr_buffer_size(&engine->log_out);
+    HR_TRY(hr_agree_collect(&engine->agree, &engine->log_out, &frames));
+    HR_TRY(hand_down(engine, mark));
+    return 1;
+}
+
+/* The log is the clock: the next batch is formed when the last one has run, of what became ready meanwhile. */
+static int may_form_batch(struct hr_engine *engine, int64_t *due_ns) {
+    *due_ns = 0;
+    if (!engine->is_root || engine->agree.ready == NULL || hr_group_left(engine->group) != 0 ||
+        hr_buffer_size(&engine->log_out) > 0 ||
+        engine->log_executed != atomic_load_explicit(&engine->group->arena.header->log.written, memory_order_relaxed)) {
+        return 0;
+    }
+    if (engine->cycle_ns == 0) {
+        return 1;
+    }
+    uint64_t bytes;
+    const int64_t since_ns = hr_agree_ready_since(&engine->agree, &bytes);
+    if (bytes >= engine->agree.config.fusion_bytes || hr_now_ns() - since_ns >= engine->cycle_ns) {
+        return 1;
+    }
+    *due_ns = since_ns + engine->cycle_ns;
+    return 0;
+}
+
+static int form_batches(struct hr_engine *engine) {
+    int64_t due_ns;
+    if (!may_form_batch(engine, &due_ns)) {
+        return 0;
+    }
+    uint32_t frames = 0;
+    do {
+        const size_t mark = hr_buffer_size(&engine->log_out);
+        HR_TRY(hr_agree_form_batch(&engine->agree, &engine->log_out, &frames));
+        HR_TRY(hand_down(engine, mark));
+        /* Between hosts a record takes a while to get down: what is ready goes at once. */
+    } while (frames > 0 && engine->group->host_count > 1);
+    return 1;
+}
+
+static uint64_t slowest_reader(const struct hr_engine *engine) {
+    const struct hr_arena *arena = &engine->group->arena;
+    uint64_t slowest = engine->log_position;
+    for (int i = 1; i < arena->local_size; i++) {
+        const uint64_t read = atomic_load(&arena->blocks[i].log_read); /* partner: hr_engine_execute */
+        if (read < slowest && atomic_load(&arena->blocks[i].state) != HR_MEMBER_LEFT) {
+            slowest = read;
+        }
+    }
+    return slowest;
+}
+
+static int flush_log(struct hr_engine *engine) {
+    struct hr_buffer *out = &engine->log_out;
+    if (hr_buffer_size(out) == 0) {
+        return 0;
+    }
+    struct hr_arena *arena = &engine->group->arena;
+    atomic_store(&arena->header->log_wants_room, 1); /* before looking for room: a reader that makes some wakes us */
+    const size_t written = hr_ring_write(&arena->header->log, arena->log_ring, HR_LOG_RING_BYTES, slowest_reader(engine),
+                                         hr_buffer_front(out), hr_buffer_size(out));
+    hr_buffer_consume(out, written);
+    if (hr_buffer_size(out) == 0) {
+        atomic_store(&arena->header->log_wants_room, 0);
+    }
+    if (written > 0) {
+        hr_group_wake_all(engine->group);
+    }
+    return written > 0;
+}
+
+/* ---- Between hosts ---- */
+
+static void note_left(struct hr_engine *engine, int rank) {
+    uint64_t none = 0;
+    (void)atomic_compare_exchange_strong(&engine->group->arena.header->left_rank, &none, (uint64_t)rank + 1);
+    hr_group_wake_all(engine->group);
+}
+
+static int handle_record(struct hr_engine *engine, const struct hr_wire_message *record, const uint8_t *frame,
+                         size_t frame_bytes) {
+    const int moved = collect_complete(engine); /* before apply, see agree.h */
+    HR_TRY(moved);
+    HR_TRY(hr_agree_apply(&engine->agree, record));
+    const size_t mark = hr_buffer_size(&engine->log_out);
+    HR_TRY(hr_buffer_append(&engine->log_out, frame, frame_bytes));
+    return hand_down(engine, mark);
+}
+
+static int handle_message(struct hr_engine *engine, int link_index, const struct hr_wire_message *message,
+                          const uint8_t *frame, size_t frame_bytes) {
+    const int from_parent = engine->has_parent && link_index == 0;
+    const int member = engine->group->local_size + link_index - engine->has_parent;
+    const int64_t now_ns = hr_now_ns();
+    switch (message->type) {
+    case HR_WIRE_LOST:
+    case HR_WIRE_LEAVE:
+        if (message->rank < 0 || message->rank >= engine->group->size) {
+            return HORO_ERR_INTERNAL;
+        }
+        if (message->type == HR_WIRE_LEAVE) {
+            note_left(engine, message->rank);
+        } else {
+            const int reason = message->text.bytes == 1 ? message->text.data[0] - '0' : HR_REASON_EXITED;
+            hr_group_abort(engine->group, message->status, message->rank, (enum hr_abort_reason)reason);
+        }
+        return HORO_OK;
+    case HR_WIRE_BATCH:
+    case HR_WIRE_FAIL:
+        return from_parent ? handle_record(engine, message, frame, frame_bytes) : HORO_ERR_INTERNAL;
+    case HR_WIRE_IDS:
+        for (uint32_t i = 0; i < message->count && !from_parent; i++) {
+            HR_TRY(hr_agree_announce_id(&engine->agree, member, hr_wire_id(message, i), now_ns));
+        }
+        return from_parent ? HORO_ERR_INTERNAL : HORO_OK;
+    case HR_WIRE_REQUEST:
+        return from_parent ? HORO_ERR_INTERNAL : hr_agree_announce_request(&engine->agree, member, message, now_ns);
+    }
+    return HORO_ERR_INTERNAL;
+}
+
+static int handle_frames(struct hr_engine *engine, int link_index) {
+    struct hr_buffer *in = &engine->links[link_index].in;
+    const uint8_t *data;
+    size_t bytes;
+    int status;
+    while ((status = hr_frame_peek(in, &data, &bytes)) == HORO_OK) {
+        struct hr_wire_message message;
+        HR_TRY(hr_wire_decode(data, bytes, &message));
+        HR_TRY(handle_message(engine, link_index, &message, data - 4, bytes + 4));
+        hr_buffer_consume(in, 4 + bytes);
+    }
+    return status < 0 ? status : HORO_OK;
+}
+
+static void link_broke(struct hr_engine *engine, struct hr_link *link) {
+    link->open = 0;
+    if (hr_group_left(engine->group) == 0) {
+        const char *why = "";
+        (void)engine->group->transport->ops->lost_peer(engine->group->transport, &why);
+        const int silent = strstr(why, "timed out") != NULL;
+        hr_group_abort(engine->group, HORO_ERR_PEER_LOST, link->leader_rank, silent ? HR_REASON_SILENT : HR_REASON_LINK);
+    }
+}
+
+static int progress_links(struct hr_engine *engine) {
+    int moved = 0;
+    for (int i = 0; i < engine->link_count; i++) {
+        struct hr_link *link = &engine->links[i];
+        const int status = hr_link_progress(engine, link);
+        if (status < 0 && status != HORO_ERR_PEER_LOST) {
+            return status;
+        }
+        HR_TRY(handle_frames(engine, i)); /* also what came before the link broke: a goodbye perhaps */
+        if (status == HORO_ERR_PEER_LOST) {
+            link_broke(engine, link);
+        }
+        moved |= status != 0;
+    }
+    return moved;
+}
+
+static int tell_all(struct hr_engine *engine, int type, int rank, struct hr_abort end) {
+    for (int i = 0; i < engine->link_count; i++) {
+        struct hr_link *link = &engine->links[i];
+        if (!link->open) {
+            continue;
+        }
+        size_t mark;
+        const char reason[1] = {(char)('0' + end.reason)};
+        HR_TRY(hr_frame_begin(&link->out, &mark));
+        HR_TRY(type == HR_WIRE_LEAVE ? hr_wire_put_leave(&link->out, rank)
+                                     : hr_wire_put_lost(&link->out, rank, end.code, (struct hr_wire_text){reason, 1}));
+        hr_frame_end(&link->out, mark);
+    }
+    return 1;
+}
+
+/* Each leader passes each kind of news on once, to all its neighbours. */
+static int tell_news(struct hr_engine *engine) {
+    if (engine->link_count == 0) {
+        return 0;
+    }
+    const struct hr_abort end = hr_arena_aborted(&engine->group->arena);
+    if (end.code != 0 && !engine->told_abort) {
+        engine->told_abort = 1;
+        return tell_all(engine, HR_WIRE_LOST, end.rank < 0 ? engine->group->rank : end.rank, end);
+    }
+    const int left = hr_group_left(engine->group);
+    if (left != 0 && !engine->told_left) {
+        engine->told_left = 1;
+        return tell_all(engine, HR_WIRE_LEAVE, left - 1, end);
+    }
+    return 0;
+}
+
+static int sends_left(const struct hr_engine *engine) {
+    for (int i = 0; i < engine->link_count; i++) {
+        const struct hr_link *link = &engine->links[i];
+        if (link->open && (hr_buffer_size(&link->out) > 0 || link->send.state == HR_IO_POSTED)) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+void hr_engine_flush_links(struct hr_engine *engine) {
+    struct hr_group *group = engine->group;
+    const int64_t end_ns = hr_now_ns() + FLUSH_MS * 1000000ll;
+    if (engine->link_count == 0 || tell_news(engine) < 0) {
+        return;
+    }
+    while (sends_left(engine) && hr_now_ns() < end_ns) {
+        (void)group->transport->ops->progress(group->transport);
+        for (int i = 0; i < engine->link_count; i++) {
+            if (hr_link_progress(engine, &engine->links[i]) < 0) {
+                engine->links[i].open = 0;
+            }
+        }
+        if (sends_left(engine)) {
+            const size_t count = group->transport->ops->sleep_fds(group->transport, group->poll_fds, group->poll_capacity);
+            (void)poll(group->poll_fds, (nfds_t)count, 10);
+        }
+    }
+}
+
+/* ---- The step ---- */
+
+int hr_engine_lead(struct hr_engine *engine) {
+    static int (*const duties[])(struct hr_engine *) = {collect_local, progress_links, collect_complete,
+                                                        form_batches,  flush_log,      tell_news};
+    int moved = 0;
+    for (size_t i = 0; i < sizeof duties / sizeof *duties; i++) {
+        const int status = duties[i](engine);
+        if (status < 0) {
+            return status;
+        }
+        moved |= status;
+    }
+    if (moved && engine->link_count > 0) {
+        const int status = progress_links(engine); /* what was just written starts travelling now */
+        return status < 0 ? status : 1;
+    }
+    return moved;
+}
+
+int hr_engine_has_lead_work(struct hr_engine *engine) {
+    const struct hr_arena *arena = &engine->group->arena;
+    int64_t due_ns;
+    if (atomic_load(&arena->header->announced) != engine->announced_seen || engine->agree.complete != NULL ||
+        may_form_batch(engine, &due_ns)) {
+        return 1;
+    }
+    if (hr_buffer_size(&engine->log_out) > 0 &&
+        atomic_load(&arena->header->log.written) - slowest_reader(engine) < HR_LOG_RING_BYTES) {
+        return 1;
+    }
+    for (int i = 0; i < engine->link_count; i++) {
+        if (hr_link_has_work(&engine->links[i])) {
+            return 1;
+        }
+    }
+    return engine->link_count > 0 && ((hr_arena_aborted(arena).code != 0 && !engine->told_abort) ||
+                                      (hr_group_left(engine->group) != 0 && !engine->told_left));
+}
+
+int64_t hr_engine_batch_due_ns(struct hr_engine *engine) {
+    int64_t due_ns;
+    (void)may_form_batch(engine, &due_ns);
+    return due_ns;
+}

@@ -1,0 +1,136 @@
+/* A request from the caller: checked, copied, encoded. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/clock.h"
+#include "engine/engine.h"
+
+static const char *op_name(int op) {
+    static const char *const names[HORO_OP_COUNT] = {"allreduce", "allgather", "broadcast", "barrier"};
+    return names[op];
+}
+
+static int check_tensor(const horo_request *call, const horo_tensor *tensor, struct hr_error *error) {
+    const char *op = op_name(call->op);
+    if (tensor->dtype < 0 || tensor->dtype >= HORO_DTYPE_COUNT) {
+        return hr_fail(error, HORO_ERR_UNSUPPORTED, "%s '%s': dtype number %d is not known", op, call->name, tensor->dtype);
+    }
+    if (tensor->ndim < 0 || tensor->ndim > HORO_DIMS_MAX) {
+        return hr_fail(error, HORO_ERR_UNSUPPORTED, "%s '%s': %d dimensions; at most %d are supported", op, call->name,
+                       tensor->ndim, HORO_DIMS_MAX);
+    }
+    if (call->op == HORO_ALLGATHER && tensor->ndim == 0) {
+        return hr_fail(error, HORO_ERR_USAGE,
+                       "allgather '%s': a scalar has no first dimension to concatenate along; reshape it to [1]", call->name);
+    }
+    if (call->op == HORO_ALLREDUCE && !hr_dtype_reducible(tensor->dtype, call->reduce_op)) {
+        return hr_fail(error, HORO_ERR_UNSUPPORTED, "allreduce '%s': this op is not offered for %s", call->name,
+                       hr_dtype_name(tensor->dtype));
+    }
+    if (tensor->dtype == HORO_BOOL && (call->prescale != 1.0 || call->postscale != 1.0)) {
+        return hr_fail(error, HORO_ERR_UNSUPPORTED, "%s '%s': bool cannot be scaled", op, call->name);
+    }
+    int64_t bytes = (int64_t)hr_dtype_bytes(tensor->dtype);
+    for (int d = 0; d < tensor->ndim; d++) {
+        const int64_t extent = tensor->shape[d];
+        if (extent < 0 || (extent > 0 && bytes > INT64_MAX / extent)) {
+            return hr_fail(error, HORO_ERR_USAGE, "%s '%s': extent %lld of dimension %d is impossible", op, call->name,
+                           (long long)extent, d);
+        }
+        bytes *= extent;
+    }
+    return HORO_OK;
+}
+
+static int check_call(const horo_request *call, int size, struct hr_error *error) {
+    if (call->op < 0 || call->op >= HORO_OP_COUNT) {
+        return hr_fail(error, HORO_ERR_UNSUPPORTED, "operation number %d is not known", call->op);
+    }
+    const size_t name_bytes = call->name == NULL ? 0 : strnlen(call->name, HORO_NAME_MAX + 1);
+    if (name_bytes == 0 || name_bytes > HORO_NAME_MAX) {
+        return hr_fail(error, HORO_ERR_USAGE, "%s: the name has %zu bytes; 1 to %d are allowed", op_name(call->op),
+                       name_bytes, HORO_NAME_MAX);
+    }
+    if (call->op == HORO_BROADCAST && (call->root_rank < 0 || call->root_rank >= size)) {
+        return hr_fail(error, HORO_ERR_USAGE, "broadcast '%s': root rank %d does not exist; ranks are 0 to %d", call->name,
+                       call->root_rank, size - 1);
+    }
+    const int wrong_count = call->op == HORO_BARRIER ? call->tensor_count != 0 : call->tensor_count < 1;
+    if (wrong_count || call->tensor_count > HR_WIRE_TENSORS_MAX) {
+        return hr_fail(error, HORO_ERR_USAGE, "%s '%s': %d tensors", op_name(call->op), call->name, call->tensor_count);
+    }
+    for (int i = 0; i < call->tensor_count; i++) {
+        HR_TRY(check_tensor(call, &call->tensors[i], error));
+    }
+    return HORO_OK;
+}
+
+static int copy_call(const horo_request *call, struct hr_request **out) {
+    size_t dims = 0;
+    for (int i = 0; i < call->tensor_count; i++) {
+        dims += (size_t)call->tensors[i].ndim;
+    }
+    const size_t count = (size_t)call->tensor_count;
+    const size_t name_bytes = strlen(call->name);
+    struct hr_request *request =
+        malloc(sizeof *request + count * sizeof(horo_tensor) + dims * sizeof(int64_t) + name_bytes + 1);
+    if (request == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    horo_tensor *tensors = (horo_tensor *)(void *)(request + 1);
+    int64_t *shape = (int64_t *)(void *)(tensors + count);
+    char *name = (char *)(shape + dims);
+    *request = (struct hr_request){.call = *call, .name_bytes = name_bytes, .submit_ns = hr_now_ns()};
+    for (size_t i = 0; i < count; i++) {
+        tensors[i] = call->tensors[i];
+        tensors[i].shape = shape;
+        for (int d = 0; d < tensors[i].ndim; d++) {
+            *shape++ = call->tensors[i].shape[d];
+        }
+    }
+    memcpy(name, call->name, name_bytes + 1);
+    request->call.name = name;
+    request->call.tensors = tensors;
+    request->name_hash = hr_hash(name, name_bytes);
+    atomic_init(&request->status, HORO_IN_PROGRESS);
+    *out = request;
+    return HORO_OK;
+}
+
+int hr_request_create(const horo_request *call, int size, struct hr_request **request, struct hr_error *error) {
+    HR_TRY(check_call(call, size, error));
+    struct hr_request *copy = NULL;
+    struct hr_buffer bytes = {0};
+    int status = copy_call(call, &copy);
+    if (status == HORO_OK) {
+        status = hr_wire_encode_request(&bytes, &copy->call);
+    }
+    if (status == HORO_OK && call->op == HORO_ALLGATHER) {
+        copy->gathered = calloc((size_t)call->tensor_count, sizeof *copy->gathered);
+        status = copy->gathered == NULL ? HORO_ERR_RESOURCE : HORO_OK;
+    }
+    if (status != HORO_OK) {
+        hr_buffer_fini(&bytes);
+        free(copy);
+        return hr_fail(error, status, "%s '%s': out of memory for the request", op_name(call->op), call->name);
+    }
+    copy->bytes = bytes.data;
+    copy->byte_count = bytes.end;
+    *request = copy;
+    return HORO_OK;
+}
+
+void hr_request_destroy(struct hr_request *request) {
+    if (request == NULL) {
+        return;
+    }
+    for (int i = 0; i < request->call.tensor_count && request->gathered != NULL; i++) {
+        free(request->gathered[i].data);
+        free(request->gathered[i].first_dims);
+    }
+    free(request->gathered);
+    free(request->error_text);
+    free(request->bytes);
+    free(request);
+}

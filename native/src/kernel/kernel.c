@@ -1,0 +1,61 @@
+#include "kernel/kernel.h"
+
+#include <string.h>
+
+#include "kernel/level.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+
+/* By cpuid, since not every compiler's __builtin_cpu_supports knows "f16c". That of avx2 has checked the operating system. */
+static int has_f16c(void) {
+    unsigned a;
+    unsigned b;
+    unsigned c;
+    unsigned d;
+    return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
+}
+
+static int has_avx2(void) {
+    return __builtin_cpu_supports("avx2") && has_f16c();
+}
+
+static int has_avx512(void) {
+    return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+#endif
+
+const struct hr_kernel *hr_kernel_best(void) {
+#if defined(__x86_64__)
+    if (has_avx512()) {
+        return &hr_kernel_avx512;
+    }
+    if (has_avx2()) {
+        return &hr_kernel_avx2;
+    }
+#elif defined(__aarch64__)
+    return &hr_kernel_neon; /* part of the base architecture */
+#endif
+    return hr_kernel_scalar();
+}
+
+const struct hr_kernel *hr_kernel_find(const char *name) {
+#if defined(__x86_64__)
+    if (strcmp(name, "avx512") == 0 && has_avx512()) {
+        return &hr_kernel_avx512;
+    }
+    if (strcmp(name, "avx2") == 0 && has_avx2()) {
+        return &hr_kernel_avx2;
+    }
+#elif defined(__aarch64__)
+    if (strcmp(name, "neon") == 0) {
+        return &hr_kernel_neon;
+    }
+#endif
+    return strcmp(name, "scalar") == 0 ? hr_kernel_scalar() : NULL;
+}
+
+HORO_API const char *horo_simd_name(void) {
+    return hr_kernel_best()->name;
+}

@@ -1,0 +1,121 @@
+#include "kernel/level.h"
+
+#include <string.h>
+
+#include "kernel/element.h"
+
+enum { BLOCK_BYTES = 4096 }; /* stays in the first-level cache between the steps of what takes several */
+
+static int is_integer(int dtype) {
+    return dtype <= HORO_INT64;
+}
+
+static enum hr_kernel_op kernel_op(int reduce_op) {
+    switch (reduce_op) {
+    case HORO_MIN: return HR_KERNEL_MIN;
+    case HORO_MAX: return HR_KERNEL_MAX;
+    case HORO_PRODUCT: return HR_KERNEL_PRODUCT;
+    default: return HR_KERNEL_SUM;
+    }
+}
+
+static size_t smaller(size_t a, size_t b) {
+    return a < b ? a : b;
+}
+
+/* Scaling integers is rare and never vectorised by hand: reduce, scale and copy follow each other block by block. */
+static void reduce_scaled_integers(const struct hr_level *level, int dtype, enum hr_kernel_op op, struct hr_span span) {
+    const size_t bytes = hr_dtype_bytes(dtype);
+    const size_t count = span.end;
+    const double scale = span.scale;
+    uint8_t *copy = span.copy;
+    span.copy = NULL;
+    span.scale = 1.0;
+    for (size_t i = 0; i < count; i = span.end) {
+        span.begin = i;
+        span.end = i + smaller(BLOCK_BYTES / bytes, count - i);
+        level->reduce[dtype][op](&span);
+        uint8_t *block = span.dst + i * bytes;
+        hr_scale_integers(dtype, block, block, span.end - i, scale);
+        if (copy != NULL) {
+            level->copy(copy + i * bytes, block, (span.end - i) * bytes, span.copy_store);
+        }
+    }
+}
+
+void hr_level_reduce(const struct hr_level *level, int dtype, int reduce_op, void *dst, void *copy, const void *const *src,
+                     int src_count, size_t count, double scale, enum hr_store copy_store) {
+    const struct hr_span span = {
+        .dst = dst,
+        .copy = copy,
+        .src = src,
+        .src_count = src_count,
+        .copy_store = copy_store,
+        .end = count,
+        .scale = dtype == HORO_BOOL ? 1.0 : scale,
+    };
+    if (is_integer(dtype) && scale != 1.0) {
+        reduce_scaled_integers(level, dtype, kernel_op(reduce_op), span);
+    } else {
+        level->reduce[dtype][kernel_op(reduce_op)](&span);
+    }
+}
+
+static void scale_integers(const struct hr_level *level, int dtype, uint8_t *dst, const uint8_t *src, size_t count,
+                           double scale, enum hr_store store) {
+    if (store == HR_STORE_ORDINARY) {
+        hr_scale_integers(dtype, dst, src, count, scale);
+        return;
+    }
+    const size_t bytes = hr_dtype_bytes(dtype);
+    uint8_t block[BLOCK_BYTES];
+    size_t step;
+    for (size_t i = 0; i < count; i += step) {
+        step = smaller(BLOCK_BYTES / bytes, count - i);
+        hr_scale_integers(dtype, block, src + i * bytes, step, scale);
+        level->copy(dst + i * bytes, block, step * bytes, store);
+    }
+}
+
+void hr_level_scale(const struct hr_level *level, int dtype, void *dst, const void *src, size_t count, double scale,
+                    enum hr_store store) {
+    if (scale == 1.0 || dtype == HORO_BOOL) {
+        if (dst != src && count > 0) {
+            level->copy(dst, src, count * hr_dtype_bytes(dtype), store);
+        }
+    } else if (is_integer(dtype)) {
+        scale_integers(level, dtype, dst, src, count, scale, store);
+    } else {
+        /* A reduction of one source. The result goes where the store policy applies. */
+        const struct hr_span span = {
+            .copy = dst, .src = &src, .src_count = 1, .copy_store = store, .end = count, .scale = scale};
+        level->reduce[dtype][HR_KERNEL_SUM](&span);
+    }
+}
+
+HR_INLINE void scale_type(int dtype, uint8_t *dst, const uint8_t *src, size_t count, double scale, int64_t low,
+                          int64_t high) {
+    const size_t bytes = element_bytes(dtype);
+    for (size_t i = 0; i < count; i++) {
+        const double product = (double)load_integer(dtype, src + i * bytes) * scale;
+        int64_t value;
+        if (product >= (double)high) { /* INT64_MAX rounds up to 2^63, the first double that does not fit */
+            value = high;
+        } else if (product <= (double)low) {
+            value = low;
+        } else {
+            value = product == product ? (int64_t)product : 0;
+        }
+        store_integer(dtype, dst + i * bytes, value);
+    }
+}
+
+void hr_scale_integers(int dtype, void *dst, const void *src, size_t count, double scale) {
+    switch (dtype) {
+    case HORO_UINT8: scale_type(HORO_UINT8, dst, src, count, scale, 0, UINT8_MAX); break;
+    case HORO_INT8: scale_type(HORO_INT8, dst, src, count, scale, INT8_MIN, INT8_MAX); break;
+    case HORO_INT16: scale_type(HORO_INT16, dst, src, count, scale, INT16_MIN, INT16_MAX); break;
+    case HORO_INT32: scale_type(HORO_INT32, dst, src, count, scale, INT32_MIN, INT32_MAX); break;
+    default: scale_type(HORO_INT64, dst, src, count, scale, INT64_MIN, INT64_MAX);
+    }
+}

@@ -1,0 +1,43 @@
+/* 128-bit registers of the base architecture. It has no store past the cache that C can name: streaming stores are ordinary. */
+#include "kernel/level.h"
+
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#include <string.h>
+
+#include "kernel/element.h"
+
+#define VECTOR_BYTES 16
+#include "kernel/vector_types.h"
+
+HR_INLINE vector_float widen_float16_lanes(vector_half half) {
+    return (vector_float)vcvt_f32_f16((float16x4_t)half);
+}
+
+HR_INLINE vector_half narrow_float16_lanes(vector_float value) {
+    return (vector_half)vcvt_f16_f32((float32x4_t)value);
+}
+
+HR_INLINE vector_uint32 widen_lanes(vector_half half) {
+    return (vector_uint32)vmovl_u16((uint16x4_t)half);
+}
+
+HR_INLINE vector_half narrow_lanes(vector_uint32 value) {
+    return (vector_half)vmovn_u32((uint32x4_t)value);
+}
+
+HR_INLINE void stream_vector(uint8_t *at, vector_uint8 value) {
+    memcpy(at, &value, sizeof value);
+}
+
+HR_INLINE void stream_half(uint8_t *at, vector_half value) {
+    memcpy(at, &value, sizeof value);
+}
+
+HR_INLINE void stream_fence(void) {
+}
+
+#include "kernel/vector_template.h"
+
+HR_DEFINE_KERNEL(, hr_kernel_neon, "neon", level)
+#endif

@@ -1,0 +1,127 @@
+/*
+ * The level that is always there, the tail of every other level, and the definition of every result: plain loops, one element
+ * after the other, sources in order.
+ */
+#include "kernel/element.h"
+#include "kernel/level.h"
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+/* A macro, since float and double want the same text. NaN wins, from whichever side; of equal values the earlier one stays. */
+#define REDUCE_FLOAT(op, a, b)                                                                                         \
+    ((op) == HR_KERNEL_SUM       ? (a) + (b)                                                                           \
+     : (op) == HR_KERNEL_PRODUCT ? (a) * (b)                                                                           \
+     : (op) == HR_KERNEL_MIN     ? ((b) < (a) || (b) != (b) ? (b) : (a))                                               \
+                                 : ((b) > (a) || (b) != (b) ? (b) : (a)))
+
+HR_INLINE void run_float(int dtype, int op, const struct hr_span *span, int src_count) {
+    const size_t bytes = element_bytes(dtype);
+    for (size_t i = span->begin; i < span->end; i++) {
+        float value = load_float(dtype, (const uint8_t *)span->src[0] + i * bytes);
+        for (int s = 1; s < src_count; s++) {
+            const float next = load_float(dtype, (const uint8_t *)span->src[s] + i * bytes);
+            value = REDUCE_FLOAT(op, value, next);
+        }
+        if (span->scale != 1.0) {
+            value *= (float)span->scale;
+        }
+        if (span->dst != NULL) {
+            store_float(dtype, span->dst + i * bytes, value);
+        }
+        if (span->copy != NULL) {
+            store_float(dtype, span->copy + i * bytes, value);
+        }
+    }
+}
+
+HR_INLINE void run_double(int op, const struct hr_span *span, int src_count) {
+    for (size_t i = span->begin; i < span->end; i++) {
+        double value = load_double((const uint8_t *)span->src[0] + i * sizeof value);
+        for (int s = 1; s < src_count; s++) {
+            const double next = load_double((const uint8_t *)span->src[s] + i * sizeof next);
+            value = REDUCE_FLOAT(op, value, next);
+        }
+        if (span->scale != 1.0) {
+            value *= span->scale;
+        }
+        if (span->dst != NULL) {
+            memcpy(span->dst + i * sizeof value, &value, sizeof value);
+        }
+        if (span->copy != NULL) {
+            memcpy(span->copy + i * sizeof value, &value, sizeof value);
+        }
+    }
+}
+
+/* Modulo 2^64 and cut on storing is modulo the type's own range; every type's values and order fit int64. */
+HR_INLINE int64_t reduce_integer(int dtype, int op, int64_t a, int64_t b) {
+    if (dtype == HORO_BOOL) {
+        return op == HR_KERNEL_SUM || op == HR_KERNEL_MAX ? a | b : a & b;
+    }
+    switch (op) {
+    case HR_KERNEL_SUM: return (int64_t)((uint64_t)a + (uint64_t)b);
+    case HR_KERNEL_PRODUCT: return (int64_t)((uint64_t)a * (uint64_t)b);
+    case HR_KERNEL_MIN: return b < a ? b : a;
+    default: return b > a ? b : a;
+    }
+}
+
+HR_INLINE void run_integer(int dtype, int op, const struct hr_span *span, int src_count) {
+    const size_t bytes = element_bytes(dtype);
+    for (size_t i = span->begin; i < span->end; i++) {
+        int64_t value = load_integer(dtype, (const uint8_t *)span->src[0] + i * bytes);
+        for (int s = 1; s < src_count; s++) {
+            const int64_t next = load_integer(dtype, (const uint8_t *)span->src[s] + i * bytes);
+            value = reduce_integer(dtype, op, value, next);
+        }
+        if (span->dst != NULL) {
+            store_integer(dtype, span->dst + i * bytes, value);
+        }
+        if (span->copy != NULL) {
+            store_integer(dtype, span->copy + i * bytes, value);
+        }
+    }
+}
+
+HR_INLINE void run(int dtype, int op, const struct hr_span *span) {
+    switch (dtype) {
+    case HORO_FLOAT16:
+    case HORO_BFLOAT16:
+    case HORO_FLOAT32: run_float(dtype, op, span, span->src_count); break;
+    case HORO_FLOAT64: run_double(op, span, span->src_count); break;
+    default: run_integer(dtype, op, span, span->src_count);
+    }
+}
+
+HR_DEFINE_ALL_OPS
+
+static void level_copy(void *dst, const void *src, size_t bytes, enum hr_store store) {
+    uint8_t *to = dst;
+    const uint8_t *from = src;
+#if defined(__SSE2__)
+    if (store == HR_STORE_STREAM) {
+        const size_t misaligned = -(uintptr_t)to % 16;
+        const size_t head = misaligned < bytes ? misaligned : bytes;
+        memcpy(to, from, head);
+        size_t i = head;
+        for (; bytes - i >= 16; i += 16) {
+            _mm_stream_si128((__m128i *)(to + i), _mm_loadu_si128((const __m128i *)(from + i)));
+        }
+        memcpy(to + i, from + i, bytes - i);
+        _mm_sfence();
+        return;
+    }
+#endif
+    (void)store;
+    memcpy(to, from, bytes);
+}
+
+const struct hr_level hr_level_scalar = {.reduce = HR_ALL_OPS_TABLE, .copy = level_copy};
+
+HR_DEFINE_KERNEL(static, kernel, "scalar", hr_level_scalar)
+
+const struct hr_kernel *hr_kernel_scalar(void) {
+    return &kernel;
+}

@@ -1,0 +1,256 @@
+/*
+ * One SIMD level, compiled from portable vector types. No include guard: avx2.c, avx512.c and neon.c include it once each, after
+ * defining
+ *   VECTOR_BYTES                             bytes of one register
+ *   widen_float16_lanes(vector_half)         16-bit floats to float32 lanes, returned as vector_float
+ *   narrow_float16_lanes(vector_float)       and back, to nearest even
+ *   widen_lanes(vector_half)                 16-bit lanes as 32-bit ones
+ *   narrow_lanes(vector_uint32)              32-bit lanes below 2^16 as 16-bit ones
+ *   stream_vector / stream_half(at, value)   a store past the cache; `at` is aligned to the size of the value
+ *   stream_fence()                           after the last of them
+ * An accumulator is one register; for 16-bit floats it holds the widened values of half as many bytes of memory.
+ */
+#include "kernel/element.h"
+#include "kernel/level.h"
+
+enum { UNROLL = 4 }; /* enough independent additions to hide their latency, few enough registers for every level */
+
+/* Members, not an array: what is indexed by a loop counter ends up on the stack. */
+struct block {
+    vector_uint8 a;
+    vector_uint8 b;
+    vector_uint8 c;
+    vector_uint8 d;
+};
+
+struct half_block {
+    vector_half a;
+    vector_half b;
+    vector_half c;
+    vector_half d;
+};
+
+HR_INLINE int is_half(int dtype) {
+    return dtype == HORO_FLOAT16 || dtype == HORO_BFLOAT16;
+}
+
+HR_INLINE int is_floating(int dtype) {
+    return is_half(dtype) || dtype == HORO_FLOAT32 || dtype == HORO_FLOAT64;
+}
+
+HR_INLINE vector_uint8 load(int dtype, const uint8_t *at) {
+    if (is_half(dtype)) {
+        vector_half half;
+        memcpy(&half, at, sizeof half);
+        return dtype == HORO_FLOAT16 ? (vector_uint8)widen_float16_lanes(half)
+                                     : (vector_uint8)(widen_lanes(half) << 16);
+    }
+    vector_uint8 value;
+    memcpy(&value, at, sizeof value);
+    return dtype == HORO_BOOL ? (vector_uint8)(value != (vector_uint8){0}) & 1 : value;
+}
+
+/* (a where mask else b), lane by lane; the lanes of a mask are all ones or zero. */
+HR_INLINE vector_uint8 pick(vector_uint8 mask, vector_uint8 a, vector_uint8 b) {
+    return (a & mask) | (b & ~mask);
+}
+
+HR_INLINE vector_half narrow_bfloat16_lanes(vector_float value) {
+    const vector_uint32 bits = (vector_uint32)value;
+    const vector_uint32 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const vector_uint8 nan = (vector_uint8)(value != value);
+    return narrow_lanes((vector_uint32)pick(nan, (vector_uint8)(bits >> 16 | 0x40), (vector_uint8)rounded));
+}
+
+HR_INLINE vector_half narrow(int dtype, vector_uint8 value) {
+    return dtype == HORO_FLOAT16 ? narrow_float16_lanes((vector_float)value) : narrow_bfloat16_lanes((vector_float)value);
+}
+
+HR_INLINE void store(uint8_t *at, vector_uint8 value, enum hr_store how) {
+    if (how == HR_STORE_STREAM) {
+        stream_vector(at, value);
+    } else {
+        memcpy(at, &value, sizeof value);
+    }
+}
+
+HR_INLINE void store_half(uint8_t *at, vector_half value, enum hr_store how) {
+    if (how == HR_STORE_STREAM) {
+        stream_half(at, value);
+    } else {
+        memcpy(at, &value, sizeof value);
+    }
+}
+
+/* wrapping: the type of sums and products; ordered: that of comparisons; nan: lanes of b that win any comparison. */
+#define COMBINE(wrapping, ordered, nan)                                                                                \
+    (op == HR_KERNEL_SUM       ? (vector_uint8)((wrapping)a + (wrapping)b)                                             \
+     : op == HR_KERNEL_PRODUCT ? (vector_uint8)((wrapping)a * (wrapping)b)                                             \
+     : op == HR_KERNEL_MIN     ? pick((vector_uint8)((ordered)b < (ordered)a) | (nan), b, a)                           \
+                               : pick((vector_uint8)((ordered)b > (ordered)a) | (nan), b, a))
+
+HR_INLINE vector_uint8 combine(int dtype, int op, vector_uint8 a, vector_uint8 b) {
+    const vector_uint8 none = {0};
+    switch (dtype) {
+    case HORO_UINT8: return COMBINE(vector_uint8, vector_uint8, none);
+    case HORO_INT8: return COMBINE(vector_uint8, vector_int8, none);
+    case HORO_INT16: return COMBINE(vector_uint16, vector_int16, none);
+    case HORO_INT32: return COMBINE(vector_uint32, vector_int32, none);
+    case HORO_INT64: return COMBINE(vector_uint64, vector_int64, none);
+    case HORO_BOOL: return op == HR_KERNEL_SUM || op == HR_KERNEL_MAX ? a | b : a & b;
+    case HORO_FLOAT64:
+        return COMBINE(vector_double, vector_double, (vector_uint8)((vector_double)b != (vector_double)b));
+    default: return COMBINE(vector_float, vector_float, (vector_uint8)((vector_float)b != (vector_float)b));
+    }
+}
+
+/* Floats only: level.c scales integers. */
+HR_INLINE vector_uint8 multiply(int dtype, vector_uint8 value, double scale) {
+    return dtype == HORO_FLOAT64 ? (vector_uint8)((vector_double)value * scale)
+                                 : (vector_uint8)((vector_float)value * (float)scale);
+}
+
+/* Bytes of memory that one accumulator stands for. */
+HR_INLINE size_t step_bytes(int dtype) {
+    return is_half(dtype) ? VECTOR_BYTES / 2 : VECTOR_BYTES;
+}
+
+HR_INLINE struct block load_block(int dtype, const uint8_t *at) {
+    const size_t step = step_bytes(dtype);
+    return (struct block){
+        load(dtype, at),
+        load(dtype, at + step),
+        load(dtype, at + 2 * step),
+        load(dtype, at + 3 * step),
+    };
+}
+
+HR_INLINE struct block combine_block(int dtype, int op, struct block x, struct block y) {
+    return (struct block){
+        combine(dtype, op, x.a, y.a),
+        combine(dtype, op, x.b, y.b),
+        combine(dtype, op, x.c, y.c),
+        combine(dtype, op, x.d, y.d),
+    };
+}
+
+HR_INLINE struct block multiply_block(int dtype, struct block x, double scale) {
+    return (struct block){
+        multiply(dtype, x.a, scale),
+        multiply(dtype, x.b, scale),
+        multiply(dtype, x.c, scale),
+        multiply(dtype, x.d, scale),
+    };
+}
+
+HR_INLINE void store_block(uint8_t *at, struct block x, enum hr_store how) {
+    store(at, x.a, how);
+    store(at + VECTOR_BYTES, x.b, how);
+    store(at + 2 * VECTOR_BYTES, x.c, how);
+    store(at + 3 * VECTOR_BYTES, x.d, how);
+}
+
+HR_INLINE struct half_block narrow_block(int dtype, struct block x) {
+    return (struct half_block){narrow(dtype, x.a), narrow(dtype, x.b), narrow(dtype, x.c), narrow(dtype, x.d)};
+}
+
+HR_INLINE void store_half_block(uint8_t *at, struct half_block x, enum hr_store how) {
+    const size_t step = VECTOR_BYTES / 2;
+    store_half(at, x.a, how);
+    store_half(at + step, x.b, how);
+    store_half(at + 2 * step, x.c, how);
+    store_half(at + 3 * step, x.d, how);
+}
+
+/* To dst and copy, where they are not NULL; 16-bit floats are narrowed once for both. */
+HR_INLINE void store_result(int dtype, uint8_t *dst, uint8_t *copy, size_t at, struct block value, enum hr_store copy_store) {
+    if (is_half(dtype)) {
+        const struct half_block half = narrow_block(dtype, value);
+        if (dst != NULL) {
+            store_half_block(dst + at, half, HR_STORE_ORDINARY);
+        }
+        if (copy != NULL) {
+            store_half_block(copy + at, half, copy_store);
+        }
+        return;
+    }
+    if (dst != NULL) {
+        store_block(dst + at, value, HR_STORE_ORDINARY);
+    }
+    if (copy != NULL) {
+        store_block(copy + at, value, copy_store);
+    }
+}
+
+/* Whole blocks from element `begin` on; returns the first element not done. All sources are read once, before any store. */
+HR_INLINE size_t run_blocks(int dtype, int op, const struct hr_span *span, size_t begin, int src_count, enum hr_store how) {
+    const size_t block_bytes = UNROLL * step_bytes(dtype);
+    const size_t end = span->end * element_bytes(dtype);
+    const void *const *src = span->src;
+    uint8_t *dst = span->dst;
+    uint8_t *copy = span->copy;
+    const double scale = span->scale;
+    const int is_scaled = scale != 1.0 && is_floating(dtype);
+    size_t at = begin * element_bytes(dtype);
+    for (; end - at >= block_bytes; at += block_bytes) {
+        struct block value = load_block(dtype, (const uint8_t *)src[0] + at);
+        for (int s = 1; s < src_count; s++) {
+            value = combine_block(dtype, op, value, load_block(dtype, (const uint8_t *)src[s] + at));
+        }
+        if (is_scaled) {
+            value = multiply_block(dtype, value, scale);
+        }
+        store_result(dtype, dst, copy, at, value, how);
+    }
+    return at / element_bytes(dtype);
+}
+
+HR_INLINE size_t run_counted(int dtype, int op, const struct hr_span *span, size_t begin, enum hr_store how) {
+    return span->src_count == 2 ? run_blocks(dtype, op, span, begin, 2, how)
+                                : run_blocks(dtype, op, span, begin, span->src_count, how);
+}
+
+/* The elements before copy + begin is aligned to a register, all of them if it never is. */
+HR_INLINE size_t misaligned_elements(int dtype, const struct hr_span *span) {
+    const size_t bytes = -(uintptr_t)(span->copy + span->begin * element_bytes(dtype)) % VECTOR_BYTES;
+    return bytes % element_bytes(dtype) == 0 ? bytes / element_bytes(dtype) : SIZE_MAX;
+}
+
+HR_INLINE void run(int dtype, int op, const struct hr_span *span) {
+    struct hr_span rest = *span;
+    const size_t count = span->end - span->begin;
+    if (span->copy != NULL && span->copy_store == HR_STORE_STREAM) {
+        const size_t head = misaligned_elements(dtype, span);
+        if (head < count) {
+            rest.end = span->begin + head;
+            hr_level_scalar.reduce[dtype][op](&rest);
+            rest.begin = run_counted(dtype, op, span, rest.end, HR_STORE_STREAM);
+            rest.end = span->end;
+            stream_fence();
+        }
+    } else {
+        rest.begin = run_counted(dtype, op, span, span->begin, HR_STORE_ORDINARY);
+    }
+    hr_level_scalar.reduce[dtype][op](&rest);
+}
+
+HR_DEFINE_ALL_OPS
+
+static void level_copy(void *dst, const void *src, size_t bytes, enum hr_store how) {
+    uint8_t *to = dst;
+    const uint8_t *from = src;
+    const size_t head = -(uintptr_t)to % VECTOR_BYTES;
+    if (how == HR_STORE_ORDINARY || bytes <= head) {
+        memcpy(to, from, bytes);
+        return;
+    }
+    memcpy(to, from, head);
+    size_t at = head;
+    for (; bytes - at >= UNROLL * VECTOR_BYTES; at += UNROLL * VECTOR_BYTES) {
+        store_block(to + at, load_block(HORO_UINT8, from + at), HR_STORE_STREAM);
+    }
+    memcpy(to + at, from + at, bytes - at);
+    stream_fence();
+}
+
+static const struct hr_level level = {.reduce = HR_ALL_OPS_TABLE, .copy = level_copy};

@@ -1,0 +1,382 @@
+/*
+ * Stream sockets. Bytes go straight between the socket and the posted memory: one sendmsg or recvmsg per direction, link and
+ * progress covers several queued ios, so that small messages share a system call and large ones are never copied here.
+ *
+ * One call per progress and not "until it would block": a short count already says that the socket is drained or full, and
+ * one link that always has bytes must not starve the others.
+ */
+#include <errno.h>
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "transport/queue.h"
+#include "transport/transport.h"
+
+enum { GATHER_MAX = 16, WORD_BITS = 64, KEEPALIVE_PROBES = 5, WHY_BYTES = 96 };
+
+struct link {
+    int fd;         /* -1: none */
+    int is_tcp;     /* else AF_UNIX, without options */
+    int lost;       /* shut down; whatever is posted fails */
+    int unchecked;  /* has been idle: an EOF may have come that nobody has read */
+    int send_errno; /* sending failed; what the peer said before may still be readable */
+    struct hr_queue send;
+    struct hr_queue recv;
+};
+
+struct tcp {
+    struct hr_transport base;
+    int host_count;
+    int link_count;
+    int watching;
+    int abandoned[HR_CHANNEL_COUNT];
+    int lost_peer;
+    char why[WHY_BYTES];
+    uint64_t *busy; /* bit per link: something is posted. Control links have the lower bits and so go first. */
+    struct link links[]; /* [channel * host_count + peer] */
+};
+
+static struct tcp *tcp_of(struct hr_transport *transport) {
+    return (struct tcp *)transport;
+}
+
+static int link_index(const struct tcp *tcp, int peer, enum hr_channel channel) {
+    return (int)channel * tcp->host_count + peer;
+}
+
+static void set_busy(struct tcp *tcp, int index) {
+    tcp->busy[index / WORD_BITS] |= (uint64_t)1 << (index % WORD_BITS);
+}
+
+static void clear_busy(struct tcp *tcp, int index) {
+    tcp->busy[index / WORD_BITS] &= ~((uint64_t)1 << (index % WORD_BITS));
+}
+
+static int fail_link(struct tcp *tcp, int index) {
+    struct link *link = &tcp->links[index];
+    clear_busy(tcp, index);
+    const int sends = hr_queue_fail(&link->send);
+    const int recvs = hr_queue_fail(&link->recv);
+    return sends || recvs;
+}
+
+/* A peer is lost on all channels at once. The sockets stay open but shut down: a later sleeper on one wakes at once. */
+static void lose_peer(struct tcp *tcp, int peer, int error_number) {
+    if (tcp->lost_peer < 0) {
+        tcp->lost_peer = peer;
+        if (error_number == 0 || error_number == EPIPE) {
+            (void)snprintf(tcp->why, sizeof tcp->why, "connection closed");
+        } else {
+            (void)strerror_r(error_number, tcp->why, sizeof tcp->why);
+        }
+    }
+    for (int channel = 0; channel < HR_CHANNEL_COUNT; channel++) {
+        const int index = link_index(tcp, peer, (enum hr_channel)channel);
+        struct link *link = &tcp->links[index];
+        if (link->fd >= 0 && !link->lost) {
+            link->lost = 1;
+            (void)shutdown(link->fd, SHUT_RDWR);
+            (void)fail_link(tcp, index);
+        }
+    }
+}
+
+static int is_temporary(int error_number) {
+    return error_number == EAGAIN || error_number == EWOULDBLOCK || error_number == EINTR;
+}
+
+/* 1: bytes came or the peer is lost. */
+static int receive(struct tcp *tcp, struct link *link, int peer) {
+    struct iovec iov[GATHER_MAX];
+    struct msghdr message = {.msg_iov = iov, .msg_iovlen = hr_queue_gather(&link->recv, iov, GATHER_MAX)};
+    const ssize_t got = recvmsg(link->fd, &message, MSG_DONTWAIT);
+    if (got > 0) {
+        (void)hr_queue_advance(&link->recv, (size_t)got);
+        return 1;
+    }
+    if (got < 0 && is_temporary(errno)) {
+        return 0;
+    }
+    lose_peer(tcp, peer, got == 0 ? link->send_errno : errno);
+    return 1;
+}
+
+/* 1: bytes went, or sending has failed. That only stops sending: what the peer said last may still be readable. */
+static int send_some(struct link *link) {
+    struct iovec iov[GATHER_MAX];
+    struct msghdr message = {.msg_iov = iov, .msg_iovlen = hr_queue_gather(&link->send, iov, GATHER_MAX)};
+    const ssize_t sent = sendmsg(link->fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (sent >= 0) {
+        (void)hr_queue_advance(&link->send, (size_t)sent);
+        return 1;
+    }
+    if (is_temporary(errno)) {
+        return 0;
+    }
+    link->send_errno = errno;
+    return 1;
+}
+
+/* Without a posted receive nobody would read an EOF, and the first send after it would seem to succeed. */
+static void look_for_eof(struct tcp *tcp, struct link *link, int peer) {
+    char byte;
+    const ssize_t got = recv(link->fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT);
+    if (got == 0 || (got < 0 && !is_temporary(errno))) {
+        lose_peer(tcp, peer, got == 0 ? 0 : errno);
+    }
+}
+
+static int link_progress(struct tcp *tcp, int index) {
+    struct link *link = &tcp->links[index];
+    const int peer = index % tcp->host_count;
+    if (link->lost) {
+        return fail_link(tcp, index);
+    }
+    int moved = hr_queue_advance(&link->recv, 0);
+    moved |= hr_queue_advance(&link->send, 0);
+    if (link->recv.head != NULL) {
+        moved |= receive(tcp, link, peer);
+    } else if (link->unchecked && link->send.head != NULL) {
+        look_for_eof(tcp, link, peer);
+        moved |= link->lost;
+    }
+    link->unchecked = 0;
+    if (link->send.head != NULL && link->send_errno == 0) {
+        moved |= send_some(link);
+    }
+    if (link->send_errno != 0 && !link->lost && !moved) {
+        lose_peer(tcp, peer, link->send_errno);
+        moved = 1;
+    }
+    if (link->recv.head == NULL && link->send.head == NULL) {
+        clear_busy(tcp, index);
+    }
+    return moved;
+}
+
+static int tcp_progress(struct hr_transport *transport) {
+    struct tcp *tcp = tcp_of(transport);
+    int moved = 0;
+    for (int word = 0; word * WORD_BITS < tcp->link_count; word++) {
+        for (uint64_t bits = tcp->busy[word]; bits != 0; bits &= bits - 1) {
+            moved |= link_progress(tcp, word * WORD_BITS + __builtin_ctzll(bits));
+        }
+    }
+    return moved;
+}
+
+/* Finds the link and makes it busy. The statuses of post_send. */
+static int link_to_post(struct tcp *tcp, int peer, enum hr_channel channel, struct link **found) {
+    if (peer < 0 || peer >= tcp->host_count) {
+        return HORO_ERR_INTERNAL;
+    }
+    const int index = link_index(tcp, peer, channel);
+    struct link *link = &tcp->links[index];
+    if (link->fd < 0) {
+        return HORO_ERR_INTERNAL;
+    }
+    if (tcp->abandoned[channel]) {
+        return HORO_ERR_ABORTED;
+    }
+    if (link->send.head == NULL && link->recv.head == NULL) {
+        link->unchecked = 1;
+        set_busy(tcp, index);
+    }
+    *found = link;
+    return HORO_OK;
+}
+
+static int tcp_post_send(struct hr_transport *transport, int peer, enum hr_channel channel, const void *data, size_t bytes,
+                         struct hr_io *io) {
+    struct link *link;
+    HR_TRY(link_to_post(tcp_of(transport), peer, channel, &link));
+    /* iovec has no const; sendmsg does not write. */
+    hr_queue_push(&link->send, (char *)(uintptr_t)data, bytes, io);
+    return HORO_OK;
+}
+
+static int tcp_post_recv(struct hr_transport *transport, int peer, enum hr_channel channel, void *data, size_t bytes,
+                         struct hr_io *io) {
+    struct link *link;
+    HR_TRY(link_to_post(tcp_of(transport), peer, channel, &link));
+    hr_queue_push(&link->recv, data, bytes, io);
+    return HORO_OK;
+}
+
+static size_t tcp_sleep_fds(struct hr_transport *transport, struct pollfd *fds, size_t capacity) {
+    const struct tcp *tcp = tcp_of(transport);
+    size_t used = 0;
+    for (int word = 0; word * WORD_BITS < tcp->link_count; word++) {
+        for (uint64_t bits = tcp->busy[word]; bits != 0; bits &= bits - 1) {
+            const struct link *link = &tcp->links[word * WORD_BITS + __builtin_ctzll(bits)];
+            const int events = (link->recv.head == NULL ? 0 : POLLIN) | (link->send.head == NULL ? 0 : POLLOUT);
+            if (used < capacity) {
+                fds[used] = (struct pollfd){.fd = link->fd, .events = (short)events};
+            }
+            used++;
+        }
+    }
+    return used;
+}
+
+static int tcp_lost_peer(struct hr_transport *transport, const char **why) {
+    const struct tcp *tcp = tcp_of(transport);
+    *why = tcp->lost_peer < 0 ? "" : tcp->why;
+    return tcp->lost_peer;
+}
+
+static void tcp_watch(struct hr_transport *transport, int enabled) {
+    struct tcp *tcp = tcp_of(transport);
+    const int on = enabled != 0;
+    if (tcp->watching == on) {
+        return;
+    }
+    tcp->watching = on;
+    for (int i = 0; i < tcp->link_count; i++) {
+        if (tcp->links[i].fd >= 0 && tcp->links[i].is_tcp) {
+            (void)setsockopt(tcp->links[i].fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
+        }
+    }
+}
+
+static void tcp_abandon(struct hr_transport *transport, enum hr_channel channel) {
+    struct tcp *tcp = tcp_of(transport);
+    tcp->abandoned[channel] = 1;
+    for (int peer = 0; peer < tcp->host_count; peer++) {
+        (void)fail_link(tcp, link_index(tcp, peer, channel));
+    }
+}
+
+static void tcp_destroy(struct hr_transport *transport) {
+    if (transport == NULL) {
+        return;
+    }
+    struct tcp *tcp = tcp_of(transport);
+    for (int i = 0; i < tcp->link_count; i++) {
+        (void)fail_link(tcp, i);
+        if (tcp->links[i].fd >= 0) {
+            (void)close(tcp->links[i].fd);
+        }
+    }
+    free(tcp->busy);
+    free(tcp);
+}
+
+static const struct hr_transport_ops tcp_ops = {
+    .name = "tcp",
+    .post_send = tcp_post_send,
+    .post_recv = tcp_post_recv,
+    .progress = tcp_progress,
+    .sleep_fds = tcp_sleep_fds,
+    .lost_peer = tcp_lost_peer,
+    .watch = tcp_watch,
+    .abandon = tcp_abandon,
+    .destroy = tcp_destroy,
+};
+
+static int at_least_one(int seconds) {
+    return seconds < 1 ? 1 : seconds;
+}
+
+/*
+ * Two cases of silence: with data unacknowledged the retransmission gives up after TCP_USER_TIMEOUT; with nothing in flight
+ * the keepalive probes do (first after half the time, the last when it is over; the kernel counts them in whole seconds).
+ */
+static int set_options(int fd, int peer_timeout_ms) {
+    const int off = 0;
+    const int on = 1;
+    const int idle_s = at_least_one(peer_timeout_ms / 2000);
+    const int interval_s = at_least_one(peer_timeout_ms / 2000 / KEEPALIVE_PROBES);
+    const int probes = KEEPALIVE_PROBES;
+    const unsigned user_timeout_ms = (unsigned)peer_timeout_ms;
+    return setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &off, sizeof off) == 0 &&
+           setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on) == 0 &&
+           setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle_s, sizeof idle_s) == 0 &&
+           setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &interval_s, sizeof interval_s) == 0 &&
+           setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes) == 0 &&
+           setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &user_timeout_ms, sizeof user_timeout_ms) == 0;
+}
+
+static int fail_fd(struct hr_error *error, int fd, int host, const char *what) {
+    char reason[WHY_BYTES] = "";
+    (void)strerror_r(errno, reason, sizeof reason);
+    return hr_fail(error, HORO_ERR_USAGE, "descriptor %d for host %d %s: %s", fd, host, what, reason);
+}
+
+static int link_open(struct link *link, int fd, int host, int peer_timeout_ms, struct hr_error *error) {
+    link->fd = fd;
+    if (fd < 0) {
+        return HORO_OK;
+    }
+    int type = 0;
+    struct sockaddr_storage address;
+    socklen_t type_bytes = sizeof type;
+    socklen_t address_bytes = sizeof address;
+    if (getsockopt(fd, SOL_SOCKET, SO_TYPE, &type, &type_bytes) != 0) {
+        return fail_fd(error, fd, host, "is no socket");
+    }
+    if (type != SOCK_STREAM) {
+        return hr_fail(error, HORO_ERR_USAGE, "descriptor %d for host %d is no stream socket (its type is %d)", fd, host, type);
+    }
+    if (getpeername(fd, (struct sockaddr *)&address, &address_bytes) != 0) {
+        return fail_fd(error, fd, host, "is not connected");
+    }
+    const int flags = fcntl(fd, F_GETFL);
+    if (flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) != 0) {
+        return fail_fd(error, fd, host, "cannot be made nonblocking");
+    }
+    link->is_tcp = address.ss_family != AF_UNIX;
+    if (link->is_tcp && !set_options(fd, peer_timeout_ms)) {
+        return fail_fd(error, fd, host, "refuses a TCP option");
+    }
+    return HORO_OK;
+}
+
+static struct tcp *tcp_allocate(int host_count) {
+    const size_t link_count = (size_t)host_count * HR_CHANNEL_COUNT;
+    struct tcp *tcp = calloc(1, sizeof *tcp + link_count * sizeof tcp->links[0]);
+    uint64_t *busy = calloc(link_count / WORD_BITS + 1, sizeof *busy);
+    if (tcp == NULL || busy == NULL) {
+        free(tcp);
+        free(busy);
+        return NULL;
+    }
+    tcp->base.ops = &tcp_ops;
+    tcp->host_count = host_count;
+    tcp->link_count = (int)link_count;
+    tcp->lost_peer = -1;
+    tcp->busy = busy;
+    return tcp;
+}
+
+struct hr_transport *hr_tcp_create(const int *control_fds, const int *data_fds, int host_count, int peer_timeout_ms,
+                                   struct hr_error *error) {
+    if (host_count < 1 || peer_timeout_ms < 1) {
+        (void)hr_fail(error, HORO_ERR_USAGE, "the number of hosts and peer_timeout_ms must be positive, not %d and %d",
+                      host_count, peer_timeout_ms);
+        return NULL;
+    }
+    struct tcp *tcp = tcp_allocate(host_count);
+    if (tcp == NULL) {
+        (void)hr_fail(error, HORO_ERR_RESOURCE, "no memory for the links to %d hosts", host_count);
+        return NULL;
+    }
+    const int *const fds_of_channel[HR_CHANNEL_COUNT] = {[HR_CHANNEL_CONTROL] = control_fds, [HR_CHANNEL_DATA] = data_fds};
+    for (int i = 0; i < tcp->link_count; i++) {
+        const int *fds = fds_of_channel[i / host_count];
+        const int host = i % host_count;
+        if (link_open(&tcp->links[i], fds == NULL ? -1 : fds[host], host, peer_timeout_ms, error) != HORO_OK) {
+            free(tcp->busy);
+            free(tcp);
+            return NULL;
+        }
+    }
+    return &tcp->base;
+}

@@ -1,0 +1,268 @@
+#include <stdio.h>
+#include <string.h>
+
+#include "kernel/kernel.h"
+#include "wire/wire.h"
+
+/*
+ * Reads past the end give zeros and set `failed`, which is looked at once at the end and in every loop: no reading function
+ * needs a check of its own, and none can be forgotten.
+ */
+struct reader {
+    const uint8_t *at;
+    size_t left;
+    int failed;
+};
+
+static const uint8_t zeros[8];
+
+/* The next `bytes` bytes; valid memory even on failure, if at most sizeof zeros are asked for. */
+static const uint8_t *take(struct reader *reader, size_t bytes) {
+    if (bytes > reader->left) {
+        reader->failed = 1;
+        reader->left = 0;
+        return zeros;
+    }
+    const uint8_t *at = reader->at;
+    reader->at += bytes;
+    reader->left -= bytes;
+    return at;
+}
+
+static void require(struct reader *reader, int condition) {
+    if (!condition) {
+        reader->failed = 1;
+    }
+}
+
+static uint16_t load_u16(const uint8_t *at) {
+    return (uint16_t)(at[0] | at[1] << 8);
+}
+
+static uint32_t load_u32(const uint8_t *at) {
+    return load_u16(at) | (uint32_t)load_u16(at + 2) << 16;
+}
+
+static uint64_t load_u64(const uint8_t *at) {
+    return load_u32(at) | (uint64_t)load_u32(at + 4) << 32;
+}
+
+static int read_u8(struct reader *reader) {
+    return *take(reader, 1);
+}
+
+static uint32_t read_u32(struct reader *reader) {
+    return load_u32(take(reader, 4));
+}
+
+static int32_t read_i32(struct reader *reader) {
+    return (int32_t)read_u32(reader);
+}
+
+static double read_f64(struct reader *reader) {
+    const uint64_t bits = load_u64(take(reader, 8));
+    double value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static struct hr_wire_text read_str16(struct reader *reader) {
+    struct hr_wire_text text = {.bytes = load_u16(take(reader, 2))};
+    text.data = (const char *)take(reader, text.bytes);
+    if (reader->failed) {
+        return (struct hr_wire_text){0};
+    }
+    return text;
+}
+
+static struct hr_wire_text read_name(struct reader *reader) {
+    const struct hr_wire_text name = read_str16(reader);
+    require(reader, name.bytes <= HORO_NAME_MAX && (name.bytes == 0 || memchr(name.data, 0, name.bytes) == NULL));
+    return name;
+}
+
+static uint32_t read_count(struct reader *reader) {
+    const uint32_t count = read_u32(reader);
+    require(reader, count <= HR_WIRE_TENSORS_MAX);
+    return count;
+}
+
+static int is_reduce_op(int value) {
+    return value == HORO_AVERAGE || value == HORO_SUM || value == HORO_MIN || value == HORO_MAX || value == HORO_PRODUCT;
+}
+
+int hr_wire_shape_bytes(const int64_t *shape, int ndim, int dtype, int64_t *bytes) {
+    /* An extent of 0 must not hide an overflow of the others: an allgather writes its first extent as 0. */
+    int64_t product = (int64_t)hr_dtype_bytes(dtype);
+    int is_empty = 0;
+    for (int i = 0; i < ndim; i++) {
+        if (shape[i] < 0 || __builtin_mul_overflow(product, shape[i] == 0 ? 1 : shape[i], &product)) {
+            return HORO_ERR_INTERNAL;
+        }
+        is_empty |= shape[i] == 0;
+    }
+    *bytes = is_empty ? 0 : product;
+    return HORO_OK;
+}
+
+static void check_tensor(struct reader *reader, int op) {
+    const int dtype = read_u8(reader);
+    const int ndim = read_u8(reader);
+    require(reader, dtype < HORO_DTYPE_COUNT && ndim <= HORO_DIMS_MAX);
+    int64_t shape[HORO_DIMS_MAX];
+    for (int i = 0; i < ndim && !reader->failed; i++) {
+        shape[i] = (int64_t)load_u64(take(reader, 8));
+    }
+    int64_t bytes;
+    if (!reader->failed) {
+        require(reader, hr_wire_shape_bytes(shape, ndim, dtype, &bytes) == HORO_OK);
+        require(reader, op != HORO_ALLGATHER || ndim == 0 || shape[0] == 0);
+    }
+}
+
+/* A field that means nothing for the operation has its one canonical value. */
+static int is_canonical(const struct hr_wire_request *request) {
+    const double one = 1.0;
+    const int reduces = request->op == HORO_ALLREDUCE;
+    return (reduces || (request->reduce_op == 0 && memcmp(&request->prescale, &one, sizeof one) == 0 &&
+                        memcmp(&request->postscale, &one, sizeof one) == 0)) &&
+           (request->op == HORO_BROADCAST || request->root_rank == 0);
+}
+
+/* Takes all that is left. */
+static void read_request(struct reader *reader, struct hr_wire_request *request) {
+    request->bytes = reader->at;
+    request->byte_count = reader->left;
+    request->op = read_u8(reader);
+    request->reduce_op = read_u8(reader);
+    request->transient = read_u8(reader);
+    request->root_rank = read_i32(reader);
+    request->prescale = read_f64(reader);
+    request->postscale = read_f64(reader);
+    request->name = read_name(reader);
+    require(reader, request->name.bytes > 0);
+    request->tensor_count = read_count(reader);
+    require(reader, request->op < HORO_OP_COUNT && is_reduce_op(request->reduce_op) && request->transient <= 1 &&
+                        request->root_rank >= 0 && is_canonical(request));
+    request->tensors = reader->at;
+    for (uint32_t i = 0; i < request->tensor_count && !reader->failed; i++) {
+        check_tensor(reader, request->op);
+    }
+}
+
+static void read_ids(struct reader *reader, struct hr_wire_message *message) {
+    message->count = read_count(reader);
+    message->items = reader->at;
+    for (uint32_t i = 0; i < message->count && !reader->failed; i++) {
+        require(reader, read_u32(reader) != 0);
+    }
+}
+
+static void read_batch(struct reader *reader, struct hr_wire_message *message) {
+    message->count = read_count(reader);
+    message->items = reader->at;
+    for (uint32_t i = 0; i < message->count && !reader->failed; i++) {
+        const uint32_t id = read_u32(reader);
+        const struct hr_wire_text name = read_name(reader);
+        require(reader, id != 0 || name.bytes > 0);
+    }
+}
+
+static void read_body(struct reader *reader, struct hr_wire_message *message) {
+    switch (message->type) {
+    case HR_WIRE_IDS: read_ids(reader, message); break;
+    case HR_WIRE_REQUEST:
+        message->rank = read_i32(reader);
+        message->status = read_i32(reader);
+        message->text = read_str16(reader);
+        require(reader, message->rank >= 0 && message->status <= 0);
+        read_request(reader, &message->request);
+        break;
+    case HR_WIRE_LOST:
+        message->rank = read_i32(reader);
+        message->status = read_i32(reader);
+        message->text = read_str16(reader);
+        require(reader, message->rank >= -1 && message->status < 0);
+        break;
+    case HR_WIRE_LEAVE:
+        message->rank = read_i32(reader);
+        require(reader, message->rank >= 0);
+        break;
+    case HR_WIRE_BATCH: read_batch(reader, message); break;
+    case HR_WIRE_FAIL:
+        message->status = read_i32(reader);
+        message->name = read_name(reader);
+        message->text = read_str16(reader);
+        require(reader, message->status < 0);
+        break;
+    default: require(reader, 0);
+    }
+}
+
+static int outcome(const struct reader *reader) {
+    return reader->failed || reader->left > 0 ? HORO_ERR_INTERNAL : HORO_OK;
+}
+
+int hr_wire_decode(const void *data, size_t bytes, struct hr_wire_message *message) {
+    *message = (struct hr_wire_message){0};
+    if (bytes == 0 || bytes > HR_WIRE_MESSAGE_MAX) {
+        return HORO_ERR_INTERNAL;
+    }
+    struct reader reader = {.at = data, .left = bytes};
+    message->type = (enum hr_wire_type)read_u8(&reader);
+    read_body(&reader, message);
+    return outcome(&reader);
+}
+
+int hr_wire_decode_request(const void *data, size_t bytes, struct hr_wire_request *request) {
+    *request = (struct hr_wire_request){0};
+    if (bytes == 0 || bytes > HR_WIRE_MESSAGE_MAX) {
+        return HORO_ERR_INTERNAL;
+    }
+    struct reader reader = {.at = data, .left = bytes};
+    read_request(&reader, request);
+    return outcome(&reader);
+}
+
+uint32_t hr_wire_id(const struct hr_wire_message *message, uint32_t index) {
+    return load_u32(message->items + 4 * (size_t)index);
+}
+
+void hr_wire_next_ref(const uint8_t **cursor, struct hr_wire_ref *ref) {
+    const uint8_t *at = *cursor;
+    ref->id = load_u32(at);
+    ref->name.bytes = load_u16(at + 4);
+    ref->name.data = (const char *)at + 6;
+    *cursor = at + 6 + ref->name.bytes;
+}
+
+void hr_wire_next_tensor(const uint8_t **cursor, struct hr_wire_tensor *tensor) {
+    const uint8_t *at = *cursor;
+    tensor->dtype = at[0];
+    tensor->ndim = at[1];
+    at += 2;
+    for (int i = 0; i < tensor->ndim; i++, at += 8) {
+        tensor->shape[i] = (int64_t)load_u64(at);
+    }
+    *cursor = at;
+}
+
+char *hr_wire_describe_tensor(const struct hr_wire_tensor *tensor, char *out, size_t out_bytes) {
+    if (out_bytes == 0) {
+        return out;
+    }
+    size_t used = 0;
+    int written = snprintf(out, out_bytes, "%s [", hr_dtype_name(tensor->dtype));
+    for (int i = 0; i <= tensor->ndim && written >= 0; i++) {
+        used += (size_t)written;
+        if (used >= out_bytes) { /* cut: snprintf has terminated it */
+            break;
+        }
+        if (i < tensor->ndim) {
+            written = snprintf(out + used, out_bytes - used, i == 0 ? "%lld" : ", %lld", (long long)tensor->shape[i]);
+        } else {
+            written = snprintf(out + used, out_bytes - used, "]");
+        }
+    }
+    return out;
+}

@@ -1,0 +1,177 @@
+#include <string.h>
+
+#include "wire/wire.h"
+
+enum {
+    STR16_MAX = UINT16_MAX,
+    REQUEST_FIXED_BYTES = 3 + 4 + 8 + 8 + 2 + 4, /* everything of a request but its name and tensors */
+    TENSOR_FIXED_BYTES = 2,
+};
+
+static uint8_t *write_u16(uint8_t *at, uint16_t value) {
+    at[0] = (uint8_t)value;
+    at[1] = (uint8_t)(value >> 8);
+    return at + 2;
+}
+
+static uint8_t *write_u32(uint8_t *at, uint32_t value) {
+    return write_u16(write_u16(at, (uint16_t)value), (uint16_t)(value >> 16));
+}
+
+static uint8_t *write_i32(uint8_t *at, int32_t value) {
+    return write_u32(at, (uint32_t)value);
+}
+
+static uint8_t *write_u64(uint8_t *at, uint64_t value) {
+    return write_u32(write_u32(at, (uint32_t)value), (uint32_t)(value >> 32));
+}
+
+static uint8_t *write_f64(uint8_t *at, double value) {
+    uint64_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return write_u64(at, bits);
+}
+
+/* What does not fit the length field is cut: it can only be the end of a sentence, names are far shorter. */
+static size_t str16_bytes(struct hr_wire_text text) {
+    return text.bytes < STR16_MAX ? text.bytes : STR16_MAX;
+}
+
+static uint8_t *write_str16(uint8_t *at, struct hr_wire_text text) {
+    const size_t bytes = str16_bytes(text);
+    at = write_u16(at, (uint16_t)bytes);
+    if (bytes > 0) {
+        memcpy(at, text.data, bytes);
+    }
+    return at + bytes;
+}
+
+/* Room for a message of `bytes`, or NULL where memory or the limit on messages does not allow it. */
+static uint8_t *begin(struct hr_buffer *out, size_t bytes) {
+    if (bytes > HR_WIRE_MESSAGE_MAX || hr_buffer_reserve(out, bytes) != HORO_OK) {
+        return NULL;
+    }
+    return out->data + out->end;
+}
+
+static int finish(struct hr_buffer *out, const uint8_t *at) {
+    out->end = (size_t)(at - out->data);
+    return HORO_OK;
+}
+
+static size_t request_bytes(const horo_request *request, struct hr_wire_text name) {
+    size_t bytes = REQUEST_FIXED_BYTES + str16_bytes(name);
+    for (int32_t i = 0; i < request->tensor_count; i++) {
+        bytes += TENSOR_FIXED_BYTES + sizeof(int64_t) * (size_t)request->tensors[i].ndim;
+    }
+    return bytes;
+}
+
+static uint8_t *write_tensor(uint8_t *at, const horo_tensor *tensor, int op) {
+    *at++ = (uint8_t)tensor->dtype;
+    *at++ = (uint8_t)tensor->ndim;
+    for (int32_t i = 0; i < tensor->ndim; i++) {
+        const int free_extent = op == HORO_ALLGATHER && i == 0;
+        at = write_u64(at, free_extent ? 0 : (uint64_t)tensor->shape[i]);
+    }
+    return at;
+}
+
+int hr_wire_encode_request(struct hr_buffer *out, const horo_request *request) {
+    const struct hr_wire_text name = {request->name, strlen(request->name)};
+    uint8_t *at = begin(out, request_bytes(request, name));
+    if (at == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    /* A field that means nothing for this operation gets one fixed value, so that it cannot make two requests differ. */
+    const int reduces = request->op == HORO_ALLREDUCE;
+    *at++ = (uint8_t)request->op;
+    *at++ = (uint8_t)(reduces ? request->reduce_op : 0);
+    *at++ = (request->flags & HORO_SUBMIT_TRANSIENT) != 0;
+    at = write_i32(at, request->op == HORO_BROADCAST ? request->root_rank : 0);
+    at = write_f64(at, reduces ? request->prescale : 1.0);
+    at = write_f64(at, reduces ? request->postscale : 1.0);
+    at = write_str16(at, name);
+    at = write_u32(at, (uint32_t)request->tensor_count);
+    for (int32_t i = 0; i < request->tensor_count; i++) {
+        at = write_tensor(at, &request->tensors[i], request->op);
+    }
+    return finish(out, at);
+}
+
+int hr_wire_put_ids(struct hr_buffer *out, const uint32_t *ids, uint32_t count) {
+    uint8_t *at = count > HR_WIRE_TENSORS_MAX ? NULL : begin(out, 1 + 4 + sizeof *ids * (size_t)count);
+    if (at == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    *at++ = HR_WIRE_IDS;
+    at = write_u32(at, count);
+    for (uint32_t i = 0; i < count; i++) {
+        at = write_u32(at, ids[i]);
+    }
+    return finish(out, at);
+}
+
+int hr_wire_put_request(struct hr_buffer *out, int origin, int status, struct hr_wire_text text, const void *request,
+                        size_t request_bytes) {
+    if (request_bytes > HR_WIRE_MESSAGE_MAX) { /* so that the sum below cannot wrap */
+        return HORO_ERR_RESOURCE;
+    }
+    uint8_t *at = begin(out, 1 + 4 + 4 + 2 + str16_bytes(text) + request_bytes);
+    if (at == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    *at++ = HR_WIRE_REQUEST;
+    at = write_i32(at, origin);
+    at = write_i32(at, status);
+    at = write_str16(at, text);
+    memcpy(at, request, request_bytes);
+    return finish(out, at + request_bytes);
+}
+
+int hr_wire_put_lost(struct hr_buffer *out, int rank, int status, struct hr_wire_text text) {
+    uint8_t *at = begin(out, 1 + 4 + 4 + 2 + str16_bytes(text));
+    if (at == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    *at++ = HR_WIRE_LOST;
+    at = write_i32(at, rank);
+    at = write_i32(at, status);
+    return finish(out, write_str16(at, text));
+}
+
+int hr_wire_put_leave(struct hr_buffer *out, int rank) {
+    uint8_t *at = begin(out, 1 + 4);
+    if (at == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    *at++ = HR_WIRE_LEAVE;
+    return finish(out, write_i32(at, rank));
+}
+
+int hr_wire_put_fail(struct hr_buffer *out, int status, struct hr_wire_text name, struct hr_wire_text text) {
+    uint8_t *at = begin(out, 1 + 4 + 2 + str16_bytes(name) + 2 + str16_bytes(text));
+    if (at == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    *at++ = HR_WIRE_FAIL;
+    at = write_i32(at, status);
+    return finish(out, write_str16(write_str16(at, name), text));
+}
+
+int hr_wire_begin_batch(struct hr_buffer *out, uint32_t count) {
+    uint8_t *at = count > HR_WIRE_TENSORS_MAX ? NULL : begin(out, 1 + 4);
+    if (at == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    *at++ = HR_WIRE_BATCH;
+    return finish(out, write_u32(at, count));
+}
+
+int hr_wire_put_ref(struct hr_buffer *out, uint32_t id, struct hr_wire_text name) {
+    uint8_t *at = begin(out, 4 + 2 + str16_bytes(name));
+    if (at == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    return finish(out, write_str16(write_u32(at, id), name));
+}

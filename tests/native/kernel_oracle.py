@@ -1,0 +1,149 @@
+"""What the kernels must give: the contract of kernel.h as numpy arithmetic, element by element and source by source."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+BFLOAT16 = "bfloat16"
+SUM, MIN, MAX, PRODUCT = 1, 3, 4, 5
+OPS = {"sum": SUM, "min": MIN, "max": MAX, "product": PRODUCT}
+
+
+@dataclass(frozen=True)
+class Dtype:
+    """One dtype of the core; `storage` is how numpy holds its bits (numpy has no bfloat16)."""
+
+    code: int
+    name: str
+    storage: np.dtype[Any]
+
+    @property
+    def is_float(self) -> bool:
+        return self.name == BFLOAT16 or self.storage.kind == "f"
+
+    @property
+    def is_half(self) -> bool:
+        return self.name in {BFLOAT16, "float16"}
+
+
+DTYPES = {
+    name: Dtype(code, name, np.dtype(storage))
+    for code, (name, storage) in enumerate(
+        [
+            ("uint8", "u1"),
+            ("int8", "i1"),
+            ("int16", "i2"),
+            ("int32", "i4"),
+            ("int64", "i8"),
+            ("float16", "f2"),
+            (BFLOAT16, "u2"),
+            ("float32", "f4"),
+            ("float64", "f8"),
+            ("bool", "u1"),
+        ]
+    )
+}
+
+
+def widen_bfloat16(bits: Array) -> Array:
+    """uint16 bits -> float32 of the same value."""
+    floats: Array = (bits.astype(np.uint32) << 16).view(np.float32)
+    return floats
+
+
+def narrow_bfloat16(values: Array) -> Array:
+    """float32 -> uint16 bits, by comparing distances as integers: nearest, ties to even, NaN stays NaN."""
+    bits = values.view(np.uint32).astype(np.uint64)
+    below = bits & 0xFFFF0000
+    above = below + 0x10000
+    odd = (bits >> 16) & 1
+    up = (above - bits < bits - below) | ((above - bits == bits - below) & (odd == 1))
+    nearest = np.where(up, above, below) >> 16
+    return np.where(np.isnan(values), (bits >> 16) | 0x40, nearest).astype(np.uint16)
+
+
+def compute_form(dtype: Dtype, values: Array) -> Array:
+    """Stored values as what they are reduced in: 16-bit floats as float32, bool as 0 and 1."""
+    if dtype.name == BFLOAT16:
+        return widen_bfloat16(values)
+    if dtype.name == "float16":
+        return np.asarray(values, dtype=np.float32)
+    if dtype.name == "bool":
+        return np.not_equal(values, 0).astype(np.uint8)
+    return values
+
+
+def combine(dtype: Dtype, op: int, a: Array, b: Array) -> Array:
+    """One step of a reduction, a being the earlier value."""
+    if dtype.name == "bool":
+        return a | b if op in {SUM, MAX} else a & b
+    if op == SUM:
+        return a + b
+    if op == PRODUCT:
+        return a * b
+    wins = b < a if op == MIN else b > a
+    return np.where(wins | np.isnan(b), b, a) if dtype.is_float else np.where(wins, b, a)
+
+
+def scale_integers(values: Array, scale: float) -> Array:
+    """Integers times a double, truncated toward zero, saturating; NaN gives 0."""
+    limits = np.iinfo(values.dtype)
+    product = np.nan_to_num(values.astype(np.float64) * np.float64(scale), nan=0.0, posinf=np.inf, neginf=-np.inf)
+    result = [
+        limits.max if x >= float(limits.max) else limits.min if x <= float(limits.min) else int(x)
+        for x in product.tolist()
+    ]
+    return np.array(result, dtype=values.dtype)
+
+
+def stored_form(dtype: Dtype, values: Array) -> Array:
+    """The inverse of compute_form, rounding once."""
+    if dtype.name == BFLOAT16:
+        return narrow_bfloat16(values)
+    return values.astype(dtype.storage)
+
+
+def reduce(dtype: Dtype, op: int, sources: Sequence[Array], scale: float = 1.0) -> Array:
+    """The result of hr_kernel.reduce as stored values, of the sources' length."""
+    with np.errstate(all="ignore"):
+        value = compute_form(dtype, sources[0])
+        for source in sources[1:]:
+            value = combine(dtype, op, value, compute_form(dtype, source))
+        if scale != 1.0 and dtype.is_float:
+            value = value * value.dtype.type(scale)
+        elif scale != 1.0 and dtype.name != "bool":
+            value = scale_integers(value, scale)
+        return stored_form(dtype, value)
+
+
+def nan_meets_nan(dtype: Dtype, op: int, sources: Sequence[Array]) -> Array:
+    """Where a sum or product adds or multiplies two NaN, as bool: the result is NaN, and no more is promised."""
+    met = np.zeros(len(sources[0]), dtype=bool)
+    if not dtype.is_float or op in {MIN, MAX}:
+        return met
+    with np.errstate(all="ignore"):
+        value = compute_form(dtype, sources[0])
+        for source in sources[1:]:
+            following = compute_form(dtype, source)
+            met |= np.isnan(value) & np.isnan(following)
+            value = combine(dtype, op, value, following)
+    return met
+
+
+def is_nan(dtype: Dtype, values: Array) -> Array:
+    """Where stored values are NaN, as bool."""
+    if not dtype.is_float:
+        return np.zeros(len(values), dtype=bool)
+    return np.isnan(widen_bfloat16(values) if dtype.name == BFLOAT16 else values)
+
+
+def bits(values: Array) -> Array:
+    """The values as unsigned integers of the same size."""
+    return values.view(np.dtype(f"u{values.dtype.itemsize}"))

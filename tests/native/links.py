@@ -1,0 +1,215 @@
+"""Ranks joined by a transport, for tests: every kind of link the core knows, and threads that play the ranks."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from types import ModuleType
+from typing import Any, TypeVar
+
+__all__ = [
+    "CONTROL",
+    "DATA",
+    "DEADLINE_MS",
+    "KINDS",
+    "TCP_KINDS",
+    "Fabric",
+    "Io",
+    "Rank",
+    "fabric_of",
+    "poll_until",
+    "run_ranks",
+    "socket_pair",
+]
+
+TCP_KINDS = ("tcp-unix", "tcp")
+KINDS = (*TCP_KINDS, "loopback", "loopback-delayed")
+CONTROL, DATA = 0, 1
+DEADLINE_MS = 20_000
+PEER_TIMEOUT_MS = 30_000
+
+_Result = TypeVar("_Result")
+
+
+def run_ranks(count: int, body: Callable[[int], _Result]) -> list[_Result]:
+    """Runs body(0) ... body(count - 1) at once; returns the results in rank order or raises the first error."""
+    with ThreadPoolExecutor(count) as pool:
+        return [future.result() for future in [pool.submit(body, rank) for rank in range(count)]]
+
+
+def poll_until(step: Callable[[], bool], what: str) -> None:
+    """Calls step until it returns true; fails after the deadline."""
+    end = time.monotonic() + DEADLINE_MS / 1000
+    while not step():
+        if time.monotonic() > end:
+            raise TimeoutError(f"{what} did not happen within {DEADLINE_MS} ms")
+
+
+def socket_pair(kind: str) -> tuple[socket.socket, socket.socket]:
+    """Two connected stream sockets: AF_UNIX for "tcp-unix", TCP over 127.0.0.1 for "tcp"."""
+    if kind == "tcp-unix":
+        return socket.socketpair()
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        near = socket.create_connection(listener.getsockname(), timeout=10)
+        far, _ = listener.accept()
+    return near, far
+
+
+class Io:
+    """One posted send or receive with its memory."""
+
+    def __init__(self, native: ModuleType, data: Any, size: int) -> None:
+        self._native = native
+        self.data = data
+        self.size = size
+        self.io = native.ffi.gc(native.lib.shim_io_create(), native.lib.shim_io_destroy)
+
+    @property
+    def posted(self) -> bool:
+        return bool(self._native.lib.shim_io_state(self.io) == 1)
+
+    @property
+    def done(self) -> bool:
+        return bool(self._native.lib.shim_io_state(self.io) == 2)
+
+    @property
+    def failed(self) -> bool:
+        return bool(self._native.lib.shim_io_state(self.io) == 3)
+
+    @property
+    def done_bytes(self) -> int:
+        return int(self._native.lib.shim_io_done_bytes(self.io))
+
+    def bytes(self) -> bytes:
+        return bytes(self._native.ffi.buffer(self.data, self.size))
+
+
+class Rank:
+    """One end of a fabric. Used by one thread at a time."""
+
+    def __init__(self, native: ModuleType, transport: Any) -> None:
+        self.native = native
+        self.lib = native.lib
+        self.transport = transport
+        self._kept: list[Io] = []
+
+    def send(self, peer: int, data: bytes, channel: int = DATA) -> Io:
+        io = Io(self.native, self.native.ffi.new("char[]", data), len(data))
+        status = self.lib.shim_post_send(self.transport, peer, channel, io.data, io.size, io.io)
+        return self._posted(io, status)
+
+    def recv(self, peer: int, size: int, channel: int = DATA) -> Io:
+        io = Io(self.native, self.native.ffi.new("char[]", max(size, 1)), size)
+        status = self.lib.shim_post_recv(self.transport, peer, channel, io.data, io.size, io.io)
+        return self._posted(io, status)
+
+    def _posted(self, io: Io, status: int) -> Io:
+        if status != 0:
+            raise ValueError(f"posting returned {status}")
+        self._kept.append(io)  # the transport keeps pointers until the io is over
+        return io
+
+    def progress(self) -> bool:
+        return bool(self.lib.shim_progress(self.transport))
+
+    def wait(self, *ios: Io, timeout_ms: int = DEADLINE_MS) -> int:
+        """HORO_OK, HORO_ERR_PEER_LOST or HORO_ERR_TIMEOUT."""
+        array = self.native.ffi.new("void *[]", [io.io for io in ios])
+        return int(self.lib.shim_wait(self.transport, array, len(ios), timeout_ms, self.native.ffi.NULL))
+
+    def sleeps(self, timeout_ms: int = DEADLINE_MS) -> bool:
+        """Whether a sleeper on the named descriptors is still asleep after timeout_ms."""
+        return not self.lib.shim_sleep(self.transport, timeout_ms)
+
+    def sleep_fds(self, capacity: int = 64) -> tuple[int, list[tuple[int, int]]]:
+        """How many descriptors there are, and the first `capacity` as (descriptor, events)."""
+        fds = self.native.ffi.new("int[]", max(capacity, 1))
+        events = self.native.ffi.new("int[]", max(capacity, 1))
+        count = int(self.lib.shim_sleep_fds(self.transport, fds, events, capacity))
+        return count, [(fds[i], events[i]) for i in range(min(count, capacity))]
+
+    def lost(self) -> tuple[int, str]:
+        why = self.native.ffi.new("char[]", 256)
+        peer = int(self.lib.shim_lost_peer(self.transport, why, 256))
+        return peer, self.native.ffi.string(why).decode()
+
+    def destroy(self) -> None:
+        if self.transport is not None:
+            self.lib.shim_transport_destroy(self.transport)
+            self.transport = None
+
+
+class Fabric:
+    """All ranks of a job, every one linked with every other on both channels."""
+
+    def __init__(
+        self, ranks: Sequence[Rank], cut: Callable[[int, int], None], fds: Sequence[Sequence[Sequence[int]]] = ()
+    ) -> None:
+        self.ranks = list(ranks)
+        self.cut = cut
+        self._fds = fds
+
+    def data_fds(self, host: int) -> list[int]:
+        """The data sockets of one rank; none where links are memory."""
+        return [fd for fd in self._fds[host][DATA] if fd >= 0] if self._fds else []
+
+    def crash(self, host: int) -> None:
+        """Closes one end, as the death of its process would."""
+        self.ranks[host].destroy()
+
+
+def _create_tcp(native: ModuleType, fds: Sequence[Sequence[int]], peer_timeout_ms: int) -> Rank:
+    status = native.ffi.new("int *")
+    error = native.ffi.new("char[]", 1024)
+    arrays = [native.ffi.new("int[]", list(channel)) for channel in fds]
+    transport = native.lib.shim_tcp_create(arrays[CONTROL], arrays[DATA], len(fds[0]), peer_timeout_ms, status, error)
+    if transport == native.ffi.NULL:
+        raise ValueError(native.ffi.string(error).decode())
+    return Rank(native, transport)
+
+
+@contextmanager
+def _tcp(native: ModuleType, kind: str, hosts: int) -> Iterator[Fabric]:
+    fds = [[[-1] * hosts for _ in (CONTROL, DATA)] for _ in range(hosts)]
+    for a in range(hosts):
+        for b in range(a + 1, hosts):
+            for channel in (CONTROL, DATA):
+                near, far = socket_pair(kind)
+                fds[a][channel][b] = near.detach()
+                fds[b][channel][a] = far.detach()
+
+    def cut(a: int, b: int) -> None:
+        for channel in (CONTROL, DATA):
+            with socket.socket(fileno=os.dup(fds[a][channel][b])) as link:
+                link.shutdown(socket.SHUT_RDWR)
+
+    ranks = [_create_tcp(native, fds[host], PEER_TIMEOUT_MS) for host in range(hosts)]
+    try:
+        yield Fabric(ranks, cut, fds)
+    finally:
+        for rank in ranks:
+            rank.destroy()
+
+
+@contextmanager
+def _loopback(native: ModuleType, kind: str, hosts: int) -> Iterator[Fabric]:
+    delay_polls, piece_bytes = (2, 509) if kind == "loopback-delayed" else (0, 0)
+    hub = native.lib.shim_hub_create(hosts, delay_polls, piece_bytes)
+    status = native.ffi.new("int *")
+    error = native.ffi.new("char[]", 1024)
+    ranks = [Rank(native, native.lib.shim_loopback_create(hub, host, 0, status, error)) for host in range(hosts)]
+    try:
+        yield Fabric(ranks, lambda a, b: native.lib.shim_hub_cut(hub, a, b))
+    finally:
+        for rank in ranks:
+            rank.destroy()
+        native.lib.shim_hub_destroy(hub)
+
+
+def fabric_of(native: ModuleType, kind: str, hosts: int) -> Any:
+    """A context manager that gives a Fabric of one of KINDS and destroys it at the end."""
+    return (_tcp if kind in TCP_KINDS else _loopback)(native, kind, hosts)

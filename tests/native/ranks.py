@@ -1,0 +1,142 @@
+"""Ranks as threads: every rank of a group runs the same function with a context of its own."""
+
+from __future__ import annotations
+
+import faulthandler
+import mmap
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+from fabric import make_setups
+
+from horo import _core
+from horo._core import Context, Setup, Tensor
+
+__all__ = ["Group", "Rank", "run_ranks"]
+
+T = TypeVar("T")
+
+NUMPY_OF_DTYPE = {
+    "uint8": np.uint8,
+    "int8": np.int8,
+    "int16": np.int16,
+    "int32": np.int32,
+    "int64": np.int64,
+    "float16": np.float16,
+    "float32": np.float32,
+    "float64": np.float64,
+    "bool": np.bool_,
+}
+_DTYPE_OF_NUMPY = {np.dtype(t): _core.DTYPES[name] for name, t in NUMPY_OF_DTYPE.items()}
+
+
+class Rank:
+    """One rank with numpy arrays instead of torch tensors."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.rank = context.rank
+        self.size = context.size
+        self._kept: dict[int, Any] = {}
+
+    def submit(self, op: str, name: str, arrays: Sequence[np.ndarray], **options: Any) -> int:
+        """Starts an operation in place."""
+        tensors = [Tensor(a.ctypes.data, a.ctypes.data, a.shape, _DTYPE_OF_NUMPY[a.dtype]) for a in arrays]
+        handle = self.context.submit(_core.OPS[op], name, tensors, **options)
+        self._kept[handle] = arrays
+        return handle
+
+    def finish(self, handle: int) -> None:
+        """Waits and releases, also when it fails."""
+        try:
+            self.context.wait(handle)
+        finally:
+            self.context.release(handle)
+            del self._kept[handle]
+
+    def allreduce(self, array: np.ndarray, name: str = "x", op: str = "sum", **options: Any) -> np.ndarray:
+        self.finish(self.submit("allreduce", name, [array], reduce_op=_core.REDUCE_OPS[op], **options))
+        return array
+
+    def broadcast(self, array: np.ndarray, root: int, name: str = "b", **options: Any) -> np.ndarray:
+        self.finish(self.submit("broadcast", name, [array], root_rank=root, **options))
+        return array
+
+    def barrier(self, name: str = "barrier", **options: Any) -> None:
+        self.finish(self.submit("barrier", name, [], **options))
+
+    def allgather(self, array: np.ndarray, name: str = "g", **options: Any) -> tuple[np.ndarray, list[int]]:
+        handle = self.submit("allgather", name, [array], **options)
+        try:
+            self.context.wait(handle)
+            data, first_dims = self.context.take_result(handle, 0)
+        finally:
+            self.context.release(handle)
+            del self._kept[handle]
+        return np.frombuffer(data, array.dtype).reshape(sum(first_dims), *array.shape[1:]), first_dims
+
+
+class Group:
+    """All ranks of a job inside this process, sharing the mappings of their arenas (so that TSan sees every race)."""
+
+    def __init__(self, hosts: Sequence[int] = (2,), **options: Any) -> None:
+        setups = make_setups(hosts, **options)
+        self._mappings: dict[int, mmap.mmap] = {}
+        self.contexts: list[Context] = []
+        for setup in setups:
+            self.contexts.append(Context(self._share(setup)))
+
+    def _share(self, setup: Setup) -> Setup:
+        host = setup.host_of_rank[setup.rank]
+        if host not in self._mappings:
+            local_size = list(setup.host_of_rank).count(host)
+            self._mappings[host] = mmap.mmap(setup.arena_fd, _core.arena_bytes(local_size, setup.segment_bytes))
+        return replace(setup, arena_memory=np.frombuffer(self._mappings[host], np.uint8).ctypes.data)
+
+    def run(self, function: Callable[[Rank], T], timeout_s: float = 60, ranks: Sequence[int] | None = None) -> list[T]:
+        """Runs the function on every rank at once; the first exception is raised, a hang prints all stacks."""
+        chosen = range(len(self.contexts)) if ranks is None else ranks
+        results: dict[int, T] = {}
+        errors: list[BaseException] = []
+
+        def body(rank: int) -> None:
+            try:
+                results[rank] = function(Rank(self.contexts[rank]))
+            except BaseException as error:  # noqa: BLE001 - handed to the caller below
+                errors.append(error)
+
+        threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in chosen]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout_s)
+        if any(thread.is_alive() for thread in threads):
+            faulthandler.dump_traceback(sys.stderr, all_threads=True)
+            raise TimeoutError(f"ranks hang after {timeout_s} s; errors so far: {errors}")
+        if errors:
+            raise errors[0]
+        return [results[rank] for rank in chosen]
+
+    def destroy(self) -> None:
+        """Shuts all ranks down at once, as processes that end together do."""
+        threads = [threading.Thread(target=context.destroy) for context in self.contexts]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.destroy()
+
+
+def run_ranks(function: Callable[[Rank], T], hosts: Sequence[int] = (2,), **options: Any) -> list[T]:
+    """A group for one function."""
+    with Group(hosts, **options) as group:
+        return group.run(function)

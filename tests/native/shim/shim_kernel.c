@@ -1,0 +1,50 @@
+#include "shim_kernel.h"
+
+#include <string.h>
+
+#include "kernel/level.h"
+
+static const struct hr_kernel *find(const char *level) {
+    return strcmp(level, "best") == 0 ? hr_kernel_best() : hr_kernel_find(level);
+}
+
+const char *shim_kernel_name(const char *level) {
+    const struct hr_kernel *kernel = find(level);
+    return kernel == NULL ? NULL : kernel->name;
+}
+
+int shim_kernel_reduce(const char *level, int dtype, int reduce_op, void *dst, void *copy, const void *const *src,
+                       int src_count, size_t count, double scale, int copy_store) {
+    const struct hr_kernel *kernel = find(level);
+    if (kernel == NULL) {
+        return -1;
+    }
+    kernel->reduce(dtype, reduce_op, dst, copy, src, src_count, count, scale, (enum hr_store)copy_store);
+    return 0;
+}
+
+int shim_kernel_scale(const char *level, int dtype, void *dst, const void *src, size_t count, double scale, int store) {
+    const struct hr_kernel *kernel = find(level);
+    if (kernel == NULL) {
+        return -1;
+    }
+    kernel->scale(dtype, dst, src, count, scale, (enum hr_store)store);
+    return 0;
+}
+
+int shim_kernel_copy(const char *level, void *dst, const void *src, size_t bytes, int store) {
+    const struct hr_kernel *kernel = find(level);
+    if (kernel == NULL) {
+        return -1;
+    }
+    kernel->copy(dst, src, bytes, (enum hr_store)store);
+    return 0;
+}
+
+const char *shim_dtype_name(int dtype) {
+    return hr_dtype_name(dtype);
+}
+
+int shim_dtype_reducible(int dtype, int reduce_op) {
+    return hr_dtype_reducible(dtype, reduce_op);
+}

@@ -1,0 +1,146 @@
+#include "shim_transport.h"
+
+#include <poll.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "base/clock.h"
+#include "horo.h"
+#include "transport/transport.h"
+
+enum { SLEEP_FDS_MAX = 64 };
+
+void *shim_hub_create(int host_count, int delay_polls, size_t piece_bytes) {
+    return hr_hub_create(host_count, delay_polls, piece_bytes);
+}
+
+void shim_hub_destroy(void *hub) {
+    hr_hub_destroy(hub);
+}
+
+void shim_hub_cut(void *hub, int host_a, int host_b) {
+    hr_hub_cut(hub, host_a, host_b);
+}
+
+static void *tell(struct hr_transport *transport, const struct hr_error *failure, int *status, char *error) {
+    *status = failure->code;
+    (void)snprintf(error, HORO_MESSAGE_MAX, "%s", failure->text);
+    return transport;
+}
+
+void *shim_loopback_create(void *hub, int host, int lane, int *status, char *error) {
+    struct hr_error failure = {0};
+    struct hr_transport *transport = hr_loopback_create(hub, host, lane, &failure);
+    return tell(transport, &failure, status, error);
+}
+
+void *shim_tcp_create(const int *control_fds, const int *data_fds, int host_count, int peer_timeout_ms, int *status,
+                      char *error) {
+    struct hr_error failure = {0};
+    struct hr_transport *transport = hr_tcp_create(control_fds, data_fds, host_count, peer_timeout_ms, &failure);
+    return tell(transport, &failure, status, error);
+}
+
+void shim_transport_destroy(void *transport) {
+    ((struct hr_transport *)transport)->ops->destroy(transport);
+}
+
+void *shim_io_create(void) {
+    return calloc(1, sizeof(struct hr_io));
+}
+
+void shim_io_destroy(void *io) {
+    free(io);
+}
+
+int shim_io_state(const void *io) {
+    return (int)((const struct hr_io *)io)->state;
+}
+
+size_t shim_io_done_bytes(const void *io) {
+    return ((const struct hr_io *)io)->done_bytes;
+}
+
+int shim_post_send(void *transport, int peer, int channel, const void *data, size_t bytes, void *io) {
+    struct hr_transport *self = transport;
+    return self->ops->post_send(self, peer, (enum hr_channel)channel, data, bytes, io);
+}
+
+int shim_post_recv(void *transport, int peer, int channel, void *data, size_t bytes, void *io) {
+    struct hr_transport *self = transport;
+    return self->ops->post_recv(self, peer, (enum hr_channel)channel, data, bytes, io);
+}
+
+int shim_progress(void *transport) {
+    struct hr_transport *self = transport;
+    return self->ops->progress(self);
+}
+
+void shim_abandon(void *transport, int channel) {
+    struct hr_transport *self = transport;
+    self->ops->abandon(self, (enum hr_channel)channel);
+}
+
+void shim_watch(void *transport, int enabled) {
+    struct hr_transport *self = transport;
+    self->ops->watch(self, enabled);
+}
+
+int shim_lost_peer(void *transport, char *why, size_t why_bytes) {
+    struct hr_transport *self = transport;
+    const char *reason;
+    const int peer = self->ops->lost_peer(self, &reason);
+    (void)snprintf(why, why_bytes, "%s", reason);
+    return peer;
+}
+
+size_t shim_sleep_fds(void *transport, int *fds, int *events, size_t capacity) {
+    struct hr_transport *self = transport;
+    struct pollfd polled[SLEEP_FDS_MAX];
+    const size_t count = self->ops->sleep_fds(self, polled, capacity < SLEEP_FDS_MAX ? capacity : SLEEP_FDS_MAX);
+    for (size_t i = 0; i < count && i < capacity && i < SLEEP_FDS_MAX; i++) {
+        fds[i] = polled[i].fd;
+        events[i] = polled[i].events;
+    }
+    return count;
+}
+
+int shim_sleep(void *transport, int timeout_ms) {
+    struct hr_transport *self = transport;
+    struct pollfd polled[SLEEP_FDS_MAX];
+    const size_t count = self->ops->sleep_fds(self, polled, SLEEP_FDS_MAX);
+    return poll(polled, count < SLEEP_FDS_MAX ? count : SLEEP_FDS_MAX, timeout_ms) > 0;
+}
+
+static int state_of(void *const *ios, int io_count) {
+    int status = HORO_OK;
+    for (int i = 0; i < io_count; i++) {
+        const struct hr_io *io = ios[i];
+        if (io->state == HR_IO_POSTED) {
+            return HORO_IN_PROGRESS;
+        }
+        if (io->state == HR_IO_FAILED) {
+            status = HORO_ERR_PEER_LOST;
+        }
+    }
+    return status;
+}
+
+int shim_wait(void *transport, void *const *ios, int io_count, int timeout_ms, int *sleeps) {
+    const int64_t deadline_ns = hr_now_ns() + (int64_t)timeout_ms * 1000000;
+    int status;
+    while ((status = state_of(ios, io_count)) == HORO_IN_PROGRESS) {
+        if (shim_progress(transport)) {
+            continue;
+        }
+        const int64_t left_ms = (deadline_ns - hr_now_ns()) / 1000000;
+        if (left_ms <= 0) {
+            return HORO_ERR_TIMEOUT;
+        }
+        (void)shim_sleep(transport, (int)left_ms);
+        if (sleeps != NULL) {
+            (*sleeps)++;
+        }
+    }
+    return status;
+}

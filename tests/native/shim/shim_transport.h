@@ -1,0 +1,42 @@
+/* Transports as plain functions. A transport is a void *, and so is an io. */
+#ifndef SHIM_TRANSPORT_H
+#define SHIM_TRANSPORT_H
+
+/* cffi: skip */
+#include <stddef.h>
+/* cffi: end */
+
+void *shim_hub_create(int host_count, int delay_polls, size_t piece_bytes);
+void shim_hub_destroy(void *hub);
+void shim_hub_cut(void *hub, int host_a, int host_b);
+
+/* NULL with the sentence in error (HORO_MESSAGE_MAX bytes) and the code in *status. */
+void *shim_loopback_create(void *hub, int host, int lane, int *status, char *error);
+void *shim_tcp_create(const int *control_fds, const int *data_fds, int host_count, int peer_timeout_ms, int *status,
+                      char *error);
+void shim_transport_destroy(void *transport);
+
+void *shim_io_create(void);
+void shim_io_destroy(void *io);
+int shim_io_state(const void *io);
+size_t shim_io_done_bytes(const void *io);
+
+int shim_post_send(void *transport, int peer, int channel, const void *data, size_t bytes, void *io);
+int shim_post_recv(void *transport, int peer, int channel, void *data, size_t bytes, void *io);
+int shim_progress(void *transport);
+void shim_abandon(void *transport, int channel);
+void shim_watch(void *transport, int enabled);
+/* -1, or the peer with the reason in why (why_bytes long). */
+int shim_lost_peer(void *transport, char *why, size_t why_bytes);
+/* How many descriptors; the first `capacity` of them in fds and events. */
+size_t shim_sleep_fds(void *transport, int *fds, int *events, size_t capacity);
+/* Sleeps on them: 1 if one woke, 0 if none did in time. */
+int shim_sleep(void *transport, int timeout_ms);
+
+/*
+ * Progress and sleep until none of the ios is posted any more. HORO_OK, HORO_ERR_PEER_LOST if any failed, HORO_ERR_TIMEOUT.
+ * *sleeps (or NULL) counts the sleeps.
+ */
+int shim_wait(void *transport, void *const *ios, int io_count, int timeout_ms, int *sleeps);
+
+#endif

@@ -1,0 +1,195 @@
+#include "shim_wire.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "wire/wire.h"
+#include "wire_walk.h"
+
+static struct hr_wire_text to_core(shim_text text) {
+    return (struct hr_wire_text){text.data, text.bytes};
+}
+
+static shim_text from_core(struct hr_wire_text text) {
+    return (shim_text){text.data, text.bytes};
+}
+
+/* Starts with unread bytes and one byte consumed, as a send buffer would. */
+static struct hr_buffer used_buffer(void) {
+    struct hr_buffer buffer = {0};
+    if (hr_buffer_append(&buffer, "xy", 2) == HORO_OK) {
+        hr_buffer_consume(&buffer, 1);
+    }
+    return buffer;
+}
+
+static int64_t finish(struct hr_buffer *buffer, int status, void *out, size_t out_bytes) {
+    const size_t bytes = hr_buffer_size(buffer) - 1;
+    int64_t result = status;
+    if (status == HORO_OK && bytes <= out_bytes) {
+        memcpy(out, hr_buffer_front(buffer) + 1, bytes);
+        result = (int64_t)bytes;
+    } else if (status == HORO_OK || bytes != 0) { /* no room here; or a failure that appended something */
+        result = HORO_ERR_USAGE;
+    }
+    hr_buffer_fini(buffer);
+    return result;
+}
+
+int64_t shim_wire_encode_request(const horo_request *request, void *out, size_t out_bytes) {
+    struct hr_buffer buffer = used_buffer();
+    return finish(&buffer, hr_wire_encode_request(&buffer, request), out, out_bytes);
+}
+
+int64_t shim_wire_put_ids(const uint32_t *ids, uint32_t count, void *out, size_t out_bytes) {
+    struct hr_buffer buffer = used_buffer();
+    return finish(&buffer, hr_wire_put_ids(&buffer, ids, count), out, out_bytes);
+}
+
+int64_t shim_wire_put_request(int origin, int status, shim_text text, const void *request, size_t request_bytes, void *out,
+                              size_t out_bytes) {
+    struct hr_buffer buffer = used_buffer();
+    const int result = hr_wire_put_request(&buffer, origin, status, to_core(text), request, request_bytes);
+    return finish(&buffer, result, out, out_bytes);
+}
+
+int64_t shim_wire_put_lost(int rank, int status, shim_text text, void *out, size_t out_bytes) {
+    struct hr_buffer buffer = used_buffer();
+    return finish(&buffer, hr_wire_put_lost(&buffer, rank, status, to_core(text)), out, out_bytes);
+}
+
+int64_t shim_wire_put_leave(int rank, void *out, size_t out_bytes) {
+    struct hr_buffer buffer = used_buffer();
+    return finish(&buffer, hr_wire_put_leave(&buffer, rank), out, out_bytes);
+}
+
+int64_t shim_wire_put_fail(int status, shim_text name, shim_text text, void *out, size_t out_bytes) {
+    struct hr_buffer buffer = used_buffer();
+    return finish(&buffer, hr_wire_put_fail(&buffer, status, to_core(name), to_core(text)), out, out_bytes);
+}
+
+int64_t shim_wire_put_batch(uint32_t claimed_count, uint32_t count, const uint32_t *ids, const shim_text *names, void *out,
+                            size_t out_bytes) {
+    struct hr_buffer buffer = used_buffer();
+    int status = hr_wire_begin_batch(&buffer, claimed_count);
+    for (uint32_t i = 0; i < count && status == HORO_OK; i++) {
+        status = hr_wire_put_ref(&buffer, ids[i], to_core(names[i]));
+    }
+    return finish(&buffer, status, out, out_bytes);
+}
+
+static shim_wire_request request_from_core(const struct hr_wire_request *request) {
+    return (shim_wire_request){
+        .op = request->op,
+        .reduce_op = request->reduce_op,
+        .transient = request->transient,
+        .root_rank = request->root_rank,
+        .prescale = request->prescale,
+        .postscale = request->postscale,
+        .name = from_core(request->name),
+        .tensor_count = request->tensor_count,
+        .bytes = request->bytes,
+        .byte_count = request->byte_count,
+        .tensors = request->tensors,
+    };
+}
+
+int shim_wire_decode(const void *data, size_t bytes, shim_wire_message *message) {
+    struct hr_wire_message decoded;
+    const int status = hr_wire_decode(data, bytes, &decoded);
+    *message = (shim_wire_message){
+        .type = (int)decoded.type,
+        .rank = decoded.rank,
+        .status = decoded.status,
+        .name = from_core(decoded.name),
+        .text = from_core(decoded.text),
+        .count = decoded.count,
+        .items = decoded.items,
+        .request = request_from_core(&decoded.request),
+    };
+    return status;
+}
+
+int shim_wire_decode_request(const void *data, size_t bytes, shim_wire_request *request) {
+    struct hr_wire_request decoded;
+    const int status = hr_wire_decode_request(data, bytes, &decoded);
+    *request = request_from_core(&decoded);
+    return status;
+}
+
+void shim_wire_ids(const shim_wire_message *message, uint32_t *ids) {
+    const struct hr_wire_message decoded = {.items = message->items};
+    for (uint32_t i = 0; i < message->count; i++) {
+        ids[i] = hr_wire_id(&decoded, i);
+    }
+}
+
+void shim_wire_refs(const shim_wire_message *message, uint32_t *ids, shim_text *names) {
+    const uint8_t *cursor = message->items;
+    for (uint32_t i = 0; i < message->count; i++) {
+        struct hr_wire_ref ref;
+        hr_wire_next_ref(&cursor, &ref);
+        ids[i] = ref.id;
+        names[i] = from_core(ref.name);
+    }
+}
+
+void shim_wire_tensors(const shim_wire_request *request, int *dtypes, int *ndims, int64_t *shapes) {
+    const uint8_t *cursor = request->tensors;
+    for (uint32_t i = 0; i < request->tensor_count; i++) {
+        struct hr_wire_tensor tensor;
+        hr_wire_next_tensor(&cursor, &tensor);
+        dtypes[i] = tensor.dtype;
+        ndims[i] = tensor.ndim;
+        memcpy(shapes + (size_t)i * HORO_DIMS_MAX, tensor.shape, (size_t)tensor.ndim * sizeof *shapes);
+    }
+}
+
+void shim_wire_describe(int dtype, int ndim, const int64_t *shape, char *out, size_t out_bytes) {
+    struct hr_wire_tensor tensor = {.dtype = dtype, .ndim = ndim};
+    memcpy(tensor.shape, shape, (size_t)ndim * sizeof *shape);
+    (void)hr_wire_describe_tensor(&tensor, out, out_bytes);
+}
+
+int shim_wire_shape_bytes(const int64_t *shape, int ndim, int dtype, int64_t *bytes) {
+    return hr_wire_shape_bytes(shape, ndim, dtype, bytes);
+}
+
+int shim_wire_probe(const void *data, size_t bytes) {
+    uint8_t *copy = malloc(bytes == 0 ? 1 : bytes);
+    if (copy == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    memcpy(copy, data, bytes);
+    const int status = wire_walk(copy, bytes);
+    free(copy);
+    return status;
+}
+
+static int count_outcome(int status, uint64_t *accepted, uint64_t *rejected) {
+    *accepted += status == HORO_OK;
+    *rejected += status == HORO_ERR_INTERNAL;
+    return status == HORO_OK || status == HORO_ERR_INTERNAL ? HORO_OK : status;
+}
+
+int shim_wire_probe_mutants(const void *data, size_t bytes, uint64_t *accepted, uint64_t *rejected) {
+    *accepted = 0;
+    *rejected = 0;
+    for (size_t length = 0; length < bytes; length++) {
+        HR_TRY(count_outcome(shim_wire_probe(data, length), accepted, rejected));
+    }
+    uint8_t *mutant = malloc(bytes);
+    if (mutant == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    int status = HORO_OK;
+    for (size_t i = 0; i < bytes && status == HORO_OK; i++) {
+        memcpy(mutant, data, bytes);
+        for (int value = 0; value < 256 && status == HORO_OK; value++) {
+            mutant[i] = (uint8_t)value;
+            status = count_outcome(shim_wire_probe(mutant, bytes), accepted, rejected);
+        }
+    }
+    free(mutant);
+    return status;
+}

@@ -1,0 +1,325 @@
+"""Kernels: every SIMD level gives what the contract says, bit for bit, and touches nothing else."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import kernel_oracle as oracle
+import numpy as np
+import numpy.typing as npt
+import pytest
+from kernel_oracle import DTYPES, OPS, Dtype
+
+Array = npt.NDArray[Any]
+
+LEVELS = ["scalar", "neon"] if platform.machine() == "aarch64" else ["scalar", "avx2", "avx512"]
+GUARD_BYTES = 192
+ORDINARY, STREAM = 0, 1
+COUNTS = [0, 1, 2, 3, 7, 15, 16, 17, 31, 33, 63, 64, 65, 127, 129, 255, 257, 300, 513]
+
+
+class Kernel:
+    """One level, with arrays for arguments."""
+
+    def __init__(self, native: ModuleType, level: str) -> None:
+        self._lib, self._ffi, self._level = native.lib, native.ffi, level.encode()
+
+    def _address(self, array: Array) -> Any:
+        return self._ffi.cast("void *", array.ctypes.data)
+
+    def reduce(
+        self,
+        dtype: Dtype,
+        op: int,
+        sources: Sequence[Array],
+        dst: Array,
+        *,
+        copy: Array | None = None,
+        scale: float = 1.0,
+        store: int = ORDINARY,
+    ) -> None:
+        addresses = self._ffi.new("void *[]", [self._address(s) for s in sources])
+        to = self._ffi.NULL if copy is None else self._address(copy)
+        arguments = (to, addresses, len(sources), len(dst), scale, store)
+        assert self._lib.shim_kernel_reduce(self._level, dtype.code, op, self._address(dst), *arguments) == 0
+
+    def scale(self, dtype: Dtype, dst: Array, src: Array, scale: float, store: int) -> None:
+        arguments = (self._address(dst), self._address(src), len(src), scale, store)
+        assert self._lib.shim_kernel_scale(self._level, dtype.code, *arguments) == 0
+
+    def copy(self, dst: Array, src: Array, store: int) -> None:
+        assert self._lib.shim_kernel_copy(self._level, self._address(dst), self._address(src), src.nbytes, store) == 0
+
+
+@pytest.fixture(params=[*LEVELS, "best"])
+def kernel(request: pytest.FixtureRequest, native: ModuleType) -> Kernel:
+    if native.lib.shim_kernel_name(request.param.encode()) == native.ffi.NULL:
+        pytest.skip(f"this machine has no {request.param}")
+    return Kernel(native, request.param)
+
+
+class Guarded:
+    """Room for an array at any misalignment, with bytes around it that nobody may touch."""
+
+    def __init__(self, dtype: Dtype, count: int, misalign_bytes: int) -> None:
+        self._room = np.full(count * dtype.storage.itemsize + 2 * GUARD_BYTES, 0xA5, dtype=np.uint8)
+        self._begin = GUARD_BYTES - 64 + (-self._room.ctypes.data) % 64 + misalign_bytes
+        self._end = self._begin + count * dtype.storage.itemsize
+        self.array = self._room[self._begin : self._end].view(dtype.storage)
+
+    def is_intact(self) -> bool:
+        return bool((self._room[: self._begin] == 0xA5).all() and (self._room[self._end :] == 0xA5).all())
+
+
+def placed(dtype: Dtype, values: Array, misalign_bytes: int) -> Array:
+    room = Guarded(dtype, len(values), misalign_bytes)
+    room.array[:] = values
+    return room.array
+
+
+def special_values(dtype: Dtype) -> Array:
+    if dtype.name == "bool":
+        return np.array([0, 1], dtype=np.uint8)
+    if not dtype.is_float:
+        limits = np.iinfo(dtype.storage)
+        return np.array([0, 1, limits.max, limits.min, limits.max - 1, 3], dtype=dtype.storage)
+    storage = np.dtype("f4") if dtype.name == oracle.BFLOAT16 else dtype.storage
+    limit = np.finfo(storage)
+    tiny = float(limit.smallest_subnormal)
+    plain = [0.0, -0.0, 1.0, -1.0, np.inf, -np.inf, np.nan, tiny, -tiny, 3 * tiny, float(limit.tiny)]
+    values = np.array([*plain, float(limit.max), -float(limit.max), float(limit.max) / 2], dtype=storage)
+    return oracle.narrow_bfloat16(values) if dtype.name == oracle.BFLOAT16 else values
+
+
+def random_values(dtype: Dtype, count: int, rng: np.random.Generator) -> Array:
+    """A third plain numbers, a third any bits, a third special ones."""
+    size = dtype.storage.itemsize
+    if dtype.name == "bool":
+        return rng.integers(0, 2, count).astype(np.uint8)
+    any_bits = rng.integers(0, 256, count * size, dtype=np.uint8).view(dtype.storage)
+    plain = rng.integers(-100, 100, count) / (8 if dtype.is_float else 1)
+    if dtype.name == oracle.BFLOAT16:
+        stored_plain = oracle.narrow_bfloat16(plain.astype(np.float32))
+    else:
+        stored_plain = plain.astype(np.int64 if not dtype.is_float else dtype.storage).astype(dtype.storage)
+    choice = rng.integers(0, 3, count)
+    return np.choose(choice, [stored_plain, any_bits, rng.choice(special_values(dtype), count)]).astype(dtype.storage)
+
+
+def assert_bits(dtype: Dtype, actual: Array, expected: Array, note: object) -> None:
+    """Equal bits; where the result is NaN, another NaN will do (numpy may carry on another payload)."""
+    same = oracle.bits(actual) == oracle.bits(expected)
+    same |= oracle.is_nan(dtype, actual) & oracle.is_nan(dtype, expected)
+    assert same.all(), (note, np.flatnonzero(~same)[:5], actual[~same][:5], expected[~same][:5])
+
+
+def test_the_best_level_is_the_one_reported(native: ModuleType) -> None:
+    best = native.ffi.string(native.lib.shim_kernel_name(b"best"))
+    assert best == native.ffi.string(native.lib.horo_simd_name())
+    has = [level for level in LEVELS if native.lib.shim_kernel_name(level.encode()) != native.ffi.NULL]
+    assert best.decode() == has[-1]
+    assert native.lib.shim_kernel_name(b"mmx") == native.ffi.NULL
+
+
+def test_dtypes_have_their_names_and_sizes(native: ModuleType) -> None:
+    for name, dtype in DTYPES.items():
+        assert native.lib.horo_dtype_bytes(dtype.code) == dtype.storage.itemsize
+        assert native.ffi.string(native.lib.shim_dtype_name(dtype.code)) == name.encode()
+    for unknown in (-1, len(DTYPES), 1000):
+        assert native.lib.horo_dtype_bytes(unknown) == 0
+        assert native.ffi.string(native.lib.shim_dtype_name(unknown)) == b"unknown"
+
+
+def test_every_dtype_reduces_except_the_average_of_bool(native: ModuleType) -> None:
+    average = 0
+    for dtype in DTYPES.values():
+        for op in OPS.values():
+            assert native.lib.shim_dtype_reducible(dtype.code, op) == 1
+        assert native.lib.shim_dtype_reducible(dtype.code, average) == (dtype.name != "bool")
+    assert native.lib.shim_dtype_reducible(len(DTYPES), oracle.SUM) == 0
+    assert native.lib.shim_dtype_reducible(0, 2) == 0
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype_name", DTYPES)
+def test_reduce_gives_the_exact_result_for_all_counts_alignments_and_scales(
+    kernel: Kernel, dtype_name: str, op: str
+) -> None:
+    dtype = DTYPES[dtype_name]
+    rng = np.random.default_rng([dtype.code, OPS[op]])
+    scales = [1.0] if dtype_name == "bool" else [1.0, 0.5, -1 / 3]
+    for count in COUNTS:
+        for src_count in (1, 2, 3, 5):
+            scale = scales[(count + src_count) % len(scales)]
+            misalign = int(rng.integers(0, 64))
+            sources = [placed(dtype, random_values(dtype, count, rng), misalign + i) for i in range(src_count)]
+            dst = Guarded(dtype, count, int(rng.integers(0, 64)))
+            copy = Guarded(dtype, count, int(rng.integers(0, 64 // dtype.storage.itemsize)) * dtype.storage.itemsize)
+            store = STREAM if src_count % 2 == 0 else ORDINARY
+            kernel.reduce(dtype, OPS[op], sources, dst.array, copy=copy.array, scale=scale, store=store)
+            note = (count, src_count, scale, store)
+            assert_bits(dtype, dst.array, oracle.reduce(dtype, OPS[op], sources, scale), note)
+            assert dst.array.tobytes() == copy.array.tobytes(), note
+            assert dst.is_intact() and copy.is_intact(), note
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype_name", DTYPES)
+def test_levels_agree_with_scalar_bit_for_bit(native: ModuleType, kernel: Kernel, dtype_name: str, op: str) -> None:
+    """Payload and sign of a NaN included, except where a sum or product has two NaN to choose from."""
+    dtype = DTYPES[dtype_name]
+    rng = np.random.default_rng([7, dtype.code, OPS[op]])
+    scalar = Kernel(native, "scalar")
+    for count in (*COUNTS, 2000):
+        for src_count in (1, 2, 4):
+            sources = [placed(dtype, random_values(dtype, count, rng), i) for i in range(src_count)]
+            undefined = oracle.nan_meets_nan(dtype, OPS[op], sources)
+            for scale in (1.0, 0.3) if dtype_name != "bool" else (1.0,):
+                expected = np.empty(count, dtype.storage)
+                actual = np.empty(count, dtype.storage)
+                scalar.reduce(dtype, OPS[op], sources, expected, scale=scale)
+                kernel.reduce(dtype, OPS[op], sources, actual, scale=scale)
+                assert oracle.is_nan(dtype, actual[undefined]).all()
+                different = (oracle.bits(actual) != oracle.bits(expected)) & ~undefined
+                assert not different.any(), (count, src_count, scale, [s[different][:3] for s in sources])
+
+
+@pytest.mark.parametrize("dtype_name", DTYPES)
+def test_reduce_in_place_of_any_source(kernel: Kernel, dtype_name: str) -> None:
+    dtype = DTYPES[dtype_name]
+    rng = np.random.default_rng(3)
+    for count in (5, 300, 5000):
+        for place in range(3):
+            for scale in (1.0,) if dtype_name == "bool" else (1.0, 0.25):
+                sources = [random_values(dtype, count, rng) for _ in range(3)]
+                expected = oracle.reduce(dtype, oracle.SUM, sources, scale)
+                kernel.reduce(dtype, oracle.SUM, sources, sources[place], scale=scale)
+                assert_bits(dtype, sources[place], expected, (count, place, scale))
+
+
+@pytest.mark.parametrize("store", [ORDINARY, STREAM])
+@pytest.mark.parametrize("dtype_name", DTYPES)
+def test_scale_gives_the_exact_result(kernel: Kernel, dtype_name: str, store: int) -> None:
+    dtype = DTYPES[dtype_name]
+    rng = np.random.default_rng(4)
+    for count in (*COUNTS, 5000):
+        for scale in (1.0,) if dtype_name == "bool" else (1.0, 0.1, -2.0):
+            src = placed(dtype, random_values(dtype, count, rng), int(rng.integers(0, 8)))
+            expected = src.copy() if scale == 1.0 else oracle.reduce(dtype, oracle.SUM, [src], scale)
+            dst = Guarded(dtype, count, int(rng.integers(0, 64)))
+            kernel.scale(dtype, dst.array, src, scale, store)
+            assert_bits(dtype, dst.array, expected, (count, scale))
+            assert dst.is_intact()
+            kernel.scale(dtype, src, src, scale, store)
+            assert_bits(dtype, src, expected, (count, scale, "in place"))
+
+
+@pytest.mark.parametrize("store", [ORDINARY, STREAM])
+def test_copy_copies_every_byte_and_no_other(kernel: Kernel, store: int) -> None:
+    byte = DTYPES["uint8"]
+    rng = np.random.default_rng(5)
+    for count in [*range(0, 70), 127, 128, 129, 255, 256, 257, 1000, 4099]:
+        for misalign in (0, 1, 8, 17, 33, 63):
+            src = placed(byte, rng.integers(0, 256, count, dtype=np.uint8), int(rng.integers(0, 64)))
+            dst = Guarded(byte, count, misalign)
+            kernel.copy(dst.array, src, store)
+            assert (dst.array == src).all() and dst.is_intact(), (count, misalign)
+
+
+def test_every_float16_survives_and_every_narrowing_rounds_to_nearest_even(kernel: Kernel) -> None:
+    """x times 1 is not multiplied, so a factor of 1 +- 2^-11 or 2^-24 drives all of them through the rounding."""
+    dtype = DTYPES["float16"]
+    everything = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16).view(np.float16)
+    result = np.empty_like(everything)
+    kernel.reduce(dtype, oracle.SUM, [everything], result)
+    assert_bits(dtype, result, everything, "identity")
+    for scale in (1 + 2**-11, 1 - 2**-11, 2**-1, 2**-10, 2**-24, 3 * 2**-12, 1.001, 2.0, 1e5):
+        kernel.scale(dtype, result, everything, scale, ORDINARY)
+        assert_bits(dtype, result, oracle.reduce(dtype, oracle.SUM, [everything], scale), scale)
+
+
+def test_every_bfloat16_survives_and_every_narrowing_rounds_to_nearest_even(kernel: Kernel) -> None:
+    dtype = DTYPES[oracle.BFLOAT16]
+    everything = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16)
+    result = np.empty_like(everything)
+    kernel.reduce(dtype, oracle.SUM, [everything], result)
+    assert_bits(dtype, result, everything, "identity")
+    for scale in (1 + 2**-8, 1 - 2**-8, 2**-1, 2**-10, 3 * 2**-9, 1.001, 2.0, 1e30):
+        kernel.scale(dtype, result, everything, scale, ORDINARY)
+        assert_bits(dtype, result, oracle.reduce(dtype, oracle.SUM, [everything], scale), scale)
+
+
+@pytest.mark.parametrize(
+    ("dtype_name", "one", "many", "expected"),
+    [("float16", 2048.0, 1.0, 2056.0), ("float16", 60000.0, -30000.0, -np.inf)],
+)
+def test_16_bit_floats_accumulate_in_float32(
+    kernel: Kernel, dtype_name: str, one: float, many: float, expected: float
+) -> None:
+    """2048 + 1 is 2048 in float16, and sums that leave its range on the way may come back."""
+    dtype = DTYPES[dtype_name]
+    sources = [np.full(100, v, dtype=dtype.storage) for v in [one] + [many] * 8]
+    result = np.empty(100, dtype=dtype.storage)
+    kernel.reduce(dtype, oracle.SUM, sources, result)
+    assert (result == expected).all()
+
+
+def test_int64_sums_beyond_2_to_the_53_are_exact(kernel: Kernel) -> None:
+    dtype = DTYPES["int64"]
+    sources = [np.full(100, v, dtype=np.int64) for v in (2**53 + 1, 2**61, 2)]
+    result = np.empty(100, dtype=np.int64)
+    kernel.reduce(dtype, oracle.SUM, sources, result)
+    assert (result == 2**53 + 1 + 2**61 + 2).all()
+
+
+@pytest.mark.parametrize(
+    ("dtype_name", "value", "scale", "expected"),
+    [
+        ("int32", -7, 0.5, -3),
+        ("int32", 2**31 - 1, 2.0, 2**31 - 1),
+        ("int32", -(2**31), 1.5, -(2**31)),
+        ("uint8", 200, -1.0, 0),
+        ("uint8", 255, 1.01, 255),
+        ("int8", -128, -1.0, 127),
+        ("int64", 2**62, 2.0, 2**63 - 1),
+        ("int64", -(2**62), 4.0, -(2**63)),
+        ("int64", 2**62, 0.5, 2**61),
+        ("int16", 5, float("nan"), 0),
+        ("int16", 5, float("-inf"), -(2**15)),
+        ("int64", 0, float("inf"), 0),
+    ],
+)
+def test_scaled_integers_truncate_and_saturate(
+    kernel: Kernel, dtype_name: str, value: int, scale: float, expected: int
+) -> None:
+    dtype = DTYPES[dtype_name]
+    src = np.full(77, value, dtype=dtype.storage)
+    dst = np.empty_like(src)
+    kernel.reduce(dtype, oracle.SUM, [src], dst, scale=scale)
+    assert (dst == expected).all()
+    kernel.scale(dtype, dst, src, scale, ORDINARY)
+    assert (dst == expected).all()
+
+
+def test_any_byte_but_zero_is_true(kernel: Kernel) -> None:
+    dtype = DTYPES["bool"]
+    a = np.array([0, 0, 2, 2, 1, 255] * 50, dtype=np.uint8)
+    b = np.array([0, 4, 0, 1, 1, 128] * 50, dtype=np.uint8)
+    dst = np.empty_like(a)
+    for op in (oracle.SUM, oracle.MAX):
+        kernel.reduce(dtype, op, [a, b], dst)
+        assert (dst == ((a != 0) | (b != 0))).all()
+    for op in (oracle.PRODUCT, oracle.MIN):
+        kernel.reduce(dtype, op, [a, b], dst)
+        assert (dst == ((a != 0) & (b != 0))).all()
+
+
+def test_streaming_to_an_address_that_can_never_be_aligned_still_works(kernel: Kernel) -> None:
+    dtype = DTYPES["float64"]
+    values = np.arange(100, dtype=np.float64)
+    dst, copy = Guarded(dtype, 100, 0), Guarded(dtype, 100, 3)
+    kernel.reduce(dtype, oracle.SUM, [values, values], dst.array, copy=copy.array, store=STREAM)
+    assert (copy.array == 2 * values).all() and copy.is_intact()

@@ -1,0 +1,387 @@
+"""Wire format: what is written is read back, nothing else is accepted, no bytes make the decoder read outside them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import struct
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import wire_oracle as oracle
+from hypothesis import given
+from hypothesis import strategies as st
+from wire_oracle import Request, Tensor
+
+OK, RESOURCE, INTERNAL = 0, -20, -60
+ROOM_BYTES = 1 << 17
+INT64_MAX = 2**63 - 1
+SAMPLES = oracle.samples()
+
+
+class Wire:
+    """The shim with Python values."""
+
+    def __init__(self, native: ModuleType) -> None:
+        self.lib, self.ffi = native.lib, native.ffi
+        self._keep: list[Any] = []
+
+    def text(self, data: bytes) -> Any:
+        buffer = self.ffi.from_buffer(data)
+        self._keep = [*self._keep[-64:], buffer]
+        return self.ffi.new("shim_text *", {"data": self.ffi.cast("char *", buffer), "bytes": len(data)})[0]
+
+    def written(self, function: Callable[..., int], *arguments: Any, room: int = ROOM_BYTES) -> bytes | int:
+        """The bytes that an encoder appends, or its status."""
+        out = self.ffi.new("char[]", room)
+        size = function(*arguments, out, room)
+        return bytes(self.ffi.buffer(out, size)) if size >= 0 else size
+
+    def encode_request(self, request: Request) -> bytes | int:
+        shapes = [self.ffi.new("int64_t[]", list(t.shape) or [0]) for t in request.tensors]
+        tensors = self.ffi.new("horo_tensor[]", len(request.tensors) + 1)
+        for place, tensor, shape in zip(tensors, request.tensors, shapes, strict=False):
+            place.shape, place.ndim, place.dtype = shape, len(tensor.shape), tensor.dtype
+        name = self.ffi.new("char[]", request.name.encode())
+        value = {
+            "name": name,
+            "op": request.op,
+            "reduce_op": request.reduce_op,
+            "root_rank": request.root_rank,
+            "flags": oracle.TRANSIENT if request.transient else 0,
+            "prescale": request.prescale,
+            "postscale": request.postscale,
+            "tensors": tensors,
+            "tensor_count": len(request.tensors),
+        }
+        return self.written(self.lib.shim_wire_encode_request, self.ffi.new("horo_request *", value))
+
+    def put_batch(self, refs: list[tuple[int, bytes]]) -> bytes | int:
+        ids = self.ffi.new("uint32_t[]", [i for i, _ in refs] or [0])
+        names = self.ffi.new("shim_text[]", [self.text(name) for _, name in refs] or 1)
+        return self.written(self.lib.shim_wire_put_batch, len(refs), len(refs), ids, names)
+
+    def decode(self, data: bytes) -> tuple[int, Any]:
+        """Status and message; the message points into `data`."""
+        message = self.ffi.new("shim_wire_message *")
+        return self.lib.shim_wire_decode(self.ffi.from_buffer(data), len(data), message), message
+
+    def status(self, data: bytes) -> int:
+        """Of decoding, everything that was accepted having been walked and encoded again."""
+        status: int = self.lib.shim_wire_probe(self.ffi.from_buffer(data), len(data))
+        return status
+
+    def string(self, text: Any) -> bytes:
+        return bytes(self.ffi.buffer(text.data, text.bytes)) if text.bytes else b""
+
+    def refs(self, message: Any) -> list[tuple[int, bytes]]:
+        ids = self.ffi.new("uint32_t[]", message.count + 1)
+        names = self.ffi.new("shim_text[]", message.count + 1)
+        self.lib.shim_wire_refs(message, ids, names)
+        return [(ids[i], self.string(names[i])) for i in range(message.count)]
+
+    def tensors(self, request: Any) -> list[Tensor]:
+        count = request.tensor_count
+        dtypes, ndims = self.ffi.new("int[]", count + 1), self.ffi.new("int[]", count + 1)
+        shapes = self.ffi.new("int64_t[]", oracle.DIMS_MAX * (count + 1))
+        self.lib.shim_wire_tensors(request, dtypes, ndims, shapes)
+        first = [oracle.DIMS_MAX * i for i in range(count)]
+        return [Tensor(dtypes[i], tuple(shapes[first[i] : first[i] + ndims[i]])) for i in range(count)]
+
+
+@pytest.fixture(scope="module")
+def wire(native: ModuleType) -> Wire:
+    return Wire(native)
+
+
+def fits(tensor: Tensor) -> bool:
+    return math.prod((max(e, 1) for e in tensor.shape), start=oracle.ITEM_BYTES[tensor.dtype]) <= INT64_MAX
+
+
+texts = st.binary(max_size=200)
+names = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=200)
+extents = st.one_of(st.integers(0, 5), st.integers(0, INT64_MAX))
+shapes = st.lists(extents, max_size=4).map(tuple) | st.integers(0, oracle.DIMS_MAX).map(lambda n: (1,) * n)
+tensors = st.builds(Tensor, dtype=st.integers(0, 9), shape=shapes).filter(fits)
+requests = st.builds(
+    Request,
+    name=names,
+    op=st.integers(0, 3),
+    reduce_op=st.sampled_from(oracle.REDUCE_OPS),
+    transient=st.booleans(),
+    root_rank=st.integers(0, 2**31 - 1),
+    prescale=st.floats(),
+    postscale=st.floats(),
+    tensors=st.lists(tensors, max_size=5).map(tuple),
+)
+numbers = st.sampled_from([1.0, 0.5, 0.0, -0.0]) | st.floats(allow_nan=False)
+ranks = st.integers(0, 2**31 - 1)
+errors = st.integers(-(2**31), -1)
+ids = st.integers(1, 2**32 - 1)
+
+
+def canonical(request: Request) -> Request:
+    """What a request with these bytes decodes to."""
+    tensors = tuple(
+        Tensor(t.dtype, (0, *t.shape[1:]) if t.shape and request.op == oracle.ALLGATHER else t.shape)
+        for t in request.tensors
+    )
+    return Request(
+        request.name,
+        request.op,
+        request.reduce_op if request.op == oracle.ALLREDUCE else 0,
+        request.transient,
+        request.root_rank if request.op == oracle.BROADCAST else 0,
+        request.prescale if request.op == oracle.ALLREDUCE else 1.0,
+        request.postscale if request.op == oracle.ALLREDUCE else 1.0,
+        tensors,
+    )
+
+
+@given(request=requests)
+def test_a_request_is_written_in_its_canonical_form_and_read_back(wire: Wire, request: Request) -> None:
+    data = wire.encode_request(request)
+    assert data == oracle.request(request)
+    decoded = wire.ffi.new("shim_wire_request *")
+    assert wire.lib.shim_wire_decode_request(wire.ffi.from_buffer(data), len(data), decoded) == OK
+    back = Request(
+        wire.string(decoded.name).decode(),
+        decoded.op,
+        decoded.reduce_op,
+        bool(decoded.transient),
+        decoded.root_rank,
+        decoded.prescale,
+        decoded.postscale,
+        tuple(wire.tensors(decoded)),
+    )
+    assert repr(back) == repr(canonical(request))  # repr, since a NaN is not equal to itself
+    assert wire.ffi.buffer(decoded.bytes, decoded.byte_count)[:] == data
+
+
+@given(request=requests, origin=ranks, status=errors | st.just(OK), text=texts)
+def test_request_messages_round_trip(wire: Wire, request: Request, origin: int, status: int, text: bytes) -> None:
+    body = oracle.request(request)
+    arguments = (origin, status, wire.text(text), wire.ffi.from_buffer(body), len(body))
+    data = wire.written(wire.lib.shim_wire_put_request, *arguments)
+    assert data == oracle.request_message(origin, status, text, body)
+    assert wire.status(data) == OK
+    code, message = wire.decode(data)
+    assert (code, message.type, message.rank, message.status) == (OK, oracle.REQUEST, origin, status)
+    assert wire.string(message.text) == text
+    assert wire.ffi.buffer(message.request.bytes, message.request.byte_count)[:] == body
+
+
+@given(values=st.lists(ids, max_size=50))
+def test_ids_round_trip(wire: Wire, values: list[int]) -> None:
+    data = wire.written(wire.lib.shim_wire_put_ids, wire.ffi.new("uint32_t[]", values or [0]), len(values))
+    assert data == oracle.ids_message(values)
+    assert wire.status(data) == OK
+    code, message = wire.decode(data)
+    assert (code, message.type, message.count) == (OK, oracle.IDS, len(values))
+    out = wire.ffi.new("uint32_t[]", len(values) + 1)
+    wire.lib.shim_wire_ids(message, out)
+    assert list(out)[: len(values)] == values
+
+
+@given(refs=st.lists(st.tuples(ids, st.just("")) | st.tuples(ids | st.just(0), names), max_size=20))
+def test_batches_round_trip(wire: Wire, refs: list[tuple[int, str]]) -> None:
+    values = [(i, name.encode()) for i, name in refs]
+    data = wire.put_batch(values)
+    assert data == oracle.batch_message(values)
+    assert wire.status(data) == OK
+    code, message = wire.decode(data)
+    assert (code, message.type, message.count) == (OK, oracle.BATCH, len(values))
+    assert wire.refs(message) == values
+
+
+@given(rank=ranks | st.just(-1), status=errors, text=texts)
+def test_losses_round_trip(wire: Wire, rank: int, status: int, text: bytes) -> None:
+    data = wire.written(wire.lib.shim_wire_put_lost, rank, status, wire.text(text))
+    assert data == oracle.lost_message(rank, status, text)
+    assert wire.status(data) == OK
+    code, message = wire.decode(data)
+    assert (code, message.type, message.rank, message.status) == (OK, oracle.LOST, rank, status)
+    assert wire.string(message.text) == text
+
+
+@given(rank=ranks)
+def test_leaves_round_trip(wire: Wire, rank: int) -> None:
+    data = wire.written(wire.lib.shim_wire_put_leave, rank)
+    assert data == oracle.leave_message(rank)
+    assert wire.status(data) == OK
+    code, message = wire.decode(data)
+    assert (code, message.type, message.rank) == (OK, oracle.LEAVE, rank)
+
+
+@given(status=errors, name=names | st.just(""), text=texts)
+def test_failures_round_trip(wire: Wire, status: int, name: str, text: bytes) -> None:
+    data = wire.written(wire.lib.shim_wire_put_fail, status, wire.text(name.encode()), wire.text(text))
+    assert data == oracle.fail_message(status, name.encode(), text)
+    assert wire.status(data) == OK
+    code, message = wire.decode(data)
+    assert (code, message.type, message.status) == (OK, oracle.FAIL, status)
+    assert (wire.string(message.name), wire.string(message.text)) == (name.encode(), text)
+
+
+@given(a=requests, field=st.sampled_from([f.name for f in dataclasses.fields(Request)]), data=st.data())
+def test_requests_agree_exactly_when_their_bytes_are_equal(
+    wire: Wire, a: Request, field: str, data: st.DataObject
+) -> None:
+    """NaN aside, of which there are many."""
+    a = dataclasses.replace(a, prescale=data.draw(numbers), postscale=data.draw(numbers))
+    other = numbers if field.endswith("scale") else requests.map(lambda r: getattr(r, field))
+    change: dict[str, Any] = {field: data.draw(other)}
+    b = dataclasses.replace(a, **change)
+    assert (wire.encode_request(a) == wire.encode_request(b)) == (repr(canonical(a)) == repr(canonical(b)))
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_a_cut_or_changed_message_is_decoded_or_refused_and_never_read_past_its_end(wire: Wire, sample: str) -> None:
+    """Every prefix and every value of every byte, in blocks that end where the message ends (for a sanitizer)."""
+    data = SAMPLES[sample]
+    assert wire.status(data) == OK
+    accepted, rejected = wire.ffi.new("uint64_t *"), wire.ffi.new("uint64_t *")
+    probed = wire.lib.shim_wire_probe_mutants(wire.ffi.from_buffer(data), len(data), accepted, rejected)
+    assert probed == OK
+    assert accepted[0] + rejected[0] == 257 * len(data)
+    assert rejected[0] >= len(data)
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_a_message_that_is_cut_or_goes_on_is_refused(wire: Wire, sample: str) -> None:
+    data = SAMPLES[sample]
+    assert [wire.status(data[:n]) for n in range(len(data))] == [INTERNAL] * len(data)
+    assert wire.status(data + b"\0") == INTERNAL
+
+
+@given(data=st.binary(max_size=300), kind=st.integers(0, 8))
+def test_arbitrary_bytes_are_decoded_or_refused(wire: Wire, data: bytes, kind: int) -> None:
+    assert wire.status(data) in {OK, INTERNAL}
+    assert wire.status(bytes([kind]) + data) in {OK, INTERNAL}
+
+
+def request_bytes(request: Request, **changes: tuple[int, str, Any]) -> bytes:
+    """A valid request with single fields overwritten: (offset, struct format, value)."""
+    data = bytearray(oracle.request(request))
+    for offset, layout, value in changes.values():
+        struct.pack_into(layout, data, offset, value)
+    return oracle.request_message(0, 0, b"", bytes(data))
+
+
+REDUCE = Request("ab", reduce_op=1, tensors=(Tensor(7, (2, 3)),))
+BROADCAST = Request("ab", op=oracle.BROADCAST, root_rank=1, tensors=(Tensor(7, (2, 3)),))
+GATHER = Request("ab", op=oracle.ALLGATHER, tensors=(Tensor(7, (2, 3)),))
+NAME_AT, COUNT_AT, DTYPE_AT, NDIM_AT, EXTENT_AT = 25, 27, 31, 32, 33
+
+
+@pytest.mark.parametrize(
+    ("fault", "data"),
+    {
+        "nothing": b"",
+        "type 0": b"\0",
+        "unknown type": b"\7\0\0\0\0",
+        "unknown op": request_bytes(REDUCE, op=(0, "<B", 4)),
+        "Adasum's number": request_bytes(REDUCE, reduce_op=(1, "<B", 2)),
+        "unknown reduce op": request_bytes(REDUCE, reduce_op=(1, "<B", 6)),
+        "transient 2": request_bytes(REDUCE, transient=(2, "<B", 2)),
+        "negative root": request_bytes(BROADCAST, root=(3, "<i", -1)),
+        "root of an allreduce": request_bytes(REDUCE, root=(3, "<i", 1)),
+        "reduce op of a broadcast": request_bytes(BROADCAST, reduce_op=(1, "<B", 1)),
+        "factor of a broadcast": request_bytes(BROADCAST, prescale=(7, "<d", 2.0)),
+        "rows of an allgather": request_bytes(GATHER, extent=(EXTENT_AT, "<q", 2)),
+        "NUL in a name": request_bytes(REDUCE, name=(NAME_AT, "<B", 0)),
+        "unknown dtype": request_bytes(REDUCE, dtype=(DTYPE_AT, "<B", 10)),
+        "one dimension too many": request_bytes(REDUCE, ndim=(NDIM_AT, "<B", 3)),
+        "negative extent": request_bytes(REDUCE, extent=(EXTENT_AT, "<q", -1)),
+        "2^63 bytes": request_bytes(REDUCE, a=(EXTENT_AT, "<q", 2**60), b=(EXTENT_AT + 8, "<q", 2)),
+        "overflow behind an extent of 0": request_bytes(GATHER, a=(EXTENT_AT, "<q", 0), b=(EXTENT_AT + 8, "<q", 2**61)),
+        "tensors that do not follow": request_bytes(REDUCE, count=(COUNT_AT, "<I", oracle.TENSORS_MAX)),
+        "tensor count past the limit": request_bytes(REDUCE, count=(COUNT_AT, "<I", oracle.TENSORS_MAX + 1)),
+        "empty name": oracle.request_message(0, 0, b"", oracle.request(Request(""))),
+        "long name": oracle.request_message(0, 0, b"", oracle.request(Request("x" * (oracle.NAME_MAX + 1)))),
+        "65 dimensions": oracle.request_message(
+            0, 0, b"", oracle.request(Request("x", tensors=(Tensor(0, (1,) * 65),)))
+        ),
+        "negative origin": oracle.request_message(-1, 0, b"", oracle.request(REDUCE)),
+        "request in progress": oracle.request_message(0, 1, b"", oracle.request(REDUCE)),
+        "id 0": oracle.ids_message([1, 0]),
+        "too many ids": oracle.ids_message([1] * (oracle.TENSORS_MAX + 1)),
+        "reference to nothing": oracle.batch_message([(0, b"")]),
+        "long name in a batch": oracle.batch_message([(1, b"x" * (oracle.NAME_MAX + 1))]),
+        "NUL in a batch": oracle.batch_message([(1, b"a\0")]),
+        "long name in a failure": oracle.fail_message(-1, b"x" * (oracle.NAME_MAX + 1), b""),
+        "failure that is none": oracle.fail_message(0, b"x", b""),
+        "loss that is none": oracle.lost_message(1, 0, b""),
+        "loss of rank -2": oracle.lost_message(-2, -40, b""),
+        "negative rank leaves": oracle.leave_message(-1),
+    }.items(),
+)
+def test_what_is_no_message_is_refused(wire: Wire, fault: str, data: bytes) -> None:
+    assert wire.status(data) == INTERNAL, fault
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        request_bytes(REDUCE, a=(EXTENT_AT, "<q", 2**60), b=(EXTENT_AT + 8, "<q", 1)),
+        request_bytes(REDUCE, a=(EXTENT_AT, "<q", 0), b=(EXTENT_AT + 8, "<q", 2**60)),
+        oracle.request_message(2**31 - 1, -60, b"t" * 65535, oracle.request(Request("x" * oracle.NAME_MAX))),
+        oracle.ids_message([2**32 - 1] * oracle.TENSORS_MAX),
+        oracle.batch_message([(2**32 - 1, b"x" * oracle.NAME_MAX)]),
+    ],
+)
+def test_what_is_just_within_the_limits_is_accepted(wire: Wire, data: bytes) -> None:
+    assert wire.status(data) == OK
+
+
+def test_encoders_refuse_what_decoders_would(wire: Wire) -> None:
+    past = oracle.TENSORS_MAX + 1
+    assert wire.written(wire.lib.shim_wire_put_ids, wire.ffi.new("uint32_t[]", past), past) == RESOURCE
+    assert wire.written(wire.lib.shim_wire_put_batch, past, 0, wire.ffi.NULL, wire.ffi.NULL) == RESOURCE
+    long = bytes((64 << 20) - 10)
+    arguments = (0, 0, wire.text(b""), wire.ffi.from_buffer(long), len(long))
+    assert wire.written(wire.lib.shim_wire_put_request, *arguments) == RESOURCE
+
+
+def test_a_text_that_is_too_long_for_its_length_field_is_cut(wire: Wire) -> None:
+    data = wire.written(wire.lib.shim_wire_put_lost, 1, -40, wire.text(b"x" * 70000))
+    assert data == oracle.lost_message(1, -40, b"x" * 65535)
+
+
+@given(tensor=st.builds(Tensor, dtype=st.integers(0, 9), shape=st.lists(extents | st.just(-1), max_size=5).map(tuple)))
+def test_the_bytes_of_a_shape_are_exact_or_refused(wire: Wire, tensor: Tensor) -> None:
+    out = wire.ffi.new("int64_t *")
+    status = wire.lib.shim_wire_shape_bytes(list(tensor.shape), len(tensor.shape), tensor.dtype, out)
+    if -1 in tensor.shape or not fits(tensor):
+        assert status == INTERNAL
+    else:
+        assert (status, out[0]) == (OK, math.prod(tensor.shape, start=oracle.ITEM_BYTES[tensor.dtype]))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "room", "expected"),
+    [
+        (Tensor(7, (64, 128)), 100, b"float32 [64, 128]"),
+        (Tensor(6, ()), 100, b"bfloat16 []"),
+        (Tensor(0, (INT64_MAX,)), 100, b"uint8 [9223372036854775807]"),
+        (Tensor(99, (1,)), 100, b"unknown [1]"),
+        (Tensor(7, (64, 128)), 18, b"float32 [64, 128]"),
+        (Tensor(7, (64, 128)), 17, b"float32 [64, 128"),
+        (Tensor(7, (64, 128)), 12, b"float32 [64"),
+        (Tensor(7, (64, 128)), 4, b"flo"),
+        (Tensor(7, (64, 128)), 1, b""),
+    ],
+)
+def test_a_tensor_is_described_in_words_that_fit(wire: Wire, tensor: Tensor, room: int, expected: bytes) -> None:
+    out = wire.ffi.new("char[]", b"#" * 100)
+    wire.lib.shim_wire_describe(tensor.dtype, len(tensor.shape), list(tensor.shape), out, room)
+    assert wire.ffi.string(out) == expected
+    assert out[room] == b"#"[0:1] or room > 99
+
+
+def test_a_description_without_room_writes_nothing(wire: Wire) -> None:
+    out = wire.ffi.new("char[]", b"##")
+    wire.lib.shim_wire_describe(7, 0, [0], out, 0)
+    assert wire.ffi.string(out) == b"##"

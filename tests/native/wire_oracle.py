@@ -1,0 +1,121 @@
+"""The wire format a second time, from the table in wire.h: what the core must write and read."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+IDS, REQUEST, LOST, LEAVE, BATCH, FAIL = range(1, 7)
+ALLREDUCE, ALLGATHER, BROADCAST, BARRIER = range(4)
+REDUCE_OPS = (0, 1, 3, 4, 5)
+TRANSIENT = 2
+NAME_MAX, DIMS_MAX, TENSORS_MAX = 1023, 64, 1 << 20
+ITEM_BYTES = (1, 1, 2, 4, 8, 2, 2, 4, 8, 1)
+"""Bytes per element by dtype code."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of a request."""
+
+    dtype: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request as its caller gives it."""
+
+    name: str
+    op: int = ALLREDUCE
+    reduce_op: int = 0
+    transient: bool = False
+    root_rank: int = 0
+    prescale: float = 1.0
+    postscale: float = 1.0
+    tensors: tuple[Tensor, ...] = ()
+
+
+def str16(text: bytes) -> bytes:
+    """u16 length and bytes."""
+    return struct.pack("<H", len(text)) + text
+
+
+def tensor(value: Tensor, *, op: int) -> bytes:
+    """One tensor; the first extent of an allgather is written as 0."""
+    shape = (0, *value.shape[1:]) if op == ALLGATHER and value.shape else value.shape
+    return struct.pack(f"<BB{len(shape)}q", value.dtype, len(shape), *shape)
+
+
+def request(value: Request) -> bytes:
+    """The canonical form: what means nothing for the operation has its fixed value."""
+    reduces = value.op == ALLREDUCE
+    head = struct.pack(
+        "<BBBidd",
+        value.op,
+        value.reduce_op if reduces else 0,
+        value.transient,
+        value.root_rank if value.op == BROADCAST else 0,
+        value.prescale if reduces else 1.0,
+        value.postscale if reduces else 1.0,
+    )
+    tensors = b"".join(tensor(t, op=value.op) for t in value.tensors)
+    return head + str16(value.name.encode()) + struct.pack("<I", len(value.tensors)) + tensors
+
+
+def ids_message(ids: Sequence[int]) -> bytes:
+    """IDS."""
+    return struct.pack(f"<BI{len(ids)}I", IDS, len(ids), *ids)
+
+
+def request_message(origin: int, status: int, text: bytes, body: bytes) -> bytes:
+    """REQUEST; body is the canonical form."""
+    return struct.pack("<Bii", REQUEST, origin, status) + str16(text) + body
+
+
+def lost_message(rank: int, status: int, text: bytes) -> bytes:
+    """LOST."""
+    return struct.pack("<Bii", LOST, rank, status) + str16(text)
+
+
+def leave_message(rank: int) -> bytes:
+    """LEAVE."""
+    return struct.pack("<Bi", LEAVE, rank)
+
+
+def fail_message(status: int, name: bytes, text: bytes) -> bytes:
+    """FAIL."""
+    return struct.pack("<Bi", FAIL, status) + str16(name) + str16(text)
+
+
+def batch_message(refs: Sequence[tuple[int, bytes]]) -> bytes:
+    """BATCH of (id, name); an empty name for a cached tensor."""
+    return struct.pack("<BI", BATCH, len(refs)) + b"".join(struct.pack("<I", i) + str16(n) for i, n in refs)
+
+
+def samples() -> dict[str, bytes]:
+    """Small valid messages that between them use every type, operation, dtype and kind of item; names for files."""
+    requests = {
+        "allreduce": Request("layer.weight", reduce_op=1, prescale=0.5, tensors=(Tensor(7, (64, 128)),)),
+        "average": Request("a", tensors=(Tensor(8, ()),)),
+        "group": Request("g", reduce_op=4, tensors=tuple(Tensor(d, (d + 1, 2)) for d in range(10))),
+        "allgather": Request("gather/é", op=ALLGATHER, tensors=(Tensor(4, (9, 3)), Tensor(5, ()))),
+        "broadcast": Request("b", op=BROADCAST, root_rank=3, transient=True, tensors=(Tensor(0, (0, 5)),)),
+        "barrier": Request("barrier.0", op=BARRIER),
+        "many-dims": Request("d", reduce_op=5, tensors=(Tensor(9, (1,) * DIMS_MAX),)),
+    }
+    result = {f"request-{key}": request_message(1, 0, b"", request(value)) for key, value in requests.items()}
+    result |= {
+        "request-failed": request_message(0, -3, b"rank 2 sent float32 [1]", request(requests["average"])),
+        "ids-none": ids_message([]),
+        "ids": ids_message([1, 2, 0xFFFFFFFF]),
+        "lost": lost_message(2, -40, b"rank 2 (h1) is gone"),
+        "lost-nobody": lost_message(-1, -42, b""),
+        "leave": leave_message(7),
+        "fail": fail_message(-3, b"layer.weight", b"allreduce 'layer.weight': rank 0 and rank 1 disagree"),
+        "fail-empty": fail_message(-60, b"", b""),
+        "batch-none": batch_message([]),
+        "batch": batch_message([(1, b""), (2, b"named"), (0, b"uncached")]),
+    }
+    return result

@@ -1,0 +1,131 @@
+"""The environment: defaults, aliases, and bad values that are named."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from horo._config import (
+    GROUPS,
+    LOG_LEVELS,
+    Config,
+    LaunchVariables,
+    TorchrunVariables,
+    read_config,
+    read_variables,
+    variables_of,
+)
+from horo._errors import UsageError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_empty_environment_gives_the_defaults() -> None:
+    config = read_config({})
+    assert config == Config()
+    assert config.fusion_threshold == 134217728
+    assert config.cache_capacity == 1024
+    assert (config.cycle_time_ms, config.spin_us, config.segment_bytes) == (0.0, 50, 1 << 20)
+    assert (config.start_timeout_s, config.peer_timeout_s) == (60.0, 30.0)
+    assert (config.stall_check_disable, config.stall_check_time_s, config.stall_shutdown_time_s) == (False, 60.0, 0.0)
+
+
+def test_horovod_names_are_accepted_and_horo_names_win() -> None:
+    assert read_config({"HOROVOD_FUSION_THRESHOLD": "0"}).fusion_threshold == 0
+    both = {"HOROVOD_CYCLE_TIME": "5", "HORO_CYCLE_TIME": "2.5"}
+    assert read_config(both).cycle_time_ms == 2.5
+    assert read_config({"HORO_CYCLE_TIME": " ", "HOROVOD_CYCLE_TIME": "5"}).cycle_time_ms == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("HOROVOD_FUSION_THRESHOLD", "64MB", "'64MB' is not an integer from 0 to 1099511627776 bytes"),
+        ("HORO_FUSION_THRESHOLD", "-1", "'-1' is not an integer from 0"),
+        ("HORO_CYCLE_TIME", "nan", "'nan' is not a number from 0 to 1000 ms"),
+        ("HORO_CACHE_CAPACITY", "1e3", "'1e3' is not an integer from 0 to 1048576"),
+        ("HORO_SEGMENT_BYTES", "5000", "a multiple of 4096"),
+        ("HORO_STALL_CHECK_DISABLE", "maybe", "'maybe' is not 0 or 1"),
+        ("HOROVOD_LOG_LEVEL", "loud", "one of trace, debug, info, warning, error, off, fatal"),
+        ("HORO_START_TIMEOUT", "0", "number from 0.1 to 1000000 s"),
+        ("HORO_SPIN_US", "\u0663x", "not an integer from 0 to 1000000 us"),
+    ],
+)
+def test_bad_value_names_variable_value_and_what_is_allowed(name: str, value: str, told: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        read_config({name: value})
+    assert str(caught.value).startswith(f"{name}=")
+    assert told in str(caught.value)
+
+
+def test_secret_never_appears_in_messages() -> None:
+    for secret in ("abcdefg" * 8, "abcd"):
+        with pytest.raises(UsageError) as caught:
+            read_variables(LaunchVariables, {"HORO_SECRET": secret})
+        assert secret not in str(caught.value)
+        assert "hexadecimal digits for at least 16 bytes" in str(caught.value)
+    launch = read_variables(LaunchVariables, {"HORO_SECRET": "ab" * 32})
+    assert launch.secret == b"\xab" * 32
+    assert "ab" * 8 not in repr(launch)
+    assert repr(launch.secret) not in repr(launch)
+
+
+def test_switches_read_the_usual_words() -> None:
+    for word in ("1", "true", "YES", "on"):
+        assert read_config({"HORO_STALL_CHECK_DISABLE": word}).stall_check_disable
+    for word in ("0", "False", "no", "off"):
+        assert not read_config({"HORO_STALL_CHECK_DISABLE": word}).stall_check_disable
+
+
+def test_log_levels_are_those_of_the_core() -> None:
+    for level in LOG_LEVELS:
+        assert read_config({"HORO_LOG_LEVEL": level.upper()}).log_level == level
+    assert read_config({"HOROVOD_LOG_LEVEL": "fatal"}).log_level_number == LOG_LEVELS.index("off")
+    header = (ROOT / "native/include/horo.h").read_text(encoding="utf-8")
+    for number, level in enumerate(LOG_LEVELS):
+        assert f"HORO_LOG_{level.upper()} = {number}," in header
+
+
+def test_launch_variables_read_both_families() -> None:
+    launch = read_variables(LaunchVariables, {"HOROVOD_RANK": "3", "HORO_SIZE": "8", "HOROVOD_HOSTNAME": "h1"})
+    assert (launch.rank, launch.size, launch.hostname, launch.store) == (3, 8, "h1", None)
+    torch = read_variables(TorchrunVariables, {"RANK": "3", "MASTER_PORT": "29500", "HORO_RANK": "9"})
+    assert (torch.rank, torch.master_port, torch.world_size) == (3, 29500, None)
+
+
+@given(st.sampled_from(sorted(name for v in variables_of(Config).values() for name in v.names)), st.text(max_size=20))
+def test_any_text_is_a_value_in_range_or_a_usage_error(name: str, text: str) -> None:
+    try:
+        config = read_config({name: text})
+    except UsageError as error:
+        assert name in str(error)
+        return
+    for key, variable in variables_of(Config).items():
+        value = getattr(config, key)
+        if variable.kind in {int, float}:
+            assert variable.low <= value <= variable.high
+
+
+def test_every_variable_is_described_once_and_belongs_to_one_group() -> None:
+    names: list[str] = []
+    for group in GROUPS:
+        for variable in variables_of(group).values():
+            assert variable.meaning.endswith(".")
+            names += variable.names
+    assert len(names) == len(set(names))
+    assert all(item.default == variables_of(Config)[item.name].default for item in fields(Config))
+
+
+def test_reference_page_is_current() -> None:
+    path = ROOT / "docs/reference/generate_environment.py"
+    spec = importlib.util.spec_from_file_location("generate_environment", path)
+    if spec is None or spec.loader is None:
+        raise AssertionError(path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.PAGE.read_text(encoding="utf-8") == module.page(), f"run python {path.relative_to(ROOT)}"
