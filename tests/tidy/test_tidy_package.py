@@ -76,18 +76,26 @@ def test_extension_exports_only_the_public_header(extension: Path) -> None:
     assert tidy_binary.stray_exports(readelf("--dyn-syms", extension), header) == []
 
 
+def test_extension_defines_all_it_uses(extension: Path) -> None:
+    assert tidy_binary.unresolved(readelf("--dyn-syms", extension)) == []
+
+
 def test_extension_needs_only_libc(extension: Path) -> None:
     assert tidy_binary.foreign_libraries(readelf("-d", extension)) == []
 
 
 def test_binary_checks_find_a_bad_library(tmp_path: Path) -> None:
     source = tmp_path / "bad.c"
-    source.write_text("int hr_counter = 3; static int hits; int stray(void) { return hr_counter + hits++; }\n")
+    source.write_text(
+        "int hr_gone(void); int hr_counter = 3; static int hits;\n"
+        "int stray(void) { return hr_gone() + hr_counter + hits++; }\n"
+    )
     library = tmp_path / "bad.so"
     _run(["cc", "-shared", "-fPIC", "-O0", "-Wl,--no-as-needed", "-lgcc_s", "-o", str(library), str(source)], tmp_path)
     header = "HORO_API int horo_wanted(void);\n"
     assert set(tidy_binary.mutable_variables(readelf("-S", library), readelf("-s", library))) == {"hr_counter", "hits"}
     assert {"stray", "hr_counter"} <= set(tidy_binary.stray_exports(readelf("--dyn-syms", library), header))
+    assert tidy_binary.unresolved(readelf("--dyn-syms", library)) == ["hr_gone"]
     assert tidy_binary.foreign_libraries(readelf("-d", library)) == ["libgcc_s.so.1"]
 
 

@@ -37,3 +37,8 @@ def foreign_libraries(dynamic_section: str) -> list[str]:
     """The libraries beyond libc that the extension needs (``readelf -dW``)."""
     needed = re.findall(r"\(NEEDED\)[^\[]*\[([^\]]+)\]", dynamic_section)
     return [name for name in needed if not _LIBRARIES.fullmatch(name)]
+
+
+def unresolved(dynamic_symbols: str) -> list[str]:
+    """Functions of ours that are used but defined nowhere; the linker lets them pass in a shared library."""
+    return re.findall(r"^\s*\d+:.*\sUND\s+((?:hr|horo)_\w+)", dynamic_symbols, flags=re.MULTILINE)
