@@ -6,6 +6,7 @@ waits on behalf of its clients, so nobody polls, and one thread serves all of th
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import socket
@@ -22,7 +23,7 @@ from horo._bootstrap.dial import dial
 from horo._bootstrap.frames import PAYLOAD_BYTES_MAX, Opener, Sealer, pack_fields, unpack_fields
 from horo._bootstrap.gate import GREETING_DEADLINE_S, HALF_OPEN_MAX, Gate
 from horo._bootstrap.handshake import Claim, HandshakeError, Purpose, Session, check_secret
-from horo._errors import GroupError, PeerLostError, TimeoutError, UsageError
+from horo._errors import GroupError, HoroError, PeerLostError, TimeoutError, UsageError
 
 __all__ = [
     "KEY_BYTES_MAX",
@@ -82,8 +83,14 @@ class Store(Protocol):
     def delete(self, keys: Sequence[str]) -> None:
         """Forgets keys; those that are not there are ignored."""
 
+    def leave_will(self, key: str, value: bytes | None) -> None:
+        """What to set, unless it is there already, should this client vanish without ``close``; None: nothing.
+
+        Best effort: a store that cannot notice (torch's) relies on the launcher to end a job whose rank died.
+        """
+
     def close(self) -> None:
-        """Lets go of the connection; the keys stay."""
+        """Lets go of the connection; the keys stay, the will is void."""
 
 
 class _Request(IntEnum):
@@ -91,6 +98,7 @@ class _Request(IntEnum):
     GET = 2
     ADD = 3
     DELETE = 4
+    WILL = 5
 
 
 class _Reply(IntEnum):
@@ -116,6 +124,7 @@ class _Client:
     opener: Opener
     sealer: Sealer
     output: bytearray = field(default_factory=bytearray)
+    will: tuple[bytes, bytes] | None = None
 
 
 class StoreServer:
@@ -223,6 +232,10 @@ class StoreServer:
             self._stop_waiting(client)
             self._selector.unregister(client.connection)
             client.connection.close()
+            if client.will is not None and not self._closing:
+                key, value = client.will
+                self._values.setdefault(key, value)
+                self._arrived(key)
 
     def _serve(self, client: _Client) -> None:
         """Reads requests and writes what is left of replies; a client that misbehaves is dropped."""
@@ -262,6 +275,9 @@ class StoreServer:
         elif request is _Request.DELETE:
             for key in fields:
                 self._values.pop(key, None)
+            self._reply(client, _Reply.OK, [])
+        elif request is _Request.WILL:
+            client.will = (fields[0], fields[1]) if fields else None
             self._reply(client, _Reply.OK, [])
         else:
             timeout_ms, unless, *keys = fields
@@ -371,6 +387,7 @@ class StoreClient:
         self._sealer = Sealer(session.send_key)
         self._opener = Opener(session.receive_key)
         self._lock = threading.Lock()
+        self._has_will = False
 
     @property
     def local_address(self) -> str:
@@ -403,8 +420,16 @@ class StoreClient:
         """As ``Store.delete``."""
         self._call(_Request.DELETE, [_encode_key(key) for key in keys])
 
+    def leave_will(self, key: str, value: bytes | None) -> None:
+        """As ``Store.leave_will``."""
+        self._call(_Request.WILL, [] if value is None else [_encode_key(key), value])
+        self._has_will = value is not None
+
     def close(self) -> None:
         """Closes the connection; idempotent."""
+        if self._has_will and self._connection.fileno() >= 0:
+            with contextlib.suppress(HoroError):
+                self.leave_will("", None)
         self._connection.close()
 
     def __enter__(self) -> StoreClient:
@@ -477,6 +502,9 @@ class _Prefixed:
 
     def delete(self, keys: Sequence[str]) -> None:
         self._store.delete([self._prefix + key for key in keys])
+
+    def leave_will(self, key: str, value: bytes | None) -> None:
+        self._store.leave_will(self._prefix + key, value)
 
     def close(self) -> None:
         self._store.close()

@@ -62,6 +62,9 @@ class TorchStore:
         for key in keys:
             self._call("delete_key", key)
 
+    def leave_will(self, key: str, value: bytes | None) -> None:
+        """Torch's store does not notice who vanishes; torchrun's agent does, and ends the job."""
+
     def close(self) -> None:
         """The connection is kept for the process's next start; torch closes it at exit."""
 

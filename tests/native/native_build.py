@@ -24,7 +24,8 @@ SHIM = Path(__file__).resolve().parent / "shim"
 SANITIZE_FLAGS = {
     "": [],
     "address": ["-fsanitize=address", "-fno-omit-frame-pointer"],
-    "undefined": ["-fsanitize=undefined", "-fno-sanitize-recover=all"],
+    # Python's own flags, which distutils passes on, have -fwrapv: with it, signed overflow is no fault to report.
+    "undefined": ["-fsanitize=undefined", "-fno-sanitize-recover=all", "-fno-wrapv"],
     "thread": ["-fsanitize=thread"],
 }
 FLAVOUR = os.environ.get("HORO_SANITIZE", "")
@@ -34,7 +35,8 @@ if FLAVOUR not in SANITIZE_FLAGS:
 
 def _inputs() -> list[Path]:
     folders = [ROOT / "native", SHIM]
-    return sorted(p for folder in folders for p in folder.rglob("*") if p.suffix in {".c", ".h", ".py"})
+    found = sorted(p for folder in folders for p in folder.rglob("*") if p.suffix in {".c", ".h", ".py"})
+    return [Path(__file__), *found]
 
 
 def build() -> Path:

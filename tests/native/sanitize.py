@@ -50,7 +50,8 @@ def environment(sanitizer: str, base: Mapping[str, str]) -> dict[str, str]:
     Raises:
         FileNotFoundError: The compiler has no such library.
     """
-    result = {**OPTIONS, **base, "HORO_SANITIZE": sanitizer, "LD_PRELOAD": _library(sanitizer)}
+    preload = ":".join(filter(None, [_library(sanitizer), base.get("LD_PRELOAD")]))
+    result = {**OPTIONS, **base, "HORO_SANITIZE": sanitizer, "LD_PRELOAD": preload}
     result["PYTHONMALLOC"] = "malloc"  # one block per object, so that an overrun out of a Python buffer is seen
     return result
 
