@@ -79,7 +79,7 @@ types: build ## mypy, strict
 	@ln -s $(abspath $(wildcard horo/*)) build/types/horo/ && ln -s $(abspath runner) build/types/horo/runner
 	@$(PY) -m mypy --no-error-summary -p horo
 	@$(PY) -m mypy --no-error-summary setup.py native/build.py
-	@for script in examples/*.py benchmarks/*.py; do $(PY) -m mypy --no-error-summary $$script || exit 1; done
+	@$(PY) -m mypy --no-error-summary --allow-untyped-calls examples/*.py benchmarks/*.py
 
 .PHONY: lint
 lint: style types ## style and types

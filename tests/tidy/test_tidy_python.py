@@ -45,6 +45,7 @@ LONG_FUNCTION = "def f():\n" + "    work()\n" * 70
 
 BAD: list[tuple[Check, str, str, str]] = [
     (tidy_python.check_sizes, "horo/a.py", "x = 1\n" * 500, "500 lines"),
+    (tidy_python.check_sizes, "tests/a.py", "x = 1\n" * 700, "700 lines"),
     (tidy_python.check_sizes, "horo/a.py", LONG_FUNCTION, "f has 71 lines"),
     (tidy_python.check_imports, "runner/cli.py", "import torch", "imports torch"),
     (tidy_python.check_imports, "runner/cli.py", "from horo import _core", "imports horo._core"),

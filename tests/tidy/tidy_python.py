@@ -10,6 +10,7 @@ from pathlib import Path, PurePath
 from tidy_files import finding
 
 FILE_LINES_MAX = 500
+TEST_FILE_LINES_MAX = 700  # a list of cases is read one at a time
 FUNCTION_LINES_MAX = 70
 
 
@@ -40,11 +41,12 @@ IMPORT_RULES = (
 
 
 def check_sizes(path: Path, text: str) -> list[str]:
-    """Files under 500 lines, functions of at most 70 (the docstring not counted)."""
+    """Files under 500 lines (tests: 700), functions of at most 70 (the docstring not counted)."""
     found = []
     line_count = len(text.splitlines())
-    if line_count >= FILE_LINES_MAX:
-        found.append(finding(path, line_count, f"{line_count} lines; files stay under {FILE_LINES_MAX}"))
+    limit = TEST_FILE_LINES_MAX if path.parts[0] == "tests" else FILE_LINES_MAX
+    if line_count >= limit:
+        found.append(finding(path, line_count, f"{line_count} lines; files stay under {limit}"))
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
