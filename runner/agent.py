@@ -97,13 +97,16 @@ class _Agent:
         if not data:
             self._leave()
             return
-        self._heard.cancel()
-        self._heard = self._loop.call_later(self._silence_s, self._leave)
+        self._listen_on()
         try:
             for frame in self._frames.feed(data):
                 self._handle(frame)
-        except (FrameError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
             self._give_up(f"the launcher sent nonsense: {error!r}", EXIT_SETUP)
+
+    def _listen_on(self) -> None:
+        self._heard.cancel()
+        self._heard = self._loop.call_later(self._silence_s, self._leave)
 
     def _handle(self, frame: Frame) -> None:
         if frame.kind == Kind.JOB:
@@ -119,6 +122,7 @@ class _Agent:
         if self._ranks is not None:
             raise FrameError("a second job")
         self._silence_s = float(job["silence_s"])
+        self._listen_on()
         host, cwd, mark = str(job["host"]), str(job["cwd"]), str(job["mark"])
         self._ranks = HostRanks(
             self._loop,

@@ -165,7 +165,7 @@ class RemoteHost:
         try:
             for frame in self._frames.feed(data):
                 self._handle(frame)
-        except (FrameError, KeyError, TypeError) as error:
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
             self._fail(JobError(f"host {self.host.name}: the agent sent nonsense: {error}", EXIT_INTERNAL))
         return bool(data)
 
