@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from types import ModuleType
 
 import native_build
 import pytest
 
-if os.environ.get("HORO_SANITIZE"):
-    # The tests of the whole core then run on the instrumented build, too.
+if native_build.FLAVOUR:
+    # All of the core under the sanitizer: what it cannot see, that of the installed module, it would report as races.
     sys.modules["horo._native"] = native_build.load()
 
 

@@ -7,6 +7,7 @@ HORO_SANITIZE=address|undefined|thread chooses the flavour; each has a folder of
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import importlib.util
 import os
@@ -56,6 +57,7 @@ def build() -> Path:
     return library
 
 
+@functools.cache
 def load() -> ModuleType:
     """Imports the module, compiled if anything has changed."""
     library = build()
