@@ -19,7 +19,8 @@ from horo._bootstrap.identity import read_identity
 from horo._bootstrap.launch import Launch, Place, detect_launch
 from horo._bootstrap.links import Neighbour, connect_hosts
 from horo._bootstrap.meeting import Meeting
-from horo._bootstrap.store import Store, StoreClient, prefixed
+from horo._bootstrap.store import StoreClient
+from horo._bootstrap.store_seam import Store, prefixed
 from horo._bootstrap.torch_store import open_torch_store
 from horo._config import Config, environment, read_config
 from horo._core import Context, Setup, arena_bytes, version
@@ -95,8 +96,8 @@ class _Starts:
     leftovers: list[str] = field(default_factory=list)
 
 
-_starts: dict[tuple[str, int], _Starts] = {}
-"""By job and rank. All ranks start equally often, so the count names the start."""
+_starts: dict[Launch, _Starts] = {}
+"""All ranks of a job start equally often, so the count names the start."""
 
 
 def start(environ: Mapping[str, str] | None = None) -> Job:
@@ -115,7 +116,7 @@ def start(environ: Mapping[str, str] | None = None) -> Job:
     environ = environment() if environ is None else environ
     config, launch = read_config(environ), detect_launch(environ)
     logging.getLogger("horo").setLevel(_LOG_LEVELS.get(config.log_level, logging.NOTSET))
-    starts = _starts.setdefault((launch.job_id, launch.rank), _Starts())
+    starts = _starts.setdefault(launch, _Starts())
     starts.count += 1
     connection = connect(launch, config, starts.count, starts.leftovers)
     try:
@@ -177,7 +178,7 @@ class _Start:
 
 def _join(start: _Start, secret: bytes | None) -> Connection:
     launch, config, meeting = start.launch, start.config, start.meeting
-    meeting.claim_rank()
+    meeting.enter()
     identity = read_identity(config.host_id)
     meeting.publish("hello", Hello.of(launch, config, identity, start.address, version()).encode())
     if secret is None:

@@ -7,8 +7,8 @@ import logging
 import time
 from collections.abc import Sequence
 
-from horo._bootstrap.store import Store, StoreAbandonedError, StoreTimeoutError
-from horo._errors import AbortedError, HoroError, MismatchError, TimeoutError, UsageError
+from horo._bootstrap.store_seam import Store, StoreAbandonedError, StoreTimeoutError
+from horo._errors import AbortedError, HoroError, MismatchError, PeerLostError, TimeoutError, UsageError
 
 __all__ = ["Meeting", "list_ranks"]
 
@@ -16,6 +16,7 @@ _REMIND_S = 10.0
 _FAILED = "failed"
 _READY = "ready"
 _SHOWN_MAX = 8
+_SHARED_FATE: dict[str, type[HoroError]] = {error.__name__: error for error in (MismatchError, PeerLostError)}
 
 
 class Meeting:
@@ -39,12 +40,18 @@ class Meeting:
         """This rank's keys that are still in the store; to be deleted at the process's next start."""
         self._log = logging.getLogger("horo")
 
-    def claim_rank(self) -> None:
-        """Raises UsageError if another process has this rank as well."""
+    def enter(self) -> None:
+        """Comes to the meeting; from here on the others hear of it should this process die.
+
+        Raises:
+            UsageError: another process has this rank as well.
+        """
         key = f"claim/{self.rank}"
         self.leftovers.append(key)
         if self._store.add(key, 1) > 1:
             raise UsageError(f"{self.name(self.rank)} was started twice: two processes of this job have this rank")
+        died = f"{PeerLostError.__name__}\n{self.name(self.rank)} died while init() was running"
+        self._store.leave_will(_FAILED, died.encode())
 
     def publish(self, topic: str, value: bytes) -> None:
         """Tells all ranks this rank's value."""
@@ -57,7 +64,7 @@ class Meeting:
 
         Raises:
             TimeoutError: nobody new came for ``patience_s``; names the missing ranks.
-            AbortedError, MismatchError: another rank failed; says which and why.
+            AbortedError, MismatchError, PeerLostError: another rank failed or died; says which and why.
         """
         wanted = range(self.size) if ranks is None else ranks
         keys = {f"{topic}/{rank}": rank for rank in wanted}
@@ -120,8 +127,8 @@ class Meeting:
 
     def _aborted(self, error: StoreAbandonedError) -> HoroError:
         kind, _, told = error.value.decode("utf-8", "replace").partition("\n")
-        # What ranks disagree about is everybody's error, whoever sees it first.
-        made = MismatchError if kind == MismatchError.__name__ else AbortedError
+        # What ranks disagree about is everybody's error, whoever sees it first; so is a death.
+        made = _SHARED_FATE.get(kind, AbortedError)
         return made(f"init() was given up because another rank failed: {told}")
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from horo._bootstrap.interfaces import route_source
 from horo._bootstrap.launch import TorchMaster
-from horo._bootstrap.store import StoreAbandonedError, StoreTimeoutError
+from horo._bootstrap.store_seam import StoreAbandonedError, StoreTimeoutError
 from horo._errors import PeerLostError, ResourceError
 
 __all__ = ["TorchStore", "open_torch_store"]
@@ -26,7 +26,7 @@ _SLICE_S = 0.5
 
 
 class TorchStore:
-    """``horo._bootstrap.store.Store`` over an object with the methods of ``torch.distributed.Store``."""
+    """``store_seam.Store`` over an object with the methods of ``torch.distributed.Store``."""
 
     def __init__(self, store: Any, where: str) -> None:
         self._store = store
@@ -61,6 +61,9 @@ class TorchStore:
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
             self._call("delete_key", key)
+
+    def leave_will(self, key: str, value: bytes | None) -> None:
+        """Torch's store does not notice who vanishes; torchrun's agent does, and ends the job."""
 
     def close(self) -> None:
         """The connection is kept for the process's next start; torch closes it at exit."""

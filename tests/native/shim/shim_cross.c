@@ -125,23 +125,47 @@ int shim_cross_run(void *transport, int host, const shim_cross_call *call, void 
     return status;
 }
 
-/* A transport that counts what is sent through it. */
+/* A transport that counts what is sent through it and sees to it that no memory is received into while it is in use. */
 struct counting {
     struct hr_transport base;
     struct hr_transport *inner;
     size_t sent_bytes;
+    int misused;
+    const struct hr_io *ios[2 * HR_CROSS_WINDOW];
+    int is_recv[2 * HR_CROSS_WINDOW];
+    int io_count;
 };
+
+/* Drops what is over and the old life of `io` itself; then says whether the new range is in use, and adds it. */
+static void look_at_memory(struct counting *self, const char *data, size_t bytes, const struct hr_io *io, int is_recv) {
+    int kept = 0;
+    for (int i = 0; i < self->io_count; i++) {
+        const struct hr_io *other = self->ios[i];
+        if (other == io || other->state != HR_IO_POSTED) {
+            continue;
+        }
+        const int overlaps = data < other->data + other->bytes && other->data < data + bytes;
+        self->misused |= overlaps && (is_recv || self->is_recv[i]);
+        self->ios[kept] = other;
+        self->is_recv[kept++] = self->is_recv[i];
+    }
+    self->ios[kept] = io;
+    self->is_recv[kept] = is_recv;
+    self->io_count = kept + 1;
+}
 
 static int counting_post_send(struct hr_transport *transport, int peer, enum hr_channel channel, const void *data,
                               size_t bytes, struct hr_io *io) {
     struct counting *self = (struct counting *)transport;
     self->sent_bytes += bytes;
+    look_at_memory(self, data, bytes, io, 0);
     return self->inner->ops->post_send(self->inner, peer, channel, data, bytes, io);
 }
 
 static int counting_post_recv(struct hr_transport *transport, int peer, enum hr_channel channel, void *data, size_t bytes,
                               struct hr_io *io) {
     struct counting *self = (struct counting *)transport;
+    look_at_memory(self, data, bytes, io, 1);
     return self->inner->ops->post_recv(self->inner, peer, channel, data, bytes, io);
 }
 
@@ -236,6 +260,7 @@ int shim_cross_simulate(const shim_cross_call *call, void *const *data, int dela
     for (unsigned i = 0; members != NULL && i < host_count; i++) {
         statuses[i] = members[i].status;
         sent_bytes[i] = members[i].transport.sent_bytes;
+        status = members[i].transport.misused ? HORO_ERR_USAGE : status;
         member_close(&members[i]);
     }
     free(members);

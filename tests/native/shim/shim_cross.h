@@ -34,7 +34,8 @@ int shim_cross_begin(void *transport, int host, const shim_cross_call *call, voi
 /*
  * All members in this thread over a loopback hub, driven in an order drawn from `seed`. When hosts cut_a and cut_b (or -1)
  * have made cut_turn turns in all, their link is cut; a member with an error closes its end. Fills statuses (HORO_IN_PROGRESS:
- * not over after very many turns) and the bytes that each member sent. HORO_OK or HORO_ERR_RESOURCE.
+ * not over after very many turns) and the bytes that each member sent. HORO_OK, HORO_ERR_RESOURCE, or HORO_ERR_USAGE if an
+ * algorithm received into memory that was being sent or received into.
  */
 int shim_cross_simulate(const shim_cross_call *call, void *const *data, int delay_polls, size_t link_piece_bytes,
                         uint64_t seed, int cut_a, int cut_b, int cut_turn, int *statuses, size_t *sent_bytes);

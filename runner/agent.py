@@ -1,0 +1,209 @@
+"""The remote side: ``python -m horo.runner.agent``, run by ssh, spoken to over stdin and stdout.
+
+It says what this host is, gets the job, starts its ranks and sends back what they write and how they end. When its
+stdin ends, when nothing comes for the time agreed, or on SIGTERM, it ends everything and exits; should it be killed,
+its guard does that.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from horo.runner.config import EXIT_SETUP
+from horo.runner.frames import MAGIC, Frame, FrameError, FrameReader, Kind, encode, encode_json
+from horo.runner.loop import Loop, Timer
+from horo.runner.machine import core_count, gpu_count
+from horo.runner.network import NetworkError, free_port, network_identity
+from horo.runner.processes import Guard, Tree, become_subreaper
+from horo.runner.ranks import Event, Exited, HostRanks, Output, Started, StartError, reap
+
+from horo import __version__
+
+__all__ = ["main"]
+
+_READ_BYTES = 1 << 16
+_OUTGOING_MAX_BYTES = 1 << 20
+_JOB_TIMEOUT_S = 600.0
+
+
+def main() -> int:
+    """Runs until the job is over or the launcher gone; returns the exit code."""
+    guard = Guard()
+    become_subreaper()
+    loop = Loop()
+    agent = _Agent(loop, guard)
+    agent.greet()
+    loop.run_until(lambda: agent.over)
+    guard.dismiss()
+    return 0
+
+
+class _Agent:
+    def __init__(self, loop: Loop, guard: Guard) -> None:
+        self._loop = loop
+        self._guard = guard
+        self._ranks: HostRanks | None = None
+        self._frames = FrameReader(magic=False)
+        self._outgoing = bytearray()
+        self._paused = False
+        self._connected = True
+        self._silence_s = _JOB_TIMEOUT_S
+        self._heard: Timer = loop.call_later(self._silence_s, self._leave)
+        self._leaving = False
+        # Ranks get /dev/null and pipes of their own: 0 and 1 are for nobody but us.
+        self._in, self._out = os.dup(0), os.dup(1)
+        null = os.open(os.devnull, os.O_RDWR)
+        os.dup2(null, 0)
+        os.dup2(2, 1)
+        os.close(null)
+        os.set_blocking(self._in, False)
+        os.set_blocking(self._out, False)
+        loop.watch(self._in, read=self._read)
+        loop.on_signal(signal.SIGCHLD, self._on_child)
+        loop.on_signal(signal.SIGTERM, self._on_end)
+        loop.on_signal(signal.SIGINT, self._on_end)
+        loop.on_signal(signal.SIGHUP, self._on_end)
+
+    @property
+    def over(self) -> bool:
+        """Whether no rank runs and all news has been sent, or nobody is there to get it."""
+        ranks_are_over = self._ranks.finished if self._ranks else self._leaving
+        return ranks_are_over and not (self._connected and self._outgoing)
+
+    def greet(self) -> None:
+        """Says what this host is."""
+        hello = {
+            "version": __version__,
+            "pid": os.getpid(),
+            "cores": core_count(),
+            "gpus": gpu_count(os.environ),
+            "ssh_connection": os.environ.get("SSH_CONNECTION", ""),
+            "network": network_identity(),
+            "free_port": free_port(),
+        }
+        self._send(MAGIC + encode_json(Kind.HELLO, hello))
+
+    def _read(self) -> None:
+        try:
+            data = os.read(self._in, _READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._leave()
+            return
+        self._listen_on()
+        try:
+            for frame in self._frames.feed(data):
+                self._handle(frame)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            self._give_up(f"the launcher sent nonsense: {error!r}", EXIT_SETUP)
+
+    def _listen_on(self) -> None:
+        self._heard.cancel()
+        self._heard = self._loop.call_later(self._silence_s, self._leave)
+
+    def _handle(self, frame: Frame) -> None:
+        if frame.kind == Kind.JOB:
+            self._start(frame.json())
+        elif frame.kind == Kind.TERMINATE and self._ranks:
+            self._ranks.terminate()
+        elif frame.kind == Kind.KILL and self._ranks:
+            self._ranks.kill()
+        elif frame.kind not in (Kind.PING, Kind.TERMINATE, Kind.KILL):
+            raise FrameError(f"{frame.kind.name} is not for agents")
+
+    def _start(self, job: dict[str, Any]) -> None:
+        if self._ranks is not None:
+            raise FrameError("a second job")
+        self._silence_s = float(job["silence_s"])
+        self._listen_on()
+        host, cwd, mark = str(job["host"]), str(job["cwd"]), str(job["mark"])
+        self._ranks = HostRanks(
+            self._loop,
+            self._guard,
+            Tree(mark, ancestor=os.getpid(), spared={self._guard.pid}),
+            job["grace_s"],
+            self._emit,
+        )
+        common = {**os.environ, **job["environment"]}
+        environments = {int(rank): {**common, **own} for rank, own in job["ranks"].items()}
+        try:
+            if not Path(cwd).is_dir():
+                raise StartError(
+                    f"host {host} has no directory {cwd}: ranks start in the directory hororun is called from",
+                    EXIT_SETUP,
+                )
+            if job["master_port"]:
+                free_port(int(job["master_port"]))
+            self._ranks.start(job["command"], environments, cwd, host)
+        except NetworkError as error:
+            self._give_up(f"host {host}: {error}", EXIT_SETUP)
+        except StartError as error:
+            self._give_up(str(error), error.code)
+
+    def _give_up(self, message: str, code: int) -> None:
+        self._send(encode_json(Kind.FAILED, {"message": message, "code": code}))
+        if self._ranks:
+            self._ranks.kill()
+        self._leaving = True
+
+    def _leave(self) -> None:
+        """Nobody listens any more: ends the ranks with the usual grace."""
+        self._connected = False
+        self._leaving = True
+        self._loop.watch(self._in)
+        self._loop.watch(self._out)
+        self._flow()
+        if self._ranks:
+            self._ranks.terminate()
+
+    def _on_end(self, _number: int) -> None:
+        self._leaving = True
+        if self._ranks:
+            self._ranks.terminate()
+
+    def _on_child(self, _number: int) -> None:
+        reap([self._ranks.on_child] if self._ranks else [])
+
+    def _emit(self, event: Event) -> None:
+        if isinstance(event, Started):
+            self._send(encode_json(Kind.STARTED, {"pid": event.pid}, event.rank))
+        elif isinstance(event, Output):
+            self._send(encode(Kind.STDOUT if event.stream == 1 else Kind.STDERR, event.rank, event.data))
+        elif isinstance(event, Exited):
+            end = {"code": event.code, "signal": event.signal, "asked": event.asked}
+            self._send(encode_json(Kind.EXITED, end, event.rank))
+
+    def _send(self, data: bytes) -> None:
+        if self._connected:
+            self._outgoing += data
+            self._write()
+
+    def _write(self) -> None:
+        try:
+            while self._outgoing:
+                del self._outgoing[: os.write(self._out, self._outgoing)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._leave()
+            return
+        self._loop.watch(self._out, write=self._write if self._outgoing else None)
+        self._flow()
+
+    def _flow(self) -> None:
+        """Lets ranks wait while the launcher does not take what they wrote."""
+        paused = self._connected and len(self._outgoing) > _OUTGOING_MAX_BYTES
+        if paused != self._paused and self._ranks:
+            self._paused = paused
+            self._ranks.pause(paused)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

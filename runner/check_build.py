@@ -1,0 +1,69 @@
+"""``hororun --check-build``: what this installation can do, and where each part of it was found."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from importlib import metadata
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import horo
+
+__all__ = ["check_build"]
+
+
+class _Part(NamedTuple):
+    present: bool
+    what: str
+    where: str
+
+
+def check_build() -> int:
+    """Prints it; returns 0 when ranks can run here, else 1."""
+    core = _core()
+    arena = core.present and hasattr(os, "memfd_create")
+    sections = {
+        "Available frameworks": [_torch()],
+        "Native core": [core],
+        "Available tensor operations": [
+            _Part(arena, "arena (ranks on one host)", "memfd of this kernel" if arena else "needs the core and memfd"),
+            _Part(core.present, "TCP (between hosts)", "sockets of this kernel" if core.present else "needs the core"),
+            _Part(False, "MPI", "not in this version"),
+            _Part(False, "NCCL", "not in this version"),
+        ],
+        "Remote hosts": [_Part(bool(shutil.which("ssh")), "ssh", shutil.which("ssh") or "not found in PATH")],
+    }
+    print(f"horo {horo.__version__:<34} {_folder('horo')}")
+    print(f"Python {platform.python_version():<32} {sys.executable}")
+    for title, parts in sections.items():
+        print(f"\n{title}:")
+        for part in parts:
+            print(f"    [{'X' if part.present else ' '}] {part.what:<31} {part.where}")
+    return 0 if core.present else 1
+
+
+def _core() -> _Part:
+    try:
+        from horo import _core, _native  # noqa: PLC0415 - the launcher must run without it
+
+        what = f"{_core.version()}, SIMD {_core.simd_name()}"
+    except (ImportError, OSError) as error:
+        return _Part(False, "cannot be loaded", str(error))
+    return _Part(True, what, str(_native.__file__))
+
+
+def _torch() -> _Part:
+    """By its metadata: importing it would take seconds."""
+    try:
+        return _Part(True, f"PyTorch {metadata.version('torch')}", _folder("torch"))
+    except metadata.PackageNotFoundError:
+        return _Part(False, "PyTorch", "not installed: pip install torch")
+
+
+def _folder(package: str) -> str:
+    spec = find_spec(package)
+    places = list(spec.submodule_search_locations or []) if spec is not None else []
+    return places[0] if places else "not found"

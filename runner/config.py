@@ -1,0 +1,95 @@
+"""What a job is: frozen data that the command line fills and everything else reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from horo.runner.hosts import Host
+
+__all__ = ["EXIT_INTERNAL", "EXIT_SETUP", "EXIT_UNREACHABLE", "EXIT_USAGE", "Job", "JobError", "Output", "Ssh"]
+
+EXIT_USAGE = 2
+EXIT_UNREACHABLE = 69
+"""A host cannot be reached, or was lost."""
+EXIT_INTERNAL = 70
+"""The agent or hororun itself failed."""
+EXIT_SETUP = 78
+"""A host was reached but lacks something: Python, horo, this version of it, the directory."""
+
+
+class JobError(Exception):
+    """The job cannot be started. The message is for the user; ``code`` is hororun's exit code."""
+
+    def __init__(self, message: str, code: int = EXIT_USAGE) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Ssh:
+    """How remote hosts are reached.
+
+    Attributes:
+        program: the ssh program.
+        port: its port, for hosts that name none.
+        identity_file: its private key.
+        arguments: further arguments, before the host.
+        python: the Python on remote hosts.
+    """
+
+    program: str = "ssh"
+    port: int | None = None
+    identity_file: str | None = None
+    arguments: tuple[str, ...] = ()
+    python: str = ""
+
+
+@dataclass(frozen=True)
+class Output:
+    """How output appears.
+
+    Attributes:
+        prefix: whether each line begins with its rank.
+        timestamp: whether each prefix has the time.
+        directory: where each rank's output is written as well.
+        verbose: whether hororun says what it does.
+    """
+
+    prefix: bool = True
+    timestamp: bool = False
+    directory: str | None = None
+    verbose: bool = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of hororun.
+
+    Attributes:
+        size: number of ranks.
+        command: what every rank runs.
+        hosts: where; one of ``localhost`` when the user named none.
+        oversubscribe: whether more ranks than slots are allowed.
+        grace_s: seconds from SIGTERM to SIGKILL.
+        start_timeout_s: seconds for all hosts to answer.
+        host_timeout_s: silence after which a remote host is lost.
+        interfaces: network interfaces to use; none: those that route to the peers.
+        store_port: port of the key-value server; 0: any free one.
+        master_port: ``MASTER_PORT``; 0: any free one.
+        exports: what ``-x`` and the tuning flags add to the environment of every rank.
+    """
+
+    size: int
+    command: tuple[str, ...]
+    hosts: tuple[Host, ...] = (Host("localhost"),)
+    oversubscribe: bool = False
+    grace_s: float = 5.0
+    start_timeout_s: float = 30.0
+    host_timeout_s: float = 30.0
+    interfaces: tuple[str, ...] = ()
+    store_port: int = 0
+    master_port: int = 0
+    exports: Mapping[str, str] = field(default_factory=dict)
+    ssh: Ssh = Ssh()
+    output: Output = Output()

@@ -1,0 +1,94 @@
+"""hororun's stdout and stderr and the files of the ranks, behind one writer."""
+
+from __future__ import annotations
+
+import errno
+import time
+
+from horo.runner.config import EXIT_USAGE, JobError, Output
+from horo.runner.loop import Loop
+from horo.runner.output import Printer, RankFiles, Writer, colour_wanted, redraw_possible
+
+__all__ = ["Console"]
+
+_LAST_WORDS_TIMEOUT_S = 1.0
+
+
+class Console:
+    """Takes what ranks write; says when they have to wait.
+
+    ``interrupted`` is set by whoever gets a signal while ``flush`` waits.
+    """
+
+    def __init__(self, loop: Loop, options: Output, size: int) -> None:
+        self.interrupted = False
+        self._loop = loop
+        self._verbose = options.verbose
+        self._files: RankFiles | None = None
+        if options.directory is not None:
+            try:
+                self._files = RankFiles(options.directory, size)
+            except OSError as error:
+                raise JobError(
+                    f"--output-filename {options.directory}: cannot make {error.filename}: {error.strerror}", EXIT_USAGE
+                ) from error
+        self._complained: set[int] = set()
+        self._writer = Writer(loop.wake)
+        self._printer = Printer(
+            self._writer.put,
+            size,
+            prefix=options.prefix,
+            timestamp=options.timestamp,
+            terminals=frozenset(fd for fd in (1, 2) if redraw_possible(fd)),
+            coloured=frozenset(fd for fd in (1, 2) if colour_wanted(fd)),
+        )
+
+    @property
+    def full(self) -> bool:
+        """Whether ranks should wait before they write more."""
+        return self._writer.full
+
+    @property
+    def stdout_error(self) -> OSError | None:
+        """Why stdout takes no more."""
+        return self._writer.failure(1)
+
+    def output(self, rank: int, stream: int, data: bytes) -> None:
+        """A rank wrote ``data`` to stream 1 or 2."""
+        self._printer.feed(rank, stream, data, time.monotonic())
+        if self._files is not None:
+            fd = self._files.fd(rank, stream)
+            self._writer.put(fd, data)
+            self._complain_once(fd)
+
+    def rank_ended(self, rank: int) -> None:
+        """Shows what the rank left unfinished."""
+        self._printer.finish(rank, time.monotonic())
+
+    def say(self, text: str) -> None:
+        """A line of hororun's own."""
+        self._printer.say(f"hororun: {text}\n".encode("utf-8", "surrogateescape"))
+
+    def say_lines(self, lines: bytes) -> None:
+        """Whole lines of hororun's own."""
+        self._printer.say(lines)
+
+    def explain(self, text: str) -> None:
+        """A line that only ``--verbose`` shows."""
+        if self._verbose:
+            self.say(text)
+
+    def flush(self, *, patient: bool) -> None:
+        """Waits until all is written; not ``patient``: for a moment only, should stdout be blocked."""
+        self._printer.close()
+        out_of_time: list[bool] = []
+        if not patient:
+            self._loop.call_later(_LAST_WORDS_TIMEOUT_S, lambda: out_of_time.append(True))
+        self._loop.run_until(lambda: self._writer.idle or bool(out_of_time) or self.interrupted)
+
+    def _complain_once(self, fd: int) -> None:
+        error = self._writer.failure(fd)
+        if error is not None and self._files is not None and fd not in self._complained:
+            self._complained.add(fd)
+            reason = error.strerror or errno.errorcode.get(error.errno or 0, "unknown error")
+            self.say(f"the file of {self._files.name_of(fd)} is incomplete from here on: {reason}")

@@ -1,0 +1,107 @@
+"""What every rank finds in its environment: pure functions from placement and options to variables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from horo.runner.placement import Slot
+from horo.runner.processes import MARK_NAME
+
+__all__ = ["FORWARDED", "common_variables", "forwarded", "parse_exports", "rank_variables"]
+
+FORWARDED = (
+    "HORO_*",
+    "HOROVOD_*",
+    "NCCL_*",
+    "UCX_*",
+    "FI_*",
+    "GLOO_*",
+    "OMP_*",
+    "GOMP_*",
+    "KMP_*",
+    "MKL_*",
+    "OPENBLAS_*",
+    "TORCH_*",
+    "PYTORCH_*",
+    "PYTHON*",
+    "PATH",
+    "LD_LIBRARY_PATH",
+    "VIRTUAL_ENV",
+    "CONDA_PREFIX",
+    "CONDA_DEFAULT_ENV",
+    "LANG",
+    "LC_*",
+    "TZ",
+)
+"""Variables that go to remote hosts unasked. Local ranks inherit everything."""
+
+
+def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
+    """The part of ``environment`` that goes to remote hosts unasked."""
+    return {
+        name: value for name, value in environment.items() if any(fnmatchcase(name, pattern) for pattern in FORWARDED)
+    }
+
+
+def parse_exports(items: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """The values of ``-x``: ``NAME=VALUE``, or ``NAME`` for the value it has here.
+
+    Raises:
+        ValueError: a name is empty, or has no value here.
+    """
+    exports = {}
+    for item in items:
+        name, equals, value = item.partition("=")
+        if not name or "\0" in item:
+            raise ValueError(f"-x {item!r}: write NAME or NAME=VALUE")
+        if not equals:
+            if name not in environment:
+                raise ValueError(f"-x {name}: it is not set here; set it, or write -x {name}=VALUE")
+            value = environment[name]
+        exports[name] = value
+    return exports
+
+
+def common_variables(job_id: str, secret: str, interfaces: Sequence[str]) -> dict[str, str]:
+    """What all ranks of the job share."""
+    shared = {"HORO_JOB_ID": job_id, "HORO_SECRET": secret, "PYTHONUNBUFFERED": "1"}
+    if interfaces:
+        shared["HORO_NETWORK_INTERFACES"] = ",".join(interfaces)
+    return shared
+
+
+def rank_variables(
+    slot: Slot, *, host: str, mark: str, store: str, master: tuple[str, int], cores: int, threads_set: bool
+) -> dict[str, str]:
+    """What one rank is told.
+
+    Args:
+        slot: its place.
+        host: name of its host, as given to ``-H``.
+        mark: marks processes of this job on this host.
+        store: where its host reaches the key-value server, ``addr:port[,addr:port...]``.
+        master: address and port for ``torch.distributed``.
+        cores: of its host; shared out as ``OMP_NUM_THREADS``,
+        threads_set: unless the user has set that.
+    """
+    told = {
+        MARK_NAME: mark,
+        "HORO_STORE": store,
+        "HOROVOD_HOSTNAME": host,
+        "HOROVOD_RANK": str(slot.rank),
+        "HOROVOD_SIZE": str(slot.size),
+        "HOROVOD_LOCAL_RANK": str(slot.local_rank),
+        "HOROVOD_LOCAL_SIZE": str(slot.local_size),
+        "HOROVOD_CROSS_RANK": str(slot.cross_rank),
+        "HOROVOD_CROSS_SIZE": str(slot.cross_size),
+        "RANK": str(slot.rank),
+        "WORLD_SIZE": str(slot.size),
+        "LOCAL_RANK": str(slot.local_rank),
+        "LOCAL_WORLD_SIZE": str(slot.local_size),
+        "MASTER_ADDR": master[0],
+        "MASTER_PORT": str(master[1]),
+    }
+    if not threads_set:
+        told["OMP_NUM_THREADS"] = str(max(1, cores // slot.local_size))
+    return told

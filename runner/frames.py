@@ -1,0 +1,116 @@
+"""Messages between hororun and its agent on a remote host, over the two pipes of one ssh.
+
+A frame is kind (1 byte), rank (4 bytes), length of the payload (4 bytes), payload; numbers in network order. The
+agent writes :data:`MAGIC` first, because a login shell may print something before the agent runs.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+__all__ = ["MAGIC", "PAYLOAD_MAX_BYTES", "Frame", "FrameError", "FrameReader", "Kind", "encode", "encode_json"]
+
+MAGIC = b"\nhororun agent 1\n"
+PAYLOAD_MAX_BYTES = 64 << 20
+_NOISE_MAX_BYTES = 1 << 20
+_HEADER = struct.Struct("!BII")
+
+
+class Kind(IntEnum):
+    """What a frame says, and who says it."""
+
+    HELLO = 1  # agent: JSON, what this host is; once, first
+    STARTED = 2  # agent: JSON, pid of the rank
+    STDOUT = 3  # agent: bytes that the rank wrote
+    STDERR = 4  # agent: bytes that the rank wrote
+    EXITED = 5  # agent: JSON, how the rank ended; after all its output
+    FAILED = 6  # agent: JSON, why the job cannot run here; last
+    JOB = 16  # launcher: JSON, the job; once, first
+    TERMINATE = 17  # launcher: SIGTERM now, SIGKILL after the grace time
+    KILL = 18  # launcher: SIGKILL now
+    PING = 19  # launcher: it is still there
+
+
+class Frame(NamedTuple):
+    """One message; ``rank`` is 0 where it has no meaning."""
+
+    kind: Kind
+    rank: int
+    payload: bytes
+
+    def json(self) -> dict[str, Any]:
+        """The payload as a JSON object.
+
+        Raises:
+            FrameError: it is none.
+        """
+        try:
+            value = json.loads(self.payload)
+        except ValueError as error:
+            raise FrameError(f"a {self.kind.name} frame is not JSON: {error}") from None
+        if not isinstance(value, dict):
+            raise FrameError(f"a {self.kind.name} frame is not a JSON object")
+        return value
+
+
+class FrameError(ValueError):
+    """The other side does not speak this protocol."""
+
+
+def encode(kind: Kind, rank: int = 0, payload: bytes = b"") -> bytes:
+    """One frame as bytes."""
+    return _HEADER.pack(kind, rank, len(payload)) + payload
+
+
+def encode_json(kind: Kind, value: dict[str, Any], rank: int = 0) -> bytes:
+    """One frame with a JSON object; bytes of the environment that are no text survive as surrogates."""
+    return encode(kind, rank, json.dumps(value).encode("ascii"))
+
+
+class FrameReader:
+    """Cuts a stream of bytes into frames; with ``magic``, drops what comes before :data:`MAGIC`."""
+
+    def __init__(self, *, magic: bool) -> None:
+        self._buffer = bytearray()
+        self._waiting = magic
+
+    @property
+    def waiting(self) -> bool:
+        """Whether :data:`MAGIC` has yet to come."""
+        return self._waiting
+
+    def feed(self, data: bytes) -> list[Frame]:
+        """The frames that ``data`` completes.
+
+        Raises:
+            FrameError: the bytes are no frame.
+        """
+        self._buffer += data
+        if self._waiting and not self._skip_noise():
+            return []
+        frames = []
+        start = 0
+        while len(self._buffer) - start >= _HEADER.size:
+            kind, rank, length = _HEADER.unpack_from(self._buffer, start)
+            if kind not in Kind.__members__.values() or length > PAYLOAD_MAX_BYTES:
+                raise FrameError(f"a frame of kind {kind} with {length} bytes is none of ours")
+            end = start + _HEADER.size + length
+            if len(self._buffer) < end:
+                break
+            frames.append(Frame(Kind(kind), rank, bytes(self._buffer[start + _HEADER.size : end])))
+            start = end
+        del self._buffer[:start]
+        return frames
+
+    def _skip_noise(self) -> bool:
+        found = self._buffer.find(MAGIC)
+        if found < 0:
+            if len(self._buffer) > _NOISE_MAX_BYTES:
+                raise FrameError("the remote login shell prints without end")
+            return False
+        del self._buffer[: found + len(MAGIC)]
+        self._waiting = False
+        return True

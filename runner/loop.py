@@ -1,0 +1,145 @@
+"""One thread that waits for files, signals and timers; nothing in it polls."""
+
+from __future__ import annotations
+
+import heapq
+import os
+import selectors
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+__all__ = ["Loop", "Timer"]
+
+
+@dataclass(order=True)
+class Timer:
+    """A call to make later; ``cancel`` forgets it."""
+
+    due_s: float
+    order: int
+    call: Callable[[], None] | None = field(compare=False)
+
+    def cancel(self) -> None:
+        """Forgets the call; harmless when it has been made."""
+        self.call = None
+
+
+class Loop:
+    """Calls back what is ready. All methods but ``wake`` belong to the thread that runs the loop.
+
+    Signal handlers of the process are the loop's while it is open; it must be made in the main thread.
+    """
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._timers: list[Timer] = []
+        self._timers_made = 0
+        self._signals: dict[int, Callable[[int], None]] = {}
+        self._before: dict[int, object] = {}
+        self._on_wake: Callable[[], None] = _nothing
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        self._selector.register(self._wake_read, selectors.EVENT_READ, self._woken)
+        self._wakeup_before = signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+
+    def close(self) -> None:
+        """Gives the signals back as they were."""
+        signal.set_wakeup_fd(self._wakeup_before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        self._selector.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+        self._wake_write = -1  # a late wake() from another thread must not reach a descriptor of that number
+
+    def watch(
+        self, fd: int, *, read: Callable[[], object] | None = None, write: Callable[[], object] | None = None
+    ) -> None:
+        """Calls ``read`` or ``write`` whenever the descriptor is ready for it; neither: forgets it."""
+        mask = (selectors.EVENT_READ if read else 0) | (selectors.EVENT_WRITE if write else 0)
+
+        def ready(events: int) -> None:
+            if read and events & selectors.EVENT_READ:
+                read()
+            elif write and events & selectors.EVENT_WRITE:
+                write()
+
+        known = fd in self._selector.get_map()
+        if mask and known:
+            self._selector.modify(fd, mask, ready)
+        elif mask:
+            self._selector.register(fd, mask, ready)
+        elif known:
+            self._selector.unregister(fd)
+
+    def on_signal(self, number: int, call: Callable[[int], None]) -> None:
+        """Calls ``call`` with the number when the signal has come; a signal that was ignored stays ignored.
+
+        Children start with the default action again, because a handler (unlike *ignore*) does not survive ``exec``.
+        """
+        if signal.getsignal(number) == signal.SIG_IGN and number != signal.SIGCHLD:
+            return
+        self._signals[number] = call
+        self._before.setdefault(number, signal.signal(number, _nothing_for_signal))
+
+    def on_wake(self, call: Callable[[], None]) -> None:
+        """Calls ``call`` after ``wake``."""
+        self._on_wake = call
+
+    def wake(self) -> None:
+        """From any thread: makes the loop call what ``on_wake`` was given."""
+        try:
+            os.write(self._wake_write, b"\0")
+        except (BlockingIOError, OSError):
+            return  # full: it wakes anyway; closed: nobody is left to wake
+
+    def call_later(self, delay_s: float, call: Callable[[], None]) -> Timer:
+        """Calls ``call`` once, ``delay_s`` seconds from now."""
+        self._timers_made += 1
+        timer = Timer(time.monotonic() + delay_s, self._timers_made, call)
+        heapq.heappush(self._timers, timer)
+        return timer
+
+    def run_until(self, done: Callable[[], bool]) -> None:
+        """Waits and calls back until ``done()`` is true; it is asked after every round."""
+        while not done():
+            self._round()
+
+    def _round(self) -> None:
+        for key, events in self._selector.select(self._timeout_s()):
+            # An earlier call of this round may have closed or changed this descriptor.
+            now = self._selector.get_map().get(key.fd)
+            if now is not None and now.data is key.data:
+                key.data(events)
+        while self._timers and self._timers[0].due_s <= time.monotonic():
+            timer = heapq.heappop(self._timers)
+            if timer.call is not None:
+                timer.call()
+
+    def _timeout_s(self) -> float | None:
+        while self._timers and self._timers[0].call is None:
+            heapq.heappop(self._timers)
+        return max(0.0, self._timers[0].due_s - time.monotonic()) if self._timers else None
+
+    def _woken(self, _events: int) -> None:
+        try:
+            numbers = os.read(self._wake_read, 65536)
+        except BlockingIOError:
+            return
+        for number in dict.fromkeys(numbers):
+            if number == 0:
+                self._on_wake()
+            elif number in self._signals:
+                for _ in range(1 if number == signal.SIGCHLD else numbers.count(number)):
+                    self._signals[number](number)
+
+
+def _nothing() -> None:
+    return None
+
+
+def _nothing_for_signal(_number: int, _frame: object) -> None:
+    return None

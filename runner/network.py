@@ -1,0 +1,124 @@
+"""Addresses of this machine: which names mean it, how others reach it, free ports."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+from horo.runner.hosts import Host
+
+__all__ = [
+    "NetworkError",
+    "address_toward",
+    "free_port",
+    "interface_addresses",
+    "is_local",
+    "network_identity",
+    "own_address",
+    "resolve",
+]
+
+
+class NetworkError(Exception):
+    """An address, interface or port is not there; the message names it."""
+
+
+def is_local(host: Host) -> bool:
+    """Whether ranks for ``host`` can be started directly: it is this machine, this user, and names no ssh port."""
+    if host.port is not None or (host.user is not None and host.user != _user()):
+        return False
+    if host.name.lower() in {"localhost", socket.gethostname().lower()}:
+        return True
+    return any(own_address(address) for address in resolve(host.name))
+
+
+def resolve(name: str) -> list[str]:
+    """Numeric addresses of a name; none when it has none (ssh may still know it as an alias)."""
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+def own_address(address: str) -> bool:
+    """Whether this machine has the numeric address: only then can a socket be bound to it."""
+    try:
+        family, *_, where = socket.getaddrinfo(address, 0, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind(where)
+    except OSError:
+        return False
+    return True
+
+
+def address_toward(peer: str) -> str:
+    """The address of this machine on its route to ``peer`` (numeric); sends nothing.
+
+    Raises:
+        NetworkError: there is no route.
+    """
+    try:
+        family, *_, where = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(where)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise NetworkError(f"this machine has no route to {peer}: {error.strerror}") from None
+
+
+def interface_addresses(names: Sequence[str]) -> list[str]:
+    """Numeric addresses of those of the named interfaces that this machine has, link-local ones left out.
+
+    Raises:
+        NetworkError: it has none of them.
+    """
+    import psutil  # noqa: PLC0415 - 20 ms that only this option costs
+
+    present = psutil.net_if_addrs()
+    found = [
+        entry.address
+        for name in names
+        for entry in present.get(name, [])
+        if entry.family in (socket.AF_INET, socket.AF_INET6) and "%" not in entry.address
+    ]
+    if not found:
+        raise NetworkError(
+            f"--network-interfaces {','.join(names)}: none of them has an address here; "
+            f"this machine has {', '.join(sorted(present))}"
+        )
+    return found
+
+
+def free_port(port: int = 0) -> int:
+    """A TCP port that nobody listens on, ``port`` itself when it is not 0. It may be taken the moment after.
+
+    Raises:
+        NetworkError: ``port`` is taken or not allowed.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        try:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("", port))
+            return int(probe.getsockname()[1])
+        except OSError as error:
+            raise NetworkError(f"port {port} cannot be used: {error.strerror}; choose another") from None
+
+
+def network_identity() -> str:
+    """Equal for two processes exactly when loopback addresses mean the same to both: boot and network namespace."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot}.{Path('/proc/self/ns/net').stat().st_ino}"
+    return socket.gethostname()
+
+
+def _user() -> str:
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return ""

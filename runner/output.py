@@ -1,0 +1,292 @@
+"""What ranks write, as bytes throughout: whole lines with a prefix on the console, every byte in files.
+
+A line on the console is never mixed with another one. A line that ends in a lone carriage return, as a progress bar
+writes it, is an *update*: on a terminal it is redrawn in place, elsewhere at most one per second is shown, as a line.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from collections import deque
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = [
+    "LINE_MAX_BYTES",
+    "LineSplitter",
+    "Piece",
+    "Printer",
+    "RankFiles",
+    "Writer",
+    "colour_wanted",
+    "redraw_possible",
+]
+
+LINE_MAX_BYTES = 64 << 20
+"""A line longer than this is cut, so that no rank can fill the launcher's memory."""
+_UPDATE_INTERVAL_S = 1.0
+_COLOURS = (36, 33, 32, 35, 34, 31)
+_ERASE_LINE = b"\x1b[2K"
+_HIGH_WATER_BYTES = 8 << 20
+_LOW_WATER_BYTES = 1 << 20
+_WRITE_BYTES = 1 << 16
+
+
+class Piece(NamedTuple):
+    """A line without its end; ``update``: it ended in a lone carriage return and will be overwritten."""
+
+    text: bytes
+    update: bool
+
+
+class LineSplitter:
+    """Cuts one stream into lines, whatever sizes it comes in. Ends are ``\\n``, ``\\r\\n`` and ``\\r``."""
+
+    def __init__(self, line_max_bytes: int = LINE_MAX_BYTES) -> None:
+        self._line_max_bytes = line_max_bytes
+        self._held: list[bytes] = []
+        self._held_bytes = 0
+        self._after_return = False
+
+    def feed(self, data: bytes) -> list[Piece]:
+        """The lines that ``data`` completes; a line that ends in ``\\r`` waits for what follows it."""
+        if not data:
+            return []
+        pieces: list[Piece] = []
+        if self._after_return:
+            newline = data.startswith(b"\n")
+            data = data[1:] if newline else data
+            pieces.append(self._take(update=not newline))
+            self._after_return = False
+        parts = data.splitlines(keepends=True)
+        for index, part in enumerate(parts, start=1):
+            if part.endswith(b"\n"):
+                self._hold(part[: -2 if part.endswith(b"\r\n") else -1])
+                pieces.append(self._take(update=False))
+            elif part.endswith(b"\r"):
+                self._hold(part[:-1])
+                if index < len(parts):
+                    pieces.append(self._take(update=True))
+                else:
+                    self._after_return = True
+            else:
+                self._hold(part)
+                if self._held_bytes >= self._line_max_bytes:
+                    pieces.append(self._take(update=False))
+        return [piece for piece in pieces if piece.text or not piece.update]
+
+    def finish(self) -> list[Piece]:
+        """The last line, when the stream ended inside it."""
+        self._after_return = False
+        return [self._take(update=False)] if self._held_bytes else []
+
+    def _hold(self, part: bytes) -> None:
+        self._held.append(part)
+        self._held_bytes += len(part)
+
+    def _take(self, *, update: bool) -> Piece:
+        text = b"".join(self._held)
+        self._held.clear()
+        self._held_bytes = 0
+        return Piece(text, update)
+
+
+def redraw_possible(fd: int) -> bool:
+    """Whether a line on ``fd`` can be erased: it is a terminal, and TERM is not ``dumb``."""
+    return os.isatty(fd) and os.environ.get("TERM") != "dumb"
+
+
+def colour_wanted(fd: int) -> bool:
+    """Whether prefixes on ``fd`` are coloured: it is a terminal that can, and NO_COLOR is not set."""
+    return redraw_possible(fd) and not os.environ.get("NO_COLOR")
+
+
+class Writer:
+    """Writes to descriptors in a thread of its own, in order, so that a blocked terminal blocks nothing else.
+
+    It takes whatever it is given; who gives asks ``full`` first and waits for ``on_change``. ``on_change`` is called
+    in the thread: when room appears, when all is written, and when a descriptor fails.
+    """
+
+    def __init__(self, on_change: Callable[[], None]) -> None:
+        self._on_change = on_change
+        self._queue: deque[tuple[int, bytes]] = deque()
+        self._pending_bytes = 0
+        self._failed: dict[int, OSError] = {}
+        self._changed = threading.Condition()
+        threading.Thread(target=self._run, name="hororun-writer", daemon=True).start()
+
+    @property
+    def full(self) -> bool:
+        """Whether givers should wait."""
+        return self._pending_bytes > _HIGH_WATER_BYTES
+
+    @property
+    def idle(self) -> bool:
+        """Whether all is written."""
+        return self._pending_bytes == 0
+
+    def put(self, fd: int, data: bytes) -> None:
+        """Queues ``data``; data for a descriptor that has failed is dropped."""
+        if data and fd not in self._failed:
+            with self._changed:
+                self._queue.append((fd, data))
+                self._pending_bytes += len(data)
+                self._changed.notify()
+
+    def failure(self, fd: int) -> OSError | None:
+        """Why a descriptor takes no more."""
+        return self._failed.get(fd)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._queue:
+                    self._changed.wait()
+                fd, data = self._take()
+            self._write(fd, data)
+            with self._changed:
+                before = self._pending_bytes
+                self._pending_bytes -= len(data)
+                notable = self._pending_bytes <= _LOW_WATER_BYTES < before or self._pending_bytes == 0
+            if notable or fd in self._failed:
+                self._on_change()
+
+    def _take(self) -> tuple[int, bytes]:
+        fd, data = self._queue.popleft()
+        parts = [data]
+        taken = len(data)
+        while self._queue and self._queue[0][0] == fd and taken < _WRITE_BYTES:
+            parts.append(self._queue.popleft()[1])
+            taken += len(parts[-1])
+        return fd, b"".join(parts)
+
+    def _write(self, fd: int, data: bytes) -> None:
+        view = memoryview(data)
+        while view and fd not in self._failed:
+            try:
+                view = view[os.write(fd, view) :]
+            except BlockingIOError:  # someone made our stdout nonblocking: wait until it takes more
+                select.select([], [fd], [])
+            except OSError as error:
+                self._failed[fd] = error
+
+
+class RankFiles:
+    """``DIR/rank.N/stdout`` and ``stderr`` for every rank, N padded with zeros; files that are there are replaced.
+
+    Raises:
+        OSError: one cannot be made.
+    """
+
+    def __init__(self, directory: str, size: int) -> None:
+        self._fds: dict[tuple[int, int], int] = {}
+        width = len(str(size - 1))
+        for rank in range(size):
+            folder = Path(directory, f"rank.{rank:0{width}}")
+            folder.mkdir(parents=True, exist_ok=True)
+            for stream, name in ((1, "stdout"), (2, "stderr")):
+                flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+                self._fds[rank, stream] = os.open(folder / name, flags, 0o666)
+
+    def fd(self, rank: int, stream: int) -> int:
+        """The descriptor for a stream of a rank."""
+        return self._fds[rank, stream]
+
+    def name_of(self, fd: int) -> str:
+        """Which stream a descriptor is for, in words."""
+        return next(
+            (f"{'stdout' if s == 1 else 'stderr'} of rank {r}" for (r, s), f in self._fds.items() if f == fd), ""
+        )
+
+
+class Printer:
+    """Turns what ranks write into what the console shows.
+
+    Args:
+        write: takes a stream (1 or 2) and bytes.
+        size: number of ranks; prefixes are as wide as the highest rank needs.
+        prefix: whether lines begin with their rank.
+        timestamp: whether prefixes have the time.
+        terminals: which of the streams 1 and 2 are terminals.
+        coloured: which of them take colours.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[int, bytes], None],
+        size: int,
+        *,
+        prefix: bool = True,
+        timestamp: bool = False,
+        terminals: frozenset[int] = frozenset(),
+        coloured: frozenset[int] = frozenset(),
+    ) -> None:
+        self._write = write
+        self._width = len(str(size - 1))
+        self._prefix = prefix
+        self._timestamp = timestamp
+        self._terminals = terminals
+        self._coloured = coloured
+        self._splitters: dict[tuple[int, int], LineSplitter] = {}
+        self._shown_s: dict[tuple[int, int], float] = {}
+        self._update_is_shown = False
+
+    def feed(self, rank: int, stream: int, data: bytes, now_s: float) -> None:
+        """``data`` came from a stream of a rank."""
+        splitter = self._splitters.setdefault((rank, stream), LineSplitter())
+        self._show(rank, stream, splitter.feed(data), now_s)
+
+    def finish(self, rank: int, now_s: float) -> None:
+        """The rank has ended: shows its unfinished lines."""
+        for stream in (1, 2):
+            splitter = self._splitters.pop((rank, stream), None)
+            if splitter is not None:
+                self._show(rank, stream, splitter.finish(), now_s)
+
+    def say(self, text: bytes) -> None:
+        """Shows whole lines of hororun's own, on stderr."""
+        self._write(2, self._erase(2) + text)
+
+    def close(self) -> None:
+        """Shows what unfinished lines are left and leaves the cursor on a line of its own."""
+        for rank in sorted({rank for rank, _ in self._splitters}):
+            self.finish(rank, float("inf"))
+        if self._update_is_shown:
+            self._write(min(self._terminals), b"\n")
+            self._update_is_shown = False
+
+    def _show(self, rank: int, stream: int, pieces: list[Piece], now_s: float) -> None:
+        out = bytearray()
+        start = self._start_of_line(rank, stream)
+        for piece in pieces:
+            if not piece.update:
+                out += self._erase(stream) + start + piece.text + b"\n"
+            elif stream in self._terminals:
+                out += self._erase(stream) + start + piece.text + b"\r"
+                self._update_is_shown = True
+            elif now_s - self._shown_s.get((rank, stream), float("-inf")) >= _UPDATE_INTERVAL_S:
+                out += start + piece.text + b"\n"
+                self._shown_s[rank, stream] = now_s
+        if out:
+            self._write(stream, bytes(out))
+
+    def _erase(self, stream: int) -> bytes:
+        if not self._update_is_shown or stream not in self._terminals:
+            return b""
+        self._update_is_shown = False
+        return _ERASE_LINE
+
+    def _start_of_line(self, rank: int, stream: int) -> bytes:
+        if not self._prefix:
+            return b""
+        text = f"[{rank:{self._width}}]"
+        if self._timestamp:
+            text = f"{datetime.now().isoformat(timespec='milliseconds')} {text}"
+        if stream in self._coloured:
+            text = f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{text}\x1b[0m"
+        return text.encode() + b" "

@@ -1,0 +1,74 @@
+"""Which rank runs where: hosts are filled in order, ranks count through them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["PlacementError", "Slot", "place"]
+
+
+class PlacementError(ValueError):
+    """The ranks do not fit; the message names both numbers."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of one rank.
+
+    Attributes:
+        rank: 0 to ``size - 1``.
+        size: ranks in the job.
+        local_rank: 0 to ``local_size - 1`` on its host.
+        local_size: ranks on its host.
+        cross_rank: index of its host among the hosts that have this local rank.
+        cross_size: how many hosts have this local rank.
+        host: index of its host in the list given to :func:`place`.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    host: int
+
+
+def place(slots: Sequence[int], size: int, *, oversubscribe: bool = False) -> tuple[Slot, ...]:
+    """Places ``size`` ranks on hosts that have ``slots`` each.
+
+    With ``oversubscribe``, ranks beyond the last slot are dealt to the hosts in turn. Hosts that get no rank are
+    left out of every count.
+
+    Raises:
+        PlacementError: there are more ranks than slots, or no rank, or no host.
+    """
+    if size < 1:
+        raise PlacementError(f"-np {size}: at least one rank is needed")
+    if not slots or min(slots) < 1:
+        raise PlacementError("every host needs at least one slot")
+    if size > sum(slots) and not oversubscribe:
+        raise PlacementError(
+            f"-np {size} asks for {size} ranks but there are {sum(slots)} slots: "
+            "name more slots with -H or --hostfile, or allow it with --oversubscribe"
+        )
+    counts = _share(slots, size)
+    placed: list[Slot] = []
+    for host, count in enumerate(counts):
+        for local_rank in range(count):
+            columns = [other for other, others in enumerate(counts) if others > local_rank]
+            placed.append(
+                Slot(len(placed), size, local_rank, count, columns.index(host), len(columns), host),
+            )
+    return tuple(placed)
+
+
+def _share(slots: Sequence[int], size: int) -> list[int]:
+    counts = []
+    left = size
+    for available in slots:
+        counts.append(min(available, left))
+        left -= counts[-1]
+    each, first = divmod(left, len(slots))
+    return [count + each + (index < first) for index, count in enumerate(counts)]

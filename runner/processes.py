@@ -1,0 +1,242 @@
+"""The only module that starts, finds and ends processes.
+
+Three things keep a host clean whatever dies first:
+
+* Every process of a job carries ``HORO_HOST_MARK`` in its environment, every rank leads its own session, and the
+  process that starts them is their *subreaper*: what a rank leaves behind becomes its child and is found.
+* A :class:`Guard`, forked before the first rank, ends all of that when its parent is gone, even by SIGKILL.
+* The kernel sends SIGKILL to every rank whose parent died (``PR_SET_PDEATHSIG``), should the guard be gone too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+__all__ = [
+    "MARK_NAME",
+    "Guard",
+    "Tree",
+    "become_subreaper",
+    "children_of_this_process",
+    "end_all",
+    "send_signal",
+    "spawn",
+]
+
+MARK_NAME = "HORO_HOST_MARK"
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_PR_SET_CHILD_SUBREAPER = 36
+_LOOK_AGAIN_S = 0.02
+_KILL_DEADLINE_S = 10.0
+_FAREWELL = b"done\n"
+
+
+def become_subreaper() -> None:
+    """Makes orphans among the descendants of this process its children."""
+    ctypes.PyDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def children_of_this_process() -> set[int]:
+    """Pids of the children it has now."""
+    here = os.getpid()
+    return {pid for pid, process in _look_at_processes().items() if process.parent == here}
+
+
+def spawn(
+    argv: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    cwd: str | None = None,
+    stdin: int = subprocess.DEVNULL,
+    dies_with_us: bool = True,
+) -> subprocess.Popen[bytes]:
+    """Starts a process in a session of its own, with pipes for its output.
+
+    With ``dies_with_us`` the kernel kills it when this process dies. The caller reaps it with ``os.waitpid``.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    process = subprocess.Popen(
+        argv,
+        env=dict(environment),
+        cwd=cwd,
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=_die_with_parent() if dies_with_us else None,  # noqa: PLW1509 - one call into libc, no lock
+        bufsize=0,
+    )
+    for stream in (process.stdin, process.stdout, process.stderr):
+        if stream is not None:
+            os.set_blocking(stream.fileno(), False)
+    return process
+
+
+def _die_with_parent() -> Callable[[], None]:
+    prctl = ctypes.PyDLL(None).prctl  # found before the fork; PyDLL keeps the GIL, so nothing can block in the child
+    parent = os.getpid()
+
+    def in_child() -> None:
+        prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        if os.getppid() != parent:  # it died before the line above took effect
+            os._exit(128 + signal.SIGKILL)
+
+    return in_child
+
+
+@dataclass
+class Tree:
+    """What belongs to a job on this host.
+
+    Attributes:
+        mark: value of ``HORO_HOST_MARK`` in the environment of its processes.
+        sessions: pids of running ranks, each the leader of its session.
+        ancestor: a process whose descendants all belong to the job; 0: none.
+        spared: processes that do not, with their descendants (the guard, ssh).
+    """
+
+    mark: str
+    sessions: set[int] = field(default_factory=set)
+    ancestor: int = 0
+    spared: set[int] = field(default_factory=set)
+
+    def find(self) -> set[int]:
+        """Processes of the job that exist now, zombies left out."""
+        seen = _look_at_processes()
+        children: dict[int, list[int]] = {}
+        for pid, process in seen.items():
+            children.setdefault(process.parent, []).append(pid)
+        spared = self.spared | {os.getpid()}
+        tail = f"{MARK_NAME}={self.mark}".encode()
+        todo = [pid for pid, process in seen.items() if process.session in self.sessions or _has_mark(pid, tail)]
+        todo += children.get(self.ancestor, []) if self.ancestor else []
+        found: set[int] = set()
+        while todo:
+            pid = todo.pop()
+            if pid not in found and pid not in spared:
+                found.add(pid)
+                todo += children.get(pid, [])
+        return {pid for pid in found if seen[pid].alive}
+
+
+@dataclass(frozen=True)
+class _Process:
+    parent: int
+    session: int
+    alive: bool
+
+
+def _look_at_processes() -> dict[int, _Process]:
+    seen = {}
+    for name in os.listdir("/proc"):  # noqa: PTH208 - no Path object per process
+        if name.isdigit():
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                fields = Path("/proc", name, "stat").read_bytes().rpartition(b")")[2].split()
+                seen[int(name)] = _Process(int(fields[1]), int(fields[3]), fields[0] not in (b"Z", b"X"))
+    return seen
+
+
+def _has_mark(pid: int, entry: bytes) -> bool:
+    try:
+        return entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # gone, or another user's
+        return False
+
+
+def send_signal(pids: Collection[int], number: int) -> None:
+    """Signals processes; those that are gone or not ours are passed over."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
+def end_all(tree: Tree, grace_s: float) -> bool:
+    """SIGTERM, up to ``grace_s`` seconds, then SIGKILL to all of the job on this host; blocks.
+
+    Returns:
+        Whether nothing is left.
+    """
+    asked: set[int] = set()
+    deadline = time.monotonic() + grace_s
+    while (found := tree.find()) and time.monotonic() < deadline:
+        send_signal(found - asked, signal.SIGTERM)
+        asked |= found
+        time.sleep(_LOOK_AGAIN_S)
+    deadline = time.monotonic() + _KILL_DEADLINE_S
+    while (found := tree.find()) and time.monotonic() < deadline:
+        send_signal(found, signal.SIGKILL)
+        time.sleep(_LOOK_AGAIN_S)
+    return not found
+
+
+class Guard:
+    """A process that outlives its parent and ends the job then.
+
+    It is forked, not executed, so it must be made before the first thread. It holds nothing but the read end of a
+    pipe; the end of that pipe without a farewell is its signal.
+    """
+
+    def __init__(self) -> None:
+        read_fd, self._write_fd = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            _guard(read_fd)
+        os.close(read_fd)
+
+    def tell(self, tree: Tree, grace_s: float) -> None:
+        """What to end, and how patiently; replaces what it was told before."""
+        self._write(f"{grace_s} {tree.mark} {' '.join(map(str, tree.sessions))}\n".encode())
+
+    def dismiss(self) -> None:
+        """Says that nothing is left to do, and reaps it."""
+        self._write(_FAREWELL)
+        os.close(self._write_fd)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
+
+    def _write(self, line: bytes) -> None:
+        with contextlib.suppress(BrokenPipeError):  # killed by someone: the parent-death signal is what remains
+            os.write(self._write_fd, line)
+
+
+def _guard(read_fd: int) -> NoReturn:
+    try:
+        os.setsid()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP):
+            signal.signal(number, signal.SIG_IGN)
+        _let_go_of_all_but(read_fd)
+        os.chdir("/")
+        ctypes.PyDLL(None).prctl(_PR_SET_NAME, b"hororun-guard", 0, 0, 0)
+        last = _FAREWELL
+        with open(read_fd, "rb") as orders:
+            for line in orders:
+                last = line
+        if last != _FAREWELL:
+            grace_s, mark, *pids = last.decode("ascii").split()
+            end_all(Tree(mark, set(map(int, pids))), float(grace_s))
+    finally:
+        os._exit(0)
+
+
+def _let_go_of_all_but(kept_fd: int) -> None:
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        if fd != kept_fd:
+            os.dup2(null, fd)
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - a descriptor, not a path
+        if int(name) > 2 and int(name) != kept_fd:
+            with contextlib.suppress(OSError):
+                os.close(int(name))

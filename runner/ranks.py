@@ -1,0 +1,259 @@
+"""The ranks of one host: started, read, signalled and reaped. Used by hororun itself and by its agent elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from horo.runner.loop import Loop
+from horo.runner.processes import Guard, Tree, send_signal, spawn
+
+__all__ = ["Event", "Exited", "HostRanks", "Output", "StartError", "Started", "reap"]
+
+_READ_BYTES = 65536
+_LOOK_AGAIN_S = 0.05
+_NOT_EXECUTABLE = 126
+_NOT_FOUND = 127
+
+
+@dataclass(frozen=True)
+class Started:
+    """A rank runs."""
+
+    rank: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class Output:
+    """A rank wrote ``data`` to its stream 1 (stdout) or 2 (stderr)."""
+
+    rank: int
+    stream: int
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Exited:
+    """A rank ended, after all of its output: with ``code``, or killed by ``signal`` (0: it was not).
+
+    ``asked``: it had been told to end before it was seen to have ended.
+    """
+
+    rank: int
+    code: int
+    signal: int
+    asked: bool
+
+
+Event = Started | Output | Exited
+
+
+class StartError(Exception):
+    """The command cannot be started; ``code`` is what a shell would exit with (126 or 127)."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass
+class _Rank:
+    rank: int
+    process: subprocess.Popen[bytes]
+    streams: dict[int, int]  # descriptor -> 1 or 2
+
+
+class HostRanks:
+    """Runs the ranks of one host in a loop and tells ``emit`` what happens.
+
+    The life of it: ``start``, perhaps ``terminate`` or ``kill``, until ``finished``: no rank runs and nothing of what
+    they left behind does.
+    """
+
+    def __init__(self, loop: Loop, guard: Guard, tree: Tree, grace_s: float, emit: Callable[[Event], None]) -> None:
+        self._loop = loop
+        self._guard = guard
+        self._tree = tree
+        self._grace_s = grace_s
+        self._emit = emit
+        self._ranks: dict[int, _Rank] = {}  # by pid, those that run
+        self._streams: dict[int, tuple[int, int]] = {}  # descriptor -> rank, stream
+        self._open: list[_Rank] = []  # keeps the pipes of ended ranks: what they left behind may still write
+        self._paused = False
+        self._asked = False
+        self._kill_at_s = float("inf")
+        self._told: set[int] = set()  # what ranks left behind and has had its SIGTERM
+        self.finished = False
+
+    def start(self, argv: Sequence[str], environments: Mapping[int, Mapping[str, str]], cwd: str, host: str) -> None:
+        """Starts one process per rank.
+
+        Raises:
+            StartError: the first one that could not be started says why; those before it run.
+        """
+        self._guard.tell(self._tree, self._grace_s)
+        for rank, environment in environments.items():
+            try:
+                process = spawn(argv, environment=environment, cwd=cwd)
+            except OSError as error:
+                raise _explain(error, argv[0], environment.get("PATH", os.defpath), cwd, host) from error
+            except ValueError as error:  # a NUL byte
+                raise StartError(f"the command cannot be started on {host}: {error}", _NOT_EXECUTABLE) from error
+            self._tree.sessions.add(process.pid)
+            self._guard.tell(self._tree, self._grace_s)
+            self._watch(rank, process)
+            self._emit(Started(rank, process.pid))
+
+    def on_child(self, pid: int, status: int) -> None:
+        """A child of this process was reaped; it may be a rank."""
+        rank = self._ranks.pop(pid, None)
+        if rank is None:
+            return
+        for fd in list(rank.streams):
+            while self._read(fd, even_paused=True):
+                pass
+        rank.process.returncode = os.waitstatus_to_exitcode(status)
+        code = rank.process.returncode
+        self._tree.sessions.discard(pid)  # the number is free for others now
+        self._guard.tell(self._tree, self._grace_s)
+        self._emit(Exited(rank.rank, max(code, 0), max(-code, 0), self._asked))
+        self._sweep_when_over()
+
+    def terminate(self) -> None:
+        """SIGTERM to every rank and its process group; SIGKILL after the grace time. Again: nothing new."""
+        if self._asked:
+            return
+        self._asked = True
+        self._signal_groups(signal.SIGTERM)
+        self._kill_at_s = time.monotonic() + self._grace_s
+        self._loop.call_later(self._grace_s, self.kill)
+        self._sweep_when_over()
+
+    def kill(self) -> None:
+        """SIGKILL to all that is left."""
+        if self.finished:
+            return
+        self._asked = True
+        self._kill_at_s = 0.0
+        self._signal_groups(signal.SIGKILL)
+        send_signal(self._tree.find(), signal.SIGKILL)
+        self._sweep_when_over()
+
+    def pause(self, paused: bool) -> None:
+        """Stops or resumes reading: ranks that write on have to wait once their pipe is full."""
+        self._paused = paused
+        for fd in self._streams:
+            self._listen(fd)
+
+    def close(self) -> None:
+        """Closes what is left open."""
+        for fd in list(self._streams):
+            self._close(fd)
+
+    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        streams = {}
+        for stream, pipe in ((1, process.stdout), (2, process.stderr)):
+            if pipe is not None:
+                streams[pipe.fileno()] = stream
+        record = _Rank(rank, process, streams)
+        self._ranks[process.pid] = record
+        self._open.append(record)
+        for fd, stream in streams.items():
+            self._streams[fd] = (rank, stream)
+            self._listen(fd)
+
+    def _listen(self, fd: int) -> None:
+        self._loop.watch(fd, read=None if self._paused else lambda: self._read_once(fd))
+
+    def _read_once(self, fd: int) -> None:
+        self._read(fd)
+
+    def _read(self, fd: int, even_paused: bool = False) -> bool:
+        if fd not in self._streams or (self._paused and not even_paused):
+            return False
+        try:
+            data = os.read(fd, _READ_BYTES)
+        except BlockingIOError:
+            return False
+        except OSError:
+            data = b""
+        if not data:
+            self._close(fd)
+            return False
+        self._emit(Output(*self._streams[fd], data))
+        return True
+
+    def _close(self, fd: int) -> None:
+        self._loop.watch(fd)
+        del self._streams[fd]
+        for record in self._open:
+            if record.streams.pop(fd, None) is not None:
+                for pipe in (record.process.stdout, record.process.stderr):
+                    if pipe is not None and not pipe.closed and pipe.fileno() == fd:
+                        pipe.close()
+        self._open = [record for record in self._open if record.streams or record.process.pid in self._ranks]
+
+    def _signal_groups(self, number: int) -> None:
+        for pid in self._ranks:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, number)
+
+    def _sweep_when_over(self) -> None:
+        """With no rank left to run: ends what ranks left behind, looking again until nothing is."""
+        if self._ranks or self.finished:
+            return
+        found = self._tree.find()
+        if not found:
+            self.close()
+            self.finished = True
+            return
+        if self._kill_at_s == float("inf"):
+            self._kill_at_s = time.monotonic() + self._grace_s
+        if time.monotonic() < self._kill_at_s:
+            send_signal(found - self._told, signal.SIGTERM)
+            self._told |= found
+        else:
+            send_signal(found, signal.SIGKILL)
+        self._loop.call_later(_LOOK_AGAIN_S, self._sweep_when_over)
+
+
+def reap(owners: Sequence[Callable[[int, int], None]]) -> None:
+    """Reaps every child that has ended and tells all ``owners`` its pid and wait status."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        for owner in owners:
+            owner(pid, status)
+
+
+def _explain(error: OSError, program: str, path: str, cwd: str, host: str) -> StartError:
+    """Why ``program`` did not start, in the words of a shell's two exit codes."""
+    hint = f"; did you mean: python {program}" if program.endswith(".py") else ""
+    reasons = {
+        errno.EACCES: f"{program!r} on {host} is not executable{hint}",
+        errno.ENOEXEC: f"{program!r} on {host} is neither a program nor a script with a #! line",
+    }
+    if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+        other = f"{program!r} cannot be started on {host}: {error.strerror}"
+        return StartError(reasons.get(error.errno or 0, other), _NOT_EXECUTABLE)
+    if not Path(cwd).is_dir():
+        message = f"there is no directory {cwd} on {host}; start hororun from one that exists there"
+    elif "/" not in program:
+        message = f"command not found on {host}: {program!r} is nowhere in PATH={path}{hint}"
+    elif Path(cwd, program).exists():
+        message = f"{program!r} on {host} names an interpreter that does not exist (its #! line)"
+    else:
+        message = f"no such file on {host}: {program!r}{hint}"
+    return StartError(message, _NOT_FOUND)

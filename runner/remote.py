@@ -1,0 +1,235 @@
+"""One remote host, seen from the launcher: one ssh, the agent at its other end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+from horo.runner.config import EXIT_INTERNAL, EXIT_SETUP, JobError, Ssh
+from horo.runner.frames import Frame, FrameError, FrameReader, Kind, encode, encode_json
+from horo.runner.hosts import Host
+from horo.runner.launch_ssh import explain_silence, ssh_command
+from horo.runner.loop import Loop, Timer
+from horo.runner.processes import spawn
+from horo.runner.ranks import Event, Exited, Output, Started
+
+from horo import __version__
+
+__all__ = ["RemoteHost"]
+
+_READ_BYTES = 1 << 18
+_STDERR_TAIL_BYTES = 8192
+
+
+class RemoteHost:
+    """Speaks with the agent on one host.
+
+    ``hello`` is what the host said about itself, None until it did. ``error`` is why it can take no part, None while
+    it can. ``finished``: the connection is over, and nothing more will come. After each of these changes, and when a
+    rank is heard of, ``emit`` or ``changed`` is called.
+    """
+
+    def __init__(self, loop: Loop, host: Host, emit: Callable[[Event], None], changed: Callable[[], None]) -> None:
+        self.host = host
+        self.hello: dict[str, Any] | None = None
+        self.error: JobError | None = None
+        self.finished = False
+        self.job_sent = False
+        self._loop = loop
+        self._emit = emit
+        self._changed = changed
+        self._frames = FrameReader(magic=True)
+        self._outgoing = bytearray()
+        self._stderr = b""
+        self._code: int | None = None
+        self._process: subprocess.Popen[bytes]
+        self._ssh: Ssh
+        self._ping: Timer | None = None
+        self._ping_interval_s = 0.0
+        self._open: set[int] = set()
+
+    @property
+    def pid(self) -> int:
+        """Of the ssh program."""
+        return self._process.pid
+
+    def connect(self, ssh: Ssh, *, start_timeout_s: float, host_timeout_s: float) -> list[str]:
+        """Starts ssh and returns its command.
+
+        Raises:
+            JobError: it cannot be started here.
+        """
+        command = ssh_command(self.host, ssh, start_timeout_s=start_timeout_s, host_timeout_s=host_timeout_s)
+        try:
+            self._process = spawn(command, environment=os.environ, stdin=subprocess.PIPE)
+        except OSError as error:
+            raise JobError(
+                f"host {self.host.name} needs ssh, and {ssh.program!r} cannot be started here: {error.strerror}",
+                EXIT_SETUP,
+            ) from error
+        self._ssh = ssh
+        self._ping_interval_s = host_timeout_s / 3
+        self._loop.watch(self._stdout, read=self._read_frames)
+        self._loop.watch(self._stderr_fd, read=self._read_stderr)
+        self._open = {self._stdout, self._stderr_fd}
+        self._send_ping()
+        return command
+
+    def send_job(self, job: dict[str, Any]) -> None:
+        """Tells the agent what to run."""
+        self.job_sent = True
+        self._send(encode_json(Kind.JOB, job))
+
+    def terminate(self) -> None:
+        """Asks the agent to end its ranks; without a job, ends the connection."""
+        if self.job_sent:
+            self._send(encode(Kind.TERMINATE))
+        else:
+            self.hang_up()
+
+    def kill(self) -> None:
+        """Asks the agent to kill its ranks at once."""
+        if self.job_sent:
+            self._send(encode(Kind.KILL))
+        else:
+            self.hang_up()
+
+    def hang_up(self) -> None:
+        """Ends the connection; an agent that still runs ends its ranks."""
+        if self._code is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def pause(self, paused: bool) -> None:
+        """Stops or resumes reading; the agent and its ranks wait when pipes are full."""
+        if self._stdout in self._open:
+            self._loop.watch(self._stdout, read=None if paused else self._read_frames)
+
+    def on_child(self, pid: int, status: int) -> None:
+        """A child of this process was reaped; it may be our ssh."""
+        if self._code is not None or pid != self.pid:
+            return
+        code = os.waitstatus_to_exitcode(status)
+        self._process.returncode = code
+        self._code = code if code >= 0 else 128 - code
+        # Whoever still holds the pipes (a master connection, a proxy) is none of ours to wait for.
+        for fd, read in ((self._stdout, self._read_frames), (self._stderr_fd, self._read_stderr)):
+            while fd in self._open and read():
+                pass
+        self._finish()
+
+    @property
+    def why_lost(self) -> str:
+        """Why the connection ended, in a few words."""
+        if self.error is not None:
+            return str(self.error)
+        lines = [line for line in self._stderr.decode("utf-8", "replace").splitlines() if line.strip()]
+        return f"ssh ended with code {self._code}" + (f": {lines[-1].strip()}" if lines else "")
+
+    @property
+    def _stdout(self) -> int:
+        return -1 if self._process.stdout is None or self._process.stdout.closed else self._process.stdout.fileno()
+
+    @property
+    def _stderr_fd(self) -> int:
+        return -1 if self._process.stderr is None or self._process.stderr.closed else self._process.stderr.fileno()
+
+    def _send(self, data: bytes) -> None:
+        self._outgoing += data
+        self._write()
+
+    def _write(self) -> None:
+        pipe = self._process.stdin
+        if pipe is None or pipe.closed:
+            return
+        try:
+            while self._outgoing:
+                del self._outgoing[: os.write(pipe.fileno(), self._outgoing)]
+        except BlockingIOError:
+            pass
+        except OSError:  # ssh is going; its end will be noticed
+            self._outgoing.clear()
+        self._loop.watch(pipe.fileno(), write=self._write if self._outgoing else None)
+
+    def _send_ping(self) -> None:
+        if not self._outgoing:  # what waits to be written already says that we are here, when it arrives
+            self._send(encode(Kind.PING))
+        self._ping = self._loop.call_later(self._ping_interval_s, self._send_ping)
+
+    def _read_frames(self) -> bool:
+        data = self._read(self._stdout)
+        try:
+            for frame in self._frames.feed(data):
+                self._handle(frame)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            self._fail(JobError(f"host {self.host.name}: the agent sent nonsense: {error}", EXIT_INTERNAL))
+        return bool(data)
+
+    def _read_stderr(self) -> bool:
+        data = self._read(self._stderr_fd)
+        self._stderr = (self._stderr + data)[-_STDERR_TAIL_BYTES:]
+        return bool(data)
+
+    def _read(self, fd: int) -> bytes:
+        try:
+            data = os.read(fd, _READ_BYTES)
+        except BlockingIOError:
+            return b""
+        except OSError:
+            data = b""
+        if not data:
+            self._loop.watch(fd)
+            self._open.discard(fd)
+        return data
+
+    def _handle(self, frame: Frame) -> None:
+        if frame.kind == Kind.HELLO:
+            self._greet(frame.json())
+        elif frame.kind == Kind.STARTED:
+            self._emit(Started(frame.rank, int(frame.json()["pid"])))
+        elif frame.kind in (Kind.STDOUT, Kind.STDERR):
+            self._emit(Output(frame.rank, 1 if frame.kind == Kind.STDOUT else 2, frame.payload))
+        elif frame.kind == Kind.EXITED:
+            end = frame.json()
+            self._emit(Exited(frame.rank, int(end["code"]), int(end["signal"]), bool(end["asked"])))
+        elif frame.kind == Kind.FAILED:
+            failure = frame.json()
+            self._fail(JobError(str(failure["message"]), int(failure["code"])))
+        else:
+            raise FrameError(f"{frame.kind.name} is not for launchers")
+
+    def _greet(self, hello: dict[str, Any]) -> None:
+        if hello["version"] != __version__:
+            self._fail(
+                JobError(
+                    f"host {self.host.name} has horo {hello['version']} but this host has {__version__}: "
+                    "install the same version on both",
+                    EXIT_SETUP,
+                )
+            )
+            return
+        self.hello = hello
+        self._changed()
+
+    def _fail(self, error: JobError) -> None:
+        if self.error is None:
+            self.error = error
+            self._changed()
+
+    def _finish(self) -> None:
+        if self._ping is not None:
+            self._ping.cancel()
+        if self.hello is None and self.error is None:
+            self.error = explain_silence(self.host.name, self._ssh, self._code or 0, self._stderr)
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+            if pipe is not None and not pipe.closed:
+                self._loop.watch(pipe.fileno())
+                with contextlib.suppress(OSError):
+                    pipe.close()
+        self._open.clear()
+        self.finished = True
+        self._changed()

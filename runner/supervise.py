@@ -1,0 +1,385 @@
+"""The whole job: reach the hosts, place and start the ranks, pass on what they write, end them, say why."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+import signal
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from horo.runner.config import EXIT_UNREACHABLE, EXIT_USAGE, Job, JobError
+from horo.runner.console import Console
+from horo.runner.environment import common_variables, forwarded, rank_variables
+from horo.runner.hosts import Host
+from horo.runner.loop import Loop
+from horo.runner.machine import core_count, default_slots, gpu_count
+from horo.runner.network import NetworkError, free_port, is_local
+from horo.runner.placement import PlacementError, Slot, place
+from horo.runner.processes import Guard, Tree, become_subreaper, children_of_this_process
+from horo.runner.ranks import Event, Exited, HostRanks, Output, StartError, reap
+from horo.runner.reach import Reach, meeting_addresses, reach
+from horo.runner.remote import RemoteHost
+from horo.runner.report import Ending, exit_code, ranges, report, root_cause, signal_name
+
+from horo._errors import HoroError
+
+if TYPE_CHECKING:
+    from horo._bootstrap.store import StoreServer
+
+__all__ = ["run_job"]
+
+_STDERR_TAIL_BYTES = 16384
+_REMOTE_ANSWER_TIMEOUT_S = 5.0
+
+
+def run_job(job: Job, environment: Mapping[str, str]) -> int:
+    """Runs the job to its end, in the main thread.
+
+    Returns:
+        hororun's exit code: 0, the code of the rank that failed first (128 + n for a signal), or what was wrong
+        before any rank ran (see ``docs/reference/hororun.md``).
+
+    Raises:
+        JobError: nothing could be started at all.
+    """
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise JobError("the current directory does not exist any more: ranks would start in it") from None
+    hosts = _candidates(job, environment)
+    spared = children_of_this_process()  # a shell that became us by ``exec`` may have left some
+    guard = Guard()  # forked before the first thread
+    become_subreaper()
+    with closing(Loop()) as loop:
+        code = _Supervisor(job, hosts, environment, loop, guard=guard, spared=spared | {guard.pid}).run()
+    guard.dismiss()  # not when something went wrong in here: then it has work to do
+    return code
+
+
+class _Supervisor:
+    """State of one job. ``run`` goes through it top down; everything else is called back by the loop."""
+
+    def __init__(
+        self,
+        job: Job,
+        hosts: Sequence[Host],
+        environment: Mapping[str, str],
+        loop: Loop,
+        *,
+        guard: Guard,
+        spared: set[int],
+    ) -> None:
+        self._job = job
+        self._hosts = hosts
+        self._environment = {**environment, **job.exports}
+        self._loop = loop
+        self._guard = guard
+        self._id = secrets.token_hex(16)
+        self._tree = Tree(f"{self._id}.local", ancestor=os.getpid(), spared=spared)
+        self._console = Console(loop, job.output, job.size)
+        self._local: HostRanks | None = None
+        self._remotes: dict[int, RemoteHost] = {}  # by index of the host
+        self._store: StoreServer | None = None
+        self._host_of_rank: dict[int, int] = {}
+        self._names: dict[int, str] = {}
+        self._running: set[int] = set()
+        self._stderr_tails: dict[int, bytes] = {}
+        self._endings: list[Ending] = []
+        self._stopping = False
+        self._error: JobError | None = None
+        self._signal = 0
+        self._paused = False
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.on_signal(number, self._on_signal)
+        loop.on_signal(signal.SIGCHLD, self._on_child)
+        loop.on_wake(self._on_console)
+
+    def run(self) -> int:
+        """Runs the job and returns the exit code."""
+        try:
+            self._connect()
+            if not self._stopping:
+                self._launch()
+        except JobError as error:
+            self._stop_for(error)
+        except (PlacementError, StartError, NetworkError, HoroError) as error:
+            self._stop_for(JobError(str(error), getattr(error, "code", EXIT_USAGE)))
+        self._loop.run_until(self._over)
+        if self._store is not None:
+            self._store.close()
+        self._console.flush(patient=not self._signal)
+        code = self._conclude()
+        self._console.flush(patient=False)
+        return code
+
+    # Reaching and starting
+
+    def _connect(self) -> None:
+        """Starts an agent on every host that is not this one and waits until all have answered."""
+        for index, host in enumerate(self._hosts):
+            if is_local(host):
+                continue
+            remote = RemoteHost(self._loop, host, self._on_event, self._on_remote)
+            command = remote.connect(
+                self._job.ssh, start_timeout_s=self._job.start_timeout_s, host_timeout_s=self._job.host_timeout_s
+            )
+            self._console.explain(f"{host.name}: {shlex.join(command)}")
+            self._tree.spared.add(remote.pid)
+            self._remotes[index] = remote
+        if not self._remotes:
+            return
+        # Stopping a launcher that has agents to talk to would look like its death to them.
+        self._loop.on_signal(signal.SIGTSTP, self._on_stop_key)
+        timer = self._loop.call_later(self._job.start_timeout_s, self._on_start_timeout)
+        self._loop.run_until(lambda: self._stopping or all(each.hello for each in self._remotes.values()))
+        timer.cancel()
+
+    def _launch(self) -> None:
+        hosts = self._hosts
+        slots = place(
+            [self._slots_of(index, host) for index, host in enumerate(hosts)],
+            self._job.size,
+            oversubscribe=self._job.oversubscribe,
+        )
+        used = {slot.host for slot in slots}
+        for index in self._remotes.keys() - used:
+            self._remotes[index].hang_up()
+        self._host_of_rank = {slot.rank: slot.host for slot in slots}
+        self._names = {slot.rank: hosts[slot.host].name for slot in slots}
+        reaches = {
+            index: reach(hosts[index].name, self._remotes[index].hello or {}, self._job.interfaces)
+            if index in self._remotes
+            else None
+            for index in sorted(used)
+        }
+        variables = self._variables(hosts, slots, reaches)
+        self._running = set(variables)
+        for index in sorted(used):
+            ranks = {rank: own for rank, own in variables.items() if self._host_of_rank[rank] == index}
+            if index in self._remotes:
+                self._remotes[index].send_job(self._remote_job(hosts[index].name, index, ranks))
+            else:
+                self._start_local(hosts[index].name, ranks)
+
+    def _slots_of(self, index: int, host: Host) -> int:
+        if host.slots is not None:
+            return host.slots
+        hello = self._remotes[index].hello or {}
+        return default_slots(int(hello["cores"]), int(hello["gpus"]))
+
+    def _variables(
+        self, hosts: Sequence[Host], slots: Sequence[Slot], reaches: Mapping[int, Reach | None]
+    ) -> dict[int, dict[str, str]]:
+        """Opens the key-value server and works out what every rank is told."""
+        from horo._bootstrap.store import StoreServer  # noqa: PLC0415 - --help does without
+
+        addresses, by_host = meeting_addresses(list(reaches.values()))
+        secret = secrets.token_bytes(32)
+        self._store = StoreServer(addresses, secret, self._job.store_port, self._console.say)
+        endpoints = {endpoint.address: str(endpoint) for endpoint in self._store.endpoints}
+        self._console.explain(f"key-value server at {', '.join(endpoints.values())}")
+        stores = {
+            index: ",".join(endpoints[address] for address in mine)
+            for index, mine in zip(reaches, by_host, strict=True)
+        }
+        common = common_variables(self._id, secret.hex(), self._job.interfaces)
+        first = slots[0].host
+        port = self._master_port(first)
+        first_reach = reaches[first]
+        told = {}
+        for slot in slots:
+            remote = self._remotes.get(slot.host)
+            master = by_host[list(reaches).index(slot.host)][0] if first_reach is None else first_reach.host
+            told[slot.rank] = common | rank_variables(
+                slot,
+                host=hosts[slot.host].name,
+                mark=self._mark(slot.host),
+                store=stores[slot.host],
+                master=(master, port),
+                cores=core_count() if remote is None else int((remote.hello or {})["cores"]),
+                threads_set="OMP_NUM_THREADS" in self._environment,
+            )
+        return told
+
+    def _master_port(self, first_host: int) -> int:
+        remote = self._remotes.get(first_host)
+        if remote is None:
+            return free_port(self._job.master_port)
+        return self._job.master_port or int((remote.hello or {})["free_port"])
+
+    def _mark(self, host: int) -> str:
+        return f"{self._id}.{host}" if host in self._remotes else self._tree.mark
+
+    def _remote_job(self, name: str, index: int, ranks: Mapping[int, Mapping[str, str]]) -> dict[str, Any]:
+        exported = {**forwarded(self._environment), **self._job.exports}
+        return {
+            "host": name,
+            "mark": self._mark(index),
+            "cwd": str(Path.cwd()),
+            "command": list(self._job.command),
+            "environment": exported,
+            "ranks": {str(rank): own for rank, own in ranks.items()},
+            "grace_s": self._job.grace_s,
+            "silence_s": self._job.host_timeout_s,
+            "master_port": self._job.master_port if 0 in ranks else 0,
+        }
+
+    def _start_local(self, name: str, ranks: Mapping[int, Mapping[str, str]]) -> None:
+        if self._local is None:
+            self._local = HostRanks(self._loop, self._guard, self._tree, self._job.grace_s, self._on_event)
+        environments = {rank: {**self._environment, **own} for rank, own in ranks.items()}
+        self._local.start(self._job.command, environments, str(Path.cwd()), name)
+
+    # What happens
+
+    def _on_event(self, event: Event) -> None:
+        if isinstance(event, Output):
+            self._on_output(event)
+        elif isinstance(event, Exited):
+            self._on_exit(event)
+        else:
+            self._console.explain(f"rank {event.rank} on {self._names[event.rank]} runs as process {event.pid}")
+
+    def _on_output(self, event: Output) -> None:
+        if event.stream == 2:
+            tail = self._stderr_tails.get(event.rank, b"")
+            self._stderr_tails[event.rank] = (tail + event.data)[-_STDERR_TAIL_BYTES:]
+        if self._stopping and self._console.full:
+            return  # nobody reads it, and ranks that wait for a reader cannot end
+        self._console.output(event.rank, event.stream, event.data)
+        if self._console.full and not self._stopping:
+            self._pause(True)
+
+    def _on_exit(self, event: Exited) -> None:
+        self._running.discard(event.rank)
+        self._console.rank_ended(event.rank)
+        self._end(event.rank, code=event.code, signal=event.signal, asked=event.asked)
+
+    def _end(self, rank: int, *, code: int = 0, signal: int = 0, asked: bool = False, lost: str = "") -> None:
+        tail = self._stderr_tails.get(rank, b"")
+        ending = Ending(rank, self._names[rank], code, signal, asked, lost, tail)
+        self._endings.append(ending)
+        if ending.failed and not asked:
+            self._stop()
+
+    def _on_remote(self) -> None:
+        for index, remote in self._remotes.items():
+            if remote.error is not None:
+                self._stop_for(remote.error)
+            if not remote.finished:
+                continue
+            for rank in sorted(rank for rank in self._running if self._host_of_rank[rank] == index):
+                self._running.discard(rank)
+                self._console.rank_ended(rank)
+                self._end(rank, asked=self._stopping, lost=remote.why_lost)
+
+    def _on_child(self, _number: int) -> None:
+        owners = [remote.on_child for remote in self._remotes.values()]
+        reap([*owners, self._local.on_child] if self._local is not None else owners)
+
+    def _on_console(self) -> None:
+        if self._console.stdout_error is not None and not self._stopping:
+            self._stop_for(JobError("nobody reads stdout any more; the job was ended", 128 + signal.SIGPIPE))
+        if self._paused and not self._console.full:
+            self._pause(False)
+
+    def _on_signal(self, number: int) -> None:
+        if not self._signal and not self._stopping:
+            self._signal = number
+            self._console.interrupted = True
+            self._stop()
+        elif self._stopping:
+            self._signal = self._signal or number
+            self._console.interrupted = True
+            for host in self._places():
+                host.kill()
+
+    def _on_stop_key(self, _number: int) -> None:
+        self._console.say("a job on several hosts cannot be stopped and continued")
+
+    def _on_start_timeout(self) -> None:
+        silent = [remote.host.name for remote in self._remotes.values() if remote.hello is None]
+        self._stop_for(
+            JobError(
+                f"no answer within {self._job.start_timeout_s:g} s from {', '.join(silent)}: "
+                "try ssh by hand, or give it more time with --start-timeout",
+                EXIT_UNREACHABLE,
+            )
+        )
+
+    def _pause(self, paused: bool) -> None:
+        self._paused = paused
+        for host in self._places():
+            host.pause(paused)
+
+    # Ending
+
+    def _places(self) -> list[HostRanks | RemoteHost]:
+        return [*self._remotes.values(), *([self._local] if self._local is not None else [])]
+
+    def _stop_for(self, error: JobError) -> None:
+        if not self._stopping:
+            self._error = error
+        self._stop()
+
+    def _stop(self) -> None:
+        """Ends the job everywhere; what is told from here on is no cause."""
+        if self._stopping:
+            return
+        self._stopping = True
+        if self._paused:
+            self._pause(False)
+        for host in self._places():
+            host.terminate()
+        self._loop.call_later(self._job.grace_s + _REMOTE_ANSWER_TIMEOUT_S, self._give_up_hosts)
+
+    def _give_up_hosts(self) -> None:
+        for remote in self._remotes.values():
+            remote.hang_up()
+
+    def _over(self) -> bool:
+        local = self._local is None or self._local.finished
+        return local and all(remote.finished for remote in self._remotes.values())
+
+    def _conclude(self) -> int:
+        """Says why the job ended, if not well; returns the exit code."""
+        if self._error is not None:
+            self._console.say(str(self._error))
+            return self._error.code
+        cause = root_cause(self._endings)
+        if self._signal and (cause is None or cause.asked):
+            ended = sorted(ending.rank for ending in self._endings if ending.asked)
+            what = f"ranks {ranges(ended)} were ended" if len(ended) > 1 else "the job was ended"
+            self._console.say(f"{signal_name(self._signal)}: {what}")
+            return 128 + self._signal
+        if cause is None:
+            return 0
+        self._console.say_lines(report(cause, self._endings))
+        return exit_code(cause)
+
+
+def _candidates(job: Job, environment: Mapping[str, str]) -> list[Host]:
+    """The hosts that may get a rank, in order; of remote ones, slots may still be unknown.
+
+    Raises:
+        JobError: the slots are known and too few.
+    """
+    here = default_slots(core_count(), gpu_count(environment))
+    hosts = [replace(host, slots=here) if host.slots is None and is_local(host) else host for host in job.hosts]
+    if all(host.slots is not None for host in hosts):
+        try:
+            slots = place([host.slots or 0 for host in hosts], job.size, oversubscribe=job.oversubscribe)
+        except PlacementError as error:
+            raise JobError(str(error)) from None
+        return hosts[: slots[-1].host + 1]
+    needed: list[Host] = []
+    for host in hosts:
+        needed.append(host)
+        if sum(each.slots or 1 for each in needed) >= job.size and not job.oversubscribe:
+            break
+    return needed

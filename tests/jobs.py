@@ -1,0 +1,131 @@
+"""Real jobs: hororun as a process, with a mark by which everything it has started can be found."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+__all__ = ["DEADLINE_S", "Flags", "Hororun", "Launched", "marked_processes", "make_remote_shell", "wait_until"]
+
+DEADLINE_S = 30.0
+_REMOTE_SHELL = """#!/bin/sh
+# Stands in for ssh: runs the last argument, the command, on this machine.
+for command; do :; done
+{before}
+exec sh -c "$command"
+"""
+
+
+def wait_until(true: Callable[[], object], what: str) -> None:
+    """Waits, with a deadline, until ``true()``."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not true():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"after {DEADLINE_S:g} s still not: {what}")
+        time.sleep(0.01)
+
+
+def marked_processes(mark: str) -> dict[int, str]:
+    """Processes whose environment carries the mark, zombies left out, with their command lines."""
+    found = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and int(folder.name) != os.getpid():
+            with contextlib.suppress(OSError):
+                if mark.encode() in (folder / "environ").read_bytes():
+                    found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return found
+
+
+@dataclass
+class Launched:
+    """One hororun that runs."""
+
+    process: subprocess.Popen[bytes]
+    mark: str
+
+    def finish(self) -> subprocess.CompletedProcess[str]:
+        """Waits for its end; nothing it has started may be left then."""
+        out, err = self.process.communicate(timeout=DEADLINE_S)
+        self.nothing_is_left()
+        texts = [(text or b"").decode("utf-8", "replace") for text in (out, err)]
+        return subprocess.CompletedProcess(self.process.args, self.process.returncode, *texts)
+
+    def processes(self, word: str = "") -> list[int]:
+        """Those of its processes whose command line has the word."""
+        return [pid for pid, command in marked_processes(self.mark).items() if word in command]
+
+    def nothing_is_left(self) -> None:
+        """Waits until no process that carries the mark exists."""
+        wait_until(lambda: not marked_processes(self.mark), f"nothing left of {self.process.args}")
+
+
+@dataclass
+class Hororun:
+    """Starts hororun and cleans up after it."""
+
+    remote_shell: str
+    launched: list[Launched] = field(default_factory=list)
+
+    def start(self, *words: str, where: str = "localhost:8", **options: object) -> Launched:
+        """Starts ``hororun -H where words``; ``where`` other than localhost goes through the agent."""
+        mark = f"HORO_TEST_MARK={uuid.uuid4().hex}"
+        name, _, value = mark.partition("=")
+        environment = {**os.environ, name: value, **options.pop("environment", {})}  # type: ignore[dict-item]
+        command = [sys.executable, "-m", "horo.runner", "-H", where, "--remote-shell", self.remote_shell, *words]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, **options}
+        process = subprocess.Popen(  # type: ignore[call-overload]
+            command, env=environment, start_new_session=True, preexec_fn=_signals_as_in_a_shell, **pipes
+        )
+        self.launched.append(Launched(process, mark))
+        return self.launched[-1]
+
+    def run(self, *words: str, where: str = "localhost:8", **options: object) -> subprocess.CompletedProcess[str]:
+        """Runs it to its end."""
+        return self.start(*words, where=where, **options).finish()
+
+    def clean_up(self) -> None:
+        """Ends whatever a test that failed has left."""
+        for launched in self.launched:
+            for pid in marked_processes(launched.mark):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                launched.process.wait(DEADLINE_S)
+            for pipe in (launched.process.stdout, launched.process.stderr):
+                if pipe is not None:
+                    pipe.close()
+
+
+def _signals_as_in_a_shell() -> None:
+    # Whoever runs the tests may ignore SIGINT or SIGHUP (nohup, a shell's &), and hororun honours that.
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def make_remote_shell(folder: Path, before: str = "") -> str:
+    """A program that stands in for ssh; ``before``: shell commands it runs first. Returns its path."""
+    shell = folder / "remote-shell"
+    shell.write_text(_REMOTE_SHELL.format(before=before))
+    shell.chmod(0o755)
+    return str(shell)
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Files by which ranks say that they have come somewhere."""
+
+    folder: Path
+
+    def wait(self, names: Sequence[str]) -> None:
+        wait_until(lambda: all((self.folder / name).exists() for name in names), f"{names} in {self.folder}")
+
+    def read(self, name: str) -> str:
+        return (self.folder / name).read_text()

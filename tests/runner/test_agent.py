@@ -1,0 +1,191 @@
+"""The agent, spoken to directly; and what hororun says of agents that are not as they should be."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from horo.runner.frames import Frame, FrameReader, Kind, encode, encode_json
+from jobs import Hororun, make_remote_shell, wait_until
+
+from horo import __version__
+
+
+class Agent:
+    """One agent and the launcher's side of its pipes."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "horo.runner.agent"]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
+        )
+        self._reader = FrameReader(magic=True)
+        self._frames: list[Frame] = []
+
+    def send(self, data: bytes) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(data)
+
+    def frame(self, *kinds: Kind) -> Frame:
+        """The next frame of one of the kinds."""
+        assert self.process.stdout is not None
+        while True:
+            while self._frames:
+                frame = self._frames.pop(0)
+                if frame.kind in kinds:
+                    return frame
+            data = os.read(self.process.stdout.fileno(), 65536)
+            assert data, f"the agent ended before {kinds}"
+            self._frames += self._reader.feed(data)
+
+    def job(self, script: str = "exec sleep 300", **changed: object) -> None:
+        value = {
+            "host": "h", "mark": f"test.{os.getpid()}.{id(self)}", "cwd": "/", "command": ["sh", "-c", script],
+            "environment": {}, "ranks": {"0": {}}, "grace_s": 0.2, "silence_s": 30.0, "master_port": 0,
+        }  # fmt: skip
+        self.send(encode_json(Kind.JOB, {**value, **changed}))
+
+    def close(self) -> None:
+        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+            assert pipe is not None
+            pipe.close()
+        self.process.wait(30)
+
+
+@pytest.fixture
+def agent() -> Iterator[Agent]:
+    one = Agent()
+    yield one
+    one.close()
+
+
+def gone(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists()
+
+
+def test_it_says_what_its_host_is(agent: Agent) -> None:
+    hello = agent.frame(Kind.HELLO).json()
+    assert hello["version"] == __version__
+    assert hello["cores"] == len(os.sched_getaffinity(0))
+    assert 0 < hello["free_port"] < 65536
+
+
+def test_it_runs_a_rank_and_sends_its_output_before_its_end(agent: Agent) -> None:
+    agent.job("echo out; echo err >&2; exit 5")
+    seen = [agent.frame(Kind.STDOUT, Kind.STDERR, Kind.EXITED) for _ in range(3)]
+    assert sorted(frame.payload for frame in seen[:2]) == [b"err\n", b"out\n"]
+    assert seen[2].json() == {"code": 5, "signal": 0, "asked": False}
+    assert agent.process.wait(30) == 0
+
+
+def test_it_ends_its_ranks_when_nobody_listens_any_more(agent: Agent) -> None:
+    agent.job("trap '' TERM; while :; do sleep 0.1; done")
+    pid = agent.frame(Kind.STARTED).json()["pid"]
+    agent.process.stdin.close()  # type: ignore[union-attr]
+    assert agent.process.wait(30) == 0
+    assert gone(pid)
+
+
+def test_it_ends_its_ranks_when_nothing_is_heard_for_the_time_agreed(agent: Agent) -> None:
+    agent.job(silence_s=0.3)
+    pid = agent.frame(Kind.STARTED).json()["pid"]
+    assert agent.process.wait(30) == 0
+    assert gone(pid)
+
+
+def test_it_ends_its_ranks_on_sigterm_and_says_so(agent: Agent) -> None:
+    agent.job()
+    agent.frame(Kind.STARTED)
+    agent.process.terminate()
+    assert agent.frame(Kind.EXITED).json() == {"code": 0, "signal": 15, "asked": True}
+    assert agent.process.wait(30) == 0
+
+
+def test_its_guard_ends_its_ranks_when_it_is_killed(agent: Agent) -> None:
+    agent.job("(trap '' TERM HUP; exec setsid sleep 300) & exec sleep 300")
+    pid = agent.frame(Kind.STARTED).json()["pid"]
+    agent.process.kill()
+    wait_until(lambda: gone(pid), "the rank is gone")
+
+
+@pytest.mark.parametrize(
+    ("changed", "fact"),
+    [
+        ({"cwd": "/no/such/folder"}, "no directory /no/such/folder"),
+        ({"command": ["no-such-command"]}, "command not found on h: 'no-such-command'"),
+        ({"command": ["x\0y"]}, "cannot be started"),
+        ({"ranks": {"zero": {}}}, "nonsense"),
+        ({"ranks": None}, "nonsense"),
+        ({"command": []}, "nonsense"),
+    ],
+)
+def test_it_says_why_a_job_cannot_run(agent: Agent, changed: dict[str, object], fact: str) -> None:
+    agent.job(**changed)
+    assert fact in agent.frame(Kind.FAILED).json()["message"]
+    assert agent.process.wait(30) == 0
+
+
+@pytest.mark.parametrize("nonsense", [b"GET / HTTP/1.1\r\n\r\n", encode(Kind.HELLO), encode(Kind.JOB, 0, b"{}")])
+def test_nonsense_ends_it(agent: Agent, nonsense: bytes) -> None:
+    agent.send(nonsense)
+    assert "nonsense" in agent.frame(Kind.FAILED).json()["message"]
+    assert agent.process.wait(30) == 0
+
+
+def test_orders_before_a_job_and_pings_are_harmless(agent: Agent) -> None:
+    agent.send(encode(Kind.PING) + encode(Kind.TERMINATE) + encode(Kind.KILL))
+    agent.job("exit 0")
+    assert agent.frame(Kind.EXITED).json()["code"] == 0
+
+
+def test_a_login_shell_that_talks_is_borne(hororun: Hororun, tmp_path: Path) -> None:
+    hororun.remote_shell = make_remote_shell(tmp_path, "echo Welcome; echo 'to this host' >&2")
+    done = hororun.run("-np", "1", "echo", "x", where="one:1")
+    assert (done.returncode, done.stdout) == (0, "[0] x\n")
+
+
+def python_that(tmp_path: Path, code: str) -> str:
+    """A stand-in for the remote Python that runs ``code`` before the agent."""
+    path = tmp_path / "python"
+    run = "import runpy; runpy.run_module('horo.runner.agent', run_name='__main__', alter_sys=True)"
+    path.write_text(f"#!{sys.executable}\nimport sys\n{code}\n{run}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "fact"),
+    [
+        ("import horo; horo.__version__ = '9.9'", 78, f"has horo 9.9 but this host has {__version__}"),
+        ("sys.modules['horo'] = None", 78, "has no module horo"),
+        ("sys.stdout.write('\\nhororun agent 1\\nwhat?' * 9); sys.stdout.flush()", 70, "the agent sent nonsense"),
+        ("sys.exit(3)", 70, "the agent ended with code 3"),
+        ("import os; os.kill(os.getpid(), 11)", 70, "the agent ended with code 139"),
+    ],
+)
+def test_an_agent_that_is_not_as_it_should_be_is_explained(
+    hororun: Hororun, tmp_path: Path, code: str, exit_code: int, fact: str
+) -> None:
+    done = hororun.run("-np", "2", "--remote-python", python_that(tmp_path, code), "true", where="localhost:1,one:1")
+    assert done.returncode == exit_code
+    assert fact in done.stderr
+    assert "one" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_host_that_does_not_answer_in_time_is_named(hororun: Hororun, tmp_path: Path) -> None:
+    hororun.remote_shell = make_remote_shell(tmp_path, "exec sleep 60")
+    done = hororun.run("-np", "2", "--start-timeout", "0.3", "true", where="localhost:1,one:1")
+    assert done.returncode == 69
+    assert "no answer within 0.3 s from one" in done.stderr
+
+
+def test_a_remote_shell_that_does_not_exist_is_named(hororun: Hororun) -> None:
+    hororun.remote_shell = "/no/such/ssh"
+    done = hororun.run("-np", "1", "true", where="one:1")
+    assert done.returncode == 78
+    assert "/no/such/ssh" in done.stderr

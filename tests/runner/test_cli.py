@@ -1,0 +1,155 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from horo.runner.cli import main, parse
+from horo.runner.config import Job
+from horo.runner.hosts import Host
+
+from horo import __version__
+
+
+def parsed(line: str) -> Job:
+    job = parse(line.split())
+    assert job is not None
+    return job
+
+
+def test_the_command_begins_at_the_first_word_that_is_no_option() -> None:
+    assert parsed("-np 2 -H a:2 python train.py -np 7 -- x").command == ("python", "train.py", "-np", "7", "--", "x")
+    assert parsed("--num-proc=2 --verbose -- -x 1").command == ("-x", "1")
+    assert parsed("-np 2 -x A=1 python").exports == {"A": "1"}
+
+
+def test_options_become_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DATA", "/d")
+    job = parsed(
+        "-np 3 -H a:2,me@b:1:port=2222 --oversubscribe --grace-seconds 1.5 --start-timeout 7 --host-timeout 9 "
+        "--network-interfaces e0,e1 --network-interface e2 --store-port 1000 --master-port 1001 -x DATA -x B=2 "
+        "-p 23 -i key --ssh-args=-v --remote-shell rsh --remote-python /py --no-prefix --prefix-timestamp "
+        "--output-filename out --verbose cmd"
+    )
+    assert job.hosts == (Host("a", slots=2), Host("b", "me", 2222, 1))
+    assert (job.size, job.oversubscribe, job.grace_s, job.start_timeout_s, job.host_timeout_s) == (3, True, 1.5, 7, 9)
+    assert (job.interfaces, job.store_port, job.master_port) == (("e0", "e1", "e2"), 1000, 1001)
+    assert job.exports == {"DATA": "/d", "B": "2"}
+    assert (job.ssh.program, job.ssh.port, job.ssh.identity_file) == ("rsh", 23, "key")
+    assert (job.ssh.arguments, job.ssh.python) == (("-v",), "/py")
+    assert (job.output.prefix, job.output.timestamp, job.output.directory, job.output.verbose) == (
+        False,
+        True,
+        "out",
+        True,
+    )
+
+
+def test_training_options_become_variables_of_the_ranks() -> None:
+    job = parsed(
+        "-np 1 --fusion-threshold-mb 32 --cycle-time-ms 2.5 --cache-capacity 9 --no-stall-check "
+        "--stall-check-warning-time-seconds 5 --stall-check-shutdown-time-seconds 50 --log-level debug cmd"
+    )
+    assert job.exports == {
+        "HOROVOD_FUSION_THRESHOLD": str(32 << 20),
+        "HOROVOD_CYCLE_TIME": "2.5",
+        "HOROVOD_CACHE_CAPACITY": "9",
+        "HOROVOD_STALL_CHECK_DISABLE": "1",
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": "5",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "50",
+        "HOROVOD_LOG_LEVEL": "debug",
+    }
+    assert parsed("-np 1 --stall-check cmd").exports == {"HOROVOD_STALL_CHECK_DISABLE": "0"}
+
+
+def test_a_host_file_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("h1 slots=4  # big\n\nh2\n")
+    assert parsed(f"-np 5 --hostfile {path} cmd").hosts == (Host("h1", slots=4), Host("h2"))
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ("-np 0 cmd", "-np 0"),
+        ("-np -2 cmd", "-np -2"),
+        ("-np two cmd", "'two'"),
+        ("-np 2", "no command"),
+        ("-np 2 --", "no command"),
+        ("cmd", "-np N"),
+        ("-np", "-np"),
+        ("-np 2 --bogus cmd", "--bogus"),
+        ("-np 2 -H a:x cmd", "'x'"),
+        ("-np 2 -H a:1 --hostfile f cmd", "--hostfile"),
+        ("-np 2 --hostfile /no/such/file cmd", "/no/such/file"),
+        ("-np 3 -H localhost:2 cmd", "3 ranks but there are 2 slots"),
+        ("-np 2 -x NO_SUCH_VARIABLE_HERE cmd", "NO_SUCH_VARIABLE_HERE"),
+        ("-np 2 --grace-seconds -1 cmd", "-1"),
+        ("-np 2 --grace-seconds nan cmd", "nan"),
+        ("-np 2 --start-timeout 0 cmd", "0"),
+        ("-np 2 --store-port 70000 cmd", "70000"),
+        ("-np 2 --log-level loud cmd", "LOUD"),
+        ("-np 2 --ssh-args ' cmd", "--ssh-args"),
+    ],
+)
+def test_a_wrong_command_line_is_one_sentence_and_exit_code_2(
+    line: str, fault: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(line.split(" "))
+    except SystemExit as exit_now:
+        code = exit_now.code  # type: ignore[assignment]
+    captured = capfd.readouterr()
+    assert (code, captured.out) == (2, "")
+    assert captured.err.startswith("hororun: ")
+    assert captured.err.count("\n") == 1
+    assert fault in captured.err
+
+
+def test_an_unreadable_line_of_a_host_file_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("h1 slots=4\nh2 cores=4\n")
+    assert main(["-np", "2", "--hostfile", str(path), "cmd"]) == 2
+    assert f"{path}, line 2, 'h2 cores=4'" in capfd.readouterr().err
+    path.write_bytes(b"\xff\xfe\x00")
+    assert main(["-np", "2", "--hostfile", str(path), "cmd"]) == 2
+    assert "not text" in capfd.readouterr().err
+
+
+def hororun(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "horo.runner", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_what_is_asked_most_loads_little(option: str) -> None:
+    code = (
+        "import sys; from horo.runner.cli import main\n"
+        "try: main([sys.argv[1]])\n"
+        "except SystemExit as e: assert e.code == 0, e.code\n"
+        "heavy = {'torch', 'numpy', 'psutil', 'ctypes', 'asyncio', 'subprocess', 'horo._core', 'horo._native'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, option], capture_output=True, text=True, check=True, timeout=60)
+    assert ("usage: hororun" in done.stdout) or done.stdout == f"hororun {__version__}\n"
+
+
+def test_help_fits_and_every_option_is_in_the_reference() -> None:
+    text = hororun("--help").stdout
+    assert max(map(len, text.splitlines())) <= 120
+    page = Path(__file__).parents[2].joinpath("docs/reference/hororun.md").read_text()
+    for word in text.partition("examples:")[0].replace(",", " ").split():
+        if word.startswith("--") and len(word) > 2:
+            assert f"`{word}" in page, f"{word} is not in docs/reference/hororun.md"
+
+
+def test_check_build_says_what_is_there_and_where() -> None:
+    done = hororun("--check-build")
+    assert __version__ in done.stdout
+    assert sys.executable in done.stdout
+    for part in ("Native core", "PyTorch", "arena", "TCP", "MPI", "NCCL", "ssh"):
+        assert part in done.stdout
+    assert done.returncode == (0 if "[X] arena" in done.stdout else 1)

@@ -1,0 +1,155 @@
+"""What ranks are told, where hosts meet, and the ssh command."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+from horo.runner import reach as reach_module
+from horo.runner.config import JobError, Ssh
+from horo.runner.environment import forwarded, parse_exports, rank_variables
+from horo.runner.hosts import Host
+from horo.runner.launch_ssh import explain_silence, ssh_command
+from horo.runner.machine import default_slots, gpu_count
+from horo.runner.network import NetworkError, address_toward, free_port, interface_addresses, is_local, network_identity
+from horo.runner.placement import place
+from horo.runner.reach import Reach, meeting_addresses, reach
+
+
+def test_a_rank_is_told_its_place_in_both_dialects() -> None:
+    slot = place([2, 2], 4)[3]
+    told = rank_variables(
+        slot, host="h2", mark="m", store="10.0.0.1:5", master=("10.0.0.1", 6), cores=8, threads_set=False
+    )
+    assert told == {
+        "HORO_HOST_MARK": "m",
+        "HORO_STORE": "10.0.0.1:5",
+        "HOROVOD_HOSTNAME": "h2",
+        "HOROVOD_RANK": "3",
+        "HOROVOD_SIZE": "4",
+        "HOROVOD_LOCAL_RANK": "1",
+        "HOROVOD_LOCAL_SIZE": "2",
+        "HOROVOD_CROSS_RANK": "1",
+        "HOROVOD_CROSS_SIZE": "2",
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "6",
+        "OMP_NUM_THREADS": "4",
+    }
+
+
+def test_threads_the_user_has_set_stay() -> None:
+    told = rank_variables(place([1], 1)[0], host="h", mark="m", store="s", master=("a", 1), cores=8, threads_set=True)
+    assert "OMP_NUM_THREADS" not in told
+
+
+def test_what_belongs_to_one_host_is_not_forwarded() -> None:
+    environment = {
+        "PATH": "p", "HOROVOD_CYCLE_TIME": "1", "NCCL_DEBUG": "INFO", "PYTHONPATH": "x",
+        "CUDA_VISIBLE_DEVICES": "0", "HOME": "/h", "AWS_SECRET_ACCESS_KEY": "s", "DISPLAY": ":0", "XPATH": "no",
+    }  # fmt: skip
+    assert sorted(forwarded(environment)) == ["HOROVOD_CYCLE_TIME", "NCCL_DEBUG", "PATH", "PYTHONPATH"]
+
+
+def test_exports_take_values_given_or_present() -> None:
+    assert parse_exports(["A=1=2", "B=", "C"], {"C": "here"}) == {"A": "1=2", "B": "", "C": "here"}
+
+
+@pytest.mark.parametrize("item", ["=1", "", "MISSING"])
+def test_a_wrong_export_is_named(item: str) -> None:
+    with pytest.raises(ValueError, match=item or "''"):
+        parse_exports([item], {})
+
+
+@pytest.mark.parametrize(("visible", "count"), [("0,1", 2), ("", 0), ("-1", 0), ("0,-1,1", 1), ("GPU-1a, GPU-2b", 2)])
+def test_visible_gpus_are_counted(visible: str, count: int) -> None:
+    assert gpu_count({"CUDA_VISIBLE_DEVICES": visible}) == count
+
+
+def test_slots_default_to_gpus_then_cores() -> None:
+    assert (default_slots(8, 2), default_slots(8, 0), default_slots(0, 0)) == (2, 8, 1)
+
+
+def test_names_of_this_machine_are_local_and_others_are_not() -> None:
+    for name in ("localhost", "127.0.0.1", "::1", socket.gethostname()):
+        assert is_local(Host(name))
+    assert not is_local(Host("192.0.2.1"))
+    assert not is_local(Host("no-such-host.invalid"))
+    assert not is_local(Host("localhost", port=2222))
+    assert not is_local(Host("localhost", user="somebody-else"))
+
+
+def test_addresses_and_ports_that_are_not_there_are_named() -> None:
+    assert address_toward("127.0.0.1") == "127.0.0.1"
+    with pytest.raises(NetworkError, match=r"none\.there"):
+        interface_addresses(["none.there"])
+    assert "127.0.0.1" in interface_addresses(["lo", "none.there"])
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(NetworkError, match=str(port)):
+            free_port(port)
+
+
+def hello(network: str = "another", connection: str = "") -> dict[str, object]:
+    return {"network": network, "ssh_connection": connection}
+
+
+def test_hosts_meet_at_the_addresses_ssh_has_used() -> None:
+    assert reach("h", hello(connection="127.0.0.1 5 127.0.0.9 22"), []) == Reach(("127.0.0.1",), "127.0.0.9")
+
+
+def test_behind_a_jump_host_the_route_decides() -> None:
+    assert reach("h", hello(connection="192.0.2.7 5 127.0.0.1 22"), []) == Reach(("127.0.0.1",), "127.0.0.1")
+
+
+def test_one_network_meets_on_loopback() -> None:
+    assert reach("h", hello(network_identity()), []) == Reach(("127.0.0.1",), "127.0.0.1")
+
+
+def test_interfaces_that_the_user_names_are_used() -> None:
+    assert "127.0.0.1" in reach("h", hello(connection="192.0.2.7 5 192.0.2.8 22"), ["lo"]).launcher
+    with pytest.raises(JobError, match="none0"):
+        reach("h", hello(connection="192.0.2.7 5 192.0.2.8 22"), ["none0"])
+
+
+def test_a_host_without_any_address_is_named() -> None:
+    with pytest.raises(JobError, match=r"h\.invalid"):
+        reach("h.invalid", hello(), [])
+
+
+def test_local_ranks_of_a_job_on_several_hosts_do_not_use_loopback() -> None:
+    addresses, by_host = meeting_addresses([None, Reach(("10.0.0.1",), "10.0.0.2"), Reach(("10.1.0.1",), "10.1.0.2")])
+    assert addresses == ["10.0.0.1", "10.1.0.1"]
+    assert by_host == [["10.0.0.1", "10.1.0.1"], ["10.0.0.1"], ["10.1.0.1"]]
+    assert meeting_addresses([None]) == ([reach_module.LOOPBACK], [[reach_module.LOOPBACK]])
+
+
+def command(host: Host, ssh: Ssh) -> list[str]:
+    return ssh_command(host, ssh, start_timeout_s=30, host_timeout_s=30)
+
+
+def test_the_ssh_command_asks_nobody_and_trusts_as_configured() -> None:
+    words = command(Host("h1", "me", 2222), Ssh(port=22, identity_file="/k", arguments=("-v",), python="/a b/python"))
+    assert words[0] == "ssh"
+    assert "BatchMode=yes" in words
+    assert words[words.index("-p") + 1] == "2222"
+    assert words[words.index("-i") + 1] == "/k"
+    assert words[-3:] == ["-v", "me@h1", "cd / && exec '/a b/python' -m horo.runner.agent"]
+    assert not any("StrictHostKeyChecking" in word for word in words)
+
+
+def test_silence_is_explained_by_what_ssh_says() -> None:
+    cases = {
+        (255, b"Warning: x\nssh: connect to host h port 22: Connection refused\r\n"): (69, "Connection refused"),
+        (127, b"sh: 1: exec: /p/python: not found\n"): (78, "there is no /p/python"),
+        (126, b"sh: 1: exec: /p/python: Permission denied\n"): (78, "cannot execute /p/python"),
+        (1, b"/p/python: No module named horo.runner\n"): (78, "no module horo.runner"),
+        (1, b"/p/python: Error (ModuleNotFoundError: No module named 'horo')\n"): (78, "no module horo"),
+        (3, b""): (70, "code 3"),
+    }
+    for (code, stderr), (exit_code, fact) in cases.items():
+        error = explain_silence("h", Ssh(python="/p/python"), code, stderr)
+        assert (error.code, "h" in str(error), fact in str(error)) == (exit_code, True, True), str(error)

@@ -1,0 +1,91 @@
+"""Hosts as users write them."""
+
+from __future__ import annotations
+
+import pytest
+from horo.runner.hosts import Host, HostsError, parse_host_file, parse_hosts
+from hypothesis import given
+from hypothesis import strategies as st
+
+names = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,20}", fullmatch=True)
+addresses = st.ip_addresses(v=6).map(str)
+users = st.none() | st.from_regex(r"[a-z_][a-z0-9_.-]{0,10}", fullmatch=True)
+numbers = st.none() | st.integers(1, 65535)
+hosts = st.lists(st.builds(Host, names | addresses, users, numbers, numbers), min_size=1, unique_by=lambda h: h.name)
+
+
+def written(host: Host) -> str:
+    name = f"[{host.name}]" if ":" in host.name else host.name
+    user = f"{host.user}@" if host.user is not None else ""
+    slots = f":{host.slots}" if host.slots is not None else ""
+    port = f":port={host.port}" if host.port is not None else ""
+    return f"{user}{name}{slots}{port}"
+
+
+def written_line(host: Host) -> str:
+    words = [written(Host(host.name, host.user))]
+    words += [f"slots={host.slots}"] * (host.slots is not None) + [f"port={host.port}"] * (host.port is not None)
+    return " ".join(words) + "   # a comment"
+
+
+@given(hosts)
+def test_what_is_written_is_read(many: list[Host]) -> None:
+    assert parse_hosts(",".join(map(written, many))) == tuple(many)
+    assert parse_host_file("# hosts\n\n" + "\n".join(map(written_line, many)) + "\n", "f") == tuple(many)
+
+
+@given(st.text())
+def test_any_text_is_hosts_or_a_sentence(text: str) -> None:
+    for parse in (parse_hosts, lambda value: parse_host_file(value, "f")):
+        try:
+            assert parse(text)
+        except HostsError as error:
+            assert str(error)
+
+
+def test_a_host_named_twice_gets_the_sum_of_its_slots() -> None:
+    assert parse_hosts("h1:2,h2:1,h1:3") == (Host("h1", slots=5), Host("h2", slots=1))
+    assert parse_host_file("h1 slots=2\nh1 slots=3", "f") == (Host("h1", slots=5),)
+
+
+def test_a_bare_ipv6_address_is_understood_where_it_is_unambiguous() -> None:
+    assert parse_host_file("fd00::1 slots=4\n", "f") == (Host("fd00::1", slots=4),)
+    with pytest.raises(HostsError, match="brackets"):
+        parse_hosts("fd00::1")
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("h1:0", "slots '0'"),
+        ("h1:four", "slots 'four'"),
+        ("h1:-1", "slots '-1'"),
+        ("h1:4:4", "slots are given twice"),
+        ("h1:port=0", "port '0'"),
+        ("h1:port=70000", "port 70000"),
+        ("h1:max=3", "max=3"),
+        ("-oProxyCommand=x:1", "-oProxyCommand=x:1"),
+        ("h1:1,,h2:1", "''"),
+        ("h1:1,h1", "h1 is named twice"),
+        ("a@h1:1,b@h1:1", "h1 is named twice"),
+        ("", "names no host"),
+        ("h 1", "'h 1'"),
+    ],
+)
+def test_a_wrong_host_is_named(text: str, fault: str) -> None:
+    with pytest.raises(HostsError) as error:
+        parse_hosts(text)
+    assert fault in str(error.value)
+
+
+@pytest.mark.parametrize("line", ["h2 slots", "h2 max_slots=4", "h2 slots=x", "h2 4", "slots=4", "h!"])
+def test_a_wrong_line_is_named_with_its_number_and_text(line: str) -> None:
+    with pytest.raises(HostsError) as error:
+        parse_host_file(f"h1 slots=4\n\n{line}  # wrong\n", "some/file")
+    assert "some/file, line 3" in str(error.value)
+    assert line in str(error.value)
+
+
+def test_a_file_without_hosts_is_an_error() -> None:
+    with pytest.raises(HostsError, match="names no host"):
+        parse_host_file("# nothing\n\n", "f")

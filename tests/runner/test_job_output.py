@@ -1,0 +1,173 @@
+"""What hororun shows and keeps of what ranks write."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from jobs import Flags, Hororun, wait_until
+
+PYTHON = (sys.executable, "-S", "-c")
+
+
+def test_lines_of_any_length_are_never_mixed_and_none_is_lost(hororun: Hororun, where: str) -> None:
+    script = (
+        "import os; r = os.environ['RANK']\n"
+        "for n in range(200):\n"
+        "    line = (r * (n * n * 7 % 30000) + '\\n').encode()\n"
+        "    for start in range(0, len(line), 5000): os.write(1, line[start:start + 5000])\n"
+    )
+    done = hororun.run("-np", "3", *PYTHON, script, where=where)
+    assert done.returncode == 0
+    expected = Counter(f"[{rank}] {str(rank) * (n * n * 7 % 30000)}" for rank in range(3) for n in range(200))
+    assert Counter(done.stdout.splitlines()) == expected
+
+
+def test_streams_stay_apart_and_unfinished_lines_appear(hororun: Hororun, where: str) -> None:
+    done = hororun.run("-np", "1", "--", "sh", "-c", "printf out; printf err >&2", where=where)
+    assert (done.stdout, done.stderr) == ("[0] out\n", "[0] err\n")
+
+
+def test_bytes_that_are_no_text_pass(hororun: Hororun, where: str) -> None:
+    job = hororun.start("-np", "1", "--no-prefix", "printf", r"\377\376 \303\251\n", where=where)
+    out, _ = job.process.communicate(timeout=30)
+    assert out == b"\xff\xfe \xc3\xa9\n"
+
+
+def test_files_of_ranks_hold_every_byte(hororun: Hororun, where: str, tmp_path: Path) -> None:
+    words = ["-np", "2", "--output-filename", str(tmp_path / "logs"), "--no-prefix", "--prefix-timestamp"]
+    hororun.run(*words, "--", "sh", "-c", r"printf '10%%\r20%%\r\n\377'$RANK; echo $RANK >&2", where=where)
+    for rank in range(2):
+        folder = tmp_path / "logs" / f"rank.{rank}"
+        assert (folder / "stdout").read_bytes() == b"10%%\r20%%\r\n\xff%d" % rank
+        assert (folder / "stderr").read_bytes() == b"%d\n" % rank
+
+
+def test_a_folder_that_cannot_be_made_is_named(hororun: Hororun, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = hororun.run("-np", "1", "--output-filename", str(tmp_path / "file" / "logs"), "true")
+    assert done.returncode == 2
+    assert str(tmp_path / "file" / "logs") in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_verbose_says_what_is_done(hororun: Hororun) -> None:
+    done = hororun.run("-np", "2", "--verbose", "true", where="localhost:1,one:1")
+    assert "horo.runner.agent" in done.stderr
+    assert re.search(r"rank 1 on one runs as process \d+", done.stderr)
+    assert "key-value server at 127.0.0.1:" in done.stderr
+
+
+FLOOD = "import os\nwhile True: os.write(1, b'x' * 99 + b'\\n')"
+
+
+def test_a_reader_that_waits_makes_ranks_wait_and_loses_nothing(hororun: Hororun, where: str, flags: Flags) -> None:
+    script = f"""
+import os
+for n in range(40000):
+    os.write(1, b"%d " % n * 100 + b"\\n")
+open({str(flags.folder)!r} + "/written." + os.environ["RANK"], "w").close()
+"""
+    job = hororun.start("-np", "2", *PYTHON, script, where=where)
+    assert job.process.stdout is not None
+    beginning = os.read(job.process.stdout.fileno(), 1000)
+    assert not (flags.folder / "written.0").exists()  # 45 MB do not fit between them and a reader who waits
+    done = job.finish()
+    lines = (beginning.decode() + done.stdout).splitlines()
+    assert len(lines) == 80000
+    for rank in range(2):
+        mine = [line.partition("] ")[2] for line in lines if line.startswith(f"[{rank}]")]
+        assert mine == [f"{n} " * 100 for n in range(40000)]
+
+
+def test_a_blocked_stdout_does_not_keep_a_signal_from_ending_the_job(hororun: Hororun, where: str) -> None:
+    read_fd, write_fd = os.pipe()
+    job = hororun.start("-np", "2", "--grace-seconds", "0.5", *PYTHON, FLOOD, where=where, stdout=write_fd)
+    os.close(write_fd)
+    os.read(read_fd, 1)
+    wait_until(lambda: len(os.listdir(f"/proc/{job.process.pid}/task")) > 1, "output flows")  # noqa: PTH208
+    job.process.send_signal(signal.SIGTERM)
+    assert job.process.wait(30) == 143
+    job.nothing_is_left()
+    os.close(read_fd)
+
+
+def test_a_reader_that_goes_ends_the_job(hororun: Hororun, where: str) -> None:
+    read_fd, write_fd = os.pipe()
+    job = hororun.start("-np", "2", *PYTHON, FLOOD, where=where, stdout=write_fd)
+    os.close(write_fd)
+    os.read(read_fd, 1)
+    os.close(read_fd)
+    done = job.finish()
+    assert done.returncode == 141
+    assert "nobody reads stdout" in done.stderr
+
+
+def on_terminal(*words: str, keys: bytes = b"", after: bytes = b"", **environment: str) -> tuple[bytes, int]:
+    """Runs hororun on a terminal of its own; types ``keys`` once ``after`` has appeared."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        try:
+            os.execve(
+                sys.executable,
+                [sys.executable, "-m", "horo.runner", "-np", "1", *words],
+                {**{k: v for k, v in os.environ.items() if k != "NO_COLOR"}, "TERM": "xterm", **environment},
+            )
+        finally:
+            os._exit(99)
+    shown = b""
+    while True:
+        try:
+            data = os.read(terminal, 65536)
+        except OSError:  # how a terminal says that nobody has it open any more
+            break
+        shown += data
+        if keys and after in shown:
+            os.write(terminal, keys)
+            keys = b""
+        if not data:
+            break
+    os.close(terminal)
+    return shown, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_a_terminal_gets_colours_and_redrawn_progress() -> None:
+    shown, code = on_terminal("--", "printf", r"1%%\r2%%\rdone\n")
+    assert code == 0
+    start = b"\x1b[36m[0]\x1b[0m "
+    assert shown == start + b"1%\r\x1b[2K" + start + b"2%\r\x1b[2K" + start + b"done\r\n"
+
+
+@pytest.mark.parametrize("variable", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
+def test_a_terminal_without_colours_gets_none(variable: dict[str, str]) -> None:
+    assert on_terminal("echo", "x", **variable)[0] == b"[0] x\r\n"
+
+
+def test_ctrl_c_on_a_terminal_ends_the_job() -> None:
+    script = "import signal, sys\ndef end(*_): print('saved'); sys.exit(0)\n"
+    script += "signal.signal(signal.SIGTERM, end); print('up', flush=True)\nwhile True: signal.pause()"
+    shown, code = on_terminal(*PYTHON, script, keys=b"\x03", after=b"up")
+    assert code == 130
+    assert b"saved" in shown
+    assert b"hororun: SIGINT: the job was ended" in shown
+
+
+def test_ctrl_c_reaches_hororun_as_the_leader_of_its_group(hororun: Hororun, flags: Flags) -> None:
+    script = f"trap 'exit 0' TERM; : > {flags.folder}/up; sleep 60 & wait"
+    job = hororun.start("-np", "1", "--", "sh", "-c", script)
+    flags.wait(["up"])
+    os.killpg(job.process.pid, signal.SIGINT)
+    assert job.finish().returncode == 130
+
+
+def test_a_closed_stderr_disturbs_nobody() -> None:
+    command = [sys.executable, "-m", "horo.runner", "-np", "1", "sh", "-c", "echo gone >&2; echo here"]
+    done = subprocess.run(["sh", "-c", '"$@" 2>&-', "sh", *command], capture_output=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout) == (0, b"[0] here\n")

@@ -1,0 +1,323 @@
+"""Whole jobs: what ranks are told, how they run, how they end. Here and through agents."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+from jobs import Flags, Hororun, make_remote_shell, wait_until
+
+
+def shell(script: str, flags: Flags | None = None) -> list[str]:
+    """A rank that runs ``script`` in sh; ``flag NAME`` in it makes the file NAME.<rank>."""
+    folder = flags.folder if flags is not None else "/nonexistent"
+    return ["--", "sh", "-c", f'flag() {{ : > "{folder}/$1.$RANK"; }}\n{script}']
+
+
+def test_ranks_are_told_who_they_are(hororun: Hororun, where: str) -> None:
+    script = "echo $RANK/$WORLD_SIZE $HOROVOD_LOCAL_RANK/$HOROVOD_LOCAL_SIZE $HOROVOD_CROSS_RANK/$HOROVOD_CROSS_SIZE"
+    done = hororun.run("-np", "3", *shell(script + " $HOROVOD_HOSTNAME $MASTER_ADDR"), where=where)
+    assert (done.returncode, done.stderr) == (0, "")
+    expected = {
+        "localhost:8": ["0/3 0/3 0/1 localhost", "1/3 1/3 0/1 localhost", "2/3 2/3 0/1 localhost"],
+        "one:2,two:2": ["0/3 0/2 0/2 one", "1/3 1/2 0/1 one", "2/3 0/1 1/2 two"],
+    }[where]
+    assert sorted(done.stdout.splitlines()) == [f"[{i}] {line} 127.0.0.1" for i, line in enumerate(expected)]
+
+
+MEET = """
+import os
+from horo._bootstrap.addresses import parse_endpoints
+from horo._bootstrap.store import StoreClient
+
+first, *others = parse_endpoints(os.environ["HORO_STORE"])
+secret = bytes.fromhex(os.environ["HORO_SECRET"])
+print(os.environ["HORO_JOB_ID"], len(secret), os.environ["MASTER_PORT"])
+client = StoreClient(first.address, first.port, secret, 20, others)
+client.set("k" + os.environ["RANK"], b"v")
+print([client.get(f"k{rank}", 20) for rank in range(3)])
+"""
+
+
+def test_ranks_share_a_job_and_can_reach_the_store(hororun: Hororun, where: str) -> None:
+    done = hororun.run("-np", "3", "--no-prefix", sys.executable, "-c", MEET, where=where)
+    assert done.returncode == 0, done.stderr
+    met = "[b'v', b'v', b'v']"
+    jobs = set(done.stdout.splitlines()) - {met}
+    assert done.stdout.count(met) == 3
+    assert len(jobs) == 1
+    assert " 32 " in jobs.pop()
+
+
+def test_a_rank_that_leaves_early_with_0_disturbs_nobody(hororun: Hororun, where: str, flags: Flags) -> None:
+    script = "test $RANK = 0 && exit 0; flag up; while ! test -e {0}/go; do sleep 0.05; done; echo done"
+    job = hororun.start("-np", "2", *shell(script.format(flags.folder), flags), where=where)
+    flags.wait(["up.1"])
+    (flags.folder / "go").touch()
+    done = job.finish()
+    assert (done.returncode, done.stdout) == (0, "[1] done\n")
+
+
+def test_the_first_failure_ends_the_job_with_its_code_and_a_report(hororun: Hororun, where: str, flags: Flags) -> None:
+    script = (
+        f"trap 'exit 0' TERM; flag up; cd {flags.folder}; while ! test -e up.0 -a -e up.2; do sleep 0.02; done\n"
+        "test $RANK = 1 && { echo first >&2; echo 'last words' >&2; exit 7; }; sleep 60 & wait"
+    )
+    done = hororun.run("-np", "3", *shell(script, flags), where=where)
+    assert done.returncode == 7
+    host = "localhost" if where.startswith("localhost") else "one"
+    report = [line for line in done.stderr.splitlines() if not line.startswith("[")]
+    assert report == [
+        f"hororun: rank 1 on {host} exited with code 7; the job was ended",
+        "hororun: its last lines on stderr:",
+        "  | first",
+        "  | last words",
+        "hororun: the others: ranks 0,2 exited with code 0 when told to end",
+    ]
+
+
+@pytest.mark.parametrize(("name", "code"), [("SEGV", 139), ("KILL", 137), ("TERM", 143)])
+def test_a_rank_killed_by_a_signal_is_reported_by_name(hororun: Hororun, where: str, name: str, code: int) -> None:
+    done = hororun.run("-np", "3", *shell(f"test $RANK = 2 && kill -{name} $$; exec sleep 60"), where=where)
+    assert done.returncode == code
+    assert f"rank 2 on {'localhost' if where.startswith('localhost') else 'two'} was killed by SIG{name}" in done.stderr
+    assert "ranks 0-1 killed by SIGTERM when told to end" in done.stderr
+
+
+def test_who_ignores_sigterm_is_killed_after_the_grace_time(hororun: Hororun, where: str, flags: Flags) -> None:
+    script = (
+        f"trap '' TERM; flag up; while ! test -e {flags.folder}/up.0; do sleep 0.02; done; test $RANK = 1 && exit 3\n"
+    )
+    job = hororun.start(
+        "-np", "2", "--grace-seconds", "0.2", *shell(script + "while :; do sleep 1; done", flags), where=where
+    )
+    done = job.finish()
+    assert done.returncode == 3
+    assert "rank 0 killed by SIGKILL when told to end" in done.stderr
+
+
+def test_a_stopped_rank_ends_too(hororun: Hororun, where: str, flags: Flags) -> None:
+    script = (
+        f"test $RANK = 0 && {{ echo $$ > {flags.folder}/pid; exec sleep 60; }}\n"
+        f"while ! test -s {flags.folder}/pid; do sleep 0.02; done; kill -STOP $(cat {flags.folder}/pid); exit 4"
+    )
+    assert hororun.run("-np", "2", "--grace-seconds", "0.2", *shell(script), where=where).returncode == 4
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_to_hororun_ends_all_ranks(
+    hororun: Hororun, where: str, flags: Flags, number: signal.Signals, code: int
+) -> None:
+    script = "trap 'echo saved; exit 0' TERM; flag up; sleep 60 & wait"
+    job = hororun.start("-np", "3", *shell(script, flags), where=where)
+    flags.wait(["up.0", "up.1", "up.2"])
+    job.process.send_signal(number)
+    done = job.finish()
+    assert done.returncode == code
+    assert sorted(done.stdout.splitlines()) == ["[0] saved", "[1] saved", "[2] saved"]
+    assert done.stderr == f"hororun: {number.name}: ranks 0-2 were ended\n"
+
+
+def test_a_second_signal_kills_at_once(hororun: Hororun, where: str, flags: Flags) -> None:
+    script = "trap 'flag term' TERM; flag up; while :; do sleep 0.05; done"
+    job = hororun.start("-np", "2", "--grace-seconds", "1000", *shell(script, flags), where=where)
+    flags.wait(["up.0", "up.1"])
+    job.process.send_signal(signal.SIGINT)
+    flags.wait(["term.0", "term.1"])
+    job.process.send_signal(signal.SIGINT)
+    assert job.finish().returncode == 130
+
+
+def test_a_signal_while_hosts_are_reached_ends_that(hororun: Hororun, tmp_path: Path, flags: Flags) -> None:
+    hororun.remote_shell = make_remote_shell(tmp_path, f": > {flags.folder}/called; sleep 60")
+    job = hororun.start("-np", "1", "true", where="one:1")
+    flags.wait(["called"])
+    job.process.send_signal(signal.SIGTERM)
+    assert job.finish().returncode == 143
+
+
+STUBBORN = "trap '' TERM INT HUP; (trap '' TERM; setsid sleep 300) & flag up; while :; do sleep 1; done"
+
+
+def test_kill_9_of_hororun_leaves_nothing(hororun: Hororun, where: str, flags: Flags) -> None:
+    job = hororun.start("-np", "3", "--grace-seconds", "0.2", *shell(STUBBORN, flags), where=where)
+    flags.wait(["up.0", "up.1", "up.2"])
+    job.process.kill()
+    job.process.wait()
+    job.nothing_is_left()
+
+
+def test_kill_9_of_hororun_and_its_guard_leaves_no_rank(hororun: Hororun, flags: Flags) -> None:
+    job = hororun.start("-np", "2", *shell("trap '' TERM; flag up; while :; do sleep 0.1; done", flags))
+    flags.wait(["up.0", "up.1"])
+    for pid in job.processes("horo.runner"):
+        os.kill(pid, signal.SIGKILL)
+    job.process.wait()
+    job.nothing_is_left()
+
+
+def test_kill_9_of_an_agent_leaves_nothing_and_is_reported(hororun: Hororun, flags: Flags) -> None:
+    job = hororun.start(
+        "-np", "3", "--grace-seconds", "0.2", *shell(STUBBORN, flags), where="one:2,two:2", stderr=-1
+    )  # fmt: skip
+    flags.wait(["up.0", "up.1", "up.2"])
+    agents = [pid for pid in job.processes("horo.runner.agent") if parent(pid) == job.process.pid]
+    os.kill(max(agents), signal.SIGKILL)
+    done = job.finish()
+    assert done.returncode == 69
+    assert "was lost with its host (ssh ended with code 137" in done.stderr
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_a_cut_connection_ends_the_ranks_behind_it(hororun: Hororun, tmp_path: Path, flags: Flags) -> None:
+    # A shell that stays between hororun and the agent, like ssh: killing it cuts the connection.
+    hororun.remote_shell = make_remote_shell(tmp_path, 'cat | sh -c "$command" | cat; exit')
+    job = hororun.start("-np", "2", "--grace-seconds", "0.2", *shell(STUBBORN, flags), where="one:2")
+    flags.wait(["up.0", "up.1"])
+    for pid in job.processes("cat"):
+        if parent(parent(pid)) == job.process.pid:
+            os.kill(pid, signal.SIGKILL)
+    done = job.finish()
+    assert done.returncode == 69
+    assert "rank 0 on one was lost with its host" in done.stderr
+
+
+def test_a_host_that_falls_silent_is_lost_on_both_sides(hororun: Hororun, flags: Flags) -> None:
+    words = ["-np", "1", "--host-timeout", "0.5", "--grace-seconds", "0.2"]
+    script = f"echo $$ > {flags.folder}/pid; {STUBBORN}"
+    job = hororun.start(*words, *shell(script, flags), where="one:1")
+    flags.wait(["up.0"])
+    job.process.send_signal(signal.SIGSTOP)  # hororun hangs: its pings stop, no EOF comes
+    rank = Path("/proc", flags.read("pid").strip())
+    wait_until(lambda: not rank.exists(), "the agent has ended its rank")
+    job.process.send_signal(signal.SIGCONT)
+    assert job.finish().returncode != 0
+
+
+def test_what_ranks_leave_behind_is_ended_whatever_it_hides(hororun: Hororun, where: str, flags: Flags) -> None:
+    script = f"setsid env -i sh -c 'echo $$ > {flags.folder}/daemon; exec sleep 300' > /dev/null 2>&1 &\n"
+    script += f"while ! test -s {flags.folder}/daemon; do sleep 0.02; done"
+    done = hororun.run("-np", "1", *shell(script), where=where)
+    assert done.returncode == 0
+    wait_until(lambda: not Path(f"/proc/{flags.read('daemon').strip()}").exists(), "the daemon is gone")
+
+
+def test_children_that_a_shell_left_to_hororun_are_spared(hororun: Hororun, flags: Flags) -> None:
+    script = f"(sleep 300 & echo $! > {flags.folder}/pid; exec {sys.executable} -m horo.runner -np 1 true); flag done; "
+    script += f"kill -0 $(cat {flags.folder}/pid) && flag spared"
+    assert hororun.run("-np", "1", *shell(script, flags)).returncode == 0
+    flags.wait(["done.0", "spared.0"])
+
+
+def test_no_secret_is_on_a_command_line(hororun: Hororun, where: str, flags: Flags) -> None:
+    script = f"echo $HORO_SECRET > {flags.folder}/secret.$RANK; flag up; sleep 60"
+    job = hororun.start("-np", "2", *shell(script, flags), where=where)
+    flags.wait(["up.0", "up.1"])
+    secret = flags.read("secret.0").strip()
+    assert len(secret) == 64
+    assert flags.read("secret.1").strip() == secret
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                assert secret.encode() not in (folder / "cmdline").read_bytes()
+            except OSError:
+                continue
+    assert stat.S_IMODE(Path(f"/proc/{job.process.pid}/environ").stat().st_mode) & 0o077 == 0
+    job.process.terminate()
+    job.finish()
+
+
+def test_a_stranger_at_the_store_is_refused_and_named_and_the_job_goes_on(hororun: Hororun, flags: Flags) -> None:
+    script = f"echo $HORO_STORE > {flags.folder}/store; flag up; while ! test -e {flags.folder}/go; do sleep 0.05; done"
+    job = hororun.start("-np", "1", *shell(script, flags))
+    flags.wait(["up.0"])
+    host, _, port = flags.read("store").strip().rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=10) as stranger:
+        stranger.sendall(os.urandom(5000))
+        stranger.settimeout(10)
+        try:
+            while stranger.recv(1000):
+                pass
+        except ConnectionResetError:
+            pass
+    (flags.folder / "go").touch()
+    done = job.finish()
+    assert done.returncode == 0
+    assert "127.0.0.1" in done.stderr
+
+
+def test_exports_reach_every_host(hororun: Hororun, where: str) -> None:
+    done = hororun.run("-np", "3", "-x", "FRESH=a b", "-x", "INHERITED", "--cycle-time-ms", "3",
+                       *shell('echo "$FRESH $INHERITED $HOROVOD_CYCLE_TIME"'), where=where,
+                       environment={"INHERITED": "c", "HOROVOD_CYCLE_TIME": "1"})  # fmt: skip
+    assert sorted(done.stdout.splitlines()) == ["[0] a b c 3", "[1] a b c 3", "[2] a b c 3"]
+
+
+def test_ranks_read_nothing_and_start_where_hororun_was_called(hororun: Hororun, where: str, tmp_path: Path) -> None:
+    done = hororun.run("-np", "2", *shell("cat; pwd"), where=where, cwd=tmp_path)
+    assert sorted(done.stdout.splitlines()) == [f"[0] {tmp_path}", f"[1] {tmp_path}"]
+
+
+def test_a_command_that_cannot_run_is_one_sentence(hororun: Hororun, where: str, tmp_path: Path) -> None:
+    (tmp_path / "data.py").write_text("x = 1\n")
+    (tmp_path / "no-line").write_bytes(b"\x01\x02")
+    (tmp_path / "bad-line").write_text("#!/no/such/interpreter\n")
+    for name in ("no-line", "bad-line"):
+        (tmp_path / name).chmod(0o755)
+    cases = {
+        "no-such-command": (127, "command not found on"),
+        "./no-such-file": (127, "no such file on"),
+        "./data.py": (126, "is not executable; did you mean: python ./data.py"),
+        "./bad-line": (127, "an interpreter that does not exist"),
+        "./no-line": (126, "neither a program nor a script"),
+        str(tmp_path): (126, "is not executable"),
+    }
+    for command, (code, fact) in cases.items():
+        done = hororun.run("-np", "2", command, where=where, cwd=tmp_path)
+        assert (done.returncode, done.stderr.count("\n")) == (code, 1), done.stderr
+        assert fact in done.stderr
+        assert repr(command) in done.stderr
+
+
+def test_a_taken_port_is_named(hororun: Hororun, where: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        for option in ("--store-port", "--master-port"):
+            done = hororun.run("-np", "2", option, port, "true", where=where)
+            assert done.returncode != 0
+            assert port in done.stderr
+            assert done.stderr.count("\n") == 1
+
+
+def test_more_hosts_than_ranks_need_are_left_alone(hororun: Hororun, tmp_path: Path) -> None:
+    hororun.remote_shell = make_remote_shell(tmp_path, "exit 255")
+    assert hororun.run("-np", "2", "true", where="localhost:2,one:2").returncode == 0
+
+
+def test_slots_that_only_the_host_knows_are_asked_of_it(hororun: Hororun) -> None:
+    cores = len(os.sched_getaffinity(0))
+    environment = {"CUDA_VISIBLE_DEVICES": ""}
+    words = ["-np", str(cores + 1), "--no-prefix", *shell("echo $HOROVOD_HOSTNAME")]
+    done = hororun.run(*words, where="one,two:1,three:1", environment=environment)
+    assert sorted(done.stdout.split()) == ["one"] * cores + ["two"]
+    done = hororun.run("-np", str(cores + 1), "true", where="one", environment=environment)
+    assert done.returncode == 2
+    assert f"{cores + 1} ranks but there are {cores} slots" in done.stderr
+
+
+def test_threads_are_shared_out_unless_the_user_says(hororun: Hororun, where: str) -> None:
+    cores = len(os.sched_getaffinity(0))
+    environment = {"OMP_NUM_THREADS": "3"}
+    done = hororun.run("-np", "1", *shell("echo $OMP_NUM_THREADS"), where=where, environment=environment)
+    assert done.stdout == "[0] 3\n"
+    inner = ["env", "-u", "OMP_NUM_THREADS", sys.executable, "-m", "horo.runner", "-np", "1", "-H", "localhost:1"]
+    done = hororun.run("-np", "1", "--no-prefix", "--", *inner, "sh", "-c", "echo $OMP_NUM_THREADS", where=where)
+    assert done.stdout == f"[0] {cores}\n"

@@ -1,0 +1,54 @@
+"""Which rank runs where."""
+
+from __future__ import annotations
+
+import pytest
+from horo.runner.placement import PlacementError, place
+from hypothesis import given
+from hypothesis import strategies as st
+
+slot_lists = st.lists(st.integers(1, 8), min_size=1, max_size=12)
+
+
+def test_ranks_fill_hosts_in_order() -> None:
+    placed = place([2, 1, 3], 5)
+    assert [s.host for s in placed] == [0, 0, 1, 2, 2]
+    assert [(s.local_rank, s.local_size) for s in placed] == [(0, 2), (1, 2), (0, 1), (0, 2), (1, 2)]
+    assert [(s.cross_rank, s.cross_size) for s in placed] == [(0, 3), (0, 2), (1, 3), (2, 3), (1, 2)]
+
+
+@given(slot_lists, st.data())
+def test_every_rank_has_a_consistent_place(slots: list[int], data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, sum(slots)))
+    placed = place(slots, size)
+    assert [slot.rank for slot in placed] == list(range(size))
+    assert [slot.host for slot in placed] == sorted(slot.host for slot in placed)
+    for host, available in enumerate(slots):
+        local = [slot for slot in placed if slot.host == host]
+        assert [slot.local_rank for slot in local] == list(range(len(local)))
+        assert all(slot.local_size == len(local) <= available for slot in local)
+    for local_rank in range(max(slots)):
+        column = [slot for slot in placed if slot.local_rank == local_rank]
+        assert [slot.cross_rank for slot in column] == list(range(len(column)))
+        assert all(slot.cross_size == len(column) for slot in column)
+
+
+@given(slot_lists, st.integers(1, 20))
+def test_too_many_ranks_are_an_error_with_both_numbers_unless_allowed(slots: list[int], more: int) -> None:
+    size = sum(slots) + more
+    with pytest.raises(PlacementError) as error:
+        place(slots, size)
+    assert f"{size} ranks" in str(error.value)
+    assert f"{sum(slots)} slots" in str(error.value)
+    counts = [0] * len(slots)
+    for slot in place(slots, size, oversubscribe=True):
+        counts[slot.host] += 1
+    extra = [count - available for count, available in zip(counts, slots, strict=True)]
+    assert sum(counts) == size
+    assert max(extra) - min(extra) <= 1
+
+
+@pytest.mark.parametrize(("slots", "size"), [([1], 0), ([1], -3), ([], 1), ([0], 1)])
+def test_nothing_to_place_is_an_error(slots: list[int], size: int) -> None:
+    with pytest.raises(PlacementError):
+        place(slots, size)

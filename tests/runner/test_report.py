@@ -1,0 +1,81 @@
+"""Who is to blame."""
+
+from __future__ import annotations
+
+import pytest
+from horo.runner.report import Ending, exit_code, ranges, report, root_cause
+from hypothesis import given
+from hypothesis import strategies as st
+
+LOST = b"Traceback ...\nhoro._errors.PeerLostError: allreduce 'w': rank %d (h2) is gone\n"
+
+
+def test_the_first_failure_in_time_is_the_cause() -> None:
+    endings = [Ending(3, "h"), Ending(1, "h", code=7), Ending(0, "h", code=1), Ending(2, "h", signal=15, asked=True)]
+    assert root_cause(endings) == endings[1]
+
+
+def test_a_rank_that_died_of_a_lost_peer_points_at_the_cause() -> None:
+    endings = [
+        Ending(0, "h1", code=1, stderr_tail=LOST % 2),
+        Ending(2, "h2", signal=9),
+        Ending(1, "h1", signal=15, asked=True),
+    ]
+    cause = root_cause(endings)
+    assert cause == endings[1]
+    assert exit_code(cause) == 137
+
+
+def test_a_lost_peer_that_ended_because_it_was_told_to_is_not_the_cause() -> None:
+    endings = [Ending(0, "h1", code=1, stderr_tail=LOST % 2), Ending(2, "h2", signal=15, asked=True)]
+    assert root_cause(endings) == endings[0]
+
+
+def test_a_host_that_was_lost_is_the_cause_even_when_that_is_noticed_later() -> None:
+    endings = [
+        Ending(0, "h1", code=1, stderr_tail=LOST % 2),
+        Ending(2, "h2", lost="ssh ended with code 255", asked=True),
+    ]
+    cause = root_cause(endings)
+    assert cause == endings[1]
+    assert exit_code(cause) == 69
+
+
+def test_ranks_that_point_at_each_other_do_not_confuse() -> None:
+    endings = [Ending(0, "h", code=1, stderr_tail=LOST % 1), Ending(1, "h", code=2, stderr_tail=LOST % 0)]
+    assert root_cause(endings) in endings
+
+
+def test_without_a_failure_there_is_no_cause() -> None:
+    assert root_cause([Ending(0, "h"), Ending(1, "h", signal=15, asked=True)]) is None
+
+
+def test_the_report_names_rank_host_end_and_last_words_then_the_others() -> None:
+    cause = Ending(2, "h2", signal=11, stderr_tail=b"".join(b"line %d\r\n" % n for n in range(30)) + b"\xff end\n\n")
+    others = [Ending(5, "h2"), Ending(0, "h1", signal=15, asked=True), Ending(1, "h1", signal=15, asked=True)]
+    text = report(cause, [cause, *others])
+    lines = text.split(b"\n")
+    assert lines[0] == b"hororun: rank 2 on h2 was killed by SIGSEGV; the job was ended"
+    assert b"  | line 11" in lines
+    assert b"  | line 10" not in lines
+    assert b"  | \xff end" in lines
+    assert lines[-2] == b"hororun: the others: ranks 0-1 killed by SIGTERM when told to end; rank 5 exited with code 0"
+
+
+def test_a_single_silent_rank_is_one_line() -> None:
+    cause = Ending(0, "localhost", code=3)
+    assert report(cause, [cause]) == b"hororun: rank 0 on localhost exited with code 3; the job was ended\n"
+
+
+@pytest.mark.parametrize(("ending", "code"), [(Ending(0, "h", code=3), 3), (Ending(0, "h", signal=9), 137)])
+def test_the_exit_code_is_that_of_the_rank(ending: Ending, code: int) -> None:
+    assert exit_code(ending) == code
+
+
+@given(st.sets(st.integers(0, 50), min_size=1))
+def test_ranges_name_exactly_the_numbers(numbers: set[int]) -> None:
+    named: list[int] = []
+    for part in ranges(sorted(numbers)).split(","):
+        first, _, last = part.partition("-")
+        named += range(int(first), int(last or first) + 1)
+    assert named == sorted(numbers)
