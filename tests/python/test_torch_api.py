@@ -17,62 +17,15 @@ import torch
 import horo.torch as hvd
 from horo._errors import NotInitializedError, UnsupportedError, UsageError
 
-EXPORTS = [
-    "Adasum",
-    "Average",
-    "Compression",
-    "DistributedOptimizer",
-    "HorovodInternalError",
-    "Max",
-    "Min",
-    "ProcessSet",
-    "Product",
-    "Sum",
-    "allgather",
-    "allgather_async",
-    "allgather_object",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "poll",
-    "rank",
-    "rocm_built",
-    "shutdown",
-    "size",
-    "synchronize",
-]
+EXPORTS = (
+    "Adasum Average Compression DistributedOptimizer HorovodInternalError Max Min ProcessSet Product Sum allgather "
+    "allgather_async allgather_object allreduce allreduce_ allreduce_async allreduce_async_ barrier broadcast "
+    "broadcast_ broadcast_async broadcast_async_ broadcast_object broadcast_optimizer_state broadcast_parameters "
+    "ccl_built cross_rank cross_size cuda_built ddl_built global_process_set gloo_built gloo_enabled "
+    "grouped_allgather grouped_allgather_async grouped_allreduce grouped_allreduce_ grouped_allreduce_async "
+    "grouped_allreduce_async_ init is_homogeneous is_initialized local_rank local_size mpi_built mpi_enabled "
+    "mpi_threads_supported nccl_built poll rank rocm_built shutdown size synchronize"
+)
 
 REDUCE = "tensor average name op prescale_factor postscale_factor process_set"
 COMPRESSED = "tensor average name compression op prescale_factor postscale_factor process_set"
@@ -115,8 +68,8 @@ def alone() -> Iterator[None]:
 
 
 def test_the_export_list_is_exactly_this() -> None:
-    assert hvd.__all__ == EXPORTS
-    assert all(hasattr(hvd, name) for name in EXPORTS)
+    assert hvd.__all__ == EXPORTS.split()
+    assert all(hasattr(hvd, name) for name in EXPORTS.split())
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
