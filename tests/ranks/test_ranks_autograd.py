@@ -1,0 +1,158 @@
+"""Gradients of the collectives against finite differences of what the job as a whole minimises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from rank_pool import RankPool
+
+import horo.torch as hvd
+
+Operation = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _weights(rank: int, count: int) -> torch.Tensor:
+    return torch.sin(torch.arange(count, dtype=torch.float64) + 1.7 * rank)
+
+
+def _input(rank: int, rows: int = 2) -> torch.Tensor:
+    return torch.cos(torch.arange(rows * 3, dtype=torch.float64) * 1.3 + rank).reshape(rows, 3)
+
+
+def _local_loss(operation: Operation, tensor: torch.Tensor) -> torch.Tensor:
+    result = operation(tensor)
+    return (_weights(hvd.rank(), result.numel()) * result.flatten().pow(2)).sum()
+
+
+def _check_gradient(operation: Operation, own: torch.Tensor, *, mean: bool) -> None:
+    """Compares every partial derivative of every rank's input; all ranks vary one element of one rank at a time."""
+    n, r = hvd.size(), hvd.rank()
+    tensor = own.clone().requires_grad_()
+    _local_loss(operation, tensor).backward()
+    assert tensor.grad is not None
+    step = 1e-6
+    counts = hvd.allgather(torch.tensor([own.numel()])).tolist()
+    for varied in range(n):
+        for index in range(counts[varied]):
+            values = []
+            for sign in (1, -1):
+                moved = own.clone()
+                if varied == r:
+                    moved.view(-1)[index] += sign * step
+                with torch.no_grad():
+                    loss = _local_loss(operation, moved)
+                values.append(hvd.allreduce(loss, op=hvd.Average if mean else hvd.Sum).item())
+            if varied == r:
+                wanted = (values[0] - values[1]) / (2 * step)
+                assert abs(tensor.grad.view(-1)[index].item() - wanted) < 1e-7 * max(1.0, abs(wanted)) + 1e-8
+
+
+@pytest.mark.parametrize("factors", [(1.0, 1.0), (0.5, 3.0)], ids=str)
+@pytest.mark.parametrize("op", ["Sum", "Average", "Min", "Max", "Product"])
+def test_allreduce_of_every_op_has_the_gradient_of_the_summed_losses(
+    ranks: RankPool, op: str, factors: tuple[float, float]
+) -> None:
+    def check(op: str, factors: tuple[float, float]) -> None:
+        def single(tensor: torch.Tensor) -> torch.Tensor:
+            return hvd.allreduce(tensor, op=getattr(hvd, op), prescale_factor=factors[0], postscale_factor=factors[1])
+
+        def grouped(tensor: torch.Tensor) -> torch.Tensor:
+            parts = hvd.grouped_allreduce(
+                [tensor[0], torch.tensor([3]), tensor[1]], name="g", op=getattr(hvd, op), prescale_factor=factors[0]
+            )
+            return torch.cat([parts[0], parts[2]])
+
+        _check_gradient(single, _input(hvd.rank()), mean=False)
+        _check_gradient(grouped, _input(hvd.rank()), mean=False)
+
+    ranks.run(check, op, factors)
+
+
+def test_allgather_has_the_gradient_of_the_mean_loss(ranks: RankPool) -> None:
+    def check() -> None:
+        r = hvd.rank()
+        _check_gradient(hvd.allgather, _input(r, rows=r + 1), mean=True)
+        _check_gradient(
+            lambda t: torch.cat([p.flatten() for p in hvd.grouped_allgather([t, t[:1] * 2])]), _input(r), mean=True
+        )
+
+    ranks.run(check)
+
+
+def test_broadcast_has_the_gradient_of_the_mean_loss(ranks: RankPool) -> None:
+    def check() -> None:
+        root = hvd.size() - 1
+        _check_gradient(lambda t: hvd.broadcast(t, root), _input(hvd.rank()), mean=True)
+
+    ranks.run(check)
+
+
+def test_ties_share_the_gradient_of_min_and_max(ranks: RankPool) -> None:
+    def check() -> None:
+        n, r = hvd.size(), hvd.rank()
+        for op in (hvd.Min, hvd.Max):
+            tied = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+            hvd.allreduce(tied, op=op).sum().backward()
+            assert tied.grad is not None
+            assert torch.equal(tied.grad, torch.ones(3, dtype=torch.float64))  # n losses, 1/n of each
+        own = torch.tensor([0.0 if r < 2 else -1.0], dtype=torch.float64, requires_grad=True)
+        hvd.allreduce(own, op=hvd.Max).sum().backward()
+        assert own.grad is not None
+        assert own.grad.item() == (n / 2 if r < 2 else 0.0)
+
+    ranks.run(check)
+
+
+def test_the_gradient_of_a_product_is_right_where_values_are_zero(ranks: RankPool) -> None:
+    def check() -> list[float]:
+        r = hvd.rank()
+        one_zero = 0.0 if r == 0 else 2.0
+        two_zeros = 0.0 if r < 2 else 5.0
+        own = torch.tensor([one_zero, two_zeros, 3.0], dtype=torch.float64, requires_grad=True)
+        hvd.allreduce(own, op=hvd.Product).sum().backward()
+        assert own.grad is not None
+        return own.grad.tolist()
+
+    n = ranks.size
+    wanted = [[n * 2.0 ** (n - 1) if r == 0 else 0.0, 0.0, n * 3.0 ** (n - 1)] for r in range(n)]
+    assert ranks.run(check) == wanted
+
+
+def test_sums_can_be_differentiated_twice(ranks2: RankPool) -> None:
+    def check() -> None:
+        own = _input(hvd.rank()).requires_grad_()
+        total = hvd.allreduce(own, op=hvd.Sum, name="twice")
+        (first,) = torch.autograd.grad(total.pow(3).sum(), own, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), own)
+        summed = _input(0) + _input(1)
+        torch.testing.assert_close(first, 2 * 3 * summed.pow(2))
+        torch.testing.assert_close(second, 4 * 6 * summed)
+
+    ranks2.run(check)
+
+
+def test_compression_is_differentiable(ranks2: RankPool) -> None:
+    def check() -> None:
+        own = torch.ones(3, dtype=torch.float32, requires_grad=True)
+        hvd.allreduce(own, op=hvd.Sum, compression=hvd.Compression.bf16).sum().backward()
+        assert own.grad is not None
+        assert torch.equal(own.grad, torch.full((3,), 2.0))
+
+    ranks2.run(check)
+
+
+def test_in_place_forms_do_not_lose_gradients_silently(ranks2: RankPool) -> None:
+    def check() -> None:
+        leaf = torch.ones(3, requires_grad=True)
+        computed = leaf * 2
+        for call in (hvd.allreduce_, hvd.allreduce_async_, lambda t: hvd.broadcast_(t, 0)):
+            with pytest.raises(ValueError, match="autograd cannot follow an in-place operation"):
+                call(computed)
+        saved = leaf * leaf  # remembers leaf
+        hvd.broadcast_(leaf, 0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            saved.sum().backward()
+
+    ranks2.run(check)

@@ -1,0 +1,234 @@
+"""Parameters, optimizer state and objects from one rank to all."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import RankPool
+
+import horo.torch as hvd
+from horo._errors import MismatchError
+
+
+def _model(seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Conv2d(2, 3, 3), torch.nn.BatchNorm2d(3), torch.nn.Flatten())
+
+
+def test_parameters_and_buffers_become_the_roots(ranks: RankPool) -> None:
+    def check() -> None:
+        for root in (0, hvd.size() - 1):
+            wanted = _model(root).state_dict()
+            for form in (
+                dict,
+                lambda s: OrderedDict(reversed(s.items())),
+                lambda s: list(s.items()),
+                lambda s: iter(s.items()),
+            ):
+                model = _model(hvd.rank()).to(memory_format=torch.channels_last)
+                hvd.broadcast_parameters(form(model.state_dict()), root_rank=root)
+                for name, value in model.state_dict().items():
+                    assert torch.equal(value, wanted[name])
+            model = _model(hvd.rank())
+            hvd.broadcast_parameters(list(model.parameters()), root)
+            assert all(torch.equal(a, b) for a, b in zip(model.parameters(), _model(root).parameters(), strict=True))
+
+    ranks.run(check)
+
+
+def test_many_tensors_travel_in_few_requests(ranks2: RankPool) -> None:
+    def check() -> None:
+        from horo.torch import _state  # noqa: PLC0415
+
+        tensors = [torch.full((10,), float(hvd.rank())) for _ in range(500)]
+        before = _state.current().core.counters()["requests"]
+        hvd.broadcast_parameters(tensors, root_rank=1)
+        assert _state.current().core.counters()["requests"] - before <= 2
+        assert all(torch.equal(t, torch.ones(10)) for t in tensors)
+
+    ranks2.run(check)
+
+
+def test_large_parameters_are_cut_into_requests(ranks2: RankPool) -> None:
+    def check() -> None:
+        from horo.torch import functions  # noqa: PLC0415
+
+        before, functions._CHUNK_BYTES = functions._CHUNK_BYTES, 1000
+        try:
+            tensors = [torch.full((size,), float(hvd.rank())) for size in (10, 300, 200, 60, 0, 100)]
+            hvd.broadcast_parameters(tensors, root_rank=1)
+            assert all(torch.equal(t, torch.ones_like(t)) for t in tensors)
+        finally:
+            functions._CHUNK_BYTES = before
+
+    ranks2.run(check)
+
+
+def test_models_that_differ_are_refused_with_the_first_difference(ranks: RankPool) -> None:
+    def check() -> list[str]:
+        last = hvd.rank() == hvd.size() - 1
+        texts = []
+        for theirs in (
+            {"a": torch.zeros(2), "b": torch.zeros(3)},
+            {"a": torch.zeros(2), "b": torch.zeros(2, dtype=torch.float64)},
+            {"a": torch.zeros(2), "c": torch.zeros(2)},
+            {"a": torch.zeros(2)},
+        ):
+            ours = {"a": torch.ones(2), "b": torch.ones(2)}
+            with pytest.raises(MismatchError) as caught:
+                hvd.broadcast_parameters(theirs if last else ours, root_rank=0)
+            assert isinstance(caught.value, hvd.HorovodInternalError)
+            texts.append(str(caught.value))
+        assert torch.equal(ours["a"], torch.ones(2))
+        assert hvd.allreduce(torch.ones(1)).item() == 1.0  # and the job goes on
+        return texts
+
+    n = ranks.size
+    for texts in ranks.run(check):
+        start = "broadcast_parameters: entry 1 is 'b' float32 [2] on rank 0, "
+        assert texts == [
+            f"{start}{theirs} on rank {n - 1}"
+            for theirs in ("'b' float32 [3]", "'b' float64 [2]", "'c' float32 [2]", "nothing more")
+        ]
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (torch.ones(2), "expected a state_dict\\(\\), named_parameters\\(\\) or a list, not Tensor"),
+        (torch.nn.Linear(1, 1), "or a list, not Linear"),
+        (3, "not int"),
+        ({"a": torch.ones(1), "b": 7}, "'b' is no tensor but int; use broadcast_object"),
+        ([("x", None)], "'x' is no tensor but NoneType"),
+        ([torch.ones(1, device="meta")], "'0': the tensor is on meta"),
+    ],
+)
+def test_what_is_no_list_of_tensors_is_named(ranks2: RankPool, params: Any, message: str) -> None:
+    def check(params: Any, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            hvd.broadcast_parameters(params, 0)
+
+    ranks2.run(check, params, message)
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "stateless": lambda p: torch.optim.SGD(p, lr=0.1),
+    "adam": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.1), amsgrad=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.1),
+    "lbfgs": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3),
+}
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(one[k], other[k]) for k in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(_same(a, b) for a, b in zip(one, other, strict=True))
+    return bool(one == other)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer_state_becomes_the_roots_and_parameters_do_not_move(
+    ranks: RankPool, name: str, wrapped: bool
+) -> None:
+    def check(make: Any, wrapped: bool) -> dict[str, Any]:
+        r, root = hvd.rank(), hvd.size() - 1
+        model = _model(0)
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer = make(model.parameters())
+        steps = 2 if r == root else r  # rank 0 has no state, others another one
+        for _ in range(steps):
+
+            def closure() -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = model(torch.full((2, 2, 5, 5), 1.0 + r)).square().mean()
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+        with torch.no_grad():
+            for parameter, value in zip(model.parameters(), before, strict=True):
+                parameter.copy_(value)
+        if r == root:
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] / 2
+        if wrapped:
+            optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        hvd.broadcast_optimizer_state(optimizer, root_rank=root)
+        assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+        optimizer.zero_grad()
+        model(torch.ones(2, 2, 5, 5)).square().mean().backward()  # and the state can be used
+        state = optimizer.state_dict()
+        if not wrapped and not isinstance(optimizer, torch.optim.LBFGS):
+            optimizer.step()
+        elif wrapped:
+            optimizer.synchronize()
+        return state
+
+    states = ranks.run(check, OPTIMIZERS[name], wrapped)
+    for state in states[:-1]:
+        assert _same(state, states[-1])
+    assert float(states[0]["param_groups"][0]["lr"]) == pytest.approx(0.05)
+    assert bool(states[0]["state"]) == (name != "stateless")
+
+
+def test_optimizers_with_other_groups_are_refused(ranks2: RankPool) -> None:
+    def check() -> None:
+        count = 2 + hvd.rank()
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2)) for _ in range(count)], lr=0.1)
+        with pytest.raises(MismatchError, match="rank 0, group 0 parameter 2 float32 \\[2\\] on rank 1"):
+            hvd.broadcast_optimizer_state(optimizer, 0)
+
+    ranks2.run(check)
+
+
+def test_state_that_the_root_cannot_send_fails_everywhere(ranks2: RankPool) -> None:
+    def check() -> None:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+        if hvd.rank() == 0:
+            optimizer.param_groups[0]["odd"] = torch.ones(1, dtype=torch.complex64)
+        with pytest.raises(ValueError, match="complex64"):
+            hvd.broadcast_optimizer_state(optimizer, 0)
+        assert hvd.broadcast_object(hvd.rank(), 1) == 1
+
+    ranks2.run(check)
+
+
+def test_objects_travel_whole(ranks: RankPool) -> None:
+    def check() -> None:
+        n, r = hvd.size(), hvd.rank()
+        own = {"rank": r, "list": list(range(r * 1000)), "function": (lambda x: x + r), "tensor": torch.full((3,), r)}
+        for root in range(n):
+            got = hvd.broadcast_object(own if r == root else None, root_rank=root, name="object")
+            assert got["rank"] == root
+            assert len(got["list"]) == root * 1000
+            assert got["function"](1) == root + 1
+            assert (got is own) == (r == root)
+        assert hvd.allgather_object(None) == [None] * n
+        assert [item["rank"] for item in hvd.allgather_object(own, name="all")] == list(range(n))
+        assert hvd.allgather_object("x" * r) == ["x" * k for k in range(n)]
+
+    ranks.run(check)
+
+
+def test_an_object_that_cannot_be_pickled_leaves_nobody_waiting(ranks2: RankPool) -> None:
+    def check() -> None:
+        import threading  # noqa: PLC0415
+
+        odd = threading.Lock() if hvd.rank() == 0 else 5
+        wanted, text = (TypeError, "pickle") if hvd.rank() == 0 else (ValueError, "rank 0 could not")
+        with pytest.raises(wanted, match=text):
+            hvd.broadcast_object(odd, 0)
+        with pytest.raises(wanted, match=text):
+            hvd.allgather_object(odd)
+        assert hvd.allgather_object(hvd.rank()) == [0, 1]
+
+    ranks2.run(check)
