@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from types import TracebackType
 from typing import Any, NamedTuple
 
 from horo._errors import HoroError, error_from_status
@@ -43,9 +44,7 @@ REDUCE_OPS: dict[str, int] = {
     "product": lib.HORO_PRODUCT,
 }
 
-_STATUS_NAMES: dict[int, str] = {
-    value: name for value, name in ((getattr(lib, n), n) for n in dir(lib) if n.startswith("HORO_ERR_"))
-}
+_STATUS_NAMES: dict[int, str] = {getattr(lib, name): name for name in dir(lib) if name.startswith("HORO_ERR_")}
 
 
 def version() -> str:
@@ -119,6 +118,7 @@ class Context:
             keep.append(value)
             setattr(native, item.name, value)
         out = ffi.new("horo_context **")
+        native.interrupted = lib.horo_python_interrupted
         error = _error_buffer()
         _check(lib.horo_create(native, out, error, lib.HORO_MESSAGE_MAX), error)
         self.rank = setup.rank
@@ -186,11 +186,15 @@ class Context:
 
         Raises:
             HoroError: what became of the request.
+            BaseException: what a signal handler raised (KeyboardInterrupt after Ctrl-C). If that came in the middle
+                of an operation, the group has ended, because the operation cannot be left halfway.
         """
         while True:
             status = lib.horo_wait(self._context, handle, _SIGNAL_CHECK_MS)
             if status == lib.HORO_OK:
                 return
+            if _interruption:
+                raise _interruption.pop()
             if status != lib.HORO_IN_PROGRESS:
                 raise error_from_status(_STATUS_NAMES[status], self._message(handle))
 
@@ -244,6 +248,21 @@ class Context:
 
 
 _SIGNAL_CHECK_MS = 100
+
+_interruption: list[BaseException] = []
+"""What a signal handler raised inside ``horo_python_interrupted``; only the main thread runs handlers."""
+
+
+def _keep_interruption(kind: type[BaseException], error: BaseException, traceback: TracebackType) -> None:
+    _interruption[:] = [error]
+
+
+@ffi.def_extern(error=1, onerror=_keep_interruption)  # type: ignore[untyped-decorator]
+def horo_python_interrupted() -> int:
+    """Asked by the core after a signal: Python runs its handlers on the way in; one that raises makes this return 1."""
+    for _ in range(2):
+        pass  # a backward jump is a point at which every Python runs handlers
+    return 0
 
 
 def _error_buffer() -> Any:

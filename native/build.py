@@ -14,6 +14,8 @@ COMPILE_FLAGS = ["-std=gnu11", "-D_GNU_SOURCE", "-O3", "-fvisibility=hidden", "-
 # For development and CI; an installation must not fail because a newer compiler knows a new warning.
 WARNING_FLAGS = ["-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror"]
 LINK_FLAGS = ["-pthread"]
+# What Python offers the core: horo/_core.py defines it.
+CALLBACKS = 'extern "Python" int horo_python_interrupted(void);'
 
 
 def declarations(header: str) -> str:
@@ -34,6 +36,7 @@ def headers() -> list[str]:
 
 ffibuilder = FFI()
 ffibuilder.cdef(declarations(HEADER.read_text(encoding="utf-8")))
+ffibuilder.cdef(CALLBACKS)
 ffibuilder.set_source(
     "horo._native",
     '#include "horo.h"',

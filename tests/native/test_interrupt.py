@@ -1,0 +1,67 @@
+"""Ctrl-C while a rank waits: in the middle of an operation that a stopped peer never finishes, and before one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+
+SCRIPT = """
+import os, signal, sys, threading
+import numpy as np
+from fabric import close_setup, make_setups
+from ranks import Rank
+from horo._core import Context
+
+setups = make_setups([2], segment_bytes=1 << 16, spin_us=0)
+child = os.fork()
+me = 1 if child == 0 else 0
+close_setup(setups[1 - me])
+rank = Rank(Context(setups[me]))
+data = np.ones(8 << 20, np.float32)
+if me == 1:
+    while True:
+        rank.allreduce(data)
+for _ in range(2):
+    rank.allreduce(data, sync=True)
+if sys.argv[1] == "handled":
+    signal.signal(signal.SIGINT, lambda *_: print("handled", flush=True))
+threading.Timer(0.05, lambda: os.kill(child, signal.SIGSTOP)).start()
+threading.Timer(0.6, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+if sys.argv[1] == "handled":
+    threading.Timer(1.2, lambda: os.kill(child, signal.SIGCONT)).start()
+    threading.Timer(1.6, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+try:
+    while True:
+        rank.allreduce(data, sync=True)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+os.kill(child, signal.SIGKILL)
+os.waitpid(child, 0)
+rank.context.destroy()
+print("destroyed", flush=True)
+"""
+
+
+def run(mode: str) -> list[str]:
+    folder = Path(__file__).resolve().parent
+    path = [str(folder), str(folder.parent), str(folder.parent.parent)]
+    result = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:0] = {path!r}\n{SCRIPT}", mode],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.split()
+
+
+def test_ctrl_c_ends_a_wait_for_a_stopped_peer() -> None:
+    assert run("raise") == ["interrupted", "destroyed"]
+
+
+def test_a_signal_whose_handler_returns_changes_nothing() -> None:
+    assert run("handled") == ["handled", "interrupted", "destroyed"]
