@@ -24,7 +24,8 @@ SECTIONS: tuple[tuple[type[Any], str, str], ...] = (
     (
         TorchrunVariables,
         "Set by `torchrun`",
-        "Read where `hororun`'s are absent.",
+        "Read where `hororun`'s are absent. The job meets in torch's store, which asks nobody for a password: whoever "
+        "can reach it can join the job, as with `torch.distributed` itself. On a network with strangers use `hororun`.",
     ),
     (OtherLaunchers, "Looked at, to refuse launchers that are not supported", "Only whether they name several ranks."),
 )

@@ -7,7 +7,7 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from horo._bootstrap.addresses import Endpoint, socket_address
@@ -16,15 +16,25 @@ from horo._errors import PeerLostError
 
 __all__ = ["dial"]
 
-_GREETING_S = 5.0
+_GREETING_S = 10.0
+"""Longer than an acceptor waits for a greeting, so that a busy one is not given up halfway."""
+_ATTEMPT_S = 3.0
+"""A lost packet of a connection attempt is sent again after 1 s."""
 _RETRY_FIRST_S = 0.02
 _RETRY_LAST_S = 0.5
 
 
-def dial(endpoints: Sequence[Endpoint], secret: bytes, claim: Claim, timeout_s: float) -> tuple[socket.socket, Session]:
+def dial(
+    endpoints: Sequence[Endpoint],
+    secret: bytes,
+    claim: Claim,
+    timeout_s: float,
+    check: Callable[[], None] | None = None,
+) -> tuple[socket.socket, Session]:
     """Connects to the first of ``endpoints`` that answers and proves itself; tries again until the time is over.
 
-    All addresses are dialed at once, so one that swallows packets delays nobody.
+    All addresses are dialed at once, so one that swallows packets delays nobody. A greeting that has begun may take
+    longer than ``timeout_s``. ``check`` is called between attempts and may raise to give up.
 
     Returns:
         A blocking, close-on-exec stream socket without timeout and its session.
@@ -39,6 +49,8 @@ def dial(endpoints: Sequence[Endpoint], secret: bytes, claim: Claim, timeout_s: 
         connected = _race(endpoints, _Attempt(secret, claim, deadline, failures))
         if connected is not None:
             return connected
+        if check is not None:
+            check()
         if time.monotonic() + pause_s >= deadline:
             break
         time.sleep(pause_s)
@@ -65,8 +77,9 @@ def _race(endpoints: Sequence[Endpoint], attempt: _Attempt) -> tuple[socket.sock
             if connection is not None:
                 pending[endpoint] = connection
                 selector.register(connection, selectors.EVENT_WRITE, endpoint)
+        give_up = min(attempt.deadline, time.monotonic() + _ATTEMPT_S)
         while pending:
-            ready = selector.select(max(attempt.deadline - time.monotonic(), 0))
+            ready = selector.select(max(give_up - time.monotonic(), 0))
             if not ready:
                 attempt.failures.update(dict.fromkeys(pending, "no answer"))
                 return None
@@ -104,9 +117,7 @@ def _prove(endpoint: Endpoint, connection: socket.socket, attempt: _Attempt) -> 
             attempt.failures[endpoint] = os.strerror(errno.ECONNREFUSED)  # TCP's self-connect: nobody listens there
         else:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            session = greet(
-                connection, attempt.secret, attempt.claim, min(attempt.deadline, time.monotonic() + _GREETING_S)
-            )
+            session = greet(connection, attempt.secret, attempt.claim, time.monotonic() + _GREETING_S)
             connection.settimeout(None)
             return session
     except HandshakeError as error:

@@ -12,13 +12,14 @@ import errno
 import logging
 import selectors
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from horo._bootstrap.handshake import WELCOME, Acceptor, HandshakeError, Session, check_secret
 
-__all__ = ["Gate", "StrangerLog"]
+__all__ = ["Gate", "GateKeeper", "StrangerLog"]
 
 HALF_OPEN_MAX = 256
 GREETING_DEADLINE_S = 5.0
@@ -216,3 +217,51 @@ class Gate:
     def _forget(self, half_open: _HalfOpen) -> None:
         self._selector.unregister(half_open.connection)
         del self._half_open[half_open.connection.fileno()]
+
+
+class GateKeeper:
+    """A gate with a thread of its own, for owners that have other things to do while peers arrive.
+
+    Args:
+        listeners: nonblocking; the gate's from now on.
+        secret: the job's.
+        admit: as for ``Gate``, called on the thread.
+        on_peer: as for ``Gate``, called on the thread.
+        on_stranger: as for ``Gate``, called on the thread.
+    """
+
+    def __init__(
+        self,
+        listeners: Sequence[socket.socket],
+        secret: bytes,
+        *,
+        admit: Callable[[socket.socket, Session], None],
+        on_peer: Callable[[socket.socket, Session], None],
+        on_stranger: Callable[[str], None],
+    ) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._selector.register(self._wake_in, selectors.EVENT_READ, self._stop)
+        self._gate = Gate(self._selector, listeners, secret, admit=admit, on_peer=on_peer, on_stranger=on_stranger)
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="horo-gate", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stops admitting, ends the thread, closes the listeners; idempotent."""
+        self._wake_out.close()
+        self._thread.join()
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                for key, _ in self._selector.select(self._gate.timeout_s(time.monotonic())):
+                    key.data()
+                self._gate.expire(time.monotonic())
+        finally:
+            self._gate.close()
+            self._wake_in.close()
+            self._selector.close()

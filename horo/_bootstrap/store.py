@@ -1,4 +1,4 @@
-"""The job's meeting point: a small authenticated key-value store, and the seam behind which torch's store fits too.
+"""The job's meeting point: a small authenticated key-value store.
 
 The launcher runs one ``StoreServer``; every rank is a ``StoreClient``. Values are bytes and never unpickled. The server
 waits on behalf of its clients, so nobody polls, and one thread serves all of them.
@@ -6,6 +6,7 @@ waits on behalf of its clients, so nobody polls, and one thread serves all of th
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import socket
@@ -15,25 +16,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Protocol
 
 from horo._bootstrap.addresses import Endpoint, bind_all
 from horo._bootstrap.dial import dial
 from horo._bootstrap.frames import PAYLOAD_BYTES_MAX, Opener, Sealer, pack_fields, unpack_fields
 from horo._bootstrap.gate import GREETING_DEADLINE_S, HALF_OPEN_MAX, Gate
 from horo._bootstrap.handshake import Claim, HandshakeError, Purpose, Session, check_secret
-from horo._errors import GroupError, PeerLostError, TimeoutError, UsageError
+from horo._bootstrap.store_seam import StoreAbandonedError, StoreTimeoutError
+from horo._errors import HoroError, PeerLostError, UsageError
 
-__all__ = [
-    "KEY_BYTES_MAX",
-    "VALUE_BYTES_MAX",
-    "Store",
-    "StoreAbandonedError",
-    "StoreClient",
-    "StoreServer",
-    "StoreTimeoutError",
-    "prefixed",
-]
+__all__ = ["KEY_BYTES_MAX", "VALUE_BYTES_MAX", "StoreClient", "StoreServer"]
 
 KEY_BYTES_MAX = 1024
 VALUE_BYTES_MAX = 8 << 20
@@ -43,54 +35,12 @@ _RECEIVE_BYTES = 1 << 16
 _INT64 = struct.Struct("!q")
 
 
-class StoreTimeoutError(TimeoutError):
-    """Keys did not appear in time; ``missing`` lists them."""
-
-    def __init__(self, missing: Sequence[str]) -> None:
-        super().__init__(f"not in the store in time: {', '.join(missing)}")
-        self.missing = list(missing)
-
-
-class StoreAbandonedError(GroupError):
-    """The key given as ``unless`` appeared first; ``value`` is what it holds."""
-
-    def __init__(self, value: bytes) -> None:
-        super().__init__(value.decode("utf-8", "replace"))
-        self.value = value
-
-
-class Store(Protocol):
-    """What the bootstrap needs of a store. Implemented by ``StoreClient`` and over torch's TCPStore."""
-
-    def set(self, key: str, value: bytes) -> None:
-        """Stores ``value``; an older one is replaced."""
-
-    def get_many(self, keys: Sequence[str], timeout_s: float, unless: str | None = None) -> list[bytes]:
-        """The values of all keys, in order, once all are there.
-
-        Raises:
-            StoreTimeoutError: some were not there after ``timeout_s``.
-            StoreAbandonedError: the key ``unless`` was there first.
-        """
-
-    def get(self, key: str, timeout_s: float, unless: str | None = None) -> bytes:
-        """``get_many`` of one key."""
-
-    def add(self, key: str, amount: int) -> int:
-        """Adds to an integer (0 at first) and returns the sum, in one indivisible step."""
-
-    def delete(self, keys: Sequence[str]) -> None:
-        """Forgets keys; those that are not there are ignored."""
-
-    def close(self) -> None:
-        """Lets go of the connection; the keys stay."""
-
-
 class _Request(IntEnum):
     SET = 1
     GET = 2
     ADD = 3
     DELETE = 4
+    WILL = 5
 
 
 class _Reply(IntEnum):
@@ -116,6 +66,7 @@ class _Client:
     opener: Opener
     sealer: Sealer
     output: bytearray = field(default_factory=bytearray)
+    will: tuple[bytes, bytes] | None = None
 
 
 class StoreServer:
@@ -223,6 +174,10 @@ class StoreServer:
             self._stop_waiting(client)
             self._selector.unregister(client.connection)
             client.connection.close()
+            if client.will is not None and not self._closing:
+                key, value = client.will
+                self._values.setdefault(key, value)
+                self._arrived(key)
 
     def _serve(self, client: _Client) -> None:
         """Reads requests and writes what is left of replies; a client that misbehaves is dropped."""
@@ -262,6 +217,9 @@ class StoreServer:
         elif request is _Request.DELETE:
             for key in fields:
                 self._values.pop(key, None)
+            self._reply(client, _Reply.OK, [])
+        elif request is _Request.WILL:
+            client.will = (fields[0], fields[1]) if fields else None
             self._reply(client, _Reply.OK, [])
         else:
             timeout_ms, unless, *keys = fields
@@ -371,6 +329,7 @@ class StoreClient:
         self._sealer = Sealer(session.send_key)
         self._opener = Opener(session.receive_key)
         self._lock = threading.Lock()
+        self._has_will = False
 
     @property
     def local_address(self) -> str:
@@ -403,8 +362,16 @@ class StoreClient:
         """As ``Store.delete``."""
         self._call(_Request.DELETE, [_encode_key(key) for key in keys])
 
+    def leave_will(self, key: str, value: bytes | None) -> None:
+        """As ``Store.leave_will``."""
+        self._call(_Request.WILL, [] if value is None else [_encode_key(key), value])
+        self._has_will = value is not None
+
     def close(self) -> None:
         """Closes the connection; idempotent."""
+        if self._has_will and self._connection.fileno() >= 0:
+            with contextlib.suppress(HoroError):
+                self.leave_will("", None)
         self._connection.close()
 
     def __enter__(self) -> StoreClient:
@@ -450,38 +417,3 @@ def _encode_key(key: str) -> bytes:
     if not 0 < len(encoded) <= KEY_BYTES_MAX:
         raise UsageError(f"a key of the store has 1 to {KEY_BYTES_MAX} bytes, {key[:64]!r} has {len(encoded)}")
     return encoded
-
-
-class _Prefixed:
-    """A view of a store in which every key begins with the same prefix."""
-
-    def __init__(self, store: Store, prefix: str) -> None:
-        self._store = store
-        self._prefix = prefix
-
-    def set(self, key: str, value: bytes) -> None:
-        self._store.set(self._prefix + key, value)
-
-    def get_many(self, keys: Sequence[str], timeout_s: float, unless: str | None = None) -> list[bytes]:
-        abandon = None if unless is None else self._prefix + unless
-        try:
-            return self._store.get_many([self._prefix + key for key in keys], timeout_s, abandon)
-        except StoreTimeoutError as error:
-            raise StoreTimeoutError([key.removeprefix(self._prefix) for key in error.missing]) from None
-
-    def get(self, key: str, timeout_s: float, unless: str | None = None) -> bytes:
-        return self.get_many([key], timeout_s, unless)[0]
-
-    def add(self, key: str, amount: int) -> int:
-        return self._store.add(self._prefix + key, amount)
-
-    def delete(self, keys: Sequence[str]) -> None:
-        self._store.delete([self._prefix + key for key in keys])
-
-    def close(self) -> None:
-        self._store.close()
-
-
-def prefixed(store: Store, prefix: str) -> Store:
-    """``store`` seen through a namespace: ``prefix`` is put before every key."""
-    return _Prefixed(store, prefix)

@@ -54,6 +54,7 @@ HORO_API int horo_create(const horo_setup *setup, horo_context **context, char *
         free(created);
         return status;
     }
+    hr_group_own(&created->group, setup);
     created->pid = getpid();
     *context = created;
     return HORO_OK;

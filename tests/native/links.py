@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -19,9 +19,13 @@ __all__ = [
     "TCP_KINDS",
     "Fabric",
     "Io",
+    "Join",
     "Rank",
+    "create_tcp",
     "fabric_of",
+    "joining",
     "poll_until",
+    "progress_until",
     "run_ranks",
     "socket_pair",
 ]
@@ -162,13 +166,23 @@ class Fabric:
         self.ranks[host].destroy()
 
 
-def _create_tcp(native: ModuleType, fds: Sequence[Sequence[int]], peer_timeout_ms: int) -> Rank:
+Join = Callable[[int], Fabric]
+
+
+def create_tcp(
+    native: ModuleType,
+    data_fds: list[int],
+    peer_timeout_ms: int = PEER_TIMEOUT_MS,
+    control_fds: list[int] | None = None,
+) -> Rank:
+    """ValueError with the status and the sentence if the transport is refused."""
+    control = native.ffi.NULL if control_fds is None else native.ffi.new("int[]", control_fds)
     status = native.ffi.new("int *")
     error = native.ffi.new("char[]", 1024)
-    arrays = [native.ffi.new("int[]", list(channel)) for channel in fds]
-    transport = native.lib.shim_tcp_create(arrays[CONTROL], arrays[DATA], len(fds[0]), peer_timeout_ms, status, error)
+    fds = native.ffi.new("int[]", data_fds)
+    transport = native.lib.shim_tcp_create(control, fds, len(data_fds), peer_timeout_ms, status, error)
     if transport == native.ffi.NULL:
-        raise ValueError(native.ffi.string(error).decode())
+        raise ValueError(f"{status[0]}: {native.ffi.string(error).decode()}")
     return Rank(native, transport)
 
 
@@ -187,7 +201,7 @@ def _tcp(native: ModuleType, kind: str, hosts: int) -> Iterator[Fabric]:
             with socket.socket(fileno=os.dup(fds[a][channel][b])) as link:
                 link.shutdown(socket.SHUT_RDWR)
 
-    ranks = [_create_tcp(native, fds[host], PEER_TIMEOUT_MS) for host in range(hosts)]
+    ranks = [create_tcp(native, fds[host][DATA], control_fds=fds[host][CONTROL]) for host in range(hosts)]
     try:
         yield Fabric(ranks, cut, fds)
     finally:
@@ -213,3 +227,25 @@ def _loopback(native: ModuleType, kind: str, hosts: int) -> Iterator[Fabric]:
 def fabric_of(native: ModuleType, kind: str, hosts: int) -> Any:
     """A context manager that gives a Fabric of one of KINDS and destroys it at the end."""
     return (_tcp if kind in TCP_KINDS else _loopback)(native, kind, hosts)
+
+
+def joining(native: ModuleType, kind: str) -> Iterator[Join]:
+    """For fixtures: gives join(hosts), which makes fabrics, and destroys them afterwards."""
+    with ExitStack() as fabrics:
+
+        def join(hosts: int) -> Fabric:
+            fabric: Fabric = fabrics.enter_context(fabric_of(native, kind, hosts))
+            return fabric
+
+        yield join
+
+
+def progress_until(ranks: list[Rank], *ios: Io) -> None:
+    """Drives several ranks from one thread until all ios are over."""
+
+    def step() -> bool:
+        for rank in ranks:
+            rank.progress()
+        return not any(io.posted for io in ios)
+
+    poll_until(step, "the end of all ios")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import faulthandler
 import mmap
+import os
+import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -87,7 +89,10 @@ class Group:
         setups = make_setups(hosts, **options)
         self._mappings: dict[int, mmap.mmap] = {}
         self.contexts: list[Context] = []
+        self._ends: list[list[socket.socket]] = []
         for setup in setups:
+            fds = [*setup.life_fds, *setup.control_fds, *setup.data_fds]
+            self._ends.append([socket.socket(fileno=os.dup(fd)) for fd in fds if fd >= 0])
             self.contexts.append(Context(self._share(setup)))
 
     def _share(self, setup: Setup) -> Setup:
@@ -121,6 +126,11 @@ class Group:
             raise errors[0]
         return [results[rank] for rank in chosen]
 
+    def kill(self, rank: int) -> None:
+        """The others see the end of all streams without a goodbye, as when the kernel closes them for a dead process."""
+        for end in self._ends[rank]:
+            end.shutdown(socket.SHUT_WR)
+
     def destroy(self) -> None:
         """Shuts all ranks down at once, as processes that end together do."""
         threads = [threading.Thread(target=context.destroy) for context in self.contexts]
@@ -128,6 +138,8 @@ class Group:
             thread.start()
         for thread in threads:
             thread.join()
+        for end in (end for ends in self._ends for end in ends):
+            end.close()
 
     def __enter__(self) -> Group:
         return self

@@ -9,12 +9,12 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from joining import open_descriptors, wait_until
 
 from horo._bootstrap import gate as gate_module
 from horo._bootstrap.addresses import Endpoint, bind_all, parse_endpoints
@@ -22,18 +22,11 @@ from horo._bootstrap.dial import dial
 from horo._bootstrap.frames import Opener, Sealer, pack_fields, unpack_fields
 from horo._bootstrap.gate import StrangerLog
 from horo._bootstrap.handshake import Acceptor, Claim, HandshakeError, Purpose
-from horo._bootstrap.store import StoreAbandonedError, StoreClient, StoreServer, StoreTimeoutError, prefixed
+from horo._bootstrap.store import StoreClient, StoreServer
+from horo._bootstrap.store_seam import StoreAbandonedError, StoreTimeoutError, prefixed
 from horo._errors import HorovodInternalError, PeerLostError, ResourceError, UsageError
 
 SECRET = bytes(range(32))
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            raise AssertionError("did not happen in time")
-        threading.Event().wait(0.005)
 
 
 @pytest.fixture
@@ -203,6 +196,23 @@ def test_client_that_vanishes_while_waiting_disturbs_nobody(server: StoreServer)
     other.close()
 
 
+def test_will_of_a_client_that_vanishes_is_carried_out_and_of_one_that_closes_is_void(server: StoreServer) -> None:
+    heir, closing, vanishing = client_of(server), client_of(server), client_of(server)
+    prefixed(closing, "p/").leave_will("failed", b"closed")
+    prefixed(vanishing, "p/").leave_will("failed", b"vanished")
+    closing.close()
+    vanishing._connection.close()
+    with pytest.raises(StoreAbandonedError) as caught:
+        heir.get("never", 10, unless="p/failed")
+    assert caught.value.value == b"vanished"
+    late = client_of(server)
+    late.leave_will("p/failed", b"too late")
+    late._connection.close()
+    wait_until(lambda: len(server._clients) == 1)
+    assert heir.get("p/failed", 0) == b"vanished"
+    heir.close()
+
+
 def test_server_that_closes_is_an_error_that_says_so() -> None:
     server = StoreServer(["127.0.0.1"], SECRET)
     client = client_of(server)
@@ -217,11 +227,11 @@ def test_server_that_closes_is_an_error_that_says_so() -> None:
 
 
 def test_nothing_is_left_open_after_close() -> None:
-    before = len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
+    before = open_descriptors(), threading.active_count()
     for _ in range(5):
         with StoreServer(["127.0.0.1"], SECRET) as server, client_of(server) as client, raw(server):
             client.set("a", b"")
-    assert (len(list(Path("/proc/self/fd").iterdir())), threading.active_count()) == before
+    assert (open_descriptors(), threading.active_count()) == before
 
 
 def test_several_addresses_share_one_port_and_the_first_that_answers_serves() -> None:

@@ -4,8 +4,16 @@
  *
  *     begin -> progress (HORO_IN_PROGRESS ...) -> HORO_OK or an error
  *
- * progress never blocks: it looks at posted ios, does the arithmetic that has become possible, posts what follows. The caller
- * alternates it with transport->ops->progress and sleeps (transport->ops->sleep_fds) when neither moves.
+ * progress never blocks: it looks at posted ios, does all the arithmetic that has become possible, posts what follows. The
+ * caller alternates it with transport->ops->progress and sleeps (transport->ops->sleep_fds) when that, called last, has moved
+ * nothing.
+ *
+ * The ios of the members match in the order of posting. So the next call on the same transport may make progress only once this
+ * one is hr_cross_all_posted here; it need not be done, here or on other members.
+ *
+ * After an error of progress nothing of the call is posted any more: it has abandoned the data channel. A caller that gives up
+ * a call in progress must do the same (transport->ops->abandon) before state, data or scratch go away.
+ *
  * All members run the same algorithm on the same count, dtype, reduce_op and root; afterwards all hold bit-identical data.
  */
 #ifndef HR_COLLECTIVE_CROSS_H
@@ -26,29 +34,56 @@ struct hr_cross_call {
     int reduce_op;    /* SUM, MIN, MAX, PRODUCT; unused by broadcast */
     int root_host;    /* broadcast only */
     size_t piece_bytes; /* pipeline piece; equal on all members */
-    void *scratch;    /* at least ops->scratch_bytes(...), aligned to 64 */
+    void *scratch;    /* at least ops->scratch_bytes(...), aligned to 64; may be NULL if that is 0 */
 };
 
 struct hr_cross; /* state of one running call; the caller provides the memory */
 
 struct hr_cross_ops {
     const char *name;
+    /* For data of `bytes` in all. */
     size_t (*scratch_bytes)(int host_count, size_t bytes, size_t piece_bytes);
-    /* HORO_OK or an error. The state is overwritten. */
+    /* HORO_OK, or HORO_ERR_INTERNAL for a call that no caller should make. Posts nothing. The state is overwritten. */
     int (*begin)(struct hr_cross *state, const struct hr_cross_call *call);
-    /* HORO_IN_PROGRESS, HORO_OK, or HORO_ERR_PEER_LOST when an io failed. */
+    /*
+     * HORO_IN_PROGRESS, HORO_OK, HORO_ERR_PEER_LOST when an io failed (transport->ops->lost_peer knows more) or
+     * HORO_ERR_INTERNAL when a link is missing. Once it is not HORO_IN_PROGRESS, it stays the same.
+     */
     int (*progress)(struct hr_cross *state);
 };
 
+struct hr_step;
+
+/* How an algorithm moves data, for collective/pipeline.h. */
+struct hr_plan {
+    int step_count;
+    size_t part_count; /* the data is cut into so many parts of nearly equal size */
+    /* A received part may replace memory that was sent this many steps before, so that send must be over; 0: it never does. */
+    int reuse_distance;
+    int reduces_what_it_sends; /* some step reduces into the part that the same step sends */
+    void (*step)(const struct hr_cross *state, int index, struct hr_step *step);
+};
+
+/* All private. */
 struct hr_cross {
     const struct hr_cross_ops *ops;
     struct hr_cross_call call;
-    /* Owned by the algorithm in use. */
-    struct hr_io send[HR_CROSS_WINDOW];
+    struct hr_plan plan;
+    int status;
+    size_t element_bytes;
+    size_t piece_count; /* per step */
+    size_t slot_bytes;  /* of scratch, per piece in flight */
+    size_t total;       /* pieces of all steps; the four below count up to it */
+    size_t send_posted, sent, recv_posted, finished;
+    struct hr_io send[HR_CROSS_WINDOW]; /* piece q uses entry q % HR_CROSS_WINDOW */
     struct hr_io recv[HR_CROSS_WINDOW];
-    size_t sent, received, reduced; /* pieces, counted as the algorithm likes */
-    int step, phase, mask, partner;
 };
+
+/* Whether the call will post nothing more: only what is posted has to come. Also after an error. */
+static inline int hr_cross_all_posted(const struct hr_cross *state) {
+    return state->status != HORO_IN_PROGRESS ||
+           (state->send_posted == state->total && state->recv_posted == state->total);
+}
 
 /* Ring: reduce-scatter then allgather; 2(h-1) steps, 2(h-1)/h of the bytes each way (Patarasuk & Yuan 2009). For large data. */
 extern const struct hr_cross_ops hr_cross_ring;

@@ -103,10 +103,11 @@ int hr_group_left(const struct hr_group *group);
 char *hr_group_name_rank(const struct hr_group *group, int rank, char *out, size_t out_bytes);
 
 /*
- * Takes over the setup: maps the arena, makes the transport. HORO_OK, or a status with *error set (then nothing is owned).
- * fini closes the life lines and all descriptors of the setup.
+ * Maps the arena, makes the transport. HORO_OK, or a status with *error set. The setup's descriptors stay the caller's until
+ * hr_group_own, which cannot fail: once everything else stands. fini closes what is owned.
  */
 int hr_group_init(struct hr_group *group, const horo_setup *setup, struct hr_error *error);
+void hr_group_own(struct hr_group *group, const horo_setup *setup);
 void hr_group_fini(struct hr_group *group);
 /* In a forked child: closes the child's copies of the descriptors and nothing else. */
 void hr_group_close_fds(struct hr_group *group);

@@ -1,5 +1,5 @@
 /* Building and dissolving a group from what the bootstrap hands over. */
-#include <errno.h>
+#include <fcntl.h>
 #include <limits.h>
 #include <stdlib.h>
 #include <string.h>
@@ -98,15 +98,60 @@ static void free_places(struct hr_group *group) {
     free(group->cross_scratch);
 }
 
+/* The transport gets duplicates, so that the caller's descriptors stay the caller's until everything stands. */
+static int duplicate(const int32_t *fds, int count, int **out) {
+    int *copies = malloc((size_t)count * sizeof *copies);
+    if (copies == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    for (int i = 0; i < count; i++) {
+        copies[i] = fds[i] < 0 ? -1 : fcntl(fds[i], F_DUPFD_CLOEXEC, 0);
+    }
+    *out = copies;
+    return HORO_OK;
+}
+
+static void close_all(const int32_t *fds, int count) {
+    for (int i = 0; i < count; i++) {
+        if (fds[i] >= 0) {
+            (void)close(fds[i]);
+        }
+    }
+}
+
+static int connect_transport(struct hr_group *group, const horo_setup *setup, struct hr_error *error) {
+    int *control = NULL;
+    int *data = NULL;
+    int status = duplicate(setup->control_fds, group->host_count, &control);
+    if (status == HORO_OK) {
+        status = duplicate(setup->data_fds, group->host_count, &data);
+    }
+    if (status == HORO_OK) {
+        group->transport = hr_tcp_create(control, data, group->host_count, setup->peer_timeout_ms, error);
+        status = group->transport == NULL ? error->code : HORO_OK;
+    }
+    if (status != HORO_OK) {
+        (void)hr_fail(error, status, "out of memory for connections to %d hosts", group->host_count);
+        if (control != NULL) {
+            close_all(control, group->host_count);
+        }
+        if (data != NULL) {
+            close_all(data, group->host_count);
+        }
+    }
+    free(control);
+    free(data);
+    return status;
+}
+
 static int connect_parts(struct hr_group *group, const horo_setup *setup, struct hr_error *error) {
     HR_TRY(hr_arena_map(&group->arena, setup->arena_memory, setup->arena_fd, group->local_rank, group->local_size,
                         (size_t)setup->segment_bytes, error));
     if (group->host_count > 1) {
-        group->transport = hr_tcp_create(setup->control_fds, setup->data_fds, group->host_count, setup->peer_timeout_ms,
-                                         error);
-        if (group->transport == NULL) {
+        const int status = connect_transport(group, setup, error);
+        if (status != HORO_OK) {
             hr_arena_unmap(&group->arena);
-            return error->code;
+            return status;
         }
     }
     return HORO_OK;
@@ -141,12 +186,21 @@ int hr_group_init(struct hr_group *group, const horo_setup *setup, struct hr_err
     for (int i = 0; i < group->local_size; i++) {
         group->wake_fds[i] = setup->wake_fds[i];
         atomic_store(&group->life_fds[i], i == group->local_rank ? -1 : setup->life_fds[i]);
+    }
+    atomic_store(&group->arena.blocks[group->local_rank].state, HR_MEMBER_PRESENT);
+    return HORO_OK;
+}
+
+void hr_group_own(struct hr_group *group, const horo_setup *setup) {
+    for (int i = 0; i < group->local_size; i++) {
         own(group, setup->wake_fds[i]);
         own(group, i == group->local_rank ? -1 : setup->life_fds[i]);
     }
     own(group, setup->arena_fd);
-    atomic_store(&group->arena.blocks[group->local_rank].state, HR_MEMBER_PRESENT);
-    return HORO_OK;
+    if (group->host_count > 1) {
+        close_all(setup->control_fds, group->host_count); /* the transport has its own */
+        close_all(setup->data_fds, group->host_count);
+    }
 }
 
 void hr_group_close_fds(struct hr_group *group) {

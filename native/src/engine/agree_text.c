@@ -23,6 +23,15 @@ static const char *reduce_name(int reduce_op) {
     }
 }
 
+/* The first extent of an allgather may differ by rank and is not part of the request. */
+static void describe(const struct hr_wire_tensor *tensor, int op, char *text) {
+    (void)hr_wire_describe_tensor(tensor, text, VALUE_BYTES);
+    char *first = strchr(text, '[');
+    if (op == HORO_ALLGATHER && first != NULL && first[1] == '0') {
+        first[1] = '*';
+    }
+}
+
 /* The first tensor that differs; 1 if there is one. */
 static int differing_tensors(const struct hr_wire_request *a, const struct hr_wire_request *b, uint32_t *index,
                              char *a_text, char *b_text) {
@@ -35,8 +44,8 @@ static int differing_tensors(const struct hr_wire_request *a, const struct hr_wi
         hr_wire_next_tensor(&b_cursor, &two);
         if (one.dtype != two.dtype || one.ndim != two.ndim ||
             memcmp(one.shape, two.shape, (size_t)one.ndim * sizeof one.shape[0]) != 0) {
-            (void)hr_wire_describe_tensor(&one, a_text, VALUE_BYTES);
-            (void)hr_wire_describe_tensor(&two, b_text, VALUE_BYTES);
+            describe(&one, a->op, a_text);
+            describe(&two, b->op, b_text);
             return 1;
         }
     }
@@ -61,8 +70,8 @@ static void describe_difference(const struct hr_wire_request *a, const struct hr
         (void)snprintf(a_text, VALUE_BYTES, "%s", op_name(a->op));
         (void)snprintf(b_text, VALUE_BYTES, "%s", op_name(b->op));
     } else if (a->tensor_count != b->tensor_count) {
-        (void)snprintf(a_text, VALUE_BYTES, "%u tensors", a->tensor_count);
-        (void)snprintf(b_text, VALUE_BYTES, "%u tensors", b->tensor_count);
+        (void)snprintf(a_text, VALUE_BYTES, "%u tensor%s", a->tensor_count, a->tensor_count == 1 ? "" : "s");
+        (void)snprintf(b_text, VALUE_BYTES, "%u tensor%s", b->tensor_count, b->tensor_count == 1 ? "" : "s");
     } else if (differing_tensors(a, b, &index, a_text, b_text)) {
         if (a->tensor_count > 1) {
             (void)snprintf(prefix, VALUE_BYTES, "tensor %u of the group: ", index);

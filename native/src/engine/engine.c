@@ -87,6 +87,7 @@ int hr_engine_init(struct hr_engine *engine, struct hr_group *group, struct hr_b
         status = start_thread(engine, error);
     }
     if (status != HORO_OK) {
+        hr_group_close_fds(group);
         free_parts(engine);
     }
     return status;
@@ -110,6 +111,7 @@ void hr_engine_fini(struct hr_engine *engine) {
     (void)pthread_mutex_unlock(&engine->lock);
     hr_group_wake(engine->group, engine->group->local_rank);
     join_thread(engine);
+    hr_group_close_fds(engine->group); /* the transport lets go of posted receives before their memory is freed */
     for (size_t i = 0; i < engine->handles.capacity; i++) {
         hr_request_destroy(engine->handles.slots[i].value);
     }

@@ -71,11 +71,8 @@ static int fail_link(struct tcp *tcp, int index) {
 static void lose_peer(struct tcp *tcp, int peer, int error_number) {
     if (tcp->lost_peer < 0) {
         tcp->lost_peer = peer;
-        if (error_number == 0 || error_number == EPIPE) {
-            (void)snprintf(tcp->why, sizeof tcp->why, "connection closed");
-        } else {
-            (void)strerror_r(error_number, tcp->why, sizeof tcp->why);
-        }
+        const int closed = error_number == 0 || error_number == EPIPE;
+        (void)snprintf(tcp->why, sizeof tcp->why, "%s", closed ? "connection closed" : strerror(error_number));
     }
     for (int channel = 0; channel < HR_CHANNEL_COUNT; channel++) {
         const int index = link_index(tcp, peer, (enum hr_channel)channel);
@@ -305,9 +302,7 @@ static int set_options(int fd, int peer_timeout_ms) {
 }
 
 static int fail_fd(struct hr_error *error, int fd, int host, const char *what) {
-    char reason[WHY_BYTES] = "";
-    (void)strerror_r(errno, reason, sizeof reason);
-    return hr_fail(error, HORO_ERR_USAGE, "descriptor %d for host %d %s: %s", fd, host, what, reason);
+    return hr_fail(error, HORO_ERR_USAGE, "descriptor %d for host %d %s: %s", fd, host, what, strerror(errno));
 }
 
 static int link_open(struct link *link, int fd, int host, int peer_timeout_ms, struct hr_error *error) {

@@ -1,0 +1,110 @@
+# One command for each thing; `make help` lists them. Nothing is installed outside $(VENV).
+#
+#   make test PYTHON=python3.12      another interpreter (3.10 or newer)
+#   make demo TORCH='torch==2.1.2'   another torch, or the path of a wheel
+#   make test PYTEST_ARGS='-k ring'  a part of the tests
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+NP ?= 2
+
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip install -qq --disable-pip-version-check
+STAMPS := $(VENV)/stamps
+NATIVE := $(sort $(wildcard native/*.py native/include/*.h native/src/*.[ch] native/src/*/*.[ch]))
+
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+.PHONY: help
+help: ## this list
+	@echo "make TARGET, where TARGET is one of"
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 14
+
+# ---- environment: each step has a stamp, so that a second run does nothing -----------------------------------------
+
+$(STAMPS)/venv: .ci/venv
+	@.ci/venv '$(PYTHON)' '$(VENV)'
+	@mkdir -p $(STAMPS) && touch $@
+
+# Rewritten only when its content changes, so that it can stand for "these values" among the prerequisites.
+$(STAMPS)/torch-wanted: $(STAMPS)/venv FORCE
+	@echo '$(TORCH)' | cmp -s - $@ || echo '$(TORCH)' > $@
+$(STAMPS)/native-files: $(STAMPS)/venv FORCE
+	@echo '$(NATIVE)' | cmp -s - $@ || echo '$(NATIVE)' > $@
+.PHONY: FORCE
+FORCE:
+
+$(STAMPS)/requirements: requirements-dev.txt $(STAMPS)/torch-wanted
+	@echo "make: installing $(TORCH) and requirements-dev.txt into $(VENV)"
+	@$(PIP) '$(TORCH)' -r requirements-dev.txt
+	@touch $@
+
+$(STAMPS)/build: pyproject.toml setup.py $(NATIVE) $(STAMPS)/requirements $(STAMPS)/native-files
+	@echo "make: building horo"
+	@$(PIP) --no-build-isolation --no-deps --editable .
+	@touch $@
+
+# ---- use ----------------------------------------------------------------------------------------------------------
+
+.PHONY: build
+build: $(STAMPS)/build ## environment, torch and horo in .venv
+
+.PHONY: demo
+demo: build ## train handwritten digits on two ranks (NP=4 for four)
+	@$(VENV)/bin/hororun -np $(NP) $(PY) examples/digits.py
+
+.PHONY: test
+test: build ## all tests
+	@$(PY) -m pytest $(PYTEST_ARGS)
+
+.PHONY: bench
+bench: build ## allreduce against gloo, 4 B to 64 MiB
+	@$(PY) benchmarks/allreduce.py $(BENCH_ARGS)
+
+# ---- checks -------------------------------------------------------------------------------------------------------
+
+.PHONY: style
+style: build ## ruff: rules and format
+	@$(PY) -m ruff check --quiet .
+	@$(PY) -m ruff format --quiet --check .
+
+# runner/ is installed as horo.runner: mypy sees the package as users do, through links.
+.PHONY: types
+types: build ## mypy, strict
+	@rm -rf build/types && mkdir -p build/types/horo
+	@ln -s $(abspath $(wildcard horo/*)) build/types/horo/ && ln -s $(abspath runner) build/types/horo/runner
+	@$(PY) -m mypy --no-error-summary -p horo
+	@$(PY) -m mypy --no-error-summary setup.py native/build.py
+	@$(PY) -m mypy --no-error-summary --allow-untyped-calls examples/*.py benchmarks/*.py
+
+.PHONY: lint
+lint: style types ## style and types
+
+.PHONY: tidy
+tidy: build ## what a machine can hold of the house rules
+	@$(PY) -m pytest -q tests/tidy
+
+.PHONY: asan ubsan tsan
+asan: build ## native tests under AddressSanitizer
+	@$(PY) tests/native/sanitize.py address
+ubsan: build ## native tests under UndefinedBehaviorSanitizer
+	@$(PY) tests/native/sanitize.py undefined
+tsan: build ## native tests under ThreadSanitizer
+	@$(PY) tests/native/sanitize.py thread
+
+.PHONY: fuzz
+fuzz: build ## the fuzz targets with fresh inputs
+	@$(PY) -m pytest -q tests/fuzz $(PYTEST_ARGS)
+
+.PHONY: clean
+clean: ## remove what was built; the environment stays
+	@rm -rf build dist *.egg-info horo/_native.c horo/_native*.so $(STAMPS)/build
+	@rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+.PHONY: distclean
+distclean: clean ## remove the environment too
+	@rm -rf '$(VENV)'

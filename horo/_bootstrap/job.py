@@ -1,0 +1,288 @@
+"""From an environment to a running rank: ``start`` does everything that ``init()`` promises."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from horo._bootstrap.arena import Arena, join_arena
+from horo._bootstrap.descriptors import close_all, close_setup, create_memory, create_wake
+from horo._bootstrap.grouping import Grouping, Link, group_ranks
+from horo._bootstrap.handshake import Purpose
+from horo._bootstrap.hello import Hello, check_agreement, core_count, place_of, places_alike
+from horo._bootstrap.identity import read_identity
+from horo._bootstrap.launch import Launch, Place, detect_launch
+from horo._bootstrap.links import Neighbour, connect_hosts
+from horo._bootstrap.meeting import Meeting
+from horo._bootstrap.store import StoreClient
+from horo._bootstrap.store_seam import Store, prefixed
+from horo._bootstrap.torch_store import open_torch_store
+from horo._config import Config, environment, read_config
+from horo._core import Context, Setup, arena_bytes, version
+from horo._errors import InternalError
+
+__all__ = ["Connection", "Job", "connect", "start"]
+
+_LOG_LEVELS = {"warning": logging.WARNING, "error": logging.ERROR, "info": logging.INFO}
+_SECRET_BYTES = 32
+
+
+@dataclass(frozen=True)
+class Connection:
+    """A rank with all its descriptors, before a context owns them."""
+
+    setup: Setup
+    place: Place
+    is_homogeneous: bool
+    hosts: tuple[tuple[int, ...], ...]
+
+
+class Job:
+    """One rank of a running job.
+
+    Attributes:
+        context: the native rank.
+        rank, size: in the job.
+        local_rank, local_size, cross_rank, cross_size: among the hosts, as the launcher counts them.
+        is_homogeneous: whether all hosts have equally many ranks.
+        hosts: the ranks of each host, that is of each set of ranks that share memory.
+        host_names: by rank.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        setup = connection.setup
+        self.context = Context(setup)
+        self.rank, self.size = setup.rank, setup.size
+        self.local_rank, self.local_size, self.cross_rank, self.cross_size = connection.place
+        self.is_homogeneous = connection.is_homogeneous
+        self.hosts = connection.hosts
+        self.host_names = tuple(setup.host_name_of_rank)
+        self._pid = os.getpid()
+        self._closed = False
+        _living.add(self)
+
+    def close(self) -> None:
+        """Leaves the job: says goodbye to the peers and frees all; idempotent. Does nothing in a forked child."""
+        if not self._closed and os.getpid() == self._pid:
+            self._closed = True
+            _living.discard(self)
+            self.context.destroy()
+
+    def _forked(self) -> None:
+        self.context.after_fork()
+
+
+_living: weakref.WeakSet[Job] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for job in list(_living):
+        job._forked()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+@dataclass
+class _Starts:
+    """How often this rank has started in this process, and what the last start left in the store."""
+
+    count: int = 0
+    leftovers: list[str] = field(default_factory=list)
+
+
+_starts: dict[Launch, _Starts] = {}
+"""All ranks of a job start equally often, so the count names the start."""
+
+
+def start(environ: Mapping[str, str] | None = None) -> Job:
+    """Joins the job that the environment describes; without a launcher, a job of one rank.
+
+    Args:
+        environ: instead of this process's environment.
+
+    Raises:
+        UsageError: a variable has a bad value, or the environment is half there.
+        UnsupportedError: a launcher that horo does not serve.
+        MismatchError: ranks differ in version or in settings that must be equal.
+        GroupError: a rank is missing, failed, or cannot be reached; the message names it.
+        ResourceError: no memory, descriptor or address.
+    """
+    environ = environment() if environ is None else environ
+    config, launch = read_config(environ), detect_launch(environ)
+    logging.getLogger("horo").setLevel(_LOG_LEVELS.get(config.log_level, logging.NOTSET))
+    starts = _starts.setdefault(launch, _Starts())
+    starts.count += 1
+    connection = connect(launch, config, starts.count, starts.leftovers)
+    try:
+        return Job(connection)
+    except BaseException:
+        close_setup(connection.setup)
+        raise
+
+
+def connect(launch: Launch, config: Config, epoch: int, leftovers: list[str]) -> Connection:
+    """Everything of ``start`` before the context.
+
+    Args:
+        launch: who this process is.
+        config: its settings.
+        epoch: number of this start of the job, equal on all ranks.
+        leftovers: keys of this rank from its earlier starts, deleted here; its keys of this start that stay are put in.
+    """
+    if launch.size == 1:
+        return _alone(launch, config)
+    store, secret, address = _open_store(launch, config)
+    try:
+        if leftovers:
+            store.delete(leftovers)
+            leftovers.clear()
+        prefix = f"horo/{launch.job_id}/{epoch}/"
+        meeting = Meeting(prefixed(store, prefix), launch.rank, launch.size, launch.host_name, config.start_timeout_s)
+        try:
+            return _join(_Start(launch, config, epoch, meeting, address), secret)
+        except BaseException as error:
+            meeting.fail(error)
+            raise
+        finally:
+            leftovers += [prefix + key for key in meeting.leftovers]
+    finally:
+        store.close()
+
+
+def _open_store(launch: Launch, config: Config) -> tuple[Store, bytes | None, str | None]:
+    """The store, the secret if the launcher gave one, and the address from which the store is reached."""
+    if launch.torch_master is not None:
+        torch_store, address = open_torch_store(launch.torch_master, launch.rank, config.start_timeout_s)
+        return torch_store, None, address
+    if launch.secret is None or not launch.endpoints:
+        raise InternalError(f"rank {launch.rank} was told of no store")
+    first, *others = launch.endpoints
+    client = StoreClient(*first, launch.secret, config.start_timeout_s, others)
+    return client, launch.secret, client.local_address
+
+
+@dataclass(frozen=True)
+class _Start:
+    launch: Launch
+    config: Config
+    epoch: int
+    meeting: Meeting
+    address: str | None
+
+
+def _join(start: _Start, secret: bytes | None) -> Connection:
+    launch, config, meeting = start.launch, start.config, start.meeting
+    meeting.enter()
+    identity = read_identity(config.host_id)
+    meeting.publish("hello", Hello.of(launch, config, identity, start.address, version()).encode())
+    if secret is None:
+        if launch.rank == 0:
+            meeting.publish("secret", secrets.token_bytes(_SECRET_BYTES))
+        (secret,) = meeting.gather("secret", [0])
+    hellos = check_agreement(meeting.gather("hello"), lambda rank, host: f"rank {rank} ({host})")
+    meeting.host_names.update({rank: hello.host for rank, hello in enumerate(hellos)})
+    candidates = group_ranks([hello.identity for hello in hellos]).members(launch.rank)
+    arena, grouping = join_arena(
+        meeting, candidates, secret, start.epoch, lambda count: arena_bytes(count, config.segment_bytes)
+    )
+    try:
+        neighbours = [Neighbour(hello.identity.machine, hello.address) for hello in hellos]
+        links = connect_hosts(
+            meeting, grouping, neighbours, secret=secret, epoch=start.epoch, interfaces=config.network_interfaces
+        )
+        try:
+            meeting.finish()
+        except BaseException:
+            links.abort()
+            raise
+    except BaseException:
+        arena.close()
+        raise
+    return Connection(
+        _build_setup(start, hellos, grouping, arena, links.finish()),
+        place_of(launch, hellos, grouping),
+        places_alike(hellos, grouping),
+        grouping.hosts,
+    )
+
+
+def _build_setup(
+    start: _Start, hellos: Sequence[Hello], grouping: Grouping, arena: Arena, links: Mapping[Link, socket.socket]
+) -> Setup:
+    members = grouping.members(start.launch.rank)
+    crowded = len(members) > core_count([hellos[rank] for rank in members])
+    control, data = [-1] * len(grouping.hosts), [-1] * len(grouping.hosts)
+    for link, connection in links.items():
+        (control if link.purpose is Purpose.CONTROL else data)[link.host] = connection.detach()
+    return _setup(
+        start.config,
+        rank=start.launch.rank,
+        names=[hello.host for hello in hellos],
+        grouping=grouping,
+        arena=arena,
+        control=control,
+        data=data,
+        spin_us=0 if crowded else start.config.spin_us,
+    )
+
+
+def _alone(launch: Launch, config: Config) -> Connection:
+    """A job of one rank: memory and a wake-up descriptor of its own, no store, no socket."""
+    grouping = Grouping((0,))
+    memory = create_memory(arena_bytes(1, config.segment_bytes))
+    try:
+        arena = Arena(memory, [create_wake()], [-1])
+    except BaseException:
+        close_all([memory])
+        raise
+    setup = _setup(
+        config,
+        rank=0,
+        names=[launch.host_name],
+        grouping=grouping,
+        arena=arena,
+        control=[-1],
+        data=[-1],
+        spin_us=config.spin_us,
+    )
+    return Connection(setup, Place(0, 1, 0, 1), True, grouping.hosts)
+
+
+def _setup(
+    config: Config,
+    *,
+    rank: int,
+    names: list[str],
+    grouping: Grouping,
+    arena: Arena,
+    control: list[int],
+    data: list[int],
+    spin_us: int,
+) -> Setup:
+    checked = not config.stall_check_disable
+    return Setup(
+        rank=rank,
+        size=grouping.size,
+        host_of_rank=grouping.host_of_rank,
+        host_name_of_rank=names,
+        arena_fd=arena.memory,
+        segment_bytes=config.segment_bytes,
+        wake_fds=arena.wakes,
+        life_fds=arena.lives,
+        control_fds=control,
+        data_fds=data,
+        fusion_bytes=config.fusion_threshold,
+        cache_capacity=config.cache_capacity,
+        spin_us=spin_us,
+        cycle_time_us=round(config.cycle_time_ms * 1000),
+        stall_warning_ms=round(config.stall_check_time_s * 1000) if checked else 0,
+        stall_shutdown_ms=round(config.stall_shutdown_time_s * 1000) if checked else 0,
+        peer_timeout_ms=round(config.peer_timeout_s * 1000),
+        log_level=config.log_level_number,
+    )

@@ -1,0 +1,219 @@
+"""Collectives that autograd can follow.
+
+Every rank computes a loss of its own, so gradients need a convention for what the job as a whole minimises:
+
+- allreduce: the *sum* of all ranks' losses. The gradient of ``Sum`` is ``Sum``, of ``Average`` is ``Average``.
+- allgather and broadcast: the *mean* of all ranks' losses, because ``DistributedOptimizer`` averages and Horovod's
+  scripts count on it: the gradient is the averaged one (of one's own rows; at the root).
+
+In the backward pass all ranks communicate again, so all must run it for the same results in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from horo import _core
+from horo.torch import _state
+from horo.torch._requests import start_allgather, start_allreduce, start_broadcast
+
+__all__ = ["AllreduceSpec", "allgather_all", "allreduce_all", "broadcast_one"]
+
+_AVERAGE = _core.REDUCE_OPS["average"]
+_SUM = _core.REDUCE_OPS["sum"]
+_PRODUCT = _core.REDUCE_OPS["product"]
+
+
+@dataclass(frozen=True)
+class AllreduceSpec:
+    """An allreduce but for its tensors. ``kind`` is the first part of its name on the wire."""
+
+    kind: str
+    name: str | None
+    op: int
+    prescale: float = 1.0
+    postscale: float = 1.0
+
+    def derived(self, suffix: str, op: int) -> AllreduceSpec:
+        """The spec, without factors, of a reduction that the gradient of this one needs."""
+        return AllreduceSpec(self.kind, _derive(self.name, suffix), op)
+
+
+def allreduce_all(tensors: Sequence[torch.Tensor], spec: AllreduceSpec) -> tuple[torch.Tensor, ...]:
+    """Reduces tensors in one request; differentiable where an input requires grad."""
+    if not _needs_graph(tensors):
+        return _allreduce(tensors, spec)
+    if spec.op in (_AVERAGE, _SUM):
+        return _returned(_apply(_LinearAllreduce, spec, *tensors))
+    # The factors stay outside, so that the functions below compare and divide exactly what was reduced.
+    plain = AllreduceSpec(spec.kind, spec.name, spec.op)
+    function = _ProductAllreduce if spec.op == _PRODUCT else _ExtremeAllreduce
+    scaled = [tensor if spec.prescale == 1.0 else tensor * spec.prescale for tensor in tensors]
+    results = _returned(_apply(function, plain, *scaled))
+    return tuple(result if spec.postscale == 1.0 else result * spec.postscale for result in results)
+
+
+def allgather_all(tensors: Sequence[torch.Tensor], kind: str, name: str | None) -> tuple[torch.Tensor, ...]:
+    """Gathers tensors in one request; differentiable where an input requires grad."""
+    if not _needs_graph(tensors):
+        gathered = start_allgather(tensors, kind, name, sync=True).wait()
+        return tuple(item.tensor for item in gathered)
+    return _returned(_apply(_Allgather, kind, name, *tensors))
+
+
+def broadcast_one(tensor: torch.Tensor, root_rank: int, name: str | None) -> torch.Tensor:
+    """Copies the root's tensor to all ranks; differentiable where the input requires grad."""
+    if not _needs_graph([tensor]):
+        return _broadcast(tensor, root_rank, name)
+    result: torch.Tensor = _apply(_Broadcast, tensor, root_rank, name)
+    return result
+
+
+def _needs_graph(tensors: Sequence[Any]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
+
+
+def _apply(function: Any, *arguments: Any) -> Any:
+    return function.apply(*arguments)  # torch leaves Function.apply untyped
+
+
+def _returned(results: Any) -> tuple[torch.Tensor, ...]:
+    return results if isinstance(results, tuple) else (results,)
+
+
+def _derive(name: str | None, suffix: str) -> str | None:
+    return None if name is None else f"{name}.{suffix}"
+
+
+def _allreduce(tensors: Sequence[torch.Tensor], spec: AllreduceSpec) -> tuple[torch.Tensor, ...]:
+    request = start_allreduce(
+        tensors, spec.kind, spec.name, spec.op, prescale=spec.prescale, postscale=spec.postscale, sync=True
+    )
+    results: tuple[torch.Tensor, ...] = request.wait()
+    return results
+
+
+def _broadcast(tensor: torch.Tensor, root_rank: int, name: str | None) -> torch.Tensor:
+    request = start_broadcast([tensor], root_rank, "broadcast", name, sync=True)
+    result: torch.Tensor = request.wait()[0]
+    return result
+
+
+def _floating(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [index for index, tensor in enumerate(tensors) if tensor.is_floating_point()]
+
+
+class _LinearAllreduce(torch.autograd.Function):
+    """Sum and Average: each is its own transpose, factors included."""
+
+    @staticmethod
+    def forward(ctx: Any, spec: AllreduceSpec, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.spec = spec
+        ctx.floating = _floating(tensors)
+        return _allreduce(tensors, spec)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        spec = ctx.spec
+        back = AllreduceSpec(spec.kind, _derive(spec.name, "grad"), spec.op, spec.prescale, spec.postscale)
+        results: list[torch.Tensor | None] = [None] * len(grads)
+        reduced = allreduce_all([grads[index] for index in ctx.floating], back)
+        for index, result in zip(ctx.floating, reduced, strict=True):
+            results[index] = result
+        return (None, *results)
+
+
+class _ExtremeAllreduce(torch.autograd.Function):
+    """Min and Max: the gradient goes to the ranks that hold the extreme value, in equal parts if several do."""
+
+    @staticmethod
+    def forward(ctx: Any, spec: AllreduceSpec, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        results = _allreduce(tensors, spec)
+        ctx.spec = spec
+        ctx.floating = _floating(tensors)
+        ctx.save_for_backward(*(tensors[index] == results[index] for index in ctx.floating))
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        masks = ctx.saved_tensors
+        used = [grads[index] for index in ctx.floating]
+        counts = [mask.to(grad.dtype) for mask, grad in zip(masks, used, strict=True)]
+        sums = _allreduce([*used, *counts], ctx.spec.derived("grad", _SUM))
+        results: list[torch.Tensor | None] = [None] * len(grads)
+        for position, (index, mask) in enumerate(zip(ctx.floating, masks, strict=True)):
+            share = sums[position] / sums[len(used) + position]
+            results[index] = torch.where(mask, share, torch.zeros_like(share))
+        return (None, *results)
+
+
+class _ProductAllreduce(torch.autograd.Function):
+    """Product: the gradient is multiplied by the product of the *other* ranks' values, also where some are zero.
+
+    It comes from the product of the values that are not zero and their number, so only results near the ends of the
+    dtype's range lose precision.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, spec: AllreduceSpec, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.spec = spec
+        ctx.floating = _floating(tensors)
+        ctx.save_for_backward(*(tensors[index] for index in ctx.floating))
+        return _allreduce(tensors, spec)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        own = ctx.saved_tensors
+        used = [grads[index] for index in ctx.floating]
+        nonzero = [torch.where(value == 0, torch.ones_like(value), value) for value in own]
+        zeros = [(value == 0).to(value.dtype) for value in own]
+        products = _allreduce(nonzero, ctx.spec.derived("grad_product", _PRODUCT))
+        sums = _allreduce([*used, *zeros], ctx.spec.derived("grad", _SUM))
+        results: list[torch.Tensor | None] = [None] * len(grads)
+        for position, index in enumerate(ctx.floating):
+            others_zero = sums[len(used) + position] - zeros[position]
+            gradient = sums[position] * (products[position] / nonzero[position])
+            results[index] = torch.where(others_zero == 0, gradient, torch.zeros_like(gradient))
+        return (None, *results)
+
+
+class _Allgather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kind: str, name: str | None, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        gathered = start_allgather(tensors, kind, name, sync=True).wait()
+        rank = _state.rank()
+        ctx.name = name
+        ctx.floating = _floating(tensors)
+        ctx.rows = [(sum(item.rows[:rank]), item.rows[rank]) for item in gathered]
+        return tuple(item.tensor for item in gathered)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        spec = AllreduceSpec("allgather", _derive(ctx.name, "grad"), _AVERAGE)
+        averaged = allreduce_all([grads[index] for index in ctx.floating], spec)
+        results: list[torch.Tensor | None] = [None] * len(grads)
+        for index, result in zip(ctx.floating, averaged, strict=True):
+            first, count = ctx.rows[index]
+            results[index] = result.narrow(0, first, count)
+        return (None, None, *results)
+
+
+class _Broadcast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None) -> torch.Tensor:
+        ctx.root_rank = root_rank
+        ctx.name = name
+        return _broadcast(tensor, root_rank, name)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        spec = AllreduceSpec("broadcast", _derive(ctx.name, "grad"), _AVERAGE)
+        averaged = allreduce_all(grads, spec)[0]
+        return (averaged if _state.rank() == ctx.root_rank else torch.zeros_like(averaged)), None, None

@@ -1,0 +1,78 @@
+"""Fewer bits on the way: tensors are converted before a reduction and back after it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["Compression", "Compressor"]
+
+
+class Compressor:
+    """What ``compression=`` expects; derive from it for your own."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Turns a tensor into what is sent, and a context that ``decompress`` needs."""
+        raise NotImplementedError
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        """Turns the reduced tensor back."""
+        raise NotImplementedError
+
+
+class NoneCompressor(Compressor):
+    """Sends tensors as they are."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """The tensor itself."""
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        """The tensor itself."""
+        return tensor
+
+
+def _narrow(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.dtype]:
+    wide = tensor.dtype.is_floating_point and tensor.element_size() > dtype.itemsize
+    return (tensor.to(dtype) if wide else tensor), tensor.dtype
+
+
+class FP16Compressor(Compressor):
+    """Sends floating-point tensors wider than 16 bits as float16; values beyond 65504 become infinite."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """The tensor as float16, and the dtype it had."""
+        return _narrow(tensor, torch.float16)
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        """The tensor in the dtype ``ctx``."""
+        return tensor.to(ctx)
+
+
+class BF16Compressor(Compressor):
+    """Sends floating-point tensors wider than 16 bits as bfloat16: the range of float32, 8 bits of precision."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """The tensor as bfloat16, and the dtype it had."""
+        return _narrow(tensor, torch.bfloat16)
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        """The tensor in the dtype ``ctx``."""
+        return tensor.to(ctx)
+
+
+class Compression:
+    """The choices for ``compression=``."""
+
+    none = NoneCompressor
+    fp16 = FP16Compressor
+    bf16 = BF16Compressor

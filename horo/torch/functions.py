@@ -1,0 +1,317 @@
+"""Making all ranks start from the same point: parameters, optimizer state and Python objects."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import cloudpickle  # type: ignore[import-untyped]
+import torch
+
+from horo._errors import HoroError, MismatchError, UsageError
+from horo.torch import _state
+from horo.torch._requests import check_root, check_tensor, start_allgather, start_broadcast
+from horo.torch.process_sets import ProcessSet, check_process_set, global_process_set
+
+__all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
+
+_CHUNK_BYTES = 64 << 20
+"""Tensors that travel as one request: large enough to make requests rare, small enough to overlap them."""
+
+
+def broadcast_parameters(params: Any, root_rank: int) -> None:
+    """Overwrites parameters (and buffers) on every rank with those of ``root_rank``.
+
+    Args:
+        params: ``model.state_dict()`` (taken in order of the keys), ``model.named_parameters()``, or any other
+            iterable of ``(name, tensor)`` pairs or of tensors. Names, shapes and dtypes are the same on all ranks.
+        root_rank: The rank whose values count.
+
+    Raises:
+        UsageError: ``params`` is something else or has an entry that is no tensor, or there is no rank ``root_rank``.
+        MismatchError: Ranks have different parameters; names the first that differs. Nothing was overwritten.
+    """
+    what = "broadcast_parameters"
+    named = _named_tensors(params)
+    check_root(root_rank, what)
+    for name, tensor in named:
+        check_tensor(tensor, f"{what} {name!r}")
+    _agree([f"{name!r} {_shape(tensor)}" for name, tensor in named], what)
+    _overwrite([tensor for _, tensor in named], root_rank, what)
+
+
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
+    """Gives every rank the optimizer state of ``root_rank``: state tensors and values, and all options such as ``lr``.
+
+    State that a rank lacks is created, state that the root lacks is dropped; no optimizer step is taken.
+
+    Args:
+        optimizer: Any torch optimizer, wrapped or not, with the same parameter groups on all ranks.
+        root_rank: The rank whose state counts.
+        model: Accepted because Horovod takes it; nothing needs it here.
+
+    Raises:
+        UsageError: There is no rank ``root_rank``, or the root's state cannot be sent.
+        MismatchError: Ranks have different parameter groups; nothing has changed.
+    """
+    del model
+    what = "broadcast_optimizer_state"
+    check_root(root_rank, what)
+    _agree(_describe_groups(optimizer), what)
+    tensors: list[torch.Tensor] = []
+    structure = _share(lambda: _take_apart(optimizer, tensors, what), root_rank, what, None)
+    if _state.rank() != root_rank:
+        _put_together(optimizer, structure, tensors)
+    _overwrite(tensors, root_rank, what)
+
+
+def broadcast_object(
+    obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Gives every rank the object of ``root_rank``, pickled with cloudpickle.
+
+    Args:
+        obj: Any picklable object; ignored on other ranks.
+        root_rank: The rank whose object counts.
+        name: Ties the call together across ranks; None pairs calls in order.
+        process_set: ``global_process_set``.
+
+    Returns:
+        ``obj`` itself at the root, a copy elsewhere.
+
+    Raises:
+        UsageError: There is no rank ``root_rank``; or the root could not pickle its object (there, what pickle raised).
+    """
+    check_process_set(process_set)
+    check_root(root_rank, "broadcast_object")
+    return _share(lambda: obj, root_rank, "broadcast_object", name)
+
+
+def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
+    """Gives every rank the objects of all ranks, in rank order, pickled with cloudpickle.
+
+    Args:
+        obj: Any picklable object.
+        name: Ties the call together across ranks; None pairs calls in order.
+        process_set: ``global_process_set``.
+
+    Raises:
+        UsageError: A rank could not pickle its object (there, what pickle raised).
+    """
+    check_process_set(process_set)
+    failure, payload = _pickle(lambda: obj)
+    request = start_allgather([_to_tensor(_flag(failure) + payload)], "allgather_object", name, sync=True)
+    gathered = request.wait()[0]
+    if failure is not None:
+        raise failure
+    parts = [part.numpy().data for part in gathered.tensor.split(gathered.rows)]
+    for rank, part in enumerate(parts):
+        if part[0]:
+            raise UsageError(f"allgather_object: rank {rank} could not pickle its object: {bytes(part[1:]).decode()}")
+    return [cloudpickle.loads(part[1:]) for part in parts]
+
+
+def _named_tensors(params: Any) -> list[tuple[str, torch.Tensor]]:
+    if isinstance(params, Mapping):
+        entries: list[Any] = sorted(params.items(), key=lambda item: str(item[0]))
+    elif isinstance(params, Iterable) and not isinstance(params, (str, bytes, torch.Tensor, torch.nn.Module)):
+        entries = list(params)
+    else:
+        raise UsageError(
+            f"broadcast_parameters: expected a state_dict(), named_parameters() or a list, not {type(params).__name__}"
+        )
+    named = []
+    for index, entry in enumerate(entries):
+        pair = isinstance(entry, tuple) and len(entry) == 2
+        name, value = entry if pair else (str(index), entry)
+        if not isinstance(value, torch.Tensor):
+            raise UsageError(
+                f"broadcast_parameters: {name!r} is no tensor but {type(value).__name__}; use broadcast_object for it"
+            )
+        named.append((str(name), value))
+    return named
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _agree(lines: Sequence[str], what: str) -> None:
+    """Checks that all ranks describe what follows alike: one small message, and the whole text only if not."""
+    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).digest()
+    own = torch.tensor([int.from_bytes(digest, "little", signed=True)])
+    everyone = start_allgather([own], what, None, sync=True).wait()[0].tensor
+    if bool((everyone == own).all()):
+        # Either all ranks come to this conclusion or none: equality with everyone is the same fact everywhere.
+        return
+    texts = allgather_object(list(lines))
+    for rank, text in enumerate(texts):
+        if text != texts[0]:
+            index = next((i for i, (a, b) in enumerate(zip(texts[0], text, strict=False)) if a != b), None)
+            if index is None:
+                index = min(len(texts[0]), len(text))
+            ours, theirs = (t[index] if index < len(t) else "nothing more" for t in (texts[0], text))
+            raise MismatchError(f"{what}: entry {index} is {ours} on rank 0, {theirs} on rank {rank}")
+
+
+def _overwrite(tensors: Sequence[torch.Tensor], root_rank: int, what: str) -> None:
+    """Broadcasts into tensors in a few large requests."""
+    requests = []
+    with torch.no_grad():
+        for chunk in _chunks(tensors):
+            requests.append(start_broadcast(chunk, root_rank, what, None, in_place=True))
+        failure = None
+        for request in requests:
+            try:
+                request.wait()
+            except HoroError as error:
+                failure = failure or error
+    if failure is not None:
+        raise failure
+
+
+def _chunks(tensors: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    chunk: list[torch.Tensor] = []
+    room = _CHUNK_BYTES
+    for tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if chunk and size > room:
+            yield chunk
+            chunk, room = [], _CHUNK_BYTES
+        chunk.append(tensor)
+        room -= size
+    if chunk:
+        yield chunk
+
+
+def _share(produce: Callable[[], Any], root_rank: int, what: str, name: str | None) -> Any:
+    """The root's ``produce()`` on all ranks. What fails at the root fails everywhere, with no rank left waiting."""
+    is_root = _state.rank() == root_rank
+    result = None
+    failure: Exception | None = None
+    payload = b""
+    if is_root:
+
+        def keep() -> Any:
+            nonlocal result
+            result = produce()
+            return result
+
+        failure, payload = _pickle(keep)
+    header = torch.tensor([len(payload), failure is not None], dtype=torch.int64)
+    _broadcast_bytes(header, root_rank, what, name, "size")
+    length, failed = header.tolist()
+    data = _to_tensor(payload) if is_root else torch.empty(length, dtype=torch.uint8)
+    _broadcast_bytes(data, root_rank, what, name, "data")
+    if failure is not None:
+        raise failure
+    if is_root:
+        return result
+    if failed:
+        raise UsageError(f"{what}: rank {root_rank} could not send its object: {bytes(data.numpy().data).decode()}")
+    return cloudpickle.loads(data.numpy().data)
+
+
+def _broadcast_bytes(tensor: torch.Tensor, root_rank: int, what: str, name: str | None, part: str) -> None:
+    full = None if name is None else f"{name}.{part}"
+    start_broadcast([tensor], root_rank, what, full, in_place=True, sync=True).wait()
+
+
+def _pickle(produce: Callable[[], Any]) -> tuple[Exception | None, bytes]:
+    """The pickled object; or the exception and its text, so that other ranks can be told."""
+    try:
+        return None, cloudpickle.dumps(produce())
+    except Exception as error:  # whatever a user's __reduce__ raises
+        return error, f"{type(error).__name__}: {error}".encode(errors="replace")
+
+
+def _flag(failure: Exception | None) -> bytes:
+    return b"\0" if failure is None else b"\1"
+
+
+def _to_tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+class _Slot(NamedTuple):
+    """Where a tensor was in a structure that travels without its tensors."""
+
+    position: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class _Structure(NamedTuple):
+    options: list[dict[str, Any]]
+    """Per parameter group, without ``params``."""
+    state: list[Any]
+    """Per parameter, in order of the groups; None where the root has no state."""
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _describe_groups(optimizer: torch.optim.Optimizer) -> list[str]:
+    return [
+        f"group {number} parameter {index} {_shape(parameter)}"
+        for number, group in enumerate(optimizer.param_groups)
+        for index, parameter in enumerate(group["params"])
+    ]
+
+
+def _take_apart(optimizer: torch.optim.Optimizer, tensors: list[torch.Tensor], what: str) -> _Structure:
+    def strip(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            check_tensor(value, f"{what}: the root's state")
+            tensors.append(value)
+            return _Slot(len(tensors) - 1, tuple(value.shape), value.dtype)
+        return _map_children(value, strip)
+
+    options = [
+        {key: strip(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+    ]
+    state = [strip(dict(optimizer.state[p])) if p in optimizer.state else None for p in _parameters(optimizer)]
+    return _Structure(options, state)
+
+
+def _put_together(optimizer: torch.optim.Optimizer, structure: _Structure, tensors: list[torch.Tensor]) -> None:
+    """Builds the root's structure here; ``tensors`` receives the tensors that its values belong into, in order."""
+    found: dict[int, torch.Tensor] = {}
+
+    def fill(value: Any, present: Any, like: torch.Tensor | None) -> Any:
+        if isinstance(value, _Slot):
+            found[value.position] = _home(value, present, like)
+            return found[value.position]
+        children = present if isinstance(present, dict) else {}
+        if isinstance(value, dict):
+            return {key: fill(item, children.get(key), like) for key, item in value.items()}
+        return _map_children(value, lambda item: fill(item, None, like))
+
+    for group, options in zip(optimizer.param_groups, structure.options, strict=True):
+        for key, value in options.items():
+            group[key] = fill(value, group.get(key), None)
+    for parameter, state in zip(_parameters(optimizer), structure.state, strict=True):
+        if state is None:
+            optimizer.state.pop(parameter, None)
+        else:
+            optimizer.state[parameter] = fill(state, optimizer.state.get(parameter), parameter)
+    tensors.extend(found[index] for index in range(len(found)))
+
+
+def _home(slot: _Slot, present: Any, like: torch.Tensor | None) -> torch.Tensor:
+    """Memory for a tensor of the root: the one already here if it fits, else a new one laid out as its parameter."""
+    if isinstance(present, torch.Tensor) and (tuple(present.shape), present.dtype) == (slot.shape, slot.dtype):
+        return present
+    if like is not None and tuple(like.shape) == slot.shape:
+        return torch.empty_like(like, dtype=slot.dtype, requires_grad=False)
+    return torch.empty(slot.shape, dtype=slot.dtype)
+
+
+def _map_children(value: Any, function: Callable[[Any], Any]) -> Any:
+    if isinstance(value, dict):
+        return {key: function(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(function(item) for item in value)
+    return value

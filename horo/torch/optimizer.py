@@ -1,0 +1,219 @@
+# ruff: noqa: PLR0917  (the order of arguments is Horovod's)
+"""``DistributedOptimizer``: any torch optimizer, with its gradients averaged over all ranks."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from horo._errors import UnsupportedError, UsageError
+from horo.torch._reducer import GradientReducer, Plan
+from horo.torch.compression import Compression, Compressor
+from horo.torch.ops import Average, Sum, resolve_op
+from horo.torch.process_sets import ProcessSet, check_process_set, global_process_set
+
+__all__ = ["DistributedOptimizer"]
+
+_Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
+
+
+def DistributedOptimizer(
+    optimizer: _Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: type[Compressor] = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> _Optimizer:
+    """Makes ``optimizer`` average gradients over all ranks while backward runs, before its ``step()``.
+
+    The optimizer itself is returned: its class, state, options and ``state_dict()`` stay what they are. It gains
+
+    - ``synchronize()``: wait for the averaged gradients, e.g. to clip them; then ``step()`` inside
+    - ``skip_synchronize()``, a context in which ``step()`` does not average again;
+    - ``no_sync()``, a context in which backward only accumulates locally;
+    - ``set_backward_passes_per_step(n)``.
+
+    After ``loss.backward()`` gradients are on their way: ``zero_grad()`` refuses to run until ``step()`` or
+    ``synchronize()``, and a gradient changed in between is an error. With a gradient scaler::
+
+        scaler.scale(loss).backward()
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+
+    Every parameter that requires grad takes part in every step, with zeros if this rank did not use it. Parameters
+    frozen or thawed later are noticed; ranks must freeze and thaw alike. ``step(closure)`` averages after each
+    evaluation of the closure and gives the optimizer the mean of the ranks' losses.
+
+    Args:
+        optimizer: Any ``torch.optim.Optimizer``.
+        named_parameters: ``model.named_parameters()``; names tie gradients together and appear in messages. Without
+            it, names come from positions.
+        compression: What is sent instead of a gradient, e.g. ``Compression.bf16``.
+        backward_passes_per_step: How many backward passes accumulate locally before gradients are averaged. They are
+            added up, not divided.
+        op: ``Average`` or ``Sum``.
+        gradient_predivide_factor: Splits the averaging: divide by it before the sum, by size over it after.
+        num_groups: Deprecated name of an integer ``groups``.
+        groups: Gradients that travel together: a number of groups of about equal length, or lists of parameters
+            (others travel alone).
+        sparse_as_dense: Average sparse gradients as dense ones; else their rows are gathered.
+        process_set: ``global_process_set``.
+
+    Raises:
+        NotInitializedError: Before ``init()``.
+        UsageError: An argument is wrong; the sentence names it.
+        UnsupportedError: ``op`` or ``process_set`` is not supported yet.
+    """
+    check_process_set(process_set)
+    _check_optimizer(optimizer)
+    if resolve_op(op) not in (Average, Sum):
+        raise UnsupportedError(f"DistributedOptimizer: op={op} is not supported; use hvd.Average or hvd.Sum")
+    if gradient_predivide_factor != 1.0 and op != Average:
+        raise UsageError("gradient_predivide_factor needs op=Average")
+    if not gradient_predivide_factor > 0:
+        raise UsageError(f"gradient_predivide_factor must be positive, not {gradient_predivide_factor}")
+    if backward_passes_per_step <= 0:
+        raise UsageError(f"backward_passes_per_step must be positive, not {backward_passes_per_step}")
+    if num_groups:
+        warnings.warn("num_groups= is deprecated; use groups=", DeprecationWarning, stacklevel=2)
+        groups = num_groups if groups is None else groups
+    names = _names(optimizer, named_parameters)
+    plan = Plan(op, compression, float(gradient_predivide_factor), sparse_as_dense, backward_passes_per_step)
+    _attach(optimizer, GradientReducer(optimizer, plan, names, _grouped(optimizer, groups)))
+    optimizer.op = op  # type: ignore[attr-defined]
+    optimizer.process_set = process_set  # type: ignore[attr-defined]
+    return optimizer
+
+
+def find_duplicates(values: Iterable[Any]) -> set[Any]:
+    """The values that come more than once."""
+    return {value for value, count in Counter(values).items() if count > 1}
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(f"DistributedOptimizer: expected a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    if hasattr(optimizer, "_reducer"):
+        raise UsageError("DistributedOptimizer: this optimizer is distributed already")
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _names(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[torch.Tensor, str]:
+    """Name by parameter, checked; empty if none were given."""
+    if named_parameters is None:
+        return {}
+    pairs = list(named_parameters)
+    if any(not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str) for pair in pairs):
+        raise UsageError("named_parameters must yield (name, parameter) tuples, as model.named_parameters() does")
+    duplicates = find_duplicates(name for name, _ in pairs)
+    if duplicates:
+        raise UsageError(f"named_parameters has names more than once: {', '.join(sorted(duplicates))}")
+    names = {parameter: name for name, parameter in reversed(pairs)}
+    for number, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            if parameter not in names:
+                raise UsageError(
+                    f"named_parameters lacks parameter {index} of group {number} of the optimizer, of shape "
+                    f"{list(parameter.shape)}; give all parameters or leave named_parameters out"
+                )
+    return names
+
+
+def _grouped(optimizer: torch.optim.Optimizer, groups: Any) -> list[list[torch.Tensor]]:
+    """Lists of parameters that travel together."""
+    if groups is None:
+        return []
+    own = _parameters(optimizer)
+    if isinstance(groups, int) and not isinstance(groups, bool) and groups >= 0:
+        trained = [parameter for parameter in own if parameter.requires_grad]
+        count = min(groups, len(trained))
+        bounds = [len(trained) * index // count for index in range(count + 1)] if count else [0]
+        return [trained[start:end] for start, end in itertools.pairwise(bounds)]
+    if not isinstance(groups, (list, tuple)) or not all(isinstance(group, (list, tuple)) for group in groups):
+        raise UsageError(
+            f"groups must be a number that is not negative, or a list of lists of parameters, not {groups!r}"
+        )
+    members = [member for group in groups for member in group]
+    if not all(isinstance(member, torch.Tensor) for member in members):
+        raise UsageError("groups must hold parameters (torch.Tensor) only")
+    if find_duplicates(members):
+        raise UsageError("groups has a parameter more than once")
+    known = set(own)
+    for number, group in enumerate(groups):
+        for member in group:
+            if member not in known:
+                raise UsageError(
+                    f"groups[{number}] has a tensor of shape {list(member.shape)} that the optimizer lacks"
+                )
+    return [list(group) for group in groups if group]
+
+
+class _Intercepted:
+    """Methods of the optimizer that concern reductions under way.
+
+    They sit on the one object, not on a class of its own, and refer to it weakly: an optimizer in a cycle with itself
+    would keep its hooks on the model until the next garbage collection.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, reducer: GradientReducer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._reducer = reducer
+        self._before = {name: vars(optimizer)[name] for name in self.names if name in vars(optimizer)}
+
+    names = ("zero_grad", "add_param_group", "load_state_dict")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears gradients.
+
+        Raises:
+            AssertionError: They are being reduced.
+        """
+        self._reducer.refuse_while_pending("zero_grad()")
+        self._inner("zero_grad")(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group of parameters; their gradients are averaged too."""
+        self._inner("add_param_group")(param_group)
+        self._reducer.adopt()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state; gradients under way are waited for first."""
+        self._reducer.drain()
+        self._inner("load_state_dict")(state_dict)
+
+    def _inner(self, name: str) -> Any:
+        optimizer = self._optimizer()
+        return self._before.get(name) or getattr(type(optimizer), name).__get__(optimizer)
+
+
+def _attach(optimizer: Any, reducer: GradientReducer) -> None:
+    """Gives the optimizer its reducer: torch's own hooks around ``step``, and methods on this one object."""
+    optimizer.register_step_pre_hook(reducer.before_step)
+    optimizer.register_step_post_hook(reducer.after_step)
+    intercepted = _Intercepted(optimizer, reducer)
+    for name in intercepted.names:
+        setattr(optimizer, name, getattr(intercepted, name))
+    for name in ("synchronize", "skip_synchronize", "no_sync", "set_backward_passes_per_step"):
+        setattr(optimizer, name, getattr(reducer, name))
+    optimizer.find_duplicates = find_duplicates
+    optimizer.backward_passes_per_step = reducer.plan.passes
+    optimizer._reducer = reducer
+    optimizer._parameter_names = reducer.names
+    optimizer._requires_update = reducer.hooked
+    optimizer._handles = reducer.handles

@@ -1,0 +1,203 @@
+#include "collective/pipeline.h"
+
+#include "horo.h"
+
+enum { SCRATCH_ALIGNMENT = 64, ELEMENT_BYTES_MAX = 8 };
+
+void hr_part(size_t count, size_t part_count, size_t index, size_t *begin, size_t *length) {
+    const size_t base = count / part_count;
+    const size_t longer = count % part_count;
+    *begin = index * base + (index < longer ? index : longer);
+    *length = base + (index < longer ? 1 : 0);
+}
+
+static size_t divide_up(size_t count, size_t by) {
+    return count / by + (count % by != 0);
+}
+
+static size_t align_up(size_t bytes) {
+    return divide_up(bytes, SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT;
+}
+
+size_t hr_pipeline_scratch_bytes(size_t part_bytes, size_t piece_bytes) {
+    size_t piece = piece_bytes < ELEMENT_BYTES_MAX ? ELEMENT_BYTES_MAX : piece_bytes;
+    piece = piece < part_bytes ? piece : part_bytes;
+    return HR_CROSS_WINDOW * align_up(piece);
+}
+
+static int call_is_valid(const struct hr_cross_call *call) {
+    return call->host_count >= 2 && call->host >= 0 && call->host < call->host_count && hr_dtype_bytes(call->dtype) > 0 &&
+           call->piece_bytes > 0;
+}
+
+int hr_pipeline_begin(struct hr_cross *state, const struct hr_cross_ops *ops, const struct hr_cross_call *call,
+                      hr_plan_maker *make_plan) {
+    *state = (struct hr_cross){.ops = ops, .call = *call, .status = HORO_IN_PROGRESS};
+    if (!call_is_valid(call)) {
+        state->status = HORO_ERR_INTERNAL;
+        return state->status;
+    }
+    make_plan(call, &state->plan);
+    const size_t element_bytes = hr_dtype_bytes(call->dtype);
+    const size_t piece_elements = call->piece_bytes < element_bytes ? 1 : call->piece_bytes / element_bytes;
+    const size_t part_elements = divide_up(call->count, state->plan.part_count);
+    state->element_bytes = element_bytes;
+    state->piece_count = divide_up(part_elements, piece_elements);
+    state->slot_bytes = state->piece_count == 0 ? 0 : align_up(divide_up(part_elements, state->piece_count) * element_bytes);
+    state->total = state->piece_count * (size_t)state->plan.step_count;
+    return HORO_OK;
+}
+
+/* One piece: where it lies in the data. */
+struct span {
+    char *data;
+    size_t count;
+    size_t bytes;
+};
+
+static struct span span_of(const struct hr_cross *state, size_t part, size_t piece) {
+    size_t part_begin;
+    size_t part_count;
+    size_t begin;
+    size_t count;
+    hr_part(state->call.count, state->plan.part_count, part, &part_begin, &part_count);
+    hr_part(part_count, state->piece_count, piece, &begin, &count);
+    char *data = (char *)state->call.data + (part_begin + begin) * state->element_bytes;
+    return (struct span){data, count, count * state->element_bytes};
+}
+
+static struct hr_step step_of(const struct hr_cross *state, size_t q) {
+    struct hr_step step = {.send_peer = -1, .recv_peer = -1};
+    state->plan.step(state, (int)(q / state->piece_count), &step);
+    return step;
+}
+
+/* Whether q moves anything at all, for one direction: empty pieces (short parts) do not travel. */
+static int sends(const struct hr_cross *state, const struct hr_step *step, size_t q, struct span *span) {
+    *span = span_of(state, step->send_part, q % state->piece_count);
+    return step->send_peer >= 0 && span->bytes > 0;
+}
+
+static int receives(const struct hr_cross *state, const struct hr_step *step, size_t q, struct span *span) {
+    *span = span_of(state, step->recv_part, q % state->piece_count);
+    return step->recv_peer >= 0 && span->bytes > 0;
+}
+
+static char *slot_of(const struct hr_cross *state, size_t q) {
+    return (char *)state->call.scratch + q % HR_CROSS_WINDOW * state->slot_bytes;
+}
+
+/* An io that was not posted for this q, because it has nothing to move, is idle and counts as done. */
+static int is_over(const struct hr_io *io) {
+    return io->state == HR_IO_DONE || io->state == HR_IO_IDLE;
+}
+
+static void count_sent(struct hr_cross *state) {
+    while (state->sent < state->send_posted && is_over(&state->send[state->sent % HR_CROSS_WINDOW])) {
+        state->sent++;
+    }
+}
+
+static void reduce(const struct hr_cross *state, const struct hr_step *step, size_t q, const struct span *span) {
+    const void *received = slot_of(state, q);
+    const int is_left = step->arrival == HR_ARRIVAL_IS_LEFT;
+    const void *const operands[2] = {is_left ? received : span->data, is_left ? span->data : received};
+    hr_kernel_best()->reduce(state->call.dtype, state->call.reduce_op, span->data, NULL, operands, 2, span->count, 1.0,
+                             HR_STORE_ORDINARY);
+}
+
+static void finish_received(struct hr_cross *state) {
+    while (state->finished < state->recv_posted && is_over(&state->recv[state->finished % HR_CROSS_WINDOW])) {
+        const size_t q = state->finished;
+        const struct hr_step step = step_of(state, q);
+        if (step.arrival != HR_ARRIVAL_REPLACES) {
+            struct span span;
+            if (state->plan.reduces_what_it_sends && state->sent <= q) {
+                return;
+            }
+            if (receives(state, &step, q, &span)) {
+                reduce(state, &step, q, &span);
+            }
+        }
+        state->finished++;
+    }
+}
+
+static int post_receives(struct hr_cross *state) {
+    struct hr_transport *transport = state->call.transport;
+    const size_t reuse = (size_t)state->plan.reuse_distance * state->piece_count;
+    while (state->recv_posted < state->total && state->recv_posted < state->finished + HR_CROSS_WINDOW) {
+        const size_t q = state->recv_posted;
+        const struct hr_step step = step_of(state, q);
+        const int replaces = step.arrival == HR_ARRIVAL_REPLACES;
+        struct hr_io *io = &state->recv[q % HR_CROSS_WINDOW];
+        struct span span;
+        io->state = HR_IO_IDLE;
+        if (receives(state, &step, q, &span)) {
+            if (replaces && reuse != 0 && q >= reuse && state->sent <= q - reuse) {
+                return HORO_OK;
+            }
+            HR_TRY(transport->ops->post_recv(transport, step.recv_peer, HR_CHANNEL_DATA, replaces ? span.data : slot_of(state, q),
+                                             span.bytes, io));
+        }
+        state->recv_posted++;
+    }
+    return HORO_OK;
+}
+
+static int post_sends(struct hr_cross *state) {
+    struct hr_transport *transport = state->call.transport;
+    while (state->send_posted < state->total && state->send_posted < state->sent + HR_CROSS_WINDOW &&
+           state->send_posted < state->finished + state->piece_count) {
+        const size_t q = state->send_posted;
+        const struct hr_step step = step_of(state, q);
+        struct hr_io *io = &state->send[q % HR_CROSS_WINDOW];
+        struct span span;
+        io->state = HR_IO_IDLE;
+        if (sends(state, &step, q, &span)) {
+            HR_TRY(transport->ops->post_send(transport, step.send_peer, HR_CHANNEL_DATA, span.data, span.bytes, io));
+        }
+        state->send_posted++;
+    }
+    return HORO_OK;
+}
+
+/* All that are posted are looked at, not only the next one: what comes before a lost piece may never come either. */
+static int any_failed(const struct hr_cross *state) {
+    for (int i = 0; i < HR_CROSS_WINDOW; i++) {
+        if (state->send[i].state == HR_IO_FAILED || state->recv[i].state == HR_IO_FAILED) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+static int post(struct hr_cross *state) {
+    HR_TRY(post_receives(state));
+    return post_sends(state);
+}
+
+/* Changes with whatever one round of progress has done. */
+static size_t counted(const struct hr_cross *state) {
+    return state->sent + state->finished + state->recv_posted + state->send_posted;
+}
+
+int hr_pipeline_progress(struct hr_cross *state) {
+    if (state->status != HORO_IN_PROGRESS) {
+        return state->status;
+    }
+    int status = any_failed(state) ? HORO_ERR_PEER_LOST : HORO_OK;
+    for (size_t before = SIZE_MAX; status == HORO_OK && before != counted(state);) {
+        before = counted(state);
+        count_sent(state);
+        finish_received(state);
+        status = post(state);
+    }
+    if (status != HORO_OK) {
+        state->call.transport->ops->abandon(state->call.transport, HR_CHANNEL_DATA);
+        state->status = status;
+    } else if (state->sent == state->total && state->finished == state->total) {
+        state->status = HORO_OK;
+    }
+    return state->status;
+}

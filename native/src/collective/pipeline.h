@@ -1,0 +1,51 @@
+/*
+ * What all algorithms between hosts have in common. An algorithm is a list of steps: in each, a member sends one part of the
+ * data to one peer and receives one part from another, which replaces its own or is reduced into it. Every part is cut into
+ * the same number of pieces, so the pieces of all steps form one sequence
+ *
+ *     q = step * piece_count + piece
+ *
+ * and one rule covers the flow of data: piece q may be sent once piece q - piece_count, the same piece one step earlier, is
+ * finished (has come and is reduced). Pieces finish in the order of q, whatever order they come in, so the order of summation
+ * depends on nothing but the call.
+ *
+ * Why it cannot hang: what q waits for at any member (the same piece a step earlier, its own send, a place in the window)
+ * has a smaller q at some member, or is the same q on the other side of the link.
+ */
+#ifndef HR_COLLECTIVE_PIPELINE_H
+#define HR_COLLECTIVE_PIPELINE_H
+
+#include "collective/cross.h"
+
+enum hr_arrival {
+    HR_ARRIVAL_REPLACES = 0,      /* received straight into the data */
+    HR_ARRIVAL_IS_LEFT = 1,       /* data = received op data */
+    HR_ARRIVAL_IS_RIGHT = 2,      /* data = data op received */
+};
+
+/* What this member does in one step; a peer of -1 means that it does not send or receive. */
+struct hr_step {
+    int send_peer;
+    int recv_peer;
+    size_t send_part;
+    size_t recv_part;
+    enum hr_arrival arrival;
+};
+
+/* Fills in the plan of a call that has been checked; zeroed before. */
+typedef void hr_plan_maker(const struct hr_cross_call *call, struct hr_plan *plan);
+
+/* Cuts `count` into `part_count` parts that differ by at most one: where part `index` begins and how long it is. */
+void hr_part(size_t count, size_t part_count, size_t index, size_t *begin, size_t *length);
+
+/* Bytes of scratch for the pieces in flight of parts of at most part_bytes. */
+size_t hr_pipeline_scratch_bytes(size_t part_bytes, size_t piece_bytes);
+
+/* As hr_cross_ops.begin: checks the call (except root_host), then asks for the plan. */
+int hr_pipeline_begin(struct hr_cross *state, const struct hr_cross_ops *ops, const struct hr_cross_call *call,
+                      hr_plan_maker *make_plan);
+
+/* As hr_cross_ops.progress; does everything that is possible before it returns. */
+int hr_pipeline_progress(struct hr_cross *state);
+
+#endif

@@ -1,0 +1,107 @@
+/*
+ * Broadcasts. Members are counted from the root: member v is host (root + v) mod h.
+ *
+ * Binomial tree (Thakur et al. 2005, see doubling.c): v hears from v without its lowest bit and passes on to v + m for every
+ * power of two m below that bit, largest first, since the largest has most members behind it. ceil(log2 h) steps; the root
+ * sends all bytes as many times.
+ *
+ * Chain: v hears from v - 1 and passes on to v + 1. h - 1 hops; all bytes cross each link once, and with pieces in flight on
+ * all links the time for large data is that of one link.
+ */
+#include "collective/pipeline.h"
+
+static int host_at(const struct hr_cross_call *call, int v) {
+    return (call->root_host + v) % call->host_count;
+}
+
+static int place_of(const struct hr_cross_call *call) {
+    return (call->host - call->root_host + call->host_count) % call->host_count;
+}
+
+/* The first distance to try: below the lowest bit of v, or for the root the largest power of two below h. */
+static int first_distance(int v, int host_count) {
+    int distance = 1;
+    while ((v & distance) == 0 && distance < host_count) {
+        distance *= 2;
+    }
+    return distance / 2;
+}
+
+/* The distance to child number `index`, 0 if there are fewer. */
+static int child_distance(int v, int host_count, int index) {
+    int distance = first_distance(v, host_count);
+    while (distance > 0 && v + distance >= host_count) {
+        distance /= 2;
+    }
+    return distance >> index;
+}
+
+static void tree_step(const struct hr_cross *state, int index, struct hr_step *step) {
+    const struct hr_cross_call *call = &state->call;
+    const int v = place_of(call);
+    if (v != 0 && index == 0) {
+        step->recv_peer = host_at(call, v & (v - 1));
+    } else {
+        const int child = v + child_distance(v, call->host_count, v == 0 ? index : index - 1);
+        step->send_peer = host_at(call, child);
+    }
+}
+
+static void chain_step(const struct hr_cross *state, int index, struct hr_step *step) {
+    const struct hr_cross_call *call = &state->call;
+    const int v = place_of(call);
+    if (v != 0 && index == 0) {
+        step->recv_peer = host_at(call, v - 1);
+    } else {
+        step->send_peer = host_at(call, v + 1);
+    }
+}
+
+/* Everything is received where it belongs. */
+static size_t no_scratch(int host_count, size_t bytes, size_t piece_bytes) {
+    (void)host_count;
+    (void)bytes;
+    (void)piece_bytes;
+    return 0;
+}
+
+static void tree_plan(const struct hr_cross_call *call, struct hr_plan *plan) {
+    const int v = place_of(call);
+    int children = 0;
+    while (child_distance(v, call->host_count, children) > 0) {
+        children++;
+    }
+    plan->step_count = (v != 0) + children;
+    plan->part_count = 1;
+    plan->step = tree_step;
+}
+
+static void chain_plan(const struct hr_cross_call *call, struct hr_plan *plan) {
+    const int v = place_of(call);
+    plan->step_count = (v != 0) + (v != call->host_count - 1);
+    plan->part_count = 1;
+    plan->step = chain_step;
+}
+
+static int broadcast_begin(struct hr_cross *state, const struct hr_cross_ops *ops, const struct hr_cross_call *call,
+                           hr_plan_maker *make_plan) {
+    if (call->root_host < 0 || call->root_host >= call->host_count) {
+        *state = (struct hr_cross){.ops = ops, .call = *call, .status = HORO_ERR_INTERNAL};
+        return HORO_ERR_INTERNAL;
+    }
+    return hr_pipeline_begin(state, ops, call, make_plan);
+}
+
+static int tree_begin(struct hr_cross *state, const struct hr_cross_call *call) {
+    return broadcast_begin(state, &hr_cross_tree, call, tree_plan);
+}
+
+static int chain_begin(struct hr_cross *state, const struct hr_cross_call *call) {
+    return broadcast_begin(state, &hr_cross_chain, call, chain_plan);
+}
+
+const struct hr_cross_ops hr_cross_tree = {
+    .name = "tree", .scratch_bytes = no_scratch, .begin = tree_begin, .progress = hr_pipeline_progress};
+
+const struct hr_cross_ops hr_cross_chain = {
+    .name = "chain", .scratch_bytes = no_scratch, .begin = chain_begin, .progress = hr_pipeline_progress};

@@ -1,0 +1,44 @@
+"""Starts example scripts as a user would: alone, under hororun or under torchrun."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+LIMIT_SECONDS = 100
+
+# What another launcher, or the one that runs the tests, may have left.
+_LAUNCHER_PREFIXES = ("HORO_", "HOROVOD_", "OMPI_", "PMI_", "SLURM_", "TORCHELASTIC_")
+_LAUNCHER_NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+
+
+def launcher(name: str, ranks: int) -> list[str]:
+    """The words before ``python script.py``; ``name`` is python, hororun or torchrun."""
+    if name == "python":
+        return [sys.executable]
+    if name == "hororun":
+        slots = f"localhost:{ranks}"  # more ranks than this machine may have cores
+        return [sys.executable, "-m", "horo.runner", "-np", str(ranks), "-H", slots, "--no-prefix", sys.executable]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+
+
+def start(command: list[str], *, expected_code: int = 0) -> subprocess.CompletedProcess[str]:
+    """Runs to the end with one thread per rank, so that ranks do not fight for cores; checks the exit code."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _LAUNCHER_NAMES and not name.startswith(_LAUNCHER_PREFIXES)
+    }
+    done = subprocess.run(
+        command,
+        env={**kept, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS,
+        check=False,
+    )
+    assert done.returncode == expected_code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done

@@ -1,0 +1,85 @@
+"""Ranks that really bootstrap, as threads of one process around one store."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from horo._bootstrap.job import Connection, connect
+from horo._bootstrap.launch import detect_launch
+from horo._bootstrap.store import StoreServer
+from horo._config import read_config
+
+__all__ = ["SECRET", "environments", "join_all", "open_descriptors", "run_threads", "serving", "wait_until"]
+
+SECRET = bytes(range(32))
+
+T = TypeVar("T")
+
+
+@contextmanager
+def serving() -> Iterator[StoreServer]:
+    """A store on loopback."""
+    with StoreServer(["127.0.0.1"], SECRET) as server:
+        yield server
+
+
+def environments(server: StoreServer, size: int, common: Mapping[str, str] | None = None) -> list[dict[str, str]]:
+    """What hororun would tell ``size`` ranks, without local ranks; ``common`` is added to all."""
+    return [
+        {
+            "HOROVOD_RANK": str(rank),
+            "HOROVOD_SIZE": str(size),
+            "HOROVOD_HOSTNAME": f"name{rank}",
+            "HORO_STORE": ",".join(map(str, server.endpoints)),
+            "HORO_SECRET": SECRET.hex(),
+            "HORO_START_TIMEOUT": "20",
+            **(common or {}),
+        }
+        for rank in range(size)
+    ]
+
+
+def run_threads(functions: Sequence[Callable[[], T]]) -> list[T | BaseException]:
+    """The result of each function, or what it raised; all run at once."""
+    results: list[T | BaseException] = [RuntimeError("did not end")] * len(functions)
+
+    def run(index: int) -> None:
+        try:
+            results[index] = functions[index]()
+        except BaseException as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return results
+
+
+def join_all(environs: Sequence[Mapping[str, str]], epoch: int = 1) -> list[Connection | BaseException]:
+    """``connect`` for every environment at once."""
+
+    def joiner(environ: Mapping[str, str]) -> Callable[[], Connection]:
+        return lambda: connect(detect_launch(environ), read_config(environ), epoch, [])
+
+    return run_threads([joiner(environ) for environ in environs])
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """Returns once ``condition`` holds; fails the test if it does not in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError("did not happen in time")
+        time.sleep(0.005)
+
+
+def open_descriptors() -> int:
+    """How many descriptors this process has open."""
+    return len(list(Path("/proc/self/fd").iterdir()))

@@ -1,0 +1,82 @@
+"""Runs pytest on the core built under a sanitizer: `sanitize.py address|undefined|thread [pytest arguments]`.
+
+The interpreter is not instrumented, so the sanitizer's library must be loaded before it (LD_PRELOAD); what happens
+inside the core and in everything that the sanitizer intercepts (malloc, memcpy, pthread) is checked all the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+__all__ = ["SANITIZERS", "environment", "main"]
+
+FOLDER = Path(__file__).resolve().parent
+SANITIZERS = {"address": "libasan.so", "undefined": "libubsan.so", "thread": "libtsan.so"}
+OPTIONS = {
+    # No leak check: the interpreter keeps thousands of blocks on purpose, and as it is built without frame pointers, no
+    # suppression can tell their stacks from the core's. The fuzz replay, a plain C program, does check for leaks.
+    "ASAN_OPTIONS": "detect_leaks=0:strict_string_checks=1:detect_stack_use_after_return=1:allocator_may_return_null=1",
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+    "TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1:history_size=4",
+}
+ADDR_NO_RANDOMIZE = 0x0040000
+
+
+def _library(sanitizer: str) -> str:
+    """Where the compiler that builds the core keeps the library."""
+    compiler = os.environ.get("CC", "cc").split()[0]
+    found = subprocess.run(
+        [compiler, f"-print-file-name={SANITIZERS[sanitizer]}"], check=True, capture_output=True, text=True, timeout=60
+    ).stdout.strip()
+    if not Path(found).is_absolute():
+        raise FileNotFoundError(
+            f"{compiler} has no {SANITIZERS[sanitizer]}: install the compiler's sanitizer libraries"
+        )
+    return str(Path(found).resolve())
+
+
+def environment(sanitizer: str, base: Mapping[str, str]) -> dict[str, str]:
+    """The environment for an interpreter that is to load the core built under `sanitizer`.
+
+    Args:
+        sanitizer: A key of SANITIZERS.
+        base: The environment to start from; options already in it win over the defaults here.
+
+    Raises:
+        FileNotFoundError: The compiler has no such library.
+    """
+    preload = ":".join(filter(None, [_library(sanitizer), base.get("LD_PRELOAD")]))
+    result = {**OPTIONS, **base, "HORO_SANITIZE": sanitizer, "LD_PRELOAD": preload}
+    result["PYTHONMALLOC"] = "malloc"  # one block per object, so that an overrun out of a Python buffer is seen
+    return result
+
+
+def main(arguments: list[str]) -> None:
+    """Becomes pytest; returns only by raising SystemExit."""
+    if not arguments or arguments[0] not in SANITIZERS:
+        given = repr(arguments[0]) if arguments else "nothing"
+        raise SystemExit(f"sanitize.py: the first argument must be one of {', '.join(SANITIZERS)}, got {given}")
+    sanitizer, *rest = arguments
+    try:
+        env = environment(sanitizer, os.environ)
+    except (FileNotFoundError, subprocess.SubprocessError) as error:
+        raise SystemExit(f"sanitize.py: {error}") from error
+    # Before the library is loaded: the compiler is not what is to be checked.
+    build = [sys.executable, "-c", "import native_build; native_build.build()"]
+    if subprocess.run(build, cwd=FOLDER, env={**os.environ, "HORO_SANITIZE": sanitizer}, check=False).returncode != 0:
+        raise SystemExit(f"sanitize.py: the core does not build with the {sanitizer} sanitizer, see above")
+    if sanitizer == "thread":
+        # Its shadow memory has fixed places, which a kernel with many random bits of mmap may have taken.
+        ctypes.CDLL(None).personality(ADDR_NO_RANDOMIZE)
+    # --capture=sys leaves descriptor 2 alone: the report of a run that ends on the spot must not end in a buffer.
+    pytest = [sys.executable, "-m", "pytest", "--capture=sys", *(rest or [str(FOLDER)])]
+    os.execve(sys.executable, pytest, env)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,43 @@
+/* The algorithms between hosts as plain functions: on any transport, or all members in one thread. */
+#ifndef SHIM_CROSS_H
+#define SHIM_CROSS_H
+
+/* cffi: skip */
+#include <stddef.h>
+#include <stdint.h>
+/* cffi: end */
+
+enum shim_algorithm { SHIM_RING = 0, SHIM_DOUBLING = 1, SHIM_TREE = 2, SHIM_CHAIN = 3 };
+
+typedef struct {
+    int algorithm;
+    int host_count;
+    size_t count;
+    int dtype;
+    int reduce_op;
+    int root_host;
+    size_t piece_bytes;
+} shim_cross_call;
+
+/* One part of `part_count` nearly equal ones. */
+void shim_part(size_t count, size_t part_count, size_t index, size_t *begin, size_t *length);
+
+/*
+ * As member `host`: `repeats` calls on consecutive blocks of data, each begun as soon as the one before is all posted.
+ * HORO_OK, the first error, or HORO_ERR_TIMEOUT.
+ */
+int shim_cross_run(void *transport, int host, const shim_cross_call *call, void *data, int repeats, int timeout_ms);
+
+/* The status of begin. */
+int shim_cross_begin(void *transport, int host, const shim_cross_call *call, void *data);
+
+/*
+ * All members in this thread over a loopback hub, driven in an order drawn from `seed`. When hosts cut_a and cut_b (or -1)
+ * have made cut_turn turns in all, their link is cut; a member with an error closes its end. Fills statuses (HORO_IN_PROGRESS:
+ * not over after very many turns) and the bytes that each member sent. HORO_OK, HORO_ERR_RESOURCE, or HORO_ERR_USAGE if an
+ * algorithm received into memory that was being sent or received into.
+ */
+int shim_cross_simulate(const shim_cross_call *call, void *const *data, int delay_polls, size_t link_piece_bytes,
+                        uint64_t seed, int cut_a, int cut_b, int cut_turn, int *statuses, size_t *sent_bytes);
+
+#endif

@@ -1,0 +1,445 @@
+"""The whole core with ranks as threads: every collective, the agreement, and what happens when ranks disagree or vanish."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from ranks import NUMPY_OF_DTYPE, Group, Rank, run_ranks
+
+from horo import _core
+from horo._errors import (
+    AbortedError,
+    GroupError,
+    MismatchError,
+    PeerLostError,
+    StalledError,
+    UnsupportedError,
+    UsageError,
+)
+
+LAYOUTS = [[1], [2], [3], [1, 1], [2, 2], [1, 2], [2, 1, 3], [1, 1, 1, 1, 1]]
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 20) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError("the condition did not come true in time")
+        threading.Event().wait(0.005)
+
+
+# ---- Collectives ----
+
+
+@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
+@pytest.mark.parametrize("spin_us", [0, 50])
+def test_allreduce_sums_any_size_over_any_layout(hosts: list[int], spin_us: int) -> None:
+    counts = [0, 1, 7, 1024, 1025, 40_000, 200_003]
+
+    def body(rank: Rank) -> None:
+        for count in counts:
+            base = np.arange(count, dtype=np.float64) % 1000
+            result = rank.allreduce(base * (rank.rank + 1), f"x{count}")
+            assert np.array_equal(base * rank.size * (rank.size + 1) / 2, result)
+
+    run_ranks(body, hosts, spin_us=spin_us)
+
+
+@pytest.mark.parametrize("hosts", [[2], [3], [2, 1]], ids=str)
+@pytest.mark.parametrize("dtype", sorted(NUMPY_OF_DTYPE))
+def test_allreduce_reduces_every_dtype_with_every_op(hosts: list[int], dtype: str) -> None:
+    reducers = {"sum": np.add, "min": np.minimum, "max": np.maximum, "product": np.multiply}
+
+    def body(rank: Rank) -> None:
+        rng = np.random.default_rng(7)
+        for count in (5, 3000):
+            inputs = [rng.integers(0, 3, count).astype(NUMPY_OF_DTYPE[dtype]) for _ in range(rank.size)]
+            for op, reducer in reducers.items():
+                expected = inputs[0]
+                for other in inputs[1:]:
+                    expected = reducer(expected, other)
+                result = rank.allreduce(inputs[rank.rank].copy(), f"{op}{count}", op)
+                assert np.array_equal(expected, result)
+
+    run_ranks(body, hosts)
+
+
+def test_allreduce_scales_before_and_after() -> None:
+    def body(rank: Rank) -> None:
+        x = rank.allreduce(np.full(3, 2.0), prescale=0.5, postscale=10.0)
+        assert np.array_equal(np.full(3, 0.5 * 2 * rank.size * 10), x)
+        big = rank.allreduce(np.full(30_000, 2.0), "big", "average", prescale=0.5, postscale=10.0)
+        assert np.array_equal(np.full(30_000, 10.0), big)
+
+    for hosts in ([2], [2, 2], [1]):
+        run_ranks(body, hosts)
+
+
+def test_average_of_integers_truncates_toward_zero() -> None:
+    def body(rank: Rank) -> None:
+        assert rank.allreduce(np.array([-3 if rank.rank else 0, 3 if rank.rank else 0]), op="average").tolist() == [-1, 1]
+
+    run_ranks(body, [2])
+
+
+def test_results_are_bit_identical_on_all_ranks() -> None:
+    def body(rank: Rank) -> list[bytes]:
+        rng = np.random.default_rng(rank.rank)
+        return [
+            rank.allreduce(rng.standard_normal(count).astype(np.float32), f"x{count}").tobytes()
+            for count in (10, 5000, 123_457)
+        ]
+
+    for hosts in ([4], [2, 3], [1, 1, 1]):
+        results = run_ranks(body, hosts)
+        assert all(result == results[0] for result in results)
+
+
+@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
+def test_broadcast_from_every_root(hosts: list[int]) -> None:
+    def body(rank: Rank) -> None:
+        for root in range(rank.size):
+            for count in (0, 1, 50_000):
+                x = np.full(count, rank.rank, np.int32)
+                assert (rank.broadcast(x, root, f"{root}.{count}") == root).all()
+
+    run_ranks(body, hosts)
+
+
+@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
+def test_allgather_concatenates_different_first_dimensions(hosts: list[int]) -> None:
+    def body(rank: Rank) -> None:
+        for step in range(3):  # the second and third time come out of the cache with other first dimensions
+            rows = [(r * 7 + step) % 5 * (1000 if step == 2 else 1) for r in range(rank.size)]
+            gathered, first_dims = rank.allgather(np.full((rows[rank.rank], 3), rank.rank, np.int16))
+            assert first_dims == rows
+            assert gathered[:, 1].tolist() == [r for r in range(rank.size) for _ in range(rows[r])]
+
+    run_ranks(body, hosts)
+
+
+def test_a_group_of_mixed_dtypes_is_one_request() -> None:
+    def body(rank: Rank) -> None:
+        arrays = [np.ones(5, np.float32), np.ones(70_000, np.int64), np.ones((2, 2), np.float32)]
+        rank.finish(rank.submit("allreduce", "group", arrays, reduce_op=_core.REDUCE_OPS["sum"]))
+        assert all((array == rank.size).all() for array in arrays)
+        assert rank.context.counters()["requests"] == 1
+
+    run_ranks(body, [2, 1])
+
+
+def test_a_group_of_gathers_has_one_result_per_tensor() -> None:
+    def body(rank: Rank) -> None:
+        arrays = [np.full((rank.rank, 2), rank.rank, np.int32), np.full(3, rank.rank, np.float64)]
+        handle = rank.submit("allgather", "group", arrays)
+        rank.context.wait(handle)
+        data, dims = rank.context.take_result(handle, 1)
+        assert np.frombuffer(data, np.float64).tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+        data, dims = rank.context.take_result(handle, 0)
+        assert dims == [0, 1, 2]
+        assert np.frombuffer(data, np.int32).tolist() == [1, 1, 2, 2, 2, 2]
+        rank.context.release(handle)
+
+    run_ranks(body, [3])
+
+
+# ---- Agreement ----
+
+
+@pytest.mark.parametrize("hosts", [[2], [4], [2, 2], [1, 1, 1]], ids=str)
+@pytest.mark.parametrize("capacity", [0, 1, 5, 1024])
+def test_ranks_may_submit_in_any_order_with_any_cache(hosts: list[int], capacity: int) -> None:
+    def body(rank: Rank) -> None:
+        for step in range(6):
+            names = [f"t{i}" for i in range(24)]
+            random.Random(step * 100 + rank.rank).shuffle(names)
+            arrays = {name: np.full(int(name[1:]) * 10 + 1, rank.rank + step, np.float64) for name in names}
+            handles = {
+                name: rank.submit("allreduce", name, [arrays[name]], reduce_op=_core.REDUCE_OPS["sum"]) for name in names
+            }
+            for name, handle in handles.items():
+                rank.finish(handle)
+                assert (arrays[name] == rank.size * (rank.size - 1) / 2 + rank.size * step).all()
+
+    run_ranks(body, hosts, cache_capacity=capacity)
+
+
+def test_many_long_names_at_once_flow_through_small_rings() -> None:
+    def body(rank: Rank) -> None:
+        names = [f"{'long' * 60}.{i}" for i in range(1500)]
+        order = names if rank.rank else names[::-1]
+        for _ in range(2):
+            handles = [rank.submit("barrier", name, []) for name in order]
+            for handle in handles:
+                rank.finish(handle)
+
+    run_ranks(body, [2, 1], cache_capacity=64)
+
+
+def test_small_tensors_are_fused_and_fusion_can_be_turned_off() -> None:
+    def body(rank: Rank) -> int:
+        rank.barrier()
+        before = rank.context.counters()["batches"]
+        arrays = [np.ones(10, np.float32) for _ in range(64)]
+        handles = [rank.submit("allreduce", f"{i}", [a], reduce_op=1) for i, a in enumerate(arrays)]
+        for handle in handles:
+            rank.finish(handle)
+        assert all((a == 2).all() for a in arrays)
+        return rank.context.counters()["batches"] - before
+
+    def held_back(rank: Rank) -> int:
+        return body(rank)
+
+    assert max(run_ranks(held_back, [2], fusion_bytes=1 << 20, cycle_time_us=200_000)) < 64
+    assert run_ranks(body, [2], fusion_bytes=0) == [64, 64]
+
+
+def test_cached_tensors_are_announced_by_id() -> None:
+    def body(rank: Rank) -> None:
+        for _ in range(10):
+            rank.allreduce(np.ones(3))
+        assert rank.context.counters()["cache_hits"] == 9
+        for _ in range(3):
+            rank.allreduce(np.ones(3), "once", transient=True)
+        assert rank.context.counters()["cache_hits"] == 9
+
+    run_ranks(body, [2, 1])
+
+
+def test_a_changed_shape_is_agreed_on_anew() -> None:
+    def body(rank: Rank) -> None:
+        for count in (3, 3, 5, 5, 3, 4, 3):
+            assert (rank.allreduce(np.ones(count)) == rank.size).all()
+
+    run_ranks(body, [2, 2])
+
+
+def test_nothing_happens_while_idle() -> None:
+    def body(rank: Rank) -> None:
+        rank.allreduce(np.ones(3))
+        rank.barrier()
+
+    with Group([2, 2]) as group:
+        group.run(body)
+        quiet = threading.Event()
+        quiet.wait(0.2)
+        before = [context.counters() for context in group.contexts]
+        quiet.wait(0.5)
+        assert [context.counters() for context in group.contexts] == before
+
+
+# ---- Ranks that disagree ----
+
+MISMATCHES = [
+    (
+        dict(op="allreduce", arrays=[np.ones((64, 128), np.float32)]),
+        dict(op="allreduce", arrays=[np.ones((64, 127), np.float32)]),
+        ["float32 [64, 128]", "float32 [64, 127]"],
+    ),
+    (
+        dict(op="allreduce", arrays=[np.ones(3, np.float32)]),
+        dict(op="allreduce", arrays=[np.ones(3, np.float64)]),
+        ["float32 [3]", "float64 [3]"],
+    ),
+    (
+        dict(op="allreduce", arrays=[np.ones(3)], reduce_op=1),
+        dict(op="allreduce", arrays=[np.ones(3)], reduce_op=4),
+        ["op Sum", "op Max"],
+    ),
+    (
+        dict(op="allreduce", arrays=[np.ones(3)], prescale=2.0),
+        dict(op="allreduce", arrays=[np.ones(3)], prescale=3.0),
+        ["prescale factor 2", "prescale factor 3"],
+    ),
+    (
+        dict(op="broadcast", arrays=[np.ones(3)], root_rank=0),
+        dict(op="broadcast", arrays=[np.ones(3)], root_rank=1),
+        ["root rank 0", "root rank 1"],
+    ),
+    (
+        dict(op="allreduce", arrays=[np.ones(3)]),
+        dict(op="broadcast", arrays=[np.ones(3)]),
+        ["sent allreduce", "sent broadcast"],
+    ),
+    (
+        dict(op="allgather", arrays=[np.ones((3, 4))]),
+        dict(op="allgather", arrays=[np.ones((9, 5))]),
+        ["float64 [*, 4]", "float64 [*, 5]"],
+    ),
+    (
+        dict(op="allreduce", arrays=[np.ones(3), np.ones(4)]),
+        dict(op="allreduce", arrays=[np.ones(3)]),
+        ["2 tensors", "1 tensor"],
+    ),
+    (
+        dict(op="allreduce", arrays=[np.ones(3), np.ones(4)]),
+        dict(op="allreduce", arrays=[np.ones(3), np.ones(5)]),
+        ["tensor 1 of the group", "float64 [4]", "float64 [5]"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("one", "other", "values"), MISMATCHES)
+@pytest.mark.parametrize("hosts", [[3], [1, 2]], ids=str)
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_mismatch_names_tensor_ranks_and_values_and_the_job_goes_on(
+    one: dict, other: dict, values: list[str], hosts: list[int], cached: bool
+) -> None:
+    def run(rank: Rank, call: dict) -> None:
+        arrays = [array.copy() for array in call["arrays"]]
+        rank.finish(rank.submit(name="layer.weight", **{**call, "arrays": arrays}))
+
+    def body(rank: Rank) -> None:
+        if cached:  # everybody knows the tensor as rank 0 means it
+            run(rank, one)
+        with pytest.raises(MismatchError) as caught:
+            run(rank, other if rank.rank == 2 else one)
+        text = str(caught.value)
+        for part in ["'layer.weight'", "rank 2 (host", *values]:
+            assert part in text, text
+        assert isinstance(caught.value, GroupError)
+        assert (rank.allreduce(np.ones(4), "after") == 3).all()
+        run(rank, one)
+
+    run_ranks(body, hosts)
+
+
+def test_bad_calls_are_refused_where_they_are_made() -> None:
+    def body(rank: Rank) -> None:
+        if rank.rank == 1:
+            with pytest.raises(UsageError, match=r"broadcast 'b': root rank 7 does not exist; ranks are 0 to 1"):
+                rank.broadcast(np.ones(3), 7)
+            with pytest.raises(UsageError, match="a scalar has no first dimension"):
+                rank.submit("allgather", "g", [np.array(3.0)])
+            with pytest.raises(UnsupportedError, match="not offered for bool"):
+                rank.allreduce(np.ones(3, np.bool_), op="average")
+            with pytest.raises(UsageError, match="the name has 0 bytes"):
+                rank.submit("barrier", "", [])
+            with pytest.raises(UsageError, match="the name has 1024 bytes"):
+                rank.submit("barrier", "n" * 2000, [])
+            with pytest.raises(UsageError, match="Handle 99 was not created or has been cleared"):
+                rank.context.poll(99)
+        rank.barrier()
+
+    run_ranks(body, [2])
+
+
+def test_a_name_may_be_in_flight_once() -> None:
+    def body(rank: Rank) -> None:
+        if rank.rank == 0:
+            first = rank.submit("allreduce", "twice", [np.ones(3)], reduce_op=1)
+            with pytest.raises(UsageError, match="'twice': a tensor of this name is being processed already"):
+                rank.submit("allreduce", "twice", [np.ones(3)], reduce_op=1)
+            with pytest.raises(UsageError, match="still running"):
+                rank.context.release(first)
+            rank.barrier()
+            rank.finish(first)
+        else:
+            rank.barrier()
+            rank.allreduce(np.ones(3), "twice")
+
+    run_ranks(body, [2])
+
+
+# ---- Ranks that leave, die or stall ----
+
+
+@pytest.mark.parametrize("hosts", [[3], [1, 1, 1], [2, 1]], ids=str)
+@pytest.mark.parametrize("leaver", [0, 2])
+def test_a_rank_that_shuts_down_fails_what_waits_for_it(hosts: list[int], leaver: int) -> None:
+    submitted = threading.Barrier(3)
+
+    def body(rank: Rank) -> None:
+        if rank.rank == leaver:
+            submitted.wait()
+            rank.context.destroy()
+            return
+        handle = rank.submit("barrier", "never", [])
+        submitted.wait()
+        with pytest.raises(AbortedError, match=rf"rank {leaver} \(host\d\) has shut horo down.*'never'"):
+            rank.finish(handle)
+        with pytest.raises(AbortedError, match="has shut horo down"):
+            rank.submit("barrier", "later", [])
+
+    run_ranks(body, hosts)
+
+
+def test_a_shutdown_fails_the_own_pending_requests() -> None:
+    with Group([2]) as group:
+        rank = Rank(group.contexts[0])
+        handle = rank.submit("allreduce", "x", [np.ones(3)])
+        assert not rank.context.poll(handle)
+
+
+@pytest.mark.parametrize(("hosts", "victim"), [([2], 1), ([2], 0), ([3], 2), ([1, 1], 1), ([2, 2], 3)])
+def test_a_rank_that_dies_is_named_on_every_other_rank(hosts: list[int], victim: int) -> None:
+    submitted = threading.Barrier(sum(hosts))
+
+    def body(rank: Rank) -> None:
+        rank.barrier("start")
+        if rank.rank == victim:
+            submitted.wait()
+            group.kill(victim)
+            return
+        handle = rank.submit("barrier", "x", [])
+        submitted.wait()
+        with pytest.raises(PeerLostError, match=rf"rank {victim} \(host\d\) is gone.*pending here: 'x'"):
+            rank.finish(handle)
+        with pytest.raises(PeerLostError, match=rf"rank {victim} "):
+            rank.submit("barrier", "y", [])
+        assert isinstance(rank.context.health(), PeerLostError)
+
+    with Group(hosts) as group:
+        group.run(body)
+
+
+@pytest.mark.parametrize("hosts", [[3], [1, 2]], ids=str)
+def test_a_stall_is_reported_with_rank_and_tensor(hosts: list[int], capfd: pytest.CaptureFixture[str]) -> None:
+    seen = threading.Event()
+    text = ""
+
+    def body(rank: Rank) -> None:
+        nonlocal text
+        if rank.rank == 2:
+
+            def reported() -> bool:
+                nonlocal text
+                text += capfd.readouterr().err
+                return "'late'" in text
+
+            wait_for(reported)
+            seen.set()
+        rank.allreduce(np.ones(3), "late")
+
+    run_ranks(body, hosts, stall_warning_ms=100)
+    assert seen.is_set()
+    assert "'late' (missing: rank 2 (host" in text
+
+
+def test_a_stall_ends_the_job_if_so_configured() -> None:
+    def body(rank: Rank) -> None:
+        if rank.rank == 1:
+            wait_for(lambda: rank.context.health() is not None)
+            return
+        with pytest.raises(StalledError, match=r"rank 1 \(host0\) has not done its part"):
+            rank.barrier()
+
+    run_ranks(body, [2], stall_warning_ms=50, stall_shutdown_ms=200)
+
+
+def test_contexts_come_and_go() -> None:
+    for _ in range(20):
+        run_ranks(lambda rank: rank.barrier(), [2])
+
+
+def test_many_ranks_in_one_process() -> None:
+    def body(rank: Rank) -> None:
+        for step in range(3):
+            assert rank.allreduce(np.full(100, 1.0), f"{step % 2}")[0] == rank.size
+
+    run_ranks(body, [8, 8, 8], segment_bytes=1 << 12)

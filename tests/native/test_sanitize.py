@@ -1,0 +1,63 @@
+"""Sanitizer runs: a run under a sanitizer proves first that it would see a fault."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sanitize
+from native_build import FLAVOUR
+
+FOLDER = Path(__file__).resolve().parent
+FAULTS = {
+    "address": ("shim_fault_overflow", "AddressSanitizer: heap-buffer-overflow"),
+    "undefined": ("shim_fault_integer", "runtime error: signed integer overflow"),
+    "thread": ("shim_fault_race", "ThreadSanitizer: data race"),
+}
+
+
+@pytest.mark.skipif(FLAVOUR == "", reason="no sanitizer in this run (tests/native/sanitize.py starts one)")
+@pytest.mark.usefixtures("native")  # built, so that the time limit is for running only
+def test_the_sanitizer_of_this_run_reports_a_deliberate_fault_and_ends_the_process() -> None:
+    fault, report = FAULTS[FLAVOUR]
+    code = f"import native_build; print(native_build.load().lib.{fault}(), 'survived')"
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=FOLDER, check=False, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode != 0
+    assert report in result.stderr
+    assert "survived" not in result.stdout
+
+
+@pytest.mark.parametrize("arguments", [[], ["adress"]])
+def test_an_unknown_sanitizer_is_named_and_the_known_ones_listed(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        sanitize.main(arguments)
+    assert "address, undefined, thread" in str(caught.value)
+    assert (repr(arguments[0]) if arguments else "nothing") in str(caught.value)
+
+
+def test_an_unknown_flavour_of_the_build_is_refused() -> None:
+    env = {**os.environ, "HORO_SANITIZE": "memory"}
+    result = subprocess.run(
+        [sys.executable, "-c", "import native_build"],
+        cwd=FOLDER,
+        env=env,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode != 0
+    assert "HORO_SANITIZE is 'memory'" in result.stderr
+
+
+@pytest.mark.parametrize("sanitizer", sanitize.SANITIZERS)
+def test_options_that_the_user_has_set_win(sanitizer: str) -> None:
+    env = sanitize.environment(sanitizer, {"ASAN_OPTIONS": "verbosity=1", "HOME": "/"})
+    assert env["ASAN_OPTIONS"] == "verbosity=1"
+    assert env["HORO_SANITIZE"] == sanitizer
+    assert Path(env["LD_PRELOAD"]).is_file()

@@ -1,0 +1,187 @@
+"""What only stream sockets promise: few system calls, options, reasons, and descriptors that stay the caller's."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+from links import CONTROL, DATA, DEADLINE_MS, TCP_KINDS, Join, create_tcp, joining, poll_until, socket_pair
+
+PEER_LOST = -40
+MIB = 1 << 20
+
+
+@pytest.fixture(params=TCP_KINDS)
+def join(request: pytest.FixtureRequest, native: ModuleType) -> Iterator[Join]:
+    """join(hosts) makes a fabric of stream sockets."""
+    yield from joining(native, request.param)
+
+
+def test_small_messages_share_a_system_call(join: Join) -> None:
+    sender, receiver = join(2).ranks
+    sends = [sender.send(1, b"message") for _ in range(16)]
+    receives = [receiver.recv(0, 7) for _ in range(16)]
+    assert sender.progress()
+    assert all(io.done for io in sends)
+    poll_until(receiver.progress, "arrival")
+    assert all(io.done for io in receives)
+
+
+def test_sleep_names_each_busy_link_with_its_directions(join: Join) -> None:
+    rank = join(4).ranks[0]
+    rank.recv(1, 1, DATA)
+    rank.send(2, b"x", DATA)
+    rank.recv(3, 1, CONTROL)
+    rank.send(3, b"x", CONTROL)
+    count, named = rank.sleep_fds()
+    assert count == 3
+    assert sorted(events for _, events in named) == [1, 4, 5]  # POLLIN, POLLOUT, both
+    assert rank.sleep_fds(capacity=2) == (3, named[:2])
+    assert rank.sleep_fds(capacity=0) == (3, [])
+
+
+def test_hundreds_of_links_are_all_served(native: ModuleType) -> None:
+    hosts = 140
+    pairs = [socket.socketpair() for _ in range(hosts - 1)]
+    rank = create_tcp(native, [-1, *(near.detach() for near, _ in pairs)])
+    receives = [rank.recv(peer, 2) for peer in range(1, hosts)]
+    for peer, (_, far) in enumerate(pairs, start=1):
+        far.send(b"%c!" % peer)
+    assert rank.wait(*receives) == 0
+    assert [io.bytes() for io in receives] == [b"%c!" % peer for peer in range(1, hosts)]
+    rank.destroy()
+    for _, far in pairs:
+        far.close()
+
+
+@pytest.mark.parametrize("kind", TCP_KINDS)
+def test_the_loss_of_one_socket_ends_the_other_as_well(native: ModuleType, kind: str) -> None:
+    (control, far_control), (data, far_data) = socket_pair(kind), socket_pair(kind)
+    with far_control, far_data:
+        rank = create_tcp(native, [-1, data.detach()], control_fds=[-1, control.detach()])
+        received = rank.recv(1, 1, DATA)
+        far_data.close()
+        assert rank.wait(received) == PEER_LOST
+        later = rank.recv(1, 1, CONTROL)
+        assert not rank.sleeps(timeout_ms=0)
+        assert rank.wait(later) == PEER_LOST
+        far_control.settimeout(DEADLINE_MS / 1000)
+        assert far_control.recv(1) == b""
+        rank.destroy()
+
+
+def test_options_of_a_tcp_link(native: ModuleType) -> None:
+    near, far = socket_pair("tcp")
+    with near, far:
+        rank = create_tcp(native, [-1, near.fileno()], peer_timeout_ms=30_000)
+
+        def option(name: int) -> int:
+            return near.getsockopt(socket.IPPROTO_TCP, name)
+
+        def keepalive() -> int:
+            return near.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+        assert not os.get_blocking(near.fileno())
+        assert option(socket.TCP_NODELAY) != 0
+        assert option(socket.TCP_USER_TIMEOUT) == 30_000
+        probes, interval_s = option(socket.TCP_KEEPCNT), option(socket.TCP_KEEPINTVL)
+        assert option(socket.TCP_KEEPIDLE) + probes * interval_s == 30
+        assert keepalive() == 0
+        for enabled in (1, 1, 0, 1):
+            native.lib.shim_watch(rank.transport, enabled)
+            assert keepalive() == enabled
+        rank.destroy()
+        near.detach()  # destroy has closed it
+
+
+def test_keepalive_is_never_asked_for_zero_seconds(native: ModuleType) -> None:
+    near, far = socket_pair("tcp")
+    with near, far:
+        rank = create_tcp(native, [-1, near.fileno()], peer_timeout_ms=1)
+        assert near.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 1
+        assert near.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL) == 1
+        rank.destroy()
+        near.detach()
+
+
+def test_a_reset_connection_says_so(native: ModuleType) -> None:
+    near, far = socket_pair("tcp")
+    rank = create_tcp(native, [-1, near.detach()])
+    received = rank.recv(1, 1)
+    far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    far.close()
+    assert rank.wait(received) == PEER_LOST
+    assert rank.lost() == (1, "Connection reset by peer")
+    rank.destroy()
+
+
+def test_a_closed_connection_says_so(join: Join) -> None:
+    fabric = join(2)
+    fabric.crash(1)
+    rank = fabric.ranks[0]
+    assert rank.wait(rank.recv(1, 1)) == PEER_LOST
+    assert rank.lost() == (1, "connection closed")
+
+
+def test_a_peer_that_stops_reading_is_lost_after_the_timeout(native: ModuleType) -> None:
+    near, far = socket_pair("tcp")
+    with far:
+        rank = create_tcp(native, [-1, near.detach()], peer_timeout_ms=200)
+        sent = rank.send(1, bytes(64 * MIB))
+        assert rank.wait(sent) == PEER_LOST
+        assert rank.lost() == (1, "Connection timed out")
+        rank.destroy()
+
+
+def bad_pipe() -> tuple[int, list[Any]]:
+    read_end, write_end = os.pipe()
+    return read_end, [os.fdopen(read_end, "rb"), os.fdopen(write_end, "wb")]
+
+
+def bad_datagram() -> tuple[int, list[Any]]:
+    pair = socket.socketpair(type=socket.SOCK_DGRAM)
+    return pair[0].fileno(), list(pair)
+
+
+def bad_unconnected() -> tuple[int, list[Any]]:
+    lonely = socket.socket()
+    return lonely.fileno(), [lonely]
+
+
+def bad_closed() -> tuple[int, list[Any]]:
+    return 1_000_000, []
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (bad_pipe, "for host 2 is no socket"),
+        (bad_closed, "descriptor 1000000 for host 2 is no socket: Bad file descriptor"),
+        (bad_datagram, "for host 2 is no stream socket"),
+        (bad_unconnected, "for host 2 is not connected"),
+    ],
+)
+def test_a_bad_descriptor_is_named_and_all_stay_with_the_caller(
+    native: ModuleType, make: Callable[[], tuple[int, list[Any]]], sentence: str
+) -> None:
+    bad, kept = make()
+    near, far = socket.socketpair()
+    with near, far:
+        with pytest.raises(ValueError, match=sentence) as caught:
+            create_tcp(native, [-1, near.fileno(), bad])
+        assert str(caught.value).startswith("-1:")
+        near.send(b"x")
+        assert far.recv(1) == b"x"
+    for thing in kept:
+        thing.close()
+
+
+@pytest.mark.parametrize(("hosts", "timeout_ms"), [(0, 1000), (2, 0), (2, -5)])
+def test_impossible_arguments_are_refused(native: ModuleType, hosts: int, timeout_ms: int) -> None:
+    with pytest.raises(ValueError, match=f"not {hosts} and {timeout_ms}"):
+        create_tcp(native, [-1] * hosts, timeout_ms)

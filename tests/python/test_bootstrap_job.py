@@ -1,0 +1,570 @@
+"""Starting a job: every rank ends with the right descriptors, or with an error that names who is at fault."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from fabric import close_setup
+from joining import SECRET, environments, join_all, open_descriptors, run_threads, serving, wait_until
+from wiring import check_wiring
+
+from horo._bootstrap import arena as arena_module
+from horo._bootstrap import dial as dial_module
+from horo._bootstrap import job as job_module
+from horo._bootstrap import links as links_module
+from horo._bootstrap.addresses import Endpoint
+from horo._bootstrap.grouping import group_ranks
+from horo._bootstrap.handshake import HandshakeError
+from horo._bootstrap.job import Connection, start
+from horo._bootstrap.launch import Place, detect_launch
+from horo._bootstrap.store import StoreClient, StoreServer
+from horo._config import read_config
+from horo._errors import (
+    AbortedError,
+    HoroError,
+    MismatchError,
+    PeerLostError,
+    ResourceError,
+    TimeoutError,
+    UsageError,
+)
+
+
+@pytest.fixture
+def server() -> Iterator[StoreServer]:
+    with serving() as running:
+        yield running
+
+
+def whole(results: Sequence[Connection | BaseException]) -> list[Connection]:
+    """The connections; an error of any rank is raised."""
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if isinstance(result, Connection)]
+
+
+def close_connections(connections: Sequence[Connection]) -> None:
+    for connection in connections:
+        close_setup(connection.setup)
+
+
+@pytest.mark.parametrize("host_of_rank", [[0, 0], [0, 1], [0, 0, 0, 0], [0, 1, 0, 1], [0, 1, 1, 2, 0, 1, 3]])
+def test_ranks_that_share_a_label_share_memory_and_the_others_are_linked(host_of_rank: list[int]) -> None:
+    before = open_descriptors()
+    with serving() as server:
+        environs = environments(server, len(host_of_rank))
+        for environ, host in zip(environs, host_of_rank, strict=True):
+            environ["HORO_HOST_ID"] = f"machine {host}"
+        connections = whole(join_all(environs))
+    seen = [list(connection.setup.host_of_rank) for connection in connections]
+    assert seen == [host_of_rank] * len(host_of_rank)
+    assert connections[0].setup.host_name_of_rank == [f"name{rank}" for rank in range(len(host_of_rank))]
+    check_wiring([connection.setup for connection in connections])
+    close_connections(connections)
+    assert open_descriptors() == before
+
+
+def test_places_are_counted_where_the_launcher_says_nothing(server: StoreServer) -> None:
+    environs = environments(server, 5)
+    for environ, host in zip(environs, "abaab", strict=True):
+        environ["HORO_HOST_ID"] = host
+    connections = whole(join_all(environs))
+    places = [connection.place for connection in connections]
+    assert places == [Place(0, 3, 0, 2), Place(0, 2, 1, 2), Place(1, 3, 0, 2), Place(2, 3, 0, 1), Place(1, 2, 1, 2)]
+    assert not any(connection.is_homogeneous for connection in connections)
+    assert connections[3].hosts == ((0, 2, 3), (1, 4))
+    close_connections(connections)
+
+
+def test_the_launchers_word_on_places_counts(server: StoreServer) -> None:
+    environs = environments(server, 2)
+    for rank, environ in enumerate(environs):
+        environ |= {"HOROVOD_LOCAL_RANK": "0", "HOROVOD_LOCAL_SIZE": "1"}
+        environ |= {"HOROVOD_CROSS_RANK": str(rank), "HOROVOD_CROSS_SIZE": "2"}
+    connections = whole(join_all(environs))
+    assert [connection.place for connection in connections] == [Place(0, 1, 0, 2), Place(0, 1, 1, 2)]
+    assert all(connection.is_homogeneous for connection in connections)
+    assert connections[0].hosts == ((0, 1),)
+    close_connections(connections)
+
+
+def test_settings_reach_the_core_in_its_units(server: StoreServer) -> None:
+    common = {
+        "HORO_SEGMENT_BYTES": "8192",
+        "HOROVOD_FUSION_THRESHOLD": "1000",
+        "HOROVOD_CACHE_CAPACITY": "0",
+        "HOROVOD_CYCLE_TIME": "2.5",
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": "1.5",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "7",
+        "HORO_PEER_TIMEOUT": "4",
+        "HOROVOD_LOG_LEVEL": "error",
+    }
+    connections = whole(join_all(environments(server, 2, common)))
+    setup = connections[1].setup
+    assert (setup.segment_bytes, setup.fusion_bytes, setup.cache_capacity, setup.cycle_time_us) == (8192, 1000, 0, 2500)
+    assert (setup.stall_warning_ms, setup.stall_shutdown_ms, setup.peer_timeout_ms) == (1500, 7000, 4000)
+    assert setup.log_level == 4
+    close_connections(connections)
+
+
+def test_stall_check_can_be_disabled_altogether() -> None:
+    environ = {"HOROVOD_STALL_CHECK_DISABLE": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "7"}
+    (connection,) = whole(join_all([environ]))
+    assert (connection.setup.stall_warning_ms, connection.setup.stall_shutdown_ms) == (0, 0)
+    close_connections([connection])
+
+
+@pytest.mark.parametrize(("cores", "spin_us"), [({0}, 0), ({0, 1}, 70), ({0, 1, 2}, 70)])
+def test_ranks_spin_only_where_cores_are_enough(
+    server: StoreServer, monkeypatch: pytest.MonkeyPatch, cores: set[int], spin_us: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores)
+    connections = whole(join_all(environments(server, 2, {"HORO_SPIN_US": "70"})))
+    assert [connection.setup.spin_us for connection in connections] == [spin_us] * 2
+    close_connections(connections)
+
+
+def test_lone_process_needs_no_store_and_leaves_nothing() -> None:
+    before = open_descriptors()
+    (connection,) = whole(join_all([{"HORO_SPIN_US": "5"}]))
+    check_wiring([connection.setup])
+    assert (connection.place, connection.is_homogeneous, connection.setup.spin_us) == (Place(0, 1, 0, 1), True, 5)
+    close_connections([connection])
+    assert open_descriptors() == before
+
+
+# --- sharing memory can fail
+
+
+def test_member_that_cannot_take_the_memory_is_a_host_of_its_own(
+    server: StoreServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = arena_module.receive_descriptors
+    victims = iter([True])
+
+    def fail_once(connection: socket.socket, count: int) -> list[int]:
+        received = real(connection, count)
+        if next(victims, False):
+            for number in received:
+                os.close(number)
+            raise ResourceError("no descriptor left")
+        return received
+
+    monkeypatch.setattr(arena_module, "receive_descriptors", fail_once)
+    before = open_descriptors()
+    connections = whole(join_all(environments(server, 4)))
+    assert sorted(map(len, connections[0].hosts)) == [1, 3]
+    assert len({connection.hosts for connection in connections}) == 1
+    check_wiring([connection.setup for connection in connections])
+    assert "talks to it as to another host: no descriptor left" in caplog.text
+    close_connections(connections)
+    wait_until(lambda: open_descriptors() <= before)
+
+
+def test_leader_without_a_socket_leaves_every_rank_on_its_own(
+    server: StoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object) -> bytes:
+        raise ResourceError("cannot listen on an abstract unix socket: Operation not permitted")
+
+    monkeypatch.setattr(arena_module._Host, "listen", refuse)
+    connections = whole(join_all(environments(server, 3)))
+    assert connections[0].hosts == ((0,), (1,), (2,))
+    check_wiring([connection.setup for connection in connections])
+    close_connections(connections)
+
+
+def test_process_of_another_user_gets_no_memory(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(connection: socket.socket) -> None:
+        raise HandshakeError("it belongs to user 1, this rank to user 0")
+
+    monkeypatch.setattr(arena_module, "_check_user", refuse)
+    connections = whole(join_all(environments(server, 2)))
+    assert connections[0].hosts == ((0,), (1,))
+    close_connections(connections)
+
+
+def test_many_descriptors_pass_in_pieces() -> None:
+    near, far = socket.socketpair()
+    pipes = [os.eventfd(number) for number in range(1, 601)]
+    thread = threading.Thread(target=arena_module.send_descriptors, args=(near, pipes))
+    thread.start()
+    far.settimeout(10)
+    received = arena_module.receive_descriptors(far, 600)
+    thread.join(10)
+    assert [os.eventfd_read(number) for number in received] == list(range(1, 601))
+    assert not any(map(os.get_inheritable, received))
+    for number in (*pipes, *received):
+        os.close(number)
+    near.close()
+    far.close()
+
+
+@pytest.mark.parametrize("sent", [0, 2])
+def test_wrong_number_of_descriptors_is_refused_without_a_leak(sent: int) -> None:
+    before = open_descriptors()
+    near, far = socket.socketpair()
+    arena_module.send_descriptors(near, [0] * sent)
+    near.close()
+    far.settimeout(10)
+    with pytest.raises(ResourceError, match="3 descriptors were expected"):
+        arena_module.receive_descriptors(far, 3)
+    far.close()
+    assert open_descriptors() == before
+
+
+def test_descriptors_cut_short_are_an_error_without_a_leak() -> None:
+    before = open_descriptors()
+    near, far = socket.socketpair()
+    near.sendall((300).to_bytes(4, "big"))
+    socket.send_fds(near, [b"D"], [0] * 250)
+    near.close()
+    far.settimeout(10)
+    with pytest.raises(ResourceError, match="only 250 of 300"):
+        arena_module.receive_descriptors(far, 300)
+    far.close()
+    assert open_descriptors() == before
+
+
+# --- ranks that do not come, differ or fail
+
+
+def told(results: Sequence[Connection | BaseException]) -> list[HoroError]:
+    errors = [result for result in results if isinstance(result, HoroError)]
+    assert len(errors) == len(results), results
+    return errors
+
+
+def test_rank_that_does_not_come_is_named_to_all(server: StoreServer) -> None:
+    before = open_descriptors()
+    environs = environments(server, 4, {"HORO_START_TIMEOUT": "0.5"})
+    errors = told(join_all([environs[0], environs[2]]))
+    assert all(isinstance(error, (TimeoutError, AbortedError)) for error in errors)
+    assert all("rank 1, rank 3 did not arrive at 'hello' within 0.5 s" in str(error) for error in errors)
+    assert any(isinstance(error, TimeoutError) for error in errors)
+    del errors
+    gc.collect()
+    wait_until(lambda: open_descriptors() <= before)
+
+
+def test_waiting_rank_says_for_whom(
+    server: StoreServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("horo._bootstrap.meeting._REMIND_S", 0.05)
+    environs = environments(server, 2)
+    early: list[Connection | BaseException] = []
+    thread = threading.Thread(target=lambda: early.extend(join_all(environs[:1])))
+    thread.start()
+    reminder = re.compile(r"rank 0 \(name0\) has waited \d+ s at 'hello' for rank 1$", re.MULTILINE)
+    wait_until(lambda: any(reminder.search(record.getMessage()) for record in caplog.records))
+    late = join_all(environs[1:])
+    thread.join(30)
+    close_connections(whole([*early, *late]))
+
+
+def test_other_version_is_named_on_every_rank(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = iter(["1.0+abi1", "1.0+abi1", "2.0+abi9"])
+    lock = threading.Lock()
+
+    def version() -> str:
+        with lock:
+            return next(versions)
+
+    monkeypatch.setattr(job_module, "version", version)
+    for error in told(join_all(environments(server, 3))):
+        assert isinstance(error, MismatchError)
+        assert "core 1.0+abi1" in str(error)
+        assert "core 2.0+abi9" in str(error)
+        assert "rank " in str(error)
+        assert "(name" in str(error)
+        assert "install the same version on all hosts" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("HORO_SEGMENT_BYTES", "4096"), ("HOROVOD_FUSION_THRESHOLD", "5"), ("HOROVOD_CACHE_CAPACITY", "7")],
+)
+def test_settings_that_must_be_equal_are_compared(server: StoreServer, variable: str, value: str) -> None:
+    environs = environments(server, 3)
+    environs[2][variable] = value
+    name = "HORO_" + variable.partition("_")[2]
+    for error in told(join_all(environs)):
+        assert isinstance(error, MismatchError)
+        assert name in str(error)
+        assert f"and {value} on rank 2 (name2)" in str(error)
+
+
+def test_ranks_that_disagree_about_the_size_both_hear_it(server: StoreServer) -> None:
+    environs = environments(server, 2)
+    environs[1]["HOROVOD_SIZE"] = "3"
+    for error in told(join_all(environs)):
+        assert isinstance(error, MismatchError)
+        assert "the job's size is 2 on rank 0 (name0) and 3 on rank 1 (name1)" in str(error)
+
+
+def test_rank_started_twice_is_refused(server: StoreServer) -> None:
+    environs = environments(server, 3, {"HORO_START_TIMEOUT": "5"})
+    errors = told(join_all([environs[0], environs[1], environs[1]]))
+    assert all("rank 1 (name1) was started twice" in str(error) for error in errors)
+    assert sum(isinstance(error, UsageError) for error in errors) == 1
+
+
+def test_failure_of_one_rank_ends_the_wait_of_the_others_with_its_reason(
+    server: StoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environs = environments(server, 3)
+    environs[1]["HORO_HOST_ID"] = "elsewhere"
+    environs[0]["HORO_NETWORK_INTERFACES"] = "no-such-interface"
+    before = open_descriptors()
+    errors = told(join_all(environs))
+    assert isinstance(errors[0], UsageError)
+    for error in errors[1:]:
+        assert isinstance(error, AbortedError)
+        assert "rank 0 (name0): HORO_NETWORK_INTERFACES='no-such-interface' matches no interface" in str(error)
+    del errors
+    gc.collect()
+    wait_until(lambda: open_descriptors() <= before)
+
+
+def test_rank_that_dies_while_starting_is_a_lost_peer_to_all_others(server: StoreServer, tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import os
+            from horo._bootstrap import job
+            job.join_arena = lambda *arguments: os.kill(os.getpid(), 9)
+            job.start()
+            """
+        ),
+        encoding="utf-8",
+    )
+    environs = environments(server, 3)
+    victim = subprocess.Popen([sys.executable, str(script)], env={**os.environ, **environs[1]})
+    errors = told(join_all([environs[0], environs[2]]))
+    assert victim.wait(30) == -9
+    for error in errors:
+        assert isinstance(error, PeerLostError)
+        assert "rank 1 (name1) died while init() was running" in str(error)
+
+
+def test_host_that_cannot_be_reached_is_named_with_its_address(
+    server: StoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = links_module._Reception.listen
+
+    def publish_a_dead_port(self: links_module._Reception, secret: bytes, addresses: Sequence[str]) -> object:
+        real(self, secret, addresses)
+        with socket.create_server(("127.0.0.1", 0)) as dead:
+            return [Endpoint(*dead.getsockname())]
+
+    monkeypatch.setattr(links_module._Reception, "listen", publish_a_dead_port)
+    environs = environments(server, 2, {"HORO_START_TIMEOUT": "0.5"})
+    environs[1]["HORO_HOST_ID"] = "elsewhere"
+    errors = told(join_all(environs))
+    text = " ".join(map(str, errors))
+    assert "rank 0 (name0) could not be reached from rank 1 (name1)" in text or (
+        "rank 1 (name1) did not connect to rank 0 (name0) at 127.0.0.1:" in text
+    )
+    assert "HORO_NETWORK_INTERFACES" in text
+
+
+def test_store_that_is_not_there_is_named(server: StoreServer) -> None:
+    environs = environments(server, 2, {"HORO_START_TIMEOUT": "0.1"})
+    server.close()
+    for error in told(join_all(environs)):
+        assert isinstance(error, PeerLostError)
+        assert (
+            f"store cannot be reached: no connection within 0.1 s ({server.endpoints[0]}: Connection refused)"
+            in str(error)
+        )
+
+
+def test_strangers_at_a_ranks_port_are_refused_and_the_job_comes_up(
+    server: StoreServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = links_module._Reception.listen
+    noise: list[socket.socket] = []
+
+    def listen_in_noise(self: links_module._Reception, secret: bytes, addresses: Sequence[str]) -> object:
+        endpoints = real(self, secret, addresses)
+        for number in range(20):
+            stranger = socket.create_connection(endpoints[0])
+            if number % 2:
+                stranger.sendall(os.urandom(500))
+            noise.append(stranger)
+        return endpoints
+
+    monkeypatch.setattr(links_module._Reception, "listen", listen_in_noise)
+    environs = environments(server, 2)
+    environs[1]["HORO_HOST_ID"] = "elsewhere"
+    connections = whole(join_all(environs))
+    check_wiring([connection.setup for connection in connections])
+    close_connections(connections)
+    assert "refused a connection from 127.0.0.1: what it sent is no horo greeting" in caplog.text
+    for stranger in noise:
+        stranger.close()
+
+
+def test_dialer_that_gave_up_and_came_again_holds_the_connection_that_counts(server: StoreServer) -> None:
+    environs = environments(server, 2)
+    environs[1]["HORO_HOST_ID"] = "elsewhere"
+    real = dial_module.dial
+
+    def dial_twice(*arguments: object, **options: object) -> object:
+        lost, _ = real(*arguments, **options)  # type: ignore[arg-type]
+        lost.close()
+        return real(*arguments, **options)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(links_module, "dial", dial_twice)
+        connections = whole(join_all(environs))
+    check_wiring([connection.setup for connection in connections])
+    close_connections(connections)
+
+
+def test_nothing_of_past_starts_piles_up_in_the_store(server: StoreServer) -> None:
+    environs = environments(server, 3)
+    for environ, host in zip(environs, "aab", strict=True):
+        environ["HORO_HOST_ID"] = host
+    sizes = []
+    leftovers: list[list[str]] = [[], [], []]
+    for epoch in range(1, 5):
+
+        def joiner(rank: int, epoch: int = epoch) -> Connection:
+            launch = detect_launch(environs[rank])
+            return job_module.connect(launch, read_config(environs[rank]), epoch, leftovers[rank])
+
+        close_connections(whole(run_threads([lambda rank=rank: joiner(rank) for rank in range(3)])))  # type: ignore[misc]
+        sizes.append(len(server._values))
+    assert sizes == [3, 3, 3, 3]
+
+
+# --- with contexts
+
+
+def test_lone_jobs_start_and_close_a_hundred_times_without_a_leak() -> None:
+    start({}).close()
+    before = open_descriptors(), threading.active_count()
+    for _ in range(100):
+        job = start({})
+        assert (job.rank, job.size, job.local_rank, job.local_size, job.cross_rank, job.cross_size) == (
+            0,
+            1,
+            0,
+            1,
+            0,
+            1,
+        )
+        job.close()
+        job.close()
+    assert (open_descriptors(), threading.active_count()) == before
+
+
+def test_ranks_start_and_close_again_and_again_in_one_process(server: StoreServer) -> None:
+    environs = environments(server, 2)
+
+    def cycle(rank: int) -> list[int]:
+        seen = []
+        for _ in range(5):
+            job = start(environs[rank])
+            seen.append(job.rank)
+            job.close()
+        return seen
+
+    assert run_threads([lambda: cycle(0), lambda: cycle(1)]) == [[0] * 5, [1] * 5]
+
+
+def test_failed_context_closes_what_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(setup: object) -> None:
+        raise ResourceError("no memory")
+
+    monkeypatch.setattr(job_module, "Context", refuse)
+    before = open_descriptors()
+    with pytest.raises(ResourceError, match="no memory"):
+        start({})
+    assert open_descriptors() == before
+
+
+def test_forked_child_is_told_and_its_exit_leaves_the_parent_alone() -> None:
+    job = start({})
+    child = os.fork()
+    if child == 0:
+        try:
+            try:
+                job.context.submit(3, "in the child")
+            except UsageError as error:
+                job.close()
+                os._exit(0 if "fork" in str(error) else 2)
+            os._exit(1)
+        except BaseException:
+            os._exit(3)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    handle = job.context.submit(3, "in the parent")
+    job.context.wait(handle)
+    job.context.release(handle)
+    job.close()
+
+
+@pytest.mark.parametrize("labels", ["aa", "ab", "abab"])
+def test_ranks_as_processes_start_add_up_and_close_again_and_again(
+    server: StoreServer, tmp_path: Path, labels: str
+) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import numpy as np
+            from horo._bootstrap.job import start
+            from horo._core import DTYPES, OPS, REDUCE_OPS, Tensor
+            for _ in range(3):
+                job = start()
+                values = np.full(100_000, job.rank + 1.0)
+                tensor = Tensor(values.ctypes.data, values.ctypes.data, values.shape, DTYPES["float64"])
+                handle = job.context.submit(OPS["allreduce"], "sum", [tensor], reduce_op=REDUCE_OPS["sum"])
+                job.context.wait(handle)
+                job.context.release(handle)
+                print(job.rank, job.size, job.hosts, set(values.tolist()), flush=True)
+                job.close()
+            """
+        ),
+        encoding="utf-8",
+    )
+    environs = environments(server, len(labels))
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env={**os.environ, **environ, "HORO_HOST_ID": label},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for environ, label in zip(environs, labels, strict=True)
+    ]
+    hosts = group_ranks(labels).hosts
+    total = float(sum(range(len(labels) + 1)))
+    for rank, process in enumerate(processes):
+        output, errors = process.communicate(timeout=60)
+        assert (process.returncode, errors) == (0, "")
+        assert output == f"{rank} {len(labels)} {hosts} {{{total}}}\n" * 3
+
+
+def test_client_secret_never_reaches_the_store(server: StoreServer) -> None:
+    connections = whole(join_all(environments(server, 2)))
+    close_connections(connections)
+    with StoreClient(*server.endpoints[0], SECRET, 5):
+        held = b"".join(key + value for key, value in server._values.items())
+    assert SECRET not in held
+    assert SECRET.hex().encode() not in held

@@ -1,0 +1,129 @@
+"""Two hosts with networks of their own: ranks in two network namespaces joined by a cable."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+SECRET = "5a" * 32
+
+SERVER = """
+import sys
+from horo._bootstrap.store import StoreServer
+with StoreServer(sys.argv[1].split(","), bytes.fromhex("5a" * 32)) as server:
+    print(",".join(map(str, server.endpoints)), flush=True)
+    sys.stdin.read()
+"""
+
+RANK = """
+import json, os, socket, sys
+from horo._bootstrap.job import connect
+from horo._bootstrap.launch import detect_launch
+from horo._config import read_config
+connection = connect(detect_launch(os.environ), read_config(os.environ), 1, [])
+setup = connection.setup
+addresses = {}
+for kind, numbers in (("control", setup.control_fds), ("data", setup.data_fds)):
+    for host, number in enumerate(numbers):
+        if number >= 0:
+            stream = socket.socket(fileno=number)
+            stream.setblocking(True)
+            stream.settimeout(10)
+            stream.sendall(bytes([setup.rank]))
+            peer = stream.recv(1)[0]
+            addresses[kind] = [stream.getsockname()[0], stream.getpeername()[0], peer]
+print(json.dumps({"hosts": connection.hosts, "addresses": addresses}))
+"""
+
+
+@dataclass
+class Cable:
+    """Two namespaces with an address each."""
+
+    namespaces: tuple[str, str]
+    addresses: tuple[str, str]
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+
+
+@pytest.fixture
+def cable() -> Iterator[Cable]:
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and the program ip")
+    names = (f"horo-{os.getpid()}-a", f"horo-{os.getpid()}-b")
+    addresses = ("10.213.77.1", "10.213.77.2")
+    try:
+        for name in names:
+            try:
+                _ip("netns", "add", name)
+            except subprocess.CalledProcessError as error:
+                pytest.skip(f"network namespaces cannot be made here: {error.stderr.strip()}")
+            _ip("-n", name, "link", "set", "lo", "up")
+        _ip("link", "add", "cable0", "netns", names[0], "type", "veth", "peer", "name", "wire1", "netns", names[1])
+        for name, device, address in zip(names, ("cable0", "wire1"), addresses, strict=True):
+            _ip("-n", name, "addr", "add", f"{address}/24", "dev", device)
+            _ip("-n", name, "link", "set", device, "up")
+        yield Cable(names, addresses)
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+def _start(namespace: str, script: Path, *arguments: str, **environ: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        ["ip", "netns", "exec", namespace, sys.executable, str(script), *arguments],
+        env={**os.environ, **environ},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("interfaces", [None, "cable0,wire1", "10.213.77.0/24"])
+def test_ranks_on_two_hosts_find_the_addresses_that_lead_to_each_other(
+    cable: Cable, tmp_path: Path, interfaces: str | None
+) -> None:
+    (tmp_path / "server.py").write_text(textwrap.dedent(SERVER), encoding="utf-8")
+    (tmp_path / "rank.py").write_text(textwrap.dedent(RANK), encoding="utf-8")
+    # Beside the store the first address that answers is loopback, which leads nowhere for the other host.
+    server = _start(cable.namespaces[0], tmp_path / "server.py", f"127.0.0.1,{cable.addresses[0]}")
+    if server.stdout is None:
+        raise AssertionError("no pipe")
+    endpoints = server.stdout.readline().strip()
+    ranks = [
+        _start(
+            cable.namespaces[rank % 2],
+            tmp_path / "rank.py",
+            HOROVOD_RANK=str(rank),
+            HOROVOD_SIZE="4",
+            HORO_STORE=endpoints,
+            HORO_SECRET=SECRET,
+            HORO_START_TIMEOUT="30",
+            HORO_NETWORK_INTERFACES=interfaces or "",
+        )
+        for rank in range(4)
+    ]
+    results = []
+    for process in ranks:
+        output, errors = process.communicate(timeout=60)
+        assert (process.returncode, errors) == (0, ""), errors
+        results.append(json.loads(output))
+    server.communicate("", timeout=20)
+    near, far = cable.addresses
+    assert [result["hosts"] for result in results] == [[[0, 2], [1, 3]]] * 4
+    assert results[0]["addresses"] == {"control": [near, far, 1], "data": [near, far, 1]}
+    assert results[1]["addresses"] == {"control": [far, near, 0], "data": [far, near, 0]}
+    assert results[2]["addresses"] == {"data": [near, far, 3]}
+    assert results[3]["addresses"] == {"data": [far, near, 2]}

@@ -1,0 +1,187 @@
+"""torch's store behind the same seam: the same promises, checked on a real TCPStore."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fabric import close_setup
+from joining import join_all, wait_until
+from wiring import check_wiring
+
+from horo._bootstrap.job import Connection
+from horo._bootstrap.launch import TorchMaster
+from horo._bootstrap.store_seam import StoreAbandonedError, StoreTimeoutError, prefixed
+from horo._bootstrap.torch_store import TorchStore, open_torch_store
+from horo._errors import PeerLostError
+
+torch_distributed: Any = pytest.importorskip("torch.distributed")
+
+
+@pytest.fixture
+def torch_server() -> Any:
+    return torch_distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def client_of(server: Any) -> TorchStore:
+    store = torch_distributed.TCPStore(
+        "127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=10), wait_for_workers=False
+    )
+    return TorchStore(store, "127.0.0.1")
+
+
+def test_values_counters_and_deletion(torch_server: Any) -> None:
+    one, other = client_of(torch_server), prefixed(client_of(torch_server), "p/")
+    one.set("p/a", b"\x00\xff")
+    one.set("p/empty", b"")
+    assert other.get_many(["a", "empty"], 0) == [b"\x00\xff", b""]
+    assert [other.add("n", 2), one.add("p/n", -1)] == [2, 1]
+    other.delete(["a", "unknown"])
+    with pytest.raises(StoreTimeoutError) as caught:
+        other.get_many(["a", "empty", "b"], 0.05)
+    assert caught.value.missing == ["a", "b"]
+    assert other.get("empty", 1) == b""
+
+
+def test_wait_ends_with_the_value_or_with_the_unless_key(torch_server: Any) -> None:
+    reader, writer = client_of(torch_server), client_of(torch_server)
+    found: list[bytes] = []
+
+    def read() -> None:
+        found.append(reader.get("late", 10, unless="failed"))
+        try:
+            reader.get("never", 10, unless="failed")
+        except StoreAbandonedError as error:
+            found.append(error.value)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    writer.set("late", b"1")
+    wait_until(lambda: found == [b"1"])
+    writer.set("failed", b"rank 3")
+    thread.join(20)
+    assert found == [b"1", b"rank 3"]
+
+
+def test_store_that_is_gone_is_a_lost_peer() -> None:
+    server = torch_distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = client_of(server)
+    del server
+    with pytest.raises(PeerLostError, match=r"torch's store at 127\.0\.0\.1 is gone"):
+        client.get("a", 5)
+
+
+def test_unreachable_master_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(PeerLostError, match=f"torch's store at 127.0.0.1:{port} .* cannot be reached"):
+        open_torch_store(TorchMaster("127.0.0.1", port, True), 0, 0.2)
+
+
+def test_ranks_of_torchrun_meet_in_the_agents_store(torch_server: Any) -> None:
+    environs = [
+        {
+            "RANK": str(rank),
+            "WORLD_SIZE": "3",
+            "LOCAL_RANK": str(rank % 2),
+            "LOCAL_WORLD_SIZE": "2" if rank < 2 else "1",
+            "GROUP_RANK": str(rank // 2),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(torch_server.port),
+            "TORCHELASTIC_RUN_ID": "r",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "HORO_HOST_ID": str(rank // 2),
+            "HORO_START_TIMEOUT": "20",
+        }
+        for rank in range(3)
+    ]
+    connections = join_all(environs)
+    whole = [connection for connection in connections if isinstance(connection, Connection)]
+    assert len(whole) == 3, connections
+    check_wiring([connection.setup for connection in whole])
+    assert [tuple(connection.place) for connection in whole] == [(0, 2, 0, 2), (1, 2, 0, 1), (0, 1, 1, 2)]
+    assert not whole[0].is_homogeneous
+    for connection in whole:
+        close_setup(connection.setup)
+
+
+def test_real_torchrun_starts_ranks_twice_over(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import sys
+            from horo._bootstrap.job import start
+            for _ in range(2):
+                job = start()
+                handle = job.context.submit(3, "barrier")
+                job.context.wait(handle)
+                job.context.release(handle)
+                sys.stdout.write(f"{job.rank}/{job.size} local {job.local_rank}/{job.local_size}\\n")
+                sys.stdout.flush()
+                job.close()
+            """
+        ),
+        encoding="utf-8",
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split("\n")[:-1]) == ["0/2 local 0/2"] * 2 + ["1/2 local 1/2"] * 2
+
+
+def test_rank_0_hosts_where_no_agent_does_and_init_process_group_shares_the_port(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import torch.distributed as dist
+            from horo._bootstrap.job import start
+            job = start()
+            dist.init_process_group("gloo")
+            dist.barrier()
+            dist.destroy_process_group()
+            job.close()
+            print(job.rank, job.hosts)
+            """
+        ),
+        encoding="utf-8",
+    )
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env={
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": "1",
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for rank, process in enumerate(processes):
+        output, errors = process.communicate(timeout=90)
+        assert process.returncode == 0, errors
+        assert output == f"{rank} ((0, 1),)\n"

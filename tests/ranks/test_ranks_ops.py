@@ -1,0 +1,302 @@
+"""Collectives between real processes: known answers for every operation, dtype and form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import RankPool
+
+import horo.torch as hvd
+
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+DTYPES = [*FLOATS, *INTEGERS, torch.bool]
+
+
+def _values(rank: int, dtype: torch.dtype, shape: tuple[int, ...] = (3, 5)) -> torch.Tensor:
+    """Small whole numbers, so that every dtype computes exactly; different on every rank."""
+    count = torch.Size(shape).numel()
+    return ((torch.arange(count).reshape(shape) + 3 * rank) % 4 + 1).to(dtype)
+
+
+def test_ranks_are_numbered_on_one_host(ranks: RankPool) -> None:
+    def check() -> tuple[int, ...]:
+        assert hvd.is_initialized()
+        assert hvd.is_homogeneous()
+        assert hvd.global_process_set.ranks == list(range(hvd.size()))
+        return (
+            hvd.rank(),
+            hvd.size(),
+            hvd.local_rank(),
+            hvd.local_size(),
+            hvd.cross_rank(),
+            hvd.cross_size(),
+            hvd.global_process_set.rank() or 0,
+        )
+
+    n = ranks.size
+    assert ranks.run(check) == [(rank, n, rank, n, 0, 1, rank) for rank in range(n)]
+
+
+def _expected(op: int, dtype: torch.dtype) -> torch.Tensor:
+    stacked = torch.stack([_values(rank, dtype).double() for rank in range(hvd.size())])
+    result = {
+        hvd.Sum: stacked.sum(0),
+        hvd.Average: stacked.mean(0),
+        hvd.Min: stacked.amin(0),
+        hvd.Max: stacked.amax(0),
+        hvd.Product: stacked.prod(0),
+    }[op]
+    return (result if dtype.is_floating_point else result.trunc()).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS], ids=str)
+def test_allreduce_gives_the_known_answer_for_every_op(ranks: RankPool, dtype: torch.dtype) -> None:
+    def check(dtype: torch.dtype) -> None:
+        for op in (hvd.Sum, hvd.Average, hvd.Min, hvd.Max, hvd.Product):
+            if dtype in (torch.uint8, torch.int8) and op == hvd.Product and hvd.size() == 4:
+                continue  # 4 * 4 * 4 * 4 does not fit
+            tensor = _values(hvd.rank(), dtype)
+            before = tensor.clone()
+            result = hvd.allreduce(tensor, op=op)
+            assert result.dtype == dtype
+            assert torch.equal(tensor, before)
+            torch.testing.assert_close(result, _expected(op, dtype), rtol=0, atol=0)
+            assert hvd.allreduce_(tensor, op=op) is tensor
+            assert torch.equal(tensor, result)
+
+    ranks.run(check, dtype)
+
+
+def test_bool_reduces_as_and_or(ranks2: RankPool) -> None:
+    def check() -> dict[str, list[bool]]:
+        own = torch.tensor([[False, False, True, True], [False, True, False, True]][hvd.rank()])
+        ops = {"sum": hvd.Sum, "max": hvd.Max, "min": hvd.Min, "product": hvd.Product}
+        return {name: hvd.allreduce(own, op=op).tolist() for name, op in ops.items()}
+
+    either, both = [False, True, True, True], [False, False, False, True]
+    expected = {"sum": either, "max": either, "min": both, "product": both}
+    assert ranks2.run(check) == [expected, expected]
+
+
+def test_factors_multiply_before_and_after(ranks: RankPool) -> None:
+    def check() -> None:
+        n = hvd.size()
+        own = torch.full((7,), float(hvd.rank() + 1))
+        total = n * (n + 1) / 2
+        summed = hvd.allreduce(own, op=hvd.Sum, prescale_factor=0.5, postscale_factor=8.0)
+        assert torch.equal(summed, torch.full((7,), 4 * total))
+        averaged = hvd.allreduce(own, prescale_factor=2.0, postscale_factor=0.5)
+        assert torch.equal(averaged, torch.full((7,), total / n))
+        largest = hvd.allreduce(own, op=hvd.Max, prescale_factor=-1.0, postscale_factor=3.0)
+        assert torch.equal(largest, torch.full((7,), -3.0))
+
+    ranks.run(check)
+
+
+def test_shapes_of_every_kind_are_reduced(ranks: RankPool) -> None:
+    def check() -> None:
+        n, r = hvd.size(), hvd.rank()
+        scale = n * (n + 1) / 2
+        for shape in [(), (1,), (0,), (3, 0, 2), (2, 3, 4, 5), (1,) * 9, (257, 1031)]:
+            tensor = torch.ones(shape) * (r + 1)
+            assert torch.equal(hvd.allreduce(tensor, op=hvd.Sum), torch.ones(shape) * scale)
+            assert torch.equal(hvd.allreduce_(tensor, op=hvd.Sum), torch.ones(shape) * scale)
+
+    ranks.run(check)
+
+
+def test_tensors_that_are_not_contiguous_work_in_place_and_not(ranks: RankPool) -> None:
+    def check() -> None:
+        n, r = hvd.size(), hvd.rank()
+        base = torch.arange(4 * 6, dtype=torch.float64).reshape(4, 6)
+        views = {
+            "transposed": lambda t: t.t(),
+            "strided": lambda t: t[::2, 1::2],
+            "column": lambda t: t[:, 3],
+            "channels_last": lambda t: t.reshape(1, 4, 3, 2).contiguous(memory_format=torch.channels_last),
+            "negative": torch._neg_view,
+        }
+        for name, view in views.items():
+            own = view(base * (r + 1))
+            layout = own.stride()
+            expected = view(base.clone()) * (n * (n + 1) / 2)
+            torch.testing.assert_close(hvd.allreduce(own, op=hvd.Sum), expected, rtol=0, atol=0, msg=name)
+            assert hvd.allreduce_(own, op=hvd.Sum) is own
+            assert own.stride() == layout
+            torch.testing.assert_close(own, expected, rtol=0, atol=0, msg=name)
+        whole = base * (r + 1)
+        hvd.broadcast_(whole[:, 1::2], root_rank=n - 1)
+        assert torch.equal(whole[:, ::2], base[:, ::2] * (r + 1))
+        assert torch.equal(whole[:, 1::2], base[:, 1::2] * n)
+        gathered = hvd.allgather(base.t()[:2])
+        assert torch.equal(gathered, torch.cat([base.t()[:2]] * n))
+
+    ranks.run(check)
+
+
+def test_a_rank_with_other_strides_is_combined_by_position(ranks2: RankPool) -> None:
+    def check() -> None:
+        own = torch.arange(12.0).reshape(3, 4)
+        if hvd.rank() == 1:
+            own = own.t().contiguous().t()
+        assert torch.equal(hvd.allreduce(own), torch.arange(12.0).reshape(3, 4))
+
+    ranks2.run(check)
+
+
+def test_async_operations_complete_in_any_order_of_waiting(ranks: RankPool) -> None:
+    def check() -> None:
+        n, r = hvd.size(), hvd.rank()
+        order = list(range(20)) if r % 2 == 0 else list(range(19, -1, -1))
+        tensors = [torch.full((i + 1,), float(r)) for i in range(20)]
+        handles = {i: hvd.allreduce_async_(tensors[i], name=f"t{i}", op=hvd.Sum) for i in order}
+        for i in reversed(order):
+            result = hvd.synchronize(handles[i])
+            assert result is tensors[i]
+            assert torch.equal(result, torch.full((i + 1,), n * (n - 1) / 2))
+
+    ranks.run(check)
+
+
+def test_poll_turns_true_and_a_handle_is_used_once(ranks2: RankPool) -> None:
+    def check() -> None:
+        handle = hvd.allreduce_async(torch.ones(4))
+        assert isinstance(handle, int)
+        while not hvd.poll(handle):
+            pass
+        assert torch.equal(hvd.synchronize(handle), torch.ones(4))
+        for function in (hvd.poll, hvd.synchronize):
+            with pytest.raises(ValueError, match=f"Handle {handle} was not created or has been cleared"):
+                function(handle)
+
+    ranks2.run(check)
+
+
+def test_groups_mix_dtypes_and_shapes(ranks: RankPool) -> None:
+    def check() -> None:
+        n, r = hvd.size(), hvd.rank()
+        tensors = [_values(r, dtype, (2, i + 1)) for i, dtype in enumerate([*FLOATS, torch.int64])]
+        expected = [sum(_values(k, t.dtype, tuple(t.shape)) for k in range(n)) for t in tensors]
+        results = hvd.grouped_allreduce(tensors, op=hvd.Sum, name="mixed")
+        assert isinstance(results, list)
+        for result, wanted in zip(results, expected, strict=True):
+            assert torch.equal(result, wanted)
+        results = hvd.synchronize(hvd.grouped_allreduce_async(tensors, op=hvd.Sum))
+        assert isinstance(results, tuple)
+        for result, wanted in zip(results, expected, strict=True):
+            assert torch.equal(result, wanted)
+        in_place = hvd.grouped_allreduce_(tensors, op=hvd.Sum)
+        for tensor, result, wanted in zip(tensors, in_place, expected, strict=True):
+            assert result is tensor
+            assert torch.equal(result, wanted)
+
+    ranks.run(check)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_allgather_concatenates_different_numbers_of_rows(ranks: RankPool, dtype: torch.dtype) -> None:
+    def check(dtype: torch.dtype) -> None:
+        n, r = hvd.size(), hvd.rank()
+        for rows in ([k + 1 for k in range(n)], [2] * n, [0] * n, [0] * (n - 1) + [3]):
+            parts = [_values(k, dtype, (rows[k], 3)) for k in range(n)]
+            assert torch.equal(hvd.allgather(parts[r]), torch.cat(parts))
+        result = hvd.allgather(parts[r], name="again")
+        result.add_(1) if dtype != torch.bool else result.logical_not_()
+        handle = hvd.grouped_allgather_async([parts[r], torch.full((1, 1), r)])
+        first, second = hvd.synchronize(handle)
+        assert torch.equal(first, torch.cat(parts))
+        assert second.flatten().tolist() == list(range(n))
+
+    ranks.run(check, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_broadcast_copies_from_every_root(ranks: RankPool, dtype: torch.dtype) -> None:
+    def check(dtype: torch.dtype) -> None:
+        for root in range(hvd.size()):
+            own = _values(hvd.rank(), dtype)
+            expected = _values(root, dtype)
+            before = own.clone()
+            assert torch.equal(hvd.broadcast(own, root), expected)
+            assert torch.equal(own, before)
+            assert torch.equal(hvd.synchronize(hvd.broadcast_async(own, root)), expected)
+            assert hvd.synchronize(hvd.broadcast_async_(own, root, name="b")) is own
+            assert torch.equal(own, expected)
+        assert torch.equal(hvd.broadcast(torch.ones(()), 0), torch.ones(()))
+
+    ranks.run(check, dtype)
+
+
+def test_no_rank_leaves_a_barrier_before_the_last_has_come(ranks4: RankPool, tmp_path: Any) -> None:
+    def check(folder: str) -> int:
+        from pathlib import Path  # noqa: PLC0415
+
+        Path(folder, str(hvd.rank())).touch()
+        hvd.barrier()
+        return len(list(Path(folder).iterdir()))
+
+    assert ranks4.run(check, str(tmp_path)) == [4] * 4
+
+
+def test_compression_rounds_on_the_way_and_restores_the_dtype(ranks2: RankPool) -> None:
+    def check() -> None:
+        value = 1 + 2.0**-9
+        for compression, rounded in ((hvd.Compression.fp16, value), (hvd.Compression.bf16, 1.0)):
+            for dtype in (torch.float32, torch.float64):
+                own = torch.full((5,), value, dtype=dtype)
+                result = hvd.allreduce(own, compression=compression)
+                assert result.dtype == dtype
+                assert torch.equal(result, torch.full((5,), rounded, dtype=dtype))
+            whole = torch.arange(3)
+            assert torch.equal(hvd.allreduce(whole, compression=compression), whole)
+            grouped = hvd.grouped_allreduce([own, whole], compression=compression)
+            assert torch.equal(grouped[0], result)
+            assert torch.equal(grouped[1], whole)
+
+    ranks2.run(check)
+
+
+def test_wider_sums_keep_their_bits(ranks2: RankPool) -> None:
+    def check() -> None:
+        big = 2**62 // hvd.size() + hvd.rank()
+        assert hvd.allreduce(torch.tensor([big]), op=hvd.Sum).item() == 2**62 + 1
+        tiny = hvd.allreduce(torch.tensor([1e-300 * (hvd.rank() + 1)], dtype=torch.float64), op=hvd.Sum)
+        assert tiny.item() == 1e-300 + 2e-300
+
+    ranks2.run(check)
+
+
+def test_random_sequences_of_operations_give_known_answers(ranks: RankPool) -> None:
+    def check(seed: int) -> None:
+        import random  # noqa: PLC0415
+
+        shared = random.Random(seed)  # the same on all ranks: what comes next
+        n, r = hvd.size(), hvd.rank()
+        for step in range(60):
+            under_way = []
+            for index in range(shared.randint(1, 6)):
+                kind = shared.choice(["sum", "max", "gather", "broadcast"])
+                length = shared.choice([0, 1, 7, 1000, 40000])
+                name = shared.choice([None, f"n{index}"])
+                own = torch.full((length,), float(r + step))
+                if kind == "sum":
+                    wanted = torch.full((length,), float(sum(range(n)) + n * step))
+                    under_way.append((hvd.allreduce_async_(own, name=name, op=hvd.Sum), wanted))
+                elif kind == "max":
+                    wanted = torch.full((length,), float(n - 1 + step))
+                    under_way.append((hvd.allreduce_async(own, name=name and name + "m", op=hvd.Max), wanted))
+                elif kind == "gather":
+                    wanted = torch.cat([torch.full((length,), float(k + step)) for k in range(n)])
+                    under_way.append((hvd.allgather_async(own, name=name), wanted))
+                else:
+                    root = shared.randrange(n)
+                    wanted = torch.full((length,), float(root + step))
+                    under_way.append((hvd.broadcast_async_(own, root, name=name), wanted))
+            random.Random(seed * n + r + step).shuffle(under_way)
+            for handle, wanted in under_way:
+                assert torch.equal(hvd.synchronize(handle), wanted)
+
+    ranks.run(check, 1234)

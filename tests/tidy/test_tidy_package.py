@@ -1,0 +1,106 @@
+"""What is installed: one abi3 extension that exports little and needs only libc, from a source archive that builds."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import tidy_binary
+from tidy_files import ROOT, below
+
+FOLDERS = ("horo", "native", "runner")
+FILES = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE")
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A source archive made from a clean copy, and the wheel made from that archive."""
+    clean = tmp_path_factory.mktemp("clean")
+    for folder in FOLDERS:
+        shutil.copytree(ROOT / folder, clean / folder, ignore=shutil.ignore_patterns("*.so", "*.o", "__pycache__"))
+    for name in FILES:
+        shutil.copy(ROOT / name, clean)
+    out = tmp_path_factory.mktemp("out")
+    build = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    _run([sys.executable, "-c", build, str(out)], clean)
+    (archive,) = out.glob("*.tar.gz")
+    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "--no-index"]
+    _run([*pip, "--wheel-dir", str(out), str(archive)], out)
+    (wheel,) = out.glob("*.whl")
+    return archive, wheel
+
+
+def _run(command: list[str], folder: Path) -> str:
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def extension(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with zipfile.ZipFile(built[1]) as wheel:
+        return Path(wheel.extract("horo/_native.abi3.so", tmp_path_factory.mktemp("extension")))
+
+
+def readelf(option: str, path: Path) -> str:
+    return _run(["readelf", option, "-W", str(path)], path.parent)
+
+
+def test_source_archive_has_all_native_sources(built: tuple[Path, Path]) -> None:
+    with tarfile.open(built[0]) as archive:
+        names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+    wanted = {str(path.relative_to(ROOT)) for path in below("native", suffixes=(".c", ".h", ".py"))}
+    assert wanted - names == set()
+
+
+def test_wheel_is_one_abi3_extension_and_all_modules(built: tuple[Path, Path]) -> None:
+    assert "-cp310-abi3-linux_" in built[1].name
+    with zipfile.ZipFile(built[1]) as wheel:
+        names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    modules = {str(path.relative_to(ROOT)) for path in below("horo", suffixes=(".py", ".typed"))}
+    modules |= {f"horo/{path.relative_to(ROOT)}" for path in below("runner", suffixes=(".py",))}
+    assert names == modules | {"horo/_native.abi3.so", "horo/py.typed"}
+
+
+def test_extension_has_no_variables_that_can_change(extension: Path) -> None:
+    assert tidy_binary.mutable_variables(readelf("-S", extension), readelf("-s", extension)) == []
+
+
+def test_extension_exports_only_the_public_header(extension: Path) -> None:
+    header = (ROOT / "native" / "include" / "horo.h").read_text(encoding="utf-8")
+    assert tidy_binary.stray_exports(readelf("--dyn-syms", extension), header) == []
+
+
+def test_extension_defines_all_it_uses(extension: Path) -> None:
+    assert tidy_binary.unresolved(readelf("--dyn-syms", extension)) == []
+
+
+def test_extension_needs_only_libc(extension: Path) -> None:
+    assert tidy_binary.foreign_libraries(readelf("-d", extension)) == []
+
+
+def test_binary_checks_find_a_bad_library(tmp_path: Path) -> None:
+    source = tmp_path / "bad.c"
+    source.write_text(
+        "int hr_gone(void); int hr_counter = 3; static int hits;\n"
+        "int stray(void) { return hr_gone() + hr_counter + hits++; }\n"
+    )
+    library = tmp_path / "bad.so"
+    _run(["cc", "-shared", "-fPIC", "-O0", "-Wl,--no-as-needed", "-lgcc_s", "-o", str(library), str(source)], tmp_path)
+    header = "HORO_API int horo_wanted(void);\n"
+    assert set(tidy_binary.mutable_variables(readelf("-S", library), readelf("-s", library))) == {"hr_counter", "hits"}
+    assert {"stray", "hr_counter"} <= set(tidy_binary.stray_exports(readelf("--dyn-syms", library), header))
+    assert tidy_binary.unresolved(readelf("--dyn-syms", library)) == ["hr_gone"]
+    assert tidy_binary.foreign_libraries(readelf("-d", library)) == ["libgcc_s.so.1"]
+
+
+def test_binary_checks_refuse_what_they_cannot_judge() -> None:
+    with pytest.raises(ValueError, match="stripped"):
+        tidy_binary.mutable_variables("", "")
+    with pytest.raises(ValueError, match="HORO_API"):
+        tidy_binary.stray_exports("", "")

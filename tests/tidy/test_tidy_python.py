@@ -1,0 +1,99 @@
+"""House rules of the Python sources, and a bad sample for each rule so that it is known to find something."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tidy_python
+from tidy_files import ROOT, below, report, repository_files
+
+Check = Callable[[Path, str], list[str]]
+
+
+def run(check: Check, paths: list[Path]) -> list[str]:
+    assert paths
+    return [line for path in paths for line in check(path.relative_to(ROOT), path.read_text(encoding="utf-8"))]
+
+
+def test_files_and_functions_are_short() -> None:
+    findings = run(tidy_python.check_sizes, repository_files(".py"))
+    assert not findings, report(findings)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [tidy_python.check_imports, tidy_python.check_environment, tidy_python.check_all],
+    ids=lambda check: check.__name__,
+)
+def test_package_keeps(check: Check) -> None:
+    findings = run(check, below("horo", "runner", suffixes=(".py",)))
+    assert not findings, report(findings)
+
+
+@pytest.mark.parametrize("module", ["horo", "horo.runner"])
+def test_light_modules_do_not_load_heavy_ones(module: str) -> None:
+    code = f"import sys, {module}; print(sorted({{'torch', 'numpy', 'cffi', 'horo._native'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+LONG_FUNCTION = "def f():\n" + "    work()\n" * 70
+
+BAD: list[tuple[Check, str, str, str]] = [
+    (tidy_python.check_sizes, "horo/a.py", "x = 1\n" * 500, "500 lines"),
+    (tidy_python.check_sizes, "tests/a.py", "x = 1\n" * 700, "700 lines"),
+    (tidy_python.check_sizes, "horo/a.py", LONG_FUNCTION, "f has 71 lines"),
+    (tidy_python.check_imports, "runner/cli.py", "import torch", "imports torch"),
+    (tidy_python.check_imports, "runner/cli.py", "from horo import _core", "imports horo._core"),
+    (tidy_python.check_imports, "runner/cli.py", "def f():\n    import horo.torch", "must work without torch"),
+    (tidy_python.check_imports, "horo/__init__.py", "from .torch import init", "imports horo.torch.init"),
+    (
+        tidy_python.check_imports,
+        "horo/__init__.py",
+        "try:\n    import torch\nexcept ImportError:\n    pass",
+        "imports torch",
+    ),
+    (tidy_python.check_imports, "horo/torch/ops.py", "from horo._native import lib", "only _core.py"),
+    (tidy_python.check_imports, "horo/torch/ops.py", "def f():\n    import cffi", "only _core.py"),
+    (tidy_python.check_imports, "horo/_bootstrap/a.py", "from ..torch import x", "arrows point down"),
+    (tidy_python.check_imports, "horo/torch/ops.py", "import horo.runner.cli", "does not know its launcher"),
+    (tidy_python.check_imports, "horo/_errors.py", "from horo import _config", "bottom"),
+    (tidy_python.check_environment, "horo/torch/ops.py", "import os\nos.environ['A']", "ops.py:2"),
+    (tidy_python.check_environment, "horo/_core.py", "import os\nos.getenv('A')", "environment"),
+    (tidy_python.check_environment, "horo/_core.py", "from os import environ", "environment"),
+    (tidy_python.check_all, "horo/a.py", "def f(): pass", "no __all__"),
+]
+
+
+@pytest.mark.parametrize(("check", "name", "text", "expected"), BAD)
+def test_check_finds_the_bad_sample(check: Check, name: str, text: str, expected: str) -> None:
+    findings = check(Path(name), text)
+    assert len(findings) == 1, findings
+    assert expected in findings[0]
+
+
+GOOD: list[tuple[Check, str, str]] = [
+    (
+        tidy_python.check_sizes,
+        "horo/a.py",
+        'def f():\n    """Title.\n' + "\n    text\n" * 50 + '    """\n    return 1\n',
+    ),
+    (tidy_python.check_imports, "runner/cli.py", "def f():\n    from horo import _core"),
+    (tidy_python.check_imports, "runner/cli.py", "if TYPE_CHECKING:\n    import torch"),
+    (tidy_python.check_imports, "horo/_core.py", "from horo._native import lib"),
+    (tidy_python.check_imports, "horo/torch/ops.py", "import torch\nfrom horo._core import Context"),
+    (tidy_python.check_imports, "horo/torchlike.py", "import horo.torchlike_too"),
+    (tidy_python.check_environment, "horo/_config.py", "import os\nos.environ"),
+    (tidy_python.check_environment, "runner/agent.py", "import os\nos.environ"),
+    (tidy_python.check_all, "horo/a.py", "import os\n__all__ = ['os']"),
+    (tidy_python.check_all, "horo/a.py", '"""Only a docstring."""'),
+]
+
+
+@pytest.mark.parametrize(("check", "name", "text"), GOOD)
+def test_check_is_silent_on_the_good_sample(check: Check, name: str, text: str) -> None:
+    assert check(Path(name), text) == []

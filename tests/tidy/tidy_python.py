@@ -1,0 +1,124 @@
+"""Rules for Python, on the syntax tree: each takes a path relative to the root and its text and returns findings."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+
+from tidy_files import finding
+
+FILE_LINES_MAX = 500
+TEST_FILE_LINES_MAX = 700  # a list of cases is read one at a time
+FUNCTION_LINES_MAX = 70
+
+
+@dataclass(frozen=True)
+class ImportRule:
+    """Files that match ``where`` (but not ``unless``) must not import ``what``; with ``lazily``, functions may."""
+
+    where: str
+    what: tuple[str, ...]
+    why: str
+    unless: tuple[str, ...] = ()
+    lazily: bool = False
+
+
+TORCH = ("torch", "horo.torch")
+CORE = ("horo._core", "horo._native", "cffi")
+IMPORT_RULES = (
+    ImportRule("runner", (*TORCH, *CORE, "numpy"), "hororun --help answers in under 150 ms", lazily=True),
+    ImportRule("runner", ("horo.torch",), "the launcher must work without torch"),
+    ImportRule("horo/__init__.py", (*TORCH, *CORE, "numpy", "horo.runner"), "import horo stays light", lazily=True),
+    ImportRule("horo", ("cffi", "horo._native"), "only _core.py touches cffi", unless=("horo/_core.py",)),
+    ImportRule("horo/_bootstrap", ("horo.torch",), "arrows point down: torch uses the bootstrap"),
+    ImportRule("horo/_bootstrap", ("torch",), "hororun uses parts of the bootstrap", lazily=True),
+    ImportRule("horo/torch", ("horo.runner",), "arrows point down: a rank does not know its launcher"),
+    ImportRule("horo/_errors.py", ("horo",), "the bottom imports nothing of horo"),
+    ImportRule("horo/_config.py", (*TORCH, *CORE), "knobs are read before anything is loaded"),
+)
+
+
+def check_sizes(path: Path, text: str) -> list[str]:
+    """Files under 500 lines (tests: 700), functions of at most 70 (the docstring not counted)."""
+    found = []
+    line_count = len(text.splitlines())
+    limit = TEST_FILE_LINES_MAX if path.parts[0] == "tests" else FILE_LINES_MAX
+    if line_count >= limit:
+        found.append(finding(path, line_count, f"{line_count} lines; files stay under {limit}"))
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if ast.get_docstring(node) is not None:
+                length -= (node.body[0].end_lineno or 0) - node.body[0].lineno + 1
+            if length > FUNCTION_LINES_MAX:
+                found.append(
+                    finding(path, node.lineno, f"{node.name} has {length} lines; at most {FUNCTION_LINES_MAX}")
+                )
+    return found
+
+
+def imports(tree: ast.Module, package: str) -> Iterator[tuple[str, int, bool]]:
+    """Every import as (absolute module, line, at module level); ``if TYPE_CHECKING:`` blocks are left out."""
+
+    def visit(node: ast.AST, is_top: bool) -> Iterator[tuple[str, int, bool]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                yield from ((alias.name, child.lineno, is_top) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                base = child.module or ""
+                if child.level:
+                    parents = package.split(".")[: len(package.split(".")) - child.level + 1]
+                    base = ".".join([*parents, base]).rstrip(".")
+                yield from ((f"{base}.{alias.name}", child.lineno, is_top) for alias in child.names)
+            elif not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)):
+                is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+                yield from visit(child, is_top and not is_function)
+
+    yield from visit(tree, is_top=True)
+
+
+def check_imports(path: Path, text: str) -> list[str]:
+    """Import directions, by ``IMPORT_RULES``."""
+    parts = path.parent.parts
+    package = ".".join(("horo", *parts) if parts and parts[0] == "runner" else parts)
+    found = []
+    for module, line, is_top in imports(ast.parse(text), package):
+        for rule in IMPORT_RULES:
+            if not _lies_in(path, rule.where) or any(_lies_in(path, other) for other in rule.unless):
+                continue
+            names_it = any(module == name or module.startswith(f"{name}.") for name in rule.what)
+            if names_it and (is_top or not rule.lazily):
+                found.append(finding(path, line, f"imports {module}: {rule.why}"))
+    return found
+
+
+def _lies_in(path: PurePath, where: str) -> bool:
+    return path == PurePath(where) or PurePath(where) in path.parents
+
+
+def check_environment(path: Path, text: str) -> list[str]:
+    """Within horo/, only _config.py reads the environment. (The launcher builds environments for its children.)"""
+    if path.parts[0] != "horo" or path.name == "_config.py":
+        return []
+    names = {"environ", "environb", "getenv", "putenv", "getenvb"}
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        is_attribute = isinstance(node, ast.Attribute) and node.attr in names and ast.unparse(node.value) == "os"
+        is_import = isinstance(node, ast.ImportFrom) and node.module == "os" and names & {a.name for a in node.names}
+        if is_attribute or is_import:
+            found.append(finding(path, getattr(node, "lineno", 1), "only horo/_config.py reads the environment"))
+    return found
+
+
+def check_all(path: Path, text: str) -> list[str]:
+    """Every module of the package says in ``__all__`` what it offers."""
+    tree = ast.parse(text)
+    has_code = any(isinstance(n, ast.FunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom) for n in tree.body)
+    if path.name == "__main__.py" or not has_code:
+        return []
+    targets = [t for n in tree.body for t in (n.targets if isinstance(n, ast.Assign) else [getattr(n, "target", None)])]
+    if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
+        return []
+    return [finding(path, 1, "no __all__")]
