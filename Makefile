@@ -55,7 +55,7 @@ build: $(STAMPS)/build ## environment, torch and horo in .venv
 
 .PHONY: demo
 demo: build ## train handwritten digits on two ranks (NP=4 for four)
-	@$(VENV)/bin/hororun -np $(NP) $(PY) examples/digits.py
+	@$(VENV)/bin/hororun -np $(NP) --oversubscribe $(PY) examples/digits.py
 
 .PHONY: test
 test: build ## all tests

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 from typing import Any
 
-from horo.runner.config import EXIT_SETUP
+from horo.runner.config import EXIT_SETUP, EXIT_UNREACHABLE
 from horo.runner.frames import MAGIC, Frame, FrameError, FrameReader, Kind, encode, encode_json
 from horo.runner.loop import Loop, Timer
 from horo.runner.machine import core_count, gpu_count
@@ -52,8 +53,9 @@ class _Agent:
         self._paused = False
         self._connected = True
         self._silence_s = _JOB_TIMEOUT_S
-        self._heard: Timer = loop.call_later(self._silence_s, self._leave)
+        self._heard: Timer = loop.call_later(self._silence_s, self._leave_silence)
         self._leaving = False
+        self._host = socket.gethostname()
         # Ranks get /dev/null and pipes of their own: 0 and 1 are for nobody but us.
         self._in, self._out = os.dup(0), os.dup(1)
         null = os.open(os.devnull, os.O_RDWR)
@@ -106,7 +108,7 @@ class _Agent:
 
     def _listen_on(self) -> None:
         self._heard.cancel()
-        self._heard = self._loop.call_later(self._silence_s, self._leave)
+        self._heard = self._loop.call_later(self._silence_s, self._leave_silence)
 
     def _handle(self, frame: Frame) -> None:
         if frame.kind == Kind.JOB:
@@ -124,6 +126,7 @@ class _Agent:
         self._silence_s = float(job["silence_s"])
         self._listen_on()
         host, cwd, mark = str(job["host"]), str(job["cwd"]), str(job["mark"])
+        self._host = host
         self._ranks = HostRanks(
             self._loop,
             self._guard,
@@ -153,6 +156,10 @@ class _Agent:
             self._ranks.kill()
         self._leaving = True
 
+    def _leave_silence(self) -> None:
+        os.write(2, f"nothing was heard of hororun for {self._silence_s:g} s\n".encode())
+        self._leave()
+
     def _leave(self) -> None:
         """Nobody listens any more: ends the ranks with the usual grace."""
         self._connected = False
@@ -163,7 +170,10 @@ class _Agent:
         if self._ranks:
             self._ranks.terminate()
 
-    def _on_end(self, _number: int) -> None:
+    def _on_end(self, number: int) -> None:
+        if not self._leaving:
+            message = f"host {self._host} ended its ranks: {signal.Signals(number).name} came to the agent there"
+            self._send(encode_json(Kind.FAILED, {"message": message, "code": EXIT_UNREACHABLE}))
         self._leaving = True
         if self._ranks:
             self._ranks.terminate()

@@ -47,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         return run_job(job, os.environ)
     except JobError as error:
-        sys.stderr.write(f"hororun: {error}\n")
+        if sys.stderr is not None:
+            sys.stderr.write(f"hororun: {error}\n")
         return error.code
 
 

@@ -28,6 +28,7 @@ __all__ = [
     "become_subreaper",
     "children_of_this_process",
     "end_all",
+    "occupy_standard_streams",
     "send_signal",
     "spawn",
 ]
@@ -45,6 +46,15 @@ _FAREWELL = b"done\n"
 def become_subreaper() -> None:
     """Makes orphans among the descendants of this process its children."""
     ctypes.PyDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def occupy_standard_streams() -> None:
+    """Opens ``/dev/null`` in place of a standard stream that is closed, lest a pipe of ours gets its number."""
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number: this one
 
 
 def children_of_this_process() -> set[int]:

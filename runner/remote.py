@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Callable
 from typing import Any
 
-from horo.runner.config import EXIT_INTERNAL, EXIT_SETUP, JobError, Ssh
+from horo.runner.config import EXIT_INTERNAL, EXIT_SETUP, EXIT_UNREACHABLE, JobError, Ssh
 from horo.runner.frames import Frame, FrameError, FrameReader, Kind, encode, encode_json
 from horo.runner.hosts import Host
 from horo.runner.launch_ssh import explain_silence, ssh_command
@@ -39,6 +39,7 @@ class RemoteHost:
         self.error: JobError | None = None
         self.finished = False
         self.job_sent = False
+        self._hung_up = False
         self._loop = loop
         self._emit = emit
         self._changed = changed
@@ -100,6 +101,7 @@ class RemoteHost:
 
     def hang_up(self) -> None:
         """Ends the connection; an agent that still runs ends its ranks."""
+        self._hung_up = True
         if self._code is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -225,6 +227,8 @@ class RemoteHost:
             self._ping.cancel()
         if self.hello is None and self.error is None:
             self.error = explain_silence(self.host.name, self._ssh, self._code or 0, self._stderr)
+        if not self.job_sent and not self._hung_up and self.error is None:
+            self.error = JobError(f"host {self.host.name} was lost: {self.why_lost}", EXIT_UNREACHABLE)
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
             if pipe is not None and not pipe.closed:
                 self._loop.watch(pipe.fileno())

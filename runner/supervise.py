@@ -20,7 +20,13 @@ from horo.runner.loop import Loop
 from horo.runner.machine import core_count, default_slots, gpu_count
 from horo.runner.network import NetworkError, free_port, is_local
 from horo.runner.placement import PlacementError, Slot, place
-from horo.runner.processes import Guard, Tree, become_subreaper, children_of_this_process
+from horo.runner.processes import (
+    Guard,
+    Tree,
+    become_subreaper,
+    children_of_this_process,
+    occupy_standard_streams,
+)
 from horo.runner.ranks import Event, Exited, HostRanks, Output, StartError, reap
 from horo.runner.reach import Reach, meeting_addresses, reach
 from horo.runner.remote import RemoteHost
@@ -52,6 +58,7 @@ def run_job(job: Job, environment: Mapping[str, str]) -> int:
     except FileNotFoundError:
         raise JobError("the current directory does not exist any more: ranks would start in it") from None
     hosts = _candidates(job, environment)
+    occupy_standard_streams()
     spared = children_of_this_process()  # a shell that became us by ``exec`` may have left some
     guard = Guard()  # forked before the first thread
     become_subreaper()
@@ -258,7 +265,8 @@ class _Supervisor:
     def _on_exit(self, event: Exited) -> None:
         self._running.discard(event.rank)
         self._console.rank_ended(event.rank)
-        self._end(event.rank, code=event.code, signal=event.signal, asked=event.asked)
+        asked = event.asked and self._stopping  # else it was not we who asked
+        self._end(event.rank, code=event.code, signal=event.signal, asked=asked)
 
     def _end(self, rank: int, *, code: int = 0, signal: int = 0, asked: bool = False, lost: str = "") -> None:
         tail = self._stderr_tails.get(rank, b"")

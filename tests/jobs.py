@@ -71,15 +71,21 @@ class Launched:
 class Hororun:
     """Starts hororun and cleans up after it."""
 
-    remote_shell: str
+    remote_shell: str = ""
     launched: list[Launched] = field(default_factory=list)
 
-    def start(self, *words: str, where: str = "localhost:8", **options: object) -> Launched:
-        """Starts ``hororun -H where words``; ``where`` other than localhost goes through the agent."""
+    def start(
+        self, *words: str, where: str = "localhost:8", prefix: Sequence[str] = (), **options: object
+    ) -> Launched:
+        """Starts ``hororun -H where words``; ``where`` other than localhost goes through the agent.
+
+        ``prefix``: words before the command. ``environment``: added to this process's. Other options are Popen's.
+        """
         mark = f"HORO_TEST_MARK={uuid.uuid4().hex}"
         name, _, value = mark.partition("=")
         environment = {**os.environ, name: value, **options.pop("environment", {})}  # type: ignore[dict-item]
-        command = [sys.executable, "-m", "horo.runner", "-H", where, "--remote-shell", self.remote_shell, *words]
+        shell = ["--remote-shell", self.remote_shell] if self.remote_shell else []
+        command = [*prefix, sys.executable, "-m", "horo.runner", "-H", where, *shell, *words]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, **options}
         process = subprocess.Popen(  # type: ignore[call-overload]
             command, env=environment, start_new_session=True, preexec_fn=_signals_as_in_a_shell, **pipes

@@ -64,13 +64,8 @@ def load() -> ModuleType:
     spec = importlib.util.spec_from_file_location("_native_test", library)
     if spec is None or spec.loader is None:
         raise ImportError(f"cannot load {library}")
-    flags = sys.getdlopenflags()
-    sys.setdlopenflags(os.RTLD_LAZY)  # one part can be tested while another is not written yet
-    try:
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    finally:
-        sys.setdlopenflags(flags)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     return module
 
 

@@ -101,6 +101,7 @@ def test_it_ends_its_ranks_on_sigterm_and_says_so(agent: Agent) -> None:
     agent.job()
     agent.frame(Kind.STARTED)
     agent.process.terminate()
+    assert "SIGTERM came to the agent" in agent.frame(Kind.FAILED).json()["message"]
     assert agent.frame(Kind.EXITED).json() == {"code": 0, "signal": 15, "asked": True}
     assert agent.process.wait(30) == 0
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import Flags, Hororun, make_remote_shell, wait_until
+from jobs import Flags, Hororun, Launched, make_remote_shell, wait_until
 
 
 def shell(script: str, flags: Flags | None = None) -> list[str]:
@@ -171,6 +171,40 @@ def test_kill_9_of_an_agent_leaves_nothing_and_is_reported(hororun: Hororun, fla
     done = job.finish()
     assert done.returncode == 69
     assert "was lost with its host (ssh ended with code 137" in done.stderr
+
+
+def test_an_agent_that_is_told_to_end_ends_the_job(hororun: Hororun, flags: Flags) -> None:
+    job = hororun.start("-np", "2", *shell("flag up; exec sleep 60", flags), where="one:2")
+    flags.wait(["up.0", "up.1"])
+    for pid in job.processes("horo.runner.agent"):
+        if parent(pid) == job.process.pid:
+            os.kill(pid, signal.SIGTERM)
+    done = job.finish()
+    assert done.returncode == 69
+    assert done.stderr == "hororun: host one ended its ranks: SIGTERM came to the agent there\n"
+
+
+def test_a_host_lost_while_another_is_awaited_ends_the_start(hororun: Hororun, tmp_path: Path, flags: Flags) -> None:
+    hororun.remote_shell = make_remote_shell(
+        tmp_path, f'case "$*" in *two*) : > {flags.folder}/called; sleep 60;; esac'
+    )
+    job = hororun.start("-np", "2", "true", where="one:1,two:1")
+    flags.wait(["called"])
+    wait_until(lambda: agents(job), "an agent on one")
+    wait_until(lambda: guard_of(agents(job)[0]), "its guard, after which it greets")
+    os.kill(agents(job)[0], signal.SIGKILL)
+    done = job.finish()
+    assert done.returncode in (69, 70)  # it may not have greeted yet
+    assert "host one" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def agents(job: Launched) -> list[int]:
+    return [pid for pid in job.processes("horo.runner.agent") if parent(pid) == job.process.pid]
+
+
+def guard_of(pid: int) -> bool:
+    return bool(Path(f"/proc/{pid}/task/{pid}/children").read_text().strip())
 
 
 def parent(pid: int) -> int:

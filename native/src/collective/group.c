@@ -58,6 +58,12 @@ void hr_group_lost_link(struct hr_group *group) {
     hr_group_abort(group, HORO_ERR_PEER_LOST, rank, silent ? HR_REASON_SILENT : HR_REASON_LINK);
 }
 
+void hr_group_abandon_data(struct hr_group *group) {
+    if (group->transport != NULL) {
+        group->transport->ops->abandon(group->transport, HR_CHANNEL_DATA);
+    }
+}
+
 int hr_group_left(const struct hr_group *group) {
     return (int)atomic_load(&group->arena.header->left_rank);
 }
@@ -160,12 +166,13 @@ static int spin(struct hr_group *group, hr_ready ready, void *arg, int64_t spin_
     const int64_t end_ns = spin_ns > 0 ? hr_now_ns() + spin_ns : 0;
     for (;;) {
         for (int i = 0; i < SPINS_PER_CLOCK; i++) {
-            if (group->transport != NULL) {
-                (void)group->transport->ops->progress(group->transport);
-            }
-            if (ready(group, arg)) {
-                return 1;
-            }
+            int moved;
+            do { /* what has come is worth more than a poll() that would say so */
+                moved = group->transport != NULL && group->transport->ops->progress(group->transport) > 0;
+                if (ready(group, arg)) {
+                    return 1;
+                }
+            } while (moved);
             if (spin_ns <= 0) {
                 return 0;
             }

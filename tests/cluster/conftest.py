@@ -1,0 +1,37 @@
+"""Two hosts or more, for tests that need a network between ranks. Skipped, with the reason, where none can be made."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import pytest
+from namespaces import Cluster, make_cluster, why_not
+
+
+@pytest.fixture(scope="session")
+def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Cluster]]:
+    """Gives a cluster of the number of hosts asked for; it lives as long as the session."""
+    reason = why_not()
+    if reason:
+        pytest.skip(f"no cluster of network namespaces: {reason}")
+    made: dict[int, Cluster] = {}
+    with contextlib.ExitStack() as stack:
+
+        def cluster_of(count: int) -> Cluster:
+            if count not in made:
+                made[count] = make_cluster(stack, tmp_path_factory.mktemp(f"cluster{count}"), count)
+            return made[count]
+
+        yield cluster_of
+
+
+@pytest.fixture
+def cluster(clusters: Callable[[int], Cluster]) -> Iterator[Cluster]:
+    """Two hosts, with their cables in, and nothing left of the test before."""
+    pair = clusters(2)
+    yield pair
+    for host in pair.hosts:
+        pair.mend(host)
+    pair.clean_up()
+    pair.launched.clear()

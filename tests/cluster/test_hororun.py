@@ -1,0 +1,192 @@
+"""hororun on two hosts, over real ssh."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+from jobs import Flags, wait_until
+from namespaces import Cluster
+
+MEET = """
+import os
+from horo._bootstrap.addresses import parse_endpoints
+from horo._bootstrap.store import StoreClient
+
+first, *others = parse_endpoints(os.environ["HORO_STORE"])
+client = StoreClient(first.address, first.port, bytes.fromhex(os.environ["HORO_SECRET"]), 20, others)
+client.set("k" + os.environ["RANK"], client.local_address.encode())
+print(*[client.get(f"k{rank}", 20).decode() for rank in range(int(os.environ["WORLD_SIZE"]))])
+"""
+STUBBORN = """
+trap '' TERM INT HUP; (trap '' TERM; exec setsid sleep 300) & : > {folder}/up.$RANK; while :; do sleep 0.2; done
+"""
+
+
+@pytest.fixture
+def flags(tmp_path: Path) -> Flags:
+    return Flags(tmp_path)
+
+
+def start_stubborn(cluster: Cluster, flags: Flags, *words: str) -> tuple[int, Callable[[], CompletedProcess[str]]]:
+    """Two ranks on each host that only SIGKILL ends; returns hororun's pid and what waits for the end of all."""
+    script = STUBBORN.format(folder=flags.folder)
+    job = cluster.start("-np", "4", "--grace-seconds", "0.2", *words, "--", "sh", "-c", script)
+    flags.wait([f"up.{rank}" for rank in range(4)])
+    return job.process.pid, job.finish
+
+
+def test_ranks_run_where_they_should_and_know_it(cluster: Cluster) -> None:
+    a, b = cluster.hosts
+    script = "echo $RANK $(hostname) $HOROVOD_HOSTNAME $LOCAL_RANK $HOROVOD_CROSS_RANK $MASTER_ADDR"
+    done = cluster.run("-np", "4", "--no-prefix", "--", "sh", "-c", script)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(done.stdout.splitlines()) == [
+        f"0 {a.name} {a.name} 0 0 {a.address}",
+        f"1 {a.name} {a.name} 1 0 {a.address}",
+        f"2 {b.name} {b.name} 0 1 {a.address}",
+        f"3 {b.name} {b.name} 1 1 {a.address}",
+    ]
+
+
+def test_rank_0_on_the_other_host_is_where_all_others_look(cluster: Cluster) -> None:
+    a, b = cluster.hosts
+    done = cluster.run("-np", "2", "--no-prefix", "--", "sh", "-c", "echo $MASTER_ADDR", where=f"{b.name}:1,{a.name}:1")
+    assert done.stdout.split() == [b.address] * 2, done.stderr
+
+
+def test_ranks_of_both_hosts_meet_at_addresses_that_others_reach(cluster: Cluster) -> None:
+    done = cluster.run("-np", "4", "--no-prefix", sys.executable, "-c", MEET)
+    a, b = cluster.hosts
+    assert done.stdout.splitlines() == [f"{a.address} {a.address} {b.address} {b.address}"] * 4, done.stderr
+
+
+@pytest.mark.parametrize("spelling", ["[{address6}]:2", "root@{name}:2", "{name}:2:port=22", "{address}:2"])
+def test_a_host_can_be_spelled_in_many_ways(cluster: Cluster, spelling: str) -> None:
+    a, b = cluster.hosts
+    where = f"{a.name}:1,{spelling.format(name=b.name, address=b.address, address6=b.address6)}"
+    done = cluster.run("-np", "3", "--no-prefix", sys.executable, "-c", MEET, where=where)
+    family = (a.address6, b.address6) if "[" in spelling else (a.address, b.address)
+    assert set(done.stdout.splitlines()) == {f"{family[0]} {family[1]} {family[1]}"}, done.stderr
+
+
+def test_interfaces_can_be_named(cluster: Cluster) -> None:
+    script = "echo $HORO_NETWORK_INTERFACES $HORO_STORE"
+    done = cluster.run("-np", "4", "--no-prefix", "--network-interfaces", "eth0", "--", "sh", "-c", script)
+    a = cluster.hosts[0]
+    assert all(line.startswith(f"eth0 {a.address}:") for line in done.stdout.splitlines()), done.stdout
+    assert f"[{a.address6}]:" in done.stdout
+
+
+def test_each_host_gets_one_connection_and_no_secret_on_a_command_line(cluster: Cluster, flags: Flags) -> None:
+    script = f"echo $HORO_SECRET > {flags.folder}/secret; : > {flags.folder}/up.$RANK; exec sleep 60"
+    job = cluster.start("-np", "4", "--", "sh", "-c", script)
+    flags.wait([f"up.{rank}" for rank in range(4)])
+    b = cluster.hosts[1]
+    assert len(cluster.connections(b)) == 1
+    secret = flags.read("secret").strip()
+    assert len(secret) == 64
+    assert not cluster.processes(b, secret)
+    job.process.terminate()
+    assert job.finish().returncode == 143
+
+
+def test_a_failure_on_the_other_host_ends_the_job_with_its_code(cluster: Cluster) -> None:
+    script = "test $RANK = 3 && { echo why >&2; exit 9; }; exec sleep 60"
+    done = cluster.run("-np", "4", "--", "sh", "-c", script)
+    assert done.returncode == 9
+    assert f"rank 3 on {cluster.hosts[1].name} exited with code 9" in done.stderr
+    assert "  | why" in done.stderr
+
+
+def test_kill_9_of_hororun_leaves_nothing_on_either_host(cluster: Cluster, flags: Flags) -> None:
+    pid, finish = start_stubborn(cluster, flags)
+    os.kill(pid, signal.SIGKILL)
+    finish()
+    assert not cluster.connections(cluster.hosts[1])
+
+
+@pytest.mark.parametrize("side", ["ssh", "sshd", "agent"])
+def test_a_connection_that_is_cut_leaves_nothing_on_either_host(cluster: Cluster, flags: Flags, side: str) -> None:
+    a, b = cluster.hosts
+    _, finish = start_stubborn(cluster, flags)
+    victims = {
+        "ssh": [pid for pid in cluster.processes(a, "ServerAliveInterval") if b"ssh\0" in command(pid)[:5]],
+        "sshd": cluster.connections(b),
+        "agent": [pid for pid in cluster.processes(b, "horo.runner.agent") if b"sshd" in command(parent_of(pid))],
+    }[side]
+    assert victims
+    for pid in victims:
+        os.kill(pid, signal.SIGKILL)
+    done = finish()
+    assert done.returncode == 69
+    assert f"rank 2 on {b.name} was lost with its host" in done.stderr
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def command(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def test_a_host_whose_cable_is_cut_is_lost_on_both_sides(cluster: Cluster, flags: Flags) -> None:
+    b = cluster.hosts[1]
+    _, finish = start_stubborn(cluster, flags, "--host-timeout", "2")
+    cluster.cut(b)
+    wait_until(lambda: not cluster.processes(b, "horo.runner.agent"), f"the agent on {b.name} has left")
+    done = finish()
+    assert done.returncode == 69
+    assert f"rank 2 on {b.name} was lost with its host" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "where", "code", "facts"),
+    [
+        ([], "{a}:1,no-such-host:1", 69, ["cannot reach host no-such-host", "resolve"]),
+        ([], "{a}:1,{b}:1:port=1", 69, ["cannot reach host {b}", "Connection refused"]),
+        ([], "{a}:1,10.213.7.99:1", 69, ["cannot reach host 10.213.7.99"]),
+        (["--ssh-args=-F /dev/null"], "{a}:1,{b}:1", 69, ["cannot reach host {b}", "Host key verification failed"]),
+        (["--remote-python", "/no/such/python"], "{a}:1,{b}:1", 78, ["host {b}", "there is no /no/such/python"]),
+        (["--remote-python", "/etc/passwd"], "{a}:1,{b}:1", 78, ["host {b}", "cannot execute /etc/passwd"]),
+        (["--remote-python", "/usr/bin/python3"], "{a}:1,{b}:1", 78, ["host {b}", "has no module horo"]),
+    ],
+)
+def test_a_host_that_cannot_be_used_is_one_sentence(
+    cluster: Cluster, words: list[str], where: str, code: int, facts: list[str]
+) -> None:
+    if "/usr/bin/python3" in words and not Path("/usr/bin/python3").exists():
+        pytest.skip("there is no second Python at /usr/bin/python3")
+    names = {"a": cluster.hosts[0].name, "b": cluster.hosts[1].name}
+    done = cluster.run("-np", "2", "--start-timeout", "10", *words, "true", where=where.format(**names))
+    assert done.returncode == code, done.stderr
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    for fact in facts:
+        assert fact.format(**names) in done.stderr
+
+
+def test_a_directory_that_only_this_host_has_is_named(cluster: Cluster, tmp_path: Path) -> None:
+    script = f'mount -t tmpfs tmpfs {tmp_path} && mkdir {tmp_path}/here && cd {tmp_path}/here && exec "$@"'
+    done = cluster.run("-np", "4", "true", prefix=["sh", "-c", script, "sh"])
+    assert done.returncode == 78, done.stderr
+    assert f"host {cluster.hosts[1].name} has no directory {tmp_path}/here" in done.stderr
+
+
+def test_output_of_a_slow_link_arrives_whole(cluster: Cluster) -> None:
+    b = cluster.hosts[1]
+    cluster.limit(b, "20mbit")
+    cluster.limit(cluster.hosts[0], "20mbit")
+    try:
+        script = "import os\nfor n in range(2000): os.write(1, b'%d ' % n * 200 + b'\\n')"
+        done = cluster.run("-np", "1", "--no-prefix", sys.executable, "-S", "-c", script, where=f"{b.name}:1")
+    finally:
+        for host in cluster.hosts:
+            cluster.unlimit(host)
+    assert done.stdout.splitlines() == [f"{n} " * 200 for n in range(2000)]
