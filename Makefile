@@ -10,6 +10,7 @@ TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 NP ?= 2
+FUZZ_SECONDS ?= 60
 
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install -qq --disable-pip-version-check
@@ -97,8 +98,14 @@ tsan: build ## native tests under ThreadSanitizer
 	@$(PY) tests/native/sanitize.py thread
 
 .PHONY: fuzz
-fuzz: build ## the fuzz targets with fresh inputs
-	@$(PY) -m pytest -q tests/fuzz $(PYTEST_ARGS)
+fuzz: build ## fuzz the wire decoder for FUZZ_SECONDS (needs clang; else replays the corpus)
+	@if command -v clang >/dev/null; then \
+		mkdir -p build/fuzz-found && \
+		$(PY) tests/fuzz/fuzz_build.py libfuzzer build/fuzz_wire && \
+		build/fuzz_wire -max_total_time=$(FUZZ_SECONDS) -max_len=4096 build/fuzz-found tests/fuzz/corpus/wire; \
+	else \
+		echo "make: clang is not there; replaying the corpus only" && $(PY) -m pytest -q tests/fuzz; \
+	fi
 
 .PHONY: clean
 clean: ## remove what was built; the environment stays

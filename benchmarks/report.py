@@ -17,6 +17,7 @@ import torch
 
 import horo
 from horo import _core
+from horo._config import Config, variables_of
 
 LIBRARIES = ("horo", "gloo")
 
@@ -133,12 +134,11 @@ def _commit() -> str:
 
 def write_json(path: str, rows: list[Row], probed: list[float], options: dict[str, Any], ranks: int) -> None:
     """Everything that is needed to read the numbers again in a year."""
-    prefixes = ("HORO_", "HOROVOD_", "OMP_", "GLOO_")
-    secrets = ("SECRET", "KEY", "TOKEN")
+    tunable = {name for variable in variables_of(Config).values() for name in variable.names}
     knobs = {
         name: value
         for name, value in sorted(os.environ.items())
-        if name.startswith(prefixes) and not any(word in name for word in secrets)
+        if name in tunable or name.startswith(("OMP_", "GLOO_"))
     }
     document = {
         "benchmark": "allreduce",
