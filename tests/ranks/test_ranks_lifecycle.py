@@ -203,7 +203,19 @@ def test_data_loader_workers_come_and_go_during_training(ranks2: RankPool) -> No
     ranks2.run(check)
 
 
+def _until_a_call_waits() -> None:
+    from horo.torch import _state  # noqa: PLC0415
+
+    deadline = time.monotonic() + 10
+    while not _state.current()._calls and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
 def test_an_interrupt_during_a_wait_reaches_python_and_the_wait_can_go_on(ranks2: RankPool) -> None:
+    def interrupt() -> None:
+        _until_a_call_waits()
+        os.kill(os.getpid(), signal.SIGINT)
+
     def check() -> None:
         if hvd.rank() == 1:
             hvd.broadcast_object(None)
@@ -211,11 +223,11 @@ def test_an_interrupt_during_a_wait_reaches_python_and_the_wait_can_go_on(ranks2
             return
         tensor = torch.ones(2)
         handle = hvd.allreduce_async_(tensor, name="late", op=hvd.Sum)
-        timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
-        timer.start()
-        with pytest.raises(KeyboardInterrupt):
+        interrupter = threading.Thread(target=interrupt)
+        with pytest.raises(KeyboardInterrupt):  # whose thread must not be early
+            interrupter.start()
             hvd.synchronize(handle)
-        timer.join()
+        interrupter.join()
         hvd.broadcast_object(None)
         assert hvd.synchronize(handle) is tensor
         assert tensor.tolist() == [2.0, 2.0]
@@ -231,11 +243,7 @@ def test_shutdown_is_refused_while_another_thread_waits(ranks2: RankPool) -> Non
             return
         waiter = threading.Thread(target=hvd.allreduce, args=(torch.ones(2),), kwargs={"name": "awaited"})
         waiter.start()
-        from horo.torch import _state  # noqa: PLC0415
-
-        deadline = time.monotonic() + 10
-        while not _state.current()._calls and time.monotonic() < deadline:
-            time.sleep(0.001)
+        _until_a_call_waits()
         with pytest.raises(UsageError, match="another thread waits in an operation"):
             hvd.shutdown()
         hvd.broadcast_object(None)
