@@ -1,6 +1,7 @@
 #include "collective/group.h"
 
 #include <errno.h>
+#include <sched.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -184,6 +185,7 @@ static int spin(struct hr_group *group, hr_ready ready, void *arg, int64_t spin_
         if (hr_now_ns() >= end_ns) {
             return 0;
         }
+        (void)sched_yield(); /* the one waited for may have been put on this very core */
     }
 }
 
