@@ -10,7 +10,15 @@ from cffi import FFI
 ROOT = Path(__file__).resolve().parent.parent
 HEADER = ROOT / "native" / "include" / "horo.h"
 
-COMPILE_FLAGS = ["-std=gnu11", "-D_GNU_SOURCE", "-O3", "-fvisibility=hidden", "-fno-math-errno", "-pthread", "-ffp-contract=off"]
+COMPILE_FLAGS = [
+    "-std=gnu11",
+    "-D_GNU_SOURCE",
+    "-O3",
+    "-fvisibility=hidden",
+    "-fno-math-errno",
+    "-pthread",
+    "-ffp-contract=off",
+]
 # For development and CI; an installation must not fail because a newer compiler knows a new warning.
 WARNING_FLAGS = ["-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror"]
 LINK_FLAGS = ["-pthread"]

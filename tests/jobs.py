@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["DEADLINE_S", "Flags", "Hororun", "Launched", "marked_processes", "make_remote_shell", "wait_until"]
+__all__ = ["DEADLINE_S", "Flags", "Hororun", "Launched", "make_remote_shell", "marked_processes", "wait_until"]
 
 DEADLINE_S = 30.0
 _REMOTE_SHELL = """#!/bin/sh
@@ -88,7 +88,7 @@ class Hororun:
         command = [*prefix, sys.executable, "-m", "horo.runner", "-H", where, *shell, *words]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, **options}
         process = subprocess.Popen(  # type: ignore[call-overload]
-            command, env=environment, start_new_session=True, preexec_fn=_signals_as_in_a_shell, **pipes
+            command, env=environment, start_new_session=True, preexec_fn=_signals_as_in_a_shell, **pipes  # noqa: PLW1509
         )
         self.launched.append(Launched(process, mark))
         return self.launched[-1]

@@ -112,7 +112,7 @@ class Group:
         def body(rank: int) -> None:
             try:
                 results[rank] = function(Rank(self.contexts[rank]))
-            except BaseException as error:  # noqa: BLE001 - handed to the caller below
+            except BaseException as error:
                 errors.append(error)
 
         threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in chosen]
@@ -128,7 +128,7 @@ class Group:
         return [results[rank] for rank in chosen]
 
     def kill(self, rank: int) -> None:
-        """The others see the end of all streams without a goodbye, as when the kernel closes them for a dead process."""
+        """The others see all streams end without a goodbye, as when the kernel closes them for a dead process."""
         for end in self._ends[rank]:
             end.shutdown(socket.SHUT_WR)
 

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-
 SCRIPT = """
 import os, signal, sys, threading
 import numpy as np

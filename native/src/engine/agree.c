@@ -290,11 +290,14 @@ int hr_agree_announce_request(struct hr_agree *agree, int member, const struct h
 
 static void describe_missing(const struct hr_agree *agree, const struct hr_agree_entry *entry, char *out, size_t out_bytes) {
     size_t used = (size_t)snprintf(out, out_bytes, "'%s' (missing:", entry->name);
+    const char *separator = "";
     for (int member = 0; member < agree->config.member_count && used < out_bytes; member++) {
         if (!has_bit(entry->announced, member)) {
             const int rank = agree->config.rank_of_member[member];
-            used += (size_t)snprintf(out + used, out_bytes - used, " rank %d (%s)", rank,
+            const char *which = member < agree->config.local_count ? "" : "ranks led by ";
+            used += (size_t)snprintf(out + used, out_bytes - used, "%s %srank %d (%s)", separator, which, rank,
                                      agree->config.host_name_of_rank[rank]);
+            separator = ",";
         }
     }
     if (used < out_bytes) {

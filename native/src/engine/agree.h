@@ -23,6 +23,7 @@
 struct hr_agree_config {
     int is_root;
     int member_count;
+    int local_count;                      /* the first members are local ranks, the others child hosts */
     const int *rank_of_member;            /* [member_count] the rank itself, or the leader of the child host */
     const char *const *host_name_of_rank; /* for messages; indexed by rank */
     int rank_count;                       /* all ranks: ids of ranks in messages are checked against it */
@@ -68,7 +69,7 @@ int hr_agree_form_batch(struct hr_agree *agree, struct hr_buffer *out, uint32_t 
 int hr_agree_apply(struct hr_agree *agree, const struct hr_wire_message *record);
 
 /*
- * Writes "'name' (missing: rank 1 (h1), rank 4 (h2)); ..." for what has been announced by some members but not all for at
+ * Writes "'name' (missing: rank 1 (h1), ranks led by rank 4 (h2)); ..." for what has been announced by some members but not all for at
  * least age_ns. Returns how many such tensors there are; *since_ns is the oldest one's first announcement.
  */
 int hr_agree_describe_waiting(const struct hr_agree *agree, int64_t now_ns, int64_t age_ns, char *out, size_t out_bytes,

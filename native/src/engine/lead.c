@@ -58,6 +58,7 @@ static int init_agreement(struct hr_engine *engine, uint64_t fusion_bytes) {
     const struct hr_agree_config config = {
         .is_root = engine->is_root,
         .member_count = members,
+        .local_count = group->local_size,
         .rank_of_member = engine->member_ranks,
         .host_name_of_rank = (const char *const *)group->host_name_of_rank,
         .rank_count = group->size,

@@ -16,7 +16,7 @@ struct shim_agree {
     struct hr_buffer out;
 };
 
-shim_agree *shim_agree_create(int is_root, int member_count, const int32_t *rank_of_member, int rank_count,
+shim_agree *shim_agree_create(int is_root, int member_count, int local_count, const int32_t *rank_of_member, int rank_count,
                               uint32_t capacity, uint64_t fusion_bytes) {
     shim_agree *node = calloc(1, sizeof *node);
     if (node == NULL) {
@@ -35,6 +35,7 @@ shim_agree *shim_agree_create(int is_root, int member_count, const int32_t *rank
     const struct hr_agree_config config = {
         .is_root = is_root,
         .member_count = member_count,
+        .local_count = local_count,
         .rank_of_member = node->ranks,
         .host_name_of_rank = (const char *const *)node->host_names,
         .rank_count = rank_count,
