@@ -12,7 +12,7 @@ from horo.runner.config import EXIT_UNREACHABLE
 __all__ = ["Ending", "exit_code", "ranges", "report", "root_cause", "signal_name"]
 
 _LAST_LINES = 20
-_PEER_LOST = re.compile(rb"PeerLostError.*?\brank (\d+)", re.DOTALL)
+_POINTS_AT = re.compile(rb"(?:PeerLost|Aborted|Stalled)Error.*?\brank (\d+)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ def root_cause(endings: Sequence[Ending]) -> Ending | None:
     """The failure that caused the others; None: no rank failed of itself.
 
     It is the first in time (``endings`` are in the order they became known). But a rank that died of a
-    ``PeerLostError`` points at another: if that one failed too, and not because hororun told it to, it is the cause,
-    though the news of it came later from another host.
+    ``PeerLostError``, or because a peer shut horo down or stalled, points at another: if that one failed too, and not
+    because hororun told it to, it is the cause, though the news of it came later from another host.
     """
     failures = {ending.rank: ending for ending in endings if ending.failed and (ending.lost or not ending.asked)}
     first = next((ending for ending in endings if ending.failed and not ending.asked), None)
@@ -56,7 +56,7 @@ def root_cause(endings: Sequence[Ending]) -> Ending | None:
         return next(iter(failures.values()), None)
     cause = first
     visited = {cause.rank}
-    while named := _PEER_LOST.findall(cause.stderr_tail):
+    while named := _POINTS_AT.findall(cause.stderr_tail):
         lost_rank = int(named[-1])
         if lost_rank in visited or lost_rank not in failures:
             break

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import secrets
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
+from rank_worker import STACKS_END, serve
 
 from horo._bootstrap.store import StoreServer
 
 __all__ = ["RankError", "RankPool"]
 
-_WORKER = Path(__file__).with_name("rank_worker.py")
+# Ranks are forked from a process that has imported torch once and nothing else has happened in.
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "horo.torch", "pytest", "rank_worker"])
 _START_S = 60.0
 _GRACE_S = 8.0
 """How long the other ranks may take after one has failed, before their stacks are asked for."""
@@ -45,11 +48,11 @@ class RankPool:
 
     def __init__(self, size: int, *, init: bool = True, environment: dict[str, str] | None = None) -> None:
         self.size = size
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[ForkServerProcess] = []
         self._init = init
         self._environment = environment or {}
-        self._channels: list[Connection] = []
-        self._errors: list[Any] = []
+        self._channels: list[Connection[Any, Any]] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._server: StoreServer | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, deadline_s: float = 60.0) -> list[Any]:
@@ -92,45 +95,41 @@ class RankPool:
             channel.close()
         deadline = time.monotonic() + 5
         for process in self.processes:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
                 process.kill()
-                process.wait()
-        for log in self._errors:
-            log.close()
+                process.join()
+            process.close()
         if self._server is not None:
             self._server.close()
-        self.processes, self._channels, self._errors, self._server = [], [], [], None
+        if self._folder is not None:
+            self._folder.cleanup()
+        self.processes, self._channels, self._server, self._folder = [], [], None, None
 
     def _start(self) -> None:
         secret = secrets.token_hex(32)
         self._server = StoreServer(["127.0.0.1"], bytes.fromhex(secret))
+        self._folder = tempfile.TemporaryDirectory()
         endpoint = self._server.endpoints[0]
-        shared = {
-            **os.environ,
-            **self._environment,
-            "HOROVOD_SIZE": str(self.size),
-            "HOROVOD_LOCAL_SIZE": str(self.size),
-            "HORO_STORE": f"{endpoint.address}:{endpoint.port}",
-            "HORO_SECRET": secret,
-            "OMP_NUM_THREADS": "1",
-        }
         for rank in range(self.size):
-            ours, theirs = socket.socketpair()
-            log = tempfile.TemporaryFile()  # noqa: SIM115  (closed in close())
-            with theirs:
-                process = subprocess.Popen(
-                    [sys.executable, str(_WORKER), str(theirs.fileno()), str(int(self._init))],
-                    env={**shared, "HOROVOD_RANK": str(rank), "HOROVOD_LOCAL_RANK": str(rank)},
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                )
+            environment = {
+                **self._environment,
+                "HOROVOD_SIZE": str(self.size),
+                "HOROVOD_RANK": str(rank),
+                "HOROVOD_LOCAL_SIZE": str(self.size),
+                "HOROVOD_LOCAL_RANK": str(rank),
+                "HORO_STORE": f"{endpoint.address}:{endpoint.port}",
+                "HORO_SECRET": secret,
+            }
+            ours, theirs = _context.Pipe()
+            self._log_path(rank).touch()
+            process = _context.Process(
+                target=serve, args=(theirs, environment, str(self._log_path(rank)), self._init), daemon=False
+            )
+            process.start()
+            theirs.close()
             self.processes.append(process)
-            self._channels.append(Connection(ours.detach()))
-            self._errors.append(log)
+            self._channels.append(ours)
         self._collect(_START_S, ())
 
     def _collect(self, deadline_s: float, lost: Sequence[int]) -> list[Any]:
@@ -139,17 +138,17 @@ class RankPool:
         failures: dict[int, str] = {}
         deadline = time.monotonic() + deadline_s
         while len(results) + len(failures) < self.size:
-            open_ranks = {self._channels[r]: r for r in range(self.size) if r not in results and r not in failures}
-            ready = wait(list(open_ranks), max(0.0, deadline - time.monotonic()))
+            waiting = [rank for rank in range(self.size) if rank not in results and rank not in failures]
+            ready = wait([self._channels[rank] for rank in waiting], max(0.0, deadline - time.monotonic()))
             if not ready:
-                failures.update(self._stacks(open_ranks.values()))
+                failures.update(self._stacks(waiting))
                 break
-            for channel in ready:
-                rank = open_ranks[channel]  # type: ignore[index]
+            for rank in (rank for rank in waiting if self._channels[rank] in ready):
                 try:
-                    fine, value = pickle.loads(channel.recv_bytes())  # type: ignore[union-attr]
+                    fine, value = pickle.loads(self._channels[rank].recv_bytes())
                 except (EOFError, OSError):
-                    fine, value = False, f"the process ended with {self.processes[rank].wait(10)}\n{self._log(rank)}"
+                    self.processes[rank].join(10)
+                    fine, value = False, f"the process ended with {self.processes[rank].exitcode}\n{self._log(rank)}"
                 if fine:
                     results[rank] = value
                 else:
@@ -160,19 +159,22 @@ class RankPool:
             raise RankError("\n".join(f"--- rank {rank}: {text}" for rank, text in sorted(failures.items())))
         return [results[rank] for rank in range(self.size)]
 
-    def _stacks(self, ranks: Any) -> dict[int, str]:
+    def _stacks(self, ranks: Iterable[int]) -> dict[int, str]:
         """The stacks of ranks that did not answer."""
         texts = {}
         for rank in ranks:
             before = len(self._log(rank))
-            self.processes[rank].send_signal(signal.SIGUSR1)
+            pid = self.processes[rank].pid
+            if pid is not None:
+                os.kill(pid, signal.SIGUSR1)
             deadline = time.monotonic() + 5
-            while "rank_worker.py" not in self._log(rank)[before:] and time.monotonic() < deadline:
+            while STACKS_END not in self._log(rank)[before:] and time.monotonic() < deadline:
                 time.sleep(0.02)
             texts[rank] = f"no answer in time; its output and stacks:\n{self._log(rank)}"
         return texts
 
+    def _log_path(self, rank: int) -> Path:
+        return Path(self._folder.name if self._folder else "", f"rank{rank}.log")
+
     def _log(self, rank: int) -> str:
-        log = self._errors[rank]
-        log.seek(0, os.SEEK_END)
-        return os.pread(log.fileno(), log.tell(), 0).decode(errors="replace")
+        return self._log_path(rank).read_text(errors="replace")

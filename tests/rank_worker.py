@@ -1,7 +1,4 @@
-"""One rank of a ``RankPool``: runs functions that arrive on a socket until it is closed.
-
-``python rank_worker.py FD INIT``: FD is the socket, INIT is 1 if ``hvd.init()`` comes first.
-"""
+"""One rank of a ``RankPool``: runs functions that arrive on a connection until it is closed."""
 
 from __future__ import annotations
 
@@ -9,25 +6,37 @@ import faulthandler
 import os
 import pickle
 import signal
-import sys
 import traceback
 from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+import horo.torch as hvd
+
+__all__ = ["STACKS_END", "serve"]
+
+STACKS_END = "in serve\n"
+"""How a worker's stacks end."""
 
 
-def main() -> None:
-    """Serves until the pool goes."""
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the pool asks for stacks when a rank hangs
-    channel = Connection(int(sys.argv[1]))
-    os.set_inheritable(channel.fileno(), False)
-    import torch  # noqa: PLC0415  (after faulthandler)
-
-    import horo.torch as hvd  # noqa: PLC0415
-
+def serve(channel: Connection[Any, Any], environment: dict[str, str], log: str, init: bool) -> None:
+    """The life of a rank; ``init``: call ``hvd.init()`` before the first function."""
+    os.environ.update(environment)
+    sink = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(sink, 1)
+    os.dup2(sink, 2)
+    os.close(sink)
+    faulthandler.enable(file=2)
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)  # the pool asks for stacks when a rank hangs
     torch.set_num_threads(1)
-    if sys.argv[2] == "1":
-        hvd.init()
-    channel.send_bytes(pickle.dumps((True, None)))
+    try:
+        if init:
+            hvd.init()
+        answer = pickle.dumps((True, None))
+    except BaseException:
+        answer = pickle.dumps((False, traceback.format_exc()))
+    channel.send_bytes(answer)
     while True:
         try:
             message = channel.recv_bytes()
@@ -41,7 +50,3 @@ def main() -> None:
         channel.send_bytes(answer)
     hvd.shutdown()
     os._exit(0)  # an interpreter with torch takes a second to end; its end has a test of its own
-
-
-if __name__ == "__main__":
-    main()

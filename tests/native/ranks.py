@@ -53,12 +53,13 @@ class Rank:
         return handle
 
     def finish(self, handle: int) -> None:
-        """Waits and releases, also when it fails."""
+        """Waits and releases, also when the operation fails; not when a signal ends the wait before it is done."""
         try:
             self.context.wait(handle)
         finally:
-            self.context.release(handle)
-            del self._kept[handle]
+            if self.context.poll(handle):
+                self.context.release(handle)
+                del self._kept[handle]
 
     def allreduce(self, array: np.ndarray, name: str = "x", op: str = "sum", **options: Any) -> np.ndarray:
         self.finish(self.submit("allreduce", name, [array], reduce_op=_core.REDUCE_OPS[op], **options))

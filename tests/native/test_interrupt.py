@@ -38,8 +38,9 @@ try:
         rank.allreduce(data, sync=True)
 except KeyboardInterrupt:
     print("interrupted", flush=True)
-os.kill(child, signal.SIGKILL)
-os.waitpid(child, 0)
+finally:
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
 rank.context.destroy()
 print("destroyed", flush=True)
 """

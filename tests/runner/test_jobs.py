@@ -68,7 +68,7 @@ def test_the_first_failure_ends_the_job_with_its_code_and_a_report(hororun: Horo
         f"trap 'exit 0' TERM; flag up; cd {flags.folder}; while ! test -e up.0 -a -e up.2; do sleep 0.02; done\n"
         "test $RANK = 1 && { echo first >&2; echo 'last words' >&2; exit 7; }; sleep 60 & wait"
     )
-    done = hororun.run("-np", "3", *shell(script, flags), where=where)
+    done = hororun.run("-np", "3", "--grace-seconds", "1", *shell(script, flags), where=where)
     assert done.returncode == 7
     host = "localhost" if where.startswith("localhost") else "one"
     report = [line for line in done.stderr.splitlines() if not line.startswith("[")]
@@ -113,8 +113,10 @@ def test_a_stopped_rank_ends_too(hororun: Hororun, where: str, flags: Flags) -> 
 def test_a_signal_to_hororun_ends_all_ranks(
     hororun: Hororun, where: str, flags: Flags, number: signal.Signals, code: int
 ) -> None:
-    script = "trap 'echo saved; exit 0' TERM; flag up; sleep 60 & wait"
-    job = hororun.start("-np", "3", *shell(script, flags), where=where)
+    # No shell: one that forks just when SIGTERM comes to its group may leave a child that the signal has missed.
+    script = "import os, signal, sys\ndef end(*_): print('saved'); sys.exit(0)\nsignal.signal(signal.SIGTERM, end)\n"
+    script += f"open('{flags.folder}/up.' + os.environ['RANK'], 'w').close()\nwhile True: signal.pause()"
+    job = hororun.start("-np", "3", sys.executable, "-S", "-c", script, where=where)
     flags.wait(["up.0", "up.1", "up.2"])
     job.process.send_signal(number)
     done = job.finish()

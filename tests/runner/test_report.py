@@ -26,6 +26,12 @@ def test_a_rank_that_died_of_a_lost_peer_points_at_the_cause() -> None:
     assert exit_code(cause) == 137
 
 
+def test_a_rank_that_died_because_another_left_points_at_it() -> None:
+    left = b"horo._errors.AbortedError: rank 1 (h2) has shut horo down\n"
+    endings = [Ending(0, "h1", code=1, stderr_tail=left), Ending(1, "h2", code=3)]
+    assert root_cause(endings) == endings[1]
+
+
 def test_a_lost_peer_that_ended_because_it_was_told_to_is_not_the_cause() -> None:
     endings = [Ending(0, "h1", code=1, stderr_tail=LOST % 2), Ending(2, "h2", signal=15, asked=True)]
     assert root_cause(endings) == endings[0]

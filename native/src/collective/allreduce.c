@@ -129,7 +129,11 @@ static int cross_ready(struct hr_group *group, void *arg) {
 }
 
 int hr_cross_run(struct hr_group *group, struct hr_cross *cross) {
-    HR_TRY(hr_group_finish(group, cross_ready, cross));
+    const int ended = hr_group_finish(group, cross_ready, cross);
+    if (ended != HORO_OK) {
+        hr_group_abandon_data(group);
+        return ended;
+    }
     const int status = cross->ops->progress(cross);
     if (status == HORO_ERR_PEER_LOST) {
         hr_group_lost_link(group);
@@ -286,7 +290,11 @@ int hr_allreduce(struct hr_group *group, const struct hr_fused *fused, int reduc
     const size_t segments = hr_segment_count(group, fused->bytes);
     group->segment += segments;
     if (group->host_count > 1) {
-        return run_two_level(&call, segments);
+        const int status = run_two_level(&call, segments);
+        if (status != HORO_OK) {
+            hr_group_abandon_data(group); /* a segment may be under way in memory that goes away now */
+        }
+        return status;
     }
     return fused->bytes <= FLAT_BYTES ? run_flat(&call) : run_one_host(&call, segments);
 }

@@ -1,6 +1,7 @@
 #include "collective/group.h"
 
 #include <errno.h>
+#include <sched.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -56,6 +57,12 @@ void hr_group_lost_link(struct hr_group *group) {
     }
     const int silent = strstr(why, "timed out") != NULL;
     hr_group_abort(group, HORO_ERR_PEER_LOST, rank, silent ? HR_REASON_SILENT : HR_REASON_LINK);
+}
+
+void hr_group_abandon_data(struct hr_group *group) {
+    if (group->transport != NULL) {
+        group->transport->ops->abandon(group->transport, HR_CHANNEL_DATA);
+    }
 }
 
 int hr_group_left(const struct hr_group *group) {
@@ -160,12 +167,13 @@ static int spin(struct hr_group *group, hr_ready ready, void *arg, int64_t spin_
     const int64_t end_ns = spin_ns > 0 ? hr_now_ns() + spin_ns : 0;
     for (;;) {
         for (int i = 0; i < SPINS_PER_CLOCK; i++) {
-            if (group->transport != NULL) {
-                (void)group->transport->ops->progress(group->transport);
-            }
-            if (ready(group, arg)) {
-                return 1;
-            }
+            int moved;
+            do { /* what has come is worth more than a poll() that would say so */
+                moved = group->transport != NULL && group->transport->ops->progress(group->transport) > 0;
+                if (ready(group, arg)) {
+                    return 1;
+                }
+            } while (moved);
             if (spin_ns <= 0) {
                 return 0;
             }
@@ -177,6 +185,7 @@ static int spin(struct hr_group *group, hr_ready ready, void *arg, int64_t spin_
         if (hr_now_ns() >= end_ns) {
             return 0;
         }
+        (void)sched_yield(); /* the one waited for may have been put on this very core */
     }
 }
 

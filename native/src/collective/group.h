@@ -91,6 +91,9 @@ void hr_group_abort(struct hr_group *group, int code, int rank, enum hr_abort_re
 /* Ends the group because the transport has lost a peer. */
 void hr_group_lost_link(struct hr_group *group);
 
+/* After the end of the group: nothing posted for data may be touched any more. */
+void hr_group_abandon_data(struct hr_group *group);
+
 /* Looks at the life lines that poll() reported in fds[0..count). Any thread. */
 void hr_group_watch(struct hr_group *group, const struct pollfd *fds, size_t count);
 /* Fills fds with the life lines still open; returns how many. Any thread. */

@@ -124,7 +124,9 @@ static void evict(struct hr_agree *agree, struct hr_agree_entry *entry) {
     }
     memset(entry->by_id, 0, word_count(agree) * sizeof *entry->by_id);
     entry->id_rank = -1;
-    entry->state = HR_AGREE_WAITING;
+    if (entry->state != HR_AGREE_IDLE) {
+        entry->state = HR_AGREE_WAITING;
+    }
     if (entry->announced_count == 0) {
         hr_agree_reset(agree, entry);
     }

@@ -1,0 +1,271 @@
+"""The agreement by itself: trees of nodes and ranks whose messages travel at random speeds, in one thread."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+MISMATCH = -3
+# Shrinking a schedule takes minutes and helps little: the seed in the report replays it.
+PHASES = [Phase.explicit, Phase.reuse, Phase.generate]
+
+
+class Node:
+    """A leader: local ranks and child hosts are its members."""
+
+    def __init__(self, native: ModuleType, is_root: bool, ranks: list[int], size: int, capacity: int) -> None:
+        self.lib, self.ffi = native.lib, native.ffi
+        self.handle = self.lib.shim_agree_create(is_root, len(ranks), ranks, size, capacity, 1 << 20)
+
+    def _out(self, function: Any) -> list[bytes]:
+        data, size = self.ffi.new("void **"), self.ffi.new("size_t *")
+        assert function(self.handle, data, size) == 0
+        return list(frames(bytes(self.ffi.buffer(data[0], size[0])) if size[0] else b""))
+
+    def collect(self) -> list[bytes]:
+        return self._out(self.lib.shim_agree_collect)
+
+    def form_batch(self) -> list[bytes]:
+        return self._out(self.lib.shim_agree_form_batch)
+
+    def receive(self, member: int, message: bytes) -> None:
+        assert self.lib.shim_agree_receive(self.handle, member, message, len(message), 0) == 0
+
+    def apply(self, record: bytes) -> None:
+        assert self.lib.shim_agree_apply(self.handle, record, len(record)) == 0
+
+
+def frames(data: bytes) -> Iterator[bytes]:
+    while data:
+        size = int.from_bytes(data[:4], "little")
+        yield data[4 : 4 + size]
+        data = data[4 + size :]
+
+
+@dataclass
+class Rank:
+    """What announce.c does: by id if the tensor is known as it is, else in full; again in full after an eviction."""
+
+    number: int
+    member: int
+    todo: list[tuple[str, int]]
+    known: dict[str, tuple[int, int]] = field(default_factory=dict)  # name -> id, extent
+    pending: dict[str, tuple[int, int]] = field(default_factory=dict)  # name -> extent, announced id
+    to_leader: deque[tuple[Any, ...]] = field(default_factory=deque)
+    log: list[bytes] = field(default_factory=list)
+    done: list[tuple[str, str]] = field(default_factory=list)
+
+    def submit(self, name: str, extent: int) -> None:
+        number, known_extent = self.known.get(name, (0, -1))
+        announced = number if known_extent == extent else 0
+        self.pending[name] = (extent, announced)
+        self.to_leader.append(("id", announced) if announced else ("full", name, extent))
+
+
+class World:
+    """A binomial tree of hosts, the log, and ranks; every queue moves when chance says so."""
+
+    def __init__(self, native: ModuleType, hosts: list[int], capacity: int, seed: int) -> None:
+        self.native, self.capacity, self.random = native, capacity, random.Random(seed)
+        size = sum(hosts)
+        first = [sum(hosts[:h]) for h in range(len(hosts))]
+        self.children = {
+            h: [h + (1 << b) for b in range(10) if h & ((1 << (b + 1)) - 1) == 0 and h + (1 << b) < len(hosts)]
+            for h in range(len(hosts))
+        }
+        self.nodes = []
+        self.ranks: list[Rank] = []
+        self.host_of_rank: list[int] = []
+        for h, count in enumerate(hosts):
+            members = [first[h] + i for i in range(count)] + [first[c] for c in self.children[h]]
+            self.nodes.append(Node(native, h == 0, members, size, capacity))
+            self.ranks += [Rank(first[h] + i, i, []) for i in range(count)]
+            self.host_of_rank += [h] * count
+        self.hosts = hosts
+        self.up: dict[int, deque[bytes]] = {h: deque() for h in range(len(hosts))}
+        self.down: dict[int, deque[bytes]] = {h: deque() for h in range(len(hosts))}
+        self.logs: list[list[bytes]] = [[] for _ in hosts]
+
+    def close(self) -> None:
+        for node in self.nodes:
+            self.native.lib.shim_agree_destroy(node.handle)
+
+    def _record(self, host: int, record: bytes) -> None:
+        self.logs[host].append(record)
+        for child in self.children[host]:
+            self.down[child].append(record)
+
+    def _collect(self, host: int) -> None:
+        for message in self.nodes[host].collect():
+            if host == 0:
+                self._record(0, message)
+            else:
+                self.up[host].append(message)
+
+    def step_leader(self, host: int) -> None:
+        node = self.nodes[host]
+        for rank in (r for r in self.ranks if self.host_of_rank[r.number] == host):
+            while rank.to_leader and self.random.random() < 0.7:
+                kind, *rest = rank.to_leader.popleft()
+                if kind == "id":
+                    status = node.lib.shim_agree_announce_id(node.handle, rank.member, rest[0], 0)
+                else:
+                    name, extent = rest
+                    status = node.lib.shim_agree_announce(
+                        node.handle, rank.member, rank.number, name.encode(), extent, name.startswith("once"), 0
+                    )
+                assert status == 0
+        for index, child in enumerate(self.children[host]):
+            while self.up[child] and self.random.random() < 0.7:
+                node.receive(self.hosts[host] + index, self.up[child].popleft())
+        self._collect(host)
+        while self.down[host] and self.random.random() < 0.7:
+            record = self.down[host].popleft()
+            node.apply(record)
+            self._record(host, record)
+        if host == 0 and self.random.random() < 0.5:
+            for record in node.form_batch():
+                self._record(0, record)
+
+    def step_rank(self, rank: Rank) -> None:
+        log = self.logs[self.host_of_rank[rank.number]]
+        if len(rank.log) < len(log) and self.random.random() < 0.7:
+            record = log[len(rank.log)]
+            rank.log.append(record)
+            self._execute(rank, record)
+        free = [i for i, (name, _) in enumerate(rank.todo) if name not in rank.pending]
+        if free and self.random.random() < 0.7:
+            rank.submit(*rank.todo.pop(free[0]))
+
+    def _execute(self, rank: Rank, record: bytes) -> None:
+        ffi, lib = self.native.ffi, self.native.lib
+        ids, names, text = ffi.new("uint32_t[256]"), ffi.new("char[16384]"), ffi.new("char[512]")
+        if lib.shim_agree_read_fail(record, len(record), names, text, 512) == MISMATCH:
+            name = ffi.string(names).decode()
+            del rank.pending[name]
+            rank.done.append((name, ffi.string(text).decode()))
+            return
+        count = lib.shim_agree_read_batch(record, len(record), ids, names, 256)
+        assert count > 0
+        for i in range(count):
+            name = ffi.string(names + 64 * i).decode()
+            if not name:
+                name = next(n for n, (number, _) in rank.known.items() if number == ids[i])
+            elif ids[i]:
+                self._learn(rank, name, ids[i])
+            rank.done.append((name, ""))
+            del rank.pending[name]
+
+    def _learn(self, rank: Rank, name: str, number: int) -> None:
+        rank.known.pop(name, None)
+        for other, (other_id, _) in list(rank.known.items()):
+            if other_id % self.capacity == number % self.capacity:
+                del rank.known[other]
+                extent, announced = rank.pending.get(other, (0, 0))
+                if announced == other_id:
+                    rank.pending[other] = (extent, 0)
+                    rank.to_leader.append(("full", other, extent))
+        rank.known[name] = (number, rank.pending[name][0])
+
+    def run(self) -> None:
+        for _ in range(100_000):
+            if not any(rank.todo or rank.pending for rank in self.ranks):
+                return
+            if self.random.random() < 0.5:
+                self.step_leader(self.random.randrange(len(self.hosts)))
+            else:
+                self.step_rank(self.random.choice(self.ranks))
+        raise AssertionError(f"stuck: {[(rank.number, rank.pending, rank.todo) for rank in self.ranks]}")
+
+
+programs = st.lists(st.tuples(st.sampled_from(["a", "b", "c", "d", "e", "once"]), st.integers(1, 3)), max_size=14)
+
+
+@given(
+    hosts=st.lists(st.integers(1, 3), min_size=1, max_size=6),
+    capacity=st.sampled_from([0, 1, 2, 3, 64]),
+    program=programs,
+    seed=st.integers(0, 1 << 30),
+)
+@settings(max_examples=250, deadline=None, phases=PHASES)
+def test_all_ranks_execute_one_log_and_every_request_ends_once(
+    native: ModuleType, hosts: list[int], capacity: int, program: list[tuple[str, int]], seed: int
+) -> None:
+    """Ranks run the same program, each in an order of its own that keeps the order per name."""
+    world = World(native, hosts, capacity, seed)
+    try:
+        for rank in world.ranks:
+            order = list(range(len(program)))
+            world.random.shuffle(order)
+            by_name = {n: iter([p for p in program if p[0] == n]) for n, _ in program}
+            rank.todo = [next(by_name[program[i][0]]) for i in order]
+        world.run()
+        for rank in world.ranks:
+            assert sorted(name for name, _ in rank.done) == sorted(name for name, _ in program)
+            assert not any(text for _, text in rank.done)
+            assert rank.log == world.logs[0]
+        assert all(native.lib.shim_agree_active(node.handle) == 0 for node in world.nodes)
+    finally:
+        world.close()
+
+
+@given(
+    hosts=st.lists(st.integers(1, 3), min_size=1, max_size=4).filter(lambda hosts: sum(hosts) > 1),
+    capacity=st.sampled_from([0, 2, 64]),
+    extents=st.lists(st.booleans(), min_size=1, max_size=6),
+    seed=st.integers(0, 1 << 30),
+)
+@settings(max_examples=150, deadline=None, phases=PHASES)
+def test_a_rank_that_means_something_else_fails_everybody_in_that_round_only(
+    native: ModuleType, hosts: list[int], capacity: int, extents: list[bool], seed: int
+) -> None:
+    world = World(native, hosts, capacity, seed)
+    try:
+        odd = world.random.randrange(len(world.ranks))
+        for rank in world.ranks:
+            rank.todo = [("x", 9 if bad and rank.number == odd else 5) for bad in extents]
+        world.run()
+        for rank in world.ranks:
+            assert [bool(text) for _, text in rank.done] == extents
+            for _, text in rank.done:
+                if text:
+                    assert f"rank {odd} (h) sent float32 [9]" in text
+                    assert "sent float32 [5]" in text
+    finally:
+        world.close()
+
+
+def test_messages_that_no_correct_peer_sends_are_refused(native: ModuleType) -> None:
+    lib = native.lib
+    leaf = Node(native, False, [1, 2], 4, 8)
+    root = Node(native, True, [0, 1], 4, 8)
+    try:
+        batch = b"\x05" + (1).to_bytes(4, "little") + (9).to_bytes(4, "little") + b"\x00\x00"
+        assert lib.shim_agree_apply(leaf.handle, batch, len(batch)) < 0  # never announced
+        assert lib.shim_agree_announce(root.handle, 0, 77, b"x", 1, 0, 0) < 0  # no such rank
+        assert lib.shim_agree_receive(root.handle, 1, batch, len(batch), 0) < 0  # a record from below
+        assert lib.shim_agree_announce_id(root.handle, 0, 12345, 0) == 0  # stale ids are normal
+    finally:
+        lib.shim_agree_destroy(leaf.handle)
+        lib.shim_agree_destroy(root.handle)
+
+
+@pytest.mark.parametrize("age_ns", [0, 10])
+def test_what_waits_is_described_with_who_is_missing(native: ModuleType, age_ns: int) -> None:
+    lib, ffi = native.lib, native.ffi
+    root = Node(native, True, [0, 1, 4], 6, 8)
+    try:
+        assert lib.shim_agree_announce(root.handle, 1, 1, b"grad", 3, 0, 100) == 0
+        out = ffi.new("char[256]")
+        assert lib.shim_agree_describe(root.handle, 105, age_ns, out, 256) == (1 if age_ns == 0 else 0)
+        assert ffi.string(out).decode() == ("'grad' (missing: rank 0 (h) rank 4 (h))" if age_ns == 0 else "")
+    finally:
+        lib.shim_agree_destroy(root.handle)

@@ -1,0 +1,346 @@
+"""The surface of ``horo.torch`` and what one process can check of it alone."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import horo.torch as hvd
+from horo._errors import NotInitializedError, UnsupportedError, UsageError
+
+EXPORTS = (
+    "Adasum Average Compression DistributedOptimizer HorovodInternalError Max Min ProcessSet Product Sum allgather "
+    "allgather_async allgather_object allreduce allreduce_ allreduce_async allreduce_async_ barrier broadcast "
+    "broadcast_ broadcast_async broadcast_async_ broadcast_object broadcast_optimizer_state broadcast_parameters "
+    "ccl_built cross_rank cross_size cuda_built ddl_built global_process_set gloo_built gloo_enabled "
+    "grouped_allgather grouped_allgather_async grouped_allreduce grouped_allreduce_ grouped_allreduce_async "
+    "grouped_allreduce_async_ init is_homogeneous is_initialized local_rank local_size mpi_built mpi_enabled "
+    "mpi_threads_supported nccl_built poll rank rocm_built shutdown size synchronize"
+)
+
+REDUCE = "tensor average name op prescale_factor postscale_factor process_set"
+COMPRESSED = "tensor average name compression op prescale_factor postscale_factor process_set"
+ARGUMENTS = {
+    "allreduce": COMPRESSED,
+    "allreduce_": REDUCE,
+    "allreduce_async": REDUCE,
+    "allreduce_async_": REDUCE,
+    "grouped_allreduce": COMPRESSED.replace("tensor", "tensors"),
+    "grouped_allreduce_": REDUCE.replace("tensor", "tensors"),
+    "grouped_allreduce_async": REDUCE.replace("tensor", "tensors"),
+    "grouped_allreduce_async_": REDUCE.replace("tensor", "tensors"),
+    "allgather": "tensor name process_set",
+    "allgather_async": "tensor name process_set",
+    "grouped_allgather": "tensors name process_set",
+    "grouped_allgather_async": "tensors name process_set",
+    "broadcast": "tensor root_rank name process_set",
+    "broadcast_": "tensor root_rank name process_set",
+    "broadcast_async": "tensor root_rank name process_set",
+    "broadcast_async_": "tensor root_rank name process_set",
+    "barrier": "process_set",
+    "poll": "handle",
+    "synchronize": "handle",
+    "broadcast_parameters": "params root_rank",
+    "broadcast_optimizer_state": "optimizer root_rank model",
+    "broadcast_object": "obj root_rank name process_set",
+    "allgather_object": "obj name process_set",
+    "init": "comm process_sets",
+    "DistributedOptimizer": "optimizer named_parameters compression backward_passes_per_step op "
+    "gradient_predivide_factor num_groups groups sparse_as_dense process_set",
+}
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A job of one rank in this process."""
+    hvd.init()
+    yield
+    hvd.shutdown()
+
+
+def test_the_export_list_is_exactly_this() -> None:
+    assert hvd.__all__ == EXPORTS.split()
+    assert all(hasattr(hvd, name) for name in EXPORTS.split())
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_come_in_horovods_order(name: str) -> None:
+    assert list(inspect.signature(getattr(hvd, name)).parameters) == ARGUMENTS[name].split()
+
+
+def test_reductions_have_horovods_numbers() -> None:
+    assert (hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max, hvd.Product) == (0, 1, 2, 3, 4, 5)
+
+
+def test_importing_horo_imports_no_torch() -> None:
+    code = "import horo, sys; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+
+
+BEFORE_INIT: list[Callable[[], Any]] = [
+    hvd.rank,
+    hvd.size,
+    hvd.local_rank,
+    hvd.local_size,
+    hvd.cross_rank,
+    hvd.cross_size,
+    hvd.is_homogeneous,
+    hvd.mpi_threads_supported,
+    hvd.barrier,
+    lambda: hvd.allreduce(torch.ones(1)),
+    lambda: hvd.allreduce_async_(torch.ones(1)),
+    lambda: hvd.allgather(torch.ones(1)),
+    lambda: hvd.broadcast(torch.ones(1), 0),
+    lambda: hvd.poll(1),
+    lambda: hvd.synchronize(1),
+    lambda: hvd.broadcast_parameters({}, 0),
+    lambda: hvd.broadcast_object(1),
+    lambda: hvd.allgather_object(1),
+    lambda: hvd.DistributedOptimizer(torch.optim.SGD([torch.ones(1)], lr=0.1)),
+]
+
+
+@pytest.mark.parametrize("call", BEFORE_INIT)
+def test_everything_before_init_says_to_call_init(call: Callable[[], Any]) -> None:
+    assert not hvd.is_initialized()
+    with pytest.raises(NotInitializedError, match=r"call hvd\.init\(\) first") as caught:
+        call()
+    assert isinstance(caught.value, ValueError)
+
+
+def test_shutdown_before_init_and_twice_does_nothing() -> None:
+    hvd.shutdown()
+    hvd.init()
+    hvd.init()
+    assert hvd.is_initialized()
+    hvd.shutdown()
+    hvd.shutdown()
+    assert not hvd.is_initialized()
+
+
+def test_a_plain_process_is_a_job_of_one(alone: None) -> None:
+    assert (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()) == (
+        0,
+        1,
+        0,
+        1,
+        0,
+        1,
+    )
+    assert hvd.is_homogeneous()
+    own = torch.arange(6.0).reshape(2, 3)
+    for op in (hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product):
+        assert torch.equal(hvd.allreduce(own, op=op), own)
+    assert torch.equal(hvd.allgather(own), own)
+    assert torch.equal(hvd.broadcast(own, 0), own)
+    assert hvd.broadcast_object({"a": 1}) == {"a": 1}
+    assert hvd.allgather_object("x") == ["x"]
+    hvd.broadcast_parameters({"own": own}, 0)
+    hvd.barrier()
+
+
+def test_a_process_that_does_not_call_shutdown_ends_well() -> None:
+    code = "import horo.torch as hvd, torch; hvd.init(); h = hvd.allreduce_async(torch.ones(5)); print(hvd.size())"
+    result = subprocess.run([sys.executable, "-c", code], check=False, timeout=60, capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "1\n", "")
+
+
+@pytest.mark.parametrize("argument", ["comm", "process_sets"])
+def test_init_refuses_what_is_not_offered_yet(argument: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"init\({argument}=\[0\]\)"):
+        hvd.init(**{argument: [0]})
+    assert not hvd.is_initialized()
+
+
+def test_process_sets_are_the_global_one_only(alone: None) -> None:
+    assert hvd.global_process_set.process_set_id == 0
+    assert hvd.global_process_set.ranks == [0]
+    assert (hvd.global_process_set.size(), hvd.global_process_set.rank(), hvd.global_process_set.included()) == (
+        1,
+        0,
+        True,
+    )
+    with pytest.raises(UnsupportedError, match=r"ProcessSet\(\[0\]\)"):
+        hvd.ProcessSet([0])
+    other: Any = object()
+    for call in (
+        lambda: hvd.allreduce(torch.ones(1), process_set=other),
+        lambda: hvd.allgather(torch.ones(1), process_set=other),
+        lambda: hvd.broadcast(torch.ones(1), 0, process_set=other),
+        lambda: hvd.barrier(process_set=other),
+        lambda: hvd.DistributedOptimizer(torch.optim.SGD([torch.ones(1)], lr=1.0), process_set=other),
+    ):
+        with pytest.raises(UnsupportedError, match="only global_process_set is supported"):
+            call()
+
+
+def test_the_global_set_is_empty_handed_before_init() -> None:
+    found = hvd.global_process_set
+    assert (found.ranks, found.size(), found.rank(), found.included()) == (None, None, None, None)
+
+
+def test_what_is_built_is_told_truthfully(alone: None) -> None:
+    for function in (
+        hvd.mpi_threads_supported,
+        hvd.mpi_enabled,
+        hvd.mpi_built,
+        hvd.gloo_enabled,
+        hvd.gloo_built,
+        hvd.ddl_built,
+        hvd.ccl_built,
+        hvd.cuda_built,
+        hvd.rocm_built,
+    ):
+        assert function() is False
+    assert hvd.nccl_built() == 0
+
+
+BAD_TENSORS: list[tuple[Any, str]] = [
+    ([1.0], "expected a torch.Tensor, not list"),
+    (torch.ones(2, dtype=torch.complex64), r"dtype torch\.complex64 is not supported; use one of uint8, int8"),
+    (torch.ones(2).to(torch.float8_e4m3fn), r"dtype torch\.float8_e4m3fn is not supported"),
+    (torch.ones(2, device="meta"), "the tensor is on meta; only CPU tensors"),
+    (torch.eye(2).to_sparse(), r"torch\.sparse_coo tensors are not supported here; use tensor\.to_dense"),
+]
+
+
+@pytest.mark.parametrize(("tensor", "message"), BAD_TENSORS)
+def test_tensors_that_cannot_be_sent_are_described(alone: None, tensor: Any, message: str) -> None:
+    calls: list[Callable[[], Any]] = [
+        lambda: hvd.allreduce(tensor),
+        lambda: hvd.allreduce_async_(tensor, name="n"),
+        lambda: hvd.grouped_allreduce([torch.ones(1), tensor]),
+        lambda: hvd.broadcast(tensor, 0),
+        lambda: hvd.allgather(tensor),
+    ]
+    for call in calls:
+        with pytest.raises(UsageError, match=message):
+            call()
+
+
+BAD_CALLS: list[tuple[Callable[[], Any], str]] = [
+    (lambda: hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum), "op and average were both given"),
+    (lambda: hvd.allreduce(torch.ones(1), op=9), "op=9 is not a reduction"),
+    (lambda: hvd.allreduce(torch.ones(1), op=hvd.Adasum), "op=Adasum is not supported yet"),
+    (lambda: hvd.allreduce(torch.ones(1), name=3), "allreduce: name must be a string"),  # type: ignore[arg-type]
+    (lambda: hvd.allreduce(torch.ones(1), name="a\0b"), "without NUL characters"),
+    (lambda: hvd.allgather(torch.ones(())), "a scalar has no first dimension"),
+    (lambda: hvd.grouped_allreduce([]), "grouped_allreduce: the list of tensors is empty"),
+    (lambda: hvd.grouped_allreduce(torch.ones(2)), "expected a list of tensors, not one tensor"),  # type: ignore[arg-type]
+    (lambda: hvd.allreduce_(torch.ones(1).expand(3)), "an expanded tensor cannot be written in place"),
+    (lambda: hvd.allreduce(torch.ones(1), name="x" * 1100), "bytes; 1 to 1023 are allowed"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), BAD_CALLS)
+def test_bad_arguments_get_one_clear_sentence(alone: None, call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_average_is_a_deprecated_alias(alone: None) -> None:
+    with pytest.warns(DeprecationWarning, match="average= is deprecated") as seen:
+        assert hvd.allreduce(torch.ones(2), False).tolist() == [1.0, 1.0]
+    assert seen[0].filename == __file__
+
+
+def test_an_in_place_operation_tells_autograd(alone: None) -> None:
+    tensor = torch.ones(2)
+    for call in (lambda: hvd.allreduce_(tensor), lambda: hvd.synchronize(hvd.broadcast_async_(tensor, 0))):
+        before = tensor._version
+        assert call() is tensor
+        assert tensor._version > before
+    with torch.inference_mode():
+        inference = torch.ones(2)
+        assert hvd.allreduce_(inference) is inference
+
+
+def test_results_of_an_allgather_can_be_written_and_outlive_the_job(alone: None) -> None:
+    result = hvd.allgather(torch.ones(1000))
+    hvd.shutdown()
+    result.add_(1)
+    assert result.sum().item() == 2000
+
+
+def _parameters(count: int = 2) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.ones(2)) for _ in range(count)]
+
+
+def _wrap(parameters: Any = None, **options: Any) -> Any:
+    return hvd.DistributedOptimizer(torch.optim.SGD(parameters or _parameters(), lr=0.1), **options)
+
+
+OWN = _parameters()
+BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"named_parameters": [torch.ones(1)]}, r"must yield \(name, parameter\) tuples"),
+    ({"named_parameters": [("a", OWN[0]), ("a", OWN[1])]}, "names more than once: a"),
+    ({"named_parameters": [("a", OWN[0])]}, r"lacks parameter 1 of group 0 of the optimizer, of shape \[2\]"),
+    ({"backward_passes_per_step": 0}, "backward_passes_per_step must be positive, not 0"),
+    ({"op": hvd.Adasum}, "op=Adasum is not supported yet"),
+    ({"op": hvd.Max}, "op=4 is not supported; use hvd.Average or hvd.Sum"),
+    ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, "gradient_predivide_factor needs op=Average"),
+    ({"gradient_predivide_factor": -1.0}, "gradient_predivide_factor must be positive, not -1.0"),
+    ({"groups": -1}, "groups must be a number that is not negative, or a list of lists"),
+    ({"groups": "x"}, "groups must be a number"),
+    ({"groups": [OWN[0]]}, "groups must be a number that is not negative, or a list of lists"),
+    ({"groups": [[1]]}, "groups must hold parameters"),
+    ({"groups": [[OWN[0]], [OWN[0]]]}, "groups has a parameter more than once"),
+    ({"groups": [[OWN[0]], [torch.ones(5)]]}, r"groups\[1\] has a tensor of shape \[5\] that the optimizer lacks"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS)
+def test_bad_options_of_the_optimizer_are_named(alone: None, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _wrap(OWN, **options)
+
+
+def test_an_optimizer_is_wrapped_once_and_must_be_one(alone: None) -> None:
+    optimizer = _wrap()
+    with pytest.raises(UsageError, match="distributed already"):
+        hvd.DistributedOptimizer(optimizer)
+    with pytest.raises(UsageError, match=r"expected a torch\.optim\.Optimizer, not int"):
+        hvd.DistributedOptimizer(3)  # type: ignore[type-var]
+
+
+def test_num_groups_is_a_deprecated_name_of_groups(alone: None) -> None:
+    with pytest.warns(DeprecationWarning, match="num_groups= is deprecated"):
+        optimizer = _wrap(_parameters(5), num_groups=2)
+    assert [len(group.slots) for group in optimizer._reducer._groups] == [2, 3]
+
+
+def test_an_optimizer_alone_trains_as_usual(alone: None) -> None:
+    parameters = _parameters()
+    optimizer = _wrap(parameters, named_parameters=[("a", parameters[0]), ("b", parameters[1])])
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert set(optimizer._parameter_names.values()) == {"a", "b"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            optimizer.zero_grad()
+            (parameters[0] * 3).sum().backward()
+            optimizer.synchronize()
+            with optimizer.skip_synchronize():
+                optimizer.step()
+    torch.testing.assert_close(parameters[0].detach(), torch.full((2,), 1 - 2 * 0.3))
+    assert parameters[1].grad is None
+    with pytest.raises(UsageError, match="backward_passes_per_step must be positive, not 0"):
+        optimizer.set_backward_passes_per_step(0)
+
+
+def test_every_module_lists_its_names_and_stays_short() -> None:
+    for path in sorted(Path(hvd.__file__).parent.glob("*.py")):
+        text = path.read_text()
+        assert "__all__" in text, path
+        assert text.count("\n") < 500, path
+        for node in ast.walk(ast.parse(text)):
+            assert not isinstance(node, ast.Assert), path

@@ -1,0 +1,116 @@
+"""Ranks that disagree get a sentence that names both and both values, and the job goes on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import RankPool
+
+import horo.torch as hvd
+from horo._errors import MismatchError
+
+DISAGREEMENTS: dict[str, tuple[Callable[[int], Any], str, str]] = {
+    "shape": (lambda r: hvd.allreduce(torch.ones(2, 2 + r), name="x"), "float32 [2, 2]", "float32 [2, 3]"),
+    "dtype": (
+        lambda r: hvd.allreduce(torch.ones(2, dtype=[torch.float32, torch.int32][r]), name="x"),
+        "float32 [2]",
+        "int32 [2]",
+    ),
+    "reduction": (lambda r: hvd.allreduce(torch.ones(2), op=[hvd.Sum, hvd.Max][r], name="x"), "Sum", "Max"),
+    "root": (lambda r: hvd.broadcast(torch.ones(2), r, name="x"), "root rank 0", "root rank 1"),
+    "prescale": (lambda r: hvd.allreduce(torch.ones(2), prescale_factor=1.0 + r, name="x"), "factor 1", "factor 2"),
+    "postscale": (lambda r: hvd.allreduce(torch.ones(2), postscale_factor=1.0 + r, name="x"), "factor 1", "factor 2"),
+    "columns": (lambda r: hvd.allgather(torch.ones(1 + r, 2 + r), name="x"), "float32 [*, 2]", "float32 [*, 3]"),
+    "dimensions": (lambda r: hvd.allgather(torch.ones((2,) * (1 + r)), name="x"), "float32 [*]", "float32 [*, 2]"),
+    "group": (lambda r: hvd.grouped_allreduce([torch.ones(2)] * (2 + r), name="x"), "2 tensors", "3 tensors"),
+    "member": (
+        lambda r: hvd.grouped_allreduce([torch.ones(2), torch.ones(3 + r)], name="x"),
+        "tensor 1 of the group: rank 0",
+        "float32 [4]",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DISAGREEMENTS)
+def test_disagreement_names_both_ranks_and_values_and_the_job_goes_on(ranks2: RankPool, what: str) -> None:
+    def check(call: Callable[[int], Any]) -> list[str]:
+        texts = []
+        for _ in range(2):  # the name can be used again, wrongly and rightly
+            with pytest.raises(MismatchError) as caught:
+                call(hvd.rank())
+            assert isinstance(caught.value, hvd.HorovodInternalError)
+            texts.append(str(caught.value))
+            assert hvd.allreduce(torch.ones(2), name="x", op=hvd.Sum).tolist() == [2.0, 2.0]
+        return texts
+
+    call, first, second = DISAGREEMENTS[what]
+    for texts in ranks2.run(check, call):
+        for text in texts:
+            assert re.search(r"\.x': .*rank 0 \(.+\).*rank 1 \(.+\)", text)
+            assert first in text
+            assert second in text
+
+
+def test_a_shape_that_changes_on_one_rank_only_is_found_after_many_equal_steps(ranks4: RankPool) -> None:
+    def check() -> None:
+        for step in range(30):
+            length = 5 if step == 20 and hvd.rank() == 2 else 4
+            if step == 20:
+                with pytest.raises(
+                    MismatchError, match=r"rank 0 \(.*\) sent float32 \[4\], rank 2 \(.*\) sent .*\[5\]"
+                ):
+                    hvd.allreduce(torch.ones(length), name="steady")
+            else:
+                assert hvd.allreduce(torch.ones(length), name="steady").tolist() == [1.0] * 4
+
+    ranks4.run(check)
+
+
+def test_a_name_in_flight_is_refused_and_the_first_use_is_untouched(ranks2: RankPool) -> None:
+    def check() -> None:
+        if hvd.rank() == 1:
+            hvd.broadcast_object(None)  # returns once rank 0 has tried twice
+        tensor = torch.ones(3)
+        handle = hvd.allreduce_async_(tensor, name="busy", op=hvd.Sum)
+        if hvd.rank() == 0:
+            with pytest.raises(
+                ValueError, match=r"'allreduce\.busy': a tensor of this name is being processed already"
+            ):
+                hvd.allreduce_async(torch.ones(3), name="busy")
+            hvd.broadcast_object(None)
+        assert hvd.synchronize(handle) is tensor
+        assert tensor.tolist() == [2.0] * 3
+
+    ranks2.run(check)
+
+
+@pytest.mark.parametrize("root", [-1, 2, 0.0, None, "0"], ids=repr)
+def test_a_root_that_is_no_rank_is_named(ranks2: RankPool, root: Any) -> None:
+    def check(root: Any) -> None:
+        text = re.escape(f"root_rank {root!r} is not a rank of this job (0 to 1)")
+        for call in (
+            lambda: hvd.broadcast(torch.ones(1), root),
+            lambda: hvd.broadcast_async_(torch.ones(1), root, "n"),
+            lambda: hvd.broadcast_parameters({}, root),
+            lambda: hvd.broadcast_optimizer_state(torch.optim.SGD([torch.ones(1)], lr=1.0), root),
+            lambda: hvd.broadcast_object(1, root),
+        ):
+            with pytest.raises(ValueError, match=text):
+                call()
+
+    ranks2.run(check, root)
+
+
+def test_calls_refused_on_one_rank_do_not_shift_its_automatic_names(ranks2: RankPool) -> None:
+    def check() -> None:
+        for bad in [torch.ones(1, device="meta"), torch.ones(1, dtype=torch.complex64), torch.eye(2).to_sparse()]:
+            if hvd.rank() == 0:
+                with pytest.raises(ValueError, match="allreduce"):
+                    hvd.allreduce(bad)
+        assert hvd.allreduce(torch.tensor([float(hvd.rank())]), op=hvd.Sum).item() == 1.0
+
+    ranks2.run(check)

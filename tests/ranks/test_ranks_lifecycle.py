@@ -1,0 +1,275 @@
+"""Beginning and end of a job: many of them, forks in between, and ranks that die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from rank_pool import RankPool
+
+import horo.torch as hvd
+from horo._errors import AbortedError, NotInitializedError, PeerLostError, UsageError
+
+
+@pytest.fixture
+def fresh2() -> Iterator[RankPool]:
+    """Two ranks that have not called ``init()``."""
+    pool = RankPool(2, init=False)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def fresh4() -> Iterator[RankPool]:
+    """Four ranks that are not used by another test."""
+    pool = RankPool(4)
+    yield pool
+    pool.close()
+
+
+def test_a_hundred_jobs_in_one_process_leak_nothing(fresh2: RankPool) -> None:
+    def check() -> None:
+        process = psutil.Process()
+
+        def cycle() -> None:
+            hvd.init()
+            assert hvd.allreduce(torch.ones(1000), op=hvd.Sum)[0].item() == 2.0
+            unfetched = hvd.allreduce_async(torch.ones(10))
+            hvd.allgather(torch.ones(3))
+            hvd.barrier()
+            hvd.shutdown()
+            hvd.shutdown()
+            assert not hvd.is_initialized()
+            with pytest.raises(NotInitializedError, match=r"call hvd\.init\(\) first"):
+                hvd.synchronize(unfetched)
+
+        def held() -> tuple[int, int]:
+            return process.num_fds(), process.num_threads()
+
+        for _ in range(5):
+            cycle()
+        before, memory = held(), process.memory_info().rss
+        for _ in range(100):
+            cycle()
+        assert held() == before
+        assert process.memory_info().rss - memory < 8 << 20
+        with open("/proc/self/maps") as maps:  # noqa: PTH123
+            assert "memfd" not in maps.read()
+
+    fresh2.run(check, deadline_s=100)
+
+
+def test_requests_from_before_a_shutdown_say_so(fresh2: RankPool) -> None:
+    def check() -> None:
+        hvd.init()
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+        old = hvd.allreduce_async(torch.ones(1))
+        optimizer = hvd.DistributedOptimizer(optimizer)
+        optimizer.param_groups[0]["params"][0].sum().backward()
+        hvd.barrier()  # a rank that has left already would abort what comes above
+        hvd.shutdown()
+        hvd.init()
+        for call in (hvd.poll, hvd.synchronize):
+            with pytest.raises(AbortedError, match=f"Handle {old} was created before horo was shut down"):
+                call(old)
+        with pytest.raises(hvd.HorovodInternalError, match="shut down"):
+            optimizer.step()
+        optimizer.zero_grad()
+        optimizer.param_groups[0]["params"][0].sum().backward()
+        optimizer.step()
+        hvd.barrier()
+        hvd.shutdown()
+
+    fresh2.run(check)
+
+
+def test_a_shutdown_elsewhere_aborts_what_waits_for_that_rank(fresh2: RankPool) -> None:
+    def check() -> str | None:
+        hvd.init()
+        hvd.barrier()
+        if hvd.rank() == 1:
+            hvd.shutdown()
+            return None
+        with pytest.raises(hvd.HorovodInternalError) as caught:
+            hvd.allreduce(torch.ones(1), name="waiting")
+        hvd.shutdown()
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    text = fresh2.run(check)[0]
+    assert text.startswith("AbortedError: ")
+    assert "rank 1" in text
+
+
+@pytest.mark.parametrize("where", ["idle", "waiting", "backward"])
+def test_a_killed_rank_is_an_error_on_all_others_within_seconds(fresh4: RankPool, where: str) -> None:
+    def check(where: str) -> tuple[str, float] | None:
+        hvd.barrier()
+        if hvd.rank() == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        start = time.monotonic()
+        try:
+            if where == "idle":
+                while time.monotonic() < start + 20:
+                    hvd.allreduce(torch.ones(1), name="next")
+            elif where == "waiting":
+                hvd.synchronize(hvd.allreduce_async(torch.ones(1 << 20), name="large"))
+            else:
+                model = torch.nn.Linear(3, 3)
+                optimizer = hvd.DistributedOptimizer(
+                    torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+                )
+                model(torch.ones(1, 3)).sum().backward()
+                optimizer.step()
+        except hvd.HorovodInternalError as error:
+            assert isinstance(error, PeerLostError)
+            seconds = time.monotonic() - start
+            with pytest.raises(PeerLostError):
+                hvd.allreduce(torch.ones(1))  # and every later call
+            hvd.shutdown()
+            return str(error), seconds
+        return None
+
+    results = fresh4.run_each(check, [(where,)] * 4, lost=[2])
+    for rank in (0, 1, 3):
+        text, seconds = results[rank]
+        assert "rank 2" in text
+        assert seconds < 10
+
+
+def test_a_forked_child_gets_a_clear_error_and_leaves_the_parent_intact(ranks2: RankPool) -> None:
+    def check() -> None:
+        pending = hvd.allreduce_async(torch.ones(100), name="before")
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            answers = [str(hvd.rank() == int(os.environ["HOROVOD_RANK"]))]
+            for call in (
+                lambda: hvd.allreduce(torch.ones(1)),
+                lambda: hvd.synchronize(pending),
+                hvd.barrier,
+                hvd.init,
+            ):
+                try:
+                    call()
+                    answers.append("no error")
+                except UsageError as error:
+                    answers.append(str(error))
+            hvd.shutdown()
+            os.write(writer, "\n".join(answers).encode())
+            os._exit(0)
+        os.close(writer)
+        assert os.waitpid(child, 0) == (child, 0)
+        with os.fdopen(reader) as stream:
+            ranked, *answers = stream.read().split("\n")
+        assert ranked == "True"
+        assert len(answers) == 4
+        assert all(f"was forked from rank {hvd.rank()}" in answer for answer in answers[:3])
+        assert "was forked from a rank" in answers[3]
+        assert hvd.synchronize(pending).tolist() == [1.0] * 100
+        assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [2.0] * 3
+
+    ranks2.run(check)
+
+
+class _Dataset(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((2,), float(index + 100 * hvd.rank()))  # rank() may be asked in a worker
+
+
+def test_data_loader_workers_come_and_go_during_training(ranks2: RankPool) -> None:
+    def check() -> None:
+        model = torch.nn.Linear(2, 1)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-6), model.named_parameters())
+        for _ in range(2):
+            loader = torch.utils.data.DataLoader(
+                _Dataset(), batch_size=4, num_workers=2, multiprocessing_context="fork"
+            )
+            for batch in loader:
+                assert batch.min().item() >= 100 * hvd.rank()
+                optimizer.zero_grad()
+                model(batch).sum().backward()
+                optimizer.step()
+
+    ranks2.run(check)
+
+
+def _until_a_call_waits() -> None:
+    from horo.torch import _state  # noqa: PLC0415
+
+    deadline = time.monotonic() + 10
+    while not _state.current()._calls and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
+def test_an_interrupt_during_a_wait_reaches_python_and_the_wait_can_go_on(ranks2: RankPool) -> None:
+    def interrupt() -> None:
+        _until_a_call_waits()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def check() -> None:
+        if hvd.rank() == 1:
+            hvd.broadcast_object(None)
+            assert hvd.allreduce(torch.ones(2), name="late", op=hvd.Sum).tolist() == [2.0, 2.0]
+            return
+        tensor = torch.ones(2)
+        handle = hvd.allreduce_async_(tensor, name="late", op=hvd.Sum)
+        interrupter = threading.Thread(target=interrupt)
+        with pytest.raises(KeyboardInterrupt):  # whose thread must not be early
+            interrupter.start()
+            hvd.synchronize(handle)
+        interrupter.join()
+        hvd.broadcast_object(None)
+        assert hvd.synchronize(handle) is tensor
+        assert tensor.tolist() == [2.0, 2.0]
+
+    ranks2.run(check)
+
+
+def test_shutdown_is_refused_while_another_thread_waits(ranks2: RankPool) -> None:
+    def check() -> None:
+        if hvd.rank() == 1:
+            hvd.broadcast_object(None)
+            hvd.allreduce(torch.ones(2), name="awaited")
+            return
+        waiter = threading.Thread(target=hvd.allreduce, args=(torch.ones(2),), kwargs={"name": "awaited"})
+        waiter.start()
+        _until_a_call_waits()
+        with pytest.raises(UsageError, match="another thread waits in an operation"):
+            hvd.shutdown()
+        hvd.broadcast_object(None)
+        waiter.join()
+        assert hvd.is_initialized()
+
+    ranks2.run(check)
+
+
+def test_threads_of_one_rank_may_work_at_once(ranks2: RankPool) -> None:
+    def check() -> None:
+        failures: list[BaseException] = []
+
+        def work(number: int) -> None:
+            try:
+                for step in range(50):
+                    result = hvd.allreduce(torch.full((5,), float(step)), name=f"thread{number}", op=hvd.Sum)
+                    assert result.tolist() == [2.0 * step] * 5
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failures
+
+    ranks2.run(check)
