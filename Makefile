@@ -70,8 +70,8 @@ bench: build ## allreduce against gloo, 4 B to 64 MiB
 
 .PHONY: style
 style: build ## ruff: rules and format
-	@$(PY) -m ruff check --quiet .
-	@$(PY) -m ruff format --quiet --check .
+	@$(PY) -m ruff check --quiet --output-format concise .
+	@$(PY) -m ruff format --quiet --check --output-format concise .
 
 # runner/ is installed as horo.runner: mypy sees the package as users do, through links.
 .PHONY: types
