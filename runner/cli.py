@@ -114,7 +114,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_output(parser.add_argument_group("output"))
     _add_times(parser.add_argument_group("times"))
     _add_ssh(parser.add_argument_group("remote hosts"))
-    _add_tuning(parser.add_argument_group("training (each sets a HOROVOD_ variable for the ranks)"))
+    _add_tuning(parser.add_argument_group("training (each sets a HORO_ variable for the ranks)"))
     _add_information(parser.add_argument_group("information"))
     return parser
 
@@ -160,13 +160,17 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--verbose", action="store_true", help="say what hororun does")
 
 
+def _start_timeout() -> str:
+    return os.environ.get("HORO_START_TIMEOUT") or os.environ.get("HOROVOD_START_TIMEOUT") or "60"
+
+
 def _add_times(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--grace-seconds", type=_seconds, default=5.0, metavar="S", help="from SIGTERM to SIGKILL; default: 5"
     )
     group.add_argument(
-        "--start-timeout", type=_positive_seconds, default=os.environ.get("HOROVOD_START_TIMEOUT") or "30", metavar="S",
-        help="for all hosts to answer; default: $HOROVOD_START_TIMEOUT or 30",
+        "--start-timeout", type=_positive_seconds, default=_start_timeout(), metavar="S",
+        help="for all hosts to answer, and for init(); default: $HORO_START_TIMEOUT or 60",
     )  # fmt: skip
     group.add_argument(
         "--host-timeout", type=_positive_seconds, default=30.0, metavar="S",
@@ -241,20 +245,22 @@ def _exports(given: argparse.Namespace) -> dict[str, str]:
     from horo.runner.environment import parse_exports  # noqa: PLC0415 - needs what --help does not
 
     exports = {}
+    if given.start_timeout != float(_start_timeout()):
+        exports["HORO_START_TIMEOUT"] = f"{given.start_timeout:g}"
     if given.fusion_threshold_mb is not None:
-        exports["HOROVOD_FUSION_THRESHOLD"] = str(given.fusion_threshold_mb << 20)
+        exports["HORO_FUSION_THRESHOLD"] = str(given.fusion_threshold_mb << 20)
     if given.cycle_time_ms is not None:
-        exports["HOROVOD_CYCLE_TIME"] = f"{given.cycle_time_ms:g}"
+        exports["HORO_CYCLE_TIME"] = f"{given.cycle_time_ms:g}"
     if given.cache_capacity is not None:
-        exports["HOROVOD_CACHE_CAPACITY"] = str(given.cache_capacity)
+        exports["HORO_CACHE_CAPACITY"] = str(given.cache_capacity)
     if given.no_stall_check or given.stall_check:
-        exports["HOROVOD_STALL_CHECK_DISABLE"] = "1" if given.no_stall_check else "0"
+        exports["HORO_STALL_CHECK_DISABLE"] = "1" if given.no_stall_check else "0"
     if given.stall_check_warning_time_seconds is not None:
-        exports["HOROVOD_STALL_CHECK_TIME_SECONDS"] = str(given.stall_check_warning_time_seconds)
+        exports["HORO_STALL_CHECK_TIME_SECONDS"] = str(given.stall_check_warning_time_seconds)
     if given.stall_check_shutdown_time_seconds is not None:
-        exports["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = str(given.stall_check_shutdown_time_seconds)
+        exports["HORO_STALL_SHUTDOWN_TIME_SECONDS"] = str(given.stall_check_shutdown_time_seconds)
     if given.log_level is not None:
-        exports["HOROVOD_LOG_LEVEL"] = given.log_level.lower()
+        exports["HORO_LOG_LEVEL"] = given.log_level.lower()
     try:
         return exports | parse_exports(given.exports, os.environ)
     except ValueError as error:

@@ -85,7 +85,7 @@ class Job:
     hosts: tuple[Host, ...] = (Host("localhost"),)
     oversubscribe: bool = False
     grace_s: float = 5.0
-    start_timeout_s: float = 30.0
+    start_timeout_s: float = 60.0
     host_timeout_s: float = 30.0
     interfaces: tuple[str, ...] = ()
     store_port: int = 0

@@ -74,9 +74,7 @@ class Hororun:
     remote_shell: str = ""
     launched: list[Launched] = field(default_factory=list)
 
-    def start(
-        self, *words: str, where: str = "localhost:8", prefix: Sequence[str] = (), **options: object
-    ) -> Launched:
+    def start(self, *words: str, where: str = "localhost:8", prefix: Sequence[str] = (), **options: object) -> Launched:
         """Starts ``hororun -H where words``; ``where`` other than localhost goes through the agent.
 
         ``prefix``: words before the command. ``environment``: added to this process's. Other options are Popen's.
@@ -88,7 +86,11 @@ class Hororun:
         command = [*prefix, sys.executable, "-m", "horo.runner", "-H", where, *shell, *words]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, **options}
         process = subprocess.Popen(  # type: ignore[call-overload]
-            command, env=environment, start_new_session=True, preexec_fn=_signals_as_in_a_shell, **pipes  # noqa: PLW1509
+            command,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=_signals_as_in_a_shell,
+            **pipes,  # noqa: PLW1509
         )
         self.launched.append(Launched(process, mark))
         return self.launched[-1]

@@ -324,7 +324,7 @@ def test_bad_calls_are_refused_where_they_are_made() -> None:
                 rank.allreduce(np.ones(3, np.bool_), op="average")
             with pytest.raises(UsageError, match="the name has 0 bytes"):
                 rank.submit("barrier", "", [])
-            with pytest.raises(UsageError, match="the name has 1024 bytes"):
+            with pytest.raises(UsageError, match="the name has 2000 bytes"):
                 rank.submit("barrier", "n" * 2000, [])
             with pytest.raises(UsageError, match="Handle 99 was not created or has been cleared"):
                 rank.context.poll(99)

@@ -37,7 +37,7 @@ def test_options_become_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     assert job.hosts == (Host("a", slots=2), Host("b", "me", 2222, 1))
     assert (job.size, job.oversubscribe, job.grace_s, job.start_timeout_s, job.host_timeout_s) == (3, True, 1.5, 7, 9)
     assert (job.interfaces, job.store_port, job.master_port) == (("e0", "e1", "e2"), 1000, 1001)
-    assert job.exports == {"DATA": "/d", "B": "2"}
+    assert job.exports == {"HORO_START_TIMEOUT": "7", "DATA": "/d", "B": "2"}
     assert (job.ssh.program, job.ssh.port, job.ssh.identity_file) == ("rsh", 23, "key")
     assert (job.ssh.arguments, job.ssh.python) == (("-v",), "/py")
     assert (job.output.prefix, job.output.timestamp, job.output.directory, job.output.verbose) == (
@@ -54,15 +54,15 @@ def test_training_options_become_variables_of_the_ranks() -> None:
         "--stall-check-warning-time-seconds 5 --stall-check-shutdown-time-seconds 50 --log-level debug cmd"
     )
     assert job.exports == {
-        "HOROVOD_FUSION_THRESHOLD": str(32 << 20),
-        "HOROVOD_CYCLE_TIME": "2.5",
-        "HOROVOD_CACHE_CAPACITY": "9",
-        "HOROVOD_STALL_CHECK_DISABLE": "1",
-        "HOROVOD_STALL_CHECK_TIME_SECONDS": "5",
-        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "50",
-        "HOROVOD_LOG_LEVEL": "debug",
+        "HORO_FUSION_THRESHOLD": str(32 << 20),
+        "HORO_CYCLE_TIME": "2.5",
+        "HORO_CACHE_CAPACITY": "9",
+        "HORO_STALL_CHECK_DISABLE": "1",
+        "HORO_STALL_CHECK_TIME_SECONDS": "5",
+        "HORO_STALL_SHUTDOWN_TIME_SECONDS": "50",
+        "HORO_LOG_LEVEL": "debug",
     }
-    assert parsed("-np 1 --stall-check cmd").exports == {"HOROVOD_STALL_CHECK_DISABLE": "0"}
+    assert parsed("-np 1 --stall-check cmd").exports["HORO_STALL_CHECK_DISABLE"] == "0"
 
 
 def test_a_host_file_is_read(tmp_path: Path) -> None:

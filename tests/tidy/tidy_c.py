@@ -22,7 +22,7 @@ LINE_COLUMNS_MAX = 140
 MAY_INCLUDE: dict[str, set[str]] = {
     "base": set(),
     "kernel": {"base"},
-    "wire": {"base", "kernel"},
+    "wire": {"base"},
     "arena": {"base", "kernel"},
     "transport": {"base"},
     "collective": {"base", "kernel", "arena", "transport"},

@@ -3,7 +3,7 @@
 #include <string.h>
 
 #include "engine/agree_entry.h"
-#include "kernel/kernel.h"
+#include "base/dtype.h"
 
 enum { VALUE_BYTES = 320 };
 

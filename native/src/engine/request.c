@@ -47,7 +47,7 @@ static int check_call(const horo_request *call, int size, struct hr_error *error
     if (call->op < 0 || call->op >= HORO_OP_COUNT) {
         return hr_fail(error, HORO_ERR_UNSUPPORTED, "operation number %d is not known", call->op);
     }
-    const size_t name_bytes = call->name == NULL ? 0 : strnlen(call->name, HORO_NAME_MAX + 1);
+    const size_t name_bytes = call->name == NULL ? 0 : strlen(call->name);
     if (name_bytes == 0 || name_bytes > HORO_NAME_MAX) {
         return hr_fail(error, HORO_ERR_USAGE, "%s: the name has %zu bytes; 1 to %d are allowed", op_name(call->op),
                        name_bytes, HORO_NAME_MAX);

@@ -16,6 +16,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "base/dtype.h"
 #include "horo.h"
 
 enum hr_store {
@@ -45,12 +46,5 @@ struct hr_kernel {
 /* The best table for this machine; the same pointer every time. */
 const struct hr_kernel *hr_kernel_best(void);
 const struct hr_kernel *hr_kernel_scalar(void);
-
-/* Bytes per element, 0 for an unknown dtype. */
-size_t hr_dtype_bytes(int dtype);
-/* "float32"; "unknown" for an unknown one. */
-const char *hr_dtype_name(int dtype);
-/* Whether allreduce offers this combination; bool has no AVERAGE. */
-int hr_dtype_reducible(int dtype, int reduce_op);
 
 #endif

@@ -1,7 +1,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "kernel/kernel.h"
+#include "base/dtype.h"
 #include "wire/wire.h"
 
 /*

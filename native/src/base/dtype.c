@@ -1,4 +1,4 @@
-#include "kernel/kernel.h"
+#include "base/dtype.h"
 
 struct dtype {
     const char *name;

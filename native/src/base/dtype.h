@@ -1,0 +1,16 @@
+/* What the dtypes are called, how large they are, what can be done with them. */
+#ifndef HR_BASE_DTYPE_H
+#define HR_BASE_DTYPE_H
+
+#include <stddef.h>
+
+#include "horo.h"
+
+/* Bytes per element, 0 for an unknown dtype. */
+size_t hr_dtype_bytes(int dtype);
+/* "float32"; "unknown" for an unknown one. */
+const char *hr_dtype_name(int dtype);
+/* Whether allreduce offers this combination; bool has no AVERAGE. */
+int hr_dtype_reducible(int dtype, int reduce_op);
+
+#endif
