@@ -89,8 +89,8 @@ class Hororun:
             command,
             env=environment,
             start_new_session=True,
-            preexec_fn=_signals_as_in_a_shell,
-            **pipes,  # noqa: PLW1509
+            preexec_fn=_signals_as_in_a_shell,  # noqa: PLW1509 - no threads here
+            **pipes,
         )
         self.launched.append(Launched(process, mark))
         return self.launched[-1]

@@ -22,7 +22,7 @@ class Node:
     """A leader: local ranks and child hosts are its members."""
 
     def __init__(
-        self, native: ModuleType, is_root: bool, local: int, ranks: list[int], size: int, capacity: int
+        self, native: ModuleType, *, is_root: bool, local: int, ranks: list[int], size: int, capacity: int = 8
     ) -> None:
         self.lib, self.ffi = native.lib, native.ffi
         self.handle = self.lib.shim_agree_create(is_root, len(ranks), local, ranks, size, capacity, 1 << 20)
@@ -88,7 +88,7 @@ class World:
         self.host_of_rank: list[int] = []
         for h, count in enumerate(hosts):
             members = [first[h] + i for i in range(count)] + [first[c] for c in self.children[h]]
-            self.nodes.append(Node(native, h == 0, count, members, size, capacity))
+            self.nodes.append(Node(native, is_root=h == 0, local=count, ranks=members, size=size, capacity=capacity))
             self.ranks += [Rank(first[h] + i, i, []) for i in range(count)]
             self.host_of_rank += [h] * count
         self.hosts = hosts
@@ -247,8 +247,8 @@ def test_a_rank_that_means_something_else_fails_everybody_in_that_round_only(
 
 def test_messages_that_no_correct_peer_sends_are_refused(native: ModuleType) -> None:
     lib = native.lib
-    leaf = Node(native, False, 2, [1, 2], 4, 8)
-    root = Node(native, True, 2, [0, 1], 4, 8)
+    leaf = Node(native, is_root=False, local=2, ranks=[1, 2], size=4)
+    root = Node(native, is_root=True, local=2, ranks=[0, 1], size=4)
     try:
         batch = b"\x05" + (1).to_bytes(4, "little") + (9).to_bytes(4, "little") + b"\x00\x00"
         assert lib.shim_agree_apply(leaf.handle, batch, len(batch)) < 0  # never announced
@@ -263,7 +263,7 @@ def test_messages_that_no_correct_peer_sends_are_refused(native: ModuleType) -> 
 @pytest.mark.parametrize("age_ns", [0, 10])
 def test_what_waits_is_described_with_who_is_missing(native: ModuleType, age_ns: int) -> None:
     lib, ffi = native.lib, native.ffi
-    root = Node(native, True, 2, [0, 1, 4], 6, 8)
+    root = Node(native, is_root=True, local=2, ranks=[0, 1, 4], size=6)
     try:
         assert lib.shim_agree_announce(root.handle, 1, 1, b"grad", 3, 0, 100) == 0
         out = ffi.new("char[256]")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
 from collections.abc import Callable
 
 import numpy as np
+import psutil
 import pytest
 from ranks import NUMPY_OF_DTYPE, Group, Rank, run_ranks
 
@@ -149,6 +151,22 @@ def test_a_group_of_gathers_has_one_result_per_tensor() -> None:
         rank.context.release(handle)
 
     run_ranks(body, [3])
+
+
+@pytest.mark.skipif(psutil.virtual_memory().available < 6 << 30, reason="needs 6 GiB of free memory")
+@pytest.mark.skipif(bool(os.environ.get("HORO_SANITIZE")), reason="too slow under a sanitizer")
+@pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
+def test_more_than_two_to_the_31_elements(hosts: list[int]) -> None:
+    count = (1 << 31) + 77
+
+    def body(rank: Rank) -> None:
+        x = np.full(count, rank.rank + 1, np.uint8)
+        x[-1] = 10 * (rank.rank + 1)
+        rank.allreduce(x)
+        assert x[0] == x[1 << 31] == x[-2] == 3
+        assert x[-1] == 30
+
+    run_ranks(body, hosts, segment_bytes=1 << 20)
 
 
 # ---- Agreement ----
