@@ -1,6 +1,13 @@
 """The build: pyproject.toml holds the metadata, this file only what needs code."""
 
+import sys
+from pathlib import Path
+
 from setuptools import find_packages, setup
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "native"))  # an isolated build does not have it
+
+from parallel import ParallelBuild
 
 # runner/ is installed as horo.runner: the launcher lives beside the library, not inside it.
 packages = find_packages(include=["horo", "horo.*"])
@@ -9,6 +16,7 @@ packages += ["horo.runner", *(f"horo.runner.{name}" for name in find_packages("r
 setup(
     packages=packages,
     package_dir={"horo.runner": "runner"},
+    cmdclass={"build_ext": ParallelBuild},
     cffi_modules=["native/build.py:ffibuilder"],
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

@@ -16,9 +16,12 @@ from pathlib import Path
 from types import ModuleType
 
 from cffi import FFI
+from setuptools import Distribution
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "native"))
+from parallel import ParallelBuild  # noqa: E402  (native/parallel.py)
+
 import build as native_build  # noqa: E402  (native/build.py)
 
 SHIM = Path(__file__).resolve().parent / "shim"
@@ -83,4 +86,9 @@ def _compile(folder: Path, flags: list[str]) -> None:
         extra_link_args=[*native_build.LINK_FLAGS, *flags],
         py_limited_api=True,
     )
-    ffi.compile(tmpdir=str(folder), verbose=False)
+    extension = ffi.distutils_extension(str(folder), verbose=False)
+    builder = ParallelBuild(Distribution({"ext_modules": [extension]}))
+    builder.build_temp = str(folder)
+    builder.build_lib = str(folder)
+    builder.ensure_finalized()
+    builder.run()
