@@ -79,7 +79,7 @@ types: build ## mypy, strict
 	@rm -rf build/types && mkdir -p build/types/horo
 	@ln -s $(abspath $(wildcard horo/*)) build/types/horo/ && ln -s $(abspath runner) build/types/horo/runner
 	@$(PY) -m mypy --no-error-summary -p horo
-	@$(PY) -m mypy --no-error-summary setup.py native/build.py
+	@MYPYPATH=native $(PY) -m mypy --no-error-summary setup.py native/build.py native/parallel.py
 	@$(PY) -m mypy --no-error-summary --allow-untyped-calls examples/*.py benchmarks/*.py
 
 .PHONY: lint
