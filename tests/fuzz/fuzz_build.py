@@ -20,7 +20,7 @@ SOURCES = [
     SHIM / "wire_walk.c",
     ROOT / "native/src/wire/decode.c",
     ROOT / "native/src/wire/encode.c",
-    ROOT / "native/src/kernel/dtype.c",
+    ROOT / "native/src/base/dtype.c",
     ROOT / "native/src/base/buffer.c",
 ]
 FLAGS = [

@@ -292,8 +292,8 @@ def test_a_stranger_at_the_store_is_refused_and_named_and_the_job_goes_on(hororu
 
 def test_exports_reach_every_host(hororun: Hororun, where: str) -> None:
     done = hororun.run("-np", "3", "-x", "FRESH=a b", "-x", "INHERITED", "--cycle-time-ms", "3",
-                       *shell('echo "$FRESH $INHERITED $HOROVOD_CYCLE_TIME"'), where=where,
-                       environment={"INHERITED": "c", "HOROVOD_CYCLE_TIME": "1"})  # fmt: skip
+                       *shell('echo "$FRESH $INHERITED $HORO_CYCLE_TIME"'), where=where,
+                       environment={"INHERITED": "c", "HORO_CYCLE_TIME": "1"})  # fmt: skip
     assert sorted(done.stdout.splitlines()) == ["[0] a b c 3", "[1] a b c 3", "[2] a b c 3"]
 
 
