@@ -24,7 +24,7 @@ from horo._errors import PeerLostError, TimeoutError
 __all__ = ["Links", "Neighbour", "connect_hosts"]
 
 _TOPIC = "listen"
-_SLICE_S = 2.0
+_SLICE_S = 0.5
 """Longest attempt or wait before looking whether another rank has failed meanwhile."""
 
 

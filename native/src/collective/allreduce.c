@@ -136,8 +136,8 @@ int hr_cross_run(struct hr_group *group, struct hr_cross *cross) {
     }
     const int status = cross->ops->progress(cross);
     if (status == HORO_ERR_PEER_LOST) {
-        hr_group_lost_link(group);
-        return hr_arena_aborted(&group->arena).code;
+        hr_group_suspect_link(group);
+        hr_group_abandon_data(group); /* the transport still moves what other peers send */
     }
     return status;
 }

@@ -45,7 +45,7 @@ void hr_group_abort(struct hr_group *group, int code, int rank, enum hr_abort_re
     }
 }
 
-void hr_group_lost_link(struct hr_group *group) {
+void hr_group_suspect_link(struct hr_group *group) {
     const char *why = "";
     const int host = group->transport->ops->lost_peer(group->transport, &why);
     int rank = -1;
@@ -56,7 +56,8 @@ void hr_group_lost_link(struct hr_group *group) {
         }
     }
     const int silent = strstr(why, "timed out") != NULL;
-    hr_group_abort(group, HORO_ERR_PEER_LOST, rank, silent ? HR_REASON_SILENT : HR_REASON_LINK);
+    group->suspect =
+        (struct hr_abort){.code = HORO_ERR_PEER_LOST, .rank = rank, .reason = silent ? HR_REASON_SILENT : HR_REASON_LINK};
 }
 
 void hr_group_abandon_data(struct hr_group *group) {

@@ -63,6 +63,7 @@ struct hr_group {
     int64_t stall_warning_ns;    /* 0: never */
     int64_t stall_shutdown_ns;   /* 0: never */
     int watching;                /* the transport supervises its links */
+    struct hr_abort suspect;     /* see hr_group_suspect_link */
     int in_batch;                /* a batch is running: a rank that has left may have done its part already */
     uint64_t batch_end;          /* position in the log behind the running batch */
     int (*interrupted)(void);    /* NULL, or asks after a signal whether its handler wants the caller to stop */
@@ -88,8 +89,11 @@ void hr_group_wake_all(struct hr_group *group);
 /* Ends the group: the first reason counts. Wakes everybody. Any thread. */
 void hr_group_abort(struct hr_group *group, int code, int rank, enum hr_abort_reason reason);
 
-/* Ends the group because the transport has lost a peer. */
-void hr_group_lost_link(struct hr_group *group);
+/*
+ * Notes in group->suspect whom the transport has lost. That rank need not be the cause: it may have ended because it had
+ * heard of another's death. Whoever runs the collective waits for news of that before it ends the group.
+ */
+void hr_group_suspect_link(struct hr_group *group);
 
 /* After the end of the group: nothing posted for data may be touched any more. */
 void hr_group_abandon_data(struct hr_group *group);

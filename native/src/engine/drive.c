@@ -81,9 +81,9 @@ static void give_up(struct hr_engine *engine, int status) {
 
 /* After the end of the group there is only the news to be passed on. */
 static void wind_up(struct hr_engine *engine) {
-    if (engine->always_drives) {
+    if (atomic_load(&engine->always_drives)) {
         hr_engine_flush_links(engine);
-        engine->always_drives = 0;
+        atomic_store(&engine->always_drives, 0);
     }
 }
 
@@ -92,7 +92,7 @@ static int may_return(const struct hr_engine *engine, const struct hr_request *u
         return 1;
     }
     return until == NULL &&
-           (atomic_load(&engine->stop) || (!engine->always_drives && atomic_load(&engine->pending) == 0));
+           (atomic_load(&engine->stop) || (!atomic_load(&engine->always_drives) && atomic_load(&engine->pending) == 0));
 }
 
 void hr_engine_drive(struct hr_engine *engine, const struct hr_request *until, int64_t deadline_ns) {
@@ -109,10 +109,10 @@ void hr_engine_drive(struct hr_engine *engine, const struct hr_request *until, i
         if (moved > 0) {
             continue;
         }
+        if (hr_arena_aborted(&group->arena).code != 0) {
+            wind_up(engine); /* before the callers here hear of it: they may end at once, which others must not take for the cause */
+        }
         if (hr_engine_fail_if_ended(engine)) {
-            if (hr_arena_aborted(&group->arena).code != 0) {
-                wind_up(engine);
-            }
             continue;
         }
         const int64_t until_ns = next_deadline(engine, deadline_ns);
@@ -166,7 +166,7 @@ void *hr_engine_main(void *arg) {
     struct hr_engine *engine = arg;
     (void)pthread_mutex_lock(&engine->lock);
     while (!atomic_load(&engine->stop)) {
-        if (engine->driver == HR_DRIVER_NONE && (atomic_load(&engine->pending) > 0 || engine->always_drives)) {
+        if (engine->driver == HR_DRIVER_NONE && (atomic_load(&engine->pending) > 0 || atomic_load(&engine->always_drives))) {
             engine->driver = HR_DRIVER_THREAD;
             (void)pthread_mutex_unlock(&engine->lock);
             hr_engine_drive(engine, NULL, 0);

@@ -150,7 +150,11 @@ static int enqueue(struct hr_engine *engine, struct hr_request *request, struct 
 }
 
 int hr_engine_submit(struct hr_engine *engine, const horo_request *call, int64_t *handle, struct hr_error *error) {
-    HR_TRY(hr_engine_health(engine, error));
+    /* A process that ends at its error must not be taken for the cause: its driver tells other hosts first, then fails this. */
+    const int untold = atomic_load(&engine->always_drives) && hr_arena_aborted(&engine->group->arena).code != 0;
+    if (!untold) {
+        HR_TRY(hr_engine_health(engine, error));
+    }
     struct hr_request *request = NULL;
     HR_TRY(hr_request_create(call, engine->group->size, &request, error));
     (void)pthread_mutex_lock(&engine->lock);
@@ -225,7 +229,7 @@ int hr_engine_wait(struct hr_engine *engine, int64_t handle, int32_t timeout_ms)
     }
     int status;
     while ((status = atomic_load(&request->status)) == HORO_IN_PROGRESS && hr_now_ns() < deadline_ns) {
-        if (engine->driver == HR_DRIVER_NONE && !engine->always_drives) {
+        if (engine->driver == HR_DRIVER_NONE && !atomic_load(&engine->always_drives)) {
             drive_as_caller(engine, request, deadline_ns);
             status = atomic_load(&request->status);
             break; /* done, out of time, or a signal to be handled first */

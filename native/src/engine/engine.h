@@ -95,7 +95,8 @@ struct hr_engine {
     struct hr_batch *batch;        /* scratch of execute.c */
 
     /* driver of a leader: */
-    int is_leader, is_root, always_drives;
+    int is_leader, is_root;
+    atomic_int always_drives; /* until the end of the group has been told to other hosts */
     struct hr_agree agree;
     int *member_ranks;
     struct hr_buffer *request_in; /* [local_size] frames from local ranks */
@@ -157,6 +158,8 @@ void hr_engine_fini_leader(struct hr_engine *engine);
 int64_t hr_engine_batch_due_ns(struct hr_engine *engine);
 /* Tells the neighbours what they do not know yet about losses and goodbyes; blocks until sent, for half a second at most. */
 void hr_engine_flush_links(struct hr_engine *engine);
+/* A batch has lost a peer: ends the group with the cause that other ranks tell of within a moment, else with the suspect. */
+void hr_engine_confirm_loss(struct hr_engine *engine);
 int hr_engine_announce_own(struct hr_engine *engine, const struct hr_request *request, uint32_t id);
 
 /* link.c */

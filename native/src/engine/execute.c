@@ -125,6 +125,9 @@ static int execute_batch(struct hr_engine *engine, const struct hr_wire_message 
     group->in_batch = 1;
     const int status = run_batch(engine);
     group->in_batch = 0;
+    if (status == HORO_ERR_PEER_LOST) {
+        hr_engine_confirm_loss(engine);
+    }
     if (status < 0) {
         /* The others may be waiting for my part; the requests fail with the group (hr_engine_fail_if_ended). */
         return hr_arena_aborted(&group->arena).code != 0 ? HORO_OK : status;

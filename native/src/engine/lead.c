@@ -7,7 +7,10 @@
 
 #include "engine/engine.h"
 
-enum { FLUSH_MS = 500 }; /* a goodbye is worth no longer wait */
+enum {
+    FLUSH_MS = 500, /* a goodbye is worth no longer wait */
+    NEWS_MS = 250   /* time for the news of a death to come by way of several leaders that are busy */
+};
 
 int hr_engine_announce_own(struct hr_engine *engine, const struct hr_request *request, uint32_t id) {
     if (id != 0) {
@@ -402,6 +405,30 @@ void hr_engine_flush_links(struct hr_engine *engine) {
             (void)poll(group->poll_fds, (nfds_t)count, 10);
         }
     }
+}
+
+static int news_waits(struct hr_group *group, void *arg) {
+    const struct hr_engine *engine = arg;
+    (void)group; /* what others write into the arena ends the wait by itself */
+    for (int i = 0; i < engine->link_count; i++) {
+        if (hr_link_has_work(&engine->links[i])) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+void hr_engine_confirm_loss(struct hr_engine *engine) {
+    struct hr_group *group = engine->group;
+    const int64_t end_ns = hr_now_ns() + NEWS_MS * 1000000ll;
+    int status = group->suspect.reason == HR_REASON_LINK ? HORO_OK : HORO_ERR_PEER_LOST; /* silence is nobody else's doing */
+    while (status >= 0 && hr_arena_aborted(&group->arena).code == 0 && hr_now_ns() < end_ns) {
+        status = progress_links(engine);
+        if (status == 0) {
+            (void)hr_group_wait(group, news_waits, engine, 0, end_ns);
+        }
+    }
+    hr_group_abort(group, group->suspect.code, group->suspect.rank, group->suspect.reason); /* the first reason counts */
 }
 
 /* ---- The step ---- */

@@ -67,17 +67,21 @@ static int fail_link(struct tcp *tcp, int index) {
     return sends || recvs;
 }
 
-/* A peer is lost on all channels at once. The sockets stay open but shut down: a later sleeper on one wakes at once. */
-static void lose_peer(struct tcp *tcp, int peer, int error_number) {
+/*
+ * A peer that is out of reach is lost on all channels at once; one that has closed, on each where its end is read, because its
+ * last words may be on another. The sockets stay open but shut down: a later sleeper on one wakes at once.
+ */
+static void lose_peer(struct tcp *tcp, struct link *noticed, int peer, int error_number) {
+    const int closed = error_number == 0 || error_number == EPIPE;
     if (tcp->lost_peer < 0) {
         tcp->lost_peer = peer;
-        const int closed = error_number == 0 || error_number == EPIPE;
         (void)snprintf(tcp->why, sizeof tcp->why, "%s", closed ? "connection closed" : strerror(error_number));
     }
     for (int channel = 0; channel < HR_CHANNEL_COUNT; channel++) {
         const int index = link_index(tcp, peer, (enum hr_channel)channel);
         struct link *link = &tcp->links[index];
-        if (link->fd >= 0 && !link->lost) {
+        const int ended = link == noticed || !(closed || error_number == ECONNRESET);
+        if (ended && link->fd >= 0 && !link->lost) {
             link->lost = 1;
             (void)shutdown(link->fd, SHUT_RDWR);
             (void)fail_link(tcp, index);
@@ -101,7 +105,7 @@ static int receive(struct tcp *tcp, struct link *link, int peer) {
     if (got < 0 && is_temporary(errno)) {
         return 0;
     }
-    lose_peer(tcp, peer, got == 0 ? link->send_errno : errno);
+    lose_peer(tcp, link, peer, got == 0 ? link->send_errno : errno);
     return 1;
 }
 
@@ -126,7 +130,7 @@ static void look_for_eof(struct tcp *tcp, struct link *link, int peer) {
     char byte;
     const ssize_t got = recv(link->fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT);
     if (got == 0 || (got < 0 && !is_temporary(errno))) {
-        lose_peer(tcp, peer, got == 0 ? 0 : errno);
+        lose_peer(tcp, link, peer, got == 0 ? 0 : errno);
     }
 }
 
@@ -149,7 +153,7 @@ static int link_progress(struct tcp *tcp, int index) {
         moved |= send_some(link);
     }
     if (link->send_errno != 0 && !link->lost && !moved) {
-        lose_peer(tcp, peer, link->send_errno);
+        lose_peer(tcp, link, peer, link->send_errno);
         moved = 1;
     }
     if (link->recv.head == NULL && link->send.head == NULL) {

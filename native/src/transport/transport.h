@@ -9,7 +9,7 @@
  *  - All functions of one transport are called by one thread at a time (the driver of the engine).
  *  - A zero-byte io is done when it reaches the head of its queue.
  *  - After a peer is lost, its posted and later ios become HR_IO_FAILED, on all channels; other peers go on. What a peer that
- *    closed its end had sent before is delivered first, to receives on the link where the end is noticed.
+ *    closed its end had sent before is delivered first, on every channel: each ends where its own end is read.
  */
 #ifndef HR_TRANSPORT_TRANSPORT_H
 #define HR_TRANSPORT_TRANSPORT_H

@@ -1,0 +1,120 @@
+"""One rank that needs no torch and does what it reads from stdin: a program for ``plain_ranks.PlainRanks``.
+
+Each line it reads is ``[command, argument...]`` in JSON, each line it writes the answer: ``{"value": ...}`` or
+``{"error": class, "lost": whether HorovodInternalError catches it, "text": ...}``.
+"""
+
+from __future__ import annotations
+
+import array
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from horo._bootstrap import job as bootstrap
+from horo._core import DTYPES, OPS, REDUCE_OPS, Tensor
+from horo._errors import HoroError, HorovodInternalError
+
+__all__ = ["Rank", "main"]
+
+
+class Rank:
+    """The commands."""
+
+    def __init__(self) -> None:
+        self._job: bootstrap.Job | None = None
+        self._pending: dict[str, tuple[int, array.array[float], array.array[float]]] = {}
+        self.hasty = False
+
+    def start(self, version: str = "") -> list[int]:
+        """``init()``, with another version of the core if one is given; answers rank and size."""
+        if version:
+            bootstrap.version = lambda: version
+        self._job = bootstrap.start()
+        return [self._job.rank, self._job.size]
+
+    def start_and_die_in(self, where: str, name: str) -> None:
+        """``init()``, but SIGKILL where ``name`` of ``where`` (``Meeting`` or ``module``) would be called."""
+        target: Any = bootstrap.Meeting if where == "Meeting" else bootstrap
+        setattr(target, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+        self.start()
+
+    def submit(self, name: str, count: int = 1000) -> None:
+        """Submits the sum of ``count`` numbers, each this rank's number plus one."""
+        values = array.array("f", [self._here.rank + 1.0]) * count
+        result = array.array("f", [0.0]) * count
+        tensor = Tensor(values.buffer_info()[0], result.buffer_info()[0], (count,), DTYPES["float32"])
+        handle = self._here.context.submit(OPS["allreduce"], name, [tensor], reduce_op=REDUCE_OPS["sum"])
+        self._pending[name] = handle, values, result
+
+    def wait(self, name: str) -> list[float]:
+        """Answers the lowest and the highest number of the sum."""
+        handle, _, result = self._pending[name]
+        try:
+            self._here.context.wait(handle)
+        finally:
+            self._here.context.release(handle)
+            del self._pending[name]
+        return [min(result), max(result)]
+
+    def allreduce(self, name: str, count: int = 1000) -> list[float]:
+        """``submit`` and ``wait``."""
+        self.submit(name, count)
+        return self.wait(name)
+
+    def repeat(self, name: str, count: int, times: int) -> list[float]:
+        """Many of them, of which the first is told at once."""
+        for index in range(times):
+            result = self.allreduce(name, count)
+            if index == 0:
+                say({"value": "going"})
+        return result
+
+    def counters(self) -> dict[str, int]:
+        """The core's, and ``cpu_ns``: the processor time of this process, all threads."""
+        return {**self._here.context.counters(), "cpu_ns": time.process_time_ns()}
+
+    def be_hasty(self) -> None:
+        """From now on the process ends at once after any error, as a script does that does not catch it."""
+        self.hasty = True
+
+    def close(self) -> None:
+        """``shutdown()``."""
+        self._here.close()
+
+    def exit(self, code: int) -> None:
+        """Ends the process without ``shutdown()``."""
+        os._exit(code)
+
+    @property
+    def _here(self) -> bootstrap.Job:
+        if self._job is None:
+            raise RuntimeError("start first")
+        return self._job
+
+
+def say(answer: dict[str, Any]) -> None:
+    os.write(1, (json.dumps(answer) + "\n").encode())
+
+
+def main() -> None:
+    """Serves until stdin ends."""
+    rank = Rank()
+    for line in sys.stdin:
+        command, *arguments = json.loads(line)
+        method: Callable[..., Any] = getattr(rank, command)
+        try:
+            say({"value": method(*arguments)})
+        except HoroError as error:
+            lost = isinstance(error, HorovodInternalError)
+            say({"error": type(error).__name__, "lost": lost, "text": str(error)})
+            if rank.hasty:
+                os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""A rank that dies is, on every other rank and whatever that does, an error that names it; nothing hangs."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from plain_ranks import PlainRanks
+
+LARGE = 4 << 20
+"""Numbers in a tensor that takes long enough to be killed in the middle of it."""
+WHERE = [("aa", 0), ("aa", 1), ("aaa", 0), ("aaa", 2), ("aabb", 0), ("aabb", 1), ("aabb", 2), ("aabb", 3)]
+"""Hosts of the ranks and the rank that dies: a leader, another, on the first and on the second host."""
+WAYS = (
+    r"rank {rank} \(host-{host}\) is gone: "
+    r"(its process ended without shutting horo down|the connection to it was closed)"
+)
+
+PENDING = "; pending here: 'x'"
+REFUSED = f"({PENDING})?"
+"""Whoever submits when it is known already has nothing pending."""
+
+everywhere = pytest.mark.parametrize(("hosts", "victim"), WHERE)
+
+
+def check_lost(ranks: PlainRanks, told: Sequence[int], victim: int, pending: str) -> None:
+    """Every rank told to do something answers that the victim is gone, and ``pending`` (a pattern)."""
+    for rank in told:
+        answer = ranks.answer(rank)
+        while answer == {"value": "going"}:
+            answer = ranks.answer(rank)
+        assert (answer.get("error"), answer.get("lost")) == ("PeerLostError", True), f"rank {rank}: {answer}"
+        ways = WAYS.format(rank=victim, host=ranks.hosts[victim])
+        assert re.search(rf"^{ways}{pending}$", answer["text"]), f"rank {rank}: {answer}"
+
+
+def others(ranks: PlainRanks, victim: int) -> list[int]:
+    return [rank for rank in range(len(ranks.hosts)) if rank != victim]
+
+
+@everywhere
+def test_ranks_that_wait_for_it_hear_of_it(tmp_path: Path, hosts: str, victim: int) -> None:
+    with PlainRanks(tmp_path, hosts) as ranks:
+        ranks.all("start")
+        told = others(ranks, victim)
+        ranks.all("submit", "x", ranks=told)
+        for rank in told:
+            ranks.tell(rank, "wait", "x")
+        ranks.kill(victim)
+        check_lost(ranks, told, victim, PENDING)
+        for rank in told:
+            ranks.tell(rank, "allreduce", "x")
+        check_lost(ranks, told, victim, "")
+        ranks.all("close", ranks=told)
+        assert ranks.finish() == [-signal.SIGKILL if rank == victim else 0 for rank in range(len(hosts))]
+
+
+@everywhere
+def test_ranks_in_the_middle_of_large_transfers_hear_of_it(tmp_path: Path, hosts: str, victim: int) -> None:
+    with PlainRanks(tmp_path, hosts) as ranks:
+        ranks.all("start")
+        assert set(ranks.all("repeat", "x", LARGE, 1000)) == {"going"}
+        ranks.kill(victim)
+        check_lost(ranks, others(ranks, victim), victim, REFUSED)
+
+
+@pytest.mark.parametrize(("hosts", "victim", "follower"), [("aab", 1, 0), ("aabb", 0, 1), ("aabb", 1, 0)])
+def test_ranks_that_end_at_their_error_are_not_taken_for_its_cause(
+    tmp_path: Path, hosts: str, victim: int, follower: int
+) -> None:
+    with PlainRanks(tmp_path, hosts) as ranks:
+        ranks.all("start")
+        ranks.all("be_hasty")
+        ranks.all("repeat", "x", LARGE, 1000)
+        for rank in range(2, len(hosts)):
+            ranks.kill(rank, signal.SIGSTOP)
+        ranks.kill(victim)
+        ranks.processes[follower].wait()
+        for rank in reversed(range(2, len(hosts))):  # by now all links to the first host have ended
+            ranks.kill(rank, signal.SIGCONT)
+        check_lost(ranks, others(ranks, victim), victim, REFUSED)
+
+
+@everywhere
+@pytest.mark.parametrize("end", ["close", "exit"])
+def test_a_rank_that_comes_last_hears_of_the_first_that_died_and_not_of_those_that_left_for_it(
+    tmp_path: Path, hosts: str, victim: int, end: str
+) -> None:
+    with PlainRanks(tmp_path, hosts) as ranks:
+        ranks.all("start")
+        ranks.all("allreduce", "before")
+        ranks.kill(victim)
+        ranks.processes[victim].wait()
+        for rank in others(ranks, victim):
+            ranks.tell(rank, "allreduce", "x")
+            check_lost(ranks, [rank], victim, REFUSED)
+            ranks.tell(rank, *{"close": ["close"], "exit": ["exit", 3]}[end])
+            if end == "close":
+                ranks.value(rank)
+            else:
+                ranks.processes[rank].wait()
+
+
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [("Meeting", "publish"), ("module", "join_arena"), ("module", "connect_hosts"), ("Meeting", "finish")],
+)
+@pytest.mark.parametrize(("hosts", "victim"), [("aaa", 0), ("aaa", 2), ("aabb", 0), ("aabb", 3)])
+def test_ranks_inside_init_hear_of_it(tmp_path: Path, hosts: str, victim: int, where: str, name: str) -> None:
+    with PlainRanks(tmp_path, hosts) as ranks:
+        told = others(ranks, victim)
+        for rank in told:
+            ranks.tell(rank, "start")
+        ranks.tell(victim, "start_and_die_in", where, name)
+        for rank in told:
+            answer = ranks.answer(rank)
+            assert (answer.get("error"), answer.get("lost")) == ("PeerLostError", True), f"rank {rank}: {answer}"
+            assert f"rank {victim} (host-{hosts[victim]}) died while init() was running" in answer["text"]
+        assert ranks.finish() == [-signal.SIGKILL if rank == victim else 0 for rank in range(len(hosts))]
+
+
+def test_a_rank_that_dies_right_after_init_is_an_error_of_the_first_call(tmp_path: Path) -> None:
+    with PlainRanks(tmp_path, "aab") as ranks:
+        told = [0, 2]
+        for rank in told:
+            ranks.tell(rank, "start")
+        ranks.tell(1, "start_and_die_in", "module", "Job")
+        ranks.processes[1].wait()
+        assert [ranks.value(rank) for rank in told] == [[0, 3], [2, 3]]
+        for rank in told:
+            ranks.tell(rank, "allreduce", "x")
+        check_lost(ranks, told, 1, REFUSED)
