@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from links import CONTROL, DATA, DEADLINE_MS, TCP_KINDS, Join, create_tcp, joining, poll_until, socket_pair
+from links import CONTROL, DATA, TCP_KINDS, Join, create_tcp, joining, poll_until, socket_pair
 
 PEER_LOST = -40
 MIB = 1 << 20

@@ -288,12 +288,14 @@ int hr_agree_announce_request(struct hr_agree *agree, int member, const struct h
     return HORO_OK;
 }
 
-static void describe_missing(const struct hr_agree *agree, const struct hr_agree_entry *entry, char *out, size_t out_bytes) {
+static void describe_missing(const struct hr_agree *agree, const struct hr_agree_entry *entry, char *out, size_t out_bytes,
+                             int *missing_rank) {
     size_t used = (size_t)snprintf(out, out_bytes, "'%s' (missing:", entry->name);
     const char *separator = "";
     for (int member = 0; member < agree->config.member_count && used < out_bytes; member++) {
         if (!has_bit(entry->announced, member)) {
             const int rank = agree->config.rank_of_member[member];
+            *missing_rank = rank;
             const char *which = member < agree->config.local_count ? "" : "ranks led by ";
             used += (size_t)snprintf(out + used, out_bytes - used, "%s %srank %d (%s)", separator, which, rank,
                                      agree->config.host_name_of_rank[rank]);
@@ -306,7 +308,7 @@ static void describe_missing(const struct hr_agree *agree, const struct hr_agree
 }
 
 int hr_agree_describe_waiting(const struct hr_agree *agree, int64_t now_ns, int64_t age_ns, char *out, size_t out_bytes,
-                              int64_t *since_ns) {
+                              int64_t *since_ns, int *missing_rank) {
     int count = 0;
     size_t used = 0;
     out[0] = '\0';
@@ -318,7 +320,7 @@ int hr_agree_describe_waiting(const struct hr_agree *agree, int64_t now_ns, int6
         *since_ns = count == 0 || entry->first_ns < *since_ns ? entry->first_ns : *since_ns;
         if (count++ < NAMES_IN_REPORT && used + 2 < out_bytes) {
             used += (size_t)snprintf(out + used, out_bytes - used, "%s", count == 1 ? "" : "; ");
-            describe_missing(agree, entry, out + used, out_bytes - used);
+            describe_missing(agree, entry, out + used, out_bytes - used, missing_rank);
             used += strlen(out + used);
         }
     }

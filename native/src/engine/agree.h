@@ -69,11 +69,12 @@ int hr_agree_form_batch(struct hr_agree *agree, struct hr_buffer *out, uint32_t 
 int hr_agree_apply(struct hr_agree *agree, const struct hr_wire_message *record);
 
 /*
- * Writes "'name' (missing: rank 1 (h1), ranks led by rank 4 (h2)); ..." for what has been announced by some members but not all for at
- * least age_ns. Returns how many such tensors there are; *since_ns is the oldest one's first announcement.
+ * Writes "'name' (missing: rank 1 (h1), ranks led by rank 4 (h2)); ..." for what has been announced by some members but not all for
+ * at least age_ns. Returns how many such tensors there are; *since_ns is the oldest one's first announcement, *missing_rank a
+ * rank that its text names.
  */
 int hr_agree_describe_waiting(const struct hr_agree *agree, int64_t now_ns, int64_t age_ns, char *out, size_t out_bytes,
-                              int64_t *since_ns);
+                              int64_t *since_ns, int *missing_rank);
 
 /* Frames: a u32 length before each message. begin returns the position to give to end. */
 int hr_frame_begin(struct hr_buffer *out, size_t *mark);

@@ -110,6 +110,8 @@ struct hr_engine {
 
     int64_t cycle_ns;
     int64_t stall_check_ns; /* driver: when to look for stalls again; 0: not known */
+    uint64_t stall_batches; /* driver: executed when it last looked */
+    int64_t stall_moved_ns; /* driver: when it last found that batches had been executed */
     int64_t caller_spin_ns, thread_spin_ns;
     _Atomic uint64_t requests, cache_hits, batches, tensors, bytes, messages_sent;
 };

@@ -23,8 +23,7 @@ void hr_engine_describe_end(const struct hr_engine *engine, struct hr_abort end,
                        (long long)(group->peer_timeout_ns / 1000000000));
         return;
     case HR_REASON_STALLED:
-        (void)snprintf(text, text_bytes, "%s has not done its part for %lld s", who,
-                       (long long)(group->stall_shutdown_ns / 1000000000));
+        (void)snprintf(text, text_bytes, "%s has not done its part for %g s", who, (double)group->stall_shutdown_ns / 1e9);
         return;
     case HR_REASON_LEFT:
         (void)snprintf(text, text_bytes, "%s has shut horo down", who);
@@ -160,12 +159,49 @@ static int64_t oldest_pending_ns(struct hr_engine *engine) {
     if (engine->is_leader && engine->agree.active > 0) {
         char unused[1];
         int64_t since = 0;
-        if (hr_agree_describe_waiting(&engine->agree, hr_now_ns(), 0, unused, sizeof unused, &since) > 0 &&
+        int missing_rank;
+        if (hr_agree_describe_waiting(&engine->agree, hr_now_ns(), 0, unused, sizeof unused, &since, &missing_rank) > 0 &&
             (oldest == 0 || since < oldest)) {
             oldest = since;
         }
     }
     return oldest;
+}
+
+/*
+ * What all ranks here have submitted while the next one on the way to the root of the tree says nothing: it is stopped, or
+ * somebody behind it is late. Each level waits one period longer than the one above, so whoever is nearest names the culprit.
+ */
+static int describe_undecided(struct hr_engine *engine, int64_t now_ns, char *text, size_t text_bytes, int *culprit,
+                              int64_t *oldest_ns, int *periods) {
+    const struct hr_group *group = engine->group;
+    if (engine->is_root) {
+        return 0;
+    }
+    *periods = (engine->is_leader ? 1 : 2) + __builtin_popcount((unsigned)group->host); /* the tree is binomial */
+    *culprit = engine->is_leader ? engine->links[0].leader_rank : group->rank_of_local[0];
+    char who[NAME_TEXT_BYTES];
+    (void)hr_group_name_rank(group, *culprit, who, sizeof who);
+    int count = 0;
+    size_t used = 0;
+    (void)pthread_mutex_lock(&engine->lock);
+    for (size_t i = 0; i < engine->in_flight.capacity; i++) {
+        const struct hr_request *request = engine->in_flight.slots[i].value;
+        if (request == NULL) {
+            continue;
+        }
+        const int64_t since_ns = request->submit_ns > engine->stall_moved_ns ? request->submit_ns : engine->stall_moved_ns;
+        if (now_ns - since_ns < *periods * group->stall_warning_ns) {
+            continue;
+        }
+        *oldest_ns = since_ns < *oldest_ns ? since_ns : *oldest_ns;
+        if (count++ < NAMES_IN_TEXT && used < text_bytes) {
+            used += (size_t)snprintf(text + used, text_bytes - used, "%s'%s' (submitted by all here, no answer from %s)",
+                                     count == 1 ? "" : "; ", request->call.name, who);
+        }
+    }
+    (void)pthread_mutex_unlock(&engine->lock);
+    return count;
 }
 
 /* One report per host and period: the first rank to ask gets the turn. */
@@ -181,18 +217,26 @@ static void report(struct hr_engine *engine, int64_t now_ns) {
     char text[HORO_MESSAGE_MAX];
     int culprit = -1;
     int64_t oldest_ns = now_ns;
+    int periods = 0; /* of patience with ranks of other hosts: those beside the culprit know it better */
     int count = describe_local(engine, now_ns, text, sizeof text, &culprit, &oldest_ns);
     if (count == 0 && engine->is_leader) {
-        count = hr_agree_describe_waiting(&engine->agree, now_ns, group->stall_warning_ns, text, sizeof text, &oldest_ns);
+        periods = 1;
+        count = hr_agree_describe_waiting(&engine->agree, now_ns, group->stall_warning_ns, text, sizeof text, &oldest_ns,
+                                          &culprit);
     }
-    if (count == 0 || !take_turn(engine, now_ns)) {
+    if (count == 0) {
+        count = describe_undecided(engine, now_ns, text, sizeof text, &culprit, &oldest_ns, &periods);
+    }
+    if (count == 0) {
         return;
     }
-    hr_log(&group->log, HORO_LOG_WARNING,
-           "waiting for %lld s for ranks that have not submitted what others have: %s%s. They may be slow or stopped, or take "
-           "another path through the program",
-           (long long)((now_ns - oldest_ns) / 1000000000), text, count > NAMES_IN_TEXT ? " and more" : "");
-    if (group->stall_shutdown_ns > 0 && now_ns - oldest_ns >= group->stall_shutdown_ns) {
+    if (take_turn(engine, now_ns)) {
+        hr_log(&group->log, HORO_LOG_WARNING,
+               "waiting for %lld s for ranks that have not submitted what others have: %s%s. They may be slow or stopped, or "
+               "take another path through the program",
+               (long long)((now_ns - oldest_ns) / 1000000000), text, count > NAMES_IN_TEXT ? " and more" : "");
+    }
+    if (group->stall_shutdown_ns > 0 && now_ns - oldest_ns >= group->stall_shutdown_ns + periods * group->stall_warning_ns) {
         hr_group_abort(group, HORO_ERR_STALLED, culprit, HR_REASON_STALLED);
     }
 }
@@ -208,6 +252,11 @@ int64_t hr_engine_check_stall(struct hr_engine *engine) {
     const int64_t now_ns = hr_now_ns();
     if (now_ns < engine->stall_check_ns) {
         return engine->stall_check_ns;
+    }
+    const uint64_t batches = atomic_load_explicit(&engine->batches, memory_order_relaxed);
+    if (batches != engine->stall_batches) {
+        engine->stall_batches = batches;
+        engine->stall_moved_ns = now_ns;
     }
     const int64_t oldest_ns = oldest_pending_ns(engine);
     if (oldest_ns != 0 && now_ns - oldest_ns >= warning_ns) {

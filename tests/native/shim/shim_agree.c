@@ -131,7 +131,8 @@ uint32_t shim_agree_active(const shim_agree *node) {
 
 int shim_agree_describe(const shim_agree *node, int64_t now_ns, int64_t age_ns, char *out, size_t out_bytes) {
     int64_t since_ns = 0;
-    return hr_agree_describe_waiting(&node->agree, now_ns, age_ns, out, out_bytes, &since_ns);
+    int missing_rank = -1;
+    return hr_agree_describe_waiting(&node->agree, now_ns, age_ns, out, out_bytes, &since_ns, &missing_rank);
 }
 
 static void copy_text(struct hr_wire_text from, char *out, size_t out_bytes) {

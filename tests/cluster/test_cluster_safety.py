@@ -1,0 +1,112 @@
+"""Two hosts: training gives the answer of one process, a host that is cut off is noticed, an idle job says nothing."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from jobs import wait_until
+from namespaces import Cluster, ClusterHost
+from plain_ranks import PlainRanks
+
+ROOT = Path(__file__).parents[2]
+DIGITS = [sys.executable, str(ROOT / "examples" / "digits.py"), "--epochs", "2"]
+
+
+def results(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith(("epoch", "test accuracy"))]
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[list[str]]:
+    done = subprocess.run(DIGITS, capture_output=True, text=True, check=True, timeout=60)
+    lines = results(done.stdout)
+    assert len(lines) == 3
+    yield lines
+
+
+@pytest.mark.parametrize("per_host", [1, 2])
+def test_training_on_two_hosts_gives_the_lines_of_one_process(
+    cluster: Cluster, alone: list[str], per_host: int
+) -> None:
+    where = ",".join(f"{host.name}:{per_host}" for host in cluster.hosts)
+    done = cluster.run("-np", str(2 * per_host), "--no-prefix", *DIGITS, where=where)
+    assert done.returncode == 0, done.stderr
+    assert results(done.stdout) == alone
+
+
+def on_both(cluster: Cluster, folder: Path, hosts: str, environment: dict[str, str] | None = None) -> PlainRanks:
+    """Ranks whose hosts ``a`` and ``b`` are those of the cluster."""
+
+    def entry(host: ClusterHost) -> Callable[[Sequence[str]], list[str]]:
+        return lambda argv: cluster.on(host, argv)
+
+    enter = {label: entry(host) for label, host in zip("ab", cluster.hosts, strict=True)}
+    return PlainRanks(folder, hosts, environment or {}, enter=enter, serve_at=cluster.hosts[0].address)
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2, 3])
+def test_a_rank_that_dies_is_named_on_both_hosts(cluster: Cluster, tmp_path: Path, victim: int) -> None:
+    with on_both(cluster, tmp_path, "aabb") as ranks:
+        ranks.all("start")
+        ranks.all("repeat", "x", 1 << 20, 10000)
+        ranks.kill(victim)
+        for rank in {0, 1, 2, 3} - {victim}:
+            answer = ranks.answer(rank)
+            assert (answer.get("error"), answer.get("lost")) == ("PeerLostError", True), f"rank {rank}: {answer}"
+            assert answer["text"].startswith(f"rank {victim} (host-{ranks.hosts[victim]}) is gone: "), answer
+        assert ranks.finish()[victim] == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("busy", [True, False], ids=["in transfers", "waiting"])
+def test_a_host_that_is_cut_off_is_lost_to_both_sides(cluster: Cluster, tmp_path: Path, busy: bool) -> None:
+    with on_both(cluster, tmp_path, "aabb", {"HORO_PEER_TIMEOUT": "3"}) as ranks:
+        ranks.all("start")
+        ranks.all("allreduce", "x")
+        if busy:
+            ranks.all("repeat", "x", 1 << 20, 10000)
+        cluster.cut(cluster.hosts[1])
+        if not busy:
+            for rank in range(4):
+                ranks.tell(rank, "allreduce", "x")
+        for rank in range(4):
+            answer = ranks.answer(rank)
+            assert (answer.get("error"), answer.get("lost")) == ("PeerLostError", True), f"rank {rank}: {answer}"
+            far = {"a": "[23] \\(host-b", "b": "[01] \\(host-a"}[ranks.hosts[rank]]
+            assert re.match(rf"rank {far}\) is (out of reach: no answer for 3 s|gone)", answer["text"]), answer
+
+
+def packets(ranks: PlainRanks) -> list[str]:
+    """TCP's counters on both hosts: segments in and out, among others."""
+    texts = [Path(f"/proc/{ranks.processes[rank].pid}/net/snmp").read_text() for rank in (0, 2)]
+    return [line for text in texts for line in text.splitlines() if line.startswith("Tcp:")]
+
+
+def stay(ranks: PlainRanks, seconds: float) -> bool:
+    """Whether no TCP packet passes for so long: what does not happen can only be waited for."""
+    before = packets(ranks)
+    time.sleep(seconds)
+    return packets(ranks) == before
+
+
+def test_an_idle_job_sends_nothing_and_does_nothing(cluster: Cluster, tmp_path: Path) -> None:
+    with on_both(cluster, tmp_path, "aabb") as ranks:
+        ranks.all("start")
+        for name in "xyx":
+            ranks.all("allreduce", name)
+        wait_until(lambda: stay(ranks, 0.2), "the last acknowledgements have been sent")
+        earlier = ranks.all("counters")
+        assert stay(ranks, 1.5)
+        for before, after in zip(earlier, ranks.all("counters"), strict=True):
+            used_ns = after.pop("cpu_ns") - before.pop("cpu_ns")
+            assert after == before
+            assert used_ns < 50_000_000
+        assert ranks.all("allreduce", "x") == [[10.0, 10.0]] * 4
+        ranks.all("close")
+        assert set(ranks.finish()) == {0}

@@ -1,0 +1,114 @@
+"""Strangers at every port of a job, while its ranks still meet and while they work, change nothing but the log."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from jobs import DEADLINE_S, Flags, Hororun, Launched, marked_processes, wait_until
+
+from horo._bootstrap.handshake import Claim, HandshakeError, Purpose, greet
+
+TESTS = Path(__file__).parents[1]
+WORK = """
+import os, pathlib, sys, time
+sys.path.insert(0, {tests!r})
+from plain_rank import Rank, bootstrap
+
+flags, number = pathlib.Path({flags!r}), os.environ["HOROVOD_RANK"]
+os.environ["HORO_HOST_ID"] = number  # every rank a host of its own, with a port for the others
+
+def wait_for(name):
+    deadline = time.monotonic() + {deadline_s}
+    while not (flags / name).exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+real = bootstrap.connect_hosts
+def connect_late(*arguments, **options):
+    (flags / f"meeting.{{number}}").touch()
+    if number != "0":
+        wait_for("meet")
+    return real(*arguments, **options)
+
+bootstrap.connect_hosts = connect_late
+rank = Rank()
+rank.start()
+(flags / f"ready.{{number}}").touch()
+wait_for("work")
+for _ in range(200):
+    result = rank.allreduce("x", 100_000)
+print(result)
+rank.close()
+"""
+
+
+@pytest.fixture
+def hororun() -> Iterator[Hororun]:
+    one = Hororun()
+    yield one
+    one.clean_up()
+
+
+def listening_ports(job: Launched) -> dict[int, int]:
+    """Port and process of every TCP listener of a job."""
+    found = {}
+    for pid in [job.process.pid, *marked_processes(job.mark)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for each in psutil.Process(pid).net_connections("tcp"):
+                if each.status == psutil.CONN_LISTEN:
+                    found[each.laddr.port] = pid
+    return found
+
+
+def named_memory(job: Launched) -> list[str]:
+    """Shared memory that has a name, which would outlive the job, in any of its processes."""
+    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in marked_processes(job.mark)]
+    assert any("memfd:" in text for text in maps)
+    return [line for text in maps for line in text.splitlines() if "/dev/shm" in line or "SYSV" in line]
+
+
+def harass(stack: contextlib.ExitStack, port: int) -> None:
+    """Noise, another protocol, silence, half a greeting and a wrong secret; the connections stay open."""
+
+    def connect() -> socket.socket:
+        return stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
+
+    for words in (os.urandom(4096), b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", b"", b"HORO\x01"):
+        with contextlib.suppress(ConnectionError):  # refused in the middle of it
+            connect().sendall(words)
+    with pytest.raises(HandshakeError):
+        greet(connect(), os.urandom(32), Claim(Purpose.DATA, 1, 0, 1), time.monotonic() + 10)
+
+
+def test_strangers_at_every_port_are_refused_and_named_and_the_job_goes_on(hororun: Hororun, tmp_path: Path) -> None:
+    script = WORK.format(tests=str(TESTS), flags=str(tmp_path), deadline_s=DEADLINE_S)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    flags = Flags(tmp_path)
+    with contextlib.ExitStack() as stack:
+        job = hororun.start("-np", "3", sys.executable, "-c", script, environment={"TMPDIR": str(temporary)})
+        flags.wait([f"meeting.{rank}" for rank in range(3)])
+        wait_until(lambda: len(set(listening_ports(job).values())) > 1, "hororun listens, and a rank")
+        ports = listening_ports(job)
+        for port in ports:
+            harass(stack, port)
+        (tmp_path / "meet").touch()
+        flags.wait([f"ready.{rank}" for rank in range(3)])
+        assert listening_ports(job).keys() < ports.keys(), "ranks that are connected listen no more"
+        for port in listening_ports(job):
+            harass(stack, port)
+        assert not named_memory(job)
+        (tmp_path / "work").touch()
+        done = job.finish()
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}] [6.0, 6.0]" for rank in range(3)]
+    assert "hororun: refused a connection from 127.0.0.1" in done.stderr, done.stderr
+    assert "[0] refused a connection from 127.0.0.1" in done.stderr, done.stderr
+    assert not list(temporary.iterdir())
