@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import socket
@@ -11,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from horo._bootstrap.arena import Arena, join_arena
+from horo._bootstrap.console import prepare_log
 from horo._bootstrap.descriptors import close_all, close_setup, create_memory, create_wake
 from horo._bootstrap.grouping import Grouping, Link, group_ranks
 from horo._bootstrap.handshake import Purpose
@@ -28,7 +28,6 @@ from horo._errors import InternalError
 
 __all__ = ["Connection", "Job", "connect", "start"]
 
-_LOG_LEVELS = {"warning": logging.WARNING, "error": logging.ERROR, "info": logging.INFO}
 _SECRET_BYTES = 32
 
 
@@ -115,7 +114,7 @@ def start(environ: Mapping[str, str] | None = None) -> Job:
     """
     environ = environment() if environ is None else environ
     config, launch = read_config(environ), detect_launch(environ)
-    logging.getLogger("horo").setLevel(_LOG_LEVELS.get(config.log_level, logging.NOTSET))
+    prepare_log(config.log_level, launch.rank)
     starts = _starts.setdefault(launch, _Starts())
     starts.count += 1
     connection = connect(launch, config, starts.count, starts.leftovers)

@@ -1,0 +1,30 @@
+"""What the bootstrap says on stderr, in the form of the native core: ``horo [rank] level: text``."""
+
+from __future__ import annotations
+
+import logging
+
+__all__ = ["prepare_log"]
+
+_LEVELS = {"warning": logging.WARNING, "error": logging.ERROR, "info": logging.INFO}
+
+
+class _Console(logging.StreamHandler):  # type: ignore[type-arg]  # not generic at run time before Python 3.11
+    """Our own handler, so that a later start can take it away again."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._head = f"horo [{rank}] "
+
+    def format(self, record: logging.LogRecord) -> str:
+        return f"{self._head}{record.levelname.lower()}: {super().format(record)}"
+
+
+def prepare_log(level: str, rank: int) -> None:
+    """Sets the level of the logger "horo"; gives it a handler only where the program has configured no logging."""
+    log = logging.getLogger("horo")
+    log.setLevel(_LEVELS.get(level, logging.NOTSET))
+    for handler in [handler for handler in log.handlers if isinstance(handler, _Console)]:
+        log.removeHandler(handler)
+    if not log.hasHandlers():
+        log.addHandler(_Console(rank))

@@ -1,0 +1,45 @@
+"""Lines of the bootstrap look like those of the core, and keep out of a program's own logging."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from horo._bootstrap.console import prepare_log
+
+
+def bare_logging(monkeypatch: pytest.MonkeyPatch) -> logging.Logger:
+    """As in a program that has configured nothing: pytest puts handlers of its own on the root around each test."""
+    log = logging.getLogger("horo")
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setattr(log, "handlers", [])
+    monkeypatch.setattr(log, "level", log.level)
+    return log
+
+
+def test_a_line_names_the_rank_and_the_level(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = bare_logging(monkeypatch)
+    prepare_log("warning", 3)
+    log.warning("refused %s", "a stranger")
+    log.info("not at this level")
+    assert capsys.readouterr().err == "horo [3] warning: refused a stranger\n"
+
+
+def test_a_second_start_does_not_say_everything_twice(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = bare_logging(monkeypatch)
+    prepare_log("warning", 3)
+    prepare_log("info", 1)
+    log.info("once")
+    assert capsys.readouterr().err == "horo [1] info: once\n"
+
+
+def test_a_program_with_its_own_logging_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = bare_logging(monkeypatch)
+    logging.getLogger().addHandler(logging.NullHandler())
+    prepare_log("warning", 0)
+    assert log.handlers == []
