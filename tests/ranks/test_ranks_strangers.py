@@ -110,5 +110,5 @@ def test_strangers_at_every_port_are_refused_and_named_and_the_job_goes_on(horor
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"[{rank}] [6.0, 6.0]" for rank in range(3)]
     assert "hororun: refused a connection from 127.0.0.1" in done.stderr, done.stderr
-    assert "[0] refused a connection from 127.0.0.1" in done.stderr, done.stderr
+    assert "[0] horo [0] warning: refused a connection from 127.0.0.1" in done.stderr, done.stderr
     assert not list(temporary.iterdir())
