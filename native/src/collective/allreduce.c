@@ -17,7 +17,6 @@
 enum {
     FLAT_BYTES = 4096,          /* up to here everybody reduces everything: one phase instead of two */
     DOUBLING_BYTES = 1 << 16,   /* between hosts: latency counts up to here, bandwidth above */
-    CROSS_PIECE_BYTES = 1 << 17,
     SCRATCH_ALIGNMENT = 64,
 };
 
@@ -164,7 +163,7 @@ static int cross_begin(struct call *call, size_t k) {
     const struct hr_range segment = hr_segment(group, call->fused->bytes, k);
     const struct hr_range share = hr_share(segment.bytes, group->local_rank, call->owners);
     const struct hr_cross_ops *ops = share.bytes <= DOUBLING_BYTES ? &hr_cross_doubling : &hr_cross_ring;
-    HR_TRY(reserve_scratch(group, ops->scratch_bytes(group->host_count, share.bytes, CROSS_PIECE_BYTES)));
+    HR_TRY(reserve_scratch(group, ops->scratch_bytes(group->host_count, share.bytes, HR_CROSS_PIECE_BYTES)));
     const struct hr_cross_call cross_call = {
         .transport = group->transport,
         .host = group->host,
@@ -173,7 +172,7 @@ static int cross_begin(struct call *call, size_t k) {
         .count = share.bytes / call->element,
         .dtype = call->fused->dtype,
         .reduce_op = call->reduce_op,
-        .piece_bytes = CROSS_PIECE_BYTES,
+        .piece_bytes = HR_CROSS_PIECE_BYTES,
         .scratch = group->cross_scratch,
     };
     return ops->begin(&call->cross, &cross_call);

@@ -7,7 +7,6 @@
 
 enum {
     TREE_BYTES = 1 << 18, /* up to here a binomial tree: few hops; above a chain: each link carries the data once */
-    CROSS_PIECE_BYTES = 1 << 17,
 };
 
 struct call {
@@ -44,7 +43,7 @@ static int pass_on(const struct call *call, struct hr_range segment, unsigned pa
         .count = share.bytes,
         .dtype = HORO_UINT8,
         .root_host = call->root_host,
-        .piece_bytes = CROSS_PIECE_BYTES,
+        .piece_bytes = HR_CROSS_PIECE_BYTES,
     };
     struct hr_cross cross;
     const struct hr_cross_ops *ops = call->fused->bytes <= TREE_BYTES ? &hr_cross_tree : &hr_cross_chain;

@@ -12,6 +12,9 @@
 #include "collective/fused.h"
 #include "collective/group.h"
 
+/* Pipeline piece of what travels between hosts; equal on all ranks. */
+enum { HR_CROSS_PIECE_BYTES = 1 << 17 };
+
 /*
  * outputs = postscale * reduce over ranks of (prescale * inputs). reduce_op is SUM, MIN, MAX or PRODUCT. An input may be its output.
  * Per rank and byte of data on one host of p ranks: copies (p-1)/p in, reads p/p and writes 2/p for the share, copies (p-1)/p out.

@@ -229,10 +229,10 @@ static int phase_complete(struct hr_group *group, void *arg) {
 }
 
 void hr_group_supervise(struct hr_group *group, int enabled) {
-    if (group->transport != NULL && group->watching != enabled) {
-        group->watching = enabled;
+    if (group->watching != enabled && group->transport != NULL) {
         group->transport->ops->watch(group->transport, enabled);
     }
+    group->watching = enabled;
 }
 
 /* The local rank that has passed the fewest phases, if fewer than I have; else -1. */
@@ -286,7 +286,6 @@ int hr_group_finish(struct hr_group *group, hr_ready ready, void *arg) {
         const int64_t waited_ns = hr_now_ns() - begin_ns;
         if (waited_ns >= HR_SUPERVISE_AFTER_NS) {
             hr_group_supervise(group, 1);
-            group->watching = 1; /* also without links: no further wake-up for it */
         }
         if (report_ns != 0 && begin_ns + waited_ns >= report_ns) {
             report_late(group, waited_ns);

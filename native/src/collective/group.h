@@ -62,7 +62,7 @@ struct hr_group {
     int64_t peer_timeout_ns;
     int64_t stall_warning_ns;    /* 0: never */
     int64_t stall_shutdown_ns;   /* 0: never */
-    int watching;                /* the transport supervises its links */
+    int watching;                /* the transport, if there is one, supervises its links */
     struct hr_abort suspect;     /* see hr_group_suspect_link */
     int in_batch;                /* a batch is running: a rank that has left may have done its part already */
     uint64_t batch_end;          /* position in the log behind the running batch */

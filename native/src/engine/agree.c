@@ -141,14 +141,11 @@ int hr_agree_assign(struct hr_agree *agree, struct hr_agree_entry *entry, uint32
     }
     memcpy(bytes, request->bytes, request->count);
     const struct hr_agree_copy known = {bytes, request->count, request->rank};
-    if (*slot == NULL) {
-        agree->slots_used++;
-    } else if (*slot != entry) {
+    if (*slot != NULL && *slot != entry) {
         evict(agree, *slot);
     }
     if (entry->id != 0 && entry->id % agree->config.capacity != id % agree->config.capacity) {
         agree->slots[entry->id % agree->config.capacity] = NULL;
-        agree->slots_used--;
     }
     *slot = entry;
     free(entry->known.bytes);

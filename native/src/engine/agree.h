@@ -37,7 +37,6 @@ struct hr_agree {
     struct hr_agree_config config;
     struct hr_map entries;            /* by name */
     struct hr_agree_entry **slots;    /* [capacity] by id % capacity */
-    uint32_t slots_used;
     struct hr_agree_entry *complete;  /* announced by all members: to be queued or reported, in order of completion */
     struct hr_agree_entry **complete_tail;
     struct hr_agree_entry *ready;     /* root: agreed on, waiting for a batch */

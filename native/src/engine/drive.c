@@ -1,5 +1,4 @@
 /* Driving the engine: one step after another until there is nothing to do, then one wait. */
-#include <errno.h>
 #include <unistd.h>
 
 #include "engine/engine.h"
@@ -73,10 +72,9 @@ static int64_t next_deadline(struct hr_engine *engine, int64_t deadline_ns) {
 
 /* The state is not what it should be on this rank: nobody may wait for it. */
 static void give_up(struct hr_engine *engine, int status) {
-    const int code = status == HORO_ERR_RESOURCE ? HORO_ERR_RESOURCE : HORO_ERR_INTERNAL;
+    const int code = status == HORO_ERR_RESOURCE ? HORO_ERR_ABORTED : HORO_ERR_INTERNAL;
     hr_log(&engine->group->log, HORO_LOG_ERROR, "the engine stops: %s error", horo_status_name(status));
-    hr_group_abort(engine->group, code == HORO_ERR_RESOURCE ? HORO_ERR_ABORTED : HORO_ERR_INTERNAL, engine->group->rank,
-                   HR_REASON_INTERNAL);
+    hr_group_abort(engine->group, code, engine->group->rank, HR_REASON_INTERNAL);
 }
 
 /* After the end of the group there is only the news to be passed on. */
