@@ -214,10 +214,7 @@ def test_small_tensors_are_fused_and_fusion_can_be_turned_off() -> None:
         assert all((a == 2).all() for a in arrays)
         return rank.context.counters()["batches"] - before
 
-    def held_back(rank: Rank) -> int:
-        return body(rank)
-
-    assert max(run_ranks(held_back, [2], fusion_bytes=1 << 20, cycle_time_us=200_000)) < 64
+    assert max(run_ranks(body, [2], fusion_bytes=1 << 20, cycle_time_us=200_000)) < 64
     assert run_ranks(body, [2], fusion_bytes=0) == [64, 64]
 
 
