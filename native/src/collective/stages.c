@@ -1,0 +1,76 @@
+#include "collective/stages.h"
+
+/* Whether the owner reads its own contribution from its slot: it must be scaled first. */
+static int packs_own_share(const struct hr_stages *call) {
+    return call->prescale != 1.0;
+}
+
+int hr_stages_fill(struct hr_stages *call, size_t k) {
+    struct hr_group *group = call->group;
+    const struct hr_range segment = hr_segment(group, call->fused->bytes, k);
+    HR_TRY(hr_group_await(group, HR_PHASE_DRAINED, hr_stages_parity(call, k))); /* the slot is free again */
+    char *slot = hr_stages_slot(call, group->local_rank, k);
+    for (int owner = 0; owner < call->owners; owner++) {
+        if (owner == group->local_rank && !packs_own_share(call)) {
+            continue;
+        }
+        const struct hr_range share = hr_share(segment.bytes, owner, call->owners);
+        hr_fused_pack(call->fused, segment.offset + share.offset, share.bytes, slot + share.offset, group->kernel,
+                      call->prescale, call->store);
+    }
+    hr_group_arrive(group, HR_PHASE_FILLED, hr_stages_parity(call, k));
+    return HORO_OK;
+}
+
+void hr_stages_reduce_part(struct hr_stages *call, size_t k, size_t at, size_t bytes, const char *mine, char *target, char *copy,
+                           double scale) {
+    struct hr_group *group = call->group;
+    for (int i = 0; i < group->local_size; i++) {
+        group->sources[i] = i == group->local_rank && mine != NULL ? mine : hr_stages_slot(call, i, k) + at;
+    }
+    group->kernel->reduce(call->fused->dtype, call->reduce_op, target, copy, group->sources, group->local_size,
+                          bytes / call->element, scale, call->store);
+}
+
+int hr_stages_reduce(struct hr_stages *call, size_t k) {
+    struct hr_group *group = call->group;
+    HR_TRY(hr_group_await(group, HR_PHASE_FILLED, hr_stages_parity(call, k)));
+    if (!hr_stages_owns(call)) {
+        return HORO_OK;
+    }
+    const struct hr_range segment = hr_segment(group, call->fused->bytes, k);
+    const struct hr_range share = hr_share(segment.bytes, group->local_rank, call->owners);
+    char *slot = hr_stages_slot(call, group->local_rank, k);
+    size_t at = share.offset;
+    size_t left = share.bytes;
+    for (size_t i = left == 0 ? 0 : hr_fused_find(call->fused, segment.offset + at); left > 0; i++) {
+        const struct hr_piece *piece = &call->fused->pieces[i];
+        const size_t skip = segment.offset + at - piece->offset;
+        const size_t part = piece->bytes - skip < left ? piece->bytes - skip : left;
+        const char *mine = packs_own_share(call) ? NULL : piece->input + skip;
+        if (group->host_count == 1) {
+            hr_stages_reduce_part(call, k, at, part, mine, piece->output + skip, slot + at, call->postscale);
+        } else {
+            hr_stages_reduce_part(call, k, at, part, mine, slot + at, NULL, 1.0);
+        }
+        at += part;
+        left -= part;
+    }
+    return HORO_OK;
+}
+
+int hr_stages_drain(struct hr_stages *call, size_t k) {
+    struct hr_group *group = call->group;
+    const struct hr_range segment = hr_segment(group, call->fused->bytes, k);
+    HR_TRY(hr_group_await(group, HR_PHASE_REDUCED, hr_stages_parity(call, k)));
+    for (int owner = 0; owner < call->owners; owner++) {
+        if (owner == group->local_rank && group->host_count == 1) {
+            continue; /* written by reduce_own_share */
+        }
+        const struct hr_range share = hr_share(segment.bytes, owner, call->owners);
+        hr_fused_unpack(call->fused, segment.offset + share.offset, share.bytes, hr_stages_slot(call, owner, k) + share.offset,
+                        group->kernel);
+    }
+    hr_group_arrive(group, HR_PHASE_DRAINED, hr_stages_parity(call, k));
+    return HORO_OK;
+}

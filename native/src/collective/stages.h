@@ -1,0 +1,51 @@
+/*
+ * The stages of an allreduce in the arena, one segment at a time, on all ranks of a host alike:
+ *
+ *     fill    copies the shares that others own into my slot
+ *     reduce  reduces my own share straight from my private memory and the peers' slots
+ *     drain   copies the other shares out of the slots, once their owners have arrived at HR_PHASE_REDUCED
+ *
+ * Two slots in turn: filling segment k + 1 overlaps the peers' finishing k. The caller arrives at HR_PHASE_REDUCED itself, when the
+ * share in its slot is final.
+ */
+#ifndef HR_COLLECTIVE_STAGES_H
+#define HR_COLLECTIVE_STAGES_H
+
+#include "collective/fused.h"
+#include "collective/segment.h"
+
+/* One running allreduce. */
+struct hr_stages {
+    struct hr_group *group;
+    const struct hr_fused *fused;
+    int reduce_op;
+    double prescale, postscale;
+    int owners;
+    size_t element;
+    enum hr_store store;
+    uint64_t first; /* number of its first segment */
+};
+
+static inline unsigned hr_stages_parity(const struct hr_stages *call, size_t k) {
+    return (unsigned)((call->first + k) & 1);
+}
+
+static inline char *hr_stages_slot(const struct hr_stages *call, int local_rank, size_t k) {
+    return hr_arena_slot(&call->group->arena, local_rank, hr_stages_parity(call, k));
+}
+
+static inline int hr_stages_owns(const struct hr_stages *call) {
+    return call->group->local_rank < call->owners;
+}
+
+/* HORO_OK, or the code with which the group ended. */
+int hr_stages_fill(struct hr_stages *call, size_t k);
+/* On one host the result goes to private memory and to my slot, on several to my slot only, unscaled, to travel on. */
+int hr_stages_reduce(struct hr_stages *call, size_t k);
+int hr_stages_drain(struct hr_stages *call, size_t k);
+
+/* Reduces `bytes` at `at` within segment k; `mine` is my contribution, NULL if it is in my slot as those of the others are. */
+void hr_stages_reduce_part(struct hr_stages *call, size_t k, size_t at, size_t bytes, const char *mine, char *target, char *copy,
+                           double scale);
+
+#endif
