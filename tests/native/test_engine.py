@@ -238,6 +238,16 @@ def test_a_changed_shape_is_agreed_on_anew() -> None:
     run_ranks(body, [2, 2])
 
 
+def test_a_rank_spins_before_it_sleeps_also_in_the_middle_of_an_operation() -> None:
+    def body(rank: Rank) -> int:
+        rank.barrier(sync=True)
+        for call in range(3):
+            rank.allreduce(np.ones(1 << 20, np.float32), f"long{call}", sync=True)
+        return rank.context.counters()["sleeps"]
+
+    assert run_ranks(body, [2], spin_us=20_000_000, segment_bytes=1 << 16) == [0, 0]
+
+
 def test_nothing_happens_while_idle() -> None:
     def body(rank: Rank) -> None:
         rank.allreduce(np.ones(3))

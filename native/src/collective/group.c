@@ -271,12 +271,11 @@ int hr_group_finish(struct hr_group *group, hr_ready ready, void *arg) {
     }
     const int64_t begin_ns = hr_now_ns();
     int64_t report_ns = group->stall_warning_ns > 0 ? begin_ns + group->stall_warning_ns : 0;
-    for (;;) {
-        const int64_t now_ns = hr_now_ns();
+    for (int64_t spin_ns = group->spin_ns;; spin_ns = 0) {
         const int64_t supervise_ns = group->watching ? 0 : begin_ns + HR_SUPERVISE_AFTER_NS;
         const int64_t deadline_ns =
             supervise_ns != 0 && (report_ns == 0 || supervise_ns < report_ns) ? supervise_ns : report_ns;
-        const int status = hr_group_wait(group, ready, arg, now_ns == begin_ns ? group->spin_ns : 0, deadline_ns);
+        const int status = hr_group_wait(group, ready, arg, spin_ns, deadline_ns);
         if (status != HORO_IN_PROGRESS) {
             return status;
         }
