@@ -56,7 +56,7 @@ struct hr_group {
     uint64_t segment;                    /* segments begun; its parity chooses the slot */
     uint64_t arrivals[HR_PHASE_COUNT];   /* mine, per phase and parity */
     int64_t store_cost[2];               /* smoothed picoseconds per byte with each enum hr_store; 0: not tried */
-    uint64_t store_choices;
+    uint64_t store_choices;              /* passes that were measured */
 
     int64_t spin_ns;
     int64_t peer_timeout_ns;

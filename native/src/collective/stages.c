@@ -5,6 +5,16 @@ static int packs_own_share(const struct hr_stages *call) {
     return call->prescale != 1.0;
 }
 
+/*
+ * On one host, the slot that carries an owner's result: its successor's, where the successor's contribution to that share was. The owner
+ * has just read these lines and gets them to itself by writing; the successor gets them back by reading and writes them next. In the
+ * owner's own slot the result would cost every line two more trips between the cores.
+ */
+static char *result_slot(const struct hr_stages *call, int owner, size_t k) {
+    const int carrier = call->group->host_count > 1 ? owner : (owner + 1) % call->group->local_size;
+    return hr_stages_slot(call, carrier, k);
+}
+
 int hr_stages_fill(struct hr_stages *call, size_t k) {
     struct hr_group *group = call->group;
     const struct hr_range segment = hr_segment(group, call->fused->bytes, k);
@@ -40,7 +50,7 @@ int hr_stages_reduce(struct hr_stages *call, size_t k) {
     }
     const struct hr_range segment = hr_segment(group, call->fused->bytes, k);
     const struct hr_range share = hr_share(segment.bytes, group->local_rank, call->owners);
-    char *slot = hr_stages_slot(call, group->local_rank, k);
+    char *slot = result_slot(call, group->local_rank, k);
     size_t at = share.offset;
     size_t left = share.bytes;
     for (size_t i = left == 0 ? 0 : hr_fused_find(call->fused, segment.offset + at); left > 0; i++) {
@@ -68,7 +78,7 @@ int hr_stages_drain(struct hr_stages *call, size_t k) {
             continue; /* written by reduce_own_share */
         }
         const struct hr_range share = hr_share(segment.bytes, owner, call->owners);
-        hr_fused_unpack(call->fused, segment.offset + share.offset, share.bytes, hr_stages_slot(call, owner, k) + share.offset,
+        hr_fused_unpack(call->fused, segment.offset + share.offset, share.bytes, result_slot(call, owner, k) + share.offset,
                         group->kernel);
     }
     hr_group_arrive(group, HR_PHASE_DRAINED, hr_stages_parity(call, k));

@@ -30,7 +30,8 @@ struct hr_kernel {
 
     /*
      * dst[i] = scale * (src[0][i] op src[1][i] op ... op src[src_count - 1][i]); the same into copy unless it is NULL.
-     * `copy_store` rules the stores to copy only. src_count >= 1. dst may equal any src exactly; partial overlap is not allowed.
+     * `copy_store` rules the stores to copy only. src_count >= 1. dst and copy may each equal any src exactly; partial
+     * overlap is not allowed.
      * reduce_op is SUM, MIN, MAX or PRODUCT (the caller turns AVERAGE into SUM and a scale).
      */
     void (*reduce)(int dtype, int reduce_op, void *dst, void *copy, const void *const *src, int src_count, size_t count,

@@ -13,6 +13,11 @@
 #include "kernel/element.h"
 #include "kernel/level.h"
 
+enum {
+    PREFETCH_AHEAD = 1024, /* bytes; the cores' own prefetchers stop at the end of a page */
+    PREFETCH_LINE = 64,
+};
+
 enum { UNROLL = 4 }; /* enough independent additions to hide their latency, few enough registers for every level */
 
 /* Members, not an array: what is indexed by a loop counter ends up on the stack. */
@@ -182,6 +187,13 @@ HR_INLINE void store_result(int dtype, uint8_t *dst, uint8_t *copy, size_t at, s
     }
 }
 
+/* Touches the cache lines of [at, at + bytes) for a later load or store. */
+HR_INLINE void prefetch(const void *at, size_t bytes) {
+    for (size_t line = 0; line < bytes; line += PREFETCH_LINE) {
+        __builtin_prefetch((const uint8_t *)at + line);
+    }
+}
+
 /* Whole blocks from element `begin` on; returns the first element not done. All sources are read once, before any store. */
 HR_INLINE size_t run_blocks(int dtype, int op, const struct hr_span *span, size_t begin, int src_count, enum hr_store how) {
     const size_t block_bytes = UNROLL * step_bytes(dtype);
@@ -193,6 +205,11 @@ HR_INLINE size_t run_blocks(int dtype, int op, const struct hr_span *span, size_
     const int is_scaled = scale != 1.0 && is_floating(dtype);
     size_t at = begin * element_bytes(dtype);
     for (; end - at >= block_bytes; at += block_bytes) {
+        if (end - at >= PREFETCH_AHEAD + block_bytes) { /* never beyond the end: what lies there is another core's */
+            for (int s = 0; s < src_count; s++) {
+                prefetch((const uint8_t *)src[s] + at + PREFETCH_AHEAD, block_bytes);
+            }
+        }
         struct block value = load_block(dtype, (const uint8_t *)src[0] + at);
         for (int s = 1; s < src_count; s++) {
             value = combine_block(dtype, op, value, load_block(dtype, (const uint8_t *)src[s] + at));
@@ -236,21 +253,36 @@ HR_INLINE void run(int dtype, int op, const struct hr_span *span) {
 
 HR_DEFINE_ALL_OPS
 
+HR_INLINE size_t copy_blocks(uint8_t *to, const uint8_t *from, size_t at, size_t bytes, enum hr_store how) {
+    const size_t block_bytes = UNROLL * VECTOR_BYTES;
+    for (; bytes - at >= block_bytes; at += block_bytes) {
+        if (bytes - at >= PREFETCH_AHEAD + block_bytes) {
+            prefetch(from + at + PREFETCH_AHEAD, block_bytes);
+            if (how == HR_STORE_ORDINARY) {
+                prefetch(to + at + PREFETCH_AHEAD, block_bytes);
+            }
+        }
+        store_block(to + at, load_block(HORO_UINT8, from + at), how);
+    }
+    return at;
+}
+
 static void level_copy(void *dst, const void *src, size_t bytes, enum hr_store how) {
     uint8_t *to = dst;
     const uint8_t *from = src;
-    const size_t head = -(uintptr_t)to % VECTOR_BYTES;
-    if (how == HR_STORE_ORDINARY || bytes <= head) {
+    size_t at = -(uintptr_t)to % VECTOR_BYTES;
+    if (bytes < (how == HR_STORE_ORDINARY ? 4 * PREFETCH_AHEAD : at + 1)) {
         memcpy(to, from, bytes);
         return;
     }
-    memcpy(to, from, head);
-    size_t at = head;
-    for (; bytes - at >= UNROLL * VECTOR_BYTES; at += UNROLL * VECTOR_BYTES) {
-        store_block(to + at, load_block(HORO_UINT8, from + at), HR_STORE_STREAM);
+    memcpy(to, from, at);
+    if (how == HR_STORE_ORDINARY) {
+        at = copy_blocks(to, from, at, bytes, HR_STORE_ORDINARY);
+    } else {
+        at = copy_blocks(to, from, at, bytes, HR_STORE_STREAM);
+        stream_fence();
     }
     memcpy(to + at, from + at, bytes - at);
-    stream_fence();
 }
 
 static const struct hr_level level = {.reduce = HR_ALL_OPS_TABLE, .copy = level_copy};
