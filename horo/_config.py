@@ -188,10 +188,12 @@ class Config:
         low=0.1,
         high=1e6,
     )
-    segment_bytes: int = _variable(
+    segment_bytes: int | None = _variable(
         "SEGMENT_BYTES",
-        1 << 20,
-        "Size of the pieces in which large tensors pass through shared memory; about the size of one core's L2 cache.",
+        None,
+        "Size of the pieces in which large tensors pass through shared memory; unset: 256 KiB in a job of one host, "
+        "1 MiB in a job of several.",
+        kind=int,
         unit="bytes",
         low=4096,
         high=1 << 30,
@@ -200,7 +202,7 @@ class Config:
     spin_us: int = _variable(
         "SPIN_US",
         50,
-        "Longest busy wait before sleeping; never spins where the ranks of a host outnumber its cores.",
+        "Longest busy wait before sleeping. A busy wait gives way to every other process that wants its core.",
         unit="us",
         low=0,
         high=1_000_000,

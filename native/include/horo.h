@@ -140,7 +140,7 @@ typedef struct {
                                              the same local index on each other host, else -1 */
     uint64_t fusion_bytes;                /* most bytes fused into one batch; 0: no fusion */
     int32_t cache_capacity;               /* entries of the response cache; 0: off */
-    int32_t spin_us;                      /* longest spin before sleeping; 0 where ranks outnumber cores */
+    int32_t spin_us;                      /* longest spin before sleeping; spinning gives way to others */
     int32_t cycle_time_us;                /* extra wait for more tensors before a batch is formed, default 0 */
     int32_t stall_warning_ms;             /* 0: never warn */
     int32_t stall_shutdown_ms;            /* 0: never give up */
