@@ -14,7 +14,7 @@ from horo._bootstrap.console import prepare_log
 from horo._bootstrap.descriptors import close_all, close_setup, create_memory, create_wake
 from horo._bootstrap.grouping import Grouping, Link, group_ranks
 from horo._bootstrap.handshake import Purpose
-from horo._bootstrap.hello import Hello, check_agreement, core_count, place_of, places_alike
+from horo._bootstrap.hello import Hello, check_agreement, place_of, places_alike
 from horo._bootstrap.identity import read_identity
 from horo._bootstrap.launch import Launch, Place, detect_launch
 from horo._bootstrap.links import Neighbour, connect_hosts
@@ -28,6 +28,8 @@ from horo._errors import InternalError
 
 __all__ = ["Connection", "Job", "connect", "start"]
 
+_ONE_HOST_SEGMENT_BYTES = 1 << 18
+_SEVERAL_HOSTS_SEGMENT_BYTES = 1 << 20
 _SECRET_BYTES = 32
 
 
@@ -187,8 +189,9 @@ def _join(start: _Start, secret: bytes | None) -> Connection:
     hellos = check_agreement(meeting.gather("hello"), lambda rank, host: f"rank {rank} ({host})")
     meeting.host_names.update({rank: hello.host for rank, hello in enumerate(hellos)})
     candidates = group_ranks([hello.identity for hello in hellos]).members(launch.rank)
+    segment_bytes = _segment_bytes(config, hellos)
     arena, grouping = join_arena(
-        meeting, candidates, secret, start.epoch, lambda count: arena_bytes(count, config.segment_bytes)
+        meeting, candidates, secret, start.epoch, lambda count: arena_bytes(count, segment_bytes)
     )
     try:
         neighbours = [Neighbour(hello.identity.machine, hello.address) for hello in hellos]
@@ -214,8 +217,6 @@ def _join(start: _Start, secret: bytes | None) -> Connection:
 def _build_setup(
     start: _Start, hellos: Sequence[Hello], grouping: Grouping, arena: Arena, links: Mapping[Link, socket.socket]
 ) -> Setup:
-    members = grouping.members(start.launch.rank)
-    crowded = len(members) > core_count([hellos[rank] for rank in members])
     control, data = [-1] * len(grouping.hosts), [-1] * len(grouping.hosts)
     for link, connection in links.items():
         (control if link.purpose is Purpose.CONTROL else data)[link.host] = connection.detach()
@@ -227,14 +228,15 @@ def _build_setup(
         arena=arena,
         control=control,
         data=data,
-        spin_us=0 if crowded else start.config.spin_us,
+        segment_bytes=_segment_bytes(start.config, hellos),
     )
 
 
 def _alone(launch: Launch, config: Config) -> Connection:
     """A job of one rank: memory and a wake-up descriptor of its own, no store, no socket."""
     grouping = Grouping((0,))
-    memory = create_memory(arena_bytes(1, config.segment_bytes))
+    segment_bytes = _segment_bytes(config, [])
+    memory = create_memory(arena_bytes(1, segment_bytes))
     try:
         arena = Arena(memory, [create_wake()], [-1])
     except BaseException:
@@ -248,9 +250,17 @@ def _alone(launch: Launch, config: Config) -> Connection:
         arena=arena,
         control=[-1],
         data=[-1],
-        spin_us=config.spin_us,
+        segment_bytes=segment_bytes,
     )
     return Connection(setup, Place(0, 1, 0, 1), True, grouping.hosts)
+
+
+def _segment_bytes(config: Config, hellos: Sequence[Hello]) -> int:
+    """Within a host, what passes should stay in the cache; between hosts, few large pieces keep the link busy."""
+    if config.segment_bytes is not None:
+        return config.segment_bytes
+    machines = {hello.identity for hello in hellos}
+    return _SEVERAL_HOSTS_SEGMENT_BYTES if len(machines) > 1 else _ONE_HOST_SEGMENT_BYTES
 
 
 def _setup(
@@ -262,7 +272,7 @@ def _setup(
     arena: Arena,
     control: list[int],
     data: list[int],
-    spin_us: int,
+    segment_bytes: int,
 ) -> Setup:
     checked = not config.stall_check_disable
     return Setup(
@@ -271,14 +281,14 @@ def _setup(
         host_of_rank=grouping.host_of_rank,
         host_name_of_rank=names,
         arena_fd=arena.memory,
-        segment_bytes=config.segment_bytes,
+        segment_bytes=segment_bytes,
         wake_fds=arena.wakes,
         life_fds=arena.lives,
         control_fds=control,
         data_fds=data,
         fusion_bytes=config.fusion_threshold,
         cache_capacity=config.cache_capacity,
-        spin_us=spin_us,
+        spin_us=config.spin_us,
         cycle_time_us=round(config.cycle_time_ms * 1000),
         stall_warning_ms=round(config.stall_check_time_s * 1000) if checked else 0,
         stall_shutdown_ms=round(config.stall_shutdown_time_s * 1000) if checked else 0,

@@ -125,13 +125,15 @@ def test_stall_check_can_be_disabled_altogether() -> None:
     close_connections([connection])
 
 
-@pytest.mark.parametrize(("cores", "spin_us"), [({0}, 0), ({0, 1}, 70), ({0, 1, 2}, 70)])
-def test_ranks_spin_only_where_cores_are_enough(
-    server: StoreServer, monkeypatch: pytest.MonkeyPatch, cores: set[int], spin_us: int
+@pytest.mark.parametrize(("host_ids", "segment_bytes"), [(("a", "a"), 1 << 18), (("a", "b"), 1 << 20)])
+def test_segments_are_small_where_they_stay_in_one_host(
+    server: StoreServer, host_ids: tuple[str, str], segment_bytes: int
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores)
-    connections = whole(join_all(environments(server, 2, {"HORO_SPIN_US": "70"})))
-    assert [connection.setup.spin_us for connection in connections] == [spin_us] * 2
+    environs = environments(server, 2)
+    for environ, host_id in zip(environs, host_ids, strict=True):
+        environ["HORO_HOST_ID"] = host_id
+    connections = whole(join_all(environs))
+    assert [connection.setup.segment_bytes for connection in connections] == [segment_bytes] * 2
     close_connections(connections)
 
 
