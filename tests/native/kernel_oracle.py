@@ -123,6 +123,17 @@ def reduce(dtype: Dtype, op: int, sources: Sequence[Array], scale: float = 1.0) 
         return stored_form(dtype, value)
 
 
+def convert(to: Dtype, origin: Dtype, values: Array, scale: float = 1.0) -> Array:
+    """The result of hr_kernel.convert as stored values: multiplied in the wider dtype; float64 goes through float32."""
+    with np.errstate(all="ignore"):
+        wide = compute_form(origin, values)
+        if to.name == "float64":
+            wide = wide.astype(np.float64)
+        if scale != 1.0:
+            wide = wide * wide.dtype.type(scale)
+        return stored_form(to, wide.astype(np.float32) if to.is_half else wide)
+
+
 def nan_meets_nan(dtype: Dtype, op: int, sources: Sequence[Array]) -> Array:
     """Where a sum or product adds or multiplies two NaN, as bool: the result is NaN, and no more is promised."""
     met = np.zeros(len(sources[0]), dtype=bool)

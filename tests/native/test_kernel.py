@@ -50,6 +50,12 @@ class Kernel:
         arguments = (self._address(dst), self._address(src), len(src), scale, store)
         assert self._lib.shim_kernel_scale(self._level, dtype.code, *arguments) == 0
 
+    def convert(
+        self, to: Dtype, dst: Array, origin: Dtype, src: Array, *, scale: float = 1.0, store: int = ORDINARY
+    ) -> None:
+        arguments = (to.code, self._address(dst), origin.code, self._address(src), len(src), scale, store)
+        assert self._lib.shim_kernel_convert(self._level, *arguments) == 0
+
     def copy(self, dst: Array, src: Array, store: int) -> None:
         assert self._lib.shim_kernel_copy(self._level, self._address(dst), self._address(src), src.nbytes, store) == 0
 
@@ -227,6 +233,82 @@ def test_copy_copies_every_byte_and_no_other(kernel: Kernel, store: int) -> None
             dst = Guarded(byte, count, misalign)
             kernel.copy(dst.array, src, store)
             assert (dst.array == src).all() and dst.is_intact(), (count, misalign)
+
+
+HALVES, WIDES = ["float16", oracle.BFLOAT16], ["float32", "float64"]
+CONVERSIONS = [pair for half in HALVES for wide in WIDES for pair in ((half, wide), (wide, half))]
+
+
+@pytest.mark.parametrize("store", [ORDINARY, STREAM])
+@pytest.mark.parametrize(("to_name", "from_name"), CONVERSIONS)
+def test_convert_gives_the_exact_result(kernel: Kernel, to_name: str, from_name: str, store: int) -> None:
+    to, origin = DTYPES[to_name], DTYPES[from_name]
+    rng = np.random.default_rng([6, to.code, origin.code])
+    for count in (*COUNTS, 5000):
+        for scale in (1.0, 1 / 3, -2.0, 2.0**-20):
+            src = placed(origin, random_values(origin, count, rng), int(rng.integers(0, 8)))
+            dst = Guarded(to, count, int(rng.integers(0, 64)))
+            kernel.convert(to, dst.array, origin, src, scale=scale, store=store)
+            assert_bits(to, dst.array, oracle.convert(to, origin, src, scale), (count, scale))
+            assert dst.is_intact()
+
+
+@pytest.mark.parametrize(("to_name", "from_name"), CONVERSIONS)
+def test_levels_convert_as_scalar_does_bit_for_bit(
+    native: ModuleType, kernel: Kernel, to_name: str, from_name: str
+) -> None:
+    """Payload and sign of a NaN included."""
+    to, origin = DTYPES[to_name], DTYPES[from_name]
+    rng = np.random.default_rng([8, to.code, origin.code])
+    scalar = Kernel(native, "scalar")
+    for count in (*COUNTS, 20_000):
+        for scale in (1.0, 0.3):
+            src = random_values(origin, count, rng)
+            expected, actual = np.empty(count, to.storage), np.empty(count, to.storage)
+            scalar.convert(to, expected, origin, src, scale=scale)
+            kernel.convert(to, actual, origin, src, scale=scale)
+            assert (oracle.bits(actual) == oracle.bits(expected)).all(), (count, scale)
+
+
+@pytest.mark.parametrize("wide_name", WIDES)
+@pytest.mark.parametrize("half_name", HALVES)
+def test_every_16_bit_float_survives_being_widened_and_narrowed(kernel: Kernel, half_name: str, wide_name: str) -> None:
+    half, wide = DTYPES[half_name], DTYPES[wide_name]
+    everything = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16).view(half.storage)
+    widened, back = np.empty(1 << 16, wide.storage), np.empty_like(everything)
+    kernel.convert(wide, widened, half, everything)
+    kernel.convert(half, back, wide, widened)
+    assert_bits(half, back, everything, "round trip")
+    plain = widened[np.isfinite(widened)]
+    assert len(np.unique(plain)) == len(plain) - 1  # the two zeros
+
+
+@pytest.mark.parametrize(
+    ("half_name", "value", "expected"),
+    [
+        ("float16", 65519.0, 65504.0),
+        ("float16", 65520.0, np.inf),
+        ("float16", 2.0**-25, 0.0),
+        ("float16", 3 * 2.0**-25, 2.0**-23),
+        ("float16", 1 + 2.0**-11, 1.0),
+        ("float16", 1 + 3 * 2.0**-11, 1 + 2.0**-9),
+        (oracle.BFLOAT16, 1e38, 1.171875 * 2.0**126),
+        (oracle.BFLOAT16, 3.4e38, np.inf),
+        (oracle.BFLOAT16, 1 + 2.0**-8, 1.0),
+        (oracle.BFLOAT16, 1 + 3 * 2.0**-8, 1 + 2.0**-6),
+    ],
+)
+def test_known_values_are_narrowed_to_nearest_even(
+    kernel: Kernel, half_name: str, value: float, expected: float
+) -> None:
+    half = DTYPES[half_name]
+    for wide_name in WIDES:
+        wide = DTYPES[wide_name]
+        src = np.full(100, value, wide.storage)
+        dst, back = np.empty(100, half.storage), np.empty(100, wide.storage)
+        kernel.convert(half, dst, wide, src)
+        kernel.convert(wide, back, half, dst)
+        assert (back == expected).all(), back[0]
 
 
 def test_every_float16_survives_and_every_narrowing_rounds_to_nearest_even(kernel: Kernel) -> None:

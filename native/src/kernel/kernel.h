@@ -7,6 +7,8 @@
  * Integers wrap; a scale other than 1 on integers is applied in double and truncated toward zero, saturating at the type's ends
  * (NaN becomes 0). bool: sum and max are OR, product and min are AND; scale must be 1; any byte but 0 is true and results are
  * 0 or 1.
+ * float16 and bfloat16 also stand for wider floats while they travel: convert rounds to nearest even, and a NaN stays one. From and
+ * to float64 it goes through float32, as torch's own conversions do.
  * float min and max give NaN if any source is NaN. When a sum or product adds or multiplies two NaN, which of them it carries on
  * is not said: there, and nowhere else, levels may differ, in the payload of a NaN.
  */
@@ -39,6 +41,12 @@ struct hr_kernel {
 
     /* dst[i] = scale * src[i]; dst may equal src. */
     void (*scale)(int dtype, void *dst, const void *src, size_t count, double scale, enum hr_store store);
+
+    /*
+     * dst[i] = scale * src[i], where one of the dtypes is float16 or bfloat16 and the other float32 or float64; multiplied in the
+     * wider one. dst and src do not overlap.
+     */
+    void (*convert)(int dst_dtype, void *dst, int src_dtype, const void *src, size_t count, double scale, enum hr_store store);
 
     /* memcpy; dst and src do not overlap. */
     void (*copy)(void *dst, const void *src, size_t bytes, enum hr_store store);

@@ -93,6 +93,58 @@ void hr_level_scale(const struct hr_level *level, int dtype, void *dst, const vo
     }
 }
 
+/* float64 goes through float32, block by block. */
+static void narrow_doubles(const struct hr_level *level, int dst_dtype, uint8_t *dst, const uint8_t *src, size_t count,
+                           double scale, enum hr_store store) {
+    float block[BLOCK_BYTES / sizeof(float)];
+    const void *const source = block;
+    size_t step;
+    for (size_t i = 0; i < count; i += step) {
+        step = smaller(BLOCK_BYTES / sizeof *block, count - i);
+        for (size_t j = 0; j < step; j++) {
+            block[j] = (float)(load_double(src + (i + j) * sizeof(double)) * scale);
+        }
+        const struct hr_span span = {.copy = dst + i * element_bytes(dst_dtype),
+                                     .src = &source,
+                                     .src_count = 1,
+                                     .copy_store = store,
+                                     .end = step,
+                                     .scale = 1.0};
+        level->convert[dst_dtype][HORO_FLOAT32](&span);
+    }
+}
+
+static void widen_to_doubles(const struct hr_level *level, uint8_t *dst, int src_dtype, const uint8_t *src, size_t count,
+                             double scale, enum hr_store store) {
+    float block[BLOCK_BYTES / sizeof(double)];
+    double wide[BLOCK_BYTES / sizeof(double)];
+    size_t step;
+    for (size_t i = 0; i < count; i += step) {
+        step = smaller(BLOCK_BYTES / sizeof *wide, count - i);
+        const void *const source = src + i * element_bytes(src_dtype);
+        const struct hr_span span = {
+            .copy = (uint8_t *)block, .src = &source, .src_count = 1, .end = step, .scale = 1.0};
+        level->convert[HORO_FLOAT32][src_dtype](&span);
+        for (size_t j = 0; j < step; j++) {
+            wide[j] = (double)block[j] * scale;
+        }
+        level->copy(dst + i * sizeof *wide, wide, step * sizeof *wide, store);
+    }
+}
+
+void hr_level_convert(const struct hr_level *level, int dst_dtype, void *dst, int src_dtype, const void *src, size_t count,
+                      double scale, enum hr_store store) {
+    if (src_dtype == HORO_FLOAT64) {
+        narrow_doubles(level, dst_dtype, dst, src, count, scale, store);
+    } else if (dst_dtype == HORO_FLOAT64) {
+        widen_to_doubles(level, dst, src_dtype, src, count, scale, store);
+    } else {
+        const struct hr_span span = {
+            .copy = dst, .src = &src, .src_count = 1, .copy_store = store, .end = count, .scale = scale};
+        level->convert[dst_dtype][src_dtype](&span);
+    }
+}
+
 HR_INLINE void scale_type(int dtype, uint8_t *dst, const uint8_t *src, size_t count, double scale, int64_t low,
                           int64_t high) {
     const size_t bytes = element_bytes(dtype);

@@ -29,6 +29,8 @@ struct hr_span {
 
 struct hr_level {
     void (*reduce[HORO_DTYPE_COUNT][HR_KERNEL_OP_COUNT])(const struct hr_span *span);
+    /* [to][from]: the one source of the span into its copy; between float32 and 16-bit floats only. */
+    void (*convert[HORO_DTYPE_COUNT][HORO_DTYPE_COUNT])(const struct hr_span *span);
     void (*copy)(void *dst, const void *src, size_t bytes, enum hr_store store);
 };
 
@@ -39,6 +41,9 @@ void hr_level_reduce(const struct hr_level *level, int dtype, int reduce_op, voi
                      int src_count, size_t count, double scale, enum hr_store copy_store);
 void hr_level_scale(const struct hr_level *level, int dtype, void *dst, const void *src, size_t count, double scale,
                     enum hr_store store);
+
+void hr_level_convert(const struct hr_level *level, int dst_dtype, void *dst, int src_dtype, const void *src, size_t count,
+                      double scale, enum hr_store store);
 
 /* dst[i] = scale * src[i] for integers: in double, truncated toward zero, saturating; 0 where the product is NaN. */
 void hr_scale_integers(int dtype, void *dst, const void *src, size_t count, double scale);
@@ -85,6 +90,20 @@ extern const struct hr_kernel hr_kernel_neon;
         [HORO_FLOAT64] = HR_OPS_ROW(float64), [HORO_BOOL] = HR_OPS_ROW(bool),                                          \
     }
 
+/* The conversions of a level from `convert(to, from, span)`, and their table. */
+#define HR_DEFINE_CONVERSIONS                                                                                          \
+    static void narrow_to_float16(const struct hr_span *span) { convert(HORO_FLOAT16, HORO_FLOAT32, span); }           \
+    static void narrow_to_bfloat16(const struct hr_span *span) { convert(HORO_BFLOAT16, HORO_FLOAT32, span); }         \
+    static void widen_from_float16(const struct hr_span *span) { convert(HORO_FLOAT32, HORO_FLOAT16, span); }          \
+    static void widen_from_bfloat16(const struct hr_span *span) { convert(HORO_FLOAT32, HORO_BFLOAT16, span); }
+
+#define HR_CONVERSIONS_TABLE                                                                                           \
+    {                                                                                                                  \
+        [HORO_FLOAT16] = {[HORO_FLOAT32] = narrow_to_float16},                                                         \
+        [HORO_BFLOAT16] = {[HORO_FLOAT32] = narrow_to_bfloat16},                                                       \
+        [HORO_FLOAT32] = {[HORO_FLOAT16] = widen_from_float16, [HORO_BFLOAT16] = widen_from_bfloat16},                 \
+    }
+
 /* The functions of struct hr_kernel for one level, and the table itself. */
 #define HR_DEFINE_KERNEL(linkage, symbol, level_name, level)                                                           \
     static void level_reduce(int dtype, int reduce_op, void *dst, void *copy, const void *const *src, int src_count,   \
@@ -94,6 +113,10 @@ extern const struct hr_kernel hr_kernel_neon;
     static void level_scale(int dtype, void *dst, const void *src, size_t count, double scale, enum hr_store store) {  \
         hr_level_scale(&level, dtype, dst, src, count, scale, store);                                                  \
     }                                                                                                                  \
-    linkage const struct hr_kernel symbol = {level_name, level_reduce, level_scale, level_copy};
+    static void level_convert(int dst_dtype, void *dst, int src_dtype, const void *src, size_t count, double scale,    \
+                              enum hr_store store) {                                                                   \
+        hr_level_convert(&level, dst_dtype, dst, src_dtype, src, count, scale, store);                                 \
+    }                                                                                                                  \
+    linkage const struct hr_kernel symbol = {level_name, level_reduce, level_scale, level_convert, level_copy};
 
 #endif

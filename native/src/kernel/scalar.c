@@ -95,7 +95,18 @@ HR_INLINE void run(int dtype, int op, const struct hr_span *span) {
     }
 }
 
+HR_INLINE void convert(int to, int from, const struct hr_span *span) {
+    for (size_t i = span->begin; i < span->end; i++) {
+        float value = load_float(from, (const uint8_t *)span->src[0] + i * element_bytes(from));
+        if (span->scale != 1.0) {
+            value *= (float)span->scale;
+        }
+        store_float(to, span->copy + i * element_bytes(to), value);
+    }
+}
+
 HR_DEFINE_ALL_OPS
+HR_DEFINE_CONVERSIONS
 
 static void level_copy(void *dst, const void *src, size_t bytes, enum hr_store store) {
     uint8_t *to = dst;
@@ -118,7 +129,8 @@ static void level_copy(void *dst, const void *src, size_t bytes, enum hr_store s
     memcpy(to, from, bytes);
 }
 
-const struct hr_level hr_level_scalar = {.reduce = HR_ALL_OPS_TABLE, .copy = level_copy};
+const struct hr_level hr_level_scalar = {
+    .reduce = HR_ALL_OPS_TABLE, .convert = HR_CONVERSIONS_TABLE, .copy = level_copy};
 
 HR_DEFINE_KERNEL(static, kernel, "scalar", hr_level_scalar)
 

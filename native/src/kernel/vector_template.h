@@ -251,7 +251,42 @@ HR_INLINE void run(int dtype, int op, const struct hr_span *span) {
     hr_level_scalar.reduce[dtype][op](&rest);
 }
 
+/* As run_blocks for the conversions. */
+HR_INLINE size_t convert_blocks(int to, int from, const struct hr_span *span, size_t begin, enum hr_store how) {
+    const size_t block = UNROLL * VECTOR_BYTES / sizeof(float);
+    const uint8_t *src = span->src[0];
+    uint8_t *dst = span->copy;
+    const double scale = span->scale;
+    size_t i = begin;
+    for (; span->end - i >= block; i += block) {
+        struct block value = load_block(from, src + i * element_bytes(from));
+        if (scale != 1.0) {
+            value = multiply_block(HORO_FLOAT32, value, scale);
+        }
+        store_result(to, NULL, dst, i * element_bytes(to), value, how);
+    }
+    return i;
+}
+
+HR_INLINE void convert(int to, int from, const struct hr_span *span) {
+    struct hr_span rest = *span;
+    if (span->copy_store == HR_STORE_STREAM) {
+        const size_t head = misaligned_elements(to, span);
+        if (head < span->end - span->begin) {
+            rest.end = span->begin + head;
+            hr_level_scalar.convert[to][from](&rest);
+            rest.begin = convert_blocks(to, from, span, rest.end, HR_STORE_STREAM);
+            rest.end = span->end;
+            stream_fence();
+        }
+    } else {
+        rest.begin = convert_blocks(to, from, span, span->begin, HR_STORE_ORDINARY);
+    }
+    hr_level_scalar.convert[to][from](&rest);
+}
+
 HR_DEFINE_ALL_OPS
+HR_DEFINE_CONVERSIONS
 
 HR_INLINE size_t copy_blocks(uint8_t *to, const uint8_t *from, size_t at, size_t bytes, enum hr_store how) {
     const size_t block_bytes = UNROLL * VECTOR_BYTES;
@@ -285,4 +320,4 @@ static void level_copy(void *dst, const void *src, size_t bytes, enum hr_store h
     memcpy(to + at, from + at, bytes - at);
 }
 
-static const struct hr_level level = {.reduce = HR_ALL_OPS_TABLE, .copy = level_copy};
+static const struct hr_level level = {.reduce = HR_ALL_OPS_TABLE, .convert = HR_CONVERSIONS_TABLE, .copy = level_copy};

@@ -32,6 +32,16 @@ int shim_kernel_scale(const char *level, int dtype, void *dst, const void *src, 
     return 0;
 }
 
+int shim_kernel_convert(const char *level, int dst_dtype, void *dst, int src_dtype, const void *src, size_t count, double scale,
+                        int store) {
+    const struct hr_kernel *kernel = find(level);
+    if (kernel == NULL) {
+        return -1;
+    }
+    kernel->convert(dst_dtype, dst, src_dtype, src, count, scale, (enum hr_store)store);
+    return 0;
+}
+
 int shim_kernel_copy(const char *level, void *dst, const void *src, size_t bytes, int store) {
     const struct hr_kernel *kernel = find(level);
     if (kernel == NULL) {
