@@ -16,6 +16,7 @@ struct hr_operand {
     void *output;
     size_t bytes;
     int dtype;
+    int wire_dtype; /* allreduce: travels as this 16-bit float; 0: as it is */
 };
 
 /* The result of an allgather for one tensor; the data is malloc'ed. */
@@ -30,7 +31,7 @@ struct hr_backend;
 /* Each returns HORO_OK or a status; HORO_ERR_RESOURCE only if no rank can have begun (the engine ends the group otherwise). */
 struct hr_backend_ops {
     const char *name;
-    /* All operands; reduce_op may be AVERAGE. Operands of equal dtype are reduced as one vector. */
+    /* All operands; reduce_op may be AVERAGE. Operands of equal dtype and wire dtype are reduced as one vector. */
     int (*allreduce)(struct hr_backend *backend, const struct hr_operand *operands, size_t count, int reduce_op,
                      double prescale, double postscale);
     int (*broadcast)(struct hr_backend *backend, const struct hr_operand *operands, size_t count, int root_rank);

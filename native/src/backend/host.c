@@ -32,20 +32,45 @@ static void append_piece(struct hr_fused *fused, struct hr_piece *pieces, const 
     }
 }
 
+enum { KIND_COUNT = 3 * HORO_DTYPE_COUNT };
+
+/* Operands of one kind are reduced as one vector. */
+static int kind_of(const struct hr_operand *operand) {
+    const int wire = operand->wire_dtype;
+    return operand->dtype + HORO_DTYPE_COUNT * (wire == 0 ? 0 : wire == HORO_FLOAT16 ? 1 : 2);
+}
+
+static struct hr_fused fuse_kind(const struct host_backend *host, const struct hr_operand *operands, size_t count, int kind) {
+    struct hr_fused fused = {.pieces = host->pieces};
+    for (size_t i = 0; i < count; i++) {
+        const struct hr_operand *operand = &operands[i];
+        if (kind_of(operand) != kind) {
+            continue;
+        }
+        const int is_converted = operand->wire_dtype != 0;
+        fused.dtype = is_converted ? operand->wire_dtype : operand->dtype;
+        fused.wide_dtype = is_converted ? operand->dtype : 0;
+        const size_t elements = operand->bytes / hr_dtype_bytes(operand->dtype);
+        append_piece(&fused, host->pieces, operand->input, operand->output, elements * hr_dtype_bytes(fused.dtype));
+    }
+    return fused;
+}
+
 static int host_allreduce(struct hr_backend *backend, const struct hr_operand *operands, size_t count, int reduce_op,
                           double prescale, double postscale) {
     struct host_backend *host = (struct host_backend *)backend;
     HR_TRY(reserve_pieces(host, count));
     const double scale = reduce_op == HORO_AVERAGE ? postscale / host->group->size : postscale;
     const int operation = reduce_op == HORO_AVERAGE ? HORO_SUM : reduce_op;
-    for (int dtype = 0; dtype < HORO_DTYPE_COUNT; dtype++) {
-        struct hr_fused fused = {.pieces = host->pieces, .dtype = dtype};
-        for (size_t i = 0; i < count; i++) {
-            if (operands[i].dtype == dtype) {
-                append_piece(&fused, host->pieces, operands[i].input, operands[i].output, operands[i].bytes);
-            }
+    uint32_t kinds = 0;
+    for (size_t i = 0; i < count; i++) {
+        kinds |= 1u << kind_of(&operands[i]);
+    }
+    for (int kind = 0; kind < KIND_COUNT; kind++) {
+        if ((kinds >> kind & 1) != 0) {
+            const struct hr_fused fused = fuse_kind(host, operands, count, kind);
+            HR_TRY(hr_allreduce(host->group, &fused, operation, prescale, scale));
         }
-        HR_TRY(hr_allreduce(host->group, &fused, operation, prescale, scale));
     }
     return HORO_OK;
 }

@@ -2,6 +2,8 @@
  * Allreduce over one arena; over several it is two_level.c. Each segment passes the stages of stages.h; small data takes one phase
  * instead of two, data of one rank alone none.
  */
+#include <math.h>
+
 #include "collective/collective.h"
 #include "collective/stages.h"
 #include "collective/two_level.h"
@@ -36,12 +38,30 @@ static int run_flat(struct hr_stages *call) {
                   HR_STORE_ORDINARY);
     hr_group_arrive(group, HR_PHASE_FILLED, parity);
     HR_TRY(hr_group_await(group, HR_PHASE_FILLED, parity));
-    for (size_t i = 0; i < fused->count; i++) {
+    if (fused->wide_dtype != 0) {
+        char result[FLAT_BYTES]; /* rounded here too: fused with others or not, a tensor gets the same bits */
+        hr_stages_reduce_part(call, 0, 0, fused->bytes, NULL, result, NULL, call->postscale);
+        hr_fused_unpack(fused, 0, fused->bytes, result, group->kernel);
+    }
+    for (size_t i = 0; i < fused->count && fused->wide_dtype == 0; i++) {
         const struct hr_piece *piece = &fused->pieces[i];
         hr_stages_reduce_part(call, 0, piece->offset, piece->bytes, NULL, piece->output, NULL, call->postscale);
     }
     hr_group_arrive(group, HR_PHASE_DRAINED, parity);
     return HORO_OK;
+}
+
+/* What would travel is rounded all the same, so that a script sees what it would see with more ranks. */
+static void run_alone_converted(const struct hr_stages *call) {
+    const struct hr_fused *fused = call->fused;
+    const struct hr_kernel *kernel = call->group->kernel;
+    char block[FLAT_BYTES];
+    for (size_t at = 0; at < fused->bytes; at += sizeof block) {
+        const size_t bytes = fused->bytes - at < sizeof block ? fused->bytes - at : sizeof block;
+        hr_fused_pack(fused, at, bytes, block, kernel, call->prescale, HR_STORE_ORDINARY);
+        kernel->scale(fused->dtype, block, block, bytes / call->element, call->postscale, HR_STORE_ORDINARY);
+        hr_fused_unpack(fused, at, bytes, block, kernel);
+    }
 }
 
 static void run_alone(const struct hr_stages *call) {
@@ -62,6 +82,21 @@ static void run_alone(const struct hr_stages *call) {
     }
 }
 
+/*
+ * A host's sum of float16 may leave their range though the average of all does not. So where such sums travel, the power of two in a
+ * factor below 1 is taken in before. That is exact, but for values so small that float16 holds fewer bits of them.
+ */
+static void place_factors(struct hr_stages *call) {
+    const double size = call->postscale < 0 ? -call->postscale : call->postscale;
+    if (call->group->host_count == 1 || call->fused->dtype != HORO_FLOAT16 || call->reduce_op != HORO_SUM || !(size < 1.0)) {
+        return;
+    }
+    int exponent;
+    (void)frexp(size, &exponent);
+    call->partial_scale = ldexp(1.0, exponent - 1);
+    call->postscale /= call->partial_scale;
+}
+
 int hr_allreduce(struct hr_group *group, const struct hr_fused *fused, int reduce_op, double prescale, double postscale) {
     if (fused->bytes == 0) {
         return HORO_OK;
@@ -71,6 +106,7 @@ int hr_allreduce(struct hr_group *group, const struct hr_fused *fused, int reduc
         .fused = fused,
         .reduce_op = reduce_op,
         .prescale = prescale,
+        .partial_scale = 1.0,
         .postscale = postscale,
         .owners = fused->bytes <= FLAT_BYTES ? 1 : group->owner_count,
         .element = hr_dtype_bytes(fused->dtype),
@@ -78,9 +114,10 @@ int hr_allreduce(struct hr_group *group, const struct hr_fused *fused, int reduc
         .first = group->segment,
     };
     if (group->size == 1) {
-        run_alone(&call);
+        (fused->wide_dtype == 0 ? run_alone : run_alone_converted)(&call);
         return HORO_OK;
     }
+    place_factors(&call);
     const size_t segments = hr_segment_count(group, fused->bytes);
     group->segment += segments;
     if (group->host_count > 1) {

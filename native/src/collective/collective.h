@@ -17,6 +17,8 @@ enum { HR_CROSS_PIECE_BYTES = 1 << 17 };
 
 /*
  * outputs = postscale * reduce over ranks of (prescale * inputs). reduce_op is SUM, MIN, MAX or PRODUCT. An input may be its output.
+ * With fused->wide_dtype, (prescale * inputs) are rounded to fused->dtype first, what comes out of the reduction is rounded to it by
+ * the same rules as ever, and outputs are that, widened; so all ranks get the same bits, as they do without.
  * Per rank and byte of data on one host of p ranks: copies (p-1)/p in, reads p/p and writes 2/p for the share, copies (p-1)/p out.
  */
 int hr_allreduce(struct hr_group *group, const struct hr_fused *fused, int reduce_op, double prescale, double postscale);

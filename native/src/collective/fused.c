@@ -14,18 +14,25 @@ size_t hr_fused_find(const struct hr_fused *fused, size_t offset) {
     return low;
 }
 
+static void pack_piece(const struct hr_fused *fused, const char *input, size_t bytes, char *target,
+                       const struct hr_kernel *kernel, double scale, enum hr_store store) {
+    const size_t count = bytes / hr_dtype_bytes(fused->dtype);
+    if (fused->wide_dtype != 0) {
+        kernel->convert(fused->dtype, target, fused->wide_dtype, input, count, scale, store);
+    } else if (scale == 1.0) {
+        kernel->copy(target, input, bytes, store);
+    } else {
+        kernel->scale(fused->dtype, target, input, count, scale, store);
+    }
+}
+
 void hr_fused_pack(const struct hr_fused *fused, size_t offset, size_t bytes, char *target, const struct hr_kernel *kernel,
                    double scale, enum hr_store store) {
-    const size_t element = hr_dtype_bytes(fused->dtype);
     for (size_t i = bytes == 0 ? 0 : hr_fused_find(fused, offset); bytes > 0; i++) {
         const struct hr_piece *piece = &fused->pieces[i];
         const size_t skip = offset - piece->offset;
         const size_t part = piece->bytes - skip < bytes ? piece->bytes - skip : bytes;
-        if (scale == 1.0) {
-            kernel->copy(target, piece->input + skip, part, store);
-        } else {
-            kernel->scale(fused->dtype, target, piece->input + skip, part / element, scale, store);
-        }
+        pack_piece(fused, piece->input + hr_fused_private_bytes(fused, skip), part, target, kernel, scale, store);
         target += part;
         offset += part;
         bytes -= part;
@@ -38,7 +45,13 @@ void hr_fused_unpack(const struct hr_fused *fused, size_t offset, size_t bytes, 
         const struct hr_piece *piece = &fused->pieces[i];
         const size_t skip = offset - piece->offset;
         const size_t part = piece->bytes - skip < bytes ? piece->bytes - skip : bytes;
-        kernel->copy(piece->output + skip, source, part, HR_STORE_ORDINARY);
+        char *output = piece->output + hr_fused_private_bytes(fused, skip);
+        if (fused->wide_dtype == 0) {
+            kernel->copy(output, source, part, HR_STORE_ORDINARY);
+        } else {
+            kernel->convert(fused->wide_dtype, output, fused->dtype, source, part / hr_dtype_bytes(fused->dtype), 1.0,
+                            HR_STORE_ORDINARY);
+        }
         source += part;
         offset += part;
         bytes -= part;

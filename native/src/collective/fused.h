@@ -6,7 +6,7 @@
 
 #include "kernel/kernel.h"
 
-/* Bytes [offset, offset + bytes) of the vector; bytes > 0. */
+/* Bytes [offset, offset + bytes) of the vector, as they travel; bytes > 0. */
 struct hr_piece {
     const char *input;
     char *output;
@@ -18,13 +18,19 @@ struct hr_fused {
     const struct hr_piece *pieces; /* in order of offset, without gaps */
     size_t count;
     size_t bytes;
-    int dtype;
+    int dtype;      /* of what travels: in the slots and on the links. All offsets and bytes here are of this dtype. */
+    int wide_dtype; /* 0: inputs and outputs are of `dtype` too; else theirs, a float wider than it (see kernel->convert) */
 };
+
+/* What `bytes` of the vector take in an input or output. */
+static inline size_t hr_fused_private_bytes(const struct hr_fused *fused, size_t bytes) {
+    return fused->wide_dtype == 0 ? bytes : bytes / hr_dtype_bytes(fused->dtype) * hr_dtype_bytes(fused->wide_dtype);
+}
 
 /* The piece that holds byte `offset` (< fused->bytes). */
 size_t hr_fused_find(const struct hr_fused *fused, size_t offset);
 
-/* target[0..bytes) = scale * inputs[offset..offset + bytes). */
+/* Both convert where the dtypes differ. target[0..bytes) = scale * inputs[offset..offset + bytes). */
 void hr_fused_pack(const struct hr_fused *fused, size_t offset, size_t bytes, char *target, const struct hr_kernel *kernel,
                    double scale, enum hr_store store);
 

@@ -1,8 +1,16 @@
 #include "collective/stages.h"
 
-/* Whether the owner reads its own contribution from its slot: it must be scaled first. */
+/*
+ * Whether the owner reads its own contribution from its slot: it must be scaled first, or rounded as those of the others are, so that
+ * a result does not depend on who owns it.
+ */
 static int packs_own_share(const struct hr_stages *call) {
-    return call->prescale != 1.0;
+    return call->prescale != 1.0 || call->fused->wide_dtype != 0;
+}
+
+/* Whether the owner, too, gets its result from its slot. */
+static int drains_own_share(const struct hr_stages *call) {
+    return call->group->host_count > 1 || call->fused->wide_dtype != 0;
 }
 
 /*
@@ -50,6 +58,7 @@ int hr_stages_reduce(struct hr_stages *call, size_t k) {
     }
     const struct hr_range segment = hr_segment(group, call->fused->bytes, k);
     const struct hr_range share = hr_share(segment.bytes, group->local_rank, call->owners);
+    const double scale = group->host_count > 1 ? call->partial_scale : call->postscale;
     char *slot = result_slot(call, group->local_rank, k);
     size_t at = share.offset;
     size_t left = share.bytes;
@@ -58,10 +67,10 @@ int hr_stages_reduce(struct hr_stages *call, size_t k) {
         const size_t skip = segment.offset + at - piece->offset;
         const size_t part = piece->bytes - skip < left ? piece->bytes - skip : left;
         const char *mine = packs_own_share(call) ? NULL : piece->input + skip;
-        if (group->host_count == 1) {
-            hr_stages_reduce_part(call, k, at, part, mine, piece->output + skip, slot + at, call->postscale);
+        if (drains_own_share(call)) {
+            hr_stages_reduce_part(call, k, at, part, mine, slot + at, NULL, scale);
         } else {
-            hr_stages_reduce_part(call, k, at, part, mine, slot + at, NULL, 1.0);
+            hr_stages_reduce_part(call, k, at, part, mine, piece->output + skip, slot + at, scale);
         }
         at += part;
         left -= part;
@@ -74,8 +83,8 @@ int hr_stages_drain(struct hr_stages *call, size_t k) {
     const struct hr_range segment = hr_segment(group, call->fused->bytes, k);
     HR_TRY(hr_group_await(group, HR_PHASE_REDUCED, hr_stages_parity(call, k)));
     for (int owner = 0; owner < call->owners; owner++) {
-        if (owner == group->local_rank && group->host_count == 1) {
-            continue; /* written by reduce_own_share */
+        if (owner == group->local_rank && !drains_own_share(call)) {
+            continue; /* written by hr_stages_reduce */
         }
         const struct hr_range share = hr_share(segment.bytes, owner, call->owners);
         hr_fused_unpack(call->fused, segment.offset + share.offset, share.bytes, result_slot(call, owner, k) + share.offset,

@@ -1,7 +1,7 @@
 /*
  * The stages of an allreduce in the arena, one segment at a time, on all ranks of a host alike:
  *
- *     fill    copies the shares that others own into my slot
+ *     fill    copies the shares that others own into my slot, scaled and converted on the way
  *     reduce  reduces my own share straight from my private memory and the peers' slots
  *     drain   copies the other shares out of the slots, once their owners have arrived at HR_PHASE_REDUCED
  *
@@ -19,7 +19,9 @@ struct hr_stages {
     struct hr_group *group;
     const struct hr_fused *fused;
     int reduce_op;
-    double prescale, postscale;
+    double prescale;
+    double partial_scale; /* several hosts: what each host's partial result is multiplied by before it travels on */
+    double postscale;
     int owners;
     size_t element;
     enum hr_store store;
@@ -40,7 +42,10 @@ static inline int hr_stages_owns(const struct hr_stages *call) {
 
 /* HORO_OK, or the code with which the group ended. */
 int hr_stages_fill(struct hr_stages *call, size_t k);
-/* On one host the result goes to private memory and to my slot, on several to my slot only, unscaled, to travel on. */
+/*
+ * On one host the result goes to private memory and to my slot, or to my slot only if it must be widened on its way out; on several
+ * to my slot only, to travel on and be scaled last.
+ */
 int hr_stages_reduce(struct hr_stages *call, size_t k);
 int hr_stages_drain(struct hr_stages *call, size_t k);
 

@@ -62,7 +62,8 @@ static void add_operand(struct hr_batch *batch, const horo_tensor *tensor) {
         row_bytes *= d == 0 ? 1 : (size_t)tensor->shape[d];
     }
     const size_t i = batch->operand_count++;
-    batch->operands[i] = (struct hr_operand){tensor->input, tensor->output, bytes, tensor->dtype};
+    batch->operands[i] = (struct hr_operand){
+        .input = tensor->input, .output = tensor->output, .bytes = bytes, .dtype = tensor->dtype};
     batch->rows[i] = tensor->ndim == 0 ? 1 : tensor->shape[0];
     batch->row_bytes[i] = row_bytes;
     batch->bytes += bytes;
