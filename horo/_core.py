@@ -98,6 +98,8 @@ class Tensor(NamedTuple):
     output: int
     shape: tuple[int, ...]
     dtype: int
+    wire_dtype: int = 0
+    """Number of the dtype that it travels as; 0: its own."""
 
 
 class Context:
@@ -156,6 +158,7 @@ class Context:
             item.shape = shapes[index]
             item.ndim = len(tensor.shape)
             item.dtype = tensor.dtype
+            item.wire_dtype = tensor.wire_dtype
         encoded = ffi.new("char[]", name.encode())
         request = ffi.new("horo_request *")
         request.name = encoded

@@ -99,6 +99,7 @@ typedef struct {
     const int64_t *shape; /* ndim extents, copied by horo_submit */
     int32_t ndim;         /* 0 for a scalar */
     int32_t dtype;        /* enum horo_dtype */
+    int32_t wire_dtype;   /* 0: travels as it is; allreduce of float32 and float64: HORO_FLOAT16 or HORO_BFLOAT16 */
 } horo_tensor;
 
 /*
@@ -164,7 +165,7 @@ typedef struct {
 
 enum { HORO_NAME_MAX = 1023, HORO_MESSAGE_MAX = 1024, HORO_DIMS_MAX = 64 };
 
-/* "0.1.0+abi1": ranks compare it at init and refuse to mix. */
+/* "0.1.0+abi2": ranks compare it at init and refuse to mix. */
 HORO_API const char *horo_version(void);
 HORO_API const char *horo_status_name(int status);
 HORO_API size_t horo_dtype_bytes(int dtype);

@@ -45,11 +45,25 @@ class Rank:
         self.size = context.size
         self._kept: dict[int, Any] = {}
 
-    def submit(self, op: str, name: str, arrays: Sequence[np.ndarray], **options: Any) -> int:
-        """Starts an operation in place."""
-        tensors = [Tensor(a.ctypes.data, a.ctypes.data, a.shape, _DTYPE_OF_NUMPY[a.dtype]) for a in arrays]
+    def submit(
+        self,
+        op: str,
+        name: str,
+        arrays: Sequence[np.ndarray],
+        *,
+        outputs: Sequence[np.ndarray] | None = None,
+        wires: Sequence[str | None] = (),
+        **options: Any,
+    ) -> int:
+        """Starts an operation, in place unless there are outputs; ``wires``: the dtypes that the arrays travel as."""
+        results = arrays if outputs is None else outputs
+        numbers = [0 if wire is None else _core.DTYPES[wire] for wire in wires] or [0] * len(arrays)
+        tensors = [
+            Tensor(a.ctypes.data, b.ctypes.data, a.shape, _DTYPE_OF_NUMPY[a.dtype], number)
+            for a, b, number in zip(arrays, results, numbers, strict=True)
+        ]
         handle = self.context.submit(_core.OPS[op], name, tensors, **options)
-        self._kept[handle] = arrays
+        self._kept[handle] = arrays, results
         return handle
 
     def finish(self, handle: int) -> None:

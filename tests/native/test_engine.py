@@ -276,6 +276,16 @@ MISMATCHES = [
         ["float32 [3]", "float64 [3]"],
     ),
     (
+        {"op": "allreduce", "arrays": [np.ones(3, np.float32)], "wires": ["bfloat16"]},
+        {"op": "allreduce", "arrays": [np.ones(3, np.float32)]},
+        ["sent float32 [3] as bfloat16", "sent float32 [3]"],
+    ),
+    (
+        {"op": "allreduce", "arrays": [np.ones(3)], "wires": ["bfloat16"]},
+        {"op": "allreduce", "arrays": [np.ones(3)], "wires": ["float16"]},
+        ["sent float64 [3] as bfloat16", "sent float64 [3] as float16"],
+    ),
+    (
         {"op": "allreduce", "arrays": [np.ones(3)], "reduce_op": 1},
         {"op": "allreduce", "arrays": [np.ones(3)], "reduce_op": 4},
         ["op Sum", "op Max"],
@@ -347,6 +357,14 @@ def test_bad_calls_are_refused_where_they_are_made() -> None:
                 rank.submit("allgather", "g", [np.array(3.0)])
             with pytest.raises(UnsupportedError, match="not offered for bool"):
                 rank.allreduce(np.ones(3, np.bool_), op="average")
+            for op, array, wire in (
+                ("allreduce", np.ones(3, np.int32), "float16"),
+                ("allreduce", np.ones(3, np.float16), "bfloat16"),
+                ("allreduce", np.ones(3), "float32"),
+                ("broadcast", np.ones(3), "bfloat16"),
+            ):
+                with pytest.raises(UnsupportedError, match=f"{op} 'w': {array.dtype} cannot travel as {wire}"):
+                    rank.submit(op, "w", [array], wires=[wire])
             with pytest.raises(UsageError, match="the name has 0 bytes"):
                 rank.submit("barrier", "", [])
             with pytest.raises(UsageError, match="the name has 2000 bytes"):

@@ -44,6 +44,7 @@ class Wire:
         tensors = self.ffi.new("horo_tensor[]", len(request.tensors) + 1)
         for place, tensor, shape in zip(tensors, request.tensors, shapes, strict=False):
             place.shape, place.ndim, place.dtype = shape, len(tensor.shape), tensor.dtype
+            place.wire_dtype = tensor.wire_dtype
         name = self.ffi.new("char[]", request.name.encode())
         value = {
             "name": name,
@@ -84,11 +85,11 @@ class Wire:
 
     def tensors(self, request: Any) -> list[Tensor]:
         count = request.tensor_count
-        dtypes, ndims = self.ffi.new("int[]", count + 1), self.ffi.new("int[]", count + 1)
+        dtypes, wires, ndims = (self.ffi.new("int[]", count + 1) for _ in range(3))
         shapes = self.ffi.new("int64_t[]", oracle.DIMS_MAX * (count + 1))
-        self.lib.shim_wire_tensors(request, dtypes, ndims, shapes)
+        self.lib.shim_wire_tensors(request, dtypes, wires, ndims, shapes)
         first = [oracle.DIMS_MAX * i for i in range(count)]
-        return [Tensor(dtypes[i], tuple(shapes[first[i] : first[i] + ndims[i]])) for i in range(count)]
+        return [Tensor(dtypes[i], tuple(shapes[first[i] : first[i] + ndims[i]]), wires[i]) for i in range(count)]
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +105,9 @@ texts = st.binary(max_size=200)
 names = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=200)
 extents = st.one_of(st.integers(0, 5), st.integers(0, INT64_MAX))
 shapes = st.lists(extents, max_size=4).map(tuple) | st.integers(0, oracle.DIMS_MAX).map(lambda n: (1,) * n)
-tensors = st.builds(Tensor, dtype=st.integers(0, 9), shape=shapes).filter(fits)
+plain_tensors = st.builds(Tensor, dtype=st.integers(0, 9), shape=shapes)
+narrowed_tensors = st.builds(Tensor, dtype=st.sampled_from([7, 8]), shape=shapes, wire_dtype=st.sampled_from([5, 6]))
+tensors = (plain_tensors | narrowed_tensors).filter(fits)
 requests = st.builds(
     Request,
     name=names,
@@ -125,7 +128,11 @@ ids = st.integers(1, 2**32 - 1)
 def canonical(request: Request) -> Request:
     """What a request with these bytes decodes to."""
     tensors = tuple(
-        Tensor(t.dtype, (0, *t.shape[1:]) if t.shape and request.op == oracle.ALLGATHER else t.shape)
+        Tensor(
+            t.dtype,
+            (0, *t.shape[1:]) if t.shape and request.op == oracle.ALLGATHER else t.shape,
+            t.wire_dtype if request.op == oracle.ALLREDUCE else 0,
+        )
         for t in request.tensors
     )
     return Request(
@@ -277,7 +284,7 @@ def named(cases: dict[str, bytes]) -> list[Any]:
 REDUCE = Request("ab", reduce_op=1, tensors=(Tensor(7, (2, 3)),))
 BROADCAST = Request("ab", op=oracle.BROADCAST, root_rank=1, tensors=(Tensor(7, (2, 3)),))
 GATHER = Request("ab", op=oracle.ALLGATHER, tensors=(Tensor(7, (2, 3)),))
-NAME_AT, COUNT_AT, DTYPE_AT, NDIM_AT, EXTENT_AT = 25, 27, 31, 32, 33
+NAME_AT, COUNT_AT, DTYPE_AT, WIRE_AT, NDIM_AT, EXTENT_AT = 25, 27, 31, 32, 33, 34
 
 
 @pytest.mark.parametrize(
@@ -298,6 +305,11 @@ NAME_AT, COUNT_AT, DTYPE_AT, NDIM_AT, EXTENT_AT = 25, 27, 31, 32, 33
             "rows of an allgather": request_bytes(GATHER, extent=(EXTENT_AT, "<q", 2)),
             "NUL in a name": request_bytes(REDUCE, name=(NAME_AT, "<B", 0)),
             "unknown dtype": request_bytes(REDUCE, dtype=(DTYPE_AT, "<B", 10)),
+            "float32 as float32": request_bytes(REDUCE, wire=(WIRE_AT, "<B", 7)),
+            "float32 as int8": request_bytes(REDUCE, wire=(WIRE_AT, "<B", 1)),
+            "int64 as float16": request_bytes(REDUCE, dtype=(DTYPE_AT, "<B", 4), wire=(WIRE_AT, "<B", 5)),
+            "float16 as bfloat16": request_bytes(REDUCE, dtype=(DTYPE_AT, "<B", 5), wire=(WIRE_AT, "<B", 6)),
+            "a broadcast as float16": request_bytes(BROADCAST, wire=(WIRE_AT, "<B", 5)),
             "one dimension too many": request_bytes(REDUCE, ndim=(NDIM_AT, "<B", 3)),
             "negative extent": request_bytes(REDUCE, extent=(EXTENT_AT, "<q", -1)),
             "2^63 bytes": request_bytes(REDUCE, a=(EXTENT_AT, "<q", 2**60), b=(EXTENT_AT + 8, "<q", 2)),
@@ -377,6 +389,8 @@ def test_the_bytes_of_a_shape_are_exact_or_refused(wire: Wire, tensor: Tensor) -
     [
         (Tensor(7, (64, 128)), 100, b"float32 [64, 128]"),
         (Tensor(6, ()), 100, b"bfloat16 []"),
+        (Tensor(7, (64, 128), 6), 100, b"float32 [64, 128] as bfloat16"),
+        (Tensor(8, (), 5), 17, b"float64 [] as fl"),
         (Tensor(0, (INT64_MAX,)), 100, b"uint8 [9223372036854775807]"),
         (Tensor(99, (1,)), 100, b"unknown [1]"),
         (Tensor(7, (64, 128)), 18, b"float32 [64, 128]"),
@@ -388,12 +402,12 @@ def test_the_bytes_of_a_shape_are_exact_or_refused(wire: Wire, tensor: Tensor) -
 )
 def test_a_tensor_is_described_in_words_that_fit(wire: Wire, tensor: Tensor, room: int, expected: bytes) -> None:
     out = wire.ffi.new("char[]", b"#" * 100)
-    wire.lib.shim_wire_describe(tensor.dtype, len(tensor.shape), list(tensor.shape), out, room)
+    wire.lib.shim_wire_describe(tensor.dtype, tensor.wire_dtype, len(tensor.shape), list(tensor.shape), out, room)
     assert wire.ffi.string(out) == expected
     assert out[room] == b"#"[0:1] or room > 99
 
 
 def test_a_description_without_room_writes_nothing(wire: Wire) -> None:
     out = wire.ffi.new("char[]", b"##")
-    wire.lib.shim_wire_describe(7, 0, [0], out, 0)
+    wire.lib.shim_wire_describe(7, 0, 0, [0], out, 0)
     assert wire.ffi.string(out) == b"##"

@@ -21,6 +21,7 @@ class Tensor:
 
     dtype: int
     shape: tuple[int, ...]
+    wire_dtype: int = 0
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ def str16(text: bytes) -> bytes:
 def tensor(value: Tensor, *, op: int) -> bytes:
     """One tensor; the first extent of an allgather is written as 0."""
     shape = (0, *value.shape[1:]) if op == ALLGATHER and value.shape else value.shape
-    return struct.pack(f"<BB{len(shape)}q", value.dtype, len(shape), *shape)
+    wire_dtype = value.wire_dtype if op == ALLREDUCE else 0
+    return struct.pack(f"<BBB{len(shape)}q", value.dtype, wire_dtype, len(shape), *shape)
 
 
 def request(value: Request) -> bytes:
@@ -100,6 +102,7 @@ def samples() -> dict[str, bytes]:
         "allreduce": Request("layer.weight", reduce_op=1, prescale=0.5, tensors=(Tensor(7, (64, 128)),)),
         "average": Request("a", tensors=(Tensor(8, ()),)),
         "group": Request("g", reduce_op=4, tensors=tuple(Tensor(d, (d + 1, 2)) for d in range(10))),
+        "compressed": Request("c", reduce_op=1, tensors=(Tensor(7, (64,), 6), Tensor(8, (2, 3), 5), Tensor(4, (5,)))),
         "allgather": Request("gather/é", op=ALLGATHER, tensors=(Tensor(4, (9, 3)), Tensor(5, ()))),
         "broadcast": Request("b", op=BROADCAST, root_rank=3, transient=True, tensors=(Tensor(0, (0, 5)),)),
         "barrier": Request("barrier.0", op=BARRIER),

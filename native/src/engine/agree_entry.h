@@ -26,7 +26,7 @@ struct hr_agree_kind {
     int op;
     int reduce_op;
     int root_rank;
-    int dtype;
+    int dtypes; /* dtype and wire dtype of all tensors in one number */
     int transient;
     double prescale, postscale;
     uint64_t bytes;

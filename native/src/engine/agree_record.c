@@ -86,7 +86,7 @@ static struct hr_agree_kind kind_of(const struct hr_agree_entry *entry) {
         .op = request.op,
         .reduce_op = request.reduce_op,
         .root_rank = request.root_rank,
-        .dtype = HR_AGREE_NO_DTYPE,
+        .dtypes = HR_AGREE_NO_DTYPE,
         .prescale = request.prescale,
         .postscale = request.postscale,
         .transient = request.transient,
@@ -100,8 +100,8 @@ static struct hr_agree_kind kind_of(const struct hr_agree_entry *entry) {
             bytes *= (uint64_t)tensor.shape[d];
         }
         kind.bytes += bytes;
-        kind.dtype =
-            kind.dtype == HR_AGREE_NO_DTYPE || kind.dtype == tensor.dtype ? tensor.dtype : HR_AGREE_MIXED_DTYPES;
+        const int dtypes = tensor.dtype + HORO_DTYPE_COUNT * tensor.wire_dtype;
+        kind.dtypes = kind.dtypes == HR_AGREE_NO_DTYPE || kind.dtypes == dtypes ? dtypes : HR_AGREE_MIXED_DTYPES;
     }
     return kind;
 }
@@ -159,7 +159,7 @@ static int may_share(const struct hr_agree_kind *a, const struct hr_agree_kind *
     if (a->op == HORO_BROADCAST) {
         return a->root_rank == b->root_rank; /* moved as bytes */
     }
-    return a->op == HORO_ALLREDUCE && a->dtype >= 0 && a->dtype == b->dtype && a->reduce_op == b->reduce_op &&
+    return a->op == HORO_ALLREDUCE && a->dtypes >= 0 && a->dtypes == b->dtypes && a->reduce_op == b->reduce_op &&
            a->prescale == b->prescale && a->postscale == b->postscale;
 }
 

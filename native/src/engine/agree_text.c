@@ -42,7 +42,7 @@ static int differing_tensors(const struct hr_wire_request *a, const struct hr_wi
         struct hr_wire_tensor two;
         hr_wire_next_tensor(&a_cursor, &one);
         hr_wire_next_tensor(&b_cursor, &two);
-        if (one.dtype != two.dtype || one.ndim != two.ndim ||
+        if (one.dtype != two.dtype || one.wire_dtype != two.wire_dtype || one.ndim != two.ndim ||
             memcmp(one.shape, two.shape, (size_t)one.ndim * sizeof one.shape[0]) != 0) {
             describe(&one, a->op, a_text);
             describe(&two, b->op, b_text);

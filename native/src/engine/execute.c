@@ -63,7 +63,12 @@ static void add_operand(struct hr_batch *batch, const horo_tensor *tensor) {
     }
     const size_t i = batch->operand_count++;
     batch->operands[i] = (struct hr_operand){
-        .input = tensor->input, .output = tensor->output, .bytes = bytes, .dtype = tensor->dtype};
+        .input = tensor->input,
+        .output = tensor->output,
+        .bytes = bytes,
+        .dtype = tensor->dtype,
+        .wire_dtype = tensor->wire_dtype,
+    };
     batch->rows[i] = tensor->ndim == 0 ? 1 : tensor->shape[0];
     batch->row_bytes[i] = row_bytes;
     batch->bytes += bytes;

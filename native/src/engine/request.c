@@ -28,6 +28,11 @@ static int check_tensor(const horo_request *call, const horo_tensor *tensor, str
         return hr_fail(error, HORO_ERR_UNSUPPORTED, "allreduce '%s': this op is not offered for %s", call->name,
                        hr_dtype_name(tensor->dtype));
     }
+    if (tensor->wire_dtype != 0 && (call->op != HORO_ALLREDUCE || !hr_dtype_narrows(tensor->dtype, tensor->wire_dtype))) {
+        return hr_fail(error, HORO_ERR_UNSUPPORTED,
+                       "%s '%s': %s cannot travel as %s; only an allreduce of float32 or float64 can, as float16 or bfloat16", op,
+                       call->name, hr_dtype_name(tensor->dtype), hr_dtype_name(tensor->wire_dtype));
+    }
     if (tensor->dtype == HORO_BOOL && (call->prescale != 1.0 || call->postscale != 1.0)) {
         return hr_fail(error, HORO_ERR_UNSUPPORTED, "%s '%s': bool cannot be scaled", op, call->name);
     }

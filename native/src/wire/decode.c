@@ -107,8 +107,10 @@ int hr_wire_shape_bytes(const int64_t *shape, int ndim, int dtype, int64_t *byte
 
 static void check_tensor(struct reader *reader, int op) {
     const int dtype = read_u8(reader);
+    const int wire_dtype = read_u8(reader);
     const int ndim = read_u8(reader);
     require(reader, dtype < HORO_DTYPE_COUNT && ndim <= HORO_DIMS_MAX);
+    require(reader, wire_dtype == 0 || (op == HORO_ALLREDUCE && hr_dtype_narrows(dtype, wire_dtype)));
     int64_t shape[HORO_DIMS_MAX];
     for (int i = 0; i < ndim && !reader->failed; i++) {
         shape[i] = (int64_t)load_u64(take(reader, 8));
@@ -239,8 +241,9 @@ void hr_wire_next_ref(const uint8_t **cursor, struct hr_wire_ref *ref) {
 void hr_wire_next_tensor(const uint8_t **cursor, struct hr_wire_tensor *tensor) {
     const uint8_t *at = *cursor;
     tensor->dtype = at[0];
-    tensor->ndim = at[1];
-    at += 2;
+    tensor->wire_dtype = at[1];
+    tensor->ndim = at[2];
+    at += 3;
     for (int i = 0; i < tensor->ndim; i++, at += 8) {
         tensor->shape[i] = (int64_t)load_u64(at);
     }
@@ -261,7 +264,8 @@ char *hr_wire_describe_tensor(const struct hr_wire_tensor *tensor, char *out, si
         if (i < tensor->ndim) {
             written = snprintf(out + used, out_bytes - used, i == 0 ? "%lld" : ", %lld", (long long)tensor->shape[i]);
         } else {
-            written = snprintf(out + used, out_bytes - used, "]");
+            written = snprintf(out + used, out_bytes - used, tensor->wire_dtype == 0 ? "]" : "] as %s",
+                               hr_dtype_name(tensor->wire_dtype));
         }
     }
     return out;

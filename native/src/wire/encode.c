@@ -5,7 +5,7 @@
 enum {
     STR16_MAX = UINT16_MAX,
     REQUEST_FIXED_BYTES = 3 + 4 + 8 + 8 + 2 + 4, /* everything of a request but its name and tensors */
-    TENSOR_FIXED_BYTES = 2,
+    TENSOR_FIXED_BYTES = 3,
 };
 
 static uint8_t *write_u16(uint8_t *at, uint16_t value) {
@@ -69,6 +69,7 @@ static size_t request_bytes(const horo_request *request, struct hr_wire_text nam
 
 static uint8_t *write_tensor(uint8_t *at, const horo_tensor *tensor, int op) {
     *at++ = (uint8_t)tensor->dtype;
+    *at++ = (uint8_t)(op == HORO_ALLREDUCE ? tensor->wire_dtype : 0);
     *at++ = (uint8_t)tensor->ndim;
     for (int32_t i = 0; i < tensor->ndim; i++) {
         const int free_extent = op == HORO_ALLGATHER && i == 0;

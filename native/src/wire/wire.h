@@ -12,11 +12,12 @@
  *
  *   ref      u32 id, str16 name      an empty name: the cached tensor `id`; else the name, which now gets `id` (0: not cached)
  *   request  u8 op, u8 reduce_op, u8 transient, i32 root, f64 prescale, f64 postscale, str16 name, u32 n, n x tensor
- *   tensor   u8 dtype, u8 ndim, ndim x i64 extent          (allgather: the first extent is written as 0, it may differ by rank)
+ *   tensor   u8 dtype, u8 wire dtype, u8 ndim, ndim x i64 extent   (allgather: the first extent is written as 0, it may differ by rank)
  *   str16    u16 bytes, UTF-8 without a terminator
  *
  * A request's bytes are canonical: two requests agree exactly when their bytes are equal. Fields that mean nothing for the
- * operation have one fixed value: reduce_op 0 and factors 1.0 unless it is an allreduce, root 0 unless it is a broadcast.
+ * operation have one fixed value: reduce_op 0 and factors 1.0 unless it is an allreduce, root 0 unless it is a broadcast, wire dtype 0
+ * unless the tensor is converted to travel.
  * An id is never 0, a request's name never empty, and no name holds a NUL.
  */
 #ifndef HR_WIRE_WIRE_H
@@ -49,6 +50,7 @@ struct hr_wire_text {
 
 struct hr_wire_tensor {
     int dtype;
+    int wire_dtype;
     int ndim;
     int64_t shape[HORO_DIMS_MAX];
 };
@@ -112,9 +114,9 @@ int hr_wire_put_ref(struct hr_buffer *out, uint32_t id, struct hr_wire_text name
 
 /*
  * HORO_OK, or HORO_ERR_INTERNAL for bytes that are no message: an unknown type, op, reduce op or dtype, a shape that
- * hr_wire_shape_bytes refuses, a name that is too long, a count past the limit, a negative rank (LOST may say -1: nobody in
- * particular), a status that is no error in LOST and FAIL or positive in REQUEST, a request that is not canonical, a short or
- * long body. Every item is checked here, so the walks below cannot fail.
+ * hr_wire_shape_bytes refuses, a wire dtype that does not go with dtype and operation, a name that is too long, a count past
+ * the limit, a negative rank (LOST may say -1: nobody in particular), a status that is no error in LOST and FAIL or positive in
+ * REQUEST, a request that is not canonical, a short or long body. Every item is checked here, so the walks below cannot fail.
  */
 int hr_wire_decode(const void *data, size_t bytes, struct hr_wire_message *message);
 int hr_wire_decode_request(const void *data, size_t bytes, struct hr_wire_request *request);
@@ -124,7 +126,7 @@ uint32_t hr_wire_id(const struct hr_wire_message *message, uint32_t index);
 void hr_wire_next_ref(const uint8_t **cursor, struct hr_wire_ref *ref);
 void hr_wire_next_tensor(const uint8_t **cursor, struct hr_wire_tensor *tensor);
 
-/* "float32 [64, 128]", cut to fit; for messages. Returns out. */
+/* "float32 [64, 128]" or "float32 [64, 128] as bfloat16", cut to fit; for messages. Returns out. */
 char *hr_wire_describe_tensor(const struct hr_wire_tensor *tensor, char *out, size_t out_bytes);
 
 #endif

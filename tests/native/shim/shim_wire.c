@@ -134,19 +134,20 @@ void shim_wire_refs(const shim_wire_message *message, uint32_t *ids, shim_text *
     }
 }
 
-void shim_wire_tensors(const shim_wire_request *request, int *dtypes, int *ndims, int64_t *shapes) {
+void shim_wire_tensors(const shim_wire_request *request, int *dtypes, int *wire_dtypes, int *ndims, int64_t *shapes) {
     const uint8_t *cursor = request->tensors;
     for (uint32_t i = 0; i < request->tensor_count; i++) {
         struct hr_wire_tensor tensor;
         hr_wire_next_tensor(&cursor, &tensor);
         dtypes[i] = tensor.dtype;
+        wire_dtypes[i] = tensor.wire_dtype;
         ndims[i] = tensor.ndim;
         memcpy(shapes + (size_t)i * HORO_DIMS_MAX, tensor.shape, (size_t)tensor.ndim * sizeof *shapes);
     }
 }
 
-void shim_wire_describe(int dtype, int ndim, const int64_t *shape, char *out, size_t out_bytes) {
-    struct hr_wire_tensor tensor = {.dtype = dtype, .ndim = ndim};
+void shim_wire_describe(int dtype, int wire_dtype, int ndim, const int64_t *shape, char *out, size_t out_bytes) {
+    struct hr_wire_tensor tensor = {.dtype = dtype, .wire_dtype = wire_dtype, .ndim = ndim};
     memcpy(tensor.shape, shape, (size_t)ndim * sizeof *shape);
     (void)hr_wire_describe_tensor(&tensor, out, out_bytes);
 }

@@ -53,9 +53,9 @@ int shim_wire_decode_request(const void *data, size_t bytes, shim_wire_request *
 /* Walks the count items at message->items. */
 void shim_wire_ids(const shim_wire_message *message, uint32_t *ids);
 void shim_wire_refs(const shim_wire_message *message, uint32_t *ids, shim_text *names);
-/* Dtypes, numbers of dimensions, and HORO_DIMS_MAX extents of room for each tensor. */
-void shim_wire_tensors(const shim_wire_request *request, int *dtypes, int *ndims, int64_t *shapes);
-void shim_wire_describe(int dtype, int ndim, const int64_t *shape, char *out, size_t out_bytes);
+/* Dtypes, wire dtypes, numbers of dimensions, and HORO_DIMS_MAX extents of room for each tensor. */
+void shim_wire_tensors(const shim_wire_request *request, int *dtypes, int *wire_dtypes, int *ndims, int64_t *shapes);
+void shim_wire_describe(int dtype, int wire_dtype, int ndim, const int64_t *shape, char *out, size_t out_bytes);
 int shim_wire_shape_bytes(const int64_t *shape, int ndim, int dtype, int64_t *bytes);
 
 /*

@@ -29,7 +29,8 @@ static void walk_tensors(const struct hr_wire_request *request, horo_tensor *ten
         hr_wire_next_tensor(&cursor, &tensor);
         REQUIRE(tensor.ndim <= HORO_DIMS_MAX);
         memcpy(shapes, tensor.shape, (size_t)tensor.ndim * sizeof *shapes);
-        tensors[i] = (horo_tensor){.shape = shapes, .ndim = tensor.ndim, .dtype = tensor.dtype};
+        tensors[i] = (horo_tensor){
+            .shape = shapes, .ndim = tensor.ndim, .dtype = tensor.dtype, .wire_dtype = tensor.wire_dtype};
         shapes += tensor.ndim;
         char text[40];
         REQUIRE(strlen(hr_wire_describe_tensor(&tensor, text, sizeof text)) < sizeof text);

@@ -1,0 +1,230 @@
+"""Allreduces that travel as 16-bit floats: what comes out, to the bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import kernel_oracle as oracle
+import numpy as np
+import numpy.typing as npt
+import pytest
+from ranks import Group, Rank, run_ranks
+
+Array = npt.NDArray[Any]
+HALVES, WIDES = ["float16", "bfloat16"], ["float32", "float64"]
+SEGMENT_ELEMENTS = (1 << 16) // 2  # of 16-bit floats, in a slot as tests/fabric.py makes it
+FLAT_ELEMENTS = 4096 // 2  # up to here one host takes one phase
+LINE_ELEMENTS = 64 // 2  # shares are whole cache lines
+BORDERS = [FLAT_ELEMENTS, SEGMENT_ELEMENTS, 3 * SEGMENT_ELEMENTS, SEGMENT_ELEMENTS + LINE_ELEMENTS]
+COUNTS = [0, 1, 7, *(border + step for border in BORDERS for step in (-1, 0, 1))]
+RING_ELEMENTS = 200_000
+OPS = {**oracle.OPS, "average": oracle.SUM}
+
+by_half = pytest.mark.parametrize("half_name", HALVES)
+by_wide = pytest.mark.parametrize("wide_name", WIDES)
+
+
+def values_of(count: int, rank: int, wide_name: str, seed: int = 0) -> Array:
+    """Any magnitude that float16 holds, and some that it does not."""
+    rng = np.random.default_rng([seed, rank, count])
+    values: Array = (rng.standard_normal(count) * 10.0 ** rng.integers(-8, 6, count)).astype(wide_name)
+    return values
+
+
+def narrowed(half: oracle.Dtype, values: Array, scale: float = 1.0) -> Array:
+    return oracle.convert(half, oracle.DTYPES[values.dtype.name], values, scale)
+
+
+def widened(half: oracle.Dtype, values: Array, wide_name: str) -> Array:
+    return oracle.convert(oracle.DTYPES[wide_name], half, values)
+
+
+def travel(rank: Rank, values: Array, half_name: str, name: str = "x", op: str = "sum", **factors: float) -> Array:
+    """Out of place."""
+    result = np.full_like(values, 77)
+    before = values.copy()
+    number = {"average": 0, **oracle.OPS}[op]
+    handle = rank.submit("allreduce", name, [values], outputs=[result], wires=[half_name], reduce_op=number, **factors)
+    rank.finish(handle)
+    assert values.tobytes() == before.tobytes()
+    return result
+
+
+def on_all(
+    group: Group, inputs: list[Array], half_name: str, name: str, op: str = "sum", **factors: float
+) -> list[Array]:
+    return group.run(lambda rank: travel(rank, inputs[rank.rank], half_name, name, op, **factors))
+
+
+def same_bits(results: list[Array], expected: Array | None = None) -> bool:
+    wanted = results[0] if expected is None else expected
+    return all(result.tobytes() == wanted.tobytes() for result in results)
+
+
+# ---- One host: each contribution rounded, the sum in float32, the result rounded ----
+
+
+@by_half
+@by_wide
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_one_host_rounds_contributions_and_result_and_nothing_between(
+    ranks: int, wide_name: str, half_name: str
+) -> None:
+    half = oracle.DTYPES[half_name]
+    with Group([ranks]) as group:
+        for count in COUNTS:
+            inputs = [values_of(count, rank, wide_name) for rank in range(ranks)]
+            results = on_all(group, inputs, half_name, f"x{count}")
+            total = oracle.reduce(half, oracle.SUM, [narrowed(half, values) for values in inputs])
+            assert same_bits(results, widened(half, total, wide_name)), count
+
+
+@by_half
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("op", OPS)
+def test_one_host_scales_before_the_first_rounding_and_before_the_last(op: str, ranks: int, half_name: str) -> None:
+    half = oracle.DTYPES[half_name]
+    with Group([ranks]) as group:
+        for count in (300, FLAT_ELEMENTS + 1, SEGMENT_ELEMENTS + 5):
+            inputs = [values_of(count, rank, "float32") for rank in range(ranks)]
+            results = on_all(group, inputs, half_name, f"{count}", op, prescale=0.3, postscale=-1.7)
+            contributions = [narrowed(half, values, 0.3) for values in inputs]
+            scale = -1.7 / ranks if op == "average" else -1.7
+            total = oracle.reduce(half, OPS[op], contributions, scale)
+            assert same_bits(results, widened(half, total, "float32")), count
+
+
+# ---- Several hosts ----
+
+
+@by_half
+@by_wide
+@pytest.mark.parametrize("hosts", [[1, 1], [2, 2], [1, 2]], ids=str)
+def test_two_hosts_round_once_more_where_a_sum_travels(hosts: list[int], wide_name: str, half_name: str) -> None:
+    half = oracle.DTYPES[half_name]
+    with Group(hosts) as group:
+        for count in (1, 300, FLAT_ELEMENTS + 1, SEGMENT_ELEMENTS + 1, RING_ELEMENTS):
+            inputs = [values_of(count, rank, wide_name) for rank in range(sum(hosts))]
+            results = on_all(group, inputs, half_name, f"x{count}")
+            contributions = [narrowed(half, values) for values in inputs]
+            parts = (contributions[: hosts[0]], contributions[hosts[0] :])
+            partial = [oracle.reduce(half, oracle.SUM, part) for part in parts]
+            total = oracle.reduce(half, oracle.SUM, partial)
+            assert same_bits(results, widened(half, total, wide_name)), count
+
+
+@by_half
+@pytest.mark.parametrize("hosts", [[3], [2, 2], [1, 1, 1], [2, 1, 3], [1] * 5], ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_all_ranks_hold_the_same_bits_and_small_integers_are_exact(hosts: list[int], op: str, half_name: str) -> None:
+    reducers = {"sum": np.add, "average": np.add, "min": np.minimum, "max": np.maximum, "product": np.multiply}
+    size = sum(hosts)
+    with Group(hosts) as group:
+        for count in (5, FLAT_ELEMENTS + 9, 3 * SEGMENT_ELEMENTS + 1):
+            anything = [values_of(count, rank, "float32", seed=1) for rank in range(size)]
+            results = on_all(group, anything, half_name, f"any{count}", op)
+            assert same_bits(results)
+            integers = [(np.arange(count) * (rank + 1) % 3).astype(np.float32) for rank in range(size)]
+            results = on_all(group, integers, half_name, f"int{count}", op)
+            expected = reducers[op].reduce(integers)
+            if op == "average":
+                expected = widened(
+                    oracle.DTYPES[half_name], narrowed(oracle.DTYPES[half_name], expected, 1 / size), "float32"
+                )
+            assert same_bits(results, expected)
+
+
+@pytest.mark.parametrize("hosts", [[1], [3], [2, 2], [1, 1, 1], [3, 1], [2, 2, 1]], ids=str)
+@pytest.mark.parametrize("count", [10, SEGMENT_ELEMENTS])
+def test_an_average_of_float16_that_fits_does_not_overflow_on_the_way(hosts: list[int], count: int) -> None:
+    """The sum of any two does; a contribution that does not fit by itself is infinite."""
+
+    def body(rank: Rank) -> None:
+        for limit in (65504.0, -60000.0):
+            average = travel(rank, np.full(count, limit, np.float32), "float16", f"a{limit}", "average")
+            np.testing.assert_allclose(average, np.full(count, limit), rtol=2**-10)
+            own = np.full(count, limit, np.float16)
+            np.testing.assert_allclose(rank.allreduce(own, f"h{limit}", "average"), np.full(count, limit), rtol=2**-10)
+        halved = travel(rank, np.full(count, 1e5, np.float32), "float16", "prescaled", prescale=1 / 1024)
+        np.testing.assert_allclose(halved, np.full(count, 1e5 / 1024 * rank.size), rtol=2**-9)
+        assert np.isinf(travel(rank, np.full(count, 1e5, np.float32), "float16", "inf", "average")).all()
+        assert np.isnan(travel(rank, np.full(count, np.nan, np.float32), "float16", "nan", "average")).all()
+        small = travel(rank, np.full(count, 1e5, np.float32), "bfloat16", "wide", "average")
+        np.testing.assert_allclose(small, np.full(count, 1e5), rtol=2**-6)
+
+    run_ranks(body, hosts)
+
+
+# ---- Memory, groups, fusion ----
+
+
+@by_half
+@pytest.mark.parametrize("hosts", [[1], [2], [1, 2]], ids=str)
+def test_in_place_and_at_any_address_gives_the_same_bits(hosts: list[int], half_name: str) -> None:
+    def body(rank: Rank) -> None:
+        for count in (100, FLAT_ELEMENTS + 33, SEGMENT_ELEMENTS + 33):
+            values = values_of(count, rank.rank, "float32")
+            expected = travel(rank, values, half_name, f"out{count}", prescale=0.5)
+            for skip in (1, 2, 3, 5):  # bytes: not even a float's own alignment
+                room = np.zeros(count * 4 + 16, np.uint8)
+                place = room[skip : skip + count * 4].view(np.float32)
+                place[:] = values
+                rank.allreduce(place, f"in{count}.{skip}", wires=[half_name], prescale=0.5)
+                assert place.tobytes() == expected.tobytes()
+                assert not room[:skip].any() and not room[skip + count * 4 :].any()
+
+    run_ranks(body, hosts)
+
+
+@pytest.mark.parametrize("hosts", [[2], [2, 1]], ids=str)
+def test_a_group_may_mix_what_travels_how(hosts: list[int]) -> None:
+    def body(rank: Rank) -> None:
+        fine = 1 + 2.0**-12  # float32 holds it, the others do not
+        arrays = [
+            np.full(5000, fine, np.float32),
+            np.full(5000, fine, np.float32),
+            np.full(70_000, fine, np.float64),
+            np.full(3, 7, np.int64),
+            np.full(3, 1.5, np.float16),
+        ]
+        rank.finish(
+            rank.submit("allreduce", "g", arrays, wires=[None, "bfloat16", "float16", None, None], reduce_op=oracle.SUM)
+        )
+        for array, one in zip(arrays, (fine, 1.0, 1.0, 7, 1.5), strict=True):
+            assert (array == one * rank.size).all(), array
+
+    run_ranks(body, hosts)
+
+
+def test_tensors_that_travel_alike_are_fused_and_get_the_bits_they_get_alone() -> None:
+    counts = [1, 10, 3000, 40_000, 17]
+
+    def body(rank: Rank) -> int:
+        inputs = [values_of(count, rank.rank, "float32") for count in counts]
+        alone = [travel(rank, values, "bfloat16", f"alone{index}") for index, values in enumerate(inputs)]
+        exact = [rank.allreduce(values.copy(), f"exact{index}") for index, values in enumerate(inputs)]
+        rank.barrier()
+        before = rank.context.counters()["batches"]
+        fused = [values.copy() for values in inputs]
+        plain = [values.copy() for values in inputs]
+        handles = []
+        for index in range(len(counts)):
+            handles.append(rank.submit("allreduce", f"f{index}", [fused[index]], wires=["bfloat16"], reduce_op=1))
+            handles.append(rank.submit("allreduce", f"p{index}", [plain[index]], reduce_op=1))
+        for handle in handles:
+            rank.finish(handle)
+        assert all(a.tobytes() == b.tobytes() for a, b in zip(fused, alone, strict=True))
+        assert all(a.tobytes() == b.tobytes() for a, b in zip(plain, exact, strict=True))
+        return rank.context.counters()["batches"] - before
+
+    assert run_ranks(body, [2], fusion_bytes=1 << 20, cycle_time_us=200_000) == [2, 2]
+
+
+def test_a_name_may_change_how_it_travels() -> None:
+    def body(rank: Rank) -> None:
+        fine = 1 + 2.0**-12
+        for wire in ("bfloat16", None, None, "float16", "bfloat16", "bfloat16"):
+            result = rank.allreduce(np.full(9, fine, np.float32), wires=[wire])
+            assert (result == (fine if wire is None else 1.0) * rank.size).all(), wire
+
+    run_ranks(body, [2, 1])
