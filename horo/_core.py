@@ -229,7 +229,7 @@ class Context:
         return None if status == lib.HORO_OK else error_from_status(_STATUS_NAMES[status], _text(error))
 
     def counters(self) -> dict[str, int]:
-        """Counts since creation: requests, cache_hits, batches, tensors, bytes, messages_sent, sleeps, wakes."""
+        """Counts since creation by the names of ``horo_counters``: requests, batches, bytes, link_bytes, sleeps, ..."""
         native = ffi.new("horo_counters *")
         lib.horo_read_counters(self._context, native)
         return {name: int(getattr(native, name)) for name, _ in ffi.typeof("horo_counters").fields or ()}

@@ -159,6 +159,7 @@ typedef struct {
     uint64_t tensors;          /* executed */
     uint64_t bytes;            /* of tensors executed */
     uint64_t messages_sent;    /* control messages to other hosts */
+    uint64_t link_bytes;       /* of data, handed to links to other hosts */
     uint64_t sleeps;           /* times a driver slept in poll() */
     uint64_t wakes;            /* eventfd writes to others */
 } horo_counters;

@@ -157,6 +157,7 @@ HORO_API int horo_health(horo_context *context, char *error, size_t error_bytes)
 
 HORO_API void horo_read_counters(horo_context *context, horo_counters *counters) {
     const struct hr_engine *engine = &context->engine;
+    const struct hr_transport *transport = context->group.transport;
     *counters = (horo_counters){
         .requests = atomic_load(&engine->requests),
         .cache_hits = atomic_load(&engine->cache_hits),
@@ -164,6 +165,7 @@ HORO_API void horo_read_counters(horo_context *context, horo_counters *counters)
         .tensors = atomic_load(&engine->tensors),
         .bytes = atomic_load(&engine->bytes),
         .messages_sent = atomic_load(&engine->messages_sent),
+        .link_bytes = transport == NULL ? 0 : atomic_load(&transport->data_bytes),
         .sleeps = atomic_load(&context->group.sleeps),
         .wakes = atomic_load(&context->group.wakes),
     };

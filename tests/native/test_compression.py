@@ -1,4 +1,4 @@
-"""Allreduces that travel as 16-bit floats: what comes out, to the bit."""
+"""Allreduces that travel as 16-bit floats: what comes out, to the bit, and what crosses the links."""
 
 from __future__ import annotations
 
@@ -228,3 +228,24 @@ def test_a_name_may_change_how_it_travels() -> None:
             assert (result == (fine if wire is None else 1.0) * rank.size).all(), wire
 
     run_ranks(body, [2, 1])
+
+
+# ---- What it saves ----
+
+
+@by_half
+@pytest.mark.parametrize("hosts", [[1, 1], [2, 2], [1, 1, 1]], ids=str)
+def test_a_link_carries_half_the_bytes_of_float32_and_a_quarter_of_float64(hosts: list[int], half_name: str) -> None:
+    count = RING_ELEMENTS
+
+    def body(rank: Rank) -> list[int]:
+        carried = []
+        for wide_name, wire in (("float32", half_name), ("float32", None), ("float64", half_name), ("float64", None)):
+            before = rank.context.counters()["link_bytes"]
+            rank.allreduce(np.ones(count, wide_name), f"{wide_name} as {wire}", wires=[wire])
+            carried.append(rank.context.counters()["link_bytes"] - before)
+        return carried
+
+    carried = [sum(of_rank) for of_rank in zip(*run_ranks(body, hosts), strict=True)]
+    ring = 2 * (len(hosts) - 1) * count  # elements that cross links in all
+    assert carried == [2 * ring, 4 * ring, 2 * ring, 8 * ring]

@@ -156,6 +156,7 @@ static int post_sends(struct hr_cross *state) {
         io->state = HR_IO_IDLE;
         if (sends(state, &step, q, &span)) {
             HR_TRY(transport->ops->post_send(transport, step.send_peer, HR_CHANNEL_DATA, span.data, span.bytes, io));
+            atomic_fetch_add_explicit(&transport->data_bytes, span.bytes, memory_order_relaxed);
         }
         state->send_posted++;
     }

@@ -15,7 +15,9 @@
 #define HR_TRANSPORT_TRANSPORT_H
 
 #include <poll.h>
+#include <stdatomic.h>
 #include <stddef.h>
+#include <stdint.h>
 
 #include "base/status.h"
 
@@ -82,6 +84,7 @@ struct hr_transport_ops {
 
 struct hr_transport {
     const struct hr_transport_ops *ops;
+    _Atomic uint64_t data_bytes; /* a counter for whoever posts sends of data; zero at creation */
 };
 
 /*
