@@ -25,6 +25,9 @@ __all__ = [
     "synchronize",
 ]
 
+_NARROWED = (torch.float32, torch.float64)
+"""What can travel as a 16-bit float."""
+
 _DTYPES: dict[torch.dtype, int] = {getattr(torch, name): number for name, number in _core.DTYPES.items()}
 
 
@@ -92,6 +95,7 @@ def start_allreduce(
     *,
     prescale: float = 1.0,
     postscale: float = 1.0,
+    wire: torch.dtype | None = None,
     in_place: bool = False,
     sync: bool = False,
 ) -> Request:
@@ -104,6 +108,7 @@ def start_allreduce(
         op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``.
         prescale: Multiplied in before the reduction.
         postscale: Multiplied in after it.
+        wire: float16 or bfloat16: what float32 and float64 tensors are rounded to while they travel.
         in_place: Write the results into ``tensors``, else into new contiguous tensors.
         sync: The caller waits at once.
 
@@ -111,7 +116,7 @@ def start_allreduce(
         A request whose result is the tuple of reduced tensors.
     """
     what = _describe(kind, name)
-    staged = [_stage(tensor, what, in_place) for tensor in tensors]
+    staged = [_stage(tensor, what, in_place, wire=wire) for tensor in tensors]
     return _start(
         _core.OPS["allreduce"],
         (kind, name),
@@ -221,11 +226,13 @@ class _Staged:
 
     __slots__ = ("input", "output", "wire", "write_back")
 
-    def __init__(self, tensor: torch.Tensor, source: torch.Tensor, output: torch.Tensor, dtype: int) -> None:
+    def __init__(
+        self, tensor: torch.Tensor, source: torch.Tensor, output: torch.Tensor, dtype: int, wire_dtype: int
+    ) -> None:
         self.input = source
         self.output = output
         self.write_back = tensor if output is source and source is not tensor else None
-        self.wire = _core.Tensor(source.data_ptr(), output.data_ptr(), tuple(source.shape), dtype)
+        self.wire = _core.Tensor(source.data_ptr(), output.data_ptr(), tuple(source.shape), dtype, wire_dtype)
 
     def deliver(self) -> torch.Tensor:
         """The result; in place, the user's tensor itself, with autograd told that it has changed."""
@@ -237,7 +244,9 @@ class _Staged:
         return self.output
 
 
-def _stage(tensor: torch.Tensor, label: str, in_place: bool, gather: bool = False) -> _Staged:
+def _stage(
+    tensor: torch.Tensor, label: str, in_place: bool, *, gather: bool = False, wire: torch.dtype | None = None
+) -> _Staged:
     dtype = check_tensor(tensor, label)
     if in_place:
         _check_in_place(tensor, label)
@@ -246,7 +255,8 @@ def _stage(tensor: torch.Tensor, label: str, in_place: bool, gather: bool = Fals
     output = source if in_place or gather else torch.empty(source.shape, dtype=source.dtype)
     if source.data_ptr() == 0 and source.numel() > 0:
         raise UnsupportedError(f"{label}: the tensor ({type(tensor).__name__}) has no memory of its own")
-    return _Staged(tensor, source, output, dtype)
+    wire_dtype = 0 if wire is None or tensor.dtype not in _NARROWED else _DTYPES[wire]
+    return _Staged(tensor, source, output, dtype, wire_dtype)
 
 
 def check_root(root_rank: int, what: str) -> None:

@@ -12,7 +12,7 @@ In the backward pass all ranks communicate again, so all must run it for the sam
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from horo import _core
 from horo.torch import _state
 from horo.torch._requests import start_allgather, start_allreduce, start_broadcast
+from horo.torch.compression import narrow
 
 __all__ = ["AllreduceSpec", "allgather_all", "allreduce_all", "broadcast_one"]
 
@@ -38,6 +39,8 @@ class AllreduceSpec:
     op: int
     prescale: float = 1.0
     postscale: float = 1.0
+    wire: torch.dtype | None = None
+    """As ``start_allreduce`` takes it."""
 
     def derived(self, suffix: str, op: int) -> AllreduceSpec:
         """The spec, without factors, of a reduction that the gradient of this one needs."""
@@ -50,6 +53,10 @@ def allreduce_all(tensors: Sequence[torch.Tensor], spec: AllreduceSpec) -> tuple
         return _allreduce(tensors, spec)
     if spec.op in (_AVERAGE, _SUM):
         return _returned(_apply(_LinearAllreduce, spec, *tensors))
+    if spec.wire is not None:  # what the functions below compare and divide has to be rounded already
+        rounded = [narrow(tensor, spec.wire)[0] for tensor in tensors]
+        results = allreduce_all(rounded, replace(spec, wire=None))
+        return tuple(result.to(tensor.dtype) for result, tensor in zip(results, tensors, strict=True))
     # The factors stay outside, so that the functions below compare and divide exactly what was reduced.
     plain = AllreduceSpec(spec.kind, spec.name, spec.op)
     function = _ProductAllreduce if spec.op == _PRODUCT else _ExtremeAllreduce
@@ -92,7 +99,14 @@ def _derive(name: str | None, suffix: str) -> str | None:
 
 def _allreduce(tensors: Sequence[torch.Tensor], spec: AllreduceSpec) -> tuple[torch.Tensor, ...]:
     request = start_allreduce(
-        tensors, spec.kind, spec.name, spec.op, prescale=spec.prescale, postscale=spec.postscale, sync=True
+        tensors,
+        spec.kind,
+        spec.name,
+        spec.op,
+        prescale=spec.prescale,
+        postscale=spec.postscale,
+        wire=spec.wire,
+        sync=True,
     )
     results: tuple[torch.Tensor, ...] = request.wait()
     return results
@@ -120,7 +134,7 @@ class _LinearAllreduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         spec = ctx.spec
-        back = AllreduceSpec(spec.kind, _derive(spec.name, "grad"), spec.op, spec.prescale, spec.postscale)
+        back = replace(spec, name=_derive(spec.name, "grad"))
         results: list[torch.Tensor | None] = [None] * len(grads)
         reduced = allreduce_all([grads[index] for index in ctx.floating], back)
         for index, result in zip(ctx.floating, reduced, strict=True):

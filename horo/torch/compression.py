@@ -1,4 +1,8 @@
-"""Fewer bits on the way: tensors are converted before a reduction and back after it."""
+"""Fewer bits on the way: what is sent instead of a tensor, and how the result becomes one again.
+
+The core does the conversions of ``Compression`` itself, in the passes over memory that it makes anyway; a
+``Compressor`` of one's own is called before the reduction and after it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Compression", "Compressor"]
+__all__ = ["Compression", "Compressor", "narrow", "split"]
 
 
 class Compressor:
@@ -37,18 +41,19 @@ class NoneCompressor(Compressor):
         return tensor
 
 
-def _narrow(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.dtype]:
+def narrow(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.dtype]:
+    """The tensor as ``dtype`` if it holds floats wider than that, and the dtype it had."""
     wide = tensor.dtype.is_floating_point and tensor.element_size() > dtype.itemsize
     return (tensor.to(dtype) if wide else tensor), tensor.dtype
 
 
 class FP16Compressor(Compressor):
-    """Sends floating-point tensors wider than 16 bits as float16; values beyond 65504 become infinite."""
+    """Sends floating-point tensors wider than 16 bits as float16; what is 65520 or more becomes infinite."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """The tensor as float16, and the dtype it had."""
-        return _narrow(tensor, torch.float16)
+        return narrow(tensor, torch.float16)
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
@@ -62,7 +67,7 @@ class BF16Compressor(Compressor):
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """The tensor as bfloat16, and the dtype it had."""
-        return _narrow(tensor, torch.bfloat16)
+        return narrow(tensor, torch.bfloat16)
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
@@ -76,3 +81,16 @@ class Compression:
     none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
+
+
+def split(compression: type[Compressor]) -> tuple[torch.dtype | None, type[Compressor]]:
+    """What the core does of a compression, and what is left for Python.
+
+    Returns:
+        The dtype that wider floats travel as, None for their own; the compressor to call.
+    """
+    if compression is FP16Compressor:
+        return torch.float16, NoneCompressor
+    if compression is BF16Compressor:
+        return torch.bfloat16, NoneCompressor
+    return None, compression

@@ -34,7 +34,7 @@ from horo.torch._requests import (
     synchronize,
 )
 from horo.torch.autograd import AllreduceSpec, allgather_all, allreduce_all, broadcast_one
-from horo.torch.compression import Compression, Compressor
+from horo.torch.compression import Compression, Compressor, split
 from horo.torch.process_sets import ProcessSet, check_process_set, global_process_set
 
 __all__ = [
@@ -100,9 +100,10 @@ def allreduce(
     Returns:
         A new contiguous tensor of the same shape and dtype.
     """
-    spec = _spec("allreduce", average, name, op, prescale_factor, postscale_factor, process_set)
-    sent, context = compression.compress(tensor)
-    return compression.decompress(allreduce_all([sent], spec)[0], context)
+    wire, compressor = split(compression)
+    spec = _spec("allreduce", average, name, op, prescale_factor, postscale_factor, process_set, wire)
+    sent, context = compressor.compress(tensor)
+    return compressor.decompress(allreduce_all([sent], spec)[0], context)
 
 
 def allreduce_async(
@@ -158,10 +159,11 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """As ``allreduce`` for several tensors (of any dtypes) that start together, all or none; differentiable."""
-    spec = _spec("grouped_allreduce", average, name, op, prescale_factor, postscale_factor, process_set)
-    sent = [compression.compress(tensor) for tensor in _some(tensors, spec.kind)]
+    wire, compressor = split(compression)
+    spec = _spec("grouped_allreduce", average, name, op, prescale_factor, postscale_factor, process_set, wire)
+    sent = [compressor.compress(tensor) for tensor in _some(tensors, spec.kind)]
     reduced = allreduce_all([tensor for tensor, _ in sent], spec)
-    return [compression.decompress(tensor, context) for tensor, (_, context) in zip(reduced, sent, strict=True)]
+    return [compressor.decompress(tensor, context) for tensor, (_, context) in zip(reduced, sent, strict=True)]
 
 
 def grouped_allreduce_async(
@@ -327,9 +329,10 @@ def _spec(
     prescale_factor: float,
     postscale_factor: float,
     process_set: ProcessSet,
+    wire: torch.dtype | None = None,
 ) -> AllreduceSpec:
     check_process_set(process_set)
-    return AllreduceSpec(kind, name, resolve_op(op, average), float(prescale_factor), float(postscale_factor))
+    return AllreduceSpec(kind, name, resolve_op(op, average), float(prescale_factor), float(postscale_factor), wire)
 
 
 def _some(tensors: Sequence[torch.Tensor], what: str) -> list[torch.Tensor]:

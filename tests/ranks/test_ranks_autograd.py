@@ -143,6 +143,20 @@ def test_compression_is_differentiable(ranks2: RankPool) -> None:
     ranks2.run(check)
 
 
+def test_compressed_extremes_send_the_gradient_to_whoever_holds_the_rounded_value(ranks2: RankPool) -> None:
+    """bfloat16 cannot tell 1 and 1 + 2^-9 apart, so both ranks hold the first maximum."""
+
+    def check() -> None:
+        own = torch.tensor([1 + hvd.rank() * 2.0**-9, float(hvd.rank())], requires_grad=True)
+        result = hvd.allreduce(own, op=hvd.Max, compression=hvd.Compression.bf16)
+        assert torch.equal(result.detach(), torch.ones(2))
+        result.sum().backward()
+        assert own.grad is not None
+        assert own.grad.tolist() == [1.0, 2.0 * hvd.rank()]
+
+    ranks2.run(check)
+
+
 def test_in_place_forms_do_not_lose_gradients_silently(ranks2: RankPool) -> None:
     def check() -> None:
         leaf = torch.ones(3, requires_grad=True)

@@ -9,6 +9,7 @@ import torch
 from rank_pool import RankPool
 
 import horo.torch as hvd
+from horo._errors import MismatchError
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
@@ -257,6 +258,76 @@ def test_compression_rounds_on_the_way_and_restores_the_dtype(ranks2: RankPool) 
             assert torch.equal(grouped[1], whole)
 
     ranks2.run(check)
+
+
+def test_compressed_results_are_the_same_bits_everywhere_and_those_of_16_bit_tensors(ranks: RankPool) -> None:
+    """Rounded, reduced and widened: as if the tensors had been of that dtype, to the last bit."""
+
+    def check() -> list[bytes]:
+        results = []
+        generator = torch.Generator().manual_seed(hvd.rank())
+        for compression, dtype in ((hvd.Compression.fp16, torch.float16), (hvd.Compression.bf16, torch.bfloat16)):
+            for count in (3, 5000, 400_001):
+                for wide in (torch.float32, torch.float64):
+                    own = torch.randn(count, generator=generator, dtype=wide)
+                    kept = own.clone()
+                    result = hvd.allreduce(own, compression=compression)
+                    assert torch.equal(own, kept)
+                    assert torch.equal(result, hvd.allreduce(own.to(dtype)).to(wide))
+                    results.append(result.numpy().tobytes())
+        return results
+
+    first, *others = ranks.run(check)
+    assert all(other == first for other in others)
+
+
+def test_a_compressor_of_ones_own_is_called_for_every_tensor(ranks2: RankPool) -> None:
+    def check() -> None:
+        class Halves(hvd.Compression.fp16):  # type: ignore[name-defined,misc]
+            """Sends half of each value."""
+
+            @staticmethod
+            def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, object]:
+                return tensor / 2, tensor.dtype
+
+            @staticmethod
+            def decompress(tensor: torch.Tensor, ctx: object) -> torch.Tensor:
+                return tensor * 4
+
+        fine = 1 + 2.0**-20
+        own = torch.full((5,), fine)
+        assert torch.equal(hvd.allreduce(own, compression=Halves), 2 * own)
+        assert torch.equal(hvd.grouped_allreduce([own, own], compression=Halves)[1], 2 * own)
+        sent, context = hvd.Compression.bf16.compress(own)
+        assert sent.dtype == torch.bfloat16
+        assert torch.equal(hvd.Compression.bf16.decompress(sent, context), torch.ones(5))
+
+    ranks2.run(check)
+
+
+def test_ranks_that_compress_differently_get_an_error_that_says_so(ranks2: RankPool) -> None:
+    def check() -> str:
+        chosen = hvd.Compression.bf16 if hvd.rank() else hvd.Compression.none
+        with pytest.raises(MismatchError) as caught:
+            hvd.allreduce(torch.ones(3), name="differs", compression=chosen)
+        hvd.barrier()
+        return str(caught.value)
+
+    for text in ranks2.run(check):
+        assert "sent float32 [3], rank 1" in text
+        assert "sent float32 [3] as bfloat16" in text
+
+
+def test_an_average_compressed_to_float16_does_not_overflow_before_it_is_divided(ranks: RankPool) -> None:
+    def check() -> None:
+        large = torch.full((5000,), 60000.0)
+        assert torch.equal(hvd.allreduce(large, compression=hvd.Compression.fp16), large)
+        scaled = hvd.allreduce(10 * large, compression=hvd.Compression.fp16, prescale_factor=0.1)
+        torch.testing.assert_close(scaled, large, rtol=2**-10, atol=0.0)
+        total = hvd.allreduce(large, compression=hvd.Compression.fp16, op=hvd.Sum)
+        assert torch.isinf(total).all()
+
+    ranks.run(check)
 
 
 def test_wider_sums_keep_their_bits(ranks2: RankPool) -> None:
