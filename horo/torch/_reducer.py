@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from horo._errors import HoroError, MismatchError, UnsupportedError, UsageError
 from horo.torch import _state
 from horo.torch._requests import Request, start_allgather, start_allreduce
-from horo.torch.compression import Compressor
+from horo.torch.compression import Compressor, split
 from horo.torch.ops import Average
 
 __all__ = ["GradientReducer", "Plan"]
@@ -41,7 +41,7 @@ class Plan:
         passes: int,
     ) -> None:
         self.op = op
-        self.compression = compression
+        self.wire, self.compression = split(compression)
         self.prescale = 1.0 / predivide_factor
         self.postscale = predivide_factor
         self.sparse_as_dense = sparse_as_dense
@@ -306,7 +306,14 @@ class GradientReducer:
         sent = [item.sent for item in cargo]
         plan = self.plan
         request = start_allreduce(
-            sent, self.kind, name, plan.op, prescale=plan.prescale, postscale=plan.postscale, in_place=True
+            sent,
+            self.kind,
+            name,
+            plan.op,
+            prescale=plan.prescale,
+            postscale=plan.postscale,
+            wire=plan.wire,
+            in_place=True,
         )
 
         def deliver(results: Sequence[torch.Tensor]) -> None:
