@@ -29,8 +29,14 @@ HR_INLINE vector_uint32 widen_lanes(vector_half half) {
     return (vector_uint32)_mm256_cvtepu16_epi32((__m128i)half);
 }
 
-HR_INLINE vector_half narrow_lanes(vector_uint32 value) {
-    return (vector_half)_mm_packus_epi32(_mm256_castsi256_si128((__m256i)value), _mm256_extracti128_si256((__m256i)value, 1));
+HR_INLINE vector_uint32 pick_nan(vector_float value, vector_uint32 nan, vector_uint32 other) {
+    const __m256 is_nan = _mm256_cmp_ps((__m256)value, (__m256)value, _CMP_UNORD_Q);
+    return (vector_uint32)_mm256_blendv_ps((__m256)other, (__m256)nan, is_nan);
+}
+
+HR_INLINE vector_uint8 upper_halves(vector_uint32 a, vector_uint32 b) {
+    const __m256i mixed = _mm256_packus_epi32((__m256i)(a >> 16), (__m256i)(b >> 16)); /* within each half of the register */
+    return (vector_uint8)_mm256_permute4x64_epi64(mixed, 0xd8);
 }
 
 HR_INLINE void stream_vector(uint8_t *at, vector_uint8 value) {

@@ -29,8 +29,15 @@ HR_INLINE vector_uint32 widen_lanes(vector_half half) {
     return (vector_uint32)_mm512_cvtepu16_epi32((__m256i)half);
 }
 
-HR_INLINE vector_half narrow_lanes(vector_uint32 value) {
-    return (vector_half)_mm512_cvtepi32_epi16((__m512i)value);
+HR_INLINE vector_uint32 pick_nan(vector_float value, vector_uint32 nan, vector_uint32 other) {
+    const __mmask16 is_nan = _mm512_cmp_ps_mask((__m512)value, (__m512)value, _CMP_UNORD_Q);
+    return (vector_uint32)_mm512_mask_mov_epi32((__m512i)other, is_nan, (__m512i)nan);
+}
+
+HR_INLINE vector_uint8 upper_halves(vector_uint32 a, vector_uint32 b) {
+    const __m512i odd = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25, 23, 21, 19,
+                                         17, 15, 13, 11, 9, 7, 5, 3, 1);
+    return (vector_uint8)_mm512_permutex2var_epi16((__m512i)a, odd, (__m512i)b);
 }
 
 HR_INLINE void stream_vector(uint8_t *at, vector_uint8 value) {

@@ -5,7 +5,8 @@
  *   widen_float16_lanes(vector_half)         16-bit floats to float32 lanes, returned as vector_float
  *   narrow_float16_lanes(vector_float)       and back, to nearest even
  *   widen_lanes(vector_half)                 16-bit lanes as 32-bit ones
- *   narrow_lanes(vector_uint32)              32-bit lanes below 2^16 as 16-bit ones
+ *   pick_nan(value, nan, other)              `nan` in the lanes where value, a vector_float, is NaN, else `other`; all vector_uint32
+ *   upper_halves(vector_uint32, again)       the upper 16 bits of the lanes of both, in order, as vector_uint8
  *   stream_vector / stream_half(at, value)   a store past the cache; `at` is aligned to the size of the value
  *   stream_fence()                           after the last of them
  * An accumulator is one register; for 16-bit floats it holds the widened values of half as many bytes of memory.
@@ -60,15 +61,17 @@ HR_INLINE vector_uint8 pick(vector_uint8 mask, vector_uint8 a, vector_uint8 b) {
     return (a & mask) | (b & ~mask);
 }
 
-HR_INLINE vector_half narrow_bfloat16_lanes(vector_float value) {
+/* The bfloat16 is in the upper half of each lane. */
+HR_INLINE vector_uint32 round_bfloat16_lanes(vector_uint8 value) {
     const vector_uint32 bits = (vector_uint32)value;
-    const vector_uint32 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    const vector_uint8 nan = (vector_uint8)(value != value);
-    return narrow_lanes((vector_uint32)pick(nan, (vector_uint8)(bits >> 16 | 0x40), (vector_uint8)rounded));
+    return pick_nan((vector_float)value, bits | 0x400000, bits + 0x7fff + ((bits >> 16) & 1));
 }
 
-HR_INLINE vector_half narrow(int dtype, vector_uint8 value) {
-    return dtype == HORO_FLOAT16 ? narrow_float16_lanes((vector_float)value) : narrow_bfloat16_lanes((vector_float)value);
+/* Two registers at a time, since nothing else is cheap enough. */
+HR_INLINE void narrow_bfloat16_lanes(vector_uint8 a, vector_uint8 b, vector_half *low, vector_half *high) {
+    const vector_uint8 both = upper_halves(round_bfloat16_lanes(a), round_bfloat16_lanes(b));
+    memcpy(low, &both, sizeof *low);
+    memcpy(high, (const uint8_t *)&both + sizeof *low, sizeof *high);
 }
 
 HR_INLINE void store(uint8_t *at, vector_uint8 value, enum hr_store how) {
@@ -156,7 +159,18 @@ HR_INLINE void store_block(uint8_t *at, struct block x, enum hr_store how) {
 }
 
 HR_INLINE struct half_block narrow_block(int dtype, struct block x) {
-    return (struct half_block){narrow(dtype, x.a), narrow(dtype, x.b), narrow(dtype, x.c), narrow(dtype, x.d)};
+    if (dtype == HORO_FLOAT16) {
+        return (struct half_block){
+            narrow_float16_lanes((vector_float)x.a),
+            narrow_float16_lanes((vector_float)x.b),
+            narrow_float16_lanes((vector_float)x.c),
+            narrow_float16_lanes((vector_float)x.d),
+        };
+    }
+    struct half_block result;
+    narrow_bfloat16_lanes(x.a, x.b, &result.a, &result.b);
+    narrow_bfloat16_lanes(x.c, x.d, &result.c, &result.d);
+    return result;
 }
 
 HR_INLINE void store_half_block(uint8_t *at, struct half_block x, enum hr_store how) {
