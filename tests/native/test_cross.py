@@ -383,6 +383,29 @@ def test_a_member_that_dies_halfway_fails_the_others(native: ModuleType, kind: s
         assert run_ranks(hosts, body) == [[OK, PEER_LOST]] * hosts
 
 
+@pytest.mark.parametrize("algorithm", [RING, DOUBLING, TREE, CHAIN])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_member_that_dies_while_two_calls_are_under_way_fails_both(
+    native: ModuleType, kind: str, algorithm: int
+) -> None:
+    """It has taken part in the first of five calls; the others have begun the second, and the third behind it."""
+    hosts, count, root = 3, 30_000, 2 if algorithm in BROADCASTS.values() else 0
+    with fabric_of(native, kind, hosts) as fabric:
+
+        def body(host: int) -> int:
+            call = call_of(native, algorithm, hosts, count, root=root, piece_bytes=40_000)
+            data = np.ones(5 * count, np.float32)
+            if host == hosts - 1:
+                assert run(fabric.ranks[host], host, call, data) == OK
+                fabric.crash(host)
+                return PEER_LOST
+            status = run(fabric.ranks[host], host, call, data, repeats=5)
+            fabric.crash(host)
+            return status
+
+        assert run_ranks(hosts, body) == [PEER_LOST] * hosts
+
+
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_a_link_cut_at_any_moment_never_hangs_and_never_gives_a_wrong_result(

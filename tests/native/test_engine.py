@@ -82,6 +82,29 @@ def test_allreduce_scales_before_and_after() -> None:
         run_ranks(body, hosts)
 
 
+@pytest.mark.parametrize("hosts", [[1, 1], [2, 2], [1, 2], [2, 1, 3], [1, 1, 1, 1]], ids=str)
+def test_allreduce_of_tensors_that_lie_across_segments(hosts: list[int]) -> None:
+    counts = [1, 1000, 3, 5000, 511, 1, 2048, 70_001, 16, 1025]
+
+    def body(rank: Rank) -> None:
+        for scales in ({}, {"prescale": 0.5, "postscale": 4.0}):
+            factor = 2.0 if scales else 1.0
+            expected = [
+                np.arange(count, dtype=np.float64) * factor * rank.size * (rank.size + 1) / 2 for count in counts
+            ]
+            inputs = [np.arange(count, dtype=np.float64) * (rank.rank + 1) for count in counts]
+            before = [array.copy() for array in inputs]
+            outputs = [np.zeros(count) for count in counts]
+            sum_op = _core.REDUCE_OPS["sum"]
+            rank.finish(rank.submit("allreduce", "apart", inputs, outputs=outputs, reduce_op=sum_op, **scales))
+            rank.finish(rank.submit("allreduce", "in place", inputs, reduce_op=sum_op, **scales))
+            for original, apart, in_place, right in zip(before, outputs, inputs, expected, strict=True):
+                assert np.array_equal(right, apart)
+                assert np.array_equal(right, in_place), original
+
+    run_ranks(body, hosts, segment_bytes=1 << 12)
+
+
 def test_average_of_integers_truncates_toward_zero() -> None:
     def body(rank: Rank) -> None:
         assert rank.allreduce(np.array([-3 if rank.rank else 0, 3 if rank.rank else 0]), op="average").tolist() == [
@@ -443,6 +466,31 @@ def test_a_rank_that_dies_is_named_on_every_other_rank(hosts: list[int], victim:
 
     with Group(hosts) as group:
         group.run(body)
+
+
+@pytest.mark.parametrize(("hosts", "victim"), [([1, 1], 1), ([1, 1, 1], 0), ([2, 2], 2), ([1, 2], 0)], ids=str)
+def test_a_rank_that_dies_while_segments_travel_is_named_and_lets_go_of_memory(hosts: list[int], victim: int) -> None:
+    """The first segment has come and thousands are due, so that two are under way when the links break."""
+    count, size = 1 << 22, sum(hosts)
+    data = [np.full(count, rank + 1, np.float32) for rank in range(size)]
+    total = size * (size + 1) / 2
+
+    def body(rank: Rank) -> None:
+        handle = rank.submit("allreduce", "x", [data[rank.rank]], reduce_op=_core.REDUCE_OPS["sum"])
+        if rank.rank == victim:
+            wait_for(lambda: data[victim][0] == total)
+            group.kill(victim)
+        with pytest.raises(GroupError) as caught:
+            rank.finish(handle)
+        data[rank.rank][:] = -1  # its own again: nothing may still arrive here
+        group.kill(rank.rank)  # a script that ends; so those hear of it that have no link to the victim
+        if rank.rank != victim:
+            assert f"rank {victim} (host" in str(caught.value)
+            assert isinstance(caught.value, PeerLostError)
+
+    with Group(hosts, segment_bytes=1 << 12) as group:
+        group.run(body)
+        assert all((array == -1).all() for array in data)
 
 
 @pytest.mark.parametrize("hosts", [[3], [1, 2]], ids=str)

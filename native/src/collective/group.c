@@ -222,10 +222,20 @@ void hr_group_arrive(struct hr_group *group, enum hr_phase phase, unsigned parit
     }
 }
 
-static int phase_complete(struct hr_group *group, void *arg) {
-    const unsigned index = *(const unsigned *)arg;
+int hr_group_reached(const struct hr_group *group, enum hr_phase phase, unsigned parity) {
+    const unsigned index = (unsigned)phase + parity;
     const uint64_t wanted = group->arrivals[index] * (uint64_t)group->local_size;
     return atomic_load(&group->arena.header->phase[index].arrived) >= wanted; /* partner: hr_group_arrive */
+}
+
+struct phase_wait {
+    enum hr_phase phase;
+    unsigned parity;
+};
+
+static int phase_complete(struct hr_group *group, void *arg) {
+    const struct phase_wait *wait = arg;
+    return hr_group_reached(group, wait->phase, wait->parity);
 }
 
 void hr_group_supervise(struct hr_group *group, int enabled) {
@@ -294,6 +304,6 @@ int hr_group_finish(struct hr_group *group, hr_ready ready, void *arg) {
 }
 
 int hr_group_await(struct hr_group *group, enum hr_phase phase, unsigned parity) {
-    unsigned index = (unsigned)phase + parity;
-    return group->local_size == 1 ? HORO_OK : hr_group_finish(group, phase_complete, &index);
+    struct phase_wait wait = {phase, parity};
+    return group->local_size == 1 ? HORO_OK : hr_group_finish(group, phase_complete, &wait);
 }

@@ -122,8 +122,9 @@ void hr_group_close_fds(struct hr_group *group);
 /* Turns the supervision of links on or off, if that is a change. */
 void hr_group_supervise(struct hr_group *group, int enabled);
 
-/* Phases. Arrive at one, and wait until all local ranks have arrived at it as often as I have. */
+/* Phases. Arrive at one, and wait, or look, until all local ranks have arrived at it as often as I have. */
 void hr_group_arrive(struct hr_group *group, enum hr_phase phase, unsigned parity);
 int hr_group_await(struct hr_group *group, enum hr_phase phase, unsigned parity);
+int hr_group_reached(const struct hr_group *group, enum hr_phase phase, unsigned parity);
 
 #endif
