@@ -15,6 +15,7 @@ FUZZ_SECONDS ?= 60
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install -qq --disable-pip-version-check
 STAMPS := $(VENV)/stamps
+BENCHMARKS := $(sort $(wildcard benchmarks/*.py benchmarks/*/*.py))
 NATIVE := $(sort $(wildcard native/*.py native/include/*.h native/src/*.[ch] native/src/*/*.[ch]))
 
 .DELETE_ON_ERROR:
@@ -80,7 +81,8 @@ types: build ## mypy, strict
 	@ln -s $(abspath $(wildcard horo/*)) build/types/horo/ && ln -s $(abspath runner) build/types/horo/runner
 	@$(PY) -m mypy --no-error-summary -p horo
 	@MYPYPATH=native $(PY) -m mypy --no-error-summary setup.py native/build.py native/parallel.py
-	@$(PY) -m mypy --no-error-summary --allow-untyped-calls examples/*.py benchmarks/*.py
+	@$(PY) -m mypy --no-error-summary --allow-untyped-calls examples/*.py
+	@MYPYPATH=benchmarks $(PY) -m mypy --no-error-summary --allow-untyped-calls $(BENCHMARKS)
 
 .PHONY: lint
 lint: style types ## style and types

@@ -1,83 +1,117 @@
-"""Turns measured times into rows, a table and a JSON file. Terms: benchmarks/README.md."""
+"""What every benchmark writes down, in one form: a JSON document that explains itself, and the rows of the check."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
-import statistics
 import subprocess
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
-
-import probe
-import torch
 
 import horo
 from horo import _core
 from horo._config import Config, variables_of
 
-LIBRARIES = ("horo", "gloo")
-
-
-def bus_factor(ranks: int) -> float:
-    """Bytes that must cross a rank's link for each byte of an allreduce: 2 (p - 1) / p."""
-    return 2 * (ranks - 1) / ranks
+ROOT = Path(__file__).resolve().parent.parent
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+KNOB_PREFIXES = ("OMP_", "GLOO_", "THP_", "MPICH_", "OMPI_MCA_", "MALLOC_", "LD_PRELOAD")
 
 
 @dataclass(frozen=True)
-class Timing:
-    """One library at one size. Times are of one call, in microseconds; rates in GB/s (1e9 bytes), from the median."""
+class CheckRow:
+    """One line of `make bench-check`.
 
-    rounds_us: list[float]
-    iterations: int
-    min_us: float
-    median_us: float
-    max_us: float
-    algbw: float
-    busbw: float
-    spread: float
-    is_correct: bool
+    Attributes:
+        what: the row's name: "64 MiB float32, 2 ranks".
+        figure: what horo reaches, in ``unit``.
+        unit: of ``figure`` and ``peer_figure``: "us", "GB/s", "%".
+        peer: the best of the others, "" where there is none to compare with.
+        peer_figure: its figure; None without a peer.
+        ratio: how many times better than the peer horo is, from medians of rounds; None without a peer.
+        target: what should be reached, as people write it: ">= 3.5x", "<= 15 us".
+        ok: whether it is.
+        note: the state of the machine or whatever else a reader must know.
+    """
 
-    @classmethod
-    def of(cls, size_bytes: int, ranks: int, rounds_us: list[float], iterations: int, is_correct: bool) -> Timing:
-        rounds_us = [round(value, 3) for value in rounds_us]
-        median = statistics.median(rounds_us)
-        algbw = size_bytes / median / 1e3
-        spread = (max(rounds_us) - min(rounds_us)) / median
-        low, high = min(rounds_us), max(rounds_us)
-        busbw = algbw * bus_factor(ranks)
-        return cls(rounds_us, iterations, low, median, high, algbw, busbw, spread, is_correct)
+    what: str
+    figure: float
+    unit: str
+    peer: str
+    peer_figure: float | None
+    ratio: float | None
+    target: str
+    ok: bool
+    note: str = ""
 
 
-@dataclass(frozen=True)
-class Row:
-    """One size. ``ratio`` is gloo's median over horo's: above 1, horo is faster."""
+def document(
+    benchmark: str,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    options: Mapping[str, Any],
+    versions: Mapping[str, Mapping[str, str]] | None = None,
+    **more: Any,
+) -> dict[str, Any]:
+    """Everything that is needed to read the numbers again in a year.
 
-    bytes: int
-    horo: Timing
-    gloo: Timing
-    ratio: float
+    Args:
+        benchmark: its name, which is also the file's: "allreduce" goes to allreduce.json.
+        rows: one flat mapping per measured thing, plain JSON values; what the columns mean stands in README.md.
+        options: what was asked for, command line and defaults alike.
+        versions: of the contestants, as Contest.versions() gives them.
+        more: further top-level entries, such as ``probe_us``.
+    """
+    tunable = {name for variable in variables_of(Config).values() for name in variable.names}
+    knobs = {
+        name: value for name, value in sorted(os.environ.items()) if name in tunable or name.startswith(KNOB_PREFIXES)
+    }
+    return {
+        "benchmark": benchmark,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "options": dict(options),
+        "knobs": knobs,
+        "commit": _commit(),
+        "versions": {
+            "horo": horo.__version__,
+            "core": _core.version(),
+            "torch": metadata.version("torch"),
+            "python": platform.python_version(),
+        },
+        "contestants": {name: dict(texts) for name, texts in (versions or {}).items()},
+        "machine": machine(),
+        **more,
+        "rows": [dict(row) for row in rows],
+    }
 
-    @classmethod
-    def of(
-        cls,
-        size_bytes: int,
-        ranks: int,
-        micros: dict[str, list[float]],
-        iterations: dict[str, int],
-        is_correct: dict[str, bool],
-    ) -> Row:
-        timings = {
-            name: Timing.of(size_bytes, ranks, micros[name], iterations[name], is_correct[name]) for name in LIBRARIES
-        }
-        return cls(size_bytes, **timings, ratio=timings["gloo"].median_us / timings["horo"].median_us)
 
-    @property
-    def is_correct(self) -> bool:
-        return self.horo.is_correct and self.gloo.is_correct
+def machine() -> dict[str, Any]:
+    return {
+        "cpu": _first_line("/proc/cpuinfo", "model name") or platform.machine(),
+        "cores": os.cpu_count(),
+        "memory": _first_line("/proc/meminfo", "MemTotal"),
+        "system": platform.platform(),
+        "simd": _core.simd_name(),
+    }
+
+
+def write(path: str | Path, content: Mapping[str, Any]) -> None:
+    """Writes a document, and the folders above it."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def parse_size(text: str) -> int:
+    """Bytes of ``4``, ``64K`` or ``64M``; for argparse."""
+    number, unit = (text[:-1], text[-1].upper()) if text and not text[-1].isdigit() else (text, "")
+    if unit not in UNITS or not number.isdigit() or int(number) == 0:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a size; write bytes as 4, 64K or 64M")
+    return int(number) * UNITS[unit]
 
 
 def size_text(size_bytes: int) -> str:
@@ -90,22 +124,17 @@ def size_text(size_bytes: int) -> str:
     return f"{value:g} GiB"
 
 
-def as_table(rows: list[Row], ranks: int, dtype: str, probed: list[float]) -> str:
-    """The table that people read, with the line about the state of the cores."""
-    head = f"allreduce, sum of {dtype}, {ranks} rank(s); times of one call in us, rates in GB/s (1e9 bytes)"
-    titles = "{:>9} | {:>26} {:>6} {:>6} {:>6} | {:>26} {:>6} {:>6} {:>6} | {:>6} {}"
-    columns = ("min / median / max", "algbw", "busbw", "spread")
-    lines = [head, titles.format("size", *(f"{c}" for c in columns), *columns, "ratio", "sums")]
-    lines.insert(1, f"{'':>9} | {'horo':^47} | {'gloo':^47} |")
-    for row in rows:
-        cells: list[str] = []
-        for timing in (row.horo, row.gloo):
-            times = " / ".join(f"{value:.1f}" for value in (timing.min_us, timing.median_us, timing.max_us))
-            cells += [times, f"{timing.algbw:.2f}", f"{timing.busbw:.2f}", f"{timing.spread:.0%}"]
-        wrong = [name for name in LIBRARIES if not getattr(row, name).is_correct]
-        sums = f"WRONG: {', '.join(wrong)}" if wrong else "ok"
-        lines.append(titles.format(size_text(row.bytes), *cells, f"{row.ratio:.2f}", sums))
-    return "\n".join([*lines, *filter(None, [probe.describe(probed)])])
+def time_text(micros: float) -> str:
+    """``0.85 us``, ``27.3 us``, ``1.09 ms``, ``1.25 s``: three digits."""
+    for factor, unit in ((1.0, "us"), (1e3, "ms")):
+        if micros / factor < 999.5:
+            return f"{_three_digits(micros / factor)} {unit}"
+    return f"{_three_digits(micros / 1e6)} s"
+
+
+def _three_digits(value: float) -> str:
+    decimals = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:.{decimals}f}"
 
 
 def _first_line(path: str, start: str) -> str:
@@ -121,7 +150,7 @@ def _commit() -> str:
     try:
         done = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-            cwd=Path(__file__).parent,
+            cwd=ROOT,
             capture_output=True,
             text=True,
             timeout=10,
@@ -130,37 +159,3 @@ def _commit() -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip()
-
-
-def write_json(path: str, rows: list[Row], probed: list[float], options: dict[str, Any], ranks: int) -> None:
-    """Everything that is needed to read the numbers again in a year."""
-    tunable = {name for variable in variables_of(Config).values() for name in variable.names}
-    knobs = {
-        name: value
-        for name, value in sorted(os.environ.items())
-        if name in tunable or name.startswith(("OMP_", "GLOO_"))
-    }
-    document = {
-        "benchmark": "allreduce",
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "ranks": ranks,
-        "options": {name: value for name, value in options.items() if name != "json"},
-        "knobs": knobs,
-        "commit": _commit(),
-        "versions": {
-            "horo": horo.__version__,
-            "core": _core.version(),
-            "torch": str(torch.__version__),
-            "python": platform.python_version(),
-        },
-        "machine": {
-            "cpu": _first_line("/proc/cpuinfo", "model name") or platform.machine(),
-            "cores": os.cpu_count(),
-            "memory": _first_line("/proc/meminfo", "MemTotal"),
-            "system": platform.platform(),
-            "simd": _core.simd_name(),
-        },
-        "probe_us": probed,
-        "rows": [asdict(row) for row in rows],
-    }
-    Path(path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -8,66 +8,90 @@ import sys
 from pathlib import Path
 
 import pytest
-from example_runs import ROOT, launcher, start
+from example_runs import ROOT, start
 
 FOLDER = ROOT / "benchmarks"
 SCRIPT = str(FOLDER / "allreduce.py")
-SHORT = ["--max", "4K", "--step", "32", "--rounds", "2", "--round-ms", "1"]
+SHORT = ["--max", "4K", "--step", "32", "--rounds", "2", "--turn-ms", "1", "--peers", "horo,gloo"]
 
 sys.path.insert(0, str(FOLDER))
 import allreduce  # noqa: E402  (benchmarks/allreduce.py)
 import report  # noqa: E402  (benchmarks/report.py)
+from contest import Turn  # noqa: E402  (benchmarks/contest.py)
+from rounds import Case, Heat, Result  # noqa: E402  (benchmarks/rounds.py)
 
 
-def test_starts_two_ranks_itself_and_writes_what_it_measured(tmp_path: Path) -> None:
-    file = tmp_path / "out.json"
+def test_measures_two_libraries_and_writes_what_it_measured(tmp_path: Path) -> None:
+    file = tmp_path / "made" / "out.json"
     done = start([sys.executable, SCRIPT, *SHORT, "--json", str(file)])
     document = json.loads(file.read_text())
 
-    assert document["ranks"] == 2
-    assert [row["bytes"] for row in document["rows"]] == [4, 128, 4096]
-    assert len(document["probe_us"]) == 2
-    assert set(document) >= {"machine", "versions", "commit", "knobs", "options", "time"}
-    for row in document["rows"]:
-        for library in ("horo", "gloo"):
-            assert row[library]["is_correct"]
-            assert len(row[library]["rounds_us"]) == 2
-            assert row[library]["min_us"] <= row[library]["median_us"] <= row[library]["max_us"]
-    assert done.stdout.count(" ok\n") == 3
+    assert document["benchmark"] == "allreduce"
+    assert document["options"]["peers"] == ["horo", "gloo"]
+    assert set(document) >= {"machine", "versions", "commit", "knobs", "options", "time", "contestants"}
+    assert len(document["probe_us"]) == 2 * 2 * 3  # before and after each of two heats of three sizes
+    rows = document["rows"]
+    assert [(row["bytes"], row["contestant"]) for row in rows] == [
+        (size, name) for size in (4, 128, 4096) for name in ("horo", "gloo")
+    ]
+    for row in rows:
+        assert row["wrong"] == ""
+        assert row["ranks"] == 2
+        assert len(row["rounds_us"]) == len(row["states"]) == 2
+        assert row["min_us"] <= row["median_us"] <= row["max_us"]
+    assert done.stdout.count(" ok\n") == 6
+    assert done.stderr == ""
 
 
-def test_runs_as_one_rank_under_a_launcher() -> None:
-    done = start([*launcher("hororun", 1), SCRIPT, *SHORT, "--dtype", "int64"])
-    assert "sum of int64, 1 rank(s)" in done.stdout
+@pytest.mark.parametrize("dtype", ["bfloat16", "int64"])
+def test_sums_are_right_in_other_dtypes_and_on_four_ranks(dtype: str) -> None:
+    done = start([sys.executable, SCRIPT, *SHORT, "--np", "4", "--rounds", "1", "--dtype", dtype])
+    assert f"in-place sum of {dtype}, 4 ranks" in done.stdout
+    assert done.stdout.count(" ok\n") == 6
 
 
 def test_rates_follow_the_formulas() -> None:
-    timing = report.Timing.of(4_000_000, 4, [1000.0, 4000.0, 2000.0], iterations=5, is_correct=True)
-    assert (timing.min_us, timing.median_us, timing.max_us) == (1000.0, 2000.0, 4000.0)
-    assert timing.algbw == pytest.approx(2.0)  # 4 MB in 2 ms
-    assert timing.busbw == pytest.approx(3.0)  # times 2 * 3 / 4
-    assert timing.spread == pytest.approx(1.5)
-    assert report.bus_factor(2) == 1.0
-    assert report.bus_factor(1) == 0.0
+    rates = allreduce.Rates.of(4_000_000, 4, 2000.0)
+    assert rates.algbw == pytest.approx(2.0)  # 4 MB in 2 ms
+    assert rates.busbw == pytest.approx(3.0)  # times 2 * 3 / 4
+    assert allreduce.bus_factor(2) == 1.0
+    assert allreduce.bus_factor(1) == 0.0
 
 
-def test_a_wrong_sum_shows_in_the_table() -> None:
-    micros = {"horo": [1.0], "gloo": [2.0]}
-    row = report.Row.of(4, 2, micros, {"horo": 1, "gloo": 1}, {"horo": False, "gloo": True})
-    assert not row.is_correct
-    assert row.ratio == 2.0
-    assert "WRONG: horo" in report.as_table([row], 2, "float32", [])
+def result_of(heats: list[tuple[float, float]], wrong: dict[str, str]) -> Result:
+    """horo and gloo took so many microseconds, heat by heat."""
+    turns = [{"horo": Turn(horo, []), "gloo": Turn(gloo, [])} for horo, gloo in heats]
+    case = Case("4 KiB", {"bytes": 4096})
+    return Result(
+        case,
+        {"horo": 1, "gloo": 1},
+        {"MPICH": "bfloat16 is no type of MPI"},
+        wrong,
+        [Heat((200.0, 200.0), turn) for turn in turns],
+    )
+
+
+def test_the_table_says_who_was_wrong_who_was_faster_and_who_was_left_out() -> None:
+    table = allreduce.as_table([result_of([(10.0, 30.0)], {"horo": "rank 1: 3 of 1024 elements"})], 2, "bfloat16")
+    horo, gloo, mpich = table.splitlines()[2:5]
+    assert horo.endswith("WRONG: rank 1: 3 of 1024 elements")
+    assert gloo.split()[-2:] == ["3.00", "ok"]
+    assert mpich.split("MPICH")[1].strip() == "bfloat16 is no type of MPI"
+
+
+def test_equal_numbers_of_elements_are_one_size() -> None:
+    assert [case.parameters["bytes"] for case in allreduce.make_cases(1, 64, 2, "int64")] == [8, 16, 32, 64]
 
 
 @pytest.mark.parametrize(("text", "size"), [("4", 4), ("64K", 65536), ("64m", 64 << 20), ("2G", 2 << 30)])
 def test_sizes_are_read(text: str, size: int) -> None:
-    assert allreduce.parse_size(text) == size
+    assert report.parse_size(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "0", "K", "4T", "-4", "4.5M"])
 def test_bad_size_is_named(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is not a size"):
-        allreduce.parse_size(text)
+        report.parse_size(text)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +100,11 @@ def test_bad_size_is_named(text: str) -> None:
         (["--np", "0"], "--np 0: at least 1"),
         (["--rounds", "0"], "--rounds 0: at least 1"),
         (["--step", "1"], "--step 1: at least 2"),
+        (["--turn-ms", "0"], "--turn-ms 0: must be more than 0"),
+        (["--turn-limit-s", "nan"], "--turn-limit-s nan: must be more than 0"),
         (["--min", "8", "--max", "4"], "--max 4 is below --min 8"),
+        (["--peers", "horo,nccl"], "'horo,nccl' knows no 'nccl'; known are horo, gloo, openmpi, mpich, horovod"),
+        (["--peers", "gloo,gloo"], "'gloo,gloo' names one twice"),
     ],
 )
 def test_bad_option_is_named(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

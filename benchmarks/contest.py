@@ -1,0 +1,401 @@
+"""The driver of a contest: starts every contestant as a job of its own and gives them turns, one after the other.
+
+    with Contest(peers, ranks=2) as contest:
+        results = rounds.play(contest, "allreduce", cases, plan)
+
+Whoever does not have its turn sleeps in a read. So contestants can take turns in short rounds, and no library is in the
+process of another. How to add a benchmark: README.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from channel import Channel, ChannelClosed, Message
+from peers import Peer
+from workloads import probe
+
+START_LIMIT_S = 120.0
+TURN_LIMIT_S = 120.0
+END_LIMIT_S = 10.0
+KILL_LIMIT_S = 5.0
+HELLO_LIMIT_S = 5.0
+PROBE_READS = 4
+# When one rank fails, others of its job fail because of it; the cause may arrive a moment after its consequences.
+CAUSE_LIMIT_S = 0.5
+OUTPUT_LINES = 15
+
+# What a launcher above this process may have left; contestants must not take themselves for its ranks.
+LAUNCHER_PREFIXES = ("HOROVOD_", "OMPI_", "PMI_", "PMIX_", "PRTE_", "SLURM_", "TORCHELASTIC_")
+LAUNCHER_NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} | {
+    f"HORO_{name}" for name in ("STORE", "SECRET", "JOB_ID", "HOST_MARK")
+}
+PROBE = Peer("probe", "bare")
+
+
+class ContestError(Exception):
+    """The contest cannot go on; the text is a sentence for the user."""
+
+
+@dataclass
+class Team:
+    """One contestant at work: its jobs, and what its ranks have sent."""
+
+    peer: Peer
+    ranks: int
+    output: IO[bytes]
+    jobs: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    channels: dict[int, Channel] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    exchanged: dict[int, Any] = field(default_factory=dict)
+    answers: dict[int, Message] = field(default_factory=dict)
+    ready: set[int] = field(default_factory=set)
+
+    def silent(self) -> str:
+        """The ranks that have not answered."""
+        missing = [str(rank) for rank in range(self.ranks) if rank not in self.answers]
+        return f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
+
+    def last_output(self) -> str:
+        """The last lines that its processes wrote, indented; empty if they wrote nothing."""
+        self.output.seek(0)
+        lines = self.output.read().decode(errors="replace").splitlines()[-OUTPUT_LINES:]
+        return "".join(f"\n    {line}" for line in lines)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One contestant's turn. Times are of one call, in microseconds.
+
+    Attributes:
+        micros: mean time of a call on the slowest rank: a collective is over when its last rank has the result.
+        ranks: what each rank has measured (contestant.run_turn), rank 0 first.
+    """
+
+    micros: float
+    ranks: list[Message]
+
+    def slowest_calls(self) -> list[float]:
+        """Call by call the time on the slowest rank; needs a plan with ``each``."""
+        return [max(calls) for calls in zip(*(rank["calls_us"] for rank in self.ranks), strict=True)]
+
+    def figure(self, name: str) -> float:
+        """A figure of the workload, the largest of all ranks."""
+        return max(float(rank["figures"][name]) for rank in self.ranks)
+
+    def total(self, name: str) -> float:
+        """The sum over ranks of what run_turn counts: cpu_s, switches_voluntary, switches_forced, page_faults."""
+        return sum(float(rank[name]) for rank in self.ranks)
+
+
+class Contest:
+    """Contestants of ``ranks`` ranks each, beside a probe of the cores in two processes. A context manager.
+
+    Raises:
+        ContestError: a rank died, or did not answer in time. Leaving the ``with`` block ends all processes in any case.
+    """
+
+    def __init__(self, peers: Sequence[Peer], ranks: int, *, turn_limit_s: float = TURN_LIMIT_S) -> None:
+        self.peers = list(peers)
+        self.ranks = ranks
+        self._turn_limit_s = turn_limit_s
+        self._teams: dict[str, Team] = {}
+        self._selector = selectors.DefaultSelector()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._name = f"contest-{secrets.token_hex(16)}"
+        self._descriptor = -1
+        self._doing = "starting"
+
+    # ---- life ----
+
+    def __enter__(self) -> Contest:
+        try:
+            self._start()
+        except BaseException:
+            self._kill()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            try:
+                self._end()
+            finally:
+                self._kill()
+        else:
+            self._kill()
+
+    def _start(self) -> None:
+        self._listener.bind("\0" + self._name)
+        self._listener.listen(64)
+        self._selector.register(self._listener, selectors.EVENT_READ, None)
+        self._descriptor = os.memfd_create("contest-probe")
+        os.truncate(self._descriptor, probe.MEMORY_BYTES)
+        for peer, ranks in [*((peer, self.ranks) for peer in self.peers), (PROBE, 2)]:
+            team = Team(peer, ranks, tempfile.TemporaryFile())  # noqa: SIM115  (closed in _kill)
+            self._teams[peer.name] = team
+            self._launch(team)
+        teams = self._teams.values()
+
+        def who() -> str:
+            late = [team.peer.name for team in teams if len(team.ready) < team.ranks]
+            return f"{' and '.join(late)} did not start within {START_LIMIT_S:g} s"
+
+        self._pump_until(lambda: all(len(team.ready) == team.ranks for team in teams), START_LIMIT_S, who)
+        for peer in self.peers:
+            self._let_run(self._teams[peer.name], False)
+        self.prepare(PROBE, "probe", "probe", {"descriptor": self._descriptor})
+        wrong = self.check(PROBE, "probe")
+        if wrong:
+            raise ContestError(f"the probe of the cores does not work: {wrong}")
+
+    def _launch(self, team: Team) -> None:
+        peer = team.peer
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in LAUNCHER_NAMES and not name.startswith(LAUNCHER_PREFIXES)
+        }
+        if peer.folder is not None:
+            environment.pop("PYTHONPATH", None)
+        environment |= {"OMP_NUM_THREADS": "1", **peer.environment}
+        commands = peer.commands(team.ranks, [self._name, peer.name, peer.library, str(team.ranks)])
+        for number, command in enumerate(commands):
+            mine = {"RANK": str(number)} if peer.launcher == "plain" else {}
+            try:
+                job = subprocess.Popen(
+                    command,
+                    env={**environment, **mine},
+                    stdin=subprocess.DEVNULL,
+                    stdout=team.output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    pass_fds=(self._descriptor,) if peer is PROBE else (),
+                )
+            except OSError as error:
+                raise ContestError(f"{peer.name} cannot be started: {command[0]}: {error.strerror}") from error
+            team.jobs.append(job)
+
+    def _end(self) -> None:
+        """Lets everybody leave in order."""
+        for team in self._teams.values():
+            self._let_run(team, True)
+            for channel in team.channels.values():
+                with contextlib.suppress(ChannelClosed):
+                    channel.send({"do": "end"})
+        deadline = time.monotonic() + END_LIMIT_S
+        for team in self._teams.values():
+            for job in team.jobs:
+                try:
+                    code = job.wait(max(0.0, deadline - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    raise ContestError(f"{team.peer.name} did not end within {END_LIMIT_S:g} s") from None
+                if code != 0:
+                    raise ContestError(f"{team.peer.name} ended with code {code} after its turns{team.last_output()}")
+
+    def _kill(self) -> None:
+        """Ends whatever is left, at once: ranks first, then the launchers, which by then have nothing to wait for."""
+        jobs = [job for team in self._teams.values() for job in team.jobs]
+        for team in self._teams.values():
+            for channel in team.channels.values():
+                # A rank whose channel has not ended is alive, so its number is its own.
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(channel.peer()[0], signal.SIGKILL)
+        for job in jobs:
+            if job.poll() is None:
+                job.terminate()
+        deadline = time.monotonic() + KILL_LIMIT_S
+        for job in jobs:
+            try:
+                job.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(job.pid, signal.SIGKILL)
+                job.wait()
+        for team in self._teams.values():
+            for channel in team.channels.values():
+                channel.close()
+            team.output.close()
+        self._teams.clear()
+        self._selector.close()
+        self._listener.close()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    # ---- turns ----
+
+    def versions(self) -> dict[str, dict[str, str]]:
+        """What each contestant's numbers depend on."""
+        return {peer.name: self._teams[peer.name].versions for peer in self.peers}
+
+    def prepare(self, peer: Peer, workload: str, case: str, parameters: dict[str, Any]) -> str:
+        """Makes ``case``, a name of the caller's, known to ``peer``; returns "" or why its library cannot do it."""
+        message = {"do": "prepare", "workload": workload, "parameters": parameters}
+        return next((text for answer in self._ask(peer, case, message) if (text := answer["unsupported"])), "")
+
+    def check(self, peer: Peer, case: str) -> str:
+        """Compares a result with a known answer; returns "" or what is wrong, and on which rank."""
+        answers = self._ask(peer, case, {"do": "check"})
+        return "; ".join(f"rank {rank}: {answer['wrong']}" for rank, answer in enumerate(answers) if answer["wrong"])
+
+    def turn(self, peer: Peer, case: str, count: int, *, warm: int = 1, each: bool = False) -> Turn:
+        """``count`` calls, measured, after ``warm`` that are not; with ``each``, the time of every single call."""
+        answers = self._ask(peer, case, {"do": "turn", "count": count, "warm": warm, "each": each})
+        return Turn(max(float(answer["mean_us"]) for answer in answers), answers)
+
+    def forget(self, peer: Peer, case: str) -> None:
+        """Frees what ``prepare`` has made."""
+        self._ask(peer, case, {"do": "forget"})
+
+    def probe(self) -> float:
+        """Microseconds in which a core reads 4 MiB that another core has just written, the slower of two."""
+        return self.turn(PROBE, "probe", PROBE_READS).figure("read_us")
+
+    def _ask(self, peer: Peer, case: str, message: Message) -> list[Message]:
+        """Sends a message to all ranks of a contestant and waits for all answers, rank 0 first."""
+        team = self._teams[peer.name]
+        team.answers.clear()
+        self._doing = f"{message['do']} '{case}'"
+        self._let_run(team, True)
+        for rank, channel in team.channels.items():
+            try:
+                channel.send({**message, "case": case})
+            except ChannelClosed:
+                raise ContestError(self._lost(team, rank)) from None
+
+        def late() -> str:
+            return (
+                f"{peer.name} has not done {self._doing} within {self._turn_limit_s:g} s: "
+                f"{team.silent()} did not answer{team.last_output()}"
+            )
+
+        self._pump_until(lambda: len(team.answers) == team.ranks, self._turn_limit_s, late)
+        self._let_run(team, False)
+        return [team.answers[rank] for rank in range(team.ranks)]
+
+    @staticmethod
+    def _let_run(team: Team, run: bool) -> None:
+        """Stops or continues the ranks of a library that does not sleep by itself."""
+        if not team.peer.sleeps:
+            for channel in team.channels.values():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(channel.peer()[0], signal.SIGCONT if run else signal.SIGSTOP)
+
+    # ---- messages ----
+
+    def _pump_until(self, done: Callable[[], bool], limit_s: float, late: Callable[[], str]) -> None:
+        """Handles messages until ``done()``; raises with the sentence ``late()`` when that takes too long."""
+        deadline = time.monotonic() + limit_s
+        trouble: list[tuple[bool, str]] = []  # (is it a cause, the sentence)
+        while not done():
+            if time.monotonic() > deadline:
+                raise ContestError(next((text for _, text in sorted(trouble, reverse=True)), "") or late())
+            for key, _ in self._selector.select(0.05 if trouble else 0.5):
+                found = self._accept() if key.data is None else self._read(*key.data)
+                if found is not None:
+                    if not trouble:
+                        deadline = time.monotonic() + CAUSE_LIMIT_S
+                    trouble.append(found)
+            if not trouble:
+                self._look_at_jobs()
+
+    def _look_at_jobs(self) -> None:
+        """A job that ends before all of its ranks are connected says nothing on any channel."""
+        for team in self._teams.values():
+            for job in team.jobs:
+                if len(team.ready) < team.ranks and job.poll() is not None:
+                    raise ContestError(
+                        f"{team.peer.name} ended with code {job.returncode} before it was ready{team.last_output()}"
+                    )
+
+    def _accept(self) -> tuple[bool, str] | None:
+        connection, _ = self._listener.accept()
+        channel = Channel(connection)
+        connection.settimeout(HELLO_LIMIT_S)
+        try:
+            if channel.peer()[1] != os.geteuid():
+                raise ChannelClosed("not a process of this user")
+            hello = channel.receive()
+        except ChannelClosed:
+            channel.close()
+            return None
+        team, rank = self._teams[hello["contestant"]], int(hello["rank"])
+        if rank in team.channels or not 0 <= rank < team.ranks:
+            raise ContestError(f"{team.peer.name} has started a rank {rank} where ranks 0 to {team.ranks - 1} were due")
+        connection.settimeout(None)
+        team.channels[rank] = channel
+        self._selector.register(connection, selectors.EVENT_READ, (team, rank))
+        return self._read(team, rank) if channel.has_message() else None
+
+    def _read(self, team: Team, rank: int) -> tuple[bool, str] | None:
+        """Handles what a rank has sent; returns (is it a cause, sentence) when that was bad news."""
+        channel = team.channels[rank]
+        try:
+            messages = channel.receive_all()
+        except ChannelClosed:
+            self._selector.unregister(channel.socket)
+            sentence = self._lost(team, rank)
+            team.channels.pop(rank).close()
+            return True, sentence
+        for message in messages:
+            if "failed" in message:
+                self._selector.unregister(channel.socket)  # that its channel ends now is no news
+                return False, f"rank {rank} of {team.peer.name} failed at {self._doing}: {message['failed']}"
+            if "exchange" in message:
+                team.exchanged[rank] = message["exchange"]
+                self._exchange(team)
+            elif "ready" in message:
+                team.ready.add(rank)
+                team.versions = message["ready"]
+            else:
+                team.answers[rank] = message
+        return None
+
+    @staticmethod
+    def _exchange(team: Team) -> None:
+        if len(team.exchanged) == team.ranks:
+            values = [team.exchanged[rank] for rank in range(team.ranks)]
+            team.exchanged.clear()
+            for channel in team.channels.values():
+                with contextlib.suppress(ChannelClosed):  # its end will be read from it
+                    channel.send({"exchange": values})
+
+    def _lost(self, team: Team, rank: int) -> str:
+        process = team.channels[rank].peer()[0]
+        return f"rank {rank} of {team.peer.name} (process {process}) died at {self._doing}{team.last_output()}"
+
+
+def _on_signal(number: int, frame: object) -> None:
+    del frame
+    raise SystemExit(128 + number)
+
+
+def exit_code(run: Callable[[], int]) -> int:
+    """What a benchmark's ``main`` returns: that of ``run``, or 1 with a sentence on stderr when the contest broke."""
+    signal.signal(signal.SIGTERM, _on_signal)
+    signal.signal(signal.SIGHUP, _on_signal)
+    name = Path(sys.argv[0]).name
+    if "RANK" in os.environ:
+        print(f"{name}: start it without a launcher; it starts the ranks of all contestants itself", file=sys.stderr)
+        return 2
+    try:
+        return run()
+    except ContestError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130

@@ -1,0 +1,30 @@
+"""horo, started by hororun."""
+
+from __future__ import annotations
+
+import torch
+
+import horo.torch as hvd
+from horo import __version__, _core
+from libraries import Exchange, check_place
+
+
+class Opened:
+    kind = "horo"
+    module = hvd
+
+    def __init__(self, rank: int, size: int, exchange: Exchange) -> None:
+        del exchange
+        torch.set_num_threads(1)
+        hvd.init()
+        check_place((hvd.rank(), hvd.size()), rank, size)
+        self.rank, self.size = rank, size
+
+    def barrier(self) -> None:
+        hvd.barrier()
+
+    def versions(self) -> dict[str, str]:
+        return {"horo": __version__, "core": _core.version(), "torch": str(torch.__version__)}
+
+    def close(self) -> None:
+        hvd.shutdown()

@@ -1,0 +1,71 @@
+"""A sum over all ranks, in place, under a fixed name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from contestant import Unsupported, Work
+from libraries import Library
+
+
+def pattern_factor(rank: int) -> int:
+    """What a rank multiplies the pattern with; small, so that sums are exact in every dtype."""
+    return rank % 4 + 1
+
+
+def prepare(library: Library, parameters: dict[str, Any]) -> Work:
+    """``parameters``: dtype, count (elements), name."""
+    dtype, count, name = parameters["dtype"], parameters["count"], parameters["name"]
+    total = sum(pattern_factor(rank) for rank in range(library.size))
+    if library.kind == "mpi":
+        return work_with_numpy(library, dtype, count, total)
+    return work_with_torch(library, dtype, count, name, total)
+
+
+def work_with_torch(library: Library, dtype_name: str, count: int, name: str, total: int) -> Work:
+    import torch  # noqa: PLC0415  (ranks of an MPI have none)
+
+    dtype: torch.dtype = getattr(torch, dtype_name)
+    tensor = torch.zeros(count, dtype=dtype)
+    call = torch_call(library, tensor, name)
+
+    def check() -> str:
+        place = (torch.arange(count) % 3 + 1).to(dtype)
+        tensor.copy_(place * pattern_factor(library.rank))
+        call()
+        wrong = int((tensor != place * total).sum())
+        tensor.zero_()  # the timed calls reduce zeros, which stay zeros however often they are summed
+        return f"{wrong} of {count} elements" if wrong else ""
+
+    return Work(call, check)
+
+
+def torch_call(library: Library, tensor: Any, name: str) -> Callable[[], object]:
+    module = library.module
+    if library.kind == "gloo":
+        return lambda: module.all_reduce(tensor)
+    if library.kind in ("horo", "horovod"):
+        return lambda: module.allreduce_(tensor, op=module.Sum, name=name)
+    raise Unsupported(f"the library '{library.kind}' has no allreduce")
+
+
+def work_with_numpy(library: Library, dtype: str, count: int, total: int) -> Work:
+    if dtype in ("bfloat16", "float16"):
+        raise Unsupported(f"{dtype} is no type of MPI")
+    array = np.zeros(count, dtype=dtype)
+    world, in_place = library.module.COMM_WORLD, library.module.IN_PLACE
+
+    def call() -> None:
+        world.Allreduce(in_place, array)
+
+    def check() -> str:
+        place = (np.arange(count) % 3 + 1).astype(dtype)
+        array[:] = place * pattern_factor(library.rank)
+        call()
+        wrong = int((array != place * total).sum())
+        array.fill(0)
+        return f"{wrong} of {count} elements" if wrong else ""
+
+    return Work(call, check)
