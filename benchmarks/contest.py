@@ -298,12 +298,16 @@ class Contest:
     # ---- messages ----
 
     def _pump_until(self, done: Callable[[], bool], limit_s: float, late: Callable[[], str]) -> None:
-        """Handles messages until ``done()``; raises with the sentence ``late()`` when that takes too long."""
+        """Handles messages until ``done()``; raises with the sentence ``late()`` when that takes too long.
+
+        Bad news from any contestant, whether or not it has its turn, end the contest.
+        """
         deadline = time.monotonic() + limit_s
         trouble: list[tuple[bool, str]] = []  # (is it a cause, the sentence)
-        while not done():
+        while trouble or not done():
             if time.monotonic() > deadline:
-                raise ContestError(next((text for _, text in sorted(trouble, reverse=True)), "") or late())
+                causes = [text for is_cause, text in trouble if is_cause]
+                raise ContestError([*causes, *(text for _, text in trouble), late()][0])
             for key, _ in self._selector.select(0.05 if trouble else 0.5):
                 found = self._accept() if key.data is None else self._read(*key.data)
                 if found is not None:

@@ -42,10 +42,10 @@ class Peer:
     @property
     def missing(self) -> str:
         """A sentence when it cannot take part here, else ""."""
-        if self.folder is None or (self.folder / "bin" / "python").exists():
+        if self.folder is None or (self.folder / "installed").exists():
             return ""
         where = self.folder.relative_to(ROOT) if self.folder.is_relative_to(ROOT) else self.folder
-        return f"{self.name} does not take part: {where} is not there; {self.how_to_get} makes it"
+        return f"{self.name} does not take part: it is not installed in {where}; `{self.how_to_get}` does that"
 
     def commands(self, ranks: int, words: Sequence[str]) -> list[list[str]]:
         """The jobs that start ``ranks`` copies of contestant.py with ``words``."""
