@@ -80,8 +80,12 @@ peers-if-possible: build
 	@$(MAKE) --no-print-directory --keep-going peers || echo "make: going on without the peers that could not be installed"
 
 .PHONY: bench
-bench: peers-if-possible ## allreduce beside gloo and the peers
-	@$(PY) benchmarks/allreduce.py $(BENCH_ARGS)
+bench: peers-if-possible ## all benchmarks, beside gloo and the peers, into build/bench
+	@$(PY) benchmarks/suite.py $(BENCH_ARGS)
+
+.PHONY: bench-check
+bench-check: peers-if-possible ## one line per target: figure, best peer, ratio, ok or short
+	@$(PY) benchmarks/check.py $(BENCH_ARGS)
 
 # ---- checks -------------------------------------------------------------------------------------------------------
 

@@ -12,13 +12,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import options
 import peers
 import report
-from contest import Contest, exit_code
+from contest import Contest, ContestError, exit_code
 from rounds import Case, Plan, Result, describe_probe, play, probe_values
 
 ITEM_BYTES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "int64": 8}
@@ -129,6 +129,90 @@ def run(arguments: argparse.Namespace) -> int:
         more = {"probe_us": probe_values(results)}
         report.write(arguments.json, report.document("allreduce", rows, options=asked, versions=versions, **more))
     return 1 if any(result.wrong for result in results) else 0
+
+
+@dataclass(frozen=True)
+class Target:
+    """What one size should reach: so many times the best peer, by state of the cores, or so many microseconds."""
+
+    size: int
+    ranks: int
+    times_best: dict[str, float] = field(default_factory=dict)
+    limit_us: float = 0.0
+
+
+TARGETS = (
+    Target(64 << 20, 2, {"sharing": 3.5, "apart": 3.5}),
+    Target(4 << 20, 2, {"sharing": 1.3, "apart": 4.0}),
+    Target(64 << 10, 2, {"sharing": 1.0, "apart": 1.0}),
+    Target(4, 2, limit_us=15.0),
+    Target(64 << 20, 4, {"sharing": 1.5, "apart": 1.5}),
+    Target(4, 4, limit_us=60.0),
+)
+RATES_FROM_BYTES = 64 << 10
+# A state of the cores in which fewer heats were is not reported.
+HEATS_OF_STATE_MIN = 3
+
+
+def check_rows(quick: bool = True) -> list[report.CheckRow]:
+    """For check.py.
+
+    Raises:
+        ContestError: a contestant died, or a sum was wrong.
+    """
+    contestants = peers.available(list(peers.ALL.values()))
+    plan = Plan(rounds=11 if quick else 41)
+    rows: list[report.CheckRow] = []
+    for ranks in sorted({target.ranks for target in TARGETS}):
+        targets = [target for target in TARGETS if target.ranks == ranks]
+        cases = [case for target in targets for case in make_cases(target.size, target.size, 2, "float32")]
+        with Contest(contestants, ranks) as contest:
+            results = play(contest, "allreduce", cases, plan)
+        for target, result in zip(targets, results, strict=True):
+            if result.wrong:
+                raise ContestError(f"{result.case.name}, {ranks} ranks: wrong sums: {result.wrong}")
+            rows += rows_for(target, result)
+    return rows
+
+
+def rows_for(target: Target, result: Result) -> list[report.CheckRow]:
+    """One row; where the target depends on the state of the cores, one for each state that occurred."""
+    if target.limit_us:
+        return [_row_for(target, result, "")]
+    counts = result.states()
+    states = [state for state in target.times_best if counts.get(state, 0) >= HEATS_OF_STATE_MIN]
+    return [_row_for(target, result, state) for state in states or [""]]
+
+
+def _row_for(target: Target, result: Result, state: str) -> report.CheckRow:
+    others = sorted((name for name in result.calls if name != "horo"), key=lambda name: result.median(name, state))
+    best = others[0] if others else ""
+    ratio = result.ratio(best, state=state) if best else None
+    is_rate = target.size >= RATES_FROM_BYTES
+    figures = {
+        name: Rates.of(target.size, target.ranks, result.median(name, state)).busbw if is_rate else result.median(name)
+        for name in result.calls
+    }
+    unit = "GB/s" if is_rate else "us"
+    if target.limit_us:
+        text, is_met = f"<= {target.limit_us:g} us", figures["horo"] <= target.limit_us
+    else:
+        # Cores that changed their state all the time: the harder of the targets.
+        wanted = target.times_best.get(state) or max(target.times_best.values())
+        text, is_met = f">= {wanted:g}x", ratio is not None and ratio >= wanted
+    cores = {"": "", "sharing": "cores share a cache", "apart": "cores share no cache"}[state]
+    rest = ", ".join(f"{name} {report.three_digits(figures[name])}" for name in others[1:])
+    return report.CheckRow(
+        what=f"{result.case.name} float32, {target.ranks} ranks",
+        figure=figures["horo"],
+        unit=unit,
+        peer=best,
+        peer_figure=figures[best] if best else None,
+        ratio=ratio,
+        target=text,
+        ok=is_met,
+        note="; ".join(filter(None, [rest, cores])),
+    )
 
 
 def main() -> int:

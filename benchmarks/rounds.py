@@ -100,6 +100,7 @@ class Result:
             values = self.micros(name)
             rows.append(
                 {
+                    "case": self.case.name,
                     **self.case.parameters,
                     **more,
                     "contestant": name,

@@ -46,6 +46,8 @@ def torch_call(library: Library, tensor: Any, name: str) -> Callable[[], object]
     module = library.module
     if library.kind == "gloo":
         return lambda: module.all_reduce(tensor)
+    if library.kind == "horovod" and str(tensor.dtype) == "torch.bfloat16":
+        raise Unsupported("Horovod has no bfloat16")
     if library.kind in ("horo", "horovod"):
         return lambda: module.allreduce_(tensor, op=module.Sum, name=name)
     raise Unsupported(f"the library '{library.kind}' has no allreduce")
