@@ -87,6 +87,14 @@ bench: peers-if-possible ## all benchmarks, beside gloo and the peers, into buil
 bench-check: peers-if-possible ## one line per target: figure, best peer, ratio, ok or short
 	@$(PY) benchmarks/check.py $(BENCH_ARGS)
 
+$(STAMPS)/plot: benchmarks/requirements/plot.txt $(STAMPS)/requirements
+	@$(PIP) -r $<
+	@touch $@
+
+.PHONY: performance
+performance: build $(STAMPS)/plot ## docs/performance.md from what `make bench` has measured
+	@$(PY) benchmarks/plot.py
+
 # ---- checks -------------------------------------------------------------------------------------------------------
 
 .PHONY: style

@@ -1,8 +1,9 @@
-"""The suite runs everything, and the check says ok or short by its targets."""
+"""The suite runs everything, the check says ok or short by its targets, and the page says what the results say."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from example_runs import ROOT
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import allreduce
 import check
+import measured
 import report
 import rounds
 import suite
@@ -156,3 +158,105 @@ def test_the_check_exits_with_0_when_short_and_1_when_something_broke(
 )
 def test_times_have_three_digits(micros: float, text: str) -> None:
     assert report.time_text(micros) == text
+
+
+# ---- page ------------------------------------------------------------------------------------------------------------
+
+
+def document_of(benchmark: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return report.document(benchmark, rows, options={}, versions={"gloo": {"torch": "2.13.0"}})
+
+
+def allreduce_rows() -> list[dict[str, Any]]:
+    """At 4 B MPICH takes a tenth of horo's time, at 4 MiB horo a third of MPICH's."""
+    small = result_of(4, [(FAST, {"horo": 20.0, "MPICH": 2.0})] * 3)
+    large = result_of(4 << 20, [(FAST, {"horo": 1000.0, "MPICH": 3000.0})] * 3)
+    return allreduce.rows_of([small, large], 2)
+
+
+def page_of(folder: Path, documents: dict[str, dict[str, Any]]) -> str:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed; `make performance` installs it")
+    import plot  # noqa: PLC0415  (benchmarks/plot.py, which needs matplotlib)
+
+    for name, document in documents.items():
+        report.write(folder / "results" / f"{name}.json", document)
+    plot.write_page(measured.read_folder(folder / "results"), folder / "performance.md")
+    return (folder / "performance.md").read_text()
+
+
+def test_the_page_says_where_a_peer_is_ahead(tmp_path: Path) -> None:
+    page = page_of(tmp_path, {"allreduce-np2": document_of("allreduce", allreduce_rows())})
+    ahead = page.split("## Where a peer is ahead")[1].split("##")[0]
+    assert "4 B (MPICH, 10.0 times as fast)" in ahead
+    assert "4 MiB" not in ahead
+    assert "| 4 B | 20.0 us | **2.00 us** | 0.00 | 0.10 |" in page
+    assert "| 4 MiB | **1.00 ms** | 3.00 ms | 4.19 | 3.00 |" in page
+    picture = tmp_path / "performance" / "allreduce-np2-sharing.svg"
+    assert f"(performance/{picture.name})" in page
+    assert "bus bandwidth" in picture.read_text()
+    assert "gloo: torch 2.13.0" in page
+
+
+def test_the_same_results_make_the_same_page_and_pictures(tmp_path: Path) -> None:
+    documents = {"allreduce-np2": document_of("allreduce", allreduce_rows())}
+    first = page_of(tmp_path, documents)
+    pictures = {path.name: path.read_bytes() for path in (tmp_path / "performance").iterdir()}
+    (tmp_path / "performance" / "of-an-older-run.svg").touch()
+    assert page_of(tmp_path, documents) == first
+    assert {path.name: path.read_bytes() for path in (tmp_path / "performance").iterdir()} == pictures
+
+
+def test_efficiency_is_the_ceiling_over_the_step(tmp_path: Path) -> None:
+    heats = [(FAST, {"ceiling": 200.0, "horo": 250.0, "DDP": 400.0})] * 3
+    rows = [{**row, "model": "mlp"} for row in result_of(4, heats).as_rows()]
+    page = page_of(tmp_path, {"training_step": document_of("training_step", rows)})
+    assert "| mlp | horo | 250 us | 250 us | 250 us | 80.0 % |" in page
+    assert "| mlp | DDP | 400 us | 400 us | 400 us | 50.0 % |" in page
+    assert (tmp_path / "performance" / "training_step.svg").exists()
+    assert "Nowhere in these results." in page
+
+
+def test_a_benchmark_without_a_chapter_gets_a_table(tmp_path: Path) -> None:
+    rows = [{"what": "init", "median_us": 1500.0, "memory_bytes": 2048, "hops": 3, "all": [1, 2]}]
+    page = page_of(tmp_path, {"some_thing": document_of("some_thing", rows)})
+    assert (
+        "## Some thing\n\n| what | median | memory | hops |\n|---|---|---|---|\n| init | 1.50 ms | 2 KiB | 3 |" in page
+    )
+
+
+def test_a_table_of_contestants_also_says_who_is_ahead(tmp_path: Path) -> None:
+    rows = result_of(4, [(FAST, {"horo": 20.0, "DDP": 10.0})] * 3).as_rows(ranks=2)
+    page = page_of(tmp_path, {"small_tensors": document_of("small_tensors", rows)})
+    assert "* small tensors, 4 B, 2 ranks: DDP, 2.0 times as fast" in page
+
+
+def test_rounds_are_split_by_the_state_of_the_cores() -> None:
+    states = ["sharing"] * 3 + ["apart"] * 3 + ["changing"]
+    horo = {"rounds_us": [1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 9.0], "states": states}
+    gloo = {"rounds_us": [3.0, 3.0, 3.0, 10.0, 10.0, 10.0, 9.0], "states": states}
+    assert measured.states_of([horo, gloo]) == ["sharing", "apart"]
+    assert measured.ratio_of(gloo, horo, "sharing") == pytest.approx(3.0)
+    assert measured.ratio_of(gloo, horo, "apart") == pytest.approx(5.0)
+    assert measured.median_of(horo, "") == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "is no JSON"), ("[]", "was not written by a benchmark"), ('{"rows": []}', "was not written by a benchmark")],
+)
+def test_a_file_that_is_no_result_is_named(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(measured.BadResults, match=message):
+        measured.read_folder(tmp_path)
+
+
+def test_an_empty_folder_says_how_to_get_results(tmp_path: Path) -> None:
+    with pytest.raises(measured.BadResults, match=r"there is no result in .*; `make bench` writes some"):
+        measured.read_folder(tmp_path)
+
+
+def test_a_document_can_be_read_again() -> None:
+    document = json.loads(json.dumps(document_of("x", [{"a": 1}])))
+    assert document["rows"] == [{"a": 1}]
+    assert document["versions"]["horo"]
+    assert document["machine"]["cores"]

@@ -1,0 +1,233 @@
+"""The chapters of docs/performance.md: what each benchmark's results become in words, tables and pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pictures
+import report
+from allreduce import Rates
+from measured import Document, Row, grouped, median_of, ratio_of, states_of, values_of
+from pictures import Curve
+
+STATE_TEXTS = {"": "", "sharing": ", cores sharing a cache", "apart": ", cores sharing no cache"}
+# Columns of a table that say nothing to a reader of the page.
+HIDDEN = {"case", "name", "count", "calls", "wrong", "algbw", "ratio", "iterations"}
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """``lines`` of Markdown; ``ahead``: for the list of what peers do better."""
+
+    lines: list[str]
+    ahead: list[str] = field(default_factory=list)
+
+
+def make(document: Document, folder: Path) -> Chapter:
+    """The chapter of one file of results; pictures go to ``folder``."""
+    maker: Callable[[Document, Path], Chapter] = MAKERS.get(document.benchmark, plain)
+    return maker(document, folder)
+
+
+def markdown_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles), *[f"| {' | '.join(row)} |" for row in rows]]
+
+
+def picture(folder: Path, name: str, text: str) -> str:
+    return f"![{text}]({folder.name}/{name}.svg)"
+
+
+# ---- allreduce -------------------------------------------------------------------------------------------------------
+
+
+def allreduce(document: Document, folder: Path) -> Chapter:
+    rows = document.rows
+    dtype, ranks = rows[0]["dtype"], rows[0]["ranks"]
+    states = states_of(rows)
+    lines, ahead = [f"## Allreduce: {dtype}, {ranks} ranks", ""], []
+    for state in states:
+        file = f"{document.name}-{state}" if state else document.name
+        title = f"in-place sum of {dtype}, {ranks} ranks{STATE_TEXTS[state]}"
+        by_contestant = grouped(rows, "contestant")
+        curves = [bandwidth_curve(name, found, state) for (name,), found in by_contestant.items()]
+        path = folder / f"{file}.svg"
+        pictures.draw_curves(path, curves, x="bytes", y="bus bandwidth, GB/s", title=title, x_in_bytes=True)
+        lines += [picture(folder, file, f"Bandwidth, {title}"), "", *allreduce_table(rows, state), ""]
+        ahead += sizes_ahead(rows, state, f"allreduce of {dtype}, {ranks} ranks{STATE_TEXTS[state]}")
+    lines.append(
+        "Time of one call on the slowest rank, median of the rounds; the band in the picture is from the fastest to\n"
+        "the slowest round. The last column is the time of the fastest peer over that of horo, the median of the\n"
+        "ratios within heats."
+    )
+    return Chapter(lines, ahead)
+
+
+def bandwidth_curve(name: str, rows: Sequence[Row], state: str) -> Curve:
+    def busbw(row: Row, micros: float) -> float:
+        return Rates.of(row["bytes"], row["ranks"], micros).busbw
+
+    return Curve(
+        name,
+        [row["bytes"] for row in rows],
+        [busbw(row, median_of(row, state)) for row in rows],
+        [busbw(row, max(values_of(row, state))) for row in rows],
+        [busbw(row, min(values_of(row, state))) for row in rows],
+    )
+
+
+def best_peer(rows: Sequence[Row], state: str) -> Row | None:
+    """The fastest of the others."""
+    others = [row for row in rows if row["contestant"] not in ("horo", "ceiling")]
+    return min(others, key=lambda row: median_of(row, state), default=None)
+
+
+def horo_of(rows: Sequence[Row]) -> Row | None:
+    return next((row for row in rows if row["contestant"] == "horo"), None)
+
+
+def allreduce_table(rows: Sequence[Row], state: str) -> list[str]:
+    names = [key[0] for key in grouped(rows, "contestant")]
+    table = []
+    for (size,), found in grouped(rows, "bytes").items():
+        times = {row["contestant"]: median_of(row, state) for row in found}
+        fastest = min(times, key=lambda name: times[name])
+        cells = [report.time_text(times[name]) if name in times else "" for name in names]
+        cells = [f"**{cell}**" if name == fastest else cell for name, cell in zip(names, cells, strict=True)]
+        horo, best = horo_of(found), best_peer(found, state)
+        busbw = Rates.of(size, horo["ranks"], times["horo"]).busbw if horo else 0.0
+        ratio = f"{ratio_of(best, horo, state):.2f}" if horo and best else ""
+        table.append([report.size_text(size), *cells, report.three_digits(busbw), ratio])
+    return markdown_table(["size", *names, "horo, GB/s", "best peer / horo"], table)
+
+
+def sizes_ahead(rows: Sequence[Row], state: str, what: str) -> list[str]:
+    """One line that names the sizes at which a peer takes less time than horo."""
+    found = []
+    for (size,), of_size in grouped(rows, "bytes").items():
+        horo, best = horo_of(of_size), best_peer(of_size, state)
+        if horo and best and (ratio := ratio_of(best, horo, state)) < 1:
+            found.append(f"{report.size_text(size)} ({best['contestant']}, {1 / ratio:.1f} times as fast)")
+    return [f"* {what}: {', '.join(found)}"] if found else []
+
+
+# ---- training step ---------------------------------------------------------------------------------------------------
+
+
+def training_step(document: Document, folder: Path) -> Chapter:
+    """Scaling efficiency: the time of a step without communication over the time of a step with it, in percent."""
+    rows = document.rows
+    groups: dict[str, dict[str, float]] = {}
+    table, ahead = [], []
+    for (model,), found in grouped(rows, "model").items():
+        ceiling = next((row for row in found if row["contestant"] == "ceiling"), None)
+        for row in found:
+            efficiency = 100 * ratio_of(ceiling, row, "") if ceiling else None
+            if efficiency is not None and row is not ceiling:
+                groups.setdefault(str(model), {})[row["contestant"]] = efficiency
+            cells = [str(model), row["contestant"], report.time_text(median_of(row, ""))]
+            cells += [report.time_text(min(row["rounds_us"])), report.time_text(max(row["rounds_us"]))]
+            shown = "" if efficiency is None else f"{efficiency:.1f} %"
+            table.append([*cells, shown, f"{row['cpu_us'] / 1e3:.0f} ms", f"{row['switches']:.0f}"])
+        horo, best = horo_of(found), best_peer(found, "")
+        if horo and best and (ratio := ratio_of(best, horo, "")) < 1:
+            ahead.append(f"* training step, {model}: {best['contestant']}, {1 / ratio:.2f} times as fast")
+    lines = ["## Training step", ""]
+    if groups:
+        title = "scaling efficiency: step without communication / step"
+        pictures.draw_bars(folder / f"{document.name}.svg", groups, y="%", title=title, full=100)
+        lines += [picture(folder, document.name, "Scaling efficiency by model"), ""]
+    titles = ["model", "", "step", "fastest", "slowest", "efficiency", "CPU, all ranks", "context switches"]
+    return Chapter([*lines, *markdown_table(titles, table)], ahead)
+
+
+# ---- negotiation -----------------------------------------------------------------------------------------------------
+
+GROWTH = (
+    ("messages", "messages"),
+    ("hops", "hops"),
+    ("latency_us", "time, us"),
+    ("memory_used_bytes", "bytes per rank"),
+)
+
+
+def negotiation(document: Document, folder: Path) -> Chapter:
+    """How agreement grows with the number of ranks, for one tensor that is known already."""
+    rows = [row for row in document.rows if row["tensors"] == 1 and row["kind"] == "cached"]
+    lines = ["## Agreement", ""]
+    for column, y in GROWTH:
+        curves = [
+            Curve(f"{ranks_per_host:g} ranks per host", *zip(*points, strict=True))
+            for ranks_per_host, points in growth_points(rows, column).items()
+            if len(points) > 1
+        ]
+        if curves:
+            name = f"{document.name}-{column.removesuffix('_us').removesuffix('_bytes')}"
+            title = f"agreement on one known tensor: {y}"
+            pictures.draw_curves(folder / f"{name}.svg", curves, x="ranks", y=y, title=title)
+            lines += [picture(folder, name, title), ""]
+    return Chapter([*lines, *plain_table(document.rows)])
+
+
+def growth_points(rows: Sequence[Row], column: str) -> dict[float, list[tuple[float, float]]]:
+    """(ranks, value) by ranks per host; values that a logarithmic axis cannot show are left out."""
+    found: dict[float, list[tuple[float, float]]] = {}
+    for row in rows:
+        if row[column]:
+            found.setdefault(row["ranks"] / row["hosts"], []).append((row["ranks"], row[column]))
+    return {key: sorted(points) for key, points in found.items()}
+
+
+# ---- everything else -------------------------------------------------------------------------------------------------
+
+
+def plain(document: Document, folder: Path) -> Chapter:
+    """A table of all columns, for benchmarks without a chapter of their own."""
+    del folder
+    ahead = []
+    contests = [row for row in document.rows if {"case", "contestant", "rounds_us"} <= set(row)]
+    for (case, ranks), found in grouped(contests, "case", "ranks").items():
+        horo, best = horo_of(found), best_peer(found, "")
+        if horo and best and (ratio := ratio_of(best, horo, "")) < 1:
+            what = f"{case}, {ranks} ranks" if ranks else case
+            ahead.append(f"* {title_of(document.name)}, {what}: {best['contestant']}, {1 / ratio:.1f} times as fast")
+    return Chapter([f"## {title_of(document.name).capitalize()}", "", *plain_table(document.rows)], ahead)
+
+
+def plain_table(rows: Sequence[Row]) -> list[str]:
+    columns = list(dict.fromkeys(key for row in rows for key in row if key not in HIDDEN))
+    columns = [key for key in columns if not any(isinstance(row.get(key), list | dict) for row in rows)]
+    titles = [title_of(key) for key in columns]
+    return markdown_table(titles, [[cell_of(key, row.get(key)) for key in columns] for row in rows])
+
+
+def title_of(key: str) -> str:
+    for unit in ("_us", "_bytes"):
+        key = key.removesuffix(unit)
+    for unit in ("ms", "s", "gbs"):
+        if key.endswith(f"_{unit}"):
+            key = f"{key.removesuffix(f'_{unit}')}, {'GB/s' if unit == 'gbs' else unit}"
+    return key.replace("_", " ")
+
+
+def cell_of(key: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if not isinstance(value, int | float):
+        return str(value)
+    if key.endswith("_us"):
+        return report.time_text(float(value))
+    if key == "bytes" or key.endswith("_bytes"):
+        return report.size_text(int(value)) if value % 1024 == 0 else f"{value:,}"
+    return f"{value:g}" if isinstance(value, int) else report.three_digits(value)
+
+
+MAKERS: dict[str, Callable[[Document, Path], Chapter]] = {
+    "allreduce": allreduce,
+    "training_step": training_step,
+    "negotiation": negotiation,
+}
