@@ -6,8 +6,11 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from example_runs import ROOT, start
 
 FOLDER = ROOT / "benchmarks"
@@ -19,6 +22,7 @@ import allreduce  # noqa: E402  (benchmarks/allreduce.py)
 import report  # noqa: E402  (benchmarks/report.py)
 from contest import Turn  # noqa: E402  (benchmarks/contest.py)
 from rounds import Case, Heat, Result  # noqa: E402  (benchmarks/rounds.py)
+from workloads import allreduce as workload  # noqa: E402  (benchmarks/workloads/allreduce.py)
 
 
 def test_measures_two_libraries_and_writes_what_it_measured(tmp_path: Path) -> None:
@@ -77,6 +81,18 @@ def test_the_table_says_who_was_wrong_who_was_faster_and_who_was_left_out() -> N
     assert horo.endswith("WRONG: rank 1: 3 of 1024 elements")
     assert gloo.split()[-2:] == ["3.00", "ok"]
     assert mpich.split("MPICH")[1].strip() == "bfloat16 is no type of MPI"
+
+
+@pytest.mark.parametrize("make", [np.zeros, torch.zeros], ids=["numpy", "torch"])
+@pytest.mark.parametrize("count", [1, 2, 3, 1000])
+def test_every_element_of_a_sum_is_compared(make: Any, count: int) -> None:
+    values = make(count)
+    workload.fill_pattern(values, 7)
+    assert values.tolist() == [7 * (place % 3 + 1) for place in range(count)]
+    assert workload.count_wrong(values, 7) == 0
+    values[count - 1] += 1
+    assert workload.count_wrong(values, 7) == 1
+    assert workload.count_wrong(values, 100) == count
 
 
 def test_equal_numbers_of_elements_are_one_size() -> None:
