@@ -10,9 +10,11 @@ process of another. How to add a benchmark: README.md.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import secrets
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -31,6 +33,7 @@ from workloads import probe
 START_LIMIT_S = 120.0
 TURN_LIMIT_S = 120.0
 END_LIMIT_S = 10.0
+LEAVE_LIMIT_S = 3.0
 KILL_LIMIT_S = 5.0
 HELLO_LIMIT_S = 5.0
 PROBE_READS = 4
@@ -44,6 +47,8 @@ LAUNCHER_NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTE
     f"HORO_{name}" for name in ("STORE", "SECRET", "JOB_ID", "HOST_MARK")
 }
 PROBE = Peer("probe", "bare")
+PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
 
 
 class ContestError(Exception):
@@ -63,11 +68,25 @@ class Team:
     exchanged: dict[int, Any] = field(default_factory=dict)
     answers: dict[int, Message] = field(default_factory=dict)
     ready: set[int] = field(default_factory=set)
+    processes: dict[int, int] = field(default_factory=dict)  # a descriptor for each rank's process
 
     def silent(self) -> str:
         """The ranks that have not answered."""
         missing = [str(rank) for rank in range(self.ranks) if rank not in self.answers]
         return f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Sends a signal to its ranks. A descriptor, unlike a number, never comes to mean another process."""
+        for descriptor in self.processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(descriptor, number)
+
+    def close(self) -> None:
+        for channel in self.channels.values():
+            channel.close()
+        for descriptor in self.processes.values():
+            os.close(descriptor)
+        self.output.close()
 
     def last_output(self) -> str:
         """The last lines that its processes wrote, indented; empty if they wrote nothing."""
@@ -117,6 +136,8 @@ class Contest:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._name = f"contest-{secrets.token_hex(16)}"
         self._descriptor = -1
+        self._folder = ""
+        self._shared: set[Path] = set()
         self._doing = "starting"
 
     # ---- life ----
@@ -142,6 +163,7 @@ class Contest:
         self._listener.bind("\0" + self._name)
         self._listener.listen(64)
         self._selector.register(self._listener, selectors.EVENT_READ, None)
+        self._folder = tempfile.mkdtemp(prefix="contest-")
         self._descriptor = os.memfd_create("contest-probe")
         os.truncate(self._descriptor, probe.MEMORY_BYTES)
         for peer, ranks in [*((peer, self.ranks) for peer in self.peers), (PROBE, 2)]:
@@ -155,6 +177,7 @@ class Contest:
             return f"{' and '.join(late)} did not start within {START_LIMIT_S:g} s"
 
         self._pump_until(lambda: all(len(team.ready) == team.ranks for team in teams), START_LIMIT_S, who)
+        self._shared = self.shared_files()
         for peer in self.peers:
             self._let_run(self._teams[peer.name], False)
         self.prepare(PROBE, "probe", "probe", {"descriptor": self._descriptor})
@@ -171,7 +194,7 @@ class Contest:
         }
         if peer.folder is not None:
             environment.pop("PYTHONPATH", None)
-        environment |= {"OMP_NUM_THREADS": "1", **peer.environment}
+        environment |= {"OMP_NUM_THREADS": "1", "TMPDIR": self._folder, **peer.environment}
         commands = peer.commands(team.ranks, [self._name, peer.name, peer.library, str(team.ranks)])
         for number, command in enumerate(commands):
             mine = {"RANK": str(number)} if peer.launcher == "plain" else {}
@@ -183,6 +206,7 @@ class Contest:
                     stdout=team.output,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
+                    preexec_fn=_die_with_driver if mine else _end_with_driver,  # noqa: PLW1509  (the driver has one thread)
                     pass_fds=(self._descriptor,) if peer is PROBE else (),
                 )
             except OSError as error:
@@ -207,40 +231,49 @@ class Contest:
                     raise ContestError(f"{team.peer.name} ended with code {code} after its turns{team.last_output()}")
 
     def _kill(self) -> None:
-        """Ends whatever is left, at once: ranks first, then the launchers, which by then have nothing to wait for."""
-        jobs = [job for team in self._teams.values() for job in team.jobs]
-        for team in self._teams.values():
+        """Ends whatever is left: ranks that sleep leave when their channel closes, and the rest are killed."""
+        teams = list(self._teams.values())
+        jobs = [job for team in teams for job in team.jobs]
+        for team in teams:
+            team.send_signal(signal.SIGCONT)
             for channel in team.channels.values():
-                # A rank whose channel has not ended is alive, so its number is its own.
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(channel.peer()[0], signal.SIGKILL)
+                channel.close()
+        _wait_for(jobs, LEAVE_LIMIT_S)
+        for team in teams:
+            team.send_signal(signal.SIGKILL)
         for job in jobs:
             if job.poll() is None:
                 job.terminate()
-        deadline = time.monotonic() + KILL_LIMIT_S
+        _wait_for(jobs, KILL_LIMIT_S)
         for job in jobs:
-            try:
-                job.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
+            if job.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(job.pid, signal.SIGKILL)
                 job.wait()
-        for team in self._teams.values():
-            for channel in team.channels.values():
-                channel.close()
-            team.output.close()
+        for team in teams:
+            team.close()
         self._teams.clear()
         self._selector.close()
         self._listener.close()
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+        # What a library cannot remove when it is killed.
+        for path in self._shared:
+            path.unlink(missing_ok=True)
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     # ---- turns ----
 
     def versions(self) -> dict[str, dict[str, str]]:
         """What each contestant's numbers depend on."""
         return {peer.name: self._teams[peer.name].versions for peer in self.peers}
+
+    def shared_files(self) -> set[Path]:
+        """The named shared memory that ranks have mapped."""
+        channels = [channel for team in self._teams.values() for channel in team.channels.values()]
+        return {path for channel in channels for path in _shared_files(channel)}
 
     def prepare(self, peer: Peer, workload: str, case: str, parameters: dict[str, Any]) -> str:
         """Makes ``case``, a name of the caller's, known to ``peer``; returns "" or why its library cannot do it."""
@@ -291,9 +324,7 @@ class Contest:
     def _let_run(team: Team, run: bool) -> None:
         """Stops or continues the ranks of a library that does not sleep by itself."""
         if not team.peer.sleeps:
-            for channel in team.channels.values():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(channel.peer()[0], signal.SIGCONT if run else signal.SIGSTOP)
+            team.send_signal(signal.SIGCONT if run else signal.SIGSTOP)
 
     # ---- messages ----
 
@@ -342,6 +373,7 @@ class Contest:
             raise ContestError(f"{team.peer.name} has started a rank {rank} where ranks 0 to {team.ranks - 1} were due")
         connection.settimeout(None)
         team.channels[rank] = channel
+        team.processes[rank] = os.pidfd_open(channel.peer()[0])
         self._selector.register(connection, selectors.EVENT_READ, (team, rank))
         return self._read(team, rank) if channel.has_message() else None
 
@@ -381,6 +413,35 @@ class Contest:
     def _lost(self, team: Team, rank: int) -> str:
         process = team.channels[rank].peer()[0]
         return f"rank {rank} of {team.peer.name} (process {process}) died at {self._doing}{team.last_output()}"
+
+
+def _die_with_driver() -> None:
+    """Runs in a new rank: when the driver is killed, so is it, even if it is stopped."""
+    _LIBC.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+
+
+def _end_with_driver() -> None:
+    """Runs in a new launcher: when the driver is killed, it is asked to end, and ends its ranks."""
+    _LIBC.prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
+
+
+def _shared_files(channel: Channel) -> list[Path]:
+    """The named shared memory that a rank has mapped and that belongs to this user."""
+    try:
+        maps = Path(f"/proc/{channel.peer()[0]}/maps").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    names = {line.split(maxsplit=5)[-1] for line in maps.splitlines() if "/dev/shm/" in line}
+    paths = [Path(name) for name in names if name.startswith("/dev/shm/")]
+    return [path for path in paths if path.exists() and path.stat().st_uid == os.geteuid()]
+
+
+def _wait_for(jobs: Sequence[subprocess.Popen[bytes]], limit_s: float) -> None:
+    """Returns when all have ended, or after ``limit_s``."""
+    deadline = time.monotonic() + limit_s
+    for job in jobs:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            job.wait(max(0.0, deadline - time.monotonic()))
 
 
 def _on_signal(number: int, frame: object) -> None:

@@ -10,6 +10,7 @@ import importlib
 import itertools
 import os
 import resource
+import signal
 import sys
 import time
 import traceback
@@ -22,6 +23,8 @@ from libraries import Library, open_library
 
 # Where launchers write a rank's number: hororun and contest.py, Open MPI, MPICH.
 RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+
+LEAVE_LIMIT_S = 3
 
 
 class Unsupported(Exception):
@@ -140,12 +143,17 @@ def main(words: list[str]) -> int:
 
     try:
         library = open_library(kind, rank, int(size), exchange)
-        served = Rank(channel, library)
-        channel.send({"ready": library.versions()})
-        served.serve()
+        try:
+            channel.send({"ready": library.versions()})
+            Rank(channel, library).serve()
+        except ChannelClosed:
+            # The driver has given up, or is gone: leave in order, so that nothing stays behind, if all others can too.
+            signal.alarm(LEAVE_LIMIT_S)
+            library.close()
+            return 1
         library.close()
     except ChannelClosed:
-        os._exit(1)  # the driver is gone; a library must not wait for peers that are leaving as well
+        os._exit(1)
     except BaseException as error:  # whatever it is, the driver has to hear of it
         traceback.print_exc()
         channel.send({"failed": f"{type(error).__name__}: {error}"})

@@ -24,6 +24,15 @@ import peers  # noqa: E402  (benchmarks/peers.py)
 import rounds  # noqa: E402  (benchmarks/rounds.py)
 
 SOLO = peers.Peer("solo", "bare")
+# Stops two ranks and waits.
+DRIVER = """
+import signal, sys
+sys.path.insert(0, {folder!r})
+import contest, peers
+with contest.Contest([peers.Peer("solo", "bare", sleeps=False)], 2):
+    print("stopped", flush=True)
+    signal.pause()
+"""
 SLOW = [
     sys.executable,
     str(FOLDER / "allreduce.py"),
@@ -98,7 +107,7 @@ def test_a_killed_rank_ends_the_contest_with_a_sentence(running: subprocess.Pope
     assert f"of {name} (process {victim.pid}) died" in errors or f"{name} ended with code" in errors
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_leaves_nothing(running: subprocess.Popen[str], number: signal.Signals, code: int) -> None:
     everybody = psutil.Process(running.pid).children(recursive=True)
     running.send_signal(number)
@@ -173,6 +182,17 @@ def test_a_peer_that_is_not_installed_is_told_how_to_get(tmp_path: Path, capsys:
     assert "`make peers` does that" in message
 
 
+def test_a_stopped_library_ends_with_a_driver_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "driver.py").write_text(DRIVER.format(folder=str(FOLDER)))
+    with subprocess.Popen([sys.executable, str(tmp_path / "driver.py")], stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        assert driver.stdout.readline() == "stopped\n"
+        ranks = contestants_of(driver.pid, "solo")
+        driver.kill()
+    assert len(ranks) == 2
+    until(lambda: not any(rank.is_running() for rank in ranks), f"{ranks} are gone")
+
+
 @pytest.mark.parametrize("peer", [peers.OPEN_MPI, peers.MPICH], ids=lambda peer: str(peer.name))
 def test_an_mpi_takes_turns_without_torch(peer: peers.Peer) -> None:
     if peer.missing:
@@ -184,6 +204,25 @@ def test_an_mpi_takes_turns_without_torch(peer: peers.Peer) -> None:
         assert running.turn(peer, "x", 5, each=True).slowest_calls()
         assert "numpy" in running.versions()[peer.name]
         assert "bfloat16" in running.prepare(peer, "allreduce", "y", {**parameters, "dtype": "bfloat16"})
+
+
+@pytest.mark.parametrize("peer", [peers.OPEN_MPI, peers.MPICH], ids=lambda peer: str(peer.name))
+@pytest.mark.parametrize("cause", [KeyboardInterrupt, "a killed rank"], ids=str)
+def test_an_mpi_leaves_no_shared_memory(peer: peers.Peer, cause: type[BaseException] | str) -> None:
+    if peer.missing:
+        pytest.skip(peer.missing)
+    expected = contest.ContestError if isinstance(cause, str) else cause
+    mine: set[str] = set()
+    with pytest.raises(expected), contest.Contest([peer], 2) as running:
+        parameters = {"dtype": "float64", "count": 1000, "name": "x"}
+        running.prepare(peer, "allreduce", "x", parameters)
+        mine = {path.name for path in running.shared_files()}
+        if not isinstance(cause, str):
+            raise cause
+        contestants_of(os.getpid(), peer.name)[0].kill()
+        running.turn(peer, "x", 1)
+    assert mine, "an MPI shares memory by name; else this tests nothing"
+    assert not mine & {path.name for path in Path("/dev/shm").iterdir()}
 
 
 def test_everybody_is_first_and_last_equally_often() -> None:
