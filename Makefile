@@ -73,6 +73,7 @@ build/peers/%/installed: benchmarks/requirements/%.txt benchmarks/install-peer
 
 .PHONY: peers
 peers: $(PEERS:%=build/peers/%/installed) ## Open MPI and MPICH in build/peers (HOROVOD=1 for Horovod, minutes)
+	@:
 
 # Without a peer, benchmarks say so and go on.
 .PHONY: peers-if-possible

@@ -15,7 +15,7 @@ from pictures import Curve
 
 STATE_TEXTS = {"": "", "sharing": ", cores sharing a cache", "apart": ", cores sharing no cache"}
 # Columns of a table that say nothing to a reader of the page.
-HIDDEN = {"case", "name", "count", "calls", "wrong", "algbw", "ratio", "iterations"}
+HIDDEN = {"case", "idle_cpu_percent", "name", "count", "calls", "wrong", "algbw", "ratio", "iterations"}
 
 
 @dataclass(frozen=True)

@@ -119,10 +119,17 @@ class Result:
                             strict=True,
                         )
                     ),
+                    "idle_cpu_percent": self.idle_cpu_percent(name),
                     "wrong": self.wrong.get(name, ""),
                 }
             )
         return rows
+
+    def idle_cpu_percent(self, name: str) -> float:
+        """How busy a rank of ``name`` kept a core while others had their turn; a contest is fair if that is about 0."""
+        ranks = [rank for heat in self.heats if name in heat.turns for rank in heat.turns[name].ranks]
+        idle_s = sum(float(rank["idle_s"]) for rank in ranks)
+        return 100 * sum(float(rank["idle_cpu_s"]) for rank in ranks) / idle_s if idle_s else 0.0
 
     def per_call(self, name: str, figure: str) -> list[float]:
         """What run_turn counts, summed over ranks, per call of ``name``, heat by heat."""
@@ -150,6 +157,14 @@ def play(contest: Contest, workload: str, cases: Sequence[Case], plan: Plan) -> 
         ContestError: a contestant died or is too slow to wait for.
     """
     results = [Result(case) for case in cases]
+    try:
+        _play(contest, workload, results, plan)
+    finally:
+        _show_progress("")
+    return results
+
+
+def _play(contest: Contest, workload: str, results: Sequence[Result], plan: Plan) -> None:
     for result in results:
         for peer in contest.peers:
             _begin(contest, peer, workload, result, plan)
@@ -168,8 +183,6 @@ def play(contest: Contest, workload: str, cases: Sequence[Case], plan: Plan) -> 
             if peer.name in result.calls:
                 _check(contest, peer, result)
                 contest.forget(peer, result.case.name)
-    _show_progress("")
-    return results
 
 
 def _begin(contest: Contest, peer: Peer, workload: str, result: Result, plan: Plan) -> None:

@@ -36,7 +36,14 @@ def result_of(size: int, heats: list[tuple[float, dict[str, float]]]) -> rounds.
     return result
 
 
-NOTHING_COUNTED = {"cpu_s": 0.0, "switches_voluntary": 0, "switches_forced": 0, "page_faults": 0}
+NOTHING_COUNTED = {
+    "idle_s": 2.0,
+    "idle_cpu_s": 0.5,
+    "cpu_s": 0.0,
+    "switches_voluntary": 0,
+    "switches_forced": 0,
+    "page_faults": 0,
+}
 
 
 # ---- suite -----------------------------------------------------------------------------------------------------------
@@ -227,6 +234,7 @@ def test_a_benchmark_without_a_chapter_gets_a_table(tmp_path: Path) -> None:
 def test_a_table_of_contestants_also_says_who_is_ahead(tmp_path: Path) -> None:
     rows = result_of(4, [(FAST, {"horo": 20.0, "DDP": 10.0})] * 3).as_rows(ranks=2)
     page = page_of(tmp_path, {"small_tensors": document_of("small_tensors", rows)})
+    assert rows[0]["idle_cpu_percent"] == pytest.approx(25.0)
     assert "* small tensors, 4 B, 2 ranks: DDP, 2.0 times as fast" in page
 
 
