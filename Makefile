@@ -111,7 +111,7 @@ types: build ## mypy, strict
 	@$(PY) -m mypy --no-error-summary -p horo
 	@MYPYPATH=native $(PY) -m mypy --no-error-summary setup.py native/build.py native/parallel.py
 	@$(PY) -m mypy --no-error-summary --allow-untyped-calls examples/*.py
-	@MYPYPATH=benchmarks $(PY) -m mypy --no-error-summary --allow-untyped-calls $(BENCHMARKS)
+	@MYPYPATH=benchmarks:tests $(PY) -m mypy --no-error-summary --allow-untyped-calls $(BENCHMARKS)
 
 .PHONY: lint
 lint: style types ## style and types

@@ -21,6 +21,7 @@ def make_setups(
     host_of_rank: Sequence[int] | None = None,
     tcp: bool = False,
     segment_bytes: int = 1 << 16,
+    data_links: bool = True,
     **options: Any,
 ) -> list[Setup]:
     """One setup per rank, with real memfds, eventfds and connected stream sockets.
@@ -33,6 +34,8 @@ def make_setups(
         host_of_rank: the host of each rank instead, for ranks that are placed in turn: ``[0, 1, 0, 1]``.
         tcp: connect hosts by TCP over loopback instead of socket pairs.
         segment_bytes: size of one arena slot; small, so that tests reach several segments quickly.
+        data_links: connect hosts for data too; without it only what moves none (agreement, barriers) works, with a
+            number of descriptors that does not grow with the square of the hosts.
         options: any other field of ``Setup`` (``fusion_bytes``, ``spin_us``, ``stall_warning_ms``, ...).
     """
     if host_of_rank is None:
@@ -40,7 +43,7 @@ def make_setups(
     grouping = group_ranks(host_of_rank)
     host_count = len(grouping.hosts)
     arenas: dict[int, tuple[int, list[int], list[list[int]]]] = {}
-    links = _connect_hosts(grouping, tcp)
+    links = _connect_hosts(grouping, tcp, data_links)
     for host, members in enumerate(grouping.hosts):
         life = [[-1] * len(members) for _ in members]
         for index in range(1, len(members)):
@@ -70,13 +73,13 @@ def make_setups(
     return setups
 
 
-def _connect_hosts(grouping: Grouping, tcp: bool) -> dict[tuple[Purpose, int, int], int]:
+def _connect_hosts(grouping: Grouping, tcp: bool, data_links: bool) -> dict[tuple[Purpose, int, int], int]:
     """Descriptor of (purpose, rank, other host) for every stream between hosts."""
     connected: dict[tuple[Purpose, int, int], int] = {}
     for rank in range(grouping.size):
         own_host = grouping.host_of_rank[rank]
         for link in grouping.links(rank):
-            if link.host < own_host:
+            if link.host < own_host and (data_links or link.purpose is Purpose.CONTROL):
                 here, there = _pair(tcp)
                 connected[link.purpose, rank, link.host] = here
                 connected[link.purpose, link.peer, own_host] = there
