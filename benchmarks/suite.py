@@ -34,6 +34,10 @@ BENCHMARKS = (
     Benchmark("allreduce-np2", "allreduce"),
     Benchmark("allreduce-np2-bfloat16", "allreduce", ("--dtype", "bfloat16", "--min", "1K")),
     Benchmark("allreduce-np4", "allreduce", ("--np", "4")),
+    Benchmark("negotiation", "negotiation"),
+    Benchmark("startup", "startup"),
+    Benchmark("idle", "idle"),
+    Benchmark("footprint", "footprint"),
 )
 
 
