@@ -6,8 +6,9 @@ import os
 import secrets
 import socket
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from horo._bootstrap.arena import Arena, join_arena
 from horo._bootstrap.console import prepare_log
@@ -134,19 +135,17 @@ def connect(launch: Launch, config: Config, epoch: int, leftovers: list[str]) ->
         launch: who this process is.
         config: its settings.
         epoch: number of this start of the job, equal on all ranks.
-        leftovers: keys of this rank from its earlier starts, deleted here; its keys of this start that stay are put in.
+        leftovers: keys of this rank from its earlier starts, deleted once all ranks are in this one; its keys of this
+            start that stay are put in.
     """
     if launch.size == 1:
         return _alone(launch, config)
     store, secret, address = _open_store(launch, config)
     try:
-        if leftovers:
-            store.delete(leftovers)
-            leftovers.clear()
         prefix = f"horo/{launch.job_id}/{epoch}/"
         meeting = Meeting(prefixed(store, prefix), launch.rank, launch.size, launch.host_name, config.start_timeout_s)
         try:
-            return _join(_Start(launch, config, epoch, meeting, address), secret)
+            return _join(_Start(launch, config, epoch, meeting, address, partial(_forget, store, leftovers)), secret)
         except BaseException as error:
             meeting.fail(error)
             raise
@@ -154,6 +153,12 @@ def connect(launch: Launch, config: Config, epoch: int, leftovers: list[str]) ->
             leftovers += [prefix + key for key in meeting.leftovers]
     finally:
         store.close()
+
+
+def _forget(store: Store, leftovers: list[str]) -> None:
+    if leftovers:
+        store.delete(leftovers)
+        leftovers.clear()
 
 
 def _open_store(launch: Launch, config: Config) -> tuple[Store, bytes | None, str | None]:
@@ -175,6 +180,7 @@ class _Start:
     epoch: int
     meeting: Meeting
     address: str | None
+    forget_earlier: Callable[[], None]
 
 
 def _join(start: _Start, secret: bytes | None) -> Connection:
@@ -186,7 +192,9 @@ def _join(start: _Start, secret: bytes | None) -> Connection:
         if launch.rank == 0:
             meeting.publish("secret", secrets.token_bytes(_SECRET_BYTES))
         (secret,) = meeting.gather("secret", [0])
-    hellos = check_agreement(meeting.gather("hello"), lambda rank, host: f"rank {rank} ({host})")
+    said = meeting.gather("hello")
+    start.forget_earlier()  # not before: a slower rank may have been looking at the end of the last start until now
+    hellos = check_agreement(said, lambda rank, host: f"rank {rank} ({host})")
     meeting.host_names.update({rank: hello.host for rank, hello in enumerate(hellos)})
     candidates = group_ranks([hello.identity for hello in hellos]).members(launch.rank)
     segment_bytes = _segment_bytes(config, hellos)

@@ -37,7 +37,7 @@ class Meeting:
         self.host_names: dict[int, str] = {rank: host_name}
         self._store = store
         self.leftovers: list[str] = []
-        """This rank's keys that are still in the store; to be deleted at the process's next start."""
+        """This rank's keys that are still in the store; to be deleted when all ranks have come to the next start."""
         self._log = logging.getLogger("horo")
 
     def enter(self) -> None:

@@ -27,6 +27,7 @@ from horo._bootstrap.grouping import group_ranks
 from horo._bootstrap.handshake import HandshakeError
 from horo._bootstrap.job import Connection, start
 from horo._bootstrap.launch import Place, detect_launch
+from horo._bootstrap.meeting import Meeting
 from horo._bootstrap.store import StoreClient, StoreServer
 from horo._config import read_config
 from horo._errors import (
@@ -454,6 +455,35 @@ def test_nothing_of_past_starts_piles_up_in_the_store(server: StoreServer) -> No
 
 
 # --- with contexts
+
+
+def test_a_rank_may_start_again_before_the_others_have_seen_it_ready(server: StoreServer) -> None:
+    environs = environments(server, 2, {"HORO_START_TIMEOUT": "3"})
+    again = threading.Event()
+    hellos: list[int] = []
+    real_publish, real_gather = Meeting.publish, Meeting.gather
+
+    def publish(self: Meeting, topic: str, value: bytes) -> None:
+        real_publish(self, topic, value)
+        if (self.rank, topic) == (1, "hello"):
+            hellos.append(1)
+            if len(hellos) == 2:
+                again.set()
+
+    def gather(self: Meeting, topic: str, ranks: Sequence[int] | None = None) -> list[bytes]:
+        if (self.rank, topic) == (0, "ready"):
+            assert again.wait(20)  # looks late: rank 1 has left and is in its second start by now
+        return real_gather(self, topic, ranks)
+
+    def cycle(rank: int) -> int:
+        for _ in range(2):
+            start(environs[rank]).close()
+        return rank
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Meeting, "publish", publish)
+        patch.setattr(Meeting, "gather", gather)
+        assert run_threads([lambda: cycle(0), lambda: cycle(1)]) == [0, 1]
 
 
 def test_lone_jobs_start_and_close_a_hundred_times_without_a_leak() -> None:
