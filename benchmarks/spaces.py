@@ -1,0 +1,119 @@
+"""Hosts on one machine: network namespaces joined by a switch, with cables of a chosen rate.
+
+    with Spaces(2) as spaces:
+        spaces.limit("1gbit")
+        subprocess.run([*spaces.enter(0), "ip", "address"])
+
+Needs root and iproute2. Names carry this process's id, addresses exist inside the namespaces only, and leaving the
+context ends what still runs there and removes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+
+LIMIT_S = 30.0
+MTU = 1500
+# What stands in for ssh: the last two arguments are the host, given by its address, and the command.
+_REMOTE_SHELL = """#!/bin/sh
+while [ $# -gt 2 ]; do shift; done
+exec ip netns exec "{tag}-$1" sh -c "$2"
+"""
+
+
+def why_not() -> str:
+    """Why no namespaces can be made here, as a sentence; empty: they can."""
+    if os.geteuid() != 0:
+        return "making network namespaces needs root"
+    for program in ("ip", "tc"):
+        if shutil.which(program) is None:
+            return f"{program} is not installed (package iproute2)"
+    done = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True, check=False)
+    return f"network namespaces are not allowed here: {done.stderr.strip()}" if done.returncode else ""
+
+
+def congestion_control() -> str:
+    """How TCP here decides how fast to send; new namespaces do the same."""
+    return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+
+
+class Spaces:
+    """``count`` hosts. Host ``i`` has the address ``addresses[i]`` on its ``eth0``, which leads to all others."""
+
+    def __init__(self, count: int) -> None:
+        self._tag = f"horo-bench-{os.getpid()}"
+        self.addresses = [f"10.213.8.{number + 1}" for number in range(count)]
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Spaces:
+        try:
+            folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="horo-bench-")))
+            self.remote_shell = folder / "remote-shell"
+            self.remote_shell.write_text(_REMOTE_SHELL.format(tag=self._tag))
+            self.remote_shell.chmod(0o700)
+            self._make_space("switch")
+            _do("ip", "-n", self._name("switch"), "link", "add", "br0", "type", "bridge")
+            _do("ip", "-n", self._name("switch"), "link", "set", "br0", "up")
+            for index, address in enumerate(self.addresses):
+                self._make_space(address)
+                self._plug_in(index, address)
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def enter(self, index: int) -> list[str]:
+        """The words before a command that make it run on a host."""
+        return ["ip", "netns", "exec", self._name(self.addresses[index])]
+
+    def limit(self, rate: str) -> None:
+        """Limits what each host is sent, like ``"1gbit"``; the kernel counts Ethernet, IP and TCP headers too."""
+        shape = ["root", "tbf", "rate", rate, "burst", "256k", "latency", "50ms"]
+        for index in range(len(self.addresses)):
+            _do("tc", "-n", self._name("switch"), "qdisc", "replace", "dev", f"to-{index}", *shape)
+
+    def _name(self, which: str) -> str:
+        return f"{self._tag}-{which}"
+
+    def _make_space(self, which: str) -> None:
+        _do("ip", "netns", "add", self._name(which))
+        self._stack.callback(self._remove_space, self._name(which))
+        _do("ip", "-n", self._name(which), "link", "set", "lo", "up")
+
+    def _plug_in(self, index: int, address: str) -> None:
+        switch, space, cable = self._name("switch"), self._name(address), f"to-{index}"
+        peer = ["peer", "name", "eth0", "mtu", str(MTU), "netns", space]
+        _do("ip", "-n", switch, "link", "add", cable, "mtu", str(MTU), "type", "veth", *peer)
+        _do("ip", "-n", switch, "link", "set", cable, "master", "br0", "up")
+        _do("ip", "-n", space, "address", "add", f"{address}/24", "dev", "eth0")
+        _do("ip", "-n", space, "link", "set", "eth0", "up")
+
+    @staticmethod
+    def _remove_space(name: str) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while (pids := _do("ip", "netns", "pids", name).split()) and time.monotonic() < deadline:
+            for pid in map(int, pids):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
+        _do("ip", "netns", "delete", name)
+
+
+def _do(*words: str) -> str:
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(words)}: {done.stderr.strip()}")
+    return done.stdout
