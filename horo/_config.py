@@ -207,6 +207,13 @@ class Config:
         low=0,
         high=1_000_000,
     )
+    overlap: str = _variable(
+        "OVERLAP",
+        "auto",
+        "When gradients are reduced: `always` while backward still runs, `never` before `step()` or `synchronize()`; "
+        "`auto`: never where one host runs the whole job and its cores are all computing, else always.",
+        choices=("auto", "always", "never"),
+    )
     network_interfaces: str | None = _variable(
         "NETWORK_INTERFACES",
         None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
@@ -13,7 +14,7 @@ from horo._bootstrap.launch import Launch, Place
 from horo._config import Config, variables_of
 from horo._errors import MismatchError
 
-__all__ = ["Hello", "check_agreement", "place_of", "places_alike"]
+__all__ = ["Hello", "check_agreement", "core_count", "place_of", "places_alike"]
 
 _SHARED_SETTINGS = ("segment_bytes", "fusion_threshold", "cache_capacity")
 
@@ -35,6 +36,8 @@ class Hello:
     identity: Identity
     address: str | None
     """From where this rank reaches the store."""
+    cpus: int
+    """Bit mask of the cores this rank may run on."""
     local: tuple[int, int] | None
     node: int | None
 
@@ -50,13 +53,14 @@ class Hello:
             settings={variables[name].names[0]: getattr(config, name) for name in _SHARED_SETTINGS},
             identity=identity,
             address=address,
+            cpus=sum(1 << cpu for cpu in os.sched_getaffinity(0)),
             local=launch.local,
             node=launch.node,
         )
 
     def encode(self) -> bytes:
         """As JSON."""
-        return json.dumps(asdict(self)).encode()
+        return json.dumps({**asdict(self), "cpus": hex(self.cpus)}).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Hello:
@@ -71,6 +75,7 @@ class Hello:
             **{
                 **values,
                 "identity": Identity(**values["identity"]),
+                "cpus": int(values["cpus"], 16),
                 "local": None if local is None else (int(local[0]), int(local[1])),
             }
         )
@@ -111,6 +116,14 @@ def _check_versions(messages: Sequence[bytes], name: Callable[[int, str], str]) 
                 f"{name(rank, other['host'])} runs horo {other['horo']} (core {other['core']}); install the same "
                 "version on all hosts"
             )
+
+
+def core_count(hellos: Sequence[Hello]) -> int:
+    """Cores that these ranks may run on, together."""
+    mask = 0
+    for hello in hellos:
+        mask |= hello.cpus
+    return mask.bit_count()
 
 
 def place_of(launch: Launch, hellos: Sequence[Hello], arenas: Grouping) -> Place:

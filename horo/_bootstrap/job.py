@@ -15,7 +15,7 @@ from horo._bootstrap.console import prepare_log
 from horo._bootstrap.descriptors import close_all, close_setup, create_memory, create_wake
 from horo._bootstrap.grouping import Grouping, Link, group_ranks
 from horo._bootstrap.handshake import Purpose
-from horo._bootstrap.hello import Hello, check_agreement, place_of, places_alike
+from horo._bootstrap.hello import Hello, check_agreement, core_count, place_of, places_alike
 from horo._bootstrap.identity import read_identity
 from horo._bootstrap.launch import Launch, Place, detect_launch
 from horo._bootstrap.links import Neighbour, connect_hosts
@@ -42,6 +42,8 @@ class Connection:
     place: Place
     is_homogeneous: bool
     hosts: tuple[tuple[int, ...], ...]
+    cores: int
+    overlap: str
 
 
 class Job:
@@ -54,6 +56,8 @@ class Job:
         is_homogeneous: whether all hosts have equally many ranks.
         hosts: the ranks of each host, that is of each set of ranks that share memory.
         host_names: by rank.
+        cores: on which the ranks of this host may run, together.
+        overlap: the user's choice for ``HORO_OVERLAP``.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -63,6 +67,7 @@ class Job:
         self.local_rank, self.local_size, self.cross_rank, self.cross_size = connection.place
         self.is_homogeneous = connection.is_homogeneous
         self.hosts = connection.hosts
+        self.cores, self.overlap = connection.cores, connection.overlap
         self.host_names = tuple(setup.host_name_of_rank)
         self._pid = os.getpid()
         self._closed = False
@@ -219,6 +224,8 @@ def _join(start: _Start, secret: bytes | None) -> Connection:
         place_of(launch, hellos, grouping),
         places_alike(hellos, grouping),
         grouping.hosts,
+        core_count([hellos[rank] for rank in grouping.members(launch.rank)]),
+        start.config.overlap,
     )
 
 
@@ -260,7 +267,7 @@ def _alone(launch: Launch, config: Config) -> Connection:
         data=[-1],
         segment_bytes=segment_bytes,
     )
-    return Connection(setup, Place(0, 1, 0, 1), True, grouping.hosts)
+    return Connection(setup, Place(0, 1, 0, 1), True, grouping.hosts, len(os.sched_getaffinity(0)), config.overlap)
 
 
 def _segment_bytes(config: Config, hellos: Sequence[Hello]) -> int:

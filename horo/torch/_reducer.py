@@ -1,8 +1,12 @@
-"""Reduces the gradients of one optimizer while backward still runs.
+"""Reduces the gradients of one optimizer, while backward still runs or right after it.
 
 Life of a gradient: autograd accumulates it, our hook on the parameter counts the backward passes, the last expected
 one hands the gradient to the core (in place where its memory allows), ``synchronize`` hands in what had no hook call
 (unused or thawed parameters, as zeros or as they are), waits for all and leaves the results in ``p.grad``.
+
+Where one host runs the whole job and every core computes, an exchange during backward gains nothing: it takes the cores
+away, and each exchange has two switches of threads and a wait for the slower rank. There the hook only notes the
+gradient, ``synchronize`` hands all in, and the calling thread does the exchange itself.
 """
 
 from __future__ import annotations
@@ -17,66 +21,16 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from horo._errors import HoroError, MismatchError, UnsupportedError, UsageError
+from horo._errors import HoroError, MismatchError, UsageError
 from horo.torch import _state
+from horo.torch._cargo import Cargo, Flight, Group, Plan, Slot, refuse_sparse
 from horo.torch._requests import Request, start_allgather, start_allreduce
-from horo.torch.compression import Compressor, split
 from horo.torch.ops import Average
 
-__all__ = ["GradientReducer", "Plan"]
+__all__ = ["GradientReducer"]
 
 _SCALER_FRAMES = 12
 """How far up the stack a GradScaler can be: torch's and a scheduler's wrappers of ``step`` lie between."""
-
-
-class Plan:
-    """How gradients are reduced: what the caller of ``DistributedOptimizer`` chose."""
-
-    def __init__(
-        self,
-        op: int,
-        compression: type[Compressor],
-        predivide_factor: float,
-        sparse_as_dense: bool,
-        passes: int,
-    ) -> None:
-        self.op = op
-        self.wire, self.compression = split(compression)
-        self.prescale = 1.0 / predivide_factor
-        self.postscale = predivide_factor
-        self.sparse_as_dense = sparse_as_dense
-        self.passes = passes
-
-
-class _Slot:
-    """One parameter of the optimizer."""
-
-    __slots__ = ("flight", "group", "name", "parameter", "passes", "was_unused")
-
-    def __init__(self, parameter: torch.Tensor, name: str) -> None:
-        self.parameter = parameter
-        self.name = name
-        self.group: _Group | None = None
-        self.passes = 0  # backward passes since the last reduction
-        self.flight: _Flight | None = None
-        self.was_unused = False  # what is in flight is the zeros of an unused parameter
-
-
-class _Group:
-    """Parameters whose gradients travel in one request."""
-
-    def __init__(self, name: str, slots: Sequence[_Slot]) -> None:
-        self.name = name
-        self.slots = slots
-        self.waiting: set[_Slot] = set()
-
-
-class _Flight:
-    """A request under way for the gradients of one or more slots."""
-
-    def __init__(self, request: Request, deliver: Callable[[Any], None]) -> None:
-        self.request = request
-        self.deliver = deliver
 
 
 class GradientReducer:
@@ -94,10 +48,10 @@ class GradientReducer:
     ) -> None:
         self.plan = plan
         self.names = names
-        self.slots: dict[torch.Tensor, _Slot] = {}
+        self.slots: dict[torch.Tensor, Slot] = {}
         self.hooked: set[torch.Tensor] = set()
-        self.handles: dict[torch.Tensor, Request] = {}
-        """What is under way."""
+        self.handles: dict[torch.Tensor, Request | None] = {}
+        """What is under way, or held for ``synchronize`` (None)."""
         self._optimizer = weakref.ref(optimizer)
         number = next(_state.current().optimizers)
         self.kind = f"gradient{number}" if number else "gradient"
@@ -107,6 +61,7 @@ class GradientReducer:
         self._synchronized = False
         self._nested = sum("step" in vars(cls) for cls in type(optimizer).__mro__) > 2
         self._stamp: list[tuple[torch.Tensor, int]] | None = None
+        self._overlaps = True
         weakref.finalize(self, _remove, self._hooks).atexit = False
         self.adopt()
         self._groups = [self._make_group(index, members) for index, members in enumerate(groups)]
@@ -126,9 +81,7 @@ class GradientReducer:
         if _state.size() > 1:
             try:
                 slots = self._active()
-                for slot in slots:
-                    if slot.flight is None:
-                        self._submit(slot)
+                self._submit_rest(slots)
                 self._finish(slots)
             finally:
                 self._reset()
@@ -181,9 +134,11 @@ class GradientReducer:
         self._synchronized = False
 
     def drain(self) -> None:
-        """Waits for what is under way and leaves it at that."""
+        """Waits for what is under way or held and leaves it at that."""
         try:
-            self._finish(list(self.slots.values()))
+            slots = list(self.slots.values())
+            self._submit_rest([slot for slot in slots if slot.held is not None])
+            self._finish(slots)
         finally:
             self._reset()
 
@@ -230,7 +185,7 @@ class GradientReducer:
 
     # -- parameters ------------------------------------------------------------------------------------------------
 
-    def adopt(self) -> list[_Slot]:
+    def adopt(self) -> list[Slot]:
         """Makes a slot for every parameter that the optimizer has by now and hooks those that require grad."""
         optimizer = self._optimizer()
         if optimizer is None:
@@ -241,20 +196,20 @@ class GradientReducer:
                 slot = self.slots.get(parameter)
                 if slot is None:
                     name = self.names.setdefault(parameter, f"allreduce.noname.{number}.{index}")
-                    slot = self.slots[parameter] = _Slot(parameter, name)
+                    slot = self.slots[parameter] = Slot(parameter, name)
                 if parameter.requires_grad and parameter not in self.hooked:
                     self.hooked.add(parameter)
                     self._hooks.append(parameter.register_post_accumulate_grad_hook(_hook_of(weakref.ref(self))))
                 slots.append(slot)
         return slots
 
-    def _active(self) -> list[_Slot]:
+    def _active(self) -> list[Slot]:
         """The slots that take part in this step, in an order that all ranks share."""
-        return [slot for slot in self.adopt() if slot.parameter.requires_grad or slot.flight is not None]
+        return [slot for slot in self.adopt() if slot.parameter.requires_grad or slot.flight or slot.held]
 
-    def _make_group(self, index: int, members: Sequence[torch.Tensor]) -> _Group:
+    def _make_group(self, index: int, members: Sequence[torch.Tensor]) -> Group:
         slots = [self.slots[parameter] for parameter in self.slots if any(parameter is member for member in members)]
-        group = _Group(f"group{index}.{slots[0].name}", slots)
+        group = Group(f"group{index}.{slots[0].name}", slots)
         for slot in slots:
             slot.group = group
             if slot.parameter.requires_grad:
@@ -268,7 +223,7 @@ class GradientReducer:
         slot = self.slots[parameter]
         if _state.size() == 1:
             return
-        if slot.flight is not None or (slot.passes >= self.plan.passes and not self._paused):
+        if slot.flight or slot.held or (slot.passes >= self.plan.passes and not self._paused):
             raise AssertionError(
                 f"the gradient of {slot.name!r} was computed more often than backward_passes_per_step="
                 f"{self.plan.passes} before optimizer.step(); raise backward_passes_per_step to accumulate locally, "
@@ -280,6 +235,15 @@ class GradientReducer:
         slot.passes += 1
         if slot.passes < self.plan.passes:
             return
+        if not self.handles:
+            self._overlaps = _overlap_pays()  # the number of torch's threads may have changed since the last step
+        if not self._overlaps:
+            grad = parameter.grad
+            if slot.group is not None and grad is not None:
+                refuse_sparse(slot, grad, self.plan)
+            slot.held = (grad, 0 if grad is None else grad._version)
+            self.handles[parameter] = None
+            return
         if slot.group is None:
             self._submit(slot)
             return
@@ -290,19 +254,30 @@ class GradientReducer:
         ):
             self._submit(slot)
 
-    def _submit(self, slot: _Slot) -> None:
+    def _submit_rest(self, slots: Sequence[Slot]) -> None:
+        """Hands in what is not under way, for the caller to drive: no thread is woken for it."""
+        last: Slot | None = None
+        for slot in slots:
+            if slot.flight is None:
+                self._submit(slot, sync=True)
+                last = slot
+        if last is not None and last.flight is not None:
+            last.flight.request.settle()  # the others are older: done as well, in the same drive of the engine
+
+    def _submit(self, slot: Slot, sync: bool = False) -> None:
         with torch.no_grad():
             if slot.group is not None:
-                self._submit_dense(slot.group.name, [s for s in slot.group.slots if s.parameter.requires_grad])
+                members = [s for s in slot.group.slots if s.parameter.requires_grad or s.held]
+                self._submit_dense(slot.group.name, members, sync)
                 return
             grad = slot.parameter.grad
             if grad is not None and grad.layout is torch.sparse_coo and not self.plan.sparse_as_dense:
-                self._submit_sparse(slot, grad)
+                self._submit_sparse(slot, grad, sync)
             else:
-                self._submit_dense(slot.name, [slot])
+                self._submit_dense(slot.name, [slot], sync)
 
-    def _submit_dense(self, name: str, slots: Sequence[_Slot]) -> None:
-        cargo = [_Cargo(slot, self.plan) for slot in slots]
+    def _submit_dense(self, name: str, slots: Sequence[Slot], sync: bool) -> None:
+        cargo = [Cargo(slot, self.plan) for slot in slots]
         sent = [item.sent for item in cargo]
         plan = self.plan
         request = start_allreduce(
@@ -314,15 +289,16 @@ class GradientReducer:
             postscale=plan.postscale,
             wire=plan.wire,
             in_place=True,
+            sync=sync,
         )
 
         def deliver(results: Sequence[torch.Tensor]) -> None:
             for item, result in zip(cargo, results, strict=True):
                 item.deliver(result)
 
-        self._under_way(slots, _Flight(request, deliver))
+        self._under_way(slots, Flight(request, deliver))
 
-    def _submit_sparse(self, slot: _Slot, grad: torch.Tensor) -> _Flight:
+    def _submit_sparse(self, slot: Slot, grad: torch.Tensor, sync: bool) -> Flight:
         """Gathers everyone's rows: a sum of sparse gradients is their concatenation."""
         own = grad.coalesce()
         scale = self.plan.prescale * self.plan.postscale / (_state.size() if self.plan.op == Average else 1)
@@ -333,19 +309,19 @@ class GradientReducer:
             slot.parameter.grad = total.coalesce()
 
         # The name is that of the dense form, so that a rank which sends zeros for an unused parameter meets this one.
-        request = start_allgather([own.indices().t().contiguous(), own.values()], self.kind, slot.name)
-        return self._under_way([slot], _Flight(request, deliver))
+        request = start_allgather([own.indices().t().contiguous(), own.values()], self.kind, slot.name, sync=sync)
+        return self._under_way([slot], Flight(request, deliver))
 
-    def _under_way(self, slots: Sequence[_Slot], flight: _Flight) -> _Flight:
+    def _under_way(self, slots: Sequence[Slot], flight: Flight) -> Flight:
         for slot in slots:
             slot.flight = flight
             self.handles[slot.parameter] = flight.request
         return flight
 
-    def _finish(self, slots: Sequence[_Slot]) -> None:
+    def _finish(self, slots: Sequence[Slot]) -> None:
         """Waits for every flight; raises the first failure after the last has landed."""
         failure: Exception | None = None
-        done: set[_Flight] = set()
+        done: set[Flight] = set()
         for slot in slots:
             flight = slot.flight
             if flight is None or flight in done:
@@ -358,7 +334,7 @@ class GradientReducer:
         if failure is not None:
             raise failure
 
-    def _land(self, slot: _Slot, flight: _Flight) -> None:
+    def _land(self, slot: Slot, flight: Flight) -> None:
         try:
             result = flight.request.wait()
         except MismatchError:
@@ -370,7 +346,7 @@ class GradientReducer:
         with torch.no_grad():
             flight.deliver(result)
 
-    def _sparse_again(self, slot: _Slot) -> _Flight | None:
+    def _sparse_again(self, slot: Slot) -> Flight | None:
         """After a mismatch, which every rank gets: was it sparse rows here, zeros of an unused parameter there?
 
         Then the ranks with zeros take part again with no rows, and so do the others with theirs.
@@ -387,12 +363,13 @@ class GradientReducer:
             shape = slot.parameter.shape
             empty = torch.empty((0, *shape[dims:]), dtype=slot.parameter.dtype)
             grad = torch.sparse_coo_tensor(torch.empty((dims, 0), dtype=torch.int64), empty, shape)
-        return None if grad is None else self._submit_sparse(slot, grad)
+        return None if grad is None else self._submit_sparse(slot, grad, sync=True)
 
     def _reset(self) -> None:
         self._reset_counts()
         for slot in self.slots.values():
             slot.flight = None
+            slot.held = None
         self.handles.clear()
         self._synchronized = False
 
@@ -401,44 +378,6 @@ class GradientReducer:
             slot.passes = 0
         for group in self._groups:
             group.waiting = {slot for slot in group.slots if slot.parameter.requires_grad}
-
-
-class _Cargo:
-    """A gradient on its way: what is sent for it, and how the result comes back."""
-
-    def __init__(self, slot: _Slot, plan: Plan) -> None:
-        parameter = slot.parameter
-        slot.was_unused = parameter.grad is None
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter, requires_grad=False)
-        self.slot = slot
-        self.compression = plan.compression
-        self.grad = parameter.grad
-        self.sparse = self.grad.layout is torch.sparse_coo
-        if self.sparse and not plan.sparse_as_dense:
-            raise UnsupportedError(
-                f"the gradient of {slot.name!r} is sparse: leave the parameter out of groups=, "
-                "or use sparse_as_dense=True"
-            )
-        dense = self.grad.to_dense() if self.sparse else self.grad
-        self.sent, self.context = plan.compression.compress(dense)
-        self.version = self.grad._version
-
-    def deliver(self, result: torch.Tensor) -> None:
-        own_writes = 1 if self.sent is self.grad else 0
-        if self.slot.parameter.grad is not self.grad or self.grad._version != self.version + own_writes:
-            raise UsageError(
-                f"the gradient of {self.slot.name!r} was changed while it was being reduced; call "
-                "optimizer.synchronize() before you clip, unscale or replace gradients, then optimizer.step() inside "
-                "optimizer.skip_synchronize()"
-            )
-        if self.sent is self.grad:
-            return
-        reduced = self.compression.decompress(result, self.context)
-        if self.sparse:
-            self.slot.parameter.grad = reduced.to_sparse(self.grad.sparse_dim()).coalesce()
-        else:
-            self.grad.copy_(reduced)
 
 
 class _ReducingClosure:
@@ -464,6 +403,17 @@ class _ReducingClosure:
                 start_allreduce([value], "closure", f"{self._reducer.kind}.loss", Average, sync=True).wait()[0].item()
             )
         return loss
+
+
+def _overlap_pays() -> bool:
+    """Whether gradients are best reduced while backward still runs.
+
+    They are if a network carries them meanwhile, or if cores are left. Ranks need not come to the same conclusion.
+    """
+    job = _state.current().job
+    if job.overlap != "auto":
+        return job.overlap == "always"
+    return len(job.hosts) > 1 or job.size * torch.get_num_threads() < job.cores
 
 
 def _scaler_has_looked(optimizer: torch.optim.Optimizer) -> bool:

@@ -82,6 +82,16 @@ class Request:
         self._forget()
         return result
 
+    def settle(self) -> None:
+        """Blocks until the operation is done, well or badly; ``wait`` then returns at once."""
+        token = self._session.enter(self.label)
+        try:
+            self._session.core.wait(self._handle)
+        except HoroError:
+            return  # wait() will say it
+        finally:
+            self._session.leave(token)
+
     def _forget(self) -> None:
         self._session.core.release(self._handle)
         self._session.requests.discard(self)

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import torch
 
 from horo._errors import UnsupportedError, UsageError
-from horo.torch._reducer import GradientReducer, Plan
+from horo.torch._cargo import Plan
+from horo.torch._reducer import GradientReducer
 from horo.torch.compression import Compression, Compressor
 from horo.torch.ops import Average, Sum, resolve_op
 from horo.torch.process_sets import ProcessSet, check_process_set, global_process_set

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from horo._bootstrap.grouping import group_ranks
-from horo._bootstrap.hello import Hello, check_agreement, place_of, places_alike
+from horo._bootstrap.hello import Hello, check_agreement, core_count, place_of, places_alike
 from horo._bootstrap.identity import Identity, read_identity
 from horo._bootstrap.launch import Launch
 from horo._config import Config
@@ -25,7 +25,7 @@ def name(rank: int, host: str) -> str:
 
 def test_introduction_survives_the_store() -> None:
     assert Hello.decode(HELLO.encode()) == HELLO
-    other = replace(HELLO, local=(1, 4), node=3, address=None)
+    other = replace(HELLO, local=(1, 4), node=3, address=None, cpus=1 << 300 | 5)
     assert Hello.decode(other.encode()) == other
 
 
@@ -42,6 +42,11 @@ def test_other_version_is_named_even_if_it_says_everything_else_differently() ->
     assert "rank 0 (h\u00f6st) runs horo 0.1.0 (core 1+abi1), rank 2 (h2) runs horo 9.0 (core 9.0+abi7)" in str(
         caught.value
     )
+
+
+def test_cores_of_ranks_bound_apart_add_up() -> None:
+    bound = [replace(HELLO, cpus=0b0011), replace(HELLO, cpus=0b0110)]
+    assert core_count(bound) == 3
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=20))

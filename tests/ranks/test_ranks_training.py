@@ -10,6 +10,21 @@ from rank_pool import RankPool
 
 import horo.torch as hvd
 
+
+@pytest.fixture(params=["ranks2_always", "ranks2_never"])
+def ranks2(request: pytest.FixtureRequest) -> RankPool:
+    """Two ranks that reduce gradients while backward runs, then two that do it afterwards."""
+    pool: RankPool = request.getfixturevalue(request.param)
+    return pool
+
+
+@pytest.fixture(params=["ranks2_always", "ranks2_never", "ranks4_always", "ranks4_never"])
+def ranks(request: pytest.FixtureRequest) -> RankPool:
+    """Two ranks and four, each both ways."""
+    pool: RankPool = request.getfixturevalue(request.param)
+    return pool
+
+
 STEPS = 50
 BATCH = 4
 
