@@ -81,6 +81,7 @@ def parse(arguments: Sequence[str]) -> Job | None:
         interfaces=tuple(name for value in given.network_interfaces for name in value.split(",") if name),
         store_port=given.store_port,
         master_port=given.master_port,
+        keep_memory=not given.no_keep_memory,
         exports=_exports(given),
         ssh=Ssh(
             program=given.remote_shell,
@@ -189,6 +190,7 @@ def _add_ssh(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_tuning(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--no-keep-memory", action="store_true", help="let malloc return freed memory to the kernel")
     group.add_argument("--fusion-threshold-mb", type=_natural, metavar="MB", help="fuse tensors up to this size")
     group.add_argument("--cycle-time-ms", type=_seconds, metavar="MS", help="wait so long for more tensors to fuse")
     group.add_argument("--cache-capacity", type=_natural, metavar="N", help="responses remembered; 0: none")

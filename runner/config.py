@@ -77,6 +77,7 @@ class Job:
         interfaces: network interfaces to use; none: those that route to the peers.
         store_port: port of the key-value server; 0: any free one.
         master_port: ``MASTER_PORT``; 0: any free one.
+        keep_memory: whether ranks keep freed memory for the next allocation.
         exports: what ``-x`` and the tuning flags add to the environment of every rank.
     """
 
@@ -90,6 +91,7 @@ class Job:
     interfaces: tuple[str, ...] = ()
     store_port: int = 0
     master_port: int = 0
+    keep_memory: bool = True
     exports: Mapping[str, str] = field(default_factory=dict)
     ssh: Ssh = Ssh()
     output: Output = Output()

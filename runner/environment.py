@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from horo.runner.placement import Slot
 from horo.runner.processes import MARK_NAME
 
-__all__ = ["FORWARDED", "common_variables", "forwarded", "parse_exports", "rank_variables"]
+__all__ = ["FORWARDED", "common_variables", "forwarded", "parse_exports", "rank_variables", "tunes_malloc"]
 
 FORWARDED = (
     "HORO_*",
@@ -27,6 +27,8 @@ FORWARDED = (
     "PYTHON*",
     "PATH",
     "LD_LIBRARY_PATH",
+    "MALLOC_*",
+    "GLIBC_TUNABLES",
     "VIRTUAL_ENV",
     "CONDA_PREFIX",
     "CONDA_DEFAULT_ENV",
@@ -35,6 +37,10 @@ FORWARDED = (
     "TZ",
 )
 """Variables that go to remote hosts unasked. Local ranks inherit everything."""
+
+KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(4 << 30), "MALLOC_TRIM_THRESHOLD_": str(4 << 30)}
+"""Tells glibc to keep what is freed for the next allocation. By default it gives large blocks back to the kernel, and a
+training step frees all its gradients: getting as many zeroed pages again costs more than to exchange them."""
 
 
 def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
@@ -71,8 +77,21 @@ def common_variables(job_id: str, secret: str, interfaces: Sequence[str]) -> dic
     return shared
 
 
+def tunes_malloc(environment: Mapping[str, str]) -> bool:
+    """Whether the user has said how malloc is to behave, which then stays."""
+    return "GLIBC_TUNABLES" in environment or any(name.startswith("MALLOC_") for name in environment)
+
+
 def rank_variables(
-    slot: Slot, *, host: str, mark: str, store: str, master: tuple[str, int], cores: int, threads_set: bool
+    slot: Slot,
+    *,
+    host: str,
+    mark: str,
+    store: str,
+    master: tuple[str, int],
+    cores: int,
+    threads_set: bool,
+    keep_memory: bool,
 ) -> dict[str, str]:
     """What one rank is told.
 
@@ -84,6 +103,7 @@ def rank_variables(
         master: address and port for ``torch.distributed``.
         cores: of its host; shared out as ``OMP_NUM_THREADS``,
         threads_set: unless the user has set that.
+        keep_memory: freed memory stays with the process.
     """
     told = {
         MARK_NAME: mark,
@@ -104,4 +124,6 @@ def rank_variables(
     }
     if not threads_set:
         told["OMP_NUM_THREADS"] = str(max(1, cores // slot.local_size))
+    if keep_memory:
+        told |= KEEP_MEMORY
     return told

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from horo.runner.config import EXIT_UNREACHABLE, EXIT_USAGE, Job, JobError
 from horo.runner.console import Console
-from horo.runner.environment import common_variables, forwarded, rank_variables
+from horo.runner.environment import common_variables, forwarded, rank_variables, tunes_malloc
 from horo.runner.hosts import Host
 from horo.runner.loop import Loop
 from horo.runner.machine import core_count, default_slots, gpu_count
@@ -210,6 +210,7 @@ class _Supervisor:
                 master=(master, port),
                 cores=core_count() if remote is None else int((remote.hello or {})["cores"]),
                 threads_set="OMP_NUM_THREADS" in self._environment,
+                keep_memory=self._job.keep_memory and not tunes_malloc(self._environment),
             )
         return told
 

@@ -7,7 +7,7 @@ import socket
 import pytest
 from horo.runner import reach as reach_module
 from horo.runner.config import JobError, Ssh
-from horo.runner.environment import forwarded, parse_exports, rank_variables
+from horo.runner.environment import forwarded, parse_exports, rank_variables, tunes_malloc
 from horo.runner.hosts import Host
 from horo.runner.launch_ssh import explain_silence, ssh_command
 from horo.runner.machine import default_slots, gpu_count
@@ -19,7 +19,14 @@ from horo.runner.reach import Reach, meeting_addresses, reach
 def test_a_rank_is_told_its_place_in_both_dialects() -> None:
     slot = place([2, 2], 4)[3]
     told = rank_variables(
-        slot, host="h2", mark="m", store="10.0.0.1:5", master=("10.0.0.1", 6), cores=8, threads_set=False
+        slot,
+        host="h2",
+        mark="m",
+        store="10.0.0.1:5",
+        master=("10.0.0.1", 6),
+        cores=8,
+        threads_set=False,
+        keep_memory=True,
     )
     assert told == {
         "HORO_HOST_MARK": "m",
@@ -38,12 +45,22 @@ def test_a_rank_is_told_its_place_in_both_dialects() -> None:
         "MASTER_ADDR": "10.0.0.1",
         "MASTER_PORT": "6",
         "OMP_NUM_THREADS": "4",
+        "MALLOC_MMAP_THRESHOLD_": "4294967296",
+        "MALLOC_TRIM_THRESHOLD_": "4294967296",
     }
 
 
 def test_threads_the_user_has_set_stay() -> None:
-    told = rank_variables(place([1], 1)[0], host="h", mark="m", store="s", master=("a", 1), cores=8, threads_set=True)
-    assert "OMP_NUM_THREADS" not in told
+    told = rank_variables(
+        place([1], 1)[0], host="h", mark="m", store="s", master=("a", 1), cores=8, threads_set=True, keep_memory=False
+    )
+    assert not {"OMP_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"} & told.keys()
+
+
+@pytest.mark.parametrize("name", ["MALLOC_ARENA_MAX", "GLIBC_TUNABLES"])
+def test_a_user_who_tunes_malloc_is_left_alone(name: str) -> None:
+    assert tunes_malloc({name: "1"})
+    assert not tunes_malloc({"PATH": name})
 
 
 def test_what_belongs_to_one_host_is_not_forwarded() -> None:

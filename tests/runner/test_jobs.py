@@ -357,3 +357,11 @@ def test_threads_are_shared_out_unless_the_user_says(hororun: Hororun, where: st
     inner = ["env", "-u", "OMP_NUM_THREADS", sys.executable, "-m", "horo.runner", "-np", "1", "-H", "localhost:1"]
     done = hororun.run("-np", "1", "--no-prefix", "--", *inner, "sh", "-c", "echo $OMP_NUM_THREADS", where=where)
     assert done.stdout == f"[0] {cores}\n"
+
+
+def test_ranks_keep_freed_memory_unless_the_user_says(hororun: Hororun, where: str) -> None:
+    print_it = shell("echo $MALLOC_TRIM_THRESHOLD_ $MALLOC_MMAP_THRESHOLD_.")
+    environment = {"MALLOC_TRIM_THRESHOLD_": "7"}
+    assert hororun.run("-np", "1", *print_it, where=where).stdout == "[0] 4294967296 4294967296.\n"
+    assert hororun.run("-np", "1", "--no-keep-memory", *print_it, where=where).stdout == "[0] .\n"
+    assert hororun.run("-np", "1", *print_it, where=where, environment=environment).stdout == "[0] 7 .\n"
