@@ -1,0 +1,188 @@
+"""Time of a training step by horo, DDP over gloo and, where it is installed, Horovod, beside processes on their own.
+
+    python benchmarks/training_step.py                            MLP, ResNet-50 and a transformer on two ranks
+    python benchmarks/training_step.py --models mlp --rounds 21 --json out.json
+
+Efficiency is the time of the ceiling over the time of the contestant, within a round. Terms: benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import models
+import options
+import peers
+import report
+from contest import Contest, ContestError, exit_code
+from horo.runner.environment import KEEP_MEMORY
+from rounds import Case, Plan, Result, describe_probe, play, probe_values
+
+CEILING = peers.ALONE.name
+KEPT = ", memory kept"
+# The same once more with what hororun sets: else horo would be compared with processes that lack it.
+CEILING_KEPT = replace(peers.ALONE, name=CEILING + KEPT, environment=dict(KEEP_MEMORY))
+GLOO_KEPT = replace(peers.GLOO, name=peers.GLOO.name + KEPT, environment=dict(KEEP_MEMORY))
+TARGET = 0.97
+TITLES = "{:<12} {:<22} {:>9} {:>9} {:>9} {:>11} {:>11} {:>9} {:>9} {:>8}  {}"
+
+
+def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Time of a training step beside processes that do not communicate.")
+    options.add(parser, contestants="horo,gloo,horovod", rounds=9)
+    known = ", ".join(models.RECIPES)
+    parser.add_argument("--models", default="mlp,resnet50,transformer", help=f"some of {known} (default: %(default)s)")
+    parser.set_defaults(turn_ms=1000)
+    arguments = options.parse(parser, words)
+    arguments.models = arguments.models.split(",")
+    for name in arguments.models:
+        if name not in models.RECIPES:
+            parser.error(f"--models: no '{name}'; known are {known}")
+    for peer in arguments.peers:
+        if peer.library not in ("horo", "gloo", "horovod"):
+            parser.error(f"--peers: {peer.name} trains nothing")
+    return arguments
+
+
+def contestants(wanted: Sequence[peers.Peer]) -> list[peers.Peer]:
+    """Both ceilings, those wanted that are there, and gloo once more with memory kept."""
+    found = peers.available(list(wanted))
+    kept = [GLOO_KEPT] if peers.GLOO in found else []
+    return [peers.ALONE, CEILING_KEPT, *found, *kept]
+
+
+def measure(
+    who: Sequence[peers.Peer], ranks: int, names: Sequence[str], plan: Plan, limit_s: float
+) -> tuple[list[Result], dict[str, dict[str, str]]]:
+    """One model after another: all at once would not fit into memory."""
+    results, versions = [], {}
+    for name in names:
+        with Contest(who, ranks, turn_limit_s=limit_s) as contest:
+            versions = contest.versions()
+            results += play(contest, "training_step", [Case(name, {"model": name})], plan)
+    return results, versions
+
+
+def efficiency(result: Result, name: str, ceiling: str) -> float:
+    ratio = result.ratio(ceiling, name)
+    return 0.0 if ratio is None else ratio
+
+
+def per_step(result: Result, name: str, figure: str, ranks: int) -> float:
+    """Median over heats of what one rank spends on a step."""
+    return statistics.median(result.per_call(name, figure)) / ranks
+
+
+def rows_of(results: Sequence[Result], ranks: int) -> list[dict[str, Any]]:
+    """The rows of training_step.json: one per model and contestant."""
+    rows = []
+    for result in results:
+        for row in result.as_rows(ranks=ranks):
+            name = row["contestant"]
+            rows.append(
+                {
+                    **row,
+                    "efficiency": efficiency(result, name, CEILING),
+                    "efficiency_memory_kept": efficiency(result, name, CEILING_KEPT.name),
+                    "cpu_ms_per_rank": per_step(result, name, "cpu_s", ranks) * 1e3,
+                    "switches_voluntary": per_step(result, name, "switches_voluntary", ranks),
+                    "switches_forced": per_step(result, name, "switches_forced", ranks),
+                    "page_faults": per_step(result, name, "page_faults", ranks),
+                }
+            )
+    return rows
+
+
+def as_table(results: Sequence[Result], ranks: int) -> str:
+    """The table that people read."""
+    lines = [
+        f"training step, {ranks} ranks, one thread each; time on the slowest rank; per rank and step: CPU time, "
+        "context switches (voluntary, forced), page faults",
+        TITLES.format(
+            "model", "", "min", "median", "max", "of ceiling", "memory kept", "CPU", "switches", "faults", "check"
+        ),
+    ]
+    for result in results:
+        model = result.case.name
+        for name in result.calls:
+            lines.append(_line(model, name, result, ranks))
+            model = ""
+        lines += [f"{'':<12} {name:<22} {why}" for name, why in result.unsupported.items()]
+    return "\n".join(filter(None, [*lines, describe_probe(results)]))
+
+
+def _line(model: str, name: str, result: Result, ranks: int) -> str:
+    values = result.micros(name)
+    times = [report.time_text(value) for value in (min(values), result.median(name), max(values))]
+    shares = [f"{efficiency(result, name, ceiling):.1%}" for ceiling in (CEILING, CEILING_KEPT.name)]
+    switches = [per_step(result, name, f"switches_{kind}", ranks) for kind in ("voluntary", "forced")]
+    return TITLES.format(
+        model,
+        name,
+        *times,
+        *shares,
+        report.time_text(per_step(result, name, "cpu_s", ranks) * 1e6),
+        " ".join(f"{count:.0f}" for count in switches),
+        f"{per_step(result, name, 'page_faults', ranks):.0f}",
+        f"WRONG: {result.wrong[name]}" if name in result.wrong else "ok",
+    ).rstrip()
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures, prints, writes. Returns 1 if parameters were wrong."""
+    who = contestants(arguments.peers)
+    plan = Plan(rounds=arguments.rounds, turn_ms=arguments.turn_ms)
+    results, versions = measure(who, arguments.np, arguments.models, plan, arguments.turn_limit_s)
+    print(as_table(results, arguments.np), flush=True)
+    if arguments.json:
+        rows = rows_of(results, arguments.np)
+        asked = options.as_json(arguments)
+        more = {"probe_us": probe_values(results)}
+        report.write(arguments.json, report.document("training_step", rows, options=asked, versions=versions, **more))
+    return 1 if any(result.wrong for result in results) else 0
+
+
+def check_rows(quick: bool = True) -> list[report.CheckRow]:
+    """For check.py.
+
+    Raises:
+        ContestError: a contestant died, or parameters were wrong.
+    """
+    plan = Plan(rounds=5 if quick else 21, turn_ms=700)
+    results, _ = measure(contestants([peers.HORO, peers.GLOO]), 2, ["mlp", "resnet50"], plan, 120)
+    rows = []
+    for result in results:
+        if result.wrong:
+            raise ContestError(f"training step of {result.case.name}: wrong parameters: {result.wrong}")
+        rows += [row_for(result, CEILING, "gloo"), row_for(result, CEILING_KEPT.name, GLOO_KEPT.name)]
+    return rows
+
+
+def row_for(result: Result, ceiling: str, peer: str) -> report.CheckRow:
+    mine, theirs = efficiency(result, "horo", ceiling), efficiency(result, peer, ceiling)
+    step = report.time_text(result.median("horo"))
+    return report.CheckRow(
+        what=f"training step of {result.case.name}, 2 ranks",
+        figure=mine * 100,
+        unit="%",
+        peer=f"DDP over {peer}",
+        peer_figure=theirs * 100,
+        ratio=result.ratio(peer),
+        target=f">= {TARGET:.0%}",
+        ok=mine >= TARGET,
+        note=f"of the {ceiling}, {report.time_text(result.median(ceiling))}; horo {step}",
+    )
+
+
+def main() -> int:
+    arguments = parse_arguments(sys.argv[1:])
+    return exit_code(lambda: run(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
