@@ -125,8 +125,7 @@ def start_allreduce(
     Returns:
         A request whose result is the tuple of reduced tensors.
     """
-    what = _describe(kind, name)
-    staged = [_stage(tensor, what, in_place, wire=wire) for tensor in tensors]
+    staged = [_stage(tensor, (kind, name), in_place, wire=wire) for tensor in tensors]
     return _start(
         _core.OPS["allreduce"],
         (kind, name),
@@ -155,7 +154,7 @@ def start_broadcast(
     """
     what = _describe(kind, name)
     check_root(root_rank, what)
-    staged = [_stage(tensor, what, in_place) for tensor in tensors]
+    staged = [_stage(tensor, (kind, name), in_place) for tensor in tensors]
     return _start(
         _core.OPS["broadcast"],
         (kind, name),
@@ -179,7 +178,7 @@ def start_allgather(tensors: Sequence[torch.Tensor], kind: str, name: str | None
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor) and tensor.dim() == 0:
             raise UsageError(f"{what}: a scalar has no first dimension to gather along; use tensor.reshape(1)")
-    staged = [_stage(tensor, what, False, gather=True) for tensor in tensors]
+    staged = [_stage(tensor, (kind, name), False, gather=True) for tensor in tensors]
     core = _state.current().core
 
     def finish(handle: int) -> tuple[Gathered, ...]:
@@ -255,16 +254,21 @@ class _Staged:
 
 
 def _stage(
-    tensor: torch.Tensor, label: str, in_place: bool, *, gather: bool = False, wire: torch.dtype | None = None
+    tensor: torch.Tensor,
+    named: tuple[str, str | None],
+    in_place: bool,
+    *,
+    gather: bool = False,
+    wire: torch.dtype | None = None,
 ) -> _Staged:
-    dtype = check_tensor(tensor, label)
+    dtype = check_tensor(tensor, named)
     if in_place:
-        _check_in_place(tensor, label)
+        _check_in_place(tensor, named)
     plain = tensor.is_contiguous() and not tensor.is_neg()
     source = tensor if plain else tensor.detach().resolve_neg().contiguous()
     output = source if in_place or gather else torch.empty(source.shape, dtype=source.dtype)
     if source.data_ptr() == 0 and source.numel() > 0:
-        raise UnsupportedError(f"{label}: the tensor ({type(tensor).__name__}) has no memory of its own")
+        raise UnsupportedError(f"{_describe(*named)}: the tensor ({type(tensor).__name__}) has no memory of its own")
     wire_dtype = 0 if wire is None or tensor.dtype not in _NARROWED else _DTYPES[wire]
     return _Staged(tensor, source, output, dtype, wire_dtype)
 
@@ -280,33 +284,40 @@ def check_root(root_rank: int, what: str) -> None:
         raise UsageError(f"{what}: root_rank {root_rank!r} is not a rank of this job (0 to {size - 1})")
 
 
-def check_tensor(tensor: torch.Tensor, label: str) -> int:
+def check_tensor(tensor: torch.Tensor, named: tuple[str, str | None]) -> int:
     """The number of the tensor's dtype in the core.
+
+    Args:
+        tensor: What the user gave.
+        named: The operation and the name it was given, for a sentence if something is wrong.
 
     Raises:
         UsageError: Not a tensor.
         UnsupportedError: The core cannot work on such a layout, device or dtype.
     """
     if not isinstance(tensor, torch.Tensor):
-        raise UsageError(f"{label}: expected a torch.Tensor, not {type(tensor).__name__}")
-    if tensor.layout is not torch.strided:
-        raise UnsupportedError(f"{label}: {tensor.layout} tensors are not supported here; use tensor.to_dense()")
-    if tensor.device.type != "cpu":
-        raise UnsupportedError(f"{label}: the tensor is on {tensor.device}; only CPU tensors are supported yet")
+        raise UsageError(f"{_describe(*named)}: expected a torch.Tensor, not {type(tensor).__name__}")
     number = _DTYPES.get(tensor.dtype)
-    if number is None:
-        raise UnsupportedError(f"{label}: dtype {tensor.dtype} is not supported; use one of {', '.join(_core.DTYPES)}")
-    return number
+    if number is not None and tensor.is_cpu and tensor.layout is torch.strided:
+        return number
+    if tensor.layout is not torch.strided:
+        reason = f"{tensor.layout} tensors are not supported here; use tensor.to_dense()"
+    elif not tensor.is_cpu:
+        reason = f"the tensor is on {tensor.device}; only CPU tensors are supported yet"
+    else:
+        reason = f"dtype {tensor.dtype} is not supported; use one of {', '.join(_core.DTYPES)}"
+    raise UnsupportedError(f"{_describe(*named)}: {reason}")
 
 
-def _check_in_place(tensor: torch.Tensor, label: str) -> None:
+def _check_in_place(tensor: torch.Tensor, named: tuple[str, str | None]) -> None:
     if tensor.requires_grad and not tensor.is_leaf and torch.is_grad_enabled():
         raise UsageError(
-            f"{label}: autograd cannot follow an in-place operation on a computed tensor that requires grad; "
-            "use the form without underscore, or tensor.detach()"
+            f"{_describe(*named)}: autograd cannot follow an in-place operation on a computed tensor that requires "
+            "grad; use the form without underscore, or tensor.detach()"
         )
-    if any(stride == 0 and extent > 1 for stride, extent in zip(tensor.stride(), tensor.shape, strict=True)):
-        raise UsageError(f"{label}: an expanded tensor cannot be written in place; use tensor.contiguous()")
+    strides = tensor.stride()
+    if 0 in strides and any(stride == 0 and extent > 1 for stride, extent in zip(strides, tensor.shape, strict=True)):
+        raise UsageError(f"{_describe(*named)}: an expanded tensor cannot be written in place; use tensor.contiguous()")
 
 
 def _start(

@@ -12,8 +12,7 @@ In the backward pass all ranks communicate again, so all must run it for the sam
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -30,8 +29,7 @@ _SUM = _core.REDUCE_OPS["sum"]
 _PRODUCT = _core.REDUCE_OPS["product"]
 
 
-@dataclass(frozen=True)
-class AllreduceSpec:
+class AllreduceSpec(NamedTuple):
     """An allreduce but for its tensors. ``kind`` is the first part of its name on the wire."""
 
     kind: str
@@ -55,7 +53,7 @@ def allreduce_all(tensors: Sequence[torch.Tensor], spec: AllreduceSpec) -> tuple
         return _returned(_apply(_LinearAllreduce, spec, *tensors))
     if spec.wire is not None:  # what the functions below compare and divide has to be rounded already
         rounded = [narrow(tensor, spec.wire)[0] for tensor in tensors]
-        results = allreduce_all(rounded, replace(spec, wire=None))
+        results = allreduce_all(rounded, spec._replace(wire=None))
         return tuple(result.to(tensor.dtype) for result, tensor in zip(results, tensors, strict=True))
     # The factors stay outside, so that the functions below compare and divide exactly what was reduced.
     plain = AllreduceSpec(spec.kind, spec.name, spec.op)
@@ -134,7 +132,7 @@ class _LinearAllreduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         spec = ctx.spec
-        back = replace(spec, name=_derive(spec.name, "grad"))
+        back = spec._replace(name=_derive(spec.name, "grad"))
         results: list[torch.Tensor | None] = [None] * len(grads)
         reduced = allreduce_all([grads[index] for index in ctx.floating], back)
         for index, result in zip(ctx.floating, reduced, strict=True):

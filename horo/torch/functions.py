@@ -36,7 +36,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
     named = _named_tensors(params)
     check_root(root_rank, what)
     for name, tensor in named:
-        check_tensor(tensor, f"{what} {name!r}")
+        check_tensor(tensor, (what, name))
     _agree([f"{name!r} {_shape(tensor)}" for name, tensor in named], what)
     _overwrite([tensor for _, tensor in named], root_rank, what)
 
@@ -264,7 +264,7 @@ def _describe_groups(optimizer: torch.optim.Optimizer) -> list[str]:
 def _take_apart(optimizer: torch.optim.Optimizer, tensors: list[torch.Tensor], what: str) -> _Structure:
     def strip(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            check_tensor(value, f"{what}: the root's state")
+            check_tensor(value, (f"{what}: the root's state", None))
             tensors.append(value)
             return _Slot(len(tensors) - 1, tuple(value.shape), value.dtype)
         return _map_children(value, strip)
