@@ -235,13 +235,11 @@ class _Staged:
 
     __slots__ = ("input", "output", "wire", "write_back")
 
-    def __init__(
-        self, tensor: torch.Tensor, source: torch.Tensor, output: torch.Tensor, dtype: int, wire_dtype: int
-    ) -> None:
+    def __init__(self, tensor: torch.Tensor, source: torch.Tensor, output: torch.Tensor, wire: _core.Tensor) -> None:
         self.input = source
         self.output = output
         self.write_back = tensor if output is source and source is not tensor else None
-        self.wire = _core.Tensor(source.data_ptr(), output.data_ptr(), tuple(source.shape), dtype, wire_dtype)
+        self.wire = wire
 
     def deliver(self) -> torch.Tensor:
         """The result; in place, the user's tensor itself, with autograd told that it has changed."""
@@ -266,11 +264,15 @@ def _stage(
         _check_in_place(tensor, named)
     plain = tensor.is_contiguous() and not tensor.is_neg()
     source = tensor if plain else tensor.detach().resolve_neg().contiguous()
-    output = source if in_place or gather else torch.empty(source.shape, dtype=source.dtype)
-    if source.data_ptr() == 0 and source.numel() > 0:
+    address = source.data_ptr()
+    if address == 0 and source.numel() > 0:
         raise UnsupportedError(f"{_describe(*named)}: the tensor ({type(tensor).__name__}) has no memory of its own")
     wire_dtype = 0 if wire is None or tensor.dtype not in _NARROWED else _DTYPES[wire]
-    return _Staged(tensor, source, output, dtype, wire_dtype)
+    if in_place or gather:
+        return _Staged(tensor, source, source, _core.Tensor(address, address, tuple(source.shape), dtype, wire_dtype))
+    output = torch.empty(source.shape, dtype=source.dtype)
+    target = output.data_ptr()
+    return _Staged(tensor, source, output, _core.Tensor(address, target, tuple(source.shape), dtype, wire_dtype))
 
 
 def check_root(root_rank: int, what: str) -> None:
