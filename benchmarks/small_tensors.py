@@ -108,7 +108,7 @@ def check_rows(quick: bool = True) -> list[report.CheckRow]:
         ContestError: a contestant died, or a sum was wrong.
     """
     who = peers.available([peers.HORO, peers.GLOO])
-    results, _ = measure(who, 2, make_cases(1000, 1024), Plan(rounds=7 if quick else 31), 120)
+    results, _ = measure(who, 2, make_cases(1000, 1024), Plan(rounds=5 if quick else 31), 120)
     for result in results:
         if result.wrong:
             raise ContestError(f"small tensors, {result.case.name}: wrong sums: {result.wrong}")

@@ -153,7 +153,7 @@ def check_rows(quick: bool = True) -> list[report.CheckRow]:
     Raises:
         ContestError: a contestant died, or parameters were wrong.
     """
-    plan = Plan(rounds=5 if quick else 21, turn_ms=700)
+    plan = Plan(rounds=3 if quick else 21, turn_ms=700)
     results, _ = measure(contestants([peers.HORO, peers.GLOO]), 2, ["mlp", "resnet50"], plan, 120)
     rows = []
     for result in results:

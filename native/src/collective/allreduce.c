@@ -121,11 +121,7 @@ int hr_allreduce(struct hr_group *group, const struct hr_fused *fused, int reduc
     const size_t segments = hr_segment_count(group, fused->bytes);
     group->segment += segments;
     if (group->host_count > 1) {
-        const int status = hr_two_level(&call, segments);
-        if (status != HORO_OK) {
-            hr_group_abandon_data(group); /* a segment may be under way in memory that goes away now */
-        }
-        return status;
+        return hr_two_level(&call, segments);
     }
     return fused->bytes <= FLAT_BYTES ? run_flat(&call) : run_one_host(&call, segments);
 }
