@@ -55,7 +55,8 @@ def prepare(library: Library, parameters: dict[str, Any]) -> Work:
     if library.kind == "gloo":
         raise Unsupported("gloo has no handles")
     if form == "poll":
-        handle = module.allreduce_async_(tensor, op=module.Sum, name=f"latency.poll.{count}")
+        # A tensor of its own: until the operation is done, it is the library's.
+        handle = module.allreduce_async_(torch.zeros(count), op=module.Sum, name=f"latency.poll.{count}")
         return Work(lambda: module.poll(handle), check)
     submitter = Asynchronous(module, [torch.zeros(count) for _ in range(parameters["in_flight"])])
     return Work(submitter.call, check, before_turn=submitter.finish)
