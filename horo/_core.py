@@ -105,33 +105,91 @@ class Tensor(NamedTuple):
     """Number of the dtype that it travels as; 0: its own."""
 
 
-_TENSOR = struct.Struct("@PPPiii0P")
+_REQUEST = "P4i2dPi0P"
+"""``horo_request``: name, op, reduce_op, root_rank, flags, prescale, postscale, tensors, tensor_count."""
+_TENSOR = "PPPiii0P"
 """``horo_tensor``: input, output, shape, ndim, dtype, wire_dtype. Packing is much quicker than filling cdata."""
 
-_TENSORS = ffi.typeof("horo_tensor[]")
-_EXTENTS = functools.partial(ffi.new, ffi.typeof("int64_t[]"))
-_ADDRESS = functools.partial(ffi.cast, ffi.typeof("uintptr_t"))
-_SYNC, _TRANSIENT, _MESSAGE_MAX = lib.HORO_SUBMIT_SYNC, lib.HORO_SUBMIT_TRANSIENT, lib.HORO_MESSAGE_MAX
+_LONE_REQUEST = struct.Struct("@" + _REQUEST)
+_LONE_TENSOR = struct.Struct("@" + _TENSOR)
+_TENSORS_AT = _LONE_REQUEST.size
+_EXTENTS_AT = _TENSORS_AT + _LONE_TENSOR.size
+_DIMS_MAX, _NAME_BYTES, _MESSAGE_MAX = lib.HORO_DIMS_MAX, lib.HORO_NAME_MAX + 1, lib.HORO_MESSAGE_MAX
+_NAME_AT = _EXTENTS_AT + 8 * _DIMS_MAX
+_SYNC, _TRANSIENT = lib.HORO_SUBMIT_SYNC, lib.HORO_SUBMIT_TRANSIENT
 
 
-def _pack(tensors: Sequence[Tensor], extents: int) -> bytes:
-    """An array of ``horo_tensor``, with the extents of all of them one after the other at address ``extents``."""
-    packed = []
-    for source, target, shape, dtype, wire_dtype in tensors:
-        packed.append(_TENSOR.pack(source, target, extents, len(shape), dtype, wire_dtype))
-        extents += 8 * len(shape)
-    return b"".join(packed)
+@functools.cache
+def _single(ndim: int) -> struct.Struct:
+    """A request, its only tensor and the extents of that, one behind the other."""
+    return struct.Struct(f"@{_REQUEST}{_TENSOR}{ndim}q")
 
 
 class _Slip:
-    """Memory for one call of ``horo_submit``, used again and again."""
+    """Memory for one call of ``horo_submit`` or ``horo_run``, used again and again."""
 
-    __slots__ = ("error", "handle", "request")
+    __slots__ = ("_address", "_memory", "_view", "error", "handle", "request")
 
     def __init__(self) -> None:
-        self.request = ffi.new("horo_request *")
+        self._memory = ffi.new("int64_t[]", (_NAME_AT + _NAME_BYTES + 7) // 8)
+        self._address = int(ffi.cast("uintptr_t", self._memory))
+        self._view = memoryview(ffi.buffer(self._memory))
+        self.request = ffi.cast("horo_request *", self._memory)
         self.handle = ffi.new("int64_t *")
         self.error = _error_buffer()
+
+    def fill(
+        self,
+        op: int,
+        name: str,
+        tensors: Sequence[Tensor],
+        *,
+        flags: int,
+        reduce_op: int,
+        root_rank: int,
+        prescale: float,
+        postscale: float,
+    ) -> Any:
+        """Writes a request; what is returned must live until the core has copied it."""
+        address, view = self._address, self._view
+        text = name.encode() + b"\0"
+        name_at, kept = address + _NAME_AT, None
+        if len(text) <= _NAME_BYTES:
+            view[_NAME_AT : _NAME_AT + len(text)] = text
+        else:  # the core says what is wrong with it
+            kept = ffi.from_buffer(text)
+            name_at = int(ffi.cast("uintptr_t", kept))
+        if len(tensors) == 1 and (ndim := len(tensors[0].shape)) <= _DIMS_MAX:
+            source, target, shape, dtype, wire_dtype = tensors[0]
+            _single(ndim).pack_into(
+                view, 0,
+                name_at, op, reduce_op, root_rank, flags, prescale, postscale, address + _TENSORS_AT, 1,
+                source, target, address + _EXTENTS_AT, ndim, dtype, wire_dtype,
+                *shape,
+            )  # fmt: skip
+            return kept
+        packed = _pack(tensors)
+        tensors_at = int(ffi.cast("uintptr_t", packed))
+        _LONE_REQUEST.pack_into(
+            view, 0, name_at, op, reduce_op, root_rank, flags, prescale, postscale, tensors_at, len(tensors)
+        )
+        return kept, packed
+
+
+def _pack(tensors: Sequence[Tensor]) -> Any:
+    """An array of ``horo_tensor``, with the extents of all of them behind it."""
+    extents = list(itertools.chain.from_iterable([tensor.shape for tensor in tensors]))
+    rows = len(tensors) * _LONE_TENSOR.size
+    memory = ffi.new("int64_t[]", rows // 8 + len(extents))
+    view = ffi.buffer(memory)
+    struct.pack_into(f"@{len(extents)}q", view, rows, *extents)
+    extents_at = int(ffi.cast("uintptr_t", memory)) + rows
+    packed = []
+    for source, target, shape, dtype, wire_dtype in tensors:
+        packed.append(_LONE_TENSOR.pack(source, target, extents_at, len(shape), dtype, wire_dtype))
+        extents_at += 8 * len(shape)
+    view[:rows] = b"".join(packed)
+    return memory
 
 
 class Context:
@@ -175,35 +233,80 @@ class Context:
     ) -> int:
         """Hands one request to the core and returns its handle (positive); never blocks.
 
-        The memory must stay valid until the handle is done. ``sync``: the caller waits at once.
-        ``transient``: the name will not come again.
+        The memory must stay valid until the handle is done.
+
+        Args:
+            op: one of ``OPS``.
+            name: equal on all ranks.
+            tensors: none for a barrier.
+            sync: the caller waits at once.
+            transient: the name will not come again.
+            reduce_op, root_rank, prescale, postscale: as in ``horo_request``.
 
         Raises:
             UsageError, ResourceError, GroupError: as the native core says.
         """
-        extents = _EXTENTS(tuple(itertools.chain.from_iterable([tensor.shape for tensor in tensors])))
-        packed = _pack(tensors, int(_ADDRESS(extents)))
-        text = name.encode() + b"\0"
+        flags = (_SYNC if sync else 0) | (_TRANSIENT if transient else 0)
+        slip = self._take_slip()
         try:
-            slip = self._slips.pop()
-        except IndexError:  # to look first would leave another thread time to take the last one
-            slip = _Slip()
-        try:
-            request = slip.request
-            request.name = ffi.from_buffer(text)
-            request.op = op
-            request.reduce_op = reduce_op
-            request.root_rank = root_rank
-            request.flags = (_SYNC if sync else 0) | (_TRANSIENT if transient else 0)
-            request.prescale = prescale
-            request.postscale = postscale
-            request.tensors = ffi.from_buffer(_TENSORS, packed)
-            request.tensor_count = len(tensors)
-            status = lib.horo_submit(self._context, request, slip.handle, slip.error, _MESSAGE_MAX)
+            kept = slip.fill(
+                op, name, tensors, flags=flags, reduce_op=reduce_op, root_rank=root_rank, prescale=prescale,
+                postscale=postscale,
+            )  # fmt: skip
+            status = lib.horo_submit(self._context, slip.request, slip.handle, slip.error, _MESSAGE_MAX)
+            del kept
             _check(status, slip.error)
             return int(slip.handle[0])
         finally:
             self._slips.append(slip)
+
+    def run(
+        self,
+        op: int,
+        name: str,
+        tensors: Sequence[Tensor] = (),
+        *,
+        reduce_op: int = 0,
+        root_rank: int = 0,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        transient: bool = False,
+    ) -> None:
+        """``submit``, ``wait`` and ``release`` in one, and quicker than the three; not for allgather.
+
+        Should a signal handler raise, the request stays under way, and its memory must stay valid.
+
+        Raises:
+            HoroError, BaseException: as ``submit`` and ``wait`` do.
+        """
+        flags = _SYNC | _TRANSIENT if transient else _SYNC
+        slip = self._take_slip()
+        try:
+            kept = slip.fill(
+                op, name, tensors, flags=flags, reduce_op=reduce_op, root_rank=root_rank, prescale=prescale,
+                postscale=postscale,
+            )  # fmt: skip
+            status = lib.horo_run(self._context, slip.request, _SIGNAL_CHECK_MS, slip.handle, slip.error, _MESSAGE_MAX)
+            del kept
+            if status == lib.HORO_OK:
+                return
+            handle = int(slip.handle[0])
+            if handle == 0:
+                _check(status, slip.error)
+        finally:
+            self._slips.append(slip)
+        try:
+            self.wait(handle)
+        except HoroError:
+            self.release(handle)
+            raise
+        self.release(handle)
+
+    def _take_slip(self) -> _Slip:
+        try:
+            return self._slips.pop()
+        except IndexError:  # to look first would leave another thread time to take the last one
+            return _Slip()
 
     def poll(self, handle: int) -> bool:
         """Whether the request is finished, well or badly; never blocks."""

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from horo._errors import HoroError, MismatchError, UsageError
 from horo.torch import _state
 from horo.torch._cargo import Cargo, Flight, Group, Plan, Slot, refuse_sparse
-from horo.torch._requests import Request, start_allgather, start_allreduce
+from horo.torch._requests import Request, run_allreduce, start_allgather, start_allreduce
 from horo.torch.ops import Average
 
 __all__ = ["GradientReducer"]
@@ -395,13 +395,10 @@ class _ReducingClosure:
         self._reducer.synchronize()
         if isinstance(loss, torch.Tensor) and loss.is_floating_point():
             name = f"{self._reducer.kind}.loss"
-            mean: torch.Tensor = start_allreduce([loss.detach()], "closure", name, Average, sync=True).wait()[0]
-            return mean
+            return run_allreduce([loss.detach()], "closure", name, Average)[0]
         if isinstance(loss, float):
             value = torch.tensor([loss], dtype=torch.float64)
-            return (
-                start_allreduce([value], "closure", f"{self._reducer.kind}.loss", Average, sync=True).wait()[0].item()
-            )
+            return run_allreduce([value], "closure", f"{self._reducer.kind}.loss", Average)[0].item()
         return loss
 
 

@@ -18,9 +18,11 @@ __all__ = [
     "check_tensor",
     "poll",
     "publish",
+    "run_allreduce",
+    "run_barrier",
+    "run_broadcast",
     "start_allgather",
     "start_allreduce",
-    "start_barrier",
     "start_broadcast",
     "synchronize",
 ]
@@ -28,6 +30,8 @@ __all__ = [
 _NARROWED = (torch.float32, torch.float64)
 """What can travel as a 16-bit float."""
 
+_ALLREDUCE, _ALLGATHER = _core.OPS["allreduce"], _core.OPS["allgather"]
+_BROADCAST, _BARRIER = _core.OPS["broadcast"], _core.OPS["barrier"]
 _DTYPES: dict[torch.dtype, int] = {getattr(torch, name): number for name, number in _core.DTYPES.items()}
 
 
@@ -127,7 +131,7 @@ def start_allreduce(
     """
     staged = [_stage(tensor, (kind, name), in_place, wire=wire) for tensor in tensors]
     return _start(
-        _core.OPS["allreduce"],
+        _ALLREDUCE,
         (kind, name),
         staged,
         lambda _: tuple(item.deliver() for item in staged),
@@ -138,31 +142,56 @@ def start_allreduce(
     )
 
 
-def start_broadcast(
+def run_allreduce(
     tensors: Sequence[torch.Tensor],
-    root_rank: int,
     kind: str,
     name: str | None,
+    op: int,
     *,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    wire: torch.dtype | None = None,
     in_place: bool = False,
-    sync: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    """What ``start_allreduce`` begins, done at once; returns the reduced tensors."""
+    staged = [_stage(tensor, (kind, name), in_place, wire=wire) for tensor in tensors]
+    _run(_ALLREDUCE, (kind, name), staged, reduce_op=op, prescale=prescale, postscale=postscale)
+    return tuple([item.deliver() for item in staged])
+
+
+def start_broadcast(
+    tensors: Sequence[torch.Tensor], root_rank: int, kind: str, name: str | None, *, in_place: bool = False
 ) -> Request:
     """Begins to copy the root's ``tensors`` to all ranks; the result is the tuple of copies.
 
     Raises:
         UsageError: ``root_rank`` is no rank of the job.
     """
-    what = _describe(kind, name)
-    check_root(root_rank, what)
-    staged = [_stage(tensor, (kind, name), in_place) for tensor in tensors]
+    staged = _stage_broadcast(tensors, root_rank, kind, name, in_place)
     return _start(
-        _core.OPS["broadcast"],
+        _BROADCAST,
         (kind, name),
         staged,
         lambda _: tuple(item.deliver() for item in staged),
-        sync=sync,
+        sync=False,
         root_rank=root_rank,
     )
+
+
+def run_broadcast(
+    tensors: Sequence[torch.Tensor], root_rank: int, kind: str, name: str | None, *, in_place: bool = False
+) -> tuple[torch.Tensor, ...]:
+    """What ``start_broadcast`` begins, done at once; returns the copies."""
+    staged = _stage_broadcast(tensors, root_rank, kind, name, in_place)
+    _run(_BROADCAST, (kind, name), staged, root_rank=root_rank)
+    return tuple([item.deliver() for item in staged])
+
+
+def _stage_broadcast(
+    tensors: Sequence[torch.Tensor], root_rank: int, kind: str, name: str | None, in_place: bool
+) -> list[_Staged]:
+    check_root(root_rank, _describe(kind, name))
+    return [_stage(tensor, (kind, name), in_place) for tensor in tensors]
 
 
 def start_allgather(tensors: Sequence[torch.Tensor], kind: str, name: str | None, *, sync: bool = False) -> Request:
@@ -184,12 +213,12 @@ def start_allgather(tensors: Sequence[torch.Tensor], kind: str, name: str | None
     def finish(handle: int) -> tuple[Gathered, ...]:
         return tuple(_take(core, handle, index, item.input) for index, item in enumerate(staged))
 
-    return _start(_core.OPS["allgather"], (kind, name), staged, finish, sync=sync)
+    return _start(_ALLGATHER, (kind, name), staged, finish, sync=sync)
 
 
-def start_barrier(name: str | None = None) -> Request:
-    """Begins to wait until all ranks have come here."""
-    return _start(_core.OPS["barrier"], ("barrier", name), [], lambda _: None, sync=True)
+def run_barrier() -> None:
+    """Waits until all ranks have come here."""
+    _run(_BARRIER, ("barrier", None), [])
 
 
 def publish(request: Request, shape: Callable[[Any], Any]) -> int:
@@ -260,19 +289,23 @@ def _stage(
     wire: torch.dtype | None = None,
 ) -> _Staged:
     dtype = check_tensor(tensor, named)
-    if in_place:
-        _check_in_place(tensor, named)
-    plain = tensor.is_contiguous() and not tensor.is_neg()
-    source = tensor if plain else tensor.detach().resolve_neg().contiguous()
-    address = source.data_ptr()
+    if in_place and tensor.requires_grad:
+        _check_graph(tensor, named)
+    if tensor.is_contiguous() and not tensor.is_neg():
+        source = tensor
+    else:
+        if in_place:
+            _check_strides(tensor, named)
+        source = tensor.detach().resolve_neg().contiguous()
+    address = target = source.data_ptr()
     if address == 0 and source.numel() > 0:
         raise UnsupportedError(f"{_describe(*named)}: the tensor ({type(tensor).__name__}) has no memory of its own")
     wire_dtype = 0 if wire is None or tensor.dtype not in _NARROWED else _DTYPES[wire]
-    if in_place or gather:
-        return _Staged(tensor, source, source, _core.Tensor(address, address, tuple(source.shape), dtype, wire_dtype))
-    output = torch.empty(source.shape, dtype=source.dtype)
-    target = output.data_ptr()
-    return _Staged(tensor, source, output, _core.Tensor(address, target, tuple(source.shape), dtype, wire_dtype))
+    output = source
+    if not (in_place or gather):
+        output = torch.empty(source.shape, dtype=source.dtype)
+        target = output.data_ptr()
+    return _Staged(tensor, source, output, _core.Tensor(address, target, source.shape, dtype, wire_dtype))
 
 
 def check_root(root_rank: int, what: str) -> None:
@@ -311,12 +344,15 @@ def check_tensor(tensor: torch.Tensor, named: tuple[str, str | None]) -> int:
     raise UnsupportedError(f"{_describe(*named)}: {reason}")
 
 
-def _check_in_place(tensor: torch.Tensor, named: tuple[str, str | None]) -> None:
-    if tensor.requires_grad and not tensor.is_leaf and torch.is_grad_enabled():
+def _check_graph(tensor: torch.Tensor, named: tuple[str, str | None]) -> None:
+    if not tensor.is_leaf and torch.is_grad_enabled():
         raise UsageError(
             f"{_describe(*named)}: autograd cannot follow an in-place operation on a computed tensor that requires "
             "grad; use the form without underscore, or tensor.detach()"
         )
+
+
+def _check_strides(tensor: torch.Tensor, named: tuple[str, str | None]) -> None:
     strides = tensor.stride()
     if 0 in strides and any(stride == 0 and extent > 1 for stride, extent in zip(strides, tensor.shape, strict=True)):
         raise UsageError(f"{_describe(*named)}: an expanded tensor cannot be written in place; use tensor.contiguous()")
@@ -341,6 +377,34 @@ def _start(
         return Request(session, handle, label, staged, finish)
     finally:
         session.leave(token)
+
+
+def _run(
+    op: int,
+    named: tuple[str, str | None],
+    staged: Sequence[_Staged],
+    *,
+    reduce_op: int = 0,
+    root_rank: int = 0,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+) -> None:
+    session = _state.current()
+    label, transient = session.name(*named)
+    token = session.enter(label)
+    # Should a signal handler raise out of the wait, the session goes on holding the memory that the core works on.
+    session.held[token] = staged
+    try:
+        session.core.run(
+            op, label, [item.wire for item in staged], reduce_op=reduce_op, root_rank=root_rank, prescale=prescale,
+            postscale=postscale, transient=transient,
+        )  # fmt: skip
+    except HoroError:
+        del session.held[token]
+        raise
+    finally:
+        session.leave(token)
+    del session.held[token]
 
 
 def _describe(kind: str, name: str | None) -> str:

@@ -44,6 +44,8 @@ class Session:
         self.core = job.context
         self.requests: set[Request] = set()
         """Every request that is not finished. They own the memory that the core reads and writes."""
+        self.held: dict[object, Any] = {}
+        """Memory of operations that the caller waits for; what stays was interrupted while the core worked on it."""
         self.handles: dict[int, tuple[Request, Callable[[Any], Any]]] = {}
         """Requests behind the integers that the asynchronous functions returned."""
         self.first_handle = first_handle
@@ -101,6 +103,7 @@ class Session:
         self._closed = True
         self.job.close()
         self.requests.clear()
+        self.held.clear()
 
     def abandon(self) -> None:
         """In a forked child: refuses what is the parent's from now on. The job lets go of descriptors by itself."""

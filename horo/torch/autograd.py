@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from horo import _core
 from horo.torch import _state
-from horo.torch._requests import start_allgather, start_allreduce, start_broadcast
+from horo.torch._requests import run_allreduce, run_broadcast, start_allgather
 from horo.torch.compression import narrow
 
 __all__ = ["AllreduceSpec", "allgather_all", "allreduce_all", "broadcast_one"]
@@ -38,7 +38,7 @@ class AllreduceSpec(NamedTuple):
     prescale: float = 1.0
     postscale: float = 1.0
     wire: torch.dtype | None = None
-    """As ``start_allreduce`` takes it."""
+    """As ``run_allreduce`` takes it."""
 
     def derived(self, suffix: str, op: int) -> AllreduceSpec:
         """The spec, without factors, of a reduction that the gradient of this one needs."""
@@ -96,24 +96,13 @@ def _derive(name: str | None, suffix: str) -> str | None:
 
 
 def _allreduce(tensors: Sequence[torch.Tensor], spec: AllreduceSpec) -> tuple[torch.Tensor, ...]:
-    request = start_allreduce(
-        tensors,
-        spec.kind,
-        spec.name,
-        spec.op,
-        prescale=spec.prescale,
-        postscale=spec.postscale,
-        wire=spec.wire,
-        sync=True,
+    return run_allreduce(
+        tensors, spec.kind, spec.name, spec.op, prescale=spec.prescale, postscale=spec.postscale, wire=spec.wire
     )
-    results: tuple[torch.Tensor, ...] = request.wait()
-    return results
 
 
 def _broadcast(tensor: torch.Tensor, root_rank: int, name: str | None) -> torch.Tensor:
-    request = start_broadcast([tensor], root_rank, "broadcast", name, sync=True)
-    result: torch.Tensor = request.wait()[0]
-    return result
+    return run_broadcast([tensor], root_rank, "broadcast", name)[0]
 
 
 def _floating(tensors: Sequence[torch.Tensor]) -> list[int]:

@@ -11,7 +11,7 @@ import torch
 
 from horo._errors import HoroError, MismatchError, UsageError
 from horo.torch import _state
-from horo.torch._requests import check_root, check_tensor, start_allgather, start_broadcast
+from horo.torch._requests import check_root, check_tensor, run_broadcast, start_allgather, start_broadcast
 from horo.torch.process_sets import ProcessSet, check_process_set, global_process_set
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
@@ -215,7 +215,7 @@ def _share(produce: Callable[[], Any], root_rank: int, what: str, name: str | No
 
 def _broadcast_bytes(tensor: torch.Tensor, root_rank: int, what: str, name: str | None, part: str) -> None:
     full = None if name is None else f"{name}.{part}"
-    start_broadcast([tensor], root_rank, what, full, in_place=True, sync=True).wait()
+    run_broadcast([tensor], root_rank, what, full, in_place=True)
 
 
 def _pickle(produce: Callable[[], Any]) -> tuple[Exception | None, bytes]:

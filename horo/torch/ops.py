@@ -27,9 +27,11 @@ from horo._errors import UnsupportedError, UsageError
 from horo.torch._requests import (
     poll,
     publish,
+    run_allreduce,
+    run_barrier,
+    run_broadcast,
     start_allgather,
     start_allreduce,
-    start_barrier,
     start_broadcast,
     synchronize,
 )
@@ -282,7 +284,7 @@ def broadcast_(
 ) -> torch.Tensor:
     """As ``broadcast``, into ``tensor`` itself, which it returns."""
     check_process_set(process_set)
-    return _first(start_broadcast([tensor], root_rank, "broadcast", name, in_place=True, sync=True).wait())
+    return run_broadcast([tensor], root_rank, "broadcast", name, in_place=True)[0]
 
 
 def broadcast_async_(
@@ -297,7 +299,7 @@ def broadcast_async_(
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Returns when all ranks have called it."""
     check_process_set(process_set)
-    start_barrier().wait()
+    run_barrier()
 
 
 def resolve_op(op: int | None, average: bool | None = None) -> int:
@@ -352,18 +354,9 @@ def _allreduce_async(tensors: Sequence[torch.Tensor], spec: AllreduceSpec, *, in
 
 
 def _allreduce_in_place(tensors: Sequence[torch.Tensor], spec: AllreduceSpec) -> tuple[torch.Tensor, ...]:
-    request = start_allreduce(
-        tensors,
-        spec.kind,
-        spec.name,
-        spec.op,
-        prescale=spec.prescale,
-        postscale=spec.postscale,
-        in_place=True,
-        sync=True,
+    return run_allreduce(
+        tensors, spec.kind, spec.name, spec.op, prescale=spec.prescale, postscale=spec.postscale, in_place=True
     )
-    results: tuple[torch.Tensor, ...] = request.wait()
-    return results
 
 
 def _first(results: tuple[torch.Tensor, ...]) -> torch.Tensor:

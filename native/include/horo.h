@@ -195,6 +195,13 @@ HORO_API void horo_after_fork(horo_context *context);
 HORO_API int horo_submit(horo_context *context, const horo_request *request, int64_t *handle, char *error,
                          size_t error_bytes);
 
+/*
+ * horo_submit (give it HORO_SUBMIT_SYNC), horo_wait and, after HORO_OK, horo_release at once, since the ways in and out are most of
+ * what a small operation costs. *handle is 0 unless one is left to be waited for, asked for its error and released.
+ */
+HORO_API int horo_run(horo_context *context, const horo_request *request, int32_t timeout_ms, int64_t *handle, char *error,
+                      size_t error_bytes);
+
 /* HORO_IN_PROGRESS, HORO_OK or the error of the request. Never blocks. */
 HORO_API int horo_poll(horo_context *context, int64_t handle);
 

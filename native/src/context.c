@@ -119,6 +119,18 @@ HORO_API int horo_wait(horo_context *context, int64_t handle, int32_t timeout_ms
     return status == HORO_OK ? hr_engine_wait(&context->engine, handle, timeout_ms) : status;
 }
 
+HORO_API int horo_run(horo_context *context, const horo_request *request, int32_t timeout_ms, int64_t *handle, char *error,
+                      size_t error_bytes) {
+    *handle = 0;
+    HR_TRY(horo_submit(context, request, handle, error, error_bytes));
+    const int status = horo_wait(context, *handle, timeout_ms);
+    if (status == HORO_OK) {
+        (void)horo_release(context, *handle);
+        *handle = 0;
+    }
+    return status;
+}
+
 HORO_API void horo_error(horo_context *context, int64_t handle, char *error, size_t error_bytes) {
     struct hr_error failure = {0};
     if (check_process(context, &failure) == HORO_OK) {

@@ -36,6 +36,17 @@ NUMPY_OF_DTYPE = {
 _DTYPE_OF_NUMPY = {np.dtype(t): _core.DTYPES[name] for name, t in NUMPY_OF_DTYPE.items()}
 
 
+def describe(
+    arrays: Sequence[np.ndarray], results: Sequence[np.ndarray], wires: Sequence[str | None] = ()
+) -> list[Tensor]:
+    """Arrays as the core sees them."""
+    numbers = [0 if wire is None else _core.DTYPES[wire] for wire in wires] or [0] * len(arrays)
+    return [
+        Tensor(a.ctypes.data, b.ctypes.data, a.shape, _DTYPE_OF_NUMPY[a.dtype], number)
+        for a, b, number in zip(arrays, results, numbers, strict=True)
+    ]
+
+
 class Rank:
     """One rank with numpy arrays instead of torch tensors."""
 
@@ -57,14 +68,14 @@ class Rank:
     ) -> int:
         """Starts an operation, in place unless there are outputs; ``wires``: the dtypes that the arrays travel as."""
         results = arrays if outputs is None else outputs
-        numbers = [0 if wire is None else _core.DTYPES[wire] for wire in wires] or [0] * len(arrays)
-        tensors = [
-            Tensor(a.ctypes.data, b.ctypes.data, a.shape, _DTYPE_OF_NUMPY[a.dtype], number)
-            for a, b, number in zip(arrays, results, numbers, strict=True)
-        ]
+        tensors = describe(arrays, results, wires)
         handle = self.context.submit(_core.OPS[op], name, tensors, **options)
         self._kept[handle] = arrays, results
         return handle
+
+    def run(self, op: str, name: str, arrays: Sequence[np.ndarray], **options: Any) -> None:
+        """Submits, waits and releases in one call, in place."""
+        self.context.run(_core.OPS[op], name, describe(arrays, arrays), **options)
 
     def finish(self, handle: int) -> None:
         """Waits and releases, also when the operation fails; not when a signal ends the wait before it is done."""

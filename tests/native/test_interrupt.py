@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = """
 import os, signal, sys, threading
 import numpy as np
@@ -22,8 +24,13 @@ data = np.ones(8 << 20, np.float32)
 if me == 1:
     while True:
         rank.allreduce(data)
+def reduce():
+    if sys.argv[2] == "run":
+        rank.run("allreduce", "x", [data], reduce_op=1)
+    else:
+        rank.allreduce(data, sync=True)
 for _ in range(2):
-    rank.allreduce(data, sync=True)
+    reduce()
 if sys.argv[1] == "handled":
     signal.signal(signal.SIGINT, lambda *_: print("handled", flush=True))
 threading.Timer(0.05, lambda: os.kill(child, signal.SIGSTOP)).start()
@@ -34,7 +41,7 @@ if sys.argv[1] == "handled":
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 try:
     while True:
-        rank.allreduce(data, sync=True)
+        reduce()
 except KeyboardInterrupt:
     print("interrupted", flush=True)
 finally:
@@ -45,11 +52,11 @@ print("destroyed", flush=True)
 """
 
 
-def run(mode: str) -> list[str]:
+def run(mode: str, call: str) -> list[str]:
     folder = Path(__file__).resolve().parent
     path = [str(folder), str(folder.parent), str(folder.parent.parent)]
     result = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path[:0] = {path!r}\n{SCRIPT}", mode],
+        [sys.executable, "-c", f"import sys; sys.path[:0] = {path!r}\n{SCRIPT}", mode, call],
         capture_output=True,
         text=True,
         timeout=60,
@@ -59,9 +66,11 @@ def run(mode: str) -> list[str]:
     return result.stdout.split()
 
 
-def test_ctrl_c_ends_a_wait_for_a_stopped_peer() -> None:
-    assert run("raise") == ["interrupted", "destroyed"]
+@pytest.mark.parametrize("call", ["run", "submit"])
+def test_ctrl_c_ends_a_wait_for_a_stopped_peer(call: str) -> None:
+    assert run("raise", call) == ["interrupted", "destroyed"]
 
 
-def test_a_signal_whose_handler_returns_changes_nothing() -> None:
-    assert run("handled") == ["handled", "interrupted", "destroyed"]
+@pytest.mark.parametrize("call", ["run", "submit"])
+def test_a_signal_whose_handler_returns_changes_nothing(call: str) -> None:
+    assert run("handled", call) == ["handled", "interrupted", "destroyed"]
