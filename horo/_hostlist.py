@@ -1,0 +1,97 @@
+"""Slurm's short way to write many hosts and their task counts: ``rack[0-1]n[01-03],x`` and ``2(x3),1``.
+
+Pure text; imports nothing heavy, so that the launcher may use it as well as the library.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+__all__ = ["HOSTS_MAX", "parse_counts", "parse_host_list"]
+
+HOSTS_MAX = 1 << 16
+"""Slurm has no more nodes; a list that names more is damaged."""
+
+_PIECE = re.compile(r"\[([^\[\]]*)\]|([^\[\],]+)")
+_RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
+_COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
+
+
+def parse_host_list(text: str) -> list[str]:
+    """The hosts of a list in Slurm's notation, in its order; of several brackets in a name the last runs fastest.
+
+    Args:
+        text: names separated by commas; brackets hold numbers and ranges, whose first number says how many digits all
+            have: ``h[1-3,07-10],x``.
+
+    Raises:
+        ValueError: the text is no such list, or names more than ``HOSTS_MAX`` hosts; says what is wrong.
+    """
+    hosts: list[str] = []
+    for entry in _split(text):
+        pieces = _pieces(entry, text)
+        count = 1
+        for piece in pieces:
+            count *= len(piece)
+        if len(hosts) + count > HOSTS_MAX:
+            raise ValueError(f"the host list {text!r} names more than {HOSTS_MAX} hosts")
+        hosts += map("".join, itertools.product(*pieces))
+    return hosts
+
+
+def parse_counts(text: str) -> list[int]:
+    """The tasks on each host as Slurm writes them: ``2(x3),1`` is ``[2, 2, 2, 1]``.
+
+    Raises:
+        ValueError: the text is nothing of the kind.
+    """
+    counts: list[int] = []
+    for item in text.split(","):
+        found = _COUNT.fullmatch(item.strip())
+        if found is None:
+            raise ValueError(f"{item!r} in {text!r} is no count of tasks such as 4 or 4(x2)")
+        repeat = int(found[2] or 1)
+        if len(counts) + repeat > HOSTS_MAX:
+            raise ValueError(f"{text!r} counts the tasks of more than {HOSTS_MAX} hosts")
+        counts += [int(found[1])] * repeat
+    return counts
+
+
+def _split(text: str) -> list[str]:
+    """The entries between the commas that are outside of brackets."""
+    entries, entry, depth = [], "", 0
+    for letter in text.strip():
+        depth += (letter == "[") - (letter == "]")
+        if letter == "," and not depth:
+            entries.append(entry)
+            entry = ""
+        else:
+            entry += letter
+    return [*entries, entry]
+
+
+def _pieces(entry: str, text: str) -> list[list[str]]:
+    """What may stand at each place of one entry: one text outside of brackets, several numbers for brackets."""
+    pieces, end = [], 0
+    for found in _PIECE.finditer(entry):
+        if found.start() != end:
+            break
+        end = found.end()
+        if found[1] is None:
+            pieces.append([found[2]])
+        else:
+            pieces.append([number for item in found[1].split(",") for number in _range(item, text)])
+    if end != len(entry) or not entry or any(letter.isspace() for letter in entry):
+        raise ValueError(f"{entry!r} in the host list {text!r} is no host or range of hosts such as h[1-3,07-10]")
+    return pieces
+
+
+def _range(item: str, text: str) -> list[str]:
+    found = _RANGE.fullmatch(item)
+    low, high = (int(found[1]), int(found[2] or found[1])) if found is not None else (1, 0)
+    if found is None or high < low:
+        raise ValueError(f"{item!r} in the host list {text!r} is no number or range such as 07-10")
+    if high - low >= HOSTS_MAX:
+        raise ValueError(f"the host list {text!r} names more than {HOSTS_MAX} hosts")
+    return [f"{number:0{len(found[1])}d}" for number in range(low, high + 1)]
