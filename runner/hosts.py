@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-__all__ = ["Host", "HostsError", "parse_host_file", "parse_hosts"]
+__all__ = ["Host", "HostsError", "is_host_name", "parse_host_file", "parse_hosts"]
 
 
 class HostsError(ValueError):
@@ -43,6 +43,11 @@ _HOST = re.compile(
 )
 _BARE_IPV6 = re.compile(r"[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(?:%[A-Za-z0-9_.-]+)?")
 _FORM = "[user@]host[:slots][:port=P], with a numeric IPv6 address in brackets"
+
+
+def is_host_name(text: str) -> bool:
+    """Whether it can be a name or an IPv4 address; nothing that a program could take for an option."""
+    return re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", text) is not None
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
