@@ -1,7 +1,8 @@
-"""Messages between hororun and its agent on a remote host, over the two pipes of one ssh.
+"""Messages between hororun and its agent on a remote host, over the two pipes of one ssh or srun.
 
-A frame is kind (1 byte), rank (4 bytes), length of the payload (4 bytes), payload; numbers in network order. The
-agent writes :data:`MAGIC` first, because a login shell may print something before the agent runs.
+A frame is kind (1 byte), rank (4 bytes), length of the payload (4 bytes), payload, a newline; numbers in network
+order. The newline is for srun, which holds back what looks to it like a line without an end. The agent writes
+:data:`MAGIC` first, because a login shell may print something before the agent runs.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ MAGIC = b"\nhororun agent 1\n"
 PAYLOAD_MAX_BYTES = 64 << 20
 _NOISE_MAX_BYTES = 1 << 20
 _HEADER = struct.Struct("!BII")
+_END = b"\n"
 
 
 class Kind(IntEnum):
@@ -62,7 +64,7 @@ class FrameError(ValueError):
 
 def encode(kind: Kind, rank: int = 0, payload: bytes = b"") -> bytes:
     """One frame as bytes."""
-    return _HEADER.pack(kind, rank, len(payload)) + payload
+    return _HEADER.pack(kind, rank, len(payload)) + payload + _END
 
 
 def encode_json(kind: Kind, value: dict[str, Any], rank: int = 0) -> bytes:
@@ -98,10 +100,12 @@ class FrameReader:
             if kind not in Kind.__members__.values() or length > PAYLOAD_MAX_BYTES:
                 raise FrameError(f"a frame of kind {kind} with {length} bytes is none of ours")
             end = start + _HEADER.size + length
-            if len(self._buffer) < end:
+            if len(self._buffer) <= end:
                 break
+            if self._buffer[end : end + 1] != _END:
+                raise FrameError(f"a {Kind(kind).name} frame of {length} bytes does not end where it should")
             frames.append(Frame(Kind(kind), rank, bytes(self._buffer[start + _HEADER.size : end])))
-            start = end
+            start = end + 1
         del self._buffer[:start]
         return frames
 
