@@ -1,4 +1,4 @@
-"""The remote side: ``python -m horo.runner.agent``, run by ssh, spoken to over stdin and stdout.
+"""The remote side: ``python -m horo.runner.agent``, run by ssh or srun, spoken to over stdin and stdout.
 
 It says what this host is, gets the job, starts its ranks and sends back what they write and how they end. When its
 stdin ends, when nothing comes for the time agreed, or on SIGTERM, it ends everything and exits; should it be killed,
@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from horo.runner.config import EXIT_SETUP, EXIT_UNREACHABLE
+from horo.runner.environment import without
 from horo.runner.frames import MAGIC, Frame, FrameError, FrameReader, Kind, encode, encode_json
 from horo.runner.loop import Loop, Timer
 from horo.runner.machine import core_count, gpu_count
-from horo.runner.network import NetworkError, free_port, network_identity
+from horo.runner.network import NetworkError, connection, free_port, network_identity
 from horo.runner.processes import Guard, Tree, become_subreaper
 from horo.runner.ranks import Event, Exited, HostRanks, Output, Started, StartError, reap
 
@@ -83,7 +84,7 @@ class _Agent:
             "pid": os.getpid(),
             "cores": core_count(),
             "gpus": gpu_count(os.environ),
-            "ssh_connection": os.environ.get("SSH_CONNECTION", ""),
+            "connection": connection(os.environ),
             "network": network_identity(),
             "free_port": free_port(),
         }
@@ -134,7 +135,7 @@ class _Agent:
             job["grace_s"],
             self._emit,
         )
-        common = {**os.environ, **job["environment"]}
+        common = {**without(os.environ, job["unset"]), **job["environment"]}
         environments = {int(rank): {**common, **own} for rank, own in job["ranks"].items()}
         try:
             if not Path(cwd).is_dir():

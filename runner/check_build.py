@@ -34,7 +34,7 @@ def check_build() -> int:
             _Part(False, "MPI", "not in this version"),
             _Part(False, "NCCL", "not in this version"),
         ],
-        "Remote hosts": [_Part(bool(shutil.which("ssh")), "ssh", shutil.which("ssh") or "not found in PATH")],
+        "Ways to start ranks elsewhere": [_program("ssh"), _program("srun"), _program("mpirun"), _program("jsrun")],
     }
     print(f"horo {horo.__version__:<34} {_folder('horo')}")
     print(f"Python {platform.python_version():<32} {sys.executable}")
@@ -43,6 +43,11 @@ def check_build() -> int:
         for part in parts:
             print(f"    [{'X' if part.present else ' '}] {part.what:<31} {part.where}")
     return 0 if core.present else 1
+
+
+def _program(name: str) -> _Part:
+    path = shutil.which(name)
+    return _Part(path is not None, name, path or "not found in PATH")
 
 
 def _core() -> _Part:

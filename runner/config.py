@@ -7,7 +7,20 @@ from dataclasses import dataclass, field
 
 from horo.runner.hosts import Host
 
-__all__ = ["EXIT_INTERNAL", "EXIT_SETUP", "EXIT_UNREACHABLE", "EXIT_USAGE", "Job", "JobError", "Output", "Ssh"]
+__all__ = [
+    "EXIT_INTERNAL",
+    "EXIT_SETUP",
+    "EXIT_UNREACHABLE",
+    "EXIT_USAGE",
+    "LAUNCHERS",
+    "Job",
+    "JobError",
+    "Mpi",
+    "Output",
+    "Ssh",
+]
+
+LAUNCHERS = ("auto", "ssh", "slurm", "mpi", "jsrun")
 
 EXIT_USAGE = 2
 EXIT_UNREACHABLE = 69
@@ -35,14 +48,29 @@ class Ssh:
         port: its port, for hosts that name none.
         identity_file: its private key.
         arguments: further arguments, before the host.
-        python: the Python on remote hosts.
     """
 
     program: str = "ssh"
     port: int | None = None
     identity_file: str | None = None
     arguments: tuple[str, ...] = ()
-    python: str = ""
+
+
+@dataclass(frozen=True)
+class Mpi:
+    """What the user said about mpirun, or about jsrun.
+
+    Attributes:
+        program: the program; None: the first of ``mpirun`` and ``mpiexec`` in PATH.
+        arguments: further arguments, before the command.
+        binding: arguments that bind and map ranks; None: hororun's own.
+        tcp: whether Spectrum MPI is to use TCP only.
+    """
+
+    program: str | None = None
+    arguments: tuple[str, ...] = ()
+    binding: tuple[str, ...] | None = None
+    tcp: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,7 +97,9 @@ class Job:
     Attributes:
         size: number of ranks.
         command: what every rank runs.
-        hosts: where; one of ``localhost`` when the user named none.
+        hosts: where; ``localhost`` when neither the user nor a batch system named any.
+        hosts_from: who named them, for messages; empty: the user.
+        launcher: how ranks are started, one of ``LAUNCHERS`` without ``"auto"``.
         oversubscribe: whether more ranks than slots are allowed.
         grace_s: seconds from SIGTERM to SIGKILL.
         start_timeout_s: seconds for all hosts to answer.
@@ -79,11 +109,18 @@ class Job:
         master_port: ``MASTER_PORT``; 0: any free one.
         keep_memory: whether ranks keep freed memory for the next allocation.
         exports: what ``-x`` and the tuning flags add to the environment of every rank.
+        dry_run: whether to say what would be run, and run nothing.
+        python: the Python on remote hosts.
+        ssh: how hosts are reached by ssh.
+        mpi: what mpirun is told.
+        output: how output appears.
     """
 
     size: int
     command: tuple[str, ...]
     hosts: tuple[Host, ...] = (Host("localhost"),)
+    hosts_from: str = ""
+    launcher: str = "ssh"
     oversubscribe: bool = False
     grace_s: float = 5.0
     start_timeout_s: float = 60.0
@@ -93,5 +130,8 @@ class Job:
     master_port: int = 0
     keep_memory: bool = True
     exports: Mapping[str, str] = field(default_factory=dict)
+    dry_run: bool = False
+    python: str = ""
     ssh: Ssh = Ssh()
+    mpi: Mpi = Mpi()
     output: Output = Output()

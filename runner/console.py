@@ -81,6 +81,7 @@ class Console:
     def flush(self, *, patient: bool) -> None:
         """Waits until all is written; not ``patient``: for a moment only, should stdout be blocked."""
         self._printer.close()
+        self.interrupted = False  # a signal that ended the job shall not cost the words that say so
         out_of_time: list[bool] = []
         if not patient:
             self._loop.call_later(_LAST_WORDS_TIMEOUT_S, lambda: out_of_time.append(True))

@@ -8,7 +8,16 @@ from fnmatch import fnmatchcase
 from horo.runner.placement import Slot
 from horo.runner.processes import MARK_NAME
 
-__all__ = ["FORWARDED", "common_variables", "forwarded", "parse_exports", "rank_variables", "tunes_malloc"]
+__all__ = [
+    "FORWARDED",
+    "common_variables",
+    "delegated_variables",
+    "forwarded",
+    "parse_exports",
+    "rank_variables",
+    "tunes_malloc",
+    "without",
+]
 
 FORWARDED = (
     "HORO_*",
@@ -50,6 +59,15 @@ def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def without(environment: Mapping[str, str], patterns: Sequence[str]) -> dict[str, str]:
+    """``environment`` less the variables that match a pattern."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if not any(fnmatchcase(name, pattern) for pattern in patterns)
+    }
+
+
 def parse_exports(items: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
     """The values of ``-x``: ``NAME=VALUE``, or ``NAME`` for the value it has here.
 
@@ -75,6 +93,22 @@ def common_variables(job_id: str, secret: str, interfaces: Sequence[str]) -> dic
     if interfaces:
         shared["HORO_NETWORK_INTERFACES"] = ",".join(interfaces)
     return shared
+
+
+def delegated_variables(interfaces: Sequence[str], *, threads: int | None, keep_memory: bool) -> dict[str, str]:
+    """What ranks that another launcher starts have in common.
+
+    Args:
+        interfaces: network interfaces to use; none: those that route to the peers.
+        threads: ``OMP_NUM_THREADS``; None: the user has set it.
+        keep_memory: freed memory stays with the process.
+    """
+    shared = {"PYTHONUNBUFFERED": "1"}
+    if interfaces:
+        shared["HORO_NETWORK_INTERFACES"] = ",".join(interfaces)
+    if threads is not None:
+        shared["OMP_NUM_THREADS"] = str(threads)
+    return shared | (KEEP_MEMORY if keep_memory else {})
 
 
 def tunes_malloc(environment: Mapping[str, str]) -> bool:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-__all__ = ["Host", "HostsError", "is_host_name", "parse_host_file", "parse_hosts"]
+__all__ = ["Host", "HostsError", "is_host_name", "parse_host_file", "parse_hosts", "written"]
 
 
 class HostsError(ValueError):
@@ -80,6 +80,11 @@ def parse_host_file(text: str, path: str) -> tuple[Host, ...]:
     if not hosts:
         raise HostsError(f"{path} names no host: write one per line, like 'h1 slots=4'")
     return tuple(hosts)
+
+
+def written(hosts: Iterable[Host]) -> str:
+    """Hosts and their slots as one would write them after ``-H``."""
+    return ",".join(host.name if host.slots is None else f"{host.name}:{host.slots}" for host in hosts)
 
 
 def _parse_line(content: str) -> Host:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import pwd
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from horo.runner.hosts import Host
@@ -14,6 +14,7 @@ from horo.runner.hosts import Host
 __all__ = [
     "NetworkError",
     "address_toward",
+    "connection",
     "free_port",
     "interface_addresses",
     "is_local",
@@ -69,6 +70,19 @@ def address_toward(peer: str) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise NetworkError(f"this machine has no route to {peer}: {error.strerror}") from None
+
+
+def connection(environ: Mapping[str, str]) -> str:
+    """Over which addresses this process was started: the launcher's, a port, this host's, a port; empty: unknown.
+
+    ssh says so itself in that form; srun says from where, and the route back gives the other address.
+    """
+    if environ.get("SSH_CONNECTION"):
+        return environ["SSH_CONNECTION"]
+    launcher = environ.get("SLURM_LAUNCH_NODE_IPADDR", "")
+    with contextlib.suppress(NetworkError):
+        return f"{launcher} 0 {address_toward(launcher)} 0" if launcher else ""
+    return ""
 
 
 def interface_addresses(names: Sequence[str]) -> list[str]:

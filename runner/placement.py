@@ -35,11 +35,11 @@ class Slot:
     host: int
 
 
-def place(slots: Sequence[int], size: int, *, oversubscribe: bool = False) -> tuple[Slot, ...]:
+def place(slots: Sequence[int], size: int, *, oversubscribe: bool = False, source: str = "") -> tuple[Slot, ...]:
     """Places ``size`` ranks on hosts that have ``slots`` each.
 
     With ``oversubscribe``, ranks beyond the last slot are dealt to the hosts in turn. Hosts that get no rank are
-    left out of every count.
+    left out of every count. ``source`` says in the message who has named the slots.
 
     Raises:
         PlacementError: there are more ranks than slots, or no rank, or no host.
@@ -49,8 +49,9 @@ def place(slots: Sequence[int], size: int, *, oversubscribe: bool = False) -> tu
     if not slots or min(slots) < 1:
         raise PlacementError("every host needs at least one slot")
     if size > sum(slots) and not oversubscribe:
+        where = f" in the {source}" if source else ""
         raise PlacementError(
-            f"-np {size} asks for {size} ranks but there are {sum(slots)} slots: "
+            f"-np {size} asks for {size} ranks but there are {sum(slots)} slots{where}: "
             "name more slots with -H or --hostfile, or allow it with --oversubscribe"
         )
     counts = _share(slots, size)

@@ -25,6 +25,7 @@ __all__ = [
     "MARK_NAME",
     "Guard",
     "Tree",
+    "ask",
     "become_subreaper",
     "children_of_this_process",
     "end_all",
@@ -57,6 +58,28 @@ def occupy_standard_streams() -> None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number: this one
 
 
+def ask(argv: Sequence[str], environment: Mapping[str, str], timeout_s: float) -> str:
+    """What a program prints, on stdout and stderr together, whatever its exit code.
+
+    Raises:
+        OSError: it cannot be started.
+        TimeoutError: it has not ended in time, and was killed.
+    """
+    try:
+        done = subprocess.run(
+            argv,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise TimeoutError(f"{argv[0]} has not answered within {timeout_s:g} s") from None
+    return done.stdout.decode("utf-8", "replace")
+
+
 def children_of_this_process() -> set[int]:
     """Pids of the children it has now."""
     here = os.getpid()
@@ -69,11 +92,11 @@ def spawn(
     environment: Mapping[str, str],
     cwd: str | None = None,
     stdin: int = subprocess.DEVNULL,
-    dies_with_us: bool = True,
+    last_signal: int = signal.SIGKILL,
 ) -> subprocess.Popen[bytes]:
     """Starts a process in a session of its own, with pipes for its output.
 
-    With ``dies_with_us`` the kernel kills it when this process dies. The caller reaps it with ``os.waitpid``.
+    The kernel sends it ``last_signal`` when this process dies. The caller reaps it with ``os.waitpid``.
 
     Raises:
         OSError: it cannot be started.
@@ -86,7 +109,7 @@ def spawn(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
-        preexec_fn=_die_with_parent() if dies_with_us else None,  # noqa: PLW1509 - one call into libc, no lock
+        preexec_fn=_die_with_parent(last_signal),  # noqa: PLW1509 - one call into libc, no lock
         bufsize=0,
     )
     for stream in (process.stdin, process.stdout, process.stderr):
@@ -95,12 +118,12 @@ def spawn(
     return process
 
 
-def _die_with_parent() -> Callable[[], None]:
+def _die_with_parent(number: int) -> Callable[[], None]:
     prctl = ctypes.PyDLL(None).prctl  # found before the fork; PyDLL keeps the GIL, so nothing can block in the child
     parent = os.getpid()
 
     def in_child() -> None:
-        prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
         if os.getppid() != parent:  # it died before the line above took effect
             os._exit(128 + signal.SIGKILL)
 

@@ -35,7 +35,7 @@ class Reach:
 
 
 def reach(name: str, hello: Mapping[str, Any], interfaces: Sequence[str]) -> Reach:
-    """Works out the addresses from what the agent said; asks no name server unless ssh left no trace.
+    """Works out the addresses from what the agent said; asks no name server unless ssh or srun left no trace.
 
     Args:
         name: of the host, as given to ``-H``.
@@ -47,10 +47,13 @@ def reach(name: str, hello: Mapping[str, Any], interfaces: Sequence[str]) -> Rea
     """
     if hello["network"] == network_identity():
         return Reach((LOOPBACK,), LOOPBACK)
-    words = str(hello["ssh_connection"]).split()
+    words = str(hello["connection"]).split()
     here, there = (words[0], words[2]) if len(words) == 4 else ("", next(iter(resolve(name)), ""))
     if not there:
-        raise JobError(f"host {name} has no address that can be found: its agent was not started by ssh", EXIT_SETUP)
+        raise JobError(
+            f"host {name} has no address: its name is unknown here, and how it was reached is unknown there",
+            EXIT_SETUP,
+        )
     try:
         if interfaces:
             return Reach(tuple(interface_addresses(interfaces)), there)

@@ -1,4 +1,4 @@
-"""One remote host, seen from the launcher: one ssh, the agent at its other end."""
+"""One remote host, seen from the launcher: one ssh or srun, the agent at its other end."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import subprocess
 from collections.abc import Callable
 from typing import Any
 
-from horo.runner.config import EXIT_INTERNAL, EXIT_SETUP, EXIT_UNREACHABLE, JobError, Ssh
+from horo.runner.config import EXIT_INTERNAL, EXIT_SETUP, EXIT_UNREACHABLE, JobError
 from horo.runner.frames import Frame, FrameError, FrameReader, Kind, encode, encode_json
 from horo.runner.hosts import Host
-from horo.runner.launch_ssh import explain_silence, ssh_command
 from horo.runner.loop import Loop, Timer
 from horo.runner.processes import spawn
 from horo.runner.ranks import Event, Exited, Output, Started
+from horo.runner.ways import Way
 
 from horo import __version__
 
@@ -23,6 +23,7 @@ __all__ = ["RemoteHost"]
 
 _READ_BYTES = 1 << 18
 _STDERR_TAIL_BYTES = 8192
+_END_TIMEOUT_S = 2.0
 
 
 class RemoteHost:
@@ -48,31 +49,36 @@ class RemoteHost:
         self._stderr = b""
         self._code: int | None = None
         self._process: subprocess.Popen[bytes]
-        self._ssh: Ssh
+        self._way: Way
         self._ping: Timer | None = None
         self._ping_interval_s = 0.0
         self._open: set[int] = set()
 
     @property
     def pid(self) -> int:
-        """Of the ssh program."""
+        """Of the program that connects us."""
         return self._process.pid
 
-    def connect(self, ssh: Ssh, *, start_timeout_s: float, host_timeout_s: float) -> list[str]:
-        """Starts ssh and returns its command.
+    def connect(self, way: Way, *, host_timeout_s: float) -> list[str]:
+        """Starts the agent there and returns the command that does.
 
         Raises:
-            JobError: it cannot be started here.
+            JobError: the command cannot be started here.
         """
-        command = ssh_command(self.host, ssh, start_timeout_s=start_timeout_s, host_timeout_s=host_timeout_s)
+        command = way.command(self.host)
         try:
-            self._process = spawn(command, environment=os.environ, stdin=subprocess.PIPE)
+            self._process = spawn(
+                command,
+                environment=way.environment(os.environ),
+                stdin=subprocess.PIPE,
+                last_signal=signal.SIGTERM if way.ends_on_sigterm else signal.SIGKILL,
+            )
         except OSError as error:
             raise JobError(
-                f"host {self.host.name} needs ssh, and {ssh.program!r} cannot be started here: {error.strerror}",
+                f"host {self.host.name} needs {way.name}, and {way.program!r} cannot be started here: {error.strerror}",
                 EXIT_SETUP,
             ) from error
-        self._ssh = ssh
+        self._way = way
         self._ping_interval_s = host_timeout_s / 3
         self._loop.watch(self._stdout, read=self._read_frames)
         self._loop.watch(self._stderr_fd, read=self._read_stderr)
@@ -102,9 +108,16 @@ class RemoteHost:
     def hang_up(self) -> None:
         """Ends the connection; an agent that still runs ends its ranks."""
         self._hung_up = True
+        if self._way.ends_on_sigterm:
+            self._signal(signal.SIGTERM)
+            self._loop.call_later(_END_TIMEOUT_S, lambda: self._signal(signal.SIGKILL))
+        else:
+            self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
         if self._code is None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+                os.killpg(self.pid, number)
 
     def pause(self, paused: bool) -> None:
         """Stops or resumes reading; the agent and its ranks wait when pipes are full."""
@@ -130,7 +143,7 @@ class RemoteHost:
         if self.error is not None:
             return str(self.error)
         lines = [line for line in self._stderr.decode("utf-8", "replace").splitlines() if line.strip()]
-        return f"ssh ended with code {self._code}" + (f": {lines[-1].strip()}" if lines else "")
+        return f"{self._way.name} ended with code {self._code}" + (f": {lines[-1].strip()}" if lines else "")
 
     @property
     def _stdout(self) -> int:
@@ -226,7 +239,7 @@ class RemoteHost:
         if self._ping is not None:
             self._ping.cancel()
         if self.hello is None and self.error is None:
-            self.error = explain_silence(self.host.name, self._ssh, self._code or 0, self._stderr)
+            self.error = self._way.explain_silence(self.host.name, self._code or 0, self._stderr)
         if not self.job_sent and not self._hung_up and self.error is None:
             self.error = JobError(f"host {self.host.name} was lost: {self.why_lost}", EXIT_UNREACHABLE)
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):

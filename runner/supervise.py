@@ -8,16 +8,16 @@ import shlex
 import signal
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from horo.runner.candidates import candidates, way_of
 from horo.runner.config import EXIT_UNREACHABLE, EXIT_USAGE, Job, JobError
 from horo.runner.console import Console
 from horo.runner.environment import common_variables, forwarded, rank_variables, tunes_malloc
-from horo.runner.hosts import Host
+from horo.runner.hosts import Host, written
 from horo.runner.loop import Loop
-from horo.runner.machine import core_count, default_slots, gpu_count
+from horo.runner.machine import core_count, default_slots
 from horo.runner.network import NetworkError, free_port, is_local
 from horo.runner.placement import PlacementError, Slot, place
 from horo.runner.processes import (
@@ -31,6 +31,7 @@ from horo.runner.ranks import Event, Exited, HostRanks, Output, StartError, reap
 from horo.runner.reach import Reach, meeting_addresses, reach
 from horo.runner.remote import RemoteHost
 from horo.runner.report import Ending, exit_code, ranges, report, root_cause, signal_name
+from horo.runner.ways import Way
 
 from horo._errors import HoroError
 
@@ -57,13 +58,14 @@ def run_job(job: Job, environment: Mapping[str, str]) -> int:
         Path.cwd()
     except FileNotFoundError:
         raise JobError("the current directory does not exist any more: ranks would start in it") from None
-    hosts = _candidates(job, environment)
+    hosts = candidates(job, environment)
+    way = way_of(job, environment)
     occupy_standard_streams()
     spared = children_of_this_process()  # a shell that became us by ``exec`` may have left some
     guard = Guard()  # forked before the first thread
     become_subreaper()
     with closing(Loop()) as loop:
-        code = _Supervisor(job, hosts, environment, loop, guard=guard, spared=spared | {guard.pid}).run()
+        code = _Supervisor(job, hosts, way, environment, loop, guard=guard, spared=spared | {guard.pid}).run()
     guard.dismiss()  # not when something went wrong in here: then it has work to do
     return code
 
@@ -75,6 +77,7 @@ class _Supervisor:
         self,
         job: Job,
         hosts: Sequence[Host],
+        way: Way,
         environment: Mapping[str, str],
         loop: Loop,
         *,
@@ -83,6 +86,7 @@ class _Supervisor:
     ) -> None:
         self._job = job
         self._hosts = hosts
+        self._way = way
         self._environment = {**environment, **job.exports}
         self._loop = loop
         self._guard = guard
@@ -128,13 +132,13 @@ class _Supervisor:
 
     def _connect(self) -> None:
         """Starts an agent on every host that is not this one and waits until all have answered."""
+        if self._job.hosts_from:
+            self._console.explain(f"hosts from the {self._job.hosts_from}: {written(self._job.hosts)}")
         for index, host in enumerate(self._hosts):
             if is_local(host):
                 continue
             remote = RemoteHost(self._loop, host, self._on_event, self._on_remote)
-            command = remote.connect(
-                self._job.ssh, start_timeout_s=self._job.start_timeout_s, host_timeout_s=self._job.host_timeout_s
-            )
+            command = remote.connect(self._way, host_timeout_s=self._job.host_timeout_s)
             self._console.explain(f"{host.name}: {shlex.join(command)}")
             self._tree.spared.add(remote.pid)
             self._remotes[index] = remote
@@ -152,6 +156,7 @@ class _Supervisor:
             [self._slots_of(index, host) for index, host in enumerate(hosts)],
             self._job.size,
             oversubscribe=self._job.oversubscribe,
+            source=self._job.hosts_from,
         )
         used = {slot.host for slot in slots}
         for index in self._remotes.keys() - used:
@@ -224,13 +229,15 @@ class _Supervisor:
         return f"{self._id}.{host}" if host in self._remotes else self._tree.mark
 
     def _remote_job(self, name: str, index: int, ranks: Mapping[int, Mapping[str, str]]) -> dict[str, Any]:
-        exported = {**forwarded(self._environment), **self._job.exports}
+        carried = self._way.carried(self._environment)
+        exported = {**forwarded(self._environment), **carried, **self._job.exports}
         return {
             "host": name,
             "mark": self._mark(index),
             "cwd": str(Path.cwd()),
             "command": list(self._job.command),
             "environment": exported,
+            "unset": list(self._way.unset),
             "ranks": {str(rank): own for rank, own in ranks.items()},
             "grace_s": self._job.grace_s,
             "silence_s": self._job.host_timeout_s,
@@ -316,7 +323,7 @@ class _Supervisor:
         self._stop_for(
             JobError(
                 f"no answer within {self._job.start_timeout_s:g} s from {', '.join(silent)}: "
-                "try ssh by hand, or give it more time with --start-timeout",
+                f"try {self._way.by_hand(silent[0])} by hand, or give it more time with --start-timeout",
                 EXIT_UNREACHABLE,
             )
         )
@@ -370,25 +377,3 @@ class _Supervisor:
             return 0
         self._console.say_lines(report(cause, self._endings))
         return exit_code(cause)
-
-
-def _candidates(job: Job, environment: Mapping[str, str]) -> list[Host]:
-    """The hosts that may get a rank, in order; of remote ones, slots may still be unknown.
-
-    Raises:
-        JobError: the slots are known and too few.
-    """
-    here = default_slots(core_count(), gpu_count(environment))
-    hosts = [replace(host, slots=here) if host.slots is None and is_local(host) else host for host in job.hosts]
-    if all(host.slots is not None for host in hosts):
-        try:
-            slots = place([host.slots or 0 for host in hosts], job.size, oversubscribe=job.oversubscribe)
-        except PlacementError as error:
-            raise JobError(str(error)) from None
-        return hosts[: slots[-1].host + 1]
-    needed: list[Host] = []
-    for host in hosts:
-        needed.append(host)
-        if sum(each.slots or 1 for each in needed) >= job.size and not job.oversubscribe:
-            break
-    return needed

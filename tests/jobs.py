@@ -74,8 +74,10 @@ class Hororun:
     remote_shell: str = ""
     launched: list[Launched] = field(default_factory=list)
 
-    def start(self, *words: str, where: str = "localhost:8", prefix: Sequence[str] = (), **options: object) -> Launched:
-        """Starts ``hororun -H where words``; ``where`` other than localhost goes through the agent.
+    def start(
+        self, *words: str, where: str | None = "localhost:8", prefix: Sequence[str] = (), **options: object
+    ) -> Launched:
+        """Starts ``hororun -H where words``; ``where`` other than localhost goes through the agent, None: no ``-H``.
 
         ``prefix``: words before the command. ``environment``: added to this process's. Other options are Popen's.
         """
@@ -83,7 +85,8 @@ class Hororun:
         name, _, value = mark.partition("=")
         environment = {**os.environ, name: value, **options.pop("environment", {})}  # type: ignore[dict-item]
         shell = ["--remote-shell", self.remote_shell] if self.remote_shell else []
-        command = [*prefix, sys.executable, "-m", "horo.runner", "-H", where, *shell, *words]
+        place = [] if where is None else ["-H", where]
+        command = [*prefix, sys.executable, "-m", "horo.runner", *place, *shell, *words]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, **options}
         process = subprocess.Popen(  # type: ignore[call-overload]
             command,
@@ -95,7 +98,9 @@ class Hororun:
         self.launched.append(Launched(process, mark))
         return self.launched[-1]
 
-    def run(self, *words: str, where: str = "localhost:8", **options: object) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *words: str, where: str | None = "localhost:8", **options: object
+    ) -> subprocess.CompletedProcess[str]:
         """Runs it to its end."""
         return self.start(*words, where=where, **options).finish()
 

@@ -45,7 +45,7 @@ class Agent:
     def job(self, script: str = "exec sleep 300", **changed: object) -> None:
         value = {
             "host": "h", "mark": f"test.{os.getpid()}.{id(self)}", "cwd": "/", "command": ["sh", "-c", script],
-            "environment": {}, "ranks": {"0": {}}, "grace_s": 0.2, "silence_s": 30.0, "master_port": 0,
+            "environment": {}, "unset": [], "ranks": {"0": {}}, "grace_s": 0.2, "silence_s": 30.0, "master_port": 0,
         }  # fmt: skip
         self.send(encode_json(Kind.JOB, {**value, **changed}))
 

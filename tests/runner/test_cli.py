@@ -42,7 +42,7 @@ def test_options_become_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parsed("-np 1 cmd").keep_memory
     assert job.exports == {"HORO_START_TIMEOUT": "7", "DATA": "/d", "B": "2"}
     assert (job.ssh.program, job.ssh.port, job.ssh.identity_file) == ("rsh", 23, "key")
-    assert (job.ssh.arguments, job.ssh.python) == (("-v",), "/py")
+    assert (job.ssh.arguments, job.python) == (("-v",), "/py")
     assert (job.output.prefix, job.output.timestamp, job.output.directory, job.output.verbose) == (
         False,
         True,

@@ -6,10 +6,9 @@ import socket
 
 import pytest
 from horo.runner import reach as reach_module
-from horo.runner.config import JobError, Ssh
+from horo.runner.config import JobError
 from horo.runner.environment import forwarded, parse_exports, rank_variables, tunes_malloc
 from horo.runner.hosts import Host
-from horo.runner.launch_ssh import explain_silence, ssh_command
 from horo.runner.machine import default_slots, gpu_count
 from horo.runner.network import NetworkError, address_toward, free_port, interface_addresses, is_local, network_identity
 from horo.runner.placement import place
@@ -111,7 +110,7 @@ def test_addresses_and_ports_that_are_not_there_are_named() -> None:
 
 
 def hello(network: str = "another", connection: str = "") -> dict[str, object]:
-    return {"network": network, "ssh_connection": connection}
+    return {"network": network, "connection": connection}
 
 
 def test_hosts_meet_at_the_addresses_ssh_has_used() -> None:
@@ -142,31 +141,3 @@ def test_local_ranks_of_a_job_on_several_hosts_do_not_use_loopback() -> None:
     assert addresses == ["10.0.0.1", "10.1.0.1"]
     assert by_host == [["10.0.0.1", "10.1.0.1"], ["10.0.0.1"], ["10.1.0.1"]]
     assert meeting_addresses([None]) == ([reach_module.LOOPBACK], [[reach_module.LOOPBACK]])
-
-
-def command(host: Host, ssh: Ssh) -> list[str]:
-    return ssh_command(host, ssh, start_timeout_s=30, host_timeout_s=30)
-
-
-def test_the_ssh_command_asks_nobody_and_trusts_as_configured() -> None:
-    words = command(Host("h1", "me", 2222), Ssh(port=22, identity_file="/k", arguments=("-v",), python="/a b/python"))
-    assert words[0] == "ssh"
-    assert "BatchMode=yes" in words
-    assert words[words.index("-p") + 1] == "2222"
-    assert words[words.index("-i") + 1] == "/k"
-    assert words[-3:] == ["-v", "me@h1", "cd / && exec '/a b/python' -m horo.runner.agent"]
-    assert not any("StrictHostKeyChecking" in word for word in words)
-
-
-def test_silence_is_explained_by_what_ssh_says() -> None:
-    cases = {
-        (255, b"Warning: x\nssh: connect to host h port 22: Connection refused\r\n"): (69, "Connection refused"),
-        (127, b"sh: 1: exec: /p/python: not found\n"): (78, "there is no /p/python"),
-        (126, b"sh: 1: exec: /p/python: Permission denied\n"): (78, "cannot execute /p/python"),
-        (1, b"/p/python: No module named horo.runner\n"): (78, "no module horo.runner"),
-        (1, b"/p/python: Error (ModuleNotFoundError: No module named 'horo')\n"): (78, "no module horo"),
-        (3, b""): (70, "code 3"),
-    }
-    for (code, stderr), (exit_code, fact) in cases.items():
-        error = explain_silence("h", Ssh(python="/p/python"), code, stderr)
-        assert (error.code, "h" in str(error), fact in str(error)) == (exit_code, True, True), str(error)

@@ -1,0 +1,112 @@
+"""The one srun command per remote host of a Slurm job, and what it means when it fails. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from horo.runner.config import EXIT_UNREACHABLE, JobError
+from horo.runner.hosts import Host
+from horo.runner.ways import agent_command, explain_agent
+
+__all__ = ["SrunWay", "knows_overlap"]
+
+_OVERLAP_SINCE = (20, 11)
+_ABOUT_A_STEP = (
+    "SLURM_STEP*",
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+    "SLURM_NODEID",
+    "SLURM_GTIDS",
+    "SLURM_TASK_PID",
+    "SLURM_CPU_BIND*",
+    "SLURM_DISTRIBUTION",
+    "SLURM_LAUNCH_NODE_IPADDR",
+    "SLURM_SRUN_COMM_*",
+    "SLURM_MPI_TYPE",
+    "SLURM_PRIO_PROCESS",
+    "SLURM_UMASK",
+)
+_SAME_NAME_FOR_A_STEP = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_TASKS_PER_NODE", "SLURM_NNODES", "SLURM_NODELIST")
+_ABOUT_A_HOST = ("SLURM_CPUS_ON_NODE", "SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS", "SLURM_TOPOLOGY_*")
+_FOR_SRUN = ("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTER_NAME", "SLURM_JWT")
+_NOT_FOR_SRUN = ("SLURM_*", "SRUN_*", "SSH_CONNECTION", "SSH_CLIENT", "SSH_TTY", "CUDA_VISIBLE_DEVICES")
+
+
+@dataclass(frozen=True)
+class SrunWay:
+    """A :class:`~horo.runner.ways.Way`: one step of one task per host, beside what runs in the job already.
+
+    Attributes:
+        python: the Python on the hosts.
+        program: the srun program.
+        overlap: whether this Slurm knows ``--overlap``; before, steps shared their resources unasked.
+    """
+
+    python: str
+    program: str = "srun"
+    overlap: bool = True
+    name: str = "srun"
+    ends_on_sigterm: bool = True
+    unset: tuple[str, ...] = (*_ABOUT_A_STEP, *_SAME_NAME_FOR_A_STEP, "SRUN_*", "PMI_*", "PMI2_*", "PMIX_*")
+
+    def command(self, host: Host) -> list[str]:
+        """See :class:`~horo.runner.ways.Way`.
+
+        The step must give its one task all that the job has on the host: every core, all memory, all GPUs.
+        ``--unbuffered`` is left out on purpose, since it puts a terminal between; frames end in a newline instead.
+        """
+        options = [
+            "--nodes=1",
+            "--ntasks=1",
+            f"--nodelist={host.name}",
+            *(["--overlap"] if self.overlap else []),
+            "--cpu-bind=none",
+            "--mem=0",
+            "--mpi=none",
+            "--export=ALL",
+            "--chdir=/",
+            "--quiet",
+        ]
+        return [self.program, *options, "sh", "-c", agent_command(self.python)]
+
+    def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """See :class:`~horo.runner.ways.Way`. srun takes many options from variables that were meant for the job."""
+        return {
+            name: value for name, value in environ.items() if name in _FOR_SRUN or not _matches(name, _NOT_FOR_SRUN)
+        }
+
+    def carried(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """See :class:`~horo.runner.ways.Way`: what the job is, so that ranks find it on every host alike."""
+        return {
+            name: value
+            for name, value in environ.items()
+            if name.startswith("SLURM_") and not _matches(name, (*_ABOUT_A_STEP, *_ABOUT_A_HOST))
+        }
+
+    def by_hand(self, host: str) -> str:
+        """See :class:`~horo.runner.ways.Way`."""
+        return f"srun --overlap --nodelist={host} hostname"
+
+    def explain_silence(self, host: str, code: int, stderr: bytes) -> JobError:
+        """See :class:`~horo.runner.ways.Way`."""
+        lines = [line.strip() for line in stderr.decode("utf-8", "replace").splitlines() if line.strip()]
+        # How a task ended says srun, too, after whatever the task said itself.
+        own = [line for line in lines if re.match(r"(srun|slurmstepd)[:-]", line) and "task 0:" not in line]
+        others = [line for line in lines if not re.match(r"(srun|slurmstepd)[:-]", line)]
+        if own and not others:
+            said = own[0].removeprefix("srun: ").removeprefix("error: ")
+            return JobError(f"cannot start an agent on host {host}: srun says: {said}", EXIT_UNREACHABLE)
+        return explain_agent(host, self.python, code, others[-1] if others else f"no message, exit code {code}")
+
+
+def knows_overlap(version: str) -> bool:
+    """From what ``srun --version`` prints, like ``slurm 22.05.8``; anything else counts as new."""
+    found = re.search(r"slurm\S* ([0-9]+)\.([0-9]+)", version)
+    return found is None or (int(found[1]), int(found[2])) >= _OVERLAP_SINCE
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)

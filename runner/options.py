@@ -1,0 +1,278 @@
+"""The options of hororun, and which launcher each is for. Imports little, so that ``--help`` answers at once."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from typing import NoReturn
+
+from horo.runner.config import EXIT_USAGE, LAUNCHERS
+
+from horo import __version__
+
+__all__ = ["build_parser", "check_launcher", "default_start_timeout", "split_command"]
+
+_USAGE = "hororun [-np N] [-H h1:4,h2:4 | --hostfile FILE] [options] [--] command ..."
+_DESCRIPTION = "Runs N copies of a command, called ranks, on this host or several, and ends them together."
+_EPILOG = """examples:
+  hororun -np 4 python train.py                      four ranks here (at most one per core or GPU)
+  hororun -np 8 -H h1:4,h2:4 python train.py         four on each of two hosts, over ssh
+  hororun -np 8 --hostfile hosts -x DATA python train.py --epochs 3
+  hororun python train.py                            in a job of Slurm, LSF, PBS or SGE: a rank for each of its slots
+  hororun --mpi -np 8 -H h1:4,h2:4 python train.py   the same, started by mpirun
+
+Exit code: that of the rank that failed first (128 + n for a signal), 130 after Ctrl-C, 2 for a wrong command line,
+126 or 127 when the command cannot be executed or found, 69 when a host cannot be reached or is lost, 78 when a host
+lacks Python, horo or the directory; with --mpi, that of mpirun. All of it: docs/reference/hororun.md"""
+_OWN = frozenset({"ssh", "slurm"})
+_BY_SSH = frozenset({"ssh", "mpi"})
+_FOREIGN = frozenset({"mpi", "jsrun"})
+_FOR = {
+    "host_timeout": _OWN,
+    "remote_python": _OWN,
+    "store_port": _OWN,
+    "master_port": _OWN,
+    "ssh_port": _BY_SSH,
+    "ssh_identity_file": _BY_SSH,
+    "ssh_args": _BY_SSH,
+    "remote_shell": _BY_SSH,
+    "mpirun": frozenset({"mpi"}),
+    "mpi_args": _FOREIGN,
+    "binding_args": _FOREIGN,
+    "tcp": _FOREIGN,
+    "network_interfaces": frozenset({"ssh", "slurm", "mpi"}),
+    "prefix_timestamp": frozenset({"ssh", "slurm", "mpi"}),
+    "oversubscribe": frozenset({"ssh", "slurm", "mpi"}),
+}
+"""Options that not every launcher has a use for."""
+_REFUSED = {
+    "--disable-cache": (0, "hororun keeps no cache of earlier checks: leave it out"),
+    "--gloo-timeout-seconds": (1, "horo has no gloo: see --start-timeout and --stall-check-shutdown-time-seconds"),
+    "--mpi-threads-disable": (0, "horo's core is a thread of its own and asks MPI for what it needs: leave it out"),
+    "--no-mpi-threads-disable": (0, "horo always asks MPI for the threads it needs: leave it out"),
+}
+"""What users of horovodrun know and horo has no use for, with the number of values and the reason."""
+_LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_USAGE, f"hororun: {message} (try 'hororun --help')\n")
+
+
+class _Refuse(argparse.Action):
+    def __call__(
+        self, parser: argparse.ArgumentParser, _given: object, _value: object, option: str | None = None
+    ) -> None:
+        parser.error(f"{option}: {_REFUSED[option or ''][1]}")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All options; the command is split off before."""
+    parser = _Parser(
+        prog="hororun",
+        usage=_USAGE,
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=38, width=100),
+        allow_abbrev=False,
+        add_help=False,
+    )
+    _add_where(parser.add_argument_group("ranks and hosts"))
+    _add_launcher(parser.add_argument_group("how ranks are started"))
+    _add_environment(parser.add_argument_group("environment"))
+    _add_output(parser.add_argument_group("output"))
+    _add_times(parser.add_argument_group("times"))
+    _add_ssh(parser.add_argument_group("remote hosts"))
+    _add_mpi(parser.add_argument_group("mpirun"))
+    _add_tuning(parser.add_argument_group("training (each sets a HORO_ variable for the ranks)"))
+    _add_information(parser.add_argument_group("information"))
+    for name, (values, _reason) in _REFUSED.items():
+        parser.add_argument(name, action=_Refuse, nargs=values, dest="refused", help=argparse.SUPPRESS)
+    return parser
+
+
+def check_launcher(parser: argparse.ArgumentParser, given: argparse.Namespace, launcher: str) -> str | None:
+    """Which option does not fit the launcher, as a sentence; None: all fit."""
+    for action in parser._actions:
+        fits = _FOR.get(action.dest)
+        if fits is not None and launcher not in fits and getattr(given, action.dest) != action.default:
+            name = next(option for option in action.option_strings if option.startswith("--"))
+            return f"{name} is for --launcher {' and '.join(sorted(fits))}; ranks of this job are started by {launcher}"
+    return None
+
+
+def _add_where(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "-np", "--num-proc", type=_integer, metavar="N", help="number of ranks; in a batch job, default: all slots"
+    )
+    hosts = group.add_mutually_exclusive_group()
+    hosts.add_argument(
+        "-H",
+        "--hosts",
+        metavar="HOSTS",
+        help="[user@]host[:slots][:port=P], ...; default: those of the batch job, or this one",
+    )
+    hosts.add_argument(
+        "--hostfile", "-hostfile", metavar="FILE", help="a host per line: [user@]host [slots=N] [port=P]  # comment"
+    )
+    group.add_argument(
+        "--oversubscribe", action="store_true", help="allow more ranks than slots (default slots: GPUs, else cores)"
+    )
+
+
+def _add_launcher(group: argparse._ArgumentGroup) -> None:
+    ways = group.add_mutually_exclusive_group()
+    ways.add_argument(
+        "--launcher", choices=LAUNCHERS, default="auto", metavar="WAY",
+        help="ssh, slurm (srun), mpi (mpirun) or jsrun; default: auto, slurm or jsrun in such a job, else ssh",
+    )  # fmt: skip
+    ways.add_argument("--gloo", dest="launcher", action="store_const", const="ssh", help="--launcher ssh")
+    ways.add_argument("--mpi", dest="launcher", action="store_const", const="mpi", help="--launcher mpi")
+    ways.add_argument("--jsrun", dest="launcher", action="store_const", const="jsrun", help="--launcher jsrun")
+    group.add_argument("--dry-run", action="store_true", help="show what would be run and run nothing")
+
+
+def _add_environment(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "-x", dest="exports", action="append", default=[], metavar="NAME[=VALUE]",
+        help="set a variable for all ranks; NAME alone: as it is here",
+    )  # fmt: skip
+    group.add_argument(
+        "--network-interfaces", "--network-interface", action="append", default=[], metavar="A,B",
+        help="use these interfaces instead of those that route to the peers",
+    )  # fmt: skip
+    group.add_argument(
+        "--store-port", type=_port, default=0, metavar="P", help="port where ranks meet; default: a free one"
+    )
+    group.add_argument("--master-port", type=_port, default=0, metavar="P", help="MASTER_PORT; default: a free one")
+
+
+def _add_output(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--no-prefix", action="store_true", help="do not begin lines with their rank")
+    group.add_argument(
+        "--prefix-timestamp",
+        "--prefix-output-with-timestamp",
+        action="store_true",
+        help="begin lines with the time, too",
+    )
+    group.add_argument(
+        "--output-filename", metavar="DIR", help="also write DIR/rank.N/stdout and stderr, byte for byte"
+    )
+    group.add_argument("--verbose", action="store_true", help="say what hororun does")
+
+
+def default_start_timeout() -> str:
+    return os.environ.get("HORO_START_TIMEOUT") or os.environ.get("HOROVOD_START_TIMEOUT") or "60"
+
+
+def _add_times(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--grace-seconds", type=_seconds, default=5.0, metavar="S", help="from SIGTERM to SIGKILL; default: 5"
+    )
+    group.add_argument(
+        "--start-timeout", type=_positive_seconds, default=default_start_timeout(), metavar="S",
+        help="for all hosts to answer, and for init(); default: $HORO_START_TIMEOUT or 60",
+    )  # fmt: skip
+    group.add_argument(
+        "--host-timeout", type=_positive_seconds, default=30.0, metavar="S",
+        help="a remote host silent for so long is lost; default: 30",
+    )  # fmt: skip
+
+
+def _add_ssh(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("-p", "--ssh-port", type=_port, metavar="P", help="port of ssh where a host names none")
+    group.add_argument("-i", "--ssh-identity-file", metavar="FILE", help="private key for ssh")
+    group.add_argument("--ssh-args", default="", metavar="'ARGS'", help="further arguments for ssh, as one word")
+    group.add_argument(
+        "--remote-shell", default="ssh", metavar="PROGRAM", help="instead of ssh, with the same arguments"
+    )
+    group.add_argument("--remote-python", metavar="PATH", help="Python on remote hosts; default: this one's path")
+
+
+def _add_mpi(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--mpirun", metavar="PROGRAM", help="default: the first of mpirun and mpiexec in PATH")
+    group.add_argument("--mpi-args", default="", metavar="'ARGS'", help="further arguments for mpirun, as one word")
+    group.add_argument(
+        "--binding-args", metavar="'ARGS'", help="how mpirun maps and binds ranks, as one word; default: not bound"
+    )
+    group.add_argument("--tcp", action="store_true", help="Spectrum MPI: TCP only")
+
+
+def _add_tuning(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--no-keep-memory", action="store_true", help="let malloc return freed memory to the kernel")
+    group.add_argument("--fusion-threshold-mb", type=_natural, metavar="MB", help="fuse tensors up to this size")
+    group.add_argument("--cycle-time-ms", type=_seconds, metavar="MS", help="wait so long for more tensors to fuse")
+    group.add_argument("--cache-capacity", type=_natural, metavar="N", help="responses remembered; 0: none")
+    stall = group.add_mutually_exclusive_group()
+    stall.add_argument("--no-stall-check", action="store_true", help="never warn about ranks that fall behind")
+    stall.add_argument("--stall-check", action="store_true", help="warn (the default), whatever the environment says")
+    group.add_argument("--stall-check-warning-time-seconds", type=_natural, metavar="S", help="warn after this time")
+    group.add_argument(
+        "--stall-check-shutdown-time-seconds", type=_natural, metavar="S", help="give up after this time; 0: never"
+    )
+    group.add_argument("--log-level", type=str.upper, choices=_LOG_LEVELS, help="|".join(_LOG_LEVELS), metavar="LEVEL")
+
+
+def _add_information(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("-h", "--help", action="help", help="show this text")
+    group.add_argument("-v", "--version", action="version", version=f"hororun {__version__}", help="show the version")
+    group.add_argument(
+        "-cb", "--check-build", action="store_true", help="show what this installation can do, and where it is"
+    )
+
+
+def split_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Cuts before the command: the first word that is neither an option nor the value of one, or after ``--``.
+
+    argparse cannot: its remainder swallows unknown options, and differs between versions of Python.
+    """
+    takes_value = {name: action.nargs != 0 for action in parser._actions for name in action.option_strings}
+    index = 0
+    while index < len(arguments):
+        word = arguments[index]
+        if word == "--":
+            return list(arguments[:index]), list(arguments[index + 1 :])
+        if not word.startswith("-") or word == "-":
+            break
+        index += 2 if takes_value.get(word, False) else 1
+    return list(arguments[:index]), list(arguments[index:])
+
+
+def _integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def _natural(text: str) -> int:
+    number = _integer(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{text} is less than 0")
+    return number
+
+
+def _port(text: str) -> int:
+    number = _integer(text)
+    if not 0 < number < 65536:
+        raise argparse.ArgumentTypeError(f"{text} is no port: 1 to 65535")
+    return number
+
+
+def _seconds(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not 0 <= number < 1e7:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 0 on")
+    return number
+
+
+def _positive_seconds(text: str) -> float:
+    number = _seconds(text)
+    if number == 0:
+        raise argparse.ArgumentTypeError(f"{text} must be more than 0")
+    return number

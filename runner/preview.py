@@ -1,0 +1,36 @@
+"""What ``--dry-run`` shows of a job that agents run: who runs where, and the commands that reach the hosts."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+
+from horo.runner.candidates import candidates, way_of
+from horo.runner.config import Job
+from horo.runner.network import is_local
+from horo.runner.placement import place
+from horo.runner.report import ranges
+
+__all__ = ["preview"]
+
+
+def preview(job: Job, environment: Mapping[str, str]) -> str:
+    """Lines for stdout.
+
+    Raises:
+        JobError: the job could not be started as it is asked for.
+    """
+    hosts = candidates(job, environment)
+    way = way_of(job, environment)
+    lines = [f"hosts from the {job.hosts_from}"] if job.hosts_from else []
+    if all(host.slots is not None for host in hosts):
+        slots = place([host.slots or 0 for host in hosts], job.size, oversubscribe=job.oversubscribe)
+        by_host = {index: [slot.rank for slot in slots if slot.host == index] for index in range(len(hosts))}
+    else:
+        by_host = {}
+        lines.append("how the ranks are shared out depends on the hosts: some have to be asked for their slots")
+    for index, host in enumerate(hosts):
+        ranks = by_host.get(index, [])
+        who = f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)} on {host.name}" if ranks else f"on {host.name}"
+        lines.append(f"{who}: {'started directly' if is_local(host) else shlex.join(way.command(host))}")
+    return "\n".join([*lines, f"each rank: {shlex.join(job.command)}", ""])

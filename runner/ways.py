@@ -1,0 +1,75 @@
+"""The ways to start the agent on another host. A way is data and pure functions; ``remote`` runs what it says."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from typing import Protocol
+
+from horo.runner.config import EXIT_INTERNAL, EXIT_SETUP, JobError
+from horo.runner.hosts import Host
+
+__all__ = ["Way", "agent_command", "explain_agent"]
+
+_NOT_FOUND = 127
+_NOT_EXECUTABLE = 126
+
+
+class Way(Protocol):
+    """One command per host whose stdin and stdout become those of the agent there."""
+
+    @property
+    def name(self) -> str:
+        """For messages: ``ssh``, ``srun``."""
+
+    @property
+    def program(self) -> str:
+        """What is executed here."""
+
+    @property
+    def ends_on_sigterm(self) -> bool:
+        """Whether SIGTERM to the command here also ends what runs there; else it is killed, and its pipes tell."""
+
+    @property
+    def unset(self) -> tuple[str, ...]:
+        """Patterns of variables that ranks must not take over from the agent."""
+
+    def command(self, host: Host) -> list[str]:
+        """The command. It holds no secret: those go over the agent's stdin."""
+
+    def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """The environment of the command."""
+
+    def carried(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """What ranks there get of this environment besides what all remote ranks get."""
+
+    def by_hand(self, host: str) -> str:
+        """What a user types to see whether the way works."""
+
+    def explain_silence(self, host: str, code: int, stderr: bytes) -> JobError:
+        """Why the command ended with ``code`` (128 + n for a signal) before the agent said anything."""
+
+
+def agent_command(python: str) -> str:
+    """For a shell: the agent starts in ``/``, so that no directory of the user's home can stand in for horo."""
+    return f"cd / && exec {shlex.quote(python)} -m horo.runner.agent"
+
+
+def explain_agent(host: str, python: str, code: int, last: str) -> JobError:
+    """Why the agent itself, or the shell that was to start it, ended with ``code``; ``last``: its last line."""
+    if code in (_NOT_FOUND, _NOT_EXECUTABLE):
+        problem = "there is no" if code == _NOT_FOUND else "cannot execute"
+        return JobError(
+            f"host {host}: {problem} {python}: install Python and horo there, or name its Python with "
+            f"--remote-python ({last})",
+            EXIT_SETUP,
+        )
+    missing = re.search(r"No module named '?([\w.]+)", last)
+    if missing is not None:
+        return JobError(
+            f"host {host}: {python} has no module {missing[1]}: install horo there, or name another Python with "
+            "--remote-python",
+            EXIT_SETUP,
+        )
+    return JobError(f"host {host}: the agent ended with code {code}: {last}", EXIT_INTERNAL)

@@ -1,0 +1,250 @@
+"""Whole jobs in the hands of mpirun: real ones, of Open MPI and MPICH where they are installed, and stand-ins."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from jobs import Flags, Hororun, wait_until
+
+BUILD = Path(__file__).parents[2] / "build" / "mpi"
+
+
+@pytest.fixture(params=["openmpi", "mpich"])
+def mpirun(request: pytest.FixtureRequest, hororun: Hororun) -> str:
+    """A real mpirun, made by ``make test-mpi``."""
+    path = BUILD / str(request.param) / "bin" / "mpirun"
+    if not path.exists():
+        pytest.skip(f"there is no {path.relative_to(BUILD.parents[1])}: make test-mpi installs it")
+    hororun.remote_shell = ""
+    return str(path)
+
+
+@pytest.fixture
+def fake(tmp_path: Path, hororun: Hororun) -> Path:
+    """A folder for PATH with an mpirun that says it is Open MPI 4 and runs what stands behind ``--``."""
+    hororun.remote_shell = ""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    script = '#!/bin/sh\ntest "$1" = --version && { echo "mpirun (Open MPI) 4.1.4"; exit 0; }\n'
+    script += f'echo "$*" > {tmp_path}/call\nwhile test "$1" != sh; do shift; done\nexec "$@"\n'
+    (folder / "mpirun").write_text(script)
+    (folder / "mpirun").chmod(0o755)
+    return folder
+
+
+def path_with(folder: Path) -> dict[str, str]:
+    return {"PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+WHO = """
+import os
+env = os.environ
+rank = env.get("OMPI_COMM_WORLD_RANK") or env.get("PMI_RANK")
+told = [name for name in ("HORO_RANK", "HOROVOD_RANK", "RANK", "HORO_STORE", "HORO_SECRET") if name in env]
+size = env.get("OMPI_COMM_WORLD_SIZE") or env.get("PMI_SIZE")
+# In one piece: MPICH passes on pieces.
+os.write(1, f"rank {rank} {size} {env['FRESH']} {env['HORO_CYCLE_TIME']} {told}\\n".encode())
+"""
+
+
+def test_ranks_come_up_as_ranks_of_mpi_and_of_nobody_else(hororun: Hororun, mpirun: str) -> None:
+    outer = {"HOROVOD_RANK": "5", "HOROVOD_SIZE": "6", "HORO_SECRET": "00" * 32, "RANK": "5"}
+    words = ["--mpi", "--mpirun", mpirun, "-np", "2", "--no-prefix", "-x", "FRESH=a b", "--cycle-time-ms", "3"]
+    done = hororun.run(*words, sys.executable, "-c", WHO, where="localhost:2", environment=outer)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"rank {rank} 2 a b 3 []" for rank in range(2)]
+
+
+def test_lines_begin_with_their_rank_as_mpirun_writes_it(hororun: Hororun, mpirun: str) -> None:
+    done = hororun.run("--mpi", "--mpirun", mpirun, "-np", "2", "echo", "x", where="localhost:2")
+    form = "[1,{}]<stdout>: x" if "openmpi" in mpirun else "[{}] x"
+    assert sorted(done.stdout.splitlines()) == [form.format(rank) for rank in range(2)], done.stderr
+
+
+def test_the_code_of_a_rank_is_kept(hororun: Hororun, mpirun: str) -> None:
+    script = "test ${OMPI_COMM_WORLD_RANK:-$PMI_RANK} = 0 || exit 7"  # a Hydra waits for the others
+    done = hororun.run("--mpi", "--mpirun", mpirun, "-np", "2", "--", "sh", "-c", script, where="localhost:2")
+    assert done.returncode == 7
+    assert "hororun: mpirun exited with code 7\n" in done.stderr
+
+
+def test_more_ranks_than_slots_only_when_allowed(hororun: Hororun, mpirun: str) -> None:
+    words = ["--mpi", "--mpirun", mpirun, "-np", "3", "--no-prefix", "echo", "x"]
+    done = hororun.run(*words, where="localhost:2")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "3 ranks but there are 2 slots" in done.stderr
+    assert hororun.run("--oversubscribe", *words, where="localhost:2").stdout == "x\nx\nx\n"
+
+
+def test_files_hold_what_ranks_write(hororun: Hororun, mpirun: str, tmp_path: Path) -> None:
+    words = [
+        "--mpi",
+        "--mpirun",
+        mpirun,
+        "-np",
+        "2",
+        "--output-filename",
+        "out",
+        "--",
+        "sh",
+        "-c",
+        "echo x; echo y >&2",
+    ]
+    done = hororun.run(*words, where="localhost:2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = sorted(path.read_text().split()[-1] for path in (tmp_path / "out").iterdir())
+    assert lines == ["x", "x", "y", "y"]  # perhaps after a prefix
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_all_ranks(hororun: Hororun, mpirun: str, flags: Flags, number: signal.Signals) -> None:
+    script = f": > {flags.folder}/up.${{OMPI_COMM_WORLD_RANK:-$PMI_RANK}}; exec sleep 300"
+    job = hororun.start("--mpi", "--mpirun", mpirun, "-np", "2", "--", "sh", "-c", script, where="localhost:2")
+    flags.wait(["up.0", "up.1"])
+    job.process.send_signal(number)
+    done = job.finish()
+    assert done.returncode == 128 + number
+    assert f"hororun: {number.name}: the job was ended\n" in done.stderr
+
+
+def test_kill_9_of_hororun_leaves_nothing(hororun: Hororun, mpirun: str, flags: Flags) -> None:
+    script = (
+        f"trap '' TERM INT HUP; : > {flags.folder}/up.${{OMPI_COMM_WORLD_RANK:-$PMI_RANK}}; while :; do sleep 0.1; done"
+    )
+    words = ["--mpi", "--mpirun", mpirun, "-np", "2", "--grace-seconds", "0.2", "--", "sh", "-c", script]
+    job = hororun.start(*words, where="localhost:2")
+    flags.wait(["up.0", "up.1"])
+    job.process.kill()
+    job.process.wait()
+    job.nothing_is_left()
+
+
+def test_no_value_is_on_a_command_line(hororun: Hororun, mpirun: str, flags: Flags) -> None:
+    script = f": > {flags.folder}/up.${{OMPI_COMM_WORLD_RANK:-$PMI_RANK}}; exec sleep 300"
+    words = ["--mpi", "--mpirun", mpirun, "-np", "2", "-x", "TOKEN", "--", "sh", "-c", script]
+    job = hororun.start(*words, where="localhost:2", environment={"TOKEN": "do-not-show-me"})
+    flags.wait(["up.0", "up.1"])
+    assert len(job.processes()) >= 4  # hororun, its guard, mpirun, two ranks
+    assert job.processes("do-not-show-me") == []
+    job.process.terminate()
+    job.finish()
+
+
+def test_a_dry_run_shows_the_command_and_starts_nothing(hororun: Hororun, fake: Path, tmp_path: Path) -> None:
+    words = ["--mpi", "--dry-run", "-np", "3", "--mpi-args=--mca a b", "-x", "TOKEN=secret", "python", "a b.py"]
+    done = hororun.run(*words, where="h1:2,h2:2", environment=path_with(fake))
+    assert done.stdout.startswith(f"{fake}/mpirun ")
+    assert " -np 3 -H h1:2,h2:1 " in done.stdout
+    assert done.stdout.endswith("--mca a b python 'a b.py'\n")
+    assert "-x TOKEN " in done.stdout
+    assert "secret" not in done.stdout
+    assert not (tmp_path / "call").exists()
+
+
+def test_verbose_shows_the_command_and_bytes_pass_as_they_are(hororun: Hororun, fake: Path) -> None:
+    script = "printf 'a\\377b\\n'; echo err >&2"
+    words = ["--mpi", "--verbose", "-np", "1", "--", "sh", "-c", script]
+    job = hororun.start(*words, where="localhost:1", environment=path_with(fake))
+    out, err = job.process.communicate(timeout=30)
+    assert out == b"a\xffb\n"
+    assert f"hororun: {fake}/mpirun ".encode() in err
+    assert b"err\n" in err
+
+
+def test_an_mpirun_killed_by_a_signal_is_128_and_the_signal(hororun: Hororun, fake: Path) -> None:
+    done = hororun.run(
+        "--mpi", "-np", "1", "--", "sh", "-c", "kill -9 $$", where="localhost:1", environment=path_with(fake)
+    )
+    assert done.returncode == 137
+
+
+def test_an_mpirun_that_ignores_sigterm_is_killed_after_the_grace_time(
+    hororun: Hororun, fake: Path, flags: Flags
+) -> None:
+    script = f"trap '' TERM; : > {flags.folder}/up; while :; do sleep 0.1; done"
+    words = ["--mpi", "-np", "1", "--grace-seconds", "0.2", "--", "sh", "-c", script]
+    job = hororun.start(*words, where="localhost:1", environment=path_with(fake))
+    flags.wait(["up"])
+    job.process.send_signal(signal.SIGTERM)
+    assert job.finish().returncode == 143
+
+
+def test_a_second_signal_kills_at_once(hororun: Hororun, fake: Path, flags: Flags) -> None:
+    script = f"trap ': > {flags.folder}/term' TERM; : > {flags.folder}/up; while :; do sleep 0.05; done"
+    words = ["--mpi", "-np", "1", "--grace-seconds", "1000", "--", "sh", "-c", script]
+    job = hororun.start(*words, where="localhost:1", environment=path_with(fake))
+    flags.wait(["up"])
+    job.process.send_signal(signal.SIGINT)
+    flags.wait(["term"])
+    job.process.send_signal(signal.SIGINT)
+    assert job.finish().returncode == 130
+
+
+def test_a_reader_that_leaves_ends_the_job(hororun: Hororun, fake: Path) -> None:
+    words = ["--mpi", "-np", "1", "--", "sh", "-c", "while echo x; do sleep 0.01; done; sleep 300"]
+    job = hororun.start(*words, where="localhost:1", environment=path_with(fake))
+    assert job.process.stdout is not None
+    assert os.read(job.process.stdout.fileno(), 2) == b"x\n"
+    job.process.stdout.close()
+    wait_until(lambda: job.process.poll() is not None, "hororun has noticed")
+    assert job.process.returncode == 141
+    job.nothing_is_left()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "fact"),
+    [
+        (["--mpirun", "/no/such/mpirun"], 78, "--mpirun /no/such/mpirun: there is no such program"),
+        (["--mpirun", "false"], 78, "false is of no kind that hororun knows"),
+        (["--store-port", "5000"], 2, "--store-port is for --launcher slurm and ssh"),
+        (["--master-port", "5000"], 2, "--master-port is for"),
+        (["--host-timeout", "5"], 2, "--host-timeout is for"),
+        (["--remote-python", "/p"], 2, "--remote-python is for"),
+        (["--tcp"], 2, "--tcp: only Spectrum MPI"),
+        (["--mpi-args", "'"], 2, "--mpi-args"),
+        (["--binding-args", "'"], 2, "--binding-args"),
+    ],
+)
+def test_what_mpirun_cannot_do_is_one_sentence(
+    hororun: Hororun, fake: Path, words: list[str], code: int, fact: str
+) -> None:
+    done = hororun.run("--mpi", "-np", "1", *words, "true", where="localhost:1", environment=path_with(fake))
+    assert (done.returncode, done.stderr.count("\n")) == (code, 1), done.stderr
+    assert fact in done.stderr
+
+
+def test_an_mpi_that_is_not_there_is_one_sentence(hororun: Hororun, tmp_path: Path) -> None:
+    hororun.remote_shell = ""
+    done = hororun.run("--mpi", "-np", "1", "true", where="localhost:1", environment={"PATH": str(tmp_path)})
+    assert (done.returncode, done.stderr.count("\n")) == (78, 1), done.stderr
+    assert "there is no mpirun or mpiexec in PATH" in done.stderr
+
+
+def test_slots_of_remote_hosts_must_be_said(hororun: Hororun, fake: Path) -> None:
+    done = hororun.run("--mpi", "-np", "1", "true", where="elsewhere", environment=path_with(fake))
+    assert done.returncode == 2
+    assert "say it like elsewhere:4" in done.stderr
+
+
+def test_jsrun_is_taken_in_a_job_of_lsf_that_has_it(hororun: Hororun, tmp_path: Path) -> None:
+    hororun.remote_shell = ""
+    jsrun = tmp_path / "jsrun"
+    jsrun.write_text('#!/bin/sh\necho "$*"\necho "$DATA $HOROVOD_RANK."\n')
+    jsrun.chmod(0o755)
+    environment = {
+        **path_with(tmp_path), "LSB_JOBID": "1", "CSM_ALLOCATION_ID": "2", "LSB_MCPU_HOSTS": "batch1 1 n1 42 n2 42"
+    }  # fmt: skip
+    done = hororun.run("-np", "4", "-x", "DATA=d", "train", where=None, environment=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == (
+        "--nrs 2 --rs_per_host 1 --tasks_per_rs 2 --cpu_per_rs ALL_CPUS --gpu_per_rs ALL_GPUS --bind none "
+        "--stdio_mode prepended train\nd .\n"
+    )
+    done = hororun.run("--jsrun", "-np", "4", "train", where="n1:4", environment=environment)
+    assert "leave out -H" in done.stderr
+    done = hororun.run("--jsrun", "-np", "4", "train", where=None, environment=path_with(tmp_path))
+    assert "this is no LSF job" in done.stderr

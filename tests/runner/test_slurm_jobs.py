@@ -1,0 +1,221 @@
+"""Whole jobs inside a Slurm allocation, with a program in place of srun that runs its command on this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from jobs import Flags, Hororun
+
+SRUN = """#!/bin/sh
+# Stands in for srun, as strict about its words as far as hororun is concerned.
+test "$1" = --version && {{ echo slurm {version}; exit 0; }}
+echo "$*" >> {folder}/calls
+env | grep ^S[LR][U]*[UR][RMN]_ | sort > {folder}/environment
+test "$SLURM_JOB_ID" = 7 || {{ echo "srun: error: no job" >&2; exit 1; }}
+while :; do
+    case $1 in
+        --nodelist=*) node=${{1#*=}};;
+        --nodes=1|--ntasks=1|--overlap|--cpu-bind=none|--mem=0|--mpi=none|--export=ALL|--chdir=/|--quiet) ;;
+        -*) echo "srun: unrecognized option '$1'" >&2; exit 1;;
+        *) break;;
+    esac
+    shift
+done
+{before}
+export SLURM_STEP_ID=3 SLURM_STEPID=3 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NTASKS=1 SLURM_STEP_NUM_TASKS=1
+export SLURMD_NODENAME=$node SLURM_NODEID=0 SLURM_LAUNCH_NODE_IPADDR=127.0.0.1 SLURM_JOB_NODELIST=one,two
+cd / && exec "$@"
+"""
+JOB = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NODELIST": "one,two",
+    "SLURM_NTASKS": "3",
+    "SLURM_TASKS_PER_NODE": "2,1",
+    "SLURM_JOB_CPUS_PER_NODE": "2(x2)",
+}
+
+
+class Slurm:
+    """A job of two hosts, one with two tasks and one with one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.environment = {**JOB, "PATH": f"{folder}:{os.environ['PATH']}"}
+        self.install()
+
+    def install(self, before: str = "", version: str = "22.05.8") -> None:
+        path = self.folder / "srun"
+        path.write_text(SRUN.format(folder=self.folder, before=before, version=version))
+        path.chmod(0o755)
+
+    def calls(self) -> list[str]:
+        path = self.folder / "calls"
+        return sorted(path.read_text().splitlines()) if path.exists() else []
+
+
+@pytest.fixture
+def slurm(hororun: Hororun, tmp_path: Path) -> Slurm:
+    hororun.remote_shell = ""
+    (tmp_path / "slurm").mkdir()
+    return Slurm(tmp_path / "slurm")
+
+
+def shell(script: str) -> list[str]:
+    return ["--", "sh", "-c", script]
+
+
+def test_hosts_slots_and_srun_are_taken_without_being_asked(hororun: Hororun, slurm: Slurm) -> None:
+    script = (
+        "echo $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $HOROVOD_CROSS_RANK/$HOROVOD_CROSS_SIZE $SLURMD_NODENAME"
+    )
+    done = hororun.run("--no-prefix", *shell(script), where=None, environment=slurm.environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(done.stdout.splitlines()) == ["0/3 0/2 0/2 one", "1/3 1/2 0/1 one", "2/3 0/1 1/2 two"]
+    assert ["--nodelist=one" in slurm.calls()[0], "--nodelist=two" in slurm.calls()[1], len(slurm.calls())] == [
+        True,
+        True,
+        2,
+    ]
+
+
+def test_ranks_find_the_job_of_slurm_and_not_the_step_of_their_agent(hororun: Hororun, slurm: Slurm) -> None:
+    script = "echo $SLURM_NTASKS $SLURM_JOB_NODELIST .$SLURM_PROCID.$SLURM_STEP_ID.$SLURM_STEP_NUM_TASKS."
+    environment = {
+        **slurm.environment,
+        "SLURM_CPUS_PER_TASK": "1",
+        "SRUN_CPUS_PER_TASK": "1",
+        "SLURM_EXPORT_ENV": "NONE",
+    }
+    done = hororun.run("-np", "3", *shell(script), where=None, environment=environment)
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}] 3 one,two ...." for rank in range(3)], done.stderr
+    told = (slurm.folder / "environment").read_text()
+    assert told == "SLURM_JOB_ID=7\n"
+
+
+def test_verbose_says_where_the_hosts_came_from(hororun: Hororun, slurm: Slurm) -> None:
+    done = hororun.run("--verbose", "true", where=None, environment=slurm.environment)
+    said = "hosts from the Slurm job 7 (SLURM_JOB_NODELIST=one,two, SLURM_TASKS_PER_NODE=2,1): one:2,two:1"
+    assert f"hororun: {said}\n" in done.stderr
+    assert "hororun: one: srun --nodes=1" in done.stderr
+
+
+def test_more_ranks_than_slots_names_the_allocation(hororun: Hororun, slurm: Slurm) -> None:
+    done = hororun.run("-np", "4", "true", where=None, environment=slurm.environment)
+    assert done.returncode == 2
+    assert "4 ranks but there are 3 slots in the Slurm job 7 (SLURM_JOB_NODELIST=one,two, SLURM_TASKS" in done.stderr
+    assert done.stderr.count("\n") == 1
+    done = hororun.run("-np", "4", "--oversubscribe", "true", where=None, environment=slurm.environment)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_allocation_that_makes_no_sense_is_one_sentence_unless_hosts_are_named(
+    hororun: Hororun, slurm: Slurm
+) -> None:
+    environment = {**slurm.environment, "SLURM_TASKS_PER_NODE": "two"}
+    done = hororun.run("-np", "1", "true", where=None, environment=environment)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "SLURM_TASKS_PER_NODE='two'" in done.stderr
+    assert hororun.run("-np", "1", "true", where="localhost:1", environment=environment).returncode == 0
+    assert slurm.calls() == []
+
+
+def test_hosts_that_are_named_win(hororun: Hororun, slurm: Slurm) -> None:
+    done = hororun.run("-np", "2", *shell("echo $HOROVOD_HOSTNAME"), where="two:2", environment=slurm.environment)
+    assert done.stdout == "[0] two\n[1] two\n", done.stderr
+    assert len(slurm.calls()) == 1
+    done = hororun.run(
+        "-np", "1", "true", where="elsewhere:1", environment={**slurm.environment, "HOME": "/nonexistent"}
+    )
+    assert done.returncode == 69  # not of the job: ssh was tried
+    assert "cannot reach host elsewhere: ssh says" in done.stderr
+    assert len(slurm.calls()) == 1
+
+
+def test_an_option_for_ssh_decides_for_ssh(hororun: Hororun, slurm: Slurm) -> None:
+    done = hororun.run("--dry-run", "-p", "2222", "true", where=None, environment=slurm.environment)
+    assert "ssh -T" in done.stdout
+    done = hororun.run("--launcher", "slurm", "-p", "2222", "true", where=None, environment=slurm.environment)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "--ssh-port is for --launcher mpi and ssh" in done.stderr
+
+
+def test_a_dry_run_shows_ranks_and_commands_and_starts_nothing(hororun: Hororun, slurm: Slurm) -> None:
+    done = hororun.run("--dry-run", "python", "a b.py", where=None, environment=slurm.environment)
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("hosts from the Slurm job 7")
+    assert lines[1].startswith("ranks 0-1 on one: srun --nodes=1")
+    assert lines[2].startswith("rank 2 on two: srun --nodes=1")
+    assert lines[3] == "each rank: python 'a b.py'"
+    assert slurm.calls() == []
+
+
+def test_an_old_slurm_is_not_told_to_overlap(hororun: Hororun, slurm: Slurm) -> None:
+    slurm.install(version="20.02.7")
+    assert hororun.run("true", where=None, environment=slurm.environment).returncode == 0
+    assert not any("--overlap" in call for call in slurm.calls())
+
+
+def test_an_srun_that_refuses_is_quoted_and_ends_the_job(hororun: Hororun, slurm: Slurm) -> None:
+    said = "srun: error: Unable to create step for job 7: Requested node configuration is not available"
+    slurm.install(before=f'test $node = two && {{ echo "{said}" >&2; exit 1; }}')
+    done = hororun.run("true", where=None, environment=slurm.environment)
+    assert done.returncode == 69
+    assert (
+        done.stderr == f"hororun: cannot start an agent on host two: srun says: {said.removeprefix('srun: error: ')}\n"
+    )
+
+
+def test_a_host_that_does_not_answer_is_named_with_what_to_try(hororun: Hororun, slurm: Slurm) -> None:
+    slurm.install(before="test $node = two && exec sleep 60")
+    done = hororun.run("--start-timeout", "0.5", "true", where=None, environment=slurm.environment)
+    assert done.returncode == 69
+    assert "two: try srun --overlap --nodelist=" in done.stderr
+
+
+def test_an_srun_that_is_not_there_is_named(hororun: Hororun, slurm: Slurm, tmp_path: Path) -> None:
+    (slurm.folder / "srun").unlink()
+    environment = {**slurm.environment, "PATH": str(tmp_path)}
+    done = hororun.run("--launcher", "slurm", "true", where=None, environment=environment)
+    assert (done.returncode, done.stderr.count("\n")) == (78, 1)
+    assert "srun cannot be started" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_ranks_on_all_hosts(hororun: Hororun, slurm: Slurm, flags: Flags, number: signal.Signals) -> None:
+    script = "import os, signal, sys\ndef end(*_): print('saved'); sys.exit(0)\nsignal.signal(signal.SIGTERM, end)\n"
+    script += f"open('{flags.folder}/up.' + os.environ['RANK'], 'w').close()\nwhile True: signal.pause()"
+    job = hororun.start(sys.executable, "-S", "-c", script, where=None, environment=slurm.environment)
+    flags.wait(["up.0", "up.1", "up.2"])
+    job.process.send_signal(number)
+    done = job.finish()
+    assert done.returncode == 128 + number
+    assert sorted(done.stdout.splitlines()) == ["[0] saved", "[1] saved", "[2] saved"]
+
+
+def test_kill_9_of_hororun_leaves_nothing(hororun: Hororun, slurm: Slurm, flags: Flags) -> None:
+    script = f"trap '' TERM INT HUP; : > {flags.folder}/up.$RANK; while :; do sleep 0.1; done"
+    job = hororun.start("--grace-seconds", "0.2", *shell(script), where=None, environment=slurm.environment)
+    flags.wait(["up.0", "up.1", "up.2"])
+    job.process.kill()
+    job.process.wait()
+    job.nothing_is_left()
+
+
+def test_the_code_of_the_rank_that_failed_is_kept(hororun: Hororun, slurm: Slurm) -> None:
+    done = hororun.run(*shell("test $RANK = 2 && exit 9; exec sleep 60"), where=None, environment=slurm.environment)
+    assert done.returncode == 9
+    assert "rank 2 on two exited with code 9" in done.stderr
+
+
+def test_output_of_any_shape_comes_through(hororun: Hororun, slurm: Slurm) -> None:
+    script = "import sys; sys.stdout.buffer.write(bytes(range(256)) * 999); sys.stdout.flush(); sys.stdout.write('end')"
+    done = hororun.start(
+        "-np", "1", "--no-prefix", sys.executable, "-c", script, where=None, environment=slurm.environment
+    )
+    out, _ = done.process.communicate(timeout=30)
+    assert out.endswith(b"end\n")
+    assert done.process.returncode == 0
