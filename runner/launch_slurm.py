@@ -31,7 +31,7 @@ _ABOUT_A_STEP = (
 )
 _SAME_NAME_FOR_A_STEP = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_TASKS_PER_NODE", "SLURM_NNODES", "SLURM_NODELIST")
 _ABOUT_A_HOST = ("SLURM_CPUS_ON_NODE", "SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS", "SLURM_TOPOLOGY_*")
-_FOR_SRUN = ("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTER_NAME", "SLURM_JWT")
+_FOR_SRUN = ("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_WORKING_CLUSTER")
 _NOT_FOR_SRUN = ("SLURM_*", "SRUN_*", "SSH_CONNECTION", "SSH_CLIENT", "SSH_TTY", "CUDA_VISIBLE_DEVICES")
 
 
@@ -97,7 +97,8 @@ class SrunWay:
         own = [line for line in lines if re.match(r"(srun|slurmstepd)[:-]", line) and "task 0:" not in line]
         others = [line for line in lines if not re.match(r"(srun|slurmstepd)[:-]", line)]
         if own and not others:
-            said = own[0].removeprefix("srun: ").removeprefix("error: ")
+            errors = [line for line in own if re.search(r": (error|fatal): ", line)]
+            said = re.sub(r"^srun: (error: |fatal: )?", "", errors[0] if errors else own[-1])
             return JobError(f"cannot start an agent on host {host}: srun says: {said}", EXIT_UNREACHABLE)
         return explain_agent(host, self.python, code, others[-1] if others else f"no message, exit code {code}")
 

@@ -59,6 +59,8 @@ SILENCE = [
         "srun says: Unable to",
     ),
     (SRUN, 1, b"srun: error: Task launch for 1.0 failed on node h: x\nsrun: error: x\n", 69, "failed on node h"),
+    (SRUN, 1, b"srun: lacks support for cpu binding\nsrun: error: Invalid node\nsrun: error: x\n", 69, "says: Invalid"),
+    (SRUN, 143, b"srun: forcing job termination\n", 69, "srun says: forcing"),
     (SRUN, 127, b"sh: 1: exec: /p/python: not found\n" + EXIT_3, 78, "there is no /p/python"),
     (SRUN, 1, b"/p/python: No module named horo.runner\n" + EXIT_3, 78, "no module horo.runner"),
     (SRUN, 3, EXIT_3, 70, "code 3"),
