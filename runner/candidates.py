@@ -17,8 +17,6 @@ from horo.runner.ways import Way
 
 __all__ = ["candidates", "way_of"]
 
-_VERSION_TIMEOUT_S = 30.0
-
 
 def way_of(job: Job, environment: Mapping[str, str]) -> Way:
     """How agents are started on other hosts.
@@ -32,7 +30,7 @@ def way_of(job: Job, environment: Mapping[str, str]) -> Way:
     if all(is_local(host) for host in job.hosts):
         return way
     try:
-        version = ask([way.program, "--version"], environment, _VERSION_TIMEOUT_S)
+        version = ask([way.program, "--version"], environment, job.start_timeout_s)
     except OSError as error:  # TimeoutError is one
         raise JobError(
             f"--launcher slurm: srun cannot be started: {error.strerror or error}; is Slurm's folder in PATH?",

@@ -44,8 +44,6 @@ from horo._config import LaunchVariables, TorchrunVariables, variables_of
 
 __all__ = ["delegate"]
 
-_VERSION_TIMEOUT_S = 30.0
-
 
 class _Plan(NamedTuple):
     name: str
@@ -207,7 +205,7 @@ def _find_mpirun(job: Job, environment: Mapping[str, str]) -> Mpirun:
         )
     path = str(Path(path).absolute())
     try:
-        version = ask([path, "--version"], environment, _VERSION_TIMEOUT_S)
+        version = ask([path, "--version"], environment, job.start_timeout_s)
     except OSError as error:  # TimeoutError is one
         raise JobError(f"{path} cannot be asked for its version: {error.strerror or error}", EXIT_SETUP) from error
     return Mpirun(path, family_of(path, version))

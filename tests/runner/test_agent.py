@@ -82,6 +82,11 @@ def test_it_runs_a_rank_and_sends_its_output_before_its_end(agent: Agent) -> Non
     assert agent.process.wait(30) == 0
 
 
+def test_ranks_do_not_find_what_they_shall_not(agent: Agent) -> None:
+    agent.job(environment={"PATH": "/given"}, unset=["PATH", "HO*"], command=["/bin/sh", "-c", "echo $PATH.$HOME."])
+    assert agent.frame(Kind.STDOUT).payload == b"/given..\n"
+
+
 def test_it_ends_its_ranks_when_nobody_listens_any_more(agent: Agent) -> None:
     agent.job("trap '' TERM; while :; do sleep 0.1; done")
     pid = agent.frame(Kind.STARTED).json()["pid"]

@@ -224,6 +224,14 @@ def test_an_mpi_that_is_not_there_is_one_sentence(hororun: Hororun, tmp_path: Pa
     assert "there is no mpirun or mpiexec in PATH" in done.stderr
 
 
+def test_an_mpirun_that_does_not_say_who_it_is_is_given_up(hororun: Hororun, fake: Path) -> None:
+    (fake / "mpirun").write_text("#!/bin/sh\nexec sleep 60\n")
+    words = ["--mpi", "-np", "1", "--start-timeout", "0.3", "true"]
+    done = hororun.run(*words, where="localhost:1", environment=path_with(fake))
+    assert (done.returncode, done.stderr.count("\n")) == (78, 1), done.stderr
+    assert "has not answered within 0.3 s" in done.stderr
+
+
 def test_slots_of_remote_hosts_must_be_said(hororun: Hororun, fake: Path) -> None:
     done = hororun.run("--mpi", "-np", "1", "true", where="elsewhere", environment=path_with(fake))
     assert done.returncode == 2

@@ -205,6 +205,18 @@ def test_kill_9_of_hororun_leaves_nothing(hororun: Hororun, slurm: Slurm, flags:
     job.nothing_is_left()
 
 
+def test_no_secret_is_on_a_command_line(hororun: Hororun, slurm: Slurm, flags: Flags) -> None:
+    script = f"echo $HORO_SECRET > {flags.folder}/secret; : > {flags.folder}/up.$RANK; exec sleep 60"
+    job = hororun.start(*shell(script), where=None, environment=slurm.environment)
+    flags.wait(["up.0", "up.1", "up.2"])
+    secret = flags.read("secret").strip()
+    assert len(secret) == 64
+    assert job.processes("agent")
+    assert not job.processes(secret)
+    job.process.terminate()
+    job.finish()
+
+
 def test_the_code_of_the_rank_that_failed_is_kept(hororun: Hororun, slurm: Slurm) -> None:
     done = hororun.run(*shell("test $RANK = 2 && exit 9; exec sleep 60"), where=None, environment=slurm.environment)
     assert done.returncode == 9
