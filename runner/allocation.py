@@ -78,8 +78,9 @@ def _slurm_slots(environ: Mapping[str, str], count: int) -> tuple[str, list[int]
     """The variable that says how many ranks each of ``count`` hosts takes, and the numbers."""
     asked = any(environ.get(name) for name in ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE"))
     step = _number(environ, "SLURM_STEP_ID")
-    if environ.get("SLURM_GPUS_PER_NODE") and (step is not None or not asked):
-        return "SLURM_GPUS_PER_NODE", [_gpus(environ)] * count
+    gpus = _gpu_variable(environ, count)
+    if gpus is not None and (step is not None or not asked):
+        return gpus, [_gpus(environ, gpus)] * count
     if environ.get("SLURM_TASKS_PER_NODE"):
         tasks = _counts(environ, "SLURM_TASKS_PER_NODE")
         # srun --pty and salloc's shell are steps of one task, which says nothing about how many ranks are wanted.
@@ -109,11 +110,20 @@ def _one_of_many_tasks(environ: Mapping[str, str]) -> None:
         )
 
 
-def _gpus(environ: Mapping[str, str]) -> int:
+def _gpu_variable(environ: Mapping[str, str], count: int) -> str | None:
+    """The variable that says how many GPUs each of ``count`` hosts has; None: none does."""
+    if environ.get("SLURM_GPUS_PER_NODE"):
+        return "SLURM_GPUS_PER_NODE"
+    # --gres gives every host the same; --gpus, a number for the whole job, may not.
+    equal = count == 1 or not environ.get("SLURM_GPUS")
+    return "SLURM_GPUS_ON_NODE" if equal and environ.get("SLURM_GPUS_ON_NODE", "0") not in ("", "0") else None
+
+
+def _gpus(environ: Mapping[str, str], name: str) -> int:
     """``4``, ``a100:4``, or several types: ``a100:2,v100:1``."""
-    numbers = [item.rpartition(":")[2] for item in environ["SLURM_GPUS_PER_NODE"].split(",")]
+    numbers = [item.rpartition(":")[2] for item in environ[name].split(",")]
     if not all(re.fullmatch(r"[0-9]{1,6}", number) for number in numbers) or not sum(map(int, numbers)):
-        raise _wrong(environ, "SLURM_GPUS_PER_NODE", "is no number of GPUs such as 4 or a100:4")
+        raise _wrong(environ, name, "is no number of GPUs such as 4 or a100:4")
     return sum(map(int, numbers))
 
 

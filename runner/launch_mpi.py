@@ -97,8 +97,9 @@ def mpirun_variables(job: Job, family: Family) -> dict[str, str]:
 
 
 def forwarded_names(family: Family) -> tuple[str, ...]:
-    """Patterns of variables that tune this MPI and that it does not pass on by itself."""
-    return ("MPICH_*", "MPIR_*", "MV2_*", "I_MPI_*") if family in (Family.MPICH, Family.INTEL) else ()
+    """Patterns of variables that tune this MPI, and mpi4py, and that mpirun does not pass on by itself."""
+    hydra = family in (Family.MPICH, Family.INTEL)
+    return ("MPI4PY_*", *(("MPICH_*", "MPIR_*", "MV2_*", "I_MPI_*") if hydra else ()))
 
 
 def _open_mpi(job: Job, mpirun: Mpirun, counts: Mapping[str, int], names: Sequence[str], *, root: bool) -> list[str]:

@@ -24,6 +24,8 @@ def read(path: str) -> str:
 EXPECTED = {
     "slurm-tasks": ("Slurm", "node1:2 node2:2 node3:2 node07:1"),
     "slurm-gpus": ("Slurm", "gpu3:4 gpu4:4"),
+    "slurm-gres": ("Slurm", "gpu1:4 gpu2:4"),
+    "slurm-gpus-of-job": ("Slurm", "gpu1:4 gpu2:2"),
     "slurm-salloc-shell": ("Slurm", "node1:2 node2:2"),
     "slurm-pty": ("Slurm", "node5:4"),
     "slurm-old": ("Slurm", "login:1 rack0n01:4 rack0n02:4 rack1n01:4 rack1n02:4"),

@@ -121,7 +121,7 @@ def test_what_only_variables_say() -> None:
     assert mpirun_variables(JOB, Family.INTEL) == {"I_MPI_PIN": "0"}
     assert mpirun_variables(FULL, Family.OPEN_MPI_5) == mpirun_variables(JOB, Family.MPICH) == {}
     assert "MPICH_*" in forwarded_names(Family.MPICH)
-    assert forwarded_names(Family.OPEN_MPI_4) == ()
+    assert forwarded_names(Family.OPEN_MPI_4) == ("MPI4PY_*",)
 
 
 def test_time_stamps_where_they_exist() -> None:
