@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import secrets
 import selectors
 import shutil
 import signal
@@ -28,6 +27,7 @@ from typing import IO, Any
 
 from channel import Channel, ChannelClosed, Message
 from peers import Peer
+from spaces import Spaces
 from workloads import probe
 
 START_LIMIT_S = 120.0
@@ -123,18 +123,23 @@ class Turn:
 class Contest:
     """Contestants of ``ranks`` ranks each, beside a probe of the cores in two processes. A context manager.
 
+    With ``hosts``, the ranks are spread over these in blocks of equal length.
+
     Raises:
         ContestError: a rank died, or did not answer in time. Leaving the ``with`` block ends all processes in any case.
     """
 
-    def __init__(self, peers: Sequence[Peer], ranks: int, *, turn_limit_s: float = TURN_LIMIT_S) -> None:
+    def __init__(
+        self, peers: Sequence[Peer], ranks: int, *, turn_limit_s: float = TURN_LIMIT_S, hosts: Spaces | None = None
+    ) -> None:
         self.peers = list(peers)
         self.ranks = ranks
+        self._hosts = hosts
         self._turn_limit_s = turn_limit_s
+        self._limit_s = START_LIMIT_S  # of what is asked of a contestant; until all are ready, the probe included
         self._teams: dict[str, Team] = {}
         self._selector = selectors.DefaultSelector()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._name = f"contest-{secrets.token_hex(16)}"
         self._descriptor = -1
         self._folder = ""
         self._shared: set[Path] = set()
@@ -160,10 +165,10 @@ class Contest:
             self._kill()
 
     def _start(self) -> None:
-        self._listener.bind("\0" + self._name)
+        self._folder = tempfile.mkdtemp(prefix="contest-")
+        self._listener.bind(f"{self._folder}/socket")
         self._listener.listen(64)
         self._selector.register(self._listener, selectors.EVENT_READ, None)
-        self._folder = tempfile.mkdtemp(prefix="contest-")
         self._descriptor = os.memfd_create("contest-probe")
         os.truncate(self._descriptor, probe.MEMORY_BYTES)
         for peer, ranks in [*((peer, self.ranks) for peer in self.peers), (PROBE, 2)]:
@@ -184,6 +189,7 @@ class Contest:
         wrong = self.check(PROBE, "probe")
         if wrong:
             raise ContestError(f"the probe of the cores does not work: {wrong}")
+        self._limit_s = self._turn_limit_s
 
     def _launch(self, team: Team) -> None:
         peer = team.peer
@@ -195,7 +201,8 @@ class Contest:
         if peer.folder is not None:
             environment.pop("PYTHONPATH", None)
         environment |= {"OMP_NUM_THREADS": "1", "TMPDIR": self._folder, **peer.environment}
-        commands = peer.commands(team.ranks, [self._name, peer.name, peer.library, str(team.ranks)])
+        words = [f"{self._folder}/socket", peer.name, peer.library, str(team.ranks)]
+        commands = peer.commands(team.ranks, words, None if peer is PROBE else self._hosts)
         for number, command in enumerate(commands):
             mine = {"RANK": str(number)} if peer.launcher == "plain" else {}
             try:
@@ -312,11 +319,11 @@ class Contest:
 
         def late() -> str:
             return (
-                f"{peer.name} has not done {self._doing} within {self._turn_limit_s:g} s: "
+                f"{peer.name} has not done {self._doing} within {self._limit_s:g} s: "
                 f"{team.silent()} did not answer{team.last_output()}"
             )
 
-        self._pump_until(lambda: len(team.answers) == team.ranks, self._turn_limit_s, late)
+        self._pump_until(lambda: len(team.answers) == team.ranks, self._limit_s, late)
         self._let_run(team, False)
         return [team.answers[rank] for rank in range(team.ranks)]
 
