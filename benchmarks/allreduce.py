@@ -86,10 +86,10 @@ def rows_of(results: Sequence[Result], ranks: int) -> list[dict[str, Any]]:
 TITLES = "{:>9}  {:<9} {:>9} {:>9} {:>9} {:>7} {:>7} {:>9}  {}"
 
 
-def as_table(results: Sequence[Result], ranks: int, dtype: str) -> str:
+def as_table(results: Sequence[Result], ranks: int, dtype: str, where: str = "") -> str:
     """The table that people read."""
     lines = [
-        f"allreduce, in-place sum of {dtype}, {ranks} rank{'s' if ranks > 1 else ''}; "
+        f"allreduce, in-place sum of {dtype}, {ranks} rank{'s' if ranks > 1 else ''}{where}; "
         "time of one call on the slowest rank, rates in GB/s (1e9 bytes)",
         TITLES.format("size", "", "min", "median", "max", "algbw", "busbw", "x horo", "sums"),
     ]
@@ -119,10 +119,13 @@ def run(arguments: argparse.Namespace) -> int:
     contestants = peers.available(arguments.peers)
     plan = Plan(rounds=arguments.rounds, turn_ms=arguments.turn_ms)
     cases = make_cases(arguments.min, arguments.max, arguments.step, arguments.dtype)
-    with Contest(contestants, arguments.np, turn_limit_s=arguments.turn_limit_s) as contest:
+    with (
+        options.hosts(arguments) as hosts,
+        Contest(contestants, arguments.np, turn_limit_s=arguments.turn_limit_s, hosts=hosts) as contest,
+    ):
         versions = contest.versions()
         results = play(contest, "allreduce", cases, plan)
-    print(as_table(results, arguments.np, arguments.dtype), flush=True)
+    print(as_table(results, arguments.np, arguments.dtype, options.where(arguments)), flush=True)
     if arguments.json:
         rows = rows_of(results, arguments.np)
         asked = options.as_json(arguments)
@@ -160,7 +163,7 @@ def check_rows(quick: bool = True) -> list[report.CheckRow]:
     Raises:
         ContestError: a contestant died, or a sum was wrong.
     """
-    contestants = peers.available(list(peers.ALL.values()))
+    contestants = peers.available(list(peers.DEFAULT.values()))
     plan = Plan(rounds=7 if quick else 41)
     rows: list[report.CheckRow] = []
     for ranks in sorted({target.ranks for target in TARGETS}):

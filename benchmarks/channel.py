@@ -1,6 +1,6 @@
 """Messages between the driver of a contest and its ranks: JSON, one line each, over one socket per rank.
 
-The socket's name is abstract: it is a random word that the kernel forgets with the driver, so no file can stay behind.
+The socket lies in the contest's own folder, where ranks in other network namespaces find it too.
 Used on both sides, also by ranks whose environment has neither torch nor horo.
 """
 
@@ -29,10 +29,10 @@ class Channel:
         self._ready: list[Message] = []
 
     @classmethod
-    def dial(cls, name: str) -> Channel:
-        """Connects to the driver that listens under ``name``."""
+    def dial(cls, path: str) -> Channel:
+        """Connects to the driver that listens at ``path``."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.connect("\0" + name)
+        connection.connect(path)
         return cls(connection)
 
     def peer(self) -> tuple[int, int]:

@@ -64,11 +64,11 @@ def rows_of(results: Sequence[Result], ranks: int) -> list[dict[str, Any]]:
     return rows
 
 
-def as_table(results: Sequence[Result], ranks: int) -> str:
+def as_table(results: Sequence[Result], ranks: int, where: str = "") -> str:
     """The table that people read."""
     lines = [
-        f"one allreduce, {ranks} ranks; single calls on the slowest rank: to the result (complete), to the return of "
-        "the asynchronous call (submit), one poll()",
+        f"one allreduce, {ranks} ranks{where}; single calls on the slowest rank: to the result (complete), to the "
+        "return of the asynchronous call (submit), one poll()",
         TITLES.format("size", "", "", "min", "median", "p99", "sums"),
     ]
     for result in results:
@@ -86,10 +86,14 @@ def as_table(results: Sequence[Result], ranks: int) -> str:
 def run(arguments: argparse.Namespace) -> int:
     """Measures, prints, writes. Returns 1 if a sum was wrong."""
     plan = Plan(rounds=arguments.rounds, turn_ms=arguments.turn_ms, warm=5, each=True)
-    with Contest(peers.available(arguments.peers), arguments.np, turn_limit_s=arguments.turn_limit_s) as contest:
+    who = peers.available(arguments.peers)
+    with (
+        options.hosts(arguments) as hosts,
+        Contest(who, arguments.np, turn_limit_s=arguments.turn_limit_s, hosts=hosts) as contest,
+    ):
         versions = contest.versions()
         results = play(contest, "latency", make_cases(arguments.max), plan)
-    print(as_table(results, arguments.np), flush=True)
+    print(as_table(results, arguments.np, options.where(arguments)), flush=True)
     if arguments.json:
         rows = rows_of(results, arguments.np)
         asked = options.as_json(arguments)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import peers
+import spaces
 
 
 def parse_peers(text: str) -> list[peers.Peer]:
@@ -19,8 +21,8 @@ def parse_peers(text: str) -> list[peers.Peer]:
     return [peers.ALL[word] for word in words]
 
 
-def add(parser: argparse.ArgumentParser, *, contestants: str = ",".join(peers.ALL), rounds: int = 11) -> None:
-    """Adds --np, --peers, --rounds, --turn-ms, --turn-limit-s and --json."""
+def add(parser: argparse.ArgumentParser, *, contestants: str = ",".join(peers.DEFAULT), rounds: int = 11) -> None:
+    """Adds --np, --peers, --rounds, --turn-ms, --turn-limit-s, --hosts, --rate and --json."""
     parser.add_argument("--np", type=int, default=2, help="ranks of every contestant (default: %(default)s)")
     parser.add_argument(
         "--peers", type=parse_peers, default=contestants, metavar="NAMES", help="who takes part (default: %(default)s)"
@@ -30,7 +32,29 @@ def add(parser: argparse.ArgumentParser, *, contestants: str = ",".join(peers.AL
     parser.add_argument(
         "--turn-limit-s", type=float, default=120, help="a turn that takes longer ends the run (default: %(default)s)"
     )
+    parser.add_argument(
+        "--hosts", type=int, default=1, help="spread the ranks over so many, network namespaces (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rate", type=spaces.parse_rate, default="10gbit", help="of the hosts' links (default: %(default)s)"
+    )
     parser.add_argument("--json", metavar="FILE", help="write all values there")
+
+
+@contextlib.contextmanager
+def hosts(arguments: argparse.Namespace) -> Iterator[spaces.Spaces | None]:
+    """The hosts to give to a contest; None: this one."""
+    if arguments.hosts == 1:
+        yield None
+        return
+    with spaces.Spaces(arguments.hosts) as made:
+        made.limit(arguments.rate)
+        yield made
+
+
+def where(arguments: argparse.Namespace) -> str:
+    """For the title of a table."""
+    return f" on {arguments.hosts} hosts, links of {arguments.rate}" if arguments.hosts > 1 else ""
 
 
 def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
@@ -42,6 +66,12 @@ def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Nam
     for name in ("turn_ms", "turn_limit_s"):
         if not getattr(arguments, name) > 0:
             parser.error(f"--{name.replace('_', '-')} {getattr(arguments, name):g}: must be more than 0")
+    if not 1 <= arguments.hosts <= spaces.COUNT_MAX or arguments.np % arguments.hosts:
+        parser.error(
+            f"--hosts {arguments.hosts}: 1 to {spaces.COUNT_MAX}, with equal parts of the {arguments.np} ranks (--np)"
+        )
+    if arguments.hosts > 1 and (reason := spaces.why_not()):
+        parser.error(f"--hosts {arguments.hosts}: {reason}")
     return arguments
 
 

@@ -18,6 +18,7 @@ import peers
 import report
 from contest import Contest, ContestError, exit_code
 from rounds import Case, Plan, Result, describe_probe, play, probe_values
+from spaces import Spaces
 
 GROUPED_LIMIT_US = 3000.0
 SINGLE_LIMIT_US = 15.0
@@ -58,11 +59,11 @@ def rows_of(results: Sequence[Result], ranks: int) -> list[dict[str, Any]]:
     ]
 
 
-def as_table(results: Sequence[Result], ranks: int) -> str:
+def as_table(results: Sequence[Result], ranks: int, where: str = "") -> str:
     """The table that people read."""
     given = results[0].case.parameters
     lines = [
-        f"{given['tensors']} tensors of {report.size_text(given['bytes'])}, {ranks} ranks; "
+        f"{given['tensors']} tensors of {report.size_text(given['bytes'])}, {ranks} ranks{where}; "
         "time of all on the slowest rank",
         TITLES.format("", "", "min", "median", "max", "per tensor", "its submission", "sums"),
     ]
@@ -80,8 +81,16 @@ def as_table(results: Sequence[Result], ranks: int) -> str:
     return "\n".join(filter(None, [*lines, describe_probe(results)]))
 
 
-def measure(who: Sequence[peers.Peer], ranks: int, cases: Sequence[Case], plan: Plan, limit_s: float) -> Any:
-    with Contest(who, ranks, turn_limit_s=limit_s) as contest:
+def measure(
+    who: Sequence[peers.Peer],
+    ranks: int,
+    cases: Sequence[Case],
+    plan: Plan,
+    *,
+    limit_s: float,
+    hosts: Spaces | None = None,
+) -> Any:
+    with Contest(who, ranks, turn_limit_s=limit_s, hosts=hosts) as contest:
         return play(contest, "small_tensors", cases, plan), contest.versions()
 
 
@@ -89,10 +98,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Measures, prints, writes. Returns 1 if a sum was wrong."""
     plan = Plan(rounds=arguments.rounds, turn_ms=arguments.turn_ms)
     who = peers.available(arguments.peers)
-    results, versions = measure(
-        who, arguments.np, make_cases(arguments.tensors, arguments.size), plan, arguments.turn_limit_s
-    )
-    print(as_table(results, arguments.np), flush=True)
+    cases = make_cases(arguments.tensors, arguments.size)
+    with options.hosts(arguments) as hosts:
+        results, versions = measure(who, arguments.np, cases, plan, limit_s=arguments.turn_limit_s, hosts=hosts)
+    print(as_table(results, arguments.np, options.where(arguments)), flush=True)
     if arguments.json:
         rows = rows_of(results, arguments.np)
         asked = options.as_json(arguments)
@@ -108,7 +117,7 @@ def check_rows(quick: bool = True) -> list[report.CheckRow]:
         ContestError: a contestant died, or a sum was wrong.
     """
     who = peers.available([peers.HORO, peers.GLOO])
-    results, _ = measure(who, 2, make_cases(1000, 1024), Plan(rounds=5 if quick else 31), 120)
+    results, _ = measure(who, 2, make_cases(1000, 1024), Plan(rounds=5 if quick else 31), limit_s=120)
     for result in results:
         if result.wrong:
             raise ContestError(f"small tensors, {result.case.name}: wrong sums: {result.wrong}")

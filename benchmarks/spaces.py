@@ -10,8 +10,10 @@ context ends what still runs there and removes them.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -22,20 +24,46 @@ from types import TracebackType
 
 LIMIT_S = 30.0
 MTU = 1500
-# What stands in for ssh: the last two arguments are the host, given by its address, and the command.
+COUNT_MAX = 8
+UNITS = {"kbit": 125, "mbit": 125_000, "gbit": 125_000_000}
+# A host's own name, by which some libraries tell hosts apart, the names of all, and no shared memory with others.
+_ENTER = 'mount --bind "$0" /etc/hosts && mount -t tmpfs tmpfs /dev/shm && hostname "$1" && shift && exec "$@"'
+# What stands in for ssh: options, a host's name, and the words of a command.
 _REMOTE_SHELL = """#!/bin/sh
-while [ $# -gt 2 ]; do shift; done
-exec ip netns exec "{tag}-$1" sh -c "$2"
+while :; do
+    case $1 in
+        -o | -p | -i | -l) shift 2 ;;
+        -*) shift ;;
+        *) break ;;
+    esac
+done
+host=$1
+shift
+exec ip netns exec "{tag}-$host" unshare --uts --mount --ipc sh -c '{enter}' "{hosts}" "$host" sh -c "$*"
 """
+
+
+def rate_of(text: str) -> float:
+    """Bytes per second of ``1gbit``, ``2.5gbit`` or ``100mbit``."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]bit)", text)
+    if found is None or float(found[1]) == 0:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a rate; write 1gbit, 2.5gbit or 100mbit")
+    return float(found[1]) * UNITS[found[2]]
+
+
+def parse_rate(text: str) -> str:
+    """For argparse: a text that ``rate_of`` and tc understand."""
+    rate_of(text)
+    return text
 
 
 def why_not() -> str:
     """Why no namespaces can be made here, as a sentence; empty: they can."""
     if os.geteuid() != 0:
         return "making network namespaces needs root"
-    for program in ("ip", "tc"):
+    for program in ("ip", "tc", "hostname"):
         if shutil.which(program) is None:
-            return f"{program} is not installed (package iproute2)"
+            return f"{program} is not installed (package {'hostname' if program == 'hostname' else 'iproute2'})"
     done = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True, check=False)
     return f"network namespaces are not allowed here: {done.stderr.strip()}" if done.returncode else ""
 
@@ -46,25 +74,29 @@ def congestion_control() -> str:
 
 
 class Spaces:
-    """``count`` hosts. Host ``i`` has the address ``addresses[i]`` on its ``eth0``, which leads to all others."""
+    """``count`` hosts: ``names[i]`` has the address ``addresses[i]`` on its ``eth0``, which leads to all others."""
 
     def __init__(self, count: int) -> None:
         self._tag = f"horo-bench-{os.getpid()}"
+        self.names = [f"space{number + 1}" for number in range(count)]
         self.addresses = [f"10.213.8.{number + 1}" for number in range(count)]
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Spaces:
         try:
             folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="horo-bench-")))
+            self._hosts = folder / "hosts"
+            lines = [f"{address} {name}\n" for address, name in zip(self.addresses, self.names, strict=True)]
+            self._hosts.write_text("".join(["127.0.0.1 localhost\n", *lines]))
             self.remote_shell = folder / "remote-shell"
-            self.remote_shell.write_text(_REMOTE_SHELL.format(tag=self._tag))
+            self.remote_shell.write_text(_REMOTE_SHELL.format(tag=self._tag, enter=_ENTER, hosts=self._hosts))
             self.remote_shell.chmod(0o700)
             self._make_space("switch")
             _do("ip", "-n", self._name("switch"), "link", "add", "br0", "type", "bridge")
             _do("ip", "-n", self._name("switch"), "link", "set", "br0", "up")
-            for index, address in enumerate(self.addresses):
-                self._make_space(address)
-                self._plug_in(index, address)
+            for index, name in enumerate(self.names):
+                self._make_space(name)
+                self._plug_in(index, name)
         except BaseException:
             self._stack.close()
             raise
@@ -77,7 +109,13 @@ class Spaces:
 
     def enter(self, index: int) -> list[str]:
         """The words before a command that make it run on a host."""
-        return ["ip", "netns", "exec", self._name(self.addresses[index])]
+        name = self.names[index]
+        apart = ["unshare", "--uts", "--mount", "--ipc", "sh", "-c", _ENTER, str(self._hosts), name]
+        return ["ip", "netns", "exec", self._name(name), *apart]
+
+    def slots(self, ranks: int) -> str:
+        """``space1:2,space2:2``: so many ranks, in blocks."""
+        return ",".join(f"{name}:{ranks // len(self.names)}" for name in self.names)
 
     def limit(self, rate: str) -> None:
         """Limits what each host is sent, like ``"1gbit"``; the kernel counts Ethernet, IP and TCP headers too."""
@@ -93,12 +131,12 @@ class Spaces:
         self._stack.callback(self._remove_space, self._name(which))
         _do("ip", "-n", self._name(which), "link", "set", "lo", "up")
 
-    def _plug_in(self, index: int, address: str) -> None:
-        switch, space, cable = self._name("switch"), self._name(address), f"to-{index}"
+    def _plug_in(self, index: int, name: str) -> None:
+        switch, space, cable = self._name("switch"), self._name(name), f"to-{index}"
         peer = ["peer", "name", "eth0", "mtu", str(MTU), "netns", space]
         _do("ip", "-n", switch, "link", "add", cable, "mtu", str(MTU), "type", "veth", *peer)
         _do("ip", "-n", switch, "link", "set", cable, "master", "br0", "up")
-        _do("ip", "-n", space, "address", "add", f"{address}/24", "dev", "eth0")
+        _do("ip", "-n", space, "address", "add", f"{self.addresses[index]}/24", "dev", "eth0")
         _do("ip", "-n", space, "link", "set", "eth0", "up")
 
     @staticmethod

@@ -29,14 +29,20 @@ class Benchmark:
     words: tuple[str, ...] = ()
 
 
+BETWEEN_HOSTS = "horo,horo-openmpi,openmpi,horo-mpich,mpich,gloo"
+
 # The order is that of docs/performance.md. A script that has check_rows() also adds its rows to `make bench-check`.
 BENCHMARKS = (
     Benchmark("allreduce-np2", "allreduce"),
     Benchmark("allreduce-np2-bfloat16", "allreduce", ("--dtype", "bfloat16", "--min", "1K")),
     Benchmark("allreduce-np4", "allreduce", ("--np", "4")),
+    Benchmark(
+        "allreduce-hosts2", "allreduce", ("--hosts", "2", "--min", "4K", "--step", "16", "--peers", BETWEEN_HOSTS)
+    ),
     Benchmark("latency", "latency"),
     Benchmark("small_tensors", "small_tensors"),
     Benchmark("training_step", "training_step"),
+    Benchmark("training_step-hosts2", "training_step", ("--hosts", "2", "--models", "mlp")),
     Benchmark("two_hosts", "two_hosts"),
     Benchmark("negotiation", "negotiation"),
     Benchmark("startup", "startup"),

@@ -19,6 +19,7 @@ import models
 import options
 import peers
 import report
+import spaces
 from contest import Contest, ContestError, exit_code
 from horo.runner.environment import KEEP_MEMORY
 from rounds import Case, Plan, Result, describe_probe, play, probe_values
@@ -57,12 +58,18 @@ def contestants(wanted: Sequence[peers.Peer]) -> list[peers.Peer]:
 
 
 def measure(
-    who: Sequence[peers.Peer], ranks: int, names: Sequence[str], plan: Plan, limit_s: float
+    who: Sequence[peers.Peer],
+    ranks: int,
+    names: Sequence[str],
+    plan: Plan,
+    *,
+    limit_s: float,
+    hosts: spaces.Spaces | None = None,
 ) -> tuple[list[Result], dict[str, dict[str, str]]]:
     """One model after another: all at once would not fit into memory."""
     results, versions = [], {}
     for name in names:
-        with Contest(who, ranks, turn_limit_s=limit_s) as contest:
+        with Contest(who, ranks, turn_limit_s=limit_s, hosts=hosts) as contest:
             versions = contest.versions()
             results += play(contest, "training_step", [Case(name, {"model": name})], plan)
     return results, versions
@@ -98,10 +105,10 @@ def rows_of(results: Sequence[Result], ranks: int) -> list[dict[str, Any]]:
     return rows
 
 
-def as_table(results: Sequence[Result], ranks: int) -> str:
+def as_table(results: Sequence[Result], ranks: int, where: str = "") -> str:
     """The table that people read."""
     lines = [
-        f"training step, {ranks} ranks, one thread each; time on the slowest rank; per rank and step: CPU time, "
+        f"training step, {ranks} ranks{where}, one thread each; time on the slowest rank; per rank and step: CPU time, "
         "context switches (voluntary, forced), page faults",
         TITLES.format(
             "model", "", "min", "median", "max", "of ceiling", "memory kept", "CPU", "switches", "faults", "check"
@@ -137,8 +144,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Measures, prints, writes. Returns 1 if parameters were wrong."""
     who = contestants(arguments.peers)
     plan = Plan(rounds=arguments.rounds, turn_ms=arguments.turn_ms)
-    results, versions = measure(who, arguments.np, arguments.models, plan, arguments.turn_limit_s)
-    print(as_table(results, arguments.np), flush=True)
+    with options.hosts(arguments) as hosts:
+        results, versions = measure(
+            who, arguments.np, arguments.models, plan, limit_s=arguments.turn_limit_s, hosts=hosts
+        )
+    print(as_table(results, arguments.np, options.where(arguments)), flush=True)
     if arguments.json:
         rows = rows_of(results, arguments.np)
         asked = options.as_json(arguments)
@@ -154,7 +164,7 @@ def check_rows(quick: bool = True) -> list[report.CheckRow]:
         ContestError: a contestant died, or parameters were wrong.
     """
     plan = Plan(rounds=3 if quick else 21, turn_ms=700)
-    results, _ = measure(contestants([peers.HORO, peers.GLOO]), 2, ["mlp", "resnet50"], plan, 120)
+    results, _ = measure(contestants([peers.HORO, peers.GLOO]), 2, ["mlp", "resnet50"], plan, limit_s=120)
     rows = []
     for result in results:
         if result.wrong:

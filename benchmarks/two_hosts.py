@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import statistics
 import subprocess
 import sys
@@ -28,8 +27,6 @@ from contest import ContestError, exit_code
 RANK = Path(__file__).with_name("two_hosts_rank.py")
 PLAIN = "tcp"
 CONTESTANTS = (PLAIN, "gloo", "horo", "horo bf16", "horo fp16")
-UNITS = {"kbit": 125, "mbit": 125_000, "gbit": 125_000_000}
-HOSTS_MAX = 8
 START_LIMIT_S = 60.0
 SLOWNESS_MAX = 20
 OUTPUT_LINES = 15
@@ -83,7 +80,7 @@ class Result:
     @classmethod
     def of(cls, layout: Layout, contestant: str, seconds: Sequence[float], right: bool) -> Result:
         median = statistics.median(seconds)
-        share = layout.bytes_to_send / median / rate_of(layout.rate)
+        share = layout.bytes_to_send / median / spaces.rate_of(layout.rate)
         return cls(
             hosts=layout.hosts,
             per_host=layout.per_host,
@@ -98,25 +95,17 @@ class Result:
         )
 
 
-def rate_of(text: str) -> float:
-    """Bytes per second of ``1gbit``, ``2.5gbit`` or ``100mbit``."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]bit)", text)
-    if found is None or float(found[1]) == 0:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a rate; write 1gbit, 2.5gbit or 100mbit")
-    return float(found[1]) * UNITS[found[2]]
-
-
 def parse_rates(text: str) -> list[str]:
     for word in text.split(","):
-        rate_of(word)
+        spaces.rate_of(word)
     return text.split(",")
 
 
 def parse_counts(text: str) -> list[int]:
     """``1,2``."""
     words = text.split(",")
-    if not all(word.isdigit() and 1 <= int(word) <= HOSTS_MAX for word in words):
-        raise argparse.ArgumentTypeError(f"'{text}' is no list of numbers from 1 to {HOSTS_MAX}; write 2,4")
+    if not all(word.isdigit() and 1 <= int(word) <= spaces.COUNT_MAX for word in words):
+        raise argparse.ArgumentTypeError(f"'{text}' is no list of numbers from 1 to {spaces.COUNT_MAX}; write 2,4")
     return [int(word) for word in words]
 
 
@@ -162,11 +151,11 @@ def measure(layouts: Sequence[Layout], contestants: Sequence[str], rounds: int) 
 def run_job(made: spaces.Spaces, layout: Layout, contestants: Sequence[str], rounds: int) -> Answer:
     """Runs two_hosts_rank.py on every rank."""
     job = {"bytes": layout.size, "rounds": rounds, "contestants": list(contestants)}
-    where = ",".join(f"{address}:{layout.per_host}" for address in made.addresses)
-    launch = [sys.executable, "-m", "horo.runner", "-np", str(layout.hosts * layout.per_host), "-H", where]
+    ranks = layout.hosts * layout.per_host
+    launch = [sys.executable, "-m", "horo.runner", "-np", str(ranks), "-H", made.slots(ranks)]
     launch += ["--remote-shell", str(made.remote_shell), "--no-prefix", sys.executable, str(RANK), json.dumps(job)]
     calls = (2 * rounds + 2) * len(contestants)
-    limit_s = START_LIMIT_S + calls * SLOWNESS_MAX * layout.bytes_to_send / rate_of(layout.rate)
+    limit_s = START_LIMIT_S + calls * SLOWNESS_MAX * layout.bytes_to_send / spaces.rate_of(layout.rate)
     try:
         done = subprocess.run([*made.enter(0), *launch], capture_output=True, text=True, check=False, timeout=limit_s)
     except subprocess.TimeoutExpired:

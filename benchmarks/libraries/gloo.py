@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 
 import torch
@@ -19,10 +20,11 @@ class Opened:
 
     def __init__(self, rank: int, size: int, exchange: Exchange) -> None:
         torch.set_num_threads(1)
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
-        port = exchange(store.port if store is not None else 0)[0]
+        own = os.environ.get("CONTEST_ADDRESS", "127.0.0.1")
+        store = TCPStore(own, 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+        address, port = exchange([own, store.port if store is not None else 0])[0]
         if store is None:
-            store = TCPStore("127.0.0.1", port, is_master=False)
+            store = TCPStore(address, port, is_master=False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
         self.rank, self.size = rank, size
 

@@ -20,6 +20,7 @@ SHORT = ["--max", "4K", "--step", "32", "--rounds", "2", "--turn-ms", "1", "--pe
 sys.path.insert(0, str(FOLDER))
 import allreduce  # noqa: E402  (benchmarks/allreduce.py)
 import report  # noqa: E402  (benchmarks/report.py)
+import spaces  # noqa: E402  (benchmarks/spaces.py)
 from contest import Turn  # noqa: E402  (benchmarks/contest.py)
 from rounds import Case, Heat, Result  # noqa: E402  (benchmarks/rounds.py)
 from workloads import allreduce as workload  # noqa: E402  (benchmarks/workloads/allreduce.py)
@@ -45,6 +46,15 @@ def test_measures_two_libraries_and_writes_what_it_measured(tmp_path: Path) -> N
         assert row["min_us"] <= row["median_us"] <= row["max_us"]
     assert done.stdout.count(" ok\n") == 6
     assert done.stderr == ""
+
+
+@pytest.mark.skipif(bool(spaces.why_not()), reason=spaces.why_not())
+def test_contestants_are_spread_over_hosts(tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    done = start([sys.executable, SCRIPT, *SHORT, "--hosts", "2", "--rate", "1gbit", "--json", str(file)])
+    assert done.stdout.startswith("allreduce, in-place sum of float32, 2 ranks on 2 hosts, links of 1gbit; ")
+    assert done.stdout.count(" ok\n") == 6
+    assert json.loads(file.read_text())["options"]["hosts"] == 2
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int64"])

@@ -103,13 +103,13 @@ def test_rows_say_what_is_reached_and_what_is_short() -> None:
 
 @pytest.mark.parametrize(("text", "rate"), [("1gbit", 125e6), ("2.5gbit", 312.5e6), ("100mbit", 12.5e6)])
 def test_rates_are_read(text: str, rate: float) -> None:
-    assert two_hosts.rate_of(text) == rate
+    assert spaces.rate_of(text) == rate
 
 
 @pytest.mark.parametrize("text", ["", "gbit", "1", "0gbit", "1gbps", "-1gbit"])
 def test_bad_rate_is_named(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is not a rate"):
-        two_hosts.rate_of(text)
+        spaces.rate_of(text)
 
 
 @pytest.mark.parametrize(
