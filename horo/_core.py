@@ -13,7 +13,21 @@ from typing import Any, NamedTuple
 from horo._errors import HoroError, error_from_status
 from horo._native import ffi, lib
 
-__all__ = ["DTYPES", "OPS", "REDUCE_OPS", "Context", "Setup", "Tensor", "arena_bytes", "simd_name", "version"]
+__all__ = [
+    "DTYPES",
+    "MPI_FUNCTIONS",
+    "MPI_HANDLES",
+    "OPS",
+    "REDUCE_OPS",
+    "Context",
+    "MpiCalls",
+    "MpiUse",
+    "Setup",
+    "Tensor",
+    "arena_bytes",
+    "simd_name",
+    "version",
+]
 
 DTYPES: dict[str, int] = {
     name.removeprefix("HORO_").lower(): getattr(lib, name)
@@ -47,6 +61,46 @@ REDUCE_OPS: dict[str, int] = {
     "product": lib.HORO_PRODUCT,
 }
 
+MPI_FUNCTIONS = (
+    "MPI_Issend",
+    "MPI_Irecv",
+    "MPI_Test",
+    "MPI_Cancel",
+    "MPI_Request_free",
+    "MPI_Iallreduce",
+    "MPI_Ibcast",
+    "MPI_Iallgatherv",
+    "MPI_Type_contiguous",
+    "MPI_Type_commit",
+    "MPI_Type_free",
+    "MPI_Op_create",
+    "MPI_Op_free",
+    "MPI_Error_string",
+    "MPI_Finalized",
+)
+"""What the core calls, in the order of ``enum horo_mpi_function``."""
+
+MPI_HANDLES = (
+    "BYTE",
+    "UINT8_T",
+    "INT8_T",
+    "UINT16_T",
+    "INT16_T",
+    "UINT32_T",
+    "INT32_T",
+    "UINT64_T",
+    "INT64_T",
+    "FLOAT",
+    "DOUBLE",
+    "SUM",
+    "PROD",
+    "MIN",
+    "MAX",
+    "LOR",
+    "LAND",
+)
+"""Handles that the core needs by their names in mpi4py, in the order of ``enum horo_mpi_handle``."""
+
 _STATUS_NAMES: dict[int, str] = {getattr(lib, name): name for name in dir(lib) if name.startswith("HORO_ERR_")}
 
 
@@ -63,6 +117,37 @@ def simd_name() -> str:
 def arena_bytes(local_size: int, segment_bytes: int) -> int:
     """Bytes of shared memory that ``local_size`` ranks on one host need."""
     return int(lib.horo_arena_bytes(local_size, segment_bytes))
+
+
+@dataclass(frozen=True)
+class MpiCalls:
+    """One MPI as it is loaded in this process, in the words of ``horo_mpi`` in ``native/include/horo.h``."""
+
+    handle_bytes: int
+    status_bytes: int
+    communicator: int
+    """Made for horo alone; it must live until the context is destroyed."""
+    in_place: int
+    functions: Sequence[int]
+    """Addresses, in the order of ``MPI_FUNCTIONS``."""
+    handles: Sequence[int]
+    """In the order of ``MPI_HANDLES``."""
+
+
+@dataclass(frozen=True)
+class MpiUse:
+    """What a rank does by MPI: move data between hosts, run whole collectives, or both."""
+
+    calls: MpiCalls
+    transport: bool = False
+    collectives: bool = False
+    rank_of_host: Sequence[int] = ()
+    """By host, for the transport: the rank of the communicator to exchange data with; -1 for none."""
+    send_tags: Sequence[int] = ()
+    """By host; empty: all 0. Tags by peer let several ranks share one number, which tests do."""
+    recv_tags: Sequence[int] = ()
+    message_bytes: int = 1 << 30
+    """Most bytes in one call of MPI, whose counts are 32-bit; equal on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +177,7 @@ class Setup:
     peer_timeout_ms: int = 30_000
     log_level: int = 3
     arena_memory: int = 0
+    mpi: MpiUse | None = None
 
 
 class Tensor(NamedTuple):
@@ -207,6 +293,8 @@ class Context:
                 value = ffi.new("int32_t[]", list(value))
             elif item.name == "arena_memory":
                 value = ffi.cast("void *", value)
+            elif item.name == "mpi":
+                value = ffi.NULL if value is None else _native_mpi(value, keep)
             keep.append(value)
             setattr(native, item.name, value)
         out = ffi.new("horo_context **")
@@ -381,6 +469,23 @@ class Context:
         error = _error_buffer()
         lib.horo_error(self._context, handle, error, lib.HORO_MESSAGE_MAX)
         return _text(error)
+
+
+def _native_mpi(use: MpiUse, keep: list[Any]) -> Any:
+    """A ``horo_mpi``; what it points to is put into ``keep``."""
+    native = ffi.new("horo_mpi *")
+    calls = use.calls
+    native.handle_bytes, native.status_bytes = calls.handle_bytes, calls.status_bytes
+    native.message_bytes = use.message_bytes
+    native.is_transport, native.is_backend = use.transport, use.collectives
+    native.communicator, native.in_place = calls.communicator, calls.in_place
+    native.functions, native.handles = list(calls.functions), list(calls.handles)
+    for name in ("rank_of_host", "send_tags", "recv_tags"):
+        values = getattr(use, name)
+        if values:
+            keep.append(ffi.new("int32_t[]", list(values)))
+            setattr(native, name, keep[-1])
+    return native
 
 
 _SIGNAL_CHECK_MS = 100

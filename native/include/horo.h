@@ -118,6 +118,68 @@ typedef struct {
     int32_t tensor_count; /* 0 for barrier */
 } horo_request;
 
+/* What horo calls of MPI, in the order of horo_mpi.functions: HORO_MPI_ISSEND stands for MPI_Issend. */
+enum horo_mpi_function {
+    HORO_MPI_ISSEND = 0,
+    HORO_MPI_IRECV = 1,
+    HORO_MPI_TEST = 2,
+    HORO_MPI_CANCEL = 3,
+    HORO_MPI_REQUEST_FREE = 4,
+    HORO_MPI_IALLREDUCE = 5,
+    HORO_MPI_IBCAST = 6,
+    HORO_MPI_IALLGATHERV = 7,
+    HORO_MPI_TYPE_CONTIGUOUS = 8,
+    HORO_MPI_TYPE_COMMIT = 9,
+    HORO_MPI_TYPE_FREE = 10,
+    HORO_MPI_OP_CREATE = 11,
+    HORO_MPI_OP_FREE = 12,
+    HORO_MPI_ERROR_STRING = 13,
+    HORO_MPI_FINALIZED = 14,
+    HORO_MPI_FUNCTION_COUNT = 15,
+};
+
+/* Handles of MPI by their names there, in the order of horo_mpi.handles. */
+enum horo_mpi_handle {
+    HORO_MPI_BYTE = 0,
+    HORO_MPI_UINT8_T = 1,
+    HORO_MPI_INT8_T = 2,
+    HORO_MPI_UINT16_T = 3,
+    HORO_MPI_INT16_T = 4,
+    HORO_MPI_UINT32_T = 5,
+    HORO_MPI_INT32_T = 6,
+    HORO_MPI_UINT64_T = 7,
+    HORO_MPI_INT64_T = 8,
+    HORO_MPI_FLOAT = 9,
+    HORO_MPI_DOUBLE = 10,
+    HORO_MPI_SUM = 11,
+    HORO_MPI_PROD = 12,
+    HORO_MPI_MIN = 13,
+    HORO_MPI_MAX = 14,
+    HORO_MPI_LOR = 15,
+    HORO_MPI_LAND = 16,
+    HORO_MPI_HANDLE_COUNT = 17,
+};
+
+/*
+ * The MPI of this process, found where it is loaded: there is none when horo is built. Nothing here is owned; communicator and
+ * library outlive the context. The communicator is horo's alone and returns errors; a backend needs it to number the ranks as
+ * horo does.
+ */
+typedef struct {
+    int32_t handle_bytes;   /* of every handle: 4, an int (MPICH and its kin), or 8, a pointer (Open MPI, the ABI of MPI 5) */
+    int32_t status_bytes;   /* of an MPI_Status, at most HORO_MPI_STATUS_MAX */
+    int32_t message_bytes;  /* most bytes in one call of MPI, at most HORO_MPI_MESSAGE_MAX; equal on all ranks */
+    int32_t is_transport;   /* data between hosts travels by MPI; data_fds are not looked at */
+    int32_t is_backend;     /* MPI does whole collectives */
+    uint64_t communicator;  /* handles by value, the lower bytes count */
+    uint64_t in_place;      /* MPI_IN_PLACE */
+    uint64_t functions[15]; /* HORO_MPI_FUNCTION_COUNT addresses */
+    uint64_t handles[17];   /* HORO_MPI_HANDLE_COUNT */
+    const int32_t *rank_of_host;  /* transport: [hosts] whom data goes to there, by number in the communicator; -1: nobody */
+    const int32_t *send_tags;     /* [hosts], or NULL for all 0: tags by peer let several ranks share one number */
+    const int32_t *recv_tags;     /* [hosts], or NULL for all 0 */
+} horo_mpi;
+
 /*
  * What the bootstrap hands over: who is where, the mapped-to-be arena and connected descriptors.
  * "Host" here means a set of ranks that share one arena; hosts are numbered by their lowest rank, and the
@@ -149,6 +211,7 @@ typedef struct {
     int32_t log_level;                    /* enum horo_log_level */
     int (*interrupted)(void);             /* NULL, or asked after a signal came during a wait that cannot be left halfway:
                                              nonzero ends the group, so that the caller may raise */
+    const horo_mpi *mpi;                  /* NULL: none */
 } horo_setup;
 
 /* Counters since creation; for tests, benchmarks and reports. */
@@ -162,9 +225,11 @@ typedef struct {
     uint64_t link_bytes;       /* of data, handed to links to other hosts */
     uint64_t sleeps;           /* times a driver slept in poll() */
     uint64_t wakes;            /* eventfd writes to others */
+    uint64_t mpi_stranded;     /* transfers given up that MPI has not given back: it may still touch their memory */
 } horo_counters;
 
 enum { HORO_NAME_MAX = 1023, HORO_MESSAGE_MAX = 1024, HORO_DIMS_MAX = 64 };
+enum { HORO_MPI_STATUS_MAX = 128, HORO_MPI_MESSAGE_MAX = 1 << 30 };
 
 /* "0.1.0+abi2": ranks compare it at init and refuse to mix. */
 HORO_API const char *horo_version(void);
