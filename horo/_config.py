@@ -214,6 +214,21 @@ class Config:
         "`auto`: never where one host runs the whole job and its cores are all computing, else always.",
         choices=("auto", "always", "never"),
     )
+    cpu_operations: str = _variable(
+        "CPU_OPERATIONS",
+        "auto",
+        "What reduces, gathers and broadcasts tensors in host memory: `host`, horo's own algorithms (`gloo`, a word of "
+        "Horovod's, means the same), or `mpi`, the collectives of the job's MPI, for sites where those are tuned or "
+        "offloaded; `auto`: host.",
+        choices=("auto", "host", "gloo", "mpi"),
+    )
+    transport: str = _variable(
+        "TRANSPORT",
+        "auto",
+        "What moves data between hosts: `tcp`, or `mpi`, for the site's own network; `auto`: mpi in a job that an MPI "
+        "has launched, else tcp. Agreement between hosts travels by TCP in any case.",
+        choices=("auto", "tcp", "mpi"),
+    )
     network_interfaces: str | None = _variable(
         "NETWORK_INTERFACES",
         None,

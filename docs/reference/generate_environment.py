@@ -19,7 +19,11 @@ value counts as not set; any other value outside the allowed range is an error t
 """
 
 SECTIONS: tuple[tuple[type[Any], str, str], ...] = (
-    (Config, "To tune", "Fusion threshold, cache capacity and segment size must be equal on all ranks."),
+    (
+        Config,
+        "To tune",
+        "Fusion threshold, cache capacity, segment size, CPU operations and transport must be equal on all ranks.",
+    ),
     (LaunchVariables, "Set by `hororun`", "Scripts may read them. Do not set them by hand."),
     (
         TorchrunVariables,

@@ -16,7 +16,7 @@ from horo._errors import MismatchError
 
 __all__ = ["Hello", "check_agreement", "core_count", "place_of", "places_alike"]
 
-_SHARED_SETTINGS = ("segment_bytes", "fusion_threshold", "cache_capacity")
+_SHARED_SETTINGS = ("segment_bytes", "fusion_threshold", "cache_capacity", "cpu_operations", "transport")
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Hello:
     """Host name for messages."""
     size: int
     """Size of the job as this rank was told."""
-    settings: dict[str, int | None]
+    settings: dict[str, int | str | None]
     """Values that must be equal on all ranks, by variable; None: not set."""
     identity: Identity
     address: str | None

@@ -296,7 +296,13 @@ def test_other_version_is_named_on_every_rank(server: StoreServer, monkeypatch: 
 
 @pytest.mark.parametrize(
     ("variable", "value"),
-    [("HORO_SEGMENT_BYTES", "4096"), ("HOROVOD_FUSION_THRESHOLD", "5"), ("HOROVOD_CACHE_CAPACITY", "7")],
+    [
+        ("HORO_SEGMENT_BYTES", "4096"),
+        ("HOROVOD_FUSION_THRESHOLD", "5"),
+        ("HOROVOD_CACHE_CAPACITY", "7"),
+        ("HOROVOD_CPU_OPERATIONS", "host"),
+        ("HORO_TRANSPORT", "tcp"),
+    ],
 )
 def test_settings_that_must_be_equal_are_compared(server: StoreServer, variable: str, value: str) -> None:
     environs = environments(server, 3)
