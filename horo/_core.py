@@ -25,6 +25,7 @@ __all__ = [
     "Setup",
     "Tensor",
     "arena_bytes",
+    "native_mpi",
     "simd_name",
     "version",
 ]
@@ -125,6 +126,9 @@ class MpiCalls:
 
     handle_bytes: int
     status_bytes: int
+    rank: int
+    """This process in the communicator."""
+    size: int
     communicator: int
     """Made for horo alone; it must live until the context is destroyed."""
     in_place: int
@@ -294,7 +298,7 @@ class Context:
             elif item.name == "arena_memory":
                 value = ffi.cast("void *", value)
             elif item.name == "mpi":
-                value = ffi.NULL if value is None else _native_mpi(value, keep)
+                value = ffi.NULL if value is None else native_mpi(value, keep)
             keep.append(value)
             setattr(native, item.name, value)
         out = ffi.new("horo_context **")
@@ -471,11 +475,12 @@ class Context:
         return _text(error)
 
 
-def _native_mpi(use: MpiUse, keep: list[Any]) -> Any:
-    """A ``horo_mpi``; what it points to is put into ``keep``."""
+def native_mpi(use: MpiUse, keep: list[Any], ffi: Any = ffi) -> Any:
+    """A ``horo_mpi`` made by ``ffi``; what it points to is put into ``keep``."""
     native = ffi.new("horo_mpi *")
     calls = use.calls
     native.handle_bytes, native.status_bytes = calls.handle_bytes, calls.status_bytes
+    native.rank, native.size = calls.rank, calls.size
     native.message_bytes = use.message_bytes
     native.is_transport, native.is_backend = use.transport, use.collectives
     native.communicator, native.in_place = calls.communicator, calls.in_place

@@ -31,6 +31,8 @@ def mpi_calls(comm: Any) -> MpiCalls:
     return MpiCalls(
         handle_bytes=sizes["MPI_Comm"],
         status_bytes=MPI._sizeof(MPI.Status),
+        rank=comm.Get_rank(),
+        size=comm.Get_size(),
         communicator=MPI._handleof(comm),
         in_place=_unsigned(int(MPI.IN_PLACE)),
         functions=[_address(MPI, name) for name in MPI_FUNCTIONS],

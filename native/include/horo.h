@@ -171,6 +171,7 @@ typedef struct {
     int32_t message_bytes;  /* most bytes in one call of MPI, at most HORO_MPI_MESSAGE_MAX; equal on all ranks */
     int32_t is_transport;   /* data between hosts travels by MPI; data_fds are not looked at */
     int32_t is_backend;     /* MPI does whole collectives */
+    int32_t rank, size;     /* mine in the communicator, and how many there are */
     uint64_t communicator;  /* handles by value, the lower bytes count */
     uint64_t in_place;      /* MPI_IN_PLACE */
     uint64_t functions[15]; /* HORO_MPI_FUNCTION_COUNT addresses */

@@ -180,5 +180,6 @@ HORO_API void horo_read_counters(horo_context *context, horo_counters *counters)
         .link_bytes = transport == NULL ? 0 : atomic_load(&transport->data_bytes),
         .sleeps = atomic_load(&context->group.sleeps),
         .wakes = atomic_load(&context->group.wakes),
+        .mpi_stranded = atomic_load(&context->group.mpi.stranded),
     };
 }

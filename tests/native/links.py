@@ -11,6 +11,12 @@ from contextlib import ExitStack, closing, contextmanager
 from types import ModuleType
 from typing import Any, TypeVar
 
+import native_build
+import pytest
+
+from horo._bootstrap.mpi_calls import mpi_calls
+from horo._core import MpiUse, native_mpi
+
 __all__ = [
     "CONTROL",
     "DATA",
@@ -31,7 +37,7 @@ __all__ = [
 ]
 
 TCP_KINDS = ("tcp-unix", "tcp")
-KINDS = (*TCP_KINDS, "loopback", "loopback-delayed")
+KINDS = (*TCP_KINDS, "loopback", "loopback-delayed", "mpi")
 CONTROL, DATA = 0, 1
 DEADLINE_MS = 20_000
 PEER_TIMEOUT_MS = 30_000
@@ -120,6 +126,10 @@ class Rank:
     def progress(self) -> bool:
         return bool(self.lib.shim_progress(self.transport))
 
+    def send_off(self) -> None:
+        """Moves all that goes without the receiver's help: where sends are buffered, small ones are done then."""
+        poll_until(lambda: not self.progress(), "the end of what can be sent")
+
     def wait(self, *ios: Io, timeout_ms: int = DEADLINE_MS) -> int:
         """HORO_OK, HORO_ERR_PEER_LOST or HORO_ERR_TIMEOUT."""
         array = self.native.ffi.new("void *[]", [io.io for io in ios])
@@ -136,6 +146,11 @@ class Rank:
         count = int(self.lib.shim_sleep_fds(self.transport, fds, events, capacity))
         return count, [(fds[i], events[i]) for i in range(min(count, capacity))]
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing would ever wake a sleeper: no descriptor, no need to look."""
+        return self.sleep_fds()[0] == 0 and not self.lib.shim_must_look(self.transport)
+
     def lost(self) -> tuple[int, str]:
         why = self.native.ffi.new("char[]", 256)
         peer = int(self.lib.shim_lost_peer(self.transport, why, 256))
@@ -151,10 +166,16 @@ class Fabric:
     """All ranks of a job, every one linked with every other on both channels."""
 
     def __init__(
-        self, ranks: Sequence[Rank], cut: Callable[[int, int], None], fds: Sequence[Sequence[Sequence[int]]] = ()
+        self,
+        ranks: Sequence[Rank],
+        cut: Callable[[int, int], None],
+        fds: Sequence[Sequence[Sequence[int]]] = (),
+        *,
+        buffers_sends: bool = True,
     ) -> None:
         self.ranks = list(ranks)
         self.cut = cut
+        self.buffers_sends = buffers_sends
         self._fds = fds
 
     def data_fds(self, host: int) -> list[int]:
@@ -224,8 +245,64 @@ def _loopback(native: ModuleType, kind: str, hosts: int) -> Iterator[Fabric]:
         native.lib.shim_hub_destroy(hub)
 
 
+_MESSAGE_BYTES = 1 << 20
+"""Small, so that large ios are cut for MPI."""
+
+
+def _require_mpi() -> Any:
+    """mpi4py's module, where `make test-mpi` has chosen an MPI; skips elsewhere."""
+    if native_build.FLAVOUR:
+        pytest.skip("an MPI is not built with the sanitizer, which would report its threads and allocations as faults")
+    if not os.environ.get("MPI4PY_LIBMPI"):
+        pytest.skip("MPI4PY_LIBMPI names no MPI; `make test-mpi` runs this with several")
+    return pytest.importorskip("mpi4py.MPI")
+
+
+@contextmanager
+def _mpi(native: ModuleType, _kind: str, hosts: int) -> Iterator[Fabric]:
+    """All ranks are one MPI process that talks with itself; tags tell who means whom."""
+    # A communicator of its own, never freed: what a test leaves unreceived must not meet the next one.
+    calls = mpi_calls(_require_mpi().COMM_SELF.Dup())
+    fds = [[-1] * hosts for _ in range(hosts)]
+    for a in range(hosts):
+        for b in range(a + 1, hosts):
+            near, far = socket_pair("tcp-unix")
+            fds[a][b], fds[b][a] = near.detach(), far.detach()
+
+    def create(host: int) -> Rank:
+        use = MpiUse(
+            calls,
+            transport=True,
+            rank_of_host=[-1 if other == host else 0 for other in range(hosts)],
+            send_tags=[1 + host * hosts + other for other in range(hosts)],
+            recv_tags=[1 + other * hosts + host for other in range(hosts)],
+            message_bytes=_MESSAGE_BYTES,
+        )
+        keep: list[Any] = []
+        status, error = native.ffi.new("int *"), native.ffi.new("char[]", 1024)
+        transport = native.lib.shim_mpi_create(
+            native.ffi.new("int[]", fds[host]), native_mpi(use, keep, native.ffi), hosts, PEER_TIMEOUT_MS, status, error
+        )
+        if transport == native.ffi.NULL:
+            raise ValueError(f"{status[0]}: {native.ffi.string(error).decode()}")
+        return Rank(native, transport)
+
+    def cut(a: int, b: int) -> None:
+        with socket.socket(fileno=os.dup(fds[a][b])) as link:
+            link.shutdown(socket.SHUT_RDWR)
+
+    ranks = [create(host) for host in range(hosts)]
+    try:
+        yield Fabric(ranks, cut, buffers_sends=False)
+    finally:
+        for rank in ranks:
+            rank.destroy()
+
+
 def fabric_of(native: ModuleType, kind: str, hosts: int) -> Any:
     """A context manager that gives a Fabric of one of KINDS and destroys it at the end."""
+    if kind == "mpi":
+        return _mpi(native, kind, hosts)
     return (_tcp if kind in TCP_KINDS else _loopback)(native, kind, hosts)
 
 

@@ -40,9 +40,9 @@ def test_messages_of_a_link_arrive_in_order(join: Join) -> None:
 def test_receives_may_be_posted_long_after_the_bytes_came(join: Join) -> None:
     sender, receiver = join(2).ranks
     sent = sender.send(1, b"early")
-    assert sender.wait(sent) == 0
+    sender.send_off()
     late = receiver.recv(0, 5)
-    assert receiver.wait(late) == 0
+    progress_until([sender, receiver], sent, late)
     assert late.bytes() == b"early"
 
 
@@ -50,9 +50,9 @@ def test_channels_do_not_mix(join: Join) -> None:
     sender, receiver = join(2).ranks
     sends = [sender.send(1, b"data", DATA), sender.send(1, b"ctrl", CONTROL)]
     control = receiver.recv(0, 4, CONTROL)
-    progress_until([sender, receiver], *sends, control)
+    progress_until([sender, receiver], sends[1], control)
     data = receiver.recv(0, 4, DATA)
-    assert receiver.wait(data) == 0
+    progress_until([sender, receiver], sends[0], data)
     assert (control.bytes(), data.bytes()) == (b"ctrl", b"data")
 
 
@@ -165,11 +165,11 @@ def test_posting_to_a_peer_without_a_link_is_refused(join: Join) -> None:
 def test_an_idle_link_names_nothing_to_sleep_on(join: Join) -> None:
     fabric = join(3)
     sender, receiver, _ = fabric.ranks
-    assert sender.sleep_fds()[0] == 0
+    assert sender.idle
     sent, received = sender.send(1, b"x"), receiver.recv(0, 1)
-    assert sender.sleep_fds()[0] == 1
+    assert not sender.idle
     progress_until([sender, receiver], sent, received)
-    assert [rank.sleep_fds()[0] for rank in fabric.ranks] == [0, 0, 0]
+    assert [rank.idle for rank in fabric.ranks] == [True, True, True]
 
 
 def test_a_sleeper_sleeps_until_bytes_come(join: Join) -> None:
@@ -187,8 +187,8 @@ def test_bytes_for_another_link_wake_nobody_for_long(join: Join) -> None:
     fabric = join(3)
     first, second, receiver = fabric.ranks
     received = receiver.recv(0, 1)
-    sent = second.send(2, b"x")
-    assert second.wait(sent) == 0
+    second.send(2, b"x")
+    second.send_off()
     receiver.progress()
     assert receiver.sleeps(timeout_ms=0)
     sent = first.send(2, b"y")
@@ -202,7 +202,7 @@ def test_a_sender_sleeps_until_there_is_room(join: Join) -> None:
     sent = sender.send(1, bytes(16 * MIB))
     poll_until(lambda: not sender.progress() and sender.sleeps(timeout_ms=0), "a full link")
     received = receiver.recv(0, 16 * MIB)
-    poll_until(lambda: receiver.progress() and not sender.sleeps(timeout_ms=0), "room")
+    poll_until(lambda: receiver.progress() and not sender.sleeps(timeout_ms=1), "room")
     progress_until([sender, receiver], sent, received)
     assert sent.done and received.done
 
@@ -291,7 +291,7 @@ def test_after_a_loss_every_io_with_that_peer_fails_on_all_channels(join: Join, 
     assert not rank.sleeps(timeout_ms=0)
     assert rank.progress()
     assert all(io.failed for io in (*posted, *later))
-    assert rank.sleep_fds()[0] == 0
+    assert rank.idle
 
 
 @both_losses
@@ -323,6 +323,8 @@ def test_the_first_lost_peer_stays_the_one_reported(join: Join) -> None:
 @pytest.mark.parametrize("channel", [CONTROL, DATA])
 def test_last_words_of_a_peer_are_delivered(join: Join, channel: int) -> None:
     fabric = join(2)
+    if channel == DATA and not fabric.buffers_sends:
+        pytest.skip("a send that nobody has begun to receive is not done, and ends with its process")
     rank, other = fabric.ranks
     sent = other.send(0, b"good" + b"bye", channel)
     assert other.wait(sent) == 0
@@ -335,6 +337,8 @@ def test_last_words_of_a_peer_are_delivered(join: Join, channel: int) -> None:
 
 def test_last_words_are_delivered_to_a_rank_that_is_still_sending(join: Join) -> None:
     fabric = join(2)
+    if not fabric.buffers_sends:
+        pytest.skip("a send that nobody has begun to receive is not done, and ends with its process")
     rank, other = fabric.ranks
     sent = rank.send(1, bytes(16 * MIB))
     poll_until(lambda: not rank.progress(), "a full link")
@@ -361,7 +365,7 @@ def test_an_abandoned_channel_lets_go_of_its_memory_and_refuses_more(join: Join)
     poll_until(lambda: bool(other.progress() | rank.progress()) and posted[0].done_bytes > 0, "some bytes")
     rank.lib.shim_abandon(rank.transport, DATA)
     assert all(io.failed for io in posted)
-    assert rank.sleep_fds()[0] == 0
+    assert rank.idle
     with pytest.raises(ValueError, match="-43"):
         rank.send(1, b"x")
     with pytest.raises(ValueError, match="-43"):

@@ -24,10 +24,11 @@ MAY_INCLUDE: dict[str, set[str]] = {
     "kernel": {"base"},
     "wire": {"base"},
     "arena": {"base", "kernel"},
-    "transport": {"base"},
-    "collective": {"base", "kernel", "arena", "transport"},
-    "backend": {"base", "kernel", "arena", "transport", "collective"},
-    "engine": {"base", "kernel", "wire", "arena", "transport", "collective", "backend"},
+    "mpi": {"base"},
+    "transport": {"base", "mpi"},
+    "collective": {"base", "kernel", "arena", "mpi", "transport"},
+    "backend": {"base", "kernel", "arena", "mpi", "transport", "collective"},
+    "engine": {"base", "kernel", "wire", "arena", "mpi", "transport", "collective", "backend"},
 }
 ROOT_FILES = {"context.c"}
 

@@ -125,21 +125,33 @@ static void check_leavers(struct hr_group *group) {
     }
 }
 
-static int poll_timeout_ms(int64_t deadline_ns) {
+static int64_t earlier(int64_t a_ns, int64_t b_ns) {
+    return a_ns < 0 || (b_ns >= 0 && b_ns < a_ns) ? b_ns : a_ns;
+}
+
+/* How long to sleep at most while MPI is at work for this rank; -1: it is not. */
+static int64_t poll_within_ns(const struct hr_group *group) {
+    const int64_t posted_ns = group->transport == NULL ? -1 : hr_transport_poll_within_ns(group->transport);
+    return earlier(posted_ns, group->poll_within_ns > 0 ? group->poll_within_ns : -1);
+}
+
+static int64_t until_ns(int64_t deadline_ns) {
     if (deadline_ns == 0) {
         return -1;
     }
     const int64_t left_ns = deadline_ns - hr_now_ns();
-    return left_ns <= 0 ? 0 : (int)(left_ns / 1000000 < 1000000 ? left_ns / 1000000 + 1 : 1000000);
+    return left_ns < 0 ? 0 : left_ns;
 }
 
-/* Sleeps once. HORO_OK after any event, HORO_IN_PROGRESS after a signal. */
-static int sleep_until_woken(struct hr_group *group, hr_ready ready, void *arg, int64_t deadline_ns) {
+enum awoken { AWOKEN_BY_EVENT, AWOKEN_BY_SIGNAL, AWOKEN_TO_LOOK };
+
+/* Sleeps once. */
+static enum awoken sleep_until_woken(struct hr_group *group, hr_ready ready, void *arg, int64_t deadline_ns) {
     _Atomic uint32_t *sleeping = &group->arena.blocks[group->local_rank].sleeping;
     atomic_store(sleeping, 1); /* partner: hr_group_wake */
     if (ready(group, arg) || hr_arena_aborted(&group->arena).code != 0) {
         atomic_store(sleeping, 0);
-        return HORO_OK;
+        return AWOKEN_BY_EVENT;
     }
     struct pollfd *fds = group->poll_fds;
     fds[0] = (struct pollfd){.fd = group->wake_fds[group->local_rank], .events = POLLIN};
@@ -149,7 +161,10 @@ static int sleep_until_woken(struct hr_group *group, hr_ready ready, void *arg, 
         count += group->transport->ops->sleep_fds(group->transport, fds + count, group->poll_capacity - count);
     }
     atomic_fetch_add_explicit(&group->sleeps, 1, memory_order_relaxed);
-    const int events = poll(fds, (nfds_t)count, poll_timeout_ms(deadline_ns));
+    const int64_t look_ns = poll_within_ns(group);
+    const int64_t timeout_ns = earlier(until_ns(deadline_ns), look_ns);
+    const struct timespec timeout = {.tv_sec = timeout_ns / 1000000000, .tv_nsec = timeout_ns % 1000000000};
+    const int events = ppoll(fds, (nfds_t)count, timeout_ns < 0 ? NULL : &timeout, NULL);
     const int interrupted = events < 0 && errno == EINTR;
     atomic_store(sleeping, 0);
     if (events > 0 && fds[0].revents != 0) {
@@ -160,7 +175,10 @@ static int sleep_until_woken(struct hr_group *group, hr_ready ready, void *arg, 
     if (events > 0) {
         hr_group_watch(group, fds + 1, life_count);
     }
-    return interrupted ? HORO_IN_PROGRESS : HORO_OK;
+    if (interrupted) {
+        return AWOKEN_BY_SIGNAL;
+    }
+    return events == 0 && look_ns >= 0 ? AWOKEN_TO_LOOK : AWOKEN_BY_EVENT;
 }
 
 /* Spins until ready, aborted or spin_ns are over: 1, or 0 for over. */
@@ -191,8 +209,8 @@ static int spin(struct hr_group *group, hr_ready ready, void *arg, int64_t spin_
 }
 
 int hr_group_wait(struct hr_group *group, hr_ready ready, void *arg, int64_t spin_ns, int64_t deadline_ns) {
-    for (;;) {
-        if (spin(group, ready, arg, spin_ns) && ready(group, arg)) {
+    for (int64_t next_spin_ns = spin_ns;;) {
+        if (spin(group, ready, arg, next_spin_ns) && ready(group, arg)) {
             return HORO_OK;
         }
         check_leavers(group);
@@ -203,9 +221,11 @@ int hr_group_wait(struct hr_group *group, hr_ready ready, void *arg, int64_t spi
         if (deadline_ns != 0 && hr_now_ns() >= deadline_ns) {
             return HORO_IN_PROGRESS;
         }
-        if (sleep_until_woken(group, ready, arg, deadline_ns) == HORO_IN_PROGRESS) {
+        const enum awoken awoken = sleep_until_woken(group, ready, arg, deadline_ns);
+        if (awoken == AWOKEN_BY_SIGNAL) {
             return HORO_IN_PROGRESS;
         }
+        next_spin_ns = awoken == AWOKEN_TO_LOOK ? 0 : spin_ns; /* one look: spinning has been tried */
     }
 }
 
@@ -266,7 +286,7 @@ static void report_late(struct hr_group *group, int64_t waited_ns) {
     if (late >= 0) {
         (void)hr_group_name_rank(group, late, name, sizeof name);
     } else {
-        (void)snprintf(name, sizeof name, "another host");
+        (void)snprintf(name, sizeof name, group->host_count > 1 ? "another host" : "another rank");
     }
     hr_log(&group->log, HORO_LOG_WARNING, "waiting for %s in the middle of an operation for %lld s", name,
            (long long)(waited_ns / 1000000000));

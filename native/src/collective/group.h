@@ -2,7 +2,8 @@
  * The ranks that work together, from the place of one of them: who sits where, the arena, the transport, and the one way to wait.
  *
  * Waiting. A wait spins while spinning may pay, then says in its arena block that it sleeps, looks once more, and sleeps in poll()
- * on its eventfd, its life lines and the transport's descriptors. Whoever changes what others may wait for calls hr_group_wake_all;
+ * on its eventfd, its life lines and the transport's descriptors, at most for a moment while MPI, which has no descriptor, is at work
+ * (hr_transport_poll_within_ns, poll_within_ns). Whoever changes what others may wait for calls hr_group_wake_all;
  * it writes the eventfd of those that say they sleep. The handshake is Dekker's: both sides store first and load second,
  * sequentially consistent, so at least one sees the other.
  *
@@ -17,6 +18,7 @@
 #include "base/clock.h"
 #include "base/log.h"
 #include "kernel/kernel.h"
+#include "mpi/mpi.h"
 #include "transport/transport.h"
 
 /* A wait that lasts so long has the links supervised meanwhile. */
@@ -42,6 +44,7 @@ struct hr_group {
 
     struct hr_arena arena;
     struct hr_transport *transport; /* NULL with one host */
+    struct hr_mpi mpi;              /* without ops: none */
     int *wake_fds;                  /* [local_size] */
     int *owned_fds;                 /* all descriptors but the transport's, for closing */
     int owned_fd_count;
@@ -62,6 +65,7 @@ struct hr_group {
     int64_t peer_timeout_ns;
     int64_t stall_warning_ns;    /* 0: never */
     int64_t stall_shutdown_ns;   /* 0: never */
+    int64_t poll_within_ns;      /* a condition is waited for that no event tells of: the longest sleep; 0: none is */
     int watching;                /* the transport, if there is one, supervises its links */
     struct hr_abort suspect;     /* see hr_group_suspect_link */
     int in_batch;                /* a batch is running: a rank that has left may have done its part already */

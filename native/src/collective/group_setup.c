@@ -95,7 +95,6 @@ static void free_places(struct hr_group *group) {
     free(group->owned_fds);
     free((void *)group->sources);
     free(group->poll_fds);
-    free(group->cross_scratch);
 }
 
 /* The transport gets duplicates, so that the caller's descriptors stay the caller's until everything stands. */
@@ -119,19 +118,41 @@ static void close_all(const int32_t *fds, int count) {
     }
 }
 
+static int check_mpi_peers(const struct hr_group *group, const horo_mpi *mpi, struct hr_error *error) {
+    for (int host = 0; mpi->rank_of_host != NULL && host < group->host_count && group->local_rank < group->owner_count; host++) {
+        if (host != group->host && mpi->rank_of_host[host] < 0) {
+            return hr_fail(error, HORO_ERR_USAGE, "data is to travel by MPI, but no rank of host %d is given", host);
+        }
+    }
+    return HORO_OK;
+}
+
+/* Data by MPI beside the sockets, which become a part of what is returned or are destroyed. */
+static struct hr_transport *add_mpi(struct hr_group *group, struct hr_transport *sockets, const int *control,
+                                    const horo_setup *setup, struct hr_error *error) {
+    struct hr_transport *transport = NULL;
+    if (check_mpi_peers(group, setup->mpi, error) == HORO_OK) {
+        transport = hr_mpi_transport_create(&group->mpi, sockets, control, group->host_count, setup->peer_timeout_ms, error);
+    }
+    if (transport == NULL) {
+        sockets->ops->destroy(sockets);
+    }
+    return transport;
+}
+
 static int connect_transport(struct hr_group *group, const horo_setup *setup, struct hr_error *error) {
+    const int by_mpi = setup->mpi != NULL && setup->mpi->is_transport;
     int *control = NULL;
     int *data = NULL;
-    int status = duplicate(setup->control_fds, group->host_count, &control);
-    if (status == HORO_OK) {
-        status = duplicate(setup->data_fds, group->host_count, &data);
+    struct hr_transport *sockets = NULL;
+    if (duplicate(setup->control_fds, group->host_count, &control) == HORO_OK &&
+        (by_mpi || duplicate(setup->data_fds, group->host_count, &data) == HORO_OK)) {
+        sockets = hr_tcp_create(control, data, group->host_count, setup->peer_timeout_ms, error);
     }
-    if (status == HORO_OK) {
-        group->transport = hr_tcp_create(control, data, group->host_count, setup->peer_timeout_ms, error);
-        status = group->transport == NULL ? error->code : HORO_OK;
-    }
-    if (status != HORO_OK) {
-        (void)hr_fail(error, status, "out of memory for connections to %d hosts", group->host_count);
+    if (sockets != NULL) {
+        group->transport = by_mpi ? add_mpi(group, sockets, control, setup, error) : sockets;
+    } else {
+        (void)hr_fail(error, HORO_ERR_RESOURCE, "out of memory for connections to %d hosts", group->host_count);
         if (control != NULL) {
             close_all(control, group->host_count);
         }
@@ -141,7 +162,7 @@ static int connect_transport(struct hr_group *group, const horo_setup *setup, st
     }
     free(control);
     free(data);
-    return status;
+    return group->transport == NULL ? error->code : HORO_OK;
 }
 
 static int connect_parts(struct hr_group *group, const horo_setup *setup, struct hr_error *error) {
@@ -170,6 +191,7 @@ int hr_group_init(struct hr_group *group, const horo_setup *setup, struct hr_err
         .interrupted = setup->interrupted,
         .log = {.level = setup->log_level, .rank = setup->rank},
     };
+    HR_TRY(setup->mpi == NULL ? HORO_OK : hr_mpi_init(&group->mpi, setup->mpi, error));
     int status = find_places(group, setup);
     if (status == HORO_OK) {
         status = allocate(group);
@@ -179,6 +201,7 @@ int hr_group_init(struct hr_group *group, const horo_setup *setup, struct hr_err
     } else {
         status = connect_parts(group, setup, error);
     }
+    group->mpi.calls.rank_of_host = group->mpi.calls.send_tags = group->mpi.calls.recv_tags = NULL;
     if (status != HORO_OK) {
         free_places(group);
         return status;
@@ -216,6 +239,9 @@ void hr_group_close_fds(struct hr_group *group) {
 
 void hr_group_fini(struct hr_group *group) {
     hr_group_close_fds(group);
-    hr_arena_unmap(&group->arena);
+    if (atomic_load(&group->mpi.stranded) == 0) {
+        hr_arena_unmap(&group->arena);
+        free(group->cross_scratch);
+    } /* else MPI may still touch them: better lost than written to when they are somebody else's */
     free_places(group);
 }

@@ -5,11 +5,12 @@
  *  - Sends and receives on one (peer, channel) match one to one in order, and a matching pair has the same size. (Stream
  *    transports do not need the rule; message transports do.)
  *  - post_* never block and copy nothing: the memory and the hr_io stay the caller's to keep until io->state is not HR_IO_POSTED.
+ *  - A send may have to wait for its receive to be posted, however small it is: stream transports buffer, MPI does not.
  *  - progress moves what it can without blocking. Only it, abandon and destroy change the state of a posted io.
  *  - All functions of one transport are called by one thread at a time (the driver of the engine).
  *  - A zero-byte io is done when it reaches the head of its queue.
  *  - After a peer is lost, its posted and later ios become HR_IO_FAILED, on all channels; other peers go on. What a peer that
- *    closed its end had sent before is delivered first, on every channel: each ends where its own end is read.
+ *    closed its end had sent before (its send was done) is delivered first, on every channel: each ends where its own end is read.
  */
 #ifndef HR_TRANSPORT_TRANSPORT_H
 #define HR_TRANSPORT_TRANSPORT_H
@@ -64,6 +65,12 @@ struct hr_transport_ops {
     size_t (*sleep_fds)(struct hr_transport *transport, struct pollfd *fds, size_t capacity);
 
     /*
+     * The longest sleep, in nanoseconds, while something is posted that no descriptor tells of; -1 where the descriptors suffice.
+     * NULL: they always do.
+     */
+    int64_t (*poll_within_ns)(const struct hr_transport *transport);
+
+    /*
      * The first lost peer's host index, or -1. *why (not NULL) gets a static or transport-owned sentence fragment such as
      * "connection closed" or "Connection timed out".
      */
@@ -75,6 +82,7 @@ struct hr_transport_ops {
     /*
      * Gives a channel up after an error in the middle of a transfer: fails all its posted ios, so that their memory is free, and
      * refuses later ones. Peers are told nothing and see no end of the link: they shall learn the true cause by other ways.
+     * (MPI may keep some memory: see hr_mpi_transport_create.)
      */
     void (*abandon)(struct hr_transport *transport, enum hr_channel channel);
 
@@ -87,6 +95,10 @@ struct hr_transport {
     _Atomic uint64_t data_bytes; /* a counter for whoever posts sends of data; zero at creation */
 };
 
+static inline int64_t hr_transport_poll_within_ns(const struct hr_transport *transport) {
+    return transport->ops->poll_within_ns == NULL ? -1 : transport->ops->poll_within_ns(transport);
+}
+
 /*
  * Over connected stream sockets (TCP, or AF_UNIX in tests), one per peer and channel, -1 for none; made nonblocking here.
  * Either array may be NULL: no links on that channel.
@@ -98,6 +110,25 @@ struct hr_transport {
  */
 struct hr_transport *hr_tcp_create(const int *control_fds, const int *data_fds, int host_count, int peer_timeout_ms,
                                    struct hr_error *error);
+
+struct hr_mpi;
+
+/*
+ * Data by MPI, control by `control`: a transport that has the control channel only, and that becomes a part of this one, on success
+ * only. control_fds [host_count] are its descriptors, looked at for their end and not owned; NULL: none. Peers, their tags and the
+ * largest message are those of mpi->calls, which must outlive the transport; its arrays need not.
+ *
+ * - MPI has no descriptor to sleep on: poll_within_ns says how often to look while data is posted.
+ * - A send is done when its receiver has begun to receive it, not before.
+ * - MPI does not tell of the end of a process. A peer counts as lost when MPI says so, when no send to it has gone on for
+ *   peer_timeout_ms, and when its control connection has ended and nothing has moved since for half a second.
+ * - abandon, destroy and a loss wait up to 200 ms for MPI to give posted memory back: receives are cancelled, sends cannot be. What it
+ *   still holds then is counted in mpi->stranded: MPI may read or write that memory whenever it is called again.
+ *
+ * NULL with *error set, as hr_tcp_create.
+ */
+struct hr_transport *hr_mpi_transport_create(struct hr_mpi *mpi, struct hr_transport *control, const int *control_fds,
+                                             int host_count, int peer_timeout_ms, struct hr_error *error);
 
 /*
  * In-process transport for tests: all ranks that share a hub can talk. `delay_polls` makes every byte range arrive only after

@@ -6,6 +6,7 @@
 
 #include "base/clock.h"
 #include "horo.h"
+#include "mpi/mpi.h"
 #include "transport/transport.h"
 
 enum { SLEEP_FDS_MAX = 64 };
@@ -38,6 +39,22 @@ void *shim_tcp_create(const int *control_fds, const int *data_fds, int host_coun
                       char *error) {
     struct hr_error failure = {0};
     struct hr_transport *transport = hr_tcp_create(control_fds, data_fds, host_count, peer_timeout_ms, &failure);
+    return tell(transport, &failure, status, error);
+}
+
+void *shim_mpi_create(const int *control_fds, const horo_mpi *calls, int host_count, int peer_timeout_ms, int *status, char *error) {
+    struct hr_error failure = {0};
+    struct hr_transport *transport = NULL;
+    struct hr_mpi *mpi = calloc(1, sizeof *mpi);
+    if (mpi != NULL && hr_mpi_init(mpi, calls, &failure) == HORO_OK) {
+        struct hr_transport *control = hr_tcp_create(control_fds, NULL, host_count, peer_timeout_ms, &failure);
+        if (control != NULL) {
+            transport = hr_mpi_transport_create(mpi, control, control_fds, host_count, peer_timeout_ms, &failure);
+        }
+        if (control != NULL && transport == NULL) {
+            control->ops->destroy(control);
+        }
+    }
     return tell(transport, &failure, status, error);
 }
 
@@ -109,7 +126,15 @@ int shim_sleep(void *transport, int timeout_ms) {
     struct hr_transport *self = transport;
     struct pollfd polled[SLEEP_FDS_MAX];
     const size_t count = self->ops->sleep_fds(self, polled, SLEEP_FDS_MAX);
-    return poll(polled, count < SLEEP_FDS_MAX ? count : SLEEP_FDS_MAX, timeout_ms) > 0;
+    const int64_t look_ns = hr_transport_poll_within_ns(self);
+    const int64_t asked_ns = (int64_t)timeout_ms * 1000000;
+    const int looks = look_ns >= 0 && look_ns < asked_ns;
+    const struct timespec timeout = {.tv_sec = looks ? 0 : timeout_ms / 1000, .tv_nsec = (looks ? look_ns : asked_ns) % 1000000000};
+    return ppoll(polled, count < SLEEP_FDS_MAX ? count : SLEEP_FDS_MAX, &timeout, NULL) > 0 || looks;
+}
+
+int shim_must_look(void *transport) {
+    return hr_transport_poll_within_ns(transport) >= 0;
 }
 
 static int state_of(void *const *ios, int io_count) {

@@ -4,6 +4,8 @@
 
 /* cffi: skip */
 #include <stddef.h>
+
+#include "horo.h"
 /* cffi: end */
 
 void *shim_hub_create(int host_count, int delay_polls, size_t piece_bytes);
@@ -14,6 +16,8 @@ void shim_hub_cut(void *hub, int host_a, int host_b);
 void *shim_loopback_create(void *hub, int host, int lane, int *status, char *error);
 void *shim_tcp_create(const int *control_fds, const int *data_fds, int host_count, int peer_timeout_ms, int *status,
                       char *error);
+/* Data by MPI, control by sockets. What describes the MPI is never freed: what it has been asked for may outlive the transport. */
+void *shim_mpi_create(const int *control_fds, const horo_mpi *calls, int host_count, int peer_timeout_ms, int *status, char *error);
 void shim_transport_destroy(void *transport);
 
 void *shim_io_create(void);
@@ -30,8 +34,10 @@ void shim_watch(void *transport, int enabled);
 int shim_lost_peer(void *transport, char *why, size_t why_bytes);
 /* How many descriptors; the first `capacity` of them in fds and events. */
 size_t shim_sleep_fds(void *transport, int *fds, int *events, size_t capacity);
-/* Sleeps on them: 1 if one woke, 0 if none did in time. */
+/* Sleeps on them: 1 if one woke or it was time to look without one, 0 if neither happened in time. */
 int shim_sleep(void *transport, int timeout_ms);
+/* Whether a sleeper must look by itself now and then. */
+int shim_must_look(void *transport);
 
 /*
  * Progress and sleep until none of the ios is posted any more. HORO_OK, HORO_ERR_PEER_LOST if any failed, HORO_ERR_TIMEOUT.

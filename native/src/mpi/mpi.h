@@ -1,0 +1,65 @@
+/*
+ * The MPI of this process, whatever its handles are. horo is built without one: the bootstrap brings the addresses of its functions
+ * and the values of its handles (horo_mpi). Handles are int in the MPICH family and pointers in Open MPI and in the ABI of MPI 5;
+ * calls_template.h is compiled once for each, so that every function is called with its true type. Here a handle is a uint64_t
+ * of which the lower bytes count.
+ *
+ * Each operation returns what MPI returned, 0 for success; none blocks. At most calls.message_bytes go into one call.
+ */
+#ifndef HR_MPI_MPI_H
+#define HR_MPI_MPI_H
+
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/types.h>
+
+#include "base/status.h"
+
+struct hr_mpi;
+
+/* in and inout hold *count elements: inout[i] = in[i] op inout[i]. `type` is not looked at. */
+typedef void hr_mpi_reducer(void *in, void *inout, int *count, void *type);
+
+struct hr_mpi_ops {
+    /* Done when the receiver has begun to receive: what is done needs no further call of mine to arrive. */
+    int (*issend)(const struct hr_mpi *mpi, const void *data, size_t bytes, int rank, int tag, uint64_t *request);
+    int (*irecv)(const struct hr_mpi *mpi, void *data, size_t bytes, int rank, int tag, uint64_t *request);
+    /* *done: the request is over and gone. Makes progress on all requests. */
+    int (*test)(const struct hr_mpi *mpi, uint64_t *request, int *done);
+    int (*cancel)(const struct hr_mpi *mpi, uint64_t *request);
+    int (*request_free)(const struct hr_mpi *mpi, uint64_t *request);
+
+    /* All in place. */
+    int (*iallreduce)(const struct hr_mpi *mpi, void *data, int count, uint64_t type, uint64_t op, uint64_t *request);
+    int (*ibcast)(const struct hr_mpi *mpi, void *data, size_t bytes, int root, uint64_t *request);
+    /* In bytes; both arrays must live until the request is done. */
+    int (*iallgatherv)(const struct hr_mpi *mpi, void *data, const int *counts, const int *offsets, uint64_t *request);
+
+    /* A type of so many bytes that MPI knows nothing about. */
+    int (*type_create)(const struct hr_mpi *mpi, int bytes, uint64_t *type);
+    int (*type_free)(const struct hr_mpi *mpi, uint64_t *type);
+    int (*op_create)(const struct hr_mpi *mpi, hr_mpi_reducer *reducer, int commutes, uint64_t *op);
+    int (*op_free)(const struct hr_mpi *mpi, uint64_t *op);
+};
+
+extern const struct hr_mpi_ops hr_mpi_int_ops;
+extern const struct hr_mpi_ops hr_mpi_pointer_ops;
+
+struct hr_mpi {
+    const struct hr_mpi_ops *ops; /* NULL: there is no MPI */
+    horo_mpi calls;               /* its arrays are the bootstrap's: gone once the context is created */
+    pid_t pid;                    /* a forked child must not touch its parent's MPI */
+    _Atomic uint64_t stranded;    /* requests given up that MPI has not given back */
+};
+
+/* Checks and copies. HORO_OK, or HORO_ERR_USAGE with a sentence that names what is wrong. */
+int hr_mpi_init(struct hr_mpi *mpi, const horo_mpi *calls, struct hr_error *error);
+
+/* Whether MPI may be called: it is this process's own and has not been finalized. */
+int hr_mpi_is_usable(const struct hr_mpi *mpi);
+
+/* What an error code of MPI means: always a text, cut to fit. */
+void hr_mpi_describe(const struct hr_mpi *mpi, int code, char *text, size_t text_bytes);
+
+#endif

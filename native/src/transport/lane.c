@@ -1,0 +1,90 @@
+#include "transport/lane.h"
+
+#include <stdlib.h>
+
+#include "horo.h"
+
+static struct hr_message *take_spare(struct hr_message **spare) {
+    struct hr_message *message = *spare;
+    if (message == NULL) {
+        return malloc(sizeof *message);
+    }
+    *spare = message->next;
+    return message;
+}
+
+static void make_spare(struct hr_message **spare, struct hr_message *message) {
+    message->next = *spare;
+    *spare = message;
+}
+
+/* The messages of one io, the first of them; NULL for lack of memory. */
+static struct hr_message *cut(struct hr_message **spare, char *data, size_t bytes, size_t message_bytes, struct hr_io *io,
+                              struct hr_message **last) {
+    struct hr_message *first = NULL;
+    struct hr_message **link = &first;
+    do {
+        struct hr_message *message = take_spare(spare);
+        if (message == NULL) {
+            hr_messages_free(first);
+            return NULL;
+        }
+        const size_t step = bytes < message_bytes ? bytes : message_bytes;
+        *message = (struct hr_message){.io = io, .data = data, .bytes = step, .is_last = step == bytes};
+        *link = message;
+        link = &message->next;
+        *last = message;
+        data += step;
+        bytes -= step;
+    } while (bytes > 0);
+    return first;
+}
+
+int hr_lane_push(struct hr_lane *lane, struct hr_message **spare, char *data, size_t bytes, size_t message_bytes, struct hr_io *io) {
+    struct hr_message *last = NULL;
+    struct hr_message *first = cut(spare, data, bytes, message_bytes, io, &last);
+    if (first == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    *io = (struct hr_io){.data = data, .bytes = bytes, .state = HR_IO_POSTED};
+    if (lane->head == NULL) {
+        lane->head = first;
+    } else {
+        lane->tail->next = first;
+    }
+    lane->tail = last;
+    if (lane->next == NULL) {
+        lane->next = first;
+    }
+    return HORO_OK;
+}
+
+void hr_lane_pop(struct hr_lane *lane, struct hr_message **spare, enum hr_io_state state) {
+    struct hr_message *message = lane->head;
+    lane->head = message->next;
+    if (lane->next == message) {
+        lane->next = message->next;
+    } else {
+        lane->started--;
+    }
+    if (state != HR_IO_POSTED) {
+        message->io->state = state; /* from here on the io is the caller's */
+    }
+    make_spare(spare, message);
+}
+
+int hr_lane_fail(struct hr_lane *lane, struct hr_message **spare) {
+    const int any = lane->head != NULL;
+    while (lane->head != NULL) {
+        hr_lane_pop(lane, spare, lane->head->is_last ? HR_IO_FAILED : HR_IO_POSTED);
+    }
+    return any;
+}
+
+void hr_messages_free(struct hr_message *first) {
+    while (first != NULL) {
+        struct hr_message *next = first->next;
+        free(first);
+        first = next;
+    }
+}

@@ -1,0 +1,419 @@
+/*
+ * Data by MPI, control over sockets (docs/adr/0013-mpi-carries-data-tcp-agrees.md).
+ *
+ * Sends are synchronous ones (MPI_Issend). After a buffered send is done, its bytes may sit in the library until that is called
+ * again; but a rank that has finished its part does not call it until the next batch, and the receiver would wait for ever.
+ *
+ * Messages of one lane match in the order in which they are handed to MPI, which is the order of posting. Requests are tested
+ * from the head of each lane; any test makes MPI work on all of them.
+ */
+#include <poll.h>
+#include <sched.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "base/clock.h"
+#include "transport/lane.h"
+
+enum { SEND = 0, RECV = 1, DIRECTIONS = 2 };
+
+enum { WORD_BITS = 64, WHY_BYTES = 160 };
+
+#define POLL_WITHIN_NS 20000ll          /* a piece of 128 KiB takes 100 us on a link of 10 Gbit/s, and several are in flight */
+#define LOOK_EVERY_NS 10000000ll        /* at the connections of peers that something is posted with */
+#define END_GRACE_NS 500000000ll        /* what a peer that has shut down sent before may still be coming */
+#define TAKE_BACK_WITHIN_NS 200000000ll /* an MPI that has not given memory back by then hardly will */
+
+struct peer {
+    int rank; /* -1: none */
+    int tag[DIRECTIONS];
+    int control_fd;
+    int lost;
+    int64_t ended_ns; /* when its control connection was seen to have ended; 0: has not */
+    struct hr_lane lane[DIRECTIONS];
+};
+
+struct mpi_transport {
+    struct hr_transport base;
+    struct hr_mpi *mpi;
+    struct hr_transport *control;
+    int host_count;
+    int abandoned;
+    int lost_peer;
+    char why[WHY_BYTES];
+    int64_t peer_timeout_ns;
+    int64_t look_ns; /* when to look at silent peers again */
+    struct hr_message *spare;
+    uint64_t *busy; /* bit per peer: something is posted */
+    struct peer peers[];
+};
+
+static struct mpi_transport *mpi_of(struct hr_transport *transport) {
+    return (struct mpi_transport *)transport;
+}
+
+static int is_busy(const struct mpi_transport *self) {
+    uint64_t any = 0;
+    for (int word = 0; word * WORD_BITS < self->host_count; word++) {
+        any |= self->busy[word];
+    }
+    return any != 0;
+}
+
+static void settle_busy(struct mpi_transport *self, int peer) {
+    const struct peer *at = &self->peers[peer];
+    const uint64_t bit = (uint64_t)1 << (peer % WORD_BITS);
+    if (at->lane[SEND].head == NULL && at->lane[RECV].head == NULL) {
+        self->busy[peer / WORD_BITS] &= ~bit;
+    } else {
+        self->busy[peer / WORD_BITS] |= bit;
+    }
+}
+
+/* ---- Taking memory back ---- */
+
+static void cancel_receives(struct mpi_transport *self, struct hr_lane *lane) {
+    for (struct hr_message *m = lane->head; m != lane->next; m = m->next) {
+        if (m->bytes > 0 && !m->is_over) {
+            (void)self->mpi->ops->cancel(self->mpi, &m->request);
+        }
+    }
+}
+
+/* How many of the lane's messages MPI still holds. An error of MPI about one of them ends it too. */
+static int count_held(struct mpi_transport *self, struct hr_lane *lane) {
+    int held = 0;
+    for (struct hr_message *m = lane->head; m != lane->next; m = m->next) {
+        int done = 0;
+        if (m->bytes > 0 && !m->is_over) {
+            m->is_over = self->mpi->ops->test(self->mpi, &m->request, &done) != 0 || done;
+            held += !m->is_over;
+        }
+    }
+    return held;
+}
+
+static void strand(struct mpi_transport *self, struct hr_lane *lane) {
+    for (struct hr_message *m = lane->head; m != lane->next; m = m->next) {
+        if (m->bytes > 0 && !m->is_over) {
+            atomic_fetch_add_explicit(&self->mpi->stranded, 1, memory_order_relaxed);
+            (void)self->mpi->ops->request_free(self->mpi, &m->request);
+        }
+    }
+}
+
+/* Peers [begin, end): nothing of theirs is with MPI afterwards, or it is stranded. */
+static void take_back(struct mpi_transport *self, int begin, int end) {
+    if (!hr_mpi_is_usable(self->mpi)) {
+        return;
+    }
+    for (int peer = begin; peer < end; peer++) {
+        cancel_receives(self, &self->peers[peer].lane[RECV]);
+    }
+    const int64_t end_ns = hr_now_ns() + TAKE_BACK_WITHIN_NS;
+    for (int held = 1; held > 0 && hr_now_ns() < end_ns;) {
+        held = 0;
+        for (int peer = begin; peer < end; peer++) {
+            held += count_held(self, &self->peers[peer].lane[SEND]) + count_held(self, &self->peers[peer].lane[RECV]);
+        }
+        (void)sched_yield();
+    }
+    for (int peer = begin; peer < end; peer++) {
+        strand(self, &self->peers[peer].lane[SEND]);
+        strand(self, &self->peers[peer].lane[RECV]);
+    }
+}
+
+/* 1: there was something to fail. */
+static int fail_peers(struct mpi_transport *self, int begin, int end) {
+    int any = 0;
+    take_back(self, begin, end);
+    for (int peer = begin; peer < end; peer++) {
+        any |= hr_lane_fail(&self->peers[peer].lane[SEND], &self->spare);
+        any |= hr_lane_fail(&self->peers[peer].lane[RECV], &self->spare);
+        settle_busy(self, peer);
+    }
+    return any;
+}
+
+static void lose_peer(struct mpi_transport *self, int peer, const char *why) {
+    if (self->lost_peer < 0) {
+        self->lost_peer = peer;
+        (void)snprintf(self->why, sizeof self->why, "%s", why);
+    }
+    self->peers[peer].lost = 1;
+    (void)fail_peers(self, peer, peer + 1);
+}
+
+static void lose_by_error(struct mpi_transport *self, int peer, int code) {
+    char text[WHY_BYTES];
+    hr_mpi_describe(self->mpi, code, text, sizeof text);
+    lose_peer(self, peer, text);
+}
+
+/* ---- Moving ---- */
+
+/* Hands to MPI what may go there. An error code of MPI. */
+static int start_messages(struct mpi_transport *self, struct peer *peer, int direction) {
+    struct hr_lane *lane = &peer->lane[direction];
+    const struct hr_mpi_ops *ops = self->mpi->ops;
+    while (lane->next != NULL && lane->started < HR_LANE_STARTED_MAX) {
+        struct hr_message *m = lane->next;
+        int code = 0;
+        if (m->bytes > 0) {
+            code = direction == SEND ? ops->issend(self->mpi, m->data, m->bytes, peer->rank, peer->tag[SEND], &m->request)
+                                     : ops->irecv(self->mpi, m->data, m->bytes, peer->rank, peer->tag[RECV], &m->request);
+        }
+        if (code != 0) {
+            return code;
+        }
+        lane->started++;
+        lane->next = m->next;
+    }
+    return 0;
+}
+
+/* Finishes the head, if it is over, and empty ones behind it. 1: something moved; 0; or an error code of MPI in *code. */
+static int finish_messages(struct mpi_transport *self, struct hr_lane *lane, int *code) {
+    int moved = 0;
+    if (lane->head != lane->next && lane->head->bytes > 0) {
+        *code = self->mpi->ops->test(self->mpi, &lane->head->request, &moved);
+        if (*code != 0) {
+            lane->head->is_over = 1;
+            return 0;
+        }
+        if (!moved) {
+            return 0;
+        }
+        hr_lane_finish_head(lane, &self->spare);
+    }
+    while (lane->head != lane->next && lane->head->bytes == 0) {
+        hr_lane_finish_head(lane, &self->spare);
+        moved = 1;
+    }
+    return moved;
+}
+
+static int peer_progress(struct mpi_transport *self, int peer) {
+    struct peer *at = &self->peers[peer];
+    if (at->lost) {
+        return fail_peers(self, peer, peer + 1);
+    }
+    int moved = 0;
+    for (int direction = 0; direction < DIRECTIONS; direction++) {
+        struct hr_lane *lane = &at->lane[direction];
+        int code = 0;
+        if (finish_messages(self, lane, &code)) {
+            moved = 1;
+            lane->moved_ns = hr_now_ns();
+        }
+        if (code == 0) {
+            code = start_messages(self, at, direction);
+        }
+        if (code != 0) {
+            lose_by_error(self, peer, code);
+            return 1;
+        }
+    }
+    settle_busy(self, peer);
+    return moved;
+}
+
+/* ---- Silence ---- */
+
+static int connection_has_ended(int fd) {
+    struct pollfd polled = {.fd = fd, .events = POLLRDHUP};
+    return fd >= 0 && poll(&polled, 1, 0) > 0 && (polled.revents & (POLLRDHUP | POLLHUP | POLLERR | POLLNVAL)) != 0;
+}
+
+/* 1: the peer is lost now. */
+static int look_at(struct mpi_transport *self, int peer, int64_t now_ns) {
+    struct peer *at = &self->peers[peer];
+    const struct hr_lane *send = &at->lane[SEND];
+    const int64_t moved_ns = send->moved_ns > at->lane[RECV].moved_ns ? send->moved_ns : at->lane[RECV].moved_ns;
+    if (send->head != NULL && now_ns - send->moved_ns >= self->peer_timeout_ns) {
+        lose_peer(self, peer, "Connection timed out");
+        return 1;
+    }
+    if (at->ended_ns == 0 && connection_has_ended(at->control_fd)) {
+        at->ended_ns = now_ns;
+    }
+    if (at->ended_ns != 0 && now_ns - (moved_ns > at->ended_ns ? moved_ns : at->ended_ns) >= END_GRACE_NS) {
+        lose_peer(self, peer, "connection closed");
+        return 1;
+    }
+    return 0;
+}
+
+/* Nothing has moved just now. 1: a peer is lost. */
+static int look_at_the_silent(struct mpi_transport *self) {
+    const int64_t now_ns = hr_now_ns();
+    if (now_ns < self->look_ns || !is_busy(self)) {
+        return 0;
+    }
+    self->look_ns = now_ns + LOOK_EVERY_NS;
+    int lost = 0;
+    for (int word = 0; word * WORD_BITS < self->host_count; word++) {
+        for (uint64_t bits = self->busy[word]; bits != 0; bits &= bits - 1) {
+            lost |= look_at(self, word * WORD_BITS + __builtin_ctzll(bits), now_ns);
+        }
+    }
+    return lost;
+}
+
+/* ---- The table ---- */
+
+static int mpi_progress(struct hr_transport *transport) {
+    struct mpi_transport *self = mpi_of(transport);
+    int moved = self->control->ops->progress(self->control);
+    int moved_data = 0;
+    for (int word = 0; word * WORD_BITS < self->host_count; word++) {
+        for (uint64_t bits = self->busy[word]; bits != 0; bits &= bits - 1) {
+            moved_data |= peer_progress(self, word * WORD_BITS + __builtin_ctzll(bits));
+        }
+    }
+    return moved | (moved_data || look_at_the_silent(self));
+}
+
+static int post(struct mpi_transport *self, int peer, int direction, char *data, size_t bytes, struct hr_io *io) {
+    if (peer < 0 || peer >= self->host_count || self->peers[peer].rank < 0) {
+        return HORO_ERR_INTERNAL;
+    }
+    if (self->abandoned) {
+        return HORO_ERR_ABORTED;
+    }
+    struct peer *at = &self->peers[peer];
+    struct hr_lane *lane = &at->lane[direction];
+    if (lane->head == NULL) {
+        lane->moved_ns = hr_now_ns();
+    }
+    HR_TRY(hr_lane_push(lane, &self->spare, data, bytes, (size_t)self->mpi->calls.message_bytes, io));
+    settle_busy(self, peer);
+    const int code = at->lost ? 0 : start_messages(self, at, direction);
+    if (code != 0) {
+        lose_by_error(self, peer, code);
+    }
+    return HORO_OK;
+}
+
+static int mpi_post_send(struct hr_transport *transport, int peer, enum hr_channel channel, const void *data, size_t bytes,
+                         struct hr_io *io) {
+    struct mpi_transport *self = mpi_of(transport);
+    if (channel == HR_CHANNEL_CONTROL) {
+        return self->control->ops->post_send(self->control, peer, channel, data, bytes, io);
+    }
+    return post(self, peer, SEND, (char *)(uintptr_t)data, bytes, io); /* MPI does not write there */
+}
+
+static int mpi_post_recv(struct hr_transport *transport, int peer, enum hr_channel channel, void *data, size_t bytes,
+                         struct hr_io *io) {
+    struct mpi_transport *self = mpi_of(transport);
+    if (channel == HR_CHANNEL_CONTROL) {
+        return self->control->ops->post_recv(self->control, peer, channel, data, bytes, io);
+    }
+    return post(self, peer, RECV, data, bytes, io);
+}
+
+static size_t mpi_sleep_fds(struct hr_transport *transport, struct pollfd *fds, size_t capacity) {
+    struct mpi_transport *self = mpi_of(transport);
+    return self->control->ops->sleep_fds(self->control, fds, capacity);
+}
+
+static int64_t mpi_poll_within_ns(const struct hr_transport *transport) {
+    return is_busy((const struct mpi_transport *)transport) ? POLL_WITHIN_NS : -1;
+}
+
+static int mpi_lost_peer(struct hr_transport *transport, const char **why) {
+    struct mpi_transport *self = mpi_of(transport);
+    if (self->lost_peer < 0) {
+        return self->control->ops->lost_peer(self->control, why);
+    }
+    *why = self->why;
+    return self->lost_peer;
+}
+
+static void mpi_watch(struct hr_transport *transport, int enabled) {
+    struct mpi_transport *self = mpi_of(transport);
+    self->control->ops->watch(self->control, enabled);
+}
+
+static void mpi_abandon(struct hr_transport *transport, enum hr_channel channel) {
+    struct mpi_transport *self = mpi_of(transport);
+    if (channel == HR_CHANNEL_CONTROL) {
+        self->control->ops->abandon(self->control, channel);
+        return;
+    }
+    self->abandoned = 1;
+    (void)fail_peers(self, 0, self->host_count);
+}
+
+static void mpi_destroy(struct hr_transport *transport) {
+    if (transport == NULL) {
+        return;
+    }
+    struct mpi_transport *self = mpi_of(transport);
+    (void)fail_peers(self, 0, self->host_count);
+    self->control->ops->destroy(self->control);
+    hr_messages_free(self->spare);
+    free(self->busy);
+    free(self);
+}
+
+static const struct hr_transport_ops mpi_ops = {
+    .name = "mpi",
+    .post_send = mpi_post_send,
+    .post_recv = mpi_post_recv,
+    .progress = mpi_progress,
+    .sleep_fds = mpi_sleep_fds,
+    .poll_within_ns = mpi_poll_within_ns,
+    .lost_peer = mpi_lost_peer,
+    .watch = mpi_watch,
+    .abandon = mpi_abandon,
+    .destroy = mpi_destroy,
+};
+
+static int check_peers(const horo_mpi *calls, int host_count, struct hr_error *error) {
+    if (calls->rank_of_host == NULL) {
+        return hr_fail(error, HORO_ERR_USAGE, "data is to travel by MPI, but no ranks of other hosts are given");
+    }
+    for (int host = 0; host < host_count; host++) {
+        const int rank = calls->rank_of_host[host];
+        if (rank < -1 || rank >= calls->size) {
+            return hr_fail(error, HORO_ERR_USAGE, "data for host %d is to go to rank %d of an MPI communicator of %d", host, rank,
+                           calls->size);
+        }
+    }
+    return HORO_OK;
+}
+
+struct hr_transport *hr_mpi_transport_create(struct hr_mpi *mpi, struct hr_transport *control, const int *control_fds,
+                                             int host_count, int peer_timeout_ms, struct hr_error *error) {
+    const horo_mpi *calls = &mpi->calls;
+    if (check_peers(calls, host_count, error) != HORO_OK) {
+        return NULL;
+    }
+    struct mpi_transport *self = calloc(1, sizeof *self + (size_t)host_count * sizeof self->peers[0]);
+    uint64_t *busy = calloc((size_t)host_count / WORD_BITS + 1, sizeof *busy);
+    if (self == NULL || busy == NULL) {
+        free(self);
+        free(busy);
+        (void)hr_fail(error, HORO_ERR_RESOURCE, "no memory for the links to %d hosts", host_count);
+        return NULL;
+    }
+    self->base.ops = &mpi_ops;
+    self->mpi = mpi;
+    self->control = control;
+    self->host_count = host_count;
+    self->lost_peer = -1;
+    self->peer_timeout_ns = (int64_t)peer_timeout_ms * 1000000;
+    self->busy = busy;
+    for (int host = 0; host < host_count; host++) {
+        self->peers[host] = (struct peer){
+            .rank = calls->rank_of_host[host],
+            .tag = {[SEND] = calls->send_tags == NULL ? 0 : calls->send_tags[host],
+                    [RECV] = calls->recv_tags == NULL ? 0 : calls->recv_tags[host]},
+            .control_fd = control_fds == NULL ? -1 : control_fds[host],
+        };
+    }
+    return &self->base;
+}
