@@ -30,7 +30,8 @@ static void copy_error(const struct hr_error *from, char *error, size_t error_by
 
 static int create_parts(struct horo_context *context, const horo_setup *setup, struct hr_error *error) {
     HR_TRY(hr_group_init(&context->group, setup, error));
-    context->backend = hr_host_backend_create(&context->group);
+    const int by_mpi = setup->mpi != NULL && setup->mpi->is_backend;
+    context->backend = by_mpi ? hr_mpi_backend_create(&context->group, error) : hr_host_backend_create(&context->group);
     int status = context->backend == NULL ? hr_fail(error, HORO_ERR_RESOURCE, "out of memory for a context") : HORO_OK;
     if (status == HORO_OK) {
         status = hr_engine_init(&context->engine, &context->group, context->backend, setup, error);

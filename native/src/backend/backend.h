@@ -48,4 +48,11 @@ struct hr_backend {
 /* Host memory over arena and transport; the group must outlive it. NULL for lack of memory. */
 struct hr_backend *hr_host_backend_create(struct hr_group *group);
 
+/*
+ * Host memory by the collectives of group->mpi, whose communicator numbers the ranks as the group does. The group must outlive it.
+ * A batch whose group has ended leaves what it has begun with MPI: it is counted in group->mpi.stranded, its scratch is never freed,
+ * and MPI may still touch the operands. NULL with *error set.
+ */
+struct hr_backend *hr_mpi_backend_create(struct hr_group *group, struct hr_error *error);
+
 #endif

@@ -2,73 +2,25 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "backend/backend.h"
+#include "backend/operands.h"
 #include "collective/collective.h"
 
 struct host_backend {
     struct hr_backend base;
     struct hr_group *group;
-    struct hr_piece *pieces; /* scratch, grows */
-    size_t capacity;
+    struct hr_pieces pieces;
 };
-
-static int reserve_pieces(struct host_backend *host, size_t count) {
-    if (count <= host->capacity) {
-        return HORO_OK;
-    }
-    struct hr_piece *pieces = realloc(host->pieces, count * sizeof *pieces);
-    if (pieces == NULL) {
-        return HORO_ERR_RESOURCE;
-    }
-    host->pieces = pieces;
-    host->capacity = count;
-    return HORO_OK;
-}
-
-static void append_piece(struct hr_fused *fused, struct hr_piece *pieces, const void *input, void *output, size_t bytes) {
-    if (bytes > 0) {
-        pieces[fused->count++] = (struct hr_piece){input, output, fused->bytes, bytes};
-        fused->bytes += bytes;
-    }
-}
-
-enum { KIND_COUNT = 3 * HORO_DTYPE_COUNT };
-
-/* Operands of one kind are reduced as one vector. */
-static int kind_of(const struct hr_operand *operand) {
-    const int wire = operand->wire_dtype;
-    return operand->dtype + HORO_DTYPE_COUNT * (wire == 0 ? 0 : wire == HORO_FLOAT16 ? 1 : 2);
-}
-
-static struct hr_fused fuse_kind(const struct host_backend *host, const struct hr_operand *operands, size_t count, int kind) {
-    struct hr_fused fused = {.pieces = host->pieces};
-    for (size_t i = 0; i < count; i++) {
-        const struct hr_operand *operand = &operands[i];
-        if (kind_of(operand) != kind) {
-            continue;
-        }
-        const int is_converted = operand->wire_dtype != 0;
-        fused.dtype = is_converted ? operand->wire_dtype : operand->dtype;
-        fused.wide_dtype = is_converted ? operand->dtype : 0;
-        const size_t elements = operand->bytes / hr_dtype_bytes(operand->dtype);
-        append_piece(&fused, host->pieces, operand->input, operand->output, elements * hr_dtype_bytes(fused.dtype));
-    }
-    return fused;
-}
 
 static int host_allreduce(struct hr_backend *backend, const struct hr_operand *operands, size_t count, int reduce_op,
                           double prescale, double postscale) {
     struct host_backend *host = (struct host_backend *)backend;
-    HR_TRY(reserve_pieces(host, count));
+    HR_TRY(hr_pieces_reserve(&host->pieces, count));
     const double scale = reduce_op == HORO_AVERAGE ? postscale / host->group->size : postscale;
     const int operation = reduce_op == HORO_AVERAGE ? HORO_SUM : reduce_op;
-    uint32_t kinds = 0;
-    for (size_t i = 0; i < count; i++) {
-        kinds |= 1u << kind_of(&operands[i]);
-    }
-    for (int kind = 0; kind < KIND_COUNT; kind++) {
+    const uint32_t kinds = hr_kinds_of(operands, count);
+    for (int kind = 0; kind < HR_KIND_COUNT; kind++) {
         if ((kinds >> kind & 1) != 0) {
-            const struct hr_fused fused = fuse_kind(host, operands, count, kind);
+            const struct hr_fused fused = hr_fuse_kind(host->pieces.at, operands, count, kind);
             HR_TRY(hr_allreduce(host->group, &fused, operation, prescale, scale));
         }
     }
@@ -77,11 +29,8 @@ static int host_allreduce(struct hr_backend *backend, const struct hr_operand *o
 
 static int host_broadcast(struct hr_backend *backend, const struct hr_operand *operands, size_t count, int root_rank) {
     struct host_backend *host = (struct host_backend *)backend;
-    HR_TRY(reserve_pieces(host, count));
-    struct hr_fused fused = {.pieces = host->pieces, .dtype = HORO_UINT8};
-    for (size_t i = 0; i < count; i++) {
-        append_piece(&fused, host->pieces, operands[i].input, operands[i].output, operands[i].bytes);
-    }
+    HR_TRY(hr_pieces_reserve(&host->pieces, count));
+    const struct hr_fused fused = hr_fuse_bytes(host->pieces.at, operands, count);
     return hr_broadcast(host->group, &fused, root_rank);
 }
 
@@ -94,31 +43,6 @@ static int exchange_rows(struct hr_group *group, const int64_t *rows, size_t cou
     return hr_allreduce(group, &fused, HORO_SUM, 1.0, 1.0);
 }
 
-static int allocate_results(const struct hr_group *group, const int64_t *table, const size_t *row_bytes, size_t count,
-                            struct hr_gathered *results) {
-    for (size_t i = 0; i < count; i++) {
-        struct hr_gathered *result = &results[i];
-        result->first_dims = calloc((size_t)group->size, sizeof *result->first_dims);
-        if (result->first_dims == NULL) {
-            return HORO_ERR_RESOURCE;
-        }
-        uint64_t rows = 0;
-        for (int r = 0; r < group->size; r++) {
-            result->first_dims[r] = table[(size_t)r * count + i];
-            rows += (uint64_t)result->first_dims[r];
-        }
-        if (row_bytes[i] != 0 && rows > (uint64_t)INT64_MAX / row_bytes[i]) {
-            return HORO_ERR_RESOURCE;
-        }
-        result->bytes = (int64_t)(rows * row_bytes[i]);
-        result->data = malloc(result->bytes == 0 ? 1 : (size_t)result->bytes);
-        if (result->data == NULL) {
-            return HORO_ERR_RESOURCE;
-        }
-    }
-    return HORO_OK;
-}
-
 /* For each rank, its contributions to all tensors as one vector with the places here as outputs. */
 static void place_contributions(const struct hr_group *group, const struct hr_operand *operands, const size_t *row_bytes,
                                 size_t count, const struct hr_gathered *results, struct hr_piece *pieces,
@@ -129,7 +53,7 @@ static void place_contributions(const struct hr_group *group, const struct hr_op
         by_rank[r] = (struct hr_fused){.pieces = mine, .dtype = HORO_UINT8};
         for (size_t i = 0; i < count; i++) {
             const size_t bytes = (size_t)results[i].first_dims[r] * row_bytes[i];
-            append_piece(&by_rank[r], mine, operands[i].input, (char *)results[i].data + offsets[i], bytes);
+            hr_fuse_append(&by_rank[r], mine, operands[i].input, (char *)results[i].data + offsets[i], bytes);
             offsets[i] += bytes;
         }
     }
@@ -145,16 +69,16 @@ static int host_allgather(struct hr_backend *backend, const struct hr_operand *o
     size_t *offsets = calloc(count, sizeof *offsets);
     int status = table == NULL || by_rank == NULL || offsets == NULL ? HORO_ERR_RESOURCE : HORO_OK;
     if (status == HORO_OK) {
-        status = reserve_pieces(host, size * count);
+        status = hr_pieces_reserve(&host->pieces, size * count);
     }
     if (status == HORO_OK) {
         status = exchange_rows(group, rows, count, table);
     }
     if (status == HORO_OK) {
-        status = allocate_results(group, table, row_bytes, count, results);
+        status = hr_gathered_allocate(group->size, table, row_bytes, count, results);
     }
     if (status == HORO_OK) {
-        place_contributions(group, operands, row_bytes, count, results, host->pieces, by_rank, offsets);
+        place_contributions(group, operands, row_bytes, count, results, host->pieces.at, by_rank, offsets);
         status = hr_allgather(group, by_rank);
     }
     free(table);
@@ -166,7 +90,7 @@ static int host_allgather(struct hr_backend *backend, const struct hr_operand *o
 static void host_destroy(struct hr_backend *backend) {
     struct host_backend *host = (struct host_backend *)backend;
     if (host != NULL) {
-        free(host->pieces);
+        hr_pieces_fini(&host->pieces);
         free(host);
     }
 }

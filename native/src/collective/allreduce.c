@@ -82,19 +82,14 @@ static void run_alone(const struct hr_stages *call) {
     }
 }
 
-/*
- * A host's sum of float16 may leave their range though the average of all does not. So where such sums travel, the power of two in a
- * factor below 1 is taken in before. That is exact, but for values so small that float16 holds fewer bits of them.
- */
-static void place_factors(struct hr_stages *call) {
-    const double size = call->postscale < 0 ? -call->postscale : call->postscale;
-    if (call->group->host_count == 1 || call->fused->dtype != HORO_FLOAT16 || call->reduce_op != HORO_SUM || !(size < 1.0)) {
-        return;
+double hr_partial_scale(int dtype, int reduce_op, double postscale) {
+    const double size = postscale < 0 ? -postscale : postscale;
+    if (dtype != HORO_FLOAT16 || reduce_op != HORO_SUM || !(size < 1.0)) {
+        return 1.0;
     }
     int exponent;
     (void)frexp(size, &exponent);
-    call->partial_scale = ldexp(1.0, exponent - 1);
-    call->postscale /= call->partial_scale;
+    return ldexp(1.0, exponent - 1);
 }
 
 int hr_allreduce(struct hr_group *group, const struct hr_fused *fused, int reduce_op, double prescale, double postscale) {
@@ -117,7 +112,10 @@ int hr_allreduce(struct hr_group *group, const struct hr_fused *fused, int reduc
         (fused->wide_dtype == 0 ? run_alone : run_alone_converted)(&call);
         return HORO_OK;
     }
-    place_factors(&call);
+    if (group->host_count > 1) {
+        call.partial_scale = hr_partial_scale(fused->dtype, reduce_op, postscale);
+        call.postscale /= call.partial_scale;
+    }
     const size_t segments = hr_segment_count(group, fused->bytes);
     group->segment += segments;
     if (group->host_count > 1) {

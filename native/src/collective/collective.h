@@ -23,6 +23,13 @@ enum { HR_CROSS_PIECE_BYTES = 1 << 17 };
  */
 int hr_allreduce(struct hr_group *group, const struct hr_fused *fused, int reduce_op, double prescale, double postscale);
 
+/*
+ * What partial results are multiplied by before they travel, so that postscale is divided by it. A sum of float16 may leave their range
+ * though the average of all does not. So the power of two in a factor below 1 is taken in before; that is exact, but for values so
+ * small that float16 holds fewer bits of them. 1 for everything else.
+ */
+double hr_partial_scale(int dtype, int reduce_op, double postscale);
+
 /* outputs = inputs of root_rank; on the root an output may be its input. Byte-wise; fused->dtype is not looked at. */
 int hr_broadcast(struct hr_group *group, const struct hr_fused *fused, int root_rank);
 

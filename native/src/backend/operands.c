@@ -1,0 +1,89 @@
+#include "backend/operands.h"
+
+#include <stdlib.h>
+
+int hr_pieces_reserve(struct hr_pieces *pieces, size_t count) {
+    if (count <= pieces->capacity) {
+        return HORO_OK;
+    }
+    struct hr_piece *larger = realloc(pieces->at, count * sizeof *larger);
+    if (larger == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    pieces->at = larger;
+    pieces->capacity = count;
+    return HORO_OK;
+}
+
+void hr_pieces_fini(struct hr_pieces *pieces) {
+    free(pieces->at);
+    *pieces = (struct hr_pieces){0};
+}
+
+void hr_fuse_append(struct hr_fused *fused, struct hr_piece *pieces, const void *input, void *output, size_t bytes) {
+    if (bytes > 0) {
+        pieces[fused->count++] = (struct hr_piece){input, output, fused->bytes, bytes};
+        fused->bytes += bytes;
+    }
+}
+
+static int kind_of(const struct hr_operand *operand) {
+    const int wire = operand->wire_dtype;
+    return operand->dtype + HORO_DTYPE_COUNT * (wire == 0 ? 0 : wire == HORO_FLOAT16 ? 1 : 2);
+}
+
+uint32_t hr_kinds_of(const struct hr_operand *operands, size_t count) {
+    uint32_t kinds = 0;
+    for (size_t i = 0; i < count; i++) {
+        kinds |= 1u << kind_of(&operands[i]);
+    }
+    return kinds;
+}
+
+struct hr_fused hr_fuse_kind(struct hr_piece *pieces, const struct hr_operand *operands, size_t count, int kind) {
+    struct hr_fused fused = {.pieces = pieces};
+    for (size_t i = 0; i < count; i++) {
+        const struct hr_operand *operand = &operands[i];
+        if (kind_of(operand) != kind) {
+            continue;
+        }
+        const int is_converted = operand->wire_dtype != 0;
+        fused.dtype = is_converted ? operand->wire_dtype : operand->dtype;
+        fused.wide_dtype = is_converted ? operand->dtype : 0;
+        const size_t elements = operand->bytes / hr_dtype_bytes(operand->dtype);
+        hr_fuse_append(&fused, pieces, operand->input, operand->output, elements * hr_dtype_bytes(fused.dtype));
+    }
+    return fused;
+}
+
+struct hr_fused hr_fuse_bytes(struct hr_piece *pieces, const struct hr_operand *operands, size_t count) {
+    struct hr_fused fused = {.pieces = pieces, .dtype = HORO_UINT8};
+    for (size_t i = 0; i < count; i++) {
+        hr_fuse_append(&fused, pieces, operands[i].input, operands[i].output, operands[i].bytes);
+    }
+    return fused;
+}
+
+int hr_gathered_allocate(int size, const int64_t *table, const size_t *row_bytes, size_t count, struct hr_gathered *results) {
+    for (size_t i = 0; i < count; i++) {
+        struct hr_gathered *result = &results[i];
+        result->first_dims = calloc((size_t)size, sizeof *result->first_dims);
+        if (result->first_dims == NULL) {
+            return HORO_ERR_RESOURCE;
+        }
+        uint64_t rows = 0;
+        for (int r = 0; r < size; r++) {
+            result->first_dims[r] = table[(size_t)r * count + i];
+            rows += (uint64_t)result->first_dims[r];
+        }
+        if (row_bytes[i] != 0 && rows > (uint64_t)INT64_MAX / row_bytes[i]) {
+            return HORO_ERR_RESOURCE;
+        }
+        result->bytes = (int64_t)(rows * row_bytes[i]);
+        result->data = malloc(result->bytes == 0 ? 1 : (size_t)result->bytes);
+        if (result->data == NULL) {
+            return HORO_ERR_RESOURCE;
+        }
+    }
+    return HORO_OK;
+}

@@ -1,0 +1,112 @@
+"""A job of horo whose ranks mpirun has started, met through mpi4py and built from the parts of the bootstrap."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mpi4py import MPI
+from ranks import Rank
+
+from horo._bootstrap.job import Job, connect
+from horo._bootstrap.launch import detect_launch
+from horo._bootstrap.mpi_calls import mpi_calls
+from horo._bootstrap.store import StoreServer
+from horo._config import read_config
+from horo._core import MpiUse, Setup
+
+__all__ = ["MODES", "Mode", "MpiRank", "join"]
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What MPI does in a job."""
+
+    name: str
+    hosts: int
+    """How many hosts the ranks pretend to be on."""
+    transport: bool = False
+    collectives: bool = False
+    message_bytes: int = 1 << 30
+
+    def __str__(self) -> str:
+        return self.name
+
+
+TRANSPORT = Mode("transport", 2, transport=True)
+COLLECTIVES = Mode("collectives", 1, collectives=True)
+MODES = (
+    TRANSPORT,
+    COLLECTIVES,
+    replace(TRANSPORT, name="transport-small-messages", message_bytes=4096),
+    replace(COLLECTIVES, name="collectives-small-messages", message_bytes=4096),
+    replace(COLLECTIVES, name="collectives-two-hosts", hosts=2),
+)
+
+
+class MpiRank(Rank):
+    """One rank with numpy arrays instead of torch tensors, and mpi4py beside it to compare notes."""
+
+    def __init__(self, job: Job, mode: Mode, comm: Any) -> None:
+        super().__init__(job.context)
+        self.job = job
+        self.mode = mode
+        self.comm = comm
+
+    def everybody(self, value: Any) -> list[Any]:
+        """The values of all ranks, by mpi4py."""
+        told: list[Any] = self.comm.allgather(value)
+        return told
+
+
+def _environ(comm: Any, mode: Mode, server: StoreServer | None, secret: str) -> dict[str, str]:
+    address = None if server is None else server.endpoints[0]
+    host, port = comm.bcast(address)
+    rank, size = comm.Get_rank(), comm.Get_size()
+    return {
+        "HORO_RANK": str(rank),
+        "HORO_SIZE": str(size),
+        "HORO_STORE": f"{host}:{port}",
+        "HORO_SECRET": comm.bcast(secret),
+        "HORO_JOB_ID": "mpi",
+        "HORO_HOST_ID": str(rank * mode.hosts // size),
+        "HORO_SEGMENT_BYTES": "65536",
+        "HORO_STALL_CHECK_TIME_SECONDS": "20",
+    }
+
+
+def _use(setup: Setup, mode: Mode, comm: Any) -> MpiUse:
+    """Data goes to the ranks of equal local index, as the data sockets do."""
+    hosts = list(setup.host_of_rank)
+    members = [[rank for rank, host in enumerate(hosts) if host == other] for other in range(max(hosts) + 1)]
+    own = members[hosts[setup.rank]]
+    index = own.index(setup.rank)
+    return MpiUse(
+        mpi_calls(comm),
+        transport=mode.transport,
+        collectives=mode.collectives,
+        rank_of_host=[m[index] if m is not own and index < len(m) else -1 for m in members],
+        message_bytes=mode.message_bytes,
+    )
+
+
+@contextmanager
+def join(mode: Mode) -> Iterator[MpiRank]:
+    """This process as a rank of a job of all ranks that mpirun has started; leaves the job together with them."""
+    world = MPI.COMM_WORLD
+    server = StoreServer(["127.0.0.1"], secret := secrets.token_bytes(32)) if world.Get_rank() == 0 else None
+    environ = _environ(world, mode, server, secret.hex() if server else "")
+    connection = connect(detect_launch(environ), read_config(environ), 1, [])
+    world.Barrier()
+    if server:
+        server.close()
+    comm = world.Dup()
+    setup = replace(connection.setup, mpi=_use(connection.setup, mode, comm))
+    job = Job(replace(connection, setup=setup))
+    try:
+        yield MpiRank(job, mode, world)
+    finally:
+        job.close()

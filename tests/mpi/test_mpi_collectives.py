@@ -1,0 +1,211 @@
+"""All collectives over MPI, as transport between hosts and as backend; expected values come from arithmetic."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+from mpi_job import MpiRank
+from ranks import NUMPY_OF_DTYPE
+
+from horo import _core
+from horo._core import Tensor
+from horo._errors import UsageError
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+OPS = {"sum": np.add, "min": np.minimum, "max": np.maximum, "product": np.multiply}
+BOOL_OPS = {"sum": np.logical_or, "min": np.logical_and, "max": np.logical_or, "product": np.logical_and}
+COUNTS = [1, 7, 1000, 70_001]
+
+
+def values(rank: int, count: int, op: str, dtype: str) -> np.ndarray:
+    """What a rank contributes: so small that float16 and bfloat16 hold every sum and product exactly."""
+    index = np.arange(count) * 7 + rank * 3
+    array = index % 2 if dtype == "bool" else 1 + index % (2 if op == "product" else 5)
+    return array.astype(NUMPY_OF_DTYPE[dtype])
+
+
+def expected(size: int, count: int, op: str, dtype: str) -> np.ndarray:
+    ufunc = (BOOL_OPS if dtype == "bool" else OPS)[op]
+    return ufunc.reduce([values(rank, count, op, dtype) for rank in range(size)]).astype(NUMPY_OF_DTYPE[dtype])
+
+
+def assert_same_bits(rank: MpiRank, array: np.ndarray) -> None:
+    assert len({bytes(told) for told in rank.everybody(array.tobytes())}) == 1
+
+
+@pytest.mark.parametrize("op", sorted(OPS))
+@pytest.mark.parametrize("dtype", sorted(NUMPY_OF_DTYPE))
+def test_allreduce_of_every_dtype_and_operation(rank: MpiRank, dtype: str, op: str) -> None:
+    for count in COUNTS:
+        array = values(rank.rank, count, op, dtype)
+        rank.allreduce(array, name=f"{dtype} {op} {count}", op=op)
+        assert np.array_equal(array, expected(rank.size, count, op, dtype))
+
+
+def bfloat16_bits(array: np.ndarray) -> np.ndarray:
+    """Values that bfloat16 holds exactly, as it holds them."""
+    return (array.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+
+@pytest.mark.parametrize("op", sorted(OPS))
+def test_allreduce_of_bfloat16(rank: MpiRank, op: str) -> None:
+    bits = bfloat16_bits(values(rank.rank, 9001, op, "float32"))
+    tensor = Tensor(bits.ctypes.data, bits.ctypes.data, bits.shape, _core.DTYPES["bfloat16"])
+    handle = rank.context.submit(_core.OPS["allreduce"], f"bf {op}", [tensor], reduce_op=_core.REDUCE_OPS[op])
+    rank.context.wait(handle)
+    rank.context.release(handle)
+    assert np.array_equal(bits, bfloat16_bits(expected(rank.size, 9001, op, "float32")))
+
+
+def test_integers_wrap(rank: MpiRank) -> None:
+    for dtype in (np.uint8, np.int8, np.int16, np.int32, np.int64):
+        array = np.full(5, np.iinfo(dtype).max, dtype)
+        rank.allreduce(array, name=f"wrap {np.dtype(dtype)}")
+        bits = np.iinfo(dtype).bits
+        wanted = int(np.iinfo(dtype).max) * rank.size % (1 << bits)
+        assert np.array_equal(array.astype(object) % (1 << bits), np.full(5, wanted, object))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int32"])
+def test_average_and_factors(rank: MpiRank, dtype: str) -> None:
+    array = np.full(5000, rank.rank * 4, NUMPY_OF_DTYPE[dtype])
+    rank.allreduce(array, name=f"average {dtype}", op="average")
+    assert np.array_equal(array, np.full(5000, 2 * (rank.size - 1), array.dtype))
+    array = np.full(5000, rank.rank + 1, NUMPY_OF_DTYPE[dtype])
+    rank.allreduce(array, name=f"factors {dtype}", prescale=2.0, postscale=3.0)
+    assert np.array_equal(array, np.full(5000, 3 * rank.size * (rank.size + 1), array.dtype))
+
+
+def test_an_average_of_float16_does_not_leave_its_range(rank: MpiRank) -> None:
+    array = np.full(3000, 60000, np.float16)
+    rank.allreduce(array, name="large halves", op="average")
+    assert np.array_equal(array, np.full(3000, 60000, np.float16))
+
+
+def test_minimum_and_maximum_carry_nan_and_agree_about_zeros(rank: MpiRank) -> None:
+    for dtype in (np.float16, np.float32, np.float64):
+        for op in ("min", "max"):
+            array = np.zeros(600, dtype)
+            array[rank.rank :: rank.size] = -0.0
+            array[5] = np.nan if rank.rank == rank.size - 1 else 1.0
+            rank.allreduce(array, name=f"zeros {op} {np.dtype(dtype)}", op=op)
+            assert np.isnan(array[5])
+            assert not np.isnan(np.delete(array, 5)).any()
+            array[5] = 0
+            assert_same_bits(rank, array)
+
+
+def test_out_of_place_leaves_the_input(rank: MpiRank) -> None:
+    source, target = values(rank.rank, 40_000, "sum", "float32"), np.zeros(40_000, np.float32)
+    kept = source.copy()
+    rank.finish(
+        rank.submit("allreduce", "apart", [source], outputs=[target], reduce_op=_core.REDUCE_OPS["sum"], prescale=0.5)
+    )
+    assert np.array_equal(source, kept)
+    assert np.array_equal(target, expected(rank.size, 40_000, "sum", "float32") / 2)
+
+
+def test_a_group_of_mixed_tensors_small_and_large(rank: MpiRank) -> None:
+    kinds = [("float32", 3), ("int64", 10), ("float32", 300_000), ("float32", 0), ("float16", 11), ("float32", 5)]
+    arrays = [values(rank.rank, count, "sum", dtype) for dtype, count in kinds]
+    rank.finish(rank.submit("allreduce", "mixed", arrays, reduce_op=_core.REDUCE_OPS["sum"]))
+    for array, (dtype, count) in zip(arrays, kinds, strict=True):
+        assert np.array_equal(array, expected(rank.size, count, "sum", dtype) if count else array)
+
+
+@pytest.mark.parametrize("wire", ["float16", "bfloat16"])
+def test_compressed_on_the_way(rank: MpiRank, wire: str) -> None:
+    arrays = [values(rank.rank, count, "sum", "float32") for count in (3, 50_000)]
+    handle = rank.submit("allreduce", wire, arrays, wires=[wire, wire], reduce_op=_core.REDUCE_OPS["sum"])
+    rank.finish(handle)
+    for array in arrays:
+        assert np.array_equal(array, expected(rank.size, array.size, "sum", "float32"))
+
+
+def test_large_floats_give_the_sum_and_the_same_bits_everywhere(rank: MpiRank) -> None:
+    count = (1 << 20) + 3
+    inputs = [np.random.default_rng(r).standard_normal(count, np.float32) for r in range(rank.size)]
+    array = inputs[rank.rank].copy()
+    rank.allreduce(array, name="large")
+    exact = np.sum(inputs, axis=0, dtype=np.float64)
+    magnitude = np.sum(np.abs(inputs), axis=0, dtype=np.float64)
+    assert np.all(np.abs(array - exact) <= magnitude * rank.size * 2.0**-24)
+    assert_same_bits(rank, array)
+
+
+def test_many_tensors_at_once_are_fused(rank: MpiRank) -> None:
+    arrays = [values(rank.rank, 1 + 37 * i, "sum", "float32") for i in range(60)]
+    sum_op = _core.REDUCE_OPS["sum"]
+    handles = [rank.submit("allreduce", f"many {i}", [array], reduce_op=sum_op) for i, array in enumerate(arrays)]
+    for handle, array in zip(handles, arrays, strict=True):
+        rank.finish(handle)
+        assert np.array_equal(array, expected(rank.size, array.size, "sum", "float32"))
+
+
+@pytest.mark.parametrize("count", [0, 1, 1000, 300_001])
+def test_broadcast_from_every_rank(rank: MpiRank, count: int) -> None:
+    for root in range(rank.size):
+        array = values(rank.rank, count, "sum", "int64")
+        rank.broadcast(array, root, name=f"broadcast {count}")
+        assert np.array_equal(array, values(root, count, "sum", "int64"))
+
+
+def test_broadcast_of_several_tensors_out_of_place(rank: MpiRank) -> None:
+    sources = [values(rank.rank, count, "sum", "float32") for count in (10, 300_000, 3, 7)]
+    targets = [np.zeros_like(source) for source in sources]
+    root = rank.size - 1
+    rank.finish(rank.submit("broadcast", "several", sources, outputs=targets, root_rank=root))
+    for target in targets:
+        assert np.array_equal(target, values(root, target.size, "sum", "float32"))
+
+
+@pytest.mark.parametrize("rows", [1, 400])
+def test_allgather_of_unequal_shares(rank: MpiRank, rows: int) -> None:
+    shares = [rows * (r % 3) for r in range(rank.size)]
+    array = np.full((shares[rank.rank], 17), rank.rank, np.float32)
+    gathered, first_dims = rank.allgather(array, name=f"gather {rows}")
+    assert first_dims == shares
+    assert np.array_equal(gathered, np.repeat(np.arange(rank.size, dtype=np.float32), shares)[:, None].repeat(17, 1))
+
+
+def test_barriers_and_an_error_that_all_agree_on(rank: MpiRank) -> None:
+    rank.barrier()
+    with pytest.raises(UsageError, match="rank 0"):
+        rank.allreduce(np.zeros(3 + (rank.rank == 0), np.float32), name="shapes differ")
+    rank.barrier("afterwards")
+
+
+def test_nothing_pending_means_no_wake_up(rank: MpiRank) -> None:
+    rank.allreduce(np.ones(100_000, np.float32), name="before")
+    rank.comm.Barrier()
+    before = rank.context.counters()["sleeps"]
+    rank.comm.Barrier()  # a round of messages among all ranks: long for a leader that looks every 20 us
+    for _ in range(50):
+        rank.comm.Barrier()
+    assert rank.context.counters()["sleeps"] - before <= 2
+
+
+def test_a_forked_child_is_told_and_does_no_harm(rank: MpiRank) -> None:
+    child = os.fork()
+    if child == 0:
+        try:
+            rank.allreduce(np.ones(1, np.float32), name="in the child")
+        except UsageError as error:
+            os._exit(0 if "forked" in str(error) else 2)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    array = np.ones(100_000, np.float32)
+    rank.allreduce(array, name="after the fork")
+    assert np.array_equal(array, np.full(100_000, rank.size, np.float32))
+
+
+def test_data_travels_as_it_was_told_to(rank: MpiRank) -> None:
+    before = rank.context.counters()
+    rank.allreduce(np.ones(100_000, np.float32), name="counted")
+    after = rank.context.counters()
+    has_links = rank.mode.hosts > 1 and not rank.mode.collectives
+    assert (after["link_bytes"] > before["link_bytes"]) == has_links
+    assert after["mpi_stranded"] == 0
