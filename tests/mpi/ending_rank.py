@@ -1,0 +1,62 @@
+"""A rank of a job that ends in some way: `mpirun -np 2 python ending_rank.py HOW`; see test_mpi_endings.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+from mpi_job import COLLECTIVES, TRANSPORT, MpiRank, join
+
+from horo._errors import GroupError
+
+kept: list[Any] = []
+
+
+def work(rank: MpiRank) -> None:
+    for step in range(3):
+        array = np.full(200_000, rank.rank, np.float32)
+        rank.allreduce(array, name=f"step {step}")
+        assert array[0] == sum(range(rank.size))
+
+
+def die(rank: MpiRank) -> None:
+    """Rank 1 is killed; what the other is told goes to stderr, and it leaves without MPI."""
+    work(rank)
+    if rank.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        while True:
+            work(rank)
+    except GroupError as error:
+        print(f"told: {error}", file=sys.stderr, flush=True)
+        os._exit(3)
+
+
+def finalize_first(rank: MpiRank) -> None:
+    """MPI is finalized while the job is still there."""
+    work(rank)
+    MPI.Finalize()
+    rank.job.close()
+
+
+def leave_it(rank: MpiRank) -> None:
+    """The program ends with its context alive, and mpi4py finalizes MPI."""
+    work(rank)
+
+
+def main(how: str) -> None:
+    mode = COLLECTIVES if how.endswith("-collectives") else TRANSPORT
+    joined = join(mode)
+    rank = joined.__enter__()
+    {"die": die, "finalize": finalize_first, "leave": leave_it}[how.partition("-")[0]](rank)
+    print(f"rank {rank.rank} done", flush=True)
+    if how.startswith("leave"):
+        kept.append(joined)  # else the end of its generator would close the job
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

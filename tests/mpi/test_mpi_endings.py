@@ -1,0 +1,47 @@
+"""How jobs under mpirun end; these start jobs of their own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parent / "ending_rank.py"
+DEADLINE_S = 60
+
+
+def run(command: list[str], how: str) -> subprocess.CompletedProcess[str]:
+    folders = [SCRIPT.parent, SCRIPT.parent.parent, SCRIPT.parent.parent / "native"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
+    command = [*command, sys.executable, str(SCRIPT), how]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+
+
+@pytest.mark.parametrize("how", ["finalize-transport", "finalize-collectives", "leave-transport", "leave-collectives"])
+def test_a_job_ends_well_whatever_the_order_of_ends(mpirun: list[str], how: str) -> None:
+    done = run(mpirun, how)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(re.findall(r"rank \d done", done.stdout)) == ["rank 0 done", "rank 1 done"], done.stderr
+
+
+@pytest.mark.parametrize("how", ["die-transport", "die-collectives"])
+def test_the_death_of_a_rank_ends_the_job(mpirun: list[str], how: str) -> None:
+    done = run(mpirun, how)
+    assert done.returncode != 0
+    assert "done" not in done.stdout
+
+
+@pytest.mark.parametrize("how", ["die-transport", "die-collectives"])
+def test_who_survives_is_told_who_died(mpirun: list[str], how: str) -> None:
+    """Open MPI's mpirun kills the survivors at once; that of the MPICH family can be told not to."""
+    help_text = subprocess.run([mpirun[0], "--help"], capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    if "disable-auto-cleanup" not in help_text.stdout + help_text.stderr:
+        pytest.skip("this mpirun kills all ranks when one dies")
+    done = run([*mpirun, "-disable-auto-cleanup"], how)
+    assert done.returncode != 0
+    assert "told: rank 1" in done.stderr, done.stdout + done.stderr
+    assert "is gone" in done.stderr
