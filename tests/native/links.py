@@ -22,6 +22,7 @@ __all__ = [
     "DATA",
     "DEADLINE_MS",
     "KINDS",
+    "PEER_TIMEOUT_MS",
     "TCP_KINDS",
     "Fabric",
     "Io",

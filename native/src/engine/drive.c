@@ -1,9 +1,12 @@
 /* Driving the engine: one step after another until there is nothing to do, then one wait. */
+#include <sys/prctl.h>
 #include <unistd.h>
 
 #include "engine/engine.h"
 
 enum { LIFE_FDS_STACK = 64 };
+
+#define TIMER_SLACK_NS 1000ul /* 50000 otherwise: too coarse for the looks that MPI needs (hr_transport_poll_within_ns) */
 
 static int step(struct hr_engine *engine) {
     const int announced = hr_engine_announce(engine);
@@ -162,6 +165,7 @@ static void leave(struct hr_engine *engine) {
 
 void *hr_engine_main(void *arg) {
     struct hr_engine *engine = arg;
+    (void)prctl(PR_SET_TIMERSLACK, TIMER_SLACK_NS); /* of this thread; it is horo's own */
     (void)pthread_mutex_lock(&engine->lock);
     while (!atomic_load(&engine->stop)) {
         if (engine->driver == HR_DRIVER_NONE && (atomic_load(&engine->pending) > 0 || atomic_load(&engine->always_drives))) {
