@@ -256,7 +256,11 @@ def _require_mpi() -> Any:
         pytest.skip("an MPI is not built with the sanitizer, which would report its threads and allocations as faults")
     if not os.environ.get("MPI4PY_LIBMPI"):
         pytest.skip("MPI4PY_LIBMPI names no MPI; `make test-mpi` runs this with several")
-    return pytest.importorskip("mpi4py.MPI")
+    mpi = pytest.importorskip("mpi4py.MPI")
+    vendor, version = mpi.get_vendor()
+    if vendor == "Open MPI" and version < (5, 0, 0):
+        pytest.skip("in Open MPI 4 a process's message to itself that it does not receive holds up all later ones")
+    return mpi
 
 
 @contextmanager

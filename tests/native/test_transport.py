@@ -133,6 +133,7 @@ def test_done_bytes_grow_while_a_message_comes(join: Join) -> None:
         return received.done
 
     poll_until(step, "the end of the message")
+    progress_until([sender], sent)
     assert sent.done
     assert seen == sorted(seen) and seen[-1] == len(data)
     assert len(seen) > 2
