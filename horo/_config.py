@@ -20,7 +20,8 @@ __all__ = [
     "LOG_LEVELS",
     "Config",
     "LaunchVariables",
-    "OtherLaunchers",
+    "MpiVariables",
+    "SlurmVariables",
     "TorchrunVariables",
     "Variable",
     "environment",
@@ -229,6 +230,14 @@ class Config:
         "has launched, else tcp. Agreement between hosts travels by TCP in any case.",
         choices=("auto", "tcp", "mpi"),
     )
+    controller: str = _variable(
+        "CONTROLLER",
+        "auto",
+        "How ranks learn of each other: `mpi` through mpi4py, whoever started them; `gloo` in horo's own meeting, as "
+        "`hororun`, `torchrun` or Slurm describe it, never through MPI; `slurm` as Slurm describes it; `auto`: as who "
+        "started the process needs it.",
+        choices=("auto", "mpi", "gloo", "slurm"),
+    )
     network_interfaces: str | None = _variable(
         "NETWORK_INTERFACES",
         None,
@@ -286,7 +295,8 @@ class LaunchVariables:
                 ("HORO_SECRET",),
                 bytes,
                 None,
-                "The job's secret, which authenticates every connection; never put it on a command line.",
+                "The job's secret, which authenticates every connection; never put it on a command line. May be "
+                "exported in a batch script for plain `srun` and `torchrun`, equal on all ranks.",
                 low=16,
                 secret=True,
             )
@@ -323,18 +333,35 @@ class TorchrunVariables:
 
 
 @dataclass(frozen=True)
-class OtherLaunchers:
-    """Signs of launchers that horo does not serve, so that their ranks do not take themselves for lone processes."""
+class MpiVariables:
+    """Signs that an MPI started this process. Texts: a lone process is not stopped by what others left behind."""
 
-    ompi_size: str | None = _foreign("OMPI_COMM_WORLD_SIZE", str, "Set by Open MPI's mpirun.")
-    pmi_size: str | None = _foreign("PMI_SIZE", str, "Set by the launchers of MPICH and Intel MPI.")
-    slurm_ntasks: str | None = _foreign("SLURM_NTASKS", str, "Set by Slurm, also where srun is not used.")
-    slurm_step_num_tasks: str | None = _foreign("SLURM_STEP_NUM_TASKS", str, "Set by srun.")
-    slurm_step_id: str | None = _foreign("SLURM_STEP_ID", str, "Set by srun.")
-    slurm_procid: str | None = _foreign("SLURM_PROCID", str, "Set by srun and in batch scripts.")
+    ompi_size: str | None = _foreign("OMPI_COMM_WORLD_SIZE", str, "Processes, said by Open MPI's mpirun.")
+    ompi_rank: str | None = _foreign("OMPI_COMM_WORLD_RANK", str, "Number, said by Open MPI's mpirun.")
+    pmi_size: str | None = _foreign("PMI_SIZE", str, "Processes, said by MPICH, Intel MPI or `srun --mpi=pmi2`.")
+    pmi_rank: str | None = _foreign("PMI_RANK", str, "Number, said by MPICH, Intel MPI or `srun --mpi=pmi2`.")
+    pmix_rank: str | None = _foreign("PMIX_RANK", str, "Number, said by PRRTE or `srun --mpi=pmix`.")
 
 
-GROUPS: tuple[type[Any], ...] = (Config, LaunchVariables, TorchrunVariables, OtherLaunchers)
+@dataclass(frozen=True)
+class SlurmVariables:
+    """What Slurm says. Texts, since much of it is also set where nothing was started by srun."""
+
+    job_id: str | None = _foreign("SLURM_JOB_ID", str, "Number of the job; part of its name.")
+    step_id: str | None = _foreign("SLURM_STEP_ID", str, "Number of the step; part of the job's name.")
+    restart_count: str | None = _foreign("SLURM_RESTART_COUNT", str, "How often Slurm has started the job again.")
+    procid: str | None = _foreign("SLURM_PROCID", str, "Number of this process in the step.")
+    step_num_tasks: str | None = _foreign("SLURM_STEP_NUM_TASKS", str, "Processes in the step.")
+    ntasks: str | None = _foreign("SLURM_NTASKS", str, "Processes, where the variable before is missing.")
+    localid: str | None = _foreign("SLURM_LOCALID", str, "Number of this process on its node.")
+    nodeid: str | None = _foreign("SLURM_NODEID", str, "Number of this node in the step.")
+    step_tasks_per_node: str | None = _foreign("SLURM_STEP_TASKS_PER_NODE", str, "Processes on each node: `2(x3),1`.")
+    step_nodelist: str | None = _foreign("SLURM_STEP_NODELIST", str, "Nodes of the step; the first has process 0.")
+    job_nodelist: str | None = _foreign("SLURM_JOB_NODELIST", str, "Nodes, where the variable before is missing.")
+    nodename: str | None = _foreign("SLURMD_NODENAME", str, "Slurm's name of this node.")
+
+
+GROUPS: tuple[type[Any], ...] = (Config, LaunchVariables, TorchrunVariables, MpiVariables, SlurmVariables)
 
 _Group = TypeVar("_Group")
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from horo._config import Config, LaunchVariables, OtherLaunchers, TorchrunVariables, Variable, variables_of
+from horo._config import (
+    Config,
+    LaunchVariables,
+    MpiVariables,
+    SlurmVariables,
+    TorchrunVariables,
+    Variable,
+    variables_of,
+)
 
 PAGE = Path(__file__).with_name("environment.md")
 
@@ -29,9 +37,19 @@ SECTIONS: tuple[tuple[type[Any], str, str], ...] = (
         TorchrunVariables,
         "Set by `torchrun`",
         "Read where `hororun`'s are absent. The job meets in torch's store, which asks nobody for a password: whoever "
-        "can reach it can join the job, as with `torch.distributed` itself. On a network with strangers use `hororun`.",
+        "can reach it can join the job, as with `torch.distributed` itself, unless `HORO_SECRET` is set on all nodes.",
     ),
-    (OtherLaunchers, "Looked at, to refuse launchers that are not supported", "Only whether they name several ranks."),
+    (
+        MpiVariables,
+        "Set by `mpirun`, `mpiexec` and `srun --mpi=...`",
+        "Read where both of the above are absent: whether MPI has to be asked. Rank and size then come from MPI.",
+    ),
+    (
+        SlurmVariables,
+        "Set by `srun`",
+        "Read where all of the above are absent, or where `HORO_CONTROLLER` says so. In a batch script or a shell "
+        "inside an allocation, outside of `srun`, they do not make a process one of several.",
+    ),
 )
 
 

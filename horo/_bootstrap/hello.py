@@ -50,7 +50,10 @@ class Hello:
             core=core,
             host=launch.host_name,
             size=launch.size,
-            settings={variables[name].names[0]: getattr(config, name) for name in _SHARED_SETTINGS},
+            settings={
+                **{variables[name].names[0]: getattr(config, name) for name in _SHARED_SETTINGS},
+                "HORO_SECRET (1: set)": int(launch.secret is not None),
+            },
             identity=identity,
             address=address,
             cpus=sum(1 << cpu for cpu in os.sched_getaffinity(0)),
@@ -128,7 +131,7 @@ def core_count(hellos: Sequence[Hello]) -> int:
 
 def place_of(launch: Launch, hellos: Sequence[Hello], arenas: Grouping) -> Place:
     """Local and cross rank and size: the launcher's word where it gave it, else counted."""
-    counted = _count(launch.rank, _nodes(hellos, arenas))
+    counted = _count(launch.rank, hellos, _nodes(hellos, arenas))
     return Place(*(launch.local or counted[:2]), *(launch.cross or counted[2:]))
 
 
@@ -145,7 +148,10 @@ def _nodes(hellos: Sequence[Hello], arenas: Grouping) -> Grouping:
     return group_ranks([hello.node for hello in hellos])
 
 
-def _count(rank: int, nodes: Grouping) -> Place:
-    index, own = nodes.local_index(rank), nodes.members(rank)
-    across = [members for members in nodes.hosts if len(members) > index]
-    return Place(index, len(own), across.index(own), len(across))
+def _count(rank: int, hellos: Sequence[Hello], nodes: Grouping) -> Place:
+    """The place among ``nodes``; hosts are compared by the launcher's local ranks where it told all of them."""
+    own = nodes.members(rank)
+    told = [hello.local[0] for hello in hellos if hello.local is not None]
+    numbers = told if len(told) == len(hellos) else [nodes.local_index(other) for other in range(len(hellos))]
+    across = [members for members in nodes.hosts if any(numbers[other] == numbers[rank] for other in members)]
+    return Place(nodes.local_index(rank), len(own), across.index(own), len(across))

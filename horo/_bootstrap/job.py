@@ -9,23 +9,28 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from horo._bootstrap.arena import Arena, join_arena
 from horo._bootstrap.console import prepare_log
 from horo._bootstrap.descriptors import close_all, close_setup, create_memory, create_wake
+from horo._bootstrap.find import find_launch
 from horo._bootstrap.grouping import Grouping, Link, group_ranks
 from horo._bootstrap.handshake import Purpose
 from horo._bootstrap.hello import Hello, check_agreement, core_count, place_of, places_alike
 from horo._bootstrap.identity import read_identity
-from horo._bootstrap.launch import Launch, Place, detect_launch
+from horo._bootstrap.launch import Launch, Place
 from horo._bootstrap.links import Neighbour, connect_hosts
 from horo._bootstrap.meeting import Meeting
+from horo._bootstrap.mpi_exit import watch_loss
+from horo._bootstrap.mpi_launch import MpiWorld, open_mpi_store
+from horo._bootstrap.slurm_meeting import open_slurm_store
 from horo._bootstrap.store import StoreClient
 from horo._bootstrap.store_seam import Store, prefixed
 from horo._bootstrap.torch_store import open_torch_store
 from horo._config import Config, environment, read_config
 from horo._core import Context, Setup, arena_bytes, version
-from horo._errors import InternalError
+from horo._errors import AbortedError, GroupError, HoroError, InternalError
 
 __all__ = ["Connection", "Job", "connect", "start"]
 
@@ -44,6 +49,8 @@ class Connection:
     hosts: tuple[tuple[int, ...], ...]
     cores: int
     overlap: str
+    mpi: MpiWorld | None = None
+    """Through which the ranks met, if they did."""
 
 
 class Job:
@@ -58,6 +65,7 @@ class Job:
         host_names: by rank.
         cores: on which the ranks of this host may run, together.
         overlap: the user's choice for ``HORO_OVERLAP``.
+        mpi: through which the ranks met, None where they met otherwise.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -68,6 +76,9 @@ class Job:
         self.is_homogeneous = connection.is_homogeneous
         self.hosts = connection.hosts
         self.cores, self.overlap = connection.cores, connection.overlap
+        self.mpi = connection.mpi
+        if self.mpi is not None:
+            watch_loss(_find_loss)
         self.host_names = tuple(setup.host_name_of_rank)
         self._pid = os.getpid()
         self._closed = False
@@ -78,13 +89,27 @@ class Job:
         if not self._closed and os.getpid() == self._pid:
             self._closed = True
             _living.discard(self)
+            self.note_loss()
             self.context.destroy()
+
+    def note_loss(self) -> None:
+        """Under MPI, remembers for the end of the process that a peer is lost."""
+        health = self.context.health() if self.mpi is not None else None
+        if isinstance(health, GroupError) and not isinstance(health, AbortedError):
+            _losses.append(health)
 
     def _forked(self) -> None:
         self.context.after_fork()
 
 
 _living: weakref.WeakSet[Job] = weakref.WeakSet()
+_losses: list[HoroError] = []
+
+
+def _find_loss() -> HoroError | None:
+    for job in list(_living):
+        job.note_loss()
+    return _losses[0] if _losses else None
 
 
 def _after_fork_in_child() -> None:
@@ -107,21 +132,22 @@ _starts: dict[Launch, _Starts] = {}
 """All ranks of a job start equally often, so the count names the start."""
 
 
-def start(environ: Mapping[str, str] | None = None) -> Job:
+def start(environ: Mapping[str, str] | None = None, comm: Any = None) -> Job:
     """Joins the job that the environment describes; without a launcher, a job of one rank.
 
     Args:
         environ: instead of this process's environment.
+        comm: which processes form the job, see ``find.find_launch``.
 
     Raises:
-        UsageError: a variable has a bad value, or the environment is half there.
-        UnsupportedError: a launcher that horo does not serve.
+        UsageError: a variable has a bad value, the environment is half there, or ``comm`` is not what it may be.
         MismatchError: ranks differ in version or in settings that must be equal.
         GroupError: a rank is missing, failed, or cannot be reached; the message names it.
         ResourceError: no memory, descriptor or address.
     """
     environ = environment() if environ is None else environ
-    config, launch = read_config(environ), detect_launch(environ)
+    config = read_config(environ)
+    launch = find_launch(environ, config, comm)
     prepare_log(config.log_level, launch.rank)
     starts = _starts.setdefault(launch, _Starts())
     starts.count += 1
@@ -145,7 +171,7 @@ def connect(launch: Launch, config: Config, epoch: int, leftovers: list[str]) ->
     """
     if launch.size == 1:
         return _alone(launch, config)
-    store, secret, address = _open_store(launch, config)
+    store, secret, address = _open_store(launch, config, epoch)
     try:
         prefix = f"horo/{launch.job_id}/{epoch}/"
         meeting = Meeting(prefixed(store, prefix), launch.rank, launch.size, launch.host_name, config.start_timeout_s)
@@ -166,16 +192,21 @@ def _forget(store: Store, leftovers: list[str]) -> None:
         leftovers.clear()
 
 
-def _open_store(launch: Launch, config: Config) -> tuple[Store, bytes | None, str | None]:
-    """The store, the secret if the launcher gave one, and the address from which the store is reached."""
+def _open_store(launch: Launch, config: Config, epoch: int) -> tuple[Store, bytes | None, str | None]:
+    """The store, the secret if it is known already, and the address from which the store is reached."""
     if launch.torch_master is not None:
-        torch_store, address = open_torch_store(launch.torch_master, launch.rank, config.start_timeout_s)
-        return torch_store, None, address
-    if launch.secret is None or not launch.endpoints:
+        torch_store, address = open_torch_store(launch.torch_master, launch.started_rank, config.start_timeout_s)
+        return torch_store, launch.secret, address
+    if launch.mpi is not None:
+        client, secret = open_mpi_store(launch.mpi, config)
+    elif launch.slurm is not None:
+        client, secret = open_slurm_store(launch, config, epoch)
+    elif launch.secret is not None and launch.endpoints:
+        first, *others = launch.endpoints
+        client, secret = StoreClient(*first, launch.secret, config.start_timeout_s, others), launch.secret
+    else:
         raise InternalError(f"rank {launch.rank} was told of no store")
-    first, *others = launch.endpoints
-    client = StoreClient(*first, launch.secret, config.start_timeout_s, others)
-    return client, launch.secret, client.local_address
+    return client, secret, client.local_address
 
 
 @dataclass(frozen=True)
@@ -193,13 +224,13 @@ def _join(start: _Start, secret: bytes | None) -> Connection:
     meeting.enter()
     identity = read_identity(config.host_id)
     meeting.publish("hello", Hello.of(launch, config, identity, start.address, version()).encode())
-    if secret is None:
-        if launch.rank == 0:
-            meeting.publish("secret", secrets.token_bytes(_SECRET_BYTES))
-        (secret,) = meeting.gather("secret", [0])
+    if secret is None and launch.rank == 0:
+        meeting.publish("secret", secrets.token_bytes(_SECRET_BYTES))
     said = meeting.gather("hello")
     start.forget_earlier()  # not before: a slower rank may have been looking at the end of the last start until now
     hellos = check_agreement(said, lambda rank, host: f"rank {rank} ({host})")
+    if secret is None:
+        (secret,) = meeting.gather("secret", [0])
     meeting.host_names.update({rank: hello.host for rank, hello in enumerate(hellos)})
     candidates = group_ranks([hello.identity for hello in hellos]).members(launch.rank)
     segment_bytes = _segment_bytes(config, hellos)
@@ -226,6 +257,7 @@ def _join(start: _Start, secret: bytes | None) -> Connection:
         grouping.hosts,
         core_count([hellos[rank] for rank in grouping.members(launch.rank)]),
         start.config.overlap,
+        launch.mpi,
     )
 
 
@@ -267,7 +299,9 @@ def _alone(launch: Launch, config: Config) -> Connection:
         data=[-1],
         segment_bytes=segment_bytes,
     )
-    return Connection(setup, Place(0, 1, 0, 1), True, grouping.hosts, len(os.sched_getaffinity(0)), config.overlap)
+    return Connection(
+        setup, Place(0, 1, 0, 1), True, grouping.hosts, len(os.sched_getaffinity(0)), config.overlap, launch.mpi
+    )
 
 
 def _segment_bytes(config: Config, hellos: Sequence[Hello]) -> int:

@@ -1,23 +1,27 @@
-"""Which launcher started this process, and what it said: hororun, torchrun or nobody.
+"""Which launcher started this process, and what it said: hororun, torchrun, Slurm or nobody. MPI is for ``find``.
 
 An environment that is half there is an error: a rank that took itself for a lone process would train alone, silently.
 """
 
 from __future__ import annotations
 
+import hashlib
+import operator
 import socket
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from horo._bootstrap.addresses import Endpoint, parse_endpoints
-from horo._config import LaunchVariables, OtherLaunchers, TorchrunVariables, read_variables, variables_of
-from horo._errors import UnsupportedError, UsageError
+from horo._bootstrap.slurm_step import SlurmStep, read_step
+from horo._config import LaunchVariables, TorchrunVariables, read_variables, variables_of
+from horo._errors import UsageError
 
-__all__ = ["Launch", "Place", "TorchMaster", "detect_launch"]
+if TYPE_CHECKING:
+    from horo._bootstrap.mpi_launch import MpiWorld
 
-_SLURM_SPECIAL_STEPS = 0xFFFFFFF0
-"""Steps from here on are batch scripts and interactive shells, not srun's."""
+__all__ = ["Launch", "Place", "TorchMaster", "detect_launch", "index_among", "slurm_launch", "subset"]
 
 
 class Place(NamedTuple):
@@ -41,7 +45,7 @@ class TorchMaster(NamedTuple):
 class Launch:
     """What the launcher said about this process."""
 
-    kind: Literal["hororun", "torchrun", "none"]
+    kind: Literal["hororun", "torchrun", "mpi", "slurm", "none"]
     rank: int
     size: int
     host_name: str
@@ -55,26 +59,100 @@ class Launch:
     """The launcher's number of this host, else None."""
     endpoints: tuple[Endpoint, ...] = ()
     """hororun's store."""
-    secret: bytes | None = None
+    secret: bytes | None = field(default=None, repr=False)
     torch_master: TorchMaster | None = None
+    slurm: SlurmStep | None = None
+    mpi: MpiWorld | None = None
+    ranks: tuple[int, ...] | None = None
+    """The numbers of this job's ranks among the processes that were started, where it is not all of them."""
+
+    @property
+    def started_rank(self) -> int:
+        """Number of this process among those that were started."""
+        return self.rank if self.ranks is None else self.ranks[self.rank]
 
 
 def detect_launch(environ: Mapping[str, str]) -> Launch:
-    """Reads who started this process.
+    """Reads who started this process, MPI aside.
 
     Raises:
         UsageError: variables of a launcher are missing, contradict each other or are no numbers; names them.
-        UnsupportedError: mpirun or srun started several ranks, which horo does not serve yet.
     """
     own = read_variables(LaunchVariables, environ)
     host_name = own.hostname or socket.gethostname()
-    if any(getattr(own, name) is not None for name in ("rank", "size", "local_rank", "cross_rank", "store", "secret")):
+    if any(getattr(own, name) is not None for name in ("rank", "size", "local_rank", "cross_rank", "store")):
         return _from_hororun(own, host_name)
     torchrun_names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID")
     if any(environ.get(name) for name in torchrun_names):
-        return _from_torchrun(read_variables(TorchrunVariables, environ), host_name)
-    _refuse_others(read_variables(OtherLaunchers, environ))
-    return Launch("none", 0, 1, host_name)
+        return replace(_from_torchrun(read_variables(TorchrunVariables, environ), host_name), secret=own.secret)
+    return slurm_launch(environ) or Launch("none", 0, 1, host_name)
+
+
+def slurm_launch(environ: Mapping[str, str]) -> Launch | None:
+    """What Slurm says; None where srun did not start this process as one of several.
+
+    Raises:
+        UsageError: srun did, but its variables are damaged; names them.
+    """
+    step = read_step(environ)
+    if step is None:
+        return None
+    own = read_variables(LaunchVariables, environ)
+    return Launch(
+        "slurm",
+        step.rank,
+        step.size,
+        own.hostname or socket.gethostname(),
+        job_id=step.name,
+        local=step.local,
+        node=step.node,
+        secret=own.secret,
+        slurm=step,
+    )
+
+
+def subset(launch: Launch, ranks: Sequence[Any]) -> Launch:
+    """The job of some of the processes that were started; a rank's number is its place in ``ranks``.
+
+    Raises:
+        UsageError: ``ranks`` names no or unknown ranks, one twice, or not this one.
+    """
+    index, chosen = index_among(ranks, launch.rank, launch.size)
+    master = launch.torch_master
+    if master is not None and not master.hosted_by_agent and 0 not in chosen:
+        raise UsageError(
+            f"init(comm={list(chosen)}): where torchrun's agent does not host the store, rank 0 does, so it must be "
+            "among the ranks"
+        )
+    digest = hashlib.sha256(repr(chosen).encode()).hexdigest()[:16]
+    return replace(
+        launch,
+        rank=index,
+        size=len(chosen),
+        job_id=f"{launch.job_id}/{digest}",
+        local=None,
+        cross=None,
+        ranks=chosen,
+    )
+
+
+def index_among(ranks: Sequence[Any], own: int, size: int) -> tuple[int, tuple[int, ...]]:
+    """This rank's place in a list of ranks, and the list as integers; raises UsageError as ``subset`` does."""
+    try:
+        chosen = tuple(operator.index(rank) for rank in ranks)
+    except TypeError:
+        raise UsageError(f"init(comm={ranks!r}): a list of ranks holds integers only") from None
+    shown = f"init(comm={list(chosen)})"
+    if not chosen:
+        raise UsageError(f"{shown}: the list names no rank; comm=None means all of them")
+    for rank, times in Counter(chosen).items():
+        if not 0 <= rank < size:
+            raise UsageError(f"{shown}: {rank} is no rank of this job, which has ranks 0 to {size - 1}")
+        if times > 1:
+            raise UsageError(f"{shown}: rank {rank} is listed {times} times")
+    if own not in chosen:
+        raise UsageError(f"{shown}: this process is rank {own}, which is not in the list, so it must not call init()")
+    return chosen.index(own), chosen
 
 
 def _from_hororun(own: LaunchVariables, host_name: str) -> Launch:
@@ -125,28 +203,6 @@ def _from_torchrun(torch: TorchrunVariables, host_name: str) -> Launch:
         node=torch.group_rank,
         torch_master=master,
     )
-
-
-def _refuse_others(others: OtherLaunchers) -> None:
-    for name in ("ompi_size", "pmi_size"):
-        if _count(getattr(others, name)) > 1:
-            raise _unsupported(others, name, "mpirun")
-    step = _count(others.slurm_step_id)
-    in_step = others.slurm_step_id is not None and others.slurm_procid is not None and step < _SLURM_SPECIAL_STEPS
-    name = "slurm_ntasks" if others.slurm_step_num_tasks is None else "slurm_step_num_tasks"
-    if in_step and _count(getattr(others, name)) > 1:
-        raise _unsupported(others, name, "srun")
-
-
-def _unsupported(others: OtherLaunchers, name: str, launcher: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{_shown(others, name)}: this process seems to be one of several started by {launcher}, which horo does not "
-        "offer yet; start the job with hororun or torchrun"
-    )
-
-
-def _count(text: str | None) -> int:
-    return int(text) if text is not None and text.isascii() and text.isdigit() else 0
 
 
 def _both(rank: int | None, size: int | None) -> tuple[int, int] | None:

@@ -101,6 +101,8 @@ class StoreServer:
         self._waiters: dict[_Client, _Waiter] = {}
         self._waiting: dict[bytes, set[_Client]] = {}
         self._closing = False
+        self._come = 0
+        self._moved = threading.Condition()
         self._selector = selectors.DefaultSelector()
         self._wake_in, self._wake_out = socket.socketpair()
         self._selector.register(self._wake_in, selectors.EVENT_READ, self._stop)
@@ -124,6 +126,24 @@ class StoreServer:
             return
         self._wake_out.close()
         self._thread.join()
+
+    def await_departure(self, count: int, patience_s: float, late_s: float) -> bool:
+        """Waits until ``count`` clients have come and all clients have left; whether that happened.
+
+        Args:
+            count: how many are expected in all.
+            patience_s: longest wait.
+            late_s: longest wait while one has not even come.
+        """
+        began = time.monotonic()
+        with self._moved:
+            while self._clients or self._come < count:
+                limit_s = patience_s if self._come >= count else min(late_s, patience_s)
+                left_s = began + limit_s - time.monotonic()
+                if left_s <= 0:
+                    return False
+                self._moved.wait(left_s)
+        return True
 
     def __enter__(self) -> StoreServer:
         return self
@@ -165,12 +185,17 @@ class StoreServer:
 
     def _join(self, connection: socket.socket, session: Session) -> None:
         client = _Client(connection, Opener(session.receive_key), Sealer(session.send_key))
-        self._clients.add(client)
+        with self._moved:
+            self._clients.add(client)
+            self._come += 1
+            self._moved.notify_all()
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._serve(client))
 
     def _drop(self, client: _Client) -> None:
         if client in self._clients:
-            self._clients.remove(client)
+            with self._moved:
+                self._clients.remove(client)
+                self._moved.notify_all()
             self._stop_waiting(client)
             self._selector.unregister(client.connection)
             client.connection.close()
@@ -311,13 +336,21 @@ class StoreClient:
         secret: the job's.
         timeout_s: how long to try to connect.
         alternatives: further endpoints of the same server; the first that answers is used.
+        kept_by: who runs the server, for messages.
 
     Raises:
         PeerLostError: no endpoint answered and knew the secret in time.
     """
 
     def __init__(
-        self, address: str, port: int, secret: bytes, timeout_s: float, alternatives: Sequence[Endpoint] = ()
+        self,
+        address: str,
+        port: int,
+        secret: bytes,
+        timeout_s: float,
+        alternatives: Sequence[Endpoint] = (),
+        *,
+        kept_by: str = "the launcher",
     ) -> None:
         check_secret(secret)
         endpoints = list(dict.fromkeys([Endpoint(address, port), *alternatives]))
@@ -330,6 +363,7 @@ class StoreClient:
         self._opener = Opener(session.receive_key)
         self._lock = threading.Lock()
         self._has_will = False
+        self._kept_by = kept_by
 
     @property
     def local_address(self) -> str:
@@ -402,14 +436,16 @@ class StoreClient:
             while True:
                 data = self._connection.recv(_RECEIVE_BYTES)
                 if not data:
-                    raise PeerLostError(f"the job's store at {self._where} is gone: did the launcher end?")
+                    raise PeerLostError(f"the job's store at {self._where} is gone: did {self._kept_by} end?")
                 replies = self._opener.feed(data)
                 if replies:
                     return replies[0]
         except (OSError, HandshakeError) as error:
             # The stream may be in the middle of a frame: never use it again.
             self._connection.close()
-            raise PeerLostError(f"the job's store at {self._where} is gone: {error}") from error
+            raise PeerLostError(
+                f"the job's store at {self._where} is gone: {error}; did {self._kept_by} end?"
+            ) from error
 
 
 def _encode_key(key: str) -> bytes:

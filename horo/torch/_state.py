@@ -24,6 +24,7 @@ __all__ = [
     "init",
     "is_homogeneous",
     "is_initialized",
+    "is_under_mpi",
     "local_rank",
     "local_size",
     "next_handle",
@@ -135,17 +136,20 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     Blocks until all ranks have come. Does nothing if the process is in a job already. ``shutdown()`` happens at exit.
 
     Args:
-        comm: Only None for now: all ranks of the job.
+        comm: Which processes form the job. None: all that were started. A list of their ranks: those, numbered by
+            their place in the list; each of them calls ``init`` with the same list, the others do not call it.
+            A communicator of mpi4py: its ranks, whoever started them.
         process_sets: Only None for now.
 
     Raises:
-        UnsupportedError: ``comm`` or ``process_sets`` was given.
-        UsageError: The environment is half there, or this is a forked child of a rank.
+        UnsupportedError: ``process_sets`` was given.
+        UsageError: The environment is half there, MPI and its launcher disagree, ``comm`` does not fit, or this is a
+            forked child of a rank.
+        ResourceError: An MPI started the job, but mpi4py or its MPI library is not there.
         GroupError: Not all ranks came, or they do not fit together.
     """
-    for argument, value in (("comm", comm), ("process_sets", process_sets)):
-        if value is not None:
-            raise UnsupportedError(f"init({argument}={value!r}): only {argument}=None is supported yet")
+    if process_sets is not None:
+        raise UnsupportedError(f"init(process_sets={process_sets!r}): only process_sets=None is supported yet")
     with _process.lock:
         if _process.session is not None:
             if _process.session.forked:
@@ -153,7 +157,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
             return
         from horo._bootstrap.job import start  # noqa: PLC0415  (the bootstrap is needed only here)
 
-        _process.session = Session(start(), next(_process.handle_numbers))
+        _process.session = Session(start(comm=comm), next(_process.handle_numbers))
         if not _process.registered:
             _process.registered = True
             atexit.register(_at_exit)
@@ -231,6 +235,12 @@ def cross_rank() -> int:
 def cross_size() -> int:
     """How many hosts have a rank of this ``local_rank``."""
     return current().job.cross_size
+
+
+def is_under_mpi() -> bool:
+    """Whether this process is in a job whose ranks met through MPI; False before ``init()``."""
+    session = _process.session
+    return session is not None and session.job.mpi is not None
 
 
 def is_homogeneous() -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from horo._bootstrap.mpi_launch import mpi_importable
+from horo._errors import UsageError
 from horo.torch import _state
 
 __all__ = [
@@ -19,23 +21,26 @@ __all__ = [
 
 
 def mpi_threads_supported() -> bool:
-    """Whether MPI may be called from several threads: False, MPI carries no bytes yet.
+    """Whether MPI may be called from several threads at once (``MPI_THREAD_MULTIPLE``).
 
     Raises:
         NotInitializedError: Before ``init()``.
+        UsageError: The ranks of this job did not meet through MPI.
     """
-    _state.current()
-    return False
+    world = _state.current().job.mpi
+    if world is None:
+        raise UsageError("mpi_threads_supported(): the ranks of this job did not meet through MPI; see mpi_enabled()")
+    return world.threads_multiple
 
 
 def mpi_enabled() -> bool:
-    """Whether MPI carries bytes: not yet."""
-    return False
+    """Whether the ranks of this job met through MPI; False before ``init()``."""
+    return _state.is_under_mpi()
 
 
 def mpi_built() -> bool:
-    """Whether MPI can be used: not yet."""
-    return False
+    """Whether MPI can be used here: mpi4py is installed. horo is built without MPI, and this starts none."""
+    return mpi_importable()
 
 
 def gloo_enabled() -> bool:

@@ -66,6 +66,26 @@ def test_places_number_every_host_and_every_cross_group_without_gaps(nodes: list
     assert places_alike(hellos, arenas) == (len(counts) == 1)
 
 
+@given(st.data())
+def test_places_under_any_placement_and_any_order_of_local_ranks(data: st.DataObject) -> None:
+    """Slots unequal, placed in blocks, in turn or anyhow; the launcher numbers the ranks of a host as it likes."""
+    slots = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
+    blocks = [node for node, count in enumerate(slots) for _ in range(count)]
+    in_turn = [node for turn in range(max(slots)) for node, count in enumerate(slots) if turn < count]
+    nodes = data.draw(st.sampled_from([blocks, in_turn]) | st.permutations(blocks))
+    orders = [data.draw(st.permutations(range(count))) for count in slots]
+    local_ranks = [orders[node][nodes[:rank].count(node)] for rank, node in enumerate(nodes)]
+    locals_ = [(local, slots[node]) for local, node in zip(local_ranks, nodes, strict=True)]
+    hellos = [replace(HELLO, node=node, local=local) for node, local in zip(nodes, locals_, strict=True)]
+    arenas = group_ranks(nodes)
+    first = {node: nodes.index(node) for node in nodes}  # hosts are numbered by their lowest rank
+    for rank, (node, local) in enumerate(zip(nodes, locals_, strict=True)):
+        place = place_of(Launch("slurm", rank, len(nodes), "h", local=local, node=node), hellos, arenas)
+        across = sorted((other for other, count in enumerate(slots) if count > local[0]), key=first.__getitem__)
+        assert place == (*local, across.index(node), len(across))
+    assert places_alike(hellos, arenas) == (len(set(slots)) == 1)
+
+
 def test_identities_differ_by_every_part() -> None:
     base = Identity("boot", 1, 0, "")
     others = [

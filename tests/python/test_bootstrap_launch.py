@@ -1,16 +1,17 @@
-"""Which launcher: complete environments are understood, half ones are errors, foreign ones are refused."""
+"""Which launcher: complete environments are understood, half ones are errors."""
 
 from __future__ import annotations
 
 import socket
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from horo._bootstrap.addresses import Endpoint
-from horo._bootstrap.launch import TorchMaster, detect_launch
-from horo._errors import UnsupportedError, UsageError
+from horo._bootstrap.launch import TorchMaster, detect_launch, subset
+from horo._errors import UsageError
 
 HORORUN = {
     "HOROVOD_RANK": "5",
@@ -35,6 +36,18 @@ TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "run7",
     "TORCHELASTIC_RESTART_COUNT": "2",
     "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+SLURM = {
+    "SLURM_JOB_ID": "712",
+    "SLURM_STEP_ID": "3",
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "8",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    "SLURM_STEP_NODELIST": "h[1-2]",
+    "SLURMD_NODENAME": "h2",
 }
 
 
@@ -126,27 +139,81 @@ def test_contradictions_of_torchrun_are_named(changes: dict[str, str], told: str
     assert told in str(caught.value)
 
 
+def test_slurm_is_understood_and_comes_last() -> None:
+    launch = detect_launch(SLURM)
+    assert (launch.kind, launch.rank, launch.size, launch.local, launch.node) == ("slurm", 5, 8, (1, 4), 1)
+    assert (launch.job_id, launch.secret) == ("712.3.0", None)
+    assert launch.slurm is not None
+    assert (launch.slurm.hosts, launch.slurm.node_name) == (("h1", "h2"), "h2")
+    assert detect_launch({**SLURM, "HORO_SECRET": "ab" * 16}).secret == b"\xab" * 16
+    assert detect_launch({**SLURM, **HORORUN}).kind == "hororun"
+    assert detect_launch({**SLURM, **TORCHRUN}).kind == "torchrun"
+
+
+def test_slurm_step_without_its_own_count_and_nodes_takes_the_jobs() -> None:
+    environ = {name: value for name, value in SLURM.items() if not name.startswith("SLURM_STEP_")}
+    launch = detect_launch({**environ, "SLURM_STEP_ID": "0", "SLURM_JOB_NODELIST": "a,b"})
+    assert launch.slurm is not None
+    assert (launch.size, launch.slurm.hosts, launch.local) == (8, ("a", "b"), None)
+
+
 @pytest.mark.parametrize(
-    ("environ", "launcher"),
+    ("changes", "told"),
     [
-        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2"}, "mpirun"),
-        ({"PMI_SIZE": "2", "PMI_RANK": "0"}, "mpirun"),
-        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "1", "SLURM_STEP_ID": "0"}, "srun"),
-        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4", "SLURM_PROCID": "1", "SLURM_STEP_ID": "3"}, "srun"),
+        ({"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST, which names the nodes, is missing"),
+        ({"SLURM_STEP_NODELIST": "h[1-"}, "SLURM_STEP_NODELIST: 'h[1-' in the host list"),
+        ({"SLURM_PROCID": "8"}, "SLURM_PROCID='8' is no number below 8"),
+        ({"SLURM_PROCID": "x"}, "SLURM_PROCID='x' is no number below 8"),
+        ({"SLURM_NODEID": "2"}, "SLURM_NODEID='2' is no number below 2"),
+        ({"SLURM_LOCALID": "4"}, "SLURM_LOCALID='4' is no number below 4"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4(x"}, "SLURM_STEP_TASKS_PER_NODE: '4(x' in '4(x' is no count of tasks"),
     ],
 )
-def test_launchers_not_served_yet_are_refused_with_what_to_use(environ: dict[str, str], launcher: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"started by {launcher}, .*start the job with hororun or torchrun"):
-        detect_launch(environ)
-    assert detect_launch({**environ, **HORORUN}).kind == "hororun"
-    assert detect_launch({**environ, **TORCHRUN}).kind == "torchrun"
+def test_damage_in_what_slurm_says_is_named(changes: dict[str, str], told: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        detect_launch({**SLURM, **changes})
+    assert told in str(caught.value)
+
+
+def test_a_subset_is_numbered_by_its_list_and_has_a_name_of_its_own() -> None:
+    launch = detect_launch(HORORUN)
+    some = subset(launch, [7, 5, 2])
+    assert (some.rank, some.size, some.started_rank, some.ranks) == (1, 3, 5, (7, 5, 2))
+    assert (some.local, some.cross, some.endpoints) == (None, None, launch.endpoints)
+    names = {subset(launch, ranks).job_id for ranks in ([7, 5, 2], [5, 7, 2], [5], range(8))}
+    assert len(names | {launch.job_id}) == 5
+
+
+@pytest.mark.parametrize(
+    ("ranks", "told"),
+    [
+        ([], "the list names no rank"),
+        ([5, 8], "8 is no rank of this job, which has ranks 0 to 7"),
+        ([-1, 5], "-1 is no rank of this job"),
+        ([5, 0, 5], "rank 5 is listed 2 times"),
+        ([0, 1], "this process is rank 5, which is not in the list"),
+        ([5, "0"], "a list of ranks holds integers only"),
+        ([5, 0.5], "a list of ranks holds integers only"),
+    ],
+)
+def test_a_list_that_cannot_be_a_job_is_refused(ranks: list[Any], told: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        subset(detect_launch(HORORUN), ranks)
+    assert told in str(caught.value)
+
+
+def test_a_subset_needs_rank_0_where_that_hosts_torchs_store() -> None:
+    hosted = detect_launch({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "False"})
+    assert subset(hosted, [5, 0]).size == 2
+    with pytest.raises(UsageError, match="rank 0 does, so it must be among the ranks"):
+        subset(hosted, [5, 1])
+    assert subset(detect_launch(TORCHRUN), [5, 1]).rank == 0
 
 
 @pytest.mark.parametrize(
     "environ",
     [
-        {"OMPI_COMM_WORLD_SIZE": "1"},
-        {"PMI_SIZE": "1"},
+        {"HORO_SECRET": "ab" * 16},
         {"SLURM_NTASKS": "4"},
         {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"},
         {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"},
@@ -159,8 +226,8 @@ def test_plain_python_inside_an_allocation_is_a_job_of_one(environ: dict[str, st
     assert detect_launch(environ).kind == "none"
 
 
-names = st.sampled_from(sorted({*HORORUN, *TORCHRUN, "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"}))
-values = st.sampled_from(["", "0", "1", "2", "-1", "x", "10.0.0.1:1", "ab" * 16])
+names = st.sampled_from(sorted({*HORORUN, *TORCHRUN, *SLURM}))
+values = st.sampled_from(["", "0", "1", "2", "-1", "x", "10.0.0.1:1", "ab" * 16, "h[1-2]", "2(x2)"])
 
 
 @given(st.dictionaries(names, values))
@@ -171,4 +238,5 @@ def test_any_environment_is_understood_or_a_usage_error(environ: dict[str, str])
         return
     assert 0 <= launch.rank < launch.size
     if launch.size > 1:
-        assert launch.torch_master is not None or (launch.endpoints and launch.secret)
+        hororun = launch.endpoints and launch.secret
+        assert launch.torch_master is not None or launch.slurm is not None or hororun

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import inspect
 import subprocess
 import sys
@@ -154,11 +155,21 @@ def test_a_process_that_does_not_call_shutdown_ends_well() -> None:
     assert (result.returncode, result.stdout, result.stderr) == (0, "1\n", "")
 
 
-@pytest.mark.parametrize("argument", ["comm", "process_sets"])
-def test_init_refuses_what_is_not_offered_yet(argument: str) -> None:
-    with pytest.raises(UnsupportedError, match=rf"init\({argument}=\[0\]\)"):
-        hvd.init(**{argument: [0]})
+def test_init_refuses_what_is_not_offered_yet() -> None:
+    with pytest.raises(UnsupportedError, match=r"init\(process_sets=\[0\]\)"):
+        hvd.init(process_sets=[0])
     assert not hvd.is_initialized()
+
+
+def test_a_list_of_the_only_rank_is_a_job_and_another_list_is_none() -> None:
+    with pytest.raises(ValueError, match="1 is no rank of this job, which has ranks 0 to 0"):
+        hvd.init([0, 1])
+    with pytest.raises(ValueError, match=r"a communicator of mpi4py \(MPI.Comm\), not a int"):
+        hvd.init(comm=0)
+    assert not hvd.is_initialized()
+    hvd.init([0])
+    assert (hvd.rank(), hvd.size()) == (0, 1)
+    hvd.shutdown()
 
 
 def test_process_sets_are_the_global_one_only(alone: None) -> None:
@@ -189,10 +200,11 @@ def test_the_global_set_is_empty_handed_before_init() -> None:
 
 
 def test_what_is_built_is_told_truthfully(alone: None) -> None:
+    assert hvd.mpi_built() is (importlib.util.find_spec("mpi4py") is not None)
+    with pytest.raises(ValueError, match="did not meet through MPI"):
+        hvd.mpi_threads_supported()
     for function in (
-        hvd.mpi_threads_supported,
         hvd.mpi_enabled,
-        hvd.mpi_built,
         hvd.gloo_enabled,
         hvd.gloo_built,
         hvd.ddl_built,

@@ -1,0 +1,56 @@
+"""The end of a process under MPI: where ``MPI_Finalize`` would wait for ever, ``MPI_Abort`` ends the job.
+
+mpi4py finalizes MPI after everything that Python runs at exit, and that waits for all ranks. So what is registered here
+runs before, and steps in where a rank of the job is gone or this one ends with an exception: then some rank will not
+come, and a job that hangs names nobody.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from horo._errors import HoroError
+
+__all__ = ["watch_exit", "watch_loss"]
+
+_loss_finders: list[Callable[[], HoroError | None]] = []
+
+
+@cache
+def watch_exit(mpi: Any) -> None:
+    """Looks after the end of this process from now on.
+
+    Args:
+        mpi: the module ``mpi4py.MPI``.
+    """
+    atexit.register(_end, mpi, os.getpid())
+
+
+def watch_loss(find_loss: Callable[[], HoroError | None]) -> None:
+    """``find_loss`` will be asked at exit which peer has been lost."""
+    if find_loss not in _loss_finders:
+        _loss_finders.append(find_loss)
+
+
+def _end(mpi: Any, pid: int) -> None:
+    if os.getpid() != pid or mpi.Is_finalized() or mpi.COMM_WORLD.Get_size() == 1:
+        return
+    losses = [loss for loss in (find() for find in _loss_finders) if loss is not None]
+    crash: BaseException | None = getattr(sys, "last_value", None)
+    if losses:
+        reason = f"{losses[0]}; ending the job through MPI_Abort, since MPI_Finalize would wait for it for ever"
+    elif crash is not None:
+        reason = f"this rank ends with an uncaught {type(crash).__name__}; ending the job through MPI_Abort"
+    else:
+        return
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.write(f"horo [{mpi.COMM_WORLD.Get_rank()}] error: {reason}\n")
+        sys.stderr.flush()
+    mpi.COMM_WORLD.Abort(1)

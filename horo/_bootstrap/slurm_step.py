@@ -1,0 +1,95 @@
+"""What Slurm says about the step that this process belongs to: pure reading of variables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from horo._config import SlurmVariables, read_variables, variables_of
+from horo._errors import UsageError
+from horo._hostlist import parse_counts, parse_host_list
+
+__all__ = ["SlurmStep", "read_step"]
+
+_SPECIAL_STEPS = 0xFFFFFFF0
+"""Steps from here on are batch scripts and interactive shells, not srun's."""
+
+
+class SlurmStep(NamedTuple):
+    """One process of a step that srun started with several."""
+
+    rank: int
+    size: int
+    name: str
+    """Job, step and how often Slurm has started the job again: unlike every other step's on this cluster."""
+    hosts: tuple[str, ...]
+    """Nodes of the step; process 0 is on the first, whatever the distribution."""
+    node: int
+    """Number of this process's node among them."""
+    node_name: str | None
+    local: tuple[int, int] | None
+    """Local rank and size, where Slurm says both."""
+
+
+def read_step(environ: Mapping[str, str]) -> SlurmStep | None:
+    """The step of this process; None if it is no process of srun, or the only one.
+
+    Raises:
+        UsageError: srun started several processes, but what it says about this one is damaged; names the variable.
+    """
+    said = read_variables(SlurmVariables, environ)
+    size = _count(said.step_num_tasks if said.step_num_tasks is not None else said.ntasks)
+    step = _count(said.step_id)
+    if said.step_id is None or step >= _SPECIAL_STEPS or said.procid is None or size < 2:
+        return None
+    hosts = _hosts(said)
+    rank, node = _number(said, "procid", size), _number(said, "nodeid", len(hosts), missing=0)
+    name = f"{said.job_id or 'none'}.{step}.{_count(said.restart_count)}"
+    return SlurmStep(rank, size, name, hosts, node, said.nodename, _local(said, node))
+
+
+def _hosts(said: SlurmVariables) -> tuple[str, ...]:
+    field = "step_nodelist" if said.step_nodelist is not None else "job_nodelist"
+    text: str | None = getattr(said, field)
+    if text is None:
+        raise UsageError(
+            f"SLURM_PROCID={said.procid}: srun started this process, but SLURM_STEP_NODELIST, which names the nodes, "
+            "is missing; start the job with srun or hororun, or unset SLURM_PROCID to run a single process"
+        )
+    try:
+        return tuple(parse_host_list(text))
+    except ValueError as error:
+        raise UsageError(f"{_name(field)}: {error}") from None
+
+
+def _local(said: SlurmVariables, node: int) -> tuple[int, int] | None:
+    if said.localid is None or said.step_tasks_per_node is None:
+        return None
+    try:
+        counts = parse_counts(said.step_tasks_per_node)
+    except ValueError as error:
+        raise UsageError(f"{_name('step_tasks_per_node')}: {error}") from None
+    if node >= len(counts):
+        return None
+    return _number(said, "localid", counts[node]), counts[node]
+
+
+def _number(said: SlurmVariables, field: str, below: int, missing: int | None = None) -> int:
+    text: str | None = getattr(said, field)
+    if text is None and missing is not None:
+        return missing
+    if text is None or not _is_number(text) or int(text) >= below:
+        raise UsageError(f"{_name(field)}={text!r} is no number below {below}, which it is in a step of srun")
+    return int(text)
+
+
+def _count(text: str | None) -> int:
+    return int(text) if text is not None and _is_number(text) else 0
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit()
+
+
+def _name(field: str) -> str:
+    return variables_of(SlurmVariables)[field].names[0]

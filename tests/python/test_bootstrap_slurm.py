@@ -1,0 +1,347 @@
+"""Ranks that srun has started meet: real processes in Slurm's environment, with MUNGE, a note at home, or a secret."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from joining import SECRET, open_descriptors
+
+from horo._bootstrap.addresses import Endpoint
+from horo._bootstrap.launch import detect_launch
+from horo._bootstrap.munge import decode, encode
+from horo._bootstrap.notice import fetch
+from horo._bootstrap.secret_file import NoteFile
+from horo._bootstrap.slurm_meeting import candidate_ports, open_slurm_store
+from horo._config import read_config
+from horo._errors import ResourceError, TimeoutError, UsageError
+
+JOB = str(os.getpid())
+"""As the number of the Slurm job: ports of tests that run beside each other differ."""
+
+RANK = """
+import os, sys
+import psutil
+from horo._bootstrap.job import start
+job = start()
+for again in range(int(os.environ.get("TEST_STARTS", "1")) - 1):
+    job.close()
+    job = start()
+handle = job.context.submit(3, "barrier")
+job.context.wait(handle)
+job.context.release(handle)
+listening = [c for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
+sys.stdout.write(f"{job.rank}/{job.size} local {job.local_rank}/{job.local_size} cross {job.cross_rank}/"
+    f"{job.cross_size} hosts {len(job.hosts)} listening {len(listening)}\\n")
+sys.stdout.flush()
+job.close()
+"""
+
+FAKE_MUNGE = """\
+#!{python}
+# Credentials that remember their uid and can be decoded once, as MUNGE's.
+import os, pathlib, sys, base64, secrets
+folder = pathlib.Path({folder!r})
+payload = sys.stdin.buffer.read()
+if pathlib.Path(sys.argv[0]).name == "munge":
+    assert sys.argv[1:] == [f"--restrict-uid={{os.getuid()}}"], sys.argv
+    name = secrets.token_hex(8)
+    (folder / name).write_text(f"{{os.environ.get('FAKE_UID', os.getuid())}}")
+    sys.stdout.write(f"MUNGE:{{name}}:{{base64.b64encode(payload).decode()}}:\\n")
+else:
+    assert sys.argv[1:] == ["--numeric"], sys.argv
+    head, name, text, _ = payload.decode().split(":")
+    try:
+        uid = (folder / name).read_text()
+        (folder / name).unlink()
+    except OSError:
+        sys.exit("unmunge: Error: Replayed credential")
+    sys.stdout.write(f"STATUS:           0\\nUID:              {{uid}}\\nLENGTH:           9\\n\\n")
+    sys.stdout.flush()
+    sys.stdout.buffer.write(base64.b64decode(text))
+"""
+
+
+@pytest.fixture
+def bare_path(tmp_path: Path) -> Path:
+    """A folder to be the only one in PATH: whether MUNGE is there is up to the test."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def fake_munge(bare_path: Path, tmp_path: Path) -> Path:
+    """``bare_path`` with programs that stand for MUNGE's."""
+    credentials = tmp_path / "credentials"
+    credentials.mkdir()
+    for name in ("munge", "unmunge"):
+        program = bare_path / name
+        program.write_text(FAKE_MUNGE.format(python=sys.executable, folder=str(credentials)), encoding="utf-8")
+        program.chmod(0o755)
+    return bare_path
+
+
+@pytest.fixture
+def real_munge(bare_path: Path, tmp_path: Path) -> Iterator[Path]:
+    """``bare_path`` with MUNGE's own programs, and a daemon of the test's own."""
+    munged = shutil.which("munged", path=os.environ["PATH"] + ":/usr/sbin")
+    if munged is None or os.getuid() != 0:
+        pytest.skip("MUNGE is not installed, or this is not root")
+    place = tmp_path / "munge"
+    place.mkdir(mode=0o711)
+    key = place / "key"
+    key.write_bytes(os.urandom(64))
+    key.chmod(0o600)
+    options = [f"--{name}={place / name}" for name in ("pid-file", "log-file", "seed-file")]
+    daemon = subprocess.Popen(
+        [munged, "--force", "--foreground", f"--socket={place / 'socket'}", f"--key-file={key}", *options],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    for name in ("munge", "unmunge"):
+        program = bare_path / name
+        program.write_text(f'#!/bin/sh\nexec {shutil.which(name)} --socket={place / "socket"} "$@"\n')
+        program.chmod(0o755)
+    try:
+        deadline = time.monotonic() + 20
+        while not (place / "socket").exists():
+            assert daemon.poll() is None and time.monotonic() < deadline, "munged did not start"
+            time.sleep(0.01)
+        yield bare_path
+    finally:
+        daemon.terminate()
+        daemon.wait(20)
+
+
+def step(rank: int, nodes: Sequence[int], job: str = JOB) -> dict[str, str]:
+    """What srun says to process ``rank`` of a step whose processes are on these nodes."""
+    counts = [nodes.count(node) for node in sorted(set(nodes))]
+    return {
+        "SLURM_JOB_ID": job,
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": str(rank),
+        "SLURM_STEP_NUM_TASKS": str(len(nodes)),
+        "SLURM_NTASKS": "64",
+        "SLURM_LOCALID": str(nodes[:rank].count(nodes[rank])),
+        "SLURM_NODEID": str(nodes[rank]),
+        "SLURM_STEP_TASKS_PER_NODE": ",".join(map(str, counts)),
+        "SLURM_STEP_NODELIST": "localhost" if len(counts) == 1 else f"localhost,h[2-{len(counts)}]",
+        "HORO_HOST_ID": str(nodes[rank]),
+        "HORO_START_TIMEOUT": "30",
+    }
+
+
+def run_ranks(
+    folder: Path, environs: Sequence[Mapping[str, str]], path: Path | None = None
+) -> list[tuple[int, str, str]]:
+    """Exit code, output and errors of one process for each environment."""
+    script = folder / "rank.py"
+    script.write_text(textwrap.dedent(RANK), encoding="utf-8")
+    base = {"PATH": str(path)} if path is not None else {"PATH": os.environ["PATH"]}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env={**base, "HOME": str(folder), **environ},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for environ in environs
+    ]
+    ended = []
+    try:
+        for process in processes:
+            output, errors = process.communicate(timeout=90)
+            ended.append((process.returncode, output, errors))
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    return ended
+
+
+def check_all_met(ended: Sequence[tuple[int, str, str]], nodes: Sequence[int]) -> None:
+    for rank, (code, output, errors) in enumerate(ended):
+        assert code == 0, errors
+        local = nodes[:rank].count(nodes[rank])
+        across = [node for node in sorted(set(nodes)) if nodes.count(node) > local]
+        assert output == (
+            f"{rank}/{len(nodes)} local {local}/{nodes.count(nodes[rank])} cross {across.index(nodes[rank])}/"
+            f"{len(across)} hosts {len(set(nodes))} listening 0\n"
+        )
+
+
+def test_ranks_meet_with_a_credential_and_nobody_listens_afterwards(fake_munge: Path, tmp_path: Path) -> None:
+    nodes = [0, 0, 0]
+    check_all_met(run_ranks(tmp_path, [step(rank, nodes) for rank in range(3)], fake_munge), nodes)
+    assert not (tmp_path / ".horo").exists()
+
+
+def test_ranks_meet_with_a_credential_of_the_real_munge(real_munge: Path, tmp_path: Path) -> None:
+    nodes = [0, 0, 0]
+    environs = [{**step(rank, nodes, "9" + JOB), "TEST_STARTS": "2"} for rank in range(3)]
+    check_all_met(run_ranks(tmp_path, environs, real_munge), nodes)
+
+
+def test_ranks_meet_with_a_note_at_home_that_is_gone_afterwards(bare_path: Path, tmp_path: Path) -> None:
+    nodes = [0, 0, 0]
+    environs = [{**step(rank, nodes), "TEST_STARTS": "3"} for rank in range(3)]
+    check_all_met(run_ranks(tmp_path, environs, bare_path), nodes)
+    assert list((tmp_path / ".horo").iterdir()) == []
+    assert (tmp_path / ".horo").stat().st_mode & 0o777 == 0o700
+
+
+def test_ranks_meet_with_a_secret_and_need_neither(bare_path: Path, tmp_path: Path) -> None:
+    nodes = [0, 0]
+    environs = [{**step(rank, nodes), "HORO_SECRET": SECRET.hex(), "TEST_STARTS": "2"} for rank in range(2)]
+    check_all_met(run_ranks(tmp_path, environs, bare_path), nodes)
+    assert not (tmp_path / ".horo").exists()
+
+
+def test_a_port_that_a_stranger_holds_is_passed_over(fake_munge: Path, tmp_path: Path) -> None:
+    nodes, job = [0, 0], "8" + JOB
+    first = candidate_ports(f"{job}.0.0/1")[0]
+    with socket.create_server(("127.0.0.1", first)):  # accepts by its backlog, and never says a word
+        for extra in ({}, {"HORO_SECRET": SECRET.hex()}):
+            check_all_met(
+                run_ranks(tmp_path, [{**step(rank, nodes, job), **extra} for rank in range(2)], fake_munge), nodes
+            )
+
+
+def test_a_damaged_home_is_said_with_the_way_out(bare_path: Path, tmp_path: Path) -> None:
+    (tmp_path / ".horo").write_text("a file")
+    ((code, _, errors),) = run_ranks(tmp_path, [step(0, [0, 0])], bare_path)
+    assert code == 1
+    assert "cannot agree on a secret: MUNGE cannot be used" in errors
+    assert "export HORO_SECRET=$(python3 -c" in errors
+
+
+def test_rank_0_that_never_comes_is_named_with_where_it_was_looked_for(bare_path: Path, tmp_path: Path) -> None:
+    environs = [{**step(1, [0, 0]), "HORO_START_TIMEOUT": "0.3"}, {**step(1, [0, 0]), "HORO_START_TIMEOUT": "0.3"}]
+    environs[1]["HORO_SECRET"] = SECRET.hex()
+    for code, _, errors in run_ranks(tmp_path, environs, bare_path):
+        assert code == 1
+        assert f"rank 1 did not find rank 0 of Slurm's step {JOB}.0.0 on localhost (ports " in errors
+        assert "HORO_START_TIMEOUT" in errors
+
+
+def test_another_secret_does_not_get_in(bare_path: Path, tmp_path: Path) -> None:
+    environs = [{**step(rank, [0, 0]), "HORO_SECRET": bytes([rank] * 16).hex()} for rank in range(2)]
+    for environ in environs:
+        environ["HORO_START_TIMEOUT"] = "2"
+    first, second = run_ranks(tmp_path, environs, bare_path)
+    assert first[0] == second[0] == 1
+    assert "rank 1 did not arrive at 'hello'" in first[2]
+    assert "who answered does not know this rank's HORO_SECRET" in second[2]
+
+
+def test_a_node_without_address_is_named() -> None:
+    environ = {**step(1, [0, 1]), "SLURM_STEP_NODELIST": "no-such-host.invalid,h2"}
+    before = open_descriptors()
+    with pytest.raises(ResourceError, match=r"'no-such-host\.invalid', which SLURM_STEP_NODELIST names first"):
+        open_slurm_store(detect_launch(environ), read_config(environ), 1)
+    assert open_descriptors() == before
+
+
+def test_ports_differ_between_starts_and_are_the_same_for_all_ranks() -> None:
+    names = [f"712.{step}.0/{epoch}" for step in range(5) for epoch in range(1, 5)]
+    ports = [candidate_ports(name) for name in names]
+    assert ports == [candidate_ports(name) for name in names]
+    assert len({tuple(some) for some in ports}) == len(names)
+    assert all(len(set(some)) == 8 and min(some) >= 10_000 and max(some) < 32_768 for some in ports)
+
+
+def test_a_credential_of_another_user_or_a_used_one_is_refused(
+    fake_munge: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(fake_munge))
+    credential = encode(b"secret\n\nwith an empty line")
+    assert decode(credential) == b"secret\n\nwith an empty line"
+    with pytest.raises(ResourceError, match="unmunge: unmunge: Error: Replayed credential"):
+        decode(credential)
+    monkeypatch.setenv("FAKE_UID", str(os.getuid() + 1))
+    with pytest.raises(ResourceError, match="made by another user"):
+        decode(encode(b"x"))
+
+
+def test_no_munge_is_a_reason(bare_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(bare_path))
+    with pytest.raises(ResourceError, match=r"munge: .*No such file"):
+        encode(b"x")
+
+
+def test_fetch_takes_the_first_usable_answer_and_leaves_nothing_open() -> None:
+    before = open_descriptors()
+    silent = socket.create_server(("127.0.0.1", 0))
+    closed = socket.create_server(("127.0.0.1", 0))
+    endpoints = [Endpoint(*server.getsockname()) for server in (silent, closed)]
+    closed.close()
+    looked: list[int] = []
+
+    def look() -> str | None:
+        looked.append(1)
+        return "elsewhere" if len(looked) == 4 else None
+
+    assert fetch(endpoints, 20, lambda data: None, look) == "elsewhere"
+    assert fetch(endpoints, 0.1, lambda data: None, lambda: None) is None
+    silent.close()
+    assert open_descriptors() == before
+
+
+def test_a_note_that_others_could_touch_is_refused(tmp_path: Path) -> None:
+    note = NoteFile("7.0.0/1", tmp_path)
+    assert note.read() is None
+    note.write(b"one")
+    note.write(b"two")
+    assert note.read() == b"two"
+    assert note.path.name == "slurm-7.0.0_1"
+    note.path.chmod(0o640)
+    with pytest.raises(ResourceError, match="chmod 700"):
+        note.read()
+    note.path.chmod(0o600)
+    note.path.parent.chmod(0o755)
+    for use in (note.read, lambda: note.write(b"x")):
+        with pytest.raises(ResourceError, match="others could read or change it"):
+            use()
+    note.remove()
+    note.remove()
+    assert not note.path.exists()
+
+
+@pytest.mark.parametrize("comm", [[0, 2], [2, 0], [1, 2]])
+def test_some_ranks_of_a_step_form_a_job(comm: list[int], fake_munge: Path, tmp_path: Path) -> None:
+    script = tmp_path / "some.py"
+    script.write_text(
+        f"from horo._bootstrap.job import start\njob = start(comm={comm})\nprint(job.rank, job.size)\njob.close()\n"
+    )
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env={"PATH": str(fake_munge), "HOME": str(tmp_path), **step(rank, [0, 0, 0], "7" + JOB)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in comm
+    ]
+    assert [process.communicate(timeout=60)[0] for process in processes] == [f"{rank} 2\n" for rank in range(2)]
+
+
+def test_an_open_secret_is_refused() -> None:
+    with pytest.raises(UsageError, match="HORO_SECRET"):
+        detect_launch({**step(0, [0, 0]), "HORO_SECRET": "ab"})
+
+
+def test_timeouts_are_what_horo_calls_them() -> None:
+    environ = {**step(1, [0, 0]), "HORO_SECRET": SECRET.hex(), "HORO_START_TIMEOUT": "0.1"}
+    with pytest.raises(TimeoutError, match="did it start, and does it call init"):
+        open_slurm_store(detect_launch(environ), read_config(environ), 1)
