@@ -31,7 +31,7 @@ def check_build() -> int:
         "Available tensor operations": [
             _Part(arena, "arena (ranks on one host)", "memfd of this kernel" if arena else "needs the core and memfd"),
             _Part(core.present, "TCP (between hosts)", "sockets of this kernel" if core.present else "needs the core"),
-            _Part(False, "MPI", "not in this version"),
+            _mpi(),
             _Part(False, "NCCL", "not in this version"),
         ],
         "Ways to start ranks elsewhere": [_program("ssh"), _program("srun"), _program("mpirun"), _program("jsrun")],
@@ -66,6 +66,14 @@ def _torch() -> _Part:
         return _Part(True, f"PyTorch {metadata.version('torch')}", _folder("torch"))
     except metadata.PackageNotFoundError:
         return _Part(False, "PyTorch", "not installed: pip install torch")
+
+
+def _mpi() -> _Part:
+    """By its metadata: importing it would start MPI."""
+    try:
+        return _Part(True, f"MPI (mpi4py {metadata.version('mpi4py')})", _folder("mpi4py"))
+    except metadata.PackageNotFoundError:
+        return _Part(False, "MPI", "needs mpi4py: pip install mpi4py")
 
 
 def _folder(package: str) -> str:

@@ -14,6 +14,7 @@ from horo._bootstrap.mpi_launch import (
     MpiWorld,
     check_sign,
     is_communicator,
+    library_of,
     load_mpi,
     mpi_importable,
     read_sign,
@@ -152,7 +153,7 @@ def _ask_under_slurm(sign: MpiSign, launch: Launch, config: Config) -> Any:
             "ranks meet as Slurm describes them; %s, srun --mpi=list shows what srun can start",
             launch.size,
             sign,
-            " ".join(str(mpi.Get_library_version()).splitlines()[0].split()),
+            library_of(mpi),
             _INSTEAD,
         )
         return launch

@@ -40,6 +40,8 @@ class Hello:
     """Bit mask of the cores this rank may run on."""
     local: tuple[int, int] | None
     node: int | None
+    mpi_threads: bool
+    """Whether it has an MPI that may be called from any thread."""
 
     @classmethod
     def of(cls, launch: Launch, config: Config, identity: Identity, address: str | None, core: str) -> Hello:
@@ -59,6 +61,7 @@ class Hello:
             cpus=sum(1 << cpu for cpu in os.sched_getaffinity(0)),
             local=launch.local,
             node=launch.node,
+            mpi_threads=launch.mpi is not None and launch.mpi.threads_multiple,
         )
 
     def encode(self) -> bytes:

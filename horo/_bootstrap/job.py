@@ -22,14 +22,15 @@ from horo._bootstrap.identity import read_identity
 from horo._bootstrap.launch import Launch, Place
 from horo._bootstrap.links import Neighbour, connect_hosts
 from horo._bootstrap.meeting import Meeting
-from horo._bootstrap.mpi_exit import watch_loss
+from horo._bootstrap.mpi_data import check_mpi, mpi_use, plan_mpi
+from horo._bootstrap.mpi_exit import watch_end, watch_loss
 from horo._bootstrap.mpi_launch import MpiWorld, open_mpi_store
 from horo._bootstrap.slurm_meeting import open_slurm_store
 from horo._bootstrap.store import StoreClient
 from horo._bootstrap.store_seam import Store, prefixed
 from horo._bootstrap.torch_store import open_torch_store
 from horo._config import Config, environment, read_config
-from horo._core import Context, Setup, arena_bytes, version
+from horo._core import Context, MpiUse, Setup, arena_bytes, version
 from horo._errors import AbortedError, GroupError, HoroError, InternalError
 
 __all__ = ["Connection", "Job", "connect", "start"]
@@ -79,6 +80,7 @@ class Job:
         self.mpi = connection.mpi
         if self.mpi is not None:
             watch_loss(_find_loss)
+            watch_end(self.mpi.mpi, _close_all)
         self.host_names = tuple(setup.host_name_of_rank)
         self._pid = os.getpid()
         self._closed = False
@@ -110,6 +112,12 @@ def _find_loss() -> HoroError | None:
     for job in list(_living):
         job.note_loss()
     return _losses[0] if _losses else None
+
+
+def _close_all() -> None:
+    for job in list(_living):
+        if job.mpi is not None:
+            job.close()
 
 
 def _after_fork_in_child() -> None:
@@ -222,6 +230,7 @@ class _Start:
 def _join(start: _Start, secret: bytes | None) -> Connection:
     launch, config, meeting = start.launch, start.config, start.meeting
     meeting.enter()
+    check_mpi(config, launch.mpi)
     identity = read_identity(config.host_id)
     meeting.publish("hello", Hello.of(launch, config, identity, start.address, version()).encode())
     if secret is None and launch.rank == 0:
@@ -239,8 +248,16 @@ def _join(start: _Start, secret: bytes | None) -> Connection:
     )
     try:
         neighbours = [Neighbour(hello.identity.machine, hello.address) for hello in hellos]
+        plan = plan_mpi(config, launch.mpi, [hello.mpi_threads for hello in hellos], grouping)
+        use = mpi_use(plan, launch.mpi, launch.rank, grouping)
         links = connect_hosts(
-            meeting, grouping, neighbours, secret=secret, epoch=start.epoch, interfaces=config.network_interfaces
+            meeting,
+            grouping,
+            neighbours,
+            secret=secret,
+            epoch=start.epoch,
+            interfaces=config.network_interfaces,
+            data=not plan.transport,
         )
         try:
             meeting.finish()
@@ -251,7 +268,7 @@ def _join(start: _Start, secret: bytes | None) -> Connection:
         arena.close()
         raise
     return Connection(
-        _build_setup(start, hellos, grouping, arena, links.finish()),
+        _build_setup(start, hellos, grouping, arena, links.finish(), use=use),
         place_of(launch, hellos, grouping),
         places_alike(hellos, grouping),
         grouping.hosts,
@@ -262,7 +279,13 @@ def _join(start: _Start, secret: bytes | None) -> Connection:
 
 
 def _build_setup(
-    start: _Start, hellos: Sequence[Hello], grouping: Grouping, arena: Arena, links: Mapping[Link, socket.socket]
+    start: _Start,
+    hellos: Sequence[Hello],
+    grouping: Grouping,
+    arena: Arena,
+    links: Mapping[Link, socket.socket],
+    *,
+    use: MpiUse | None,
 ) -> Setup:
     control, data = [-1] * len(grouping.hosts), [-1] * len(grouping.hosts)
     for link, connection in links.items():
@@ -276,6 +299,7 @@ def _build_setup(
         control=control,
         data=data,
         segment_bytes=_segment_bytes(start.config, hellos),
+        mpi=use,
     )
 
 
@@ -322,6 +346,7 @@ def _setup(
     control: list[int],
     data: list[int],
     segment_bytes: int,
+    mpi: MpiUse | None = None,
 ) -> Setup:
     checked = not config.stall_check_disable
     return Setup(
@@ -343,4 +368,5 @@ def _setup(
         stall_shutdown_ms=round(config.stall_shutdown_time_s * 1000) if checked else 0,
         peer_timeout_ms=round(config.peer_timeout_s * 1000),
         log_level=config.log_level_number,
+        mpi=mpi,
     )

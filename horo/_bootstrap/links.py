@@ -66,6 +66,7 @@ def connect_hosts(
     secret: bytes,
     epoch: int,
     interfaces: str | None = None,
+    data: bool = True,
 ) -> Links:
     """Connects this rank to those it has links to.
 
@@ -76,12 +77,13 @@ def connect_hosts(
         secret: the job's.
         epoch: number of this start; part of what is proven.
         interfaces: the user's choice of interfaces, see ``interfaces.select_addresses``.
+        data: with links for data, not for agreement only.
 
     Raises:
         TimeoutError: a rank could not be reached, or did not come; names it and its addresses.
         AbortedError, UsageError, ResourceError: as ``Meeting.gather`` and ``listen_addresses``.
     """
-    links = grouping.links(meeting.rank)
+    links = [link for link in grouping.links(meeting.rank) if data or link.purpose is not Purpose.DATA]
     own_host = grouping.host_of_rank[meeting.rank]
     awaited = [link for link in links if link.host > own_host]
     connected = Links(_Reception(meeting, awaited, epoch), {})

@@ -17,7 +17,7 @@ from typing import Any
 
 from horo._errors import HoroError
 
-__all__ = ["watch_exit", "watch_loss"]
+__all__ = ["watch_end", "watch_exit", "watch_loss"]
 
 _loss_finders: list[Callable[[], HoroError | None]] = []
 
@@ -30,6 +30,19 @@ def watch_exit(mpi: Any) -> None:
         mpi: the module ``mpi4py.MPI``.
     """
     atexit.register(_end, mpi, os.getpid())
+
+
+@cache
+def watch_end(mpi: Any, close: Callable[[], None]) -> None:
+    """``close`` will be called should the script finalize MPI while horo still uses it.
+
+    Args:
+        mpi: the module ``mpi4py.MPI``.
+        close: ends all use of MPI; idempotent.
+    """
+    # MPI_Finalize first frees COMM_SELF, whose attributes go with it: the hook that the standard has for this.
+    keyval = mpi.Comm.Create_keyval(delete_fn=lambda comm, keyval, value: close())
+    mpi.COMM_SELF.Set_attr(keyval, True)
 
 
 def watch_loss(find_loss: Callable[[], HoroError | None]) -> None:

@@ -36,6 +36,7 @@ __all__ = [
     "MpiWorld",
     "check_sign",
     "is_communicator",
+    "library_of",
     "load_mpi",
     "mpi_importable",
     "open_mpi_store",
@@ -48,6 +49,7 @@ _NOTE_BYTES = 8192
 """What rank 0 tells all: a few addresses and a secret, or why there are none."""
 _SECRET_BYTES = 32
 _DIGEST_BYTES = 16
+_LEVELS = ("MPI_THREAD_SINGLE", "MPI_THREAD_FUNNELED", "MPI_THREAD_SERIALIZED", "MPI_THREAD_MULTIPLE")
 _POLL_FIRST_S = 0.0001
 _POLL_LAST_S = 0.01
 
@@ -148,14 +150,16 @@ def check_sign(mpi: Any, sign: MpiSign) -> None:
     lonely = sign.size is None and size == 1 and sign.rank
     if lonely or (sign.size is not None and sign.size != size):
         raise UsageError(
-            f"{sign}, but to mpi4py's MPI ({_library(mpi)}) this is process {rank} of {size}: the job was started by "
+            f"{sign}, but to mpi4py's MPI ({library_of(mpi)}) this is process {rank} of {size}: the job was started by "
             "the mpirun of another MPI; use the mpirun of that library, or point mpi4py at the launcher's: export "
             f"MPI4PY_LIBMPI={_library_hint()}"
         )
 
 
-def _library(mpi: Any) -> str:
-    return " ".join(str(mpi.Get_library_version()).splitlines()[0].split())
+def library_of(mpi: Any) -> str:
+    """Name and version of the MPI that mpi4py has loaded."""
+    lines = str(mpi.Get_library_version()).replace("\0", "").strip().splitlines()
+    return " ".join(lines[0].split(",")[0].split()) if lines else "an MPI without a name"
 
 
 class MpiWorld:
@@ -166,6 +170,7 @@ class MpiWorld:
         comm: errors are returned on it.
         rank, size: in it.
         library: name and version of the MPI.
+        thread_level: in MPI's words.
         threads_multiple: whether MPI may be called from several threads at once.
     """
 
@@ -173,8 +178,12 @@ class MpiWorld:
         self.mpi, self.comm = mpi, comm
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
-        self.library = _library(mpi)
-        self.threads_multiple = bool(mpi.Query_thread() == mpi.THREAD_MULTIPLE)
+        self.library = library_of(mpi)
+        level = mpi.Query_thread()
+        self.thread_level = next(
+            (name for name in _LEVELS if getattr(mpi, name.removeprefix("MPI_")) == level), str(level)
+        )
+        self.threads_multiple = bool(level == mpi.THREAD_MULTIPLE)
         self._arrival: Any = None
 
     def await_all(self, patience_s: float) -> None:

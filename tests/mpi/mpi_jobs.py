@@ -1,0 +1,79 @@
+"""Jobs that a real mpirun starts, for tests that watch them from outside."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+__all__ = ["Ended", "MpiJobs", "why_not"]
+
+_DEADLINE_S = 100.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a job left."""
+
+    code: int
+    output: str
+    errors: str
+
+    @property
+    def lines(self) -> list[str]:
+        """Of the output, sorted: ranks write in any order."""
+        return sorted(self.output.splitlines())
+
+
+def why_not() -> str | None:
+    """Why no job can be started from here; None if it can."""
+    if not os.environ.get("MPI4PY_LIBMPI") or shutil.which("mpirun") is None:
+        return "no MPI is chosen: make test-mpi runs these tests under one after the other"
+    if any(os.environ.get(name) for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")):
+        return "this process is a rank itself"
+    return None
+
+
+@dataclass(frozen=True)
+class MpiJobs:
+    """Starts scripts under the MPI of the environment."""
+
+    folder: Path
+
+    def run(self, size: int, script: str, *arguments: str, environ: Mapping[str, str] | None = None) -> Ended:
+        """The end of ``mpirun -n size python script arguments``; a job that does not end in time fails the test."""
+        return self._run(["mpirun", "-n", str(size)], script, arguments, environ)
+
+    def run_alone(self, script: str, environ: Mapping[str, str] | None = None) -> Ended:
+        """The end of ``python script``, which no mpirun started."""
+        return self._run([], script, (), environ)
+
+    def _run(
+        self, launcher: list[str], script: str, arguments: tuple[str, ...], environ: Mapping[str, str] | None
+    ) -> Ended:
+        path = self.folder / "script.py"
+        path.write_text(textwrap.dedent(script), encoding="utf-8")
+        own = {"OMP_NUM_THREADS": "1", "HORO_START_TIMEOUT": "60", "PYTHONUNBUFFERED": "1", **(environ or {})}
+        process = subprocess.Popen(
+            [*launcher, sys.executable, str(path), *arguments],
+            env={**os.environ, **own},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        try:
+            output, errors = process.communicate(timeout=_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output, errors = process.communicate()
+            pytest.fail(f"the job did not end in time\n{output.decode()}\n{errors.decode()}")
+        # Some launchers put NUL bytes into their own messages.
+        texts = [text.decode("utf-8", "replace").replace("\0", "") for text in (output, errors)]
+        return Ended(process.returncode, *texts)

@@ -1,0 +1,82 @@
+"""How a job under a real mpirun ends: every rank that goes takes the others with it, and is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from mpi_jobs import MpiJobs, why_not
+
+pytestmark = [pytest.mark.skipif(why_not() is not None, reason=str(why_not())), pytest.mark.timeout(150)]
+
+SCRIPT = """
+import os, signal, sys
+import torch, horo.torch as hvd
+hvd.init()
+hvd.allreduce(torch.ones(4), name="x")
+mode = sys.argv[1]
+if hvd.rank() == 1:
+    if mode == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if mode.startswith("raise"):
+        raise ValueError("my own fault")
+    if mode == "exit":
+        sys.exit(7)
+if mode == "raise during MPI":
+    from mpi4py import MPI
+    MPI.COMM_WORLD.Barrier()
+if mode == "lost and caught":
+    if hvd.rank() == 1:
+        os._exit(0)
+    try:
+        hvd.allreduce(torch.ones(4), name="y")
+    except hvd.HorovodInternalError:
+        hvd.shutdown()
+        print("caught", flush=True)
+        sys.exit(0)
+hvd.allreduce(torch.ones(4), name="y")
+print("done", flush=True)
+"""
+
+
+@pytest.fixture
+def mpi_jobs(tmp_path: Path) -> MpiJobs:
+    return MpiJobs(tmp_path)
+
+
+def test_a_job_that_is_done_ends_with_0(mpi_jobs: MpiJobs) -> None:
+    ended = mpi_jobs.run(3, SCRIPT, "well")
+    assert (ended.code, ended.lines) == (0, ["done"] * 3), ended.errors
+
+
+@pytest.mark.parametrize("mode", ["raise", "raise during MPI"])
+def test_an_exception_ends_the_job_and_is_seen(mpi_jobs: MpiJobs, mode: str) -> None:
+    ended = mpi_jobs.run(3, SCRIPT, mode)
+    assert ended.code != 0
+    assert "ValueError: my own fault" in ended.errors
+    assert "done" not in ended.output
+
+
+def test_a_killed_rank_ends_the_job_and_is_named(mpi_jobs: MpiJobs) -> None:
+    ended = mpi_jobs.run(3, SCRIPT, "kill")
+    assert ended.code != 0
+    told = ended.errors + ended.output
+    # mpirun may be faster than the other ranks; then it names the rank in its own words.
+    by_horo = "rank 1 (" in told and "its process ended without shutting horo down" in told
+    assert by_horo or "signal 9" in told.lower() or "exit code: 9" in told.lower() or "KILLED BY SIGNAL: 9" in told, (
+        told
+    )
+    assert "done" not in ended.output
+
+
+def test_a_rank_that_leaves_early_ends_the_job_with_an_error(mpi_jobs: MpiJobs) -> None:
+    ended = mpi_jobs.run(3, SCRIPT, "exit")
+    assert ended.code != 0
+    assert "done" not in ended.output
+
+
+def test_a_loss_that_the_script_survives_still_ends_the_job_with_the_culprit(mpi_jobs: MpiJobs) -> None:
+    ended = mpi_jobs.run(2, SCRIPT, "lost and caught")
+    assert ended.code != 0
+    told = ended.errors + ended.output
+    assert "rank 1 (" in told or "before calling" in told or "without calling" in told, told
