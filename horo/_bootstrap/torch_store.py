@@ -1,7 +1,7 @@
 """torch's TCPStore as the job's store, for jobs started by torchrun. The only module here that needs torch.
 
-Trust: torch's store asks nobody for a password. Rank 0 puts the job's secret into it, so under torchrun whoever can
-reach that store can join the job, as with torch.distributed itself. Jobs on networks with strangers are for hororun.
+Trust: torch's store asks nobody for a password. Rank 0 puts the job's secret into it unless the user has set
+``HORO_SECRET`` on all nodes, so whoever can reach that store can join the job, as with torch.distributed itself.
 """
 
 from __future__ import annotations
@@ -106,7 +106,10 @@ def open_torch_store(master: TorchMaster, rank: int, timeout_s: float) -> tuple[
                 multi_tenant=True,
             )
         except RuntimeError as error:
-            raise PeerLostError(f"torch's store at {where} cannot be reached: {error}") from error
+            raise PeerLostError(
+                f"torch's store at {where} cannot be reached: {error}. (torch asks a name server about every peer, one "
+                "after the other: where that is slow, raise HORO_START_TIMEOUT or name the hosts in /etc/hosts.)"
+            ) from error
         _opened[key] = TorchStore(store, where)
     return _opened[key], _source_towards(master.address)
 

@@ -75,7 +75,7 @@ class FakeMpi(ModuleType):
     Comm = Comm
     Exception = RuntimeError
     COMM_NULL = None
-    THREAD_MULTIPLE = 3
+    THREAD_SINGLE, THREAD_FUNNELED, THREAD_SERIALIZED, THREAD_MULTIPLE = range(4)
     ERRORS_RETURN = 1
 
     def __init__(self, rank: int, size: int) -> None:

@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -127,3 +128,68 @@ def test_ranks_on_two_hosts_find_the_addresses_that_lead_to_each_other(
     assert results[1]["addresses"] == {"control": [far, near, 0], "data": [far, near, 0]}
     assert results[2]["addresses"] == {"data": [near, far, 3]}
     assert results[3]["addresses"] == {"data": [far, near, 2]}
+
+
+def _check_ends(processes: list[subprocess.Popen[str]]) -> list[dict[str, Any]]:
+    results = []
+    for process in processes:
+        output, errors = process.communicate(timeout=100)
+        assert process.returncode == 0, errors
+        results += [json.loads(line) for line in output.splitlines()]
+    return results
+
+
+@pytest.mark.parametrize("secret", ["", SECRET])
+def test_ranks_of_torchrun_on_two_hosts_meet_in_its_store(cable: Cable, tmp_path: Path, secret: str) -> None:
+    pytest.importorskip("torch")
+    (tmp_path / "rank.py").write_text(textwrap.dedent(RANK), encoding="utf-8")
+    agents = [
+        _start(
+            cable.namespaces[node],
+            Path("-mtorch.distributed.run"),
+            "--nnodes=2",
+            f"--node-rank={node}",
+            f"--nproc-per-node={2 - node}",
+            f"--master-addr={cable.addresses[0]}",
+            "--master-port=29517",
+            str(tmp_path / "rank.py"),
+            HORO_SECRET=secret,
+            HORO_START_TIMEOUT="60",
+            OMP_NUM_THREADS="1",
+        )
+        for node in range(2)
+    ]
+    near, far = cable.addresses
+    results = sorted(_check_ends(agents), key=lambda result: len(result["addresses"]))
+    assert [result["hosts"] for result in results] == [[[0, 1], [2]]] * 3
+    assert results[0]["addresses"] == {}  # rank 1 has no counterpart on the other host
+    assert [near, far, 2] in [result["addresses"]["data"] for result in results[1:]]
+    assert [far, near, 0] in [result["addresses"]["data"] for result in results[1:]]
+
+
+def test_ranks_of_srun_on_two_hosts_meet_at_the_first_node(cable: Cable, tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(textwrap.dedent(RANK), encoding="utf-8")
+    nodes = [0, 1, 0]  # cyclic
+    ranks = [
+        _start(
+            cable.namespaces[node],
+            tmp_path / "rank.py",
+            SLURM_JOB_ID=str(os.getpid()),
+            SLURM_STEP_ID="0",
+            SLURM_PROCID=str(rank),
+            SLURM_STEP_NUM_TASKS="3",
+            SLURM_NODEID=str(node),
+            SLURM_LOCALID=str(rank // 2),
+            SLURM_STEP_TASKS_PER_NODE="2,1",
+            SLURM_STEP_NODELIST="10.213.77.[1-2]",
+            HORO_SECRET=SECRET,
+            HORO_START_TIMEOUT="30",
+        )
+        for rank, node in enumerate(nodes)
+    ]
+    near, far = cable.addresses
+    results = _check_ends(ranks)
+    assert [result["hosts"] for result in results] == [[[0, 2], [1]]] * 3
+    assert results[0]["addresses"] == {"control": [near, far, 1], "data": [near, far, 1]}
+    assert results[1]["addresses"] == {"control": [far, near, 0], "data": [far, near, 0]}
+    assert results[2]["addresses"] == {}

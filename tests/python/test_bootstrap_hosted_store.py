@@ -1,0 +1,74 @@
+"""A store that rank 0 hosts: it ends when all have left, and not before."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from joining import SECRET, open_descriptors, run_threads
+
+from horo._bootstrap.hosted_store import HostedStore, choose_host_addresses
+from horo._bootstrap.interfaces import is_loopback
+from horo._bootstrap.store import StoreClient, StoreServer
+from horo._errors import UsageError
+
+
+def test_hosting_ends_when_all_others_have_left_and_takes_its_sign_down() -> None:
+    before = open_descriptors()
+    ended: list[str] = []
+    server = StoreServer(["127.0.0.1"], SECRET)
+    own = HostedStore(server, SECRET, 3, 60, lambda: ended.append("sign"))
+    others = [StoreClient(*server.endpoints[0], SECRET, 10, kept_by="rank 0") for _ in range(2)]
+    closing = threading.Thread(target=own.close)
+    closing.start()
+    others[0].close()
+    others[1].set("key", b"still there")
+    assert others[1].get("key", 10) == b"still there"
+    assert ended == []
+    others[1].close()
+    closing.join(60)
+    assert ended == ["sign"]
+    assert open_descriptors() == before
+
+
+def test_who_has_not_come_is_awaited_for_a_while_only() -> None:
+    with StoreServer(["127.0.0.1"], SECRET) as server:
+        assert server.await_departure(0, 60, 0)
+        assert not server.await_departure(1, 60, 0.01)
+        with StoreClient(*server.endpoints[0], SECRET, 10):
+            assert not server.await_departure(1, 0.01, 60)
+        assert server.await_departure(1, 60, 0)
+
+
+def test_late_ones_that_come_and_go_end_the_wait() -> None:
+    with StoreServer(["127.0.0.1"], SECRET) as server:
+
+        def visit() -> bool:
+            StoreClient(*server.endpoints[0], SECRET, 10).close()
+            return True
+
+        assert run_threads([visit, lambda: server.await_departure(2, 60, 60), visit]) == [True] * 3
+
+
+def test_addresses_are_loopback_where_all_are_near() -> None:
+    assert choose_host_addresses(None, near=True, far=False) == ["127.0.0.1"]
+    assert choose_host_addresses(None, near=False, far=False) == ["127.0.0.1"]
+    with pytest.raises(UsageError, match="no-such-interface"):
+        choose_host_addresses("no-such-interface", near=True, far=True)
+
+
+def test_addresses_for_others_leave_loopback_to_those_nearby(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.1.2.3"], "ib0": ["10.9.2.3"]}
+    monkeypatch.setattr("horo._bootstrap.hosted_store.interface_addresses", lambda: found)
+    assert choose_host_addresses(None, near=True, far=True) == ["10.1.2.3", "10.9.2.3", "127.0.0.1"]
+    far = choose_host_addresses("ib0,lo", near=False, far=True)
+    assert far == ["10.9.2.3"]
+    assert not any(map(is_loopback, far))
+
+
+def test_the_host_of_a_store_that_is_gone_is_named() -> None:
+    server = StoreServer(["127.0.0.1"], SECRET)
+    client = StoreClient(*server.endpoints[0], SECRET, 10, kept_by="rank 0")
+    server.close()
+    with pytest.raises(Exception, match="did rank 0 end"):
+        client.set("key", b"")
