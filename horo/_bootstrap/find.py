@@ -21,6 +21,7 @@ from horo._bootstrap.mpi_launch import (
     world_of,
     world_of_ranks,
 )
+from horo._bootstrap.slurm_step import is_lone_step
 from horo._config import Config, LaunchVariables, read_variables
 from horo._errors import ResourceError, UsageError
 
@@ -98,7 +99,7 @@ def _find(environ: Mapping[str, str], config: Config) -> Any:
             )
         return launch
     launch = detect_launch(environ)
-    if launch.kind in {"hororun", "torchrun"} or sign is None:
+    if launch.kind in {"hororun", "torchrun"} or sign is None or (sign.size is None and is_lone_step(environ)):
         return launch
     if config.controller == "gloo":
         if launch.kind == "none":

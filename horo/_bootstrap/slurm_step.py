@@ -9,7 +9,7 @@ from horo._config import SlurmVariables, read_variables, variables_of
 from horo._errors import UsageError
 from horo._hostlist import parse_counts, parse_host_list
 
-__all__ = ["SlurmStep", "read_step"]
+__all__ = ["SlurmStep", "is_lone_step", "read_step"]
 
 _SPECIAL_STEPS = 0xFFFFFFF0
 """Steps from here on are batch scripts and interactive shells, not srun's."""
@@ -46,6 +46,13 @@ def read_step(environ: Mapping[str, str]) -> SlurmStep | None:
     rank, node = _number(said, "procid", size), _number(said, "nodeid", len(hosts), missing=0)
     name = f"{said.job_id or 'none'}.{step}.{_count(said.restart_count)}"
     return SlurmStep(rank, size, name, hosts, node, said.nodename, _local(said, node))
+
+
+def is_lone_step(environ: Mapping[str, str]) -> bool:
+    """Whether Slurm started this process, or the shell around it, as the only one of its step."""
+    said = read_variables(SlurmVariables, environ)
+    size = _count(said.step_num_tasks if said.step_num_tasks is not None else said.ntasks)
+    return said.step_id is not None and (size == 1 or _count(said.step_id) >= _SPECIAL_STEPS)
 
 
 def _hosts(said: SlurmVariables) -> tuple[str, ...]:

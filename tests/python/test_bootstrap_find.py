@@ -249,6 +249,12 @@ def test_mpirun_inside_an_allocation_is_not_mistaken_for_srun(monkeypatch: pytes
             find(environ)
 
 
+@pytest.mark.parametrize("step", [{"SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_STEP_ID": "4294967290"}])
+def test_a_shell_that_srun_has_started_is_no_mpi_job(step: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(find_module, "load_mpi", lambda why: pytest.fail("MPI was imported"))
+    assert find({**SRUN, "PMIX_RANK": "0", **step}).kind == "none"
+
+
 @pytest.mark.parametrize("controller", ["gloo", "slurm"])
 def test_the_controller_keeps_mpi_out_under_srun(controller: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(find_module, "load_mpi", lambda why: pytest.fail("MPI was imported"))

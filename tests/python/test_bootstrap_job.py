@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -25,8 +25,8 @@ from horo._bootstrap import links as links_module
 from horo._bootstrap.addresses import Endpoint
 from horo._bootstrap.grouping import group_ranks
 from horo._bootstrap.handshake import HandshakeError
-from horo._bootstrap.job import Connection, start
-from horo._bootstrap.launch import Place, detect_launch
+from horo._bootstrap.job import Connection, connect, start
+from horo._bootstrap.launch import Place, detect_launch, subset
 from horo._bootstrap.meeting import Meeting
 from horo._bootstrap.store import StoreClient, StoreServer
 from horo._config import read_config
@@ -74,6 +74,27 @@ def test_ranks_that_share_a_label_share_memory_and_the_others_are_linked(host_of
     check_wiring([connection.setup for connection in connections])
     close_connections(connections)
     assert open_descriptors() == before
+
+
+def test_two_lists_of_ranks_are_two_jobs_side_by_side_in_one_store(server: StoreServer) -> None:
+    lists = {0: [2, 0], 2: [2, 0], 1: [1, 3], 3: [1, 3]}
+
+    def joiner(rank: int, environ: dict[str, str]) -> Callable[[], Connection]:
+        return lambda: connect(subset(detect_launch(environ), lists[rank]), read_config(environ), 1, [])
+
+    environs = environments(server, 4, {"HOROVOD_LOCAL_SIZE": "4"})
+    for rank, environ in enumerate(environs):
+        environ["HOROVOD_LOCAL_RANK"] = str(rank)
+    connections = whole(run_threads([joiner(rank, environ) for rank, environ in enumerate(environs)]))
+    assert [connection.setup.rank for connection in connections] == [1, 0, 0, 1]
+    assert [connection.setup.host_name_of_rank for connection in connections] == [
+        ["name2", "name0"],
+        ["name1", "name3"],
+    ] * 2
+    assert [connection.place for connection in connections] == [Place(local, 2, 0, 1) for local in (1, 0, 0, 1)]
+    for some in ([2, 0], [1, 3]):
+        check_wiring([connections[rank].setup for rank in some])
+    close_connections(connections)
 
 
 def test_places_are_counted_where_the_launcher_says_nothing(server: StoreServer) -> None:
