@@ -83,7 +83,7 @@ def rows_of(results: Sequence[Result], ranks: int) -> list[dict[str, Any]]:
     return rows
 
 
-TITLES = "{:>9}  {:<9} {:>9} {:>9} {:>9} {:>7} {:>7} {:>9}  {}"
+TITLES = "{:>9}  {:<14} {:>9} {:>9} {:>9} {:>7} {:>7} {:>9}  {}"
 
 
 def as_table(results: Sequence[Result], ranks: int, dtype: str, where: str = "") -> str:

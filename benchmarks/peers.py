@@ -86,7 +86,8 @@ class Peer:
         else:  # whose slots are enough: told that more are allowed, it would put all ranks on the first
             options += ["--host", hosts.slots(ranks), "--prefix", str(folder)]
             options += ["--prtemca", "plm_ssh_agent", str(hosts.remote_shell), "--prtemca", "prte_if_include", "eth0"]
-            options += ["--mca", "btl_tcp_if_include", "eth0"]
+            # Bound, the first ranks of all hosts would share the machine's first core.
+            options += ["--mca", "btl_tcp_if_include", "eth0", "--bind-to", "none"]
         return [mpirun, *options]
 
 
@@ -100,11 +101,20 @@ def enter(hosts: Spaces | None, number: int, ranks: int) -> list[str]:
 
 
 HORO = Peer("horo", "horo", "hororun")
-HORO_OPEN_MPI = Peer("horo on Open MPI", "horo", "mpirun", mpi=ENVIRONMENTS / "openmpi", how_to_get="make peers")
-HORO_MPICH = Peer("horo on MPICH", "horo", "mpirun", mpi=ENVIRONMENTS / "mpich", how_to_get="make peers")
+
+
+def horo_over(peer: Peer, library: str) -> Peer:
+    """horo, started by the mpirun of ``peer``, with its MPI for data between hosts."""
+    folder = peer.folder or ENVIRONMENTS
+    libmpi = {"MPI4PY_LIBMPI": str(folder / "lib" / library)}
+    return Peer(f"horo, {peer.name}", "horo", "mpirun", mpi=folder, environment=libmpi, how_to_get=peer.how_to_get)
+
+
 GLOO = Peer("gloo", "gloo")
 OPEN_MPI = Peer("Open MPI", "mpi", "mpirun", ENVIRONMENTS / "openmpi", how_to_get="make peers")
 MPICH = Peer("MPICH", "mpi", "mpirun", ENVIRONMENTS / "mpich", how_to_get="make peers")
+HORO_OPEN_MPI = horo_over(OPEN_MPI, "libmpi.so.40")
+HORO_MPICH = horo_over(MPICH, "libmpi.so.12")
 HOROVOD = Peer(
     "Horovod",
     "horovod",
