@@ -258,8 +258,9 @@ def _require_mpi() -> Any:
         pytest.skip("MPI4PY_LIBMPI names no MPI; `make test-mpi` runs this with several")
     mpi = pytest.importorskip("mpi4py.MPI")
     vendor, version = mpi.get_vendor()
-    if vendor == "Open MPI" and version < (5, 0, 0):
-        pytest.skip("in Open MPI 4 a process's message to itself that it does not receive holds up all later ones")
+    if vendor in {"Open MPI", "MPICH"} and version < (5, 0, 0):
+        # Seen with 4.1.4 and 4.0.2. Between processes, messages of one lane are received in their order.
+        pytest.skip(f"in {vendor} 4 a process's message to itself that it never receives holds up later ones")
     return mpi
 
 
