@@ -24,13 +24,13 @@ exec sh -c "$command"
 """
 
 
-def wait_until(true: Callable[[], object], what: str) -> None:
-    """Waits, with a deadline, until ``true()``."""
+def wait_until(true: Callable[[], object], what: str, every_s: float = 0.01) -> None:
+    """Waits, with a deadline, until ``true()``; looks ``every_s`` seconds."""
     deadline = time.monotonic() + DEADLINE_S
     while not true():
         if time.monotonic() > deadline:
             raise AssertionError(f"after {DEADLINE_S:g} s still not: {what}")
-        time.sleep(0.01)
+        time.sleep(every_s)
 
 
 def marked_processes(mark: str) -> dict[int, str]:
@@ -65,6 +65,17 @@ class Launched:
     def nothing_is_left(self) -> None:
         """Waits until no process that carries the mark exists."""
         wait_until(lambda: not marked_processes(self.mark), f"nothing left of {self.process.args}")
+
+    def kill(self) -> None:
+        """Ends whatever a test that failed has left."""
+        for pid in marked_processes(self.mark):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(DEADLINE_S)
+        for pipe in (self.process.stdout, self.process.stderr):
+            if pipe is not None:
+                pipe.close()
 
 
 @dataclass
@@ -107,14 +118,7 @@ class Hororun:
     def clean_up(self) -> None:
         """Ends whatever a test that failed has left."""
         for launched in self.launched:
-            for pid in marked_processes(launched.mark):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                launched.process.wait(DEADLINE_S)
-            for pipe in (launched.process.stdout, launched.process.stderr):
-                if pipe is not None:
-                    pipe.close()
+            launched.kill()
 
 
 def _signals_as_in_a_shell() -> None:

@@ -49,8 +49,7 @@ Host *
 """
 # Inside the namespaces: the host's own /etc/hosts, /run and name, then the command.
 _ENTER = """
-mount --bind "$1/hosts" /etc/hosts && mount -t tmpfs tmpfs /run && mkdir /run/sshd && hostname "$2" && shift 2 &&
-exec "$@"
+mount --bind "$1/hosts" /etc/hosts && mount --bind "$1/$2.run" /run && hostname "$2" && shift 2 && exec "$@"
 """
 
 
@@ -85,6 +84,10 @@ class Cluster(Hororun):
         """The command that runs ``argv`` on a host; its process becomes that of ``argv``."""
         enter = ["ip", "netns", "exec", host.name, "unshare", "--uts", "--mount", "sh", "-c", _ENTER]
         return [*enter, "sh", str(self.folder), host.name, *argv]
+
+    def run_folder(self, host: ClusterHost) -> Path:
+        """What is ``/run`` on a host."""
+        return self.folder / f"{host.name}.run"
 
     def run_on(
         self, host: ClusterHost, argv: Sequence[str], environment: Mapping[str, str] | None = None
@@ -149,13 +152,15 @@ def why_not() -> str:
     return f"namespaces are not allowed here: {done.stderr.strip()}" if done.returncode else ""
 
 
-def make_cluster(stack: contextlib.ExitStack, folder: Path, count: int) -> Cluster:
-    """Makes ``count`` hosts; ``stack`` takes how to remove each thing, as it is made."""
-    tag = f"horo-{os.getpid()}-{count}"
-    letters = "abcdefgh"[:count]
+def make_cluster(stack: contextlib.ExitStack, folder: Path, count: int, kind: str = "") -> Cluster:
+    """Makes ``count`` hosts; ``stack`` takes how to remove each thing, as it is made.
+
+    ``kind``: part of their names, for clusters of as many hosts in one run.
+    """
+    tag = f"horo-{os.getpid()}-{kind}{count}"
     hosts = [
-        ClusterHost(f"{tag}{letter}", f"10.213.7.{number}", f"fd13:7::{number}", f"to-{letter}")
-        for number, letter in enumerate(letters, start=1)
+        ClusterHost(f"{tag}-{number}", f"10.213.7.{number}", f"fd13:7::{number}", f"to-{number}")
+        for number in range(1, count + 1)
     ]
     cluster = Cluster(folder=folder, hosts=hosts, switch=f"{tag}-switch")
     _make_keys(cluster)
@@ -198,6 +203,7 @@ def _plug_in(cluster: Cluster, host: ClusterHost) -> None:
 def _start_sshd(stack: contextlib.ExitStack, cluster: Cluster, host: ClusterHost) -> None:
     config = cluster.folder / f"{host.name}.sshd_config"
     pid_file = cluster.folder / f"{host.name}.pid"
+    (cluster.run_folder(host) / "sshd").mkdir(parents=True)
     config.write_text(
         _SSHD_CONFIG.format(folder=cluster.folder, name=host.name, address=host.address, address6=host.address6)
     )

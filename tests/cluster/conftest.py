@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from namespaces import Cluster, make_cluster, why_not
+from slurm import Slurm, make_slurm, why_no_slurm
 
 
 @pytest.fixture(scope="session")
@@ -35,3 +36,20 @@ def cluster(clusters: Callable[[int], Cluster]) -> Iterator[Cluster]:
         pair.mend(host)
     pair.clean_up()
     pair.launched.clear()
+
+
+@pytest.fixture(scope="session")
+def whole_slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    """Slurm on two hosts of its own: its daemons talk to each other while other tests count packets."""
+    reason = why_not() or why_no_slurm()
+    if reason:
+        pytest.skip(f"no Slurm on network namespaces: {reason}")
+    with contextlib.ExitStack() as stack:
+        yield make_slurm(make_cluster(stack, tmp_path_factory.mktemp("slurm"), 2, "slurm"))
+
+
+@pytest.fixture
+def slurm(whole_slurm: Slurm) -> Iterator[Slurm]:
+    """It, with nothing left of the test before."""
+    yield whole_slurm
+    whole_slurm.clean_up()
