@@ -13,9 +13,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["DEADLINE_S", "Flags", "Hororun", "Launched", "make_remote_shell", "marked_processes", "wait_until"]
+__all__ = [
+    "DEADLINE_S",
+    "TORCH_S",
+    "Flags",
+    "Hororun",
+    "Launched",
+    "make_remote_shell",
+    "marked_processes",
+    "wait_until",
+]
 
 DEADLINE_S = 30.0
+TORCH_S = 90.0
+"""A deadline for what imports torch several times on a machine that does other things, too."""
 _REMOTE_SHELL = """#!/bin/sh
 # Stands in for ssh: runs the last argument, the command, on this machine.
 for command; do :; done
@@ -24,12 +35,12 @@ exec sh -c "$command"
 """
 
 
-def wait_until(true: Callable[[], object], what: str, every_s: float = 0.01) -> None:
-    """Waits, with a deadline, until ``true()``; looks ``every_s`` seconds."""
-    deadline = time.monotonic() + DEADLINE_S
+def wait_until(true: Callable[[], object], what: str, every_s: float = 0.01, deadline_s: float = DEADLINE_S) -> None:
+    """Waits, with a deadline, until ``true()``; looks every ``every_s`` seconds."""
+    deadline = time.monotonic() + deadline_s
     while not true():
         if time.monotonic() > deadline:
-            raise AssertionError(f"after {DEADLINE_S:g} s still not: {what}")
+            raise AssertionError(f"after {deadline_s:g} s still not: {what}")
         time.sleep(every_s)
 
 
@@ -51,9 +62,9 @@ class Launched:
     process: subprocess.Popen[bytes]
     mark: str
 
-    def finish(self) -> subprocess.CompletedProcess[str]:
+    def finish(self, deadline_s: float = DEADLINE_S) -> subprocess.CompletedProcess[str]:
         """Waits for its end; nothing it has started may be left then."""
-        out, err = self.process.communicate(timeout=DEADLINE_S)
+        out, err = self.process.communicate(timeout=deadline_s)
         self.nothing_is_left()
         texts = [(text or b"").decode("utf-8", "replace") for text in (out, err)]
         return subprocess.CompletedProcess(self.process.args, self.process.returncode, *texts)
@@ -80,7 +91,7 @@ class Launched:
 
 @dataclass
 class Hororun:
-    """Starts hororun and cleans up after it."""
+    """Starts hororun, and other launchers, and cleans up after them."""
 
     remote_shell: str = ""
     launched: list[Launched] = field(default_factory=list)
@@ -92,12 +103,15 @@ class Hororun:
 
         ``prefix``: words before the command. ``environment``: added to this process's. Other options are Popen's.
         """
+        shell = ["--remote-shell", self.remote_shell] if self.remote_shell else []
+        place = [] if where is None else ["-H", where]
+        return self.launch([*prefix, sys.executable, "-m", "horo.runner", *place, *shell, *words], **options)
+
+    def launch(self, command: Sequence[str], **options: object) -> Launched:
+        """Starts any command, with ``environment`` and the options as for ``start``."""
         mark = f"HORO_TEST_MARK={uuid.uuid4().hex}"
         name, _, value = mark.partition("=")
         environment = {**os.environ, name: value, **options.pop("environment", {})}  # type: ignore[dict-item]
-        shell = ["--remote-shell", self.remote_shell] if self.remote_shell else []
-        place = [] if where is None else ["-H", where]
-        command = [*prefix, sys.executable, "-m", "horo.runner", *place, *shell, *words]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, **options}
         process = subprocess.Popen(  # type: ignore[call-overload]
             command,
@@ -119,6 +133,7 @@ class Hororun:
         """Ends whatever a test that failed has left."""
         for launched in self.launched:
             launched.kill()
+        self.launched.clear()
 
 
 def _signals_as_in_a_shell() -> None:

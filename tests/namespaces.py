@@ -47,9 +47,10 @@ Host *
   StrictHostKeyChecking yes
   SendEnv HORO_TEST_MARK
 """
-# Inside the namespaces: the host's own /etc/hosts, /run and name, then the command.
+# Inside the namespaces: the host's own /etc/hosts, /run and name, and keys that plain ssh uses; then the command.
 _ENTER = """
-mount --bind "$1/hosts" /etc/hosts && mount --bind "$1/$2.run" /run && hostname "$2" && shift 2 && exec "$@"
+mount --bind "$1/hosts" /etc/hosts && mount --bind "$1/ssh_config" /etc/ssh/ssh_config &&
+mount --bind "$1/$2.run" /run && hostname "$2" && shift 2 && exec "$@"
 """
 
 
@@ -92,10 +93,15 @@ class Cluster(Hororun):
     def run_on(
         self, host: ClusterHost, argv: Sequence[str], environment: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Runs ``argv`` on a host to its end."""
+        """Runs ``argv`` on a host to its end; ``environment`` is added to this process's."""
+        told = {**os.environ, **(environment or {})}
         return subprocess.run(
-            self.on(host, argv), capture_output=True, text=True, check=False, timeout=DEADLINE_S, env=environment
+            self.on(host, argv), capture_output=True, text=True, check=False, timeout=DEADLINE_S, env=told
         )
+
+    def start_on(self, host: ClusterHost, argv: Sequence[str], **options: object) -> Launched:
+        """Starts any command on a host; what it starts, on whatever host, carries its mark."""
+        return self.launch(self.on(host, argv), **options)
 
     def start(self, *words: str, where: str = "", prefix: Sequence[str] = (), **options: object) -> Launched:
         """Starts ``hororun -H where words`` on the first host; ``prefix`` comes before it there."""

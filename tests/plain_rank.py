@@ -45,19 +45,19 @@ class Rank:
 
     def submit(self, name: str, count: int = 1000) -> None:
         """Submits the sum of ``count`` numbers, each this rank's number plus one."""
-        values = array.array("f", [self._here.rank + 1.0]) * count
+        values = array.array("f", [self.job.rank + 1.0]) * count
         result = array.array("f", [0.0]) * count
         tensor = Tensor(values.buffer_info()[0], result.buffer_info()[0], (count,), DTYPES["float32"])
-        handle = self._here.context.submit(OPS["allreduce"], name, [tensor], reduce_op=REDUCE_OPS["sum"])
+        handle = self.job.context.submit(OPS["allreduce"], name, [tensor], reduce_op=REDUCE_OPS["sum"])
         self._pending[name] = handle, values, result
 
     def wait(self, name: str) -> list[float]:
         """Answers the lowest and the highest number of the sum."""
         handle, _, result = self._pending[name]
         try:
-            self._here.context.wait(handle)
+            self.job.context.wait(handle)
         finally:
-            self._here.context.release(handle)
+            self.job.context.release(handle)
             del self._pending[name]
         return [min(result), max(result)]
 
@@ -76,7 +76,7 @@ class Rank:
 
     def counters(self) -> dict[str, int]:
         """The core's, and ``cpu_ns``: the processor time of this process, all threads."""
-        return {**self._here.context.counters(), "cpu_ns": time.process_time_ns()}
+        return {**self.job.context.counters(), "cpu_ns": time.process_time_ns()}
 
     def be_hasty(self) -> None:
         """From now on the process ends at once after any error, as a script does that does not catch it."""
@@ -84,14 +84,15 @@ class Rank:
 
     def close(self) -> None:
         """``shutdown()``."""
-        self._here.close()
+        self.job.close()
 
     def exit(self, code: int) -> None:
         """Ends the process without ``shutdown()``."""
         os._exit(code)
 
     @property
-    def _here(self) -> bootstrap.Job:
+    def job(self) -> bootstrap.Job:
+        """The job, once started."""
         if self._job is None:
             raise RuntimeError("start first")
         return self._job

@@ -10,12 +10,11 @@ import os
 import secrets
 import shutil
 import subprocess
-import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from jobs import DEADLINE_S, Launched, wait_until
+from jobs import DEADLINE_S, TORCH_S, Launched, wait_until
 from namespaces import Cluster, ClusterHost
 
 __all__ = ["CPUS", "BatchJob", "Slurm", "make_slurm", "why_no_slurm"]
@@ -89,46 +88,39 @@ class Slurm:
     """Commands of Slurm, run on the first host."""
 
     cluster: Cluster
-    launched: list[Launched] = field(default_factory=list)
 
-    def start(self, *words: str, environment: Mapping[str, str] | None = None, cwd: Path | None = None) -> Launched:
+    def start(self, *words: str, environment: Mapping[str, str] | None = None) -> Launched:
         """Starts a command, such as ``srun``; what it starts, on whatever host, carries its mark."""
-        mark = uuid.uuid4().hex
-        process = subprocess.Popen(
-            self.cluster.on(self.cluster.hosts[0], words),
-            env={**self._environment(), "HORO_TEST_MARK": mark, **(environment or {})},
-            cwd=cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-        self.launched.append(Launched(process, f"HORO_TEST_MARK={mark}"))
-        return self.launched[-1]
+        told = {**self._environment(), **(environment or {})}
+        return self.cluster.start_on(self.cluster.hosts[0], words, environment=told)
 
     def run(self, *words: str, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         """Runs it to its end."""
         return self.start(*words, environment=environment).finish()
 
-    def queue(self, script: Path, *options: str, environment: Mapping[str, str] | None = None) -> tuple[int, Launched]:
-        """Gives a script to ``sbatch``, in its folder; returns the job's number and what finds its processes."""
-        words = ["sbatch", "--parsable", f"--chdir={script.parent}", f"--output={script.parent}/%j.out", *options]
-        launched = self.start(*words, str(script), environment=environment)
+    def queue(self, folder: Path, *words: str, environment: Mapping[str, str] | None = None) -> tuple[int, Launched]:
+        """Runs ``sbatch words``; the job begins and writes in ``folder``. Returns its number and what finds it."""
+        command = ["sbatch", "--parsable", f"--chdir={folder}", f"--output={folder}/%j.out", *words]
+        launched = self.start(*command, environment=environment)
         out, err = launched.process.communicate(timeout=DEADLINE_S)
         if launched.process.returncode:
-            raise AssertionError(f"sbatch {script}: {err.decode()}")
+            raise AssertionError(f"{' '.join(command)}: {err.decode()}")
         return int(out), launched
 
     def finish(self, number: int, launched: Launched) -> BatchJob:
         """Waits for the end of a job that was queued; nothing of it may be left then."""
-        wait_until(lambda: self.facts(number)["JobState"] in _ENDED, f"job {number} has ended", every_s=_LOOK_S)
+
+        def has_ended() -> bool:
+            return self.facts(number)["JobState"] in _ENDED
+
+        wait_until(has_ended, f"job {number} has ended", every_s=_LOOK_S, deadline_s=TORCH_S)
         launched.nothing_is_left()
         facts = self.facts(number)
         return BatchJob(number, facts["JobState"], facts["ExitCode"], Path(facts["StdOut"]).read_text())
 
-    def batch(self, script: Path, *options: str, environment: Mapping[str, str] | None = None) -> BatchJob:
+    def batch(self, folder: Path, *words: str, environment: Mapping[str, str] | None = None) -> BatchJob:
         """``queue`` and ``finish``."""
-        return self.finish(*self.queue(script, *options, environment=environment))
+        return self.finish(*self.queue(folder, *words, environment=environment))
 
     def facts(self, number: int) -> dict[str, str]:
         """What Slurm knows about a job."""
@@ -139,9 +131,7 @@ class Slurm:
         """Ends whatever a test that failed has left; waits until all cores are free again."""
         self._ask("scancel", "--full", "--signal=KILL", "--user=root")
         self._ask("scancel", "--user=root")
-        for launched in self.launched:
-            launched.kill()
-        self.launched.clear()
+        self.cluster.clean_up()
         wait_until(self.is_idle, "all hosts are idle", every_s=_LOOK_S)
 
     def is_idle(self) -> bool:
@@ -161,11 +151,8 @@ class Slurm:
         return self.on(self.cluster.hosts[0], words)
 
     def _environment(self) -> dict[str, str]:
-        """Leads Slurm's programs to this Slurm; nothing of one around the tests is left."""
-        outside = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "PMI"))}
         folder = self.cluster.folder
-        paths = {"SLURM_CONF": str(folder / "slurm.conf"), "TMPDIR": str(folder / "tmp"), "PATH": _PATH}
-        return {**outside, **paths}
+        return {"SLURM_CONF": str(folder / "slurm.conf"), "TMPDIR": str(folder / "tmp"), "PATH": _PATH}
 
 
 def why_no_slurm() -> str:

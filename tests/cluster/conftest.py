@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 import pytest
+from mpis import MPIS, Mpi, why_no_mpi
 from namespaces import Cluster, make_cluster, why_not
 from slurm import Slurm, make_slurm, why_no_slurm
 
@@ -35,7 +36,6 @@ def cluster(clusters: Callable[[int], Cluster]) -> Iterator[Cluster]:
     for host in pair.hosts:
         pair.mend(host)
     pair.clean_up()
-    pair.launched.clear()
 
 
 @pytest.fixture(scope="session")
@@ -53,3 +53,13 @@ def slurm(whole_slurm: Slurm) -> Iterator[Slurm]:
     """It, with nothing left of the test before."""
     yield whole_slurm
     whole_slurm.clean_up()
+
+
+@pytest.fixture(params=MPIS)
+def mpi(request: pytest.FixtureRequest) -> Mpi:
+    """Each MPI in turn."""
+    found = MPIS[request.param]
+    reason = why_no_mpi(found)
+    if reason:
+        pytest.skip(f"no {found.name}: {reason}")
+    return found

@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from jobs import Flags
+from mpis import Mpi
+from places import PROGRAM, expected, written
 from slurm import Slurm
 
 TASK = "echo $SLURM_PROCID $(hostname) $SLURM_LOCALID $SLURM_STEP_NODELIST $SLURM_STEP_TASKS_PER_NODE"
+PLACES = [sys.executable, str(PROGRAM)]
+LOST = [sys.executable, str(PROGRAM.with_name("lost_rank.py"))]
+HORORUN = [sys.executable, "-m", "horo.runner"]
+LAYOUTS = {
+    "aabb": ["--ntasks=4", "--ntasks-per-node=2"],
+    "aaab": ["--ntasks=4", "--nodes=2"],
+    "abab": ["--ntasks=4", "--ntasks-per-node=2", "--distribution=cyclic"],
+    "abaa": ["--ntasks=4", "--nodes=2", "--distribution=cyclic"],
+    "ab": ["--ntasks=2", "--ntasks-per-node=1"],
+    "aa": ["--ntasks=2", "--nodes=1"],
+}
 
 
 def test_srun_starts_tasks_on_both_hosts(slurm: Slurm) -> None:
@@ -12,5 +32,86 @@ def test_srun_starts_tasks_on_both_hosts(slurm: Slurm) -> None:
     done = slurm.run("srun", "--ntasks=3", "--ntasks-per-node=2", "sh", "-c", TASK)
     assert (done.returncode, done.stderr) == (0, "")
     nodes = f"{a.name[:-1]}[1-2] 2,1"
-    expected = [(0, a, 0), (1, a, 1), (2, b, 0)]
-    assert sorted(done.stdout.splitlines()) == [f"{rank} {host.name} {local} {nodes}" for rank, host, local in expected]
+    tasks = [(0, a, 0), (1, a, 1), (2, b, 0)]
+    assert sorted(done.stdout.splitlines()) == [f"{rank} {host.name} {local} {nodes}" for rank, host, local in tasks]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_srun_without_mpi(slurm: Slurm, tmp_path: Path, layout: str) -> None:
+    done = slurm.run("srun", *LAYOUTS[layout], *PLACES, str(tmp_path))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert written(tmp_path) == expected(layout, slurm.cluster)
+
+
+@pytest.mark.parametrize("variable", ["HORO_SECRET", "HOME"])
+def test_ranks_meet_without_munge(slurm: Slurm, tmp_path: Path, variable: str) -> None:
+    value = {"HORO_SECRET": "5a" * 32, "HOME": str(tmp_path)}[variable]
+    done = slurm.run("srun", *LAYOUTS["ab"], "env", "PATH=/nowhere", f"{variable}={value}", *PLACES, str(tmp_path))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert written(tmp_path) == expected("ab", slurm.cluster)
+
+
+@pytest.mark.parametrize("layout", ["aabb", "abaa"])
+def test_srun_with_mpi(slurm: Slurm, mpi: Mpi, tmp_path: Path, layout: str) -> None:
+    command = ["srun", f"--mpi={mpi.under_srun}", *LAYOUTS[layout], *PLACES, str(tmp_path)]
+    done = slurm.run(*command, environment=mpi.environment)
+    assert done.returncode == 0, done.stderr
+    assert written(tmp_path) == expected(layout, slurm.cluster, mpi.library)
+
+
+def test_mpirun_takes_its_hosts_from_slurm(slurm: Slurm, mpi: Mpi, tmp_path: Path) -> None:
+    done = slurm.run("salloc", *LAYOUTS["aaab"], mpi.starter, *PLACES, str(tmp_path), environment=mpi.environment)
+    assert done.returncode == 0, done.stderr
+    assert written(tmp_path) == expected("aaab", slurm.cluster, mpi.library)
+
+
+@pytest.mark.parametrize("layout", ["aabb", "aaab"])
+def test_hororun_takes_its_hosts_from_slurm_and_needs_no_ssh(slurm: Slurm, tmp_path: Path, layout: str) -> None:
+    command = ["salloc", *LAYOUTS[layout], *HORORUN, "--verbose", *PLACES, str(tmp_path)]
+    done = slurm.run(*command)
+    assert done.returncode == 0, done.stderr
+    assert f"{slurm.cluster.hosts[1].name}: srun " in done.stderr
+    assert written(tmp_path) == expected(layout, slurm.cluster)
+
+
+def test_a_rank_that_is_killed_ends_the_step_and_is_named(slurm: Slurm) -> None:
+    done = slurm.run("srun", *LAYOUTS["aabb"], *LOST, "3")
+    assert done.returncode == 137
+    b = slurm.cluster.hosts[1].name
+    assert done.stderr.count(f"PeerLostError: rank 3 ({b}) is gone") == 3, done.stderr
+    assert f"srun: error: {b}: task 3: Killed" in done.stderr
+
+
+def test_a_rank_that_is_killed_ends_a_step_with_mpi_and_is_named(slurm: Slurm, mpi: Mpi) -> None:
+    command = ["srun", f"--mpi={mpi.under_srun}", *LAYOUTS["aabb"], *LOST, "3"]
+    done = slurm.run(*command, environment=mpi.environment)
+    assert done.returncode != 0
+    b = slurm.cluster.hosts[1].name
+    assert re.search(rf"rank 3 \({b}\) is gone|{b}: task 3: Killed", done.stderr), done.stderr
+
+
+def test_a_rank_that_is_killed_ends_hororun_and_is_named(slurm: Slurm) -> None:
+    done = slurm.run("salloc", *LAYOUTS["aabb"], *HORORUN, *LOST, "3")
+    assert done.returncode == 137
+    assert f"rank 3 on {slurm.cluster.hosts[1].name} was killed by SIGKILL" in done.stderr
+
+
+def cancel(slurm: Slurm, folder: Path, start: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Cancels a batch job of four ranks that sum for ever; nothing of it may be left."""
+    script, flags = folder / "job.sh", Flags(folder)
+    rank = "${RANK:-${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-$SLURM_PROCID}}}"
+    task = f": > {folder}/up.{rank}; exec {' '.join(LOST)} -1"
+    script.write_text(f'#!/bin/sh\n{" ".join(start)} sh -c "$TASK"\n')
+    number, job = slurm.queue(folder, *LAYOUTS["aabb"], str(script), environment={"TASK": task, **environment})
+    flags.wait([f"up.{number}" for number in range(4)])
+    slurm.run("scancel", str(number))
+    assert slurm.finish(number, job).state == "CANCELLED"
+
+
+@pytest.mark.parametrize("start", [["srun"], HORORUN], ids=["srun", "hororun"])
+def test_scancel_leaves_nothing(slurm: Slurm, tmp_path: Path, start: Sequence[str]) -> None:
+    cancel(slurm, tmp_path, start, {})
+
+
+def test_scancel_leaves_nothing_of_mpirun(slurm: Slurm, mpi: Mpi, tmp_path: Path) -> None:
+    cancel(slurm, tmp_path, [mpi.starter], mpi.environment)

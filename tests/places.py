@@ -1,0 +1,44 @@
+"""Where ranks are: what ``place_rank.py`` has written, and what it must have."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from namespaces import Cluster
+
+__all__ = ["PROGRAM", "expected", "written"]
+
+PROGRAM = Path(__file__).with_name("place_rank.py")
+Place = dict[str, Any]
+
+
+def written(folder: Path) -> dict[int, Place]:
+    """By rank, what the ranks of one job have written."""
+    return {int(file.suffix[1:]): json.loads(file.read_text()) for file in folder.glob("rank.*")}
+
+
+def expected(layout: str, cluster: Cluster, mpi: str = "") -> dict[int, Place]:
+    """What they must have written.
+
+    Args:
+        layout: a letter per rank for its host, ``a`` for the first of the cluster.
+        cluster: the hosts.
+        mpi: the first word of the version of the MPI through which they have met.
+    """
+    size = len(layout)
+    places = {}
+    for rank, letter in enumerate(layout):
+        local_rank = layout[:rank].count(letter)
+        # hosts are numbered by their lowest rank; those with too few ranks are left out
+        across = [host for host in dict.fromkeys(layout) if layout.count(host) > local_rank]
+        places[rank] = {
+            "size": size,
+            "local": [local_rank, layout.count(letter)],
+            "cross": [across.index(letter), len(across)],
+            "host": cluster.hosts["ab".index(letter)].name,
+            "mpi": mpi,
+            "sum": [size * (size + 1) / 2] * 2,
+        }
+    return places
