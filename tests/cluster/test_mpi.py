@@ -1,0 +1,77 @@
+"""horo started by the MPI of the site, on two hosts: mpirun of Open MPI and mpiexec of MPICH, over ssh."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from jobs import TORCH_S
+from mpis import Mpi
+from namespaces import Cluster
+from places import PROGRAM, expected, written
+
+PLACES = [sys.executable, str(PROGRAM)]
+LOST = [sys.executable, str(PROGRAM.with_name("lost_rank.py"))]
+TORCH = """
+import pathlib, sys
+import torch
+import horo.torch as hvd
+hvd.init()
+mean = hvd.allreduce(torch.full([3], hvd.rank() + 1.0), name="x")
+pathlib.Path(sys.argv[1], str(hvd.rank())).write_text(f"{hvd.size()} {mean.tolist()} {hvd.mpi_enabled()}")
+"""
+
+
+def command(mpi: Mpi, cluster: Cluster, layout: str, names: Iterable[str] = ("HORO_TRANSPORT",)) -> list[str]:
+    """What begins the command line of a job whose ranks are placed like ``layout`` and get the variables ``names``."""
+    words = [mpi.starter, mpi.hosts, where(cluster, layout), "-np", str(len(layout))]
+    passed = [word for name in names for word in (mpi.pass_on, name)] if mpi.pass_on else []
+    return [*words, *passed, *(mpi.cyclic if layout == "abab" else ())]
+
+
+def where(cluster: Cluster, layout: str) -> str:
+    return ",".join(f"{host.name}:{layout.count(letter)}" for letter, host in zip("ab", cluster.hosts, strict=True))
+
+
+@pytest.mark.parametrize("layout", ["aabb", "aaab", "abab"])
+def test_ranks_meet_and_know_their_places(cluster: Cluster, mpi: Mpi, tmp_path: Path, layout: str) -> None:
+    words = [*command(mpi, cluster, layout), *PLACES, str(tmp_path)]
+    done = cluster.start_on(cluster.hosts[0], words, environment=mpi.environment).finish()
+    assert done.returncode == 0, done.stderr
+    assert written(tmp_path) == expected(layout, cluster, mpi.library)
+
+
+@pytest.mark.parametrize("collectives", ["", "mpi"])
+def test_a_script_with_torch_needs_no_word_about_mpi(
+    cluster: Cluster, mpi: Mpi, tmp_path: Path, collectives: str
+) -> None:
+    told = {"HORO_TRANSPORT": "", "HORO_CPU_OPERATIONS": collectives}
+    words = [*command(mpi, cluster, "ab", told), sys.executable, "-c", TORCH, str(tmp_path)]
+    done = cluster.start_on(cluster.hosts[0], words, environment={**mpi.environment, **told}).finish(TORCH_S)
+    assert done.returncode == 0, done.stderr
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == dict.fromkeys("01", "2 [1.5, 1.5, 1.5] True")
+
+
+@pytest.mark.parametrize("layout", ["aabb", "aaab"])
+def test_hororun_has_mpirun_start_the_ranks(cluster: Cluster, mpi: Mpi, tmp_path: Path, layout: str) -> None:
+    words = ["--mpi", "-np", "4", "--oversubscribe", *PLACES, str(tmp_path)]
+    done = cluster.run(*words, where=where(cluster, layout), environment=mpi.environment)
+    assert done.returncode == 0, done.stderr
+    assert written(tmp_path) == expected(layout, cluster, mpi.library)
+
+
+@pytest.mark.parametrize(("victim", "named"), [(0, "0"), (3, "[23]")])
+def test_a_rank_that_is_killed_ends_the_job_and_is_named(
+    cluster: Cluster, mpi: Mpi, tmp_path: Path, victim: int, named: str
+) -> None:
+    # MPICH may end rank 2, which brings the news to the other host, together with rank 3: then it is named itself.
+    words = [*command(mpi, cluster, "aabb"), *mpi.spare, *LOST, str(victim), str(tmp_path)]
+    done = cluster.start_on(cluster.hosts[0], words, environment=mpi.environment).finish()
+    assert done.returncode != 0
+    host = cluster.hosts[victim // 2].name
+    said = "".join(file.read_text() for file in tmp_path.iterdir()) + done.stdout + done.stderr
+    by_mpirun = rf"rank {victim} with PID \d+ on node {host} exited on\s+signal 9"
+    assert re.search(rf"rank {named} \({host}\) is gone|{by_mpirun}", said), done
