@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -18,6 +19,10 @@ from typing import Any
 from horo._errors import HoroError
 
 __all__ = ["watch_end", "watch_exit", "watch_loss"]
+
+_LAST_WORDS_S = 0.3
+"""From what a rank says last to ``MPI_Abort``. mpirun may lose what comes together with it. And where mpirun has seen a
+process die, it ends the job by itself in this time; told twice to end at once, Open MPI 5.0's sometimes never does."""
 
 _loss_finders: list[Callable[[], HoroError | None]] = []
 
@@ -66,4 +71,5 @@ def _end(mpi: Any, pid: int) -> None:
         sys.stdout.flush()
         sys.stderr.write(f"horo [{mpi.COMM_WORLD.Get_rank()}] error: {reason}\n")
         sys.stderr.flush()
+    time.sleep(_LAST_WORDS_S)
     mpi.COMM_WORLD.Abort(1)
