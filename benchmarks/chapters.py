@@ -47,16 +47,16 @@ def allreduce(document: Document, folder: Path) -> Chapter:
     rows = document.rows
     dtype, ranks = rows[0]["dtype"], rows[0]["ranks"]
     states = states_of(rows)
-    lines, ahead = [f"## Allreduce: {dtype}, {ranks} ranks", ""], []
+    lines, ahead = [f"## Allreduce: {dtype}, {ranks} ranks{document.where}", ""], []
     for state in states:
         file = f"{document.name}-{state}" if state else document.name
-        title = f"in-place sum of {dtype}, {ranks} ranks{STATE_TEXTS[state]}"
+        title = f"in-place sum of {dtype}, {ranks} ranks{document.where}{STATE_TEXTS[state]}"
         by_contestant = grouped(rows, "contestant")
         curves = [bandwidth_curve(name, found, state) for (name,), found in by_contestant.items()]
         path = folder / f"{file}.svg"
         pictures.draw_curves(path, curves, x="bytes", y="bus bandwidth, GB/s", title=title, x_in_bytes=True)
         lines += [picture(folder, file, f"Bandwidth, {title}"), "", *allreduce_table(rows, state), ""]
-        ahead += sizes_ahead(rows, state, f"allreduce of {dtype}, {ranks} ranks{STATE_TEXTS[state]}")
+        ahead += sizes_ahead(rows, state, f"allreduce of {dtype}, {ranks} ranks{document.where}{STATE_TEXTS[state]}")
     lines.append(
         "Time of one call on the slowest rank, median of the rounds; the band in the picture is from the fastest to\n"
         "the slowest round. The last column is the time of the fastest peer over that of horo, the median of the\n"
@@ -79,8 +79,8 @@ def bandwidth_curve(name: str, rows: Sequence[Row], state: str) -> Curve:
 
 
 def best_peer(rows: Sequence[Row], state: str) -> Row | None:
-    """The fastest of the others."""
-    others = [row for row in rows if row["contestant"] not in ("horo", "ceiling")]
+    """The fastest of the others; horo over an MPI is none of them."""
+    others = [row for row in rows if row["contestant"].partition(",")[0] not in ("horo", "ceiling")]
     return min(others, key=lambda row: median_of(row, state), default=None)
 
 
@@ -133,8 +133,9 @@ def training_step(document: Document, folder: Path) -> Chapter:
             table.append([*cells, shown, f"{row['cpu_us'] / 1e3:.0f} ms", f"{row['switches']:.0f}"])
         horo, best = horo_of(found), best_peer(found, "")
         if horo and best and (ratio := ratio_of(best, horo, "")) < 1:
-            ahead.append(f"* training step, {model}: {best['contestant']}, {1 / ratio:.2f} times as fast")
-    lines = ["## Training step", ""]
+            what = f"* training step, {model}{document.where}"
+            ahead.append(f"{what}: {best['contestant']}, {1 / ratio:.2f} times as fast")
+    lines = [f"## Training step{document.where}", ""]
     if groups:
         title = "scaling efficiency: step without communication / step"
         pictures.draw_bars(folder / f"{document.name}.svg", groups, y="%", title=title, full=100)

@@ -31,6 +31,12 @@ class Document:
         return str(self.content["benchmark"])
 
     @property
+    def where(self) -> str:
+        """``" on 2 hosts, links of 10gbit"``; empty for one host."""
+        options = self.content.get("options", {})
+        return f" on {options['hosts']} hosts, links of {options['rate']}" if options.get("hosts", 1) != 1 else ""
+
+    @property
     def rows(self) -> list[Row]:
         return list(self.content["rows"])
 
