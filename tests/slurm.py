@@ -53,6 +53,7 @@ SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=0
 MpiDefault=none
 ReturnToService=2
 KillWait=2
+FirstJobId={first_job}
 {nodes}
 PartitionName=all Nodes=ALL Default=YES
 """
@@ -166,7 +167,9 @@ def why_no_slurm() -> str:
 def make_slurm(cluster: Cluster) -> Slurm:
     """Starts Slurm; the end of the cluster ends it."""
     nodes = "\n".join(_NODE.format(host=host, cpus=CPUS) for host in cluster.hosts)
-    (cluster.folder / "slurm.conf").write_text(_CONFIG.format(first=cluster.hosts[0], nodes=nodes))
+    # MPICH names what it leaves on the machine by the number of the job, and two runs may be here at once.
+    config = _CONFIG.format(first=cluster.hosts[0], first_job=os.getpid() % 60_000 * 1000 + 1, nodes=nodes)
+    (cluster.folder / "slurm.conf").write_text(config)
     (cluster.folder / "cgroup.conf").write_text(_CGROUP_CONFIG)
     (cluster.folder / "mpi.conf").write_text(_MPI_CONFIG)
     (cluster.folder / "tmp").mkdir()
