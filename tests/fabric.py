@@ -10,7 +10,8 @@ from typing import Any
 from horo._bootstrap.descriptors import close_all, close_setup, create_memory, create_wake
 from horo._bootstrap.grouping import Grouping, group_ranks
 from horo._bootstrap.handshake import Purpose
-from horo._core import Setup, arena_bytes
+from horo._core import arena_bytes
+from horo._setup import Setup
 
 __all__ = ["close_setup", "make_setups"]
 

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 from horo._bootstrap.descriptors import setup_descriptors
 from horo._bootstrap.grouping import Grouping, tree_parent
-from horo._core import Setup, arena_bytes
+from horo._core import arena_bytes
+from horo._setup import Setup
 
 __all__ = ["check_wiring"]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from horo._errors import ResourceError
 
 if TYPE_CHECKING:
-    from horo._core import Setup
+    from horo._setup import Setup
 
 __all__ = ["close_all", "close_setup", "create_memory", "create_wake", "setup_descriptors"]
 

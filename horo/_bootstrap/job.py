@@ -30,8 +30,9 @@ from horo._bootstrap.store import StoreClient
 from horo._bootstrap.store_seam import Store, prefixed
 from horo._bootstrap.torch_store import open_torch_store
 from horo._config import Config, environment, read_config
-from horo._core import Context, MpiUse, Setup, arena_bytes, version
+from horo._core import Context, arena_bytes, version
 from horo._errors import AbortedError, GroupError, HoroError, InternalError
+from horo._setup import MpiUse, Setup
 
 __all__ = ["Connection", "Job", "connect", "start"]
 

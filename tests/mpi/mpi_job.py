@@ -15,7 +15,7 @@ from horo._bootstrap.launch import detect_launch
 from horo._bootstrap.mpi_calls import mpi_calls
 from horo._bootstrap.store import StoreServer
 from horo._config import read_config
-from horo._core import MpiUse, Setup
+from horo._setup import MpiUse, Setup
 
 __all__ = ["MODES", "Mode", "MpiRank", "join"]
 

@@ -60,10 +60,12 @@ class MpiJobs:
     ) -> Ended:
         path = self.folder / "script.py"
         path.write_text(textwrap.dedent(script), encoding="utf-8")
-        own = {"OMP_NUM_THREADS": "1", "HORO_START_TIMEOUT": "60", "PYTHONUNBUFFERED": "1", **(environ or {})}
+        # Unbuffered, a line and its end are two writes, and mpirun may put the words of another rank between them.
+        inherited = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+        own = {"OMP_NUM_THREADS": "1", "HORO_START_TIMEOUT": "60", **(environ or {})}
         process = subprocess.Popen(
             [*launcher, sys.executable, str(path), *arguments],
-            env={**os.environ, **own},
+            env={**inherited, **own},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

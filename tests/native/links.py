@@ -15,7 +15,8 @@ import native_build
 import pytest
 
 from horo._bootstrap.mpi_calls import mpi_calls
-from horo._core import MpiUse, native_mpi
+from horo._core import native_mpi
+from horo._setup import MpiUse
 
 __all__ = [
     "CONTROL",

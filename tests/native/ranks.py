@@ -16,7 +16,8 @@ import numpy as np
 from fabric import make_setups
 
 from horo import _core
-from horo._core import Context, Setup, Tensor
+from horo._core import Context, Tensor
+from horo._setup import Setup
 
 __all__ = ["Group", "Rank", "run_ranks"]
 

@@ -12,8 +12,9 @@ import pytest
 from fabric import close_setup, make_setups
 from links import PEER_TIMEOUT_MS, Rank, poll_until
 
-from horo._core import MPI_FUNCTIONS, MPI_HANDLES, Context, MpiCalls, MpiUse
+from horo._core import Context
 from horo._errors import UsageError
+from horo._setup import MPI_FUNCTIONS, MPI_HANDLES, MpiCalls, MpiUse
 
 PEER_LOST = -40
 

@@ -1,0 +1,112 @@
+"""What a context is made from: who is where, connected descriptors, the MPI of the process. Plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["MPI_FUNCTIONS", "MPI_HANDLES", "MpiCalls", "MpiUse", "Setup"]
+
+MPI_FUNCTIONS = (
+    "MPI_Issend",
+    "MPI_Irecv",
+    "MPI_Test",
+    "MPI_Cancel",
+    "MPI_Request_free",
+    "MPI_Iallreduce",
+    "MPI_Ibcast",
+    "MPI_Iallgatherv",
+    "MPI_Type_contiguous",
+    "MPI_Type_commit",
+    "MPI_Type_free",
+    "MPI_Op_create",
+    "MPI_Op_free",
+    "MPI_Error_string",
+    "MPI_Finalized",
+)
+"""What the core calls, in the order of ``enum horo_mpi_function``."""
+
+MPI_HANDLES = (
+    "BYTE",
+    "UINT8_T",
+    "INT8_T",
+    "UINT16_T",
+    "INT16_T",
+    "UINT32_T",
+    "INT32_T",
+    "UINT64_T",
+    "INT64_T",
+    "FLOAT",
+    "DOUBLE",
+    "SUM",
+    "PROD",
+    "MIN",
+    "MAX",
+    "LOR",
+    "LAND",
+)
+"""Handles that the core needs by their names in mpi4py, in the order of ``enum horo_mpi_handle``."""
+
+
+@dataclass(frozen=True)
+class MpiCalls:
+    """One MPI as it is loaded in this process, in the words of ``horo_mpi`` in ``native/include/horo.h``."""
+
+    handle_bytes: int
+    status_bytes: int
+    rank: int
+    """This process in the communicator."""
+    size: int
+    communicator: int
+    """Made for horo alone; it must live until the context is destroyed."""
+    in_place: int
+    functions: Sequence[int]
+    """Addresses, in the order of ``MPI_FUNCTIONS``."""
+    handles: Sequence[int]
+    """In the order of ``MPI_HANDLES``."""
+
+
+@dataclass(frozen=True)
+class MpiUse:
+    """What a rank does by MPI: move data between hosts, run whole collectives, or both."""
+
+    calls: MpiCalls
+    transport: bool = False
+    collectives: bool = False
+    rank_of_host: Sequence[int] = ()
+    """By host, for the transport: the rank of the communicator to exchange data with; -1 for none."""
+    send_tags: Sequence[int] = ()
+    """By host; empty: all 0. Tags by peer let several ranks share one number, which tests do."""
+    recv_tags: Sequence[int] = ()
+    message_bytes: int = 1 << 30
+    """Most bytes in one call of MPI, whose counts are 32-bit; equal on all ranks."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything a context needs, in the words of ``horo_setup`` in ``native/include/horo.h``.
+
+    A *host* is a set of ranks that share one arena, numbered by its lowest rank. Descriptors belong to the
+    context once it exists; -1 means none.
+    """
+
+    rank: int
+    size: int
+    host_of_rank: Sequence[int]
+    host_name_of_rank: Sequence[str]
+    arena_fd: int
+    segment_bytes: int
+    wake_fds: Sequence[int]
+    life_fds: Sequence[int]
+    control_fds: Sequence[int]
+    data_fds: Sequence[int]
+    fusion_bytes: int = 128 << 20
+    cache_capacity: int = 1024
+    spin_us: int = 50
+    cycle_time_us: int = 0
+    stall_warning_ms: int = 60_000
+    stall_shutdown_ms: int = 0
+    peer_timeout_ms: int = 30_000
+    log_level: int = 3
+    arena_memory: int = 0
+    mpi: MpiUse | None = None
