@@ -36,11 +36,13 @@ class Allocation:
         system: ``"Slurm"``, ``"LSF"``, ``"PBS"`` or ``"SGE"``.
         hosts: in the system's order; each has its slots.
         source: the job and the variables that said so, for messages.
+        tasks: ranks that the job asked for, where that can be less than all slots; None: all slots.
     """
 
     system: str
     hosts: tuple[Host, ...]
     source: str
+    tasks: int | None = None
 
 
 def find_allocation(environ: Mapping[str, str], read: Read) -> Allocation | None:
@@ -71,7 +73,10 @@ def _slurm(environ: Mapping[str, str], _read: Read) -> Allocation | None:
         raise _wrong(environ, variable, str(error)) from None
     said_by, slots = _slurm_slots(environ, len(names))
     hosts = _hosts(zip(names, slots, strict=True), f"{variable}={environ[variable]!r}")
-    return Allocation("Slurm", hosts, f"Slurm job {job} ({variable}={environ[variable]}, {said_by}={environ[said_by]})")
+    source = f"Slurm job {job} ({variable}={environ[variable]}, {said_by}={environ[said_by]})"
+    # --ntasks=3 --ntasks-per-node=2 leaves a slot free on the second of two hosts.
+    asked = _number(environ, "SLURM_NTASKS") if said_by == "SLURM_TASKS_PER_NODE" else None
+    return Allocation("Slurm", hosts, source, asked if asked and asked < sum(slots) else None)
 
 
 def _slurm_slots(environ: Mapping[str, str], count: int) -> tuple[str, list[int]]:

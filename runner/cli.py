@@ -135,7 +135,7 @@ def _size(given: argparse.Namespace, allocation: Allocation | None) -> int:
         return int(given.num_proc)
     if allocation is None:
         raise JobError("how many ranks? say -np N (try 'hororun --help')")
-    return sum(host.slots or 0 for host in allocation.hosts)
+    return allocation.tasks or sum(host.slots or 0 for host in allocation.hosts)
 
 
 def _hosts(given: argparse.Namespace) -> tuple[Host, ...] | None:

@@ -123,6 +123,14 @@ def test_a_damaged_host_file_is_named_with_its_variable(
         find_allocation({variable: f"{tmp_path}/hosts"}, read)
 
 
+@pytest.mark.parametrize(("asked", "tasks"), [("3", 3), ("4", None), ("", None)])
+def test_a_job_may_ask_for_fewer_tasks_than_it_has_slots(asked: str, tasks: int | None) -> None:
+    job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "h[1-2]", "SLURM_TASKS_PER_NODE": "2(x2)"}
+    found = find_allocation({**job, "SLURM_NTASKS": asked}, str)
+    assert found is not None
+    assert ([host.slots for host in found.hosts], found.tasks) == ([2, 2], tasks)
+
+
 def test_a_batch_host_is_left_out_only_where_csm_allocates() -> None:
     environ = {**recorded("lsf-csm"), "CSM_ALLOCATION_ID": ""}
     found = find_allocation(environ, read)
