@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import secrets
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -54,14 +54,14 @@ def resting_job(library: str, ranks: int) -> Iterator[tuple[launching.Job, list[
     Raises:
         ContestError: it failed, or took too long.
     """
-    name = f"idle-{secrets.token_hex(16)}"
     launch = launching.torchrun if library == "gloo" else launching.hororun
     with contextlib.ExitStack() as stack:
+        path = f"{stack.enter_context(tempfile.TemporaryDirectory(prefix='idle-'))}/socket"
         listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        listener.bind("\0" + name)
+        listener.bind(path)
         listener.listen(ranks)
         listener.settimeout(LIMIT_S)
-        job = stack.enter_context(launching.Job(launch(ranks, [RANK, name, library])))
+        job = stack.enter_context(launching.Job(launch(ranks, [RANK, path, library])))
         channels = []
         try:
             for _ in range(ranks):

@@ -43,8 +43,8 @@ def _check(correct: object) -> None:
 
 
 def main() -> int:
-    name, library = sys.argv[1:]
-    channel = Channel.dial(name)
+    path, library = sys.argv[1:]
+    channel = Channel.dial(path)
     end = start_gloo() if library == "gloo" else start_horo(apart=library == "horo-apart")
     channel.send({"ready": True})
     while channel.receive()["do"] == "count":
