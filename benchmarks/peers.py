@@ -86,8 +86,9 @@ class Peer:
         else:  # whose slots are enough: told that more are allowed, it would put all ranks on the first
             options += ["--host", hosts.slots(ranks), "--prefix", str(folder)]
             options += ["--prtemca", "plm_ssh_agent", str(hosts.remote_shell), "--prtemca", "prte_if_include", "eth0"]
-            # Bound, the first ranks of all hosts would share the machine's first core.
-            options += ["--mca", "btl_tcp_if_include", "eth0", "--bind-to", "none"]
+            options += ["--mca", "btl_tcp_if_include", "eth0"]
+            if "--bind-to" not in self.launcher_options:  # bound, the first ranks of all hosts would share a core
+                options += ["--bind-to", "none"]
         return [mpirun, *options]
 
 
