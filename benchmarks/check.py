@@ -67,9 +67,9 @@ def run(arguments: argparse.Namespace) -> int:
     print(TITLES.format("", "what", "horo", "best peer", "ratio", "target", "").rstrip(), flush=True)
     rows: list[CheckRow] = []
     broken = []
-    begin = time.monotonic()
+    took = []
     for name in arguments.names:
-        check_rows = rows_of(name)
+        check_rows, begin = rows_of(name), time.monotonic()
         try:
             found = check_rows(not arguments.full) if check_rows else []
         except ContestError as error:
@@ -79,7 +79,9 @@ def run(arguments: argparse.Namespace) -> int:
         for row in found:
             print(as_line(row), flush=True)
         rows += found
-    print(f"{summary(rows)}; {time.monotonic() - begin:.0f} s")
+        took.append((name, time.monotonic() - begin))
+    parts = ", ".join(f"{name} {seconds:.0f}" for name, seconds in took)
+    print(f"{summary(rows)}; {sum(seconds for _, seconds in took):.0f} s ({parts})")
     return 1 if broken else 0
 
 
