@@ -46,7 +46,8 @@ def test_auto(hosts: tuple[Host, ...], allocation: Allocation | None, there: boo
     assert choose_launcher("auto", hosts, allocation, anything if there else nothing) == chosen
 
 
-@pytest.mark.parametrize("asked", ["ssh", "mpi"])
+# The names of the cases are spelled out, since pytest-mpi skips what is called just "mpi".
+@pytest.mark.parametrize("asked", ["ssh", "mpi"], ids=["by-ssh", "by-mpi"])
 def test_what_is_asked_for_is_done(asked: str) -> None:
     assert choose_launcher(asked, HOSTS, SLURM, anything) == asked
 
