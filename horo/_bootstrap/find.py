@@ -43,28 +43,19 @@ def find_launch(environ: Mapping[str, str], config: Config, comm: Any = None) ->
         ResourceError: MPI is needed but is not there.
         TimeoutError: not all ranks of a communicator came.
     """
-    if comm is not None and not is_communicator(comm) and not isinstance(comm, Sequence):
-        raise _wrong_type(comm)
-    if isinstance(comm, str | bytes):
-        raise _wrong_type(comm)
     if is_communicator(comm):
         return _from_communicator(environ, config, comm)
-    launch = _find(environ, config)
-    if not isinstance(launch, Launch):
-        mpi = launch
-        world = world_of(mpi, mpi.COMM_WORLD, config.start_timeout_s) if comm is None else None
-        if world is not None:
-            return _mpi_launch(environ, world)
-        world, ranks = world_of_ranks(mpi, comm, config.start_timeout_s)
-        return _mpi_launch(environ, world, ranks)
-    return launch if comm is None else subset(launch, comm)
-
-
-def _wrong_type(comm: Any) -> UsageError:
-    return UsageError(
-        f"init(comm={comm!r}): comm is None, a list of ranks (integers) or a communicator of mpi4py (MPI.Comm), not a "
-        f"{type(comm).__name__}"
-    )
+    if comm is not None and (isinstance(comm, str | bytes) or not isinstance(comm, Sequence)):
+        raise UsageError(
+            f"init(comm={comm!r}): comm is None, a list of ranks (integers) or a communicator of mpi4py (MPI.Comm), "
+            f"not a {type(comm).__name__}"
+        )
+    found = _find(environ, config)
+    if isinstance(found, Launch):
+        return found if comm is None else subset(found, comm)
+    if comm is None:
+        return _mpi_launch(environ, world_of(found, found.COMM_WORLD, config.start_timeout_s))
+    return _mpi_launch(environ, *world_of_ranks(found, comm, config.start_timeout_s))
 
 
 def _from_communicator(environ: Mapping[str, str], config: Config, comm: Any) -> Launch:

@@ -112,13 +112,11 @@ int hr_allreduce(struct hr_group *group, const struct hr_fused *fused, int reduc
         (fused->wide_dtype == 0 ? run_alone : run_alone_converted)(&call);
         return HORO_OK;
     }
-    if (group->host_count > 1) {
-        call.partial_scale = hr_partial_scale(fused->dtype, reduce_op, postscale);
-        call.postscale /= call.partial_scale;
-    }
     const size_t segments = hr_segment_count(group, fused->bytes);
     group->segment += segments;
     if (group->host_count > 1) {
+        call.partial_scale = hr_partial_scale(fused->dtype, reduce_op, postscale);
+        call.postscale /= call.partial_scale;
         return hr_two_level(&call, segments);
     }
     return fused->bytes <= FLAT_BYTES ? run_flat(&call) : run_one_host(&call, segments);
