@@ -11,20 +11,15 @@ struct host_backend {
     struct hr_pieces pieces;
 };
 
+static int reduce_fused(void *group, const struct hr_fused *fused, int reduce_op, double prescale, double postscale) {
+    return hr_allreduce(group, fused, reduce_op, prescale, postscale);
+}
+
 static int host_allreduce(struct hr_backend *backend, const struct hr_operand *operands, size_t count, int reduce_op,
                           double prescale, double postscale) {
     struct host_backend *host = (struct host_backend *)backend;
-    HR_TRY(hr_pieces_reserve(&host->pieces, count));
-    const double scale = reduce_op == HORO_AVERAGE ? postscale / host->group->size : postscale;
-    const int operation = reduce_op == HORO_AVERAGE ? HORO_SUM : reduce_op;
-    const uint32_t kinds = hr_kinds_of(operands, count);
-    for (int kind = 0; kind < HR_KIND_COUNT; kind++) {
-        if ((kinds >> kind & 1) != 0) {
-            const struct hr_fused fused = hr_fuse_kind(host->pieces.at, operands, count, kind);
-            HR_TRY(hr_allreduce(host->group, &fused, operation, prescale, scale));
-        }
-    }
-    return HORO_OK;
+    return hr_reduce_kinds(&host->pieces, operands, count, host->group->size, reduce_op, prescale, postscale, reduce_fused,
+                           host->group);
 }
 
 static int host_broadcast(struct hr_backend *backend, const struct hr_operand *operands, size_t count, int root_rank) {

@@ -182,7 +182,8 @@ static int reduce_packed(struct mpi_backend *self, const struct hr_fused *fused,
     return HORO_OK;
 }
 
-static int reduce_fused(struct mpi_backend *self, const struct hr_fused *fused, int reduce_op, double prescale, double postscale) {
+static int reduce_fused(void *arg, const struct hr_fused *fused, int reduce_op, double prescale, double postscale) {
+    struct mpi_backend *self = arg;
     const double partial = hr_partial_scale(fused->dtype, reduce_op, postscale);
     const struct factors factors = {prescale * partial, postscale / partial};
     for (size_t at = 0; at < fused->bytes;) {
@@ -204,17 +205,7 @@ static int reduce_fused(struct mpi_backend *self, const struct hr_fused *fused, 
 static int mpi_allreduce(struct hr_backend *backend, const struct hr_operand *operands, size_t count, int reduce_op,
                          double prescale, double postscale) {
     struct mpi_backend *self = (struct mpi_backend *)backend;
-    HR_TRY(hr_pieces_reserve(&self->pieces, count));
-    const double scale = reduce_op == HORO_AVERAGE ? postscale / self->group->size : postscale;
-    const int operation = reduce_op == HORO_AVERAGE ? HORO_SUM : reduce_op;
-    const uint32_t kinds = hr_kinds_of(operands, count);
-    for (int kind = 0; kind < HR_KIND_COUNT; kind++) {
-        if ((kinds >> kind & 1) != 0) {
-            const struct hr_fused fused = hr_fuse_kind(self->pieces.at, operands, count, kind);
-            HR_TRY(reduce_fused(self, &fused, operation, prescale, scale));
-        }
-    }
-    return HORO_OK;
+    return hr_reduce_kinds(&self->pieces, operands, count, self->group->size, reduce_op, prescale, postscale, reduce_fused, self);
 }
 
 static int broadcast_packed(struct mpi_backend *self, const struct hr_fused *fused, size_t offset, size_t bytes, int root_rank) {

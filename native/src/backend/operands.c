@@ -2,6 +2,8 @@
 
 #include <stdlib.h>
 
+enum { KIND_COUNT = 3 * HORO_DTYPE_COUNT }; /* a dtype that travels as it is, as float16 or as bfloat16 */
+
 int hr_pieces_reserve(struct hr_pieces *pieces, size_t count) {
     if (count <= pieces->capacity) {
         return HORO_OK;
@@ -32,7 +34,7 @@ static int kind_of(const struct hr_operand *operand) {
     return operand->dtype + HORO_DTYPE_COUNT * (wire == 0 ? 0 : wire == HORO_FLOAT16 ? 1 : 2);
 }
 
-uint32_t hr_kinds_of(const struct hr_operand *operands, size_t count) {
+static uint32_t kinds_of(const struct hr_operand *operands, size_t count) {
     uint32_t kinds = 0;
     for (size_t i = 0; i < count; i++) {
         kinds |= 1u << kind_of(&operands[i]);
@@ -40,7 +42,7 @@ uint32_t hr_kinds_of(const struct hr_operand *operands, size_t count) {
     return kinds;
 }
 
-struct hr_fused hr_fuse_kind(struct hr_piece *pieces, const struct hr_operand *operands, size_t count, int kind) {
+static struct hr_fused fuse_kind(struct hr_piece *pieces, const struct hr_operand *operands, size_t count, int kind) {
     struct hr_fused fused = {.pieces = pieces};
     for (size_t i = 0; i < count; i++) {
         const struct hr_operand *operand = &operands[i];
@@ -54,6 +56,21 @@ struct hr_fused hr_fuse_kind(struct hr_piece *pieces, const struct hr_operand *o
         hr_fuse_append(&fused, pieces, operand->input, operand->output, elements * hr_dtype_bytes(fused.dtype));
     }
     return fused;
+}
+
+int hr_reduce_kinds(struct hr_pieces *pieces, const struct hr_operand *operands, size_t count, int size, int reduce_op,
+                    double prescale, double postscale, hr_reduce_fused *reduce, void *arg) {
+    HR_TRY(hr_pieces_reserve(pieces, count));
+    const double scale = reduce_op == HORO_AVERAGE ? postscale / size : postscale;
+    const int operation = reduce_op == HORO_AVERAGE ? HORO_SUM : reduce_op;
+    const uint32_t kinds = kinds_of(operands, count);
+    for (int kind = 0; kind < KIND_COUNT; kind++) {
+        if ((kinds >> kind & 1) != 0) {
+            const struct hr_fused fused = fuse_kind(pieces->at, operands, count, kind);
+            HR_TRY(reduce(arg, &fused, operation, prescale, scale));
+        }
+    }
+    return HORO_OK;
 }
 
 struct hr_fused hr_fuse_bytes(struct hr_piece *pieces, const struct hr_operand *operands, size_t count) {

@@ -18,11 +18,14 @@ void hr_pieces_fini(struct hr_pieces *pieces);
 /* Puts a piece behind those that `fused` has, unless it is empty. */
 void hr_fuse_append(struct hr_fused *fused, struct hr_piece *pieces, const void *input, void *output, size_t bytes);
 
-/* Operands of one kind, that is of equal dtype and wire dtype, are reduced as one vector. */
-enum { HR_KIND_COUNT = 3 * HORO_DTYPE_COUNT };
-/* Bit per kind that occurs. */
-uint32_t hr_kinds_of(const struct hr_operand *operands, size_t count);
-struct hr_fused hr_fuse_kind(struct hr_piece *pieces, const struct hr_operand *operands, size_t count, int kind);
+/* Reduces one vector over all ranks with SUM, MIN, MAX or PRODUCT. */
+typedef int hr_reduce_fused(void *arg, const struct hr_fused *fused, int reduce_op, double prescale, double postscale);
+/*
+ * An allreduce of all operands over `size` ranks; reduce_op may be AVERAGE. Operands of one kind, that is of equal dtype and wire dtype,
+ * are reduced as one vector. HORO_OK, HORO_ERR_RESOURCE before anything has begun, or what `reduce` returned.
+ */
+int hr_reduce_kinds(struct hr_pieces *pieces, const struct hr_operand *operands, size_t count, int size, int reduce_op,
+                    double prescale, double postscale, hr_reduce_fused *reduce, void *arg);
 
 /* All operands as bytes. */
 struct hr_fused hr_fuse_bytes(struct hr_piece *pieces, const struct hr_operand *operands, size_t count);
