@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import struct
+from array import array
 from collections.abc import Sequence
 from dataclasses import fields
 from types import TracebackType
@@ -19,6 +20,7 @@ __all__ = [
     "OPS",
     "REDUCE_OPS",
     "Context",
+    "Slip",
     "Tensor",
     "arena_bytes",
     "native_mpi",
@@ -94,11 +96,13 @@ _TENSOR = "PPPiii0P"
 
 _LONE_REQUEST = struct.Struct("@" + _REQUEST)
 _LONE_TENSOR = struct.Struct("@" + _TENSOR)
+_POINTER = struct.Struct("@P")
+_TENSOR_WORDS = _LONE_TENSOR.size // _POINTER.size
 _TENSORS_AT = _LONE_REQUEST.size
 _EXTENTS_AT = _TENSORS_AT + _LONE_TENSOR.size
 _DIMS_MAX, _NAME_BYTES, _MESSAGE_MAX = lib.HORO_DIMS_MAX, lib.HORO_NAME_MAX + 1, lib.HORO_MESSAGE_MAX
 _NAME_AT = _EXTENTS_AT + 8 * _DIMS_MAX
-_SYNC, _TRANSIENT = lib.HORO_SUBMIT_SYNC, lib.HORO_SUBMIT_TRANSIENT
+_SYNC, _TRANSIENT, _OK = lib.HORO_SUBMIT_SYNC, lib.HORO_SUBMIT_TRANSIENT, lib.HORO_OK
 
 
 @functools.cache
@@ -107,55 +111,106 @@ def _single(ndim: int) -> struct.Struct:
     return struct.Struct(f"@{_REQUEST}{_TENSOR}{ndim}q")
 
 
-class _Slip:
-    """Memory for one call of ``horo_submit`` or ``horo_run``, used again and again."""
+class Slip:
+    """A request as the core reads it, in memory that serves many calls; of one thread at a time."""
 
-    __slots__ = ("_address", "_memory", "_view", "error", "handle", "request")
+    __slots__ = (
+        "_address",
+        "_kept",
+        "_lone_row",
+        "_memory",
+        "_name_at",
+        "_rows",
+        "_tensors",
+        "_view",
+        "error",
+        "handle",
+        "request",
+    )
 
     def __init__(self) -> None:
         self._memory = ffi.new("int64_t[]", (_NAME_AT + _NAME_BYTES + 7) // 8)
         self._address = int(ffi.cast("uintptr_t", self._memory))
         self._view = memoryview(ffi.buffer(self._memory))
+        self._lone_row = self._rows = self._view[_TENSORS_AT:_EXTENTS_AT].cast("L")
+        self._name_at = self._address + _NAME_AT
+        self._kept: Any = None  # a name that is too long; the core says what is wrong with it
+        self._tensors: Any = None  # more than one, or one that is too deep
         self.request = ffi.cast("horo_request *", self._memory)
         self.handle = ffi.new("int64_t *")
         self.error = _error_buffer()
 
+    @classmethod
+    def of(cls, op: int, name: str, tensors: Sequence[Tensor] = (), **options: Any) -> Slip:
+        """A request for one call; ``options`` as ``fill`` takes them."""
+        slip = cls()
+        slip.rename(name)
+        slip.fill(op, tensors, **options)
+        return slip
+
     def fill(
         self,
         op: int,
-        name: str,
         tensors: Sequence[Tensor],
         *,
-        flags: int,
-        reduce_op: int,
-        root_rank: int,
-        prescale: float,
-        postscale: float,
-    ) -> Any:
-        """Writes a request; what is returned must live until the core has copied it."""
-        address, view = self._address, self._view
-        text = name.encode() + b"\0"
-        name_at, kept = address + _NAME_AT, None
-        if len(text) <= _NAME_BYTES:
-            view[_NAME_AT : _NAME_AT + len(text)] = text
-        else:  # the core says what is wrong with it
-            kept = ffi.from_buffer(text)
-            name_at = int(ffi.cast("uintptr_t", kept))
+        reduce_op: int = 0,
+        root_rank: int = 0,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        sync: bool = False,
+        transient: bool = False,
+    ) -> None:
+        """Writes everything but the name.
+
+        Args:
+            op: one of ``OPS``.
+            tensors: none for a barrier.
+            reduce_op, root_rank, prescale, postscale: as in ``horo_request``.
+            sync: the caller waits at once.
+            transient: the name will not come again.
+        """
+        flags = (_SYNC if sync else 0) | (_TRANSIENT if transient else 0)
+        address = self._address
         if len(tensors) == 1 and (ndim := len(tensors[0].shape)) <= _DIMS_MAX:
             source, target, shape, dtype, wire_dtype = tensors[0]
+            self._rows = self._lone_row
             _single(ndim).pack_into(
-                view, 0,
-                name_at, op, reduce_op, root_rank, flags, prescale, postscale, address + _TENSORS_AT, 1,
+                self._view, 0,
+                self._name_at, op, reduce_op, root_rank, flags, prescale, postscale, address + _TENSORS_AT, 1,
                 source, target, address + _EXTENTS_AT, ndim, dtype, wire_dtype,
                 *shape,
             )  # fmt: skip
-            return kept
-        packed = _pack(tensors)
-        tensors_at = int(ffi.cast("uintptr_t", packed))
+            return
+        self._tensors = _pack(tensors)
+        self._rows = memoryview(ffi.buffer(self._tensors))[: len(tensors) * _LONE_TENSOR.size].cast("L")
+        tensors_at = int(ffi.cast("uintptr_t", self._tensors))
         _LONE_REQUEST.pack_into(
-            view, 0, name_at, op, reduce_op, root_rank, flags, prescale, postscale, tensors_at, len(tensors)
-        )
-        return kept, packed
+            self._view, 0,
+            self._name_at, op, reduce_op, root_rank, flags, prescale, postscale, tensors_at, len(tensors),
+        )  # fmt: skip
+
+    def rename(self, name: str) -> None:
+        """Writes the name, which is equal on all ranks."""
+        text = name.encode() + b"\0"
+        if len(text) <= _NAME_BYTES:
+            self._view[_NAME_AT : _NAME_AT + len(text)] = text
+            if self._kept is None:
+                return
+            self._kept, self._name_at = None, self._address + _NAME_AT
+        else:
+            self._kept = ffi.from_buffer(text)
+            self._name_at = int(ffi.cast("uintptr_t", self._kept))
+        _POINTER.pack_into(self._view, 0, self._name_at)
+
+    def point(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Writes other addresses for the tensors that it was filled with, as many as there are."""
+        rows = self._rows
+        if len(sources) == 1:
+            rows[0] = sources[0]
+            rows[1] = targets[0]
+        else:
+            rows[0::_TENSOR_WORDS] = array("L", sources)
+            rows[1::_TENSOR_WORDS] = array("L", targets)
 
 
 def _pack(tensors: Sequence[Tensor]) -> Any:
@@ -200,62 +255,19 @@ class Context:
         self.rank = setup.rank
         self.size = setup.size
         self._context: Any = out[0]
-        self._slips: list[_Slip] = []  # free ones; whoever submits takes one out, so threads do not share it
 
-    def submit(
-        self,
-        op: int,
-        name: str,
-        tensors: Sequence[Tensor] = (),
-        *,
-        reduce_op: int = 0,
-        root_rank: int = 0,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
-        sync: bool = False,
-        transient: bool = False,
-    ) -> int:
+    def submit(self, slip: Slip) -> int:
         """Hands one request to the core and returns its handle (positive); never blocks.
 
-        The memory must stay valid until the handle is done.
-
-        Args:
-            op: one of ``OPS``.
-            name: equal on all ranks.
-            tensors: none for a barrier.
-            sync: the caller waits at once.
-            transient: the name will not come again.
-            reduce_op, root_rank, prescale, postscale: as in ``horo_request``.
+        The memory of the tensors must stay valid until the handle is done; the slip is free again.
 
         Raises:
             UsageError, ResourceError, GroupError: as the native core says.
         """
-        flags = (_SYNC if sync else 0) | (_TRANSIENT if transient else 0)
-        slip = self._take_slip()
-        try:
-            kept = slip.fill(
-                op, name, tensors, flags=flags, reduce_op=reduce_op, root_rank=root_rank, prescale=prescale,
-                postscale=postscale,
-            )  # fmt: skip
-            status = lib.horo_submit(self._context, slip.request, slip.handle, slip.error, _MESSAGE_MAX)
-            del kept
-            _check(status, slip.error)
-            return int(slip.handle[0])
-        finally:
-            self._slips.append(slip)
+        _check(lib.horo_submit(self._context, slip.request, slip.handle, slip.error, _MESSAGE_MAX), slip.error)
+        return int(slip.handle[0])
 
-    def run(
-        self,
-        op: int,
-        name: str,
-        tensors: Sequence[Tensor] = (),
-        *,
-        reduce_op: int = 0,
-        root_rank: int = 0,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
-        transient: bool = False,
-    ) -> None:
+    def run(self, slip: Slip) -> None:
         """``submit``, ``wait`` and ``release`` in one, and quicker than the three; not for allgather.
 
         Should a signal handler raise, the request stays under way, and its memory must stay valid.
@@ -263,34 +275,18 @@ class Context:
         Raises:
             HoroError, BaseException: as ``submit`` and ``wait`` do.
         """
-        flags = _SYNC | _TRANSIENT if transient else _SYNC
-        slip = self._take_slip()
-        try:
-            kept = slip.fill(
-                op, name, tensors, flags=flags, reduce_op=reduce_op, root_rank=root_rank, prescale=prescale,
-                postscale=postscale,
-            )  # fmt: skip
-            status = lib.horo_run(self._context, slip.request, _SIGNAL_CHECK_MS, slip.handle, slip.error, _MESSAGE_MAX)
-            del kept
-            if status == lib.HORO_OK:
-                return
-            handle = int(slip.handle[0])
-            if handle == 0:
-                _check(status, slip.error)
-        finally:
-            self._slips.append(slip)
+        status = lib.horo_run(self._context, slip.request, _SIGNAL_CHECK_MS, slip.handle, slip.error, _MESSAGE_MAX)
+        if status == _OK:
+            return
+        handle = int(slip.handle[0])
+        if handle == 0:
+            _check(status, slip.error)
         try:
             self.wait(handle)
         except HoroError:
             self.release(handle)
             raise
         self.release(handle)
-
-    def _take_slip(self) -> _Slip:
-        try:
-            return self._slips.pop()
-        except IndexError:  # to look first would leave another thread time to take the last one
-            return _Slip()
 
     def poll(self, handle: int) -> bool:
         """Whether the request is finished, well or badly; never blocks."""

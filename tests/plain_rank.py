@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from horo._bootstrap import job as bootstrap
-from horo._core import DTYPES, OPS, REDUCE_OPS, Tensor
+from horo._core import DTYPES, OPS, REDUCE_OPS, Slip, Tensor
 from horo._errors import HoroError, HorovodInternalError
 
 __all__ = ["Rank", "main"]
@@ -48,7 +48,7 @@ class Rank:
         values = array.array("f", [self.job.rank + 1.0]) * count
         result = array.array("f", [0.0]) * count
         tensor = Tensor(values.buffer_info()[0], result.buffer_info()[0], (count,), DTYPES["float32"])
-        handle = self.job.context.submit(OPS["allreduce"], name, [tensor], reduce_op=REDUCE_OPS["sum"])
+        handle = self.job.context.submit(Slip.of(OPS["allreduce"], name, [tensor], reduce_op=REDUCE_OPS["sum"]))
         self._pending[name] = handle, values, result
 
     def wait(self, name: str) -> list[float]:

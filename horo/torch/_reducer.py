@@ -25,6 +25,7 @@ from horo._errors import HoroError, MismatchError, UsageError
 from horo.torch import _state
 from horo.torch._cargo import Cargo, Flight, Group, Plan, Slot, refuse_sparse
 from horo.torch._requests import Request, run_allreduce, start_allgather, start_allreduce
+from horo.torch._staging import Spec
 from horo.torch.ops import Average
 
 __all__ = ["GradientReducer"]
@@ -280,17 +281,8 @@ class GradientReducer:
         cargo = [Cargo(slot, self.plan) for slot in slots]
         sent = [item.sent for item in cargo]
         plan = self.plan
-        request = start_allreduce(
-            sent,
-            self.kind,
-            name,
-            plan.op,
-            prescale=plan.prescale,
-            postscale=plan.postscale,
-            wire=plan.wire,
-            in_place=True,
-            sync=sync,
-        )
+        spec = Spec(self.kind, name, plan.op, plan.prescale, plan.postscale, plan.wire)
+        request = start_allreduce(sent, spec, in_place=True, sync=sync)
 
         def deliver(results: Sequence[torch.Tensor]) -> None:
             for item, result in zip(cargo, results, strict=True):
@@ -393,12 +385,11 @@ class _ReducingClosure:
     def __call__(self) -> Any:
         loss = self._closure()
         self._reducer.synchronize()
+        spec = Spec("closure", f"{self._reducer.kind}.loss", Average)
         if isinstance(loss, torch.Tensor) and loss.is_floating_point():
-            name = f"{self._reducer.kind}.loss"
-            return run_allreduce([loss.detach()], "closure", name, Average)[0]
+            return run_allreduce([loss.detach()], spec)[0]
         if isinstance(loss, float):
-            value = torch.tensor([loss], dtype=torch.float64)
-            return run_allreduce([value], "closure", f"{self._reducer.kind}.loss", Average)[0].item()
+            return run_allreduce([torch.tensor([loss], dtype=torch.float64)], spec)[0].item()
         return loss
 
 

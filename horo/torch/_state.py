@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from horo._errors import AbortedError, NotInitializedError, UnsupportedError, UsageError
+from horo.torch._prepared import Shelf
 
 if TYPE_CHECKING:
     from horo._bootstrap.job import Job
     from horo.torch._requests import Request
+    from horo.torch._staging import Load
 
 __all__ = [
     "Session",
@@ -45,8 +47,10 @@ class Session:
         self.core = job.context
         self.requests: set[Request] = set()
         """Every request that is not finished. They own the memory that the core reads and writes."""
-        self.held: dict[object, Any] = {}
-        """Memory of operations that the caller waits for; what stays was interrupted while the core worked on it."""
+        self.held: list[Load] = []
+        """Memory of operations that the caller waited for until a signal handler raised; the core works on it."""
+        self.shelf = Shelf(self.name)
+        """Requests for the next call that is like the last."""
         self.handles: dict[int, tuple[Request, Callable[[Any], Any]]] = {}
         """Requests behind the integers that the asynchronous functions returned."""
         self.first_handle = first_handle
@@ -58,17 +62,17 @@ class Session:
         self._closed = False
         self._forked = False
 
-    def name(self, kind: str, name: str | None) -> tuple[str, bool]:
-        """The name on the wire of one operation and whether it is a one-time (automatic) name.
+    def name(self, kind: str, name: str | None) -> str:
+        """The name on the wire of one operation.
 
         Automatic names count per kind of operation, so ranks that issue the same operations in the same
         order agree on them whatever else they have done.
         """
         if name is None:
-            return f"{kind}.noname.{next(self._names[kind])}", True
+            return f"{kind}.noname.{next(self._names[kind])}"
         if not isinstance(name, str) or "\0" in name:
             raise UsageError(f"{kind}: name must be a string without NUL characters, not {name!r}")
-        return f"{kind}.{name}", False
+        return f"{kind}.{name}"
 
     def enter(self, what: str) -> object:
         """Holds the context open while ``what`` is inside the core; the result is for ``leave``.
@@ -105,6 +109,7 @@ class Session:
         self.job.close()
         self.requests.clear()
         self.held.clear()
+        self.shelf.clear()
 
     def abandon(self) -> None:
         """In a forked child: refuses what is the parent's from now on. The job lets go of descriptors by itself."""

@@ -12,7 +12,7 @@ In the backward pass all ranks communicate again, so all must run it for the sam
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -20,44 +20,29 @@ from torch.autograd.function import once_differentiable
 from horo import _core
 from horo.torch import _state
 from horo.torch._requests import run_allreduce, run_broadcast, start_allgather
+from horo.torch._staging import Spec
 from horo.torch.compression import narrow
 
-__all__ = ["AllreduceSpec", "allgather_all", "allreduce_all", "broadcast_one"]
+__all__ = ["allgather_all", "allreduce_all", "broadcast_one"]
 
 _AVERAGE = _core.REDUCE_OPS["average"]
 _SUM = _core.REDUCE_OPS["sum"]
 _PRODUCT = _core.REDUCE_OPS["product"]
 
 
-class AllreduceSpec(NamedTuple):
-    """An allreduce but for its tensors. ``kind`` is the first part of its name on the wire."""
-
-    kind: str
-    name: str | None
-    op: int
-    prescale: float = 1.0
-    postscale: float = 1.0
-    wire: torch.dtype | None = None
-    """As ``run_allreduce`` takes it."""
-
-    def derived(self, suffix: str, op: int) -> AllreduceSpec:
-        """The spec, without factors, of a reduction that the gradient of this one needs."""
-        return AllreduceSpec(self.kind, _derive(self.name, suffix), op)
-
-
-def allreduce_all(tensors: Sequence[torch.Tensor], spec: AllreduceSpec) -> tuple[torch.Tensor, ...]:
+def allreduce_all(tensors: Sequence[torch.Tensor], spec: Spec) -> tuple[torch.Tensor, ...]:
     """Reduces tensors in one request; differentiable where an input requires grad."""
     if not _needs_graph(tensors):
-        return _allreduce(tensors, spec)
-    if spec.op in (_AVERAGE, _SUM):
+        return run_allreduce(tensors, spec)
+    if spec.reduce_op in (_AVERAGE, _SUM):
         return _returned(_apply(_LinearAllreduce, spec, *tensors))
     if spec.wire is not None:  # what the functions below compare and divide has to be rounded already
         rounded = [narrow(tensor, spec.wire)[0] for tensor in tensors]
         results = allreduce_all(rounded, spec._replace(wire=None))
         return tuple(result.to(tensor.dtype) for result, tensor in zip(results, tensors, strict=True))
     # The factors stay outside, so that the functions below compare and divide exactly what was reduced.
-    plain = AllreduceSpec(spec.kind, spec.name, spec.op)
-    function = _ProductAllreduce if spec.op == _PRODUCT else _ExtremeAllreduce
+    plain = Spec(spec.kind, spec.name, spec.reduce_op)
+    function = _ProductAllreduce if spec.reduce_op == _PRODUCT else _ExtremeAllreduce
     scaled = [tensor if spec.prescale == 1.0 else tensor * spec.prescale for tensor in tensors]
     results = _returned(_apply(function, plain, *scaled))
     return tuple(result if spec.postscale == 1.0 else result * spec.postscale for result in results)
@@ -95,10 +80,9 @@ def _derive(name: str | None, suffix: str) -> str | None:
     return None if name is None else f"{name}.{suffix}"
 
 
-def _allreduce(tensors: Sequence[torch.Tensor], spec: AllreduceSpec) -> tuple[torch.Tensor, ...]:
-    return run_allreduce(
-        tensors, spec.kind, spec.name, spec.op, prescale=spec.prescale, postscale=spec.postscale, wire=spec.wire
-    )
+def _derived(spec: Spec, suffix: str, reduce_op: int) -> Spec:
+    """The spec, without factors, of a reduction that the gradient of this one needs."""
+    return Spec(spec.kind, _derive(spec.name, suffix), reduce_op)
 
 
 def _broadcast(tensor: torch.Tensor, root_rank: int, name: str | None) -> torch.Tensor:
@@ -113,10 +97,10 @@ class _LinearAllreduce(torch.autograd.Function):
     """Sum and Average: each is its own transpose, factors included."""
 
     @staticmethod
-    def forward(ctx: Any, spec: AllreduceSpec, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, spec: Spec, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.spec = spec
         ctx.floating = _floating(tensors)
-        return _allreduce(tensors, spec)
+        return run_allreduce(tensors, spec)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -133,8 +117,8 @@ class _ExtremeAllreduce(torch.autograd.Function):
     """Min and Max: the gradient goes to the ranks that hold the extreme value, in equal parts if several do."""
 
     @staticmethod
-    def forward(ctx: Any, spec: AllreduceSpec, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        results = _allreduce(tensors, spec)
+    def forward(ctx: Any, spec: Spec, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        results = run_allreduce(tensors, spec)
         ctx.spec = spec
         ctx.floating = _floating(tensors)
         ctx.save_for_backward(*(tensors[index] == results[index] for index in ctx.floating))
@@ -146,7 +130,7 @@ class _ExtremeAllreduce(torch.autograd.Function):
         masks = ctx.saved_tensors
         used = [grads[index] for index in ctx.floating]
         counts = [mask.to(grad.dtype) for mask, grad in zip(masks, used, strict=True)]
-        sums = _allreduce([*used, *counts], ctx.spec.derived("grad", _SUM))
+        sums = run_allreduce([*used, *counts], _derived(ctx.spec, "grad", _SUM))
         results: list[torch.Tensor | None] = [None] * len(grads)
         for position, (index, mask) in enumerate(zip(ctx.floating, masks, strict=True)):
             share = sums[position] / sums[len(used) + position]
@@ -162,11 +146,11 @@ class _ProductAllreduce(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, spec: AllreduceSpec, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, spec: Spec, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.spec = spec
         ctx.floating = _floating(tensors)
         ctx.save_for_backward(*(tensors[index] for index in ctx.floating))
-        return _allreduce(tensors, spec)
+        return run_allreduce(tensors, spec)
 
     @staticmethod
     @once_differentiable
@@ -175,8 +159,8 @@ class _ProductAllreduce(torch.autograd.Function):
         used = [grads[index] for index in ctx.floating]
         nonzero = [torch.where(value == 0, torch.ones_like(value), value) for value in own]
         zeros = [(value == 0).to(value.dtype) for value in own]
-        products = _allreduce(nonzero, ctx.spec.derived("grad_product", _PRODUCT))
-        sums = _allreduce([*used, *zeros], ctx.spec.derived("grad", _SUM))
+        products = run_allreduce(nonzero, _derived(ctx.spec, "grad_product", _PRODUCT))
+        sums = run_allreduce([*used, *zeros], _derived(ctx.spec, "grad", _SUM))
         results: list[torch.Tensor | None] = [None] * len(grads)
         for position, index in enumerate(ctx.floating):
             others_zero = sums[len(used) + position] - zeros[position]
@@ -197,7 +181,7 @@ class _Allgather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        spec = AllreduceSpec("allgather", _derive(ctx.name, "grad"), _AVERAGE)
+        spec = Spec("allgather", _derive(ctx.name, "grad"), _AVERAGE)
         averaged = allreduce_all([grads[index] for index in ctx.floating], spec)
         results: list[torch.Tensor | None] = [None] * len(grads)
         for index, result in zip(ctx.floating, averaged, strict=True):
@@ -215,6 +199,6 @@ class _Broadcast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        spec = AllreduceSpec("broadcast", _derive(ctx.name, "grad"), _AVERAGE)
+        spec = Spec("broadcast", _derive(ctx.name, "grad"), _AVERAGE)
         averaged = allreduce_all(grads, spec)[0]
         return (averaged if _state.rank() == ctx.root_rank else torch.zeros_like(averaged)), None, None

@@ -11,7 +11,8 @@ import torch
 
 from horo._errors import HoroError, MismatchError, UsageError
 from horo.torch import _state
-from horo.torch._requests import check_root, check_tensor, run_broadcast, start_allgather, start_broadcast
+from horo.torch._requests import check_root, run_broadcast, start_allgather, start_broadcast
+from horo.torch._staging import check_tensor
 from horo.torch.process_sets import ProcessSet, check_process_set, global_process_set
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
@@ -36,7 +37,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
     named = _named_tensors(params)
     check_root(root_rank, what)
     for name, tensor in named:
-        check_tensor(tensor, (what, name))
+        check_tensor(tensor, what, name)
     _agree([f"{name!r} {_shape(tensor)}" for name, tensor in named], what)
     _overwrite([tensor for _, tensor in named], root_rank, what)
 
@@ -264,7 +265,7 @@ def _describe_groups(optimizer: torch.optim.Optimizer) -> list[str]:
 def _take_apart(optimizer: torch.optim.Optimizer, tensors: list[torch.Tensor], what: str) -> _Structure:
     def strip(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            check_tensor(value, (f"{what}: the root's state", None))
+            check_tensor(value, f"{what}: the root's state")
             tensors.append(value)
             return _Slot(len(tensors) - 1, tuple(value.shape), value.dtype)
         return _map_children(value, strip)

@@ -35,7 +35,8 @@ from horo.torch._requests import (
     start_broadcast,
     synchronize,
 )
-from horo.torch.autograd import AllreduceSpec, allgather_all, allreduce_all, broadcast_one
+from horo.torch._staging import Spec
+from horo.torch.autograd import allgather_all, allreduce_all, broadcast_one
 from horo.torch.compression import Compression, Compressor, split
 from horo.torch.process_sets import ProcessSet, check_process_set, global_process_set
 
@@ -133,7 +134,7 @@ def allreduce_(
 ) -> torch.Tensor:
     """As ``allreduce``, into ``tensor`` itself, which it returns."""
     spec = _spec("allreduce", average, name, op, prescale_factor, postscale_factor, process_set)
-    return _allreduce_in_place([tensor], spec)[0]
+    return run_allreduce([tensor], spec, in_place=True)[0]
 
 
 def allreduce_async_(
@@ -193,7 +194,7 @@ def grouped_allreduce_(
 ) -> list[torch.Tensor]:
     """As ``grouped_allreduce``, into ``tensors`` themselves, which it returns."""
     spec = _spec("grouped_allreduce", average, name, op, prescale_factor, postscale_factor, process_set)
-    return list(_allreduce_in_place(_some(tensors, spec.kind), spec))
+    return list(run_allreduce(_some(tensors, spec.kind), spec, in_place=True))
 
 
 def grouped_allreduce_async_(
@@ -332,9 +333,9 @@ def _spec(
     postscale_factor: float,
     process_set: ProcessSet,
     wire: torch.dtype | None = None,
-) -> AllreduceSpec:
+) -> Spec:
     check_process_set(process_set)
-    return AllreduceSpec(kind, name, resolve_op(op, average), float(prescale_factor), float(postscale_factor), wire)
+    return Spec(kind, name, resolve_op(op, average), float(prescale_factor), float(postscale_factor), wire)
 
 
 def _some(tensors: Sequence[torch.Tensor], what: str) -> list[torch.Tensor]:
@@ -346,17 +347,8 @@ def _some(tensors: Sequence[torch.Tensor], what: str) -> list[torch.Tensor]:
     return listed
 
 
-def _allreduce_async(tensors: Sequence[torch.Tensor], spec: AllreduceSpec, *, in_place: bool, single: bool) -> int:
-    request = start_allreduce(
-        tensors, spec.kind, spec.name, spec.op, prescale=spec.prescale, postscale=spec.postscale, in_place=in_place
-    )
-    return publish(request, _first if single else tuple)
-
-
-def _allreduce_in_place(tensors: Sequence[torch.Tensor], spec: AllreduceSpec) -> tuple[torch.Tensor, ...]:
-    return run_allreduce(
-        tensors, spec.kind, spec.name, spec.op, prescale=spec.prescale, postscale=spec.postscale, in_place=True
-    )
+def _allreduce_async(tensors: Sequence[torch.Tensor], spec: Spec, *, in_place: bool, single: bool) -> int:
+    return publish(start_allreduce(tensors, spec, in_place=in_place), _first if single else tuple)
 
 
 def _first(results: tuple[torch.Tensor, ...]) -> torch.Tensor:

@@ -16,12 +16,14 @@ SUM = _core.REDUCE_OPS["sum"]
 def test_what_is_packed_by_hand_lies_where_the_compiler_expects_it() -> None:
     assert _core._LONE_REQUEST.size == ffi.sizeof("horo_request")
     assert _core._LONE_TENSOR.size == ffi.sizeof("horo_tensor")
-    slip = _core._Slip()
+    slip = _core.Slip()
+    slip.rename("name")
     tensor = _core.Tensor(1, 2, (3, 4), 5, 6)
-    numbers = {"flags": 3, "reduce_op": 4, "root_rank": 5, "prescale": 0.5, "postscale": 0.25}
+    numbers = {"reduce_op": 4, "root_rank": 5, "prescale": 0.5, "postscale": 0.25}
     for tensors in [[tensor], [tensor, tensor._replace(shape=()), tensor._replace(shape=(7,))]]:
-        kept = slip.fill(2, "name", tensors, **numbers)
+        slip.fill(2, tensors, sync=True, transient=True, **numbers)
         request = slip.request
+        assert request.flags == lib.HORO_SUBMIT_SYNC | lib.HORO_SUBMIT_TRANSIENT
         assert (ffi.string(request.name), request.op, request.tensor_count) == (b"name", 2, len(tensors))
         assert {name: getattr(request, name) for name in numbers} == numbers
         for index, expected in enumerate(tensors):
@@ -29,7 +31,6 @@ def test_what_is_packed_by_hand_lies_where_the_compiler_expects_it() -> None:
             assert (int(ffi.cast("uintptr_t", packed.input)), int(ffi.cast("uintptr_t", packed.output))) == (1, 2)
             assert tuple(packed.shape[d] for d in range(packed.ndim)) == expected.shape
             assert (packed.dtype, packed.wire_dtype) == (5, 6)
-        del kept
 
 
 @pytest.mark.parametrize("hosts", [[1], [2], [1, 1]])
@@ -57,7 +58,7 @@ def test_what_run_refuses_leaves_nothing_behind() -> None:
             rank.run("allreduce", "n" * 2000, [good], reduce_op=SUM)
         with pytest.raises(UnsupportedError, match="65 dimensions"):
             lone = _core.Tensor(good.ctypes.data, good.ctypes.data, (1,) * 65, _core.DTYPES["float32"])
-            rank.context.run(_core.OPS["allreduce"], "deep", [lone], reduce_op=SUM)
+            rank.context.run(_core.Slip.of(_core.OPS["allreduce"], "deep", [lone], reduce_op=SUM, sync=True))
         with pytest.raises(MismatchError, match=r"float32 \[4\]"):
             rank.run("allreduce", "x", [np.ones(4 + rank.rank, np.float32)], reduce_op=SUM)
         rank.run("allreduce", "x", [good], reduce_op=SUM)  # the name is free again

@@ -1,0 +1,175 @@
+"""Tensors of the user as memory that the core can work on, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch.autograd.graph import increment_version
+
+from horo import _core
+from horo._errors import UnsupportedError, UsageError
+
+__all__ = ["Load", "Spec", "check_tensor", "describe", "pack", "stage"]
+
+_NARROWED = (torch.float32, torch.float64)
+"""What can travel as a 16-bit float."""
+
+_DTYPES: dict[torch.dtype, int] = {getattr(torch, name): number for name, number in _core.DTYPES.items()}
+
+_COUNTS_MANY = True
+"""Whether ``increment_version`` takes several tensors at once, as it has not done in every torch."""
+try:
+    increment_version([torch.empty(0)])
+except (AttributeError, RuntimeError, TypeError):
+    _COUNTS_MANY = False
+
+
+class Spec(NamedTuple):
+    """An operation but for its tensors."""
+
+    kind: str
+    """First part of its name on the wire, "allreduce" or what the user called."""
+    name: str | None
+    """The rest of it; None for an automatic one."""
+    reduce_op: int = 0
+    """``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``."""
+    prescale: float = 1.0
+    """Multiplied in before the reduction."""
+    postscale: float = 1.0
+    """Multiplied in after it."""
+    wire: torch.dtype | None = None
+    """float16 or bfloat16: what float32 and float64 tensors are rounded to while they travel."""
+    root_rank: int = 0
+    collective: str = "allreduce"
+    """What the core does, by its name in ``_core.OPS``."""
+
+
+class Load(NamedTuple):
+    """The tensors of one request. The core reads ``inputs`` and writes ``outputs`` until the request is done."""
+
+    tensors: Sequence[torch.Tensor]
+    """The user's."""
+    inputs: Sequence[torch.Tensor]
+    """The same or contiguous copies."""
+    outputs: Sequence[torch.Tensor]
+    """``inputs`` itself for an operation in place, and for an allgather, whose results are the core's."""
+
+    def deliver(self) -> tuple[torch.Tensor, ...]:
+        """The results; in place, the user's tensors, with autograd told that they have changed."""
+        if self.outputs is not self.inputs:
+            return tuple(self.outputs)
+        if self.inputs is self.tensors:
+            _count_change(self.tensors)
+            return tuple(self.tensors)
+        written = []
+        for tensor, output in zip(self.tensors, self.outputs, strict=True):
+            if tensor is output:
+                written.append(tensor)
+            else:
+                with torch.no_grad():
+                    tensor.copy_(output)
+        _count_change(written)
+        return tuple(self.tensors)
+
+
+def _count_change(tensors: Sequence[torch.Tensor]) -> None:
+    counting = [tensor for tensor in tensors if not tensor.is_inference()]
+    if _COUNTS_MANY:
+        increment_version(counting)
+        return
+    for tensor in counting:
+        increment_version(tensor)
+
+
+def stage(tensors: Sequence[torch.Tensor], spec: Spec, in_place: bool) -> Load:
+    """Finds memory for an operation on ``tensors``.
+
+    Args:
+        tensors: Dense CPU tensors of any shape and strides.
+        spec: The operation.
+        in_place: Write the results into ``tensors``, else into new contiguous tensors.
+
+    Raises:
+        UsageError, UnsupportedError: The operation cannot be done with one of them.
+    """
+    inputs = [_source(tensor, spec, in_place) for tensor in tensors]
+    if in_place or spec.collective == "allgather":
+        return Load(tensors, inputs, inputs)
+    return Load(tensors, inputs, [torch.empty(s.shape, dtype=s.dtype, device=s.device) for s in inputs])
+
+
+def pack(load: Load, spec: Spec) -> list[_core.Tensor]:
+    """What the core needs to know of a load."""
+    wire = 0 if spec.wire is None else _DTYPES[spec.wire]
+    rows = []
+    for source, target in zip(load.inputs, load.outputs, strict=True):
+        dtype = source.dtype
+        rows.append(
+            _core.Tensor(
+                source.data_ptr(), target.data_ptr(), source.shape, _DTYPES[dtype], wire if dtype in _NARROWED else 0
+            )
+        )
+    return rows
+
+
+def _source(tensor: torch.Tensor, spec: Spec, in_place: bool) -> torch.Tensor:
+    check_tensor(tensor, spec.kind, spec.name)
+    if in_place and tensor.requires_grad:
+        _check_graph(tensor, spec)
+    if tensor.is_contiguous() and not tensor.is_neg():
+        source = tensor
+    else:
+        if in_place:
+            _check_strides(tensor, spec)
+        source = tensor.detach().resolve_neg().contiguous()
+    if source.data_ptr() == 0 and source.numel() > 0:
+        what = describe(spec.kind, spec.name)
+        raise UnsupportedError(f"{what}: the tensor ({type(tensor).__name__}) has no memory of its own")
+    return source
+
+
+def check_tensor(tensor: torch.Tensor, kind: str, name: str | None = None) -> None:
+    """Refuses what the core cannot work on.
+
+    Args:
+        tensor: What the user gave.
+        kind: The operation, for a sentence if something is wrong.
+        name: The name it was given, for the same.
+
+    Raises:
+        UsageError: Not a tensor.
+        UnsupportedError: The core cannot work on such a layout, device or dtype.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise UsageError(f"{describe(kind, name)}: expected a torch.Tensor, not {type(tensor).__name__}")
+    if tensor.layout is not torch.strided:
+        reason = f"{tensor.layout} tensors are not supported here; use tensor.to_dense()"
+    elif not tensor.is_cpu:
+        reason = f"the tensor is on {tensor.device}; only CPU tensors are supported yet"
+    elif tensor.dtype not in _DTYPES:
+        reason = f"dtype {tensor.dtype} is not supported; use one of {', '.join(_core.DTYPES)}"
+    else:
+        return
+    raise UnsupportedError(f"{describe(kind, name)}: {reason}")
+
+
+def _check_graph(tensor: torch.Tensor, spec: Spec) -> None:
+    if not tensor.is_leaf and torch.is_grad_enabled():
+        raise UsageError(
+            f"{describe(spec.kind, spec.name)}: autograd cannot follow an in-place operation on a computed tensor that "
+            "requires grad; use the form without underscore, or tensor.detach()"
+        )
+
+
+def _check_strides(tensor: torch.Tensor, spec: Spec) -> None:
+    strides = tensor.stride()
+    if 0 in strides and any(stride == 0 and extent > 1 for stride, extent in zip(strides, tensor.shape, strict=True)):
+        what = describe(spec.kind, spec.name)
+        raise UsageError(f"{what}: an expanded tensor cannot be written in place; use tensor.contiguous()")
+
+
+def describe(kind: str, name: str | None) -> str:
+    """An operation as sentences about it begin."""
+    return kind if name is None else f"{kind} {name!r}"
