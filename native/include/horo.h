@@ -226,13 +226,14 @@ typedef struct {
     uint64_t link_bytes;       /* of data, handed to links to other hosts */
     uint64_t sleeps;           /* times a driver slept in poll() */
     uint64_t wakes;            /* eventfd writes to others */
+    uint64_t moves;            /* of a thread that waited to a core with fewer ranks */
     uint64_t mpi_stranded;     /* transfers given up that MPI has not given back: it may still touch their memory */
 } horo_counters;
 
 enum { HORO_NAME_MAX = 1023, HORO_MESSAGE_MAX = 1024, HORO_DIMS_MAX = 64 };
 enum { HORO_MPI_STATUS_MAX = 128, HORO_MPI_MESSAGE_MAX = 1 << 30 };
 
-/* "0.1.0+abi3": ranks compare it at init and refuse to mix. */
+/* "0.1.0+abi4": ranks compare it at init and refuse to mix. */
 HORO_API const char *horo_version(void);
 HORO_API const char *horo_status_name(int status);
 HORO_API size_t horo_dtype_bytes(int dtype);

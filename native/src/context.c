@@ -15,7 +15,7 @@ struct horo_context {
 
 /* Changes with anything that ranks must agree on: arena layout, wire format, handshake. */
 HORO_API const char *horo_version(void) {
-    return "0.1.0+abi3";
+    return "0.1.0+abi4";
 }
 
 HORO_API uint64_t horo_arena_bytes(int32_t local_size, uint64_t segment_bytes) {
@@ -181,6 +181,7 @@ HORO_API void horo_read_counters(horo_context *context, horo_counters *counters)
         .link_bytes = transport == NULL ? 0 : atomic_load(&transport->data_bytes),
         .sleeps = atomic_load(&context->group.sleeps),
         .wakes = atomic_load(&context->group.wakes),
+        .moves = atomic_load(&context->group.moves),
         .mpi_stranded = atomic_load(&context->group.mpi.stranded),
     };
 }

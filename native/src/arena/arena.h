@@ -70,6 +70,7 @@ struct hr_arena_header {
 struct hr_arena_block {
     _Alignas(HR_LINE) _Atomic uint32_t sleeping; /* seq_cst on both sides: see waiter.c */
     _Alignas(HR_LINE) _Atomic uint32_t state;    /* enum hr_member_state */
+    _Atomic int32_t core;                        /* 1 + the core that its driver was on, 0: unknown; see collective/seat.h */
     _Atomic uint64_t progress;                   /* phases passed, for naming who is late */
     _Alignas(HR_LINE) _Atomic uint64_t log_read; /* bytes of the log taken out; the leader waits for the slowest */
     _Atomic uint64_t log_done;                   /* bytes of the log executed */

@@ -201,9 +201,11 @@ static int spin(struct hr_group *group, hr_ready ready, void *arg, int64_t spin_
         if (hr_arena_aborted(&group->arena).code != 0) {
             return 1;
         }
-        if (hr_now_ns() >= end_ns) {
+        const int64_t now_ns = hr_now_ns();
+        if (now_ns >= end_ns) {
             return 0;
         }
+        hr_seat_look(group, now_ns);
         (void)sched_yield(); /* the one waited for may have been put on this very core */
     }
 }
@@ -235,6 +237,7 @@ void hr_group_arrive(struct hr_group *group, enum hr_phase phase, unsigned parit
     struct hr_arena_block *block = &group->arena.blocks[group->local_rank];
     atomic_store_explicit(&block->progress, atomic_load_explicit(&block->progress, memory_order_relaxed) + 1,
                           memory_order_relaxed);
+    hr_seat_show(group); /* in the same line */
     /* seq_cst: releases what was written before, and is the first half of the handshake with sleepers. */
     const uint64_t arrived = atomic_fetch_add(&group->arena.header->phase[index].arrived, 1) + 1;
     if (arrived % (uint64_t)group->local_size == 0) {

@@ -17,6 +17,7 @@
 #include "arena/arena.h"
 #include "base/clock.h"
 #include "base/log.h"
+#include "collective/seat.h"
 #include "kernel/kernel.h"
 #include "mpi/mpi.h"
 #include "transport/transport.h"
@@ -40,6 +41,8 @@ struct hr_group {
     int *rank_of_local;         /* [local_size] */
     int *leader_of_host;        /* [host_count] rank */
     int *host_size;             /* [host_count] */
+    int *core_of;               /* [local_size] scratch of hr_seat_look */
+    struct hr_seat seat;
     char **host_name_of_rank;   /* [size] */
 
     struct hr_arena arena;
@@ -72,7 +75,7 @@ struct hr_group {
     uint64_t batch_end;          /* position in the log behind the running batch */
     int (*interrupted)(void);    /* NULL, or asks after a signal whether its handler wants the caller to stop */
     struct hr_log log;
-    _Atomic uint64_t sleeps, wakes; /* counters */
+    _Atomic uint64_t sleeps, wakes, moves; /* counters */
 };
 
 /* The condition of a wait: looks, may advance a state machine of its own, never blocks. */

@@ -29,9 +29,10 @@ static int find_places(struct hr_group *group, const horo_setup *setup) {
     group->rank_of_local = calloc(size, sizeof *group->rank_of_local);
     group->leader_of_host = calloc(size, sizeof *group->leader_of_host);
     group->host_size = calloc(size, sizeof *group->host_size);
+    group->core_of = calloc(size, sizeof *group->core_of);
     group->host_name_of_rank = calloc(size, sizeof *group->host_name_of_rank);
     if (group->host_of_rank == NULL || group->rank_of_local == NULL || group->leader_of_host == NULL ||
-        group->host_size == NULL || group->host_name_of_rank == NULL) {
+        group->host_size == NULL || group->core_of == NULL || group->host_name_of_rank == NULL) {
         return HORO_ERR_RESOURCE;
     }
     group->host = setup->host_of_rank[setup->rank];
@@ -90,6 +91,7 @@ static void free_places(struct hr_group *group) {
     free(group->rank_of_local);
     free(group->leader_of_host);
     free(group->host_size);
+    free(group->core_of);
     free(group->wake_fds);
     free((void *)group->life_fds);
     free(group->owned_fds);

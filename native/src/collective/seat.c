@@ -1,0 +1,92 @@
+#include "collective/seat.h"
+
+#include "collective/group.h"
+
+enum { LOOK_EVERY_NS = 1000000, PAUSE_MIN_NS = 16000000, PAUSE_MAX_NS = 1000000000 };
+
+
+int hr_seat_choose(const int *core_of, int count, int me, const cpu_set_t *allowed) {
+    int here = 0; /* besides me */
+    for (int i = 0; i < count; i++) {
+        if (i != me && core_of[i] == core_of[me]) {
+            if (i > me) {
+                return -1;
+            }
+            here++;
+        }
+    }
+    if (here == 0) {
+        return -1;
+    }
+    int crowd[CPU_SETSIZE] = {0};
+    for (int i = 0; i < count; i++) {
+        if (core_of[i] >= 0 && core_of[i] < CPU_SETSIZE) {
+            crowd[core_of[i]]++;
+        }
+    }
+    int best = -1;
+    int fewest = here; /* there must be fewer than I leave behind */
+    for (int step = 1; step < CPU_SETSIZE && fewest > 0; step++) {
+        const int core = (core_of[me] + step) % CPU_SETSIZE;
+        if (CPU_ISSET((size_t)core, allowed) && crowd[core] < fewest) {
+            fewest = crowd[core];
+            best = core;
+        }
+    }
+    return best;
+}
+
+void hr_seat_show(struct hr_group *group) {
+    _Atomic int32_t *core = &group->arena.blocks[group->local_rank].core;
+    const int32_t now = (int32_t)sched_getcpu() + 1;
+    if (atomic_load_explicit(core, memory_order_relaxed) != now) {
+        atomic_store_explicit(core, now, memory_order_relaxed); /* a hint: a stale one costs a needless move at most */
+    }
+}
+
+static int move_to(int core, const cpu_set_t *allowed) {
+    cpu_set_t only;
+    CPU_ZERO(&only);
+    CPU_SET((size_t)core, &only);
+    if (sched_setaffinity(0, sizeof only, &only) != 0) {
+        return 0;
+    }
+    (void)sched_setaffinity(0, sizeof *allowed, allowed);
+    return 1;
+}
+
+/* Where the ranks of this host sit; -1 for those that sleep. */
+static void find_cores(const struct hr_group *group, int *core_of) {
+    for (int i = 0; i < group->local_size; i++) {
+        const struct hr_arena_block *block = &group->arena.blocks[i];
+        const int asleep = i != group->local_rank && atomic_load_explicit(&block->sleeping, memory_order_relaxed) != 0;
+        core_of[i] = asleep ? -1 : (int)atomic_load_explicit(&block->core, memory_order_relaxed) - 1;
+    }
+}
+
+void hr_seat_look(struct hr_group *group, int64_t now_ns) {
+    struct hr_seat *seat = &group->seat;
+    if (group->local_size == 1 || now_ns < seat->next_ns) {
+        return;
+    }
+    seat->next_ns = now_ns + LOOK_EVERY_NS;
+    hr_seat_show(group);
+    find_cores(group, group->core_of);
+    cpu_set_t allowed;
+    int core = -1;
+    if (group->core_of[group->local_rank] >= 0 && sched_getaffinity(0, sizeof allowed, &allowed) == 0) {
+        core = hr_seat_choose(group->core_of, group->local_size, group->local_rank, &allowed);
+    }
+    const int was_crowded = seat->crowded;
+    seat->crowded = core >= 0;
+    if (core < 0) {
+        seat->pause_ns /= 2;
+    } else if (was_crowded && move_to(core, &allowed)) { /* once may be chance */
+        hr_seat_show(group);
+        atomic_fetch_add_explicit(&group->moves, 1, memory_order_relaxed);
+        const int64_t longer_ns = seat->pause_ns * 2;
+        seat->pause_ns = longer_ns < PAUSE_MIN_NS ? PAUSE_MIN_NS : longer_ns > PAUSE_MAX_NS ? PAUSE_MAX_NS : longer_ns;
+        seat->next_ns = now_ns + seat->pause_ns;
+        seat->crowded = 0;
+    }
+}
