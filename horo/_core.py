@@ -100,8 +100,11 @@ _POINTER = struct.Struct("@P")
 _TENSOR_WORDS = _LONE_TENSOR.size // _POINTER.size
 _TENSORS_AT = _LONE_REQUEST.size
 _EXTENTS_AT = _TENSORS_AT + _LONE_TENSOR.size
-_DIMS_MAX, _NAME_BYTES, _MESSAGE_MAX = lib.HORO_DIMS_MAX, lib.HORO_NAME_MAX + 1, lib.HORO_MESSAGE_MAX
-_NAME_AT = _EXTENTS_AT + 8 * _DIMS_MAX
+_DIMS_USUAL, _NAME_USUAL = 8, 64
+"""Room in a slip; a tensor with more extents, or a longer name (bytes, with its end), gets memory of its own."""
+_NAME_AT = _EXTENTS_AT + 8 * _DIMS_USUAL
+_SLIP_WORDS = (_NAME_AT + _NAME_USUAL) // 8
+_MESSAGE_MAX = lib.HORO_MESSAGE_MAX
 _SYNC, _TRANSIENT, _OK = lib.HORO_SUBMIT_SYNC, lib.HORO_SUBMIT_TRANSIENT, lib.HORO_OK
 
 
@@ -123,22 +126,18 @@ class Slip:
         "_rows",
         "_tensors",
         "_view",
-        "error",
-        "handle",
         "request",
     )
 
     def __init__(self) -> None:
-        self._memory = ffi.new("int64_t[]", (_NAME_AT + _NAME_BYTES + 7) // 8)
+        self._memory = ffi.new("int64_t[]", _SLIP_WORDS)
         self._address = int(ffi.cast("uintptr_t", self._memory))
         self._view = memoryview(ffi.buffer(self._memory))
         self._lone_row = self._rows = self._view[_TENSORS_AT:_EXTENTS_AT].cast("L")
         self._name_at = self._address + _NAME_AT
-        self._kept: Any = None  # a name that is too long; the core says what is wrong with it
-        self._tensors: Any = None  # more than one, or one that is too deep
+        self._kept: Any = None  # a long name
+        self._tensors: Any = None  # more than one, or one with many extents
         self.request = ffi.cast("horo_request *", self._memory)
-        self.handle = ffi.new("int64_t *")
-        self.error = _error_buffer()
 
     @classmethod
     def of(cls, op: int, name: str, tensors: Sequence[Tensor] = (), **options: Any) -> Slip:
@@ -171,7 +170,7 @@ class Slip:
         """
         flags = (_SYNC if sync else 0) | (_TRANSIENT if transient else 0)
         address = self._address
-        if len(tensors) == 1 and (ndim := len(tensors[0].shape)) <= _DIMS_MAX:
+        if len(tensors) == 1 and (ndim := len(tensors[0].shape)) <= _DIMS_USUAL:
             source, target, shape, dtype, wire_dtype = tensors[0]
             self._rows = self._lone_row
             _single(ndim).pack_into(
@@ -192,7 +191,7 @@ class Slip:
     def rename(self, name: str) -> None:
         """Writes the name, which is equal on all ranks."""
         text = name.encode() + b"\0"
-        if len(text) <= _NAME_BYTES:
+        if len(text) <= _NAME_USUAL:
             self._view[_NAME_AT : _NAME_AT + len(text)] = text
             if self._kept is None:
                 return
@@ -255,6 +254,7 @@ class Context:
         self.rank = setup.rank
         self.size = setup.size
         self._context: Any = out[0]
+        self._answers: list[tuple[Any, Any]] = []  # room for a handle and an error; a thread takes one for a call
 
     def submit(self, slip: Slip) -> int:
         """Hands one request to the core and returns its handle (positive); never blocks.
@@ -264,8 +264,12 @@ class Context:
         Raises:
             UsageError, ResourceError, GroupError: as the native core says.
         """
-        _check(lib.horo_submit(self._context, slip.request, slip.handle, slip.error, _MESSAGE_MAX), slip.error)
-        return int(slip.handle[0])
+        handle, error = answer = self._take_answer()
+        try:
+            _check(lib.horo_submit(self._context, slip.request, handle, error, _MESSAGE_MAX), error)
+            return int(handle[0])
+        finally:
+            self._answers.append(answer)
 
     def run(self, slip: Slip) -> None:
         """``submit``, ``wait`` and ``release`` in one, and quicker than the three; not for allgather.
@@ -275,18 +279,28 @@ class Context:
         Raises:
             HoroError, BaseException: as ``submit`` and ``wait`` do.
         """
-        status = lib.horo_run(self._context, slip.request, _SIGNAL_CHECK_MS, slip.handle, slip.error, _MESSAGE_MAX)
-        if status == _OK:
-            return
-        handle = int(slip.handle[0])
-        if handle == 0:
-            _check(status, slip.error)
+        handle, error = answer = self._take_answer()
         try:
-            self.wait(handle)
+            status = lib.horo_run(self._context, slip.request, _SIGNAL_CHECK_MS, handle, error, _MESSAGE_MAX)
+            if status == _OK:
+                return
+            number = int(handle[0])
+            if number == 0:
+                _check(status, error)
+        finally:
+            self._answers.append(answer)
+        try:
+            self.wait(number)
         except HoroError:
-            self.release(handle)
+            self.release(number)
             raise
-        self.release(handle)
+        self.release(number)
+
+    def _take_answer(self) -> tuple[Any, Any]:
+        try:
+            return self._answers.pop()
+        except IndexError:  # to look first would leave another thread time to take the last one
+            return ffi.new("int64_t *"), _error_buffer()
 
     def poll(self, handle: int) -> bool:
         """Whether the request is finished, well or badly; never blocks."""

@@ -18,8 +18,8 @@ __all__ = ["Prepared", "Shelf"]
 
 _Tensor, _strided = torch.Tensor, torch.strided  # looked up once, not per tensor
 
-_SHELF_WEIGHT = 10_000
-"""How many tensors the requests on a shelf have together; with what torch and Python keep of a shape, under 3 MiB."""
+_SHELF_WEIGHT = 40_000
+"""How many tensors the requests on a shelf have together; with what torch and Python keep of a shape, under 8 MiB."""
 _REQUEST_WEIGHT = 10
 """What a request itself counts for beside its tensors."""
 
