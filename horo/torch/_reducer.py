@@ -81,9 +81,10 @@ class GradientReducer:
         """
         if _state.size() > 1:
             try:
-                slots = self._active()
-                self._submit_rest(slots)
-                self._finish(slots)
+                with torch.no_grad():
+                    slots = self._active()
+                    self._submit_rest(slots)
+                    self._finish(slots)
             finally:
                 self._reset()
         self._synchronized = True
@@ -138,8 +139,9 @@ class GradientReducer:
         """Waits for what is under way or held and leaves it at that."""
         try:
             slots = list(self.slots.values())
-            self._submit_rest([slot for slot in slots if slot.held is not None])
-            self._finish(slots)
+            with torch.no_grad():
+                self._submit_rest([slot for slot in slots if slot.held is not None])
+                self._finish(slots)
         finally:
             self._reset()
 
@@ -246,14 +248,16 @@ class GradientReducer:
             self.handles[parameter] = None
             return
         if slot.group is None:
-            self._submit(slot)
+            with torch.no_grad():
+                self._submit(slot)
             return
         slot.group.waiting.discard(slot)
         # A member thawed since the last step is not in `waiting`, but autograd may still write to it.
         if not slot.group.waiting and all(
             member.passes >= self.plan.passes for member in slot.group.slots if member.parameter.requires_grad
         ):
-            self._submit(slot)
+            with torch.no_grad():
+                self._submit(slot)
 
     def _submit_rest(self, slots: Sequence[Slot]) -> None:
         """Hands in what is not under way, for the caller to drive: no thread is woken for it."""
@@ -266,16 +270,16 @@ class GradientReducer:
             last.flight.request.settle()  # the others are older: done as well, in the same drive of the engine
 
     def _submit(self, slot: Slot, sync: bool = False) -> None:
-        with torch.no_grad():
-            if slot.group is not None:
-                members = [s for s in slot.group.slots if s.parameter.requires_grad or s.held]
-                self._submit_dense(slot.group.name, members, sync)
-                return
-            grad = slot.parameter.grad
-            if grad is not None and grad.layout is torch.sparse_coo and not self.plan.sparse_as_dense:
-                self._submit_sparse(slot, grad, sync)
-            else:
-                self._submit_dense(slot.name, [slot], sync)
+        """Hands in what the slot's request carries; autograd is off, as for all that works on gradients."""
+        if slot.group is not None:
+            members = [s for s in slot.group.slots if s.parameter.requires_grad or s.held]
+            self._submit_dense(slot.group.name, members, sync)
+            return
+        grad = slot.parameter.grad
+        if grad is not None and grad.layout is torch.sparse_coo and not self.plan.sparse_as_dense:
+            self._submit_sparse(slot, grad, sync)
+        else:
+            self._submit_dense(slot.name, [slot], sync)
 
     def _submit_dense(self, name: str, slots: Sequence[Slot], sync: bool) -> None:
         cargo = [Cargo(slot, self.plan) for slot in slots]
@@ -335,8 +339,7 @@ class GradientReducer:
                 raise
             flight = sparse
             result = flight.request.wait()
-        with torch.no_grad():
-            flight.deliver(result)
+        flight.deliver(result)
 
     def _sparse_again(self, slot: Slot) -> Flight | None:
         """After a mismatch, which every rank gets: was it sparse rows here, zeros of an unused parameter there?
