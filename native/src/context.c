@@ -4,13 +4,14 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "base/owner.h"
 #include "engine/engine.h"
 
 struct horo_context {
     struct hr_group group;
     struct hr_backend *backend;
     struct hr_engine engine;
-    pid_t pid; /* a forked child has the memory but not the threads */
+    struct hr_owner owner; /* a forked child has the memory but not the threads */
 };
 
 /* Changes with anything that ranks must agree on: arena layout, wire format, handshake. */
@@ -56,18 +57,19 @@ HORO_API int horo_create(const horo_setup *setup, horo_context **context, char *
         return status;
     }
     hr_group_own(&created->group, setup);
-    created->pid = getpid();
+    hr_owner_init(&created->owner);
     *context = created;
     return HORO_OK;
 }
 
 HORO_API void horo_destroy(horo_context *context) {
-    if (context == NULL || context->pid != getpid()) {
+    if (context == NULL || !hr_owner_is_here(&context->owner)) {
         return; /* in a forked child everything belongs to the parent */
     }
     hr_engine_fini(&context->engine);
     context->backend->ops->destroy(context->backend);
     hr_group_fini(&context->group);
+    hr_owner_fini(&context->owner);
     free(context);
 }
 
@@ -81,11 +83,11 @@ static int check_process(const horo_context *context, struct hr_error *error) {
     if (context == NULL) {
         return hr_fail(error, HORO_ERR_NOT_INITIALIZED, "horo has not been initialized, or was shut down; call init()");
     }
-    if (context->pid != getpid()) {
+    if (!hr_owner_is_here(&context->owner)) {
         return hr_fail(error, HORO_ERR_FORKED,
                        "this process was forked from a rank (process %d) after init(); horo can be used in the rank's own "
                        "process only",
-                       (int)context->pid);
+                       (int)context->owner.pid);
     }
     return HORO_OK;
 }
