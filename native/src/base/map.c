@@ -31,11 +31,11 @@ static struct hr_map_slot *locate(const struct hr_map *map, uint64_t hash, const
     return &map->slots[i];
 }
 
-void *hr_map_find(const struct hr_map *map, const char *key, size_t key_bytes) {
+void *hr_map_find(const struct hr_map *map, uint64_t hash, const char *key, size_t key_bytes) {
     if (map->capacity == 0) {
         return NULL;
     }
-    return locate(map, hr_hash(key, key_bytes), key, key_bytes)->value;
+    return locate(map, hash, key, key_bytes)->value;
 }
 
 static int grow(struct hr_map *map) {
@@ -55,24 +55,23 @@ static int grow(struct hr_map *map) {
     return HORO_OK;
 }
 
-int hr_map_insert(struct hr_map *map, const char *key, size_t key_bytes, void *value) {
+int hr_map_insert(struct hr_map *map, uint64_t hash, const char *key, size_t key_bytes, void *value) {
     if (2 * (map->count + 1) > map->capacity) {
         const int status = grow(map);
         if (status != HORO_OK) {
             return status;
         }
     }
-    const uint64_t hash = hr_hash(key, key_bytes);
     *locate(map, hash, key, key_bytes) = (struct hr_map_slot){hash, key, key_bytes, value};
     map->count++;
     return HORO_OK;
 }
 
-void *hr_map_remove(struct hr_map *map, const char *key, size_t key_bytes) {
+void *hr_map_remove(struct hr_map *map, uint64_t hash, const char *key, size_t key_bytes) {
     if (map->capacity == 0) {
         return NULL;
     }
-    struct hr_map_slot *slot = locate(map, hr_hash(key, key_bytes), key, key_bytes);
+    struct hr_map_slot *slot = locate(map, hash, key, key_bytes);
     void *value = slot->value;
     if (value == NULL) {
         return NULL;

@@ -51,7 +51,7 @@ void hr_agree_fini(struct hr_agree *agree) {
 }
 
 struct hr_agree_entry *hr_agree_find(const struct hr_agree *agree, struct hr_wire_text name) {
-    return hr_map_find(&agree->entries, name.data, name.bytes);
+    return hr_map_find(&agree->entries, hr_hash(name.data, name.bytes), name.data, name.bytes);
 }
 
 struct hr_agree_entry *hr_agree_find_id(const struct hr_agree *agree, uint32_t id) {
@@ -78,7 +78,8 @@ static struct hr_agree_entry *create_entry(struct hr_agree *agree, struct hr_wir
     memcpy(entry->name, name.data, name.bytes);
     entry->name[name.bytes] = '\0';
     entry->name_bytes = name.bytes;
-    if (hr_map_insert(&agree->entries, entry->name, entry->name_bytes, entry) != HORO_OK) {
+    entry->name_hash = hr_hash(name.data, name.bytes);
+    if (hr_map_insert(&agree->entries, entry->name_hash, entry->name, entry->name_bytes, entry) != HORO_OK) {
         free_entry(entry);
         return NULL;
     }
@@ -103,7 +104,7 @@ static void clear_round(struct hr_agree *agree, struct hr_agree_entry *entry) {
 void hr_agree_reset(struct hr_agree *agree, struct hr_agree_entry *entry) {
     clear_round(agree, entry);
     if (entry->id == 0) {
-        (void)hr_map_remove(&agree->entries, entry->name, entry->name_bytes);
+        (void)hr_map_remove(&agree->entries, entry->name_hash, entry->name, entry->name_bytes);
         free_entry(entry);
     }
 }

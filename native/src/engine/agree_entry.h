@@ -36,6 +36,7 @@ struct hr_agree_entry {
     struct hr_agree_entry *next; /* in the complete or ready list */
     char *name;
     size_t name_bytes;
+    uint64_t name_hash;
     enum hr_agree_state state;
     uint32_t id;                     /* 0: not cached */
     struct hr_agree_copy known;      /* what the id stands for; bytes NULL without id */

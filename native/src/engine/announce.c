@@ -76,7 +76,7 @@ int hr_engine_announce(struct hr_engine *engine) {
     for (struct hr_request *request = take_queue(engine); request != NULL; request = next, count++) {
         next = request->next;
         hr_arena_pending_add(&engine->group->arena, request->name_hash);
-        struct hr_known *known = hr_map_find(&engine->known, request->call.name, request->name_bytes);
+        struct hr_known *known = hr_map_find(&engine->known, request->name_hash, request->call.name, request->name_bytes);
         const int same = known != NULL && known->byte_count == request->byte_count &&
                          memcmp(known->bytes, request->bytes, request->byte_count) == 0;
         HR_TRY(same ? announce_id(engine, request, known) : announce_full(engine, request));
@@ -86,7 +86,7 @@ int hr_engine_announce(struct hr_engine *engine) {
 
 struct hr_request *hr_engine_find_name(struct hr_engine *engine, struct hr_wire_text name) {
     (void)pthread_mutex_lock(&engine->lock);
-    struct hr_request *request = hr_map_find(&engine->in_flight, name.data, name.bytes);
+    struct hr_request *request = hr_map_find(&engine->in_flight, hr_hash(name.data, name.bytes), name.data, name.bytes);
     (void)pthread_mutex_unlock(&engine->lock);
     return request;
 }
@@ -110,7 +110,7 @@ void hr_engine_free_known(struct hr_engine *engine) {
 /* The slot has a new owner: what I announced by the old id must be announced in full. */
 static int forget(struct hr_engine *engine, struct hr_known *known) {
     struct hr_request *pending = known->pending;
-    (void)hr_map_remove(&engine->known, known->name, known->name_bytes);
+    (void)hr_map_remove(&engine->known, known->name_hash, known->name, known->name_bytes);
     engine->known_slots[known->id % engine->capacity] = NULL;
     free_known(known);
     return pending == NULL ? HORO_OK : announce_full(engine, pending);
@@ -129,10 +129,11 @@ static struct hr_known *create_known(struct hr_engine *engine, const struct hr_r
     }
     memcpy(known->name, request->call.name, request->name_bytes + 1);
     memcpy(known->bytes, request->bytes, request->byte_count);
+    known->name_hash = request->name_hash;
     known->name_bytes = request->name_bytes;
     known->byte_count = request->byte_count;
     known->id = id;
-    if (hr_map_insert(&engine->known, known->name, known->name_bytes, known) != HORO_OK) {
+    if (hr_map_insert(&engine->known, known->name_hash, known->name, known->name_bytes, known) != HORO_OK) {
         free_known(known);
         return NULL;
     }
@@ -144,7 +145,7 @@ static int learn(struct hr_engine *engine, const struct hr_request *request, uin
     if (engine->capacity == 0) {
         return HORO_ERR_INTERNAL;
     }
-    struct hr_known *former = hr_map_find(&engine->known, request->call.name, request->name_bytes);
+    struct hr_known *former = hr_map_find(&engine->known, request->name_hash, request->call.name, request->name_bytes);
     if (former != NULL) {
         former->pending = NULL; /* this very request, agreed on now */
         HR_TRY(forget(engine, former));

@@ -119,7 +119,7 @@ void hr_engine_fini(struct hr_engine *engine) {
 }
 
 static struct hr_request *find_handle(const struct hr_engine *engine, int64_t handle) {
-    return hr_map_find(&engine->handles, (const char *)&handle, sizeof handle);
+    return hr_map_find(&engine->handles, hr_hash_number(handle), (const char *)&handle, sizeof handle);
 }
 
 /* With the lock held. */
@@ -128,16 +128,18 @@ static int enqueue(struct hr_engine *engine, struct hr_request *request, struct 
     if (atomic_load(&engine->stop)) {
         return hr_fail(error, HORO_ERR_ABORTED, "'%s': horo is shutting down", name);
     }
-    if (hr_map_find(&engine->in_flight, name, request->name_bytes) != NULL) {
+    if (hr_map_find(&engine->in_flight, request->name_hash, name, request->name_bytes) != NULL) {
         return hr_fail(error, HORO_ERR_DUPLICATE_NAME,
                        "'%s': a tensor of this name is being processed already; wait for it or use another name", name);
     }
     request->handle = engine->last_handle + 1;
-    if (hr_map_insert(&engine->handles, (const char *)&request->handle, sizeof request->handle, request) != HORO_OK) {
+    const uint64_t handle_hash = hr_hash_number(request->handle);
+    const char *handle_key = (const char *)&request->handle;
+    if (hr_map_insert(&engine->handles, handle_hash, handle_key, sizeof request->handle, request) != HORO_OK) {
         return hr_fail(error, HORO_ERR_RESOURCE, "'%s': out of memory", name);
     }
-    if (hr_map_insert(&engine->in_flight, name, request->name_bytes, request) != HORO_OK) {
-        (void)hr_map_remove(&engine->handles, (const char *)&request->handle, sizeof request->handle);
+    if (hr_map_insert(&engine->in_flight, request->name_hash, name, request->name_bytes, request) != HORO_OK) {
+        (void)hr_map_remove(&engine->handles, handle_hash, handle_key, sizeof request->handle);
         return hr_fail(error, HORO_ERR_RESOURCE, "'%s': out of memory", name);
     }
     engine->last_handle++;
@@ -276,7 +278,7 @@ int hr_engine_release(struct hr_engine *engine, int64_t handle) {
     struct hr_request *request = find_handle(engine, handle);
     int status = HORO_ERR_USAGE;
     if (request != NULL && atomic_load(&request->status) != HORO_IN_PROGRESS) {
-        (void)hr_map_remove(&engine->handles, (const char *)&handle, sizeof handle);
+        (void)hr_map_remove(&engine->handles, hr_hash_number(handle), (const char *)&handle, sizeof handle);
         status = HORO_OK;
     }
     (void)pthread_mutex_unlock(&engine->lock);

@@ -39,6 +39,7 @@ struct hr_request {
 struct hr_known {
     char *name;
     size_t name_bytes;
+    uint64_t name_hash;
     uint32_t id;
     uint8_t *bytes;
     size_t byte_count;

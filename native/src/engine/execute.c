@@ -217,7 +217,7 @@ void hr_engine_complete(struct hr_engine *engine, struct hr_request *const *requ
     for (size_t i = 0; i < count; i++) {
         struct hr_request *request = requests[i];
         forget_announcement(engine, request);
-        (void)hr_map_remove(&engine->in_flight, request->call.name, request->name_bytes);
+        (void)hr_map_remove(&engine->in_flight, request->name_hash, request->call.name, request->name_bytes);
         request->error_text = text == NULL ? NULL : strdup(text);
         atomic_fetch_sub(&engine->pending, 1);
         atomic_store(&request->status, status); /* last: from here on the caller may release it */
