@@ -222,7 +222,6 @@ static void drive_as_caller(struct hr_engine *engine, const struct hr_request *r
 }
 
 int hr_engine_wait(struct hr_engine *engine, int64_t handle, int32_t timeout_ms) {
-    const int64_t deadline_ns = hr_now_ns() + (int64_t)timeout_ms * 1000000;
     (void)pthread_mutex_lock(&engine->lock);
     const struct hr_request *request = find_handle(engine, handle);
     if (request == NULL) {
@@ -230,7 +229,13 @@ int hr_engine_wait(struct hr_engine *engine, int64_t handle, int32_t timeout_ms)
         return HORO_ERR_USAGE;
     }
     int status;
-    while ((status = atomic_load(&request->status)) == HORO_IN_PROGRESS && hr_now_ns() < deadline_ns) {
+    int64_t deadline_ns = 0; /* what is done already needs no clock */
+    while ((status = atomic_load(&request->status)) == HORO_IN_PROGRESS) {
+        const int64_t now_ns = hr_now_ns();
+        deadline_ns = deadline_ns == 0 ? now_ns + (int64_t)timeout_ms * 1000000 : deadline_ns;
+        if (now_ns >= deadline_ns) {
+            break;
+        }
         if (engine->driver == HR_DRIVER_NONE && !atomic_load(&engine->always_drives)) {
             drive_as_caller(engine, request, deadline_ns);
             status = atomic_load(&request->status);

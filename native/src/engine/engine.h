@@ -29,7 +29,7 @@ struct hr_request {
     uint64_t name_hash;
     size_t name_bytes;
     int64_t submit_ns;
-    uint8_t *bytes; /* canonical form on the wire */
+    uint8_t *bytes; /* canonical form on the wire; points into this allocation */
     size_t byte_count;
     uint32_t announced_id;        /* driver: announced by this id, 0: in full */
     struct hr_gathered *gathered; /* allgather: [tensor_count] */

@@ -71,6 +71,7 @@ static int check_call(const horo_request *call, int size, struct hr_error *error
     return HORO_OK;
 }
 
+/* Everything in one allocation; the last part, of byte_count bytes, is for the canonical form. */
 static int copy_call(const horo_request *call, struct hr_request **out) {
     size_t dims = 0;
     for (int i = 0; i < call->tensor_count; i++) {
@@ -78,15 +79,22 @@ static int copy_call(const horo_request *call, struct hr_request **out) {
     }
     const size_t count = (size_t)call->tensor_count;
     const size_t name_bytes = strlen(call->name);
+    const size_t byte_count = hr_wire_request_bytes(call);
     struct hr_request *request =
-        malloc(sizeof *request + count * sizeof(horo_tensor) + dims * sizeof(int64_t) + name_bytes + 1);
+        malloc(sizeof *request + count * sizeof(horo_tensor) + dims * sizeof(int64_t) + name_bytes + 1 + byte_count);
     if (request == NULL) {
         return HORO_ERR_RESOURCE;
     }
     horo_tensor *tensors = (horo_tensor *)(void *)(request + 1);
     int64_t *shape = (int64_t *)(void *)(tensors + count);
     char *name = (char *)(shape + dims);
-    *request = (struct hr_request){.call = *call, .name_bytes = name_bytes, .submit_ns = hr_now_ns()};
+    *request = (struct hr_request){
+        .call = *call,
+        .name_bytes = name_bytes,
+        .submit_ns = hr_now_ns(),
+        .bytes = (uint8_t *)name + name_bytes + 1,
+        .byte_count = byte_count,
+    };
     for (size_t i = 0; i < count; i++) {
         tensors[i] = call->tensors[i];
         tensors[i].shape = shape;
@@ -103,25 +111,26 @@ static int copy_call(const horo_request *call, struct hr_request **out) {
     return HORO_OK;
 }
 
+static int encode(const struct hr_request *request) {
+    struct hr_buffer room = {.data = request->bytes, .capacity = request->byte_count}; /* just enough: it will not grow */
+    return hr_wire_encode_request(&room, &request->call);
+}
+
 int hr_request_create(const horo_request *call, int size, struct hr_request **request, struct hr_error *error) {
     HR_TRY(check_call(call, size, error));
     struct hr_request *copy = NULL;
-    struct hr_buffer bytes = {0};
     int status = copy_call(call, &copy);
     if (status == HORO_OK) {
-        status = hr_wire_encode_request(&bytes, &copy->call);
+        status = encode(copy);
     }
     if (status == HORO_OK && call->op == HORO_ALLGATHER) {
         copy->gathered = calloc((size_t)call->tensor_count, sizeof *copy->gathered);
         status = copy->gathered == NULL ? HORO_ERR_RESOURCE : HORO_OK;
     }
     if (status != HORO_OK) {
-        hr_buffer_fini(&bytes);
         free(copy);
         return hr_fail(error, status, "%s '%s': out of memory for the request", op_name(call->op), call->name);
     }
-    copy->bytes = bytes.data;
-    copy->byte_count = bytes.end;
     *request = copy;
     return HORO_OK;
 }
@@ -136,6 +145,5 @@ void hr_request_destroy(struct hr_request *request) {
     }
     free(request->gathered);
     free(request->error_text);
-    free(request->bytes);
     free(request);
 }

@@ -59,7 +59,8 @@ static int finish(struct hr_buffer *out, const uint8_t *at) {
     return HORO_OK;
 }
 
-static size_t request_bytes(const horo_request *request, struct hr_wire_text name) {
+size_t hr_wire_request_bytes(const horo_request *request) {
+    const struct hr_wire_text name = {request->name, strlen(request->name)};
     size_t bytes = REQUEST_FIXED_BYTES + str16_bytes(name);
     for (int32_t i = 0; i < request->tensor_count; i++) {
         bytes += TENSOR_FIXED_BYTES + sizeof(int64_t) * (size_t)request->tensors[i].ndim;
@@ -80,7 +81,7 @@ static uint8_t *write_tensor(uint8_t *at, const horo_tensor *tensor, int op) {
 
 int hr_wire_encode_request(struct hr_buffer *out, const horo_request *request) {
     const struct hr_wire_text name = {request->name, strlen(request->name)};
-    uint8_t *at = begin(out, request_bytes(request, name));
+    uint8_t *at = begin(out, hr_wire_request_bytes(request));
     if (at == NULL) {
         return HORO_ERR_RESOURCE;
     }

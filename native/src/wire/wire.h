@@ -92,6 +92,8 @@ struct hr_wire_ref {
  */
 int hr_wire_shape_bytes(const int64_t *shape, int ndim, int dtype, int64_t *bytes);
 
+/* How long the canonical form is. */
+size_t hr_wire_request_bytes(const horo_request *request);
 /*
  * Appends the canonical form. Checks nothing: the engine has validated the request. HORO_OK or HORO_ERR_RESOURCE (no memory, or
  * longer than HR_WIRE_MESSAGE_MAX).
