@@ -225,7 +225,7 @@ typedef struct {
     uint64_t messages_sent;    /* control messages to other hosts */
     uint64_t link_bytes;       /* of data, handed to links to other hosts */
     uint64_t sleeps;           /* times a driver slept in poll() */
-    uint64_t wakes;            /* eventfd writes to others */
+    uint64_t wakes;            /* eventfd writes: to others, and to this rank's background thread where it is parked */
     uint64_t moves;            /* of a thread that waited to a core with fewer ranks */
     uint64_t mpi_stranded;     /* transfers given up that MPI has not given back: it may still touch their memory */
 } horo_counters;

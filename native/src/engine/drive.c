@@ -1,10 +1,11 @@
 /* Driving the engine: one step after another until there is nothing to do, then one wait. */
+#include <sched.h>
 #include <sys/prctl.h>
 #include <unistd.h>
 
 #include "engine/engine.h"
 
-enum { LIFE_FDS_STACK = 64 };
+enum { LIFE_FDS_STACK = 64, LOOKS_PER_YIELD = 4 };
 
 #define TIMER_SLACK_NS 1000ul /* 50000 otherwise: too coarse for the looks that MPI needs (hr_transport_poll_within_ns) */
 
@@ -163,6 +164,39 @@ static void leave(struct hr_engine *engine) {
     }
 }
 
+/* Looks for a while whether it is called; 1 if it is. With the lock held. */
+static int linger(struct hr_engine *engine) {
+    atomic_store(&engine->lingering, 1);
+    (void)pthread_mutex_unlock(&engine->lock);
+    const int64_t end_ns = hr_now_ns() + engine->caller_spin_ns;
+    while (atomic_load(&engine->lingering) && hr_now_ns() < end_ns) {
+        for (int i = 0; i < LOOKS_PER_YIELD && atomic_load(&engine->lingering); i++) {
+            hr_cpu_relax();
+        }
+        (void)sched_yield(); /* the caller may have been put on this very core */
+    }
+    (void)pthread_mutex_lock(&engine->lock);
+    return !atomic_exchange(&engine->lingering, 0);
+}
+
+/*
+ * Until called, with the lock held. Parking costs the caller a system call that wakes a thread, two microseconds and more, for each
+ * request of a stream; lingering costs time of a core that nobody else wants. So it lingers only after it has been woken so soon
+ * that lingering would have caught the call, and no longer than a wait may spin.
+ */
+static void rest(struct hr_engine *engine) {
+    if (engine->woken_soon && linger(engine)) {
+        return;
+    }
+    engine->parked = 1;
+    (void)pthread_mutex_unlock(&engine->lock);
+    const int64_t begin_ns = hr_now_ns();
+    park(engine);
+    engine->woken_soon = hr_now_ns() - begin_ns < engine->caller_spin_ns;
+    (void)pthread_mutex_lock(&engine->lock);
+    engine->parked = 0;
+}
+
 void *hr_engine_main(void *arg) {
     struct hr_engine *engine = arg;
     (void)prctl(PR_SET_TIMERSLACK, TIMER_SLACK_NS); /* of this thread; it is horo's own */
@@ -179,11 +213,7 @@ void *hr_engine_main(void *arg) {
             }
             continue;
         }
-        engine->parked = 1;
-        (void)pthread_mutex_unlock(&engine->lock);
-        park(engine);
-        (void)pthread_mutex_lock(&engine->lock);
-        engine->parked = 0;
+        rest(engine);
     }
     engine->driver = HR_DRIVER_THREAD;
     (void)pthread_mutex_unlock(&engine->lock);

@@ -178,11 +178,14 @@ int hr_engine_submit(struct hr_engine *engine, const horo_request *call, int64_t
 void hr_engine_kick(struct hr_engine *engine) {
     if (engine->driver != HR_DRIVER_NONE) {
         hr_group_wake(engine->group, engine->group->local_rank); /* if it sleeps; else it will look at the queue anyway */
+    } else if (atomic_load(&engine->lingering)) {
+        atomic_store(&engine->lingering, 0);
     } else if (engine->parked) {
         engine->parked = 0;
         const uint64_t one = 1;
         const ssize_t written = write(engine->kick_fd, &one, sizeof one);
         (void)written;
+        atomic_fetch_add_explicit(&engine->group->wakes, 1, memory_order_relaxed);
     }
 }
 

@@ -7,6 +7,7 @@
  *  - atomics.
  * The driver is the background thread, or a caller of horo_wait that found nobody driving: a synchronous operation then costs no thread
  * switch. While nothing is pending nobody drives and the background thread is parked in poll() on its kick descriptor and the life lines.
+ * In a stream of requests that are done before the next one comes, it lingers a moment before it parks, so that calling it is a store.
  * The leader of a host in a job of several hosts is the exception: its background thread always drives, for other hosts need it.
  */
 #ifndef HR_ENGINE_ENGINE_H
@@ -72,7 +73,9 @@ struct hr_engine {
     pthread_cond_t done; /* a request has finished, or the driver has let go */
     int waiters;
     enum hr_driver driver;
-    int parked; /* the background thread sleeps or is about to; kick_fd wakes it */
+    int parked;            /* the background thread sleeps or is about to; kick_fd wakes it */
+    _Atomic int lingering; /* the background thread looks at this before it parks: whoever clears it has called it */
+    int woken_soon;        /* background thread only: lingering instead of parking would have paid the last time */
     struct hr_request *queue_head, **queue_tail;
     struct hr_map in_flight; /* name -> request submitted and not done */
     struct hr_map handles;   /* handle -> request not released */

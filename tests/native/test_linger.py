@@ -1,0 +1,68 @@
+"""The background thread stays awake between requests that follow one another closely, and only then."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+from ranks import Group, Rank
+
+from horo import _core
+
+FOREVER_US = 20_000_000
+SUM = _core.REDUCE_OPS["sum"]
+
+
+def submit_and_poll(rank: Rank) -> None:
+    """An allreduce that the background thread drives, since nobody waits for it."""
+    array = np.ones(4, np.float32)
+    handle = rank.submit("allreduce", "x", [array], reduce_op=SUM)
+    end = time.monotonic() + 20
+    while not rank.context.poll(handle):
+        assert time.monotonic() < end
+    rank.finish(handle)
+    assert np.all(array == rank.size)
+
+
+def wakes(rank: Rank) -> int:
+    return rank.context.counters()["wakes"]
+
+
+def submit_until_woken(rank: Rank, times: int) -> None:
+    """Ends when the thread has been found parked so often."""
+    before, end = wakes(rank), time.monotonic() + 20
+    while wakes(rank) < before + times:
+        assert time.monotonic() < end
+        submit_and_poll(rank)
+
+
+def test_a_stream_of_requests_wakes_the_thread_once() -> None:
+    def body(rank: Rank) -> None:
+        submit_until_woken(rank, 1)
+        before = wakes(rank)
+        for _ in range(50):
+            submit_and_poll(rank)
+        assert wakes(rank) == before
+
+    with Group([1], spin_us=FOREVER_US) as group:
+        group.run(body)
+
+
+def test_a_caller_that_waits_drives_while_the_thread_lingers() -> None:
+    def body(rank: Rank) -> None:
+        submit_until_woken(rank, 1)
+        before = wakes(rank)
+        for _ in range(50):
+            array = np.ones(4, np.float32)
+            rank.run("allreduce", "y", [array], reduce_op=SUM)
+            assert np.all(array == rank.size)
+            submit_and_poll(rank)
+        assert wakes(rank) == before
+
+    with Group([1], spin_us=FOREVER_US) as group:
+        group.run(body)
+
+
+def test_without_spinning_the_thread_parks_every_time() -> None:
+    with Group([1], spin_us=0) as group:
+        group.run(lambda rank: submit_until_woken(rank, 20))
