@@ -59,6 +59,10 @@ class Kernel:
     def copy(self, dst: Array, src: Array, store: int) -> None:
         assert self._lib.shim_kernel_copy(self._level, self._address(dst), self._address(src), src.nbytes, store) == 0
 
+    def exchange(self, out: Array, slot: Array, src: Array, store: int) -> None:
+        arguments = (self._address(out), self._address(slot), self._address(src), src.nbytes, store)
+        assert self._lib.shim_kernel_exchange(self._level, *arguments) == 0
+
 
 @pytest.fixture(params=[*LEVELS, "best"])
 def kernel(request: pytest.FixtureRequest, native: ModuleType) -> Kernel:
@@ -233,6 +237,21 @@ def test_copy_copies_every_byte_and_no_other(kernel: Kernel, store: int) -> None
             dst = Guarded(byte, count, misalign)
             kernel.copy(dst.array, src, store)
             assert (dst.array == src).all() and dst.is_intact(), (count, misalign)
+
+
+@pytest.mark.parametrize("store", [ORDINARY, STREAM])
+def test_exchange_takes_what_was_there_and_leaves_what_is_given(kernel: Kernel, store: int) -> None:
+    byte = DTYPES["uint8"]
+    rng = np.random.default_rng(6)
+    for count in [*range(0, 70), 127, 128, 129, 255, 256, 257, 1000, 1279, 1281, 4099]:
+        for misalign in (0, 1, 8, 17, 33, 63):
+            given = placed(byte, rng.integers(0, 256, count, dtype=np.uint8), int(rng.integers(0, 64)))
+            there = rng.integers(0, 256, count, dtype=np.uint8)
+            out, slot = Guarded(byte, count, int(rng.integers(0, 64))), Guarded(byte, count, misalign)
+            slot.array[:] = there
+            kernel.exchange(out.array, slot.array, given, store)
+            assert (out.array == there).all() and out.is_intact(), (count, misalign)
+            assert (slot.array == given).all() and slot.is_intact(), (count, misalign)
 
 
 HALVES, WIDES = ["float16", oracle.BFLOAT16], ["float32", "float64"]

@@ -50,6 +50,12 @@ struct hr_kernel {
 
     /* memcpy; dst and src do not overlap. */
     void (*copy)(void *dst, const void *src, size_t bytes, enum hr_store store);
+
+    /*
+     * out = slot, then slot = in; no two of them overlap. In one pass, line by line: a line that another core has written last and that
+     * is read and written at once makes one trip between the cores; read now and written later it makes two.
+     */
+    void (*exchange)(void *out, void *slot, const void *in, size_t bytes, enum hr_store slot_store);
 };
 
 /* The best table for this machine; the same pointer every time. */

@@ -117,6 +117,7 @@ extern const struct hr_kernel hr_kernel_neon;
                               enum hr_store store) {                                                                   \
         hr_level_convert(&level, dst_dtype, dst, src_dtype, src, count, scale, store);                                 \
     }                                                                                                                  \
-    linkage const struct hr_kernel symbol = {level_name, level_reduce, level_scale, level_convert, level_copy};
+    linkage const struct hr_kernel symbol = {level_name,    level_reduce, level_scale,                                  \
+                                             level_convert, level_copy,   level_exchange};
 
 #endif

@@ -129,6 +129,16 @@ static void level_copy(void *dst, const void *src, size_t bytes, enum hr_store s
     memcpy(to, from, bytes);
 }
 
+enum { EXCHANGE_BYTES = 256 }; /* a few lines at a time: what has been read is still at hand when it is written */
+
+static void level_exchange(void *out, void *slot, const void *in, size_t bytes, enum hr_store slot_store) {
+    for (size_t at = 0; at < bytes; at += EXCHANGE_BYTES) {
+        const size_t part = bytes - at < EXCHANGE_BYTES ? bytes - at : EXCHANGE_BYTES;
+        memcpy((uint8_t *)out + at, (uint8_t *)slot + at, part);
+        level_copy((uint8_t *)slot + at, (const uint8_t *)in + at, part, slot_store);
+    }
+}
+
 const struct hr_level hr_level_scalar = {
     .reduce = HR_ALL_OPS_TABLE, .convert = HR_CONVERSIONS_TABLE, .copy = level_copy};
 

@@ -334,4 +334,40 @@ static void level_copy(void *dst, const void *src, size_t bytes, enum hr_store h
     memcpy(to + at, from + at, bytes - at);
 }
 
+HR_INLINE size_t exchange_blocks(uint8_t *out, uint8_t *slot, const uint8_t *in, size_t at, size_t bytes, enum hr_store how) {
+    const size_t block_bytes = UNROLL * VECTOR_BYTES;
+    for (; bytes - at >= block_bytes; at += block_bytes) {
+        if (bytes - at >= PREFETCH_AHEAD + block_bytes) {
+            prefetch(slot + at + PREFETCH_AHEAD, block_bytes);
+            prefetch(in + at + PREFETCH_AHEAD, block_bytes);
+            prefetch(out + at + PREFETCH_AHEAD, block_bytes);
+        }
+        const struct block received = load_block(HORO_UINT8, slot + at);
+        store_block(slot + at, load_block(HORO_UINT8, in + at), how);
+        store_block(out + at, received, HR_STORE_ORDINARY);
+    }
+    return at;
+}
+
+static void exchange_bytes(uint8_t *out, uint8_t *slot, const uint8_t *in, size_t bytes) {
+    memcpy(out, slot, bytes);
+    memcpy(slot, in, bytes);
+}
+
+static void level_exchange(void *out, void *slot, const void *in, size_t bytes, enum hr_store slot_store) {
+    uint8_t *to = out;
+    uint8_t *between = slot;
+    const uint8_t *from = in;
+    const size_t misaligned = -(uintptr_t)between % VECTOR_BYTES;
+    size_t at = misaligned < bytes ? misaligned : bytes;
+    exchange_bytes(to, between, from, at);
+    if (slot_store == HR_STORE_ORDINARY) {
+        at = exchange_blocks(to, between, from, at, bytes, HR_STORE_ORDINARY);
+    } else {
+        at = exchange_blocks(to, between, from, at, bytes, HR_STORE_STREAM);
+        stream_fence();
+    }
+    exchange_bytes(to + at, between + at, from + at, bytes - at);
+}
+
 static const struct hr_level level = {.reduce = HR_ALL_OPS_TABLE, .convert = HR_CONVERSIONS_TABLE, .copy = level_copy};

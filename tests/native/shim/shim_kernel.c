@@ -51,6 +51,15 @@ int shim_kernel_copy(const char *level, void *dst, const void *src, size_t bytes
     return 0;
 }
 
+int shim_kernel_exchange(const char *level, void *out, void *slot, const void *in, size_t bytes, int store) {
+    const struct hr_kernel *kernel = find(level);
+    if (kernel == NULL) {
+        return -1;
+    }
+    kernel->exchange(out, slot, in, bytes, (enum hr_store)store);
+    return 0;
+}
+
 const char *shim_dtype_name(int dtype) {
     return hr_dtype_name(dtype);
 }

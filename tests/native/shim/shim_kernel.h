@@ -11,6 +11,7 @@ int shim_kernel_scale(const char *level, int dtype, void *dst, const void *src, 
 int shim_kernel_convert(const char *level, int dst_dtype, void *dst, int src_dtype, const void *src, size_t count, double scale,
                         int store);
 int shim_kernel_copy(const char *level, void *dst, const void *src, size_t bytes, int store);
+int shim_kernel_exchange(const char *level, void *out, void *slot, const void *in, size_t bytes, int store);
 const char *shim_dtype_name(int dtype);
 int shim_dtype_reducible(int dtype, int reduce_op);
 
