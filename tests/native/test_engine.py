@@ -82,7 +82,7 @@ def test_allreduce_scales_before_and_after() -> None:
         run_ranks(body, hosts)
 
 
-@pytest.mark.parametrize("hosts", [[1, 1], [2, 2], [1, 2], [2, 1, 3], [1, 1, 1, 1]], ids=str)
+@pytest.mark.parametrize("hosts", [[2], [3], [1, 1], [2, 2], [1, 2], [2, 1, 3], [1, 1, 1, 1]], ids=str)
 def test_allreduce_of_tensors_that_lie_across_segments(hosts: list[int]) -> None:
     counts = [1, 1000, 3, 5000, 511, 1, 2048, 70_001, 16, 1025]
 
@@ -101,6 +101,32 @@ def test_allreduce_of_tensors_that_lie_across_segments(hosts: list[int]) -> None
             for original, apart, in_place, right in zip(before, outputs, inputs, expected, strict=True):
                 assert np.array_equal(right, apart)
                 assert np.array_equal(right, in_place), original
+
+    run_ranks(body, hosts, segment_bytes=1 << 12)
+
+
+@pytest.mark.parametrize("hosts", [[2], [3]], ids=str)
+def test_collectives_of_all_kinds_and_sizes_leave_the_slots_to_one_another(hosts: list[int]) -> None:
+    """They pass the phases of the slots in different ways: each must find them as any other may have left them."""
+    element_counts = [1, 1024, 1025, 2048, 3072, 4000, 5121, 9 * 1024]  # of 4 KiB to a segment
+
+    def body(rank: Rank) -> None:
+        rng = random.Random(11)
+        for i in range(200):
+            kind, count = rng.choice(["plain", "prescaled", "broadcast", "allgather"]), rng.choice(element_counts)
+            base = np.arange(count, dtype=np.float32) % 997 + i
+            if kind == "broadcast":
+                assert np.array_equal(
+                    base + i % rank.size, rank.broadcast(base + rank.rank, i % rank.size, f"b{count}")
+                )
+            elif kind == "allgather":
+                gathered, _ = rank.allgather(base + rank.rank, f"g{count}")
+                assert np.array_equal(np.concatenate([base + r for r in range(rank.size)]), gathered)
+            else:
+                prescale = 1.0 if kind == "plain" else 2.0
+                total = prescale * base * rank.size * (rank.size + 1) / 2
+                result = rank.allreduce(base * (rank.rank + 1), f"{kind}{count}", prescale=prescale)
+                assert np.array_equal(total, result)
 
     run_ranks(body, hosts, segment_bytes=1 << 12)
 

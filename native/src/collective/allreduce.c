@@ -10,20 +10,48 @@
 
 enum { FLAT_BYTES = 4096 }; /* up to here everybody reduces everything: one phase instead of two */
 
+static int reduce(struct hr_stages *call, size_t k) {
+    HR_TRY(hr_stages_reduce(call, k));
+    hr_group_arrive(call->group, HR_PHASE_REDUCED, hr_stages_parity(call, k));
+    return HORO_OK;
+}
+
+static void learn_store(struct hr_stages *call, size_t k, int64_t begin_ns) {
+    const size_t bytes = hr_segment(call->group, call->fused->bytes, k).bytes;
+    hr_store_learn(call->group, call->store, bytes, hr_now_ns() - begin_ns);
+    call->store = hr_store_choose(call->group, bytes);
+}
+
 static int run_one_host(struct hr_stages *call, size_t segments) {
-    struct hr_group *group = call->group;
     HR_TRY(hr_stages_fill(call, 0));
     for (size_t k = 0; k < segments; k++) {
         const int64_t begin_ns = hr_now_ns();
         if (k + 1 < segments) {
             HR_TRY(hr_stages_fill(call, k + 1));
         }
-        HR_TRY(hr_stages_reduce(call, k));
-        hr_group_arrive(group, HR_PHASE_REDUCED, hr_stages_parity(call, k));
+        HR_TRY(reduce(call, k));
         HR_TRY(hr_stages_drain(call, k));
-        const size_t bytes = hr_segment(group, call->fused->bytes, k).bytes;
-        hr_store_learn(group, call->store, bytes, hr_now_ns() - begin_ns);
-        call->store = hr_store_choose(group, bytes);
+        learn_store(call, k, begin_ns);
+    }
+    return HORO_OK;
+}
+
+/* Where slots may be exchanged: a segment comes back from a slot as the next but one goes into it. Reducing is one segment ahead. */
+static int run_exchanging(struct hr_stages *call, size_t segments) {
+    for (size_t k = 0; k < 2 && k < segments; k++) {
+        HR_TRY(hr_stages_fill(call, k));
+    }
+    int64_t begin_ns = hr_now_ns();
+    HR_TRY(reduce(call, 0));
+    for (size_t k = 0; k + 1 < segments; k++) {
+        HR_TRY(reduce(call, k + 1));
+        HR_TRY(k + 2 < segments ? hr_stages_exchange(call, k) : hr_stages_drain(call, k));
+        learn_store(call, k, begin_ns);
+        begin_ns = hr_now_ns();
+    }
+    HR_TRY(hr_stages_drain(call, segments - 1));
+    if (segments == 1) { /* a last drain alone would make its store look cheap */
+        learn_store(call, 0, begin_ns);
     }
     return HORO_OK;
 }
@@ -119,5 +147,8 @@ int hr_allreduce(struct hr_group *group, const struct hr_fused *fused, int reduc
         call.postscale /= call.partial_scale;
         return hr_two_level(&call, segments);
     }
-    return fused->bytes <= FLAT_BYTES ? run_flat(&call) : run_one_host(&call, segments);
+    if (fused->bytes <= FLAT_BYTES) {
+        return run_flat(&call);
+    }
+    return hr_stages_may_exchange(&call) ? run_exchanging(&call, segments) : run_one_host(&call, segments);
 }

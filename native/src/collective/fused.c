@@ -57,3 +57,24 @@ void hr_fused_unpack(const struct hr_fused *fused, size_t offset, size_t bytes, 
         bytes -= part;
     }
 }
+
+void hr_fused_exchange(const struct hr_fused *fused, size_t out_offset, size_t in_offset, size_t bytes, char *slot,
+                       const struct hr_kernel *kernel, enum hr_store store) {
+    const struct hr_piece *out = fused->pieces + (bytes == 0 ? 0 : hr_fused_find(fused, out_offset));
+    const struct hr_piece *in = fused->pieces + (bytes == 0 ? 0 : hr_fused_find(fused, in_offset));
+    while (bytes > 0) {
+        const size_t out_skip = out_offset - out->offset;
+        const size_t in_skip = in_offset - in->offset;
+        const size_t out_left = out->bytes - out_skip;
+        const size_t in_left = in->bytes - in_skip;
+        const size_t left = out_left < in_left ? out_left : in_left;
+        const size_t part = left < bytes ? left : bytes;
+        kernel->exchange(out->output + out_skip, slot, in->input + in_skip, part, store);
+        out += part == out_left;
+        in += part == in_left;
+        out_offset += part;
+        in_offset += part;
+        slot += part;
+        bytes -= part;
+    }
+}

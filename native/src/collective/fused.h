@@ -38,4 +38,11 @@ void hr_fused_pack(const struct hr_fused *fused, size_t offset, size_t bytes, ch
 void hr_fused_unpack(const struct hr_fused *fused, size_t offset, size_t bytes, const char *source,
                      const struct hr_kernel *kernel);
 
+/*
+ * As unpack of [out_offset, + bytes) from the slot, then pack of [in_offset, + bytes) into it, in one pass; the two ranges do not overlap,
+ * and the dtypes are the same.
+ */
+void hr_fused_exchange(const struct hr_fused *fused, size_t out_offset, size_t in_offset, size_t bytes, char *slot,
+                       const struct hr_kernel *kernel, enum hr_store store);
+
 #endif

@@ -93,3 +93,29 @@ int hr_stages_drain(struct hr_stages *call, size_t k) {
     hr_group_arrive(group, HR_PHASE_DRAINED, hr_stages_parity(call, k));
     return HORO_OK;
 }
+
+int hr_stages_may_exchange(const struct hr_stages *call) {
+    return call->group->host_count == 1 && call->group->local_size == 2 && !packs_own_share(call);
+}
+
+int hr_stages_exchange(struct hr_stages *call, size_t k) {
+    struct hr_group *group = call->group;
+    const struct hr_fused *fused = call->fused;
+    const int peer = 1 - group->local_rank;
+    const struct hr_range segment = hr_segment(group, fused->bytes, k);
+    const struct hr_range next = hr_segment(group, fused->bytes, k + 2);
+    const struct hr_range out = hr_share(segment.bytes, peer, call->owners);
+    const struct hr_range in = hr_share(next.bytes, peer, call->owners);
+    const size_t out_offset = segment.offset + out.offset;
+    const size_t in_offset = next.offset + in.offset;
+    char *slot = hr_stages_slot(call, group->local_rank, k);
+    HR_TRY(hr_group_await(group, HR_PHASE_REDUCED, hr_stages_parity(call, k)));
+    if (next.bytes == segment.bytes) {
+        hr_fused_exchange(fused, out_offset, in_offset, out.bytes, slot + out.offset, group->kernel, call->store);
+    } else {
+        hr_fused_unpack(fused, out_offset, out.bytes, slot + out.offset, group->kernel);
+        hr_fused_pack(fused, in_offset, in.bytes, slot + in.offset, group->kernel, 1.0, call->store);
+    }
+    hr_group_arrive(group, HR_PHASE_FILLED, hr_stages_parity(call, k));
+    return HORO_OK;
+}

@@ -49,6 +49,14 @@ int hr_stages_fill(struct hr_stages *call, size_t k);
 int hr_stages_reduce(struct hr_stages *call, size_t k);
 int hr_stages_drain(struct hr_stages *call, size_t k);
 
+/*
+ * On one host of two ranks, where nothing is scaled or converted on the way in, nobody but me reads what I drain. So segment k + 2 may
+ * take the place of segment k as it comes out, in one pass if both are of one size, and HR_PHASE_DRAINED is not asked for: exchange
+ * is drain of k, then fill of k + 2. Equal on all ranks.
+ */
+int hr_stages_may_exchange(const struct hr_stages *call);
+int hr_stages_exchange(struct hr_stages *call, size_t k);
+
 /* Reduces `bytes` at `at` within segment k; `mine` is my contribution, NULL if it is in my slot as those of the others are. */
 void hr_stages_reduce_part(struct hr_stages *call, size_t k, size_t at, size_t bytes, const char *mine, char *target, char *copy,
                            double scale);
