@@ -498,16 +498,21 @@ def test_a_rank_that_dies_is_named_on_every_other_rank(hosts: list[int], victim:
 def test_a_rank_that_dies_while_segments_travel_is_named_and_lets_go_of_memory(hosts: list[int], victim: int) -> None:
     """The first segment has come and thousands are due, so that two are under way when the links break."""
     count, size = 1 << 22, sum(hosts)
-    data = [np.full(count, rank + 1, np.float32) for rank in range(size)]
+    data = [np.empty(count, np.float32) for rank in range(size)]
     total = size * (size + 1) / 2
 
-    def body(rank: Rank) -> None:
+    def reduce_and_die(rank: Rank) -> None:
+        data[rank.rank][:] = rank.rank + 1
         handle = rank.submit("allreduce", "x", [data[rank.rank]], reduce_op=_core.REDUCE_OPS["sum"])
         if rank.rank == victim:
             wait_for(lambda: data[victim][0] == total)
             group.kill(victim)
+        rank.finish(handle)
+
+    def body(rank: Rank) -> None:
         with pytest.raises(GroupError) as caught:
-            rank.finish(handle)
+            while True:  # where the victim is scheduled so late that all has come, the next operation meets its death
+                reduce_and_die(rank)
         data[rank.rank][:] = -1  # its own again: nothing may still arrive here
         group.kill(rank.rank)  # a script that ends; so those hear of it that have no link to the victim
         if rank.rank != victim:
