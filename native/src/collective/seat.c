@@ -4,7 +4,6 @@
 
 enum { LOOK_EVERY_NS = 1000000, PAUSE_MIN_NS = 16000000, PAUSE_MAX_NS = 1000000000 };
 
-
 int hr_seat_choose(const int *core_of, int count, int me, const cpu_set_t *allowed) {
     int here = 0; /* besides me */
     for (int i = 0; i < count; i++) {
