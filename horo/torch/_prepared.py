@@ -27,11 +27,12 @@ _REQUEST_WEIGHT = 10
 class Prepared:
     """A request but for its addresses and, without a name, its name."""
 
-    __slots__ = ("_label", "_looks", "_spec", "_sync", "in_use", "slip")
+    __slots__ = ("_label", "_looks", "_name", "_spec", "_sync", "in_use", "slip")
 
     def __init__(self, spec: Spec, sync: bool, name: Callable[[str, str | None], str]) -> None:
         self._spec = spec
         self._sync = sync
+        self._name = name
         self._looks: Sequence[tuple[torch.Size, torch.dtype]] | None = None
         self.in_use = threading.Lock()
         """Held by the call whose request this is."""
@@ -58,10 +59,10 @@ class Prepared:
         self.slip.point(sources, [output.data_ptr() for output in outputs])
         return Load(tensors, tensors, outputs)
 
-    def label(self, name: Callable[[str, str | None], str]) -> str:
+    def label(self) -> str:
         """Its name on the wire. An automatic one is given and counted here, so only once nothing can be refused."""
         if self._spec.name is None:
-            self._label = name(self._spec.kind, None)
+            self._label = self._name(self._spec.kind, None)
             self.slip.rename(self._label)
         return self._label
 

@@ -247,17 +247,17 @@ class GradientReducer:
             slot.held = (grad, 0 if grad is None else grad._version)
             self.handles[parameter] = None
             return
-        if slot.group is None:
+        if slot.group is None or self._completes(slot.group, slot):
             with torch.no_grad():
                 self._submit(slot)
-            return
-        slot.group.waiting.discard(slot)
+
+    def _completes(self, group: Group, slot: Slot) -> bool:
+        """Whether the gradient of ``slot`` was the last that its group waited for."""
+        group.waiting.discard(slot)
         # A member thawed since the last step is not in `waiting`, but autograd may still write to it.
-        if not slot.group.waiting and all(
-            member.passes >= self.plan.passes for member in slot.group.slots if member.parameter.requires_grad
-        ):
-            with torch.no_grad():
-                self._submit(slot)
+        return not group.waiting and all(
+            member.passes >= self.plan.passes for member in group.slots if member.parameter.requires_grad
+        )
 
     def _submit_rest(self, slots: Sequence[Slot]) -> None:
         """Hands in what is not under way, for the caller to drive: no thread is woken for it."""

@@ -228,7 +228,7 @@ def _start(
     prepared = session.shelf.borrow(spec, sync, len(tensors))
     try:
         load = prepared.load(tensors, in_place)
-        label = prepared.label(session.name)
+        label = prepared.label()
         token = session.enter(label)
         try:
             return Request(session, session.core.submit(prepared.slip), label, load, finish)
@@ -243,7 +243,7 @@ def _run(tensors: Sequence[torch.Tensor], spec: Spec, in_place: bool) -> tuple[t
     prepared = session.shelf.borrow(spec, True, len(tensors))
     try:
         load = prepared.load(tensors, in_place)
-        token = session.enter(prepared.label(session.name))
+        token = session.enter(prepared.label())
         try:
             session.core.run(prepared.slip)
         except HoroError:

@@ -7,8 +7,6 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-enum { LOOKS_PER_YIELD = 4 };
-
 char *hr_group_name_rank(const struct hr_group *group, int rank, char *out, size_t out_bytes) {
     if (rank < 0 || rank >= group->size) {
         (void)snprintf(out, out_bytes, "a rank");
@@ -185,7 +183,7 @@ static enum awoken sleep_until_woken(struct hr_group *group, hr_ready ready, voi
 static int spin(struct hr_group *group, hr_ready ready, void *arg, int64_t spin_ns) {
     const int64_t end_ns = spin_ns > 0 ? hr_now_ns() + spin_ns : 0;
     for (;;) {
-        for (int i = 0; i < LOOKS_PER_YIELD; i++) {
+        for (int i = 0; i < HR_LOOKS_PER_YIELD; i++) {
             int moved;
             do { /* what has come is worth more than a poll() that would say so */
                 moved = group->transport != NULL && group->transport->ops->progress(group->transport) > 0;

@@ -25,6 +25,9 @@
 /* A wait that lasts so long has the links supervised meanwhile. */
 #define HR_SUPERVISE_AFTER_NS 1000000000ll
 
+/* How often whoever spins looks before it offers its core to others. */
+enum { HR_LOOKS_PER_YIELD = 4 };
+
 /* Phases of the arena algorithms; each exists per slot parity: phase + parity. */
 enum hr_phase {
     HR_PHASE_FILLED = 0,  /* my slot holds what the others need */

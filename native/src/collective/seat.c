@@ -54,12 +54,12 @@ static int move_to(int core, const cpu_set_t *allowed) {
     return 1;
 }
 
-/* Where the ranks of this host sit; -1 for those that sleep. */
-static void find_cores(const struct hr_group *group, int *core_of) {
+/* Into group->core_of: where the ranks of this host sit; -1 for those that sleep. */
+static void find_cores(const struct hr_group *group) {
     for (int i = 0; i < group->local_size; i++) {
         const struct hr_arena_block *block = &group->arena.blocks[i];
         const int asleep = i != group->local_rank && atomic_load_explicit(&block->sleeping, memory_order_relaxed) != 0;
-        core_of[i] = asleep ? -1 : (int)atomic_load_explicit(&block->core, memory_order_relaxed) - 1;
+        group->core_of[i] = asleep ? -1 : (int)atomic_load_explicit(&block->core, memory_order_relaxed) - 1;
     }
 }
 
@@ -70,7 +70,7 @@ void hr_seat_look(struct hr_group *group, int64_t now_ns) {
     }
     seat->next_ns = now_ns + LOOK_EVERY_NS;
     hr_seat_show(group);
-    find_cores(group, group->core_of);
+    find_cores(group);
     cpu_set_t allowed;
     int core = -1;
     if (group->core_of[group->local_rank] >= 0 && sched_getaffinity(0, sizeof allowed, &allowed) == 0) {

@@ -5,7 +5,7 @@
 
 #include "engine/engine.h"
 
-enum { LIFE_FDS_STACK = 64, LOOKS_PER_YIELD = 4 };
+enum { LIFE_FDS_STACK = 64 };
 
 #define TIMER_SLACK_NS 1000ul /* 50000 otherwise: too coarse for the looks that MPI needs (hr_transport_poll_within_ns) */
 
@@ -170,7 +170,7 @@ static int linger(struct hr_engine *engine) {
     (void)pthread_mutex_unlock(&engine->lock);
     const int64_t end_ns = hr_now_ns() + engine->caller_spin_ns;
     while (atomic_load(&engine->lingering) && hr_now_ns() < end_ns) {
-        for (int i = 0; i < LOOKS_PER_YIELD && atomic_load(&engine->lingering); i++) {
+        for (int i = 0; i < HR_LOOKS_PER_YIELD && atomic_load(&engine->lingering); i++) {
             hr_cpu_relax();
         }
         (void)sched_yield(); /* the caller may have been put on this very core */
