@@ -103,9 +103,11 @@ _EXTENTS_AT = _TENSORS_AT + _LONE_TENSOR.size
 _DIMS_USUAL, _NAME_USUAL = 8, 64
 """Room in a slip; a tensor with more extents, or a longer name (bytes, with its end), gets memory of its own."""
 _NAME_AT = _EXTENTS_AT + 8 * _DIMS_USUAL
-_SLIP_WORDS = (_NAME_AT + _NAME_USUAL) // 8
+_ANSWER_AT = _NAME_AT + _NAME_USUAL
+_SLIP_WORDS = (_ANSWER_AT + 8) // 8
 _MESSAGE_MAX = lib.HORO_MESSAGE_MAX
 _SYNC, _TRANSIENT, _OK = lib.HORO_SUBMIT_SYNC, lib.HORO_SUBMIT_TRANSIENT, lib.HORO_OK
+_NULL, _submit, _run, _finish = ffi.NULL, lib.horo_submit, lib.horo_run, lib.horo_finish  # looked up once, not per call
 
 
 @functools.cache
@@ -123,21 +125,27 @@ class Slip:
         "_lone_row",
         "_memory",
         "_name_at",
-        "_rows",
         "_tensors",
         "_view",
+        "answer",
+        "number",
         "request",
+        "rows",
     )
 
     def __init__(self) -> None:
         self._memory = ffi.new("int64_t[]", _SLIP_WORDS)
         self._address = int(ffi.cast("uintptr_t", self._memory))
         self._view = memoryview(ffi.buffer(self._memory))
-        self._lone_row = self._rows = self._view[_TENSORS_AT:_EXTENTS_AT].cast("L")
+        self._lone_row = self.rows = self._view[_TENSORS_AT:_EXTENTS_AT].cast("L")
+        """``rows``: words of the tensors, of which the first two of each are its addresses."""
         self._name_at = self._address + _NAME_AT
         self._kept: Any = None  # a long name
         self._tensors: Any = None  # more than one, or one with many extents
         self.request = ffi.cast("horo_request *", self._memory)
+        self.answer = ffi.cast("int64_t *", self._address + _ANSWER_AT)
+        self.number = self._view[_ANSWER_AT:].cast("q")
+        """Its only item is the handle that the last call has answered."""
 
     @classmethod
     def of(cls, op: int, name: str, tensors: Sequence[Tensor] = (), **options: Any) -> Slip:
@@ -172,7 +180,7 @@ class Slip:
         address = self._address
         if len(tensors) == 1 and (ndim := len(tensors[0].shape)) <= _DIMS_USUAL:
             source, target, shape, dtype, wire_dtype = tensors[0]
-            self._rows = self._lone_row
+            self.rows = self._lone_row
             _single(ndim).pack_into(
                 self._view, 0,
                 self._name_at, op, reduce_op, root_rank, flags, prescale, postscale, address + _TENSORS_AT, 1,
@@ -181,7 +189,7 @@ class Slip:
             )  # fmt: skip
             return
         self._tensors = _pack(tensors)
-        self._rows = memoryview(ffi.buffer(self._tensors))[: len(tensors) * _LONE_TENSOR.size].cast("L")
+        self.rows = memoryview(ffi.buffer(self._tensors))[: len(tensors) * _LONE_TENSOR.size].cast("L")
         tensors_at = int(ffi.cast("uintptr_t", self._tensors))
         _LONE_REQUEST.pack_into(
             self._view, 0,
@@ -203,7 +211,7 @@ class Slip:
 
     def point(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Writes other addresses for the tensors that it was filled with, as many as there are."""
-        rows = self._rows
+        rows = self.rows
         if len(sources) == 1:
             rows[0] = sources[0]
             rows[1] = targets[0]
@@ -254,7 +262,6 @@ class Context:
         self.rank = setup.rank
         self.size = setup.size
         self._context: Any = out[0]
-        self._answers: list[tuple[Any, Any]] = []  # room for a handle and an error; a thread takes one for a call
 
     def submit(self, slip: Slip) -> int:
         """Hands one request to the core and returns its handle (positive); never blocks.
@@ -264,43 +271,28 @@ class Context:
         Raises:
             UsageError, ResourceError, GroupError: as the native core says.
         """
-        handle, error = answer = self._take_answer()
-        try:
-            _check(lib.horo_submit(self._context, slip.request, handle, error, _MESSAGE_MAX), error)
-            return int(handle[0])
-        finally:
-            self._answers.append(answer)
+        if _submit(self._context, slip.request, slip.answer, _NULL, 0) != _OK:
+            self._submit_again(slip)
+        return slip.number[0]
 
     def run(self, slip: Slip) -> None:
-        """``submit``, ``wait`` and ``release`` in one, and quicker than the three; not for allgather.
+        """``submit`` and ``finish`` in one, and quicker than the two; not for allgather.
 
         Should a signal handler raise, the request stays under way, and its memory must stay valid.
 
         Raises:
             HoroError, BaseException: as ``submit`` and ``wait`` do.
         """
-        handle, error = answer = self._take_answer()
-        try:
-            status = lib.horo_run(self._context, slip.request, _SIGNAL_CHECK_MS, handle, error, _MESSAGE_MAX)
-            if status == _OK:
-                return
-            number = int(handle[0])
-            if number == 0:
-                _check(status, error)
-        finally:
-            self._answers.append(answer)
-        try:
-            self.wait(number)
-        except HoroError:
-            self.release(number)
-            raise
-        self.release(number)
+        if _run(self._context, slip.request, _SIGNAL_CHECK_MS, slip.answer, _NULL, 0) == _OK:
+            return
+        if slip.number[0] == 0:
+            self._submit_again(slip)
+        self.finish(slip.number[0])
 
-    def _take_answer(self) -> tuple[Any, Any]:
-        try:
-            return self._answers.pop()
-        except IndexError:  # to look first would leave another thread time to take the last one
-            return ffi.new("int64_t *"), _error_buffer()
+    def _submit_again(self, slip: Slip) -> None:
+        """Asks for the reason why a request was refused, which has changed nothing. Usual calls have no room for it."""
+        error = _error_buffer()
+        _check(_submit(self._context, slip.request, slip.answer, error, _MESSAGE_MAX), error)
 
     def poll(self, handle: int) -> bool:
         """Whether the request is finished, well or badly; never blocks."""
@@ -327,6 +319,22 @@ class Context:
                 raise _interruption.pop()
             if status != lib.HORO_IN_PROGRESS:
                 raise error_from_status(_STATUS_NAMES[status], self._message(handle))
+
+    def finish(self, handle: int) -> None:
+        """``wait`` and ``release`` in one, and quicker than the two; not for allgather.
+
+        Raises:
+            HoroError: what became of the request, which is released all the same.
+            BaseException: what a signal handler raised, as from ``wait``; then the handle stays valid.
+        """
+        if _finish(self._context, handle, _SIGNAL_CHECK_MS) == _OK:
+            return
+        try:
+            self.wait(handle)
+        except HoroError:
+            self.release(handle)
+            raise
+        self.release(handle)
 
     def release(self, handle: int) -> None:
         """Forgets a finished handle."""

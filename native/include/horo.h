@@ -278,6 +278,9 @@ HORO_API int horo_poll(horo_context *context, int64_t handle);
  */
 HORO_API int horo_wait(horo_context *context, int64_t handle, int32_t timeout_ms);
 
+/* horo_wait and, after HORO_OK, horo_release at once; not for an allgather, whose result would be lost. */
+HORO_API int horo_finish(horo_context *context, int64_t handle, int32_t timeout_ms);
+
 /* The sentence that goes with a failed handle; truncated to fit. */
 HORO_API void horo_error(horo_context *context, int64_t handle, char *error, size_t error_bytes);
 

@@ -122,13 +122,17 @@ HORO_API int horo_wait(horo_context *context, int64_t handle, int32_t timeout_ms
     return status == HORO_OK ? hr_engine_wait(&context->engine, handle, timeout_ms) : status;
 }
 
+HORO_API int horo_finish(horo_context *context, int64_t handle, int32_t timeout_ms) {
+    const int status = horo_wait(context, handle, timeout_ms);
+    return status == HORO_OK ? horo_release(context, handle) : status;
+}
+
 HORO_API int horo_run(horo_context *context, const horo_request *request, int32_t timeout_ms, int64_t *handle, char *error,
                       size_t error_bytes) {
     *handle = 0;
     HR_TRY(horo_submit(context, request, handle, error, error_bytes));
-    const int status = horo_wait(context, *handle, timeout_ms);
+    const int status = horo_finish(context, *handle, timeout_ms);
     if (status == HORO_OK) {
-        (void)horo_release(context, *handle);
         *handle = 0;
     }
     return status;

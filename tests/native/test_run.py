@@ -69,3 +69,21 @@ def test_what_run_refuses_leaves_nothing_behind() -> None:
 
     with Group([2]) as group:
         group.run(body)
+
+
+def test_finish_waits_and_releases_and_says_what_went_wrong() -> None:
+    def body(rank: Rank) -> None:
+        context = rank.context
+        good = np.ones(4, np.float32)
+        handle = rank.submit("allreduce", "x", [good], reduce_op=SUM)
+        context.finish(handle)
+        assert np.all(good == rank.size)
+        wrong = rank.submit("allreduce", "x", [np.ones(4 + rank.rank, np.float32)], reduce_op=SUM)
+        with pytest.raises(MismatchError, match=r"float32 \[4\]"):
+            context.finish(wrong)
+        for gone in (handle, wrong):  # released, both
+            with pytest.raises(UsageError, match=f"Handle {gone} was not created or has been cleared"):
+                context.finish(gone)
+
+    with Group([2]) as group:
+        group.run(body)
