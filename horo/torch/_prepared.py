@@ -7,14 +7,14 @@ reads is there already, and only the addresses in it change.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
 from horo import _core
 from horo.torch._staging import Load, Spec, pack, stage
 
-__all__ = ["Prepared", "Shelf"]
+__all__ = ["Prepared", "Shelf", "address_of"]
 
 _Tensor, _strided = torch.Tensor, torch.strided  # looked up once, not per tensor
 
@@ -24,24 +24,60 @@ _REQUEST_WEIGHT = 10
 """What a request itself counts for beside its tensors."""
 
 
+def address_of(tensor: torch.Tensor, shape: torch.Size | None, dtype: torch.dtype | None) -> int:
+    """Where a tensor's memory is if it can be used as it is and looks so, else 0."""
+    if (
+        type(tensor) is _Tensor
+        and tensor.dtype is dtype
+        and tensor.shape == shape
+        and tensor.layout is _strided
+        and tensor.is_cpu
+        and not tensor.requires_grad
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+    ):
+        return tensor.data_ptr()
+    return 0
+
+
 class Prepared:
     """A request but for its addresses and, without a name, its name."""
 
-    __slots__ = ("_label", "_looks", "_name", "_spec", "_sync", "in_use", "slip")
+    __slots__ = ("_label", "_looks", "_name", "_spec", "_sync", "dtype", "shape", "slip", "turn", "weight")
 
-    def __init__(self, spec: Spec, sync: bool, name: Callable[[str, str | None], str]) -> None:
+    def __init__(self, spec: Spec, sync: bool, name: Callable[[str, str | None], str], tensor_count: int) -> None:
         self._spec = spec
         self._sync = sync
         self._name = name
         self._looks: Sequence[tuple[torch.Size, torch.dtype]] | None = None
-        self.in_use = threading.Lock()
-        """Held by the call whose request this is."""
-        self.in_use.acquire()
+        self.shape: torch.Size | None = None
+        """How its tensor looks, if it has one only; None before the first call."""
+        self.dtype: torch.dtype | None = None
+        self.turn: list[None] = []
+        """Empty while a call uses the request; it appends None when done. Nothing locks for less."""
         self.slip = _core.Slip()
+        self.weight = _REQUEST_WEIGHT + tensor_count
         self._label = ""
         if spec.name is not None:
             self._label = name(spec.kind, spec.name)
             self.slip.rename(self._label)
+
+    def aim(self, tensor: torch.Tensor, in_place: bool) -> torch.Tensor | None:
+        """Makes it the request of an operation on ``tensor`` alone, if that looks as the one before.
+
+        Returns:
+            The tensor for the result; None if ``load`` has to have a closer look.
+        """
+        address = address_of(tensor, self.shape, self.dtype)
+        if not address:
+            return None
+        rows = self.slip.rows
+        if in_place:
+            rows[0] = rows[1] = address
+            return tensor
+        output = torch.empty_like(tensor)
+        rows[0], rows[1] = address, output.data_ptr()
+        return output
 
     def load(self, tensors: Sequence[torch.Tensor], in_place: bool) -> Load:
         """Makes it the request of an operation on ``tensors``.
@@ -71,20 +107,7 @@ class Prepared:
         looks = self._looks
         if looks is None or len(looks) != len(tensors):
             return None
-        sources = []
-        for tensor, (shape, dtype) in zip(tensors, looks, strict=True):
-            if (
-                type(tensor) is not _Tensor
-                or tensor.dtype is not dtype
-                or tensor.shape != shape
-                or tensor.layout is not _strided
-                or not tensor.is_cpu
-                or tensor.requires_grad
-                or not tensor.is_contiguous()
-                or tensor.is_neg()
-            ):
-                return None
-            sources.append(tensor.data_ptr())
+        sources = [address_of(tensor, *look) for tensor, look in zip(tensors, looks, strict=True)]
         return sources if all(sources) else None
 
     def _fill(self, tensors: Sequence[torch.Tensor], in_place: bool) -> Load:
@@ -102,6 +125,7 @@ class Prepared:
             transient=spec.name is None,
         )
         self._looks = [(source.shape, source.dtype) for source in load.inputs]
+        self.shape, self.dtype = self._looks[0] if len(self._looks) == 1 else (None, None)
         return load
 
 
@@ -110,14 +134,28 @@ class Shelf:
 
     def __init__(self, name: Callable[[str, str | None], str]) -> None:
         self._name = name
-        self._kept: dict[tuple[Spec, bool], tuple[Prepared, int]] = {}
+        self._kept: dict[Hashable, Prepared] = {}
         self._weight = 0
         self._lock = threading.Lock()
 
-    def borrow(self, spec: Spec, sync: bool, tensor_count: int) -> Prepared:
-        """A request of that spec, ``in_use`` by the caller, who releases that lock.
+    def find(self, asked: Hashable) -> Prepared | None:
+        """The request that is kept of what was asked for, if nobody uses it; now the caller does.
 
         Args:
+            asked: Anything that is equal exactly if the same is asked for, such as the arguments of a call.
+        """
+        try:
+            prepared = self._kept[asked]
+            prepared.turn.pop()
+        except (IndexError, KeyError, TypeError):  # in use; not there; a name that cannot be hashed, so it is no string
+            return None
+        return prepared
+
+    def borrow(self, asked: Hashable, spec: Spec, sync: bool, tensor_count: int) -> Prepared:
+        """The request that is kept, or a fresh one. The caller gives back its ``turn`` after use.
+
+        Args:
+            asked: As for ``find``; None if the request shall not be kept.
             spec: The operation.
             sync: The caller waits at once.
             tensor_count: How many tensors it will have.
@@ -125,16 +163,12 @@ class Shelf:
         Raises:
             UsageError: The name is no name.
         """
-        key = spec, sync
-        try:
-            kept = self._kept.get(key)
-        except TypeError:  # a name that cannot be hashed, so it is no string
-            kept = None
-        if kept is not None and kept[0].in_use.acquire(blocking=False):
-            return kept[0]
-        fresh = Prepared(spec, sync, self._name)
-        if kept is None:
-            self._keep(key, fresh, _REQUEST_WEIGHT + tensor_count)
+        kept = None if asked is None else self.find(asked)
+        if kept is not None:
+            return kept
+        fresh = Prepared(spec, sync, self._name, tensor_count)
+        if asked is not None and asked not in self._kept:
+            self._keep(asked, fresh)
         return fresh
 
     def clear(self) -> None:
@@ -143,13 +177,11 @@ class Shelf:
             self._kept.clear()
             self._weight = 0
 
-    def _keep(self, key: tuple[Spec, bool], prepared: Prepared, weight: int) -> None:
-        if weight > _SHELF_WEIGHT:
+    def _keep(self, asked: Hashable, prepared: Prepared) -> None:
+        if prepared.weight > _SHELF_WEIGHT:
             return
         with self._lock:
-            while self._kept and self._weight + weight > _SHELF_WEIGHT:
-                _, oldest = self._kept.pop(next(iter(self._kept)))
-                self._weight -= oldest
-            _, before = self._kept.get(key, (None, 0))
-            self._kept[key] = prepared, weight
-            self._weight += weight - before
+            while self._kept and self._weight + prepared.weight > _SHELF_WEIGHT:
+                self._weight -= self._kept.pop(next(iter(self._kept))).weight
+            if self._kept.setdefault(asked, prepared) is prepared:
+                self._weight += prepared.weight

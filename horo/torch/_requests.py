@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +10,8 @@ import torch
 from horo import _core
 from horo._errors import AbortedError, HoroError, UsageError
 from horo.torch import _state
-from horo.torch._staging import Load, Spec, describe
+from horo.torch._prepared import Prepared
+from horo.torch._staging import Load, Spec, count_change, describe
 
 __all__ = [
     "Gathered",
@@ -18,6 +19,8 @@ __all__ = [
     "check_root",
     "poll",
     "publish",
+    "repeat",
+    "repeat_async",
     "run_allreduce",
     "run_barrier",
     "run_broadcast",
@@ -40,30 +43,41 @@ class Gathered(NamedTuple):
 class Request:
     """One operation under way. ``wait`` must be called once; it gives the result."""
 
-    __slots__ = ("_finish", "_handle", "_load", "_session", "label")
+    __slots__ = ("_finish", "_handle", "_memory", "_session", "label", "number", "public")
 
     def __init__(
         self,
         session: _state.Session,
         handle: int,
         label: str,
-        load: Load,
-        finish: Callable[[_core.Context, int, Load], Any] | None,
+        memory: Any,
+        finish: Callable[[_core.Context, int, Any], Any],
     ) -> None:
         self._session = session
         self._handle = handle
-        self._load = load  # its memory is the core's until the request is done
-        self._finish = finish  # None: what the load delivers
+        self._memory = memory  # the core's until the request is done
+        self._finish = finish
         self.label = label
-        session.requests.add(self)
+        self.number = number = session.handle_base + handle
+        """What stands for it outside; in no other session does it stand for anything."""
+        self.public = False
+        """Whether ``synchronize`` may find it."""
+        session.requests[number] = self
+
+    def publish(self, shape: Callable[[Any], Any]) -> None:
+        """Lets ``synchronize`` find it; ``shape`` makes of its result what ``wait`` returns then."""
+        finish = self._finish
+        self._finish = lambda core, handle, memory: shape(finish(core, handle, memory))
+        self.public = True
 
     def done(self) -> bool:
         """Whether ``wait`` would return at once; never blocks."""
-        token = self._session.enter(self.label)
+        session = self._session
+        session.enter(self.label)
         try:
-            return self._session.core.poll(self._handle)
+            return session.core.poll(self._handle)
         finally:
-            self._session.leave(token)
+            session.leave()
 
     def wait(self) -> Any:
         """Blocks until the operation is done and returns its result.
@@ -74,36 +88,82 @@ class Request:
         Raises:
             HoroError: What became of the operation.
         """
-        token = self._session.enter(self.label)
+        session = self._session
+        session.enter(self.label)
         try:
-            core = self._session.core
-            core.wait(self._handle)
-            result = self._finish(core, self._handle, self._load) if self._finish else self._load.deliver()
+            result = self._finish(session.core, self._handle, self._memory)
         except HoroError:
-            self._forget()
+            session.requests.pop(self.number, None)
             raise
         finally:
-            self._session.leave(token)
-        self._forget()
+            session.inside.pop()
+        session.requests.pop(self.number, None)
         return result
 
     def settle(self) -> None:
         """Blocks until the operation is done, well or badly; ``wait`` then returns at once."""
-        token = self._session.enter(self.label)
+        session = self._session
+        session.enter(self.label)
         try:
-            self._session.core.wait(self._handle)
+            session.core.wait(self._handle)
         except HoroError:
             return  # wait() will say it
         finally:
-            self._session.leave(token)
+            session.leave()
 
-    def _forget(self) -> None:
-        self._session.core.release(self._handle)
-        self._session.requests.discard(self)
+
+def repeat(asked: Hashable, tensor: torch.Tensor, *, in_place: bool) -> torch.Tensor | None:
+    """Does again what the last call did that asked for the same, if the tensor looks the same, with little Python.
+
+    Args:
+        asked: As for ``Shelf.find``.
+        tensor: Anything.
+        in_place: Write the result into ``tensor``, else into a new one.
+
+    Returns:
+        The tensor with the result. None, and nothing is done, where there is no such call.
+    """
+    session = _state.current()
+    prepared = session.shelf.find(asked)
+    if prepared is None:
+        return None
+    try:
+        output = prepared.aim(tensor, in_place)
+        if output is None:
+            return None
+        _execute(session, prepared, (tensor, output))
+    finally:
+        prepared.turn.append(None)
+    if in_place:
+        count_change((tensor,))
+    return output
+
+
+def repeat_async(asked: Hashable, tensor: torch.Tensor, *, in_place: bool) -> int | None:
+    """As ``repeat``, but begins it and returns a public handle."""
+    session = _state.current()
+    prepared = session.shelf.find(asked)
+    if prepared is None:
+        return None
+    try:
+        output = prepared.aim(tensor, in_place)
+        if output is None:
+            return None
+        finish = _finish_in_place if in_place else _finish_output
+        request = _submit(session, prepared, tensor if in_place else (tensor, output), finish)
+        request.public = True
+        return request.number
+    finally:
+        prepared.turn.append(None)
 
 
 def start_allreduce(
-    tensors: Sequence[torch.Tensor], spec: Spec, *, in_place: bool = False, sync: bool = False
+    tensors: Sequence[torch.Tensor],
+    spec: Spec,
+    *,
+    in_place: bool = False,
+    sync: bool = False,
+    asked: Hashable = None,
 ) -> Request:
     """Begins to reduce ``tensors`` with those of the other ranks, element by element.
 
@@ -112,34 +172,49 @@ def start_allreduce(
         spec: The reduction.
         in_place: Write the results into ``tensors``, else into new contiguous tensors.
         sync: The caller waits at once.
+        asked: What a later ``repeat_async`` may ask for.
 
     Returns:
         A request whose result is the tuple of reduced tensors.
     """
-    return _start(tensors, spec, in_place, sync)
+    return _start(tensors, spec, in_place, sync, asked=asked)
 
 
-def run_allreduce(tensors: Sequence[torch.Tensor], spec: Spec, *, in_place: bool = False) -> tuple[torch.Tensor, ...]:
+def run_allreduce(
+    tensors: Sequence[torch.Tensor], spec: Spec, *, in_place: bool = False, asked: Hashable = None
+) -> tuple[torch.Tensor, ...]:
     """What ``start_allreduce`` begins, done at once; returns the reduced tensors."""
-    return _run(tensors, spec, in_place)
+    return _run(tensors, spec, in_place, asked)
 
 
 def start_broadcast(
-    tensors: Sequence[torch.Tensor], root_rank: int, kind: str, name: str | None, *, in_place: bool = False
+    tensors: Sequence[torch.Tensor],
+    root_rank: int,
+    kind: str,
+    name: str | None,
+    *,
+    in_place: bool = False,
+    asked: Hashable = None,
 ) -> Request:
     """Begins to copy the root's ``tensors`` to all ranks; the result is the tuple of copies.
 
     Raises:
         UsageError: ``root_rank`` is no rank of the job.
     """
-    return _start(tensors, _broadcast_spec(root_rank, kind, name), in_place, False)
+    return _start(tensors, _broadcast_spec(root_rank, kind, name), in_place, False, asked=asked)
 
 
 def run_broadcast(
-    tensors: Sequence[torch.Tensor], root_rank: int, kind: str, name: str | None, *, in_place: bool = False
+    tensors: Sequence[torch.Tensor],
+    root_rank: int,
+    kind: str,
+    name: str | None,
+    *,
+    in_place: bool = False,
+    asked: Hashable = None,
 ) -> tuple[torch.Tensor, ...]:
     """What ``start_broadcast`` begins, done at once; returns the copies."""
-    return _run(tensors, _broadcast_spec(root_rank, kind, name), in_place)
+    return _run(tensors, _broadcast_spec(root_rank, kind, name), in_place, asked)
 
 
 def _broadcast_spec(root_rank: int, kind: str, name: str | None) -> Spec:
@@ -160,19 +235,26 @@ def start_allgather(tensors: Sequence[torch.Tensor], kind: str, name: str | None
         if isinstance(tensor, torch.Tensor) and tensor.dim() == 0:
             what = describe(kind, name)
             raise UsageError(f"{what}: a scalar has no first dimension to gather along; use tensor.reshape(1)")
-    return _start(tensors, Spec(kind, name, collective="allgather"), False, sync, _take)
+    return _start(tensors, Spec(kind, name, collective="allgather"), False, sync, finish=_finish_gathered)
 
 
 def run_barrier() -> None:
     """Waits until all ranks have come here."""
-    _run([], _BARRIER, False)
+    session = _state.current()
+    prepared = session.shelf.find(_BARRIER)
+    if prepared is None:
+        _run([], _BARRIER, False, _BARRIER)
+        return
+    try:
+        _execute(session, prepared, None)
+    finally:
+        prepared.turn.append(None)
 
 
 def publish(request: Request, shape: Callable[[Any], Any]) -> int:
     """An integer handle for a request; ``shape`` turns its result into what ``synchronize`` returns."""
-    number = _state.next_handle()
-    _state.current().handles[number] = (request, shape)
-    return number
+    request.publish(shape)
+    return request.number
 
 
 def poll(handle: int) -> bool:
@@ -182,7 +264,7 @@ def poll(handle: int) -> bool:
         ValueError: The handle is unknown or was synchronized already.
         AbortedError: ``shutdown()`` came before it was synchronized.
     """
-    return _lookup(handle)[0].done()
+    return _lookup(handle).done()
 
 
 def synchronize(handle: int) -> Any:
@@ -196,14 +278,7 @@ def synchronize(handle: int) -> Any:
         MismatchError: Ranks submitted different things under one name.
         GroupError: A rank is lost or horo was shut down.
     """
-    request, shape = _lookup(handle)
-    try:
-        result = request.wait()
-    except HoroError:
-        _state.current().handles.pop(handle, None)
-        raise
-    _state.current().handles.pop(handle, None)
-    return shape(result)
+    return _lookup(handle).wait()
 
 
 def check_root(root_rank: int, what: str) -> None:
@@ -222,44 +297,83 @@ def _start(
     spec: Spec,
     in_place: bool,
     sync: bool,
-    finish: Callable[[_core.Context, int, Load], Any] | None = None,
+    *,
+    finish: Callable[[_core.Context, int, Any], Any] | None = None,
+    asked: Hashable = None,
 ) -> Request:
     session = _state.current()
-    prepared = session.shelf.borrow(spec, sync, len(tensors))
+    prepared = session.shelf.borrow(asked or (spec, sync), spec, sync, len(tensors))
     try:
-        load = prepared.load(tensors, in_place)
-        label = prepared.label()
-        token = session.enter(label)
-        try:
-            return Request(session, session.core.submit(prepared.slip), label, load, finish)
-        finally:
-            session.leave(token)
+        return _submit(session, prepared, prepared.load(tensors, in_place), finish or _finish_load)
     finally:
-        prepared.in_use.release()
+        prepared.turn.append(None)
 
 
-def _run(tensors: Sequence[torch.Tensor], spec: Spec, in_place: bool) -> tuple[torch.Tensor, ...]:
+def _run(
+    tensors: Sequence[torch.Tensor], spec: Spec, in_place: bool, asked: Hashable = None
+) -> tuple[torch.Tensor, ...]:
     session = _state.current()
-    prepared = session.shelf.borrow(spec, True, len(tensors))
+    prepared = session.shelf.borrow(asked or (spec, True), spec, True, len(tensors))
     try:
         load = prepared.load(tensors, in_place)
-        token = session.enter(prepared.label())
-        try:
-            session.core.run(prepared.slip)
-        except HoroError:
-            raise
-        except BaseException:  # a signal handler's: the core goes on with the memory
-            session.held.append(load)
-            raise
-        finally:
-            session.leave(token)
+        _execute(session, prepared, load)
     finally:
-        prepared.in_use.release()
+        prepared.turn.append(None)
     return load.deliver()
 
 
-def _take(core: _core.Context, handle: int, load: Load) -> tuple[Gathered, ...]:
-    return tuple(_take_one(core, handle, index, tensor) for index, tensor in enumerate(load.inputs))
+def _submit(
+    session: _state.Session,
+    prepared: Prepared,
+    memory: Any,
+    finish: Callable[[_core.Context, int, Any], Any],
+) -> Request:
+    label = prepared.label()
+    session.enter(label)
+    try:
+        return Request(session, session.core.submit(prepared.slip), label, memory, finish)
+    finally:
+        session.inside.pop()
+
+
+def _execute(session: _state.Session, prepared: Prepared, memory: object) -> None:
+    session.enter(prepared.label())
+    try:
+        session.core.run(prepared.slip)
+    except HoroError:
+        raise
+    except BaseException:  # a signal handler's: the core goes on with the memory
+        session.held.append(memory)
+        raise
+    finally:
+        session.inside.pop()
+
+
+def _finish_load(core: _core.Context, handle: int, load: Load) -> tuple[torch.Tensor, ...]:
+    core.finish(handle)
+    return load.deliver()
+
+
+def _finish_in_place(core: _core.Context, handle: int, tensor: torch.Tensor) -> torch.Tensor:
+    core.finish(handle)
+    count_change((tensor,))
+    return tensor
+
+
+def _finish_output(core: _core.Context, handle: int, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    core.finish(handle)
+    return pair[1]
+
+
+def _finish_gathered(core: _core.Context, handle: int, load: Load) -> tuple[Gathered, ...]:
+    try:
+        core.wait(handle)
+        gathered = tuple(_take_one(core, handle, index, tensor) for index, tensor in enumerate(load.inputs))
+    except HoroError:
+        core.release(handle)
+        raise
+    core.release(handle)
+    return gathered
 
 
 def _take_one(core: _core.Context, handle: int, index: int, tensor: torch.Tensor) -> Gathered:
@@ -270,11 +384,11 @@ def _take_one(core: _core.Context, handle: int, index: int, tensor: torch.Tensor
     return Gathered(torch.frombuffer(buffer, dtype=tensor.dtype).view(shape), rows)
 
 
-def _lookup(handle: int) -> tuple[Request, Callable[[Any], Any]]:
+def _lookup(handle: int) -> Request:
     session = _state.current()
-    entry = session.handles.get(handle)
-    if entry is not None:
-        return entry
-    if isinstance(handle, int) and 0 < handle < session.first_handle:
+    request = session.requests.get(handle)
+    if request is not None and request.public:
+        return request
+    if isinstance(handle, int) and 0 < handle <= session.handle_base:
         raise AbortedError(f"Handle {handle} was created before horo was shut down.")
     raise UsageError(f"Handle {handle} was not created or has been cleared.")

@@ -7,7 +7,7 @@ import itertools
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from horo._errors import AbortedError, NotInitializedError, UnsupportedError, UsageError
@@ -16,7 +16,6 @@ from horo.torch._prepared import Shelf
 if TYPE_CHECKING:
     from horo._bootstrap.job import Job
     from horo.torch._requests import Request
-    from horo.torch._staging import Load
 
 __all__ = [
     "Session",
@@ -29,7 +28,6 @@ __all__ = [
     "is_under_mpi",
     "local_rank",
     "local_size",
-    "next_handle",
     "rank",
     "shutdown",
     "size",
@@ -42,24 +40,24 @@ class Session:
     A session outlives its end in the requests that refer to it, so that they can say what became of them.
     """
 
-    def __init__(self, job: Job, first_handle: int) -> None:
+    def __init__(self, job: Job, handle_base: int) -> None:
         self.job = job
         self.core = job.context
-        self.requests: set[Request] = set()
-        """Every request that is not finished. They own the memory that the core reads and writes."""
-        self.held: list[Load] = []
+        self.requests: dict[int, Request] = {}
+        """Every request that is not finished, by its number. They own the memory that the core reads and writes."""
+        self.held: list[object] = []
         """Memory of operations that the caller waited for until a signal handler raised; the core works on it."""
         self.shelf = Shelf(self.name)
         """Requests for the next call that is like the last."""
-        self.handles: dict[int, tuple[Request, Callable[[Any], Any]]] = {}
-        """Requests behind the integers that the asynchronous functions returned."""
-        self.first_handle = first_handle
-        """Integers below it belong to earlier sessions."""
+        self.handle_base = handle_base
+        """The number of a request is this and the core's handle: integers up to here belong to earlier sessions."""
         self.optimizers = itertools.count()
         """Numbers distributed optimizers, so that equal parameter names of two models stay apart."""
+        self.inside: list[None] = []
+        """As long as there are calls inside the core. ``append`` and ``pop`` cannot be interrupted."""
+        self.ended = False
+        """No call may enter any more: closed, or a forked child."""
         self._names: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
-        self._calls: set[object] = set()
-        self._closed = False
         self._forked = False
 
     def name(self, kind: str, name: str | None) -> str:
@@ -74,46 +72,50 @@ class Session:
             raise UsageError(f"{kind}: name must be a string without NUL characters, not {name!r}")
         return f"{kind}.{name}"
 
-    def enter(self, what: str) -> object:
-        """Holds the context open while ``what`` is inside the core; the result is for ``leave``.
+    def enter(self, what: str) -> None:
+        """Holds the context open while ``what`` is inside the core, until ``leave``.
 
         Raises:
             AbortedError: ``shutdown()`` came first.
             UsageError: This is a forked child.
         """
-        token = object()
-        self._calls.add(token)
-        if self._closed or self._forked:
-            self._calls.discard(token)
+        self.inside.append(None)
+        if self.ended:
+            self.inside.pop()
             if self._forked:
                 raise UsageError(
                     f"{what}: this process was forked from rank {self.job.rank} and is not a rank itself; "
                     "only the process that called init() can communicate"
                 )
             raise AbortedError(f"{what}: horo was shut down")
-        return token
 
-    def leave(self, token: object) -> None:
+    def leave(self) -> None:
         """Undoes ``enter``."""
-        self._calls.discard(token)
+        self.inside.pop()
 
-    def close(self) -> None:
+    def close(self) -> int:
         """Leaves the job.
+
+        Returns:
+            The highest number that a request had.
 
         Raises:
             UsageError: a thread (or the code that a signal handler interrupted) is inside an operation.
         """
-        if self._calls:
+        self.ended = True  # before the look: who enters between them is refused
+        if self.inside:
+            self.ended = False
             raise UsageError("shutdown() was called while another thread waits in an operation of horo")
-        self._closed = True
+        last_number = self.handle_base + self.core.counters()["requests"]
         self.job.close()
         self.requests.clear()
         self.held.clear()
         self.shelf.clear()
+        return last_number
 
     def abandon(self) -> None:
         """In a forked child: refuses what is the parent's from now on. The job lets go of descriptors by itself."""
-        self._forked = True
+        self._forked = self.ended = True
 
     @property
     def forked(self) -> bool:
@@ -128,8 +130,8 @@ class _Process:
         self.lock = threading.Lock()
         self.session: Session | None = None
         self.registered = False
-        self.handle_numbers = itertools.count(1)
-        """Public handles; never used twice, so a stale one cannot mean another request."""
+        self.handle_base = 0
+        """Handles up to here were given in earlier sessions; none comes again, so a stale one means nothing else."""
 
 
 _process = _Process()
@@ -162,7 +164,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
             return
         from horo._bootstrap.job import start  # noqa: PLC0415  (the bootstrap is needed only here)
 
-        _process.session = Session(start(comm=comm), next(_process.handle_numbers))
+        _process.session = Session(start(comm=comm), _process.handle_base)
         if not _process.registered:
             _process.registered = True
             atexit.register(_at_exit)
@@ -182,7 +184,7 @@ def shutdown() -> None:
         if session is None:
             return
         if not session.forked:
-            session.close()
+            _process.handle_base = session.close()
         _process.session = None
 
 
@@ -201,11 +203,6 @@ def current() -> Session:
     if session is None:
         raise NotInitializedError("horo is not initialized; call hvd.init() first")
     return session
-
-
-def next_handle() -> int:
-    """A number for a public handle."""
-    return next(_process.handle_numbers)
 
 
 def rank() -> int:

@@ -11,7 +11,7 @@ In the backward pass all ranks communicate again, so all must run it for the sam
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -30,10 +30,13 @@ _SUM = _core.REDUCE_OPS["sum"]
 _PRODUCT = _core.REDUCE_OPS["product"]
 
 
-def allreduce_all(tensors: Sequence[torch.Tensor], spec: Spec) -> tuple[torch.Tensor, ...]:
-    """Reduces tensors in one request; differentiable where an input requires grad."""
+def allreduce_all(tensors: Sequence[torch.Tensor], spec: Spec, asked: Hashable = None) -> tuple[torch.Tensor, ...]:
+    """Reduces tensors in one request; differentiable where an input requires grad.
+
+    ``asked``: what a later ``repeat`` for a tensor that needs no graph may ask for.
+    """
     if not _needs_graph(tensors):
-        return run_allreduce(tensors, spec)
+        return run_allreduce(tensors, spec, asked=asked)
     if spec.reduce_op in (_AVERAGE, _SUM):
         return _returned(_apply(_LinearAllreduce, spec, *tensors))
     if spec.wire is not None:  # what the functions below compare and divide has to be rounded already
@@ -56,10 +59,10 @@ def allgather_all(tensors: Sequence[torch.Tensor], kind: str, name: str | None) 
     return _returned(_apply(_Allgather, kind, name, *tensors))
 
 
-def broadcast_one(tensor: torch.Tensor, root_rank: int, name: str | None) -> torch.Tensor:
-    """Copies the root's tensor to all ranks; differentiable where the input requires grad."""
+def broadcast_one(tensor: torch.Tensor, root_rank: int, name: str | None, asked: Hashable = None) -> torch.Tensor:
+    """Copies the root's tensor to all ranks; differentiable where the input requires grad. ``asked`` as above."""
     if not _needs_graph([tensor]):
-        return _broadcast(tensor, root_rank, name)
+        return run_broadcast([tensor], root_rank, "broadcast", name, asked=asked)[0]
     result: torch.Tensor = _apply(_Broadcast, tensor, root_rank, name)
     return result
 
@@ -83,10 +86,6 @@ def _derive(name: str | None, suffix: str) -> str | None:
 def _derived(spec: Spec, suffix: str, reduce_op: int) -> Spec:
     """The spec, without factors, of a reduction that the gradient of this one needs."""
     return Spec(spec.kind, _derive(spec.name, suffix), reduce_op)
-
-
-def _broadcast(tensor: torch.Tensor, root_rank: int, name: str | None) -> torch.Tensor:
-    return run_broadcast([tensor], root_rank, "broadcast", name)[0]
 
 
 def _floating(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -195,7 +194,7 @@ class _Broadcast(torch.autograd.Function):
     def forward(ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None) -> torch.Tensor:
         ctx.root_rank = root_rank
         ctx.name = name
-        return _broadcast(tensor, root_rank, name)
+        return run_broadcast([tensor], root_rank, "broadcast", name)[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -27,6 +27,8 @@ from horo._errors import UnsupportedError, UsageError
 from horo.torch._requests import (
     poll,
     publish,
+    repeat,
+    repeat_async,
     run_allreduce,
     run_barrier,
     run_broadcast,
@@ -103,10 +105,16 @@ def allreduce(
     Returns:
         A new contiguous tensor of the same shape and dtype.
     """
+    asked = average is None and ("allreduce", name, op, prescale_factor, postscale_factor, process_set, compression)
+    again = repeat(asked, tensor, in_place=False)
+    if again is not None:
+        return again
     wire, compressor = split(compression)
     spec = _spec("allreduce", average, name, op, prescale_factor, postscale_factor, process_set, wire)
+    if compressor is not Compression.none:
+        asked = False
     sent, context = compressor.compress(tensor)
-    return compressor.decompress(allreduce_all([sent], spec)[0], context)
+    return compressor.decompress(allreduce_all([sent], spec, asked)[0], context)
 
 
 def allreduce_async(
@@ -119,8 +127,12 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Begins what ``allreduce`` does, without compression and not differentiable; returns a handle."""
-    spec = _spec("allreduce", average, name, op, prescale_factor, postscale_factor, process_set)
-    return _allreduce_async([tensor], spec, in_place=False, single=True)
+    asked = average is None and ("allreduce_async", name, op, prescale_factor, postscale_factor, process_set)
+    handle = repeat_async(asked, tensor, in_place=False)
+    if handle is None:
+        spec = _spec("allreduce", average, name, op, prescale_factor, postscale_factor, process_set)
+        handle = publish(start_allreduce([tensor], spec, asked=asked), _first)
+    return handle
 
 
 def allreduce_(
@@ -133,8 +145,12 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """As ``allreduce``, into ``tensor`` itself, which it returns."""
+    asked = average is None and ("allreduce_", name, op, prescale_factor, postscale_factor, process_set)
+    again = repeat(asked, tensor, in_place=True)
+    if again is not None:
+        return again
     spec = _spec("allreduce", average, name, op, prescale_factor, postscale_factor, process_set)
-    return run_allreduce([tensor], spec, in_place=True)[0]
+    return run_allreduce([tensor], spec, in_place=True, asked=asked)[0]
 
 
 def allreduce_async_(
@@ -147,8 +163,12 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Begins what ``allreduce_`` does; returns a handle."""
-    spec = _spec("allreduce", average, name, op, prescale_factor, postscale_factor, process_set)
-    return _allreduce_async([tensor], spec, in_place=True, single=True)
+    asked = average is None and ("allreduce_async_", name, op, prescale_factor, postscale_factor, process_set)
+    handle = repeat_async(asked, tensor, in_place=True)
+    if handle is None:
+        spec = _spec("allreduce", average, name, op, prescale_factor, postscale_factor, process_set)
+        handle = publish(start_allreduce([tensor], spec, in_place=True, asked=asked), _first)
+    return handle
 
 
 def grouped_allreduce(
@@ -180,7 +200,7 @@ def grouped_allreduce_async(
 ) -> int:
     """Begins what ``grouped_allreduce`` does, without compression and not differentiable; returns one handle."""
     spec = _spec("grouped_allreduce", average, name, op, prescale_factor, postscale_factor, process_set)
-    return _allreduce_async(_some(tensors, spec.kind), spec, in_place=False, single=False)
+    return publish(start_allreduce(_some(tensors, spec.kind), spec), tuple)
 
 
 def grouped_allreduce_(
@@ -208,7 +228,7 @@ def grouped_allreduce_async_(
 ) -> int:
     """Begins what ``grouped_allreduce_`` does; returns one handle."""
     spec = _spec("grouped_allreduce", average, name, op, prescale_factor, postscale_factor, process_set)
-    return _allreduce_async(_some(tensors, spec.kind), spec, in_place=True, single=False)
+    return publish(start_allreduce(_some(tensors, spec.kind), spec, in_place=True), tuple)
 
 
 def allgather(
@@ -267,34 +287,49 @@ def broadcast(
     Returns:
         A new contiguous tensor.
     """
+    asked = "broadcast", name, root_rank, process_set
+    again = repeat(asked, tensor, in_place=False)
+    if again is not None:
+        return again
     check_process_set(process_set)
-    return broadcast_one(tensor, root_rank, name)
+    return broadcast_one(tensor, root_rank, name, asked)
 
 
 def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Begins what ``broadcast`` does, not differentiable; returns a handle."""
-    check_process_set(process_set)
-    request = start_broadcast([tensor], root_rank, "broadcast", name)
-    return publish(request, _first)
+    asked = "broadcast_async", name, root_rank, process_set
+    handle = repeat_async(asked, tensor, in_place=False)
+    if handle is None:
+        check_process_set(process_set)
+        handle = publish(start_broadcast([tensor], root_rank, "broadcast", name, asked=asked), _first)
+    return handle
 
 
 def broadcast_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
     """As ``broadcast``, into ``tensor`` itself, which it returns."""
+    asked = "broadcast_", name, root_rank, process_set
+    again = repeat(asked, tensor, in_place=True)
+    if again is not None:
+        return again
     check_process_set(process_set)
-    return run_broadcast([tensor], root_rank, "broadcast", name, in_place=True)[0]
+    return run_broadcast([tensor], root_rank, "broadcast", name, in_place=True, asked=asked)[0]
 
 
 def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Begins what ``broadcast_`` does; returns a handle."""
-    check_process_set(process_set)
-    request = start_broadcast([tensor], root_rank, "broadcast", name, in_place=True)
-    return publish(request, _first)
+    asked = "broadcast_async_", name, root_rank, process_set
+    handle = repeat_async(asked, tensor, in_place=True)
+    if handle is None:
+        check_process_set(process_set)
+        request = start_broadcast([tensor], root_rank, "broadcast", name, in_place=True, asked=asked)
+        handle = publish(request, _first)
+    return handle
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
@@ -345,10 +380,6 @@ def _some(tensors: Sequence[torch.Tensor], what: str) -> list[torch.Tensor]:
     if not listed:
         raise UsageError(f"{what}: the list of tensors is empty")
     return listed
-
-
-def _allreduce_async(tensors: Sequence[torch.Tensor], spec: Spec, *, in_place: bool, single: bool) -> int:
-    return publish(start_allreduce(tensors, spec, in_place=in_place), _first if single else tuple)
 
 
 def _first(results: tuple[torch.Tensor, ...]) -> torch.Tensor:

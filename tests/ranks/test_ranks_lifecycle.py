@@ -91,6 +91,30 @@ def test_requests_from_before_a_shutdown_say_so(fresh2: RankPool) -> None:
     fresh2.run(check)
 
 
+def test_a_handle_stands_for_one_call_of_one_session(fresh2: RankPool) -> None:
+    def check() -> None:
+        stale: list[int] = []
+        for _ in range(3):
+            hvd.init()
+            own = [hvd.allreduce_async_(torch.ones(2), name="x", op=hvd.Sum)]
+            for _ in range(3):  # the first call goes the long way, the others repeat it
+                hvd.synchronize(own.pop())
+                own.append(hvd.allreduce_async_(torch.ones(2), name="x", op=hvd.Sum))
+            with pytest.raises(ValueError, match="was not created or has been cleared"):
+                hvd.synchronize(own[0] + 1)
+            for handle in stale:
+                with pytest.raises(hvd.HorovodInternalError, match="before horo was shut down"):
+                    hvd.poll(handle)
+            assert hvd.synchronize(own[0]).tolist() == [2.0, 2.0]
+            assert not set(own) & set(stale)
+            stale += own
+            hvd.barrier()  # a rank that has left already would abort what comes above
+            hvd.shutdown()
+        hvd.init()
+
+    fresh2.run(check)
+
+
 def test_a_shutdown_elsewhere_aborts_what_waits_for_that_rank(fresh2: RankPool) -> None:
     def check() -> str | None:
         hvd.init()
@@ -111,11 +135,11 @@ def test_a_shutdown_elsewhere_aborts_what_waits_for_that_rank(fresh2: RankPool) 
 @pytest.mark.parametrize("where", ["idle", "waiting", "backward"])
 def test_a_killed_rank_is_an_error_on_all_others_within_seconds(fresh4: RankPool, where: str) -> None:
     def check(where: str) -> tuple[str, float] | None:
-        hvd.barrier()
-        if hvd.rank() == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
         start = time.monotonic()
         try:
+            hvd.barrier()
+            if hvd.rank() == 2:
+                os.kill(os.getpid(), signal.SIGKILL)  # others may still be on their way out of the barrier
             if where == "idle":
                 while time.monotonic() < start + 20:
                     hvd.allreduce(torch.ones(1), name="next")
@@ -208,7 +232,7 @@ def _until_a_call_waits() -> None:
     from horo.torch import _state  # noqa: PLC0415
 
     deadline = time.monotonic() + 10
-    while not _state.current()._calls and time.monotonic() < deadline:
+    while not _state.current().inside and time.monotonic() < deadline:
         time.sleep(0.001)
 
 

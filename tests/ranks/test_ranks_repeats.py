@@ -130,3 +130,19 @@ def test_threads_use_one_form_of_call_at_once(ranks2: RankPool) -> None:
                 assert values == [float(index)] * 50 + [1.0] * 50
 
     ranks2.run(check)
+
+
+def test_what_horo_does_for_itself_has_no_public_handle(ranks2_always: RankPool) -> None:
+    def check() -> None:
+        model = torch.nn.Linear(3, 3)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+        model(torch.ones(1, 3)).sum().backward()
+        numbers = list(_state.current().requests)
+        assert numbers
+        for number in numbers:
+            for ask in (hvd.poll, hvd.synchronize):
+                with pytest.raises(ValueError, match=f"Handle {number} was not created"):
+                    ask(number)
+        optimizer.step()
+
+    ranks2_always.run(check)
