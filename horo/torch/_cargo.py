@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from horo._errors import UnsupportedError, UsageError
 from horo.torch._requests import Request
-from horo.torch.compression import Compressor, split
+from horo.torch.compression import Compression, Compressor, split
 
-__all__ = ["Cargo", "Flight", "Group", "Plan", "Slot", "refuse_sparse"]
+__all__ = ["Cargo", "Flight", "Group", "Plan", "Slot", "SparseFlight", "refuse_sparse"]
 
 
 class Plan:
@@ -58,51 +57,89 @@ class Group:
         self.waiting: set[Slot] = set()
 
 
-class Flight:
-    """A request under way for the gradients of one or more slots."""
-
-    def __init__(self, request: Request, deliver: Callable[[Any], None]) -> None:
-        self.request = request
-        self.deliver = deliver
-
-
 class Cargo:
     """A gradient on its way: what is sent for it, and how the result comes back."""
 
+    __slots__ = ("compression", "context", "grad", "sent", "slot", "version", "was_touched")
+
     def __init__(self, slot: Slot, plan: Plan) -> None:
         parameter = slot.parameter
-        slot.was_unused = parameter.grad is None
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+        grad = parameter.grad
+        slot.was_unused = grad is None
+        if grad is None:
+            grad = parameter.grad = torch.zeros_like(parameter, requires_grad=False)
         self.slot = slot
+        self.grad = grad
         self.compression = plan.compression
-        self.grad = parameter.grad
-        refuse_sparse(slot, self.grad, plan)
-        self.sparse = self.grad.layout is torch.sparse_coo
-        dense = self.grad.to_dense() if self.sparse else self.grad
-        self.sent, self.context = plan.compression.compress(dense)
-        self.version = self.grad._version
-        self.was_touched = slot.held is not None and (slot.held[0] is not self.grad or slot.held[1] != self.version)
+        if grad.layout is torch.strided and self.compression is Compression.none:
+            self.sent, self.context = grad, None
+        else:
+            refuse_sparse(slot, grad, plan)
+            dense = grad.to_dense() if grad.layout is torch.sparse_coo else grad
+            self.sent, self.context = self.compression.compress(dense)
+        self.version = version = grad._version
+        held = slot.held
+        self.was_touched = held is not None and (held[0] is not grad or held[1] != version)
 
-    def deliver(self, result: torch.Tensor) -> None:
-        own_writes = 1 if self.sent is self.grad else 0
-        if (
-            self.was_touched
-            or self.slot.parameter.grad is not self.grad
-            or self.grad._version != self.version + own_writes
-        ):
+    def deliver(self) -> None:
+        """Checks that nobody has touched the gradient, and writes what came back for it unless it came in place.
+
+        Raises:
+            UsageError: Somebody has.
+        """
+        grad, parameter = self.grad, self.slot.parameter
+        in_place = self.sent is grad
+        if self.was_touched or parameter.grad is not grad or grad._version != self.version + in_place:
             raise UsageError(
                 f"the gradient of {self.slot.name!r} was changed while it was being reduced; call "
                 "optimizer.synchronize() before you clip, unscale or replace gradients, then optimizer.step() inside "
                 "optimizer.skip_synchronize()"
             )
-        if self.sent is self.grad:
+        if in_place:
             return
-        reduced = self.compression.decompress(result, self.context)
-        if self.sparse:
-            self.slot.parameter.grad = reduced.to_sparse(self.grad.sparse_dim()).coalesce()
+        reduced = self.compression.decompress(self.sent, self.context)
+        if grad.layout is torch.sparse_coo:
+            parameter.grad = reduced.to_sparse(grad.sparse_dim()).coalesce()
         else:
-            self.grad.copy_(reduced)
+            grad.copy_(reduced)
+
+
+class Flight:
+    """A request under way for the gradients of one or more slots, whose result comes in place."""
+
+    __slots__ = ("cargo", "request")
+
+    def __init__(self, request: Request, cargo: Sequence[Cargo]) -> None:
+        self.request = request
+        self.cargo = cargo
+
+    def land(self) -> None:
+        """Waits, and leaves the results in ``p.grad``.
+
+        Raises:
+            HoroError: What became of the request, or a gradient was changed meanwhile.
+        """
+        self.request.wait()
+        for item in self.cargo:
+            item.deliver()
+
+
+class SparseFlight(Flight):
+    """A request that gathers everyone's rows of a sparse gradient: their concatenation is the sum."""
+
+    __slots__ = ("scale", "slot")
+
+    def __init__(self, request: Request, slot: Slot, scale: float) -> None:
+        super().__init__(request, ())
+        self.slot = slot
+        self.scale = scale
+
+    def land(self) -> None:
+        """As of any flight."""
+        indices, values = (item.tensor for item in self.request.wait())
+        parameter = self.slot.parameter
+        total = torch.sparse_coo_tensor(indices.t(), values.mul_(self.scale), parameter.shape)
+        parameter.grad = total.coalesce()
 
 
 def refuse_sparse(slot: Slot, grad: torch.Tensor, plan: Plan) -> None:

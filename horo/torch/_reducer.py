@@ -23,8 +23,8 @@ from torch.utils.hooks import RemovableHandle
 
 from horo._errors import HoroError, MismatchError, UsageError
 from horo.torch import _state
-from horo.torch._cargo import Cargo, Flight, Group, Plan, Slot, refuse_sparse
-from horo.torch._requests import Request, run_allreduce, start_allgather, start_allreduce
+from horo.torch._cargo import Cargo, Flight, Group, Plan, Slot, SparseFlight, refuse_sparse
+from horo.torch._requests import Request, run_allreduce, start_again, start_allgather, start_allreduce
 from horo.torch._staging import Spec
 from horo.torch.ops import Average
 
@@ -282,31 +282,22 @@ class GradientReducer:
             self._submit_dense(slot.name, [slot], sync)
 
     def _submit_dense(self, name: str, slots: Sequence[Slot], sync: bool) -> None:
-        cargo = [Cargo(slot, self.plan) for slot in slots]
-        sent = [item.sent for item in cargo]
         plan = self.plan
-        spec = Spec(self.kind, name, plan.op, plan.prescale, plan.postscale, plan.wire)
-        request = start_allreduce(sent, spec, in_place=True, sync=sync)
-
-        def deliver(results: Sequence[torch.Tensor]) -> None:
-            for item, result in zip(cargo, results, strict=True):
-                item.deliver(result)
-
-        self._under_way(slots, Flight(request, deliver))
+        cargo = [Cargo(slot, plan) for slot in slots]
+        asked = plan, name, sync  # the plan, for another optimizer may come to have the same name in a later session
+        request = start_again(asked, cargo[0].sent, in_place=True) if len(cargo) == 1 else None
+        if request is None:
+            spec = Spec(self.kind, name, plan.op, plan.prescale, plan.postscale, plan.wire)
+            sent = [item.sent for item in cargo]
+            request = start_allreduce(sent, spec, in_place=True, sync=sync, asked=asked)
+        self._under_way(slots, Flight(request, cargo))
 
     def _submit_sparse(self, slot: Slot, grad: torch.Tensor, sync: bool) -> Flight:
-        """Gathers everyone's rows: a sum of sparse gradients is their concatenation."""
         own = grad.coalesce()
         scale = self.plan.prescale * self.plan.postscale / (_state.size() if self.plan.op == Average else 1)
-
-        def deliver(results: Any) -> None:
-            indices, values = (item.tensor for item in results)
-            total = torch.sparse_coo_tensor(indices.t(), values.mul_(scale), own.shape)
-            slot.parameter.grad = total.coalesce()
-
         # The name is that of the dense form, so that a rank which sends zeros for an unused parameter meets this one.
         request = start_allgather([own.indices().t().contiguous(), own.values()], self.kind, slot.name, sync=sync)
-        return self._under_way([slot], Flight(request, deliver))
+        return self._under_way([slot], SparseFlight(request, slot, scale))
 
     def _under_way(self, slots: Sequence[Slot], flight: Flight) -> Flight:
         for slot in slots:
@@ -332,14 +323,12 @@ class GradientReducer:
 
     def _land(self, slot: Slot, flight: Flight) -> None:
         try:
-            result = flight.request.wait()
+            flight.land()
         except MismatchError:
             sparse = self._sparse_again(slot) if slot.group is None else None
             if sparse is None:
                 raise
-            flight = sparse
-            result = flight.request.wait()
-        flight.deliver(result)
+            sparse.land()
 
     def _sparse_again(self, slot: Slot) -> Flight | None:
         """After a mismatch, which every rank gets: was it sparse rows here, zeros of an unused parameter there?

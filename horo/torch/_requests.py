@@ -24,6 +24,7 @@ __all__ = [
     "run_allreduce",
     "run_barrier",
     "run_broadcast",
+    "start_again",
     "start_allgather",
     "start_allreduce",
     "start_broadcast",
@@ -139,8 +140,8 @@ def repeat(asked: Hashable, tensor: torch.Tensor, *, in_place: bool) -> torch.Te
     return output
 
 
-def repeat_async(asked: Hashable, tensor: torch.Tensor, *, in_place: bool) -> int | None:
-    """As ``repeat``, but begins it and returns a public handle."""
+def start_again(asked: Hashable, tensor: torch.Tensor, *, in_place: bool) -> Request | None:
+    """As ``repeat``, but begins it: the result of the request is the tensor."""
     session = _state.current()
     prepared = session.shelf.find(asked)
     if prepared is None:
@@ -149,12 +150,20 @@ def repeat_async(asked: Hashable, tensor: torch.Tensor, *, in_place: bool) -> in
         output = prepared.aim(tensor, in_place)
         if output is None:
             return None
-        finish = _finish_in_place if in_place else _finish_output
-        request = _submit(session, prepared, tensor if in_place else (tensor, output), finish)
-        request.public = True
-        return request.number
+        if in_place:
+            return _submit(session, prepared, tensor, _finish_in_place)
+        return _submit(session, prepared, (tensor, output), _finish_output)
     finally:
         prepared.turn.append(None)
+
+
+def repeat_async(asked: Hashable, tensor: torch.Tensor, *, in_place: bool) -> int | None:
+    """As ``repeat``, but begins it and returns a public handle."""
+    request = start_again(asked, tensor, in_place=in_place)
+    if request is None:
+        return None
+    request.public = True
+    return request.number
 
 
 def start_allreduce(
@@ -172,7 +181,7 @@ def start_allreduce(
         spec: The reduction.
         in_place: Write the results into ``tensors``, else into new contiguous tensors.
         sync: The caller waits at once.
-        asked: What a later ``repeat_async`` may ask for.
+        asked: What a later ``start_again`` may ask for.
 
     Returns:
         A request whose result is the tuple of reduced tensors.
