@@ -93,8 +93,8 @@ static int may_return(const struct hr_engine *engine, const struct hr_request *u
     if (until != NULL && atomic_load(&until->status) != HORO_IN_PROGRESS) {
         return 1;
     }
-    return until == NULL &&
-           (atomic_load(&engine->stop) || (!atomic_load(&engine->always_drives) && atomic_load(&engine->pending) == 0));
+    return until == NULL && (atomic_load(&engine->stop) || atomic_load(&engine->wanted) ||
+                             (!hr_engine_thread_drives(engine) && atomic_load(&engine->pending) == 0));
 }
 
 void hr_engine_drive(struct hr_engine *engine, const struct hr_request *until, int64_t deadline_ns) {
@@ -126,14 +126,14 @@ void hr_engine_drive(struct hr_engine *engine, const struct hr_request *until, i
     }
 }
 
-/* Sleeps until kicked or until a life line ends. */
-static void park(struct hr_engine *engine) {
+/* Sleeps until kicked, until a life line ends, or for timeout_ms (-1: no matter how long). */
+static void park(struct hr_engine *engine, int timeout_ms) {
     struct hr_group *group = engine->group;
     struct pollfd fds[1 + LIFE_FDS_STACK];
     fds[0] = (struct pollfd){.fd = engine->kick_fd, .events = POLLIN};
     /* Hosts of more ranks are watched by those ranks that wait. */
     const size_t life_count = group->local_size <= LIFE_FDS_STACK ? hr_group_life_fds(group, fds + 1) : 0;
-    if (poll(fds, (nfds_t)(1 + life_count), -1) <= 0) {
+    if (poll(fds, (nfds_t)(1 + life_count), timeout_ms) <= 0) {
         return;
     }
     uint64_t drained;
@@ -185,16 +185,20 @@ static int linger(struct hr_engine *engine) {
  * that lingering would have caught the call, and no longer than a wait may spin.
  */
 static void rest(struct hr_engine *engine) {
-    if (engine->woken_soon && linger(engine)) {
+    if (engine->woken_soon && !engine->lent && linger(engine)) {
         return;
     }
     engine->parked = 1;
     (void)pthread_mutex_unlock(&engine->lock);
     const int64_t begin_ns = hr_now_ns();
-    park(engine);
-    engine->woken_soon = hr_now_ns() - begin_ns < engine->caller_spin_ns;
+    park(engine, engine->lent ? HR_LENT_MS : -1);
+    const int64_t end_ns = hr_now_ns();
+    engine->woken_soon = end_ns - begin_ns < engine->caller_spin_ns;
     (void)pthread_mutex_lock(&engine->lock);
     engine->parked = 0;
+    if (engine->driver == HR_DRIVER_NONE && end_ns - engine->called_ns >= HR_LENT_MS * 1000000ll) {
+        engine->lent = 0; /* not while a caller drives, who would leave nobody behind */
+    }
 }
 
 void *hr_engine_main(void *arg) {
@@ -202,12 +206,14 @@ void *hr_engine_main(void *arg) {
     (void)prctl(PR_SET_TIMERSLACK, TIMER_SLACK_NS); /* of this thread; it is horo's own */
     (void)pthread_mutex_lock(&engine->lock);
     while (!atomic_load(&engine->stop)) {
-        if (engine->driver == HR_DRIVER_NONE && (atomic_load(&engine->pending) > 0 || atomic_load(&engine->always_drives))) {
+        if (engine->driver == HR_DRIVER_NONE && (atomic_load(&engine->pending) > 0 || hr_engine_thread_drives(engine))) {
             engine->driver = HR_DRIVER_THREAD;
             (void)pthread_mutex_unlock(&engine->lock);
             hr_engine_drive(engine, NULL, 0);
             (void)pthread_mutex_lock(&engine->lock);
             engine->driver = HR_DRIVER_NONE;
+            engine->lent = engine->lent || atomic_load(&engine->wanted);
+            atomic_store(&engine->wanted, 0);
             if (engine->waiters > 0) {
                 (void)pthread_cond_broadcast(&engine->done);
             }

@@ -224,6 +224,18 @@ static void drive_as_caller(struct hr_engine *engine, const struct hr_request *r
     }
 }
 
+/*
+ * With the lock held, where the thread drives: a caller that has come back so soon would save two switches of threads in each call.
+ * The request at hand is still the thread's.
+ */
+static void ask_to_drive(struct hr_engine *engine, const struct hr_request *request, int64_t now_ns) {
+    const int sync = (request->call.flags & HORO_SUBMIT_SYNC) != 0;
+    if (sync && hr_engine_thread_drives(engine) && atomic_load(&engine->pending) == 1 &&
+        now_ns - engine->called_ns < HR_LENT_MS * 1000000ll) {
+        atomic_store(&engine->wanted, 1);
+    }
+}
+
 int hr_engine_wait(struct hr_engine *engine, int64_t handle, int32_t timeout_ms) {
     (void)pthread_mutex_lock(&engine->lock);
     const struct hr_request *request = find_handle(engine, handle);
@@ -239,12 +251,16 @@ int hr_engine_wait(struct hr_engine *engine, int64_t handle, int32_t timeout_ms)
         if (now_ns >= deadline_ns) {
             break;
         }
-        if (engine->driver == HR_DRIVER_NONE && !atomic_load(&engine->always_drives)) {
+        if (engine->driver == HR_DRIVER_NONE && !hr_engine_thread_drives(engine)) {
             drive_as_caller(engine, request, deadline_ns);
             status = atomic_load(&request->status);
             break; /* done, out of time, or a signal to be handled first */
         }
+        ask_to_drive(engine, request, now_ns);
         wait_for_driver(engine, deadline_ns);
+    }
+    if (deadline_ns != 0 && atomic_load(&engine->always_drives)) {
+        engine->called_ns = hr_now_ns();
     }
     (void)pthread_mutex_unlock(&engine->lock);
     return status;

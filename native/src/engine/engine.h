@@ -8,7 +8,8 @@
  * The driver is the background thread, or a caller of horo_wait that found nobody driving: a synchronous operation then costs no thread
  * switch. While nothing is pending nobody drives and the background thread is parked in poll() on its kick descriptor and the life lines.
  * In a stream of requests that are done before the next one comes, it lingers a moment before it parks, so that calling it is a store.
- * The leader of a host in a job of several hosts is the exception: its background thread always drives, for other hosts need it.
+ * The leader of a host in a job of several hosts is the exception: its background thread always drives, for other hosts need it. To a
+ * caller that makes one synchronous call after the other it lends that, and takes it back when no call has come for HR_LENT_MS.
  */
 #ifndef HR_ENGINE_ENGINE_H
 #define HR_ENGINE_ENGINE_H
@@ -63,6 +64,8 @@ struct hr_link {
     struct hr_io send_length, send;
 };
 
+enum { HR_LENT_MS = 1 };
+
 enum hr_driver { HR_DRIVER_NONE, HR_DRIVER_THREAD, HR_DRIVER_CALLER };
 
 struct hr_engine {
@@ -76,6 +79,9 @@ struct hr_engine {
     int parked;            /* the background thread sleeps or is about to; kick_fd wakes it */
     _Atomic int lingering; /* the background thread looks at this before it parks: whoever clears it has called it */
     int woken_soon;        /* background thread only: lingering instead of parking would have paid the last time */
+    _Atomic int wanted;    /* a caller that calls again and again would drive itself where the thread always does */
+    int lent;              /* so the thread has let go; written by it alone */
+    int64_t called_ns;     /* where the thread always drives: when a caller's wait last ended */
     struct hr_request *queue_head, **queue_tail;
     struct hr_map in_flight; /* name -> request submitted and not done */
     struct hr_map handles;   /* handle -> request not released */
@@ -142,6 +148,10 @@ void hr_request_destroy(struct hr_request *request);
 
 /* drive.c */
 void *hr_engine_main(void *engine);
+/* Whether the background thread has to drive even if nothing is pending here. With the lock held, or on that thread. */
+static inline int hr_engine_thread_drives(const struct hr_engine *engine) {
+    return atomic_load(&engine->always_drives) && !engine->lent;
+}
 /* Drives until `until` is done (NULL: nothing is pending), the deadline has passed, or a signal came. */
 void hr_engine_drive(struct hr_engine *engine, const struct hr_request *until, int64_t deadline_ns);
 /* Wakes whoever must notice a change made under the lock. Call with the lock held. */
