@@ -6,6 +6,7 @@ reads is there already, and only the addresses in it change.
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Hashable, Sequence
 
@@ -22,6 +23,9 @@ _SHELF_WEIGHT = 40_000
 """How many tensors the requests on a shelf have together; with what torch and Python keep of a shape, under 8 MiB."""
 _REQUEST_WEIGHT = 10
 """What a request itself counts for beside its tensors."""
+_NEWCOMERS = 32
+"""On a full shelf one new request in so many takes the place of others. If each did, a step with a few more requests
+than there is room for would find none of them, since each would have gone just before it was asked for again."""
 
 
 def address_of(tensor: torch.Tensor, shape: torch.Size | None, dtype: torch.dtype | None) -> int:
@@ -130,7 +134,7 @@ class Prepared:
 
 
 class Shelf:
-    """The requests of a session, by what was asked for; those that were prepared first go first when it is full."""
+    """The requests of a session, by what was asked for; when it is full, the few that newcomers oust are the oldest."""
 
     def __init__(self, name: Callable[[str, str | None], str]) -> None:
         self._name = name
@@ -181,6 +185,8 @@ class Shelf:
         if prepared.weight > _SHELF_WEIGHT:
             return
         with self._lock:
+            if self._weight + prepared.weight > _SHELF_WEIGHT and random.randrange(_NEWCOMERS):
+                return
             while self._kept and self._weight + prepared.weight > _SHELF_WEIGHT:
                 self._weight -= self._kept.pop(next(iter(self._kept))).weight
             if self._kept.setdefault(asked, prepared) is prepared:

@@ -117,6 +117,22 @@ def test_more_names_than_are_kept_go_on_working(ranks2: RankPool) -> None:
     assert all(1000 < count < 4000 for count in kept), kept
 
 
+def test_a_few_more_names_than_are_kept_do_not_oust_one_another(
+    ranks2: RankPool,
+) -> None:
+    def check() -> int:
+        _state.current().shelf.clear()
+        tensor, names = torch.ones(2), [f"around {index}" for index in range(4500)]
+        for name in names:
+            hvd.allreduce_(tensor, op=hvd.Max, name=name)
+        kept = dict(_state.current().shelf._kept)
+        for name in names:
+            hvd.allreduce_(tensor, op=hvd.Max, name=name)
+        return sum(_state.current().shelf._kept.get(asked) is prepared for asked, prepared in kept.items())
+
+    assert all(count > 3000 for count in ranks2.run(check))
+
+
 def test_threads_use_one_form_of_call_at_once(ranks2: RankPool) -> None:
     def check() -> None:
         def work(index: int) -> list[float]:
