@@ -550,6 +550,27 @@ def test_a_stall_is_reported_with_rank_and_tensor(hosts: list[int], capfd: pytes
     assert "missing: rank 1" not in text, text
 
 
+def test_a_rank_that_is_late_is_named_also_after_more_names_than_it_can_show(capfd: pytest.CaptureFixture[str]) -> None:
+    """The leader is late itself and parked, so rank 1 must tell by what the others show."""
+    text = ""
+
+    def body(rank: Rank) -> None:
+        handles = [rank.submit("barrier", f"n{i}", []) for i in range(6000)]
+        for handle in handles:
+            rank.finish(handle)
+        if rank.rank == 0:
+
+            def reported() -> bool:
+                nonlocal text
+                text += capfd.readouterr().err
+                return "'late' (missing: rank 0 (host0))" in text
+
+            wait_for(reported)
+        rank.barrier("late")
+
+    run_ranks(body, [3], stall_warning_ms=2000)
+
+
 def test_a_stall_ends_the_job_if_so_configured() -> None:
     def body(rank: Rank) -> None:
         if rank.rank == 1:

@@ -142,35 +142,39 @@ uint32_t hr_arena_take_id(struct hr_arena *arena, int local_rank, uint32_t slot)
     return atomic_exchange_explicit(&arena->blocks[local_rank].ready_ids[slot], 0, memory_order_relaxed);
 }
 
-void hr_arena_pending_add(struct hr_arena *arena, uint64_t name_hash) {
-    struct hr_arena_block *block = &arena->blocks[arena->local_rank];
-    for (size_t i = 0; i < HR_PENDING_MAX; i++) {
-        _Atomic uint64_t *entry = &block->pending[(name_hash + i) % HR_PENDING_MAX];
-        if (atomic_load_explicit(entry, memory_order_relaxed) == 0) {
-            atomic_store_explicit(entry, name_hash, memory_order_relaxed);
-            return;
-        }
-    }
-    atomic_store_explicit(&block->pending_overflow, 1, memory_order_relaxed);
+static uint32_t first_place(uint64_t name_hash) {
+    return (uint32_t)(name_hash % (HR_PENDING_MAX / HR_PENDING_WAYS)) * HR_PENDING_WAYS;
 }
 
-void hr_arena_pending_remove(struct hr_arena *arena, uint64_t name_hash) {
+uint32_t hr_arena_pending_add(struct hr_arena *arena, uint64_t name_hash) {
     struct hr_arena_block *block = &arena->blocks[arena->local_rank];
-    for (size_t i = 0; i < HR_PENDING_MAX; i++) {
-        _Atomic uint64_t *entry = &block->pending[(name_hash + i) % HR_PENDING_MAX];
-        if (atomic_load_explicit(entry, memory_order_relaxed) == name_hash) {
-            atomic_store_explicit(entry, 0, memory_order_relaxed);
-            return;
+    const uint32_t first = first_place(name_hash);
+    for (uint32_t place = first; place < first + HR_PENDING_WAYS; place++) {
+        if (atomic_load_explicit(&block->pending[place], memory_order_relaxed) == 0) {
+            atomic_store_explicit(&block->pending[place], name_hash, memory_order_relaxed);
+            return place;
         }
+    }
+    atomic_fetch_add_explicit(&block->pending_hidden, 1, memory_order_relaxed);
+    return HR_PENDING_MAX;
+}
+
+void hr_arena_pending_remove(struct hr_arena *arena, uint32_t place) {
+    struct hr_arena_block *block = &arena->blocks[arena->local_rank];
+    if (place < HR_PENDING_MAX) {
+        atomic_store_explicit(&block->pending[place], 0, memory_order_relaxed);
+    } else {
+        atomic_fetch_sub_explicit(&block->pending_hidden, 1, memory_order_relaxed);
     }
 }
 
 int hr_arena_pending_has(const struct hr_arena *arena, int local_rank, uint64_t name_hash) {
     const struct hr_arena_block *block = &arena->blocks[local_rank];
-    for (size_t i = 0; i < HR_PENDING_MAX; i++) {
-        if (atomic_load_explicit(&block->pending[i], memory_order_relaxed) == name_hash) {
+    const uint32_t first = first_place(name_hash);
+    for (uint32_t place = first; place < first + HR_PENDING_WAYS; place++) {
+        if (atomic_load_explicit(&block->pending[place], memory_order_relaxed) == name_hash) {
             return 1;
         }
     }
-    return atomic_load_explicit(&block->pending_overflow, memory_order_relaxed) != 0 ? -1 : 0;
+    return atomic_load_explicit(&block->pending_hidden, memory_order_relaxed) != 0 ? -1 : 0;
 }

@@ -18,7 +18,8 @@
 enum {
     HR_LINE = 64,
     HR_CACHE_SLOTS_MAX = 4096,       /* bits and words per rank for announcements by id */
-    HR_PENDING_MAX = 1024,           /* names a rank shows in its pending table */
+    HR_PENDING_MAX = 4096,           /* places in a rank's pending table */
+    HR_PENDING_WAYS = 8,             /* places that a name may have: one line of the table */
     HR_REQUEST_RING_BYTES = 1 << 16, /* a power of two */
     HR_LOG_RING_BYTES = 1 << 18,     /* a power of two */
     HR_PHASE_COUNT = 6,
@@ -79,8 +80,8 @@ struct hr_arena_block {
     _Alignas(HR_LINE) _Atomic uint64_t requests_read;                    /* written by the leader */
     _Alignas(HR_LINE) _Atomic uint64_t ready_bits[HR_CACHE_SLOTS_MAX / 64]; /* set by the rank, taken by the leader */
     _Atomic uint32_t ready_ids[HR_CACHE_SLOTS_MAX];                      /* which id of the slot was meant */
-    _Atomic uint64_t pending[HR_PENDING_MAX];                            /* hashes of names submitted and not done */
-    _Atomic uint32_t pending_overflow; /* more names pending than the table holds: absence proves nothing */
+    _Alignas(HR_LINE) _Atomic uint64_t pending[HR_PENDING_MAX]; /* hashes of names submitted and not done, 0: free */
+    _Atomic uint32_t pending_hidden; /* names pending that found no place: while there are any, absence proves nothing */
 };
 
 struct hr_arena {
@@ -138,10 +139,10 @@ void hr_arena_set_ready(struct hr_arena *arena, uint32_t id, uint32_t slot);
 uint64_t hr_arena_take_ready(struct hr_arena *arena, int local_rank, unsigned word);
 uint32_t hr_arena_take_id(struct hr_arena *arena, int local_rank, uint32_t slot);
 
-/* The pending table: add and remove a name's hash (the same one may be there once). */
-void hr_arena_pending_add(struct hr_arena *arena, uint64_t name_hash);
-void hr_arena_pending_remove(struct hr_arena *arena, uint64_t name_hash);
-/* 1 if the rank has submitted the name, 0 if not, -1 if its table overflowed and cannot tell. */
+/* The pending table: add returns the place of a name's hash, for remove; HR_PENDING_MAX if there was none to be had. */
+uint32_t hr_arena_pending_add(struct hr_arena *arena, uint64_t name_hash);
+void hr_arena_pending_remove(struct hr_arena *arena, uint32_t place);
+/* 1 if the rank has submitted the name, 0 if not, -1 if not all that it has submitted found a place, so that it cannot be told. */
 int hr_arena_pending_has(const struct hr_arena *arena, int local_rank, uint64_t name_hash);
 
 #endif

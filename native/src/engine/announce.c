@@ -67,21 +67,28 @@ static int announce_id(struct hr_engine *engine, struct hr_request *request, str
     return HORO_OK;
 }
 
+static int announce_one(struct hr_engine *engine, struct hr_request *request) {
+    struct hr_known *known = hr_map_find(&engine->known, request->name_hash, request->call.name, request->name_bytes);
+    const int same = known != NULL && known->byte_count == request->byte_count &&
+                     memcmp(known->bytes, request->bytes, request->byte_count) == 0;
+    return same ? announce_id(engine, request, known) : announce_full(engine, request);
+}
+
 int hr_engine_announce(struct hr_engine *engine) {
     if (atomic_load(&engine->queued) == 0) {
         return 0;
     }
     int count = 0;
+    int status = HORO_OK;
     struct hr_request *next = NULL;
     for (struct hr_request *request = take_queue(engine); request != NULL; request = next, count++) {
         next = request->next;
-        hr_arena_pending_add(&engine->group->arena, request->name_hash);
-        struct hr_known *known = hr_map_find(&engine->known, request->name_hash, request->call.name, request->name_bytes);
-        const int same = known != NULL && known->byte_count == request->byte_count &&
-                         memcmp(known->bytes, request->bytes, request->byte_count) == 0;
-        HR_TRY(same ? announce_id(engine, request, known) : announce_full(engine, request));
+        request->pending_place = hr_arena_pending_add(&engine->group->arena, request->name_hash);
+        if (status >= 0) { /* the others are no longer in the queue either, and fail with the group */
+            status = announce_one(engine, request);
+        }
     }
-    return count;
+    return status < 0 ? status : count;
 }
 
 struct hr_request *hr_engine_find_name(struct hr_engine *engine, struct hr_wire_text name) {

@@ -21,6 +21,8 @@
 #include "collective/group.h"
 #include "engine/agree.h"
 
+#define HR_NOT_ANNOUNCED UINT32_MAX
+
 /* A submitted request: one allocation, plus the results of an allgather and the text of an error. */
 struct hr_request {
     struct hr_request *next; /* in the submit queue */
@@ -34,6 +36,7 @@ struct hr_request {
     uint8_t *bytes; /* canonical form on the wire; points into this allocation */
     size_t byte_count;
     uint32_t announced_id;        /* driver: announced by this id, 0: in full */
+    uint32_t pending_place;       /* driver: in the arena's table, HR_NOT_ANNOUNCED while in the queue */
     struct hr_gathered *gathered; /* allgather: [tensor_count] */
 };
 

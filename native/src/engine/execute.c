@@ -208,7 +208,7 @@ static void forget_announcement(struct hr_engine *engine, const struct hr_reques
             known->pending = NULL;
         }
     }
-    hr_arena_pending_remove(&engine->group->arena, request->name_hash);
+    hr_arena_pending_remove(&engine->group->arena, request->pending_place);
 }
 
 void hr_engine_complete(struct hr_engine *engine, struct hr_request *const *requests, size_t count, int status,

@@ -64,8 +64,9 @@ void hr_engine_fail_all(struct hr_engine *engine, int code, const char *why) {
     struct hr_request **requests = calloc(count + 1, sizeof *requests);
     size_t found = 0;
     for (size_t i = 0; i < engine->in_flight.capacity && requests != NULL; i++) {
-        if (engine->in_flight.slots[i].value != NULL) {
-            requests[found++] = engine->in_flight.slots[i].value;
+        struct hr_request *request = engine->in_flight.slots[i].value;
+        if (request != NULL && request->pending_place != HR_NOT_ANNOUNCED) { /* else it came just now: the next turn takes it */
+            requests[found++] = request;
         }
     }
     (void)pthread_mutex_unlock(&engine->lock);

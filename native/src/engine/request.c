@@ -94,6 +94,7 @@ static int copy_call(const horo_request *call, struct hr_request **out) {
         .submit_ns = hr_now_ns(),
         .bytes = (uint8_t *)name + name_bytes + 1,
         .byte_count = byte_count,
+        .pending_place = HR_NOT_ANNOUNCED,
     };
     for (size_t i = 0; i < count; i++) {
         tensors[i] = call->tensors[i];
