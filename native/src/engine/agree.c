@@ -28,8 +28,6 @@ static void free_entry(struct hr_agree_entry *entry) {
 
 int hr_agree_init(struct hr_agree *agree, const struct hr_agree_config *config) {
     *agree = (struct hr_agree){.config = *config};
-    agree->complete_tail = &agree->complete;
-    agree->ready_tail = &agree->ready;
     if (config->capacity > 0) {
         agree->slots = calloc(config->capacity, sizeof *agree->slots);
         if (agree->slots == NULL) {
@@ -62,6 +60,21 @@ struct hr_agree_entry *hr_agree_find_id(const struct hr_agree *agree, uint32_t i
     return entry != NULL && entry->id == id ? entry : NULL;
 }
 
+void hr_agree_unlink(struct hr_agree *agree, struct hr_agree_entry *entry) {
+    struct hr_agree_list *list = &agree->lists[entry->state];
+    *(entry->previous == NULL ? &list->first : &entry->previous->next) = entry->next;
+    *(entry->next == NULL ? &list->last : &entry->next->previous) = entry->previous;
+}
+
+void hr_agree_link(struct hr_agree *agree, struct hr_agree_entry *entry, enum hr_agree_state state) {
+    struct hr_agree_list *list = &agree->lists[state];
+    entry->state = state;
+    entry->previous = list->last;
+    entry->next = NULL;
+    *(list->last == NULL ? &list->first : &list->last->next) = entry;
+    list->last = entry;
+}
+
 static struct hr_agree_entry *create_entry(struct hr_agree *agree, struct hr_wire_text name) {
     struct hr_agree_entry *entry = calloc(1, sizeof *entry);
     if (entry == NULL) {
@@ -83,6 +96,7 @@ static struct hr_agree_entry *create_entry(struct hr_agree *agree, struct hr_wir
         free_entry(entry);
         return NULL;
     }
+    hr_agree_link(agree, entry, HR_AGREE_IDLE);
     return entry;
 }
 
@@ -98,12 +112,13 @@ static void clear_round(struct hr_agree *agree, struct hr_agree_entry *entry) {
     entry->announced_count = 0;
     memset(entry->announced, 0, word_count(agree) * sizeof *entry->announced);
     memset(entry->by_id, 0, word_count(agree) * sizeof *entry->by_id);
-    entry->state = HR_AGREE_IDLE;
+    hr_agree_move(agree, entry, HR_AGREE_IDLE);
 }
 
 void hr_agree_reset(struct hr_agree *agree, struct hr_agree_entry *entry) {
     clear_round(agree, entry);
     if (entry->id == 0) {
+        hr_agree_unlink(agree, entry);
         (void)hr_map_remove(&agree->entries, entry->name_hash, entry->name, entry->name_bytes);
         free_entry(entry);
     }
@@ -126,7 +141,7 @@ static void evict(struct hr_agree *agree, struct hr_agree_entry *entry) {
     memset(entry->by_id, 0, word_count(agree) * sizeof *entry->by_id);
     entry->id_rank = -1;
     if (entry->state != HR_AGREE_IDLE) {
-        entry->state = HR_AGREE_WAITING;
+        hr_agree_move(agree, entry, HR_AGREE_WAITING);
     }
     if (entry->announced_count == 0) {
         hr_agree_reset(agree, entry);
@@ -155,18 +170,12 @@ int hr_agree_assign(struct hr_agree *agree, struct hr_agree_entry *entry, uint32
     return HORO_OK;
 }
 
-uint32_t hr_agree_pick_id(const struct hr_agree *agree) {
+uint32_t hr_agree_pick_id(struct hr_agree *agree) {
     const uint32_t capacity = agree->config.capacity;
-    const struct hr_agree_entry *oldest = NULL;
-    for (uint32_t slot = 0; slot < capacity; slot++) {
-        const struct hr_agree_entry *entry = agree->slots[slot];
-        if (entry == NULL) {
-            return capacity + slot;
-        }
-        if (entry->state == HR_AGREE_IDLE && (oldest == NULL || entry->last_use < oldest->last_use)) {
-            oldest = entry;
-        }
+    if (agree->slots_used < capacity) {
+        return capacity + agree->slots_used++;
     }
+    const struct hr_agree_entry *oldest = agree->lists[HR_AGREE_IDLE].first;
     return oldest == NULL || oldest->id > UINT32_MAX - capacity ? 0 : oldest->id + capacity;
 }
 
@@ -177,7 +186,7 @@ static int count_in(struct hr_agree *agree, struct hr_agree_entry *entry, int me
     }
     if (entry->announced_count == 0) {
         entry->first_ns = now_ns;
-        entry->state = HR_AGREE_WAITING;
+        hr_agree_move(agree, entry, HR_AGREE_WAITING);
         agree->active++;
     }
     entry->announced[member / 64] |= 1ull << (member % 64);
@@ -190,11 +199,7 @@ static int count_in(struct hr_agree *agree, struct hr_agree_entry *entry, int me
 
 static void complete_if_all(struct hr_agree *agree, struct hr_agree_entry *entry) {
     if (entry->state == HR_AGREE_WAITING && entry->announced_count == agree->config.member_count) {
-        entry->state = HR_AGREE_COMPLETE;
-        entry->last_use = ++agree->uses;
-        entry->next = NULL;
-        *agree->complete_tail = entry;
-        agree->complete_tail = &entry->next;
+        hr_agree_move(agree, entry, HR_AGREE_COMPLETE);
     }
 }
 
@@ -310,9 +315,8 @@ int hr_agree_describe_waiting(const struct hr_agree *agree, int64_t now_ns, int6
     int count = 0;
     size_t used = 0;
     out[0] = '\0';
-    for (size_t i = 0; i < agree->entries.capacity; i++) {
-        const struct hr_agree_entry *entry = agree->entries.slots[i].value;
-        if (entry == NULL || entry->state != HR_AGREE_WAITING || now_ns - entry->first_ns < age_ns) {
+    for (const struct hr_agree_entry *entry = agree->lists[HR_AGREE_WAITING].first; entry != NULL; entry = entry->next) {
+        if (now_ns - entry->first_ns < age_ns) {
             continue;
         }
         *since_ns = count == 0 || entry->first_ns < *since_ns ? entry->first_ns : *since_ns;
@@ -323,4 +327,9 @@ int hr_agree_describe_waiting(const struct hr_agree *agree, int64_t now_ns, int6
         }
     }
     return count;
+}
+
+int64_t hr_agree_waiting_since(const struct hr_agree *agree) {
+    const struct hr_agree_entry *first = agree->lists[HR_AGREE_WAITING].first;
+    return first == NULL ? 0 : first->first_ns;
 }

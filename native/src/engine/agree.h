@@ -33,17 +33,28 @@ struct hr_agree_config {
 
 struct hr_agree_entry; /* private to agree*.c */
 
+enum hr_agree_state {
+    HR_AGREE_IDLE,     /* nobody has announced it (kept because it has an id) */
+    HR_AGREE_WAITING,  /* some members have */
+    HR_AGREE_COMPLETE, /* all have: to be queued or reported */
+    HR_AGREE_REPORTED, /* sent to the parent (not root) */
+    HR_AGREE_READY,    /* agreed on, waiting for a batch (root) */
+    HR_AGREE_CHOSEN,   /* for the batch that is being formed (root) */
+    HR_AGREE_STATES
+};
+
+struct hr_agree_list {
+    struct hr_agree_entry *first, *last;
+};
+
 struct hr_agree {
     struct hr_agree_config config;
     struct hr_map entries;            /* by name */
     struct hr_agree_entry **slots;    /* [capacity] by id % capacity */
-    struct hr_agree_entry *complete;  /* announced by all members: to be queued or reported, in order of completion */
-    struct hr_agree_entry **complete_tail;
-    struct hr_agree_entry *ready;     /* root: agreed on, waiting for a batch */
-    struct hr_agree_entry **ready_tail;
+    struct hr_agree_list lists[HR_AGREE_STATES]; /* every entry is in that of its state, the one longest in it first */
     uint64_t ready_bytes;
     uint32_t active;                  /* entries that anybody has announced this round */
-    uint64_t uses;                    /* counts completions, for least recently used */
+    uint32_t slots_used;              /* root: slots that have had an owner; from then on they always have one */
 };
 
 int hr_agree_init(struct hr_agree *agree, const struct hr_agree_config *config);
@@ -58,6 +69,14 @@ int hr_agree_announce_request(struct hr_agree *agree, int member, const struct h
  * records; agreed tensors go to the root's ready queue. *frames counts what was appended.
  */
 int hr_agree_collect(struct hr_agree *agree, struct hr_buffer *out, uint32_t *frames);
+
+/* Whether there is something to collect; root: something for a batch. */
+static inline int hr_agree_is_complete(const struct hr_agree *agree) {
+    return agree->lists[HR_AGREE_COMPLETE].first != NULL;
+}
+static inline int hr_agree_is_ready(const struct hr_agree *agree) {
+    return agree->lists[HR_AGREE_READY].first != NULL;
+}
 
 /* Root: whether something is ready, since when (0 if nothing), and how many bytes. */
 int64_t hr_agree_ready_since(const struct hr_agree *agree, uint64_t *bytes);
@@ -74,6 +93,8 @@ int hr_agree_apply(struct hr_agree *agree, const struct hr_wire_message *record)
  */
 int hr_agree_describe_waiting(const struct hr_agree *agree, int64_t now_ns, int64_t age_ns, char *out, size_t out_bytes,
                               int64_t *since_ns, int *missing_rank);
+/* Since when some member has waited for others, about; 0 if none does. */
+int64_t hr_agree_waiting_since(const struct hr_agree *agree);
 
 /* Frames: a u32 length before each message. begin returns the position to give to end. */
 int hr_frame_begin(struct hr_buffer *out, size_t *mark);

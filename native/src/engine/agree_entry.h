@@ -4,14 +4,6 @@
 
 #include "engine/agree.h"
 
-enum hr_agree_state {
-    HR_AGREE_IDLE,     /* nobody has announced it (kept because it has an id) */
-    HR_AGREE_WAITING,  /* some members have */
-    HR_AGREE_COMPLETE, /* all have; on the complete list */
-    HR_AGREE_REPORTED, /* sent to the parent (not root) */
-    HR_AGREE_READY,    /* on the ready list (root) */
-};
-
 /* A request in canonical bytes with the rank it came from. */
 struct hr_agree_copy {
     uint8_t *bytes;
@@ -33,7 +25,7 @@ struct hr_agree_kind {
 };
 
 struct hr_agree_entry {
-    struct hr_agree_entry *next; /* in the complete or ready list */
+    struct hr_agree_entry *previous, *next; /* in the list of its state */
     char *name;
     size_t name_bytes;
     uint64_t name_hash;
@@ -49,7 +41,6 @@ struct hr_agree_entry {
     int failure;                     /* status, 0: none so far */
     char *failure_text;
     int64_t first_ns;                /* first announcement of this round */
-    uint64_t last_use;
     struct hr_agree_kind kind; /* set when it becomes READY */
 };
 
@@ -58,6 +49,14 @@ static inline const struct hr_agree_copy *hr_agree_request(const struct hr_agree
     return entry->current.bytes != NULL ? &entry->current : &entry->known;
 }
 
+/* Takes it out of its list. */
+void hr_agree_unlink(struct hr_agree *agree, struct hr_agree_entry *entry);
+/* Puts one that is in no list at the end of that of a state, which becomes its own. */
+void hr_agree_link(struct hr_agree *agree, struct hr_agree_entry *entry, enum hr_agree_state state);
+static inline void hr_agree_move(struct hr_agree *agree, struct hr_agree_entry *entry, enum hr_agree_state state) {
+    hr_agree_unlink(agree, entry);
+    hr_agree_link(agree, entry, state);
+}
 /* Ends the round: forgets announcements; drops the entry if it has no id. */
 void hr_agree_reset(struct hr_agree *agree, struct hr_agree_entry *entry);
 /* The entry of a name or id, NULL if there is none. */
@@ -65,8 +64,8 @@ struct hr_agree_entry *hr_agree_find(const struct hr_agree *agree, struct hr_wir
 struct hr_agree_entry *hr_agree_find_id(const struct hr_agree *agree, uint32_t id);
 /* Gives the entry an id, evicting the slot's owner; the known request becomes this round's. */
 int hr_agree_assign(struct hr_agree *agree, struct hr_agree_entry *entry, uint32_t id);
-/* An id for a new entry: an unused slot or the least recently used idle one; 0 if there is none to be had. */
-uint32_t hr_agree_pick_id(const struct hr_agree *agree);
+/* Root: an id for a new entry: an unused slot or that which has been idle longest; 0 if there is none to be had. */
+uint32_t hr_agree_pick_id(struct hr_agree *agree);
 /* One sentence on how two requests of the same name differ. */
 void hr_agree_mismatch_text(const struct hr_agree_config *config, const struct hr_agree_copy *one,
                             const struct hr_agree_copy *two, char *out, size_t out_bytes);

@@ -5,7 +5,7 @@
 #include "engine/agree_entry.h"
 #include "base/dtype.h"
 
-enum { IDS_PER_MESSAGE = 1024 };
+enum { IDS_PER_MESSAGE = 1024, MISFITS_MAX = 64 };
 
 int hr_frame_begin(struct hr_buffer *out, size_t *mark) {
     const uint8_t length[4] = {0};
@@ -113,12 +113,9 @@ static int collect_at_root(struct hr_agree *agree, struct hr_agree_entry *entry,
         hr_agree_reset(agree, entry);
         return HORO_OK;
     }
-    entry->state = HR_AGREE_READY;
     entry->kind = kind_of(entry);
     agree->ready_bytes += entry->kind.bytes;
-    entry->next = NULL;
-    *agree->ready_tail = entry;
-    agree->ready_tail = &entry->next;
+    hr_agree_move(agree, entry, HR_AGREE_READY);
     return HORO_OK;
 }
 
@@ -126,17 +123,13 @@ int hr_agree_collect(struct hr_agree *agree, struct hr_buffer *out, uint32_t *fr
     uint32_t ids[IDS_PER_MESSAGE];
     uint32_t id_count = 0;
     *frames = 0;
-    while (agree->complete != NULL) {
-        struct hr_agree_entry *entry = agree->complete;
-        agree->complete = entry->next;
-        if (agree->complete == NULL) {
-            agree->complete_tail = &agree->complete;
-        }
+    struct hr_agree_entry *entry;
+    while ((entry = agree->lists[HR_AGREE_COMPLETE].first) != NULL) {
         if (agree->config.is_root) {
             HR_TRY(collect_at_root(agree, entry, out, frames));
             continue;
         }
-        entry->state = HR_AGREE_REPORTED;
+        hr_agree_move(agree, entry, HR_AGREE_REPORTED);
         entry->reported_full = entry->current.bytes != NULL || entry->failure != 0;
         if (entry->reported_full) {
             HR_TRY(put_request(out, entry));
@@ -163,43 +156,42 @@ static int may_share(const struct hr_agree_kind *a, const struct hr_agree_kind *
            a->prescale == b->prescale && a->postscale == b->postscale;
 }
 
-/* Moves what shares a batch with the first ready entry to the front of the list; returns how many there are. */
-static uint32_t gather_batch(struct hr_agree *agree) {
-    const struct hr_agree_kind *first = &agree->ready->kind;
+/*
+ * Chooses the first ready entry and what shares a batch with it; returns how many. Of what would share it but is too large for the room
+ * that is left, only some are looked at: else thousands of large tensors would cost a walk over all of them for each batch.
+ */
+static uint32_t choose_batch(struct hr_agree *agree) {
+    const uint64_t most = agree->config.fusion_bytes;
+    struct hr_agree_entry *entry = agree->lists[HR_AGREE_READY].first;
+    const struct hr_agree_kind *first = &entry->kind;
+    struct hr_agree_entry *next = may_share(first, first) ? entry->next : NULL;
     uint64_t bytes = first->bytes;
     uint32_t count = 1;
-    struct hr_agree_entry **insert = &agree->ready->next;
-    struct hr_agree_entry **link = &agree->ready->next;
-    while (*link != NULL) {
-        struct hr_agree_entry *entry = *link;
+    int misfits = 0;
+    hr_agree_move(agree, entry, HR_AGREE_CHOSEN);
+    while (next != NULL && misfits < MISFITS_MAX) {
+        entry = next;
+        next = entry->next;
         const struct hr_agree_kind *kind = &entry->kind;
-        if (!may_share(first, kind) || kind->bytes > agree->config.fusion_bytes ||
-            bytes > agree->config.fusion_bytes - kind->bytes) {
-            link = &entry->next;
+        if (!may_share(first, kind)) {
+            continue;
+        }
+        if (kind->bytes > most || bytes > most - kind->bytes) {
+            misfits++;
             continue;
         }
         bytes += kind->bytes;
         count++;
-        if (link != insert) {
-            *link = entry->next;
-            entry->next = *insert;
-            *insert = entry;
-        } else {
-            link = &entry->next;
-        }
-        insert = &entry->next;
+        hr_agree_move(agree, entry, HR_AGREE_CHOSEN);
     }
-    struct hr_agree_entry **tail = &agree->ready;
-    while (*tail != NULL) {
-        tail = &(*tail)->next;
-    }
-    agree->ready_tail = tail;
+    agree->ready_bytes -= bytes;
     return count;
 }
 
 int64_t hr_agree_ready_since(const struct hr_agree *agree, uint64_t *bytes) {
     *bytes = agree->ready_bytes;
-    return agree->ready == NULL ? 0 : agree->ready->first_ns;
+    const struct hr_agree_entry *first = agree->lists[HR_AGREE_READY].first;
+    return first == NULL ? 0 : first->first_ns;
 }
 
 /* One ref; a tensor that is new or has changed gets an id with it. */
@@ -220,22 +212,17 @@ static int put_entry(struct hr_agree *agree, struct hr_agree_entry *entry, struc
 
 int hr_agree_form_batch(struct hr_agree *agree, struct hr_buffer *out, uint32_t *frames) {
     *frames = 0;
-    if (agree->ready == NULL) {
+    if (agree->lists[HR_AGREE_READY].first == NULL) {
         return HORO_OK;
     }
-    const uint32_t count = gather_batch(agree);
+    const uint32_t count = choose_batch(agree);
     size_t mark;
     HR_TRY(hr_frame_begin(out, &mark));
     HR_TRY(hr_wire_begin_batch(out, count));
-    for (uint32_t i = 0; i < count; i++) {
-        struct hr_agree_entry *entry = agree->ready;
-        agree->ready = entry->next;
-        agree->ready_bytes -= entry->kind.bytes;
+    struct hr_agree_entry *entry;
+    while ((entry = agree->lists[HR_AGREE_CHOSEN].first) != NULL) {
         HR_TRY(put_entry(agree, entry, out));
         hr_agree_reset(agree, entry);
-    }
-    if (agree->ready == NULL) {
-        agree->ready_tail = &agree->ready;
     }
     hr_frame_end(out, mark);
     *frames = 1;
@@ -259,7 +246,7 @@ static int apply_ref(struct hr_agree *agree, const struct hr_wire_ref *ref) {
 }
 
 int hr_agree_apply(struct hr_agree *agree, const struct hr_wire_message *record) {
-    if (agree->complete != NULL) {
+    if (hr_agree_is_complete(agree)) {
         return HORO_ERR_INTERNAL; /* collect comes before apply: a complete entry must not lose its id unreported */
     }
     if (record->type == HR_WIRE_FAIL) {

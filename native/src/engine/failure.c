@@ -157,16 +157,8 @@ static int64_t oldest_pending_ns(struct hr_engine *engine) {
         }
     }
     (void)pthread_mutex_unlock(&engine->lock);
-    if (engine->is_leader && engine->agree.active > 0) {
-        char unused[1];
-        int64_t since = 0;
-        int missing_rank;
-        if (hr_agree_describe_waiting(&engine->agree, hr_now_ns(), 0, unused, sizeof unused, &since, &missing_rank) > 0 &&
-            (oldest == 0 || since < oldest)) {
-            oldest = since;
-        }
-    }
-    return oldest;
+    const int64_t since = engine->is_leader ? hr_agree_waiting_since(&engine->agree) : 0;
+    return since != 0 && (oldest == 0 || since < oldest) ? since : oldest;
 }
 
 /*

@@ -172,7 +172,7 @@ static int hand_down(struct hr_engine *engine, size_t mark) {
 }
 
 static int collect_complete(struct hr_engine *engine) {
-    if (engine->agree.complete == NULL) {
+    if (!hr_agree_is_complete(&engine->agree)) {
         return 0;
     }
     uint32_t frames = 0;
@@ -189,7 +189,7 @@ static int collect_complete(struct hr_engine *engine) {
 /* The log is the clock: the next batch is formed when the last one has run, of what became ready meanwhile. */
 static int may_form_batch(struct hr_engine *engine, int64_t *due_ns) {
     *due_ns = 0;
-    if (!engine->is_root || engine->agree.ready == NULL || hr_group_left(engine->group) != 0 ||
+    if (!engine->is_root || !hr_agree_is_ready(&engine->agree) || hr_group_left(engine->group) != 0 ||
         hr_buffer_size(&engine->log_out) > 0 ||
         engine->log_executed != atomic_load_explicit(&engine->group->arena.header->log.written, memory_order_relaxed)) {
         return 0;
@@ -454,7 +454,7 @@ int hr_engine_lead(struct hr_engine *engine) {
 int hr_engine_has_lead_work(struct hr_engine *engine) {
     const struct hr_arena *arena = &engine->group->arena;
     int64_t due_ns;
-    if (atomic_load(&arena->header->announced) != engine->announced_seen || engine->agree.complete != NULL ||
+    if (atomic_load(&arena->header->announced) != engine->announced_seen || hr_agree_is_complete(&engine->agree) ||
         may_form_batch(engine, &due_ns)) {
         return 1;
     }
