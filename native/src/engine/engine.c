@@ -143,6 +143,9 @@ static int enqueue(struct hr_engine *engine, struct hr_request *request, struct 
         return hr_fail(error, HORO_ERR_RESOURCE, "'%s': out of memory", name);
     }
     engine->last_handle++;
+    request->older = engine->newest;
+    *(engine->newest == NULL ? &engine->oldest : &engine->newest->newer) = request;
+    engine->newest = request;
     *engine->queue_tail = request;
     engine->queue_tail = &request->next;
     atomic_fetch_add(&engine->queued, 1);

@@ -25,7 +25,8 @@
 
 /* A submitted request: one allocation, plus the results of an allgather and the text of an error. */
 struct hr_request {
-    struct hr_request *next; /* in the submit queue */
+    struct hr_request *next;          /* in the submit queue */
+    struct hr_request *older, *newer; /* among those not done */
     int64_t handle;
     _Atomic int status; /* HORO_IN_PROGRESS until done */
     char *error_text;
@@ -87,6 +88,7 @@ struct hr_engine {
     int64_t called_ns;     /* where the thread always drives: when a caller's wait last ended */
     struct hr_request *queue_head, **queue_tail;
     struct hr_map in_flight; /* name -> request submitted and not done */
+    struct hr_request *oldest, *newest; /* of these, in the order in which they were submitted */
     struct hr_map handles;   /* handle -> request not released */
     int64_t last_handle;
 

@@ -211,13 +211,19 @@ static void forget_announcement(struct hr_engine *engine, const struct hr_reques
     hr_arena_pending_remove(&engine->group->arena, request->pending_place);
 }
 
+static void remove_in_flight(struct hr_engine *engine, const struct hr_request *request) {
+    (void)hr_map_remove(&engine->in_flight, request->name_hash, request->call.name, request->name_bytes);
+    *(request->older == NULL ? &engine->oldest : &request->older->newer) = request->newer;
+    *(request->newer == NULL ? &engine->newest : &request->newer->older) = request->older;
+}
+
 void hr_engine_complete(struct hr_engine *engine, struct hr_request *const *requests, size_t count, int status,
                         const char *text) {
     (void)pthread_mutex_lock(&engine->lock);
     for (size_t i = 0; i < count; i++) {
         struct hr_request *request = requests[i];
         forget_announcement(engine, request);
-        (void)hr_map_remove(&engine->in_flight, request->name_hash, request->call.name, request->name_bytes);
+        remove_in_flight(engine, request);
         request->error_text = text == NULL ? NULL : strdup(text);
         atomic_fetch_sub(&engine->pending, 1);
         atomic_store(&request->status, status); /* last: from here on the caller may release it */

@@ -42,9 +42,8 @@ static void describe_pending(struct hr_engine *engine, char *text, size_t text_b
     size_t used = 0;
     size_t count = 0;
     text[0] = '\0';
-    for (size_t i = 0; i < engine->in_flight.capacity; i++) {
-        const struct hr_request *request = engine->in_flight.slots[i].value;
-        if (request != NULL && count++ < NAMES_IN_TEXT && used < text_bytes) {
+    for (const struct hr_request *request = engine->oldest; request != NULL; request = request->newer) {
+        if (count++ < NAMES_IN_TEXT && used < text_bytes) {
             used += (size_t)snprintf(text + used, text_bytes - used, "%s'%s'", count == 1 ? "" : ", ", request->call.name);
         }
     }
@@ -63,9 +62,8 @@ void hr_engine_fail_all(struct hr_engine *engine, int code, const char *why) {
     const size_t count = engine->in_flight.count;
     struct hr_request **requests = calloc(count + 1, sizeof *requests);
     size_t found = 0;
-    for (size_t i = 0; i < engine->in_flight.capacity && requests != NULL; i++) {
-        struct hr_request *request = engine->in_flight.slots[i].value;
-        if (request != NULL && request->pending_place != HR_NOT_ANNOUNCED) { /* else it came just now: the next turn takes it */
+    for (struct hr_request *request = engine->oldest; request != NULL && requests != NULL; request = request->newer) {
+        if (request->pending_place != HR_NOT_ANNOUNCED) { /* else it came just now: the next turn takes it */
             requests[found++] = request;
         }
     }
@@ -126,10 +124,9 @@ static int describe_local(struct hr_engine *engine, int64_t now_ns, char *text, 
     *culprit = -1;
     *oldest_ns = now_ns;
     (void)pthread_mutex_lock(&engine->lock);
-    for (size_t i = 0; i < engine->in_flight.capacity; i++) {
-        const struct hr_request *request = engine->in_flight.slots[i].value;
-        if (request == NULL || now_ns - request->submit_ns < engine->group->stall_warning_ns) {
-            continue;
+    for (const struct hr_request *request = engine->oldest; request != NULL; request = request->newer) {
+        if (now_ns - request->submit_ns < engine->group->stall_warning_ns) {
+            break;
         }
         *oldest_ns = request->submit_ns < *oldest_ns ? request->submit_ns : *oldest_ns;
         char missing[NAME_TEXT_BYTES];
@@ -148,14 +145,8 @@ static int describe_local(struct hr_engine *engine, int64_t now_ns, char *text, 
 }
 
 static int64_t oldest_pending_ns(struct hr_engine *engine) {
-    int64_t oldest = 0;
     (void)pthread_mutex_lock(&engine->lock);
-    for (size_t i = 0; i < engine->in_flight.capacity; i++) {
-        const struct hr_request *request = engine->in_flight.slots[i].value;
-        if (request != NULL && (oldest == 0 || request->submit_ns < oldest)) {
-            oldest = request->submit_ns;
-        }
-    }
+    const int64_t oldest = engine->oldest == NULL ? 0 : engine->oldest->submit_ns;
     (void)pthread_mutex_unlock(&engine->lock);
     const int64_t since = engine->is_leader ? hr_agree_waiting_since(&engine->agree) : 0;
     return since != 0 && (oldest == 0 || since < oldest) ? since : oldest;
@@ -178,11 +169,7 @@ static int describe_undecided(struct hr_engine *engine, int64_t now_ns, char *te
     int count = 0;
     size_t used = 0;
     (void)pthread_mutex_lock(&engine->lock);
-    for (size_t i = 0; i < engine->in_flight.capacity; i++) {
-        const struct hr_request *request = engine->in_flight.slots[i].value;
-        if (request == NULL) {
-            continue;
-        }
+    for (const struct hr_request *request = engine->oldest; request != NULL; request = request->newer) {
         const int64_t since_ns = request->submit_ns > engine->stall_moved_ns ? request->submit_ns : engine->stall_moved_ns;
         if (now_ns - since_ns < *periods * group->stall_warning_ns) {
             continue;
