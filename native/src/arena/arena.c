@@ -124,24 +124,6 @@ size_t hr_ring_read(const struct hr_ring_head *head, const char *ring, size_t ri
     return count;
 }
 
-void hr_arena_set_ready(struct hr_arena *arena, uint32_t id, uint32_t slot) {
-    struct hr_arena_block *block = &arena->blocks[arena->local_rank];
-    atomic_store_explicit(&block->ready_ids[slot], id, memory_order_relaxed); /* published by the bit */
-    atomic_fetch_or_explicit(&block->ready_bits[slot / 64], 1ull << (slot % 64), memory_order_release);
-}
-
-uint64_t hr_arena_take_ready(struct hr_arena *arena, int local_rank, unsigned word) {
-    struct hr_arena_block *block = &arena->blocks[local_rank];
-    if (atomic_load_explicit(&block->ready_bits[word], memory_order_relaxed) == 0) {
-        return 0; /* the common case writes nothing */
-    }
-    return atomic_exchange_explicit(&block->ready_bits[word], 0, memory_order_acquire); /* partner: hr_arena_set_ready */
-}
-
-uint32_t hr_arena_take_id(struct hr_arena *arena, int local_rank, uint32_t slot) {
-    return atomic_exchange_explicit(&arena->blocks[local_rank].ready_ids[slot], 0, memory_order_relaxed);
-}
-
 static uint32_t first_place(uint64_t name_hash) {
     return (uint32_t)(name_hash % (HR_PENDING_MAX / HR_PENDING_WAYS)) * HR_PENDING_WAYS;
 }

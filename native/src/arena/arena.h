@@ -17,7 +17,6 @@
 
 enum {
     HR_LINE = 64,
-    HR_CACHE_SLOTS_MAX = 4096,       /* bits and words per rank for announcements by id */
     HR_PENDING_MAX = 4096,           /* places in a rank's pending table */
     HR_PENDING_WAYS = 8,             /* places that a name may have: one line of the table */
     HR_REQUEST_RING_BYTES = 1 << 16, /* a power of two */
@@ -77,9 +76,7 @@ struct hr_arena_block {
     _Atomic uint64_t log_done;                   /* bytes of the log executed */
     _Atomic uint32_t wants_room;                 /* its request ring was full: the leader wakes it after reading */
     struct hr_ring_head requests;
-    _Alignas(HR_LINE) _Atomic uint64_t requests_read;                    /* written by the leader */
-    _Alignas(HR_LINE) _Atomic uint64_t ready_bits[HR_CACHE_SLOTS_MAX / 64]; /* set by the rank, taken by the leader */
-    _Atomic uint32_t ready_ids[HR_CACHE_SLOTS_MAX];                      /* which id of the slot was meant */
+    _Alignas(HR_LINE) _Atomic uint64_t requests_read;           /* written by the leader */
     _Alignas(HR_LINE) _Atomic uint64_t pending[HR_PENDING_MAX]; /* hashes of names submitted and not done, 0: free */
     _Atomic uint32_t pending_hidden; /* names pending that found no place: while there are any, absence proves nothing */
 };
@@ -129,15 +126,6 @@ size_t hr_ring_read(const struct hr_ring_head *head, const char *ring, size_t ri
 static inline char *hr_arena_request_ring(const struct hr_arena *arena, int local_rank) {
     return arena->request_rings + (size_t)local_rank * HR_REQUEST_RING_BYTES;
 }
-
-/* Announces the cached tensor `id` (slot id % capacity < HR_CACHE_SLOTS_MAX). The caller adds to header->announced. */
-void hr_arena_set_ready(struct hr_arena *arena, uint32_t id, uint32_t slot);
-/*
- * Leader: takes the announcements of 64 slots at once; bit b of the result is slot 64 * word + b. take_id then takes the id meant, 0 if
- * it has been taken already: a rank may replace a stale id between the two, and must not be counted twice.
- */
-uint64_t hr_arena_take_ready(struct hr_arena *arena, int local_rank, unsigned word);
-uint32_t hr_arena_take_id(struct hr_arena *arena, int local_rank, uint32_t slot);
 
 /* The pending table: add returns the place of a name's hash, for remove; HR_PENDING_MAX if there was none to be had. */
 uint32_t hr_arena_pending_add(struct hr_arena *arena, uint64_t name_hash);

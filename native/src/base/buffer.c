@@ -5,6 +5,8 @@
 
 #include "horo.h"
 
+enum { KEPT_BYTES = 1 << 18 }; /* more is given back when it is empty: a burst of names must not be paid for ever */
+
 void hr_buffer_fini(struct hr_buffer *buffer) {
     free(buffer->data);
     *buffer = (struct hr_buffer){0};
@@ -15,7 +17,7 @@ int hr_buffer_reserve(struct hr_buffer *buffer, size_t bytes) {
         return HORO_OK;
     }
     const size_t unread = hr_buffer_size(buffer);
-    if (buffer->begin > 0) {
+    if (buffer->begin >= unread) { /* else little room would be made at the price of moving much, again and again */
         memmove(buffer->data, buffer->data + buffer->begin, unread);
         buffer->begin = 0;
         buffer->end = unread;
@@ -24,7 +26,7 @@ int hr_buffer_reserve(struct hr_buffer *buffer, size_t bytes) {
         return HORO_OK;
     }
     size_t capacity = buffer->capacity < 256 ? 256 : buffer->capacity;
-    while (capacity - unread < bytes) {
+    while (capacity - buffer->end < bytes) {
         if (capacity > SIZE_MAX / 2) {
             return HORO_ERR_RESOURCE;
         }
@@ -53,6 +55,9 @@ void hr_buffer_consume(struct hr_buffer *buffer, size_t bytes) {
     if (bytes >= unread) {
         buffer->begin = 0;
         buffer->end = 0;
+        if (buffer->capacity > KEPT_BYTES) {
+            hr_buffer_fini(buffer);
+        }
         return;
     }
     buffer->begin += bytes;

@@ -5,7 +5,11 @@
 #include "engine/agree_entry.h"
 #include "base/dtype.h"
 
-enum { IDS_PER_MESSAGE = 1024, MISFITS_MAX = 64 };
+enum {
+    IDS_PER_MESSAGE = 1024,
+    MISFITS_MAX = 64,
+    BATCH_MAX = 1 << 15, /* entries: with the longest of names the record stays below HR_WIRE_MESSAGE_MAX */
+};
 
 int hr_frame_begin(struct hr_buffer *out, size_t *mark) {
     const uint8_t length[4] = {0};
@@ -169,7 +173,7 @@ static uint32_t choose_batch(struct hr_agree *agree) {
     uint32_t count = 1;
     int misfits = 0;
     hr_agree_move(agree, entry, HR_AGREE_CHOSEN);
-    while (next != NULL && misfits < MISFITS_MAX) {
+    while (next != NULL && misfits < MISFITS_MAX && count < BATCH_MAX) {
         entry = next;
         next = entry->next;
         const struct hr_agree_kind *kind = &entry->kind;

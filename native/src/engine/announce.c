@@ -4,6 +4,15 @@
 
 #include "engine/engine.h"
 
+/* How many ids travel in one message, and from how many bytes on what is announced goes before all of it is. */
+enum { IDS_MAX = 256, FLUSH_BYTES = 1024 };
+
+/* Announced by id, not yet written down. */
+struct id_list {
+    uint32_t count;
+    uint32_t ids[IDS_MAX];
+};
+
 static struct hr_request *take_queue(struct hr_engine *engine) {
     (void)pthread_mutex_lock(&engine->lock);
     struct hr_request *head = engine->queue_head;
@@ -19,7 +28,7 @@ static void tell_leader(struct hr_engine *engine) {
     hr_group_wake(engine->group, 0);
 }
 
-/* In full, through my request ring. */
+/* In full, through my request ring; the next flush takes it there. */
 static int announce_full(struct hr_engine *engine, struct hr_request *request) {
     request->announced_id = 0;
     if (engine->is_leader) {
@@ -31,7 +40,7 @@ static int announce_full(struct hr_engine *engine, struct hr_request *request) {
     HR_TRY(hr_wire_put_request(&engine->request_out, engine->group->rank, HORO_OK, none, request->bytes,
                                request->byte_count));
     hr_frame_end(&engine->request_out, mark);
-    return hr_engine_flush_requests(engine);
+    return HORO_OK;
 }
 
 int hr_engine_flush_requests(struct hr_engine *engine) {
@@ -55,29 +64,43 @@ int hr_engine_flush_requests(struct hr_engine *engine) {
     return written > 0;
 }
 
-static int announce_id(struct hr_engine *engine, struct hr_request *request, struct hr_known *known) {
+static int write_ids(struct hr_engine *engine, struct id_list *list) {
+    if (list->count == 0) {
+        return HORO_OK;
+    }
+    size_t mark;
+    HR_TRY(hr_frame_begin(&engine->request_out, &mark));
+    HR_TRY(hr_wire_put_ids(&engine->request_out, list->ids, list->count));
+    hr_frame_end(&engine->request_out, mark);
+    list->count = 0;
+    return HORO_OK;
+}
+
+static int announce_id(struct hr_engine *engine, struct hr_request *request, struct hr_known *known, struct id_list *list) {
     request->announced_id = known->id;
     known->pending = request;
     atomic_fetch_add_explicit(&engine->cache_hits, 1, memory_order_relaxed);
     if (engine->is_leader) {
         return hr_engine_announce_own(engine, request, known->id);
     }
-    hr_arena_set_ready(&engine->group->arena, known->id, known->id % engine->capacity);
-    tell_leader(engine);
-    return HORO_OK;
+    list->ids[list->count++] = known->id;
+    return list->count == IDS_MAX ? write_ids(engine, list) : HORO_OK;
 }
 
-static int announce_one(struct hr_engine *engine, struct hr_request *request) {
+static int announce_one(struct hr_engine *engine, struct hr_request *request, struct id_list *list) {
     struct hr_known *known = hr_map_find(&engine->known, request->name_hash, request->call.name, request->name_bytes);
     const int same = known != NULL && known->byte_count == request->byte_count &&
                      memcmp(known->bytes, request->bytes, request->byte_count) == 0;
-    return same ? announce_id(engine, request, known) : announce_full(engine, request);
+    HR_TRY(same ? announce_id(engine, request, known, list) : announce_full(engine, request));
+    return hr_buffer_size(&engine->request_out) < FLUSH_BYTES ? HORO_OK : hr_engine_flush_requests(engine);
 }
 
 int hr_engine_announce(struct hr_engine *engine) {
     if (atomic_load(&engine->queued) == 0) {
         return 0;
     }
+    struct id_list list;
+    list.count = 0; /* the ids are written before they are read */
     int count = 0;
     int status = HORO_OK;
     struct hr_request *next = NULL;
@@ -85,9 +108,10 @@ int hr_engine_announce(struct hr_engine *engine) {
         next = request->next;
         request->pending_place = hr_arena_pending_add(&engine->group->arena, request->name_hash);
         if (status >= 0) { /* the others are no longer in the queue either, and fail with the group */
-            status = announce_one(engine, request);
+            status = announce_one(engine, request, &list);
         }
     }
+    status = status < 0 ? status : write_ids(engine, &list);
     return status < 0 ? status : count;
 }
 

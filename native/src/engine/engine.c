@@ -69,9 +69,6 @@ int hr_engine_init(struct hr_engine *engine, struct hr_group *group, struct hr_b
         .caller_spin_ns = (int64_t)setup->spin_us * 1000,
         .thread_spin_ns = (int64_t)setup->spin_us * 1000 / THREAD_SPIN_DIVISOR,
     };
-    if (engine->capacity > HR_CACHE_SLOTS_MAX) {
-        engine->capacity = HR_CACHE_SLOTS_MAX;
-    }
     engine->queue_tail = &engine->queue_head;
     init_sync(engine);
     engine->kick_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);

@@ -162,7 +162,7 @@ void hr_engine_drive(struct hr_engine *engine, const struct hr_request *until, i
 /* Wakes whoever must notice a change made under the lock. Call with the lock held. */
 void hr_engine_kick(struct hr_engine *engine);
 
-/* announce.c: takes the queue and announces it; returns how many. */
+/* announce.c: takes the queue and announces it, but for what the next flush takes to the leader; returns how many. */
 int hr_engine_announce(struct hr_engine *engine);
 int hr_engine_flush_requests(struct hr_engine *engine);
 /* What a BATCH ref does to this rank's knowledge; *request is what it stands for. */

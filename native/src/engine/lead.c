@@ -93,14 +93,9 @@ void hr_engine_fini_leader(struct hr_engine *engine) {
 
 /* ---- What comes in ---- */
 
-static int collect_ids(struct hr_engine *engine, int local_rank, int64_t now_ns) {
-    struct hr_arena *arena = &engine->group->arena;
-    for (uint32_t word = 0; word * 64 < engine->capacity; word++) {
-        for (uint64_t bits = hr_arena_take_ready(arena, local_rank, word); bits != 0; bits &= bits - 1) {
-            const uint32_t slot = word * 64 + (uint32_t)__builtin_ctzll(bits);
-            const uint32_t id = hr_arena_take_id(arena, local_rank, slot);
-            HR_TRY(hr_agree_announce_id(&engine->agree, local_rank, id, now_ns));
-        }
+static int announce_ids(struct hr_engine *engine, int member, const struct hr_wire_message *message, int64_t now_ns) {
+    for (uint32_t i = 0; i < message->count; i++) {
+        HR_TRY(hr_agree_announce_id(&engine->agree, member, hr_wire_id(message, i), now_ns));
     }
     return HORO_OK;
 }
@@ -112,7 +107,8 @@ static int announce_frames(struct hr_engine *engine, struct hr_buffer *in, int m
     while ((status = hr_frame_peek(in, &data, &bytes)) == HORO_OK) {
         struct hr_wire_message message;
         HR_TRY(hr_wire_decode(data, bytes, &message));
-        HR_TRY(hr_agree_announce_request(&engine->agree, member, &message, now_ns));
+        HR_TRY(message.type == HR_WIRE_IDS ? announce_ids(engine, member, &message, now_ns)
+                                           : hr_agree_announce_request(&engine->agree, member, &message, now_ns));
         hr_buffer_consume(in, 4 + bytes);
     }
     return status < 0 ? status : HORO_OK;
@@ -147,7 +143,6 @@ static int collect_local(struct hr_engine *engine) {
     engine->announced_seen = announced;
     const int64_t now_ns = hr_now_ns();
     for (int i = 1; i < group->local_size; i++) {
-        HR_TRY(collect_ids(engine, i, now_ns));
         HR_TRY(collect_requests(engine, i, now_ns));
     }
     return 1;
@@ -292,10 +287,7 @@ static int handle_message(struct hr_engine *engine, int link_index, const struct
     case HR_WIRE_FAIL:
         return from_parent ? handle_record(engine, message, frame, frame_bytes) : HORO_ERR_INTERNAL;
     case HR_WIRE_IDS:
-        for (uint32_t i = 0; i < message->count && !from_parent; i++) {
-            HR_TRY(hr_agree_announce_id(&engine->agree, member, hr_wire_id(message, i), now_ns));
-        }
-        return from_parent ? HORO_ERR_INTERNAL : HORO_OK;
+        return from_parent ? HORO_ERR_INTERNAL : announce_ids(engine, member, message, now_ns);
     case HR_WIRE_REQUEST:
         return from_parent ? HORO_ERR_INTERNAL : hr_agree_announce_request(&engine->agree, member, message, now_ns);
     }

@@ -7,7 +7,7 @@
 
 #include "engine/engine.h"
 
-enum { LENGTH_BYTES = 4 };
+enum { LENGTH_BYTES = 4, CHUNK_MAX = 1 << 20 }; /* a chunk may end within a frame */
 
 static int post_length(const struct hr_engine *engine, struct hr_link *link) {
     struct hr_transport *transport = engine->group->transport;
@@ -39,7 +39,8 @@ static int send_next(struct hr_engine *engine, struct hr_link *link) {
     if (link->send.state == HR_IO_POSTED || hr_buffer_size(&link->out) == 0) {
         return 0;
     }
-    const uint32_t bytes = (uint32_t)hr_buffer_size(&link->out);
+    const size_t waiting = hr_buffer_size(&link->out);
+    const uint32_t bytes = waiting < CHUNK_MAX ? (uint32_t)waiting : CHUNK_MAX;
     const uint8_t length[LENGTH_BYTES] = {(uint8_t)bytes, (uint8_t)(bytes >> 8), (uint8_t)(bytes >> 16),
                                           (uint8_t)(bytes >> 24)};
     hr_buffer_consume(&link->sending, hr_buffer_size(&link->sending));
