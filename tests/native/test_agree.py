@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -22,10 +22,21 @@ class Node:
     """A leader: local ranks and child hosts are its members."""
 
     def __init__(
-        self, native: ModuleType, *, is_root: bool, local: int, ranks: list[int], size: int, capacity: int = 8
+        self,
+        native: ModuleType,
+        *,
+        is_root: bool,
+        local: int,
+        ranks: list[int],
+        size: int,
+        capacity: int = 8,
+        evict_one_in: int = 1,
+        fusion_bytes: int = 1 << 20,
     ) -> None:
         self.lib, self.ffi = native.lib, native.ffi
-        self.handle = self.lib.shim_agree_create(is_root, len(ranks), local, ranks, size, capacity, 1 << 20)
+        self.handle = self.lib.shim_agree_create(
+            is_root, len(ranks), local, ranks, size, capacity, evict_one_in, fusion_bytes
+        )
 
     def _out(self, function: Any) -> list[bytes]:
         data, size = self.ffi.new("void **"), self.ffi.new("size_t *")
@@ -75,7 +86,7 @@ class Rank:
 class World:
     """A binomial tree of hosts, the log, and ranks; every queue moves when chance says so."""
 
-    def __init__(self, native: ModuleType, hosts: list[int], capacity: int, seed: int) -> None:
+    def __init__(self, native: ModuleType, hosts: list[int], capacity: int, seed: int, evict_one_in: int = 1) -> None:
         self.native, self.capacity, self.random = native, capacity, random.Random(seed)
         size = sum(hosts)
         first = [sum(hosts[:h]) for h in range(len(hosts))]
@@ -88,7 +99,8 @@ class World:
         self.host_of_rank: list[int] = []
         for h, count in enumerate(hosts):
             members = [first[h] + i for i in range(count)] + [first[c] for c in self.children[h]]
-            self.nodes.append(Node(native, is_root=h == 0, local=count, ranks=members, size=size, capacity=capacity))
+            options: dict[str, Any] = {"size": size, "capacity": capacity, "evict_one_in": evict_one_in}
+            self.nodes.append(Node(native, is_root=h == 0, local=count, ranks=members, **options))
             self.ranks += [Rank(first[h] + i, i, []) for i in range(count)]
             self.host_of_rank += [h] * count
         self.hosts = hosts
@@ -193,16 +205,17 @@ programs = st.lists(st.tuples(st.sampled_from(["a", "b", "c", "d", "e", "once"])
 
 @given(
     hosts=st.lists(st.integers(1, 3), min_size=1, max_size=6),
-    capacity=st.sampled_from([0, 1, 2, 3, 64]),
+    cache=st.tuples(st.sampled_from([0, 1, 2, 3, 64]), st.sampled_from([1, 3])),
     program=programs,
     seed=st.integers(0, 1 << 30),
 )
 @settings(max_examples=250, deadline=None, phases=PHASES)
 def test_all_ranks_execute_one_log_and_every_request_ends_once(
-    native: ModuleType, hosts: list[int], capacity: int, program: list[tuple[str, int]], seed: int
+    native: ModuleType, hosts: list[int], cache: tuple[int, int], program: list[tuple[str, int]], seed: int
 ) -> None:
     """Ranks run the same program, each in an order of its own that keeps the order per name."""
-    world = World(native, hosts, capacity, seed)
+    capacity, evict_one_in = cache
+    world = World(native, hosts, capacity, seed, evict_one_in)
     try:
         for rank in world.ranks:
             order = list(range(len(program)))
@@ -243,6 +256,110 @@ def test_a_rank_that_means_something_else_fails_everybody_in_that_round_only(
                     assert "sent float32 [5]" in text
     finally:
         world.close()
+
+
+class Cache:
+    """A job of one rank, which knows the ids that the log has given it."""
+
+    def __init__(self, native: ModuleType, capacity: int, evict_one_in: int = 32) -> None:
+        self.native, self.capacity = native, capacity
+        ranks: dict[str, Any] = {"local": 1, "ranks": [0], "size": 1}
+        self.root = Node(native, is_root=True, **ranks, capacity=capacity, evict_one_in=evict_one_in)
+        self.ids: dict[str, int] = {}
+        self.owners: dict[int, str] = {}
+
+    def close(self) -> None:
+        self.native.lib.shim_agree_destroy(self.root.handle)
+
+    def run(self, names: list[str]) -> int:
+        """One after another; how many were announced by id."""
+        return sum(self._run(name) for name in names)
+
+    def _run(self, name: str) -> bool:
+        lib, ffi, handle = self.native.lib, self.native.ffi, self.root.handle
+        hit = name in self.ids
+        if hit:
+            assert lib.shim_agree_announce_id(handle, 0, self.ids[name], 0) == 0
+        else:
+            assert lib.shim_agree_announce(handle, 0, 0, name.encode(), 1, False, 0) == 0
+        assert self.root.collect() == []
+        (record,) = self.root.form_batch()
+        ids, text = ffi.new("uint32_t *"), ffi.new("char[64]")
+        assert lib.shim_agree_read_batch(record, len(record), ids, text, 1) == 1
+        assert ffi.string(text).decode() == ("" if hit else name)
+        if not hit and ids[0]:
+            former = self.owners.pop(ids[0] % self.capacity, None)
+            if former is not None:
+                del self.ids[former]
+            self.owners[ids[0] % self.capacity] = name
+            self.ids[name] = ids[0]
+        return hit
+
+
+@pytest.fixture
+def make_cache(native: ModuleType) -> Iterator[Callable[..., Cache]]:
+    made: list[Cache] = []
+
+    def make(*arguments: int) -> Cache:
+        made.append(Cache(native, *arguments))
+        return made[-1]
+
+    yield make
+    for cache in made:
+        cache.close()
+
+
+@pytest.mark.parametrize("count", [65, 80, 128, 1000])
+def test_a_cache_too_small_for_all_names_of_a_step_serves_those_it_holds(
+    make_cache: Callable[..., Cache], count: int
+) -> None:
+    """Who evicts for every newcomer has no hit in such a cycle; nobody can have more than the capacity."""
+    cache = make_cache(64)
+    names = [f"n{i}" for i in range(count)]
+    hits = [cache.run(names) for _ in range(60)]
+    assert hits[0] == 0
+    assert max(hits) <= 64
+    lost_to_newcomers = (count - 64) / 32
+    assert sum(hits[10:]) / 50 >= 64 - 2 * lost_to_newcomers - 1
+    assert sum(hits[10:]) > 0
+
+
+def test_a_cache_full_of_names_that_are_not_used_any_more_takes_in_those_that_are(
+    make_cache: Callable[..., Cache],
+) -> None:
+    cache = make_cache(64)
+    cache.run([f"start{i}" for i in range(1000)])
+    names = [f"n{i}" for i in range(50)]
+    assert cache.run(names) == 0
+    for _ in range(400):
+        cache.run(names)
+    assert cache.run(names) == 50
+
+
+def test_names_that_alternate_with_ones_used_once_are_cached_in_the_end(make_cache: Callable[..., Cache]) -> None:
+    """Newcomers are drawn by lot: whoever counts may let in only the ones that never come back."""
+    cache = make_cache(8)
+    cache.run([f"start{i}" for i in range(8)])
+    hits = [cache.run([f"step{step}", "loss"]) for step in range(400)]
+    assert sum(hits[300:]) == 100
+
+
+def test_a_batch_of_the_longest_names_is_a_message_of_allowed_size(native: ModuleType) -> None:
+    lib = native.lib
+    root = Node(native, is_root=True, local=1, ranks=[0], size=1, fusion_bytes=1 << 40)
+    count, most = 70_000, 64 << 20
+    try:
+        for i in range(count):
+            assert lib.shim_agree_announce(root.handle, 0, 0, b"%01023d" % i, 1, True, 0) == 0
+        assert root.collect() == []
+        records = []
+        while formed := root.form_batch():
+            records += formed
+        assert max(map(len, records)) <= most
+        assert sum(int.from_bytes(record[1:5], "little") for record in records) == count
+        assert len(records) == 3
+    finally:
+        lib.shim_agree_destroy(root.handle)
 
 
 def test_messages_that_no_correct_peer_sends_are_refused(native: ModuleType) -> None:

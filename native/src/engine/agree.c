@@ -170,10 +170,25 @@ int hr_agree_assign(struct hr_agree *agree, struct hr_agree_entry *entry, uint32
     return HORO_OK;
 }
 
+/* True once in `one_in` calls, on average. Not by counting: that could keep time with a program, and always miss the same names. */
+static int draw(struct hr_agree *agree, uint32_t one_in) {
+    agree->lot = agree->lot * 6364136223846793005u + 1442695040888963407u; /* Knuth's MMIX generator */
+    return (agree->lot >> 32) % one_in == 0;
+}
+
+/*
+ * Training asks for the same names in the same order, step after step. With a few names more than slots, to evict the least recently
+ * used one for each newcomer would evict every name just before it is needed, and the cache would never be hit. So most newcomers stay
+ * without an id, which keeps what is there, and a lucky one in some moves in, which lets a changed set of names in after a while:
+ * Qureshi et al., Adaptive Insertion Policies for High Performance Caching (ISCA 2007), "bimodal insertion".
+ */
 uint32_t hr_agree_pick_id(struct hr_agree *agree) {
     const uint32_t capacity = agree->config.capacity;
     if (agree->slots_used < capacity) {
         return capacity + agree->slots_used++;
+    }
+    if (!draw(agree, agree->config.evict_one_in)) {
+        return 0;
     }
     const struct hr_agree_entry *oldest = agree->lists[HR_AGREE_IDLE].first;
     return oldest == NULL || oldest->id > UINT32_MAX - capacity ? 0 : oldest->id + capacity;

@@ -8,7 +8,7 @@
  *  - another leader reports it to its parent: by id if all of the subtree did, else with the full request.
  * Records of the log (wire/wire.h) come back down and are applied by everybody in the same order; they alone change ids.
  *
- * Ids grow; slot = id % capacity. A new id in a slot evicts the slot's former owner everywhere at that position of the log. An
+ * Ids grow; slot = id % capacity. The root alone chooses them. A new id in a slot evicts the slot's former owner everywhere at that position of the log. An
  * announcement by an id that has been evicted meanwhile is stale: it is ignored here and made again, in full, by its rank.
  */
 #ifndef HR_ENGINE_AGREE_H
@@ -28,6 +28,7 @@ struct hr_agree_config {
     const char *const *host_name_of_rank; /* for messages; indexed by rank */
     int rank_count;                       /* all ranks: ids of ranks in messages are checked against it */
     uint32_t capacity;                    /* cached tensors; 0: none */
+    uint32_t evict_one_in;                /* root: with all slots taken, how many new names it takes on average to evict one */
     uint64_t fusion_bytes;                /* most bytes in one batch of several tensors */
 };
 
@@ -55,6 +56,7 @@ struct hr_agree {
     uint64_t ready_bytes;
     uint32_t active;                  /* entries that anybody has announced this round */
     uint32_t slots_used;              /* root: slots that have had an owner; from then on they always have one */
+    uint64_t lot;                     /* root: the last one drawn, see hr_agree_pick_id */
 };
 
 int hr_agree_init(struct hr_agree *agree, const struct hr_agree_config *config);

@@ -64,7 +64,7 @@ struct hr_agree_entry *hr_agree_find(const struct hr_agree *agree, struct hr_wir
 struct hr_agree_entry *hr_agree_find_id(const struct hr_agree *agree, uint32_t id);
 /* Gives the entry an id, evicting the slot's owner; the known request becomes this round's. */
 int hr_agree_assign(struct hr_agree *agree, struct hr_agree_entry *entry, uint32_t id);
-/* Root: an id for a new entry: an unused slot or that which has been idle longest; 0 if there is none to be had. */
+/* Root: an id for a new entry: in an unused slot, or now and then in that of the one idle longest; else 0. */
 uint32_t hr_agree_pick_id(struct hr_agree *agree);
 /* One sentence on how two requests of the same name differ. */
 void hr_agree_mismatch_text(const struct hr_agree_config *config, const struct hr_agree_copy *one,

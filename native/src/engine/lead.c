@@ -8,6 +8,7 @@
 #include "engine/engine.h"
 
 enum {
+    EVICT_ONE_IN = 32, /* higher: more hits where names are many times the capacity; lower: new names are cached sooner */
     FLUSH_MS = 500, /* a goodbye is worth no longer wait */
     NEWS_MS = 250   /* time for the news of a death to come by way of several leaders that are busy */
 };
@@ -66,6 +67,7 @@ static int init_agreement(struct hr_engine *engine, uint64_t fusion_bytes) {
         .host_name_of_rank = (const char *const *)group->host_name_of_rank,
         .rank_count = group->size,
         .capacity = engine->capacity,
+        .evict_one_in = EVICT_ONE_IN,
         .fusion_bytes = fusion_bytes,
     };
     return hr_agree_init(&engine->agree, &config);
