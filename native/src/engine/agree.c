@@ -17,11 +17,8 @@ static int has_bit(const uint64_t *bits, int index) {
 }
 
 static void free_entry(struct hr_agree_entry *entry) {
-    free(entry->name);
     free(entry->known.bytes);
     free(entry->current.bytes);
-    free(entry->announced);
-    free(entry->by_id);
     free(entry->failure_text);
     free(entry);
 }
@@ -76,18 +73,15 @@ void hr_agree_link(struct hr_agree *agree, struct hr_agree_entry *entry, enum hr
 }
 
 static struct hr_agree_entry *create_entry(struct hr_agree *agree, struct hr_wire_text name) {
-    struct hr_agree_entry *entry = calloc(1, sizeof *entry);
+    const size_t words = word_count(agree);
+    struct hr_agree_entry *entry = calloc(1, sizeof *entry + 2 * words * sizeof *entry->announced + name.bytes + 1);
     if (entry == NULL) {
         return NULL;
     }
     entry->id_rank = -1;
-    entry->name = malloc(name.bytes + 1);
-    entry->announced = calloc(word_count(agree), sizeof *entry->announced);
-    entry->by_id = calloc(word_count(agree), sizeof *entry->by_id);
-    if (entry->name == NULL || entry->announced == NULL || entry->by_id == NULL) {
-        free_entry(entry);
-        return NULL;
-    }
+    entry->announced = (uint64_t *)(void *)(entry + 1);
+    entry->by_id = entry->announced + words;
+    entry->name = (char *)(entry->by_id + words);
     memcpy(entry->name, name.data, name.bytes);
     entry->name[name.bytes] = '\0';
     entry->name_bytes = name.bytes;

@@ -24,9 +24,10 @@ struct hr_agree_kind {
     uint64_t bytes;
 };
 
+/* One allocation, but for copies and texts. */
 struct hr_agree_entry {
     struct hr_agree_entry *previous, *next; /* in the list of its state */
-    char *name;
+    char *name;                      /* points into this allocation, as the sets of members do */
     size_t name_bytes;
     uint64_t name_hash;
     enum hr_agree_state state;

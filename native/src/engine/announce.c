@@ -122,17 +122,9 @@ struct hr_request *hr_engine_find_name(struct hr_engine *engine, struct hr_wire_
     return request;
 }
 
-static void free_known(struct hr_known *known) {
-    free(known->name);
-    free(known->bytes);
-    free(known);
-}
-
 void hr_engine_free_known(struct hr_engine *engine) {
     for (uint32_t slot = 0; slot < engine->capacity && engine->known_slots != NULL; slot++) {
-        if (engine->known_slots[slot] != NULL) {
-            free_known(engine->known_slots[slot]);
-        }
+        free(engine->known_slots[slot]);
     }
     free((void *)engine->known_slots);
     hr_map_fini(&engine->known);
@@ -143,33 +135,33 @@ static int forget(struct hr_engine *engine, struct hr_known *known) {
     struct hr_request *pending = known->pending;
     (void)hr_map_remove(&engine->known, known->name_hash, known->name, known->name_bytes);
     engine->known_slots[known->id % engine->capacity] = NULL;
-    free_known(known);
+    free(known);
     return pending == NULL ? HORO_OK : announce_full(engine, pending);
 }
 
-static struct hr_known *create_known(struct hr_engine *engine, const struct hr_request *request, uint32_t id) {
-    struct hr_known *known = calloc(1, sizeof *known);
+static int create_known(struct hr_engine *engine, const struct hr_request *request, uint32_t id) {
+    struct hr_known *known = malloc(sizeof *known + request->byte_count);
     if (known == NULL) {
-        return NULL;
+        return HORO_ERR_RESOURCE;
     }
-    known->name = malloc(request->name_bytes + 1);
-    known->bytes = malloc(request->byte_count);
-    if (known->name == NULL || known->bytes == NULL) {
-        free_known(known);
-        return NULL;
-    }
-    memcpy(known->name, request->call.name, request->name_bytes + 1);
     memcpy(known->bytes, request->bytes, request->byte_count);
+    struct hr_wire_request decoded = {0};
+    int status = hr_wire_decode_request(known->bytes, request->byte_count, &decoded);
+    known->pending = NULL;
+    known->name = decoded.name.data;
+    known->name_bytes = decoded.name.bytes;
     known->name_hash = request->name_hash;
-    known->name_bytes = request->name_bytes;
-    known->byte_count = request->byte_count;
     known->id = id;
-    if (hr_map_insert(&engine->known, known->name_hash, known->name, known->name_bytes, known) != HORO_OK) {
-        free_known(known);
-        return NULL;
+    known->byte_count = (uint32_t)request->byte_count;
+    if (status == HORO_OK) {
+        status = hr_map_insert(&engine->known, known->name_hash, known->name, known->name_bytes, known);
+    }
+    if (status != HORO_OK) {
+        free(known);
+        return status;
     }
     engine->known_slots[id % engine->capacity] = known;
-    return known;
+    return HORO_OK;
 }
 
 static int learn(struct hr_engine *engine, const struct hr_request *request, uint32_t id) {
@@ -185,7 +177,7 @@ static int learn(struct hr_engine *engine, const struct hr_request *request, uin
     if (owner != NULL) {
         HR_TRY(forget(engine, owner));
     }
-    return create_known(engine, request, id) == NULL ? HORO_ERR_RESOURCE : HORO_OK;
+    return create_known(engine, request, id);
 }
 
 int hr_engine_resolve(struct hr_engine *engine, const struct hr_wire_ref *ref, struct hr_request **request) {

@@ -41,15 +41,15 @@ struct hr_request {
     struct hr_gathered *gathered; /* allgather: [tensor_count] */
 };
 
-/* What this rank knows of a tensor with an id. Driver only. */
+/* What this rank knows of a tensor with an id, in one allocation. Driver only. */
 struct hr_known {
-    char *name;
+    struct hr_request *pending; /* announced by this id and not done */
+    const char *name;           /* within bytes, without a terminator */
     size_t name_bytes;
     uint64_t name_hash;
     uint32_t id;
-    uint8_t *bytes;
-    size_t byte_count;
-    struct hr_request *pending; /* announced by this id and not done */
+    uint32_t byte_count; /* at most HR_WIRE_MESSAGE_MAX */
+    uint8_t bytes[];     /* canonical form */
 };
 
 /* A control link to a neighbour in the tree of hosts: chunks of frames, each behind its length. Leaders only. */
