@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -19,7 +20,7 @@ from horo import _core
 from horo._core import Context, Tensor
 from horo._setup import Setup
 
-__all__ = ["Group", "Rank", "run_ranks"]
+__all__ = ["Group", "Rank", "run_ranks", "wait_for"]
 
 T = TypeVar("T")
 
@@ -179,3 +180,11 @@ def run_ranks(function: Callable[[Rank], T], hosts: Sequence[int] = (2,), **opti
     """A group for one function."""
     with Group(hosts, **options) as group:
         return group.run(function)
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 20) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError("the condition did not come true in time")
+        threading.Event().wait(0.005)
