@@ -101,7 +101,7 @@ class Setup:
     control_fds: Sequence[int]
     data_fds: Sequence[int]
     fusion_bytes: int = 128 << 20
-    cache_capacity: int = 1024
+    cache_capacity: int = 4096
     spin_us: int = 50
     cycle_time_us: int = 0
     stall_warning_ms: int = 60_000
