@@ -8,8 +8,9 @@
  *  - another leader reports it to its parent: by id if all of the subtree did, else with the full request.
  * Records of the log (wire/wire.h) come back down and are applied by everybody in the same order; they alone change ids.
  *
- * Ids grow; slot = id % capacity. The root alone chooses them. A new id in a slot evicts the slot's former owner everywhere at that position
- * of the log. An announcement by an id that has been evicted meanwhile is stale: it is ignored here and made again, in full, by its rank.
+ * Ids grow; slot = id % capacity. The root alone chooses them. A new id in a slot evicts the slot's former owner everywhere at that
+ * position of the log. An announcement by an id that has been evicted meanwhile is stale: it is ignored here and made again, in full, by
+ * its rank.
  */
 #ifndef HR_ENGINE_AGREE_H
 #define HR_ENGINE_AGREE_H
