@@ -3,6 +3,7 @@
  * segment on, from the root's slot on the root's host, and down a tree (small) or a chain (large) of hosts.
  */
 #include "collective/collective.h"
+#include "collective/journey.h"
 #include "collective/segment.h"
 
 enum {

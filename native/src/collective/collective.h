@@ -39,7 +39,4 @@ int hr_broadcast(struct hr_group *group, const struct hr_fused *fused, int root_
  */
 int hr_allgather(struct hr_group *group, const struct hr_fused *by_rank);
 
-/* Records what `cross` came back with: turns a lost transport peer into the end of the group. Returns the code. */
-int hr_cross_run(struct hr_group *group, struct hr_cross *cross);
-
 #endif
