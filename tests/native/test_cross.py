@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import kernel_oracle as oracle
 import numpy as np
@@ -15,15 +17,20 @@ from hypothesis import strategies as st
 from links import DEADLINE_MS, KINDS, Fabric, Rank, fabric_of, run_ranks
 
 Array = npt.NDArray[Any]
-RING, DOUBLING, TREE, CHAIN = 0, 1, 2, 3
+RING, DOUBLING, TREE, CHAIN, GATHER_RING, GATHER_DOUBLING = range(6)
 REDUCTIONS = {"ring": RING, "doubling": DOUBLING}
 BROADCASTS = {"tree": TREE, "chain": CHAIN}
+GATHERS = {"ring": GATHER_RING, "doubling": GATHER_DOUBLING}
 OK, IN_PROGRESS, PEER_LOST, INTERNAL = 0, 1, -40, -60
 FLOAT32 = oracle.DTYPES["float32"]
+UINT8 = oracle.DTYPES["uint8"]
 HOSTS = range(2, 7)
+_KEPT: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""What calls point to."""
 
 by_reduction = pytest.mark.parametrize("algorithm", REDUCTIONS.values(), ids=REDUCTIONS.keys())
 by_broadcast = pytest.mark.parametrize("algorithm", BROADCASTS.values(), ids=BROADCASTS.keys())
+by_gather = pytest.mark.parametrize("algorithm", GATHERS.values(), ids=GATHERS.keys())
 
 
 def call_of(
@@ -49,6 +56,28 @@ def call_of(
             "piece_bytes": piece_bytes,
         },
     )
+
+
+def gather_of(native: ModuleType, algorithm: int, parts: Sequence[int], piece_bytes: int = 1 << 16) -> Any:
+    """An allgather of so many bytes of each member, which lie one behind the other."""
+    call = call_of(native, algorithm, len(parts), sum(parts), dtype=UINT8, piece_bytes=piece_bytes)
+    sizes = native.ffi.new("size_t[]", list(parts))
+    call.part_bytes = sizes
+    _KEPT[call] = sizes
+    return call
+
+
+def gathered(parts: Sequence[int]) -> Array:
+    """What every member holds in the end."""
+    return np.concatenate([random_values(UINT8, size, seed=host) for host, size in enumerate(parts)])
+
+
+def before_gather(host: int, parts: Sequence[int]) -> Array:
+    """Only my own part is in its place."""
+    data = np.full(sum(parts), 255 - host, np.uint8)
+    mine = slice(sum(parts[:host]), sum(parts[: host + 1]))
+    data[mine] = gathered(parts)[mine]
+    return data
 
 
 def run(rank: Rank, host: int, call: Any, data: Array, repeats: int = 1) -> int:
@@ -200,6 +229,62 @@ def test_broadcast_of_a_mebibyte(native: ModuleType, kind: str, algorithm: int) 
         assert same_bits(run_ranks(hosts, body), random_values(oracle.DTYPES["uint8"], 1 << 20, seed=root))
 
 
+@by_gather
+@pytest.mark.parametrize("hosts", [*HOSTS, 9])
+@pytest.mark.parametrize("kind", KINDS)
+def test_allgather_of_parts_of_any_length_on_every_transport(
+    native: ModuleType, kind: str, hosts: int, algorithm: int
+) -> None:
+    lengths: list[list[int]] = [
+        [0] * hosts,
+        [1] * hosts,
+        [1000] * hosts,
+        list(range(hosts)),
+        [0] * (hosts - 1) + [9001],
+        [5003] + [0] * (hosts - 2) + [70_000],
+    ]
+    with fabric_of(native, kind, hosts) as fabric:
+
+        def body(host: int) -> None:
+            for parts in lengths:
+                for piece_bytes in (100, 1 << 20):
+                    data = before_gather(host, parts)
+                    call = gather_of(native, algorithm, parts, piece_bytes)
+                    assert run(fabric.ranks[host], host, call, data) == OK
+                    assert same_bits([data], gathered(parts))
+
+        run_ranks(hosts, body)
+
+
+@by_gather
+@pytest.mark.parametrize("kind", KINDS)
+def test_allgather_of_megabytes(native: ModuleType, kind: str, algorithm: int) -> None:
+    parts = [1 << 19, 3, 1 << 20, 200_000]
+    with fabric_of(native, kind, len(parts)) as fabric:
+
+        def body(host: int) -> Array:
+            data = before_gather(host, parts)
+            assert run(fabric.ranks[host], host, gather_of(native, algorithm, parts, 30_000), data) == OK
+            return data
+
+        assert same_bits(run_ranks(len(parts), body), gathered(parts))
+
+
+@by_gather
+@pytest.mark.parametrize("kind", KINDS)
+def test_allgathers_may_follow_each_other_closely(native: ModuleType, kind: str, algorithm: int) -> None:
+    parts, repeats = [700, 0, 1300, 64], 40
+    with fabric_of(native, kind, len(parts)) as fabric:
+
+        def body(host: int) -> Array:
+            data = np.tile(before_gather(host, parts), repeats)
+            call = gather_of(native, algorithm, parts, piece_bytes=128)
+            assert run(fabric.ranks[host], host, call, data, repeats) == OK
+            return data
+
+        assert same_bits(run_ranks(len(parts), body), np.tile(gathered(parts), repeats))
+
+
 @pytest.mark.parametrize("algorithm", [RING, DOUBLING, TREE, CHAIN])
 @pytest.mark.parametrize("kind", KINDS)
 def test_calls_may_follow_each_other_closely(native: ModuleType, kind: str, algorithm: int) -> None:
@@ -286,6 +371,24 @@ def test_any_broadcast_under_any_timing_gives_the_roots_bits(native: ModuleType,
     assert sum(sent) == (hosts - 1) * count * 2
 
 
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_any_allgather_under_any_timing_gives_every_part_once(native: ModuleType, data: st.DataObject) -> None:
+    algorithm = data.draw(st.sampled_from([GATHER_RING, GATHER_DOUBLING]), "algorithm")
+    parts = data.draw(st.lists(st.integers(0, 300), min_size=2, max_size=17), "parts")
+    piece_bytes = data.draw(st.integers(1, 400), "piece_bytes")
+    faults = data.draw(st.tuples(st.integers(0, 4), st.integers(0, 50)), "delay_polls, link_piece_bytes")
+    seed = data.draw(st.integers(0, 2**32), "seed")
+    hosts = len(parts)
+    inputs = [before_gather(host, parts) for host in range(hosts)]
+    statuses, sent, results = simulate(
+        native, gather_of(native, algorithm, parts, piece_bytes), inputs, seed=seed, faults=faults
+    )
+    assert statuses == [OK] * hosts
+    assert same_bits(results, gathered(parts))
+    assert sum(sent) == (hosts - 1) * sum(parts)
+
+
 @given(count=st.integers(0, 1 << 50), parts=st.integers(1, 1000), data=st.data())
 def test_parts_cover_everything_and_differ_by_at_most_one(
     native: ModuleType, count: int, parts: int, data: st.DataObject
@@ -332,6 +435,15 @@ def test_tree_root_sends_once_per_round_and_chain_members_once(
     assert sent == [40 * times for times in sends]
     _, sent, _ = simulate(native, call_of(native, CHAIN, hosts, 10), inputs)
     assert sent == [40] * (hosts - 1) + [0]
+
+
+@pytest.mark.parametrize("hosts", [2, 3, 5, 8])
+def test_an_allgather_of_equal_parts_loads_every_link_alike(native: ModuleType, hosts: int) -> None:
+    parts = [70] * hosts
+    for algorithm in GATHERS.values():
+        inputs = [before_gather(host, parts) for host in range(hosts)]
+        _, sent, _ = simulate(native, gather_of(native, algorithm, parts, 16), inputs)
+        assert sent == [70 * (hosts - 1)] * hosts
 
 
 # Loss.
@@ -406,6 +518,49 @@ def test_a_member_that_dies_while_two_calls_are_under_way_fails_both(
         assert run_ranks(hosts, body) == [PEER_LOST] * hosts
 
 
+@by_gather
+@pytest.mark.parametrize("hosts", [2, 3, 6])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_member_that_dies_halfway_through_allgathers_fails_the_others(
+    native: ModuleType, kind: str, hosts: int, algorithm: int
+) -> None:
+    """It has taken part in the first of five calls; the others have begun the second, and the third behind it."""
+    parts = [100_000 + host for host in range(hosts)]
+    with fabric_of(native, kind, hosts) as fabric:
+
+        def body(host: int) -> int:
+            call = gather_of(native, algorithm, parts, piece_bytes=10_000)
+            data = np.tile(before_gather(host, parts), 5)
+            if host == hosts - 1:
+                assert run(fabric.ranks[host], host, call, data) == OK
+                fabric.crash(host)
+                return PEER_LOST
+            status = run(fabric.ranks[host], host, call, data, repeats=5)
+            fabric.crash(host)
+            return status
+
+        assert run_ranks(hosts, body) == [PEER_LOST] * hosts
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_an_allgather_whose_link_is_cut_never_hangs_and_never_gives_a_wrong_result(
+    native: ModuleType, data: st.DataObject
+) -> None:
+    algorithm = data.draw(st.sampled_from([GATHER_RING, GATHER_DOUBLING]), "algorithm")
+    parts = data.draw(st.lists(st.integers(0, 800), min_size=2, max_size=7), "parts")
+    cut = data.draw(st.permutations(range(len(parts))), "order")[:2]
+    turn = data.draw(st.integers(0, 120), "turn")
+    faults = data.draw(st.tuples(st.integers(0, 2), st.integers(1, 100)), "delay_polls, link_piece_bytes")
+    seed = data.draw(st.integers(0, 2**32), "seed")
+    call = gather_of(native, algorithm, parts, data.draw(st.integers(4, 800), "piece_bytes"))
+    inputs = [before_gather(host, parts) for host in range(len(parts))]
+    statuses, _, results = simulate(native, call, inputs, seed=seed, faults=faults, cut=(*cut, turn))
+    assert set(statuses) <= {OK, PEER_LOST}
+    whole = [result for result, status in zip(results, statuses, strict=True) if status == OK]
+    assert same_bits(whole, gathered(parts))
+
+
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_a_link_cut_at_any_moment_never_hangs_and_never_gives_a_wrong_result(
@@ -454,9 +609,10 @@ def test_an_impossible_call_is_refused(native: ModuleType, algorithm: int, wrong
 
 
 @pytest.mark.parametrize("host", [-1, 2])
-@pytest.mark.parametrize("algorithm", [RING, DOUBLING, TREE, CHAIN])
+@pytest.mark.parametrize("algorithm", range(6))
 def test_a_host_that_is_none_is_refused(native: ModuleType, algorithm: int, host: int) -> None:
-    call = call_of(native, algorithm, 2, 10)
+    is_gather = algorithm in GATHERS.values()
+    call = gather_of(native, algorithm, [5, 5]) if is_gather else call_of(native, algorithm, 2, 10)
     assert native.lib.shim_cross_begin(native.ffi.NULL, host, call, native.ffi.NULL) == INTERNAL
 
 
@@ -464,6 +620,15 @@ def test_a_host_that_is_none_is_refused(native: ModuleType, algorithm: int, host
 @pytest.mark.parametrize("root", [-1, 2])
 def test_a_root_that_is_none_is_refused(native: ModuleType, algorithm: int, root: int) -> None:
     call = call_of(native, algorithm, 2, 10, root=root)
+    assert native.lib.shim_cross_begin(native.ffi.NULL, 0, call, native.ffi.NULL) == INTERNAL
+
+
+@by_gather
+def test_an_allgather_without_parts_or_of_other_than_bytes_is_refused(native: ModuleType, algorithm: int) -> None:
+    call = call_of(native, algorithm, 2, 10, dtype=UINT8)
+    assert native.lib.shim_cross_begin(native.ffi.NULL, 0, call, native.ffi.NULL) == INTERNAL
+    call = gather_of(native, algorithm, [5, 5])
+    call.dtype = FLOAT32.code
     assert native.lib.shim_cross_begin(native.ffi.NULL, 0, call, native.ffi.NULL) == INTERNAL
 
 

@@ -14,7 +14,8 @@
  * After an error of progress nothing of the call is posted any more: it has abandoned the data channel. A caller that gives up
  * a call in progress must do the same (transport->ops->abandon) before state, data or scratch go away.
  *
- * All members run the same algorithm on the same count, dtype, reduce_op and root; afterwards all hold bit-identical data.
+ * All members run the same algorithm on the same count, dtype, reduce_op, root and sizes of parts; afterwards all hold bit-identical
+ * data.
  */
 #ifndef HR_COLLECTIVE_CROSS_H
 #define HR_COLLECTIVE_CROSS_H
@@ -24,6 +25,12 @@
 
 enum { HR_CROSS_WINDOW = 8 }; /* ios in flight per direction, at most */
 
+/* Where one member's bytes of an allgather are: its own, which travel, and those of the others, which come. */
+struct hr_cross_part {
+    char *data;
+    size_t bytes; /* equal on all members; may be 0, and then data NULL */
+};
+
 struct hr_cross_call {
     struct hr_transport *transport;
     int host;       /* my member index = my host index */
@@ -31,8 +38,9 @@ struct hr_cross_call {
     void *data;     /* in place */
     size_t count;   /* elements; may be 0 */
     int dtype;
-    int reduce_op;    /* SUM, MIN, MAX, PRODUCT; unused by broadcast */
+    int reduce_op;    /* SUM, MIN, MAX, PRODUCT; allreduce only */
     int root_host;    /* broadcast only */
+    const struct hr_cross_part *parts; /* allgather only, instead of data and count: [host_count], bytes; the caller keeps them */
     size_t piece_bytes; /* pipeline piece; equal on all members */
     void *scratch;    /* at least ops->scratch_bytes(...), aligned to 64; may be NULL if that is 0 */
 };
@@ -93,5 +101,9 @@ extern const struct hr_cross_ops hr_cross_doubling;
 extern const struct hr_cross_ops hr_cross_tree;
 /* Broadcast down a chain from root_host: h-1 hops, bytes cross each link once, pieces pipelined. For large data. */
 extern const struct hr_cross_ops hr_cross_chain;
+/* Allgather round a ring: h-1 steps, each link carries every part but one once, pieces forwarded as they come. For large data. */
+extern const struct hr_cross_ops hr_cross_gather_ring;
+/* Allgather by doubling what is known; ceil(log2 h) hops, every member sends h-1 parts (Bruck et al. 1997). For small data. */
+extern const struct hr_cross_ops hr_cross_gather_doubling;
 
 #endif

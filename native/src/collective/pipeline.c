@@ -30,6 +30,17 @@ static int call_is_valid(const struct hr_cross_call *call) {
            call->piece_bytes > 0;
 }
 
+static size_t longest_part(const struct hr_cross *state) {
+    if (state->call.parts == NULL) {
+        return divide_up(state->call.count, state->plan.part_count);
+    }
+    size_t longest = 0;
+    for (size_t i = 0; i < state->plan.part_count; i++) {
+        longest = state->call.parts[i].bytes > longest ? state->call.parts[i].bytes : longest;
+    }
+    return longest;
+}
+
 int hr_pipeline_begin(struct hr_cross *state, const struct hr_cross_ops *ops, const struct hr_cross_call *call,
                       hr_plan_maker *make_plan) {
     *state = (struct hr_cross){.ops = ops, .call = *call, .status = HORO_IN_PROGRESS};
@@ -40,7 +51,7 @@ int hr_pipeline_begin(struct hr_cross *state, const struct hr_cross_ops *ops, co
     make_plan(call, &state->plan);
     const size_t element_bytes = hr_dtype_bytes(call->dtype);
     const size_t piece_elements = call->piece_bytes < element_bytes ? 1 : call->piece_bytes / element_bytes;
-    const size_t part_elements = divide_up(call->count, state->plan.part_count);
+    const size_t part_elements = longest_part(state);
     state->element_bytes = element_bytes;
     state->piece_count = divide_up(part_elements, piece_elements);
     state->slot_bytes = state->piece_count == 0 ? 0 : align_up(divide_up(part_elements, state->piece_count) * element_bytes);
@@ -60,6 +71,10 @@ static struct span span_of(const struct hr_cross *state, size_t part, size_t pie
     size_t part_count;
     size_t begin;
     size_t count;
+    if (state->call.parts != NULL) {
+        hr_part(state->call.parts[part].bytes, state->piece_count, piece, &begin, &count);
+        return (struct span){count == 0 ? NULL : state->call.parts[part].data + begin, count, count};
+    }
     hr_part(state->call.count, state->plan.part_count, part, &part_begin, &part_count);
     hr_part(part_count, state->piece_count, piece, &begin, &count);
     char *data = (char *)state->call.data + (part_begin + begin) * state->element_bytes;
@@ -67,8 +82,9 @@ static struct span span_of(const struct hr_cross *state, size_t part, size_t pie
 }
 
 static struct hr_step step_of(const struct hr_cross *state, size_t q) {
-    struct hr_step step = {.send_peer = -1, .recv_peer = -1};
-    state->plan.step(state, (int)(q / state->piece_count), &step);
+    const int index = (int)(q / state->piece_count);
+    struct hr_step step = {.send_peer = -1, .recv_peer = -1, .after = index - 1};
+    state->plan.step(state, index, &step);
     return step;
 }
 
@@ -85,6 +101,11 @@ static int receives(const struct hr_cross *state, const struct hr_step *step, si
 
 static char *slot_of(const struct hr_cross *state, size_t q) {
     return (char *)state->call.scratch + q % HR_CROSS_WINDOW * state->slot_bytes;
+}
+
+/* Whether what q sends is here and final. */
+static int may_send(const struct hr_cross *state, const struct hr_step *step, size_t q) {
+    return step->after < 0 || (size_t)step->after * state->piece_count + q % state->piece_count < state->finished;
 }
 
 /* An io that was not posted for this q, because it has nothing to move, is idle and counts as done. */
@@ -147,10 +168,12 @@ static int post_receives(struct hr_cross *state) {
 
 static int post_sends(struct hr_cross *state) {
     struct hr_transport *transport = state->call.transport;
-    while (state->send_posted < state->total && state->send_posted < state->sent + HR_CROSS_WINDOW &&
-           state->send_posted < state->finished + state->piece_count) {
+    while (state->send_posted < state->total && state->send_posted < state->sent + HR_CROSS_WINDOW) {
         const size_t q = state->send_posted;
         const struct hr_step step = step_of(state, q);
+        if (!may_send(state, &step, q)) {
+            break;
+        }
         struct hr_io *io = &state->send[q % HR_CROSS_WINDOW];
         struct span span;
         io->state = HR_IO_IDLE;

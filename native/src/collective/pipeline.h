@@ -5,11 +5,11 @@
  *
  *     q = step * piece_count + piece
  *
- * and one rule covers the flow of data: piece q may be sent once piece q - piece_count, the same piece one step earlier, is
- * finished (has come and is reduced). Pieces finish in the order of q, whatever order they come in, so the order of summation
- * depends on nothing but the call.
+ * and one rule covers the flow of data: a piece may be sent once the same piece of an earlier step, the one before unless the plan
+ * names another, is finished (has come and is reduced). Pieces finish in the order of q, whatever order they come in, so the order of
+ * summation depends on nothing but the call.
  *
- * Why it cannot hang: what q waits for at any member (the same piece a step earlier, its own send, a place in the window)
+ * Why it cannot hang: what q waits for at any member (the same piece of an earlier step, its own send, a place in the window)
  * has a smaller q at some member, or is the same q on the other side of the link.
  */
 #ifndef HR_COLLECTIVE_PIPELINE_H
@@ -30,6 +30,7 @@ struct hr_step {
     size_t send_part;
     size_t recv_part;
     enum hr_arrival arrival;
+    int after; /* the step that brings what this one sends; -1: it is here from the beginning. Preset to the step before. */
 };
 
 /* Fills in the plan of a call that has been checked; zeroed before. */

@@ -8,11 +8,12 @@
 #include "horo.h"
 #include "shim_transport.h"
 
-enum { RUNNING_MAX = 2, SCRATCH_ALIGNMENT = 64 };
+enum { RUNNING_MAX = 2, SCRATCH_ALIGNMENT = 64, PARTS_MAX = 32 };
 static const uint64_t TURNS_MAX = 20000000;
 
 static const struct hr_cross_ops *algorithm_of(const shim_cross_call *call) {
-    static const struct hr_cross_ops *const table[] = {&hr_cross_ring, &hr_cross_doubling, &hr_cross_tree, &hr_cross_chain};
+    static const struct hr_cross_ops *const table[] = {&hr_cross_ring,  &hr_cross_doubling,    &hr_cross_tree,
+                                                        &hr_cross_chain, &hr_cross_gather_ring, &hr_cross_gather_doubling};
     return table[call->algorithm];
 }
 
@@ -28,7 +29,15 @@ static int scratch_create(const shim_cross_call *call, void **scratch) {
     return wanted == 0 || *scratch != NULL ? HORO_OK : HORO_ERR_RESOURCE;
 }
 
-static struct hr_cross_call call_of(const shim_cross_call *call, void *transport, int host, void *data, void *scratch) {
+/* parts: memory for PARTS_MAX of them. */
+static struct hr_cross_call call_of(const shim_cross_call *call, void *transport, int host, void *data, void *scratch,
+                                    struct hr_cross_part *parts) {
+    size_t offset = 0;
+    for (int i = 0; call->part_bytes != NULL && i < call->host_count && i < PARTS_MAX; i++) {
+        const size_t bytes = call->part_bytes[i];
+        parts[i] = (struct hr_cross_part){bytes == 0 ? NULL : (char *)data + offset, bytes};
+        offset += bytes;
+    }
     return (struct hr_cross_call){
         .transport = transport,
         .host = host,
@@ -38,6 +47,7 @@ static struct hr_cross_call call_of(const shim_cross_call *call, void *transport
         .dtype = call->dtype,
         .reduce_op = call->reduce_op,
         .root_host = call->root_host,
+        .parts = call->part_bytes == NULL ? NULL : parts,
         .piece_bytes = call->piece_bytes,
         .scratch = scratch,
     };
@@ -45,7 +55,8 @@ static struct hr_cross_call call_of(const shim_cross_call *call, void *transport
 
 int shim_cross_begin(void *transport, int host, const shim_cross_call *call, void *data) {
     struct hr_cross state;
-    const struct hr_cross_call full = call_of(call, transport, host, data, NULL);
+    struct hr_cross_part parts[PARTS_MAX];
+    const struct hr_cross_call full = call_of(call, transport, host, data, NULL, parts);
     return algorithm_of(call)->begin(&state, &full);
 }
 
@@ -59,13 +70,14 @@ struct run {
     int begun, done;
     struct hr_cross states[RUNNING_MAX];
     void *scratch[RUNNING_MAX];
+    struct hr_cross_part parts[RUNNING_MAX][PARTS_MAX];
 };
 
 static int begin_next(struct run *run) {
     const size_t block_bytes = run->call->count * hr_dtype_bytes(run->call->dtype);
     const int slot = run->begun % RUNNING_MAX;
-    const struct hr_cross_call full =
-        call_of(run->call, run->transport, run->host, run->data + (size_t)run->begun * block_bytes, run->scratch[slot]);
+    const struct hr_cross_call full = call_of(run->call, run->transport, run->host, run->data + (size_t)run->begun * block_bytes,
+                                              run->scratch[slot], run->parts[slot]);
     run->begun++;
     return algorithm_of(run->call)->begin(&run->states[slot], &full);
 }
@@ -185,6 +197,7 @@ struct member {
     struct counting transport;
     struct hr_cross state;
     void *scratch;
+    struct hr_cross_part parts[PARTS_MAX];
     int status;
 };
 
@@ -195,7 +208,7 @@ static int member_begin(struct member *member, struct hr_hub *hub, int host, con
         return error.code;
     }
     HR_TRY(scratch_create(call, &member->scratch));
-    const struct hr_cross_call full = call_of(call, &member->transport, host, data, member->scratch);
+    const struct hr_cross_call full = call_of(call, &member->transport, host, data, member->scratch, member->parts);
     HR_TRY(algorithm_of(call)->begin(&member->state, &full));
     member->status = HORO_IN_PROGRESS;
     return HORO_OK;

@@ -7,7 +7,14 @@
 #include <stdint.h>
 /* cffi: end */
 
-enum shim_algorithm { SHIM_RING = 0, SHIM_DOUBLING = 1, SHIM_TREE = 2, SHIM_CHAIN = 3 };
+enum shim_algorithm {
+    SHIM_RING = 0,
+    SHIM_DOUBLING = 1,
+    SHIM_TREE = 2,
+    SHIM_CHAIN = 3,
+    SHIM_GATHER_RING = 4,
+    SHIM_GATHER_DOUBLING = 5,
+};
 
 typedef struct {
     int algorithm;
@@ -17,6 +24,7 @@ typedef struct {
     int reduce_op;
     int root_host;
     size_t piece_bytes;
+    const size_t *part_bytes; /* allgather only: [host_count], at most 32; they lie one behind the other in the data */
 } shim_cross_call;
 
 /* One part of `part_count` nearly equal ones. */

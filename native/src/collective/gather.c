@@ -1,0 +1,79 @@
+/*
+ * Allgathers: each member has a part of its own length, and all of them want all.
+ *
+ * Ring: in step t a member passes on the part that came in step t - 1, its own first. It sends and receives at once, and every link
+ * carries each part but one, however different they are in length. h - 1 hops.
+ *
+ * Doubling: J. Bruck, C.-T. Ho, S. Kipnis, E. Upfal, D. Weathersby, "Efficient algorithms for all-to-all communications in multiport
+ * message-passing systems", IEEE Trans. Parallel Distrib. Syst. 8 (1997), doi:10.1109/71.642949. In round j a member that knows the
+ * 2^j parts from its own on gets the 2^j parts behind these from the member 2^j places ahead, the last time as many as are missing:
+ * ceil(log2 h) hops, and parts may stay where they are. A step here is one part, so that rounds need not be waited for to their end.
+ */
+#include "collective/pipeline.h"
+
+static int at(const struct hr_cross *state, int place) {
+    const int h = state->call.host_count;
+    return (state->call.host + place + h) % h;
+}
+
+static void ring_step(const struct hr_cross *state, int index, struct hr_step *step) {
+    step->send_peer = at(state, 1);
+    step->recv_peer = at(state, -1);
+    step->send_part = (size_t)at(state, -index);
+    step->recv_part = (size_t)at(state, -index - 1);
+}
+
+/* Step `index` brings the part index + 1 places ahead. */
+static void doubling_step(const struct hr_cross *state, int index, struct hr_step *step) {
+    int known = 1;
+    while (2 * known <= index + 1) {
+        known *= 2;
+    }
+    step->send_peer = at(state, -known);
+    step->recv_peer = at(state, known);
+    step->send_part = (size_t)at(state, index + 1 - known);
+    step->recv_part = (size_t)at(state, index + 1);
+    step->after = index - known;
+}
+
+/* Everything is received where it belongs. */
+static size_t no_scratch(int host_count, size_t bytes, size_t piece_bytes) {
+    (void)host_count;
+    (void)bytes;
+    (void)piece_bytes;
+    return 0;
+}
+
+static void ring_plan(const struct hr_cross_call *call, struct hr_plan *plan) {
+    plan->step_count = call->host_count - 1;
+    plan->part_count = (size_t)call->host_count;
+    plan->step = ring_step;
+}
+
+static void doubling_plan(const struct hr_cross_call *call, struct hr_plan *plan) {
+    ring_plan(call, plan);
+    plan->step = doubling_step;
+}
+
+static int gather_begin(struct hr_cross *state, const struct hr_cross_ops *ops, const struct hr_cross_call *call,
+                        hr_plan_maker *make_plan) {
+    if (call->parts == NULL || hr_dtype_bytes(call->dtype) != 1) {
+        *state = (struct hr_cross){.ops = ops, .call = *call, .status = HORO_ERR_INTERNAL};
+        return HORO_ERR_INTERNAL;
+    }
+    return hr_pipeline_begin(state, ops, call, make_plan);
+}
+
+static int ring_begin(struct hr_cross *state, const struct hr_cross_call *call) {
+    return gather_begin(state, &hr_cross_gather_ring, call, ring_plan);
+}
+
+static int doubling_begin(struct hr_cross *state, const struct hr_cross_call *call) {
+    return gather_begin(state, &hr_cross_gather_doubling, call, doubling_plan);
+}
+
+const struct hr_cross_ops hr_cross_gather_ring = {
+    .name = "gather ring", .scratch_bytes = no_scratch, .begin = ring_begin, .progress = hr_pipeline_progress};
+
+const struct hr_cross_ops hr_cross_gather_doubling = {
+    .name = "gather doubling", .scratch_bytes = no_scratch, .begin = doubling_begin, .progress = hr_pipeline_progress};
