@@ -1,9 +1,9 @@
 /*
- * Allgather: on one host every rank shows its next segment and copies the others' out. Between hosts it is one broadcast per rank: each
- * link carries every byte once, as a ring would, at the price of p latencies.
+ * Allgather over one arena; over several it is two_level_gather.c. Every rank shows its next segment and copies the others' out.
  */
 #include "collective/collective.h"
 #include "collective/segment.h"
+#include "collective/two_level.h"
 
 static void copy_own(const struct hr_group *group, const struct hr_fused *mine) {
     for (size_t i = 0; i < mine->count; i++) {
@@ -36,10 +36,7 @@ static int run_segment(struct hr_group *group, const struct hr_fused *by_rank, s
 
 int hr_allgather(struct hr_group *group, const struct hr_fused *by_rank) {
     if (group->host_count > 1) {
-        for (int r = 0; r < group->size; r++) {
-            HR_TRY(hr_broadcast(group, &by_rank[r], r));
-        }
-        return HORO_OK;
+        return hr_two_level_gather(group, by_rank);
     }
     copy_own(group, &by_rank[group->rank]);
     size_t segments = 0;

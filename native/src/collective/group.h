@@ -42,6 +42,7 @@ struct hr_group {
     int owner_count;            /* ranks of the smallest host: local index i < owner_count has links to its like elsewhere */
     int *host_of_rank;          /* [size] */
     int *rank_of_local;         /* [local_size] */
+    int *rank_by_host;          /* [size] all ranks, those of host 0 first, each host's in order */
     int *leader_of_host;        /* [host_count] rank */
     int *host_size;             /* [host_count] */
     int *core_of;               /* [local_size] scratch of hr_seat_look */

@@ -27,12 +27,13 @@ static int find_places(struct hr_group *group, const horo_setup *setup) {
     const size_t size = (size_t)setup->size;
     group->host_of_rank = calloc(size, sizeof *group->host_of_rank);
     group->rank_of_local = calloc(size, sizeof *group->rank_of_local);
+    group->rank_by_host = calloc(size, sizeof *group->rank_by_host);
     group->leader_of_host = calloc(size, sizeof *group->leader_of_host);
     group->host_size = calloc(size, sizeof *group->host_size);
     group->core_of = calloc(size, sizeof *group->core_of);
     group->host_name_of_rank = calloc(size, sizeof *group->host_name_of_rank);
-    if (group->host_of_rank == NULL || group->rank_of_local == NULL || group->leader_of_host == NULL ||
-        group->host_size == NULL || group->core_of == NULL || group->host_name_of_rank == NULL) {
+    if (group->host_of_rank == NULL || group->rank_of_local == NULL || group->rank_by_host == NULL ||
+        group->leader_of_host == NULL || group->host_size == NULL || group->core_of == NULL || group->host_name_of_rank == NULL) {
         return HORO_ERR_RESOURCE;
     }
     group->host = setup->host_of_rank[setup->rank];
@@ -52,6 +53,15 @@ static int find_places(struct hr_group *group, const horo_setup *setup) {
                 group->local_rank = group->local_size;
             }
             group->rank_of_local[group->local_size++] = r;
+        }
+    }
+    int listed = 0;
+    for (int h = 0; h < group->host_count; h++) {
+        for (int r = group->leader_of_host[h], left = group->host_size[h]; left > 0; r++) {
+            if (group->host_of_rank[r] == h) {
+                group->rank_by_host[listed++] = r;
+                left--;
+            }
         }
     }
     group->owner_count = INT_MAX;
@@ -89,6 +99,7 @@ static void free_places(struct hr_group *group) {
     free(group->host_name_of_rank);
     free(group->host_of_rank);
     free(group->rank_of_local);
+    free(group->rank_by_host);
     free(group->leader_of_host);
     free(group->host_size);
     free(group->core_of);
