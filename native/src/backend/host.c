@@ -76,6 +76,9 @@ static int host_allgather(struct hr_backend *backend, const struct hr_operand *o
         place_contributions(group, operands, row_bytes, count, results, host->pieces.at, by_rank, offsets);
         status = hr_allgather(group, by_rank);
     }
+    if (status != HORO_OK && atomic_load(&group->mpi.stranded) != 0) {
+        hr_gathered_disown(results, count);
+    }
     free(table);
     free(by_rank);
     free(offsets);

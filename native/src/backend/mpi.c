@@ -310,7 +310,9 @@ static int mpi_allgather(struct hr_backend *backend, const struct hr_operand *op
         free(scratch.table);
         free(scratch.counts);
         free(scratch.offsets);
-    } /* else MPI may still look at them */
+    } else { /* MPI may still look at them */
+        hr_gathered_disown(results, count);
+    }
     return status;
 }
 

@@ -98,6 +98,12 @@ static void *allocate_result(size_t bytes) {
     return data;
 }
 
+void hr_gathered_disown(struct hr_gathered *results, size_t count) {
+    for (size_t i = 0; i < count; i++) {
+        results[i].data = NULL;
+    }
+}
+
 int hr_gathered_allocate(int size, const int64_t *table, const size_t *row_bytes, size_t count, struct hr_gathered *results) {
     for (size_t i = 0; i < count; i++) {
         struct hr_gathered *result = &results[i];

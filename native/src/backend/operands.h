@@ -32,5 +32,7 @@ struct hr_fused hr_fuse_bytes(struct hr_piece *pieces, const struct hr_operand *
 
 /* table[r * count + i]: rows of rank r's operand i. HORO_OK or HORO_ERR_RESOURCE; what is allocated is the caller's in any case. */
 int hr_gathered_allocate(int size, const int64_t *table, const size_t *row_bytes, size_t count, struct hr_gathered *results);
+/* Leaves the data to nobody: MPI may still write there, and it is better lost than somebody else's when that happens. */
+void hr_gathered_disown(struct hr_gathered *results, size_t count);
 
 #endif
