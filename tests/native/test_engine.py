@@ -95,7 +95,7 @@ def test_allreduce_of_tensors_that_lie_across_segments(hosts: list[int]) -> None
     run_ranks(body, hosts, segment_bytes=1 << 12)
 
 
-@pytest.mark.parametrize("hosts", [[2], [3]], ids=str)
+@pytest.mark.parametrize("hosts", [[2], [3], [1, 1], [2, 2], [1, 3]], ids=str)
 def test_collectives_of_all_kinds_and_sizes_leave_the_slots_to_one_another(hosts: list[int]) -> None:
     """They pass the phases of the slots in different ways: each must find them as any other may have left them."""
     element_counts = [1, 1024, 1025, 2048, 3072, 4000, 5121, 9 * 1024]  # of 4 KiB to a segment
@@ -165,6 +165,87 @@ def test_allgather_concatenates_different_first_dimensions(hosts: list[int]) -> 
             assert gathered[:, 1].tolist() == [r for r in range(rank.size) for _ in range(rows[r])]
 
     run_ranks(body, hosts)
+
+
+def rows_of(rank: int, step: int, count: int) -> list[int]:
+    """Rows of each tensor of a group: many and few, none on some ranks, and in the last step on one rank only."""
+    if step == 2:
+        return [40_000 if rank == 1 else 0] * count
+    return [(rank * 7 + i * 3 + step) % 5 * (1, 700, 9000)[i % 3] for i in range(count)]
+
+
+def rows(rank: int, step: int, index: int, count: int) -> np.ndarray:
+    generator = np.random.default_rng([rank, step, index])
+    return generator.integers(0, 256, (count, 3), dtype=np.uint8).astype((np.uint8, np.int32, np.float64)[index % 3])
+
+
+GATHER_LAYOUTS = {
+    "1+1": [0, 1],
+    "1+1+1+1+1": [0, 1, 2, 3, 4],
+    "2+2": [0, 0, 1, 1],
+    "3+1": [0, 0, 0, 1],
+    "1+2": [0, 1, 1],
+    "2+1+3": [0, 0, 1, 2, 2, 2],
+    "in turn": [0, 1, 2, 0, 1, 2, 0],
+}
+
+
+@pytest.mark.parametrize("host_of_rank", GATHER_LAYOUTS.values(), ids=GATHER_LAYOUTS.keys())
+@pytest.mark.parametrize("tensor_count", [1, 5])
+@pytest.mark.parametrize(("segment_bytes", "tcp"), [(1 << 12, False), (1 << 16, True)])
+def test_allgather_between_hosts_of_uneven_rows(
+    host_of_rank: list[int], tensor_count: int, segment_bytes: int, tcp: bool
+) -> None:
+    def body(rank: Rank) -> None:
+        for step in range(4):
+            counts = [rows_of(r, step, tensor_count) for r in range(rank.size)]
+            mine = [rows(rank.rank, step, i, counts[rank.rank][i]) for i in range(tensor_count)]
+            handle = rank.submit("allgather", "group", mine)
+            rank.context.wait(handle)
+            for i in range(tensor_count):
+                data, first_dims = rank.context.take_result(handle, i)
+                assert first_dims == [count[i] for count in counts]
+                parts = [rows(r, step, i, counts[r][i]) for r in range(rank.size)]
+                assert bytes(data) == np.concatenate(parts).tobytes()
+            rank.context.release(handle)
+
+    run_ranks(body, host_of_rank=host_of_rank, segment_bytes=segment_bytes, tcp=tcp)
+
+
+@pytest.mark.parametrize("hosts", [[1, 1], [1, 1, 1], [2, 2], [3, 1]], ids=str)
+def test_allgather_between_hosts_of_megabytes(hosts: list[int]) -> None:
+    def part(rank: int) -> np.ndarray:
+        return (np.arange((3 << 20) + 1000 * rank + 1, dtype=np.uint64) * (rank + 1) >> 3).astype(np.uint8)
+
+    def body(rank: Rank) -> None:
+        gathered, _ = rank.allgather(part(rank.rank))
+        assert np.array_equal(gathered, np.concatenate([part(r) for r in range(rank.size)]))
+
+    run_ranks(body, hosts)
+
+
+def test_allgather_of_more_ranks_than_have_room_in_a_slot_at_once() -> None:
+    def body(rank: Rank) -> None:
+        for count in (1, 3000):
+            gathered, _ = rank.allgather(np.full(count + rank.rank, rank.rank, np.int32), f"g{count}")
+            parts = [np.full(count + r, r, np.int32) for r in range(rank.size)]
+            assert np.array_equal(gathered, np.concatenate(parts))
+
+    run_ranks(body, [8, 8, 8], segment_bytes=1 << 12)
+
+
+def test_an_allgather_loads_the_links_of_all_owners_alike() -> None:
+    """Also when one rank of each host has everything."""
+
+    def body(rank: Rank) -> int:
+        before = rank.context.counters()["link_bytes"]
+        rank.allgather(np.ones(100_000 if rank.rank in (0, 2) else 0, np.float64))
+        return rank.context.counters()["link_bytes"] - before
+
+    table_bytes = 4 * 8  # the rows of all ranks travel first
+    sent = run_ranks(body, [2, 2])
+    assert sum(sent) == 2 * (800_000 + table_bytes)
+    assert max(sent) - min(sent) <= 64 * 30 + table_bytes  # whole lines; so many segments
 
 
 def test_a_group_of_mixed_dtypes_is_one_request() -> None:
@@ -515,6 +596,40 @@ def test_a_rank_that_dies_while_segments_travel_is_named_and_lets_go_of_memory(h
     with Group(hosts, segment_bytes=1 << 12) as group:
         group.run(body)
         assert all((array == -1).all() for array in data)
+
+
+@pytest.mark.parametrize(("hosts", "victim"), [([1, 1], 1), ([1, 1, 1], 0), ([2, 2], 2), ([1, 2], 0)], ids=str)
+@pytest.mark.parametrize("tensor_count", [1, 3])
+def test_a_rank_that_dies_in_the_middle_of_an_allgather_is_named(
+    hosts: list[int], victim: int, tensor_count: int
+) -> None:
+    """It has sent some of what it should; the tensors lie in slots and outside."""
+    size = sum(hosts)
+    arrays = [np.ones((12 << 20) // tensor_count, np.uint8) for _ in range(tensor_count)]
+
+    def gather_and_die(rank: Rank) -> None:
+        before = rank.context.counters()["link_bytes"]
+        handle = rank.submit("allgather", "x", arrays)
+        if rank.rank == victim:
+            wait_for(lambda: rank.context.counters()["link_bytes"] > before + 100_000 or rank.context.poll(handle))
+            group.kill(victim)
+        rank.finish(handle)
+
+    def body(rank: Rank) -> None:
+        with pytest.raises(GroupError) as caught:
+            while True:  # where the victim is scheduled so late that all has come, the next operation meets its death
+                gather_and_die(rank)
+        group.kill(rank.rank)  # a script that ends; so those hear of it that have no link to the victim
+        if rank.rank != victim:
+            assert isinstance(caught.value, PeerLostError)
+        # The victim's engine lives on in this process, and in the memory of its host it may blame whoever left next.
+        if host_of[rank.rank] != host_of[victim]:
+            assert f"rank {victim} (host" in str(caught.value)
+
+    host_of = [host for host, count in enumerate(hosts) for _ in range(count)]
+    with Group(hosts, segment_bytes=1 << 12) as group:
+        results = group.run(body)
+    assert len(results) == size
 
 
 @pytest.mark.parametrize("hosts", [[3], [1, 2]], ids=str)

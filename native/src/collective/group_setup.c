@@ -23,6 +23,17 @@ static int check_setup(const horo_setup *setup, struct hr_error *error) {
     return HORO_OK;
 }
 
+static void list_by_host(struct hr_group *group) {
+    int listed = 0;
+    for (int host = 0; host < group->host_count; host++) {
+        const int end = listed + group->host_size[host];
+        for (int r = group->leader_of_host[host]; listed < end; r++) {
+            group->rank_by_host[listed] = r;
+            listed += group->host_of_rank[r] == host;
+        }
+    }
+}
+
 static int find_places(struct hr_group *group, const horo_setup *setup) {
     const size_t size = (size_t)setup->size;
     group->host_of_rank = calloc(size, sizeof *group->host_of_rank);
@@ -55,15 +66,7 @@ static int find_places(struct hr_group *group, const horo_setup *setup) {
             group->rank_of_local[group->local_size++] = r;
         }
     }
-    int listed = 0;
-    for (int h = 0; h < group->host_count; h++) {
-        for (int r = group->leader_of_host[h], left = group->host_size[h]; left > 0; r++) {
-            if (group->host_of_rank[r] == h) {
-                group->rank_by_host[listed++] = r;
-                left--;
-            }
-        }
-    }
+    list_by_host(group);
     group->owner_count = INT_MAX;
     for (int h = 0; h < group->host_count; h++) {
         group->owner_count = group->host_size[h] < group->owner_count ? group->host_size[h] : group->owner_count;

@@ -23,6 +23,7 @@ enum {
     DOUBLING_BYTES = 1 << 16, /* of the result: latency counts up to here, bandwidth above */
     SPREAD_BYTES = 1 << 13,   /* of the result: up to here one owner carries it all */
     ROUNDING_BYTES = 2 * HR_LINE, /* a share is at most so much longer than the mean */
+    LONE_PART_BYTES = 1 << 20,    /* of each rank in a segment that needs no slots: each is a start from nothing for all links */
 };
 
 /* One allgather of the parts of some ranks. */
@@ -98,11 +99,11 @@ static int fill(void *arg, size_t k) {
     struct hr_group *group = run->group;
     for (int owner = 0; owner < run->owners; owner++) {
         struct walk walk = {.run = run, .k = k, .owner = owner};
-        while (walk_on(&walk) && walk.rank != group->rank) {
-        }
-        if (walk.rank == group->rank) {
-            hr_fused_pack(&run->by_rank[group->rank], walk.share.offset, walk.share.bytes, walk.place, group->kernel, 1.0,
-                          run->store);
+        while (walk_on(&walk)) {
+            if (walk.rank == group->rank) {
+                hr_fused_pack(&run->by_rank[walk.rank], walk.share.offset, walk.share.bytes, walk.place, group->kernel, 1.0,
+                              run->store);
+            }
         }
     }
     hr_group_arrive(group, HR_PHASE_FILLED, parity(run, k));
@@ -152,6 +153,17 @@ static int drain(void *arg, size_t k) {
 
 static const struct hr_journey_ops journey_ops = {.fill = fill, .begin = begin, .finish = finish, .drain = drain};
 
+/* How much of all parts one segment takes. */
+static size_t segment_bytes(const struct run *run) {
+    const struct hr_group *group = run->group;
+    int needs_slots = group->size > group->host_count;
+    for (int i = 0; i < run->member_count; i++) {
+        needs_slots |= run->by_rank[run->members[i]].count > 1;
+    }
+    return needs_slots ? (group->arena.segment_bytes - (size_t)run->member_count * ROUNDING_BYTES) * (size_t)run->owners
+                       : (size_t)run->member_count * LONE_PART_BYTES;
+}
+
 /* The parts of `count` ranks from place `first` in the order of hosts on. */
 static int gather_members(struct hr_group *group, const struct hr_fused *by_rank, int first, int count) {
     const int *members = group->rank_by_host + first;
@@ -159,28 +171,26 @@ static int gather_members(struct hr_group *group, const struct hr_fused *by_rank
     for (int i = 0; i < count; i++) {
         total += by_rank[members[i]].bytes;
     }
-    const int owners = total <= SPREAD_BYTES ? 1 : group->owner_count;
-    const size_t round_bytes = (group->arena.segment_bytes - (size_t)count * ROUNDING_BYTES) * (size_t)owners;
-    const size_t segments = (total + round_bytes - 1) / round_bytes;
     struct run run = {
         .group = group,
         .by_rank = by_rank,
         .members = members,
         .member_count = count,
-        .owners = owners,
-        .share_count = segments * (size_t)owners,
+        .owners = total <= SPREAD_BYTES ? 1 : group->owner_count,
         .cross = total <= DOUBLING_BYTES ? &hr_cross_gather_doubling : &hr_cross_gather_ring,
         .store = group->local_size == 1 ? HR_STORE_ORDINARY : hr_store_choose(group, by_rank[group->rank].bytes),
         .first = group->segment,
         .parts = (struct hr_cross_part *)(void *)group->cross_scratch,
     };
+    const size_t segments = (total + segment_bytes(&run) - 1) / segment_bytes(&run);
+    run.share_count = segments * (size_t)run.owners;
     struct hr_journey journey = {
         .group = group,
         .ops = &journey_ops,
         .call = &run,
         .segments = segments,
         .first = group->segment,
-        .carries = group->local_rank < owners,
+        .carries = group->local_rank < run.owners,
     };
     group->segment += segments;
     return hr_journey_run(&journey);
