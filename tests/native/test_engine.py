@@ -196,17 +196,19 @@ GATHER_LAYOUTS = {
 def test_allgather_between_hosts_of_uneven_rows(
     host_of_rank: list[int], tensor_count: int, segment_bytes: int, tcp: bool
 ) -> None:
+    tensors, ranks = range(tensor_count), range(len(host_of_rank))
+    given = [
+        [[rows(r, step, i, rows_of(r, step, tensor_count)[i]) for i in tensors] for r in ranks] for step in range(4)
+    ]
+
     def body(rank: Rank) -> None:
-        for step in range(4):
-            counts = [rows_of(r, step, tensor_count) for r in range(rank.size)]
-            mine = [rows(rank.rank, step, i, counts[rank.rank][i]) for i in range(tensor_count)]
-            handle = rank.submit("allgather", "group", mine)
+        for parts in given:
+            handle = rank.submit("allgather", "group", parts[rank.rank])
             rank.context.wait(handle)
-            for i in range(tensor_count):
+            for i in tensors:
                 data, first_dims = rank.context.take_result(handle, i)
-                assert first_dims == [count[i] for count in counts]
-                parts = [rows(r, step, i, counts[r][i]) for r in range(rank.size)]
-                assert bytes(data) == np.concatenate(parts).tobytes()
+                assert first_dims == [len(parts[r][i]) for r in ranks]
+                assert bytes(data) == np.concatenate([parts[r][i] for r in ranks]).tobytes()
             rank.context.release(handle)
 
     run_ranks(body, host_of_rank=host_of_rank, segment_bytes=segment_bytes, tcp=tcp)

@@ -20,8 +20,8 @@
 #include "collective/pipeline.h"
 
 enum {
-    DOUBLING_BYTES = 1 << 16, /* of the result: latency counts up to here, bandwidth above */
-    SPREAD_BYTES = 1 << 13,   /* of the result: up to here one owner carries it all */
+    DOUBLING_BYTES = 1 << 20,     /* of the result: latency counts up to here, bandwidth above */
+    SPREAD_BYTES = 1 << 13,       /* of the result: up to here one owner carries it all */
     ROUNDING_BYTES = 2 * HR_LINE, /* a share is at most so much longer than the mean */
     LONE_PART_BYTES = 1 << 20,    /* of each rank in a segment that needs no slots: each is a start from nothing for all links */
 };
