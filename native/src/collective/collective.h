@@ -35,7 +35,7 @@ int hr_broadcast(struct hr_group *group, const struct hr_fused *fused, int root_
 
 /*
  * by_rank[r] describes rank r's contribution (its bytes may differ by rank): by_rank[group->rank] holds my inputs, and the outputs of
- * all of them are where rank r's data goes here.
+ * all of them are where rank r's data goes here. Between hosts each link carries all that is not its receiver's own, once.
  */
 int hr_allgather(struct hr_group *group, const struct hr_fused *by_rank);
 
