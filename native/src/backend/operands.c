@@ -84,8 +84,8 @@ struct hr_fused hr_fuse_bytes(struct hr_piece *pieces, const struct hr_operand *
 }
 
 /*
- * Large ones in huge pages, if the system gives them: memory of this size is new each time, and to enter it page by page takes longer than
- * to fill it.
+ * Large ones in huge pages, if the system gives them: memory of this size is often new each time, and to enter it page by page takes as
+ * long as to fill it.
  */
 static void *allocate_result(size_t bytes) {
     if (bytes < HUGE_WORTH_BYTES) {
