@@ -18,7 +18,7 @@ What they have in common:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 
@@ -105,14 +105,14 @@ def allreduce(
     Returns:
         A new contiguous tensor of the same shape and dtype.
     """
-    asked = average is None and ("allreduce", name, op, prescale_factor, postscale_factor, process_set, compression)
+    asked = _asked("allreduce", average, prescale_factor, postscale_factor, name, op, process_set, compression)
     again = repeat(asked, tensor, in_place=False)
     if again is not None:
         return again
     wire, compressor = split(compression)
     spec = _spec("allreduce", average, name, op, prescale_factor, postscale_factor, process_set, wire)
     if compressor is not Compression.none:
-        asked = False
+        asked = None
     sent, context = compressor.compress(tensor)
     return compressor.decompress(allreduce_all([sent], spec, asked)[0], context)
 
@@ -127,7 +127,7 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Begins what ``allreduce`` does, without compression and not differentiable; returns a handle."""
-    asked = average is None and ("allreduce_async", name, op, prescale_factor, postscale_factor, process_set)
+    asked = _asked("allreduce_async", average, prescale_factor, postscale_factor, name, op, process_set)
     handle = repeat_async(asked, tensor, in_place=False)
     if handle is None:
         spec = _spec("allreduce", average, name, op, prescale_factor, postscale_factor, process_set)
@@ -145,7 +145,7 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """As ``allreduce``, into ``tensor`` itself, which it returns."""
-    asked = average is None and ("allreduce_", name, op, prescale_factor, postscale_factor, process_set)
+    asked = _asked("allreduce_", average, prescale_factor, postscale_factor, name, op, process_set)
     again = repeat(asked, tensor, in_place=True)
     if again is not None:
         return again
@@ -163,7 +163,7 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Begins what ``allreduce_`` does; returns a handle."""
-    asked = average is None and ("allreduce_async_", name, op, prescale_factor, postscale_factor, process_set)
+    asked = _asked("allreduce_async_", average, prescale_factor, postscale_factor, name, op, process_set)
     handle = repeat_async(asked, tensor, in_place=True)
     if handle is None:
         spec = _spec("allreduce", average, name, op, prescale_factor, postscale_factor, process_set)
@@ -357,6 +357,15 @@ def resolve_op(op: int | None, average: bool | None = None) -> int:
     if op not in (Average, Sum, Min, Max, Product):
         raise UsageError(f"op={op!r} is not a reduction; use hvd.Average, Sum, Min, Max or Product")
     return op
+
+
+def _asked(
+    function: str, average: bool | None, prescale_factor: float, postscale_factor: float, *others: object
+) -> Hashable:
+    """What ``repeat`` knows a call by. None for one that must be looked at each time: a factor may be a tensor."""
+    if average is None and type(prescale_factor) is float and type(postscale_factor) is float:
+        return function, prescale_factor, postscale_factor, others
+    return None  # average= warns
 
 
 def _spec(

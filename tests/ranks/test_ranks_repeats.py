@@ -6,6 +6,7 @@ import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from rank_pool import RankPool
@@ -80,6 +81,21 @@ def test_what_is_refused_is_refused_again_and_leaves_the_name_usable(ranks2: Ran
             with pytest.raises(ValueError, match=r"name must be a string"):
                 hvd.allreduce_(good, op=hvd.Max, name=["x"])  # type: ignore[arg-type]
         assert good.tolist() == [1.0] * 3
+
+    ranks2.run(check)
+
+
+def test_factors_are_those_of_each_call(ranks2: RankPool) -> None:
+    def check() -> None:
+        changing, fixed = torch.tensor(1.0), np.array(2.0)
+        for turn in range(3):
+            changing.fill_(turn)
+            for call in (hvd.allreduce, hvd.allreduce_):
+                tensor = torch.ones(2)
+                kept = call(tensor, op=hvd.Sum, name="factor", prescale_factor=changing, postscale_factor=fixed)
+                assert kept.tolist() == [4.0 * turn] * 2
+                whole = call(torch.ones(2), op=hvd.Sum, name="factor", prescale_factor=turn, postscale_factor=2)
+                assert whole.tolist() == [4.0 * turn] * 2
 
     ranks2.run(check)
 
