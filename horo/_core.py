@@ -262,6 +262,7 @@ class Context:
         self.rank = setup.rank
         self.size = setup.size
         self._context: Any = out[0]
+        self._final_counters: dict[str, int] = {}
 
     def submit(self, slip: Slip) -> int:
         """Hands one request to the core and returns its handle (positive); never blocks.
@@ -364,7 +365,12 @@ class Context:
         return None if status == lib.HORO_OK else error_from_status(_STATUS_NAMES[status], _text(error))
 
     def counters(self) -> dict[str, int]:
-        """Counts since creation by the names of ``horo_counters``: requests, batches, bytes, link_bytes, sleeps, ..."""
+        """Counts since creation by the names of ``horo_counters``: requests, batches, bytes, link_bytes, sleeps, ...
+
+        After ``destroy`` those of the end.
+        """
+        if self._context == _NULL:
+            return dict(self._final_counters)
         native = ffi.new("horo_counters *")
         lib.horo_read_counters(self._context, native)
         return {name: int(getattr(native, name)) for name, _ in ffi.typeof("horo_counters").fields or ()}
@@ -376,6 +382,7 @@ class Context:
 
     def destroy(self) -> None:
         """Leaves the group and frees everything; idempotent."""
+        self._final_counters = self.counters()
         context, self._context = self._context, ffi.NULL
         lib.horo_destroy(context)
 

@@ -78,7 +78,7 @@ class Request:
         try:
             return session.core.poll(self._handle)
         finally:
-            session.leave()
+            session.inside.pop()
 
     def wait(self) -> Any:
         """Blocks until the operation is done and returns its result.
@@ -110,7 +110,7 @@ class Request:
         except HoroError:
             return  # wait() will say it
         finally:
-            session.leave()
+            session.inside.pop()
 
 
 def repeat(asked: Hashable, tensor: torch.Tensor, *, in_place: bool) -> torch.Tensor | None:

@@ -54,7 +54,7 @@ class Session:
         self.optimizers = itertools.count()
         """Numbers distributed optimizers, so that equal parameter names of two models stay apart."""
         self.inside: list[None] = []
-        """As long as there are calls inside the core. ``append`` and ``pop`` cannot be interrupted."""
+        """As many items as calls are inside the core: ``append`` and ``pop`` cannot be interrupted, and cost little."""
         self.ended = False
         """No call may enter any more: closed, or a forked child."""
         self._names: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
@@ -73,7 +73,7 @@ class Session:
         return f"{kind}.{name}"
 
     def enter(self, what: str) -> None:
-        """Holds the context open while ``what`` is inside the core, until ``leave``.
+        """Holds the context open while ``what`` is inside the core, until the caller pops an item from ``inside``.
 
         Raises:
             AbortedError: ``shutdown()`` came first.
@@ -88,10 +88,6 @@ class Session:
                     "only the process that called init() can communicate"
                 )
             raise AbortedError(f"{what}: horo was shut down")
-
-    def leave(self) -> None:
-        """Undoes ``enter``."""
-        self.inside.pop()
 
     def close(self) -> int:
         """Leaves the job.

@@ -87,3 +87,17 @@ def test_finish_waits_and_releases_and_says_what_went_wrong() -> None:
 
     with Group([2]) as group:
         group.run(body)
+
+
+def test_counters_may_be_asked_after_the_end() -> None:
+    ranks = []
+
+    def body(rank: Rank) -> None:
+        rank.run("barrier", "x", [])
+        ranks.append(rank)
+
+    with Group([1]) as group:
+        group.run(body)
+    for _ in range(2):
+        assert ranks[0].context.counters()["requests"] == 1
+        ranks[0].context.destroy()
