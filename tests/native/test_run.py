@@ -90,7 +90,7 @@ def test_finish_waits_and_releases_and_says_what_went_wrong() -> None:
 
 
 def test_counters_may_be_asked_after_the_end() -> None:
-    ranks = []
+    ranks: list[Rank] = []
 
     def body(rank: Rank) -> None:
         rank.run("barrier", "x", [])
