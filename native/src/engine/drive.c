@@ -196,7 +196,7 @@ static void rest(struct hr_engine *engine) {
     engine->woken_soon = end_ns - begin_ns < engine->caller_spin_ns;
     (void)pthread_mutex_lock(&engine->lock);
     engine->parked = 0;
-    if (engine->driver == HR_DRIVER_NONE && end_ns - engine->called_ns >= HR_LENT_MS * 1000000ll) {
+    if (engine->driver == HR_DRIVER_NONE && !hr_engine_called_lately(engine, end_ns)) {
         engine->lent = 0; /* not while a caller drives, who would leave nobody behind */
     }
 }

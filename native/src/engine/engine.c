@@ -230,8 +230,7 @@ static void drive_as_caller(struct hr_engine *engine, const struct hr_request *r
  */
 static void ask_to_drive(struct hr_engine *engine, const struct hr_request *request, int64_t now_ns) {
     const int sync = (request->call.flags & HORO_SUBMIT_SYNC) != 0;
-    if (sync && hr_engine_thread_drives(engine) && atomic_load(&engine->pending) == 1 &&
-        now_ns - engine->called_ns < HR_LENT_MS * 1000000ll) {
+    if (sync && hr_engine_thread_drives(engine) && atomic_load(&engine->pending) == 1 && hr_engine_called_lately(engine, now_ns)) {
         atomic_store(&engine->wanted, 1);
     }
 }

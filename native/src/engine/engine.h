@@ -157,6 +157,10 @@ void *hr_engine_main(void *engine);
 static inline int hr_engine_thread_drives(const struct hr_engine *engine) {
     return atomic_load(&engine->always_drives) && !engine->lent;
 }
+/* Whether a caller has waited within the last HR_LENT_MS; where the thread always drives, with the lock held. */
+static inline int hr_engine_called_lately(const struct hr_engine *engine, int64_t now_ns) {
+    return now_ns - engine->called_ns < HR_LENT_MS * 1000000ll;
+}
 /* Drives until `until` is done (NULL: nothing is pending), the deadline has passed, or a signal came. */
 void hr_engine_drive(struct hr_engine *engine, const struct hr_request *until, int64_t deadline_ns);
 /* Wakes whoever must notice a change made under the lock. Call with the lock held. */
