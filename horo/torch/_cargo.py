@@ -8,7 +8,7 @@ import torch
 
 from horo._errors import UnsupportedError, UsageError
 from horo.torch._requests import Request
-from horo.torch.compression import Compression, Compressor, split
+from horo.torch.compression import Compressor, split
 
 __all__ = ["Cargo", "Flight", "Group", "Plan", "Slot", "SparseFlight", "refuse_sparse"]
 
@@ -71,12 +71,9 @@ class Cargo:
         self.slot = slot
         self.grad = grad
         self.compression = plan.compression
-        if grad.layout is torch.strided and self.compression is Compression.none:
-            self.sent, self.context = grad, None
-        else:
-            refuse_sparse(slot, grad, plan)
-            dense = grad.to_dense() if grad.layout is torch.sparse_coo else grad
-            self.sent, self.context = self.compression.compress(dense)
+        refuse_sparse(slot, grad, plan)
+        dense = grad.to_dense() if grad.layout is torch.sparse_coo else grad
+        self.sent, self.context = self.compression.compress(dense)
         self.version = version = grad._version
         held = slot.held
         self.was_touched = held is not None and (held[0] is not grad or held[1] != version)
