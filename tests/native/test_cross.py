@@ -495,6 +495,17 @@ def test_a_member_that_dies_halfway_fails_the_others(native: ModuleType, kind: s
         assert run_ranks(hosts, body) == [[OK, PEER_LOST]] * hosts
 
 
+def die_or_run_on(fabric: Fabric, host: int, hosts: int, call: Any, data: Array) -> int:
+    """The last host leaves after the first of five calls; the status of the others."""
+    if host == hosts - 1:
+        assert run(fabric.ranks[host], host, call, data) == OK
+        fabric.crash(host)
+        return PEER_LOST
+    status = run(fabric.ranks[host], host, call, data, repeats=5)
+    fabric.crash(host)
+    return status
+
+
 @pytest.mark.parametrize("algorithm", [RING, DOUBLING, TREE, CHAIN])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_member_that_dies_while_two_calls_are_under_way_fails_both(
@@ -507,13 +518,7 @@ def test_a_member_that_dies_while_two_calls_are_under_way_fails_both(
         def body(host: int) -> int:
             call = call_of(native, algorithm, hosts, count, root=root, piece_bytes=40_000)
             data = np.ones(5 * count, np.float32)
-            if host == hosts - 1:
-                assert run(fabric.ranks[host], host, call, data) == OK
-                fabric.crash(host)
-                return PEER_LOST
-            status = run(fabric.ranks[host], host, call, data, repeats=5)
-            fabric.crash(host)
-            return status
+            return die_or_run_on(fabric, host, hosts, call, data)
 
         assert run_ranks(hosts, body) == [PEER_LOST] * hosts
 
@@ -531,13 +536,7 @@ def test_a_member_that_dies_halfway_through_allgathers_fails_the_others(
         def body(host: int) -> int:
             call = gather_of(native, algorithm, parts, piece_bytes=10_000)
             data = np.tile(before_gather(host, parts), 5)
-            if host == hosts - 1:
-                assert run(fabric.ranks[host], host, call, data) == OK
-                fabric.crash(host)
-                return PEER_LOST
-            status = run(fabric.ranks[host], host, call, data, repeats=5)
-            fabric.crash(host)
-            return status
+            return die_or_run_on(fabric, host, hosts, call, data)
 
         assert run_ranks(hosts, body) == [PEER_LOST] * hosts
 

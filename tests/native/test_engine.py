@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import threading
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import psutil
@@ -567,6 +568,20 @@ def test_a_rank_that_dies_is_named_on_every_other_rank(hosts: list[int], victim:
         group.run(body)
 
 
+def expect_death(group: Group, rank: Rank, hosts: Sequence[int], victim: int, act: Callable[[Rank], None]) -> None:
+    """Acts until the victim's death ends that, as its group and the error of those on other hosts must say."""
+    host_of = [host for host, count in enumerate(hosts) for _ in range(count)]
+    with pytest.raises(GroupError) as caught:
+        while True:  # where the victim is scheduled so late that all has come, the next operation meets its death
+            act(rank)
+    group.kill(rank.rank)  # a script that ends; so those hear of it that have no link to the victim
+    if rank.rank != victim:
+        assert isinstance(caught.value, PeerLostError)
+    # The victim's engine lives on in this process, and in the memory of its host it may blame whoever left next.
+    if host_of[rank.rank] != host_of[victim]:
+        assert f"rank {victim} (host" in str(caught.value)
+
+
 @pytest.mark.parametrize(("hosts", "victim"), [([1, 1], 1), ([1, 1, 1], 0), ([2, 2], 2), ([1, 2], 0)], ids=str)
 def test_a_rank_that_dies_while_segments_travel_is_named_and_lets_go_of_memory(hosts: list[int], victim: int) -> None:
     """The first segment has come and thousands are due, so that two are under way when the links break."""
@@ -576,27 +591,18 @@ def test_a_rank_that_dies_while_segments_travel_is_named_and_lets_go_of_memory(h
 
     def reduce_and_die(rank: Rank) -> None:
         data[rank.rank][:] = rank.rank + 1
-        handle = rank.submit("allreduce", "x", [data[rank.rank]], reduce_op=_core.REDUCE_OPS["sum"])
-        if rank.rank == victim:
-            wait_for(lambda: data[victim][0] == total)
-            group.kill(victim)
-        rank.finish(handle)
+        try:
+            handle = rank.submit("allreduce", "x", [data[rank.rank]], reduce_op=_core.REDUCE_OPS["sum"])
+            if rank.rank == victim:
+                wait_for(lambda: data[victim][0] == total)
+                group.kill(victim)
+            rank.finish(handle)
+        except GroupError:
+            data[rank.rank][:] = -1  # its own again: nothing may still arrive here
+            raise
 
-    def body(rank: Rank) -> None:
-        with pytest.raises(GroupError) as caught:
-            while True:  # where the victim is scheduled so late that all has come, the next operation meets its death
-                reduce_and_die(rank)
-        data[rank.rank][:] = -1  # its own again: nothing may still arrive here
-        group.kill(rank.rank)  # a script that ends; so those hear of it that have no link to the victim
-        if rank.rank != victim:
-            assert isinstance(caught.value, PeerLostError)
-        # The victim's engine lives on in this process, and in the memory of its host it may blame whoever left next.
-        if host_of[rank.rank] != host_of[victim]:
-            assert f"rank {victim} (host" in str(caught.value)
-
-    host_of = [host for host, count in enumerate(hosts) for _ in range(count)]
     with Group(hosts, segment_bytes=1 << 12) as group:
-        group.run(body)
+        group.run(lambda rank: expect_death(group, rank, hosts, victim, reduce_and_die))
         assert all((array == -1).all() for array in data)
 
 
@@ -617,20 +623,8 @@ def test_a_rank_that_dies_in_the_middle_of_an_allgather_is_named(
             group.kill(victim)
         rank.finish(handle)
 
-    def body(rank: Rank) -> None:
-        with pytest.raises(GroupError) as caught:
-            while True:  # where the victim is scheduled so late that all has come, the next operation meets its death
-                gather_and_die(rank)
-        group.kill(rank.rank)  # a script that ends; so those hear of it that have no link to the victim
-        if rank.rank != victim:
-            assert isinstance(caught.value, PeerLostError)
-        # The victim's engine lives on in this process, and in the memory of its host it may blame whoever left next.
-        if host_of[rank.rank] != host_of[victim]:
-            assert f"rank {victim} (host" in str(caught.value)
-
-    host_of = [host for host, count in enumerate(hosts) for _ in range(count)]
     with Group(hosts, segment_bytes=1 << 12) as group:
-        results = group.run(body)
+        results = group.run(lambda rank: expect_death(group, rank, hosts, victim, gather_and_die))
     assert len(results) == size
 
 
