@@ -200,11 +200,11 @@ class Config:
         high=1 << 30,
         multiple_of=4096,
     )
-    spin_us: int | None = _variable(
+    spin_us: int = _variable(
         "SPIN_US",
-        None,
-        "Longest busy wait before sleeping, which gives way to every other process that wants its core; unset: 50 us "
-        "in a job of one host, 200 us in a job of several, since an answer from there takes longer.",
+        1000,
+        "Longest busy wait of a call before it sleeps, which gives way to every other process that wants its core; "
+        "the background thread waits busily for a twentieth of it.",
         kind=int,
         unit="us",
         low=0,

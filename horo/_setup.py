@@ -102,7 +102,7 @@ class Setup:
     data_fds: Sequence[int]
     fusion_bytes: int = 128 << 20
     cache_capacity: int = 4096
-    spin_us: int = 50
+    spin_us: int = 1000
     cycle_time_us: int = 0
     stall_warning_ms: int = 60_000
     stall_shutdown_ms: int = 0

@@ -38,7 +38,6 @@ __all__ = ["Connection", "Job", "connect", "start"]
 
 _ONE_HOST_SEGMENT_BYTES = 1 << 18
 _SEVERAL_HOSTS_SEGMENT_BYTES = 1 << 20
-_ONE_HOST_SPIN_US, _SEVERAL_HOSTS_SPIN_US = 50, 200
 _SECRET_BYTES = 32
 
 
@@ -338,12 +337,6 @@ def _segment_bytes(config: Config, hellos: Sequence[Hello]) -> int:
     return _SEVERAL_HOSTS_SEGMENT_BYTES if len(machines) > 1 else _ONE_HOST_SEGMENT_BYTES
 
 
-def _spin_us(config: Config, host_count: int) -> int:
-    if config.spin_us is not None:
-        return config.spin_us
-    return _SEVERAL_HOSTS_SPIN_US if host_count > 1 else _ONE_HOST_SPIN_US
-
-
 def _setup(
     config: Config,
     *,
@@ -370,7 +363,7 @@ def _setup(
         data_fds=data,
         fusion_bytes=config.fusion_threshold,
         cache_capacity=config.cache_capacity,
-        spin_us=_spin_us(config, len(grouping.hosts)),
+        spin_us=config.spin_us,
         cycle_time_us=round(config.cycle_time_ms * 1000),
         stall_warning_ms=round(config.stall_check_time_s * 1000) if checked else 0,
         stall_shutdown_ms=round(config.stall_shutdown_time_s * 1000) if checked else 0,

@@ -30,7 +30,7 @@ def test_empty_environment_gives_the_defaults() -> None:
     assert config == Config()
     assert config.fusion_threshold == 134217728
     assert config.cache_capacity == 4096
-    assert (config.cycle_time_ms, config.spin_us, config.segment_bytes) == (0.0, None, None)
+    assert (config.cycle_time_ms, config.spin_us, config.segment_bytes) == (0.0, 1000, None)
     assert (config.start_timeout_s, config.peer_timeout_s) == (60.0, 30.0)
     assert (config.stall_check_disable, config.stall_check_time_s, config.stall_shutdown_time_s) == (False, 60.0, 0.0)
 

@@ -168,7 +168,7 @@ static void leave(struct hr_engine *engine) {
 static int linger(struct hr_engine *engine) {
     atomic_store(&engine->lingering, 1);
     (void)pthread_mutex_unlock(&engine->lock);
-    const int64_t end_ns = hr_now_ns() + engine->caller_spin_ns;
+    const int64_t end_ns = hr_now_ns() + engine->thread_spin_ns;
     while (atomic_load(&engine->lingering) && hr_now_ns() < end_ns) {
         for (int i = 0; i < HR_LOOKS_PER_YIELD && atomic_load(&engine->lingering); i++) {
             hr_cpu_relax();
@@ -182,7 +182,7 @@ static int linger(struct hr_engine *engine) {
 /*
  * Until called, with the lock held. Parking costs the caller a system call that wakes a thread, two microseconds and more, for each
  * request of a stream; lingering costs time of a core that nobody else wants. So it lingers only after it has been woken so soon
- * that lingering would have caught the call, and no longer than a wait may spin.
+ * that lingering would have caught the call, and no longer than its waits spin.
  */
 static void rest(struct hr_engine *engine) {
     if (engine->woken_soon && !engine->lent && linger(engine)) {
@@ -193,7 +193,7 @@ static void rest(struct hr_engine *engine) {
     const int64_t begin_ns = hr_now_ns();
     park(engine, engine->lent ? HR_LENT_MS : -1);
     const int64_t end_ns = hr_now_ns();
-    engine->woken_soon = end_ns - begin_ns < engine->caller_spin_ns;
+    engine->woken_soon = end_ns - begin_ns < engine->thread_spin_ns;
     (void)pthread_mutex_lock(&engine->lock);
     engine->parked = 0;
     if (engine->driver == HR_DRIVER_NONE && !hr_engine_called_lately(engine, end_ns)) {

@@ -13,7 +13,7 @@
 enum {
     CALLER_FALLBACK_MS = 50, /* a driver that let go is noticed by its wake-up; this bounds the wait should one be missed */
     LEAVE_GRACE_S = 2,       /* a batch that others do not finish may hold a shutdown up this long */
-    THREAD_SPIN_DIVISOR = 8, /* the background thread shares its core with the training: it spins less than a caller */
+    THREAD_SPIN_DIVISOR = 20, /* the background thread shares its core with the training: it spins less than a caller */
 };
 
 static int start_thread(struct hr_engine *engine, struct hr_error *error) {
