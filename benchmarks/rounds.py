@@ -37,6 +37,7 @@ class Plan:
         calls: so many calls instead, for all contestants; 0: as many as ``turn_ms`` asks for.
         warm: calls before them that are not counted.
         each: keep the time of every call, not only the mean of a turn.
+        check_before: check results also before the first round, not only after the last.
     """
 
     rounds: int = 11
@@ -44,6 +45,7 @@ class Plan:
     calls: int = 0
     warm: int = 1
     each: bool = False
+    check_before: bool = True
 
 
 @dataclass
@@ -151,7 +153,7 @@ def order_of(peers: Sequence[Peer], number: int) -> list[Peer]:
 
 
 def play(contest: Contest, workload: str, cases: Sequence[Case], plan: Plan) -> list[Result]:
-    """Lets all contestants play all cases, ``plan.rounds`` times, and checks their results before and after.
+    """Lets all contestants play all cases, ``plan.rounds`` times, and checks results, by default before and after.
 
     Raises:
         ContestError: a contestant died or is too slow to wait for.
@@ -192,7 +194,8 @@ def _begin(contest: Contest, peer: Peer, workload: str, result: Result, plan: Pl
     if unsupported:
         result.unsupported[peer.name] = unsupported
         return
-    _check(contest, peer, result)
+    if plan.check_before:
+        _check(contest, peer, result)
     count = plan.calls
     if count == 0:
         micros = contest.turn(peer, name, CALIBRATION_CALLS, warm=plan.warm).micros

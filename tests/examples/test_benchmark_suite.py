@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from example_runs import ROOT
@@ -15,10 +15,11 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import allreduce
 import check
 import measured
+import peers
 import report
 import rounds
 import suite
-from contest import ContestError, Turn
+from contest import Contest, ContestError, Turn
 
 FAST = rounds.AREA_BYTES / rounds.SHARING_GBS / 1e3 / 2
 SLOW = FAST * 4
@@ -157,6 +158,45 @@ def test_the_check_exits_with_0_when_short_and_1_when_something_broke(
     monkeypatch.setattr(allreduce, "check_rows", breaks)
     assert check.run(arguments) == 1
     assert "check.py: allreduce: rank 1 of gloo died; quick: True" in capsys.readouterr().err
+
+
+def test_in_a_hurry_those_take_part_who_can_be_the_best_peer() -> None:
+    everybody = [peers.HORO, peers.GLOO, peers.MPICH, peers.HOROVOD]
+    assert allreduce.in_a_hurry(everybody) == [peers.HORO, peers.MPICH]
+    assert allreduce.in_a_hurry([peers.HORO, peers.GLOO]) == [peers.HORO, peers.GLOO]  # where there is no MPI
+
+
+class TwoChecks:
+    """A contest of one contestant, whose results are right until it has had a turn."""
+
+    def __init__(self) -> None:
+        self.peers, self.checks, self.turns = [peers.HORO], 0, 0
+
+    def prepare(self, *_: object) -> str:
+        return ""
+
+    def check(self, *_: object) -> str:
+        self.checks += 1
+        return "3 elements" if self.turns else ""
+
+    def turn(self, *_: object, **__: object) -> Turn:
+        self.turns += 1
+        return Turn(5.0, [])
+
+    def probe(self) -> float:
+        return 200.0
+
+    def forget(self, *_: object) -> None:
+        """Nothing to give back."""
+
+
+@pytest.mark.parametrize(("check_before", "checks"), [(True, 2), (False, 1)])
+def test_results_are_checked_after_the_rounds_in_any_case(check_before: bool, checks: int) -> None:
+    contest = TwoChecks()
+    plan = rounds.Plan(rounds=2, calls=3, check_before=check_before)
+    (result,) = rounds.play(cast(Contest, contest), "allreduce", [rounds.Case("4 B", {})], plan)
+    assert (contest.checks, contest.turns) == (checks, 2)
+    assert result.wrong == {"horo": "3 elements"}
 
 
 @pytest.mark.parametrize(
