@@ -115,6 +115,12 @@ def sizes_ahead(rows: Sequence[Row], state: str, what: str) -> list[str]:
 
 # ---- training step ---------------------------------------------------------------------------------------------------
 
+CEILINGS = {
+    "ceiling": "efficiency",
+    "ceiling, memory kept": "of the ceiling with memory kept",
+    "ceiling, memory kept, in step": "of that one in step",
+}
+
 
 def training_step(document: Document, folder: Path) -> Chapter:
     """Scaling efficiency: the time of a step without communication over the time of a step with it, in percent."""
@@ -122,15 +128,15 @@ def training_step(document: Document, folder: Path) -> Chapter:
     groups: dict[str, dict[str, float]] = {}
     table, ahead = [], []
     for (model,), found in grouped(rows, "model").items():
-        ceiling = next((row for row in found if row["contestant"] == "ceiling"), None)
+        ceilings = [row for row in found if row["contestant"].partition(",")[0] == "ceiling"]
         for row in found:
-            efficiency = 100 * ratio_of(ceiling, row, "") if ceiling else None
-            if efficiency is not None and row is not ceiling:
-                groups.setdefault(str(model), {})[row["contestant"]] = efficiency
+            shares = {ceiling["contestant"]: 100 * ratio_of(ceiling, row, "") for ceiling in ceilings}
+            if "ceiling" in shares and row["contestant"] != "ceiling":
+                groups.setdefault(str(model), {})[row["contestant"]] = shares["ceiling"]
             cells = [str(model), row["contestant"], report.time_text(median_of(row, ""))]
             cells += [report.time_text(min(row["rounds_us"])), report.time_text(max(row["rounds_us"]))]
-            shown = "" if efficiency is None else f"{efficiency:.1f} %"
-            table.append([*cells, shown, f"{row['cpu_us'] / 1e3:.0f} ms", f"{row['switches']:.0f}"])
+            cells += [f"{shares[name]:.1f} %" if name in shares else "" for name in CEILINGS]
+            table.append([*cells, f"{row['cpu_us'] / 1e3:.0f} ms", f"{row['switches']:.0f}"])
         horo, best = horo_of(found), best_peer(found, "")
         if horo and best and (ratio := ratio_of(best, horo, "")) < 1:
             what = f"* training step, {model}{document.where}"
@@ -140,7 +146,7 @@ def training_step(document: Document, folder: Path) -> Chapter:
         title = "scaling efficiency: step without communication / step"
         pictures.draw_bars(folder / f"{document.name}.svg", groups, y="%", title=title, full=100)
         lines += [picture(folder, document.name, "Scaling efficiency by model"), ""]
-    titles = ["model", "", "step", "fastest", "slowest", "efficiency", "CPU, all ranks", "context switches"]
+    titles = ["model", "", "step", "fastest", "slowest", *CEILINGS.values(), "CPU, all ranks", "context switches"]
     return Chapter([*lines, *markdown_table(titles, table)], ahead)
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 RATE = 0.001
 CHECKED_STEPS = 2
+LONELY = ("alone", "in_step")  # kinds of libraries that exchange no gradients
 
 
 class Training:
@@ -38,13 +39,15 @@ class Training:
     def step(self) -> None:
         self.optimizer.zero_grad()
         nn.functional.cross_entropy(self.forward(self.inputs[self.mine]), self.targets[self.mine]).backward()
+        if self.library.kind == "in_step":
+            self.library.barrier()  # where the others' gradients would be needed
         self.optimizer.step()
 
 
 def wrap(library: Library, model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     if library.kind == "gloo":
         return nn.parallel.DistributedDataParallel(model)
-    if library.kind in ("horo", "horovod", "alone"):
+    if library.kind in ("horo", "horovod", *LONELY):
         return model
     raise Unsupported(f"the library '{library.kind}' trains nothing")
 
@@ -58,7 +61,7 @@ def check_learning(library: Library, recipe: models.Recipe) -> str:
     training = Training(library, recipe)
     for _ in range(CHECKED_STEPS):
         training.step()
-    if not recipe.adds_up or library.kind == "alone":
+    if not recipe.adds_up or library.kind in LONELY:
         return ""
     torch.manual_seed(0)
     alone = recipe.make()
@@ -93,7 +96,7 @@ ALONE_HERE = _AloneHere()
 
 def differing_ranks(library: Library, model: nn.Module) -> str:
     """Whether all ranks hold the same bits."""
-    if library.kind == "alone":
+    if library.kind in LONELY:
         return ""
     digest = hashlib.blake2b(flat(model).numpy().tobytes(), digest_size=7).digest()
     own = torch.tensor([int.from_bytes(digest, "little")])
