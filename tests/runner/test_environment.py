@@ -46,6 +46,7 @@ def test_a_rank_is_told_its_place_in_both_dialects() -> None:
         "OMP_NUM_THREADS": "4",
         "MALLOC_MMAP_THRESHOLD_": "4294967296",
         "MALLOC_TRIM_THRESHOLD_": "4294967296",
+        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
     }
 
 
@@ -53,7 +54,7 @@ def test_threads_the_user_has_set_stay() -> None:
     told = rank_variables(
         place([1], 1)[0], host="h", mark="m", store="s", master=("a", 1), cores=8, threads_set=True, keep_memory=False
     )
-    assert not {"OMP_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"} & told.keys()
+    assert not {"OMP_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"} & told.keys()
 
 
 @pytest.mark.parametrize("name", ["MALLOC_ARENA_MAX", "GLIBC_TUNABLES"])
