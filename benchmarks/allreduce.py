@@ -1,6 +1,6 @@
 """Time of an allreduce by horo, gloo, Open MPI, MPICH and, where it is installed, Horovod.
 
-    python benchmarks/allreduce.py                      two ranks on this machine, 4 B to 64 MiB
+    python benchmarks/allreduce.py                      two ranks on this machine, 4 B to 256 MiB
     python benchmarks/allreduce.py --np 4 --dtype bfloat16 --max 256M --json out.json
 
 Contestants take turns in short rounds, so that a change in the state of the machine falls on all of them. The terms are
@@ -29,7 +29,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     options.add(parser)
     parser.add_argument("--min", type=report.parse_size, default=4, metavar="SIZE", help="smallest tensor (default: 4)")
     parser.add_argument(
-        "--max", type=report.parse_size, default=64 << 20, metavar="SIZE", help="largest tensor (default: 64M)"
+        "--max", type=report.parse_size, default=256 << 20, metavar="SIZE", help="largest tensor (default: 256M)"
     )
     parser.add_argument("--step", type=int, default=4, help="factor from one size to the next (default: %(default)s)")
     parser.add_argument("--dtype", choices=ITEM_BYTES, default="float32", help="of the tensors (default: %(default)s)")

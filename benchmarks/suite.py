@@ -37,7 +37,9 @@ BENCHMARKS = (
     Benchmark("allreduce-np2-bfloat16", "allreduce", ("--dtype", "bfloat16", "--min", "1K")),
     Benchmark("allreduce-np4", "allreduce", ("--np", "4")),
     Benchmark(
-        "allreduce-hosts2", "allreduce", ("--hosts", "2", "--min", "4K", "--step", "16", "--peers", BETWEEN_HOSTS)
+        "allreduce-hosts2",
+        "allreduce",
+        ("--hosts", "2", "--min", "4K", "--max", "64M", "--step", "16", "--peers", BETWEEN_HOSTS),
     ),
     Benchmark("latency", "latency"),
     Benchmark("small_tensors", "small_tensors"),
