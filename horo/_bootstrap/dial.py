@@ -61,6 +61,8 @@ def dial(
 
 @dataclass
 class _Attempt:
+    """One connection to be made: who asks, until when, and why each address was no good so far."""
+
     secret: bytes
     claim: Claim
     deadline: float

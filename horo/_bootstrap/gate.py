@@ -57,6 +57,8 @@ class StrangerLog:
 
 @dataclass
 class _HalfOpen:
+    """A connection that has come, at ``since``, and has not proved yet that it knows the secret."""
+
     connection: socket.socket
     acceptor: Acceptor
     address: str

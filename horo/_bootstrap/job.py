@@ -220,6 +220,8 @@ def _open_store(launch: Launch, config: Config, epoch: int) -> tuple[Store, byte
 
 @dataclass(frozen=True)
 class _Start:
+    """What the parts of one start have in common."""
+
     launch: Launch
     config: Config
     epoch: int

@@ -78,6 +78,8 @@ class NoticeServer:
 
 @dataclass
 class _Asked:
+    """An address that was asked, and what it has answered so far."""
+
     endpoint: Endpoint
     connection: socket.socket
     heard: bytearray = field(default_factory=bytearray)

@@ -62,6 +62,8 @@ class _Waiter:
 
 @dataclass(eq=False)
 class _Client:
+    """One connection: what goes out next, and which key gets which value when it ends."""
+
     connection: socket.socket
     opener: Opener
     sealer: Sealer
