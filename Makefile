@@ -132,11 +132,9 @@ lint: style types ## style and types
 tidy: build ## what a machine can hold of the house rules
 	@$(PY) -m pytest -q tests/tidy
 
-.PHONY: asan ubsan tsan
-asan: build ## native tests under AddressSanitizer
+.PHONY: asan tsan
+asan: build ## native tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	@$(PY) tests/native/sanitize.py address
-ubsan: build ## native tests under UndefinedBehaviorSanitizer
-	@$(PY) tests/native/sanitize.py undefined
 tsan: build ## native tests under ThreadSanitizer
 	@$(PY) tests/native/sanitize.py thread
 

@@ -1,4 +1,6 @@
-"""Runs pytest on the core built under a sanitizer: `sanitize.py address|undefined|thread [pytest arguments]`.
+"""Runs pytest on the core built under a sanitizer: `sanitize.py address|thread [pytest arguments]`.
+
+`address` also finds undefined behaviour.
 
 The interpreter is not instrumented, so the sanitizer's library must be loaded before it (LD_PRELOAD); what happens
 inside the core and in everything that the sanitizer intercepts (malloc, memcpy, pthread) is checked all the same.
@@ -16,7 +18,7 @@ from pathlib import Path
 __all__ = ["SANITIZERS", "environment", "main"]
 
 FOLDER = Path(__file__).resolve().parent
-SANITIZERS = {"address": "libasan.so", "undefined": "libubsan.so", "thread": "libtsan.so"}
+SANITIZERS = {"address": "libasan.so", "thread": "libtsan.so"}
 OPTIONS = {
     # No leak check: the interpreter keeps thousands of blocks on purpose, and as it is built without frame pointers, no
     # suppression can tell their stacks from the core's. The fuzz replay, a plain C program, does check for leaks.

@@ -13,16 +13,17 @@ from native_build import FLAVOUR
 
 FOLDER = Path(__file__).resolve().parent
 FAULTS = {
-    "address": ("shim_fault_overflow", "AddressSanitizer: heap-buffer-overflow"),
-    "undefined": ("shim_fault_integer", "runtime error: signed integer overflow"),
-    "thread": ("shim_fault_race", "ThreadSanitizer: data race"),
+    "shim_fault_overflow": ("address", "AddressSanitizer: heap-buffer-overflow"),
+    "shim_fault_integer": ("address", "runtime error: signed integer overflow"),
+    "shim_fault_race": ("thread", "ThreadSanitizer: data race"),
 }
 
 
 @pytest.mark.skipif(FLAVOUR == "", reason="no sanitizer in this run (tests/native/sanitize.py starts one)")
 @pytest.mark.usefixtures("native")  # built, so that the time limit is for running only
-def test_the_sanitizer_of_this_run_reports_a_deliberate_fault_and_ends_the_process() -> None:
-    fault, report = FAULTS[FLAVOUR]
+@pytest.mark.parametrize("fault", [fault for fault, (flavour, _) in FAULTS.items() if flavour == FLAVOUR])
+def test_the_sanitizer_of_this_run_reports_a_deliberate_fault_and_ends_the_process(fault: str) -> None:
+    report = FAULTS[fault][1]
     code = f"import native_build; print(native_build.load().lib.{fault}(), 'survived')"
     result = subprocess.run(
         [sys.executable, "-c", code], cwd=FOLDER, check=False, capture_output=True, text=True, timeout=60
@@ -36,7 +37,7 @@ def test_the_sanitizer_of_this_run_reports_a_deliberate_fault_and_ends_the_proce
 def test_an_unknown_sanitizer_is_named_and_the_known_ones_listed(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         sanitize.main(arguments)
-    assert "address, undefined, thread" in str(caught.value)
+    assert "address, thread" in str(caught.value)
     assert (repr(arguments[0]) if arguments else "nothing") in str(caught.value)
 
 
