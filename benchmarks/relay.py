@@ -16,10 +16,11 @@ from typing import NamedTuple
 __all__ = ["Relay", "Seen", "cut_in"]
 
 LENGTH_BYTES = 4
+HEAD_BYTES = 64  # native/src/engine/link.c: what is shorter is filled up
 
 
 class Seen(NamedTuple):
-    """What has passed since ``begin``."""
+    """What has passed since ``begin``; ``bytes`` without what fills short messages up."""
 
     messages: int
     bytes: int
@@ -36,14 +37,15 @@ class _End:
     onward: socket.socket
     unread: bytearray = field(default_factory=bytearray)
 
-    def take_message(self) -> bytes | None:
-        """The first whole message, with its length in front, if it is all there."""
-        length = LENGTH_BYTES + int.from_bytes(self.unread[:LENGTH_BYTES], "little")
-        if len(self.unread) < LENGTH_BYTES or len(self.unread) < length:
+    def take_message(self) -> tuple[bytes, int] | None:
+        """The first message as it travels, and how long it is with its length in front, if it is all there."""
+        size_bytes = LENGTH_BYTES + int.from_bytes(self.unread[:LENGTH_BYTES], "little")
+        travelling = max(HEAD_BYTES, size_bytes)
+        if len(self.unread) < travelling:
             return None
-        message = bytes(self.unread[:length])
-        del self.unread[:length]
-        return message
+        message = bytes(self.unread[:travelling])
+        del self.unread[:travelling]
+        return message, size_bytes
 
 
 class Relay(threading.Thread):
@@ -82,8 +84,9 @@ class Relay(threading.Thread):
         try:
             data = end.connection.recv(1 << 16)
             end.unread += data
-            while (message := end.take_message()) is not None:
-                self._note(end, len(message))
+            while (taken := end.take_message()) is not None:
+                message, size_bytes = taken
+                self._note(end, size_bytes)
                 end.onward.sendall(message)
             if not data:
                 end.onward.shutdown(socket.SHUT_WR)

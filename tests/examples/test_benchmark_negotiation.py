@@ -62,19 +62,20 @@ def test_the_relay_counts_the_longest_chain() -> None:
     relay.start()
 
     def send(host: int, other: int, body: bytes) -> None:
-        """One message, and waits until it has arrived."""
-        ends[host, other].sendall(len(body).to_bytes(4, "little") + body)
+        """One message, and waits until it has arrived: no shorter than a head of 64 bytes."""
+        message = (len(body).to_bytes(4, "little") + body).ljust(64, b"\0")
+        ends[host, other].sendall(message)
         received = b""
-        while len(received) < 4 + len(body):
+        while len(received) < len(message):
             received += ends[other, host].recv(100)
-        assert received[4:] == body
+        assert received == message
 
     send(2, 1, b"up")  # chain 1
     send(0, 1, b"by itself")  # also 1
     send(1, 0, b"up")  # 2: host 1 has heard of both
     send(0, 1, b"")  # 3
-    send(1, 2, b"down")  # 4
-    assert relay.seen() == (5, 5 * 4 + 17, 4)
+    send(1, 2, b"down" * 20)  # 4
+    assert relay.seen() == (5, 5 * 4 + 13 + 80, 4)
     relay.begin()
     send(1, 2, b"x")
     assert relay.seen() == (1, 5, 1)

@@ -52,20 +52,22 @@ struct hr_known {
     uint8_t bytes[];     /* canonical form */
 };
 
+enum { HR_LINK_HEAD_BYTES = 64 };
+
 /* A control link to a neighbour in the tree of hosts: chunks of frames, each behind its length. Leaders only. */
 struct hr_link {
     int host;
     int leader_rank;
     int open;
-    uint8_t recv_length[4];
-    int recv_body; /* the posted receive is for a body, not a length */
+    uint8_t recv_head[HR_LINK_HEAD_BYTES];
+    int recv_rest; /* the posted receive is for the rest of a chunk, not a head */
     struct hr_io recv;
     struct hr_buffer in;      /* received, whole chunks */
-    uint8_t *chunk;           /* being received */
-    size_t chunk_bytes;
+    uint8_t *rest;            /* being received */
+    size_t rest_bytes;
     struct hr_buffer out;     /* to be sent next */
-    struct hr_buffer sending; /* being sent, with its length in front */
-    struct hr_io send_length, send;
+    struct hr_buffer sending; /* being sent, with its length in front, as long as a head at least */
+    struct hr_io send_head, send;
 };
 
 enum { HR_LENT_MS = 1 };

@@ -1,32 +1,33 @@
 /*
- * Control links between leaders. Whatever has gathered while the last chunk was on its way is the next chunk: a length, then frames.
- * A receive is always posted, so a broken link is noticed while a leader waits for anything.
+ * Control links between leaders. Whatever has gathered while the last chunk was on its way is the next chunk: a head of fixed size,
+ * which is the chunk's length and its first bytes, then what did not fit. The messages of a small operation fit, so that one receive
+ * takes each. The receive of a head is always posted, so a broken link is noticed while a leader waits for anything.
  */
 #include <stdlib.h>
 #include <string.h>
 
 #include "engine/engine.h"
 
-enum { LENGTH_BYTES = 4, CHUNK_MAX = 1 << 20 }; /* a chunk may end within a frame */
+enum { LENGTH_BYTES = 4, IN_HEAD = HR_LINK_HEAD_BYTES - LENGTH_BYTES, CHUNK_MAX = 1 << 20 }; /* a chunk may end within a frame */
 
-static int post_length(const struct hr_engine *engine, struct hr_link *link) {
+static int post_head(const struct hr_engine *engine, struct hr_link *link) {
     struct hr_transport *transport = engine->group->transport;
-    link->recv_body = 0;
-    return transport->ops->post_recv(transport, link->host, HR_CHANNEL_CONTROL, link->recv_length, LENGTH_BYTES,
+    link->recv_rest = 0;
+    return transport->ops->post_recv(transport, link->host, HR_CHANNEL_CONTROL, link->recv_head, HR_LINK_HEAD_BYTES,
                                      &link->recv);
 }
 
 int hr_link_open(struct hr_engine *engine, struct hr_link *link, int host) {
     *link = (struct hr_link){.host = host, .leader_rank = engine->group->leader_of_host[host], .open = 1};
-    return post_length(engine, link);
+    return post_head(engine, link);
 }
 
 void hr_link_close(struct hr_link *link) {
     hr_buffer_fini(&link->in);
     hr_buffer_fini(&link->out);
     hr_buffer_fini(&link->sending);
-    free(link->chunk);
-    link->chunk = NULL;
+    free(link->rest);
+    link->rest = NULL;
     link->open = 0;
 }
 
@@ -35,10 +36,24 @@ int hr_link_has_work(const struct hr_link *link) {
                           (link->send.state != HR_IO_POSTED && hr_buffer_size(&link->out) > 0));
 }
 
+/* Two sends where the receiver posts two receives; the transport gathers them into one packet. */
+static int post_chunk(struct hr_transport *transport, struct hr_link *link) {
+    const uint8_t *front = hr_buffer_front(&link->sending);
+    const size_t rest_bytes = hr_buffer_size(&link->sending) - HR_LINK_HEAD_BYTES;
+    struct hr_io *last = rest_bytes == 0 ? &link->send : &link->send_head;
+    HR_TRY(transport->ops->post_send(transport, link->host, HR_CHANNEL_CONTROL, front, HR_LINK_HEAD_BYTES, last));
+    if (rest_bytes == 0) {
+        return HORO_OK;
+    }
+    front += HR_LINK_HEAD_BYTES;
+    return transport->ops->post_send(transport, link->host, HR_CHANNEL_CONTROL, front, rest_bytes, &link->send);
+}
+
 static int send_next(struct hr_engine *engine, struct hr_link *link) {
     if (link->send.state == HR_IO_POSTED || hr_buffer_size(&link->out) == 0) {
         return 0;
     }
+    static const uint8_t padding[IN_HEAD];
     const size_t waiting = hr_buffer_size(&link->out);
     const uint32_t bytes = waiting < CHUNK_MAX ? (uint32_t)waiting : CHUNK_MAX;
     const uint8_t length[LENGTH_BYTES] = {(uint8_t)bytes, (uint8_t)(bytes >> 8), (uint8_t)(bytes >> 16),
@@ -46,31 +61,34 @@ static int send_next(struct hr_engine *engine, struct hr_link *link) {
     hr_buffer_consume(&link->sending, hr_buffer_size(&link->sending));
     HR_TRY(hr_buffer_append(&link->sending, length, LENGTH_BYTES));
     HR_TRY(hr_buffer_append(&link->sending, hr_buffer_front(&link->out), bytes));
+    if (bytes < IN_HEAD) {
+        HR_TRY(hr_buffer_append(&link->sending, padding, IN_HEAD - bytes));
+    }
     hr_buffer_consume(&link->out, bytes);
-    struct hr_transport *transport = engine->group->transport;
-    const uint8_t *front = hr_buffer_front(&link->sending);
-    /* Two sends, as the receiver posts two receives; the transport gathers them into one packet. */
-    HR_TRY(transport->ops->post_send(transport, link->host, HR_CHANNEL_CONTROL, front, LENGTH_BYTES, &link->send_length));
-    HR_TRY(transport->ops->post_send(transport, link->host, HR_CHANNEL_CONTROL, front + LENGTH_BYTES, bytes, &link->send));
+    HR_TRY(post_chunk(engine->group->transport, link));
     atomic_fetch_add_explicit(&engine->messages_sent, 1, memory_order_relaxed);
     return 1;
 }
 
-static int receive_length(const struct hr_engine *engine, struct hr_link *link) {
-    const uint8_t *l = link->recv_length;
-    const uint32_t bytes = l[0] | (uint32_t)l[1] << 8 | (uint32_t)l[2] << 16 | (uint32_t)l[3] << 24;
-    if (bytes == 0 || bytes > HR_WIRE_MESSAGE_MAX) {
+static int receive_head(const struct hr_engine *engine, struct hr_link *link) {
+    const uint8_t *h = link->recv_head;
+    const uint32_t bytes = h[0] | (uint32_t)h[1] << 8 | (uint32_t)h[2] << 16 | (uint32_t)h[3] << 24;
+    if (bytes == 0 || bytes > CHUNK_MAX) {
         return HORO_ERR_INTERNAL;
     }
-    uint8_t *chunk = realloc(link->chunk, bytes);
-    if (chunk == NULL) {
+    if (bytes <= IN_HEAD) {
+        HR_TRY(hr_buffer_append(&link->in, h + LENGTH_BYTES, bytes));
+        return post_head(engine, link);
+    }
+    link->rest_bytes = bytes - IN_HEAD;
+    uint8_t *rest = realloc(link->rest, link->rest_bytes);
+    if (rest == NULL) {
         return HORO_ERR_RESOURCE;
     }
-    link->chunk = chunk;
-    link->chunk_bytes = bytes;
-    link->recv_body = 1;
+    link->rest = rest;
+    link->recv_rest = 1;
     struct hr_transport *transport = engine->group->transport;
-    return transport->ops->post_recv(transport, link->host, HR_CHANNEL_CONTROL, chunk, bytes, &link->recv);
+    return transport->ops->post_recv(transport, link->host, HR_CHANNEL_CONTROL, rest, link->rest_bytes, &link->recv);
 }
 
 static int receive_next(const struct hr_engine *engine, struct hr_link *link) {
@@ -80,12 +98,13 @@ static int receive_next(const struct hr_engine *engine, struct hr_link *link) {
     if (link->recv.state != HR_IO_DONE) {
         return 0;
     }
-    if (!link->recv_body) {
-        HR_TRY(receive_length(engine, link));
+    if (!link->recv_rest) {
+        HR_TRY(receive_head(engine, link));
         return 1;
     }
-    HR_TRY(hr_buffer_append(&link->in, link->chunk, link->chunk_bytes));
-    HR_TRY(post_length(engine, link));
+    HR_TRY(hr_buffer_append(&link->in, link->recv_head + LENGTH_BYTES, IN_HEAD));
+    HR_TRY(hr_buffer_append(&link->in, link->rest, link->rest_bytes));
+    HR_TRY(post_head(engine, link));
     return 1;
 }
 
