@@ -142,15 +142,17 @@ static int link_progress(struct tcp *tcp, int index) {
     }
     int moved = hr_queue_advance(&link->recv, 0);
     moved |= hr_queue_advance(&link->send, 0);
-    if (link->recv.head != NULL) {
-        moved |= receive(tcp, link, peer);
-    } else if (link->unchecked && link->send.head != NULL) {
+    if (link->recv.head == NULL && link->unchecked && link->send.head != NULL) {
         look_for_eof(tcp, link, peer);
         moved |= link->lost;
     }
     link->unchecked = 0;
+    /* Sending first: what others wait for leaves before a look at what may not have come yet. */
     if (link->send.head != NULL && link->send_errno == 0) {
         moved |= send_some(link);
+    }
+    if (link->recv.head != NULL) {
+        moved |= receive(tcp, link, peer);
     }
     if (link->send_errno != 0 && !link->lost && !moved) {
         lose_peer(tcp, link, peer, link->send_errno);
