@@ -24,8 +24,8 @@ OPTIONS = {
     # suppression can tell their stacks from the core's. The fuzz replay, a plain C program, does check for leaks.
     "ASAN_OPTIONS": "detect_leaks=0:strict_string_checks=1:detect_stack_use_after_return=1:allocator_may_return_null=1",
     "UBSAN_OPTIONS": "print_stacktrace=1",
-    # intercept_tls_get_addr: what it does to thread-local variables of loaded modules rests on a guess at glibc's ways,
-    # and one block of memory in 256 misleads it: "failed to allocate" hundreds of terabytes.
+    # intercept_tls_get_addr: for thread-local variables of loaded modules the sanitizer guesses at a header in front of
+    # them. That is thought to be why it now and then "failed to allocate" 500 TB: the size was a pointer into its heap.
     "TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1:history_size=4:intercept_tls_get_addr=0:"
     f"suppressions='{FOLDER / 'thread.supp'}'",
 }
