@@ -33,7 +33,7 @@ class Mpi:
         cyclic: options of the starter that place ranks on hosts in turn.
         hosts: the option of the starter that names them.
         pass_on: the option of the starter that gives a variable to other hosts, where it does not give all.
-        spare: options by which it does not kill the others, and what they say, when one rank dies.
+        spare: words before the program by which it does not kill the others, and what they say, when one rank dies.
         variables: that every job here needs.
     """
 
@@ -61,11 +61,15 @@ class Mpi:
         return {**own, **self.variables}
 
 
+# Told so, MPICH 5's mpiexec kills the others' process groups all the same, a little later: each rank gets a session of
+# its own.
+_SPARE = ("-disable-auto-cleanup", "setsid", "--wait")
+
 MPIS = {
     mpi.name: mpi
     for mpi in (
         Mpi("openmpi", "Open", "mpirun", "pmix", ("--map-by", "node"), "-H", "-x", variables=_OPENMPI),
-        Mpi("mpich", "MPICH", "mpiexec", "pmi2", ("-ppn", "1"), "-hosts", spare=("-disable-auto-cleanup",)),
+        Mpi("mpich", "MPICH", "mpiexec", "pmi2", ("-ppn", "1"), "-hosts", spare=_SPARE),
     )
 }
 

@@ -1,9 +1,11 @@
-"""A rank of a job that ends in some way: `mpirun -np 2 python ending_rank.py HOW`; see test_mpi_endings.py."""
+"""A rank of a job that ends in some way: `mpirun -np 2 python ending_rank.py HOW [EAR]`; see test_mpi_endings.py."""
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
+import socket
 import sys
 from typing import Any
 
@@ -12,6 +14,8 @@ from mpi4py import MPI
 from mpi_job import COLLECTIVES, TRANSPORT, MpiRank, join
 
 from horo._errors import GroupError
+
+DEADLINE_S = 60
 
 kept: list[Any] = []
 
@@ -24,7 +28,9 @@ def work(rank: MpiRank) -> None:
 
 
 def die(rank: MpiRank) -> None:
-    """Rank 1 is killed; what the other is told goes to stderr, and it leaves without MPI."""
+    """Rank 1 is killed; what the other is told goes to the socket EAR if there is one, and it leaves without MPI."""
+    # mpirun does not end a survivor that has left its process group.
+    faulthandler.dump_traceback_later(DEADLINE_S, exit=True)
     work(rank)
     if rank.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -32,7 +38,9 @@ def die(rank: MpiRank) -> None:
         while True:
             work(rank)
     except GroupError as error:
-        print(f"told: {error}", file=sys.stderr, flush=True)
+        if len(sys.argv) > 2:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as mouth:
+                mouth.sendto(str(error).encode(), sys.argv[2])
         os._exit(3)
 
 
