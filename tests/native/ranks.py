@@ -118,9 +118,14 @@ class Group:
         self._mappings: dict[int, mmap.mmap] = {}
         self.contexts: list[Context] = []
         self._ends: list[list[socket.socket]] = []
+        self._control: list[list[socket.socket]] = []
         for setup in setups:
-            fds = [*setup.life_fds, *setup.control_fds, *setup.data_fds]
-            self._ends.append([socket.socket(fileno=os.dup(fd)) for fd in fds if fd >= 0])
+            life, control, data = (
+                [socket.socket(fileno=os.dup(fd)) for fd in fds if fd >= 0]
+                for fds in (setup.life_fds, setup.control_fds, setup.data_fds)
+            )
+            self._ends.append([*life, *control, *data])
+            self._control.append(control)
             self.contexts.append(Context(self._share(setup)))
 
     def _share(self, setup: Setup) -> Setup:
@@ -158,6 +163,10 @@ class Group:
         """The others see all streams end without a goodbye, as when the kernel closes them for a dead process."""
         for end in self._ends[rank]:
             end.shutdown(socket.SHUT_WR)
+
+    def say(self, rank: int, data: bytes) -> None:
+        """Writes into a leader's first control link, as if the leader had."""
+        self._control[rank][0].sendall(data)
 
     def destroy(self) -> None:
         """Shuts all ranks down at once, as processes that end together do."""

@@ -35,24 +35,6 @@ def test_more_names_than_the_cache_holds_leave_the_hits_of_those_it_holds(
         assert hits > steps * (capacity - 2 * lost_to_newcomers - 2)
 
 
-@pytest.mark.parametrize("hosts", [[1, 1], [2, 1, 1]], ids=str)
-def test_messages_of_every_length_pass_between_hosts(hosts: list[int]) -> None:
-    """First requests, which carry their name, then ids: four bytes more for each that is submitted at once."""
-
-    def body(rank: Rank) -> None:
-        for _ in range(2):
-            for length in range(1, 140):
-                rank.finish(rank.submit("barrier", "n" * length, []))
-        for count in range(1, 40):
-            arrays = [np.full(1, float(i)) for i in range(count)]
-            handles = [rank.submit("allreduce", f"a{i}", [a], reduce_op=1) for i, a in enumerate(arrays)]
-            for handle in handles:
-                rank.finish(handle)
-            assert arrays == [rank.size * i for i in range(count)]
-
-    run_ranks(body, hosts)
-
-
 @pytest.mark.parametrize("hosts", [[3], [1, 1]], ids=str)
 def test_as_many_names_are_cached_as_the_capacity_says(hosts: list[int]) -> None:
     def body(rank: Rank) -> None:

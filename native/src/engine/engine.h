@@ -61,6 +61,7 @@ struct hr_link {
     int open;
     uint8_t recv_head[HR_LINK_HEAD_BYTES];
     int recv_rest; /* the posted receive is for the rest of a chunk, not a head */
+    int deaf;      /* what came was no chunk: nothing more is received, but the news of it still goes out */
     struct hr_io recv;
     struct hr_buffer in;      /* received, whole chunks */
     uint8_t *rest;            /* being received */

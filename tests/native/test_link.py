@@ -1,0 +1,62 @@
+"""The control link between two leaders: chunks of every length, and bytes that no leader sends."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from ranks import Group, Rank, run_ranks
+
+from horo._errors import InternalError
+
+HEAD_BYTES = 64
+CHUNK_MAX = 1 << 20
+NOISE = random.Random(3)
+
+
+@pytest.mark.parametrize("hosts", [[1, 1], [2, 1, 1]], ids=str)
+def test_messages_of_every_length_pass_between_hosts(hosts: list[int]) -> None:
+    """First requests, which carry their name, then ids: four bytes more for each that is submitted at once."""
+
+    def body(rank: Rank) -> None:
+        for _ in range(2):
+            for length in range(1, 140):
+                rank.finish(rank.submit("barrier", "n" * length, []))
+        for count in range(1, 40):
+            arrays = [np.full(1, float(i)) for i in range(count)]
+            handles = [rank.submit("allreduce", f"a{i}", [a], reduce_op=1) for i, a in enumerate(arrays)]
+            for handle in handles:
+                rank.finish(handle)
+            assert arrays == [rank.size * i for i in range(count)]
+
+    run_ranks(body, hosts)
+
+
+def chunk(content: bytes) -> bytes:
+    return (len(content).to_bytes(4, "little") + content).ljust(HEAD_BYTES, b"\0")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        pytest.param(bytes(HEAD_BYTES), id="nothing"),
+        pytest.param((CHUNK_MAX + 1).to_bytes(4, "little").ljust(HEAD_BYTES, b"\0"), id="too long"),
+        pytest.param(b"\xff" * HEAD_BYTES, id="much too long"),
+        pytest.param(chunk(b"\xff" * 8), id="a frame that is too long"),
+        pytest.param(chunk((8).to_bytes(4, "little") + b"\xff" * 8), id="no message"),
+        *(pytest.param(chunk(NOISE.randbytes(length)), id=f"noise of {length}") for length in (9, 60, 61, 5000)),
+    ],
+)
+@pytest.mark.parametrize("sender", [0, 1])
+def test_bytes_that_are_no_message_end_the_job(said: bytes, sender: int, capfd: pytest.CaptureFixture[str]) -> None:
+    with Group([1, 1]) as group:
+        group.say(sender, said)
+
+        def body(rank: Rank) -> None:
+            with pytest.raises(InternalError):
+                while True:  # the root may be done with the first before the other can tell
+                    rank.barrier()
+
+        group.run(body)
+    assert "the engine stops: internal error" in capfd.readouterr().err
