@@ -16,7 +16,7 @@ from typing import NamedTuple
 __all__ = ["Relay", "Seen", "cut_in"]
 
 LENGTH_BYTES = 4
-HEAD_BYTES = 64  # native/src/engine/link.c: what is shorter is filled up
+HEAD_BYTES = 64  # native/src/engine/engine.h: what is shorter is filled up
 
 
 class Seen(NamedTuple):
