@@ -8,7 +8,6 @@ import struct
 from array import array
 from collections.abc import Sequence
 from dataclasses import fields
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from horo._errors import HoroError, error_from_status
@@ -256,7 +255,6 @@ class Context:
             keep.append(value)
             setattr(native, item.name, value)
         out = ffi.new("horo_context **")
-        native.interrupted = lib.horo_python_interrupted
         error = _error_buffer()
         _check(lib.horo_create(native, out, error, lib.HORO_MESSAGE_MAX), error)
         self.rank = setup.rank
@@ -309,15 +307,13 @@ class Context:
 
         Raises:
             HoroError: what became of the request.
-            BaseException: what a signal handler raised (KeyboardInterrupt after Ctrl-C). If that came in the middle
-                of an operation, the group has ended, because the operation cannot be left halfway.
+            BaseException: what a signal handler raised (KeyboardInterrupt after Ctrl-C). The request goes on in the
+                background, and its memory must stay valid until it is done.
         """
         while True:
             status = lib.horo_wait(self._context, handle, _SIGNAL_CHECK_MS)
             if status == lib.HORO_OK:
                 return
-            if _interruption:
-                raise _interruption.pop()
             if status != lib.HORO_IN_PROGRESS:
                 raise error_from_status(_STATUS_NAMES[status], self._message(handle))
 
@@ -411,21 +407,6 @@ def native_mpi(use: MpiUse, keep: list[Any], ffi: Any = ffi) -> Any:
 
 
 _SIGNAL_CHECK_MS = 100
-
-_interruption: list[BaseException] = []
-"""What a signal handler raised inside ``horo_python_interrupted``; only the main thread runs handlers."""
-
-
-def _keep_interruption(kind: type[BaseException], error: BaseException, traceback: TracebackType) -> None:
-    _interruption[:] = [error]
-
-
-@ffi.def_extern(error=1, onerror=_keep_interruption)  # type: ignore[untyped-decorator]
-def horo_python_interrupted() -> int:
-    """Asked by the core after a signal: Python runs its handlers on the way in; one that raises makes this return 1."""
-    for _ in range(2):
-        pass  # a backward jump is a point at which every Python runs handlers
-    return 0
 
 
 def _error_buffer() -> Any:

@@ -22,8 +22,6 @@ COMPILE_FLAGS = [
 # For development and CI; an installation must not fail because a newer compiler knows a new warning.
 WARNING_FLAGS = ["-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror"]
 LINK_FLAGS = ["-pthread"]
-# What Python offers the core: horo/_core.py defines it.
-CALLBACKS = 'extern "Python" int horo_python_interrupted(void);'
 
 
 def declarations(header: str) -> str:
@@ -44,7 +42,6 @@ def headers() -> list[str]:
 
 ffibuilder = FFI()
 ffibuilder.cdef(declarations(HEADER.read_text(encoding="utf-8")))
-ffibuilder.cdef(CALLBACKS)
 ffibuilder.set_source(
     "horo._native",
     '#include "horo.h"',

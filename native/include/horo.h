@@ -210,8 +210,6 @@ typedef struct {
     int32_t stall_shutdown_ms;            /* 0: never give up */
     int32_t peer_timeout_ms;              /* silence on a link with work pending after which the peer is lost */
     int32_t log_level;                    /* enum horo_log_level */
-    int (*interrupted)(void);             /* NULL, or asked after a signal came during a wait that cannot be left halfway:
-                                             nonzero ends the group, so that the caller may raise */
     const horo_mpi *mpi;                  /* NULL: none */
 } horo_setup;
 
@@ -250,8 +248,9 @@ HORO_API uint64_t horo_arena_bytes(int32_t local_size, uint64_t segment_bytes);
 HORO_API int horo_create(const horo_setup *setup, horo_context **context, char *error, size_t error_bytes);
 
 /*
- * Says goodbye to the peers, fails what is pending with HORO_ERR_ABORTED, joins the thread and frees all.
- * Batches already agreed on are finished first. No other call may be running or follow. NULL is allowed.
+ * Leaves the group, which ends it for all ranks at one place of their common log: what was agreed on before is finished first, everywhere;
+ * what is pending behind it fails with HORO_ERR_ABORTED, everywhere. Then joins the thread and frees all. If nothing moves for two
+ * seconds, it leaves all the same. No other call may be running or follow. NULL is allowed.
  */
 HORO_API void horo_destroy(horo_context *context);
 
@@ -274,7 +273,7 @@ HORO_API int horo_poll(horo_context *context, int64_t handle);
 
 /*
  * As horo_poll, but waits up to timeout_ms first; returns HORO_IN_PROGRESS early when a signal interrupted the wait,
- * so that Python can run its handlers.
+ * so that Python can run its handlers. The request goes on meanwhile, driven by the background thread.
  */
 HORO_API int horo_wait(horo_context *context, int64_t handle, int32_t timeout_ms);
 

@@ -75,7 +75,10 @@ HORO_API void horo_destroy(horo_context *context) {
 
 HORO_API void horo_after_fork(horo_context *context) {
     hr_group_close_fds(&context->group);
-    (void)close(context->engine.kick_fd);
+    if (context->engine.kick_fd >= 0) { /* else this child's own parent was forked too: the number is another file's by now */
+        (void)close(context->engine.kick_fd);
+        context->engine.kick_fd = -1;
+    }
 }
 
 /* HORO_OK in the process that made the context. */

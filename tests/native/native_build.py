@@ -76,7 +76,6 @@ def _compile(folder: Path, flags: list[str]) -> None:
     ffi = FFI()
     headers = [native_build.HEADER, *sorted(SHIM.glob("*.h"))]
     ffi.cdef("\n".join(native_build.declarations(h.read_text(encoding="utf-8")) for h in headers))
-    ffi.cdef(native_build.CALLBACKS)
     ffi.set_source(
         "_native_test",
         "\n".join(f'#include "{h.name}"' for h in headers),

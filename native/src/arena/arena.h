@@ -31,8 +31,7 @@ enum hr_abort_reason {
     HR_REASON_SILENT = 3,  /* no answer on a connection within the peer timeout */
     HR_REASON_STALLED = 4, /* it did not submit what others wait for within the stall shutdown time */
     HR_REASON_LEFT = 5,    /* it shut horo down */
-    HR_REASON_INTERRUPTED = 6, /* a signal handler raised while it was inside a batch */
-    HR_REASON_INTERNAL = 7,    /* it met a state that should not be */
+    HR_REASON_INTERNAL = 6, /* it met a state that should not be */
 };
 
 /* Why the group ended; kept in one word so that it can be set once by compare-and-swap. */
@@ -55,10 +54,11 @@ struct hr_ring_head {
 
 struct hr_arena_header {
     _Alignas(HR_LINE) _Atomic uint64_t abort_word; /* set once, seq_cst: partner of every wait's check */
-    _Atomic uint64_t left_rank;                    /* 1 + the first rank, of any host, that said goodbye; set once */
+    _Atomic uint64_t left_rank;  /* 1 + the rank whose LEAVE record this host has executed: the log is closed; set once */
+    _Atomic uint32_t wants_leave; /* some rank of this host has asked to leave: the leader must drive */
     _Alignas(HR_LINE) _Atomic uint64_t announced;  /* counts announcements; ranks add, the leader compares */
     _Alignas(HR_LINE) _Atomic uint64_t stall_report_ns; /* when the last stall report of this host was made */
-    /* Phase counters: how often any rank has arrived; see collective/arena_phase.h. */
+    /* Phase counters: how often any rank has arrived; see hr_group_arrive. */
     struct {
         _Alignas(HR_LINE) _Atomic uint64_t arrived;
     } phase[HR_PHASE_COUNT];
@@ -68,12 +68,11 @@ struct hr_arena_header {
 
 /* Written by its rank unless a comment says otherwise. */
 struct hr_arena_block {
-    _Alignas(HR_LINE) _Atomic uint32_t sleeping; /* seq_cst on both sides: see waiter.c */
+    _Alignas(HR_LINE) _Atomic uint32_t sleeping; /* seq_cst on both sides: see hr_group_wake */
     _Alignas(HR_LINE) _Atomic uint32_t state;    /* enum hr_member_state */
     _Atomic int32_t core;                        /* 1 + the core that its driver was on, 0: unknown; see collective/seat.h */
     _Atomic uint64_t progress;                   /* phases passed, for naming who is late */
     _Alignas(HR_LINE) _Atomic uint64_t log_read; /* bytes of the log taken out; the leader waits for the slowest */
-    _Atomic uint64_t log_done;                   /* bytes of the log executed */
     _Atomic uint32_t wants_room;                 /* its request ring was full: the leader wakes it after reading */
     struct hr_ring_head requests;
     _Alignas(HR_LINE) _Atomic uint64_t requests_read;           /* written by the leader */

@@ -1,6 +1,6 @@
 /*
- * A backend does one whole collective on buffers, wherever they live. The engine decides what runs and when; a backend decides how.
- * All ranks of the group call the same function with matching arguments in the same order, from the driver of the engine.
+ * A backend does whole collectives on buffers, wherever they live, as tasks (collective/task.h). The engine decides what runs and when;
+ * a backend decides how. All ranks of the group begin the same work in the same order, from the driver of the engine, one at a time.
  */
 #ifndef HR_BACKEND_BACKEND_H
 #define HR_BACKEND_BACKEND_H
@@ -9,6 +9,7 @@
 #include <stdint.h>
 
 #include "collective/group.h"
+#include "collective/task.h"
 
 /* One tensor of a batch. */
 struct hr_operand {
@@ -26,18 +27,32 @@ struct hr_gathered {
     int64_t *first_dims; /* [size] */
 };
 
+/* One batch: what all its tensors have in common, and the tensors. The arrays stay the engine's, until the work is over. */
+struct hr_work {
+    int op;        /* HORO_ALLREDUCE, HORO_BROADCAST or HORO_ALLGATHER */
+    int reduce_op; /* allreduce; may be AVERAGE */
+    int root_rank; /* broadcast */
+    double prescale, postscale; /* allreduce */
+    const struct hr_operand *operands;
+    size_t count;
+    const int64_t *rows;         /* allgather: [count] mine */
+    const size_t *row_bytes;     /* allgather: [count] bytes per row: the product of the other extents times the element */
+    struct hr_gathered *results; /* allgather: [count] */
+};
+
 struct hr_backend;
 
-/* Each returns HORO_OK or a status; HORO_ERR_RESOURCE only if no rank can have begun (the engine ends the group otherwise). */
 struct hr_backend_ops {
     const char *name;
-    /* All operands; reduce_op may be AVERAGE. Operands of equal dtype and wire dtype are reduced as one vector. */
-    int (*allreduce)(struct hr_backend *backend, const struct hr_operand *operands, size_t count, int reduce_op,
-                     double prescale, double postscale);
-    int (*broadcast)(struct hr_backend *backend, const struct hr_operand *operands, size_t count, int root_rank);
-    /* row_bytes[i]: bytes per row of operand i (its product of the other extents times the element), rows[i]: my rows. */
-    int (*allgather)(struct hr_backend *backend, const struct hr_operand *operands, const int64_t *rows,
-                     const size_t *row_bytes, size_t count, struct hr_gathered *results);
+    /*
+     * The work becomes the one task of this backend. HORO_OK or a status: HORO_ERR_RESOURCE for lack of memory, which ends the group,
+     * since other ranks may have begun. Operands of equal dtype and wire dtype are reduced as one vector.
+     */
+    int (*begin)(struct hr_backend *backend, const struct hr_work *work);
+    /* As in struct hr_task, for the work begun last. */
+    int (*progress)(struct hr_backend *backend);
+    void (*cancel)(struct hr_backend *backend);
+    int (*is_ending)(const struct hr_backend *backend);
     void (*destroy)(struct hr_backend *backend);
 };
 
@@ -50,7 +65,7 @@ struct hr_backend *hr_host_backend_create(struct hr_group *group);
 
 /*
  * Host memory by the collectives of group->mpi, whose communicator numbers the ranks as the group does. The group must outlive it.
- * A batch whose group has ended leaves what it has begun with MPI: it is counted in group->mpi.stranded, its scratch is never freed,
+ * Work that is cancelled leaves what it has begun with MPI: it is counted in group->mpi.stranded, its scratch is never freed,
  * and MPI may still touch the operands. NULL with *error set.
  */
 struct hr_backend *hr_mpi_backend_create(struct hr_group *group, struct hr_error *error);

@@ -5,99 +5,175 @@
 #include "backend/operands.h"
 #include "collective/collective.h"
 
+/* Scratch of one allgather. */
+struct gathering {
+    int64_t *table; /* rows of operand i of rank r at [r * count + i] */
+    struct hr_fused *by_rank;
+    size_t *offsets;
+    int has_rows; /* the first step is over: everybody knows everybody's rows */
+};
+
 struct host_backend {
     struct hr_backend base;
     struct hr_group *group;
     struct hr_pieces pieces;
+    struct hr_work work;
+    struct hr_kinds kinds;
+    struct gathering gathering;
+    struct hr_task *task; /* the step that runs; NULL: none */
+    union {
+        struct hr_allreduce allreduce;
+        struct hr_broadcast broadcast;
+        struct hr_allgather allgather;
+    } run;
 };
 
-static int reduce_fused(void *group, const struct hr_fused *fused, int reduce_op, double prescale, double postscale) {
-    return hr_allreduce(group, fused, reduce_op, prescale, postscale);
+static struct host_backend *host_of(struct hr_backend *backend) {
+    return (struct host_backend *)backend;
 }
 
-static int host_allreduce(struct hr_backend *backend, const struct hr_operand *operands, size_t count, int reduce_op,
-                          double prescale, double postscale) {
-    struct host_backend *host = (struct host_backend *)backend;
-    return hr_reduce_kinds(&host->pieces, operands, count, host->group->size, reduce_op, prescale, postscale, reduce_fused,
-                           host->group);
+/* ---- Allreduce: one vector after the other ---- */
+
+static int begin_kind(struct host_backend *host) {
+    struct hr_fused fused;
+    const struct hr_work *work = &host->work;
+    if (!hr_kinds_next(&host->kinds, host->pieces.at, &fused)) {
+        return HR_TASK_DONE;
+    }
+    host->task = &host->run.allreduce.segments.task;
+    HR_TRY(hr_allreduce_begin(&host->run.allreduce, host->group, &fused, hr_operation_of(work->reduce_op), work->prescale,
+                              hr_postscale_of(work, host->group->size)));
+    return HR_TASK_MOVED;
 }
 
-static int host_broadcast(struct hr_backend *backend, const struct hr_operand *operands, size_t count, int root_rank) {
-    struct host_backend *host = (struct host_backend *)backend;
-    HR_TRY(hr_pieces_reserve(&host->pieces, count));
-    const struct hr_fused fused = hr_fuse_bytes(host->pieces.at, operands, count);
-    return hr_broadcast(host->group, &fused, root_rank);
+/* ---- Allgather: the numbers of rows, then the rows ---- */
+
+static void end_gathering(struct host_backend *host) {
+    free(host->gathering.table);
+    free(host->gathering.by_rank);
+    free(host->gathering.offsets);
+    host->gathering = (struct gathering){0};
 }
 
-/* Everybody learns everybody's rows: a sum in which each rank fills in only its own place. table[r * count + i]. */
-static int exchange_rows(struct hr_group *group, const int64_t *rows, size_t count, int64_t *table) {
-    memcpy(table + (size_t)group->rank * count, rows, count * sizeof *rows);
-    const size_t bytes = (size_t)group->size * count * sizeof *table;
-    const struct hr_piece piece = {(const char *)table, (char *)table, 0, bytes};
-    const struct hr_fused fused = {.pieces = &piece, .count = bytes > 0, .bytes = bytes, .dtype = HORO_INT64};
-    return hr_allreduce(group, &fused, HORO_SUM, 1.0, 1.0);
+/* Everybody learns everybody's rows: a sum in which each rank fills in only its own place. */
+static int begin_rows(struct host_backend *host) {
+    const size_t size = (size_t)host->group->size;
+    const size_t count = host->work.count;
+    struct gathering *gathering = &host->gathering;
+    gathering->table = calloc(size * count, sizeof *gathering->table);
+    gathering->by_rank = calloc(size, sizeof *gathering->by_rank);
+    gathering->offsets = calloc(count, sizeof *gathering->offsets);
+    if (gathering->table == NULL || gathering->by_rank == NULL || gathering->offsets == NULL) {
+        end_gathering(host);
+        return HORO_ERR_RESOURCE;
+    }
+    memcpy(gathering->table + (size_t)host->group->rank * count, host->work.rows, count * sizeof *gathering->table);
+    struct hr_fused fused = {.pieces = host->pieces.at, .dtype = HORO_INT64};
+    hr_fuse_append(&fused, host->pieces.at, gathering->table, gathering->table, size * count * sizeof *gathering->table);
+    host->task = &host->run.allreduce.segments.task;
+    return hr_allreduce_begin(&host->run.allreduce, host->group, &fused, HORO_SUM, 1.0, 1.0);
 }
 
 /* For each rank, its contributions to all tensors as one vector with the places here as outputs. */
-static void place_contributions(const struct hr_group *group, const struct hr_operand *operands, const size_t *row_bytes,
-                                size_t count, const struct hr_gathered *results, struct hr_piece *pieces,
-                                struct hr_fused *by_rank, size_t *offsets) {
-    memset(offsets, 0, count * sizeof *offsets);
-    for (int r = 0; r < group->size; r++) {
-        struct hr_piece *mine = pieces + (size_t)r * count;
-        by_rank[r] = (struct hr_fused){.pieces = mine, .dtype = HORO_UINT8};
-        for (size_t i = 0; i < count; i++) {
-            const size_t bytes = (size_t)results[i].first_dims[r] * row_bytes[i];
-            hr_fuse_append(&by_rank[r], mine, operands[i].input, (char *)results[i].data + offsets[i], bytes);
-            offsets[i] += bytes;
+static void place_contributions(const struct host_backend *host) {
+    const struct hr_work *work = &host->work;
+    const struct gathering *gathering = &host->gathering;
+    for (int r = 0; r < host->group->size; r++) {
+        struct hr_piece *pieces = host->pieces.at + (size_t)r * work->count;
+        struct hr_fused *theirs = &gathering->by_rank[r];
+        *theirs = (struct hr_fused){.pieces = pieces, .dtype = HORO_UINT8};
+        for (size_t i = 0; i < work->count; i++) {
+            const struct hr_gathered *result = &work->results[i];
+            const size_t bytes = (size_t)result->first_dims[r] * work->row_bytes[i];
+            hr_fuse_append(theirs, pieces, work->operands[i].input, (char *)result->data + gathering->offsets[i], bytes);
+            gathering->offsets[i] += bytes;
         }
     }
 }
 
-static int host_allgather(struct hr_backend *backend, const struct hr_operand *operands, const int64_t *rows,
-                          const size_t *row_bytes, size_t count, struct hr_gathered *results) {
-    struct host_backend *host = (struct host_backend *)backend;
-    struct hr_group *group = host->group;
-    const size_t size = (size_t)group->size;
-    int64_t *table = calloc(size * count, sizeof *table);
-    struct hr_fused *by_rank = calloc(size, sizeof *by_rank);
-    size_t *offsets = calloc(count, sizeof *offsets);
-    int status = table == NULL || by_rank == NULL || offsets == NULL ? HORO_ERR_RESOURCE : HORO_OK;
-    if (status == HORO_OK) {
-        status = hr_pieces_reserve(&host->pieces, size * count);
+static int begin_gathering(struct host_backend *host) {
+    const struct hr_work *work = &host->work;
+    host->gathering.has_rows = 1;
+    HR_TRY(hr_gathered_allocate(host->group->size, host->gathering.table, work->row_bytes, work->count, work->results));
+    place_contributions(host);
+    HR_TRY(hr_allgather_begin(&host->run.allgather, host->group, host->gathering.by_rank));
+    host->task = &host->run.allgather.segments.task;
+    return HR_TASK_MOVED;
+}
+
+/* ---- The table ---- */
+
+static int host_begin(struct hr_backend *backend, const struct hr_work *work) {
+    struct host_backend *host = host_of(backend);
+    const size_t parts = work->op == HORO_ALLGATHER ? (size_t)host->group->size : 1;
+    host->work = *work;
+    host->task = NULL;
+    HR_TRY(hr_pieces_reserve(&host->pieces, parts * work->count));
+    switch (work->op) {
+    case HORO_ALLREDUCE:
+        host->kinds = (struct hr_kinds){.operands = work->operands, .count = work->count};
+        return begin_kind(host) < 0 ? HORO_ERR_RESOURCE : HORO_OK;
+    case HORO_BROADCAST: {
+        const struct hr_fused fused = hr_fuse_bytes(host->pieces.at, work->operands, work->count);
+        hr_broadcast_begin(&host->run.broadcast, host->group, &fused, work->root_rank);
+        host->task = &host->run.broadcast.segments.task;
+        return HORO_OK;
     }
-    if (status == HORO_OK) {
-        status = exchange_rows(group, rows, count, table);
+    case HORO_ALLGATHER: return begin_rows(host);
+    default: return HORO_ERR_INTERNAL;
     }
-    if (status == HORO_OK) {
-        status = hr_gathered_allocate(group->size, table, row_bytes, count, results);
+}
+
+/* What follows a step that is done: HR_TASK_MOVED if there is something, HR_TASK_DONE if there is not, or a status. */
+static int begin_next(struct host_backend *host) {
+    if (host->work.op == HORO_ALLREDUCE) {
+        return begin_kind(host);
     }
-    if (status == HORO_OK) {
-        place_contributions(group, operands, row_bytes, count, results, host->pieces.at, by_rank, offsets);
-        status = hr_allgather(group, by_rank);
+    if (host->work.op == HORO_ALLGATHER && !host->gathering.has_rows) {
+        return begin_gathering(host);
     }
-    if (status != HORO_OK && atomic_load(&group->mpi.stranded) != 0) {
-        hr_gathered_disown(results, count);
+    end_gathering(host);
+    return HR_TASK_DONE;
+}
+
+static int host_progress(struct hr_backend *backend) {
+    struct host_backend *host = host_of(backend);
+    const int moved = host->task == NULL ? HR_TASK_DONE : host->task->progress(host->task);
+    return moved == HR_TASK_DONE ? begin_next(host) : moved;
+}
+
+static void host_cancel(struct hr_backend *backend) {
+    struct host_backend *host = host_of(backend);
+    if (host->task != NULL) {
+        host->task->cancel(host->task);
+        host->task = NULL;
     }
-    free(table);
-    free(by_rank);
-    free(offsets);
-    return status;
+    if (host->gathering.has_rows && atomic_load(&host->group->mpi.stranded) != 0) {
+        hr_gathered_disown(host->work.results, host->work.count);
+    }
+    end_gathering(host);
+}
+
+static int host_is_ending(const struct hr_backend *backend) {
+    const struct host_backend *host = (const struct host_backend *)backend;
+    return host->task == NULL || host->task->is_ending(host->task);
 }
 
 static void host_destroy(struct hr_backend *backend) {
-    struct host_backend *host = (struct host_backend *)backend;
+    struct host_backend *host = host_of(backend);
     if (host != NULL) {
         hr_pieces_fini(&host->pieces);
+        end_gathering(host);
         free(host);
     }
 }
 
 static const struct hr_backend_ops host_ops = {
     .name = "host",
-    .allreduce = host_allreduce,
-    .broadcast = host_broadcast,
-    .allgather = host_allgather,
+    .begin = host_begin,
+    .progress = host_progress,
+    .cancel = host_cancel,
+    .is_ending = host_is_ending,
     .destroy = host_destroy,
 };
 

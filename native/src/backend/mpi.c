@@ -1,9 +1,9 @@
 /*
  * Whole collectives by MPI, for sites where those are tuned or run in the network (docs/adr/0013-mpi-carries-data-tcp-agrees.md).
  *
- * Every call is nonblocking and waited for by the one way to wait, so that the end of the group ends it. What is large and needs no
- * conversion travels from and to the tensor itself; the rest is packed into scratch, a few MiB at a time. Which is which depends on
- * sizes and dtypes alone, for all ranks must make the same calls.
+ * The work is a sequence of transfers, each of one stretch of memory, and a transfer is one nonblocking call of MPI or, where it is
+ * larger than one call may be, several. What is large and needs no conversion travels from and to the tensor itself; the rest is packed
+ * into scratch, a few MiB at a time. Which is which depends on sizes and dtypes alone, for all ranks must make the same calls.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -21,6 +21,31 @@ enum {
 
 #define POLL_WITHIN_NS 20000ll /* as the transport: an algorithm of MPI goes on only when it is called */
 
+/* One stretch of memory on its way. */
+struct transfer {
+    int op; /* HORO_ALLREDUCE, HORO_BROADCAST or HORO_ALLGATHER: the contributions of all ranks one after the other */
+    char *data;
+    size_t bytes; /* broadcast within an allgather: of the rank that is root now */
+    size_t at;    /* handed to MPI so far */
+    int root;
+    int ranks_left; /* allgather beyond what one call reaches: ranks whose parts are still to be broadcast */
+};
+
+/* The factors of one reduction: pre is multiplied in before it, post after. */
+struct factors {
+    double pre;
+    double post;
+};
+
+/* Scratch of one allgather. */
+struct gathering {
+    int64_t *table; /* rows of operand i of rank r at [r * count + i] */
+    size_t *bytes;  /* [size] */
+    int *counts;    /* [size] */
+    int *offsets;   /* [size] */
+    size_t next;    /* 0: the rows; i + 1: operand i */
+};
+
 struct mpi_backend {
     struct hr_backend base;
     struct hr_group *group;
@@ -29,25 +54,27 @@ struct mpi_backend {
     struct hr_pieces pieces;
     char *scratch;
     size_t scratch_bytes;
-};
 
-/* ---- One call ---- */
-
-struct flight {
-    struct hr_mpi *mpi;
+    struct hr_work work;
+    struct hr_kinds kinds;
+    struct hr_fused fused; /* allreduce: the kind that is being reduced; broadcast: everything */
+    size_t fused_at;       /* how much of it has travelled, the current transfer included */
+    int is_packed;         /* the current transfer is from and to scratch */
+    struct transfer transfer;
+    struct gathering gathering;
+    int has_call; /* `request` is with MPI */
     uint64_t request;
-    int code; /* of MPI */
-    int done;
 };
 
-static int has_landed(struct hr_group *group, void *arg) {
-    (void)group;
-    struct flight *flight = arg;
-    if (!flight->done && flight->code == 0) {
-        flight->code = flight->mpi->ops->test(flight->mpi, &flight->request, &flight->done);
-    }
-    return flight->done || flight->code != 0;
+static struct mpi_backend *mpi_of(struct hr_backend *backend) {
+    return (struct mpi_backend *)backend;
 }
+
+static size_t smaller(size_t a, size_t b) {
+    return a < b ? a : b;
+}
+
+/* ---- Calls ---- */
 
 /* MPI does not say who is gone: other ranks may. */
 static int report(struct mpi_backend *self, int code) {
@@ -58,71 +85,59 @@ static int report(struct mpi_backend *self, int code) {
     return HORO_ERR_PEER_LOST;
 }
 
-/* Waits for a call that has been made. HORO_OK, or the code with which the group has ended or will. */
-static int finish(struct mpi_backend *self, struct flight *flight) {
-    struct hr_group *group = self->group;
-    int ended = HORO_OK;
-    if (flight->code == 0) {
-        group->poll_within_ns = POLL_WITHIN_NS;
-        ended = hr_group_finish(group, has_landed, flight);
-        group->poll_within_ns = 0;
+static int called(struct mpi_backend *self, int code) {
+    if (code != 0) {
+        return report(self, code);
     }
-    if (ended != HORO_OK || flight->code != 0) {
-        /* A collective can be neither cancelled nor forgotten. */
-        atomic_fetch_add_explicit(&self->mpi->stranded, (uint64_t)!flight->done, memory_order_relaxed);
-    }
-    return ended != HORO_OK || flight->code == 0 ? ended : report(self, flight->code);
+    self->has_call = 1;
+    self->group->poll_within_ns = POLL_WITHIN_NS;
+    return HR_TASK_MOVED;
 }
 
-static int reduce_in_place(struct mpi_backend *self, char *data, size_t bytes, int dtype, int reduce_op) {
-    const struct hr_reduction how = hr_reductions_find(&self->reductions, self->mpi, dtype, reduce_op);
-    const size_t element = hr_dtype_bytes(dtype);
+static int call_allreduce(struct mpi_backend *self) {
+    struct transfer *transfer = &self->transfer;
+    const struct hr_reduction how =
+        hr_reductions_find(&self->reductions, self->mpi, self->fused.dtype, hr_operation_of(self->work.reduce_op));
+    const size_t element = hr_dtype_bytes(self->fused.dtype);
     const size_t most = (size_t)self->mpi->calls.message_bytes / element * element;
-    for (size_t at = 0; at < bytes; at += most) {
-        const size_t step = bytes - at < most ? bytes - at : most;
-        struct flight flight = {.mpi = self->mpi};
-        flight.code = self->mpi->ops->iallreduce(self->mpi, data + at, (int)(step / element), how.type, how.op, &flight.request);
-        HR_TRY(finish(self, &flight));
-    }
-    return HORO_OK;
+    const size_t step = smaller(transfer->bytes - transfer->at, most);
+    char *data = transfer->data + transfer->at;
+    transfer->at += step;
+    return called(self, self->mpi->ops->iallreduce(self->mpi, data, (int)(step / element), how.type, how.op, &self->request));
 }
 
-static int broadcast_bytes(struct mpi_backend *self, char *data, size_t bytes, int root_rank) {
-    const size_t most = (size_t)self->mpi->calls.message_bytes;
-    for (size_t at = 0; at < bytes; at += most) {
-        struct flight flight = {.mpi = self->mpi};
-        flight.code =
-            self->mpi->ops->ibcast(self->mpi, data + at, bytes - at < most ? bytes - at : most, root_rank, &flight.request);
-        HR_TRY(finish(self, &flight));
-    }
-    return HORO_OK;
+static int call_broadcast(struct mpi_backend *self) {
+    struct transfer *transfer = &self->transfer;
+    const size_t step = smaller(transfer->bytes - transfer->at, (size_t)self->mpi->calls.message_bytes);
+    char *data = transfer->data + transfer->at;
+    transfer->at += step;
+    return called(self, self->mpi->ops->ibcast(self->mpi, data, step, transfer->root, &self->request));
 }
 
-/* data: the contributions of all ranks one after the other, of which mine is there; counts and offsets have room for all ranks. */
-static int gather_in_place(struct mpi_backend *self, char *data, const size_t *bytes_by_rank, int *counts, int *offsets) {
-    const size_t most = (size_t)self->mpi->calls.message_bytes;
-    size_t total = 0;
-    for (int r = 0; r < self->group->size; r++) {
-        counts[r] = (int)(bytes_by_rank[r] < most ? bytes_by_rank[r] : most);
-        offsets[r] = (int)(total < most ? total : most);
-        total += bytes_by_rank[r];
+/* The next call of the current transfer: HR_TASK_MOVED, HR_TASK_DONE if there is none, or a status. */
+static int call_next(struct mpi_backend *self) {
+    struct transfer *transfer = &self->transfer;
+    while (transfer->at == transfer->bytes && transfer->ranks_left > 0) { /* the part of the next rank lies behind */
+        transfer->data += transfer->bytes;
+        transfer->root = self->group->size - transfer->ranks_left--;
+        transfer->bytes = self->gathering.bytes[transfer->root];
+        transfer->at = 0;
     }
-    if (total == 0) {
-        return HORO_OK;
+    if (transfer->at == transfer->bytes) {
+        return HR_TASK_DONE;
     }
-    if (total <= most) {
-        struct flight flight = {.mpi = self->mpi};
-        flight.code = self->mpi->ops->iallgatherv(self->mpi, data, counts, offsets, &flight.request);
-        return finish(self, &flight);
+    if (transfer->op == HORO_ALLREDUCE) {
+        return call_allreduce(self);
     }
-    for (int r = 0; r < self->group->size; r++) { /* beyond what 32-bit offsets reach */
-        HR_TRY(broadcast_bytes(self, data, bytes_by_rank[r], r));
-        data += bytes_by_rank[r];
+    if (transfer->op == HORO_BROADCAST) {
+        return call_broadcast(self);
     }
-    return HORO_OK;
+    transfer->at = transfer->bytes;
+    return called(self, self->mpi->ops->iallgatherv(self->mpi, transfer->data, self->gathering.counts, self->gathering.offsets,
+                                                    &self->request));
 }
 
-/* ---- Fused vectors ---- */
+/* ---- Transfers of fused vectors ---- */
 
 static int travels_alone(const struct hr_fused *fused, const struct hr_piece *piece) {
     return fused->wide_dtype == 0 && (fused->count == 1 || piece->bytes >= ALONE_BYTES);
@@ -134,7 +149,7 @@ static size_t packed_bytes(const struct hr_fused *fused, size_t offset) {
     for (size_t i = hr_fused_find(fused, offset); i < fused->count && !travels_alone(fused, &fused->pieces[i]); i++) {
         end = fused->pieces[i].offset + fused->pieces[i].bytes;
     }
-    return end - offset < SCRATCH_BYTES ? end - offset : SCRATCH_BYTES;
+    return smaller(end - offset, SCRATCH_BYTES);
 }
 
 static int reserve_scratch(struct mpi_backend *self, size_t bytes) {
@@ -148,172 +163,236 @@ static int reserve_scratch(struct mpi_backend *self, size_t bytes) {
     return self->scratch == NULL ? HORO_ERR_RESOURCE : HORO_OK;
 }
 
-/* The factors of one reduction: pre is multiplied in before it, post after. */
-struct factors {
-    double pre;
-    double post;
-};
+static struct factors factors_of(const struct mpi_backend *self) {
+    const double post = hr_postscale_of(&self->work, self->group->size);
+    const double partial = hr_partial_scale(self->fused.dtype, hr_operation_of(self->work.reduce_op), post);
+    return (struct factors){self->work.prescale * partial, post / partial};
+}
 
-static int reduce_piece(struct mpi_backend *self, const struct hr_fused *fused, const struct hr_piece *piece, int reduce_op,
-                        struct factors factors) {
-    const struct hr_kernel *kernel = self->group->kernel;
+/* Whether this rank's own data goes into what travels. */
+static int contributes(const struct mpi_backend *self) {
+    return self->work.op == HORO_ALLREDUCE || self->group->rank == self->work.root_rank;
+}
+
+/* A tensor that travels alone. */
+static void begin_piece(struct mpi_backend *self, const struct hr_piece *piece) {
+    const struct hr_fused *fused = &self->fused;
+    self->is_packed = 0;
+    self->transfer.bytes = piece->bytes;
+    if (self->work.op == HORO_BROADCAST) {
+        /* On the root MPI only reads. */
+        self->transfer.data = contributes(self) ? (char *)(uintptr_t)piece->input : piece->output;
+        return;
+    }
+    const struct factors factors = factors_of(self);
     if (piece->output != piece->input || factors.pre != 1.0) {
-        hr_fused_pack(fused, piece->offset, piece->bytes, piece->output, kernel, factors.pre, HR_STORE_ORDINARY);
+        hr_fused_pack(fused, piece->offset, piece->bytes, piece->output, self->group->kernel, factors.pre, HR_STORE_ORDINARY);
     }
-    HR_TRY(reduce_in_place(self, piece->output, piece->bytes, fused->dtype, reduce_op));
-    if (factors.post != 1.0) {
-        kernel->scale(fused->dtype, piece->output, piece->output, piece->bytes / hr_dtype_bytes(fused->dtype), factors.post,
-                      HR_STORE_ORDINARY);
-    }
-    return HORO_OK;
+    self->transfer.data = piece->output;
 }
 
-static int reduce_packed(struct mpi_backend *self, const struct hr_fused *fused, size_t offset, size_t bytes, int reduce_op,
-                         struct factors factors) {
-    const struct hr_kernel *kernel = self->group->kernel;
+static int begin_packed(struct mpi_backend *self, size_t bytes) {
+    const double scale = self->work.op == HORO_ALLREDUCE ? factors_of(self).pre : 1.0;
     HR_TRY(reserve_scratch(self, bytes));
-    hr_fused_pack(fused, offset, bytes, self->scratch, kernel, factors.pre, HR_STORE_ORDINARY);
-    HR_TRY(reduce_in_place(self, self->scratch, bytes, fused->dtype, reduce_op));
-    if (factors.post != 1.0) {
-        kernel->scale(fused->dtype, self->scratch, self->scratch, bytes / hr_dtype_bytes(fused->dtype), factors.post,
-                      HR_STORE_ORDINARY);
+    self->is_packed = 1;
+    self->transfer.bytes = bytes;
+    self->transfer.data = self->scratch;
+    if (contributes(self)) {
+        hr_fused_pack(&self->fused, self->fused_at, bytes, self->scratch, self->group->kernel, scale, HR_STORE_ORDINARY);
     }
-    hr_fused_unpack(fused, offset, bytes, self->scratch, kernel);
     return HORO_OK;
 }
 
-static int reduce_fused(void *arg, const struct hr_fused *fused, int reduce_op, double prescale, double postscale) {
-    struct mpi_backend *self = arg;
-    const double partial = hr_partial_scale(fused->dtype, reduce_op, postscale);
-    const struct factors factors = {prescale * partial, postscale / partial};
-    for (size_t at = 0; at < fused->bytes;) {
-        const struct hr_piece *piece = &fused->pieces[hr_fused_find(fused, at)];
-        if (travels_alone(fused, piece)) {
-            HR_TRY(reduce_piece(self, fused, piece, reduce_op, factors));
-            at += piece->bytes;
-        } else {
-            const size_t bytes = packed_bytes(fused, at);
-            HR_TRY(reduce_packed(self, fused, at, bytes, reduce_op, factors));
-            at += bytes;
+/* The transfer is over: scale and unpack what has come. */
+static void end_transfer(struct mpi_backend *self) {
+    const struct transfer *transfer = &self->transfer;
+    const struct hr_kernel *kernel = self->group->kernel;
+    if (self->work.op == HORO_ALLREDUCE && transfer->bytes > 0) {
+        const double scale = factors_of(self).post;
+        if (scale != 1.0) {
+            kernel->scale(self->fused.dtype, transfer->data, transfer->data, transfer->bytes / hr_dtype_bytes(self->fused.dtype),
+                          scale, HR_STORE_ORDINARY);
         }
     }
-    return HORO_OK;
+    if (self->is_packed && (self->work.op == HORO_ALLREDUCE || !contributes(self))) {
+        hr_fused_unpack(&self->fused, self->fused_at - transfer->bytes, transfer->bytes, transfer->data, kernel);
+    }
+    self->transfer = (struct transfer){0};
+    self->is_packed = 0;
+}
+
+/* The next transfer of the vector, or of the next kind: HR_TASK_MOVED, HR_TASK_DONE if there is none, or a status. */
+static int begin_of_fused(struct mpi_backend *self) {
+    while (self->fused_at == self->fused.bytes) {
+        if (self->work.op == HORO_BROADCAST || !hr_kinds_next(&self->kinds, self->pieces.at, &self->fused)) {
+            return HR_TASK_DONE;
+        }
+        self->fused_at = 0;
+    }
+    const struct hr_piece *piece = &self->fused.pieces[hr_fused_find(&self->fused, self->fused_at)];
+    self->transfer = (struct transfer){.op = self->work.op, .root = self->work.root_rank};
+    if (travels_alone(&self->fused, piece)) {
+        begin_piece(self, piece);
+    } else {
+        HR_TRY(begin_packed(self, packed_bytes(&self->fused, self->fused_at)));
+    }
+    self->fused_at += self->transfer.bytes;
+    return HR_TASK_MOVED;
+}
+
+/* ---- Transfers of an allgather ---- */
+
+static void end_gathering(struct mpi_backend *self) {
+    struct gathering *gathering = &self->gathering;
+    free(gathering->bytes);
+    if (atomic_load(&self->mpi->stranded) == 0) { /* else MPI may still look at them */
+        free(gathering->table);
+        free(gathering->counts);
+        free(gathering->offsets);
+    }
+    *gathering = (struct gathering){0};
+}
+
+/* data: the contributions of all ranks one after the other, of which mine is there; gathering->bytes says how long each is. */
+static void begin_gather(struct mpi_backend *self, char *data) {
+    const struct gathering *gathering = &self->gathering;
+    const size_t most = (size_t)self->mpi->calls.message_bytes;
+    size_t total = 0;
+    for (int r = 0; r < self->group->size; r++) {
+        gathering->counts[r] = (int)smaller(gathering->bytes[r], most);
+        gathering->offsets[r] = (int)smaller(total, most);
+        total += gathering->bytes[r];
+    }
+    if (total <= most) {
+        self->transfer = (struct transfer){.op = HORO_ALLGATHER, .data = data, .bytes = total};
+    } else { /* beyond what 32-bit offsets reach */
+        self->transfer = (struct transfer){.op = HORO_BROADCAST, .data = data, .ranks_left = self->group->size};
+    }
+}
+
+static void begin_rows(struct mpi_backend *self) {
+    const struct gathering *gathering = &self->gathering;
+    const size_t bytes = self->work.count * sizeof *self->work.rows;
+    for (int r = 0; r < self->group->size; r++) {
+        gathering->bytes[r] = bytes;
+    }
+    memcpy(gathering->table + (size_t)self->group->rank * self->work.count, self->work.rows, bytes);
+    begin_gather(self, (char *)gathering->table);
+}
+
+static void begin_operand(struct mpi_backend *self, size_t i) {
+    const struct hr_gathered *result = &self->work.results[i];
+    char *mine = result->data;
+    for (int r = 0; r < self->group->size; r++) {
+        self->gathering.bytes[r] = (size_t)result->first_dims[r] * self->work.row_bytes[i];
+        mine += r < self->group->rank ? self->gathering.bytes[r] : 0;
+    }
+    if (self->gathering.bytes[self->group->rank] > 0) {
+        self->group->kernel->copy(mine, self->work.operands[i].input, self->gathering.bytes[self->group->rank], HR_STORE_ORDINARY);
+    }
+    begin_gather(self, result->data);
+}
+
+static int begin_of_gather(struct mpi_backend *self) {
+    struct gathering *gathering = &self->gathering;
+    if (gathering->next > self->work.count) {
+        end_gathering(self);
+        return HR_TASK_DONE;
+    }
+    if (gathering->next == 0) {
+        begin_rows(self);
+    } else {
+        if (gathering->next == 1) {
+            HR_TRY(hr_gathered_allocate(self->group->size, gathering->table, self->work.row_bytes, self->work.count,
+                                        self->work.results));
+        }
+        begin_operand(self, gathering->next - 1);
+    }
+    gathering->next++;
+    return HR_TASK_MOVED;
 }
 
 /* ---- The table ---- */
 
-static int mpi_allreduce(struct hr_backend *backend, const struct hr_operand *operands, size_t count, int reduce_op,
-                         double prescale, double postscale) {
-    struct mpi_backend *self = (struct mpi_backend *)backend;
-    return hr_reduce_kinds(&self->pieces, operands, count, self->group->size, reduce_op, prescale, postscale, reduce_fused, self);
-}
-
-static int broadcast_packed(struct mpi_backend *self, const struct hr_fused *fused, size_t offset, size_t bytes, int root_rank) {
-    const struct hr_kernel *kernel = self->group->kernel;
-    HR_TRY(reserve_scratch(self, bytes));
-    if (self->group->rank == root_rank) {
-        hr_fused_pack(fused, offset, bytes, self->scratch, kernel, 1.0, HR_STORE_ORDINARY);
-    }
-    HR_TRY(broadcast_bytes(self, self->scratch, bytes, root_rank));
-    if (self->group->rank != root_rank) {
-        hr_fused_unpack(fused, offset, bytes, self->scratch, kernel);
-    }
-    return HORO_OK;
-}
-
-static int mpi_broadcast(struct hr_backend *backend, const struct hr_operand *operands, size_t count, int root_rank) {
-    struct mpi_backend *self = (struct mpi_backend *)backend;
-    HR_TRY(hr_pieces_reserve(&self->pieces, count));
-    const struct hr_fused fused = hr_fuse_bytes(self->pieces.at, operands, count);
-    const int is_root = self->group->rank == root_rank;
-    for (size_t at = 0; at < fused.bytes;) {
-        const struct hr_piece *piece = &fused.pieces[hr_fused_find(&fused, at)];
-        size_t bytes = piece->bytes;
-        if (travels_alone(&fused, piece)) {
-            /* On the root MPI only reads. */
-            char *data = is_root ? (char *)(uintptr_t)piece->input : piece->output;
-            HR_TRY(broadcast_bytes(self, data, bytes, root_rank));
-        } else {
-            bytes = packed_bytes(&fused, at);
-            HR_TRY(broadcast_packed(self, &fused, at, bytes, root_rank));
-        }
-        at += bytes;
-    }
-    for (size_t i = 0; i < fused.count && is_root; i++) {
-        const struct hr_piece *piece = &fused.pieces[i];
-        if (piece->output != piece->input) {
-            self->group->kernel->copy(piece->output, piece->input, piece->bytes, HR_STORE_ORDINARY);
-        }
-    }
-    return HORO_OK;
-}
-
-/* Scratch of one allgather. */
-struct gathering {
-    int64_t *table; /* rows of operand i of rank r at [r * count + i] */
-    size_t *bytes;  /* [size] */
-    int *counts;    /* [size] */
-    int *offsets;   /* [size] */
-};
-
-static int exchange_rows(struct mpi_backend *self, const struct gathering *scratch, const int64_t *rows, size_t count) {
-    for (int r = 0; r < self->group->size; r++) {
-        scratch->bytes[r] = count * sizeof *rows;
-    }
-    memcpy(scratch->table + (size_t)self->group->rank * count, rows, count * sizeof *rows);
-    return gather_in_place(self, (char *)scratch->table, scratch->bytes, scratch->counts, scratch->offsets);
-}
-
-static int gather_operand(struct mpi_backend *self, const struct gathering *scratch, const struct hr_operand *operand,
-                          size_t row_bytes, struct hr_gathered *result) {
-    char *mine = result->data;
-    for (int r = 0; r < self->group->size; r++) {
-        scratch->bytes[r] = (size_t)result->first_dims[r] * row_bytes;
-        mine += r < self->group->rank ? scratch->bytes[r] : 0;
-    }
-    if (scratch->bytes[self->group->rank] > 0) {
-        self->group->kernel->copy(mine, operand->input, scratch->bytes[self->group->rank], HR_STORE_ORDINARY);
-    }
-    const int status = gather_in_place(self, result->data, scratch->bytes, scratch->counts, scratch->offsets);
-    if (status != HORO_OK) {
-        result->data = NULL; /* MPI may still write there: lost on purpose */
-    }
-    return status;
-}
-
-static int gather_all(struct mpi_backend *self, const struct gathering *scratch, const struct hr_operand *operands,
-                      const int64_t *rows, const size_t *row_bytes, size_t count, struct hr_gathered *results) {
-    HR_TRY(exchange_rows(self, scratch, rows, count));
-    HR_TRY(hr_gathered_allocate(self->group->size, scratch->table, row_bytes, count, results));
-    for (size_t i = 0; i < count; i++) {
-        HR_TRY(gather_operand(self, scratch, &operands[i], row_bytes[i], &results[i]));
-    }
-    return HORO_OK;
-}
-
-static int mpi_allgather(struct hr_backend *backend, const struct hr_operand *operands, const int64_t *rows,
-                         const size_t *row_bytes, size_t count, struct hr_gathered *results) {
-    struct mpi_backend *self = (struct mpi_backend *)backend;
+static int begin_gathering(struct mpi_backend *self) {
     const size_t size = (size_t)self->group->size;
-    const struct gathering scratch = {
-        .table = calloc(size * count, sizeof(int64_t)),
+    self->gathering = (struct gathering){
+        .table = calloc(size * self->work.count, sizeof(int64_t)),
         .bytes = calloc(size, sizeof(size_t)),
         .counts = calloc(size, sizeof(int)),
         .offsets = calloc(size, sizeof(int)),
     };
-    int status = HORO_ERR_RESOURCE;
-    if (scratch.table != NULL && scratch.bytes != NULL && scratch.counts != NULL && scratch.offsets != NULL) {
-        status = gather_all(self, &scratch, operands, rows, row_bytes, count, results);
+    const struct gathering *gathering = &self->gathering;
+    if (gathering->table == NULL || gathering->bytes == NULL || gathering->counts == NULL || gathering->offsets == NULL) {
+        end_gathering(self);
+        return HORO_ERR_RESOURCE;
     }
-    free(scratch.bytes);
-    if (atomic_load(&self->mpi->stranded) == 0) {
-        free(scratch.table);
-        free(scratch.counts);
-        free(scratch.offsets);
-    } else { /* MPI may still look at them */
-        hr_gathered_disown(results, count);
+    return HORO_OK;
+}
+
+static int mpi_begin(struct hr_backend *backend, const struct hr_work *work) {
+    struct mpi_backend *self = mpi_of(backend);
+    self->work = *work;
+    self->transfer = (struct transfer){0};
+    self->fused = (struct hr_fused){0};
+    self->fused_at = 0;
+    HR_TRY(hr_pieces_reserve(&self->pieces, work->count));
+    if (work->op == HORO_ALLGATHER) {
+        return begin_gathering(self);
     }
-    return status;
+    if (work->op == HORO_ALLREDUCE) {
+        self->kinds = (struct hr_kinds){.operands = work->operands, .count = work->count};
+        return HORO_OK;
+    }
+    self->fused = hr_fuse_bytes(self->pieces.at, work->operands, work->count);
+    return HORO_OK;
+}
+
+static int test_call(struct mpi_backend *self) {
+    int done = 0;
+    const int code = self->mpi->ops->test(self->mpi, &self->request, &done);
+    if (done || code != 0) {
+        self->has_call = 0;
+        self->group->poll_within_ns = 0;
+    }
+    if (code != 0) {
+        atomic_fetch_add_explicit(&self->mpi->stranded, (uint64_t)!done, memory_order_relaxed);
+        return report(self, code);
+    }
+    return done ? HR_TASK_MOVED : HR_TASK_BLOCKED;
+}
+
+static int mpi_progress(struct hr_backend *backend) {
+    struct mpi_backend *self = mpi_of(backend);
+    if (self->has_call) {
+        return test_call(self);
+    }
+    int moved = call_next(self);
+    if (moved == HR_TASK_DONE) {
+        end_transfer(self);
+        moved = self->work.op == HORO_ALLGATHER ? begin_of_gather(self) : begin_of_fused(self);
+    }
+    if (moved == HR_TASK_DONE && self->work.op == HORO_BROADCAST && contributes(self)) {
+        hr_fused_copy(&self->fused, self->group->kernel);
+    }
+    return moved;
+}
+
+/* A collective of MPI can be neither cancelled nor forgotten. */
+static void mpi_cancel(struct hr_backend *backend) {
+    struct mpi_backend *self = mpi_of(backend);
+    atomic_fetch_add_explicit(&self->mpi->stranded, (uint64_t)self->has_call, memory_order_relaxed);
+    self->has_call = 0;
+    self->group->poll_within_ns = 0;
+    if (self->work.op == HORO_ALLGATHER && self->gathering.next > 1 && atomic_load(&self->mpi->stranded) != 0) {
+        hr_gathered_disown(self->work.results, self->work.count);
+    }
+    end_gathering(self);
+}
+
+static int mpi_is_ending(const struct hr_backend *backend) {
+    (void)backend;
+    return 0; /* MPI does not tell how far a call is */
 }
 
 static void mpi_destroy(struct hr_backend *backend) {
@@ -333,9 +412,10 @@ static void mpi_destroy(struct hr_backend *backend) {
 
 static const struct hr_backend_ops mpi_ops = {
     .name = "mpi",
-    .allreduce = mpi_allreduce,
-    .broadcast = mpi_broadcast,
-    .allgather = mpi_allgather,
+    .begin = mpi_begin,
+    .progress = mpi_progress,
+    .cancel = mpi_cancel,
+    .is_ending = mpi_is_ending,
     .destroy = mpi_destroy,
 };
 

@@ -36,14 +36,6 @@ static int kind_of(const struct hr_operand *operand) {
     return operand->dtype + HORO_DTYPE_COUNT * (wire == 0 ? 0 : wire == HORO_FLOAT16 ? 1 : 2);
 }
 
-static uint32_t kinds_of(const struct hr_operand *operands, size_t count) {
-    uint32_t kinds = 0;
-    for (size_t i = 0; i < count; i++) {
-        kinds |= 1u << kind_of(&operands[i]);
-    }
-    return kinds;
-}
-
 static struct hr_fused fuse_kind(struct hr_piece *pieces, const struct hr_operand *operands, size_t count, int kind) {
     struct hr_fused fused = {.pieces = pieces};
     for (size_t i = 0; i < count; i++) {
@@ -60,19 +52,18 @@ static struct hr_fused fuse_kind(struct hr_piece *pieces, const struct hr_operan
     return fused;
 }
 
-int hr_reduce_kinds(struct hr_pieces *pieces, const struct hr_operand *operands, size_t count, int size, int reduce_op,
-                    double prescale, double postscale, hr_reduce_fused *reduce, void *arg) {
-    HR_TRY(hr_pieces_reserve(pieces, count));
-    const double scale = reduce_op == HORO_AVERAGE ? postscale / size : postscale;
-    const int operation = reduce_op == HORO_AVERAGE ? HORO_SUM : reduce_op;
-    const uint32_t kinds = kinds_of(operands, count);
-    for (int kind = 0; kind < KIND_COUNT; kind++) {
-        if ((kinds >> kind & 1) != 0) {
-            const struct hr_fused fused = fuse_kind(pieces->at, operands, count, kind);
-            HR_TRY(reduce(arg, &fused, operation, prescale, scale));
-        }
+int hr_kinds_next(struct hr_kinds *kinds, struct hr_piece *pieces, struct hr_fused *fused) {
+    int least = KIND_COUNT;
+    for (size_t i = 0; i < kinds->count; i++) {
+        const int kind = kind_of(&kinds->operands[i]);
+        least = kind >= kinds->next && kind < least ? kind : least;
     }
-    return HORO_OK;
+    if (least == KIND_COUNT) {
+        return 0;
+    }
+    kinds->next = least + 1;
+    *fused = fuse_kind(pieces, kinds->operands, kinds->count, least);
+    return 1;
 }
 
 struct hr_fused hr_fuse_bytes(struct hr_piece *pieces, const struct hr_operand *operands, size_t count) {

@@ -18,14 +18,22 @@ void hr_pieces_fini(struct hr_pieces *pieces);
 /* Puts a piece behind those that `fused` has, unless it is empty. */
 void hr_fuse_append(struct hr_fused *fused, struct hr_piece *pieces, const void *input, void *output, size_t bytes);
 
-/* Reduces one vector over all ranks with SUM, MIN, MAX or PRODUCT. */
-typedef int hr_reduce_fused(void *arg, const struct hr_fused *fused, int reduce_op, double prescale, double postscale);
-/*
- * An allreduce of all operands over `size` ranks; reduce_op may be AVERAGE. Operands of one kind, that is of equal dtype and wire dtype,
- * are reduced as one vector. HORO_OK, HORO_ERR_RESOURCE before anything has begun, or what `reduce` returned.
- */
-int hr_reduce_kinds(struct hr_pieces *pieces, const struct hr_operand *operands, size_t count, int size, int reduce_op,
-                    double prescale, double postscale, hr_reduce_fused *reduce, void *arg);
+/* The operands of an allreduce kind by kind: those of equal dtype and wire dtype are one vector. Zeroed, then the first two set. */
+struct hr_kinds {
+    const struct hr_operand *operands;
+    size_t count;
+    int next; /* private */
+};
+/* The next kind that occurs, in `pieces`, which has room for all operands and held the kind before: 1, or 0 behind the last one. */
+int hr_kinds_next(struct hr_kinds *kinds, struct hr_piece *pieces, struct hr_fused *fused);
+
+/* AVERAGE is a sum and a factor. */
+static inline int hr_operation_of(int reduce_op) {
+    return reduce_op == HORO_AVERAGE ? HORO_SUM : reduce_op;
+}
+static inline double hr_postscale_of(const struct hr_work *work, int size) {
+    return work->reduce_op == HORO_AVERAGE ? work->postscale / size : work->postscale;
+}
 
 /* All operands as bytes. */
 struct hr_fused hr_fuse_bytes(struct hr_piece *pieces, const struct hr_operand *operands, size_t count);

@@ -2,50 +2,52 @@
  * Allgather over one arena; over several it is two_level_gather.c. Every rank shows its next segment and copies the others' out.
  */
 #include "collective/collective.h"
-#include "collective/segment.h"
 #include "collective/two_level.h"
 
-static void copy_own(const struct hr_group *group, const struct hr_fused *mine) {
-    for (size_t i = 0; i < mine->count; i++) {
-        const struct hr_piece *piece = &mine->pieces[i];
-        group->kernel->copy(piece->output, piece->input, piece->bytes, HR_STORE_ORDINARY);
-    }
+/* Segment k of what one rank contributes; empty behind its end. */
+static struct hr_range part_of(const struct hr_group *group, const struct hr_fused *fused, size_t k) {
+    return fused->bytes > k * group->arena.segment_bytes ? hr_segment(group, fused->bytes, k) : (struct hr_range){0};
 }
 
-static int run_segment(struct hr_group *group, const struct hr_fused *by_rank, size_t k, enum hr_store store) {
-    const unsigned parity = (unsigned)(group->segment++ & 1);
-    const size_t offset = k * group->arena.segment_bytes;
-    HR_TRY(hr_group_await(group, HR_PHASE_DRAINED, parity));
-    const struct hr_fused *mine = &by_rank[group->rank];
-    if (mine->bytes > offset) {
-        hr_fused_pack(mine, offset, hr_segment(group, mine->bytes, k).bytes,
-                      hr_arena_slot(&group->arena, group->local_rank, parity), group->kernel, 1.0, store);
-    }
+static void fill(struct hr_segments *segments, size_t k) {
+    const struct hr_allgather *run = (struct hr_allgather *)segments;
+    struct hr_group *group = segments->group;
+    const unsigned parity = hr_segments_parity(segments, k);
+    const struct hr_fused *mine = &run->by_rank[group->rank];
+    const struct hr_range part = part_of(group, mine, k);
+    hr_fused_pack(mine, part.offset, part.bytes, hr_arena_slot(&group->arena, group->local_rank, parity), group->kernel, 1.0,
+                  run->store);
     hr_group_arrive(group, HR_PHASE_FILLED, parity);
-    HR_TRY(hr_group_await(group, HR_PHASE_FILLED, parity));
+}
+
+static void drain(struct hr_segments *segments, size_t k) {
+    const struct hr_allgather *run = (struct hr_allgather *)segments;
+    struct hr_group *group = segments->group;
+    const unsigned parity = hr_segments_parity(segments, k);
     for (int i = 0; i < group->local_size; i++) {
-        const struct hr_fused *theirs = &by_rank[group->rank_of_local[i]];
-        if (i != group->local_rank && theirs->bytes > offset) {
-            hr_fused_unpack(theirs, offset, hr_segment(group, theirs->bytes, k).bytes,
-                            hr_arena_slot(&group->arena, i, parity), group->kernel);
-        }
+        const struct hr_fused *theirs = &run->by_rank[group->rank_of_local[i]];
+        const struct hr_range part = i == group->local_rank ? (struct hr_range){0} : part_of(group, theirs, k);
+        hr_fused_unpack(theirs, part.offset, part.bytes, hr_arena_slot(&group->arena, i, parity), group->kernel);
     }
     hr_group_arrive(group, HR_PHASE_DRAINED, parity);
-    return HORO_OK;
 }
 
-int hr_allgather(struct hr_group *group, const struct hr_fused *by_rank) {
+static const struct hr_segments_ops one_host = {.fill = fill, .drain = drain};
+
+int hr_allgather_begin(struct hr_allgather *run, struct hr_group *group, const struct hr_fused *by_rank) {
+    *run = (struct hr_allgather){.segments = {.group = group}, .by_rank = by_rank};
     if (group->host_count > 1) {
-        return hr_two_level_gather(group, by_rank);
+        return hr_two_level_gather_begin(run);
     }
-    copy_own(group, &by_rank[group->rank]);
-    size_t segments = 0;
+    size_t count = 0;
     for (int r = 0; r < group->size && group->size > 1; r++) {
-        const size_t count = hr_segment_count(group, by_rank[r].bytes);
-        segments = count > segments ? count : segments;
+        const size_t segments = hr_segment_count(group, by_rank[r].bytes);
+        count = segments > count ? segments : count;
     }
-    for (size_t k = 0; k < segments; k++) {
-        HR_TRY(run_segment(group, by_rank, k, hr_store_choose(group, by_rank[group->rank].bytes)));
-    }
+    hr_fused_copy(&by_rank[group->rank], group->kernel);
+    run->store = hr_store_choose(group, by_rank[group->rank].bytes);
+    run->segments.ops = &one_host;
+    run->segments.drain_phase = HR_PHASE_FILLED;
+    hr_segments_begin(&run->segments, count);
     return HORO_OK;
 }

@@ -5,79 +5,93 @@
 #include <math.h>
 
 #include "collective/collective.h"
-#include "collective/stages.h"
 #include "collective/two_level.h"
 
 enum { FLAT_BYTES = 4096 }; /* up to here everybody reduces everything: one phase instead of two */
 
-static int reduce(struct hr_stages *call, size_t k) {
-    HR_TRY(hr_stages_reduce(call, k));
-    hr_group_arrive(call->group, HR_PHASE_REDUCED, hr_stages_parity(call, k));
-    return HORO_OK;
+static struct hr_allreduce *run_of(struct hr_segments *segments) {
+    return (struct hr_allreduce *)segments; /* its first member */
 }
 
-static void learn_store(struct hr_stages *call, size_t k, int64_t begin_ns) {
-    const size_t bytes = hr_segment(call->group, call->fused->bytes, k).bytes;
-    hr_store_learn(call->group, call->store, bytes, hr_now_ns() - begin_ns);
-    call->store = hr_store_choose(call->group, bytes);
+/* ---- One host ---- */
+
+static void learn_store(struct hr_allreduce *run, size_t k) {
+    struct hr_stages *stages = &run->stages;
+    const size_t bytes = hr_segment(stages->group, run->fused.bytes, k).bytes;
+    const int64_t now_ns = hr_now_ns();
+    hr_store_learn(stages->group, stages->store, bytes, now_ns - run->measured_ns);
+    stages->store = hr_store_choose(stages->group, bytes);
+    run->measured_ns = now_ns;
 }
 
-static int run_one_host(struct hr_stages *call, size_t segments) {
-    HR_TRY(hr_stages_fill(call, 0));
-    for (size_t k = 0; k < segments; k++) {
-        const int64_t begin_ns = hr_now_ns();
-        if (k + 1 < segments) {
-            HR_TRY(hr_stages_fill(call, k + 1));
-        }
-        HR_TRY(reduce(call, k));
-        HR_TRY(hr_stages_drain(call, k));
-        learn_store(call, k, begin_ns);
-    }
-    return HORO_OK;
+static void fill(struct hr_segments *segments, size_t k) {
+    hr_stages_fill(&run_of(segments)->stages, k);
 }
 
-/* Where slots may be exchanged: a segment comes back from a slot as the next but one goes into it. Reducing is one segment ahead. */
-static int run_exchanging(struct hr_stages *call, size_t segments) {
-    for (size_t k = 0; k < 2 && k < segments; k++) {
-        HR_TRY(hr_stages_fill(call, k));
+static void reduce(struct hr_segments *segments, size_t k) {
+    struct hr_allreduce *run = run_of(segments);
+    if (k == 0) {
+        run->measured_ns = hr_now_ns();
     }
-    int64_t begin_ns = hr_now_ns();
-    HR_TRY(reduce(call, 0));
-    for (size_t k = 0; k + 1 < segments; k++) {
-        HR_TRY(reduce(call, k + 1));
-        HR_TRY(k + 2 < segments ? hr_stages_exchange(call, k) : hr_stages_drain(call, k));
-        learn_store(call, k, begin_ns);
-        begin_ns = hr_now_ns();
-    }
-    HR_TRY(hr_stages_drain(call, segments - 1));
-    if (segments == 1) { /* a last drain alone would make its store look cheap */
-        learn_store(call, 0, begin_ns);
-    }
-    return HORO_OK;
+    hr_stages_reduce(&run->stages, k);
 }
 
-/* Small data on one host: everybody shows everything and reduces everything, in rank order. */
-static int run_flat(struct hr_stages *call) {
-    struct hr_group *group = call->group;
-    const struct hr_fused *fused = call->fused;
-    const unsigned parity = hr_stages_parity(call, 0);
-    HR_TRY(hr_group_await(group, HR_PHASE_DRAINED, parity));
-    hr_fused_pack(fused, 0, fused->bytes, hr_stages_slot(call, group->local_rank, 0), group->kernel, call->prescale,
-                  HR_STORE_ORDINARY);
-    hr_group_arrive(group, HR_PHASE_FILLED, parity);
-    HR_TRY(hr_group_await(group, HR_PHASE_FILLED, parity));
+static void finish(struct hr_segments *segments, size_t k) {
+    hr_group_arrive(segments->group, HR_PHASE_REDUCED, hr_segments_parity(segments, k));
+}
+
+static void drain(struct hr_segments *segments, size_t k) {
+    struct hr_allreduce *run = run_of(segments);
+    hr_stages_drain(&run->stages, k);
+    learn_store(run, k);
+}
+
+static void drain_of_exchanging(struct hr_segments *segments, size_t k) {
+    struct hr_allreduce *run = run_of(segments);
+    hr_stages_drain(&run->stages, k);
+    if (k + 1 < segments->count || k == 0) { /* a last drain alone would make its store look cheap */
+        learn_store(run, k);
+    }
+}
+
+static void exchange(struct hr_segments *segments, size_t k) {
+    struct hr_allreduce *run = run_of(segments);
+    hr_stages_exchange(&run->stages, k);
+    learn_store(run, k);
+}
+
+static const struct hr_segments_ops one_host = {.fill = fill, .reduce = reduce, .finish = finish, .drain = drain};
+static const struct hr_segments_ops exchanging = {
+    .fill = fill, .reduce = reduce, .finish = finish, .drain = drain_of_exchanging, .exchange = exchange};
+
+/* ---- Small data on one host: everybody shows everything and reduces everything, in rank order ---- */
+
+static void flat_fill(struct hr_segments *segments, size_t k) {
+    const struct hr_stages *stages = &run_of(segments)->stages;
+    const struct hr_fused *fused = stages->fused;
+    hr_fused_pack(fused, 0, fused->bytes, hr_stages_slot(stages, stages->group->local_rank, k), stages->group->kernel,
+                  stages->prescale, HR_STORE_ORDINARY);
+    hr_group_arrive(stages->group, HR_PHASE_FILLED, hr_segments_parity(segments, k));
+}
+
+static void flat_drain(struct hr_segments *segments, size_t k) {
+    struct hr_stages *stages = &run_of(segments)->stages;
+    const struct hr_fused *fused = stages->fused;
     if (fused->wide_dtype != 0) {
         char result[FLAT_BYTES]; /* rounded here too: fused with others or not, a tensor gets the same bits */
-        hr_stages_reduce_part(call, 0, 0, fused->bytes, NULL, result, NULL, call->postscale);
-        hr_fused_unpack(fused, 0, fused->bytes, result, group->kernel);
+        hr_stages_reduce_part(stages, k, 0, fused->bytes, NULL, result, NULL, stages->postscale);
+        hr_fused_unpack(fused, 0, fused->bytes, result, stages->group->kernel);
     }
     for (size_t i = 0; i < fused->count && fused->wide_dtype == 0; i++) {
         const struct hr_piece *piece = &fused->pieces[i];
-        hr_stages_reduce_part(call, 0, piece->offset, piece->bytes, NULL, piece->output, NULL, call->postscale);
+        hr_stages_reduce_part(stages, k, piece->offset, piece->bytes, NULL, piece->output, NULL, stages->postscale);
     }
-    hr_group_arrive(group, HR_PHASE_DRAINED, parity);
-    return HORO_OK;
+    hr_group_arrive(stages->group, HR_PHASE_DRAINED, hr_segments_parity(segments, k));
 }
+
+static const struct hr_segments_ops flat = {.fill = flat_fill, .drain = flat_drain};
+
+/* ---- One rank ---- */
 
 /* What would travel is rounded all the same, so that a script sees what it would see with more ranks. */
 static void run_alone_converted(const struct hr_stages *call) {
@@ -120,13 +134,26 @@ double hr_partial_scale(int dtype, int reduce_op, double postscale) {
     return ldexp(1.0, exponent - 1);
 }
 
-int hr_allreduce(struct hr_group *group, const struct hr_fused *fused, int reduce_op, double prescale, double postscale) {
-    if (fused->bytes == 0) {
-        return HORO_OK;
+/* ---- The task ---- */
+
+static void begin_on_one_host(struct hr_allreduce *run) {
+    struct hr_segments *segments = &run->segments;
+    if (run->fused.bytes <= FLAT_BYTES) {
+        segments->ops = &flat;
+        segments->drain_phase = HR_PHASE_FILLED;
+    } else {
+        segments->ops = hr_stages_may_exchange(&run->stages) ? &exchanging : &one_host;
+        segments->drain_phase = HR_PHASE_REDUCED;
     }
-    struct hr_stages call = {
+}
+
+int hr_allreduce_begin(struct hr_allreduce *run, struct hr_group *group, const struct hr_fused *fused, int reduce_op,
+                       double prescale, double postscale) {
+    run->segments = (struct hr_segments){.group = group};
+    run->fused = *fused;
+    run->stages = (struct hr_stages){
         .group = group,
-        .fused = fused,
+        .fused = &run->fused,
         .reduce_op = reduce_op,
         .prescale = prescale,
         .partial_scale = 1.0,
@@ -136,19 +163,20 @@ int hr_allreduce(struct hr_group *group, const struct hr_fused *fused, int reduc
         .store = hr_store_choose(group, fused->bytes),
         .first = group->segment,
     };
-    if (group->size == 1) {
-        (fused->wide_dtype == 0 ? run_alone : run_alone_converted)(&call);
+    if (group->size == 1 && fused->bytes > 0) {
+        (fused->wide_dtype == 0 ? run_alone : run_alone_converted)(&run->stages);
+    }
+    if (group->size == 1 || fused->bytes == 0) {
+        hr_segments_begin(&run->segments, 0);
         return HORO_OK;
     }
-    const size_t segments = hr_segment_count(group, fused->bytes);
-    group->segment += segments;
     if (group->host_count > 1) {
-        call.partial_scale = hr_partial_scale(fused->dtype, reduce_op, postscale);
-        call.postscale /= call.partial_scale;
-        return hr_two_level(&call, segments);
+        run->stages.partial_scale = hr_partial_scale(fused->dtype, reduce_op, postscale);
+        run->stages.postscale /= run->stages.partial_scale;
+        HR_TRY(hr_two_level_begin(run));
+    } else {
+        begin_on_one_host(run);
     }
-    if (fused->bytes <= FLAT_BYTES) {
-        return run_flat(&call);
-    }
-    return hr_stages_may_exchange(&call) ? run_exchanging(&call, segments) : run_one_host(&call, segments);
+    hr_segments_begin(&run->segments, hr_segment_count(group, fused->bytes));
+    return HORO_OK;
 }

@@ -3,118 +3,96 @@
  * segment on, from the root's slot on the root's host, and down a tree (small) or a chain (large) of hosts.
  */
 #include "collective/collective.h"
-#include "collective/journey.h"
-#include "collective/segment.h"
 
 enum {
     TREE_BYTES = 1 << 18, /* up to here a binomial tree: few hops; above a chain: each link carries the data once */
 };
 
-struct call {
-    struct hr_group *group;
-    const struct hr_fused *fused;
-    int root_rank;
-    int root_host;
-    int root_local; /* local index of the root on its host; only used there */
-    int owners;
-    enum hr_store store;
-};
-
-static int on_root_host(const struct call *call) {
-    return call->group->host == call->root_host;
+static struct hr_broadcast *run_of(struct hr_segments *segments) {
+    return (struct hr_broadcast *)segments; /* its first member */
 }
 
-/* Where share `owner` of the segment lies on this host. */
-static char *share_data(const struct call *call, int owner, unsigned parity, size_t offset) {
-    const int holder = on_root_host(call) ? call->root_local : owner;
-    return hr_arena_slot(&call->group->arena, holder, parity) + offset;
+static int on_root_host(const struct hr_broadcast *run) {
+    return run->segments.group->host == run->root_host;
 }
 
-static int pass_on(const struct call *call, struct hr_range segment, unsigned parity) {
-    struct hr_group *group = call->group;
-    if (group->local_rank >= call->owners) {
-        return HORO_OK;
+static struct hr_range segment_of(const struct hr_broadcast *run, size_t k) {
+    return hr_segment(run->segments.group, run->fused.bytes, k);
+}
+
+/* Where share `owner` of segment k lies on this host; `offset` is the share's in the segment. */
+static char *share_data(const struct hr_broadcast *run, int owner, size_t k, size_t offset) {
+    const int holder = on_root_host(run) ? run->root_local : owner;
+    return hr_arena_slot(&run->segments.group->arena, holder, hr_segments_parity(&run->segments, k)) + offset;
+}
+
+static void fill(struct hr_segments *segments, size_t k) {
+    const struct hr_broadcast *run = run_of(segments);
+    struct hr_group *group = segments->group;
+    const unsigned parity = hr_segments_parity(segments, k);
+    if (group->rank == run->root_rank) {
+        const struct hr_range segment = segment_of(run, k);
+        hr_fused_pack(&run->fused, segment.offset, segment.bytes, hr_arena_slot(&group->arena, group->local_rank, parity),
+                      group->kernel, 1.0, run->store);
     }
-    const struct hr_range share = hr_share(segment.bytes, group->local_rank, call->owners);
-    const struct hr_cross_call cross_call = {
+    hr_group_arrive(group, HR_PHASE_FILLED, parity);
+}
+
+static int begin(struct hr_segments *segments, size_t k, struct hr_cross *cross) {
+    const struct hr_broadcast *run = run_of(segments);
+    const struct hr_group *group = segments->group;
+    const struct hr_range share = hr_share(segment_of(run, k).bytes, group->local_rank, run->owners);
+    const struct hr_cross_call call = {
         .transport = group->transport,
         .host = group->host,
         .host_count = group->host_count,
-        .data = share_data(call, group->local_rank, parity, share.offset),
+        .data = share_data(run, group->local_rank, k, share.offset),
         .count = share.bytes,
         .dtype = HORO_UINT8,
-        .root_host = call->root_host,
+        .root_host = run->root_host,
         .piece_bytes = HR_CROSS_PIECE_BYTES,
     };
-    struct hr_cross cross;
-    const struct hr_cross_ops *ops = call->fused->bytes <= TREE_BYTES ? &hr_cross_tree : &hr_cross_chain;
-    HR_TRY(ops->begin(&cross, &cross_call));
-    return hr_cross_run(group, &cross);
+    const struct hr_cross_ops *ops = run->fused.bytes <= TREE_BYTES ? &hr_cross_tree : &hr_cross_chain;
+    return ops->begin(cross, &call);
 }
 
-static void copy_out(const struct call *call, struct hr_range segment, unsigned parity) {
-    for (int owner = 0; owner < call->owners; owner++) {
-        const struct hr_range share = hr_share(segment.bytes, owner, call->owners);
-        hr_fused_unpack(call->fused, segment.offset + share.offset, share.bytes,
-                        share_data(call, owner, parity, share.offset), call->group->kernel);
-    }
+static void finish(struct hr_segments *segments, size_t k) {
+    hr_group_arrive(segments->group, HR_PHASE_REDUCED, hr_segments_parity(segments, k));
 }
 
-static int run_segment(const struct call *call, size_t k) {
-    struct hr_group *group = call->group;
-    const struct hr_range segment = hr_segment(group, call->fused->bytes, k);
-    const unsigned parity = (unsigned)(group->segment++ & 1);
-    const int is_root = group->rank == call->root_rank;
-    HR_TRY(hr_group_await(group, HR_PHASE_DRAINED, parity)); /* the slots are free again */
-    if (is_root) {
-        hr_fused_pack(call->fused, segment.offset, segment.bytes, hr_arena_slot(&group->arena, group->local_rank, parity),
-                      group->kernel, 1.0, call->store);
+static void drain(struct hr_segments *segments, size_t k) {
+    const struct hr_broadcast *run = run_of(segments);
+    const struct hr_group *group = segments->group;
+    const struct hr_range segment = segment_of(run, k);
+    for (int owner = 0; owner < run->owners && group->rank != run->root_rank; owner++) {
+        const struct hr_range share = hr_share(segment.bytes, owner, run->owners);
+        hr_fused_unpack(&run->fused, segment.offset + share.offset, share.bytes, share_data(run, owner, k, share.offset),
+                        group->kernel);
     }
-    hr_group_arrive(group, HR_PHASE_FILLED, parity);
-    if (group->host_count > 1) {
-        if (on_root_host(call)) {
-            HR_TRY(hr_group_await(group, HR_PHASE_FILLED, parity));
-        }
-        HR_TRY(pass_on(call, segment, parity));
-        hr_group_arrive(group, HR_PHASE_REDUCED, parity);
-    }
-    if (!is_root) {
-        const enum hr_phase full = on_root_host(call) ? HR_PHASE_FILLED : HR_PHASE_REDUCED;
-        HR_TRY(hr_group_await(group, full, parity));
-        copy_out(call, segment, parity);
-    }
-    hr_group_arrive(group, HR_PHASE_DRAINED, parity);
-    return HORO_OK;
+    hr_group_arrive(segments->group, HR_PHASE_DRAINED, hr_segments_parity(segments, k));
 }
 
-/* The root's own result never travels. */
-static void copy_own(const struct call *call) {
-    for (size_t i = 0; i < call->fused->count; i++) {
-        const struct hr_piece *piece = &call->fused->pieces[i];
-        if (piece->output != piece->input) {
-            call->group->kernel->copy(piece->output, piece->input, piece->bytes, HR_STORE_ORDINARY);
-        }
-    }
-}
+static const struct hr_segments_ops one_host = {.fill = fill, .drain = drain};
+static const struct hr_segments_ops several_hosts = {.fill = fill, .begin = begin, .finish = finish, .drain = drain};
 
-int hr_broadcast(struct hr_group *group, const struct hr_fused *fused, int root_rank) {
-    struct call call = {
-        .group = group,
-        .fused = fused,
+void hr_broadcast_begin(struct hr_broadcast *run, struct hr_group *group, const struct hr_fused *fused, int root_rank) {
+    *run = (struct hr_broadcast){
+        .segments = {.group = group},
+        .fused = *fused,
         .root_rank = root_rank,
         .root_host = group->host_of_rank[root_rank],
         .owners = group->owner_count,
         .store = hr_store_choose(group, fused->bytes),
     };
-    while (group->host == call.root_host && group->rank_of_local[call.root_local] != root_rank) {
-        call.root_local++;
-    }
-    const size_t segments = group->size == 1 ? 0 : hr_segment_count(group, fused->bytes);
-    for (size_t k = 0; k < segments; k++) {
-        HR_TRY(run_segment(&call, k));
+    while (group->host == run->root_host && group->rank_of_local[run->root_local] != root_rank) {
+        run->root_local++;
     }
     if (group->rank == root_rank) {
-        copy_own(&call);
+        hr_fused_copy(fused, group->kernel); /* the root's own result never travels */
     }
-    return HORO_OK;
+    run->segments.ops = group->host_count == 1 ? &one_host : &several_hosts;
+    run->segments.carries = group->local_rank < run->owners;
+    run->segments.begins_alone = !on_root_host(run); /* what comes there goes into the owners' own slots */
+    run->segments.drain_phase = on_root_host(run) ? HR_PHASE_FILLED : HR_PHASE_REDUCED;
+    hr_segments_begin(&run->segments, group->size == 1 ? 0 : hr_segment_count(group, fused->bytes));
 }

@@ -1,6 +1,7 @@
 /*
- * Whole collectives on host memory for all ranks of a group. Blocking; called by the driver with group->in_batch set.
- * Every rank calls the same function with the same sizes in the same order. HORO_OK, or the code with which the group ended.
+ * Whole collectives on host memory for all ranks of a group, as tasks (task.h). Every rank begins the same ones with the same sizes in
+ * the same order, one after the other. The memory of a task is the caller's and must stay where it is until the task is done or
+ * cancelled, as must the pieces of its vectors.
  *
  * Words: a *segment* is the pipeline piece that fits one arena slot; a *share* is the part of a segment that one *owner* reduces;
  * the owners are the local ranks below group->owner_count, the same on every host.
@@ -8,20 +9,53 @@
 #ifndef HR_COLLECTIVE_COLLECTIVE_H
 #define HR_COLLECTIVE_COLLECTIVE_H
 
-#include "collective/cross.h"
-#include "collective/fused.h"
-#include "collective/group.h"
+#include "collective/segments.h"
+#include "collective/stages.h"
 
 /* Pipeline piece of what travels between hosts; equal on all ranks. */
 enum { HR_CROSS_PIECE_BYTES = 1 << 17 };
+
+struct hr_allreduce {
+    struct hr_segments segments;
+    struct hr_stages stages;
+    struct hr_fused fused;
+    int64_t measured_ns;  /* one host: when the measuring of the current segment began */
+    size_t scratch_bytes; /* between hosts: for one segment that travels */
+};
+
+struct hr_broadcast {
+    struct hr_segments segments;
+    struct hr_fused fused;
+    int root_rank;
+    int root_host;
+    int root_local; /* local index of the root on its host; only used there */
+    int owners;
+    enum hr_store store;
+};
+
+struct hr_allgather {
+    struct hr_segments segments;
+    const struct hr_fused *by_rank;
+    enum hr_store store;
+    /* Between hosts: one run over the slots after the other, each for as many ranks as have room there at once. */
+    const int *members; /* whose parts this run moves, in order of hosts */
+    int member_count;
+    int next_member; /* place of the first rank of the next run in group->rank_by_host */
+    int owners;
+    size_t share_count;
+    const struct hr_cross_ops *cross;
+    struct hr_cross_part *parts; /* [HR_SEGMENTS_TRAVELLING_MAX][host_count] */
+};
 
 /*
  * outputs = postscale * reduce over ranks of (prescale * inputs). reduce_op is SUM, MIN, MAX or PRODUCT. An input may be its output.
  * With fused->wide_dtype, (prescale * inputs) are rounded to fused->dtype first, what comes out of the reduction is rounded to it by
  * the same rules as ever, and outputs are that, widened; so all ranks get the same bits, as they do without.
  * Per rank and byte of data on one host of p ranks: copies (p-1)/p in, reads p/p and writes 2/p for the share, copies (p-1)/p out.
+ * HORO_OK or HORO_ERR_RESOURCE.
  */
-int hr_allreduce(struct hr_group *group, const struct hr_fused *fused, int reduce_op, double prescale, double postscale);
+int hr_allreduce_begin(struct hr_allreduce *run, struct hr_group *group, const struct hr_fused *fused, int reduce_op,
+                       double prescale, double postscale);
 
 /*
  * What partial results are multiplied by before they travel, so that postscale is divided by it. A sum of float16 may leave their range
@@ -31,12 +65,13 @@ int hr_allreduce(struct hr_group *group, const struct hr_fused *fused, int reduc
 double hr_partial_scale(int dtype, int reduce_op, double postscale);
 
 /* outputs = inputs of root_rank; on the root an output may be its input. Byte-wise; fused->dtype is not looked at. */
-int hr_broadcast(struct hr_group *group, const struct hr_fused *fused, int root_rank);
+void hr_broadcast_begin(struct hr_broadcast *run, struct hr_group *group, const struct hr_fused *fused, int root_rank);
 
 /*
  * by_rank[r] describes rank r's contribution (its bytes may differ by rank): by_rank[group->rank] holds my inputs, and the outputs of
- * all of them are where rank r's data goes here. Between hosts each link carries all that is not its receiver's own, once.
+ * all of them are where rank r's data goes here. The caller keeps by_rank. Between hosts each link carries all that is not its
+ * receiver's own, once. HORO_OK or HORO_ERR_RESOURCE.
  */
-int hr_allgather(struct hr_group *group, const struct hr_fused *by_rank);
+int hr_allgather_begin(struct hr_allgather *run, struct hr_group *group, const struct hr_fused *by_rank);
 
 #endif

@@ -58,6 +58,15 @@ void hr_fused_unpack(const struct hr_fused *fused, size_t offset, size_t bytes, 
     }
 }
 
+void hr_fused_copy(const struct hr_fused *fused, const struct hr_kernel *kernel) {
+    for (size_t i = 0; i < fused->count; i++) {
+        const struct hr_piece *piece = &fused->pieces[i];
+        if (piece->output != piece->input) {
+            kernel->copy(piece->output, piece->input, piece->bytes, HR_STORE_ORDINARY);
+        }
+    }
+}
+
 void hr_fused_exchange(const struct hr_fused *fused, size_t out_offset, size_t in_offset, size_t bytes, char *slot,
                        const struct hr_kernel *kernel, enum hr_store store) {
     const struct hr_piece *out = fused->pieces + (bytes == 0 ? 0 : hr_fused_find(fused, out_offset));

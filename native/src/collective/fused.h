@@ -38,6 +38,9 @@ void hr_fused_pack(const struct hr_fused *fused, size_t offset, size_t bytes, ch
 void hr_fused_unpack(const struct hr_fused *fused, size_t offset, size_t bytes, const char *source,
                      const struct hr_kernel *kernel);
 
+/* outputs = inputs, where they are not the same memory; for vectors that are not converted. */
+void hr_fused_copy(const struct hr_fused *fused, const struct hr_kernel *kernel);
+
 /*
  * As unpack of [out_offset, + bytes) from the slot, then pack of [in_offset, + bytes) into it, in one pass; the two ranges do not overlap,
  * and the dtypes are the same.

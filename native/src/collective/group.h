@@ -68,36 +68,30 @@ struct hr_group {
     int64_t store_cost[2];               /* smoothed picoseconds per byte with each enum hr_store; 0: not tried */
     uint64_t store_choices;              /* passes that were measured */
 
-    int64_t spin_ns;
     int64_t peer_timeout_ns;
     int64_t stall_warning_ns;    /* 0: never */
     int64_t stall_shutdown_ns;   /* 0: never */
     int64_t poll_within_ns;      /* a condition is waited for that no event tells of: the longest sleep; 0: none is */
     int watching;                /* the transport, if there is one, supervises its links */
     struct hr_abort suspect;     /* see hr_group_suspect_link */
-    int in_batch;                /* a batch is running: a rank that has left may have done its part already */
-    uint64_t batch_end;          /* position in the log behind the running batch */
-    int (*interrupted)(void);    /* NULL, or asks after a signal whether its handler wants the caller to stop */
     struct hr_log log;
     _Atomic uint64_t sleeps, wakes, moves; /* counters */
 };
 
-/* The condition of a wait: looks, may advance a state machine of its own, never blocks. */
+/* The condition of a wait: looks, may advance state of its own, never blocks. */
 typedef int (*hr_ready)(struct hr_group *group, void *arg);
 
-/*
- * HORO_OK when ready says so, the abort code when the group has ended, HORO_IN_PROGRESS when deadline_ns (monotonic; 0: none)
- * has passed or a signal came.
- */
+/* HORO_OK when ready says so, HORO_IN_PROGRESS when deadline_ns (monotonic; 0: none) has passed or a signal came. */
 int hr_group_wait(struct hr_group *group, hr_ready ready, void *arg, int64_t spin_ns, int64_t deadline_ns);
-/* The wait inside a batch: never returns HORO_IN_PROGRESS. A signal handler that raises ends the group. */
-int hr_group_finish(struct hr_group *group, hr_ready ready, void *arg);
 
 /* Wakes a local rank, or all of them but me, if they sleep. Any thread. */
 void hr_group_wake(struct hr_group *group, int local_rank);
 void hr_group_wake_all(struct hr_group *group);
 
-/* Ends the group: the first reason counts. Wakes everybody. Any thread. */
+/* Wakes the leader even if its background thread is parked, which hr_group_wake does not. Any thread. */
+void hr_group_call_leader(struct hr_group *group);
+
+/* Ends the group: the first reason counts. Wakes everybody, who all look for it (hr_ready). Any thread. */
 void hr_group_abort(struct hr_group *group, int code, int rank, enum hr_abort_reason reason);
 
 /*
@@ -114,7 +108,7 @@ void hr_group_watch(struct hr_group *group, const struct pollfd *fds, size_t cou
 /* Fills fds with the life lines still open; returns how many. Any thread. */
 size_t hr_group_life_fds(const struct hr_group *group, struct pollfd *fds);
 
-/* 0, or 1 + the rank that left; pending requests can then no longer be agreed on. */
+/* 0, or 1 + the rank whose departure closed the log: nothing more will be agreed on. */
 int hr_group_left(const struct hr_group *group);
 
 /* "rank 3 (h2)". Returns out. */
@@ -133,9 +127,10 @@ void hr_group_close_fds(struct hr_group *group);
 /* Turns the supervision of links on or off, if that is a change. */
 void hr_group_supervise(struct hr_group *group, int enabled);
 
-/* Phases. Arrive at one, and wait, or look, until all local ranks have arrived at it as often as I have. */
+/* Phases. Arrive at one, and ask whether all local ranks have arrived at it as often as I have. */
 void hr_group_arrive(struct hr_group *group, enum hr_phase phase, unsigned parity);
-int hr_group_await(struct hr_group *group, enum hr_phase phase, unsigned parity);
 int hr_group_reached(const struct hr_group *group, enum hr_phase phase, unsigned parity);
+/* The local rank that has passed the fewest phases, if fewer than I have; else -1. */
+int hr_group_find_late(const struct hr_group *group);
 
 #endif

@@ -200,11 +200,9 @@ int hr_group_init(struct hr_group *group, const horo_setup *setup, struct hr_err
         .rank = setup->rank,
         .size = setup->size,
         .kernel = hr_kernel_best(),
-        .spin_ns = (int64_t)setup->spin_us * 1000,
         .peer_timeout_ns = (int64_t)setup->peer_timeout_ms * 1000000,
         .stall_warning_ns = (int64_t)setup->stall_warning_ms * 1000000,
         .stall_shutdown_ns = (int64_t)setup->stall_shutdown_ms * 1000000,
-        .interrupted = setup->interrupted,
         .log = {.level = setup->log_level, .rank = setup->rank},
     };
     HR_TRY(setup->mpi == NULL ? HORO_OK : hr_mpi_init(&group->mpi, setup->mpi, error));

@@ -23,10 +23,9 @@ static char *result_slot(const struct hr_stages *call, int owner, size_t k) {
     return hr_stages_slot(call, carrier, k);
 }
 
-int hr_stages_fill(struct hr_stages *call, size_t k) {
+void hr_stages_fill(struct hr_stages *call, size_t k) {
     struct hr_group *group = call->group;
     const struct hr_range segment = hr_segment(group, call->fused->bytes, k);
-    HR_TRY(hr_group_await(group, HR_PHASE_DRAINED, hr_stages_parity(call, k))); /* the slot is free again */
     char *slot = hr_stages_slot(call, group->local_rank, k);
     for (int owner = 0; owner < call->owners; owner++) {
         if (owner == group->local_rank && !packs_own_share(call)) {
@@ -37,7 +36,6 @@ int hr_stages_fill(struct hr_stages *call, size_t k) {
                       call->prescale, call->store);
     }
     hr_group_arrive(group, HR_PHASE_FILLED, hr_stages_parity(call, k));
-    return HORO_OK;
 }
 
 void hr_stages_reduce_part(struct hr_stages *call, size_t k, size_t at, size_t bytes, const char *mine, char *target, char *copy,
@@ -50,11 +48,10 @@ void hr_stages_reduce_part(struct hr_stages *call, size_t k, size_t at, size_t b
                           bytes / call->element, scale, call->store);
 }
 
-int hr_stages_reduce(struct hr_stages *call, size_t k) {
+void hr_stages_reduce(struct hr_stages *call, size_t k) {
     struct hr_group *group = call->group;
-    HR_TRY(hr_group_await(group, HR_PHASE_FILLED, hr_stages_parity(call, k)));
     if (!hr_stages_owns(call)) {
-        return HORO_OK;
+        return;
     }
     const struct hr_range segment = hr_segment(group, call->fused->bytes, k);
     const struct hr_range share = hr_share(segment.bytes, group->local_rank, call->owners);
@@ -75,13 +72,11 @@ int hr_stages_reduce(struct hr_stages *call, size_t k) {
         at += part;
         left -= part;
     }
-    return HORO_OK;
 }
 
-int hr_stages_drain(struct hr_stages *call, size_t k) {
+void hr_stages_drain(struct hr_stages *call, size_t k) {
     struct hr_group *group = call->group;
     const struct hr_range segment = hr_segment(group, call->fused->bytes, k);
-    HR_TRY(hr_group_await(group, HR_PHASE_REDUCED, hr_stages_parity(call, k)));
     for (int owner = 0; owner < call->owners; owner++) {
         if (owner == group->local_rank && !drains_own_share(call)) {
             continue; /* written by hr_stages_reduce */
@@ -91,14 +86,13 @@ int hr_stages_drain(struct hr_stages *call, size_t k) {
                         group->kernel);
     }
     hr_group_arrive(group, HR_PHASE_DRAINED, hr_stages_parity(call, k));
-    return HORO_OK;
 }
 
 int hr_stages_may_exchange(const struct hr_stages *call) {
     return call->group->host_count == 1 && call->group->local_size == 2 && !packs_own_share(call);
 }
 
-int hr_stages_exchange(struct hr_stages *call, size_t k) {
+void hr_stages_exchange(struct hr_stages *call, size_t k) {
     struct hr_group *group = call->group;
     const struct hr_fused *fused = call->fused;
     const int peer = 1 - group->local_rank;
@@ -109,7 +103,6 @@ int hr_stages_exchange(struct hr_stages *call, size_t k) {
     const size_t out_offset = segment.offset + out.offset;
     const size_t in_offset = next.offset + in.offset;
     char *slot = hr_stages_slot(call, group->local_rank, k);
-    HR_TRY(hr_group_await(group, HR_PHASE_REDUCED, hr_stages_parity(call, k)));
     if (next.bytes == segment.bytes) {
         hr_fused_exchange(fused, out_offset, in_offset, out.bytes, slot + out.offset, group->kernel, call->store);
     } else {
@@ -117,5 +110,4 @@ int hr_stages_exchange(struct hr_stages *call, size_t k) {
         hr_fused_pack(fused, in_offset, in.bytes, slot + in.offset, group->kernel, 1.0, call->store);
     }
     hr_group_arrive(group, HR_PHASE_FILLED, hr_stages_parity(call, k));
-    return HORO_OK;
 }

@@ -1,12 +1,11 @@
 /*
- * The stages of an allreduce in the arena, one segment at a time, on all ranks of a host alike:
+ * What an allreduce does with one segment in the stages of segments.h, on all ranks of a host alike:
  *
- *     fill    copies the shares that others own into my slot, scaled and converted on the way
+ *     fill    copies the shares that others own into my slot, scaled and converted on the way; arrives at HR_PHASE_FILLED
  *     reduce  reduces my own share straight from my private memory and the peers' slots
- *     drain   copies the other shares out of the slots, once their owners have arrived at HR_PHASE_REDUCED
+ *     drain   copies the other shares out of the slots; arrives at HR_PHASE_DRAINED
  *
- * Two slots in turn: filling segment k + 1 overlaps the peers' finishing k. The caller arrives at HR_PHASE_REDUCED itself, when the
- * share in its slot is final.
+ * The caller arrives at HR_PHASE_REDUCED itself, when the share in its slot is final.
  */
 #ifndef HR_COLLECTIVE_STAGES_H
 #define HR_COLLECTIVE_STAGES_H
@@ -17,7 +16,7 @@
 /* One running allreduce. */
 struct hr_stages {
     struct hr_group *group;
-    const struct hr_fused *fused;
+    const struct hr_fused *fused; /* the caller keeps it */
     int reduce_op;
     double prescale;
     double partial_scale; /* several hosts: what each host's partial result is multiplied by before it travels on */
@@ -40,14 +39,13 @@ static inline int hr_stages_owns(const struct hr_stages *call) {
     return call->group->local_rank < call->owners;
 }
 
-/* HORO_OK, or the code with which the group ended. */
-int hr_stages_fill(struct hr_stages *call, size_t k);
+void hr_stages_fill(struct hr_stages *call, size_t k);
 /*
  * On one host the result goes to private memory and to my slot, or to my slot only if it must be widened on its way out; on several
  * to my slot only, to travel on and be scaled last.
  */
-int hr_stages_reduce(struct hr_stages *call, size_t k);
-int hr_stages_drain(struct hr_stages *call, size_t k);
+void hr_stages_reduce(struct hr_stages *call, size_t k);
+void hr_stages_drain(struct hr_stages *call, size_t k);
 
 /*
  * On one host of two ranks, where nothing is scaled or converted on the way in, nobody but me reads what I drain. So segment k + 2 may
@@ -55,7 +53,7 @@ int hr_stages_drain(struct hr_stages *call, size_t k);
  * is drain of k, then fill of k + 2. Equal on all ranks.
  */
 int hr_stages_may_exchange(const struct hr_stages *call);
-int hr_stages_exchange(struct hr_stages *call, size_t k);
+void hr_stages_exchange(struct hr_stages *call, size_t k);
 
 /* Reduces `bytes` at `at` within segment k; `mine` is my contribution, NULL if it is in my slot as those of the others are. */
 void hr_stages_reduce_part(struct hr_stages *call, size_t k, size_t at, size_t bytes, const char *mine, char *target, char *copy,

@@ -8,20 +8,14 @@
  */
 #include "collective/two_level.h"
 
-#include "collective/collective.h"
-#include "collective/journey.h"
-
 enum {
     DOUBLING_BYTES = 1 << 16, /* between hosts: latency counts up to here, bandwidth above */
     SCRATCH_ALIGNMENT = 64,
 };
 
-/* One allreduce. */
-struct run {
-    struct hr_stages *stages;
-    size_t segments;
-    size_t scratch_bytes; /* of one that travels */
-};
+static struct hr_allreduce *run_of(struct hr_segments *segments) {
+    return (struct hr_allreduce *)segments; /* its first member */
+}
 
 static struct hr_range own_share(const struct hr_stages *call, size_t k) {
     const struct hr_range segment = hr_segment(call->group, call->fused->bytes, k);
@@ -33,14 +27,15 @@ static const struct hr_cross_ops *cross_ops(size_t share_bytes) {
 }
 
 /* Room for two of the largest shares, before anything travels: it cannot be moved then. Small data gets one: it is one segment. */
-static int reserve_scratch(struct run *run) {
-    struct hr_group *group = run->stages->group;
-    const size_t share_bytes = own_share(run->stages, 0).bytes;
+static int reserve_scratch(struct hr_allreduce *run) {
+    struct hr_group *group = run->segments.group;
+    const size_t share_bytes = own_share(&run->stages, 0).bytes;
     const size_t small_bytes = share_bytes < DOUBLING_BYTES ? share_bytes : DOUBLING_BYTES; /* the last segment may be */
     const size_t small = hr_cross_doubling.scratch_bytes(group->host_count, small_bytes, HR_CROSS_PIECE_BYTES);
     const size_t large = cross_ops(share_bytes)->scratch_bytes(group->host_count, share_bytes, HR_CROSS_PIECE_BYTES);
     run->scratch_bytes = ((small > large ? small : large) + SCRATCH_ALIGNMENT - 1) & ~(size_t)(SCRATCH_ALIGNMENT - 1);
-    return hr_cross_reserve(group, run->segments == 1 ? run->scratch_bytes : HR_TRAVELLING_MAX * run->scratch_bytes);
+    const size_t at_once = run->fused.bytes <= group->arena.segment_bytes ? 1 : HR_SEGMENTS_TRAVELLING_MAX;
+    return hr_segments_reserve_scratch(group, at_once * run->scratch_bytes);
 }
 
 /* The piece of which segment k is a part, if it travels without a slot; else NULL. What is converted needs one. */
@@ -60,29 +55,29 @@ static char *travelling(const struct hr_stages *call, size_t k) {
                          : piece->output + (hr_segment(call->group, call->fused->bytes, k).offset - piece->offset);
 }
 
-static int fill(void *arg, size_t k) {
-    struct hr_stages *call = ((struct run *)arg)->stages;
+static void fill(struct hr_segments *segments, size_t k) {
+    struct hr_stages *call = &run_of(segments)->stages;
     const struct hr_piece *piece = whole_piece(call, k);
     if (piece == NULL) {
-        return hr_stages_fill(call, k);
-    }
-    if (piece->output != piece->input || call->prescale != 1.0) {
+        hr_stages_fill(call, k);
+    } else if (piece->output != piece->input || call->prescale != 1.0) {
         const struct hr_range segment = hr_segment(call->group, call->fused->bytes, k);
         hr_fused_pack(call->fused, segment.offset, segment.bytes, travelling(call, k), call->group->kernel, call->prescale,
                       HR_STORE_ORDINARY);
     }
-    return HORO_OK;
 }
 
-static int reduce(void *arg, size_t k) {
-    struct hr_stages *call = ((struct run *)arg)->stages;
-    return whole_piece(call, k) == NULL ? hr_stages_reduce(call, k) : HORO_OK;
+static void reduce(struct hr_segments *segments, size_t k) {
+    struct hr_stages *call = &run_of(segments)->stages;
+    if (whole_piece(call, k) == NULL) {
+        hr_stages_reduce(call, k);
+    }
 }
 
-static int begin(void *arg, size_t k, struct hr_cross *cross) {
-    const struct run *run = arg;
-    const struct hr_stages *call = run->stages;
-    struct hr_group *group = call->group;
+static int begin(struct hr_segments *segments, size_t k, struct hr_cross *cross) {
+    const struct hr_allreduce *run = run_of(segments);
+    const struct hr_stages *call = &run->stages;
+    const struct hr_group *group = call->group;
     const struct hr_range share = own_share(call, k);
     const struct hr_cross_call cross_call = {
         .transport = group->transport,
@@ -93,13 +88,13 @@ static int begin(void *arg, size_t k, struct hr_cross *cross) {
         .dtype = call->fused->dtype,
         .reduce_op = call->reduce_op,
         .piece_bytes = HR_CROSS_PIECE_BYTES,
-        .scratch = group->cross_scratch + k % HR_TRAVELLING_MAX * run->scratch_bytes * (run->segments > 1),
+        .scratch = group->cross_scratch + (segments->count == 1 ? 0 : k % HR_SEGMENTS_TRAVELLING_MAX * run->scratch_bytes),
     };
     return cross_ops(share.bytes)->begin(cross, &cross_call);
 }
 
-static void finish(void *arg, size_t k) {
-    struct hr_stages *call = ((struct run *)arg)->stages;
+static void finish(struct hr_segments *segments, size_t k) {
+    struct hr_stages *call = &run_of(segments)->stages;
     if (hr_stages_owns(call) && call->postscale != 1.0) {
         char *data = travelling(call, k);
         call->group->kernel->scale(call->fused->dtype, data, data, own_share(call, k).bytes / call->element, call->postscale,
@@ -110,24 +105,19 @@ static void finish(void *arg, size_t k) {
     }
 }
 
-static int drain(void *arg, size_t k) {
-    struct hr_stages *call = ((struct run *)arg)->stages;
-    return whole_piece(call, k) == NULL ? hr_stages_drain(call, k) : HORO_OK;
+static void drain(struct hr_segments *segments, size_t k) {
+    struct hr_stages *call = &run_of(segments)->stages;
+    if (whole_piece(call, k) == NULL) {
+        hr_stages_drain(call, k);
+    }
 }
 
-static const struct hr_journey_ops journey_ops = {
+static const struct hr_segments_ops several_hosts = {
     .fill = fill, .reduce = reduce, .begin = begin, .finish = finish, .drain = drain};
 
-int hr_two_level(struct hr_stages *call, size_t segments) {
-    struct run run = {.stages = call, .segments = segments};
-    HR_TRY(reserve_scratch(&run));
-    struct hr_journey journey = {
-        .group = call->group,
-        .ops = &journey_ops,
-        .call = &run,
-        .segments = segments,
-        .first = call->first,
-        .carries = hr_stages_owns(call),
-    };
-    return hr_journey_run(&journey);
+int hr_two_level_begin(struct hr_allreduce *run) {
+    run->segments.ops = &several_hosts;
+    run->segments.carries = hr_stages_owns(&run->stages);
+    run->segments.drain_phase = HR_PHASE_REDUCED;
+    return reserve_scratch(run);
 }

@@ -1,12 +1,13 @@
+/* The parts of allreduce and allgather that are for several hosts. */
 #ifndef HR_COLLECTIVE_TWO_LEVEL_H
 #define HR_COLLECTIVE_TWO_LEVEL_H
 
-#include "collective/stages.h"
+#include "collective/collective.h"
 
-/* The whole of an allreduce of `segments` segments over several hosts. HORO_OK, or the code with which the group ended. */
-int hr_two_level(struct hr_stages *call, size_t segments);
+/* Makes run->segments ready for hr_segments_begin, by what is in run->stages and run->fused. HORO_OK or HORO_ERR_RESOURCE. */
+int hr_two_level_begin(struct hr_allreduce *run);
 
-/* The whole of an allgather over several hosts. */
-int hr_two_level_gather(struct hr_group *group, const struct hr_fused *by_rank);
+/* Begins what hr_allgather_begin has filled in. HORO_OK or HORO_ERR_RESOURCE. */
+int hr_two_level_gather_begin(struct hr_allgather *run);
 
 #endif

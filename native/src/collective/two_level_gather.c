@@ -15,8 +15,6 @@
 
 #include <string.h>
 
-#include "collective/collective.h"
-#include "collective/journey.h"
 #include "collective/pipeline.h"
 
 enum {
@@ -26,26 +24,16 @@ enum {
     LONE_PART_BYTES = 1 << 20,    /* of each rank in a segment that needs no slots: each is a start from nothing for all links */
 };
 
-/* One allgather of the parts of some ranks. */
-struct run {
-    struct hr_group *group;
-    const struct hr_fused *by_rank;
-    const int *members; /* whose parts, in order of hosts */
-    int member_count;
-    int owners;
-    size_t share_count;
-    const struct hr_cross_ops *cross;
-    enum hr_store store;
-    uint64_t first;
-    struct hr_cross_part *parts; /* [HR_TRAVELLING_MAX][host_count] */
-};
+static struct hr_allgather *run_of(struct hr_segments *segments) {
+    return (struct hr_allgather *)segments; /* its first member */
+}
 
-static unsigned parity(const struct run *run, size_t k) {
-    return (unsigned)((run->first + k) & 1);
+static unsigned parity(const struct hr_allgather *run, size_t k) {
+    return hr_segments_parity(&run->segments, k);
 }
 
 /* Share `index` of a part: whole cache lines, as equal as they can be. */
-static struct hr_range share_of(const struct run *run, const struct hr_fused *part, size_t index) {
+static struct hr_range share_of(const struct hr_allgather *run, const struct hr_fused *part, size_t index) {
     size_t begin;
     size_t length;
     hr_part((part->bytes + HR_LINE - 1) / HR_LINE, run->share_count, index, &begin, &length);
@@ -55,8 +43,8 @@ static struct hr_range share_of(const struct run *run, const struct hr_fused *pa
 }
 
 /* Where a share travels from and to without a slot, or NULL. */
-static char *direct_place(const struct run *run, int rank, struct hr_range share) {
-    const struct hr_group *group = run->group;
+static char *direct_place(const struct hr_allgather *run, int rank, struct hr_range share) {
+    const struct hr_group *group = run->segments.group;
     if (group->local_size > 1 || group->host_size[group->host_of_rank[rank]] > 1 || share.bytes == 0) {
         return NULL;
     }
@@ -68,7 +56,7 @@ static char *direct_place(const struct run *run, int rank, struct hr_range share
 
 /* Goes through what one owner carries in one segment: whose share it is, which bytes of that rank's part, where it lies here. */
 struct walk {
-    const struct run *run;
+    const struct hr_allgather *run;
     size_t k;
     int owner;
     int next; /* of run->members */
@@ -81,7 +69,7 @@ struct walk {
 
 /* 1, or 0 behind the last one. */
 static int walk_on(struct walk *walk) {
-    const struct run *run = walk->run;
+    const struct hr_allgather *run = walk->run;
     if (walk->next == run->member_count) {
         return 0;
     }
@@ -90,13 +78,16 @@ static int walk_on(struct walk *walk) {
     walk->share = share_of(run, &run->by_rank[walk->rank], walk->k * (size_t)run->owners + (size_t)walk->owner);
     char *direct = direct_place(run, walk->rank, walk->share);
     walk->is_direct = direct != NULL;
-    walk->place = direct != NULL ? direct : hr_arena_slot(&run->group->arena, walk->owner, parity(run, walk->k)) + walk->slot_offset;
+    walk->place = direct;
+    if (direct == NULL) {
+        walk->place = hr_arena_slot(&run->segments.group->arena, walk->owner, parity(run, walk->k)) + walk->slot_offset;
+    }
     return 1;
 }
 
-static int fill(void *arg, size_t k) {
-    const struct run *run = arg;
-    struct hr_group *group = run->group;
+static void fill(struct hr_segments *segments, size_t k) {
+    const struct hr_allgather *run = run_of(segments);
+    struct hr_group *group = segments->group;
     for (int owner = 0; owner < run->owners; owner++) {
         struct walk walk = {.run = run, .k = k, .owner = owner};
         while (walk_on(&walk)) {
@@ -107,13 +98,12 @@ static int fill(void *arg, size_t k) {
         }
     }
     hr_group_arrive(group, HR_PHASE_FILLED, parity(run, k));
-    return HORO_OK;
 }
 
-static int begin(void *arg, size_t k, struct hr_cross *cross) {
-    const struct run *run = arg;
-    struct hr_group *group = run->group;
-    struct hr_cross_part *parts = run->parts + k % HR_TRAVELLING_MAX * (size_t)group->host_count;
+static int begin(struct hr_segments *segments, size_t k, struct hr_cross *cross) {
+    const struct hr_allgather *run = run_of(segments);
+    const struct hr_group *group = segments->group;
+    struct hr_cross_part *parts = run->parts + k % HR_SEGMENTS_TRAVELLING_MAX * (size_t)group->host_count;
     memset(parts, 0, (size_t)group->host_count * sizeof *parts);
     struct walk walk = {.run = run, .k = k, .owner = group->local_rank};
     while (walk_on(&walk)) {
@@ -132,30 +122,28 @@ static int begin(void *arg, size_t k, struct hr_cross *cross) {
     return run->cross->begin(cross, &call);
 }
 
-static void finish(void *arg, size_t k) {
-    const struct run *run = arg;
-    hr_group_arrive(run->group, HR_PHASE_REDUCED, parity(run, k));
+static void finish(struct hr_segments *segments, size_t k) {
+    hr_group_arrive(segments->group, HR_PHASE_REDUCED, hr_segments_parity(segments, k));
 }
 
-static int drain(void *arg, size_t k) {
-    const struct run *run = arg;
+static void drain(struct hr_segments *segments, size_t k) {
+    const struct hr_allgather *run = run_of(segments);
     for (int owner = 0; owner < run->owners; owner++) {
         struct walk walk = {.run = run, .k = k, .owner = owner};
         while (walk_on(&walk)) {
             if (!walk.is_direct) {
-                hr_fused_unpack(&run->by_rank[walk.rank], walk.share.offset, walk.share.bytes, walk.place, run->group->kernel);
+                hr_fused_unpack(&run->by_rank[walk.rank], walk.share.offset, walk.share.bytes, walk.place, segments->group->kernel);
             }
         }
     }
-    hr_group_arrive(run->group, HR_PHASE_DRAINED, parity(run, k));
-    return HORO_OK;
+    hr_group_arrive(segments->group, HR_PHASE_DRAINED, parity(run, k));
 }
 
-static const struct hr_journey_ops journey_ops = {.fill = fill, .begin = begin, .finish = finish, .drain = drain};
+static const struct hr_segments_ops several_hosts = {.fill = fill, .begin = begin, .finish = finish, .drain = drain};
 
 /* How much of all parts one segment takes. */
-static size_t segment_bytes(const struct run *run) {
-    const struct hr_group *group = run->group;
+static size_t segment_bytes(const struct hr_allgather *run) {
+    const struct hr_group *group = run->segments.group;
     int needs_slots = group->size > group->host_count;
     for (int i = 0; i < run->member_count; i++) {
         needs_slots |= run->by_rank[run->members[i]].count > 1;
@@ -164,47 +152,54 @@ static size_t segment_bytes(const struct run *run) {
                        : (size_t)run->member_count * LONE_PART_BYTES;
 }
 
-/* The parts of `count` ranks from place `first` in the order of hosts on. */
-static int gather_members(struct hr_group *group, const struct hr_fused *by_rank, int first, int count) {
-    const int *members = group->rank_by_host + first;
-    size_t total = 0;
-    for (int i = 0; i < count; i++) {
-        total += by_rank[members[i]].bytes;
-    }
-    struct run run = {
-        .group = group,
-        .by_rank = by_rank,
-        .members = members,
-        .member_count = count,
-        .owners = total <= SPREAD_BYTES ? 1 : group->owner_count,
-        .cross = total <= DOUBLING_BYTES ? &hr_cross_gather_doubling : &hr_cross_gather_ring,
-        .store = group->local_size == 1 ? HR_STORE_ORDINARY : hr_store_choose(group, by_rank[group->rank].bytes),
-        .first = group->segment,
-        .parts = (struct hr_cross_part *)(void *)group->cross_scratch,
-    };
-    const size_t segments = (total + segment_bytes(&run) - 1) / segment_bytes(&run);
-    run.share_count = segments * (size_t)run.owners;
-    struct hr_journey journey = {
-        .group = group,
-        .ops = &journey_ops,
-        .call = &run,
-        .segments = segments,
-        .first = group->segment,
-        .carries = group->local_rank < run.owners,
-    };
-    group->segment += segments;
-    return hr_journey_run(&journey);
+/* So many ranks that half of a slot is enough for all the rounding; nearly always that is everybody. */
+static int members_at_once(const struct hr_group *group, int left) {
+    const size_t at_once = group->arena.segment_bytes / (2 * ROUNDING_BYTES);
+    return (size_t)left < at_once ? left : (int)at_once;
 }
 
-int hr_two_level_gather(struct hr_group *group, const struct hr_fused *by_rank) {
-    HR_TRY(hr_cross_reserve(group, HR_TRAVELLING_MAX * (size_t)group->host_count * sizeof(struct hr_cross_part)));
-    /* So many that half of a slot is enough for all the rounding; nearly always that is everybody. */
-    const size_t at_once = group->arena.segment_bytes / (2 * ROUNDING_BYTES);
-    for (int first = 0; first < group->size;) {
-        const int left = group->size - first;
-        const int count = (size_t)left < at_once ? left : (int)at_once;
-        HR_TRY(gather_members(group, by_rank, first, count));
-        first += count;
+/* The parts of the next ranks in the order of hosts. */
+static void begin_next_run(struct hr_allgather *run) {
+    struct hr_group *group = run->segments.group;
+    size_t total = 0;
+    run->members = group->rank_by_host + run->next_member;
+    run->member_count = members_at_once(group, group->size - run->next_member);
+    run->next_member += run->member_count;
+    for (int i = 0; i < run->member_count; i++) {
+        total += run->by_rank[run->members[i]].bytes;
     }
+    run->owners = total <= SPREAD_BYTES ? 1 : group->owner_count;
+    run->cross = total <= DOUBLING_BYTES ? &hr_cross_gather_doubling : &hr_cross_gather_ring;
+    run->store = group->local_size == 1 ? HR_STORE_ORDINARY : hr_store_choose(group, run->by_rank[group->rank].bytes);
+    const size_t count = (total + segment_bytes(run) - 1) / segment_bytes(run);
+    run->share_count = count * (size_t)run->owners;
+    run->segments = (struct hr_segments){
+        .group = group,
+        .ops = &several_hosts,
+        .carries = group->local_rank < run->owners,
+        .drain_phase = HR_PHASE_REDUCED,
+    };
+    hr_segments_begin(&run->segments, count);
+}
+
+/* One run after the other. */
+static int progress(struct hr_task *task) {
+    struct hr_allgather *run = (struct hr_allgather *)task;
+    const int moved = hr_segments_progress(task);
+    if (moved != HR_TASK_DONE || run->next_member == run->segments.group->size) {
+        return moved;
+    }
+    begin_next_run(run);
+    task->progress = progress;
+    return HR_TASK_MOVED;
+}
+
+int hr_two_level_gather_begin(struct hr_allgather *run) {
+    struct hr_group *group = run->segments.group;
+    HR_TRY(hr_segments_reserve_scratch(
+        group, HR_SEGMENTS_TRAVELLING_MAX * (size_t)group->host_count * sizeof(struct hr_cross_part)));
+    run->parts = (struct hr_cross_part *)(void *)group->cross_scratch;
+    begin_next_run(run);
+    run->segments.task.progress = progress;
     return HORO_OK;
 }

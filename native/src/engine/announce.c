@@ -115,6 +115,25 @@ int hr_engine_announce(struct hr_engine *engine) {
     return status < 0 ? status : count;
 }
 
+int hr_engine_ask_to_leave(struct hr_engine *engine) {
+    if (engine->has_asked_to_leave) {
+        return HORO_OK;
+    }
+    engine->has_asked_to_leave = 1;
+    if (engine->is_leader) {
+        return hr_engine_note_leaver(engine, engine->group->rank);
+    }
+    size_t mark;
+    HR_TRY(hr_frame_begin(&engine->request_out, &mark));
+    HR_TRY(hr_wire_put_leave(&engine->request_out, engine->group->rank));
+    hr_frame_end(&engine->request_out, mark);
+    /* The leader may be parked: its program computes, and nobody there waits for anything. */
+    atomic_store(&engine->group->arena.header->wants_leave, 1); /* partner: hr_engine_is_called */
+    const int flushed = hr_engine_flush_requests(engine);
+    hr_group_call_leader(engine->group);
+    return flushed < 0 ? flushed : HORO_OK;
+}
+
 struct hr_request *hr_engine_find_name(struct hr_engine *engine, struct hr_wire_text name) {
     (void)pthread_mutex_lock(&engine->lock);
     struct hr_request *request = hr_map_find(&engine->in_flight, hr_hash(name.data, name.bytes), name.data, name.bytes);

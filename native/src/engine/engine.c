@@ -12,7 +12,6 @@
 
 enum {
     CALLER_FALLBACK_MS = 50, /* a driver that let go is noticed by its wake-up; this bounds the wait should one be missed */
-    LEAVE_GRACE_S = 2,       /* a batch that others do not finish may hold a shutdown up this long */
     THREAD_SPIN_DIVISOR = 20, /* the background thread shares its core with the training: it spins less than a caller */
 };
 
@@ -40,6 +39,7 @@ static void free_parts(struct hr_engine *engine) {
     hr_buffer_fini(&engine->log_in);
     hr_map_fini(&engine->in_flight);
     hr_map_fini(&engine->handles);
+    free(engine->park_fds);
     if (engine->kick_fd >= 0) {
         (void)close(engine->kick_fd);
     }
@@ -73,7 +73,8 @@ int hr_engine_init(struct hr_engine *engine, struct hr_group *group, struct hr_b
     init_sync(engine);
     engine->kick_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     engine->known_slots = calloc(engine->capacity + 1, sizeof *engine->known_slots);
-    int status = engine->kick_fd < 0 || engine->known_slots == NULL ? HORO_ERR_RESOURCE : HORO_OK;
+    engine->park_fds = calloc((size_t)group->local_size + 1, sizeof *engine->park_fds);
+    int status = engine->kick_fd < 0 || engine->known_slots == NULL || engine->park_fds == NULL ? HORO_ERR_RESOURCE : HORO_OK;
     if (status != HORO_OK) {
         (void)hr_fail(error, status, "cannot set up the engine: %s", strerror(errno));
     }
@@ -90,24 +91,13 @@ int hr_engine_init(struct hr_engine *engine, struct hr_group *group, struct hr_b
     return status;
 }
 
-/* Joins the background thread; a batch that hangs because others do not finish it is given up after a while. */
-static void join_thread(struct hr_engine *engine) {
-    struct timespec deadline;
-    (void)clock_gettime(CLOCK_REALTIME, &deadline);
-    deadline.tv_sec += LEAVE_GRACE_S;
-    if (pthread_timedjoin_np(engine->thread, NULL, &deadline) != 0) {
-        hr_group_abort(engine->group, HORO_ERR_ABORTED, engine->group->rank, HR_REASON_LEFT);
-        (void)pthread_join(engine->thread, NULL);
-    }
-}
-
 void hr_engine_fini(struct hr_engine *engine) {
     (void)pthread_mutex_lock(&engine->lock);
     atomic_store(&engine->stop, 1);
     hr_engine_kick(engine);
     (void)pthread_mutex_unlock(&engine->lock);
     hr_group_wake(engine->group, engine->group->local_rank);
-    join_thread(engine);
+    (void)pthread_join(engine->thread, NULL);
     hr_group_close_fds(engine->group); /* the transport lets go of posted receives before their memory is freed */
     for (size_t i = 0; i < engine->handles.capacity; i++) {
         hr_request_destroy(engine->handles.slots[i].value);
@@ -216,7 +206,7 @@ static void drive_as_caller(struct hr_engine *engine, const struct hr_request *r
     hr_engine_drive(engine, request, deadline_ns);
     (void)pthread_mutex_lock(&engine->lock);
     engine->driver = HR_DRIVER_NONE;
-    if (atomic_load(&engine->pending) > 0) {
+    if (atomic_load(&engine->pending) > 0 || hr_engine_is_called(engine)) {
         hr_engine_kick(engine);
     }
     if (engine->waiters > 0) {
@@ -312,11 +302,7 @@ int hr_engine_release(struct hr_engine *engine, int64_t handle) {
 }
 
 int hr_engine_health(struct hr_engine *engine, struct hr_error *error) {
-    struct hr_abort end = hr_arena_aborted(&engine->group->arena);
-    const int left = hr_group_left(engine->group);
-    if (end.code == 0 && left != 0) {
-        end = (struct hr_abort){.code = HORO_ERR_ABORTED, .rank = left - 1, .reason = HR_REASON_LEFT};
-    }
+    const struct hr_abort end = hr_engine_end(engine);
     if (end.code == 0) {
         return HORO_OK;
     }

@@ -6,10 +6,23 @@
  *  - the driver's: everything below "driver" is touched by the one thread that drives, whichever it is;
  *  - atomics.
  * The driver is the background thread, or a caller of horo_wait that found nobody driving: a synchronous operation then costs no thread
- * switch. While nothing is pending nobody drives and the background thread is parked in poll() on its kick descriptor and the life lines.
+ * switch. It goes round one loop (drive.c): announce, lead, execute, and one wait if nothing moved. No turn of it waits, so a rank that
+ * executes a batch serves its control links and notices losses all the time; and a caller may leave the loop at any turn.
+ *
+ * While nothing is pending nobody drives and the background thread is parked in poll() on its kick descriptor and the life lines.
  * In a stream of requests that are done before the next one comes, it lingers a moment before it parks, so that calling it is a store.
  * The leader of a host in a job of several hosts is the exception: its background thread always drives, for other hosts need it. To a
- * caller that makes one synchronous call after the other it lends that, and takes it back when no call has come for HR_LENT_MS.
+ * caller that makes one synchronous call after the other it cedes that, and takes it back when no call has come for HR_CEDED_MS.
+ *
+ * The end. It has one of two causes: an abort, which is heard at once and out of order (a word in the arena, LOST messages between hosts),
+ * or a LEAVE record, which closes the log at one place for all ranks. The driver's part of it:
+ *
+ *     stage   | next stage when                                                | meanwhile
+ *     --------+----------------------------------------------------------------+--------------------------------------------------
+ *     RUNNING | ENDING: the abort word is set, or a LEAVE record is executed   | agrees and executes
+ *     ENDING  | ENDED: the neighbours have been sent what there is to tell,    | a leader sends; requests stay pending, since a
+ *             | or FLUSH_MS have passed                                        | caller that fails may end its process
+ *     ENDED   |                                                                | fails what is pending and what comes
  */
 #ifndef HR_ENGINE_ENGINE_H
 #define HR_ENGINE_ENGINE_H
@@ -61,7 +74,7 @@ struct hr_link {
     int open;
     uint8_t recv_head[HR_LINK_HEAD_BYTES];
     int recv_rest; /* the posted receive is for the rest of a chunk, not a head */
-    int deaf;      /* what came was no chunk: nothing more is received, but the news of it still goes out */
+    int is_garbled; /* what came was no chunk: nothing more is received, but what is to be sent still goes out */
     struct hr_io recv;
     struct hr_buffer in;      /* received, whole chunks */
     uint8_t *rest;            /* being received */
@@ -71,9 +84,17 @@ struct hr_link {
     struct hr_io send_head, send;
 };
 
-enum { HR_LENT_MS = 1 };
+enum { HR_CEDED_MS = 1 };
 
 enum hr_driver { HR_DRIVER_NONE, HR_DRIVER_THREAD, HR_DRIVER_CALLER };
+enum hr_engine_stage { HR_ENGINE_RUNNING, HR_ENGINE_ENDING, HR_ENGINE_ENDED };
+
+/* What the executor does with the record at the front of the log. */
+enum hr_execution {
+    HR_EXECUTION_IDLE,    /* none has been begun */
+    HR_EXECUTION_RUNNING, /* a batch: its task is the backend's */
+    HR_EXECUTION_LOST,    /* a batch whose task has lost a peer: other ranks may tell of the cause until confirm_ns */
+};
 
 struct hr_engine {
     struct hr_group *group;
@@ -87,7 +108,7 @@ struct hr_engine {
     _Atomic int lingering; /* the background thread looks at this before it parks: whoever clears it has called it */
     int woken_soon;        /* background thread only: lingering instead of parking would have paid the last time */
     _Atomic int wanted;    /* a caller that calls again and again would drive itself where the thread always does */
-    int lent;              /* so the thread has let go; written by it alone */
+    int ceded;             /* so the thread has let go; written by it alone */
     int64_t called_ns;     /* where the thread always drives: when a caller's wait last ended */
     struct hr_request *queue_head, **queue_tail;
     struct hr_map in_flight; /* name -> request submitted and not done */
@@ -98,18 +119,32 @@ struct hr_engine {
     pthread_t thread;
     int thread_running;
     int kick_fd;
+    struct pollfd *park_fds; /* [1 + local_size] */
     _Atomic int stop;
     _Atomic uint32_t queued;  /* requests in the queue */
     _Atomic uint32_t pending; /* requests submitted and not done */
 
     /* driver: */
+    enum hr_engine_stage stage;
+    int64_t flush_ns;    /* ENDING: until when it sends at the latest */
+    uint64_t moves;      /* stages of tasks and records of the log done; whoever wants to know whether time passes idly compares it */
+    int64_t leave_ns;    /* leaving: when it stops to wait for the LEAVE record, unless something moves; 0: not leaving */
+    uint64_t leave_moves; /* leaving: `moves` when leave_ns was set */
     struct hr_map known;
     struct hr_known **known_slots; /* [capacity] */
     uint32_t capacity;
     struct hr_buffer request_out;  /* frames for my leader */
+    int has_asked_to_leave;        /* LEAVE is among them, or has gone */
+
+    /* driver, executor: */
+    enum hr_execution execution;
+    int outcome;                   /* of a look at the executor during a wait, for the next turn; 0: none */
+    int64_t confirm_ns;
     uint64_t log_position;         /* bytes of the log taken out of the ring */
-    struct hr_buffer log_in;       /* taken out, not executed */
+    struct hr_buffer log_in;       /* taken out, not begun */
     uint64_t log_executed;         /* bytes of the log executed */
+    uint64_t record_bytes;         /* of the record that is being executed */
+    int has_left;                  /* a LEAVE record has been executed */
     struct hr_batch *batch;        /* scratch of execute.c */
 
     /* driver of a leader: */
@@ -123,20 +158,22 @@ struct hr_engine {
     struct hr_link *links;        /* parent first if there is one, then children */
     int link_count;
     int has_parent;
-    int told_abort, told_left;
+    int leaver;                   /* 1 + the rank that asked to leave, as far as this leader knows; 0: none has */
+    int log_closed;               /* the LEAVE record has been written or passed on: nothing follows it */
+    int told_abort;
     int64_t expecting_since_ns; /* several hosts: waiting for others since */
 
     int64_t cycle_ns;
     int64_t stall_check_ns; /* driver: when to look for stalls again; 0: not known */
-    uint64_t stall_batches; /* driver: executed when it last looked */
-    int64_t stall_moved_ns; /* driver: when it last found that batches had been executed */
+    uint64_t stall_moves;   /* driver: `moves` when it last looked */
+    int64_t stall_moved_ns; /* driver: when it last found that they had changed */
     int64_t caller_spin_ns, thread_spin_ns;
     _Atomic uint64_t requests, cache_hits, batches, tensors, bytes, messages_sent;
 };
 
 int hr_engine_init(struct hr_engine *engine, struct hr_group *group, struct hr_backend *backend, const horo_setup *setup,
                    struct hr_error *error);
-/* Finishes what is agreed on, fails the rest, says goodbye, joins the thread. */
+/* Leaves the group (horo_destroy), joins the thread, frees. */
 void hr_engine_fini(struct hr_engine *engine);
 
 int hr_engine_submit(struct hr_engine *engine, const horo_request *request, int64_t *handle, struct hr_error *error);
@@ -158,12 +195,14 @@ void hr_request_destroy(struct hr_request *request);
 void *hr_engine_main(void *engine);
 /* Whether the background thread has to drive even if nothing is pending here. With the lock held, or on that thread. */
 static inline int hr_engine_thread_drives(const struct hr_engine *engine) {
-    return atomic_load(&engine->always_drives) && !engine->lent;
+    return atomic_load(&engine->always_drives) && !engine->ceded;
 }
-/* Whether a caller has waited within the last HR_LENT_MS; where the thread always drives, with the lock held. */
+/* Whether a caller has waited within the last HR_CEDED_MS; where the thread always drives, with the lock held. */
 static inline int hr_engine_called_lately(const struct hr_engine *engine, int64_t now_ns) {
-    return now_ns - engine->called_ns < HR_LENT_MS * 1000000ll;
+    return now_ns - engine->called_ns < HR_CEDED_MS * 1000000ll;
 }
+/* Whether something but the requests here needs a driver: a rank of this host that wants to leave. With the lock held. */
+int hr_engine_is_called(const struct hr_engine *engine);
 /* Drives until `until` is done (NULL: nothing is pending), the deadline has passed, or a signal came. */
 void hr_engine_drive(struct hr_engine *engine, const struct hr_request *until, int64_t deadline_ns);
 /* Wakes whoever must notice a change made under the lock. Call with the lock held. */
@@ -174,20 +213,23 @@ int hr_engine_announce(struct hr_engine *engine);
 int hr_engine_flush_requests(struct hr_engine *engine);
 /* What a BATCH ref does to this rank's knowledge; *request is what it stands for. */
 int hr_engine_resolve(struct hr_engine *engine, const struct hr_wire_ref *ref, struct hr_request **request);
+/* Asks for the LEAVE record, behind all that has been announced. */
+int hr_engine_ask_to_leave(struct hr_engine *engine);
 struct hr_request *hr_engine_find_name(struct hr_engine *engine, struct hr_wire_text name);
 void hr_engine_free_known(struct hr_engine *engine);
 
-/* lead.c: a leader's duties; each returns 1 if something moved, 0 if not, or a status. */
+/* lead.c: what a leader does besides; 1 if something moved, 0 if not, or a status. */
 int hr_engine_lead(struct hr_engine *engine);
 int hr_engine_has_lead_work(struct hr_engine *engine);
 int hr_engine_init_leader(struct hr_engine *engine, uint64_t fusion_bytes, struct hr_error *error);
 void hr_engine_fini_leader(struct hr_engine *engine);
 /* When a ready batch that waits out its cycle time is due; 0: none waits. */
 int64_t hr_engine_batch_due_ns(struct hr_engine *engine);
-/* Tells the neighbours what they do not know yet about losses and goodbyes; blocks until sent, for half a second at most. */
-void hr_engine_flush_links(struct hr_engine *engine);
-/* A batch has lost a peer: ends the group with the cause that other ranks tell of within a moment, else with the suspect. */
-void hr_engine_confirm_loss(struct hr_engine *engine);
+/* After the end of the group: tells the neighbours of an abort and sends what there is. 1: all is sent or cannot be; 0; a status. */
+int hr_engine_flush_links(struct hr_engine *engine);
+int hr_engine_may_flush(const struct hr_engine *engine);
+/* A rank of this subtree wants to leave. */
+int hr_engine_note_leaver(struct hr_engine *engine, int rank);
 int hr_engine_announce_own(struct hr_engine *engine, const struct hr_request *request, uint32_t id);
 
 /* link.c */
@@ -197,20 +239,30 @@ int hr_link_has_work(const struct hr_link *link);
 /* Moves bytes both ways; received frames are in link->in. 1, 0, or HORO_ERR_PEER_LOST once the link is broken. */
 int hr_link_progress(struct hr_engine *engine, struct hr_link *link);
 
-/* execute.c: runs the next record of the log if there is one: 1, 0 or a status. */
+/* execute.c: one stage of the current batch, or the next record of the log: 1 if something moved, 0 if not, or a status. */
 int hr_engine_execute(struct hr_engine *engine);
+/* After the end of the group: gives the current batch up. */
+void hr_engine_cancel(struct hr_engine *engine);
+/* Whether the agreement on the next batch would come about as the current one ends. */
+int hr_engine_is_ending_batch(const struct hr_engine *engine);
 /* Marks requests as done, all with one status and sentence. */
 void hr_engine_complete(struct hr_engine *engine, struct hr_request *const *requests, size_t count, int status,
                         const char *text);
 
+/* The same for one, with the lock held; the caller wakes waiters. */
+void hr_engine_complete_locked(struct hr_engine *engine, struct hr_request *request, int status, const char *text);
+
 void hr_engine_free_batch(struct hr_engine *engine);
 
 /* failure.c */
-/* If the group has ended: fails everything pending and returns 1. */
-int hr_engine_fail_if_ended(struct hr_engine *engine);
-void hr_engine_fail_all(struct hr_engine *engine, int code, const char *why);
+/* Why the group has ended; code 0 if it has not. Any thread. */
+struct hr_abort hr_engine_end(const struct hr_engine *engine);
+/* Fails everything pending, if there is anything, with the end of the group; 1 if there was. */
+int hr_engine_fail_all(struct hr_engine *engine);
 /* The sentence for the end of the group, without what was pending. */
 void hr_engine_describe_end(const struct hr_engine *engine, struct hr_abort end, char *text, size_t text_bytes);
+
+/* stall.c */
 /* Reports what has waited too long; returns when to look again (0: no need). */
 int64_t hr_engine_check_stall(struct hr_engine *engine);
 

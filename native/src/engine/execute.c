@@ -5,6 +5,8 @@
 
 #include "engine/engine.h"
 
+enum { CONFIRM_MS = 250 }; /* time for a LOST message to come by way of several leaders that are busy */
+
 /* The requests and operands of one batch; grows, is never shrunk. */
 struct hr_batch {
     struct hr_request **requests;
@@ -102,46 +104,90 @@ static int load_batch(struct hr_engine *engine, const struct hr_wire_message *re
     return HORO_OK;
 }
 
-static int run_batch(struct hr_engine *engine) {
+/* HR_TASK_DONE where that all have agreed is all there is to it, else HR_TASK_MOVED or a status. */
+static int begin_batch(struct hr_engine *engine) {
     const struct hr_batch *batch = engine->batch;
-    struct hr_backend *backend = engine->backend;
     if (batch->request_count == 0) {
         return HORO_ERR_INTERNAL;
     }
     const horo_request *call = &batch->requests[0]->call; /* what may share a batch agrees in all that is looked at here */
-    switch (call->op) {
-    case HORO_ALLREDUCE:
-        return backend->ops->allreduce(backend, batch->operands, batch->operand_count, call->reduce_op, call->prescale,
-                                       call->postscale);
-    case HORO_BROADCAST:
-        return backend->ops->broadcast(backend, batch->operands, batch->operand_count, call->root_rank);
-    case HORO_ALLGATHER:
-        return backend->ops->allgather(backend, batch->operands, batch->rows, batch->row_bytes, batch->operand_count,
-                                       batch->requests[0]->gathered);
-    case HORO_BARRIER:
-        return HORO_OK; /* that all have agreed is all there is to it */
-    default:
-        return HORO_ERR_INTERNAL;
+    if (call->op == HORO_BARRIER) {
+        return HR_TASK_DONE;
     }
+    const struct hr_work work = {
+        .op = call->op,
+        .reduce_op = call->reduce_op,
+        .root_rank = call->root_rank,
+        .prescale = call->prescale,
+        .postscale = call->postscale,
+        .operands = batch->operands,
+        .count = batch->operand_count,
+        .rows = batch->rows,
+        .row_bytes = batch->row_bytes,
+        .results = batch->requests[0]->gathered,
+    };
+    HR_TRY(engine->backend->ops->begin(engine->backend, &work));
+    return HR_TASK_MOVED;
+}
+
+/* The record that was begun last is over. */
+static void end_record(struct hr_engine *engine) {
+    engine->log_executed += engine->record_bytes;
+    engine->record_bytes = 0;
+    engine->execution = HR_EXECUTION_IDLE;
+}
+
+static void end_batch(struct hr_engine *engine) {
+    const struct hr_batch *batch = engine->batch;
+    atomic_fetch_add_explicit(&engine->batches, 1, memory_order_relaxed);
+    atomic_fetch_add_explicit(&engine->tensors, batch->operand_count, memory_order_relaxed);
+    atomic_fetch_add_explicit(&engine->bytes, batch->bytes, memory_order_relaxed);
+    end_record(engine);
+    hr_engine_complete(engine, batch->requests, batch->request_count, HORO_OK, NULL);
+}
+
+/*
+ * The task has lost a peer. That rank need not be the cause: it may have ended because it had heard of another's death. So other ranks
+ * get a moment to tell of the cause before this one names the suspect. Silence is nobody else's doing.
+ */
+static int suspect(struct hr_engine *engine) {
+    engine->backend->ops->cancel(engine->backend);
+    engine->execution = HR_EXECUTION_LOST;
+    engine->confirm_ns = hr_now_ns() + (engine->group->suspect.reason == HR_REASON_LINK ? CONFIRM_MS * 1000000ll : 0);
+    return 1;
+}
+
+static int confirm(struct hr_engine *engine) {
+    const struct hr_abort who = engine->group->suspect;
+    if (hr_now_ns() < engine->confirm_ns) {
+        return 0;
+    }
+    hr_group_abort(engine->group, who.code, who.rank, who.reason);
+    return 1;
+}
+
+static int progress_batch(struct hr_engine *engine) {
+    const int moved = engine->backend->ops->progress(engine->backend);
+    switch (moved) {
+    case HR_TASK_BLOCKED: return 0;
+    case HR_TASK_DONE: end_batch(engine); break;
+    case HR_TASK_MOVED: break;
+    case HORO_ERR_PEER_LOST: return suspect(engine);
+    default: return moved < 0 ? moved : HORO_ERR_INTERNAL;
+    }
+    engine->moves++;
+    return 1;
 }
 
 static int execute_batch(struct hr_engine *engine, const struct hr_wire_message *record) {
     HR_TRY(load_batch(engine, record));
-    struct hr_group *group = engine->group;
-    group->in_batch = 1;
-    const int status = run_batch(engine);
-    group->in_batch = 0;
-    if (status == HORO_ERR_PEER_LOST) {
-        hr_engine_confirm_loss(engine);
+    const int begun = begin_batch(engine);
+    HR_TRY(begun);
+    if (begun == HR_TASK_DONE) {
+        end_batch(engine);
+    } else {
+        engine->execution = HR_EXECUTION_RUNNING;
     }
-    if (status < 0) {
-        /* The others may be waiting for my part; the requests fail with the group (hr_engine_fail_if_ended). */
-        return hr_arena_aborted(&group->arena).code != 0 ? HORO_OK : status;
-    }
-    atomic_fetch_add_explicit(&engine->batches, 1, memory_order_relaxed);
-    atomic_fetch_add_explicit(&engine->tensors, engine->batch->operand_count, memory_order_relaxed);
-    atomic_fetch_add_explicit(&engine->bytes, engine->batch->bytes, memory_order_relaxed);
-    hr_engine_complete(engine, engine->batch->requests, engine->batch->request_count, HORO_OK, NULL);
     return HORO_OK;
 }
 
@@ -154,7 +200,17 @@ static int execute_fail(struct hr_engine *engine, const struct hr_wire_message *
     const size_t bytes = record->text.bytes < sizeof text - 1 ? record->text.bytes : sizeof text - 1;
     memcpy(text, record->text.data, bytes);
     text[bytes] = '\0';
+    end_record(engine);
     hr_engine_complete(engine, &request, 1, record->status, text);
+    return HORO_OK;
+}
+
+/* The last record: nothing that is still pending will ever be agreed on. */
+static int execute_leave(struct hr_engine *engine, const struct hr_wire_message *record) {
+    uint64_t none = 0;
+    (void)atomic_compare_exchange_strong(&engine->group->arena.header->left_rank, &none, (uint64_t)record->rank + 1);
+    engine->has_left = 1;
+    end_record(engine);
     return HORO_OK;
 }
 
@@ -177,7 +233,22 @@ static int take_log(struct hr_engine *engine) {
     return HORO_OK;
 }
 
+static int execute_record(struct hr_engine *engine, const struct hr_wire_message *record) {
+    switch (record->type) {
+    case HR_WIRE_BATCH: return execute_batch(engine, record);
+    case HR_WIRE_FAIL: return execute_fail(engine, record);
+    case HR_WIRE_LEAVE: return execute_leave(engine, record);
+    default: return HORO_ERR_INTERNAL;
+    }
+}
+
 int hr_engine_execute(struct hr_engine *engine) {
+    if (engine->execution == HR_EXECUTION_RUNNING) {
+        return progress_batch(engine);
+    }
+    if (engine->execution == HR_EXECUTION_LOST) {
+        return confirm(engine);
+    }
     HR_TRY(take_log(engine));
     const uint8_t *data;
     size_t bytes;
@@ -187,21 +258,28 @@ int hr_engine_execute(struct hr_engine *engine) {
     }
     struct hr_wire_message record;
     HR_TRY(hr_wire_decode(data, bytes, &record));
-    engine->group->batch_end = engine->log_executed + 4 + bytes;
-    if (record.type == HR_WIRE_BATCH) {
-        HR_TRY(execute_batch(engine, &record));
-    } else if (record.type == HR_WIRE_FAIL) {
-        HR_TRY(execute_fail(engine, &record));
-    } else {
-        return HORO_ERR_INTERNAL;
-    }
-    hr_buffer_consume(&engine->log_in, 4 + bytes);
-    engine->log_executed += 4 + bytes;
-    atomic_store(&engine->group->arena.blocks[engine->group->local_rank].log_done, engine->log_executed);
+    engine->record_bytes = 4 + bytes;
+    HR_TRY(execute_record(engine, &record));
+    hr_buffer_consume(&engine->log_in, 4 + bytes); /* what a batch needs of it has been copied */
+    engine->moves++;
     return 1;
 }
 
+void hr_engine_cancel(struct hr_engine *engine) {
+    if (engine->execution == HR_EXECUTION_RUNNING) {
+        engine->backend->ops->cancel(engine->backend);
+    }
+    engine->execution = HR_EXECUTION_IDLE;
+}
+
+int hr_engine_is_ending_batch(const struct hr_engine *engine) {
+    return engine->execution == HR_EXECUTION_RUNNING && engine->backend->ops->is_ending(engine->backend);
+}
+
 static void forget_announcement(struct hr_engine *engine, const struct hr_request *request) {
+    if (request->pending_place == HR_NOT_ANNOUNCED) {
+        return;
+    }
     if (request->announced_id != 0) {
         struct hr_known *known = engine->known_slots[request->announced_id % engine->capacity];
         if (known != NULL && known->pending == request) {
@@ -217,16 +295,19 @@ static void remove_in_flight(struct hr_engine *engine, const struct hr_request *
     *(request->newer == NULL ? &engine->newest : &request->newer->older) = request->older;
 }
 
+void hr_engine_complete_locked(struct hr_engine *engine, struct hr_request *request, int status, const char *text) {
+    forget_announcement(engine, request);
+    remove_in_flight(engine, request);
+    request->error_text = text == NULL ? NULL : strdup(text);
+    atomic_fetch_sub(&engine->pending, 1);
+    atomic_store(&request->status, status); /* last: from here on the caller may release it */
+}
+
 void hr_engine_complete(struct hr_engine *engine, struct hr_request *const *requests, size_t count, int status,
                         const char *text) {
     (void)pthread_mutex_lock(&engine->lock);
     for (size_t i = 0; i < count; i++) {
-        struct hr_request *request = requests[i];
-        forget_announcement(engine, request);
-        remove_in_flight(engine, request);
-        request->error_text = text == NULL ? NULL : strdup(text);
-        atomic_fetch_sub(&engine->pending, 1);
-        atomic_store(&request->status, status); /* last: from here on the caller may release it */
+        hr_engine_complete_locked(engine, requests[i], status, text);
     }
     if (engine->waiters > 0) {
         (void)pthread_cond_broadcast(&engine->done);

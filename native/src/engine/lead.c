@@ -1,17 +1,13 @@
 /*
- * A leader's duties: collect what its ranks and child hosts announce, agree (the root) or report (the others), hand the records of the
- * log down, and pass on the news of losses and goodbyes.
+ * What the leader of a host does besides: it collects what its ranks and child hosts announce, agrees (the root) or reports (the others),
+ * hands the records of the log down, and tells neighbours of an abort.
  */
 #include <stdlib.h>
 #include <string.h>
 
 #include "engine/engine.h"
 
-enum {
-    EVICT_ONE_IN = 32, /* higher: more hits where names are many times the capacity; lower: new names are cached sooner */
-    FLUSH_MS = 500, /* a goodbye is worth no longer wait */
-    NEWS_MS = 250   /* time for the news of a death to come by way of several leaders that are busy */
-};
+enum { EVICT_ONE_IN = 32 }; /* higher: more hits where names are many times the capacity; lower: new names are cached sooner */
 
 int hr_engine_announce_own(struct hr_engine *engine, const struct hr_request *request, uint32_t id) {
     if (id != 0) {
@@ -102,6 +98,34 @@ static int announce_ids(struct hr_engine *engine, int member, const struct hr_wi
     return HORO_OK;
 }
 
+static int collect_complete(struct hr_engine *engine);
+
+int hr_engine_note_leaver(struct hr_engine *engine, int rank) {
+    if (engine->leaver != 0) {
+        return HORO_OK; /* one LEAVE record closes the log for all */
+    }
+    engine->leaver = rank + 1;
+    if (engine->is_root) {
+        return HORO_OK; /* see form_batches */
+    }
+    size_t mark;
+    struct hr_buffer *out = &engine->links[0].out;
+    HR_TRY(collect_complete(engine)); /* what was announced before travels before */
+    HR_TRY(hr_frame_begin(out, &mark));
+    HR_TRY(hr_wire_put_leave(out, rank));
+    hr_frame_end(out, mark);
+    return HORO_OK;
+}
+
+static int announce_message(struct hr_engine *engine, int member, const struct hr_wire_message *message, int64_t now_ns) {
+    switch (message->type) {
+    case HR_WIRE_IDS: return announce_ids(engine, member, message, now_ns);
+    case HR_WIRE_REQUEST: return hr_agree_announce_request(&engine->agree, member, message, now_ns);
+    case HR_WIRE_LEAVE: return message->rank < engine->group->size ? hr_engine_note_leaver(engine, message->rank) : HORO_ERR_INTERNAL;
+    default: return HORO_ERR_INTERNAL;
+    }
+}
+
 static int announce_frames(struct hr_engine *engine, struct hr_buffer *in, int member, int64_t now_ns) {
     const uint8_t *data;
     size_t bytes;
@@ -109,8 +133,7 @@ static int announce_frames(struct hr_engine *engine, struct hr_buffer *in, int m
     while ((status = hr_frame_peek(in, &data, &bytes)) == HORO_OK) {
         struct hr_wire_message message;
         HR_TRY(hr_wire_decode(data, bytes, &message));
-        HR_TRY(message.type == HR_WIRE_IDS ? announce_ids(engine, member, &message, now_ns)
-                                           : hr_agree_announce_request(&engine->agree, member, &message, now_ns));
+        HR_TRY(announce_message(engine, member, &message, now_ns));
         hr_buffer_consume(in, 4 + bytes);
     }
     return status < 0 ? status : HORO_OK;
@@ -168,8 +191,13 @@ static int hand_down(struct hr_engine *engine, size_t mark) {
     return bytes == 0 ? HORO_OK : send_to_children(engine, front + mark, bytes);
 }
 
+/* Behind the LEAVE record nothing is agreed on. */
+static int may_collect(const struct hr_engine *engine) {
+    return hr_agree_is_complete(&engine->agree) && !(engine->is_root && engine->log_closed);
+}
+
 static int collect_complete(struct hr_engine *engine) {
-    if (!hr_agree_is_complete(&engine->agree)) {
+    if (!may_collect(engine)) {
         return 0;
     }
     uint32_t frames = 0;
@@ -183,12 +211,21 @@ static int collect_complete(struct hr_engine *engine) {
     return 1;
 }
 
+/*
+ * Whether the log is all executed here, or nearly: between hosts a record takes a while to get down, so the next one is on its way
+ * while the last bytes of the batch before it are.
+ */
+static int log_runs_out(const struct hr_engine *engine) {
+    const uint64_t written = atomic_load_explicit(&engine->group->arena.header->log.written, memory_order_relaxed); /* by me */
+    const uint64_t left = written - engine->log_executed;
+    return hr_buffer_size(&engine->log_out) == 0 &&
+           (left == 0 || (engine->group->host_count > 1 && left == engine->record_bytes && hr_engine_is_ending_batch(engine)));
+}
+
 /* The log is the clock: the next batch is formed when the last one has run, of what became ready meanwhile. */
-static int may_form_batch(struct hr_engine *engine, int64_t *due_ns) {
+static int may_form_batch(const struct hr_engine *engine, int64_t *due_ns) {
     *due_ns = 0;
-    if (!engine->is_root || !hr_agree_is_ready(&engine->agree) || hr_group_left(engine->group) != 0 ||
-        hr_buffer_size(&engine->log_out) > 0 ||
-        engine->log_executed != atomic_load_explicit(&engine->group->arena.header->log.written, memory_order_relaxed)) {
+    if (!engine->is_root || engine->log_closed || !hr_agree_is_ready(&engine->agree) || !log_runs_out(engine)) {
         return 0;
     }
     if (engine->cycle_ns == 0) {
@@ -203,18 +240,43 @@ static int may_form_batch(struct hr_engine *engine, int64_t *due_ns) {
     return 0;
 }
 
-static int form_batches(struct hr_engine *engine) {
-    int64_t due_ns;
-    if (!may_form_batch(engine, &due_ns)) {
-        return 0;
-    }
+/* One batch, or all that is ready. */
+static int write_batches(struct hr_engine *engine, int all) {
     uint32_t frames = 0;
     do {
         const size_t mark = hr_buffer_size(&engine->log_out);
         HR_TRY(hr_agree_form_batch(&engine->agree, &engine->log_out, &frames));
         HR_TRY(hand_down(engine, mark));
-        /* Between hosts a record takes a while to get down: what is ready goes at once. */
-    } while (frames > 0 && engine->group->host_count > 1);
+    } while (frames > 0 && all);
+    return HORO_OK;
+}
+
+static int may_close(const struct hr_engine *engine) {
+    return engine->is_root && engine->leaver != 0 && !engine->log_closed;
+}
+
+/* What all have announced before the leaver asked still runs; the LEAVE record follows it, and nothing follows that. */
+static int close_log(struct hr_engine *engine) {
+    HR_TRY(write_batches(engine, 1));
+    size_t begin = hr_buffer_size(&engine->log_out);
+    size_t mark;
+    HR_TRY(hr_frame_begin(&engine->log_out, &mark));
+    HR_TRY(hr_wire_put_leave(&engine->log_out, engine->leaver - 1));
+    hr_frame_end(&engine->log_out, mark);
+    engine->log_closed = 1;
+    return hand_down(engine, begin);
+}
+
+static int form_batches(struct hr_engine *engine) {
+    int64_t due_ns;
+    if (may_close(engine)) {
+        HR_TRY(close_log(engine));
+        return 1;
+    }
+    if (!may_form_batch(engine, &due_ns)) {
+        return 0;
+    }
+    HR_TRY(write_batches(engine, engine->group->host_count > 1)); /* between hosts what is ready goes at once */
     return 1;
 }
 
@@ -251,17 +313,19 @@ static int flush_log(struct hr_engine *engine) {
 
 /* ---- Between hosts ---- */
 
-static void note_left(struct hr_engine *engine, int rank) {
-    uint64_t none = 0;
-    (void)atomic_compare_exchange_strong(&engine->group->arena.header->left_rank, &none, (uint64_t)rank + 1);
-    hr_group_wake_all(engine->group);
-}
-
 static int handle_record(struct hr_engine *engine, const struct hr_wire_message *record, const uint8_t *frame,
                          size_t frame_bytes) {
     const int moved = collect_complete(engine); /* before apply, see agree.h */
     HR_TRY(moved);
-    HR_TRY(hr_agree_apply(&engine->agree, record));
+    if (engine->log_closed) {
+        return HORO_ERR_INTERNAL;
+    }
+    if (record->type == HR_WIRE_LEAVE) {
+        engine->log_closed = 1;
+        engine->leaver = record->rank + 1;
+    } else {
+        HR_TRY(hr_agree_apply(&engine->agree, record));
+    }
     const size_t mark = hr_buffer_size(&engine->log_out);
     HR_TRY(hr_buffer_append(&engine->log_out, frame, frame_bytes));
     return hand_down(engine, mark);
@@ -271,29 +335,23 @@ static int handle_message(struct hr_engine *engine, int link_index, const struct
                           const uint8_t *frame, size_t frame_bytes) {
     const int from_parent = engine->has_parent && link_index == 0;
     const int member = engine->group->local_size + link_index - engine->has_parent;
-    const int64_t now_ns = hr_now_ns();
-    switch (message->type) {
-    case HR_WIRE_LOST:
-    case HR_WIRE_LEAVE:
-        if (message->rank < 0 || message->rank >= engine->group->size) {
-            return HORO_ERR_INTERNAL;
-        }
-        if (message->type == HR_WIRE_LEAVE) {
-            note_left(engine, message->rank);
-        } else {
-            const int reason = message->text.bytes == 1 ? message->text.data[0] - '0' : HR_REASON_EXITED;
-            hr_group_abort(engine->group, message->status, message->rank, (enum hr_abort_reason)reason);
-        }
+    if (message->rank >= engine->group->size) {
+        return HORO_ERR_INTERNAL;
+    }
+    if (message->type == HR_WIRE_LOST) {
+        const int reason = message->text.bytes == 1 ? message->text.data[0] - '0' : HR_REASON_EXITED;
+        hr_group_abort(engine->group, message->status, message->rank, (enum hr_abort_reason)reason);
         return HORO_OK;
+    }
+    if (!from_parent) {
+        return announce_message(engine, member, message, hr_now_ns());
+    }
+    switch (message->type) {
     case HR_WIRE_BATCH:
     case HR_WIRE_FAIL:
-        return from_parent ? handle_record(engine, message, frame, frame_bytes) : HORO_ERR_INTERNAL;
-    case HR_WIRE_IDS:
-        return from_parent ? HORO_ERR_INTERNAL : announce_ids(engine, member, message, now_ns);
-    case HR_WIRE_REQUEST:
-        return from_parent ? HORO_ERR_INTERNAL : hr_agree_announce_request(&engine->agree, member, message, now_ns);
+    case HR_WIRE_LEAVE: return handle_record(engine, message, frame, frame_bytes);
+    default: return HORO_ERR_INTERNAL;
     }
-    return HORO_ERR_INTERNAL;
 }
 
 static int handle_frames(struct hr_engine *engine, int link_index) {
@@ -312,7 +370,7 @@ static int handle_frames(struct hr_engine *engine, int link_index) {
 
 static void link_broke(struct hr_engine *engine, struct hr_link *link) {
     link->open = 0;
-    if (hr_group_left(engine->group) == 0) {
+    if (!engine->log_closed) {
         const char *why = "";
         (void)engine->group->transport->ops->lost_peer(engine->group->transport, &why);
         const int silent = strstr(why, "timed out") != NULL;
@@ -328,7 +386,7 @@ static int progress_links(struct hr_engine *engine) {
         if (status < 0 && status != HORO_ERR_PEER_LOST) {
             return status;
         }
-        HR_TRY(handle_frames(engine, i)); /* also what came before the link broke: a goodbye perhaps */
+        HR_TRY(handle_frames(engine, i)); /* also what came before the link broke: the LEAVE record perhaps */
         if (status == HORO_ERR_PEER_LOST) {
             link_broke(engine, link);
         }
@@ -337,38 +395,26 @@ static int progress_links(struct hr_engine *engine) {
     return moved;
 }
 
-static int tell_all(struct hr_engine *engine, int type, int rank, struct hr_abort end) {
+/* Each leader passes an abort on once, to all its neighbours. */
+static int tell_abort(struct hr_engine *engine) {
+    const struct hr_abort end = hr_arena_aborted(&engine->group->arena);
+    if (end.code == 0 || engine->told_abort) {
+        return 0;
+    }
+    engine->told_abort = 1;
+    const char reason[1] = {(char)('0' + end.reason)};
     for (int i = 0; i < engine->link_count; i++) {
         struct hr_link *link = &engine->links[i];
+        size_t mark;
         if (!link->open) {
             continue;
         }
-        size_t mark;
-        const char reason[1] = {(char)('0' + end.reason)};
         HR_TRY(hr_frame_begin(&link->out, &mark));
-        HR_TRY(type == HR_WIRE_LEAVE ? hr_wire_put_leave(&link->out, rank)
-                                     : hr_wire_put_lost(&link->out, rank, end.code, (struct hr_wire_text){reason, 1}));
+        HR_TRY(hr_wire_put_lost(&link->out, end.rank < 0 ? engine->group->rank : end.rank, end.code,
+                                (struct hr_wire_text){reason, 1}));
         hr_frame_end(&link->out, mark);
     }
     return 1;
-}
-
-/* Each leader passes each kind of news on once, to all its neighbours. */
-static int tell_news(struct hr_engine *engine) {
-    if (engine->link_count == 0) {
-        return 0;
-    }
-    const struct hr_abort end = hr_arena_aborted(&engine->group->arena);
-    if (end.code != 0 && !engine->told_abort) {
-        engine->told_abort = 1;
-        return tell_all(engine, HR_WIRE_LOST, end.rank < 0 ? engine->group->rank : end.rank, end);
-    }
-    const int left = hr_group_left(engine->group);
-    if (left != 0 && !engine->told_left) {
-        engine->told_left = 1;
-        return tell_all(engine, HR_WIRE_LEAVE, left - 1, end);
-    }
-    return 0;
 }
 
 static int sends_left(const struct hr_engine *engine) {
@@ -381,58 +427,35 @@ static int sends_left(const struct hr_engine *engine) {
     return 0;
 }
 
-void hr_engine_flush_links(struct hr_engine *engine) {
-    struct hr_group *group = engine->group;
-    const int64_t end_ns = hr_now_ns() + FLUSH_MS * 1000000ll;
-    if (engine->link_count == 0 || tell_news(engine) < 0) {
-        return;
-    }
-    while (sends_left(engine) && hr_now_ns() < end_ns) {
-        (void)group->transport->ops->progress(group->transport);
-        for (int i = 0; i < engine->link_count; i++) {
-            if (hr_link_progress(engine, &engine->links[i]) < 0) {
-                engine->links[i].open = 0;
-            }
-        }
-        if (sends_left(engine)) {
-            const size_t count = group->transport->ops->sleep_fds(group->transport, group->poll_fds, group->poll_capacity);
-            (void)poll(group->poll_fds, (nfds_t)count, 10);
+int hr_engine_flush_links(struct hr_engine *engine) {
+    HR_TRY(tell_abort(engine));
+    (void)engine->group->transport->ops->progress(engine->group->transport);
+    for (int i = 0; i < engine->link_count; i++) {
+        if (hr_link_progress(engine, &engine->links[i]) < 0) {
+            engine->links[i].open = 0; /* what comes now changes nothing */
         }
     }
+    return !sends_left(engine);
 }
 
-static int news_waits(struct hr_group *group, void *arg) {
-    const struct hr_engine *engine = arg;
-    (void)group; /* what others write into the arena ends the wait by itself */
+int hr_engine_may_flush(const struct hr_engine *engine) {
     for (int i = 0; i < engine->link_count; i++) {
-        if (hr_link_has_work(&engine->links[i])) {
+        const struct hr_link *link = &engine->links[i];
+        if (link->open && ((link->recv.state != HR_IO_POSTED && !link->is_garbled) ||
+                           (link->send.state != HR_IO_POSTED && hr_buffer_size(&link->out) > 0))) {
             return 1;
         }
     }
-    return 0;
-}
-
-void hr_engine_confirm_loss(struct hr_engine *engine) {
-    struct hr_group *group = engine->group;
-    const int64_t end_ns = hr_now_ns() + NEWS_MS * 1000000ll;
-    int status = group->suspect.reason == HR_REASON_LINK ? HORO_OK : HORO_ERR_PEER_LOST; /* silence is nobody else's doing */
-    while (status >= 0 && hr_arena_aborted(&group->arena).code == 0 && hr_now_ns() < end_ns) {
-        status = progress_links(engine);
-        if (status == 0) {
-            (void)hr_group_wait(group, news_waits, engine, 0, end_ns);
-        }
-    }
-    hr_group_abort(group, group->suspect.code, group->suspect.rank, group->suspect.reason); /* the first reason counts */
+    return !sends_left(engine);
 }
 
 /* ---- The step ---- */
 
 int hr_engine_lead(struct hr_engine *engine) {
-    static int (*const duties[])(struct hr_engine *) = {collect_local, progress_links, collect_complete,
-                                                        form_batches,  flush_log,      tell_news};
+    static int (*const parts[])(struct hr_engine *) = {collect_local, progress_links, collect_complete, form_batches, flush_log};
     int moved = 0;
-    for (size_t i = 0; i < sizeof duties / sizeof *duties; i++) {
-        const int status = duties[i](engine);
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
+        const int status = parts[i](engine);
         if (status < 0) {
             return status;
         }
@@ -448,8 +471,8 @@ int hr_engine_lead(struct hr_engine *engine) {
 int hr_engine_has_lead_work(struct hr_engine *engine) {
     const struct hr_arena *arena = &engine->group->arena;
     int64_t due_ns;
-    if (atomic_load(&arena->header->announced) != engine->announced_seen || hr_agree_is_complete(&engine->agree) ||
-        may_form_batch(engine, &due_ns)) {
+    if (atomic_load(&arena->header->announced) != engine->announced_seen || may_collect(engine) ||
+        may_close(engine) || may_form_batch(engine, &due_ns)) {
         return 1;
     }
     if (hr_buffer_size(&engine->log_out) > 0 &&
@@ -461,8 +484,7 @@ int hr_engine_has_lead_work(struct hr_engine *engine) {
             return 1;
         }
     }
-    return engine->link_count > 0 && ((hr_arena_aborted(arena).code != 0 && !engine->told_abort) ||
-                                      (hr_group_left(engine->group) != 0 && !engine->told_left));
+    return 0;
 }
 
 int64_t hr_engine_batch_due_ns(struct hr_engine *engine) {

@@ -32,7 +32,7 @@ void hr_link_close(struct hr_link *link) {
 }
 
 int hr_link_has_work(const struct hr_link *link) {
-    return link->open && ((link->recv.state != HR_IO_POSTED && !link->deaf) || hr_buffer_size(&link->in) > 0 ||
+    return link->open && ((link->recv.state != HR_IO_POSTED && !link->is_garbled) || hr_buffer_size(&link->in) > 0 ||
                           (link->send.state != HR_IO_POSTED && hr_buffer_size(&link->out) > 0));
 }
 
@@ -112,9 +112,9 @@ int hr_link_progress(struct hr_engine *engine, struct hr_link *link) {
     if (!link->open) {
         return 0;
     }
-    const int received = link->deaf ? 0 : receive_next(engine, link);
+    const int received = link->is_garbled ? 0 : receive_next(engine, link);
     if (received < 0) {
-        link->deaf = received != HORO_ERR_PEER_LOST;
+        link->is_garbled = received != HORO_ERR_PEER_LOST;
         return received;
     }
     const int sent = send_next(engine, link);

@@ -1,0 +1,176 @@
+#include "collective/segments.h"
+
+#include <stdlib.h>
+
+enum { SCRATCH_ALIGNMENT = 64 };
+
+static struct hr_segments *segments_of(struct hr_task *task) {
+    return (struct hr_segments *)task; /* its first member */
+}
+
+int hr_segments_reserve_scratch(struct hr_group *group, size_t bytes) {
+    const size_t whole = (bytes + SCRATCH_ALIGNMENT - 1) & ~(size_t)(SCRATCH_ALIGNMENT - 1);
+    if (whole <= group->cross_scratch_bytes) {
+        return HORO_OK;
+    }
+    free(group->cross_scratch);
+    group->cross_scratch_bytes = 0;
+    group->cross_scratch = aligned_alloc(SCRATCH_ALIGNMENT, whole);
+    if (group->cross_scratch == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    group->cross_scratch_bytes = whole;
+    return HORO_OK;
+}
+
+static struct hr_cross *cross_of(struct hr_segments *segments, size_t k) {
+    return &segments->cross[k % HR_SEGMENTS_TRAVELLING_MAX];
+}
+
+static int phase_reached(const struct hr_segments *segments, enum hr_phase phase, size_t k) {
+    return hr_group_reached(segments->group, phase, hr_segments_parity(segments, k));
+}
+
+/* ---- The stages; each returns HR_TASK_MOVED, HR_TASK_BLOCKED or a status ---- */
+
+static int fill(struct hr_segments *segments) {
+    if (!phase_reached(segments, HR_PHASE_DRAINED, segments->filled)) {
+        return HR_TASK_BLOCKED;
+    }
+    segments->ops->fill(segments, segments->filled++);
+    return HR_TASK_MOVED;
+}
+
+static int meet(struct hr_segments *segments) {
+    if (!segments->begins_alone && !phase_reached(segments, HR_PHASE_FILLED, segments->met)) {
+        return HR_TASK_BLOCKED;
+    }
+    if (segments->ops->reduce != NULL) {
+        segments->ops->reduce(segments, segments->met);
+    }
+    segments->met++;
+    return HR_TASK_MOVED;
+}
+
+static void finish(struct hr_segments *segments) {
+    if (segments->ops->finish != NULL) {
+        segments->ops->finish(segments, segments->finished);
+    }
+    segments->finished++;
+}
+
+static int drain(struct hr_segments *segments) {
+    const size_t k = segments->drained;
+    if (segments->drain_phase == HR_PHASE_REDUCED && !phase_reached(segments, HR_PHASE_REDUCED, k)) {
+        return HR_TASK_BLOCKED;
+    }
+    if (segments->ops->exchange != NULL && k + 2 < segments->count) {
+        segments->ops->exchange(segments, k);
+        segments->filled++;
+    } else {
+        segments->ops->drain(segments, k);
+    }
+    segments->drained++;
+    return HR_TASK_MOVED;
+}
+
+/* ---- One host ---- */
+
+/* fill k + 1, reduce k, drain k; where draining fills too, reduce k + 1, exchange k. */
+static int advance_on_one_host(struct hr_segments *segments) {
+    const size_t fills_ahead = segments->drained == 0 || segments->ops->exchange == NULL ? 1 : 0;
+    const size_t reduces_ahead = segments->ops->exchange == NULL ? 0 : 1;
+    if (segments->filled < segments->count && segments->filled <= segments->drained + fills_ahead) {
+        return fill(segments);
+    }
+    if (segments->met < segments->count && segments->met <= segments->drained + reduces_ahead) {
+        const int moved = meet(segments);
+        if (moved == HR_TASK_MOVED) {
+            segments->begun++;
+            finish(segments);
+        }
+        return moved;
+    }
+    return drain(segments);
+}
+
+/* ---- Between hosts ---- */
+
+static int begin(struct hr_segments *segments) {
+    struct hr_cross *cross = cross_of(segments, segments->begun);
+    if (segments->carries) {
+        HR_TRY(segments->ops->begin(segments, segments->begun, cross));
+    } else {
+        cross->status = HORO_OK;
+    }
+    segments->begun++;
+    return HR_TASK_MOVED;
+}
+
+static int travel(struct hr_segments *segments) {
+    for (size_t k = segments->finished; k < segments->begun; k++) {
+        struct hr_cross *cross = cross_of(segments, k);
+        const int status = cross->status == HORO_IN_PROGRESS ? cross->ops->progress(cross) : cross->status;
+        if (status == HORO_ERR_PEER_LOST) {
+            hr_group_suspect_link(segments->group);
+        }
+        if (status < 0) {
+            return status;
+        }
+    }
+    if (segments->finished < segments->begun && cross_of(segments, segments->finished)->status == HORO_OK) {
+        finish(segments);
+        return HR_TASK_MOVED;
+    }
+    if (segments->begun < segments->met &&
+        (segments->begun == segments->finished || hr_cross_all_posted(cross_of(segments, segments->begun - 1)))) {
+        return begin(segments);
+    }
+    return HR_TASK_BLOCKED;
+}
+
+static int advance_between_hosts(struct hr_segments *segments) {
+    int moved = travel(segments);
+    if (moved == HR_TASK_BLOCKED && segments->drained < segments->finished) {
+        moved = drain(segments);
+    }
+    if (moved == HR_TASK_BLOCKED && segments->met < segments->filled) {
+        moved = meet(segments);
+    }
+    if (moved == HR_TASK_BLOCKED && segments->filled < segments->count &&
+        segments->filled < segments->drained + HR_SEGMENTS_TRAVELLING_MAX) {
+        moved = fill(segments);
+    }
+    return moved;
+}
+
+/* ---- The task ---- */
+
+int hr_segments_progress(struct hr_task *task) {
+    struct hr_segments *segments = segments_of(task);
+    if (segments->drained == segments->count) {
+        return HR_TASK_DONE;
+    }
+    const int moved = segments->ops->begin == NULL ? advance_on_one_host(segments) : advance_between_hosts(segments);
+    return moved == HR_TASK_MOVED && segments->drained == segments->count ? HR_TASK_DONE : moved;
+}
+
+static void cancel(struct hr_task *task) {
+    struct hr_segments *segments = segments_of(task);
+    if (segments->ops != NULL && segments->ops->begin != NULL) {
+        hr_group_abandon_data(segments->group); /* what is posted lies in the task and in memory that goes away */
+    }
+}
+
+static int is_ending(const struct hr_task *task) {
+    const struct hr_segments *segments = (const struct hr_segments *)task;
+    return segments->begun == segments->count &&
+           (segments->count == 0 || hr_cross_all_posted(&segments->cross[(segments->count - 1) % HR_SEGMENTS_TRAVELLING_MAX]));
+}
+
+void hr_segments_begin(struct hr_segments *segments, size_t count) {
+    segments->task = (struct hr_task){.progress = hr_segments_progress, .cancel = cancel, .is_ending = is_ending};
+    segments->count = count;
+    segments->first = segments->group->segment;
+    segments->group->segment += count;
+}

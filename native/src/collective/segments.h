@@ -1,0 +1,68 @@
+/*
+ * The way of a collective's segments through the slots of the arena and, where there are several hosts, between hosts. Every segment
+ * passes these stages on each rank; the counters in struct hr_segments say how many segments have passed each.
+ *
+ *     stage     | may begin when                                        | does
+ *     ----------+-------------------------------------------------------+-----------------------------------------------
+ *     filled    | all have drained segment k - 2 (two slots in turn)    | fill: puts my contribution into my slot
+ *     met       | all have filled k                                     | reduce: reduces my share
+ *     begun     | k - 1 has posted all that it sends                    | begin: my share starts to travel between hosts
+ *     finished  | it has travelled                                      | finish: shows that my share is final
+ *     drained   | all have finished k                                   | drain: takes out what I need
+ *
+ * On one host begun and finished follow met at once, and the stages follow one another in a fixed order, which was measured to be the
+ * best. Between hosts whatever can be done is done, what the link waits for first: a segment begins to travel when the one before
+ * has been posted to its end, so the link never idles between two, and meanwhile the next is filled.
+ */
+#ifndef HR_COLLECTIVE_SEGMENTS_H
+#define HR_COLLECTIVE_SEGMENTS_H
+
+#include "collective/cross.h"
+#include "collective/group.h"
+#include "collective/task.h"
+
+enum { HR_SEGMENTS_TRAVELLING_MAX = 2 };
+
+struct hr_segments;
+
+/* What a collective does with segment k in each stage. None waits. HORO_OK, or a code that ends the task. */
+struct hr_segments_ops {
+    void (*fill)(struct hr_segments *segments, size_t k);   /* arrives at HR_PHASE_FILLED */
+    void (*reduce)(struct hr_segments *segments, size_t k); /* NULL: there is nothing to reduce */
+    /* hr_cross_ops.begin for the share that this rank carries; NULL on one host. */
+    int (*begin)(struct hr_segments *segments, size_t k, struct hr_cross *cross);
+    void (*finish)(struct hr_segments *segments, size_t k); /* arrives at HR_PHASE_REDUCED; NULL: nobody waits for that */
+    void (*drain)(struct hr_segments *segments, size_t k);  /* arrives at HR_PHASE_DRAINED */
+    /* drain of k, then fill of k + 2, in one pass; NULL: they are two. On one host. */
+    void (*exchange)(struct hr_segments *segments, size_t k);
+};
+
+/* The first member of every collective that runs so. Zeroed but for the first group of fields. */
+struct hr_segments {
+    struct hr_task task;
+    struct hr_group *group;
+    const struct hr_segments_ops *ops;
+    size_t count;
+    uint64_t first;            /* number of its first segment; the parity of a segment's number chooses the slot */
+    int carries;               /* this rank moves data between hosts; else begin is not called */
+    int begins_alone;          /* travelling needs nothing of the other ranks of this host */
+    enum hr_phase drain_phase; /* what draining waits for: HR_PHASE_REDUCED; HR_PHASE_FILLED if that is enough */
+
+    size_t filled, met, begun, finished, drained; /* each at most the one before; filled is at most drained + 2 */
+    struct hr_cross cross[HR_SEGMENTS_TRAVELLING_MAX]; /* segment k uses entry k % HR_SEGMENTS_TRAVELLING_MAX */
+};
+
+static inline unsigned hr_segments_parity(const struct hr_segments *segments, size_t k) {
+    return (unsigned)((segments->first + k) & 1);
+}
+
+/* Takes the next `count` segment numbers of the group and makes the task ready to run; the fields that the caller has set stay. */
+void hr_segments_begin(struct hr_segments *segments, size_t count);
+
+/* As hr_task.progress: what hr_segments_begin sets. */
+int hr_segments_progress(struct hr_task *task);
+
+/* Makes group->cross_scratch at least so large, while nothing travels: what was in it is lost. HORO_OK or HORO_ERR_RESOURCE. */
+int hr_segments_reserve_scratch(struct hr_group *group, size_t bytes);
+
+#endif

@@ -1,0 +1,26 @@
+/*
+ * A task is a collective that is under way. Nothing in it waits: the driver of the engine calls progress again and again, serves the
+ * control links between two calls, and sleeps when nothing can go on.
+ */
+#ifndef HR_COLLECTIVE_TASK_H
+#define HR_COLLECTIVE_TASK_H
+
+#include "base/status.h"
+
+/* What one call of progress came to; or a status < 0, which ends the task. */
+enum hr_progress {
+    HR_TASK_DONE = 0,    /* the collective is complete on this rank; stays so */
+    HR_TASK_BLOCKED = 1, /* nothing can be done until another rank has acted or bytes have moved */
+    HR_TASK_MOVED = 2,   /* one stage further: call again */
+};
+
+struct hr_task {
+    /* At most one stage of one segment of work. HORO_ERR_PEER_LOST comes with group->suspect set. */
+    int (*progress)(struct hr_task *task);
+    /* Gives the task up: afterwards nothing of it is posted any more. For a task that is not done, after an error too. */
+    void (*cancel)(struct hr_task *task);
+    /* Whether all that this rank sends has been posted, so that only the end is waited for. */
+    int (*is_ending)(const struct hr_task *task);
+};
+
+#endif
