@@ -111,6 +111,19 @@ def test_keepalive_is_never_asked_for_zero_seconds(native: ModuleType) -> None:
         near.detach()
 
 
+@pytest.mark.parametrize("timeout_s", [65_535, 65_536, 1_000_000, 2_147_483])
+def test_a_timeout_beyond_what_the_kernel_counts_is_taken(native: ModuleType, timeout_s: int) -> None:
+    """Linux takes at most 32767 s for keepalive; HORO_PEER_TIMEOUT may be up to 1000000 s."""
+    near, far = socket_pair("tcp")
+    with near, far:
+        rank = create_tcp(native, [-1, near.fileno()], peer_timeout_ms=timeout_s * 1000)
+        assert near.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == timeout_s * 1000
+        assert near.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == min(timeout_s // 2, 32_767)
+        assert near.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL) == min(timeout_s // 2 // 5, 32_767)
+        rank.destroy()
+        near.detach()
+
+
 def test_a_reset_connection_says_so(native: ModuleType) -> None:
     near, far = socket_pair("tcp")
     rank = create_tcp(native, [-1, near.detach()])

@@ -19,7 +19,7 @@
 #include "transport/queue.h"
 #include "transport/transport.h"
 
-enum { GATHER_MAX = 16, WORD_BITS = 64, KEEPALIVE_PROBES = 5, WHY_BYTES = 96 };
+enum { GATHER_MAX = 16, WORD_BITS = 64, KEEPALIVE_PROBES = 5, KEEPALIVE_SECONDS_MAX = 32767, WHY_BYTES = 96 };
 
 struct link {
     int fd;         /* -1: none */
@@ -284,19 +284,24 @@ static const struct hr_transport_ops tcp_ops = {
     .destroy = tcp_destroy,
 };
 
-static int at_least_one(int seconds) {
-    return seconds < 1 ? 1 : seconds;
+/* As the kernel takes it for TCP_KEEPIDLE and TCP_KEEPINTVL. */
+static int keepalive_seconds(int seconds) {
+    if (seconds < 1) {
+        return 1;
+    }
+    return seconds < KEEPALIVE_SECONDS_MAX ? seconds : KEEPALIVE_SECONDS_MAX;
 }
 
 /*
  * Two cases of silence: with data unacknowledged the retransmission gives up after TCP_USER_TIMEOUT; with nothing in flight
  * the keepalive probes do (first after half the time, the last when it is over; the kernel counts them in whole seconds).
+ * Where these times are cut to what the kernel takes, it probes more often and, as TCP_USER_TIMEOUT is set, until that is over.
  */
 static int set_options(int fd, int peer_timeout_ms) {
     const int off = 0;
     const int on = 1;
-    const int idle_s = at_least_one(peer_timeout_ms / 2000);
-    const int interval_s = at_least_one(peer_timeout_ms / 2000 / KEEPALIVE_PROBES);
+    const int idle_s = keepalive_seconds(peer_timeout_ms / 2000);
+    const int interval_s = keepalive_seconds(peer_timeout_ms / 2000 / KEEPALIVE_PROBES);
     const int probes = KEEPALIVE_PROBES;
     const unsigned user_timeout_ms = (unsigned)peer_timeout_ms;
     return setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &off, sizeof off) == 0 &&
