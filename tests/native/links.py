@@ -19,11 +19,13 @@ from horo._core import native_mpi
 from horo._setup import MpiUse
 
 __all__ = [
+    "CLOSED",
     "CONTROL",
     "DATA",
     "DEADLINE_MS",
     "KINDS",
     "PEER_TIMEOUT_MS",
+    "SILENT",
     "TCP_KINDS",
     "Fabric",
     "Io",
@@ -41,6 +43,8 @@ __all__ = [
 TCP_KINDS = ("tcp-unix", "tcp")
 KINDS = (*TCP_KINDS, "loopback", "loopback-delayed", "mpi")
 CONTROL, DATA = 0, 1
+CLOSED, SILENT = 0, 1
+"""How a peer was lost."""
 DEADLINE_MS = 20_000
 PEER_TIMEOUT_MS = 30_000
 
@@ -153,10 +157,11 @@ class Rank:
         """Whether nothing would ever wake a sleeper: no descriptor, no need to look."""
         return self.sleep_fds()[0] == 0 and not self.lib.shim_must_look(self.transport)
 
-    def lost(self) -> tuple[int, str]:
-        why = self.native.ffi.new("char[]", 256)
-        peer = int(self.lib.shim_lost_peer(self.transport, why, 256))
-        return peer, self.native.ffi.string(why).decode()
+    def lost(self) -> tuple[int, int]:
+        """The peer, -1 for none, and how it was lost."""
+        how = self.native.ffi.new("int *")
+        peer = int(self.lib.shim_lost_peer(self.transport, how))
+        return peer, how[0]
 
     def destroy(self) -> None:
         if self.transport is not None:

@@ -3,7 +3,6 @@
  * log down, and pass on the news of losses and goodbyes.
  */
 #include <stdlib.h>
-#include <string.h>
 
 #include "engine/engine.h"
 
@@ -313,10 +312,10 @@ static int handle_frames(struct hr_engine *engine, int link_index) {
 static void link_broke(struct hr_engine *engine, struct hr_link *link) {
     link->open = 0;
     if (hr_group_left(engine->group) == 0) {
-        const char *why = "";
-        (void)engine->group->transport->ops->lost_peer(engine->group->transport, &why);
-        const int silent = strstr(why, "timed out") != NULL;
-        hr_group_abort(engine->group, HORO_ERR_PEER_LOST, link->leader_rank, silent ? HR_REASON_SILENT : HR_REASON_LINK);
+        enum hr_loss how = HR_LOSS_CLOSED;
+        (void)engine->group->transport->ops->lost_peer(engine->group->transport, &how);
+        hr_group_abort(engine->group, HORO_ERR_PEER_LOST, link->leader_rank,
+                       how == HR_LOSS_SILENT ? HR_REASON_SILENT : HR_REASON_LINK);
     }
 }
 

@@ -25,7 +25,6 @@ struct endpoint {
     /* the endpoint's thread only */
     int abandoned[HR_CHANNEL_COUNT];
     int lost_peer;
-    const char *lost_why;
     struct peer {
         int lost;
         struct hr_queue send[HR_CHANNEL_COUNT];
@@ -196,10 +195,9 @@ static int fail_peer(struct peer *peer) {
     return any;
 }
 
-static void lose_peer(struct endpoint *endpoint, int peer, const char *why) {
+static void lose_peer(struct endpoint *endpoint, int peer) {
     if (endpoint->lost_peer < 0) {
         endpoint->lost_peer = peer;
-        endpoint->lost_why = why;
     }
     endpoint->peers[peer].lost = 1;
     (void)fail_peer(&endpoint->peers[peer]);
@@ -221,7 +219,7 @@ static int peer_progress(struct endpoint *endpoint, int number) {
         return fail_peer(peer);
     }
     if (is_cut(endpoint, number)) {
-        lose_peer(endpoint, number, "link cut");
+        lose_peer(endpoint, number);
         return 1;
     }
     const int ended = endpoint->lane->ended[number];
@@ -242,7 +240,7 @@ static int peer_progress(struct endpoint *endpoint, int number) {
         }
     }
     if (ended && !waiting && !moved && has_posted(peer)) {
-        lose_peer(endpoint, number, "connection closed");
+        lose_peer(endpoint, number);
         moved = 1;
     }
     return moved;
@@ -331,13 +329,13 @@ static size_t loopback_sleep_fds(struct hr_transport *transport, struct pollfd *
     return 1;
 }
 
-static int loopback_lost_peer(struct hr_transport *transport, const char **why) {
+/* Nothing can go silent inside one process. */
+static int loopback_lost_peer(struct hr_transport *transport, enum hr_loss *how) {
     const struct endpoint *endpoint = endpoint_of(transport);
-    *why = endpoint->lost_why;
+    *how = HR_LOSS_CLOSED;
     return endpoint->lost_peer;
 }
 
-/* Nothing can go silent inside one process. */
 static void loopback_watch(struct hr_transport *transport, int enabled) {
     (void)transport;
     (void)enabled;
@@ -418,7 +416,6 @@ struct hr_transport *hr_loopback_create(struct hr_hub *hub, int host, int lane, 
     endpoint->host = host;
     endpoint->event_fd = event_fd;
     endpoint->lost_peer = -1;
-    endpoint->lost_why = "";
     if (endpoint_join(endpoint, lane, error) != HORO_OK) {
         (void)close(event_fd);
         free(endpoint);

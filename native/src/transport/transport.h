@@ -35,6 +35,11 @@ enum hr_io_state {
     HR_IO_FAILED = 3,
 };
 
+enum hr_loss {
+    HR_LOSS_CLOSED = 0, /* its connection ended, or an error broke it */
+    HR_LOSS_SILENT = 1, /* it did not answer, or read nothing, for the peer timeout */
+};
+
 /* One posted send or receive; lives in the caller's memory. Callers read `state` and `done_bytes` only. */
 struct hr_io {
     char *data;
@@ -70,11 +75,8 @@ struct hr_transport_ops {
      */
     int64_t (*poll_within_ns)(const struct hr_transport *transport);
 
-    /*
-     * The first lost peer's host index, or -1. *why (not NULL) gets a static or transport-owned sentence fragment such as
-     * "connection closed" or "Connection timed out".
-     */
-    int (*lost_peer)(struct hr_transport *transport, const char **why);
+    /* The first lost peer's host index, or -1. *how (not NULL) is set if there is one. */
+    int (*lost_peer)(struct hr_transport *transport, enum hr_loss *how);
 
     /* Turns link supervision on while work is pending (keepalive probes), off when idle, so that an idle job sends nothing. */
     void (*watch)(struct hr_transport *transport, int enabled);

@@ -103,11 +103,11 @@ void shim_watch(void *transport, int enabled) {
     self->ops->watch(self, enabled);
 }
 
-int shim_lost_peer(void *transport, char *why, size_t why_bytes) {
+int shim_lost_peer(void *transport, int *how) {
     struct hr_transport *self = transport;
-    const char *reason;
-    const int peer = self->ops->lost_peer(self, &reason);
-    (void)snprintf(why, why_bytes, "%s", reason);
+    enum hr_loss loss = HR_LOSS_CLOSED;
+    const int peer = self->ops->lost_peer(self, &loss);
+    *how = (int)loss;
     return peer;
 }
 
