@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 import pytest
+import wire_oracle as oracle
 from fabric import close_setup, make_setups
 from ranks import Group, Rank, run_ranks
 
@@ -39,6 +40,10 @@ def chunk(content: bytes) -> bytes:
     return (len(content).to_bytes(4, "little") + content).ljust(HEAD_BYTES, b"\0")
 
 
+def framed(message: bytes) -> bytes:
+    return chunk(len(message).to_bytes(4, "little") + message)
+
+
 @pytest.mark.parametrize(
     "said",
     [
@@ -47,6 +52,9 @@ def chunk(content: bytes) -> bytes:
         pytest.param(b"\xff" * HEAD_BYTES, id="much too long"),
         pytest.param(chunk(b"\xff" * 8), id="a frame that is too long"),
         pytest.param(chunk((8).to_bytes(4, "little") + b"\xff" * 8), id="no message"),
+        pytest.param(framed(oracle.lost_message(0, -40, 255)), id="a loss with an unknown reason"),
+        pytest.param(framed(oracle.lost_message(-1, -40, 1)), id="a loss of nobody"),
+        pytest.param(framed(oracle.lost_message(2, -40, 1)), id="a loss of a rank beyond the last"),
         *(pytest.param(chunk(NOISE.randbytes(length)), id=f"noise of {length}") for length in (9, 60, 61, 5000)),
     ],
 )

@@ -274,14 +274,13 @@ static int handle_message(struct hr_engine *engine, int link_index, const struct
     switch (message->type) {
     case HR_WIRE_LOST:
     case HR_WIRE_LEAVE:
-        if (message->rank < 0 || message->rank >= engine->group->size) {
+        if (message->rank >= engine->group->size) {
             return HORO_ERR_INTERNAL;
         }
         if (message->type == HR_WIRE_LEAVE) {
             note_left(engine, message->rank);
         } else {
-            const int reason = message->text.bytes == 1 ? message->text.data[0] - '0' : HR_REASON_EXITED;
-            hr_group_abort(engine->group, message->status, message->rank, (enum hr_abort_reason)reason);
+            hr_group_abort(engine->group, message->status, message->rank, message->reason);
         }
         return HORO_OK;
     case HR_WIRE_BATCH:
@@ -343,10 +342,9 @@ static int tell_all(struct hr_engine *engine, int type, int rank, struct hr_abor
             continue;
         }
         size_t mark;
-        const char reason[1] = {(char)('0' + end.reason)};
         HR_TRY(hr_frame_begin(&link->out, &mark));
         HR_TRY(type == HR_WIRE_LEAVE ? hr_wire_put_leave(&link->out, rank)
-                                     : hr_wire_put_lost(&link->out, rank, end.code, (struct hr_wire_text){reason, 1}));
+                                     : hr_wire_put_lost(&link->out, rank, end.code, end.reason));
         hr_frame_end(&link->out, mark);
     }
     return 1;
