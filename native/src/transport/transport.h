@@ -132,16 +132,4 @@ struct hr_mpi;
 struct hr_transport *hr_mpi_transport_create(struct hr_mpi *mpi, struct hr_transport *control, const int *control_fds,
                                              int host_count, int peer_timeout_ms, struct hr_error *error);
 
-/*
- * In-process transport for tests: all ranks that share a hub can talk. `delay_polls` makes every byte range arrive only after
- * that many progress calls of the receiver and in pieces of at most `piece_bytes` (0: whole), to try odd timings without sleeping.
- */
-struct hr_hub;
-struct hr_hub *hr_hub_create(int host_count, int delay_polls, size_t piece_bytes);
-void hr_hub_destroy(struct hr_hub *hub); /* after all its transports */
-/* A rank of host `host` with local index `lane` (lanes do not see each other; control uses lane 0). */
-struct hr_transport *hr_loopback_create(struct hr_hub *hub, int host, int lane, struct hr_error *error);
-/* Cuts the link between two hosts on all lanes and channels, as a crash of one would. */
-void hr_hub_cut(struct hr_hub *hub, int host_a, int host_b);
-
 #endif

@@ -6,21 +6,22 @@
 
 #include "base/clock.h"
 #include "horo.h"
+#include "loopback.h"
 #include "mpi/mpi.h"
 #include "transport/transport.h"
 
 enum { SLEEP_FDS_MAX = 64 };
 
 void *shim_hub_create(int host_count, int delay_polls, size_t piece_bytes) {
-    return hr_hub_create(host_count, delay_polls, piece_bytes);
+    return loopback_hub_create(host_count, delay_polls, piece_bytes);
 }
 
 void shim_hub_destroy(void *hub) {
-    hr_hub_destroy(hub);
+    loopback_hub_destroy(hub);
 }
 
 void shim_hub_cut(void *hub, int host_a, int host_b) {
-    hr_hub_cut(hub, host_a, host_b);
+    loopback_hub_cut(hub, host_a, host_b);
 }
 
 static void *tell(struct hr_transport *transport, const struct hr_error *failure, int *status, char *error) {
@@ -31,7 +32,7 @@ static void *tell(struct hr_transport *transport, const struct hr_error *failure
 
 void *shim_loopback_create(void *hub, int host, int lane, int *status, char *error) {
     struct hr_error failure = {0};
-    struct hr_transport *transport = hr_loopback_create(hub, host, lane, &failure);
+    struct hr_transport *transport = loopback_create(hub, host, lane, &failure);
     return tell(transport, &failure, status, error);
 }
 

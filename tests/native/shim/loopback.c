@@ -1,21 +1,22 @@
 /*
- * Links inside one process, for tests. The hub holds one bounded pipe per (lane, from, to, channel), as a socket pair
+ * Links inside one process. The hub holds one bounded pipe per (lane, from, to, channel), as a socket pair
  * would; both ends copy under the hub's one mutex. An io belongs to the thread of its endpoint: only that endpoint's progress
  * touches it, so callers read its state without a lock.
  */
+#include "loopback.h"
+
 #include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
-#include "transport/pipe.h"
+#include "pipe.h"
 #include "transport/queue.h"
-#include "transport/transport.h"
 
 struct endpoint {
     struct hr_transport base;
-    struct hr_hub *hub;
+    struct loopback_hub *hub;
     struct lane *lane;
     int host;
     int event_fd;
@@ -35,12 +36,12 @@ struct endpoint {
 struct lane {
     int number;
     struct lane *next;
-    struct hr_pipe **pipes;         /* [(from * hosts + to) * channels + channel], made when first used */
+    struct pipe **pipes;         /* [(from * hosts + to) * channels + channel], made when first used */
     struct endpoint **endpoints; /* [host], NULL before its creation and after its end */
     char *ended;                 /* [host] */
 };
 
-struct hr_hub {
+struct loopback_hub {
     pthread_mutex_t mutex;
     int host_count;
     int delay_polls;
@@ -64,8 +65,8 @@ static void lane_free(struct lane *lane, int host_count) {
     free(lane);
 }
 
-struct hr_hub *hr_hub_create(int host_count, int delay_polls, size_t piece_bytes) {
-    struct hr_hub *hub = calloc(1, sizeof *hub);
+struct loopback_hub *loopback_hub_create(int host_count, int delay_polls, size_t piece_bytes) {
+    struct loopback_hub *hub = calloc(1, sizeof *hub);
     char *cut = calloc((size_t)host_count * (size_t)host_count, 1);
     if (hub == NULL || cut == NULL || pthread_mutex_init(&hub->mutex, NULL) != 0) {
         free(hub);
@@ -79,7 +80,7 @@ struct hr_hub *hr_hub_create(int host_count, int delay_polls, size_t piece_bytes
     return hub;
 }
 
-void hr_hub_destroy(struct hr_hub *hub) {
+void loopback_hub_destroy(struct loopback_hub *hub) {
     if (hub == NULL) {
         return;
     }
@@ -96,7 +97,7 @@ void hr_hub_destroy(struct hr_hub *hub) {
 /* All below that say "locked" are called with the hub's mutex held. */
 
 /* locked; NULL for lack of memory */
-static struct lane *lane_find_or_add(struct hr_hub *hub, int number) {
+static struct lane *lane_find_or_add(struct loopback_hub *hub, int number) {
     for (struct lane *lane = hub->lanes; lane != NULL; lane = lane->next) {
         if (lane->number == number) {
             return lane;
@@ -108,7 +109,7 @@ static struct lane *lane_find_or_add(struct hr_hub *hub, int number) {
         return NULL;
     }
     lane->number = number;
-    lane->pipes = calloc(hosts * hosts * HR_CHANNEL_COUNT, sizeof(struct hr_pipe *));
+    lane->pipes = calloc(hosts * hosts * HR_CHANNEL_COUNT, sizeof(struct pipe *));
     lane->endpoints = calloc(hosts, sizeof(struct endpoint *));
     lane->ended = calloc(hosts, 1);
     if (lane->pipes == NULL || lane->endpoints == NULL || lane->ended == NULL) {
@@ -120,7 +121,7 @@ static struct lane *lane_find_or_add(struct hr_hub *hub, int number) {
     return lane;
 }
 
-static struct hr_pipe **pipe_slot(const struct endpoint *endpoint, int from, int to, int channel) {
+static struct pipe **pipe_slot(const struct endpoint *endpoint, int from, int to, int channel) {
     return &endpoint->lane->pipes[(from * endpoint->hub->host_count + to) * HR_CHANNEL_COUNT + channel];
 }
 
@@ -150,11 +151,11 @@ static int is_cut(const struct endpoint *endpoint, int peer) {
 /* locked; 1: a range of bytes went into the pipe */
 static int push_one(struct endpoint *endpoint, int peer, int channel) {
     struct hr_queue *queue = &endpoint->peers[peer].send[channel];
-    struct hr_pipe **slot = pipe_slot(endpoint, endpoint->host, peer, channel);
+    struct pipe **slot = pipe_slot(endpoint, endpoint->host, peer, channel);
     if (*slot == NULL) {
         *slot = calloc(1, sizeof **slot);
     }
-    const size_t room = *slot == NULL ? 0 : hr_pipe_room(*slot);
+    const size_t room = *slot == NULL ? 0 : pipe_room(*slot);
     if (room == 0) {
         return 0;
     }
@@ -165,7 +166,7 @@ static int push_one(struct endpoint *endpoint, int peer, int channel) {
     bytes = piece_bytes != 0 && piece_bytes < bytes ? piece_bytes : bytes;
     struct endpoint *receiver = endpoint->lane->endpoints[peer];
     const uint64_t polls = receiver == NULL ? 0 : receiver->polls;
-    hr_pipe_push(*slot, io->data + io->done_bytes, bytes, polls + (uint64_t)endpoint->hub->delay_polls);
+    pipe_push(*slot, io->data + io->done_bytes, bytes, polls + (uint64_t)endpoint->hub->delay_polls);
     (void)hr_queue_advance(queue, bytes);
     signal_endpoint(receiver);
     return 1;
@@ -174,10 +175,10 @@ static int push_one(struct endpoint *endpoint, int peer, int channel) {
 /* locked; 1: bytes of one range that is due came out of the pipe */
 static int pull_one(struct endpoint *endpoint, int peer, int channel) {
     struct hr_queue *queue = &endpoint->peers[peer].recv[channel];
-    struct hr_pipe *pipe = *pipe_slot(endpoint, peer, endpoint->host, channel);
+    struct pipe *pipe = *pipe_slot(endpoint, peer, endpoint->host, channel);
     const struct hr_io *io = queue->head;
     const size_t bytes =
-        pipe == NULL ? 0 : hr_pipe_pull(pipe, io->data + io->done_bytes, io->bytes - io->done_bytes, endpoint->polls);
+        pipe == NULL ? 0 : pipe_pull(pipe, io->data + io->done_bytes, io->bytes - io->done_bytes, endpoint->polls);
     if (bytes == 0) {
         return 0;
     }
@@ -231,8 +232,8 @@ static int peer_progress(struct endpoint *endpoint, int number) {
         moved |= hr_queue_advance(recv, 0);
         moved |= hr_queue_advance(send, 0);
         if (recv->head != NULL) {
-            const struct hr_pipe *pipe = *pipe_slot(endpoint, number, endpoint->host, channel);
-            waiting |= pipe != NULL && !hr_pipe_is_empty(pipe);
+            const struct pipe *pipe = *pipe_slot(endpoint, number, endpoint->host, channel);
+            waiting |= pipe != NULL && !pipe_is_empty(pipe);
             moved |= pull_one(endpoint, number, channel);
         }
         if (send->head != NULL && !ended) {
@@ -295,12 +296,12 @@ static int may_move(const struct endpoint *endpoint, int number) {
     for (int channel = 0; channel < HR_CHANNEL_COUNT; channel++) {
         const struct hr_io *recv = peer->recv[channel].head;
         const struct hr_io *send = peer->send[channel].head;
-        const struct hr_pipe *in = *pipe_slot(endpoint, number, endpoint->host, channel);
-        const struct hr_pipe *out = *pipe_slot(endpoint, endpoint->host, number, channel);
-        if (recv != NULL && (recv->bytes == 0 || (in != NULL && !hr_pipe_is_empty(in)))) {
+        const struct pipe *in = *pipe_slot(endpoint, number, endpoint->host, channel);
+        const struct pipe *out = *pipe_slot(endpoint, endpoint->host, number, channel);
+        if (recv != NULL && (recv->bytes == 0 || (in != NULL && !pipe_is_empty(in)))) {
             return 1;
         }
-        if (send != NULL && (send->bytes == 0 || out == NULL || hr_pipe_room(out) > 0)) {
+        if (send != NULL && (send->bytes == 0 || out == NULL || pipe_room(out) > 0)) {
             return 1;
         }
     }
@@ -355,7 +356,7 @@ static void loopback_destroy(struct hr_transport *transport) {
         return;
     }
     struct endpoint *endpoint = endpoint_of(transport);
-    struct hr_hub *hub = endpoint->hub;
+    struct loopback_hub *hub = endpoint->hub;
     (void)pthread_mutex_lock(&hub->mutex);
     endpoint->lane->endpoints[endpoint->host] = NULL;
     endpoint->lane->ended[endpoint->host] = 1;
@@ -382,7 +383,7 @@ static const struct hr_transport_ops loopback_ops = {
 
 /* Joins the lane. HORO_OK or an error. */
 static int endpoint_join(struct endpoint *endpoint, int lane_number, struct hr_error *error) {
-    struct hr_hub *hub = endpoint->hub;
+    struct loopback_hub *hub = endpoint->hub;
     int status = HORO_OK;
     (void)pthread_mutex_lock(&hub->mutex);
     struct lane *lane = lane_find_or_add(hub, lane_number);
@@ -399,7 +400,7 @@ static int endpoint_join(struct endpoint *endpoint, int lane_number, struct hr_e
     return status;
 }
 
-struct hr_transport *hr_loopback_create(struct hr_hub *hub, int host, int lane, struct hr_error *error) {
+struct hr_transport *loopback_create(struct loopback_hub *hub, int host, int lane, struct hr_error *error) {
     if (host < 0 || host >= hub->host_count) {
         (void)hr_fail(error, HORO_ERR_USAGE, "host %d is not one of the %d hosts of the hub", host, hub->host_count);
         return NULL;
@@ -424,7 +425,7 @@ struct hr_transport *hr_loopback_create(struct hr_hub *hub, int host, int lane, 
     return &endpoint->base;
 }
 
-void hr_hub_cut(struct hr_hub *hub, int host_a, int host_b) {
+void loopback_hub_cut(struct loopback_hub *hub, int host_a, int host_b) {
     (void)pthread_mutex_lock(&hub->mutex);
     hub->cut[host_a * hub->host_count + host_b] = 1;
     hub->cut[host_b * hub->host_count + host_a] = 1;
