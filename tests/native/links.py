@@ -41,7 +41,15 @@ __all__ = [
 ]
 
 TCP_KINDS = ("tcp-unix", "tcp")
-KINDS = (*TCP_KINDS, "loopback", "loopback-delayed", "mpi")
+_TIMINGS = {
+    "loopback": (0, 0, 0, False),
+    "loopback-delayed": (2, 2, 509, False),
+    "loopback-one-piece": (0, 0, 1021, True),
+    "loopback-late-control": (30, 0, 0, False),
+    "loopback-late-data": (0, 30, 0, False),
+}
+"""Progress calls until control and until data arrives, bytes of a piece (0: any), whether a call moves only one."""
+KINDS = (*TCP_KINDS, *_TIMINGS, "mpi")
 CONTROL, DATA = 0, 1
 CLOSED, SILENT = 0, 1
 """How a peer was lost."""
@@ -239,8 +247,7 @@ def _tcp(native: ModuleType, kind: str, hosts: int) -> Iterator[Fabric]:
 
 @contextmanager
 def _loopback(native: ModuleType, kind: str, hosts: int) -> Iterator[Fabric]:
-    delay_polls, piece_bytes = (2, 509) if kind == "loopback-delayed" else (0, 0)
-    hub = native.lib.shim_hub_create(hosts, delay_polls, piece_bytes)
+    hub = native.lib.shim_hub_create(hosts, *_TIMINGS[kind])
     status = native.ffi.new("int *")
     error = native.ffi.new("char[]", 1024)
     ranks = [Rank(native, native.lib.shim_loopback_create(hub, host, 0, status, error)) for host in range(hosts)]

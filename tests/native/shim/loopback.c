@@ -5,6 +5,7 @@
  */
 #include "loopback.h"
 
+#include <limits.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -23,6 +24,7 @@ struct endpoint {
     /* under the hub's mutex */
     int signalled;
     uint64_t polls;
+    int pieces; /* that may still move in this progress call */
     /* the endpoint's thread only */
     int abandoned[HR_CHANNEL_COUNT];
     int lost_peer;
@@ -44,8 +46,7 @@ struct lane {
 struct loopback_hub {
     pthread_mutex_t mutex;
     int host_count;
-    int delay_polls;
-    size_t piece_bytes;
+    struct loopback_timing timing;
     char *cut; /* [a * hosts + b] */
     struct lane *lanes;
 };
@@ -65,7 +66,7 @@ static void lane_free(struct lane *lane, int host_count) {
     free(lane);
 }
 
-struct loopback_hub *loopback_hub_create(int host_count, int delay_polls, size_t piece_bytes) {
+struct loopback_hub *loopback_hub_create(int host_count, const struct loopback_timing *timing) {
     struct loopback_hub *hub = calloc(1, sizeof *hub);
     char *cut = calloc((size_t)host_count * (size_t)host_count, 1);
     if (hub == NULL || cut == NULL || pthread_mutex_init(&hub->mutex, NULL) != 0) {
@@ -74,8 +75,7 @@ struct loopback_hub *loopback_hub_create(int host_count, int delay_polls, size_t
         return NULL;
     }
     hub->host_count = host_count;
-    hub->delay_polls = delay_polls;
-    hub->piece_bytes = piece_bytes;
+    hub->timing = *timing;
     hub->cut = cut;
     return hub;
 }
@@ -150,6 +150,9 @@ static int is_cut(const struct endpoint *endpoint, int peer) {
 
 /* locked; 1: a range of bytes went into the pipe */
 static int push_one(struct endpoint *endpoint, int peer, int channel) {
+    if (endpoint->pieces == 0) {
+        return 0;
+    }
     struct hr_queue *queue = &endpoint->peers[peer].send[channel];
     struct pipe **slot = pipe_slot(endpoint, endpoint->host, peer, channel);
     if (*slot == NULL) {
@@ -160,20 +163,24 @@ static int push_one(struct endpoint *endpoint, int peer, int channel) {
         return 0;
     }
     const struct hr_io *io = queue->head;
-    const size_t piece_bytes = endpoint->hub->piece_bytes;
+    const size_t piece_bytes = endpoint->hub->timing.piece_bytes;
     size_t bytes = io->bytes - io->done_bytes;
     bytes = bytes < room ? bytes : room;
     bytes = piece_bytes != 0 && piece_bytes < bytes ? piece_bytes : bytes;
     struct endpoint *receiver = endpoint->lane->endpoints[peer];
     const uint64_t polls = receiver == NULL ? 0 : receiver->polls;
-    pipe_push(*slot, io->data + io->done_bytes, bytes, polls + (uint64_t)endpoint->hub->delay_polls);
+    pipe_push(*slot, io->data + io->done_bytes, bytes, polls + (uint64_t)endpoint->hub->timing.delay_polls[channel]);
     (void)hr_queue_advance(queue, bytes);
     signal_endpoint(receiver);
+    endpoint->pieces--;
     return 1;
 }
 
 /* locked; 1: bytes of one range that is due came out of the pipe */
 static int pull_one(struct endpoint *endpoint, int peer, int channel) {
+    if (endpoint->pieces == 0) {
+        return 0;
+    }
     struct hr_queue *queue = &endpoint->peers[peer].recv[channel];
     struct pipe *pipe = *pipe_slot(endpoint, peer, endpoint->host, channel);
     const struct hr_io *io = queue->head;
@@ -184,6 +191,7 @@ static int pull_one(struct endpoint *endpoint, int peer, int channel) {
     }
     (void)hr_queue_advance(queue, bytes);
     signal_endpoint(endpoint->lane->endpoints[peer]);
+    endpoint->pieces--;
     return 1;
 }
 
@@ -227,17 +235,21 @@ static int peer_progress(struct endpoint *endpoint, int number) {
     int moved = 0;
     int waiting = 0;
     for (int channel = 0; channel < HR_CHANNEL_COUNT; channel++) {
-        struct hr_queue *recv = &peer->recv[channel];
-        struct hr_queue *send = &peer->send[channel];
-        moved |= hr_queue_advance(recv, 0);
-        moved |= hr_queue_advance(send, 0);
-        if (recv->head != NULL) {
-            const struct pipe *pipe = *pipe_slot(endpoint, number, endpoint->host, channel);
-            waiting |= pipe != NULL && !pipe_is_empty(pipe);
-            moved |= pull_one(endpoint, number, channel);
-        }
-        if (send->head != NULL && !ended) {
+        const struct hr_queue *recv = &peer->recv[channel];
+        const struct pipe *pipe = *pipe_slot(endpoint, number, endpoint->host, channel);
+        moved |= hr_queue_advance(&peer->recv[channel], 0);
+        moved |= hr_queue_advance(&peer->send[channel], 0);
+        waiting |= recv->head != NULL && pipe != NULL && !pipe_is_empty(pipe);
+    }
+    /* Which channel and direction goes first changes with every call, lest one piece per call starve the others. */
+    for (int i = 0; i < 2 * HR_CHANNEL_COUNT; i++) {
+        const unsigned turn = ((unsigned)endpoint->polls + (unsigned)i) % (2 * HR_CHANNEL_COUNT);
+        const int channel = (int)(turn / 2);
+        const int sends = turn % 2 != 0;
+        if (sends && peer->send[channel].head != NULL && !ended) {
             moved |= push_one(endpoint, number, channel);
+        } else if (!sends && peer->recv[channel].head != NULL) {
+            moved |= pull_one(endpoint, number, channel);
         }
     }
     if (ended && !waiting && !moved && has_posted(peer)) {
@@ -253,7 +265,10 @@ static int loopback_progress(struct hr_transport *transport) {
     (void)pthread_mutex_lock(&endpoint->hub->mutex);
     drain_signal(endpoint);
     endpoint->polls++;
-    for (int peer = 0; peer < endpoint->hub->host_count; peer++) {
+    const int host_count = endpoint->hub->host_count;
+    endpoint->pieces = endpoint->hub->timing.one_piece ? 1 : INT_MAX;
+    for (int i = 0; i < host_count; i++) {
+        const int peer = (int)((endpoint->polls / (2 * HR_CHANNEL_COUNT) + (uint64_t)i) % (uint64_t)host_count);
         if (has_posted(&endpoint->peers[peer])) {
             moved |= peer_progress(endpoint, peer);
         }

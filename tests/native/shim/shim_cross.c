@@ -257,7 +257,8 @@ static unsigned draw(uint64_t *seed, unsigned below) {
 int shim_cross_simulate(const shim_cross_call *call, void *const *data, int delay_polls, size_t link_piece_bytes,
                         uint64_t seed, int cut_a, int cut_b, int cut_turn, int *statuses, size_t *sent_bytes) {
     const unsigned host_count = (unsigned)call->host_count;
-    struct loopback_hub *hub = loopback_hub_create(call->host_count, delay_polls, link_piece_bytes);
+    const struct loopback_timing timing = {.delay_polls = {delay_polls, delay_polls}, .piece_bytes = link_piece_bytes};
+    struct loopback_hub *hub = loopback_hub_create(call->host_count, &timing);
     struct member *members = calloc(host_count, sizeof *members);
     int status = hub == NULL || members == NULL ? HORO_ERR_RESOURCE : HORO_OK;
     for (unsigned i = 0; i < host_count && status == HORO_OK; i++) {

@@ -12,8 +12,13 @@
 
 enum { SLEEP_FDS_MAX = 64 };
 
-void *shim_hub_create(int host_count, int delay_polls, size_t piece_bytes) {
-    return loopback_hub_create(host_count, delay_polls, piece_bytes);
+void *shim_hub_create(int host_count, int control_delay_polls, int data_delay_polls, size_t piece_bytes, int one_piece) {
+    const struct loopback_timing timing = {
+        .delay_polls = {[HR_CHANNEL_CONTROL] = control_delay_polls, [HR_CHANNEL_DATA] = data_delay_polls},
+        .piece_bytes = piece_bytes,
+        .one_piece = one_piece,
+    };
+    return loopback_hub_create(host_count, &timing);
 }
 
 void shim_hub_destroy(void *hub) {

@@ -8,7 +8,8 @@
 #include "horo.h"
 /* cffi: end */
 
-void *shim_hub_create(int host_count, int delay_polls, size_t piece_bytes);
+/* See loopback.h. */
+void *shim_hub_create(int host_count, int control_delay_polls, int data_delay_polls, size_t piece_bytes, int one_piece);
 void shim_hub_destroy(void *hub);
 void shim_hub_cut(void *hub, int host_a, int host_b);
 
