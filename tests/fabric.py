@@ -7,6 +7,8 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
+from slow_links import Relays
+
 from horo._bootstrap.descriptors import close_all, close_setup, create_memory, create_wake
 from horo._bootstrap.grouping import Grouping, group_ranks
 from horo._bootstrap.handshake import Purpose
@@ -23,6 +25,7 @@ def make_setups(
     tcp: bool = False,
     segment_bytes: int = 1 << 16,
     data_links: bool = True,
+    relays: Relays | None = None,
     **options: Any,
 ) -> list[Setup]:
     """One setup per rank, with real memfds, eventfds and connected stream sockets.
@@ -37,6 +40,7 @@ def make_setups(
         segment_bytes: size of one arena slot; small, so that tests reach several segments quickly.
         data_links: connect hosts for data too; without it only what moves none (agreement, barriers) works, with a
             number of descriptors that does not grow with the square of the hosts.
+        relays: pass on what travels between hosts; not started yet, and the caller's to end.
         options: any other field of ``Setup`` (``fusion_bytes``, ``spin_us``, ``stall_warning_ms``, ...).
     """
     if host_of_rank is None:
@@ -44,7 +48,7 @@ def make_setups(
     grouping = group_ranks(host_of_rank)
     host_count = len(grouping.hosts)
     arenas: dict[int, tuple[int, list[int], list[list[int]]]] = {}
-    links = _connect_hosts(grouping, tcp, data_links)
+    links = _connect_hosts(grouping, tcp, data_links, relays)
     for host, members in enumerate(grouping.hosts):
         life = [[-1] * len(members) for _ in members]
         for index in range(1, len(members)):
@@ -74,14 +78,20 @@ def make_setups(
     return setups
 
 
-def _connect_hosts(grouping: Grouping, tcp: bool, data_links: bool) -> dict[tuple[Purpose, int, int], int]:
+def _connect_hosts(
+    grouping: Grouping, tcp: bool, data_links: bool, relays: Relays | None
+) -> dict[tuple[Purpose, int, int], int]:
     """Descriptor of (purpose, rank, other host) for every stream between hosts."""
+
+    def pair() -> tuple[int, int]:
+        return _pair(tcp)
+
     connected: dict[tuple[Purpose, int, int], int] = {}
     for rank in range(grouping.size):
         own_host = grouping.host_of_rank[rank]
         for link in grouping.links(rank):
             if link.host < own_host and (data_links or link.purpose is Purpose.CONTROL):
-                here, there = _pair(tcp)
+                here, there = pair() if relays is None else relays.connect(link.purpose, pair)
                 connected[link.purpose, rank, link.host] = here
                 connected[link.purpose, link.peer, own_host] = there
     return connected

@@ -169,7 +169,7 @@ typedef struct {
     int32_t handle_bytes;   /* of every handle: 4, an int (MPICH and its kin), or 8, a pointer (Open MPI, the ABI of MPI 5) */
     int32_t status_bytes;   /* of an MPI_Status, at most HORO_MPI_STATUS_MAX */
     int32_t message_bytes;  /* most bytes in one call of MPI, at most HORO_MPI_MESSAGE_MAX; equal on all ranks */
-    int32_t is_transport;   /* data between hosts travels by MPI; data_fds are not looked at */
+    int32_t is_transport;   /* data between hosts travels by MPI; data_fds are not used */
     int32_t is_backend;     /* MPI does whole collectives */
     int32_t rank, size;     /* mine in the communicator, and how many there are */
     uint64_t communicator;  /* handles by value, the lower bytes count */
@@ -199,9 +199,10 @@ typedef struct {
     const int32_t *wake_fds;              /* [ranks on this host] eventfds, nonblocking, by local index, own one included */
     const int32_t *life_fds;              /* [ranks on this host] stream sockets whose EOF means death; the leader has one per
                                              other local index, the others have one, to the leader (index 0); else -1 */
-    const int32_t *control_fds;           /* [hosts] leaders only: stream sockets along the tree of hosts, else -1 */
+    const int32_t *control_fds;           /* [hosts] leaders only: stream sockets along the tree of hosts, else -1; NULL: no
+                                             links, as in a job of one host, where this is not looked at */
     const int32_t *data_fds;              /* [hosts] ranks with local index < smallest host: a stream socket to the rank of
-                                             the same local index on each other host, else -1 */
+                                             the same local index on each other host, else -1; NULL likewise */
     uint64_t fusion_bytes;                /* most bytes fused into one batch; 0: no fusion */
     int32_t cache_capacity;               /* entries of the response cache; 0: off */
     int32_t spin_us;                      /* longest spin before sleeping; spinning gives way to others */
@@ -231,7 +232,7 @@ typedef struct {
 enum { HORO_NAME_MAX = 1023, HORO_MESSAGE_MAX = 1024, HORO_DIMS_MAX = 64 };
 enum { HORO_MPI_STATUS_MAX = 128, HORO_MPI_MESSAGE_MAX = 1 << 30 };
 
-/* "0.1.0+abi6": ranks compare it at init and refuse to mix. */
+/* "0.1.0+abi7": ranks compare it at init and refuse to mix. */
 HORO_API const char *horo_version(void);
 HORO_API const char *horo_status_name(int status);
 HORO_API size_t horo_dtype_bytes(int dtype);

@@ -19,11 +19,13 @@ from horo._core import native_mpi
 from horo._setup import MpiUse
 
 __all__ = [
+    "CLOSED",
     "CONTROL",
     "DATA",
     "DEADLINE_MS",
     "KINDS",
     "PEER_TIMEOUT_MS",
+    "SILENT",
     "TCP_KINDS",
     "Fabric",
     "Io",
@@ -39,8 +41,18 @@ __all__ = [
 ]
 
 TCP_KINDS = ("tcp-unix", "tcp")
-KINDS = (*TCP_KINDS, "loopback", "loopback-delayed", "mpi")
+_TIMINGS = {
+    "loopback": (0, 0, 0, False),
+    "loopback-delayed": (2, 2, 509, False),
+    "loopback-one-piece": (0, 0, 1021, True),
+    "loopback-late-control": (30, 0, 0, False),
+    "loopback-late-data": (0, 30, 0, False),
+}
+"""Progress calls until control and until data arrives, bytes of a piece (0: any), whether a call moves only one."""
+KINDS = (*TCP_KINDS, *_TIMINGS, "mpi")
 CONTROL, DATA = 0, 1
+CLOSED, SILENT = 0, 1
+"""How a peer was lost."""
 DEADLINE_MS = 20_000
 PEER_TIMEOUT_MS = 30_000
 
@@ -153,10 +165,11 @@ class Rank:
         """Whether nothing would ever wake a sleeper: no descriptor, no need to look."""
         return self.sleep_fds()[0] == 0 and not self.lib.shim_must_look(self.transport)
 
-    def lost(self) -> tuple[int, str]:
-        why = self.native.ffi.new("char[]", 256)
-        peer = int(self.lib.shim_lost_peer(self.transport, why, 256))
-        return peer, self.native.ffi.string(why).decode()
+    def lost(self) -> tuple[int, int]:
+        """The peer, -1 for none, and how it was lost."""
+        how = self.native.ffi.new("int *")
+        peer = int(self.lib.shim_lost_peer(self.transport, how))
+        return peer, how[0]
 
     def destroy(self) -> None:
         if self.transport is not None:
@@ -234,8 +247,7 @@ def _tcp(native: ModuleType, kind: str, hosts: int) -> Iterator[Fabric]:
 
 @contextmanager
 def _loopback(native: ModuleType, kind: str, hosts: int) -> Iterator[Fabric]:
-    delay_polls, piece_bytes = (2, 509) if kind == "loopback-delayed" else (0, 0)
-    hub = native.lib.shim_hub_create(hosts, delay_polls, piece_bytes)
+    hub = native.lib.shim_hub_create(hosts, *_TIMINGS[kind])
     status = native.ffi.new("int *")
     error = native.ffi.new("char[]", 1024)
     ranks = [Rank(native, native.lib.shim_loopback_create(hub, host, 0, status, error)) for host in range(hosts)]

@@ -1,6 +1,7 @@
 """Builds the core together with the shims of tests/native/shim into one cffi module for tests.
 
-The shims expose single parts (kernels, wire, transports, agreement) that the public header rightly hides.
+The shims expose single parts (kernels, wire, transports, agreement) that the public header rightly hides. The other
+files beside them, the loopback transport among them, are for the shims alone.
 HORO_SANITIZE=address|thread chooses the flavour; each has a folder of its own below build/.
 """
 
@@ -74,7 +75,7 @@ def load() -> ModuleType:
 
 def _compile(folder: Path, flags: list[str]) -> None:
     ffi = FFI()
-    headers = [native_build.HEADER, *sorted(SHIM.glob("*.h"))]
+    headers = [native_build.HEADER, *sorted(SHIM.glob("shim_*.h"))]
     ffi.cdef("\n".join(native_build.declarations(h.read_text(encoding="utf-8")) for h in headers))
     ffi.set_source(
         "_native_test",

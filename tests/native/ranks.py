@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 from fabric import make_setups
+from slow_links import Relay, Relays
 
 from horo import _core
 from horo._core import Context, Tensor
@@ -113,8 +114,12 @@ class Rank:
 class Group:
     """All ranks of a job inside this process, sharing the mappings of their arenas (so that TSan sees every race)."""
 
-    def __init__(self, hosts: Sequence[int] = (2,), **options: Any) -> None:
-        setups = make_setups(hosts, **options)
+    def __init__(self, hosts: Sequence[int] = (2,), *, relay: Relay | None = None, **options: Any) -> None:
+        """``relay`` slows links between hosts; ``options`` are those of ``make_setups``."""
+        self._relays = None if relay is None else Relays(relay)
+        setups = make_setups(hosts, relays=self._relays, **options)
+        if self._relays is not None:
+            self._relays.start()
         self._mappings: dict[int, mmap.mmap] = {}
         self.contexts: list[Context] = []
         self._ends: list[list[socket.socket]] = []
@@ -177,6 +182,8 @@ class Group:
             thread.join()
         for end in (end for ends in self._ends for end in ends):
             end.close()
+        if self._relays is not None:
+            self._relays.close()
 
     def __enter__(self) -> Group:
         return self

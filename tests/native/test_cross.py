@@ -178,7 +178,17 @@ def test_allreduce_sums_on_every_transport(native: ModuleType, kind: str, hosts:
 
 
 @by_reduction
-@pytest.mark.parametrize(("kind", "hosts"), [("tcp", 8), ("loopback", 8), ("tcp-unix", 3), ("loopback-delayed", 3)])
+@pytest.mark.parametrize(
+    ("kind", "hosts"),
+    [
+        ("tcp", 8),
+        ("loopback", 8),
+        ("tcp-unix", 3),
+        ("loopback-delayed", 3),
+        ("loopback-one-piece", 3),
+        ("loopback-late-data", 3),
+    ],
+)
 def test_allreduce_of_a_mebibyte(native: ModuleType, kind: str, hosts: int, algorithm: int) -> None:
     inputs = [random_values(FLOAT32, 1 << 18, host) for host in range(hosts)]
     expected = reduced(algorithm, FLOAT32, oracle.SUM, inputs)

@@ -6,9 +6,12 @@ import random
 
 import numpy as np
 import pytest
+import wire_oracle as oracle
+from fabric import close_setup, make_setups
 from ranks import Group, Rank, run_ranks
 
-from horo._errors import InternalError
+from horo._core import Context
+from horo._errors import InternalError, PeerLostError
 
 HEAD_BYTES = 64
 CHUNK_MAX = 1 << 20
@@ -37,6 +40,10 @@ def chunk(content: bytes) -> bytes:
     return (len(content).to_bytes(4, "little") + content).ljust(HEAD_BYTES, b"\0")
 
 
+def framed(message: bytes) -> bytes:
+    return chunk(len(message).to_bytes(4, "little") + message)
+
+
 @pytest.mark.parametrize(
     "said",
     [
@@ -45,6 +52,9 @@ def chunk(content: bytes) -> bytes:
         pytest.param(b"\xff" * HEAD_BYTES, id="much too long"),
         pytest.param(chunk(b"\xff" * 8), id="a frame that is too long"),
         pytest.param(chunk((8).to_bytes(4, "little") + b"\xff" * 8), id="no message"),
+        pytest.param(framed(oracle.lost_message(0, -40, 255)), id="a loss with an unknown reason"),
+        pytest.param(framed(oracle.lost_message(-1, -40, 1)), id="a loss of nobody"),
+        pytest.param(framed(oracle.lost_message(2, -40, 1)), id="a loss of a rank beyond the last"),
         *(pytest.param(chunk(NOISE.randbytes(length)), id=f"noise of {length}") for length in (9, 60, 61, 5000)),
     ],
 )
@@ -60,3 +70,19 @@ def test_bytes_that_are_no_message_end_the_job(said: bytes, sender: int, capfd: 
 
         group.run(body)
     assert "the engine stops: internal error" in capfd.readouterr().err
+
+
+def test_a_leader_that_reads_nothing_is_out_of_reach() -> None:
+    """Nobody is at the other end, which stays open: a process that is stopped."""
+    nobody, setup = make_setups([1, 1], tcp=True, peer_timeout_ms=1000)
+    try:
+        context = Context(setup)
+        rank = Rank(context)
+        arrays = [np.zeros((1,) * 64)] * (1 << 14)  # 512 bytes each in the announcement: more than a connection buffers
+        handles = [rank.submit("allreduce", f"x{i}", arrays, reduce_op=1) for i in range(2)]
+        for handle in handles:
+            with pytest.raises(PeerLostError, match=r"rank 0 \(host0\) is out of reach: no answer for 1 s"):
+                rank.finish(handle)
+        context.destroy()
+    finally:
+        close_setup(nobody)

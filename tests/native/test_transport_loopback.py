@@ -4,17 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from types import ModuleType
+from typing import Any
 
 import pytest
-from links import CONTROL, Rank
+from links import CONTROL, DATA, Rank
 
 
 class Hub:
     """A hub whose endpoints are made one by one."""
 
-    def __init__(self, native: ModuleType, hosts: int, delay_polls: int = 0, piece_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        native: ModuleType,
+        hosts: int,
+        *,
+        delay_polls: tuple[int, int] = (0, 0),
+        piece_bytes: int = 0,
+        one_piece: bool = False,
+    ) -> None:
         self.native = native
-        self.hub = native.lib.shim_hub_create(hosts, delay_polls, piece_bytes)
+        self.hub = native.lib.shim_hub_create(hosts, *delay_polls, piece_bytes, one_piece)
         self.ranks: list[Rank] = []
 
     def rank(self, host: int, lane: int = 0) -> Rank:
@@ -36,8 +45,8 @@ class Hub:
 def hub_of(native: ModuleType) -> Iterator[Callable[..., Hub]]:
     hubs: list[Hub] = []
 
-    def make(*arguments: int) -> Hub:
-        hubs.append(Hub(native, *arguments))
+    def make(hosts: int, **options: Any) -> Hub:
+        hubs.append(Hub(native, hosts, **options))
         return hubs[-1]
 
     yield make
@@ -46,7 +55,7 @@ def hub_of(native: ModuleType) -> Iterator[Callable[..., Hub]]:
 
 
 def test_a_delayed_link_delivers_after_so_many_polls_in_pieces(hub_of: Callable[..., Hub]) -> None:
-    hub = hub_of(2, 3, 4)
+    hub = hub_of(2, delay_polls=(0, 3), piece_bytes=4)
     sender, receiver = hub.rank(0), hub.rank(1)
     received = receiver.recv(0, 10)
     sender.send(1, b"0123456789")
@@ -58,6 +67,44 @@ def test_a_delayed_link_delivers_after_so_many_polls_in_pieces(hub_of: Callable[
         arrived.append(received.done_bytes)
     assert arrived == [0, 0, 4, 8, 10, 10]
     assert received.bytes() == b"0123456789"
+
+
+@pytest.mark.parametrize("late", [CONTROL, DATA])
+def test_one_channel_may_be_late(hub_of: Callable[..., Hub], late: int) -> None:
+    hub = hub_of(2, delay_polls=(5, 0) if late == CONTROL else (0, 5))
+    sender, receiver = hub.rank(0), hub.rank(1)
+    received = [receiver.recv(0, 1, channel) for channel in (CONTROL, DATA)]
+    for channel in (CONTROL, DATA):
+        sender.send(1, b"x", channel)
+    sender.progress()
+    calls = [0, 0]
+    while not all(io.done for io in received):
+        for channel, io in enumerate(received):
+            calls[channel] += not io.done
+        receiver.progress()
+    assert calls[late] == 5
+    assert calls[1 - late] == 1
+
+
+def test_one_piece_moves_per_call_over_all_links_which_take_turns(hub_of: Callable[..., Hub]) -> None:
+    pieces, piece_bytes = 50, 4
+    hub = hub_of(3, piece_bytes=piece_bytes, one_piece=True)
+    rank, *others = (hub.rank(host) for host in range(3))
+    ios = []
+    for peer, other in enumerate(others, start=1):
+        for channel in (CONTROL, DATA):
+            other.send(0, bytes(pieces * piece_bytes), channel)
+            ios += [
+                rank.recv(peer, pieces * piece_bytes, channel),
+                rank.send(peer, bytes(pieces * piece_bytes), channel),
+            ]
+        other.send_off()
+    for call in range(1, pieces * len(ios) + 1):
+        assert rank.progress()
+        assert sum(io.done_bytes for io in ios) == call * piece_bytes
+        if call == pieces:
+            assert all(io.done_bytes > 0 for io in ios)
+    assert all(io.done for io in ios)
 
 
 def test_bytes_may_be_sent_before_the_other_end_exists(hub_of: Callable[..., Hub]) -> None:

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from links import CONTROL, DATA, TCP_KINDS, Join, create_tcp, joining, poll_until, socket_pair
+from links import CLOSED, CONTROL, DATA, SILENT, TCP_KINDS, Join, create_tcp, joining, poll_until, socket_pair
 
 PEER_LOST = -40
 MIB = 1 << 20
@@ -73,7 +73,7 @@ def test_last_words_on_one_socket_outlive_the_end_of_the_other(native: ModuleTyp
         assert words.bytes() == b"rank 7 has died"
         far_control.close()
         assert rank.wait(rank.recv(1, 1, CONTROL)) == PEER_LOST
-        assert rank.lost() == (1, "connection closed")
+        assert rank.lost() == (1, CLOSED)
         rank.destroy()
 
 
@@ -111,32 +111,45 @@ def test_keepalive_is_never_asked_for_zero_seconds(native: ModuleType) -> None:
         near.detach()
 
 
-def test_a_reset_connection_says_so(native: ModuleType) -> None:
+@pytest.mark.parametrize("timeout_s", [65_535, 65_536, 1_000_000, 2_147_483])
+def test_a_timeout_beyond_what_the_kernel_counts_is_taken(native: ModuleType, timeout_s: int) -> None:
+    """Linux takes at most 32767 s for keepalive; HORO_PEER_TIMEOUT may be up to 1000000 s."""
+    near, far = socket_pair("tcp")
+    with near, far:
+        rank = create_tcp(native, [-1, near.fileno()], peer_timeout_ms=timeout_s * 1000)
+        assert near.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == timeout_s * 1000
+        assert near.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == min(timeout_s // 2, 32_767)
+        assert near.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL) == min(timeout_s // 2 // 5, 32_767)
+        rank.destroy()
+        near.detach()
+
+
+def test_a_reset_connection_counts_as_closed(native: ModuleType) -> None:
     near, far = socket_pair("tcp")
     rank = create_tcp(native, [-1, near.detach()])
     received = rank.recv(1, 1)
     far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     far.close()
     assert rank.wait(received) == PEER_LOST
-    assert rank.lost() == (1, "Connection reset by peer")
+    assert rank.lost() == (1, CLOSED)
     rank.destroy()
 
 
-def test_a_closed_connection_says_so(join: Join) -> None:
+def test_a_closed_connection_is_told_as_such(join: Join) -> None:
     fabric = join(2)
     fabric.crash(1)
     rank = fabric.ranks[0]
     assert rank.wait(rank.recv(1, 1)) == PEER_LOST
-    assert rank.lost() == (1, "connection closed")
+    assert rank.lost() == (1, CLOSED)
 
 
-def test_a_peer_that_stops_reading_is_lost_after_the_timeout(native: ModuleType) -> None:
+def test_a_peer_that_stops_reading_is_lost_as_silent_after_the_timeout(native: ModuleType) -> None:
     near, far = socket_pair("tcp")
     with far:
         rank = create_tcp(native, [-1, near.detach()], peer_timeout_ms=200)
         sent = rank.send(1, bytes(64 * MIB))
         assert rank.wait(sent) == PEER_LOST
-        assert rank.lost() == (1, "Connection timed out")
+        assert rank.lost() == (1, SILENT)
         rank.destroy()
 
 

@@ -203,14 +203,14 @@ def test_batches_round_trip(wire: Wire, refs: list[tuple[int, str]]) -> None:
     assert wire.refs(message) == values
 
 
-@given(rank=ranks | st.just(-1), status=errors, text=texts)
-def test_losses_round_trip(wire: Wire, rank: int, status: int, text: bytes) -> None:
-    data = wire.written(wire.lib.shim_wire_put_lost, rank, status, wire.text(text))
-    assert data == oracle.lost_message(rank, status, text)
+@given(rank=ranks, status=errors, reason=st.sampled_from(oracle.REASONS))
+def test_losses_round_trip(wire: Wire, rank: int, status: int, reason: int) -> None:
+    data = wire.written(wire.lib.shim_wire_put_lost, rank, status, reason)
+    assert data == oracle.lost_message(rank, status, reason)
     assert wire.status(data) == OK
     code, message = wire.decode(data)
     assert (code, message.type, message.rank, message.status) == (OK, oracle.LOST, rank, status)
-    assert wire.string(message.text) == text
+    assert message.reason == reason
 
 
 @given(rank=ranks)
@@ -332,8 +332,12 @@ NAME_AT, COUNT_AT, DTYPE_AT, WIRE_AT, NDIM_AT, EXTENT_AT = 25, 27, 31, 32, 33, 3
             "NUL in a batch": oracle.batch_message([(1, b"a\0")]),
             "long name in a failure": oracle.fail_message(-1, b"x" * (oracle.NAME_MAX + 1), b""),
             "failure that is none": oracle.fail_message(0, b"x", b""),
-            "loss that is none": oracle.lost_message(1, 0, b""),
-            "loss of rank -2": oracle.lost_message(-2, -40, b""),
+            "loss that is none": oracle.lost_message(1, 0, 1),
+            "loss of rank -1": oracle.lost_message(-1, -40, 1),
+            "loss of rank -2": oracle.lost_message(-2, -40, 1),
+            "loss without a reason": oracle.lost_message(1, -40, 0),
+            "loss with an unknown reason": oracle.lost_message(1, -40, 7),
+            "loss with the digit of a reason": oracle.lost_message(1, -40, ord("1")),
             "negative rank leaves": oracle.leave_message(-1),
         }
     ),
@@ -370,8 +374,8 @@ def test_encoders_refuse_what_decoders_would(wire: Wire) -> None:
 
 
 def test_a_text_that_is_too_long_for_its_length_field_is_cut(wire: Wire) -> None:
-    data = wire.written(wire.lib.shim_wire_put_lost, 1, -40, wire.text(b"x" * 70000))
-    assert data == oracle.lost_message(1, -40, b"x" * 65535)
+    data = wire.written(wire.lib.shim_wire_put_fail, -40, wire.text(b"x"), wire.text(b"t" * 70000))
+    assert data == oracle.fail_message(-40, b"x", b"t" * 65535)
 
 
 @given(tensor=st.builds(Tensor, dtype=st.integers(0, 9), shape=st.lists(extents | st.just(-1), max_size=5).map(tuple)))

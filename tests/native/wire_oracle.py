@@ -10,6 +10,8 @@ IDS, REQUEST, LOST, LEAVE, BATCH, FAIL = range(1, 7)
 ALLREDUCE, ALLGATHER, BROADCAST, BARRIER = range(4)
 REDUCE_OPS = (0, 1, 3, 4, 5)
 TRANSIENT = 2
+REASONS = range(1, 7)
+"""Why a rank is at fault."""
 NAME_MAX, DIMS_MAX, TENSORS_MAX = 1023, 64, 1 << 20
 ITEM_BYTES = (1, 1, 2, 4, 8, 2, 2, 4, 8, 1)
 """Bytes per element by dtype code."""
@@ -76,9 +78,9 @@ def request_message(origin: int, status: int, text: bytes, body: bytes) -> bytes
     return struct.pack("<Bii", REQUEST, origin, status) + str16(text) + body
 
 
-def lost_message(rank: int, status: int, text: bytes) -> bytes:
+def lost_message(rank: int, status: int, reason: int) -> bytes:
     """LOST."""
-    return struct.pack("<Bii", LOST, rank, status) + str16(text)
+    return struct.pack("<BiiB", LOST, rank, status, reason)
 
 
 def leave_message(rank: int) -> bytes:
@@ -113,8 +115,8 @@ def samples() -> dict[str, bytes]:
         "request-failed": request_message(0, -3, b"rank 2 sent float32 [1]", request(requests["average"])),
         "ids-none": ids_message([]),
         "ids": ids_message([1, 2, 0xFFFFFFFF]),
-        "lost": lost_message(2, -40, b"rank 2 (h1) is gone"),
-        "lost-nobody": lost_message(-1, -42, b""),
+        "lost": lost_message(2, -40, 1),
+        "lost-last-reason": lost_message(0x7FFFFFFF, -60, REASONS[-1]),
         "leave": leave_message(7),
         "fail": fail_message(-3, b"layer.weight", b"allreduce 'layer.weight': rank 0 and rank 1 disagree"),
         "fail-empty": fail_message(-60, b"", b""),

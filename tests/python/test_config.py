@@ -53,6 +53,8 @@ def test_horovod_names_are_accepted_and_horo_names_win() -> None:
         ("HORO_STALL_CHECK_DISABLE", "maybe", "'maybe' is not 0 or 1"),
         ("HOROVOD_LOG_LEVEL", "loud", "one of trace, debug, info, warning, error, off, fatal"),
         ("HORO_START_TIMEOUT", "0", "number from 0.1 to 1000000 s"),
+        ("HORO_PEER_TIMEOUT", "2147484", "'2147484' is not a number from 0.1 to 1000000 s"),
+        ("HORO_PEER_TIMEOUT", "inf", "'inf' is not a number from 0.1 to 1000000 s"),
         ("HORO_SPIN_US", "\u0663x", "not an integer from 0 to 1000000 us"),
     ],
 )
@@ -61,6 +63,13 @@ def test_bad_value_names_variable_value_and_what_is_allowed(name: str, value: st
         read_config({name: value})
     assert str(caught.value).startswith(f"{name}=")
     assert told in str(caught.value)
+
+
+def test_the_longest_times_fit_the_milliseconds_of_the_core() -> None:
+    """They are of type int32_t there."""
+    for name in ("stall_check_time_s", "stall_shutdown_time_s", "peer_timeout_s"):
+        assert variables_of(Config)[name].high * 1000 < 2**31
+    assert read_config({"HORO_PEER_TIMEOUT": "1e6"}).peer_timeout_s == 1e6
 
 
 def test_secret_never_appears_in_messages() -> None:

@@ -24,16 +24,6 @@ enum {
     HR_PHASE_COUNT = 6,
 };
 
-enum hr_abort_reason {
-    HR_REASON_NONE = 0,
-    HR_REASON_EXITED = 1,  /* its process ended without a goodbye */
-    HR_REASON_LINK = 2,    /* a connection to it broke */
-    HR_REASON_SILENT = 3,  /* no answer on a connection within the peer timeout */
-    HR_REASON_STALLED = 4, /* it did not submit what others wait for within the stall shutdown time */
-    HR_REASON_LEFT = 5,    /* it shut horo down */
-    HR_REASON_INTERNAL = 6, /* it met a state that should not be */
-};
-
 /* Why the group ended; kept in one word so that it can be set once by compare-and-swap. */
 struct hr_abort {
     int code; /* enum horo_status; 0: the group is whole */

@@ -10,6 +10,17 @@ struct hr_error {
     char text[HORO_MESSAGE_MAX];
 };
 
+/* Why a rank is at fault for the end of its group. The numbers travel between hosts. */
+enum hr_abort_reason {
+    HR_REASON_NONE = 0,
+    HR_REASON_EXITED = 1,  /* its process ended without shutting horo down */
+    HR_REASON_LINK = 2,    /* a connection to it broke */
+    HR_REASON_SILENT = 3,  /* no answer on a connection within the peer timeout */
+    HR_REASON_STALLED = 4, /* it did not submit what others wait for within the stall shutdown time */
+    HR_REASON_LEFT = 5,    /* it shut horo down */
+    HR_REASON_INTERNAL = 6, /* it met a state that should not be */
+};
+
 /* Records code and sentence unless an error is recorded already (the first one is the cause). Returns the recorded code. */
 int hr_fail(struct hr_error *error, int code, const char *format, ...) __attribute__((format(printf, 3, 4)));
 

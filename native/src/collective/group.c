@@ -3,7 +3,6 @@
 #include <errno.h>
 #include <sched.h>
 #include <stdio.h>
-#include <string.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -58,8 +57,8 @@ void hr_group_call_leader(struct hr_group *group) {
 }
 
 void hr_group_suspect_link(struct hr_group *group) {
-    const char *why = "";
-    const int host = group->transport->ops->lost_peer(group->transport, &why);
+    enum hr_loss how = HR_LOSS_CLOSED;
+    const int host = group->transport->ops->lost_peer(group->transport, &how);
     int rank = -1;
     int seen = 0;
     for (int r = 0; r < group->size && rank < 0; r++) {
@@ -67,9 +66,9 @@ void hr_group_suspect_link(struct hr_group *group) {
             rank = r; /* links join ranks of equal local index */
         }
     }
-    const int silent = strstr(why, "timed out") != NULL;
-    group->suspect =
-        (struct hr_abort){.code = HORO_ERR_PEER_LOST, .rank = rank, .reason = silent ? HR_REASON_SILENT : HR_REASON_LINK};
+    group->suspect = (struct hr_abort){.code = HORO_ERR_PEER_LOST,
+                                       .rank = rank,
+                                       .reason = how == HR_LOSS_SILENT ? HR_REASON_SILENT : HR_REASON_LINK};
 }
 
 void hr_group_abandon_data(struct hr_group *group) {

@@ -113,8 +113,13 @@ static void free_places(struct hr_group *group) {
     free(group->poll_fds);
 }
 
-/* The transport gets duplicates, so that the caller's descriptors stay the caller's until everything stands. */
+/*
+ * The transport gets duplicates, so that the caller's descriptors stay the caller's until everything stands. None of none.
+ */
 static int duplicate(const int32_t *fds, int count, int **out) {
+    if (fds == NULL) {
+        return HORO_OK;
+    }
     int *copies = malloc((size_t)count * sizeof *copies);
     if (copies == NULL) {
         return HORO_ERR_RESOURCE;
@@ -127,7 +132,7 @@ static int duplicate(const int32_t *fds, int count, int **out) {
 }
 
 static void close_all(const int32_t *fds, int count) {
-    for (int i = 0; i < count; i++) {
+    for (int i = 0; fds != NULL && i < count; i++) {
         if (fds[i] >= 0) {
             (void)close(fds[i]);
         }
@@ -169,12 +174,8 @@ static int connect_transport(struct hr_group *group, const horo_setup *setup, st
         group->transport = by_mpi ? add_mpi(group, sockets, control, setup, error) : sockets;
     } else {
         (void)hr_fail(error, HORO_ERR_RESOURCE, "out of memory for connections to %d hosts", group->host_count);
-        if (control != NULL) {
-            close_all(control, group->host_count);
-        }
-        if (data != NULL) {
-            close_all(data, group->host_count);
-        }
+        close_all(control, group->host_count);
+        close_all(data, group->host_count);
     }
     free(control);
     free(data);

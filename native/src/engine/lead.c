@@ -3,7 +3,6 @@
  * hands the records of the log down, and tells neighbours of an abort.
  */
 #include <stdlib.h>
-#include <string.h>
 
 #include "engine/engine.h"
 
@@ -339,8 +338,7 @@ static int handle_message(struct hr_engine *engine, int link_index, const struct
         return HORO_ERR_INTERNAL;
     }
     if (message->type == HR_WIRE_LOST) {
-        const int reason = message->text.bytes == 1 ? message->text.data[0] - '0' : HR_REASON_EXITED;
-        hr_group_abort(engine->group, message->status, message->rank, (enum hr_abort_reason)reason);
+        hr_group_abort(engine->group, message->status, message->rank, message->reason);
         return HORO_OK;
     }
     if (!from_parent) {
@@ -371,10 +369,10 @@ static int handle_frames(struct hr_engine *engine, int link_index) {
 static void link_broke(struct hr_engine *engine, struct hr_link *link) {
     link->open = 0;
     if (!engine->log_closed) {
-        const char *why = "";
-        (void)engine->group->transport->ops->lost_peer(engine->group->transport, &why);
-        const int silent = strstr(why, "timed out") != NULL;
-        hr_group_abort(engine->group, HORO_ERR_PEER_LOST, link->leader_rank, silent ? HR_REASON_SILENT : HR_REASON_LINK);
+        enum hr_loss how = HR_LOSS_CLOSED;
+        (void)engine->group->transport->ops->lost_peer(engine->group->transport, &how);
+        hr_group_abort(engine->group, HORO_ERR_PEER_LOST, link->leader_rank,
+                       how == HR_LOSS_SILENT ? HR_REASON_SILENT : HR_REASON_LINK);
     }
 }
 
@@ -402,7 +400,6 @@ static int tell_abort(struct hr_engine *engine) {
         return 0;
     }
     engine->told_abort = 1;
-    const char reason[1] = {(char)('0' + end.reason)};
     for (int i = 0; i < engine->link_count; i++) {
         struct hr_link *link = &engine->links[i];
         size_t mark;
@@ -410,8 +407,7 @@ static int tell_abort(struct hr_engine *engine) {
             continue;
         }
         HR_TRY(hr_frame_begin(&link->out, &mark));
-        HR_TRY(hr_wire_put_lost(&link->out, end.rank < 0 ? engine->group->rank : end.rank, end.code,
-                                (struct hr_wire_text){reason, 1}));
+        HR_TRY(hr_wire_put_lost(&link->out, end.rank < 0 ? engine->group->rank : end.rank, end.code, end.reason));
         hr_frame_end(&link->out, mark);
     }
     return 1;

@@ -9,7 +9,6 @@
  */
 #include <poll.h>
 #include <sched.h>
-#include <stdio.h>
 #include <stdlib.h>
 
 #include "base/clock.h"
@@ -17,7 +16,7 @@
 
 enum { SEND = 0, RECV = 1, DIRECTIONS = 2 };
 
-enum { WORD_BITS = 64, WHY_BYTES = 160 };
+enum { WORD_BITS = 64 };
 
 #define POLL_WITHIN_NS 20000ll          /* a piece of 128 KiB takes 100 us on a link of 10 Gbit/s, and several are in flight */
 #define LOOK_EVERY_NS 10000000ll        /* at the connections of peers that something is posted with */
@@ -40,7 +39,7 @@ struct mpi_transport {
     int host_count;
     int abandoned;
     int lost_peer;
-    char why[WHY_BYTES];
+    enum hr_loss how_lost;
     int64_t peer_timeout_ns;
     int64_t look_ns; /* when to look at silent peers again */
     struct hr_message *spare;
@@ -136,19 +135,13 @@ static int fail_peers(struct mpi_transport *self, int begin, int end) {
     return any;
 }
 
-static void lose_peer(struct mpi_transport *self, int peer, const char *why) {
+static void lose_peer(struct mpi_transport *self, int peer, enum hr_loss how) {
     if (self->lost_peer < 0) {
         self->lost_peer = peer;
-        (void)snprintf(self->why, sizeof self->why, "%s", why);
+        self->how_lost = how;
     }
     self->peers[peer].lost = 1;
     (void)fail_peers(self, peer, peer + 1);
-}
-
-static void lose_by_error(struct mpi_transport *self, int peer, int code) {
-    char text[WHY_BYTES];
-    hr_mpi_describe(self->mpi, code, text, sizeof text);
-    lose_peer(self, peer, text);
 }
 
 /* ---- Moving ---- */
@@ -211,7 +204,7 @@ static int peer_progress(struct mpi_transport *self, int peer) {
             code = start_messages(self, at, direction);
         }
         if (code != 0) {
-            lose_by_error(self, peer, code);
+            lose_peer(self, peer, HR_LOSS_CLOSED);
             return 1;
         }
     }
@@ -232,14 +225,14 @@ static int look_at(struct mpi_transport *self, int peer, int64_t now_ns) {
     const struct hr_lane *send = &at->lane[SEND];
     const int64_t moved_ns = send->moved_ns > at->lane[RECV].moved_ns ? send->moved_ns : at->lane[RECV].moved_ns;
     if (send->head != NULL && now_ns - send->moved_ns >= self->peer_timeout_ns) {
-        lose_peer(self, peer, "Connection timed out");
+        lose_peer(self, peer, HR_LOSS_SILENT);
         return 1;
     }
     if (at->ended_ns == 0 && connection_has_ended(at->control_fd)) {
         at->ended_ns = now_ns;
     }
     if (at->ended_ns != 0 && now_ns - (moved_ns > at->ended_ns ? moved_ns : at->ended_ns) >= END_GRACE_NS) {
-        lose_peer(self, peer, "connection closed");
+        lose_peer(self, peer, HR_LOSS_CLOSED);
         return 1;
     }
     return 0;
@@ -291,7 +284,7 @@ static int post(struct mpi_transport *self, int peer, int direction, char *data,
     settle_busy(self, peer);
     const int code = at->lost ? 0 : start_messages(self, at, direction);
     if (code != 0) {
-        lose_by_error(self, peer, code);
+        lose_peer(self, peer, HR_LOSS_CLOSED);
     }
     return HORO_OK;
 }
@@ -323,12 +316,12 @@ static int64_t mpi_poll_within_ns(const struct hr_transport *transport) {
     return is_busy((const struct mpi_transport *)transport) ? POLL_WITHIN_NS : -1;
 }
 
-static int mpi_lost_peer(struct hr_transport *transport, const char **why) {
+static int mpi_lost_peer(struct hr_transport *transport, enum hr_loss *how) {
     struct mpi_transport *self = mpi_of(transport);
     if (self->lost_peer < 0) {
-        return self->control->ops->lost_peer(self->control, why);
+        return self->control->ops->lost_peer(self->control, how);
     }
-    *why = self->why;
+    *how = self->how_lost;
     return self->lost_peer;
 }
 

@@ -10,7 +10,6 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <stdint.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -19,7 +18,7 @@
 #include "transport/queue.h"
 #include "transport/transport.h"
 
-enum { GATHER_MAX = 16, WORD_BITS = 64, KEEPALIVE_PROBES = 5, WHY_BYTES = 96 };
+enum { GATHER_MAX = 16, WORD_BITS = 64, KEEPALIVE_PROBES = 5, KEEPALIVE_SECONDS_MAX = 32767 };
 
 struct link {
     int fd;         /* -1: none */
@@ -38,7 +37,7 @@ struct tcp {
     int watching;
     int abandoned[HR_CHANNEL_COUNT];
     int lost_peer;
-    char why[WHY_BYTES];
+    enum hr_loss how_lost;
     uint64_t *busy; /* bit per link: something is posted. Control links have the lower bits and so go first. */
     struct link links[]; /* [channel * host_count + peer] */
 };
@@ -67,6 +66,11 @@ static int fail_link(struct tcp *tcp, int index) {
     return sends || recvs;
 }
 
+/* What the kernel says when its patience is over; the two others are the last answer of the network to it. */
+static int is_silence(int error_number) {
+    return error_number == ETIMEDOUT || error_number == EHOSTUNREACH || error_number == ENETUNREACH;
+}
+
 /*
  * A peer that is out of reach is lost on all channels at once; one that has closed, on each where its end is read, because its
  * last words may be on another. The sockets stay open but shut down: a later sleeper on one wakes at once.
@@ -75,7 +79,7 @@ static void lose_peer(struct tcp *tcp, struct link *noticed, int peer, int error
     const int closed = error_number == 0 || error_number == EPIPE;
     if (tcp->lost_peer < 0) {
         tcp->lost_peer = peer;
-        (void)snprintf(tcp->why, sizeof tcp->why, "%s", closed ? "connection closed" : strerror(error_number));
+        tcp->how_lost = is_silence(error_number) ? HR_LOSS_SILENT : HR_LOSS_CLOSED;
     }
     for (int channel = 0; channel < HR_CHANNEL_COUNT; channel++) {
         const int index = link_index(tcp, peer, (enum hr_channel)channel);
@@ -229,9 +233,11 @@ static size_t tcp_sleep_fds(struct hr_transport *transport, struct pollfd *fds, 
     return used;
 }
 
-static int tcp_lost_peer(struct hr_transport *transport, const char **why) {
+static int tcp_lost_peer(struct hr_transport *transport, enum hr_loss *how) {
     const struct tcp *tcp = tcp_of(transport);
-    *why = tcp->lost_peer < 0 ? "" : tcp->why;
+    if (tcp->lost_peer >= 0) {
+        *how = tcp->how_lost;
+    }
     return tcp->lost_peer;
 }
 
@@ -284,19 +290,24 @@ static const struct hr_transport_ops tcp_ops = {
     .destroy = tcp_destroy,
 };
 
-static int at_least_one(int seconds) {
-    return seconds < 1 ? 1 : seconds;
+/* As the kernel takes it for TCP_KEEPIDLE and TCP_KEEPINTVL. */
+static int keepalive_seconds(int seconds) {
+    if (seconds < 1) {
+        return 1;
+    }
+    return seconds < KEEPALIVE_SECONDS_MAX ? seconds : KEEPALIVE_SECONDS_MAX;
 }
 
 /*
  * Two cases of silence: with data unacknowledged the retransmission gives up after TCP_USER_TIMEOUT; with nothing in flight
  * the keepalive probes do (first after half the time, the last when it is over; the kernel counts them in whole seconds).
+ * Where these times are cut to what the kernel takes, it probes more often and, as TCP_USER_TIMEOUT is set, until that is over.
  */
 static int set_options(int fd, int peer_timeout_ms) {
     const int off = 0;
     const int on = 1;
-    const int idle_s = at_least_one(peer_timeout_ms / 2000);
-    const int interval_s = at_least_one(peer_timeout_ms / 2000 / KEEPALIVE_PROBES);
+    const int idle_s = keepalive_seconds(peer_timeout_ms / 2000);
+    const int interval_s = keepalive_seconds(peer_timeout_ms / 2000 / KEEPALIVE_PROBES);
     const int probes = KEEPALIVE_PROBES;
     const unsigned user_timeout_ms = (unsigned)peer_timeout_ms;
     return setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &off, sizeof off) == 0 &&

@@ -35,6 +35,11 @@ enum hr_io_state {
     HR_IO_FAILED = 3,
 };
 
+enum hr_loss {
+    HR_LOSS_CLOSED = 0, /* its connection ended, or an error broke it */
+    HR_LOSS_SILENT = 1, /* it did not answer, or read nothing, for the peer timeout */
+};
+
 /* One posted send or receive; lives in the caller's memory. Callers read `state` and `done_bytes` only. */
 struct hr_io {
     char *data;
@@ -70,11 +75,8 @@ struct hr_transport_ops {
      */
     int64_t (*poll_within_ns)(const struct hr_transport *transport);
 
-    /*
-     * The first lost peer's host index, or -1. *why (not NULL) gets a static or transport-owned sentence fragment such as
-     * "connection closed" or "Connection timed out".
-     */
-    int (*lost_peer)(struct hr_transport *transport, const char **why);
+    /* The first lost peer's host index, or -1. *how (not NULL) is set if there is one. */
+    int (*lost_peer)(struct hr_transport *transport, enum hr_loss *how);
 
     /* Turns link supervision on while work is pending (keepalive probes), off when idle, so that an idle job sends nothing. */
     void (*watch)(struct hr_transport *transport, int enabled);
@@ -129,17 +131,5 @@ struct hr_mpi;
  */
 struct hr_transport *hr_mpi_transport_create(struct hr_mpi *mpi, struct hr_transport *control, const int *control_fds,
                                              int host_count, int peer_timeout_ms, struct hr_error *error);
-
-/*
- * In-process transport for tests: all ranks that share a hub can talk. `delay_polls` makes every byte range arrive only after
- * that many progress calls of the receiver and in pieces of at most `piece_bytes` (0: whole), to try odd timings without sleeping.
- */
-struct hr_hub;
-struct hr_hub *hr_hub_create(int host_count, int delay_polls, size_t piece_bytes);
-void hr_hub_destroy(struct hr_hub *hub); /* after all its transports */
-/* A rank of host `host` with local index `lane` (lanes do not see each other; control uses lane 0). */
-struct hr_transport *hr_loopback_create(struct hr_hub *hub, int host, int lane, struct hr_error *error);
-/* Cuts the link between two hosts on all lanes and channels, as a crash of one would. */
-void hr_hub_cut(struct hr_hub *hub, int host_a, int host_b);
 
 #endif

@@ -87,6 +87,12 @@ static uint32_t read_count(struct reader *reader) {
     return count;
 }
 
+static enum hr_abort_reason read_reason(struct reader *reader) {
+    const int reason = read_u8(reader);
+    require(reader, reason > HR_REASON_NONE && reason <= HR_REASON_INTERNAL);
+    return (enum hr_abort_reason)reason;
+}
+
 static int is_reduce_op(int value) {
     return value == HORO_AVERAGE || value == HORO_SUM || value == HORO_MIN || value == HORO_MAX || value == HORO_PRODUCT;
 }
@@ -183,8 +189,8 @@ static void read_body(struct reader *reader, struct hr_wire_message *message) {
     case HR_WIRE_LOST:
         message->rank = read_i32(reader);
         message->status = read_i32(reader);
-        message->text = read_str16(reader);
-        require(reader, message->rank >= -1 && message->status < 0);
+        message->reason = read_reason(reader);
+        require(reader, message->rank >= 0 && message->status < 0);
         break;
     case HR_WIRE_LEAVE:
         message->rank = read_i32(reader);

@@ -131,15 +131,16 @@ int hr_wire_put_request(struct hr_buffer *out, int origin, int status, struct hr
     return finish(out, at + request_bytes);
 }
 
-int hr_wire_put_lost(struct hr_buffer *out, int rank, int status, struct hr_wire_text text) {
-    uint8_t *at = begin(out, 1 + 4 + 4 + 2 + str16_bytes(text));
+int hr_wire_put_lost(struct hr_buffer *out, int rank, int status, enum hr_abort_reason reason) {
+    uint8_t *at = begin(out, 1 + 4 + 4 + 1);
     if (at == NULL) {
         return HORO_ERR_RESOURCE;
     }
     *at++ = HR_WIRE_LOST;
     at = write_i32(at, rank);
     at = write_i32(at, status);
-    return finish(out, write_str16(at, text));
+    *at++ = (uint8_t)reason;
+    return finish(out, at);
 }
 
 int hr_wire_put_leave(struct hr_buffer *out, int rank) {

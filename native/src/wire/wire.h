@@ -7,7 +7,7 @@
  *   up the tree (rank -> leader -> parent host)            down the tree (a record of the response log)
  *   IDS      u32 n, n x u32 id                             BATCH    u32 n, n x ref
  *   REQUEST  i32 origin, i32 status, str16 text, request   FAIL     i32 status, str16 name, str16 text
- *   LOST     i32 rank, i32 status, str16 text     (both directions)
+ *   LOST     i32 rank, i32 status, u8 reason      (both directions; enum hr_abort_reason)
  *   LEAVE    i32 rank                             (both directions)
  *
  *   ref      u32 id, str16 name      an empty name: the cached tensor `id`; else the name, which now gets `id` (0: not cached)
@@ -74,8 +74,9 @@ struct hr_wire_message {
     enum hr_wire_type type;
     int rank;   /* LOST, LEAVE; REQUEST: the origin */
     int status; /* LOST, FAIL, REQUEST */
+    enum hr_abort_reason reason; /* LOST */
     struct hr_wire_text name; /* FAIL */
-    struct hr_wire_text text; /* LOST, FAIL, REQUEST */
+    struct hr_wire_text text; /* FAIL, REQUEST */
     uint32_t count;           /* IDS, BATCH */
     const uint8_t *items;     /* IDS: walk with hr_wire_id; BATCH: hr_wire_next_ref */
     struct hr_wire_request request;
@@ -107,7 +108,7 @@ int hr_wire_encode_request(struct hr_buffer *out, const horo_request *request);
 int hr_wire_put_ids(struct hr_buffer *out, const uint32_t *ids, uint32_t count);
 int hr_wire_put_request(struct hr_buffer *out, int origin, int status, struct hr_wire_text text, const void *request,
                         size_t request_bytes);
-int hr_wire_put_lost(struct hr_buffer *out, int rank, int status, struct hr_wire_text text);
+int hr_wire_put_lost(struct hr_buffer *out, int rank, int status, enum hr_abort_reason reason);
 int hr_wire_put_leave(struct hr_buffer *out, int rank);
 int hr_wire_put_fail(struct hr_buffer *out, int status, struct hr_wire_text name, struct hr_wire_text text);
 /* A BATCH is built piece by piece: begin, then one ref after another into the same buffer with nothing between. */
@@ -117,7 +118,7 @@ int hr_wire_put_ref(struct hr_buffer *out, uint32_t id, struct hr_wire_text name
 /*
  * HORO_OK, or HORO_ERR_INTERNAL for bytes that are no message: an unknown type, op, reduce op or dtype, a shape that
  * hr_wire_shape_bytes refuses, a wire dtype that does not go with dtype and operation, a name that is too long, a count past
- * the limit, a negative rank (LOST may say -1: nobody in particular), a status that is no error in LOST and FAIL or positive in
+ * the limit, a negative rank, a reason that is none or unknown, a status that is no error in LOST and FAIL or positive in
  * REQUEST, a request that is not canonical, a short or long body. Every item is checked here, so the walks below cannot fail.
  */
 int hr_wire_decode(const void *data, size_t bytes, struct hr_wire_message *message);

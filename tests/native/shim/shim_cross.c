@@ -6,6 +6,7 @@
 #include "collective/cross.h"
 #include "collective/pipeline.h"
 #include "horo.h"
+#include "loopback.h"
 #include "shim_transport.h"
 
 enum { RUNNING_MAX = 2, SCRATCH_ALIGNMENT = 64, PARTS_MAX = 32 };
@@ -201,9 +202,9 @@ struct member {
     int status;
 };
 
-static int member_begin(struct member *member, struct hr_hub *hub, int host, const shim_cross_call *call, void *data) {
+static int member_begin(struct member *member, struct loopback_hub *hub, int host, const shim_cross_call *call, void *data) {
     struct hr_error error = {0};
-    member->transport = (struct counting){.base.ops = &counting_ops, .inner = hr_loopback_create(hub, host, 0, &error)};
+    member->transport = (struct counting){.base.ops = &counting_ops, .inner = loopback_create(hub, host, 0, &error)};
     if (member->transport.inner == NULL) {
         return error.code;
     }
@@ -256,7 +257,8 @@ static unsigned draw(uint64_t *seed, unsigned below) {
 int shim_cross_simulate(const shim_cross_call *call, void *const *data, int delay_polls, size_t link_piece_bytes,
                         uint64_t seed, int cut_a, int cut_b, int cut_turn, int *statuses, size_t *sent_bytes) {
     const unsigned host_count = (unsigned)call->host_count;
-    struct hr_hub *hub = hr_hub_create(call->host_count, delay_polls, link_piece_bytes);
+    const struct loopback_timing timing = {.delay_polls = {delay_polls, delay_polls}, .piece_bytes = link_piece_bytes};
+    struct loopback_hub *hub = loopback_hub_create(call->host_count, &timing);
     struct member *members = calloc(host_count, sizeof *members);
     int status = hub == NULL || members == NULL ? HORO_ERR_RESOURCE : HORO_OK;
     for (unsigned i = 0; i < host_count && status == HORO_OK; i++) {
@@ -266,7 +268,7 @@ int shim_cross_simulate(const shim_cross_call *call, void *const *data, int dela
     for (uint64_t turn = 0; status == HORO_OK && turn < TURNS_MAX && !all_over(members, call->host_count); turn++) {
         const int host = (int)draw(&seed, host_count);
         if ((host == cut_a || host == cut_b) && turns_until_cut-- == 0) {
-            hr_hub_cut(hub, cut_a, cut_b);
+            loopback_hub_cut(hub, cut_a, cut_b);
         }
         member_turn(&members[host], (int)draw(&seed, 2));
     }
@@ -277,6 +279,6 @@ int shim_cross_simulate(const shim_cross_call *call, void *const *data, int dela
         member_close(&members[i]);
     }
     free(members);
-    hr_hub_destroy(hub);
+    loopback_hub_destroy(hub);
     return status;
 }

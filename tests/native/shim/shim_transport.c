@@ -6,21 +6,27 @@
 
 #include "base/clock.h"
 #include "horo.h"
+#include "loopback.h"
 #include "mpi/mpi.h"
 #include "transport/transport.h"
 
 enum { SLEEP_FDS_MAX = 64 };
 
-void *shim_hub_create(int host_count, int delay_polls, size_t piece_bytes) {
-    return hr_hub_create(host_count, delay_polls, piece_bytes);
+void *shim_hub_create(int host_count, int control_delay_polls, int data_delay_polls, size_t piece_bytes, int one_piece) {
+    const struct loopback_timing timing = {
+        .delay_polls = {[HR_CHANNEL_CONTROL] = control_delay_polls, [HR_CHANNEL_DATA] = data_delay_polls},
+        .piece_bytes = piece_bytes,
+        .one_piece = one_piece,
+    };
+    return loopback_hub_create(host_count, &timing);
 }
 
 void shim_hub_destroy(void *hub) {
-    hr_hub_destroy(hub);
+    loopback_hub_destroy(hub);
 }
 
 void shim_hub_cut(void *hub, int host_a, int host_b) {
-    hr_hub_cut(hub, host_a, host_b);
+    loopback_hub_cut(hub, host_a, host_b);
 }
 
 static void *tell(struct hr_transport *transport, const struct hr_error *failure, int *status, char *error) {
@@ -31,7 +37,7 @@ static void *tell(struct hr_transport *transport, const struct hr_error *failure
 
 void *shim_loopback_create(void *hub, int host, int lane, int *status, char *error) {
     struct hr_error failure = {0};
-    struct hr_transport *transport = hr_loopback_create(hub, host, lane, &failure);
+    struct hr_transport *transport = loopback_create(hub, host, lane, &failure);
     return tell(transport, &failure, status, error);
 }
 
@@ -103,11 +109,11 @@ void shim_watch(void *transport, int enabled) {
     self->ops->watch(self, enabled);
 }
 
-int shim_lost_peer(void *transport, char *why, size_t why_bytes) {
+int shim_lost_peer(void *transport, int *how) {
     struct hr_transport *self = transport;
-    const char *reason;
-    const int peer = self->ops->lost_peer(self, &reason);
-    (void)snprintf(why, why_bytes, "%s", reason);
+    enum hr_loss loss = HR_LOSS_CLOSED;
+    const int peer = self->ops->lost_peer(self, &loss);
+    *how = (int)loss;
     return peer;
 }
 

@@ -8,7 +8,8 @@
 #include "horo.h"
 /* cffi: end */
 
-void *shim_hub_create(int host_count, int delay_polls, size_t piece_bytes);
+/* See loopback.h. */
+void *shim_hub_create(int host_count, int control_delay_polls, int data_delay_polls, size_t piece_bytes, int one_piece);
 void shim_hub_destroy(void *hub);
 void shim_hub_cut(void *hub, int host_a, int host_b);
 
@@ -30,8 +31,8 @@ int shim_post_recv(void *transport, int peer, int channel, void *data, size_t by
 int shim_progress(void *transport);
 void shim_abandon(void *transport, int channel);
 void shim_watch(void *transport, int enabled);
-/* -1, or the peer with the reason in why (why_bytes long). */
-int shim_lost_peer(void *transport, char *why, size_t why_bytes);
+/* -1, or the peer with how it was lost in *how. */
+int shim_lost_peer(void *transport, int *how);
 /* How many descriptors; the first `capacity` of them in fds and events. */
 size_t shim_sleep_fds(void *transport, int *fds, int *events, size_t capacity);
 /* Sleeps on them: 1 if one woke or it was time to look without one, 0 if neither happened in time. */

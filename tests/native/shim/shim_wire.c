@@ -53,9 +53,9 @@ int64_t shim_wire_put_request(int origin, int status, shim_text text, const void
     return finish(&buffer, result, out, out_bytes);
 }
 
-int64_t shim_wire_put_lost(int rank, int status, shim_text text, void *out, size_t out_bytes) {
+int64_t shim_wire_put_lost(int rank, int status, int reason, void *out, size_t out_bytes) {
     struct hr_buffer buffer = used_buffer();
-    return finish(&buffer, hr_wire_put_lost(&buffer, rank, status, to_core(text)), out, out_bytes);
+    return finish(&buffer, hr_wire_put_lost(&buffer, rank, status, (enum hr_abort_reason)reason), out, out_bytes);
 }
 
 int64_t shim_wire_put_leave(int rank, void *out, size_t out_bytes) {
@@ -101,6 +101,7 @@ int shim_wire_decode(const void *data, size_t bytes, shim_wire_message *message)
         .type = (int)decoded.type,
         .rank = decoded.rank,
         .status = decoded.status,
+        .reason = (int)decoded.reason,
         .name = from_core(decoded.name),
         .text = from_core(decoded.text),
         .count = decoded.count,

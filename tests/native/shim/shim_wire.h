@@ -30,6 +30,7 @@ typedef struct {
     int type;
     int rank;
     int status;
+    int reason;
     shim_text name;
     shim_text text;
     uint32_t count;
@@ -41,7 +42,7 @@ int64_t shim_wire_encode_request(const horo_request *request, void *out, size_t 
 int64_t shim_wire_put_ids(const uint32_t *ids, uint32_t count, void *out, size_t out_bytes);
 int64_t shim_wire_put_request(int origin, int status, shim_text text, const void *request, size_t request_bytes, void *out,
                               size_t out_bytes);
-int64_t shim_wire_put_lost(int rank, int status, shim_text text, void *out, size_t out_bytes);
+int64_t shim_wire_put_lost(int rank, int status, int reason, void *out, size_t out_bytes);
 int64_t shim_wire_put_leave(int rank, void *out, size_t out_bytes);
 int64_t shim_wire_put_fail(int status, shim_text name, shim_text text, void *out, size_t out_bytes);
 /* claimed_count is what the head says, count how many refs follow. */

@@ -102,7 +102,7 @@ static int encode_again(const struct hr_wire_message *message, struct hr_buffer 
         walk_request(&message->request);
         return hr_wire_put_request(out, message->rank, message->status, message->text, message->request.bytes,
                                    message->request.byte_count);
-    case HR_WIRE_LOST: return hr_wire_put_lost(out, message->rank, message->status, message->text);
+    case HR_WIRE_LOST: return hr_wire_put_lost(out, message->rank, message->status, message->reason);
     case HR_WIRE_LEAVE: return hr_wire_put_leave(out, message->rank);
     case HR_WIRE_FAIL: return hr_wire_put_fail(out, message->status, message->name, message->text);
     }

@@ -1,31 +1,33 @@
 /*
- * Links inside one process, for tests. The hub holds one bounded pipe per (lane, from, to, channel), as a socket pair
+ * Links inside one process. The hub holds one bounded pipe per (lane, from, to, channel), as a socket pair
  * would; both ends copy under the hub's one mutex. An io belongs to the thread of its endpoint: only that endpoint's progress
  * touches it, so callers read its state without a lock.
  */
+#include "loopback.h"
+
+#include <limits.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
-#include "transport/pipe.h"
+#include "pipe.h"
 #include "transport/queue.h"
-#include "transport/transport.h"
 
 struct endpoint {
     struct hr_transport base;
-    struct hr_hub *hub;
+    struct loopback_hub *hub;
     struct lane *lane;
     int host;
     int event_fd;
     /* under the hub's mutex */
     int signalled;
     uint64_t polls;
+    int pieces; /* that may still move in this progress call */
     /* the endpoint's thread only */
     int abandoned[HR_CHANNEL_COUNT];
     int lost_peer;
-    const char *lost_why;
     struct peer {
         int lost;
         struct hr_queue send[HR_CHANNEL_COUNT];
@@ -36,16 +38,15 @@ struct endpoint {
 struct lane {
     int number;
     struct lane *next;
-    struct hr_pipe **pipes;         /* [(from * hosts + to) * channels + channel], made when first used */
+    struct pipe **pipes;         /* [(from * hosts + to) * channels + channel], made when first used */
     struct endpoint **endpoints; /* [host], NULL before its creation and after its end */
     char *ended;                 /* [host] */
 };
 
-struct hr_hub {
+struct loopback_hub {
     pthread_mutex_t mutex;
     int host_count;
-    int delay_polls;
-    size_t piece_bytes;
+    struct loopback_timing timing;
     char *cut; /* [a * hosts + b] */
     struct lane *lanes;
 };
@@ -65,8 +66,8 @@ static void lane_free(struct lane *lane, int host_count) {
     free(lane);
 }
 
-struct hr_hub *hr_hub_create(int host_count, int delay_polls, size_t piece_bytes) {
-    struct hr_hub *hub = calloc(1, sizeof *hub);
+struct loopback_hub *loopback_hub_create(int host_count, const struct loopback_timing *timing) {
+    struct loopback_hub *hub = calloc(1, sizeof *hub);
     char *cut = calloc((size_t)host_count * (size_t)host_count, 1);
     if (hub == NULL || cut == NULL || pthread_mutex_init(&hub->mutex, NULL) != 0) {
         free(hub);
@@ -74,13 +75,12 @@ struct hr_hub *hr_hub_create(int host_count, int delay_polls, size_t piece_bytes
         return NULL;
     }
     hub->host_count = host_count;
-    hub->delay_polls = delay_polls;
-    hub->piece_bytes = piece_bytes;
+    hub->timing = *timing;
     hub->cut = cut;
     return hub;
 }
 
-void hr_hub_destroy(struct hr_hub *hub) {
+void loopback_hub_destroy(struct loopback_hub *hub) {
     if (hub == NULL) {
         return;
     }
@@ -97,7 +97,7 @@ void hr_hub_destroy(struct hr_hub *hub) {
 /* All below that say "locked" are called with the hub's mutex held. */
 
 /* locked; NULL for lack of memory */
-static struct lane *lane_find_or_add(struct hr_hub *hub, int number) {
+static struct lane *lane_find_or_add(struct loopback_hub *hub, int number) {
     for (struct lane *lane = hub->lanes; lane != NULL; lane = lane->next) {
         if (lane->number == number) {
             return lane;
@@ -109,7 +109,7 @@ static struct lane *lane_find_or_add(struct hr_hub *hub, int number) {
         return NULL;
     }
     lane->number = number;
-    lane->pipes = calloc(hosts * hosts * HR_CHANNEL_COUNT, sizeof(struct hr_pipe *));
+    lane->pipes = calloc(hosts * hosts * HR_CHANNEL_COUNT, sizeof(struct pipe *));
     lane->endpoints = calloc(hosts, sizeof(struct endpoint *));
     lane->ended = calloc(hosts, 1);
     if (lane->pipes == NULL || lane->endpoints == NULL || lane->ended == NULL) {
@@ -121,7 +121,7 @@ static struct lane *lane_find_or_add(struct hr_hub *hub, int number) {
     return lane;
 }
 
-static struct hr_pipe **pipe_slot(const struct endpoint *endpoint, int from, int to, int channel) {
+static struct pipe **pipe_slot(const struct endpoint *endpoint, int from, int to, int channel) {
     return &endpoint->lane->pipes[(from * endpoint->hub->host_count + to) * HR_CHANNEL_COUNT + channel];
 }
 
@@ -150,40 +150,48 @@ static int is_cut(const struct endpoint *endpoint, int peer) {
 
 /* locked; 1: a range of bytes went into the pipe */
 static int push_one(struct endpoint *endpoint, int peer, int channel) {
+    if (endpoint->pieces == 0) {
+        return 0;
+    }
     struct hr_queue *queue = &endpoint->peers[peer].send[channel];
-    struct hr_pipe **slot = pipe_slot(endpoint, endpoint->host, peer, channel);
+    struct pipe **slot = pipe_slot(endpoint, endpoint->host, peer, channel);
     if (*slot == NULL) {
         *slot = calloc(1, sizeof **slot);
     }
-    const size_t room = *slot == NULL ? 0 : hr_pipe_room(*slot);
+    const size_t room = *slot == NULL ? 0 : pipe_room(*slot);
     if (room == 0) {
         return 0;
     }
     const struct hr_io *io = queue->head;
-    const size_t piece_bytes = endpoint->hub->piece_bytes;
+    const size_t piece_bytes = endpoint->hub->timing.piece_bytes;
     size_t bytes = io->bytes - io->done_bytes;
     bytes = bytes < room ? bytes : room;
     bytes = piece_bytes != 0 && piece_bytes < bytes ? piece_bytes : bytes;
     struct endpoint *receiver = endpoint->lane->endpoints[peer];
     const uint64_t polls = receiver == NULL ? 0 : receiver->polls;
-    hr_pipe_push(*slot, io->data + io->done_bytes, bytes, polls + (uint64_t)endpoint->hub->delay_polls);
+    pipe_push(*slot, io->data + io->done_bytes, bytes, polls + (uint64_t)endpoint->hub->timing.delay_polls[channel]);
     (void)hr_queue_advance(queue, bytes);
     signal_endpoint(receiver);
+    endpoint->pieces--;
     return 1;
 }
 
 /* locked; 1: bytes of one range that is due came out of the pipe */
 static int pull_one(struct endpoint *endpoint, int peer, int channel) {
+    if (endpoint->pieces == 0) {
+        return 0;
+    }
     struct hr_queue *queue = &endpoint->peers[peer].recv[channel];
-    struct hr_pipe *pipe = *pipe_slot(endpoint, peer, endpoint->host, channel);
+    struct pipe *pipe = *pipe_slot(endpoint, peer, endpoint->host, channel);
     const struct hr_io *io = queue->head;
     const size_t bytes =
-        pipe == NULL ? 0 : hr_pipe_pull(pipe, io->data + io->done_bytes, io->bytes - io->done_bytes, endpoint->polls);
+        pipe == NULL ? 0 : pipe_pull(pipe, io->data + io->done_bytes, io->bytes - io->done_bytes, endpoint->polls);
     if (bytes == 0) {
         return 0;
     }
     (void)hr_queue_advance(queue, bytes);
     signal_endpoint(endpoint->lane->endpoints[peer]);
+    endpoint->pieces--;
     return 1;
 }
 
@@ -196,10 +204,9 @@ static int fail_peer(struct peer *peer) {
     return any;
 }
 
-static void lose_peer(struct endpoint *endpoint, int peer, const char *why) {
+static void lose_peer(struct endpoint *endpoint, int peer) {
     if (endpoint->lost_peer < 0) {
         endpoint->lost_peer = peer;
-        endpoint->lost_why = why;
     }
     endpoint->peers[peer].lost = 1;
     (void)fail_peer(&endpoint->peers[peer]);
@@ -221,28 +228,32 @@ static int peer_progress(struct endpoint *endpoint, int number) {
         return fail_peer(peer);
     }
     if (is_cut(endpoint, number)) {
-        lose_peer(endpoint, number, "link cut");
+        lose_peer(endpoint, number);
         return 1;
     }
     const int ended = endpoint->lane->ended[number];
     int moved = 0;
     int waiting = 0;
     for (int channel = 0; channel < HR_CHANNEL_COUNT; channel++) {
-        struct hr_queue *recv = &peer->recv[channel];
-        struct hr_queue *send = &peer->send[channel];
-        moved |= hr_queue_advance(recv, 0);
-        moved |= hr_queue_advance(send, 0);
-        if (recv->head != NULL) {
-            const struct hr_pipe *pipe = *pipe_slot(endpoint, number, endpoint->host, channel);
-            waiting |= pipe != NULL && !hr_pipe_is_empty(pipe);
-            moved |= pull_one(endpoint, number, channel);
-        }
-        if (send->head != NULL && !ended) {
+        const struct hr_queue *recv = &peer->recv[channel];
+        const struct pipe *pipe = *pipe_slot(endpoint, number, endpoint->host, channel);
+        moved |= hr_queue_advance(&peer->recv[channel], 0);
+        moved |= hr_queue_advance(&peer->send[channel], 0);
+        waiting |= recv->head != NULL && pipe != NULL && !pipe_is_empty(pipe);
+    }
+    /* Which channel and direction goes first changes with every call, lest one piece per call starve the others. */
+    for (int i = 0; i < 2 * HR_CHANNEL_COUNT; i++) {
+        const unsigned turn = ((unsigned)endpoint->polls + (unsigned)i) % (2 * HR_CHANNEL_COUNT);
+        const int channel = (int)(turn / 2);
+        const int sends = turn % 2 != 0;
+        if (sends && peer->send[channel].head != NULL && !ended) {
             moved |= push_one(endpoint, number, channel);
+        } else if (!sends && peer->recv[channel].head != NULL) {
+            moved |= pull_one(endpoint, number, channel);
         }
     }
     if (ended && !waiting && !moved && has_posted(peer)) {
-        lose_peer(endpoint, number, "connection closed");
+        lose_peer(endpoint, number);
         moved = 1;
     }
     return moved;
@@ -254,7 +265,10 @@ static int loopback_progress(struct hr_transport *transport) {
     (void)pthread_mutex_lock(&endpoint->hub->mutex);
     drain_signal(endpoint);
     endpoint->polls++;
-    for (int peer = 0; peer < endpoint->hub->host_count; peer++) {
+    const int host_count = endpoint->hub->host_count;
+    endpoint->pieces = endpoint->hub->timing.one_piece ? 1 : INT_MAX;
+    for (int i = 0; i < host_count; i++) {
+        const int peer = (int)((endpoint->polls / (2 * HR_CHANNEL_COUNT) + (uint64_t)i) % (uint64_t)host_count);
         if (has_posted(&endpoint->peers[peer])) {
             moved |= peer_progress(endpoint, peer);
         }
@@ -297,12 +311,12 @@ static int may_move(const struct endpoint *endpoint, int number) {
     for (int channel = 0; channel < HR_CHANNEL_COUNT; channel++) {
         const struct hr_io *recv = peer->recv[channel].head;
         const struct hr_io *send = peer->send[channel].head;
-        const struct hr_pipe *in = *pipe_slot(endpoint, number, endpoint->host, channel);
-        const struct hr_pipe *out = *pipe_slot(endpoint, endpoint->host, number, channel);
-        if (recv != NULL && (recv->bytes == 0 || (in != NULL && !hr_pipe_is_empty(in)))) {
+        const struct pipe *in = *pipe_slot(endpoint, number, endpoint->host, channel);
+        const struct pipe *out = *pipe_slot(endpoint, endpoint->host, number, channel);
+        if (recv != NULL && (recv->bytes == 0 || (in != NULL && !pipe_is_empty(in)))) {
             return 1;
         }
-        if (send != NULL && (send->bytes == 0 || out == NULL || hr_pipe_room(out) > 0)) {
+        if (send != NULL && (send->bytes == 0 || out == NULL || pipe_room(out) > 0)) {
             return 1;
         }
     }
@@ -331,13 +345,13 @@ static size_t loopback_sleep_fds(struct hr_transport *transport, struct pollfd *
     return 1;
 }
 
-static int loopback_lost_peer(struct hr_transport *transport, const char **why) {
+/* Nothing can go silent inside one process. */
+static int loopback_lost_peer(struct hr_transport *transport, enum hr_loss *how) {
     const struct endpoint *endpoint = endpoint_of(transport);
-    *why = endpoint->lost_why;
+    *how = HR_LOSS_CLOSED;
     return endpoint->lost_peer;
 }
 
-/* Nothing can go silent inside one process. */
 static void loopback_watch(struct hr_transport *transport, int enabled) {
     (void)transport;
     (void)enabled;
@@ -357,7 +371,7 @@ static void loopback_destroy(struct hr_transport *transport) {
         return;
     }
     struct endpoint *endpoint = endpoint_of(transport);
-    struct hr_hub *hub = endpoint->hub;
+    struct loopback_hub *hub = endpoint->hub;
     (void)pthread_mutex_lock(&hub->mutex);
     endpoint->lane->endpoints[endpoint->host] = NULL;
     endpoint->lane->ended[endpoint->host] = 1;
@@ -384,7 +398,7 @@ static const struct hr_transport_ops loopback_ops = {
 
 /* Joins the lane. HORO_OK or an error. */
 static int endpoint_join(struct endpoint *endpoint, int lane_number, struct hr_error *error) {
-    struct hr_hub *hub = endpoint->hub;
+    struct loopback_hub *hub = endpoint->hub;
     int status = HORO_OK;
     (void)pthread_mutex_lock(&hub->mutex);
     struct lane *lane = lane_find_or_add(hub, lane_number);
@@ -401,7 +415,7 @@ static int endpoint_join(struct endpoint *endpoint, int lane_number, struct hr_e
     return status;
 }
 
-struct hr_transport *hr_loopback_create(struct hr_hub *hub, int host, int lane, struct hr_error *error) {
+struct hr_transport *loopback_create(struct loopback_hub *hub, int host, int lane, struct hr_error *error) {
     if (host < 0 || host >= hub->host_count) {
         (void)hr_fail(error, HORO_ERR_USAGE, "host %d is not one of the %d hosts of the hub", host, hub->host_count);
         return NULL;
@@ -418,7 +432,6 @@ struct hr_transport *hr_loopback_create(struct hr_hub *hub, int host, int lane, 
     endpoint->host = host;
     endpoint->event_fd = event_fd;
     endpoint->lost_peer = -1;
-    endpoint->lost_why = "";
     if (endpoint_join(endpoint, lane, error) != HORO_OK) {
         (void)close(event_fd);
         free(endpoint);
@@ -427,7 +440,7 @@ struct hr_transport *hr_loopback_create(struct hr_hub *hub, int host, int lane, 
     return &endpoint->base;
 }
 
-void hr_hub_cut(struct hr_hub *hub, int host_a, int host_b) {
+void loopback_hub_cut(struct loopback_hub *hub, int host_a, int host_b) {
     (void)pthread_mutex_lock(&hub->mutex);
     hub->cut[host_a * hub->host_count + host_b] = 1;
     hub->cut[host_b * hub->host_count + host_a] = 1;

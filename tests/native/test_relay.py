@@ -1,0 +1,317 @@
+"""What ranks compute does not depend on when bytes arrive: links that are late, or give them in pieces."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ranks import Group, Rank, wait_for
+from slow_links import Relay, Relays
+
+from horo._bootstrap.handshake import Purpose
+from horo._errors import AbortedError, MismatchError, PeerLostError
+
+HOSTS = [[1, 1], [2, 2], [1, 2, 1], [3]]
+RELAYS = {
+    "late control": Relay(control_delay_s=0.004),
+    "late data": Relay(data_delay_s=0.004),
+    "control in pieces": Relay(control_chunk_bytes=7),
+    "data in pieces": Relay(data_chunk_bytes=1009),
+    "late and in pieces": Relay(
+        control_delay_s=0.002, data_delay_s=0.003, control_chunk_bytes=61, data_chunk_bytes=5003
+    ),
+}
+ROUNDS = 3
+
+over_every_layout = pytest.mark.parametrize("hosts", HOSTS, ids=str)
+over_every_relay = pytest.mark.parametrize("relay", RELAYS.values(), ids=RELAYS.keys())
+
+
+def triangle(size: int) -> int:
+    """1 + 2 + ... + size."""
+    return size * (size + 1) // 2
+
+
+def check_sum(rank: Rank, count: int, name: str) -> None:
+    base = np.arange(count, dtype=np.int64) % 1000
+    np.testing.assert_array_equal(rank.allreduce(base * (rank.rank + 1), name), base * triangle(rank.size))
+
+
+def check_min(rank: Rank, count: int, name: str) -> None:
+    base = np.arange(count, dtype=np.float32)
+    lowest = rank.allreduce(base + (rank.rank * 7 + 3) % 5, name, "min")
+    np.testing.assert_array_equal(lowest, base + min((r * 7 + 3) % 5 for r in range(rank.size)))
+
+
+def check_broadcast(rank: Rank, count: int, root: int, name: str) -> None:
+    mine = np.arange(count, dtype=np.int32) + rank.rank * 1000
+    np.testing.assert_array_equal(rank.broadcast(mine, root, name), np.arange(count, dtype=np.int32) + root * 1000)
+
+
+def check_allgather(rank: Rank, rows: int, name: str) -> None:
+    """Rank r gives rows * r rows that all hold r: the first gives none."""
+    whole, first_dims = rank.allgather(np.full((rows * rank.rank, 3), rank.rank, np.int16), name)
+    assert first_dims == [rows * r for r in range(rank.size)]
+    np.testing.assert_array_equal(
+        whole, np.repeat(np.arange(rank.size, dtype=np.int16), first_dims)[:, None].repeat(3, 1)
+    )
+
+
+def check_bunch(rank: Rank, prefix: str, order: random.Random) -> None:
+    """Small and large tensors at once, in another order on every rank."""
+    counts = [1, 5, 1000, 3, 30_000, 17, 64, 2, 4096, 9]
+    arrays = [np.full(count, (i + 1) * (rank.rank + 1), np.int64) for i, count in enumerate(counts)]
+    numbers = list(range(len(counts)))
+    order.shuffle(numbers)
+    handles = [rank.submit("allreduce", f"{prefix}{i}", [arrays[i]], reduce_op=1) for i in numbers]
+    gathers = rank.submit("allgather", f"{prefix}g", [np.full(2, rank.rank)])
+    for handle in reversed(handles):
+        rank.finish(handle)
+    rank.finish(gathers)
+    for i, array in enumerate(arrays):
+        np.testing.assert_array_equal(array, np.full(counts[i], (i + 1) * triangle(rank.size)))
+
+
+@over_every_layout
+@over_every_relay
+def test_every_collective_gives_its_result(hosts: list[int], relay: Relay) -> None:
+    def body(rank: Rank) -> None:
+        order = random.Random(rank.rank)
+        for _ in range(ROUNDS):
+            for count in (1, 1000, 40_000):
+                check_sum(rank, count, f"sum{count}")
+            check_min(rank, 5000, "min")
+            for root in range(rank.size):
+                check_broadcast(rank, 3000, root, f"from{root}")
+            check_allgather(rank, 50, "rows")
+            rank.barrier()
+            check_bunch(rank, "bunch", order)
+
+    with Group(hosts, relay=relay) as group:
+        group.run(body)
+
+
+@over_every_layout
+@over_every_relay
+def test_calls_at_once_keep_their_order_on_every_rank(hosts: list[int], relay: Relay) -> None:
+    """A synchronous call after each of a stream: what drives the engine changes with every one."""
+
+    def body(rank: Rank) -> None:
+        for step in range(20):
+            arrays = [np.full(10 + i, step + i + rank.rank) for i in range(3)]
+            handles = [rank.submit("allreduce", f"a{i}", [array], reduce_op=1) for i, array in enumerate(arrays)]
+            x = np.full(4, float(step))
+            rank.run("allreduce", "sync", [x], reduce_op=1)
+            np.testing.assert_array_equal(x, np.full(4, float(step * rank.size)))
+            for handle in handles:
+                rank.finish(handle)
+            for i, array in enumerate(arrays):
+                expected = rank.size * (step + i) + triangle(rank.size - 1)
+                np.testing.assert_array_equal(array, np.full(10 + i, expected))
+
+    with Group(hosts, relay=relay) as group:
+        group.run(body)
+
+
+@over_every_relay
+def test_over_tcp_too(relay: Relay) -> None:
+    def body(rank: Rank) -> None:
+        for _ in range(ROUNDS):
+            check_sum(rank, 100_000, "large")
+            check_allgather(rank, 3000, "rows")
+            check_bunch(rank, "bunch", random.Random(rank.rank))
+
+    with Group([2, 2], relay=relay, tcp=True) as group:
+        group.run(body)
+
+
+@over_every_relay
+def test_new_names_in_every_step(relay: Relay) -> None:
+    """Long requests go up the tree and long records down, more than the cache holds."""
+
+    def body(rank: Rank) -> None:
+        for step in range(4):
+            arrays = [np.full(3, i + rank.rank) for i in range(30)]
+            handles = [
+                rank.submit("allreduce", f"step {step} tensor {i} " + "n" * 100, [array], reduce_op=1)
+                for i, array in enumerate(arrays)
+            ]
+            for handle in handles:
+                rank.finish(handle)
+            for i, array in enumerate(arrays):
+                np.testing.assert_array_equal(array, np.full(3, rank.size * i + triangle(rank.size - 1)))
+
+    with Group([1, 2, 1], relay=relay, cache_capacity=16) as group:
+        group.run(body)
+
+
+@over_every_relay
+def test_a_disagreement_is_told_to_all_and_the_group_goes_on(relay: Relay) -> None:
+    def body(rank: Rank) -> None:
+        for step in range(3):
+            with pytest.raises(MismatchError, match=f"odd{step}"):
+                rank.allreduce(np.zeros(3 if rank.rank == 2 else 4), f"odd{step}")
+            check_sum(rank, 100, "after")
+
+    with Group([2, 2], relay=relay) as group:
+        group.run(body)
+
+
+@over_every_layout
+@over_every_relay
+def test_a_rank_that_leaves_ends_the_waiting_of_the_others(hosts: list[int], relay: Relay) -> None:
+    with Group(hosts, relay=relay) as group:
+        last = sum(hosts) - 1
+
+        def body(rank: Rank) -> None:
+            check_sum(rank, 1000, "together")
+            if rank.rank == last:
+                group.contexts[last].destroy()
+                return
+            with pytest.raises(AbortedError, match=f"rank {last} .* has shut horo down"):
+                while True:
+                    rank.barrier()
+
+        group.run(body)
+
+
+@over_every_relay
+@pytest.mark.parametrize("hosts", [[1, 1], [2, 2], [1, 2, 1]], ids=str)
+@pytest.mark.parametrize("when", ["idle", "busy"])
+def test_a_rank_that_dies_ends_the_waiting_of_the_others(hosts: list[int], when: str, relay: Relay) -> None:
+    last = sum(hosts) - 1
+    survivors = range(last)
+    with Group(hosts, relay=relay) as group:
+        group.run(lambda rank: check_sum(rank, 1000, "together"))
+        count = 8 if when == "idle" else 400_000
+        begun = threading.Barrier(len(survivors) + 1)
+
+        def body(rank: Rank) -> None:
+            begun.wait(30)
+            with pytest.raises(PeerLostError):
+                while True:
+                    rank.allreduce(np.ones(count), "x")
+
+        def die(_: Rank) -> None:
+            begun.wait(30)
+            group.kill(last)
+
+        group.run(lambda rank: die(rank) if rank.rank == last else body(rank))
+
+
+class Program:
+    """Random bunches of operations that all ranks know; each submits those of a bunch in an order of its own."""
+
+    def __init__(self, seed: int, size: int) -> None:
+        chance = random.Random(seed)
+        self.bunches = [
+            [
+                (chance.choice("sssmbg"), chance.choice([1, 6, 300, 9000, 30_000]), chance.randrange(size))
+                for _ in range(n)
+            ]
+            for n in (chance.randrange(1, 12) for _ in range(12))
+        ]
+
+    def play(self, rank: Rank) -> None:
+        order = random.Random(rank.rank)
+        for bunch in self.bunches:
+            todo = list(enumerate(bunch))
+            order.shuffle(todo)
+            submitted = [self._submit(rank, i, *operation) for i, operation in todo]
+            order.shuffle(submitted)
+            for handle, array, expected in submitted:
+                rank.finish(handle)
+                np.testing.assert_array_equal(array, np.full(array.shape, expected))
+
+    @staticmethod
+    def _submit(rank: Rank, i: int, kind: str, count: int, root: int) -> tuple[int, np.ndarray, int]:
+        name = f"{kind}{i} {count} {root}"
+        array = np.full(count, i + rank.rank)
+        if kind == "b":
+            return rank.submit("broadcast", name, [array], root_rank=root), array, i + root
+        if kind == "g":  # the result is not looked at here
+            return rank.submit("allgather", name, [array[: rank.rank]]), array, i + rank.rank
+        if kind == "m":
+            return rank.submit("allreduce", name, [array], reduce_op=3), array, i
+        return rank.submit("allreduce", name, [array], reduce_op=1), array, rank.size * i + triangle(rank.size - 1)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("hosts", [[1, 1], [2, 2], [1, 2, 1]], ids=str)
+@over_every_relay
+def test_any_program_gives_its_results(hosts: list[int], relay: Relay, seed: int) -> None:
+    program = Program(seed, sum(hosts))
+    with Group(hosts, relay=relay, fusion_bytes=1 << 17, cache_capacity=24, spin_us=(0, 50, 1000)[seed]) as group:
+        group.run(program.play)
+
+
+# ---- The relay itself ----
+
+
+def test_a_relay_passes_on_every_byte_and_the_end() -> None:
+    data = random.Random(5).randbytes(3_000_000)
+    for relay in (
+        Relay(data_delay_s=0.01),
+        Relay(data_chunk_bytes=50_000),
+        Relay(data_delay_s=0.01, data_chunk_bytes=70_000),
+    ):
+        relays, here, there = connected(relay)
+        with here, there:
+            writer = threading.Thread(target=lambda end=here: (end.sendall(data), end.shutdown(socket.SHUT_WR)))
+            writer.start()
+            there.sendall(b"back")
+            assert received(there) == data
+            there.close()
+            assert received(here) == b"back"
+            writer.join()
+        relays.close()
+
+
+def test_a_relay_tells_the_sender_that_nobody_reads() -> None:
+    relays, here, there = connected(Relay(data_delay_s=0.001))
+    with here:
+        there.close()
+        with pytest.raises(BrokenPipeError):
+            while True:
+                here.sendall(bytes(1000))
+    relays.close()
+
+
+def connected(relay: Relay) -> tuple[Relays, socket.socket, socket.socket]:
+    def pair() -> tuple[int, int]:
+        one, other = socket.socketpair()
+        return one.detach(), other.detach()
+
+    relays = Relays(relay)
+    here, there = (socket.socket(fileno=fd) for fd in relays.connect(Purpose.DATA, pair))
+    relays.start()
+    return relays, here, there
+
+
+def received(end: socket.socket) -> bytes:
+    """All up to the end."""
+    end.settimeout(20)
+    return b"".join(iter(lambda: end.recv(1 << 16), b""))
+
+
+def open_descriptors() -> set[str]:
+    return {path.name for path in Path("/proc/self/fd").iterdir()}
+
+
+def test_a_relay_leaves_no_thread_and_no_descriptor() -> None:
+    def threads() -> int:
+        return sum(thread.name == "relay" for thread in threading.enumerate())
+
+    with Group([1, 1]) as group:  # what is loaded once is loaded now
+        group.run(lambda rank: check_sum(rank, 10, "x"))
+    before = len(open_descriptors())
+    for relay in RELAYS.values():
+        with Group([2, 2], relay=relay) as group:
+            assert threads() == 1
+            group.run(lambda rank: check_sum(rank, 10_000, "x"))
+    assert threads() == 0
+    wait_for(lambda: len(open_descriptors()) == before)
