@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import platform
+import shutil
+import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -12,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from kernel_oracle import DTYPES, OPS, Dtype
+from native_build import ROOT, native_build
 
 Array = npt.NDArray[Any]
 
@@ -132,6 +136,19 @@ def test_the_best_level_is_the_one_reported(native: ModuleType) -> None:
     has = [level for level in LEVELS if native.lib.shim_kernel_name(level.encode()) != native.ffi.NULL]
     assert best.decode() == has[-1]
     assert native.lib.shim_kernel_name(b"mmx") == native.ffi.NULL
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="x86-64 asks the processor for its levels")
+def test_choosing_a_level_does_not_ask_the_processor(tmp_path: Path) -> None:
+    """In a virtual machine every cpuid is a trap of microseconds, and MPI's reductions choose anew in each call."""
+    compiler = shutil.which("gcc")
+    if compiler is None or int(subprocess.check_output([compiler, "-dumpversion"]).split(b".")[0]) < 11:
+        pytest.skip("no gcc whose table of features has f16c")
+    source, assembly = ROOT / "native/src/kernel/kernel.c", tmp_path / "kernel.s"
+    includes = [f"-I{ROOT / 'native/include'}", f"-I{ROOT / 'native/src'}"]
+    subprocess.run([compiler, *native_build.COMPILE_FLAGS, *includes, "-S", source, "-o", assembly], check=True)
+    text = assembly.read_text()
+    assert "hr_kernel_best" in text and "cpuid" not in text
 
 
 def test_dtypes_have_their_names_and_sizes(native: ModuleType) -> None:

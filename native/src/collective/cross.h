@@ -39,6 +39,7 @@ struct hr_cross_call {
     size_t count;   /* elements; may be 0 */
     int dtype;
     int reduce_op;    /* SUM, MIN, MAX, PRODUCT; allreduce only */
+    const struct hr_kernel *kernel; /* allreduce only */
     int root_host;    /* broadcast only */
     const struct hr_cross_part *parts; /* allgather only, instead of data and count: [host_count], bytes; the caller keeps them */
     size_t piece_bytes; /* pipeline piece; equal on all members */

@@ -92,6 +92,7 @@ static int begin(void *arg, size_t k, struct hr_cross *cross) {
         .count = share.bytes / call->element,
         .dtype = call->fused->dtype,
         .reduce_op = call->reduce_op,
+        .kernel = group->kernel,
         .piece_bytes = HR_CROSS_PIECE_BYTES,
         .scratch = group->cross_scratch + k % HR_TRAVELLING_MAX * run->scratch_bytes * (run->segments > 1),
     };

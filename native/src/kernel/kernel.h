@@ -58,7 +58,7 @@ struct hr_kernel {
     void (*exchange)(void *out, void *slot, const void *in, size_t bytes, enum hr_store slot_store);
 };
 
-/* The best table for this machine; the same pointer every time. */
+/* The best table for this machine; the same pointer every time. Cheap, but not free: keep it where many small calls follow. */
 const struct hr_kernel *hr_kernel_best(void);
 const struct hr_kernel *hr_kernel_scalar(void);
 

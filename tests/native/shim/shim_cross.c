@@ -46,6 +46,7 @@ static struct hr_cross_call call_of(const shim_cross_call *call, void *transport
         .count = call->count,
         .dtype = call->dtype,
         .reduce_op = call->reduce_op,
+        .kernel = hr_kernel_best(),
         .root_host = call->root_host,
         .parts = call->part_bytes == NULL ? NULL : parts,
         .piece_bytes = call->piece_bytes,
