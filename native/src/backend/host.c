@@ -11,7 +11,8 @@ struct host_backend {
     struct hr_pieces pieces;
 };
 
-static int reduce_fused(void *group, const struct hr_fused *fused, int reduce_op, double prescale, double postscale) {
+static int reduce_fused(void *group, const struct hr_fused *fused, int reduce_op, double prescale,
+                        struct hr_scale postscale) {
     return hr_allreduce(group, fused, reduce_op, prescale, postscale);
 }
 
@@ -35,7 +36,7 @@ static int exchange_rows(struct hr_group *group, const int64_t *rows, size_t cou
     const size_t bytes = (size_t)group->size * count * sizeof *table;
     const struct hr_piece piece = {(const char *)table, (char *)table, 0, bytes};
     const struct hr_fused fused = {.pieces = &piece, .count = bytes > 0, .bytes = bytes, .dtype = HORO_INT64};
-    return hr_allreduce(group, &fused, HORO_SUM, 1.0, 1.0);
+    return hr_allreduce(group, &fused, HORO_SUM, 1.0, hr_scale_by(1.0));
 }
 
 /* For each rank, its contributions to all tensors as one vector with the places here as outputs. */

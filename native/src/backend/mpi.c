@@ -151,7 +151,7 @@ static int reserve_scratch(struct mpi_backend *self, size_t bytes) {
 /* The factors of one reduction: pre is multiplied in before it, post after. */
 struct factors {
     double pre;
-    double post;
+    struct hr_scale post;
 };
 
 static int reduce_piece(struct mpi_backend *self, const struct hr_fused *fused, const struct hr_piece *piece, int reduce_op,
@@ -161,7 +161,7 @@ static int reduce_piece(struct mpi_backend *self, const struct hr_fused *fused, 
         hr_fused_pack(fused, piece->offset, piece->bytes, piece->output, kernel, factors.pre, HR_STORE_ORDINARY);
     }
     HR_TRY(reduce_in_place(self, piece->output, piece->bytes, fused->dtype, reduce_op));
-    if (factors.post != 1.0) {
+    if (hr_scale_changes(factors.post)) {
         kernel->scale(fused->dtype, piece->output, piece->output, piece->bytes / hr_dtype_bytes(fused->dtype), factors.post,
                       HR_STORE_ORDINARY);
     }
@@ -174,7 +174,7 @@ static int reduce_packed(struct mpi_backend *self, const struct hr_fused *fused,
     HR_TRY(reserve_scratch(self, bytes));
     hr_fused_pack(fused, offset, bytes, self->scratch, kernel, factors.pre, HR_STORE_ORDINARY);
     HR_TRY(reduce_in_place(self, self->scratch, bytes, fused->dtype, reduce_op));
-    if (factors.post != 1.0) {
+    if (hr_scale_changes(factors.post)) {
         kernel->scale(fused->dtype, self->scratch, self->scratch, bytes / hr_dtype_bytes(fused->dtype), factors.post,
                       HR_STORE_ORDINARY);
     }
@@ -182,10 +182,11 @@ static int reduce_packed(struct mpi_backend *self, const struct hr_fused *fused,
     return HORO_OK;
 }
 
-static int reduce_fused(void *arg, const struct hr_fused *fused, int reduce_op, double prescale, double postscale) {
+static int reduce_fused(void *arg, const struct hr_fused *fused, int reduce_op, double prescale,
+                        struct hr_scale postscale) {
     struct mpi_backend *self = arg;
-    const double partial = hr_partial_scale(fused->dtype, reduce_op, postscale);
-    const struct factors factors = {prescale * partial, postscale / partial};
+    const double partial = hr_partial_scale(fused->dtype, reduce_op, postscale.factor);
+    const struct factors factors = {prescale * partial, {postscale.factor / partial, postscale.divisor}};
     for (size_t at = 0; at < fused->bytes;) {
         const struct hr_piece *piece = &fused->pieces[hr_fused_find(fused, at)];
         if (travels_alone(fused, piece)) {

@@ -60,16 +60,23 @@ static struct hr_fused fuse_kind(struct hr_piece *pieces, const struct hr_operan
     return fused;
 }
 
+/* What the result is scaled by where the user asked for `postscale`. */
+static struct hr_scale result_scale(int dtype, int reduce_op, int size, double postscale) {
+    if (reduce_op != HORO_AVERAGE) {
+        return hr_scale_by(postscale);
+    }
+    return hr_dtype_is_integer(dtype) ? (struct hr_scale){postscale, size} : hr_scale_by(postscale / size);
+}
+
 int hr_reduce_kinds(struct hr_pieces *pieces, const struct hr_operand *operands, size_t count, int size, int reduce_op,
                     double prescale, double postscale, hr_reduce_fused *reduce, void *arg) {
     HR_TRY(hr_pieces_reserve(pieces, count));
-    const double scale = reduce_op == HORO_AVERAGE ? postscale / size : postscale;
     const int operation = reduce_op == HORO_AVERAGE ? HORO_SUM : reduce_op;
     const uint32_t kinds = kinds_of(operands, count);
     for (int kind = 0; kind < KIND_COUNT; kind++) {
         if ((kinds >> kind & 1) != 0) {
             const struct hr_fused fused = fuse_kind(pieces->at, operands, count, kind);
-            HR_TRY(reduce(arg, &fused, operation, prescale, scale));
+            HR_TRY(reduce(arg, &fused, operation, prescale, result_scale(fused.dtype, reduce_op, size, postscale)));
         }
     }
     return HORO_OK;

@@ -19,7 +19,8 @@ void hr_pieces_fini(struct hr_pieces *pieces);
 void hr_fuse_append(struct hr_fused *fused, struct hr_piece *pieces, const void *input, void *output, size_t bytes);
 
 /* Reduces one vector over all ranks with SUM, MIN, MAX or PRODUCT. */
-typedef int hr_reduce_fused(void *arg, const struct hr_fused *fused, int reduce_op, double prescale, double postscale);
+typedef int hr_reduce_fused(void *arg, const struct hr_fused *fused, int reduce_op, double prescale,
+                            struct hr_scale postscale);
 /*
  * An allreduce of all operands over `size` ranks; reduce_op may be AVERAGE. Operands of one kind, that is of equal dtype and wire dtype,
  * are reduced as one vector. HORO_OK, HORO_ERR_RESOURCE before anything has begun, or what `reduce` returned.

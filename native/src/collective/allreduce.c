@@ -102,9 +102,9 @@ static void run_alone(const struct hr_stages *call) {
             kernel->copy(piece->output, piece->input, piece->bytes, HR_STORE_ORDINARY);
         }
         if (call->prescale != 1.0) {
-            kernel->scale(dtype, piece->output, piece->output, count, call->prescale, HR_STORE_ORDINARY);
+            kernel->scale(dtype, piece->output, piece->output, count, hr_scale_by(call->prescale), HR_STORE_ORDINARY);
         }
-        if (call->postscale != 1.0) {
+        if (hr_scale_changes(call->postscale)) {
             kernel->scale(dtype, piece->output, piece->output, count, call->postscale, HR_STORE_ORDINARY);
         }
     }
@@ -120,7 +120,8 @@ double hr_partial_scale(int dtype, int reduce_op, double postscale) {
     return ldexp(1.0, exponent - 1);
 }
 
-int hr_allreduce(struct hr_group *group, const struct hr_fused *fused, int reduce_op, double prescale, double postscale) {
+int hr_allreduce(struct hr_group *group, const struct hr_fused *fused, int reduce_op, double prescale,
+                 struct hr_scale postscale) {
     if (fused->bytes == 0) {
         return HORO_OK;
     }
@@ -143,8 +144,8 @@ int hr_allreduce(struct hr_group *group, const struct hr_fused *fused, int reduc
     const size_t segments = hr_segment_count(group, fused->bytes);
     group->segment += segments;
     if (group->host_count > 1) {
-        call.partial_scale = hr_partial_scale(fused->dtype, reduce_op, postscale);
-        call.postscale /= call.partial_scale;
+        call.partial_scale = hr_partial_scale(fused->dtype, reduce_op, postscale.factor);
+        call.postscale.factor /= call.partial_scale;
         return hr_two_level(&call, segments);
     }
     if (fused->bytes <= FLAT_BYTES) {

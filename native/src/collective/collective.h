@@ -21,12 +21,13 @@ enum { HR_CROSS_PIECE_BYTES = 1 << 17 };
  * the same rules as ever, and outputs are that, widened; so all ranks get the same bits, as they do without.
  * Per rank and byte of data on one host of p ranks: copies (p-1)/p in, reads p/p and writes 2/p for the share, copies (p-1)/p out.
  */
-int hr_allreduce(struct hr_group *group, const struct hr_fused *fused, int reduce_op, double prescale, double postscale);
+int hr_allreduce(struct hr_group *group, const struct hr_fused *fused, int reduce_op, double prescale,
+                 struct hr_scale postscale);
 
 /*
- * What partial results are multiplied by before they travel, so that postscale is divided by it. A sum of float16 may leave their range
- * though the average of all does not. So the power of two in a factor below 1 is taken in before; that is exact, but for values so
- * small that float16 holds fewer bits of them. 1 for everything else.
+ * What partial results are multiplied by before they travel, so that the factor of postscale is divided by it. A sum of float16 may
+ * leave their range though the average of all does not. So the power of two in a factor below 1 is taken in before; that is exact, but
+ * for values so small that float16 holds fewer bits of them. 1 for everything else.
  */
 double hr_partial_scale(int dtype, int reduce_op, double postscale);
 

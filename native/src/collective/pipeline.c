@@ -123,8 +123,8 @@ static void reduce(const struct hr_cross *state, const struct hr_step *step, siz
     const void *received = slot_of(state, q);
     const int is_left = step->arrival == HR_ARRIVAL_IS_LEFT;
     const void *const operands[2] = {is_left ? received : span->data, is_left ? span->data : received};
-    state->call.kernel->reduce(state->call.dtype, state->call.reduce_op, span->data, NULL, operands, 2, span->count, 1.0,
-                               HR_STORE_ORDINARY);
+    state->call.kernel->reduce(state->call.dtype, state->call.reduce_op, span->data, NULL, operands, 2, span->count,
+                               hr_scale_by(1.0), HR_STORE_ORDINARY);
 }
 
 static void finish_received(struct hr_cross *state) {

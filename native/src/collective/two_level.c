@@ -101,7 +101,7 @@ static int begin(void *arg, size_t k, struct hr_cross *cross) {
 
 static void finish(void *arg, size_t k) {
     struct hr_stages *call = ((struct run *)arg)->stages;
-    if (hr_stages_owns(call) && call->postscale != 1.0) {
+    if (hr_stages_owns(call) && hr_scale_changes(call->postscale)) {
         char *data = travelling(call, k);
         call->group->kernel->scale(call->fused->dtype, data, data, own_share(call, k).bytes / call->element, call->postscale,
                                    HR_STORE_ORDINARY);
