@@ -10,12 +10,12 @@
 
 #include "backend/operands.h"
 #include "backend/reduction.h"
+#include "base/cut.h"
 #include "collective/collective.h"
 
 enum {
     ALONE_BYTES = 1 << 20,   /* from here on a tensor travels by itself: packing would cost more than a call */
     SCRATCH_BYTES = 1 << 24, /* packed at once, at most */
-    SCRATCH_ALIGNMENT = 64,
     TEXT_BYTES = 256,
 };
 
@@ -138,12 +138,12 @@ static size_t packed_bytes(const struct hr_fused *fused, size_t offset) {
 }
 
 static int reserve_scratch(struct mpi_backend *self, size_t bytes) {
-    const size_t wanted = (bytes + SCRATCH_ALIGNMENT - 1) / SCRATCH_ALIGNMENT * SCRATCH_ALIGNMENT;
+    const size_t wanted = hr_round_up(bytes, HR_CROSS_ALIGNMENT);
     if (wanted <= self->scratch_bytes) {
         return HORO_OK;
     }
     free(self->scratch);
-    self->scratch = aligned_alloc(SCRATCH_ALIGNMENT, wanted);
+    self->scratch = aligned_alloc(HR_CROSS_ALIGNMENT, wanted);
     self->scratch_bytes = self->scratch == NULL ? 0 : wanted;
     return self->scratch == NULL ? HORO_ERR_RESOURCE : HORO_OK;
 }

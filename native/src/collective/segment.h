@@ -2,6 +2,7 @@
 #ifndef HR_COLLECTIVE_SEGMENT_H
 #define HR_COLLECTIVE_SEGMENT_H
 
+#include "base/cut.h"
 #include "collective/group.h"
 
 struct hr_range {
@@ -11,7 +12,7 @@ struct hr_range {
 
 /* Share `index` of `count` shares of `bytes`: whole cache lines, as equal as they can be. */
 static inline struct hr_range hr_share(size_t bytes, int index, int count) {
-    const size_t lines = (bytes + HR_LINE - 1) / HR_LINE;
+    const size_t lines = hr_divide_up(bytes, HR_LINE);
     const size_t begin = lines * (size_t)index / (size_t)count * HR_LINE;
     const size_t end = lines * ((size_t)index + 1) / (size_t)count * HR_LINE;
     const size_t stop = end < bytes ? end : bytes;
@@ -19,7 +20,7 @@ static inline struct hr_range hr_share(size_t bytes, int index, int count) {
 }
 
 static inline size_t hr_segment_count(const struct hr_group *group, size_t bytes) {
-    return (bytes + group->arena.segment_bytes - 1) / group->arena.segment_bytes;
+    return hr_divide_up(bytes, group->arena.segment_bytes);
 }
 
 static inline struct hr_range hr_segment(const struct hr_group *group, size_t bytes, size_t index) {

@@ -8,13 +8,11 @@
  */
 #include "collective/two_level.h"
 
+#include "base/cut.h"
 #include "collective/collective.h"
 #include "collective/journey.h"
 
-enum {
-    DOUBLING_BYTES = 1 << 16, /* between hosts: latency counts up to here, bandwidth above */
-    SCRATCH_ALIGNMENT = 64,
-};
+enum { DOUBLING_BYTES = 1 << 16 }; /* between hosts: latency counts up to here, bandwidth above */
 
 /* One allreduce. */
 struct run {
@@ -39,7 +37,7 @@ static int reserve_scratch(struct run *run) {
     const size_t small_bytes = share_bytes < DOUBLING_BYTES ? share_bytes : DOUBLING_BYTES; /* the last segment may be */
     const size_t small = hr_cross_doubling.scratch_bytes(group->host_count, small_bytes, HR_CROSS_PIECE_BYTES);
     const size_t large = cross_ops(share_bytes)->scratch_bytes(group->host_count, share_bytes, HR_CROSS_PIECE_BYTES);
-    run->scratch_bytes = ((small > large ? small : large) + SCRATCH_ALIGNMENT - 1) & ~(size_t)(SCRATCH_ALIGNMENT - 1);
+    run->scratch_bytes = hr_round_up(small > large ? small : large, HR_CROSS_ALIGNMENT);
     return hr_cross_reserve(group, run->segments == 1 ? run->scratch_bytes : HR_TRAVELLING_MAX * run->scratch_bytes);
 }
 

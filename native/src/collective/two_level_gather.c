@@ -15,6 +15,7 @@
 
 #include <string.h>
 
+#include "base/cut.h"
 #include "collective/collective.h"
 #include "collective/journey.h"
 #include "collective/pipeline.h"
@@ -48,7 +49,7 @@ static unsigned parity(const struct run *run, size_t k) {
 static struct hr_range share_of(const struct run *run, const struct hr_fused *part, size_t index) {
     size_t begin;
     size_t length;
-    hr_part((part->bytes + HR_LINE - 1) / HR_LINE, run->share_count, index, &begin, &length);
+    hr_part(hr_divide_up(part->bytes, HR_LINE), run->share_count, index, &begin, &length);
     const size_t offset = begin * HR_LINE;
     const size_t end = offset + length * HR_LINE;
     return (struct hr_range){offset, length == 0 ? 0 : (end < part->bytes ? end : part->bytes) - offset};
@@ -182,7 +183,7 @@ static int gather_members(struct hr_group *group, const struct hr_fused *by_rank
         .first = group->segment,
         .parts = (struct hr_cross_part *)(void *)group->cross_scratch,
     };
-    const size_t segments = (total + segment_bytes(&run) - 1) / segment_bytes(&run);
+    const size_t segments = hr_divide_up(total, segment_bytes(&run));
     run.share_count = segments * (size_t)run.owners;
     struct hr_journey journey = {
         .group = group,

@@ -3,12 +3,13 @@
 #include <stdlib.h>
 
 #include "base/clock.h"
+#include "base/cut.h"
 #include "collective/cross.h"
 #include "collective/pipeline.h"
 #include "horo.h"
 #include "shim_transport.h"
 
-enum { RUNNING_MAX = 2, SCRATCH_ALIGNMENT = 64, PARTS_MAX = 32 };
+enum { RUNNING_MAX = 2, PARTS_MAX = 32 };
 static const uint64_t TURNS_MAX = 20000000;
 
 static const struct hr_cross_ops *algorithm_of(const shim_cross_call *call) {
@@ -25,7 +26,7 @@ void shim_part(size_t count, size_t part_count, size_t index, size_t *begin, siz
 static int scratch_create(const shim_cross_call *call, void **scratch) {
     const size_t bytes = call->count * hr_dtype_bytes(call->dtype);
     const size_t wanted = algorithm_of(call)->scratch_bytes(call->host_count, bytes, call->piece_bytes);
-    *scratch = wanted == 0 ? NULL : aligned_alloc(SCRATCH_ALIGNMENT, wanted);
+    *scratch = wanted == 0 ? NULL : aligned_alloc(HR_CROSS_ALIGNMENT, wanted);
     return wanted == 0 || *scratch != NULL ? HORO_OK : HORO_ERR_RESOURCE;
 }
 
