@@ -26,19 +26,24 @@ static struct hr_range own_share(const struct hr_stages *call, size_t k) {
     return hr_share(segment.bytes, call->group->local_rank, call->owners);
 }
 
-static const struct hr_cross_ops *cross_ops(size_t share_bytes) {
+const struct hr_cross_ops *hr_two_level_cross(size_t share_bytes) {
     return share_bytes <= DOUBLING_BYTES ? &hr_cross_doubling : &hr_cross_ring;
+}
+
+size_t hr_two_level_scratch_bytes(int host_count, int owners, size_t segment_bytes) {
+    const size_t most = hr_share_most(segment_bytes, owners);
+    const size_t small_most = most < DOUBLING_BYTES ? most : DOUBLING_BYTES; /* the last segment may have a small share only */
+    const size_t small = hr_cross_doubling.scratch_bytes(host_count, small_most, HR_CROSS_PIECE_BYTES);
+    const size_t large = hr_two_level_cross(most)->scratch_bytes(host_count, most, HR_CROSS_PIECE_BYTES);
+    return hr_round_up(small > large ? small : large, HR_CROSS_ALIGNMENT);
 }
 
 /* Room for two of the largest shares, before anything travels: it cannot be moved then. Small data gets one: it is one segment. */
 static int reserve_scratch(struct run *run) {
-    struct hr_group *group = run->stages->group;
-    const size_t share_bytes = own_share(run->stages, 0).bytes;
-    const size_t small_bytes = share_bytes < DOUBLING_BYTES ? share_bytes : DOUBLING_BYTES; /* the last segment may be */
-    const size_t small = hr_cross_doubling.scratch_bytes(group->host_count, small_bytes, HR_CROSS_PIECE_BYTES);
-    const size_t large = cross_ops(share_bytes)->scratch_bytes(group->host_count, share_bytes, HR_CROSS_PIECE_BYTES);
-    run->scratch_bytes = hr_round_up(small > large ? small : large, HR_CROSS_ALIGNMENT);
-    return hr_cross_reserve(group, run->segments == 1 ? run->scratch_bytes : HR_TRAVELLING_MAX * run->scratch_bytes);
+    const struct hr_stages *call = run->stages;
+    const size_t segment_bytes = hr_segment(call->group, call->fused->bytes, 0).bytes;
+    run->scratch_bytes = hr_two_level_scratch_bytes(call->group->host_count, call->owners, segment_bytes);
+    return hr_cross_reserve(call->group, run->segments == 1 ? run->scratch_bytes : HR_TRAVELLING_MAX * run->scratch_bytes);
 }
 
 /* The piece of which segment k is a part, if it travels without a slot; else NULL. What is converted needs one. */
@@ -94,7 +99,7 @@ static int begin(void *arg, size_t k, struct hr_cross *cross) {
         .piece_bytes = HR_CROSS_PIECE_BYTES,
         .scratch = group->cross_scratch + k % HR_TRAVELLING_MAX * run->scratch_bytes * (run->segments > 1),
     };
-    return cross_ops(share.bytes)->begin(cross, &cross_call);
+    return hr_two_level_cross(share.bytes)->begin(cross, &cross_call);
 }
 
 static void finish(void *arg, size_t k) {

@@ -45,16 +45,6 @@ static unsigned parity(const struct run *run, size_t k) {
     return (unsigned)((run->first + k) & 1);
 }
 
-/* Share `index` of a part: whole cache lines, as equal as they can be. */
-static struct hr_range share_of(const struct run *run, const struct hr_fused *part, size_t index) {
-    size_t begin;
-    size_t length;
-    hr_part(hr_divide_up(part->bytes, HR_LINE), run->share_count, index, &begin, &length);
-    const size_t offset = begin * HR_LINE;
-    const size_t end = offset + length * HR_LINE;
-    return (struct hr_range){offset, length == 0 ? 0 : (end < part->bytes ? end : part->bytes) - offset};
-}
-
 /* Where a share travels from and to without a slot, or NULL. */
 static char *direct_place(const struct run *run, int rank, struct hr_range share) {
     const struct hr_group *group = run->group;
@@ -88,7 +78,8 @@ static int walk_on(struct walk *walk) {
     }
     walk->slot_offset += walk->share.bytes;
     walk->rank = run->members[walk->next++];
-    walk->share = share_of(run, &run->by_rank[walk->rank], walk->k * (size_t)run->owners + (size_t)walk->owner);
+    const size_t index = walk->k * (size_t)run->owners + (size_t)walk->owner;
+    walk->share = hr_lines(run->by_rank[walk->rank].bytes, index, run->share_count);
     char *direct = direct_place(run, walk->rank, walk->share);
     walk->is_direct = direct != NULL;
     walk->place = direct != NULL ? direct : hr_arena_slot(&run->group->arena, walk->owner, parity(run, walk->k)) + walk->slot_offset;

@@ -4,8 +4,9 @@
 
 #include "base/clock.h"
 #include "base/cut.h"
-#include "collective/cross.h"
-#include "collective/pipeline.h"
+#include "collective/collective.h"
+#include "collective/segment.h"
+#include "collective/two_level.h"
 #include "horo.h"
 #include "shim_transport.h"
 
@@ -20,6 +21,25 @@ static const struct hr_cross_ops *algorithm_of(const shim_cross_call *call) {
 
 void shim_part(size_t count, size_t part_count, size_t index, size_t *begin, size_t *length) {
     hr_part(count, part_count, index, begin, length);
+}
+
+void shim_share(size_t bytes, int index, int owners, size_t *offset, size_t *length) {
+    const struct hr_range share = hr_share(bytes, index, owners);
+    *offset = share.offset;
+    *length = share.bytes;
+}
+
+size_t shim_share_most(size_t bytes, int owners) {
+    return hr_share_most(bytes, owners);
+}
+
+size_t shim_two_level_reserved(int hosts, int owners, size_t segment_bytes) {
+    return hr_two_level_scratch_bytes(hosts, owners, segment_bytes);
+}
+
+size_t shim_two_level_needed(int hosts, int owners, size_t segment_bytes, int index) {
+    const size_t bytes = hr_share(segment_bytes, index, owners).bytes;
+    return hr_two_level_cross(bytes)->scratch_bytes(hosts, bytes, HR_CROSS_PIECE_BYTES);
 }
 
 /* Exactly as much as the algorithm asks for, so that the address sanitizer sees one byte too many. */
