@@ -99,11 +99,11 @@ static struct hr_agree_kind kind_of(const struct hr_agree_entry *entry) {
     for (uint32_t i = 0; i < request.tensor_count; i++) {
         struct hr_wire_tensor tensor;
         hr_wire_next_tensor(&cursor, &tensor);
-        uint64_t bytes = hr_dtype_bytes(tensor.dtype);
-        for (int d = 0; d < tensor.ndim; d++) {
-            bytes *= (uint64_t)tensor.shape[d];
+        int64_t bytes = 0;
+        (void)hr_wire_tensor_bytes(request.op, tensor.shape, tensor.ndim, tensor.dtype, &bytes);
+        if (__builtin_add_overflow(kind.bytes, (uint64_t)bytes, &kind.bytes)) {
+            kind.bytes = UINT64_MAX; /* as large as can be: it shares a batch with nothing */
         }
-        kind.bytes += bytes;
         const int dtypes = tensor.dtype + HORO_DTYPE_COUNT * tensor.wire_dtype;
         kind.dtypes = kind.dtypes == HR_AGREE_NO_DTYPE || kind.dtypes == dtypes ? dtypes : HR_AGREE_MIXED_DTYPES;
     }

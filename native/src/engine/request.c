@@ -11,6 +11,32 @@ static const char *op_name(int op) {
     return names[op];
 }
 
+/* Of a shape that is refused: the first negative extent, or else the one from which on the bytes are too many. */
+static int impossible_dimension(const horo_request *call, const horo_tensor *tensor) {
+    for (int d = 0; d < tensor->ndim; d++) {
+        if (tensor->shape[d] < 0) {
+            return d;
+        }
+    }
+    const int first = call->op == HORO_ALLGATHER && tensor->shape[0] == 0;
+    int d = first;
+    int64_t bytes;
+    while (hr_wire_shape_bytes(tensor->shape + first, d - first + 1, tensor->dtype, &bytes) == HORO_OK) {
+        d++;
+    }
+    return d;
+}
+
+static int check_shape(const horo_request *call, const horo_tensor *tensor, struct hr_error *error) {
+    int64_t bytes;
+    if (hr_wire_tensor_bytes(call->op, tensor->shape, tensor->ndim, tensor->dtype, &bytes) == HORO_OK) {
+        return HORO_OK;
+    }
+    const int d = impossible_dimension(call, tensor);
+    return hr_fail(error, HORO_ERR_USAGE, "%s '%s': extent %lld of dimension %d is impossible", op_name(call->op), call->name,
+                   (long long)tensor->shape[d], d);
+}
+
 static int check_tensor(const horo_request *call, const horo_tensor *tensor, struct hr_error *error) {
     const char *op = op_name(call->op);
     if (tensor->dtype < 0 || tensor->dtype >= HORO_DTYPE_COUNT) {
@@ -36,16 +62,7 @@ static int check_tensor(const horo_request *call, const horo_tensor *tensor, str
     if (tensor->dtype == HORO_BOOL && (call->prescale != 1.0 || call->postscale != 1.0)) {
         return hr_fail(error, HORO_ERR_UNSUPPORTED, "%s '%s': bool cannot be scaled", op, call->name);
     }
-    int64_t bytes = (int64_t)hr_dtype_bytes(tensor->dtype);
-    for (int d = 0; d < tensor->ndim; d++) {
-        const int64_t extent = tensor->shape[d];
-        if (extent < 0 || (extent > 0 && bytes > INT64_MAX / extent)) {
-            return hr_fail(error, HORO_ERR_USAGE, "%s '%s': extent %lld of dimension %d is impossible", op, call->name,
-                           (long long)extent, d);
-        }
-        bytes *= extent;
-    }
-    return HORO_OK;
+    return check_shape(call, tensor, error);
 }
 
 static int check_call(const horo_request *call, int size, struct hr_error *error) {

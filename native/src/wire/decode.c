@@ -92,17 +92,29 @@ static int is_reduce_op(int value) {
 }
 
 int hr_wire_shape_bytes(const int64_t *shape, int ndim, int dtype, int64_t *bytes) {
-    /* An extent of 0 must not hide an overflow of the others: an allgather writes its first extent as 0. */
     int64_t product = (int64_t)hr_dtype_bytes(dtype);
     int is_empty = 0;
+    int overflows = 0;
     for (int i = 0; i < ndim; i++) {
-        if (shape[i] < 0 || __builtin_mul_overflow(product, shape[i] == 0 ? 1 : shape[i], &product)) {
+        if (shape[i] < 0) {
             return HORO_ERR_INTERNAL;
         }
         is_empty |= shape[i] == 0;
+        overflows |= __builtin_mul_overflow(product, shape[i], &product);
+    }
+    if (overflows && !is_empty) {
+        return HORO_ERR_INTERNAL;
     }
     *bytes = is_empty ? 0 : product;
     return HORO_OK;
+}
+
+int hr_wire_tensor_bytes(int op, const int64_t *shape, int ndim, int dtype, int64_t *bytes) {
+    if (op == HORO_ALLGATHER && ndim > 0) {
+        int64_t row_bytes;
+        HR_TRY(hr_wire_shape_bytes(shape + 1, ndim - 1, dtype, &row_bytes));
+    }
+    return hr_wire_shape_bytes(shape, ndim, dtype, bytes);
 }
 
 static void check_tensor(struct reader *reader, int op) {
@@ -117,7 +129,7 @@ static void check_tensor(struct reader *reader, int op) {
     }
     int64_t bytes;
     if (!reader->failed) {
-        require(reader, hr_wire_shape_bytes(shape, ndim, dtype, &bytes) == HORO_OK);
+        require(reader, hr_wire_tensor_bytes(op, shape, ndim, dtype, &bytes) == HORO_OK);
         require(reader, op != HORO_ALLGATHER || ndim == 0 || shape[0] == 0);
     }
 }

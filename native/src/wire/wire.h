@@ -87,10 +87,15 @@ struct hr_wire_ref {
 };
 
 /*
- * The bytes of a tensor. HORO_ERR_INTERNAL for a negative extent, and where dtype size and extents (0 counted as 1, because an
- * allgather's first extent is written as 0) overflow int64: what decode refuses, and so what the engine must not let in.
+ * The bytes of elements with these extents: 0 where any extent is 0, however large the others are. HORO_ERR_INTERNAL for a negative
+ * extent, and for more bytes than int64 holds.
  */
 int hr_wire_shape_bytes(const int64_t *shape, int ndim, int dtype, int64_t *bytes);
+/*
+ * The same for a tensor of an operation. One row of an allgather (all extents but the first) must fit by itself, also where this rank
+ * has none: another may have some. What decode refuses, and so what the engine must not let in.
+ */
+int hr_wire_tensor_bytes(int op, const int64_t *shape, int ndim, int dtype, int64_t *bytes);
 
 /* How long the canonical form is. */
 size_t hr_wire_request_bytes(const horo_request *request);
@@ -116,7 +121,7 @@ int hr_wire_put_ref(struct hr_buffer *out, uint32_t id, struct hr_wire_text name
 
 /*
  * HORO_OK, or HORO_ERR_INTERNAL for bytes that are no message: an unknown type, op, reduce op or dtype, a shape that
- * hr_wire_shape_bytes refuses, a wire dtype that does not go with dtype and operation, a name that is too long, a count past
+ * hr_wire_tensor_bytes refuses, a wire dtype that does not go with dtype and operation, a name that is too long, a count past
  * the limit, a negative rank (LOST may say -1: nobody in particular), a status that is no error in LOST and FAIL or positive in
  * REQUEST, a request that is not canonical, a short or long body. Every item is checked here, so the walks below cannot fail.
  */
