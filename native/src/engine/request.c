@@ -88,15 +88,24 @@ static int check_call(const horo_request *call, int size, struct hr_error *error
     return HORO_OK;
 }
 
+/* A longer one could be encoded, but no message would hold it. */
+static int check_size(const horo_request *call, size_t byte_count, struct hr_error *error) {
+    if (byte_count <= HR_WIRE_REQUEST_MAX) {
+        return HORO_OK;
+    }
+    return hr_fail(error, HORO_ERR_USAGE,
+                   "%s '%s': the description of its %d tensors takes %zu bytes; at most %d can travel as one request: submit the "
+                   "tensors as several groups", op_name(call->op), call->name, call->tensor_count, byte_count, HR_WIRE_REQUEST_MAX);
+}
+
 /* Everything in one allocation; the last part, of byte_count bytes, is for the canonical form. */
-static int copy_call(const horo_request *call, struct hr_request **out) {
+static int copy_call(const horo_request *call, size_t byte_count, struct hr_request **out) {
     size_t dims = 0;
     for (int i = 0; i < call->tensor_count; i++) {
         dims += (size_t)call->tensors[i].ndim;
     }
     const size_t count = (size_t)call->tensor_count;
     const size_t name_bytes = strlen(call->name);
-    const size_t byte_count = hr_wire_request_bytes(call);
     struct hr_request *request =
         malloc(sizeof *request + count * sizeof(horo_tensor) + dims * sizeof(int64_t) + name_bytes + 1 + byte_count);
     if (request == NULL) {
@@ -136,8 +145,10 @@ static int encode(const struct hr_request *request) {
 
 int hr_request_create(const horo_request *call, int size, struct hr_request **request, struct hr_error *error) {
     HR_TRY(check_call(call, size, error));
+    const size_t byte_count = hr_wire_request_bytes(call);
+    HR_TRY(check_size(call, byte_count, error));
     struct hr_request *copy = NULL;
-    int status = copy_call(call, &copy);
+    int status = copy_call(call, byte_count, &copy);
     if (status == HORO_OK) {
         status = encode(copy);
     }

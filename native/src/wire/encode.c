@@ -3,7 +3,6 @@
 #include "wire/wire.h"
 
 enum {
-    STR16_MAX = UINT16_MAX,
     REQUEST_FIXED_BYTES = 3 + 4 + 8 + 8 + 2 + 4, /* everything of a request but its name and tensors */
     TENSOR_FIXED_BYTES = 3,
 };
@@ -34,7 +33,7 @@ static uint8_t *write_f64(uint8_t *at, double value) {
 
 /* What does not fit the length field is cut: it can only be the end of a sentence, names are far shorter. */
 static size_t str16_bytes(struct hr_wire_text text) {
-    return text.bytes < STR16_MAX ? text.bytes : STR16_MAX;
+    return text.bytes < HR_WIRE_TEXT_MAX ? text.bytes : HR_WIRE_TEXT_MAX;
 }
 
 static uint8_t *write_str16(uint8_t *at, struct hr_wire_text text) {
@@ -81,7 +80,8 @@ static uint8_t *write_tensor(uint8_t *at, const horo_tensor *tensor, int op) {
 
 int hr_wire_encode_request(struct hr_buffer *out, const horo_request *request) {
     const struct hr_wire_text name = {request->name, strlen(request->name)};
-    uint8_t *at = begin(out, hr_wire_request_bytes(request));
+    const size_t bytes = hr_wire_request_bytes(request);
+    uint8_t *at = bytes > HR_WIRE_REQUEST_MAX ? NULL : begin(out, bytes);
     if (at == NULL) {
         return HORO_ERR_RESOURCE;
     }
@@ -116,7 +116,7 @@ int hr_wire_put_ids(struct hr_buffer *out, const uint32_t *ids, uint32_t count) 
 
 int hr_wire_put_request(struct hr_buffer *out, int origin, int status, struct hr_wire_text text, const void *request,
                         size_t request_bytes) {
-    if (request_bytes > HR_WIRE_MESSAGE_MAX) { /* so that the sum below cannot wrap */
+    if (request_bytes > HR_WIRE_REQUEST_MAX) { /* so that the sum below cannot wrap */
         return HORO_ERR_RESOURCE;
     }
     uint8_t *at = begin(out, 1 + 4 + 4 + 2 + str16_bytes(text) + request_bytes);

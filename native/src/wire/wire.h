@@ -41,6 +41,9 @@ enum hr_wire_type {
 enum {
     HR_WIRE_MESSAGE_MAX = 64 << 20, /* a longer length prefix is an error, never an allocation */
     HR_WIRE_TENSORS_MAX = 1 << 20,
+    HR_WIRE_TEXT_MAX = UINT16_MAX,
+    /* Of a request's canonical form: a REQUEST message holds it together with the longest text. */
+    HR_WIRE_REQUEST_MAX = HR_WIRE_MESSAGE_MAX - (1 + 4 + 4 + 2 + HR_WIRE_TEXT_MAX),
 };
 
 struct hr_wire_text {
@@ -101,13 +104,13 @@ int hr_wire_tensor_bytes(int op, const int64_t *shape, int ndim, int dtype, int6
 size_t hr_wire_request_bytes(const horo_request *request);
 /*
  * Appends the canonical form. Checks nothing: the engine has validated the request. HORO_OK or HORO_ERR_RESOURCE (no memory, or
- * longer than HR_WIRE_MESSAGE_MAX).
+ * longer than HR_WIRE_REQUEST_MAX).
  */
 int hr_wire_encode_request(struct hr_buffer *out, const horo_request *request);
 
 /*
  * Each appends one whole message (no length prefix). HORO_OK or HORO_ERR_RESOURCE (no memory, or past a limit above); on failure
- * nothing is appended. A text longer than 65535 bytes is cut.
+ * nothing is appended. A text longer than HR_WIRE_TEXT_MAX is cut.
  */
 int hr_wire_put_ids(struct hr_buffer *out, const uint32_t *ids, uint32_t count);
 int hr_wire_put_request(struct hr_buffer *out, int origin, int status, struct hr_wire_text text, const void *request,
