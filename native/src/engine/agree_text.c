@@ -3,18 +3,13 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "base/op.h"
 #include "engine/agree_entry.h"
-#include "base/dtype.h"
 
 enum {
     VALUE_BYTES = 320,
     DIGITS_MIN = 6, /* as many as %g writes */
 };
-
-static const char *op_name(int op) {
-    static const char *const names[HORO_OP_COUNT] = {"allreduce", "allgather", "broadcast", "barrier"};
-    return op >= 0 && op < HORO_OP_COUNT ? names[op] : "unknown operation";
-}
 
 static const char *reduce_name(int reduce_op) {
     switch (reduce_op) {
@@ -92,8 +87,8 @@ static void describe_difference(const struct hr_wire_request *a, const struct hr
     uint32_t index = 0;
     prefix[0] = '\0';
     if (a->op != b->op) {
-        (void)snprintf(a_text, VALUE_BYTES, "%s", op_name(a->op));
-        (void)snprintf(b_text, VALUE_BYTES, "%s", op_name(b->op));
+        (void)snprintf(a_text, VALUE_BYTES, "%s", hr_op_name(a->op));
+        (void)snprintf(b_text, VALUE_BYTES, "%s", hr_op_name(b->op));
     } else if (a->tensor_count != b->tensor_count) {
         (void)snprintf(a_text, VALUE_BYTES, "%u tensor%s", a->tensor_count, a->tensor_count == 1 ? "" : "s");
         (void)snprintf(b_text, VALUE_BYTES, "%u tensor%s", b->tensor_count, b->tensor_count == 1 ? "" : "s");
@@ -129,7 +124,7 @@ void hr_agree_mismatch_text(const struct hr_agree_config *config, const struct h
     char b_text[VALUE_BYTES];
     describe_difference(&a, &b, prefix, a_text, b_text);
     const char *verb = a.op == HORO_BROADCAST && strncmp(a_text, "root", 4) == 0 ? "named" : "sent";
-    (void)snprintf(out, out_bytes, "%s '%.*s': %srank %d (%s) %s %s, rank %d (%s) %s %s", op_name(a.op),
+    (void)snprintf(out, out_bytes, "%s '%.*s': %srank %d (%s) %s %s, rank %d (%s) %s %s", hr_op_name(a.op),
                    (int)(a.name.bytes < 200 ? a.name.bytes : 200), a.name.data, prefix, low->rank,
                    config->host_name_of_rank[low->rank], verb, a_text, high->rank,
                    config->host_name_of_rank[high->rank], verb, b_text);

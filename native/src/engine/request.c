@@ -4,12 +4,8 @@
 #include <string.h>
 
 #include "base/clock.h"
+#include "base/op.h"
 #include "engine/engine.h"
-
-static const char *op_name(int op) {
-    static const char *const names[HORO_OP_COUNT] = {"allreduce", "allgather", "broadcast", "barrier"};
-    return names[op];
-}
 
 /* Of a shape that is refused: the first negative extent, or else the one from which on the bytes are too many. */
 static int impossible_dimension(const horo_request *call, const horo_tensor *tensor) {
@@ -33,12 +29,12 @@ static int check_shape(const horo_request *call, const horo_tensor *tensor, stru
         return HORO_OK;
     }
     const int d = impossible_dimension(call, tensor);
-    return hr_fail(error, HORO_ERR_USAGE, "%s '%s': extent %lld of dimension %d is impossible", op_name(call->op), call->name,
+    return hr_fail(error, HORO_ERR_USAGE, "%s '%s': extent %lld of dimension %d is impossible", hr_op_name(call->op), call->name,
                    (long long)tensor->shape[d], d);
 }
 
 static int check_tensor(const horo_request *call, const horo_tensor *tensor, struct hr_error *error) {
-    const char *op = op_name(call->op);
+    const char *op = hr_op_name(call->op);
     if (tensor->dtype < 0 || tensor->dtype >= HORO_DTYPE_COUNT) {
         return hr_fail(error, HORO_ERR_UNSUPPORTED, "%s '%s': dtype number %d is not known", op, call->name, tensor->dtype);
     }
@@ -71,7 +67,7 @@ static int check_call(const horo_request *call, int size, struct hr_error *error
     }
     const size_t name_bytes = call->name == NULL ? 0 : strlen(call->name);
     if (name_bytes == 0 || name_bytes > HORO_NAME_MAX) {
-        return hr_fail(error, HORO_ERR_USAGE, "%s: the name has %zu bytes; 1 to %d are allowed", op_name(call->op),
+        return hr_fail(error, HORO_ERR_USAGE, "%s: the name has %zu bytes; 1 to %d are allowed", hr_op_name(call->op),
                        name_bytes, HORO_NAME_MAX);
     }
     if (call->op == HORO_BROADCAST && (call->root_rank < 0 || call->root_rank >= size)) {
@@ -80,7 +76,7 @@ static int check_call(const horo_request *call, int size, struct hr_error *error
     }
     const int wrong_count = call->op == HORO_BARRIER ? call->tensor_count != 0 : call->tensor_count < 1;
     if (wrong_count || call->tensor_count > HR_WIRE_TENSORS_MAX) {
-        return hr_fail(error, HORO_ERR_USAGE, "%s '%s': %d tensors", op_name(call->op), call->name, call->tensor_count);
+        return hr_fail(error, HORO_ERR_USAGE, "%s '%s': %d tensors", hr_op_name(call->op), call->name, call->tensor_count);
     }
     for (int i = 0; i < call->tensor_count; i++) {
         HR_TRY(check_tensor(call, &call->tensors[i], error));
@@ -95,7 +91,7 @@ static int check_size(const horo_request *call, size_t byte_count, struct hr_err
     }
     return hr_fail(error, HORO_ERR_USAGE,
                    "%s '%s': the description of its %d tensors takes %zu bytes; at most %d can travel as one request: submit the "
-                   "tensors as several groups", op_name(call->op), call->name, call->tensor_count, byte_count, HR_WIRE_REQUEST_MAX);
+                   "tensors as several groups", hr_op_name(call->op), call->name, call->tensor_count, byte_count, HR_WIRE_REQUEST_MAX);
 }
 
 /* Everything in one allocation; the last part, of byte_count bytes, is for the canonical form. */
@@ -158,7 +154,7 @@ int hr_request_create(const horo_request *call, int size, struct hr_request **re
     }
     if (status != HORO_OK) {
         free(copy);
-        return hr_fail(error, status, "%s '%s': out of memory for the request", op_name(call->op), call->name);
+        return hr_fail(error, status, "%s '%s': out of memory for the request", hr_op_name(call->op), call->name);
     }
     *request = copy;
     return HORO_OK;
