@@ -10,8 +10,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import wire_oracle
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from wire_oracle import Request
 
 MISMATCH = -3
 # Shrinking a schedule takes minutes and helps little: the seed in the report replays it.
@@ -360,6 +362,49 @@ def test_a_batch_of_the_longest_names_is_a_message_of_allowed_size(native: Modul
         assert len(records) == 3
     finally:
         lib.shim_agree_destroy(root.handle)
+
+
+def mismatch(native: ModuleType, one: Request, other: Request) -> str:
+    """What ranks 0 and 1 are told when they announce these."""
+    root = Node(native, is_root=True, local=2, ranks=[0, 1], size=2)
+    name, text = native.ffi.new("char[64]"), native.ffi.new("char[1024]")
+    try:
+        for member, request in enumerate((one, other)):
+            root.receive(member, wire_oracle.request_message(member, 0, b"", wire_oracle.request(request)))
+        (record,) = root.collect()
+        assert native.lib.shim_agree_read_fail(record, len(record), name, text, 1024) == MISMATCH
+    finally:
+        native.lib.shim_agree_destroy(root.handle)
+    return str(native.ffi.string(text).decode())
+
+
+@pytest.mark.parametrize(
+    ("factors", "expected"),
+    [
+        ((0.5, 0.25), ("0.5", "0.25")),
+        ((0.1, 0.1 + 1e-12), ("0.1", "0.100000000001")),
+        ((1 / 3, 1 / 3 + 2**-54), ("0.3333333333333333", "0.3333333333333334")),
+        ((1e300, -0.0), ("1e+300", "-0")),
+    ],
+)
+def test_factors_that_differ_read_as_different(
+    native: ModuleType, factors: tuple[float, float], expected: tuple[str, str]
+) -> None:
+    for place in ("prescale", "postscale"):
+        requests = [Request("x", reduce_op=1, **{place: factor}) for factor in factors]
+        text = mismatch(native, *requests)
+        for rank, (value, request) in enumerate(zip(expected, requests, strict=True)):
+            both = {"prescale": "1", "postscale": "1", place: value}
+            said = f"prescale factor {both['prescale']} and postscale factor {both['postscale']}"
+            assert f"rank {rank} (h) sent {said}" in text, (text, request)
+
+
+def test_a_name_that_only_one_rank_gave_is_told_as_that(native: ModuleType) -> None:
+    text = mismatch(native, Request("x", reduce_op=1), Request("x", reduce_op=1, transient=True))
+    assert text == (
+        "allreduce 'x': rank 0 (h) sent it under a name that the caller gave, "
+        "rank 1 (h) sent it under an automatic name"
+    )
 
 
 def test_messages_that_no_correct_peer_sends_are_refused(native: ModuleType) -> None:

@@ -122,16 +122,6 @@ def test_collectives_of_all_kinds_and_sizes_leave_the_slots_to_one_another(hosts
     run_ranks(body, hosts, segment_bytes=1 << 12)
 
 
-def test_average_of_integers_truncates_toward_zero() -> None:
-    def body(rank: Rank) -> None:
-        assert rank.allreduce(np.array([-3 if rank.rank else 0, 3 if rank.rank else 0]), op="average").tolist() == [
-            -1,
-            1,
-        ]
-
-    run_ranks(body, [2])
-
-
 def test_results_are_bit_identical_on_all_ranks() -> None:
     def body(rank: Rank) -> list[bytes]:
         rng = np.random.default_rng(rank.rank)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import platform
+import shutil
+import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -12,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from kernel_oracle import DTYPES, OPS, Dtype
+from native_build import ROOT, native_build
 
 Array = npt.NDArray[Any]
 
@@ -39,15 +43,16 @@ class Kernel:
         *,
         copy: Array | None = None,
         scale: float = 1.0,
+        divisor: int = 1,
         store: int = ORDINARY,
     ) -> None:
         addresses = self._ffi.new("void *[]", [self._address(s) for s in sources])
         to = self._ffi.NULL if copy is None else self._address(copy)
-        arguments = (to, addresses, len(sources), len(dst), scale, store)
+        arguments = (to, addresses, len(sources), len(dst), scale, divisor, store)
         assert self._lib.shim_kernel_reduce(self._level, dtype.code, op, self._address(dst), *arguments) == 0
 
-    def scale(self, dtype: Dtype, dst: Array, src: Array, scale: float, store: int) -> None:
-        arguments = (self._address(dst), self._address(src), len(src), scale, store)
+    def scale(self, dtype: Dtype, dst: Array, src: Array, scale: float, store: int, *, divisor: int = 1) -> None:
+        arguments = (self._address(dst), self._address(src), len(src), scale, divisor, store)
         assert self._lib.shim_kernel_scale(self._level, dtype.code, *arguments) == 0
 
     def convert(
@@ -132,6 +137,19 @@ def test_the_best_level_is_the_one_reported(native: ModuleType) -> None:
     has = [level for level in LEVELS if native.lib.shim_kernel_name(level.encode()) != native.ffi.NULL]
     assert best.decode() == has[-1]
     assert native.lib.shim_kernel_name(b"mmx") == native.ffi.NULL
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="x86-64 asks the processor for its levels")
+def test_choosing_a_level_does_not_ask_the_processor(tmp_path: Path) -> None:
+    """In a virtual machine every cpuid is a trap of microseconds, and MPI's reductions choose anew in each call."""
+    compiler = shutil.which("gcc")
+    if compiler is None or int(subprocess.check_output([compiler, "-dumpversion"]).split(b".")[0]) < 11:
+        pytest.skip("no gcc whose table of features has f16c")
+    source, assembly = ROOT / "native/src/kernel/kernel.c", tmp_path / "kernel.s"
+    includes = [f"-I{ROOT / 'native/include'}", f"-I{ROOT / 'native/src'}"]
+    subprocess.run([compiler, *native_build.COMPILE_FLAGS, *includes, "-S", source, "-o", assembly], check=True)
+    text = assembly.read_text()
+    assert "hr_kernel_best" in text and "cpuid" not in text
 
 
 def test_dtypes_have_their_names_and_sizes(native: ModuleType) -> None:
@@ -403,6 +421,56 @@ def test_scaled_integers_truncate_and_saturate(
     assert (dst == expected).all()
     kernel.scale(dtype, dst, src, scale, ORDINARY)
     assert (dst == expected).all()
+
+
+INTEGERS = [name for name, dtype in DTYPES.items() if not dtype.is_float and name != "bool"]
+
+
+def quotient(value: int, divisor: int) -> int:
+    """Truncated toward zero."""
+    return abs(value) // divisor * (1 if value >= 0 else -1)
+
+
+@pytest.mark.parametrize("store", [ORDINARY, STREAM])
+@pytest.mark.parametrize("dtype_name", INTEGERS)
+def test_integers_are_divided_as_integers(kernel: Kernel, dtype_name: str, store: int) -> None:
+    dtype = DTYPES[dtype_name]
+    rng = np.random.default_rng([11, dtype.code])
+    for count in (*COUNTS, 5000):
+        for divisor in (1, 2, 3, 7, 49, 1000, 2**31 - 1):
+            sources = [random_values(dtype, count, rng) for _ in range(3)]
+            total = oracle.reduce(dtype, oracle.SUM, sources)
+            expected = np.array([quotient(value, divisor) for value in total.tolist()], dtype=dtype.storage)
+            dst, copy = np.empty(count, dtype.storage), Guarded(dtype, count, 0)
+            kernel.reduce(dtype, oracle.SUM, sources, dst, copy=copy.array, divisor=divisor, store=store)
+            assert (dst == expected).all() and (copy.array == expected).all() and copy.is_intact(), (count, divisor)
+            kernel.scale(dtype, dst, total, 1.0, store, divisor=divisor)
+            assert (dst == expected).all(), (count, divisor)
+            kernel.scale(dtype, total, total, 1.0, store, divisor=divisor)
+            assert (total == expected).all(), (count, divisor, "in place")
+
+
+@pytest.mark.parametrize(
+    ("dtype_name", "value", "scales", "expected"),
+    [
+        ("int32", 7, (2.0, 2), 7),  # truncated once, not once for each
+        ("int32", -7, (0.5, 2), -1),
+        ("int8", 100, (2.0, 2), 100),  # what lies between is not held by the type
+        ("int8", 100, (4.0, 2), 127),
+        ("int32", 49, (3.0, 49), 3),
+        ("int64", 2**60 + 1, (1.0, 1), 2**60 + 1),
+        ("int64", -(2**63), (1.0, 2), -(2**62)),
+        ("int16", 5, (float("nan"), 3), 0),
+    ],
+)
+def test_a_factor_and_a_divisor_of_integers_truncate_once(
+    kernel: Kernel, dtype_name: str, value: int, scales: tuple[float, int], expected: int
+) -> None:
+    dtype = DTYPES[dtype_name]
+    src = np.full(77, value, dtype=dtype.storage)
+    dst = np.empty_like(src)
+    kernel.reduce(dtype, oracle.SUM, [src], dst, scale=scales[0], divisor=scales[1])
+    assert (dst == expected).all(), dst[0]
 
 
 def test_any_byte_but_zero_is_true(kernel: Kernel) -> None:

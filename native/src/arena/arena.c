@@ -5,11 +5,9 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 
-enum { PAGE = 4096 };
+#include "base/cut.h"
 
-static size_t round_up(size_t value, size_t unit) {
-    return (value + unit - 1) / unit * unit;
-}
+enum { PAGE = 4096 };
 
 /* Offsets of the parts; the last one is the size. */
 struct layout {
@@ -19,10 +17,10 @@ struct layout {
 static struct layout lay_out(int local_size, size_t segment_bytes) {
     const size_t ranks = (size_t)local_size;
     struct layout layout;
-    layout.blocks = round_up(sizeof(struct hr_arena_header), HR_LINE);
-    layout.request_rings = round_up(layout.blocks + ranks * sizeof(struct hr_arena_block), PAGE);
+    layout.blocks = hr_round_up(sizeof(struct hr_arena_header), HR_LINE);
+    layout.request_rings = hr_round_up(layout.blocks + ranks * sizeof(struct hr_arena_block), PAGE);
     layout.log_ring = layout.request_rings + ranks * HR_REQUEST_RING_BYTES;
-    layout.slots = round_up(layout.log_ring + HR_LOG_RING_BYTES, PAGE);
+    layout.slots = hr_round_up(layout.log_ring + HR_LOG_RING_BYTES, PAGE);
     layout.bytes = layout.slots + ranks * 2 * segment_bytes;
     return layout;
 }

@@ -42,7 +42,7 @@ static int begin_kind(struct host_backend *host) {
     }
     host->task = &host->run.allreduce.segments.task;
     HR_TRY(hr_allreduce_begin(&host->run.allreduce, host->group, &fused, hr_operation_of(work->reduce_op), work->prescale,
-                              hr_postscale_of(work, host->group->size)));
+                              hr_postscale_of(work, fused.dtype, host->group->size)));
     return HR_TASK_MOVED;
 }
 
@@ -71,7 +71,7 @@ static int begin_rows(struct host_backend *host) {
     struct hr_fused fused = {.pieces = host->pieces.at, .dtype = HORO_INT64};
     hr_fuse_append(&fused, host->pieces.at, gathering->table, gathering->table, size * count * sizeof *gathering->table);
     host->task = &host->run.allreduce.segments.task;
-    return hr_allreduce_begin(&host->run.allreduce, host->group, &fused, HORO_SUM, 1.0, 1.0);
+    return hr_allreduce_begin(&host->run.allreduce, host->group, &fused, HORO_SUM, 1.0, hr_scale_by(1.0));
 }
 
 /* For each rank, its contributions to all tensors as one vector with the places here as outputs. */

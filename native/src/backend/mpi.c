@@ -10,6 +10,7 @@
 
 #include "backend/operands.h"
 #include "backend/reduction.h"
+#include "base/cut.h"
 #include "collective/collective.h"
 
 enum {
@@ -34,7 +35,7 @@ struct transfer {
 /* The factors of one reduction: pre is multiplied in before it, post after. */
 struct factors {
     double pre;
-    double post;
+    struct hr_scale post;
 };
 
 /* Scratch of one allgather. */
@@ -153,7 +154,7 @@ static size_t packed_bytes(const struct hr_fused *fused, size_t offset) {
 }
 
 static int reserve_scratch(struct mpi_backend *self, size_t bytes) {
-    const size_t wanted = (bytes + SCRATCH_ALIGNMENT - 1) / SCRATCH_ALIGNMENT * SCRATCH_ALIGNMENT;
+    const size_t wanted = hr_round_up(bytes, SCRATCH_ALIGNMENT);
     if (wanted <= self->scratch_bytes) {
         return HORO_OK;
     }
@@ -164,9 +165,9 @@ static int reserve_scratch(struct mpi_backend *self, size_t bytes) {
 }
 
 static struct factors factors_of(const struct mpi_backend *self) {
-    const double post = hr_postscale_of(&self->work, self->group->size);
-    const double partial = hr_partial_scale(self->fused.dtype, hr_operation_of(self->work.reduce_op), post);
-    return (struct factors){self->work.prescale * partial, post / partial};
+    const struct hr_scale post = hr_postscale_of(&self->work, self->fused.dtype, self->group->size);
+    const double partial = hr_partial_scale(self->fused.dtype, hr_operation_of(self->work.reduce_op), post.factor);
+    return (struct factors){self->work.prescale * partial, {post.factor / partial, post.divisor}};
 }
 
 /* Whether this rank's own data goes into what travels. */
@@ -208,8 +209,8 @@ static void end_transfer(struct mpi_backend *self) {
     const struct transfer *transfer = &self->transfer;
     const struct hr_kernel *kernel = self->group->kernel;
     if (self->work.op == HORO_ALLREDUCE && transfer->bytes > 0) {
-        const double scale = factors_of(self).post;
-        if (scale != 1.0) {
+        const struct hr_scale scale = factors_of(self).post;
+        if (hr_scale_changes(scale)) {
             kernel->scale(self->fused.dtype, transfer->data, transfer->data, transfer->bytes / hr_dtype_bytes(self->fused.dtype),
                           scale, HR_STORE_ORDINARY);
         }

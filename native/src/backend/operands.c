@@ -3,6 +3,8 @@
 #include <stdlib.h>
 #include <sys/mman.h>
 
+#include "base/cut.h"
+
 enum { KIND_COUNT = 3 * HORO_DTYPE_COUNT }; /* a dtype that travels as it is, as float16 or as bfloat16 */
 enum { HUGE_PAGE_BYTES = 1 << 21, HUGE_WORTH_BYTES = 1 << 22 };
 
@@ -82,7 +84,7 @@ static void *allocate_result(size_t bytes) {
     if (bytes < HUGE_WORTH_BYTES) {
         return malloc(bytes == 0 ? 1 : bytes);
     }
-    void *data = aligned_alloc(HUGE_PAGE_BYTES, (bytes + HUGE_PAGE_BYTES - 1) / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES);
+    void *data = aligned_alloc(HUGE_PAGE_BYTES, hr_round_up(bytes, HUGE_PAGE_BYTES));
     if (data != NULL) {
         (void)madvise(data, bytes / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES, MADV_HUGEPAGE); /* a wish: without it all is right too */
     }

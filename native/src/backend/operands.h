@@ -31,8 +31,12 @@ int hr_kinds_next(struct hr_kinds *kinds, struct hr_piece *pieces, struct hr_fus
 static inline int hr_operation_of(int reduce_op) {
     return reduce_op == HORO_AVERAGE ? HORO_SUM : reduce_op;
 }
-static inline double hr_postscale_of(const struct hr_work *work, int size) {
-    return work->reduce_op == HORO_AVERAGE ? work->postscale / size : work->postscale;
+/* What the sum of `dtype` is scaled by over `size` ranks, where the user asked for work->postscale besides. */
+static inline struct hr_scale hr_postscale_of(const struct hr_work *work, int dtype, int size) {
+    if (work->reduce_op != HORO_AVERAGE) {
+        return hr_scale_by(work->postscale);
+    }
+    return hr_dtype_is_integer(dtype) ? (struct hr_scale){work->postscale, size} : hr_scale_by(work->postscale / size);
 }
 
 /* All operands as bytes. */

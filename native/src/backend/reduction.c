@@ -16,7 +16,8 @@ static int index_of(int reduce_op) {
 /* MPI hands nothing over but the operands, so each combination has a function of its own. */
 static void reduce(int dtype, int reduce_op, const void *in, void *inout, const int *count) {
     const void *const operands[2] = {in, inout};
-    hr_kernel_best()->reduce(dtype, reduce_op, inout, NULL, operands, 2, (size_t)*count, 1.0, HR_STORE_ORDINARY);
+    hr_kernel_best()->reduce(dtype, reduce_op, inout, NULL, operands, 2, (size_t)*count, hr_scale_by(1.0),
+                             HR_STORE_ORDINARY);
 }
 
 #define REDUCER(name, dtype, reduce_op)                                                                                \

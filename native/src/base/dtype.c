@@ -24,6 +24,10 @@ const char *hr_dtype_name(int dtype) {
     return is_known(dtype) ? dtypes[dtype].name : "unknown";
 }
 
+int hr_dtype_is_integer(int dtype) {
+    return dtype >= HORO_UINT8 && dtype <= HORO_INT64;
+}
+
 int hr_dtype_reducible(int dtype, int reduce_op) {
     if (!is_known(dtype)) {
         return 0;

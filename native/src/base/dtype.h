@@ -10,6 +10,8 @@
 size_t hr_dtype_bytes(int dtype);
 /* "float32"; "unknown" for an unknown one. */
 const char *hr_dtype_name(int dtype);
+/* bool is none. */
+int hr_dtype_is_integer(int dtype);
 /* Whether allreduce offers this combination; bool has no AVERAGE. */
 int hr_dtype_reducible(int dtype, int reduce_op);
 /* Whether allreduce can send values of `dtype` as `wire_dtype`: a 16-bit float for a wider one. */

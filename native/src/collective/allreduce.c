@@ -116,9 +116,9 @@ static void run_alone(const struct hr_stages *call) {
             kernel->copy(piece->output, piece->input, piece->bytes, HR_STORE_ORDINARY);
         }
         if (call->prescale != 1.0) {
-            kernel->scale(dtype, piece->output, piece->output, count, call->prescale, HR_STORE_ORDINARY);
+            kernel->scale(dtype, piece->output, piece->output, count, hr_scale_by(call->prescale), HR_STORE_ORDINARY);
         }
-        if (call->postscale != 1.0) {
+        if (hr_scale_changes(call->postscale)) {
             kernel->scale(dtype, piece->output, piece->output, count, call->postscale, HR_STORE_ORDINARY);
         }
     }
@@ -148,7 +148,7 @@ static void begin_on_one_host(struct hr_allreduce *run) {
 }
 
 int hr_allreduce_begin(struct hr_allreduce *run, struct hr_group *group, const struct hr_fused *fused, int reduce_op,
-                       double prescale, double postscale) {
+                       double prescale, struct hr_scale postscale) {
     run->segments = (struct hr_segments){.group = group};
     run->fused = *fused;
     run->stages = (struct hr_stages){
@@ -171,8 +171,8 @@ int hr_allreduce_begin(struct hr_allreduce *run, struct hr_group *group, const s
         return HORO_OK;
     }
     if (group->host_count > 1) {
-        run->stages.partial_scale = hr_partial_scale(fused->dtype, reduce_op, postscale);
-        run->stages.postscale /= run->stages.partial_scale;
+        run->stages.partial_scale = hr_partial_scale(fused->dtype, reduce_op, postscale.factor);
+        run->stages.postscale.factor /= run->stages.partial_scale;
         HR_TRY(hr_two_level_begin(run));
     } else {
         begin_on_one_host(run);

@@ -55,12 +55,12 @@ struct hr_allgather {
  * HORO_OK or HORO_ERR_RESOURCE.
  */
 int hr_allreduce_begin(struct hr_allreduce *run, struct hr_group *group, const struct hr_fused *fused, int reduce_op,
-                       double prescale, double postscale);
+                       double prescale, struct hr_scale postscale);
 
 /*
- * What partial results are multiplied by before they travel, so that postscale is divided by it. A sum of float16 may leave their range
- * though the average of all does not. So the power of two in a factor below 1 is taken in before; that is exact, but for values so
- * small that float16 holds fewer bits of them. 1 for everything else.
+ * What partial results are multiplied by before they travel, so that the factor of postscale is divided by it. A sum of float16 may
+ * leave their range though the average of all does not. So the power of two in a factor below 1 is taken in before; that is exact, but
+ * for values so small that float16 holds fewer bits of them. 1 for everything else.
  */
 double hr_partial_scale(int dtype, int reduce_op, double postscale);
 

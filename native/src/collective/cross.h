@@ -23,7 +23,10 @@
 #include "kernel/kernel.h"
 #include "transport/transport.h"
 
-enum { HR_CROSS_WINDOW = 8 }; /* ios in flight per direction, at most */
+enum {
+    HR_CROSS_WINDOW = 8,     /* ios in flight per direction, at most */
+    HR_CROSS_ALIGNMENT = 64, /* of scratch */
+};
 
 /* Where one member's bytes of an allgather are: its own, which travel, and those of the others, which come. */
 struct hr_cross_part {
@@ -39,10 +42,11 @@ struct hr_cross_call {
     size_t count;   /* elements; may be 0 */
     int dtype;
     int reduce_op;    /* SUM, MIN, MAX, PRODUCT; allreduce only */
+    const struct hr_kernel *kernel; /* allreduce only */
     int root_host;    /* broadcast only */
     const struct hr_cross_part *parts; /* allgather only, instead of data and count: [host_count], bytes; the caller keeps them */
     size_t piece_bytes; /* pipeline piece; equal on all members */
-    void *scratch;    /* at least ops->scratch_bytes(...), aligned to 64; may be NULL if that is 0 */
+    void *scratch;    /* at least ops->scratch_bytes(...), aligned to HR_CROSS_ALIGNMENT; may be NULL if that is 0 */
 };
 
 struct hr_cross; /* state of one running call; the caller provides the memory */

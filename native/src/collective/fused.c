@@ -22,7 +22,7 @@ static void pack_piece(const struct hr_fused *fused, const char *input, size_t b
     } else if (scale == 1.0) {
         kernel->copy(target, input, bytes, store);
     } else {
-        kernel->scale(fused->dtype, target, input, count, scale, store);
+        kernel->scale(fused->dtype, target, input, count, hr_scale_by(scale), store);
     }
 }
 

@@ -1,22 +1,12 @@
 #include "collective/pipeline.h"
 
+#include "base/cut.h"
 #include "horo.h"
 
-enum { SCRATCH_ALIGNMENT = 64, ELEMENT_BYTES_MAX = 8 };
-
-void hr_part(size_t count, size_t part_count, size_t index, size_t *begin, size_t *length) {
-    const size_t base = count / part_count;
-    const size_t longer = count % part_count;
-    *begin = index * base + (index < longer ? index : longer);
-    *length = base + (index < longer ? 1 : 0);
-}
-
-static size_t divide_up(size_t count, size_t by) {
-    return count / by + (count % by != 0);
-}
+enum { ELEMENT_BYTES_MAX = 8 };
 
 static size_t align_up(size_t bytes) {
-    return divide_up(bytes, SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT;
+    return hr_round_up(bytes, HR_CROSS_ALIGNMENT);
 }
 
 size_t hr_pipeline_scratch_bytes(size_t part_bytes, size_t piece_bytes) {
@@ -32,7 +22,7 @@ static int call_is_valid(const struct hr_cross_call *call) {
 
 static size_t longest_part(const struct hr_cross *state) {
     if (state->call.parts == NULL) {
-        return divide_up(state->call.count, state->plan.part_count);
+        return hr_divide_up(state->call.count, state->plan.part_count);
     }
     size_t longest = 0;
     for (size_t i = 0; i < state->plan.part_count; i++) {
@@ -53,8 +43,8 @@ int hr_pipeline_begin(struct hr_cross *state, const struct hr_cross_ops *ops, co
     const size_t piece_elements = call->piece_bytes < element_bytes ? 1 : call->piece_bytes / element_bytes;
     const size_t part_elements = longest_part(state);
     state->element_bytes = element_bytes;
-    state->piece_count = divide_up(part_elements, piece_elements);
-    state->slot_bytes = state->piece_count == 0 ? 0 : align_up(divide_up(part_elements, state->piece_count) * element_bytes);
+    state->piece_count = hr_divide_up(part_elements, piece_elements);
+    state->slot_bytes = state->piece_count == 0 ? 0 : align_up(hr_divide_up(part_elements, state->piece_count) * element_bytes);
     state->total = state->piece_count * (size_t)state->plan.step_count;
     return HORO_OK;
 }
@@ -123,8 +113,8 @@ static void reduce(const struct hr_cross *state, const struct hr_step *step, siz
     const void *received = slot_of(state, q);
     const int is_left = step->arrival == HR_ARRIVAL_IS_LEFT;
     const void *const operands[2] = {is_left ? received : span->data, is_left ? span->data : received};
-    hr_kernel_best()->reduce(state->call.dtype, state->call.reduce_op, span->data, NULL, operands, 2, span->count, 1.0,
-                             HR_STORE_ORDINARY);
+    state->call.kernel->reduce(state->call.dtype, state->call.reduce_op, span->data, NULL, operands, 2, span->count,
+                               hr_scale_by(1.0), HR_STORE_ORDINARY);
 }
 
 static void finish_received(struct hr_cross *state) {

@@ -36,9 +36,6 @@ struct hr_step {
 /* Fills in the plan of a call that has been checked; zeroed before. */
 typedef void hr_plan_maker(const struct hr_cross_call *call, struct hr_plan *plan);
 
-/* Cuts `count` into `part_count` parts that differ by at most one: where part `index` begins and how long it is. */
-void hr_part(size_t count, size_t part_count, size_t index, size_t *begin, size_t *length);
-
 /* Bytes of scratch for the pieces in flight of parts of at most part_bytes. */
 size_t hr_pipeline_scratch_bytes(size_t part_bytes, size_t piece_bytes);
 

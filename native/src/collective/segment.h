@@ -2,6 +2,7 @@
 #ifndef HR_COLLECTIVE_SEGMENT_H
 #define HR_COLLECTIVE_SEGMENT_H
 
+#include "base/cut.h"
 #include "collective/group.h"
 
 struct hr_range {
@@ -9,17 +10,28 @@ struct hr_range {
     size_t bytes;
 };
 
-/* Share `index` of `count` shares of `bytes`: whole cache lines, as equal as they can be. */
+/* Part `index` of `count` parts of `bytes` as hr_part cuts the cache lines that hold them; the last one ends with the bytes. */
+static inline struct hr_range hr_lines(size_t bytes, size_t index, size_t count) {
+    size_t begin;
+    size_t length;
+    hr_part(hr_divide_up(bytes, HR_LINE), count, index, &begin, &length);
+    const size_t offset = begin * HR_LINE;
+    const size_t end = offset + length * HR_LINE;
+    return length == 0 ? (struct hr_range){bytes, 0} : (struct hr_range){offset, (end < bytes ? end : bytes) - offset};
+}
+
+/* The share of owner `index` of `count` in a segment of `bytes`. */
 static inline struct hr_range hr_share(size_t bytes, int index, int count) {
-    const size_t lines = (bytes + HR_LINE - 1) / HR_LINE;
-    const size_t begin = lines * (size_t)index / (size_t)count * HR_LINE;
-    const size_t end = lines * ((size_t)index + 1) / (size_t)count * HR_LINE;
-    const size_t stop = end < bytes ? end : bytes;
-    return (struct hr_range){begin < bytes ? begin : bytes, stop > begin ? stop - begin : 0};
+    return hr_lines(bytes, (size_t)index, (size_t)count);
+}
+
+/* No share of a segment of `bytes` or less is longer, whoever owns it: a shorter segment may have a longer share. */
+static inline size_t hr_share_most(size_t bytes, int count) {
+    return hr_divide_up(hr_divide_up(bytes, HR_LINE), (size_t)count) * HR_LINE;
 }
 
 static inline size_t hr_segment_count(const struct hr_group *group, size_t bytes) {
-    return (bytes + group->arena.segment_bytes - 1) / group->arena.segment_bytes;
+    return hr_divide_up(bytes, group->arena.segment_bytes);
 }
 
 static inline struct hr_range hr_segment(const struct hr_group *group, size_t bytes, size_t index) {

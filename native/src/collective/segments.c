@@ -2,20 +2,20 @@
 
 #include <stdlib.h>
 
-enum { SCRATCH_ALIGNMENT = 64 };
+#include "base/cut.h"
 
 static struct hr_segments *segments_of(struct hr_task *task) {
     return (struct hr_segments *)task; /* its first member */
 }
 
 int hr_segments_reserve_scratch(struct hr_group *group, size_t bytes) {
-    const size_t whole = (bytes + SCRATCH_ALIGNMENT - 1) & ~(size_t)(SCRATCH_ALIGNMENT - 1);
+    const size_t whole = hr_round_up(bytes, HR_CROSS_ALIGNMENT);
     if (whole <= group->cross_scratch_bytes) {
         return HORO_OK;
     }
     free(group->cross_scratch);
     group->cross_scratch_bytes = 0;
-    group->cross_scratch = aligned_alloc(SCRATCH_ALIGNMENT, whole);
+    group->cross_scratch = aligned_alloc(HR_CROSS_ALIGNMENT, whole);
     if (group->cross_scratch == NULL) {
         return HORO_ERR_RESOURCE;
     }

@@ -39,7 +39,7 @@ void hr_stages_fill(struct hr_stages *call, size_t k) {
 }
 
 void hr_stages_reduce_part(struct hr_stages *call, size_t k, size_t at, size_t bytes, const char *mine, char *target, char *copy,
-                           double scale) {
+                           struct hr_scale scale) {
     struct hr_group *group = call->group;
     for (int i = 0; i < group->local_size; i++) {
         group->sources[i] = i == group->local_rank && mine != NULL ? mine : hr_stages_slot(call, i, k) + at;
@@ -55,7 +55,7 @@ void hr_stages_reduce(struct hr_stages *call, size_t k) {
     }
     const struct hr_range segment = hr_segment(group, call->fused->bytes, k);
     const struct hr_range share = hr_share(segment.bytes, group->local_rank, call->owners);
-    const double scale = group->host_count > 1 ? call->partial_scale : call->postscale;
+    const struct hr_scale scale = group->host_count > 1 ? hr_scale_by(call->partial_scale) : call->postscale;
     char *slot = result_slot(call, group->local_rank, k);
     size_t at = share.offset;
     size_t left = share.bytes;

@@ -20,7 +20,7 @@ struct hr_stages {
     int reduce_op;
     double prescale;
     double partial_scale; /* several hosts: what each host's partial result is multiplied by before it travels on */
-    double postscale;
+    struct hr_scale postscale;
     int owners;
     size_t element;
     enum hr_store store;
@@ -57,6 +57,6 @@ void hr_stages_exchange(struct hr_stages *call, size_t k);
 
 /* Reduces `bytes` at `at` within segment k; `mine` is my contribution, NULL if it is in my slot as those of the others are. */
 void hr_stages_reduce_part(struct hr_stages *call, size_t k, size_t at, size_t bytes, const char *mine, char *target, char *copy,
-                           double scale);
+                           struct hr_scale scale);
 
 #endif

@@ -8,10 +8,7 @@
  */
 #include "collective/two_level.h"
 
-enum {
-    DOUBLING_BYTES = 1 << 16, /* between hosts: latency counts up to here, bandwidth above */
-    SCRATCH_ALIGNMENT = 64,
-};
+enum { DOUBLING_BYTES = 1 << 16 }; /* between hosts: latency counts up to here, bandwidth above */
 
 static struct hr_allreduce *run_of(struct hr_segments *segments) {
     return (struct hr_allreduce *)segments; /* its first member */
@@ -22,19 +19,24 @@ static struct hr_range own_share(const struct hr_stages *call, size_t k) {
     return hr_share(segment.bytes, call->group->local_rank, call->owners);
 }
 
-static const struct hr_cross_ops *cross_ops(size_t share_bytes) {
+const struct hr_cross_ops *hr_two_level_cross(size_t share_bytes) {
     return share_bytes <= DOUBLING_BYTES ? &hr_cross_doubling : &hr_cross_ring;
+}
+
+size_t hr_two_level_scratch_bytes(int host_count, int owners, size_t segment_bytes) {
+    const size_t most = hr_share_most(segment_bytes, owners);
+    const size_t small_most = most < DOUBLING_BYTES ? most : DOUBLING_BYTES; /* the last segment may have a small share only */
+    const size_t small = hr_cross_doubling.scratch_bytes(host_count, small_most, HR_CROSS_PIECE_BYTES);
+    const size_t large = hr_two_level_cross(most)->scratch_bytes(host_count, most, HR_CROSS_PIECE_BYTES);
+    return hr_round_up(small > large ? small : large, HR_CROSS_ALIGNMENT);
 }
 
 /* Room for two of the largest shares, before anything travels: it cannot be moved then. Small data gets one: it is one segment. */
 static int reserve_scratch(struct hr_allreduce *run) {
     struct hr_group *group = run->segments.group;
-    const size_t share_bytes = own_share(&run->stages, 0).bytes;
-    const size_t small_bytes = share_bytes < DOUBLING_BYTES ? share_bytes : DOUBLING_BYTES; /* the last segment may be */
-    const size_t small = hr_cross_doubling.scratch_bytes(group->host_count, small_bytes, HR_CROSS_PIECE_BYTES);
-    const size_t large = cross_ops(share_bytes)->scratch_bytes(group->host_count, share_bytes, HR_CROSS_PIECE_BYTES);
-    run->scratch_bytes = ((small > large ? small : large) + SCRATCH_ALIGNMENT - 1) & ~(size_t)(SCRATCH_ALIGNMENT - 1);
+    const size_t segment_bytes = hr_segment(group, run->fused.bytes, 0).bytes;
     const size_t at_once = run->fused.bytes <= group->arena.segment_bytes ? 1 : HR_SEGMENTS_TRAVELLING_MAX;
+    run->scratch_bytes = hr_two_level_scratch_bytes(group->host_count, run->stages.owners, segment_bytes);
     return hr_segments_reserve_scratch(group, at_once * run->scratch_bytes);
 }
 
@@ -87,15 +89,16 @@ static int begin(struct hr_segments *segments, size_t k, struct hr_cross *cross)
         .count = share.bytes / call->element,
         .dtype = call->fused->dtype,
         .reduce_op = call->reduce_op,
+        .kernel = group->kernel,
         .piece_bytes = HR_CROSS_PIECE_BYTES,
         .scratch = group->cross_scratch + (segments->count == 1 ? 0 : k % HR_SEGMENTS_TRAVELLING_MAX * run->scratch_bytes),
     };
-    return cross_ops(share.bytes)->begin(cross, &cross_call);
+    return hr_two_level_cross(share.bytes)->begin(cross, &cross_call);
 }
 
 static void finish(struct hr_segments *segments, size_t k) {
     struct hr_stages *call = &run_of(segments)->stages;
-    if (hr_stages_owns(call) && call->postscale != 1.0) {
+    if (hr_stages_owns(call) && hr_scale_changes(call->postscale)) {
         char *data = travelling(call, k);
         call->group->kernel->scale(call->fused->dtype, data, data, own_share(call, k).bytes / call->element, call->postscale,
                                    HR_STORE_ORDINARY);

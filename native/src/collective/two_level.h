@@ -7,6 +7,12 @@
 /* Makes run->segments ready for hr_segments_begin, by what is in run->stages and run->fused. HORO_OK or HORO_ERR_RESOURCE. */
 int hr_two_level_begin(struct hr_allreduce *run);
 
+/* What a share of so many bytes travels by. */
+const struct hr_cross_ops *hr_two_level_cross(size_t share_bytes);
+
+/* Scratch for any share of any segment of at most `segment_bytes`, cut for so many owners. */
+size_t hr_two_level_scratch_bytes(int host_count, int owners, size_t segment_bytes);
+
 /* Begins what hr_allgather_begin has filled in. HORO_OK or HORO_ERR_RESOURCE. */
 int hr_two_level_gather_begin(struct hr_allgather *run);
 

@@ -15,7 +15,6 @@
 
 #include <string.h>
 
-#include "collective/pipeline.h"
 
 enum {
     DOUBLING_BYTES = 1 << 20,     /* of the result: latency counts up to here, bandwidth above */
@@ -30,16 +29,6 @@ static struct hr_allgather *run_of(struct hr_segments *segments) {
 
 static unsigned parity(const struct hr_allgather *run, size_t k) {
     return hr_segments_parity(&run->segments, k);
-}
-
-/* Share `index` of a part: whole cache lines, as equal as they can be. */
-static struct hr_range share_of(const struct hr_allgather *run, const struct hr_fused *part, size_t index) {
-    size_t begin;
-    size_t length;
-    hr_part((part->bytes + HR_LINE - 1) / HR_LINE, run->share_count, index, &begin, &length);
-    const size_t offset = begin * HR_LINE;
-    const size_t end = offset + length * HR_LINE;
-    return (struct hr_range){offset, length == 0 ? 0 : (end < part->bytes ? end : part->bytes) - offset};
 }
 
 /* Where a share travels from and to without a slot, or NULL. */
@@ -75,7 +64,8 @@ static int walk_on(struct walk *walk) {
     }
     walk->slot_offset += walk->share.bytes;
     walk->rank = run->members[walk->next++];
-    walk->share = share_of(run, &run->by_rank[walk->rank], walk->k * (size_t)run->owners + (size_t)walk->owner);
+    const size_t index = walk->k * (size_t)run->owners + (size_t)walk->owner;
+    walk->share = hr_lines(run->by_rank[walk->rank].bytes, index, run->share_count);
     char *direct = direct_place(run, walk->rank, walk->share);
     walk->is_direct = direct != NULL;
     walk->place = direct;
@@ -171,7 +161,7 @@ static void begin_next_run(struct hr_allgather *run) {
     run->owners = total <= SPREAD_BYTES ? 1 : group->owner_count;
     run->cross = total <= DOUBLING_BYTES ? &hr_cross_gather_doubling : &hr_cross_gather_ring;
     run->store = group->local_size == 1 ? HR_STORE_ORDINARY : hr_store_choose(group, run->by_rank[group->rank].bytes);
-    const size_t count = (total + segment_bytes(run) - 1) / segment_bytes(run);
+    const size_t count = hr_divide_up(total, segment_bytes(run));
     run->share_count = count * (size_t)run->owners;
     run->segments = (struct hr_segments){
         .group = group,

@@ -2,8 +2,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "engine/agree_entry.h"
 #include "base/dtype.h"
+#include "base/little_endian.h"
+#include "engine/agree_entry.h"
 
 enum {
     IDS_PER_MESSAGE = 1024,
@@ -19,11 +20,7 @@ int hr_frame_begin(struct hr_buffer *out, size_t *mark) {
 }
 
 void hr_frame_end(struct hr_buffer *out, size_t mark) {
-    const uint32_t bytes = (uint32_t)(hr_buffer_size(out) - mark);
-    uint8_t *at = out->data + out->begin + mark - 4;
-    for (int i = 0; i < 4; i++) {
-        at[i] = (uint8_t)(bytes >> (8 * i));
-    }
+    (void)hr_store_u32(out->data + out->begin + mark - 4, (uint32_t)(hr_buffer_size(out) - mark));
 }
 
 int hr_frame_peek(const struct hr_buffer *in, const uint8_t **data, size_t *bytes) {
@@ -32,7 +29,7 @@ int hr_frame_peek(const struct hr_buffer *in, const uint8_t **data, size_t *byte
     if (available < 4) {
         return HORO_IN_PROGRESS;
     }
-    const uint32_t length = front[0] | (uint32_t)front[1] << 8 | (uint32_t)front[2] << 16 | (uint32_t)front[3] << 24;
+    const uint32_t length = hr_load_u32(front);
     if (length > HR_WIRE_MESSAGE_MAX) {
         return HORO_ERR_INTERNAL;
     }
@@ -99,11 +96,11 @@ static struct hr_agree_kind kind_of(const struct hr_agree_entry *entry) {
     for (uint32_t i = 0; i < request.tensor_count; i++) {
         struct hr_wire_tensor tensor;
         hr_wire_next_tensor(&cursor, &tensor);
-        uint64_t bytes = hr_dtype_bytes(tensor.dtype);
-        for (int d = 0; d < tensor.ndim; d++) {
-            bytes *= (uint64_t)tensor.shape[d];
+        int64_t bytes = 0;
+        (void)hr_wire_tensor_bytes(request.op, tensor.shape, tensor.ndim, tensor.dtype, &bytes);
+        if (__builtin_add_overflow(kind.bytes, (uint64_t)bytes, &kind.bytes)) {
+            kind.bytes = UINT64_MAX; /* as large as can be: it shares a batch with nothing */
         }
-        kind.bytes += bytes;
         const int dtypes = tensor.dtype + HORO_DTYPE_COUNT * tensor.wire_dtype;
         kind.dtypes = kind.dtypes == HR_AGREE_NO_DTYPE || kind.dtypes == dtypes ? dtypes : HR_AGREE_MIXED_DTYPES;
     }

@@ -1,16 +1,15 @@
 /* How two requests of one name differ, in one sentence that names the tensor, both ranks and both values. */
+#include <float.h>
 #include <stdio.h>
 #include <string.h>
 
+#include "base/op.h"
 #include "engine/agree_entry.h"
-#include "base/dtype.h"
 
-enum { VALUE_BYTES = 320 };
-
-static const char *op_name(int op) {
-    static const char *const names[HORO_OP_COUNT] = {"allreduce", "allgather", "broadcast", "barrier"};
-    return op >= 0 && op < HORO_OP_COUNT ? names[op] : "unknown operation";
-}
+enum {
+    VALUE_BYTES = 320,
+    DIGITS_MIN = 6, /* as many as %g writes */
+};
 
 static const char *reduce_name(int reduce_op) {
     switch (reduce_op) {
@@ -56,9 +55,30 @@ static void describe_root(const struct hr_wire_request *request, char *text) {
     (void)snprintf(text, VALUE_BYTES, "root rank %d", request->root_rank);
 }
 
-static void describe_factors(const struct hr_wire_request *request, char *text) {
-    (void)snprintf(text, VALUE_BYTES, "prescale factor %g and postscale factor %g", request->prescale,
+static void write_factors(const struct hr_wire_request *request, int digits, char *text) {
+    (void)snprintf(text, VALUE_BYTES, "prescale factor %.*g and postscale factor %.*g", digits, request->prescale, digits,
                    request->postscale);
+}
+
+/* With as few digits as tell them apart: what reads as equal explains nothing. */
+static void describe_factors(const struct hr_wire_request *a, const struct hr_wire_request *b, char *a_text, char *b_text) {
+    for (int digits = DIGITS_MIN; digits <= DBL_DECIMAL_DIG; digits++) {
+        write_factors(a, digits, a_text);
+        write_factors(b, digits, b_text);
+        if (strcmp(a_text, b_text) != 0) {
+            return;
+        }
+    }
+}
+
+static int same_factors(const struct hr_wire_request *a, const struct hr_wire_request *b) {
+    return memcmp(&a->prescale, &b->prescale, sizeof a->prescale) == 0 &&
+           memcmp(&a->postscale, &b->postscale, sizeof a->postscale) == 0;
+}
+
+static void describe_use(const struct hr_wire_request *request, char *text) {
+    (void)snprintf(text, VALUE_BYTES, "%s", request->transient ? "it under an automatic name"
+                                                               : "it under a name that the caller gave");
 }
 
 /* Both values, in the order in which a user would want to know. Returns a prefix such as "tensor 3: ". */
@@ -67,8 +87,8 @@ static void describe_difference(const struct hr_wire_request *a, const struct hr
     uint32_t index = 0;
     prefix[0] = '\0';
     if (a->op != b->op) {
-        (void)snprintf(a_text, VALUE_BYTES, "%s", op_name(a->op));
-        (void)snprintf(b_text, VALUE_BYTES, "%s", op_name(b->op));
+        (void)snprintf(a_text, VALUE_BYTES, "%s", hr_op_name(a->op));
+        (void)snprintf(b_text, VALUE_BYTES, "%s", hr_op_name(b->op));
     } else if (a->tensor_count != b->tensor_count) {
         (void)snprintf(a_text, VALUE_BYTES, "%u tensor%s", a->tensor_count, a->tensor_count == 1 ? "" : "s");
         (void)snprintf(b_text, VALUE_BYTES, "%u tensor%s", b->tensor_count, b->tensor_count == 1 ? "" : "s");
@@ -82,9 +102,11 @@ static void describe_difference(const struct hr_wire_request *a, const struct hr
     } else if (a->root_rank != b->root_rank) {
         describe_root(a, a_text);
         describe_root(b, b_text);
+    } else if (!same_factors(a, b)) {
+        describe_factors(a, b, a_text, b_text);
     } else {
-        describe_factors(a, a_text);
-        describe_factors(b, b_text);
+        describe_use(a, a_text);
+        describe_use(b, b_text);
     }
 }
 
@@ -102,7 +124,7 @@ void hr_agree_mismatch_text(const struct hr_agree_config *config, const struct h
     char b_text[VALUE_BYTES];
     describe_difference(&a, &b, prefix, a_text, b_text);
     const char *verb = a.op == HORO_BROADCAST && strncmp(a_text, "root", 4) == 0 ? "named" : "sent";
-    (void)snprintf(out, out_bytes, "%s '%.*s': %srank %d (%s) %s %s, rank %d (%s) %s %s", op_name(a.op),
+    (void)snprintf(out, out_bytes, "%s '%.*s': %srank %d (%s) %s %s, rank %d (%s) %s %s", hr_op_name(a.op),
                    (int)(a.name.bytes < 200 ? a.name.bytes : 200), a.name.data, prefix, low->rank,
                    config->host_name_of_rank[low->rank], verb, a_text, high->rank,
                    config->host_name_of_rank[high->rank], verb, b_text);

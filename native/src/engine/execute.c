@@ -57,23 +57,22 @@ static int reserve_operands(struct hr_batch *batch, size_t count) {
 }
 
 static void add_operand(struct hr_batch *batch, const horo_tensor *tensor) {
-    size_t bytes = hr_dtype_bytes(tensor->dtype);
-    size_t row_bytes = bytes;
-    for (int d = 0; d < tensor->ndim; d++) {
-        bytes *= (size_t)tensor->shape[d];
-        row_bytes *= d == 0 ? 1 : (size_t)tensor->shape[d];
-    }
+    int64_t bytes = 0;
+    int64_t row_bytes = 0; /* stays so where it does not fit: an allgather of such rows has been refused, others do not look at it */
+    const int rows = tensor->ndim > 0;
+    (void)hr_wire_shape_bytes(tensor->shape, tensor->ndim, tensor->dtype, &bytes); /* it was checked when it was submitted */
+    (void)hr_wire_shape_bytes(tensor->shape + rows, tensor->ndim - rows, tensor->dtype, &row_bytes);
     const size_t i = batch->operand_count++;
     batch->operands[i] = (struct hr_operand){
         .input = tensor->input,
         .output = tensor->output,
-        .bytes = bytes,
+        .bytes = (size_t)bytes,
         .dtype = tensor->dtype,
         .wire_dtype = tensor->wire_dtype,
     };
     batch->rows[i] = tensor->ndim == 0 ? 1 : tensor->shape[0];
-    batch->row_bytes[i] = row_bytes;
-    batch->bytes += bytes;
+    batch->row_bytes[i] = (size_t)row_bytes;
+    batch->bytes += (uint64_t)bytes;
 }
 
 static int load_batch(struct hr_engine *engine, const struct hr_wire_message *record) {

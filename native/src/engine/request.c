@@ -4,15 +4,37 @@
 #include <string.h>
 
 #include "base/clock.h"
+#include "base/op.h"
 #include "engine/engine.h"
 
-static const char *op_name(int op) {
-    static const char *const names[HORO_OP_COUNT] = {"allreduce", "allgather", "broadcast", "barrier"};
-    return names[op];
+/* Of a shape that is refused: the first negative extent, or else the one from which on the bytes are too many. */
+static int impossible_dimension(const horo_request *call, const horo_tensor *tensor) {
+    for (int d = 0; d < tensor->ndim; d++) {
+        if (tensor->shape[d] < 0) {
+            return d;
+        }
+    }
+    const int first = call->op == HORO_ALLGATHER && tensor->shape[0] == 0;
+    int d = first;
+    int64_t bytes;
+    while (hr_wire_shape_bytes(tensor->shape + first, d - first + 1, tensor->dtype, &bytes) == HORO_OK) {
+        d++;
+    }
+    return d;
+}
+
+static int check_shape(const horo_request *call, const horo_tensor *tensor, struct hr_error *error) {
+    int64_t bytes;
+    if (hr_wire_tensor_bytes(call->op, tensor->shape, tensor->ndim, tensor->dtype, &bytes) == HORO_OK) {
+        return HORO_OK;
+    }
+    const int d = impossible_dimension(call, tensor);
+    return hr_fail(error, HORO_ERR_USAGE, "%s '%s': extent %lld of dimension %d is impossible", hr_op_name(call->op), call->name,
+                   (long long)tensor->shape[d], d);
 }
 
 static int check_tensor(const horo_request *call, const horo_tensor *tensor, struct hr_error *error) {
-    const char *op = op_name(call->op);
+    const char *op = hr_op_name(call->op);
     if (tensor->dtype < 0 || tensor->dtype >= HORO_DTYPE_COUNT) {
         return hr_fail(error, HORO_ERR_UNSUPPORTED, "%s '%s': dtype number %d is not known", op, call->name, tensor->dtype);
     }
@@ -36,16 +58,7 @@ static int check_tensor(const horo_request *call, const horo_tensor *tensor, str
     if (tensor->dtype == HORO_BOOL && (call->prescale != 1.0 || call->postscale != 1.0)) {
         return hr_fail(error, HORO_ERR_UNSUPPORTED, "%s '%s': bool cannot be scaled", op, call->name);
     }
-    int64_t bytes = (int64_t)hr_dtype_bytes(tensor->dtype);
-    for (int d = 0; d < tensor->ndim; d++) {
-        const int64_t extent = tensor->shape[d];
-        if (extent < 0 || (extent > 0 && bytes > INT64_MAX / extent)) {
-            return hr_fail(error, HORO_ERR_USAGE, "%s '%s': extent %lld of dimension %d is impossible", op, call->name,
-                           (long long)extent, d);
-        }
-        bytes *= extent;
-    }
-    return HORO_OK;
+    return check_shape(call, tensor, error);
 }
 
 static int check_call(const horo_request *call, int size, struct hr_error *error) {
@@ -54,7 +67,7 @@ static int check_call(const horo_request *call, int size, struct hr_error *error
     }
     const size_t name_bytes = call->name == NULL ? 0 : strlen(call->name);
     if (name_bytes == 0 || name_bytes > HORO_NAME_MAX) {
-        return hr_fail(error, HORO_ERR_USAGE, "%s: the name has %zu bytes; 1 to %d are allowed", op_name(call->op),
+        return hr_fail(error, HORO_ERR_USAGE, "%s: the name has %zu bytes; 1 to %d are allowed", hr_op_name(call->op),
                        name_bytes, HORO_NAME_MAX);
     }
     if (call->op == HORO_BROADCAST && (call->root_rank < 0 || call->root_rank >= size)) {
@@ -63,7 +76,7 @@ static int check_call(const horo_request *call, int size, struct hr_error *error
     }
     const int wrong_count = call->op == HORO_BARRIER ? call->tensor_count != 0 : call->tensor_count < 1;
     if (wrong_count || call->tensor_count > HR_WIRE_TENSORS_MAX) {
-        return hr_fail(error, HORO_ERR_USAGE, "%s '%s': %d tensors", op_name(call->op), call->name, call->tensor_count);
+        return hr_fail(error, HORO_ERR_USAGE, "%s '%s': %d tensors", hr_op_name(call->op), call->name, call->tensor_count);
     }
     for (int i = 0; i < call->tensor_count; i++) {
         HR_TRY(check_tensor(call, &call->tensors[i], error));
@@ -71,15 +84,24 @@ static int check_call(const horo_request *call, int size, struct hr_error *error
     return HORO_OK;
 }
 
+/* A longer one could be encoded, but no message would hold it. */
+static int check_size(const horo_request *call, size_t byte_count, struct hr_error *error) {
+    if (byte_count <= HR_WIRE_REQUEST_MAX) {
+        return HORO_OK;
+    }
+    return hr_fail(error, HORO_ERR_USAGE,
+                   "%s '%s': the description of its %d tensors takes %zu bytes; at most %d can travel as one request: submit the "
+                   "tensors as several groups", hr_op_name(call->op), call->name, call->tensor_count, byte_count, HR_WIRE_REQUEST_MAX);
+}
+
 /* Everything in one allocation; the last part, of byte_count bytes, is for the canonical form. */
-static int copy_call(const horo_request *call, struct hr_request **out) {
+static int copy_call(const horo_request *call, size_t byte_count, struct hr_request **out) {
     size_t dims = 0;
     for (int i = 0; i < call->tensor_count; i++) {
         dims += (size_t)call->tensors[i].ndim;
     }
     const size_t count = (size_t)call->tensor_count;
     const size_t name_bytes = strlen(call->name);
-    const size_t byte_count = hr_wire_request_bytes(call);
     struct hr_request *request =
         malloc(sizeof *request + count * sizeof(horo_tensor) + dims * sizeof(int64_t) + name_bytes + 1 + byte_count);
     if (request == NULL) {
@@ -119,8 +141,10 @@ static int encode(const struct hr_request *request) {
 
 int hr_request_create(const horo_request *call, int size, struct hr_request **request, struct hr_error *error) {
     HR_TRY(check_call(call, size, error));
+    const size_t byte_count = hr_wire_request_bytes(call);
+    HR_TRY(check_size(call, byte_count, error));
     struct hr_request *copy = NULL;
-    int status = copy_call(call, &copy);
+    int status = copy_call(call, byte_count, &copy);
     if (status == HORO_OK) {
         status = encode(copy);
     }
@@ -130,7 +154,7 @@ int hr_request_create(const horo_request *call, int size, struct hr_request **re
     }
     if (status != HORO_OK) {
         free(copy);
-        return hr_fail(error, status, "%s '%s': out of memory for the request", op_name(call->op), call->name);
+        return hr_fail(error, status, "%s '%s': out of memory for the request", hr_op_name(call->op), call->name);
     }
     *request = copy;
     return HORO_OK;

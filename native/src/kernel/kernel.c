@@ -5,9 +5,17 @@
 #include "kernel/level.h"
 
 #if defined(__x86_64__)
+/*
+ * __builtin_cpu_supports reads a table that was filled in when the library was loaded. Not every compiler's knows "f16c"; asking the
+ * processor itself costs microseconds in a virtual machine, where each cpuid is a trap. That of avx2 has checked the operating system.
+ */
+#if !defined(__clang__) && __GNUC__ >= 11
+static int has_f16c(void) {
+    return __builtin_cpu_supports("f16c");
+}
+#else
 #include <cpuid.h>
 
-/* By cpuid, since not every compiler's __builtin_cpu_supports knows "f16c". That of avx2 has checked the operating system. */
 static int has_f16c(void) {
     unsigned a;
     unsigned b;
@@ -15,6 +23,7 @@ static int has_f16c(void) {
     unsigned d;
     return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
 }
+#endif
 
 static int has_avx2(void) {
     return __builtin_cpu_supports("avx2") && has_f16c();

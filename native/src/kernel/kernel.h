@@ -3,10 +3,11 @@
  * gives bit-equal results (no reassociation, no fused multiply-add: each element is computed in the same order everywhere).
  *
  * 16-bit floats are widened to float32, reduced and scaled there and rounded once (to nearest even) at the end; a float32 NaN
- * becomes a NaN. Except for float64, a scale is rounded to float32 before floats are multiplied by it.
- * Integers wrap; a scale other than 1 on integers is applied in double and truncated toward zero, saturating at the type's ends
- * (NaN becomes 0). bool: sum and max are OR, product and min are AND; scale must be 1; any byte but 0 is true and results are
- * 0 or 1.
+ * becomes a NaN. Except for float64, a factor is rounded to float32 before floats are multiplied by it.
+ * Integers wrap. With a factor of 1 they are divided as integers, truncating toward zero, so that an average is exact. Any other
+ * factor is applied in double: value * factor / divisor, truncated toward zero once, saturating at the type's ends (NaN becomes
+ * 0); an int64 beyond 2^53 is rounded there. bool: sum and max are OR, product and min are AND; neither factor nor divisor may be
+ * other than 1; any byte but 0 is true and results are 0 or 1.
  * float16 and bfloat16 also stand for wider floats while they travel: convert rounds to nearest even, and a NaN stays one. From and
  * to float64 it goes through float32, as torch's own conversions do.
  * float min and max give NaN if any source is NaN. When a sum or product adds or multiplies two NaN, which of them it carries on
@@ -26,6 +27,23 @@ enum hr_store {
     HR_STORE_STREAM = 1, /* past the cache where the machine can, fenced before the function returns */
 };
 
+/*
+ * What a result is multiplied by and divided by. Two numbers, since the inverse of a divisor is no double: 49 * (1.0 / 49) is below 1.
+ * The divisor is at least 1, and 1 for floats (they are multiplied by the inverse, as ever) and bool.
+ */
+struct hr_scale {
+    double factor;
+    int divisor;
+};
+
+static inline struct hr_scale hr_scale_by(double factor) {
+    return (struct hr_scale){factor, 1};
+}
+
+static inline int hr_scale_changes(struct hr_scale scale) {
+    return scale.factor != 1.0 || scale.divisor != 1;
+}
+
 /* One table per SIMD level; functions are exhaustive over dtypes and never fail. */
 struct hr_kernel {
     const char *name;
@@ -37,16 +55,16 @@ struct hr_kernel {
      * reduce_op is SUM, MIN, MAX or PRODUCT (the caller turns AVERAGE into SUM and a scale).
      */
     void (*reduce)(int dtype, int reduce_op, void *dst, void *copy, const void *const *src, int src_count, size_t count,
-                   double scale, enum hr_store copy_store);
+                   struct hr_scale scale, enum hr_store copy_store);
 
     /* dst[i] = scale * src[i]; dst may equal src. */
-    void (*scale)(int dtype, void *dst, const void *src, size_t count, double scale, enum hr_store store);
+    void (*scale)(int dtype, void *dst, const void *src, size_t count, struct hr_scale scale, enum hr_store store);
 
     /*
-     * dst[i] = scale * src[i], where one of the dtypes is float16 or bfloat16 and the other float32 or float64; multiplied in the
+     * dst[i] = factor * src[i], where one of the dtypes is float16 or bfloat16 and the other float32 or float64; multiplied in the
      * wider one. dst and src do not overlap.
      */
-    void (*convert)(int dst_dtype, void *dst, int src_dtype, const void *src, size_t count, double scale, enum hr_store store);
+    void (*convert)(int dst_dtype, void *dst, int src_dtype, const void *src, size_t count, double factor, enum hr_store store);
 
     /* memcpy; dst and src do not overlap. */
     void (*copy)(void *dst, const void *src, size_t bytes, enum hr_store store);
@@ -58,7 +76,7 @@ struct hr_kernel {
     void (*exchange)(void *out, void *slot, const void *in, size_t bytes, enum hr_store slot_store);
 };
 
-/* The best table for this machine; the same pointer every time. */
+/* The best table for this machine; the same pointer every time. Cheap, but not free: keep it where many small calls follow. */
 const struct hr_kernel *hr_kernel_best(void);
 const struct hr_kernel *hr_kernel_scalar(void);
 

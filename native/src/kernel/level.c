@@ -6,10 +6,6 @@
 
 enum { BLOCK_BYTES = 4096 }; /* stays in the first-level cache between the steps of what takes several */
 
-static int is_integer(int dtype) {
-    return dtype <= HORO_INT64;
-}
-
 static enum hr_kernel_op kernel_op(int reduce_op) {
     switch (reduce_op) {
     case HORO_MIN: return HR_KERNEL_MIN;
@@ -24,10 +20,10 @@ static size_t smaller(size_t a, size_t b) {
 }
 
 /* Scaling integers is rare and never vectorised by hand: reduce, scale and copy follow each other block by block. */
-static void reduce_scaled_integers(const struct hr_level *level, int dtype, enum hr_kernel_op op, struct hr_span span) {
+static void reduce_scaled_integers(const struct hr_level *level, int dtype, enum hr_kernel_op op, struct hr_span span,
+                                   struct hr_scale scale) {
     const size_t bytes = hr_dtype_bytes(dtype);
     const size_t count = span.end;
-    const double scale = span.scale;
     uint8_t *copy = span.copy;
     span.copy = NULL;
     span.scale = 1.0;
@@ -44,7 +40,7 @@ static void reduce_scaled_integers(const struct hr_level *level, int dtype, enum
 }
 
 void hr_level_reduce(const struct hr_level *level, int dtype, int reduce_op, void *dst, void *copy, const void *const *src,
-                     int src_count, size_t count, double scale, enum hr_store copy_store) {
+                     int src_count, size_t count, struct hr_scale scale, enum hr_store copy_store) {
     const struct hr_span span = {
         .dst = dst,
         .copy = copy,
@@ -52,17 +48,17 @@ void hr_level_reduce(const struct hr_level *level, int dtype, int reduce_op, voi
         .src_count = src_count,
         .copy_store = copy_store,
         .end = count,
-        .scale = dtype == HORO_BOOL ? 1.0 : scale,
+        .scale = dtype == HORO_BOOL ? 1.0 : scale.factor,
     };
-    if (is_integer(dtype) && scale != 1.0) {
-        reduce_scaled_integers(level, dtype, kernel_op(reduce_op), span);
+    if (hr_dtype_is_integer(dtype) && hr_scale_changes(scale)) {
+        reduce_scaled_integers(level, dtype, kernel_op(reduce_op), span, scale);
     } else {
         level->reduce[dtype][kernel_op(reduce_op)](&span);
     }
 }
 
 static void scale_integers(const struct hr_level *level, int dtype, uint8_t *dst, const uint8_t *src, size_t count,
-                           double scale, enum hr_store store) {
+                           struct hr_scale scale, enum hr_store store) {
     if (store == HR_STORE_ORDINARY) {
         hr_scale_integers(dtype, dst, src, count, scale);
         return;
@@ -77,18 +73,18 @@ static void scale_integers(const struct hr_level *level, int dtype, uint8_t *dst
     }
 }
 
-void hr_level_scale(const struct hr_level *level, int dtype, void *dst, const void *src, size_t count, double scale,
+void hr_level_scale(const struct hr_level *level, int dtype, void *dst, const void *src, size_t count, struct hr_scale scale,
                     enum hr_store store) {
-    if (scale == 1.0 || dtype == HORO_BOOL) {
+    if (!hr_scale_changes(scale) || dtype == HORO_BOOL) {
         if (dst != src && count > 0) {
             level->copy(dst, src, count * hr_dtype_bytes(dtype), store);
         }
-    } else if (is_integer(dtype)) {
+    } else if (hr_dtype_is_integer(dtype)) {
         scale_integers(level, dtype, dst, src, count, scale, store);
     } else {
         /* A reduction of one source. The result goes where the store policy applies. */
         const struct hr_span span = {
-            .copy = dst, .src = &src, .src_count = 1, .copy_store = store, .end = count, .scale = scale};
+            .copy = dst, .src = &src, .src_count = 1, .copy_store = store, .end = count, .scale = scale.factor};
         level->reduce[dtype][HR_KERNEL_SUM](&span);
     }
 }
@@ -145,24 +141,31 @@ void hr_level_convert(const struct hr_level *level, int dst_dtype, void *dst, in
     }
 }
 
-HR_INLINE void scale_type(int dtype, uint8_t *dst, const uint8_t *src, size_t count, double scale, int64_t low,
+HR_INLINE int64_t scale_integer(int dtype, int64_t value, struct hr_scale scale, int64_t low, int64_t high) {
+    if (scale.factor == 1.0) {
+        /* In 32 bits where they hold the value: a division of 64 takes several times as long on many machines. */
+        return dtype == HORO_INT64 ? value / scale.divisor : (int32_t)value / scale.divisor;
+    }
+    const double result = (double)value * scale.factor / scale.divisor;
+    if (result >= (double)high) { /* INT64_MAX rounds up to 2^63, the first double that does not fit */
+        return high;
+    }
+    if (result <= (double)low) {
+        return low;
+    }
+    return result == result ? (int64_t)result : 0;
+}
+
+HR_INLINE void scale_type(int dtype, uint8_t *dst, const uint8_t *src, size_t count, struct hr_scale scale, int64_t low,
                           int64_t high) {
     const size_t bytes = element_bytes(dtype);
     for (size_t i = 0; i < count; i++) {
-        const double product = (double)load_integer(dtype, src + i * bytes) * scale;
-        int64_t value;
-        if (product >= (double)high) { /* INT64_MAX rounds up to 2^63, the first double that does not fit */
-            value = high;
-        } else if (product <= (double)low) {
-            value = low;
-        } else {
-            value = product == product ? (int64_t)product : 0;
-        }
-        store_integer(dtype, dst + i * bytes, value);
+        const int64_t value = load_integer(dtype, src + i * bytes);
+        store_integer(dtype, dst + i * bytes, scale_integer(dtype, value, scale, low, high));
     }
 }
 
-void hr_scale_integers(int dtype, void *dst, const void *src, size_t count, double scale) {
+void hr_scale_integers(int dtype, void *dst, const void *src, size_t count, struct hr_scale scale) {
     switch (dtype) {
     case HORO_UINT8: scale_type(HORO_UINT8, dst, src, count, scale, 0, UINT8_MAX); break;
     case HORO_INT8: scale_type(HORO_INT8, dst, src, count, scale, INT8_MIN, INT8_MAX); break;

@@ -24,7 +24,7 @@ struct hr_span {
     enum hr_store copy_store;
     size_t begin;
     size_t end;
-    double scale; /* 1 for integers and bool: level.c scales those */
+    double scale; /* the factor; 1 for integers and bool: level.c scales those */
 };
 
 struct hr_level {
@@ -38,15 +38,15 @@ extern const struct hr_level hr_level_scalar;
 
 /* What is the same on every level; struct hr_kernel has the contracts. */
 void hr_level_reduce(const struct hr_level *level, int dtype, int reduce_op, void *dst, void *copy, const void *const *src,
-                     int src_count, size_t count, double scale, enum hr_store copy_store);
-void hr_level_scale(const struct hr_level *level, int dtype, void *dst, const void *src, size_t count, double scale,
+                     int src_count, size_t count, struct hr_scale scale, enum hr_store copy_store);
+void hr_level_scale(const struct hr_level *level, int dtype, void *dst, const void *src, size_t count, struct hr_scale scale,
                     enum hr_store store);
 
 void hr_level_convert(const struct hr_level *level, int dst_dtype, void *dst, int src_dtype, const void *src, size_t count,
                       double scale, enum hr_store store);
 
-/* dst[i] = scale * src[i] for integers: in double, truncated toward zero, saturating; 0 where the product is NaN. */
-void hr_scale_integers(int dtype, void *dst, const void *src, size_t count, double scale);
+/* dst[i] = scale * src[i] for integers, as kernel.h says. */
+void hr_scale_integers(int dtype, void *dst, const void *src, size_t count, struct hr_scale scale);
 
 /* "scalar", "avx2", "avx512" or "neon"; NULL for a level that this build or this machine lacks. */
 const struct hr_kernel *hr_kernel_find(const char *name);
@@ -107,10 +107,11 @@ extern const struct hr_kernel hr_kernel_neon;
 /* The functions of struct hr_kernel for one level, and the table itself. */
 #define HR_DEFINE_KERNEL(linkage, symbol, level_name, level)                                                           \
     static void level_reduce(int dtype, int reduce_op, void *dst, void *copy, const void *const *src, int src_count,   \
-                             size_t count, double scale, enum hr_store copy_store) {                                   \
+                             size_t count, struct hr_scale scale, enum hr_store copy_store) {                          \
         hr_level_reduce(&level, dtype, reduce_op, dst, copy, src, src_count, count, scale, copy_store);                \
     }                                                                                                                  \
-    static void level_scale(int dtype, void *dst, const void *src, size_t count, double scale, enum hr_store store) {  \
+    static void level_scale(int dtype, void *dst, const void *src, size_t count, struct hr_scale scale,                \
+                            enum hr_store store) {                                                                     \
         hr_level_scale(&level, dtype, dst, src, count, scale, store);                                                  \
     }                                                                                                                  \
     static void level_convert(int dst_dtype, void *dst, int src_dtype, const void *src, size_t count, double scale,    \

@@ -2,6 +2,7 @@
 #include <string.h>
 
 #include "base/dtype.h"
+#include "base/little_endian.h"
 #include "wire/wire.h"
 
 /*
@@ -35,24 +36,12 @@ static void require(struct reader *reader, int condition) {
     }
 }
 
-static uint16_t load_u16(const uint8_t *at) {
-    return (uint16_t)(at[0] | at[1] << 8);
-}
-
-static uint32_t load_u32(const uint8_t *at) {
-    return load_u16(at) | (uint32_t)load_u16(at + 2) << 16;
-}
-
-static uint64_t load_u64(const uint8_t *at) {
-    return load_u32(at) | (uint64_t)load_u32(at + 4) << 32;
-}
-
 static int read_u8(struct reader *reader) {
     return *take(reader, 1);
 }
 
 static uint32_t read_u32(struct reader *reader) {
-    return load_u32(take(reader, 4));
+    return hr_load_u32(take(reader, 4));
 }
 
 static int32_t read_i32(struct reader *reader) {
@@ -60,14 +49,14 @@ static int32_t read_i32(struct reader *reader) {
 }
 
 static double read_f64(struct reader *reader) {
-    const uint64_t bits = load_u64(take(reader, 8));
+    const uint64_t bits = hr_load_u64(take(reader, 8));
     double value;
     memcpy(&value, &bits, sizeof value);
     return value;
 }
 
 static struct hr_wire_text read_str16(struct reader *reader) {
-    struct hr_wire_text text = {.bytes = load_u16(take(reader, 2))};
+    struct hr_wire_text text = {.bytes = hr_load_u16(take(reader, 2))};
     text.data = (const char *)take(reader, text.bytes);
     if (reader->failed) {
         return (struct hr_wire_text){0};
@@ -98,17 +87,29 @@ static int is_reduce_op(int value) {
 }
 
 int hr_wire_shape_bytes(const int64_t *shape, int ndim, int dtype, int64_t *bytes) {
-    /* An extent of 0 must not hide an overflow of the others: an allgather writes its first extent as 0. */
     int64_t product = (int64_t)hr_dtype_bytes(dtype);
     int is_empty = 0;
+    int overflows = 0;
     for (int i = 0; i < ndim; i++) {
-        if (shape[i] < 0 || __builtin_mul_overflow(product, shape[i] == 0 ? 1 : shape[i], &product)) {
+        if (shape[i] < 0) {
             return HORO_ERR_INTERNAL;
         }
         is_empty |= shape[i] == 0;
+        overflows |= __builtin_mul_overflow(product, shape[i], &product);
+    }
+    if (overflows && !is_empty) {
+        return HORO_ERR_INTERNAL;
     }
     *bytes = is_empty ? 0 : product;
     return HORO_OK;
+}
+
+int hr_wire_tensor_bytes(int op, const int64_t *shape, int ndim, int dtype, int64_t *bytes) {
+    if (op == HORO_ALLGATHER && ndim > 0) {
+        int64_t row_bytes;
+        HR_TRY(hr_wire_shape_bytes(shape + 1, ndim - 1, dtype, &row_bytes));
+    }
+    return hr_wire_shape_bytes(shape, ndim, dtype, bytes);
 }
 
 static void check_tensor(struct reader *reader, int op) {
@@ -119,11 +120,11 @@ static void check_tensor(struct reader *reader, int op) {
     require(reader, wire_dtype == 0 || (op == HORO_ALLREDUCE && hr_dtype_narrows(dtype, wire_dtype)));
     int64_t shape[HORO_DIMS_MAX];
     for (int i = 0; i < ndim && !reader->failed; i++) {
-        shape[i] = (int64_t)load_u64(take(reader, 8));
+        shape[i] = (int64_t)hr_load_u64(take(reader, 8));
     }
     int64_t bytes;
     if (!reader->failed) {
-        require(reader, hr_wire_shape_bytes(shape, ndim, dtype, &bytes) == HORO_OK);
+        require(reader, hr_wire_tensor_bytes(op, shape, ndim, dtype, &bytes) == HORO_OK);
         require(reader, op != HORO_ALLGATHER || ndim == 0 || shape[0] == 0);
     }
 }
@@ -233,13 +234,13 @@ int hr_wire_decode_request(const void *data, size_t bytes, struct hr_wire_reques
 }
 
 uint32_t hr_wire_id(const struct hr_wire_message *message, uint32_t index) {
-    return load_u32(message->items + 4 * (size_t)index);
+    return hr_load_u32(message->items + 4 * (size_t)index);
 }
 
 void hr_wire_next_ref(const uint8_t **cursor, struct hr_wire_ref *ref) {
     const uint8_t *at = *cursor;
-    ref->id = load_u32(at);
-    ref->name.bytes = load_u16(at + 4);
+    ref->id = hr_load_u32(at);
+    ref->name.bytes = hr_load_u16(at + 4);
     ref->name.data = (const char *)at + 6;
     *cursor = at + 6 + ref->name.bytes;
 }
@@ -251,7 +252,7 @@ void hr_wire_next_tensor(const uint8_t **cursor, struct hr_wire_tensor *tensor) 
     tensor->ndim = at[2];
     at += 3;
     for (int i = 0; i < tensor->ndim; i++, at += 8) {
-        tensor->shape[i] = (int64_t)load_u64(at);
+        tensor->shape[i] = (int64_t)hr_load_u64(at);
     }
     *cursor = at;
 }

@@ -1,45 +1,31 @@
 #include <string.h>
 
+#include "base/little_endian.h"
 #include "wire/wire.h"
 
 enum {
-    STR16_MAX = UINT16_MAX,
     REQUEST_FIXED_BYTES = 3 + 4 + 8 + 8 + 2 + 4, /* everything of a request but its name and tensors */
     TENSOR_FIXED_BYTES = 3,
 };
 
-static uint8_t *write_u16(uint8_t *at, uint16_t value) {
-    at[0] = (uint8_t)value;
-    at[1] = (uint8_t)(value >> 8);
-    return at + 2;
-}
-
-static uint8_t *write_u32(uint8_t *at, uint32_t value) {
-    return write_u16(write_u16(at, (uint16_t)value), (uint16_t)(value >> 16));
-}
-
 static uint8_t *write_i32(uint8_t *at, int32_t value) {
-    return write_u32(at, (uint32_t)value);
-}
-
-static uint8_t *write_u64(uint8_t *at, uint64_t value) {
-    return write_u32(write_u32(at, (uint32_t)value), (uint32_t)(value >> 32));
+    return hr_store_u32(at, (uint32_t)value);
 }
 
 static uint8_t *write_f64(uint8_t *at, double value) {
     uint64_t bits;
     memcpy(&bits, &value, sizeof bits);
-    return write_u64(at, bits);
+    return hr_store_u64(at, bits);
 }
 
 /* What does not fit the length field is cut: it can only be the end of a sentence, names are far shorter. */
 static size_t str16_bytes(struct hr_wire_text text) {
-    return text.bytes < STR16_MAX ? text.bytes : STR16_MAX;
+    return text.bytes < HR_WIRE_TEXT_MAX ? text.bytes : HR_WIRE_TEXT_MAX;
 }
 
 static uint8_t *write_str16(uint8_t *at, struct hr_wire_text text) {
     const size_t bytes = str16_bytes(text);
-    at = write_u16(at, (uint16_t)bytes);
+    at = hr_store_u16(at, (uint16_t)bytes);
     if (bytes > 0) {
         memcpy(at, text.data, bytes);
     }
@@ -74,14 +60,15 @@ static uint8_t *write_tensor(uint8_t *at, const horo_tensor *tensor, int op) {
     *at++ = (uint8_t)tensor->ndim;
     for (int32_t i = 0; i < tensor->ndim; i++) {
         const int free_extent = op == HORO_ALLGATHER && i == 0;
-        at = write_u64(at, free_extent ? 0 : (uint64_t)tensor->shape[i]);
+        at = hr_store_u64(at, free_extent ? 0 : (uint64_t)tensor->shape[i]);
     }
     return at;
 }
 
 int hr_wire_encode_request(struct hr_buffer *out, const horo_request *request) {
     const struct hr_wire_text name = {request->name, strlen(request->name)};
-    uint8_t *at = begin(out, hr_wire_request_bytes(request));
+    const size_t bytes = hr_wire_request_bytes(request);
+    uint8_t *at = bytes > HR_WIRE_REQUEST_MAX ? NULL : begin(out, bytes);
     if (at == NULL) {
         return HORO_ERR_RESOURCE;
     }
@@ -94,7 +81,7 @@ int hr_wire_encode_request(struct hr_buffer *out, const horo_request *request) {
     at = write_f64(at, reduces ? request->prescale : 1.0);
     at = write_f64(at, reduces ? request->postscale : 1.0);
     at = write_str16(at, name);
-    at = write_u32(at, (uint32_t)request->tensor_count);
+    at = hr_store_u32(at, (uint32_t)request->tensor_count);
     for (int32_t i = 0; i < request->tensor_count; i++) {
         at = write_tensor(at, &request->tensors[i], request->op);
     }
@@ -107,16 +94,16 @@ int hr_wire_put_ids(struct hr_buffer *out, const uint32_t *ids, uint32_t count) 
         return HORO_ERR_RESOURCE;
     }
     *at++ = HR_WIRE_IDS;
-    at = write_u32(at, count);
+    at = hr_store_u32(at, count);
     for (uint32_t i = 0; i < count; i++) {
-        at = write_u32(at, ids[i]);
+        at = hr_store_u32(at, ids[i]);
     }
     return finish(out, at);
 }
 
 int hr_wire_put_request(struct hr_buffer *out, int origin, int status, struct hr_wire_text text, const void *request,
                         size_t request_bytes) {
-    if (request_bytes > HR_WIRE_MESSAGE_MAX) { /* so that the sum below cannot wrap */
+    if (request_bytes > HR_WIRE_REQUEST_MAX) { /* so that the sum below cannot wrap */
         return HORO_ERR_RESOURCE;
     }
     uint8_t *at = begin(out, 1 + 4 + 4 + 2 + str16_bytes(text) + request_bytes);
@@ -168,7 +155,7 @@ int hr_wire_begin_batch(struct hr_buffer *out, uint32_t count) {
         return HORO_ERR_RESOURCE;
     }
     *at++ = HR_WIRE_BATCH;
-    return finish(out, write_u32(at, count));
+    return finish(out, hr_store_u32(at, count));
 }
 
 int hr_wire_put_ref(struct hr_buffer *out, uint32_t id, struct hr_wire_text name) {
@@ -176,5 +163,5 @@ int hr_wire_put_ref(struct hr_buffer *out, uint32_t id, struct hr_wire_text name
     if (at == NULL) {
         return HORO_ERR_RESOURCE;
     }
-    return finish(out, write_str16(write_u32(at, id), name));
+    return finish(out, write_str16(hr_store_u32(at, id), name));
 }

@@ -41,6 +41,9 @@ enum hr_wire_type {
 enum {
     HR_WIRE_MESSAGE_MAX = 64 << 20, /* a longer length prefix is an error, never an allocation */
     HR_WIRE_TENSORS_MAX = 1 << 20,
+    HR_WIRE_TEXT_MAX = UINT16_MAX,
+    /* Of a request's canonical form: a REQUEST message holds it together with the longest text. */
+    HR_WIRE_REQUEST_MAX = HR_WIRE_MESSAGE_MAX - (1 + 4 + 4 + 2 + HR_WIRE_TEXT_MAX),
 };
 
 struct hr_wire_text {
@@ -88,22 +91,27 @@ struct hr_wire_ref {
 };
 
 /*
- * The bytes of a tensor. HORO_ERR_INTERNAL for a negative extent, and where dtype size and extents (0 counted as 1, because an
- * allgather's first extent is written as 0) overflow int64: what decode refuses, and so what the engine must not let in.
+ * The bytes of elements with these extents: 0 where any extent is 0, however large the others are. HORO_ERR_INTERNAL for a negative
+ * extent, and for more bytes than int64 holds.
  */
 int hr_wire_shape_bytes(const int64_t *shape, int ndim, int dtype, int64_t *bytes);
+/*
+ * The same for a tensor of an operation. One row of an allgather (all extents but the first) must fit by itself, also where this rank
+ * has none: another may have some. What decode refuses, and so what the engine must not let in.
+ */
+int hr_wire_tensor_bytes(int op, const int64_t *shape, int ndim, int dtype, int64_t *bytes);
 
 /* How long the canonical form is. */
 size_t hr_wire_request_bytes(const horo_request *request);
 /*
  * Appends the canonical form. Checks nothing: the engine has validated the request. HORO_OK or HORO_ERR_RESOURCE (no memory, or
- * longer than HR_WIRE_MESSAGE_MAX).
+ * longer than HR_WIRE_REQUEST_MAX).
  */
 int hr_wire_encode_request(struct hr_buffer *out, const horo_request *request);
 
 /*
  * Each appends one whole message (no length prefix). HORO_OK or HORO_ERR_RESOURCE (no memory, or past a limit above); on failure
- * nothing is appended. A text longer than 65535 bytes is cut.
+ * nothing is appended. A text longer than HR_WIRE_TEXT_MAX is cut.
  */
 int hr_wire_put_ids(struct hr_buffer *out, const uint32_t *ids, uint32_t count);
 int hr_wire_put_request(struct hr_buffer *out, int origin, int status, struct hr_wire_text text, const void *request,
@@ -117,7 +125,7 @@ int hr_wire_put_ref(struct hr_buffer *out, uint32_t id, struct hr_wire_text name
 
 /*
  * HORO_OK, or HORO_ERR_INTERNAL for bytes that are no message: an unknown type, op, reduce op or dtype, a shape that
- * hr_wire_shape_bytes refuses, a wire dtype that does not go with dtype and operation, a name that is too long, a count past
+ * hr_wire_tensor_bytes refuses, a wire dtype that does not go with dtype and operation, a name that is too long, a count past
  * the limit, a negative rank, a reason that is none or unknown, a status that is no error in LOST and FAIL or positive in
  * REQUEST, a request that is not canonical, a short or long body. Every item is checked here, so the walks below cannot fail.
  */

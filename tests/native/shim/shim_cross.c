@@ -3,13 +3,15 @@
 #include <stdlib.h>
 
 #include "base/clock.h"
-#include "collective/cross.h"
-#include "collective/pipeline.h"
+#include "base/cut.h"
+#include "collective/collective.h"
+#include "collective/segment.h"
+#include "collective/two_level.h"
 #include "horo.h"
 #include "loopback.h"
 #include "shim_transport.h"
 
-enum { RUNNING_MAX = 2, SCRATCH_ALIGNMENT = 64, PARTS_MAX = 32 };
+enum { RUNNING_MAX = 2, PARTS_MAX = 32 };
 static const uint64_t TURNS_MAX = 20000000;
 
 static const struct hr_cross_ops *algorithm_of(const shim_cross_call *call) {
@@ -22,11 +24,30 @@ void shim_part(size_t count, size_t part_count, size_t index, size_t *begin, siz
     hr_part(count, part_count, index, begin, length);
 }
 
+void shim_share(size_t bytes, int index, int owners, size_t *offset, size_t *length) {
+    const struct hr_range share = hr_share(bytes, index, owners);
+    *offset = share.offset;
+    *length = share.bytes;
+}
+
+size_t shim_share_most(size_t bytes, int owners) {
+    return hr_share_most(bytes, owners);
+}
+
+size_t shim_two_level_reserved(int hosts, int owners, size_t segment_bytes) {
+    return hr_two_level_scratch_bytes(hosts, owners, segment_bytes);
+}
+
+size_t shim_two_level_needed(int hosts, int owners, size_t segment_bytes, int index) {
+    const size_t bytes = hr_share(segment_bytes, index, owners).bytes;
+    return hr_two_level_cross(bytes)->scratch_bytes(hosts, bytes, HR_CROSS_PIECE_BYTES);
+}
+
 /* Exactly as much as the algorithm asks for, so that the address sanitizer sees one byte too many. */
 static int scratch_create(const shim_cross_call *call, void **scratch) {
     const size_t bytes = call->count * hr_dtype_bytes(call->dtype);
     const size_t wanted = algorithm_of(call)->scratch_bytes(call->host_count, bytes, call->piece_bytes);
-    *scratch = wanted == 0 ? NULL : aligned_alloc(SCRATCH_ALIGNMENT, wanted);
+    *scratch = wanted == 0 ? NULL : aligned_alloc(HR_CROSS_ALIGNMENT, wanted);
     return wanted == 0 || *scratch != NULL ? HORO_OK : HORO_ERR_RESOURCE;
 }
 
@@ -47,6 +68,7 @@ static struct hr_cross_call call_of(const shim_cross_call *call, void *transport
         .count = call->count,
         .dtype = call->dtype,
         .reduce_op = call->reduce_op,
+        .kernel = hr_kernel_best(),
         .root_host = call->root_host,
         .parts = call->part_bytes == NULL ? NULL : parts,
         .piece_bytes = call->piece_bytes,

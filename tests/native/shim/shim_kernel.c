@@ -14,21 +14,22 @@ const char *shim_kernel_name(const char *level) {
 }
 
 int shim_kernel_reduce(const char *level, int dtype, int reduce_op, void *dst, void *copy, const void *const *src,
-                       int src_count, size_t count, double scale, int copy_store) {
+                       int src_count, size_t count, double factor, int divisor, int copy_store) {
     const struct hr_kernel *kernel = find(level);
     if (kernel == NULL) {
         return -1;
     }
-    kernel->reduce(dtype, reduce_op, dst, copy, src, src_count, count, scale, (enum hr_store)copy_store);
+    kernel->reduce(dtype, reduce_op, dst, copy, src, src_count, count, (struct hr_scale){factor, divisor}, (enum hr_store)copy_store);
     return 0;
 }
 
-int shim_kernel_scale(const char *level, int dtype, void *dst, const void *src, size_t count, double scale, int store) {
+int shim_kernel_scale(const char *level, int dtype, void *dst, const void *src, size_t count, double factor, int divisor,
+                      int store) {
     const struct hr_kernel *kernel = find(level);
     if (kernel == NULL) {
         return -1;
     }
-    kernel->scale(dtype, dst, src, count, scale, (enum hr_store)store);
+    kernel->scale(dtype, dst, src, count, (struct hr_scale){factor, divisor}, (enum hr_store)store);
     return 0;
 }
 

@@ -6,8 +6,9 @@
 
 const char *shim_kernel_name(const char *level);
 int shim_kernel_reduce(const char *level, int dtype, int reduce_op, void *dst, void *copy, const void *const *src,
-                       int src_count, size_t count, double scale, int copy_store);
-int shim_kernel_scale(const char *level, int dtype, void *dst, const void *src, size_t count, double scale, int store);
+                       int src_count, size_t count, double factor, int divisor, int copy_store);
+int shim_kernel_scale(const char *level, int dtype, void *dst, const void *src, size_t count, double factor, int divisor,
+                      int store);
 int shim_kernel_convert(const char *level, int dst_dtype, void *dst, int src_dtype, const void *src, size_t count, double scale,
                         int store);
 int shim_kernel_copy(const char *level, void *dst, const void *src, size_t bytes, int store);

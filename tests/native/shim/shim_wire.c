@@ -153,8 +153,8 @@ void shim_wire_describe(int dtype, int wire_dtype, int ndim, const int64_t *shap
     (void)hr_wire_describe_tensor(&tensor, out, out_bytes);
 }
 
-int shim_wire_shape_bytes(const int64_t *shape, int ndim, int dtype, int64_t *bytes) {
-    return hr_wire_shape_bytes(shape, ndim, dtype, bytes);
+int shim_wire_tensor_bytes(int op, const int64_t *shape, int ndim, int dtype, int64_t *bytes) {
+    return hr_wire_tensor_bytes(op, shape, ndim, dtype, bytes);
 }
 
 int shim_wire_probe(const void *data, size_t bytes) {

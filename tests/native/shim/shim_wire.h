@@ -57,7 +57,7 @@ void shim_wire_refs(const shim_wire_message *message, uint32_t *ids, shim_text *
 /* Dtypes, wire dtypes, numbers of dimensions, and HORO_DIMS_MAX extents of room for each tensor. */
 void shim_wire_tensors(const shim_wire_request *request, int *dtypes, int *wire_dtypes, int *ndims, int64_t *shapes);
 void shim_wire_describe(int dtype, int wire_dtype, int ndim, const int64_t *shape, char *out, size_t out_bytes);
-int shim_wire_shape_bytes(const int64_t *shape, int ndim, int dtype, int64_t *bytes);
+int shim_wire_tensor_bytes(int op, const int64_t *shape, int ndim, int dtype, int64_t *bytes);
 
 /*
  * Decodes a copy of the bytes that ends where its heap block ends, and touches everything that decoding gave, so that a

@@ -1,0 +1,24 @@
+/* Rounding up, and cutting into parts: one rule for all who must agree on where a part ends and the next begins. */
+#ifndef HR_BASE_CUT_H
+#define HR_BASE_CUT_H
+
+#include <stddef.h>
+
+static inline size_t hr_divide_up(size_t count, size_t by) {
+    return count / by + (count % by != 0);
+}
+
+/* The next multiple of `unit`. */
+static inline size_t hr_round_up(size_t count, size_t unit) {
+    return hr_divide_up(count, unit) * unit;
+}
+
+/* Cuts `count` into parts that differ by at most one, the longer ones first: where part `index` begins and how long it is. */
+static inline void hr_part(size_t count, size_t part_count, size_t index, size_t *begin, size_t *length) {
+    const size_t base = count / part_count;
+    const size_t longer = count % part_count;
+    *begin = index * base + (index < longer ? index : longer);
+    *length = base + (index < longer ? 1 : 0);
+}
+
+#endif

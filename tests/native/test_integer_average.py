@@ -1,0 +1,73 @@
+"""The average of integers is the quotient of integers, truncated toward zero, wherever the ranks are."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from ranks import NUMPY_OF_DTYPE, Rank, run_ranks
+
+INTEGERS = ["uint8", "int8", "int16", "int32", "int64"]
+LAYOUTS = [[1], [3], [7], [49], [1, 1, 1], [4, 3], [17, 16, 16]]
+SIZES = [5, 5000]
+"""Elements: in one phase, and shared out among the ranks."""
+
+
+def held(dtype: str, rank: int) -> list[int]:
+    """What a rank contributes: small and large values of both signs, as far as the dtype holds them."""
+    limits = np.iinfo(dtype)
+    values = [1, 10 - rank, rank * 1000003 - 7, limits.max - rank, limits.min + 2 * rank]
+    return [value if limits.min <= value <= limits.max else value % 100 for value in values]
+
+
+def wrapped(dtype: str, value: int) -> int:
+    """As the dtype holds it: modulo 2^bits."""
+    limits = np.iinfo(dtype)
+    return (value - limits.min) % (1 << limits.bits) + limits.min
+
+
+def average(dtype: str, ranks: int, place: int) -> int:
+    total = wrapped(dtype, sum(held(dtype, rank)[place] for rank in range(ranks)))
+    return abs(total) // ranks * (1 if total >= 0 else -1)
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
+def test_the_average_of_integers_is_exact(hosts: list[int], dtype: str) -> None:
+    ranks = sum(hosts)
+    expected = [average(dtype, ranks, place) for place in range(5)]
+
+    def body(rank: Rank) -> None:
+        for size in SIZES:
+            mine = np.resize(np.array(held(dtype, rank.rank), NUMPY_OF_DTYPE[dtype]), size)
+            result = rank.allreduce(mine, f"x{size}", "average")
+            assert result[:5].tolist() == expected
+            assert np.array_equal(result, np.resize(result[:5], size))
+
+    assert expected[0] == 1
+    run_ranks(body, hosts)
+
+
+@pytest.mark.parametrize("hosts", [[1], [2], [1, 1], [2, 1]], ids=str)
+def test_the_average_of_equal_values_is_that_value_also_beyond_2_to_the_53(hosts: list[int]) -> None:
+    values = [2**60 + 1, -(2**60) - 1, 2**53 + 1, -1]
+
+    def body(rank: Rank) -> None:
+        for size in SIZES:
+            result = rank.allreduce(np.resize(np.array(values), size), f"x{size}", "average")
+            assert result[:4].tolist() == values and np.array_equal(result, np.resize(result[:4], size))
+
+    run_ranks(body, hosts)
+
+
+@pytest.mark.parametrize("hosts", [[1], [3], [2, 1]], ids=str)
+def test_factors_and_the_average_of_integers_truncate_once(hosts: list[int]) -> None:
+    """Each rank doubles what it holds; then the sum times 2.5 is divided by the number of ranks."""
+    n = sum(hosts)
+
+    def body(rank: Rank) -> None:
+        for size in SIZES:
+            mine = np.full(size, rank.rank + 1, np.int32)
+            result = rank.allreduce(mine, f"x{size}", "average", prescale=2.0, postscale=2.5)
+            assert (result == n * (n + 1) * 5 // (2 * n)).all(), result[0]
+
+    run_ranks(body, hosts)

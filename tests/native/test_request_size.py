@@ -1,0 +1,47 @@
+"""How large a request may be: what is let in travels, what would not is refused where it is submitted."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from ranks import Rank, run_ranks
+
+from horo import _core
+from horo._errors import UsageError
+
+REQUEST_MAX = (64 << 20) - 11 - 65535  # in a message with the longest text that may go with it
+DIMS_MAX = 64
+FIXED_BYTES, TENSOR_BYTES = 29, 3 + 8 * DIMS_MAX
+
+
+def slip_of(byte_count: int) -> _core.Slip:
+    """A group of tensors without elements, whose canonical form takes so many bytes."""
+    count = (byte_count - FIXED_BYTES - 1) // TENSOR_BYTES
+    name = "n" * (byte_count - FIXED_BYTES - count * TENSOR_BYTES)
+    tensor = _core.Tensor(64, 64, (0,) * DIMS_MAX, _core.DTYPES["float32"])
+    return _core.Slip.of(_core.OPS["allreduce"], name, [tensor] * count, reduce_op=1)
+
+
+@pytest.mark.parametrize("byte_count", [REQUEST_MAX + 1, (64 << 20) - 5, 65 << 20])
+def test_a_request_that_could_not_travel_is_refused_with_its_size(byte_count: int) -> None:
+    slip = slip_of(byte_count)
+
+    def body(rank: Rank) -> None:
+        if rank.rank == 1:
+            with pytest.raises(UsageError, match=f"takes {byte_count} bytes.* at most {REQUEST_MAX}.* several groups"):
+                rank.context.submit(slip)
+        assert rank.allreduce(np.ones(3)).tolist() == [2.0] * 3
+
+    run_ranks(body, [1, 1])
+
+
+@pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
+def test_the_largest_request_is_agreed_on(hosts: list[int]) -> None:
+    slips = [slip_of(REQUEST_MAX) for _ in range(2)]
+
+    def body(rank: Rank) -> None:
+        handle = rank.context.submit(slips[rank.rank])
+        rank.context.wait(handle)
+        rank.context.release(handle)
+
+    run_ranks(body, hosts)
