@@ -142,7 +142,11 @@ class Group:
         if host not in self._mappings:
             local_size = list(setup.host_of_rank).count(host)
             self._mappings[host] = mmap.mmap(setup.arena_fd, _core.arena_bytes(local_size, setup.segment_bytes))
-        return replace(setup, arena_memory=np.frombuffer(self._mappings[host], np.uint8).ctypes.data)
+        return replace(setup, arena_memory=self.arena_address(host))
+
+    def arena_address(self, host: int) -> int:
+        """Where all ranks of a host see its arena."""
+        return int(np.frombuffer(self._mappings[host], np.uint8).ctypes.data)
 
     def run(self, function: Callable[[Rank], T], timeout_s: float = 60, ranks: Sequence[int] | None = None) -> list[T]:
         """Runs the function on every rank at once; the first exception is raised, a hang prints all stacks."""
