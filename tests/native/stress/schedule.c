@@ -1,0 +1,219 @@
+#include "schedule.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "chance.h"
+
+enum { REPEATED_NAMES = 150 };
+
+#define ANY_OF(chance, list) ((list)[chance_below((chance), (uint32_t)(sizeof(list) / sizeof((list)[0])))])
+
+/* ---- Who is where ---- */
+
+static void place_ranks(struct chance *chance, int hosts_most, struct schedule *schedule) {
+    schedule->host_count = 1 + (int)chance_below(chance, (uint32_t)hosts_most);
+    const int equal = (int)chance_below(chance, 2);
+    const int common = 1 + (int)chance_below(chance, RANKS_MAX / HOSTS_MAX);
+    schedule->size = 0;
+    for (int host = 0; host < schedule->host_count; host++) {
+        schedule->host_sizes[host] = equal ? common : 1 + (int)chance_below(chance, RANKS_MAX / HOSTS_MAX);
+        schedule->size += schedule->host_sizes[host];
+    }
+    int left[HOSTS_MAX];
+    memcpy(left, schedule->host_sizes, sizeof left);
+    const int in_turn = chance_once_in(chance, 4);
+    for (int rank = 0, host = 0; rank < schedule->size; rank++) {
+        while (left[host] == 0) {
+            host = (host + 1) % schedule->host_count;
+        }
+        schedule->host_of_rank[rank] = host;
+        left[host]--;
+        host = in_turn ? (host + 1) % schedule->host_count : host;
+    }
+    schedule->team_count = 1;
+    schedule->teams[0].size = schedule->size;
+    for (int rank = 0; rank < schedule->size; rank++) {
+        schedule->teams[0].ranks[rank] = rank;
+    }
+}
+
+static void choose_options(struct chance *chance, struct schedule *schedule) {
+    static const uint64_t segments[] = {4096, 8192, 1 << 16, 1 << 18};
+    static const uint64_t fusions[] = {0, 4096, 1 << 16, 1 << 20, 128 << 20};
+    static const int32_t capacities[] = {0, 4, 64, 4096};
+    static const int32_t spins[] = {0, 50, 1000};
+    static const int32_t cycles[] = {0, 0, 0, 100, 500};
+    schedule->segment_bytes = ANY_OF(chance, segments);
+    schedule->fusion_bytes = ANY_OF(chance, fusions);
+    schedule->cache_capacity = ANY_OF(chance, capacities);
+    schedule->spin_us = ANY_OF(chance, spins);
+    schedule->cycle_time_us = ANY_OF(chance, cycles);
+}
+
+static void choose_ending(struct chance *chance, int together, struct schedule *schedule) {
+    static const enum ending endings[] = {ENDING_TOGETHER, ENDING_TOGETHER, ENDING_LEAVE, ENDING_DEATH};
+    schedule->ending = schedule->size == 1 || together ? ENDING_TOGETHER : ANY_OF(chance, endings);
+    schedule->victim = (int)chance_below(chance, (uint32_t)schedule->size);
+    const uint32_t bunches = (uint32_t)schedule->bunch_count;
+    schedule->victim_bunch = bunches - 1 - chance_below(chance, 1 + bunches / 2);
+}
+
+/* ---- Operations ---- */
+
+static int64_t choose_count(struct chance *chance, int64_t most) {
+    const uint32_t kind = chance_below(chance, 100);
+    const int64_t limit = kind < 4 ? 1 : kind < 60 ? 17 : kind < 92 ? 1500 : kind < 99 ? 20000 : most;
+    return (int64_t)chance_below(chance, (uint32_t)(limit < most ? limit : most));
+}
+
+static void choose_scales(struct chance *chance, struct operation *operation) {
+    static const double factors[] = {0.25, 0.5, 2.0};
+    const int is_float = operation->dtype == HORO_FLOAT16 || operation->dtype == HORO_BFLOAT16 ||
+                         operation->dtype == HORO_FLOAT32 || operation->dtype == HORO_FLOAT64;
+    if (!chance_once_in(chance, 4) || operation->dtype == HORO_UINT8) {
+        return;
+    }
+    if (operation->reduce_op != HORO_PRODUCT) { /* there it counts once for every rank */
+        operation->prescale = is_float ? ANY_OF(chance, factors) : 2.0;
+    }
+    operation->postscale = is_float ? ANY_OF(chance, factors) : 2.0;
+}
+
+static void choose_reduction(struct chance *chance, int64_t elements, struct operation *operation) {
+    static const int32_t ops[] = {HORO_SUM, HORO_SUM, HORO_SUM, HORO_AVERAGE, HORO_MIN, HORO_MAX, HORO_PRODUCT};
+    operation->reduce_op = ANY_OF(chance, ops);
+    operation->tensor_count = chance_once_in(chance, 4) ? 2 + (int)chance_below(chance, TENSORS_MAX - 1) : 1;
+    for (int i = 0; i < operation->tensor_count; i++) {
+        operation->counts[i] = choose_count(chance, elements);
+    }
+    choose_scales(chance, operation);
+}
+
+/* All but the name. */
+static void choose_operation(struct chance *chance, const struct schedule *schedule, int64_t elements,
+                             struct operation *operation) {
+    static const int32_t dtypes[] = {HORO_FLOAT32, HORO_FLOAT32, HORO_FLOAT64, HORO_INT32, HORO_INT64,
+                                     HORO_UINT8,   HORO_FLOAT16, HORO_BFLOAT16};
+    const struct team *team = &schedule->teams[0];
+    *operation = (struct operation){.salt = chance_next(chance) >> 16, .prescale = 1.0, .postscale = 1.0, .tensor_count = 1};
+    operation->dtype = ANY_OF(chance, dtypes);
+    operation->apart = (int)chance_below(chance, 2);
+    const uint32_t kind = chance_below(chance, 20);
+    if (kind < 14) {
+        operation->op = HORO_ALLREDUCE;
+        choose_reduction(chance, elements, operation);
+    } else if (kind < 16) {
+        operation->op = HORO_BROADCAST;
+        operation->root_rank = team->ranks[chance_below(chance, (uint32_t)team->size)];
+        operation->counts[0] = choose_count(chance, elements);
+    } else if (kind < 18) {
+        operation->op = HORO_ALLGATHER;
+        operation->columns = 1 + chance_below(chance, 5);
+        operation->counts[0] = choose_count(chance, 1 + elements / team->size / operation->columns);
+    } else {
+        operation->op = HORO_BARRIER;
+        operation->tensor_count = 0;
+    }
+    if (operation->tensor_count > 0 && team->size > 1 && chance_once_in(chance, 40)) {
+        operation->difference = chance_once_in(chance, 2) ? DIFFERENCE_SHAPE : DIFFERENCE_DTYPE;
+        operation->differs = team->ranks[chance_below(chance, (uint32_t)team->size)];
+    }
+}
+
+static int is_taken(const struct schedule *schedule, const struct bunch *bunch, const char *name) {
+    for (size_t i = bunch->first; i < bunch->first + bunch->count; i++) {
+        if (strcmp(schedule->operations[i].name, name) == 0) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+/* Half of the names come again, mostly with the same tensors. */
+static void add_operation(struct chance *chance, const struct limits *limits, struct schedule *schedule, struct bunch *bunch) {
+    struct operation *operation = &schedule->operations[schedule->operation_count];
+    const uint32_t which = chance_below(chance, REPEATED_NAMES);
+    const uint32_t kind = chance_below(chance, 8);
+    char name[NAME_BYTES];
+    (void)snprintf(name, sizeof name, "layers.%u.weight", which);
+    if (kind < 5 && !is_taken(schedule, bunch, name)) {
+        const uint32_t variant = chance_once_in(chance, 12) ? chance_below(chance, 3) : 0;
+        struct chance its_own = {chance_mix(schedule->seed, which * 3 + variant)};
+        choose_operation(&its_own, schedule, limits->elements, operation);
+        if (operation->difference != DIFFERENCE_NONE && !chance_once_in(chance, 4)) {
+            operation->difference = DIFFERENCE_NONE;
+        }
+    } else {
+        choose_operation(chance, schedule, limits->elements, operation);
+        (void)snprintf(name, sizeof name, "%s.%zu", kind < 7 ? "once" : "new", schedule->operation_count);
+        operation->flags = kind < 7 ? HORO_SUBMIT_TRANSIENT : 0;
+    }
+    memcpy(operation->name, name, sizeof name);
+    schedule->operation_count++;
+    bunch->count++;
+}
+
+int schedule_make(uint64_t seed, const struct limits *limits, struct schedule *schedule) {
+    struct chance chance = {chance_mix(seed, 0)};
+    *schedule = (struct schedule){.seed = seed};
+    place_ranks(&chance, limits->hosts, schedule);
+    choose_options(&chance, schedule);
+    schedule->operations = calloc(limits->operations, sizeof *schedule->operations);
+    schedule->bunches = calloc(limits->operations, sizeof *schedule->bunches);
+    if (schedule->operations == NULL || schedule->bunches == NULL) {
+        schedule_free(schedule);
+        return -1;
+    }
+    while (schedule->operation_count < limits->operations) {
+        struct bunch *bunch = &schedule->bunches[schedule->bunch_count++];
+        bunch->first = schedule->operation_count;
+        const uint32_t wanted = chance_once_in(&chance, 2) ? 1 : 1 + chance_below(&chance, BUNCH_MAX);
+        while (bunch->count < wanted && schedule->operation_count < limits->operations) {
+            add_operation(&chance, limits, schedule, bunch);
+        }
+    }
+    choose_ending(&chance, limits->together, schedule);
+    return 0;
+}
+
+void schedule_free(struct schedule *schedule) {
+    free(schedule->operations);
+    free(schedule->bunches);
+    *schedule = (struct schedule){0};
+}
+
+/* ---- Words ---- */
+
+void schedule_describe(const struct schedule *schedule, char *text, size_t text_bytes) {
+    static const char *const endings[] = {"all leave together", "leaves", "dies"};
+    char hosts[HOSTS_MAX * 4] = "";
+    size_t used = 0;
+    for (int host = 0; host < schedule->host_count; host++) {
+        used += (size_t)snprintf(hosts + used, sizeof hosts - used, "%s%d", host == 0 ? "" : ",", schedule->host_sizes[host]);
+    }
+    char who[64] = "";
+    if (schedule->ending != ENDING_TOGETHER) {
+        (void)snprintf(who, sizeof who, "rank %d in bunch %zu of %zu ", schedule->victim, schedule->victim_bunch,
+                       schedule->bunch_count);
+    }
+    (void)snprintf(text, text_bytes, "hosts [%s]%s, segment %llu, fusion %llu, cache %d, spin %d us, cycle %d us, %zu operations; %s%s",
+                   hosts, schedule->host_count > 1 && schedule->host_of_rank[1] != 0 ? " in turn" : "",
+                   (unsigned long long)schedule->segment_bytes, (unsigned long long)schedule->fusion_bytes,
+                   schedule->cache_capacity, schedule->spin_us, schedule->cycle_time_us, schedule->operation_count, who,
+                   endings[schedule->ending]);
+}
+
+void operation_describe(const struct operation *operation, char *text, size_t text_bytes) {
+    static const char *const ops[HORO_OP_COUNT] = {"allreduce", "allgather", "broadcast", "barrier"};
+    static const char *const differences[] = {"", ", another shape on rank ", ", another dtype on rank "};
+    char who[16] = "";
+    if (operation->difference != DIFFERENCE_NONE) {
+        (void)snprintf(who, sizeof who, "%d", operation->differs);
+    }
+    (void)snprintf(text, text_bytes, "%s '%s' (reduce op %d, dtype %d, %d tensors, the first of %lld, factors %g and %g%s%s)",
+                   ops[operation->op], operation->name, operation->reduce_op, operation->dtype, operation->tensor_count,
+                   (long long)operation->counts[0], operation->prescale, operation->postscale,
+                   differences[operation->difference], who);
+}

@@ -1,0 +1,232 @@
+"""Control messages and batches at once: neither may wait for the other."""
+
+from __future__ import annotations
+
+import os
+import random
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from ranks import Group, Rank, describe, wait_for
+
+from horo import _core
+from horo._bootstrap.descriptors import close_all
+from horo._core import Slip
+from horo._errors import MismatchError, PeerLostError
+from horo._setup import Setup
+
+ROUNDS = int(os.environ.get("HORO_TEST_ROUNDS", "12000"))
+"""How often what goes wrong once in thousands of times is tried."""
+
+SUM = _core.REDUCE_OPS["sum"]
+
+
+def reduction(name: str, array: np.ndarray) -> Slip:
+    return Slip.of(_core.OPS["allreduce"], name, describe([array], [array]), reduce_op=SUM)
+
+
+# ---- A record that moves no data, directly followed by one that does ----
+
+
+def immediate(kind: str, rank: int) -> Slip:
+    """What is over as soon as all agree: nothing to reduce, nothing at all, or a mismatch."""
+    if kind == "barrier":
+        return Slip.of(_core.OPS["barrier"], "now")
+    count = rank + 1 if kind == "mismatch" else 0
+    return reduction("now", np.zeros(count, np.float32))
+
+
+def await_all(rank: Rank, handles: Sequence[int], timeout_s: float, gone: threading.Event) -> None:
+    """Polls, so that nobody but the background threads drives; ends early when another rank has given up."""
+    end = time.monotonic() + timeout_s
+    while not all(rank.context.poll(handle) for handle in handles):
+        if time.monotonic() > end or gone.is_set():
+            gone.set()
+            pending = [place for place, handle in enumerate(handles) if not rank.context.poll(handle)]
+            raise TimeoutError(f"rank {rank.rank} waits for ever for {len(pending)} of {len(handles)}: {pending[:6]}")
+        time.sleep(0)
+
+
+@pytest.mark.parametrize("kind", ["empty", "barrier", "mismatch"])
+@pytest.mark.parametrize("hosts", [[1, 1], [1, 1, 1], [2, 1]], ids=str)
+def test_what_is_over_at_once_does_not_hold_up_the_operation_behind_it(kind: str, hosts: list[int]) -> None:
+    """The root submits last, so that its engine decides on the first and runs the second in one turn."""
+    start, gone = threading.Barrier(sum(hosts)), threading.Event()
+
+    def body(rank: Rank) -> None:
+        array = np.ones(64, np.float32)
+        first, second = immediate(kind, rank.rank), reduction("then", array)
+        chance = random.Random(rank.rank)
+        for step in range(ROUNDS):
+            array[:] = step % 7
+            start.wait(20)
+            begin, delay_s = time.perf_counter(), chance.uniform(1e-4, 4e-4) if rank.rank == 0 else 0.0
+            while time.perf_counter() - begin < delay_s:
+                time.sleep(0)
+            handles = [rank.context.submit(first), rank.context.submit(second)]
+            await_all(rank, handles, 10, gone)
+            if kind == "mismatch":
+                with pytest.raises(MismatchError, match="'now'"):
+                    rank.context.wait(handles[0])
+            else:
+                rank.context.wait(handles[0])
+            rank.context.wait(handles[1])
+            assert (array == rank.size * (step % 7)).all(), step
+            for handle in handles:
+                rank.context.release(handle)
+
+    with Group(hosts, spin_us=1000, stall_warning_ms=0) as group:
+        group.run(body, 100)
+
+
+# ---- More announcements than a link takes at once ----
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("hosts", [[1, 1], [2, 1]], ids=str)
+def test_thousands_of_new_names_pass_while_a_batch_runs(hosts: list[int], late: int) -> None:
+    """All but one rank wait for all names; the last one announces them while a large batch keeps everybody."""
+    gone = threading.Event()
+
+    def body(rank: Rank) -> None:
+        big = np.ones(30_000_000, np.float32)
+        small = [np.full(1, rank.rank + 1, np.float32) for _ in range(16_000)]
+        slips = [reduction(f"{i:06d}".ljust(80, "x"), array) for i, array in enumerate(small)]
+        handles = []
+        if rank.rank != late:
+            handles = [rank.context.submit(slip) for slip in slips]
+        rank.barrier("known")  # behind the names on every link, so all have been heard of
+        handles.append(rank.context.submit(reduction("big", big)))
+        if rank.rank == late:
+            handles += [rank.context.submit(slip) for slip in slips]
+        await_all(rank, handles, 20, gone)
+        for handle in handles:
+            rank.context.wait(handle)
+            rank.context.release(handle)
+        assert (big == rank.size).all()
+        assert all(array[0] == rank.size * (rank.size + 1) / 2 for array in small)
+
+    with Group(hosts, stall_warning_ms=0) as group:
+        group.run(body, 40)
+
+
+# ---- A death that only those can see who have nothing to say in the batch ----
+
+
+def test_a_death_beside_a_leader_ends_the_batch_on_all_hosts() -> None:
+    """Rank 2 has no link to rank 0, and rank 1, which sees it die, stays; so rank 0 must be told."""
+    arrays = [np.ones(60_000_000, np.float32) for _ in range(3)]
+
+    def body(rank: Rank) -> None:
+        handle = rank.submit("allreduce", "x", [arrays[rank.rank]], reduce_op=SUM)
+        if rank.rank == 2:
+            wait_for(lambda: arrays[2][0] == 3)
+            group.kill(2)
+            return
+        with pytest.raises(PeerLostError, match=r"rank 2 \(host1\)"):
+            rank.finish(handle)
+
+    with Group([1, 2], tcp=True) as group:
+        group.run(body, 15)
+        assert all(isinstance(group.contexts[rank].health(), PeerLostError) for rank in (0, 1))
+
+
+# ---- Announcements that wait while a batch lasts longer than the peer timeout ----
+
+
+def connect(room_bytes: int) -> tuple[socket.socket, socket.socket]:
+    """Both ends of a TCP connection that takes in little before it is read."""
+    with socket.socket() as listener, socket.socket() as dialed:
+        for end in (listener, dialed):  # before they are connected, so that the window is right from the start
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, room_bytes)
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        dialed.connect(listener.getsockname())
+        return listener.accept()[0], dialed.dup()
+
+
+class Relay:
+    """Carries the data between two hosts of one rank at a limited pace, so that small data makes a long batch."""
+
+    def __init__(self, bytes_per_s: int) -> None:
+        self._step = bytes_per_s // 100
+        self._selector = selectors.DefaultSelector()
+        self._ends: list[socket.socket] = []
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._carry, daemon=True)
+
+    def between(self, setups: list[Setup]) -> list[Setup]:
+        """Puts itself into the data links of ranks 0 and 1, and links with little room into their control links."""
+        close_all([fds[1 - s.rank] for s in setups for fds in (s.data_fds, s.control_fds)])
+        control = connect(1 << 14)
+        changed = []
+        for rank, setup in enumerate(setups):
+            inner, outer = connect(1 << 16)
+            self._ends.append(inner)
+            data = [-1, -1]
+            data[1 - rank] = outer.detach()
+            narrow = [-1, -1]
+            narrow[1 - rank] = control[rank].detach()
+            changed.append(replace(setup, data_fds=data, control_fds=narrow))
+        for end, other in (self._ends, self._ends[::-1]):
+            self._selector.register(end, selectors.EVENT_READ, other)
+        self._thread.start()
+        return changed
+
+    def _carry(self) -> None:
+        """A hundred times a second, at most a step in each direction."""
+        while not self._over.wait(0.01) and self._selector.get_map():
+            for key, _ in self._selector.select(0):
+                end = key.fileobj
+                assert isinstance(end, socket.socket)
+                try:
+                    data = end.recv(self._step)
+                    key.data.sendall(data)
+                except OSError:
+                    data = b""
+                if not data:
+                    self._selector.unregister(end)
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join(10)
+        for end in self._ends:
+            end.close()
+
+
+@pytest.mark.parametrize("announcer", [0, 1])
+def test_announcements_may_wait_for_longer_than_the_peer_timeout_while_a_batch_runs(announcer: int) -> None:
+    relay = Relay(4 << 20)
+    going = threading.Barrier(2)
+
+    def body(rank: Rank) -> None:
+        arrays: list[np.ndarray] = [np.ones(1 << 20, np.float32), np.ones(3 << 20, np.float64)]
+        handles = [rank.context.submit(reduction(f"long{i}", array)) for i, array in enumerate(arrays)]
+        slips = [reduction(f"{i:06d}".ljust(100, "n"), np.ones(1, np.float32)) for i in range(8000)]
+        wait_for(lambda: arrays[0][0] == 2)  # in the midst of the first; dtypes keep the second out of it
+        going.wait(20)
+        if rank.rank == announcer:
+            handles += [rank.context.submit(slip) for slip in slips]
+        for handle in handles[:2]:
+            rank.context.wait(handle)
+        assert all((array == 2).all() for array in arrays)
+        if rank.rank != announcer:
+            handles += [rank.context.submit(slip) for slip in slips]
+        for handle in handles:
+            rank.context.wait(handle)
+
+    run_through(relay, body)
+
+
+def run_through(relay: Relay, body: Callable[[Rank], None]) -> None:
+    try:
+        with Group([1, 1], tcp=True, peer_timeout_ms=2000, rewire=relay.between) as group:
+            group.run(body, 30)
+    finally:
+        relay.close()

@@ -1,0 +1,170 @@
+"""Ranks that shut horo down while others work: who waits for them is told, what all have agreed on is finished."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from ranks import Group, Rank, wait_for
+
+from horo import _core
+from horo._errors import AbortedError
+
+SUM = _core.REDUCE_OPS["sum"]
+ROUNDS = 600
+TOLD_WITHIN_S = 15
+LEAVERS = [(hosts, leaver) for hosts in ([2], [1, 1], [2, 2]) for leaver in range(sum(hosts))]
+
+
+def total(size: int) -> float:
+    return size * (size + 1) / 2
+
+
+def told(leaver: int) -> str:
+    return rf"rank {leaver} \(host\d\) has shut horo down"
+
+
+def rounds(hosts: list[int], count: int, body: Callable[[Group, Rank, int], None]) -> None:
+    """A fresh group each time."""
+    for step in range(count):
+        try:
+            with Group(hosts, log_level=5) as group:
+                group.run(lambda rank, group=group, step=step: body(group, rank, step), TOLD_WITHIN_S)
+        except BaseException:
+            print(f"in round {step}")
+            raise
+
+
+@pytest.mark.parametrize(("hosts", "leaver"), LEAVERS, ids=str)
+def test_a_rank_that_submits_and_leaves_at_once_gives_results_or_is_named(hosts: list[int], leaver: int) -> None:
+    """Never a hang, never a wrong result, never another error or another rank."""
+    start = threading.Barrier(sum(hosts))
+    chance = random.Random(leaver)
+
+    def body(group: Group, rank: Rank, step: int) -> None:
+        array = np.full(20_000, rank.rank + 1, np.float32)
+        start.wait(20)
+        if rank.rank == leaver:
+            begin, delay_s = time.perf_counter(), chance.uniform(0, 1e-3)
+            while time.perf_counter() - begin < delay_s:
+                time.sleep(0)
+            rank.submit("allreduce", "x", [array], reduce_op=SUM)
+            group.leave(leaver)
+            return
+        try:
+            rank.finish(rank.submit("allreduce", "x", [array], reduce_op=SUM))
+        except AbortedError as error:
+            assert f"rank {leaver} (host" in str(error), error
+        else:
+            assert (array == total(rank.size)).all()
+
+    rounds(hosts, ROUNDS, body)
+
+
+@pytest.mark.parametrize(("hosts", "leaver"), LEAVERS, ids=str)
+def test_a_rank_that_leaves_while_others_announce_other_names_is_named(hosts: list[int], leaver: int) -> None:
+    start = threading.Barrier(sum(hosts))
+
+    def body(group: Group, rank: Rank, step: int) -> None:
+        start.wait(20)
+        if rank.rank == leaver:
+            rank.submit("barrier", "mine", [])
+            group.leave(leaver)
+            return
+        with pytest.raises(AbortedError, match=told(leaver)):
+            for i in range(10_000):  # one of them waits, or comes after the news
+                handles = [rank.submit("barrier", f"{rank.rank}.{i}.{k}", []) for k in range(3)]
+                for handle in handles:
+                    rank.finish(handle)
+
+    rounds(hosts, 50, body)
+
+
+@pytest.mark.parametrize("hosts", [[2], [1, 1], [2, 2], [1, 1, 1, 1]], ids=str)
+def test_all_may_leave_at_once_right_after_they_have_submitted(hosts: list[int]) -> None:
+    start = threading.Barrier(sum(hosts))
+
+    def body(group: Group, rank: Rank, step: int) -> None:
+        arrays = [np.ones(20_000, np.float32) for _ in range(4)]
+        start.wait(20)
+        with contextlib.suppress(AbortedError):  # another rank has left already
+            for i, array in enumerate(arrays):
+                rank.submit("allreduce", f"x{i}", [array], reduce_op=SUM)
+        group.leave(rank.rank)
+
+    rounds(hosts, 150, body)
+
+
+@pytest.mark.parametrize("hosts", [[3], [1, 1, 1], [2, 1], [1, 2]], ids=str)
+@pytest.mark.parametrize("submits", [False, True])
+def test_who_waits_is_told_of_a_leaver_while_rank_0_computes(hosts: list[int], submits: bool) -> None:
+    """Rank 0 does not call horo until the others know."""
+    told_all = threading.Event()
+
+    def body(rank: Rank) -> None:
+        rank.barrier("start")
+        if rank.rank == 0:
+            assert told_all.wait(20)
+            with pytest.raises(AbortedError, match=told(2)):
+                rank.barrier("later")
+        elif rank.rank == 1:
+            with pytest.raises(AbortedError, match=told(2)):
+                rank.barrier("never")
+            told_all.set()
+        else:
+            if submits:
+                rank.submit("barrier", "never", [])
+            group.leave(2)
+
+    with Group(hosts) as group:
+        group.run(body, TOLD_WITHIN_S)
+
+
+@pytest.mark.parametrize(("hosts", "leaver"), [*LEAVERS, ([1, 2], 2), ([1, 1, 1, 1], 2)], ids=str)
+def test_a_batch_that_runs_is_finished_by_a_rank_that_leaves(hosts: list[int], leaver: int) -> None:
+    """All have agreed on it, so all get its result; what comes later is aborted."""
+    size = sum(hosts)
+    arrays = [np.full(4_000_000, rank + 1, np.float32) for rank in range(size)]
+
+    def body(rank: Rank) -> None:
+        own = arrays[rank.rank]
+        never = rank.submit("barrier", "never", []) if rank.rank != leaver else 0
+        large = rank.submit("allreduce", "large", [own], reduce_op=SUM)
+        if rank.rank == leaver:
+            wait_for(lambda: own[0] == total(size))
+            group.leave(leaver)
+        else:
+            rank.finish(large)
+            with pytest.raises(AbortedError, match=told(leaver)):
+                rank.finish(never)
+        assert (own == total(size)).all()
+
+    with Group(hosts, segment_bytes=1 << 12) as group:
+        group.run(body, TOLD_WITHIN_S)
+
+
+@pytest.mark.parametrize("leaver", [1, 2, 3])
+@pytest.mark.parametrize("submits", [False, True])
+def test_all_of_a_tree_of_hosts_are_told_of_a_leaver_in_its_middle(leaver: int, submits: bool) -> None:
+    """Host 3 hangs below host 2, so news of its parent's end must not look like a loss."""
+    start = threading.Barrier(4)
+
+    def body(group: Group, rank: Rank, step: int) -> None:
+        array = np.full(1000, rank.rank + 1, np.float64)
+        assert (rank.allreduce(array, "start") == total(4)).all()
+        start.wait(20)
+        if rank.rank == leaver:
+            if submits:
+                rank.submit("barrier", "next", [])
+            group.leave(leaver)
+            return
+        with pytest.raises(AbortedError, match=told(leaver)):
+            for i in range(10_000):
+                rank.barrier("next" if i == 0 else f"later{i}")
+
+    rounds([1, 1, 1, 1], 50, body)

@@ -1,0 +1,68 @@
+"""Hosts of more ranks than fit into small arrays."""
+
+from __future__ import annotations
+
+import resource
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from ranks import Group, Rank, wait_for
+
+from horo._errors import AbortedError, PeerLostError
+
+
+@pytest.fixture(autouse=True)
+def descriptors() -> Iterator[None]:
+    """As many as the system lets this process have: each rank has its own for every other."""
+    before, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    if 0 <= most < 20_000:
+        pytest.skip(f"a process may have {most} open files here, which is too few for so many ranks in one")
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before, most))
+
+
+@pytest.mark.parametrize(("size", "polls"), [(60, False), (66, False), (66, True)])
+def test_a_rank_that_waits_hears_of_a_death_while_rank_0_computes(size: int, polls: bool) -> None:
+    """Only the leader holds life lines to all; it does not call horo, so its background thread must look."""
+
+    def body(rank: Rank) -> None:
+        handle = rank.submit("allreduce", "x", [np.ones(10)], reduce_op=1)
+        group.kill(2)
+        if polls:
+            wait_for(lambda: rank.context.poll(handle), 10)
+        with pytest.raises(PeerLostError, match=r"rank 2 \(host0\)"):
+            rank.finish(handle)
+
+    with Group([size], segment_bytes=1 << 12) as group:
+        group.run(body, 15, ranks=[1])
+
+
+def test_a_rank_that_waits_hears_of_a_leaver_while_rank_0_computes() -> None:
+    submitted = threading.Event()
+
+    def body(rank: Rank) -> None:
+        if rank.rank == 65:
+            assert submitted.wait(20)
+            group.leave(65)
+            return
+        handle = rank.submit("barrier", "never", [])
+        submitted.set()
+        with pytest.raises(AbortedError, match=r"rank 65 \(host0\) has shut horo down"):
+            rank.finish(handle)
+
+    with Group([66], segment_bytes=1 << 12) as group:
+        group.run(body, 15, ranks=[1, 65])
+
+
+@pytest.mark.parametrize("hosts", [[66], [66, 1], [1, 66]], ids=str)
+def test_many_ranks_of_one_host_reduce(hosts: list[int]) -> None:
+    def body(rank: Rank) -> None:
+        for step, count in enumerate((3, 5000)):
+            array = rank.allreduce(np.full(count, float(rank.rank)), f"x{step}")
+            assert (array == rank.size * (rank.size - 1) / 2).all()
+
+    with Group(hosts, segment_bytes=1 << 12) as group:
+        group.run(body)
