@@ -1,4 +1,6 @@
-"""Builds the stress program and runs it: `stress_build.py [--seed N] [--seconds S] ...`, see tests/native/stress/main.c.
+"""Builds the stress program and runs it: `stress_build.py [--seed N] [--seconds S] ...`.
+
+Its options stand in tests/native/stress/main.c.
 
 It is the core and the files of tests/native/stress in one program, without Python. HORO_SANITIZE chooses the flavour,
 as it does for the tests.

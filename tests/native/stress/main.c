@@ -127,9 +127,9 @@ static int64_t run_seed(uint64_t seed, const struct options *options) {
     }
     run->schedule = &schedule;
     run->ranks = ranks;
-    (void)snprintf(run->replay, sizeof run->replay, "stress --seed %llu --operations %zu --max-size %lld --hosts %d%s",
+    (void)snprintf(run->replay, sizeof run->replay, "stress --seed %llu --operations %zu --max-size %lld --hosts %d%s%s",
                    (unsigned long long)seed, options->limits.operations, (long long)options->limits.elements,
-                   options->limits.hosts, options->limits.together ? " --together" : "");
+                   options->limits.hosts, options->limits.together ? " --together" : "", options->limits.moving ? " --moving" : "");
     if (!options->quiet) {
         char text[512];
         schedule_describe(&schedule, text, sizeof text);
@@ -159,9 +159,9 @@ static int64_t run_seed(uint64_t seed, const struct options *options) {
 static int usage(const char *what) {
     (void)fprintf(stderr,
                   "stress: %s\nusage: stress [--seed N] [--schedules N | --seconds S] [--operations N] [--max-size ELEMENTS]\n"
-                  "              [--hosts MOST] [--together] [--deadline S] [--quiet]\n"
-                  "Without a seed a fresh one. --together: no rank leaves early or dies. A schedule that is not over after\n"
-                  "the deadline (60 s) has failed.\n",
+                  "              [--hosts MOST] [--together] [--moving] [--deadline S] [--quiet]\n"
+                  "Without a seed a fresh one. --together: no rank leaves early or dies. --moving: only operations that move\n"
+                  "data. A schedule that is not over after the deadline (60 s) has failed.\n",
                   what);
     return 2;
 }
@@ -194,12 +194,14 @@ static int parse_value(const char *name, const char *text, struct options *optio
 }
 
 int main(int argc, char **argv) {
-    struct options options = {.schedules = 1, .deadline_s = 60, .limits = {2000, 200000, HOSTS_MAX, 0}};
+    struct options options = {.schedules = 1, .deadline_s = 60, .limits = {2000, 200000, HOSTS_MAX, 0, 0}};
     for (int i = 1; i < argc; i++) {
         if (strcmp(argv[i], "--quiet") == 0) {
             options.quiet = 1;
         } else if (strcmp(argv[i], "--together") == 0) {
             options.limits.together = 1;
+        } else if (strcmp(argv[i], "--moving") == 0) {
+            options.limits.moving = 1;
         } else if (i + 1 >= argc || parse_value(argv[i], argv[i + 1], &options) != 0) {
             return usage(argv[i]);
         } else {

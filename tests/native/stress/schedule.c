@@ -62,10 +62,11 @@ static void choose_ending(struct chance *chance, int together, struct schedule *
 
 /* ---- Operations ---- */
 
-static int64_t choose_count(struct chance *chance, int64_t most) {
+static int64_t choose_count(struct chance *chance, const struct limits *limits, int64_t most) {
     const uint32_t kind = chance_below(chance, 100);
     const int64_t limit = kind < 4 ? 1 : kind < 60 ? 17 : kind < 92 ? 1500 : kind < 99 ? 20000 : most;
-    return (int64_t)chance_below(chance, (uint32_t)(limit < most ? limit : most));
+    const int64_t count = (int64_t)chance_below(chance, (uint32_t)(limit < most ? limit : most));
+    return count == 0 && limits->moving ? 1 : count;
 }
 
 static void choose_scales(struct chance *chance, struct operation *operation) {
@@ -81,18 +82,18 @@ static void choose_scales(struct chance *chance, struct operation *operation) {
     operation->postscale = is_float ? ANY_OF(chance, factors) : 2.0;
 }
 
-static void choose_reduction(struct chance *chance, int64_t elements, struct operation *operation) {
+static void choose_reduction(struct chance *chance, const struct limits *limits, struct operation *operation) {
     static const int32_t ops[] = {HORO_SUM, HORO_SUM, HORO_SUM, HORO_AVERAGE, HORO_MIN, HORO_MAX, HORO_PRODUCT};
     operation->reduce_op = ANY_OF(chance, ops);
     operation->tensor_count = chance_once_in(chance, 4) ? 2 + (int)chance_below(chance, TENSORS_MAX - 1) : 1;
     for (int i = 0; i < operation->tensor_count; i++) {
-        operation->counts[i] = choose_count(chance, elements);
+        operation->counts[i] = choose_count(chance, limits, limits->elements);
     }
     choose_scales(chance, operation);
 }
 
 /* All but the name. */
-static void choose_operation(struct chance *chance, const struct schedule *schedule, int64_t elements,
+static void choose_operation(struct chance *chance, const struct schedule *schedule, const struct limits *limits,
                              struct operation *operation) {
     static const int32_t dtypes[] = {HORO_FLOAT32, HORO_FLOAT32, HORO_FLOAT64, HORO_INT32, HORO_INT64,
                                      HORO_UINT8,   HORO_FLOAT16, HORO_BFLOAT16};
@@ -100,23 +101,23 @@ static void choose_operation(struct chance *chance, const struct schedule *sched
     *operation = (struct operation){.salt = chance_next(chance) >> 16, .prescale = 1.0, .postscale = 1.0, .tensor_count = 1};
     operation->dtype = ANY_OF(chance, dtypes);
     operation->apart = (int)chance_below(chance, 2);
-    const uint32_t kind = chance_below(chance, 20);
+    const uint32_t kind = chance_below(chance, limits->moving ? 18 : 20);
     if (kind < 14) {
         operation->op = HORO_ALLREDUCE;
-        choose_reduction(chance, elements, operation);
+        choose_reduction(chance, limits, operation);
     } else if (kind < 16) {
         operation->op = HORO_BROADCAST;
         operation->root_rank = team->ranks[chance_below(chance, (uint32_t)team->size)];
-        operation->counts[0] = choose_count(chance, elements);
+        operation->counts[0] = choose_count(chance, limits, limits->elements);
     } else if (kind < 18) {
         operation->op = HORO_ALLGATHER;
         operation->columns = 1 + chance_below(chance, 5);
-        operation->counts[0] = choose_count(chance, 1 + elements / team->size / operation->columns);
+        operation->counts[0] = choose_count(chance, limits, 1 + limits->elements / team->size / operation->columns);
     } else {
         operation->op = HORO_BARRIER;
         operation->tensor_count = 0;
     }
-    if (operation->tensor_count > 0 && team->size > 1 && chance_once_in(chance, 40)) {
+    if (operation->tensor_count > 0 && team->size > 1 && chance_once_in(chance, 40) && !limits->moving) {
         operation->difference = chance_once_in(chance, 2) ? DIFFERENCE_SHAPE : DIFFERENCE_DTYPE;
         operation->differs = team->ranks[chance_below(chance, (uint32_t)team->size)];
     }
@@ -141,12 +142,12 @@ static void add_operation(struct chance *chance, const struct limits *limits, st
     if (kind < 5 && !is_taken(schedule, bunch, name)) {
         const uint32_t variant = chance_once_in(chance, 12) ? chance_below(chance, 3) : 0;
         struct chance its_own = {chance_mix(schedule->seed, which * 3 + variant)};
-        choose_operation(&its_own, schedule, limits->elements, operation);
+        choose_operation(&its_own, schedule, limits, operation);
         if (operation->difference != DIFFERENCE_NONE && !chance_once_in(chance, 4)) {
             operation->difference = DIFFERENCE_NONE;
         }
     } else {
-        choose_operation(chance, schedule, limits->elements, operation);
+        choose_operation(chance, schedule, limits, operation);
         (void)snprintf(name, sizeof name, "%s.%zu", kind < 7 ? "once" : "new", schedule->operation_count);
         operation->flags = kind < 7 ? HORO_SUBMIT_TRANSIENT : 0;
     }

@@ -75,6 +75,7 @@ struct limits {
     int64_t elements;
     int hosts;
     int together; /* no rank leaves early or dies */
+    int moving;   /* only operations that move data: no barriers, nothing empty, no differences */
 };
 
 /* 0, or -1 without memory. */
