@@ -44,7 +44,8 @@ def _compile(folder: Path, program: Path) -> None:
     """All files at once; raises subprocess.CalledProcessError, the compiler has printed why."""
     compiler = os.environ.get("CC", "cc").split()
     wanted = native_build.native_build
-    flags = [*wanted.COMPILE_FLAGS, "-g", *wanted.WARNING_FLAGS, *SANITIZE_FLAGS[FLAVOUR]]
+    named = [flag for flag in wanted.COMPILE_FLAGS if flag != "-fvisibility=hidden"]  # so that stacks have names
+    flags = [*named, "-g", *wanted.WARNING_FLAGS, *SANITIZE_FLAGS[FLAVOUR]]
     flags += ["-O2", f"-I{ROOT / 'native/include'}", f"-I{ROOT / 'native/src'}"]
 
     def compile_one(source: Path) -> str:

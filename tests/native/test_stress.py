@@ -33,7 +33,7 @@ def run(program: Path, *options: str) -> None:
         check=False,
     )
     print(done.stdout, done.stderr)
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    assert done.returncode == 0, f"{done.stdout[-1000:]}\n{done.stderr[:5000]}"
 
 
 @pytest.mark.parametrize("seed", range(0, 8 * SCHEDULES, SCHEDULES))
