@@ -8,7 +8,8 @@
 #include "engine/engine.h"
 
 struct horo_context {
-    struct hr_group group;
+    struct hr_node node;
+    struct hr_team world;
     struct hr_backend *backend;
     struct hr_engine engine;
     struct hr_owner owner; /* a forked child has the memory but not the threads */
@@ -30,18 +31,27 @@ static void copy_error(const struct hr_error *from, char *error, size_t error_by
 }
 
 static int create_parts(struct horo_context *context, const horo_setup *setup, struct hr_error *error) {
-    HR_TRY(hr_group_init(&context->group, setup, error));
-    const int by_mpi = setup->mpi != NULL && setup->mpi->is_backend;
-    context->backend = by_mpi ? hr_mpi_backend_create(&context->group, error) : hr_host_backend_create(&context->group);
-    int status = context->backend == NULL ? hr_fail(error, HORO_ERR_RESOURCE, "out of memory for a context") : HORO_OK;
+    int status = hr_team_init(&context->world, &context->node, setup->rank, setup->size, setup->host_of_rank,
+                              (size_t)setup->segment_bytes, error);
     if (status == HORO_OK) {
-        status = hr_engine_init(&context->engine, &context->group, context->backend, setup, error);
+        status = hr_node_init(&context->node, setup, &context->world, error);
+    }
+    if (status != HORO_OK) {
+        hr_team_fini(&context->world);
+        return status;
+    }
+    const int by_mpi = setup->mpi != NULL && setup->mpi->is_backend;
+    context->backend = by_mpi ? hr_mpi_backend_create(&context->world, error) : hr_host_backend_create(&context->world);
+    status = context->backend == NULL ? hr_fail(error, HORO_ERR_RESOURCE, "out of memory for a context") : HORO_OK;
+    if (status == HORO_OK) {
+        status = hr_engine_init(&context->engine, &context->world, context->backend, setup, error);
     }
     if (status != HORO_OK) {
         if (context->backend != NULL) {
             context->backend->ops->destroy(context->backend);
         }
-        hr_group_fini(&context->group);
+        hr_team_fini(&context->world);
+        hr_node_fini(&context->node);
     }
     return status;
 }
@@ -56,7 +66,7 @@ HORO_API int horo_create(const horo_setup *setup, horo_context **context, char *
         free(created);
         return status;
     }
-    hr_group_own(&created->group, setup);
+    hr_node_own(&created->node, setup);
     hr_owner_init(&created->owner);
     *context = created;
     return HORO_OK;
@@ -68,13 +78,14 @@ HORO_API void horo_destroy(horo_context *context) {
     }
     hr_engine_fini(&context->engine);
     context->backend->ops->destroy(context->backend);
-    hr_group_fini(&context->group);
+    hr_team_fini(&context->world);
+    hr_node_fini(&context->node);
     hr_owner_fini(&context->owner);
     free(context);
 }
 
 HORO_API void horo_after_fork(horo_context *context) {
-    hr_group_close_fds(&context->group);
+    hr_node_close_fds(&context->node);
     if (context->engine.kick_fd >= 0) { /* else this child's own parent was forked too: the number is another file's by now */
         (void)close(context->engine.kick_fd);
         context->engine.kick_fd = -1;
@@ -179,7 +190,7 @@ HORO_API int horo_health(horo_context *context, char *error, size_t error_bytes)
 
 HORO_API void horo_read_counters(horo_context *context, horo_counters *counters) {
     const struct hr_engine *engine = &context->engine;
-    const struct hr_transport *transport = context->group.transport;
+    const struct hr_transport *transport = context->node.transport;
     *counters = (horo_counters){
         .requests = atomic_load(&engine->requests),
         .cache_hits = atomic_load(&engine->cache_hits),
@@ -188,9 +199,9 @@ HORO_API void horo_read_counters(horo_context *context, horo_counters *counters)
         .bytes = atomic_load(&engine->bytes),
         .messages_sent = atomic_load(&engine->messages_sent),
         .link_bytes = transport == NULL ? 0 : atomic_load(&transport->data_bytes),
-        .sleeps = atomic_load(&context->group.sleeps),
-        .wakes = atomic_load(&context->group.wakes),
-        .moves = atomic_load(&context->group.moves),
-        .mpi_stranded = atomic_load(&context->group.mpi.stranded),
+        .sleeps = atomic_load(&context->node.sleeps),
+        .wakes = atomic_load(&context->node.wakes),
+        .moves = atomic_load(&context->node.moves),
+        .mpi_stranded = atomic_load(&context->node.mpi.stranded),
     };
 }

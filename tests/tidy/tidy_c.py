@@ -26,9 +26,12 @@ MAY_INCLUDE: dict[str, set[str]] = {
     "arena": {"base", "kernel"},
     "mpi": {"base"},
     "transport": {"base", "mpi"},
-    "collective": {"base", "kernel", "arena", "mpi", "transport"},
-    "backend": {"base", "kernel", "arena", "mpi", "transport", "collective"},
-    "engine": {"base", "kernel", "wire", "arena", "mpi", "transport", "collective", "backend"},
+    "node": {"base", "kernel", "arena", "mpi", "transport"},
+    "local": {"base", "kernel", "arena", "node"},
+    "cross": {"base", "kernel", "transport"},
+    "collective": {"base", "kernel", "arena", "mpi", "transport", "node", "local", "cross"},
+    "backend": {"base", "kernel", "arena", "mpi", "transport", "node", "local", "collective"},
+    "engine": {"base", "kernel", "wire", "arena", "mpi", "transport", "node", "collective", "backend"},
 }
 ROOT_FILES = {"context.c"}
 

@@ -1,6 +1,6 @@
 /*
  * A backend does whole collectives on buffers, wherever they live, as tasks (collective/task.h). The engine decides what runs and when;
- * a backend decides how. All ranks of the group begin the same work in the same order, from the driver of the engine, one at a time.
+ * a backend decides how. All ranks of the team begin the same work in the same order, from the driver of the engine, one at a time.
  */
 #ifndef HR_BACKEND_BACKEND_H
 #define HR_BACKEND_BACKEND_H
@@ -8,7 +8,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "collective/group.h"
+#include "node/team.h"
 #include "collective/task.h"
 
 /* One tensor of a batch. */
@@ -45,7 +45,7 @@ struct hr_backend;
 struct hr_backend_ops {
     const char *name;
     /*
-     * The work becomes the one task of this backend. HORO_OK or a status: HORO_ERR_RESOURCE for lack of memory, which ends the group,
+     * The work becomes the one task of this backend. HORO_OK or a status: HORO_ERR_RESOURCE for lack of memory, which ends the team,
      * since other ranks may have begun. Operands of equal dtype and wire dtype are reduced as one vector.
      */
     int (*begin)(struct hr_backend *backend, const struct hr_work *work);
@@ -60,14 +60,14 @@ struct hr_backend {
     const struct hr_backend_ops *ops;
 };
 
-/* Host memory over arena and transport; the group must outlive it. NULL for lack of memory. */
-struct hr_backend *hr_host_backend_create(struct hr_group *group);
+/* Host memory over arena and transport; the team must outlive it. NULL for lack of memory. */
+struct hr_backend *hr_host_backend_create(struct hr_team *team);
 
 /*
- * Host memory by the collectives of group->mpi, whose communicator numbers the ranks as the group does. The group must outlive it.
- * Work that is cancelled leaves what it has begun with MPI: it is counted in group->mpi.stranded, its scratch is never freed,
+ * Host memory by the collectives of team->node->mpi, whose communicator numbers the ranks as the team does. The team must outlive it.
+ * Work that is cancelled leaves what it has begun with MPI: it is counted in team->node->mpi.stranded, its scratch is never freed,
  * and MPI may still touch the operands. NULL with *error set.
  */
-struct hr_backend *hr_mpi_backend_create(struct hr_group *group, struct hr_error *error);
+struct hr_backend *hr_mpi_backend_create(struct hr_team *team, struct hr_error *error);
 
 #endif

@@ -15,7 +15,7 @@ struct gathering {
 
 struct host_backend {
     struct hr_backend base;
-    struct hr_group *group;
+    struct hr_team *team;
     struct hr_pieces pieces;
     struct hr_work work;
     struct hr_kinds kinds;
@@ -41,8 +41,8 @@ static int begin_kind(struct host_backend *host) {
         return HR_TASK_DONE;
     }
     host->task = &host->run.allreduce.segments.task;
-    HR_TRY(hr_allreduce_begin(&host->run.allreduce, host->group, &fused, hr_operation_of(work->reduce_op), work->prescale,
-                              hr_postscale_of(work, fused.dtype, host->group->size)));
+    HR_TRY(hr_allreduce_begin(&host->run.allreduce, host->team, &fused, hr_operation_of(work->reduce_op), work->prescale,
+                              hr_postscale_of(work, fused.dtype, host->team->size)));
     return HR_TASK_MOVED;
 }
 
@@ -57,7 +57,7 @@ static void end_gathering(struct host_backend *host) {
 
 /* Everybody learns everybody's rows: a sum in which each rank fills in only its own place. */
 static int begin_rows(struct host_backend *host) {
-    const size_t size = (size_t)host->group->size;
+    const size_t size = (size_t)host->team->size;
     const size_t count = host->work.count;
     struct gathering *gathering = &host->gathering;
     gathering->table = calloc(size * count, sizeof *gathering->table);
@@ -67,18 +67,18 @@ static int begin_rows(struct host_backend *host) {
         end_gathering(host);
         return HORO_ERR_RESOURCE;
     }
-    memcpy(gathering->table + (size_t)host->group->rank * count, host->work.rows, count * sizeof *gathering->table);
+    memcpy(gathering->table + (size_t)host->team->rank * count, host->work.rows, count * sizeof *gathering->table);
     struct hr_fused fused = {.pieces = host->pieces.at, .dtype = HORO_INT64};
     hr_fuse_append(&fused, host->pieces.at, gathering->table, gathering->table, size * count * sizeof *gathering->table);
     host->task = &host->run.allreduce.segments.task;
-    return hr_allreduce_begin(&host->run.allreduce, host->group, &fused, HORO_SUM, 1.0, hr_scale_by(1.0));
+    return hr_allreduce_begin(&host->run.allreduce, host->team, &fused, HORO_SUM, 1.0, hr_scale_by(1.0));
 }
 
 /* For each rank, its contributions to all tensors as one vector with the places here as outputs. */
 static void place_contributions(const struct host_backend *host) {
     const struct hr_work *work = &host->work;
     const struct gathering *gathering = &host->gathering;
-    for (int r = 0; r < host->group->size; r++) {
+    for (int r = 0; r < host->team->size; r++) {
         struct hr_piece *pieces = host->pieces.at + (size_t)r * work->count;
         struct hr_fused *theirs = &gathering->by_rank[r];
         *theirs = (struct hr_fused){.pieces = pieces, .dtype = HORO_UINT8};
@@ -94,9 +94,9 @@ static void place_contributions(const struct host_backend *host) {
 static int begin_gathering(struct host_backend *host) {
     const struct hr_work *work = &host->work;
     host->gathering.has_rows = 1;
-    HR_TRY(hr_gathered_allocate(host->group->size, host->gathering.table, work->row_bytes, work->count, work->results));
+    HR_TRY(hr_gathered_allocate(host->team->size, host->gathering.table, work->row_bytes, work->count, work->results));
     place_contributions(host);
-    HR_TRY(hr_allgather_begin(&host->run.allgather, host->group, host->gathering.by_rank));
+    HR_TRY(hr_allgather_begin(&host->run.allgather, host->team, host->gathering.by_rank));
     host->task = &host->run.allgather.segments.task;
     return HR_TASK_MOVED;
 }
@@ -105,7 +105,7 @@ static int begin_gathering(struct host_backend *host) {
 
 static int host_begin(struct hr_backend *backend, const struct hr_work *work) {
     struct host_backend *host = host_of(backend);
-    const size_t parts = work->op == HORO_ALLGATHER ? (size_t)host->group->size : 1;
+    const size_t parts = work->op == HORO_ALLGATHER ? (size_t)host->team->size : 1;
     host->work = *work;
     host->task = NULL;
     HR_TRY(hr_pieces_reserve(&host->pieces, parts * work->count));
@@ -115,7 +115,7 @@ static int host_begin(struct hr_backend *backend, const struct hr_work *work) {
         return begin_kind(host) < 0 ? HORO_ERR_RESOURCE : HORO_OK;
     case HORO_BROADCAST: {
         const struct hr_fused fused = hr_fuse_bytes(host->pieces.at, work->operands, work->count);
-        hr_broadcast_begin(&host->run.broadcast, host->group, &fused, work->root_rank);
+        hr_broadcast_begin(&host->run.broadcast, host->team, &fused, work->root_rank);
         host->task = &host->run.broadcast.segments.task;
         return HORO_OK;
     }
@@ -148,7 +148,7 @@ static void host_cancel(struct hr_backend *backend) {
         host->task->cancel(host->task);
         host->task = NULL;
     }
-    if (host->gathering.has_rows && atomic_load(&host->group->mpi.stranded) != 0) {
+    if (host->gathering.has_rows && atomic_load(&host->team->node->mpi.stranded) != 0) {
         hr_gathered_disown(host->work.results, host->work.count);
     }
     end_gathering(host);
@@ -177,12 +177,12 @@ static const struct hr_backend_ops host_ops = {
     .destroy = host_destroy,
 };
 
-struct hr_backend *hr_host_backend_create(struct hr_group *group) {
+struct hr_backend *hr_host_backend_create(struct hr_team *team) {
     struct host_backend *host = calloc(1, sizeof *host);
     if (host == NULL) {
         return NULL;
     }
     host->base.ops = &host_ops;
-    host->group = group;
+    host->team = team;
     return &host->base;
 }

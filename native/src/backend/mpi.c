@@ -14,8 +14,6 @@
 #include "collective/collective.h"
 
 enum {
-    ALONE_BYTES = 1 << 20,   /* from here on a tensor travels by itself: packing would cost more than a call */
-    SCRATCH_BYTES = 1 << 24, /* packed at once, at most */
     SCRATCH_ALIGNMENT = 64,
     TEXT_BYTES = 256,
 };
@@ -49,7 +47,7 @@ struct gathering {
 
 struct mpi_backend {
     struct hr_backend base;
-    struct hr_group *group;
+    struct hr_team *team;
     struct hr_mpi *mpi;
     struct hr_reductions reductions;
     struct hr_pieces pieces;
@@ -81,8 +79,8 @@ static size_t smaller(size_t a, size_t b) {
 static int report(struct mpi_backend *self, int code) {
     char text[TEXT_BYTES];
     hr_mpi_describe(self->mpi, code, text, sizeof text);
-    hr_log(&self->group->log, HORO_LOG_ERROR, "a collective of MPI failed: %s", text);
-    self->group->suspect = (struct hr_abort){.code = HORO_ERR_PEER_LOST, .rank = -1, .reason = HR_REASON_LINK};
+    hr_log(&self->team->node->log, HORO_LOG_ERROR, "a collective of MPI failed: %s", text);
+    self->team->node->suspect = (struct hr_abort){.code = HORO_ERR_PEER_LOST, .rank = -1, .reason = HR_REASON_LINK};
     return HORO_ERR_PEER_LOST;
 }
 
@@ -91,7 +89,7 @@ static int called(struct mpi_backend *self, int code) {
         return report(self, code);
     }
     self->has_call = 1;
-    self->group->poll_within_ns = POLL_WITHIN_NS;
+    self->team->node->poll_within_ns = POLL_WITHIN_NS;
     return HR_TASK_MOVED;
 }
 
@@ -120,7 +118,7 @@ static int call_next(struct mpi_backend *self) {
     struct transfer *transfer = &self->transfer;
     while (transfer->at == transfer->bytes && transfer->ranks_left > 0) { /* the part of the next rank lies behind */
         transfer->data += transfer->bytes;
-        transfer->root = self->group->size - transfer->ranks_left--;
+        transfer->root = self->team->size - transfer->ranks_left--;
         transfer->bytes = self->gathering.bytes[transfer->root];
         transfer->at = 0;
     }
@@ -140,17 +138,19 @@ static int call_next(struct mpi_backend *self) {
 
 /* ---- Transfers of fused vectors ---- */
 
-static int travels_alone(const struct hr_fused *fused, const struct hr_piece *piece) {
-    return fused->wide_dtype == 0 && (fused->count == 1 || piece->bytes >= ALONE_BYTES);
+static int travels_alone(const struct mpi_backend *self, const struct hr_piece *piece) {
+    const struct hr_fused *fused = &self->fused;
+    return fused->wide_dtype == 0 && (fused->count == 1 || piece->bytes >= self->team->tuning.mpi_alone);
 }
 
 /* How much from `offset` on is packed together. */
-static size_t packed_bytes(const struct hr_fused *fused, size_t offset) {
+static size_t packed_bytes(const struct mpi_backend *self, size_t offset) {
+    const struct hr_fused *fused = &self->fused;
     size_t end = offset;
-    for (size_t i = hr_fused_find(fused, offset); i < fused->count && !travels_alone(fused, &fused->pieces[i]); i++) {
+    for (size_t i = hr_fused_find(fused, offset); i < fused->count && !travels_alone(self, &fused->pieces[i]); i++) {
         end = fused->pieces[i].offset + fused->pieces[i].bytes;
     }
-    return smaller(end - offset, SCRATCH_BYTES);
+    return smaller(end - offset, self->team->tuning.mpi_packed);
 }
 
 static int reserve_scratch(struct mpi_backend *self, size_t bytes) {
@@ -165,14 +165,14 @@ static int reserve_scratch(struct mpi_backend *self, size_t bytes) {
 }
 
 static struct factors factors_of(const struct mpi_backend *self) {
-    const struct hr_scale post = hr_postscale_of(&self->work, self->fused.dtype, self->group->size);
+    const struct hr_scale post = hr_postscale_of(&self->work, self->fused.dtype, self->team->size);
     const double partial = hr_partial_scale(self->fused.dtype, hr_operation_of(self->work.reduce_op), post.factor);
     return (struct factors){self->work.prescale * partial, {post.factor / partial, post.divisor}};
 }
 
 /* Whether this rank's own data goes into what travels. */
 static int contributes(const struct mpi_backend *self) {
-    return self->work.op == HORO_ALLREDUCE || self->group->rank == self->work.root_rank;
+    return self->work.op == HORO_ALLREDUCE || self->team->rank == self->work.root_rank;
 }
 
 /* A tensor that travels alone. */
@@ -187,7 +187,7 @@ static void begin_piece(struct mpi_backend *self, const struct hr_piece *piece) 
     }
     const struct factors factors = factors_of(self);
     if (piece->output != piece->input || factors.pre != 1.0) {
-        hr_fused_pack(fused, piece->offset, piece->bytes, piece->output, self->group->kernel, factors.pre, HR_STORE_ORDINARY);
+        hr_fused_pack(fused, piece->offset, piece->bytes, piece->output, self->team->node->kernel, factors.pre, HR_STORE_ORDINARY);
     }
     self->transfer.data = piece->output;
 }
@@ -199,7 +199,7 @@ static int begin_packed(struct mpi_backend *self, size_t bytes) {
     self->transfer.bytes = bytes;
     self->transfer.data = self->scratch;
     if (contributes(self)) {
-        hr_fused_pack(&self->fused, self->fused_at, bytes, self->scratch, self->group->kernel, scale, HR_STORE_ORDINARY);
+        hr_fused_pack(&self->fused, self->fused_at, bytes, self->scratch, self->team->node->kernel, scale, HR_STORE_ORDINARY);
     }
     return HORO_OK;
 }
@@ -207,7 +207,7 @@ static int begin_packed(struct mpi_backend *self, size_t bytes) {
 /* The transfer is over: scale and unpack what has come. */
 static void end_transfer(struct mpi_backend *self) {
     const struct transfer *transfer = &self->transfer;
-    const struct hr_kernel *kernel = self->group->kernel;
+    const struct hr_kernel *kernel = self->team->node->kernel;
     if (self->work.op == HORO_ALLREDUCE && transfer->bytes > 0) {
         const struct hr_scale scale = factors_of(self).post;
         if (hr_scale_changes(scale)) {
@@ -232,10 +232,10 @@ static int begin_of_fused(struct mpi_backend *self) {
     }
     const struct hr_piece *piece = &self->fused.pieces[hr_fused_find(&self->fused, self->fused_at)];
     self->transfer = (struct transfer){.op = self->work.op, .root = self->work.root_rank};
-    if (travels_alone(&self->fused, piece)) {
+    if (travels_alone(self, piece)) {
         begin_piece(self, piece);
     } else {
-        HR_TRY(begin_packed(self, packed_bytes(&self->fused, self->fused_at)));
+        HR_TRY(begin_packed(self, packed_bytes(self, self->fused_at)));
     }
     self->fused_at += self->transfer.bytes;
     return HR_TASK_MOVED;
@@ -259,7 +259,7 @@ static void begin_gather(struct mpi_backend *self, char *data) {
     const struct gathering *gathering = &self->gathering;
     const size_t most = (size_t)self->mpi->calls.message_bytes;
     size_t total = 0;
-    for (int r = 0; r < self->group->size; r++) {
+    for (int r = 0; r < self->team->size; r++) {
         gathering->counts[r] = (int)smaller(gathering->bytes[r], most);
         gathering->offsets[r] = (int)smaller(total, most);
         total += gathering->bytes[r];
@@ -267,29 +267,29 @@ static void begin_gather(struct mpi_backend *self, char *data) {
     if (total <= most) {
         self->transfer = (struct transfer){.op = HORO_ALLGATHER, .data = data, .bytes = total};
     } else { /* beyond what 32-bit offsets reach */
-        self->transfer = (struct transfer){.op = HORO_BROADCAST, .data = data, .ranks_left = self->group->size};
+        self->transfer = (struct transfer){.op = HORO_BROADCAST, .data = data, .ranks_left = self->team->size};
     }
 }
 
 static void begin_rows(struct mpi_backend *self) {
     const struct gathering *gathering = &self->gathering;
     const size_t bytes = self->work.count * sizeof *self->work.rows;
-    for (int r = 0; r < self->group->size; r++) {
+    for (int r = 0; r < self->team->size; r++) {
         gathering->bytes[r] = bytes;
     }
-    memcpy(gathering->table + (size_t)self->group->rank * self->work.count, self->work.rows, bytes);
+    memcpy(gathering->table + (size_t)self->team->rank * self->work.count, self->work.rows, bytes);
     begin_gather(self, (char *)gathering->table);
 }
 
 static void begin_operand(struct mpi_backend *self, size_t i) {
     const struct hr_gathered *result = &self->work.results[i];
     char *mine = result->data;
-    for (int r = 0; r < self->group->size; r++) {
+    for (int r = 0; r < self->team->size; r++) {
         self->gathering.bytes[r] = (size_t)result->first_dims[r] * self->work.row_bytes[i];
-        mine += r < self->group->rank ? self->gathering.bytes[r] : 0;
+        mine += r < self->team->rank ? self->gathering.bytes[r] : 0;
     }
-    if (self->gathering.bytes[self->group->rank] > 0) {
-        self->group->kernel->copy(mine, self->work.operands[i].input, self->gathering.bytes[self->group->rank], HR_STORE_ORDINARY);
+    if (self->gathering.bytes[self->team->rank] > 0) {
+        self->team->node->kernel->copy(mine, self->work.operands[i].input, self->gathering.bytes[self->team->rank], HR_STORE_ORDINARY);
     }
     begin_gather(self, result->data);
 }
@@ -304,7 +304,7 @@ static int begin_of_gather(struct mpi_backend *self) {
         begin_rows(self);
     } else {
         if (gathering->next == 1) {
-            HR_TRY(hr_gathered_allocate(self->group->size, gathering->table, self->work.row_bytes, self->work.count,
+            HR_TRY(hr_gathered_allocate(self->team->size, gathering->table, self->work.row_bytes, self->work.count,
                                         self->work.results));
         }
         begin_operand(self, gathering->next - 1);
@@ -316,7 +316,7 @@ static int begin_of_gather(struct mpi_backend *self) {
 /* ---- The table ---- */
 
 static int begin_gathering(struct mpi_backend *self) {
-    const size_t size = (size_t)self->group->size;
+    const size_t size = (size_t)self->team->size;
     self->gathering = (struct gathering){
         .table = calloc(size * self->work.count, sizeof(int64_t)),
         .bytes = calloc(size, sizeof(size_t)),
@@ -354,7 +354,7 @@ static int test_call(struct mpi_backend *self) {
     const int code = self->mpi->ops->test(self->mpi, &self->request, &done);
     if (done || code != 0) {
         self->has_call = 0;
-        self->group->poll_within_ns = 0;
+        self->team->node->poll_within_ns = 0;
     }
     if (code != 0) {
         atomic_fetch_add_explicit(&self->mpi->stranded, (uint64_t)!done, memory_order_relaxed);
@@ -374,7 +374,7 @@ static int mpi_progress(struct hr_backend *backend) {
         moved = self->work.op == HORO_ALLGATHER ? begin_of_gather(self) : begin_of_fused(self);
     }
     if (moved == HR_TASK_DONE && self->work.op == HORO_BROADCAST && contributes(self)) {
-        hr_fused_copy(&self->fused, self->group->kernel);
+        hr_fused_copy(&self->fused, self->team->node->kernel);
     }
     return moved;
 }
@@ -384,7 +384,7 @@ static void mpi_cancel(struct hr_backend *backend) {
     struct mpi_backend *self = mpi_of(backend);
     atomic_fetch_add_explicit(&self->mpi->stranded, (uint64_t)self->has_call, memory_order_relaxed);
     self->has_call = 0;
-    self->group->poll_within_ns = 0;
+    self->team->node->poll_within_ns = 0;
     if (self->work.op == HORO_ALLGATHER && self->gathering.next > 1 && atomic_load(&self->mpi->stranded) != 0) {
         hr_gathered_disown(self->work.results, self->work.count);
     }
@@ -420,12 +420,12 @@ static const struct hr_backend_ops mpi_ops = {
     .destroy = mpi_destroy,
 };
 
-struct hr_backend *hr_mpi_backend_create(struct hr_group *group, struct hr_error *error) {
-    const horo_mpi *calls = &group->mpi.calls;
-    if (calls->rank != group->rank || calls->size != group->size) {
+struct hr_backend *hr_mpi_backend_create(struct hr_team *team, struct hr_error *error) {
+    const horo_mpi *calls = &team->node->mpi.calls;
+    if (calls->rank != team->rank || calls->size != team->size) {
         (void)hr_fail(error, HORO_ERR_USAGE,
                       "rank %d of %d is rank %d of %d in the MPI communicator; collectives by MPI need the same numbers in both",
-                      group->rank, group->size, calls->rank, calls->size);
+                      team->rank, team->size, calls->rank, calls->size);
         return NULL;
     }
     struct mpi_backend *self = calloc(1, sizeof *self);
@@ -434,8 +434,8 @@ struct hr_backend *hr_mpi_backend_create(struct hr_group *group, struct hr_error
         return NULL;
     }
     self->base.ops = &mpi_ops;
-    self->group = group;
-    self->mpi = &group->mpi;
+    self->team = team;
+    self->mpi = &team->node->mpi;
     const int code = hr_reductions_init(&self->reductions, self->mpi);
     if (code != 0) {
         char text[TEXT_BYTES];

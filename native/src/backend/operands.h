@@ -3,7 +3,7 @@
 #define HR_BACKEND_OPERANDS_H
 
 #include "backend/backend.h"
-#include "collective/fused.h"
+#include "local/fused.h"
 
 /* Scratch, grows. */
 struct hr_pieces {

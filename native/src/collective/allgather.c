@@ -5,47 +5,47 @@
 #include "collective/two_level.h"
 
 /* Segment k of what one rank contributes; empty behind its end. */
-static struct hr_range part_of(const struct hr_group *group, const struct hr_fused *fused, size_t k) {
-    return fused->bytes > k * group->arena.segment_bytes ? hr_segment(group, fused->bytes, k) : (struct hr_range){0};
+static struct hr_range part_of(const struct hr_team *team, const struct hr_fused *fused, size_t k) {
+    return fused->bytes > k * team->tuning.segment ? hr_segment(team, fused->bytes, k) : (struct hr_range){0};
 }
 
 static void fill(struct hr_segments *segments, size_t k) {
     const struct hr_allgather *run = (struct hr_allgather *)segments;
-    struct hr_group *group = segments->group;
+    struct hr_team *team = segments->team;
     const unsigned parity = hr_segments_parity(segments, k);
-    const struct hr_fused *mine = &run->by_rank[group->rank];
-    const struct hr_range part = part_of(group, mine, k);
-    hr_fused_pack(mine, part.offset, part.bytes, hr_arena_slot(&group->arena, group->local_rank, parity), group->kernel, 1.0,
+    const struct hr_fused *mine = &run->by_rank[team->rank];
+    const struct hr_range part = part_of(team, mine, k);
+    hr_fused_pack(mine, part.offset, part.bytes, hr_team_slot(team, team->local_rank, parity), team->node->kernel, 1.0,
                   run->store);
-    hr_group_arrive(group, HR_PHASE_FILLED, parity);
+    hr_team_arrive(team, HR_PHASE_FILLED, parity);
 }
 
 static void drain(struct hr_segments *segments, size_t k) {
     const struct hr_allgather *run = (struct hr_allgather *)segments;
-    struct hr_group *group = segments->group;
+    struct hr_team *team = segments->team;
     const unsigned parity = hr_segments_parity(segments, k);
-    for (int i = 0; i < group->local_size; i++) {
-        const struct hr_fused *theirs = &run->by_rank[group->rank_of_local[i]];
-        const struct hr_range part = i == group->local_rank ? (struct hr_range){0} : part_of(group, theirs, k);
-        hr_fused_unpack(theirs, part.offset, part.bytes, hr_arena_slot(&group->arena, i, parity), group->kernel);
+    for (int i = 0; i < team->local_size; i++) {
+        const struct hr_fused *theirs = &run->by_rank[team->rank_of_local[i]];
+        const struct hr_range part = i == team->local_rank ? (struct hr_range){0} : part_of(team, theirs, k);
+        hr_fused_unpack(theirs, part.offset, part.bytes, hr_team_slot(team, i, parity), team->node->kernel);
     }
-    hr_group_arrive(group, HR_PHASE_DRAINED, parity);
+    hr_team_arrive(team, HR_PHASE_DRAINED, parity);
 }
 
 static const struct hr_segments_ops one_host = {.fill = fill, .drain = drain};
 
-int hr_allgather_begin(struct hr_allgather *run, struct hr_group *group, const struct hr_fused *by_rank) {
-    *run = (struct hr_allgather){.segments = {.group = group}, .by_rank = by_rank};
-    if (group->host_count > 1) {
+int hr_allgather_begin(struct hr_allgather *run, struct hr_team *team, const struct hr_fused *by_rank) {
+    *run = (struct hr_allgather){.segments = {.team = team}, .by_rank = by_rank};
+    if (team->host_count > 1) {
         return hr_two_level_gather_begin(run);
     }
     size_t count = 0;
-    for (int r = 0; r < group->size && group->size > 1; r++) {
-        const size_t segments = hr_segment_count(group, by_rank[r].bytes);
+    for (int r = 0; r < team->size && team->size > 1; r++) {
+        const size_t segments = hr_segment_count(team, by_rank[r].bytes);
         count = segments > count ? segments : count;
     }
-    hr_fused_copy(&by_rank[group->rank], group->kernel);
-    run->store = hr_store_choose(group, by_rank[group->rank].bytes);
+    hr_fused_copy(&by_rank[team->rank], team->node->kernel);
+    run->store = hr_store_choose(team, by_rank[team->rank].bytes);
     run->segments.ops = &one_host;
     run->segments.drain_phase = HR_PHASE_FILLED;
     hr_segments_begin(&run->segments, count);

@@ -7,8 +7,6 @@
 #include "collective/collective.h"
 #include "collective/two_level.h"
 
-enum { FLAT_BYTES = 4096 }; /* up to here everybody reduces everything: one phase instead of two */
-
 static struct hr_allreduce *run_of(struct hr_segments *segments) {
     return (struct hr_allreduce *)segments; /* its first member */
 }
@@ -17,10 +15,10 @@ static struct hr_allreduce *run_of(struct hr_segments *segments) {
 
 static void learn_store(struct hr_allreduce *run, size_t k) {
     struct hr_stages *stages = &run->stages;
-    const size_t bytes = hr_segment(stages->group, run->fused.bytes, k).bytes;
+    const size_t bytes = hr_segment(stages->team, run->fused.bytes, k).bytes;
     const int64_t now_ns = hr_now_ns();
-    hr_store_learn(stages->group, stages->store, bytes, now_ns - run->measured_ns);
-    stages->store = hr_store_choose(stages->group, bytes);
+    hr_store_learn(stages->team, stages->store, bytes, now_ns - run->measured_ns);
+    stages->store = hr_store_choose(stages->team, bytes);
     run->measured_ns = now_ns;
 }
 
@@ -37,7 +35,7 @@ static void reduce(struct hr_segments *segments, size_t k) {
 }
 
 static void finish(struct hr_segments *segments, size_t k) {
-    hr_group_arrive(segments->group, HR_PHASE_REDUCED, hr_segments_parity(segments, k));
+    hr_team_arrive(segments->team, HR_PHASE_REDUCED, hr_segments_parity(segments, k));
 }
 
 static void drain(struct hr_segments *segments, size_t k) {
@@ -69,24 +67,24 @@ static const struct hr_segments_ops exchanging = {
 static void flat_fill(struct hr_segments *segments, size_t k) {
     const struct hr_stages *stages = &run_of(segments)->stages;
     const struct hr_fused *fused = stages->fused;
-    hr_fused_pack(fused, 0, fused->bytes, hr_stages_slot(stages, stages->group->local_rank, k), stages->group->kernel,
+    hr_fused_pack(fused, 0, fused->bytes, hr_stages_slot(stages, stages->team->local_rank, k), stages->team->node->kernel,
                   stages->prescale, HR_STORE_ORDINARY);
-    hr_group_arrive(stages->group, HR_PHASE_FILLED, hr_segments_parity(segments, k));
+    hr_team_arrive(stages->team, HR_PHASE_FILLED, hr_segments_parity(segments, k));
 }
 
 static void flat_drain(struct hr_segments *segments, size_t k) {
     struct hr_stages *stages = &run_of(segments)->stages;
     const struct hr_fused *fused = stages->fused;
     if (fused->wide_dtype != 0) {
-        char result[FLAT_BYTES]; /* rounded here too: fused with others or not, a tensor gets the same bits */
+        char result[HR_FLAT_MAX]; /* rounded here too: fused with others or not, a tensor gets the same bits */
         hr_stages_reduce_part(stages, k, 0, fused->bytes, NULL, result, NULL, stages->postscale);
-        hr_fused_unpack(fused, 0, fused->bytes, result, stages->group->kernel);
+        hr_fused_unpack(fused, 0, fused->bytes, result, stages->team->node->kernel);
     }
     for (size_t i = 0; i < fused->count && fused->wide_dtype == 0; i++) {
         const struct hr_piece *piece = &fused->pieces[i];
         hr_stages_reduce_part(stages, k, piece->offset, piece->bytes, NULL, piece->output, NULL, stages->postscale);
     }
-    hr_group_arrive(stages->group, HR_PHASE_DRAINED, hr_segments_parity(segments, k));
+    hr_team_arrive(stages->team, HR_PHASE_DRAINED, hr_segments_parity(segments, k));
 }
 
 static const struct hr_segments_ops flat = {.fill = flat_fill, .drain = flat_drain};
@@ -96,8 +94,8 @@ static const struct hr_segments_ops flat = {.fill = flat_fill, .drain = flat_dra
 /* What would travel is rounded all the same, so that a script sees what it would see with more ranks. */
 static void run_alone_converted(const struct hr_stages *call) {
     const struct hr_fused *fused = call->fused;
-    const struct hr_kernel *kernel = call->group->kernel;
-    char block[FLAT_BYTES];
+    const struct hr_kernel *kernel = call->team->node->kernel;
+    char block[HR_FLAT_MAX];
     for (size_t at = 0; at < fused->bytes; at += sizeof block) {
         const size_t bytes = fused->bytes - at < sizeof block ? fused->bytes - at : sizeof block;
         hr_fused_pack(fused, at, bytes, block, kernel, call->prescale, HR_STORE_ORDINARY);
@@ -107,7 +105,7 @@ static void run_alone_converted(const struct hr_stages *call) {
 }
 
 static void run_alone(const struct hr_stages *call) {
-    const struct hr_kernel *kernel = call->group->kernel;
+    const struct hr_kernel *kernel = call->team->node->kernel;
     const int dtype = call->fused->dtype;
     for (size_t i = 0; i < call->fused->count; i++) {
         const struct hr_piece *piece = &call->fused->pieces[i];
@@ -138,7 +136,7 @@ double hr_partial_scale(int dtype, int reduce_op, double postscale) {
 
 static void begin_on_one_host(struct hr_allreduce *run) {
     struct hr_segments *segments = &run->segments;
-    if (run->fused.bytes <= FLAT_BYTES) {
+    if (run->fused.bytes <= segments->team->tuning.flat) {
         segments->ops = &flat;
         segments->drain_phase = HR_PHASE_FILLED;
     } else {
@@ -147,36 +145,36 @@ static void begin_on_one_host(struct hr_allreduce *run) {
     }
 }
 
-int hr_allreduce_begin(struct hr_allreduce *run, struct hr_group *group, const struct hr_fused *fused, int reduce_op,
+int hr_allreduce_begin(struct hr_allreduce *run, struct hr_team *team, const struct hr_fused *fused, int reduce_op,
                        double prescale, struct hr_scale postscale) {
-    run->segments = (struct hr_segments){.group = group};
+    run->segments = (struct hr_segments){.team = team};
     run->fused = *fused;
     run->stages = (struct hr_stages){
-        .group = group,
+        .team = team,
         .fused = &run->fused,
         .reduce_op = reduce_op,
         .prescale = prescale,
         .partial_scale = 1.0,
         .postscale = postscale,
-        .owners = fused->bytes <= FLAT_BYTES ? 1 : group->owner_count,
+        .owners = fused->bytes <= team->tuning.flat ? 1 : team->owner_count,
         .element = hr_dtype_bytes(fused->dtype),
-        .store = hr_store_choose(group, fused->bytes),
-        .first = group->segment,
+        .store = hr_store_choose(team, fused->bytes),
+        .first = team->segment,
     };
-    if (group->size == 1 && fused->bytes > 0) {
+    if (team->size == 1 && fused->bytes > 0) {
         (fused->wide_dtype == 0 ? run_alone : run_alone_converted)(&run->stages);
     }
-    if (group->size == 1 || fused->bytes == 0) {
+    if (team->size == 1 || fused->bytes == 0) {
         hr_segments_begin(&run->segments, 0);
         return HORO_OK;
     }
-    if (group->host_count > 1) {
+    if (team->host_count > 1) {
         run->stages.partial_scale = hr_partial_scale(fused->dtype, reduce_op, postscale.factor);
         run->stages.postscale.factor /= run->stages.partial_scale;
         HR_TRY(hr_two_level_begin(run));
     } else {
         begin_on_one_host(run);
     }
-    hr_segments_begin(&run->segments, hr_segment_count(group, fused->bytes));
+    hr_segments_begin(&run->segments, hr_segment_count(team, fused->bytes));
     return HORO_OK;
 }

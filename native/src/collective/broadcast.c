@@ -4,95 +4,91 @@
  */
 #include "collective/collective.h"
 
-enum {
-    TREE_BYTES = 1 << 18, /* up to here a binomial tree: few hops; above a chain: each link carries the data once */
-};
-
 static struct hr_broadcast *run_of(struct hr_segments *segments) {
     return (struct hr_broadcast *)segments; /* its first member */
 }
 
 static int on_root_host(const struct hr_broadcast *run) {
-    return run->segments.group->host == run->root_host;
+    return run->segments.team->host == run->root_host;
 }
 
 static struct hr_range segment_of(const struct hr_broadcast *run, size_t k) {
-    return hr_segment(run->segments.group, run->fused.bytes, k);
+    return hr_segment(run->segments.team, run->fused.bytes, k);
 }
 
 /* Where share `owner` of segment k lies on this host; `offset` is the share's in the segment. */
 static char *share_data(const struct hr_broadcast *run, int owner, size_t k, size_t offset) {
     const int holder = on_root_host(run) ? run->root_local : owner;
-    return hr_arena_slot(&run->segments.group->arena, holder, hr_segments_parity(&run->segments, k)) + offset;
+    return hr_team_slot(run->segments.team, holder, hr_segments_parity(&run->segments, k)) + offset;
 }
 
 static void fill(struct hr_segments *segments, size_t k) {
     const struct hr_broadcast *run = run_of(segments);
-    struct hr_group *group = segments->group;
+    struct hr_team *team = segments->team;
     const unsigned parity = hr_segments_parity(segments, k);
-    if (group->rank == run->root_rank) {
+    if (team->rank == run->root_rank) {
         const struct hr_range segment = segment_of(run, k);
-        hr_fused_pack(&run->fused, segment.offset, segment.bytes, hr_arena_slot(&group->arena, group->local_rank, parity),
-                      group->kernel, 1.0, run->store);
+        hr_fused_pack(&run->fused, segment.offset, segment.bytes, hr_team_slot(team, team->local_rank, parity),
+                      team->node->kernel, 1.0, run->store);
     }
-    hr_group_arrive(group, HR_PHASE_FILLED, parity);
+    hr_team_arrive(team, HR_PHASE_FILLED, parity);
 }
 
 static int begin(struct hr_segments *segments, size_t k, struct hr_cross *cross) {
     const struct hr_broadcast *run = run_of(segments);
-    const struct hr_group *group = segments->group;
-    const struct hr_range share = hr_share(segment_of(run, k).bytes, group->local_rank, run->owners);
+    const struct hr_team *team = segments->team;
+    const struct hr_range share = hr_share(segment_of(run, k).bytes, team->local_rank, run->owners);
     const struct hr_cross_call call = {
-        .transport = group->transport,
-        .host = group->host,
-        .host_count = group->host_count,
-        .data = share_data(run, group->local_rank, k, share.offset),
+        .transport = team->node->transport,
+        .host = team->host,
+        .host_count = team->host_count,
+        .data = share_data(run, team->local_rank, k, share.offset),
         .count = share.bytes,
         .dtype = HORO_UINT8,
         .root_host = run->root_host,
-        .piece_bytes = HR_CROSS_PIECE_BYTES,
+        .piece_bytes = team->tuning.piece,
     };
-    const struct hr_cross_ops *ops = run->fused.bytes <= TREE_BYTES ? &hr_cross_tree : &hr_cross_chain;
+    const struct hr_cross_ops *ops = run->fused.bytes <= team->tuning.tree ? &hr_cross_tree : &hr_cross_chain;
     return ops->begin(cross, &call);
 }
 
 static void finish(struct hr_segments *segments, size_t k) {
-    hr_group_arrive(segments->group, HR_PHASE_REDUCED, hr_segments_parity(segments, k));
+    hr_team_arrive(segments->team, HR_PHASE_REDUCED, hr_segments_parity(segments, k));
 }
 
 static void drain(struct hr_segments *segments, size_t k) {
     const struct hr_broadcast *run = run_of(segments);
-    const struct hr_group *group = segments->group;
+    const struct hr_team *team = segments->team;
     const struct hr_range segment = segment_of(run, k);
-    for (int owner = 0; owner < run->owners && group->rank != run->root_rank; owner++) {
+    for (int owner = 0; owner < run->owners && team->rank != run->root_rank; owner++) {
         const struct hr_range share = hr_share(segment.bytes, owner, run->owners);
         hr_fused_unpack(&run->fused, segment.offset + share.offset, share.bytes, share_data(run, owner, k, share.offset),
-                        group->kernel);
+                        team->node->kernel);
     }
-    hr_group_arrive(segments->group, HR_PHASE_DRAINED, hr_segments_parity(segments, k));
+    hr_team_arrive(segments->team, HR_PHASE_DRAINED, hr_segments_parity(segments, k));
 }
 
 static const struct hr_segments_ops one_host = {.fill = fill, .drain = drain};
 static const struct hr_segments_ops several_hosts = {.fill = fill, .begin = begin, .finish = finish, .drain = drain};
 
-void hr_broadcast_begin(struct hr_broadcast *run, struct hr_group *group, const struct hr_fused *fused, int root_rank) {
+void hr_broadcast_begin(struct hr_broadcast *run, struct hr_team *team, const struct hr_fused *fused, int root_rank) {
     *run = (struct hr_broadcast){
-        .segments = {.group = group},
+        .segments = {.team = team},
         .fused = *fused,
         .root_rank = root_rank,
-        .root_host = group->host_of_rank[root_rank],
-        .owners = group->owner_count,
-        .store = hr_store_choose(group, fused->bytes),
+        .root_host = team->host_of_rank[root_rank],
+        .owners = team->owner_count,
+        .store = hr_store_choose(team, fused->bytes),
     };
-    while (group->host == run->root_host && group->rank_of_local[run->root_local] != root_rank) {
+    while (team->host == run->root_host && team->rank_of_local[run->root_local] != root_rank) {
         run->root_local++;
     }
-    if (group->rank == root_rank) {
-        hr_fused_copy(fused, group->kernel); /* the root's own result never travels */
+    if (team->rank == root_rank) {
+        hr_fused_copy(fused, team->node->kernel); /* the root's own result never travels */
     }
-    run->segments.ops = group->host_count == 1 ? &one_host : &several_hosts;
-    run->segments.carries = group->local_rank < run->owners;
+    run->segments.ops = team->host_count == 1 ? &one_host : &several_hosts;
+    run->segments.carries = team->local_rank < run->owners;
     run->segments.begins_alone = !on_root_host(run); /* what comes there goes into the owners' own slots */
     run->segments.drain_phase = on_root_host(run) ? HR_PHASE_FILLED : HR_PHASE_REDUCED;
-    hr_segments_begin(&run->segments, group->size == 1 ? 0 : hr_segment_count(group, fused->bytes));
+    hr_segments_begin(&run->segments, team->size == 1 ? 0 : hr_segment_count(team, fused->bytes));
 }

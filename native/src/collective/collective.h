@@ -1,19 +1,16 @@
 /*
- * Whole collectives on host memory for all ranks of a group, as tasks (task.h). Every rank begins the same ones with the same sizes in
+ * Whole collectives on host memory for all ranks of a team, as tasks (task.h). Every rank begins the same ones with the same sizes in
  * the same order, one after the other. The memory of a task is the caller's and must stay where it is until the task is done or
  * cancelled, as must the pieces of its vectors.
  *
  * Words: a *segment* is the pipeline piece that fits one arena slot; a *share* is the part of a segment that one *owner* reduces;
- * the owners are the local ranks below group->owner_count, the same on every host.
+ * the owners are the local ranks below team->owner_count, the same on every host.
  */
 #ifndef HR_COLLECTIVE_COLLECTIVE_H
 #define HR_COLLECTIVE_COLLECTIVE_H
 
 #include "collective/segments.h"
-#include "collective/stages.h"
-
-/* Pipeline piece of what travels between hosts; equal on all ranks. */
-enum { HR_CROSS_PIECE_BYTES = 1 << 17 };
+#include "local/stages.h"
 
 struct hr_allreduce {
     struct hr_segments segments;
@@ -40,7 +37,7 @@ struct hr_allgather {
     /* Between hosts: one run over the slots after the other, each for as many ranks as have room there at once. */
     const int *members; /* whose parts this run moves, in order of hosts */
     int member_count;
-    int next_member; /* place of the first rank of the next run in group->rank_by_host */
+    int next_member; /* place of the first rank of the next run in team->rank_by_host */
     int owners;
     size_t share_count;
     const struct hr_cross_ops *cross;
@@ -54,7 +51,7 @@ struct hr_allgather {
  * Per rank and byte of data on one host of p ranks: copies (p-1)/p in, reads p/p and writes 2/p for the share, copies (p-1)/p out.
  * HORO_OK or HORO_ERR_RESOURCE.
  */
-int hr_allreduce_begin(struct hr_allreduce *run, struct hr_group *group, const struct hr_fused *fused, int reduce_op,
+int hr_allreduce_begin(struct hr_allreduce *run, struct hr_team *team, const struct hr_fused *fused, int reduce_op,
                        double prescale, struct hr_scale postscale);
 
 /*
@@ -65,13 +62,13 @@ int hr_allreduce_begin(struct hr_allreduce *run, struct hr_group *group, const s
 double hr_partial_scale(int dtype, int reduce_op, double postscale);
 
 /* outputs = inputs of root_rank; on the root an output may be its input. Byte-wise; fused->dtype is not looked at. */
-void hr_broadcast_begin(struct hr_broadcast *run, struct hr_group *group, const struct hr_fused *fused, int root_rank);
+void hr_broadcast_begin(struct hr_broadcast *run, struct hr_team *team, const struct hr_fused *fused, int root_rank);
 
 /*
- * by_rank[r] describes rank r's contribution (its bytes may differ by rank): by_rank[group->rank] holds my inputs, and the outputs of
+ * by_rank[r] describes rank r's contribution (its bytes may differ by rank): by_rank[team->rank] holds my inputs, and the outputs of
  * all of them are where rank r's data goes here. The caller keeps by_rank. Between hosts each link carries all that is not its
  * receiver's own, once. HORO_OK or HORO_ERR_RESOURCE.
  */
-int hr_allgather_begin(struct hr_allgather *run, struct hr_group *group, const struct hr_fused *by_rank);
+int hr_allgather_begin(struct hr_allgather *run, struct hr_team *team, const struct hr_fused *by_rank);
 
 #endif

@@ -8,18 +8,18 @@ static struct hr_segments *segments_of(struct hr_task *task) {
     return (struct hr_segments *)task; /* its first member */
 }
 
-int hr_segments_reserve_scratch(struct hr_group *group, size_t bytes) {
+int hr_segments_reserve_scratch(struct hr_team *team, size_t bytes) {
     const size_t whole = hr_round_up(bytes, HR_CROSS_ALIGNMENT);
-    if (whole <= group->cross_scratch_bytes) {
+    if (whole <= team->cross_scratch_bytes) {
         return HORO_OK;
     }
-    free(group->cross_scratch);
-    group->cross_scratch_bytes = 0;
-    group->cross_scratch = aligned_alloc(HR_CROSS_ALIGNMENT, whole);
-    if (group->cross_scratch == NULL) {
+    free(team->cross_scratch);
+    team->cross_scratch_bytes = 0;
+    team->cross_scratch = aligned_alloc(HR_CROSS_ALIGNMENT, whole);
+    if (team->cross_scratch == NULL) {
         return HORO_ERR_RESOURCE;
     }
-    group->cross_scratch_bytes = whole;
+    team->cross_scratch_bytes = whole;
     return HORO_OK;
 }
 
@@ -28,7 +28,7 @@ static struct hr_cross *cross_of(struct hr_segments *segments, size_t k) {
 }
 
 static int phase_reached(const struct hr_segments *segments, enum hr_phase phase, size_t k) {
-    return hr_group_reached(segments->group, phase, hr_segments_parity(segments, k));
+    return hr_team_reached(segments->team, phase, hr_segments_parity(segments, k));
 }
 
 /* ---- The stages; each returns HR_TASK_MOVED, HR_TASK_BLOCKED or a status ---- */
@@ -112,7 +112,7 @@ static int travel(struct hr_segments *segments) {
         struct hr_cross *cross = cross_of(segments, k);
         const int status = cross->status == HORO_IN_PROGRESS ? cross->ops->progress(cross) : cross->status;
         if (status == HORO_ERR_PEER_LOST) {
-            hr_group_suspect_link(segments->group);
+            hr_team_suspect_link(segments->team);
         }
         if (status < 0) {
             return status;
@@ -158,7 +158,7 @@ int hr_segments_progress(struct hr_task *task) {
 static void cancel(struct hr_task *task) {
     struct hr_segments *segments = segments_of(task);
     if (segments->ops != NULL && segments->ops->begin != NULL) {
-        hr_group_abandon_data(segments->group); /* what is posted lies in the task and in memory that goes away */
+        hr_team_abandon_data(segments->team); /* what is posted lies in the task and in memory that goes away */
     }
 }
 
@@ -171,6 +171,6 @@ static int is_ending(const struct hr_task *task) {
 void hr_segments_begin(struct hr_segments *segments, size_t count) {
     segments->task = (struct hr_task){.progress = hr_segments_progress, .cancel = cancel, .is_ending = is_ending};
     segments->count = count;
-    segments->first = segments->group->segment;
-    segments->group->segment += count;
+    segments->first = segments->team->segment;
+    segments->team->segment += count;
 }

@@ -17,8 +17,8 @@
 #ifndef HR_COLLECTIVE_SEGMENTS_H
 #define HR_COLLECTIVE_SEGMENTS_H
 
-#include "collective/cross.h"
-#include "collective/group.h"
+#include "cross/cross.h"
+#include "node/team.h"
 #include "collective/task.h"
 
 enum { HR_SEGMENTS_TRAVELLING_MAX = 2 };
@@ -40,7 +40,7 @@ struct hr_segments_ops {
 /* The first member of every collective that runs so. Zeroed but for the first group of fields. */
 struct hr_segments {
     struct hr_task task;
-    struct hr_group *group;
+    struct hr_team *team;
     const struct hr_segments_ops *ops;
     size_t count;
     uint64_t first;            /* number of its first segment; the parity of a segment's number chooses the slot */
@@ -56,13 +56,13 @@ static inline unsigned hr_segments_parity(const struct hr_segments *segments, si
     return (unsigned)((segments->first + k) & 1);
 }
 
-/* Takes the next `count` segment numbers of the group and makes the task ready to run; the fields that the caller has set stay. */
+/* Takes the next `count` segment numbers of the team and makes the task ready to run; the fields that the caller has set stay. */
 void hr_segments_begin(struct hr_segments *segments, size_t count);
 
 /* As hr_task.progress: what hr_segments_begin sets. */
 int hr_segments_progress(struct hr_task *task);
 
-/* Makes group->cross_scratch at least so large, while nothing travels: what was in it is lost. HORO_OK or HORO_ERR_RESOURCE. */
-int hr_segments_reserve_scratch(struct hr_group *group, size_t bytes);
+/* Makes team->cross_scratch at least so large, while nothing travels: what was in it is lost. HORO_OK or HORO_ERR_RESOURCE. */
+int hr_segments_reserve_scratch(struct hr_team *team, size_t bytes);
 
 #endif

@@ -8,44 +8,42 @@
  */
 #include "collective/two_level.h"
 
-enum { DOUBLING_BYTES = 1 << 16 }; /* between hosts: latency counts up to here, bandwidth above */
-
 static struct hr_allreduce *run_of(struct hr_segments *segments) {
     return (struct hr_allreduce *)segments; /* its first member */
 }
 
 static struct hr_range own_share(const struct hr_stages *call, size_t k) {
-    const struct hr_range segment = hr_segment(call->group, call->fused->bytes, k);
-    return hr_share(segment.bytes, call->group->local_rank, call->owners);
+    const struct hr_range segment = hr_segment(call->team, call->fused->bytes, k);
+    return hr_share(segment.bytes, call->team->local_rank, call->owners);
 }
 
-const struct hr_cross_ops *hr_two_level_cross(size_t share_bytes) {
-    return share_bytes <= DOUBLING_BYTES ? &hr_cross_doubling : &hr_cross_ring;
+const struct hr_cross_ops *hr_two_level_cross(const struct hr_tuning *tuning, size_t share_bytes) {
+    return share_bytes <= tuning->doubling ? &hr_cross_doubling : &hr_cross_ring;
 }
 
-size_t hr_two_level_scratch_bytes(int host_count, int owners, size_t segment_bytes) {
+size_t hr_two_level_scratch_bytes(const struct hr_tuning *tuning, int host_count, int owners, size_t segment_bytes) {
     const size_t most = hr_share_most(segment_bytes, owners);
-    const size_t small_most = most < DOUBLING_BYTES ? most : DOUBLING_BYTES; /* the last segment may have a small share only */
-    const size_t small = hr_cross_doubling.scratch_bytes(host_count, small_most, HR_CROSS_PIECE_BYTES);
-    const size_t large = hr_two_level_cross(most)->scratch_bytes(host_count, most, HR_CROSS_PIECE_BYTES);
+    const size_t small_most = most < tuning->doubling ? most : tuning->doubling; /* the last segment may have a small share only */
+    const size_t small = hr_cross_doubling.scratch_bytes(host_count, small_most, tuning->piece);
+    const size_t large = hr_two_level_cross(tuning, most)->scratch_bytes(host_count, most, tuning->piece);
     return hr_round_up(small > large ? small : large, HR_CROSS_ALIGNMENT);
 }
 
 /* Room for two of the largest shares, before anything travels: it cannot be moved then. Small data gets one: it is one segment. */
 static int reserve_scratch(struct hr_allreduce *run) {
-    struct hr_group *group = run->segments.group;
-    const size_t segment_bytes = hr_segment(group, run->fused.bytes, 0).bytes;
-    const size_t at_once = run->fused.bytes <= group->arena.segment_bytes ? 1 : HR_SEGMENTS_TRAVELLING_MAX;
-    run->scratch_bytes = hr_two_level_scratch_bytes(group->host_count, run->stages.owners, segment_bytes);
-    return hr_segments_reserve_scratch(group, at_once * run->scratch_bytes);
+    struct hr_team *team = run->segments.team;
+    const size_t segment_bytes = hr_segment(team, run->fused.bytes, 0).bytes;
+    const size_t at_once = run->fused.bytes <= team->tuning.segment ? 1 : HR_SEGMENTS_TRAVELLING_MAX;
+    run->scratch_bytes = hr_two_level_scratch_bytes(&team->tuning, team->host_count, run->stages.owners, segment_bytes);
+    return hr_segments_reserve_scratch(team, at_once * run->scratch_bytes);
 }
 
 /* The piece of which segment k is a part, if it travels without a slot; else NULL. What is converted needs one. */
 static const struct hr_piece *whole_piece(const struct hr_stages *call, size_t k) {
-    if (call->group->local_size > 1 || call->fused->wide_dtype != 0 || call->partial_scale != 1.0) {
+    if (call->team->local_size > 1 || call->fused->wide_dtype != 0 || call->partial_scale != 1.0) {
         return NULL;
     }
-    const struct hr_range segment = hr_segment(call->group, call->fused->bytes, k);
+    const struct hr_range segment = hr_segment(call->team, call->fused->bytes, k);
     const struct hr_piece *piece = &call->fused->pieces[hr_fused_find(call->fused, segment.offset)];
     return segment.offset + segment.bytes <= piece->offset + piece->bytes ? piece : NULL;
 }
@@ -53,8 +51,8 @@ static const struct hr_piece *whole_piece(const struct hr_stages *call, size_t k
 /* Where my share of segment k travels from and to. */
 static char *travelling(const struct hr_stages *call, size_t k) {
     const struct hr_piece *piece = whole_piece(call, k);
-    return piece == NULL ? hr_stages_slot(call, call->group->local_rank, k) + own_share(call, k).offset
-                         : piece->output + (hr_segment(call->group, call->fused->bytes, k).offset - piece->offset);
+    return piece == NULL ? hr_stages_slot(call, call->team->local_rank, k) + own_share(call, k).offset
+                         : piece->output + (hr_segment(call->team, call->fused->bytes, k).offset - piece->offset);
 }
 
 static void fill(struct hr_segments *segments, size_t k) {
@@ -63,8 +61,8 @@ static void fill(struct hr_segments *segments, size_t k) {
     if (piece == NULL) {
         hr_stages_fill(call, k);
     } else if (piece->output != piece->input || call->prescale != 1.0) {
-        const struct hr_range segment = hr_segment(call->group, call->fused->bytes, k);
-        hr_fused_pack(call->fused, segment.offset, segment.bytes, travelling(call, k), call->group->kernel, call->prescale,
+        const struct hr_range segment = hr_segment(call->team, call->fused->bytes, k);
+        hr_fused_pack(call->fused, segment.offset, segment.bytes, travelling(call, k), call->team->node->kernel, call->prescale,
                       HR_STORE_ORDINARY);
     }
 }
@@ -79,32 +77,32 @@ static void reduce(struct hr_segments *segments, size_t k) {
 static int begin(struct hr_segments *segments, size_t k, struct hr_cross *cross) {
     const struct hr_allreduce *run = run_of(segments);
     const struct hr_stages *call = &run->stages;
-    const struct hr_group *group = call->group;
+    const struct hr_team *team = call->team;
     const struct hr_range share = own_share(call, k);
     const struct hr_cross_call cross_call = {
-        .transport = group->transport,
-        .host = group->host,
-        .host_count = group->host_count,
+        .transport = team->node->transport,
+        .host = team->host,
+        .host_count = team->host_count,
         .data = travelling(call, k),
         .count = share.bytes / call->element,
         .dtype = call->fused->dtype,
         .reduce_op = call->reduce_op,
-        .kernel = group->kernel,
-        .piece_bytes = HR_CROSS_PIECE_BYTES,
-        .scratch = group->cross_scratch + (segments->count == 1 ? 0 : k % HR_SEGMENTS_TRAVELLING_MAX * run->scratch_bytes),
+        .kernel = team->node->kernel,
+        .piece_bytes = team->tuning.piece,
+        .scratch = team->cross_scratch + (segments->count == 1 ? 0 : k % HR_SEGMENTS_TRAVELLING_MAX * run->scratch_bytes),
     };
-    return hr_two_level_cross(share.bytes)->begin(cross, &cross_call);
+    return hr_two_level_cross(&team->tuning, share.bytes)->begin(cross, &cross_call);
 }
 
 static void finish(struct hr_segments *segments, size_t k) {
     struct hr_stages *call = &run_of(segments)->stages;
     if (hr_stages_owns(call) && hr_scale_changes(call->postscale)) {
         char *data = travelling(call, k);
-        call->group->kernel->scale(call->fused->dtype, data, data, own_share(call, k).bytes / call->element, call->postscale,
+        call->team->node->kernel->scale(call->fused->dtype, data, data, own_share(call, k).bytes / call->element, call->postscale,
                                    HR_STORE_ORDINARY);
     }
     if (whole_piece(call, k) == NULL) {
-        hr_group_arrive(call->group, HR_PHASE_REDUCED, hr_stages_parity(call, k));
+        hr_team_arrive(call->team, HR_PHASE_REDUCED, hr_stages_parity(call, k));
     }
 }
 

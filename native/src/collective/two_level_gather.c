@@ -16,12 +16,7 @@
 #include <string.h>
 
 
-enum {
-    DOUBLING_BYTES = 1 << 20,     /* of the result: latency counts up to here, bandwidth above */
-    SPREAD_BYTES = 1 << 13,       /* of the result: up to here one owner carries it all */
-    ROUNDING_BYTES = 2 * HR_LINE, /* a share is at most so much longer than the mean */
-    LONE_PART_BYTES = 1 << 20,    /* of each rank in a segment that needs no slots: each is a start from nothing for all links */
-};
+enum { ROUNDING_BYTES = 2 * HR_LINE }; /* a share is at most so much longer than the mean */
 
 static struct hr_allgather *run_of(struct hr_segments *segments) {
     return (struct hr_allgather *)segments; /* its first member */
@@ -33,8 +28,8 @@ static unsigned parity(const struct hr_allgather *run, size_t k) {
 
 /* Where a share travels from and to without a slot, or NULL. */
 static char *direct_place(const struct hr_allgather *run, int rank, struct hr_range share) {
-    const struct hr_group *group = run->segments.group;
-    if (group->local_size > 1 || group->host_size[group->host_of_rank[rank]] > 1 || share.bytes == 0) {
+    const struct hr_team *team = run->segments.team;
+    if (team->local_size > 1 || team->host_size[team->host_of_rank[rank]] > 1 || share.bytes == 0) {
         return NULL;
     }
     const struct hr_fused *part = &run->by_rank[rank];
@@ -70,50 +65,50 @@ static int walk_on(struct walk *walk) {
     walk->is_direct = direct != NULL;
     walk->place = direct;
     if (direct == NULL) {
-        walk->place = hr_arena_slot(&run->segments.group->arena, walk->owner, parity(run, walk->k)) + walk->slot_offset;
+        walk->place = hr_team_slot(run->segments.team, walk->owner, parity(run, walk->k)) + walk->slot_offset;
     }
     return 1;
 }
 
 static void fill(struct hr_segments *segments, size_t k) {
     const struct hr_allgather *run = run_of(segments);
-    struct hr_group *group = segments->group;
+    struct hr_team *team = segments->team;
     for (int owner = 0; owner < run->owners; owner++) {
         struct walk walk = {.run = run, .k = k, .owner = owner};
         while (walk_on(&walk)) {
-            if (walk.rank == group->rank) {
-                hr_fused_pack(&run->by_rank[walk.rank], walk.share.offset, walk.share.bytes, walk.place, group->kernel, 1.0,
+            if (walk.rank == team->rank) {
+                hr_fused_pack(&run->by_rank[walk.rank], walk.share.offset, walk.share.bytes, walk.place, team->node->kernel, 1.0,
                               run->store);
             }
         }
     }
-    hr_group_arrive(group, HR_PHASE_FILLED, parity(run, k));
+    hr_team_arrive(team, HR_PHASE_FILLED, parity(run, k));
 }
 
 static int begin(struct hr_segments *segments, size_t k, struct hr_cross *cross) {
     const struct hr_allgather *run = run_of(segments);
-    const struct hr_group *group = segments->group;
-    struct hr_cross_part *parts = run->parts + k % HR_SEGMENTS_TRAVELLING_MAX * (size_t)group->host_count;
-    memset(parts, 0, (size_t)group->host_count * sizeof *parts);
-    struct walk walk = {.run = run, .k = k, .owner = group->local_rank};
+    const struct hr_team *team = segments->team;
+    struct hr_cross_part *parts = run->parts + k % HR_SEGMENTS_TRAVELLING_MAX * (size_t)team->host_count;
+    memset(parts, 0, (size_t)team->host_count * sizeof *parts);
+    struct walk walk = {.run = run, .k = k, .owner = team->local_rank};
     while (walk_on(&walk)) {
-        struct hr_cross_part *part = &parts[group->host_of_rank[walk.rank]];
+        struct hr_cross_part *part = &parts[team->host_of_rank[walk.rank]];
         part->data = part->bytes == 0 ? walk.place : part->data;
         part->bytes += walk.share.bytes;
     }
     const struct hr_cross_call call = {
-        .transport = group->transport,
-        .host = group->host,
-        .host_count = group->host_count,
+        .transport = team->node->transport,
+        .host = team->host,
+        .host_count = team->host_count,
         .parts = parts,
         .dtype = HORO_UINT8,
-        .piece_bytes = HR_CROSS_PIECE_BYTES,
+        .piece_bytes = team->tuning.piece,
     };
     return run->cross->begin(cross, &call);
 }
 
 static void finish(struct hr_segments *segments, size_t k) {
-    hr_group_arrive(segments->group, HR_PHASE_REDUCED, hr_segments_parity(segments, k));
+    hr_team_arrive(segments->team, HR_PHASE_REDUCED, hr_segments_parity(segments, k));
 }
 
 static void drain(struct hr_segments *segments, size_t k) {
@@ -122,51 +117,51 @@ static void drain(struct hr_segments *segments, size_t k) {
         struct walk walk = {.run = run, .k = k, .owner = owner};
         while (walk_on(&walk)) {
             if (!walk.is_direct) {
-                hr_fused_unpack(&run->by_rank[walk.rank], walk.share.offset, walk.share.bytes, walk.place, segments->group->kernel);
+                hr_fused_unpack(&run->by_rank[walk.rank], walk.share.offset, walk.share.bytes, walk.place, segments->team->node->kernel);
             }
         }
     }
-    hr_group_arrive(segments->group, HR_PHASE_DRAINED, parity(run, k));
+    hr_team_arrive(segments->team, HR_PHASE_DRAINED, parity(run, k));
 }
 
 static const struct hr_segments_ops several_hosts = {.fill = fill, .begin = begin, .finish = finish, .drain = drain};
 
 /* How much of all parts one segment takes. */
 static size_t segment_bytes(const struct hr_allgather *run) {
-    const struct hr_group *group = run->segments.group;
-    int needs_slots = group->size > group->host_count;
+    const struct hr_team *team = run->segments.team;
+    int needs_slots = team->size > team->host_count;
     for (int i = 0; i < run->member_count; i++) {
         needs_slots |= run->by_rank[run->members[i]].count > 1;
     }
-    return needs_slots ? (group->arena.segment_bytes - (size_t)run->member_count * ROUNDING_BYTES) * (size_t)run->owners
-                       : (size_t)run->member_count * LONE_PART_BYTES;
+    return needs_slots ? (team->tuning.segment - (size_t)run->member_count * ROUNDING_BYTES) * (size_t)run->owners
+                       : (size_t)run->member_count * team->tuning.gather_lone;
 }
 
 /* So many ranks that half of a slot is enough for all the rounding; nearly always that is everybody. */
-static int members_at_once(const struct hr_group *group, int left) {
-    const size_t at_once = group->arena.segment_bytes / (2 * ROUNDING_BYTES);
+static int members_at_once(const struct hr_team *team, int left) {
+    const size_t at_once = team->tuning.segment / (2 * ROUNDING_BYTES);
     return (size_t)left < at_once ? left : (int)at_once;
 }
 
 /* The parts of the next ranks in the order of hosts. */
 static void begin_next_run(struct hr_allgather *run) {
-    struct hr_group *group = run->segments.group;
+    struct hr_team *team = run->segments.team;
     size_t total = 0;
-    run->members = group->rank_by_host + run->next_member;
-    run->member_count = members_at_once(group, group->size - run->next_member);
+    run->members = team->rank_by_host + run->next_member;
+    run->member_count = members_at_once(team, team->size - run->next_member);
     run->next_member += run->member_count;
     for (int i = 0; i < run->member_count; i++) {
         total += run->by_rank[run->members[i]].bytes;
     }
-    run->owners = total <= SPREAD_BYTES ? 1 : group->owner_count;
-    run->cross = total <= DOUBLING_BYTES ? &hr_cross_gather_doubling : &hr_cross_gather_ring;
-    run->store = group->local_size == 1 ? HR_STORE_ORDINARY : hr_store_choose(group, run->by_rank[group->rank].bytes);
+    run->owners = total <= team->tuning.gather_spread ? 1 : team->owner_count;
+    run->cross = total <= team->tuning.gather_doubling ? &hr_cross_gather_doubling : &hr_cross_gather_ring;
+    run->store = team->local_size == 1 ? HR_STORE_ORDINARY : hr_store_choose(team, run->by_rank[team->rank].bytes);
     const size_t count = hr_divide_up(total, segment_bytes(run));
     run->share_count = count * (size_t)run->owners;
     run->segments = (struct hr_segments){
-        .group = group,
+        .team = team,
         .ops = &several_hosts,
-        .carries = group->local_rank < run->owners,
+        .carries = team->local_rank < run->owners,
         .drain_phase = HR_PHASE_REDUCED,
     };
     hr_segments_begin(&run->segments, count);
@@ -176,7 +171,7 @@ static void begin_next_run(struct hr_allgather *run) {
 static int progress(struct hr_task *task) {
     struct hr_allgather *run = (struct hr_allgather *)task;
     const int moved = hr_segments_progress(task);
-    if (moved != HR_TASK_DONE || run->next_member == run->segments.group->size) {
+    if (moved != HR_TASK_DONE || run->next_member == run->segments.team->size) {
         return moved;
     }
     begin_next_run(run);
@@ -185,10 +180,10 @@ static int progress(struct hr_task *task) {
 }
 
 int hr_two_level_gather_begin(struct hr_allgather *run) {
-    struct hr_group *group = run->segments.group;
+    struct hr_team *team = run->segments.team;
     HR_TRY(hr_segments_reserve_scratch(
-        group, HR_SEGMENTS_TRAVELLING_MAX * (size_t)group->host_count * sizeof(struct hr_cross_part)));
-    run->parts = (struct hr_cross_part *)(void *)group->cross_scratch;
+        team, HR_SEGMENTS_TRAVELLING_MAX * (size_t)team->host_count * sizeof(struct hr_cross_part)));
+    run->parts = (struct hr_cross_part *)(void *)team->cross_scratch;
     begin_next_run(run);
     run->segments.task.progress = progress;
     return HORO_OK;

@@ -24,8 +24,8 @@ static struct hr_request *take_queue(struct hr_engine *engine) {
 }
 
 static void tell_leader(struct hr_engine *engine) {
-    atomic_fetch_add(&engine->group->arena.header->announced, 1); /* partner: has_lead_work */
-    hr_group_wake(engine->group, 0);
+    atomic_fetch_add(&engine->node->arena.header->announced, 1); /* partner: has_lead_work */
+    hr_node_wake(engine->node, 0);
 }
 
 /* In full, through my request ring; the next flush takes it there. */
@@ -37,7 +37,7 @@ static int announce_full(struct hr_engine *engine, struct hr_request *request) {
     size_t mark;
     const struct hr_wire_text none = {NULL, 0};
     HR_TRY(hr_frame_begin(&engine->request_out, &mark));
-    HR_TRY(hr_wire_put_request(&engine->request_out, engine->group->rank, HORO_OK, none, request->bytes,
+    HR_TRY(hr_wire_put_request(&engine->request_out, engine->node->rank, HORO_OK, none, request->bytes,
                                request->byte_count));
     hr_frame_end(&engine->request_out, mark);
     return HORO_OK;
@@ -48,7 +48,7 @@ int hr_engine_flush_requests(struct hr_engine *engine) {
     if (hr_buffer_size(out) == 0) {
         return 0;
     }
-    struct hr_arena *arena = &engine->group->arena;
+    struct hr_arena *arena = &engine->node->arena;
     struct hr_arena_block *block = &arena->blocks[arena->local_rank];
     atomic_store(&block->wants_room, 1); /* before looking for room: a leader that makes some wakes us */
     const uint64_t read = atomic_load(&block->requests_read); /* partner: the leader's store after reading */
@@ -106,7 +106,7 @@ int hr_engine_announce(struct hr_engine *engine) {
     struct hr_request *next = NULL;
     for (struct hr_request *request = take_queue(engine); request != NULL; request = next, count++) {
         next = request->next;
-        request->pending_place = hr_arena_pending_add(&engine->group->arena, request->name_hash);
+        request->pending_place = hr_arena_pending_add(&engine->node->arena, request->name_hash);
         if (status >= 0) { /* the others are no longer in the queue either, and fail with the group */
             status = announce_one(engine, request, &list);
         }
@@ -121,16 +121,16 @@ int hr_engine_ask_to_leave(struct hr_engine *engine) {
     }
     engine->has_asked_to_leave = 1;
     if (engine->is_leader) {
-        return hr_engine_note_leaver(engine, engine->group->rank);
+        return hr_engine_note_leaver(engine, engine->node->rank);
     }
     size_t mark;
     HR_TRY(hr_frame_begin(&engine->request_out, &mark));
-    HR_TRY(hr_wire_put_leave(&engine->request_out, engine->group->rank));
+    HR_TRY(hr_wire_put_leave(&engine->request_out, engine->node->rank));
     hr_frame_end(&engine->request_out, mark);
     /* The leader may be parked: its program computes, and nobody there waits for anything. */
-    atomic_store(&engine->group->arena.header->wants_leave, 1); /* partner: hr_engine_is_called */
+    atomic_store(&engine->node->arena.header->wants_leave, 1); /* partner: hr_engine_is_called */
     const int flushed = hr_engine_flush_requests(engine);
-    hr_group_call_leader(engine->group);
+    hr_node_call_leader(engine->node);
     return flushed < 0 ? flushed : HORO_OK;
 }
 

@@ -16,7 +16,7 @@ enum {
 /* ---- RUNNING ---- */
 
 static int has_ended(const struct hr_engine *engine) {
-    return engine->has_left || hr_arena_aborted(&engine->group->arena).code != 0;
+    return engine->has_left || hr_arena_aborted(&engine->node->arena).code != 0;
 }
 
 static int execute(struct hr_engine *engine) {
@@ -34,6 +34,9 @@ static int turn_running(struct hr_engine *engine) {
     HR_TRY(led);
     const int executed = execute(engine);
     HR_TRY(executed);
+    if (executed > 0 && engine->node->transport != NULL) {
+        (void)engine->node->transport->ops->progress(engine->node->transport); /* the links go on between two stages */
+    }
     return announced > 0 || flushed || led || executed;
 }
 
@@ -72,19 +75,19 @@ static int turn(struct hr_engine *engine) {
 /* The state is not what it should be on this rank: nobody may wait for it. */
 static void give_up(struct hr_engine *engine, int status) {
     const int code = status == HORO_ERR_RESOURCE ? HORO_ERR_ABORTED : HORO_ERR_INTERNAL;
-    hr_log(&engine->group->log, HORO_LOG_ERROR, "the engine stops: %s error", horo_status_name(status));
-    hr_group_abort(engine->group, code, engine->group->rank, HR_REASON_INTERNAL);
+    hr_log(&engine->node->log, HORO_LOG_ERROR, "the engine stops: %s error", horo_status_name(status));
+    hr_node_abort(engine->node, code, engine->node->rank, HR_REASON_INTERNAL);
 }
 
 /* ---- Waiting ---- */
 
 static int log_waits(const struct hr_engine *engine) {
     return engine->execution == HR_EXECUTION_IDLE &&
-           atomic_load(&engine->group->arena.header->log.written) != engine->log_position; /* partner: hr_ring_write */
+           atomic_load(&engine->node->arena.header->log.written) != engine->log_position; /* partner: hr_ring_write */
 }
 
 static int ring_has_room(const struct hr_engine *engine) {
-    const struct hr_arena_block *block = &engine->group->arena.blocks[engine->group->local_rank];
+    const struct hr_arena_block *block = &engine->node->arena.blocks[engine->node->local_rank];
     return hr_buffer_size(&engine->request_out) > 0 &&
            atomic_load(&block->requests.written) - atomic_load(&block->requests_read) < HR_REQUEST_RING_BYTES;
 }
@@ -97,8 +100,8 @@ static int task_moves(struct hr_engine *engine) {
     return engine->outcome != 0;
 }
 
-static int has_work(struct hr_group *group, void *arg) {
-    (void)group;
+static int has_work(struct hr_node *node, void *arg) {
+    (void)node;
     struct hr_engine *engine = arg;
     if (engine->stage == HR_ENGINE_ENDING) {
         return hr_engine_may_flush(engine);
@@ -123,9 +126,9 @@ static int expects_others(const struct hr_engine *engine) {
 
 /* When links are to be supervised, which this does if the time has come; 0: they are, or need not be. */
 static int64_t supervise_due_ns(struct hr_engine *engine) {
-    struct hr_group *group = engine->group;
+    struct hr_node *node = engine->node;
     if (!expects_others(engine)) {
-        hr_group_supervise(group, 0);
+        hr_node_supervise(node, 0);
         engine->expecting_since_ns = 0;
         return 0;
     }
@@ -136,7 +139,7 @@ static int64_t supervise_due_ns(struct hr_engine *engine) {
     if (now_ns < engine->expecting_since_ns + HR_SUPERVISE_AFTER_NS) {
         return engine->expecting_since_ns + HR_SUPERVISE_AFTER_NS;
     }
-    hr_group_supervise(group, 1);
+    hr_node_supervise(node, 1);
     return 0;
 }
 
@@ -156,13 +159,13 @@ static int64_t next_deadline(struct hr_engine *engine, int64_t deadline_ns) {
     if (engine->is_leader) {
         deadline_ns = earlier(deadline_ns, hr_engine_batch_due_ns(engine));
     }
-    return engine->group->transport == NULL ? deadline_ns : earlier(deadline_ns, supervise_due_ns(engine));
+    return engine->node->transport == NULL ? deadline_ns : earlier(deadline_ns, supervise_due_ns(engine));
 }
 
 /* One wait for something to do. 1, or 0 if the caller should get back: its time is up, or a signal came. */
 static int wait_for_work(struct hr_engine *engine, int64_t spin_ns, int64_t deadline_ns) {
     const int64_t until_ns = next_deadline(engine, deadline_ns);
-    const int status = hr_group_wait(engine->group, has_work, engine, spin_ns, until_ns);
+    const int status = hr_node_wait(engine->node, has_work, engine, spin_ns, until_ns);
     return status != HORO_IN_PROGRESS || deadline_ns == 0 || (hr_now_ns() < deadline_ns && hr_now_ns() >= until_ns);
 }
 
@@ -182,7 +185,7 @@ static int turn_leaving(struct hr_engine *engine) {
         engine->leave_moves = engine->moves;
     } else if (now_ns >= engine->leave_ns) {
         if (engine->leave_moves == engine->moves) {
-            hr_group_abort(engine->group, HORO_ERR_ABORTED, engine->group->rank, HR_REASON_LEFT);
+            hr_node_abort(engine->node, HORO_ERR_ABORTED, engine->node->rank, HR_REASON_LEFT);
         }
         engine->leave_ns = now_ns + LEAVE_GRACE_MS * 1000000ll;
         engine->leave_moves = engine->moves;
@@ -194,7 +197,7 @@ static int turn_leaving(struct hr_engine *engine) {
 
 int hr_engine_is_called(const struct hr_engine *engine) {
     return engine->is_leader && engine->stage == HR_ENGINE_RUNNING &&
-           atomic_load(&engine->group->arena.header->wants_leave) != 0; /* partner: hr_engine_ask_to_leave */
+           atomic_load(&engine->node->arena.header->wants_leave) != 0; /* partner: hr_engine_ask_to_leave */
 }
 
 static int may_return(const struct hr_engine *engine, const struct hr_request *until) {
@@ -229,17 +232,17 @@ void hr_engine_drive(struct hr_engine *engine, const struct hr_request *until, i
 
 /* Sleeps until kicked, until something comes on a life line, or for timeout_ms (-1: no matter how long). */
 static void park(struct hr_engine *engine, int timeout_ms) {
-    struct hr_group *group = engine->group;
+    struct hr_node *node = engine->node;
     struct pollfd *fds = engine->park_fds;
     fds[0] = (struct pollfd){.fd = engine->kick_fd, .events = POLLIN};
-    const size_t life_count = hr_group_life_fds(group, fds + 1);
+    const size_t life_count = hr_node_life_fds(node, fds + 1);
     if (poll(fds, (nfds_t)(1 + life_count), timeout_ms) <= 0) {
         return;
     }
     uint64_t drained;
     const ssize_t got = read(engine->kick_fd, &drained, sizeof drained);
     (void)got; /* nonblocking */
-    hr_group_watch(group, fds + 1, life_count);
+    hr_node_watch(node, fds + 1, life_count);
 }
 
 /* Looks for a while whether it is called; 1 if it is. With the lock held. */
@@ -298,7 +301,7 @@ static void drive_as_thread(struct hr_engine *engine) {
 
 void *hr_engine_main(void *arg) {
     struct hr_engine *engine = arg;
-    struct hr_group *group = engine->group;
+    struct hr_node *node = engine->node;
     (void)prctl(PR_SET_TIMERSLACK, TIMER_SLACK_NS); /* of this thread; it is horo's own */
     (void)pthread_mutex_lock(&engine->lock);
     while (!atomic_load(&engine->stop)) {
@@ -310,7 +313,7 @@ void *hr_engine_main(void *arg) {
     }
     drive_as_thread(engine); /* until it has left */
     (void)pthread_mutex_unlock(&engine->lock);
-    atomic_store(&group->arena.blocks[group->local_rank].state, HR_MEMBER_LEFT);
-    hr_group_wake_all(group);
+    atomic_store(&node->arena.blocks[node->local_rank].state, HR_MEMBER_LEFT);
+    hr_node_wake_all(node);
     return NULL;
 }

@@ -56,14 +56,16 @@ static void init_sync(struct hr_engine *engine) {
     (void)pthread_mutex_init(&engine->lock, NULL);
 }
 
-int hr_engine_init(struct hr_engine *engine, struct hr_group *group, struct hr_backend *backend, const horo_setup *setup,
+int hr_engine_init(struct hr_engine *engine, struct hr_team *world, struct hr_backend *backend, const horo_setup *setup,
                    struct hr_error *error) {
+    struct hr_node *node = world->node;
     *engine = (struct hr_engine){
-        .group = group,
+        .node = node,
+        .team = world,
         .backend = backend,
-        .is_leader = group->local_rank == 0,
-        .is_root = group->rank == 0,
-        .always_drives = group->local_rank == 0 && group->host_count > 1,
+        .is_leader = node->local_rank == 0,
+        .is_root = node->rank == 0,
+        .always_drives = node->local_rank == 0 && world->host_count > 1,
         .capacity = setup->cache_capacity < 0 ? 0 : (uint32_t)setup->cache_capacity,
         .cycle_ns = (int64_t)setup->cycle_time_us * 1000,
         .caller_spin_ns = (int64_t)setup->spin_us * 1000,
@@ -73,7 +75,7 @@ int hr_engine_init(struct hr_engine *engine, struct hr_group *group, struct hr_b
     init_sync(engine);
     engine->kick_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     engine->known_slots = calloc(engine->capacity + 1, sizeof *engine->known_slots);
-    engine->park_fds = calloc((size_t)group->local_size + 1, sizeof *engine->park_fds);
+    engine->park_fds = calloc((size_t)node->local_size + 1, sizeof *engine->park_fds);
     int status = engine->kick_fd < 0 || engine->known_slots == NULL || engine->park_fds == NULL ? HORO_ERR_RESOURCE : HORO_OK;
     if (status != HORO_OK) {
         (void)hr_fail(error, status, "cannot set up the engine: %s", strerror(errno));
@@ -85,7 +87,7 @@ int hr_engine_init(struct hr_engine *engine, struct hr_group *group, struct hr_b
         status = start_thread(engine, error);
     }
     if (status != HORO_OK) {
-        hr_group_close_fds(group);
+        hr_node_close_fds(node);
         free_parts(engine);
     }
     return status;
@@ -96,9 +98,9 @@ void hr_engine_fini(struct hr_engine *engine) {
     atomic_store(&engine->stop, 1);
     hr_engine_kick(engine);
     (void)pthread_mutex_unlock(&engine->lock);
-    hr_group_wake(engine->group, engine->group->local_rank);
+    hr_node_wake(engine->node, engine->node->local_rank);
     (void)pthread_join(engine->thread, NULL);
-    hr_group_close_fds(engine->group); /* the transport lets go of posted receives before their memory is freed */
+    hr_node_close_fds(engine->node); /* the transport lets go of posted receives before their memory is freed */
     for (size_t i = 0; i < engine->handles.capacity; i++) {
         hr_request_destroy(engine->handles.slots[i].value);
     }
@@ -143,12 +145,12 @@ static int enqueue(struct hr_engine *engine, struct hr_request *request, struct 
 
 int hr_engine_submit(struct hr_engine *engine, const horo_request *call, int64_t *handle, struct hr_error *error) {
     /* A process that ends at its error must not be taken for the cause: its driver tells other hosts first, then fails this. */
-    const int untold = atomic_load(&engine->always_drives) && hr_arena_aborted(&engine->group->arena).code != 0;
+    const int untold = atomic_load(&engine->always_drives) && hr_arena_aborted(&engine->node->arena).code != 0;
     if (!untold) {
         HR_TRY(hr_engine_health(engine, error));
     }
     struct hr_request *request = NULL;
-    HR_TRY(hr_request_create(call, engine->group->size, &request, error));
+    HR_TRY(hr_request_create(call, engine->node->size, &request, error));
     (void)pthread_mutex_lock(&engine->lock);
     const int status = enqueue(engine, request, error);
     if (status == HORO_OK) {
@@ -167,7 +169,7 @@ int hr_engine_submit(struct hr_engine *engine, const horo_request *call, int64_t
 
 void hr_engine_kick(struct hr_engine *engine) {
     if (engine->driver != HR_DRIVER_NONE) {
-        hr_group_wake(engine->group, engine->group->local_rank); /* if it sleeps; else it will look at the queue anyway */
+        hr_node_wake(engine->node, engine->node->local_rank); /* if it sleeps; else it will look at the queue anyway */
     } else if (atomic_load(&engine->lingering)) {
         atomic_store(&engine->lingering, 0);
     } else if (engine->parked) {
@@ -175,7 +177,7 @@ void hr_engine_kick(struct hr_engine *engine) {
         const uint64_t one = 1;
         const ssize_t written = write(engine->kick_fd, &one, sizeof one);
         (void)written;
-        atomic_fetch_add_explicit(&engine->group->wakes, 1, memory_order_relaxed);
+        atomic_fetch_add_explicit(&engine->node->wakes, 1, memory_order_relaxed);
     }
 }
 
@@ -278,7 +280,7 @@ int hr_engine_take(struct hr_engine *engine, int64_t handle, int32_t index, void
         struct hr_gathered *result = &request->gathered[index];
         *data = result->data;
         *bytes = result->bytes;
-        memcpy(first_dims, result->first_dims, (size_t)engine->group->size * sizeof *first_dims);
+        memcpy(first_dims, result->first_dims, (size_t)engine->node->size * sizeof *first_dims);
         result->data = NULL;
         status = HORO_OK;
     }

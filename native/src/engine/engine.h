@@ -31,7 +31,7 @@
 #include <stdatomic.h>
 
 #include "backend/backend.h"
-#include "collective/group.h"
+#include "node/team.h"
 #include "engine/agree.h"
 
 #define HR_NOT_ANNOUNCED UINT32_MAX
@@ -97,7 +97,8 @@ enum hr_execution {
 };
 
 struct hr_engine {
-    struct hr_group *group;
+    struct hr_node *node;
+    struct hr_team *team; /* the world */
     struct hr_backend *backend;
 
     pthread_mutex_t lock;
@@ -171,7 +172,7 @@ struct hr_engine {
     _Atomic uint64_t requests, cache_hits, batches, tensors, bytes, messages_sent;
 };
 
-int hr_engine_init(struct hr_engine *engine, struct hr_group *group, struct hr_backend *backend, const horo_setup *setup,
+int hr_engine_init(struct hr_engine *engine, struct hr_team *world, struct hr_backend *backend, const horo_setup *setup,
                    struct hr_error *error);
 /* Leaves the group (horo_destroy), joins the thread, frees. */
 void hr_engine_fini(struct hr_engine *engine);
@@ -257,9 +258,9 @@ void hr_engine_free_batch(struct hr_engine *engine);
 /* failure.c */
 /* Why the group has ended; code 0 if it has not. Any thread. */
 struct hr_abort hr_engine_end(const struct hr_engine *engine);
-/* Fails everything pending, if there is anything, with the end of the group; 1 if there was. */
+/* Fails everything pending, if there is anything, with the end of the node; 1 if there was. */
 int hr_engine_fail_all(struct hr_engine *engine);
-/* The sentence for the end of the group, without what was pending. */
+/* The sentence for the end of the node, without what was pending. */
 void hr_engine_describe_end(const struct hr_engine *engine, struct hr_abort end, char *text, size_t text_bytes);
 
 /* stall.c */

@@ -152,16 +152,16 @@ static void end_batch(struct hr_engine *engine) {
 static int suspect(struct hr_engine *engine) {
     engine->backend->ops->cancel(engine->backend);
     engine->execution = HR_EXECUTION_LOST;
-    engine->confirm_ns = hr_now_ns() + (engine->group->suspect.reason == HR_REASON_LINK ? CONFIRM_MS * 1000000ll : 0);
+    engine->confirm_ns = hr_now_ns() + (engine->node->suspect.reason == HR_REASON_LINK ? CONFIRM_MS * 1000000ll : 0);
     return 1;
 }
 
 static int confirm(struct hr_engine *engine) {
-    const struct hr_abort who = engine->group->suspect;
+    const struct hr_abort who = engine->node->suspect;
     if (hr_now_ns() < engine->confirm_ns) {
         return 0;
     }
-    hr_group_abort(engine->group, who.code, who.rank, who.reason);
+    hr_node_abort(engine->node, who.code, who.rank, who.reason);
     return 1;
 }
 
@@ -207,7 +207,7 @@ static int execute_fail(struct hr_engine *engine, const struct hr_wire_message *
 /* The last record: nothing that is still pending will ever be agreed on. */
 static int execute_leave(struct hr_engine *engine, const struct hr_wire_message *record) {
     uint64_t none = 0;
-    (void)atomic_compare_exchange_strong(&engine->group->arena.header->left_rank, &none, (uint64_t)record->rank + 1);
+    (void)atomic_compare_exchange_strong(&engine->node->arena.header->left_rank, &none, (uint64_t)record->rank + 1);
     engine->has_left = 1;
     end_record(engine);
     return HORO_OK;
@@ -215,8 +215,8 @@ static int execute_leave(struct hr_engine *engine, const struct hr_wire_message 
 
 /* Moves what is in the ring to log_in and lets the leader know that there is room. */
 static int take_log(struct hr_engine *engine) {
-    struct hr_group *group = engine->group;
-    struct hr_arena *arena = &group->arena;
+    struct hr_node *node = engine->node;
+    struct hr_arena *arena = &node->arena;
     const size_t available = (size_t)(atomic_load(&arena->header->log.written) - engine->log_position);
     if (available == 0) {
         return HORO_OK;
@@ -225,9 +225,9 @@ static int take_log(struct hr_engine *engine) {
     HR_TRY(hr_buffer_reserve(in, available));
     in->end += hr_ring_read(&arena->header->log, arena->log_ring, HR_LOG_RING_BYTES, &engine->log_position,
                             in->data + in->end, available);
-    atomic_store(&arena->blocks[group->local_rank].log_read, engine->log_position); /* partner: slowest_reader */
+    atomic_store(&arena->blocks[node->local_rank].log_read, engine->log_position); /* partner: slowest_reader */
     if (!engine->is_leader && atomic_load(&arena->header->log_wants_room) != 0) {
-        hr_group_wake(group, 0);
+        hr_node_wake(node, 0);
     }
     return HORO_OK;
 }
@@ -285,7 +285,7 @@ static void forget_announcement(struct hr_engine *engine, const struct hr_reques
             known->pending = NULL;
         }
     }
-    hr_arena_pending_remove(&engine->group->arena, request->pending_place);
+    hr_arena_pending_remove(&engine->node->arena, request->pending_place);
 }
 
 static void remove_in_flight(struct hr_engine *engine, const struct hr_request *request) {

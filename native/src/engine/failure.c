@@ -8,16 +8,16 @@
 enum { NAMES_IN_TEXT = 6, NAME_TEXT_BYTES = 256 };
 
 struct hr_abort hr_engine_end(const struct hr_engine *engine) {
-    const int left = hr_group_left(engine->group);
+    const int left = hr_node_left(engine->node);
     /* An abort that follows the closing of the log is a consequence: ranks that were told of it have ended. */
-    return left == 0 ? hr_arena_aborted(&engine->group->arena)
+    return left == 0 ? hr_arena_aborted(&engine->node->arena)
                      : (struct hr_abort){.code = HORO_ERR_ABORTED, .rank = left - 1, .reason = HR_REASON_LEFT};
 }
 
 void hr_engine_describe_end(const struct hr_engine *engine, struct hr_abort end, char *text, size_t text_bytes) {
-    const struct hr_group *group = engine->group;
+    const struct hr_node *node = engine->node;
     char who[NAME_TEXT_BYTES];
-    (void)hr_group_name_rank(group, end.rank, who, sizeof who);
+    (void)hr_node_name_rank(node, end.rank, who, sizeof who);
     switch (end.reason) {
     case HR_REASON_EXITED:
         (void)snprintf(text, text_bytes, "%s is gone: its process ended without shutting horo down", who);
@@ -27,13 +27,13 @@ void hr_engine_describe_end(const struct hr_engine *engine, struct hr_abort end,
         return;
     case HR_REASON_SILENT:
         (void)snprintf(text, text_bytes, "%s is out of reach: no answer for %lld s", who,
-                       (long long)(group->peer_timeout_ns / 1000000000));
+                       (long long)(node->peer_timeout_ns / 1000000000));
         return;
     case HR_REASON_STALLED:
-        (void)snprintf(text, text_bytes, "%s has not done its part for %g s", who, (double)group->stall_shutdown_ns / 1e9);
+        (void)snprintf(text, text_bytes, "%s has not done its part for %g s", who, (double)node->stall_shutdown_ns / 1e9);
         return;
     case HR_REASON_LEFT:
-        if (end.rank == group->rank) {
+        if (end.rank == node->rank) {
             (void)snprintf(text, text_bytes, "horo was shut down on this rank before the operation finished");
         } else {
             (void)snprintf(text, text_bytes, "%s has shut horo down", who);

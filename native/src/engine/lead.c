@@ -12,55 +12,55 @@ int hr_engine_announce_own(struct hr_engine *engine, const struct hr_request *re
     if (id != 0) {
         return hr_agree_announce_id(&engine->agree, 0, id, request->submit_ns);
     }
-    struct hr_wire_message message = {.type = HR_WIRE_REQUEST, .rank = engine->group->rank};
+    struct hr_wire_message message = {.type = HR_WIRE_REQUEST, .rank = engine->node->rank};
     HR_TRY(hr_wire_decode_request(request->bytes, request->byte_count, &message.request));
     return hr_agree_announce_request(&engine->agree, 0, &message, request->submit_ns);
 }
 
 /* The tree of hosts is binomial over host numbers: the parent is the number without its lowest bit. */
 static int open_links(struct hr_engine *engine, struct hr_error *error) {
-    const struct hr_group *group = engine->group;
-    engine->links = calloc((size_t)group->host_count, sizeof *engine->links);
+    const struct hr_team *team = engine->team;
+    engine->links = calloc((size_t)team->host_count, sizeof *engine->links);
     if (engine->links == NULL) {
-        return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for the links of %d hosts", group->host_count);
+        return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for the links of %d hosts", team->host_count);
     }
-    if (group->host_count == 1) {
+    if (team->host_count == 1) {
         return HORO_OK;
     }
     int status = HORO_OK;
-    if (group->host != 0) {
+    if (team->host != 0) {
         engine->has_parent = 1;
-        status = hr_link_open(engine, &engine->links[engine->link_count++], group->host & (group->host - 1));
+        status = hr_link_open(engine, &engine->links[engine->link_count++], team->host & (team->host - 1));
     }
-    for (int bit = 1; group->host + bit < group->host_count && (group->host & bit) == 0; bit <<= 1) {
+    for (int bit = 1; team->host + bit < team->host_count && (team->host & bit) == 0; bit <<= 1) {
         if (status == HORO_OK) {
-            status = hr_link_open(engine, &engine->links[engine->link_count++], group->host + bit);
+            status = hr_link_open(engine, &engine->links[engine->link_count++], team->host + bit);
         }
     }
     return status == HORO_OK ? HORO_OK : hr_fail(error, status, "a control connection to another host is missing");
 }
 
 static int init_agreement(struct hr_engine *engine, uint64_t fusion_bytes) {
-    const struct hr_group *group = engine->group;
+    const struct hr_node *node = engine->node;
     const int children = engine->link_count - engine->has_parent;
-    const int members = group->local_size + children;
+    const int members = node->local_size + children;
     engine->member_ranks = calloc((size_t)members, sizeof *engine->member_ranks);
-    engine->request_in = calloc((size_t)group->local_size, sizeof *engine->request_in);
+    engine->request_in = calloc((size_t)node->local_size, sizeof *engine->request_in);
     if (engine->member_ranks == NULL || engine->request_in == NULL) {
         return HORO_ERR_RESOURCE;
     }
     for (int i = 0; i < members; i++) {
-        engine->member_ranks[i] = i < group->local_size
-                                      ? group->rank_of_local[i]
-                                      : engine->links[engine->has_parent + i - group->local_size].leader_rank;
+        engine->member_ranks[i] = i < node->local_size
+                                      ? node->rank_of_local[i]
+                                      : engine->links[engine->has_parent + i - node->local_size].leader_rank;
     }
     const struct hr_agree_config config = {
         .is_root = engine->is_root,
         .member_count = members,
-        .local_count = group->local_size,
+        .local_count = node->local_size,
         .rank_of_member = engine->member_ranks,
-        .host_name_of_rank = (const char *const *)group->host_name_of_rank,
-        .rank_count = group->size,
+        .host_name_of_rank = (const char *const *)node->host_name_of_rank,
+        .rank_count = node->size,
         .capacity = engine->capacity,
         .evict_one_in = EVICT_ONE_IN,
         .fusion_bytes = fusion_bytes,
@@ -79,7 +79,7 @@ void hr_engine_fini_leader(struct hr_engine *engine) {
         hr_link_close(&engine->links[i]);
     }
     free(engine->links);
-    for (int i = 0; i < engine->group->local_size && engine->request_in != NULL; i++) {
+    for (int i = 0; i < engine->node->local_size && engine->request_in != NULL; i++) {
         hr_buffer_fini(&engine->request_in[i]);
     }
     free(engine->request_in);
@@ -120,7 +120,7 @@ static int announce_message(struct hr_engine *engine, int member, const struct h
     switch (message->type) {
     case HR_WIRE_IDS: return announce_ids(engine, member, message, now_ns);
     case HR_WIRE_REQUEST: return hr_agree_announce_request(&engine->agree, member, message, now_ns);
-    case HR_WIRE_LEAVE: return message->rank < engine->group->size ? hr_engine_note_leaver(engine, message->rank) : HORO_ERR_INTERNAL;
+    case HR_WIRE_LEAVE: return message->rank < engine->node->size ? hr_engine_note_leaver(engine, message->rank) : HORO_ERR_INTERNAL;
     default: return HORO_ERR_INTERNAL;
     }
 }
@@ -139,8 +139,8 @@ static int announce_frames(struct hr_engine *engine, struct hr_buffer *in, int m
 }
 
 static int collect_requests(struct hr_engine *engine, int local_rank, int64_t now_ns) {
-    struct hr_group *group = engine->group;
-    struct hr_arena_block *block = &group->arena.blocks[local_rank];
+    struct hr_node *node = engine->node;
+    struct hr_arena_block *block = &node->arena.blocks[local_rank];
     uint64_t read = atomic_load_explicit(&block->requests_read, memory_order_relaxed); /* ours alone */
     const size_t available = (size_t)(atomic_load(&block->requests.written) - read);
     if (available == 0) {
@@ -148,25 +148,25 @@ static int collect_requests(struct hr_engine *engine, int local_rank, int64_t no
     }
     struct hr_buffer *in = &engine->request_in[local_rank];
     HR_TRY(hr_buffer_reserve(in, available));
-    in->end += hr_ring_read(&block->requests, hr_arena_request_ring(&group->arena, local_rank), HR_REQUEST_RING_BYTES, &read,
+    in->end += hr_ring_read(&block->requests, hr_arena_request_ring(&node->arena, local_rank), HR_REQUEST_RING_BYTES, &read,
                             in->data + in->end, available);
     atomic_store(&block->requests_read, read); /* partner: hr_engine_flush_requests */
     if (atomic_load(&block->wants_room) != 0) {
         atomic_store(&block->wants_room, 0);
-        hr_group_wake(group, local_rank);
+        hr_node_wake(node, local_rank);
     }
     return announce_frames(engine, in, local_rank, now_ns);
 }
 
 static int collect_local(struct hr_engine *engine) {
-    const struct hr_group *group = engine->group;
-    const uint64_t announced = atomic_load(&group->arena.header->announced); /* before looking: what comes later counts anew */
+    const struct hr_node *node = engine->node;
+    const uint64_t announced = atomic_load(&node->arena.header->announced); /* before looking: what comes later counts anew */
     if (announced == engine->announced_seen) {
         return 0;
     }
     engine->announced_seen = announced;
     const int64_t now_ns = hr_now_ns();
-    for (int i = 1; i < group->local_size; i++) {
+    for (int i = 1; i < node->local_size; i++) {
         HR_TRY(collect_requests(engine, i, now_ns));
     }
     return 1;
@@ -215,10 +215,10 @@ static int collect_complete(struct hr_engine *engine) {
  * while the last bytes of the batch before it are.
  */
 static int log_runs_out(const struct hr_engine *engine) {
-    const uint64_t written = atomic_load_explicit(&engine->group->arena.header->log.written, memory_order_relaxed); /* by me */
+    const uint64_t written = atomic_load_explicit(&engine->node->arena.header->log.written, memory_order_relaxed); /* by me */
     const uint64_t left = written - engine->log_executed;
     return hr_buffer_size(&engine->log_out) == 0 &&
-           (left == 0 || (engine->group->host_count > 1 && left == engine->record_bytes && hr_engine_is_ending_batch(engine)));
+           (left == 0 || (engine->team->host_count > 1 && left == engine->record_bytes && hr_engine_is_ending_batch(engine)));
 }
 
 /* The log is the clock: the next batch is formed when the last one has run, of what became ready meanwhile. */
@@ -275,12 +275,12 @@ static int form_batches(struct hr_engine *engine) {
     if (!may_form_batch(engine, &due_ns)) {
         return 0;
     }
-    HR_TRY(write_batches(engine, engine->group->host_count > 1)); /* between hosts what is ready goes at once */
+    HR_TRY(write_batches(engine, engine->team->host_count > 1)); /* between hosts what is ready goes at once */
     return 1;
 }
 
 static uint64_t slowest_reader(const struct hr_engine *engine) {
-    const struct hr_arena *arena = &engine->group->arena;
+    const struct hr_arena *arena = &engine->node->arena;
     uint64_t slowest = engine->log_position;
     for (int i = 1; i < arena->local_size; i++) {
         const uint64_t read = atomic_load(&arena->blocks[i].log_read); /* partner: hr_engine_execute */
@@ -296,7 +296,7 @@ static int flush_log(struct hr_engine *engine) {
     if (hr_buffer_size(out) == 0) {
         return 0;
     }
-    struct hr_arena *arena = &engine->group->arena;
+    struct hr_arena *arena = &engine->node->arena;
     atomic_store(&arena->header->log_wants_room, 1); /* before looking for room: a reader that makes some wakes us */
     const size_t written = hr_ring_write(&arena->header->log, arena->log_ring, HR_LOG_RING_BYTES, slowest_reader(engine),
                                          hr_buffer_front(out), hr_buffer_size(out));
@@ -305,7 +305,7 @@ static int flush_log(struct hr_engine *engine) {
         atomic_store(&arena->header->log_wants_room, 0);
     }
     if (written > 0) {
-        hr_group_wake_all(engine->group);
+        hr_node_wake_all(engine->node);
     }
     return written > 0;
 }
@@ -333,12 +333,12 @@ static int handle_record(struct hr_engine *engine, const struct hr_wire_message 
 static int handle_message(struct hr_engine *engine, int link_index, const struct hr_wire_message *message,
                           const uint8_t *frame, size_t frame_bytes) {
     const int from_parent = engine->has_parent && link_index == 0;
-    const int member = engine->group->local_size + link_index - engine->has_parent;
-    if (message->rank >= engine->group->size) {
+    const int member = engine->node->local_size + link_index - engine->has_parent;
+    if (message->rank >= engine->node->size) {
         return HORO_ERR_INTERNAL;
     }
     if (message->type == HR_WIRE_LOST) {
-        hr_group_abort(engine->group, message->status, message->rank, message->reason);
+        hr_node_abort(engine->node, message->status, message->rank, message->reason);
         return HORO_OK;
     }
     if (!from_parent) {
@@ -370,8 +370,8 @@ static void link_broke(struct hr_engine *engine, struct hr_link *link) {
     link->open = 0;
     if (!engine->log_closed) {
         enum hr_loss how = HR_LOSS_CLOSED;
-        (void)engine->group->transport->ops->lost_peer(engine->group->transport, &how);
-        hr_group_abort(engine->group, HORO_ERR_PEER_LOST, link->leader_rank,
+        (void)engine->node->transport->ops->lost_peer(engine->node->transport, &how);
+        hr_node_abort(engine->node, HORO_ERR_PEER_LOST, link->leader_rank,
                        how == HR_LOSS_SILENT ? HR_REASON_SILENT : HR_REASON_LINK);
     }
 }
@@ -395,7 +395,7 @@ static int progress_links(struct hr_engine *engine) {
 
 /* Each leader passes an abort on once, to all its neighbours. */
 static int tell_abort(struct hr_engine *engine) {
-    const struct hr_abort end = hr_arena_aborted(&engine->group->arena);
+    const struct hr_abort end = hr_arena_aborted(&engine->node->arena);
     if (end.code == 0 || engine->told_abort) {
         return 0;
     }
@@ -407,7 +407,7 @@ static int tell_abort(struct hr_engine *engine) {
             continue;
         }
         HR_TRY(hr_frame_begin(&link->out, &mark));
-        HR_TRY(hr_wire_put_lost(&link->out, end.rank < 0 ? engine->group->rank : end.rank, end.code, end.reason));
+        HR_TRY(hr_wire_put_lost(&link->out, end.rank < 0 ? engine->node->rank : end.rank, end.code, end.reason));
         hr_frame_end(&link->out, mark);
     }
     return 1;
@@ -425,7 +425,7 @@ static int sends_left(const struct hr_engine *engine) {
 
 int hr_engine_flush_links(struct hr_engine *engine) {
     HR_TRY(tell_abort(engine));
-    (void)engine->group->transport->ops->progress(engine->group->transport);
+    (void)engine->node->transport->ops->progress(engine->node->transport);
     for (int i = 0; i < engine->link_count; i++) {
         if (hr_link_progress(engine, &engine->links[i]) < 0) {
             engine->links[i].open = 0; /* what comes now changes nothing */
@@ -465,7 +465,7 @@ int hr_engine_lead(struct hr_engine *engine) {
 }
 
 int hr_engine_has_lead_work(struct hr_engine *engine) {
-    const struct hr_arena *arena = &engine->group->arena;
+    const struct hr_arena *arena = &engine->node->arena;
     int64_t due_ns;
     if (atomic_load(&arena->header->announced) != engine->announced_seen || may_collect(engine) ||
         may_close(engine) || may_form_batch(engine, &due_ns)) {

@@ -11,14 +11,14 @@
 enum { LENGTH_BYTES = 4, IN_HEAD = HR_LINK_HEAD_BYTES - LENGTH_BYTES, CHUNK_MAX = 1 << 20 }; /* a chunk may end within a frame */
 
 static int post_head(const struct hr_engine *engine, struct hr_link *link) {
-    struct hr_transport *transport = engine->group->transport;
+    struct hr_transport *transport = engine->node->transport;
     link->recv_rest = 0;
     return transport->ops->post_recv(transport, link->host, HR_CHANNEL_CONTROL, link->recv_head, HR_LINK_HEAD_BYTES,
                                      &link->recv);
 }
 
 int hr_link_open(struct hr_engine *engine, struct hr_link *link, int host) {
-    *link = (struct hr_link){.host = host, .leader_rank = engine->group->leader_of_host[host], .open = 1};
+    *link = (struct hr_link){.host = host, .leader_rank = engine->team->leader_of_host[host], .open = 1};
     return post_head(engine, link);
 }
 
@@ -65,7 +65,7 @@ static int send_next(struct hr_engine *engine, struct hr_link *link) {
         HR_TRY(hr_buffer_append(&link->sending, padding, IN_HEAD - bytes));
     }
     hr_buffer_consume(&link->out, bytes);
-    HR_TRY(post_chunk(engine->group->transport, link));
+    HR_TRY(post_chunk(engine->node->transport, link));
     atomic_fetch_add_explicit(&engine->messages_sent, 1, memory_order_relaxed);
     return 1;
 }
@@ -87,7 +87,7 @@ static int receive_head(const struct hr_engine *engine, struct hr_link *link) {
     }
     link->rest = rest;
     link->recv_rest = 1;
-    struct hr_transport *transport = engine->group->transport;
+    struct hr_transport *transport = engine->node->transport;
     return transport->ops->post_recv(transport, link->host, HR_CHANNEL_CONTROL, rest, link->rest_bytes, &link->recv);
 }
 

@@ -8,17 +8,17 @@ enum { NAMES_IN_TEXT = 6, NAME_TEXT_BYTES = 256 };
 
 /* The local ranks that have not submitted the name, as text; returns the first of them or -1. */
 static int find_missing(const struct hr_engine *engine, uint64_t name_hash, char *text, size_t text_bytes) {
-    const struct hr_group *group = engine->group;
+    const struct hr_node *node = engine->node;
     int first = -1;
     size_t used = 0;
     text[0] = '\0';
-    for (int i = 0; i < group->local_size; i++) {
-        if (i != group->local_rank && hr_arena_pending_has(&group->arena, i, name_hash) == 0) {
-            const int rank = group->rank_of_local[i];
+    for (int i = 0; i < node->local_size; i++) {
+        if (i != node->local_rank && hr_arena_pending_has(&node->arena, i, name_hash) == 0) {
+            const int rank = node->rank_of_local[i];
             first = first < 0 ? rank : first;
             if (used < text_bytes) {
                 used += (size_t)snprintf(text + used, text_bytes - used, "%srank %d (%s)", used == 0 ? "" : ", ", rank,
-                                         group->host_name_of_rank[rank]);
+                                         node->host_name_of_rank[rank]);
             }
         }
     }
@@ -34,7 +34,7 @@ static int describe_local(struct hr_engine *engine, int64_t now_ns, char *text, 
     *oldest_ns = now_ns;
     (void)pthread_mutex_lock(&engine->lock);
     for (const struct hr_request *request = engine->oldest; request != NULL; request = request->newer) {
-        if (now_ns - request->submit_ns < engine->group->stall_warning_ns) {
+        if (now_ns - request->submit_ns < engine->node->stall_warning_ns) {
             break;
         }
         *oldest_ns = request->submit_ns < *oldest_ns ? request->submit_ns : *oldest_ns;
@@ -67,20 +67,20 @@ static int64_t oldest_pending_ns(struct hr_engine *engine) {
  */
 static int describe_undecided(struct hr_engine *engine, int64_t now_ns, char *text, size_t text_bytes, int *culprit,
                               int64_t *oldest_ns, int *periods) {
-    const struct hr_group *group = engine->group;
+    const struct hr_node *node = engine->node;
     if (engine->is_root) {
         return 0;
     }
-    *periods = (engine->is_leader ? 1 : 2) + __builtin_popcount((unsigned)group->host); /* the tree is binomial */
-    *culprit = engine->is_leader ? engine->links[0].leader_rank : group->rank_of_local[0];
+    *periods = (engine->is_leader ? 1 : 2) + __builtin_popcount((unsigned)engine->team->host); /* the tree is binomial */
+    *culprit = engine->is_leader ? engine->links[0].leader_rank : node->rank_of_local[0];
     char who[NAME_TEXT_BYTES];
-    (void)hr_group_name_rank(group, *culprit, who, sizeof who);
+    (void)hr_node_name_rank(node, *culprit, who, sizeof who);
     int count = 0;
     size_t used = 0;
     (void)pthread_mutex_lock(&engine->lock);
     for (const struct hr_request *request = engine->oldest; request != NULL; request = request->newer) {
         const int64_t since_ns = request->submit_ns > engine->stall_moved_ns ? request->submit_ns : engine->stall_moved_ns;
-        if (now_ns - since_ns < *periods * group->stall_warning_ns) {
+        if (now_ns - since_ns < *periods * node->stall_warning_ns) {
             continue;
         }
         *oldest_ns = since_ns < *oldest_ns ? since_ns : *oldest_ns;
@@ -95,14 +95,14 @@ static int describe_undecided(struct hr_engine *engine, int64_t now_ns, char *te
 
 /* One report per host and period: the first rank to ask gets the turn. */
 static int take_turn(struct hr_engine *engine, int64_t now_ns) {
-    _Atomic uint64_t *last = &engine->group->arena.header->stall_report_ns;
+    _Atomic uint64_t *last = &engine->node->arena.header->stall_report_ns;
     uint64_t seen = atomic_load(last);
-    return (seen == 0 || now_ns - (int64_t)seen >= engine->group->stall_warning_ns) &&
+    return (seen == 0 || now_ns - (int64_t)seen >= engine->node->stall_warning_ns) &&
            atomic_compare_exchange_strong(last, &seen, (uint64_t)now_ns);
 }
 
 static void report(struct hr_engine *engine, int64_t now_ns) {
-    struct hr_group *group = engine->group;
+    struct hr_node *node = engine->node;
     char text[HORO_MESSAGE_MAX];
     int culprit = -1;
     int64_t oldest_ns = now_ns;
@@ -110,7 +110,7 @@ static void report(struct hr_engine *engine, int64_t now_ns) {
     int count = describe_local(engine, now_ns, text, sizeof text, &culprit, &oldest_ns);
     if (count == 0 && engine->is_leader) {
         periods = 1;
-        count = hr_agree_describe_waiting(&engine->agree, now_ns, group->stall_warning_ns, text, sizeof text, &oldest_ns,
+        count = hr_agree_describe_waiting(&engine->agree, now_ns, node->stall_warning_ns, text, sizeof text, &oldest_ns,
                                           &culprit);
     }
     if (count == 0) {
@@ -120,35 +120,35 @@ static void report(struct hr_engine *engine, int64_t now_ns) {
         return;
     }
     if (take_turn(engine, now_ns)) {
-        hr_log(&group->log, HORO_LOG_WARNING,
+        hr_log(&node->log, HORO_LOG_WARNING,
                "waiting for %lld s for ranks that have not submitted what others have: %s%s. They may be slow or stopped, or "
                "take another path through the program",
                (long long)((now_ns - oldest_ns) / 1000000000), text, count > NAMES_IN_TEXT ? " and more" : "");
     }
-    if (group->stall_shutdown_ns > 0 && now_ns - oldest_ns >= group->stall_shutdown_ns + periods * group->stall_warning_ns) {
-        hr_group_abort(group, HORO_ERR_STALLED, culprit, HR_REASON_STALLED);
+    if (node->stall_shutdown_ns > 0 && now_ns - oldest_ns >= node->stall_shutdown_ns + periods * node->stall_warning_ns) {
+        hr_node_abort(node, HORO_ERR_STALLED, culprit, HR_REASON_STALLED);
     }
 }
 
 /* The batch that is being executed has not moved for waited_ns. */
 static void report_batch(struct hr_engine *engine, int64_t waited_ns) {
-    struct hr_group *group = engine->group;
-    const int late = hr_group_find_late(group);
+    struct hr_node *node = engine->node;
+    const int late = hr_team_find_late(engine->team);
     char name[NAME_TEXT_BYTES];
     if (late >= 0) {
-        (void)hr_group_name_rank(group, late, name, sizeof name);
+        (void)hr_node_name_rank(node, late, name, sizeof name);
     } else {
-        (void)snprintf(name, sizeof name, group->host_count > 1 ? "another host" : "another rank");
+        (void)snprintf(name, sizeof name, node->host_count > 1 ? "another host" : "another rank");
     }
-    hr_log(&group->log, HORO_LOG_WARNING, "waiting for %s in the middle of an operation for %lld s", name,
+    hr_log(&node->log, HORO_LOG_WARNING, "waiting for %s in the middle of an operation for %lld s", name,
            (long long)(waited_ns / 1000000000));
-    if (group->stall_shutdown_ns > 0 && waited_ns >= group->stall_shutdown_ns) {
-        hr_group_abort(group, HORO_ERR_STALLED, late, HR_REASON_STALLED);
+    if (node->stall_shutdown_ns > 0 && waited_ns >= node->stall_shutdown_ns) {
+        hr_node_abort(node, HORO_ERR_STALLED, late, HR_REASON_STALLED);
     }
 }
 
 int64_t hr_engine_check_stall(struct hr_engine *engine) {
-    const int64_t warning_ns = engine->group->stall_warning_ns;
+    const int64_t warning_ns = engine->node->stall_warning_ns;
     if (warning_ns <= 0 ||
         (atomic_load(&engine->pending) == 0 && (!engine->is_leader || engine->agree.active == 0))) {
         engine->stall_check_ns = 0;

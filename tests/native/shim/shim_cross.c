@@ -5,7 +5,7 @@
 #include "base/clock.h"
 #include "base/cut.h"
 #include "collective/collective.h"
-#include "collective/segment.h"
+#include "local/shares.h"
 #include "collective/two_level.h"
 #include "horo.h"
 #include "loopback.h"
@@ -35,12 +35,12 @@ size_t shim_share_most(size_t bytes, int owners) {
 }
 
 size_t shim_two_level_reserved(int hosts, int owners, size_t segment_bytes) {
-    return hr_two_level_scratch_bytes(hosts, owners, segment_bytes);
+    return hr_two_level_scratch_bytes(&hr_tuning_defaults, hosts, owners, segment_bytes);
 }
 
 size_t shim_two_level_needed(int hosts, int owners, size_t segment_bytes, int index) {
     const size_t bytes = hr_share(segment_bytes, index, owners).bytes;
-    return hr_two_level_cross(bytes)->scratch_bytes(hosts, bytes, HR_CROSS_PIECE_BYTES);
+    return hr_two_level_cross(&hr_tuning_defaults, bytes)->scratch_bytes(hosts, bytes, hr_tuning_defaults.piece);
 }
 
 /* Exactly as much as the algorithm asks for, so that the address sanitizer sees one byte too many. */

@@ -1,6 +1,6 @@
 #include "shim_seat.h"
 
-#include "collective/seat.h"
+#include "node/seat.h"
 
 int shim_seat_choose(const int *core_of, int count, int me, const int *allowed, int allowed_count) {
     cpu_set_t set;

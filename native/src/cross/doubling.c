@@ -9,7 +9,7 @@
  * Both partners put the values of the lower members to the left, so they compute the same bits: after each step all members
  * of a group hold the same.
  */
-#include "collective/pipeline.h"
+#include "cross/pipeline.h"
 
 /* My place among the members that exchange. */
 struct role {

@@ -12,10 +12,10 @@
  * Why it cannot hang: what q waits for at any member (the same piece of an earlier step, its own send, a place in the window)
  * has a smaller q at some member, or is the same q on the other side of the link.
  */
-#ifndef HR_COLLECTIVE_PIPELINE_H
-#define HR_COLLECTIVE_PIPELINE_H
+#ifndef HR_CROSS_PIPELINE_H
+#define HR_CROSS_PIPELINE_H
 
-#include "collective/cross.h"
+#include "cross/cross.h"
 
 enum hr_arrival {
     HR_ARRIVAL_REPLACES = 0,      /* received straight into the data */

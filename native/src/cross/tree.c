@@ -8,7 +8,7 @@
  * Chain: v hears from v - 1 and passes on to v + 1. h - 1 hops; all bytes cross each link once, and with pieces in flight on
  * all links the time for large data is that of one link.
  */
-#include "collective/pipeline.h"
+#include "cross/pipeline.h"
 
 static int host_at(const struct hr_cross_call *call, int v) {
     return (call->root_host + v) % call->host_count;

@@ -1,6 +1,6 @@
-#include "collective/seat.h"
+#include "node/seat.h"
 
-#include "collective/group.h"
+#include "node/node.h"
 
 enum { LOOK_EVERY_NS = 1000000, PAUSE_MIN_NS = 16000000, PAUSE_MAX_NS = 1000000000 };
 
@@ -35,8 +35,8 @@ int hr_seat_choose(const int *core_of, int count, int me, const cpu_set_t *allow
     return best;
 }
 
-void hr_seat_show(struct hr_group *group) {
-    _Atomic int32_t *core = &group->arena.blocks[group->local_rank].core;
+void hr_seat_show(struct hr_node *node) {
+    _Atomic int32_t *core = &node->arena.blocks[node->local_rank].core;
     const int32_t now = (int32_t)sched_getcpu() + 1;
     if (atomic_load_explicit(core, memory_order_relaxed) != now) {
         atomic_store_explicit(core, now, memory_order_relaxed); /* a hint: a stale one costs a needless move at most */
@@ -54,35 +54,35 @@ static int move_to(int core, const cpu_set_t *allowed) {
     return 1;
 }
 
-/* Into group->core_of: where the ranks of this host sit; -1 for those that sleep. */
-static void find_cores(const struct hr_group *group) {
-    for (int i = 0; i < group->local_size; i++) {
-        const struct hr_arena_block *block = &group->arena.blocks[i];
-        const int asleep = i != group->local_rank && atomic_load_explicit(&block->sleeping, memory_order_relaxed) != 0;
-        group->core_of[i] = asleep ? -1 : (int)atomic_load_explicit(&block->core, memory_order_relaxed) - 1;
+/* Into node->core_of: where the ranks of this host sit; -1 for those that sleep. */
+static void find_cores(const struct hr_node *node) {
+    for (int i = 0; i < node->local_size; i++) {
+        const struct hr_arena_block *block = &node->arena.blocks[i];
+        const int asleep = i != node->local_rank && atomic_load_explicit(&block->sleeping, memory_order_relaxed) != 0;
+        node->core_of[i] = asleep ? -1 : (int)atomic_load_explicit(&block->core, memory_order_relaxed) - 1;
     }
 }
 
-void hr_seat_look(struct hr_group *group, int64_t now_ns) {
-    struct hr_seat *seat = &group->seat;
-    if (group->local_size == 1 || now_ns < seat->next_ns) {
+void hr_seat_look(struct hr_node *node, int64_t now_ns) {
+    struct hr_seat *seat = &node->seat;
+    if (node->local_size == 1 || now_ns < seat->next_ns) {
         return;
     }
     seat->next_ns = now_ns + LOOK_EVERY_NS;
-    hr_seat_show(group);
-    find_cores(group);
+    hr_seat_show(node);
+    find_cores(node);
     cpu_set_t allowed;
     int core = -1;
-    if (group->core_of[group->local_rank] >= 0 && sched_getaffinity(0, sizeof allowed, &allowed) == 0) {
-        core = hr_seat_choose(group->core_of, group->local_size, group->local_rank, &allowed);
+    if (node->core_of[node->local_rank] >= 0 && sched_getaffinity(0, sizeof allowed, &allowed) == 0) {
+        core = hr_seat_choose(node->core_of, node->local_size, node->local_rank, &allowed);
     }
     const int was_crowded = seat->crowded;
     seat->crowded = core >= 0;
     if (core < 0) {
         seat->pause_ns /= 2;
     } else if (was_crowded && move_to(core, &allowed)) { /* once may be chance */
-        hr_seat_show(group);
-        atomic_fetch_add_explicit(&group->moves, 1, memory_order_relaxed);
+        hr_seat_show(node);
+        atomic_fetch_add_explicit(&node->moves, 1, memory_order_relaxed);
         const int64_t longer_ns = seat->pause_ns * 2;
         seat->pause_ns = longer_ns < PAUSE_MIN_NS ? PAUSE_MIN_NS : longer_ns > PAUSE_MAX_NS ? PAUSE_MAX_NS : longer_ns;
         seat->next_ns = now_ns + seat->pause_ns;

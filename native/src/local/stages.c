@@ -1,4 +1,4 @@
-#include "collective/stages.h"
+#include "local/stages.h"
 
 /*
  * Whether the owner reads its own contribution from its slot: it must be scaled first, or rounded as those of the others are, so that
@@ -10,7 +10,7 @@ static int packs_own_share(const struct hr_stages *call) {
 
 /* Whether the owner, too, gets its result from its slot. */
 static int drains_own_share(const struct hr_stages *call) {
-    return call->group->host_count > 1 || call->fused->wide_dtype != 0;
+    return call->team->host_count > 1 || call->fused->wide_dtype != 0;
 }
 
 /*
@@ -19,44 +19,44 @@ static int drains_own_share(const struct hr_stages *call) {
  * owner's own slot the result would cost every line two more trips between the cores.
  */
 static char *result_slot(const struct hr_stages *call, int owner, size_t k) {
-    const int carrier = call->group->host_count > 1 ? owner : (owner + 1) % call->group->local_size;
+    const int carrier = call->team->host_count > 1 ? owner : (owner + 1) % call->team->local_size;
     return hr_stages_slot(call, carrier, k);
 }
 
 void hr_stages_fill(struct hr_stages *call, size_t k) {
-    struct hr_group *group = call->group;
-    const struct hr_range segment = hr_segment(group, call->fused->bytes, k);
-    char *slot = hr_stages_slot(call, group->local_rank, k);
+    struct hr_team *team = call->team;
+    const struct hr_range segment = hr_segment(team, call->fused->bytes, k);
+    char *slot = hr_stages_slot(call, team->local_rank, k);
     for (int owner = 0; owner < call->owners; owner++) {
-        if (owner == group->local_rank && !packs_own_share(call)) {
+        if (owner == team->local_rank && !packs_own_share(call)) {
             continue;
         }
         const struct hr_range share = hr_share(segment.bytes, owner, call->owners);
-        hr_fused_pack(call->fused, segment.offset + share.offset, share.bytes, slot + share.offset, group->kernel,
+        hr_fused_pack(call->fused, segment.offset + share.offset, share.bytes, slot + share.offset, team->node->kernel,
                       call->prescale, call->store);
     }
-    hr_group_arrive(group, HR_PHASE_FILLED, hr_stages_parity(call, k));
+    hr_team_arrive(team, HR_PHASE_FILLED, hr_stages_parity(call, k));
 }
 
 void hr_stages_reduce_part(struct hr_stages *call, size_t k, size_t at, size_t bytes, const char *mine, char *target, char *copy,
                            struct hr_scale scale) {
-    struct hr_group *group = call->group;
-    for (int i = 0; i < group->local_size; i++) {
-        group->sources[i] = i == group->local_rank && mine != NULL ? mine : hr_stages_slot(call, i, k) + at;
+    struct hr_team *team = call->team;
+    for (int i = 0; i < team->local_size; i++) {
+        team->sources[i] = i == team->local_rank && mine != NULL ? mine : hr_stages_slot(call, i, k) + at;
     }
-    group->kernel->reduce(call->fused->dtype, call->reduce_op, target, copy, group->sources, group->local_size,
+    team->node->kernel->reduce(call->fused->dtype, call->reduce_op, target, copy, team->sources, team->local_size,
                           bytes / call->element, scale, call->store);
 }
 
 void hr_stages_reduce(struct hr_stages *call, size_t k) {
-    struct hr_group *group = call->group;
+    struct hr_team *team = call->team;
     if (!hr_stages_owns(call)) {
         return;
     }
-    const struct hr_range segment = hr_segment(group, call->fused->bytes, k);
-    const struct hr_range share = hr_share(segment.bytes, group->local_rank, call->owners);
-    const struct hr_scale scale = group->host_count > 1 ? hr_scale_by(call->partial_scale) : call->postscale;
-    char *slot = result_slot(call, group->local_rank, k);
+    const struct hr_range segment = hr_segment(team, call->fused->bytes, k);
+    const struct hr_range share = hr_share(segment.bytes, team->local_rank, call->owners);
+    const struct hr_scale scale = team->host_count > 1 ? hr_scale_by(call->partial_scale) : call->postscale;
+    char *slot = result_slot(call, team->local_rank, k);
     size_t at = share.offset;
     size_t left = share.bytes;
     for (size_t i = left == 0 ? 0 : hr_fused_find(call->fused, segment.offset + at); left > 0; i++) {
@@ -75,39 +75,39 @@ void hr_stages_reduce(struct hr_stages *call, size_t k) {
 }
 
 void hr_stages_drain(struct hr_stages *call, size_t k) {
-    struct hr_group *group = call->group;
-    const struct hr_range segment = hr_segment(group, call->fused->bytes, k);
+    struct hr_team *team = call->team;
+    const struct hr_range segment = hr_segment(team, call->fused->bytes, k);
     for (int owner = 0; owner < call->owners; owner++) {
-        if (owner == group->local_rank && !drains_own_share(call)) {
+        if (owner == team->local_rank && !drains_own_share(call)) {
             continue; /* written by hr_stages_reduce */
         }
         const struct hr_range share = hr_share(segment.bytes, owner, call->owners);
         hr_fused_unpack(call->fused, segment.offset + share.offset, share.bytes, result_slot(call, owner, k) + share.offset,
-                        group->kernel);
+                        team->node->kernel);
     }
-    hr_group_arrive(group, HR_PHASE_DRAINED, hr_stages_parity(call, k));
+    hr_team_arrive(team, HR_PHASE_DRAINED, hr_stages_parity(call, k));
 }
 
 int hr_stages_may_exchange(const struct hr_stages *call) {
-    return call->group->host_count == 1 && call->group->local_size == 2 && !packs_own_share(call);
+    return call->team->host_count == 1 && call->team->local_size == 2 && !packs_own_share(call);
 }
 
 void hr_stages_exchange(struct hr_stages *call, size_t k) {
-    struct hr_group *group = call->group;
+    struct hr_team *team = call->team;
     const struct hr_fused *fused = call->fused;
-    const int peer = 1 - group->local_rank;
-    const struct hr_range segment = hr_segment(group, fused->bytes, k);
-    const struct hr_range next = hr_segment(group, fused->bytes, k + 2);
+    const int peer = 1 - team->local_rank;
+    const struct hr_range segment = hr_segment(team, fused->bytes, k);
+    const struct hr_range next = hr_segment(team, fused->bytes, k + 2);
     const struct hr_range out = hr_share(segment.bytes, peer, call->owners);
     const struct hr_range in = hr_share(next.bytes, peer, call->owners);
     const size_t out_offset = segment.offset + out.offset;
     const size_t in_offset = next.offset + in.offset;
-    char *slot = hr_stages_slot(call, group->local_rank, k);
+    char *slot = hr_stages_slot(call, team->local_rank, k);
     if (next.bytes == segment.bytes) {
-        hr_fused_exchange(fused, out_offset, in_offset, out.bytes, slot + out.offset, group->kernel, call->store);
+        hr_fused_exchange(fused, out_offset, in_offset, out.bytes, slot + out.offset, team->node->kernel, call->store);
     } else {
-        hr_fused_unpack(fused, out_offset, out.bytes, slot + out.offset, group->kernel);
-        hr_fused_pack(fused, in_offset, in.bytes, slot + in.offset, group->kernel, 1.0, call->store);
+        hr_fused_unpack(fused, out_offset, out.bytes, slot + out.offset, team->node->kernel);
+        hr_fused_pack(fused, in_offset, in.bytes, slot + in.offset, team->node->kernel, 1.0, call->store);
     }
-    hr_group_arrive(group, HR_PHASE_FILLED, hr_stages_parity(call, k));
+    hr_team_arrive(team, HR_PHASE_FILLED, hr_stages_parity(call, k));
 }

@@ -17,8 +17,8 @@
  * All members run the same algorithm on the same count, dtype, reduce_op, root and sizes of parts; afterwards all hold bit-identical
  * data.
  */
-#ifndef HR_COLLECTIVE_CROSS_H
-#define HR_COLLECTIVE_CROSS_H
+#ifndef HR_CROSS_CROSS_H
+#define HR_CROSS_CROSS_H
 
 #include "kernel/kernel.h"
 #include "transport/transport.h"
@@ -66,7 +66,7 @@ struct hr_cross_ops {
 
 struct hr_step;
 
-/* How an algorithm moves data, for collective/pipeline.h. */
+/* How an algorithm moves data, for cross/pipeline.h. */
 struct hr_plan {
     int step_count;
     size_t part_count; /* the data is cut into so many parts of nearly equal size */

@@ -1,9 +1,9 @@
 /* What the arena algorithms share: cutting vectors into segments and shares, and the choice of the store policy. */
-#ifndef HR_COLLECTIVE_SEGMENT_H
-#define HR_COLLECTIVE_SEGMENT_H
+#ifndef HR_LOCAL_SHARES_H
+#define HR_LOCAL_SHARES_H
 
 #include "base/cut.h"
-#include "collective/group.h"
+#include "node/team.h"
 
 struct hr_range {
     size_t offset; /* from the start of what is cut */
@@ -30,14 +30,14 @@ static inline size_t hr_share_most(size_t bytes, int count) {
     return hr_divide_up(hr_divide_up(bytes, HR_LINE), (size_t)count) * HR_LINE;
 }
 
-static inline size_t hr_segment_count(const struct hr_group *group, size_t bytes) {
-    return hr_divide_up(bytes, group->arena.segment_bytes);
+static inline size_t hr_segment_count(const struct hr_team *team, size_t bytes) {
+    return hr_divide_up(bytes, team->tuning.segment);
 }
 
-static inline struct hr_range hr_segment(const struct hr_group *group, size_t bytes, size_t index) {
-    const size_t offset = index * group->arena.segment_bytes;
+static inline struct hr_range hr_segment(const struct hr_team *team, size_t bytes, size_t index) {
+    const size_t offset = index * team->tuning.segment;
     const size_t rest = bytes - offset;
-    return (struct hr_range){offset, rest < group->arena.segment_bytes ? rest : group->arena.segment_bytes};
+    return (struct hr_range){offset, rest < team->tuning.segment ? rest : team->tuning.segment};
 }
 
 /*
@@ -45,7 +45,7 @@ static inline struct hr_range hr_segment(const struct hr_group *group, size_t by
  * with streaming ones, and a virtual machine may change from one to the other within seconds; so both are measured on the segments
  * as they pass, the cheaper one is used, and the other is tried again now and then.
  */
-enum hr_store hr_store_choose(struct hr_group *group, size_t bytes);
-void hr_store_learn(struct hr_group *group, enum hr_store store, size_t bytes, int64_t elapsed_ns);
+enum hr_store hr_store_choose(struct hr_team *team, size_t bytes);
+void hr_store_learn(struct hr_team *team, enum hr_store store, size_t bytes, int64_t elapsed_ns);
 
 #endif

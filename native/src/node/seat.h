@@ -5,13 +5,13 @@
  * taken to have a warm cache there. So they may share a core for seconds beside one that idles, and every wait then costs two switches.
  * A wait that spins therefore looks once in a while where the ranks of this host sit, and moves its thread off a crowded core.
  */
-#ifndef HR_COLLECTIVE_SEAT_H
-#define HR_COLLECTIVE_SEAT_H
+#ifndef HR_NODE_SEAT_H
+#define HR_NODE_SEAT_H
 
 #include <sched.h>
 #include <stdint.h>
 
-struct hr_group;
+struct hr_node;
 
 struct hr_seat {
     int64_t next_ns;  /* when to look again */
@@ -26,8 +26,8 @@ struct hr_seat {
 int hr_seat_choose(const int *core_of, int count, int me, const cpu_set_t *allowed);
 
 /* Tells the others of this host where I sit. */
-void hr_seat_show(struct hr_group *group);
+void hr_seat_show(struct hr_node *node);
 /* Looks around if it is time to, and moves the calling thread if that helps. Its affinity is afterwards what it was. */
-void hr_seat_look(struct hr_group *group, int64_t now_ns);
+void hr_seat_look(struct hr_node *node, int64_t now_ns);
 
 #endif

@@ -8,7 +8,7 @@
  *
  * Part i is summed in the order i, i+1, ... i+h-1 (mod h), at one member only; so all hold the same bits.
  */
-#include "collective/pipeline.h"
+#include "cross/pipeline.h"
 
 static void ring_step(const struct hr_cross *state, int index, struct hr_step *step) {
     const int h = state->call.host_count;

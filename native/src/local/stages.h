@@ -7,15 +7,15 @@
  *
  * The caller arrives at HR_PHASE_REDUCED itself, when the share in its slot is final.
  */
-#ifndef HR_COLLECTIVE_STAGES_H
-#define HR_COLLECTIVE_STAGES_H
+#ifndef HR_LOCAL_STAGES_H
+#define HR_LOCAL_STAGES_H
 
-#include "collective/fused.h"
-#include "collective/segment.h"
+#include "local/fused.h"
+#include "local/shares.h"
 
 /* One running allreduce. */
 struct hr_stages {
-    struct hr_group *group;
+    struct hr_team *team;
     const struct hr_fused *fused; /* the caller keeps it */
     int reduce_op;
     double prescale;
@@ -32,11 +32,11 @@ static inline unsigned hr_stages_parity(const struct hr_stages *call, size_t k) 
 }
 
 static inline char *hr_stages_slot(const struct hr_stages *call, int local_rank, size_t k) {
-    return hr_arena_slot(&call->group->arena, local_rank, hr_stages_parity(call, k));
+    return hr_team_slot(call->team, local_rank, hr_stages_parity(call, k));
 }
 
 static inline int hr_stages_owns(const struct hr_stages *call) {
-    return call->group->local_rank < call->owners;
+    return call->team->local_rank < call->owners;
 }
 
 void hr_stages_fill(struct hr_stages *call, size_t k);

@@ -1,33 +1,32 @@
-#include "collective/segment.h"
+#include "local/shares.h"
 
 enum {
-    STREAM_WORTH_BYTES = 1 << 18, /* below it, what was stored is still in the cache when it is read */
     WARM_UP = 4,                  /* the first passes pay for page faults and tell nothing */
     TRY_OTHER_EVERY = 256,
     FALL_SHIFT = 1, /* a quick pass shows what is possible: it counts for half */
     RISE_SHIFT = 3, /* a slow one may have been interrupted: it counts for an eighth, and for no more than twice the last estimate */
 };
 
-enum hr_store hr_store_choose(struct hr_group *group, size_t bytes) {
-    if (bytes < STREAM_WORTH_BYTES || group->store_choices < WARM_UP) {
+enum hr_store hr_store_choose(struct hr_team *team, size_t bytes) {
+    if (bytes < team->tuning.stream || team->store_choices < WARM_UP) {
         return HR_STORE_ORDINARY;
     }
     for (int store = 0; store < 2; store++) {
-        if (group->store_cost[store] == 0) {
+        if (team->store_cost[store] == 0) {
             return (enum hr_store)store;
         }
     }
     /* Where streaming pays it pays several times over; a small lead is noise. */
-    const int cheaper = group->store_cost[HR_STORE_STREAM] * 4 < group->store_cost[HR_STORE_ORDINARY] * 3;
-    return (enum hr_store)(group->store_choices % TRY_OTHER_EVERY == 0 ? !cheaper : cheaper);
+    const int cheaper = team->store_cost[HR_STORE_STREAM] * 4 < team->store_cost[HR_STORE_ORDINARY] * 3;
+    return (enum hr_store)(team->store_choices % TRY_OTHER_EVERY == 0 ? !cheaper : cheaper);
 }
 
-void hr_store_learn(struct hr_group *group, enum hr_store store, size_t bytes, int64_t elapsed_ns) {
-    if (bytes < STREAM_WORTH_BYTES || ++group->store_choices <= WARM_UP) {
+void hr_store_learn(struct hr_team *team, enum hr_store store, size_t bytes, int64_t elapsed_ns) {
+    if (bytes < team->tuning.stream || ++team->store_choices <= WARM_UP) {
         return;
     }
     const int64_t cost = elapsed_ns * 1000 / (int64_t)bytes + 1;
-    int64_t *estimate = &group->store_cost[store];
+    int64_t *estimate = &team->store_cost[store];
     if (*estimate == 0) {
         *estimate = cost;
     } else if (cost < *estimate) {

@@ -1,6 +1,6 @@
 /* Several tensors seen as one vector: how a batch looks to the algorithms. */
-#ifndef HR_COLLECTIVE_FUSED_H
-#define HR_COLLECTIVE_FUSED_H
+#ifndef HR_LOCAL_FUSED_H
+#define HR_LOCAL_FUSED_H
 
 #include <stddef.h>
 

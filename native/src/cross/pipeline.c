@@ -1,4 +1,4 @@
-#include "collective/pipeline.h"
+#include "cross/pipeline.h"
 
 #include "base/cut.h"
 #include "horo.h"

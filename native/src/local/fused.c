@@ -1,4 +1,4 @@
-#include "collective/fused.h"
+#include "local/fused.h"
 
 size_t hr_fused_find(const struct hr_fused *fused, size_t offset) {
     size_t low = 0;

@@ -9,7 +9,7 @@
  * 2^j parts from its own on gets the 2^j parts behind these from the member 2^j places ahead, the last time as many as are missing:
  * ceil(log2 h) hops, and parts may stay where they are. A step here is one part, so that rounds need not be waited for to their end.
  */
-#include "collective/pipeline.h"
+#include "cross/pipeline.h"
 
 static int at(const struct hr_cross *state, int place) {
     const int h = state->call.host_count;

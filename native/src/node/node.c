@@ -1,0 +1,212 @@
+#include "node/node.h"
+
+#include <errno.h>
+#include <sched.h>
+#include <stdio.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+char *hr_node_name_rank(const struct hr_node *node, int rank, char *out, size_t out_bytes) {
+    if (rank < 0 || rank >= node->size) {
+        (void)snprintf(out, out_bytes, "a rank");
+    } else {
+        (void)snprintf(out, out_bytes, "rank %d (%s)", rank, node->host_name_of_rank[rank]);
+    }
+    return out;
+}
+
+static void write_event(struct hr_node *node, int local_rank) {
+    const uint64_t one = 1;
+    const ssize_t written = write(node->wake_fds[local_rank], &one, sizeof one);
+    (void)written; /* a full counter is readable all the same */
+    atomic_fetch_add_explicit(&node->wakes, 1, memory_order_relaxed);
+}
+
+void hr_node_wake(struct hr_node *node, int local_rank) {
+    _Atomic uint32_t *sleeping = &node->arena.blocks[local_rank].sleeping;
+    /* Partner: the store in sleep_until_woken. The exchange lets only one of several wakers pay for the write. */
+    if (atomic_load(sleeping) != 0 && atomic_exchange(sleeping, 0) != 0) {
+        write_event(node, local_rank);
+    }
+}
+
+void hr_node_wake_all(struct hr_node *node) {
+    for (int i = 0; i < node->local_size; i++) {
+        if (i != node->local_rank) {
+            hr_node_wake(node, i);
+        }
+    }
+}
+
+/*
+ * Every eventfd is written, whether its rank says that it sleeps or not, and whether or not this abort was the first: who cleared a
+ * sleeper's mark, or aborted first, may have been killed before it wrote.
+ */
+void hr_node_abort(struct hr_node *node, int code, int rank, enum hr_abort_reason reason) {
+    (void)hr_arena_abort(&node->arena, code, rank, reason);
+    for (int i = 0; i < node->local_size; i++) {
+        write_event(node, i); /* my own too: the caller need not be the driver */
+    }
+}
+
+void hr_node_call_leader(struct hr_node *node) {
+    const int fd = atomic_load_explicit(&node->life_fds[0], memory_order_relaxed);
+    if (fd >= 0) {
+        (void)send(fd, "", 1, MSG_DONTWAIT | MSG_NOSIGNAL);
+    }
+}
+
+int hr_node_left(const struct hr_node *node) {
+    return (int)atomic_load(&node->arena.header->left_rank);
+}
+
+size_t hr_node_life_fds(const struct hr_node *node, struct pollfd *fds) {
+    size_t count = 0;
+    for (int i = 0; i < node->local_size; i++) {
+        const int fd = atomic_load_explicit(&node->life_fds[i], memory_order_relaxed);
+        if (fd >= 0) {
+            fds[count++] = (struct pollfd){.fd = fd, .events = POLLIN};
+        }
+    }
+    return count;
+}
+
+/* All that is ever sent on a life line is a call to wake up (hr_node_call_leader), which is taken out here. */
+static int has_ended(int fd) {
+    char bytes[64];
+    ssize_t count;
+    do {
+        count = recv(fd, bytes, sizeof bytes, MSG_DONTWAIT);
+    } while (count > 0);
+    return count == 0 || (errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR);
+}
+
+static void close_life_line(struct hr_node *node, int local_rank, int fd) {
+    int expected = fd;
+    if (!atomic_compare_exchange_strong(&node->life_fds[local_rank], &expected, -1)) {
+        return; /* the other thread was first */
+    }
+    const uint32_t state = atomic_load(&node->arena.blocks[local_rank].state);
+    if (state != HR_MEMBER_LEFT) {
+        hr_node_abort(node, HORO_ERR_PEER_LOST, node->rank_of_local[local_rank], HR_REASON_EXITED);
+    }
+}
+
+void hr_node_watch(struct hr_node *node, const struct pollfd *fds, size_t count) {
+    for (size_t k = 0; k < count; k++) {
+        if (fds[k].revents == 0 || !has_ended(fds[k].fd)) {
+            continue;
+        }
+        for (int i = 0; i < node->local_size; i++) {
+            if (atomic_load_explicit(&node->life_fds[i], memory_order_relaxed) == fds[k].fd) {
+                close_life_line(node, i, fds[k].fd);
+            }
+        }
+    }
+}
+
+/* Of two spans of time, of which a negative one has no end. */
+static int64_t shorter(int64_t a_ns, int64_t b_ns) {
+    return a_ns < 0 || (b_ns >= 0 && b_ns < a_ns) ? b_ns : a_ns;
+}
+
+/* How long to sleep at most while MPI is at work for this rank; -1: it is not. */
+static int64_t poll_within_ns(const struct hr_node *node) {
+    const int64_t posted_ns = node->transport == NULL ? -1 : hr_transport_poll_within_ns(node->transport);
+    return shorter(posted_ns, node->poll_within_ns > 0 ? node->poll_within_ns : -1);
+}
+
+static int64_t until_ns(int64_t deadline_ns) {
+    if (deadline_ns == 0) {
+        return -1;
+    }
+    const int64_t left_ns = deadline_ns - hr_now_ns();
+    return left_ns < 0 ? 0 : left_ns;
+}
+
+enum awoken { AWOKEN_BY_EVENT, AWOKEN_BY_SIGNAL, AWOKEN_TO_LOOK };
+
+/* Sleeps once. */
+static enum awoken sleep_until_woken(struct hr_node *node, hr_ready ready, void *arg, int64_t deadline_ns) {
+    _Atomic uint32_t *sleeping = &node->arena.blocks[node->local_rank].sleeping;
+    atomic_store(sleeping, 1); /* partner: hr_node_wake */
+    if (ready(node, arg)) {
+        atomic_store(sleeping, 0);
+        return AWOKEN_BY_EVENT;
+    }
+    struct pollfd *fds = node->poll_fds;
+    fds[0] = (struct pollfd){.fd = node->wake_fds[node->local_rank], .events = POLLIN};
+    const size_t life_count = hr_node_life_fds(node, fds + 1);
+    size_t count = 1 + life_count;
+    if (node->transport != NULL) {
+        count += node->transport->ops->sleep_fds(node->transport, fds + count, node->poll_capacity - count);
+    }
+    atomic_fetch_add_explicit(&node->sleeps, 1, memory_order_relaxed);
+    const int64_t look_ns = poll_within_ns(node);
+    const int64_t timeout_ns = shorter(until_ns(deadline_ns), look_ns);
+    const struct timespec timeout = {.tv_sec = timeout_ns / 1000000000, .tv_nsec = timeout_ns % 1000000000};
+    const int events = ppoll(fds, (nfds_t)count, timeout_ns < 0 ? NULL : &timeout, NULL);
+    const int interrupted = events < 0 && errno == EINTR;
+    atomic_store(sleeping, 0);
+    if (events > 0 && fds[0].revents != 0) {
+        uint64_t drained;
+        const ssize_t got = read(fds[0].fd, &drained, sizeof drained);
+        (void)got; /* nonblocking; whatever it says, the caller looks at its condition next */
+    }
+    if (events > 0) {
+        hr_node_watch(node, fds + 1, life_count);
+    }
+    if (interrupted) {
+        return AWOKEN_BY_SIGNAL;
+    }
+    return events == 0 && look_ns >= 0 ? AWOKEN_TO_LOOK : AWOKEN_BY_EVENT;
+}
+
+/* Spins until ready, 1, or until spin_ns are over, 0. */
+static int spin(struct hr_node *node, hr_ready ready, void *arg, int64_t spin_ns) {
+    const int64_t end_ns = spin_ns > 0 ? hr_now_ns() + spin_ns : 0;
+    for (;;) {
+        for (int i = 0; i < HR_LOOKS_PER_YIELD; i++) {
+            int moved;
+            do { /* what has come is worth more than a poll() that would say so */
+                moved = node->transport != NULL && node->transport->ops->progress(node->transport) > 0;
+                if (ready(node, arg)) {
+                    return 1;
+                }
+            } while (moved);
+            if (spin_ns <= 0) {
+                return 0;
+            }
+            hr_cpu_relax();
+        }
+        const int64_t now_ns = hr_now_ns();
+        if (now_ns >= end_ns) {
+            return 0;
+        }
+        hr_seat_look(node, now_ns);
+        (void)sched_yield(); /* the one waited for may have been put on this very core */
+    }
+}
+
+int hr_node_wait(struct hr_node *node, hr_ready ready, void *arg, int64_t spin_ns, int64_t deadline_ns) {
+    for (int64_t next_spin_ns = spin_ns;;) {
+        if (spin(node, ready, arg, next_spin_ns)) {
+            return HORO_OK;
+        }
+        if (deadline_ns != 0 && hr_now_ns() >= deadline_ns) {
+            return HORO_IN_PROGRESS;
+        }
+        const enum awoken awoken = sleep_until_woken(node, ready, arg, deadline_ns);
+        if (awoken == AWOKEN_BY_SIGNAL) {
+            return HORO_IN_PROGRESS;
+        }
+        next_spin_ns = awoken == AWOKEN_TO_LOOK ? 0 : spin_ns; /* one look: spinning has been tried */
+    }
+}
+
+void hr_node_supervise(struct hr_node *node, int enabled) {
+    if (node->watching != enabled && node->transport != NULL) {
+        node->transport->ops->watch(node->transport, enabled);
+    }
+    node->watching = enabled;
+}

@@ -1,0 +1,103 @@
+/*
+ * One rank's place in the job, one per context: who it is, the arena of its host, the transport, and the one way to wait. Nothing here
+ * knows of collectives or of sets of ranks; those are teams (team.h).
+ *
+ * Waiting. A wait spins while spinning may pay, then says in its arena block that it sleeps, looks once more, and sleeps in poll()
+ * on its eventfd, its life lines and the transport's descriptors, at most for a moment while MPI, which has no descriptor, is at work
+ * (hr_transport_poll_within_ns, poll_within_ns). Whoever changes what others may wait for calls hr_node_wake_all;
+ * it writes the eventfd of those that say they sleep. The handshake is Dekker's: both sides store first and load second,
+ * sequentially consistent, so at least one sees the other.
+ *
+ * All functions are called by the driver of the engine only, unless they say otherwise.
+ */
+#ifndef HR_NODE_NODE_H
+#define HR_NODE_NODE_H
+
+#include <stdatomic.h>
+
+#include "arena/arena.h"
+#include "base/clock.h"
+#include "base/log.h"
+#include "node/seat.h"
+#include "kernel/kernel.h"
+#include "mpi/mpi.h"
+#include "transport/transport.h"
+
+/* A wait that lasts so long has the links supervised meanwhile. */
+#define HR_SUPERVISE_AFTER_NS 1000000000ll
+
+/* How often whoever spins looks before it offers its core to others. */
+enum { HR_LOOKS_PER_YIELD = 4 };
+
+struct hr_node {
+    int rank, size, host_count; /* of the job */
+    int local_rank, local_size; /* local index and ranks of this host */
+    int *rank_of_local;         /* [local_size] */
+    char **host_name_of_rank;   /* [size] */
+    int *core_of;               /* [local_size] scratch of hr_seat_look */
+    struct hr_seat seat;
+
+    struct hr_arena arena;
+    struct hr_transport *transport; /* NULL with one host */
+    struct hr_mpi mpi;              /* without ops: none */
+    const struct hr_kernel *kernel;
+    int *wake_fds;         /* [local_size] */
+    int *owned_fds;        /* all descriptors but the transport's, for closing */
+    int owned_fd_count;
+    _Atomic int *life_fds; /* [local_size]; -1: none or closed; see hr_node_watch */
+    struct pollfd *poll_fds;
+    size_t poll_capacity;
+
+    int64_t peer_timeout_ns;
+    int64_t stall_warning_ns;  /* 0: never */
+    int64_t stall_shutdown_ns; /* 0: never */
+    int64_t poll_within_ns;    /* a condition is waited for that no event tells of: the longest sleep; 0: none is */
+    int watching;              /* the transport, if there is one, supervises its links */
+    struct hr_abort suspect;   /* whom a task has lost; see struct hr_task */
+    struct hr_log log;
+    _Atomic uint64_t sleeps, wakes, moves; /* counters */
+};
+
+/* The condition of a wait: looks, may advance state of its own, never blocks. */
+typedef int (*hr_ready)(struct hr_node *node, void *arg);
+
+/* HORO_OK when ready says so, HORO_IN_PROGRESS when deadline_ns (monotonic; 0: none) has passed or a signal came. */
+int hr_node_wait(struct hr_node *node, hr_ready ready, void *arg, int64_t spin_ns, int64_t deadline_ns);
+
+/* Wakes a local rank, or all of them but me, if they sleep. Any thread. */
+void hr_node_wake(struct hr_node *node, int local_rank);
+void hr_node_wake_all(struct hr_node *node);
+
+/* Wakes the leader even if its background thread is parked, which hr_node_wake does not. Any thread. */
+void hr_node_call_leader(struct hr_node *node);
+
+/* Ends the group: the first reason counts. Wakes everybody, who all look for it (hr_ready). Any thread. */
+void hr_node_abort(struct hr_node *node, int code, int rank, enum hr_abort_reason reason);
+
+/* Looks at the life lines that poll() reported in fds[0..count). Any thread. */
+void hr_node_watch(struct hr_node *node, const struct pollfd *fds, size_t count);
+/* Fills fds with the life lines still open; returns how many. Any thread. */
+size_t hr_node_life_fds(const struct hr_node *node, struct pollfd *fds);
+
+/* 0, or 1 + the rank whose departure closed the log: nothing more will be agreed on. */
+int hr_node_left(const struct hr_node *node);
+
+/* "rank 3 (h2)". Returns out. */
+char *hr_node_name_rank(const struct hr_node *node, int rank, char *out, size_t out_bytes);
+
+struct hr_team;
+
+/*
+ * Maps the arena, makes the transport. HORO_OK, or a status with *error set. The setup's descriptors stay the caller's until
+ * hr_node_own, which cannot fail: once everything else stands. fini closes what is owned.
+ */
+int hr_node_init(struct hr_node *node, const horo_setup *setup, const struct hr_team *world, struct hr_error *error);
+void hr_node_own(struct hr_node *node, const horo_setup *setup);
+void hr_node_fini(struct hr_node *node);
+/* In a forked child: closes the child's copies of the descriptors and nothing else. */
+void hr_node_close_fds(struct hr_node *node);
+
+/* Turns the supervision of links on or off, if that is a change. */
+void hr_node_supervise(struct hr_node *node, int enabled);
+
+#endif

@@ -1,0 +1,210 @@
+/* Building and dissolving a node from what the bootstrap hands over. */
+#include <errno.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "node/team.h"
+
+static int copy_places(struct hr_node *node, const horo_setup *setup, const struct hr_team *world) {
+    node->local_rank = world->local_rank;
+    node->local_size = world->local_size;
+    node->rank_of_local = calloc((size_t)node->local_size, sizeof *node->rank_of_local);
+    node->core_of = calloc((size_t)node->local_size, sizeof *node->core_of);
+    node->host_name_of_rank = calloc((size_t)node->size, sizeof *node->host_name_of_rank);
+    if (node->rank_of_local == NULL || node->core_of == NULL || node->host_name_of_rank == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    memcpy(node->rank_of_local, world->rank_of_local, (size_t)node->local_size * sizeof *node->rank_of_local);
+    for (int r = 0; r < node->size; r++) {
+        node->host_name_of_rank[r] = strdup(setup->host_name_of_rank[r]);
+        if (node->host_name_of_rank[r] == NULL) {
+            return HORO_ERR_RESOURCE;
+        }
+    }
+    return HORO_OK;
+}
+
+static int allocate(struct hr_node *node) {
+    const size_t local = (size_t)node->local_size;
+    node->wake_fds = calloc(local, sizeof *node->wake_fds);
+    node->life_fds = calloc(local, sizeof *node->life_fds);
+    node->owned_fds = calloc(2 * local + 1, sizeof *node->owned_fds);
+    node->poll_capacity = 1 + local + 2 * (size_t)node->host_count;
+    node->poll_fds = calloc(node->poll_capacity, sizeof *node->poll_fds);
+    if (node->wake_fds == NULL || node->life_fds == NULL || node->owned_fds == NULL || node->poll_fds == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    return HORO_OK;
+}
+
+static void own(struct hr_node *node, int fd) {
+    if (fd >= 0) {
+        node->owned_fds[node->owned_fd_count++] = fd;
+    }
+}
+
+static void free_places(struct hr_node *node) {
+    for (int r = 0; r < node->size && node->host_name_of_rank != NULL; r++) {
+        free(node->host_name_of_rank[r]);
+    }
+    free(node->host_name_of_rank);
+    free(node->rank_of_local);
+    free(node->core_of);
+    free(node->wake_fds);
+    free((void *)node->life_fds);
+    free(node->owned_fds);
+    free(node->poll_fds);
+}
+
+static void close_all(const int32_t *fds, int count) {
+    for (int i = 0; fds != NULL && i < count; i++) {
+        if (fds[i] >= 0) {
+            (void)close(fds[i]);
+        }
+    }
+}
+
+/* The transport gets duplicates, so that the caller's descriptors stay the caller's until everything stands. None of none. */
+static int duplicate(const int32_t *fds, int count, int **out, struct hr_error *error) {
+    if (fds == NULL) {
+        return HORO_OK;
+    }
+    int *copies = malloc((size_t)count * sizeof *copies);
+    if (copies == NULL) {
+        return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for connections to %d hosts", count);
+    }
+    for (int i = 0; i < count; i++) {
+        copies[i] = fds[i] < 0 ? -1 : fcntl(fds[i], F_DUPFD_CLOEXEC, 0);
+        if (fds[i] >= 0 && copies[i] < 0) {
+            const int code = errno == EMFILE ? HORO_ERR_RESOURCE : HORO_ERR_USAGE;
+            (void)hr_fail(error, code, "cannot duplicate descriptor %d for host %d: %s", fds[i], i, strerror(errno));
+            close_all(copies, i);
+            free(copies);
+            return code;
+        }
+    }
+    *out = copies;
+    return HORO_OK;
+}
+
+static int check_mpi_peers(const struct hr_team *world, const horo_mpi *mpi, struct hr_error *error) {
+    for (int host = 0; mpi->rank_of_host != NULL && host < world->host_count && world->local_rank < world->owner_count; host++) {
+        if (host != world->host && mpi->rank_of_host[host] < 0) {
+            return hr_fail(error, HORO_ERR_USAGE, "data is to travel by MPI, but no rank of host %d is given", host);
+        }
+    }
+    return HORO_OK;
+}
+
+/* Data by MPI beside the sockets, which become a part of what is returned or are destroyed. */
+static struct hr_transport *add_mpi(struct hr_node *node, struct hr_transport *sockets, const int *control,
+                                    const horo_setup *setup, const struct hr_team *world, struct hr_error *error) {
+    struct hr_transport *transport = NULL;
+    if (check_mpi_peers(world, setup->mpi, error) == HORO_OK) {
+        transport = hr_mpi_transport_create(&node->mpi, sockets, control, node->host_count, setup->peer_timeout_ms, error);
+    }
+    if (transport == NULL) {
+        sockets->ops->destroy(sockets);
+    }
+    return transport;
+}
+
+static int connect_transport(struct hr_node *node, const horo_setup *setup, const struct hr_team *world, struct hr_error *error) {
+    const int by_mpi = setup->mpi != NULL && setup->mpi->is_transport;
+    int *control = NULL;
+    int *data = NULL;
+    struct hr_transport *sockets = NULL;
+    if (duplicate(setup->control_fds, node->host_count, &control, error) == HORO_OK &&
+        (by_mpi || duplicate(setup->data_fds, node->host_count, &data, error) == HORO_OK)) {
+        sockets = hr_tcp_create(control, data, node->host_count, setup->peer_timeout_ms, error);
+    }
+    if (sockets != NULL) {
+        node->transport = by_mpi ? add_mpi(node, sockets, control, setup, world, error) : sockets;
+    } else {
+        close_all(control, node->host_count);
+        close_all(data, node->host_count);
+    }
+    free(control);
+    free(data);
+    return node->transport == NULL ? error->code : HORO_OK;
+}
+
+static int connect_parts(struct hr_node *node, const horo_setup *setup, const struct hr_team *world, struct hr_error *error) {
+    HR_TRY(hr_arena_map(&node->arena, setup->arena_memory, setup->arena_fd, node->local_rank, node->local_size,
+                        (size_t)setup->segment_bytes, error));
+    if (node->host_count > 1) {
+        const int status = connect_transport(node, setup, world, error);
+        if (status != HORO_OK) {
+            hr_arena_unmap(&node->arena);
+            return status;
+        }
+    }
+    return HORO_OK;
+}
+
+int hr_node_init(struct hr_node *node, const horo_setup *setup, const struct hr_team *world, struct hr_error *error) {
+    *node = (struct hr_node){
+        .rank = setup->rank,
+        .size = setup->size,
+        .host_count = world->host_count,
+        .kernel = hr_kernel_best(),
+        .peer_timeout_ns = (int64_t)setup->peer_timeout_ms * 1000000,
+        .stall_warning_ns = (int64_t)setup->stall_warning_ms * 1000000,
+        .stall_shutdown_ns = (int64_t)setup->stall_shutdown_ms * 1000000,
+        .log = {.level = setup->log_level, .rank = setup->rank},
+    };
+    HR_TRY(setup->mpi == NULL ? HORO_OK : hr_mpi_init(&node->mpi, setup->mpi, error));
+    int status = copy_places(node, setup, world);
+    if (status == HORO_OK) {
+        status = allocate(node);
+    }
+    if (status != HORO_OK) {
+        (void)hr_fail(error, HORO_ERR_RESOURCE, "out of memory for a job of %d ranks", setup->size);
+    } else {
+        status = connect_parts(node, setup, world, error);
+    }
+    node->mpi.calls.rank_of_host = node->mpi.calls.send_tags = node->mpi.calls.recv_tags = NULL;
+    if (status != HORO_OK) {
+        free_places(node);
+        return status;
+    }
+    for (int i = 0; i < node->local_size; i++) {
+        node->wake_fds[i] = setup->wake_fds[i];
+        atomic_store(&node->life_fds[i], i == node->local_rank ? -1 : setup->life_fds[i]);
+    }
+    atomic_store(&node->arena.blocks[node->local_rank].state, HR_MEMBER_PRESENT);
+    return HORO_OK;
+}
+
+void hr_node_own(struct hr_node *node, const horo_setup *setup) {
+    for (int i = 0; i < node->local_size; i++) {
+        own(node, setup->wake_fds[i]);
+        own(node, i == node->local_rank ? -1 : setup->life_fds[i]);
+    }
+    own(node, setup->arena_fd);
+    if (node->host_count > 1) {
+        close_all(setup->control_fds, node->host_count); /* the transport has its own */
+        close_all(setup->data_fds, node->host_count);
+    }
+}
+
+void hr_node_close_fds(struct hr_node *node) {
+    if (node->transport != NULL) {
+        node->transport->ops->destroy(node->transport);
+        node->transport = NULL;
+    }
+    for (int i = 0; i < node->owned_fd_count; i++) {
+        (void)close(node->owned_fds[i]);
+    }
+    node->owned_fd_count = 0;
+}
+
+void hr_node_fini(struct hr_node *node) {
+    hr_node_close_fds(node);
+    if (atomic_load(&node->mpi.stranded) == 0) {
+        hr_arena_unmap(&node->arena);
+    } /* else MPI may still touch it: better lost than written to when it is somebody else's */
+    free_places(node);
+}

@@ -1,0 +1,93 @@
+/*
+ * A set of ranks that does collectives together, from the place of one of them: who is where, and what its members share in the arena.
+ * The world, which has all ranks, is the first team. Members are numbered anew in every team: `rank`, `host` and `local_rank` here are
+ * positions among the members, not those of the job.
+ *
+ * All functions are called by the driver of the engine only, unless they say otherwise.
+ */
+#ifndef HR_NODE_TEAM_H
+#define HR_NODE_TEAM_H
+
+#include "node/node.h"
+
+/* Phases of the arena algorithms; each exists per slot parity: phase + parity. */
+enum hr_phase {
+    HR_PHASE_FILLED = 0,  /* my slot holds what the others need */
+    HR_PHASE_REDUCED = 2, /* my share of the result is in my slot */
+    HR_PHASE_DRAINED = 4, /* I have read all I need from the slots */
+};
+
+/* Sizes, in bytes, at which a team's collectives change their way; equal on all members. What each was measured by stands in the notes. */
+struct hr_tuning {
+    size_t segment;         /* one arena slot */
+    size_t flat;            /* allreduce on one host: up to here everybody reduces everything; at most HR_FLAT_MAX */
+    size_t stream;          /* from here on it may pay to store into slots past the cache: below, what was stored is still in it */
+    size_t piece;           /* of what travels between hosts: sent, received and reduced at once */
+    size_t doubling;        /* allreduce between hosts, per share: latency counts up to here, bandwidth above */
+    size_t tree;            /* broadcast between hosts: up to here a tree, few hops; above a chain, each link carries the data once */
+    size_t gather_doubling; /* allgather between hosts, of the result: latency counts up to here, bandwidth above */
+    size_t gather_spread;   /* of the result: up to here one owner carries it all */
+    size_t gather_lone;     /* of each rank in a segment that needs no slots: each is a start from nothing for all links */
+    size_t mpi_alone;       /* collectives by MPI: from here on a tensor travels by itself, packing would cost more than a call */
+    size_t mpi_packed;      /* collectives by MPI: packed at once, at most */
+};
+
+enum { HR_FLAT_MAX = 4096 };
+
+/* But for `segment`, which is 0. */
+extern const struct hr_tuning hr_tuning_defaults;
+
+struct hr_team {
+    struct hr_node *node;
+    struct hr_tuning tuning;
+
+    /* Who is where. */
+    int rank, size;
+    int host, host_count;
+    int local_rank, local_size; /* local index and members on this host */
+    int owner_count;            /* members on the smallest host: local index i < owner_count has links to its like elsewhere */
+    int *host_of_rank;          /* [size] */
+    int *rank_of_local;         /* [local_size] */
+    int *rank_by_host;          /* [size] all members, those of host 0 first, each host's in order */
+    int *leader_of_host;        /* [host_count] rank */
+    int *host_size;             /* [host_count] */
+
+    /* What its collectives keep from one to the next. */
+    uint64_t segment;                  /* segments begun; its parity chooses the slot */
+    uint64_t arrivals[HR_PHASE_COUNT]; /* mine, per phase and parity */
+    const void **sources;              /* [local_size] scratch for the kernels */
+    char *cross_scratch;
+    size_t cross_scratch_bytes;
+    int64_t store_cost[2];  /* smoothed picoseconds per byte with each enum hr_store; 0: not tried */
+    uint64_t store_choices; /* passes that were measured */
+};
+
+/*
+ * The team of `size` members on the hosts host_of_rank[size], of which this rank is number `rank`. The node need not be initialised yet,
+ * and must outlive the team. HORO_OK, or a status with *error set; fini in either case.
+ */
+int hr_team_init(struct hr_team *team, struct hr_node *node, int rank, int size, const int32_t *host_of_rank,
+                 size_t segment_bytes, struct hr_error *error);
+void hr_team_fini(struct hr_team *team);
+
+/* Slot `which` (0 or 1) of a member on this host. */
+static inline char *hr_team_slot(const struct hr_team *team, int local_rank, unsigned which) {
+    return hr_arena_slot(&team->node->arena, local_rank, which);
+}
+
+/* Phases. Arrive at one, and ask whether all members on this host have arrived at it as often as I have. */
+void hr_team_arrive(struct hr_team *team, enum hr_phase phase, unsigned parity);
+int hr_team_reached(const struct hr_team *team, enum hr_phase phase, unsigned parity);
+/* The member on this host that has passed the fewest phases, if fewer than I have; else -1. */
+int hr_team_find_late(const struct hr_team *team);
+
+/*
+ * Notes in node->suspect whom the transport has lost. That rank need not be the cause: it may have ended because it had
+ * heard of another's death. Whoever runs the collective waits for a LOST message before it ends the group.
+ */
+void hr_team_suspect_link(struct hr_team *team);
+
+/* After the end of the group: nothing posted for data may be touched any more. */
+void hr_team_abandon_data(struct hr_team *team);
+
+#endif
