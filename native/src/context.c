@@ -86,9 +86,9 @@ HORO_API void horo_destroy(horo_context *context) {
 
 HORO_API void horo_after_fork(horo_context *context) {
     hr_node_close_fds(&context->node);
-    if (context->engine.kick_fd >= 0) { /* else this child's own parent was forked too: the number is another file's by now */
-        (void)close(context->engine.kick_fd);
-        context->engine.kick_fd = -1;
+    if (context->engine.driver.kick_fd >= 0) { /* else this child's own parent was forked too: the number is another file's by now */
+        (void)close(context->engine.driver.kick_fd);
+        context->engine.driver.kick_fd = -1;
     }
 }
 
@@ -192,12 +192,12 @@ HORO_API void horo_read_counters(horo_context *context, horo_counters *counters)
     const struct hr_engine *engine = &context->engine;
     const struct hr_transport *transport = context->node.transport;
     *counters = (horo_counters){
-        .requests = atomic_load(&engine->requests),
-        .cache_hits = atomic_load(&engine->cache_hits),
-        .batches = atomic_load(&engine->batches),
-        .tensors = atomic_load(&engine->tensors),
-        .bytes = atomic_load(&engine->bytes),
-        .messages_sent = atomic_load(&engine->messages_sent),
+        .requests = atomic_load(&engine->counts.requests),
+        .cache_hits = atomic_load(&engine->counts.cache_hits),
+        .batches = atomic_load(&engine->counts.batches),
+        .tensors = atomic_load(&engine->counts.tensors),
+        .bytes = atomic_load(&engine->counts.bytes),
+        .messages_sent = atomic_load(&engine->counts.messages_sent),
         .link_bytes = transport == NULL ? 0 : atomic_load(&transport->data_bytes),
         .sleeps = atomic_load(&context->node.sleeps),
         .wakes = atomic_load(&context->node.wakes),

@@ -14,12 +14,12 @@ struct id_list {
 };
 
 static struct hr_request *take_queue(struct hr_engine *engine) {
-    (void)pthread_mutex_lock(&engine->lock);
-    struct hr_request *head = engine->queue_head;
-    engine->queue_head = NULL;
-    engine->queue_tail = &engine->queue_head;
-    atomic_store(&engine->queued, 0);
-    (void)pthread_mutex_unlock(&engine->lock);
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    struct hr_request *head = engine->submission.queue_head;
+    engine->submission.queue_head = NULL;
+    engine->submission.queue_tail = &engine->submission.queue_head;
+    atomic_store(&engine->submission.queued, 0);
+    (void)pthread_mutex_unlock(&engine->submission.lock);
     return head;
 }
 
@@ -36,15 +36,15 @@ static int announce_full(struct hr_engine *engine, struct hr_request *request) {
     }
     size_t mark;
     const struct hr_wire_text none = {NULL, 0};
-    HR_TRY(hr_frame_begin(&engine->request_out, &mark));
-    HR_TRY(hr_wire_put_request(&engine->request_out, engine->node->rank, HORO_OK, none, request->bytes,
+    HR_TRY(hr_frame_begin(&engine->announcer.request_out, &mark));
+    HR_TRY(hr_wire_put_request(&engine->announcer.request_out, engine->node->rank, HORO_OK, none, request->bytes,
                                request->byte_count));
-    hr_frame_end(&engine->request_out, mark);
+    hr_frame_end(&engine->announcer.request_out, mark);
     return HORO_OK;
 }
 
 int hr_engine_flush_requests(struct hr_engine *engine) {
-    struct hr_buffer *out = &engine->request_out;
+    struct hr_buffer *out = &engine->announcer.request_out;
     if (hr_buffer_size(out) == 0) {
         return 0;
     }
@@ -69,9 +69,9 @@ static int write_ids(struct hr_engine *engine, struct id_list *list) {
         return HORO_OK;
     }
     size_t mark;
-    HR_TRY(hr_frame_begin(&engine->request_out, &mark));
-    HR_TRY(hr_wire_put_ids(&engine->request_out, list->ids, list->count));
-    hr_frame_end(&engine->request_out, mark);
+    HR_TRY(hr_frame_begin(&engine->announcer.request_out, &mark));
+    HR_TRY(hr_wire_put_ids(&engine->announcer.request_out, list->ids, list->count));
+    hr_frame_end(&engine->announcer.request_out, mark);
     list->count = 0;
     return HORO_OK;
 }
@@ -79,7 +79,7 @@ static int write_ids(struct hr_engine *engine, struct id_list *list) {
 static int announce_id(struct hr_engine *engine, struct hr_request *request, struct hr_known *known, struct id_list *list) {
     request->announced_id = known->id;
     known->pending = request;
-    atomic_fetch_add_explicit(&engine->cache_hits, 1, memory_order_relaxed);
+    atomic_fetch_add_explicit(&engine->counts.cache_hits, 1, memory_order_relaxed);
     if (engine->is_leader) {
         return hr_engine_announce_own(engine, request, known->id);
     }
@@ -88,15 +88,15 @@ static int announce_id(struct hr_engine *engine, struct hr_request *request, str
 }
 
 static int announce_one(struct hr_engine *engine, struct hr_request *request, struct id_list *list) {
-    struct hr_known *known = hr_map_find(&engine->known, request->name_hash, request->call.name, request->name_bytes);
+    struct hr_known *known = hr_map_find(&engine->announcer.known, request->name_hash, request->call.name, request->name_bytes);
     const int same = known != NULL && known->byte_count == request->byte_count &&
                      memcmp(known->bytes, request->bytes, request->byte_count) == 0;
     HR_TRY(same ? announce_id(engine, request, known, list) : announce_full(engine, request));
-    return hr_buffer_size(&engine->request_out) < FLUSH_BYTES ? HORO_OK : hr_engine_flush_requests(engine);
+    return hr_buffer_size(&engine->announcer.request_out) < FLUSH_BYTES ? HORO_OK : hr_engine_flush_requests(engine);
 }
 
 int hr_engine_announce(struct hr_engine *engine) {
-    if (atomic_load(&engine->queued) == 0) {
+    if (atomic_load(&engine->submission.queued) == 0) {
         return 0;
     }
     struct id_list list;
@@ -116,17 +116,17 @@ int hr_engine_announce(struct hr_engine *engine) {
 }
 
 int hr_engine_ask_to_leave(struct hr_engine *engine) {
-    if (engine->has_asked_to_leave) {
+    if (engine->announcer.has_asked_to_leave) {
         return HORO_OK;
     }
-    engine->has_asked_to_leave = 1;
+    engine->announcer.has_asked_to_leave = 1;
     if (engine->is_leader) {
         return hr_engine_note_leaver(engine, engine->node->rank);
     }
     size_t mark;
-    HR_TRY(hr_frame_begin(&engine->request_out, &mark));
-    HR_TRY(hr_wire_put_leave(&engine->request_out, engine->node->rank));
-    hr_frame_end(&engine->request_out, mark);
+    HR_TRY(hr_frame_begin(&engine->announcer.request_out, &mark));
+    HR_TRY(hr_wire_put_leave(&engine->announcer.request_out, engine->node->rank));
+    hr_frame_end(&engine->announcer.request_out, mark);
     /* The leader may be parked: its program computes, and nobody there waits for anything. */
     atomic_store(&engine->node->arena.header->wants_leave, 1); /* partner: hr_engine_is_called */
     const int flushed = hr_engine_flush_requests(engine);
@@ -135,25 +135,25 @@ int hr_engine_ask_to_leave(struct hr_engine *engine) {
 }
 
 struct hr_request *hr_engine_find_name(struct hr_engine *engine, struct hr_wire_text name) {
-    (void)pthread_mutex_lock(&engine->lock);
-    struct hr_request *request = hr_map_find(&engine->in_flight, hr_hash(name.data, name.bytes), name.data, name.bytes);
-    (void)pthread_mutex_unlock(&engine->lock);
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    struct hr_request *request = hr_map_find(&engine->submission.in_flight, hr_hash(name.data, name.bytes), name.data, name.bytes);
+    (void)pthread_mutex_unlock(&engine->submission.lock);
     return request;
 }
 
 void hr_engine_free_known(struct hr_engine *engine) {
-    for (uint32_t slot = 0; slot < engine->capacity && engine->known_slots != NULL; slot++) {
-        free(engine->known_slots[slot]);
+    for (uint32_t slot = 0; slot < engine->announcer.capacity && engine->announcer.known_slots != NULL; slot++) {
+        free(engine->announcer.known_slots[slot]);
     }
-    free((void *)engine->known_slots);
-    hr_map_fini(&engine->known);
+    free((void *)engine->announcer.known_slots);
+    hr_map_fini(&engine->announcer.known);
 }
 
 /* The slot has a new owner: what I announced by the old id must be announced in full. */
 static int forget(struct hr_engine *engine, struct hr_known *known) {
     struct hr_request *pending = known->pending;
-    (void)hr_map_remove(&engine->known, known->name_hash, known->name, known->name_bytes);
-    engine->known_slots[known->id % engine->capacity] = NULL;
+    (void)hr_map_remove(&engine->announcer.known, known->name_hash, known->name, known->name_bytes);
+    engine->announcer.known_slots[known->id % engine->announcer.capacity] = NULL;
     free(known);
     return pending == NULL ? HORO_OK : announce_full(engine, pending);
 }
@@ -173,26 +173,26 @@ static int create_known(struct hr_engine *engine, const struct hr_request *reque
     known->id = id;
     known->byte_count = (uint32_t)request->byte_count;
     if (status == HORO_OK) {
-        status = hr_map_insert(&engine->known, known->name_hash, known->name, known->name_bytes, known);
+        status = hr_map_insert(&engine->announcer.known, known->name_hash, known->name, known->name_bytes, known);
     }
     if (status != HORO_OK) {
         free(known);
         return status;
     }
-    engine->known_slots[id % engine->capacity] = known;
+    engine->announcer.known_slots[id % engine->announcer.capacity] = known;
     return HORO_OK;
 }
 
 static int learn(struct hr_engine *engine, const struct hr_request *request, uint32_t id) {
-    if (engine->capacity == 0) {
+    if (engine->announcer.capacity == 0) {
         return HORO_ERR_INTERNAL;
     }
-    struct hr_known *former = hr_map_find(&engine->known, request->name_hash, request->call.name, request->name_bytes);
+    struct hr_known *former = hr_map_find(&engine->announcer.known, request->name_hash, request->call.name, request->name_bytes);
     if (former != NULL) {
         former->pending = NULL; /* this very request, agreed on now */
         HR_TRY(forget(engine, former));
     }
-    struct hr_known *owner = engine->known_slots[id % engine->capacity];
+    struct hr_known *owner = engine->announcer.known_slots[id % engine->announcer.capacity];
     if (owner != NULL) {
         HR_TRY(forget(engine, owner));
     }
@@ -207,7 +207,7 @@ int hr_engine_resolve(struct hr_engine *engine, const struct hr_wire_ref *ref, s
         }
         return ref->id == 0 ? HORO_OK : learn(engine, *request, ref->id);
     }
-    struct hr_known *known = engine->capacity == 0 ? NULL : engine->known_slots[ref->id % engine->capacity];
+    struct hr_known *known = engine->announcer.capacity == 0 ? NULL : engine->announcer.known_slots[ref->id % engine->announcer.capacity];
     if (known == NULL || known->id != ref->id || known->pending == NULL) {
         return HORO_ERR_INTERNAL;
     }

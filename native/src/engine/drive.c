@@ -16,12 +16,12 @@ enum {
 /* ---- RUNNING ---- */
 
 static int has_ended(const struct hr_engine *engine) {
-    return engine->has_left || hr_arena_aborted(&engine->node->arena).code != 0;
+    return engine->executor.has_left || hr_arena_aborted(&engine->node->arena).code != 0;
 }
 
 static int execute(struct hr_engine *engine) {
-    const int outcome = engine->outcome; /* of a look during the wait */
-    engine->outcome = 0;
+    const int outcome = engine->executor.outcome; /* of a look during the wait */
+    engine->executor.outcome = 0;
     return outcome != 0 ? outcome : hr_engine_execute(engine);
 }
 
@@ -44,32 +44,32 @@ static int turn_running(struct hr_engine *engine) {
 
 static void begin_ending(struct hr_engine *engine) {
     hr_engine_cancel(engine);
-    engine->outcome = 0;
-    engine->stage = HR_ENGINE_ENDING;
-    engine->flush_ns = hr_now_ns() + FLUSH_MS * 1000000ll;
+    engine->executor.outcome = 0;
+    engine->driver.stage = HR_ENGINE_ENDING;
+    engine->driver.flush_ns = hr_now_ns() + FLUSH_MS * 1000000ll;
 }
 
 /* The callers here must not hear of it before the neighbours: they may end at once, which others must not take for the cause. */
 static int turn_ending(struct hr_engine *engine) {
-    if (atomic_load(&engine->always_drives)) {
+    if (atomic_load(&engine->driver.always_drives)) {
         const int flushed = hr_engine_flush_links(engine);
-        if (flushed == 0 && hr_now_ns() < engine->flush_ns) {
+        if (flushed == 0 && hr_now_ns() < engine->driver.flush_ns) {
             return 0;
         }
-        atomic_store(&engine->always_drives, 0);
+        atomic_store(&engine->driver.always_drives, 0);
     }
-    engine->stage = HR_ENGINE_ENDED;
+    engine->driver.stage = HR_ENGINE_ENDED;
     return 1;
 }
 
 static int turn(struct hr_engine *engine) {
-    if (engine->stage == HR_ENGINE_RUNNING) {
+    if (engine->driver.stage == HR_ENGINE_RUNNING) {
         if (!has_ended(engine)) {
             return turn_running(engine);
         }
         begin_ending(engine);
     }
-    return engine->stage == HR_ENGINE_ENDING ? turn_ending(engine) : hr_engine_fail_all(engine);
+    return engine->driver.stage == HR_ENGINE_ENDING ? turn_ending(engine) : hr_engine_fail_all(engine);
 }
 
 /* The state is not what it should be on this rank: nobody may wait for it. */
@@ -82,36 +82,37 @@ static void give_up(struct hr_engine *engine, int status) {
 /* ---- Waiting ---- */
 
 static int log_waits(const struct hr_engine *engine) {
-    return engine->execution == HR_EXECUTION_IDLE &&
-           atomic_load(&engine->node->arena.header->log.written) != engine->log_position; /* partner: hr_ring_write */
+    return engine->executor.state == HR_EXECUTION_IDLE &&
+           atomic_load(&engine->node->arena.header->log.written) != engine->executor.log_position; /* partner: hr_ring_write */
 }
 
 static int ring_has_room(const struct hr_engine *engine) {
     const struct hr_arena_block *block = &engine->node->arena.blocks[engine->node->local_rank];
-    return hr_buffer_size(&engine->request_out) > 0 &&
+    return hr_buffer_size(&engine->announcer.request_out) > 0 &&
            atomic_load(&block->requests.written) - atomic_load(&block->requests_read) < HR_REQUEST_RING_BYTES;
 }
 
 /* A task that can go on does so here already; what came of it is kept for the next turn. */
 static int task_moves(struct hr_engine *engine) {
-    if (engine->execution == HR_EXECUTION_RUNNING && engine->outcome == 0) {
-        engine->outcome = hr_engine_execute(engine);
+    if (engine->executor.state == HR_EXECUTION_RUNNING && engine->executor.outcome == 0) {
+        engine->executor.outcome = hr_engine_execute(engine);
     }
-    return engine->outcome != 0;
+    return engine->executor.outcome != 0;
 }
 
 static int has_work(struct hr_node *node, void *arg) {
     (void)node;
     struct hr_engine *engine = arg;
-    if (engine->stage == HR_ENGINE_ENDING) {
+    if (engine->driver.stage == HR_ENGINE_ENDING) {
         return hr_engine_may_flush(engine);
     }
-    if (engine->stage == HR_ENGINE_ENDED) {
-        return atomic_load(&engine->pending) > 0;
+    if (engine->driver.stage == HR_ENGINE_ENDED) {
+        return atomic_load(&engine->submission.pending) > 0;
     }
-    return has_ended(engine) || task_moves(engine) || atomic_load(&engine->queued) > 0 || log_waits(engine) || ring_has_room(engine) ||
+    return has_ended(engine) || task_moves(engine) || atomic_load(&engine->submission.queued) > 0 || log_waits(engine) ||
+           ring_has_room(engine) ||
            (engine->is_leader && hr_engine_has_lead_work(engine)) ||
-           (atomic_load(&engine->stop) && !engine->has_asked_to_leave);
+           (atomic_load(&engine->driver.stop) && !engine->announcer.has_asked_to_leave);
 }
 
 /* Of two times, of which 0 is none. */
@@ -121,7 +122,7 @@ static int64_t earlier(int64_t a, int64_t b) {
 
 /* Whether something is under way that a peer may hold up. */
 static int expects_others(const struct hr_engine *engine) {
-    return atomic_load(&engine->pending) > 0 || (engine->is_leader && engine->agree.active > 0);
+    return atomic_load(&engine->submission.pending) > 0 || (engine->is_leader && engine->leader.agree.active > 0);
 }
 
 /* When links are to be supervised, which this does if the time has come; 0: they are, or need not be. */
@@ -129,15 +130,15 @@ static int64_t supervise_due_ns(struct hr_engine *engine) {
     struct hr_node *node = engine->node;
     if (!expects_others(engine)) {
         hr_node_supervise(node, 0);
-        engine->expecting_since_ns = 0;
+        engine->driver.expecting_since_ns = 0;
         return 0;
     }
     const int64_t now_ns = hr_now_ns();
-    if (engine->expecting_since_ns == 0) {
-        engine->expecting_since_ns = now_ns;
+    if (engine->driver.expecting_since_ns == 0) {
+        engine->driver.expecting_since_ns = now_ns;
     }
-    if (now_ns < engine->expecting_since_ns + HR_SUPERVISE_AFTER_NS) {
-        return engine->expecting_since_ns + HR_SUPERVISE_AFTER_NS;
+    if (now_ns < engine->driver.expecting_since_ns + HR_SUPERVISE_AFTER_NS) {
+        return engine->driver.expecting_since_ns + HR_SUPERVISE_AFTER_NS;
     }
     hr_node_supervise(node, 1);
     return 0;
@@ -145,16 +146,16 @@ static int64_t supervise_due_ns(struct hr_engine *engine) {
 
 /* When the wait must end by itself. */
 static int64_t next_deadline(struct hr_engine *engine, int64_t deadline_ns) {
-    if (engine->stage == HR_ENGINE_ENDING) {
-        return engine->flush_ns;
+    if (engine->driver.stage == HR_ENGINE_ENDING) {
+        return engine->driver.flush_ns;
     }
-    if (engine->stage == HR_ENGINE_ENDED) {
+    if (engine->driver.stage == HR_ENGINE_ENDED) {
         return deadline_ns;
     }
     deadline_ns = earlier(deadline_ns, hr_engine_check_stall(engine));
-    deadline_ns = earlier(deadline_ns, engine->leave_ns);
-    if (engine->execution == HR_EXECUTION_LOST) {
-        deadline_ns = earlier(deadline_ns, engine->confirm_ns);
+    deadline_ns = earlier(deadline_ns, engine->driver.leave_ns);
+    if (engine->executor.state == HR_EXECUTION_LOST) {
+        deadline_ns = earlier(deadline_ns, engine->executor.confirm_ns);
     }
     if (engine->is_leader) {
         deadline_ns = earlier(deadline_ns, hr_engine_batch_due_ns(engine));
@@ -173,22 +174,22 @@ static int wait_for_work(struct hr_engine *engine, int64_t spin_ns, int64_t dead
 
 /* Part of each turn once the rank shuts down: asks for the LEAVE record, and ends the group if nothing moves while it waits for that. */
 static int turn_leaving(struct hr_engine *engine) {
-    if (engine->stage != HR_ENGINE_RUNNING || !atomic_load(&engine->stop)) {
+    if (engine->driver.stage != HR_ENGINE_RUNNING || !atomic_load(&engine->driver.stop)) {
         return HORO_OK;
     }
     const int64_t now_ns = hr_now_ns();
-    if (!engine->has_asked_to_leave) {
+    if (!engine->announcer.has_asked_to_leave) {
         const int announced = hr_engine_announce(engine); /* what was submitted before is announced before */
         HR_TRY(announced);
         HR_TRY(hr_engine_ask_to_leave(engine));
-        engine->leave_ns = now_ns + LEAVE_GRACE_MS * 1000000ll;
-        engine->leave_moves = engine->moves;
-    } else if (now_ns >= engine->leave_ns) {
-        if (engine->leave_moves == engine->moves) {
+        engine->driver.leave_ns = now_ns + LEAVE_GRACE_MS * 1000000ll;
+        engine->driver.leave_moves = engine->driver.moves;
+    } else if (now_ns >= engine->driver.leave_ns) {
+        if (engine->driver.leave_moves == engine->driver.moves) {
             hr_node_abort(engine->node, HORO_ERR_ABORTED, engine->node->rank, HR_REASON_LEFT);
         }
-        engine->leave_ns = now_ns + LEAVE_GRACE_MS * 1000000ll;
-        engine->leave_moves = engine->moves;
+        engine->driver.leave_ns = now_ns + LEAVE_GRACE_MS * 1000000ll;
+        engine->driver.leave_moves = engine->driver.moves;
     }
     return HORO_OK;
 }
@@ -196,7 +197,7 @@ static int turn_leaving(struct hr_engine *engine) {
 /* ---- The loop ---- */
 
 int hr_engine_is_called(const struct hr_engine *engine) {
-    return engine->is_leader && engine->stage == HR_ENGINE_RUNNING &&
+    return engine->is_leader && engine->driver.stage == HR_ENGINE_RUNNING &&
            atomic_load(&engine->node->arena.header->wants_leave) != 0; /* partner: hr_engine_ask_to_leave */
 }
 
@@ -204,15 +205,15 @@ static int may_return(const struct hr_engine *engine, const struct hr_request *u
     if (until != NULL) {
         return atomic_load(&until->status) != HORO_IN_PROGRESS;
     }
-    if (atomic_load(&engine->stop)) {
-        return engine->stage == HR_ENGINE_ENDED && atomic_load(&engine->pending) == 0;
+    if (atomic_load(&engine->driver.stop)) {
+        return engine->driver.stage == HR_ENGINE_ENDED && atomic_load(&engine->submission.pending) == 0;
     }
-    return atomic_load(&engine->wanted) ||
-           (!hr_engine_thread_drives(engine) && !hr_engine_is_called(engine) && atomic_load(&engine->pending) == 0);
+    return atomic_load(&engine->driver.wanted) ||
+           (!hr_engine_thread_drives(engine) && !hr_engine_is_called(engine) && atomic_load(&engine->submission.pending) == 0);
 }
 
 void hr_engine_drive(struct hr_engine *engine, const struct hr_request *until, int64_t deadline_ns) {
-    const int64_t spin_ns = until != NULL ? engine->caller_spin_ns : engine->thread_spin_ns;
+    const int64_t spin_ns = until != NULL ? engine->driver.caller_spin_ns : engine->driver.thread_spin_ns;
     for (unsigned turns = 1; !may_return(engine, until); turns++) {
         int moved = turn_leaving(engine);
         moved = moved < 0 ? moved : turn(engine);
@@ -233,69 +234,71 @@ void hr_engine_drive(struct hr_engine *engine, const struct hr_request *until, i
 /* Sleeps until kicked, until something comes on a life line, or for timeout_ms (-1: no matter how long). */
 static void park(struct hr_engine *engine, int timeout_ms) {
     struct hr_node *node = engine->node;
-    struct pollfd *fds = engine->park_fds;
-    fds[0] = (struct pollfd){.fd = engine->kick_fd, .events = POLLIN};
+    struct pollfd *fds = engine->driver.park_fds;
+    fds[0] = (struct pollfd){.fd = engine->driver.kick_fd, .events = POLLIN};
     const size_t life_count = hr_node_life_fds(node, fds + 1);
     if (poll(fds, (nfds_t)(1 + life_count), timeout_ms) <= 0) {
         return;
     }
     uint64_t drained;
-    const ssize_t got = read(engine->kick_fd, &drained, sizeof drained);
+    const ssize_t got = read(engine->driver.kick_fd, &drained, sizeof drained);
     (void)got; /* nonblocking */
     hr_node_watch(node, fds + 1, life_count);
 }
 
-/* Looks for a while whether it is called; 1 if it is. With the lock held. */
+/* Looks for a while whether it is needed; 1 if it is. With the lock held. */
 static int linger(struct hr_engine *engine) {
-    atomic_store(&engine->lingering, 1);
-    (void)pthread_mutex_unlock(&engine->lock);
-    const int64_t end_ns = hr_now_ns() + engine->thread_spin_ns;
-    while (atomic_load(&engine->lingering) && hr_now_ns() < end_ns) {
-        for (int i = 0; i < HR_LOOKS_PER_YIELD && atomic_load(&engine->lingering); i++) {
+    _Atomic int *state = &engine->driver.thread_state;
+    atomic_store(state, HR_THREAD_LINGERING);
+    (void)pthread_mutex_unlock(&engine->submission.lock);
+    const int64_t end_ns = hr_now_ns() + engine->driver.thread_spin_ns;
+    while (atomic_load(state) == HR_THREAD_LINGERING && hr_now_ns() < end_ns) {
+        for (int i = 0; i < HR_LOOKS_PER_YIELD && atomic_load(state) == HR_THREAD_LINGERING; i++) {
             hr_cpu_relax();
         }
         (void)sched_yield(); /* the caller may have been put on this very core */
     }
-    (void)pthread_mutex_lock(&engine->lock);
-    return !atomic_exchange(&engine->lingering, 0);
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    return atomic_exchange(state, HR_THREAD_AWAKE) != HR_THREAD_LINGERING;
 }
 
 /*
- * Until called, with the lock held. Parking costs the caller a system call that wakes a thread, two microseconds and more, for each
+ * Until needed, with the lock held. Parking costs the caller a system call that wakes a thread, two microseconds and more, for each
  * request of a stream; lingering costs time of a core that nobody else wants. So it lingers only after it has been woken so soon
  * that lingering would have caught the call, and no longer than its waits spin.
  */
 static void rest(struct hr_engine *engine) {
-    if (engine->woken_soon && !engine->ceded && linger(engine)) {
+    struct hr_driver *driver = &engine->driver;
+    if (driver->woken_soon && !driver->ceded && linger(engine)) {
         return;
     }
-    engine->parked = 1;
-    (void)pthread_mutex_unlock(&engine->lock);
+    atomic_store(&driver->thread_state, HR_THREAD_PARKED);
+    (void)pthread_mutex_unlock(&engine->submission.lock);
     const int64_t begin_ns = hr_now_ns();
-    park(engine, engine->ceded ? HR_CEDED_MS : -1);
+    park(engine, driver->ceded ? HR_CEDED_MS : -1);
     const int64_t end_ns = hr_now_ns();
-    engine->woken_soon = end_ns - begin_ns < engine->thread_spin_ns;
-    (void)pthread_mutex_lock(&engine->lock);
-    engine->parked = 0;
-    if (engine->driver == HR_DRIVER_NONE && !hr_engine_called_lately(engine, end_ns)) {
-        engine->ceded = 0; /* not while a caller drives, who would leave nobody behind */
+    driver->woken_soon = end_ns - begin_ns < driver->thread_spin_ns;
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    atomic_store(&driver->thread_state, HR_THREAD_AWAKE);
+    if (driver->who == HR_DRIVER_NONE && !hr_engine_called_lately(engine, end_ns)) {
+        driver->ceded = 0; /* not while a caller drives, who would leave nobody behind */
     }
 }
 
 static int must_drive(const struct hr_engine *engine) {
-    return atomic_load(&engine->pending) > 0 || hr_engine_thread_drives(engine) || hr_engine_is_called(engine);
+    return atomic_load(&engine->submission.pending) > 0 || hr_engine_thread_drives(engine) || hr_engine_is_called(engine);
 }
 
 static void drive_as_thread(struct hr_engine *engine) {
-    engine->driver = HR_DRIVER_THREAD;
-    (void)pthread_mutex_unlock(&engine->lock);
+    engine->driver.who = HR_DRIVER_THREAD;
+    (void)pthread_mutex_unlock(&engine->submission.lock);
     hr_engine_drive(engine, NULL, 0);
-    (void)pthread_mutex_lock(&engine->lock);
-    engine->driver = HR_DRIVER_NONE;
-    engine->ceded = engine->ceded || atomic_load(&engine->wanted);
-    atomic_store(&engine->wanted, 0);
-    if (engine->waiters > 0) {
-        (void)pthread_cond_broadcast(&engine->done);
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    engine->driver.who = HR_DRIVER_NONE;
+    engine->driver.ceded = engine->driver.ceded || atomic_load(&engine->driver.wanted);
+    atomic_store(&engine->driver.wanted, 0);
+    if (engine->submission.waiters > 0) {
+        (void)pthread_cond_broadcast(&engine->submission.done);
     }
 }
 
@@ -303,16 +306,16 @@ void *hr_engine_main(void *arg) {
     struct hr_engine *engine = arg;
     struct hr_node *node = engine->node;
     (void)prctl(PR_SET_TIMERSLACK, TIMER_SLACK_NS); /* of this thread; it is horo's own */
-    (void)pthread_mutex_lock(&engine->lock);
-    while (!atomic_load(&engine->stop)) {
-        if (engine->driver == HR_DRIVER_NONE && must_drive(engine)) {
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    while (!atomic_load(&engine->driver.stop)) {
+        if (engine->driver.who == HR_DRIVER_NONE && must_drive(engine)) {
             drive_as_thread(engine);
         } else {
             rest(engine);
         }
     }
     drive_as_thread(engine); /* until it has left */
-    (void)pthread_mutex_unlock(&engine->lock);
+    (void)pthread_mutex_unlock(&engine->submission.lock);
     atomic_store(&node->arena.blocks[node->local_rank].state, HR_MEMBER_LEFT);
     hr_node_wake_all(node);
     return NULL;

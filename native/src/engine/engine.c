@@ -20,12 +20,11 @@ static int start_thread(struct hr_engine *engine, struct hr_error *error) {
     sigset_t before;
     (void)sigfillset(&all); /* signals belong to the program's own threads */
     (void)pthread_sigmask(SIG_SETMASK, &all, &before);
-    const int status = pthread_create(&engine->thread, NULL, hr_engine_main, engine);
+    const int status = pthread_create(&engine->driver.thread, NULL, hr_engine_main, engine);
     (void)pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (status != 0) {
         return hr_fail(error, HORO_ERR_RESOURCE, "cannot start the background thread: %s", strerror(status));
     }
-    engine->thread_running = 1;
     return HORO_OK;
 }
 
@@ -35,25 +34,25 @@ static void free_parts(struct hr_engine *engine) {
     }
     hr_engine_free_known(engine);
     hr_engine_free_batch(engine);
-    hr_buffer_fini(&engine->request_out);
-    hr_buffer_fini(&engine->log_in);
-    hr_map_fini(&engine->in_flight);
-    hr_map_fini(&engine->handles);
-    free(engine->park_fds);
-    if (engine->kick_fd >= 0) {
-        (void)close(engine->kick_fd);
+    hr_buffer_fini(&engine->announcer.request_out);
+    hr_buffer_fini(&engine->executor.log_in);
+    hr_map_fini(&engine->submission.in_flight);
+    hr_map_fini(&engine->submission.handles);
+    free(engine->driver.park_fds);
+    if (engine->driver.kick_fd >= 0) {
+        (void)close(engine->driver.kick_fd);
     }
-    (void)pthread_cond_destroy(&engine->done);
-    (void)pthread_mutex_destroy(&engine->lock);
+    (void)pthread_cond_destroy(&engine->submission.done);
+    (void)pthread_mutex_destroy(&engine->submission.lock);
 }
 
 static void init_sync(struct hr_engine *engine) {
     pthread_condattr_t attributes;
     (void)pthread_condattr_init(&attributes);
     (void)pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
-    (void)pthread_cond_init(&engine->done, &attributes);
+    (void)pthread_cond_init(&engine->submission.done, &attributes);
     (void)pthread_condattr_destroy(&attributes);
-    (void)pthread_mutex_init(&engine->lock, NULL);
+    (void)pthread_mutex_init(&engine->submission.lock, NULL);
 }
 
 int hr_engine_init(struct hr_engine *engine, struct hr_team *world, struct hr_backend *backend, const horo_setup *setup,
@@ -65,18 +64,19 @@ int hr_engine_init(struct hr_engine *engine, struct hr_team *world, struct hr_ba
         .backend = backend,
         .is_leader = node->local_rank == 0,
         .is_root = node->rank == 0,
-        .always_drives = node->local_rank == 0 && world->host_count > 1,
-        .capacity = setup->cache_capacity < 0 ? 0 : (uint32_t)setup->cache_capacity,
-        .cycle_ns = (int64_t)setup->cycle_time_us * 1000,
-        .caller_spin_ns = (int64_t)setup->spin_us * 1000,
-        .thread_spin_ns = (int64_t)setup->spin_us * 1000 / THREAD_SPIN_DIVISOR,
+        .announcer.capacity = setup->cache_capacity < 0 ? 0 : (uint32_t)setup->cache_capacity,
+        .driver.always_drives = node->local_rank == 0 && world->host_count > 1,
+        .driver.caller_spin_ns = (int64_t)setup->spin_us * 1000,
+        .driver.thread_spin_ns = (int64_t)setup->spin_us * 1000 / THREAD_SPIN_DIVISOR,
+        .leader.cycle_ns = (int64_t)setup->cycle_time_us * 1000,
     };
-    engine->queue_tail = &engine->queue_head;
+    engine->submission.queue_tail = &engine->submission.queue_head;
     init_sync(engine);
-    engine->kick_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    engine->known_slots = calloc(engine->capacity + 1, sizeof *engine->known_slots);
-    engine->park_fds = calloc((size_t)node->local_size + 1, sizeof *engine->park_fds);
-    int status = engine->kick_fd < 0 || engine->known_slots == NULL || engine->park_fds == NULL ? HORO_ERR_RESOURCE : HORO_OK;
+    engine->driver.kick_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    engine->announcer.known_slots = calloc(engine->announcer.capacity + 1, sizeof *engine->announcer.known_slots);
+    engine->driver.park_fds = calloc((size_t)node->local_size + 1, sizeof *engine->driver.park_fds);
+    const int failed = engine->driver.kick_fd < 0 || engine->announcer.known_slots == NULL || engine->driver.park_fds == NULL;
+    int status = failed ? HORO_ERR_RESOURCE : HORO_OK;
     if (status != HORO_OK) {
         (void)hr_fail(error, status, "cannot set up the engine: %s", strerror(errno));
     }
@@ -94,73 +94,73 @@ int hr_engine_init(struct hr_engine *engine, struct hr_team *world, struct hr_ba
 }
 
 void hr_engine_fini(struct hr_engine *engine) {
-    (void)pthread_mutex_lock(&engine->lock);
-    atomic_store(&engine->stop, 1);
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    atomic_store(&engine->driver.stop, 1);
     hr_engine_kick(engine);
-    (void)pthread_mutex_unlock(&engine->lock);
+    (void)pthread_mutex_unlock(&engine->submission.lock);
     hr_node_wake(engine->node, engine->node->local_rank);
-    (void)pthread_join(engine->thread, NULL);
+    (void)pthread_join(engine->driver.thread, NULL);
     hr_node_close_fds(engine->node); /* the transport lets go of posted receives before their memory is freed */
-    for (size_t i = 0; i < engine->handles.capacity; i++) {
-        hr_request_destroy(engine->handles.slots[i].value);
+    for (size_t i = 0; i < engine->submission.handles.capacity; i++) {
+        hr_request_destroy(engine->submission.handles.slots[i].value);
     }
     free_parts(engine);
 }
 
 static struct hr_request *find_handle(const struct hr_engine *engine, int64_t handle) {
-    return hr_map_find(&engine->handles, hr_hash_number(handle), (const char *)&handle, sizeof handle);
+    return hr_map_find(&engine->submission.handles, hr_hash_number(handle), (const char *)&handle, sizeof handle);
 }
 
 /* With the lock held. */
 static int enqueue(struct hr_engine *engine, struct hr_request *request, struct hr_error *error) {
     const char *name = request->call.name;
-    if (atomic_load(&engine->stop)) {
+    if (atomic_load(&engine->driver.stop)) {
         return hr_fail(error, HORO_ERR_ABORTED, "'%s': horo is shutting down", name);
     }
-    if (hr_map_find(&engine->in_flight, request->name_hash, name, request->name_bytes) != NULL) {
+    if (hr_map_find(&engine->submission.in_flight, request->name_hash, name, request->name_bytes) != NULL) {
         return hr_fail(error, HORO_ERR_DUPLICATE_NAME,
                        "'%s': a tensor of this name is being processed already; wait for it or use another name", name);
     }
-    request->handle = engine->last_handle + 1;
+    request->handle = engine->submission.last_handle + 1;
     const uint64_t handle_hash = hr_hash_number(request->handle);
     const char *handle_key = (const char *)&request->handle;
-    if (hr_map_insert(&engine->handles, handle_hash, handle_key, sizeof request->handle, request) != HORO_OK) {
+    if (hr_map_insert(&engine->submission.handles, handle_hash, handle_key, sizeof request->handle, request) != HORO_OK) {
         return hr_fail(error, HORO_ERR_RESOURCE, "'%s': out of memory", name);
     }
-    if (hr_map_insert(&engine->in_flight, request->name_hash, name, request->name_bytes, request) != HORO_OK) {
-        (void)hr_map_remove(&engine->handles, handle_hash, handle_key, sizeof request->handle);
+    if (hr_map_insert(&engine->submission.in_flight, request->name_hash, name, request->name_bytes, request) != HORO_OK) {
+        (void)hr_map_remove(&engine->submission.handles, handle_hash, handle_key, sizeof request->handle);
         return hr_fail(error, HORO_ERR_RESOURCE, "'%s': out of memory", name);
     }
-    engine->last_handle++;
-    request->older = engine->newest;
-    *(engine->newest == NULL ? &engine->oldest : &engine->newest->newer) = request;
-    engine->newest = request;
-    *engine->queue_tail = request;
-    engine->queue_tail = &request->next;
-    atomic_fetch_add(&engine->queued, 1);
-    atomic_fetch_add(&engine->pending, 1);
-    atomic_fetch_add_explicit(&engine->requests, 1, memory_order_relaxed);
+    engine->submission.last_handle++;
+    request->older = engine->submission.newest;
+    *(engine->submission.newest == NULL ? &engine->submission.oldest : &engine->submission.newest->newer) = request;
+    engine->submission.newest = request;
+    *engine->submission.queue_tail = request;
+    engine->submission.queue_tail = &request->next;
+    atomic_fetch_add(&engine->submission.queued, 1);
+    atomic_fetch_add(&engine->submission.pending, 1);
+    atomic_fetch_add_explicit(&engine->counts.requests, 1, memory_order_relaxed);
     return HORO_OK;
 }
 
 int hr_engine_submit(struct hr_engine *engine, const horo_request *call, int64_t *handle, struct hr_error *error) {
     /* A process that ends at its error must not be taken for the cause: its driver tells other hosts first, then fails this. */
-    const int untold = atomic_load(&engine->always_drives) && hr_arena_aborted(&engine->node->arena).code != 0;
+    const int untold = atomic_load(&engine->driver.always_drives) && hr_arena_aborted(&engine->node->arena).code != 0;
     if (!untold) {
         HR_TRY(hr_engine_health(engine, error));
     }
     struct hr_request *request = NULL;
     HR_TRY(hr_request_create(call, engine->node->size, &request, error));
-    (void)pthread_mutex_lock(&engine->lock);
+    (void)pthread_mutex_lock(&engine->submission.lock);
     const int status = enqueue(engine, request, error);
     if (status == HORO_OK) {
         *handle = request->handle;
         const int sync = (call->flags & HORO_SUBMIT_SYNC) != 0;
-        if (engine->driver != HR_DRIVER_NONE || !sync) {
+        if (engine->driver.who != HR_DRIVER_NONE || !sync) {
             hr_engine_kick(engine);
         }
     }
-    (void)pthread_mutex_unlock(&engine->lock);
+    (void)pthread_mutex_unlock(&engine->submission.lock);
     if (status != HORO_OK) {
         hr_request_destroy(request);
     }
@@ -168,27 +168,25 @@ int hr_engine_submit(struct hr_engine *engine, const horo_request *call, int64_t
 }
 
 void hr_engine_kick(struct hr_engine *engine) {
-    if (engine->driver != HR_DRIVER_NONE) {
+    struct hr_driver *driver = &engine->driver;
+    if (driver->who != HR_DRIVER_NONE) {
         hr_node_wake(engine->node, engine->node->local_rank); /* if it sleeps; else it will look at the queue anyway */
-    } else if (atomic_load(&engine->lingering)) {
-        atomic_store(&engine->lingering, 0);
-    } else if (engine->parked) {
-        engine->parked = 0;
+    } else if (atomic_exchange(&driver->thread_state, HR_THREAD_AWAKE) == HR_THREAD_PARKED) {
         const uint64_t one = 1;
-        const ssize_t written = write(engine->kick_fd, &one, sizeof one);
+        const ssize_t written = write(driver->kick_fd, &one, sizeof one);
         (void)written;
         atomic_fetch_add_explicit(&engine->node->wakes, 1, memory_order_relaxed);
     }
 }
 
 int hr_engine_poll(struct hr_engine *engine, int64_t handle) {
-    (void)pthread_mutex_lock(&engine->lock);
+    (void)pthread_mutex_lock(&engine->submission.lock);
     const struct hr_request *request = find_handle(engine, handle);
     const int status = request == NULL ? HORO_ERR_USAGE : atomic_load(&request->status);
-    if (status == HORO_IN_PROGRESS && engine->driver == HR_DRIVER_NONE) {
+    if (status == HORO_IN_PROGRESS && engine->driver.who == HR_DRIVER_NONE) {
         hr_engine_kick(engine); /* submitted for a synchronous wait that has not come */
     }
-    (void)pthread_mutex_unlock(&engine->lock);
+    (void)pthread_mutex_unlock(&engine->submission.lock);
     return status;
 }
 
@@ -196,23 +194,23 @@ static void wait_for_driver(struct hr_engine *engine, int64_t deadline_ns) {
     const int64_t fallback_ns = hr_now_ns() + CALLER_FALLBACK_MS * 1000000ll;
     const int64_t until_ns = deadline_ns < fallback_ns ? deadline_ns : fallback_ns;
     const struct timespec until = {.tv_sec = until_ns / 1000000000, .tv_nsec = until_ns % 1000000000};
-    engine->waiters++;
-    (void)pthread_cond_timedwait(&engine->done, &engine->lock, &until);
-    engine->waiters--;
+    engine->submission.waiters++;
+    (void)pthread_cond_timedwait(&engine->submission.done, &engine->submission.lock, &until);
+    engine->submission.waiters--;
 }
 
 /* With the lock held: drives as a caller until the request is done or the deadline or a signal comes. */
 static void drive_as_caller(struct hr_engine *engine, const struct hr_request *request, int64_t deadline_ns) {
-    engine->driver = HR_DRIVER_CALLER;
-    (void)pthread_mutex_unlock(&engine->lock);
+    engine->driver.who = HR_DRIVER_CALLER;
+    (void)pthread_mutex_unlock(&engine->submission.lock);
     hr_engine_drive(engine, request, deadline_ns);
-    (void)pthread_mutex_lock(&engine->lock);
-    engine->driver = HR_DRIVER_NONE;
-    if (atomic_load(&engine->pending) > 0 || hr_engine_is_called(engine)) {
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    engine->driver.who = HR_DRIVER_NONE;
+    if (atomic_load(&engine->submission.pending) > 0 || hr_engine_is_called(engine)) {
         hr_engine_kick(engine);
     }
-    if (engine->waiters > 0) {
-        (void)pthread_cond_broadcast(&engine->done);
+    if (engine->submission.waiters > 0) {
+        (void)pthread_cond_broadcast(&engine->submission.done);
     }
 }
 
@@ -222,16 +220,17 @@ static void drive_as_caller(struct hr_engine *engine, const struct hr_request *r
  */
 static void ask_to_drive(struct hr_engine *engine, const struct hr_request *request, int64_t now_ns) {
     const int sync = (request->call.flags & HORO_SUBMIT_SYNC) != 0;
-    if (sync && hr_engine_thread_drives(engine) && atomic_load(&engine->pending) == 1 && hr_engine_called_lately(engine, now_ns)) {
-        atomic_store(&engine->wanted, 1);
+    const int is_alone = atomic_load(&engine->submission.pending) == 1;
+    if (sync && is_alone && hr_engine_thread_drives(engine) && hr_engine_called_lately(engine, now_ns)) {
+        atomic_store(&engine->driver.wanted, 1);
     }
 }
 
 int hr_engine_wait(struct hr_engine *engine, int64_t handle, int32_t timeout_ms) {
-    (void)pthread_mutex_lock(&engine->lock);
+    (void)pthread_mutex_lock(&engine->submission.lock);
     const struct hr_request *request = find_handle(engine, handle);
     if (request == NULL) {
-        (void)pthread_mutex_unlock(&engine->lock);
+        (void)pthread_mutex_unlock(&engine->submission.lock);
         return HORO_ERR_USAGE;
     }
     int status;
@@ -242,7 +241,7 @@ int hr_engine_wait(struct hr_engine *engine, int64_t handle, int32_t timeout_ms)
         if (now_ns >= deadline_ns) {
             break;
         }
-        if (engine->driver == HR_DRIVER_NONE && !hr_engine_thread_drives(engine)) {
+        if (engine->driver.who == HR_DRIVER_NONE && !hr_engine_thread_drives(engine)) {
             drive_as_caller(engine, request, deadline_ns);
             status = atomic_load(&request->status);
             break; /* done, out of time, or a signal to be handled first */
@@ -250,15 +249,15 @@ int hr_engine_wait(struct hr_engine *engine, int64_t handle, int32_t timeout_ms)
         ask_to_drive(engine, request, now_ns);
         wait_for_driver(engine, deadline_ns);
     }
-    if (deadline_ns != 0 && atomic_load(&engine->always_drives)) {
-        engine->called_ns = hr_now_ns();
+    if (deadline_ns != 0 && atomic_load(&engine->driver.always_drives)) {
+        engine->driver.called_ns = hr_now_ns();
     }
-    (void)pthread_mutex_unlock(&engine->lock);
+    (void)pthread_mutex_unlock(&engine->submission.lock);
     return status;
 }
 
 void hr_engine_error(struct hr_engine *engine, int64_t handle, char *text, size_t text_bytes) {
-    (void)pthread_mutex_lock(&engine->lock);
+    (void)pthread_mutex_lock(&engine->submission.lock);
     const struct hr_request *request = find_handle(engine, handle);
     if (request == NULL) {
         (void)snprintf(text, text_bytes, "Handle %lld was not created or has been cleared.", (long long)handle);
@@ -267,12 +266,12 @@ void hr_engine_error(struct hr_engine *engine, int64_t handle, char *text, size_
         (void)snprintf(text, text_bytes, "%s",
                        done && request->error_text != NULL ? request->error_text : "the operation is still running");
     }
-    (void)pthread_mutex_unlock(&engine->lock);
+    (void)pthread_mutex_unlock(&engine->submission.lock);
 }
 
 int hr_engine_take(struct hr_engine *engine, int64_t handle, int32_t index, void **data, int64_t *bytes,
                    int64_t *first_dims) {
-    (void)pthread_mutex_lock(&engine->lock);
+    (void)pthread_mutex_lock(&engine->submission.lock);
     struct hr_request *request = find_handle(engine, handle);
     int status = HORO_ERR_USAGE;
     if (request != NULL && atomic_load(&request->status) == HORO_OK && request->gathered != NULL && index >= 0 &&
@@ -284,19 +283,19 @@ int hr_engine_take(struct hr_engine *engine, int64_t handle, int32_t index, void
         result->data = NULL;
         status = HORO_OK;
     }
-    (void)pthread_mutex_unlock(&engine->lock);
+    (void)pthread_mutex_unlock(&engine->submission.lock);
     return status;
 }
 
 int hr_engine_release(struct hr_engine *engine, int64_t handle) {
-    (void)pthread_mutex_lock(&engine->lock);
+    (void)pthread_mutex_lock(&engine->submission.lock);
     struct hr_request *request = find_handle(engine, handle);
     int status = HORO_ERR_USAGE;
     if (request != NULL && atomic_load(&request->status) != HORO_IN_PROGRESS) {
-        (void)hr_map_remove(&engine->handles, hr_hash_number(handle), (const char *)&handle, sizeof handle);
+        (void)hr_map_remove(&engine->submission.handles, hr_hash_number(handle), (const char *)&handle, sizeof handle);
         status = HORO_OK;
     }
-    (void)pthread_mutex_unlock(&engine->lock);
+    (void)pthread_mutex_unlock(&engine->submission.lock);
     if (status == HORO_OK) {
         hr_request_destroy(request);
     }

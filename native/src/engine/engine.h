@@ -1,10 +1,9 @@
 /*
  * The engine of one rank: requests in, agreement, batches executed in the order of the log.
  *
- * Threads. Its own background thread and any number of callers. Three kinds of state:
- *  - under `lock`: the submit queue, the maps of names and handles, who drives;
- *  - the driver's: everything below "driver" is touched by the one thread that drives, whichever it is;
- *  - atomics.
+ * Threads. Its own background thread and any number of callers. Each room of the engine says whose it is: under the lock, or the
+ * driver's, that is touched by the one thread that drives, whichever it is.
+ *
  * The driver is the background thread, or a caller of horo_wait that found nobody driving: a synchronous operation then costs no thread
  * switch. It goes round one loop (drive.c): announce, lead, execute, and one wait if nothing moved. No turn of it waits, so a rank that
  * executes a batch serves its control links and notices losses all the time; and a caller may leave the loop at any turn.
@@ -86,71 +85,98 @@ struct hr_link {
 
 enum { HR_CEDED_MS = 1 };
 
-enum hr_driver { HR_DRIVER_NONE, HR_DRIVER_THREAD, HR_DRIVER_CALLER };
+/* ---- Submission: what callers hand in and wait for. All under the lock, but for atomics. ---- */
+
+struct hr_submission {
+    pthread_mutex_t lock;
+    pthread_cond_t done; /* a request has finished, or the driver has let go */
+    int waiters;
+    struct hr_request *queue_head, **queue_tail;
+    struct hr_map in_flight;            /* name -> request submitted and not done */
+    struct hr_request *oldest, *newest; /* of these, in the order in which they were submitted */
+    struct hr_map handles;              /* handle -> request not released */
+    int64_t last_handle;
+    _Atomic uint32_t queued;  /* requests in the queue */
+    _Atomic uint32_t pending; /* requests submitted and not done */
+};
+
+/* ---- Driver: who runs the loop. Under the lock of submission, but for atomics and what is the driver's. ---- */
+
+enum hr_driver_who { HR_DRIVER_NONE, HR_DRIVER_THREAD, HR_DRIVER_CALLER };
+
+/*
+ * What the background thread does; whoever needs it sets AWAKE (hr_engine_kick).
+ *
+ *     state     | next state when                                               | to wake it costs
+ *     ----------+---------------------------------------------------------------+------------------
+ *     AWAKE     | LINGERING or PARKED: nobody needs it                          | nothing
+ *     LINGERING | AWAKE: it is needed; PARKED: not within thread_spin_ns        | a store
+ *     PARKED    | AWAKE: it is needed, a life line speaks, HR_CEDED_MS are over | a system call
+ */
+enum hr_thread_state { HR_THREAD_AWAKE, HR_THREAD_LINGERING, HR_THREAD_PARKED };
+
 enum hr_engine_stage { HR_ENGINE_RUNNING, HR_ENGINE_ENDING, HR_ENGINE_ENDED };
 
-/* What the executor does with the record at the front of the log. */
+struct hr_driver {
+    enum hr_driver_who who;
+    _Atomic int thread_state; /* enum hr_thread_state; changed under the lock, but for LINGERING to AWAKE */
+    pthread_t thread;
+    int kick_fd;
+    struct pollfd *park_fds;  /* [1 + local_size] */
+    int woken_soon;           /* background thread only: lingering instead of parking would have paid the last time */
+    _Atomic int stop;
+    atomic_int always_drives; /* leader among several hosts, until the end of the group has been told to them: the thread drives */
+    _Atomic int wanted;       /* there: a caller that calls again and again would drive itself */
+    int ceded;                /* so the thread has let go; written by it alone */
+    int64_t called_ns;        /* there: when a caller's wait last ended */
+    int64_t caller_spin_ns, thread_spin_ns;
+
+    /* The driver's own. */
+    enum hr_engine_stage stage;
+    int64_t flush_ns;     /* ENDING: until when it sends at the latest */
+    uint64_t moves;       /* stages of tasks and records of the log done; whoever wants to know whether time passes idly compares it */
+    int64_t leave_ns;     /* leaving: when it stops to wait for the LEAVE record, unless something moves; 0: not leaving */
+    uint64_t leave_moves; /* leaving: `moves` when leave_ns was set */
+    int64_t expecting_since_ns; /* several hosts: waiting for others since */
+    int64_t stall_check_ns; /* when to look for stalls again; 0: not known */
+    uint64_t stall_moves;   /* `moves` when it last looked */
+    int64_t stall_moved_ns; /* when it last found that they had changed */
+};
+
+/* ---- Announcer: what this rank tells its leader, and what it remembers of names that have an id. The driver's. ---- */
+
+struct hr_announcer {
+    struct hr_map known;
+    struct hr_known **known_slots; /* [capacity] */
+    uint32_t capacity;
+    struct hr_buffer request_out; /* frames for my leader */
+    int has_asked_to_leave;       /* LEAVE is among them, or has gone */
+};
+
+/* ---- Executor: the log, record by record. The driver's. ---- */
+
+/* What it does with the record at the front of the log. */
 enum hr_execution {
     HR_EXECUTION_IDLE,    /* none has been begun */
     HR_EXECUTION_RUNNING, /* a batch: its task is the backend's */
     HR_EXECUTION_LOST,    /* a batch whose task has lost a peer: other ranks may tell of the cause until confirm_ns */
 };
 
-struct hr_engine {
-    struct hr_node *node;
-    struct hr_team *team; /* the world */
-    struct hr_backend *backend;
-
-    pthread_mutex_t lock;
-    pthread_cond_t done; /* a request has finished, or the driver has let go */
-    int waiters;
-    enum hr_driver driver;
-    int parked;            /* the background thread sleeps or is about to; kick_fd wakes it */
-    _Atomic int lingering; /* the background thread looks at this before it parks: whoever clears it has called it */
-    int woken_soon;        /* background thread only: lingering instead of parking would have paid the last time */
-    _Atomic int wanted;    /* a caller that calls again and again would drive itself where the thread always does */
-    int ceded;             /* so the thread has let go; written by it alone */
-    int64_t called_ns;     /* where the thread always drives: when a caller's wait last ended */
-    struct hr_request *queue_head, **queue_tail;
-    struct hr_map in_flight; /* name -> request submitted and not done */
-    struct hr_request *oldest, *newest; /* of these, in the order in which they were submitted */
-    struct hr_map handles;   /* handle -> request not released */
-    int64_t last_handle;
-
-    pthread_t thread;
-    int thread_running;
-    int kick_fd;
-    struct pollfd *park_fds; /* [1 + local_size] */
-    _Atomic int stop;
-    _Atomic uint32_t queued;  /* requests in the queue */
-    _Atomic uint32_t pending; /* requests submitted and not done */
-
-    /* driver: */
-    enum hr_engine_stage stage;
-    int64_t flush_ns;    /* ENDING: until when it sends at the latest */
-    uint64_t moves;      /* stages of tasks and records of the log done; whoever wants to know whether time passes idly compares it */
-    int64_t leave_ns;    /* leaving: when it stops to wait for the LEAVE record, unless something moves; 0: not leaving */
-    uint64_t leave_moves; /* leaving: `moves` when leave_ns was set */
-    struct hr_map known;
-    struct hr_known **known_slots; /* [capacity] */
-    uint32_t capacity;
-    struct hr_buffer request_out;  /* frames for my leader */
-    int has_asked_to_leave;        /* LEAVE is among them, or has gone */
-
-    /* driver, executor: */
-    enum hr_execution execution;
-    int outcome;                   /* of a look at the executor during a wait, for the next turn; 0: none */
+struct hr_executor {
+    enum hr_execution state;
+    int outcome;            /* of a look at the executor during a wait, for the next turn; 0: none */
     int64_t confirm_ns;
-    uint64_t log_position;         /* bytes of the log taken out of the ring */
-    struct hr_buffer log_in;       /* taken out, not begun */
-    uint64_t log_executed;         /* bytes of the log executed */
-    uint64_t record_bytes;         /* of the record that is being executed */
-    int has_left;                  /* a LEAVE record has been executed */
-    struct hr_batch *batch;        /* scratch of execute.c */
+    uint64_t log_position;  /* bytes of the log taken out of the ring */
+    struct hr_buffer log_in; /* taken out, not begun */
+    uint64_t log_executed;  /* bytes of the log executed */
+    uint64_t record_bytes;  /* of the record that is being executed */
+    int has_left;           /* a LEAVE record has been executed */
+    struct hr_batch *batch; /* scratch of execute.c */
+};
 
-    /* driver of a leader: */
-    int is_leader, is_root;
-    atomic_int always_drives; /* until the end of the group has been told to other hosts */
+/* ---- Leader: the agreement on one host, and its links to other hosts. The driver's; unused on other ranks. ---- */
+
+struct hr_leader {
     struct hr_agree agree;
     int *member_ranks;
     struct hr_buffer *request_in; /* [local_size] frames from local ranks */
@@ -159,17 +185,27 @@ struct hr_engine {
     struct hr_link *links;        /* parent first if there is one, then children */
     int link_count;
     int has_parent;
-    int leaver;                   /* 1 + the rank that asked to leave, as far as this leader knows; 0: none has */
-    int log_closed;               /* the LEAVE record has been written or passed on: nothing follows it */
+    int leaver;     /* 1 + the rank that asked to leave, as far as this leader knows; 0: none has */
+    int log_closed; /* the LEAVE record has been written or passed on: nothing follows it */
     int told_abort;
-    int64_t expecting_since_ns; /* several hosts: waiting for others since */
-
     int64_t cycle_ns;
-    int64_t stall_check_ns; /* driver: when to look for stalls again; 0: not known */
-    uint64_t stall_moves;   /* driver: `moves` when it last looked */
-    int64_t stall_moved_ns; /* driver: when it last found that they had changed */
-    int64_t caller_spin_ns, thread_spin_ns;
+};
+
+struct hr_counts {
     _Atomic uint64_t requests, cache_hits, batches, tensors, bytes, messages_sent;
+};
+
+struct hr_engine {
+    struct hr_node *node;
+    struct hr_team *team; /* the world */
+    struct hr_backend *backend;
+    int is_leader, is_root;
+    struct hr_submission submission;
+    struct hr_driver driver;
+    struct hr_announcer announcer;
+    struct hr_executor executor;
+    struct hr_leader leader;
+    struct hr_counts counts;
 };
 
 int hr_engine_init(struct hr_engine *engine, struct hr_team *world, struct hr_backend *backend, const horo_setup *setup,
@@ -196,11 +232,11 @@ void hr_request_destroy(struct hr_request *request);
 void *hr_engine_main(void *engine);
 /* Whether the background thread has to drive even if nothing is pending here. With the lock held, or on that thread. */
 static inline int hr_engine_thread_drives(const struct hr_engine *engine) {
-    return atomic_load(&engine->always_drives) && !engine->ceded;
+    return atomic_load(&engine->driver.always_drives) && !engine->driver.ceded;
 }
 /* Whether a caller has waited within the last HR_CEDED_MS; where the thread always drives, with the lock held. */
 static inline int hr_engine_called_lately(const struct hr_engine *engine, int64_t now_ns) {
-    return now_ns - engine->called_ns < HR_CEDED_MS * 1000000ll;
+    return now_ns - engine->driver.called_ns < HR_CEDED_MS * 1000000ll;
 }
 /* Whether something but the requests here needs a driver: a rank of this host that wants to leave. With the lock held. */
 int hr_engine_is_called(const struct hr_engine *engine);
@@ -219,7 +255,7 @@ int hr_engine_ask_to_leave(struct hr_engine *engine);
 struct hr_request *hr_engine_find_name(struct hr_engine *engine, struct hr_wire_text name);
 void hr_engine_free_known(struct hr_engine *engine);
 
-/* lead.c: what a leader does besides; 1 if something moved, 0 if not, or a status. */
+/* lead.c and control.c: what a leader does besides; 1 if something moved, 0 if not, or a status. */
 int hr_engine_lead(struct hr_engine *engine);
 int hr_engine_has_lead_work(struct hr_engine *engine);
 int hr_engine_init_leader(struct hr_engine *engine, uint64_t fusion_bytes, struct hr_error *error);
@@ -229,6 +265,13 @@ int64_t hr_engine_batch_due_ns(struct hr_engine *engine);
 /* After the end of the group: tells the neighbours of an abort and sends what there is. 1: all is sent or cannot be; 0; a status. */
 int hr_engine_flush_links(struct hr_engine *engine);
 int hr_engine_may_flush(const struct hr_engine *engine);
+/* control.c; progress_links as hr_engine_lead. */
+int hr_leader_open_links(struct hr_engine *engine, struct hr_error *error);
+int hr_leader_progress_links(struct hr_engine *engine);
+/* lead.c, for control.c. Takes in what a member announces; agrees on, or reports, what all members have announced; hands records down. */
+int hr_leader_announce(struct hr_engine *engine, int member, const struct hr_wire_message *message, int64_t now_ns);
+int hr_leader_collect(struct hr_engine *engine);
+int hr_leader_hand_down(struct hr_engine *engine, size_t mark);
 /* A rank of this subtree wants to leave. */
 int hr_engine_note_leaver(struct hr_engine *engine, int rank);
 int hr_engine_announce_own(struct hr_engine *engine, const struct hr_request *request, uint32_t id);

@@ -19,13 +19,13 @@ struct hr_batch {
 };
 
 void hr_engine_free_batch(struct hr_engine *engine) {
-    if (engine->batch != NULL) {
-        free((void *)engine->batch->requests);
-        free(engine->batch->operands);
-        free(engine->batch->rows);
-        free(engine->batch->row_bytes);
-        free(engine->batch);
-        engine->batch = NULL;
+    if (engine->executor.batch != NULL) {
+        free((void *)engine->executor.batch->requests);
+        free(engine->executor.batch->operands);
+        free(engine->executor.batch->rows);
+        free(engine->executor.batch->row_bytes);
+        free(engine->executor.batch);
+        engine->executor.batch = NULL;
     }
 }
 
@@ -76,10 +76,10 @@ static void add_operand(struct hr_batch *batch, const horo_tensor *tensor) {
 }
 
 static int load_batch(struct hr_engine *engine, const struct hr_wire_message *record) {
-    if (engine->batch == NULL && (engine->batch = calloc(1, sizeof *engine->batch)) == NULL) {
+    if (engine->executor.batch == NULL && (engine->executor.batch = calloc(1, sizeof *engine->executor.batch)) == NULL) {
         return HORO_ERR_RESOURCE;
     }
-    struct hr_batch *batch = engine->batch;
+    struct hr_batch *batch = engine->executor.batch;
     batch->request_count = 0;
     batch->operand_count = 0;
     batch->bytes = 0;
@@ -105,7 +105,7 @@ static int load_batch(struct hr_engine *engine, const struct hr_wire_message *re
 
 /* HR_TASK_DONE where that all have agreed is all there is to it, else HR_TASK_MOVED or a status. */
 static int begin_batch(struct hr_engine *engine) {
-    const struct hr_batch *batch = engine->batch;
+    const struct hr_batch *batch = engine->executor.batch;
     if (batch->request_count == 0) {
         return HORO_ERR_INTERNAL;
     }
@@ -131,16 +131,16 @@ static int begin_batch(struct hr_engine *engine) {
 
 /* The record that was begun last is over. */
 static void end_record(struct hr_engine *engine) {
-    engine->log_executed += engine->record_bytes;
-    engine->record_bytes = 0;
-    engine->execution = HR_EXECUTION_IDLE;
+    engine->executor.log_executed += engine->executor.record_bytes;
+    engine->executor.record_bytes = 0;
+    engine->executor.state = HR_EXECUTION_IDLE;
 }
 
 static void end_batch(struct hr_engine *engine) {
-    const struct hr_batch *batch = engine->batch;
-    atomic_fetch_add_explicit(&engine->batches, 1, memory_order_relaxed);
-    atomic_fetch_add_explicit(&engine->tensors, batch->operand_count, memory_order_relaxed);
-    atomic_fetch_add_explicit(&engine->bytes, batch->bytes, memory_order_relaxed);
+    const struct hr_batch *batch = engine->executor.batch;
+    atomic_fetch_add_explicit(&engine->counts.batches, 1, memory_order_relaxed);
+    atomic_fetch_add_explicit(&engine->counts.tensors, batch->operand_count, memory_order_relaxed);
+    atomic_fetch_add_explicit(&engine->counts.bytes, batch->bytes, memory_order_relaxed);
     end_record(engine);
     hr_engine_complete(engine, batch->requests, batch->request_count, HORO_OK, NULL);
 }
@@ -151,14 +151,14 @@ static void end_batch(struct hr_engine *engine) {
  */
 static int suspect(struct hr_engine *engine) {
     engine->backend->ops->cancel(engine->backend);
-    engine->execution = HR_EXECUTION_LOST;
-    engine->confirm_ns = hr_now_ns() + (engine->node->suspect.reason == HR_REASON_LINK ? CONFIRM_MS * 1000000ll : 0);
+    engine->executor.state = HR_EXECUTION_LOST;
+    engine->executor.confirm_ns = hr_now_ns() + (engine->node->suspect.reason == HR_REASON_LINK ? CONFIRM_MS * 1000000ll : 0);
     return 1;
 }
 
 static int confirm(struct hr_engine *engine) {
     const struct hr_abort who = engine->node->suspect;
-    if (hr_now_ns() < engine->confirm_ns) {
+    if (hr_now_ns() < engine->executor.confirm_ns) {
         return 0;
     }
     hr_node_abort(engine->node, who.code, who.rank, who.reason);
@@ -174,7 +174,7 @@ static int progress_batch(struct hr_engine *engine) {
     case HORO_ERR_PEER_LOST: return suspect(engine);
     default: return moved < 0 ? moved : HORO_ERR_INTERNAL;
     }
-    engine->moves++;
+    engine->driver.moves++;
     return 1;
 }
 
@@ -185,7 +185,7 @@ static int execute_batch(struct hr_engine *engine, const struct hr_wire_message 
     if (begun == HR_TASK_DONE) {
         end_batch(engine);
     } else {
-        engine->execution = HR_EXECUTION_RUNNING;
+        engine->executor.state = HR_EXECUTION_RUNNING;
     }
     return HORO_OK;
 }
@@ -208,7 +208,7 @@ static int execute_fail(struct hr_engine *engine, const struct hr_wire_message *
 static int execute_leave(struct hr_engine *engine, const struct hr_wire_message *record) {
     uint64_t none = 0;
     (void)atomic_compare_exchange_strong(&engine->node->arena.header->left_rank, &none, (uint64_t)record->rank + 1);
-    engine->has_left = 1;
+    engine->executor.has_left = 1;
     end_record(engine);
     return HORO_OK;
 }
@@ -217,15 +217,15 @@ static int execute_leave(struct hr_engine *engine, const struct hr_wire_message 
 static int take_log(struct hr_engine *engine) {
     struct hr_node *node = engine->node;
     struct hr_arena *arena = &node->arena;
-    const size_t available = (size_t)(atomic_load(&arena->header->log.written) - engine->log_position);
+    const size_t available = (size_t)(atomic_load(&arena->header->log.written) - engine->executor.log_position);
     if (available == 0) {
         return HORO_OK;
     }
-    struct hr_buffer *in = &engine->log_in;
+    struct hr_buffer *in = &engine->executor.log_in;
     HR_TRY(hr_buffer_reserve(in, available));
-    in->end += hr_ring_read(&arena->header->log, arena->log_ring, HR_LOG_RING_BYTES, &engine->log_position,
+    in->end += hr_ring_read(&arena->header->log, arena->log_ring, HR_LOG_RING_BYTES, &engine->executor.log_position,
                             in->data + in->end, available);
-    atomic_store(&arena->blocks[node->local_rank].log_read, engine->log_position); /* partner: slowest_reader */
+    atomic_store(&arena->blocks[node->local_rank].log_read, engine->executor.log_position); /* partner: slowest_reader */
     if (!engine->is_leader && atomic_load(&arena->header->log_wants_room) != 0) {
         hr_node_wake(node, 0);
     }
@@ -242,37 +242,37 @@ static int execute_record(struct hr_engine *engine, const struct hr_wire_message
 }
 
 int hr_engine_execute(struct hr_engine *engine) {
-    if (engine->execution == HR_EXECUTION_RUNNING) {
+    if (engine->executor.state == HR_EXECUTION_RUNNING) {
         return progress_batch(engine);
     }
-    if (engine->execution == HR_EXECUTION_LOST) {
+    if (engine->executor.state == HR_EXECUTION_LOST) {
         return confirm(engine);
     }
     HR_TRY(take_log(engine));
     const uint8_t *data;
     size_t bytes;
-    const int whole = hr_frame_peek(&engine->log_in, &data, &bytes);
+    const int whole = hr_frame_peek(&engine->executor.log_in, &data, &bytes);
     if (whole != HORO_OK) {
         return whole < 0 ? whole : 0;
     }
     struct hr_wire_message record;
     HR_TRY(hr_wire_decode(data, bytes, &record));
-    engine->record_bytes = 4 + bytes;
+    engine->executor.record_bytes = 4 + bytes;
     HR_TRY(execute_record(engine, &record));
-    hr_buffer_consume(&engine->log_in, 4 + bytes); /* what a batch needs of it has been copied */
-    engine->moves++;
+    hr_buffer_consume(&engine->executor.log_in, 4 + bytes); /* what a batch needs of it has been copied */
+    engine->driver.moves++;
     return 1;
 }
 
 void hr_engine_cancel(struct hr_engine *engine) {
-    if (engine->execution == HR_EXECUTION_RUNNING) {
+    if (engine->executor.state == HR_EXECUTION_RUNNING) {
         engine->backend->ops->cancel(engine->backend);
     }
-    engine->execution = HR_EXECUTION_IDLE;
+    engine->executor.state = HR_EXECUTION_IDLE;
 }
 
 int hr_engine_is_ending_batch(const struct hr_engine *engine) {
-    return engine->execution == HR_EXECUTION_RUNNING && engine->backend->ops->is_ending(engine->backend);
+    return engine->executor.state == HR_EXECUTION_RUNNING && engine->backend->ops->is_ending(engine->backend);
 }
 
 static void forget_announcement(struct hr_engine *engine, const struct hr_request *request) {
@@ -280,7 +280,7 @@ static void forget_announcement(struct hr_engine *engine, const struct hr_reques
         return;
     }
     if (request->announced_id != 0) {
-        struct hr_known *known = engine->known_slots[request->announced_id % engine->capacity];
+        struct hr_known *known = engine->announcer.known_slots[request->announced_id % engine->announcer.capacity];
         if (known != NULL && known->pending == request) {
             known->pending = NULL;
         }
@@ -289,27 +289,27 @@ static void forget_announcement(struct hr_engine *engine, const struct hr_reques
 }
 
 static void remove_in_flight(struct hr_engine *engine, const struct hr_request *request) {
-    (void)hr_map_remove(&engine->in_flight, request->name_hash, request->call.name, request->name_bytes);
-    *(request->older == NULL ? &engine->oldest : &request->older->newer) = request->newer;
-    *(request->newer == NULL ? &engine->newest : &request->newer->older) = request->older;
+    (void)hr_map_remove(&engine->submission.in_flight, request->name_hash, request->call.name, request->name_bytes);
+    *(request->older == NULL ? &engine->submission.oldest : &request->older->newer) = request->newer;
+    *(request->newer == NULL ? &engine->submission.newest : &request->newer->older) = request->older;
 }
 
 void hr_engine_complete_locked(struct hr_engine *engine, struct hr_request *request, int status, const char *text) {
     forget_announcement(engine, request);
     remove_in_flight(engine, request);
     request->error_text = text == NULL ? NULL : strdup(text);
-    atomic_fetch_sub(&engine->pending, 1);
+    atomic_fetch_sub(&engine->submission.pending, 1);
     atomic_store(&request->status, status); /* last: from here on the caller may release it */
 }
 
 void hr_engine_complete(struct hr_engine *engine, struct hr_request *const *requests, size_t count, int status,
                         const char *text) {
-    (void)pthread_mutex_lock(&engine->lock);
+    (void)pthread_mutex_lock(&engine->submission.lock);
     for (size_t i = 0; i < count; i++) {
         hr_engine_complete_locked(engine, requests[i], status, text);
     }
-    if (engine->waiters > 0) {
-        (void)pthread_cond_broadcast(&engine->done);
+    if (engine->submission.waiters > 0) {
+        (void)pthread_cond_broadcast(&engine->submission.done);
     }
-    (void)pthread_mutex_unlock(&engine->lock);
+    (void)pthread_mutex_unlock(&engine->submission.lock);
 }

@@ -50,7 +50,7 @@ static void describe_pending(struct hr_engine *engine, char *text, size_t text_b
     size_t used = 0;
     size_t count = 0;
     text[0] = '\0';
-    for (const struct hr_request *request = engine->oldest; request != NULL; request = request->newer) {
+    for (const struct hr_request *request = engine->submission.oldest; request != NULL; request = request->newer) {
         if (count++ < NAMES_IN_TEXT && used < text_bytes) {
             used += (size_t)snprintf(text + used, text_bytes - used, "%s'%s'", count == 1 ? "" : ", ", request->call.name);
         }
@@ -61,7 +61,7 @@ static void describe_pending(struct hr_engine *engine, char *text, size_t text_b
 }
 
 int hr_engine_fail_all(struct hr_engine *engine) {
-    if (atomic_load(&engine->pending) == 0) {
+    if (atomic_load(&engine->submission.pending) == 0) {
         return 0;
     }
     char pending[HORO_MESSAGE_MAX / 2];
@@ -69,18 +69,18 @@ int hr_engine_fail_all(struct hr_engine *engine) {
     char text[HORO_MESSAGE_MAX];
     const struct hr_abort end = hr_engine_end(engine);
     hr_engine_describe_end(engine, end, why, sizeof why);
-    (void)pthread_mutex_lock(&engine->lock);
-    engine->queue_head = NULL;
-    engine->queue_tail = &engine->queue_head;
-    atomic_store(&engine->queued, 0);
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    engine->submission.queue_head = NULL;
+    engine->submission.queue_tail = &engine->submission.queue_head;
+    atomic_store(&engine->submission.queued, 0);
     describe_pending(engine, pending, sizeof pending);
     (void)snprintf(text, sizeof text, "%.400s; pending here: %s", why, pending);
-    while (engine->oldest != NULL) {
-        hr_engine_complete_locked(engine, engine->oldest, end.code, text);
+    while (engine->submission.oldest != NULL) {
+        hr_engine_complete_locked(engine, engine->submission.oldest, end.code, text);
     }
-    if (engine->waiters > 0) {
-        (void)pthread_cond_broadcast(&engine->done);
+    if (engine->submission.waiters > 0) {
+        (void)pthread_cond_broadcast(&engine->submission.done);
     }
-    (void)pthread_mutex_unlock(&engine->lock);
+    (void)pthread_mutex_unlock(&engine->submission.lock);
     return 1;
 }

@@ -10,116 +10,91 @@ enum { EVICT_ONE_IN = 32 }; /* higher: more hits where names are many times the 
 
 int hr_engine_announce_own(struct hr_engine *engine, const struct hr_request *request, uint32_t id) {
     if (id != 0) {
-        return hr_agree_announce_id(&engine->agree, 0, id, request->submit_ns);
+        return hr_agree_announce_id(&engine->leader.agree, 0, id, request->submit_ns);
     }
     struct hr_wire_message message = {.type = HR_WIRE_REQUEST, .rank = engine->node->rank};
     HR_TRY(hr_wire_decode_request(request->bytes, request->byte_count, &message.request));
-    return hr_agree_announce_request(&engine->agree, 0, &message, request->submit_ns);
-}
-
-/* The tree of hosts is binomial over host numbers: the parent is the number without its lowest bit. */
-static int open_links(struct hr_engine *engine, struct hr_error *error) {
-    const struct hr_team *team = engine->team;
-    engine->links = calloc((size_t)team->host_count, sizeof *engine->links);
-    if (engine->links == NULL) {
-        return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for the links of %d hosts", team->host_count);
-    }
-    if (team->host_count == 1) {
-        return HORO_OK;
-    }
-    int status = HORO_OK;
-    if (team->host != 0) {
-        engine->has_parent = 1;
-        status = hr_link_open(engine, &engine->links[engine->link_count++], team->host & (team->host - 1));
-    }
-    for (int bit = 1; team->host + bit < team->host_count && (team->host & bit) == 0; bit <<= 1) {
-        if (status == HORO_OK) {
-            status = hr_link_open(engine, &engine->links[engine->link_count++], team->host + bit);
-        }
-    }
-    return status == HORO_OK ? HORO_OK : hr_fail(error, status, "a control connection to another host is missing");
+    return hr_agree_announce_request(&engine->leader.agree, 0, &message, request->submit_ns);
 }
 
 static int init_agreement(struct hr_engine *engine, uint64_t fusion_bytes) {
     const struct hr_node *node = engine->node;
-    const int children = engine->link_count - engine->has_parent;
+    const int children = engine->leader.link_count - engine->leader.has_parent;
     const int members = node->local_size + children;
-    engine->member_ranks = calloc((size_t)members, sizeof *engine->member_ranks);
-    engine->request_in = calloc((size_t)node->local_size, sizeof *engine->request_in);
-    if (engine->member_ranks == NULL || engine->request_in == NULL) {
+    engine->leader.member_ranks = calloc((size_t)members, sizeof *engine->leader.member_ranks);
+    engine->leader.request_in = calloc((size_t)node->local_size, sizeof *engine->leader.request_in);
+    if (engine->leader.member_ranks == NULL || engine->leader.request_in == NULL) {
         return HORO_ERR_RESOURCE;
     }
     for (int i = 0; i < members; i++) {
-        engine->member_ranks[i] = i < node->local_size
+        engine->leader.member_ranks[i] = i < node->local_size
                                       ? node->rank_of_local[i]
-                                      : engine->links[engine->has_parent + i - node->local_size].leader_rank;
+                                      : engine->leader.links[engine->leader.has_parent + i - node->local_size].leader_rank;
     }
     const struct hr_agree_config config = {
         .is_root = engine->is_root,
         .member_count = members,
         .local_count = node->local_size,
-        .rank_of_member = engine->member_ranks,
+        .rank_of_member = engine->leader.member_ranks,
         .host_name_of_rank = (const char *const *)node->host_name_of_rank,
         .rank_count = node->size,
-        .capacity = engine->capacity,
+        .capacity = engine->announcer.capacity,
         .evict_one_in = EVICT_ONE_IN,
         .fusion_bytes = fusion_bytes,
     };
-    return hr_agree_init(&engine->agree, &config);
+    return hr_agree_init(&engine->leader.agree, &config);
 }
 
 int hr_engine_init_leader(struct hr_engine *engine, uint64_t fusion_bytes, struct hr_error *error) {
-    HR_TRY(open_links(engine, error));
+    HR_TRY(hr_leader_open_links(engine, error));
     const int status = init_agreement(engine, fusion_bytes);
     return status == HORO_OK ? HORO_OK : hr_fail(error, status, "out of memory for the agreement");
 }
 
 void hr_engine_fini_leader(struct hr_engine *engine) {
-    for (int i = 0; i < engine->link_count; i++) {
-        hr_link_close(&engine->links[i]);
+    for (int i = 0; i < engine->leader.link_count; i++) {
+        hr_link_close(&engine->leader.links[i]);
     }
-    free(engine->links);
-    for (int i = 0; i < engine->node->local_size && engine->request_in != NULL; i++) {
-        hr_buffer_fini(&engine->request_in[i]);
+    free(engine->leader.links);
+    for (int i = 0; i < engine->node->local_size && engine->leader.request_in != NULL; i++) {
+        hr_buffer_fini(&engine->leader.request_in[i]);
     }
-    free(engine->request_in);
-    free(engine->member_ranks);
-    hr_buffer_fini(&engine->log_out);
-    hr_agree_fini(&engine->agree);
+    free(engine->leader.request_in);
+    free(engine->leader.member_ranks);
+    hr_buffer_fini(&engine->leader.log_out);
+    hr_agree_fini(&engine->leader.agree);
 }
 
 /* ---- What comes in ---- */
 
 static int announce_ids(struct hr_engine *engine, int member, const struct hr_wire_message *message, int64_t now_ns) {
     for (uint32_t i = 0; i < message->count; i++) {
-        HR_TRY(hr_agree_announce_id(&engine->agree, member, hr_wire_id(message, i), now_ns));
+        HR_TRY(hr_agree_announce_id(&engine->leader.agree, member, hr_wire_id(message, i), now_ns));
     }
     return HORO_OK;
 }
 
-static int collect_complete(struct hr_engine *engine);
-
 int hr_engine_note_leaver(struct hr_engine *engine, int rank) {
-    if (engine->leaver != 0) {
+    if (engine->leader.leaver != 0) {
         return HORO_OK; /* one LEAVE record closes the log for all */
     }
-    engine->leaver = rank + 1;
+    engine->leader.leaver = rank + 1;
     if (engine->is_root) {
         return HORO_OK; /* see form_batches */
     }
     size_t mark;
-    struct hr_buffer *out = &engine->links[0].out;
-    HR_TRY(collect_complete(engine)); /* what was announced before travels before */
+    struct hr_buffer *out = &engine->leader.links[0].out;
+    HR_TRY(hr_leader_collect(engine)); /* what was announced before travels before */
     HR_TRY(hr_frame_begin(out, &mark));
     HR_TRY(hr_wire_put_leave(out, rank));
     hr_frame_end(out, mark);
     return HORO_OK;
 }
 
-static int announce_message(struct hr_engine *engine, int member, const struct hr_wire_message *message, int64_t now_ns) {
+int hr_leader_announce(struct hr_engine *engine, int member, const struct hr_wire_message *message, int64_t now_ns) {
     switch (message->type) {
     case HR_WIRE_IDS: return announce_ids(engine, member, message, now_ns);
-    case HR_WIRE_REQUEST: return hr_agree_announce_request(&engine->agree, member, message, now_ns);
+    case HR_WIRE_REQUEST: return hr_agree_announce_request(&engine->leader.agree, member, message, now_ns);
     case HR_WIRE_LEAVE: return message->rank < engine->node->size ? hr_engine_note_leaver(engine, message->rank) : HORO_ERR_INTERNAL;
     default: return HORO_ERR_INTERNAL;
     }
@@ -132,7 +107,7 @@ static int announce_frames(struct hr_engine *engine, struct hr_buffer *in, int m
     while ((status = hr_frame_peek(in, &data, &bytes)) == HORO_OK) {
         struct hr_wire_message message;
         HR_TRY(hr_wire_decode(data, bytes, &message));
-        HR_TRY(announce_message(engine, member, &message, now_ns));
+        HR_TRY(hr_leader_announce(engine, member, &message, now_ns));
         hr_buffer_consume(in, 4 + bytes);
     }
     return status < 0 ? status : HORO_OK;
@@ -146,7 +121,7 @@ static int collect_requests(struct hr_engine *engine, int local_rank, int64_t no
     if (available == 0) {
         return HORO_OK;
     }
-    struct hr_buffer *in = &engine->request_in[local_rank];
+    struct hr_buffer *in = &engine->leader.request_in[local_rank];
     HR_TRY(hr_buffer_reserve(in, available));
     in->end += hr_ring_read(&block->requests, hr_arena_request_ring(&node->arena, local_rank), HR_REQUEST_RING_BYTES, &read,
                             in->data + in->end, available);
@@ -161,10 +136,10 @@ static int collect_requests(struct hr_engine *engine, int local_rank, int64_t no
 static int collect_local(struct hr_engine *engine) {
     const struct hr_node *node = engine->node;
     const uint64_t announced = atomic_load(&node->arena.header->announced); /* before looking: what comes later counts anew */
-    if (announced == engine->announced_seen) {
+    if (announced == engine->leader.announced_seen) {
         return 0;
     }
-    engine->announced_seen = announced;
+    engine->leader.announced_seen = announced;
     const int64_t now_ns = hr_now_ns();
     for (int i = 1; i < node->local_size; i++) {
         HR_TRY(collect_requests(engine, i, now_ns));
@@ -175,38 +150,38 @@ static int collect_local(struct hr_engine *engine) {
 /* ---- What goes out ---- */
 
 static int send_to_children(struct hr_engine *engine, const void *frames, size_t bytes) {
-    for (int i = engine->has_parent; i < engine->link_count; i++) {
-        if (engine->links[i].open) {
-            HR_TRY(hr_buffer_append(&engine->links[i].out, frames, bytes));
+    for (int i = engine->leader.has_parent; i < engine->leader.link_count; i++) {
+        if (engine->leader.links[i].open) {
+            HR_TRY(hr_buffer_append(&engine->leader.links[i].out, frames, bytes));
         }
     }
     return HORO_OK;
 }
 
 /* Records (framed) at the end of log_out from `mark` on also go to the child hosts. */
-static int hand_down(struct hr_engine *engine, size_t mark) {
-    const uint8_t *front = hr_buffer_front(&engine->log_out);
-    const size_t bytes = hr_buffer_size(&engine->log_out) - mark;
+int hr_leader_hand_down(struct hr_engine *engine, size_t mark) {
+    const uint8_t *front = hr_buffer_front(&engine->leader.log_out);
+    const size_t bytes = hr_buffer_size(&engine->leader.log_out) - mark;
     return bytes == 0 ? HORO_OK : send_to_children(engine, front + mark, bytes);
 }
 
 /* Behind the LEAVE record nothing is agreed on. */
 static int may_collect(const struct hr_engine *engine) {
-    return hr_agree_is_complete(&engine->agree) && !(engine->is_root && engine->log_closed);
+    return hr_agree_is_complete(&engine->leader.agree) && !(engine->is_root && engine->leader.log_closed);
 }
 
-static int collect_complete(struct hr_engine *engine) {
+int hr_leader_collect(struct hr_engine *engine) {
     if (!may_collect(engine)) {
         return 0;
     }
     uint32_t frames = 0;
     if (!engine->is_root) {
-        HR_TRY(hr_agree_collect(&engine->agree, &engine->links[0].out, &frames));
+        HR_TRY(hr_agree_collect(&engine->leader.agree, &engine->leader.links[0].out, &frames));
         return 1;
     }
-    const size_t mark = hr_buffer_size(&engine->log_out);
-    HR_TRY(hr_agree_collect(&engine->agree, &engine->log_out, &frames));
-    HR_TRY(hand_down(engine, mark));
+    const size_t mark = hr_buffer_size(&engine->leader.log_out);
+    HR_TRY(hr_agree_collect(&engine->leader.agree, &engine->leader.log_out, &frames));
+    HR_TRY(hr_leader_hand_down(engine, mark));
     return 1;
 }
 
@@ -216,26 +191,26 @@ static int collect_complete(struct hr_engine *engine) {
  */
 static int log_runs_out(const struct hr_engine *engine) {
     const uint64_t written = atomic_load_explicit(&engine->node->arena.header->log.written, memory_order_relaxed); /* by me */
-    const uint64_t left = written - engine->log_executed;
-    return hr_buffer_size(&engine->log_out) == 0 &&
-           (left == 0 || (engine->team->host_count > 1 && left == engine->record_bytes && hr_engine_is_ending_batch(engine)));
+    const uint64_t left = written - engine->executor.log_executed;
+    return hr_buffer_size(&engine->leader.log_out) == 0 &&
+           (left == 0 || (engine->team->host_count > 1 && left == engine->executor.record_bytes && hr_engine_is_ending_batch(engine)));
 }
 
 /* The log is the clock: the next batch is formed when the last one has run, of what became ready meanwhile. */
 static int may_form_batch(const struct hr_engine *engine, int64_t *due_ns) {
     *due_ns = 0;
-    if (!engine->is_root || engine->log_closed || !hr_agree_is_ready(&engine->agree) || !log_runs_out(engine)) {
+    if (!engine->is_root || engine->leader.log_closed || !hr_agree_is_ready(&engine->leader.agree) || !log_runs_out(engine)) {
         return 0;
     }
-    if (engine->cycle_ns == 0) {
+    if (engine->leader.cycle_ns == 0) {
         return 1;
     }
     uint64_t bytes;
-    const int64_t since_ns = hr_agree_ready_since(&engine->agree, &bytes);
-    if (bytes >= engine->agree.config.fusion_bytes || hr_now_ns() - since_ns >= engine->cycle_ns) {
+    const int64_t since_ns = hr_agree_ready_since(&engine->leader.agree, &bytes);
+    if (bytes >= engine->leader.agree.config.fusion_bytes || hr_now_ns() - since_ns >= engine->leader.cycle_ns) {
         return 1;
     }
-    *due_ns = since_ns + engine->cycle_ns;
+    *due_ns = since_ns + engine->leader.cycle_ns;
     return 0;
 }
 
@@ -243,27 +218,27 @@ static int may_form_batch(const struct hr_engine *engine, int64_t *due_ns) {
 static int write_batches(struct hr_engine *engine, int all) {
     uint32_t frames = 0;
     do {
-        const size_t mark = hr_buffer_size(&engine->log_out);
-        HR_TRY(hr_agree_form_batch(&engine->agree, &engine->log_out, &frames));
-        HR_TRY(hand_down(engine, mark));
+        const size_t mark = hr_buffer_size(&engine->leader.log_out);
+        HR_TRY(hr_agree_form_batch(&engine->leader.agree, &engine->leader.log_out, &frames));
+        HR_TRY(hr_leader_hand_down(engine, mark));
     } while (frames > 0 && all);
     return HORO_OK;
 }
 
 static int may_close(const struct hr_engine *engine) {
-    return engine->is_root && engine->leaver != 0 && !engine->log_closed;
+    return engine->is_root && engine->leader.leaver != 0 && !engine->leader.log_closed;
 }
 
 /* What all have announced before the leaver asked still runs; the LEAVE record follows it, and nothing follows that. */
 static int close_log(struct hr_engine *engine) {
     HR_TRY(write_batches(engine, 1));
-    size_t begin = hr_buffer_size(&engine->log_out);
+    size_t begin = hr_buffer_size(&engine->leader.log_out);
     size_t mark;
-    HR_TRY(hr_frame_begin(&engine->log_out, &mark));
-    HR_TRY(hr_wire_put_leave(&engine->log_out, engine->leaver - 1));
-    hr_frame_end(&engine->log_out, mark);
-    engine->log_closed = 1;
-    return hand_down(engine, begin);
+    HR_TRY(hr_frame_begin(&engine->leader.log_out, &mark));
+    HR_TRY(hr_wire_put_leave(&engine->leader.log_out, engine->leader.leaver - 1));
+    hr_frame_end(&engine->leader.log_out, mark);
+    engine->leader.log_closed = 1;
+    return hr_leader_hand_down(engine, begin);
 }
 
 static int form_batches(struct hr_engine *engine) {
@@ -281,7 +256,7 @@ static int form_batches(struct hr_engine *engine) {
 
 static uint64_t slowest_reader(const struct hr_engine *engine) {
     const struct hr_arena *arena = &engine->node->arena;
-    uint64_t slowest = engine->log_position;
+    uint64_t slowest = engine->executor.log_position;
     for (int i = 1; i < arena->local_size; i++) {
         const uint64_t read = atomic_load(&arena->blocks[i].log_read); /* partner: hr_engine_execute */
         if (read < slowest && atomic_load(&arena->blocks[i].state) != HR_MEMBER_LEFT) {
@@ -292,7 +267,7 @@ static uint64_t slowest_reader(const struct hr_engine *engine) {
 }
 
 static int flush_log(struct hr_engine *engine) {
-    struct hr_buffer *out = &engine->log_out;
+    struct hr_buffer *out = &engine->leader.log_out;
     if (hr_buffer_size(out) == 0) {
         return 0;
     }
@@ -310,145 +285,10 @@ static int flush_log(struct hr_engine *engine) {
     return written > 0;
 }
 
-/* ---- Between hosts ---- */
-
-static int handle_record(struct hr_engine *engine, const struct hr_wire_message *record, const uint8_t *frame,
-                         size_t frame_bytes) {
-    const int moved = collect_complete(engine); /* before apply, see agree.h */
-    HR_TRY(moved);
-    if (engine->log_closed) {
-        return HORO_ERR_INTERNAL;
-    }
-    if (record->type == HR_WIRE_LEAVE) {
-        engine->log_closed = 1;
-        engine->leaver = record->rank + 1;
-    } else {
-        HR_TRY(hr_agree_apply(&engine->agree, record));
-    }
-    const size_t mark = hr_buffer_size(&engine->log_out);
-    HR_TRY(hr_buffer_append(&engine->log_out, frame, frame_bytes));
-    return hand_down(engine, mark);
-}
-
-static int handle_message(struct hr_engine *engine, int link_index, const struct hr_wire_message *message,
-                          const uint8_t *frame, size_t frame_bytes) {
-    const int from_parent = engine->has_parent && link_index == 0;
-    const int member = engine->node->local_size + link_index - engine->has_parent;
-    if (message->rank >= engine->node->size) {
-        return HORO_ERR_INTERNAL;
-    }
-    if (message->type == HR_WIRE_LOST) {
-        hr_node_abort(engine->node, message->status, message->rank, message->reason);
-        return HORO_OK;
-    }
-    if (!from_parent) {
-        return announce_message(engine, member, message, hr_now_ns());
-    }
-    switch (message->type) {
-    case HR_WIRE_BATCH:
-    case HR_WIRE_FAIL:
-    case HR_WIRE_LEAVE: return handle_record(engine, message, frame, frame_bytes);
-    default: return HORO_ERR_INTERNAL;
-    }
-}
-
-static int handle_frames(struct hr_engine *engine, int link_index) {
-    struct hr_buffer *in = &engine->links[link_index].in;
-    const uint8_t *data;
-    size_t bytes;
-    int status;
-    while ((status = hr_frame_peek(in, &data, &bytes)) == HORO_OK) {
-        struct hr_wire_message message;
-        HR_TRY(hr_wire_decode(data, bytes, &message));
-        HR_TRY(handle_message(engine, link_index, &message, data - 4, bytes + 4));
-        hr_buffer_consume(in, 4 + bytes);
-    }
-    return status < 0 ? status : HORO_OK;
-}
-
-static void link_broke(struct hr_engine *engine, struct hr_link *link) {
-    link->open = 0;
-    if (!engine->log_closed) {
-        enum hr_loss how = HR_LOSS_CLOSED;
-        (void)engine->node->transport->ops->lost_peer(engine->node->transport, &how);
-        hr_node_abort(engine->node, HORO_ERR_PEER_LOST, link->leader_rank,
-                       how == HR_LOSS_SILENT ? HR_REASON_SILENT : HR_REASON_LINK);
-    }
-}
-
-static int progress_links(struct hr_engine *engine) {
-    int moved = 0;
-    for (int i = 0; i < engine->link_count; i++) {
-        struct hr_link *link = &engine->links[i];
-        const int status = hr_link_progress(engine, link);
-        if (status < 0 && status != HORO_ERR_PEER_LOST) {
-            return status;
-        }
-        HR_TRY(handle_frames(engine, i)); /* also what came before the link broke: the LEAVE record perhaps */
-        if (status == HORO_ERR_PEER_LOST) {
-            link_broke(engine, link);
-        }
-        moved |= status != 0;
-    }
-    return moved;
-}
-
-/* Each leader passes an abort on once, to all its neighbours. */
-static int tell_abort(struct hr_engine *engine) {
-    const struct hr_abort end = hr_arena_aborted(&engine->node->arena);
-    if (end.code == 0 || engine->told_abort) {
-        return 0;
-    }
-    engine->told_abort = 1;
-    for (int i = 0; i < engine->link_count; i++) {
-        struct hr_link *link = &engine->links[i];
-        size_t mark;
-        if (!link->open) {
-            continue;
-        }
-        HR_TRY(hr_frame_begin(&link->out, &mark));
-        HR_TRY(hr_wire_put_lost(&link->out, end.rank < 0 ? engine->node->rank : end.rank, end.code, end.reason));
-        hr_frame_end(&link->out, mark);
-    }
-    return 1;
-}
-
-static int sends_left(const struct hr_engine *engine) {
-    for (int i = 0; i < engine->link_count; i++) {
-        const struct hr_link *link = &engine->links[i];
-        if (link->open && (hr_buffer_size(&link->out) > 0 || link->send.state == HR_IO_POSTED)) {
-            return 1;
-        }
-    }
-    return 0;
-}
-
-int hr_engine_flush_links(struct hr_engine *engine) {
-    HR_TRY(tell_abort(engine));
-    (void)engine->node->transport->ops->progress(engine->node->transport);
-    for (int i = 0; i < engine->link_count; i++) {
-        if (hr_link_progress(engine, &engine->links[i]) < 0) {
-            engine->links[i].open = 0; /* what comes now changes nothing */
-        }
-    }
-    return !sends_left(engine);
-}
-
-int hr_engine_may_flush(const struct hr_engine *engine) {
-    for (int i = 0; i < engine->link_count; i++) {
-        const struct hr_link *link = &engine->links[i];
-        if (link->open && ((link->recv.state != HR_IO_POSTED && !link->is_garbled) ||
-                           (link->send.state != HR_IO_POSTED && hr_buffer_size(&link->out) > 0))) {
-            return 1;
-        }
-    }
-    return !sends_left(engine);
-}
-
 /* ---- The step ---- */
 
 int hr_engine_lead(struct hr_engine *engine) {
-    static int (*const parts[])(struct hr_engine *) = {collect_local, progress_links, collect_complete, form_batches, flush_log};
+    static int (*const parts[])(struct hr_engine *) = {collect_local, hr_leader_progress_links, hr_leader_collect, form_batches, flush_log};
     int moved = 0;
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
         const int status = parts[i](engine);
@@ -457,8 +297,8 @@ int hr_engine_lead(struct hr_engine *engine) {
         }
         moved |= status;
     }
-    if (moved && engine->link_count > 0) {
-        const int status = progress_links(engine); /* what was just written starts travelling now */
+    if (moved && engine->leader.link_count > 0) {
+        const int status = hr_leader_progress_links(engine); /* what was just written starts travelling now */
         return status < 0 ? status : 1;
     }
     return moved;
@@ -467,16 +307,16 @@ int hr_engine_lead(struct hr_engine *engine) {
 int hr_engine_has_lead_work(struct hr_engine *engine) {
     const struct hr_arena *arena = &engine->node->arena;
     int64_t due_ns;
-    if (atomic_load(&arena->header->announced) != engine->announced_seen || may_collect(engine) ||
+    if (atomic_load(&arena->header->announced) != engine->leader.announced_seen || may_collect(engine) ||
         may_close(engine) || may_form_batch(engine, &due_ns)) {
         return 1;
     }
-    if (hr_buffer_size(&engine->log_out) > 0 &&
+    if (hr_buffer_size(&engine->leader.log_out) > 0 &&
         atomic_load(&arena->header->log.written) - slowest_reader(engine) < HR_LOG_RING_BYTES) {
         return 1;
     }
-    for (int i = 0; i < engine->link_count; i++) {
-        if (hr_link_has_work(&engine->links[i])) {
+    for (int i = 0; i < engine->leader.link_count; i++) {
+        if (hr_link_has_work(&engine->leader.links[i])) {
             return 1;
         }
     }

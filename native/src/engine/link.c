@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/little_endian.h"
 #include "engine/engine.h"
 
 enum { LENGTH_BYTES = 4, IN_HEAD = HR_LINK_HEAD_BYTES - LENGTH_BYTES, CHUNK_MAX = 1 << 20 }; /* a chunk may end within a frame */
@@ -56,8 +57,8 @@ static int send_next(struct hr_engine *engine, struct hr_link *link) {
     static const uint8_t padding[IN_HEAD];
     const size_t waiting = hr_buffer_size(&link->out);
     const uint32_t bytes = waiting < CHUNK_MAX ? (uint32_t)waiting : CHUNK_MAX;
-    const uint8_t length[LENGTH_BYTES] = {(uint8_t)bytes, (uint8_t)(bytes >> 8), (uint8_t)(bytes >> 16),
-                                          (uint8_t)(bytes >> 24)};
+    uint8_t length[LENGTH_BYTES];
+    (void)hr_store_u32(length, bytes);
     hr_buffer_consume(&link->sending, hr_buffer_size(&link->sending));
     HR_TRY(hr_buffer_append(&link->sending, length, LENGTH_BYTES));
     HR_TRY(hr_buffer_append(&link->sending, hr_buffer_front(&link->out), bytes));
@@ -66,13 +67,13 @@ static int send_next(struct hr_engine *engine, struct hr_link *link) {
     }
     hr_buffer_consume(&link->out, bytes);
     HR_TRY(post_chunk(engine->node->transport, link));
-    atomic_fetch_add_explicit(&engine->messages_sent, 1, memory_order_relaxed);
+    atomic_fetch_add_explicit(&engine->counts.messages_sent, 1, memory_order_relaxed);
     return 1;
 }
 
 static int receive_head(const struct hr_engine *engine, struct hr_link *link) {
     const uint8_t *h = link->recv_head;
-    const uint32_t bytes = h[0] | (uint32_t)h[1] << 8 | (uint32_t)h[2] << 16 | (uint32_t)h[3] << 24;
+    const uint32_t bytes = hr_load_u32(h);
     if (bytes == 0 || bytes > CHUNK_MAX) {
         return HORO_ERR_INTERNAL;
     }

@@ -32,8 +32,8 @@ static int describe_local(struct hr_engine *engine, int64_t now_ns, char *text, 
     size_t used = 0;
     *culprit = -1;
     *oldest_ns = now_ns;
-    (void)pthread_mutex_lock(&engine->lock);
-    for (const struct hr_request *request = engine->oldest; request != NULL; request = request->newer) {
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    for (const struct hr_request *request = engine->submission.oldest; request != NULL; request = request->newer) {
         if (now_ns - request->submit_ns < engine->node->stall_warning_ns) {
             break;
         }
@@ -49,15 +49,15 @@ static int describe_local(struct hr_engine *engine, int64_t now_ns, char *text, 
                                      request->call.name, missing);
         }
     }
-    (void)pthread_mutex_unlock(&engine->lock);
+    (void)pthread_mutex_unlock(&engine->submission.lock);
     return count;
 }
 
 static int64_t oldest_pending_ns(struct hr_engine *engine) {
-    (void)pthread_mutex_lock(&engine->lock);
-    const int64_t oldest = engine->oldest == NULL ? 0 : engine->oldest->submit_ns;
-    (void)pthread_mutex_unlock(&engine->lock);
-    const int64_t since = engine->is_leader ? hr_agree_waiting_since(&engine->agree) : 0;
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    const int64_t oldest = engine->submission.oldest == NULL ? 0 : engine->submission.oldest->submit_ns;
+    (void)pthread_mutex_unlock(&engine->submission.lock);
+    const int64_t since = engine->is_leader ? hr_agree_waiting_since(&engine->leader.agree) : 0;
     return since != 0 && (oldest == 0 || since < oldest) ? since : oldest;
 }
 
@@ -72,14 +72,14 @@ static int describe_undecided(struct hr_engine *engine, int64_t now_ns, char *te
         return 0;
     }
     *periods = (engine->is_leader ? 1 : 2) + __builtin_popcount((unsigned)engine->team->host); /* the tree is binomial */
-    *culprit = engine->is_leader ? engine->links[0].leader_rank : node->rank_of_local[0];
+    *culprit = engine->is_leader ? engine->leader.links[0].leader_rank : node->rank_of_local[0];
     char who[NAME_TEXT_BYTES];
     (void)hr_node_name_rank(node, *culprit, who, sizeof who);
     int count = 0;
     size_t used = 0;
-    (void)pthread_mutex_lock(&engine->lock);
-    for (const struct hr_request *request = engine->oldest; request != NULL; request = request->newer) {
-        const int64_t since_ns = request->submit_ns > engine->stall_moved_ns ? request->submit_ns : engine->stall_moved_ns;
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    for (const struct hr_request *request = engine->submission.oldest; request != NULL; request = request->newer) {
+        const int64_t since_ns = request->submit_ns > engine->driver.stall_moved_ns ? request->submit_ns : engine->driver.stall_moved_ns;
         if (now_ns - since_ns < *periods * node->stall_warning_ns) {
             continue;
         }
@@ -89,7 +89,7 @@ static int describe_undecided(struct hr_engine *engine, int64_t now_ns, char *te
                                      count == 1 ? "" : "; ", request->call.name, who);
         }
     }
-    (void)pthread_mutex_unlock(&engine->lock);
+    (void)pthread_mutex_unlock(&engine->submission.lock);
     return count;
 }
 
@@ -110,7 +110,7 @@ static void report(struct hr_engine *engine, int64_t now_ns) {
     int count = describe_local(engine, now_ns, text, sizeof text, &culprit, &oldest_ns);
     if (count == 0 && engine->is_leader) {
         periods = 1;
-        count = hr_agree_describe_waiting(&engine->agree, now_ns, node->stall_warning_ns, text, sizeof text, &oldest_ns,
+        count = hr_agree_describe_waiting(&engine->leader.agree, now_ns, node->stall_warning_ns, text, sizeof text, &oldest_ns,
                                           &culprit);
     }
     if (count == 0) {
@@ -150,30 +150,30 @@ static void report_batch(struct hr_engine *engine, int64_t waited_ns) {
 int64_t hr_engine_check_stall(struct hr_engine *engine) {
     const int64_t warning_ns = engine->node->stall_warning_ns;
     if (warning_ns <= 0 ||
-        (atomic_load(&engine->pending) == 0 && (!engine->is_leader || engine->agree.active == 0))) {
-        engine->stall_check_ns = 0;
+        (atomic_load(&engine->submission.pending) == 0 && (!engine->is_leader || engine->leader.agree.active == 0))) {
+        engine->driver.stall_check_ns = 0;
         return 0;
     }
     /* What is submitted later is due later, so the time found once holds until it comes. */
     const int64_t now_ns = hr_now_ns();
-    if (engine->moves != engine->stall_moves) {
-        engine->stall_moves = engine->moves;
-        engine->stall_moved_ns = now_ns;
+    if (engine->driver.moves != engine->driver.stall_moves) {
+        engine->driver.stall_moves = engine->driver.moves;
+        engine->driver.stall_moved_ns = now_ns;
     }
-    if (now_ns < engine->stall_check_ns) {
-        return engine->stall_check_ns;
+    if (now_ns < engine->driver.stall_check_ns) {
+        return engine->driver.stall_check_ns;
     }
-    const int is_executing = engine->execution != HR_EXECUTION_IDLE;
-    const int64_t since_ns = is_executing ? engine->stall_moved_ns : oldest_pending_ns(engine);
+    const int is_executing = engine->executor.state != HR_EXECUTION_IDLE;
+    const int64_t since_ns = is_executing ? engine->driver.stall_moved_ns : oldest_pending_ns(engine);
     if (since_ns != 0 && now_ns - since_ns >= warning_ns) {
         if (is_executing) {
             report_batch(engine, now_ns - since_ns);
         } else {
             report(engine, now_ns);
         }
-        engine->stall_check_ns = now_ns + warning_ns;
+        engine->driver.stall_check_ns = now_ns + warning_ns;
     } else {
-        engine->stall_check_ns = (since_ns == 0 ? now_ns : since_ns) + warning_ns;
+        engine->driver.stall_check_ns = (since_ns == 0 ? now_ns : since_ns) + warning_ns;
     }
-    return engine->stall_check_ns;
+    return engine->driver.stall_check_ns;
 }

@@ -1,0 +1,160 @@
+/* What leaders say to one another: the links along the tree of hosts, the messages on them, and the end of both. */
+#include <stdlib.h>
+
+#include "engine/engine.h"
+
+/* The tree of hosts is binomial over host numbers: the parent is the number without its lowest bit. */
+int hr_leader_open_links(struct hr_engine *engine, struct hr_error *error) {
+    const struct hr_team *team = engine->team;
+    engine->leader.links = calloc((size_t)team->host_count, sizeof *engine->leader.links);
+    if (engine->leader.links == NULL) {
+        return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for the links of %d hosts", team->host_count);
+    }
+    if (team->host_count == 1) {
+        return HORO_OK;
+    }
+    int status = HORO_OK;
+    if (team->host != 0) {
+        engine->leader.has_parent = 1;
+        status = hr_link_open(engine, &engine->leader.links[engine->leader.link_count++], team->host & (team->host - 1));
+    }
+    for (int bit = 1; team->host + bit < team->host_count && (team->host & bit) == 0; bit <<= 1) {
+        if (status == HORO_OK) {
+            status = hr_link_open(engine, &engine->leader.links[engine->leader.link_count++], team->host + bit);
+        }
+    }
+    return status == HORO_OK ? HORO_OK : hr_fail(error, status, "a control connection to another host is missing");
+}
+
+static int handle_record(struct hr_engine *engine, const struct hr_wire_message *record, const uint8_t *frame,
+                         size_t frame_bytes) {
+    const int moved = hr_leader_collect(engine); /* before apply, see agree.h */
+    HR_TRY(moved);
+    if (engine->leader.log_closed) {
+        return HORO_ERR_INTERNAL;
+    }
+    if (record->type == HR_WIRE_LEAVE) {
+        engine->leader.log_closed = 1;
+        engine->leader.leaver = record->rank + 1;
+    } else {
+        HR_TRY(hr_agree_apply(&engine->leader.agree, record));
+    }
+    const size_t mark = hr_buffer_size(&engine->leader.log_out);
+    HR_TRY(hr_buffer_append(&engine->leader.log_out, frame, frame_bytes));
+    return hr_leader_hand_down(engine, mark);
+}
+
+static int handle_message(struct hr_engine *engine, int link_index, const struct hr_wire_message *message,
+                          const uint8_t *frame, size_t frame_bytes) {
+    const int from_parent = engine->leader.has_parent && link_index == 0;
+    const int member = engine->node->local_size + link_index - engine->leader.has_parent;
+    if (message->rank >= engine->node->size) {
+        return HORO_ERR_INTERNAL;
+    }
+    if (message->type == HR_WIRE_LOST) {
+        hr_node_abort(engine->node, message->status, message->rank, message->reason);
+        return HORO_OK;
+    }
+    if (!from_parent) {
+        return hr_leader_announce(engine, member, message, hr_now_ns());
+    }
+    switch (message->type) {
+    case HR_WIRE_BATCH:
+    case HR_WIRE_FAIL:
+    case HR_WIRE_LEAVE: return handle_record(engine, message, frame, frame_bytes);
+    default: return HORO_ERR_INTERNAL;
+    }
+}
+
+static int handle_frames(struct hr_engine *engine, int link_index) {
+    struct hr_buffer *in = &engine->leader.links[link_index].in;
+    const uint8_t *data;
+    size_t bytes;
+    int status;
+    while ((status = hr_frame_peek(in, &data, &bytes)) == HORO_OK) {
+        struct hr_wire_message message;
+        HR_TRY(hr_wire_decode(data, bytes, &message));
+        HR_TRY(handle_message(engine, link_index, &message, data - 4, bytes + 4));
+        hr_buffer_consume(in, 4 + bytes);
+    }
+    return status < 0 ? status : HORO_OK;
+}
+
+static void link_broke(struct hr_engine *engine, struct hr_link *link) {
+    link->open = 0;
+    if (!engine->leader.log_closed) {
+        enum hr_loss how = HR_LOSS_CLOSED;
+        (void)engine->node->transport->ops->lost_peer(engine->node->transport, &how);
+        hr_node_abort(engine->node, HORO_ERR_PEER_LOST, link->leader_rank,
+                       how == HR_LOSS_SILENT ? HR_REASON_SILENT : HR_REASON_LINK);
+    }
+}
+
+int hr_leader_progress_links(struct hr_engine *engine) {
+    int moved = 0;
+    for (int i = 0; i < engine->leader.link_count; i++) {
+        struct hr_link *link = &engine->leader.links[i];
+        const int status = hr_link_progress(engine, link);
+        if (status < 0 && status != HORO_ERR_PEER_LOST) {
+            return status;
+        }
+        HR_TRY(handle_frames(engine, i)); /* also what came before the link broke: the LEAVE record perhaps */
+        if (status == HORO_ERR_PEER_LOST) {
+            link_broke(engine, link);
+        }
+        moved |= status != 0;
+    }
+    return moved;
+}
+
+/* Each leader passes an abort on once, to all its neighbours. */
+static int tell_abort(struct hr_engine *engine) {
+    const struct hr_abort end = hr_arena_aborted(&engine->node->arena);
+    if (end.code == 0 || engine->leader.told_abort) {
+        return 0;
+    }
+    engine->leader.told_abort = 1;
+    for (int i = 0; i < engine->leader.link_count; i++) {
+        struct hr_link *link = &engine->leader.links[i];
+        size_t mark;
+        if (!link->open) {
+            continue;
+        }
+        HR_TRY(hr_frame_begin(&link->out, &mark));
+        HR_TRY(hr_wire_put_lost(&link->out, end.rank < 0 ? engine->node->rank : end.rank, end.code, end.reason));
+        hr_frame_end(&link->out, mark);
+    }
+    return 1;
+}
+
+static int sends_left(const struct hr_engine *engine) {
+    for (int i = 0; i < engine->leader.link_count; i++) {
+        const struct hr_link *link = &engine->leader.links[i];
+        if (link->open && (hr_buffer_size(&link->out) > 0 || link->send.state == HR_IO_POSTED)) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+int hr_engine_flush_links(struct hr_engine *engine) {
+    HR_TRY(tell_abort(engine));
+    (void)engine->node->transport->ops->progress(engine->node->transport);
+    for (int i = 0; i < engine->leader.link_count; i++) {
+        if (hr_link_progress(engine, &engine->leader.links[i]) < 0) {
+            engine->leader.links[i].open = 0; /* what comes now changes nothing */
+        }
+    }
+    return !sends_left(engine);
+}
+
+int hr_engine_may_flush(const struct hr_engine *engine) {
+    for (int i = 0; i < engine->leader.link_count; i++) {
+        const struct hr_link *link = &engine->leader.links[i];
+        if (link->open && ((link->recv.state != HR_IO_POSTED && !link->is_garbled) ||
+                           (link->send.state != HR_IO_POSTED && hr_buffer_size(&link->out) > 0))) {
+            return 1;
+        }
+    }
+    return !sends_left(engine);
+}
