@@ -1,0 +1,87 @@
+"""Two builds of horo's core, in turn: what a change has done to the time of an allreduce.
+
+    git worktree add ../before COMMIT && make -C ../before build
+    python benchmarks/builds.py ../before . --layouts "2;4;1,1;1,1,1,1" --sizes 4,4K,64K,4M,64M --rounds 9
+
+Each tree has an environment of its own (`make build`). Ranks are forked processes of numpy arrays, hosts are joined by
+TCP over loopback; no torch, no launcher. A ratio below 1 says that the second tree takes less time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import report
+
+SCRIPT = Path(__file__).resolve().parent / "builds_rank.py"
+TURN_LIMIT_S = 300
+TITLES = "{:<12} {:>8} {:>12} {:>12} {:>8} {:>15}"
+
+
+def parse_arguments(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Two builds of horo's core, in turn.")
+    parser.add_argument("before", type=Path, help="a tree after `make build`")
+    parser.add_argument("after", type=Path, help="another")
+    parser.add_argument("--layouts", default="2;4;1,1;1,1,1,1", help="ranks of each host, layouts apart by ';'")
+    parser.add_argument("--sizes", default="4,4K,64K,4M,64M", help="bytes of the tensor (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=9, help="turns of each tree (default: %(default)s)")
+    parser.add_argument("--turn-ms", type=float, default=200, help="about, per size (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="write the result here too")
+    chosen = parser.parse_args(words)
+    for tree in (chosen.before, chosen.after):
+        if not (tree / ".venv/bin/python").exists():
+            parser.error(f"{tree} has no .venv: run `make build` there")
+    return chosen
+
+
+def turn(tree: Path, layout: str, sizes: list[int], turn_ms: float) -> dict[int, float]:
+    """Microseconds by size, of one job of this tree."""
+    words = [str(tree.resolve()), layout, ",".join(map(str, sizes)), str(turn_ms / 1000)]
+    done = subprocess.run(
+        [str(tree.resolve() / ".venv/bin/python"), str(SCRIPT), *words],
+        capture_output=True,
+        text=True,
+        timeout=TURN_LIMIT_S,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise SystemExit(f"builds.py: {tree} failed with layout {layout}:\n{done.stderr}")
+    return {int(size): micros for size, micros in json.loads(done.stdout).items()}
+
+
+def main(words: list[str]) -> None:
+    chosen = parse_arguments(words)
+    sizes = [report.parse_size(word) for word in chosen.sizes.split(",")]
+    rows = []
+    print(TITLES.format("hosts", "size", "before us", "after us", "ratio", "(least, most)"))
+    for layout in chosen.layouts.split(";"):
+        before: dict[int, list[float]] = {size: [] for size in sizes}
+        after: dict[int, list[float]] = {size: [] for size in sizes}
+        for index in range(chosen.rounds):
+            order = [(chosen.before, before), (chosen.after, after)]
+            for tree, times in order if index % 2 == 0 else reversed(order):
+                for size, micros in turn(tree, layout, sizes, chosen.turn_ms).items():
+                    times[size].append(micros)
+        for size in sizes:
+            ratios = sorted(b / a for a, b in zip(before[size], after[size], strict=True))
+            a, b, ratio = (statistics.median(values) for values in (before[size], after[size], ratios))
+            rows.append(
+                {"layout": layout, "bytes": size, "before_us": before[size], "after_us": after[size], "ratio": ratio}
+            )
+            spread = f"({ratios[0]:.2f}, {ratios[-1]:.2f})"
+            print(
+                TITLES.format(layout, report.size_text(size), f"{a:.2f}", f"{b:.2f}", f"{ratio:.3f}", spread),
+                flush=True,
+            )
+    if chosen.json:
+        options = {"rounds": chosen.rounds, "turn_ms": chosen.turn_ms}
+        report.write(chosen.json, report.document("builds", rows, options=options))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
