@@ -86,8 +86,11 @@ def test_a_rank_that_leaves_while_others_announce_other_names_is_named(hosts: li
 
 
 @pytest.mark.parametrize("hosts", [[2], [1, 1], [2, 2], [1, 1, 1, 1]], ids=str)
-def test_all_may_leave_at_once_right_after_they_have_submitted(hosts: list[int]) -> None:
-    start = threading.Barrier(sum(hosts))
+def test_all_may_leave_at_once_and_what_was_agreed_on_is_finished_everywhere(hosts: list[int]) -> None:
+    """The log ends at one place for all: a tensor is reduced on all ranks, or on none."""
+    size = sum(hosts)
+    start = threading.Barrier(size)
+    reduced: dict[int, list[list[float]]] = {}
 
     def body(group: Group, rank: Rank, step: int) -> None:
         arrays = [np.ones(20_000, np.float32) for _ in range(4)]
@@ -96,8 +99,11 @@ def test_all_may_leave_at_once_right_after_they_have_submitted(hosts: list[int])
             for i, array in enumerate(arrays):
                 rank.submit("allreduce", f"x{i}", [array], reduce_op=SUM)
         group.leave(rank.rank)
+        reduced.setdefault(step, []).append([float(array.max()) for array in arrays])
+        assert all(array.min() == array.max() in (1, size) for array in arrays)
 
     rounds(hosts, 150, body)
+    assert all(values == outcomes[0] for outcomes in reduced.values() for values in outcomes)
 
 
 @pytest.mark.parametrize("hosts", [[3], [1, 1, 1], [2, 1], [1, 2]], ids=str)

@@ -41,14 +41,14 @@ static int fill(struct hr_segments *segments) {
     return HR_TASK_MOVED;
 }
 
-static int meet(struct hr_segments *segments) {
-    if (!segments->begins_alone && !phase_reached(segments, HR_PHASE_FILLED, segments->met)) {
+static int make_ready(struct hr_segments *segments) {
+    if (!segments->begins_alone && !phase_reached(segments, HR_PHASE_FILLED, segments->ready)) {
         return HR_TASK_BLOCKED;
     }
     if (segments->ops->reduce != NULL) {
-        segments->ops->reduce(segments, segments->met);
+        segments->ops->reduce(segments, segments->ready);
     }
-    segments->met++;
+    segments->ready++;
     return HR_TASK_MOVED;
 }
 
@@ -83,8 +83,8 @@ static int advance_on_one_host(struct hr_segments *segments) {
     if (segments->filled < segments->count && segments->filled <= segments->drained + fills_ahead) {
         return fill(segments);
     }
-    if (segments->met < segments->count && segments->met <= segments->drained + reduces_ahead) {
-        const int moved = meet(segments);
+    if (segments->ready < segments->count && segments->ready <= segments->drained + reduces_ahead) {
+        const int moved = make_ready(segments);
         if (moved == HR_TASK_MOVED) {
             segments->begun++;
             finish(segments);
@@ -122,7 +122,7 @@ static int travel(struct hr_segments *segments) {
         finish(segments);
         return HR_TASK_MOVED;
     }
-    if (segments->begun < segments->met &&
+    if (segments->begun < segments->ready &&
         (segments->begun == segments->finished || hr_cross_all_posted(cross_of(segments, segments->begun - 1)))) {
         return begin(segments);
     }
@@ -134,8 +134,8 @@ static int advance_between_hosts(struct hr_segments *segments) {
     if (moved == HR_TASK_BLOCKED && segments->drained < segments->finished) {
         moved = drain(segments);
     }
-    if (moved == HR_TASK_BLOCKED && segments->met < segments->filled) {
-        moved = meet(segments);
+    if (moved == HR_TASK_BLOCKED && segments->ready < segments->filled) {
+        moved = make_ready(segments);
     }
     if (moved == HR_TASK_BLOCKED && segments->filled < segments->count &&
         segments->filled < segments->drained + HR_SEGMENTS_TRAVELLING_MAX) {

@@ -5,12 +5,12 @@
  *     stage     | may begin when                                        | does
  *     ----------+-------------------------------------------------------+-----------------------------------------------
  *     filled    | all have drained segment k - 2 (two slots in turn)    | fill: puts my contribution into my slot
- *     met       | all have filled k                                     | reduce: reduces my share
+ *     ready     | all have filled k                                     | reduce: reduces my share
  *     begun     | k - 1 has posted all that it sends                    | begin: my share starts to travel between hosts
  *     finished  | it has travelled                                      | finish: shows that my share is final
  *     drained   | all have finished k                                   | drain: takes out what I need
  *
- * On one host begun and finished follow met at once, and the stages follow one another in a fixed order, which was measured to be the
+ * On one host begun and finished follow ready at once, and the stages follow one another in a fixed order, which was measured to be the
  * best. Between hosts whatever can be done is done, what the link waits for first: a segment begins to travel when the one before
  * has been posted to its end, so the link never idles between two, and meanwhile the next is filled.
  */
@@ -48,7 +48,7 @@ struct hr_segments {
     int begins_alone;          /* travelling needs nothing of the other ranks of this host */
     enum hr_phase drain_phase; /* what draining waits for: HR_PHASE_REDUCED; HR_PHASE_FILLED if that is enough */
 
-    size_t filled, met, begun, finished, drained; /* each at most the one before; filled is at most drained + 2 */
+    size_t filled, ready, begun, finished, drained; /* each at most the one before; filled is at most drained + 2 */
     struct hr_cross cross[HR_SEGMENTS_TRAVELLING_MAX]; /* segment k uses entry k % HR_SEGMENTS_TRAVELLING_MAX */
 };
 

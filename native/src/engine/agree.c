@@ -166,14 +166,14 @@ int hr_agree_assign(struct hr_agree *agree, struct hr_agree_entry *entry, uint32
 
 /* True once in `one_in` calls, on average. Not by counting: that could keep time with a program, and always miss the same names. */
 static int draw(struct hr_agree *agree, uint32_t one_in) {
-    agree->lot = agree->lot * 6364136223846793005u + 1442695040888963407u; /* Knuth's MMIX generator */
-    return (agree->lot >> 32) % one_in == 0;
+    agree->random = agree->random * 6364136223846793005u + 1442695040888963407u; /* Knuth's MMIX generator */
+    return (agree->random >> 32) % one_in == 0;
 }
 
 /*
  * Training asks for the same names in the same order, step after step. With a few names more than slots, to evict the least recently
  * used one for each newcomer would evict every name just before it is needed, and the cache would never be hit. So most newcomers stay
- * without an id, which keeps what is there, and a lucky one in some moves in, which lets a changed set of names in after a while:
+ * without an id, which keeps what is there, and a lucky one in some moves in, and so lets a changed set of names in after a while:
  * Qureshi et al., Adaptive Insertion Policies for High Performance Caching (ISCA 2007), "bimodal insertion".
  */
 uint32_t hr_agree_pick_id(struct hr_agree *agree) {

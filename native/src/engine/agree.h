@@ -57,7 +57,7 @@ struct hr_agree {
     uint64_t ready_bytes;
     uint32_t active;                  /* entries that anybody has announced this round */
     uint32_t slots_used;              /* root: slots that have had an owner; from then on they always have one */
-    uint64_t lot;                     /* root: the last one drawn, see hr_agree_pick_id */
+    uint64_t random;                  /* root: the last random number, see hr_agree_pick_id */
 };
 
 int hr_agree_init(struct hr_agree *agree, const struct hr_agree_config *config);

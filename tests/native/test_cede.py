@@ -1,4 +1,4 @@
-"""A leader's background thread lends its driving to a caller that makes call after call, and takes it back."""
+"""A leader's background thread cedes its driving to a caller that makes call after call, and takes it back."""
 
 from __future__ import annotations
 
