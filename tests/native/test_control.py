@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import native_build
 import numpy as np
 import pytest
 from ranks import Group, Rank, describe, wait_for
@@ -21,7 +22,7 @@ from horo._core import Slip
 from horo._errors import MismatchError, PeerLostError
 from horo._setup import Setup
 
-ROUNDS = int(os.environ.get("HORO_TEST_ROUNDS", "12000"))
+ROUNDS = int(os.environ.get("HORO_TEST_ROUNDS", "600" if native_build.FLAVOUR else "6000"))
 """How often what goes wrong once in thousands of times is tried."""
 
 SUM = _core.REDUCE_OPS["sum"]

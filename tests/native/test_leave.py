@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
+import native_build
 import numpy as np
 import pytest
 from ranks import Group, Rank, wait_for
@@ -16,7 +17,7 @@ from horo import _core
 from horo._errors import AbortedError
 
 SUM = _core.REDUCE_OPS["sum"]
-ROUNDS = 600
+ROUNDS = 60 if native_build.FLAVOUR else 300
 TOLD_WITHIN_S = 15
 LEAVERS = [(hosts, leaver) for hosts in ([2], [1, 1], [2, 2]) for leaver in range(sum(hosts))]
 

@@ -19,11 +19,8 @@ def test_a_sleeper_whose_waker_died_hears_of_the_death(native: ModuleType, sleep
     def body(rank: Rank) -> None:
         handle = rank.submit("allreduce", "x", [np.ones(100_000)], reduce_op=1)
         if rank.rank == sleeper:
-            mark = native.lib.shim_arena_sleeping(
-                native.ffi.cast("void *", group.arena_address(0)), size, segment_bytes, sleeper
-            )
-            wait_for(lambda: mark[0] != 0)
-            mark[0] = 0
+            memory = native.ffi.cast("void *", group.arena_address(0))
+            wait_for(lambda: native.lib.shim_arena_clear_sleeping(memory, size, segment_bytes, sleeper) == 1)
             group.kill(victim)
         wait_for(lambda: rank.context.poll(handle), 10)  # nobody waits: the background thread alone must hear
         with pytest.raises(PeerLostError, match=rf"rank {victim} "):

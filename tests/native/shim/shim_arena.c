@@ -55,11 +55,11 @@ uint32_t shim_arena_places(void) {
     return HR_PENDING_MAX;
 }
 
-volatile uint32_t *shim_arena_sleeping(void *memory, int local_size, uint64_t segment_bytes, int local_rank) {
+int shim_arena_clear_sleeping(void *memory, int local_size, uint64_t segment_bytes, int local_rank) {
     struct hr_arena arena;
     struct hr_error error = {0};
     if (hr_arena_map(&arena, memory, -1, local_rank, local_size, (size_t)segment_bytes, &error) != HORO_OK) {
-        return NULL;
+        return -1;
     }
-    return (volatile uint32_t *)(void *)&arena.blocks[local_rank].sleeping;
+    return (int)atomic_exchange(&arena.blocks[local_rank].sleeping, 0);
 }
