@@ -210,6 +210,12 @@ class Config:
         low=0,
         high=1_000_000,
     )
+    leave_crowded_cores: bool = _variable(
+        "LEAVE_CROWDED_CORES",
+        False,
+        "1: a thread that waits for other ranks may move, within its affinity, from a core that several ranks use to "
+        "one that fewer use; `hororun` sets it.",
+    )
     overlap: str = _variable(
         "OVERLAP",
         "auto",

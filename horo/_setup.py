@@ -108,5 +108,6 @@ class Setup:
     stall_shutdown_ms: int = 0
     peer_timeout_ms: int = 30_000
     log_level: int = 3
+    leaves_crowded_cores: bool = False
     arena_memory: int = 0
     mpi: MpiUse | None = None

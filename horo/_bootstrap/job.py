@@ -371,5 +371,6 @@ def _setup(
         stall_shutdown_ms=round(config.stall_shutdown_time_s * 1000) if checked else 0,
         peer_timeout_ms=round(config.peer_timeout_s * 1000),
         log_level=config.log_level_number,
+        leaves_crowded_cores=config.leave_crowded_cores,
         mpi=mpi,
     )

@@ -211,6 +211,8 @@ typedef struct {
     int32_t stall_shutdown_ms;            /* 0: never give up */
     int32_t peer_timeout_ms;              /* silence on a link with work pending after which the peer is lost */
     int32_t log_level;                    /* enum horo_log_level */
+    int32_t leaves_crowded_cores;         /* 1: a thread that waits on a core which other ranks use moves to one that fewer use, by
+                                             sched_setaffinity, and has its affinity back at once; 0: threads are left where they are */
     const horo_mpi *mpi;                  /* NULL: none */
 } horo_setup;
 
@@ -225,14 +227,14 @@ typedef struct {
     uint64_t link_bytes;       /* of data, handed to links to other hosts */
     uint64_t sleeps;           /* times a driver slept in poll() */
     uint64_t wakes;            /* eventfd writes: to others, and to this rank's background thread where it is parked */
-    uint64_t moves;            /* of a thread that waited to a core with fewer ranks */
+    uint64_t moves;            /* of a thread that waited to a core with fewer ranks; see leaves_crowded_cores */
     uint64_t mpi_stranded;     /* transfers given up that MPI has not given back: it may still touch their memory */
 } horo_counters;
 
 enum { HORO_NAME_MAX = 1023, HORO_MESSAGE_MAX = 1024, HORO_DIMS_MAX = 64 };
 enum { HORO_MPI_STATUS_MAX = 128, HORO_MPI_MESSAGE_MAX = 1 << 30 };
 
-/* "0.1.0+abi7": ranks compare it at init and refuse to mix. */
+/* "0.1.0+abi8": ranks compare it at init and refuse to mix. */
 HORO_API const char *horo_version(void);
 HORO_API const char *horo_status_name(int status);
 HORO_API size_t horo_dtype_bytes(int dtype);

@@ -153,6 +153,7 @@ int hr_node_init(struct hr_node *node, const horo_setup *setup, const struct hr_
         .peer_timeout_ns = (int64_t)setup->peer_timeout_ms * 1000000,
         .stall_warning_ns = (int64_t)setup->stall_warning_ms * 1000000,
         .stall_shutdown_ns = (int64_t)setup->stall_shutdown_ms * 1000000,
+        .core_choice = {.enabled = setup->leaves_crowded_cores != 0},
         .log = {.level = setup->log_level, .rank = setup->rank},
     };
     HR_TRY(setup->mpi == NULL ? HORO_OK : hr_mpi_init(&node->mpi, setup->mpi, error));
