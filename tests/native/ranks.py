@@ -125,8 +125,8 @@ class Group:
         rewire: Callable[[list[Setup]], list[Setup]] | None = None,
         **options: Any,
     ) -> None:
-        """``relay`` slows links between hosts, ``rewire`` may put other descriptors into the setups; ``options`` are those
-        of ``make_setups``.
+        """``relay`` slows links between hosts, ``rewire`` may put other descriptors into the setups; ``options`` are
+        those of ``make_setups``.
         """
         self._relays = None if relay is None else Relays(relay)
         setups = make_setups(hosts, relays=self._relays, **options)
