@@ -45,6 +45,7 @@ struct hr_node {
     int *owned_fds;        /* all descriptors but the transport's, for closing */
     int owned_fd_count;
     _Atomic int *life_fds; /* [local_size]; -1: none or closed; see hr_node_watch */
+    int sockets_per_peer; /* of data links */
     struct pollfd *poll_fds;
     size_t poll_capacity;
 
