@@ -210,6 +210,12 @@ class Config:
         low=0,
         high=1_000_000,
     )
+    leave_crowded_cores: bool = _variable(
+        "LEAVE_CROWDED_CORES",
+        False,
+        "1: a thread that waits for other ranks may move, within its affinity, from a core that several ranks use to "
+        "one that fewer use; `hororun` sets it.",
+    )
     overlap: str = _variable(
         "OVERLAP",
         "auto",
@@ -231,6 +237,14 @@ class Config:
         "What moves data between hosts: `tcp`, or `mpi`, for the site's own network; `auto`: mpi in a job that an MPI "
         "has launched, else tcp. Agreement between hosts travels by TCP in any case.",
         choices=("auto", "tcp", "mpi"),
+    )
+    sockets_per_peer: int = _variable(
+        "SOCKETS_PER_PEER",
+        1,
+        "TCP connections that share the data between two ranks of different hosts, for networks on which one "
+        "connection does not reach the rate of the link.",
+        low=1,
+        high=8,
     )
     controller: str = _variable(
         "CONTROLLER",

@@ -100,6 +100,7 @@ class Setup:
     life_fds: Sequence[int]
     control_fds: Sequence[int]
     data_fds: Sequence[int]
+    """Number ``i`` to a host is at ``host * sockets_per_peer + i``."""
     fusion_bytes: int = 128 << 20
     cache_capacity: int = 4096
     spin_us: int = 1000
@@ -108,5 +109,7 @@ class Setup:
     stall_shutdown_ms: int = 0
     peer_timeout_ms: int = 30_000
     log_level: int = 3
+    leaves_crowded_cores: bool = False
+    sockets_per_peer: int = 1
     arena_memory: int = 0
     mpi: MpiUse | None = None

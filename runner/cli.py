@@ -82,6 +82,7 @@ def parse(arguments: Sequence[str]) -> Job | None:
         store_port=given.store_port,
         master_port=given.master_port,
         keep_memory=not given.no_keep_memory,
+        move_ranks=not given.no_move_ranks,
         exports=_exports(given),
         dry_run=given.dry_run,
         python=given.remote_python or sys.executable,

@@ -108,6 +108,7 @@ class Job:
         store_port: port of the key-value server; 0: any free one.
         master_port: ``MASTER_PORT``; 0: any free one.
         keep_memory: whether ranks keep freed memory for the next allocation.
+        move_ranks: whether waiting ranks may leave cores that they share.
         exports: what ``-x`` and the tuning flags add to the environment of every rank.
         dry_run: whether to say what would be run, and run nothing.
         python: the Python on remote hosts.
@@ -129,6 +130,7 @@ class Job:
     store_port: int = 0
     master_port: int = 0
     keep_memory: bool = True
+    move_ranks: bool = True
     exports: Mapping[str, str] = field(default_factory=dict)
     dry_run: bool = False
     python: str = ""

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from horo.runner.candidates import candidates
 from horo.runner.config import EXIT_SETUP, EXIT_USAGE, Job, JobError
 from horo.runner.console import Console
-from horo.runner.environment import FORWARDED, delegated_variables, tunes_malloc
+from horo.runner.environment import FORWARDED, delegated_variables, places_ranks, tunes_malloc
 from horo.runner.hosts import written
 from horo.runner.launch_jsrun import jsrun_command
 from horo.runner.launch_mpi import Mpirun, family_of, forwarded_names, mpirun_command, mpirun_variables
@@ -186,6 +186,7 @@ def _environment(job: Job, environment: Mapping[str, str], ranks_per_host: int) 
         job.interfaces,
         threads=None if "OMP_NUM_THREADS" in here else max(1, core_count() // ranks_per_host),
         keep_memory=job.keep_memory and not tunes_malloc(here),
+        move_ranks=job.move_ranks and not places_ranks(here),
     )
     return {**here, **own}
 

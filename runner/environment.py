@@ -57,6 +57,9 @@ training step frees all its gradients: getting as many zeroed pages again costs 
 (2.35 and later; older ones ignore the word) to ask for huge pages where the kernel gives them on request, as most do:
 what is kept anyway is then found with fewer misses of the TLB."""
 
+MOVE_RANKS = {"HORO_LEAVE_CROWDED_CORES": "1"}
+"""Lets waiting ranks leave cores that they share: what hororun starts may expect the cores of its host."""
+
 
 def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
     """The part of ``environment`` that goes to remote hosts unasked."""
@@ -101,25 +104,33 @@ def common_variables(job_id: str, secret: str, interfaces: Sequence[str]) -> dic
     return shared
 
 
-def delegated_variables(interfaces: Sequence[str], *, threads: int | None, keep_memory: bool) -> dict[str, str]:
+def delegated_variables(
+    interfaces: Sequence[str], *, threads: int | None, keep_memory: bool, move_ranks: bool
+) -> dict[str, str]:
     """What ranks that another launcher starts have in common.
 
     Args:
         interfaces: network interfaces to use; none: those that route to the peers.
         threads: ``OMP_NUM_THREADS``; None: the user has set it.
         keep_memory: freed memory stays with the process.
+        move_ranks: waiting ranks may leave cores that they share.
     """
     shared = {"PYTHONUNBUFFERED": "1"}
     if interfaces:
         shared["HORO_NETWORK_INTERFACES"] = ",".join(interfaces)
     if threads is not None:
         shared["OMP_NUM_THREADS"] = str(threads)
-    return shared | (KEEP_MEMORY if keep_memory else {})
+    return shared | (KEEP_MEMORY if keep_memory else {}) | (MOVE_RANKS if move_ranks else {})
 
 
 def tunes_malloc(environment: Mapping[str, str]) -> bool:
     """Whether the user has said how malloc is to behave, which then stays."""
     return "GLIBC_TUNABLES" in environment or any(name.startswith("MALLOC_") for name in environment)
+
+
+def places_ranks(environment: Mapping[str, str]) -> bool:
+    """Whether the user has said if ranks may move from core to core, which then stays."""
+    return any(f"{prefix}_LEAVE_CROWDED_CORES" in environment for prefix in ("HORO", "HOROVOD"))
 
 
 def rank_variables(
@@ -132,6 +143,7 @@ def rank_variables(
     cores: int,
     threads_set: bool,
     keep_memory: bool,
+    move_ranks: bool,
 ) -> dict[str, str]:
     """What one rank is told.
 
@@ -144,6 +156,7 @@ def rank_variables(
         cores: of its host; shared out as ``OMP_NUM_THREADS``,
         threads_set: unless the user has set that.
         keep_memory: freed memory stays with the process.
+        move_ranks: waiting ranks may leave cores that they share.
     """
     told = {
         MARK_NAME: mark,
@@ -166,4 +179,6 @@ def rank_variables(
         told["OMP_NUM_THREADS"] = str(max(1, cores // slot.local_size))
     if keep_memory:
         told |= KEEP_MEMORY
+    if move_ranks:
+        told |= MOVE_RANKS
     return told

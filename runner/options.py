@@ -202,6 +202,7 @@ def _add_mpi(group: argparse._ArgumentGroup) -> None:
 
 def _add_tuning(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--no-keep-memory", action="store_true", help="let malloc return freed memory to the kernel")
+    group.add_argument("--no-move-ranks", action="store_true", help="leave waiting ranks on the cores they are on")
     group.add_argument("--fusion-threshold-mb", type=_natural, metavar="MB", help="fuse tensors up to this size")
     group.add_argument("--cycle-time-ms", type=_seconds, metavar="MS", help="wait so long for more tensors to fuse")
     group.add_argument("--cache-capacity", type=_natural, metavar="N", help="responses remembered; 0: none")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from horo.runner.candidates import candidates, way_of
 from horo.runner.config import EXIT_UNREACHABLE, EXIT_USAGE, Job, JobError
 from horo.runner.console import Console
-from horo.runner.environment import common_variables, forwarded, rank_variables, tunes_malloc
+from horo.runner.environment import common_variables, forwarded, places_ranks, rank_variables, tunes_malloc
 from horo.runner.hosts import Host, written
 from horo.runner.loop import Loop
 from horo.runner.machine import core_count, default_slots
@@ -216,6 +216,7 @@ class _Supervisor:
                 cores=core_count() if remote is None else int((remote.hello or {})["cores"]),
                 threads_set="OMP_NUM_THREADS" in self._environment,
                 keep_memory=self._job.keep_memory and not tunes_malloc(self._environment),
+                move_ranks=self._job.move_ranks and not places_ranks(self._environment),
             )
         return told
 

@@ -25,6 +25,7 @@ def make_setups(
     tcp: bool = False,
     segment_bytes: int = 1 << 16,
     data_links: bool = True,
+    sockets_per_peer: int = 1,
     relays: Relays | None = None,
     **options: Any,
 ) -> list[Setup]:
@@ -40,6 +41,7 @@ def make_setups(
         segment_bytes: size of one arena slot; small, so that tests reach several segments quickly.
         data_links: connect hosts for data too; without it only what moves none (agreement, barriers) works, with a
             number of descriptors that does not grow with the square of the hosts.
+        sockets_per_peer: streams per link for data.
         relays: pass on what travels between hosts; not started yet, and the caller's to end.
         options: any other field of ``Setup`` (``fusion_bytes``, ``spin_us``, ``stall_warning_ms``, ...).
     """
@@ -48,7 +50,7 @@ def make_setups(
     grouping = group_ranks(host_of_rank)
     host_count = len(grouping.hosts)
     arenas: dict[int, tuple[int, list[int], list[list[int]]]] = {}
-    links = _connect_hosts(grouping, tcp, data_links, relays)
+    links = _connect_hosts(grouping, tcp, sockets_per_peer if data_links else 0, relays)
     for host, members in enumerate(grouping.hosts):
         life = [[-1] * len(members) for _ in members]
         for index in range(1, len(members)):
@@ -68,8 +70,13 @@ def make_setups(
                 segment_bytes=segment_bytes,
                 wake_fds=[os.dup(wake) for wake in wakes],
                 life_fds=life[grouping.local_index(rank)],
-                control_fds=[links.get((Purpose.CONTROL, rank, host), -1) for host in range(host_count)],
-                data_fds=[links.get((Purpose.DATA, rank, host), -1) for host in range(host_count)],
+                control_fds=[links.get((Purpose.CONTROL, rank, host, 0), -1) for host in range(host_count)],
+                data_fds=[
+                    links.get((Purpose.DATA, rank, host, number), -1)
+                    for host in range(host_count)
+                    for number in range(sockets_per_peer)
+                ],
+                sockets_per_peer=sockets_per_peer,
                 **options,
             )
         )
@@ -79,21 +86,21 @@ def make_setups(
 
 
 def _connect_hosts(
-    grouping: Grouping, tcp: bool, data_links: bool, relays: Relays | None
-) -> dict[tuple[Purpose, int, int], int]:
-    """Descriptor of (purpose, rank, other host) for every stream between hosts."""
+    grouping: Grouping, tcp: bool, data_sockets: int, relays: Relays | None
+) -> dict[tuple[Purpose, int, int, int], int]:
+    """Descriptor of (purpose, rank, other host, number) for every stream between hosts."""
 
     def pair() -> tuple[int, int]:
         return _pair(tcp)
 
-    connected: dict[tuple[Purpose, int, int], int] = {}
+    connected: dict[tuple[Purpose, int, int, int], int] = {}
     for rank in range(grouping.size):
         own_host = grouping.host_of_rank[rank]
-        for link in grouping.links(rank):
-            if link.host < own_host and (data_links or link.purpose is Purpose.CONTROL):
+        for link in grouping.links(rank, data_sockets):
+            if link.host < own_host:
                 here, there = pair() if relays is None else relays.connect(link.purpose, pair)
-                connected[link.purpose, rank, link.host] = here
-                connected[link.purpose, link.peer, own_host] = there
+                connected[link.purpose, rank, link.host, link.number] = here
+                connected[link.purpose, link.peer, own_host, link.number] = there
     return connected
 
 

@@ -43,7 +43,11 @@ def _check_shape(setup: Setup, grouping: Grouping) -> None:
     near = {h for h in range(1, hosts) if tree_parent(h) == host} | ({tree_parent(host)} if host else set())
     assert {i for i, fd in enumerate(setup.control_fds) if fd >= 0} == (near if index == 0 else set())
     far = set(range(hosts)) - {host} if index < grouping.owner_count else set()
-    assert {i for i, fd in enumerate(setup.data_fds) if fd >= 0} == far
+    sockets = setup.sockets_per_peer
+    assert len(setup.data_fds) == hosts * sockets
+    assert {i for i, fd in enumerate(setup.data_fds) if fd >= 0} == {
+        h * sockets + n for h in far for n in range(sockets)
+    }
 
 
 def _check_arena(setup: Setup, setups: Sequence[Setup], grouping: Grouping) -> None:
@@ -73,10 +77,12 @@ def _check_streams(setup: Setup, setups: Sequence[Setup], grouping: Grouping) ->
         if fd >= 0:
             peer = setups[grouping.hosts[other][0]]
             _check_stream(fd, peer.control_fds[host], b"control %d %d" % (setup.rank, peer.rank))
-    for other, fd in enumerate(setup.data_fds):
+    for place, fd in enumerate(setup.data_fds):
         if fd >= 0:
+            other, number = divmod(place, setup.sockets_per_peer)
             peer = setups[grouping.hosts[other][index]]
-            _check_stream(fd, peer.data_fds[host], b"data %d %d" % (setup.rank, peer.rank))
+            far = peer.data_fds[host * setup.sockets_per_peer + number]
+            _check_stream(fd, far, b"data %d %d %d" % (setup.rank, peer.rank, number))
 
 
 def _check_stream(near: int, far: int, message: bytes) -> None:

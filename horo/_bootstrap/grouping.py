@@ -20,6 +20,8 @@ class Link(NamedTuple):
     """Index of the other host."""
     peer: int
     """Rank at the other end."""
+    number: int = 0
+    """Among the streams with this purpose between the two."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,11 @@ class Grouping:
         """Position of ``rank`` among the ranks of its host."""
         return self.members(rank).index(rank)
 
-    def links(self, rank: int) -> list[Link]:
-        """All streams that ``rank`` has to other hosts: control links of leaders, then data links of owners."""
+    def links(self, rank: int, data_sockets: int = 1) -> list[Link]:
+        """All streams that ``rank`` has to other hosts: control links of leaders, then data links of owners.
+
+        ``data_sockets`` is how many a data link consists of; 0: no links for data.
+        """
         host, index = self.host_of_rank[rank], self.local_index(rank)
         found = []
         if index == 0:
@@ -64,7 +69,11 @@ class Grouping:
             found += [Link(Purpose.CONTROL, other, self.hosts[other][0]) for other in near]
         if index < self.owner_count:
             others = [other for other in range(len(self.hosts)) if other != host]
-            found += [Link(Purpose.DATA, other, self.hosts[other][index]) for other in others]
+            found += [
+                Link(Purpose.DATA, other, self.hosts[other][index], number)
+                for other in others
+                for number in range(data_sockets)
+            ]
         return found
 
 

@@ -201,8 +201,10 @@ typedef struct {
                                              other local index, the others have one, to the leader (index 0); else -1 */
     const int32_t *control_fds;           /* [hosts] leaders only: stream sockets along the tree of hosts, else -1; NULL: no
                                              links, as in a job of one host, where this is not looked at */
-    const int32_t *data_fds;              /* [hosts] ranks with local index < smallest host: a stream socket to the rank of
-                                             the same local index on each other host, else -1; NULL likewise */
+    const int32_t *data_fds;              /* [hosts * sockets_per_peer] ranks with local index < smallest host: stream sockets to the
+                                             rank of the same local index on each other host, number i of them at
+                                             host * sockets_per_peer + i at both ends; else -1; NULL likewise */
+    int32_t sockets_per_peer;             /* for data, 1 to HORO_SOCKETS_PER_PEER_MAX; 0: one; equal on all ranks */
     uint64_t fusion_bytes;                /* most bytes fused into one batch; 0: no fusion */
     int32_t cache_capacity;               /* entries of the response cache; 0: off */
     int32_t spin_us;                      /* longest spin before sleeping; spinning gives way to others */
@@ -211,6 +213,8 @@ typedef struct {
     int32_t stall_shutdown_ms;            /* 0: never give up */
     int32_t peer_timeout_ms;              /* silence on a link with work pending after which the peer is lost */
     int32_t log_level;                    /* enum horo_log_level */
+    int32_t leaves_crowded_cores;         /* 1: a thread that waits on a core which other ranks use moves to one that fewer use, by
+                                             sched_setaffinity, and has its affinity back at once; 0: threads are left where they are */
     const horo_mpi *mpi;                  /* NULL: none */
 } horo_setup;
 
@@ -225,14 +229,14 @@ typedef struct {
     uint64_t link_bytes;       /* of data, handed to links to other hosts */
     uint64_t sleeps;           /* times a driver slept in poll() */
     uint64_t wakes;            /* eventfd writes: to others, and to this rank's background thread where it is parked */
-    uint64_t moves;            /* of a thread that waited to a core with fewer ranks */
+    uint64_t moves;            /* of a thread that waited to a core with fewer ranks; see leaves_crowded_cores */
     uint64_t mpi_stranded;     /* transfers given up that MPI has not given back: it may still touch their memory */
 } horo_counters;
 
-enum { HORO_NAME_MAX = 1023, HORO_MESSAGE_MAX = 1024, HORO_DIMS_MAX = 64 };
+enum { HORO_NAME_MAX = 1023, HORO_MESSAGE_MAX = 1024, HORO_DIMS_MAX = 64, HORO_SOCKETS_PER_PEER_MAX = 8 };
 enum { HORO_MPI_STATUS_MAX = 128, HORO_MPI_MESSAGE_MAX = 1 << 30 };
 
-/* "0.1.0+abi7": ranks compare it at init and refuse to mix. */
+/* "0.1.0+abi9": ranks compare it at init and refuse to mix. */
 HORO_API const char *horo_version(void);
 HORO_API const char *horo_status_name(int status);
 HORO_API size_t horo_dtype_bytes(int dtype);

@@ -40,7 +40,9 @@ __all__ = [
     "socket_pair",
 ]
 
-TCP_KINDS = ("tcp-unix", "tcp")
+_TCP_SOCKETS = {"tcp-unix": 1, "tcp": 1, "tcp-2": 2, "tcp-4": 4, "tcp-unix-3": 3}
+"""For data, between each two ranks."""
+TCP_KINDS = tuple(_TCP_SOCKETS)
 _TIMINGS = {
     "loopback": (0, 0, 0, False),
     "loopback-delayed": (2, 2, 509, False),
@@ -75,7 +77,7 @@ def poll_until(step: Callable[[], bool], what: str) -> None:
 
 def socket_pair(kind: str) -> tuple[socket.socket, socket.socket]:
     """Two connected stream sockets: AF_UNIX for "tcp-unix", TCP over 127.0.0.1 for "tcp"."""
-    if kind == "tcp-unix":
+    if kind.startswith("tcp-unix"):
         return socket.socketpair()
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
         near = socket.create_connection(listener.getsockname(), timeout=10)
@@ -194,7 +196,7 @@ class Fabric:
         self._fds = fds
 
     def data_fds(self, host: int) -> list[int]:
-        """The data sockets of one rank; none where links are memory."""
+        """The data sockets of one rank, by peer; none where links are memory."""
         return [fd for fd in self._fds[host][DATA] if fd >= 0] if self._fds else []
 
     def crash(self, host: int) -> None:
@@ -210,13 +212,16 @@ def create_tcp(
     data_fds: list[int],
     peer_timeout_ms: int = PEER_TIMEOUT_MS,
     control_fds: list[int] | None = None,
+    sockets: int = 1,
 ) -> Rank:
-    """ValueError with the status and the sentence if the transport is refused."""
+    """``data_fds`` has ``sockets`` per peer. ValueError with status and sentence if the transport is refused."""
     control = native.ffi.NULL if control_fds is None else native.ffi.new("int[]", control_fds)
     status = native.ffi.new("int *")
     error = native.ffi.new("char[]", 1024)
     fds = native.ffi.new("int[]", data_fds)
-    transport = native.lib.shim_tcp_create(control, fds, len(data_fds), peer_timeout_ms, status, error)
+    transport = native.lib.shim_tcp_create(
+        control, fds, len(data_fds) // sockets, sockets, peer_timeout_ms, status, error
+    )
     if transport == native.ffi.NULL:
         raise ValueError(f"{status[0]}: {native.ffi.string(error).decode()}")
     return Rank(native, transport)
@@ -224,20 +229,26 @@ def create_tcp(
 
 @contextmanager
 def _tcp(native: ModuleType, kind: str, hosts: int) -> Iterator[Fabric]:
-    fds = [[[-1] * hosts for _ in (CONTROL, DATA)] for _ in range(hosts)]
+    counts = {CONTROL: 1, DATA: _TCP_SOCKETS[kind]}
+    fds = [[[-1] * (hosts * counts[channel]) for channel in (CONTROL, DATA)] for _ in range(hosts)]
     for a in range(hosts):
         for b in range(a + 1, hosts):
-            for channel in (CONTROL, DATA):
-                near, far = socket_pair(kind)
-                fds[a][channel][b] = near.detach()
-                fds[b][channel][a] = far.detach()
+            for channel, count in counts.items():
+                for number in range(count):
+                    near, far = socket_pair(kind)
+                    fds[a][channel][b * count + number] = near.detach()
+                    fds[b][channel][a * count + number] = far.detach()
 
     def cut(a: int, b: int) -> None:
-        for channel in (CONTROL, DATA):
-            with socket.socket(fileno=os.dup(fds[a][channel][b])) as link:
-                link.shutdown(socket.SHUT_RDWR)
+        for channel, count in counts.items():
+            for fd in fds[a][channel][b * count : (b + 1) * count]:
+                with socket.socket(fileno=os.dup(fd)) as link:
+                    link.shutdown(socket.SHUT_RDWR)
 
-    ranks = [create_tcp(native, fds[host][DATA], control_fds=fds[host][CONTROL]) for host in range(hosts)]
+    ranks = [
+        create_tcp(native, fds[host][DATA], control_fds=fds[host][CONTROL], sockets=counts[DATA])
+        for host in range(hosts)
+    ]
     try:
         yield Fabric(ranks, cut, fds)
     finally:

@@ -125,7 +125,9 @@ class Group:
         rewire: Callable[[list[Setup]], list[Setup]] | None = None,
         **options: Any,
     ) -> None:
-        """``relay`` slows links, ``rewire`` may put other descriptors into setups; ``options`` are of ``make_setups``."""
+        """``relay`` slows links between hosts, ``rewire`` may put other descriptors into the setups; ``options`` are
+        those of ``make_setups``.
+        """
         self._relays = None if relay is None else Relays(relay)
         setups = make_setups(hosts, relays=self._relays, **options)
         if self._relays is not None:
@@ -137,6 +139,7 @@ class Group:
         self.contexts: list[Context] = []
         self._ends: list[list[socket.socket]] = []
         self._control: list[list[socket.socket]] = []
+        self._data: list[list[socket.socket]] = []
         for setup in setups:
             life, control, data = (
                 [socket.socket(fileno=os.dup(fd)) for fd in fds if fd >= 0]
@@ -144,6 +147,7 @@ class Group:
             )
             self._ends.append([*life, *control, *data])
             self._control.append(control)
+            self._data.append(data)
             self.contexts.append(Context(self._share(setup)))
 
     def _share(self, setup: Setup) -> Setup:
@@ -184,6 +188,10 @@ class Group:
     def say(self, rank: int, data: bytes) -> None:
         """Writes into a leader's first control link, as if the leader had."""
         self._control[rank][0].sendall(data)
+
+    def data_end(self, rank: int, number: int) -> socket.socket:
+        """The ``number``-th of a rank's streams for data."""
+        return self._data[rank][number]
 
     def leave(self, rank: int) -> None:
         """Shuts a rank down, as a process that ends in order does: afterwards its streams are closed."""

@@ -338,8 +338,7 @@ def test_last_words_of_a_peer_are_delivered(join: Join, channel: int) -> None:
     if channel == DATA and not fabric.buffers_sends:
         pytest.skip("a send that nobody has begun to receive is not done, and ends with its process")
     rank, other = fabric.ranks
-    sent = other.send(0, b"good" + b"bye", channel)
-    assert other.wait(sent) == 0
+    assert other.wait(other.send(0, b"good", channel), other.send(0, b"bye", channel)) == 0
     fabric.crash(1)
     first, second, third = rank.recv(1, 4, channel), rank.recv(1, 3, channel), rank.recv(1, 1, channel)
     assert rank.wait(first, second, third) == PEER_LOST

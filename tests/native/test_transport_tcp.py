@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from links import CLOSED, CONTROL, DATA, SILENT, TCP_KINDS, Join, create_tcp, joining, poll_until, socket_pair
+from links import CLOSED, CONTROL, DATA, SILENT, TCP_KINDS, Join, Rank, create_tcp, joining, poll_until, socket_pair
 
 PEER_LOST = -40
 MIB = 1 << 20
@@ -77,10 +77,12 @@ def test_last_words_on_one_socket_outlive_the_end_of_the_other(native: ModuleTyp
         rank.destroy()
 
 
-def test_options_of_a_tcp_link(native: ModuleType) -> None:
-    near, far = socket_pair("tcp")
-    with near, far:
-        rank = create_tcp(native, [-1, near.fileno()], peer_timeout_ms=30_000)
+@pytest.mark.parametrize("sockets", [1, 2])
+def test_options_of_a_tcp_link(native: ModuleType, sockets: int) -> None:
+    (near, far), (first, far_first) = socket_pair("tcp"), socket_pair("tcp")
+    with near, far, far_first:
+        fds = [near.fileno()] if sockets == 1 else [first.detach(), near.fileno()]
+        rank = create_tcp(native, [-1] * sockets + fds, peer_timeout_ms=30_000, sockets=sockets)
 
         def option(name: int) -> int:
             return near.getsockopt(socket.IPPROTO_TCP, name)
@@ -198,5 +200,112 @@ def test_a_bad_descriptor_is_named_and_all_stay_with_the_caller(
 
 @pytest.mark.parametrize(("hosts", "timeout_ms"), [(0, 1000), (2, 0), (2, -5)])
 def test_impossible_arguments_are_refused(native: ModuleType, hosts: int, timeout_ms: int) -> None:
-    with pytest.raises(ValueError, match=f"not {hosts} and {timeout_ms}"):
+    with pytest.raises(ValueError, match=f"not {hosts}, {timeout_ms} and 1"):
         create_tcp(native, [-1] * hosts, timeout_ms)
+
+
+# Several sockets per peer.
+
+
+@pytest.fixture
+def striped(native: ModuleType) -> Iterator[tuple[Rank, list[socket.socket]]]:
+    """A rank with three sockets to its only peer, and the other ends."""
+    pairs = [socket_pair("tcp") for _ in range(3)]
+    rank = create_tcp(native, [-1] * 3 + [near.detach() for near, _ in pairs], sockets=3)
+    far = [end for _, end in pairs]
+    for end in far:
+        end.settimeout(10)
+    yield rank, far
+    rank.destroy()
+    for end in far:
+        end.close()
+
+
+def test_sends_take_the_sockets_in_turn_and_empty_ones_take_none(striped: tuple[Rank, list[socket.socket]]) -> None:
+    rank, far = striped
+    sends = [rank.send(1, data) for data in (b"", b"a", b"bb", b"", b"", b"c", b"d", b"e")]
+    assert rank.wait(*sends) == 0
+    assert [end.recv(9) for end in far] == [b"ad", b"bbe", b"c"]
+
+
+def test_receives_take_the_sockets_in_turn_of_their_own(striped: tuple[Rank, list[socket.socket]]) -> None:
+    rank, far = striped
+    assert rank.wait(rank.send(1, b"moves the turn of sends only")) == 0
+    receives = [rank.recv(1, size) for size in (1, 2, 0, 3, 4)]
+    for end, data in zip(far, (b"a" + b"dddd", b"bb", b"ccc"), strict=True):
+        end.sendall(data)
+    assert rank.wait(*receives) == 0
+    assert [io.bytes() for io in receives] == [b"a", b"bb", b"", b"ccc", b"dddd"]
+
+
+def test_a_message_may_be_done_before_an_earlier_one_on_another_socket(
+    striped: tuple[Rank, list[socket.socket]],
+) -> None:
+    rank, far = striped
+    first, second, empty = rank.recv(1, 1), rank.recv(1, 1), rank.recv(1, 0)
+    far[1].sendall(b"2")
+    assert rank.wait(second, empty) == 0
+    assert first.posted and second.bytes() == b"2"
+    far[0].sendall(b"1")
+    assert rank.wait(first) == 0
+
+
+def test_sleep_names_each_busy_socket(striped: tuple[Rank, list[socket.socket]]) -> None:
+    rank, _ = striped
+    for size in (0, 1, 1):
+        rank.recv(1, size)
+    rank.progress()
+    rank.send(1, b"x")
+    count, named = rank.sleep_fds()
+    assert (count, sorted(events for _, events in named)) == (2, [1, 5])
+
+
+@pytest.mark.parametrize("broken", range(3))
+@pytest.mark.parametrize("how", ["closed", "reset"])
+def test_the_loss_of_one_socket_is_the_loss_of_the_peer(
+    striped: tuple[Rank, list[socket.socket]], broken: int, how: str
+) -> None:
+    rank, far = striped
+    receives = [rank.recv(1, 1) for _ in range(6)]
+    for end in far:
+        end.sendall(b"x")
+    assert rank.wait(*receives[:3]) == 0
+    if how == "reset":
+        far[broken].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    far[broken].close()
+    assert rank.wait(*receives) == PEER_LOST
+    assert all(io.done for io in receives[:3]) and all(io.failed for io in receives[3:])
+    assert rank.lost() == (1, CLOSED)
+    later = [rank.send(1, b"x") for _ in range(3)] + [rank.recv(1, 1) for _ in range(3)]
+    assert rank.wait(*later) == PEER_LOST
+    assert all(io.failed for io in later)
+    for end in far:
+        if end.fileno() >= 0:
+            assert end.recv(1) == b"", "the peer learns of the end on the other sockets"
+
+
+def test_what_has_come_on_the_other_sockets_is_delivered(striped: tuple[Rank, list[socket.socket]]) -> None:
+    rank, far = striped
+    data = bytes(range(256)) * 100
+    far[1].sendall(data)
+    far[2].sendall(data[::-1])
+    far[0].close()
+    first = rank.recv(1, 1)
+    assert rank.wait(first) == PEER_LOST
+    second, third = rank.recv(1, len(data)), rank.recv(1, len(data))
+    assert rank.wait(second, third) == 0
+    assert (second.bytes(), third.bytes()) == (data, data[::-1])
+
+
+def test_a_host_has_all_of_its_sockets_or_none(native: ModuleType) -> None:
+    near, far = socket.socketpair()
+    with near, far:
+        for fds in ([near.fileno(), -1], [-1, near.fileno()]):
+            with pytest.raises(ValueError, match="-1: of 2 sockets for host 1 only some are given"):
+                create_tcp(native, [-1, -1, *fds], sockets=2)
+
+
+@pytest.mark.parametrize("sockets", [-1, 9])
+def test_impossible_numbers_of_sockets_are_refused(native: ModuleType, sockets: int) -> None:
+    with pytest.raises(ValueError, match=rf"sockets per peer 1 to 8, not -?\d+, 30000 and {sockets}"):
+        create_tcp(native, [-1] * abs(sockets), sockets=sockets)

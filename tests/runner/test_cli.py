@@ -31,7 +31,7 @@ def test_options_become_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     job = parsed(
         "-np 3 -H a:2,me@b:1:port=2222 --oversubscribe --grace-seconds 1.5 --start-timeout 7 --host-timeout 9 "
         "--network-interfaces e0,e1 --network-interface e2 --store-port 1000 --master-port 1001 -x DATA -x B=2 "
-        "--no-keep-memory "
+        "--no-keep-memory --no-move-ranks "
         "-p 23 -i key --ssh-args=-v --remote-shell rsh --remote-python /py --no-prefix --prefix-timestamp "
         "--output-filename out --verbose cmd"
     )
@@ -39,7 +39,9 @@ def test_options_become_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (job.size, job.oversubscribe, job.grace_s, job.start_timeout_s, job.host_timeout_s) == (3, True, 1.5, 7, 9)
     assert (job.interfaces, job.store_port, job.master_port) == (("e0", "e1", "e2"), 1000, 1001)
     assert not job.keep_memory
+    assert not job.move_ranks
     assert parsed("-np 1 cmd").keep_memory
+    assert parsed("-np 1 cmd").move_ranks
     assert job.exports == {"HORO_START_TIMEOUT": "7", "DATA": "/d", "B": "2"}
     assert (job.ssh.program, job.ssh.port, job.ssh.identity_file) == ("rsh", 23, "key")
     assert (job.ssh.arguments, job.python) == (("-v",), "/py")

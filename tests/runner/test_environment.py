@@ -7,7 +7,7 @@ import socket
 import pytest
 from horo.runner import reach as reach_module
 from horo.runner.config import JobError
-from horo.runner.environment import forwarded, parse_exports, rank_variables, tunes_malloc
+from horo.runner.environment import forwarded, parse_exports, places_ranks, rank_variables, tunes_malloc
 from horo.runner.hosts import Host
 from horo.runner.machine import default_slots, gpu_count
 from horo.runner.network import NetworkError, address_toward, free_port, interface_addresses, is_local, network_identity
@@ -26,6 +26,7 @@ def test_a_rank_is_told_its_place_in_both_dialects() -> None:
         cores=8,
         threads_set=False,
         keep_memory=True,
+        move_ranks=True,
     )
     assert told == {
         "HORO_HOST_MARK": "m",
@@ -47,20 +48,36 @@ def test_a_rank_is_told_its_place_in_both_dialects() -> None:
         "MALLOC_MMAP_THRESHOLD_": "4294967296",
         "MALLOC_TRIM_THRESHOLD_": "4294967296",
         "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+        "HORO_LEAVE_CROWDED_CORES": "1",
     }
 
 
 def test_threads_the_user_has_set_stay() -> None:
     told = rank_variables(
-        place([1], 1)[0], host="h", mark="m", store="s", master=("a", 1), cores=8, threads_set=True, keep_memory=False
+        place([1], 1)[0],
+        host="h",
+        mark="m",
+        store="s",
+        master=("a", 1),
+        cores=8,
+        threads_set=True,
+        keep_memory=False,
+        move_ranks=False,
     )
     assert not {"OMP_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"} & told.keys()
+    assert "HORO_LEAVE_CROWDED_CORES" not in told
 
 
 @pytest.mark.parametrize("name", ["MALLOC_ARENA_MAX", "GLIBC_TUNABLES"])
 def test_a_user_who_tunes_malloc_is_left_alone(name: str) -> None:
     assert tunes_malloc({name: "1"})
     assert not tunes_malloc({"PATH": name})
+
+
+@pytest.mark.parametrize("name", ["HORO_LEAVE_CROWDED_CORES", "HOROVOD_LEAVE_CROWDED_CORES"])
+def test_a_user_who_says_whether_ranks_move_is_left_alone(name: str) -> None:
+    assert places_ranks({name: "0"})
+    assert not places_ranks({"PATH": name})
 
 
 def test_what_belongs_to_one_host_is_not_forwarded() -> None:

@@ -366,3 +366,11 @@ def test_ranks_keep_freed_memory_unless_the_user_says(hororun: Hororun, where: s
     assert hororun.run("-np", "1", *print_it, where=where).stdout == f"[0] {kept}.\n"
     assert hororun.run("-np", "1", "--no-keep-memory", *print_it, where=where).stdout == "[0] .\n"
     assert hororun.run("-np", "1", *print_it, where=where, environment=environment).stdout == "[0] 7 .\n"
+
+
+def test_waiting_ranks_leave_crowded_cores_unless_the_user_says(hororun: Hororun, where: str) -> None:
+    print_it = shell("echo $HORO_LEAVE_CROWDED_CORES.")
+    environment = {"HORO_LEAVE_CROWDED_CORES": "0"}
+    assert hororun.run("-np", "1", *print_it, where=where).stdout == "[0] 1.\n"
+    assert hororun.run("-np", "1", "--no-move-ranks", *print_it, where=where).stdout == "[0] .\n"
+    assert hororun.run("-np", "1", *print_it, where=where, environment=environment).stdout == "[0] 0.\n"

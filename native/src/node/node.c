@@ -183,7 +183,7 @@ static int spin(struct hr_node *node, hr_ready ready, void *arg, int64_t spin_ns
         if (now_ns >= end_ns) {
             return 0;
         }
-        hr_seat_look(node, now_ns);
+        hr_core_look(node, now_ns);
         (void)sched_yield(); /* the one waited for may have been put on this very core */
     }
 }

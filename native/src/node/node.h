@@ -18,9 +18,9 @@
 #include "arena/arena.h"
 #include "base/clock.h"
 #include "base/log.h"
-#include "node/seat.h"
 #include "kernel/kernel.h"
 #include "mpi/mpi.h"
+#include "node/core_choice.h"
 #include "transport/transport.h"
 
 /* A wait that lasts so long has the links supervised meanwhile. */
@@ -34,8 +34,8 @@ struct hr_node {
     int local_rank, local_size; /* local index and ranks of this host */
     int *rank_of_local;         /* [local_size] */
     char **host_name_of_rank;   /* [size] */
-    int *core_of;               /* [local_size] scratch of hr_seat_look */
-    struct hr_seat seat;
+    int *core_of;               /* [local_size] scratch of hr_core_look */
+    struct hr_core_choice core_choice;
 
     struct hr_arena arena;
     struct hr_transport *transport; /* NULL with one host */
@@ -45,6 +45,7 @@ struct hr_node {
     int *owned_fds;        /* all descriptors but the transport's, for closing */
     int owned_fd_count;
     _Atomic int *life_fds; /* [local_size]; -1: none or closed; see hr_node_watch */
+    int sockets_per_peer; /* of data links */
     struct pollfd *poll_fds;
     size_t poll_capacity;
 

@@ -31,7 +31,7 @@ static int allocate(struct hr_node *node) {
     node->wake_fds = calloc(local, sizeof *node->wake_fds);
     node->life_fds = calloc(local, sizeof *node->life_fds);
     node->owned_fds = calloc(2 * local + 1, sizeof *node->owned_fds);
-    node->poll_capacity = 1 + local + 2 * (size_t)node->host_count;
+    node->poll_capacity = 1 + local + (size_t)(1 + node->sockets_per_peer) * (size_t)node->host_count;
     node->poll_fds = calloc(node->poll_capacity, sizeof *node->poll_fds);
     if (node->wake_fds == NULL || node->life_fds == NULL || node->owned_fds == NULL || node->poll_fds == NULL) {
         return HORO_ERR_RESOURCE;
@@ -67,19 +67,20 @@ static void close_all(const int32_t *fds, int count) {
 }
 
 /* The transport gets duplicates, so that the caller's descriptors stay the caller's until everything stands. None of none. */
-static int duplicate(const int32_t *fds, int count, int **out, struct hr_error *error) {
+static int duplicate(const int32_t *fds, int host_count, int per_host, int **out, struct hr_error *error) {
     if (fds == NULL) {
         return HORO_OK;
     }
+    const int count = host_count * per_host;
     int *copies = malloc((size_t)count * sizeof *copies);
     if (copies == NULL) {
-        return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for connections to %d hosts", count);
+        return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for connections to %d hosts", host_count);
     }
     for (int i = 0; i < count; i++) {
         copies[i] = fds[i] < 0 ? -1 : fcntl(fds[i], F_DUPFD_CLOEXEC, 0);
         if (fds[i] >= 0 && copies[i] < 0) {
             const int code = errno == EMFILE ? HORO_ERR_RESOURCE : HORO_ERR_USAGE;
-            (void)hr_fail(error, code, "cannot duplicate descriptor %d for host %d: %s", fds[i], i, strerror(errno));
+            (void)hr_fail(error, code, "cannot duplicate descriptor %d for host %d: %s", fds[i], i / per_host, strerror(errno));
             close_all(copies, i);
             free(copies);
             return code;
@@ -116,15 +117,15 @@ static int connect_transport(struct hr_node *node, const horo_setup *setup, cons
     int *control = NULL;
     int *data = NULL;
     struct hr_transport *sockets = NULL;
-    if (duplicate(setup->control_fds, node->host_count, &control, error) == HORO_OK &&
-        (by_mpi || duplicate(setup->data_fds, node->host_count, &data, error) == HORO_OK)) {
-        sockets = hr_tcp_create(control, data, node->host_count, setup->peer_timeout_ms, error);
+    if (duplicate(setup->control_fds, node->host_count, 1, &control, error) == HORO_OK &&
+        (by_mpi || duplicate(setup->data_fds, node->host_count, node->sockets_per_peer, &data, error) == HORO_OK)) {
+        sockets = hr_tcp_create(control, data, node->host_count, node->sockets_per_peer, setup->peer_timeout_ms, error);
     }
     if (sockets != NULL) {
         node->transport = by_mpi ? add_mpi(node, sockets, control, setup, world, error) : sockets;
     } else {
         close_all(control, node->host_count);
-        close_all(data, node->host_count);
+        close_all(data, node->host_count * node->sockets_per_peer);
     }
     free(control);
     free(data);
@@ -153,8 +154,14 @@ int hr_node_init(struct hr_node *node, const horo_setup *setup, const struct hr_
         .peer_timeout_ns = (int64_t)setup->peer_timeout_ms * 1000000,
         .stall_warning_ns = (int64_t)setup->stall_warning_ms * 1000000,
         .stall_shutdown_ns = (int64_t)setup->stall_shutdown_ms * 1000000,
+        .sockets_per_peer = setup->sockets_per_peer == 0 ? 1 : setup->sockets_per_peer,
+        .core_choice = {.enabled = setup->leaves_crowded_cores != 0},
         .log = {.level = setup->log_level, .rank = setup->rank},
     };
+    if (node->sockets_per_peer < 1 || node->sockets_per_peer > HORO_SOCKETS_PER_PEER_MAX) {
+        return hr_fail(error, HORO_ERR_USAGE, "sockets_per_peer must be 1 to %d, not %d", HORO_SOCKETS_PER_PEER_MAX,
+                       node->sockets_per_peer);
+    }
     HR_TRY(setup->mpi == NULL ? HORO_OK : hr_mpi_init(&node->mpi, setup->mpi, error));
     int status = copy_places(node, setup, world);
     if (status == HORO_OK) {
@@ -186,7 +193,7 @@ void hr_node_own(struct hr_node *node, const horo_setup *setup) {
     own(node, setup->arena_fd);
     if (node->host_count > 1) {
         close_all(setup->control_fds, node->host_count); /* the transport has its own */
-        close_all(setup->data_fds, node->host_count);
+        close_all(setup->data_fds, node->host_count * node->sockets_per_peer);
     }
 }
 

@@ -107,7 +107,7 @@ void hr_team_arrive(struct hr_team *team, enum hr_phase phase, unsigned parity) 
     struct hr_arena_block *block = &team->node->arena.blocks[team->local_rank];
     atomic_store_explicit(&block->progress, atomic_load_explicit(&block->progress, memory_order_relaxed) + 1,
                           memory_order_relaxed);
-    hr_seat_show(team->node); /* in the same line */
+    hr_core_publish(team->node); /* in the same line */
     /* seq_cst: releases what was written before, and is the first half of the handshake with sleepers. */
     const uint64_t arrived = atomic_fetch_add(&team->node->arena.header->phase[index].arrived, 1) + 1;
     if (arrived % (uint64_t)team->local_size == 0) {

@@ -4,6 +4,9 @@
  *
  * One call per progress and not "until it would block": a short count already says that the socket is drained or full, and
  * one link that always has bytes must not starve the others.
+ *
+ * Data may have several sockets per peer, which take turns: the n-th io that is not empty travels whole on socket n mod their number,
+ * counted per direction, so both ends know the place of each without a word. An empty io stays behind the last one before it.
  */
 #include <errno.h>
 #include <fcntl.h>
@@ -22,10 +25,13 @@ enum { GATHER_MAX = 16, WORD_BITS = 64, KEEPALIVE_PROBES = 5, KEEPALIVE_SECONDS_
 
 struct link {
     int fd;         /* -1: none */
+    int peer;
     int is_tcp;     /* else AF_UNIX, without options */
     int lost;       /* shut down; whatever is posted fails */
     int unchecked;  /* has been idle: an EOF may have come that nobody has read */
     int send_errno; /* sending failed; what the peer said before may still be readable */
+    int send_turn;  /* of the first link of several for data: which of them the last io took that was not empty */
+    int recv_turn;
     struct hr_queue send;
     struct hr_queue recv;
 };
@@ -33,21 +39,27 @@ struct link {
 struct tcp {
     struct hr_transport base;
     int host_count;
+    int data_sockets; /* per peer */
     int link_count;
     int watching;
     int abandoned[HR_CHANNEL_COUNT];
     int lost_peer;
     enum hr_loss how_lost;
     uint64_t *busy; /* bit per link: something is posted. Control links have the lower bits and so go first. */
-    struct link links[]; /* [channel * host_count + peer] */
+    struct link links[]; /* control by peer, then data: [host_count + peer * data_sockets + socket] */
 };
 
 static struct tcp *tcp_of(struct hr_transport *transport) {
     return (struct tcp *)transport;
 }
 
-static int link_index(const struct tcp *tcp, int peer, enum hr_channel channel) {
-    return (int)channel * tcp->host_count + peer;
+/* The first link to a peer on a channel; those behind it are socket_count - 1. */
+static int first_link(const struct tcp *tcp, int peer, enum hr_channel channel) {
+    return channel == HR_CHANNEL_CONTROL ? peer : tcp->host_count + peer * tcp->data_sockets;
+}
+
+static int socket_count(const struct tcp *tcp, enum hr_channel channel) {
+    return channel == HR_CHANNEL_CONTROL ? 1 : tcp->data_sockets;
 }
 
 static void set_busy(struct tcp *tcp, int index) {
@@ -71,24 +83,37 @@ static int is_silence(int error_number) {
     return error_number == ETIMEDOUT || error_number == EHOSTUNREACH || error_number == ENETUNREACH;
 }
 
+static void lose_link(struct tcp *tcp, int index) {
+    struct link *link = &tcp->links[index];
+    if (link->fd >= 0 && !link->lost) {
+        link->lost = 1;
+        (void)shutdown(link->fd, SHUT_RDWR);
+        (void)fail_link(tcp, index);
+    }
+}
+
 /*
  * A peer that is out of reach is lost on all channels at once; one that has closed, on each where its end is read, because its
- * last words may be on another. The sockets stay open but shut down: a later sleeper on one wakes at once.
+ * last words may be on another. The sockets stay open but shut down: a later sleeper on one wakes at once. The end of one socket of a
+ * channel is the end of all: the others are shut down too, and give what has come before their end is read.
  */
-static void lose_peer(struct tcp *tcp, struct link *noticed, int peer, int error_number) {
+static void lose_peer(struct tcp *tcp, const struct link *noticed, int error_number) {
+    const int peer = noticed->peer;
     const int closed = error_number == 0 || error_number == EPIPE;
     if (tcp->lost_peer < 0) {
         tcp->lost_peer = peer;
         tcp->how_lost = is_silence(error_number) ? HR_LOSS_SILENT : HR_LOSS_CLOSED;
     }
     for (int channel = 0; channel < HR_CHANNEL_COUNT; channel++) {
-        const int index = link_index(tcp, peer, (enum hr_channel)channel);
-        struct link *link = &tcp->links[index];
-        const int ended = link == noticed || !(closed || error_number == ECONNRESET);
-        if (ended && link->fd >= 0 && !link->lost) {
-            link->lost = 1;
-            (void)shutdown(link->fd, SHUT_RDWR);
-            (void)fail_link(tcp, index);
+        const int begin = first_link(tcp, peer, (enum hr_channel)channel);
+        const int end = begin + socket_count(tcp, (enum hr_channel)channel);
+        const int is_beside = noticed >= &tcp->links[begin] && noticed < &tcp->links[end];
+        for (int index = begin; index < end; index++) {
+            if (&tcp->links[index] == noticed || !(closed || error_number == ECONNRESET)) {
+                lose_link(tcp, index);
+            } else if (is_beside) {
+                (void)shutdown(tcp->links[index].fd, SHUT_RDWR);
+            }
         }
     }
 }
@@ -98,7 +123,7 @@ static int is_temporary(int error_number) {
 }
 
 /* 1: bytes came or the peer is lost. */
-static int receive(struct tcp *tcp, struct link *link, int peer) {
+static int receive(struct tcp *tcp, struct link *link) {
     struct iovec iov[GATHER_MAX];
     struct msghdr message = {.msg_iov = iov, .msg_iovlen = hr_queue_gather(&link->recv, iov, GATHER_MAX)};
     const ssize_t got = recvmsg(link->fd, &message, MSG_DONTWAIT);
@@ -109,7 +134,7 @@ static int receive(struct tcp *tcp, struct link *link, int peer) {
     if (got < 0 && is_temporary(errno)) {
         return 0;
     }
-    lose_peer(tcp, link, peer, got == 0 ? link->send_errno : errno);
+    lose_peer(tcp, link, got == 0 ? link->send_errno : errno);
     return 1;
 }
 
@@ -130,24 +155,23 @@ static int send_some(struct link *link) {
 }
 
 /* Without a posted receive nobody would read an EOF, and the first send after it would seem to succeed. */
-static void look_for_eof(struct tcp *tcp, struct link *link, int peer) {
+static void look_for_eof(struct tcp *tcp, struct link *link) {
     char byte;
     const ssize_t got = recv(link->fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT);
     if (got == 0 || (got < 0 && !is_temporary(errno))) {
-        lose_peer(tcp, link, peer, got == 0 ? 0 : errno);
+        lose_peer(tcp, link, got == 0 ? 0 : errno);
     }
 }
 
 static int link_progress(struct tcp *tcp, int index) {
     struct link *link = &tcp->links[index];
-    const int peer = index % tcp->host_count;
     if (link->lost) {
         return fail_link(tcp, index);
     }
     int moved = hr_queue_advance(&link->recv, 0);
     moved |= hr_queue_advance(&link->send, 0);
     if (link->recv.head == NULL && link->unchecked && link->send.head != NULL) {
-        look_for_eof(tcp, link, peer);
+        look_for_eof(tcp, link);
         moved |= link->lost;
     }
     link->unchecked = 0;
@@ -156,10 +180,10 @@ static int link_progress(struct tcp *tcp, int index) {
         moved |= send_some(link);
     }
     if (link->recv.head != NULL) {
-        moved |= receive(tcp, link, peer);
+        moved |= receive(tcp, link);
     }
     if (link->send_errno != 0 && !link->lost && !moved) {
-        lose_peer(tcp, link, peer, link->send_errno);
+        lose_peer(tcp, link, link->send_errno);
         moved = 1;
     }
     if (link->recv.head == NULL && link->send.head == NULL) {
@@ -179,18 +203,34 @@ static int tcp_progress(struct hr_transport *transport) {
     return moved;
 }
 
-/* Finds the link and makes it busy. The statuses of post_send. */
-static int link_to_post(struct tcp *tcp, int peer, enum hr_channel channel, struct link **found) {
+/* Whose turn it is among `count` sockets. An empty io does not take a turn. */
+static int take_turn(int *turn, int count, size_t bytes) {
+    if (bytes > 0) {
+        *turn = *turn + 1 < count ? *turn + 1 : 0;
+    }
+    return *turn;
+}
+
+enum direction { SEND, RECV };
+
+/* Finds the link for the next io and makes it busy. The statuses of post_send. */
+static int link_to_post(struct tcp *tcp, int peer, enum hr_channel channel, enum direction direction, size_t bytes,
+                        struct link **found) {
     if (peer < 0 || peer >= tcp->host_count) {
         return HORO_ERR_INTERNAL;
     }
-    const int index = link_index(tcp, peer, channel);
+    int index = first_link(tcp, peer, channel);
     struct link *link = &tcp->links[index];
     if (link->fd < 0) {
         return HORO_ERR_INTERNAL;
     }
     if (tcp->abandoned[channel]) {
         return HORO_ERR_ABORTED;
+    }
+    const int count = socket_count(tcp, channel);
+    if (count > 1) {
+        index += take_turn(direction == SEND ? &link->send_turn : &link->recv_turn, count, bytes);
+        link = &tcp->links[index];
     }
     if (link->send.head == NULL && link->recv.head == NULL) {
         link->unchecked = 1;
@@ -203,7 +243,7 @@ static int link_to_post(struct tcp *tcp, int peer, enum hr_channel channel, stru
 static int tcp_post_send(struct hr_transport *transport, int peer, enum hr_channel channel, const void *data, size_t bytes,
                          struct hr_io *io) {
     struct link *link;
-    HR_TRY(link_to_post(tcp_of(transport), peer, channel, &link));
+    HR_TRY(link_to_post(tcp_of(transport), peer, channel, SEND, bytes, &link));
     /* iovec has no const; sendmsg does not write. */
     hr_queue_push(&link->send, (char *)(uintptr_t)data, bytes, io);
     return HORO_OK;
@@ -212,7 +252,7 @@ static int tcp_post_send(struct hr_transport *transport, int peer, enum hr_chann
 static int tcp_post_recv(struct hr_transport *transport, int peer, enum hr_channel channel, void *data, size_t bytes,
                          struct hr_io *io) {
     struct link *link;
-    HR_TRY(link_to_post(tcp_of(transport), peer, channel, &link));
+    HR_TRY(link_to_post(tcp_of(transport), peer, channel, RECV, bytes, &link));
     hr_queue_push(&link->recv, data, bytes, io);
     return HORO_OK;
 }
@@ -258,8 +298,9 @@ static void tcp_watch(struct hr_transport *transport, int enabled) {
 static void tcp_abandon(struct hr_transport *transport, enum hr_channel channel) {
     struct tcp *tcp = tcp_of(transport);
     tcp->abandoned[channel] = 1;
-    for (int peer = 0; peer < tcp->host_count; peer++) {
-        (void)fail_link(tcp, link_index(tcp, peer, channel));
+    const int begin = first_link(tcp, 0, channel);
+    for (int index = begin; index < begin + tcp->host_count * socket_count(tcp, channel); index++) {
+        (void)fail_link(tcp, index);
     }
 }
 
@@ -324,6 +365,7 @@ static int fail_fd(struct hr_error *error, int fd, int host, const char *what) {
 
 static int link_open(struct link *link, int fd, int host, int peer_timeout_ms, struct hr_error *error) {
     link->fd = fd;
+    link->peer = host;
     if (fd < 0) {
         return HORO_OK;
     }
@@ -351,8 +393,8 @@ static int link_open(struct link *link, int fd, int host, int peer_timeout_ms, s
     return HORO_OK;
 }
 
-static struct tcp *tcp_allocate(int host_count) {
-    const size_t link_count = (size_t)host_count * HR_CHANNEL_COUNT;
+static struct tcp *tcp_allocate(int host_count, int data_sockets) {
+    const size_t link_count = (size_t)host_count * (size_t)(1 + data_sockets);
     struct tcp *tcp = calloc(1, sizeof *tcp + link_count * sizeof tcp->links[0]);
     uint64_t *busy = calloc(link_count / WORD_BITS + 1, sizeof *busy);
     if (tcp == NULL || busy == NULL) {
@@ -362,29 +404,45 @@ static struct tcp *tcp_allocate(int host_count) {
     }
     tcp->base.ops = &tcp_ops;
     tcp->host_count = host_count;
+    tcp->data_sockets = data_sockets;
     tcp->link_count = (int)link_count;
     tcp->lost_peer = -1;
     tcp->busy = busy;
     return tcp;
 }
 
-struct hr_transport *hr_tcp_create(const int *control_fds, const int *data_fds, int host_count, int peer_timeout_ms,
-                                   struct hr_error *error) {
-    if (host_count < 1 || peer_timeout_ms < 1) {
-        (void)hr_fail(error, HORO_ERR_USAGE, "the number of hosts and peer_timeout_ms must be positive, not %d and %d",
-                      host_count, peer_timeout_ms);
+/* All sockets of one host, or none. */
+static int open_host(struct tcp *tcp, enum hr_channel channel, const int *fds, int host, int peer_timeout_ms,
+                     struct hr_error *error) {
+    const int count = socket_count(tcp, channel);
+    struct link *links = &tcp->links[first_link(tcp, host, channel)];
+    for (int i = 0; i < count; i++) {
+        const int fd = fds == NULL ? -1 : fds[host * count + i];
+        HR_TRY(link_open(&links[i], fd, host, peer_timeout_ms, error));
+        if ((fd < 0) != (links[0].fd < 0)) {
+            return hr_fail(error, HORO_ERR_USAGE, "of %d sockets for host %d only some are given", count, host);
+        }
+    }
+    links[0].send_turn = links[0].recv_turn = count - 1; /* so that the first io takes the first */
+    return HORO_OK;
+}
+
+struct hr_transport *hr_tcp_create(const int *control_fds, const int *data_fds, int host_count, int data_sockets,
+                                   int peer_timeout_ms, struct hr_error *error) {
+    if (host_count < 1 || peer_timeout_ms < 1 || data_sockets < 1 || data_sockets > HORO_SOCKETS_PER_PEER_MAX) {
+        (void)hr_fail(error, HORO_ERR_USAGE,
+                      "the number of hosts and peer_timeout_ms must be positive, sockets per peer 1 to %d, not %d, %d and %d",
+                      HORO_SOCKETS_PER_PEER_MAX, host_count, peer_timeout_ms, data_sockets);
         return NULL;
     }
-    struct tcp *tcp = tcp_allocate(host_count);
+    struct tcp *tcp = tcp_allocate(host_count, data_sockets);
     if (tcp == NULL) {
         (void)hr_fail(error, HORO_ERR_RESOURCE, "no memory for the links to %d hosts", host_count);
         return NULL;
     }
-    const int *const fds_of_channel[HR_CHANNEL_COUNT] = {[HR_CHANNEL_CONTROL] = control_fds, [HR_CHANNEL_DATA] = data_fds};
-    for (int i = 0; i < tcp->link_count; i++) {
-        const int *fds = fds_of_channel[i / host_count];
-        const int host = i % host_count;
-        if (link_open(&tcp->links[i], fds == NULL ? -1 : fds[host], host, peer_timeout_ms, error) != HORO_OK) {
+    for (int host = 0; host < host_count; host++) {
+        if (open_host(tcp, HR_CHANNEL_CONTROL, control_fds, host, peer_timeout_ms, error) != HORO_OK ||
+            open_host(tcp, HR_CHANNEL_DATA, data_fds, host, peer_timeout_ms, error) != HORO_OK) {
             free(tcp->busy);
             free(tcp);
             return NULL;

@@ -2,13 +2,15 @@
  * Bytes between two ranks. A transport knows peers (by host index) and channels, never operations.
  *
  * Contract of every transport, held by one conformance suite:
- *  - Sends and receives on one (peer, channel) match one to one in order, and a matching pair has the same size. (Stream
- *    transports do not need the rule; message transports do.)
+ *  - Sends and receives on one (peer, channel) match one to one in order, and a matching pair has the same size. (One
+ *    stream does not need the rule; several, and message transports, do.)
  *  - post_* never block and copy nothing: the memory and the hr_io stay the caller's to keep until io->state is not HR_IO_POSTED.
  *  - A send may have to wait for its receive to be posted, however small it is: stream transports buffer, MPI does not.
  *  - progress moves what it can without blocking. Only it, abandon and destroy change the state of a posted io.
  *  - All functions of one transport are called by one thread at a time (the driver of the engine).
  *  - A zero-byte io is done when it reaches the head of its queue.
+ *  - Ios of one (peer, channel, direction) are done in the order of posting where one connection carries them. Where several do, a
+ *    later one may be done, or failed, before an earlier one: callers look at each io.
  *  - After a peer is lost, its posted and later ios become HR_IO_FAILED, on all channels; other peers go on. What a peer that
  *    closed its end had sent before (its send was done) is delivered first, on every channel: each ends where its own end is read.
  */
@@ -102,16 +104,17 @@ static inline int64_t hr_transport_poll_within_ns(const struct hr_transport *tra
 }
 
 /*
- * Over connected stream sockets (TCP, or AF_UNIX in tests), one per peer and channel, -1 for none; made nonblocking here.
- * Either array may be NULL: no links on that channel.
+ * Over connected stream sockets (TCP, or AF_UNIX in tests), -1 for none; made nonblocking here: one per peer for control, control_fds
+ * [host_count], and data_sockets (1 to HORO_SOCKETS_PER_PEER_MAX) per peer for data, data_fds[host * data_sockets + i], in the same order
+ * at both ends. Either array may be NULL: no links on that channel. The loss of one socket is the loss of the peer.
  * A peer silent for peer_timeout_ms with data unacknowledged or under watch counts as lost (TCP_USER_TIMEOUT, keepalive).
  * So does one that reads nothing for so long while data waits for it, even if its host answers: a process that is stopped
  * in the middle of a transfer. Probing counts in whole seconds, so timeouts below 2 s hold for unacknowledged data only.
  * Owns the descriptors on success only. NULL with *error set: HORO_ERR_USAGE for a bad descriptor or argument (it is named),
  * HORO_ERR_RESOURCE for lack of memory.
  */
-struct hr_transport *hr_tcp_create(const int *control_fds, const int *data_fds, int host_count, int peer_timeout_ms,
-                                   struct hr_error *error);
+struct hr_transport *hr_tcp_create(const int *control_fds, const int *data_fds, int host_count, int data_sockets,
+                                   int peer_timeout_ms, struct hr_error *error);
 
 struct hr_mpi;
 

@@ -41,10 +41,10 @@ void *shim_loopback_create(void *hub, int host, int lane, int *status, char *err
     return tell(transport, &failure, status, error);
 }
 
-void *shim_tcp_create(const int *control_fds, const int *data_fds, int host_count, int peer_timeout_ms, int *status,
+void *shim_tcp_create(const int *control_fds, const int *data_fds, int host_count, int data_sockets, int peer_timeout_ms, int *status,
                       char *error) {
     struct hr_error failure = {0};
-    struct hr_transport *transport = hr_tcp_create(control_fds, data_fds, host_count, peer_timeout_ms, &failure);
+    struct hr_transport *transport = hr_tcp_create(control_fds, data_fds, host_count, data_sockets, peer_timeout_ms, &failure);
     return tell(transport, &failure, status, error);
 }
 
@@ -53,7 +53,7 @@ void *shim_mpi_create(const int *control_fds, const horo_mpi *calls, int host_co
     struct hr_transport *transport = NULL;
     struct hr_mpi *mpi = calloc(1, sizeof *mpi);
     if (mpi != NULL && hr_mpi_init(mpi, calls, &failure) == HORO_OK) {
-        struct hr_transport *control = hr_tcp_create(control_fds, NULL, host_count, peer_timeout_ms, &failure);
+        struct hr_transport *control = hr_tcp_create(control_fds, NULL, host_count, 1, peer_timeout_ms, &failure);
         if (control != NULL) {
             transport = hr_mpi_transport_create(mpi, control, control_fds, host_count, peer_timeout_ms, &failure);
         }

@@ -1,4 +1,4 @@
-"""Ranks that share a core beside one that is free: who moves, where to, and that nothing else changes."""
+"""Ranks that share a core beside one that is free: who moves, where to, and that nobody does unasked."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import ctypes
 import os
 import threading
 import time
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ ASLEEP = -1
 
 
 def choose(native: ModuleType, core_of: list[int], me: int, allowed: list[int]) -> int:
-    return int(native.lib.shim_seat_choose(core_of, len(core_of), me, allowed, len(allowed)))
+    return int(native.lib.shim_core_choose(core_of, len(core_of), me, allowed, len(allowed)))
 
 
 @pytest.mark.parametrize(
@@ -60,26 +62,51 @@ def test_moving_all_at_once_and_again_ends_with_ranks_spread_evenly(
     assert max(crowd) - min(crowd) <= 1, cores
 
 
+def together(goes_on: Callable[[Rank], bool], **options: Any) -> list[int]:
+    """Two ranks begin on one core, rank 1 may use two, and call while both say so; how often each has moved."""
+
+    def body(rank: Rank) -> int:
+        mine = {CORES[0]} if rank.rank == 0 else set(CORES[:2])
+        os.sched_setaffinity(0, {CORES[0]})
+        os.sched_setaffinity(0, mine)
+        both = np.ones(1, np.float32)
+        while both[0] > 0:  # both hear of the end in the same operation
+            both[0] = goes_on(rank)
+            rank.run("allreduce", "x", [both], reduce_op=3)
+        assert os.sched_getaffinity(0) == mine
+        return rank.context.counters()["moves"]
+
+    with Group([2], spin_us=1000, **options) as group:
+        return group.run(body)
+
+
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 def test_a_rank_leaves_the_core_of_another_and_keeps_its_affinity() -> None:
     ends_s = time.monotonic() + 60
     libc = ctypes.CDLL(None)
     arrived = threading.Event()
 
-    def body(rank: Rank) -> int:
-        mine = {CORES[0]} if rank.rank == 0 else set(CORES[:2])
-        os.sched_setaffinity(0, {CORES[0]})
-        os.sched_setaffinity(0, mine)
-        goes_on = np.ones(1, np.float32)
-        while goes_on[0] > 0:  # both hear of the end in the same operation
-            goes_on[0] = not arrived.is_set() and time.monotonic() < ends_s
-            rank.run("allreduce", "x", [goes_on], reduce_op=3)
-            if rank.rank == 1 and libc.sched_getcpu() == CORES[1]:
-                arrived.set()
-        assert os.sched_getaffinity(0) == mine
-        return rank.context.counters()["moves"]
+    def goes_on(rank: Rank) -> bool:
+        if rank.rank == 1 and libc.sched_getcpu() == CORES[1]:
+            arrived.set()
+        return not arrived.is_set() and time.monotonic() < ends_s
 
-    with Group([2], spin_us=1000) as group:
-        moves = group.run(body)
+    moves = together(goes_on, leaves_crowded_cores=True)
     assert arrived.is_set(), moves
     assert moves[0] == 0
+
+
+@pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
+def test_nobody_moves_unasked() -> None:
+    calls = [2000, 2000]
+
+    def goes_on(rank: Rank) -> bool:
+        calls[rank.rank] -= 1
+        return calls[rank.rank] > 0
+
+    assert together(goes_on) == [0, 0]
+
+
+def test_the_core_is_looked_up_only_where_ranks_may_move(native: ModuleType) -> None:
+    assert native.lib.shim_core_publish(0) == 0
+    assert native.lib.shim_core_publish(1) > 0

@@ -1,10 +1,10 @@
-#include "node/seat.h"
+#include "node/core_choice.h"
 
 #include "node/node.h"
 
 enum { LOOK_EVERY_NS = 1000000, PAUSE_MIN_NS = 16000000, PAUSE_MAX_NS = 1000000000 };
 
-int hr_seat_choose(const int *core_of, int count, int me, const cpu_set_t *allowed) {
+int hr_core_choose(const int *core_of, int count, int me, const cpu_set_t *allowed) {
     int here = 0; /* besides me */
     for (int i = 0; i < count; i++) {
         if (i != me && core_of[i] == core_of[me]) {
@@ -35,7 +35,10 @@ int hr_seat_choose(const int *core_of, int count, int me, const cpu_set_t *allow
     return best;
 }
 
-void hr_seat_show(struct hr_node *node) {
+void hr_core_publish(struct hr_node *node) {
+    if (!node->core_choice.enabled) {
+        return;
+    }
     _Atomic int32_t *core = &node->arena.blocks[node->local_rank].core;
     const int32_t now = (int32_t)sched_getcpu() + 1;
     if (atomic_load_explicit(core, memory_order_relaxed) != now) {
@@ -54,7 +57,7 @@ static int move_to(int core, const cpu_set_t *allowed) {
     return 1;
 }
 
-/* Into node->core_of: where the ranks of this host sit; -1 for those that sleep. */
+/* Into node->core_of: where the ranks of this host run; -1 for those that sleep. */
 static void find_cores(const struct hr_node *node) {
     for (int i = 0; i < node->local_size; i++) {
         const struct hr_arena_block *block = &node->arena.blocks[i];
@@ -63,29 +66,29 @@ static void find_cores(const struct hr_node *node) {
     }
 }
 
-void hr_seat_look(struct hr_node *node, int64_t now_ns) {
-    struct hr_seat *seat = &node->seat;
-    if (node->local_size == 1 || now_ns < seat->next_ns) {
+void hr_core_look(struct hr_node *node, int64_t now_ns) {
+    struct hr_core_choice *choice = &node->core_choice;
+    if (!choice->enabled || node->local_size == 1 || now_ns < choice->next_ns) {
         return;
     }
-    seat->next_ns = now_ns + LOOK_EVERY_NS;
-    hr_seat_show(node);
+    choice->next_ns = now_ns + LOOK_EVERY_NS;
+    hr_core_publish(node);
     find_cores(node);
     cpu_set_t allowed;
     int core = -1;
     if (node->core_of[node->local_rank] >= 0 && sched_getaffinity(0, sizeof allowed, &allowed) == 0) {
-        core = hr_seat_choose(node->core_of, node->local_size, node->local_rank, &allowed);
+        core = hr_core_choose(node->core_of, node->local_size, node->local_rank, &allowed);
     }
-    const int was_crowded = seat->crowded;
-    seat->crowded = core >= 0;
+    const int was_crowded = choice->crowded;
+    choice->crowded = core >= 0;
     if (core < 0) {
-        seat->pause_ns /= 2;
+        choice->pause_ns /= 2;
     } else if (was_crowded && move_to(core, &allowed)) { /* once may be chance */
-        hr_seat_show(node);
+        hr_core_publish(node);
         atomic_fetch_add_explicit(&node->moves, 1, memory_order_relaxed);
-        const int64_t longer_ns = seat->pause_ns * 2;
-        seat->pause_ns = longer_ns < PAUSE_MIN_NS ? PAUSE_MIN_NS : longer_ns > PAUSE_MAX_NS ? PAUSE_MAX_NS : longer_ns;
-        seat->next_ns = now_ns + seat->pause_ns;
-        seat->crowded = 0;
+        const int64_t longer_ns = choice->pause_ns * 2;
+        choice->pause_ns = longer_ns < PAUSE_MIN_NS ? PAUSE_MIN_NS : longer_ns > PAUSE_MAX_NS ? PAUSE_MAX_NS : longer_ns;
+        choice->next_ns = now_ns + choice->pause_ns;
+        choice->crowded = 0;
     }
 }

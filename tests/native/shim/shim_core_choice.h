@@ -1,0 +1,15 @@
+/* The choice of a core for tests. */
+#ifndef SHIM_CORE_CHOICE_H
+#define SHIM_CORE_CHOICE_H
+
+/* cffi: skip */
+#include <stdint.h>
+/* cffi: end */
+
+/* hr_core_choose with the allowed cores as a list. */
+int shim_core_choose(const int *core_of, int count, int me, const int *allowed, int allowed_count);
+
+/* What hr_core_publish writes of the core of this thread, 0: nothing. */
+int shim_core_publish(int enabled);
+
+#endif

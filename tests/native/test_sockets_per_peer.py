@@ -1,0 +1,114 @@
+"""Data between hosts over several sockets per peer: all collectives, their sleep, and the loss of one socket."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from fabric import close_setup, make_setups
+from ranks import Group, Rank, run_ranks
+
+from horo._core import Context
+from horo._errors import PeerLostError, UsageError
+
+LAYOUTS = [[1, 1], [2, 2], [1, 2, 1]]
+SIZES = (1, 2, 3, 1000, 4097, 300_000)
+PIECE_BYTES = 1 << 17
+
+
+def collectives(rank: Rank) -> None:
+    """Each with sizes of one piece and of many, one after the other and at once."""
+    for size in SIZES:
+        handles = []
+        arrays = [np.arange(size, dtype=np.float64) + rank.rank + k for k in range(3)]
+        for k, array in enumerate(arrays):
+            handles.append(rank.submit("allreduce", f"a{k} {size}", [array], reduce_op=1))
+        for handle in handles:
+            rank.finish(handle)
+        for k, array in enumerate(arrays):
+            offset = rank.size * (rank.size - 1) / 2 + rank.size * k
+            np.testing.assert_array_equal(array, np.arange(size, dtype=np.float64) * rank.size + offset)
+        for root in range(rank.size):
+            values = np.full(size, rank.rank, np.int32)
+            assert set(rank.broadcast(values, root)) == {root}
+        gathered, rows = rank.allgather(np.full(size + rank.rank, rank.rank, np.int32))
+        assert rows == [size + other for other in range(rank.size)]
+        np.testing.assert_array_equal(gathered, np.repeat(np.arange(rank.size), rows))
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
+def test_collectives_over_three_sockets_per_peer(hosts: list[int], tcp: bool) -> None:
+    run_ranks(collectives, hosts, sockets_per_peer=3, tcp=tcp)
+
+
+@pytest.mark.parametrize("sockets", [2, 8])
+def test_waits_sleep_on_every_socket(sockets: int) -> None:
+    """Nobody spins, and segments of many pieces keep all sockets busy."""
+    run_ranks(collectives, [1, 1, 1], sockets_per_peer=sockets, spin_us=0, segment_bytes=1 << 21)
+
+
+def test_the_bytes_are_shared_among_the_sockets() -> None:
+    values = np.ones(1 << 20, np.float32)
+    setups = make_setups([1, 1], sockets_per_peer=4, tcp=True, segment_bytes=1 << 20)
+    ends = [socket.socket(fileno=os.dup(fd)) for fd in setups[0].data_fds if fd >= 0]
+    contexts = [Context(setup) for setup in setups]
+    ranks = [Rank(context) for context in contexts]
+    arrays = [values.copy(), values.copy()]
+    handles = [rank.submit("allreduce", "x", [array], reduce_op=1) for rank, array in zip(ranks, arrays, strict=True)]
+    for rank, handle in zip(ranks, handles, strict=True):
+        rank.finish(handle)
+    received = [received_bytes(end) for end in ends]
+    assert sum(received) == values.nbytes  # the ring: half of them twice
+    assert max(received) - min(received) <= PIECE_BYTES, received
+    for end in ends:
+        end.close()
+    for context in contexts[::-1]:
+        context.destroy()
+
+
+def received_bytes(end: socket.socket) -> int:
+    """tcpi_bytes_received of struct tcp_info in linux/tcp.h."""
+    info = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+    return int.from_bytes(info[128:136], "little")
+
+
+@pytest.mark.parametrize("hosts", [[1, 1], [2, 2]], ids=str)
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_rank_that_loses_one_socket_is_lost(hosts: list[int], number: int) -> None:
+    broken: list[socket.socket] = []
+
+    def body(rank: Rank) -> str:
+        with pytest.raises(PeerLostError) as caught:
+            for turn in range(1000):
+                if turn == 3 and rank.rank == 0:
+                    broken[0].shutdown(socket.SHUT_RDWR)
+                rank.allreduce(np.ones(200_000, np.float32))
+        return str(caught.value)
+
+    with Group(hosts, sockets_per_peer=3, tcp=True) as group:
+        broken.append(group.data_end(0, number))
+        said = group.run(body)
+    assert all("rank 0" in text or f"rank {hosts[0]}" in text for text in said), said
+
+
+@pytest.mark.parametrize("sockets", [-1, 9])
+def test_numbers_of_sockets_out_of_range_are_refused(native: ModuleType, sockets: int) -> None:
+    del native
+    (setup,) = make_setups([1])
+    with pytest.raises(UsageError, match=f"sockets_per_peer must be 1 to 8, not {sockets}"):
+        Context(type(setup)(**{**vars(setup), "sockets_per_peer": sockets}))
+    close_setup(setup)
+
+
+def test_no_descriptor_is_left() -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    contexts = [Context(setup) for setup in make_setups([1, 1, 1], sockets_per_peer=3)]
+    assert len(list(Path("/proc/self/fd").iterdir())) > before + 18
+    for context in contexts:
+        context.destroy()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
