@@ -323,4 +323,11 @@ HORO_API int horo_health(horo_context *context, char *error, size_t error_bytes)
 
 HORO_API void horo_read_counters(horo_context *context, horo_counters *counters);
 
+/*
+ * The last events of this rank, at most `capacity` and at most HORO_EVENTS_MAX of them, in the order in which they were noted. Never
+ * blocks and holds nobody up: an event that is being noted meanwhile may be missing. events has room for `capacity`. Returns how many
+ * were written, or HORO_ERR_USAGE (a negative capacity), HORO_ERR_NOT_INITIALIZED, HORO_ERR_FORKED.
+ */
+HORO_API int32_t horo_read_events(horo_context *context, horo_event *events, int32_t capacity);
+
 #endif
