@@ -16,9 +16,11 @@ from horo._setup import MpiUse, Setup
 
 __all__ = [
     "DTYPES",
+    "EVENTS",
     "OPS",
     "REDUCE_OPS",
     "Context",
+    "Event",
     "Slip",
     "Tensor",
     "arena_bytes",
@@ -59,6 +61,13 @@ REDUCE_OPS: dict[str, int] = {
     "product": lib.HORO_PRODUCT,
 }
 
+EVENTS: dict[int, str] = {
+    getattr(lib, f"HORO_EVENT_{name.upper()}"): name
+    for name in ("submitted", "agreed", "begun", "ended", "failed", "left", "lost")
+}
+"""Name of each kind of event by its number."""
+
+_OP_NAMES = {number: name for name, number in OPS.items()}
 _STATUS_NAMES: dict[int, str] = {getattr(lib, name): name for name in dir(lib) if name.startswith("HORO_ERR_")}
 
 
@@ -86,6 +95,25 @@ class Tensor(NamedTuple):
     dtype: int
     wire_dtype: int = 0
     """Number of the dtype that it travels as; 0: its own."""
+
+
+class Event(NamedTuple):
+    """Something that a rank has noted of its work; ``horo_event`` in ``horo.h`` says more."""
+
+    time_ns: int
+    """On the clock of ``time.monotonic_ns``."""
+    event: str
+    """One of ``EVENTS``."""
+    op: str
+    """One of ``OPS``; empty for the end of the group."""
+    name: str
+    """Of the request, the end of it where it is long; of a batch, of its first request."""
+    bytes: int
+    team: int
+    number: int
+    """Of a batch: its requests; at the end of the group: the rank at fault, or -1."""
+    status: str
+    """Why a request or the group failed: ``"HORO_ERR_MISMATCH"``; else empty."""
 
 
 _REQUEST = "P4i2dPi0P"
@@ -371,6 +399,18 @@ class Context:
         lib.horo_read_counters(self._context, native)
         return {name: int(getattr(native, name)) for name, _ in ffi.typeof("horo_counters").fields or ()}
 
+    def events(self) -> list[Event]:
+        """What this rank has noted last, the oldest first: some hundred events. Any thread; waits for nobody.
+
+        Raises:
+            UsageError: after ``destroy``, or in a forked child.
+        """
+        native = ffi.new("horo_event[]", lib.HORO_EVENTS_MAX)
+        count = lib.horo_read_events(self._context, native, lib.HORO_EVENTS_MAX)
+        if count < 0:
+            raise error_from_status(_STATUS_NAMES[count], self._message(0))
+        return [_event(native[i]) for i in range(count)]
+
     def after_fork(self) -> None:
         """In a forked child: lets go of the parent's descriptors; every later call raises UsageError."""
         if self._context != ffi.NULL:
@@ -386,6 +426,19 @@ class Context:
         error = _error_buffer()
         lib.horo_error(self._context, handle, error, lib.HORO_MESSAGE_MAX)
         return _text(error)
+
+
+def _event(native: Any) -> Event:
+    return Event(
+        native.time_ns,
+        EVENTS[native.event],
+        _OP_NAMES.get(native.op, ""),
+        _text(native.name),
+        native.bytes,
+        native.team,
+        native.number,
+        _STATUS_NAMES.get(native.status, ""),
+    )
 
 
 def native_mpi(use: MpiUse, keep: list[Any], ffi: Any = ffi) -> Any:

@@ -233,7 +233,30 @@ typedef struct {
     uint64_t mpi_stranded;     /* transfers given up that MPI has not given back: it may still touch their memory */
 } horo_counters;
 
-enum { HORO_NAME_MAX = 1023, HORO_MESSAGE_MAX = 1024, HORO_DIMS_MAX = 64, HORO_SOCKETS_PER_PEER_MAX = 8 };
+/* What a rank notes of its work as it goes along. */
+enum horo_event_kind {
+    HORO_EVENT_SUBMITTED = 0, /* a request, by a caller here */
+    HORO_EVENT_AGREED = 1,    /* a request that all ranks have submitted: it is a part of the batch whose record comes next in the log */
+    HORO_EVENT_BEGUN = 2,     /* that batch, behind its AGREED: from now on data moves. It bears its first request's name */
+    HORO_EVENT_ENDED = 3,     /* a request, well */
+    HORO_EVENT_FAILED = 4,    /* a request that ranks have submitted differently; those that end with their group are not noted */
+    HORO_EVENT_LEFT = 5,      /* the group has ended because a rank shut horo down */
+    HORO_EVENT_LOST = 6,      /* the group has ended because of a rank that is lost, stalled or in error: this rank has heard of it */
+};
+
+/* One of them. */
+typedef struct {
+    int64_t time_ns; /* CLOCK_MONOTONIC; read from the processor's counter, so true to some microseconds for recent events */
+    int64_t bytes;   /* of the request's tensors here; BEGUN: of the whole batch; LEFT, LOST: 0 */
+    int32_t event;   /* enum horo_event_kind */
+    int32_t op;      /* enum horo_op; LEFT, LOST: -1 */
+    int32_t status;  /* FAILED, LOST: enum horo_status; else HORO_OK */
+    int32_t team;    /* 0: all ranks */
+    int32_t number;  /* BEGUN: requests in the batch; LEFT, LOST: the rank at fault, -1: not known; else 0 */
+    char name[36];   /* of the request; of one longer than 32 bytes "..." and its end; LEFT, LOST: empty */
+} horo_event;
+
+enum { HORO_NAME_MAX = 1023, HORO_MESSAGE_MAX = 1024, HORO_DIMS_MAX = 64, HORO_EVENTS_MAX = 1024, HORO_SOCKETS_PER_PEER_MAX = 8 };
 enum { HORO_MPI_STATUS_MAX = 128, HORO_MPI_MESSAGE_MAX = 1 << 30 };
 
 /* "0.1.0+abi9": ranks compare it at init and refuse to mix. */
@@ -303,5 +326,12 @@ HORO_API int horo_release(horo_context *context, int64_t handle);
 HORO_API int horo_health(horo_context *context, char *error, size_t error_bytes);
 
 HORO_API void horo_read_counters(horo_context *context, horo_counters *counters);
+
+/*
+ * The last events of this rank, at most `capacity` and at most HORO_EVENTS_MAX of them, in the order in which they were noted. Never
+ * blocks and holds nobody up: an event that is being noted meanwhile may be missing. events has room for `capacity`. Returns how many
+ * were written, or HORO_ERR_USAGE (a negative capacity), HORO_ERR_NOT_INITIALIZED, HORO_ERR_FORKED.
+ */
+HORO_API int32_t horo_read_events(horo_context *context, horo_event *events, int32_t capacity);
 
 #endif

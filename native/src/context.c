@@ -188,6 +188,11 @@ HORO_API int horo_health(horo_context *context, char *error, size_t error_bytes)
     return status;
 }
 
+HORO_API int32_t horo_read_events(horo_context *context, horo_event *events, int32_t capacity) {
+    HR_TRY(usable(context));
+    return capacity < 0 ? HORO_ERR_USAGE : (int32_t)hr_recorder_read(&context->node.recorder, events, (size_t)capacity);
+}
+
 HORO_API void horo_read_counters(horo_context *context, horo_counters *counters) {
     const struct hr_engine *engine = &context->engine;
     const struct hr_transport *transport = context->node.transport;

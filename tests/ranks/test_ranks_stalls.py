@@ -77,3 +77,23 @@ def test_a_rank_stopped_in_the_middle_of_transfers_holds_nobody_for_ever(
                 )
                 if len(hosts) == 2:
                     assert answer["text"].startswith(f"rank {victim} (host-a) has not"), answer
+
+
+def test_all_that_wait_show_what_they_did_last_at_a_stall_and_at_a_loss(tmp_path: Path) -> None:
+    with PlainRanks(tmp_path, "aab", WARN) as ranks:
+        ranks.all("start")
+        ranks.all("allreduce", "done")
+        ranks.kill(1, signal.SIGSTOP)
+        for rank in (0, 2):
+            ranks.tell(rank, "allreduce", "late")
+        ago = r"\n *\d+\.\d{3} s ago  "
+        last = rf"finished   allreduce 'done', 3\.9 KiB{ago}submitted  allreduce 'late', 3\.9 KiB"
+        for rank in (0, 2):
+            pattern = rf"horo \[{rank}\] warning: the last events on this rank(.|\n)*{last}\n"
+            wait_until(lambda p=pattern, r=rank: re.search(p, ranks.log(r)), f"{pattern} in the log of rank {rank}")
+        ranks.kill(1)
+        for rank in (0, 2):
+            assert ranks.answer(rank)["error"] == "PeerLostError"
+            end = rf"{last}{ago}the group ended: peer lost, rank 1\n"
+            block = rf"horo \[{rank}\] error: the last events on this rank(.|\n)*{end}"
+            assert re.search(block, ranks.log(rank)), ranks.log(rank)

@@ -43,6 +43,7 @@ static int turn_running(struct hr_engine *engine) {
 /* ---- ENDING and ENDED ---- */
 
 static void begin_ending(struct hr_engine *engine) {
+    hr_engine_note_end(engine);
     hr_engine_cancel(engine);
     engine->executor.outcome = 0;
     engine->driver.stage = HR_ENGINE_ENDING;

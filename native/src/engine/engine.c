@@ -137,6 +137,7 @@ static int enqueue(struct hr_engine *engine, struct hr_request *request, struct 
     engine->submission.newest = request;
     *engine->submission.queue_tail = request;
     engine->submission.queue_tail = &request->next;
+    hr_engine_note_submitted(engine, request);
     atomic_fetch_add(&engine->submission.queued, 1);
     atomic_fetch_add(&engine->submission.pending, 1);
     atomic_fetch_add_explicit(&engine->counts.requests, 1, memory_order_relaxed);
@@ -146,8 +147,9 @@ static int enqueue(struct hr_engine *engine, struct hr_request *request, struct 
 int hr_engine_submit(struct hr_engine *engine, const horo_request *call, int64_t *handle, struct hr_error *error) {
     /* A process that ends at its error must not be taken for the cause: its driver tells other hosts first, then fails this. */
     const int untold = atomic_load(&engine->driver.always_drives) && hr_arena_aborted(&engine->node->arena).code != 0;
-    if (!untold) {
-        HR_TRY(hr_engine_health(engine, error));
+    if (!untold && hr_engine_health(engine, error) != HORO_OK) {
+        hr_engine_show_end(engine);
+        return error->code;
     }
     struct hr_request *request = NULL;
     HR_TRY(hr_request_create(call, engine->node->size, &request, error));

@@ -45,6 +45,7 @@ struct hr_request {
     horo_request call; /* its pointers point into this allocation */
     uint64_t name_hash;
     size_t name_bytes;
+    int64_t data_bytes; /* of all its tensors here */
     int64_t submit_ns;
     uint8_t *bytes; /* canonical form on the wire; points into this allocation */
     size_t byte_count;
@@ -305,6 +306,20 @@ struct hr_abort hr_engine_end(const struct hr_engine *engine);
 int hr_engine_fail_all(struct hr_engine *engine);
 /* The sentence for the end of the node, without what was pending. */
 void hr_engine_describe_end(const struct hr_engine *engine, struct hr_abort end, char *text, size_t text_bytes);
+
+/* events.c: what the flight recorder gets, and when it is shown. */
+/* A request that has been put into the queue; with the lock held. */
+void hr_engine_note_submitted(struct hr_engine *engine, struct hr_request *request);
+/* Requests that are over; before they can be released. */
+void hr_engine_note_done(struct hr_engine *engine, struct hr_request *const *requests, size_t count, int status);
+/* A batch whose record has been taken out of the log: what has been agreed on, and that it begins. */
+void hr_engine_note_batch(struct hr_engine *engine, struct hr_request *const *requests, size_t count, uint64_t bytes);
+/* The end of the group, once. Any thread. */
+void hr_engine_note_end(struct hr_engine *engine);
+/* Logs the last events, if there are any that have not been logged. Any thread. */
+void hr_engine_show_events(struct hr_engine *engine, int level);
+/* The same for the end of the group, once; nothing where it has ended in order. Any thread. */
+void hr_engine_show_end(struct hr_engine *engine);
 
 /* stall.c */
 /* Reports what has waited too long; returns when to look again (0: no need). */

@@ -180,6 +180,7 @@ static int progress_batch(struct hr_engine *engine) {
 
 static int execute_batch(struct hr_engine *engine, const struct hr_wire_message *record) {
     HR_TRY(load_batch(engine, record));
+    hr_engine_note_batch(engine, engine->executor.batch->requests, engine->executor.batch->request_count, engine->executor.batch->bytes);
     const int begun = begin_batch(engine);
     HR_TRY(begun);
     if (begun == HR_TASK_DONE) {
@@ -209,6 +210,7 @@ static int execute_leave(struct hr_engine *engine, const struct hr_wire_message 
     uint64_t none = 0;
     (void)atomic_compare_exchange_strong(&engine->node->arena.header->left_rank, &none, (uint64_t)record->rank + 1);
     engine->executor.has_left = 1;
+    hr_engine_note_end(engine);
     end_record(engine);
     return HORO_OK;
 }
@@ -304,6 +306,7 @@ void hr_engine_complete_locked(struct hr_engine *engine, struct hr_request *requ
 
 void hr_engine_complete(struct hr_engine *engine, struct hr_request *const *requests, size_t count, int status,
                         const char *text) {
+    hr_engine_note_done(engine, requests, count, status);
     (void)pthread_mutex_lock(&engine->submission.lock);
     for (size_t i = 0; i < count; i++) {
         hr_engine_complete_locked(engine, requests[i], status, text);

@@ -69,6 +69,7 @@ int hr_engine_fail_all(struct hr_engine *engine) {
     char text[HORO_MESSAGE_MAX];
     const struct hr_abort end = hr_engine_end(engine);
     hr_engine_describe_end(engine, end, why, sizeof why);
+    hr_engine_show_end(engine);
     (void)pthread_mutex_lock(&engine->submission.lock);
     engine->submission.queue_head = NULL;
     engine->submission.queue_tail = &engine->submission.queue_head;

@@ -124,6 +124,9 @@ static int copy_call(const horo_request *call, size_t byte_count, struct hr_requ
         for (int d = 0; d < tensors[i].ndim; d++) {
             *shape++ = call->tensors[i].shape[d];
         }
+        int64_t bytes = 0; /* it has been checked */
+        (void)hr_wire_shape_bytes(tensors[i].shape, tensors[i].ndim, tensors[i].dtype, &bytes);
+        request->data_bytes += bytes;
     }
     memcpy(name, call->name, name_bytes + 1);
     request->call.name = name;

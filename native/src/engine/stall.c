@@ -125,6 +125,7 @@ static void report(struct hr_engine *engine, int64_t now_ns) {
                "take another path through the program",
                (long long)((now_ns - oldest_ns) / 1000000000), text, count > NAMES_IN_TEXT ? " and more" : "");
     }
+    hr_engine_show_events(engine, HORO_LOG_WARNING); /* every rank its own, also those whose turn it is not */
     if (node->stall_shutdown_ns > 0 && now_ns - oldest_ns >= node->stall_shutdown_ns + periods * node->stall_warning_ns) {
         hr_node_abort(node, HORO_ERR_STALLED, culprit, HR_REASON_STALLED);
     }
@@ -142,6 +143,7 @@ static void report_batch(struct hr_engine *engine, int64_t waited_ns) {
     }
     hr_log(&node->log, HORO_LOG_WARNING, "waiting for %s in the middle of an operation for %lld s", name,
            (long long)(waited_ns / 1000000000));
+    hr_engine_show_events(engine, HORO_LOG_WARNING);
     if (node->stall_shutdown_ns > 0 && waited_ns >= node->stall_shutdown_ns) {
         hr_node_abort(node, HORO_ERR_STALLED, late, HR_REASON_STALLED);
     }

@@ -18,6 +18,7 @@
 #include "arena/arena.h"
 #include "base/clock.h"
 #include "base/log.h"
+#include "base/recorder.h"
 #include "kernel/kernel.h"
 #include "mpi/mpi.h"
 #include "node/core_choice.h"
@@ -56,6 +57,7 @@ struct hr_node {
     int watching;              /* the transport, if there is one, supervises its links */
     struct hr_abort suspect;   /* whom a task has lost; see struct hr_task */
     struct hr_log log;
+    struct hr_recorder recorder;
     _Atomic uint64_t sleeps, wakes, moves; /* counters */
 };
 

@@ -36,7 +36,7 @@ static int allocate(struct hr_node *node) {
     if (node->wake_fds == NULL || node->life_fds == NULL || node->owned_fds == NULL || node->poll_fds == NULL) {
         return HORO_ERR_RESOURCE;
     }
-    return HORO_OK;
+    return hr_recorder_init(&node->recorder);
 }
 
 static void own(struct hr_node *node, int fd) {
@@ -56,6 +56,7 @@ static void free_places(struct hr_node *node) {
     free((void *)node->life_fds);
     free(node->owned_fds);
     free(node->poll_fds);
+    hr_recorder_fini(&node->recorder);
 }
 
 static void close_all(const int32_t *fds, int count) {

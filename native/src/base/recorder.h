@@ -1,0 +1,74 @@
+/*
+ * The flight recorder: what one rank did last, in a ring of records that are written all the time and read when something is wrong.
+ *
+ * Any thread writes, any thread reads, nobody waits. A writer takes the next place by one addition and claims the record there by one
+ * exchange; what it finds being written, or written by one who came later, it leaves alone, and its own event is lost: the ring is then
+ * a whole turn behind it. A reader skips a record that changes while it reads.
+ */
+#ifndef HR_BASE_RECORDER_H
+#define HR_BASE_RECORDER_H
+
+#include <stdatomic.h>
+#include <stddef.h>
+
+#include "base/ticks.h"
+#include "horo.h"
+
+enum {
+    HR_RECORDER_RECORDS = HORO_EVENTS_MAX, /* a power of two */
+    HR_RECORDER_NAME_BYTES = 32,
+    HR_RECORDER_NAME_WORDS = HR_RECORDER_NAME_BYTES / 8,
+};
+
+/* What is written; see horo_event. */
+struct hr_event {
+    uint64_t ticks; /* when; 0: now */
+    int32_t event; /* enum horo_event_kind */
+    int32_t op;    /* enum horo_op; -1: none */
+    int32_t status;
+    int32_t team;
+    int32_t number;
+    int64_t bytes;
+    const char *name;
+    size_t name_bytes; /* 0: none */
+};
+
+/* One cache line. Every word is atomic, so that reading beside a writer is no race. */
+struct hr_record {
+    _Alignas(64) _Atomic uint64_t mark; /* 0: never written; 2n + 1: place n is being written; 2n + 2: it stands */
+    _Atomic uint64_t ticks;
+    _Atomic uint64_t bytes;
+    _Atomic uint64_t what; /* number, team, status, op, event, from the upper bits down: 32, 16, 8, 4, 4 */
+    _Atomic uint64_t name[HR_RECORDER_NAME_WORDS];
+};
+
+struct hr_recorder {
+    struct hr_record *records; /* [HR_RECORDER_RECORDS] */
+    struct hr_tick_sample created;
+    _Atomic uint64_t next;            /* place; their sequence does not end */
+    _Atomic uint64_t described;       /* places that hr_recorder_describe has looked at */
+    _Atomic int end_noted, end_shown; /* the end of the group: by whoever sets them first */
+};
+
+/* HORO_OK or HORO_ERR_RESOURCE. Fini takes also what is all zero. */
+int hr_recorder_init(struct hr_recorder *recorder);
+void hr_recorder_fini(struct hr_recorder *recorder);
+
+/* Of a name that is too long the end is kept. Any thread. */
+void hr_recorder_add(struct hr_recorder *recorder, const struct hr_event *event);
+
+/* The last records, at most `capacity`, the oldest first; returns how many. Any thread. */
+size_t hr_recorder_read(const struct hr_recorder *recorder, horo_event *events, size_t capacity);
+
+/*
+ * The last records as lines "\n    1.234 s ago  submitted  allreduce 'x', 4.0 MiB", the oldest first; what follows one another and is
+ * alike shares a line. At most `lines` (and HR_RECORDER_LINES_MAX) of them, the older ones left out where text_bytes are not enough.
+ * Returns whether there is anything that no earlier call has described. Any thread.
+ */
+enum { HR_RECORDER_LINES_MAX = 32 };
+int hr_recorder_describe(struct hr_recorder *recorder, int lines, char *text, size_t text_bytes);
+
+/* For recorder_text.c. The event at a place: 1, or 0 if it cannot be had (any more). */
+int hr_recorder_look(const struct hr_recorder *recorder, struct hr_tick_sample now, uint64_t place, horo_event *event);
+
+#endif

@@ -1,0 +1,279 @@
+"""What ranks note of their work: in which order, under which threads, and when they show it."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+
+import numpy as np
+import pytest
+from ranks import Group, Rank, run_ranks, wait_for
+
+from horo._core import Event
+from horo._errors import AbortedError, MismatchError, PeerLostError, StalledError, UsageError
+
+HEADING = "the last events on this rank, the oldest first:"
+EVERYWHERE = pytest.mark.parametrize("hosts", [[2], [1, 1], [2, 1]], ids=str)
+
+
+def of(rank: Rank, name: str) -> list[Event]:
+    return [event for event in rank.context.events() if event.name == name]
+
+
+def blocks(text: str) -> dict[int, list[str]]:
+    """The lines under the headings, by rank; the last block of each."""
+    found = re.findall(rf"horo \[(\d+)\] \w+: {re.escape(HEADING)}\n((?: .*\n)*)", text)
+    return {int(rank): [line.split("s ago  ")[1] for line in body.splitlines()] for rank, body in found}
+
+
+@EVERYWHERE
+def test_a_rank_notes_each_step_of_an_allreduce_in_order(hosts: list[int]) -> None:
+    def body(rank: Rank) -> None:
+        begin_ns = time.monotonic_ns()
+        rank.allreduce(np.ones(1000, np.float32), "x")
+        end_ns = time.monotonic_ns()
+        events = of(rank, "x")
+        assert [event.event for event in events] == ["submitted", "agreed", "begun", "ended"]
+        assert {(event.op, event.bytes, event.team, event.status) for event in events} == {("allreduce", 4000, 0, "")}
+        assert [event.number for event in events] == [0, 0, 1, 0]
+        times = [event.time_ns for event in events]
+        assert times == sorted(times)
+        slack_ns = 20_000_000  # the clocks have been compared for a moment only
+        assert begin_ns - slack_ns < times[0]
+        assert times[-1] < end_ns + slack_ns
+
+    run_ranks(body, hosts)
+
+
+def test_a_batch_is_noted_with_what_shares_it() -> None:
+    def body(rank: Rank) -> None:
+        handles = [rank.submit("allreduce", f"g{i}", [np.ones(10)], reduce_op=1) for i in range(20)]
+        for handle in handles:
+            rank.finish(handle)
+        events = rank.context.events()
+        batches = [event for event in events if event.event == "begun"]
+        assert sum(batch.number for batch in batches) == 20
+        assert sum(batch.bytes for batch in batches) == 20 * 80
+        for step in ("submitted", "agreed", "ended"):
+            assert sorted(event.name for event in events if event.event == step) == sorted(f"g{i}" for i in range(20))
+
+    run_ranks(body, [2])
+
+
+def test_a_request_that_differs_is_noted_as_failed() -> None:
+    def body(rank: Rank) -> None:
+        with pytest.raises(MismatchError):
+            rank.allreduce(np.ones(3 + rank.rank), "x")
+        assert [(event.event, event.status) for event in of(rank, "x")] == [
+            ("submitted", ""),
+            ("failed", "HORO_ERR_MISMATCH"),
+        ]
+
+    run_ranks(body, [2])
+
+
+def test_many_threads_submit_while_another_reads() -> None:
+    threads, rounds = 4, 100
+
+    def body(rank: Rank) -> None:
+        is_over = threading.Event()
+        wrong: list[object] = []
+
+        def read() -> None:
+            while not is_over.is_set():
+                for event in rank.context.events():
+                    if event.bytes != 8 * int(event.name.split(".")[0]) and event.event != "begun":
+                        wrong.append(event)
+
+        def submit(number: int) -> None:
+            for step in range(rounds):
+                array = np.ones(number)
+                handle = rank.submit("allreduce", f"{number}.{step}", [array], reduce_op=1)
+                rank.finish(handle)
+                if array[0] != rank.size:
+                    wrong.append(array)
+
+        reader = threading.Thread(target=read)
+        writers = [threading.Thread(target=submit, args=(number,)) for number in range(1, threads + 1)]
+        for thread in (reader, *writers):
+            thread.start()
+        for thread in writers:
+            thread.join()
+        is_over.set()
+        reader.join()
+        assert wrong == []
+        assert sum(event.event == "ended" for event in rank.context.events()) > 200  # of 1024 events about a quarter
+
+    run_ranks(body, [2])
+
+
+@EVERYWHERE
+def test_a_stall_shows_what_each_rank_did_last(hosts: list[int], capfd: pytest.CaptureFixture[str]) -> None:
+    seen = threading.Barrier(sum(hosts))
+    text = ""
+
+    def body(rank: Rank) -> None:
+        nonlocal text
+        rank.allreduce(np.ones(1000, np.float32), "done")
+        if rank.rank == 1:
+
+            def shown() -> bool:
+                nonlocal text
+                text += capfd.readouterr().err
+                return 0 in blocks(text)
+
+            wait_for(shown)
+        else:
+            handle = rank.submit("allreduce", "late", [np.ones(1000, np.float32)], reduce_op=1)
+        seen.wait(20)
+        if rank.rank == 1:
+            rank.allreduce(np.ones(1000, np.float32), "late")
+        else:
+            rank.finish(handle)
+
+    run_ranks(body, hosts, stall_warning_ms=200)
+    assert blocks(text)[0][-2:] == ["finished   allreduce 'done', 3.9 KiB", "submitted  allreduce 'late', 3.9 KiB"]
+    assert text.count(f"horo [0] warning: {HEADING}") == 1, text
+
+
+def test_events_that_have_been_shown_are_not_shown_again(capfd: pytest.CaptureFixture[str]) -> None:
+    text = ""
+
+    def body(rank: Rank) -> None:
+        nonlocal text
+        if rank.rank == 1:
+
+            def reported() -> bool:
+                nonlocal text
+                text += capfd.readouterr().err
+                return text.count("waiting for") > 2
+
+            wait_for(reported)
+        rank.allreduce(np.ones(3), "late")
+
+    run_ranks(body, [2], stall_warning_ms=100)
+    assert text.count(f"horo [0] warning: {HEADING}") == 1, text
+
+
+def test_a_stall_that_ends_the_job_shows_the_events(capfd: pytest.CaptureFixture[str]) -> None:
+    def body(rank: Rank) -> None:
+        rank.allreduce(np.ones(3), "done")
+        if rank.rank == 1:
+            wait_for(lambda: rank.context.health() is not None)
+            return
+        with pytest.raises(StalledError):
+            rank.barrier("late")
+
+    run_ranks(body, [2], stall_warning_ms=50, stall_shutdown_ms=200)
+    text = capfd.readouterr().err
+    assert text.count(f"horo [0] error: {HEADING}") == 1, text
+    assert blocks(text)[0][-3:] == [
+        "finished   allreduce 'done', 24 bytes",
+        "submitted  barrier 'late'",
+        "the group ended: stalled, rank 1",
+    ]
+
+
+@EVERYWHERE
+def test_a_loss_shows_what_each_rank_did_last_once(hosts: list[int], capfd: pytest.CaptureFixture[str]) -> None:
+    submitted = threading.Barrier(sum(hosts))
+    with Group(hosts) as group:
+
+        def body(rank: Rank) -> None:
+            rank.allreduce(np.ones(3), "done")
+            handle = 0 if rank.rank == 1 else rank.submit("allreduce", "lost", [np.ones(3)], reduce_op=1)
+            submitted.wait(20)
+            if rank.rank == 1:
+                group.kill(1)
+                return
+            with pytest.raises(PeerLostError):
+                rank.finish(handle)
+            for _ in range(3):
+                with pytest.raises(PeerLostError):
+                    rank.barrier()
+            assert rank.context.events()[-1][1:] == ("lost", "", "", 0, 0, 1, "HORO_ERR_PEER_LOST")
+
+        group.run(body)
+    text = capfd.readouterr().err
+    for rank in range(sum(hosts)):
+        if rank != 1:
+            assert text.count(f"horo [{rank}] error: {HEADING}") == 1, text
+            assert blocks(text)[rank][-3:] == [
+                "finished   allreduce 'done', 24 bytes",
+                "submitted  allreduce 'lost', 24 bytes",
+                "the group ended: peer lost, rank 1",
+            ]
+
+
+def test_a_loss_that_came_between_two_calls_shows_the_events_at_the_second(capfd: pytest.CaptureFixture[str]) -> None:
+    done = threading.Barrier(2)
+    with Group([2]) as group:
+
+        def body(rank: Rank) -> None:
+            rank.allreduce(np.ones(3), "done")
+            done.wait(20)
+            if rank.rank == 1:
+                group.kill(1)
+                return
+            wait_for(lambda: rank.context.health() is not None)
+            assert HEADING not in capfd.readouterr().err
+            for _ in range(3):
+                with pytest.raises(PeerLostError):
+                    rank.allreduce(np.ones(3), "refused")
+
+        group.run(body)
+    text = capfd.readouterr().err
+    assert text.count(HEADING) == 1, text
+    assert blocks(text)[0][-2:] == ["finished   allreduce 'done', 24 bytes", "the group ended: peer lost, rank 1"]
+
+
+def test_a_shutdown_shows_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    with Group([1, 2], stall_warning_ms=60_000) as group:
+
+        def body(rank: Rank) -> None:
+            rank.allreduce(np.ones(3), "done")
+            if rank.rank == 2:
+                group.leave(2)
+                return
+            with pytest.raises(AbortedError):
+                rank.allreduce(np.ones(3), "late")
+            assert rank.context.events()[-1][1:] == ("left", "", "", 0, 0, 2, "")
+
+        group.run(body)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_level_above_error_shows_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    done = threading.Barrier(2)
+    with Group([2], log_level=5) as group:
+
+        def body(rank: Rank) -> None:
+            rank.barrier()
+            done.wait(20)
+            if rank.rank == 1:
+                group.kill(1)
+                return
+            with pytest.raises(PeerLostError):
+                rank.barrier()
+
+        group.run(body)
+    assert capfd.readouterr().err == ""
+
+
+def test_events_are_refused_in_a_forked_child_and_after_the_end() -> None:
+    with Group([1]) as group:
+        context = group.contexts[0]
+        Rank(context).barrier()
+        assert len(context.events()) == 4
+        child = os.fork()
+        if child == 0:
+            try:
+                context.events()
+            except UsageError as error:
+                os._exit(0 if "forked" in str(error) else 2)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    with pytest.raises(UsageError, match="shut down"):
+        context.events()

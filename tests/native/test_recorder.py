@@ -1,0 +1,174 @@
+"""The flight recorder by itself: what is kept of what is written, by many threads beside a reader, and in words."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+RECORDS = 1024
+NAME_BYTES = 32
+SUBMITTED, AGREED, BEGUN, ENDED, FAILED, LEFT, LOST = range(7)
+ALLREDUCE, ALLGATHER = 0, 1
+MISMATCH, PEER_LOST = -3, -40
+
+
+class Recorder:
+    def __init__(self, native: ModuleType) -> None:
+        self.native = native
+        self.made = native.lib.shim_recorder_create()
+        self.kept: list[Any] = []
+
+    def add(
+        self, event: int, name: str = "", *, op: int = ALLREDUCE, status: int = 0, number: int = 0, size: int = 0
+    ) -> None:
+        self.native.lib.shim_recorder_add(self.made, event, op, status, 0, number, size, name.encode())
+
+    def read(self, capacity: int = RECORDS) -> list[Any]:
+        events = self.native.ffi.new("horo_event[]", capacity)
+        self.kept.append(events)  # what is returned points into it
+        return list(events[0 : self.native.lib.shim_recorder_read(self.made, events, capacity)])
+
+    def names(self, capacity: int = RECORDS) -> list[str]:
+        return [self.native.ffi.string(event.name).decode() for event in self.read(capacity)]
+
+    def describe(self, lines: int = 16, size: int = 2000) -> list[str]:
+        text = self.native.ffi.new("char[]", size)
+        self.is_new = self.native.lib.shim_recorder_describe(self.made, lines, text, size)
+        return self.native.ffi.string(text).decode().split("\n")[1:]
+
+    def said(self, **options: int) -> list[str]:
+        """The lines without their times."""
+        lines = self.describe(**options)
+        assert all(re.match(r"^ *\d+\.\d{3} s ago  ", line) for line in lines), lines
+        return [line.split(" s ago  ")[1] for line in lines]
+
+
+@pytest.fixture
+def recorder(native: ModuleType) -> Iterator[Recorder]:
+    made = Recorder(native)
+    yield made
+    native.lib.shim_recorder_destroy(made.made)
+
+
+def test_events_come_back_in_order_with_all_they_had(recorder: Recorder) -> None:
+    assert recorder.read() == []
+    add = recorder.native.lib.shim_recorder_add
+    add(recorder.made, FAILED, ALLGATHER, MISMATCH, 65535, -1, (1 << 62) + 1, b"x")
+    recorder.add(LOST, op=-1, status=PEER_LOST, number=1 << 20)
+    first, second = recorder.read()
+    assert (first.event, first.op, first.status, first.team, first.number) == (FAILED, ALLGATHER, MISMATCH, 65535, -1)
+    assert (first.bytes, recorder.native.ffi.string(first.name)) == ((1 << 62) + 1, b"x")
+    assert (second.event, second.op, second.status, second.number) == (LOST, -1, PEER_LOST, 1 << 20)
+    assert first.time_ns <= second.time_ns
+
+
+def test_times_are_those_of_the_monotonic_clock(recorder: Recorder) -> None:
+    now_ns = recorder.native.lib.shim_recorder_now_ns
+    threading.Event().wait(
+        0.02
+    )  # the rate of the processor's counter is known the better the longer it has been watched
+    begin_ns = now_ns()
+    recorder.add(SUBMITTED, "x")
+    end_ns = now_ns()
+    threading.Event().wait(0.02)
+    (event,) = recorder.read()
+    slack_ns = 1_000_000  # a sample of both clocks may be interrupted
+    assert begin_ns - slack_ns <= event.time_ns <= end_ns + slack_ns
+
+
+@pytest.mark.parametrize("count", [RECORDS - 1, RECORDS, RECORDS + 1, 5 * RECORDS + 7])
+def test_the_last_ones_are_kept(recorder: Recorder, count: int) -> None:
+    for i in range(count):
+        recorder.add(SUBMITTED, str(i))
+    kept = [str(i) for i in range(count)][-RECORDS:]
+    assert recorder.names() == kept
+    assert recorder.names(3) == kept[-3:]
+    assert recorder.names(0) == []
+
+
+def test_of_a_long_name_the_end_is_kept_and_no_character_is_cut(recorder: Recorder) -> None:
+    short, long = "s" * NAME_BYTES, "layers.11.attention." + "e" * 20 + ".weight"
+    cut_inside = "n" * 20 + "\u00e4" * 15  # 50 bytes: the last 29 begin in the middle of an "ä"
+    for name in (short, long, cut_inside):
+        recorder.add(SUBMITTED, name)
+    assert recorder.names() == [short, "..." + long[-29:], "..." + "\u00e4" * 14]
+
+
+def test_no_record_is_torn_while_many_write_and_one_reads(recorder: Recorder) -> None:
+    lib = recorder.native.lib
+    writers, count = 4, 20_000
+    torn: list[int] = []
+    threads = [
+        threading.Thread(target=lib.shim_recorder_add_many, args=(recorder.made, writer, count))
+        for writer in range(writers)
+    ]
+    reader = threading.Thread(target=lambda: torn.append(lib.shim_recorder_read_until(recorder.made, count + 1)))
+    for thread in (reader, *threads):
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+        assert not thread.is_alive()
+    end = count + 1  # written while nobody else does, so that it is not lost
+    lib.shim_recorder_add(recorder.made, SUBMITTED, ALLREDUCE, 0, writers, end, end, f"{writers}.{end}".encode())
+    reader.join(100)
+    assert not reader.is_alive()
+    assert torn == [0]
+    for event in recorder.read():
+        assert recorder.native.ffi.string(event.name).decode() == f"{event.team}.{event.number}"
+
+
+def test_a_stranger_can_read_it(recorder: Recorder) -> None:
+    recorder.add(SUBMITTED, "layer3.weight", size=4 << 20)
+    recorder.add(AGREED, "layer3.weight", size=4 << 20)
+    recorder.add(BEGUN, "layer3.weight", size=4 << 20, number=1)
+    recorder.add(ENDED, "layer3.weight", size=4 << 20)
+    recorder.add(SUBMITTED, "a", op=ALLGATHER, size=12)
+    recorder.add(FAILED, "a", op=ALLGATHER, size=12, status=MISMATCH)
+    recorder.add(SUBMITTED, "b", op=3)
+    recorder.add(LOST, op=-1, status=PEER_LOST, number=2)
+    recorder.add(LOST, op=-1, status=PEER_LOST, number=-1)
+    recorder.add(LEFT, op=-1, number=5)
+    assert recorder.said() == [
+        "submitted  allreduce 'layer3.weight', 4.0 MiB",
+        "began      allreduce 'layer3.weight', 4.0 MiB",
+        "finished   allreduce 'layer3.weight', 4.0 MiB",
+        "submitted  allgather 'a', 12 bytes",
+        "failed     allgather 'a': mismatch error, 12 bytes",
+        "submitted  barrier 'b'",
+        "the group ended: peer lost, rank 2",
+        "the group ended: peer lost",
+        "the group ended: rank 5 has shut horo down",
+    ]
+
+
+def test_what_is_alike_shares_a_line(recorder: Recorder) -> None:
+    for i in range(300):
+        recorder.add(SUBMITTED, f"g{i}", size=1 << 20)
+    recorder.add(AGREED, "g0", size=1 << 20)
+    recorder.add(AGREED, "g1", size=1 << 20)
+    recorder.add(BEGUN, "g0", size=2 << 20, number=2)
+    recorder.add(ENDED, "g0", size=1 << 20)
+    recorder.add(ENDED, "g1", size=1 << 20)
+    said = [
+        "submitted  allreduce 'g0' to allreduce 'g299', 300 in all, 300.0 MiB",
+        "began      allreduce 'g0' and 1 more in one batch, 2.0 MiB",
+        "finished   allreduce 'g0' to allreduce 'g1', 2 in all, 2.0 MiB",
+    ]
+    assert recorder.said() == said
+    assert recorder.said(lines=2) == said[-2:]
+    assert recorder.said(size=len("    0.000 s ago  ") + len(said[-1]) + 3) == said[-1:]
+
+
+def test_what_has_been_described_is_not_new(recorder: Recorder) -> None:
+    recorder.describe()
+    assert not recorder.is_new
+    recorder.add(SUBMITTED, "x")
+    recorder.describe()
+    assert recorder.is_new
+    recorder.describe()
+    assert not recorder.is_new
