@@ -49,19 +49,21 @@ void shim_recorder_add_many(shim_recorder *recorder, int32_t writer, int32_t cou
 }
 
 int32_t shim_recorder_read_until(shim_recorder *recorder, int32_t last) {
-    static const size_t capacity = HR_RECORDER_RECORDS;
-    horo_event *events = malloc(capacity * sizeof *events);
+    const struct hr_tick_sample now = hr_tick_sample();
     int32_t torn = 0;
-    for (int done = events == NULL; !done;) {
-        const size_t count = hr_recorder_read(&recorder->recorder, events, capacity);
-        for (size_t i = 0; i < count; i++) {
-            char name[32];
-            (void)snprintf(name, sizeof name, "%d.%d", (int)events[i].team, (int)events[i].number);
-            torn += events[i].bytes != events[i].number || strcmp(name, events[i].name) != 0;
-            done |= events[i].number == last;
+    for (int done = 0; !done;) {
+        const uint64_t end = atomic_load(&recorder->recorder.next);
+        for (uint64_t ahead = 0; ahead < 8; ahead++) { /* the records whose turn to be written comes next, and the last one */
+            const uint64_t place = ahead == 0 ? end - 1 : end - HR_RECORDER_RECORDS + ahead;
+            horo_event event;
+            if (end >= HR_RECORDER_RECORDS && hr_recorder_look(&recorder->recorder, now, place, &event)) {
+                char name[32];
+                (void)snprintf(name, sizeof name, "%d.%d", (int)event.team, (int)event.number);
+                torn += event.bytes != event.number || strcmp(name, event.name) != 0;
+                done |= event.number == last;
+            }
         }
     }
-    free(events);
     return torn;
 }
 
@@ -75,4 +77,16 @@ int shim_recorder_describe(shim_recorder *recorder, int lines, char *text, size_
 
 int64_t shim_recorder_now_ns(void) {
     return hr_now_ns();
+}
+
+void shim_recorder_hold(shim_recorder *recorder, uint64_t place) {
+    atomic_store(&recorder->recorder.records[place % HR_RECORDER_RECORDS].mark, 2 * place + 1);
+}
+
+void shim_recorder_rewind(shim_recorder *recorder, uint64_t by) {
+    atomic_fetch_sub(&recorder->recorder.next, by);
+}
+
+void shim_recorder_forward(shim_recorder *recorder, uint64_t by) {
+    atomic_fetch_add(&recorder->recorder.next, by);
 }
