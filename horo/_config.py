@@ -238,6 +238,14 @@ class Config:
         "has launched, else tcp. Agreement between hosts travels by TCP in any case.",
         choices=("auto", "tcp", "mpi"),
     )
+    sockets_per_peer: int = _variable(
+        "SOCKETS_PER_PEER",
+        1,
+        "TCP connections that share the data between two ranks of different hosts, for networks on which one "
+        "connection does not reach the rate of the link.",
+        low=1,
+        high=8,
+    )
     controller: str = _variable(
         "CONTROLLER",
         "auto",

@@ -16,7 +16,14 @@ from horo._errors import MismatchError
 
 __all__ = ["Hello", "check_agreement", "core_count", "place_of", "places_alike"]
 
-_SHARED_SETTINGS = ("segment_bytes", "fusion_threshold", "cache_capacity", "cpu_operations", "transport")
+_SHARED_SETTINGS = (
+    "segment_bytes",
+    "fusion_threshold",
+    "cache_capacity",
+    "cpu_operations",
+    "transport",
+    "sockets_per_peer",
+)
 
 
 @dataclass(frozen=True)

@@ -260,7 +260,7 @@ def _join(start: _Start, secret: bytes | None) -> Connection:
             secret=secret,
             epoch=start.epoch,
             interfaces=config.network_interfaces,
-            data=not plan.transport,
+            data_sockets=0 if plan.transport else config.sockets_per_peer,
         )
         try:
             meeting.finish()
@@ -290,9 +290,13 @@ def _build_setup(
     *,
     use: MpiUse | None,
 ) -> Setup:
-    control, data = [-1] * len(grouping.hosts), [-1] * len(grouping.hosts)
+    sockets = start.config.sockets_per_peer
+    control, data = [-1] * len(grouping.hosts), [-1] * len(grouping.hosts) * sockets
     for link, connection in links.items():
-        (control if link.purpose is Purpose.CONTROL else data)[link.host] = connection.detach()
+        if link.purpose is Purpose.CONTROL:
+            control[link.host] = connection.detach()
+        else:
+            data[link.host * sockets + link.number] = connection.detach()
     return _setup(
         start.config,
         rank=start.launch.rank,
@@ -323,7 +327,7 @@ def _alone(launch: Launch, config: Config) -> Connection:
         grouping=grouping,
         arena=arena,
         control=[-1],
-        data=[-1],
+        data=[-1] * config.sockets_per_peer,
         segment_bytes=segment_bytes,
     )
     return Connection(
@@ -371,6 +375,7 @@ def _setup(
         stall_shutdown_ms=round(config.stall_shutdown_time_s * 1000) if checked else 0,
         peer_timeout_ms=round(config.peer_timeout_s * 1000),
         log_level=config.log_level_number,
+        sockets_per_peer=config.sockets_per_peer,
         leaves_crowded_cores=config.leave_crowded_cores,
         mpi=mpi,
     )

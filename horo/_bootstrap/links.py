@@ -1,4 +1,5 @@
-"""Streams between hosts: a tree of leaders for agreement, and all pairs of owners of equal local index for data.
+"""Streams between hosts: a tree of leaders for agreement, and all pairs of owners of equal local index for data, which
+may have several streams each.
 
 The rank on the higher host dials. Every listener closes once all links of the job stand.
 """
@@ -66,7 +67,7 @@ def connect_hosts(
     secret: bytes,
     epoch: int,
     interfaces: str | None = None,
-    data: bool = True,
+    data_sockets: int = 1,
 ) -> Links:
     """Connects this rank to those it has links to.
 
@@ -77,13 +78,13 @@ def connect_hosts(
         secret: the job's.
         epoch: number of this start; part of what is proven.
         interfaces: the user's choice of interfaces, see ``interfaces.select_addresses``.
-        data: with links for data, not for agreement only.
+        data_sockets: streams per link for data; 0: links for agreement only.
 
     Raises:
         TimeoutError: a rank could not be reached, or did not come; names it and its addresses.
         AbortedError, UsageError, ResourceError: as ``Meeting.gather`` and ``listen_addresses``.
     """
-    links = [link for link in grouping.links(meeting.rank) if data or link.purpose is not Purpose.DATA]
+    links = grouping.links(meeting.rank, data_sockets)
     own_host = grouping.host_of_rank[meeting.rank]
     awaited = [link for link in links if link.host > own_host]
     connected = Links(_Reception(meeting, awaited, epoch), {})
@@ -94,7 +95,7 @@ def connect_hosts(
             meeting.publish(_TOPIC, ",".join(map(str, endpoints)).encode())
         for link in links:
             if link.host < own_host:
-                claim = Claim(link.purpose, meeting.rank, link.peer, epoch)
+                claim = Claim(link.purpose, meeting.rank, link.peer, epoch, link.number)
                 connected._dialed[link] = _dial_link(meeting, claim, neighbours, secret)
         connected._reception.wait()
     except BaseException:
@@ -133,7 +134,7 @@ class _Reception:
 
     def __init__(self, meeting: Meeting, awaited: Sequence[Link], epoch: int) -> None:
         self._meeting = meeting
-        self._links = {(link.purpose, link.peer): link for link in awaited}
+        self._links = {(link.purpose, link.peer, link.number): link for link in awaited}
         self._epoch = epoch
         self._keeper: GateKeeper | None = None
         self._endpoints: list[Endpoint] = []
@@ -184,14 +185,15 @@ class _Reception:
         claim = session.claim
         if claim.target != self._meeting.rank or claim.epoch != self._epoch:
             raise HandshakeError(f"it looks for rank {claim.target} (start {claim.epoch})")
-        link = self._links.get((claim.purpose, claim.source))
+        link = self._links.get((claim.purpose, claim.source, claim.number))
         if link is None:
             kind = Purpose(claim.purpose).name.lower()
-            raise HandshakeError(f"no {kind} link from rank {claim.source} is expected here")
+            raise HandshakeError(f"no {kind} link (number {claim.number}) from rank {claim.source} is expected here")
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def _welcome(self, connection: socket.socket, session: Session) -> None:
-        link = self._links[session.claim.purpose, session.claim.source]
+        claim = session.claim
+        link = self._links[claim.purpose, claim.source, claim.number]
         with self._changed:
             # A dialer that gave up waiting for the welcome dials again: the connection that it still holds counts.
             if link in self._connected and not _is_open(connection):

@@ -40,6 +40,16 @@ def test_every_link_is_seen_from_both_ends_once(keys: list[int]) -> None:
     assert sum(purpose is Purpose.DATA for purpose, _, _ in seen) == owners * hosts * (hosts - 1)
 
 
+@given(placements, st.integers(0, 8))
+def test_a_data_link_has_as_many_streams_as_asked_for(keys: list[int], sockets: int) -> None:
+    grouping = group_ranks(keys)
+    for rank in range(grouping.size):
+        single, several = grouping.links(rank), grouping.links(rank, sockets)
+        control = [link for link in single if link.purpose is Purpose.CONTROL]
+        data = [link for link in single if link.purpose is Purpose.DATA]
+        assert several == control + [link._replace(number=number) for link in data for number in range(sockets)]
+
+
 @given(st.integers(1, 300))
 def test_tree_reaches_every_host_from_the_root(count: int) -> None:
     parents = {child: host for host in range(count) for child in tree_children(host, count)}

@@ -77,6 +77,20 @@ def test_ranks_that_share_a_label_share_memory_and_the_others_are_linked(host_of
     assert open_descriptors() == before
 
 
+@pytest.mark.parametrize("sockets", [2, 8])
+def test_ranks_may_have_several_streams_for_data(sockets: int) -> None:
+    before = open_descriptors()
+    with serving() as server:
+        environs = environments(server, 5, {"HORO_SOCKETS_PER_PEER": str(sockets)})
+        for environ, host in zip(environs, "aabbc", strict=True):
+            environ["HORO_HOST_ID"] = host
+        connections = whole(join_all(environs))
+    assert {connection.setup.sockets_per_peer for connection in connections} == {sockets}
+    check_wiring([connection.setup for connection in connections])
+    close_connections(connections)
+    assert open_descriptors() == before
+
+
 def test_two_lists_of_ranks_are_two_jobs_side_by_side_in_one_store(server: StoreServer) -> None:
     lists = {0: [2, 0], 2: [2, 0], 1: [1, 3], 3: [1, 3]}
 
@@ -324,6 +338,7 @@ def test_other_version_is_named_on_every_rank(server: StoreServer, monkeypatch: 
         ("HOROVOD_CACHE_CAPACITY", "7"),
         ("HOROVOD_CPU_OPERATIONS", "host"),
         ("HORO_TRANSPORT", "tcp"),
+        ("HORO_SOCKETS_PER_PEER", "2"),
     ],
 )
 def test_settings_that_must_be_equal_are_compared(server: StoreServer, variable: str, value: str) -> None:
@@ -578,9 +593,9 @@ def test_forked_child_is_told_and_its_exit_leaves_the_parent_alone() -> None:
     job.close()
 
 
-@pytest.mark.parametrize("labels", ["aa", "ab", "abab"])
+@pytest.mark.parametrize(("labels", "sockets"), [("aa", 1), ("ab", 1), ("abab", 1), ("aa", 2), ("abab", 2)])
 def test_ranks_as_processes_start_add_up_and_close_again_and_again(
-    server: StoreServer, tmp_path: Path, labels: str
+    server: StoreServer, tmp_path: Path, labels: str, sockets: int
 ) -> None:
     script = tmp_path / "rank.py"
     script.write_text(
@@ -602,7 +617,7 @@ def test_ranks_as_processes_start_add_up_and_close_again_and_again(
         ),
         encoding="utf-8",
     )
-    environs = environments(server, len(labels))
+    environs = environments(server, len(labels), {"HORO_SOCKETS_PER_PEER": str(sockets)})
     processes = [
         subprocess.Popen(
             [sys.executable, str(script)],

@@ -21,7 +21,7 @@ from horo._bootstrap.addresses import Endpoint, bind_all, parse_endpoints
 from horo._bootstrap.dial import dial
 from horo._bootstrap.frames import Opener, Sealer, pack_fields, unpack_fields
 from horo._bootstrap.gate import StrangerLog
-from horo._bootstrap.handshake import Acceptor, Claim, HandshakeError, Purpose
+from horo._bootstrap.handshake import Acceptor, Claim, HandshakeError, Purpose, greet
 from horo._bootstrap.store import StoreClient, StoreServer
 from horo._bootstrap.store_seam import StoreAbandonedError, StoreTimeoutError, prefixed
 from horo._errors import HorovodInternalError, PeerLostError, ResourceError, UsageError
@@ -325,6 +325,25 @@ def test_member_of_another_kind_is_refused(server: StoreServer, strangers: list[
         dial(server.endpoints, SECRET, Claim(Purpose.DATA, 1, 2), 0.05)
     wait_until(lambda: bool(strangers))
     assert "it wants a data link, this is the store" in strangers[0]
+
+
+@pytest.mark.parametrize("changed", [5, 6, 11, 15, 19])
+def test_a_claim_that_is_changed_on_the_way_is_no_proof(changed: int) -> None:
+    """Purpose, number, source, target and epoch: whoever sits between cannot pass one connection off as another."""
+    dialer, near = socket.socketpair()
+    acceptor = Acceptor(SECRET)
+
+    def forge() -> None:
+        hello = bytearray(near.recv(acceptor.missing_bytes, socket.MSG_WAITALL))
+        hello[changed] ^= 7  # DATA becomes CONTROL
+        near.sendall(acceptor.feed(bytes(hello)))
+
+    with dialer, near:
+        thread = threading.Thread(target=forge)
+        thread.start()
+        with pytest.raises(HandshakeError, match="does not know the job's secret"):
+            greet(dialer, SECRET, Claim(Purpose.DATA, 1, 2, 3, 4), time.monotonic() + 10)
+        thread.join()
 
 
 def test_other_version_is_named_on_both_sides(server: StoreServer, strangers: list[str]) -> None:
