@@ -30,8 +30,8 @@ SECTIONS: tuple[tuple[type[Any], str, str], ...] = (
     (
         Config,
         "To tune",
-        "Fusion threshold, cache capacity, segment size, CPU operations, transport and sockets per peer must be equal on "
-        "all ranks.",
+        "Fusion threshold, cache capacity, segment size, CPU operations, transport and sockets per peer must be equal "
+        "on all ranks.",
     ),
     (LaunchVariables, "Set by `hororun`", "Scripts may read them. Do not set them by hand."),
     (
