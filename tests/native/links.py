@@ -53,7 +53,7 @@ _TIMINGS = {
 """Progress calls until control and until data arrives, bytes of a piece (0: any), whether a call moves only one."""
 KINDS = (*TCP_KINDS, *_TIMINGS, "mpi")
 CONTROL, DATA = 0, 1
-CLOSED, SILENT = 0, 1
+NONE, CLOSED, SILENT = 0, 1, 2
 """How a peer was lost."""
 DEADLINE_MS = 20_000
 PEER_TIMEOUT_MS = 30_000
@@ -167,11 +167,9 @@ class Rank:
         """Whether nothing would ever wake a sleeper: no descriptor, no need to look."""
         return self.sleep_fds()[0] == 0 and not self.lib.shim_must_look(self.transport)
 
-    def lost(self) -> tuple[int, int]:
-        """The peer, -1 for none, and how it was lost."""
-        how = self.native.ffi.new("int *")
-        peer = int(self.lib.shim_lost_peer(self.transport, how))
-        return peer, how[0]
+    def loss(self, peer: int) -> int:
+        """How a peer was lost; NONE if it was not."""
+        return int(self.lib.shim_loss(self.transport, peer))
 
     def destroy(self) -> None:
         if self.transport is not None:

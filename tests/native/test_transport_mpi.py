@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from fabric import close_setup, make_setups
-from links import CLOSED, PEER_TIMEOUT_MS, SILENT, Rank, poll_until
+from links import CLOSED, NONE, PEER_TIMEOUT_MS, SILENT, Rank, poll_until
 
 from horo._core import Context
 from horo._errors import UsageError
@@ -55,7 +55,7 @@ def test_an_error_of_mpi_while_testing_loses_the_peer(mpi: FakeMpi) -> None:
     mpi.state.test_error = 7
     assert rank.wait(sent, received) == PEER_LOST
     assert sent.failed and received.failed
-    assert rank.lost() == (1, CLOSED)
+    assert rank.loss(1) == CLOSED
     mpi.state.test_error = 0
     later = rank.recv(1, 1)
     assert rank.wait(later) == PEER_LOST
@@ -67,7 +67,7 @@ def test_an_error_of_mpi_while_posting_loses_the_peer(mpi: FakeMpi) -> None:
     mpi.state.post_error = 9
     sent = rank.send(1, b"x")
     assert sent.failed
-    assert rank.lost() == (1, CLOSED)
+    assert rank.loss(1) == CLOSED
 
 
 def test_mpi_gets_a_few_messages_at_once_and_large_ones_in_parts(mpi: FakeMpi) -> None:
@@ -109,7 +109,7 @@ def test_a_peer_that_begins_to_receive_nothing_is_lost_after_the_timeout(mpi: Fa
     sent = rank.send(1, b"x")
     poll_until(lambda: rank.progress() or not sent.posted, "the timeout")
     assert sent.failed and received.failed
-    assert rank.lost() == (1, SILENT)
+    assert rank.loss(1) == SILENT
 
 
 def test_waiting_to_receive_is_no_reason_to_lose_a_peer(mpi: FakeMpi) -> None:
@@ -117,7 +117,7 @@ def test_waiting_to_receive_is_no_reason_to_lose_a_peer(mpi: FakeMpi) -> None:
     received = rank.recv(1, 1)
     assert rank.wait(received, timeout_ms=100) != 0
     assert received.posted
-    assert rank.lost()[0] == -1
+    assert rank.loss(1) == NONE
 
 
 @pytest.mark.parametrize("how", ["finalized", "forked"])

@@ -73,7 +73,7 @@ def test_last_words_on_one_socket_outlive_the_end_of_the_other(native: ModuleTyp
         assert words.bytes() == b"rank 7 has died"
         far_control.close()
         assert rank.wait(rank.recv(1, 1, CONTROL)) == PEER_LOST
-        assert rank.lost() == (1, CLOSED)
+        assert rank.loss(1) == CLOSED
         rank.destroy()
 
 
@@ -133,7 +133,7 @@ def test_a_reset_connection_counts_as_closed(native: ModuleType) -> None:
     far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     far.close()
     assert rank.wait(received) == PEER_LOST
-    assert rank.lost() == (1, CLOSED)
+    assert rank.loss(1) == CLOSED
     rank.destroy()
 
 
@@ -142,7 +142,7 @@ def test_a_closed_connection_is_told_as_such(join: Join) -> None:
     fabric.crash(1)
     rank = fabric.ranks[0]
     assert rank.wait(rank.recv(1, 1)) == PEER_LOST
-    assert rank.lost() == (1, CLOSED)
+    assert rank.loss(1) == CLOSED
 
 
 def test_a_peer_that_stops_reading_is_lost_as_silent_after_the_timeout(native: ModuleType) -> None:
@@ -151,7 +151,7 @@ def test_a_peer_that_stops_reading_is_lost_as_silent_after_the_timeout(native: M
         rank = create_tcp(native, [-1, near.detach()], peer_timeout_ms=200)
         sent = rank.send(1, bytes(64 * MIB))
         assert rank.wait(sent) == PEER_LOST
-        assert rank.lost() == (1, SILENT)
+        assert rank.loss(1) == SILENT
         rank.destroy()
 
 
@@ -275,7 +275,7 @@ def test_the_loss_of_one_socket_is_the_loss_of_the_peer(
     far[broken].close()
     assert rank.wait(*receives) == PEER_LOST
     assert all(io.done for io in receives[:3]) and all(io.failed for io in receives[3:])
-    assert rank.lost() == (1, CLOSED)
+    assert rank.loss(1) == CLOSED
     later = [rank.send(1, b"x") for _ in range(3)] + [rank.recv(1, 1) for _ in range(3)]
     assert rank.wait(*later) == PEER_LOST
     assert all(io.failed for io in later)

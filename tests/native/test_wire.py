@@ -218,6 +218,14 @@ def test_losses_round_trip(wire: Wire, rank: int, status: int, reason: int) -> N
 
 
 @given(rank=ranks)
+def test_what_is_done_round_trips(wire: Wire, rank: int) -> None:
+    data = wire.written(wire.lib.shim_wire_put_done, rank)
+    assert data == oracle.done_message(rank)
+    code, message = wire.decode(data)
+    assert (code, message.type, message.rank) == (OK, oracle.DONE, rank)
+
+
+@given(rank=ranks)
 def test_leaves_round_trip(wire: Wire, rank: int) -> None:
     data = wire.written(wire.lib.shim_wire_put_leave, rank)
     assert data == oracle.leave_message(rank)
@@ -297,7 +305,7 @@ NAME_AT, COUNT_AT, DTYPE_AT, WIRE_AT, NDIM_AT, EXTENT_AT = 25, 27, 31, 32, 33, 3
         {
             "nothing": b"",
             "type 0": b"\0",
-            "unknown type": b"\7\0\0\0\0",
+            "unknown type": b"\x08\0\0\0\0",
             "unknown op": request_bytes(REDUCE, op=(0, "<B", 4)),
             "Adasum's number": request_bytes(REDUCE, reduce_op=(1, "<B", 2)),
             "unknown reduce op": request_bytes(REDUCE, reduce_op=(1, "<B", 6)),
@@ -343,6 +351,7 @@ NAME_AT, COUNT_AT, DTYPE_AT, WIRE_AT, NDIM_AT, EXTENT_AT = 25, 27, 31, 32, 33, 3
             "loss with an unknown reason": oracle.lost_message(1, -40, 7),
             "loss with the digit of a reason": oracle.lost_message(1, -40, ord("1")),
             "negative rank leaves": oracle.leave_message(-1),
+            "negative rank is done": oracle.done_message(-1),
         }
     ),
 )

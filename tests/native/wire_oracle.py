@@ -6,7 +6,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-IDS, REQUEST, LOST, LEAVE, BATCH, FAIL = range(1, 7)
+IDS, REQUEST, LOST, LEAVE, BATCH, FAIL, DONE = range(1, 8)
 ALLREDUCE, ALLGATHER, BROADCAST, BARRIER = range(4)
 REDUCE_OPS = (0, 1, 3, 4, 5)
 TRANSIENT = 2
@@ -83,6 +83,11 @@ def lost_message(rank: int, status: int, reason: int) -> bytes:
     return struct.pack("<BiiB", LOST, rank, status, reason)
 
 
+def done_message(rank: int) -> bytes:
+    """DONE."""
+    return struct.pack("<Bi", DONE, rank)
+
+
 def leave_message(rank: int) -> bytes:
     """LEAVE."""
     return struct.pack("<Bi", LEAVE, rank)
@@ -118,6 +123,7 @@ def samples() -> dict[str, bytes]:
         "lost": lost_message(2, -40, 1),
         "lost-last-reason": lost_message(0x7FFFFFFF, -60, REASONS[-1]),
         "leave": leave_message(7),
+        "done": done_message(7),
         "fail": fail_message(-3, b"layer.weight", b"allreduce 'layer.weight': rank 0 and rank 1 disagree"),
         "fail-empty": fail_message(-60, b"", b""),
         "batch-none": batch_message([]),

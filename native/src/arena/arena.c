@@ -104,7 +104,7 @@ size_t hr_ring_write(struct hr_ring_head *head, char *ring, size_t ring_bytes, u
     const size_t first = count < ring_bytes - at ? count : ring_bytes - at;
     memcpy(ring + at, data, first);
     memcpy(ring, (const char *)data + first, count - first);
-    /* seq_cst, not release alone: a sleeping reader re-reads it after saying that it sleeps (hr_group_wait). */
+    /* seq_cst, not release alone: a sleeping reader re-reads it after saying that it sleeps (hr_node_wait). */
     atomic_store(&head->written, written + count);
     return count;
 }

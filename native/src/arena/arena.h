@@ -45,10 +45,11 @@ struct hr_ring_head {
 struct hr_arena_header {
     _Alignas(HR_LINE) _Atomic uint64_t abort_word; /* set once, seq_cst: partner of every wait's check */
     _Atomic uint64_t left_rank;  /* 1 + the rank whose LEAVE record this host has executed: the log is closed; set once */
+    _Atomic uint64_t leave_at;   /* 1 + where the LEAVE record begins in the log; written by the leader with it; 0: there is none */
     _Atomic uint32_t wants_leave; /* some rank of this host has asked to leave: the leader must drive */
     _Alignas(HR_LINE) _Atomic uint64_t announced;  /* counts announcements; ranks add, the leader compares */
     _Alignas(HR_LINE) _Atomic uint64_t stall_report_ns; /* when the last stall report of this host was made */
-    /* Phase counters: how often any rank has arrived; see hr_group_arrive. */
+    /* Phase counters: how often any rank has arrived; see hr_team_arrive. */
     struct {
         _Alignas(HR_LINE) _Atomic uint64_t arrived;
     } phase[HR_PHASE_COUNT];
@@ -63,6 +64,7 @@ struct hr_arena_block {
     _Atomic int32_t core;                        /* 1 + the core that its driver was on, 0: unknown; see node/core_choice.h */
     _Atomic uint64_t progress;                   /* phases passed, for naming who is late */
     _Alignas(HR_LINE) _Atomic uint64_t log_read; /* bytes of the log taken out; the leader waits for the slowest */
+    _Atomic uint64_t log_executed;               /* bytes of the log executed */
     _Atomic uint32_t wants_room;                 /* its request ring was full: the leader wakes it after reading */
     struct hr_ring_head requests;
     _Alignas(HR_LINE) _Atomic uint64_t requests_read;           /* written by the leader */

@@ -40,9 +40,10 @@ static int begin_kind(struct host_backend *host) {
     if (!hr_kinds_next(&host->kinds, host->pieces.at, &fused)) {
         return HR_TASK_DONE;
     }
-    host->task = &host->run.allreduce.segments.task;
+    host->task = NULL; /* a task that could not begin has nothing to cancel */
     HR_TRY(hr_allreduce_begin(&host->run.allreduce, host->team, &fused, hr_operation_of(work->reduce_op), work->prescale,
                               hr_postscale_of(work, fused.dtype, host->team->size)));
+    host->task = &host->run.allreduce.segments.task;
     return HR_TASK_MOVED;
 }
 
@@ -70,8 +71,9 @@ static int begin_rows(struct host_backend *host) {
     memcpy(gathering->table + (size_t)host->team->rank * count, host->work.rows, count * sizeof *gathering->table);
     struct hr_fused fused = {.pieces = host->pieces.at, .dtype = HORO_INT64};
     hr_fuse_append(&fused, host->pieces.at, gathering->table, gathering->table, size * count * sizeof *gathering->table);
+    HR_TRY(hr_allreduce_begin(&host->run.allreduce, host->team, &fused, HORO_SUM, 1.0, hr_scale_by(1.0)));
     host->task = &host->run.allreduce.segments.task;
-    return hr_allreduce_begin(&host->run.allreduce, host->team, &fused, HORO_SUM, 1.0, hr_scale_by(1.0));
+    return HORO_OK;
 }
 
 /* For each rank, its contributions to all tensors as one vector with the places here as outputs. */
@@ -94,6 +96,7 @@ static void place_contributions(const struct host_backend *host) {
 static int begin_gathering(struct host_backend *host) {
     const struct hr_work *work = &host->work;
     host->gathering.has_rows = 1;
+    host->task = NULL;
     HR_TRY(hr_gathered_allocate(host->team->size, host->gathering.table, work->row_bytes, work->count, work->results));
     place_contributions(host);
     HR_TRY(hr_allgather_begin(&host->run.allgather, host->team, host->gathering.by_rank));

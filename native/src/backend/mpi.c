@@ -360,6 +360,7 @@ static int test_call(struct mpi_backend *self) {
         atomic_fetch_add_explicit(&self->mpi->stranded, (uint64_t)!done, memory_order_relaxed);
         return report(self, code);
     }
+    self->team->pieces += (uint64_t)done;
     return done ? HR_TASK_MOVED : HR_TASK_BLOCKED;
 }
 

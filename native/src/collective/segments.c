@@ -110,9 +110,11 @@ static int begin(struct hr_segments *segments) {
 static int travel(struct hr_segments *segments) {
     for (size_t k = segments->finished; k < segments->begun; k++) {
         struct hr_cross *cross = cross_of(segments, k);
+        const size_t before = cross->sent + cross->finished;
         const int status = cross->status == HORO_IN_PROGRESS ? cross->ops->progress(cross) : cross->status;
+        segments->team->pieces += cross->sent + cross->finished - before;
         if (status == HORO_ERR_PEER_LOST) {
-            hr_team_suspect_link(segments->team);
+            hr_team_suspect_link(segments->team, cross->lost_host);
         }
         if (status < 0) {
             return status;

@@ -15,7 +15,6 @@
 
 #include <string.h>
 
-
 enum { ROUNDING_BYTES = 2 * HR_LINE }; /* a share is at most so much longer than the mean */
 
 static struct hr_allgather *run_of(struct hr_segments *segments) {

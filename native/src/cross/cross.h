@@ -58,7 +58,7 @@ struct hr_cross_ops {
     /* HORO_OK, or HORO_ERR_INTERNAL for a call that no caller should make. Posts nothing. The state is overwritten. */
     int (*begin)(struct hr_cross *state, const struct hr_cross_call *call);
     /*
-     * HORO_IN_PROGRESS, HORO_OK, HORO_ERR_PEER_LOST when an io failed (transport->ops->lost_peer knows more) or
+     * HORO_IN_PROGRESS, HORO_OK, HORO_ERR_PEER_LOST when an io failed (state->lost_host says with whom) or
      * HORO_ERR_INTERNAL when a link is missing. Once it is not HORO_IN_PROGRESS, it stays the same.
      */
     int (*progress)(struct hr_cross *state);
@@ -82,6 +82,7 @@ struct hr_cross {
     struct hr_cross_call call;
     struct hr_plan plan;
     int status;
+    int lost_host; /* with whom an io failed; -1: none has */
     size_t element_bytes;
     size_t piece_count; /* per step */
     size_t slot_bytes;  /* of scratch, per piece in flight */

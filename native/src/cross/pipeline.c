@@ -33,7 +33,7 @@ static size_t longest_part(const struct hr_cross *state) {
 
 int hr_pipeline_begin(struct hr_cross *state, const struct hr_cross_ops *ops, const struct hr_cross_call *call,
                       hr_plan_maker *make_plan) {
-    *state = (struct hr_cross){.ops = ops, .call = *call, .status = HORO_IN_PROGRESS};
+    *state = (struct hr_cross){.ops = ops, .call = *call, .status = HORO_IN_PROGRESS, .lost_host = -1};
     if (!call_is_valid(call)) {
         state->status = HORO_ERR_INTERNAL;
         return state->status;
@@ -177,9 +177,16 @@ static int post_sends(struct hr_cross *state) {
 }
 
 /* All that are posted are looked at, not only the next one: what comes before a lost piece may never come either. */
-static int any_failed(const struct hr_cross *state) {
-    for (int i = 0; i < HR_CROSS_WINDOW; i++) {
-        if (state->send[i].state == HR_IO_FAILED || state->recv[i].state == HR_IO_FAILED) {
+static int any_failed(struct hr_cross *state) {
+    for (size_t q = state->sent; q < state->send_posted; q++) {
+        if (state->send[q % HR_CROSS_WINDOW].state == HR_IO_FAILED) {
+            state->lost_host = step_of(state, q).send_peer;
+            return 1;
+        }
+    }
+    for (size_t q = state->finished; q < state->recv_posted; q++) {
+        if (state->recv[q % HR_CROSS_WINDOW].state == HR_IO_FAILED) {
+            state->lost_host = step_of(state, q).recv_peer;
             return 1;
         }
     }

@@ -34,7 +34,7 @@ static int handle_record(struct hr_engine *engine, const struct hr_wire_message 
         return HORO_ERR_INTERNAL;
     }
     if (record->type == HR_WIRE_LEAVE) {
-        engine->leader.log_closed = 1;
+        hr_leader_close_log(engine);
         engine->leader.leaver = record->rank + 1;
     } else {
         HR_TRY(hr_agree_apply(&engine->leader.agree, record));
@@ -50,6 +50,10 @@ static int handle_message(struct hr_engine *engine, int link_index, const struct
     const int member = engine->node->local_size + link_index - engine->leader.has_parent;
     if (message->rank >= engine->node->size) {
         return HORO_ERR_INTERNAL;
+    }
+    if (message->type == HR_WIRE_DONE) {
+        engine->leader.links[link_index].is_done = 1;
+        return HORO_OK;
     }
     if (message->type == HR_WIRE_LOST) {
         hr_node_abort(engine->node, message->status, message->rank, message->reason);
@@ -82,9 +86,8 @@ static int handle_frames(struct hr_engine *engine, int link_index) {
 
 static void link_broke(struct hr_engine *engine, struct hr_link *link) {
     link->open = 0;
-    if (!engine->leader.log_closed) {
-        enum hr_loss how = HR_LOSS_CLOSED;
-        (void)engine->node->transport->ops->lost_peer(engine->node->transport, &how);
+    if (!link->is_done) {
+        const enum hr_loss how = engine->node->transport->ops->loss(engine->node->transport, link->host);
         hr_node_abort(engine->node, HORO_ERR_PEER_LOST, link->leader_rank,
                        how == HR_LOSS_SILENT ? HR_REASON_SILENT : HR_REASON_LINK);
     }
@@ -105,6 +108,51 @@ int hr_leader_progress_links(struct hr_engine *engine) {
         moved |= status != 0;
     }
     return moved;
+}
+
+/* A rank that has nothing pending has executed all that stands in the log, for no record comes about without it. */
+static int has_local_done(const struct hr_engine *engine, int local_rank) {
+    const struct hr_arena *arena = &engine->node->arena;
+    const struct hr_arena_block *block = &arena->blocks[local_rank];
+    return atomic_load(&block->log_executed) + 1 >= atomic_load(&arena->header->leave_at) || /* partner: end_record */
+           atomic_load(&block->state) == HR_MEMBER_LEFT;
+}
+
+int hr_leader_is_done(const struct hr_engine *engine) {
+    for (int i = 0; i < engine->node->local_size; i++) {
+        if (i != engine->node->local_rank && !has_local_done(engine, i)) {
+            return 0;
+        }
+    }
+    for (int i = engine->leader.has_parent; i < engine->leader.link_count; i++) {
+        if (engine->leader.links[i].open && !engine->leader.links[i].is_done) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+int hr_leader_has_messages(const struct hr_engine *engine) {
+    for (int i = 0; i < engine->leader.link_count; i++) {
+        if (hr_link_has_work(&engine->leader.links[i])) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+int hr_leader_tell_done(struct hr_engine *engine) {
+    for (int i = 0; i < engine->leader.link_count && !engine->leader.told_done; i++) {
+        struct hr_link *link = &engine->leader.links[i];
+        size_t mark;
+        if (link->open) {
+            HR_TRY(hr_frame_begin(&link->out, &mark));
+            HR_TRY(hr_wire_put_done(&link->out, engine->node->rank));
+            hr_frame_end(&link->out, mark);
+        }
+    }
+    engine->leader.told_done = 1;
+    return HORO_OK;
 }
 
 /* Each leader passes an abort on once, to all its neighbours. */

@@ -8,6 +8,7 @@
 enum {
     FLUSH_MS = 500,       /* telling other hosts of the end is worth no longer wait */
     LEAVE_GRACE_MS = 2000, /* without anything moving: what others do not do may hold a shutdown up so long */
+    CLOSE_GRACE_MS = 10000, /* the same once the log is closed: what moves on other hosts is not seen here */
     TURNS_PER_CLOCK = 16, /* while things move, the deadline is looked at once in so many turns */
 };
 
@@ -15,8 +16,13 @@ enum {
 
 /* ---- RUNNING ---- */
 
-static int has_ended(const struct hr_engine *engine) {
-    return engine->executor.has_left || hr_arena_aborted(&engine->node->arena).code != 0;
+static int is_aborted(const struct hr_engine *engine) {
+    return hr_arena_aborted(&engine->node->arena).code != 0;
+}
+
+/* A number that changes whenever something has moved here: a record, a stage of a task, a piece between hosts. */
+static uint64_t moves_of(const struct hr_engine *engine) {
+    return engine->driver.moves + engine->team->pieces;
 }
 
 static int execute(struct hr_engine *engine) {
@@ -40,7 +46,23 @@ static int turn_running(struct hr_engine *engine) {
     return announced > 0 || flushed || led || executed;
 }
 
-/* ---- ENDING and ENDED ---- */
+/* ---- CLOSING, ENDING and ENDED ---- */
+
+/* What must change within LEAVE_GRACE_MS while this rank waits to be able to leave. */
+static uint64_t leave_moves_of(const struct hr_engine *engine) {
+    const struct hr_arena *arena = &engine->node->arena;
+    uint64_t moves = moves_of(engine);
+    for (int i = 0; i < arena->local_size && engine->driver.stage == HR_ENGINE_CLOSING; i++) {
+        moves += atomic_load_explicit(&arena->blocks[i].progress, memory_order_relaxed);
+    }
+    return moves;
+}
+
+static void wait_to_leave(struct hr_engine *engine, int64_t now_ns) {
+    const int64_t grace_ms = engine->driver.stage == HR_ENGINE_CLOSING ? CLOSE_GRACE_MS : LEAVE_GRACE_MS;
+    engine->driver.leave_ns = now_ns + grace_ms * 1000000;
+    engine->driver.leave_moves = leave_moves_of(engine);
+}
 
 static void begin_ending(struct hr_engine *engine) {
     hr_engine_note_end(engine);
@@ -50,9 +72,25 @@ static void begin_ending(struct hr_engine *engine) {
     engine->driver.flush_ns = hr_now_ns() + FLUSH_MS * 1000000ll;
 }
 
+static int turn_closing(struct hr_engine *engine) {
+    if (hr_engine_fail_all(engine)) {
+        return 1;
+    }
+    const int moved = engine->is_leader ? hr_leader_progress_links(engine) : 0;
+    HR_TRY(moved);
+    if (!engine->is_leader || hr_leader_is_done(engine)) {
+        begin_ending(engine);
+        return 1;
+    }
+    return moved;
+}
+
 /* The callers here must not hear of it before the neighbours: they may end at once, which others must not take for the cause. */
 static int turn_ending(struct hr_engine *engine) {
     if (atomic_load(&engine->driver.always_drives)) {
+        if (!is_aborted(engine)) {
+            HR_TRY(hr_leader_tell_done(engine));
+        }
         const int flushed = hr_engine_flush_links(engine);
         if (flushed == 0 && hr_now_ns() < engine->driver.flush_ns) {
             return 0;
@@ -64,13 +102,21 @@ static int turn_ending(struct hr_engine *engine) {
 }
 
 static int turn(struct hr_engine *engine) {
-    if (engine->driver.stage == HR_ENGINE_RUNNING) {
-        if (!has_ended(engine)) {
-            return turn_running(engine);
-        }
+    struct hr_driver *driver = &engine->driver;
+    if (driver->stage <= HR_ENGINE_CLOSING && is_aborted(engine)) {
         begin_ending(engine);
+    } else if (driver->stage == HR_ENGINE_RUNNING && atomic_load(&engine->executor.has_left)) {
+        driver->stage = HR_ENGINE_CLOSING;
+        if (driver->leave_ns != 0) {
+            wait_to_leave(engine, hr_now_ns());
+        }
     }
-    return engine->driver.stage == HR_ENGINE_ENDING ? turn_ending(engine) : hr_engine_fail_all(engine);
+    switch (driver->stage) {
+    case HR_ENGINE_RUNNING: return turn_running(engine);
+    case HR_ENGINE_CLOSING: return turn_closing(engine);
+    case HR_ENGINE_ENDING: return turn_ending(engine);
+    default: return hr_engine_fail_all(engine);
+    }
 }
 
 /* The state is not what it should be on this rank: nobody may wait for it. */
@@ -110,7 +156,11 @@ static int has_work(struct hr_node *node, void *arg) {
     if (engine->driver.stage == HR_ENGINE_ENDED) {
         return atomic_load(&engine->submission.pending) > 0;
     }
-    return has_ended(engine) || task_moves(engine) || atomic_load(&engine->submission.queued) > 0 || log_waits(engine) ||
+    if (engine->driver.stage == HR_ENGINE_CLOSING) {
+        return is_aborted(engine) || atomic_load(&engine->submission.pending) > 0 || hr_leader_is_done(engine) ||
+               hr_leader_has_messages(engine);
+    }
+    return is_aborted(engine) || atomic_load(&engine->executor.has_left) || task_moves(engine) || atomic_load(&engine->submission.queued) > 0 || log_waits(engine) ||
            ring_has_room(engine) ||
            (engine->is_leader && hr_engine_has_lead_work(engine)) ||
            (atomic_load(&engine->driver.stop) && !engine->announcer.has_asked_to_leave);
@@ -126,12 +176,19 @@ static int expects_others(const struct hr_engine *engine) {
     return atomic_load(&engine->submission.pending) > 0 || (engine->is_leader && engine->leader.agree.active > 0);
 }
 
+/* Nothing is under way: the links are silent. */
+static void stop_expecting(struct hr_engine *engine) {
+    if (engine->driver.expecting_since_ns != 0) {
+        engine->driver.expecting_since_ns = 0;
+        hr_node_supervise(engine->node, 0);
+    }
+}
+
 /* When links are to be supervised, which this does if the time has come; 0: they are, or need not be. */
 static int64_t supervise_due_ns(struct hr_engine *engine) {
     struct hr_node *node = engine->node;
     if (!expects_others(engine)) {
-        hr_node_supervise(node, 0);
-        engine->driver.expecting_since_ns = 0;
+        stop_expecting(engine);
         return 0;
     }
     const int64_t now_ns = hr_now_ns();
@@ -153,8 +210,11 @@ static int64_t next_deadline(struct hr_engine *engine, int64_t deadline_ns) {
     if (engine->driver.stage == HR_ENGINE_ENDED) {
         return deadline_ns;
     }
-    deadline_ns = earlier(deadline_ns, hr_engine_check_stall(engine));
     deadline_ns = earlier(deadline_ns, engine->driver.leave_ns);
+    if (engine->driver.stage == HR_ENGINE_CLOSING) {
+        return deadline_ns;
+    }
+    deadline_ns = earlier(deadline_ns, hr_engine_check_stall(engine, moves_of(engine)));
     if (engine->executor.state == HR_EXECUTION_LOST) {
         deadline_ns = earlier(deadline_ns, engine->executor.confirm_ns);
     }
@@ -173,9 +233,9 @@ static int wait_for_work(struct hr_engine *engine, int64_t spin_ns, int64_t dead
 
 /* ---- Leaving ---- */
 
-/* Part of each turn once the rank shuts down: asks for the LEAVE record, and ends the group if nothing moves while it waits for that. */
+/* Part of each turn once the rank shuts down: asks for the LEAVE record, and waits for that and for CLOSING no longer than things move. */
 static int turn_leaving(struct hr_engine *engine) {
-    if (engine->driver.stage != HR_ENGINE_RUNNING || !atomic_load(&engine->driver.stop)) {
+    if (engine->driver.stage > HR_ENGINE_CLOSING || !atomic_load(&engine->driver.stop)) {
         return HORO_OK;
     }
     const int64_t now_ns = hr_now_ns();
@@ -183,14 +243,12 @@ static int turn_leaving(struct hr_engine *engine) {
         const int announced = hr_engine_announce(engine); /* what was submitted before is announced before */
         HR_TRY(announced);
         HR_TRY(hr_engine_ask_to_leave(engine));
-        engine->driver.leave_ns = now_ns + LEAVE_GRACE_MS * 1000000ll;
-        engine->driver.leave_moves = engine->driver.moves;
+        wait_to_leave(engine, now_ns);
     } else if (now_ns >= engine->driver.leave_ns) {
-        if (engine->driver.leave_moves == engine->driver.moves) {
+        if (engine->driver.leave_moves == leave_moves_of(engine)) { /* with this leader others would lose their way to hear of a death */
             hr_node_abort(engine->node, HORO_ERR_ABORTED, engine->node->rank, HR_REASON_LEFT);
         }
-        engine->driver.leave_ns = now_ns + LEAVE_GRACE_MS * 1000000ll;
-        engine->driver.leave_moves = engine->driver.moves;
+        wait_to_leave(engine, now_ns);
     }
     return HORO_OK;
 }
@@ -227,6 +285,9 @@ void hr_engine_drive(struct hr_engine *engine, const struct hr_request *until, i
         } else if (!wait_for_work(engine, spin_ns, deadline_ns)) {
             return;
         }
+    }
+    if (!expects_others(engine)) {
+        stop_expecting(engine); /* nobody may drive for a long time now */
     }
 }
 

@@ -16,12 +16,17 @@
  * The end. It has one of two causes: an abort, which is heard at once and out of order (a word in the arena, LOST messages between hosts),
  * or a LEAVE record, which closes the log at one place for all ranks. The driver's part of it:
  *
- *     stage   | next stage when                                                | meanwhile
- *     --------+----------------------------------------------------------------+--------------------------------------------------
- *     RUNNING | ENDING: the abort word is set, or a LEAVE record is executed   | agrees and executes
- *     ENDING  | ENDED: the neighbours have been sent what there is to tell,    | a leader sends; requests stay pending, since a
- *             | or FLUSH_MS have passed                                        | caller that fails may end its process
- *     ENDED   |                                                                | fails what is pending and what comes
+ *     stage   | next stage when                                                 | meanwhile
+ *     --------+-----------------------------------------------------------------+-------------------------------------------------
+ *     RUNNING | CLOSING: a LEAVE record is executed                             | agrees and executes
+ *             | ENDING: the abort word is set                                   |
+ *     CLOSING | ENDING: all ranks of this host and all hosts below it in the    | fails what is pending and what comes; a leader
+ *             | tree have executed what stands before the LEAVE record (DONE);  | still hears and passes on LOST, which those that
+ *             | or the abort word is set, as a rank does that shuts down where  | execute could not hear of without it
+ *             | nothing moves for CLOSE_GRACE_MS. Who does not lead: at once    |
+ *     ENDING  | ENDED: the neighbours have been sent what there is to tell,     | a leader sends; after an abort requests stay
+ *             | or FLUSH_MS have passed                                         | pending: a caller that fails may end its process
+ *     ENDED   |                                                                 | fails what is pending and what comes
  */
 #ifndef HR_ENGINE_ENGINE_H
 #define HR_ENGINE_ENGINE_H
@@ -72,6 +77,7 @@ struct hr_link {
     int host;
     int leader_rank;
     int open;
+    int is_done; /* the other leader has said DONE: the end of the link is no loss */
     uint8_t recv_head[HR_LINK_HEAD_BYTES];
     int recv_rest; /* the posted receive is for the rest of a chunk, not a head */
     int is_garbled; /* what came was no chunk: nothing more is received, but what is to be sent still goes out */
@@ -116,7 +122,7 @@ enum hr_driver_who { HR_DRIVER_NONE, HR_DRIVER_THREAD, HR_DRIVER_CALLER };
  */
 enum hr_thread_state { HR_THREAD_AWAKE, HR_THREAD_LINGERING, HR_THREAD_PARKED };
 
-enum hr_engine_stage { HR_ENGINE_RUNNING, HR_ENGINE_ENDING, HR_ENGINE_ENDED };
+enum hr_engine_stage { HR_ENGINE_RUNNING, HR_ENGINE_CLOSING, HR_ENGINE_ENDING, HR_ENGINE_ENDED };
 
 struct hr_driver {
     enum hr_driver_who who;
@@ -135,7 +141,7 @@ struct hr_driver {
     /* The driver's own. */
     enum hr_engine_stage stage;
     int64_t flush_ns;     /* ENDING: until when it sends at the latest */
-    uint64_t moves;       /* stages of tasks and records of the log done; whoever wants to know whether time passes idly compares it */
+    uint64_t moves;       /* stages of tasks and records of the log done */
     int64_t leave_ns;     /* leaving: when it stops to wait for the LEAVE record, unless something moves; 0: not leaving */
     uint64_t leave_moves; /* leaving: `moves` when leave_ns was set */
     int64_t expecting_since_ns; /* several hosts: waiting for others since */
@@ -171,7 +177,7 @@ struct hr_executor {
     struct hr_buffer log_in; /* taken out, not begun */
     uint64_t log_executed;  /* bytes of the log executed */
     uint64_t record_bytes;  /* of the record that is being executed */
-    int has_left;           /* a LEAVE record has been executed */
+    _Atomic int has_left;   /* a LEAVE record has been executed */
     struct hr_batch *batch; /* scratch of execute.c */
 };
 
@@ -188,7 +194,7 @@ struct hr_leader {
     int has_parent;
     int leaver;     /* 1 + the rank that asked to leave, as far as this leader knows; 0: none has */
     int log_closed; /* the LEAVE record has been written or passed on: nothing follows it */
-    int told_abort;
+    int told_abort, told_done;
     int64_t cycle_ns;
 };
 
@@ -266,6 +272,12 @@ int64_t hr_engine_batch_due_ns(struct hr_engine *engine);
 /* After the end of the group: tells the neighbours of an abort and sends what there is. 1: all is sent or cannot be; 0; a status. */
 int hr_engine_flush_links(struct hr_engine *engine);
 int hr_engine_may_flush(const struct hr_engine *engine);
+/* Whether a message of another leader waits to be read, or of this one to be sent. */
+int hr_leader_has_messages(const struct hr_engine *engine);
+/* CLOSING: whether everybody for whom this leader passes messages on has executed what stands before the LEAVE record. */
+int hr_leader_is_done(const struct hr_engine *engine);
+/* The last message on every link, for ENDING after CLOSING. */
+int hr_leader_tell_done(struct hr_engine *engine);
 /* control.c; progress_links as hr_engine_lead. */
 int hr_leader_open_links(struct hr_engine *engine, struct hr_error *error);
 int hr_leader_progress_links(struct hr_engine *engine);
@@ -273,6 +285,8 @@ int hr_leader_progress_links(struct hr_engine *engine);
 int hr_leader_announce(struct hr_engine *engine, int member, const struct hr_wire_message *message, int64_t now_ns);
 int hr_leader_collect(struct hr_engine *engine);
 int hr_leader_hand_down(struct hr_engine *engine, size_t mark);
+/* The next record for the log is LEAVE. */
+void hr_leader_close_log(struct hr_engine *engine);
 /* A rank of this subtree wants to leave. */
 int hr_engine_note_leaver(struct hr_engine *engine, int rank);
 int hr_engine_announce_own(struct hr_engine *engine, const struct hr_request *request, uint32_t id);
@@ -288,7 +302,7 @@ int hr_link_progress(struct hr_engine *engine, struct hr_link *link);
 int hr_engine_execute(struct hr_engine *engine);
 /* After the end of the group: gives the current batch up. */
 void hr_engine_cancel(struct hr_engine *engine);
-/* Whether the agreement on the next batch would come about as the current one ends. */
+/* Whether the current batch has posted all that it sends (hr_task.is_ending). */
 int hr_engine_is_ending_batch(const struct hr_engine *engine);
 /* Marks requests as done, all with one status and sentence. */
 void hr_engine_complete(struct hr_engine *engine, struct hr_request *const *requests, size_t count, int status,
@@ -322,7 +336,7 @@ void hr_engine_show_events(struct hr_engine *engine, int level);
 void hr_engine_show_end(struct hr_engine *engine);
 
 /* stall.c */
-/* Reports what has waited too long; returns when to look again (0: no need). */
-int64_t hr_engine_check_stall(struct hr_engine *engine);
+/* `moves` changes whenever something moves here. Reports what has waited too long; returns when to look again (0: no need). */
+int64_t hr_engine_check_stall(struct hr_engine *engine, uint64_t moves);
 
 #endif

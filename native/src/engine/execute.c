@@ -131,7 +131,12 @@ static int begin_batch(struct hr_engine *engine) {
 
 /* The record that was begun last is over. */
 static void end_record(struct hr_engine *engine) {
+    struct hr_arena *arena = &engine->node->arena;
     engine->executor.log_executed += engine->executor.record_bytes;
+    atomic_store(&arena->blocks[arena->local_rank].log_executed, engine->executor.log_executed); /* partner: has_local_done */
+    if (atomic_load(&arena->header->leave_at) != 0 && !engine->is_leader) {
+        hr_node_wake(engine->node, 0); /* it may wait for this before it leaves */
+    }
     engine->executor.record_bytes = 0;
     engine->executor.state = HR_EXECUTION_IDLE;
 }
@@ -209,7 +214,7 @@ static int execute_fail(struct hr_engine *engine, const struct hr_wire_message *
 static int execute_leave(struct hr_engine *engine, const struct hr_wire_message *record) {
     uint64_t none = 0;
     (void)atomic_compare_exchange_strong(&engine->node->arena.header->left_rank, &none, (uint64_t)record->rank + 1);
-    engine->executor.has_left = 1;
+    atomic_store(&engine->executor.has_left, 1);
     hr_engine_note_end(engine);
     end_record(engine);
     return HORO_OK;

@@ -8,10 +8,13 @@
 enum { NAMES_IN_TEXT = 6, NAME_TEXT_BYTES = 256 };
 
 struct hr_abort hr_engine_end(const struct hr_engine *engine) {
+    const struct hr_abort aborted = hr_arena_aborted(&engine->node->arena);
     const int left = hr_node_left(engine->node);
-    /* An abort that follows the closing of the log is a consequence: ranks that were told of it have ended. */
-    return left == 0 ? hr_arena_aborted(&engine->node->arena)
-                     : (struct hr_abort){.code = HORO_ERR_ABORTED, .rank = left - 1, .reason = HR_REASON_LEFT};
+    /* Once this rank has executed the LEAVE record an abort is a consequence: ranks that were told of the end have ended. */
+    if (left == 0 || (aborted.code != 0 && !atomic_load(&engine->executor.has_left))) {
+        return aborted;
+    }
+    return (struct hr_abort){.code = HORO_ERR_ABORTED, .rank = left - 1, .reason = HR_REASON_LEFT};
 }
 
 void hr_engine_describe_end(const struct hr_engine *engine, struct hr_abort end, char *text, size_t text_bytes) {

@@ -229,15 +229,22 @@ static int may_close(const struct hr_engine *engine) {
     return engine->is_root && engine->leader.leaver != 0 && !engine->leader.log_closed;
 }
 
+void hr_leader_close_log(struct hr_engine *engine) {
+    struct hr_arena_header *header = engine->node->arena.header;
+    const uint64_t written = atomic_load_explicit(&header->log.written, memory_order_relaxed); /* by me */
+    atomic_store(&header->leave_at, written + hr_buffer_size(&engine->leader.log_out) + 1);
+    engine->leader.log_closed = 1;
+}
+
 /* What all have announced before the leaver asked still runs; the LEAVE record follows it, and nothing follows that. */
 static int close_log(struct hr_engine *engine) {
     HR_TRY(write_batches(engine, 1));
-    size_t begin = hr_buffer_size(&engine->leader.log_out);
+    const size_t begin = hr_buffer_size(&engine->leader.log_out);
     size_t mark;
+    hr_leader_close_log(engine);
     HR_TRY(hr_frame_begin(&engine->leader.log_out, &mark));
     HR_TRY(hr_wire_put_leave(&engine->leader.log_out, engine->leader.leaver - 1));
     hr_frame_end(&engine->leader.log_out, mark);
-    engine->leader.log_closed = 1;
     return hr_leader_hand_down(engine, begin);
 }
 
@@ -315,12 +322,7 @@ int hr_engine_has_lead_work(struct hr_engine *engine) {
         atomic_load(&arena->header->log.written) - slowest_reader(engine) < HR_LOG_RING_BYTES) {
         return 1;
     }
-    for (int i = 0; i < engine->leader.link_count; i++) {
-        if (hr_link_has_work(&engine->leader.links[i])) {
-            return 1;
-        }
-    }
-    return 0;
+    return hr_leader_has_messages(engine);
 }
 
 int64_t hr_engine_batch_due_ns(struct hr_engine *engine) {

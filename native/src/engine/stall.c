@@ -149,7 +149,7 @@ static void report_batch(struct hr_engine *engine, int64_t waited_ns) {
     }
 }
 
-int64_t hr_engine_check_stall(struct hr_engine *engine) {
+int64_t hr_engine_check_stall(struct hr_engine *engine, uint64_t moves) {
     const int64_t warning_ns = engine->node->stall_warning_ns;
     if (warning_ns <= 0 ||
         (atomic_load(&engine->submission.pending) == 0 && (!engine->is_leader || engine->leader.agree.active == 0))) {
@@ -158,8 +158,8 @@ int64_t hr_engine_check_stall(struct hr_engine *engine) {
     }
     /* What is submitted later is due later, so the time found once holds until it comes. */
     const int64_t now_ns = hr_now_ns();
-    if (engine->driver.moves != engine->driver.stall_moves) {
-        engine->driver.stall_moves = engine->driver.moves;
+    if (moves != engine->driver.stall_moves) {
+        engine->driver.stall_moves = moves;
         engine->driver.stall_moved_ns = now_ns;
     }
     if (now_ns < engine->driver.stall_check_ns) {

@@ -134,9 +134,8 @@ int hr_team_find_late(const struct hr_team *team) {
     return late;
 }
 
-void hr_team_suspect_link(struct hr_team *team) {
-    enum hr_loss how = HR_LOSS_CLOSED;
-    const int host = team->node->transport->ops->lost_peer(team->node->transport, &how);
+void hr_team_suspect_link(struct hr_team *team, int host) {
+    const int is_silent = host >= 0 && team->node->transport->ops->loss(team->node->transport, host) == HR_LOSS_SILENT;
     int rank = -1;
     int seen = 0;
     for (int r = 0; r < team->size && rank < 0; r++) {
@@ -146,7 +145,7 @@ void hr_team_suspect_link(struct hr_team *team) {
     }
     team->node->suspect = (struct hr_abort){.code = HORO_ERR_PEER_LOST,
                                        .rank = rank,
-                                       .reason = how == HR_LOSS_SILENT ? HR_REASON_SILENT : HR_REASON_LINK};
+                                       .reason = is_silent ? HR_REASON_SILENT : HR_REASON_LINK};
 }
 
 void hr_team_abandon_data(struct hr_team *team) {

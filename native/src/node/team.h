@@ -55,6 +55,7 @@ struct hr_team {
     /* What its collectives keep from one to the next. */
     uint64_t segment;                  /* segments begun; its parity chooses the slot */
     uint64_t arrivals[HR_PHASE_COUNT]; /* mine, per phase and parity */
+    uint64_t pieces;                   /* travelled, so far, between hosts: whoever wants to know whether time passes idly compares it */
     const void **sources;              /* [local_size] scratch for the kernels */
     char *cross_scratch;
     size_t cross_scratch_bytes;
@@ -82,10 +83,10 @@ int hr_team_reached(const struct hr_team *team, enum hr_phase phase, unsigned pa
 int hr_team_find_late(const struct hr_team *team);
 
 /*
- * Notes in node->suspect whom the transport has lost. That rank need not be the cause: it may have ended because it had
+ * Notes in node->suspect that the link to a host has failed. The rank there need not be the cause: it may have ended because it had
  * heard of another's death. Whoever runs the collective waits for a LOST message before it ends the group.
  */
-void hr_team_suspect_link(struct hr_team *team);
+void hr_team_suspect_link(struct hr_team *team, int host);
 
 /* After the end of the group: nothing posted for data may be touched any more. */
 void hr_team_abandon_data(struct hr_team *team);

@@ -27,7 +27,7 @@ struct peer {
     int rank; /* -1: none */
     int tag[DIRECTIONS];
     int control_fd;
-    int lost;
+    enum hr_loss lost;
     int64_t ended_ns; /* when its control connection was seen to have ended; 0: has not */
     struct hr_lane lane[DIRECTIONS];
 };
@@ -38,8 +38,6 @@ struct mpi_transport {
     struct hr_transport *control;
     int host_count;
     int abandoned;
-    int lost_peer;
-    enum hr_loss how_lost;
     int64_t peer_timeout_ns;
     int64_t look_ns; /* when to look at silent peers again */
     struct hr_message *spare;
@@ -136,11 +134,9 @@ static int fail_peers(struct mpi_transport *self, int begin, int end) {
 }
 
 static void lose_peer(struct mpi_transport *self, int peer, enum hr_loss how) {
-    if (self->lost_peer < 0) {
-        self->lost_peer = peer;
-        self->how_lost = how;
+    if (self->peers[peer].lost == HR_LOSS_NONE) {
+        self->peers[peer].lost = how;
     }
-    self->peers[peer].lost = 1;
     (void)fail_peers(self, peer, peer + 1);
 }
 
@@ -316,13 +312,10 @@ static int64_t mpi_poll_within_ns(const struct hr_transport *transport) {
     return is_busy((const struct mpi_transport *)transport) ? POLL_WITHIN_NS : -1;
 }
 
-static int mpi_lost_peer(struct hr_transport *transport, enum hr_loss *how) {
-    struct mpi_transport *self = mpi_of(transport);
-    if (self->lost_peer < 0) {
-        return self->control->ops->lost_peer(self->control, how);
-    }
-    *how = self->how_lost;
-    return self->lost_peer;
+static enum hr_loss mpi_loss(const struct hr_transport *transport, int peer) {
+    const struct mpi_transport *self = (const struct mpi_transport *)transport;
+    const enum hr_loss loss = self->peers[peer].lost;
+    return loss != HR_LOSS_NONE ? loss : self->control->ops->loss(self->control, peer);
 }
 
 static void mpi_watch(struct hr_transport *transport, int enabled) {
@@ -359,7 +352,7 @@ static const struct hr_transport_ops mpi_ops = {
     .progress = mpi_progress,
     .sleep_fds = mpi_sleep_fds,
     .poll_within_ns = mpi_poll_within_ns,
-    .lost_peer = mpi_lost_peer,
+    .loss = mpi_loss,
     .watch = mpi_watch,
     .abandon = mpi_abandon,
     .destroy = mpi_destroy,
@@ -397,7 +390,6 @@ struct hr_transport *hr_mpi_transport_create(struct hr_mpi *mpi, struct hr_trans
     self->mpi = mpi;
     self->control = control;
     self->host_count = host_count;
-    self->lost_peer = -1;
     self->peer_timeout_ns = (int64_t)peer_timeout_ms * 1000000;
     self->busy = busy;
     for (int host = 0; host < host_count; host++) {

@@ -28,6 +28,7 @@ struct link {
     int peer;
     int is_tcp;     /* else AF_UNIX, without options */
     int lost;       /* shut down; whatever is posted fails */
+    enum hr_loss peer_loss; /* of the control link, also where there is none: of its peer on any channel */
     int unchecked;  /* has been idle: an EOF may have come that nobody has read */
     int send_errno; /* sending failed; what the peer said before may still be readable */
     int send_turn;  /* of the first link of several for data: which of them the last io took that was not empty */
@@ -43,8 +44,6 @@ struct tcp {
     int link_count;
     int watching;
     int abandoned[HR_CHANNEL_COUNT];
-    int lost_peer;
-    enum hr_loss how_lost;
     uint64_t *busy; /* bit per link: something is posted. Control links have the lower bits and so go first. */
     struct link links[]; /* control by peer, then data: [host_count + peer * data_sockets + socket] */
 };
@@ -100,9 +99,9 @@ static void lose_link(struct tcp *tcp, int index) {
 static void lose_peer(struct tcp *tcp, const struct link *noticed, int error_number) {
     const int peer = noticed->peer;
     const int closed = error_number == 0 || error_number == EPIPE;
-    if (tcp->lost_peer < 0) {
-        tcp->lost_peer = peer;
-        tcp->how_lost = is_silence(error_number) ? HR_LOSS_SILENT : HR_LOSS_CLOSED;
+    enum hr_loss *loss = &tcp->links[first_link(tcp, peer, HR_CHANNEL_CONTROL)].peer_loss;
+    if (*loss == HR_LOSS_NONE) {
+        *loss = is_silence(error_number) ? HR_LOSS_SILENT : HR_LOSS_CLOSED;
     }
     for (int channel = 0; channel < HR_CHANNEL_COUNT; channel++) {
         const int begin = first_link(tcp, peer, (enum hr_channel)channel);
@@ -273,12 +272,9 @@ static size_t tcp_sleep_fds(struct hr_transport *transport, struct pollfd *fds, 
     return used;
 }
 
-static int tcp_lost_peer(struct hr_transport *transport, enum hr_loss *how) {
-    const struct tcp *tcp = tcp_of(transport);
-    if (tcp->lost_peer >= 0) {
-        *how = tcp->how_lost;
-    }
-    return tcp->lost_peer;
+static enum hr_loss tcp_loss(const struct hr_transport *transport, int peer) {
+    const struct tcp *tcp = (const struct tcp *)transport;
+    return tcp->links[first_link(tcp, peer, HR_CHANNEL_CONTROL)].peer_loss;
 }
 
 static void tcp_watch(struct hr_transport *transport, int enabled) {
@@ -325,7 +321,7 @@ static const struct hr_transport_ops tcp_ops = {
     .post_recv = tcp_post_recv,
     .progress = tcp_progress,
     .sleep_fds = tcp_sleep_fds,
-    .lost_peer = tcp_lost_peer,
+    .loss = tcp_loss,
     .watch = tcp_watch,
     .abandon = tcp_abandon,
     .destroy = tcp_destroy,
@@ -406,7 +402,6 @@ static struct tcp *tcp_allocate(int host_count, int data_sockets) {
     tcp->host_count = host_count;
     tcp->data_sockets = data_sockets;
     tcp->link_count = (int)link_count;
-    tcp->lost_peer = -1;
     tcp->busy = busy;
     return tcp;
 }

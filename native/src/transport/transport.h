@@ -38,8 +38,9 @@ enum hr_io_state {
 };
 
 enum hr_loss {
-    HR_LOSS_CLOSED = 0, /* its connection ended, or an error broke it */
-    HR_LOSS_SILENT = 1, /* it did not answer, or read nothing, for the peer timeout */
+    HR_LOSS_NONE = 0,
+    HR_LOSS_CLOSED = 1, /* its connection ended, or an error broke it */
+    HR_LOSS_SILENT = 2, /* it did not answer, or read nothing, for the peer timeout */
 };
 
 /* One posted send or receive; lives in the caller's memory. Callers read `state` and `done_bytes` only. */
@@ -77,8 +78,8 @@ struct hr_transport_ops {
      */
     int64_t (*poll_within_ns)(const struct hr_transport *transport);
 
-    /* The first lost peer's host index, or -1. *how (not NULL) is set if there is one. */
-    int (*lost_peer)(struct hr_transport *transport, enum hr_loss *how);
+    /* Whether a peer is lost, and how it was first noticed. A peer that has closed its end in order is lost as well: callers know that. */
+    enum hr_loss (*loss)(const struct hr_transport *transport, int peer);
 
     /* Turns link supervision on while work is pending (keepalive probes), off when idle, so that an idle job sends nothing. */
     void (*watch)(struct hr_transport *transport, int enabled);

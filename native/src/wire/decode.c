@@ -194,6 +194,7 @@ static void read_body(struct reader *reader, struct hr_wire_message *message) {
         require(reader, message->rank >= 0 && message->status < 0);
         break;
     case HR_WIRE_LEAVE:
+    case HR_WIRE_DONE:
         message->rank = read_i32(reader);
         require(reader, message->rank >= 0);
         break;

@@ -130,13 +130,21 @@ int hr_wire_put_lost(struct hr_buffer *out, int rank, int status, enum hr_abort_
     return finish(out, at);
 }
 
-int hr_wire_put_leave(struct hr_buffer *out, int rank) {
+static int put_rank(struct hr_buffer *out, enum hr_wire_type type, int rank) {
     uint8_t *at = begin(out, 1 + 4);
     if (at == NULL) {
         return HORO_ERR_RESOURCE;
     }
-    *at++ = HR_WIRE_LEAVE;
+    *at++ = (uint8_t)type;
     return finish(out, write_i32(at, rank));
+}
+
+int hr_wire_put_leave(struct hr_buffer *out, int rank) {
+    return put_rank(out, HR_WIRE_LEAVE, rank);
+}
+
+int hr_wire_put_done(struct hr_buffer *out, int rank) {
+    return put_rank(out, HR_WIRE_DONE, rank);
 }
 
 int hr_wire_put_fail(struct hr_buffer *out, int status, struct hr_wire_text name, struct hr_wire_text text) {

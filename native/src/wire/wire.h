@@ -9,6 +9,7 @@
  *   REQUEST  i32 origin, i32 status, str16 text, request   FAIL     i32 status, str16 name, str16 text
  *   LOST     i32 rank, i32 status, u8 reason      (both directions; enum hr_abort_reason)
  *   LEAVE    i32 rank                             (both directions)
+ *   DONE     i32 rank                             (both directions)
  *
  *   ref      u32 id, str16 name      an empty name: the cached tensor `id`; else the name, which now gets `id` (0: not cached)
  *   request  u8 op, u8 reduce_op, u8 transient, i32 root, f64 prescale, f64 postscale, str16 name, u32 n, n x tensor
@@ -36,6 +37,7 @@ enum hr_wire_type {
     HR_WIRE_LEAVE = 4,
     HR_WIRE_BATCH = 5,
     HR_WIRE_FAIL = 6,
+    HR_WIRE_DONE = 7,
 };
 
 enum {
@@ -75,7 +77,7 @@ struct hr_wire_request {
 
 struct hr_wire_message {
     enum hr_wire_type type;
-    int rank;   /* LOST, LEAVE; REQUEST: the origin */
+    int rank;   /* LOST, LEAVE, DONE; REQUEST: the origin */
     int status; /* LOST, FAIL, REQUEST */
     enum hr_abort_reason reason; /* LOST */
     struct hr_wire_text name; /* FAIL */
@@ -118,6 +120,7 @@ int hr_wire_put_request(struct hr_buffer *out, int origin, int status, struct hr
                         size_t request_bytes);
 int hr_wire_put_lost(struct hr_buffer *out, int rank, int status, enum hr_abort_reason reason);
 int hr_wire_put_leave(struct hr_buffer *out, int rank);
+int hr_wire_put_done(struct hr_buffer *out, int rank);
 int hr_wire_put_fail(struct hr_buffer *out, int status, struct hr_wire_text name, struct hr_wire_text text);
 /* A BATCH is built piece by piece: begin, then one ref after another into the same buffer with nothing between. */
 int hr_wire_begin_batch(struct hr_buffer *out, uint32_t count);

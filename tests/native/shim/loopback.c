@@ -27,7 +27,6 @@ struct endpoint {
     int pieces; /* that may still move in this progress call */
     /* the endpoint's thread only */
     int abandoned[HR_CHANNEL_COUNT];
-    int lost_peer;
     struct peer {
         int lost;
         struct hr_queue send[HR_CHANNEL_COUNT];
@@ -205,9 +204,6 @@ static int fail_peer(struct peer *peer) {
 }
 
 static void lose_peer(struct endpoint *endpoint, int peer) {
-    if (endpoint->lost_peer < 0) {
-        endpoint->lost_peer = peer;
-    }
     endpoint->peers[peer].lost = 1;
     (void)fail_peer(&endpoint->peers[peer]);
 }
@@ -346,10 +342,9 @@ static size_t loopback_sleep_fds(struct hr_transport *transport, struct pollfd *
 }
 
 /* Nothing can go silent inside one process. */
-static int loopback_lost_peer(struct hr_transport *transport, enum hr_loss *how) {
-    const struct endpoint *endpoint = endpoint_of(transport);
-    *how = HR_LOSS_CLOSED;
-    return endpoint->lost_peer;
+static enum hr_loss loopback_loss(const struct hr_transport *transport, int peer) {
+    const struct endpoint *endpoint = (const struct endpoint *)transport;
+    return endpoint->peers[peer].lost ? HR_LOSS_CLOSED : HR_LOSS_NONE;
 }
 
 static void loopback_watch(struct hr_transport *transport, int enabled) {
@@ -390,7 +385,7 @@ static const struct hr_transport_ops loopback_ops = {
     .post_recv = loopback_post_recv,
     .progress = loopback_progress,
     .sleep_fds = loopback_sleep_fds,
-    .lost_peer = loopback_lost_peer,
+    .loss = loopback_loss,
     .watch = loopback_watch,
     .abandon = loopback_abandon,
     .destroy = loopback_destroy,
@@ -431,7 +426,6 @@ struct hr_transport *loopback_create(struct loopback_hub *hub, int host, int lan
     endpoint->hub = hub;
     endpoint->host = host;
     endpoint->event_fd = event_fd;
-    endpoint->lost_peer = -1;
     if (endpoint_join(endpoint, lane, error) != HORO_OK) {
         (void)close(event_fd);
         free(endpoint);

@@ -109,12 +109,9 @@ void shim_watch(void *transport, int enabled) {
     self->ops->watch(self, enabled);
 }
 
-int shim_lost_peer(void *transport, int *how) {
-    struct hr_transport *self = transport;
-    enum hr_loss loss = HR_LOSS_CLOSED;
-    const int peer = self->ops->lost_peer(self, &loss);
-    *how = (int)loss;
-    return peer;
+int shim_loss(void *transport, int peer) {
+    const struct hr_transport *self = transport;
+    return (int)self->ops->loss(self, peer);
 }
 
 size_t shim_sleep_fds(void *transport, int *fds, int *events, size_t capacity) {

@@ -31,8 +31,8 @@ int shim_post_recv(void *transport, int peer, int channel, void *data, size_t by
 int shim_progress(void *transport);
 void shim_abandon(void *transport, int channel);
 void shim_watch(void *transport, int enabled);
-/* -1, or the peer with how it was lost in *how. */
-int shim_lost_peer(void *transport, int *how);
+/* enum hr_loss of a peer. */
+int shim_loss(void *transport, int peer);
 /* How many descriptors; the first `capacity` of them in fds and events. */
 size_t shim_sleep_fds(void *transport, int *fds, int *events, size_t capacity);
 /* Sleeps on them: 1 if one woke or it was time to look without one, 0 if neither happened in time. */

@@ -63,6 +63,11 @@ int64_t shim_wire_put_leave(int rank, void *out, size_t out_bytes) {
     return finish(&buffer, hr_wire_put_leave(&buffer, rank), out, out_bytes);
 }
 
+int64_t shim_wire_put_done(int rank, void *out, size_t out_bytes) {
+    struct hr_buffer buffer = used_buffer();
+    return finish(&buffer, hr_wire_put_done(&buffer, rank), out, out_bytes);
+}
+
 int64_t shim_wire_put_fail(int status, shim_text name, shim_text text, void *out, size_t out_bytes) {
     struct hr_buffer buffer = used_buffer();
     return finish(&buffer, hr_wire_put_fail(&buffer, status, to_core(name), to_core(text)), out, out_bytes);

@@ -44,6 +44,7 @@ int64_t shim_wire_put_request(int origin, int status, shim_text text, const void
                               size_t out_bytes);
 int64_t shim_wire_put_lost(int rank, int status, int reason, void *out, size_t out_bytes);
 int64_t shim_wire_put_leave(int rank, void *out, size_t out_bytes);
+int64_t shim_wire_put_done(int rank, void *out, size_t out_bytes);
 int64_t shim_wire_put_fail(int status, shim_text name, shim_text text, void *out, size_t out_bytes);
 /* claimed_count is what the head says, count how many refs follow. */
 int64_t shim_wire_put_batch(uint32_t claimed_count, uint32_t count, const uint32_t *ids, const shim_text *names, void *out,

@@ -104,6 +104,7 @@ static int encode_again(const struct hr_wire_message *message, struct hr_buffer 
                                    message->request.byte_count);
     case HR_WIRE_LOST: return hr_wire_put_lost(out, message->rank, message->status, message->reason);
     case HR_WIRE_LEAVE: return hr_wire_put_leave(out, message->rank);
+    case HR_WIRE_DONE: return hr_wire_put_done(out, message->rank);
     case HR_WIRE_FAIL: return hr_wire_put_fail(out, message->status, message->name, message->text);
     }
     return HORO_ERR_INTERNAL;
