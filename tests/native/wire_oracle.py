@@ -79,7 +79,7 @@ def request_message(origin: int, status: int, text: bytes, body: bytes) -> bytes
 
 
 def lost_message(rank: int, status: int, reason: int) -> bytes:
-    """LOST."""
+    """LOST; rank -1 if nobody knows which."""
     return struct.pack("<BiiB", LOST, rank, status, reason)
 
 
@@ -128,5 +128,6 @@ def samples() -> dict[str, bytes]:
         "fail-empty": fail_message(-60, b"", b""),
         "batch-none": batch_message([]),
         "batch": batch_message([(1, b""), (2, b"named"), (0, b"uncached")]),
+        "lost-unknown": lost_message(-1, -41, 4),
     }
     return result

@@ -62,7 +62,7 @@ struct hr_arena_block {
     _Alignas(HR_LINE) _Atomic uint32_t sleeping; /* seq_cst on both sides: see hr_node_wake */
     _Alignas(HR_LINE) _Atomic uint32_t state;    /* enum hr_member_state */
     _Atomic int32_t core;                        /* 1 + the core that its driver was on, 0: unknown; see node/core_choice.h */
-    _Atomic uint64_t progress;                   /* phases passed, for naming who is late */
+    _Atomic int64_t alive_until_ns;              /* waiting in a batch: by then it will have looked, and moved this on */
     _Alignas(HR_LINE) _Atomic uint64_t log_read; /* bytes of the log taken out; the leader waits for the slowest */
     _Atomic uint64_t log_executed;               /* bytes of the log executed */
     _Atomic uint32_t wants_room;                 /* its request ring was full: the leader wakes it after reading */

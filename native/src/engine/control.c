@@ -169,7 +169,7 @@ static int tell_abort(struct hr_engine *engine) {
             continue;
         }
         HR_TRY(hr_frame_begin(&link->out, &mark));
-        HR_TRY(hr_wire_put_lost(&link->out, end.rank < 0 ? engine->node->rank : end.rank, end.code, end.reason));
+        HR_TRY(hr_wire_put_lost(&link->out, end.rank, end.code, end.reason));
         hr_frame_end(&link->out, mark);
     }
     return 1;

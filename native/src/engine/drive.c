@@ -50,10 +50,10 @@ static int turn_running(struct hr_engine *engine) {
 
 /* What must change within LEAVE_GRACE_MS while this rank waits to be able to leave. */
 static uint64_t leave_moves_of(const struct hr_engine *engine) {
-    const struct hr_arena *arena = &engine->node->arena;
+    const struct hr_arena_header *header = engine->node->arena.header;
     uint64_t moves = moves_of(engine);
-    for (int i = 0; i < arena->local_size && engine->driver.stage == HR_ENGINE_CLOSING; i++) {
-        moves += atomic_load_explicit(&arena->blocks[i].progress, memory_order_relaxed);
+    for (int i = 0; i < HR_PHASE_COUNT && engine->driver.stage == HR_ENGINE_CLOSING; i++) {
+        moves += atomic_load_explicit(&header->phase[i].arrived, memory_order_relaxed); /* of other ranks here */
     }
     return moves;
 }
@@ -245,7 +245,8 @@ static int turn_leaving(struct hr_engine *engine) {
         HR_TRY(hr_engine_ask_to_leave(engine));
         wait_to_leave(engine, now_ns);
     } else if (now_ns >= engine->driver.leave_ns) {
-        if (engine->driver.leave_moves == leave_moves_of(engine)) { /* with this leader others would lose their way to hear of a death */
+        /* In CLOSING too: with this leader others would lose the way by which they hear of a death. */
+        if (engine->driver.leave_moves == leave_moves_of(engine)) {
             hr_node_abort(engine->node, HORO_ERR_ABORTED, engine->node->rank, HR_REASON_LEFT);
         }
         wait_to_leave(engine, now_ns);

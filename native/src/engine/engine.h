@@ -313,6 +313,9 @@ void hr_engine_complete_locked(struct hr_engine *engine, struct hr_request *requ
 
 void hr_engine_free_batch(struct hr_engine *engine);
 
+/* Of what reports and errors list: so many tensors, and so much room for ranks. */
+enum { HR_NAMES_IN_TEXT = 6, HR_NAME_TEXT_BYTES = 256 };
+
 /* failure.c */
 /* Why the group has ended; code 0 if it has not. Any thread. */
 struct hr_abort hr_engine_end(const struct hr_engine *engine);

@@ -5,8 +5,6 @@
 
 #include "engine/engine.h"
 
-enum { NAMES_IN_TEXT = 6, NAME_TEXT_BYTES = 256 };
-
 struct hr_abort hr_engine_end(const struct hr_engine *engine) {
     const struct hr_abort aborted = hr_arena_aborted(&engine->node->arena);
     const int left = hr_node_left(engine->node);
@@ -19,7 +17,7 @@ struct hr_abort hr_engine_end(const struct hr_engine *engine) {
 
 void hr_engine_describe_end(const struct hr_engine *engine, struct hr_abort end, char *text, size_t text_bytes) {
     const struct hr_node *node = engine->node;
-    char who[NAME_TEXT_BYTES];
+    char who[HR_NAME_TEXT_BYTES];
     (void)hr_node_name_rank(node, end.rank, who, sizeof who);
     switch (end.reason) {
     case HR_REASON_EXITED:
@@ -54,12 +52,12 @@ static void describe_pending(struct hr_engine *engine, char *text, size_t text_b
     size_t count = 0;
     text[0] = '\0';
     for (const struct hr_request *request = engine->submission.oldest; request != NULL; request = request->newer) {
-        if (count++ < NAMES_IN_TEXT && used < text_bytes) {
+        if (count++ < HR_NAMES_IN_TEXT && used < text_bytes) {
             used += (size_t)snprintf(text + used, text_bytes - used, "%s'%s'", count == 1 ? "" : ", ", request->call.name);
         }
     }
-    if (count > NAMES_IN_TEXT && used < text_bytes) {
-        (void)snprintf(text + used, text_bytes - used, " and %zu more", count - NAMES_IN_TEXT);
+    if (count > HR_NAMES_IN_TEXT && used < text_bytes) {
+        (void)snprintf(text + used, text_bytes - used, " and %zu more", count - HR_NAMES_IN_TEXT);
     }
 }
 

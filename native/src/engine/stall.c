@@ -4,7 +4,8 @@
 
 #include "engine/engine.h"
 
-enum { NAMES_IN_TEXT = 6, NAME_TEXT_BYTES = 256 };
+/* While it waits in a batch, a rank looks LOOKS times per period, and is silent once it has missed half of them. */
+enum { LOOKS = 8 };
 
 /* The local ranks that have not submitted the name, as text; returns the first of them or -1. */
 static int find_missing(const struct hr_engine *engine, uint64_t name_hash, char *text, size_t text_bytes) {
@@ -38,13 +39,13 @@ static int describe_local(struct hr_engine *engine, int64_t now_ns, char *text, 
             break;
         }
         *oldest_ns = request->submit_ns < *oldest_ns ? request->submit_ns : *oldest_ns;
-        char missing[NAME_TEXT_BYTES];
+        char missing[HR_NAME_TEXT_BYTES];
         const int rank = find_missing(engine, request->name_hash, missing, sizeof missing);
         if (rank < 0) {
             continue;
         }
         *culprit = *culprit < 0 ? rank : *culprit;
-        if (count++ < NAMES_IN_TEXT && used < text_bytes) {
+        if (count++ < HR_NAMES_IN_TEXT && used < text_bytes) {
             used += (size_t)snprintf(text + used, text_bytes - used, "%s'%s' (missing: %s)", count == 1 ? "" : "; ",
                                      request->call.name, missing);
         }
@@ -73,7 +74,7 @@ static int describe_undecided(struct hr_engine *engine, int64_t now_ns, char *te
     }
     *periods = (engine->is_leader ? 1 : 2) + __builtin_popcount((unsigned)engine->team->host); /* the tree is binomial */
     *culprit = engine->is_leader ? engine->leader.links[0].leader_rank : node->rank_of_local[0];
-    char who[NAME_TEXT_BYTES];
+    char who[HR_NAME_TEXT_BYTES];
     (void)hr_node_name_rank(node, *culprit, who, sizeof who);
     int count = 0;
     size_t used = 0;
@@ -84,7 +85,7 @@ static int describe_undecided(struct hr_engine *engine, int64_t now_ns, char *te
             continue;
         }
         *oldest_ns = since_ns < *oldest_ns ? since_ns : *oldest_ns;
-        if (count++ < NAMES_IN_TEXT && used < text_bytes) {
+        if (count++ < HR_NAMES_IN_TEXT && used < text_bytes) {
             used += (size_t)snprintf(text + used, text_bytes - used, "%s'%s' (submitted by all here, no answer from %s)",
                                      count == 1 ? "" : "; ", request->call.name, who);
         }
@@ -123,7 +124,7 @@ static void report(struct hr_engine *engine, int64_t now_ns) {
         hr_log(&node->log, HORO_LOG_WARNING,
                "waiting for %lld s for ranks that have not submitted what others have: %s%s. They may be slow or stopped, or "
                "take another path through the program",
-               (long long)((now_ns - oldest_ns) / 1000000000), text, count > NAMES_IN_TEXT ? " and more" : "");
+               (long long)((now_ns - oldest_ns) / 1000000000), text, count > HR_NAMES_IN_TEXT ? " and more" : "");
     }
     hr_engine_show_events(engine, HORO_LOG_WARNING); /* every rank its own, also those whose turn it is not */
     if (node->stall_shutdown_ns > 0 && now_ns - oldest_ns >= node->stall_shutdown_ns + periods * node->stall_warning_ns) {
@@ -131,11 +132,39 @@ static void report(struct hr_engine *engine, int64_t now_ns) {
     }
 }
 
+/*
+ * The rank here that is in this batch, or not yet in it, and has missed its looks: it is stopped. A rank that looks only waits, like
+ * this one, however few stages it has behind it. -1 if all look.
+ */
+static int find_silent(const struct hr_engine *engine, int64_t now_ns) {
+    const struct hr_node *node = engine->node;
+    for (int i = 0; i < node->local_size; i++) {
+        const struct hr_arena_block *block = &node->arena.blocks[i];
+        if (i != node->local_rank && atomic_load_explicit(&block->alive_until_ns, memory_order_relaxed) < now_ns &&
+            atomic_load_explicit(&block->log_executed, memory_order_relaxed) <= engine->executor.log_executed) {
+            return node->rank_of_local[i];
+        }
+    }
+    return -1;
+}
+
+/* The only rank on other hosts, -1 if there are none or several: which of these waits for which is not known here. */
+static int find_only_other(const struct hr_team *team) {
+    for (int rank = 0; rank < team->size && team->size == team->local_size + 1; rank++) {
+        if (team->host_of_rank[rank] != team->host) {
+            return rank;
+        }
+    }
+    return -1;
+}
+
 /* The batch that is being executed has not moved for waited_ns. */
-static void report_batch(struct hr_engine *engine, int64_t waited_ns) {
+static void report_batch(struct hr_engine *engine, int64_t now_ns, int64_t waited_ns) {
     struct hr_node *node = engine->node;
-    const int late = hr_team_find_late(engine->team);
-    char name[NAME_TEXT_BYTES];
+    const int silent = find_silent(engine, now_ns);
+    const int late = silent >= 0 ? silent : find_only_other(engine->team);
+    const int periods = late >= 0 ? 0 : 1; /* of patience: the ranks beside the culprit know it */
+    char name[HR_NAME_TEXT_BYTES];
     if (late >= 0) {
         (void)hr_node_name_rank(node, late, name, sizeof name);
     } else {
@@ -144,38 +173,55 @@ static void report_batch(struct hr_engine *engine, int64_t waited_ns) {
     hr_log(&node->log, HORO_LOG_WARNING, "waiting for %s in the middle of an operation for %lld s", name,
            (long long)(waited_ns / 1000000000));
     hr_engine_show_events(engine, HORO_LOG_WARNING);
-    if (node->stall_shutdown_ns > 0 && waited_ns >= node->stall_shutdown_ns) {
+    if (node->stall_shutdown_ns > 0 && waited_ns >= node->stall_shutdown_ns + periods * node->stall_warning_ns) {
         hr_node_abort(node, HORO_ERR_STALLED, late, HR_REASON_STALLED);
     }
 }
 
+/* Notes what has moved since the last look, and shows the ranks here that this one is alive. Returns when to look again; 0: any time. */
+static int64_t look(struct hr_engine *engine, uint64_t moves, int64_t now_ns) {
+    struct hr_driver *driver = &engine->driver;
+    _Atomic int64_t *alive_until_ns = &engine->node->arena.blocks[engine->node->local_rank].alive_until_ns;
+    const int is_executing = engine->executor.state != HR_EXECUTION_IDLE;
+    const int was_stopped = is_executing && now_ns > atomic_load_explicit(alive_until_ns, memory_order_relaxed);
+    if (moves != driver->stall_moves || was_stopped) { /* what passed while it was stopped itself is nobody else's delay */
+        driver->stall_moves = moves;
+        driver->stall_moved_ns = now_ns;
+    }
+    if (!is_executing) {
+        return 0;
+    }
+    const int64_t warning_ns = engine->node->stall_warning_ns;
+    atomic_store_explicit(alive_until_ns, now_ns + warning_ns / 2, memory_order_relaxed);
+    return now_ns + warning_ns / LOOKS;
+}
+
 int64_t hr_engine_check_stall(struct hr_engine *engine, uint64_t moves) {
     const int64_t warning_ns = engine->node->stall_warning_ns;
-    if (warning_ns <= 0 ||
-        (atomic_load(&engine->submission.pending) == 0 && (!engine->is_leader || engine->leader.agree.active == 0))) {
+    if (warning_ns <= 0) { /* it never looks: its silence means nothing to ranks that do */
+        atomic_store_explicit(&engine->node->arena.blocks[engine->node->local_rank].alive_until_ns, INT64_MAX, memory_order_relaxed);
+        return 0;
+    }
+    if (atomic_load(&engine->submission.pending) == 0 && (!engine->is_leader || engine->leader.agree.active == 0)) {
         engine->driver.stall_check_ns = 0;
         return 0;
     }
     /* What is submitted later is due later, so the time found once holds until it comes. */
     const int64_t now_ns = hr_now_ns();
-    if (moves != engine->driver.stall_moves) {
-        engine->driver.stall_moves = moves;
-        engine->driver.stall_moved_ns = now_ns;
-    }
-    if (now_ns < engine->driver.stall_check_ns) {
-        return engine->driver.stall_check_ns;
-    }
-    const int is_executing = engine->executor.state != HR_EXECUTION_IDLE;
-    const int64_t since_ns = is_executing ? engine->driver.stall_moved_ns : oldest_pending_ns(engine);
-    if (since_ns != 0 && now_ns - since_ns >= warning_ns) {
-        if (is_executing) {
-            report_batch(engine, now_ns - since_ns);
+    const int64_t look_ns = look(engine, moves, now_ns);
+    if (now_ns >= engine->driver.stall_check_ns) {
+        const int is_executing = engine->executor.state != HR_EXECUTION_IDLE;
+        const int64_t since_ns = is_executing ? engine->driver.stall_moved_ns : oldest_pending_ns(engine);
+        if (since_ns != 0 && now_ns - since_ns >= warning_ns) {
+            if (is_executing) {
+                report_batch(engine, now_ns, now_ns - since_ns);
+            } else {
+                report(engine, now_ns);
+            }
+            engine->driver.stall_check_ns = now_ns + warning_ns;
         } else {
-            report(engine, now_ns);
+            engine->driver.stall_check_ns = (since_ns == 0 ? now_ns : since_ns) + warning_ns;
         }
-        engine->driver.stall_check_ns = now_ns + warning_ns;
-    } else {
-        engine->driver.stall_check_ns = (since_ns == 0 ? now_ns : since_ns) + warning_ns;
     }
-    return engine->driver.stall_check_ns;
+    return look_ns != 0 && look_ns < engine->driver.stall_check_ns ? look_ns : engine->driver.stall_check_ns;
 }

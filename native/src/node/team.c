@@ -104,10 +104,7 @@ void hr_team_fini(struct hr_team *team) {
 void hr_team_arrive(struct hr_team *team, enum hr_phase phase, unsigned parity) {
     const unsigned index = (unsigned)phase + parity;
     team->arrivals[index]++;
-    struct hr_arena_block *block = &team->node->arena.blocks[team->local_rank];
-    atomic_store_explicit(&block->progress, atomic_load_explicit(&block->progress, memory_order_relaxed) + 1,
-                          memory_order_relaxed);
-    hr_core_publish(team->node); /* in the same line */
+    hr_core_publish(team->node);
     /* seq_cst: releases what was written before, and is the first half of the handshake with sleepers. */
     const uint64_t arrived = atomic_fetch_add(&team->node->arena.header->phase[index].arrived, 1) + 1;
     if (arrived % (uint64_t)team->local_size == 0) {
@@ -119,19 +116,6 @@ int hr_team_reached(const struct hr_team *team, enum hr_phase phase, unsigned pa
     const unsigned index = (unsigned)phase + parity;
     const uint64_t wanted = team->arrivals[index] * (uint64_t)team->local_size;
     return atomic_load(&team->node->arena.header->phase[index].arrived) >= wanted; /* partner: hr_team_arrive */
-}
-
-int hr_team_find_late(const struct hr_team *team) {
-    uint64_t least = atomic_load_explicit(&team->node->arena.blocks[team->local_rank].progress, memory_order_relaxed);
-    int late = -1;
-    for (int i = 0; i < team->local_size; i++) {
-        const uint64_t progress = atomic_load_explicit(&team->node->arena.blocks[i].progress, memory_order_relaxed);
-        if (progress < least) {
-            least = progress;
-            late = team->rank_of_local[i];
-        }
-    }
-    return late;
 }
 
 void hr_team_suspect_link(struct hr_team *team, int host) {

@@ -79,8 +79,6 @@ static inline char *hr_team_slot(const struct hr_team *team, int local_rank, uns
 /* Phases. Arrive at one, and ask whether all members on this host have arrived at it as often as I have. */
 void hr_team_arrive(struct hr_team *team, enum hr_phase phase, unsigned parity);
 int hr_team_reached(const struct hr_team *team, enum hr_phase phase, unsigned parity);
-/* The member on this host that has passed the fewest phases, if fewer than I have; else -1. */
-int hr_team_find_late(const struct hr_team *team);
 
 /*
  * Notes in node->suspect that the link to a host has failed. The rank there need not be the cause: it may have ended because it had

@@ -191,7 +191,7 @@ static void read_body(struct reader *reader, struct hr_wire_message *message) {
         message->rank = read_i32(reader);
         message->status = read_i32(reader);
         message->reason = read_reason(reader);
-        require(reader, message->rank >= 0 && message->status < 0);
+        require(reader, message->rank >= -1 && message->status < 0);
         break;
     case HR_WIRE_LEAVE:
     case HR_WIRE_DONE:

@@ -7,7 +7,7 @@
  *   up the tree (rank -> leader -> parent host)            down the tree (a record of the response log)
  *   IDS      u32 n, n x u32 id                             BATCH    u32 n, n x ref
  *   REQUEST  i32 origin, i32 status, str16 text, request   FAIL     i32 status, str16 name, str16 text
- *   LOST     i32 rank, i32 status, u8 reason      (both directions; enum hr_abort_reason)
+ *   LOST     i32 rank, i32 status, u8 reason      (both directions; enum hr_abort_reason; rank -1: nobody knows which)
  *   LEAVE    i32 rank                             (both directions)
  *   DONE     i32 rank                             (both directions)
  *
@@ -77,7 +77,7 @@ struct hr_wire_request {
 
 struct hr_wire_message {
     enum hr_wire_type type;
-    int rank;   /* LOST, LEAVE, DONE; REQUEST: the origin */
+    int rank;   /* LOST (-1: unknown), LEAVE, DONE; REQUEST: the origin */
     int status; /* LOST, FAIL, REQUEST */
     enum hr_abort_reason reason; /* LOST */
     struct hr_wire_text name; /* FAIL */
@@ -129,8 +129,9 @@ int hr_wire_put_ref(struct hr_buffer *out, uint32_t id, struct hr_wire_text name
 /*
  * HORO_OK, or HORO_ERR_INTERNAL for bytes that are no message: an unknown type, op, reduce op or dtype, a shape that
  * hr_wire_tensor_bytes refuses, a wire dtype that does not go with dtype and operation, a name that is too long, a count past
- * the limit, a negative rank, a reason that is none or unknown, a status that is no error in LOST and FAIL or positive in
- * REQUEST, a request that is not canonical, a short or long body. Every item is checked here, so the walks below cannot fail.
+ * the limit, a negative rank but for the -1 of LOST, a reason that is none or unknown, a status that is no error in LOST and
+ * FAIL or positive in REQUEST, a request that is not canonical, a short or long body. Every item is checked here, so the walks
+ * below cannot fail.
  */
 int hr_wire_decode(const void *data, size_t bytes, struct hr_wire_message *message);
 int hr_wire_decode_request(const void *data, size_t bytes, struct hr_wire_request *request);
