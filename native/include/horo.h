@@ -278,7 +278,8 @@ HORO_API int horo_create(const horo_setup *setup, horo_context **context, char *
 /*
  * Leaves the group, which ends it for all ranks at one place of their common log: what was agreed on before is finished first, everywhere;
  * what is pending behind it fails with HORO_ERR_ABORTED, everywhere. Then joins the thread and frees all. If nothing moves for two
- * seconds (ten, where this rank is done and others are not), it leaves all the same, which ends the group at once. No other call may be running or follow. NULL is allowed.
+ * seconds (ten, where this rank is done and others are not), it leaves all the same, which ends the group at once. No other call may be
+ * running or follow. NULL is allowed.
  */
 HORO_API void horo_destroy(horo_context *context);
 

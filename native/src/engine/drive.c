@@ -160,8 +160,8 @@ static int has_work(struct hr_node *node, void *arg) {
         return is_aborted(engine) || atomic_load(&engine->submission.pending) > 0 || hr_leader_is_done(engine) ||
                hr_leader_has_messages(engine);
     }
-    return is_aborted(engine) || atomic_load(&engine->executor.has_left) || task_moves(engine) || atomic_load(&engine->submission.queued) > 0 || log_waits(engine) ||
-           ring_has_room(engine) ||
+    return is_aborted(engine) || atomic_load(&engine->executor.has_left) || task_moves(engine) ||
+           atomic_load(&engine->submission.queued) > 0 || log_waits(engine) || ring_has_room(engine) ||
            (engine->is_leader && hr_engine_has_lead_work(engine)) ||
            (atomic_load(&engine->driver.stop) && !engine->announcer.has_asked_to_leave);
 }
