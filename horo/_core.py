@@ -356,8 +356,8 @@ class Context:
             return
         try:
             self.wait(handle)
-        except HoroError:
-            self.release(handle)
+        except HoroError:  # the core's; a signal handler's leaves the request under way
+            self.let_go(handle)
             raise
         self.release(handle)
 
@@ -366,6 +366,21 @@ class Context:
         status = lib.horo_release(self._context, handle)
         if status != lib.HORO_OK:
             raise error_from_status(_STATUS_NAMES[status], self._message(handle))
+
+    def let_go(self, handle: int) -> bool:
+        """Releases the handle if its request is finished; never blocks.
+
+        Returns:
+            Whether the core is through with the memory: the request is finished, or the handle was released before.
+        """
+        if self.is_at_work(handle):
+            return False
+        lib.horo_release(self._context, handle)
+        return True
+
+    def is_at_work(self, handle: int) -> bool:
+        """Whether the request is not finished yet, so that its memory is the core's; never blocks or raises."""
+        return bool(lib.horo_poll(self._context, handle) == lib.HORO_IN_PROGRESS)
 
     def take_result(self, handle: int, index: int) -> tuple[Any, list[int]]:
         """The gathered tensor ``index`` of a finished allgather.

@@ -73,12 +73,14 @@ class Request:
 
     def done(self) -> bool:
         """Whether ``wait`` would return at once; never blocks."""
-        session = self._session
-        session.enter(self.label)
+        session, call = self._session, object()
         try:
+            session.inside[call] = None
+            if session.ended:
+                session.refuse(self.label)
             return session.core.poll(self._handle)
         finally:
-            session.inside.pop()
+            session.inside.pop(call, None)
 
     def wait(self) -> Any:
         """Blocks until the operation is done and returns its result.
@@ -89,28 +91,37 @@ class Request:
         Raises:
             HoroError: What became of the operation.
         """
-        session = self._session
-        session.enter(self.label)
+        session, call = self._session, object()
         try:
-            result = self._finish(session.core, self._handle, self._memory)
-        except HoroError:
-            session.requests.pop(self.number, None)
-            raise
+            session.inside[call] = None
+            if session.ended:
+                session.refuse(self.label)
+            try:
+                result = self._finish(session.core, self._handle, self._memory)
+            except HoroError:
+                if not session.core.is_at_work(self._handle):  # else it is a signal handler's
+                    session.requests.pop(self.number, None)
+                raise
         finally:
-            session.inside.pop()
+            session.inside.pop(call, None)
         session.requests.pop(self.number, None)
         return result
 
     def settle(self) -> None:
         """Blocks until the operation is done, well or badly; ``wait`` then returns at once."""
-        session = self._session
-        session.enter(self.label)
+        session, call = self._session, object()
         try:
-            session.core.wait(self._handle)
-        except HoroError:
-            return  # wait() will say it
+            session.inside[call] = None
+            if session.ended:
+                session.refuse(self.label)
+            try:
+                session.core.wait(self._handle)
+            except HoroError:
+                if session.core.is_at_work(self._handle):  # a signal handler's
+                    raise
+                return  # wait() will say it
         finally:
-            session.inside.pop()
+            session.inside.pop(call, None)
 
 
 def repeat(asked: Hashable, tensor: torch.Tensor, *, in_place: bool) -> torch.Tensor | None:
@@ -337,25 +348,42 @@ def _submit(
     memory: Any,
     finish: Callable[[_core.Context, int, Any], Any],
 ) -> Request:
-    label = prepared.label()
-    session.enter(label)
+    label, number = prepared.label(), prepared.slip.number
+    number[0] = 0
     try:
+        session.inside[prepared] = memory
+        if session.ended:
+            session.refuse(label)
+        if session.held:
+            session.sweep()
         return Request(session, session.core.submit(prepared.slip), label, memory, finish)
+    except BaseException:
+        if handle := number[0]:
+            session.held[handle] = memory  # up to here nothing is called, so no signal handler runs
+            session.requests.pop(session.handle_base + handle, None)
+            session.sweep()
+        raise
     finally:
-        session.inside.pop()
+        session.inside.pop(prepared, None)
 
 
 def _execute(session: _state.Session, prepared: Prepared, memory: object) -> None:
-    session.enter(prepared.label())
+    label, number = prepared.label(), prepared.slip.number
+    number[0] = 0
     try:
+        session.inside[prepared] = memory
+        if session.ended:
+            session.refuse(label)
+        if session.held:
+            session.sweep()
         session.core.run(prepared.slip)
-    except HoroError:
-        raise
-    except BaseException:  # a signal handler's: the core goes on with the memory
-        session.held.append(memory)
+    except BaseException:
+        if handle := number[0]:
+            session.held[handle] = memory  # up to here nothing is called, so no signal handler runs
+            session.sweep()
         raise
     finally:
-        session.inside.pop()
+        session.inside.pop(prepared, None)
 
 
 def _finish_load(core: _core.Context, handle: int, load: Load) -> tuple[torch.Tensor, ...]:
@@ -378,8 +406,8 @@ def _finish_gathered(core: _core.Context, handle: int, load: Load) -> tuple[Gath
     try:
         core.wait(handle)
         gathered = tuple(_take_one(core, handle, index, tensor) for index, tensor in enumerate(load.inputs))
-    except HoroError:
-        core.release(handle)
+    except HoroError:  # the core's; a signal handler's leaves the request under way
+        core.let_go(handle)
         raise
     core.release(handle)
     return gathered

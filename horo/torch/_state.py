@@ -8,7 +8,7 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from horo._errors import AbortedError, NotInitializedError, UnsupportedError, UsageError
 from horo.torch._prepared import Shelf
@@ -45,16 +45,20 @@ class Session:
         self.core = job.context
         self.requests: dict[int, Request] = {}
         """Every request that is not finished, by its number. They own the memory that the core reads and writes."""
-        self.held: list[object] = []
-        """Memory of operations that the caller waited for until a signal handler raised; the core works on it."""
+        self.held: dict[int, object] = {}
+        """Memory that the core may work on though the call that began it was left by an exception (a signal handler's),
+        by the core's handle, which nobody else knows."""
         self.shelf = Shelf(self.name)
         """Requests for the next call that is like the last."""
         self.handle_base = handle_base
         """The number of a request is this and the core's handle: integers up to here belong to earlier sessions."""
         self.optimizers = itertools.count()
         """Numbers distributed optimizers, so that equal parameter names of two models stay apart."""
-        self.inside: list[None] = []
-        """As many items as calls are inside the core: ``append`` and ``pop`` cannot be interrupted, and cost little."""
+        self.inside: dict[object, object] = {}
+        """The calls that are inside the core, which keep the context open, each with the memory that it gives the core.
+
+        A signal handler may raise wherever Python calls or has called a function, so a call stores itself here by an
+        assignment inside of ``try``, asks for ``ended`` next, and pops itself in ``finally``, there or not."""
         self.ended = False
         """No call may enter any more: closed, or a forked child."""
         self._names: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
@@ -72,22 +76,25 @@ class Session:
             raise UsageError(f"{kind}: name must be a string without NUL characters, not {name!r}")
         return f"{kind}.{name}"
 
-    def enter(self, what: str) -> None:
-        """Holds the context open while ``what`` is inside the core, until the caller pops an item from ``inside``.
+    def refuse(self, what: str) -> NoReturn:
+        """For a call that found ``ended`` set.
 
         Raises:
             AbortedError: ``shutdown()`` came first.
             UsageError: This is a forked child.
         """
-        self.inside.append(None)
-        if self.ended:
-            self.inside.pop()
-            if self._forked:
-                raise UsageError(
-                    f"{what}: this process was forked from rank {self.job.rank} and is not a rank itself; "
-                    "only the process that called init() can communicate"
-                )
-            raise AbortedError(f"{what}: horo was shut down")
+        if self._forked:
+            raise UsageError(
+                f"{what}: this process was forked from rank {self.job.rank} and is not a rank itself; "
+                "only the process that called init() can communicate"
+            )
+        raise AbortedError(f"{what}: horo was shut down")
+
+    def sweep(self) -> None:
+        """Gives back what is held and what the core is through with; the caller is inside."""
+        for handle in list(self.held):
+            if self.core.let_go(handle):
+                self.held.pop(handle, None)
 
     def close(self) -> int:
         """Leaves the job.

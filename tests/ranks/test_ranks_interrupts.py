@@ -1,0 +1,154 @@
+"""Signal handlers that raise while a request goes into the core: its memory stays, and so does the way out."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import RankPool
+
+import horo.torch as hvd
+from horo.torch import _state
+
+_TIMER = """
+import random, signal, sys
+import torch, horo.torch as hvd
+from horo.torch import _state
+
+def handler(*_):
+    raise KeyboardInterrupt
+
+hvd.init()
+session = _state.current()
+signal.signal(signal.SIGALRM, handler)
+submit = {"allreduce": lambda t, n: hvd.allreduce(t, name=n), "async": lambda t, n: hvd.allreduce_async(t, name=n),
+          "grouped": lambda t, n: hvd.grouped_allreduce_async([t, t], name=n),
+          "allgather": lambda t, n: hvd.allgather_async(t, name=n)}[sys.argv[1]]
+for trial in range(int(sys.argv[2])):
+    try:
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(2e-5, 3e-4))
+        i = 0
+        while True:
+            submit(torch.ones(8), f"t{trial}.{i}")
+            i += 1
+    except KeyboardInterrupt:
+        pass
+    assert not session.inside
+    owned = {request._handle for request in session.requests.values()} | set(session.held)
+    for handle in range(1, session.core.counters()["requests"] + 1)[-i - 2:]:
+        if handle not in owned:
+            try:
+                session.core.poll(handle)
+            except ValueError:
+                continue  # finished and forgotten
+            raise AssertionError(f"trial {trial}: nobody owns the memory of request {handle}")
+    for request in list(session.requests.values()):
+        request.wait()
+    again = [torch.zeros(8) for _ in range(20)]  # where memory has become free, they take it
+assert hvd.allreduce(torch.full((8,), 3.0), op=hvd.Sum).tolist() == [3.0] * 8
+hvd.shutdown()
+print("fine")
+"""
+
+
+@pytest.mark.parametrize("form", ["allreduce", "async", "grouped", "allgather"])
+def test_interrupts_at_random_leave_no_request_without_an_owner(form: str) -> None:
+    command = [sys.executable, "-X", "dev", "-W", "ignore", "-c", _TIMER, form, "1000"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "fine\n"), ended.stderr
+
+
+class _StopError(Exception):
+    pass
+
+
+def _interrupted(call: Callable[[], Any], at: int) -> bool:
+    """Calls and raises at the ``at``-th place after the core has the request; whether there are so many.
+
+    Python runs signal handlers where a function begins and where one of C has returned, which a profiler is told of.
+    """
+    left = -1
+
+    def look(_frame: Any, event: str, what: Any) -> None:
+        nonlocal left
+        if event == "c_return" and what.__name__ in {"horo_submit", "horo_run"}:
+            left = at
+        elif left < 0 or event not in {"call", "c_return"}:
+            return
+        if left == 0:
+            raise _StopError
+        left -= 1
+
+    sys.setprofile(look)
+    try:
+        call()
+    except _StopError:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+_FORMS: dict[str, Callable[[torch.Tensor, str], Any]] = {
+    "async in place": lambda t, n: hvd.allreduce_async_(t, name=n),
+    "async": lambda t, n: hvd.allreduce_async(t, name=n),
+    "grouped": lambda t, n: hvd.grouped_allreduce_async_([t], name=n),
+    "allgather": lambda t, n: hvd.allgather_async(t, name=n),
+    "broadcast": lambda t, n: hvd.broadcast_async_(t, 0, name=n),
+    "sync": lambda t, n: hvd.allreduce(t, name=n, op=hvd.Sum),
+    "sync in place": lambda t, n: hvd.allreduce_(t, name=n),
+    "sync broadcast": lambda t, n: hvd.broadcast(t, 0, name=n),
+}
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["first", "again"])
+@pytest.mark.parametrize("form", _FORMS)
+def test_memory_stays_wherever_the_interrupt_comes(ranks2: RankPool, form: str, warm: bool) -> None:
+    def check() -> None:
+        call, session = _FORMS[form], _state.current()
+        waits = form.startswith("sync")
+        places = 5 if waits else 100  # a wait has no end
+
+        def take_part(name: str) -> None:
+            answer = call(torch.ones(8), name)
+            if not waits:
+                hvd.synchronize(answer)
+
+        if warm:
+            for at in range(places if waits else 20):
+                take_part(f"{form}.{at}")
+        if hvd.rank() == 1:
+            for name in hvd.broadcast_object(None):
+                take_part(name)
+            return
+        names = []
+        more = True
+        while more and len(names) < places:
+            names.append(f"{form}.{len(names)}")
+            before = session.core.counters()["requests"]
+            tensor = torch.ones(8)
+            memory = weakref.ref(tensor)
+            more = _interrupted(lambda: call(tensor, names[-1]), len(names) - 1)  # noqa: B023
+            del tensor
+            gc.collect()  # frames that the exception has kept
+            assert not session.inside, names[-1]
+            assert session.core.counters()["requests"] == before + 1
+            assert session.core.is_at_work(before + 1)
+            assert memory() is not None, f"{names[-1]}: the memory is gone while the core works on it"
+        assert len(names) >= 5
+        hvd.broadcast_object(names)
+        for request in list(session.requests.values()):
+            request.wait()
+        deadline = time.monotonic() + 10
+        while session.held and time.monotonic() < deadline:
+            session.sweep()
+        assert not session.held
+
+    ranks2.run(check)
