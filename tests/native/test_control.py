@@ -15,6 +15,7 @@ import native_build
 import numpy as np
 import pytest
 from ranks import Group, Rank, describe, wait_for
+from slow_links import Relay
 
 from horo import _core
 from horo._bootstrap.descriptors import close_all
@@ -122,7 +123,8 @@ def test_thousands_of_new_names_pass_while_a_batch_runs(hosts: list[int], late: 
 
 def test_a_death_beside_a_leader_ends_the_batch_on_all_hosts() -> None:
     """Rank 2 has no link to rank 0, and rank 1, which sees it die, stays; so rank 0 must be told."""
-    arrays = [np.ones(60_000_000, np.float32) for _ in range(3)]
+    arrays = [np.ones(10_000_000, np.float32) for _ in range(3)]
+    relay = Relay(data_chunk_bytes=1 << 17, chunk_pause_s=0.01)  # the batch takes seconds
 
     def body(rank: Rank) -> None:
         handle = rank.submit("allreduce", "x", [arrays[rank.rank]], reduce_op=SUM)
@@ -133,7 +135,7 @@ def test_a_death_beside_a_leader_ends_the_batch_on_all_hosts() -> None:
         with pytest.raises(PeerLostError, match=r"rank 2 \(host1\)"):
             rank.finish(handle)
 
-    with Group([1, 2], tcp=True) as group:
+    with Group([1, 2], tcp=True, relay=relay) as group:
         group.run(body, 15)
         assert all(isinstance(group.contexts[rank].health(), PeerLostError) for rank in (0, 1))
 

@@ -53,7 +53,7 @@ def framed(message: bytes) -> bytes:
         pytest.param(chunk(b"\xff" * 8), id="a frame that is too long"),
         pytest.param(chunk((8).to_bytes(4, "little") + b"\xff" * 8), id="no message"),
         pytest.param(framed(oracle.lost_message(0, -40, 255)), id="a loss with an unknown reason"),
-        pytest.param(framed(oracle.lost_message(-1, -40, 1)), id="a loss of nobody"),
+        pytest.param(framed(oracle.lost_message(-2, -40, 1)), id="a loss of no rank"),
         pytest.param(framed(oracle.lost_message(2, -40, 1)), id="a loss of a rank beyond the last"),
         *(pytest.param(chunk(NOISE.randbytes(length)), id=f"noise of {length}") for length in (9, 60, 61, 5000)),
     ],
