@@ -14,8 +14,8 @@ from dataclasses import replace
 import native_build
 import numpy as np
 import pytest
+import slow_links
 from ranks import Group, Rank, describe, wait_for
-from slow_links import Relay
 
 from horo import _core
 from horo._bootstrap.descriptors import close_all
@@ -124,7 +124,7 @@ def test_thousands_of_new_names_pass_while_a_batch_runs(hosts: list[int], late: 
 def test_a_death_beside_a_leader_ends_the_batch_on_all_hosts() -> None:
     """Rank 2 has no link to rank 0, and rank 1, which sees it die, stays; so rank 0 must be told."""
     arrays = [np.ones(10_000_000, np.float32) for _ in range(3)]
-    relay = Relay(data_chunk_bytes=1 << 17, chunk_pause_s=0.01)  # the batch takes seconds
+    relay = slow_links.Relay(data_chunk_bytes=1 << 17, chunk_pause_s=0.01)  # the batch takes seconds
 
     def body(rank: Rank) -> None:
         handle = rank.submit("allreduce", "x", [arrays[rank.rank]], reduce_op=SUM)
