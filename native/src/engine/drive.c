@@ -9,6 +9,7 @@ enum {
     FLUSH_MS = 500,       /* telling other hosts of the end is worth no longer wait */
     LEAVE_GRACE_MS = 2000, /* without anything moving: what others do not do may hold a shutdown up so long */
     CLOSE_GRACE_MS = 10000, /* the same once the log is closed: what moves on other hosts is not seen here */
+    STAGES_PER_TURN = 3,
     TURNS_PER_CLOCK = 16, /* while things move, the deadline is looked at once in so many turns */
 };
 
@@ -25,10 +26,23 @@ static uint64_t moves_of(const struct hr_engine *engine) {
     return engine->driver.moves + engine->team->pieces;
 }
 
+/* Up to STAGES_PER_TURN stages, as long as nothing has to be waited for: those of a small operation take less time than a whole turn. */
 static int execute(struct hr_engine *engine) {
-    const int outcome = engine->executor.outcome; /* of a look during the wait */
+    int moved = engine->executor.outcome; /* of a look during the wait */
     engine->executor.outcome = 0;
-    return outcome != 0 ? outcome : hr_engine_execute(engine);
+    HR_TRY(moved);
+    for (int i = moved; i < STAGES_PER_TURN; i++) {
+        const int executed = hr_engine_execute(engine);
+        HR_TRY(executed);
+        if (executed == 0) {
+            break;
+        }
+        moved = 1;
+        if (engine->node->transport != NULL) {
+            (void)engine->node->transport->ops->progress(engine->node->transport); /* the links go on between two stages */
+        }
+    }
+    return moved;
 }
 
 static int turn_running(struct hr_engine *engine) {
@@ -40,9 +54,6 @@ static int turn_running(struct hr_engine *engine) {
     HR_TRY(led);
     const int executed = execute(engine);
     HR_TRY(executed);
-    if (executed > 0 && engine->node->transport != NULL) {
-        (void)engine->node->transport->ops->progress(engine->node->transport); /* the links go on between two stages */
-    }
     return announced > 0 || flushed || led || executed;
 }
 
