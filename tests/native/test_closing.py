@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 from ranks import Group, Rank, wait_for
 from slow_links import Relay
 
 from horo import _core
+from horo._errors import AbortedError
 
 SUM = _core.REDUCE_OPS["sum"]
 MIB = 1 << 20
@@ -21,6 +23,7 @@ MIB = 1 << 20
 SCRIPT = """
 import os, signal, sys, time
 import numpy as np
+import pytest
 from fabric import close_setup, make_setups
 from ranks import Rank
 from horo._core import Context
@@ -119,3 +122,24 @@ def test_links_are_silent_again_after_an_operation_that_took_long() -> None:
     with Group([2, 2], tcp=True) as group:
         group.run(body)
         wait_for(lambda: not any(is_probed(rank) for rank in range(4)))
+
+
+@pytest.mark.parametrize(("hosts", "leaver", "dead", "asker"), [([3], 1, 0, 2), ([2, 2], 1, 2, 3)], ids=str)
+@pytest.mark.parametrize("asks_before", [False, True])
+def test_a_death_after_the_end_is_not_its_cause(
+    hosts: list[int], leaver: int, dead: int, asker: int, asks_before: bool
+) -> None:
+    """Also to a rank that had nothing pending, and so has not looked at the log since."""
+
+    def ask(rank: Rank) -> None:
+        with pytest.raises(AbortedError, match=rf"rank {leaver} \(host0\) has shut horo down"):
+            rank.barrier("later")
+
+    with Group(hosts, log_level=5) as group:
+        group.run(lambda rank: rank.barrier())
+        group.leave(leaver)
+        wait_for(lambda: group.contexts[asker].health() is not None)
+        if asks_before:
+            group.run(ask, ranks=[asker])
+        group.kill(dead)
+        group.run(ask, ranks=[asker])

@@ -79,6 +79,11 @@ void hr_arena_unmap(struct hr_arena *arena) {
     *arena = (struct hr_arena){0};
 }
 
+int hr_arena_has_closed(const struct hr_arena *arena, int local_rank) {
+    const uint64_t leave_at = atomic_load(&arena->header->leave_at);
+    return leave_at != 0 && atomic_load(&arena->blocks[local_rank].log_executed) + 1 >= leave_at; /* partner: end_record */
+}
+
 /* Code in the upper half, reason in 8 bits, rank + 1 in 24; 0 means whole. */
 int hr_arena_abort(struct hr_arena *arena, int code, int rank, enum hr_abort_reason reason) {
     uint64_t expected = 0;

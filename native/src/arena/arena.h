@@ -101,6 +101,9 @@ static inline char *hr_arena_slot(const struct hr_arena *arena, int local_rank, 
     return arena->slots + ((size_t)local_rank * 2 + which) * arena->segment_bytes;
 }
 
+/* Whether a LEAVE record is written and a local rank has executed all that stands before it: it owes nothing to others any more. */
+int hr_arena_has_closed(const struct hr_arena *arena, int local_rank);
+
 /* The first caller wins; returns 1 to it, 0 to later ones. */
 int hr_arena_abort(struct hr_arena *arena, int code, int rank, enum hr_abort_reason reason);
 struct hr_abort hr_arena_aborted(const struct hr_arena *arena);

@@ -113,9 +113,7 @@ int hr_leader_progress_links(struct hr_engine *engine) {
 /* A rank that has nothing pending has executed all that stands in the log, for no record comes about without it. */
 static int has_local_done(const struct hr_engine *engine, int local_rank) {
     const struct hr_arena *arena = &engine->node->arena;
-    const struct hr_arena_block *block = &arena->blocks[local_rank];
-    return atomic_load(&block->log_executed) + 1 >= atomic_load(&arena->header->leave_at) || /* partner: end_record */
-           atomic_load(&block->state) == HR_MEMBER_LEFT;
+    return hr_arena_has_closed(arena, local_rank) || atomic_load(&arena->blocks[local_rank].state) == HR_MEMBER_LEFT;
 }
 
 int hr_leader_is_done(const struct hr_engine *engine) {
@@ -175,7 +173,7 @@ static int tell_abort(struct hr_engine *engine) {
     return 1;
 }
 
-static int sends_left(const struct hr_engine *engine) {
+int hr_leader_sends_left(const struct hr_engine *engine) {
     for (int i = 0; i < engine->leader.link_count; i++) {
         const struct hr_link *link = &engine->leader.links[i];
         if (link->open && (hr_buffer_size(&link->out) > 0 || link->send.state == HR_IO_POSTED)) {
@@ -193,7 +191,7 @@ int hr_engine_flush_links(struct hr_engine *engine) {
             engine->leader.links[i].open = 0; /* what comes now changes nothing */
         }
     }
-    return !sends_left(engine);
+    return !hr_leader_sends_left(engine);
 }
 
 int hr_engine_may_flush(const struct hr_engine *engine) {
@@ -204,5 +202,5 @@ int hr_engine_may_flush(const struct hr_engine *engine) {
             return 1;
         }
     }
-    return !sends_left(engine);
+    return !hr_leader_sends_left(engine);
 }

@@ -38,6 +38,9 @@ static int execute(struct hr_engine *engine) {
             break;
         }
         moved = 1;
+        if (engine->executor.state == HR_EXECUTION_IDLE) {
+            break; /* a caller may have got what it waits for */
+        }
         if (engine->node->transport != NULL) {
             (void)engine->node->transport->ops->progress(engine->node->transport); /* the links go on between two stages */
         }
@@ -83,12 +86,13 @@ static void begin_ending(struct hr_engine *engine) {
     engine->driver.flush_ns = hr_now_ns() + FLUSH_MS * 1000000ll;
 }
 
+/* The callers here must not hear of the end before the neighbours: they may end at once, which others must not take for the cause. */
 static int turn_closing(struct hr_engine *engine) {
-    if (hr_engine_fail_all(engine)) {
-        return 1;
-    }
     const int moved = engine->is_leader ? hr_leader_progress_links(engine) : 0;
     HR_TRY(moved);
+    if ((!hr_leader_sends_left(engine) || hr_now_ns() >= engine->driver.flush_ns) && hr_engine_fail_all(engine)) {
+        return 1;
+    }
     if (!engine->is_leader || hr_leader_is_done(engine)) {
         begin_ending(engine);
         return 1;
@@ -96,7 +100,7 @@ static int turn_closing(struct hr_engine *engine) {
     return moved;
 }
 
-/* The callers here must not hear of it before the neighbours: they may end at once, which others must not take for the cause. */
+/* As in CLOSING. */
 static int turn_ending(struct hr_engine *engine) {
     if (atomic_load(&engine->driver.always_drives)) {
         if (!is_aborted(engine)) {
@@ -118,6 +122,7 @@ static int turn(struct hr_engine *engine) {
         begin_ending(engine);
     } else if (driver->stage == HR_ENGINE_RUNNING && atomic_load(&engine->executor.has_left)) {
         driver->stage = HR_ENGINE_CLOSING;
+        driver->flush_ns = hr_now_ns() + FLUSH_MS * 1000000ll;
         if (driver->leave_ns != 0) {
             wait_to_leave(engine, hr_now_ns());
         }
@@ -168,7 +173,8 @@ static int has_work(struct hr_node *node, void *arg) {
         return atomic_load(&engine->submission.pending) > 0;
     }
     if (engine->driver.stage == HR_ENGINE_CLOSING) {
-        return is_aborted(engine) || atomic_load(&engine->submission.pending) > 0 || hr_leader_is_done(engine) ||
+        const int may_fail = atomic_load(&engine->submission.pending) > 0 && !hr_leader_sends_left(engine);
+        return is_aborted(engine) || may_fail || hr_leader_is_done(engine) ||
                hr_leader_has_messages(engine);
     }
     return is_aborted(engine) || atomic_load(&engine->executor.has_left) || task_moves(engine) ||
@@ -223,7 +229,7 @@ static int64_t next_deadline(struct hr_engine *engine, int64_t deadline_ns) {
     }
     deadline_ns = earlier(deadline_ns, engine->driver.leave_ns);
     if (engine->driver.stage == HR_ENGINE_CLOSING) {
-        return deadline_ns;
+        return atomic_load(&engine->submission.pending) > 0 ? earlier(deadline_ns, engine->driver.flush_ns) : deadline_ns;
     }
     deadline_ns = earlier(deadline_ns, hr_engine_check_stall(engine, moves_of(engine)));
     if (engine->executor.state == HR_EXECUTION_LOST) {

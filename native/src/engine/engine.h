@@ -140,7 +140,7 @@ struct hr_driver {
 
     /* The driver's own. */
     enum hr_engine_stage stage;
-    int64_t flush_ns;     /* ENDING: until when it sends at the latest */
+    int64_t flush_ns;     /* CLOSING, ENDING: until when callers wait for what is to be sent, at the latest */
     uint64_t moves;       /* stages of tasks and records of the log done */
     int64_t leave_ns;     /* leaving: when it stops to wait for the LEAVE record, unless something moves; 0: not leaving */
     uint64_t leave_moves; /* leaving: `moves` when leave_ns was set */
@@ -274,6 +274,8 @@ int hr_engine_flush_links(struct hr_engine *engine);
 int hr_engine_may_flush(const struct hr_engine *engine);
 /* Whether a message of another leader waits to be read, or of this one to be sent. */
 int hr_leader_has_messages(const struct hr_engine *engine);
+/* Whether something for another leader has not been handed to the system yet. */
+int hr_leader_sends_left(const struct hr_engine *engine);
 /* CLOSING: whether everybody for whom this leader passes messages on has executed what stands before the LEAVE record. */
 int hr_leader_is_done(const struct hr_engine *engine);
 /* The last message on every link, for ENDING after CLOSING. */

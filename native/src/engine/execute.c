@@ -133,7 +133,7 @@ static int begin_batch(struct hr_engine *engine) {
 static void end_record(struct hr_engine *engine) {
     struct hr_arena *arena = &engine->node->arena;
     engine->executor.log_executed += engine->executor.record_bytes;
-    atomic_store(&arena->blocks[arena->local_rank].log_executed, engine->executor.log_executed); /* partner: has_local_done */
+    atomic_store(&arena->blocks[arena->local_rank].log_executed, engine->executor.log_executed); /* partner: hr_arena_has_closed */
     if (atomic_load(&arena->header->leave_at) != 0 && !engine->is_leader) {
         hr_node_wake(engine->node, 0); /* it may wait for this before it leaves */
     }

@@ -8,8 +8,8 @@
 struct hr_abort hr_engine_end(const struct hr_engine *engine) {
     const struct hr_abort aborted = hr_arena_aborted(&engine->node->arena);
     const int left = hr_node_left(engine->node);
-    /* Once this rank has executed the LEAVE record an abort is a consequence: ranks that were told of the end have ended. */
-    if (left == 0 || (aborted.code != 0 && !atomic_load(&engine->executor.has_left))) {
+    /* To a rank that has nothing open before the LEAVE record an abort is a consequence: ranks that were told of the end have ended. */
+    if (left == 0 || (aborted.code != 0 && !hr_arena_has_closed(&engine->node->arena, engine->node->local_rank))) {
         return aborted;
     }
     return (struct hr_abort){.code = HORO_ERR_ABORTED, .rank = left - 1, .reason = HR_REASON_LEFT};

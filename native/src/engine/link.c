@@ -33,7 +33,7 @@ void hr_link_close(struct hr_link *link) {
 }
 
 int hr_link_has_work(const struct hr_link *link) {
-    return link->open && ((link->recv.state != HR_IO_POSTED && !link->is_garbled) || hr_buffer_size(&link->in) > 0 ||
+    return link->open && ((link->recv.state != HR_IO_POSTED && !link->is_garbled) ||
                           (link->send.state != HR_IO_POSTED && hr_buffer_size(&link->out) > 0));
 }
 
