@@ -136,6 +136,7 @@ class Group:
             setups = rewire(setups)
         self._mappings: dict[int, mmap.mmap] = {}
         self._errors: list[BaseException] = []
+        self._killed = [threading.Event() for _ in setups]
         self.contexts: list[Context] = []
         self._ends: list[list[socket.socket]] = []
         self._control: list[list[socket.socket]] = []
@@ -184,6 +185,11 @@ class Group:
         """The others see all streams end without a goodbye, as when the kernel closes them for a dead process."""
         for end in self._ends[rank]:
             end.shutdown(socket.SHUT_WR)
+        self._killed[rank].set()
+
+    def await_kill(self, rank: int) -> None:
+        """Until all streams of a rank have ended: its engine lives on here, and between two of them may still speak."""
+        assert self._killed[rank].wait(20)
 
     def say(self, rank: int, data: bytes) -> None:
         """Writes into a leader's first control link, as if the leader had."""

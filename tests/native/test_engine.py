@@ -564,6 +564,7 @@ def expect_death(group: Group, rank: Rank, hosts: Sequence[int], victim: int, ac
     with pytest.raises(GroupError) as caught:
         while True:  # where the victim is scheduled so late that all has come, the next operation meets its death
             act(rank)
+    group.await_kill(victim)
     group.kill(rank.rank)  # a script that ends; so those hear of it that have no link to the victim
     if rank.rank != victim:
         assert isinstance(caught.value, PeerLostError)
