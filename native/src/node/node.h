@@ -28,7 +28,7 @@
 #define HR_SUPERVISE_AFTER_NS 1000000000ll
 
 /* How often whoever spins looks before it offers its core to others. */
-enum { HR_LOOKS_PER_YIELD = 4 };
+enum { HR_LOOKS_PER_YIELD = 2 };
 
 struct hr_node {
     int rank, size, host_count; /* of the job */
