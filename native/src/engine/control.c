@@ -140,7 +140,10 @@ int hr_leader_has_messages(const struct hr_engine *engine) {
 }
 
 int hr_leader_tell_done(struct hr_engine *engine) {
-    for (int i = 0; i < engine->leader.link_count && !engine->leader.told_done; i++) {
+    if (engine->leader.told_done) {
+        return HORO_OK;
+    }
+    for (int i = 0; i < engine->leader.link_count; i++) {
         struct hr_link *link = &engine->leader.links[i];
         size_t mark;
         if (link->open) {

@@ -63,7 +63,7 @@ static int turn_running(struct hr_engine *engine) {
 
 /* ---- CLOSING, ENDING and ENDED ---- */
 
-/* What must change within LEAVE_GRACE_MS while this rank waits to be able to leave. */
+/* What must change within the grace while this rank waits to be able to leave. */
 static uint64_t leave_moves_of(const struct hr_engine *engine) {
     const struct hr_arena_header *header = engine->node->arena.header;
     uint64_t moves = moves_of(engine);
@@ -121,7 +121,7 @@ static int turn(struct hr_engine *engine) {
     struct hr_driver *driver = &engine->driver;
     if (driver->stage <= HR_ENGINE_CLOSING && is_aborted(engine)) {
         begin_ending(engine);
-    } else if (driver->stage == HR_ENGINE_RUNNING && atomic_load(&engine->executor.has_left)) {
+    } else if (driver->stage == HR_ENGINE_RUNNING && engine->executor.has_left) {
         driver->stage = HR_ENGINE_CLOSING;
         driver->flush_ns = hr_now_ns() + FLUSH_MS * 1000000ll;
         if (driver->leave_ns != 0) {
@@ -182,7 +182,7 @@ static int has_work(struct hr_node *node, void *arg) {
         return is_aborted(engine) || may_fail || hr_leader_is_done(engine) ||
                hr_leader_has_messages(engine);
     }
-    return is_aborted(engine) || atomic_load(&engine->executor.has_left) || task_moves(engine) ||
+    return is_aborted(engine) || engine->executor.has_left || task_moves(engine) ||
            atomic_load(&engine->submission.queued) > 0 || log_waits(engine) || ring_has_room(engine) ||
            (engine->is_leader && hr_engine_has_lead_work(engine)) ||
            (atomic_load(&engine->driver.stop) && !engine->announcer.has_asked_to_leave);

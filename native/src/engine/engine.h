@@ -143,7 +143,7 @@ struct hr_driver {
     int64_t flush_ns;     /* CLOSING, ENDING: until when callers wait for what is to be sent, at the latest */
     uint64_t moves;       /* stages of tasks and records of the log done */
     int64_t leave_ns;     /* leaving: when it stops to wait for the LEAVE record, unless something moves; 0: not leaving */
-    uint64_t leave_moves; /* leaving: `moves` when leave_ns was set */
+    uint64_t leave_moves; /* leaving: what had moved when leave_ns was set */
     int64_t expecting_since_ns; /* several hosts: waiting for others since */
     int64_t stall_check_ns; /* when to look for stalls again; 0: not known */
     uint64_t stall_moves;   /* `moves` when it last looked */
@@ -177,7 +177,7 @@ struct hr_executor {
     struct hr_buffer log_in; /* taken out, not begun */
     uint64_t log_executed;  /* bytes of the log executed */
     uint64_t record_bytes;  /* of the record that is being executed */
-    _Atomic int has_left;   /* a LEAVE record has been executed */
+    int has_left;           /* a LEAVE record has been executed */
     struct hr_batch *batch; /* scratch of execute.c */
 };
 

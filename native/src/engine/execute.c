@@ -214,7 +214,7 @@ static int execute_fail(struct hr_engine *engine, const struct hr_wire_message *
 static int execute_leave(struct hr_engine *engine, const struct hr_wire_message *record) {
     uint64_t none = 0;
     (void)atomic_compare_exchange_strong(&engine->node->arena.header->left_rank, &none, (uint64_t)record->rank + 1);
-    atomic_store(&engine->executor.has_left, 1);
+    engine->executor.has_left = 1;
     hr_engine_note_end(engine);
     end_record(engine);
     return HORO_OK;

@@ -95,7 +95,8 @@ int hr_leader_announce(struct hr_engine *engine, int member, const struct hr_wir
     switch (message->type) {
     case HR_WIRE_IDS: return announce_ids(engine, member, message, now_ns);
     case HR_WIRE_REQUEST: return hr_agree_announce_request(&engine->leader.agree, member, message, now_ns);
-    case HR_WIRE_LEAVE: return message->rank < engine->node->size ? hr_engine_note_leaver(engine, message->rank) : HORO_ERR_INTERNAL;
+    case HR_WIRE_LEAVE:
+        return message->rank < engine->node->size ? hr_engine_note_leaver(engine, message->rank) : HORO_ERR_INTERNAL;
     default: return HORO_ERR_INTERNAL;
     }
 }
