@@ -1,11 +1,7 @@
-"""The only module that touches cffi: one Python object around one ``horo_context``."""
+"""One Python object around one ``horo_context``. Only this module and ``_slip.py`` touch cffi."""
 
 from __future__ import annotations
 
-import functools
-import itertools
-import struct
-from array import array
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
@@ -13,6 +9,7 @@ from typing import Any, NamedTuple
 from horo._errors import HoroError, error_from_status
 from horo._native import ffi, lib
 from horo._setup import MpiUse, Setup
+from horo._slip import DTYPES, OPS, REDUCE_OPS, Slip, Tensor
 
 __all__ = [
     "DTYPES",
@@ -29,38 +26,6 @@ __all__ = [
     "version",
 ]
 
-DTYPES: dict[str, int] = {
-    name.removeprefix("HORO_").lower(): getattr(lib, name)
-    for name in (
-        "HORO_UINT8",
-        "HORO_INT8",
-        "HORO_INT16",
-        "HORO_INT32",
-        "HORO_INT64",
-        "HORO_FLOAT16",
-        "HORO_BFLOAT16",
-        "HORO_FLOAT32",
-        "HORO_FLOAT64",
-        "HORO_BOOL",
-    )
-}
-"""Number of each dtype by its torch name (``"float32"``)."""
-
-OPS: dict[str, int] = {
-    "allreduce": lib.HORO_ALLREDUCE,
-    "allgather": lib.HORO_ALLGATHER,
-    "broadcast": lib.HORO_BROADCAST,
-    "barrier": lib.HORO_BARRIER,
-}
-
-REDUCE_OPS: dict[str, int] = {
-    "average": lib.HORO_AVERAGE,
-    "sum": lib.HORO_SUM,
-    "min": lib.HORO_MIN,
-    "max": lib.HORO_MAX,
-    "product": lib.HORO_PRODUCT,
-}
-
 EVENTS: dict[int, str] = {
     getattr(lib, f"HORO_EVENT_{name.upper()}"): name
     for name in ("submitted", "agreed", "begun", "ended", "failed", "left", "lost")
@@ -68,6 +33,7 @@ EVENTS: dict[int, str] = {
 """Name of each kind of event by its number."""
 
 _OP_NAMES = {number: name for name, number in OPS.items()}
+_OP_NAMES |= {lib.HORO_ADD_TEAM: "add team", lib.HORO_REMOVE_TEAM: "remove team"}
 _STATUS_NAMES: dict[int, str] = {getattr(lib, name): name for name in dir(lib) if name.startswith("HORO_ERR_")}
 
 
@@ -81,20 +47,9 @@ def simd_name() -> str:
     return _text(lib.horo_simd_name())
 
 
-def arena_bytes(local_size: int, segment_bytes: int) -> int:
-    """Bytes of shared memory that ``local_size`` ranks on one host need."""
-    return int(lib.horo_arena_bytes(local_size, segment_bytes))
-
-
-class Tensor(NamedTuple):
-    """One dense, contiguous tensor as the core sees it: addresses, extents, number of the dtype."""
-
-    input: int
-    output: int
-    shape: tuple[int, ...]
-    dtype: int
-    wire_dtype: int = 0
-    """Number of the dtype that it travels as; 0: its own."""
+def arena_bytes(local_size: int, segment_bytes: int, teams: int = 1) -> int:
+    """Bytes of shared memory that ``local_size`` ranks on one host need; a memfd grows with teams beyond the first."""
+    return int(lib.horo_arena_bytes(local_size, segment_bytes, teams))
 
 
 class Event(NamedTuple):
@@ -116,151 +71,9 @@ class Event(NamedTuple):
     """Why a request or the group failed: ``"HORO_ERR_MISMATCH"``; else empty."""
 
 
-_REQUEST = "P4i2dPi0P"
-"""``horo_request``: name, op, reduce_op, root_rank, flags, prescale, postscale, tensors, tensor_count."""
-_TENSOR = "PPPiii0P"
-"""``horo_tensor``: input, output, shape, ndim, dtype, wire_dtype. Packing is much quicker than filling cdata."""
-
-_LONE_REQUEST = struct.Struct("@" + _REQUEST)
-_LONE_TENSOR = struct.Struct("@" + _TENSOR)
-_POINTER = struct.Struct("@P")
-_TENSOR_WORDS = _LONE_TENSOR.size // _POINTER.size
-_TENSORS_AT = _LONE_REQUEST.size
-_EXTENTS_AT = _TENSORS_AT + _LONE_TENSOR.size
-_DIMS_USUAL, _NAME_USUAL = 8, 64
-"""Room in a slip; a tensor with more extents, or a longer name (bytes, with its end), gets memory of its own."""
-_NAME_AT = _EXTENTS_AT + 8 * _DIMS_USUAL
-_ANSWER_AT = _NAME_AT + _NAME_USUAL
-_SLIP_WORDS = (_ANSWER_AT + 8) // 8
 _MESSAGE_MAX = lib.HORO_MESSAGE_MAX
-_SYNC, _TRANSIENT, _OK = lib.HORO_SUBMIT_SYNC, lib.HORO_SUBMIT_TRANSIENT, lib.HORO_OK
+_OK = lib.HORO_OK
 _NULL, _submit, _run, _finish = ffi.NULL, lib.horo_submit, lib.horo_run, lib.horo_finish  # looked up once, not per call
-
-
-@functools.cache
-def _single(ndim: int) -> struct.Struct:
-    """A request, its only tensor and the extents of that, one behind the other."""
-    return struct.Struct(f"@{_REQUEST}{_TENSOR}{ndim}q")
-
-
-class Slip:
-    """A request as the core reads it, in memory that serves many calls; of one thread at a time."""
-
-    __slots__ = (
-        "_address",
-        "_kept",
-        "_lone_row",
-        "_memory",
-        "_name_at",
-        "_tensors",
-        "_view",
-        "answer",
-        "number",
-        "request",
-        "rows",
-    )
-
-    def __init__(self) -> None:
-        self._memory = ffi.new("int64_t[]", _SLIP_WORDS)
-        self._address = int(ffi.cast("uintptr_t", self._memory))
-        self._view = memoryview(ffi.buffer(self._memory))
-        self._lone_row = self.rows = self._view[_TENSORS_AT:_EXTENTS_AT].cast("L")
-        """``rows``: words of the tensors, of which the first two of each are its addresses."""
-        self._name_at = self._address + _NAME_AT
-        self._kept: Any = None  # a long name
-        self._tensors: Any = None  # more than one, or one with many extents
-        self.request = ffi.cast("horo_request *", self._memory)
-        self.answer = ffi.cast("int64_t *", self._address + _ANSWER_AT)
-        self.number = self._view[_ANSWER_AT:].cast("q")
-        """Its only item is the handle that the last call has answered."""
-
-    @classmethod
-    def of(cls, op: int, name: str, tensors: Sequence[Tensor] = (), **options: Any) -> Slip:
-        """A request for one call; ``options`` as ``fill`` takes them."""
-        slip = cls()
-        slip.rename(name)
-        slip.fill(op, tensors, **options)
-        return slip
-
-    def fill(
-        self,
-        op: int,
-        tensors: Sequence[Tensor],
-        *,
-        reduce_op: int = 0,
-        root_rank: int = 0,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
-        sync: bool = False,
-        transient: bool = False,
-    ) -> None:
-        """Writes everything but the name.
-
-        Args:
-            op: one of ``OPS``.
-            tensors: none for a barrier.
-            reduce_op, root_rank, prescale, postscale: as in ``horo_request``.
-            sync: the caller waits at once.
-            transient: the name will not come again.
-        """
-        flags = (_SYNC if sync else 0) | (_TRANSIENT if transient else 0)
-        address = self._address
-        if len(tensors) == 1 and (ndim := len(tensors[0].shape)) <= _DIMS_USUAL:
-            source, target, shape, dtype, wire_dtype = tensors[0]
-            self.rows = self._lone_row
-            _single(ndim).pack_into(
-                self._view, 0,
-                self._name_at, op, reduce_op, root_rank, flags, prescale, postscale, address + _TENSORS_AT, 1,
-                source, target, address + _EXTENTS_AT, ndim, dtype, wire_dtype,
-                *shape,
-            )  # fmt: skip
-            return
-        self._tensors = _pack(tensors)
-        self.rows = memoryview(ffi.buffer(self._tensors))[: len(tensors) * _LONE_TENSOR.size].cast("L")
-        tensors_at = int(ffi.cast("uintptr_t", self._tensors))
-        _LONE_REQUEST.pack_into(
-            self._view, 0,
-            self._name_at, op, reduce_op, root_rank, flags, prescale, postscale, tensors_at, len(tensors),
-        )  # fmt: skip
-
-    def rename(self, name: str) -> None:
-        """Writes the name, which is equal on all ranks."""
-        text = name.encode() + b"\0"
-        if len(text) <= _NAME_USUAL:
-            self._view[_NAME_AT : _NAME_AT + len(text)] = text
-            if self._kept is None:
-                return
-            self._kept, self._name_at = None, self._address + _NAME_AT
-        else:
-            self._kept = ffi.from_buffer(text)
-            self._name_at = int(ffi.cast("uintptr_t", self._kept))
-        _POINTER.pack_into(self._view, 0, self._name_at)
-
-    def point(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Writes other addresses for the tensors that it was filled with, as many as there are."""
-        rows = self.rows
-        if len(sources) == 1:
-            rows[0] = sources[0]
-            rows[1] = targets[0]
-        else:
-            rows[0::_TENSOR_WORDS] = array("L", sources)
-            rows[1::_TENSOR_WORDS] = array("L", targets)
-
-
-def _pack(tensors: Sequence[Tensor]) -> Any:
-    """An array of ``horo_tensor``, with the extents of all of them behind it."""
-    extents = list(itertools.chain.from_iterable([tensor.shape for tensor in tensors]))
-    rows = len(tensors) * _LONE_TENSOR.size
-    memory = ffi.new("int64_t[]", rows // 8 + len(extents))
-    view = ffi.buffer(memory)
-    struct.pack_into(f"@{len(extents)}q", view, rows, *extents)
-    extents_at = int(ffi.cast("uintptr_t", memory)) + rows
-    packed = []
-    for source, target, shape, dtype, wire_dtype in tensors:
-        packed.append(_LONE_TENSOR.pack(source, target, extents_at, len(shape), dtype, wire_dtype))
-        extents_at += 8 * len(shape)
-    view[:rows] = b"".join(packed)
-    return memory
 
 
 class Context:
@@ -287,6 +100,7 @@ class Context:
         _check(lib.horo_create(native, out, error, lib.HORO_MESSAGE_MAX), error)
         self.rank = setup.rank
         self.size = setup.size
+        self._team_sizes = {0: setup.size}
         self._context: Any = out[0]
         self._final_counters: dict[str, int] = {}
 
@@ -320,6 +134,60 @@ class Context:
         """Asks for the reason why a request was refused, which has changed nothing. Usual calls have no room for it."""
         error = _error_buffer()
         _check(_submit(self._context, slip.request, slip.answer, error, _MESSAGE_MAX), error)
+
+    def add_team(
+        self, ranks: Sequence[int], *, control_fds: Sequence[int] | None = None, data_fds: Sequence[int] | None = None
+    ) -> int:
+        """Adds a set of ranks that do collectives among themselves; all ranks call it, members and others.
+
+        Blocks, with the GIL released, until all have. Calls one after the other.
+
+        Args:
+            ranks: of the job, ascending; the same on all ranks.
+            control_fds, data_fds: for members on several hosts, as in ``horo_team_setup``; the core owns them
+                afterwards, unless this raises at once.
+
+        Returns:
+            The number of the team, the same on all ranks.
+
+        Raises:
+            HoroError: what the native core says; MismatchError where the ranks differ.
+            BaseException: what a signal handler raised, as from ``wait``.
+        """
+        keep = [ffi.new("int32_t[]", list(part)) for part in (ranks, control_fds or (), data_fds or ())]
+        native = ffi.new("horo_team_setup *")
+        native.ranks, native.size = keep[0], len(ranks)
+        native.control_fds = ffi.NULL if control_fds is None else keep[1]
+        native.data_fds = ffi.NULL if data_fds is None else keep[2]
+        out, error = ffi.new("int64_t *"), _error_buffer()
+        _check(lib.horo_add_team(self._context, native, out, error, _MESSAGE_MAX), error)
+        self._wait_and_keep(out[0])
+        team = int(lib.horo_added_team(self._context, out[0]))
+        self.release(out[0])
+        self._team_sizes[team] = len(ranks)
+        return team
+
+    def remove_team(self, team: int) -> None:
+        """Removes a team; all ranks call it, and nothing of the team may be pending. Blocks as ``add_team`` does.
+
+        Raises:
+            HoroError: what the native core says; UsageError where the team does not exist or is at work here,
+                MismatchError where the ranks name different teams.
+            BaseException: what a signal handler raised, as from ``wait``.
+        """
+        out, error = ffi.new("int64_t *"), _error_buffer()
+        _check(lib.horo_remove_team(self._context, team, out, error, _MESSAGE_MAX), error)
+        self._wait_and_keep(out[0])
+        self.release(out[0])
+        del self._team_sizes[team]
+
+    def _wait_and_keep(self, handle: int) -> None:
+        """``wait`` that releases the handle where its request failed."""
+        try:
+            self.wait(handle)
+        except HoroError:
+            self.let_go(handle)
+            raise
 
     def poll(self, handle: int) -> bool:
         """Whether the request is finished, well or badly; never blocks."""
@@ -382,15 +250,15 @@ class Context:
         """Whether the request is not finished yet, so that its memory is the core's; never blocks or raises."""
         return bool(lib.horo_poll(self._context, handle) == lib.HORO_IN_PROGRESS)
 
-    def take_result(self, handle: int, index: int) -> tuple[Any, list[int]]:
-        """The gathered tensor ``index`` of a finished allgather.
+    def take_result(self, handle: int, index: int, team: int = 0) -> tuple[Any, list[int]]:
+        """The gathered tensor ``index`` of a finished allgather of a team.
 
         Returns:
-            A writable buffer over the bytes (they live as long as the buffer) and each rank's first extent.
+            A writable buffer over the bytes (they live as long as the buffer) and each member's first extent.
         """
         data = ffi.new("void **")
         size = ffi.new("int64_t *")
-        first_dims = ffi.new("int64_t[]", self.size)
+        first_dims = ffi.new("int64_t[]", self._team_sizes[team])
         status = lib.horo_take_result(self._context, handle, index, data, size, first_dims)
         if status != lib.HORO_OK:
             raise error_from_status(_STATUS_NAMES[status], self._message(handle))

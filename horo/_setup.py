@@ -112,4 +112,5 @@ class Setup:
     leaves_crowded_cores: bool = False
     sockets_per_peer: int = 1
     arena_memory: int = 0
+    arena_memory_bytes: int = 0
     mpi: MpiUse | None = None

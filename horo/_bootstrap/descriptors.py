@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["close_all", "close_setup", "create_memory", "create_wake", "setup_descriptors"]
 
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
 
 def create_memory(byte_count: int) -> int:

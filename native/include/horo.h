@@ -62,7 +62,9 @@ enum horo_op {
     HORO_ALLGATHER = 1,
     HORO_BROADCAST = 2,
     HORO_BARRIER = 3,
-    HORO_OP_COUNT = 4,
+    HORO_ADD_TEAM = 4,    /* horo_add_team and horo_remove_team only */
+    HORO_REMOVE_TEAM = 5,
+    HORO_OP_COUNT = 6,
 };
 
 /* The numbers are Horovod's; 2 is kept free for Adasum. */
@@ -110,13 +112,27 @@ typedef struct {
     const char *name; /* UTF-8, at most HORO_NAME_MAX bytes; equal on all ranks */
     int32_t op;        /* enum horo_op */
     int32_t reduce_op; /* allreduce only, else 0 */
-    int32_t root_rank; /* broadcast only, else 0 */
+    int32_t root_rank; /* broadcast only, else 0: of the job, in every team */
     int32_t flags;     /* enum horo_submit_flags */
     double prescale;   /* allreduce: multiplied in before the reduction, 1.0 for none */
     double postscale;  /* allreduce: multiplied in after it (AVERAGE divides by size as well) */
     const horo_tensor *tensors;
     int32_t tensor_count; /* 0 for barrier */
+    int32_t team;         /* whose members do it; 0: all ranks */
 } horo_request;
+
+/* A set of ranks to do collectives among themselves, beside all others. */
+typedef struct {
+    const int32_t *ranks; /* [size] ascending */
+    int32_t size;
+    /*
+     * As in horo_setup, where the members are on several hosts, between the members: hosts are numbered by their lowest member, the
+     * lowest member of a host leads there, and local indices count members. NULL: no links, as for a rank that is no member and for
+     * members on one host.
+     */
+    const int32_t *control_fds;
+    const int32_t *data_fds;
+} horo_team_setup;
 
 /* What horo calls of MPI, in the order of horo_mpi.functions: HORO_MPI_ISSEND stands for MPI_Issend. */
 enum horo_mpi_function {
@@ -195,6 +211,7 @@ typedef struct {
     int32_t arena_fd;                     /* memfd of at least horo_arena_bytes(...) bytes, zeroed, shared by the host */
     void *arena_memory;                   /* not NULL: the arena, mapped already and outliving the context; for ranks that
                                              are threads of one process; arena_fd is not looked at then */
+    uint64_t arena_memory_bytes;          /* how long it is: room for teams to come, see horo_arena_bytes */
     uint64_t segment_bytes;               /* size of one arena slot; equal on all ranks */
     const int32_t *wake_fds;              /* [ranks on this host] eventfds, nonblocking, by local index, own one included */
     const int32_t *life_fds;              /* [ranks on this host] stream sockets whose EOF means death; the leader has one per
@@ -251,23 +268,27 @@ typedef struct {
     int32_t event;   /* enum horo_event_kind */
     int32_t op;      /* enum horo_op; LEFT, LOST: -1 */
     int32_t status;  /* FAILED, LOST: enum horo_status; else HORO_OK */
-    int32_t team;    /* 0: all ranks */
+    int32_t team;    /* of the request; 0: all ranks */
     int32_t number;  /* BEGUN: requests in the batch; LEFT, LOST: the rank at fault, -1: not known; else 0 */
     char name[36];   /* of the request; of one longer than 32 bytes "..." and its end; LEFT, LOST: empty */
 } horo_event;
 
-enum { HORO_NAME_MAX = 1023, HORO_MESSAGE_MAX = 1024, HORO_DIMS_MAX = 64, HORO_EVENTS_MAX = 1024, HORO_SOCKETS_PER_PEER_MAX = 8 };
+enum { HORO_NAME_MAX = 1023, HORO_MESSAGE_MAX = 1024, HORO_DIMS_MAX = 64, HORO_EVENTS_MAX = 1024 };
+enum { HORO_SOCKETS_PER_PEER_MAX = 8, HORO_TEAMS_MAX = 64 };
 enum { HORO_MPI_STATUS_MAX = 128, HORO_MPI_MESSAGE_MAX = 1 << 30 };
 
-/* "0.1.0+abi9": ranks compare it at init and refuse to mix. */
+/* "0.1.0+abi10": ranks compare it at init and refuse to mix. */
 HORO_API const char *horo_version(void);
 HORO_API const char *horo_status_name(int status);
 HORO_API size_t horo_dtype_bytes(int dtype);
 /* The SIMD level in use: "avx512", "avx2", "neon" or "scalar". */
 HORO_API const char *horo_simd_name(void);
 
-/* Bytes of arena memory for one host of local_size ranks. Pages are touched only when used. */
-HORO_API uint64_t horo_arena_bytes(int32_t local_size, uint64_t segment_bytes);
+/*
+ * Bytes of arena memory for one host of local_size ranks and so many teams, that of all ranks included. Pages are touched only when used.
+ * A memfd grows as teams are added: for one team is enough.
+ */
+HORO_API uint64_t horo_arena_bytes(int32_t local_size, uint64_t segment_bytes, int32_t teams);
 
 /*
  * Creates the context of one rank and starts its background thread. Does not wait for the other ranks.
@@ -297,6 +318,21 @@ HORO_API int horo_submit(horo_context *context, const horo_request *request, int
 HORO_API int horo_run(horo_context *context, const horo_request *request, int32_t timeout_ms, int64_t *handle, char *error,
                       size_t error_bytes);
 
+/*
+ * Adds a team, or removes one. Both are operations of all ranks, members and others, which agree on them as on every operation: on the
+ * same ranks, or the same team. Neither blocks; wait for the handle as for that of horo_submit. Teams run side by side, none waits for
+ * another.
+ *
+ * add: *team is set when the handle is done. At most HORO_TEAMS_MAX teams at a time; numbers are used again. On HORO_OK the context owns
+ * the descriptors, else the caller still does.
+ * remove: HORO_ERR_USAGE for a team that does not exist, 0, or one in which something is pending here. Nothing can be submitted to it
+ * from then on, unless the ranks do not agree.
+ */
+HORO_API int horo_add_team(horo_context *context, const horo_team_setup *setup, int64_t *handle, char *error, size_t error_bytes);
+HORO_API int horo_remove_team(horo_context *context, int32_t team, int64_t *handle, char *error, size_t error_bytes);
+/* The number of the team that has been added; HORO_ERR_USAGE for any other handle. */
+HORO_API int horo_added_team(horo_context *context, int64_t handle);
+
 /* HORO_IN_PROGRESS, HORO_OK or the error of the request. Never blocks. */
 HORO_API int horo_poll(horo_context *context, int64_t handle);
 
@@ -314,7 +350,7 @@ HORO_API void horo_error(horo_context *context, int64_t handle, char *error, siz
 
 /*
  * After an allgather: the result of tensor `index` of the request. *rows is the first extent of the result and
- * first_dims (room for `size` values) each rank's share of it. The memory passes to the caller: horo_free.
+ * first_dims (room for as many values as the team has members) each rank's share of it. The memory passes to the caller: horo_free.
  */
 HORO_API int horo_take_result(horo_context *context, int64_t handle, int32_t index, void **data, int64_t *bytes,
                               int64_t *first_dims);

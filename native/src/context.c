@@ -9,19 +9,17 @@
 
 struct horo_context {
     struct hr_node node;
-    struct hr_team world;
-    struct hr_backend *backend;
     struct hr_engine engine;
     struct hr_owner owner; /* a forked child has the memory but not the threads */
 };
 
 /* Changes with anything that ranks must agree on: arena layout, wire format, handshake. */
 HORO_API const char *horo_version(void) {
-    return "0.1.0+abi9";
+    return "0.1.0+abi10";
 }
 
-HORO_API uint64_t horo_arena_bytes(int32_t local_size, uint64_t segment_bytes) {
-    return hr_arena_layout_bytes(local_size, (size_t)segment_bytes);
+HORO_API uint64_t horo_arena_bytes(int32_t local_size, uint64_t segment_bytes, int32_t teams) {
+    return hr_arena_layout_bytes(local_size, (size_t)segment_bytes, teams);
 }
 
 static void copy_error(const struct hr_error *from, char *error, size_t error_bytes) {
@@ -30,27 +28,37 @@ static void copy_error(const struct hr_error *from, char *error, size_t error_by
     }
 }
 
-static int create_parts(struct horo_context *context, const horo_setup *setup, struct hr_error *error) {
-    int status = hr_team_init(&context->world, &context->node, setup->rank, setup->size, setup->host_of_rank,
-                              (size_t)setup->segment_bytes, error);
+/* The node, and in *world the team of all its ranks. HORO_OK, or a status, with nothing left behind. */
+static int create_places(struct hr_node *node, const horo_setup *setup, struct hr_team **world, struct hr_error *error) {
+    struct hr_team *team = calloc(1, sizeof *team);
+    if (team == NULL) {
+        return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for a context");
+    }
+    int status = hr_team_init(team, node, setup->rank, setup->size, setup->host_of_rank, (size_t)setup->segment_bytes, error);
     if (status == HORO_OK) {
-        status = hr_node_init(&context->node, setup, &context->world, error);
+        status = hr_node_init(node, setup, team, error);
     }
     if (status != HORO_OK) {
-        hr_team_fini(&context->world);
+        hr_team_destroy(team);
         return status;
     }
+    *world = team;
+    return HORO_OK;
+}
+
+static int create_parts(struct horo_context *context, const horo_setup *setup, struct hr_error *error) {
+    struct hr_team *world = NULL;
+    HR_TRY(create_places(&context->node, setup, &world, error));
     const int by_mpi = setup->mpi != NULL && setup->mpi->is_backend;
-    context->backend = by_mpi ? hr_mpi_backend_create(&context->world, error) : hr_host_backend_create(&context->world);
-    status = context->backend == NULL ? hr_fail(error, HORO_ERR_RESOURCE, "out of memory for a context") : HORO_OK;
-    if (status == HORO_OK) {
-        status = hr_engine_init(&context->engine, &context->world, context->backend, setup, error);
+    struct hr_backend *backend = by_mpi ? hr_mpi_backend_create(world, error) : hr_host_backend_create(world);
+    int status = HORO_OK;
+    if (backend == NULL) {
+        status = hr_fail(error, HORO_ERR_RESOURCE, "out of memory for a context");
+        hr_team_destroy(world);
+    } else {
+        status = hr_engine_init(&context->engine, world, backend, setup, error);
     }
     if (status != HORO_OK) {
-        if (context->backend != NULL) {
-            context->backend->ops->destroy(context->backend);
-        }
-        hr_team_fini(&context->world);
         hr_node_fini(&context->node);
     }
     return status;
@@ -77,14 +85,15 @@ HORO_API void horo_destroy(horo_context *context) {
         return; /* in a forked child everything belongs to the parent */
     }
     hr_engine_fini(&context->engine);
-    context->backend->ops->destroy(context->backend);
-    hr_team_fini(&context->world);
     hr_node_fini(&context->node);
     hr_owner_fini(&context->owner);
     free(context);
 }
 
 HORO_API void horo_after_fork(horo_context *context) {
+    for (int i = 0; i < context->engine.lane_count; i++) {
+        hr_team_close_links(context->engine.lanes[i]->team);
+    }
     hr_node_close_fds(&context->node);
     if (context->engine.driver.kick_fd >= 0) { /* else this child's own parent was forked too: the number is another file's by now */
         (void)close(context->engine.driver.kick_fd);
@@ -120,6 +129,73 @@ HORO_API int horo_submit(horo_context *context, const horo_request *request, int
     return status;
 }
 
+/* This rank's part in a team, with its links, and what does its collectives. */
+static int create_team(horo_context *context, const horo_team_setup *setup, struct hr_team **team, struct hr_backend **backend,
+                       struct hr_error *error) {
+    struct hr_team *created = calloc(1, sizeof *created);
+    if (created == NULL) {
+        return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for a team of %d ranks", setup->size);
+    }
+    int status = hr_team_init_some(created, hr_engine_world(&context->engine)->team, setup->ranks, setup->size, error);
+    if (status == HORO_OK && created->host_count > 1) {
+        status = hr_node_connect_team(&context->node, created, setup->control_fds, setup->data_fds, error);
+    }
+    *backend = status == HORO_OK ? hr_host_backend_create(created) : NULL;
+    if (status == HORO_OK && *backend == NULL) {
+        status = hr_fail(error, HORO_ERR_RESOURCE, "out of memory for a team of %d ranks", setup->size);
+    }
+    if (status != HORO_OK) {
+        hr_team_destroy(created);
+        return status;
+    }
+    *team = created;
+    return HORO_OK;
+}
+
+static int is_member(const horo_context *context, const horo_team_setup *setup) {
+    for (int i = 0; i < setup->size; i++) {
+        if (setup->ranks[i] == context->node.rank) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+static int add_team(horo_context *context, const horo_team_setup *setup, int64_t *handle, struct hr_error *error) {
+    struct hr_team *team = NULL;
+    struct hr_backend *backend = NULL;
+    HR_TRY(check_process(context, error));
+    if (is_member(context, setup)) {
+        HR_TRY(create_team(context, setup, &team, &backend, error));
+    }
+    const int has_links = team != NULL && team->transport != NULL;
+    const int host_count = has_links ? team->host_count : 0;
+    HR_TRY(hr_engine_add_team(&context->engine, setup->ranks, setup->size, team, backend, handle, error));
+    hr_node_close_links(&context->node, host_count, setup->control_fds, setup->data_fds); /* the transport has its own */
+    return HORO_OK;
+}
+
+HORO_API int horo_add_team(horo_context *context, const horo_team_setup *setup, int64_t *handle, char *error, size_t error_bytes) {
+    struct hr_error failure = {0};
+    const int status = add_team(context, setup, handle, &failure);
+    if (status != HORO_OK) {
+        copy_error(&failure, error, error_bytes);
+    }
+    return status;
+}
+
+HORO_API int horo_remove_team(horo_context *context, int32_t team, int64_t *handle, char *error, size_t error_bytes) {
+    struct hr_error failure = {0};
+    int status = check_process(context, &failure);
+    if (status == HORO_OK) {
+        status = hr_engine_remove_team(&context->engine, team, handle, &failure);
+    }
+    if (status != HORO_OK) {
+        copy_error(&failure, error, error_bytes);
+    }
+    return status;
+}
+
 static int usable(const horo_context *context) {
     struct hr_error failure;
     failure.code = HORO_OK;
@@ -129,6 +205,11 @@ static int usable(const horo_context *context) {
 HORO_API int horo_poll(horo_context *context, int64_t handle) {
     const int status = usable(context);
     return status == HORO_OK ? hr_engine_poll(&context->engine, handle) : status;
+}
+
+HORO_API int horo_added_team(horo_context *context, int64_t handle) {
+    const int status = usable(context);
+    return status == HORO_OK ? hr_engine_added_team(&context->engine, handle) : status;
 }
 
 HORO_API int horo_wait(horo_context *context, int64_t handle, int32_t timeout_ms) {
@@ -194,8 +275,7 @@ HORO_API int32_t horo_read_events(horo_context *context, horo_event *events, int
 }
 
 HORO_API void horo_read_counters(horo_context *context, horo_counters *counters) {
-    const struct hr_engine *engine = &context->engine;
-    const struct hr_transport *transport = context->node.transport;
+    struct hr_engine *engine = &context->engine;
     *counters = (horo_counters){
         .requests = atomic_load(&engine->counts.requests),
         .cache_hits = atomic_load(&engine->counts.cache_hits),
@@ -203,7 +283,7 @@ HORO_API void horo_read_counters(horo_context *context, horo_counters *counters)
         .tensors = atomic_load(&engine->counts.tensors),
         .bytes = atomic_load(&engine->counts.bytes),
         .messages_sent = atomic_load(&engine->counts.messages_sent),
-        .link_bytes = transport == NULL ? 0 : atomic_load(&transport->data_bytes),
+        .link_bytes = hr_engine_link_bytes(engine),
         .sleeps = atomic_load(&context->node.sleeps),
         .wakes = atomic_load(&context->node.wakes),
         .moves = atomic_load(&context->node.moves),

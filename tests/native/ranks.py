@@ -123,10 +123,11 @@ class Group:
         *,
         relay: Relay | None = None,
         rewire: Callable[[list[Setup]], list[Setup]] | None = None,
+        teams: int = 4,
         **options: Any,
     ) -> None:
-        """``relay`` slows links between hosts, ``rewire`` may put other descriptors into the setups; ``options`` are
-        those of ``make_setups``.
+        """``relay`` slows links between hosts, ``rewire`` may put other descriptors into the setups; there is room for
+        so many ``teams``; ``options`` are those of ``make_setups``.
         """
         self._relays = None if relay is None else Relays(relay)
         setups = make_setups(hosts, relays=self._relays, **options)
@@ -135,6 +136,7 @@ class Group:
         if rewire is not None:
             setups = rewire(setups)
         self._mappings: dict[int, mmap.mmap] = {}
+        self._teams = teams
         self._errors: list[BaseException] = []
         self._killed = [threading.Event() for _ in setups]
         self.contexts: list[Context] = []
@@ -155,8 +157,10 @@ class Group:
         host = setup.host_of_rank[setup.rank]
         if host not in self._mappings:
             local_size = list(setup.host_of_rank).count(host)
-            self._mappings[host] = mmap.mmap(setup.arena_fd, _core.arena_bytes(local_size, setup.segment_bytes))
-        return replace(setup, arena_memory=self.arena_address(host))
+            room = _core.arena_bytes(local_size, setup.segment_bytes, self._teams)
+            os.ftruncate(setup.arena_fd, room)
+            self._mappings[host] = mmap.mmap(setup.arena_fd, room)
+        return replace(setup, arena_memory=self.arena_address(host), arena_memory_bytes=len(self._mappings[host]))
 
     def arena_address(self, host: int) -> int:
         """Where all ranks of a host see its arena."""

@@ -74,7 +74,7 @@ def test_fabric_connects_the_right_ranks(host_of_rank: list[int], tcp: bool) -> 
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-def test_arena_memory_cannot_be_resized() -> None:
+def test_arena_memory_cannot_be_made_shorter() -> None:
     (setup,) = make_setups([1])
     with pytest.raises(PermissionError):
         os.ftruncate(setup.arena_fd, 1)

@@ -26,12 +26,17 @@ class ImportRule:
 
 
 TORCH = ("torch", "horo.torch")
-CORE = ("horo._core", "horo._native", "cffi")
+CORE = ("horo._core", "horo._slip", "horo._native", "cffi")
 IMPORT_RULES = (
     ImportRule("runner", (*TORCH, *CORE, "numpy"), "hororun --help answers in under 150 ms", lazily=True),
     ImportRule("runner", ("horo.torch",), "the launcher must work without torch"),
     ImportRule("horo/__init__.py", (*TORCH, *CORE, "numpy", "horo.runner"), "import horo stays light", lazily=True),
-    ImportRule("horo", ("cffi", "horo._native"), "only _core.py touches cffi", unless=("horo/_core.py",)),
+    ImportRule(
+        "horo",
+        ("cffi", "horo._native"),
+        "only _core.py and _slip.py touch cffi",
+        unless=("horo/_core.py", "horo/_slip.py"),
+    ),
     ImportRule("horo/_bootstrap", ("horo.torch",), "arrows point down: torch uses the bootstrap"),
     ImportRule("horo/_bootstrap", ("torch",), "hororun uses parts of the bootstrap", lazily=True),
     ImportRule("horo/torch", ("horo.runner",), "arrows point down: a rank does not know its launcher"),

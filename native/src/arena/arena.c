@@ -1,6 +1,7 @@
 #include "arena/arena.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -9,7 +10,9 @@
 
 enum { PAGE = 4096 };
 
-/* Offsets of the parts; the last one is the size. */
+_Static_assert(HR_TEAMS_MAX == 64, "a bit per team in a word");
+
+/* Offsets of the parts of a partition; the last one is the size. */
 struct layout {
     size_t blocks, request_rings, log_ring, slots, bytes;
 };
@@ -17,54 +20,120 @@ struct layout {
 static struct layout lay_out(int local_size, size_t segment_bytes) {
     const size_t ranks = (size_t)local_size;
     struct layout layout;
-    layout.blocks = hr_round_up(sizeof(struct hr_arena_header), HR_LINE);
-    layout.request_rings = hr_round_up(layout.blocks + ranks * sizeof(struct hr_arena_block), PAGE);
+    layout.blocks = hr_round_up(sizeof(struct hr_partition_header), HR_LINE);
+    layout.request_rings = hr_round_up(layout.blocks + ranks * sizeof(struct hr_partition_block), PAGE);
     layout.log_ring = layout.request_rings + ranks * HR_REQUEST_RING_BYTES;
     layout.slots = hr_round_up(layout.log_ring + HR_LOG_RING_BYTES, PAGE);
     layout.bytes = layout.slots + ranks * 2 * segment_bytes;
     return layout;
 }
 
-uint64_t hr_arena_layout_bytes(int local_size, size_t segment_bytes) {
-    return local_size < 1 ? 0 : lay_out(local_size, segment_bytes).bytes;
+/* What comes before the partitions. */
+static size_t common_bytes(int local_size) {
+    const size_t blocks = hr_round_up(sizeof(struct hr_arena_header), HR_LINE);
+    return hr_round_up(blocks + (size_t)local_size * sizeof(struct hr_arena_block), PAGE);
 }
 
-static int map_fd(int fd, size_t bytes, int local_size, char **base, struct hr_error *error) {
-    struct stat status;
-    if (fstat(fd, &status) != 0) {
-        return hr_fail(error, HORO_ERR_USAGE, "arena descriptor %d: %s", fd, strerror(errno));
+static size_t partition_offset(const struct hr_arena *arena, int team) {
+    return common_bytes(arena->local_size) + (size_t)team * lay_out(arena->local_size, arena->segment_bytes).bytes;
+}
+
+uint64_t hr_arena_layout_bytes(int local_size, size_t segment_bytes, int partitions) {
+    if (local_size < 1 || partitions < 1 || partitions > HR_TEAMS_MAX) {
+        return 0;
     }
-    if ((uint64_t)status.st_size < bytes) {
-        return hr_fail(error, HORO_ERR_USAGE, "arena of %lld bytes is too small: %d ranks need %zu",
-                       (long long)status.st_size, local_size, bytes);
+    return common_bytes(local_size) + (size_t)partitions * lay_out(local_size, segment_bytes).bytes;
+}
+
+/* Memory for a part of the arena: of the caller's, or mapped. */
+static int map_part(const struct hr_arena *arena, size_t offset, size_t bytes, char **part, struct hr_error *error) {
+    if (arena->fd < 0) {
+        *part = arena->base + offset;
+        return HORO_OK;
     }
-    void *mapping = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    void *mapping = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, arena->fd, (off_t)offset);
     if (mapping == MAP_FAILED) {
-        return hr_fail(error, HORO_ERR_RESOURCE, "cannot map the arena of %zu bytes: %s", bytes, strerror(errno));
+        return hr_fail(error, HORO_ERR_RESOURCE, "cannot map %zu bytes of the arena: %s", bytes, strerror(errno));
     }
-    *base = mapping;
+    *part = mapping;
     return HORO_OK;
 }
 
-int hr_arena_map(struct hr_arena *arena, void *memory, int fd, int local_rank, int local_size, size_t segment_bytes,
-                 struct hr_error *error) {
+static int check_size(const struct hr_arena *arena, struct hr_error *error) {
+    struct stat status = {.st_size = (off_t)arena->memory_bytes};
+    if (arena->fd >= 0 && fstat(arena->fd, &status) != 0) {
+        return hr_fail(error, HORO_ERR_USAGE, "arena descriptor %d: %s", arena->fd, strerror(errno));
+    }
+    const uint64_t bytes = hr_arena_layout_bytes(arena->local_size, arena->segment_bytes, 1);
+    if ((uint64_t)status.st_size < bytes) {
+        return hr_fail(error, HORO_ERR_USAGE, "arena of %lld bytes is too small: %d ranks need %llu", (long long)status.st_size,
+                       arena->local_size, (unsigned long long)bytes);
+    }
+    return HORO_OK;
+}
+
+int hr_arena_map(struct hr_arena *arena, void *memory, size_t memory_bytes, int fd, int local_rank, int local_size,
+                 size_t segment_bytes, struct hr_error *error) {
     if (segment_bytes < PAGE || segment_bytes % PAGE != 0) {
         return hr_fail(error, HORO_ERR_USAGE, "segment size %zu is not a positive multiple of %d bytes", segment_bytes,
                        PAGE);
     }
-    const struct layout layout = lay_out(local_size, segment_bytes);
-    char *base = memory;
-    if (base == NULL) {
-        HR_TRY(map_fd(fd, layout.bytes, local_size, &base, error));
-    }
-    *arena = (struct hr_arena){
-        .base = base,
-        .mapped_bytes = memory == NULL ? layout.bytes : 0,
+    struct hr_arena mapped = {
+        .base = memory,
+        .fd = memory == NULL ? fd : -1,
+        .memory_bytes = memory_bytes,
         .local_rank = local_rank,
         .local_size = local_size,
         .segment_bytes = segment_bytes,
-        .header = (struct hr_arena_header *)(void *)base,
-        .blocks = (struct hr_arena_block *)(void *)(base + layout.blocks),
+    };
+    if (memory == NULL && fd < 0) {
+        return hr_fail(error, HORO_ERR_USAGE, "arena descriptor %d: %s", fd, strerror(EBADF));
+    }
+    HR_TRY(check_size(&mapped, error));
+    HR_TRY(map_part(&mapped, 0, common_bytes(local_size), &mapped.base, error));
+    mapped.header = (struct hr_arena_header *)(void *)mapped.base;
+    mapped.blocks = (struct hr_arena_block *)(void *)(mapped.base + hr_round_up(sizeof(struct hr_arena_header), HR_LINE));
+    *arena = mapped;
+    return HORO_OK;
+}
+
+void hr_arena_unmap(struct hr_arena *arena) {
+    if (arena->base != NULL && arena->fd >= 0) {
+        (void)munmap(arena->base, common_bytes(arena->local_size));
+    }
+    *arena = (struct hr_arena){.fd = -1};
+}
+
+/* ---- Channels ---- */
+
+/* By an allocation at its end, which never makes the file shorter, whoever is first. */
+static int grow(const struct hr_arena *arena, size_t bytes, struct hr_error *error) {
+    struct stat status;
+    if (arena->fd < 0) {
+        return bytes <= arena->memory_bytes ? HORO_OK
+                                            : hr_fail(error, HORO_ERR_RESOURCE, "arena memory of %zu bytes has no room for another team",
+                                                      arena->memory_bytes);
+    }
+    if (fstat(arena->fd, &status) == 0 && (uint64_t)status.st_size >= bytes) {
+        return HORO_OK;
+    }
+    const int failed = posix_fallocate(arena->fd, (off_t)bytes - 1, 1);
+    return failed == 0 ? HORO_OK
+                       : hr_fail(error, HORO_ERR_RESOURCE, "cannot make the arena %zu bytes long: %s", bytes, strerror(failed));
+}
+
+int hr_partition_map(const struct hr_arena *arena, int team, struct hr_partition *partition, struct hr_error *error) {
+    const struct layout layout = lay_out(arena->local_size, arena->segment_bytes);
+    const size_t offset = partition_offset(arena, team);
+    char *base = NULL;
+    HR_TRY(grow(arena, offset + layout.bytes, error));
+    HR_TRY(map_part(arena, offset, layout.bytes, &base, error));
+    *partition = (struct hr_partition){
+        .base = base,
+        .is_mapped = arena->fd >= 0,
+        .segment_bytes = arena->segment_bytes,
+        .header = (struct hr_partition_header *)(void *)base,
+        .blocks = (struct hr_partition_block *)(void *)(base + layout.blocks),
         .request_rings = base + layout.request_rings,
         .log_ring = base + layout.log_ring,
         .slots = base + layout.slots,
@@ -72,16 +141,50 @@ int hr_arena_map(struct hr_arena *arena, void *memory, int fd, int local_rank, i
     return HORO_OK;
 }
 
-void hr_arena_unmap(struct hr_arena *arena) {
-    if (arena->mapped_bytes > 0) {
-        (void)munmap(arena->base, arena->mapped_bytes);
+void hr_partition_unmap(const struct hr_arena *arena, struct hr_partition *partition) {
+    if (partition->is_mapped) {
+        (void)munmap(partition->base, lay_out(arena->local_size, partition->segment_bytes).bytes);
     }
-    *arena = (struct hr_arena){0};
+    *partition = (struct hr_partition){0};
+}
+
+void hr_partition_join(const struct hr_arena *arena, int team) {
+    struct hr_arena_block *block = &arena->blocks[arena->local_rank];
+    atomic_store(&block->log_executed[team], 0);
+    (void)atomic_fetch_add(&arena->header->users[team], 1);
+    (void)atomic_fetch_or(&block->teams, 1ull << team); /* partner: hr_arena_has_closed */
+}
+
+int hr_partition_leave(const struct hr_arena *arena, int team, const struct hr_partition *partition) {
+    (void)atomic_fetch_and(&arena->blocks[arena->local_rank].teams, ~(1ull << team));
+    if (atomic_fetch_sub(&arena->header->users[team], 1) != 1) {
+        return 0;
+    }
+    const struct layout layout = lay_out(arena->local_size, partition->segment_bytes);
+    memset(partition->base, 0, layout.request_rings);
+    (void)madvise(partition->base + layout.request_rings, layout.bytes - layout.request_rings, MADV_REMOVE);
+    atomic_store(&arena->header->leave_at[team], 0);
+    (void)atomic_fetch_and(&arena->header->wants_leave, ~(1ull << team));
+    (void)atomic_fetch_add(&arena->header->cleanings[team], 1); /* partner: may_use in teams.c */
+    return 1;
+}
+
+int hr_arena_has_closed_team(const struct hr_arena *arena, int local_rank, int team) {
+    const uint64_t leave_at = atomic_load(&arena->header->leave_at[team]);
+    return leave_at != 0 && atomic_load(&arena->blocks[local_rank].log_executed[team]) + 1 >= leave_at; /* partner: end_record */
 }
 
 int hr_arena_has_closed(const struct hr_arena *arena, int local_rank) {
-    const uint64_t leave_at = atomic_load(&arena->header->leave_at);
-    return leave_at != 0 && atomic_load(&arena->blocks[local_rank].log_executed) + 1 >= leave_at; /* partner: end_record */
+    uint64_t teams = atomic_load(&arena->blocks[local_rank].teams);
+    if (teams == 0) {
+        return 0; /* it has not joined yet */
+    }
+    for (int team = 0; teams != 0; team++, teams >>= 1) {
+        if ((teams & 1) != 0 && !hr_arena_has_closed_team(arena, local_rank, team)) {
+            return 0;
+        }
+    }
+    return 1;
 }
 
 /* Code in the upper half, reason in 8 bits, rank + 1 in 24; 0 means whole. */

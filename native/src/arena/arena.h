@@ -1,10 +1,13 @@
 /*
- * One host's shared memory, seen by all its ranks at once:
+ * One host's shared memory, seen by all its ranks at once: what belongs to the host and its ranks, then one *partition* per team:
  *
- *   header | one block per rank | one request ring per rank | response log | two slots per rank
+ *   header | one block per rank | partition 0 (all ranks) | partition 1 | ...
  *
- * Atomics name their partner where they are used. Every word that one rank writes and another polls has a cache line of its
- * own, together only with words of the same writer.
+ *   partition: header | one block per rank | one request ring per rank | response log | two slots per rank
+ *
+ * All partitions are alike, with room for every rank of the host; pages of what is never used are never touched. A partition is mapped when
+ * its team is made. Atomics name their partner where they are used. Every word that one rank writes and another polls has a cache line of
+ * its own, together only with words of the same writer. Ranks are counted by their index on the host, in every partition.
  */
 #ifndef HR_ARENA_ARENA_H
 #define HR_ARENA_ARENA_H
@@ -17,6 +20,7 @@
 
 enum {
     HR_LINE = 64,
+    HR_TEAMS_MAX = HORO_TEAMS_MAX,   /* numbered from 0, which has all ranks; the bits of a word */
     HR_PENDING_MAX = 4096,           /* places in a rank's pending table */
     HR_PENDING_WAYS = 8,             /* places that a name may have: one line of the table */
     HR_REQUEST_RING_BYTES = 1 << 16, /* a power of two */
@@ -44,11 +48,28 @@ struct hr_ring_head {
 
 struct hr_arena_header {
     _Alignas(HR_LINE) _Atomic uint64_t abort_word; /* set once, seq_cst: partner of every wait's check */
-    _Atomic uint64_t left_rank;  /* 1 + the rank whose LEAVE record this host has executed: the log is closed; set once */
-    _Atomic uint64_t leave_at;   /* 1 + where the LEAVE record begins in the log; written by the leader with it; 0: there is none */
-    _Atomic uint32_t wants_leave; /* some rank of this host has asked to leave: the leader must drive */
-    _Alignas(HR_LINE) _Atomic uint64_t announced;  /* counts announcements; ranks add, the leader compares */
-    _Alignas(HR_LINE) _Atomic uint64_t stall_report_ns; /* when the last stall report of this host was made */
+    _Atomic uint64_t left_rank;   /* 1 + the rank whose LEAVE record this host has executed: the log is closed; set once */
+    _Atomic uint64_t wants_leave; /* a bit per team: some rank of this host has asked to leave it: its leader must drive */
+    _Atomic uint64_t leave_at[HR_TEAMS_MAX]; /* 1 + where the LEAVE record begins in the log; written by the leader with it; 0: none */
+    _Alignas(HR_LINE) _Atomic uint64_t stall_report_ns;       /* when the last stall report of this host was made */
+    _Alignas(HR_LINE) _Atomic uint32_t users[HR_TEAMS_MAX];   /* ranks here that have joined the team and have not left its partition */
+    _Atomic uint32_t cleanings[HR_TEAMS_MAX];                 /* how often the partition has been left by all and cleaned */
+};
+
+/* Written by its rank unless a comment says otherwise. */
+struct hr_arena_block {
+    _Alignas(HR_LINE) _Atomic uint32_t sleeping; /* seq_cst on both sides: see hr_node_wake */
+    _Alignas(HR_LINE) _Atomic uint32_t state;    /* enum hr_member_state */
+    _Atomic int32_t core;                        /* 1 + the core that its driver was on, 0: unknown; see node/core_choice.h */
+    _Atomic int64_t alive_until_ns;              /* waiting in a batch: by then it will have looked, and moved this on */
+    _Alignas(HR_LINE) _Atomic uint64_t teams;    /* a bit for each that it is a member of */
+    _Atomic uint64_t log_executed[HR_TEAMS_MAX]; /* bytes of the log executed */
+    _Alignas(HR_LINE) _Atomic uint64_t pending[HR_PENDING_MAX]; /* hashes of names submitted and not done, 0: free */
+    _Atomic uint32_t pending_hidden; /* names pending that found no place: while there are any, absence proves nothing */
+};
+
+struct hr_partition_header {
+    _Alignas(HR_LINE) _Atomic uint64_t announced; /* counts announcements; ranks add, the leader compares */
     /* Phase counters: how often any rank has arrived; see hr_team_arrive. */
     struct {
         _Alignas(HR_LINE) _Atomic uint64_t arrived;
@@ -58,51 +79,75 @@ struct hr_arena_header {
 };
 
 /* Written by its rank unless a comment says otherwise. */
-struct hr_arena_block {
-    _Alignas(HR_LINE) _Atomic uint32_t sleeping; /* seq_cst on both sides: see hr_node_wake */
-    _Alignas(HR_LINE) _Atomic uint32_t state;    /* enum hr_member_state */
-    _Atomic int32_t core;                        /* 1 + the core that its driver was on, 0: unknown; see node/core_choice.h */
-    _Atomic int64_t alive_until_ns;              /* waiting in a batch: by then it will have looked, and moved this on */
+struct hr_partition_block {
     _Alignas(HR_LINE) _Atomic uint64_t log_read; /* bytes of the log taken out; the leader waits for the slowest */
-    _Atomic uint64_t log_executed;               /* bytes of the log executed */
     _Atomic uint32_t wants_room;                 /* its request ring was full: the leader wakes it after reading */
     struct hr_ring_head requests;
-    _Alignas(HR_LINE) _Atomic uint64_t requests_read;           /* written by the leader */
-    _Alignas(HR_LINE) _Atomic uint64_t pending[HR_PENDING_MAX]; /* hashes of names submitted and not done, 0: free */
-    _Atomic uint32_t pending_hidden; /* names pending that found no place: while there are any, absence proves nothing */
+    _Alignas(HR_LINE) _Atomic uint64_t requests_read; /* written by the leader */
 };
 
-struct hr_arena {
+/* One team's part of the arena, as this process sees it. */
+struct hr_partition {
     char *base;
-    size_t mapped_bytes; /* 0: the memory is the caller's */
-    int local_rank;
-    int local_size;
+    int is_mapped; /* by itself, else with the arena */
     size_t segment_bytes;
-    struct hr_arena_header *header;
-    struct hr_arena_block *blocks;
+    struct hr_partition_header *header;
+    struct hr_partition_block *blocks;
     char *request_rings;
     char *log_ring;
     char *slots;
 };
 
-/* Bytes for one host; the layout that hr_arena_map expects. */
-uint64_t hr_arena_layout_bytes(int local_size, size_t segment_bytes);
+struct hr_arena {
+    char *base;
+    int fd;              /* -1: the memory is the caller's */
+    size_t memory_bytes; /* the caller's */
+    int local_rank;
+    int local_size;
+    size_t segment_bytes;
+    struct hr_arena_header *header;
+    struct hr_arena_block *blocks;
+};
+
+/* Bytes for one host with so many partitions; the layout that hr_arena_map expects. 0: impossible numbers. */
+uint64_t hr_arena_layout_bytes(int local_size, size_t segment_bytes, int partitions);
 
 /*
- * Uses `memory` if it is not NULL (ranks that are threads of one process share one mapping), else maps fd, which stays the
- * caller's. HORO_OK, or HORO_ERR_USAGE / HORO_ERR_RESOURCE with *error set.
+ * Maps what belongs to the host and its ranks. Uses `memory`, of memory_bytes, if it is not NULL (ranks that are threads of one process
+ * share one mapping), else fd, which stays the caller's and must live as long. HORO_OK, or HORO_ERR_USAGE / HORO_ERR_RESOURCE with
+ * *error set.
  */
-int hr_arena_map(struct hr_arena *arena, void *memory, int fd, int local_rank, int local_size, size_t segment_bytes,
-                 struct hr_error *error);
+int hr_arena_map(struct hr_arena *arena, void *memory, size_t memory_bytes, int fd, int local_rank, int local_size,
+                 size_t segment_bytes, struct hr_error *error);
 void hr_arena_unmap(struct hr_arena *arena);
 
+/* The partition of a team. The file grows with the first rank that maps it. Status and *error as hr_arena_map. */
+int hr_partition_map(const struct hr_arena *arena, int team, struct hr_partition *partition, struct hr_error *error);
+void hr_partition_unmap(const struct hr_arena *arena, struct hr_partition *partition);
+
+/*
+ * A rank joins a team, whose partition it has mapped, and leaves it. The last one to leave cleans the partition: all its words are 0
+ * again, and its pages are given back. 1 for that one.
+ */
+void hr_partition_join(const struct hr_arena *arena, int team);
+int hr_partition_leave(const struct hr_arena *arena, int team, const struct hr_partition *partition);
+
 /* Slot `which` (0 or 1) of a local rank: segment_bytes bytes, aligned to a cache line at least. */
-static inline char *hr_arena_slot(const struct hr_arena *arena, int local_rank, unsigned which) {
-    return arena->slots + ((size_t)local_rank * 2 + which) * arena->segment_bytes;
+static inline char *hr_partition_slot(const struct hr_partition *partition, int local_rank, unsigned which) {
+    return partition->slots + ((size_t)local_rank * 2 + which) * partition->segment_bytes;
 }
 
-/* Whether a LEAVE record is written and a local rank has executed all that stands before it: it owes nothing to others any more. */
+static inline char *hr_partition_request_ring(const struct hr_partition *partition, int local_rank) {
+    return partition->request_rings + (size_t)local_rank * HR_REQUEST_RING_BYTES;
+}
+
+/*
+ * Whether a LEAVE record is written in the log of every team of a local rank, which has executed all that stands before it: it owes
+ * nothing to others any more.
+ */
 int hr_arena_has_closed(const struct hr_arena *arena, int local_rank);
+/* The same for one team. */
+int hr_arena_has_closed_team(const struct hr_arena *arena, int local_rank, int team);
 
 /* The first caller wins; returns 1 to it, 0 to later ones. */
 int hr_arena_abort(struct hr_arena *arena, int code, int rank, enum hr_abort_reason reason);
@@ -116,10 +161,6 @@ size_t hr_ring_write(struct hr_ring_head *head, char *ring, size_t ring_bytes, u
                      size_t bytes);
 size_t hr_ring_read(const struct hr_ring_head *head, const char *ring, size_t ring_bytes, uint64_t *read, void *data,
                     size_t bytes);
-
-static inline char *hr_arena_request_ring(const struct hr_arena *arena, int local_rank) {
-    return arena->request_rings + (size_t)local_rank * HR_REQUEST_RING_BYTES;
-}
 
 /* The pending table: add returns the place of a name's hash, for remove; HR_PENDING_MAX if there was none to be had. */
 uint32_t hr_arena_pending_add(struct hr_arena *arena, uint64_t name_hash);

@@ -60,6 +60,12 @@ struct hr_backend {
     const struct hr_backend_ops *ops;
 };
 
+static inline void hr_backend_destroy(struct hr_backend *backend) {
+    if (backend != NULL) {
+        backend->ops->destroy(backend);
+    }
+}
+
 /* Host memory over arena and transport; the team must outlive it. NULL for lack of memory. */
 struct hr_backend *hr_host_backend_create(struct hr_team *team);
 

@@ -8,6 +8,12 @@ const char *hr_op_name(int op) {
         [HORO_ALLGATHER] = "allgather",
         [HORO_BROADCAST] = "broadcast",
         [HORO_BARRIER] = "barrier",
+        [HORO_ADD_TEAM] = "add team",
+        [HORO_REMOVE_TEAM] = "remove team",
     };
     return op >= 0 && op < HORO_OP_COUNT ? names[op] : "unknown operation";
+}
+
+int hr_op_is_of_teams(int op) {
+    return op == HORO_ADD_TEAM || op == HORO_REMOVE_TEAM;
 }

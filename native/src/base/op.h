@@ -5,4 +5,7 @@
 /* "allreduce"; "unknown operation" for an unknown one. */
 const char *hr_op_name(int op);
 
+/* Whether it changes which teams there are, and moves no data. */
+int hr_op_is_of_teams(int op);
+
 #endif

@@ -39,7 +39,7 @@ static int begin(struct hr_segments *segments, size_t k, struct hr_cross *cross)
     const struct hr_team *team = segments->team;
     const struct hr_range share = hr_share(segment_of(run, k).bytes, team->local_rank, run->owners);
     const struct hr_cross_call call = {
-        .transport = team->node->transport,
+        .transport = team->transport,
         .host = team->host,
         .host_count = team->host_count,
         .data = share_data(run, team->local_rank, k, share.offset),

@@ -80,7 +80,7 @@ static int begin(struct hr_segments *segments, size_t k, struct hr_cross *cross)
     const struct hr_team *team = call->team;
     const struct hr_range share = own_share(call, k);
     const struct hr_cross_call cross_call = {
-        .transport = team->node->transport,
+        .transport = team->transport,
         .host = team->host,
         .host_count = team->host_count,
         .data = travelling(call, k),

@@ -96,7 +96,7 @@ static int begin(struct hr_segments *segments, size_t k, struct hr_cross *cross)
         part->bytes += walk.share.bytes;
     }
     const struct hr_cross_call call = {
-        .transport = team->node->transport,
+        .transport = team->transport,
         .host = team->host,
         .host_count = team->host_count,
         .parts = parts,

@@ -81,6 +81,21 @@ static void describe_use(const struct hr_wire_request *request, char *text) {
                                                                : "it under a name that the caller gave");
 }
 
+/* "the ranks [0, 2, 4]" or "team 3". */
+static void describe_team(const struct hr_wire_request *request, char *text) {
+    if (request->op == HORO_REMOVE_TEAM) {
+        (void)snprintf(text, VALUE_BYTES, "team %d", hr_wire_value(request, 0));
+        return;
+    }
+    size_t used = (size_t)snprintf(text, VALUE_BYTES, "the ranks [");
+    for (uint32_t i = 0; i < request->value_count && used < VALUE_BYTES; i++) {
+        used += (size_t)snprintf(text + used, VALUE_BYTES - used, i == 0 ? "%d" : ", %d", hr_wire_value(request, i));
+    }
+    if (used < VALUE_BYTES) {
+        (void)snprintf(text + used, VALUE_BYTES - used, "]");
+    }
+}
+
 /* Both values, in the order in which a user would want to know. Returns a prefix such as "tensor 3: ". */
 static void describe_difference(const struct hr_wire_request *a, const struct hr_wire_request *b, char *prefix, char *a_text,
                                 char *b_text) {
@@ -89,6 +104,9 @@ static void describe_difference(const struct hr_wire_request *a, const struct hr
     if (a->op != b->op) {
         (void)snprintf(a_text, VALUE_BYTES, "%s", hr_op_name(a->op));
         (void)snprintf(b_text, VALUE_BYTES, "%s", hr_op_name(b->op));
+    } else if (hr_op_is_of_teams(a->op)) {
+        describe_team(a, a_text);
+        describe_team(b, b_text);
     } else if (a->tensor_count != b->tensor_count) {
         (void)snprintf(a_text, VALUE_BYTES, "%u tensor%s", a->tensor_count, a->tensor_count == 1 ? "" : "s");
         (void)snprintf(b_text, VALUE_BYTES, "%u tensor%s", b->tensor_count, b->tensor_count == 1 ? "" : "s");

@@ -4,10 +4,10 @@
 #include "engine/engine.h"
 
 /* The tree of hosts is binomial over host numbers: the parent is the number without its lowest bit. */
-int hr_leader_open_links(struct hr_engine *engine, struct hr_error *error) {
-    const struct hr_team *team = engine->team;
-    engine->leader.links = calloc((size_t)team->host_count, sizeof *engine->leader.links);
-    if (engine->leader.links == NULL) {
+int hr_leader_open_links(struct hr_lane *lane, struct hr_error *error) {
+    const struct hr_team *team = lane->team;
+    lane->leader.links = calloc((size_t)team->host_count, sizeof *lane->leader.links);
+    if (lane->leader.links == NULL) {
         return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for the links of %d hosts", team->host_count);
     }
     if (team->host_count == 1) {
@@ -15,95 +15,95 @@ int hr_leader_open_links(struct hr_engine *engine, struct hr_error *error) {
     }
     int status = HORO_OK;
     if (team->host != 0) {
-        engine->leader.has_parent = 1;
-        status = hr_link_open(engine, &engine->leader.links[engine->leader.link_count++], team->host & (team->host - 1));
+        lane->leader.has_parent = 1;
+        status = hr_link_open(lane, &lane->leader.links[lane->leader.link_count++], team->host & (team->host - 1));
     }
     for (int bit = 1; team->host + bit < team->host_count && (team->host & bit) == 0; bit <<= 1) {
         if (status == HORO_OK) {
-            status = hr_link_open(engine, &engine->leader.links[engine->leader.link_count++], team->host + bit);
+            status = hr_link_open(lane, &lane->leader.links[lane->leader.link_count++], team->host + bit);
         }
     }
     return status == HORO_OK ? HORO_OK : hr_fail(error, status, "a control connection to another host is missing");
 }
 
-static int handle_record(struct hr_engine *engine, const struct hr_wire_message *record, const uint8_t *frame,
+static int handle_record(struct hr_lane *lane, const struct hr_wire_message *record, const uint8_t *frame,
                          size_t frame_bytes) {
-    const int moved = hr_leader_collect(engine); /* before apply, see agree.h */
+    const int moved = hr_leader_collect(lane); /* before apply, see agree.h */
     HR_TRY(moved);
-    if (engine->leader.log_closed) {
+    if (lane->leader.log_closed) {
         return HORO_ERR_INTERNAL;
     }
     if (record->type == HR_WIRE_LEAVE) {
-        hr_leader_close_log(engine);
-        engine->leader.leaver = record->rank + 1;
+        hr_leader_close_log(lane);
+        lane->leader.leaver = record->rank + 1;
     } else {
-        HR_TRY(hr_agree_apply(&engine->leader.agree, record));
+        HR_TRY(hr_agree_apply(&lane->leader.agree, record));
     }
-    const size_t mark = hr_buffer_size(&engine->leader.log_out);
-    HR_TRY(hr_buffer_append(&engine->leader.log_out, frame, frame_bytes));
-    return hr_leader_hand_down(engine, mark);
+    const size_t mark = hr_buffer_size(&lane->leader.log_out);
+    HR_TRY(hr_buffer_append(&lane->leader.log_out, frame, frame_bytes));
+    return hr_leader_hand_down(lane, mark);
 }
 
-static int handle_message(struct hr_engine *engine, int link_index, const struct hr_wire_message *message,
+static int handle_message(struct hr_lane *lane, int link_index, const struct hr_wire_message *message,
                           const uint8_t *frame, size_t frame_bytes) {
-    const int from_parent = engine->leader.has_parent && link_index == 0;
-    const int member = engine->node->local_size + link_index - engine->leader.has_parent;
-    if (message->rank >= engine->node->size) {
+    const int from_parent = lane->leader.has_parent && link_index == 0;
+    const int member = lane->team->local_size + link_index - lane->leader.has_parent;
+    if (message->rank >= lane->node->size) {
         return HORO_ERR_INTERNAL;
     }
     if (message->type == HR_WIRE_DONE) {
-        engine->leader.links[link_index].is_done = 1;
+        lane->leader.links[link_index].is_done = 1;
         return HORO_OK;
     }
     if (message->type == HR_WIRE_LOST) {
-        hr_node_abort(engine->node, message->status, message->rank, message->reason);
+        hr_node_abort(lane->node, message->status, message->rank, message->reason);
         return HORO_OK;
     }
     if (!from_parent) {
-        return hr_leader_announce(engine, member, message, hr_now_ns());
+        return hr_leader_announce(lane, member, message, hr_now_ns());
     }
     switch (message->type) {
     case HR_WIRE_BATCH:
     case HR_WIRE_FAIL:
-    case HR_WIRE_LEAVE: return handle_record(engine, message, frame, frame_bytes);
+    case HR_WIRE_LEAVE: return handle_record(lane, message, frame, frame_bytes);
     default: return HORO_ERR_INTERNAL;
     }
 }
 
-static int handle_frames(struct hr_engine *engine, int link_index) {
-    struct hr_buffer *in = &engine->leader.links[link_index].in;
+static int handle_frames(struct hr_lane *lane, int link_index) {
+    struct hr_buffer *in = &lane->leader.links[link_index].in;
     const uint8_t *data;
     size_t bytes;
     int status;
     while ((status = hr_frame_peek(in, &data, &bytes)) == HORO_OK) {
         struct hr_wire_message message;
         HR_TRY(hr_wire_decode(data, bytes, &message));
-        HR_TRY(handle_message(engine, link_index, &message, data - 4, bytes + 4));
+        HR_TRY(handle_message(lane, link_index, &message, data - 4, bytes + 4));
         hr_buffer_consume(in, 4 + bytes);
     }
     return status < 0 ? status : HORO_OK;
 }
 
-static void link_broke(struct hr_engine *engine, struct hr_link *link) {
+static void link_broke(struct hr_lane *lane, struct hr_link *link) {
     link->open = 0;
-    if (!link->is_done) {
-        const enum hr_loss how = engine->node->transport->ops->loss(engine->node->transport, link->host);
-        hr_node_abort(engine->node, HORO_ERR_PEER_LOST, link->leader_rank,
+    if (!link->is_done && !lane->leader.closes) {
+        const enum hr_loss how = lane->team->transport->ops->loss(lane->team->transport, link->host);
+        hr_node_abort(lane->node, HORO_ERR_PEER_LOST, link->leader_rank,
                        how == HR_LOSS_SILENT ? HR_REASON_SILENT : HR_REASON_LINK);
     }
 }
 
-int hr_leader_progress_links(struct hr_engine *engine) {
+int hr_leader_progress_links(struct hr_lane *lane) {
     int moved = 0;
-    for (int i = 0; i < engine->leader.link_count; i++) {
-        struct hr_link *link = &engine->leader.links[i];
-        const int status = hr_link_progress(engine, link);
+    for (int i = 0; i < lane->leader.link_count; i++) {
+        struct hr_link *link = &lane->leader.links[i];
+        const int status = hr_link_progress(lane, link);
         if (status < 0 && status != HORO_ERR_PEER_LOST) {
             return status;
         }
-        HR_TRY(handle_frames(engine, i)); /* also what came before the link broke: the LEAVE record perhaps */
+        HR_TRY(handle_frames(lane, i)); /* also what came before the link broke: the LEAVE record perhaps */
         if (status == HORO_ERR_PEER_LOST) {
-            link_broke(engine, link);
+            link_broke(lane, link);
         }
         moved |= status != 0;
     }
@@ -111,60 +111,61 @@ int hr_leader_progress_links(struct hr_engine *engine) {
 }
 
 /* A rank that has nothing pending has executed all that stands in the log, for no record comes about without it. */
-static int has_local_done(const struct hr_engine *engine, int local_rank) {
-    const struct hr_arena *arena = &engine->node->arena;
-    return hr_arena_has_closed(arena, local_rank) || atomic_load(&arena->blocks[local_rank].state) == HR_MEMBER_LEFT;
+static int has_local_done(const struct hr_lane *lane, int local_rank) {
+    const struct hr_arena *arena = &lane->node->arena;
+    const int index = lane->team->index_of_local[local_rank];
+    return hr_arena_has_closed_team(arena, index, lane->team->number) || atomic_load(&arena->blocks[index].state) == HR_MEMBER_LEFT;
 }
 
-int hr_leader_is_done(const struct hr_engine *engine) {
-    for (int i = 0; i < engine->node->local_size; i++) {
-        if (i != engine->node->local_rank && !has_local_done(engine, i)) {
+int hr_leader_is_done(const struct hr_lane *lane) {
+    for (int i = 0; i < lane->team->local_size; i++) {
+        if (i != lane->team->local_rank && !has_local_done(lane, i)) {
             return 0;
         }
     }
-    for (int i = engine->leader.has_parent; i < engine->leader.link_count; i++) {
-        if (engine->leader.links[i].open && !engine->leader.links[i].is_done) {
+    for (int i = lane->leader.has_parent; i < lane->leader.link_count; i++) {
+        if (lane->leader.links[i].open && !lane->leader.links[i].is_done) {
             return 0;
         }
     }
     return 1;
 }
 
-int hr_leader_has_messages(const struct hr_engine *engine) {
-    for (int i = 0; i < engine->leader.link_count; i++) {
-        if (hr_link_has_work(&engine->leader.links[i])) {
+int hr_leader_has_messages(const struct hr_lane *lane) {
+    for (int i = 0; i < lane->leader.link_count; i++) {
+        if (hr_link_has_work(&lane->leader.links[i])) {
             return 1;
         }
     }
     return 0;
 }
 
-int hr_leader_tell_done(struct hr_engine *engine) {
-    if (engine->leader.told_done) {
+int hr_leader_tell_done(struct hr_lane *lane) {
+    if (lane->leader.told_done) {
         return HORO_OK;
     }
-    for (int i = 0; i < engine->leader.link_count; i++) {
-        struct hr_link *link = &engine->leader.links[i];
+    for (int i = 0; i < lane->leader.link_count; i++) {
+        struct hr_link *link = &lane->leader.links[i];
         size_t mark;
         if (link->open) {
             HR_TRY(hr_frame_begin(&link->out, &mark));
-            HR_TRY(hr_wire_put_done(&link->out, engine->node->rank));
+            HR_TRY(hr_wire_put_done(&link->out, lane->node->rank));
             hr_frame_end(&link->out, mark);
         }
     }
-    engine->leader.told_done = 1;
+    lane->leader.told_done = 1;
     return HORO_OK;
 }
 
 /* Each leader passes an abort on once, to all its neighbours. */
-static int tell_abort(struct hr_engine *engine) {
-    const struct hr_abort end = hr_arena_aborted(&engine->node->arena);
-    if (end.code == 0 || engine->leader.told_abort) {
+static int tell_abort(struct hr_lane *lane) {
+    const struct hr_abort end = hr_arena_aborted(&lane->node->arena);
+    if (end.code == 0 || lane->leader.told_abort) {
         return 0;
     }
-    engine->leader.told_abort = 1;
-    for (int i = 0; i < engine->leader.link_count; i++) {
-        struct hr_link *link = &engine->leader.links[i];
+    lane->leader.told_abort = 1;
+    for (int i = 0; i < lane->leader.link_count; i++) {
+        struct hr_link *link = &lane->leader.links[i];
         size_t mark;
         if (!link->open) {
             continue;
@@ -176,9 +177,9 @@ static int tell_abort(struct hr_engine *engine) {
     return 1;
 }
 
-int hr_leader_sends_left(const struct hr_engine *engine) {
-    for (int i = 0; i < engine->leader.link_count; i++) {
-        const struct hr_link *link = &engine->leader.links[i];
+int hr_leader_sends_left(const struct hr_lane *lane) {
+    for (int i = 0; i < lane->leader.link_count; i++) {
+        const struct hr_link *link = &lane->leader.links[i];
         if (link->open && (hr_buffer_size(&link->out) > 0 || link->send.state == HR_IO_POSTED)) {
             return 1;
         }
@@ -186,24 +187,24 @@ int hr_leader_sends_left(const struct hr_engine *engine) {
     return 0;
 }
 
-int hr_engine_flush_links(struct hr_engine *engine) {
-    HR_TRY(tell_abort(engine));
-    (void)engine->node->transport->ops->progress(engine->node->transport);
-    for (int i = 0; i < engine->leader.link_count; i++) {
-        if (hr_link_progress(engine, &engine->leader.links[i]) < 0) {
-            engine->leader.links[i].open = 0; /* what comes now changes nothing */
+int hr_leader_flush_links(struct hr_lane *lane) {
+    HR_TRY(tell_abort(lane));
+    (void)hr_node_progress(lane->node);
+    for (int i = 0; i < lane->leader.link_count; i++) {
+        if (hr_link_progress(lane, &lane->leader.links[i]) < 0) {
+            lane->leader.links[i].open = 0; /* what comes now changes nothing */
         }
     }
-    return !hr_leader_sends_left(engine);
+    return !hr_leader_sends_left(lane);
 }
 
-int hr_engine_may_flush(const struct hr_engine *engine) {
-    for (int i = 0; i < engine->leader.link_count; i++) {
-        const struct hr_link *link = &engine->leader.links[i];
+int hr_leader_may_flush(const struct hr_lane *lane) {
+    for (int i = 0; i < lane->leader.link_count; i++) {
+        const struct hr_link *link = &lane->leader.links[i];
         if (link->open && ((link->recv.state != HR_IO_POSTED && !link->is_garbled) ||
                            (link->send.state != HR_IO_POSTED && hr_buffer_size(&link->out) > 0))) {
             return 1;
         }
     }
-    return !hr_leader_sends_left(engine);
+    return !hr_leader_sends_left(lane);
 }

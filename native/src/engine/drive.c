@@ -1,8 +1,4 @@
 /* Driving the engine: one turn after another until there is nothing to do, then one wait. The stages are in engine.h. */
-#include <sched.h>
-#include <sys/prctl.h>
-#include <unistd.h>
-
 #include "engine/engine.h"
 
 enum {
@@ -14,61 +10,92 @@ enum {
     TURNS_PER_CLOCK = 16, /* while things move, the deadline is looked at once in so many turns */
 };
 
-#define TIMER_SLACK_NS 1000ul /* 50000 otherwise: too coarse for the looks that MPI needs (hr_transport_poll_within_ns) */
-
 /* ---- RUNNING ---- */
 
 static int is_aborted(const struct hr_engine *engine) {
     return hr_arena_aborted(&engine->node->arena).code != 0;
 }
 
-/* A number that changes whenever something has moved here: a record, a stage of a task, a piece between hosts. */
+/* A number that changes whenever something has moved here, in any lane. */
 static uint64_t moves_of(const struct hr_engine *engine) {
-    return engine->driver.moves + engine->team->pieces;
+    uint64_t moves = engine->driver.lane_moves;
+    for (int i = 0; i < engine->lane_count; i++) {
+        moves += hr_lane_moves(engine->lanes[i]);
+    }
+    return moves;
 }
 
 /* Up to STAGES_PER_TURN stages, as long as nothing has to be waited for: those of a small operation take less time than a whole turn. */
-static int execute(struct hr_engine *engine) {
-    int moved = engine->executor.outcome; /* of a look during the wait */
-    engine->executor.outcome = 0;
+static int execute(struct hr_lane *lane) {
+    int moved = lane->executor.outcome; /* of a look during the wait */
+    lane->executor.outcome = 0;
     HR_TRY(moved);
     for (int i = moved; i < STAGES_PER_TURN; i++) {
-        const int executed = hr_engine_execute(engine);
+        const int executed = hr_lane_execute(lane);
         HR_TRY(executed);
         if (executed == 0) {
             break;
         }
         moved = 1;
-        if (engine->executor.state == HR_EXECUTION_IDLE) {
+        if (lane->executor.state == HR_EXECUTION_IDLE) {
             break; /* a caller may have got what it waits for */
         }
-        if (engine->node->transport != NULL) {
-            (void)engine->node->transport->ops->progress(engine->node->transport); /* the links go on between two stages */
-        }
+        (void)hr_node_progress(lane->node); /* the links go on between two stages */
     }
     return moved;
+}
+
+static int turn_lane(struct hr_lane *lane) {
+    const int flushed = hr_lane_flush_requests(lane);
+    HR_TRY(flushed);
+    const int led = lane->is_leader ? hr_lane_lead(lane) : 0;
+    HR_TRY(led);
+    const int executed = execute(lane);
+    HR_TRY(executed);
+    return flushed || led || executed;
+}
+
+/* Who has executed the LEAVE record of all ranks leaves its other teams as well, each at the end of its own log. */
+static int leave_other_teams(struct hr_engine *engine) {
+    for (int i = 1; i < engine->lane_count && hr_engine_world(engine)->executor.has_left; i++) {
+        HR_TRY(hr_lane_ask_to_leave(engine->lanes[i]));
+    }
+    return HORO_OK;
 }
 
 static int turn_running(struct hr_engine *engine) {
     const int announced = hr_engine_announce(engine);
     HR_TRY(announced);
-    const int flushed = hr_engine_flush_requests(engine);
-    HR_TRY(flushed);
-    const int led = engine->is_leader ? hr_engine_lead(engine) : 0;
-    HR_TRY(led);
-    const int executed = execute(engine);
-    HR_TRY(executed);
-    return announced > 0 || flushed || led || executed;
+    HR_TRY(leave_other_teams(engine));
+    int moved = announced > 0;
+    for (int i = 0; i < engine->lane_count; i++) { /* the world's may add and remove others behind it */
+        const int turned = turn_lane(engine->lanes[i]);
+        HR_TRY(turned);
+        moved |= turned;
+    }
+    return moved;
+}
+
+/* The logs of all lanes have ended. */
+static int has_left(const struct hr_engine *engine) {
+    for (int i = 0; i < engine->lane_count; i++) {
+        if (!engine->lanes[i]->executor.has_left) {
+            return 0;
+        }
+    }
+    return 1;
 }
 
 /* ---- CLOSING, ENDING and ENDED ---- */
 
 /* What must change within the grace while this rank waits to be able to leave. */
 static uint64_t leave_moves_of(const struct hr_engine *engine) {
-    const struct hr_arena_header *header = engine->node->arena.header;
     uint64_t moves = moves_of(engine);
-    for (int i = 0; i < HR_PHASE_COUNT && engine->driver.stage == HR_ENGINE_CLOSING; i++) {
-        moves += atomic_load_explicit(&header->phase[i].arrived, memory_order_relaxed); /* of other ranks here */
+    for (int i = 0; i < engine->lane_count && engine->driver.stage == HR_ENGINE_CLOSING; i++) {
+        const struct hr_partition_header *header = engine->lanes[i]->team->partition.header;
+        for (int phase = 0; phase < HR_PHASE_COUNT; phase++) {
+            moves += atomic_load_explicit(&header->phase[phase].arrived, memory_order_relaxed); /* of other ranks here */
+        }
     }
     return moves;
 }
@@ -81,20 +108,45 @@ static void wait_to_leave(struct hr_engine *engine, int64_t now_ns) {
 
 static void begin_ending(struct hr_engine *engine) {
     hr_engine_note_end(engine);
-    hr_engine_cancel(engine);
-    engine->executor.outcome = 0;
+    for (int i = 0; i < engine->lane_count; i++) {
+        hr_lane_cancel(engine->lanes[i]);
+        engine->lanes[i]->executor.outcome = 0;
+    }
     engine->driver.stage = HR_ENGINE_ENDING;
     engine->driver.flush_ns = hr_now_ns() + FLUSH_MS * 1000000ll;
 }
 
+/* What a question about leaders comes to over all lanes that this rank leads: whether it holds for any of them, or for all. */
+static int any_leader(const struct hr_engine *engine, int (*holds)(const struct hr_lane *lane)) {
+    for (int i = 0; i < engine->lane_count; i++) {
+        if (engine->lanes[i]->is_leader && holds(engine->lanes[i])) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+static int is_not_done(const struct hr_lane *lane) {
+    return !hr_leader_is_done(lane);
+}
+
+static int leaders_are_done(const struct hr_engine *engine) {
+    return !any_leader(engine, is_not_done);
+}
+
 /* The callers here must not hear of the end before the neighbours: they may end at once, which others must not take for the cause. */
 static int turn_closing(struct hr_engine *engine) {
-    const int moved = engine->is_leader ? hr_leader_progress_links(engine) : 0;
-    HR_TRY(moved);
-    if ((!hr_leader_sends_left(engine) || hr_now_ns() >= engine->driver.flush_ns) && hr_engine_fail_all(engine)) {
+    int moved = 0;
+    for (int i = 0; i < engine->lane_count; i++) {
+        const int led = engine->lanes[i]->is_leader ? hr_leader_progress_links(engine->lanes[i]) : 0;
+        HR_TRY(led);
+        moved |= led;
+    }
+    const int told = !any_leader(engine, hr_leader_sends_left) || hr_now_ns() >= engine->driver.flush_ns;
+    if (told && hr_engine_fail_all(engine)) {
         return 1;
     }
-    if (!engine->is_leader || hr_leader_is_done(engine)) {
+    if (leaders_are_done(engine)) {
         begin_ending(engine);
         return 1;
     }
@@ -103,16 +155,19 @@ static int turn_closing(struct hr_engine *engine) {
 
 /* As in CLOSING. */
 static int turn_ending(struct hr_engine *engine) {
-    if (atomic_load(&engine->driver.always_drives)) {
-        if (!is_aborted(engine)) {
-            HR_TRY(hr_leader_tell_done(engine));
+    int flushed = 1;
+    for (int i = 0; i < engine->lane_count && atomic_load(&engine->driver.always_drives); i++) {
+        struct hr_lane *lane = engine->lanes[i];
+        if (lane->is_leader) {
+            HR_TRY(is_aborted(engine) ? HORO_OK : hr_leader_tell_done(lane));
+            const int all = hr_leader_flush_links(lane);
+            flushed = all < 0 ? flushed : flushed && all;
         }
-        const int flushed = hr_engine_flush_links(engine);
-        if (flushed == 0 && hr_now_ns() < engine->driver.flush_ns) {
-            return 0;
-        }
-        atomic_store(&engine->driver.always_drives, 0);
     }
+    if (!flushed && hr_now_ns() < engine->driver.flush_ns) {
+        return 0;
+    }
+    atomic_store(&engine->driver.always_drives, 0);
     engine->driver.stage = HR_ENGINE_ENDED;
     return 1;
 }
@@ -121,7 +176,7 @@ static int turn(struct hr_engine *engine) {
     struct hr_driver *driver = &engine->driver;
     if (driver->stage <= HR_ENGINE_CLOSING && is_aborted(engine)) {
         begin_ending(engine);
-    } else if (driver->stage == HR_ENGINE_RUNNING && engine->executor.has_left) {
+    } else if (driver->stage == HR_ENGINE_RUNNING && has_left(engine)) {
         driver->stage = HR_ENGINE_CLOSING;
         driver->flush_ns = hr_now_ns() + FLUSH_MS * 1000000ll;
         if (driver->leave_ns != 0) {
@@ -145,14 +200,14 @@ static void give_up(struct hr_engine *engine, int status) {
 
 /* ---- Waiting ---- */
 
-static int log_waits(const struct hr_engine *engine) {
-    return engine->executor.state == HR_EXECUTION_IDLE &&
-           atomic_load(&engine->node->arena.header->log.written) != engine->executor.log_position; /* partner: hr_ring_write */
+static int log_waits(const struct hr_lane *lane) {
+    return lane->executor.state == HR_EXECUTION_IDLE &&
+           atomic_load(&lane->team->partition.header->log.written) != lane->executor.log_position; /* partner: hr_ring_write */
 }
 
-static int ring_has_room(const struct hr_engine *engine) {
-    const struct hr_arena_block *block = &engine->node->arena.blocks[engine->node->local_rank];
-    return hr_buffer_size(&engine->announcer.request_out) > 0 &&
+static int ring_has_room(const struct hr_lane *lane) {
+    const struct hr_partition_block *block = &lane->team->partition.blocks[lane->node->local_rank];
+    return hr_buffer_size(&lane->announcer.request_out) > 0 &&
            atomic_load(&block->requests.written) - atomic_load(&block->requests_read) < HR_REQUEST_RING_BYTES;
 }
 
@@ -160,32 +215,48 @@ static int ring_has_room(const struct hr_engine *engine) {
  * A task that can go on does so here already; what came of it is kept for the next turn. On one host it waits for a word in memory most of
  * the time, and is looked at more often than all else.
  */
-static int task_moves(struct hr_engine *engine) {
-    const int looks = engine->node->transport == NULL ? LOOKS_PER_TURN : 1;
-    for (int i = 0; i < looks && engine->executor.state == HR_EXECUTION_RUNNING && engine->executor.outcome == 0; i++) {
-        engine->executor.outcome = hr_engine_execute(engine);
+static int task_moves(struct hr_lane *lane) {
+    struct hr_executor *executor = &lane->executor;
+    const int looks = lane->team->transport == NULL ? LOOKS_PER_TURN : 1;
+    for (int i = 0; i < looks && executor->outcome == 0 &&
+                    (executor->state == HR_EXECUTION_RUNNING || executor->state == HR_EXECUTION_CHANGING); i++) {
+        executor->outcome = hr_lane_execute(lane);
     }
-    return engine->executor.outcome != 0;
+    return executor->outcome != 0;
+}
+
+static int lane_has_work(struct hr_lane *lane) {
+    return task_moves(lane) || log_waits(lane) || ring_has_room(lane) || (lane->is_leader && hr_lane_has_lead_work(lane));
+}
+
+static int may_not_flush(const struct hr_lane *lane) {
+    return !hr_leader_may_flush(lane);
+}
+
+static int has_work_closing(struct hr_engine *engine) {
+    const int may_fail = atomic_load(&engine->submission.pending) > 0 && !any_leader(engine, hr_leader_sends_left);
+    return is_aborted(engine) || may_fail || leaders_are_done(engine) || any_leader(engine, hr_leader_has_messages);
 }
 
 static int has_work(struct hr_node *node, void *arg) {
     (void)node;
     struct hr_engine *engine = arg;
-    if (engine->driver.stage == HR_ENGINE_ENDING) {
-        return hr_engine_may_flush(engine);
+    switch (engine->driver.stage) {
+    case HR_ENGINE_CLOSING: return has_work_closing(engine);
+    case HR_ENGINE_ENDING: return !any_leader(engine, may_not_flush);
+    case HR_ENGINE_ENDED: return atomic_load(&engine->submission.pending) > 0;
+    case HR_ENGINE_RUNNING: break;
     }
-    if (engine->driver.stage == HR_ENGINE_ENDED) {
-        return atomic_load(&engine->submission.pending) > 0;
+    if (is_aborted(engine) || has_left(engine) || atomic_load(&engine->submission.queued) > 0 ||
+        (atomic_load(&engine->driver.stop) && !hr_engine_world(engine)->announcer.has_asked_to_leave)) {
+        return 1;
     }
-    if (engine->driver.stage == HR_ENGINE_CLOSING) {
-        const int may_fail = atomic_load(&engine->submission.pending) > 0 && !hr_leader_sends_left(engine);
-        return is_aborted(engine) || may_fail || hr_leader_is_done(engine) ||
-               hr_leader_has_messages(engine);
+    for (int i = 0; i < engine->lane_count; i++) {
+        if (lane_has_work(engine->lanes[i])) {
+            return 1;
+        }
     }
-    return is_aborted(engine) || engine->executor.has_left || task_moves(engine) ||
-           atomic_load(&engine->submission.queued) > 0 || log_waits(engine) || ring_has_room(engine) ||
-           (engine->is_leader && hr_engine_has_lead_work(engine)) ||
-           (atomic_load(&engine->driver.stop) && !engine->announcer.has_asked_to_leave);
+    return 0;
 }
 
 /* Of two times, of which 0 is none. */
@@ -193,9 +264,13 @@ static int64_t earlier(int64_t a, int64_t b) {
     return a == 0 || (b != 0 && b < a) ? b : a;
 }
 
+static int is_agreeing(const struct hr_lane *lane) {
+    return lane->leader.agree.active > 0;
+}
+
 /* Whether something is under way that a peer may hold up. */
 static int expects_others(const struct hr_engine *engine) {
-    return atomic_load(&engine->submission.pending) > 0 || (engine->is_leader && engine->leader.agree.active > 0);
+    return atomic_load(&engine->submission.pending) > 0 || any_leader(engine, is_agreeing);
 }
 
 /* Nothing is under way: the links are silent. */
@@ -224,6 +299,14 @@ static int64_t supervise_due_ns(struct hr_engine *engine) {
     return 0;
 }
 
+static int64_t lane_deadline(struct hr_lane *lane) {
+    int64_t deadline_ns = hr_lane_check_stall(lane);
+    if (lane->executor.state == HR_EXECUTION_LOST) {
+        deadline_ns = earlier(deadline_ns, lane->executor.confirm_ns);
+    }
+    return lane->is_leader ? earlier(deadline_ns, hr_lane_batch_due_ns(lane)) : deadline_ns;
+}
+
 /* When the wait must end by itself. */
 static int64_t next_deadline(struct hr_engine *engine, int64_t deadline_ns) {
     if (engine->driver.stage == HR_ENGINE_ENDING) {
@@ -236,14 +319,10 @@ static int64_t next_deadline(struct hr_engine *engine, int64_t deadline_ns) {
     if (engine->driver.stage == HR_ENGINE_CLOSING) {
         return atomic_load(&engine->submission.pending) > 0 ? earlier(deadline_ns, engine->driver.flush_ns) : deadline_ns;
     }
-    deadline_ns = earlier(deadline_ns, hr_engine_check_stall(engine, moves_of(engine)));
-    if (engine->executor.state == HR_EXECUTION_LOST) {
-        deadline_ns = earlier(deadline_ns, engine->executor.confirm_ns);
+    for (int i = 0; i < engine->lane_count; i++) {
+        deadline_ns = earlier(deadline_ns, lane_deadline(engine->lanes[i]));
     }
-    if (engine->is_leader) {
-        deadline_ns = earlier(deadline_ns, hr_engine_batch_due_ns(engine));
-    }
-    return engine->node->transport == NULL ? deadline_ns : earlier(deadline_ns, supervise_due_ns(engine));
+    return engine->node->transport_count == 0 ? deadline_ns : earlier(deadline_ns, supervise_due_ns(engine));
 }
 
 /* One wait for something to do. 1, or 0 if the caller should get back: its time is up, or a signal came. */
@@ -261,10 +340,10 @@ static int turn_leaving(struct hr_engine *engine) {
         return HORO_OK;
     }
     const int64_t now_ns = hr_now_ns();
-    if (!engine->announcer.has_asked_to_leave) {
+    if (!hr_engine_world(engine)->announcer.has_asked_to_leave) {
         const int announced = hr_engine_announce(engine); /* what was submitted before is announced before */
         HR_TRY(announced);
-        HR_TRY(hr_engine_ask_to_leave(engine));
+        HR_TRY(hr_lane_ask_to_leave(hr_engine_world(engine)));
         wait_to_leave(engine, now_ns);
     } else if (now_ns >= engine->driver.leave_ns) {
         /* In CLOSING too: with this leader others would lose the way by which they hear of a death. */
@@ -279,8 +358,20 @@ static int turn_leaving(struct hr_engine *engine) {
 /* ---- The loop ---- */
 
 int hr_engine_is_called(const struct hr_engine *engine) {
-    return engine->is_leader && engine->driver.stage == HR_ENGINE_RUNNING &&
-           atomic_load(&engine->node->arena.header->wants_leave) != 0; /* partner: hr_engine_ask_to_leave */
+    const struct hr_arena_header *header = engine->node->arena.header;
+    if (engine->driver.stage != HR_ENGINE_RUNNING) {
+        return 0;
+    }
+    if (engine->lane_count > 1 && atomic_load(&header->leave_at[0]) != 0) { /* partner: hr_leader_close_log */
+        return 1;
+    }
+    const uint64_t wants_leave = atomic_load(&header->wants_leave); /* partner: hr_lane_ask_to_leave */
+    for (int i = 0; i < engine->lane_count && wants_leave != 0; i++) {
+        if (engine->lanes[i]->is_leader && (wants_leave >> engine->lanes[i]->team->number & 1) != 0) {
+            return 1;
+        }
+    }
+    return 0;
 }
 
 static int may_return(const struct hr_engine *engine, const struct hr_request *until) {
@@ -312,96 +403,4 @@ void hr_engine_drive(struct hr_engine *engine, const struct hr_request *until, i
     if (!expects_others(engine)) {
         stop_expecting(engine); /* nobody may drive for a long time now */
     }
-}
-
-/* ---- The background thread ---- */
-
-/* Sleeps until kicked, until something comes on a life line, or for timeout_ms (-1: no matter how long). */
-static void park(struct hr_engine *engine, int timeout_ms) {
-    struct hr_node *node = engine->node;
-    struct pollfd *fds = engine->driver.park_fds;
-    fds[0] = (struct pollfd){.fd = engine->driver.kick_fd, .events = POLLIN};
-    const size_t life_count = hr_node_life_fds(node, fds + 1);
-    if (poll(fds, (nfds_t)(1 + life_count), timeout_ms) <= 0) {
-        return;
-    }
-    uint64_t drained;
-    const ssize_t got = read(engine->driver.kick_fd, &drained, sizeof drained);
-    (void)got; /* nonblocking */
-    hr_node_watch(node, fds + 1, life_count);
-}
-
-/* Looks for a while whether it is needed; 1 if it is. With the lock held. */
-static int linger(struct hr_engine *engine) {
-    _Atomic int *state = &engine->driver.thread_state;
-    atomic_store(state, HR_THREAD_LINGERING);
-    (void)pthread_mutex_unlock(&engine->submission.lock);
-    const int64_t end_ns = hr_now_ns() + engine->driver.thread_spin_ns;
-    while (atomic_load(state) == HR_THREAD_LINGERING && hr_now_ns() < end_ns) {
-        for (int i = 0; i < HR_LOOKS_PER_YIELD && atomic_load(state) == HR_THREAD_LINGERING; i++) {
-            hr_cpu_relax();
-        }
-        (void)sched_yield(); /* the caller may have been put on this very core */
-    }
-    (void)pthread_mutex_lock(&engine->submission.lock);
-    return atomic_exchange(state, HR_THREAD_AWAKE) != HR_THREAD_LINGERING;
-}
-
-/*
- * Until needed, with the lock held. Parking costs the caller a system call that wakes a thread, two microseconds and more, for each
- * request of a stream; lingering costs time of a core that nobody else wants. So it lingers only after it has been woken so soon
- * that lingering would have caught the call, and no longer than its waits spin.
- */
-static void rest(struct hr_engine *engine) {
-    struct hr_driver *driver = &engine->driver;
-    if (driver->woken_soon && !driver->ceded && linger(engine)) {
-        return;
-    }
-    atomic_store(&driver->thread_state, HR_THREAD_PARKED);
-    (void)pthread_mutex_unlock(&engine->submission.lock);
-    const int64_t begin_ns = hr_now_ns();
-    park(engine, driver->ceded ? HR_CEDED_MS : -1);
-    const int64_t end_ns = hr_now_ns();
-    driver->woken_soon = end_ns - begin_ns < driver->thread_spin_ns;
-    (void)pthread_mutex_lock(&engine->submission.lock);
-    atomic_store(&driver->thread_state, HR_THREAD_AWAKE);
-    if (driver->who == HR_DRIVER_NONE && !hr_engine_called_lately(engine, end_ns)) {
-        driver->ceded = 0; /* not while a caller drives, who would leave nobody behind */
-    }
-}
-
-static int must_drive(const struct hr_engine *engine) {
-    return atomic_load(&engine->submission.pending) > 0 || hr_engine_thread_drives(engine) || hr_engine_is_called(engine);
-}
-
-static void drive_as_thread(struct hr_engine *engine) {
-    engine->driver.who = HR_DRIVER_THREAD;
-    (void)pthread_mutex_unlock(&engine->submission.lock);
-    hr_engine_drive(engine, NULL, 0);
-    (void)pthread_mutex_lock(&engine->submission.lock);
-    engine->driver.who = HR_DRIVER_NONE;
-    engine->driver.ceded = engine->driver.ceded || atomic_load(&engine->driver.wanted);
-    atomic_store(&engine->driver.wanted, 0);
-    if (engine->submission.waiters > 0) {
-        (void)pthread_cond_broadcast(&engine->submission.done);
-    }
-}
-
-void *hr_engine_main(void *arg) {
-    struct hr_engine *engine = arg;
-    struct hr_node *node = engine->node;
-    (void)prctl(PR_SET_TIMERSLACK, TIMER_SLACK_NS); /* of this thread; it is horo's own */
-    (void)pthread_mutex_lock(&engine->submission.lock);
-    while (!atomic_load(&engine->driver.stop)) {
-        if (engine->driver.who == HR_DRIVER_NONE && must_drive(engine)) {
-            drive_as_thread(engine);
-        } else {
-            rest(engine);
-        }
-    }
-    drive_as_thread(engine); /* until it has left */
-    (void)pthread_mutex_unlock(&engine->submission.lock);
-    atomic_store(&node->arena.blocks[node->local_rank].state, HR_MEMBER_LEFT);
-    hr_node_wake_all(node);
-    return NULL;
 }

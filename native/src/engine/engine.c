@@ -1,4 +1,4 @@
-/* The callers' side of the engine: submit, poll, wait, release. */
+/* The callers' side of the engine, behind submit.c: poll, wait, release; and its beginning and end. */
 #include "engine/engine.h"
 
 #include <errno.h>
@@ -29,14 +29,9 @@ static int start_thread(struct hr_engine *engine, struct hr_error *error) {
 }
 
 static void free_parts(struct hr_engine *engine) {
-    if (engine->is_leader) {
-        hr_engine_fini_leader(engine);
+    for (int i = engine->lane_count - 1; i >= 0; i--) {
+        hr_lane_destroy(engine->lanes[i]);
     }
-    hr_engine_free_known(engine);
-    hr_engine_free_batch(engine);
-    hr_buffer_fini(&engine->announcer.request_out);
-    hr_buffer_fini(&engine->executor.log_in);
-    hr_map_fini(&engine->submission.in_flight);
     hr_map_fini(&engine->submission.handles);
     free(engine->driver.park_fds);
     if (engine->driver.kick_fd >= 0) {
@@ -55,37 +50,35 @@ static void init_sync(struct hr_engine *engine) {
     (void)pthread_mutex_init(&engine->submission.lock, NULL);
 }
 
+static int init_parts(struct hr_engine *engine, struct hr_team *world, struct hr_backend *backend, struct hr_error *error) {
+    engine->driver.kick_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    engine->driver.park_fds = calloc((size_t)engine->node->local_size + 1, sizeof *engine->driver.park_fds);
+    if (engine->driver.kick_fd < 0 || engine->driver.park_fds == NULL) {
+        hr_backend_destroy(backend);
+        hr_team_destroy(world);
+        return hr_fail(error, HORO_ERR_RESOURCE, "cannot set up the engine: %s", strerror(errno));
+    }
+    HR_TRY(hr_lane_create(engine, world, backend, &engine->lanes[0], error));
+    engine->teams[0] = (struct hr_team_place){.is_used = 1, .has_local = 1, .lane = engine->lanes[0]};
+    engine->lane_count = 1;
+    return start_thread(engine, error);
+}
+
 int hr_engine_init(struct hr_engine *engine, struct hr_team *world, struct hr_backend *backend, const horo_setup *setup,
                    struct hr_error *error) {
     struct hr_node *node = world->node;
     *engine = (struct hr_engine){
         .node = node,
-        .team = world,
-        .backend = backend,
-        .is_leader = node->local_rank == 0,
-        .is_root = node->rank == 0,
-        .announcer.capacity = setup->cache_capacity < 0 ? 0 : (uint32_t)setup->cache_capacity,
+        .fusion_bytes = setup->fusion_bytes,
+        .cache_capacity = setup->cache_capacity < 0 ? 0 : (uint32_t)setup->cache_capacity,
+        .cycle_ns = (int64_t)setup->cycle_time_us * 1000,
         .driver.always_drives = node->local_rank == 0 && world->host_count > 1,
         .driver.caller_spin_ns = (int64_t)setup->spin_us * 1000,
         .driver.thread_spin_ns = (int64_t)setup->spin_us * 1000 / THREAD_SPIN_DIVISOR,
-        .leader.cycle_ns = (int64_t)setup->cycle_time_us * 1000,
     };
     engine->submission.queue_tail = &engine->submission.queue_head;
     init_sync(engine);
-    engine->driver.kick_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    engine->announcer.known_slots = calloc(engine->announcer.capacity + 1, sizeof *engine->announcer.known_slots);
-    engine->driver.park_fds = calloc((size_t)node->local_size + 1, sizeof *engine->driver.park_fds);
-    const int failed = engine->driver.kick_fd < 0 || engine->announcer.known_slots == NULL || engine->driver.park_fds == NULL;
-    int status = failed ? HORO_ERR_RESOURCE : HORO_OK;
-    if (status != HORO_OK) {
-        (void)hr_fail(error, status, "cannot set up the engine: %s", strerror(errno));
-    }
-    if (status == HORO_OK && engine->is_leader) {
-        status = hr_engine_init_leader(engine, setup->fusion_bytes, error);
-    }
-    if (status == HORO_OK) {
-        status = start_thread(engine, error);
-    }
+    const int status = init_parts(engine, world, backend, error);
     if (status != HORO_OK) {
         hr_node_close_fds(node);
         free_parts(engine);
@@ -100,73 +93,18 @@ void hr_engine_fini(struct hr_engine *engine) {
     (void)pthread_mutex_unlock(&engine->submission.lock);
     hr_node_wake(engine->node, engine->node->local_rank);
     (void)pthread_join(engine->driver.thread, NULL);
-    hr_node_close_fds(engine->node); /* the transport lets go of posted receives before their memory is freed */
+    for (int i = 0; i < engine->lane_count; i++) {
+        hr_team_close_links(engine->lanes[i]->team); /* which let go of what is posted before its memory is freed */
+    }
+    hr_node_close_fds(engine->node);
     for (size_t i = 0; i < engine->submission.handles.capacity; i++) {
         hr_request_destroy(engine->submission.handles.slots[i].value);
     }
     free_parts(engine);
 }
 
-static struct hr_request *find_handle(const struct hr_engine *engine, int64_t handle) {
+struct hr_request *hr_engine_find_handle(const struct hr_engine *engine, int64_t handle) {
     return hr_map_find(&engine->submission.handles, hr_hash_number(handle), (const char *)&handle, sizeof handle);
-}
-
-/* With the lock held. */
-static int enqueue(struct hr_engine *engine, struct hr_request *request, struct hr_error *error) {
-    const char *name = request->call.name;
-    if (atomic_load(&engine->driver.stop)) {
-        return hr_fail(error, HORO_ERR_ABORTED, "'%s': horo is shutting down", name);
-    }
-    if (hr_map_find(&engine->submission.in_flight, request->name_hash, name, request->name_bytes) != NULL) {
-        return hr_fail(error, HORO_ERR_DUPLICATE_NAME,
-                       "'%s': a tensor of this name is being processed already; wait for it or use another name", name);
-    }
-    request->handle = engine->submission.last_handle + 1;
-    const uint64_t handle_hash = hr_hash_number(request->handle);
-    const char *handle_key = (const char *)&request->handle;
-    if (hr_map_insert(&engine->submission.handles, handle_hash, handle_key, sizeof request->handle, request) != HORO_OK) {
-        return hr_fail(error, HORO_ERR_RESOURCE, "'%s': out of memory", name);
-    }
-    if (hr_map_insert(&engine->submission.in_flight, request->name_hash, name, request->name_bytes, request) != HORO_OK) {
-        (void)hr_map_remove(&engine->submission.handles, handle_hash, handle_key, sizeof request->handle);
-        return hr_fail(error, HORO_ERR_RESOURCE, "'%s': out of memory", name);
-    }
-    engine->submission.last_handle++;
-    request->older = engine->submission.newest;
-    *(engine->submission.newest == NULL ? &engine->submission.oldest : &engine->submission.newest->newer) = request;
-    engine->submission.newest = request;
-    *engine->submission.queue_tail = request;
-    engine->submission.queue_tail = &request->next;
-    hr_engine_note_submitted(engine, request);
-    atomic_fetch_add(&engine->submission.queued, 1);
-    atomic_fetch_add(&engine->submission.pending, 1);
-    atomic_fetch_add_explicit(&engine->counts.requests, 1, memory_order_relaxed);
-    return HORO_OK;
-}
-
-int hr_engine_submit(struct hr_engine *engine, const horo_request *call, int64_t *handle, struct hr_error *error) {
-    /* A process that ends at its error must not be taken for the cause: its driver tells other hosts first, then fails this. */
-    const int untold = atomic_load(&engine->driver.always_drives) && hr_arena_aborted(&engine->node->arena).code != 0;
-    if (!untold && hr_engine_health(engine, error) != HORO_OK) {
-        hr_engine_show_end(engine);
-        return error->code;
-    }
-    struct hr_request *request = NULL;
-    HR_TRY(hr_request_create(call, engine->node->size, &request, error));
-    (void)pthread_mutex_lock(&engine->submission.lock);
-    const int status = enqueue(engine, request, error);
-    if (status == HORO_OK) {
-        *handle = request->handle;
-        const int sync = (call->flags & HORO_SUBMIT_SYNC) != 0;
-        if (engine->driver.who != HR_DRIVER_NONE || !sync) {
-            hr_engine_kick(engine);
-        }
-    }
-    (void)pthread_mutex_unlock(&engine->submission.lock);
-    if (status != HORO_OK) {
-        hr_request_destroy(request);
-    }
-    return status;
 }
 
 void hr_engine_kick(struct hr_engine *engine) {
@@ -183,7 +121,7 @@ void hr_engine_kick(struct hr_engine *engine) {
 
 int hr_engine_poll(struct hr_engine *engine, int64_t handle) {
     (void)pthread_mutex_lock(&engine->submission.lock);
-    const struct hr_request *request = find_handle(engine, handle);
+    const struct hr_request *request = hr_engine_find_handle(engine, handle);
     const int status = request == NULL ? HORO_ERR_USAGE : atomic_load(&request->status);
     if (status == HORO_IN_PROGRESS && engine->driver.who == HR_DRIVER_NONE) {
         hr_engine_kick(engine); /* submitted for a synchronous wait that has not come */
@@ -208,7 +146,7 @@ static void drive_as_caller(struct hr_engine *engine, const struct hr_request *r
     hr_engine_drive(engine, request, deadline_ns);
     (void)pthread_mutex_lock(&engine->submission.lock);
     engine->driver.who = HR_DRIVER_NONE;
-    if (atomic_load(&engine->submission.pending) > 0 || hr_engine_is_called(engine)) {
+    if (atomic_load(&engine->submission.pending) > 0 || hr_engine_thread_drives(engine) || hr_engine_is_called(engine)) {
         hr_engine_kick(engine);
     }
     if (engine->submission.waiters > 0) {
@@ -230,7 +168,7 @@ static void ask_to_drive(struct hr_engine *engine, const struct hr_request *requ
 
 int hr_engine_wait(struct hr_engine *engine, int64_t handle, int32_t timeout_ms) {
     (void)pthread_mutex_lock(&engine->submission.lock);
-    const struct hr_request *request = find_handle(engine, handle);
+    const struct hr_request *request = hr_engine_find_handle(engine, handle);
     if (request == NULL) {
         (void)pthread_mutex_unlock(&engine->submission.lock);
         return HORO_ERR_USAGE;
@@ -260,7 +198,7 @@ int hr_engine_wait(struct hr_engine *engine, int64_t handle, int32_t timeout_ms)
 
 void hr_engine_error(struct hr_engine *engine, int64_t handle, char *text, size_t text_bytes) {
     (void)pthread_mutex_lock(&engine->submission.lock);
-    const struct hr_request *request = find_handle(engine, handle);
+    const struct hr_request *request = hr_engine_find_handle(engine, handle);
     if (request == NULL) {
         (void)snprintf(text, text_bytes, "Handle %lld was not created or has been cleared.", (long long)handle);
     } else {
@@ -274,14 +212,14 @@ void hr_engine_error(struct hr_engine *engine, int64_t handle, char *text, size_
 int hr_engine_take(struct hr_engine *engine, int64_t handle, int32_t index, void **data, int64_t *bytes,
                    int64_t *first_dims) {
     (void)pthread_mutex_lock(&engine->submission.lock);
-    struct hr_request *request = find_handle(engine, handle);
+    struct hr_request *request = hr_engine_find_handle(engine, handle);
     int status = HORO_ERR_USAGE;
     if (request != NULL && atomic_load(&request->status) == HORO_OK && request->gathered != NULL && index >= 0 &&
         index < request->call.tensor_count && request->gathered[index].data != NULL) {
         struct hr_gathered *result = &request->gathered[index];
         *data = result->data;
         *bytes = result->bytes;
-        memcpy(first_dims, result->first_dims, (size_t)engine->node->size * sizeof *first_dims);
+        memcpy(first_dims, result->first_dims, (size_t)request->team_size * sizeof *first_dims);
         result->data = NULL;
         status = HORO_OK;
     }
@@ -291,7 +229,7 @@ int hr_engine_take(struct hr_engine *engine, int64_t handle, int32_t index, void
 
 int hr_engine_release(struct hr_engine *engine, int64_t handle) {
     (void)pthread_mutex_lock(&engine->submission.lock);
-    struct hr_request *request = find_handle(engine, handle);
+    struct hr_request *request = hr_engine_find_handle(engine, handle);
     int status = HORO_ERR_USAGE;
     if (request != NULL && atomic_load(&request->status) != HORO_IN_PROGRESS) {
         (void)hr_map_remove(&engine->submission.handles, hr_hash_number(handle), (const char *)&handle, sizeof handle);
@@ -302,6 +240,17 @@ int hr_engine_release(struct hr_engine *engine, int64_t handle) {
         hr_request_destroy(request);
     }
     return status;
+}
+
+uint64_t hr_engine_link_bytes(struct hr_engine *engine) {
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    uint64_t bytes = engine->gone_link_bytes;
+    for (int i = 0; i < engine->lane_count; i++) {
+        const struct hr_transport *transport = engine->lanes[i]->team->transport;
+        bytes += transport == NULL ? 0 : atomic_load(&transport->data_bytes);
+    }
+    (void)pthread_mutex_unlock(&engine->submission.lock);
+    return bytes;
 }
 
 int hr_engine_health(struct hr_engine *engine, struct hr_error *error) {

@@ -34,61 +34,7 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
-#include "backend/backend.h"
-#include "node/team.h"
-#include "engine/agree.h"
-
-#define HR_NOT_ANNOUNCED UINT32_MAX
-
-/* A submitted request: one allocation, plus the results of an allgather and the text of an error. */
-struct hr_request {
-    struct hr_request *next;          /* in the submit queue */
-    struct hr_request *older, *newer; /* among those not done */
-    int64_t handle;
-    _Atomic int status; /* HORO_IN_PROGRESS until done */
-    char *error_text;
-    horo_request call; /* its pointers point into this allocation */
-    uint64_t name_hash;
-    size_t name_bytes;
-    int64_t data_bytes; /* of all its tensors here */
-    int64_t submit_ns;
-    uint8_t *bytes; /* canonical form on the wire; points into this allocation */
-    size_t byte_count;
-    uint32_t announced_id;        /* driver: announced by this id, 0: in full */
-    uint32_t pending_place;       /* driver: in the arena's table, HR_NOT_ANNOUNCED while in the queue */
-    struct hr_gathered *gathered; /* allgather: [tensor_count] */
-};
-
-/* What this rank knows of a tensor with an id, in one allocation. Driver only. */
-struct hr_known {
-    struct hr_request *pending; /* announced by this id and not done */
-    const char *name;           /* within bytes, without a terminator */
-    size_t name_bytes;
-    uint64_t name_hash;
-    uint32_t id;
-    uint32_t byte_count; /* at most HR_WIRE_MESSAGE_MAX */
-    uint8_t bytes[];     /* canonical form */
-};
-
-enum { HR_LINK_HEAD_BYTES = 64 };
-
-/* A control link to a neighbour in the tree of hosts: chunks of frames, each behind its length. Leaders only. */
-struct hr_link {
-    int host;
-    int leader_rank;
-    int open;
-    int is_done; /* the other leader has said DONE: the end of the link is no loss */
-    uint8_t recv_head[HR_LINK_HEAD_BYTES];
-    int recv_rest; /* the posted receive is for the rest of a chunk, not a head */
-    int is_garbled; /* what came was no chunk: nothing more is received, but what is to be sent still goes out */
-    struct hr_io recv;
-    struct hr_buffer in;      /* received, whole chunks */
-    uint8_t *rest;            /* being received */
-    size_t rest_bytes;
-    struct hr_buffer out;     /* to be sent next */
-    struct hr_buffer sending; /* being sent, with its length in front, as long as a head at least */
-    struct hr_io send_head, send;
-};
+#include "engine/lane.h"
 
 enum { HR_CEDED_MS = 1 };
 
@@ -99,8 +45,7 @@ struct hr_submission {
     pthread_cond_t done; /* a request has finished, or the driver has let go */
     int waiters;
     struct hr_request *queue_head, **queue_tail;
-    struct hr_map in_flight;            /* name -> request submitted and not done */
-    struct hr_request *oldest, *newest; /* of these, in the order in which they were submitted */
+    struct hr_request *oldest, *newest; /* of those not done, in the order in which they were submitted */
     struct hr_map handles;              /* handle -> request not released */
     int64_t last_handle;
     _Atomic uint32_t queued;  /* requests in the queue */
@@ -141,79 +86,41 @@ struct hr_driver {
     /* The driver's own. */
     enum hr_engine_stage stage;
     int64_t flush_ns;     /* CLOSING, ENDING: until when callers wait for what is to be sent, at the latest */
-    uint64_t moves;       /* stages of tasks and records of the log done */
+    uint64_t lane_moves;  /* what had moved in lanes that are no longer there */
     int64_t leave_ns;     /* leaving: when it stops to wait for the LEAVE record, unless something moves; 0: not leaving */
     uint64_t leave_moves; /* leaving: what had moved when leave_ns was set */
     int64_t expecting_since_ns; /* several hosts: waiting for others since */
-    int64_t stall_check_ns; /* when to look for stalls again; 0: not known */
-    uint64_t stall_moves;   /* `moves` when it last looked */
-    int64_t stall_moved_ns; /* when it last found that they had changed */
-};
-
-/* ---- Announcer: what this rank tells its leader, and what it remembers of names that have an id. The driver's. ---- */
-
-struct hr_announcer {
-    struct hr_map known;
-    struct hr_known **known_slots; /* [capacity] */
-    uint32_t capacity;
-    struct hr_buffer request_out; /* frames for my leader */
-    int has_asked_to_leave;       /* LEAVE is among them, or has gone */
-};
-
-/* ---- Executor: the log, record by record. The driver's. ---- */
-
-/* What it does with the record at the front of the log. */
-enum hr_execution {
-    HR_EXECUTION_IDLE,    /* none has been begun */
-    HR_EXECUTION_RUNNING, /* a batch: its task is the backend's */
-    HR_EXECUTION_LOST,    /* a batch whose task has lost a peer: other ranks may tell of the cause until confirm_ns */
-};
-
-struct hr_executor {
-    enum hr_execution state;
-    int outcome;            /* of a look at the executor during a wait, for the next turn; 0: none */
-    int64_t confirm_ns;
-    uint64_t log_position;  /* bytes of the log taken out of the ring */
-    struct hr_buffer log_in; /* taken out, not begun */
-    uint64_t log_executed;  /* bytes of the log executed */
-    uint64_t record_bytes;  /* of the record that is being executed */
-    int has_left;           /* a LEAVE record has been executed */
-    struct hr_batch *batch; /* scratch of execute.c */
-};
-
-/* ---- Leader: the agreement on one host, and its links to other hosts. The driver's; unused on other ranks. ---- */
-
-struct hr_leader {
-    struct hr_agree agree;
-    int *member_ranks;
-    struct hr_buffer *request_in; /* [local_size] frames from local ranks */
-    struct hr_buffer log_out;     /* frames for the log ring */
-    uint64_t announced_seen;
-    struct hr_link *links;        /* parent first if there is one, then children */
-    int link_count;
-    int has_parent;
-    int leaver;     /* 1 + the rank that asked to leave, as far as this leader knows; 0: none has */
-    int log_closed; /* the LEAVE record has been written or passed on: nothing follows it */
-    int told_abort, told_done;
-    int64_t cycle_ns;
 };
 
 struct hr_counts {
     _Atomic uint64_t requests, cache_hits, batches, tensors, bytes, messages_sent;
 };
 
+/* What a rank knows of each team, also of those that it is no member of. */
+struct hr_team_place {
+    int is_used;
+    int has_local;      /* there are members on this host */
+    uint32_t cleanings; /* of its partition that all removals executed here come to, see hr_partition_leave */
+    struct hr_lane *lane; /* NULL: this rank is no member. Written by the driver under the lock of submission */
+};
+
 struct hr_engine {
     struct hr_node *node;
-    struct hr_team *team; /* the world */
-    struct hr_backend *backend;
-    int is_leader, is_root;
+    uint64_t fusion_bytes;
+    uint32_t cache_capacity;
+    int64_t cycle_ns;
     struct hr_submission submission;
     struct hr_driver driver;
-    struct hr_announcer announcer;
-    struct hr_executor executor;
-    struct hr_leader leader;
+    struct hr_team_place teams[HR_TEAMS_MAX]; /* by number; 0 is the world */
+    struct hr_lane *lanes[HR_TEAMS_MAX];      /* [lane_count] all of teams[].lane, that of all ranks first; written likewise */
+    int lane_count;
+    uint64_t gone_link_bytes; /* of teams that have been removed; under the lock */
     struct hr_counts counts;
 };
+
+static inline struct hr_lane *hr_engine_world(const struct hr_engine *engine) {
+    return engine->lanes[0];
+}
 
 int hr_engine_init(struct hr_engine *engine, struct hr_team *world, struct hr_backend *backend, const horo_setup *setup,
                    struct hr_error *error);
@@ -221,22 +128,31 @@ int hr_engine_init(struct hr_engine *engine, struct hr_team *world, struct hr_ba
 void hr_engine_fini(struct hr_engine *engine);
 
 int hr_engine_submit(struct hr_engine *engine, const horo_request *request, int64_t *handle, struct hr_error *error);
+/* teams.c */
+/*
+ * `team` is this rank's part in it with its links, and `backend` does its collectives; both NULL where it is no member. On HORO_OK they are
+ * the engine's.
+ */
+int hr_engine_add_team(struct hr_engine *engine, const int32_t *ranks, int size, struct hr_team *team, struct hr_backend *backend,
+                       int64_t *handle, struct hr_error *error);
+int hr_engine_remove_team(struct hr_engine *engine, int team, int64_t *handle, struct hr_error *error);
+int hr_engine_added_team(struct hr_engine *engine, int64_t handle);
 int hr_engine_poll(struct hr_engine *engine, int64_t handle);
 int hr_engine_wait(struct hr_engine *engine, int64_t handle, int32_t timeout_ms);
 void hr_engine_error(struct hr_engine *engine, int64_t handle, char *text, size_t text_bytes);
 int hr_engine_take(struct hr_engine *engine, int64_t handle, int32_t index, void **data, int64_t *bytes,
                    int64_t *first_dims);
 int hr_engine_release(struct hr_engine *engine, int64_t handle);
+/* Of data, handed to the links of all teams, those that are gone included. Any thread. */
+uint64_t hr_engine_link_bytes(struct hr_engine *engine);
 int hr_engine_health(struct hr_engine *engine, struct hr_error *error);
 
 /* ---- Between the files of the engine ---- */
 
-/* request.c: HORO_OK with a new request, or a status with *error set. Checks everything a caller can get wrong. */
-int hr_request_create(const horo_request *call, int size, struct hr_request **request, struct hr_error *error);
-void hr_request_destroy(struct hr_request *request);
+/* thread.c */
+void *hr_engine_main(void *engine);
 
 /* drive.c */
-void *hr_engine_main(void *engine);
 /* Whether the background thread has to drive even if nothing is pending here. With the lock held, or on that thread. */
 static inline int hr_engine_thread_drives(const struct hr_engine *engine) {
     return atomic_load(&engine->driver.always_drives) && !engine->driver.ceded;
@@ -252,68 +168,28 @@ void hr_engine_drive(struct hr_engine *engine, const struct hr_request *until, i
 /* Wakes whoever must notice a change made under the lock. Call with the lock held. */
 void hr_engine_kick(struct hr_engine *engine);
 
-/* announce.c: takes the queue and announces it, but for what the next flush takes to the leader; returns how many. */
+/* announce.c: takes the queue and announces it in the lanes; returns how many. */
 int hr_engine_announce(struct hr_engine *engine);
-int hr_engine_flush_requests(struct hr_engine *engine);
-/* What a BATCH ref does to this rank's knowledge; *request is what it stands for. */
-int hr_engine_resolve(struct hr_engine *engine, const struct hr_wire_ref *ref, struct hr_request **request);
-/* Asks for the LEAVE record, behind all that has been announced. */
-int hr_engine_ask_to_leave(struct hr_engine *engine);
-struct hr_request *hr_engine_find_name(struct hr_engine *engine, struct hr_wire_text name);
-void hr_engine_free_known(struct hr_engine *engine);
 
-/* lead.c and control.c: what a leader does besides; 1 if something moved, 0 if not, or a status. */
-int hr_engine_lead(struct hr_engine *engine);
-int hr_engine_has_lead_work(struct hr_engine *engine);
-int hr_engine_init_leader(struct hr_engine *engine, uint64_t fusion_bytes, struct hr_error *error);
-void hr_engine_fini_leader(struct hr_engine *engine);
-/* When a ready batch that waits out its cycle time is due; 0: none waits. */
-int64_t hr_engine_batch_due_ns(struct hr_engine *engine);
-/* After the end of the group: tells the neighbours of an abort and sends what there is. 1: all is sent or cannot be; 0; a status. */
-int hr_engine_flush_links(struct hr_engine *engine);
-int hr_engine_may_flush(const struct hr_engine *engine);
-/* Whether a message of another leader waits to be read, or of this one to be sent. */
-int hr_leader_has_messages(const struct hr_engine *engine);
-/* Whether something for another leader has not been handed to the system yet. */
-int hr_leader_sends_left(const struct hr_engine *engine);
-/* CLOSING: whether everybody for whom this leader passes messages on has executed what stands before the LEAVE record. */
-int hr_leader_is_done(const struct hr_engine *engine);
-/* The last message on every link, for ENDING after CLOSING. */
-int hr_leader_tell_done(struct hr_engine *engine);
-/* control.c; progress_links as hr_engine_lead. */
-int hr_leader_open_links(struct hr_engine *engine, struct hr_error *error);
-int hr_leader_progress_links(struct hr_engine *engine);
-/* lead.c, for control.c. Takes in what a member announces; agrees on, or reports, what all members have announced; hands records down. */
-int hr_leader_announce(struct hr_engine *engine, int member, const struct hr_wire_message *message, int64_t now_ns);
-int hr_leader_collect(struct hr_engine *engine);
-int hr_leader_hand_down(struct hr_engine *engine, size_t mark);
-/* The next record for the log is LEAVE. */
-void hr_leader_close_log(struct hr_engine *engine);
-/* A rank of this subtree wants to leave. */
-int hr_engine_note_leaver(struct hr_engine *engine, int rank);
-int hr_engine_announce_own(struct hr_engine *engine, const struct hr_request *request, uint32_t id);
+/* submit.c: new_lane is the request's with HORO_OK, else the caller's. */
+int hr_engine_submit_with(struct hr_engine *engine, const horo_request *call, struct hr_lane *new_lane, int64_t *handle,
+                          struct hr_error *error);
+/* engine.c: with the lock held; NULL if there is none. */
+struct hr_request *hr_engine_find_handle(const struct hr_engine *engine, int64_t handle);
 
-/* link.c */
-int hr_link_open(struct hr_engine *engine, struct hr_link *link, int host);
-void hr_link_close(struct hr_link *link);
-int hr_link_has_work(const struct hr_link *link);
-/* Moves bytes both ways; received frames are in link->in. 1, 0, or HORO_ERR_PEER_LOST once the link is broken. */
-int hr_link_progress(struct hr_engine *engine, struct hr_link *link);
-
-/* execute.c: one stage of the current batch, or the next record of the log: 1 if something moved, 0 if not, or a status. */
-int hr_engine_execute(struct hr_engine *engine);
-/* After the end of the group: gives the current batch up. */
-void hr_engine_cancel(struct hr_engine *engine);
-/* Whether the current batch has posted all that it sends (hr_task.is_ending). */
-int hr_engine_is_ending_batch(const struct hr_engine *engine);
-/* Marks requests as done, all with one status and sentence. */
+/* execute.c: marks requests as done, all with one status and sentence. */
 void hr_engine_complete(struct hr_engine *engine, struct hr_request *const *requests, size_t count, int status,
                         const char *text);
-
 /* The same for one, with the lock held; the caller wakes waiters. */
 void hr_engine_complete_locked(struct hr_engine *engine, struct hr_request *request, int status, const char *text);
 
-void hr_engine_free_batch(struct hr_engine *engine);
+/* teams.c: the batch of an operation of teams, as hr_task.progress; HR_TASK_DONE with the status of the request in *outcome. */
+int hr_engine_change_teams(struct hr_engine *engine, struct hr_request *request, int *outcome, char *text, size_t text_bytes);
+/* Before the announcement of one that removes a team, which from then on may end on other ranks; and where the ranks do not agree on it. */
+void hr_engine_expect_removal(struct hr_engine *engine, const struct hr_request *request);
+void hr_engine_refuse_removal(struct hr_engine *engine, const struct hr_request *request);
+/* Whether this host has members of a team besides that of all ranks. Driver only. */
+int hr_engine_has_local_teams(const struct hr_engine *engine);
 
 /* Of what reports and errors list: so many tensors, and so much room for ranks. */
 enum { HR_NAMES_IN_TEXT = 6, HR_NAME_TEXT_BYTES = 256 };
@@ -339,9 +215,5 @@ void hr_engine_note_end(struct hr_engine *engine);
 void hr_engine_show_events(struct hr_engine *engine, int level);
 /* The same for the end of the group, once; nothing where it has ended in order. Any thread. */
 void hr_engine_show_end(struct hr_engine *engine);
-
-/* stall.c */
-/* `moves` changes whenever something moves here. Reports what has waited too long; returns when to look again (0: no need). */
-int64_t hr_engine_check_stall(struct hr_engine *engine, uint64_t moves);
 
 #endif

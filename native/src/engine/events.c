@@ -12,6 +12,7 @@ static void note_all(struct hr_engine *engine, int event, struct hr_request *con
                                                      .event = event,
                                                      .op = requests[i]->call.op,
                                                      .status = status,
+                                                     .team = requests[i]->call.team,
                                                      .bytes = requests[i]->data_bytes,
                                                      .name = requests[i]->call.name,
                                                      .name_bytes = requests[i]->name_bytes,
@@ -35,6 +36,7 @@ void hr_engine_note_batch(struct hr_engine *engine, struct hr_request *const *re
     hr_recorder_add(&engine->node->recorder, &(struct hr_event){
                                                  .event = HORO_EVENT_BEGUN,
                                                  .op = requests[0]->call.op,
+                                                 .team = requests[0]->call.team,
                                                  .number = (int32_t)count,
                                                  .bytes = (int64_t)bytes,
                                                  .name = requests[0]->call.name,

@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/op.h"
 #include "engine/engine.h"
 
 enum { CONFIRM_MS = 250 }; /* time for a LOST message to come by way of several leaders that are busy */
@@ -18,14 +19,14 @@ struct hr_batch {
     uint64_t bytes;
 };
 
-void hr_engine_free_batch(struct hr_engine *engine) {
-    if (engine->executor.batch != NULL) {
-        free((void *)engine->executor.batch->requests);
-        free(engine->executor.batch->operands);
-        free(engine->executor.batch->rows);
-        free(engine->executor.batch->row_bytes);
-        free(engine->executor.batch);
-        engine->executor.batch = NULL;
+void hr_lane_free_batch(struct hr_lane *lane) {
+    if (lane->executor.batch != NULL) {
+        free((void *)lane->executor.batch->requests);
+        free(lane->executor.batch->operands);
+        free(lane->executor.batch->rows);
+        free(lane->executor.batch->row_bytes);
+        free(lane->executor.batch);
+        lane->executor.batch = NULL;
     }
 }
 
@@ -75,11 +76,11 @@ static void add_operand(struct hr_batch *batch, const horo_tensor *tensor) {
     batch->bytes += (uint64_t)bytes;
 }
 
-static int load_batch(struct hr_engine *engine, const struct hr_wire_message *record) {
-    if (engine->executor.batch == NULL && (engine->executor.batch = calloc(1, sizeof *engine->executor.batch)) == NULL) {
+static int load_batch(struct hr_lane *lane, const struct hr_wire_message *record) {
+    if (lane->executor.batch == NULL && (lane->executor.batch = calloc(1, sizeof *lane->executor.batch)) == NULL) {
         return HORO_ERR_RESOURCE;
     }
-    struct hr_batch *batch = engine->executor.batch;
+    struct hr_batch *batch = lane->executor.batch;
     batch->request_count = 0;
     batch->operand_count = 0;
     batch->bytes = 0;
@@ -89,7 +90,7 @@ static int load_batch(struct hr_engine *engine, const struct hr_wire_message *re
     for (uint32_t i = 0; i < record->count; i++) {
         struct hr_wire_ref ref;
         hr_wire_next_ref(&cursor, &ref);
-        HR_TRY(hr_engine_resolve(engine, &ref, &batch->requests[i]));
+        HR_TRY(hr_lane_resolve(lane, &ref, &batch->requests[i]));
         batch->request_count++;
         operands += (size_t)batch->requests[i]->call.tensor_count;
     }
@@ -104,8 +105,8 @@ static int load_batch(struct hr_engine *engine, const struct hr_wire_message *re
 }
 
 /* HR_TASK_DONE where that all have agreed is all there is to it, else HR_TASK_MOVED or a status. */
-static int begin_batch(struct hr_engine *engine) {
-    const struct hr_batch *batch = engine->executor.batch;
+static int begin_batch(struct hr_lane *lane) {
+    const struct hr_batch *batch = lane->executor.batch;
     if (batch->request_count == 0) {
         return HORO_ERR_INTERNAL;
     }
@@ -116,7 +117,7 @@ static int begin_batch(struct hr_engine *engine) {
     const struct hr_work work = {
         .op = call->op,
         .reduce_op = call->reduce_op,
-        .root_rank = call->root_rank,
+        .root_rank = call->op == HORO_BROADCAST ? hr_team_member(lane->team, call->root_rank) : 0,
         .prescale = call->prescale,
         .postscale = call->postscale,
         .operands = batch->operands,
@@ -125,79 +126,98 @@ static int begin_batch(struct hr_engine *engine) {
         .row_bytes = batch->row_bytes,
         .results = batch->requests[0]->gathered,
     };
-    HR_TRY(engine->backend->ops->begin(engine->backend, &work));
+    HR_TRY(lane->backend->ops->begin(lane->backend, &work));
     return HR_TASK_MOVED;
 }
 
 /* The record that was begun last is over. */
-static void end_record(struct hr_engine *engine) {
-    struct hr_arena *arena = &engine->node->arena;
-    engine->executor.log_executed += engine->executor.record_bytes;
-    atomic_store(&arena->blocks[arena->local_rank].log_executed, engine->executor.log_executed); /* partner: hr_arena_has_closed */
-    if (atomic_load(&arena->header->leave_at) != 0 && !engine->is_leader) {
-        hr_node_wake(engine->node, 0); /* it may wait for this before it leaves */
+static void end_record(struct hr_lane *lane) {
+    const struct hr_arena *arena = &lane->node->arena;
+    const int number = lane->team->number;
+    lane->executor.log_executed += lane->executor.record_bytes;
+    atomic_store(&arena->blocks[arena->local_rank].log_executed[number], lane->executor.log_executed); /* partner: hr_arena_has_closed */
+    if (atomic_load(&arena->header->leave_at[number]) != 0 && !lane->is_leader) {
+        hr_team_wake_leader(lane->team); /* it may wait for this before it leaves */
     }
-    engine->executor.record_bytes = 0;
-    engine->executor.state = HR_EXECUTION_IDLE;
+    lane->executor.record_bytes = 0;
+    lane->executor.state = HR_EXECUTION_IDLE;
 }
 
-static void end_batch(struct hr_engine *engine) {
-    const struct hr_batch *batch = engine->executor.batch;
-    atomic_fetch_add_explicit(&engine->counts.batches, 1, memory_order_relaxed);
-    atomic_fetch_add_explicit(&engine->counts.tensors, batch->operand_count, memory_order_relaxed);
-    atomic_fetch_add_explicit(&engine->counts.bytes, batch->bytes, memory_order_relaxed);
-    end_record(engine);
-    hr_engine_complete(engine, batch->requests, batch->request_count, HORO_OK, NULL);
+static void end_batch(struct hr_lane *lane) {
+    const struct hr_batch *batch = lane->executor.batch;
+    atomic_fetch_add_explicit(&lane->engine->counts.batches, 1, memory_order_relaxed);
+    atomic_fetch_add_explicit(&lane->engine->counts.tensors, batch->operand_count, memory_order_relaxed);
+    atomic_fetch_add_explicit(&lane->engine->counts.bytes, batch->bytes, memory_order_relaxed);
+    end_record(lane);
+    hr_engine_complete(lane->engine, batch->requests, batch->request_count, HORO_OK, NULL);
 }
 
 /*
  * The task has lost a peer. That rank need not be the cause: it may have ended because it had heard of another's death. So other ranks
  * get a moment to tell of the cause before this one names the suspect. Silence is nobody else's doing.
  */
-static int suspect(struct hr_engine *engine) {
-    engine->backend->ops->cancel(engine->backend);
-    engine->executor.state = HR_EXECUTION_LOST;
-    engine->executor.confirm_ns = hr_now_ns() + (engine->node->suspect.reason == HR_REASON_LINK ? CONFIRM_MS * 1000000ll : 0);
+static int suspect(struct hr_lane *lane) {
+    lane->backend->ops->cancel(lane->backend);
+    lane->executor.state = HR_EXECUTION_LOST;
+    lane->executor.confirm_ns = hr_now_ns() + (lane->node->suspect.reason == HR_REASON_LINK ? CONFIRM_MS * 1000000ll : 0);
     return 1;
 }
 
-static int confirm(struct hr_engine *engine) {
-    const struct hr_abort who = engine->node->suspect;
-    if (hr_now_ns() < engine->executor.confirm_ns) {
+static int confirm(struct hr_lane *lane) {
+    const struct hr_abort who = lane->node->suspect;
+    if (hr_now_ns() < lane->executor.confirm_ns) {
         return 0;
     }
-    hr_node_abort(engine->node, who.code, who.rank, who.reason);
+    hr_node_abort(lane->node, who.code, who.rank, who.reason);
     return 1;
 }
 
-static int progress_batch(struct hr_engine *engine) {
-    const int moved = engine->backend->ops->progress(engine->backend);
+static int progress_batch(struct hr_lane *lane) {
+    const int moved = lane->backend->ops->progress(lane->backend);
     switch (moved) {
     case HR_TASK_BLOCKED: return 0;
-    case HR_TASK_DONE: end_batch(engine); break;
+    case HR_TASK_DONE: end_batch(lane); break;
     case HR_TASK_MOVED: break;
-    case HORO_ERR_PEER_LOST: return suspect(engine);
+    case HORO_ERR_PEER_LOST: return suspect(lane);
     default: return moved < 0 ? moved : HORO_ERR_INTERNAL;
     }
-    engine->driver.moves++;
+    lane->executor.moves++;
     return 1;
 }
 
-static int execute_batch(struct hr_engine *engine, const struct hr_wire_message *record) {
-    HR_TRY(load_batch(engine, record));
-    hr_engine_note_batch(engine, engine->executor.batch->requests, engine->executor.batch->request_count, engine->executor.batch->bytes);
-    const int begun = begin_batch(engine);
+static int change_teams(struct hr_lane *lane) {
+    struct hr_request *request = lane->executor.batch->requests[0]; /* such an operation shares its batch with none */
+    char text[HORO_MESSAGE_MAX];
+    int outcome;
+    const int moved = hr_engine_change_teams(lane->engine, request, &outcome, text, sizeof text);
+    if (moved != HR_TASK_DONE) {
+        return moved == HR_TASK_BLOCKED ? 0 : moved;
+    }
+    end_record(lane);
+    lane->executor.moves++;
+    hr_engine_complete(lane->engine, &request, 1, outcome, outcome == HORO_OK ? NULL : text);
+    return 1;
+}
+
+static int execute_batch(struct hr_lane *lane, const struct hr_wire_message *record) {
+    HR_TRY(load_batch(lane, record));
+    hr_engine_note_batch(lane->engine, lane->executor.batch->requests, lane->executor.batch->request_count, lane->executor.batch->bytes);
+    if (lane->executor.batch->request_count > 0 && hr_op_is_of_teams(lane->executor.batch->requests[0]->call.op)) {
+        lane->executor.state = HR_EXECUTION_CHANGING;
+        return HORO_OK;
+    }
+    const int begun = begin_batch(lane);
     HR_TRY(begun);
     if (begun == HR_TASK_DONE) {
-        end_batch(engine);
+        end_batch(lane);
     } else {
-        engine->executor.state = HR_EXECUTION_RUNNING;
+        lane->executor.state = HR_EXECUTION_RUNNING;
     }
     return HORO_OK;
 }
 
-static int execute_fail(struct hr_engine *engine, const struct hr_wire_message *record) {
-    struct hr_request *request = hr_engine_find_name(engine, record->name);
+static int execute_fail(struct hr_lane *lane, const struct hr_wire_message *record) {
+    struct hr_request *request = hr_lane_find_name(lane, record->name);
     if (request == NULL) {
         return HORO_ERR_INTERNAL;
     }
@@ -205,104 +225,110 @@ static int execute_fail(struct hr_engine *engine, const struct hr_wire_message *
     const size_t bytes = record->text.bytes < sizeof text - 1 ? record->text.bytes : sizeof text - 1;
     memcpy(text, record->text.data, bytes);
     text[bytes] = '\0';
-    end_record(engine);
-    hr_engine_complete(engine, &request, 1, record->status, text);
+    hr_engine_refuse_removal(lane->engine, request);
+    end_record(lane);
+    hr_engine_complete(lane->engine, &request, 1, record->status, text);
     return HORO_OK;
 }
 
 /* The last record: nothing that is still pending will ever be agreed on. */
-static int execute_leave(struct hr_engine *engine, const struct hr_wire_message *record) {
+static int execute_leave(struct hr_lane *lane, const struct hr_wire_message *record) {
     uint64_t none = 0;
-    (void)atomic_compare_exchange_strong(&engine->node->arena.header->left_rank, &none, (uint64_t)record->rank + 1);
-    engine->executor.has_left = 1;
-    hr_engine_note_end(engine);
-    end_record(engine);
+    (void)atomic_compare_exchange_strong(&lane->node->arena.header->left_rank, &none, (uint64_t)record->rank + 1);
+    lane->executor.has_left = 1;
+    hr_engine_note_end(lane->engine);
+    end_record(lane);
     return HORO_OK;
 }
 
 /* Moves what is in the ring to log_in and lets the leader know that there is room. */
-static int take_log(struct hr_engine *engine) {
-    struct hr_node *node = engine->node;
-    struct hr_arena *arena = &node->arena;
-    const size_t available = (size_t)(atomic_load(&arena->header->log.written) - engine->executor.log_position);
+static int take_log(struct hr_lane *lane) {
+    const struct hr_partition *partition = &lane->team->partition;
+    const size_t available = (size_t)(atomic_load(&partition->header->log.written) - lane->executor.log_position);
     if (available == 0) {
         return HORO_OK;
     }
-    struct hr_buffer *in = &engine->executor.log_in;
+    struct hr_buffer *in = &lane->executor.log_in;
     HR_TRY(hr_buffer_reserve(in, available));
-    in->end += hr_ring_read(&arena->header->log, arena->log_ring, HR_LOG_RING_BYTES, &engine->executor.log_position,
+    in->end += hr_ring_read(&partition->header->log, partition->log_ring, HR_LOG_RING_BYTES, &lane->executor.log_position,
                             in->data + in->end, available);
-    atomic_store(&arena->blocks[node->local_rank].log_read, engine->executor.log_position); /* partner: slowest_reader */
-    if (!engine->is_leader && atomic_load(&arena->header->log_wants_room) != 0) {
-        hr_node_wake(node, 0);
+    atomic_store(&partition->blocks[lane->node->local_rank].log_read, lane->executor.log_position); /* partner: slowest_reader */
+    if (!lane->is_leader && atomic_load(&partition->header->log_wants_room) != 0) {
+        hr_team_wake_leader(lane->team);
     }
     return HORO_OK;
 }
 
-static int execute_record(struct hr_engine *engine, const struct hr_wire_message *record) {
+static int execute_record(struct hr_lane *lane, const struct hr_wire_message *record) {
     switch (record->type) {
-    case HR_WIRE_BATCH: return execute_batch(engine, record);
-    case HR_WIRE_FAIL: return execute_fail(engine, record);
-    case HR_WIRE_LEAVE: return execute_leave(engine, record);
+    case HR_WIRE_BATCH: return execute_batch(lane, record);
+    case HR_WIRE_FAIL: return execute_fail(lane, record);
+    case HR_WIRE_LEAVE: return execute_leave(lane, record);
     default: return HORO_ERR_INTERNAL;
     }
 }
 
-int hr_engine_execute(struct hr_engine *engine) {
-    if (engine->executor.state == HR_EXECUTION_RUNNING) {
-        return progress_batch(engine);
+int hr_lane_execute(struct hr_lane *lane) {
+    if (lane->executor.state == HR_EXECUTION_RUNNING) {
+        return progress_batch(lane);
     }
-    if (engine->executor.state == HR_EXECUTION_LOST) {
-        return confirm(engine);
+    if (lane->executor.state == HR_EXECUTION_LOST) {
+        return confirm(lane);
     }
-    HR_TRY(take_log(engine));
+    if (lane->executor.state == HR_EXECUTION_CHANGING) {
+        return change_teams(lane);
+    }
+    HR_TRY(take_log(lane));
     const uint8_t *data;
     size_t bytes;
-    const int whole = hr_frame_peek(&engine->executor.log_in, &data, &bytes);
+    const int whole = hr_frame_peek(&lane->executor.log_in, &data, &bytes);
     if (whole != HORO_OK) {
         return whole < 0 ? whole : 0;
     }
     struct hr_wire_message record;
     HR_TRY(hr_wire_decode(data, bytes, &record));
-    engine->executor.record_bytes = 4 + bytes;
-    HR_TRY(execute_record(engine, &record));
-    hr_buffer_consume(&engine->executor.log_in, 4 + bytes); /* what a batch needs of it has been copied */
-    engine->driver.moves++;
+    lane->executor.record_bytes = 4 + bytes;
+    HR_TRY(execute_record(lane, &record));
+    hr_buffer_consume(&lane->executor.log_in, 4 + bytes); /* what a batch needs of it has been copied */
+    lane->executor.moves++;
     return 1;
 }
 
-void hr_engine_cancel(struct hr_engine *engine) {
-    if (engine->executor.state == HR_EXECUTION_RUNNING) {
-        engine->backend->ops->cancel(engine->backend);
+void hr_lane_cancel(struct hr_lane *lane) {
+    if (lane->executor.state == HR_EXECUTION_RUNNING) {
+        lane->backend->ops->cancel(lane->backend);
     }
-    engine->executor.state = HR_EXECUTION_IDLE;
+    lane->executor.state = HR_EXECUTION_IDLE;
 }
 
-int hr_engine_is_ending_batch(const struct hr_engine *engine) {
-    return engine->executor.state == HR_EXECUTION_RUNNING && engine->backend->ops->is_ending(engine->backend);
+int hr_lane_is_ending_batch(const struct hr_lane *lane) {
+    return lane->executor.state == HR_EXECUTION_RUNNING && lane->backend->ops->is_ending(lane->backend);
 }
 
-static void forget_announcement(struct hr_engine *engine, const struct hr_request *request) {
+static void forget_announcement(const struct hr_request *request) {
+    struct hr_lane *lane = request->lane;
     if (request->pending_place == HR_NOT_ANNOUNCED) {
         return;
     }
     if (request->announced_id != 0) {
-        struct hr_known *known = engine->announcer.known_slots[request->announced_id % engine->announcer.capacity];
+        struct hr_known *known = lane->announcer.known_slots[request->announced_id % lane->announcer.capacity];
         if (known != NULL && known->pending == request) {
             known->pending = NULL;
         }
     }
-    hr_arena_pending_remove(&engine->node->arena, request->pending_place);
+    hr_arena_pending_remove(&lane->node->arena, request->pending_place);
 }
 
 static void remove_in_flight(struct hr_engine *engine, const struct hr_request *request) {
-    (void)hr_map_remove(&engine->submission.in_flight, request->name_hash, request->call.name, request->name_bytes);
+    struct hr_lane *lane = request->lane;
+    (void)hr_map_remove(&lane->in_flight, request->name_hash, request->call.name, request->name_bytes);
+    atomic_store_explicit(&lane->pending, (uint32_t)lane->in_flight.count, memory_order_relaxed);
     *(request->older == NULL ? &engine->submission.oldest : &request->older->newer) = request->newer;
     *(request->newer == NULL ? &engine->submission.newest : &request->newer->older) = request->older;
 }
 
 void hr_engine_complete_locked(struct hr_engine *engine, struct hr_request *request, int status, const char *text) {
-    forget_announcement(engine, request);
+    forget_announcement(request);
     remove_in_flight(engine, request);
     request->error_text = text == NULL ? NULL : strdup(text);
     atomic_fetch_sub(&engine->submission.pending, 1);

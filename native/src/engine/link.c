@@ -11,16 +11,16 @@
 
 enum { LENGTH_BYTES = 4, IN_HEAD = HR_LINK_HEAD_BYTES - LENGTH_BYTES, CHUNK_MAX = 1 << 20 }; /* a chunk may end within a frame */
 
-static int post_head(const struct hr_engine *engine, struct hr_link *link) {
-    struct hr_transport *transport = engine->node->transport;
+static int post_head(const struct hr_lane *lane, struct hr_link *link) {
+    struct hr_transport *transport = lane->team->transport;
     link->recv_rest = 0;
     return transport->ops->post_recv(transport, link->host, HR_CHANNEL_CONTROL, link->recv_head, HR_LINK_HEAD_BYTES,
                                      &link->recv);
 }
 
-int hr_link_open(struct hr_engine *engine, struct hr_link *link, int host) {
-    *link = (struct hr_link){.host = host, .leader_rank = engine->team->leader_of_host[host], .open = 1};
-    return post_head(engine, link);
+int hr_link_open(struct hr_lane *lane, struct hr_link *link, int host) {
+    *link = (struct hr_link){.host = host, .leader_rank = lane->team->job_rank[lane->team->leader_of_host[host]], .open = 1};
+    return post_head(lane, link);
 }
 
 void hr_link_close(struct hr_link *link) {
@@ -50,7 +50,7 @@ static int post_chunk(struct hr_transport *transport, struct hr_link *link) {
     return transport->ops->post_send(transport, link->host, HR_CHANNEL_CONTROL, front, rest_bytes, &link->send);
 }
 
-static int send_next(struct hr_engine *engine, struct hr_link *link) {
+static int send_next(struct hr_lane *lane, struct hr_link *link) {
     if (link->send.state == HR_IO_POSTED || hr_buffer_size(&link->out) == 0) {
         return 0;
     }
@@ -66,12 +66,12 @@ static int send_next(struct hr_engine *engine, struct hr_link *link) {
         HR_TRY(hr_buffer_append(&link->sending, padding, IN_HEAD - bytes));
     }
     hr_buffer_consume(&link->out, bytes);
-    HR_TRY(post_chunk(engine->node->transport, link));
-    atomic_fetch_add_explicit(&engine->counts.messages_sent, 1, memory_order_relaxed);
+    HR_TRY(post_chunk(lane->team->transport, link));
+    atomic_fetch_add_explicit(&lane->engine->counts.messages_sent, 1, memory_order_relaxed);
     return 1;
 }
 
-static int receive_head(const struct hr_engine *engine, struct hr_link *link) {
+static int receive_head(const struct hr_lane *lane, struct hr_link *link) {
     const uint8_t *h = link->recv_head;
     const uint32_t bytes = hr_load_u32(h);
     if (bytes == 0 || bytes > CHUNK_MAX) {
@@ -79,7 +79,7 @@ static int receive_head(const struct hr_engine *engine, struct hr_link *link) {
     }
     if (bytes <= IN_HEAD) {
         HR_TRY(hr_buffer_append(&link->in, h + LENGTH_BYTES, bytes));
-        return post_head(engine, link);
+        return post_head(lane, link);
     }
     link->rest_bytes = bytes - IN_HEAD;
     uint8_t *rest = realloc(link->rest, link->rest_bytes);
@@ -88,11 +88,11 @@ static int receive_head(const struct hr_engine *engine, struct hr_link *link) {
     }
     link->rest = rest;
     link->recv_rest = 1;
-    struct hr_transport *transport = engine->node->transport;
+    struct hr_transport *transport = lane->team->transport;
     return transport->ops->post_recv(transport, link->host, HR_CHANNEL_CONTROL, rest, link->rest_bytes, &link->recv);
 }
 
-static int receive_next(const struct hr_engine *engine, struct hr_link *link) {
+static int receive_next(const struct hr_lane *lane, struct hr_link *link) {
     if (link->recv.state == HR_IO_FAILED) {
         return HORO_ERR_PEER_LOST;
     }
@@ -100,24 +100,24 @@ static int receive_next(const struct hr_engine *engine, struct hr_link *link) {
         return 0;
     }
     if (!link->recv_rest) {
-        HR_TRY(receive_head(engine, link));
+        HR_TRY(receive_head(lane, link));
         return 1;
     }
     HR_TRY(hr_buffer_append(&link->in, link->recv_head + LENGTH_BYTES, IN_HEAD));
     HR_TRY(hr_buffer_append(&link->in, link->rest, link->rest_bytes));
-    HR_TRY(post_head(engine, link));
+    HR_TRY(post_head(lane, link));
     return 1;
 }
 
-int hr_link_progress(struct hr_engine *engine, struct hr_link *link) {
+int hr_link_progress(struct hr_lane *lane, struct hr_link *link) {
     if (!link->open) {
         return 0;
     }
-    const int received = link->is_garbled ? 0 : receive_next(engine, link);
+    const int received = link->is_garbled ? 0 : receive_next(lane, link);
     if (received < 0) {
         link->is_garbled = received != HORO_ERR_PEER_LOST;
         return received;
     }
-    const int sent = send_next(engine, link);
+    const int sent = send_next(lane, link);
     return sent < 0 ? sent : received || sent;
 }

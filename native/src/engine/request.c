@@ -61,7 +61,7 @@ static int check_tensor(const horo_request *call, const horo_tensor *tensor, str
     return check_shape(call, tensor, error);
 }
 
-static int check_call(const horo_request *call, int size, struct hr_error *error) {
+static int check_call(const horo_request *call, struct hr_error *error) {
     if (call->op < 0 || call->op >= HORO_OP_COUNT) {
         return hr_fail(error, HORO_ERR_UNSUPPORTED, "operation number %d is not known", call->op);
     }
@@ -69,10 +69,6 @@ static int check_call(const horo_request *call, int size, struct hr_error *error
     if (name_bytes == 0 || name_bytes > HORO_NAME_MAX) {
         return hr_fail(error, HORO_ERR_USAGE, "%s: the name has %zu bytes; 1 to %d are allowed", hr_op_name(call->op),
                        name_bytes, HORO_NAME_MAX);
-    }
-    if (call->op == HORO_BROADCAST && (call->root_rank < 0 || call->root_rank >= size)) {
-        return hr_fail(error, HORO_ERR_USAGE, "broadcast '%s': root rank %d does not exist; ranks are 0 to %d", call->name,
-                       call->root_rank, size - 1);
     }
     const int wrong_count = call->op == HORO_BARRIER ? call->tensor_count != 0 : call->tensor_count < 1;
     if (wrong_count || call->tensor_count > HR_WIRE_TENSORS_MAX) {
@@ -117,6 +113,7 @@ static int copy_call(const horo_request *call, size_t byte_count, struct hr_requ
         .bytes = (uint8_t *)name + name_bytes + 1,
         .byte_count = byte_count,
         .pending_place = HR_NOT_ANNOUNCED,
+        .team_added = -1,
     };
     for (size_t i = 0; i < count; i++) {
         tensors[i] = call->tensors[i];
@@ -132,6 +129,8 @@ static int copy_call(const horo_request *call, size_t byte_count, struct hr_requ
     request->call.name = name;
     request->call.tensors = tensors;
     request->name_hash = hr_hash(name, name_bytes);
+    request->pending_hash = request->name_hash ^ ((uint64_t)call->team << 32 | (uint64_t)call->team);
+    request->pending_hash += request->pending_hash == 0; /* 0 is a free place */
     atomic_init(&request->status, HORO_IN_PROGRESS);
     *out = request;
     return HORO_OK;
@@ -142,8 +141,8 @@ static int encode(const struct hr_request *request) {
     return hr_wire_encode_request(&room, &request->call);
 }
 
-int hr_request_create(const horo_request *call, int size, struct hr_request **request, struct hr_error *error) {
-    HR_TRY(check_call(call, size, error));
+int hr_request_create(const horo_request *call, struct hr_request **request, struct hr_error *error) {
+    HR_TRY(check_call(call, error));
     const size_t byte_count = hr_wire_request_bytes(call);
     HR_TRY(check_size(call, byte_count, error));
     struct hr_request *copy = NULL;
@@ -172,6 +171,9 @@ void hr_request_destroy(struct hr_request *request) {
         free(request->gathered[i].first_dims);
     }
     free(request->gathered);
+    if (request->new_lane != NULL) {
+        hr_lane_destroy(request->new_lane);
+    }
     free(request->error_text);
     free(request);
 }

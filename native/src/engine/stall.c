@@ -8,14 +8,15 @@
 enum { LOOKS = 8 };
 
 /* The local ranks that have not submitted the name, as text; returns the first of them or -1. */
-static int find_missing(const struct hr_engine *engine, uint64_t name_hash, char *text, size_t text_bytes) {
-    const struct hr_node *node = engine->node;
+static int find_missing(const struct hr_lane *lane, uint64_t pending_hash, char *text, size_t text_bytes) {
+    const struct hr_node *node = lane->node;
+    const struct hr_team *team = lane->team;
     int first = -1;
     size_t used = 0;
     text[0] = '\0';
-    for (int i = 0; i < node->local_size; i++) {
-        if (i != node->local_rank && hr_arena_pending_has(&node->arena, i, name_hash) == 0) {
-            const int rank = node->rank_of_local[i];
+    for (int i = 0; i < team->local_size; i++) {
+        if (i != team->local_rank && hr_arena_pending_has(&node->arena, team->index_of_local[i], pending_hash) == 0) {
+            const int rank = team->job_rank[team->rank_of_local[i]];
             first = first < 0 ? rank : first;
             if (used < text_bytes) {
                 used += (size_t)snprintf(text + used, text_bytes - used, "%srank %d (%s)", used == 0 ? "" : ", ", rank,
@@ -27,20 +28,23 @@ static int find_missing(const struct hr_engine *engine, uint64_t name_hash, char
 }
 
 /* What waits for local ranks: "'a' (missing: rank 1 (h1)); ..." and the first culprit. Returns how many tensors. */
-static int describe_local(struct hr_engine *engine, int64_t now_ns, char *text, size_t text_bytes, int *culprit,
+static int describe_local(struct hr_lane *lane, int64_t now_ns, char *text, size_t text_bytes, int *culprit,
                           int64_t *oldest_ns) {
     int count = 0;
     size_t used = 0;
     *culprit = -1;
     *oldest_ns = now_ns;
-    (void)pthread_mutex_lock(&engine->submission.lock);
-    for (const struct hr_request *request = engine->submission.oldest; request != NULL; request = request->newer) {
-        if (now_ns - request->submit_ns < engine->node->stall_warning_ns) {
+    (void)pthread_mutex_lock(&lane->engine->submission.lock);
+    for (const struct hr_request *request = lane->engine->submission.oldest; request != NULL; request = request->newer) {
+        if (now_ns - request->submit_ns < lane->node->stall_warning_ns) {
             break;
+        }
+        if (request->lane != lane) {
+            continue;
         }
         *oldest_ns = request->submit_ns < *oldest_ns ? request->submit_ns : *oldest_ns;
         char missing[HR_NAME_TEXT_BYTES];
-        const int rank = find_missing(engine, request->name_hash, missing, sizeof missing);
+        const int rank = find_missing(lane, request->pending_hash, missing, sizeof missing);
         if (rank < 0) {
             continue;
         }
@@ -50,15 +54,19 @@ static int describe_local(struct hr_engine *engine, int64_t now_ns, char *text, 
                                      request->call.name, missing);
         }
     }
-    (void)pthread_mutex_unlock(&engine->submission.lock);
+    (void)pthread_mutex_unlock(&lane->engine->submission.lock);
     return count;
 }
 
-static int64_t oldest_pending_ns(struct hr_engine *engine) {
-    (void)pthread_mutex_lock(&engine->submission.lock);
-    const int64_t oldest = engine->submission.oldest == NULL ? 0 : engine->submission.oldest->submit_ns;
-    (void)pthread_mutex_unlock(&engine->submission.lock);
-    const int64_t since = engine->is_leader ? hr_agree_waiting_since(&engine->leader.agree) : 0;
+static int64_t oldest_pending_ns(struct hr_lane *lane) {
+    (void)pthread_mutex_lock(&lane->engine->submission.lock);
+    const struct hr_request *request = lane->engine->submission.oldest;
+    while (request != NULL && request->lane != lane) {
+        request = request->newer;
+    }
+    const int64_t oldest = request == NULL ? 0 : request->submit_ns;
+    (void)pthread_mutex_unlock(&lane->engine->submission.lock);
+    const int64_t since = lane->is_leader ? hr_agree_waiting_since(&lane->leader.agree) : 0;
     return since != 0 && (oldest == 0 || since < oldest) ? since : oldest;
 }
 
@@ -66,22 +74,22 @@ static int64_t oldest_pending_ns(struct hr_engine *engine) {
  * What all ranks here have submitted while the next one on the way to the root of the tree says nothing: it is stopped, or
  * somebody behind it is late. Each level waits one period longer than the one above, so whoever is nearest names the culprit.
  */
-static int describe_undecided(struct hr_engine *engine, int64_t now_ns, char *text, size_t text_bytes, int *culprit,
+static int describe_undecided(struct hr_lane *lane, int64_t now_ns, char *text, size_t text_bytes, int *culprit,
                               int64_t *oldest_ns, int *periods) {
-    const struct hr_node *node = engine->node;
-    if (engine->is_root) {
+    const struct hr_node *node = lane->node;
+    if (lane->is_root) {
         return 0;
     }
-    *periods = (engine->is_leader ? 1 : 2) + __builtin_popcount((unsigned)engine->team->host); /* the tree is binomial */
-    *culprit = engine->is_leader ? engine->leader.links[0].leader_rank : node->rank_of_local[0];
+    *periods = (lane->is_leader ? 1 : 2) + __builtin_popcount((unsigned)lane->team->host); /* the tree is binomial */
+    *culprit = lane->is_leader ? lane->leader.links[0].leader_rank : lane->team->job_rank[lane->team->rank_of_local[0]];
     char who[HR_NAME_TEXT_BYTES];
     (void)hr_node_name_rank(node, *culprit, who, sizeof who);
     int count = 0;
     size_t used = 0;
-    (void)pthread_mutex_lock(&engine->submission.lock);
-    for (const struct hr_request *request = engine->submission.oldest; request != NULL; request = request->newer) {
-        const int64_t since_ns = request->submit_ns > engine->driver.stall_moved_ns ? request->submit_ns : engine->driver.stall_moved_ns;
-        if (now_ns - since_ns < *periods * node->stall_warning_ns) {
+    (void)pthread_mutex_lock(&lane->engine->submission.lock);
+    for (const struct hr_request *request = lane->engine->submission.oldest; request != NULL; request = request->newer) {
+        const int64_t since_ns = request->submit_ns > lane->stall.moved_ns ? request->submit_ns : lane->stall.moved_ns;
+        if (request->lane != lane || now_ns - since_ns < *periods * node->stall_warning_ns) {
             continue;
         }
         *oldest_ns = since_ns < *oldest_ns ? since_ns : *oldest_ns;
@@ -90,43 +98,43 @@ static int describe_undecided(struct hr_engine *engine, int64_t now_ns, char *te
                                      count == 1 ? "" : "; ", request->call.name, who);
         }
     }
-    (void)pthread_mutex_unlock(&engine->submission.lock);
+    (void)pthread_mutex_unlock(&lane->engine->submission.lock);
     return count;
 }
 
 /* One report per host and period: the first rank to ask gets the turn. */
-static int take_turn(struct hr_engine *engine, int64_t now_ns) {
-    _Atomic uint64_t *last = &engine->node->arena.header->stall_report_ns;
+static int take_turn(struct hr_lane *lane, int64_t now_ns) {
+    _Atomic uint64_t *last = &lane->node->arena.header->stall_report_ns;
     uint64_t seen = atomic_load(last);
-    return (seen == 0 || now_ns - (int64_t)seen >= engine->node->stall_warning_ns) &&
+    return (seen == 0 || now_ns - (int64_t)seen >= lane->node->stall_warning_ns) &&
            atomic_compare_exchange_strong(last, &seen, (uint64_t)now_ns);
 }
 
-static void report(struct hr_engine *engine, int64_t now_ns) {
-    struct hr_node *node = engine->node;
+static void report(struct hr_lane *lane, int64_t now_ns) {
+    struct hr_node *node = lane->node;
     char text[HORO_MESSAGE_MAX];
     int culprit = -1;
     int64_t oldest_ns = now_ns;
     int periods = 0; /* of patience with ranks of other hosts: those beside the culprit know it better */
-    int count = describe_local(engine, now_ns, text, sizeof text, &culprit, &oldest_ns);
-    if (count == 0 && engine->is_leader) {
+    int count = describe_local(lane, now_ns, text, sizeof text, &culprit, &oldest_ns);
+    if (count == 0 && lane->is_leader) {
         periods = 1;
-        count = hr_agree_describe_waiting(&engine->leader.agree, now_ns, node->stall_warning_ns, text, sizeof text, &oldest_ns,
+        count = hr_agree_describe_waiting(&lane->leader.agree, now_ns, node->stall_warning_ns, text, sizeof text, &oldest_ns,
                                           &culprit);
     }
     if (count == 0) {
-        count = describe_undecided(engine, now_ns, text, sizeof text, &culprit, &oldest_ns, &periods);
+        count = describe_undecided(lane, now_ns, text, sizeof text, &culprit, &oldest_ns, &periods);
     }
     if (count == 0) {
         return;
     }
-    if (take_turn(engine, now_ns)) {
+    if (take_turn(lane, now_ns)) {
         hr_log(&node->log, HORO_LOG_WARNING,
                "waiting for %lld s for ranks that have not submitted what others have: %s%s. They may be slow or stopped, or "
                "take another path through the program",
                (long long)((now_ns - oldest_ns) / 1000000000), text, count > HR_NAMES_IN_TEXT ? " and more" : "");
     }
-    hr_engine_show_events(engine, HORO_LOG_WARNING); /* every rank its own, also those whose turn it is not */
+    hr_engine_show_events(lane->engine, HORO_LOG_WARNING); /* every rank its own, also those whose turn it is not */
     if (node->stall_shutdown_ns > 0 && now_ns - oldest_ns >= node->stall_shutdown_ns + periods * node->stall_warning_ns) {
         hr_node_abort(node, HORO_ERR_STALLED, culprit, HR_REASON_STALLED);
     }
@@ -136,13 +144,13 @@ static void report(struct hr_engine *engine, int64_t now_ns) {
  * The rank here that is in this batch, or not yet in it, and has missed its looks: it is stopped. A rank that looks only waits, like
  * this one, however few stages it has behind it. -1 if all look.
  */
-static int find_silent(const struct hr_engine *engine, int64_t now_ns) {
-    const struct hr_node *node = engine->node;
-    for (int i = 0; i < node->local_size; i++) {
-        const struct hr_arena_block *block = &node->arena.blocks[i];
-        if (i != node->local_rank && atomic_load_explicit(&block->alive_until_ns, memory_order_relaxed) < now_ns &&
-            atomic_load_explicit(&block->log_executed, memory_order_relaxed) <= engine->executor.log_executed) {
-            return node->rank_of_local[i];
+static int find_silent(const struct hr_lane *lane, int64_t now_ns) {
+    const struct hr_team *team = lane->team;
+    for (int i = 0; i < team->local_size; i++) {
+        const struct hr_arena_block *block = &lane->node->arena.blocks[team->index_of_local[i]];
+        if (i != team->local_rank && atomic_load_explicit(&block->alive_until_ns, memory_order_relaxed) < now_ns &&
+            atomic_load_explicit(&block->log_executed[team->number], memory_order_relaxed) <= lane->executor.log_executed) {
+            return team->job_rank[team->rank_of_local[i]];
         }
     }
     return -1;
@@ -152,76 +160,77 @@ static int find_silent(const struct hr_engine *engine, int64_t now_ns) {
 static int find_only_other(const struct hr_team *team) {
     for (int rank = 0; rank < team->size && team->size == team->local_size + 1; rank++) {
         if (team->host_of_rank[rank] != team->host) {
-            return rank;
+            return team->job_rank[rank];
         }
     }
     return -1;
 }
 
 /* The batch that is being executed has not moved for waited_ns. */
-static void report_batch(struct hr_engine *engine, int64_t now_ns, int64_t waited_ns) {
-    struct hr_node *node = engine->node;
-    const int silent = find_silent(engine, now_ns);
-    const int late = silent >= 0 ? silent : find_only_other(engine->team);
+static void report_batch(struct hr_lane *lane, int64_t now_ns, int64_t waited_ns) {
+    struct hr_node *node = lane->node;
+    const int silent = find_silent(lane, now_ns);
+    const int late = silent >= 0 ? silent : find_only_other(lane->team);
     const int periods = late >= 0 ? 0 : 1; /* of patience: the ranks beside the culprit know it */
     char name[HR_NAME_TEXT_BYTES];
     if (late >= 0) {
         (void)hr_node_name_rank(node, late, name, sizeof name);
     } else {
-        (void)snprintf(name, sizeof name, node->host_count > 1 ? "another host" : "another rank");
+        (void)snprintf(name, sizeof name, lane->team->host_count > 1 ? "another host" : "another rank");
     }
     hr_log(&node->log, HORO_LOG_WARNING, "waiting for %s in the middle of an operation for %lld s", name,
            (long long)(waited_ns / 1000000000));
-    hr_engine_show_events(engine, HORO_LOG_WARNING);
+    hr_engine_show_events(lane->engine, HORO_LOG_WARNING);
     if (node->stall_shutdown_ns > 0 && waited_ns >= node->stall_shutdown_ns + periods * node->stall_warning_ns) {
         hr_node_abort(node, HORO_ERR_STALLED, late, HR_REASON_STALLED);
     }
 }
 
 /* Notes what has moved since the last look, and shows the ranks here that this one is alive. Returns when to look again; 0: any time. */
-static int64_t look(struct hr_engine *engine, uint64_t moves, int64_t now_ns) {
-    struct hr_driver *driver = &engine->driver;
-    _Atomic int64_t *alive_until_ns = &engine->node->arena.blocks[engine->node->local_rank].alive_until_ns;
-    const int is_executing = engine->executor.state != HR_EXECUTION_IDLE;
+static int64_t look(struct hr_lane *lane, int64_t now_ns) {
+    struct hr_stall *stall = &lane->stall;
+    const uint64_t moves = hr_lane_moves(lane);
+    _Atomic int64_t *alive_until_ns = &lane->node->arena.blocks[lane->node->local_rank].alive_until_ns;
+    const int is_executing = lane->executor.state != HR_EXECUTION_IDLE;
     const int was_stopped = is_executing && now_ns > atomic_load_explicit(alive_until_ns, memory_order_relaxed);
-    if (moves != driver->stall_moves || was_stopped) { /* what passed while it was stopped itself is nobody else's delay */
-        driver->stall_moves = moves;
-        driver->stall_moved_ns = now_ns;
+    if (moves != stall->moves || was_stopped) { /* what passed while it was stopped itself is nobody else's delay */
+        stall->moves = moves;
+        stall->moved_ns = now_ns;
     }
     if (!is_executing) {
         return 0;
     }
-    const int64_t warning_ns = engine->node->stall_warning_ns;
+    const int64_t warning_ns = lane->node->stall_warning_ns;
     atomic_store_explicit(alive_until_ns, now_ns + warning_ns / 2, memory_order_relaxed);
     return now_ns + warning_ns / LOOKS;
 }
 
-int64_t hr_engine_check_stall(struct hr_engine *engine, uint64_t moves) {
-    const int64_t warning_ns = engine->node->stall_warning_ns;
+int64_t hr_lane_check_stall(struct hr_lane *lane) {
+    const int64_t warning_ns = lane->node->stall_warning_ns;
     if (warning_ns <= 0) { /* it never looks: its silence means nothing to ranks that do */
-        atomic_store_explicit(&engine->node->arena.blocks[engine->node->local_rank].alive_until_ns, INT64_MAX, memory_order_relaxed);
+        atomic_store_explicit(&lane->node->arena.blocks[lane->node->local_rank].alive_until_ns, INT64_MAX, memory_order_relaxed);
         return 0;
     }
-    if (atomic_load(&engine->submission.pending) == 0 && (!engine->is_leader || engine->leader.agree.active == 0)) {
-        engine->driver.stall_check_ns = 0;
+    if (atomic_load_explicit(&lane->pending, memory_order_relaxed) == 0 && (!lane->is_leader || lane->leader.agree.active == 0)) {
+        lane->stall.check_ns = 0;
         return 0;
     }
     /* What is submitted later is due later, so the time found once holds until it comes. */
     const int64_t now_ns = hr_now_ns();
-    const int64_t look_ns = look(engine, moves, now_ns);
-    if (now_ns >= engine->driver.stall_check_ns) {
-        const int is_executing = engine->executor.state != HR_EXECUTION_IDLE;
-        const int64_t since_ns = is_executing ? engine->driver.stall_moved_ns : oldest_pending_ns(engine);
+    const int64_t look_ns = look(lane, now_ns);
+    if (now_ns >= lane->stall.check_ns) {
+        const int is_executing = lane->executor.state != HR_EXECUTION_IDLE;
+        const int64_t since_ns = is_executing ? lane->stall.moved_ns : oldest_pending_ns(lane);
         if (since_ns != 0 && now_ns - since_ns >= warning_ns) {
             if (is_executing) {
-                report_batch(engine, now_ns, now_ns - since_ns);
+                report_batch(lane, now_ns, now_ns - since_ns);
             } else {
-                report(engine, now_ns);
+                report(lane, now_ns);
             }
-            engine->driver.stall_check_ns = now_ns + warning_ns;
+            lane->stall.check_ns = now_ns + warning_ns;
         } else {
-            engine->driver.stall_check_ns = (since_ns == 0 ? now_ns : since_ns) + warning_ns;
+            lane->stall.check_ns = (since_ns == 0 ? now_ns : since_ns) + warning_ns;
         }
     }
-    return look_ns != 0 && look_ns < engine->driver.stall_check_ns ? look_ns : engine->driver.stall_check_ns;
+    return look_ns != 0 && look_ns < lane->stall.check_ns ? look_ns : lane->stall.check_ns;
 }

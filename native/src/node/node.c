@@ -3,6 +3,7 @@
 #include <errno.h>
 #include <sched.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -49,10 +50,12 @@ void hr_node_abort(struct hr_node *node, int code, int rank, enum hr_abort_reaso
     }
 }
 
-void hr_node_call_leader(struct hr_node *node) {
-    const int fd = atomic_load_explicit(&node->life_fds[0], memory_order_relaxed);
-    if (fd >= 0) {
-        (void)send(fd, "", 1, MSG_DONTWAIT | MSG_NOSIGNAL);
+void hr_node_call(struct hr_node *node) {
+    for (int i = 0; i < node->local_size; i++) {
+        const int fd = atomic_load_explicit(&node->life_fds[i], memory_order_relaxed);
+        if (fd >= 0) {
+            (void)send(fd, "", 1, MSG_DONTWAIT | MSG_NOSIGNAL);
+        }
     }
 }
 
@@ -71,7 +74,7 @@ size_t hr_node_life_fds(const struct hr_node *node, struct pollfd *fds) {
     return count;
 }
 
-/* All that is ever sent on a life line is a call to wake up (hr_node_call_leader), which is taken out here. */
+/* All that is ever sent on a life line is a call to wake up (hr_node_call), which is taken out here. */
 static int has_ended(int fd) {
     char bytes[64];
     ssize_t count;
@@ -114,7 +117,10 @@ static int64_t shorter(int64_t a_ns, int64_t b_ns) {
 
 /* How long to sleep at most while MPI is at work for this rank; -1: it is not. */
 static int64_t poll_within_ns(const struct hr_node *node) {
-    const int64_t posted_ns = node->transport == NULL ? -1 : hr_transport_poll_within_ns(node->transport);
+    int64_t posted_ns = -1;
+    for (int i = 0; i < node->transport_count; i++) {
+        posted_ns = shorter(posted_ns, hr_transport_poll_within_ns(node->transports[i]));
+    }
     return shorter(posted_ns, node->poll_within_ns > 0 ? node->poll_within_ns : -1);
 }
 
@@ -140,8 +146,8 @@ static enum awoken sleep_until_woken(struct hr_node *node, hr_ready ready, void 
     fds[0] = (struct pollfd){.fd = node->wake_fds[node->local_rank], .events = POLLIN};
     const size_t life_count = hr_node_life_fds(node, fds + 1);
     size_t count = 1 + life_count;
-    if (node->transport != NULL) {
-        count += node->transport->ops->sleep_fds(node->transport, fds + count, node->poll_capacity - count);
+    for (int i = 0; i < node->transport_count; i++) {
+        count += node->transports[i]->ops->sleep_fds(node->transports[i], fds + count, node->poll_capacity - count);
     }
     atomic_fetch_add_explicit(&node->sleeps, 1, memory_order_relaxed);
     const int64_t look_ns = poll_within_ns(node);
@@ -171,7 +177,7 @@ static int spin(struct hr_node *node, hr_ready ready, void *arg, int64_t spin_ns
         for (int i = 0; i < HR_LOOKS_PER_YIELD; i++) {
             int moved;
             do { /* what has come is worth more than a poll() that would say so */
-                moved = node->transport != NULL && node->transport->ops->progress(node->transport) > 0;
+                moved = hr_node_progress(node);
                 if (ready(node, arg)) {
                     return 1;
                 }
@@ -207,8 +213,35 @@ int hr_node_wait(struct hr_node *node, hr_ready ready, void *arg, int64_t spin_n
 }
 
 void hr_node_supervise(struct hr_node *node, int enabled) {
-    if (node->watching != enabled && node->transport != NULL) {
-        node->transport->ops->watch(node->transport, enabled);
+    for (int i = 0; i < node->transport_count && node->watching != enabled; i++) {
+        node->transports[i]->ops->watch(node->transports[i], enabled);
     }
     node->watching = enabled;
+}
+
+int hr_node_add_transport(struct hr_node *node, struct hr_transport *transport, int links) {
+    const size_t fds = node->poll_capacity + (size_t)links;
+    struct pollfd *poll_fds = realloc(node->poll_fds, fds * sizeof *poll_fds);
+    node->poll_fds = poll_fds == NULL ? node->poll_fds : poll_fds;
+    const size_t count = (size_t)node->transport_count + 1;
+    struct hr_transport **transports = realloc((void *)node->transports, count * sizeof *transports);
+    node->transports = transports == NULL ? node->transports : transports;
+    if (poll_fds == NULL || transports == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    node->poll_capacity = fds;
+    node->transports[node->transport_count++] = transport;
+    if (node->watching) {
+        transport->ops->watch(transport, 1);
+    }
+    return HORO_OK;
+}
+
+void hr_node_drop_transport(struct hr_node *node, const struct hr_transport *transport) {
+    for (int i = 0; i < node->transport_count; i++) {
+        if (node->transports[i] == transport) {
+            node->transports[i] = node->transports[--node->transport_count];
+            return;
+        }
+    }
 }

@@ -39,7 +39,8 @@ struct hr_node {
     struct hr_core_choice core_choice;
 
     struct hr_arena arena;
-    struct hr_transport *transport; /* NULL with one host */
+    struct hr_transport **transports; /* [transport_count] of the teams that have members on several hosts */
+    int transport_count;
     struct hr_mpi mpi;              /* without ops: none */
     const struct hr_kernel *kernel;
     int *wake_fds;         /* [local_size] */
@@ -71,8 +72,21 @@ int hr_node_wait(struct hr_node *node, hr_ready ready, void *arg, int64_t spin_n
 void hr_node_wake(struct hr_node *node, int local_rank);
 void hr_node_wake_all(struct hr_node *node);
 
-/* Wakes the leader even if its background thread is parked, which hr_node_wake does not. Any thread. */
-void hr_node_call_leader(struct hr_node *node);
+/* Moves what can be moved on all transports; 1 if something was. */
+static inline int hr_node_progress(struct hr_node *node) {
+    int moved = 0;
+    for (int i = 0; i < node->transport_count; i++) {
+        moved |= node->transports[i]->ops->progress(node->transports[i]);
+    }
+    return moved;
+}
+
+/* Takes a transport with so many links in, or out. HORO_OK or HORO_ERR_RESOURCE, which changes nothing. The transport is its team's. */
+int hr_node_add_transport(struct hr_node *node, struct hr_transport *transport, int links);
+void hr_node_drop_transport(struct hr_node *node, const struct hr_transport *transport);
+
+/* Wakes the lowest rank of the host, or from there all others, even if their background threads are parked. Any thread. */
+void hr_node_call(struct hr_node *node);
 
 /* Ends the group: the first reason counts. Wakes everybody, who all look for it (hr_ready). Any thread. */
 void hr_node_abort(struct hr_node *node, int code, int rank, enum hr_abort_reason reason);
@@ -94,11 +108,19 @@ struct hr_team;
  * Maps the arena, makes the transport. HORO_OK, or a status with *error set. The setup's descriptors stay the caller's until
  * hr_node_own, which cannot fail: once everything else stands. fini closes what is owned.
  */
-int hr_node_init(struct hr_node *node, const horo_setup *setup, const struct hr_team *world, struct hr_error *error);
+int hr_node_init(struct hr_node *node, const horo_setup *setup, struct hr_team *world, struct hr_error *error);
 void hr_node_own(struct hr_node *node, const horo_setup *setup);
 void hr_node_fini(struct hr_node *node);
 /* In a forked child: closes the child's copies of the descriptors and nothing else. */
 void hr_node_close_fds(struct hr_node *node);
+
+/*
+ * Connects a team that has members on several hosts, over duplicates of descriptors as in horo_team_setup, which stay the caller's until it
+ * closes them. The node takes the transport in later (hr_node_add_transport). HORO_OK, or a status with *error set.
+ */
+int hr_node_connect_team(const struct hr_node *node, struct hr_team *team, const int32_t *control_fds, const int32_t *data_fds,
+                         struct hr_error *error);
+void hr_node_close_links(const struct hr_node *node, int host_count, const int32_t *control_fds, const int32_t *data_fds);
 
 /* Turns the supervision of links on or off, if that is a change. */
 void hr_node_supervise(struct hr_node *node, int enabled);

@@ -31,7 +31,7 @@ static int allocate(struct hr_node *node) {
     node->wake_fds = calloc(local, sizeof *node->wake_fds);
     node->life_fds = calloc(local, sizeof *node->life_fds);
     node->owned_fds = calloc(2 * local + 1, sizeof *node->owned_fds);
-    node->poll_capacity = 1 + local + (size_t)(1 + node->sockets_per_peer) * (size_t)node->host_count;
+    node->poll_capacity = 1 + local;
     node->poll_fds = calloc(node->poll_capacity, sizeof *node->poll_fds);
     if (node->wake_fds == NULL || node->life_fds == NULL || node->owned_fds == NULL || node->poll_fds == NULL) {
         return HORO_ERR_RESOURCE;
@@ -56,6 +56,7 @@ static void free_places(struct hr_node *node) {
     free((void *)node->life_fds);
     free(node->owned_fds);
     free(node->poll_fds);
+    free((void *)node->transports);
     hr_recorder_fini(&node->recorder);
 }
 
@@ -113,40 +114,77 @@ static struct hr_transport *add_mpi(struct hr_node *node, struct hr_transport *s
     return transport;
 }
 
-static int connect_transport(struct hr_node *node, const horo_setup *setup, const struct hr_team *world, struct hr_error *error) {
-    const int by_mpi = setup->mpi != NULL && setup->mpi->is_transport;
+/*
+ * A transport over duplicates of the descriptors; *control_copy, where it is asked for, are those for control, for the caller to free.
+ * NULL with *error set.
+ */
+static struct hr_transport *connect_sockets(const struct hr_node *node, int host_count, const int32_t *control_fds,
+                                            const int32_t *data_fds, int **control_copy, struct hr_error *error) {
     int *control = NULL;
     int *data = NULL;
     struct hr_transport *sockets = NULL;
-    if (duplicate(setup->control_fds, node->host_count, 1, &control, error) == HORO_OK &&
-        (by_mpi || duplicate(setup->data_fds, node->host_count, node->sockets_per_peer, &data, error) == HORO_OK)) {
-        sockets = hr_tcp_create(control, data, node->host_count, node->sockets_per_peer, setup->peer_timeout_ms, error);
+    if (duplicate(control_fds, host_count, 1, &control, error) == HORO_OK &&
+        duplicate(data_fds, host_count, node->sockets_per_peer, &data, error) == HORO_OK) {
+        sockets = hr_tcp_create(control, data, host_count, node->sockets_per_peer, (int)(node->peer_timeout_ns / 1000000), error);
     }
-    if (sockets != NULL) {
-        node->transport = by_mpi ? add_mpi(node, sockets, control, setup, world, error) : sockets;
+    if (sockets == NULL) {
+        close_all(control, host_count);
+        close_all(data, host_count * node->sockets_per_peer);
+    }
+    free(data);
+    if (control_copy != NULL && sockets != NULL) {
+        *control_copy = control;
     } else {
-        close_all(control, node->host_count);
-        close_all(data, node->host_count * node->sockets_per_peer);
+        free(control);
+    }
+    return sockets;
+}
+
+static int connect_world(struct hr_node *node, const horo_setup *setup, struct hr_team *world, struct hr_error *error) {
+    const int by_mpi = setup->mpi != NULL && setup->mpi->is_transport;
+    int *control = NULL;
+    struct hr_transport *transport =
+        connect_sockets(node, node->host_count, setup->control_fds, by_mpi ? NULL : setup->data_fds, &control, error);
+    if (transport != NULL && by_mpi) {
+        transport = add_mpi(node, transport, control, setup, world, error);
     }
     free(control);
-    free(data);
-    return node->transport == NULL ? error->code : HORO_OK;
-}
-
-static int connect_parts(struct hr_node *node, const horo_setup *setup, const struct hr_team *world, struct hr_error *error) {
-    HR_TRY(hr_arena_map(&node->arena, setup->arena_memory, setup->arena_fd, node->local_rank, node->local_size,
-                        (size_t)setup->segment_bytes, error));
-    if (node->host_count > 1) {
-        const int status = connect_transport(node, setup, world, error);
-        if (status != HORO_OK) {
-            hr_arena_unmap(&node->arena);
-            return status;
-        }
+    if (transport == NULL) {
+        return error->code;
     }
-    return HORO_OK;
+    world->transport = transport;
+    return hr_node_add_transport(node, transport, (1 + node->sockets_per_peer) * node->host_count) == HORO_OK
+               ? HORO_OK
+               : hr_fail(error, HORO_ERR_RESOURCE, "out of memory for links to %d hosts", node->host_count);
 }
 
-int hr_node_init(struct hr_node *node, const horo_setup *setup, const struct hr_team *world, struct hr_error *error) {
+int hr_node_connect_team(const struct hr_node *node, struct hr_team *team, const int32_t *control_fds, const int32_t *data_fds,
+                         struct hr_error *error) {
+    team->transport = connect_sockets(node, team->host_count, control_fds, data_fds, NULL, error);
+    return team->transport == NULL ? error->code : HORO_OK;
+}
+
+void hr_node_close_links(const struct hr_node *node, int host_count, const int32_t *control_fds, const int32_t *data_fds) {
+    close_all(control_fds, host_count);
+    close_all(data_fds, host_count * node->sockets_per_peer);
+}
+
+static int connect_parts(struct hr_node *node, const horo_setup *setup, struct hr_team *world, struct hr_error *error) {
+    HR_TRY(hr_arena_map(&node->arena, setup->arena_memory, (size_t)setup->arena_memory_bytes, setup->arena_fd, node->local_rank,
+                        node->local_size, (size_t)setup->segment_bytes, error));
+    int status = hr_partition_map(&node->arena, world->number, &world->partition, error);
+    if (status == HORO_OK && node->host_count > 1) {
+        status = connect_world(node, setup, world, error);
+    }
+    if (status != HORO_OK) {
+        hr_team_close_links(world);
+        hr_partition_unmap(&node->arena, &world->partition);
+        hr_arena_unmap(&node->arena);
+    }
+    return status;
+}
+
+int hr_node_init(struct hr_node *node, const horo_setup *setup, struct hr_team *world, struct hr_error *error) {
     *node = (struct hr_node){
         .rank = setup->rank,
         .size = setup->size,
@@ -182,6 +220,7 @@ int hr_node_init(struct hr_node *node, const horo_setup *setup, const struct hr_
         node->wake_fds[i] = setup->wake_fds[i];
         atomic_store(&node->life_fds[i], i == node->local_rank ? -1 : setup->life_fds[i]);
     }
+    hr_partition_join(&node->arena, world->number);
     atomic_store(&node->arena.blocks[node->local_rank].state, HR_MEMBER_PRESENT);
     return HORO_OK;
 }
@@ -193,16 +232,11 @@ void hr_node_own(struct hr_node *node, const horo_setup *setup) {
     }
     own(node, setup->arena_fd);
     if (node->host_count > 1) {
-        close_all(setup->control_fds, node->host_count); /* the transport has its own */
-        close_all(setup->data_fds, node->host_count * node->sockets_per_peer);
+        hr_node_close_links(node, node->host_count, setup->control_fds, setup->data_fds); /* the transport has its own */
     }
 }
 
 void hr_node_close_fds(struct hr_node *node) {
-    if (node->transport != NULL) {
-        node->transport->ops->destroy(node->transport);
-        node->transport = NULL;
-    }
     for (int i = 0; i < node->owned_fd_count; i++) {
         (void)close(node->owned_fds[i]);
     }

@@ -31,13 +31,15 @@ static void list_by_host(struct hr_team *team) {
 
 static int allocate(struct hr_team *team, size_t size) {
     team->host_of_rank = calloc(size, sizeof *team->host_of_rank);
+    team->job_rank = calloc(size, sizeof *team->job_rank);
     team->rank_of_local = calloc(size, sizeof *team->rank_of_local);
+    team->index_of_local = calloc(size, sizeof *team->index_of_local);
     team->rank_by_host = calloc(size, sizeof *team->rank_by_host);
     team->leader_of_host = calloc(size, sizeof *team->leader_of_host);
     team->host_size = calloc(size, sizeof *team->host_size);
     team->sources = calloc(size, sizeof *team->sources);
-    return team->host_of_rank != NULL && team->rank_of_local != NULL && team->rank_by_host != NULL &&
-           team->leader_of_host != NULL && team->host_size != NULL && team->sources != NULL;
+    return team->job_rank != NULL && team->host_of_rank != NULL && team->rank_of_local != NULL && team->index_of_local != NULL &&
+           team->rank_by_host != NULL && team->leader_of_host != NULL && team->host_size != NULL && team->sources != NULL;
 }
 
 static void place(struct hr_team *team, const int32_t *host_of_rank) {
@@ -85,10 +87,86 @@ int hr_team_init(struct hr_team *team, struct hr_node *node, int rank, int size,
         return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for a team of %d ranks", size);
     }
     place(team, host_of_rank);
+    for (int r = 0; r < size; r++) {
+        team->job_rank[r] = r;
+    }
+    for (int i = 0; i < team->local_size; i++) {
+        team->index_of_local[i] = i;
+    }
     return HORO_OK;
 }
 
+/* HORO_OK with my number among the members, or a status with *error set. */
+static int check_members(const struct hr_team *world, const int32_t *job_ranks, int size, int *rank, struct hr_error *error) {
+    *rank = -1;
+    for (int r = 0; r < size; r++) {
+        if (job_ranks[r] < 0 || job_ranks[r] >= world->size) {
+            return hr_fail(error, HORO_ERR_USAGE, "rank %d of a team does not exist; ranks are 0 to %d", job_ranks[r], world->size - 1);
+        }
+        if (r > 0 && job_ranks[r] <= job_ranks[r - 1]) {
+            return hr_fail(error, HORO_ERR_USAGE, "the ranks of a team must be ascending, but %d follows %d", job_ranks[r],
+                           job_ranks[r - 1]);
+        }
+        *rank = job_ranks[r] == world->rank ? r : *rank;
+    }
+    return *rank >= 0 ? HORO_OK : hr_fail(error, HORO_ERR_USAGE, "rank %d is no member of this team", world->rank);
+}
+
+int hr_team_init_some(struct hr_team *team, const struct hr_team *world, const int32_t *job_ranks, int size, struct hr_error *error) {
+    *team = (struct hr_team){.node = world->node, .tuning = world->tuning, .size = size};
+    HR_TRY(check_members(world, job_ranks, size, &team->rank, error));
+    int32_t *hosts = calloc((size_t)world->host_count + (size_t)size, sizeof *hosts); /* 1 + their numbers here; then that of each rank */
+    if (!allocate(team, (size_t)size) || hosts == NULL) {
+        free(hosts);
+        return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for a team of %d ranks", size);
+    }
+    int32_t *host_of_rank = hosts + world->host_count;
+    int host_count = 0;
+    for (int r = 0; r < size; r++) {
+        int32_t *number = &hosts[world->host_of_rank[job_ranks[r]]];
+        *number = *number == 0 ? ++host_count : *number;
+        host_of_rank[r] = *number - 1;
+        team->job_rank[r] = job_ranks[r];
+    }
+    place(team, host_of_rank);
+    free(hosts);
+    for (int i = 0, index = 0; i < team->local_size; index++) { /* both ascend, and the world has all */
+        if (world->rank_of_local[index] == team->job_rank[team->rank_of_local[i]]) {
+            team->index_of_local[i++] = index;
+        }
+    }
+    return HORO_OK;
+}
+
+int hr_team_member(const struct hr_team *team, int job_rank) {
+    for (int r = 0; r < team->size; r++) {
+        if (team->job_rank[r] == job_rank) {
+            return r;
+        }
+    }
+    return -1;
+}
+
+void hr_team_wake_all(const struct hr_team *team) {
+    for (int i = 0; i < team->local_size; i++) {
+        if (i != team->local_rank) {
+            hr_node_wake(team->node, team->index_of_local[i]);
+        }
+    }
+}
+
+void hr_team_close_links(struct hr_team *team) {
+    if (team->transport != NULL) {
+        hr_node_drop_transport(team->node, team->transport);
+        team->transport->ops->destroy(team->transport);
+        team->transport = NULL;
+    }
+}
+
 void hr_team_fini(struct hr_team *team) {
+    hr_team_close_links(team);
+    free(team->job_rank);
+    free(team->index_of_local);
     free(team->host_of_rank);
     free(team->rank_of_local);
     free(team->rank_by_host);
@@ -96,9 +174,17 @@ void hr_team_fini(struct hr_team *team) {
     free(team->host_size);
     free((void *)team->sources);
     if (team->node != NULL && atomic_load(&team->node->mpi.stranded) == 0) {
+        hr_partition_unmap(&team->node->arena, &team->partition);
         free(team->cross_scratch);
     } /* else MPI may still touch it: better lost than written to when it is somebody else's */
     *team = (struct hr_team){0};
+}
+
+void hr_team_destroy(struct hr_team *team) {
+    if (team != NULL) {
+        hr_team_fini(team);
+        free(team);
+    }
 }
 
 void hr_team_arrive(struct hr_team *team, enum hr_phase phase, unsigned parity) {
@@ -106,25 +192,25 @@ void hr_team_arrive(struct hr_team *team, enum hr_phase phase, unsigned parity) 
     team->arrivals[index]++;
     hr_core_publish(team->node);
     /* seq_cst: releases what was written before, and is the first half of the handshake with sleepers. */
-    const uint64_t arrived = atomic_fetch_add(&team->node->arena.header->phase[index].arrived, 1) + 1;
+    const uint64_t arrived = atomic_fetch_add(&team->partition.header->phase[index].arrived, 1) + 1;
     if (arrived % (uint64_t)team->local_size == 0) {
-        hr_node_wake_all(team->node); /* only the last one to arrive completes anybody's wait */
+        hr_team_wake_all(team); /* only the last one to arrive completes anybody's wait */
     }
 }
 
 int hr_team_reached(const struct hr_team *team, enum hr_phase phase, unsigned parity) {
     const unsigned index = (unsigned)phase + parity;
     const uint64_t wanted = team->arrivals[index] * (uint64_t)team->local_size;
-    return atomic_load(&team->node->arena.header->phase[index].arrived) >= wanted; /* partner: hr_team_arrive */
+    return atomic_load(&team->partition.header->phase[index].arrived) >= wanted; /* partner: hr_team_arrive */
 }
 
 void hr_team_suspect_link(struct hr_team *team, int host) {
-    const int is_silent = host >= 0 && team->node->transport->ops->loss(team->node->transport, host) == HR_LOSS_SILENT;
+    const int is_silent = host >= 0 && team->transport->ops->loss(team->transport, host) == HR_LOSS_SILENT;
     int rank = -1;
     int seen = 0;
     for (int r = 0; r < team->size && rank < 0; r++) {
         if (team->host_of_rank[r] == host && seen++ == team->local_rank) {
-            rank = r; /* links join ranks of equal local index */
+            rank = team->job_rank[r]; /* links join ranks of equal local index */
         }
     }
     team->node->suspect = (struct hr_abort){.code = HORO_ERR_PEER_LOST,
@@ -133,7 +219,7 @@ void hr_team_suspect_link(struct hr_team *team, int host) {
 }
 
 void hr_team_abandon_data(struct hr_team *team) {
-    if (team->node->transport != NULL) {
-        team->node->transport->ops->abandon(team->node->transport, HR_CHANNEL_DATA);
+    if (team->transport != NULL) {
+        team->transport->ops->abandon(team->transport, HR_CHANNEL_DATA);
     }
 }

@@ -39,15 +39,20 @@ extern const struct hr_tuning hr_tuning_defaults;
 
 struct hr_team {
     struct hr_node *node;
+    int number; /* 0: all ranks */
     struct hr_tuning tuning;
+    struct hr_partition partition;
+    struct hr_transport *transport; /* the node's; NULL: all members are on one host */
 
     /* Who is where. */
     int rank, size;
+    int *job_rank;              /* [size] of each member, ascending */
     int host, host_count;
     int local_rank, local_size; /* local index and members on this host */
     int owner_count;            /* members on the smallest host: local index i < owner_count has links to its like elsewhere */
     int *host_of_rank;          /* [size] */
     int *rank_of_local;         /* [local_size] */
+    int *index_of_local;        /* [local_size] among all ranks of this host: what the arena and wake-ups go by */
     int *rank_by_host;          /* [size] all members, those of host 0 first, each host's in order */
     int *leader_of_host;        /* [host_count] rank */
     int *host_size;             /* [host_count] */
@@ -64,16 +69,31 @@ struct hr_team {
 };
 
 /*
- * The team of `size` members on the hosts host_of_rank[size], of which this rank is number `rank`. The node need not be initialised yet,
- * and must outlive the team. HORO_OK, or a status with *error set; fini in either case.
+ * The team of all `size` ranks on the hosts host_of_rank[size], of which this rank is number `rank`. The node need not be initialised
+ * yet, and must outlive the team. HORO_OK, or a status with *error set; fini in either case. The partition is mapped, and the transport
+ * connected, by hr_node_init; fini unmaps the partition.
  */
 int hr_team_init(struct hr_team *team, struct hr_node *node, int rank, int size, const int32_t *host_of_rank,
                  size_t segment_bytes, struct hr_error *error);
+/* A team of some of all ranks, in ascending order, this rank among them. It has no number, partition and transport yet. Status likewise. */
+int hr_team_init_some(struct hr_team *team, const struct hr_team *world, const int32_t *job_ranks, int size, struct hr_error *error);
+/* Closes its links, frees; what the backend keeps of it must be gone. */
 void hr_team_fini(struct hr_team *team);
+/* The same, and frees the team itself, which was malloc'ed. NULL is allowed. */
+void hr_team_destroy(struct hr_team *team);
+
+/* The member that has this rank in the job; -1: none has. */
+int hr_team_member(const struct hr_team *team, int job_rank);
 
 /* Slot `which` (0 or 1) of a member on this host. */
 static inline char *hr_team_slot(const struct hr_team *team, int local_rank, unsigned which) {
-    return hr_arena_slot(&team->node->arena, local_rank, which);
+    return hr_partition_slot(&team->partition, team->index_of_local[local_rank], which);
+}
+
+/* Wakes the members on this host but me, or the one that leads there, if they sleep. Any thread. */
+void hr_team_wake_all(const struct hr_team *team);
+static inline void hr_team_wake_leader(const struct hr_team *team) {
+    hr_node_wake(team->node, team->index_of_local[0]);
 }
 
 /* Phases. Arrive at one, and ask whether all members on this host have arrived at it as often as I have. */
@@ -85,6 +105,9 @@ int hr_team_reached(const struct hr_team *team, enum hr_phase phase, unsigned pa
  * heard of another's death. Whoever runs the collective waits for a LOST message before it ends the group.
  */
 void hr_team_suspect_link(struct hr_team *team, int host);
+
+/* Gives all that is posted up, and closes the descriptors. */
+void hr_team_close_links(struct hr_team *team);
 
 /* After the end of the group: nothing posted for data may be touched any more. */
 void hr_team_abandon_data(struct hr_team *team);

@@ -4,15 +4,15 @@
  * Sends are synchronous ones (MPI_Issend). After a buffered send is done, its bytes may sit in the library until that is called
  * again; but a rank that has finished its part does not call it until the next batch, and the receiver would wait for ever.
  *
- * Messages of one lane match in the order in which they are handed to MPI, which is the order of posting. Requests are tested
- * from the head of each lane; any test makes MPI work on all of them.
+ * Messages of one stream match in the order in which they are handed to MPI, which is the order of posting. Requests are tested
+ * from the head of each stream; any test makes MPI work on all of them.
  */
 #include <poll.h>
 #include <sched.h>
 #include <stdlib.h>
 
 #include "base/clock.h"
-#include "transport/lane.h"
+#include "transport/stream.h"
 
 enum { SEND = 0, RECV = 1, DIRECTIONS = 2 };
 
@@ -29,7 +29,7 @@ struct peer {
     int control_fd;
     enum hr_loss lost;
     int64_t ended_ns; /* when its control connection was seen to have ended; 0: has not */
-    struct hr_lane lane[DIRECTIONS];
+    struct hr_stream stream[DIRECTIONS];
 };
 
 struct mpi_transport {
@@ -60,7 +60,7 @@ static int is_busy(const struct mpi_transport *self) {
 static void settle_busy(struct mpi_transport *self, int peer) {
     const struct peer *at = &self->peers[peer];
     const uint64_t bit = (uint64_t)1 << (peer % WORD_BITS);
-    if (at->lane[SEND].head == NULL && at->lane[RECV].head == NULL) {
+    if (at->stream[SEND].head == NULL && at->stream[RECV].head == NULL) {
         self->busy[peer / WORD_BITS] &= ~bit;
     } else {
         self->busy[peer / WORD_BITS] |= bit;
@@ -69,18 +69,18 @@ static void settle_busy(struct mpi_transport *self, int peer) {
 
 /* ---- Taking memory back ---- */
 
-static void cancel_receives(struct mpi_transport *self, struct hr_lane *lane) {
-    for (struct hr_message *m = lane->head; m != lane->next; m = m->next) {
+static void cancel_receives(struct mpi_transport *self, struct hr_stream *stream) {
+    for (struct hr_message *m = stream->head; m != stream->next; m = m->next) {
         if (m->bytes > 0 && !m->is_over) {
             (void)self->mpi->ops->cancel(self->mpi, &m->request);
         }
     }
 }
 
-/* How many of the lane's messages MPI still holds. An error of MPI about one of them ends it too. */
-static int count_held(struct mpi_transport *self, struct hr_lane *lane) {
+/* How many of the stream's messages MPI still holds. An error of MPI about one of them ends it too. */
+static int count_held(struct mpi_transport *self, struct hr_stream *stream) {
     int held = 0;
-    for (struct hr_message *m = lane->head; m != lane->next; m = m->next) {
+    for (struct hr_message *m = stream->head; m != stream->next; m = m->next) {
         int done = 0;
         if (m->bytes > 0 && !m->is_over) {
             m->is_over = self->mpi->ops->test(self->mpi, &m->request, &done) != 0 || done;
@@ -90,8 +90,8 @@ static int count_held(struct mpi_transport *self, struct hr_lane *lane) {
     return held;
 }
 
-static void strand(struct mpi_transport *self, struct hr_lane *lane) {
-    for (struct hr_message *m = lane->head; m != lane->next; m = m->next) {
+static void strand(struct mpi_transport *self, struct hr_stream *stream) {
+    for (struct hr_message *m = stream->head; m != stream->next; m = m->next) {
         if (m->bytes > 0 && !m->is_over) {
             atomic_fetch_add_explicit(&self->mpi->stranded, 1, memory_order_relaxed);
             (void)self->mpi->ops->request_free(self->mpi, &m->request);
@@ -105,19 +105,19 @@ static void take_back(struct mpi_transport *self, int begin, int end) {
         return;
     }
     for (int peer = begin; peer < end; peer++) {
-        cancel_receives(self, &self->peers[peer].lane[RECV]);
+        cancel_receives(self, &self->peers[peer].stream[RECV]);
     }
     const int64_t end_ns = hr_now_ns() + TAKE_BACK_WITHIN_NS;
     for (int held = 1; held > 0 && hr_now_ns() < end_ns;) {
         held = 0;
         for (int peer = begin; peer < end; peer++) {
-            held += count_held(self, &self->peers[peer].lane[SEND]) + count_held(self, &self->peers[peer].lane[RECV]);
+            held += count_held(self, &self->peers[peer].stream[SEND]) + count_held(self, &self->peers[peer].stream[RECV]);
         }
         (void)sched_yield();
     }
     for (int peer = begin; peer < end; peer++) {
-        strand(self, &self->peers[peer].lane[SEND]);
-        strand(self, &self->peers[peer].lane[RECV]);
+        strand(self, &self->peers[peer].stream[SEND]);
+        strand(self, &self->peers[peer].stream[RECV]);
     }
 }
 
@@ -126,8 +126,8 @@ static int fail_peers(struct mpi_transport *self, int begin, int end) {
     int any = 0;
     take_back(self, begin, end);
     for (int peer = begin; peer < end; peer++) {
-        any |= hr_lane_fail(&self->peers[peer].lane[SEND], &self->spare);
-        any |= hr_lane_fail(&self->peers[peer].lane[RECV], &self->spare);
+        any |= hr_stream_fail(&self->peers[peer].stream[SEND], &self->spare);
+        any |= hr_stream_fail(&self->peers[peer].stream[RECV], &self->spare);
         settle_busy(self, peer);
     }
     return any;
@@ -144,10 +144,10 @@ static void lose_peer(struct mpi_transport *self, int peer, enum hr_loss how) {
 
 /* Hands to MPI what may go there. An error code of MPI. */
 static int start_messages(struct mpi_transport *self, struct peer *peer, int direction) {
-    struct hr_lane *lane = &peer->lane[direction];
+    struct hr_stream *stream = &peer->stream[direction];
     const struct hr_mpi_ops *ops = self->mpi->ops;
-    while (lane->next != NULL && lane->started < HR_LANE_STARTED_MAX) {
-        struct hr_message *m = lane->next;
+    while (stream->next != NULL && stream->started < HR_STREAM_STARTED_MAX) {
+        struct hr_message *m = stream->next;
         int code = 0;
         if (m->bytes > 0) {
             code = direction == SEND ? ops->issend(self->mpi, m->data, m->bytes, peer->rank, peer->tag[SEND], &m->request)
@@ -156,28 +156,28 @@ static int start_messages(struct mpi_transport *self, struct peer *peer, int dir
         if (code != 0) {
             return code;
         }
-        lane->started++;
-        lane->next = m->next;
+        stream->started++;
+        stream->next = m->next;
     }
     return 0;
 }
 
 /* Finishes the head, if it is over, and empty ones behind it. 1: something moved; 0; or an error code of MPI in *code. */
-static int finish_messages(struct mpi_transport *self, struct hr_lane *lane, int *code) {
+static int finish_messages(struct mpi_transport *self, struct hr_stream *stream, int *code) {
     int moved = 0;
-    if (lane->head != lane->next && lane->head->bytes > 0) {
-        *code = self->mpi->ops->test(self->mpi, &lane->head->request, &moved);
+    if (stream->head != stream->next && stream->head->bytes > 0) {
+        *code = self->mpi->ops->test(self->mpi, &stream->head->request, &moved);
         if (*code != 0) {
-            lane->head->is_over = 1;
+            stream->head->is_over = 1;
             return 0;
         }
         if (!moved) {
             return 0;
         }
-        hr_lane_finish_head(lane, &self->spare);
+        hr_stream_finish_head(stream, &self->spare);
     }
-    while (lane->head != lane->next && lane->head->bytes == 0) {
-        hr_lane_finish_head(lane, &self->spare);
+    while (stream->head != stream->next && stream->head->bytes == 0) {
+        hr_stream_finish_head(stream, &self->spare);
         moved = 1;
     }
     return moved;
@@ -190,11 +190,11 @@ static int peer_progress(struct mpi_transport *self, int peer) {
     }
     int moved = 0;
     for (int direction = 0; direction < DIRECTIONS; direction++) {
-        struct hr_lane *lane = &at->lane[direction];
+        struct hr_stream *stream = &at->stream[direction];
         int code = 0;
-        if (finish_messages(self, lane, &code)) {
+        if (finish_messages(self, stream, &code)) {
             moved = 1;
-            lane->moved_ns = hr_now_ns();
+            stream->moved_ns = hr_now_ns();
         }
         if (code == 0) {
             code = start_messages(self, at, direction);
@@ -218,8 +218,8 @@ static int connection_has_ended(int fd) {
 /* 1: the peer is lost now. */
 static int look_at(struct mpi_transport *self, int peer, int64_t now_ns) {
     struct peer *at = &self->peers[peer];
-    const struct hr_lane *send = &at->lane[SEND];
-    const int64_t moved_ns = send->moved_ns > at->lane[RECV].moved_ns ? send->moved_ns : at->lane[RECV].moved_ns;
+    const struct hr_stream *send = &at->stream[SEND];
+    const int64_t moved_ns = send->moved_ns > at->stream[RECV].moved_ns ? send->moved_ns : at->stream[RECV].moved_ns;
     if (send->head != NULL && now_ns - send->moved_ns >= self->peer_timeout_ns) {
         lose_peer(self, peer, HR_LOSS_SILENT);
         return 1;
@@ -272,11 +272,11 @@ static int post(struct mpi_transport *self, int peer, int direction, char *data,
         return HORO_ERR_ABORTED;
     }
     struct peer *at = &self->peers[peer];
-    struct hr_lane *lane = &at->lane[direction];
-    if (lane->head == NULL) {
-        lane->moved_ns = hr_now_ns();
+    struct hr_stream *stream = &at->stream[direction];
+    if (stream->head == NULL) {
+        stream->moved_ns = hr_now_ns();
     }
-    HR_TRY(hr_lane_push(lane, &self->spare, data, bytes, (size_t)self->mpi->calls.message_bytes, io));
+    HR_TRY(hr_stream_push(stream, &self->spare, data, bytes, (size_t)self->mpi->calls.message_bytes, io));
     settle_busy(self, peer);
     const int code = at->lost ? 0 : start_messages(self, at, direction);
     if (code != 0) {

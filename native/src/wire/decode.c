@@ -3,6 +3,7 @@
 
 #include "base/dtype.h"
 #include "base/little_endian.h"
+#include "base/op.h"
 #include "wire/wire.h"
 
 /*
@@ -138,6 +139,22 @@ static int is_canonical(const struct hr_wire_request *request) {
            (request->op == HORO_BROADCAST || request->root_rank == 0);
 }
 
+/* Of teams: the tensor that was checked last is the only one, and its values follow. */
+static void read_values(struct reader *reader, struct hr_wire_request *request) {
+    const uint8_t *cursor = request->tensors;
+    struct hr_wire_tensor tensor = {0};
+    require(reader, request->tensor_count == 1);
+    if (!reader->failed) {
+        hr_wire_next_tensor(&cursor, &tensor);
+    }
+    require(reader, tensor.dtype == HORO_INT32 && tensor.ndim == 1 && tensor.shape[0] >= 1 && tensor.shape[0] <= HR_WIRE_TENSORS_MAX);
+    request->value_count = reader->failed ? 0 : (uint32_t)tensor.shape[0];
+    request->values = reader->at;
+    for (uint32_t i = 0; i < request->value_count && !reader->failed; i++) {
+        require(reader, read_i32(reader) >= 0);
+    }
+}
+
 /* Takes all that is left. */
 static void read_request(struct reader *reader, struct hr_wire_request *request) {
     request->bytes = reader->at;
@@ -156,6 +173,9 @@ static void read_request(struct reader *reader, struct hr_wire_request *request)
     request->tensors = reader->at;
     for (uint32_t i = 0; i < request->tensor_count && !reader->failed; i++) {
         check_tensor(reader, request->op);
+    }
+    if (!reader->failed && hr_op_is_of_teams(request->op)) {
+        read_values(reader, request);
     }
 }
 
@@ -236,6 +256,10 @@ int hr_wire_decode_request(const void *data, size_t bytes, struct hr_wire_reques
 
 uint32_t hr_wire_id(const struct hr_wire_message *message, uint32_t index) {
     return hr_load_u32(message->items + 4 * (size_t)index);
+}
+
+int hr_wire_value(const struct hr_wire_request *request, uint32_t index) {
+    return (int)(int32_t)hr_load_u32(request->values + 4 * (size_t)index);
 }
 
 void hr_wire_next_ref(const uint8_t **cursor, struct hr_wire_ref *ref) {

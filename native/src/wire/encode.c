@@ -1,6 +1,7 @@
 #include <string.h>
 
 #include "base/little_endian.h"
+#include "base/op.h"
 #include "wire/wire.h"
 
 enum {
@@ -51,7 +52,15 @@ size_t hr_wire_request_bytes(const horo_request *request) {
     for (int32_t i = 0; i < request->tensor_count; i++) {
         bytes += TENSOR_FIXED_BYTES + sizeof(int64_t) * (size_t)request->tensors[i].ndim;
     }
-    return bytes;
+    return hr_op_is_of_teams(request->op) ? bytes + sizeof(int32_t) * (size_t)request->tensors[0].shape[0] : bytes;
+}
+
+static uint8_t *write_values(uint8_t *at, const horo_tensor *tensor) {
+    const int32_t *values = tensor->input;
+    for (int64_t i = 0; i < tensor->shape[0]; i++) {
+        at = write_i32(at, values[i]);
+    }
+    return at;
 }
 
 static uint8_t *write_tensor(uint8_t *at, const horo_tensor *tensor, int op) {
@@ -84,6 +93,9 @@ int hr_wire_encode_request(struct hr_buffer *out, const horo_request *request) {
     at = hr_store_u32(at, (uint32_t)request->tensor_count);
     for (int32_t i = 0; i < request->tensor_count; i++) {
         at = write_tensor(at, &request->tensors[i], request->op);
+    }
+    if (hr_op_is_of_teams(request->op)) {
+        at = write_values(at, &request->tensors[0]);
     }
     return finish(out, at);
 }

@@ -12,7 +12,8 @@
  *   DONE     i32 rank                             (both directions)
  *
  *   ref      u32 id, str16 name      an empty name: the cached tensor `id`; else the name, which now gets `id` (0: not cached)
- *   request  u8 op, u8 reduce_op, u8 transient, i32 root, f64 prescale, f64 postscale, str16 name, u32 n, n x tensor
+ *   request  u8 op, u8 reduce_op, u8 transient, i32 root, f64 prescale, f64 postscale, str16 name, u32 n, n x tensor;
+ *            of teams: one tensor, int32 [m], and m x i32, its values: the ranks of a team to add, the number of one to remove
  *   tensor   u8 dtype, u8 wire dtype, u8 ndim, ndim x i64 extent   (allgather: the first extent is written as 0, it may differ by rank)
  *   str16    u16 bytes, UTF-8 without a terminator
  *
@@ -71,6 +72,8 @@ struct hr_wire_request {
     struct hr_wire_text name;
     uint32_t tensor_count;
     const uint8_t *tensors; /* walk with hr_wire_next_tensor */
+    uint32_t value_count;   /* of teams */
+    const uint8_t *values;  /* read with hr_wire_value */
     const uint8_t *bytes;
     size_t byte_count;
 };
@@ -107,7 +110,7 @@ int hr_wire_tensor_bytes(int op, const int64_t *shape, int ndim, int dtype, int6
 size_t hr_wire_request_bytes(const horo_request *request);
 /*
  * Appends the canonical form. Checks nothing: the engine has validated the request. HORO_OK or HORO_ERR_RESOURCE (no memory, or
- * longer than HR_WIRE_REQUEST_MAX).
+ * longer than HR_WIRE_REQUEST_MAX). Of the tensors' memory it reads that of operations of teams alone.
  */
 int hr_wire_encode_request(struct hr_buffer *out, const horo_request *request);
 
@@ -137,6 +140,7 @@ int hr_wire_decode(const void *data, size_t bytes, struct hr_wire_message *messa
 int hr_wire_decode_request(const void *data, size_t bytes, struct hr_wire_request *request);
 
 uint32_t hr_wire_id(const struct hr_wire_message *message, uint32_t index);
+int hr_wire_value(const struct hr_wire_request *request, uint32_t index);
 /* Both read the item at *cursor (start with message->items or request->tensors) and move it on. */
 void hr_wire_next_ref(const uint8_t **cursor, struct hr_wire_ref *ref);
 void hr_wire_next_tensor(const uint8_t **cursor, struct hr_wire_tensor *tensor);

@@ -15,14 +15,14 @@ struct shim_arena {
 
 shim_arena *shim_arena_create(void) {
     shim_arena *one = calloc(1, sizeof *one);
-    const size_t bytes = ((size_t)hr_arena_layout_bytes(1, SEGMENT_BYTES) + HR_LINE - 1) / HR_LINE * HR_LINE;
+    const size_t bytes = ((size_t)hr_arena_layout_bytes(1, SEGMENT_BYTES, 1) + HR_LINE - 1) / HR_LINE * HR_LINE;
     struct hr_error error = {0};
     if (one == NULL || (one->memory = aligned_alloc(HR_LINE, bytes)) == NULL) {
         free(one);
         return NULL;
     }
     memset(one->memory, 0, bytes);
-    if (hr_arena_map(&one->arena, one->memory, -1, 0, 1, SEGMENT_BYTES, &error) != HORO_OK) {
+    if (hr_arena_map(&one->arena, one->memory, bytes, -1, 0, 1, SEGMENT_BYTES, &error) != HORO_OK) {
         shim_arena_destroy(one);
         return NULL;
     }
@@ -58,7 +58,7 @@ uint32_t shim_arena_places(void) {
 int shim_arena_clear_sleeping(void *memory, int local_size, uint64_t segment_bytes, int local_rank) {
     struct hr_arena arena;
     struct hr_error error = {0};
-    if (hr_arena_map(&arena, memory, -1, local_rank, local_size, (size_t)segment_bytes, &error) != HORO_OK) {
+    if (hr_arena_map(&arena, memory, SIZE_MAX / 2, -1, local_rank, local_size, (size_t)segment_bytes, &error) != HORO_OK) {
         return -1;
     }
     return (int)atomic_exchange(&arena.blocks[local_rank].sleeping, 0);

@@ -34,7 +34,7 @@ static int join(int32_t *one, int32_t *other) {
 static int make_host(struct fabric *fabric, int host) {
     const struct schedule *schedule = fabric->schedule;
     const int size = schedule->host_sizes[host];
-    const size_t bytes = (size_t)horo_arena_bytes(size, schedule->segment_bytes);
+    const size_t bytes = (size_t)horo_arena_bytes(size, schedule->segment_bytes, 1);
     void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) {
         return -1;
@@ -100,6 +100,7 @@ static void fill_setup(struct fabric *fabric, int rank) {
         .host_name_of_rank = fabric->host_names,
         .arena_fd = -1,
         .arena_memory = fabric->arenas[host_of(fabric, rank)],
+        .arena_memory_bytes = fabric->arena_bytes[host_of(fabric, rank)],
         .segment_bytes = schedule->segment_bytes,
         .wake_fds = fds->wake,
         .life_fds = fds->life,

@@ -5,8 +5,8 @@
 #include "mpi/mpi.h"
 #include "transport/transport.h"
 
-/* Given to MPI at once, per lane: as many as an algorithm has ios in flight. Few, for all of them must be taken back in the end. */
-enum { HR_LANE_STARTED_MAX = 8 };
+/* Given to MPI at once, per stream: as many as an algorithm has ios in flight. Few, for all of them must be taken back in the end. */
+enum { HR_STREAM_STARTED_MAX = 8 };
 
 /* A piece of an io, of at most one call of MPI. */
 struct hr_message {
@@ -16,10 +16,10 @@ struct hr_message {
     size_t bytes;
     uint64_t request;
     int is_last; /* of its io */
-    int is_over; /* given back by MPI while the lane is taken back */
+    int is_over; /* given back by MPI while the stream is taken back */
 };
 
-struct hr_lane {
+struct hr_stream {
     struct hr_message *head, *tail;
     struct hr_message *next; /* the first that MPI has not got */
     int started;
@@ -27,19 +27,19 @@ struct hr_lane {
 };
 
 /* Makes messages of the io and puts them in line. HORO_OK or HORO_ERR_RESOURCE, which changes nothing. */
-int hr_lane_push(struct hr_lane *lane, struct hr_message **spare, char *data, size_t bytes, size_t message_bytes, struct hr_io *io);
+int hr_stream_push(struct hr_stream *stream, struct hr_message **spare, char *data, size_t bytes, size_t message_bytes, struct hr_io *io);
 
 /* Takes the head out, which becomes spare. */
-void hr_lane_pop(struct hr_lane *lane, struct hr_message **spare, enum hr_io_state state);
+void hr_stream_pop(struct hr_stream *stream, struct hr_message **spare, enum hr_io_state state);
 
 /* What the head's io has got so far grows by it; the io is done with its last message. */
-static inline void hr_lane_finish_head(struct hr_lane *lane, struct hr_message **spare) {
-    lane->head->io->done_bytes += lane->head->bytes;
-    hr_lane_pop(lane, spare, lane->head->is_last ? HR_IO_DONE : HR_IO_POSTED);
+static inline void hr_stream_finish_head(struct hr_stream *stream, struct hr_message **spare) {
+    stream->head->io->done_bytes += stream->head->bytes;
+    hr_stream_pop(stream, spare, stream->head->is_last ? HR_IO_DONE : HR_IO_POSTED);
 }
 
 /* 1: there was something to fail. Nothing of it may be with MPI any more. */
-int hr_lane_fail(struct hr_lane *lane, struct hr_message **spare);
+int hr_stream_fail(struct hr_stream *stream, struct hr_message **spare);
 
 void hr_messages_free(struct hr_message *first);
 

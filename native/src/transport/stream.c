@@ -1,4 +1,4 @@
-#include "transport/lane.h"
+#include "transport/stream.h"
 
 #include <stdlib.h>
 
@@ -40,32 +40,32 @@ static struct hr_message *cut(struct hr_message **spare, char *data, size_t byte
     return first;
 }
 
-int hr_lane_push(struct hr_lane *lane, struct hr_message **spare, char *data, size_t bytes, size_t message_bytes, struct hr_io *io) {
+int hr_stream_push(struct hr_stream *stream, struct hr_message **spare, char *data, size_t bytes, size_t message_bytes, struct hr_io *io) {
     struct hr_message *last = NULL;
     struct hr_message *first = cut(spare, data, bytes, message_bytes, io, &last);
     if (first == NULL) {
         return HORO_ERR_RESOURCE;
     }
     *io = (struct hr_io){.data = data, .bytes = bytes, .state = HR_IO_POSTED};
-    if (lane->head == NULL) {
-        lane->head = first;
+    if (stream->head == NULL) {
+        stream->head = first;
     } else {
-        lane->tail->next = first;
+        stream->tail->next = first;
     }
-    lane->tail = last;
-    if (lane->next == NULL) {
-        lane->next = first;
+    stream->tail = last;
+    if (stream->next == NULL) {
+        stream->next = first;
     }
     return HORO_OK;
 }
 
-void hr_lane_pop(struct hr_lane *lane, struct hr_message **spare, enum hr_io_state state) {
-    struct hr_message *message = lane->head;
-    lane->head = message->next;
-    if (lane->next == message) {
-        lane->next = message->next;
+void hr_stream_pop(struct hr_stream *stream, struct hr_message **spare, enum hr_io_state state) {
+    struct hr_message *message = stream->head;
+    stream->head = message->next;
+    if (stream->next == message) {
+        stream->next = message->next;
     } else {
-        lane->started--;
+        stream->started--;
     }
     if (state != HR_IO_POSTED) {
         message->io->state = state; /* from here on the io is the caller's */
@@ -73,10 +73,10 @@ void hr_lane_pop(struct hr_lane *lane, struct hr_message **spare, enum hr_io_sta
     make_spare(spare, message);
 }
 
-int hr_lane_fail(struct hr_lane *lane, struct hr_message **spare) {
-    const int any = lane->head != NULL;
-    while (lane->head != NULL) {
-        hr_lane_pop(lane, spare, lane->head->is_last ? HR_IO_FAILED : HR_IO_POSTED);
+int hr_stream_fail(struct hr_stream *stream, struct hr_message **spare) {
+    const int any = stream->head != NULL;
+    while (stream->head != NULL) {
+        hr_stream_pop(stream, spare, stream->head->is_last ? HR_IO_FAILED : HR_IO_POSTED);
     }
     return any;
 }

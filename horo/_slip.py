@@ -1,0 +1,205 @@
+"""Requests as the core reads them: numbers of operations and dtypes, and the memory of a call."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import struct
+from array import array
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from horo._native import ffi, lib
+
+__all__ = ["DTYPES", "OPS", "REDUCE_OPS", "Slip", "Tensor"]
+
+DTYPES: dict[str, int] = {
+    name.removeprefix("HORO_").lower(): getattr(lib, name)
+    for name in (
+        "HORO_UINT8",
+        "HORO_INT8",
+        "HORO_INT16",
+        "HORO_INT32",
+        "HORO_INT64",
+        "HORO_FLOAT16",
+        "HORO_BFLOAT16",
+        "HORO_FLOAT32",
+        "HORO_FLOAT64",
+        "HORO_BOOL",
+    )
+}
+"""Number of each dtype by its torch name (``"float32"``)."""
+
+OPS: dict[str, int] = {
+    "allreduce": lib.HORO_ALLREDUCE,
+    "allgather": lib.HORO_ALLGATHER,
+    "broadcast": lib.HORO_BROADCAST,
+    "barrier": lib.HORO_BARRIER,
+}
+"""Number of each operation on tensors by its name."""
+
+REDUCE_OPS: dict[str, int] = {
+    "average": lib.HORO_AVERAGE,
+    "sum": lib.HORO_SUM,
+    "min": lib.HORO_MIN,
+    "max": lib.HORO_MAX,
+    "product": lib.HORO_PRODUCT,
+}
+
+
+class Tensor(NamedTuple):
+    """One dense, contiguous tensor as the core sees it: addresses, extents, number of the dtype."""
+
+    input: int
+    output: int
+    shape: tuple[int, ...]
+    dtype: int
+    wire_dtype: int = 0
+    """Number of the dtype that it travels as; 0: its own."""
+
+
+_REQUEST = "P4i2dP2i0P"
+"""``horo_request``: name, op, reduce_op, root_rank, flags, prescale, postscale, tensors, tensor_count, team."""
+_TENSOR = "PPPiii0P"
+"""``horo_tensor``: input, output, shape, ndim, dtype, wire_dtype. Packing is much quicker than filling cdata."""
+
+_LONE_REQUEST = struct.Struct("@" + _REQUEST)
+_LONE_TENSOR = struct.Struct("@" + _TENSOR)
+_POINTER = struct.Struct("@P")
+_TENSOR_WORDS = _LONE_TENSOR.size // _POINTER.size
+_TENSORS_AT = _LONE_REQUEST.size
+_EXTENTS_AT = _TENSORS_AT + _LONE_TENSOR.size
+_DIMS_USUAL, _NAME_USUAL = 8, 64
+"""Room in a slip; a tensor with more extents, or a longer name (bytes, with its end), gets memory of its own."""
+_NAME_AT = _EXTENTS_AT + 8 * _DIMS_USUAL
+_ANSWER_AT = _NAME_AT + _NAME_USUAL
+_SLIP_WORDS = (_ANSWER_AT + 8) // 8
+_SYNC, _TRANSIENT = lib.HORO_SUBMIT_SYNC, lib.HORO_SUBMIT_TRANSIENT
+
+
+@functools.cache
+def _single(ndim: int) -> struct.Struct:
+    """A request, its only tensor and the extents of that, one behind the other."""
+    return struct.Struct(f"@{_REQUEST}{_TENSOR}{ndim}q")
+
+
+class Slip:
+    """A request as the core reads it, in memory that serves many calls; of one thread at a time."""
+
+    __slots__ = (
+        "_address",
+        "_kept",
+        "_lone_row",
+        "_memory",
+        "_name_at",
+        "_tensors",
+        "_view",
+        "answer",
+        "number",
+        "request",
+        "rows",
+    )
+
+    def __init__(self) -> None:
+        self._memory = ffi.new("int64_t[]", _SLIP_WORDS)
+        self._address = int(ffi.cast("uintptr_t", self._memory))
+        self._view = memoryview(ffi.buffer(self._memory))
+        self._lone_row = self.rows = self._view[_TENSORS_AT:_EXTENTS_AT].cast("L")
+        """``rows``: words of the tensors, of which the first two of each are its addresses."""
+        self._name_at = self._address + _NAME_AT
+        self._kept: Any = None  # a long name
+        self._tensors: Any = None  # more than one, or one with many extents
+        self.request = ffi.cast("horo_request *", self._memory)
+        self.answer = ffi.cast("int64_t *", self._address + _ANSWER_AT)
+        self.number = self._view[_ANSWER_AT:].cast("q")
+        """Its only item is the handle that the last call has answered."""
+
+    @classmethod
+    def of(cls, op: int, name: str, tensors: Sequence[Tensor] = (), **options: Any) -> Slip:
+        """A request for one call; ``options`` as ``fill`` takes them."""
+        slip = cls()
+        slip.rename(name)
+        slip.fill(op, tensors, **options)
+        return slip
+
+    def fill(
+        self,
+        op: int,
+        tensors: Sequence[Tensor],
+        *,
+        reduce_op: int = 0,
+        root_rank: int = 0,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        sync: bool = False,
+        transient: bool = False,
+        team: int = 0,
+    ) -> None:
+        """Writes everything but the name.
+
+        Args:
+            op: one of ``OPS``.
+            tensors: none for a barrier.
+            reduce_op, root_rank, prescale, postscale: as in ``horo_request``.
+            sync: the caller waits at once.
+            transient: the name will not come again.
+            team: whose members do it, as ``Context.add_team`` numbers it; 0: all ranks.
+        """
+        flags = (_SYNC if sync else 0) | (_TRANSIENT if transient else 0)
+        address = self._address
+        if len(tensors) == 1 and (ndim := len(tensors[0].shape)) <= _DIMS_USUAL:
+            source, target, shape, dtype, wire_dtype = tensors[0]
+            self.rows = self._lone_row
+            _single(ndim).pack_into(
+                self._view, 0,
+                self._name_at, op, reduce_op, root_rank, flags, prescale, postscale, address + _TENSORS_AT, 1, team,
+                source, target, address + _EXTENTS_AT, ndim, dtype, wire_dtype,
+                *shape,
+            )  # fmt: skip
+            return
+        self._tensors = _pack(tensors)
+        self.rows = memoryview(ffi.buffer(self._tensors))[: len(tensors) * _LONE_TENSOR.size].cast("L")
+        tensors_at = int(ffi.cast("uintptr_t", self._tensors))
+        _LONE_REQUEST.pack_into(
+            self._view, 0,
+            self._name_at, op, reduce_op, root_rank, flags, prescale, postscale, tensors_at, len(tensors), team,
+        )  # fmt: skip
+
+    def rename(self, name: str) -> None:
+        """Writes the name, which is equal on all ranks."""
+        text = name.encode() + b"\0"
+        if len(text) <= _NAME_USUAL:
+            self._view[_NAME_AT : _NAME_AT + len(text)] = text
+            if self._kept is None:
+                return
+            self._kept, self._name_at = None, self._address + _NAME_AT
+        else:
+            self._kept = ffi.from_buffer(text)
+            self._name_at = int(ffi.cast("uintptr_t", self._kept))
+        _POINTER.pack_into(self._view, 0, self._name_at)
+
+    def point(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Writes other addresses for the tensors that it was filled with, as many as there are."""
+        rows = self.rows
+        if len(sources) == 1:
+            rows[0] = sources[0]
+            rows[1] = targets[0]
+        else:
+            rows[0::_TENSOR_WORDS] = array("L", sources)
+            rows[1::_TENSOR_WORDS] = array("L", targets)
+
+
+def _pack(tensors: Sequence[Tensor]) -> Any:
+    """An array of ``horo_tensor``, with the extents of all of them behind it."""
+    extents = list(itertools.chain.from_iterable([tensor.shape for tensor in tensors]))
+    rows = len(tensors) * _LONE_TENSOR.size
+    memory = ffi.new("int64_t[]", rows // 8 + len(extents))
+    view = ffi.buffer(memory)
+    struct.pack_into(f"@{len(extents)}q", view, rows, *extents)
+    extents_at = int(ffi.cast("uintptr_t", memory)) + rows
+    packed = []
+    for source, target, shape, dtype, wire_dtype in tensors:
+        packed.append(_LONE_TENSOR.pack(source, target, extents_at, len(shape), dtype, wire_dtype))
+        extents_at += 8 * len(shape)
+    view[:rows] = b"".join(packed)
+    return memory

@@ -1,0 +1,198 @@
+/*
+ * A lane: one rank's part in one team, from the announcements to the batches. Every team has a log of its own, which its members agree on
+ * and execute in order; nothing in a lane waits for another lane. The driver of the engine goes round all of them (drive.c). All of a
+ * lane is the driver's, unless a line says otherwise.
+ */
+#ifndef HR_ENGINE_LANE_H
+#define HR_ENGINE_LANE_H
+
+#include "engine/agree.h"
+#include "engine/request.h"
+#include "node/team.h"
+
+struct hr_engine;
+
+enum { HR_LINK_HEAD_BYTES = 64 };
+
+/* A control link to a neighbour in the tree of hosts: chunks of frames, each behind its length. Leaders only. */
+struct hr_link {
+    int host;
+    int leader_rank;
+    int open;
+    int is_done; /* the other leader has said DONE: the end of the link is no loss */
+    uint8_t recv_head[HR_LINK_HEAD_BYTES];
+    int recv_rest; /* the posted receive is for the rest of a chunk, not a head */
+    int is_garbled; /* what came was no chunk: nothing more is received, but what is to be sent still goes out */
+    struct hr_io recv;
+    struct hr_buffer in;      /* received, whole chunks */
+    uint8_t *rest;            /* being received */
+    size_t rest_bytes;
+    struct hr_buffer out;     /* to be sent next */
+    struct hr_buffer sending; /* being sent, with its length in front, as long as a head at least */
+    struct hr_io send_head, send;
+};
+
+enum { HR_IDS_MAX = 256 }; /* in one message of a local rank */
+
+/* ---- Announcer: what this rank tells its leader, and what it remembers of names that have an id. The driver's. ---- */
+
+struct hr_announcer {
+    struct hr_map known;
+    struct hr_known **known_slots; /* [capacity] */
+    uint32_t capacity;
+    struct hr_buffer request_out; /* frames for my leader */
+    uint32_t id_count;
+    uint32_t ids[HR_IDS_MAX];     /* announced, not yet among these frames */
+    int has_asked_to_leave;       /* LEAVE is among them, or has gone */
+};
+
+/* ---- Executor: the log, record by record. The driver's. ---- */
+
+/* What it does with the record at the front of the log. */
+enum hr_execution {
+    HR_EXECUTION_IDLE,     /* none has been begun */
+    HR_EXECUTION_RUNNING,  /* a batch: its task is the backend's */
+    HR_EXECUTION_CHANGING, /* a batch that adds or removes a team */
+    HR_EXECUTION_LOST,     /* a batch whose task has lost a peer: other ranks may tell of the cause until confirm_ns */
+};
+
+struct hr_executor {
+    enum hr_execution state;
+    int outcome;            /* of a look at the executor during a wait, for the next turn; 0: none */
+    int64_t confirm_ns;
+    uint64_t log_position;  /* bytes of the log taken out of the ring */
+    struct hr_buffer log_in; /* taken out, not begun */
+    uint64_t log_executed;  /* bytes of the log executed */
+    uint64_t moves;         /* stages of tasks and records of the log done */
+    uint64_t record_bytes;  /* of the record that is being executed */
+    int has_left;           /* a LEAVE record has been executed */
+    struct hr_batch *batch; /* scratch of execute.c */
+};
+
+/* ---- Leader: the agreement on one host, and its links to other hosts. The driver's; unused on other ranks. ---- */
+
+struct hr_leader {
+    struct hr_agree agree;
+    int *member_ranks;
+    struct hr_buffer *request_in; /* [local_size] frames from local ranks */
+    struct hr_buffer log_out;     /* frames for the log ring */
+    uint64_t announced_seen;
+    struct hr_link *links;        /* parent first if there is one, then children */
+    int link_count;
+    int has_parent;
+    int leaver;     /* 1 + the rank that asked to leave, as far as this leader knows; 0: none has */
+    int closes;     /* the team is about to be removed, by all: the end of a link is no loss */
+    int log_closed; /* the LEAVE record has been written or passed on: nothing follows it */
+    int told_abort, told_done;
+    int64_t cycle_ns;
+};
+
+/* What the check for stalls remembers; stall.c. */
+struct hr_stall {
+    int64_t check_ns; /* when to look for stalls again; 0: not known */
+    uint64_t moves;   /* what had moved when it last looked */
+    int64_t moved_ns; /* when it last found that this had changed */
+};
+
+struct hr_lane {
+    struct hr_engine *engine;
+    struct hr_node *node;
+    struct hr_team *team;
+    struct hr_backend *backend;
+    int is_leader, is_root; /* of the team: on this host, of all */
+    int is_removed;          /* nothing can be submitted any more; under the lock of submission */
+    struct hr_map in_flight; /* name -> request submitted and not done; under the lock of submission */
+    _Atomic uint32_t pending; /* how many; written under that lock */
+    struct hr_announcer announcer;
+    struct hr_executor executor;
+    struct hr_leader leader;
+    struct hr_stall stall;
+};
+
+/*
+ * A lane takes over its team and backend, also where it fails. The team has its links, if it needs any. The world's is open; another lane
+ * is opened by the driver, when all ranks have agreed on its number. HORO_OK, or a status with *error set.
+ */
+int hr_lane_create(struct hr_engine *engine, struct hr_team *team, struct hr_backend *backend, struct hr_lane **lane,
+                   struct hr_error *error);
+int hr_lane_open(struct hr_lane *lane, int number, struct hr_error *error);
+/* The team is removed: leaves its partition. */
+void hr_lane_close(struct hr_lane *lane);
+/* Closes its links too. */
+void hr_lane_destroy(struct hr_lane *lane);
+
+/* A number that changes whenever something has moved here: a record, a stage of a task, a piece between hosts. */
+static inline uint64_t hr_lane_moves(const struct hr_lane *lane) {
+    return lane->executor.moves + lane->team->pieces;
+}
+
+/* ---- announce.c ---- */
+
+/* Announces what has been taken from the queue, but for what the next flush takes to the leader. */
+int hr_lane_announce_request(struct hr_lane *lane, struct hr_request *request);
+/* Ends a row of such calls. */
+int hr_lane_write_ids(struct hr_lane *lane);
+int hr_lane_flush_requests(struct hr_lane *lane);
+/* What a BATCH ref does to this rank's knowledge; *request is what it stands for. */
+int hr_lane_resolve(struct hr_lane *lane, const struct hr_wire_ref *ref, struct hr_request **request);
+/* Asks for the LEAVE record, behind all that has been announced. */
+int hr_lane_ask_to_leave(struct hr_lane *lane);
+struct hr_request *hr_lane_find_name(struct hr_lane *lane, struct hr_wire_text name);
+void hr_lane_free_known(struct hr_lane *lane);
+
+/* ---- lead.c and control.c: what a leader does besides; 1 if something moved, 0 if not, or a status ---- */
+
+int hr_lane_lead(struct hr_lane *lane);
+int hr_lane_has_lead_work(struct hr_lane *lane);
+int hr_lane_init_leader(struct hr_lane *lane, uint64_t fusion_bytes, struct hr_error *error);
+void hr_lane_fini_leader(struct hr_lane *lane);
+/* When a ready batch that waits out its cycle time is due; 0: none waits. */
+int64_t hr_lane_batch_due_ns(struct hr_lane *lane);
+/* After the end of the group: tells the neighbours of an abort and sends what there is. 1: all is sent or cannot be; 0; a status. */
+int hr_leader_flush_links(struct hr_lane *lane);
+int hr_leader_may_flush(const struct hr_lane *lane);
+/* Whether a message of another leader waits to be read, or of this one to be sent. */
+int hr_leader_has_messages(const struct hr_lane *lane);
+/* Whether something for another leader has not been handed to the system yet. */
+int hr_leader_sends_left(const struct hr_lane *lane);
+/* CLOSING: whether everybody for whom this leader passes messages on has executed what stands before the LEAVE record. */
+int hr_leader_is_done(const struct hr_lane *lane);
+/* The last message on every link, for ENDING after CLOSING. */
+int hr_leader_tell_done(struct hr_lane *lane);
+/* control.c; progress_links as hr_lane_lead. */
+int hr_leader_open_links(struct hr_lane *lane, struct hr_error *error);
+int hr_leader_progress_links(struct hr_lane *lane);
+/* lead.c, for control.c. Takes in what a member announces; agrees on, or reports, what all members have announced; hands records down. */
+int hr_leader_announce(struct hr_lane *lane, int member, const struct hr_wire_message *message, int64_t now_ns);
+int hr_leader_collect(struct hr_lane *lane);
+int hr_leader_hand_down(struct hr_lane *lane, size_t mark);
+/* The next record for the log is LEAVE. */
+void hr_leader_close_log(struct hr_lane *lane);
+/* A rank of this subtree wants to leave. */
+int hr_leader_note_leaver(struct hr_lane *lane, int rank);
+int hr_lane_announce_own(struct hr_lane *lane, const struct hr_request *request, uint32_t id);
+
+/* ---- link.c ---- */
+
+int hr_link_open(struct hr_lane *lane, struct hr_link *link, int host);
+void hr_link_close(struct hr_link *link);
+int hr_link_has_work(const struct hr_link *link);
+/* Moves bytes both ways; received frames are in link->in. 1, 0, or HORO_ERR_PEER_LOST once the link is broken. */
+int hr_link_progress(struct hr_lane *lane, struct hr_link *link);
+
+/* ---- execute.c ---- */
+
+/* One stage of the current batch, or the next record of the log: 1 if something moved, 0 if not, or a status. */
+int hr_lane_execute(struct hr_lane *lane);
+/* After the end of the group: gives the current batch up. */
+void hr_lane_cancel(struct hr_lane *lane);
+/* Whether the current batch has posted all that it sends (hr_task.is_ending). */
+int hr_lane_is_ending_batch(const struct hr_lane *lane);
+void hr_lane_free_batch(struct hr_lane *lane);
+
+/* ---- stall.c ---- */
+
+/* Reports what has waited too long; returns when to look again (0: no need). */
+int64_t hr_lane_check_stall(struct hr_lane *lane);
+
+#endif

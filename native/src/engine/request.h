@@ -1,0 +1,53 @@
+/* A submitted request, and what a rank knows of tensors that have an id. */
+#ifndef HR_ENGINE_REQUEST_H
+#define HR_ENGINE_REQUEST_H
+
+#include <stdatomic.h>
+
+#include "backend/backend.h"
+#include "wire/wire.h"
+
+#define HR_NOT_ANNOUNCED UINT32_MAX
+
+struct hr_lane;
+
+/* One allocation, plus the results of an allgather and the text of an error. */
+struct hr_request {
+    struct hr_request *next;          /* in the submit queue */
+    struct hr_request *older, *newer; /* among those not done */
+    struct hr_lane *lane;             /* of its team; as long as it is not done */
+    int64_t handle;
+    _Atomic int status; /* HORO_IN_PROGRESS until done */
+    char *error_text;
+    horo_request call; /* its pointers point into this allocation, but for those of tensors that hold data */
+    uint64_t name_hash;
+    uint64_t pending_hash; /* of name and team */
+    size_t name_bytes;
+    int64_t data_bytes; /* of all its tensors here */
+    int64_t submit_ns;
+    uint8_t *bytes; /* canonical form on the wire; points into this allocation */
+    size_t byte_count;
+    uint32_t announced_id;        /* driver: announced by this id, 0: in full */
+    uint32_t pending_place;       /* driver: in the arena's table, HR_NOT_ANNOUNCED while in the queue */
+    struct hr_gathered *gathered; /* allgather: [tensor_count] */
+    struct hr_lane *new_lane;     /* add team: this rank's part in it; NULL: it has none, or the engine has taken it */
+    int team_added;               /* add team: its number, once done; else -1 */
+    int team_size;                /* of its own team */
+};
+
+/* What this rank knows of a tensor with an id, in one allocation. Driver only. */
+struct hr_known {
+    struct hr_request *pending; /* announced by this id and not done */
+    const char *name;           /* within bytes, without a terminator */
+    size_t name_bytes;
+    uint64_t name_hash;
+    uint32_t id;
+    uint32_t byte_count; /* at most HR_WIRE_MESSAGE_MAX */
+    uint8_t bytes[];     /* canonical form */
+};
+
+/* HORO_OK with a new request, or a status with *error set. Checks everything a caller can get wrong, but for team and root. */
+int hr_request_create(const horo_request *call, struct hr_request **request, struct hr_error *error);
+void hr_request_destroy(struct hr_request *request);
+
+#endif

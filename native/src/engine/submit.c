@@ -1,0 +1,96 @@
+/* Submitting a request: from the caller to the queue of the driver. */
+#include "base/op.h"
+#include "engine/engine.h"
+
+/* The lane of the request's team; with the lock held. */
+static int find_lane(const struct hr_engine *engine, struct hr_request *request, struct hr_error *error) {
+    const horo_request *call = &request->call;
+    const int exists = call->team >= 0 && call->team < HR_TEAMS_MAX && engine->teams[call->team].is_used;
+    struct hr_lane *lane = exists ? engine->teams[call->team].lane : NULL;
+    if (lane == NULL) {
+        return exists ? hr_fail(error, HORO_ERR_USAGE, "'%s': rank %d is no member of team %d", call->name, engine->node->rank, call->team)
+                      : hr_fail(error, HORO_ERR_USAGE, "'%s': team %d does not exist", call->name, call->team);
+    }
+    if (lane->is_removed) {
+        return hr_fail(error, HORO_ERR_USAGE, "'%s': team %d is being removed", call->name, call->team);
+    }
+    if (call->op == HORO_BROADCAST && hr_team_member(lane->team, call->root_rank) < 0) {
+        return call->team == 0 ? hr_fail(error, HORO_ERR_USAGE, "broadcast '%s': root rank %d does not exist; ranks are 0 to %d",
+                                         call->name, call->root_rank, lane->team->size - 1)
+                               : hr_fail(error, HORO_ERR_USAGE, "broadcast '%s': root rank %d is no member of team %d", call->name,
+                                         call->root_rank, call->team);
+    }
+    request->lane = lane;
+    request->team_size = lane->team->size;
+    return HORO_OK;
+}
+
+/* With the lock held. */
+static int enqueue(struct hr_engine *engine, struct hr_request *request, struct hr_error *error) {
+    const char *name = request->call.name;
+    if (atomic_load(&engine->driver.stop)) {
+        return hr_fail(error, HORO_ERR_ABORTED, "'%s': horo is shutting down", name);
+    }
+    HR_TRY(find_lane(engine, request, error));
+    struct hr_map *in_flight = &request->lane->in_flight;
+    if (hr_map_find(in_flight, request->name_hash, name, request->name_bytes) != NULL) {
+        return hr_fail(error, HORO_ERR_DUPLICATE_NAME,
+                       "'%s': a tensor of this name is being processed already; wait for it or use another name", name);
+    }
+    request->handle = engine->submission.last_handle + 1;
+    const uint64_t handle_hash = hr_hash_number(request->handle);
+    const char *handle_key = (const char *)&request->handle;
+    if (hr_map_insert(&engine->submission.handles, handle_hash, handle_key, sizeof request->handle, request) != HORO_OK) {
+        return hr_fail(error, HORO_ERR_RESOURCE, "'%s': out of memory", name);
+    }
+    if (hr_map_insert(in_flight, request->name_hash, name, request->name_bytes, request) != HORO_OK) {
+        (void)hr_map_remove(&engine->submission.handles, handle_hash, handle_key, sizeof request->handle);
+        return hr_fail(error, HORO_ERR_RESOURCE, "'%s': out of memory", name);
+    }
+    engine->submission.last_handle++;
+    request->older = engine->submission.newest;
+    *(engine->submission.newest == NULL ? &engine->submission.oldest : &engine->submission.newest->newer) = request;
+    engine->submission.newest = request;
+    *engine->submission.queue_tail = request;
+    engine->submission.queue_tail = &request->next;
+    hr_engine_note_submitted(engine, request);
+    atomic_fetch_add(&engine->submission.queued, 1);
+    atomic_fetch_add(&engine->submission.pending, 1);
+    atomic_store_explicit(&request->lane->pending, (uint32_t)in_flight->count, memory_order_relaxed);
+    atomic_fetch_add_explicit(&engine->counts.requests, 1, memory_order_relaxed);
+    return HORO_OK;
+}
+
+int hr_engine_submit_with(struct hr_engine *engine, const horo_request *call, struct hr_lane *new_lane, int64_t *handle,
+                          struct hr_error *error) {
+    /* A process that ends at its error must not be taken for the cause: its driver tells other hosts first, then fails this. */
+    const int untold = atomic_load(&engine->driver.always_drives) && hr_arena_aborted(&engine->node->arena).code != 0;
+    if (!untold && hr_engine_health(engine, error) != HORO_OK) {
+        hr_engine_show_end(engine);
+        return error->code;
+    }
+    struct hr_request *request = NULL;
+    HR_TRY(hr_request_create(call, &request, error));
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    const int status = enqueue(engine, request, error);
+    if (status == HORO_OK) {
+        request->new_lane = new_lane;
+        *handle = request->handle;
+        const int sync = (call->flags & HORO_SUBMIT_SYNC) != 0;
+        if (engine->driver.who != HR_DRIVER_NONE || !sync) {
+            hr_engine_kick(engine);
+        }
+    }
+    (void)pthread_mutex_unlock(&engine->submission.lock);
+    if (status != HORO_OK) {
+        hr_request_destroy(request);
+    }
+    return status;
+}
+
+int hr_engine_submit(struct hr_engine *engine, const horo_request *call, int64_t *handle, struct hr_error *error) {
+    if (hr_op_is_of_teams(call->op)) {
+        return hr_fail(error, HORO_ERR_UNSUPPORTED, "operation number %d has a function of its own", call->op);
+    }
+    return hr_engine_submit_with(engine, call, NULL, handle, error);
+}

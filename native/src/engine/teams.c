@@ -1,0 +1,239 @@
+/*
+ * Adding and removing teams: operations of all ranks, agreed on in the log of the world, so that every rank gives a new team the same
+ * number and lets go of a removed one at the same place. A rank that announces a removal has nothing pending in the team; so when all
+ * have, nothing of it is left to be done anywhere.
+ */
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "base/op.h"
+#include "engine/engine.h"
+
+/* ---- The callers' side ---- */
+
+static int submit(struct hr_engine *engine, int op, const int32_t *values, int count, struct hr_lane *new_lane, int64_t *handle,
+                  struct hr_error *error) {
+    const int64_t extent = count;
+    const horo_tensor tensor = {.input = values, .shape = &extent, .ndim = 1, .dtype = HORO_INT32};
+    const horo_request call = {
+        .name = op == HORO_ADD_TEAM ? "horo.add_team" : "horo.remove_team",
+        .op = op,
+        .flags = HORO_SUBMIT_TRANSIENT,
+        .prescale = 1.0,
+        .postscale = 1.0,
+        .tensors = &tensor,
+        .tensor_count = 1,
+    };
+    return hr_engine_submit_with(engine, &call, new_lane, handle, error);
+}
+
+static int check_ranks(const struct hr_engine *engine, const int32_t *ranks, int size, struct hr_error *error) {
+    if (size < 1 || size > engine->node->size) {
+        return hr_fail(error, HORO_ERR_USAGE, "a team of %d ranks is impossible in a job of %d", size, engine->node->size);
+    }
+    for (int i = 0; i < size; i++) {
+        if (ranks[i] < 0 || ranks[i] >= engine->node->size || (i > 0 && ranks[i] <= ranks[i - 1])) {
+            return hr_fail(error, HORO_ERR_USAGE, "the ranks of a team must be ascending and from 0 to %d, but number %d of them is %d",
+                           engine->node->size - 1, i, ranks[i]);
+        }
+    }
+    return HORO_OK;
+}
+
+int hr_engine_add_team(struct hr_engine *engine, const int32_t *ranks, int size, struct hr_team *team, struct hr_backend *backend,
+                       int64_t *handle, struct hr_error *error) {
+    struct hr_lane *lane = NULL;
+    int status = check_ranks(engine, ranks, size, error);
+    if (status == HORO_OK && team != NULL) {
+        status = hr_lane_create(engine, team, backend, &lane, error);
+    } else if (team != NULL) {
+        hr_backend_destroy(backend);
+        hr_team_destroy(team);
+    }
+    if (status == HORO_OK) {
+        status = submit(engine, HORO_ADD_TEAM, ranks, size, lane, handle, error);
+    }
+    if (status != HORO_OK && lane != NULL) {
+        hr_lane_destroy(lane);
+    }
+    return status;
+}
+
+/* With the lock held: from here on nothing can be submitted to the team. */
+static int begin_removal(const struct hr_engine *engine, int team, struct hr_error *error) {
+    if (team <= 0 || team >= HR_TEAMS_MAX || !engine->teams[team].is_used) {
+        return hr_fail(error, HORO_ERR_USAGE, team == 0 ? "team 0 has all ranks and cannot be removed" : "team %d does not exist", team);
+    }
+    struct hr_lane *lane = engine->teams[team].lane;
+    if (lane == NULL) {
+        return HORO_OK;
+    }
+    if (lane->is_removed) {
+        return hr_fail(error, HORO_ERR_USAGE, "team %d is being removed already", team);
+    }
+    if (lane->in_flight.count > 0) {
+        return hr_fail(error, HORO_ERR_USAGE, "team %d cannot be removed: %zu of its operations are not done on rank %d; wait for them",
+                       team, lane->in_flight.count, engine->node->rank);
+    }
+    lane->is_removed = 1;
+    return HORO_OK;
+}
+
+static void set_removed(struct hr_engine *engine, int team, int is_removed) {
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    if (engine->teams[team].lane != NULL) {
+        engine->teams[team].lane->is_removed = is_removed;
+    }
+    (void)pthread_mutex_unlock(&engine->submission.lock);
+}
+
+int hr_engine_remove_team(struct hr_engine *engine, int team, int64_t *handle, struct hr_error *error) {
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    const int begun = begin_removal(engine, team, error);
+    (void)pthread_mutex_unlock(&engine->submission.lock);
+    HR_TRY(begun);
+    const int32_t value = team;
+    const int status = submit(engine, HORO_REMOVE_TEAM, &value, 1, NULL, handle, error);
+    if (status != HORO_OK) {
+        set_removed(engine, team, 0);
+    }
+    return status;
+}
+
+int hr_engine_added_team(struct hr_engine *engine, int64_t handle) {
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    const struct hr_request *request = hr_engine_find_handle(engine, handle);
+    const int known = request != NULL && atomic_load(&request->status) == HORO_OK && request->team_added >= 0;
+    const int team = known ? request->team_added : HORO_ERR_USAGE;
+    (void)pthread_mutex_unlock(&engine->submission.lock);
+    return team;
+}
+
+/* ---- The driver's side ---- */
+
+int hr_engine_has_local_teams(const struct hr_engine *engine) {
+    for (int team = 1; team < HR_TEAMS_MAX; team++) {
+        if (engine->teams[team].is_used && engine->teams[team].has_local) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+static int first_value(const struct hr_request *request) {
+    struct hr_wire_request decoded;
+    return hr_wire_decode_request(request->bytes, request->byte_count, &decoded) == HORO_OK ? hr_wire_value(&decoded, 0) : 0;
+}
+
+/* The lane whose team the request removes; NULL: there is none on this rank. */
+static struct hr_lane *lane_removed_by(const struct hr_engine *engine, const struct hr_request *request) {
+    const int team = request->call.op == HORO_REMOVE_TEAM ? first_value(request) : 0;
+    return team > 0 && team < HR_TEAMS_MAX ? engine->teams[team].lane : NULL;
+}
+
+void hr_engine_expect_removal(struct hr_engine *engine, const struct hr_request *request) {
+    struct hr_lane *lane = lane_removed_by(engine, request);
+    if (lane != NULL) {
+        lane->leader.closes = 1;
+    }
+}
+
+void hr_engine_refuse_removal(struct hr_engine *engine, const struct hr_request *request) {
+    struct hr_lane *lane = lane_removed_by(engine, request);
+    if (lane != NULL) {
+        lane->leader.closes = 0;
+        set_removed(engine, lane->team->number, 0);
+    }
+}
+
+/* The lowest number that is free; HR_TEAMS_MAX: none is. */
+static int free_number(const struct hr_engine *engine) {
+    int team = 1;
+    while (team < HR_TEAMS_MAX && engine->teams[team].is_used) {
+        team++;
+    }
+    return team;
+}
+
+static int has_local_member(const struct hr_engine *engine, const struct hr_wire_request *ranks) {
+    const struct hr_team *world = hr_engine_world(engine)->team;
+    for (uint32_t i = 0; i < ranks->value_count; i++) {
+        if (world->host_of_rank[hr_wire_value(ranks, i)] == world->host) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+static int add(struct hr_engine *engine, struct hr_request *request, int team, int has_local) {
+    struct hr_team_place *place = &engine->teams[team];
+    struct hr_lane *lane = request->new_lane;
+    struct hr_error error = {0};
+    if (has_local && atomic_load(&engine->node->arena.header->cleanings[team]) != place->cleanings) { /* partner: hr_partition_leave */
+        return HR_TASK_BLOCKED;
+    }
+    if (lane != NULL && hr_lane_open(lane, team, &error) != HORO_OK) { /* the others have begun to use it */
+        hr_log(&engine->node->log, HORO_LOG_ERROR, "team %d: %s", team, error.text);
+        return error.code;
+    }
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    request->new_lane = NULL;
+    request->team_added = team;
+    place->is_used = 1;
+    place->has_local = has_local;
+    place->lane = lane;
+    if (lane != NULL) {
+        engine->lanes[engine->lane_count++] = lane;
+    }
+    (void)pthread_mutex_unlock(&engine->submission.lock);
+    return HR_TASK_DONE;
+}
+
+static void forget(struct hr_engine *engine, const struct hr_lane *lane) {
+    for (int i = 1; i < engine->lane_count; i++) {
+        if (engine->lanes[i] == lane) {
+            engine->lanes[i] = engine->lanes[--engine->lane_count];
+            engine->driver.lane_moves += hr_lane_moves(lane);
+            engine->gone_link_bytes += lane->team->transport == NULL ? 0 : atomic_load(&lane->team->transport->data_bytes);
+            return;
+        }
+    }
+}
+
+static void remove_team(struct hr_engine *engine, int team) {
+    struct hr_team_place *place = &engine->teams[team];
+    struct hr_lane *lane = place->lane;
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    place->cleanings += place->has_local != 0;
+    place->is_used = 0;
+    place->lane = NULL;
+    if (lane != NULL) {
+        forget(engine, lane);
+    }
+    (void)pthread_mutex_unlock(&engine->submission.lock);
+    if (lane != NULL) {
+        hr_lane_close(lane);
+        hr_lane_destroy(lane);
+    }
+}
+
+int hr_engine_change_teams(struct hr_engine *engine, struct hr_request *request, int *outcome, char *text, size_t text_bytes) {
+    struct hr_wire_request decoded;
+    HR_TRY(hr_wire_decode_request(request->bytes, request->byte_count, &decoded));
+    *outcome = HORO_OK;
+    if (request->call.op == HORO_ADD_TEAM) {
+        const int team = free_number(engine);
+        if (team < HR_TEAMS_MAX) {
+            return add(engine, request, team, has_local_member(engine, &decoded));
+        }
+        (void)snprintf(text, text_bytes, "there are %d teams already, and no more are possible: remove one that is not needed", team);
+        *outcome = HORO_ERR_USAGE;
+        return HR_TASK_DONE;
+    }
+    const int team = hr_wire_value(&decoded, 0);
+    if (team >= HR_TEAMS_MAX || !engine->teams[team].is_used) { /* it was there when the ranks asked */
+        return HORO_ERR_INTERNAL;
+    }
+    remove_team(engine, team);
+    return HR_TASK_DONE;
+}
