@@ -165,6 +165,7 @@ static int add_team(horo_context *context, const horo_team_setup *setup, int64_t
     struct hr_team *team = NULL;
     struct hr_backend *backend = NULL;
     HR_TRY(check_process(context, error));
+    HR_TRY(hr_engine_check_team(&context->engine, setup->ranks, setup->size, error));
     if (is_member(context, setup)) {
         HR_TRY(create_team(context, setup, &team, &backend, error));
     }

@@ -21,6 +21,7 @@ SOURCES = [
     ROOT / "native/src/wire/decode.c",
     ROOT / "native/src/wire/encode.c",
     ROOT / "native/src/base/dtype.c",
+    ROOT / "native/src/base/op.c",
     ROOT / "native/src/base/buffer.c",
 ]
 FLAGS = [

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from ranks import Group, Rank
 
-from horo import _core
+from horo import _core, _slip
 from horo._core import ffi, lib
 from horo._errors import MismatchError, UnsupportedError, UsageError
 
@@ -14,8 +14,8 @@ SUM = _core.REDUCE_OPS["sum"]
 
 
 def test_what_is_packed_by_hand_lies_where_the_compiler_expects_it() -> None:
-    assert _core._LONE_REQUEST.size == ffi.sizeof("horo_request")
-    assert _core._LONE_TENSOR.size == ffi.sizeof("horo_tensor")
+    assert _slip._LONE_REQUEST.size == ffi.sizeof("horo_request")
+    assert _slip._LONE_TENSOR.size == ffi.sizeof("horo_tensor")
     slip = _core.Slip()
     slip.rename("name")
     tensor = _core.Tensor(1, 2, (3, 4), 5, 6)

@@ -120,17 +120,17 @@ int hr_engine_announce(struct hr_engine *engine) {
     return status < 0 ? status : count;
 }
 
-int hr_lane_ask_to_leave(struct hr_lane *lane) {
+int hr_lane_ask_to_leave(struct hr_lane *lane, int leaver) {
     if (lane->announcer.has_asked_to_leave) {
         return HORO_OK;
     }
     lane->announcer.has_asked_to_leave = 1;
     if (lane->is_leader) {
-        return hr_leader_note_leaver(lane, lane->node->rank);
+        return hr_leader_note_leaver(lane, leaver);
     }
     size_t mark;
     HR_TRY(hr_frame_begin(&lane->announcer.request_out, &mark));
-    HR_TRY(hr_wire_put_leave(&lane->announcer.request_out, lane->node->rank));
+    HR_TRY(hr_wire_put_leave(&lane->announcer.request_out, leaver));
     hr_frame_end(&lane->announcer.request_out, mark);
     /* The leader may be parked: its program computes, and nobody there waits for anything. */
     (void)atomic_fetch_or(&lane->node->arena.header->wants_leave, 1ull << lane->team->number); /* partner: hr_engine_is_called */

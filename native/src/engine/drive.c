@@ -58,7 +58,7 @@ static int turn_lane(struct hr_lane *lane) {
 /* Who has executed the LEAVE record of all ranks leaves its other teams as well, each at the end of its own log. */
 static int leave_other_teams(struct hr_engine *engine) {
     for (int i = 1; i < engine->lane_count && hr_engine_world(engine)->executor.has_left; i++) {
-        HR_TRY(hr_lane_ask_to_leave(engine->lanes[i]));
+        HR_TRY(hr_lane_ask_to_leave(engine->lanes[i], hr_node_left(engine->node) - 1));
     }
     return HORO_OK;
 }
@@ -343,7 +343,7 @@ static int turn_leaving(struct hr_engine *engine) {
     if (!hr_engine_world(engine)->announcer.has_asked_to_leave) {
         const int announced = hr_engine_announce(engine); /* what was submitted before is announced before */
         HR_TRY(announced);
-        HR_TRY(hr_lane_ask_to_leave(hr_engine_world(engine)));
+        HR_TRY(hr_lane_ask_to_leave(hr_engine_world(engine), engine->node->rank));
         wait_to_leave(engine, now_ns);
     } else if (now_ns >= engine->driver.leave_ns) {
         /* In CLOSING too: with this leader others would lose the way by which they hear of a death. */

@@ -129,9 +129,11 @@ void hr_engine_fini(struct hr_engine *engine);
 
 int hr_engine_submit(struct hr_engine *engine, const horo_request *request, int64_t *handle, struct hr_error *error);
 /* teams.c */
+/* Whether there can be a team of these ranks. */
+int hr_engine_check_team(const struct hr_engine *engine, const int32_t *ranks, int size, struct hr_error *error);
 /*
- * `team` is this rank's part in it with its links, and `backend` does its collectives; both NULL where it is no member. On HORO_OK they are
- * the engine's.
+ * `team` is this rank's part in it with its links, and `backend` does its collectives; both NULL where it is no member. They are the
+ * engine's, also where it fails.
  */
 int hr_engine_add_team(struct hr_engine *engine, const int32_t *ranks, int size, struct hr_team *team, struct hr_backend *backend,
                        int64_t *handle, struct hr_error *error);

@@ -135,8 +135,8 @@ int hr_lane_write_ids(struct hr_lane *lane);
 int hr_lane_flush_requests(struct hr_lane *lane);
 /* What a BATCH ref does to this rank's knowledge; *request is what it stands for. */
 int hr_lane_resolve(struct hr_lane *lane, const struct hr_wire_ref *ref, struct hr_request **request);
-/* Asks for the LEAVE record, behind all that has been announced. */
-int hr_lane_ask_to_leave(struct hr_lane *lane);
+/* Asks for the LEAVE record, behind all that has been announced, because of a rank that leaves the job. */
+int hr_lane_ask_to_leave(struct hr_lane *lane, int leaver);
 struct hr_request *hr_lane_find_name(struct hr_lane *lane, struct hr_wire_text name);
 void hr_lane_free_known(struct hr_lane *lane);
 

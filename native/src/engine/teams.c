@@ -27,7 +27,7 @@ static int submit(struct hr_engine *engine, int op, const int32_t *values, int c
     return hr_engine_submit_with(engine, &call, new_lane, handle, error);
 }
 
-static int check_ranks(const struct hr_engine *engine, const int32_t *ranks, int size, struct hr_error *error) {
+int hr_engine_check_team(const struct hr_engine *engine, const int32_t *ranks, int size, struct hr_error *error) {
     if (size < 1 || size > engine->node->size) {
         return hr_fail(error, HORO_ERR_USAGE, "a team of %d ranks is impossible in a job of %d", size, engine->node->size);
     }
@@ -43,16 +43,10 @@ static int check_ranks(const struct hr_engine *engine, const int32_t *ranks, int
 int hr_engine_add_team(struct hr_engine *engine, const int32_t *ranks, int size, struct hr_team *team, struct hr_backend *backend,
                        int64_t *handle, struct hr_error *error) {
     struct hr_lane *lane = NULL;
-    int status = check_ranks(engine, ranks, size, error);
-    if (status == HORO_OK && team != NULL) {
-        status = hr_lane_create(engine, team, backend, &lane, error);
-    } else if (team != NULL) {
-        hr_backend_destroy(backend);
-        hr_team_destroy(team);
+    if (team != NULL) {
+        HR_TRY(hr_lane_create(engine, team, backend, &lane, error));
     }
-    if (status == HORO_OK) {
-        status = submit(engine, HORO_ADD_TEAM, ranks, size, lane, handle, error);
-    }
+    const int status = submit(engine, HORO_ADD_TEAM, ranks, size, lane, handle, error);
     if (status != HORO_OK && lane != NULL) {
         hr_lane_destroy(lane);
     }

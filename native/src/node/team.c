@@ -96,25 +96,8 @@ int hr_team_init(struct hr_team *team, struct hr_node *node, int rank, int size,
     return HORO_OK;
 }
 
-/* HORO_OK with my number among the members, or a status with *error set. */
-static int check_members(const struct hr_team *world, const int32_t *job_ranks, int size, int *rank, struct hr_error *error) {
-    *rank = -1;
-    for (int r = 0; r < size; r++) {
-        if (job_ranks[r] < 0 || job_ranks[r] >= world->size) {
-            return hr_fail(error, HORO_ERR_USAGE, "rank %d of a team does not exist; ranks are 0 to %d", job_ranks[r], world->size - 1);
-        }
-        if (r > 0 && job_ranks[r] <= job_ranks[r - 1]) {
-            return hr_fail(error, HORO_ERR_USAGE, "the ranks of a team must be ascending, but %d follows %d", job_ranks[r],
-                           job_ranks[r - 1]);
-        }
-        *rank = job_ranks[r] == world->rank ? r : *rank;
-    }
-    return *rank >= 0 ? HORO_OK : hr_fail(error, HORO_ERR_USAGE, "rank %d is no member of this team", world->rank);
-}
-
 int hr_team_init_some(struct hr_team *team, const struct hr_team *world, const int32_t *job_ranks, int size, struct hr_error *error) {
     *team = (struct hr_team){.node = world->node, .tuning = world->tuning, .size = size};
-    HR_TRY(check_members(world, job_ranks, size, &team->rank, error));
     int32_t *hosts = calloc((size_t)world->host_count + (size_t)size, sizeof *hosts); /* 1 + their numbers here; then that of each rank */
     if (!allocate(team, (size_t)size) || hosts == NULL) {
         free(hosts);
@@ -127,6 +110,7 @@ int hr_team_init_some(struct hr_team *team, const struct hr_team *world, const i
         *number = *number == 0 ? ++host_count : *number;
         host_of_rank[r] = *number - 1;
         team->job_rank[r] = job_ranks[r];
+        team->rank = job_ranks[r] == world->rank ? r : team->rank;
     }
     place(team, host_of_rank);
     free(hosts);

@@ -1,0 +1,416 @@
+"""Sets of ranks that do collectives among themselves, beside each other and beside all ranks."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from ranks import Group, Rank, run_ranks, wait_for
+
+from horo import _core
+from horo._core import Context
+from horo._errors import AbortedError, GroupError, MismatchError, PeerLostError, UsageError
+
+HOSTS = ([4], [2, 2], [1, 1, 1, 1], [3, 1], [1, 3])
+
+
+class Links:
+    """Descriptors for teams that have members on several hosts, made by the first of their ranks that asks."""
+
+    def __init__(self, host_of_rank: Sequence[int], sockets: int = 1) -> None:
+        self._host_of_rank = host_of_rank
+        self._sockets = sockets
+        self._lock = threading.Lock()
+        self._made: dict[tuple[object, tuple[int, ...]], dict[int, tuple[list[int], list[int]]]] = {}
+
+    def of(self, rank: int, ranks: Sequence[int], key: object) -> dict[str, list[int]]:
+        """``control_fds`` and ``data_fds`` of a member; nothing for who is none, and for members on one host."""
+        hosts: dict[int, list[int]] = {}
+        for member in ranks:
+            hosts.setdefault(self._host_of_rank[member], []).append(member)
+        if rank not in ranks or len(hosts) == 1:
+            return {}
+        with self._lock:
+            made = self._made.setdefault((key, tuple(ranks)), {})
+            if not made:
+                self._make(list(hosts.values()), made)
+            control, data = made[rank]
+            return {"control_fds": control, "data_fds": data}
+
+    def _make(self, hosts: list[list[int]], made: dict[int, tuple[list[int], list[int]]]) -> None:
+        for members in hosts:
+            for member in members:
+                made[member] = [-1] * len(hosts), [-1] * len(hosts) * self._sockets
+        for a in range(len(hosts)):
+            for b in range(a + 1, len(hosts)):
+                if b & (b - 1) == a:
+                    one, other = _pair()
+                    made[hosts[a][0]][0][b], made[hosts[b][0]][0][a] = one, other
+                for i in range(min(map(len, hosts))):
+                    for n in range(self._sockets):
+                        one, other = _pair()
+                        made[hosts[a][i]][1][b * self._sockets + n] = one
+                        made[hosts[b][i]][1][a * self._sockets + n] = other
+
+
+def _pair() -> tuple[int, int]:
+    one, other = socket.socketpair()
+    return one.detach(), other.detach()
+
+
+def hosts_of(hosts: Sequence[int]) -> list[int]:
+    return [host for host, size in enumerate(hosts) for _ in range(size)]
+
+
+def check_all(rank: Rank, team: int, ranks: Sequence[int], step: int) -> None:
+    """One operation of each kind in a team, with known answers."""
+    place, size = ranks.index(rank.rank), len(ranks)
+    for count in (1, 1000, 50_000):
+        array = np.full(count, 10.0 * step + place, np.float32)
+        rank.allreduce(array, f"r{count}", team=team)
+        assert (array == 10 * step * size + size * (size - 1) / 2).all()
+    root = ranks[step % size]
+    array = np.full(300, rank.rank, np.int64)
+    assert (rank.broadcast(array, root, team=team) == root).all()
+    gathered, rows = rank.allgather(np.full((place + step % 2, 3), rank.rank, np.int32), team=team)
+    assert rows == [i + step % 2 for i in range(size)]
+    assert gathered[:, 0].tolist() == [member for i, member in enumerate(ranks) for _ in range(i + step % 2)]
+    rank.barrier(team=team)
+
+
+# ---- What they do ----
+
+
+@pytest.mark.parametrize("hosts", HOSTS, ids=str)
+@pytest.mark.parametrize("ranks", [[0, 1], [2, 3], [1, 2], [0, 3], [1, 2, 3], [0, 1, 2, 3], [3]], ids=str)
+def test_members_do_all_operations_among_themselves(hosts: list[int], ranks: list[int]) -> None:
+    links = Links(hosts_of(hosts))
+
+    def body(rank: Rank) -> None:
+        team = rank.context.add_team(ranks, **links.of(rank.rank, ranks, 0))
+        assert team == 1
+        for step in range(4):
+            if rank.rank in ranks:
+                check_all(rank, team, ranks, step)
+            check_all(rank, 0, range(4), step)
+        rank.context.remove_team(team)
+
+    run_ranks(body, hosts, segment_bytes=1 << 14)
+
+
+@pytest.mark.parametrize("hosts", HOSTS, ids=str)
+def test_teams_that_overlap_run_side_by_side(hosts: list[int]) -> None:
+    """All ranks submit to all their teams, in orders of their own, under the same names, before they wait."""
+    links, sets = Links(hosts_of(hosts)), [[0, 1], [1, 2], [2, 3], [0, 1, 2, 3], [0, 2, 3]]
+
+    def body(rank: Rank) -> None:
+        teams = [rank.context.add_team(ranks, **links.of(rank.rank, ranks, i)) for i, ranks in enumerate(sets)]
+        mine = [(team, ranks) for team, ranks in zip(teams, sets, strict=True) if rank.rank in ranks]
+        chance = np.random.default_rng(rank.rank)
+        for step in range(30):
+            handles = []
+            for place in chance.permutation(len(mine)):
+                team, ranks = mine[place]
+                array = np.full(1 + 5000 * (step % 3), step + team, np.float64)
+                handle = rank.submit("allreduce", "same", [array], reduce_op=_core.REDUCE_OPS["sum"], team=team)
+                handles.append((handle, array, len(ranks) * (step + team)))
+            for handle, array, wanted in handles:
+                rank.finish(handle)
+                assert (array == wanted).all()
+        rank.barrier()
+
+    with Group(hosts, teams=8) as group:
+        group.run(body)
+
+
+@pytest.mark.parametrize("hosts", HOSTS, ids=str)
+def test_a_team_waits_for_nobody_else(hosts: list[int]) -> None:
+    """Ranks 1 and 2 work while rank 0 is away, and while an operation of all ranks waits for it."""
+    links, done = Links(hosts_of(hosts)), threading.Event()
+
+    def body(rank: Rank) -> None:
+        team = rank.context.add_team([1, 2], **links.of(rank.rank, [1, 2], 0))
+        other = rank.context.add_team([2, 3], **links.of(rank.rank, [2, 3], 0))
+        array = np.ones(20_000, np.float32)
+        if rank.rank == 0:
+            assert done.wait(30)
+        handle = rank.submit("allreduce", "all", [array], reduce_op=_core.REDUCE_OPS["sum"])
+        if rank.rank in (1, 2):
+            waiting = rank.submit("barrier", "later", [], team=other) if rank.rank == 2 else 0
+            for step in range(20):
+                check_all(rank, team, [1, 2], step)
+            assert not rank.context.poll(handle)
+            if rank.rank == 2:
+                assert not rank.context.poll(waiting)
+                done.set()
+                rank.finish(waiting)
+        if rank.rank == 3:
+            assert done.wait(30)
+            rank.barrier("later", team=other)
+        rank.finish(handle)
+        assert (array == 4).all()
+
+    run_ranks(body, hosts)
+
+
+def test_a_team_has_its_own_numbers_in_the_flight_recorder() -> None:
+    def body(rank: Rank) -> None:
+        team = rank.context.add_team([1, 2])
+        if rank.rank > 0:
+            rank.allreduce(np.ones(3, np.float32), "inside", team=team)
+            events = [event for event in rank.context.events() if event.name == "inside"]
+            assert [event.event for event in events] == ["submitted", "agreed", "begun", "ended"]
+            assert {event.team for event in events} == {team}
+        assert "add team" in {event.op for event in rank.context.events()}
+
+    run_ranks(body, [3])
+
+
+def test_several_sockets_per_peer_serve_teams_too() -> None:
+    hosts, ranks = [2, 2], [0, 1, 2, 3]
+    links = Links(hosts_of(hosts), sockets=3)
+
+    def body(rank: Rank) -> None:
+        team = rank.context.add_team(ranks, **links.of(rank.rank, ranks, 0))
+        array = np.full(3_000_000, rank.rank, np.float32)
+        assert (rank.allreduce(array, team=team) == 6).all()
+
+    run_ranks(body, hosts, sockets_per_peer=3)
+
+
+# ---- Adding and removing ----
+
+
+@pytest.mark.parametrize("hosts", [[3], [1, 2]], ids=str)
+def test_numbers_are_used_again_and_nothing_of_the_former_team_is_left(hosts: list[int]) -> None:
+    links = Links(hosts_of(hosts))
+
+    def body(rank: Rank) -> None:
+        for step in range(40):
+            sets = [[0, 1], [1, 2], [0, 2], [0, 1, 2]]
+            ranks, others = sets[step % 4], sets[(step // 4 + 1) % 4]
+            team = rank.context.add_team(ranks, **links.of(rank.rank, ranks, (step, 0)))
+            other = rank.context.add_team(others, **links.of(rank.rank, others, (step, 1)))
+            assert (team, other) == (1, 2)
+            if rank.rank in ranks:
+                check_all(rank, team, ranks, step)
+            if rank.rank in others:
+                check_all(rank, other, others, step)
+            rank.context.remove_team(team)
+            rank.context.remove_team(other)
+
+    with Group(hosts, segment_bytes=4096) as group:
+        before = group.contexts[0].counters()
+        group.run(body)
+        assert group.contexts[0].counters()["link_bytes"] >= before["link_bytes"]
+
+
+def test_there_are_at_most_64_teams() -> None:
+    def body(rank: Rank) -> None:
+        teams = [rank.context.add_team([i % 2]) for i in range(63)]
+        assert teams == list(range(1, 64))
+        with pytest.raises(UsageError, match="there are 64 teams already"):
+            rank.context.add_team([0, 1])
+        rank.context.remove_team(17)
+        assert rank.context.add_team([0, 1]) == 17
+        rank.allreduce(np.ones(4, np.float32), team=17)
+
+    with Group([2], segment_bytes=4096, teams=64) as group:
+        group.run(body)
+
+
+def test_ranks_that_ask_for_different_teams_hear_it_and_go_on() -> None:
+    def body(rank: Rank) -> None:
+        with pytest.raises(MismatchError, match=r"rank 0 \(.*\) sent the ranks \[0, 1\], rank 1 .* the ranks \[1\]"):
+            rank.context.add_team([1] if rank.rank == 1 else [0, 1])
+        first, second = rank.context.add_team([0, 1]), rank.context.add_team([0, 1])
+        with pytest.raises(MismatchError, match="rank 0 .* sent team 1, rank 1 .* sent team 2"):
+            rank.context.remove_team(second if rank.rank == 1 else first)
+        for team in (0, first, second):
+            assert (rank.allreduce(np.ones(5, np.float32), team=team) == 2).all()
+        rank.context.remove_team(first)
+        with pytest.raises(UsageError, match="team 1 does not exist"):
+            rank.allreduce(np.ones(5, np.float32), team=first)
+
+    run_ranks(body, [2])
+
+
+def test_a_rank_that_removes_a_team_at_work_is_told() -> None:
+    def body(rank: Rank) -> None:
+        team = rank.context.add_team([0, 1])
+        array = np.ones(3, np.float32)
+        if rank.rank == 0:
+            handle = rank.submit("allreduce", "x", [array], reduce_op=_core.REDUCE_OPS["sum"], team=team)
+            with pytest.raises(UsageError, match="1 of its operations are not done on rank 0"):
+                rank.context.remove_team(team)
+            rank.barrier()
+            rank.finish(handle)
+        else:
+            rank.barrier()
+            rank.allreduce(array, team=team)
+        rank.context.remove_team(team)
+
+    run_ranks(body, [2])
+
+
+BAD = {
+    "no rank": ([], "a team of 0 ranks is impossible"),
+    "too many": ([0, 1, 2], "a team of 3 ranks is impossible in a job of 2"),
+    "order": ([1, 0], "must be ascending"),
+    "twice": ([0, 0], "must be ascending"),
+    "unknown": ([0, 7], "from 0 to 1"),
+    "negative": ([-1, 0], "from 0 to 1"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_impossible_teams_are_refused_before_anybody_hears_of_them(what: str) -> None:
+    ranks, text = BAD[what]
+
+    def body(rank: Rank) -> None:
+        with pytest.raises(UsageError, match=text):
+            rank.context.add_team(ranks)
+        assert rank.context.add_team([0, 1]) == 1
+
+    run_ranks(body, [2])
+
+
+def test_what_a_team_cannot_do_is_refused() -> None:
+    def body(rank: Rank) -> None:
+        team = rank.context.add_team([1, 2])
+        if rank.rank == 0:
+            with pytest.raises(UsageError, match="rank 0 is no member of team 1"):
+                rank.barrier(team=team)
+        else:
+            with pytest.raises(UsageError, match="root rank 0 is no member of team 1"):
+                rank.broadcast(np.ones(1, np.float32), 0, team=team)
+        for unknown in (-1, 5, 64, 10**6):
+            with pytest.raises(UsageError, match=f"team {unknown} does not exist"):
+                rank.barrier(team=unknown)
+        for unknown in (-1, 5, 64):
+            with pytest.raises(UsageError, match="does not exist"):
+                rank.context.remove_team(unknown)
+        with pytest.raises(UsageError, match="team 0 has all ranks"):
+            rank.context.remove_team(0)
+
+    run_ranks(body, [3])
+
+
+def test_a_missing_link_is_named() -> None:
+    def body(rank: Rank) -> None:
+        with pytest.raises(UsageError, match="control connection|missing|link"):
+            rank.context.add_team([0, 1], control_fds=[-1, -1], data_fds=[-1, -1])
+
+    run_ranks(body, [1, 1])
+
+
+# ---- Ends ----
+
+
+@pytest.mark.parametrize(
+    "hosts, dying", [([3], 0), ([3], 2), ([1, 2], 0), ([2, 1], 2), ([1, 1, 1], 0), ([1, 1, 1], 1)], ids=str
+)
+def test_a_death_ends_teams_and_is_named_by_all(hosts: list[int], dying: int) -> None:
+    """Who dies is alone on its host, or there is one: its thread lives on, and must not speak for others."""
+    links = Links(hosts_of(hosts))
+    others = [rank for rank in range(3) if rank != dying]
+
+    def body(rank: Rank) -> str:
+        both = rank.context.add_team(others, **links.of(rank.rank, others, 0))
+        pair = sorted([others[0], dying])
+        team = rank.context.add_team(pair, **links.of(rank.rank, pair, 1))
+        if rank.rank == dying:
+            rank.barrier()
+            group.kill(dying)
+            return "dead"
+        handle = rank.submit("barrier", "barrier", [])
+        group.await_kill(dying)
+        wait_for(lambda: rank.context.poll(handle))
+        with pytest.raises(PeerLostError) as caught:
+            if rank.rank in pair:
+                rank.allreduce(np.ones(100_000, np.float32), team=team)
+            while True:
+                rank.barrier("others", team=both)
+        return str(caught.value)
+
+    with Group(hosts) as group:
+        texts = group.run(body)
+        assert all(f"rank {dying} " in text for rank, text in enumerate(texts) if rank != dying), texts
+
+
+@pytest.mark.parametrize("hosts", [[3], [1, 2], [2, 1], [1, 1, 1]], ids=str)
+@pytest.mark.parametrize("leaving", [0, 1, 2])
+def test_a_shutdown_ends_what_waits_in_any_team(hosts: list[int], leaving: int) -> None:
+    """Also in teams that the rank that leaves is no member of, whose leader has nothing to do."""
+    links = Links(hosts_of(hosts))
+    others = [rank for rank in range(3) if rank != leaving]
+
+    def body(rank: Rank) -> None:
+        pair = rank.context.add_team(others, **links.of(rank.rank, others, 0))
+        three = rank.context.add_team([0, 1, 2], **links.of(rank.rank, [0, 1, 2], 1))
+        rank.allreduce(np.ones(10, np.float32), team=three)
+        if rank.rank == leaving:
+            group.leave(leaving)
+        elif rank.rank == others[1]:
+            with pytest.raises(AbortedError, match=f"rank {leaving} .* has shut horo down"):
+                rank.allreduce(np.ones(10, np.float32), team=pair)
+        else:
+            wait_for(lambda: isinstance(rank.context.health(), GroupError))
+
+    with Group(hosts) as group:
+        group.run(body)
+
+
+@pytest.mark.parametrize("hosts", [[2], [1, 1], [3], [2, 2]], ids=str)
+def test_what_was_agreed_on_is_finished_before_the_end(hosts: list[int]) -> None:
+    """Every rank submits to its teams and shuts down at once: each operation is done by all its members or by none."""
+    size = sum(hosts)
+    ranks, some = list(range(size)), list(range(1, size))
+    links = Links(hosts_of(hosts))
+    for attempt in range(25):
+        outcomes: dict[int, list[bool]] = {}
+
+        def body(rank: Rank, outcomes: dict[int, list[bool]] = outcomes, attempt: int = attempt) -> None:
+            sets = [ranks, some]
+            teams = [rank.context.add_team(part, **links.of(rank.rank, part, attempt)) for part in sets]
+            done = []
+            for team, part in zip(teams, sets, strict=True):
+                if rank.rank in part:
+                    array = np.full(3000, rank.rank, np.float64)
+                    handle = rank.submit("allreduce", "last", [array], reduce_op=_core.REDUCE_OPS["sum"], team=team)
+                    done.append((team, handle, array, float(sum(part))))
+            for _, handle, array, wanted in done:
+                rank.context.wait(handle)
+                assert (array == wanted).all()
+            outcomes[rank.rank] = [True]
+
+        with Group(hosts, segment_bytes=4096) as group:
+            group.run(body)
+        assert len(outcomes) == size
+
+
+def test_a_context_that_goes_while_a_team_is_being_added_ends_in_order() -> None:
+    def body(rank: Rank) -> None:
+        if rank.rank == 0:
+            rank.barrier()
+            group.leave(0)
+            return
+        started = threading.Event()
+
+        def add(context: Context) -> None:
+            started.set()
+            with pytest.raises(AbortedError):
+                context.add_team([0, 1])
+
+        thread = threading.Thread(target=add, args=(rank.context,))
+        thread.start()
+        assert started.wait(10)
+        rank.barrier()
+        thread.join(30)
+        assert not thread.is_alive()
+
+    with Group([2]) as group:
+        group.run(body)
