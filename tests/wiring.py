@@ -8,11 +8,13 @@ import socket
 from collections.abc import Sequence
 
 from horo._bootstrap.descriptors import setup_descriptors
-from horo._bootstrap.grouping import Grouping, tree_parent
+from horo._bootstrap.grouping import Grouping
 from horo._core import arena_bytes
 from horo._setup import Setup
 
 __all__ = ["check_wiring"]
+
+POWERS = {1 << bit for bit in range(20)}
 
 
 def check_wiring(setups: Sequence[Setup]) -> None:
@@ -40,9 +42,11 @@ def _check_shape(setup: Setup, grouping: Grouping) -> None:
     assert min(setup.wake_fds) >= 0
     lives = set(range(1, local)) if index == 0 else {0}
     assert {i for i, fd in enumerate(setup.life_fds) if fd >= 0} == lives
-    near = {h for h in range(1, hosts) if tree_parent(h) == host} | ({tree_parent(host)} if host else set())
+    near = {h for h in range(1, hosts) if h & (h - 1) == host} | ({host & (host - 1)} if host else set())
     assert {i for i, fd in enumerate(setup.control_fds) if fd >= 0} == (near if index == 0 else set())
-    far = set(range(hosts)) - {host} if index < grouping.owner_count else set()
+    far = {h for h in range(hosts) if any(((h - host) * sign) % hosts in POWERS for sign in (1, -1))}
+    if index >= grouping.owner_count:
+        far = set()
     sockets = setup.sockets_per_peer
     assert len(setup.data_fds) == hosts * sockets
     assert {i for i, fd in enumerate(setup.data_fds) if fd >= 0} == {

@@ -1,7 +1,7 @@
-"""Streams between hosts: a tree of leaders for agreement, and all pairs of owners of equal local index for data, which
-may have several streams each.
+"""Streams between hosts: a tree of leaders for agreement, and links between owners of equal index for data.
 
-The rank on the higher host dials. Every listener closes once all links of the job stand.
+Which hosts have them with which, ``grouping`` says. The rank on the higher host dials. Every listener closes once all
+links of the job stand.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
  *
  * With h = 2^k + extra members, the last ones fold: member 2^k + i hands its data to member i, sits out, and gets the result at
  * the end. The 2^k others exchange everything with the partner at distance 1, 2, 4 ... and reduce: k steps (+2), each of all bytes.
- * (The paper folds neighbours. Like this every distance is a power of two, as in the other algorithms, so few links are enough.)
+ * (The paper folds neighbours. Like this every distance is a power of two, as in the other algorithms, so few links are enough: see
+ * node/linked.h.)
  *
  * Both partners put the values of the lower member to the left, so they compute the same bits: after each step all members
  * of a group hold the same.

@@ -5,7 +5,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "node/team.h"
+#include "node/linked.h"
 
 static int copy_places(struct hr_node *node, const horo_setup *setup, const struct hr_team *world) {
     node->local_rank = world->local_rank;
@@ -93,7 +93,7 @@ static int duplicate(const int32_t *fds, int host_count, int per_host, int **out
 
 static int check_mpi_peers(const struct hr_team *world, const horo_mpi *mpi, struct hr_error *error) {
     for (int host = 0; mpi->rank_of_host != NULL && host < world->host_count && world->local_rank < world->owner_count; host++) {
-        if (host != world->host && mpi->rank_of_host[host] < 0) {
+        if (hr_hosts_are_linked(HR_CHANNEL_DATA, world->host_count, world->host, host) && mpi->rank_of_host[host] < 0) {
             return hr_fail(error, HORO_ERR_USAGE, "data is to travel by MPI, but no rank of host %d is given", host);
         }
     }
@@ -118,6 +118,7 @@ static int connect_transport(struct hr_node *node, const horo_setup *setup, cons
     int *control = NULL;
     int *data = NULL;
     struct hr_transport *sockets = NULL;
+    HR_TRY(hr_links_check(world, setup->control_fds, by_mpi ? NULL : setup->data_fds, node->sockets_per_peer, error));
     if (duplicate(setup->control_fds, node->host_count, 1, &control, error) == HORO_OK &&
         (by_mpi || duplicate(setup->data_fds, node->host_count, node->sockets_per_peer, &data, error) == HORO_OK)) {
         sockets = hr_tcp_create(control, data, node->host_count, node->sockets_per_peer, setup->peer_timeout_ms, error);

@@ -45,7 +45,7 @@ struct hr_team {
     int rank, size;
     int host, host_count;
     int local_rank, local_size; /* local index and members on this host */
-    int owner_count;            /* members on the smallest host: local index i < owner_count has links to its like elsewhere */
+    int owner_count;            /* members on the smallest host: local index i < owner_count has links to its like on linked hosts */
     int *host_of_rank;          /* [size] */
     int *rank_of_local;         /* [local_size] */
     int *rank_by_host;          /* [size] all members, those of host 0 first, each host's in order */
