@@ -88,7 +88,7 @@ class Context:
             if item.name == "host_name_of_rank":
                 value = ffi.new("char *[]", names)
             elif item.name in {"host_of_rank", "wake_fds", "life_fds", "control_fds", "data_fds"}:
-                value = ffi.new("int32_t[]", list(value))
+                value = ffi.new("int32_t[]", list(value)) if value else ffi.NULL
             elif item.name == "arena_memory":
                 value = ffi.cast("void *", value)
             elif item.name == "mpi":

@@ -100,7 +100,7 @@ class Setup:
     life_fds: Sequence[int]
     control_fds: Sequence[int]
     data_fds: Sequence[int]
-    """Number ``i`` to a host is at ``host * sockets_per_peer + i``."""
+    """Number ``i`` to a host is at ``host * sockets_per_peer + i``; empty: no links, and what moves data fails."""
     fusion_bytes: int = 128 << 20
     cache_capacity: int = 4096
     spin_us: int = 1000

@@ -39,8 +39,8 @@ def make_setups(
         host_of_rank: the host of each rank instead, for ranks that are placed in turn: ``[0, 1, 0, 1]``.
         tcp: connect hosts by TCP over loopback instead of socket pairs.
         segment_bytes: size of one arena slot; small, so that tests reach several segments quickly.
-        data_links: connect hosts for data too; without it only what moves none (agreement, barriers) works, with a
-            number of descriptors that does not grow with the square of the hosts.
+        data_links: connect hosts for data too; without it only what moves none (agreement, barriers) works, with fewer
+            descriptors.
         sockets_per_peer: streams per link for data.
         relays: pass on what travels between hosts; not started yet, and the caller's to end.
         options: any other field of ``Setup`` (``fusion_bytes``, ``spin_us``, ``stall_warning_ms``, ...).
@@ -73,7 +73,7 @@ def make_setups(
                 control_fds=[links.get((Purpose.CONTROL, rank, host, 0), -1) for host in range(host_count)],
                 data_fds=[
                     links.get((Purpose.DATA, rank, host, number), -1)
-                    for host in range(host_count)
+                    for host in range(host_count if data_links else 0)
                     for number in range(sockets_per_peer)
                 ],
                 sockets_per_peer=sockets_per_peer,

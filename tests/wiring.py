@@ -8,11 +8,13 @@ import socket
 from collections.abc import Sequence
 
 from horo._bootstrap.descriptors import setup_descriptors
-from horo._bootstrap.grouping import Grouping, tree_parent
+from horo._bootstrap.grouping import Grouping
 from horo._core import arena_bytes
 from horo._setup import Setup
 
-__all__ = ["check_wiring"]
+__all__ = ["check_links", "check_wiring"]
+
+POWERS = {1 << bit for bit in range(20)}
 
 
 def check_wiring(setups: Sequence[Setup]) -> None:
@@ -29,25 +31,55 @@ def check_wiring(setups: Sequence[Setup]) -> None:
         _check_shape(setup, grouping)
     for setup in setups:
         _check_arena(setup, setups, grouping)
-        _check_streams(setup, setups, grouping)
+        _check_lives(setup, setups, grouping)
+    control, data = [setup.control_fds for setup in setups], [setup.data_fds for setup in setups]
+    check_links(grouping, control, data, setups[0].sockets_per_peer)
+
+
+def check_links(
+    grouping: Grouping, control: Sequence[Sequence[int]], data: Sequence[Sequence[int]], sockets: int
+) -> None:
+    """Sends a byte over every stream between hosts, and sees that there is no other.
+
+    Args:
+        grouping: of the ranks, which are all in this process.
+        control: by rank, descriptors by host.
+        data: by rank, ``sockets`` descriptors by host.
+        sockets: streams per link for data.
+    """
+    for rank in range(grouping.size):
+        _check_link_shape(grouping, rank, control[rank], data[rank], sockets)
+        index, host = grouping.local_index(rank), grouping.host_of_rank[rank]
+        for other, fd in enumerate(control[rank]):
+            if fd >= 0:
+                peer = grouping.hosts[other][0]
+                _check_stream(fd, control[peer][host], b"control %d %d" % (rank, peer))
+        for place, fd in enumerate(data[rank]):
+            if fd >= 0:
+                other, number = divmod(place, sockets)
+                peer = grouping.hosts[other][index]
+                _check_stream(fd, data[peer][host * sockets + number], b"data %d %d %d" % (rank, peer, number))
 
 
 def _check_shape(setup: Setup, grouping: Grouping) -> None:
     """Exactly the descriptors that the contract in horo.h names are there."""
-    host, index = grouping.host_of_rank[setup.rank], grouping.local_index(setup.rank)
-    local, hosts = len(grouping.members(setup.rank)), len(grouping.hosts)
+    index, local = grouping.local_index(setup.rank), len(grouping.members(setup.rank))
     assert len(setup.wake_fds) == len(setup.life_fds) == local
     assert min(setup.wake_fds) >= 0
     lives = set(range(1, local)) if index == 0 else {0}
     assert {i for i, fd in enumerate(setup.life_fds) if fd >= 0} == lives
-    near = {h for h in range(1, hosts) if tree_parent(h) == host} | ({tree_parent(host)} if host else set())
-    assert {i for i, fd in enumerate(setup.control_fds) if fd >= 0} == (near if index == 0 else set())
-    far = set(range(hosts)) - {host} if index < grouping.owner_count else set()
-    sockets = setup.sockets_per_peer
-    assert len(setup.data_fds) == hosts * sockets
-    assert {i for i, fd in enumerate(setup.data_fds) if fd >= 0} == {
-        h * sockets + n for h in far for n in range(sockets)
-    }
+
+
+def _check_link_shape(grouping: Grouping, rank: int, control: Sequence[int], data: Sequence[int], sockets: int) -> None:
+    host, index, hosts = grouping.host_of_rank[rank], grouping.local_index(rank), len(grouping.hosts)
+    near = {h for h in range(1, hosts) if h & (h - 1) == host} | ({host & (host - 1)} if host else set())
+    assert len(control) == hosts
+    assert {i for i, fd in enumerate(control) if fd >= 0} == (near if index == 0 else set())
+    far = {h for h in range(hosts) if any(((h - host) * sign) % hosts in POWERS for sign in (1, -1))}
+    if index >= grouping.owner_count:
+        far = set()
+    assert len(data) == hosts * sockets
+    assert {i for i, fd in enumerate(data) if fd >= 0} == {h * sockets + n for h in far for n in range(sockets)}
 
 
 def _check_arena(setup: Setup, setups: Sequence[Setup], grouping: Grouping) -> None:
@@ -67,22 +99,12 @@ def _check_arena(setup: Setup, setups: Sequence[Setup], grouping: Grouping) -> N
         assert not os.get_blocking(own)
 
 
-def _check_streams(setup: Setup, setups: Sequence[Setup], grouping: Grouping) -> None:
-    index, host = grouping.local_index(setup.rank), grouping.host_of_rank[setup.rank]
+def _check_lives(setup: Setup, setups: Sequence[Setup], grouping: Grouping) -> None:
+    index = grouping.local_index(setup.rank)
     for other, fd in enumerate(setup.life_fds):
         if fd >= 0:
             peer = setups[grouping.members(setup.rank)[other]]
             _check_stream(fd, peer.life_fds[index], b"life %d %d" % (setup.rank, peer.rank))
-    for other, fd in enumerate(setup.control_fds):
-        if fd >= 0:
-            peer = setups[grouping.hosts[other][0]]
-            _check_stream(fd, peer.control_fds[host], b"control %d %d" % (setup.rank, peer.rank))
-    for place, fd in enumerate(setup.data_fds):
-        if fd >= 0:
-            other, number = divmod(place, setup.sockets_per_peer)
-            peer = setups[grouping.hosts[other][index]]
-            far = peer.data_fds[host * setup.sockets_per_peer + number]
-            _check_stream(fd, far, b"data %d %d %d" % (setup.rank, peer.rank, number))
 
 
 def _check_stream(near: int, far: int, message: bytes) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from horo._bootstrap.handshake import Purpose
 
-__all__ = ["Grouping", "Link", "group_ranks", "tree_children", "tree_parent"]
+__all__ = ["Grouping", "Link", "control_peers", "data_peers", "group_ranks"]
 
 
 class Link(NamedTuple):
@@ -61,17 +61,14 @@ class Grouping:
 
         ``data_sockets`` is how many a data link consists of; 0: no links for data.
         """
-        host, index = self.host_of_rank[rank], self.local_index(rank)
+        host, index, count = self.host_of_rank[rank], self.local_index(rank), len(self.hosts)
         found = []
         if index == 0:
-            near = [tree_parent(host)] if host else []
-            near += tree_children(host, len(self.hosts))
-            found += [Link(Purpose.CONTROL, other, self.hosts[other][0]) for other in near]
+            found += [Link(Purpose.CONTROL, other, self.hosts[other][0]) for other in control_peers(host, count)]
         if index < self.owner_count:
-            others = [other for other in range(len(self.hosts)) if other != host]
             found += [
                 Link(Purpose.DATA, other, self.hosts[other][index], number)
-                for other in others
+                for other in data_peers(host, count)
                 for number in range(data_sockets)
             ]
         return found
@@ -83,16 +80,26 @@ def group_ranks(key_of_rank: Sequence[Hashable]) -> Grouping:
     return Grouping(tuple(host_of_key.setdefault(key, len(host_of_key)) for key in key_of_rank))
 
 
-def tree_parent(host: int) -> int:
-    """Parent in the binomial tree rooted at host 0: the lowest set bit cleared. Depth is at most log2(hosts) + 1."""
-    return host & (host - 1)
+def control_peers(host: int, count: int) -> list[int]:
+    """The hosts, of ``count``, to whose leaders the leader of ``host`` has a link: its parent and its children.
 
-
-def tree_children(host: int, count: int) -> list[int]:
-    """Children of ``host`` in the binomial tree over ``count`` hosts."""
-    children = []
+    They form the binomial tree rooted at host 0: the parent is the number with the lowest set bit cleared. Its depth is
+    at most log2(count) + 1. ``native/src/node/linked.h`` says the same to the core.
+    """
+    peers = [host & (host - 1)] if host else []
     bit = 1
     while host | bit < count and not host & bit:
-        children.append(host | bit)
+        peers.append(host | bit)
         bit <<= 1
-    return children
+    return peers
+
+
+def data_peers(host: int, count: int) -> list[int]:
+    """The hosts, of ``count``, with which the owners on ``host`` exchange data, ascending.
+
+    Those a power of two away, counted round the ring of hosts in either direction: the algorithms between hosts go no
+    other way, whatever the operation and its root. ``native/src/node/linked.h`` says the same to the core, which
+    refuses to start without them.
+    """
+    distances = [1 << bit for bit in range((count - 1).bit_length())]
+    return sorted({(host + sign * distance) % count for distance in distances for sign in (1, -1)})

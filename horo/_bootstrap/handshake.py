@@ -1,13 +1,13 @@
 """Mutual proof that both ends of a connection know the job's secret, without sending it.
 
-    dialer   -> acceptor   HELLO    magic, version, purpose, number, from, to, epoch, nonce
+    dialer   -> acceptor   HELLO    magic, version, purpose, number, from, to, epoch, team, nonce
     acceptor -> dialer     ANSWER   magic, version, nonce, MAC("accept")
     dialer   -> acceptor   PROOF    MAC("dial")
     acceptor -> dialer     WELCOME  one byte
 
 Every MAC is HMAC-SHA256 under the job's secret over a label for the role, the whole HELLO and the acceptor's nonce, so
-it is good for one connection, one direction, one purpose and number and one pair of ranks only. The acceptor reads
-exactly these bytes: what follows on the connection belongs to its user.
+it is good for one connection, one direction, one purpose, team and number and one pair of ranks only. The acceptor
+reads exactly these bytes: what follows on the connection belongs to its user.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ __all__ = [
 SECRET_BYTES_MIN = 16
 WELCOME = b"\x01"
 _MAGIC = b"HORO"
-_VERSION = 1
+_VERSION = 2
 _NONCE_BYTES = 32
 _MAC_BYTES = 32
-_HELLO = struct.Struct("!4sBBBxIII32s")
+_HELLO = struct.Struct("!4sBBBxIIII32s")
 _ANSWER = struct.Struct("!4sB3x32s32s")
 
 
@@ -74,6 +74,8 @@ class Claim:
     epoch: int = 0
     number: int = 0
     """Of the connection among those with this purpose between these ranks; at most 255."""
+    team: int = 0
+    """The team whose connection it is; 0: all ranks of the job."""
 
 
 @dataclass(frozen=True)
@@ -135,14 +137,14 @@ class Acceptor:
         return b""
 
     def _answer(self, hello: bytes) -> bytes:
-        _, version, purpose, number, source, target, epoch, _ = _HELLO.unpack(hello)
+        _, version, purpose, number, source, target, epoch, team, _ = _HELLO.unpack(hello)
         if version != _VERSION:
             raise HandshakeError(
                 f"it speaks version {version} of the greeting, this side version {_VERSION}",
                 farewell=_ANSWER.pack(_MAGIC, _VERSION, bytes(_NONCE_BYTES), bytes(_MAC_BYTES)),
             )
         try:
-            self._claim = Claim(Purpose(purpose), source, target, epoch, number)
+            self._claim = Claim(Purpose(purpose), source, target, epoch, number, team)
         except ValueError:
             raise HandshakeError(f"its greeting asks for the unknown purpose {purpose}") from None
         nonce = secrets.token_bytes(_NONCE_BYTES)
@@ -169,7 +171,7 @@ def greet(connection: socket.socket, secret: bytes, claim: Claim, deadline: floa
     Raises:
         HandshakeError: the acceptor is a stranger, refused this claim, or was silent until the deadline.
     """
-    place = (claim.purpose, claim.number, claim.source, claim.target, claim.epoch)
+    place = (claim.purpose, claim.number, claim.source, claim.target, claim.epoch, claim.team)
     hello = _HELLO.pack(_MAGIC, _VERSION, *place, secrets.token_bytes(_NONCE_BYTES))
     try:
         connection.sendall(hello)

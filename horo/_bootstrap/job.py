@@ -14,13 +14,13 @@ from typing import Any
 from horo._bootstrap.arena import Arena, join_arena
 from horo._bootstrap.console import prepare_log
 from horo._bootstrap.descriptors import close_all, close_setup, create_memory, create_wake
+from horo._bootstrap.directory import Directory, Neighbour
 from horo._bootstrap.find import find_launch
 from horo._bootstrap.grouping import Grouping, Link, group_ranks
-from horo._bootstrap.handshake import Purpose
 from horo._bootstrap.hello import Hello, check_agreement, core_count, place_of, places_alike
 from horo._bootstrap.identity import read_identity
 from horo._bootstrap.launch import Launch, Place
-from horo._bootstrap.links import Neighbour, connect_hosts
+from horo._bootstrap.links import by_host, connect_hosts
 from horo._bootstrap.meeting import Meeting
 from horo._bootstrap.mpi_data import check_mpi, mpi_use, plan_mpi
 from horo._bootstrap.mpi_exit import watch_end, watch_loss
@@ -51,6 +51,7 @@ class Connection:
     hosts: tuple[tuple[int, ...], ...]
     cores: int
     overlap: str
+    directory: Directory = field(repr=False)
     mpi: MpiWorld | None = None
     """Through which the ranks met, if they did."""
 
@@ -67,6 +68,7 @@ class Job:
         host_names: by rank.
         cores: on which the ranks of this host may run, together.
         overlap: the user's choice for ``HORO_OVERLAP``.
+        directory: of all ranks, with the job's secret: what ``team_links`` needs to make more links.
         mpi: through which the ranks met, None where they met otherwise.
     """
 
@@ -78,6 +80,7 @@ class Job:
         self.is_homogeneous = connection.is_homogeneous
         self.hosts = connection.hosts
         self.cores, self.overlap = connection.cores, connection.overlap
+        self.directory = connection.directory
         self.mpi = connection.mpi
         if self.mpi is not None:
             watch_loss(_find_loss)
@@ -250,18 +253,10 @@ def _join(start: _Start, secret: bytes | None) -> Connection:
         meeting, candidates, secret, start.epoch, lambda count: arena_bytes(count, segment_bytes)
     )
     try:
-        neighbours = [Neighbour(hello.identity.machine, hello.address) for hello in hellos]
         plan = plan_mpi(config, launch.mpi, [hello.mpi_threads for hello in hellos], grouping)
         use = mpi_use(plan, launch.mpi, launch.rank, grouping)
-        links = connect_hosts(
-            meeting,
-            grouping,
-            neighbours,
-            secret=secret,
-            epoch=start.epoch,
-            interfaces=config.network_interfaces,
-            data_sockets=0 if plan.transport else config.sockets_per_peer,
-        )
+        directory = _directory(start, hellos, grouping, secret, data_by_mpi=plan.transport)
+        links = connect_hosts(meeting, directory)
         try:
             meeting.finish()
         except BaseException:
@@ -277,7 +272,25 @@ def _join(start: _Start, secret: bytes | None) -> Connection:
         grouping.hosts,
         core_count([hellos[rank] for rank in grouping.members(launch.rank)]),
         start.config.overlap,
+        directory,
         launch.mpi,
+    )
+
+
+def _directory(
+    start: _Start, hellos: Sequence[Hello], grouping: Grouping, secret: bytes, *, data_by_mpi: bool
+) -> Directory:
+    return Directory(
+        rank=start.launch.rank,
+        grouping=grouping,
+        neighbours=[Neighbour(hello.identity.machine, hello.address) for hello in hellos],
+        host_names=[hello.host for hello in hellos],
+        secret=secret,
+        epoch=start.epoch,
+        patience_s=start.config.start_timeout_s,
+        interfaces=start.config.network_interfaces,
+        sockets_per_peer=start.config.sockets_per_peer,
+        data_by_mpi=data_by_mpi,
     )
 
 
@@ -290,13 +303,7 @@ def _build_setup(
     *,
     use: MpiUse | None,
 ) -> Setup:
-    sockets = start.config.sockets_per_peer
-    control, data = [-1] * len(grouping.hosts), [-1] * len(grouping.hosts) * sockets
-    for link, connection in links.items():
-        if link.purpose is Purpose.CONTROL:
-            control[link.host] = connection.detach()
-        else:
-            data[link.host * sockets + link.number] = connection.detach()
+    control, data = by_host(links, len(grouping.hosts), start.config.sockets_per_peer)
     return _setup(
         start.config,
         rank=start.launch.rank,
@@ -330,9 +337,18 @@ def _alone(launch: Launch, config: Config) -> Connection:
         data=[-1] * config.sockets_per_peer,
         segment_bytes=segment_bytes,
     )
-    return Connection(
-        setup, Place(0, 1, 0, 1), True, grouping.hosts, len(os.sched_getaffinity(0)), config.overlap, launch.mpi
+    directory = Directory(
+        rank=0,
+        grouping=grouping,
+        neighbours=[Neighbour(read_identity(config.host_id).machine, None)],
+        host_names=[launch.host_name],
+        secret=b"",
+        epoch=0,
+        patience_s=config.start_timeout_s,
+        sockets_per_peer=config.sockets_per_peer,
     )
+    cores = len(os.sched_getaffinity(0))
+    return Connection(setup, Place(0, 1, 0, 1), True, grouping.hosts, cores, config.overlap, directory, launch.mpi)
 
 
 def _segment_bytes(config: Config, hellos: Sequence[Hello]) -> int:

@@ -1,7 +1,7 @@
-"""Streams between hosts: a tree of leaders for agreement, and all pairs of owners of equal local index for data, which
-may have several streams each.
+"""Streams between hosts: a tree of leaders for agreement, and links between owners of equal index for data.
 
-The rank on the higher host dials. Every listener closes once all links of the job stand.
+Which hosts have them with which, ``grouping`` says. The rank on the higher host dials. Every listener closes once all
+links of the job stand.
 """
 
 from __future__ import annotations
@@ -10,41 +10,93 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 from horo._bootstrap.addresses import Endpoint, bind_all, parse_endpoints
 from horo._bootstrap.dial import dial
+from horo._bootstrap.directory import Directory
 from horo._bootstrap.gate import GateKeeper
-from horo._bootstrap.grouping import Grouping, Link
+from horo._bootstrap.grouping import Link
 from horo._bootstrap.handshake import Claim, HandshakeError, Purpose, Session
 from horo._bootstrap.interfaces import is_loopback, listen_addresses
 from horo._bootstrap.meeting import Meeting
 from horo._errors import PeerLostError, TimeoutError
 
-__all__ = ["Links", "Neighbour", "connect_hosts"]
+__all__ = ["Links", "Party", "by_host", "connect_hosts"]
 
 _TOPIC = "listen"
 _SLICE_S = 0.5
 """Longest attempt or wait before looking whether another rank has failed meanwhile."""
 
 
-@dataclass(frozen=True)
-class Neighbour:
-    """What decides how to reach a rank."""
+class Party(Protocol):
+    """Those who make links together, seen by one of them; a ``Meeting`` is one."""
 
-    machine: tuple[str, int]
-    """Equal where loopback leads from one to the other."""
-    address: str | None
-    """From where it reaches the store; None if unknown."""
+    @property
+    def rank(self) -> int:
+        """Of this process."""
+
+    @property
+    def patience_s(self) -> float:
+        """Longest wait without any progress."""
+
+    def check(self) -> None:
+        """Raises if it is known that links can come about no more."""
+
+    def name(self, rank: int) -> str:
+        """A rank for messages."""
+
+    def names(self, ranks: Sequence[int]) -> str:
+        """Several ranks for messages."""
 
 
 class Links:
-    """The streams of this rank to other hosts; ``finish`` or ``abort`` ends the listening."""
+    """The streams of this rank to other hosts: ``listen``, ``dial``, ``wait``, then ``finish``; ``abort`` at any time.
 
-    def __init__(self, reception: _Reception, dialed: dict[Link, socket.socket]) -> None:
-        self._reception = reception
-        self._dialed = dialed
+    Args:
+        party: who makes them.
+        directory: of the job.
+        links: of this rank; peers by their rank in the job.
+        own_host: by the number that the links count hosts by.
+        team: for which team they are, 0: all ranks; part of what is proven.
+    """
+
+    def __init__(self, party: Party, directory: Directory, links: Sequence[Link], own_host: int, team: int = 0) -> None:
+        self._party = party
+        self._directory = directory
+        self._team = team
+        self._awaited = [link for link in links if link.host > own_host]
+        self._outgoing = [link for link in links if link.host < own_host]
+        self._reception = _Reception(party, self._awaited, directory.epoch, team)
+        self._dialed: dict[Link, socket.socket] = {}
+
+    def listen(self) -> list[Endpoint]:
+        """Lets in whoever is on a higher host; returns where, nowhere if there is nobody.
+
+        Raises:
+            UsageError, ResourceError: as ``listen_addresses`` and ``bind_all``.
+        """
+        if not self._awaited:
+            return []
+        addresses = _choose_addresses(self._directory, self._awaited)
+        return self._reception.listen(self._directory.secret, addresses)
+
+    def dial(self, find: Callable[[int], Sequence[Endpoint]]) -> None:
+        """Connects to those on lower hosts; ``find`` says where a rank listens, and may wait for that.
+
+        Raises:
+            TimeoutError: a rank could not be reached; names it and its addresses. Others: as ``find``, ``Party.check``.
+        """
+        for link in self._outgoing:
+            claim = Claim(
+                link.purpose, self._party.rank, link.peer, self._directory.epoch, link.number, team=self._team
+            )
+            self._dialed[link] = _dial_link(self._party, claim, find(link.peer), self._directory)
+
+    def wait(self) -> None:
+        """Returns once those on higher hosts have connected; raises TimeoutError if one does not come."""
+        self._reception.wait()
 
     def finish(self) -> dict[Link, socket.socket]:
         """A nonblocking, close-on-exec TCP socket per link, the caller's. Call it once all ranks have connected."""
@@ -59,70 +111,65 @@ class Links:
             connection.close()
 
 
-def connect_hosts(
-    meeting: Meeting,
-    grouping: Grouping,
-    neighbours: Sequence[Neighbour],
-    *,
-    secret: bytes,
-    epoch: int,
-    interfaces: str | None = None,
-    data_sockets: int = 1,
-) -> Links:
-    """Connects this rank to those it has links to.
+def connect_hosts(meeting: Meeting, directory: Directory) -> Links:
+    """Connects this rank to all those it has links to in the job.
 
     Args:
         meeting: where addresses are published.
-        grouping: the same on all ranks.
-        neighbours: by rank.
-        secret: the job's.
-        epoch: number of this start; part of what is proven.
-        interfaces: the user's choice of interfaces, see ``interfaces.select_addresses``.
-        data_sockets: streams per link for data; 0: links for agreement only.
+        directory: the same on all ranks.
 
     Raises:
         TimeoutError: a rank could not be reached, or did not come; names it and its addresses.
         AbortedError, UsageError, ResourceError: as ``Meeting.gather`` and ``listen_addresses``.
     """
-    links = grouping.links(meeting.rank, data_sockets)
-    own_host = grouping.host_of_rank[meeting.rank]
-    awaited = [link for link in links if link.host > own_host]
-    connected = Links(_Reception(meeting, awaited, epoch), {})
+    grouping, rank = directory.grouping, directory.rank
+    links = Links(meeting, directory, grouping.links(rank, directory.data_sockets), grouping.host_of_rank[rank])
+
+    def find(peer: int) -> list[Endpoint]:
+        (published,) = meeting.gather(_TOPIC, [peer])
+        return parse_endpoints(published.decode())
+
     try:
-        if awaited:
-            addresses = _choose_addresses(meeting.rank, awaited, neighbours, interfaces)
-            endpoints = connected._reception.listen(secret, addresses)
+        endpoints = links.listen()
+        if endpoints:
             meeting.publish(_TOPIC, ",".join(map(str, endpoints)).encode())
-        for link in links:
-            if link.host < own_host:
-                claim = Claim(link.purpose, meeting.rank, link.peer, epoch, link.number)
-                connected._dialed[link] = _dial_link(meeting, claim, neighbours, secret)
-        connected._reception.wait()
+        links.dial(find)
+        links.wait()
     except BaseException:
-        connected.abort()
+        links.abort()
         raise
-    return connected
+    return links
 
 
-def _choose_addresses(
-    rank: int, awaited: Sequence[Link], neighbours: Sequence[Neighbour], interfaces: str | None
-) -> list[str]:
-    own = neighbours[rank]
-    peers = [neighbours[link.peer] for link in awaited]
+def by_host(
+    connected: Mapping[Link, socket.socket], host_count: int, sockets_per_peer: int
+) -> tuple[list[int], list[int]]:
+    """The descriptors of sockets, which are the caller's from now on, as ``Setup`` wants them: control and data."""
+    control, data = [-1] * host_count, [-1] * host_count * sockets_per_peer
+    for link, connection in connected.items():
+        if link.purpose is Purpose.CONTROL:
+            control[link.host] = connection.detach()
+        else:
+            data[link.host * sockets_per_peer + link.number] = connection.detach()
+    return control, data
+
+
+def _choose_addresses(directory: Directory, awaited: Sequence[Link]) -> list[str]:
+    own = directory.neighbours[directory.rank]
+    peers = [directory.neighbours[link.peer] for link in awaited]
     remote = [peer.address for peer in peers if peer.machine != own.machine]
-    return listen_addresses(own.address, remote, same_machine=len(remote) < len(peers), wanted=interfaces)
+    return listen_addresses(own.address, remote, same_machine=len(remote) < len(peers), wanted=directory.interfaces)
 
 
-def _dial_link(meeting: Meeting, claim: Claim, neighbours: Sequence[Neighbour], secret: bytes) -> socket.socket:
-    (published,) = meeting.gather(_TOPIC, [claim.target])
-    endpoints = parse_endpoints(published.decode())
-    if neighbours[claim.target].machine != neighbours[meeting.rank].machine:
+def _dial_link(party: Party, claim: Claim, endpoints: Sequence[Endpoint], directory: Directory) -> socket.socket:
+    neighbours = directory.neighbours
+    if neighbours[claim.target].machine != neighbours[directory.rank].machine:
         endpoints = [endpoint for endpoint in endpoints if not is_loopback(endpoint.address)] or endpoints
     try:
-        connection, _ = dial(endpoints, secret, claim, meeting.patience_s, meeting.check)
+        connection, _ = dial(endpoints, directory.secret, claim, party.patience_s, party.check)
     except PeerLostError as error:
         raise TimeoutError(
-            f"{meeting.name(claim.target)} could not be reached from {meeting.name(meeting.rank)} "
+            f"{party.name(claim.target)} could not be reached from {party.name(party.rank)} "
             f"(HORO_START_TIMEOUT): {error}; if these are the wrong addresses, name the right interfaces in "
             "HORO_NETWORK_INTERFACES"
         ) from error
@@ -132,10 +179,10 @@ def _dial_link(meeting: Meeting, claim: Claim, neighbours: Sequence[Neighbour], 
 class _Reception:
     """Where the ranks of higher hosts come in."""
 
-    def __init__(self, meeting: Meeting, awaited: Sequence[Link], epoch: int) -> None:
-        self._meeting = meeting
+    def __init__(self, party: Party, awaited: Sequence[Link], epoch: int, team: int) -> None:
+        self._party = party
         self._links = {(link.purpose, link.peer, link.number): link for link in awaited}
-        self._epoch = epoch
+        self._start = epoch, team
         self._keeper: GateKeeper | None = None
         self._endpoints: list[Endpoint] = []
         self._changed = threading.Condition()
@@ -151,7 +198,7 @@ class _Reception:
 
     def wait(self) -> None:
         """Returns once all are there; raises TimeoutError after ``patience_s`` without progress."""
-        patience_s = self._meeting.patience_s
+        patience_s = self._party.patience_s
         missing: list[Link] = []
         deadline = time.monotonic() + patience_s
         while True:
@@ -164,12 +211,12 @@ class _Reception:
                     deadline = time.monotonic() + patience_s
             if not missing:
                 return
-            self._meeting.check()
+            self._party.check()
             if time.monotonic() >= deadline:
-                names = self._meeting.names(sorted({link.peer for link in missing}))
+                names = self._party.names(sorted({link.peer for link in missing}))
                 where = ", ".join(map(str, self._endpoints))
                 raise TimeoutError(
-                    f"{names} did not connect to {self._meeting.name(self._meeting.rank)} at {where} within "
+                    f"{names} did not connect to {self._party.name(self._party.rank)} at {where} within "
                     f"{patience_s:g} s (HORO_START_TIMEOUT): is a firewall between them? If these are the wrong "
                     "addresses, name the right interfaces in HORO_NETWORK_INTERFACES"
                 )
@@ -183,8 +230,8 @@ class _Reception:
 
     def _admit(self, connection: socket.socket, session: Session) -> None:
         claim = session.claim
-        if claim.target != self._meeting.rank or claim.epoch != self._epoch:
-            raise HandshakeError(f"it looks for rank {claim.target} (start {claim.epoch})")
+        if claim.target != self._party.rank or (claim.epoch, claim.team) != self._start:
+            raise HandshakeError(f"it looks for rank {claim.target} (start {claim.epoch}, team {claim.team})")
         link = self._links.get((claim.purpose, claim.source, claim.number))
         if link is None:
             kind = Purpose(claim.purpose).name.lower()

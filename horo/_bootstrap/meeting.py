@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from horo._bootstrap.store_seam import Store, StoreAbandonedError, StoreTimeoutError
 from horo._errors import AbortedError, HoroError, MismatchError, PeerLostError, TimeoutError, UsageError
 
-__all__ = ["Meeting", "list_ranks"]
+__all__ = ["Meeting", "failure_elsewhere", "kind_and_reason", "list_ranks"]
 
 _REMIND_S = 10.0
 _FAILED = "failed"
@@ -102,8 +102,7 @@ class Meeting:
         """Tells the others that this rank gives up, so that they need not wait for it; the first to fail is heard."""
         if isinstance(error, AbortedError):
             return
-        kind = type(error).__name__
-        reason = str(error) if isinstance(error, HoroError) else f"{kind}: {error}"
+        kind, reason = kind_and_reason(error)
         with contextlib.suppress(HoroError):
             if self._store.add(f"{_FAILED} count", 1) == 1:
                 self._store.set(_FAILED, f"{kind}\n{self.name(self.rank)}: {reason}".encode())
@@ -127,9 +126,19 @@ class Meeting:
 
     def _aborted(self, error: StoreAbandonedError) -> HoroError:
         kind, _, told = error.value.decode("utf-8", "replace").partition("\n")
-        # What ranks disagree about is everybody's error, whoever sees it first; so is a death.
-        made = _SHARED_FATE.get(kind, AbortedError)
-        return made(f"init() was given up because another rank failed: {told}")
+        return failure_elsewhere(kind, f"init() was given up because another rank failed: {told}")
+
+
+def kind_and_reason(error: BaseException) -> tuple[str, str]:
+    """What other ranks are told of an error here: the name of its class, and its sentence."""
+    kind = type(error).__name__
+    return kind, str(error) if isinstance(error, HoroError) else f"{kind}: {error}"
+
+
+def failure_elsewhere(kind: str, sentence: str) -> HoroError:
+    """The error here for one of another rank, whose class had the name ``kind``."""
+    # What ranks disagree about is everybody's error, whoever sees it first; so is a death.
+    return _SHARED_FATE.get(kind, AbortedError)(sentence)
 
 
 def list_ranks(names: Sequence[str]) -> str:

@@ -216,11 +216,14 @@ typedef struct {
     const int32_t *wake_fds;              /* [ranks on this host] eventfds, nonblocking, by local index, own one included */
     const int32_t *life_fds;              /* [ranks on this host] stream sockets whose EOF means death; the leader has one per
                                              other local index, the others have one, to the leader (index 0); else -1 */
-    const int32_t *control_fds;           /* [hosts] leaders only: stream sockets along the tree of hosts, else -1; NULL: no
-                                             links, as in a job of one host, where this is not looked at */
+    const int32_t *control_fds;           /* [hosts] leaders only: stream sockets to the leaders of the hosts beside this one in the
+                                             tree of hosts, where a host's parent is its number without the lowest bit; else -1.
+                                             NULL: no links, as in a job of one host, where this is not looked at */
     const int32_t *data_fds;              /* [hosts * sockets_per_peer] ranks with local index < smallest host: stream sockets to the
-                                             rank of the same local index on each other host, number i of them at
-                                             host * sockets_per_peer + i at both ends; else -1; NULL likewise */
+                                             rank of the same local index on each host whose number is a power of two apart, round
+                                             the ring of hosts, in one direction or the other; number i of them at
+                                             host * sockets_per_peer + i at both ends; else -1. NULL: no links, and what moves data
+                                             fails */
     int32_t sockets_per_peer;             /* for data, 1 to HORO_SOCKETS_PER_PEER_MAX; 0: one; equal on all ranks */
     uint64_t fusion_bytes;                /* most bytes fused into one batch; 0: no fusion */
     int32_t cache_capacity;               /* entries of the response cache; 0: off */

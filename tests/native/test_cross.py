@@ -135,9 +135,8 @@ def reduced(algorithm: int, dtype: oracle.Dtype, op: int, inputs: list[Array]) -
                 value = oracle.reduce(dtype, op, [value, inputs[(first + hop) % hosts][part]])
             result[part] = value
         return result
-    extra = hosts - (1 << (hosts.bit_length() - 1))
-    values = [oracle.reduce(dtype, op, inputs[2 * pair : 2 * pair + 2]) for pair in range(extra)]
-    values += inputs[2 * extra :]
+    exchanging = 1 << (hosts.bit_length() - 1)
+    values = [oracle.reduce(dtype, op, inputs[first::exchanging]) for first in range(exchanging)]
     while len(values) > 1:
         values = [oracle.reduce(dtype, op, values[at : at + 2]) for at in range(0, len(values), 2)]
     return values[0]
@@ -428,7 +427,7 @@ def test_ring_sends_only_two_h_minus_one_of_h_parts(native: ModuleType, hosts: i
 
 
 @pytest.mark.parametrize(
-    ("hosts", "sends"), [(2, [1, 1]), (3, [1, 2, 1]), (4, [2] * 4), (6, [1, 3, 1, 3, 2, 2]), (8, [3] * 8)]
+    ("hosts", "sends"), [(2, [1, 1]), (3, [2, 1, 1]), (4, [2] * 4), (6, [3, 3, 2, 2, 1, 1]), (8, [3] * 8)]
 )
 def test_doubling_sends_all_bytes_once_per_round(native: ModuleType, hosts: int, sends: list[int]) -> None:
     inputs = [random_values(FLOAT32, 10, seed=host) for host in range(hosts)]

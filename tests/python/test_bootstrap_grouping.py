@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from wiring import check_wiring
 
-from horo._bootstrap.grouping import group_ranks, tree_children, tree_parent
+from horo._bootstrap.grouping import control_peers, data_peers, group_ranks
 from horo._bootstrap.handshake import Purpose
 
 placements = st.lists(st.integers(0, 9), min_size=1, max_size=40)
@@ -37,7 +37,9 @@ def test_every_link_is_seen_from_both_ends_once(keys: list[int]) -> None:
     assert {(purpose, peer, rank) for purpose, rank, peer in seen} == set(seen)
     hosts, owners = len(grouping.hosts), grouping.owner_count
     assert sum(purpose is Purpose.CONTROL for purpose, _, _ in seen) == 2 * (hosts - 1)
-    assert sum(purpose is Purpose.DATA for purpose, _, _ in seen) == owners * hosts * (hosts - 1)
+    data = [(grouping.local_index(rank), rank, peer) for purpose, rank, peer in seen if purpose is Purpose.DATA]
+    assert all(index == grouping.local_index(peer) < owners for index, _, peer in data)
+    assert len(data) == owners * hosts * len(data_peers(0, hosts))
 
 
 @given(placements, st.integers(0, 8))
@@ -52,14 +54,36 @@ def test_a_data_link_has_as_many_streams_as_asked_for(keys: list[int], sockets: 
 
 @given(st.integers(1, 300))
 def test_tree_reaches_every_host_from_the_root(count: int) -> None:
-    parents = {child: host for host in range(count) for child in tree_children(host, count)}
+    parents = {child: host for host in range(count) for child in control_peers(host, count) if child > host}
     assert set(parents) == set(range(1, count))
-    assert all(tree_parent(child) == host for child, host in parents.items())
-    assert all(host < child for child, host in parents.items())
+    above = {(host, min(control_peers(host, count))) for host in range(1, count)}
+    assert above == set(parents.items())
 
 
 def test_tree_of_eight_is_the_binomial_one() -> None:
-    assert [tree_children(host, 8) for host in range(8)] == [[1, 2, 4], [], [3], [], [5, 6], [], [7], []]
+    peers = [control_peers(host, 8) for host in range(8)]
+    assert peers == [[1, 2, 4], [0], [0, 3], [2], [0, 5, 6], [4], [4, 7], [6]]
+
+
+@given(st.integers(1, 300))
+def test_data_links_have_two_ends_and_lead_a_power_of_two_round_the_ring(count: int) -> None:
+    pairs = {(host, other) for host in range(count) for other in data_peers(host, count)}
+    assert pairs == {(other, host) for host, other in pairs}
+    distances = {1 << bit for bit in range(10)}
+    assert pairs == {
+        (host, other)
+        for host in range(count)
+        for other in range(count)
+        if host != other and ({(host - other) % count, (other - host) % count} & distances)
+    }
+
+
+@pytest.mark.parametrize(
+    ("count", "peers"),
+    [(1, 0), (2, 1), (3, 2), (4, 3), (5, 4), (6, 4), (7, 6), (8, 5), (16, 7), (64, 11), (100, 14), (1024, 19)],
+)
+def test_a_rank_has_few_data_links_however_many_hosts_there_are(count: int, peers: int) -> None:
+    assert {len(data_peers(host, count)) for host in range(count)} == {peers}
 
 
 @pytest.mark.parametrize("tcp", [False, True])

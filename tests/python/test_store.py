@@ -277,7 +277,7 @@ def test_dialer_that_skips_checking_the_server_still_needs_the_secret(
     server: StoreServer, strangers: list[str]
 ) -> None:
     with raw(server) as connection:
-        connection.sendall(b"HORO\x01\x01\0\0" + bytes(12) + bytes(32))
+        connection.sendall(b"HORO\x02\x01\0\0" + bytes(16) + bytes(32))
         assert len(connection.recv(200)) == 72
         connection.sendall(bytes(32))
         assert connection.recv(1) == b""
@@ -327,9 +327,9 @@ def test_member_of_another_kind_is_refused(server: StoreServer, strangers: list[
     assert "it wants a data link, this is the store" in strangers[0]
 
 
-@pytest.mark.parametrize("changed", [5, 6, 11, 15, 19])
+@pytest.mark.parametrize("changed", [5, 6, 11, 15, 19, 23])
 def test_a_claim_that_is_changed_on_the_way_is_no_proof(changed: int) -> None:
-    """Purpose, number, source, target and epoch: whoever sits between cannot pass one connection off as another."""
+    """Purpose, number, source, target, epoch, team: who sits between cannot pass one connection off as another."""
     dialer, near = socket.socketpair()
     acceptor = Acceptor(SECRET)
 
@@ -342,18 +342,18 @@ def test_a_claim_that_is_changed_on_the_way_is_no_proof(changed: int) -> None:
         thread = threading.Thread(target=forge)
         thread.start()
         with pytest.raises(HandshakeError, match="does not know the job's secret"):
-            greet(dialer, SECRET, Claim(Purpose.DATA, 1, 2, 3, 4), time.monotonic() + 10)
+            greet(dialer, SECRET, Claim(Purpose.DATA, 1, 2, 3, 4, 5), time.monotonic() + 10)
         thread.join()
 
 
 def test_other_version_is_named_on_both_sides(server: StoreServer, strangers: list[str]) -> None:
     with raw(server) as connection:
-        connection.sendall(b"HORO\x07\x01\0\0" + bytes(12) + bytes(32))
+        connection.sendall(b"HORO\x07\x01\0\0" + bytes(16) + bytes(32))
         answer = connection.recv(72, socket.MSG_WAITALL)
-        assert answer[:5] == b"HORO\x01"
+        assert answer[:5] == b"HORO\x02"
         assert answer[40:] == bytes(32)
     wait_until(lambda: bool(strangers))
-    assert "version 7 of the greeting, this side version 1" in strangers[0]
+    assert "version 7 of the greeting, this side version 2" in strangers[0]
 
 
 def test_injected_or_replayed_frames_end_the_connection_not_the_service(server: StoreServer) -> None:

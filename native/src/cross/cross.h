@@ -14,6 +14,8 @@
  * After an error of progress nothing of the call is posted any more: it has abandoned the data channel. A caller that gives up
  * a call in progress must do the same (transport->ops->abandon) before state, data or scratch go away.
  *
+ * Peers are the linked hosts of node/linked.h and no others, whatever the call.
+ *
  * All members run the same algorithm on the same count, dtype, reduce_op, root and sizes of parts; afterwards all hold bit-identical
  * data.
  */

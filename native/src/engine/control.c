@@ -2,28 +2,26 @@
 #include <stdlib.h>
 
 #include "engine/engine.h"
+#include "node/linked.h"
 
-/* The tree of hosts is binomial over host numbers: the parent is the number without its lowest bit. */
 int hr_leader_open_links(struct hr_lane *lane, struct hr_error *error) {
     const struct hr_team *team = lane->team;
     lane->leader.links = calloc((size_t)team->host_count, sizeof *lane->leader.links);
     if (lane->leader.links == NULL) {
         return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for the links of %d hosts", team->host_count);
     }
-    if (team->host_count == 1) {
-        return HORO_OK;
-    }
-    int status = HORO_OK;
-    if (team->host != 0) {
-        lane->leader.has_parent = 1;
-        status = hr_link_open(lane, &lane->leader.links[lane->leader.link_count++], team->host & (team->host - 1));
-    }
-    for (int bit = 1; team->host + bit < team->host_count && (team->host & bit) == 0; bit <<= 1) {
-        if (status == HORO_OK) {
-            status = hr_link_open(lane, &lane->leader.links[lane->leader.link_count++], team->host + bit);
+    for (int host = 0; host < team->host_count; host++) {
+        if (!hr_hosts_are_linked(HR_CHANNEL_CONTROL, team->host_count, team->host, host)) {
+            continue;
+        }
+        lane->leader.has_parent |= host < team->host;
+        const int status = hr_link_open(lane, &lane->leader.links[lane->leader.link_count++], host);
+        if (status != HORO_OK) {
+            return hr_fail(error, status, "host %d has no connection for agreement to host %d (%s)", team->host, host,
+                           lane->node->host_name_of_rank[team->job_rank[team->leader_of_host[host]]]);
         }
     }
-    return status == HORO_OK ? HORO_OK : hr_fail(error, status, "a control connection to another host is missing");
+    return HORO_OK;
 }
 
 static int handle_record(struct hr_lane *lane, const struct hr_wire_message *record, const uint8_t *frame,

@@ -5,7 +5,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "node/team.h"
+#include "node/linked.h"
 
 static int copy_places(struct hr_node *node, const horo_setup *setup, const struct hr_team *world) {
     node->local_rank = world->local_rank;
@@ -94,7 +94,7 @@ static int duplicate(const int32_t *fds, int host_count, int per_host, int **out
 
 static int check_mpi_peers(const struct hr_team *world, const horo_mpi *mpi, struct hr_error *error) {
     for (int host = 0; mpi->rank_of_host != NULL && host < world->host_count && world->local_rank < world->owner_count; host++) {
-        if (host != world->host && mpi->rank_of_host[host] < 0) {
+        if (hr_hosts_are_linked(HR_CHANNEL_DATA, world->host_count, world->host, host) && mpi->rank_of_host[host] < 0) {
             return hr_fail(error, HORO_ERR_USAGE, "data is to travel by MPI, but no rank of host %d is given", host);
         }
     }
@@ -143,6 +143,7 @@ static struct hr_transport *connect_sockets(const struct hr_node *node, int host
 static int connect_world(struct hr_node *node, const horo_setup *setup, struct hr_team *world, struct hr_error *error) {
     const int by_mpi = setup->mpi != NULL && setup->mpi->is_transport;
     int *control = NULL;
+    HR_TRY(hr_links_check(world, setup->control_fds, by_mpi ? NULL : setup->data_fds, node->sockets_per_peer, error));
     struct hr_transport *transport =
         connect_sockets(node, node->host_count, setup->control_fds, by_mpi ? NULL : setup->data_fds, &control, error);
     if (transport != NULL && by_mpi) {
@@ -160,6 +161,11 @@ static int connect_world(struct hr_node *node, const horo_setup *setup, struct h
 
 int hr_node_connect_team(const struct hr_node *node, struct hr_team *team, const int32_t *control_fds, const int32_t *data_fds,
                          struct hr_error *error) {
+    if (control_fds == NULL || data_fds == NULL) {
+        return hr_fail(error, HORO_ERR_USAGE, "the members of this team are on %d hosts, but no connections between them were given",
+                       team->host_count);
+    }
+    HR_TRY(hr_links_check(team, control_fds, data_fds, node->sockets_per_peer, error));
     team->transport = connect_sockets(node, team->host_count, control_fds, data_fds, NULL, error);
     return team->transport == NULL ? error->code : HORO_OK;
 }

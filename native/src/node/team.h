@@ -49,7 +49,7 @@ struct hr_team {
     int *job_rank;              /* [size] of each member, ascending */
     int host, host_count;
     int local_rank, local_size; /* local index and members on this host */
-    int owner_count;            /* members on the smallest host: local index i < owner_count has links to its like elsewhere */
+    int owner_count;            /* members on the smallest host: local index i < owner_count has links to its like on linked hosts */
     int *host_of_rank;          /* [size] */
     int *rank_of_local;         /* [local_size] */
     int *index_of_local;        /* [local_size] among all ranks of this host: what the arena and wake-ups go by */

@@ -25,8 +25,8 @@
 #include "base/status.h"
 
 enum hr_channel {
-    HR_CHANNEL_CONTROL = 0, /* between leaders, along the tree */
-    HR_CHANNEL_DATA = 1,    /* between ranks of equal local index */
+    HR_CHANNEL_CONTROL = 0, /* between leaders, along the tree of hosts */
+    HR_CHANNEL_DATA = 1,    /* between ranks of equal local index; which hosts: node/linked.h */
     HR_CHANNEL_COUNT = 2,
 };
 

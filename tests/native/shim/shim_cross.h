@@ -56,4 +56,13 @@ int shim_cross_begin(void *transport, int host, const shim_cross_call *call, voi
 int shim_cross_simulate(const shim_cross_call *call, void *const *data, int delay_polls, size_t link_piece_bytes,
                         uint64_t seed, int cut_a, int cut_b, int cut_turn, int *statuses, size_t *sent_bytes);
 
+/*
+ * What member `host` would do of the call alone: sets peers[h], of host_count, to 1 for each host h that it sends to or receives from.
+ * Nothing travels. HORO_OK once it has posted everything, or an error.
+ */
+int shim_cross_peers(const shim_cross_call *call, int host, char *peers);
+
+/* Whether two hosts have a link on a channel, as the core sees it. */
+int shim_hosts_are_linked(int channel, int host_count, int host, int other);
+
 #endif

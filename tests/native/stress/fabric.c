@@ -69,7 +69,7 @@ static int owner_count(const struct schedule *schedule) {
     return least;
 }
 
-/* Control along a binomial tree among leaders; data between all ranks of equal local index. */
+/* Control along a binomial tree among leaders; data between all ranks of equal local index: so few hosts are all linked. */
 static int join_hosts(struct fabric *fabric) {
     const int owners = owner_count(fabric->schedule);
     for (int host = 1; host < fabric->schedule->host_count; host++) {

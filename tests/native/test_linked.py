@@ -1,0 +1,189 @@
+"""Which hosts have connections with one another: the algorithms keep to the rule, and need all of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from fabric import close_setup, make_setups
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from links import CONTROL, DATA, create_tcp, socket_pair
+from ranks import Rank, run_ranks
+from test_cross import BROADCASTS, CHAIN, GATHERS, INTERNAL, OK, REDUCTIONS, TREE, call_of, gather_of, run
+
+from horo._bootstrap.grouping import control_peers, data_peers
+from horo._core import Context
+from horo._errors import HoroError, UsageError
+from horo._setup import Setup
+
+HOSTS = range(2, 18)
+
+
+@given(count=st.integers(1, 300), data=st.data())
+def test_the_core_and_the_bootstrap_have_one_rule(native: ModuleType, count: int, data: st.DataObject) -> None:
+    host = data.draw(st.integers(0, count - 1), "host")
+    for channel, peers in ((CONTROL, control_peers), (DATA, data_peers)):
+        linked = [other for other in range(count) if native.lib.shim_hosts_are_linked(channel, count, host, other)]
+        assert linked == peers(host, count)
+
+
+def posted_to(native: ModuleType, call: Any, host: int) -> set[int]:
+    """The hosts that member ``host`` of the call sends to or receives from."""
+    peers = native.ffi.new("char[]", call.host_count)
+    assert native.lib.shim_cross_peers(call, host, peers) == OK
+    return {peer for peer in range(call.host_count) if peers[peer] != b"\0"}
+
+
+def calls_of(native: ModuleType, hosts: int) -> Iterator[Any]:
+    """Every algorithm, with every root, on no data, less than a part for each, and several pieces."""
+    for count in (1, hosts + 1, 400):
+        for algorithm in REDUCTIONS.values():
+            yield call_of(native, algorithm, hosts, count, piece_bytes=20)
+        for algorithm in BROADCASTS.values():
+            for root in range(hosts):
+                yield call_of(native, algorithm, hosts, count, root=root, piece_bytes=20)
+        for algorithm in GATHERS.values():
+            yield gather_of(native, algorithm, [count] * hosts, piece_bytes=20)
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+def test_the_algorithms_go_to_all_linked_hosts_and_to_no_other(native: ModuleType, hosts: int) -> None:
+    used: list[set[int]] = [set() for _ in range(hosts)]
+    for call in calls_of(native, hosts):
+        for host in range(hosts):
+            used[host] |= posted_to(native, call, host)
+    assert used == [set(data_peers(host, hosts)) for host in range(hosts)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_no_call_goes_beyond_the_linked_hosts(native: ModuleType, data: st.DataObject) -> None:
+    hosts = data.draw(st.integers(2, 32), "hosts")
+    algorithm = data.draw(st.sampled_from(range(6)), "algorithm")
+    piece_bytes = data.draw(st.integers(1, 500), "piece_bytes")
+    if algorithm in GATHERS.values():
+        lengths = data.draw(st.lists(st.integers(0, 600), min_size=hosts, max_size=hosts), "parts")
+        call = gather_of(native, algorithm, lengths, piece_bytes)
+    else:
+        root = data.draw(st.integers(0, hosts - 1), "root") if algorithm in (TREE, CHAIN) else 0
+        call = call_of(
+            native, algorithm, hosts, data.draw(st.integers(0, 900), "count"), root=root, piece_bytes=piece_bytes
+        )
+    host = data.draw(st.integers(0, hosts - 1), "host")
+    assert posted_to(native, call, host) <= set(data_peers(host, hosts))
+
+
+# With contexts, which have no other connections.
+
+
+def all_operations(rank: Rank) -> None:
+    """Of few and of many bytes, so that every algorithm has its turn, from every root."""
+    for count in (1, 700, 300_000):
+        values = np.arange(count, dtype=np.float64)
+        assert (rank.allreduce(values * (rank.rank + 1), "r") == values * (rank.size * (rank.size + 1) // 2)).all()
+        gathered, rows = rank.allgather(np.full(count // 7 + 1, rank.rank, np.int32))
+        assert (gathered == np.repeat(np.arange(rank.size), rows)).all()
+    for root in range(rank.size):
+        for count in (1, 300_000):
+            sent = rank.broadcast(np.full(count, float(rank.rank)), root)
+            assert (sent == root).all()
+    rank.barrier()
+
+
+@pytest.mark.parametrize("hosts", [[1] * 6, [1] * 7, [2, 1, 1, 1, 3, 1, 1, 1, 1], [2] * 6], ids=str)
+def test_every_operation_gets_by_with_the_links_of_the_rule(hosts: list[int]) -> None:
+    run_ranks(all_operations, hosts)
+
+
+@pytest.mark.parametrize("sockets", [1, 2])
+@pytest.mark.parametrize(
+    ("channel", "rank", "host", "told"),
+    [
+        ("control_fds", 0, 4, "rank 0 on host 0 (host0) was given no connection for agreement to host 4 (host4)"),
+        ("control_fds", 7, 6, "rank 7 on host 7 (host7) was given no connection for agreement to host 6 (host6)"),
+        ("data_fds", 1, 5, "rank 1 on host 1 (host1) was given no connection for data to host 5 (host5)"),
+        ("data_fds", 6, 0, "rank 6 on host 6 (host6) was given no connection for data to host 0 (host0)"),
+    ],
+)
+def test_a_missing_connection_is_named_at_creation(channel: str, rank: int, host: int, told: str, sockets: int) -> None:
+    setups = make_setups([1] * 8, sockets_per_peer=sockets)
+    fds = list(getattr(setups[rank], channel))
+    width = sockets if channel == "data_fds" else 1
+    os.close(fds[(host + 1) * width - 1])
+    fds[(host + 1) * width - 1] = -1
+    setups[rank] = replace(setups[rank], **{channel: fds})
+    with pytest.raises(UsageError) as error:
+        Context(setups[rank])
+    assert told in str(error.value)
+    close_all_setups(setups)
+
+
+def close_all_setups(setups: Sequence[Setup]) -> None:
+    for setup in setups:
+        close_setup(setup)
+
+
+def test_a_leader_without_any_connection_for_agreement_is_refused_by_name() -> None:
+    setups = make_setups([1, 1, 1])
+    for fd in setups[2].control_fds:
+        if fd >= 0:
+            os.close(fd)
+    setups[2] = replace(setups[2], control_fds=[])
+    with pytest.raises(HoroError, match=r"host 2 has no connection for agreement to host 0 \(host0\)"):
+        Context(setups[2])
+    close_all_setups(setups)
+
+
+def test_what_the_rule_does_not_ask_for_is_not_missed() -> None:
+    setups = make_setups([1] * 8)
+    assert [host for host, fd in enumerate(setups[0].data_fds) if fd < 0] == [0, 3, 5]
+    contexts = [Context(setup) for setup in setups]
+    for context in contexts[::-1]:
+        context.destroy()
+
+
+# Posting where there is no link.
+
+
+def test_posting_to_a_missing_link_is_refused_and_the_others_go_on(native: ModuleType) -> None:
+    near, far = socket_pair("tcp")
+    with far:
+        rank = create_tcp(native, [-1, -1, near.detach()], control_fds=[-1, -1, -1])
+        for channel in (CONTROL, DATA):
+            with pytest.raises(ValueError, match=f"posting returned {INTERNAL}"):
+                rank.send(1, b"x", channel)
+            with pytest.raises(ValueError, match=f"posting returned {INTERNAL}"):
+                rank.recv(1, 1, channel)
+        assert rank.idle
+        assert rank.wait(rank.send(2, b"on")) == OK
+        assert far.recv(2) == b"on"
+        rank.destroy()
+
+
+@pytest.mark.parametrize("algorithm", [*REDUCTIONS.values(), *BROADCASTS.values()])
+def test_a_call_that_lacks_a_link_fails_and_lets_go_of_its_memory(native: ModuleType, algorithm: int) -> None:
+    """Member 0 of three has a link to one of the two others only."""
+    near, far = socket_pair("tcp-unix")
+    with far:
+        rank = create_tcp(native, [-1, -1, near.detach()])
+        data = np.zeros(100, np.float32)
+        assert run(rank, 0, call_of(native, algorithm, 3, 100), data) == INTERNAL
+        assert rank.idle
+        rank.destroy()
+
+
+def test_without_any_links_for_data_what_moves_none_works() -> None:
+    """An operation that moves data is an error on all ranks, not a hang and not a crash."""
+
+    def body(rank: Rank) -> None:
+        rank.barrier()
+        with pytest.raises(HoroError):
+            rank.allreduce(np.ones(10), "x")
+
+    run_ranks(body, [1, 1, 1], data_links=False)

@@ -1,0 +1,403 @@
+"""Links of a team: the right ones on every member, or an error on every rank of the job that says who is at fault."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import numpy as np
+import pytest
+from fabric import close_setup
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from joining import SECRET, environments, join_all, open_descriptors, run_threads, serving, wait_until
+from wiring import check_links
+
+from horo._bootstrap.directory import Directory, Neighbour
+from horo._bootstrap.grouping import Grouping, group_ranks
+from horo._bootstrap.handshake import Purpose
+from horo._bootstrap.job import Connection, Job, start
+from horo._bootstrap.links import Links
+from horo._bootstrap.team_links import TeamLinks, _Making, connect_team
+from horo._core import DTYPES, OPS, Slip, Tensor
+from horo._errors import AbortedError, HoroError, MismatchError, PeerLostError, TimeoutError, UsageError
+
+Outcome = TeamLinks | BaseException | None
+
+
+class Board:
+    """The exchange of a job whose ranks are threads: everybody writes, then everybody reads."""
+
+    def __init__(self, size: int, patience_s: float = 20.0) -> None:
+        self._said: list[bytes] = [b""] * size
+        self._barrier = threading.Barrier(size)
+        self._patience_s = patience_s
+        self.calls = [0] * size
+
+    def exchange(self, rank: int, mine: bytes) -> list[bytes]:
+        self.calls[rank] += 1
+        self._said[rank] = mine
+        self._meet()
+        answers = list(self._said)
+        self._meet()
+        return answers
+
+    def _meet(self) -> None:
+        try:
+            self._barrier.wait(self._patience_s)
+        except threading.BrokenBarrierError:
+            raise TimeoutError("not all ranks came to the exchange") from None
+
+
+def directories(host_of_rank: Sequence[int], **options: object) -> list[Directory]:
+    """Of ranks on one machine that pose as ranks of several hosts."""
+    grouping = group_ranks(host_of_rank)
+    common = Directory(
+        rank=0,
+        grouping=grouping,
+        neighbours=[Neighbour(("this boot", 1), None)] * grouping.size,
+        host_names=[f"h{host}" for host in grouping.host_of_rank],
+        secret=SECRET,
+        epoch=1,
+        patience_s=20,
+    )
+    return [replace(common, rank=rank, **options) for rank in range(grouping.size)]  # type: ignore[arg-type]
+
+
+def connect_all(
+    known: Sequence[Directory],
+    members: Sequence[int],
+    *,
+    board: Board | None = None,
+    exchanges: Mapping[int, Callable[[bytes], Sequence[bytes]]] | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> list[Outcome]:
+    """What every rank got, or the error that it raised."""
+    table = Board(len(known)) if board is None else board
+
+    def connect(rank: int) -> TeamLinks | None:
+        exchange = (exchanges or {}).get(rank) or (lambda mine: table.exchange(rank, mine))
+        return connect_team(known[rank], 7, members, exchange, check)
+
+    return run_threads([lambda rank=rank: connect(rank) for rank in range(len(known))])  # type: ignore[misc]
+
+
+def check_team(outcomes: Sequence[Outcome], members: Sequence[int], host_of_rank: Sequence[int], sockets: int) -> None:
+    """Every member has its links, numbered as the team counts, and nobody else has any; closes them."""
+    made = []
+    for rank, outcome in enumerate(outcomes):
+        if rank in members:
+            assert isinstance(outcome, TeamLinks), outcome
+            made.append(outcome)
+        else:
+            assert outcome is None
+    hosts = list(dict.fromkeys(host_of_rank[member] for member in members))
+    grouping = Grouping(tuple(hosts.index(host_of_rank[member]) for member in members))
+    assert [links.rank for links in made] == list(range(len(members)))
+    assert {(links.members, links.grouping) for links in made} == {(tuple(members), grouping)}
+    check_links(grouping, [links.control_fds for links in made], [links.data_fds for links in made], sockets)
+    for links in made:
+        links.close()
+
+
+def failures(outcomes: Sequence[Outcome]) -> list[HoroError]:
+    errors = [outcome for outcome in outcomes if isinstance(outcome, HoroError)]
+    assert len(errors) == len(outcomes), outcomes
+    return errors
+
+
+@pytest.fixture
+def tight() -> Iterator[None]:
+    """Nothing is left open."""
+    before, threads = open_descriptors(), threading.active_count()
+    yield
+    gc.collect()
+    wait_until(lambda: open_descriptors() <= before and threading.active_count() <= threads)
+
+
+@pytest.mark.parametrize("sockets", [1, 3])
+@pytest.mark.parametrize(
+    ("host_of_rank", "members"),
+    [
+        ([0, 1], [0, 1]),
+        ([0, 1, 2], [1, 2]),
+        ([0, 0, 1, 1], [1, 2, 3]),
+        ([0, 1, 0, 1, 2, 2], [0, 2, 3, 4, 5]),
+        ([0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 4, 5, 6, 7]),
+    ],
+    ids=str,
+)
+def test_members_are_linked_as_a_job_of_their_own_would_be(
+    tight: None, host_of_rank: list[int], members: list[int], sockets: int
+) -> None:
+    outcomes = connect_all(directories(host_of_rank, sockets_per_peer=sockets), members)
+    check_team(outcomes, members, host_of_rank, sockets)
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_any_members_on_any_hosts_are_linked(data: st.DataObject) -> None:
+    host_of_rank = data.draw(st.lists(st.integers(0, 7), min_size=1, max_size=10), "hosts")
+    ranks = st.sets(st.integers(0, len(host_of_rank) - 1), min_size=1)
+    members = sorted(data.draw(ranks, "members"))
+    check_team(connect_all(directories(host_of_rank), members), members, host_of_rank, 1)
+
+
+def test_members_on_one_host_need_no_links_and_agree_all_the_same(tight: None) -> None:
+    board = Board(4)
+    outcomes = connect_all(directories([0, 1, 1, 1], sockets_per_peer=2), [1, 3], board=board)
+    assert board.calls == [2] * 4
+    for rank, place in ((1, 0), (3, 1)):
+        links = outcomes[rank]
+        assert isinstance(links, TeamLinks)
+        assert (links.rank, links.grouping.hosts, links.control_fds, links.data_fds) == (
+            place,
+            ((0, 1),),
+            [-1],
+            [-1] * 2,
+        )
+    assert (outcomes[0], outcomes[2]) == (None, None)
+
+
+def test_data_by_mpi_leaves_the_links_for_agreement(tight: None) -> None:
+    outcomes = connect_all(directories([0, 1], data_by_mpi=True), [0, 1])
+    for other, links in zip((1, 0), outcomes, strict=True):
+        assert isinstance(links, TeamLinks)
+        assert [host for host, fd in enumerate(links.control_fds) if fd >= 0] == [other]
+        assert links.data_fds == [-1, -1]
+        links.close()
+
+
+def test_two_teams_may_be_made_at_once(tight: None) -> None:
+    """By different threads of the same ranks: the number of each team keeps their connections apart."""
+    hosts, members = [0, 1, 2], {1: [0, 1, 2], 2: [0, 2]}
+    known = directories(hosts)
+    boards = {number: Board(3) for number in members}
+
+    def maker(number: int, rank: int) -> Callable[[], TeamLinks | None]:
+        exchange = boards[number].exchange
+        return lambda: connect_team(known[rank], number, members[number], lambda mine: exchange(rank, mine))
+
+    outcomes = run_threads([maker(number, rank) for number in members for rank in range(3)])
+    check_team(outcomes[:3], members[1], hosts, 1)
+    check_team(outcomes[3:], members[2], hosts, 1)
+
+
+def test_a_connection_of_one_team_does_not_pass_for_one_of_another(tight: None) -> None:
+    near, far = directories([0, 1], patience_s=0.3)
+    to_far, to_near = near.grouping.links(0)[0], far.grouping.links(1)[0]
+    assert to_far.purpose is Purpose.CONTROL
+    listening = Links(_Making(near, 1, [0, 1], lambda: None), near, [to_far], 0, team=1)
+    dialing = Links(_Making(far, 2, [0, 1], lambda: None), far, [to_near], 1, team=2)
+    endpoints = listening.listen()
+    with pytest.raises(TimeoutError, match=r"rank 0 \(h0\) could not be reached from rank 1 \(h1\)"):
+        dialing.dial(lambda rank: endpoints)
+    dialing.abort()
+    listening.abort()
+
+
+# --- failures
+
+
+def test_a_member_with_another_secret_is_an_error_on_all_ranks(tight: None) -> None:
+    known = directories([0, 1, 2, 3], patience_s=0.4)
+    known[2] = replace(known[2], secret=bytes(reversed(SECRET)))
+    errors = failures(connect_all(known, [0, 2, 3]))
+    assert isinstance(errors[1], AbortedError)
+    assert "team 7 of the ranks 0, 2, 3 were given up because another rank failed: rank 0 (h0): rank 2 (h2)" in str(
+        errors[1]
+    )
+    assert isinstance(errors[2], TimeoutError)
+    assert "rank 0 (h0) could not be reached from rank 2 (h2) (HORO_START_TIMEOUT)" in str(errors[2])
+    assert "does not know the job's secret" in str(errors[2])
+    assert "did not connect to rank 0 (h0) at 127.0.0.1:" in str(errors[0])
+
+
+def test_a_member_that_cannot_listen_ends_it_for_all_before_anybody_dials(tight: None) -> None:
+    known = directories([0, 1, 2])
+    known[0] = replace(known[0], interfaces="no-such-interface")
+    board = Board(3)
+    errors = failures(connect_all(known, [0, 1], board=board))
+    assert board.calls == [1] * 3
+    assert isinstance(errors[0], UsageError)
+    for error in errors[1:]:
+        assert isinstance(error, AbortedError)
+        assert "rank 0 (h0): HORO_NETWORK_INTERFACES='no-such-interface' matches no interface" in str(error)
+
+
+def test_a_member_that_never_connects_is_named_to_all(tight: None) -> None:
+    """Rank 1 hangs after the first exchange, until the others have given up."""
+    board = Board(3)
+    given_up = threading.Event()
+
+    def hang(mine: bytes) -> list[bytes]:
+        answers = board.exchange(1, mine)
+        if board.calls[1] == 1:
+            assert given_up.wait(20)
+        return answers
+
+    def leave(mine: bytes) -> list[bytes]:
+        if board.calls[0] == 1:
+            given_up.set()
+        return board.exchange(0, mine)
+
+    known = directories([0, 1, 2], patience_s=0.3)
+    errors = failures(connect_all(known, [0, 1], board=board, exchanges={0: leave, 1: hang}))
+    assert isinstance(errors[0], TimeoutError)
+    for error in errors:
+        assert "rank 1 (h1) did not connect to rank 0 (h0) at 127.0.0.1:" in str(error)
+
+
+@pytest.mark.parametrize("missing_exchange", [1, 2])
+def test_a_rank_that_stays_away_from_an_exchange_leaves_nothing_open(tight: None, missing_exchange: int) -> None:
+    board = Board(3, patience_s=0.3)
+
+    def stay_away(mine: bytes) -> list[bytes]:
+        if board.calls[1] + 1 == missing_exchange:
+            raise PeerLostError("gone")
+        return board.exchange(1, mine)
+
+    errors = failures(connect_all(directories([0, 1, 2]), [0, 1, 2], board=board, exchanges={1: stay_away}))
+    assert [type(error) for error in errors] == [TimeoutError, PeerLostError, TimeoutError]
+    assert "not all ranks came to the exchange" in str(errors[0])
+
+
+def test_news_of_a_loss_ends_the_wait_for_connections(tight: None) -> None:
+    """Long before the patience of 20 s is over: the member that is waited for would never connect."""
+    board = Board(2)
+    told = threading.Event()
+
+    def check() -> None:
+        told.set()
+        raise PeerLostError("rank 1 (h1) is lost")
+
+    def hang(mine: bytes) -> list[bytes]:
+        answers = board.exchange(1, mine)
+        if board.calls[1] == 1:
+            assert told.wait(15)
+        return answers
+
+    errors = failures(connect_all(directories([0, 1]), [0, 1], board=board, exchanges={1: hang}, check=check))
+    assert [type(error) for error in errors] == [PeerLostError, PeerLostError]
+    assert "rank 0 (h0): rank 1 (h1) is lost" in str(errors[1])
+
+
+def test_an_interrupt_on_one_rank_is_heard_of_by_the_others(tight: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Links.dial
+
+    def interrupted(self: Links, find: Callable[[int], object]) -> None:
+        if self._directory.rank == 1:
+            raise KeyboardInterrupt
+        real(self, find)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Links, "dial", interrupted)
+    outcomes = connect_all(directories([0, 1, 2], patience_s=0.3), [0, 1])
+    assert isinstance(outcomes[1], KeyboardInterrupt)
+    assert isinstance(outcomes[0], TimeoutError)
+    assert isinstance(outcomes[2], AbortedError)
+
+
+def test_ranks_that_speak_of_different_teams_all_hear_it(tight: None) -> None:
+    known, board = directories([0, 1, 2]), Board(3)
+    teams = [(1, [0, 1]), (1, [0, 1]), (2, [0, 1])]
+
+    def maker(rank: int) -> Callable[[], TeamLinks | None]:
+        number, members = teams[rank]
+        return lambda: connect_team(known[rank], number, members, lambda mine: board.exchange(rank, mine))
+
+    for error in failures(run_threads([maker(rank) for rank in range(3)])):
+        assert isinstance(error, MismatchError)
+        assert "rank 0 (h0) makes the links of team 1 of the ranks 0, 1, rank 2 (h2) those of team 2" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("number", "members", "told"),
+    [
+        (0, [0, 1], "a team's number is 1 to 4294967295, not 0"),
+        (1 << 32, [0, 1], "a team's number is 1 to 4294967295, not 4294967296"),
+        (1, [], "ascending order, each once, not ()"),
+        (1, [1, 0], "ascending order, each once, not (1, 0)"),
+        (1, [0, 0], "ascending order, each once, not (0, 0)"),
+        (1, [-1, 0], "has members that a job of 2 ranks does not have"),
+        (1, [1, 2], "has members that a job of 2 ranks does not have"),
+    ],
+)
+def test_a_team_that_cannot_be_is_refused(tight: None, number: int, members: list[int], told: str) -> None:
+    known, board = directories([0, 1]), Board(2)
+
+    def maker(rank: int) -> Callable[[], TeamLinks | None]:
+        return lambda: connect_team(known[rank], number, members, lambda mine: board.exchange(rank, mine))
+
+    for error in failures(run_threads([maker(0), maker(1)])):
+        assert isinstance(error, UsageError)
+        assert told in str(error)
+
+
+# --- from a job that has really started
+
+
+def test_a_started_job_knows_what_its_teams_need(tight: None) -> None:
+    hosts = [0, 1, 0, 2, 1]
+    with serving() as server:
+        environs = environments(server, len(hosts), {"HORO_SOCKETS_PER_PEER": "2"})
+        for environ, host in zip(environs, hosts, strict=True):
+            environ["HORO_HOST_ID"] = str(host)
+        connections = [result for result in join_all(environs) if isinstance(result, Connection)]
+    assert len(connections) == len(hosts)
+    known = [connection.directory for connection in connections]
+    check_team(connect_all(known, [1, 2, 3, 4]), [1, 2, 3, 4], hosts, 2)
+    for shown in (repr(connections[0]), repr(known[0])):
+        assert repr(SECRET) not in shown
+        assert SECRET.hex() not in shown
+    for connection in connections:
+        close_setup(connection.setup)
+
+
+def gathering(job: Job) -> Callable[[bytes], list[bytes]]:
+    """An exchange by the job's own allgather."""
+
+    def exchange(mine: bytes) -> list[bytes]:
+        values = np.frombuffer(mine, np.uint8)
+        tensor = Tensor(values.ctypes.data, values.ctypes.data, values.shape, DTYPES["uint8"])
+        handle = job.context.submit(Slip.of(OPS["allgather"], "team", [tensor]))
+        job.context.wait(handle)
+        data, lengths = job.context.take_result(handle, 0)
+        job.context.release(handle)
+        ends = list(accumulate(lengths))
+        return [bytes(data[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
+
+    return exchange
+
+
+def test_a_running_job_makes_links_by_its_own_allgather(tight: None) -> None:
+    """One team after the other, over links that the job keeps using."""
+    hosts, teams = [0, 1, 2, 1], [[0, 1], [1, 2, 3], [1, 3], [0, 1, 2, 3]]
+
+    def body(environ: Mapping[str, str]) -> list[TeamLinks | None]:
+        job = start(environ)
+        try:
+            exchange = gathering(job)
+            return [connect_team(job.directory, number, team, exchange) for number, team in enumerate(teams, start=1)]
+        finally:
+            job.close()
+
+    with serving() as server:
+        environs = environments(server, len(hosts))
+        for environ, host in zip(environs, hosts, strict=True):
+            environ["HORO_HOST_ID"] = str(host)
+        outcomes = run_threads([lambda environ=environ: body(environ) for environ in environs])  # type: ignore[misc]
+    made = [outcome for outcome in outcomes if isinstance(outcome, list)]
+    assert len(made) == len(hosts), outcomes
+    for number, team in enumerate(teams):
+        check_team([links[number] for links in made], team, hosts, 1)
+
+
+def test_a_job_of_one_rank_has_teams_of_one() -> None:
+    job = start({})
+    links = connect_team(job.directory, 1, [0], lambda mine: [mine])
+    assert links is not None
+    assert (links.members, links.control_fds, links.data_fds) == ((0,), [-1], [-1])
+    job.close()
