@@ -44,8 +44,8 @@ def test_no_share_of_a_shorter_segment_is_longer_than_the_bound(
 def test_scratch_holds_every_share_of_every_segment(native: ModuleType, hosts: int, segment_bytes: int) -> None:
     """Also where the last segment is shorter, but cut so that somebody's share of it is longer."""
     for owners in (*range(1, 14), 24, 33, 48, 63, 64, 100):
-        reserved = native.lib.shim_two_level_reserved(hosts, owners, segment_bytes)
+        reserved = native.lib.shim_two_level_reserved(hosts, owners, 4, segment_bytes)
         for cut in (0, 1, 64, 65, 128, 192, 320, segment_bytes // 2, segment_bytes - 1):
             for index in range(owners):
-                needed = native.lib.shim_two_level_needed(hosts, owners, segment_bytes - cut, index)
+                needed = native.lib.shim_two_level_needed(hosts, owners, 4, segment_bytes - cut, index)
                 assert needed <= reserved, (owners, cut, index)

@@ -43,8 +43,8 @@ static int begin(struct hr_segments *segments, size_t k, struct hr_cross *cross)
         .host = team->host,
         .host_count = team->host_count,
         .data = share_data(run, team->local_rank, k, share.offset),
+        .codec = hr_codec_find(HORO_UINT8, 0),
         .count = share.bytes,
-        .dtype = HORO_UINT8,
         .root_host = run->root_host,
         .piece_bytes = team->tuning.piece,
     };

@@ -21,11 +21,12 @@ const struct hr_cross_ops *hr_two_level_cross(const struct hr_tuning *tuning, si
     return share_bytes <= tuning->doubling ? &hr_cross_doubling : &hr_cross_ring;
 }
 
-size_t hr_two_level_scratch_bytes(const struct hr_tuning *tuning, int host_count, int owners, size_t segment_bytes) {
+size_t hr_two_level_scratch_bytes(const struct hr_tuning *tuning, int host_count, int owners, size_t block_bytes,
+                                  size_t segment_bytes) {
     const size_t most = hr_share_most(segment_bytes, owners);
     const size_t small_most = most < tuning->doubling ? most : tuning->doubling; /* the last segment may have a small share only */
-    const size_t small = hr_cross_doubling.scratch_bytes(host_count, small_most, tuning->piece);
-    const size_t large = hr_two_level_cross(tuning, most)->scratch_bytes(host_count, most, tuning->piece);
+    const size_t small = hr_cross_doubling.scratch_bytes(host_count, block_bytes, small_most, tuning->piece);
+    const size_t large = hr_two_level_cross(tuning, most)->scratch_bytes(host_count, block_bytes, most, tuning->piece);
     return hr_round_up(small > large ? small : large, HR_CROSS_ALIGNMENT);
 }
 
@@ -34,7 +35,8 @@ static int reserve_scratch(struct hr_allreduce *run) {
     struct hr_team *team = run->segments.team;
     const size_t segment_bytes = hr_segment(team, run->fused.bytes, 0).bytes;
     const size_t at_once = run->fused.bytes <= team->tuning.segment ? 1 : HR_SEGMENTS_TRAVELLING_MAX;
-    run->scratch_bytes = hr_two_level_scratch_bytes(&team->tuning, team->host_count, run->stages.owners, segment_bytes);
+    run->scratch_bytes = hr_two_level_scratch_bytes(&team->tuning, team->host_count, run->stages.owners,
+                                                    run->stages.element, segment_bytes);
     return hr_segments_reserve_scratch(team, at_once * run->scratch_bytes);
 }
 
@@ -84,8 +86,8 @@ static int begin(struct hr_segments *segments, size_t k, struct hr_cross *cross)
         .host = team->host,
         .host_count = team->host_count,
         .data = travelling(call, k),
+        .codec = hr_codec_find(call->fused->dtype, 0),
         .count = share.bytes / call->element,
-        .dtype = call->fused->dtype,
         .reduce_op = call->reduce_op,
         .kernel = team->node->kernel,
         .piece_bytes = team->tuning.piece,

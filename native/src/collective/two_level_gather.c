@@ -100,7 +100,7 @@ static int begin(struct hr_segments *segments, size_t k, struct hr_cross *cross)
         .host = team->host,
         .host_count = team->host_count,
         .parts = parts,
-        .dtype = HORO_UINT8,
+        .codec = hr_codec_find(HORO_UINT8, 0),
         .piece_bytes = team->tuning.piece,
     };
     return run->cross->begin(cross, &call);

@@ -35,8 +35,8 @@ void shim_share(size_t bytes, int index, int owners, size_t *offset, size_t *len
 size_t shim_share_most(size_t bytes, int owners);
 
 /* What an allreduce between hosts reserves for segments of up to `segment_bytes`, and what this share of one needs. */
-size_t shim_two_level_reserved(int hosts, int owners, size_t segment_bytes);
-size_t shim_two_level_needed(int hosts, int owners, size_t segment_bytes, int index);
+size_t shim_two_level_reserved(int hosts, int owners, size_t block_bytes, size_t segment_bytes);
+size_t shim_two_level_needed(int hosts, int owners, size_t block_bytes, size_t segment_bytes, int index);
 
 /*
  * As member `host`: `repeats` calls on consecutive blocks of data, each begun as soon as the one before is all posted.
