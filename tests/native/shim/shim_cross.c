@@ -24,14 +24,14 @@ void shim_part(size_t count, size_t part_count, size_t index, size_t *begin, siz
     hr_part(count, part_count, index, begin, length);
 }
 
-void shim_share(size_t bytes, int index, int owners, size_t *offset, size_t *length) {
-    const struct hr_range share = hr_share(bytes, index, owners);
+void shim_share(size_t block_bytes, size_t bytes, int index, int owners, size_t *offset, size_t *length) {
+    const struct hr_range share = hr_share(hr_share_unit(block_bytes), bytes, index, owners);
     *offset = share.offset;
     *length = share.bytes;
 }
 
-size_t shim_share_most(size_t bytes, int owners) {
-    return hr_share_most(bytes, owners);
+size_t shim_share_most(size_t block_bytes, size_t bytes, int owners) {
+    return hr_share_most(hr_share_unit(block_bytes), bytes, owners);
 }
 
 size_t shim_two_level_reserved(int hosts, int owners, size_t block_bytes, size_t segment_bytes) {
@@ -39,7 +39,7 @@ size_t shim_two_level_reserved(int hosts, int owners, size_t block_bytes, size_t
 }
 
 size_t shim_two_level_needed(int hosts, int owners, size_t block_bytes, size_t segment_bytes, int index) {
-    const size_t bytes = hr_share(segment_bytes, index, owners).bytes;
+    const size_t bytes = hr_share(hr_share_unit(block_bytes), segment_bytes, index, owners).bytes;
     const struct hr_cross_ops *cross = hr_two_level_cross(&hr_tuning_defaults, bytes);
     return cross->scratch_bytes(hosts, block_bytes, bytes, hr_tuning_defaults.piece);
 }
