@@ -90,5 +90,6 @@ def _compile(folder: Path, flags: list[str]) -> None:
     builder = ParallelBuild(Distribution({"ext_modules": [extension]}))
     builder.build_temp = str(folder)
     builder.build_lib = str(folder)
+    builder.force = True  # something has changed, and it knows nothing of headers
     builder.ensure_finalized()
     builder.run()

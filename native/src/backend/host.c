@@ -42,7 +42,7 @@ static int begin_kind(struct host_backend *host) {
     }
     host->task = NULL; /* a task that could not begin has nothing to cancel */
     HR_TRY(hr_allreduce_begin(&host->run.allreduce, host->team, &fused, hr_operation_of(work->reduce_op), work->prescale,
-                              hr_postscale_of(work, fused.dtype, host->team->size)));
+                              hr_postscale_of(work, fused.codec->dtype, host->team->size)));
     host->task = &host->run.allreduce.segments.task;
     return HR_TASK_MOVED;
 }
@@ -69,8 +69,8 @@ static int begin_rows(struct host_backend *host) {
         return HORO_ERR_RESOURCE;
     }
     memcpy(gathering->table + (size_t)host->team->rank * count, host->work.rows, count * sizeof *gathering->table);
-    struct hr_fused fused = {.pieces = host->pieces.at, .dtype = HORO_INT64};
-    hr_fuse_append(&fused, host->pieces.at, gathering->table, gathering->table, size * count * sizeof *gathering->table);
+    struct hr_fused fused = {.pieces = host->pieces.at, .codec = hr_codec_find(HORO_INT64, 0)};
+    hr_fuse_append(&fused, host->pieces.at, gathering->table, gathering->table, size * count);
     HR_TRY(hr_allreduce_begin(&host->run.allreduce, host->team, &fused, HORO_SUM, 1.0, hr_scale_by(1.0)));
     host->task = &host->run.allreduce.segments.task;
     return HORO_OK;
@@ -83,7 +83,7 @@ static void place_contributions(const struct host_backend *host) {
     for (int r = 0; r < host->team->size; r++) {
         struct hr_piece *pieces = host->pieces.at + (size_t)r * work->count;
         struct hr_fused *theirs = &gathering->by_rank[r];
-        *theirs = (struct hr_fused){.pieces = pieces, .dtype = HORO_UINT8};
+        *theirs = (struct hr_fused){.pieces = pieces, .codec = hr_codec_find(HORO_UINT8, 0)};
         for (size_t i = 0; i < work->count; i++) {
             const struct hr_gathered *result = &work->results[i];
             const size_t bytes = (size_t)result->first_dims[r] * work->row_bytes[i];

@@ -95,9 +95,10 @@ static int called(struct mpi_backend *self, int code) {
 
 static int call_allreduce(struct mpi_backend *self) {
     struct transfer *transfer = &self->transfer;
+    const struct hr_codec *codec = self->fused.codec;
     const struct hr_reduction how =
-        hr_reductions_find(&self->reductions, self->mpi, self->fused.dtype, hr_operation_of(self->work.reduce_op));
-    const size_t element = hr_dtype_bytes(self->fused.dtype);
+        hr_reductions_find(&self->reductions, self->mpi, codec->wire_dtype, hr_operation_of(self->work.reduce_op));
+    const size_t element = codec->block_bytes;
     const size_t most = (size_t)self->mpi->calls.message_bytes / element * element;
     const size_t step = smaller(transfer->bytes - transfer->at, most);
     char *data = transfer->data + transfer->at;
@@ -140,7 +141,7 @@ static int call_next(struct mpi_backend *self) {
 
 static int travels_alone(const struct mpi_backend *self, const struct hr_piece *piece) {
     const struct hr_fused *fused = &self->fused;
-    return fused->wide_dtype == 0 && (fused->count == 1 || piece->bytes >= self->team->tuning.mpi_alone);
+    return hr_codec_is_plain(fused->codec) && (fused->count == 1 || piece->bytes >= self->team->tuning.mpi_alone);
 }
 
 /* How much from `offset` on is packed together. */
@@ -165,8 +166,8 @@ static int reserve_scratch(struct mpi_backend *self, size_t bytes) {
 }
 
 static struct factors factors_of(const struct mpi_backend *self) {
-    const struct hr_scale post = hr_postscale_of(&self->work, self->fused.dtype, self->team->size);
-    const double partial = hr_partial_scale(self->fused.dtype, hr_operation_of(self->work.reduce_op), post.factor);
+    const struct hr_scale post = hr_postscale_of(&self->work, self->fused.codec->dtype, self->team->size);
+    const double partial = hr_partial_scale(self->fused.codec, hr_operation_of(self->work.reduce_op), post.factor);
     return (struct factors){self->work.prescale * partial, {post.factor / partial, post.divisor}};
 }
 
@@ -211,8 +212,8 @@ static void end_transfer(struct mpi_backend *self) {
     if (self->work.op == HORO_ALLREDUCE && transfer->bytes > 0) {
         const struct hr_scale scale = factors_of(self).post;
         if (hr_scale_changes(scale)) {
-            kernel->scale(self->fused.dtype, transfer->data, transfer->data, transfer->bytes / hr_dtype_bytes(self->fused.dtype),
-                          scale, HR_STORE_ORDINARY);
+            const struct hr_codec *codec = self->fused.codec;
+            codec->scale(codec, kernel, transfer->data, hr_codec_blocks(codec, transfer->bytes), scale);
         }
     }
     if (self->is_packed && (self->work.op == HORO_ALLREDUCE || !contributes(self))) {
@@ -227,6 +228,9 @@ static int begin_of_fused(struct mpi_backend *self) {
     while (self->fused_at == self->fused.bytes) {
         if (self->work.op == HORO_BROADCAST || !hr_kinds_next(&self->kinds, self->pieces.at, &self->fused)) {
             return HR_TASK_DONE;
+        }
+        if (self->fused.codec->wire_dtype == HR_CODEC_OPAQUE) {
+            return HORO_ERR_INTERNAL; /* no reducer of MPI's can be told what to do with its blocks */
         }
         self->fused_at = 0;
     }

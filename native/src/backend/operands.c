@@ -26,9 +26,10 @@ void hr_pieces_fini(struct hr_pieces *pieces) {
     *pieces = (struct hr_pieces){0};
 }
 
-void hr_fuse_append(struct hr_fused *fused, struct hr_piece *pieces, const void *input, void *output, size_t bytes) {
-    if (bytes > 0) {
-        pieces[fused->count++] = (struct hr_piece){input, output, fused->bytes, bytes};
+void hr_fuse_append(struct hr_fused *fused, struct hr_piece *pieces, const void *input, void *output, size_t count) {
+    if (count > 0) {
+        const size_t bytes = hr_codec_bytes(fused->codec, count);
+        pieces[fused->count++] = (struct hr_piece){input, output, fused->bytes, bytes, count};
         fused->bytes += bytes;
     }
 }
@@ -45,11 +46,8 @@ static struct hr_fused fuse_kind(struct hr_piece *pieces, const struct hr_operan
         if (kind_of(operand) != kind) {
             continue;
         }
-        const int is_converted = operand->wire_dtype != 0;
-        fused.dtype = is_converted ? operand->wire_dtype : operand->dtype;
-        fused.wide_dtype = is_converted ? operand->dtype : 0;
-        const size_t elements = operand->bytes / hr_dtype_bytes(operand->dtype);
-        hr_fuse_append(&fused, pieces, operand->input, operand->output, elements * hr_dtype_bytes(fused.dtype));
+        fused.codec = hr_codec_find(operand->dtype, operand->wire_dtype);
+        hr_fuse_append(&fused, pieces, operand->input, operand->output, operand->bytes / fused.codec->element_bytes);
     }
     return fused;
 }
@@ -69,7 +67,7 @@ int hr_kinds_next(struct hr_kinds *kinds, struct hr_piece *pieces, struct hr_fus
 }
 
 struct hr_fused hr_fuse_bytes(struct hr_piece *pieces, const struct hr_operand *operands, size_t count) {
-    struct hr_fused fused = {.pieces = pieces, .dtype = HORO_UINT8};
+    struct hr_fused fused = {.pieces = pieces, .codec = hr_codec_find(HORO_UINT8, 0)};
     for (size_t i = 0; i < count; i++) {
         hr_fuse_append(&fused, pieces, operands[i].input, operands[i].output, operands[i].bytes);
     }

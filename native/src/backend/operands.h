@@ -15,8 +15,8 @@ struct hr_pieces {
 int hr_pieces_reserve(struct hr_pieces *pieces, size_t count);
 void hr_pieces_fini(struct hr_pieces *pieces);
 
-/* Puts a piece behind those that `fused` has, unless it is empty. */
-void hr_fuse_append(struct hr_fused *fused, struct hr_piece *pieces, const void *input, void *output, size_t bytes);
+/* Puts a piece of `count` values behind those that `fused`, whose codec is set, has, unless it is empty. */
+void hr_fuse_append(struct hr_fused *fused, struct hr_piece *pieces, const void *input, void *output, size_t count);
 
 /* The operands of an allreduce kind by kind: those of equal dtype and wire dtype are one vector. Zeroed, then the first two set. */
 struct hr_kinds {

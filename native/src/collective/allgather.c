@@ -6,7 +6,8 @@
 
 /* Segment k of what one rank contributes; empty behind its end. */
 static struct hr_range part_of(const struct hr_team *team, const struct hr_fused *fused, size_t k) {
-    return fused->bytes > k * team->tuning.segment ? hr_segment(team, fused->bytes, k) : (struct hr_range){0};
+    const size_t segment_bytes = team->tuning.segment;
+    return fused->bytes > k * segment_bytes ? hr_segment(segment_bytes, fused->bytes, k) : (struct hr_range){0};
 }
 
 static void fill(struct hr_segments *segments, size_t k) {
@@ -41,7 +42,7 @@ int hr_allgather_begin(struct hr_allgather *run, struct hr_team *team, const str
     }
     size_t count = 0;
     for (int r = 0; r < team->size && team->size > 1; r++) {
-        const size_t segments = hr_segment_count(team, by_rank[r].bytes);
+        const size_t segments = hr_divide_up(by_rank[r].bytes, team->tuning.segment);
         count = segments > count ? segments : count;
     }
     hr_fused_copy(&by_rank[team->rank], team->node->kernel);

@@ -15,7 +15,7 @@ static struct hr_allreduce *run_of(struct hr_segments *segments) {
 
 static void learn_store(struct hr_allreduce *run, size_t k) {
     struct hr_stages *stages = &run->stages;
-    const size_t bytes = hr_segment(stages->team, run->fused.bytes, k).bytes;
+    const size_t bytes = hr_stages_segment(stages, k).bytes;
     const int64_t now_ns = hr_now_ns();
     hr_store_learn(stages->team, stages->store, bytes, now_ns - run->measured_ns);
     stages->store = hr_store_choose(stages->team, bytes);
@@ -75,12 +75,13 @@ static void flat_fill(struct hr_segments *segments, size_t k) {
 static void flat_drain(struct hr_segments *segments, size_t k) {
     struct hr_stages *stages = &run_of(segments)->stages;
     const struct hr_fused *fused = stages->fused;
-    if (fused->wide_dtype != 0) {
-        char result[HR_FLAT_MAX]; /* rounded here too: fused with others or not, a tensor gets the same bits */
+    const int is_plain = hr_codec_is_plain(fused->codec);
+    if (!is_plain) {
+        char result[HR_FLAT_MAX]; /* packed here too: fused with others or not, a tensor gets the same bits */
         hr_stages_reduce_part(stages, k, 0, fused->bytes, NULL, result, NULL, stages->postscale);
         hr_fused_unpack(fused, 0, fused->bytes, result, stages->team->node->kernel);
     }
-    for (size_t i = 0; i < fused->count && fused->wide_dtype == 0; i++) {
+    for (size_t i = 0; i < fused->count && is_plain; i++) {
         const struct hr_piece *piece = &fused->pieces[i];
         hr_stages_reduce_part(stages, k, piece->offset, piece->bytes, NULL, piece->output, NULL, stages->postscale);
     }
@@ -91,40 +92,44 @@ static const struct hr_segments_ops flat = {.fill = flat_fill, .drain = flat_dra
 
 /* ---- One rank ---- */
 
-/* What would travel is rounded all the same, so that a script sees what it would see with more ranks. */
-static void run_alone_converted(const struct hr_stages *call) {
+/* What would travel is packed all the same, so that a script sees what it would see with more ranks. */
+static void run_alone_packed(const struct hr_stages *call) {
     const struct hr_fused *fused = call->fused;
+    const struct hr_codec *codec = fused->codec;
     const struct hr_kernel *kernel = call->team->node->kernel;
-    char block[HR_FLAT_MAX];
-    for (size_t at = 0; at < fused->bytes; at += sizeof block) {
-        const size_t bytes = fused->bytes - at < sizeof block ? fused->bytes - at : sizeof block;
-        hr_fused_pack(fused, at, bytes, block, kernel, call->prescale, HR_STORE_ORDINARY);
-        kernel->scale(fused->dtype, block, block, bytes / call->element, call->postscale, HR_STORE_ORDINARY);
-        hr_fused_unpack(fused, at, bytes, block, kernel);
+    char packed[HR_CODEC_BLOCK_BYTES_MAX];
+    const size_t step = hr_codec_blocks(codec, sizeof packed) * codec->block_bytes;
+    for (size_t at = 0; at < fused->bytes; at += step) {
+        const size_t bytes = fused->bytes - at < step ? fused->bytes - at : step;
+        hr_fused_pack(fused, at, bytes, packed, kernel, call->prescale, HR_STORE_ORDINARY);
+        if (hr_scale_changes(call->postscale)) {
+            codec->scale(codec, kernel, packed, hr_codec_blocks(codec, bytes), call->postscale);
+        }
+        hr_fused_unpack(fused, at, bytes, packed, kernel);
     }
 }
 
 static void run_alone(const struct hr_stages *call) {
     const struct hr_kernel *kernel = call->team->node->kernel;
-    const int dtype = call->fused->dtype;
+    const int dtype = call->fused->codec->dtype;
     for (size_t i = 0; i < call->fused->count; i++) {
         const struct hr_piece *piece = &call->fused->pieces[i];
-        const size_t count = piece->bytes / call->element;
         if (piece->output != piece->input) {
             kernel->copy(piece->output, piece->input, piece->bytes, HR_STORE_ORDINARY);
         }
         if (call->prescale != 1.0) {
-            kernel->scale(dtype, piece->output, piece->output, count, hr_scale_by(call->prescale), HR_STORE_ORDINARY);
+            kernel->scale(dtype, piece->output, piece->output, piece->count, hr_scale_by(call->prescale),
+                          HR_STORE_ORDINARY);
         }
         if (hr_scale_changes(call->postscale)) {
-            kernel->scale(dtype, piece->output, piece->output, count, call->postscale, HR_STORE_ORDINARY);
+            kernel->scale(dtype, piece->output, piece->output, piece->count, call->postscale, HR_STORE_ORDINARY);
         }
     }
 }
 
-double hr_partial_scale(int dtype, int reduce_op, double postscale) {
+double hr_partial_scale(const struct hr_codec *codec, int reduce_op, double postscale) {
     const double size = postscale < 0 ? -postscale : postscale;
-    if (dtype != HORO_FLOAT16 || reduce_op != HORO_SUM || !(size < 1.0)) {
+    if (codec->wire_dtype != HORO_FLOAT16 || reduce_op != HORO_SUM || !(size < 1.0)) {
         return 1.0;
     }
     int exponent;
@@ -157,24 +162,25 @@ int hr_allreduce_begin(struct hr_allreduce *run, struct hr_team *team, const str
         .partial_scale = 1.0,
         .postscale = postscale,
         .owners = fused->bytes <= team->tuning.flat ? 1 : team->owner_count,
-        .element = hr_dtype_bytes(fused->dtype),
+        .unit = hr_share_unit(fused->codec->block_bytes),
+        .segment_bytes = hr_segment_bytes(team, fused->codec),
         .store = hr_store_choose(team, fused->bytes),
         .first = team->segment,
     };
     if (team->size == 1 && fused->bytes > 0) {
-        (fused->wide_dtype == 0 ? run_alone : run_alone_converted)(&run->stages);
+        (hr_codec_is_plain(fused->codec) ? run_alone : run_alone_packed)(&run->stages);
     }
     if (team->size == 1 || fused->bytes == 0) {
         hr_segments_begin(&run->segments, 0);
         return HORO_OK;
     }
     if (team->host_count > 1) {
-        run->stages.partial_scale = hr_partial_scale(fused->dtype, reduce_op, postscale.factor);
+        run->stages.partial_scale = hr_partial_scale(fused->codec, reduce_op, postscale.factor);
         run->stages.postscale.factor /= run->stages.partial_scale;
         HR_TRY(hr_two_level_begin(run));
     } else {
         begin_on_one_host(run);
     }
-    hr_segments_begin(&run->segments, hr_segment_count(team, fused->bytes));
+    hr_segments_begin(&run->segments, hr_divide_up(fused->bytes, run->stages.segment_bytes));
     return HORO_OK;
 }

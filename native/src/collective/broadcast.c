@@ -13,7 +13,7 @@ static int on_root_host(const struct hr_broadcast *run) {
 }
 
 static struct hr_range segment_of(const struct hr_broadcast *run, size_t k) {
-    return hr_segment(run->segments.team, run->fused.bytes, k);
+    return hr_segment(run->segments.team->tuning.segment, run->fused.bytes, k);
 }
 
 /* Where share `owner` of segment k lies on this host; `offset` is the share's in the segment. */
@@ -37,14 +37,14 @@ static void fill(struct hr_segments *segments, size_t k) {
 static int begin(struct hr_segments *segments, size_t k, struct hr_cross *cross) {
     const struct hr_broadcast *run = run_of(segments);
     const struct hr_team *team = segments->team;
-    const struct hr_range share = hr_share(segment_of(run, k).bytes, team->local_rank, run->owners);
+    const struct hr_range share = hr_share(HR_LINE, segment_of(run, k).bytes, team->local_rank, run->owners);
     const struct hr_cross_call call = {
         .transport = team->transport,
         .host = team->host,
         .host_count = team->host_count,
         .data = share_data(run, team->local_rank, k, share.offset),
+        .codec = run->fused.codec,
         .count = share.bytes,
-        .dtype = HORO_UINT8,
         .root_host = run->root_host,
         .piece_bytes = team->tuning.piece,
     };
@@ -61,7 +61,7 @@ static void drain(struct hr_segments *segments, size_t k) {
     const struct hr_team *team = segments->team;
     const struct hr_range segment = segment_of(run, k);
     for (int owner = 0; owner < run->owners && team->rank != run->root_rank; owner++) {
-        const struct hr_range share = hr_share(segment.bytes, owner, run->owners);
+        const struct hr_range share = hr_share(HR_LINE, segment.bytes, owner, run->owners);
         hr_fused_unpack(&run->fused, segment.offset + share.offset, share.bytes, share_data(run, owner, k, share.offset),
                         team->node->kernel);
     }
@@ -90,5 +90,5 @@ void hr_broadcast_begin(struct hr_broadcast *run, struct hr_team *team, const st
     run->segments.carries = team->local_rank < run->owners;
     run->segments.begins_alone = !on_root_host(run); /* what comes there goes into the owners' own slots */
     run->segments.drain_phase = on_root_host(run) ? HR_PHASE_FILLED : HR_PHASE_REDUCED;
-    hr_segments_begin(&run->segments, team->size == 1 ? 0 : hr_segment_count(team, fused->bytes));
+    hr_segments_begin(&run->segments, team->size == 1 ? 0 : hr_divide_up(fused->bytes, team->tuning.segment));
 }

@@ -46,8 +46,8 @@ struct hr_allgather {
 
 /*
  * outputs = postscale * reduce over ranks of (prescale * inputs). reduce_op is SUM, MIN, MAX or PRODUCT. An input may be its output.
- * With fused->wide_dtype, (prescale * inputs) are rounded to fused->dtype first, what comes out of the reduction is rounded to it by
- * the same rules as ever, and outputs are that, widened; so all ranks get the same bits, as they do without.
+ * fused->codec packs (prescale * inputs) and reduces the blocks, and outputs are what it unpacks; where it is plain,
+ * inputs are read and outputs written in place where that saves a copy.
  * Per rank and byte of data on one host of p ranks: copies (p-1)/p in, reads p/p and writes 2/p for the share, copies (p-1)/p out.
  * HORO_OK or HORO_ERR_RESOURCE.
  */
@@ -55,13 +55,13 @@ int hr_allreduce_begin(struct hr_allreduce *run, struct hr_team *team, const str
                        double prescale, struct hr_scale postscale);
 
 /*
- * What partial results are multiplied by before they travel, so that the factor of postscale is divided by it. A sum of float16 may
- * leave their range though the average of all does not. So the power of two in a factor below 1 is taken in before; that is exact, but
- * for values so small that float16 holds fewer bits of them. 1 for everything else.
+ * What partial results are multiplied by before they travel, so that the factor of postscale is divided by it. A sum of
+ * float16 may leave their range though the average of all does not. So the power of two in a factor below 1 is taken in
+ * before; that is exact, but for values so small that float16 holds fewer bits of them. 1 for all else that travels.
  */
-double hr_partial_scale(int dtype, int reduce_op, double postscale);
+double hr_partial_scale(const struct hr_codec *codec, int reduce_op, double postscale);
 
-/* outputs = inputs of root_rank; on the root an output may be its input. Byte-wise; fused->dtype is not looked at. */
+/* outputs = inputs of root_rank; on the root an output may be its input. fused is of bytes. */
 void hr_broadcast_begin(struct hr_broadcast *run, struct hr_team *team, const struct hr_fused *fused, int root_rank);
 
 /*

@@ -13,37 +13,38 @@ static struct hr_allreduce *run_of(struct hr_segments *segments) {
 }
 
 static struct hr_range own_share(const struct hr_stages *call, size_t k) {
-    const struct hr_range segment = hr_segment(call->team, call->fused->bytes, k);
-    return hr_share(segment.bytes, call->team->local_rank, call->owners);
+    return hr_stages_share(call, hr_stages_segment(call, k), call->team->local_rank);
 }
 
 const struct hr_cross_ops *hr_two_level_cross(const struct hr_tuning *tuning, size_t share_bytes) {
     return share_bytes <= tuning->doubling ? &hr_cross_doubling : &hr_cross_ring;
 }
 
-size_t hr_two_level_scratch_bytes(const struct hr_tuning *tuning, int host_count, int owners, size_t segment_bytes) {
-    const size_t most = hr_share_most(segment_bytes, owners);
+size_t hr_two_level_scratch_bytes(const struct hr_tuning *tuning, int host_count, int owners, size_t block_bytes,
+                                  size_t segment_bytes) {
+    const size_t most = hr_share_most(hr_share_unit(block_bytes), segment_bytes, owners);
     const size_t small_most = most < tuning->doubling ? most : tuning->doubling; /* the last segment may have a small share only */
-    const size_t small = hr_cross_doubling.scratch_bytes(host_count, small_most, tuning->piece);
-    const size_t large = hr_two_level_cross(tuning, most)->scratch_bytes(host_count, most, tuning->piece);
+    const size_t small = hr_cross_doubling.scratch_bytes(host_count, block_bytes, small_most, tuning->piece);
+    const size_t large = hr_two_level_cross(tuning, most)->scratch_bytes(host_count, block_bytes, most, tuning->piece);
     return hr_round_up(small > large ? small : large, HR_CROSS_ALIGNMENT);
 }
 
 /* Room for two of the largest shares, before anything travels: it cannot be moved then. Small data gets one: it is one segment. */
 static int reserve_scratch(struct hr_allreduce *run) {
     struct hr_team *team = run->segments.team;
-    const size_t segment_bytes = hr_segment(team, run->fused.bytes, 0).bytes;
-    const size_t at_once = run->fused.bytes <= team->tuning.segment ? 1 : HR_SEGMENTS_TRAVELLING_MAX;
-    run->scratch_bytes = hr_two_level_scratch_bytes(&team->tuning, team->host_count, run->stages.owners, segment_bytes);
+    const size_t segment_bytes = hr_stages_segment(&run->stages, 0).bytes;
+    const size_t at_once = segment_bytes == run->fused.bytes ? 1 : HR_SEGMENTS_TRAVELLING_MAX;
+    run->scratch_bytes = hr_two_level_scratch_bytes(&team->tuning, team->host_count, run->stages.owners,
+                                                    run->fused.codec->block_bytes, segment_bytes);
     return hr_segments_reserve_scratch(team, at_once * run->scratch_bytes);
 }
 
-/* The piece of which segment k is a part, if it travels without a slot; else NULL. What is converted needs one. */
+/* The piece of which segment k is a part, if it travels without a slot; else NULL. What is packed needs one. */
 static const struct hr_piece *whole_piece(const struct hr_stages *call, size_t k) {
-    if (call->team->local_size > 1 || call->fused->wide_dtype != 0 || call->partial_scale != 1.0) {
+    if (call->team->local_size > 1 || !hr_codec_is_plain(call->fused->codec) || call->partial_scale != 1.0) {
         return NULL;
     }
-    const struct hr_range segment = hr_segment(call->team, call->fused->bytes, k);
+    const struct hr_range segment = hr_stages_segment(call, k);
     const struct hr_piece *piece = &call->fused->pieces[hr_fused_find(call->fused, segment.offset)];
     return segment.offset + segment.bytes <= piece->offset + piece->bytes ? piece : NULL;
 }
@@ -52,7 +53,7 @@ static const struct hr_piece *whole_piece(const struct hr_stages *call, size_t k
 static char *travelling(const struct hr_stages *call, size_t k) {
     const struct hr_piece *piece = whole_piece(call, k);
     return piece == NULL ? hr_stages_slot(call, call->team->local_rank, k) + own_share(call, k).offset
-                         : piece->output + (hr_segment(call->team, call->fused->bytes, k).offset - piece->offset);
+                         : piece->output + (hr_stages_segment(call, k).offset - piece->offset);
 }
 
 static void fill(struct hr_segments *segments, size_t k) {
@@ -61,7 +62,7 @@ static void fill(struct hr_segments *segments, size_t k) {
     if (piece == NULL) {
         hr_stages_fill(call, k);
     } else if (piece->output != piece->input || call->prescale != 1.0) {
-        const struct hr_range segment = hr_segment(call->team, call->fused->bytes, k);
+        const struct hr_range segment = hr_stages_segment(call, k);
         hr_fused_pack(call->fused, segment.offset, segment.bytes, travelling(call, k), call->team->node->kernel, call->prescale,
                       HR_STORE_ORDINARY);
     }
@@ -84,8 +85,8 @@ static int begin(struct hr_segments *segments, size_t k, struct hr_cross *cross)
         .host = team->host,
         .host_count = team->host_count,
         .data = travelling(call, k),
-        .count = share.bytes / call->element,
-        .dtype = call->fused->dtype,
+        .codec = call->fused->codec,
+        .count = hr_codec_blocks(call->fused->codec, share.bytes),
         .reduce_op = call->reduce_op,
         .kernel = team->node->kernel,
         .piece_bytes = team->tuning.piece,
@@ -97,9 +98,9 @@ static int begin(struct hr_segments *segments, size_t k, struct hr_cross *cross)
 static void finish(struct hr_segments *segments, size_t k) {
     struct hr_stages *call = &run_of(segments)->stages;
     if (hr_stages_owns(call) && hr_scale_changes(call->postscale)) {
-        char *data = travelling(call, k);
-        call->team->node->kernel->scale(call->fused->dtype, data, data, own_share(call, k).bytes / call->element, call->postscale,
-                                   HR_STORE_ORDINARY);
+        const struct hr_codec *codec = call->fused->codec;
+        const size_t blocks = hr_codec_blocks(codec, own_share(call, k).bytes);
+        codec->scale(codec, call->team->node->kernel, travelling(call, k), blocks, call->postscale);
     }
     if (whole_piece(call, k) == NULL) {
         hr_team_arrive(call->team, HR_PHASE_REDUCED, hr_stages_parity(call, k));

@@ -59,7 +59,7 @@ static int walk_on(struct walk *walk) {
     walk->slot_offset += walk->share.bytes;
     walk->rank = run->members[walk->next++];
     const size_t index = walk->k * (size_t)run->owners + (size_t)walk->owner;
-    walk->share = hr_lines(run->by_rank[walk->rank].bytes, index, run->share_count);
+    walk->share = hr_units(HR_LINE, run->by_rank[walk->rank].bytes, index, run->share_count);
     char *direct = direct_place(run, walk->rank, walk->share);
     walk->is_direct = direct != NULL;
     walk->place = direct;
@@ -100,7 +100,7 @@ static int begin(struct hr_segments *segments, size_t k, struct hr_cross *cross)
         .host = team->host,
         .host_count = team->host_count,
         .parts = parts,
-        .dtype = HORO_UINT8,
+        .codec = hr_codec_find(HORO_UINT8, 0),
         .piece_bytes = team->tuning.piece,
     };
     return run->cross->begin(cross, &call);

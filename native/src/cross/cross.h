@@ -16,13 +16,13 @@
  *
  * Peers are the linked hosts of node/linked.h and no others, whatever the call.
  *
- * All members run the same algorithm on the same count, dtype, reduce_op, root and sizes of parts; afterwards all hold bit-identical
- * data.
+ * All members run the same algorithm on the same count, codec, reduce_op, root and sizes of parts; afterwards all hold
+ * bit-identical data.
  */
 #ifndef HR_CROSS_CROSS_H
 #define HR_CROSS_CROSS_H
 
-#include "kernel/kernel.h"
+#include "kernel/codec.h"
 #include "transport/transport.h"
 
 enum {
@@ -41,8 +41,8 @@ struct hr_cross_call {
     int host;       /* my member index = my host index */
     int host_count; /* >= 2 */
     void *data;     /* in place */
-    size_t count;   /* elements; may be 0 */
-    int dtype;
+    const struct hr_codec *codec; /* whose blocks the data is; nothing is cut within one */
+    size_t count;   /* blocks; may be 0 */
     int reduce_op;    /* SUM, MIN, MAX, PRODUCT; allreduce only */
     const struct hr_kernel *kernel; /* allreduce only */
     int root_host;    /* broadcast only */
@@ -55,8 +55,8 @@ struct hr_cross; /* state of one running call; the caller provides the memory */
 
 struct hr_cross_ops {
     const char *name;
-    /* For data of `bytes` in all. */
-    size_t (*scratch_bytes)(int host_count, size_t bytes, size_t piece_bytes);
+    /* For data of `bytes` in all, in blocks of `block_bytes`. */
+    size_t (*scratch_bytes)(int host_count, size_t block_bytes, size_t bytes, size_t piece_bytes);
     /* HORO_OK, or HORO_ERR_INTERNAL for a call that no caller should make. Posts nothing. The state is overwritten. */
     int (*begin)(struct hr_cross *state, const struct hr_cross_call *call);
     /*
@@ -85,7 +85,6 @@ struct hr_cross {
     struct hr_plan plan;
     int status;
     int lost_host; /* with whom an io failed; -1: none has */
-    size_t element_bytes;
     size_t piece_count; /* per step */
     size_t slot_bytes;  /* of scratch, per piece in flight */
     size_t total;       /* pieces of all steps; the four below count up to it */

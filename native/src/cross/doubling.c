@@ -54,9 +54,9 @@ static void doubling_step(const struct hr_cross *state, int index, struct hr_ste
     }
 }
 
-static size_t doubling_scratch_bytes(int host_count, size_t bytes, size_t piece_bytes) {
+static size_t doubling_scratch_bytes(int host_count, size_t block_bytes, size_t bytes, size_t piece_bytes) {
     (void)host_count;
-    return hr_pipeline_scratch_bytes(bytes, piece_bytes);
+    return hr_pipeline_scratch_bytes(block_bytes, bytes, piece_bytes);
 }
 
 static void doubling_plan(const struct hr_cross_call *call, struct hr_plan *plan) {

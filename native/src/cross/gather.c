@@ -37,8 +37,9 @@ static void doubling_step(const struct hr_cross *state, int index, struct hr_ste
 }
 
 /* Everything is received where it belongs. */
-static size_t no_scratch(int host_count, size_t bytes, size_t piece_bytes) {
+static size_t no_scratch(int host_count, size_t block_bytes, size_t bytes, size_t piece_bytes) {
     (void)host_count;
+    (void)block_bytes;
     (void)bytes;
     (void)piece_bytes;
     return 0;
@@ -57,7 +58,7 @@ static void doubling_plan(const struct hr_cross_call *call, struct hr_plan *plan
 
 static int gather_begin(struct hr_cross *state, const struct hr_cross_ops *ops, const struct hr_cross_call *call,
                         hr_plan_maker *make_plan) {
-    if (call->parts == NULL || hr_dtype_bytes(call->dtype) != 1) {
+    if (call->parts == NULL || call->codec == NULL || call->codec->block_bytes != 1) {
         *state = (struct hr_cross){.ops = ops, .call = *call, .status = HORO_ERR_INTERNAL};
         return HORO_ERR_INTERNAL;
     }

@@ -3,20 +3,18 @@
 #include "base/cut.h"
 #include "horo.h"
 
-enum { ELEMENT_BYTES_MAX = 8 };
-
 static size_t align_up(size_t bytes) {
     return hr_round_up(bytes, HR_CROSS_ALIGNMENT);
 }
 
-size_t hr_pipeline_scratch_bytes(size_t part_bytes, size_t piece_bytes) {
-    size_t piece = piece_bytes < ELEMENT_BYTES_MAX ? ELEMENT_BYTES_MAX : piece_bytes;
+size_t hr_pipeline_scratch_bytes(size_t block_bytes, size_t part_bytes, size_t piece_bytes) {
+    size_t piece = piece_bytes < block_bytes ? block_bytes : piece_bytes;
     piece = piece < part_bytes ? piece : part_bytes;
     return HR_CROSS_WINDOW * align_up(piece);
 }
 
 static int call_is_valid(const struct hr_cross_call *call) {
-    return call->host_count >= 2 && call->host >= 0 && call->host < call->host_count && hr_dtype_bytes(call->dtype) > 0 &&
+    return call->host_count >= 2 && call->host >= 0 && call->host < call->host_count && call->codec != NULL &&
            call->piece_bytes > 0;
 }
 
@@ -39,12 +37,13 @@ int hr_pipeline_begin(struct hr_cross *state, const struct hr_cross_ops *ops, co
         return state->status;
     }
     make_plan(call, &state->plan);
-    const size_t element_bytes = hr_dtype_bytes(call->dtype);
-    const size_t piece_elements = call->piece_bytes < element_bytes ? 1 : call->piece_bytes / element_bytes;
-    const size_t part_elements = longest_part(state);
-    state->element_bytes = element_bytes;
-    state->piece_count = hr_divide_up(part_elements, piece_elements);
-    state->slot_bytes = state->piece_count == 0 ? 0 : align_up(hr_divide_up(part_elements, state->piece_count) * element_bytes);
+    const size_t block_bytes = call->codec->block_bytes;
+    const size_t piece_blocks = call->piece_bytes < block_bytes ? 1 : hr_codec_blocks(call->codec, call->piece_bytes);
+    const size_t part_blocks = longest_part(state);
+    state->piece_count = hr_divide_up(part_blocks, piece_blocks);
+    if (state->piece_count > 0) {
+        state->slot_bytes = align_up(hr_divide_up(part_blocks, state->piece_count) * block_bytes);
+    }
     state->total = state->piece_count * (size_t)state->plan.step_count;
     return HORO_OK;
 }
@@ -52,7 +51,7 @@ int hr_pipeline_begin(struct hr_cross *state, const struct hr_cross_ops *ops, co
 /* One piece: where it lies in the data. */
 struct span {
     char *data;
-    size_t count;
+    size_t count; /* blocks */
     size_t bytes;
 };
 
@@ -67,8 +66,9 @@ static struct span span_of(const struct hr_cross *state, size_t part, size_t pie
     }
     hr_part(state->call.count, state->plan.part_count, part, &part_begin, &part_count);
     hr_part(part_count, state->piece_count, piece, &begin, &count);
-    char *data = (char *)state->call.data + (part_begin + begin) * state->element_bytes;
-    return (struct span){data, count, count * state->element_bytes};
+    const size_t block_bytes = state->call.codec->block_bytes;
+    char *data = (char *)state->call.data + (part_begin + begin) * block_bytes;
+    return (struct span){data, count, count * block_bytes};
 }
 
 static struct hr_step step_of(const struct hr_cross *state, size_t q) {
@@ -113,8 +113,9 @@ static void reduce(const struct hr_cross *state, const struct hr_step *step, siz
     const void *received = slot_of(state, q);
     const int is_left = step->arrival == HR_ARRIVAL_IS_LEFT;
     const void *const operands[2] = {is_left ? received : span->data, is_left ? span->data : received};
-    state->call.kernel->reduce(state->call.dtype, state->call.reduce_op, span->data, NULL, operands, 2, span->count,
-                               hr_scale_by(1.0), HR_STORE_ORDINARY);
+    const struct hr_cross_call *call = &state->call;
+    call->codec->reduce(call->codec, call->kernel, call->reduce_op, span->data, NULL, operands, 2, span->count,
+                        hr_scale_by(1.0), HR_STORE_ORDINARY);
 }
 
 static void finish_received(struct hr_cross *state) {

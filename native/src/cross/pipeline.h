@@ -37,7 +37,7 @@ struct hr_step {
 typedef void hr_plan_maker(const struct hr_cross_call *call, struct hr_plan *plan);
 
 /* Bytes of scratch for the pieces in flight of parts of at most part_bytes. */
-size_t hr_pipeline_scratch_bytes(size_t part_bytes, size_t piece_bytes);
+size_t hr_pipeline_scratch_bytes(size_t block_bytes, size_t part_bytes, size_t piece_bytes);
 
 /* As hr_cross_ops.begin: checks the call (except root_host), then asks for the plan. */
 int hr_pipeline_begin(struct hr_cross *state, const struct hr_cross_ops *ops, const struct hr_cross_call *call,

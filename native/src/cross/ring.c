@@ -23,9 +23,9 @@ static void ring_step(const struct hr_cross *state, int index, struct hr_step *s
     step->arrival = reducing ? HR_ARRIVAL_IS_LEFT : HR_ARRIVAL_REPLACES;
 }
 
-static size_t ring_scratch_bytes(int host_count, size_t bytes, size_t piece_bytes) {
-    /* A part is at most one element longer than the mean. */
-    return hr_pipeline_scratch_bytes(bytes / (size_t)host_count + 8, piece_bytes);
+static size_t ring_scratch_bytes(int host_count, size_t block_bytes, size_t bytes, size_t piece_bytes) {
+    /* A part is at most one block longer than the mean. */
+    return hr_pipeline_scratch_bytes(block_bytes, bytes / (size_t)host_count + block_bytes, piece_bytes);
 }
 
 static void ring_plan(const struct hr_cross_call *call, struct hr_plan *plan) {

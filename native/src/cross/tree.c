@@ -58,8 +58,9 @@ static void chain_step(const struct hr_cross *state, int index, struct hr_step *
 }
 
 /* Everything is received where it belongs. */
-static size_t no_scratch(int host_count, size_t bytes, size_t piece_bytes) {
+static size_t no_scratch(int host_count, size_t block_bytes, size_t bytes, size_t piece_bytes) {
     (void)host_count;
+    (void)block_bytes;
     (void)bytes;
     (void)piece_bytes;
     return 0;

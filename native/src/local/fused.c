@@ -14,25 +14,33 @@ size_t hr_fused_find(const struct hr_fused *fused, size_t offset) {
     return low;
 }
 
-static void pack_piece(const struct hr_fused *fused, const char *input, size_t bytes, char *target,
-                       const struct hr_kernel *kernel, double scale, enum hr_store store) {
-    const size_t count = bytes / hr_dtype_bytes(fused->dtype);
-    if (fused->wide_dtype != 0) {
-        kernel->convert(fused->dtype, target, fused->wide_dtype, input, count, scale, store);
-    } else if (scale == 1.0) {
-        kernel->copy(target, input, bytes, store);
-    } else {
-        kernel->scale(fused->dtype, target, input, count, hr_scale_by(scale), store);
+/* Values of a piece. */
+struct values {
+    size_t first;
+    size_t count;
+};
+
+/* What bytes [skip, skip + bytes) of a piece stand for. Its last block need not be full. */
+static struct values values_of(const struct hr_codec *codec, const struct hr_piece *piece, size_t skip, size_t bytes) {
+    if (bytes == piece->bytes) {
+        return (struct values){0, piece->count}; /* a small tensor, mostly: divisions would take as long as the rest */
     }
+    const size_t first = hr_codec_elements(codec, skip);
+    const size_t most = hr_codec_elements(codec, bytes);
+    const size_t left = piece->count - first;
+    return (struct values){first, most < left ? most : left};
 }
 
 void hr_fused_pack(const struct hr_fused *fused, size_t offset, size_t bytes, char *target, const struct hr_kernel *kernel,
                    double scale, enum hr_store store) {
+    const struct hr_codec *codec = fused->codec;
     for (size_t i = bytes == 0 ? 0 : hr_fused_find(fused, offset); bytes > 0; i++) {
         const struct hr_piece *piece = &fused->pieces[i];
         const size_t skip = offset - piece->offset;
         const size_t part = piece->bytes - skip < bytes ? piece->bytes - skip : bytes;
-        pack_piece(fused, piece->input + hr_fused_private_bytes(fused, skip), part, target, kernel, scale, store);
+        const struct values values = values_of(codec, piece, skip, part);
+        const char *input = piece->input + values.first * codec->element_bytes;
+        codec->pack(codec, kernel, target, input, values.count, scale, store);
         target += part;
         offset += part;
         bytes -= part;
@@ -41,17 +49,13 @@ void hr_fused_pack(const struct hr_fused *fused, size_t offset, size_t bytes, ch
 
 void hr_fused_unpack(const struct hr_fused *fused, size_t offset, size_t bytes, const char *source,
                      const struct hr_kernel *kernel) {
+    const struct hr_codec *codec = fused->codec;
     for (size_t i = bytes == 0 ? 0 : hr_fused_find(fused, offset); bytes > 0; i++) {
         const struct hr_piece *piece = &fused->pieces[i];
         const size_t skip = offset - piece->offset;
         const size_t part = piece->bytes - skip < bytes ? piece->bytes - skip : bytes;
-        char *output = piece->output + hr_fused_private_bytes(fused, skip);
-        if (fused->wide_dtype == 0) {
-            kernel->copy(output, source, part, HR_STORE_ORDINARY);
-        } else {
-            kernel->convert(fused->wide_dtype, output, fused->dtype, source, part / hr_dtype_bytes(fused->dtype), 1.0,
-                            HR_STORE_ORDINARY);
-        }
+        const struct values values = values_of(codec, piece, skip, part);
+        codec->unpack(codec, kernel, piece->output + values.first * codec->element_bytes, source, values.count);
         source += part;
         offset += part;
         bytes -= part;

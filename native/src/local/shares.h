@@ -3,6 +3,7 @@
 #define HR_LOCAL_SHARES_H
 
 #include "base/cut.h"
+#include "kernel/codec.h"
 #include "node/team.h"
 
 struct hr_range {
@@ -10,34 +11,44 @@ struct hr_range {
     size_t bytes;
 };
 
-/* Part `index` of `count` parts of `bytes` as hr_part cuts the cache lines that hold them; the last one ends with the bytes. */
-static inline struct hr_range hr_lines(size_t bytes, size_t index, size_t count) {
+/* Part `index` of `count` parts of `bytes`, as hr_part cuts the units that hold them; the last ends with the bytes. */
+static inline struct hr_range hr_units(size_t unit, size_t bytes, size_t index, size_t count) {
     size_t begin;
     size_t length;
-    hr_part(hr_divide_up(bytes, HR_LINE), count, index, &begin, &length);
-    const size_t offset = begin * HR_LINE;
-    const size_t end = offset + length * HR_LINE;
+    hr_part(hr_divide_up(bytes, unit), count, index, &begin, &length);
+    const size_t offset = begin * unit;
+    const size_t end = offset + length * unit;
     return length == 0 ? (struct hr_range){bytes, 0} : (struct hr_range){offset, (end < bytes ? end : bytes) - offset};
 }
 
+/*
+ * Shares are multiples of it: whole blocks, and no less than a cache line, so that two owners meet in one line at most,
+ * and in none where lines hold whole blocks, as they do of elements.
+ */
+static inline size_t hr_share_unit(size_t block_bytes) {
+    return hr_round_up(HR_LINE, block_bytes);
+}
+
 /* The share of owner `index` of `count` in a segment of `bytes`. */
-static inline struct hr_range hr_share(size_t bytes, int index, int count) {
-    return hr_lines(bytes, (size_t)index, (size_t)count);
+static inline struct hr_range hr_share(size_t unit, size_t bytes, int index, int count) {
+    return hr_units(unit, bytes, (size_t)index, (size_t)count);
 }
 
 /* No share of a segment of `bytes` or less is longer, whoever owns it: a shorter segment may have a longer share. */
-static inline size_t hr_share_most(size_t bytes, int count) {
-    return hr_divide_up(hr_divide_up(bytes, HR_LINE), (size_t)count) * HR_LINE;
+static inline size_t hr_share_most(size_t unit, size_t bytes, int count) {
+    return hr_divide_up(hr_divide_up(bytes, unit), (size_t)count) * unit;
 }
 
-static inline size_t hr_segment_count(const struct hr_team *team, size_t bytes) {
-    return hr_divide_up(bytes, team->tuning.segment);
+/* What a segment takes of a slot: as many blocks as it holds. */
+static inline size_t hr_segment_bytes(const struct hr_team *team, const struct hr_codec *codec) {
+    return hr_codec_blocks(codec, team->tuning.segment) * codec->block_bytes;
 }
 
-static inline struct hr_range hr_segment(const struct hr_team *team, size_t bytes, size_t index) {
-    const size_t offset = index * team->tuning.segment;
+/* Segment `index` of `bytes` in segments of `segment_bytes`. */
+static inline struct hr_range hr_segment(size_t segment_bytes, size_t bytes, size_t index) {
+    const size_t offset = index * segment_bytes;
     const size_t rest = bytes - offset;
-    return (struct hr_range){offset, rest < team->tuning.segment ? rest : team->tuning.segment};
+    return (struct hr_range){offset, rest < segment_bytes ? rest : segment_bytes};
 }
 
 /*

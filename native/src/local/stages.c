@@ -1,16 +1,16 @@
 #include "local/stages.h"
 
 /*
- * Whether the owner reads its own contribution from its slot: it must be scaled first, or rounded as those of the others are, so that
- * a result does not depend on who owns it.
+ * Whether the owner reads its own contribution from its slot: it must be scaled first, or packed as those of the others
+ * are, so that a result does not depend on who owns it.
  */
 static int packs_own_share(const struct hr_stages *call) {
-    return call->prescale != 1.0 || call->fused->wide_dtype != 0;
+    return call->prescale != 1.0 || !hr_codec_is_plain(call->fused->codec);
 }
 
 /* Whether the owner, too, gets its result from its slot. */
 static int drains_own_share(const struct hr_stages *call) {
-    return call->team->host_count > 1 || call->fused->wide_dtype != 0;
+    return call->team->host_count > 1 || !hr_codec_is_plain(call->fused->codec);
 }
 
 /*
@@ -25,13 +25,13 @@ static char *result_slot(const struct hr_stages *call, int owner, size_t k) {
 
 void hr_stages_fill(struct hr_stages *call, size_t k) {
     struct hr_team *team = call->team;
-    const struct hr_range segment = hr_segment(team, call->fused->bytes, k);
+    const struct hr_range segment = hr_stages_segment(call, k);
     char *slot = hr_stages_slot(call, team->local_rank, k);
     for (int owner = 0; owner < call->owners; owner++) {
         if (owner == team->local_rank && !packs_own_share(call)) {
             continue;
         }
-        const struct hr_range share = hr_share(segment.bytes, owner, call->owners);
+        const struct hr_range share = hr_stages_share(call, segment, owner);
         hr_fused_pack(call->fused, segment.offset + share.offset, share.bytes, slot + share.offset, team->node->kernel,
                       call->prescale, call->store);
     }
@@ -44,8 +44,9 @@ void hr_stages_reduce_part(struct hr_stages *call, size_t k, size_t at, size_t b
     for (int i = 0; i < team->local_size; i++) {
         team->sources[i] = i == team->local_rank && mine != NULL ? mine : hr_stages_slot(call, i, k) + at;
     }
-    team->node->kernel->reduce(call->fused->dtype, call->reduce_op, target, copy, team->sources, team->local_size,
-                          bytes / call->element, scale, call->store);
+    const struct hr_codec *codec = call->fused->codec;
+    codec->reduce(codec, team->node->kernel, call->reduce_op, target, copy, team->sources, team->local_size,
+                  hr_codec_blocks(codec, bytes), scale, call->store);
 }
 
 void hr_stages_reduce(struct hr_stages *call, size_t k) {
@@ -53,8 +54,8 @@ void hr_stages_reduce(struct hr_stages *call, size_t k) {
     if (!hr_stages_owns(call)) {
         return;
     }
-    const struct hr_range segment = hr_segment(team, call->fused->bytes, k);
-    const struct hr_range share = hr_share(segment.bytes, team->local_rank, call->owners);
+    const struct hr_range segment = hr_stages_segment(call, k);
+    const struct hr_range share = hr_stages_share(call, segment, team->local_rank);
     const struct hr_scale scale = team->host_count > 1 ? hr_scale_by(call->partial_scale) : call->postscale;
     char *slot = result_slot(call, team->local_rank, k);
     size_t at = share.offset;
@@ -76,12 +77,12 @@ void hr_stages_reduce(struct hr_stages *call, size_t k) {
 
 void hr_stages_drain(struct hr_stages *call, size_t k) {
     struct hr_team *team = call->team;
-    const struct hr_range segment = hr_segment(team, call->fused->bytes, k);
+    const struct hr_range segment = hr_stages_segment(call, k);
     for (int owner = 0; owner < call->owners; owner++) {
         if (owner == team->local_rank && !drains_own_share(call)) {
             continue; /* written by hr_stages_reduce */
         }
-        const struct hr_range share = hr_share(segment.bytes, owner, call->owners);
+        const struct hr_range share = hr_stages_share(call, segment, owner);
         hr_fused_unpack(call->fused, segment.offset + share.offset, share.bytes, result_slot(call, owner, k) + share.offset,
                         team->node->kernel);
     }
@@ -96,10 +97,10 @@ void hr_stages_exchange(struct hr_stages *call, size_t k) {
     struct hr_team *team = call->team;
     const struct hr_fused *fused = call->fused;
     const int peer = 1 - team->local_rank;
-    const struct hr_range segment = hr_segment(team, fused->bytes, k);
-    const struct hr_range next = hr_segment(team, fused->bytes, k + 2);
-    const struct hr_range out = hr_share(segment.bytes, peer, call->owners);
-    const struct hr_range in = hr_share(next.bytes, peer, call->owners);
+    const struct hr_range segment = hr_stages_segment(call, k);
+    const struct hr_range next = hr_stages_segment(call, k + 2);
+    const struct hr_range out = hr_stages_share(call, segment, peer);
+    const struct hr_range in = hr_stages_share(call, next, peer);
     const size_t out_offset = segment.offset + out.offset;
     const size_t in_offset = next.offset + in.offset;
     char *slot = hr_stages_slot(call, team->local_rank, k);

@@ -1,9 +1,9 @@
 /*
  * What an allreduce does with one segment in the stages of segments.h, on all ranks of a host alike:
  *
- *     fill    copies the shares that others own into my slot, scaled and converted on the way; arrives at HR_PHASE_FILLED
+ *     fill    packs the shares that others own into my slot, scaled on the way; arrives at HR_PHASE_FILLED
  *     reduce  reduces my own share straight from my private memory and the peers' slots
- *     drain   copies the other shares out of the slots; arrives at HR_PHASE_DRAINED
+ *     drain   unpacks the other shares from the slots; arrives at HR_PHASE_DRAINED
  *
  * The caller arrives at HR_PHASE_REDUCED itself, when the share in its slot is final.
  */
@@ -22,7 +22,8 @@ struct hr_stages {
     double partial_scale; /* several hosts: what each host's partial result is multiplied by before it travels on */
     struct hr_scale postscale;
     int owners;
-    size_t element;
+    size_t unit;          /* of shares, see hr_share_unit */
+    size_t segment_bytes; /* of every segment but the last */
     enum hr_store store;
     uint64_t first; /* number of its first segment */
 };
@@ -35,22 +36,30 @@ static inline char *hr_stages_slot(const struct hr_stages *call, int local_rank,
     return hr_team_slot(call->team, local_rank, hr_stages_parity(call, k));
 }
 
+static inline struct hr_range hr_stages_segment(const struct hr_stages *call, size_t k) {
+    return hr_segment(call->segment_bytes, call->fused->bytes, k);
+}
+
+static inline struct hr_range hr_stages_share(const struct hr_stages *call, struct hr_range segment, int owner) {
+    return hr_share(call->unit, segment.bytes, owner, call->owners);
+}
+
 static inline int hr_stages_owns(const struct hr_stages *call) {
     return call->team->local_rank < call->owners;
 }
 
 void hr_stages_fill(struct hr_stages *call, size_t k);
 /*
- * On one host the result goes to private memory and to my slot, or to my slot only if it must be widened on its way out; on several
+ * On one host the result goes to private memory and to my slot, or to my slot only if it must be unpacked; on several
  * to my slot only, to travel on and be scaled last.
  */
 void hr_stages_reduce(struct hr_stages *call, size_t k);
 void hr_stages_drain(struct hr_stages *call, size_t k);
 
 /*
- * On one host of two ranks, where nothing is scaled or converted on the way in, nobody but me reads what I drain. So segment k + 2 may
- * take the place of segment k as it comes out, in one pass if both are of one size, and HR_PHASE_DRAINED is not asked for: exchange
- * is drain of k, then fill of k + 2. Equal on all ranks.
+ * On one host of two ranks, where the codec is plain and nothing is scaled on the way in, nobody but me reads what I
+ * drain. So segment k + 2 may take the place of segment k as it comes out, in one pass if both are of one size, and
+ * HR_PHASE_DRAINED is not asked for: exchange is drain of k, then fill of k + 2. Equal on all ranks.
  */
 int hr_stages_may_exchange(const struct hr_stages *call);
 void hr_stages_exchange(struct hr_stages *call, size_t k);

@@ -26,29 +26,31 @@ void shim_part(size_t count, size_t part_count, size_t index, size_t *begin, siz
     hr_part(count, part_count, index, begin, length);
 }
 
-void shim_share(size_t bytes, int index, int owners, size_t *offset, size_t *length) {
-    const struct hr_range share = hr_share(bytes, index, owners);
+void shim_share(size_t block_bytes, size_t bytes, int index, int owners, size_t *offset, size_t *length) {
+    const struct hr_range share = hr_share(hr_share_unit(block_bytes), bytes, index, owners);
     *offset = share.offset;
     *length = share.bytes;
 }
 
-size_t shim_share_most(size_t bytes, int owners) {
-    return hr_share_most(bytes, owners);
+size_t shim_share_most(size_t block_bytes, size_t bytes, int owners) {
+    return hr_share_most(hr_share_unit(block_bytes), bytes, owners);
 }
 
-size_t shim_two_level_reserved(int hosts, int owners, size_t segment_bytes) {
-    return hr_two_level_scratch_bytes(&hr_tuning_defaults, hosts, owners, segment_bytes);
+size_t shim_two_level_reserved(int hosts, int owners, size_t block_bytes, size_t segment_bytes) {
+    return hr_two_level_scratch_bytes(&hr_tuning_defaults, hosts, owners, block_bytes, segment_bytes);
 }
 
-size_t shim_two_level_needed(int hosts, int owners, size_t segment_bytes, int index) {
-    const size_t bytes = hr_share(segment_bytes, index, owners).bytes;
-    return hr_two_level_cross(&hr_tuning_defaults, bytes)->scratch_bytes(hosts, bytes, hr_tuning_defaults.piece);
+size_t shim_two_level_needed(int hosts, int owners, size_t block_bytes, size_t segment_bytes, int index) {
+    const size_t bytes = hr_share(hr_share_unit(block_bytes), segment_bytes, index, owners).bytes;
+    const struct hr_cross_ops *cross = hr_two_level_cross(&hr_tuning_defaults, bytes);
+    return cross->scratch_bytes(hosts, block_bytes, bytes, hr_tuning_defaults.piece);
 }
 
 /* Exactly as much as the algorithm asks for, so that the address sanitizer sees one byte too many. */
 static int scratch_create(const shim_cross_call *call, void **scratch) {
     const size_t bytes = call->count * hr_dtype_bytes(call->dtype);
-    const size_t wanted = algorithm_of(call)->scratch_bytes(call->host_count, bytes, call->piece_bytes);
+    const size_t wanted =
+        algorithm_of(call)->scratch_bytes(call->host_count, hr_dtype_bytes(call->dtype), bytes, call->piece_bytes);
     *scratch = wanted == 0 ? NULL : aligned_alloc(HR_CROSS_ALIGNMENT, wanted);
     return wanted == 0 || *scratch != NULL ? HORO_OK : HORO_ERR_RESOURCE;
 }
@@ -67,8 +69,8 @@ static struct hr_cross_call call_of(const shim_cross_call *call, void *transport
         .host = host,
         .host_count = call->host_count,
         .data = data,
+        .codec = hr_codec_find(call->dtype, 0),
         .count = call->count,
-        .dtype = call->dtype,
         .reduce_op = call->reduce_op,
         .kernel = hr_kernel_best(),
         .root_host = call->root_host,
