@@ -16,8 +16,9 @@ int hr_hosts_are_linked(enum hr_channel channel, int host_count, int host, int o
 
 /*
  * Whether this rank was given all links that it needs, in the words of horo_setup and horo_team_setup: a leader those for
- * control, a local index below owner_count those for data. An array that is NULL is not looked at: there are no such links, on purpose, and posting to one fails.
- * node->host_name_of_rank must be there. HORO_OK, or HORO_ERR_USAGE with the hosts in *error.
+ * control, a local index below owner_count those for data. An array that is NULL is not looked at: there are no such links,
+ * on purpose, and posting to one fails. node->host_name_of_rank must be there. HORO_OK, or HORO_ERR_USAGE with the hosts in
+ * *error.
  */
 int hr_links_check(const struct hr_team *team, const int32_t *control_fds, const int32_t *data_fds, int data_sockets,
                    struct hr_error *error);
