@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
@@ -144,8 +145,8 @@ class Context:
 
         Args:
             ranks: of the job, ascending; the same on all ranks.
-            control_fds, data_fds: for members on several hosts, as in ``horo_team_setup``; the core owns them
-                afterwards, unless this raises at once.
+            control_fds, data_fds: for members on several hosts, as in ``horo_team_setup``. They are taken over, also
+                where this raises.
 
         Returns:
             The number of the team, the same on all ranks.
@@ -160,7 +161,12 @@ class Context:
         native.control_fds = ffi.NULL if control_fds is None else keep[1]
         native.data_fds = ffi.NULL if data_fds is None else keep[2]
         out, error = ffi.new("int64_t *"), _error_buffer()
-        _check(lib.horo_add_team(self._context, native, out, error, _MESSAGE_MAX), error)
+        status = lib.horo_add_team(self._context, native, out, error, _MESSAGE_MAX)
+        if status != _OK:
+            for descriptor in (*keep[1], *keep[2]):
+                if descriptor >= 0:
+                    os.close(descriptor)
+        _check(status, error)
         self._wait_and_keep(out[0])
         team = int(lib.horo_added_team(self._context, out[0]))
         self.release(out[0])

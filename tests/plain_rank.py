@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from horo._bootstrap import job as bootstrap
@@ -47,11 +48,29 @@ class Rank:
         """Submits the sum of ``count`` numbers, each this rank's number plus one."""
         self._submit(name, array.array("f", [self.job.rank + 1.0]) * count, array.array("f", [0.0]) * count)
 
-    def _submit(self, name: str, values: array.array[float], result: array.array[float]) -> None:
+    def _submit(self, name: str, values: array.array[float], result: array.array[float], team: int = 0) -> None:
         count = len(values)
         tensor = Tensor(values.buffer_info()[0], result.buffer_info()[0], (count,), DTYPES["float32"])
-        handle = self.job.context.submit(Slip.of(OPS["allreduce"], name, [tensor], reduce_op=REDUCE_OPS["sum"]))
+        slip = Slip.of(OPS["allreduce"], name, [tensor], reduce_op=REDUCE_OPS["sum"], team=team)
+        handle = self.job.context.submit(slip)
         self._pending[name] = handle, values, result
+
+    def add_team(self, ranks: list[int]) -> int:
+        """Answers its number."""
+        return self.job.add_team(ranks)
+
+    def remove_team(self, team: int) -> None:
+        """Together with all ranks."""
+        self.job.context.remove_team(team)
+
+    def sum_in(self, team: int, name: str, count: int) -> list[float]:
+        """As ``allreduce``, in a team."""
+        self._submit(name, array.array("f", [self.job.rank + 1.0]) * count, array.array("f", [0.0]) * count, team)
+        return self.wait(name)
+
+    def descriptors(self) -> int:
+        """How many are open."""
+        return len(list(Path("/proc/self/fd").iterdir()))
 
     def wait(self, name: str) -> list[float]:
         """Answers the lowest and the highest number of the sum."""

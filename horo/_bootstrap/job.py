@@ -28,6 +28,7 @@ from horo._bootstrap.mpi_launch import MpiWorld, open_mpi_store
 from horo._bootstrap.slurm_meeting import open_slurm_store
 from horo._bootstrap.store import StoreClient
 from horo._bootstrap.store_seam import Store, prefixed
+from horo._bootstrap.teams import add_team
 from horo._bootstrap.torch_store import open_torch_store
 from horo._config import Config, environment, read_config
 from horo._core import Context, arena_bytes, version
@@ -88,6 +89,7 @@ class Job:
         self.host_names = tuple(setup.host_name_of_rank)
         self._pid = os.getpid()
         self._closed = False
+        self._teams_begun = 0
         _living.add(self)
 
     def close(self) -> None:
@@ -97,6 +99,11 @@ class Job:
             _living.discard(self)
             self.note_loss()
             self.context.destroy()
+
+    def add_team(self, ranks: Sequence[int]) -> int:
+        """Adds a set of ranks that do collectives among themselves; all ranks of the job call it, see ``teams``."""
+        self._teams_begun += 1
+        return add_team(self.context, self.directory, self._teams_begun, ranks)
 
     def note_loss(self) -> None:
         """Under MPI, remembers for the end of the process that a peer is lost."""

@@ -140,7 +140,7 @@ class _Making:
             place = self._members.index(self.rank)
             links = [
                 link._replace(peer=self._members[link.peer])
-                for link in self._grouping.links(place, self._directory.data_sockets)
+                for link in self._grouping.links(place, self._directory.sockets_per_peer)
             ]
             own_host = self._grouping.host_of_rank[place]
             self._links = Links(self, self._directory, links, own_host, self._number)

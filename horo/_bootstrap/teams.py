@@ -1,0 +1,63 @@
+"""Teams of a running job: links between the members where they are on several hosts, then the core's agreement."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from horo._bootstrap.directory import Directory
+from horo._bootstrap.team_links import connect_team
+from horo._core import DTYPES, OPS, Context, Slip, Tensor
+
+__all__ = ["add_team"]
+
+
+def add_team(context: Context, directory: Directory, number: int, ranks: Sequence[int]) -> int:
+    """Adds a team. All ranks of the job call it, members and others, in the same order for several teams; blocks.
+
+    Args:
+        context, directory: of the job.
+        number: of this call, from 1: all ranks count their calls.
+        ranks: the members' ranks in the job, ascending.
+
+    Returns:
+        The core's number of the team, for ``Slip.fill`` and ``Context.remove_team``; the same on all ranks.
+
+    Raises:
+        HoroError: as ``connect_team`` and ``Context.add_team``; an error on one rank is one on all.
+    """
+    step = iter(("listen", "connect"))
+    links = connect_team(
+        directory,
+        number,
+        ranks,
+        lambda mine: _exchange(context, f"horo.team.{number}.{next(step)}", mine),
+        lambda: _check(context),
+    )
+    if links is None or len(links.grouping.hosts) == 1:
+        return context.add_team(ranks)
+    return context.add_team(ranks, control_fds=links.control_fds, data_fds=links.data_fds)
+
+
+def _check(context: Context) -> None:
+    error = context.health()
+    if error is not None:
+        raise error
+
+
+def _exchange(context: Context, name: str, mine: bytes) -> list[bytes]:
+    """What every rank says, by rank: an allgather of bytes."""
+    data = array("B", mine)
+    tensor = Tensor(data.buffer_info()[0], 0, (len(mine),), DTYPES["uint8"])
+    handle = context.submit(Slip.of(OPS["allgather"], name, [tensor], transient=True))
+    try:
+        context.wait(handle)
+        gathered, lengths = context.take_result(handle, 0)
+        whole = bytes(gathered)
+    finally:
+        context.let_go(handle)
+    said = []
+    for length in lengths:
+        said.append(whole[:length])
+        whole = whole[length:]
+    return said
