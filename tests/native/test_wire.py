@@ -45,6 +45,8 @@ class Wire:
         for place, tensor, shape in zip(tensors, request.tensors, shapes, strict=False):
             place.shape, place.ndim, place.dtype = shape, len(tensor.shape), tensor.dtype
             place.wire_dtype = tensor.wire_dtype
+        values = self.ffi.new("int32_t[]", list(request.values) or [0])
+        tensors[0].input = values if request.values else self.ffi.NULL
         name = self.ffi.new("char[]", request.name.encode())
         value = {
             "name": name,
@@ -169,6 +171,14 @@ def test_a_request_is_written_in_its_canonical_form_and_read_back(wire: Wire, re
     )
     assert repr(back) == repr(canonical(request))  # repr, since a NaN is not equal to itself
     assert wire.ffi.buffer(decoded.bytes, decoded.byte_count)[:] == data
+
+
+@given(op=st.sampled_from([oracle.ADD_TEAM, oracle.REMOVE_TEAM]), values=st.lists(ranks, min_size=1, max_size=40))
+def test_a_request_of_teams_carries_its_ranks(wire: Wire, op: int, values: list[int]) -> None:
+    request = oracle.team_request(op, values)
+    data = wire.encode_request(request)
+    assert data == oracle.request(request)
+    assert wire.status(oracle.request_message(3, 0, b"", data)) == OK
 
 
 @given(request=requests, origin=ranks, status=errors | st.just(OK), text=texts)
@@ -296,6 +306,7 @@ def named(cases: dict[str, bytes]) -> list[Any]:
 REDUCE = Request("ab", reduce_op=1, tensors=(Tensor(7, (2, 3)),))
 BROADCAST = Request("ab", op=oracle.BROADCAST, root_rank=1, tensors=(Tensor(7, (2, 3)),))
 GATHER = Request("ab", op=oracle.ALLGATHER, tensors=(Tensor(7, (2, 3)),))
+ADD = oracle.team_request(oracle.ADD_TEAM, [1, 2, 3])
 NAME_AT, COUNT_AT, DTYPE_AT, WIRE_AT, NDIM_AT, EXTENT_AT = 25, 27, 31, 32, 33, 34
 
 
@@ -351,6 +362,15 @@ NAME_AT, COUNT_AT, DTYPE_AT, WIRE_AT, NDIM_AT, EXTENT_AT = 25, 27, 31, 32, 33, 3
             "loss with the digit of a reason": oracle.lost_message(1, -40, ord("1")),
             "negative rank leaves": oracle.leave_message(-1),
             "negative rank is done": oracle.done_message(-1),
+            "a team without ranks": oracle.request_message(0, 0, b"", oracle.request(oracle.team_request(4, []))),
+            "a negative rank of a team": request_bytes(ADD, value=(EXTENT_AT + 12, "<i", -1)),
+            "fewer ranks than said": request_bytes(ADD, extent=(EXTENT_AT + 2, "<q", 5)),
+            "more ranks than said": request_bytes(ADD, extent=(EXTENT_AT + 2, "<q", 2)),
+            "ranks of another dtype": request_bytes(ADD, dtype=(DTYPE_AT + 2, "<B", 2)),
+            "ranks in no dimension": request_bytes(ADD, ndim=(NDIM_AT + 2, "<B", 0)),
+            "two lists of ranks": request_bytes(ADD, count=(COUNT_AT + 2, "<I", 2)),
+            "ranks without a list": request_bytes(ADD, count=(COUNT_AT + 2, "<I", 0)),
+            "root of a team": request_bytes(ADD, root=(3, "<i", 1)),
         }
     ),
 )

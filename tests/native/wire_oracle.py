@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 IDS, REQUEST, LOST, LEAVE, BATCH, FAIL, DONE = range(1, 8)
-ALLREDUCE, ALLGATHER, BROADCAST, BARRIER = range(4)
+ALLREDUCE, ALLGATHER, BROADCAST, BARRIER, ADD_TEAM, REMOVE_TEAM = range(6)
 REDUCE_OPS = (0, 1, 3, 4, 5)
 TRANSIENT = 2
 REASONS = range(1, 7)
@@ -38,6 +38,8 @@ class Request:
     prescale: float = 1.0
     postscale: float = 1.0
     tensors: tuple[Tensor, ...] = ()
+    values: tuple[int, ...] = ()
+    """Of teams: what their one tensor holds."""
 
 
 def str16(text: bytes) -> bytes:
@@ -65,7 +67,13 @@ def request(value: Request) -> bytes:
         value.postscale if reduces else 1.0,
     )
     tensors = b"".join(tensor(t, op=value.op) for t in value.tensors)
-    return head + str16(value.name.encode()) + struct.pack("<I", len(value.tensors)) + tensors
+    values = struct.pack(f"<{len(value.values)}i", *value.values)
+    return head + str16(value.name.encode()) + struct.pack("<I", len(value.tensors)) + tensors + values
+
+
+def team_request(op: int, values: Sequence[int]) -> Request:
+    """ADD_TEAM of these ranks, or REMOVE_TEAM of the one of this number."""
+    return Request("team", op=op, tensors=(Tensor(3, (len(values),)),), values=tuple(values))
 
 
 def ids_message(ids: Sequence[int]) -> bytes:
@@ -113,6 +121,8 @@ def samples() -> dict[str, bytes]:
         "allgather": Request("gather/é", op=ALLGATHER, tensors=(Tensor(4, (9, 3)), Tensor(5, ()))),
         "broadcast": Request("b", op=BROADCAST, root_rank=3, transient=True, tensors=(Tensor(0, (0, 5)),)),
         "barrier": Request("barrier.0", op=BARRIER),
+        "add-team": team_request(ADD_TEAM, [0, 2, 5]),
+        "remove-team": team_request(REMOVE_TEAM, [3]),
         "many-dims": Request("d", reduce_op=5, tensors=(Tensor(9, (1,) * DIMS_MAX),)),
     }
     result = {f"request-{key}": request_message(1, 0, b"", request(value)) for key, value in requests.items()}

@@ -35,7 +35,7 @@ static void walk_tensors(const struct hr_wire_request *request, horo_tensor *ten
         char text[40];
         REQUIRE(strlen(hr_wire_describe_tensor(&tensor, text, sizeof text)) < sizeof text);
     }
-    REQUIRE(cursor == request->bytes + request->byte_count);
+    REQUIRE(cursor + 4 * (size_t)request->value_count == request->bytes + request->byte_count);
 }
 
 /* Accepted bytes are canonical: the request they describe encodes to them. */
@@ -49,6 +49,13 @@ static void walk_request(const struct hr_wire_request *request) {
     int64_t *shapes = malloc(request->byte_count); /* the extents are a part of those bytes */
     REQUIRE(tensors != NULL && shapes != NULL);
     walk_tensors(request, tensors, shapes);
+    int32_t *values = malloc(request->byte_count);
+    REQUIRE(values != NULL);
+    for (uint32_t i = 0; i < request->value_count; i++) {
+        values[i] = hr_wire_value(request, i);
+        REQUIRE(values[i] >= 0);
+        tensors[0].input = values;
+    }
     const horo_request again = {
         .name = name,
         .op = request->op,
@@ -65,6 +72,7 @@ static void walk_request(const struct hr_wire_request *request) {
     REQUIRE(hr_buffer_size(&buffer) == request->byte_count);
     REQUIRE(memcmp(hr_buffer_front(&buffer), request->bytes, request->byte_count) == 0);
     hr_buffer_fini(&buffer);
+    free(values);
     free(shapes);
     free(tensors);
 }
