@@ -18,7 +18,7 @@
  *
  *     stage   | next stage when                                                 | meanwhile
  *     --------+-----------------------------------------------------------------+-------------------------------------------------
- *     RUNNING | CLOSING: a LEAVE record is executed                             | agrees and executes
+ *     RUNNING | CLOSING: the LEAVE records of all its lanes are executed        | agrees and executes
  *             | ENDING: the abort word is set                                   |
  *     CLOSING | ENDING: all ranks of this host and all hosts below it in the    | fails what is pending and what comes; a leader
  *             | tree have executed what stands before the LEAVE record (DONE);  | still hears and passes on LOST, which those that
