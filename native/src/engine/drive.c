@@ -282,13 +282,12 @@ static void stop_expecting(struct hr_engine *engine) {
 }
 
 /* When links are to be supervised, which this does if the time has come; 0: they are, or need not be. */
-static int64_t supervise_due_ns(struct hr_engine *engine) {
+static int64_t supervise_due_ns(struct hr_engine *engine, int64_t now_ns) {
     struct hr_node *node = engine->node;
     if (!expects_others(engine)) {
         stop_expecting(engine);
         return 0;
     }
-    const int64_t now_ns = hr_now_ns();
     if (engine->driver.expecting_since_ns == 0) {
         engine->driver.expecting_since_ns = now_ns;
     }
@@ -299,8 +298,8 @@ static int64_t supervise_due_ns(struct hr_engine *engine) {
     return 0;
 }
 
-static int64_t lane_deadline(struct hr_lane *lane) {
-    int64_t deadline_ns = hr_lane_check_stall(lane);
+static int64_t lane_deadline(struct hr_lane *lane, int64_t now_ns) {
+    int64_t deadline_ns = hr_lane_check_stall(lane, now_ns);
     if (lane->executor.state == HR_EXECUTION_LOST) {
         deadline_ns = earlier(deadline_ns, lane->executor.confirm_ns);
     }
@@ -308,7 +307,7 @@ static int64_t lane_deadline(struct hr_lane *lane) {
 }
 
 /* When the wait must end by itself. */
-static int64_t next_deadline(struct hr_engine *engine, int64_t deadline_ns) {
+static int64_t next_deadline(struct hr_engine *engine, int64_t deadline_ns, int64_t now_ns) {
     if (engine->driver.stage == HR_ENGINE_ENDING) {
         return engine->driver.flush_ns;
     }
@@ -320,15 +319,16 @@ static int64_t next_deadline(struct hr_engine *engine, int64_t deadline_ns) {
         return atomic_load(&engine->submission.pending) > 0 ? earlier(deadline_ns, engine->driver.flush_ns) : deadline_ns;
     }
     for (int i = 0; i < engine->lane_count; i++) {
-        deadline_ns = earlier(deadline_ns, lane_deadline(engine->lanes[i]));
+        deadline_ns = earlier(deadline_ns, lane_deadline(engine->lanes[i], now_ns));
     }
-    return engine->node->transport_count == 0 ? deadline_ns : earlier(deadline_ns, supervise_due_ns(engine));
+    return engine->node->transport_count == 0 ? deadline_ns : earlier(deadline_ns, supervise_due_ns(engine, now_ns));
 }
 
 /* One wait for something to do. 1, or 0 if the caller should get back: its time is up, or a signal came. */
 static int wait_for_work(struct hr_engine *engine, int64_t spin_ns, int64_t deadline_ns) {
-    const int64_t until_ns = next_deadline(engine, deadline_ns);
-    const int status = hr_node_wait(engine->node, has_work, engine, spin_ns, until_ns);
+    const int64_t now_ns = hr_now_ns(); /* one look at the clock serves all: it costs as much as a small operation can do in between */
+    const int64_t until_ns = next_deadline(engine, deadline_ns, now_ns);
+    const int status = hr_node_wait(engine->node, has_work, engine, now_ns, spin_ns, until_ns);
     return status != HORO_IN_PROGRESS || deadline_ns == 0 || (hr_now_ns() < deadline_ns && hr_now_ns() >= until_ns);
 }
 

@@ -3,9 +3,8 @@
 
 enum { LINES = 16, TEXT_BYTES = 2 * HORO_MESSAGE_MAX - 128 }; /* of a line of the log, less its head */
 
-/* One look at the counter for all. */
-static void note_all(struct hr_engine *engine, int event, struct hr_request *const *requests, size_t count, int status) {
-    const uint64_t ticks = hr_ticks();
+static void note_all(struct hr_engine *engine, int event, struct hr_request *const *requests, size_t count, int status,
+                     uint64_t ticks) {
     for (size_t i = 0; i < count; i++) {
         hr_recorder_add(&engine->node->recorder, &(struct hr_event){
                                                      .ticks = ticks,
@@ -21,19 +20,21 @@ static void note_all(struct hr_engine *engine, int event, struct hr_request *con
 }
 
 void hr_engine_note_submitted(struct hr_engine *engine, struct hr_request *request) {
-    note_all(engine, HORO_EVENT_SUBMITTED, &request, 1, HORO_OK);
+    note_all(engine, HORO_EVENT_SUBMITTED, &request, 1, HORO_OK, hr_ticks());
 }
 
 void hr_engine_note_done(struct hr_engine *engine, struct hr_request *const *requests, size_t count, int status) {
-    note_all(engine, status == HORO_OK ? HORO_EVENT_ENDED : HORO_EVENT_FAILED, requests, count, status);
+    note_all(engine, status == HORO_OK ? HORO_EVENT_ENDED : HORO_EVENT_FAILED, requests, count, status, hr_ticks());
 }
 
 void hr_engine_note_batch(struct hr_engine *engine, struct hr_request *const *requests, size_t count, uint64_t bytes) {
     if (count == 0) {
         return;
     }
-    note_all(engine, HORO_EVENT_AGREED, requests, count, HORO_OK);
+    const uint64_t ticks = hr_ticks(); /* one look at the counter for all */
+    note_all(engine, HORO_EVENT_AGREED, requests, count, HORO_OK, ticks);
     hr_recorder_add(&engine->node->recorder, &(struct hr_event){
+                                                 .ticks = ticks,
                                                  .event = HORO_EVENT_BEGUN,
                                                  .op = requests[0]->call.op,
                                                  .team = requests[0]->call.team,

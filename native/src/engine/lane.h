@@ -193,6 +193,6 @@ void hr_lane_free_batch(struct hr_lane *lane);
 /* ---- stall.c ---- */
 
 /* Reports what has waited too long; returns when to look again (0: no need). */
-int64_t hr_lane_check_stall(struct hr_lane *lane);
+int64_t hr_lane_check_stall(struct hr_lane *lane, int64_t now_ns);
 
 #endif

@@ -205,18 +205,16 @@ static int64_t look(struct hr_lane *lane, int64_t now_ns) {
     return now_ns + warning_ns / LOOKS;
 }
 
-int64_t hr_lane_check_stall(struct hr_lane *lane) {
+int64_t hr_lane_check_stall(struct hr_lane *lane, int64_t now_ns) {
     const int64_t warning_ns = lane->node->stall_warning_ns;
     if (warning_ns <= 0) { /* it never looks: its silence means nothing to ranks that do */
         atomic_store_explicit(&lane->node->arena.blocks[lane->node->local_rank].alive_until_ns, INT64_MAX, memory_order_relaxed);
         return 0;
     }
     if (atomic_load_explicit(&lane->pending, memory_order_relaxed) == 0 && (!lane->is_leader || lane->leader.agree.active == 0)) {
-        lane->stall.check_ns = 0;
         return 0;
     }
-    /* What is submitted later is due later, so the time found once holds until it comes. */
-    const int64_t now_ns = hr_now_ns();
+    /* What is submitted later is due later, so the time found once holds until it comes, also for what comes after it. */
     const int64_t look_ns = look(lane, now_ns);
     if (now_ns >= lane->stall.check_ns) {
         const int is_executing = lane->executor.state != HR_EXECUTION_IDLE;

@@ -170,9 +170,8 @@ static enum awoken sleep_until_woken(struct hr_node *node, hr_ready ready, void 
     return events == 0 && look_ns >= 0 ? AWOKEN_TO_LOOK : AWOKEN_BY_EVENT;
 }
 
-/* Spins until ready, 1, or until spin_ns are over, 0. */
-static int spin(struct hr_node *node, hr_ready ready, void *arg, int64_t spin_ns) {
-    const int64_t end_ns = spin_ns > 0 ? hr_now_ns() + spin_ns : 0;
+/* Spins until ready, 1, or until end_ns, 0; looks once where that is 0. */
+static int spin(struct hr_node *node, hr_ready ready, void *arg, int64_t end_ns) {
     for (;;) {
         for (int i = 0; i < HR_LOOKS_PER_YIELD; i++) {
             int moved;
@@ -182,7 +181,7 @@ static int spin(struct hr_node *node, hr_ready ready, void *arg, int64_t spin_ns
                     return 1;
                 }
             } while (moved);
-            if (spin_ns <= 0) {
+            if (end_ns == 0) {
                 return 0;
             }
             hr_cpu_relax();
@@ -196,9 +195,9 @@ static int spin(struct hr_node *node, hr_ready ready, void *arg, int64_t spin_ns
     }
 }
 
-int hr_node_wait(struct hr_node *node, hr_ready ready, void *arg, int64_t spin_ns, int64_t deadline_ns) {
-    for (int64_t next_spin_ns = spin_ns;;) {
-        if (spin(node, ready, arg, next_spin_ns)) {
+int hr_node_wait(struct hr_node *node, hr_ready ready, void *arg, int64_t now_ns, int64_t spin_ns, int64_t deadline_ns) {
+    for (int64_t end_ns = spin_ns > 0 ? now_ns + spin_ns : 0;;) {
+        if (spin(node, ready, arg, end_ns)) {
             return HORO_OK;
         }
         if (deadline_ns != 0 && hr_now_ns() >= deadline_ns) {
@@ -208,7 +207,7 @@ int hr_node_wait(struct hr_node *node, hr_ready ready, void *arg, int64_t spin_n
         if (awoken == AWOKEN_BY_SIGNAL) {
             return HORO_IN_PROGRESS;
         }
-        next_spin_ns = awoken == AWOKEN_TO_LOOK ? 0 : spin_ns; /* one look: spinning has been tried */
+        end_ns = awoken == AWOKEN_TO_LOOK || spin_ns <= 0 ? 0 : hr_now_ns() + spin_ns; /* one look: spinning has been tried */
     }
 }
 

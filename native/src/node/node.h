@@ -65,8 +65,8 @@ struct hr_node {
 /* The condition of a wait: looks, may advance state of its own, never blocks. */
 typedef int (*hr_ready)(struct hr_node *node, void *arg);
 
-/* HORO_OK when ready says so, HORO_IN_PROGRESS when deadline_ns (monotonic; 0: none) has passed or a signal came. */
-int hr_node_wait(struct hr_node *node, hr_ready ready, void *arg, int64_t spin_ns, int64_t deadline_ns);
+/* HORO_OK when ready says so, HORO_IN_PROGRESS when deadline_ns (monotonic; 0: none) has passed or a signal came. It is now_ns. */
+int hr_node_wait(struct hr_node *node, hr_ready ready, void *arg, int64_t now_ns, int64_t spin_ns, int64_t deadline_ns);
 
 /* Wakes a local rank, or all of them but me, if they sleep. Any thread. */
 void hr_node_wake(struct hr_node *node, int local_rank);
