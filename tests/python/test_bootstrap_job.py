@@ -290,7 +290,7 @@ def test_rank_that_does_not_come_is_named_to_all(server: StoreServer) -> None:
     environs = environments(server, 4, {"HORO_START_TIMEOUT": "0.5"})
     errors = told(join_all([environs[0], environs[2]]))
     assert all(isinstance(error, (TimeoutError, AbortedError)) for error in errors)
-    assert all("rank 1, rank 3 did not arrive at 'hello' within 0.5 s" in str(error) for error in errors)
+    assert all("rank 1, rank 3 did not arrive at 'peer info' within 0.5 s" in str(error) for error in errors)
     assert any(isinstance(error, TimeoutError) for error in errors)
     del errors
     gc.collect()
@@ -305,7 +305,7 @@ def test_waiting_rank_says_for_whom(
     early: list[Connection | BaseException] = []
     thread = threading.Thread(target=lambda: early.extend(join_all(environs[:1])))
     thread.start()
-    reminder = re.compile(r"rank 0 \(name0\) has waited \d+ s at 'hello' for rank 1$", re.MULTILINE)
+    reminder = re.compile(r"rank 0 \(name0\) has waited \d+ s at 'peer info' for rank 1$", re.MULTILINE)
     wait_until(lambda: any(reminder.search(record.getMessage()) for record in caplog.records))
     late = join_all(environs[1:])
     thread.join(30)
@@ -503,14 +503,14 @@ def test_nothing_of_past_starts_piles_up_in_the_store(server: StoreServer) -> No
 def test_a_rank_may_start_again_before_the_others_have_seen_it_ready(server: StoreServer) -> None:
     environs = environments(server, 2, {"HORO_START_TIMEOUT": "3"})
     again = threading.Event()
-    hellos: list[int] = []
+    starts: list[int] = []
     real_publish, real_gather = Meeting.publish, Meeting.gather
 
     def publish(self: Meeting, topic: str, value: bytes) -> None:
         real_publish(self, topic, value)
-        if (self.rank, topic) == (1, "hello"):
-            hellos.append(1)
-            if len(hellos) == 2:
+        if (self.rank, topic) == (1, "peer info"):
+            starts.append(1)
+            if len(starts) == 2:
                 again.set()
 
     def gather(self: Meeting, topic: str, ranks: Sequence[int] | None = None) -> list[bytes]:
