@@ -39,8 +39,8 @@ class Rank:
         return [self._job.rank, self._job.size]
 
     def start_and_die_in(self, where: str, name: str) -> None:
-        """``init()``, but SIGKILL where ``name`` of ``where`` (``Meeting`` or ``module``) would be called."""
-        target: Any = bootstrap.Meeting if where == "Meeting" else bootstrap
+        """``init()``, but SIGKILL where ``name`` of ``where`` (``Rendezvous`` or ``module``) would be called."""
+        target: Any = bootstrap.Rendezvous if where == "Rendezvous" else bootstrap
         setattr(target, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
         self.start()
 

@@ -20,14 +20,14 @@ from horo._bootstrap.grouping import Grouping, Link, group_ranks
 from horo._bootstrap.identity import read_identity
 from horo._bootstrap.launch import Launch, Place
 from horo._bootstrap.links import by_host, connect_hosts
-from horo._bootstrap.meeting import Meeting
 from horo._bootstrap.mpi_data import check_mpi, mpi_use, plan_mpi
 from horo._bootstrap.mpi_exit import watch_end, watch_loss
 from horo._bootstrap.mpi_launch import MpiWorld, open_mpi_store
 from horo._bootstrap.peer_info import PeerInfo, check_agreement, core_count, place_of, places_alike
+from horo._bootstrap.rendezvous import Rendezvous
 from horo._bootstrap.slurm_meeting import open_slurm_store
 from horo._bootstrap.store import StoreClient
-from horo._bootstrap.store_seam import Store, prefixed
+from horo._bootstrap.store_interface import Store, prefixed
 from horo._bootstrap.teams import add_team
 from horo._bootstrap.torch_store import open_torch_store
 from horo._config import Config, environment, read_config
@@ -193,7 +193,9 @@ def connect(launch: Launch, config: Config, epoch: int, leftovers: list[str]) ->
     store, secret, address = _open_store(launch, config, epoch)
     try:
         prefix = f"horo/{launch.job_id}/{epoch}/"
-        meeting = Meeting(prefixed(store, prefix), launch.rank, launch.size, launch.host_name, config.start_timeout_s)
+        meeting = Rendezvous(
+            prefixed(store, prefix), launch.rank, launch.size, launch.host_name, config.start_timeout_s
+        )
         try:
             return _join(_Start(launch, config, epoch, meeting, address, partial(_forget, store, leftovers)), secret)
         except BaseException as error:
@@ -235,7 +237,7 @@ class _Start:
     launch: Launch
     config: Config
     epoch: int
-    meeting: Meeting
+    meeting: Rendezvous
     address: str | None
     forget_earlier: Callable[[], None]
 

@@ -326,14 +326,14 @@ def open_mpi_store(world: MpiWorld, config: Config) -> tuple[StoreClient, bytes]
     near = machines[world.rank] == machines[0]
     first, *others = [endpoint for endpoint in endpoints if is_loopback(endpoint.address) == near]
     secret = bytes.fromhex(told["secret"])
-    return StoreClient(*first, secret, patience_s, others, kept_by="rank 0"), secret
+    return StoreClient(*first, secret, patience_s, others, hosted_by="rank 0"), secret
 
 
 def _host(world: MpiWorld, config: Config, near: Sequence[bool]) -> tuple[StoreClient, bytes]:
     secret = secrets.token_bytes(_SECRET_BYTES)
     try:
         addresses = choose_host_addresses(config.network_interfaces, any(near[1:]), not all(near))
-        server = StoreServer(addresses, secret, on_stranger=logging.getLogger("horo").warning)
+        server = StoreServer(addresses, secret, on_refused=logging.getLogger("horo").warning)
     except HoroError as error:
         world.broadcast(json.dumps({"error": str(error)[: _NOTE_BYTES // 2]}).encode())
         raise

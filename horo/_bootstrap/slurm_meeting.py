@@ -107,7 +107,7 @@ def open_slurm_store(launch: Launch, config: Config, epoch: int) -> tuple[StoreC
 def _host(launch: Launch, step: SlurmStep, config: Config, name: str, given: bytes | None) -> tuple[StoreClient, bytes]:
     secret = given or secrets.token_bytes(_SECRET_BYTES)
     addresses = choose_host_addresses(config.network_interfaces, near=True, far=len(step.hosts) > 1)
-    server = StoreServer(addresses, secret, on_stranger=logging.getLogger("horo").warning)
+    server = StoreServer(addresses, secret, on_refused=logging.getLogger("horo").warning)
     end: Callable[[], None] | None = None
     try:
         if given is not None:
@@ -222,7 +222,7 @@ class _Search:
         first, *others = note.endpoints
         secret = self._given or note.secret
         try:
-            return StoreClient(*first, secret, timeout_s, others, kept_by="rank 0"), secret
+            return StoreClient(*first, secret, timeout_s, others, hosted_by="rank 0"), secret
         except PeerLostError as error:
             self._reason = str(error)
             return None

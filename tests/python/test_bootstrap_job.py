@@ -27,7 +27,7 @@ from horo._bootstrap.grouping import group_ranks
 from horo._bootstrap.handshake import HandshakeError
 from horo._bootstrap.job import Connection, connect, start
 from horo._bootstrap.launch import Place, detect_launch, subset
-from horo._bootstrap.meeting import Meeting
+from horo._bootstrap.rendezvous import Rendezvous
 from horo._bootstrap.store import StoreClient, StoreServer
 from horo._config import read_config
 from horo._core import Slip
@@ -217,7 +217,7 @@ def test_leader_without_a_socket_leaves_every_rank_on_its_own(
     def refuse(*arguments: object) -> bytes:
         raise ResourceError("cannot listen on an abstract unix socket: Operation not permitted")
 
-    monkeypatch.setattr(arena_module._Host, "listen", refuse)
+    monkeypatch.setattr(arena_module._ArenaServer, "listen", refuse)
     connections = whole(join_all(environments(server, 3)))
     assert connections[0].hosts == ((0,), (1,), (2,))
     check_wiring([connection.setup for connection in connections])
@@ -300,7 +300,7 @@ def test_rank_that_does_not_come_is_named_to_all(server: StoreServer) -> None:
 def test_waiting_rank_says_for_whom(
     server: StoreServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("horo._bootstrap.meeting._REMIND_S", 0.05)
+    monkeypatch.setattr("horo._bootstrap.rendezvous._WARNING_INTERVAL_S", 0.05)
     environs = environments(server, 2)
     early: list[Connection | BaseException] = []
     thread = threading.Thread(target=lambda: early.extend(join_all(environs[:1])))
@@ -504,16 +504,16 @@ def test_a_rank_may_start_again_before_the_others_have_seen_it_ready(server: Sto
     environs = environments(server, 2, {"HORO_START_TIMEOUT": "3"})
     again = threading.Event()
     starts: list[int] = []
-    real_publish, real_gather = Meeting.publish, Meeting.gather
+    real_publish, real_gather = Rendezvous.publish, Rendezvous.gather
 
-    def publish(self: Meeting, topic: str, value: bytes) -> None:
+    def publish(self: Rendezvous, topic: str, value: bytes) -> None:
         real_publish(self, topic, value)
         if (self.rank, topic) == (1, "peer info"):
             starts.append(1)
             if len(starts) == 2:
                 again.set()
 
-    def gather(self: Meeting, topic: str, ranks: Sequence[int] | None = None) -> list[bytes]:
+    def gather(self: Rendezvous, topic: str, ranks: Sequence[int] | None = None) -> list[bytes]:
         if (self.rank, topic) == (0, "ready"):
             assert again.wait(20)  # looks late: rank 1 has left and is in its second start by now
         return real_gather(self, topic, ranks)
@@ -524,8 +524,8 @@ def test_a_rank_may_start_again_before_the_others_have_seen_it_ready(server: Sto
         return rank
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Meeting, "publish", publish)
-        patch.setattr(Meeting, "gather", gather)
+        patch.setattr(Rendezvous, "publish", publish)
+        patch.setattr(Rendezvous, "gather", gather)
         assert run_threads([lambda: cycle(0), lambda: cycle(1)]) == [0, 1]
 
 

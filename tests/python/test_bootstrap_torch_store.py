@@ -19,7 +19,7 @@ from wiring import check_wiring
 
 from horo._bootstrap.job import Connection
 from horo._bootstrap.launch import TorchMaster
-from horo._bootstrap.store_seam import StoreAbandonedError, StoreTimeoutError, prefixed
+from horo._bootstrap.store_interface import StoreAbandonedError, StoreTimeoutError, prefixed
 from horo._bootstrap.torch_store import TorchStore, open_torch_store
 from horo._errors import PeerLostError
 

@@ -106,7 +106,7 @@ def test_a_rank_that_comes_last_hears_of_the_first_that_died_and_not_of_those_th
 
 @pytest.mark.parametrize(
     ("where", "name"),
-    [("Meeting", "publish"), ("module", "join_arena"), ("module", "connect_hosts"), ("Meeting", "finish")],
+    [("Rendezvous", "publish"), ("module", "join_arena"), ("module", "connect_hosts"), ("Rendezvous", "finish")],
 )
 @pytest.mark.parametrize(("hosts", "victim"), [("aaa", 2), ("aabb", 0)])
 def test_ranks_inside_init_hear_of_it(tmp_path: Path, hosts: str, victim: int, where: str, name: str) -> None:
