@@ -25,7 +25,7 @@ from horo._bootstrap.mpi_exit import watch_end, watch_loss
 from horo._bootstrap.mpi_launch import MpiWorld, open_mpi_store
 from horo._bootstrap.peer_info import PeerInfo, check_agreement, core_count, place_of, places_alike
 from horo._bootstrap.rendezvous import Rendezvous
-from horo._bootstrap.slurm_meeting import open_slurm_store
+from horo._bootstrap.slurm_store import open_slurm_store
 from horo._bootstrap.store import StoreClient
 from horo._bootstrap.store_interface import Store, prefixed
 from horo._bootstrap.teams import add_team
