@@ -47,7 +47,7 @@ def address_of(tensor: torch.Tensor, shape: torch.Size | None, dtype: torch.dtyp
 class Prepared:
     """A request but for its addresses and, without a name, its name."""
 
-    __slots__ = ("_label", "_looks", "_name", "_spec", "_sync", "dtype", "shape", "slip", "turn", "weight")
+    __slots__ = ("_label", "_looks", "_name", "_spec", "_sync", "buffer", "dtype", "shape", "turn", "weight")
 
     def __init__(self, spec: Spec, sync: bool, name: Callable[[str, str | None], str], tensor_count: int) -> None:
         self._spec = spec
@@ -59,12 +59,12 @@ class Prepared:
         self.dtype: torch.dtype | None = None
         self.turn: list[None] = []
         """Empty while a call uses the request; it appends None when done. Nothing locks for less."""
-        self.slip = _core.Slip()
+        self.buffer = _core.RequestBuffer()
         self.weight = _REQUEST_WEIGHT + tensor_count
         self._label = ""
         if spec.name is not None:
             self._label = name(spec.kind, spec.name)
-            self.slip.rename(self._label)
+            self.buffer.set_name(self._label)
 
     def aim(self, tensor: torch.Tensor, in_place: bool) -> torch.Tensor | None:
         """Makes it the request of an operation on ``tensor`` alone, if that looks as the one before.
@@ -75,7 +75,7 @@ class Prepared:
         address = address_of(tensor, self.shape, self.dtype)
         if not address:
             return None
-        rows = self.slip.rows
+        rows = self.buffer.rows
         if in_place:
             rows[0] = rows[1] = address
             return tensor
@@ -93,17 +93,17 @@ class Prepared:
         if sources is None:
             return self._fill(tensors, in_place)
         if in_place or self._spec.collective == "allgather":
-            self.slip.point(sources, sources)
+            self.buffer.set_addresses(sources, sources)
             return Load(tensors, tensors, tensors)
         outputs = [torch.empty_like(tensor) for tensor in tensors]
-        self.slip.point(sources, [output.data_ptr() for output in outputs])
+        self.buffer.set_addresses(sources, [output.data_ptr() for output in outputs])
         return Load(tensors, tensors, outputs)
 
     def label(self) -> str:
         """Its name on the wire. An automatic one is given and counted here, so only once nothing can be refused."""
         if self._spec.name is None:
             self._label = self._name(self._spec.kind, None)
-            self.slip.rename(self._label)
+            self.buffer.set_name(self._label)
         return self._label
 
     def _sources(self, tensors: Sequence[torch.Tensor]) -> list[int] | None:
@@ -118,7 +118,7 @@ class Prepared:
         self._looks = None
         spec = self._spec
         load = stage(tensors, spec, in_place)
-        self.slip.fill(
+        self.buffer.fill(
             _core.OPS[spec.collective],
             pack(load, spec),
             reduce_op=spec.reduce_op,

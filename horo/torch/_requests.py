@@ -99,7 +99,7 @@ class Request:
             try:
                 result = self._finish(session.core, self._handle, self._memory)
             except HoroError:
-                if not session.core.is_at_work(self._handle):  # else it is a signal handler's
+                if not session.core.in_progress(self._handle):  # else it is a signal handler's
                     session.requests.pop(self.number, None)
                 raise
         finally:
@@ -117,7 +117,7 @@ class Request:
             try:
                 session.core.wait(self._handle)
             except HoroError:
-                if session.core.is_at_work(self._handle):  # a signal handler's
+                if session.core.in_progress(self._handle):  # a signal handler's
                     raise
                 return  # wait() will say it
         finally:
@@ -348,17 +348,17 @@ def _submit(
     memory: Any,
     finish: Callable[[_core.Context, int, Any], Any],
 ) -> Request:
-    label, number = prepared.label(), prepared.slip.number
-    number[0] = 0
+    label, last_handle = prepared.label(), prepared.buffer.last_handle
+    last_handle[0] = 0
     try:
         session.inside[prepared] = memory
         if session.ended:
             session.refuse(label)
         if session.held:
             session.sweep()
-        return Request(session, session.core.submit(prepared.slip), label, memory, finish)
+        return Request(session, session.core.submit(prepared.buffer), label, memory, finish)
     except BaseException:
-        if handle := number[0]:
+        if handle := last_handle[0]:
             session.held[handle] = memory  # up to here nothing is called, so no signal handler runs
             session.requests.pop(session.handle_base + handle, None)
             session.sweep()
@@ -368,17 +368,17 @@ def _submit(
 
 
 def _execute(session: _state.Session, prepared: Prepared, memory: object) -> None:
-    label, number = prepared.label(), prepared.slip.number
-    number[0] = 0
+    label, last_handle = prepared.label(), prepared.buffer.last_handle
+    last_handle[0] = 0
     try:
         session.inside[prepared] = memory
         if session.ended:
             session.refuse(label)
         if session.held:
             session.sweep()
-        session.core.run(prepared.slip)
+        session.core.run(prepared.buffer)
     except BaseException:
-        if handle := number[0]:
+        if handle := last_handle[0]:
             session.held[handle] = memory  # up to here nothing is called, so no signal handler runs
             session.sweep()
         raise
@@ -407,7 +407,7 @@ def _finish_gathered(core: _core.Context, handle: int, load: Load) -> tuple[Gath
         core.wait(handle)
         gathered = tuple(_take_one(core, handle, index, tensor) for index, tensor in enumerate(load.inputs))
     except HoroError:  # the core's; a signal handler's leaves the request under way
-        core.let_go(handle)
+        core.release_if_done(handle)
         raise
     core.release(handle)
     return gathered

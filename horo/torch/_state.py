@@ -93,7 +93,7 @@ class Session:
     def sweep(self) -> None:
         """Gives back what is held and what the core is through with; the caller is inside."""
         for handle in list(self.held):
-            if self.core.let_go(handle):
+            if self.core.release_if_done(handle):
                 self.held.pop(handle, None)
 
     def close(self) -> int:

@@ -75,13 +75,13 @@ class Rank:
         """Starts an operation, in place unless there are outputs; ``wires``: the dtypes that the arrays travel as."""
         results = arrays if outputs is None else outputs
         tensors = describe(arrays, results, wires)
-        handle = self.context.submit(_core.Slip.of(_core.OPS[op], name, tensors, **options))
+        handle = self.context.submit(_core.RequestBuffer.of(_core.OPS[op], name, tensors, **options))
         self._kept[handle] = arrays, results
         return handle
 
     def run(self, op: str, name: str, arrays: Sequence[np.ndarray], **options: Any) -> None:
         """Submits, waits and releases in one call, in place."""
-        self.context.run(_core.Slip.of(_core.OPS[op], name, describe(arrays, arrays), sync=True, **options))
+        self.context.run(_core.RequestBuffer.of(_core.OPS[op], name, describe(arrays, arrays), sync=True, **options))
 
     def finish(self, handle: int) -> None:
         """Waits and releases, also when the operation fails; not when a signal ends the wait before it is done."""

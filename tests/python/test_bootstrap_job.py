@@ -30,7 +30,7 @@ from horo._bootstrap.launch import Place, detect_launch, subset
 from horo._bootstrap.rendezvous import Rendezvous
 from horo._bootstrap.store import StoreClient, StoreServer
 from horo._config import read_config
-from horo._core import Slip
+from horo._core import RequestBuffer
 from horo._errors import (
     AbortedError,
     HoroError,
@@ -578,7 +578,7 @@ def test_forked_child_is_told_and_its_exit_leaves_the_parent_alone() -> None:
     if child == 0:
         try:
             try:
-                job.context.submit(Slip.of(3, "in the child"))
+                job.context.submit(RequestBuffer.of(3, "in the child"))
             except UsageError as error:
                 job.close()
                 os._exit(0 if "fork" in str(error) else 2)
@@ -587,7 +587,7 @@ def test_forked_child_is_told_and_its_exit_leaves_the_parent_alone() -> None:
             os._exit(3)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
-    handle = job.context.submit(Slip.of(3, "in the parent"))
+    handle = job.context.submit(RequestBuffer.of(3, "in the parent"))
     job.context.wait(handle)
     job.context.release(handle)
     job.close()
@@ -603,12 +603,13 @@ def test_ranks_as_processes_start_add_up_and_close_again_and_again(
             """
             import numpy as np
             from horo._bootstrap.job import start
-            from horo._core import DTYPES, OPS, REDUCE_OPS, Slip, Tensor
+            from horo._core import DTYPES, OPS, REDUCE_OPS, RequestBuffer, Tensor
             for _ in range(3):
                 job = start()
                 values = np.full(100_000, job.rank + 1.0)
                 tensor = Tensor(values.ctypes.data, values.ctypes.data, values.shape, DTYPES["float64"])
-                handle = job.context.submit(Slip.of(OPS["allreduce"], "sum", [tensor], reduce_op=REDUCE_OPS["sum"]))
+                request = RequestBuffer.of(OPS["allreduce"], "sum", [tensor], reduce_op=REDUCE_OPS["sum"])
+                handle = job.context.submit(request)
                 job.context.wait(handle)
                 job.context.release(handle)
                 print(job.rank, job.size, job.hosts, set(values.tolist()), flush=True)

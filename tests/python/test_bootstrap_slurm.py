@@ -31,12 +31,12 @@ RANK = """
 import os, sys
 import psutil
 from horo._bootstrap.job import start
-from horo._core import Slip
+from horo._core import RequestBuffer
 job = start()
 for again in range(int(os.environ.get("TEST_STARTS", "1")) - 1):
     job.close()
     job = start()
-handle = job.context.submit(Slip.of(3, "barrier"))
+handle = job.context.submit(RequestBuffer.of(3, "barrier"))
 job.context.wait(handle)
 job.context.release(handle)
 listening = [c for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]

@@ -122,10 +122,10 @@ def test_real_torchrun_starts_ranks_twice_over(tmp_path: Path) -> None:
             """
             import sys
             from horo._bootstrap.job import start
-            from horo._core import Slip
+            from horo._core import RequestBuffer
             for _ in range(2):
                 job = start()
-                handle = job.context.submit(Slip.of(3, "barrier"))
+                handle = job.context.submit(RequestBuffer.of(3, "barrier"))
                 job.context.wait(handle)
                 job.context.release(handle)
                 sys.stdout.write(f"{job.rank}/{job.size} local {job.local_rank}/{job.local_size}\\n")

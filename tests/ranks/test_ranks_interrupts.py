@@ -140,7 +140,7 @@ def test_memory_stays_wherever_the_interrupt_comes(ranks2: RankPool, form: str, 
             gc.collect()  # frames that the exception has kept
             assert not session.inside, names[-1]
             assert session.core.counters()["requests"] == before + 1
-            assert session.core.is_at_work(before + 1)
+            assert session.core.in_progress(before + 1)
             assert memory() is not None, f"{names[-1]}: the memory is gone while the core works on it"
         assert len(names) >= 5
         hvd.broadcast_object(names)
