@@ -1,6 +1,6 @@
 """The only module that starts, finds and ends processes.
 
-Three things keep a host clean whatever dies first:
+Three mechanisms end all processes of a job on a host, whatever dies first:
 
 * Every process of a job carries ``HORO_HOST_MARK`` in its environment, every rank leads its own session, and the
   process that starts them is their *subreaper*: what a rank leaves behind becomes its child and is found.
@@ -41,7 +41,7 @@ _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 _LOOK_AGAIN_S = 0.02
 _KILL_DEADLINE_S = 10.0
-_FAREWELL = b"done\n"
+_DONE = b"done\n"
 
 
 def become_subreaper() -> None:
@@ -219,7 +219,7 @@ class Guard:
     """A process that outlives its parent and ends the job then.
 
     It is forked, not executed, so it must be made before the first thread. It holds nothing but the read end of a
-    pipe; the end of that pipe without a farewell is its signal.
+    pipe. If that pipe ends without the line ``done``, the guard ends the job.
     """
 
     def __init__(self) -> None:
@@ -230,12 +230,12 @@ class Guard:
         os.close(read_fd)
 
     def tell(self, tree: Tree, grace_s: float) -> None:
-        """What to end, and how patiently; replaces what it was told before."""
+        """Sets the processes to end and the grace time; replaces earlier values."""
         self._write(f"{grace_s} {tree.mark} {' '.join(map(str, tree.sessions))}\n".encode())
 
     def dismiss(self) -> None:
-        """Says that nothing is left to do, and reaps it."""
-        self._write(_FAREWELL)
+        """Tells the guard that nothing is left to end, and reaps it."""
+        self._write(_DONE)
         os.close(self._write_fd)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
@@ -253,11 +253,11 @@ def _guard(read_fd: int) -> NoReturn:
         _let_go_of_all_but(read_fd)
         os.chdir("/")
         ctypes.PyDLL(None).prctl(_PR_SET_NAME, b"hororun-guard", 0, 0, 0)
-        last = _FAREWELL
+        last = _DONE
         with open(read_fd, "rb") as orders:
             for line in orders:
                 last = line
-        if last != _FAREWELL:
+        if last != _DONE:
             grace_s, mark, *pids = last.decode("ascii").split()
             end_all(Tree(mark, set(map(int, pids))), float(grace_s))
     finally:
