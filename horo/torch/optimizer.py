@@ -55,7 +55,7 @@ def DistributedOptimizer(
             scaler.step(optimizer)
 
     Every parameter that requires grad takes part in every step, with zeros if this rank did not use it. Parameters
-    frozen or thawed later are noticed; ranks must freeze and thaw alike. ``step(closure)`` averages after each
+    frozen or thawed later are detected; ranks must freeze and thaw alike. ``step(closure)`` averages after each
     evaluation of the closure and gives the optimizer the mean of the ranks' losses.
 
     Args:
