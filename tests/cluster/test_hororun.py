@@ -60,7 +60,7 @@ def test_rank_0_on_the_other_host_is_where_all_others_look(cluster: Cluster) -> 
     assert done.stdout.split() == [b.address] * 2, done.stderr
 
 
-def test_ranks_of_both_hosts_meet_at_addresses_that_others_reach(cluster: Cluster) -> None:
+def test_ranks_of_both_hosts_connect_at_addresses_that_others_reach(cluster: Cluster) -> None:
     done = cluster.run("-np", "4", "--no-prefix", sys.executable, "-c", EXCHANGE)
     a, b = cluster.hosts
     assert done.stdout.splitlines() == [f"{a.address} {a.address} {b.address} {b.address}"] * 4, done.stderr

@@ -1,4 +1,4 @@
-"""How ranks meet under a real mpirun: their numbers, sub-jobs, threads, and what a wrong setting says."""
+"""The start of ranks under a real mpirun: their numbers, sub-jobs, threads, and what a wrong setting says."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ class Group:
         return [results[rank] for rank in chosen]
 
     def kill(self, rank: int) -> None:
-        """The others see all streams end without a goodbye, as when the kernel closes them for a dead process."""
+        """The others see all streams end without a message, as when the kernel closes them for a dead process."""
         for end in self._ends[rank]:
             end.shutdown(socket.SHUT_WR)
         self._killed[rank].set()

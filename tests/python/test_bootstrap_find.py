@@ -283,7 +283,7 @@ def test_forced_mpi_that_is_alone_among_several_is_an_error(monkeypatch: pytest.
     assert find({"HORO_CONTROLLER": "mpi"}).size == 1
 
 
-def test_a_communicator_decides_whoever_started_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_communicator_decides_whatever_launcher_started_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, 1, 4)
     some = Comm(0, 2)
     for environ in ({}, HYDRA, HORORUN):

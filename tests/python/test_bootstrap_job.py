@@ -297,7 +297,7 @@ def test_rank_that_does_not_come_is_named_to_all(server: StoreServer) -> None:
     wait_until(lambda: open_descriptors() <= before)
 
 
-def test_waiting_rank_says_for_whom(
+def test_waiting_rank_names_the_missing_rank(
     server: StoreServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("horo._bootstrap.rendezvous._WARNING_INTERVAL_S", 0.05)
@@ -351,7 +351,7 @@ def test_settings_that_must_be_equal_are_compared(server: StoreServer, variable:
         assert f"and {value} on rank 2 (name2)" in str(error)
 
 
-def test_ranks_that_disagree_about_the_size_both_hear_it(server: StoreServer) -> None:
+def test_ranks_that_disagree_about_the_size_both_get_the_error(server: StoreServer) -> None:
     environs = environments(server, 2)
     environs[1]["HOROVOD_SIZE"] = "3"
     for error in told(join_all(environs)):
@@ -437,7 +437,7 @@ def test_store_that_is_not_there_is_named(server: StoreServer) -> None:
         )
 
 
-def test_strangers_at_a_ranks_port_are_refused_and_the_job_comes_up(
+def test_unauthenticated_connections_to_a_rank_are_refused_and_the_job_starts(
     server: StoreServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     real = links_module._Reception.listen
@@ -446,10 +446,10 @@ def test_strangers_at_a_ranks_port_are_refused_and_the_job_comes_up(
     def listen_in_noise(self: links_module._Reception, secret: bytes, addresses: Sequence[str]) -> object:
         endpoints = real(self, secret, addresses)
         for number in range(20):
-            stranger = socket.create_connection(endpoints[0])
+            connection = socket.create_connection(endpoints[0])
             if number % 2:
-                stranger.sendall(os.urandom(500))
-            noise.append(stranger)
+                connection.sendall(os.urandom(500))
+            noise.append(connection)
         return endpoints
 
     monkeypatch.setattr(links_module._Reception, "listen", listen_in_noise)
@@ -459,8 +459,8 @@ def test_strangers_at_a_ranks_port_are_refused_and_the_job_comes_up(
     check_wiring([connection.setup for connection in connections])
     close_connections(connections)
     assert "refused a connection from 127.0.0.1: what it sent is no horo greeting" in caplog.text
-    for stranger in noise:
-        stranger.close()
+    for connection in noise:
+        connection.close()
 
 
 def test_dialer_that_gave_up_and_came_again_holds_the_connection_that_counts(server: StoreServer) -> None:

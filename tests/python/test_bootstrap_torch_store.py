@@ -87,7 +87,7 @@ def test_unreachable_master_is_named() -> None:
         open_torch_store(TorchMaster("127.0.0.1", port, True), 0, 0.2)
 
 
-def test_ranks_of_torchrun_meet_in_the_agents_store(torch_server: Any) -> None:
+def test_ranks_of_torchrun_start_through_the_agents_store(torch_server: Any) -> None:
     environs = [
         {
             "RANK": str(rank),

@@ -158,7 +158,7 @@ def test_large_values_pass_and_too_large_ones_are_refused_here(server: StoreServ
         assert client.get("big", 5) == value
 
 
-def test_a_hundred_clients_meet(server: StoreServer) -> None:
+def test_a_hundred_clients_exchange_values(server: StoreServer) -> None:
     clients = [client_of(server) for _ in range(100)]
     seen: list[int] = []
 
@@ -382,7 +382,7 @@ def test_injected_or_replayed_frames_end_the_connection_not_the_service(server: 
     assert len(session_frames) == 4
 
 
-def test_stranger_log_reports_once_a_minute_and_counts_the_rest() -> None:
+def test_the_log_of_refused_connections_reports_once_a_minute_and_counts_the_rest() -> None:
     told: list[str] = []
     log = StrangerLog(told.append)
     for now in (0.0, 1.0, 59.0, 61.0):
@@ -484,7 +484,7 @@ def test_frames_open_in_order_whatever_the_pieces(payloads: list[bytes], data: s
 
 
 @given(st.lists(st.binary(max_size=20), min_size=1, max_size=3), st.data())
-def test_any_changed_byte_is_noticed_or_never_delivered(payloads: list[bytes], data: st.DataObject) -> None:
+def test_any_changed_byte_is_detected_or_never_delivered(payloads: list[bytes], data: st.DataObject) -> None:
     sealer, opener = Sealer(SECRET), Opener(SECRET)
     stream = bytearray(b"".join(map(sealer.seal, payloads)))
     place = data.draw(st.integers(0, len(stream) - 1))

@@ -19,7 +19,7 @@ def shell(script: str, flags: Flags | None = None) -> list[str]:
     return ["--", "sh", "-c", f'flag() {{ : > "{folder}/$1.$RANK"; }}\n{script}']
 
 
-def test_ranks_are_told_who_they_are(hororun: Hororun, where: str) -> None:
+def test_ranks_get_their_numbers(hororun: Hororun, where: str) -> None:
     script = "echo $RANK/$WORLD_SIZE $HOROVOD_LOCAL_RANK/$HOROVOD_LOCAL_SIZE $HOROVOD_CROSS_RANK/$HOROVOD_CROSS_SIZE"
     done = hororun.run("-np", "3", *shell(script + " $HOROVOD_HOSTNAME $MASTER_ADDR"), where=where)
     assert (done.returncode, done.stderr) == (0, "")
@@ -89,7 +89,7 @@ def test_a_rank_killed_by_a_signal_is_reported_by_name(hororun: Hororun, where: 
     assert "ranks 0-1 killed by SIGTERM when told to end" in done.stderr
 
 
-def test_who_ignores_sigterm_is_killed_after_the_grace_time(hororun: Hororun, where: str, flags: Flags) -> None:
+def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace_time(hororun: Hororun, where: str, flags: Flags) -> None:
     script = (
         f"trap '' TERM; flag up; while ! test -e {flags.folder}/up.0; do sleep 0.02; done; test $RANK = 1 && exit 3\n"
     )
