@@ -31,6 +31,8 @@ def preview(job: Job, environment: Mapping[str, str]) -> str:
         lines.append("how the ranks are shared out depends on the hosts: some have to be asked for their slots")
     for index, host in enumerate(hosts):
         ranks = by_host.get(index, [])
-        who = f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)} on {host.name}" if ranks else f"on {host.name}"
-        lines.append(f"{who}: {'started directly' if is_local(host) else shlex.join(method.command(host))}")
+        ranks_and_host = (
+            f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)} on {host.name}" if ranks else f"on {host.name}"
+        )
+        lines.append(f"{ranks_and_host}: {'started directly' if is_local(host) else shlex.join(method.command(host))}")
     return "\n".join([*lines, f"each rank: {shlex.join(job.command)}", ""])

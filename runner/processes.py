@@ -39,7 +39,7 @@ MARK_NAME = "HORO_HOST_MARK"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
-_LOOK_AGAIN_S = 0.02
+_POLL_INTERVAL_S = 0.02
 _KILL_DEADLINE_S = 10.0
 _DONE = b"done\n"
 
@@ -83,7 +83,7 @@ def ask(argv: Sequence[str], environment: Mapping[str, str], timeout_s: float) -
 def children_of_this_process() -> set[int]:
     """Pids of the children it has now."""
     here = os.getpid()
-    return {pid for pid, process in _look_at_processes().items() if process.parent == here}
+    return {pid for pid, process in _list_processes().items() if process.parent == here}
 
 
 def spawn(
@@ -148,7 +148,7 @@ class Tree:
 
     def find(self) -> set[int]:
         """Processes of the job that exist now, zombies left out."""
-        seen = _look_at_processes()
+        seen = _list_processes()
         children: dict[int, list[int]] = {}
         for pid, process in seen.items():
             children.setdefault(process.parent, []).append(pid)
@@ -172,7 +172,7 @@ class _Process:
     alive: bool
 
 
-def _look_at_processes() -> dict[int, _Process]:
+def _list_processes() -> dict[int, _Process]:
     seen = {}
     for name in os.listdir("/proc"):  # noqa: PTH208 - no Path object per process
         if name.isdigit():
@@ -207,11 +207,11 @@ def end_all(tree: Tree, grace_s: float) -> bool:
     while (found := tree.find()) and time.monotonic() < deadline:
         send_signal(found - asked, signal.SIGTERM)
         asked |= found
-        time.sleep(_LOOK_AGAIN_S)
+        time.sleep(_POLL_INTERVAL_S)
     deadline = time.monotonic() + _KILL_DEADLINE_S
     while (found := tree.find()) and time.monotonic() < deadline:
         send_signal(found, signal.SIGKILL)
-        time.sleep(_LOOK_AGAIN_S)
+        time.sleep(_POLL_INTERVAL_S)
     return not found
 
 
@@ -250,7 +250,7 @@ def _guard(read_fd: int) -> NoReturn:
         os.setsid()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP):
             signal.signal(number, signal.SIG_IGN)
-        _let_go_of_all_but(read_fd)
+        _close_all_but(read_fd)
         os.chdir("/")
         ctypes.PyDLL(None).prctl(_PR_SET_NAME, b"hororun-guard", 0, 0, 0)
         last = _DONE
@@ -264,7 +264,7 @@ def _guard(read_fd: int) -> NoReturn:
         os._exit(0)
 
 
-def _let_go_of_all_but(kept_fd: int) -> None:
+def _close_all_but(kept_fd: int) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         if fd != kept_fd:
