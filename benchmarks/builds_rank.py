@@ -19,7 +19,7 @@ TREE = Path(sys.argv[1])
 sys.path[:0] = [str(TREE / "tests"), str(TREE)]  # before what is installed: the tree's own core is what is measured
 from fabric import close_setup, make_setups  # noqa: E402  (tests/fabric.py of the tree)
 
-from horo._core import DTYPES, OPS, REDUCE_OPS, Context, Slip, Tensor  # noqa: E402
+from horo._core import DTYPES, OPS, REDUCE_OPS, Context, RequestBuffer, Tensor  # noqa: E402
 
 STRETCHES = 5
 WARM_SHARE = 4
@@ -43,12 +43,12 @@ def measure(hosts: list[int], sizes: list[int], turn_s: float) -> dict[int, floa
         data = np.zeros(max(1, size // 4), np.float32)
         clock = np.zeros(1, np.float64)
 
-        def slip(name: str, array: np.ndarray) -> Slip:
+        def request(name: str, array: np.ndarray) -> RequestBuffer:
             kind = DTYPES[str(array.dtype)]
             tensor = Tensor(array.ctypes.data, array.ctypes.data, array.shape, kind)
-            return Slip.of(OPS["allreduce"], name, [tensor], reduce_op=REDUCE_OPS["max"], sync=True)
+            return RequestBuffer.of(OPS["allreduce"], name, [tensor], reduce_op=REDUCE_OPS["max"], sync=True)
 
-        call, agree = slip(f"data {size}", data), slip(f"clock {size}", clock)
+        call, agree = request(f"data {size}", data), request(f"clock {size}", clock)
         calls = 1
         while True:  # as many calls as take a stretch; all ranks must make the same, so they agree on the time
             begin = time.perf_counter()

@@ -28,7 +28,7 @@ import report
 from contest import ContestError, exit_code
 from relay import Relay, cut_in
 
-from horo._core import OPS, Context, Slip
+from horo._core import OPS, Context, RequestBuffer
 from horo._setup import Setup
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
@@ -206,7 +206,7 @@ class World:
         return Cost(sum(by_rank), max(by_rank), latency_s * 1e6, cpu_s * 1e6 / self.layout.ranks)
 
     def _submit(self, rank: int, names: Sequence[str]) -> list[int]:
-        return [self.contexts[rank].submit(Slip.of(OPS["barrier"], name)) for name in names]
+        return [self.contexts[rank].submit(RequestBuffer.of(OPS["barrier"], name)) for name in names]
 
     def _settle(self) -> None:
         """Returns when all other threads of this process have nothing to do any more: they use no time of a core."""

@@ -249,7 +249,7 @@ class Config:
     controller: str = _variable(
         "CONTROLLER",
         "auto",
-        "How ranks learn of each other: `mpi` through mpi4py, whoever started them; `gloo` in horo's own meeting, as "
+        "How ranks learn of each other: `mpi` through mpi4py, whoever started them; `gloo` in horo's own store, as "
         "`hororun`, `torchrun` or Slurm describe it, never through MPI; `slurm` as Slurm describes it; `auto`: as who "
         "started the process needs it.",
         choices=("auto", "mpi", "gloo", "slurm"),

@@ -1,4 +1,4 @@
-"""One Python object around one ``horo_context``. Only this module and ``_slip.py`` touch cffi."""
+"""One Python object around one ``horo_context``. Only this module and ``_request_buffer.py`` touch cffi."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from horo._errors import HoroError, error_from_status
 from horo._native import ffi, lib
+from horo._request_buffer import DTYPES, OPS, REDUCE_OPS, RequestBuffer, Tensor
 from horo._setup import MpiUse, Setup
-from horo._slip import DTYPES, OPS, REDUCE_OPS, Slip, Tensor
 
 __all__ = [
     "DTYPES",
@@ -19,7 +19,7 @@ __all__ = [
     "REDUCE_OPS",
     "Context",
     "Event",
-    "Slip",
+    "RequestBuffer",
     "Tensor",
     "arena_bytes",
     "native_mpi",
@@ -44,7 +44,7 @@ def version() -> str:
 
 
 def simd_name() -> str:
-    """``"avx512"``, ``"avx2"``, ``"neon"`` or ``"scalar"``: what the reductions use on this machine."""
+    """``"avx512"``, ``"avx2"``, ``"neon"`` or ``"scalar"``: the instructions of the reductions on this machine."""
     return _text(lib.horo_simd_name())
 
 
@@ -54,7 +54,7 @@ def arena_bytes(local_size: int, segment_bytes: int, teams: int = 1) -> int:
 
 
 class Event(NamedTuple):
-    """Something that a rank has noted of its work; ``horo_event`` in ``horo.h`` says more."""
+    """One entry of the flight recorder; see ``horo_event`` in ``horo.h``."""
 
     time_ns: int
     """On the clock of ``time.monotonic_ns``."""
@@ -105,36 +105,36 @@ class Context:
         self._context: Any = out[0]
         self._final_counters: dict[str, int] = {}
 
-    def submit(self, slip: Slip) -> int:
+    def submit(self, buffer: RequestBuffer) -> int:
         """Hands one request to the core and returns its handle (positive); never blocks.
 
-        The memory of the tensors must stay valid until the handle is done; the slip is free again.
+        The memory of the tensors must stay valid until the request is finished; the buffer can be used again at once.
 
         Raises:
             UsageError, ResourceError, GroupError: as the native core says.
         """
-        if _submit(self._context, slip.request, slip.answer, _NULL, 0) != _OK:
-            self._submit_again(slip)
-        return slip.number[0]
+        if _submit(self._context, buffer.request, buffer.handle_out, _NULL, 0) != _OK:
+            self._submit_again(buffer)
+        return buffer.last_handle[0]
 
-    def run(self, slip: Slip) -> None:
+    def run(self, buffer: RequestBuffer) -> None:
         """``submit`` and ``finish`` in one, and quicker than the two; not for allgather.
 
-        Should a signal handler raise, the request stays under way, and its memory must stay valid.
+        If a signal handler raises, the request stays in progress, and its memory must stay valid.
 
         Raises:
             HoroError, BaseException: as ``submit`` and ``wait`` do.
         """
-        if _run(self._context, slip.request, _SIGNAL_CHECK_MS, slip.answer, _NULL, 0) == _OK:
+        if _run(self._context, buffer.request, _SIGNAL_CHECK_MS, buffer.handle_out, _NULL, 0) == _OK:
             return
-        if slip.number[0] == 0:
-            self._submit_again(slip)
-        self.finish(slip.number[0])
+        if buffer.last_handle[0] == 0:
+            self._submit_again(buffer)
+        self.finish(buffer.last_handle[0])
 
-    def _submit_again(self, slip: Slip) -> None:
-        """Asks for the reason why a request was refused, which has changed nothing. Usual calls have no room for it."""
+    def _submit_again(self, buffer: RequestBuffer) -> None:
+        """Submits a refused request again with a buffer for the message. A refused request has changed nothing."""
         error = _error_buffer()
-        _check(_submit(self._context, slip.request, slip.answer, error, _MESSAGE_MAX), error)
+        _check(_submit(self._context, buffer.request, buffer.handle_out, error, _MESSAGE_MAX), error)
 
     def add_team(
         self, ranks: Sequence[int], *, control_fds: Sequence[int] | None = None, data_fds: Sequence[int] | None = None
@@ -192,7 +192,7 @@ class Context:
         try:
             self.wait(handle)
         except HoroError:
-            self.let_go(handle)
+            self.release_if_done(handle)
             raise
 
     def poll(self, handle: int) -> bool:
@@ -208,7 +208,7 @@ class Context:
         The handle stays valid (``release`` it), also when this raises.
 
         Raises:
-            HoroError: what became of the request.
+            HoroError: the error of the request.
             BaseException: what a signal handler raised (KeyboardInterrupt after Ctrl-C). The request goes on in the
                 background, and its memory must stay valid until it is done.
         """
@@ -223,37 +223,37 @@ class Context:
         """``wait`` and ``release`` in one, and quicker than the two; not for allgather.
 
         Raises:
-            HoroError: what became of the request, which is released all the same.
+            HoroError: the error of the request; its handle is released.
             BaseException: what a signal handler raised, as from ``wait``; then the handle stays valid.
         """
         if _finish(self._context, handle, _SIGNAL_CHECK_MS) == _OK:
             return
         try:
             self.wait(handle)
-        except HoroError:  # the core's; a signal handler's leaves the request under way
-            self.let_go(handle)
+        except HoroError:  # raised by the core; after one from a signal handler, the request stays in progress
+            self.release_if_done(handle)
             raise
         self.release(handle)
 
     def release(self, handle: int) -> None:
-        """Forgets a finished handle."""
+        """Releases the handle of a finished request."""
         status = lib.horo_release(self._context, handle)
         if status != lib.HORO_OK:
             raise error_from_status(_STATUS_NAMES[status], self._message(handle))
 
-    def let_go(self, handle: int) -> bool:
+    def release_if_done(self, handle: int) -> bool:
         """Releases the handle if its request is finished; never blocks.
 
         Returns:
-            Whether the core is through with the memory: the request is finished, or the handle was released before.
+            Whether the core no longer uses the memory: the request is finished, or the handle was released before.
         """
-        if self.is_at_work(handle):
+        if self.in_progress(handle):
             return False
         lib.horo_release(self._context, handle)
         return True
 
-    def is_at_work(self, handle: int) -> bool:
-        """Whether the request is not finished yet, so that its memory is the core's; never blocks or raises."""
+    def in_progress(self, handle: int) -> bool:
+        """Whether the request is not finished yet, so that the core may use its memory; never blocks or raises."""
         return bool(lib.horo_poll(self._context, handle) == lib.HORO_IN_PROGRESS)
 
     def take_result(self, handle: int, index: int, team: int = 0) -> tuple[Any, list[int]]:
@@ -272,7 +272,7 @@ class Context:
         return ffi.buffer(owned, int(size[0])), list(first_dims)
 
     def health(self) -> HoroError | None:
-        """None while the group is whole, else the error that every request now gets."""
+        """None while no rank is lost, else the error that every request now gets."""
         error = _error_buffer()
         status = lib.horo_health(self._context, error, lib.HORO_MESSAGE_MAX)
         return None if status == lib.HORO_OK else error_from_status(_STATUS_NAMES[status], _text(error))
@@ -289,7 +289,7 @@ class Context:
         return {name: int(getattr(native, name)) for name, _ in ffi.typeof("horo_counters").fields or ()}
 
     def events(self) -> list[Event]:
-        """What this rank has noted last, the oldest first: some hundred events. Any thread; waits for nobody.
+        """The last events of this rank, the oldest first: some hundred. Thread-safe; never blocks.
 
         Raises:
             UsageError: after ``destroy``, or in a forked child.
@@ -301,7 +301,7 @@ class Context:
         return [_event(native[i]) for i in range(count)]
 
     def after_fork(self) -> None:
-        """In a forked child: lets go of the parent's descriptors; every later call raises UsageError."""
+        """In a forked child: closes the parent's descriptors; every later call raises UsageError."""
         if self._context != ffi.NULL:
             lib.horo_after_fork(self._context)
 

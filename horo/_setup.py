@@ -1,4 +1,4 @@
-"""What a context is made from: who is where, connected descriptors, the MPI of the process. Plain values."""
+"""The input of a context: the ranks of each host, connected descriptors, the MPI of the process. Plain values."""
 
 from __future__ import annotations
 

@@ -1,19 +1,29 @@
 """hororun: places ranks on hosts, starts them, forwards their output, ends them and says why.
 
-Imports neither torch nor the native core, so that it answers at once (``--check-build`` alone looks at both).
+Imports neither torch nor the native core, so that it starts fast (only ``--check-build`` looks for both).
 
-    cli          command line -> Job                options     what may stand there, and for which launcher
-    config       what a job is, as frozen data      allocation  what a batch system has given
-    hosts        -H and host files -> Host          launcher    which launcher, when nobody says
-    placement    hosts, -np -> Slot                 candidates  which hosts may get a rank
-    environment  what every rank finds              preview     what --dry-run shows
-    output       lines, prefixes, files             report      endings -> root cause, text
-    ways         how an agent is started: launch_ssh and launch_slurm
-    frames       messages between launcher and agent
-    loop         files, signals and timers          processes   starts, finds and ends processes; the guard
-    ranks        the ranks of one host              remote      one host at the end of one ssh or srun
-    supervise    the whole job                      agent       the remote side
-    delegate     a job in the hands of mpirun or jsrun, whose commands launch_mpi and launch_jsrun write
+    cli             command line -> Job
+    options         the options of the command line, and which launcher each of them is for
+    config          a job as frozen data
+    allocation      hosts and slots from a batch system
+    hosts           -H and host files -> Host
+    launcher        chooses a launcher if the command line does not
+    candidates      the hosts that may get a rank
+    placement       hosts, -np -> Slot
+    environment     the variables of each rank
+    preview         the output of --dry-run
+    launch_method   how an agent is started: launch_ssh and launch_slurm
+    frames          messages between launcher and agent
+    loop            files, signals and timers
+    processes       starts, finds and ends processes; the guard
+    ranks           the ranks of one host
+    remote          the connection to the agent on one host
+    agent           the remote side
+    host_addresses  addresses between the hosts
+    supervise       the whole job
+    output          lines, prefixes, files
+    report          endings -> root cause, text
+    delegate        a job that mpirun or jsrun runs; launch_mpi and launch_jsrun make the commands
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The remote side: ``python -m horo.runner.agent``, run by ssh or srun, spoken to over stdin and stdout.
 
-It says what this host is, gets the job, starts its ranks and sends back what they write and how they end. When its
-stdin ends, when nothing comes for the time agreed, or on SIGTERM, it ends everything and exits; should it be killed,
-its guard does that.
+It sends its host info, receives the job, starts its ranks, and sends back their output and how they end. When its stdin
+ends, when it receives nothing for the agreed time, or on SIGTERM, it ends all processes and exits. If the agent is
+killed, its guard ends them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main() -> int:
     become_subreaper()
     loop = Loop()
     agent = _Agent(loop, guard)
-    agent.greet()
+    agent.send_host_info()
     loop.run_until(lambda: agent.over)
     guard.dismiss()
     return 0
@@ -54,7 +54,7 @@ class _Agent:
         self._paused = False
         self._connected = True
         self._silence_s = _JOB_TIMEOUT_S
-        self._heard: Timer = loop.call_later(self._silence_s, self._leave_silence)
+        self._silence_timer: Timer = loop.call_later(self._silence_s, self._on_silence)
         self._leaving = False
         self._host = socket.gethostname()
         # Ranks get /dev/null and pipes of their own: 0 and 1 are for nobody but us.
@@ -73,13 +73,13 @@ class _Agent:
 
     @property
     def over(self) -> bool:
-        """Whether no rank runs and all news has been sent, or nobody is there to get it."""
+        """Whether no rank runs, and all frames have been sent or the launcher is gone."""
         ranks_are_over = self._ranks.finished if self._ranks else self._leaving
         return ranks_are_over and not (self._connected and self._outgoing)
 
-    def greet(self) -> None:
-        """Says what this host is."""
-        hello = {
+    def send_host_info(self) -> None:
+        """Sends the host info: facts about this host that the launcher needs."""
+        host_info = {
             "version": __version__,
             "pid": os.getpid(),
             "cores": core_count(),
@@ -88,7 +88,7 @@ class _Agent:
             "network": network_identity(),
             "free_port": free_port(),
         }
-        self._send(MAGIC + encode_json(Kind.HELLO, hello))
+        self._send(MAGIC + encode_json(Kind.HOST_INFO, host_info))
 
     def _read(self) -> None:
         try:
@@ -100,16 +100,16 @@ class _Agent:
         if not data:
             self._leave()
             return
-        self._listen_on()
+        self._restart_silence_timer()
         try:
             for frame in self._frames.feed(data):
                 self._handle(frame)
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             self._give_up(f"the launcher sent nonsense: {error!r}", EXIT_SETUP)
 
-    def _listen_on(self) -> None:
-        self._heard.cancel()
-        self._heard = self._loop.call_later(self._silence_s, self._leave_silence)
+    def _restart_silence_timer(self) -> None:
+        self._silence_timer.cancel()
+        self._silence_timer = self._loop.call_later(self._silence_s, self._on_silence)
 
     def _handle(self, frame: Frame) -> None:
         if frame.kind == Kind.JOB:
@@ -125,7 +125,7 @@ class _Agent:
         if self._ranks is not None:
             raise FrameError("a second job")
         self._silence_s = float(job["silence_s"])
-        self._listen_on()
+        self._restart_silence_timer()
         host, cwd, mark = str(job["host"]), str(job["cwd"]), str(job["mark"])
         self._host = host
         self._ranks = HostRanks(
@@ -157,12 +157,12 @@ class _Agent:
             self._ranks.kill()
         self._leaving = True
 
-    def _leave_silence(self) -> None:
+    def _on_silence(self) -> None:
         os.write(2, f"nothing was heard of hororun for {self._silence_s:g} s\n".encode())
         self._leave()
 
     def _leave(self) -> None:
-        """Nobody listens any more: ends the ranks with the usual grace."""
+        """The launcher is gone: ends the ranks with the usual grace time."""
         self._connected = False
         self._leaving = True
         self._loop.watch(self._in)
@@ -209,7 +209,7 @@ class _Agent:
         self._flow()
 
     def _flow(self) -> None:
-        """Lets ranks wait while the launcher does not take what they wrote."""
+        """Pauses the reading of the ranks' output while the launcher does not read it."""
         paused = self._connected and len(self._outgoing) > _OUTGOING_MAX_BYTES
         if paused != self._paused and self._ranks:
             self._paused = paused

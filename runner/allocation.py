@@ -46,7 +46,7 @@ class Allocation:
 
 
 def find_allocation(environ: Mapping[str, str], read: Read) -> Allocation | None:
-    """The allocation that ``environ`` speaks of; None: there is none.
+    """The allocation that ``environ`` describes; None: there is none.
 
     Raises:
         AllocationError: there is one, and it cannot be understood.

@@ -1,4 +1,4 @@
-"""Before anything is started: which hosts may get a rank, and by which way they are reached."""
+"""Before anything is started: which hosts may get a rank, and how the agents on them are started."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ from dataclasses import replace
 
 from horo.runner.config import EXIT_SETUP, Job, JobError
 from horo.runner.hosts import Host
-from horo.runner.launch_slurm import SrunWay, knows_overlap
-from horo.runner.launch_ssh import SshWay
+from horo.runner.launch_method import LaunchMethod
+from horo.runner.launch_slurm import SrunLaunchMethod, knows_overlap
+from horo.runner.launch_ssh import SshLaunchMethod
 from horo.runner.machine import core_count, default_slots, gpu_count
 from horo.runner.network import is_local
 from horo.runner.placement import PlacementError, place
 from horo.runner.processes import ask
-from horo.runner.ways import Way
 
-__all__ = ["candidates", "way_of"]
+__all__ = ["candidates", "launch_method_of"]
 
 
-def way_of(job: Job, environment: Mapping[str, str]) -> Way:
+def launch_method_of(job: Job, environment: Mapping[str, str]) -> LaunchMethod:
     """How agents are started on other hosts.
 
     Raises:
         JobError: there is no srun, and it is needed.
     """
     if job.launcher != "slurm":
-        return SshWay(job.ssh, job.python, job.start_timeout_s, job.host_timeout_s)
-    way = SrunWay(job.python)
+        return SshLaunchMethod(job.ssh, job.python, job.start_timeout_s, job.host_timeout_s)
+    method = SrunLaunchMethod(job.python)
     if all(is_local(host) for host in job.hosts):
-        return way
+        return method
     try:
-        version = ask([way.program, "--version"], environment, job.start_timeout_s)
+        version = ask([method.program, "--version"], environment, job.start_timeout_s)
     except OSError as error:  # TimeoutError is one
         raise JobError(
             f"--launcher slurm: srun cannot be started: {error.strerror or error}; is Slurm's folder in PATH?",
             EXIT_SETUP,
         ) from error
-    return replace(way, overlap=knows_overlap(version))
+    return replace(method, overlap=knows_overlap(version))
 
 
 def candidates(job: Job, environment: Mapping[str, str]) -> list[Host]:

@@ -98,7 +98,7 @@ class Job:
         size: number of ranks.
         command: what every rank runs.
         hosts: where; ``localhost`` when neither the user nor a batch system named any.
-        hosts_from: who named them, for messages; empty: the user.
+        hosts_from: the source of the host list, for messages; empty: the user.
         launcher: how ranks are started, one of ``LAUNCHERS`` without ``"auto"``.
         oversubscribe: whether more ranks than slots are allowed.
         grace_s: seconds from SIGTERM to SIGKILL.

@@ -11,13 +11,13 @@ from horo.runner.output import Printer, RankFiles, Writer, colour_wanted, redraw
 
 __all__ = ["Console"]
 
-_LAST_WORDS_TIMEOUT_S = 1.0
+_FLUSH_TIMEOUT_S = 1.0
 
 
 class Console:
-    """Takes what ranks write; says when they have to wait.
+    """Takes the output of the ranks; ``full`` tells when the ranks have to wait.
 
-    ``interrupted`` is set by whoever gets a signal while ``flush`` waits.
+    The handler of a signal sets ``interrupted`` to end a ``flush``.
     """
 
     def __init__(self, loop: Loop, options: Output, size: int) -> None:
@@ -78,13 +78,13 @@ class Console:
         if self._verbose:
             self.say(text)
 
-    def flush(self, *, patient: bool) -> None:
-        """Waits until all is written; not ``patient``: for a moment only, should stdout be blocked."""
+    def flush(self, *, wait_for_all: bool) -> None:
+        """Waits until all is written. Without ``wait_for_all``, waits only briefly, since stdout may be blocked."""
         self._printer.close()
-        self.interrupted = False  # a signal that ended the job shall not cost the words that say so
+        self.interrupted = False  # a signal that ended the job must not suppress the message about it
         out_of_time: list[bool] = []
-        if not patient:
-            self._loop.call_later(_LAST_WORDS_TIMEOUT_S, lambda: out_of_time.append(True))
+        if not wait_for_all:
+            self._loop.call_later(_FLUSH_TIMEOUT_S, lambda: out_of_time.append(True))
         self._loop.run_until(lambda: self._writer.idle or bool(out_of_time) or self.interrupted)
 
     def _complain_once(self, fd: int) -> None:

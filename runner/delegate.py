@@ -1,6 +1,6 @@
 """A job in the hands of another launcher, mpirun or jsrun: its command, its environment, its end.
 
-Ranks come up as ranks of MPI: they are told nothing of who they are and where they meet.
+The ranks start as ranks of MPI: hororun sets neither their numbers nor the address of a store.
 """
 
 from __future__ import annotations
@@ -106,9 +106,9 @@ class _Delegate:
         except StartError as error:
             self._error = JobError(str(error), error.code)
         self._console.rank_ended(0)
-        self._console.flush(patient=not self._signal)
+        self._console.flush(wait_for_all=not self._signal)
         code = self._conclude()
-        self._console.flush(patient=False)
+        self._console.flush(wait_for_all=False)
         return code
 
     def _on_event(self, event: Event) -> None:
@@ -116,7 +116,7 @@ class _Delegate:
             self._code = 128 + event.signal if event.signal else event.code
         elif isinstance(event, Output):
             if self._console.full and (self._signal or self._error is not None):
-                return  # nobody reads it, and who waits for a reader cannot end
+                return  # nothing reads the output, and a process that waits for a reader cannot end
             self._console.output(0, event.stream, event.data)
             if self._console.full:
                 self._pause(True)
@@ -178,7 +178,7 @@ def _plan_mpirun(job: Job, environment: Mapping[str, str]) -> _Plan:
 
 
 def _environment(job: Job, environment: Mapping[str, str], ranks_per_host: int) -> dict[str, str]:
-    """This environment, less what told another job's rank who it is, and with what ranks of this job share."""
+    """This environment without the variables of a rank of another job, and with those that ranks of this job share."""
     groups = (LaunchVariables, TorchrunVariables)
     places = {name for group in groups for variable in variables_of(group).values() for name in variable.names}
     here = {name: value for name, value in environment.items() if name not in places} | dict(job.exports)

@@ -1,4 +1,4 @@
-"""What every rank finds in its environment: pure functions from placement and options to variables."""
+"""The environment of every rank: pure functions from placement and options to variables."""
 
 from __future__ import annotations
 
@@ -145,13 +145,13 @@ def rank_variables(
     keep_memory: bool,
     move_ranks: bool,
 ) -> dict[str, str]:
-    """What one rank is told.
+    """The variables of one rank.
 
     Args:
         slot: its place.
         host: name of its host, as given to ``-H``.
         mark: marks processes of this job on this host.
-        store: where its host reaches the key-value server, ``addr:port[,addr:port...]``.
+        store: addresses of the key-value server for its host, ``addr:port[,addr:port...]``.
         master: address and port for ``torch.distributed``.
         cores: of its host; shared out as ``OMP_NUM_THREADS``,
         threads_set: unless the user has set that.

@@ -22,9 +22,9 @@ _END = b"\n"
 
 
 class Kind(IntEnum):
-    """What a frame says, and who says it."""
+    """The kinds of frames. The comments name the sender."""
 
-    HELLO = 1  # agent: JSON, what this host is; once, first
+    HOST_INFO = 1  # agent: JSON, facts about its host; once, first
     STARTED = 2  # agent: JSON, pid of the rank
     STDOUT = 3  # agent: bytes that the rank wrote
     STDERR = 4  # agent: bytes that the rank wrote

@@ -17,7 +17,7 @@ __all__ = ["Family", "Mpirun", "family_of", "forwarded_names", "mpirun_command",
 
 
 class Family(Enum):
-    """Those who read their options alike."""
+    """The mpiruns with the same options."""
 
     OPEN_MPI_5 = "Open MPI 5"  # PRRTE starts the ranks
     OPEN_MPI_4 = "Open MPI 4"  # ORTE does
@@ -72,7 +72,7 @@ def mpirun_command(
         mpirun: what starts the ranks.
         counts: ranks per host, in order.
         names: variables to pass on.
-        root: whether the user is root, whom Open MPI refuses unless told not to.
+        root: whether the user is root; Open MPI refuses root without an option.
 
     Raises:
         JobError: something cannot be said to this mpirun; names the option.

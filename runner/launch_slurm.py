@@ -9,9 +9,9 @@ from fnmatch import fnmatchcase
 
 from horo.runner.config import EXIT_UNREACHABLE, JobError
 from horo.runner.hosts import Host
-from horo.runner.ways import agent_command, explain_agent
+from horo.runner.launch_method import agent_command, explain_agent
 
-__all__ = ["SrunWay", "knows_overlap"]
+__all__ = ["SrunLaunchMethod", "knows_overlap"]
 
 _OVERLAP_SINCE = (20, 11)
 _ABOUT_A_STEP = (
@@ -36,8 +36,8 @@ _NOT_FOR_SRUN = ("SLURM_*", "SRUN_*", "SSH_CONNECTION", "SSH_CLIENT", "SSH_TTY",
 
 
 @dataclass(frozen=True)
-class SrunWay:
-    """A :class:`~horo.runner.ways.Way`: one step of one task per host, beside what runs in the job already.
+class SrunLaunchMethod:
+    """A ``LaunchMethod``: one step of one task per host, beside what runs in the job already.
 
     Attributes:
         python: the Python on the hosts.
@@ -53,7 +53,7 @@ class SrunWay:
     unset: tuple[str, ...] = (*_ABOUT_A_STEP, *_SAME_NAME_FOR_A_STEP, "SRUN_*", "PMI_*", "PMI2_*", "PMIX_*")
 
     def command(self, host: Host) -> list[str]:
-        """See :class:`~horo.runner.ways.Way`.
+        """See ``LaunchMethod``.
 
         The step must give its one task all that the job has on the host: every core, all memory, all GPUs.
         ``--unbuffered`` is left out on purpose, since it puts a terminal between; frames end in a newline instead.
@@ -73,25 +73,25 @@ class SrunWay:
         return [self.program, *options, "sh", "-c", agent_command(self.python)]
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """See :class:`~horo.runner.ways.Way`. srun takes many options from variables that were meant for the job."""
+        """See ``LaunchMethod``. srun takes many options from variables that were meant for the job."""
         return {
             name: value for name, value in environ.items() if name in _FOR_SRUN or not _matches(name, _NOT_FOR_SRUN)
         }
 
-    def carried(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """See :class:`~horo.runner.ways.Way`: what the job is, so that ranks find it on every host alike."""
+    def extra_variables(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """See ``LaunchMethod``: the variables of the Slurm job, so that they are equal on every host."""
         return {
             name: value
             for name, value in environ.items()
             if name.startswith("SLURM_") and not _matches(name, (*_ABOUT_A_STEP, *_ABOUT_A_HOST))
         }
 
-    def by_hand(self, host: str) -> str:
-        """See :class:`~horo.runner.ways.Way`."""
+    def trial_command(self, host: str) -> str:
+        """See ``LaunchMethod``."""
         return f"srun --overlap --nodelist={host} hostname"
 
-    def explain_silence(self, host: str, code: int, stderr: bytes) -> JobError:
-        """See :class:`~horo.runner.ways.Way`."""
+    def explain_failure(self, host: str, code: int, stderr: bytes) -> JobError:
+        """See ``LaunchMethod``."""
         lines = [line.strip() for line in stderr.decode("utf-8", "replace").splitlines() if line.strip()]
         # How a task ended says srun, too, after whatever the task said itself.
         own = [line for line in lines if re.match(r"(srun|slurmstepd)[:-]", line) and "task 0:" not in line]

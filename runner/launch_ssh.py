@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 from horo.runner.config import EXIT_UNREACHABLE, JobError, Ssh
 from horo.runner.hosts import Host
-from horo.runner.ways import agent_command, explain_agent
+from horo.runner.launch_method import agent_command, explain_agent
 
-__all__ = ["SshWay"]
+__all__ = ["SshLaunchMethod"]
 
 _SSH_FAILED = 255
 _CONNECT_TIMEOUT_MAX_S = 10
 
 
 @dataclass(frozen=True)
-class SshWay:
-    """A :class:`~horo.runner.ways.Way`: one ssh per host.
+class SshLaunchMethod:
+    """A ``LaunchMethod``: one ssh per host.
 
     Attributes:
         ssh: what the user said.
@@ -36,11 +36,11 @@ class SshWay:
 
     @property
     def program(self) -> str:
-        """See :class:`~horo.runner.ways.Way`."""
+        """See ``LaunchMethod``."""
         return self.ssh.program
 
     def command(self, host: Host) -> list[str]:
-        """See :class:`~horo.runner.ways.Way`. Host keys are checked as the user's ssh is configured to."""
+        """See ``LaunchMethod``. Host keys are checked as the user's ssh is configured to."""
         alive_s = max(1, round(self.host_timeout_s / 3))
         options = {
             "BatchMode": "yes",
@@ -61,19 +61,19 @@ class SshWay:
         return [*command, *self.ssh.arguments, target, agent_command(self.python)]
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """See :class:`~horo.runner.ways.Way`."""
+        """See ``LaunchMethod``."""
         return dict(environ)
 
-    def carried(self, _environ: Mapping[str, str]) -> dict[str, str]:
-        """See :class:`~horo.runner.ways.Way`."""
+    def extra_variables(self, _environ: Mapping[str, str]) -> dict[str, str]:
+        """See ``LaunchMethod``."""
         return {}
 
-    def by_hand(self, _host: str) -> str:
-        """See :class:`~horo.runner.ways.Way`."""
+    def trial_command(self, _host: str) -> str:
+        """See ``LaunchMethod``."""
         return "ssh"
 
-    def explain_silence(self, host: str, code: int, stderr: bytes) -> JobError:
-        """See :class:`~horo.runner.ways.Way`."""
+    def explain_failure(self, host: str, code: int, stderr: bytes) -> JobError:
+        """See ``LaunchMethod``."""
         lines = [line for line in stderr.decode("utf-8", "replace").splitlines() if line.strip()]
         last = lines[-1].strip().removeprefix("ssh: ") if lines else f"no message, exit code {code}"
         if code == _SSH_FAILED:

@@ -108,7 +108,7 @@ def colour_wanted(fd: int) -> bool:
 class Writer:
     """Writes to descriptors in a thread of its own, in order, so that a blocked terminal blocks nothing else.
 
-    It takes whatever it is given; who gives asks ``full`` first and waits for ``on_change``. ``on_change`` is called
+    It accepts all data. The caller checks ``full`` first and waits for ``on_change``. ``on_change`` is called
     in the thread: when room appears, when all is written, and when a descriptor fails.
     """
 
@@ -122,7 +122,7 @@ class Writer:
 
     @property
     def full(self) -> bool:
-        """Whether givers should wait."""
+        """Whether callers should wait before the next ``put``."""
         return self._pending_bytes > _HIGH_WATER_BYTES
 
     @property

@@ -39,7 +39,7 @@ def place(slots: Sequence[int], size: int, *, oversubscribe: bool = False, sourc
     """Places ``size`` ranks on hosts that have ``slots`` each.
 
     With ``oversubscribe``, ranks beyond the last slot are dealt to the hosts in turn. Hosts that get no rank are
-    left out of every count. ``source`` says in the message who has named the slots.
+    left out of every count. ``source`` is the source of the slots, for the message.
 
     Raises:
         PlacementError: there are more ranks than slots, or no rank, or no host.

@@ -1,11 +1,11 @@
-"""What ``--dry-run`` shows of a job that agents run: who runs where, and the commands that reach the hosts."""
+"""What ``--dry-run`` shows of a job that agents run: the place of each rank, and the commands that start the agents."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
 
-from horo.runner.candidates import candidates, way_of
+from horo.runner.candidates import candidates, launch_method_of
 from horo.runner.config import Job
 from horo.runner.network import is_local
 from horo.runner.placement import place
@@ -21,7 +21,7 @@ def preview(job: Job, environment: Mapping[str, str]) -> str:
         JobError: the job could not be started as it is asked for.
     """
     hosts = candidates(job, environment)
-    way = way_of(job, environment)
+    method = launch_method_of(job, environment)
     lines = [f"hosts from the {job.hosts_from}"] if job.hosts_from else []
     if all(host.slots is not None for host in hosts):
         slots = place([host.slots or 0 for host in hosts], job.size, oversubscribe=job.oversubscribe)
@@ -31,6 +31,8 @@ def preview(job: Job, environment: Mapping[str, str]) -> str:
         lines.append("how the ranks are shared out depends on the hosts: some have to be asked for their slots")
     for index, host in enumerate(hosts):
         ranks = by_host.get(index, [])
-        who = f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)} on {host.name}" if ranks else f"on {host.name}"
-        lines.append(f"{who}: {'started directly' if is_local(host) else shlex.join(way.command(host))}")
+        ranks_and_host = (
+            f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)} on {host.name}" if ranks else f"on {host.name}"
+        )
+        lines.append(f"{ranks_and_host}: {'started directly' if is_local(host) else shlex.join(method.command(host))}")
     return "\n".join([*lines, f"each rank: {shlex.join(job.command)}", ""])

@@ -1,6 +1,6 @@
 """The only module that starts, finds and ends processes.
 
-Three things keep a host clean whatever dies first:
+Three mechanisms end all processes of a job on a host, whatever dies first:
 
 * Every process of a job carries ``HORO_HOST_MARK`` in its environment, every rank leads its own session, and the
   process that starts them is their *subreaper*: what a rank leaves behind becomes its child and is found.
@@ -39,9 +39,9 @@ MARK_NAME = "HORO_HOST_MARK"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
-_LOOK_AGAIN_S = 0.02
+_POLL_INTERVAL_S = 0.02
 _KILL_DEADLINE_S = 10.0
-_FAREWELL = b"done\n"
+_DONE = b"done\n"
 
 
 def become_subreaper() -> None:
@@ -83,7 +83,7 @@ def ask(argv: Sequence[str], environment: Mapping[str, str], timeout_s: float) -
 def children_of_this_process() -> set[int]:
     """Pids of the children it has now."""
     here = os.getpid()
-    return {pid for pid, process in _look_at_processes().items() if process.parent == here}
+    return {pid for pid, process in _list_processes().items() if process.parent == here}
 
 
 def spawn(
@@ -148,7 +148,7 @@ class Tree:
 
     def find(self) -> set[int]:
         """Processes of the job that exist now, zombies left out."""
-        seen = _look_at_processes()
+        seen = _list_processes()
         children: dict[int, list[int]] = {}
         for pid, process in seen.items():
             children.setdefault(process.parent, []).append(pid)
@@ -172,7 +172,7 @@ class _Process:
     alive: bool
 
 
-def _look_at_processes() -> dict[int, _Process]:
+def _list_processes() -> dict[int, _Process]:
     seen = {}
     for name in os.listdir("/proc"):  # noqa: PTH208 - no Path object per process
         if name.isdigit():
@@ -207,11 +207,11 @@ def end_all(tree: Tree, grace_s: float) -> bool:
     while (found := tree.find()) and time.monotonic() < deadline:
         send_signal(found - asked, signal.SIGTERM)
         asked |= found
-        time.sleep(_LOOK_AGAIN_S)
+        time.sleep(_POLL_INTERVAL_S)
     deadline = time.monotonic() + _KILL_DEADLINE_S
     while (found := tree.find()) and time.monotonic() < deadline:
         send_signal(found, signal.SIGKILL)
-        time.sleep(_LOOK_AGAIN_S)
+        time.sleep(_POLL_INTERVAL_S)
     return not found
 
 
@@ -219,7 +219,7 @@ class Guard:
     """A process that outlives its parent and ends the job then.
 
     It is forked, not executed, so it must be made before the first thread. It holds nothing but the read end of a
-    pipe; the end of that pipe without a farewell is its signal.
+    pipe. If that pipe ends without the line ``done``, the guard ends the job.
     """
 
     def __init__(self) -> None:
@@ -230,12 +230,12 @@ class Guard:
         os.close(read_fd)
 
     def tell(self, tree: Tree, grace_s: float) -> None:
-        """What to end, and how patiently; replaces what it was told before."""
+        """Sets the processes to end and the grace time; replaces earlier values."""
         self._write(f"{grace_s} {tree.mark} {' '.join(map(str, tree.sessions))}\n".encode())
 
     def dismiss(self) -> None:
-        """Says that nothing is left to do, and reaps it."""
-        self._write(_FAREWELL)
+        """Tells the guard that nothing is left to end, and reaps it."""
+        self._write(_DONE)
         os.close(self._write_fd)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
@@ -250,21 +250,21 @@ def _guard(read_fd: int) -> NoReturn:
         os.setsid()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP):
             signal.signal(number, signal.SIG_IGN)
-        _let_go_of_all_but(read_fd)
+        _close_all_but(read_fd)
         os.chdir("/")
         ctypes.PyDLL(None).prctl(_PR_SET_NAME, b"hororun-guard", 0, 0, 0)
-        last = _FAREWELL
+        last = _DONE
         with open(read_fd, "rb") as orders:
             for line in orders:
                 last = line
-        if last != _FAREWELL:
+        if last != _DONE:
             grace_s, mark, *pids = last.decode("ascii").split()
             end_all(Tree(mark, set(map(int, pids))), float(grace_s))
     finally:
         os._exit(0)
 
 
-def _let_go_of_all_but(kept_fd: int) -> None:
+def _close_all_but(kept_fd: int) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         if fd != kept_fd:

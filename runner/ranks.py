@@ -18,7 +18,7 @@ from horo.runner.processes import Guard, Tree, send_signal, spawn
 __all__ = ["Event", "Exited", "HostRanks", "Output", "StartError", "Started", "reap"]
 
 _READ_BYTES = 65536
-_LOOK_AGAIN_S = 0.05
+_POLL_INTERVAL_S = 0.05
 _NOT_EXECUTABLE = 126
 _NOT_FOUND = 127
 
@@ -125,7 +125,7 @@ class HostRanks:
         self._tree.sessions.discard(pid)  # the number is free for others now
         self._guard.tell(self._tree, self._grace_s)
         self._emit(Exited(rank.rank, max(code, 0), max(-code, 0), self._asked))
-        self._sweep_when_over()
+        self._end_remaining_processes()
 
     def terminate(self) -> None:
         """SIGTERM to every rank and its process group; SIGKILL after the grace time. Again: nothing new."""
@@ -135,7 +135,7 @@ class HostRanks:
         self._signal_groups(signal.SIGTERM)
         self._kill_at_s = time.monotonic() + self._grace_s
         self._loop.call_later(self._grace_s, self.kill)
-        self._sweep_when_over()
+        self._end_remaining_processes()
 
     def kill(self) -> None:
         """SIGKILL to all that is left."""
@@ -145,7 +145,7 @@ class HostRanks:
         self._kill_at_s = 0.0
         self._signal_groups(signal.SIGKILL)
         send_signal(self._tree.find(), signal.SIGKILL)
-        self._sweep_when_over()
+        self._end_remaining_processes()
 
     def pause(self, paused: bool) -> None:
         """Stops or resumes reading: ranks that write on have to wait once their pipe is full."""
@@ -206,8 +206,8 @@ class HostRanks:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, number)
 
-    def _sweep_when_over(self) -> None:
-        """With no rank left to run: ends what ranks left behind, looking again until nothing is."""
+    def _end_remaining_processes(self) -> None:
+        """When no rank runs: ends the processes that ranks have left behind, again until none is left."""
         if self._ranks or self.finished:
             return
         found = self._tree.find()
@@ -222,7 +222,7 @@ class HostRanks:
             self._told |= found
         else:
             send_signal(found, signal.SIGKILL)
-        self._loop.call_later(_LOOK_AGAIN_S, self._sweep_when_over)
+        self._loop.call_later(_POLL_INTERVAL_S, self._end_remaining_processes)
 
 
 def reap(owners: Sequence[Callable[[int, int], None]]) -> None:

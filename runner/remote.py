@@ -12,10 +12,10 @@ from typing import Any
 from horo.runner.config import EXIT_INTERNAL, EXIT_SETUP, EXIT_UNREACHABLE, JobError
 from horo.runner.frames import Frame, FrameError, FrameReader, Kind, encode, encode_json
 from horo.runner.hosts import Host
+from horo.runner.launch_method import LaunchMethod
 from horo.runner.loop import Loop, Timer
 from horo.runner.processes import spawn
 from horo.runner.ranks import Event, Exited, Output, Started
-from horo.runner.ways import Way
 
 from horo import __version__
 
@@ -27,16 +27,16 @@ _END_TIMEOUT_S = 2.0
 
 
 class RemoteHost:
-    """Speaks with the agent on one host.
+    """The connection to the agent on one host.
 
-    ``hello`` is what the host said about itself, None until it did. ``error`` is why it can take no part, None while
-    it can. ``finished``: the connection is over, and nothing more will come. After each of these changes, and when a
-    rank is heard of, ``emit`` or ``changed`` is called.
+    ``host_info`` is what the agent has sent about its host, None before. ``error`` is why the host cannot take part,
+    None while it can. ``finished``: the connection is over, and nothing more will come. After each change of these,
+    ``changed`` is called; for each event of a rank, ``emit``.
     """
 
     def __init__(self, loop: Loop, host: Host, emit: Callable[[Event], None], changed: Callable[[], None]) -> None:
         self.host = host
-        self.hello: dict[str, Any] | None = None
+        self.host_info: dict[str, Any] | None = None
         self.error: JobError | None = None
         self.finished = False
         self.job_sent = False
@@ -49,7 +49,7 @@ class RemoteHost:
         self._stderr = b""
         self._code: int | None = None
         self._process: subprocess.Popen[bytes]
-        self._way: Way
+        self._method: LaunchMethod
         self._ping: Timer | None = None
         self._ping_interval_s = 0.0
         self._open: set[int] = set()
@@ -59,26 +59,27 @@ class RemoteHost:
         """Of the program that connects us."""
         return self._process.pid
 
-    def connect(self, way: Way, *, host_timeout_s: float) -> list[str]:
+    def connect(self, method: LaunchMethod, *, host_timeout_s: float) -> list[str]:
         """Starts the agent there and returns the command that does.
 
         Raises:
             JobError: the command cannot be started here.
         """
-        command = way.command(self.host)
+        command = method.command(self.host)
         try:
             self._process = spawn(
                 command,
-                environment=way.environment(os.environ),
+                environment=method.environment(os.environ),
                 stdin=subprocess.PIPE,
-                last_signal=signal.SIGTERM if way.ends_on_sigterm else signal.SIGKILL,
+                last_signal=signal.SIGTERM if method.ends_on_sigterm else signal.SIGKILL,
             )
         except OSError as error:
             raise JobError(
-                f"host {self.host.name} needs {way.name}, and {way.program!r} cannot be started here: {error.strerror}",
+                f"host {self.host.name} needs {method.name}, and {method.program!r} cannot be started here: "
+                f"{error.strerror}",
                 EXIT_SETUP,
             ) from error
-        self._way = way
+        self._method = method
         self._ping_interval_s = host_timeout_s / 3
         self._loop.watch(self._stdout, read=self._read_frames)
         self._loop.watch(self._stderr_fd, read=self._read_stderr)
@@ -108,7 +109,7 @@ class RemoteHost:
     def hang_up(self) -> None:
         """Ends the connection; an agent that still runs ends its ranks."""
         self._hung_up = True
-        if self._way.ends_on_sigterm:
+        if self._method.ends_on_sigterm:
             self._signal(signal.SIGTERM)
             self._loop.call_later(_END_TIMEOUT_S, lambda: self._signal(signal.SIGKILL))
         else:
@@ -131,7 +132,7 @@ class RemoteHost:
         code = os.waitstatus_to_exitcode(status)
         self._process.returncode = code
         self._code = code if code >= 0 else 128 - code
-        # Whoever still holds the pipes (a master connection, a proxy) is none of ours to wait for.
+        # Another process may still hold the pipes (a master connection, a proxy): do not wait for it.
         for fd, read in ((self._stdout, self._read_frames), (self._stderr_fd, self._read_stderr)):
             while fd in self._open and read():
                 pass
@@ -143,7 +144,7 @@ class RemoteHost:
         if self.error is not None:
             return str(self.error)
         lines = [line for line in self._stderr.decode("utf-8", "replace").splitlines() if line.strip()]
-        return f"{self._way.name} ended with code {self._code}" + (f": {lines[-1].strip()}" if lines else "")
+        return f"{self._method.name} ended with code {self._code}" + (f": {lines[-1].strip()}" if lines else "")
 
     @property
     def _stdout(self) -> int:
@@ -166,12 +167,12 @@ class RemoteHost:
                 del self._outgoing[: os.write(pipe.fileno(), self._outgoing)]
         except BlockingIOError:
             pass
-        except OSError:  # ssh is going; its end will be noticed
+        except OSError:  # ssh is ending; SIGCHLD will report it
             self._outgoing.clear()
         self._loop.watch(pipe.fileno(), write=self._write if self._outgoing else None)
 
     def _send_ping(self) -> None:
-        if not self._outgoing:  # what waits to be written already says that we are here, when it arrives
+        if not self._outgoing:  # other frames serve as a ping too
             self._send(encode(Kind.PING))
         self._ping = self._loop.call_later(self._ping_interval_s, self._send_ping)
 
@@ -202,8 +203,8 @@ class RemoteHost:
         return data
 
     def _handle(self, frame: Frame) -> None:
-        if frame.kind == Kind.HELLO:
-            self._greet(frame.json())
+        if frame.kind == Kind.HOST_INFO:
+            self._on_host_info(frame.json())
         elif frame.kind == Kind.STARTED:
             self._emit(Started(frame.rank, int(frame.json()["pid"])))
         elif frame.kind in (Kind.STDOUT, Kind.STDERR):
@@ -217,17 +218,17 @@ class RemoteHost:
         else:
             raise FrameError(f"{frame.kind.name} is not for launchers")
 
-    def _greet(self, hello: dict[str, Any]) -> None:
-        if hello["version"] != __version__:
+    def _on_host_info(self, host_info: dict[str, Any]) -> None:
+        if host_info["version"] != __version__:
             self._fail(
                 JobError(
-                    f"host {self.host.name} has horo {hello['version']} but this host has {__version__}: "
+                    f"host {self.host.name} has horo {host_info['version']} but this host has {__version__}: "
                     "install the same version on both",
                     EXIT_SETUP,
                 )
             )
             return
-        self.hello = hello
+        self.host_info = host_info
         self._changed()
 
     def _fail(self, error: JobError) -> None:
@@ -238,8 +239,8 @@ class RemoteHost:
     def _finish(self) -> None:
         if self._ping is not None:
             self._ping.cancel()
-        if self.hello is None and self.error is None:
-            self.error = self._way.explain_silence(self.host.name, self._code or 0, self._stderr)
+        if self.host_info is None and self.error is None:
+            self.error = self._method.explain_failure(self.host.name, self._code or 0, self._stderr)
         if not self.job_sent and not self._hung_up and self.error is None:
             self.error = JobError(f"host {self.host.name} was lost: {self.why_lost}", EXIT_UNREACHABLE)
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):

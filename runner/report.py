@@ -1,4 +1,4 @@
-"""From how the ranks ended to who is to blame, in words. Pure."""
+"""The cause of a failure, computed from how each rank ended, and the message about it. Pure."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Ending:
     """How a rank ended.
 
     Attributes:
-        rank: who.
-        host: where, as given to ``-H``.
+        rank: its number.
+        host: its host, as given to ``-H``.
         code: its exit code; 0 when ``signal`` or ``lost`` says more.
         signal: what killed it; 0: nothing did.
         asked: it had been told to end before.
@@ -48,7 +48,7 @@ def root_cause(endings: Sequence[Ending]) -> Ending | None:
 
     It is the first in time (``endings`` are in the order they became known). But a rank that died of a
     ``PeerLostError``, or because a peer shut horo down or stalled, points at another: if that one failed too, and not
-    because hororun told it to, it is the cause, though the news of it came later from another host.
+    because hororun told it to, it is the cause, although its end was reported later from another host.
     """
     failures = {ending.rank: ending for ending in endings if ending.failed and (ending.lost or not ending.asked)}
     first = next((ending for ending in endings if ending.failed and not ending.asked), None)

@@ -1,4 +1,4 @@
-"""The whole job: reach the hosts, place and start the ranks, pass on what they write, end them, say why."""
+"""The whole job: connect to the hosts, place and start the ranks, forward their output, end them, report the cause."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from horo.runner.candidates import candidates, way_of
+from horo.runner.candidates import candidates, launch_method_of
 from horo.runner.config import EXIT_UNREACHABLE, EXIT_USAGE, Job, JobError
 from horo.runner.console import Console
 from horo.runner.environment import common_variables, forwarded, places_ranks, rank_variables, tunes_malloc
+from horo.runner.host_addresses import HostAddresses, find_addresses, store_addresses
 from horo.runner.hosts import Host, written
+from horo.runner.launch_method import LaunchMethod
 from horo.runner.loop import Loop
 from horo.runner.machine import core_count, default_slots
 from horo.runner.network import NetworkError, free_port, is_local
@@ -28,10 +30,8 @@ from horo.runner.processes import (
     occupy_standard_streams,
 )
 from horo.runner.ranks import Event, Exited, HostRanks, Output, StartError, reap
-from horo.runner.reach import Reach, meeting_addresses, reach
 from horo.runner.remote import RemoteHost
 from horo.runner.report import Ending, exit_code, ranges, report, root_cause, signal_name
-from horo.runner.ways import Way
 
 from horo._errors import HoroError
 
@@ -59,13 +59,13 @@ def run_job(job: Job, environment: Mapping[str, str]) -> int:
     except FileNotFoundError:
         raise JobError("the current directory does not exist any more: ranks would start in it") from None
     hosts = candidates(job, environment)
-    way = way_of(job, environment)
+    method = launch_method_of(job, environment)
     occupy_standard_streams()
     spared = children_of_this_process()  # a shell that became us by ``exec`` may have left some
     guard = Guard()  # forked before the first thread
     become_subreaper()
     with closing(Loop()) as loop:
-        code = _Supervisor(job, hosts, way, environment, loop, guard=guard, spared=spared | {guard.pid}).run()
+        code = _Supervisor(job, hosts, method, environment, loop, guard=guard, spared=spared | {guard.pid}).run()
     guard.dismiss()  # not when something went wrong in here: then it has work to do
     return code
 
@@ -77,7 +77,7 @@ class _Supervisor:
         self,
         job: Job,
         hosts: Sequence[Host],
-        way: Way,
+        method: LaunchMethod,
         environment: Mapping[str, str],
         loop: Loop,
         *,
@@ -86,7 +86,7 @@ class _Supervisor:
     ) -> None:
         self._job = job
         self._hosts = hosts
-        self._way = way
+        self._method = method
         self._environment = {**environment, **job.exports}
         self._loop = loop
         self._guard = guard
@@ -123,9 +123,9 @@ class _Supervisor:
         self._loop.run_until(self._over)
         if self._store is not None:
             self._store.close()
-        self._console.flush(patient=not self._signal)
+        self._console.flush(wait_for_all=not self._signal)
         code = self._conclude()
-        self._console.flush(patient=False)
+        self._console.flush(wait_for_all=False)
         return code
 
     # Reaching and starting
@@ -138,16 +138,16 @@ class _Supervisor:
             if is_local(host):
                 continue
             remote = RemoteHost(self._loop, host, self._on_event, self._on_remote)
-            command = remote.connect(self._way, host_timeout_s=self._job.host_timeout_s)
+            command = remote.connect(self._method, host_timeout_s=self._job.host_timeout_s)
             self._console.explain(f"{host.name}: {shlex.join(command)}")
             self._tree.spared.add(remote.pid)
             self._remotes[index] = remote
         if not self._remotes:
             return
-        # Stopping a launcher that has agents to talk to would look like its death to them.
+        # Agents would take a stopped launcher for a dead one.
         self._loop.on_signal(signal.SIGTSTP, self._on_stop_key)
         timer = self._loop.call_later(self._job.start_timeout_s, self._on_start_timeout)
-        self._loop.run_until(lambda: self._stopping or all(each.hello for each in self._remotes.values()))
+        self._loop.run_until(lambda: self._stopping or all(each.host_info for each in self._remotes.values()))
         timer.cancel()
 
     def _launch(self) -> None:
@@ -163,13 +163,13 @@ class _Supervisor:
             self._remotes[index].hang_up()
         self._host_of_rank = {slot.rank: slot.host for slot in slots}
         self._names = {slot.rank: hosts[slot.host].name for slot in slots}
-        reaches = {
-            index: reach(hosts[index].name, self._remotes[index].hello or {}, self._job.interfaces)
+        routes = {
+            index: find_addresses(hosts[index].name, self._remotes[index].host_info or {}, self._job.interfaces)
             if index in self._remotes
             else None
             for index in sorted(used)
         }
-        variables = self._variables(hosts, slots, reaches)
+        variables = self._variables(hosts, slots, routes)
         self._running = set(variables)
         for index in sorted(used):
             ranks = {rank: own for rank, own in variables.items() if self._host_of_rank[rank] == index}
@@ -181,39 +181,38 @@ class _Supervisor:
     def _slots_of(self, index: int, host: Host) -> int:
         if host.slots is not None:
             return host.slots
-        hello = self._remotes[index].hello or {}
-        return default_slots(int(hello["cores"]), int(hello["gpus"]))
+        host_info = self._remotes[index].host_info or {}
+        return default_slots(int(host_info["cores"]), int(host_info["gpus"]))
 
     def _variables(
-        self, hosts: Sequence[Host], slots: Sequence[Slot], reaches: Mapping[int, Reach | None]
+        self, hosts: Sequence[Host], slots: Sequence[Slot], routes: Mapping[int, HostAddresses | None]
     ) -> dict[int, dict[str, str]]:
-        """Opens the key-value server and works out what every rank is told."""
+        """Opens the key-value server and computes the variables of every rank."""
         from horo._bootstrap.store import StoreServer  # noqa: PLC0415 - --help does without
 
-        addresses, by_host = meeting_addresses(list(reaches.values()))
+        addresses, by_host = store_addresses(list(routes.values()))
         secret = secrets.token_bytes(32)
         self._store = StoreServer(addresses, secret, self._job.store_port, self._console.say)
         endpoints = {endpoint.address: str(endpoint) for endpoint in self._store.endpoints}
         self._console.explain(f"key-value server at {', '.join(endpoints.values())}")
         stores = {
-            index: ",".join(endpoints[address] for address in mine)
-            for index, mine in zip(reaches, by_host, strict=True)
+            index: ",".join(endpoints[address] for address in mine) for index, mine in zip(routes, by_host, strict=True)
         }
         common = common_variables(self._id, secret.hex(), self._job.interfaces)
         first = slots[0].host
         port = self._master_port(first)
-        first_reach = reaches[first]
+        first_route = routes[first]
         told = {}
         for slot in slots:
             remote = self._remotes.get(slot.host)
-            master = by_host[list(reaches).index(slot.host)][0] if first_reach is None else first_reach.host
+            master = by_host[list(routes).index(slot.host)][0] if first_route is None else first_route.host
             told[slot.rank] = common | rank_variables(
                 slot,
                 host=hosts[slot.host].name,
                 mark=self._mark(slot.host),
                 store=stores[slot.host],
                 master=(master, port),
-                cores=core_count() if remote is None else int((remote.hello or {})["cores"]),
+                cores=core_count() if remote is None else int((remote.host_info or {})["cores"]),
                 threads_set="OMP_NUM_THREADS" in self._environment,
                 keep_memory=self._job.keep_memory and not tunes_malloc(self._environment),
                 move_ranks=self._job.move_ranks and not places_ranks(self._environment),
@@ -224,13 +223,13 @@ class _Supervisor:
         remote = self._remotes.get(first_host)
         if remote is None:
             return free_port(self._job.master_port)
-        return self._job.master_port or int((remote.hello or {})["free_port"])
+        return self._job.master_port or int((remote.host_info or {})["free_port"])
 
     def _mark(self, host: int) -> str:
         return f"{self._id}.{host}" if host in self._remotes else self._tree.mark
 
     def _remote_job(self, name: str, index: int, ranks: Mapping[int, Mapping[str, str]]) -> dict[str, Any]:
-        carried = self._way.carried(self._environment)
+        carried = self._method.extra_variables(self._environment)
         exported = {**forwarded(self._environment), **carried, **self._job.exports}
         return {
             "host": name,
@@ -238,7 +237,7 @@ class _Supervisor:
             "cwd": str(Path.cwd()),
             "command": list(self._job.command),
             "environment": exported,
-            "unset": list(self._way.unset),
+            "unset": list(self._method.unset),
             "ranks": {str(rank): own for rank, own in ranks.items()},
             "grace_s": self._job.grace_s,
             "silence_s": self._job.host_timeout_s,
@@ -266,7 +265,7 @@ class _Supervisor:
             tail = self._stderr_tails.get(event.rank, b"")
             self._stderr_tails[event.rank] = (tail + event.data)[-_STDERR_TAIL_BYTES:]
         if self._stopping and self._console.full:
-            return  # nobody reads it, and ranks that wait for a reader cannot end
+            return  # nothing reads the output, and ranks that wait for a reader cannot end
         self._console.output(event.rank, event.stream, event.data)
         if self._console.full and not self._stopping:
             self._pause(True)
@@ -274,7 +273,7 @@ class _Supervisor:
     def _on_exit(self, event: Exited) -> None:
         self._running.discard(event.rank)
         self._console.rank_ended(event.rank)
-        asked = event.asked and self._stopping  # else it was not we who asked
+        asked = event.asked and self._stopping  # else another process ended it
         self._end(event.rank, code=event.code, signal=event.signal, asked=asked)
 
     def _end(self, rank: int, *, code: int = 0, signal: int = 0, asked: bool = False, lost: str = "") -> None:
@@ -320,11 +319,11 @@ class _Supervisor:
         self._console.say("a job on several hosts cannot be stopped and continued")
 
     def _on_start_timeout(self) -> None:
-        silent = [remote.host.name for remote in self._remotes.values() if remote.hello is None]
+        silent = [remote.host.name for remote in self._remotes.values() if remote.host_info is None]
         self._stop_for(
             JobError(
                 f"no answer within {self._job.start_timeout_s:g} s from {', '.join(silent)}: "
-                f"try {self._way.by_hand(silent[0])} by hand, or give it more time with --start-timeout",
+                f"try {self._method.trial_command(silent[0])} by hand, or give it more time with --start-timeout",
                 EXIT_UNREACHABLE,
             )
         )
@@ -345,7 +344,7 @@ class _Supervisor:
         self._stop()
 
     def _stop(self) -> None:
-        """Ends the job everywhere; what is told from here on is no cause."""
+        """Ends the job on all hosts; later failures are not the cause."""
         if self._stopping:
             return
         self._stopping = True
@@ -364,7 +363,7 @@ class _Supervisor:
         return local and all(remote.finished for remote in self._remotes.values())
 
     def _conclude(self) -> int:
-        """Says why the job ended, if not well; returns the exit code."""
+        """Prints why the job failed, if it did; returns the exit code."""
         if self._error is not None:
             self._console.say(str(self._error))
             return self._error.code

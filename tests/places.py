@@ -25,7 +25,7 @@ def expected(layout: str, cluster: Cluster, mpi: str = "") -> dict[int, Place]:
     Args:
         layout: a letter per rank for its host, ``a`` for the first of the cluster.
         cluster: the hosts.
-        mpi: the first word of the version of the MPI through which they have met.
+        mpi: the first word of the version of the MPI through which they have started.
     """
     size = len(layout)
     places = {}

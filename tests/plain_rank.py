@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from horo._bootstrap import job as bootstrap
-from horo._core import DTYPES, OPS, REDUCE_OPS, Slip, Tensor
+from horo._core import DTYPES, OPS, REDUCE_OPS, RequestBuffer, Tensor
 from horo._errors import HoroError, HorovodInternalError
 
 __all__ = ["Rank", "main"]
@@ -39,8 +39,8 @@ class Rank:
         return [self._job.rank, self._job.size]
 
     def start_and_die_in(self, where: str, name: str) -> None:
-        """``init()``, but SIGKILL where ``name`` of ``where`` (``Meeting`` or ``module``) would be called."""
-        target: Any = bootstrap.Meeting if where == "Meeting" else bootstrap
+        """``init()``, but SIGKILL where ``name`` of ``where`` (``Rendezvous`` or ``module``) would be called."""
+        target: Any = bootstrap.Rendezvous if where == "Rendezvous" else bootstrap
         setattr(target, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
         self.start()
 
@@ -51,8 +51,8 @@ class Rank:
     def _submit(self, name: str, values: array.array[float], result: array.array[float], team: int = 0) -> None:
         count = len(values)
         tensor = Tensor(values.buffer_info()[0], result.buffer_info()[0], (count,), DTYPES["float32"])
-        slip = Slip.of(OPS["allreduce"], name, [tensor], reduce_op=REDUCE_OPS["sum"], team=team)
-        handle = self.job.context.submit(slip)
+        request = RequestBuffer.of(OPS["allreduce"], name, [tensor], reduce_op=REDUCE_OPS["sum"], team=team)
+        handle = self.job.context.submit(request)
         self._pending[name] = handle, values, result
 
     def add_team(self, ranks: list[int]) -> int:

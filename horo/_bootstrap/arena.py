@@ -1,8 +1,9 @@
-"""One host's shared memory: the lowest rank makes it and passes it on; who cannot take it is a host of its own.
+"""The arena: one host's shared memory. The lowest rank creates it and sends it to the other ranks of the host.
 
-Candidates are ranks with equal identity. Their leader listens on an abstract unix socket of random name and sends each
-proven member the memory and all wake-up descriptors; the connections stay open as life lines. What each member could
-take is published, so that all ranks see the same grouping.
+Candidates are ranks with equal identity. Their leader listens on an abstract unix socket of random name. It sends the
+memory and all wake-up descriptors to each authenticated member. The connections stay open, so that each end sees the
+death of the other. Each member publishes whether it has received the memory, so that all ranks compute the same
+grouping. A member that cannot receive it becomes a host of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from horo._bootstrap.descriptors import close_all, create_memory, create_wake
 from horo._bootstrap.gate import GateKeeper
 from horo._bootstrap.grouping import Grouping, group_ranks
 from horo._bootstrap.handshake import Claim, HandshakeError, Purpose, Session, greet
-from horo._bootstrap.meeting import Meeting
+from horo._bootstrap.rendezvous import Rendezvous
 from horo._errors import ResourceError
 
 __all__ = ["Arena", "join_arena", "receive_descriptors", "send_descriptors"]
@@ -30,20 +31,20 @@ _CHUNK = 250
 """Descriptors per message; the kernel takes at most 253."""
 _COUNT = struct.Struct("!I")
 _CREDENTIALS = struct.Struct("3i")
-_EXCHANGE_S = 10.0
+_EXCHANGE_TIMEOUT_S = 10.0
 _TOPIC = "arena"
 _OUTCOME = "joined"
 
 
 @dataclass
 class Arena:
-    """What a rank holds of its host's shared memory; ``close`` closes it all, a context that takes over does not."""
+    """One rank's descriptors of its host's shared memory. A context may take them over; else ``close`` closes them."""
 
     memory: int
     wakes: list[int]
     """By local index."""
     lives: list[int] = field(default_factory=list)
-    """By local index; -1 for none."""
+    """Connections that end when a peer dies, by local index; -1 for none."""
 
     def close(self) -> None:
         """Closes all descriptors."""
@@ -51,44 +52,44 @@ class Arena:
 
 
 def join_arena(
-    meeting: Meeting, candidates: Sequence[int], secret: bytes, epoch: int, bytes_for: Callable[[int], int]
+    rendezvous: Rendezvous, candidates: Sequence[int], secret: bytes, epoch: int, bytes_for: Callable[[int], int]
 ) -> tuple[Arena, Grouping]:
     """Shares memory with as many of ``candidates`` as possible.
 
     Args:
-        meeting: where names and outcomes are published.
+        rendezvous: through which socket names and outcomes are published.
         candidates: ascending ranks that may be on this host, this one included.
         secret: the job's.
-        epoch: number of this start; part of what is proven.
+        epoch: number of this start; part of the authentication.
         bytes_for: bytes of shared memory for a number of ranks.
 
     Returns:
         This rank's part, indexed by local index in the final grouping of the job, and that grouping.
 
     Raises:
-        ResourceError: not even memory for this rank alone can be had. GroupError: as ``Meeting.gather``.
+        ResourceError: there is not even memory for this rank alone. GroupError: as ``Rendezvous.gather``.
     """
-    if meeting.rank == candidates[0]:
-        return _lead(meeting, candidates, secret, epoch, bytes_for)
-    return _follow(meeting, candidates, secret, epoch, bytes_for)
+    if rendezvous.rank == candidates[0]:
+        return _lead(rendezvous, candidates, secret, epoch, bytes_for)
+    return _follow(rendezvous, candidates, secret, epoch, bytes_for)
 
 
 def _lead(
-    meeting: Meeting, candidates: Sequence[int], secret: bytes, epoch: int, bytes_for: Callable[[int], int]
+    rendezvous: Rendezvous, candidates: Sequence[int], secret: bytes, epoch: int, bytes_for: Callable[[int], int]
 ) -> tuple[Arena, Grouping]:
     arena = _create(len(candidates), bytes_for)
-    host = _Host(arena, meeting.rank, candidates, epoch) if len(candidates) > 1 else None
+    server = _ArenaServer(arena, rendezvous.rank, candidates, epoch) if len(candidates) > 1 else None
     try:
-        if host is not None:
-            meeting.publish(_TOPIC, _listen_or_not(host, meeting, secret))
-        grouping = _agree(meeting, meeting.rank)
+        if server is not None:
+            rendezvous.publish(_TOPIC, _try_listen(server, rendezvous, secret))
+        grouping = _agree(rendezvous, rendezvous.rank)
     except BaseException:
-        if host is not None:
-            host.close()
+        if server is not None:
+            server.close()
         arena.close()
         raise
-    connections = host.stop() if host is not None else {}
-    members = grouping.members(meeting.rank)
+    connections = server.stop() if server is not None else {}
+    members = grouping.members(rendezvous.rank)
     for index, rank in enumerate(candidates):
         if rank not in members:
             os.close(arena.wakes[index])
@@ -99,42 +100,42 @@ def _lead(
     return arena, grouping
 
 
-def _listen_or_not(host: _Host, meeting: Meeting, secret: bytes) -> bytes:
-    """The socket's name, empty where there can be none: the members then see that they are alone."""
+def _try_listen(server: _ArenaServer, rendezvous: Rendezvous, secret: bytes) -> bytes:
+    """The socket's name. Empty if no socket can be made; then each member becomes a host of its own."""
     try:
-        return host.listen(secret)
+        return server.listen(secret)
     except ResourceError as error:
-        logging.getLogger("horo").warning("%s can share no memory: %s", meeting.name(meeting.rank), error)
+        logging.getLogger("horo").warning("%s can share no memory: %s", rendezvous.name(rendezvous.rank), error)
         return b""
 
 
 def _follow(
-    meeting: Meeting, candidates: Sequence[int], secret: bytes, epoch: int, bytes_for: Callable[[int], int]
+    rendezvous: Rendezvous, candidates: Sequence[int], secret: bytes, epoch: int, bytes_for: Callable[[int], int]
 ) -> tuple[Arena, Grouping]:
     leader = candidates[0]
-    (name,) = meeting.gather(_TOPIC, [leader])
-    claim = Claim(Purpose.ARENA, meeting.rank, leader, epoch)
+    (name,) = rendezvous.gather(_TOPIC, [leader])
+    claim = Claim(Purpose.ARENA, rendezvous.rank, leader, epoch)
     life = None
     try:
-        received, life = _fetch(name, secret, claim, len(candidates), bytes_for(len(candidates)))
+        received, life = _receive_arena(name, secret, claim, len(candidates), bytes_for(len(candidates)))
         joined = leader
     except (OSError, HandshakeError, ResourceError) as error:
         logging.getLogger("horo").warning(
             "%s shares no memory with %s and talks to it as to another host: %s",
-            meeting.name(meeting.rank),
-            meeting.name(leader),
+            rendezvous.name(rendezvous.rank),
+            rendezvous.name(leader),
             error,
         )
-        joined = meeting.rank
+        joined = rendezvous.rank
     arena = Arena(received[0], received[1:]) if life is not None else _create(1, bytes_for)
     try:
-        grouping = _agree(meeting, joined)
+        grouping = _agree(rendezvous, joined)
     except BaseException:
         arena.close()
         if life is not None:
             life.close()
         raise
-    members = grouping.members(meeting.rank)
+    members = grouping.members(rendezvous.rank)
     arena.lives = [-1] * len(members)
     if life is not None:
         for index, rank in enumerate(candidates):
@@ -157,13 +158,13 @@ def _create(count: int, bytes_for: Callable[[int], int]) -> Arena:
     return Arena(memory, wakes, [-1])
 
 
-def _agree(meeting: Meeting, joined: int) -> Grouping:
-    meeting.publish(_OUTCOME, b"%d" % joined)
-    return group_ranks([int(leader) for leader in meeting.gather(_OUTCOME)])
+def _agree(rendezvous: Rendezvous, joined: int) -> Grouping:
+    rendezvous.publish(_OUTCOME, b"%d" % joined)
+    return group_ranks([int(leader) for leader in rendezvous.gather(_OUTCOME)])
 
 
-class _Host:
-    """The leader's side: hands the arena to whoever proves to be a candidate with the leader's user."""
+class _ArenaServer:
+    """The leader's side: sends the arena to each authenticated candidate that belongs to the same user."""
 
     def __init__(self, arena: Arena, leader: int, candidates: Sequence[int], epoch: int) -> None:
         self._descriptors = [arena.memory, *arena.wakes]
@@ -210,28 +211,30 @@ class _Host:
 
     def _serve(self, connection: socket.socket, session: Session) -> None:
         try:
-            connection.settimeout(_EXCHANGE_S)
+            connection.settimeout(_EXCHANGE_TIMEOUT_S)
             send_descriptors(connection, self._descriptors)
             connection.setblocking(False)
         except OSError:
-            connection.close()  # the member notices, and says so in the store
+            connection.close()  # the member sees this and publishes it
             return
         self._connections[session.claim.source] = connection
 
 
-def _fetch(name: bytes, secret: bytes, claim: Claim, count: int, byte_count: int) -> tuple[list[int], socket.socket]:
+def _receive_arena(
+    name: bytes, secret: bytes, claim: Claim, count: int, byte_count: int
+) -> tuple[list[int], socket.socket]:
     """The leader's descriptors (memory, then ``count`` wake-ups) and the connection that they came over."""
-    deadline = time.monotonic() + _EXCHANGE_S
+    deadline = time.monotonic() + _EXCHANGE_TIMEOUT_S
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     received: list[int] = []
     try:
         if not name:
             raise ResourceError("its leader has no socket to pass it over")
-        connection.settimeout(_EXCHANGE_S)
+        connection.settimeout(_EXCHANGE_TIMEOUT_S)
         connection.connect(name)
         _check_user(connection)
         greet(connection, secret, claim, deadline)
-        connection.settimeout(_EXCHANGE_S)
+        connection.settimeout(_EXCHANGE_TIMEOUT_S)
         received = receive_descriptors(connection, count + 1)
         held = os.fstat(received[0]).st_size
         if held < byte_count:
@@ -263,7 +266,7 @@ def receive_descriptors(connection: socket.socket, count: int) -> list[int]:
 
     Raises:
         ResourceError: fewer came, for example because this process may not open more.
-        OSError: the connection broke or was silent beyond its timeout.
+        OSError: the connection broke, or no data came within its timeout.
     """
     header = connection.recv(_COUNT.size, socket.MSG_WAITALL)
     if len(header) < _COUNT.size or _COUNT.unpack(header)[0] != count:

@@ -1,4 +1,4 @@
-"""What the bootstrap says on stderr, in the form of the native core: ``horo [rank] level: text``."""
+"""Messages of the bootstrap on stderr, in the format of the native core: ``horo [rank] level: text``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared memory and wake-up descriptors of a host, and what becomes of descriptors when something fails."""
+"""Shared memory and wake-up descriptors of a host, and the closing of descriptors after an error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
 
 def create_memory(byte_count: int) -> int:
-    """A close-on-exec memfd of ``byte_count`` zero bytes that nobody can resize: no name, gone with its last holder.
+    """A close-on-exec memfd of ``byte_count`` zero bytes. It cannot be resized, and it has no name: the kernel frees it
+    when its last descriptor is closed.
 
     Raises:
         ResourceError: the kernel gives no memory or descriptor.

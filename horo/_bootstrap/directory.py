@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from horo._bootstrap.grouping import Grouping
-from horo._bootstrap.meeting import list_ranks
+from horo._bootstrap.rendezvous import list_ranks
 
 __all__ = ["Directory", "Neighbour"]
 

@@ -1,4 +1,4 @@
-"""Who started this process, with MPI asked where an MPI seems to have."""
+"""Finds the launcher of this process. Asks MPI if an MPI seems to be the launcher."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 from horo._bootstrap.console import prepare_log
 from horo._bootstrap.launch import Launch, detect_launch, slurm_launch, subset
 from horo._bootstrap.mpi_launch import (
-    MpiSign,
+    MpiLauncherVariable,
     MpiWorld,
-    check_sign,
+    check_world_size,
     is_communicator,
     library_of,
     load_mpi,
     mpi_importable,
-    read_sign,
+    read_launcher_variable,
     world_of,
     world_of_ranks,
 )
@@ -31,7 +31,7 @@ _INSTEAD = "HORO_CONTROLLER=slurm says so without asking MPI"
 
 
 def find_launch(environ: Mapping[str, str], config: Config, comm: Any = None) -> Launch:
-    """Who started this process, and which of the processes form the job.
+    """Finds the launcher of this process, and the processes that form the job.
 
     Args:
         environ: of this process.
@@ -50,7 +50,7 @@ def find_launch(environ: Mapping[str, str], config: Config, comm: Any = None) ->
             f"init(comm={comm!r}): comm is None, a list of ranks (integers) or a communicator of mpi4py (MPI.Comm), "
             f"not a {type(comm).__name__}"
         )
-    found = _find(environ, config)
+    found = _detect(environ, config)
     if isinstance(found, Launch):
         return found if comm is None else subset(found, comm)
     if comm is None:
@@ -63,9 +63,9 @@ def _from_communicator(environ: Mapping[str, str], config: Config, comm: Any) ->
     if config.controller not in {"auto", "mpi"}:
         raise UsageError(f"{why} with a communicator of mpi4py, but HORO_CONTROLLER={config.controller} rules MPI out")
     mpi = load_mpi(why)
-    sign = read_sign(environ)
-    if sign is not None:
-        check_sign(mpi, sign)
+    variable = read_launcher_variable(environ)
+    if variable is not None:
+        check_world_size(mpi, variable)
     return _mpi_launch(environ, world_of(mpi, comm, config.start_timeout_s))
 
 
@@ -74,12 +74,12 @@ def _mpi_launch(environ: Mapping[str, str], world: MpiWorld, ranks: tuple[int, .
     return Launch("mpi", world.rank, world.size, host_name, job_id="mpi", mpi=world, ranks=ranks)
 
 
-def _find(environ: Mapping[str, str], config: Config) -> Any:
+def _detect(environ: Mapping[str, str], config: Config) -> Any:
     """The launch, or the module ``mpi4py.MPI`` where MPI knows it."""
-    sign = read_sign(environ)
+    variable = read_launcher_variable(environ)
     if config.controller == "mpi":
         mpi = load_mpi("HORO_CONTROLLER=mpi")
-        _check_forced(mpi, sign, environ)
+        _check_forced(mpi, variable, environ)
         return mpi
     if config.controller == "slurm":
         launch = slurm_launch(environ)
@@ -90,26 +90,26 @@ def _find(environ: Mapping[str, str], config: Config) -> Any:
             )
         return launch
     launch = detect_launch(environ)
-    if launch.kind in {"hororun", "torchrun"} or sign is None or (sign.size is None and is_lone_step(environ)):
+    if launch.kind in {"hororun", "torchrun"} or variable is None or (variable.size is None and is_lone_step(environ)):
         return launch
     if config.controller == "gloo":
         if launch.kind == "none":
             raise UsageError(
-                f"HORO_CONTROLLER=gloo, but {sign} says that MPI started this process, and nothing else tells ranks of "
-                "each other; unset HORO_CONTROLLER, or start the job with hororun, torchrun or srun"
+                f"HORO_CONTROLLER=gloo, but {variable} says that MPI started this process, and nothing else tells "
+                "ranks of each other; unset HORO_CONTROLLER, or start the job with hororun, torchrun or srun"
             )
         return launch
-    if launch.slurm is not None and _is_slurms(sign, launch):
-        return _ask_under_slurm(sign, launch, config)
-    mpi = load_mpi(str(sign))
-    check_sign(mpi, sign)
+    if launch.slurm is not None and _is_set_by_srun(variable, launch):
+        return _choose_mpi_or_slurm(variable, launch, config)
+    mpi = load_mpi(str(variable))
+    check_world_size(mpi, variable)
     return mpi
 
 
-def _check_forced(mpi: Any, sign: MpiSign | None, environ: Mapping[str, str]) -> None:
-    """Where MPI is asked for, a world of one is right only if nobody says that there are several processes."""
-    if sign is not None:
-        check_sign(mpi, sign)
+def _check_forced(mpi: Any, variable: MpiLauncherVariable | None, environ: Mapping[str, str]) -> None:
+    """With HORO_CONTROLLER=mpi, a world of one rank is an error if another launcher has started several processes."""
+    if variable is not None:
+        check_world_size(mpi, variable)
     elif mpi.COMM_WORLD.Get_size() == 1:
         launch = detect_launch(environ)
         if launch.size > 1:
@@ -119,22 +119,23 @@ def _check_forced(mpi: Any, sign: MpiSign | None, environ: Mapping[str, str]) ->
             )
 
 
-def _is_slurms(sign: MpiSign, launch: Launch) -> bool:
-    """Whether srun itself set the sign: mpirun inside an allocation counts its own processes, not srun's tasks."""
-    return sign.size in {None, launch.size} and sign.rank in {None, launch.rank} and "OMPI" not in sign.variable
+def _is_set_by_srun(variable: MpiLauncherVariable, launch: Launch) -> bool:
+    """Whether srun itself set the variable: mpirun inside an allocation counts its own processes, not srun's tasks."""
+    equal = variable.size in {None, launch.size} and variable.rank in {None, launch.rank}
+    return equal and "OMPI" not in variable.name
 
 
-def _ask_under_slurm(sign: MpiSign, launch: Launch, config: Config) -> Any:
-    """srun offers MPI a way to start whether or not an MPI is there: MPI where it agrees, else Slurm."""
+def _choose_mpi_or_slurm(variable: MpiLauncherVariable, launch: Launch, config: Config) -> Any:
+    """srun sets variables of MPI even if there is no MPI. MPI is used if it counts the same processes, else Slurm."""
     prepare_log(config.log_level, launch.rank)
     log = logging.getLogger("horo")
     if not mpi_importable():
-        log.info("%s, but mpi4py is not installed: ranks meet as Slurm describes them; %s", sign, _INSTEAD)
+        log.info("%s, but mpi4py is not installed: ranks start as Slurm describes them; %s", variable, _INSTEAD)
         return launch
     try:
-        mpi = load_mpi(str(sign))
+        mpi = load_mpi(str(variable))
     except ResourceError as error:
-        log.info("ranks meet as Slurm describes them (%s), since: %s", _INSTEAD, error)
+        log.info("ranks start as Slurm describes them (%s), since: %s", _INSTEAD, error)
         return launch
     size = mpi.COMM_WORLD.Get_size()
     if size == launch.size:
@@ -142,11 +143,11 @@ def _ask_under_slurm(sign: MpiSign, launch: Launch, config: Config) -> Any:
     if size == 1:
         log.warning(
             "srun started %d processes (%s), but each is alone to mpi4py's MPI (%s), which this srun cannot start: "
-            "ranks meet as Slurm describes them; %s, srun --mpi=list shows what srun can start",
+            "ranks start as Slurm describes them; %s, srun --mpi=list shows what srun can start",
             launch.size,
-            sign,
+            variable,
             library_of(mpi),
             _INSTEAD,
         )
         return launch
-    raise UsageError(f"{sign} and Slurm say {launch.size} processes, mpi4py's MPI says {size}; {_INSTEAD}")
+    raise UsageError(f"{variable} and Slurm say {launch.size} processes, mpi4py's MPI says {size}; {_INSTEAD}")

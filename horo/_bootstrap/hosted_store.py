@@ -1,4 +1,4 @@
-"""A store that rank 0 hosts while the job starts, where no launcher does."""
+"""A store that rank 0 hosts while the job starts, if no launcher hosts one."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from horo._errors import ResourceError
 
 __all__ = ["HostedStore", "choose_host_addresses"]
 
-_LATE_S = 5.0
-"""How long a start that has failed is told to ranks that have not come yet."""
+_CONNECT_TIMEOUT_S = 5.0
+"""How long a failed start stays visible to ranks that have not connected yet."""
 
 
 class HostedStore(StoreClient):
-    """Rank 0's connection to the store that it hosts; ``close`` ends the hosting once all others have left.
+    """Rank 0's connection to the store that it hosts; ``close`` ends the store after all others have disconnected.
 
     Args:
         server: from now on this object's.
         secret: the job's.
-        size: ranks that are expected.
-        patience_s: longest wait for them to leave.
-        end: takes away what has led the others here.
+        size: ranks of the job.
+        timeout_s: longest wait for them to disconnect.
+        withdraw: removes the store's address from the place where rank 0 has published it.
     """
 
     def __init__(
@@ -30,28 +30,28 @@ class HostedStore(StoreClient):
         server: StoreServer,
         secret: bytes,
         size: int,
-        patience_s: float,
-        end: Callable[[], None] = lambda: None,
+        timeout_s: float,
+        withdraw: Callable[[], None] = lambda: None,
     ) -> None:
-        self._server, self._size, self._patience_s, self._end = server, size, patience_s, end
+        self._server, self._size, self._timeout_s, self._withdraw = server, size, timeout_s, withdraw
         near = sorted(server.endpoints, key=lambda endpoint: not is_loopback(endpoint.address))
-        super().__init__(*near[0], secret, patience_s, near[1:])
+        super().__init__(*near[0], secret, timeout_s, near[1:])
 
     def close(self) -> None:
-        """Leaves the store, waits for the others to leave it too, and ends it; idempotent."""
+        """Disconnects, waits until the other ranks have disconnected too, and ends the store; idempotent."""
         super().close()
-        self._server.await_departure(self._size, self._patience_s, _LATE_S)
+        self._server.wait_for_disconnects(self._size, self._timeout_s, _CONNECT_TIMEOUT_S)
         self._server.close()
-        self._end()
+        self._withdraw()
 
 
 def choose_host_addresses(wanted: str | None, near: bool, far: bool) -> list[str]:
-    """Where rank 0 listens, so that ranks on this machine (``near``) and on others (``far``) find it.
+    """Addresses on which rank 0 listens for ranks on this machine (``near``) and on other machines (``far``).
 
     Args:
         wanted: the user's choice of interfaces, see ``interfaces.select_addresses``.
-        near: loopback is among them.
-        far: the addresses of the machine are.
+        near: include loopback.
+        far: include the addresses of the machine.
 
     Raises:
         UsageError: no interface matches ``wanted``. ResourceError: this machine has no address that others could reach.

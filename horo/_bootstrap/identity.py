@@ -1,4 +1,4 @@
-"""What tells one host from another: never its name."""
+"""The identity of a host, computed without its name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Identity:
 
 
 def read_identity(label: str | None) -> Identity:
-    """This process's identity; ``label`` keeps apart what the system would put together."""
+    """This process's identity; a different ``label`` makes a different host."""
     try:
         boot_id = _BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:

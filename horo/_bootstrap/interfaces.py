@@ -16,7 +16,7 @@ _DISCARD_PORT = 9
 
 
 def is_loopback(address: str) -> bool:
-    """Whether a numeric address never leaves its machine; IPv4 in IPv6 clothes counts as IPv4."""
+    """Whether a numeric address never leaves its machine; an IPv4-mapped IPv6 address counts as IPv4."""
     parsed = ipaddress.ip_address(address)
     mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
     return (mapped or parsed).is_loopback

@@ -17,17 +17,17 @@ from horo._bootstrap.descriptors import close_all, close_setup, create_memory, c
 from horo._bootstrap.directory import Directory, Neighbour
 from horo._bootstrap.find import find_launch
 from horo._bootstrap.grouping import Grouping, Link, group_ranks
-from horo._bootstrap.hello import Hello, check_agreement, core_count, place_of, places_alike
 from horo._bootstrap.identity import read_identity
 from horo._bootstrap.launch import Launch, Place
 from horo._bootstrap.links import by_host, connect_hosts
-from horo._bootstrap.meeting import Meeting
 from horo._bootstrap.mpi_data import check_mpi, mpi_use, plan_mpi
 from horo._bootstrap.mpi_exit import watch_end, watch_loss
 from horo._bootstrap.mpi_launch import MpiWorld, open_mpi_store
-from horo._bootstrap.slurm_meeting import open_slurm_store
+from horo._bootstrap.peer_info import PeerInfo, check_agreement, core_count, place_of, places_alike
+from horo._bootstrap.rendezvous import Rendezvous
+from horo._bootstrap.slurm_store import open_slurm_store
 from horo._bootstrap.store import StoreClient
-from horo._bootstrap.store_seam import Store, prefixed
+from horo._bootstrap.store_interface import Store, prefixed
 from horo._bootstrap.teams import add_team
 from horo._bootstrap.torch_store import open_torch_store
 from horo._config import Config, environment, read_config
@@ -193,7 +193,9 @@ def connect(launch: Launch, config: Config, epoch: int, leftovers: list[str]) ->
     store, secret, address = _open_store(launch, config, epoch)
     try:
         prefix = f"horo/{launch.job_id}/{epoch}/"
-        meeting = Meeting(prefixed(store, prefix), launch.rank, launch.size, launch.host_name, config.start_timeout_s)
+        meeting = Rendezvous(
+            prefixed(store, prefix), launch.rank, launch.size, launch.host_name, config.start_timeout_s
+        )
         try:
             return _join(_Start(launch, config, epoch, meeting, address, partial(_forget, store, leftovers)), secret)
         except BaseException as error:
@@ -235,7 +237,7 @@ class _Start:
     launch: Launch
     config: Config
     epoch: int
-    meeting: Meeting
+    meeting: Rendezvous
     address: str | None
     forget_earlier: Callable[[], None]
 
@@ -245,10 +247,10 @@ def _join(start: _Start, secret: bytes | None) -> Connection:
     meeting.enter()
     check_mpi(config, launch.mpi)
     identity = read_identity(config.host_id)
-    meeting.publish("hello", Hello.of(launch, config, identity, start.address, version()).encode())
+    meeting.publish("peer info", PeerInfo.of(launch, config, identity, start.address, version()).encode())
     if secret is None and launch.rank == 0:
         meeting.publish("secret", secrets.token_bytes(_SECRET_BYTES))
-    said = meeting.gather("hello")
+    said = meeting.gather("peer info")
     start.forget_earlier()  # not before: a slower rank may have been looking at the end of the last start until now
     hellos = check_agreement(said, lambda rank, host: f"rank {rank} ({host})")
     if secret is None:
@@ -285,7 +287,7 @@ def _join(start: _Start, secret: bytes | None) -> Connection:
 
 
 def _directory(
-    start: _Start, hellos: Sequence[Hello], grouping: Grouping, secret: bytes, *, data_by_mpi: bool
+    start: _Start, hellos: Sequence[PeerInfo], grouping: Grouping, secret: bytes, *, data_by_mpi: bool
 ) -> Directory:
     return Directory(
         rank=start.launch.rank,
@@ -303,7 +305,7 @@ def _directory(
 
 def _build_setup(
     start: _Start,
-    hellos: Sequence[Hello],
+    hellos: Sequence[PeerInfo],
     grouping: Grouping,
     arena: Arena,
     links: Mapping[Link, socket.socket],
@@ -358,7 +360,7 @@ def _alone(launch: Launch, config: Config) -> Connection:
     return Connection(setup, Place(0, 1, 0, 1), True, grouping.hosts, cores, config.overlap, directory, launch.mpi)
 
 
-def _segment_bytes(config: Config, hellos: Sequence[Hello]) -> int:
+def _segment_bytes(config: Config, hellos: Sequence[PeerInfo]) -> int:
     """Within a host, what passes should stay in the cache; between hosts, few large pieces keep the link busy."""
     if config.segment_bytes is not None:
         return config.segment_bytes

@@ -1,6 +1,6 @@
-"""Which launcher started this process, and what it said: hororun, torchrun, Slurm or nobody. MPI is for ``find``.
+"""The launcher of this process and its variables: hororun, torchrun, Slurm or none. For MPI see ``find``.
 
-An environment that is half there is an error: a rank that took itself for a lone process would train alone, silently.
+An incomplete environment is an error: otherwise a rank would take itself for a single process and train alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Launch", "Place", "TorchMaster", "detect_launch", "index_among", "sl
 
 
 class Place(NamedTuple):
-    """Where a rank is among the hosts, in Horovod's words."""
+    """The place of a rank among the hosts, in Horovod's terms."""
 
     local_rank: int
     local_size: int
@@ -43,7 +43,7 @@ class TorchMaster(NamedTuple):
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher said about this process."""
+    """The launcher's facts about this process."""
 
     kind: Literal["hororun", "torchrun", "mpi", "slurm", "none"]
     rank: int
@@ -73,7 +73,7 @@ class Launch:
 
 
 def detect_launch(environ: Mapping[str, str]) -> Launch:
-    """Reads who started this process, MPI aside.
+    """Finds the launcher of this process, except MPI.
 
     Raises:
         UsageError: variables of a launcher are missing, contradict each other or are no numbers; names them.
@@ -89,7 +89,7 @@ def detect_launch(environ: Mapping[str, str]) -> Launch:
 
 
 def slurm_launch(environ: Mapping[str, str]) -> Launch | None:
-    """What Slurm says; None where srun did not start this process as one of several.
+    """The launch from Slurm's variables; None if srun did not start this process as one of several.
 
     Raises:
         UsageError: srun did, but its variables are damaged; names them.
@@ -157,11 +157,11 @@ def index_among(ranks: Sequence[Any], own: int, size: int) -> tuple[int, tuple[i
 
 def _from_hororun(own: LaunchVariables, host_name: str) -> Launch:
     if own.rank is None or own.size is None:
-        raise _half_there(own, ["rank", "size"])
+        raise _incomplete(own, ["rank", "size"])
     if own.size > 1 or own.store is not None or own.secret is not None:
         missing = [name for name in ("store", "secret") if getattr(own, name) is None]
         if missing:
-            raise _half_there(own, missing)
+            raise _incomplete(own, missing)
     _check_below(own, "rank", "size")
     _check_below(own, "local_rank", "local_size")
     _check_below(own, "cross_rank", "cross_size")
@@ -184,14 +184,14 @@ def _from_hororun(own: LaunchVariables, host_name: str) -> Launch:
 
 def _from_torchrun(torch: TorchrunVariables, host_name: str) -> Launch:
     if torch.rank is None or torch.world_size is None:
-        raise _half_there(torch, ["rank", "world_size"])
+        raise _incomplete(torch, ["rank", "world_size"])
     _check_below(torch, "rank", "world_size")
     if torch.local_world_size is not None:
         _check_below(torch, "local_rank", "local_world_size")
     master = None
     if torch.world_size > 1:
         if torch.master_addr is None or torch.master_port is None:
-            raise _half_there(torch, ["master_addr", "master_port"])
+            raise _incomplete(torch, ["master_addr", "master_port"])
         master = TorchMaster(torch.master_addr, torch.master_port, torch.use_agent_store == "True")
     return Launch(
         "torchrun",
@@ -212,12 +212,12 @@ def _both(rank: int | None, size: int | None) -> tuple[int, int] | None:
 def _check_below(group: Any, rank: str, size: str) -> None:
     number, count = getattr(group, rank), getattr(group, size)
     if (number is None) != (count is None):
-        raise _half_there(group, [rank, size])
+        raise _incomplete(group, [rank, size])
     if number is not None and number >= count:
         raise UsageError(f"{_shown(group, rank)} is not below {_shown(group, size)}")
 
 
-def _half_there(group: Any, needed: list[str]) -> UsageError:
+def _incomplete(group: Any, needed: list[str]) -> UsageError:
     variables = variables_of(type(group))
     missing = [" or ".join(variables[name].names) for name in needed if getattr(group, name) is None]
     present = [name for name in variables if getattr(group, name) is not None]

@@ -20,7 +20,7 @@ from horo._bootstrap.gate import GateKeeper
 from horo._bootstrap.grouping import Link
 from horo._bootstrap.handshake import Claim, HandshakeError, Purpose, Session
 from horo._bootstrap.interfaces import is_loopback, listen_addresses
-from horo._bootstrap.meeting import Meeting
+from horo._bootstrap.rendezvous import Rendezvous
 from horo._errors import PeerLostError, TimeoutError
 
 __all__ = ["Links", "Party", "by_host", "connect_hosts"]
@@ -31,14 +31,14 @@ _SLICE_S = 0.5
 
 
 class Party(Protocol):
-    """Those who make links together, seen by one of them; a ``Meeting`` is one."""
+    """Those who make links together, seen by one of them; a ``Rendezvous`` is one."""
 
     @property
     def rank(self) -> int:
         """Of this process."""
 
     @property
-    def patience_s(self) -> float:
+    def timeout_s(self) -> float:
         """Longest wait without any progress."""
 
     def check(self) -> None:
@@ -111,7 +111,7 @@ class Links:
             connection.close()
 
 
-def connect_hosts(meeting: Meeting, directory: Directory) -> Links:
+def connect_hosts(meeting: Rendezvous, directory: Directory) -> Links:
     """Connects this rank to all those it has links to in the job.
 
     Args:
@@ -120,7 +120,7 @@ def connect_hosts(meeting: Meeting, directory: Directory) -> Links:
 
     Raises:
         TimeoutError: a rank could not be reached, or did not come; names it and its addresses.
-        AbortedError, UsageError, ResourceError: as ``Meeting.gather`` and ``listen_addresses``.
+        AbortedError, UsageError, ResourceError: as ``Rendezvous.gather`` and ``listen_addresses``.
     """
     grouping, rank = directory.grouping, directory.rank
     links = Links(meeting, directory, grouping.links(rank, directory.data_sockets), grouping.host_of_rank[rank])
@@ -166,7 +166,7 @@ def _dial_link(party: Party, claim: Claim, endpoints: Sequence[Endpoint], direct
     if neighbours[claim.target].machine != neighbours[directory.rank].machine:
         endpoints = [endpoint for endpoint in endpoints if not is_loopback(endpoint.address)] or endpoints
     try:
-        connection, _ = dial(endpoints, directory.secret, claim, party.patience_s, party.check)
+        connection, _ = dial(endpoints, directory.secret, claim, party.timeout_s, party.check)
     except PeerLostError as error:
         raise TimeoutError(
             f"{party.name(claim.target)} could not be reached from {party.name(party.rank)} "
@@ -198,7 +198,7 @@ class _Reception:
 
     def wait(self) -> None:
         """Returns once all are there; raises TimeoutError after ``patience_s`` without progress."""
-        patience_s = self._party.patience_s
+        patience_s = self._party.timeout_s
         missing: list[Link] = []
         deadline = time.monotonic() + patience_s
         while True:

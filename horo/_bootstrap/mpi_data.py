@@ -35,7 +35,7 @@ def check_mpi(config: Config, world: MpiWorld | None) -> None:
     for variable, value in (("HORO_TRANSPORT", config.transport), ("HORO_CPU_OPERATIONS", config.cpu_operations)):
         if value == "mpi" and world is None:
             raise UsageError(
-                f"{variable}=mpi, but the ranks of this job did not meet through MPI; start it with mpirun or pass a "
+                f"{variable}=mpi, but the ranks of this job did not start through MPI; start it with mpirun or pass a "
                 f"communicator of mpi4py to init(comm=...), or unset {variable}"
             )
         if value == "mpi" and world is not None and not world.threads_multiple:
@@ -50,7 +50,7 @@ def plan_mpi(config: Config, world: MpiWorld | None, threads: Sequence[bool], gr
 
     Args:
         config: settings that are equal on all ranks and have passed ``check_mpi`` there.
-        world: of this rank, None where ranks did not meet through MPI.
+        world: of this rank, None where ranks did not start through MPI.
         threads: by rank, whether MPI may be called from any thread.
         grouping: of the job.
     """

@@ -1,8 +1,8 @@
-"""The end of a process under MPI: where ``MPI_Finalize`` would wait for ever, ``MPI_Abort`` ends the job.
+"""The end of a process under MPI: if ``MPI_Finalize`` would wait for ever, ``MPI_Abort`` ends the job.
 
 mpi4py finalizes MPI after everything that Python runs at exit, and that waits for all ranks. So what is registered here
 runs before, and steps in where a rank of the job is gone or this one ends with an exception: then some rank will not
-come, and a job that hangs names nobody.
+come, and the job would hang without a message.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from horo._errors import HoroError
 
 __all__ = ["watch_end", "watch_exit", "watch_loss"]
 
-_LAST_WORDS_S = 0.3
-"""From what a rank says last to ``MPI_Abort``. mpirun may lose what comes together with it. And where mpirun has seen a
-process die, it ends the job by itself in this time; told twice to end at once, Open MPI 5.0's sometimes never does."""
+_FLUSH_PAUSE_S = 0.3
+"""From the last message of a rank to ``MPI_Abort``. mpirun may lose output that comes together with the abort. And if
+mpirun has seen a process die, it ends the job by itself in this time; after a second request to end, Open MPI 5.0's
+sometimes never does."""
 
 _loss_finders: list[Callable[[], HoroError | None]] = []
 
 
 @cache
 def watch_exit(mpi: Any) -> None:
-    """Looks after the end of this process from now on.
+    """Handles the end of this process from now on.
 
     Args:
         mpi: the module ``mpi4py.MPI``.
@@ -39,7 +40,7 @@ def watch_exit(mpi: Any) -> None:
 
 @cache
 def watch_end(mpi: Any, close: Callable[[], None]) -> None:
-    """``close`` will be called should the script finalize MPI while horo still uses it.
+    """``close`` will be called if the script finalizes MPI while horo still uses it.
 
     Args:
         mpi: the module ``mpi4py.MPI``.
@@ -71,5 +72,5 @@ def _end(mpi: Any, pid: int) -> None:
         sys.stdout.flush()
         sys.stderr.write(f"horo [{mpi.COMM_WORLD.Get_rank()}] error: {reason}\n")
         sys.stderr.flush()
-    time.sleep(_LAST_WORDS_S)
+    time.sleep(_FLUSH_PAUSE_S)
     mpi.COMM_WORLD.Abort(1)

@@ -1,7 +1,7 @@
-"""Jobs that an MPI has started: asked through mpi4py, which is imported here and only where MPI is needed.
+"""Jobs that an MPI has started, through mpi4py. It is imported here only, and only if MPI is needed.
 
-MPI says who is who and carries the address and the secret of a store that rank 0 hosts; after that such a job starts
-like every other one.
+MPI gives the ranks their numbers. It sends the address and the secret of a store that rank 0 hosts to all ranks. After
+that such a job starts like every other job.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from horo._config import Config, MpiVariables, read_variables, variables_of
 from horo._errors import HoroError, PeerLostError, ResourceError, TimeoutError, UsageError
 
 __all__ = [
-    "MpiSign",
+    "MpiLauncherVariable",
     "MpiWorld",
-    "check_sign",
+    "check_world_size",
     "is_communicator",
     "library_of",
     "load_mpi",
     "mpi_importable",
     "open_mpi_store",
-    "read_sign",
+    "read_launcher_variable",
     "world_of",
     "world_of_ranks",
 ]
 
-_NOTE_BYTES = 8192
-"""What rank 0 tells all: a few addresses and a secret, or why there are none."""
+_STORE_INFO_BYTES = 8192
+"""Size of the message of rank 0 to all ranks: a few addresses and a secret, or the reason why there are none."""
 _SECRET_BYTES = 32
 _DIGEST_BYTES = 16
 _LEVELS = ("MPI_THREAD_SINGLE", "MPI_THREAD_FUNNELED", "MPI_THREAD_SERIALIZED", "MPI_THREAD_MULTIPLE")
@@ -54,20 +54,20 @@ _POLL_FIRST_S = 0.0001
 _POLL_LAST_S = 0.01
 
 
-class MpiSign(NamedTuple):
+class MpiLauncherVariable(NamedTuple):
     """A variable that only the launcher of an MPI sets."""
 
-    variable: str
+    name: str
     value: str
     size: int | None
     """Processes in the job, None where the variable does not tell."""
     rank: int | None
 
     def __str__(self) -> str:
-        return f"{self.variable}={self.value}"
+        return f"{self.name}={self.value}"
 
 
-def read_sign(environ: Mapping[str, str]) -> MpiSign | None:
+def read_launcher_variable(environ: Mapping[str, str]) -> MpiLauncherVariable | None:
     """Whether an MPI started this process as one of several; None if not."""
     said = read_variables(MpiVariables, environ)
     names = {field: variable.names[0] for field, variable in variables_of(MpiVariables).items()}
@@ -75,10 +75,10 @@ def read_sign(environ: Mapping[str, str]) -> MpiSign | None:
         value: str | None = getattr(said, size)
         count = _number(value)
         if value is not None and count is not None:
-            return MpiSign(names[size], value, count, _number(getattr(said, rank))) if count > 1 else None
+            return MpiLauncherVariable(names[size], value, count, _number(getattr(said, rank))) if count > 1 else None
     rank_alone = _number(said.pmix_rank)
     if said.pmix_rank is not None and rank_alone is not None:
-        return MpiSign(names["pmix_rank"], said.pmix_rank, None, rank_alone)
+        return MpiLauncherVariable(names["pmix_rank"], said.pmix_rank, None, rank_alone)
     return None
 
 
@@ -103,7 +103,7 @@ def load_mpi(why: str) -> Any:
     """The module ``mpi4py.MPI``, in which MPI is running.
 
     Args:
-        why: what calls for MPI, to begin a message with.
+        why: the reason why MPI is needed, for the begin of a message.
 
     Raises:
         ResourceError: mpi4py is not installed or finds no MPI library.
@@ -111,7 +111,7 @@ def load_mpi(why: str) -> Any:
     """
     if not mpi_importable():
         raise ResourceError(
-            f"{why}: ranks that MPI starts meet through mpi4py, which is not installed in this Python; pip install "
+            f"{why}: ranks that MPI starts need mpi4py, which is not installed in this Python; pip install "
             "mpi4py, or start the job with hororun"
         )
     try:
@@ -144,15 +144,15 @@ def _library_hint() -> str:
     return "/path/to/libmpi.so"
 
 
-def check_sign(mpi: Any, sign: MpiSign) -> None:
-    """Raises UsageError where MPI knows of another number of processes than its launcher: they are not one MPI."""
+def check_world_size(mpi: Any, variable: MpiLauncherVariable) -> None:
+    """Raises UsageError if MPI counts other processes than its launcher: then they are different MPIs."""
     size, rank = mpi.COMM_WORLD.Get_size(), mpi.COMM_WORLD.Get_rank()
-    lonely = sign.size is None and size == 1 and sign.rank
-    if lonely or (sign.size is not None and sign.size != size):
+    alone = variable.size is None and size == 1 and variable.rank
+    if alone or (variable.size is not None and variable.size != size):
         raise UsageError(
-            f"{sign}, but to mpi4py's MPI ({library_of(mpi)}) this is process {rank} of {size}: the job was started by "
-            "the mpirun of another MPI; use the mpirun of that library, or point mpi4py at the launcher's: export "
-            f"MPI4PY_LIBMPI={_library_hint()}"
+            f"{variable}, but to mpi4py's MPI ({library_of(mpi)}) this is process {rank} of {size}: the job was "
+            "started by the mpirun of another MPI; use the mpirun of that library, or point mpi4py at the launcher's: "
+            f"export MPI4PY_LIBMPI={_library_hint()}"
         )
 
 
@@ -186,14 +186,14 @@ class MpiWorld:
         self.threads_multiple = bool(level == mpi.THREAD_MULTIPLE)
         self._arrival: Any = None
 
-    def await_all(self, patience_s: float) -> None:
-        """Returns once all ranks are in here.
+    def await_all(self, timeout_s: float) -> None:
+        """Returns once all ranks have called this.
 
         Raises:
-            TimeoutError: not all were within ``patience_s``.
+            TimeoutError: not all were within ``timeout_s``.
         """
         self._arrival = self._arrival or self.comm.Ibarrier()
-        _await(self._arrival, patience_s, self.size)
+        _await(self._arrival, timeout_s, self.size)
         self._arrival = None
 
     def gather(self, value: bytes) -> list[bytes]:
@@ -203,22 +203,22 @@ class MpiWorld:
         return [bytes(all_values[start : start + len(value)]) for start in range(0, len(all_values), len(value))]
 
     def broadcast(self, value: bytes) -> bytes:
-        """The value of rank 0, at most ``_NOTE_BYTES`` long."""
-        note = bytearray(len(value).to_bytes(4, "big") + value.ljust(_NOTE_BYTES, b"\0"))
-        self.comm.Bcast([note, self.mpi.BYTE], 0)
-        return bytes(note[4 : 4 + int.from_bytes(note[:4], "big")])
+        """The value of rank 0, at most ``_STORE_INFO_BYTES`` long."""
+        info = bytearray(len(value).to_bytes(4, "big") + value.ljust(_STORE_INFO_BYTES, b"\0"))
+        self.comm.Bcast([info, self.mpi.BYTE], 0)
+        return bytes(info[4 : 4 + int.from_bytes(info[:4], "big")])
 
 
 _worlds: dict[tuple[int, ...], MpiWorld] = {}
 """Of lists of ranks. That of a communicator hangs on it as an attribute, so that a new one is not taken for an old."""
 
 
-def world_of(mpi: Any, comm: Any, patience_s: float) -> MpiWorld:
+def world_of(mpi: Any, comm: Any, timeout_s: float) -> MpiWorld:
     """horo's copy of a communicator, made when it is first asked for. All its ranks must call this.
 
     Raises:
         UsageError: it is no communicator of this process within one group.
-        TimeoutError: not all ranks came within ``patience_s``.
+        TimeoutError: not all ranks came within ``timeout_s``.
         PeerLostError: MPI failed.
     """
     if comm == mpi.COMM_NULL:
@@ -233,8 +233,8 @@ def world_of(mpi: Any, comm: Any, patience_s: float) -> MpiWorld:
         return held
     with _mpi_errors(mpi):
         arrival = held or comm.Ibarrier()
-        comm.Set_attr(keyval, arrival)  # should this rank come again after a failure, it goes on waiting here
-        _await(arrival, patience_s, comm.Get_size())
+        comm.Set_attr(keyval, arrival)  # after a failure, the next call of this rank waits for the same barrier
+        _await(arrival, timeout_s, comm.Get_size())
         world = _make_world(mpi, comm.Dup())
         comm.Set_attr(keyval, world)
     return world
@@ -245,7 +245,7 @@ def _keyval(mpi: Any) -> Any:
     return mpi.Comm.Create_keyval()
 
 
-def world_of_ranks(mpi: Any, ranks: Sequence[Any], patience_s: float) -> tuple[MpiWorld, tuple[int, ...]]:
+def world_of_ranks(mpi: Any, ranks: Sequence[Any], timeout_s: float) -> tuple[MpiWorld, tuple[int, ...]]:
     """A communicator of some ranks of ``COMM_WORLD``, in the order of the list, and that list.
 
     Raises:
@@ -255,7 +255,7 @@ def world_of_ranks(mpi: Any, ranks: Sequence[Any], patience_s: float) -> tuple[M
     _, chosen = index_among(ranks, base.Get_rank(), base.Get_size())
     if chosen not in _worlds:
         group = base.Get_group().Incl(list(chosen))
-        with _mpi_errors(mpi), _ended_after(mpi, patience_s, f"init(comm={list(chosen)})"):
+        with _mpi_errors(mpi), _ended_after(mpi, timeout_s, f"init(comm={list(chosen)})"):
             _worlds[chosen] = _make_world(mpi, base.Create_group(group))
     return _worlds[chosen], chosen
 
@@ -270,22 +270,22 @@ def _mpi_errors(mpi: Any) -> Iterator[None]:
     try:
         yield
     except mpi.Exception as error:
-        raise PeerLostError(f"MPI failed while the ranks were meeting: {error}") from error
+        raise PeerLostError(f"MPI failed during the start of the ranks: {error}") from error
 
 
 @contextmanager
-def _ended_after(mpi: Any, patience_s: float, what: str) -> Iterator[None]:
+def _ended_after(mpi: Any, timeout_s: float, what: str) -> Iterator[None]:
     """Ends the job if MPI, which has no call with a deadline for this, is not done in time."""
 
     def end() -> None:
         logging.getLogger("horo").error(
             "%s: not all of these ranks came within %g s (HORO_START_TIMEOUT); ending the job through MPI_Abort",
             what,
-            patience_s,
+            timeout_s,
         )
         mpi.COMM_WORLD.Abort(1)
 
-    timer = threading.Timer(patience_s, end)
+    timer = threading.Timer(timeout_s, end)
     timer.daemon = True
     timer.start()
     try:
@@ -294,12 +294,12 @@ def _ended_after(mpi: Any, patience_s: float, what: str) -> Iterator[None]:
         timer.cancel()
 
 
-def _await(request: Any, patience_s: float, size: int) -> None:
-    deadline, pause_s = time.monotonic() + patience_s, _POLL_FIRST_S
+def _await(request: Any, timeout_s: float, size: int) -> None:
+    deadline, pause_s = time.monotonic() + timeout_s, _POLL_FIRST_S
     while not request.Test():
         if time.monotonic() >= deadline:
             raise TimeoutError(
-                f"not all {size} ranks of the communicator came within {patience_s:g} s (HORO_START_TIMEOUT): does "
+                f"not all {size} ranks of the communicator came within {timeout_s:g} s (HORO_START_TIMEOUT): does "
                 "each of them call init()?"
             )
         time.sleep(pause_s)
@@ -307,39 +307,39 @@ def _await(request: Any, patience_s: float, size: int) -> None:
 
 
 def open_mpi_store(world: MpiWorld, config: Config) -> tuple[StoreClient, bytes]:
-    """Meets in a store that rank 0 hosts for this one start; its address and a fresh secret go to all through MPI.
+    """Opens the store that rank 0 hosts for this one start; MPI sends its address and a fresh secret to all ranks.
 
     Raises:
         TimeoutError: not all ranks came. ResourceError: rank 0 has no address. PeerLostError: MPI failed.
     """
-    patience_s = config.start_timeout_s
+    timeout_s = config.start_timeout_s
     with _mpi_errors(world.mpi):
-        world.await_all(patience_s)
+        world.await_all(timeout_s)
         machine = repr(read_identity(None).machine).encode()
         machines = world.gather(hashlib.sha256(machine).digest()[:_DIGEST_BYTES])
         if world.rank == 0:
             return _host(world, config, [other == machines[0] for other in machines])
-        told = json.loads(world.broadcast(b""))
-    if "error" in told:
-        raise ResourceError(f"rank 0 cannot host the job's store: {told['error']}")
-    endpoints = [Endpoint(address, port) for address, port in told["endpoints"]]
+        info = json.loads(world.broadcast(b""))
+    if "error" in info:
+        raise ResourceError(f"rank 0 cannot host the job's store: {info['error']}")
+    endpoints = [Endpoint(address, port) for address, port in info["endpoints"]]
     near = machines[world.rank] == machines[0]
     first, *others = [endpoint for endpoint in endpoints if is_loopback(endpoint.address) == near]
-    secret = bytes.fromhex(told["secret"])
-    return StoreClient(*first, secret, patience_s, others, kept_by="rank 0"), secret
+    secret = bytes.fromhex(info["secret"])
+    return StoreClient(*first, secret, timeout_s, others, hosted_by="rank 0"), secret
 
 
 def _host(world: MpiWorld, config: Config, near: Sequence[bool]) -> tuple[StoreClient, bytes]:
     secret = secrets.token_bytes(_SECRET_BYTES)
     try:
         addresses = choose_host_addresses(config.network_interfaces, any(near[1:]), not all(near))
-        server = StoreServer(addresses, secret, on_stranger=logging.getLogger("horo").warning)
+        server = StoreServer(addresses, secret, on_refused=logging.getLogger("horo").warning)
     except HoroError as error:
-        world.broadcast(json.dumps({"error": str(error)[: _NOTE_BYTES // 2]}).encode())
+        world.broadcast(json.dumps({"error": str(error)[: _STORE_INFO_BYTES // 2]}).encode())
         raise
-    note = {"endpoints": server.endpoints, "secret": secret.hex()}
+    info = {"endpoints": server.endpoints, "secret": secret.hex()}
     try:
-        world.broadcast(json.dumps(note).encode())
+        world.broadcast(json.dumps(info).encode())
         return HostedStore(server, secret, world.size, config.start_timeout_s), secret
     except BaseException:
         server.close()

@@ -1,7 +1,7 @@
-"""Credentials of MUNGE, which nearly every Slurm site runs: only the same user can read what is in one.
+"""Credentials of MUNGE, the authentication service of most Slurm sites.
 
-Nobody but a process of the same user can decode one, on any host of the cluster, and the decoder learns who made it:
-neither a stranger's client nor a stranger's server gets anything.
+Only a process of the same user can decode a credential, on any host of the cluster. The decoder learns which user made
+it. So neither a client nor a server of another user learns the secret.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ def encode(payload: bytes) -> bytes:
     """A credential that only processes of this user can decode; each can be decoded once on a host.
 
     Raises:
-        ResourceError: munge is not there or its daemon does not work; says why.
+        ResourceError: munge is not installed or its daemon does not work; the message gives the reason.
     """
     return _run(["munge", f"--restrict-uid={os.getuid()}"], payload)
 
 
 def decode(credential: bytes) -> bytes:
-    """What this user has put into a credential.
+    """The payload that a process of this user has put into a credential.
 
     Raises:
-        ResourceError: it is no credential, is old, is used, is not for this user or not from this user; says why.
+        ResourceError: it is no credential, is old, is used, is not for this user or not from this user.
     """
     said = _run(["unmunge", "--numeric"], credential)
     head, _, payload = said.partition(b"\n\n")

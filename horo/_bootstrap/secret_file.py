@@ -1,4 +1,4 @@
-"""A note in the user's home, for processes of the same user on hosts that share it."""
+"""A secret file in the user's home directory, for processes of the same user on hosts that share the home."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pathlib import Path
 
 from horo._errors import ResourceError
 
-__all__ = ["NoteFile"]
+__all__ = ["SecretFile"]
 
 _FOLDER = ".horo"
 _BYTES_MAX = 1 << 16
 
 
-class NoteFile:
-    """The note of one start; readable by nobody else, in a folder that nobody else can look into.
+class SecretFile:
+    """The file of one start. Other users can read neither the file nor its folder.
 
     Args:
-        name: of the start; unlike every other's.
+        name: of the start; unique.
         home: of the user.
     """
 
@@ -29,8 +29,8 @@ class NoteFile:
         self._folder = home / _FOLDER
         self.path = self._folder / ("slurm-" + re.sub(r"[^A-Za-z0-9.-]", "_", name))
 
-    def write(self, note: bytes) -> None:
-        """Puts the note there at once and whole; an older one is replaced.
+    def write(self, content: bytes) -> None:
+        """Writes the file atomically; an older one is replaced.
 
         Raises:
             ResourceError: the home cannot be written, or the folder is open to others.
@@ -42,7 +42,7 @@ class NoteFile:
             descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
                 with os.fdopen(descriptor, "wb") as file:
-                    file.write(note)
+                    file.write(content)
                     file.flush()
                     os.fsync(file.fileno())
                 draft.rename(self.path)
@@ -53,7 +53,7 @@ class NoteFile:
             raise ResourceError(f"{self.path}: {error.strerror}") from error
 
     def read(self) -> bytes | None:
-        """The note; None while there is none.
+        """The content of the file; None while there is no file.
 
         Raises:
             ResourceError: others could have written it.
@@ -69,7 +69,7 @@ class NoteFile:
             return file.read(_BYTES_MAX)
 
     def remove(self) -> None:
-        """Takes the note away; idempotent."""
+        """Deletes the file; idempotent."""
         with contextlib.suppress(OSError):
             self.path.unlink()
 

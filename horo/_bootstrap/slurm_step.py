@@ -1,4 +1,4 @@
-"""What Slurm says about the step that this process belongs to: pure reading of variables."""
+"""The Slurm step of this process, from its variables. Pure."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def read_step(environ: Mapping[str, str]) -> SlurmStep | None:
     """The step of this process; None if it is no process of srun, or the only one.
 
     Raises:
-        UsageError: srun started several processes, but what it says about this one is damaged; names the variable.
+        UsageError: srun started several processes, but a variable about this one is damaged; the message names it.
     """
     said = read_variables(SlurmVariables, environ)
     size = _count(said.step_num_tasks if said.step_num_tasks is not None else said.ntasks)

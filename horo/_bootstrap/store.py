@@ -1,7 +1,7 @@
-"""The job's meeting point: a small authenticated key-value store.
+"""The job's store: a small authenticated key-value store through which the ranks exchange data while they start.
 
 The launcher runs one ``StoreServer``; every rank is a ``StoreClient``. Values are bytes and never unpickled. The server
-waits on behalf of its clients, so nobody polls, and one thread serves all of them.
+waits on behalf of its clients, so clients do not poll. One thread serves all of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from horo._bootstrap.dial import dial
 from horo._bootstrap.frames import PAYLOAD_BYTES_MAX, Opener, Sealer, pack_fields, unpack_fields
 from horo._bootstrap.gate import GREETING_DEADLINE_S, HALF_OPEN_MAX, Gate
 from horo._bootstrap.handshake import Claim, HandshakeError, Purpose, Session, check_secret
-from horo._bootstrap.store_seam import StoreAbandonedError, StoreTimeoutError
+from horo._bootstrap.store_interface import StoreAbandonedError, StoreTimeoutError
 from horo._errors import HoroError, PeerLostError, UsageError
 
 __all__ = ["KEY_BYTES_MAX", "VALUE_BYTES_MAX", "StoreClient", "StoreServer"]
@@ -40,7 +40,7 @@ class _Request(IntEnum):
     GET = 2
     ADD = 3
     DELETE = 4
-    WILL = 5
+    ON_DISCONNECT = 5
 
 
 class _Reply(IntEnum):
@@ -62,13 +62,13 @@ class _Waiter:
 
 @dataclass(eq=False)
 class _Client:
-    """One connection: what goes out next, and which key gets which value when it ends."""
+    """One connection. ``output`` is not sent yet; ``on_disconnect`` is the key and value to set when it ends."""
 
     connection: socket.socket
     opener: Opener
     sealer: Sealer
     output: bytearray = field(default_factory=bytearray)
-    will: tuple[bytes, bytes] | None = None
+    on_disconnect: tuple[bytes, bytes] | None = None
 
 
 class StoreServer:
@@ -78,8 +78,10 @@ class StoreServer:
         addresses: numeric IPv4 or IPv6 addresses of this machine, all bound at once, on one port where possible.
         secret: the job's, at least 16 bytes.
         port: 0 lets the system choose.
-        on_stranger: gets one sentence for a refused connection, at most once a minute per address; called on the
-            server's thread. None: nobody is told.
+        on_refused: gets one sentence for a refused connection, at most once a minute per address; called on the
+            server's thread. None: refused connections are not reported.
+        half_open_max: most connections whose handshake is not finished.
+        handshake_timeout_s: longest time for a handshake.
 
     Raises:
         ResourceError: an address cannot be bound. UsageError: the secret is too short or an address is a name.
@@ -90,10 +92,10 @@ class StoreServer:
         addresses: Sequence[str],
         secret: bytes,
         port: int = 0,
-        on_stranger: Callable[[str], None] | None = None,
+        on_refused: Callable[[str], None] | None = None,
         *,
         half_open_max: int = HALF_OPEN_MAX,
-        greeting_s: float = GREETING_DEADLINE_S,
+        handshake_timeout_s: float = GREETING_DEADLINE_S,
     ) -> None:
         check_secret(secret)
         listeners = bind_all(addresses, port)
@@ -103,8 +105,8 @@ class StoreServer:
         self._waiters: dict[_Client, _Waiter] = {}
         self._waiting: dict[bytes, set[_Client]] = {}
         self._closing = False
-        self._come = 0
-        self._moved = threading.Condition()
+        self._connected_count = 0
+        self._clients_changed = threading.Condition()
         self._selector = selectors.DefaultSelector()
         self._wake_in, self._wake_out = socket.socketpair()
         self._selector.register(self._wake_in, selectors.EVENT_READ, self._stop)
@@ -114,9 +116,9 @@ class StoreServer:
             secret,
             admit=_admit_store_client,
             on_peer=self._join,
-            on_stranger=on_stranger or (lambda sentence: None),
+            on_stranger=on_refused or (lambda sentence: None),
             half_open_max=half_open_max,
-            deadline_s=greeting_s,
+            deadline_s=handshake_timeout_s,
         )
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="horo-store", daemon=True)
@@ -129,22 +131,22 @@ class StoreServer:
         self._wake_out.close()
         self._thread.join()
 
-    def await_departure(self, count: int, patience_s: float, late_s: float) -> bool:
-        """Waits until ``count`` clients have come and all clients have left; whether that happened.
+    def wait_for_disconnects(self, count: int, timeout_s: float, connect_timeout_s: float) -> bool:
+        """Waits until ``count`` clients have connected and all clients have disconnected; whether that happened.
 
         Args:
-            count: how many are expected in all.
-            patience_s: longest wait.
-            late_s: longest wait while one has not even come.
+            count: number of clients expected in all.
+            timeout_s: longest wait.
+            connect_timeout_s: longest wait while a client has not connected yet.
         """
         began = time.monotonic()
-        with self._moved:
-            while self._clients or self._come < count:
-                limit_s = patience_s if self._come >= count else min(late_s, patience_s)
+        with self._clients_changed:
+            while self._clients or self._connected_count < count:
+                limit_s = timeout_s if self._connected_count >= count else min(connect_timeout_s, timeout_s)
                 left_s = began + limit_s - time.monotonic()
                 if left_s <= 0:
                     return False
-                self._moved.wait(left_s)
+                self._clients_changed.wait(left_s)
         return True
 
     def __enter__(self) -> StoreServer:
@@ -187,27 +189,27 @@ class StoreServer:
 
     def _join(self, connection: socket.socket, session: Session) -> None:
         client = _Client(connection, Opener(session.receive_key), Sealer(session.send_key))
-        with self._moved:
+        with self._clients_changed:
             self._clients.add(client)
-            self._come += 1
-            self._moved.notify_all()
+            self._connected_count += 1
+            self._clients_changed.notify_all()
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._serve(client))
 
     def _drop(self, client: _Client) -> None:
         if client in self._clients:
-            with self._moved:
+            with self._clients_changed:
                 self._clients.remove(client)
-                self._moved.notify_all()
+                self._clients_changed.notify_all()
             self._stop_waiting(client)
             self._selector.unregister(client.connection)
             client.connection.close()
-            if client.will is not None and not self._closing:
-                key, value = client.will
+            if client.on_disconnect is not None and not self._closing:
+                key, value = client.on_disconnect
                 self._values.setdefault(key, value)
-                self._arrived(key)
+                self._key_was_set(key)
 
     def _serve(self, client: _Client) -> None:
-        """Reads requests and writes what is left of replies; a client that misbehaves is dropped."""
+        """Reads requests and sends unsent replies; a client that violates the protocol is dropped."""
         try:
             self._flush(client)
             data = client.connection.recv(_RECEIVE_BYTES)
@@ -230,7 +232,7 @@ class StoreServer:
             key, value = fields
             self._values[key] = value
             self._reply(client, _Reply.OK, [])
-            self._arrived(key)
+            self._key_was_set(key)
         elif request is _Request.ADD:
             key, amount = fields
             try:
@@ -240,13 +242,13 @@ class StoreServer:
                 return
             self._values[key] = b"%d" % total
             self._reply(client, _Reply.OK, [self._values[key]])
-            self._arrived(key)
+            self._key_was_set(key)
         elif request is _Request.DELETE:
             for key in fields:
                 self._values.pop(key, None)
             self._reply(client, _Reply.OK, [])
-        elif request is _Request.WILL:
-            client.will = (fields[0], fields[1]) if fields else None
+        elif request is _Request.ON_DISCONNECT:
+            client.on_disconnect = (fields[0], fields[1]) if fields else None
             self._reply(client, _Reply.OK, [])
         else:
             timeout_ms, unless, *keys = fields
@@ -254,14 +256,14 @@ class StoreServer:
             waiter = _Waiter(keys, unless, time.monotonic() + timeout_s)
             self._waiters[client] = waiter
             self._waiting.setdefault(unless, set()).add(client)
-            self._look(client, waiter)
+            self._try_answer(client, waiter)
 
-    def _arrived(self, key: bytes) -> None:
+    def _key_was_set(self, key: bytes) -> None:
         for client in list(self._waiting.get(key, ())):
-            self._look(client, self._waiters[client])
+            self._try_answer(client, self._waiters[client])
 
-    def _look(self, client: _Client, waiter: _Waiter) -> None:
-        """Answers a waiting client if it can be answered, else notes the one key that it waits for next."""
+    def _try_answer(self, client: _Client, waiter: _Waiter) -> None:
+        """Answers a waiting client if all its keys are there, else records the first key that is missing."""
         if waiter.unless in self._values:
             self._stop_waiting(client)
             self._reply(client, _Reply.ABANDONED, [self._values[waiter.unless]])
@@ -276,7 +278,7 @@ class StoreServer:
         self._reply_values(client, waiter.keys)
 
     def _reply_values(self, client: _Client, keys: Sequence[bytes]) -> None:
-        # A key seen earlier may have been deleted meanwhile; that is the clients' mistake and said so.
+        # A key seen earlier may have been deleted meanwhile: an error of the clients, which is reported.
         values = [self._values.get(key) for key in keys]
         found = [value for value in values if value is not None]
         if len(found) < len(values):
@@ -338,7 +340,7 @@ class StoreClient:
         secret: the job's.
         timeout_s: how long to try to connect.
         alternatives: further endpoints of the same server; the first that answers is used.
-        kept_by: who runs the server, for messages.
+        hosted_by: the process that runs the server, for messages.
 
     Raises:
         PeerLostError: no endpoint answered and knew the secret in time.
@@ -352,7 +354,7 @@ class StoreClient:
         timeout_s: float,
         alternatives: Sequence[Endpoint] = (),
         *,
-        kept_by: str = "the launcher",
+        hosted_by: str = "the launcher",
     ) -> None:
         check_secret(secret)
         endpoints = list(dict.fromkeys([Endpoint(address, port), *alternatives]))
@@ -360,12 +362,12 @@ class StoreClient:
             self._connection, session = dial(endpoints, secret, Claim(Purpose.STORE), timeout_s)
         except PeerLostError as error:
             raise PeerLostError(f"the job's store cannot be reached: {error}") from error
-        self._where = Endpoint(*self._connection.getpeername()[:2])
+        self._endpoint = Endpoint(*self._connection.getpeername()[:2])
         self._sealer = Sealer(session.send_key)
         self._opener = Opener(session.receive_key)
         self._lock = threading.Lock()
-        self._has_will = False
-        self._kept_by = kept_by
+        self._has_on_disconnect = False
+        self._kept_by = hosted_by
 
     @property
     def local_address(self) -> str:
@@ -379,7 +381,7 @@ class StoreClient:
         self._call(_Request.SET, [_encode_key(key), value])
 
     def get_many(self, keys: Sequence[str], timeout_s: float, unless: str | None = None) -> list[bytes]:
-        """As ``Store.get_many``; the server waits, nothing is polled."""
+        """As ``Store.get_many``; the server waits, the client does not poll."""
         timeout_s = min(max(timeout_s, 0.0), _WAIT_S_MAX)
         timeout_ms = _INT64.pack(int(timeout_s * 1000))
         encoded = [_encode_key(key) for key in keys]
@@ -398,16 +400,16 @@ class StoreClient:
         """As ``Store.delete``."""
         self._call(_Request.DELETE, [_encode_key(key) for key in keys])
 
-    def leave_will(self, key: str, value: bytes | None) -> None:
-        """As ``Store.leave_will``."""
-        self._call(_Request.WILL, [] if value is None else [_encode_key(key), value])
-        self._has_will = value is not None
+    def set_on_disconnect(self, key: str, value: bytes | None) -> None:
+        """As ``Store.set_on_disconnect``."""
+        self._call(_Request.ON_DISCONNECT, [] if value is None else [_encode_key(key), value])
+        self._has_on_disconnect = value is not None
 
     def close(self) -> None:
         """Closes the connection; idempotent."""
-        if self._has_will and self._connection.fileno() >= 0:
+        if self._has_on_disconnect and self._connection.fileno() >= 0:
             with contextlib.suppress(HoroError):
-                self.leave_will("", None)
+                self.set_on_disconnect("", None)
         self._connection.close()
 
     def __enter__(self) -> StoreClient:
@@ -428,7 +430,7 @@ class StoreClient:
         if status is _Reply.ABANDONED:
             raise StoreAbandonedError(values[0])
         if status is _Reply.REFUSED:
-            raise UsageError(f"the store at {self._where} refused a request: {values[0].decode()}")
+            raise UsageError(f"the store at {self._endpoint} refused a request: {values[0].decode()}")
         return values
 
     def _exchange(self, payload: bytes, timeout_s: float) -> bytes:
@@ -438,7 +440,7 @@ class StoreClient:
             while True:
                 data = self._connection.recv(_RECEIVE_BYTES)
                 if not data:
-                    raise PeerLostError(f"the job's store at {self._where} is gone: did {self._kept_by} end?")
+                    raise PeerLostError(f"the job's store at {self._endpoint} is gone: did {self._kept_by} end?")
                 replies = self._opener.feed(data)
                 if replies:
                     return replies[0]
@@ -446,7 +448,7 @@ class StoreClient:
             # The stream may be in the middle of a frame: never use it again.
             self._connection.close()
             raise PeerLostError(
-                f"the job's store at {self._where} is gone: {error}; did {self._kept_by} end?"
+                f"the job's store at {self._endpoint} is gone: {error}; did {self._kept_by} end?"
             ) from error
 
 

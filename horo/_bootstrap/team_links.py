@@ -24,7 +24,7 @@ from horo._bootstrap.directory import Directory
 from horo._bootstrap.frames import pack_fields, unpack_fields
 from horo._bootstrap.grouping import Grouping, group_ranks
 from horo._bootstrap.links import Links, by_host
-from horo._bootstrap.meeting import failure_elsewhere, kind_and_reason, list_ranks
+from horo._bootstrap.rendezvous import error_of_peer, kind_and_reason, list_ranks
 from horo._errors import InternalError, MismatchError, UsageError
 
 __all__ = ["Exchange", "TeamLinks", "connect_team"]
@@ -99,7 +99,7 @@ class _Making:
     """One rank's part in making one team's links. It is the ``Party`` of its ``Links``."""
 
     def __init__(self, directory: Directory, number: int, members: Sequence[int], check: Callable[[], None]) -> None:
-        self.rank, self.patience_s = directory.rank, directory.patience_s
+        self.rank, self.timeout_s = directory.rank, directory.patience_s
         self.name, self.names, self.check = directory.name, directory.names, check
         self._directory = directory
         self._number = number
@@ -124,7 +124,7 @@ class _Making:
         for rank, (failed, value) in enumerate(answers):
             if failed:
                 reason = value.decode("utf-8", "replace")
-                raise failure_elsewhere(
+                raise error_of_peer(
                     failed.decode("utf-8", "replace"),
                     f"the links of {self._told} were given up because another rank failed: {self.name(rank)}: {reason}",
                 )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from horo._bootstrap.directory import Directory
 from horo._bootstrap.team_links import connect_team
-from horo._core import DTYPES, OPS, Context, Slip, Tensor
+from horo._core import DTYPES, OPS, Context, RequestBuffer, Tensor
 
 __all__ = ["add_team"]
 
@@ -21,7 +21,7 @@ def add_team(context: Context, directory: Directory, number: int, ranks: Sequenc
         ranks: the members' ranks in the job, ascending.
 
     Returns:
-        The core's number of the team, for ``Slip.fill`` and ``Context.remove_team``; the same on all ranks.
+        The core's number of the team, for ``RequestBuffer.fill`` and ``Context.remove_team``; the same on all ranks.
 
     Raises:
         HoroError: as ``connect_team`` and ``Context.add_team``; an error on one rank is one on all.
@@ -49,13 +49,13 @@ def _exchange(context: Context, name: str, mine: bytes) -> list[bytes]:
     """What every rank says, by rank: an allgather of bytes."""
     data = array("B", mine)
     tensor = Tensor(data.buffer_info()[0], 0, (len(mine),), DTYPES["uint8"])
-    handle = context.submit(Slip.of(OPS["allgather"], name, [tensor], transient=True))
+    handle = context.submit(RequestBuffer.of(OPS["allgather"], name, [tensor], transient=True))
     try:
         context.wait(handle)
         gathered, lengths = context.take_result(handle, 0)
         whole = bytes(gathered)
     finally:
-        context.let_go(handle)
+        context.release_if_done(handle)
     said = []
     for length in lengths:
         said.append(whole[:length])

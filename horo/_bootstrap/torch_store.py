@@ -1,7 +1,7 @@
 """torch's TCPStore as the job's store, for jobs started by torchrun. The only module here that needs torch.
 
-Trust: torch's store asks nobody for a password. Rank 0 puts the job's secret into it unless the user has set
-``HORO_SECRET`` on all nodes, so whoever can reach that store can join the job, as with torch.distributed itself.
+Trust: torch's store does not authenticate its clients. Rank 0 puts the job's secret into it unless the user has set
+``HORO_SECRET`` on all nodes, so every process that can reach that store can join the job, as with torch.distributed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from horo._bootstrap.interfaces import route_source
 from horo._bootstrap.launch import TorchMaster
-from horo._bootstrap.store_seam import StoreAbandonedError, StoreTimeoutError
+from horo._bootstrap.store_interface import StoreAbandonedError, StoreTimeoutError
 from horo._errors import PeerLostError, ResourceError
 
 __all__ = ["TorchStore", "open_torch_store"]
@@ -26,7 +26,7 @@ _SLICE_S = 0.5
 
 
 class TorchStore:
-    """``store_seam.Store`` over an object with the methods of ``torch.distributed.Store``."""
+    """``store_interface.Store`` over an object with the methods of ``torch.distributed.Store``."""
 
     def __init__(self, store: Any, where: str) -> None:
         self._store = store
@@ -62,8 +62,8 @@ class TorchStore:
         for key in keys:
             self._call("delete_key", key)
 
-    def leave_will(self, key: str, value: bytes | None) -> None:
-        """Torch's store does not notice who vanishes; torchrun's agent does, and ends the job."""
+    def set_on_disconnect(self, key: str, value: bytes | None) -> None:
+        """Does nothing: torch's store does not detect a lost client. torchrun's agent does, and ends the job."""
 
     def close(self) -> None:
         """The connection is kept for the process's next start; torch closes it at exit."""
@@ -76,7 +76,7 @@ class TorchStore:
 
 
 _opened: dict[tuple[int, TorchMaster], TorchStore] = {}
-"""One connection per process and store: where rank 0 hosts the store, the others may need it after rank 0 is done."""
+"""One connection per process and store. Where rank 0 hosts the store, other ranks may need it after rank 0 is done."""
 
 
 def open_torch_store(master: TorchMaster, rank: int, timeout_s: float) -> tuple[TorchStore, str | None]:

@@ -1,12 +1,12 @@
 """Reduces the gradients of one optimizer, while backward still runs or right after it.
 
-Life of a gradient: autograd accumulates it, our hook on the parameter counts the backward passes, the last expected
-one hands the gradient to the core (in place where its memory allows), ``synchronize`` hands in what had no hook call
-(unused or thawed parameters, as zeros or as they are), waits for all and leaves the results in ``p.grad``.
+Steps for a gradient: autograd accumulates it. Our hook on the parameter counts the backward passes; the last expected
+one submits the gradient to the core (in place where its memory allows). ``synchronize`` submits the gradients without a
+hook call (of unused or thawed parameters, as zeros or as they are), waits for all and leaves the results in ``p.grad``.
 
 Where one host runs the whole job and every core computes, an exchange during backward gains nothing: it takes the cores
-away, and each exchange has two switches of threads and a wait for the slower rank. There the hook only notes the
-gradient, ``synchronize`` hands all in, and the calling thread does the exchange itself.
+away, and each exchange has two switches of threads and a wait for the slower rank. There the hook only records the
+gradient, ``synchronize`` submits all gradients, and the calling thread does the exchange itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,15 @@ from torch.utils.hooks import RemovableHandle
 
 from horo._errors import HoroError, MismatchError, UsageError
 from horo.torch import _state
-from horo.torch._cargo import Cargo, Flight, Group, Plan, Slot, SparseFlight, refuse_sparse
+from horo.torch._gradients import (
+    Group,
+    PackedGradient,
+    PendingReduction,
+    PendingSparseReduction,
+    ReductionOptions,
+    Slot,
+    refuse_sparse,
+)
 from horo.torch._requests import Request, run_allreduce, start_again, start_allgather, start_allreduce
 from horo.torch._staging import Spec
 from horo.torch.ops import Average
@@ -35,7 +43,7 @@ _SCALER_FRAMES = 12
 
 
 class GradientReducer:
-    """Owns the hooks on an optimizer's parameters and the reductions under way.
+    """Owns the hooks on an optimizer's parameters and the reductions in progress.
 
     Only the optimizer refers to its reducer, and the hooks refer to it weakly: when the optimizer goes, so do they.
     """
@@ -43,16 +51,16 @@ class GradientReducer:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        plan: Plan,
+        options: ReductionOptions,
         names: dict[torch.Tensor, str],
         groups: Sequence[Sequence[torch.Tensor]],
     ) -> None:
-        self.plan = plan
+        self.options = options
         self.names = names
         self.slots: dict[torch.Tensor, Slot] = {}
         self.hooked: set[torch.Tensor] = set()
         self.handles: dict[torch.Tensor, Request | None] = {}
-        """What is under way, or held for ``synchronize`` (None)."""
+        """What is in progress, or held for ``synchronize`` (None)."""
         self._optimizer = weakref.ref(optimizer)
         number = next(_state.current().optimizers)
         self.kind = f"gradient{number}" if number else "gradient"
@@ -70,7 +78,7 @@ class GradientReducer:
     # -- what the user calls ---------------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
-        """Reduces every gradient that is not yet under way and waits for all: then all ranks have equal ``p.grad``.
+        """Reduces every gradient that is not yet in progress and waits for all: then all ranks have equal ``p.grad``.
 
         A parameter without a gradient takes part with zeros, because other ranks may have used it.
 
@@ -115,17 +123,17 @@ class GradientReducer:
         """
         if passes <= 0:
             raise UsageError(f"backward_passes_per_step must be positive, not {passes}")
-        self.plan.passes = passes
+        self.options.passes = passes
         self._reset_counts()
         optimizer = self._optimizer()
         if optimizer is not None:
             optimizer.backward_passes_per_step = passes  # type: ignore[attr-defined]
 
     def refuse_while_pending(self, what: str) -> None:
-        """Guards what would pull gradients away from under the core.
+        """Raises if a call would remove gradients that the core still uses.
 
         Raises:
-            AssertionError: A reduction is under way.
+            AssertionError: A reduction is in progress.
         """
         if self.handles:
             raise AssertionError(
@@ -136,7 +144,7 @@ class GradientReducer:
         self._synchronized = False
 
     def drain(self) -> None:
-        """Waits for what is under way or held and leaves it at that."""
+        """Finishes all reductions that are in progress or held, and starts no others."""
         try:
             slots = list(self.slots.values())
             with torch.no_grad():
@@ -208,7 +216,7 @@ class GradientReducer:
 
     def _active(self) -> list[Slot]:
         """The slots that take part in this step, in an order that all ranks share."""
-        return [slot for slot in self.adopt() if slot.parameter.requires_grad or slot.flight or slot.held]
+        return [slot for slot in self.adopt() if slot.parameter.requires_grad or slot.pending or slot.held]
 
     def _make_group(self, index: int, members: Sequence[torch.Tensor]) -> Group:
         slots = [self.slots[parameter] for parameter in self.slots if any(parameter is member for member in members)]
@@ -219,31 +227,31 @@ class GradientReducer:
                 group.waiting.add(slot)
         return group
 
-    # -- a gradient's way ------------------------------------------------------------------------------------------
+    # -- reduction of one gradient ---------------------------------------------------------------------------------
 
     def gradient_ready(self, parameter: torch.Tensor) -> None:
         """Called by autograd when it has accumulated into ``parameter.grad``."""
         slot = self.slots[parameter]
         if _state.size() == 1:
             return
-        if slot.flight or slot.held or (slot.passes >= self.plan.passes and not self._paused):
+        if slot.pending or slot.held or (slot.passes >= self.options.passes and not self._paused):
             raise AssertionError(
                 f"the gradient of {slot.name!r} was computed more often than backward_passes_per_step="
-                f"{self.plan.passes} before optimizer.step(); raise backward_passes_per_step to accumulate locally, "
+                f"{self.options.passes} before optimizer.step(); raise backward_passes_per_step to accumulate locally, "
                 "or run the passes before the last inside optimizer.no_sync()"
             )
         self._synchronized = False
         if self._paused:
             return
         slot.passes += 1
-        if slot.passes < self.plan.passes:
+        if slot.passes < self.options.passes:
             return
         if not self.handles:
             self._overlaps = _overlap_pays()  # the number of torch's threads may have changed since the last step
         if not self._overlaps:
             grad = parameter.grad
             if slot.group is not None and grad is not None:
-                refuse_sparse(slot, grad, self.plan)
+                refuse_sparse(slot, grad, self.options)
             slot.held = (grad, 0 if grad is None else grad._version)
             self.handles[parameter] = None
             return
@@ -252,88 +260,89 @@ class GradientReducer:
                 self._submit(slot)
 
     def _completes(self, group: Group, slot: Slot) -> bool:
-        """Whether the gradient of ``slot`` was the last that its group waited for."""
+        """Whether the gradient of ``slot`` was the last missing one of its group."""
         group.waiting.discard(slot)
         # A member thawed since the last step is not in `waiting`, but autograd may still write to it.
         return not group.waiting and all(
-            member.passes >= self.plan.passes for member in group.slots if member.parameter.requires_grad
+            member.passes >= self.options.passes for member in group.slots if member.parameter.requires_grad
         )
 
     def _submit_rest(self, slots: Sequence[Slot]) -> None:
-        """Hands in what is not under way, for the caller to drive: no thread is woken for it."""
+        """Submits all gradients that are not in progress. The caller drives them: no thread is woken."""
         last: Slot | None = None
         for slot in slots:
-            if slot.flight is None:
+            if slot.pending is None:
                 self._submit(slot, sync=True)
                 last = slot
-        if last is not None and last.flight is not None:
-            last.flight.request.settle()  # the others are older: done as well, in the same drive of the engine
+        if last is not None and last.pending is not None:
+            last.pending.request.wait_done()  # the others are older: done as well, in the same drive of the engine
 
     def _submit(self, slot: Slot, sync: bool = False) -> None:
-        """Hands in what the slot's request carries; autograd is off, as for all that works on gradients."""
+        """Submits the request of the slot, or of its group. Autograd is off."""
         if slot.group is not None:
             members = [s for s in slot.group.slots if s.parameter.requires_grad or s.held]
             self._submit_dense(slot.group.name, members, sync)
             return
         grad = slot.parameter.grad
-        if grad is not None and grad.layout is torch.sparse_coo and not self.plan.sparse_as_dense:
+        if grad is not None and grad.layout is torch.sparse_coo and not self.options.sparse_as_dense:
             self._submit_sparse(slot, grad, sync)
         else:
             self._submit_dense(slot.name, [slot], sync)
 
     def _submit_dense(self, name: str, slots: Sequence[Slot], sync: bool) -> None:
-        plan = self.plan
-        cargo = [Cargo(slot, plan) for slot in slots]
-        asked = plan, name, sync  # the plan, for another optimizer may come to have the same name in a later session
-        request = start_again(asked, cargo[0].sent, in_place=True) if len(cargo) == 1 else None
+        options = self.options
+        packed = [PackedGradient(slot, options) for slot in slots]
+        key = options, name, sync  # the options too: in a later session another optimizer may have the same name
+        request = start_again(key, packed[0].sent, in_place=True) if len(packed) == 1 else None
         if request is None:
-            spec = Spec(self.kind, name, plan.op, plan.prescale, plan.postscale, plan.wire)
-            sent = [item.sent for item in cargo]
-            request = start_allreduce(sent, spec, in_place=True, sync=sync, asked=asked)
-        self._under_way(slots, Flight(request, cargo))
+            spec = Spec(self.kind, name, options.op, options.prescale, options.postscale, options.wire)
+            sent = [item.sent for item in packed]
+            request = start_allreduce(sent, spec, in_place=True, sync=sync, key=key)
+        self._set_pending(slots, PendingReduction(request, packed))
 
-    def _submit_sparse(self, slot: Slot, grad: torch.Tensor, sync: bool) -> Flight:
+    def _submit_sparse(self, slot: Slot, grad: torch.Tensor, sync: bool) -> PendingReduction:
         own = grad.coalesce()
-        scale = self.plan.prescale * self.plan.postscale / (_state.size() if self.plan.op == Average else 1)
-        # The name is that of the dense form, so that a rank which sends zeros for an unused parameter meets this one.
+        scale = self.options.prescale * self.options.postscale / (_state.size() if self.options.op == Average else 1)
+        # The name is that of the dense form: another rank may send zeros for an unused parameter under that name.
         request = start_allgather([own.indices().t().contiguous(), own.values()], self.kind, slot.name, sync=sync)
-        return self._under_way([slot], SparseFlight(request, slot, scale))
+        return self._set_pending([slot], PendingSparseReduction(request, slot, scale))
 
-    def _under_way(self, slots: Sequence[Slot], flight: Flight) -> Flight:
+    def _set_pending(self, slots: Sequence[Slot], pending: PendingReduction) -> PendingReduction:
         for slot in slots:
-            slot.flight = flight
-            self.handles[slot.parameter] = flight.request
-        return flight
+            slot.pending = pending
+            self.handles[slot.parameter] = pending.request
+        return pending
 
     def _finish(self, slots: Sequence[Slot]) -> None:
-        """Waits for every flight; raises the first failure after the last has landed."""
+        """Waits for every pending reduction; then raises the first failure."""
         failure: Exception | None = None
-        done: set[Flight] = set()
+        done: set[PendingReduction] = set()
         for slot in slots:
-            flight = slot.flight
-            if flight is None or flight in done:
+            pending = slot.pending
+            if pending is None or pending in done:
                 continue
-            done.add(flight)
+            done.add(pending)
             try:
-                self._land(slot, flight)
+                self._finish_one(slot, pending)
             except HoroError as error:
                 failure = failure or error
         if failure is not None:
             raise failure
 
-    def _land(self, slot: Slot, flight: Flight) -> None:
+    def _finish_one(self, slot: Slot, pending: PendingReduction) -> None:
         try:
-            flight.land()
+            pending.finish()
         except MismatchError:
             sparse = self._sparse_again(slot) if slot.group is None else None
             if sparse is None:
                 raise
-            sparse.land()
+            sparse.finish()
 
-    def _sparse_again(self, slot: Slot) -> Flight | None:
-        """After a mismatch, which every rank gets: was it sparse rows here, zeros of an unused parameter there?
+    def _sparse_again(self, slot: Slot) -> PendingReduction | None:
+        """After a mismatch, which every rank gets: tries again if some ranks had rows and the others zeros.
 
-        Then the ranks with zeros take part again with no rows, and so do the others with theirs.
+        A rank sends dense zeros for an unused parameter, since it does not know that the gradient is sparse elsewhere.
+        Then all ranks submit sparse rows: those with zeros submit no rows.
         """
         grad = slot.parameter.grad
         sparse_dims = 0 if grad is None or grad.layout is not torch.sparse_coo else grad.sparse_dim()
@@ -352,7 +361,7 @@ class GradientReducer:
     def _reset(self) -> None:
         self._reset_counts()
         for slot in self.slots.values():
-            slot.flight = None
+            slot.pending = None
             slot.held = None
         self.handles.clear()
         self._synchronized = False
@@ -365,9 +374,10 @@ class GradientReducer:
 
 
 class _ReducingClosure:
-    """Reduces gradients after each evaluation and returns the mean loss, so that all ranks decide alike.
+    """Reduces gradients after each evaluation and returns the mean loss, so that all ranks do the same step.
 
-    An optimizer such as LBFGS chooses its next step by the loss; on the ranks' own losses they would part.
+    An optimizer such as LBFGS chooses its next step by the loss. With a different loss on each rank, the models would
+    differ.
     """
 
     def __init__(self, closure: Callable[[], Any], reducer: GradientReducer) -> None:
@@ -388,7 +398,7 @@ class _ReducingClosure:
 def _overlap_pays() -> bool:
     """Whether gradients are best reduced while backward still runs.
 
-    They are if a network carries them meanwhile, or if cores are left. Ranks need not come to the same conclusion.
+    They are if a network carries them meanwhile, or if cores are idle. Ranks may decide differently.
     """
     job = _state.current().job
     if job.overlap != "auto":
@@ -397,9 +407,9 @@ def _overlap_pays() -> bool:
 
 
 def _scaler_has_looked(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a GradScaler calls the step. It has unscaled the gradients then, which leaves no trace on them.
+    """Whether a GradScaler calls the step. It has unscaled the gradients then, which cannot be seen on them.
 
-    For an optimizer with a fused step it leaves its finding on the optimizer; else only the stack tells.
+    For an optimizer with a fused step, it sets ``found_inf`` on the optimizer; else only the call stack shows it.
     """
     if getattr(optimizer, "found_inf", None) is not None:
         return True

@@ -10,8 +10,8 @@ import torch
 from horo import _core
 from horo._errors import AbortedError, HoroError, UsageError
 from horo.torch import _state
-from horo.torch._prepared import Prepared
-from horo.torch._staging import Load, Spec, count_change, describe
+from horo.torch._request_cache import CachedRequest
+from horo.torch._staging import Spec, StagedTensors, count_change, describe
 
 __all__ = [
     "Gathered",
@@ -42,7 +42,7 @@ class Gathered(NamedTuple):
 
 
 class Request:
-    """One operation under way. ``wait`` must be called once; it gives the result."""
+    """One operation in progress. ``wait`` must be called once; it returns the result."""
 
     __slots__ = ("_finish", "_handle", "_memory", "_session", "label", "number", "public")
 
@@ -60,7 +60,7 @@ class Request:
         self._finish = finish
         self.label = label
         self.number = number = session.handle_base + handle
-        """What stands for it outside; in no other session does it stand for anything."""
+        """The public number of the request; unique over all sessions of the process."""
         self.public = False
         """Whether ``synchronize`` may find it."""
         session.requests[number] = self
@@ -75,60 +75,60 @@ class Request:
         """Whether ``wait`` would return at once; never blocks."""
         session, call = self._session, object()
         try:
-            session.inside[call] = None
+            session.active_calls[call] = None
             if session.ended:
-                session.refuse(self.label)
+                session.raise_ended(self.label)
             return session.core.poll(self._handle)
         finally:
-            session.inside.pop(call, None)
+            session.active_calls.pop(call, None)
 
     def wait(self) -> Any:
         """Blocks until the operation is done and returns its result.
 
-        A KeyboardInterrupt (or what else a signal handler raises) leaves the request under way: its memory is
+        A KeyboardInterrupt (or another exception from a signal handler) leaves the request in progress: its memory is
         kept, and ``wait`` may be called again.
 
         Raises:
-            HoroError: What became of the operation.
+            HoroError: The error of the operation.
         """
         session, call = self._session, object()
         try:
-            session.inside[call] = None
+            session.active_calls[call] = None
             if session.ended:
-                session.refuse(self.label)
+                session.raise_ended(self.label)
             try:
                 result = self._finish(session.core, self._handle, self._memory)
             except HoroError:
-                if not session.core.is_at_work(self._handle):  # else it is a signal handler's
+                if not session.core.in_progress(self._handle):  # else it is a signal handler's
                     session.requests.pop(self.number, None)
                 raise
         finally:
-            session.inside.pop(call, None)
+            session.active_calls.pop(call, None)
         session.requests.pop(self.number, None)
         return result
 
-    def settle(self) -> None:
-        """Blocks until the operation is done, well or badly; ``wait`` then returns at once."""
+    def wait_done(self) -> None:
+        """Blocks until the operation is done or has failed; ``wait`` then returns at once."""
         session, call = self._session, object()
         try:
-            session.inside[call] = None
+            session.active_calls[call] = None
             if session.ended:
-                session.refuse(self.label)
+                session.raise_ended(self.label)
             try:
                 session.core.wait(self._handle)
             except HoroError:
-                if session.core.is_at_work(self._handle):  # a signal handler's
+                if session.core.in_progress(self._handle):  # a signal handler's
                     raise
-                return  # wait() will say it
+                return  # wait() raises it
         finally:
-            session.inside.pop(call, None)
+            session.active_calls.pop(call, None)
 
 
-def repeat(asked: Hashable, tensor: torch.Tensor, *, in_place: bool) -> torch.Tensor | None:
-    """Does again what the last call did that asked for the same, if the tensor looks the same, with little Python.
+def repeat(key: Hashable, tensor: torch.Tensor, *, in_place: bool) -> torch.Tensor | None:
+    """Repeats the last call with the same key, if the tensor has the same shape and dtype; takes little Python.
 
     Args:
-        asked: As for ``Shelf.find``.
+        key: As for ``RequestCache.take``.
         tensor: Anything.
         in_place: Write the result into ``tensor``, else into a new one.
 
@@ -136,41 +136,41 @@ def repeat(asked: Hashable, tensor: torch.Tensor, *, in_place: bool) -> torch.Te
         The tensor with the result. None, and nothing is done, where there is no such call.
     """
     session = _state.current()
-    prepared = session.shelf.find(asked)
-    if prepared is None:
+    cached = session.request_cache.take(key)
+    if cached is None:
         return None
     try:
-        output = prepared.aim(tensor, in_place)
+        output = cached.set_tensor(tensor, in_place)
         if output is None:
             return None
-        _execute(session, prepared, (tensor, output))
+        _execute(session, cached, (tensor, output))
     finally:
-        prepared.turn.append(None)
+        cached.idle.append(None)
     if in_place:
         count_change((tensor,))
     return output
 
 
-def start_again(asked: Hashable, tensor: torch.Tensor, *, in_place: bool) -> Request | None:
+def start_again(key: Hashable, tensor: torch.Tensor, *, in_place: bool) -> Request | None:
     """As ``repeat``, but begins it: the result of the request is the tensor."""
     session = _state.current()
-    prepared = session.shelf.find(asked)
-    if prepared is None:
+    cached = session.request_cache.take(key)
+    if cached is None:
         return None
     try:
-        output = prepared.aim(tensor, in_place)
+        output = cached.set_tensor(tensor, in_place)
         if output is None:
             return None
         if in_place:
-            return _submit(session, prepared, tensor, _finish_in_place)
-        return _submit(session, prepared, (tensor, output), _finish_output)
+            return _submit(session, cached, tensor, _finish_in_place)
+        return _submit(session, cached, (tensor, output), _finish_output)
     finally:
-        prepared.turn.append(None)
+        cached.idle.append(None)
 
 
-def repeat_async(asked: Hashable, tensor: torch.Tensor, *, in_place: bool) -> int | None:
+def repeat_async(key: Hashable, tensor: torch.Tensor, *, in_place: bool) -> int | None:
     """As ``repeat``, but begins it and returns a public handle."""
-    request = start_again(asked, tensor, in_place=in_place)
+    request = start_again(key, tensor, in_place=in_place)
     if request is None:
         return None
     request.public = True
@@ -183,7 +183,7 @@ def start_allreduce(
     *,
     in_place: bool = False,
     sync: bool = False,
-    asked: Hashable = None,
+    key: Hashable = None,
 ) -> Request:
     """Begins to reduce ``tensors`` with those of the other ranks, element by element.
 
@@ -192,19 +192,19 @@ def start_allreduce(
         spec: The reduction.
         in_place: Write the results into ``tensors``, else into new contiguous tensors.
         sync: The caller waits at once.
-        asked: What a later ``start_again`` may ask for.
+        key: For a later ``start_again`` with the same key.
 
     Returns:
         A request whose result is the tuple of reduced tensors.
     """
-    return _start(tensors, spec, in_place, sync, asked=asked)
+    return _start(tensors, spec, in_place, sync, key=key)
 
 
 def run_allreduce(
-    tensors: Sequence[torch.Tensor], spec: Spec, *, in_place: bool = False, asked: Hashable = None
+    tensors: Sequence[torch.Tensor], spec: Spec, *, in_place: bool = False, key: Hashable = None
 ) -> tuple[torch.Tensor, ...]:
     """What ``start_allreduce`` begins, done at once; returns the reduced tensors."""
-    return _run(tensors, spec, in_place, asked)
+    return _run(tensors, spec, in_place, key)
 
 
 def start_broadcast(
@@ -214,14 +214,14 @@ def start_broadcast(
     name: str | None,
     *,
     in_place: bool = False,
-    asked: Hashable = None,
+    key: Hashable = None,
 ) -> Request:
     """Begins to copy the root's ``tensors`` to all ranks; the result is the tuple of copies.
 
     Raises:
         UsageError: ``root_rank`` is no rank of the job.
     """
-    return _start(tensors, _broadcast_spec(root_rank, kind, name), in_place, False, asked=asked)
+    return _start(tensors, _broadcast_spec(root_rank, kind, name), in_place, False, key=key)
 
 
 def run_broadcast(
@@ -231,10 +231,10 @@ def run_broadcast(
     name: str | None,
     *,
     in_place: bool = False,
-    asked: Hashable = None,
+    key: Hashable = None,
 ) -> tuple[torch.Tensor, ...]:
     """What ``start_broadcast`` begins, done at once; returns the copies."""
-    return _run(tensors, _broadcast_spec(root_rank, kind, name), in_place, asked)
+    return _run(tensors, _broadcast_spec(root_rank, kind, name), in_place, key)
 
 
 def _broadcast_spec(root_rank: int, kind: str, name: str | None) -> Spec:
@@ -261,14 +261,14 @@ def start_allgather(tensors: Sequence[torch.Tensor], kind: str, name: str | None
 def run_barrier() -> None:
     """Waits until all ranks have come here."""
     session = _state.current()
-    prepared = session.shelf.find(_BARRIER)
-    if prepared is None:
+    cached = session.request_cache.take(_BARRIER)
+    if cached is None:
         _run([], _BARRIER, False, _BARRIER)
         return
     try:
-        _execute(session, prepared, None)
+        _execute(session, cached, None)
     finally:
-        prepared.turn.append(None)
+        cached.idle.append(None)
 
 
 def publish(request: Request, shape: Callable[[Any], Any]) -> int:
@@ -319,76 +319,74 @@ def _start(
     sync: bool,
     *,
     finish: Callable[[_core.Context, int, Any], Any] | None = None,
-    asked: Hashable = None,
+    key: Hashable = None,
 ) -> Request:
     session = _state.current()
-    prepared = session.shelf.borrow(asked or (spec, sync), spec, sync, len(tensors))
+    cached = session.request_cache.take_or_create(key or (spec, sync), spec, sync, len(tensors))
     try:
-        return _submit(session, prepared, prepared.load(tensors, in_place), finish or _finish_load)
+        return _submit(session, cached, cached.set_tensors(tensors, in_place), finish or _finish_staged)
     finally:
-        prepared.turn.append(None)
+        cached.idle.append(None)
 
 
-def _run(
-    tensors: Sequence[torch.Tensor], spec: Spec, in_place: bool, asked: Hashable = None
-) -> tuple[torch.Tensor, ...]:
+def _run(tensors: Sequence[torch.Tensor], spec: Spec, in_place: bool, key: Hashable = None) -> tuple[torch.Tensor, ...]:
     session = _state.current()
-    prepared = session.shelf.borrow(asked or (spec, True), spec, True, len(tensors))
+    cached = session.request_cache.take_or_create(key or (spec, True), spec, True, len(tensors))
     try:
-        load = prepared.load(tensors, in_place)
-        _execute(session, prepared, load)
+        staged = cached.set_tensors(tensors, in_place)
+        _execute(session, cached, staged)
     finally:
-        prepared.turn.append(None)
-    return load.deliver()
+        cached.idle.append(None)
+    return staged.results()
 
 
 def _submit(
     session: _state.Session,
-    prepared: Prepared,
+    cached: CachedRequest,
     memory: Any,
     finish: Callable[[_core.Context, int, Any], Any],
 ) -> Request:
-    label, number = prepared.label(), prepared.slip.number
-    number[0] = 0
+    label, last_handle = cached.label(), cached.buffer.last_handle
+    last_handle[0] = 0
     try:
-        session.inside[prepared] = memory
+        session.active_calls[cached] = memory
         if session.ended:
-            session.refuse(label)
-        if session.held:
-            session.sweep()
-        return Request(session, session.core.submit(prepared.slip), label, memory, finish)
+            session.raise_ended(label)
+        if session.abandoned:
+            session.release_abandoned()
+        return Request(session, session.core.submit(cached.buffer), label, memory, finish)
     except BaseException:
-        if handle := number[0]:
-            session.held[handle] = memory  # up to here nothing is called, so no signal handler runs
+        if handle := last_handle[0]:
+            session.abandoned[handle] = memory  # up to here nothing is called, so no signal handler runs
             session.requests.pop(session.handle_base + handle, None)
-            session.sweep()
+            session.release_abandoned()
         raise
     finally:
-        session.inside.pop(prepared, None)
+        session.active_calls.pop(cached, None)
 
 
-def _execute(session: _state.Session, prepared: Prepared, memory: object) -> None:
-    label, number = prepared.label(), prepared.slip.number
-    number[0] = 0
+def _execute(session: _state.Session, cached: CachedRequest, memory: object) -> None:
+    label, last_handle = cached.label(), cached.buffer.last_handle
+    last_handle[0] = 0
     try:
-        session.inside[prepared] = memory
+        session.active_calls[cached] = memory
         if session.ended:
-            session.refuse(label)
-        if session.held:
-            session.sweep()
-        session.core.run(prepared.slip)
+            session.raise_ended(label)
+        if session.abandoned:
+            session.release_abandoned()
+        session.core.run(cached.buffer)
     except BaseException:
-        if handle := number[0]:
-            session.held[handle] = memory  # up to here nothing is called, so no signal handler runs
-            session.sweep()
+        if handle := last_handle[0]:
+            session.abandoned[handle] = memory  # up to here nothing is called, so no signal handler runs
+            session.release_abandoned()
         raise
     finally:
-        session.inside.pop(prepared, None)
+        session.active_calls.pop(cached, None)
 
 
-def _finish_load(core: _core.Context, handle: int, load: Load) -> tuple[torch.Tensor, ...]:
+def _finish_staged(core: _core.Context, handle: int, staged: StagedTensors) -> tuple[torch.Tensor, ...]:
     core.finish(handle)
-    return load.deliver()
+    return staged.results()
 
 
 def _finish_in_place(core: _core.Context, handle: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -402,12 +400,12 @@ def _finish_output(core: _core.Context, handle: int, pair: tuple[torch.Tensor, t
     return pair[1]
 
 
-def _finish_gathered(core: _core.Context, handle: int, load: Load) -> tuple[Gathered, ...]:
+def _finish_gathered(core: _core.Context, handle: int, staged: StagedTensors) -> tuple[Gathered, ...]:
     try:
         core.wait(handle)
-        gathered = tuple(_take_one(core, handle, index, tensor) for index, tensor in enumerate(load.inputs))
-    except HoroError:  # the core's; a signal handler's leaves the request under way
-        core.let_go(handle)
+        gathered = tuple(_take_one(core, handle, index, tensor) for index, tensor in enumerate(staged.inputs))
+    except HoroError:  # raised by the core; after one from a signal handler, the request stays in progress
+        core.release_if_done(handle)
         raise
     core.release(handle)
     return gathered

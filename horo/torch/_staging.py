@@ -11,19 +11,19 @@ from torch.autograd.graph import increment_version
 from horo import _core
 from horo._errors import UnsupportedError, UsageError
 
-__all__ = ["Load", "Spec", "check_tensor", "count_change", "describe", "pack", "stage"]
+__all__ = ["Spec", "StagedTensors", "check_tensor", "count_change", "describe", "pack", "stage"]
 
 _NARROWED = (torch.float32, torch.float64)
-"""What can travel as a 16-bit float."""
+"""Dtypes that can be sent as a 16-bit float."""
 
 _DTYPES: dict[torch.dtype, int] = {getattr(torch, name): number for name, number in _core.DTYPES.items()}
 
 
 def _find_counter() -> Callable[[Sequence[torch.Tensor]], None]:
-    """What tells autograd that tensors have changed.
+    """The function that tells autograd that tensors have changed.
 
-    Every torch has ``increment_version``, but not everywhere does it take several tensors or those of inference mode;
-    where it does, the function beneath takes half the time.
+    Every torch has ``increment_version``, but not every one accepts several tensors or tensors of inference mode. If it
+    does, the internal function takes half the time.
     """
     beneath: Any = getattr(torch._C, "_increment_version", None)
     try:
@@ -46,10 +46,10 @@ count_change = _find_counter()
 
 
 class Spec(NamedTuple):
-    """An operation but for its tensors."""
+    """An operation without its tensors."""
 
     kind: str
-    """First part of its name on the wire, "allreduce" or what the user called."""
+    """First part of its name on the wire: "allreduce", or the function that the user called."""
     name: str | None
     """The rest of it; None for an automatic one."""
     reduce_op: int = 0
@@ -59,23 +59,23 @@ class Spec(NamedTuple):
     postscale: float = 1.0
     """Multiplied in after it."""
     wire: torch.dtype | None = None
-    """float16 or bfloat16: what float32 and float64 tensors are rounded to while they travel."""
+    """float16 or bfloat16: float32 and float64 tensors are rounded to it while they are sent."""
     root_rank: int = 0
     collective: str = "allreduce"
-    """What the core does, by its name in ``_core.OPS``."""
+    """The operation of the core by its name in ``_core.OPS``."""
 
 
-class Load(NamedTuple):
+class StagedTensors(NamedTuple):
     """The tensors of one request. The core reads ``inputs`` and writes ``outputs`` until the request is done."""
 
     tensors: Sequence[torch.Tensor]
-    """The user's."""
+    """The tensors of the user."""
     inputs: Sequence[torch.Tensor]
     """The same or contiguous copies."""
     outputs: Sequence[torch.Tensor]
-    """``inputs`` itself for an operation in place, and for an allgather, whose results are the core's."""
+    """``inputs`` itself for an operation in place, and for an allgather, for which the core allocates the results."""
 
-    def deliver(self) -> tuple[torch.Tensor, ...]:
+    def results(self) -> tuple[torch.Tensor, ...]:
         """The results; in place, the user's tensors, with autograd told that they have changed."""
         if self.outputs is not self.inputs:
             return tuple(self.outputs)
@@ -93,7 +93,7 @@ class Load(NamedTuple):
         return tuple(self.tensors)
 
 
-def stage(tensors: Sequence[torch.Tensor], spec: Spec, in_place: bool) -> Load:
+def stage(tensors: Sequence[torch.Tensor], spec: Spec, in_place: bool) -> StagedTensors:
     """Finds memory for an operation on ``tensors``.
 
     Args:
@@ -106,15 +106,15 @@ def stage(tensors: Sequence[torch.Tensor], spec: Spec, in_place: bool) -> Load:
     """
     inputs = [_source(tensor, spec, in_place) for tensor in tensors]
     if in_place or spec.collective == "allgather":
-        return Load(tensors, inputs, inputs)
-    return Load(tensors, inputs, [torch.empty(s.shape, dtype=s.dtype, device=s.device) for s in inputs])
+        return StagedTensors(tensors, inputs, inputs)
+    return StagedTensors(tensors, inputs, [torch.empty(s.shape, dtype=s.dtype, device=s.device) for s in inputs])
 
 
-def pack(load: Load, spec: Spec) -> list[_core.Tensor]:
-    """What the core needs to know of a load."""
+def pack(staged: StagedTensors, spec: Spec) -> list[_core.Tensor]:
+    """The staged tensors in the form that the core needs."""
     wire = 0 if spec.wire is None else _DTYPES[spec.wire]
     rows = []
-    for source, target in zip(load.inputs, load.outputs, strict=True):
+    for source, target in zip(staged.inputs, staged.outputs, strict=True):
         dtype = source.dtype
         rows.append(
             _core.Tensor(
@@ -141,12 +141,12 @@ def _source(tensor: torch.Tensor, spec: Spec, in_place: bool) -> torch.Tensor:
 
 
 def check_tensor(tensor: torch.Tensor, kind: str, name: str | None = None) -> None:
-    """Refuses what the core cannot work on.
+    """Refuses a tensor that the core cannot work on.
 
     Args:
-        tensor: What the user gave.
-        kind: The operation, for a sentence if something is wrong.
-        name: The name it was given, for the same.
+        tensor: From the user.
+        kind: The operation, for the message.
+        name: Its name, for the message.
 
     Raises:
         UsageError: Not a tensor.
@@ -181,5 +181,5 @@ def _check_strides(tensor: torch.Tensor, spec: Spec) -> None:
 
 
 def describe(kind: str, name: str | None) -> str:
-    """An operation as sentences about it begin."""
+    """An operation, for the begin of a message."""
     return kind if name is None else f"{kind} {name!r}"

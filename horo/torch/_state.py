@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from horo._errors import AbortedError, NotInitializedError, UnsupportedError, UsageError
-from horo.torch._prepared import Shelf
+from horo.torch._request_cache import RequestCache
 
 if TYPE_CHECKING:
     from horo._bootstrap.job import Job
@@ -35,32 +35,33 @@ __all__ = [
 
 
 class Session:
-    """One span from ``init`` to ``shutdown``: the job, its open requests and its counters of names.
+    """The time from one ``init`` to ``shutdown``: the job, its open requests and its counters of names.
 
-    A session outlives its end in the requests that refer to it, so that they can say what became of them.
+    Requests refer to their session also after its end, so that their calls can raise the right error.
     """
 
     def __init__(self, job: Job, handle_base: int) -> None:
         self.job = job
         self.core = job.context
         self.requests: dict[int, Request] = {}
-        """Every request that is not finished, by its number. They own the memory that the core reads and writes."""
-        self.held: dict[int, object] = {}
-        """Memory that the core may work on though the call that began it was left by an exception (a signal handler's),
-        by the core's handle, which nobody else knows."""
-        self.shelf = Shelf(self.name)
-        """Requests for the next call that is like the last."""
+        """The requests that are not finished, by number. They own the memory that the core reads and writes."""
+        self.abandoned: dict[int, object] = {}
+        """Memory of calls that an exception from a signal handler has left while the core may still use the memory. By
+        the core's handle, which is stored nowhere else."""
+        self.request_cache = RequestCache(self.name)
+        """Requests for calls with the same arguments as an earlier call."""
         self.handle_base = handle_base
-        """The number of a request is this and the core's handle: integers up to here belong to earlier sessions."""
+        """The number of a request is this plus the core's handle. Lower numbers belong to earlier sessions."""
         self.optimizers = itertools.count()
-        """Numbers distributed optimizers, so that equal parameter names of two models stay apart."""
-        self.inside: dict[object, object] = {}
-        """The calls that are inside the core, which keep the context open, each with the memory that it gives the core.
+        """Numbers the distributed optimizers, so that equal parameter names of two models are distinct."""
+        self.active_calls: dict[object, object] = {}
+        """The calls that are inside the core, each with the memory that it passes to the core. They keep the context
+        open.
 
-        A signal handler may raise wherever Python calls or has called a function, so a call stores itself here by an
-        assignment inside of ``try``, asks for ``ended`` next, and pops itself in ``finally``, there or not."""
+        A signal handler may raise wherever Python calls or has called a function. So a call stores itself here by an
+        assignment inside ``try``, then checks ``ended``, and pops itself in ``finally``, whether it is there or not."""
         self.ended = False
-        """No call may enter any more: closed, or a forked child."""
+        """No call may enter any more: the session is closed, or this is a forked child."""
         self._names: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
         self._forked = False
 
@@ -76,8 +77,8 @@ class Session:
             raise UsageError(f"{kind}: name must be a string without NUL characters, not {name!r}")
         return f"{kind}.{name}"
 
-    def refuse(self, what: str) -> NoReturn:
-        """For a call that found ``ended`` set.
+    def raise_ended(self, operation: str) -> NoReturn:
+        """Raises the error of a call that found ``ended`` set.
 
         Raises:
             AbortedError: ``shutdown()`` came first.
@@ -85,16 +86,16 @@ class Session:
         """
         if self._forked:
             raise UsageError(
-                f"{what}: this process was forked from rank {self.job.rank} and is not a rank itself; "
+                f"{operation}: this process was forked from rank {self.job.rank} and is not a rank itself; "
                 "only the process that called init() can communicate"
             )
-        raise AbortedError(f"{what}: horo was shut down")
+        raise AbortedError(f"{operation}: horo was shut down")
 
-    def sweep(self) -> None:
-        """Gives back what is held and what the core is through with; the caller is inside."""
-        for handle in list(self.held):
-            if self.core.let_go(handle):
-                self.held.pop(handle, None)
+    def release_abandoned(self) -> None:
+        """Releases abandoned memory that the core no longer uses. The caller is in ``active_calls``."""
+        for handle in list(self.abandoned):
+            if self.core.release_if_done(handle):
+                self.abandoned.pop(handle, None)
 
     def close(self) -> int:
         """Leaves the job.
@@ -105,19 +106,19 @@ class Session:
         Raises:
             UsageError: a thread (or the code that a signal handler interrupted) is inside an operation.
         """
-        self.ended = True  # before the look: who enters between them is refused
-        if self.inside:
+        self.ended = True  # before the next line: a call that enters between the two is refused
+        if self.active_calls:
             self.ended = False
             raise UsageError("shutdown() was called while another thread waits in an operation of horo")
         last_number = self.handle_base + self.core.counters()["requests"]
         self.job.close()
         self.requests.clear()
-        self.held.clear()
-        self.shelf.clear()
+        self.abandoned.clear()
+        self.request_cache.clear()
         return last_number
 
-    def abandon(self) -> None:
-        """In a forked child: refuses what is the parent's from now on. The job lets go of descriptors by itself."""
+    def mark_forked(self) -> None:
+        """In a forked child: refuses all calls from now on. The job closes its descriptors by itself."""
         self._forked = self.ended = True
 
     @property
@@ -127,14 +128,14 @@ class Session:
 
 
 class _Process:
-    """What this process knows: at most one session at a time."""
+    """The state of this process: at most one session at a time."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.session: Session | None = None
         self.registered = False
         self.handle_base = 0
-        """Handles up to here were given in earlier sessions; none comes again, so a stale one means nothing else."""
+        """Handles up to this number belong to earlier sessions. No handle is used twice, so an old one is an error."""
 
 
 _process = _Process()
@@ -175,7 +176,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
 
 def shutdown() -> None:
-    """Leaves the job; what is pending, here and on other ranks, fails with ``AbortedError``. Idempotent.
+    """Leaves the job; pending operations, here and on other ranks, fail with ``AbortedError``. Idempotent.
 
     ``init()`` may follow.
 
@@ -243,7 +244,7 @@ def cross_size() -> int:
 
 
 def is_under_mpi() -> bool:
-    """Whether this process is in a job whose ranks met through MPI; False before ``init()``."""
+    """Whether this process is in a job whose rendezvous used MPI; False before ``init()``."""
     session = _process.session
     return session is not None and session.job.mpi is not None
 
@@ -254,7 +255,7 @@ def is_homogeneous() -> bool:
 
 
 def _at_exit() -> None:
-    # A daemon thread may be inside the core; then its memory must stay, and the end of the process says goodbye.
+    # A daemon thread may be inside the core. Then its memory must stay; the peers see the end of the process.
     try:
         shutdown()
     except UsageError:
@@ -264,4 +265,4 @@ def _at_exit() -> None:
 def _after_fork_in_child() -> None:
     _process.lock = threading.Lock()
     if _process.session is not None:
-        _process.session.abandon()
+        _process.session.mark_forked()

@@ -30,13 +30,13 @@ _SUM = _core.REDUCE_OPS["sum"]
 _PRODUCT = _core.REDUCE_OPS["product"]
 
 
-def allreduce_all(tensors: Sequence[torch.Tensor], spec: Spec, asked: Hashable = None) -> tuple[torch.Tensor, ...]:
+def allreduce_all(tensors: Sequence[torch.Tensor], spec: Spec, key: Hashable = None) -> tuple[torch.Tensor, ...]:
     """Reduces tensors in one request; differentiable where an input requires grad.
 
-    ``asked``: what a later ``repeat`` for a tensor that needs no graph may ask for.
+    ``key``: for a later ``repeat`` of a tensor that needs no graph.
     """
     if not _needs_graph(tensors):
-        return run_allreduce(tensors, spec, asked=asked)
+        return run_allreduce(tensors, spec, key=key)
     if spec.reduce_op in (_AVERAGE, _SUM):
         return _returned(_apply(_LinearAllreduce, spec, *tensors))
     if spec.wire is not None:  # what the functions below compare and divide has to be rounded already
@@ -59,10 +59,10 @@ def allgather_all(tensors: Sequence[torch.Tensor], kind: str, name: str | None) 
     return _returned(_apply(_Allgather, kind, name, *tensors))
 
 
-def broadcast_one(tensor: torch.Tensor, root_rank: int, name: str | None, asked: Hashable = None) -> torch.Tensor:
-    """Copies the root's tensor to all ranks; differentiable where the input requires grad. ``asked`` as above."""
+def broadcast_one(tensor: torch.Tensor, root_rank: int, name: str | None, key: Hashable = None) -> torch.Tensor:
+    """Copies the root's tensor to all ranks; differentiable where the input requires grad. ``key`` as above."""
     if not _needs_graph([tensor]):
-        return run_broadcast([tensor], root_rank, "broadcast", name, asked=asked)[0]
+        return run_broadcast([tensor], root_rank, "broadcast", name, key=key)[0]
     result: torch.Tensor = _apply(_Broadcast, tensor, root_rank, name)
     return result
 

@@ -25,16 +25,16 @@ def mpi_threads_supported() -> bool:
 
     Raises:
         NotInitializedError: Before ``init()``.
-        UsageError: The ranks of this job did not meet through MPI.
+        UsageError: The ranks of this job did not start through MPI.
     """
     world = _state.current().job.mpi
     if world is None:
-        raise UsageError("mpi_threads_supported(): the ranks of this job did not meet through MPI; see mpi_enabled()")
+        raise UsageError("mpi_threads_supported(): the ranks of this job did not start through MPI; see mpi_enabled()")
     return world.threads_multiple
 
 
 def mpi_enabled() -> bool:
-    """Whether the ranks of this job met through MPI; False before ``init()``."""
+    """Whether the ranks of this job started through MPI; False before ``init()``."""
     return _state.is_under_mpi()
 
 

@@ -6,7 +6,7 @@ What they have in common:
 - Tensors live on the CPU, are dense, of any shape and strides, and of a dtype that the core knows (uint8, int8, int16,
   int32, int64, float16, bfloat16, float32, float64, bool).
 - ``name`` ties together what belongs together across ranks. Without one, operations of a kind pair up in the order in
-  which each rank starts them. A name can be under way once at a time.
+  which each rank starts them. A name can be in progress only once at a time.
 - Forms ending in ``_async`` return an integer for ``poll`` and ``synchronize``; until then the tensor belongs to horo.
   Forms with a trailing ``_`` write into their input and are not differentiable; the synchronous others are.
 - Every function raises ``NotInitializedError`` before ``init()``, ``UnsupportedError`` for what the core cannot work
@@ -105,16 +105,16 @@ def allreduce(
     Returns:
         A new contiguous tensor of the same shape and dtype.
     """
-    asked = _asked("allreduce", average, prescale_factor, postscale_factor, name, op, process_set, compression)
-    again = repeat(asked, tensor, in_place=False)
+    key = _cache_key("allreduce", average, prescale_factor, postscale_factor, name, op, process_set, compression)
+    again = repeat(key, tensor, in_place=False)
     if again is not None:
         return again
     wire, compressor = split(compression)
     spec = _spec("allreduce", average, name, op, prescale_factor, postscale_factor, process_set, wire)
     if compressor is not Compression.none:
-        asked = None
+        key = None
     sent, context = compressor.compress(tensor)
-    return compressor.decompress(allreduce_all([sent], spec, asked)[0], context)
+    return compressor.decompress(allreduce_all([sent], spec, key)[0], context)
 
 
 def allreduce_async(
@@ -127,11 +127,11 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Begins what ``allreduce`` does, without compression and not differentiable; returns a handle."""
-    asked = _asked("allreduce_async", average, prescale_factor, postscale_factor, name, op, process_set)
-    handle = repeat_async(asked, tensor, in_place=False)
+    key = _cache_key("allreduce_async", average, prescale_factor, postscale_factor, name, op, process_set)
+    handle = repeat_async(key, tensor, in_place=False)
     if handle is None:
         spec = _spec("allreduce", average, name, op, prescale_factor, postscale_factor, process_set)
-        handle = publish(start_allreduce([tensor], spec, asked=asked), _first)
+        handle = publish(start_allreduce([tensor], spec, key=key), _first)
     return handle
 
 
@@ -145,12 +145,12 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """As ``allreduce``, into ``tensor`` itself, which it returns."""
-    asked = _asked("allreduce_", average, prescale_factor, postscale_factor, name, op, process_set)
-    again = repeat(asked, tensor, in_place=True)
+    key = _cache_key("allreduce_", average, prescale_factor, postscale_factor, name, op, process_set)
+    again = repeat(key, tensor, in_place=True)
     if again is not None:
         return again
     spec = _spec("allreduce", average, name, op, prescale_factor, postscale_factor, process_set)
-    return run_allreduce([tensor], spec, in_place=True, asked=asked)[0]
+    return run_allreduce([tensor], spec, in_place=True, key=key)[0]
 
 
 def allreduce_async_(
@@ -163,11 +163,11 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Begins what ``allreduce_`` does; returns a handle."""
-    asked = _asked("allreduce_async_", average, prescale_factor, postscale_factor, name, op, process_set)
-    handle = repeat_async(asked, tensor, in_place=True)
+    key = _cache_key("allreduce_async_", average, prescale_factor, postscale_factor, name, op, process_set)
+    handle = repeat_async(key, tensor, in_place=True)
     if handle is None:
         spec = _spec("allreduce", average, name, op, prescale_factor, postscale_factor, process_set)
-        handle = publish(start_allreduce([tensor], spec, in_place=True, asked=asked), _first)
+        handle = publish(start_allreduce([tensor], spec, in_place=True, key=key), _first)
     return handle
 
 
@@ -287,23 +287,23 @@ def broadcast(
     Returns:
         A new contiguous tensor.
     """
-    asked = "broadcast", name, root_rank, process_set
-    again = repeat(asked, tensor, in_place=False)
+    key = "broadcast", name, root_rank, process_set
+    again = repeat(key, tensor, in_place=False)
     if again is not None:
         return again
     check_process_set(process_set)
-    return broadcast_one(tensor, root_rank, name, asked)
+    return broadcast_one(tensor, root_rank, name, key)
 
 
 def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Begins what ``broadcast`` does, not differentiable; returns a handle."""
-    asked = "broadcast_async", name, root_rank, process_set
-    handle = repeat_async(asked, tensor, in_place=False)
+    key = "broadcast_async", name, root_rank, process_set
+    handle = repeat_async(key, tensor, in_place=False)
     if handle is None:
         check_process_set(process_set)
-        handle = publish(start_broadcast([tensor], root_rank, "broadcast", name, asked=asked), _first)
+        handle = publish(start_broadcast([tensor], root_rank, "broadcast", name, key=key), _first)
     return handle
 
 
@@ -311,23 +311,23 @@ def broadcast_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
     """As ``broadcast``, into ``tensor`` itself, which it returns."""
-    asked = "broadcast_", name, root_rank, process_set
-    again = repeat(asked, tensor, in_place=True)
+    key = "broadcast_", name, root_rank, process_set
+    again = repeat(key, tensor, in_place=True)
     if again is not None:
         return again
     check_process_set(process_set)
-    return run_broadcast([tensor], root_rank, "broadcast", name, in_place=True, asked=asked)[0]
+    return run_broadcast([tensor], root_rank, "broadcast", name, in_place=True, key=key)[0]
 
 
 def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Begins what ``broadcast_`` does; returns a handle."""
-    asked = "broadcast_async_", name, root_rank, process_set
-    handle = repeat_async(asked, tensor, in_place=True)
+    key = "broadcast_async_", name, root_rank, process_set
+    handle = repeat_async(key, tensor, in_place=True)
     if handle is None:
         check_process_set(process_set)
-        request = start_broadcast([tensor], root_rank, "broadcast", name, in_place=True, asked=asked)
+        request = start_broadcast([tensor], root_rank, "broadcast", name, in_place=True, key=key)
         handle = publish(request, _first)
     return handle
 
@@ -359,7 +359,7 @@ def resolve_op(op: int | None, average: bool | None = None) -> int:
     return op
 
 
-def _asked(
+def _cache_key(
     function: str, average: bool | None, prescale_factor: float, postscale_factor: float, *others: object
 ) -> Hashable:
     """What ``repeat`` knows a call by. None for one that must be looked at each time: a factor may be a tensor."""

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from horo._errors import UnsupportedError, UsageError
-from horo.torch._cargo import Plan
+from horo.torch._gradients import ReductionOptions
 from horo.torch._reducer import GradientReducer
 from horo.torch.compression import Compression, Compressor
 from horo.torch.ops import Average, Sum, resolve_op
@@ -55,7 +55,7 @@ def DistributedOptimizer(
             scaler.step(optimizer)
 
     Every parameter that requires grad takes part in every step, with zeros if this rank did not use it. Parameters
-    frozen or thawed later are noticed; ranks must freeze and thaw alike. ``step(closure)`` averages after each
+    frozen or thawed later are detected; ranks must freeze and thaw alike. ``step(closure)`` averages after each
     evaluation of the closure and gives the optimizer the mean of the ranks' losses.
 
     Args:
@@ -92,8 +92,10 @@ def DistributedOptimizer(
         warnings.warn("num_groups= is deprecated; use groups=", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
     names = _names(optimizer, named_parameters)
-    plan = Plan(op, compression, float(gradient_predivide_factor), sparse_as_dense, backward_passes_per_step)
-    _attach(optimizer, GradientReducer(optimizer, plan, names, _grouped(optimizer, groups)))
+    options = ReductionOptions(
+        op, compression, float(gradient_predivide_factor), sparse_as_dense, backward_passes_per_step
+    )
+    _attach(optimizer, GradientReducer(optimizer, options, names, _grouped(optimizer, groups)))
     optimizer.op = op  # type: ignore[attr-defined]
     optimizer.process_set = process_set  # type: ignore[attr-defined]
     return optimizer
@@ -166,7 +168,7 @@ def _grouped(optimizer: torch.optim.Optimizer, groups: Any) -> list[list[torch.T
 
 
 class _Intercepted:
-    """Methods of the optimizer that concern reductions under way.
+    """Methods of the optimizer that concern reductions in progress.
 
     They sit on the one object, not on a class of its own, and refer to it weakly: an optimizer in a cycle with itself
     would keep its hooks on the model until the next garbage collection.
@@ -194,7 +196,7 @@ class _Intercepted:
         self._reducer.adopt()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state; gradients under way are waited for first."""
+        """Loads a state; gradients in progress are waited for first."""
         self._reducer.drain()
         self._inner("load_state_dict")(state_dict)
 
@@ -213,7 +215,7 @@ def _attach(optimizer: Any, reducer: GradientReducer) -> None:
     for name in ("synchronize", "skip_synchronize", "no_sync", "set_backward_passes_per_step"):
         setattr(optimizer, name, getattr(reducer, name))
     optimizer.find_duplicates = find_duplicates
-    optimizer.backward_passes_per_step = reducer.plan.passes
+    optimizer.backward_passes_per_step = reducer.options.passes
     optimizer._reducer = reducer
     optimizer._parameter_names = reducer.names
     optimizer._requires_update = reducer.hooked

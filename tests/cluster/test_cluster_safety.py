@@ -1,4 +1,4 @@
-"""Two hosts: training gives the answer of one process, a host that is cut off is noticed, an idle job says nothing."""
+"""Two hosts: training gives the answer of one process, a lost host is detected, an idle job says nothing."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import pytest
 from jobs import Flags, wait_until
 from namespaces import Cluster
 
-MEET = """
+EXCHANGE = """
 import os
 from horo._bootstrap.addresses import parse_endpoints
 from horo._bootstrap.store import StoreClient
@@ -60,8 +60,8 @@ def test_rank_0_on_the_other_host_is_where_all_others_look(cluster: Cluster) -> 
     assert done.stdout.split() == [b.address] * 2, done.stderr
 
 
-def test_ranks_of_both_hosts_meet_at_addresses_that_others_reach(cluster: Cluster) -> None:
-    done = cluster.run("-np", "4", "--no-prefix", sys.executable, "-c", MEET)
+def test_ranks_of_both_hosts_connect_at_addresses_that_others_reach(cluster: Cluster) -> None:
+    done = cluster.run("-np", "4", "--no-prefix", sys.executable, "-c", EXCHANGE)
     a, b = cluster.hosts
     assert done.stdout.splitlines() == [f"{a.address} {a.address} {b.address} {b.address}"] * 4, done.stderr
 
@@ -70,7 +70,7 @@ def test_ranks_of_both_hosts_meet_at_addresses_that_others_reach(cluster: Cluste
 def test_a_host_can_be_spelled_in_many_ways(cluster: Cluster, spelling: str) -> None:
     a, b = cluster.hosts
     where = f"{a.name}:1,{spelling.format(name=b.name, address=b.address, address6=b.address6)}"
-    done = cluster.run("-np", "3", "--no-prefix", sys.executable, "-c", MEET, where=where)
+    done = cluster.run("-np", "3", "--no-prefix", sys.executable, "-c", EXCHANGE, where=where)
     family = (a.address6, b.address6) if "[" in spelling else (a.address, b.address)
     assert set(done.stdout.splitlines()) == {f"{family[0]} {family[1]} {family[1]}"}, done.stderr
 

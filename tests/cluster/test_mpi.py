@@ -37,7 +37,7 @@ def where(cluster: Cluster, layout: str) -> str:
 
 
 @pytest.mark.parametrize("layout", ["aabb", "aaab", "abab"])
-def test_ranks_meet_and_know_their_places(cluster: Cluster, mpi: Mpi, tmp_path: Path, layout: str) -> None:
+def test_ranks_start_with_the_right_places(cluster: Cluster, mpi: Mpi, tmp_path: Path, layout: str) -> None:
     words = [*command(mpi, cluster, layout), *PLACES, str(tmp_path)]
     done = cluster.start_on(cluster.hosts[0], words, environment=mpi.environment).finish()
     assert done.returncode == 0, done.stderr

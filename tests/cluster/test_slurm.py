@@ -44,7 +44,7 @@ def test_srun_without_mpi(slurm: Slurm, tmp_path: Path, layout: str) -> None:
 
 
 @pytest.mark.parametrize("variable", ["HORO_SECRET", "HOME"])
-def test_ranks_meet_without_munge(slurm: Slurm, tmp_path: Path, variable: str) -> None:
+def test_ranks_start_without_munge(slurm: Slurm, tmp_path: Path, variable: str) -> None:
     value = {"HORO_SECRET": "5a" * 32, "HOME": str(tmp_path)}[variable]
     done = slurm.run("srun", *LAYOUTS["ab"], "env", "PATH=/nowhere", f"{variable}={value}", *PLACES, str(tmp_path))
     assert (done.returncode, done.stderr) == (0, "")

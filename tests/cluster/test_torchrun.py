@@ -10,17 +10,17 @@ from jobs import TORCH_S
 from namespaces import Cluster
 from places import PROGRAM, expected, written
 
-MEETINGS = {
+RENDEZVOUS = {
     "static": ["--node-rank={node}", "--master-addr={first}", "--master-port=29500"],
     "c10d": ["--rdzv-backend=c10d", "--rdzv-endpoint={first}:29500", "--rdzv-id=train"],
 }
 
 
-@pytest.mark.parametrize(("meeting", "layout"), [("static", "aabb"), ("c10d", "ab")])
-def test_torchrun_on_two_hosts(cluster: Cluster, tmp_path: Path, meeting: str, layout: str) -> None:
+@pytest.mark.parametrize(("rendezvous", "layout"), [("static", "aabb"), ("c10d", "ab")])
+def test_torchrun_on_two_hosts(cluster: Cluster, tmp_path: Path, rendezvous: str, layout: str) -> None:
     jobs = []
     for node, host in enumerate(cluster.hosts):
-        options = [option.format(node=node, first=cluster.hosts[0].name) for option in MEETINGS[meeting]]
+        options = [option.format(node=node, first=cluster.hosts[0].name) for option in RENDEZVOUS[rendezvous]]
         torchrun = ["torch.distributed.run", "--nnodes=2", f"--nproc-per-node={layout.count('a')}", *options]
         command = [sys.executable, "-m", *torchrun, str(PROGRAM), str(tmp_path)]
         jobs.append(cluster.start_on(host, command, environment={"OMP_NUM_THREADS": "1"}))

@@ -1,4 +1,4 @@
-"""A job of horo whose ranks mpirun has started, met through mpi4py and built from the parts of the bootstrap."""
+"""A job of horo whose ranks mpirun has started, started through mpi4py and built from the parts of the bootstrap."""
 
 from __future__ import annotations
 

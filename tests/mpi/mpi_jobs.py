@@ -55,8 +55,8 @@ class MpiJobs:
         """The same, with an mpirun that lets the others go on when a rank ends early, where it can."""
         told = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=True, timeout=_DEADLINE_S)
         # MPICH's kills them and drops what they say.
-        patient = ["-disable-auto-cleanup"] if "HYDRA" in told.stdout else []
-        return self._run(["mpirun", *patient, "-n", str(size)], script, arguments, None)
+        options = ["-disable-auto-cleanup"] if "HYDRA" in told.stdout else []
+        return self._run(["mpirun", *options, "-n", str(size)], script, arguments, None)
 
     def run_alone(self, script: str, environ: Mapping[str, str] | None = None) -> Ended:
         """The end of ``python script``, which no mpirun started."""

@@ -10,7 +10,7 @@ from mpi_job import MpiRank
 from ranks import NUMPY_OF_DTYPE
 
 from horo import _core
-from horo._core import Slip, Tensor
+from horo._core import RequestBuffer, Tensor
 from horo._errors import UsageError
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -54,7 +54,9 @@ def bfloat16_bits(array: np.ndarray) -> np.ndarray:
 def test_allreduce_of_bfloat16(rank: MpiRank, op: str) -> None:
     bits = bfloat16_bits(values(rank.rank, 9001, op, "float32"))
     tensor = Tensor(bits.ctypes.data, bits.ctypes.data, bits.shape, _core.DTYPES["bfloat16"])
-    handle = rank.context.submit(Slip.of(_core.OPS["allreduce"], f"bf {op}", [tensor], reduce_op=_core.REDUCE_OPS[op]))
+    handle = rank.context.submit(
+        RequestBuffer.of(_core.OPS["allreduce"], f"bf {op}", [tensor], reduce_op=_core.REDUCE_OPS[op])
+    )
     rank.context.wait(handle)
     rank.context.release(handle)
     assert np.array_equal(bits, bfloat16_bits(expected(rank.size, 9001, op, "float32")))

@@ -37,7 +37,7 @@ def test_the_death_of_a_rank_ends_the_job(mpirun: list[str], how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["die-transport", "die-collectives"])
-def test_who_survives_is_told_who_died(mpirun: list[str], how: str, tmp_path: Path) -> None:
+def test_surviving_ranks_name_the_rank_that_died(mpirun: list[str], how: str, tmp_path: Path) -> None:
     """
     Open MPI's mpirun kills the survivors at once; that of the MPICH family can be told not to.
 

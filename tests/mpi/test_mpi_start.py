@@ -1,4 +1,4 @@
-"""How ranks meet under a real mpirun: their numbers, sub-jobs, threads, and what a wrong setting says."""
+"""The start of ranks under a real mpirun: their numbers, sub-jobs, threads, and what a wrong setting says."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def mpi_jobs(tmp_path: Path) -> MpiJobs:
 HEAD = """
 import os, sys
 from horo._bootstrap.job import start
-from horo._core import Slip
+from horo._core import RequestBuffer
 
 def say(*words):
     sys.stdout.write(" ".join(map(str, words)) + "\\n")
     sys.stdout.flush()
 
 def barrier(job):
-    handle = job.context.submit(Slip.of(3, "barrier"))
+    handle = job.context.submit(RequestBuffer.of(3, "barrier"))
     job.context.wait(handle)
     job.context.release(handle)
 """

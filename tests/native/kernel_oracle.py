@@ -134,18 +134,18 @@ def convert(to: Dtype, origin: Dtype, values: Array, scale: float = 1.0) -> Arra
         return stored_form(to, wide.astype(np.float32) if to.is_half else wide)
 
 
-def nan_meets_nan(dtype: Dtype, op: int, sources: Sequence[Array]) -> Array:
+def nan_and_nan(dtype: Dtype, op: int, sources: Sequence[Array]) -> Array:
     """Where a sum or product adds or multiplies two NaN, as bool: the result is NaN, and no more is promised."""
-    met = np.zeros(len(sources[0]), dtype=bool)
+    both_nan = np.zeros(len(sources[0]), dtype=bool)
     if not dtype.is_float or op in {MIN, MAX}:
-        return met
+        return both_nan
     with np.errstate(all="ignore"):
         value = compute_form(dtype, sources[0])
         for source in sources[1:]:
             following = compute_form(dtype, source)
-            met |= np.isnan(value) & np.isnan(following)
+            both_nan |= np.isnan(value) & np.isnan(following)
             value = combine(dtype, op, value, following)
-    return met
+    return both_nan
 
 
 def is_nan(dtype: Dtype, values: Array) -> Array:

@@ -75,13 +75,13 @@ class Rank:
         """Starts an operation, in place unless there are outputs; ``wires``: the dtypes that the arrays travel as."""
         results = arrays if outputs is None else outputs
         tensors = describe(arrays, results, wires)
-        handle = self.context.submit(_core.Slip.of(_core.OPS[op], name, tensors, **options))
+        handle = self.context.submit(_core.RequestBuffer.of(_core.OPS[op], name, tensors, **options))
         self._kept[handle] = arrays, results
         return handle
 
     def run(self, op: str, name: str, arrays: Sequence[np.ndarray], **options: Any) -> None:
         """Submits, waits and releases in one call, in place."""
-        self.context.run(_core.Slip.of(_core.OPS[op], name, describe(arrays, arrays), sync=True, **options))
+        self.context.run(_core.RequestBuffer.of(_core.OPS[op], name, describe(arrays, arrays), sync=True, **options))
 
     def finish(self, handle: int) -> None:
         """Waits and releases, also when the operation fails; not when a signal ends the wait before it is done."""
@@ -186,7 +186,7 @@ class Group:
         return [results[rank] for rank in chosen]
 
     def kill(self, rank: int) -> None:
-        """The others see all streams end without a goodbye, as when the kernel closes them for a dead process."""
+        """The others see all streams end without a message, as when the kernel closes them for a dead process."""
         for end in self._ends[rank]:
             end.shutdown(socket.SHUT_WR)
         self._killed[rank].set()

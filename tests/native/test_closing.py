@@ -19,7 +19,7 @@ SUM = _core.REDUCE_OPS["sum"]
 MIB = 1 << 20
 
 # Five hosts of one rank; a broadcast goes down the chain 0-1-2-3-4. Rank 1 is stopped before the data comes. Rank 0
-# has sent its part and shuts down; then rank 1 is killed. Rank 4's only neighbour in the tree of hosts is rank 0.
+# has sent its part and shuts down; then rank 1 is killed. Rank 4's only peer in the tree of hosts is rank 0.
 SCRIPT = """
 import os, signal, sys, time
 import numpy as np

@@ -19,7 +19,7 @@ from ranks import Group, Rank, describe, wait_for
 
 from horo import _core
 from horo._bootstrap.descriptors import close_all
-from horo._core import Slip
+from horo._core import RequestBuffer
 from horo._errors import MismatchError, PeerLostError
 from horo._setup import Setup
 
@@ -29,17 +29,17 @@ ROUNDS = int(os.environ.get("HORO_TEST_ROUNDS", "600" if native_build.FLAVOUR el
 SUM = _core.REDUCE_OPS["sum"]
 
 
-def reduction(name: str, array: np.ndarray) -> Slip:
-    return Slip.of(_core.OPS["allreduce"], name, describe([array], [array]), reduce_op=SUM)
+def reduction(name: str, array: np.ndarray) -> RequestBuffer:
+    return RequestBuffer.of(_core.OPS["allreduce"], name, describe([array], [array]), reduce_op=SUM)
 
 
 # ---- A record that moves no data, directly followed by one that does ----
 
 
-def immediate(kind: str, rank: int) -> Slip:
+def immediate(kind: str, rank: int) -> RequestBuffer:
     """What is over as soon as all agree: nothing to reduce, nothing at all, or a mismatch."""
     if kind == "barrier":
-        return Slip.of(_core.OPS["barrier"], "now")
+        return RequestBuffer.of(_core.OPS["barrier"], "now")
     count = rank + 1 if kind == "mismatch" else 0
     return reduction("now", np.zeros(count, np.float32))
 
@@ -99,14 +99,14 @@ def test_thousands_of_new_names_pass_while_a_batch_runs(hosts: list[int], late: 
     def body(rank: Rank) -> None:
         big = np.ones(30_000_000, np.float32)
         small = [np.full(1, rank.rank + 1, np.float32) for _ in range(16_000)]
-        slips = [reduction(f"{i:06d}".ljust(80, "x"), array) for i, array in enumerate(small)]
+        requests = [reduction(f"{i:06d}".ljust(80, "x"), array) for i, array in enumerate(small)]
         handles = []
         if rank.rank != late:
-            handles = [rank.context.submit(slip) for slip in slips]
+            handles = [rank.context.submit(request) for request in requests]
         rank.barrier("known")  # behind the names on every link, so all have been heard of
         handles.append(rank.context.submit(reduction("big", big)))
         if rank.rank == late:
-            handles += [rank.context.submit(slip) for slip in slips]
+            handles += [rank.context.submit(request) for request in requests]
         await_all(rank, handles, 20, gone)
         for handle in handles:
             rank.context.wait(handle)
@@ -211,16 +211,16 @@ def test_announcements_may_wait_for_longer_than_the_peer_timeout_while_a_batch_r
     def body(rank: Rank) -> None:
         arrays: list[np.ndarray] = [np.ones(1 << 20, np.float32), np.ones(3 << 20, np.float64)]
         handles = [rank.context.submit(reduction(f"long{i}", array)) for i, array in enumerate(arrays)]
-        slips = [reduction(f"{i:06d}".ljust(100, "n"), np.ones(1, np.float32)) for i in range(8000)]
+        requests = [reduction(f"{i:06d}".ljust(100, "n"), np.ones(1, np.float32)) for i in range(8000)]
         wait_for(lambda: arrays[0][0] == 2)  # in the midst of the first; dtypes keep the second out of it
         going.wait(20)
         if rank.rank == announcer:
-            handles += [rank.context.submit(slip) for slip in slips]
+            handles += [rank.context.submit(request) for request in requests]
         for handle in handles[:2]:
             rank.context.wait(handle)
         assert all((array == 2).all() for array in arrays)
         if rank.rank != announcer:
-            handles += [rank.context.submit(slip) for slip in slips]
+            handles += [rank.context.submit(request) for request in requests]
         for handle in handles:
             rank.context.wait(handle)
 

@@ -204,7 +204,7 @@ def test_levels_agree_with_scalar_bit_for_bit(native: ModuleType, kernel: Kernel
     for count in (*COUNTS, 2000):
         for src_count in (1, 2, 4):
             sources = [placed(dtype, random_values(dtype, count, rng), i) for i in range(src_count)]
-            undefined = oracle.nan_meets_nan(dtype, OPS[op], sources)
+            undefined = oracle.nan_and_nan(dtype, OPS[op], sources)
             for scale in (1.0, 0.3) if dtype_name != "bool" else (1.0,):
                 expected = np.empty(count, dtype.storage)
                 actual = np.empty(count, dtype.storage)

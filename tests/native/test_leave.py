@@ -78,7 +78,7 @@ def test_a_rank_that_leaves_while_others_announce_other_names_is_named(hosts: li
             group.leave(leaver)
             return
         with pytest.raises(AbortedError, match=told(leaver)):
-            for i in range(10_000):  # one of them waits, or comes after the news
+            for i in range(10_000):  # one of them waits, or comes after the message
                 handles = [rank.submit("barrier", f"{rank.rank}.{i}.{k}", []) for k in range(3)]
                 for handle in handles:
                     rank.finish(handle)
@@ -109,7 +109,7 @@ def test_all_may_leave_at_once_and_what_was_agreed_on_is_finished_everywhere(hos
 
 @pytest.mark.parametrize("hosts", [[3], [1, 1, 1], [2, 1], [1, 2]], ids=str)
 @pytest.mark.parametrize("submits", [False, True])
-def test_who_waits_is_told_of_a_leaver_while_rank_0_computes(hosts: list[int], submits: bool) -> None:
+def test_waiting_ranks_are_told_of_a_leaver_while_rank_0_computes(hosts: list[int], submits: bool) -> None:
     """Rank 0 does not call horo until the others know."""
     told_all = threading.Event()
 
@@ -158,7 +158,7 @@ def test_a_batch_that_runs_is_finished_by_a_rank_that_leaves(hosts: list[int], l
 @pytest.mark.parametrize("leaver", [1, 2, 3])
 @pytest.mark.parametrize("submits", [False, True])
 def test_all_of_a_tree_of_hosts_are_told_of_a_leaver_in_its_middle(leaver: int, submits: bool) -> None:
-    """Host 3 hangs below host 2, so news of its parent's end must not look like a loss."""
+    """Host 3 hangs below host 2, so the message of its parent's end must not look like a loss."""
     start = threading.Barrier(4)
 
     def body(group: Group, rank: Rank, step: int) -> None:

@@ -142,7 +142,7 @@ def test_no_record_is_torn_while_many_write_and_one_reads(recorder: Recorder) ->
         assert recorder.native.ffi.string(event.name).decode() == f"{event.team}.{event.number}"
 
 
-def test_a_stranger_can_read_it(recorder: Recorder) -> None:
+def test_another_process_can_read_it(recorder: Recorder) -> None:
     recorder.add(SUBMITTED, "layer3.weight", size=4 << 20)
     recorder.add(AGREED, "layer3.weight", size=4 << 20)
     recorder.add(BEGUN, "layer3.weight", size=4 << 20, number=1)

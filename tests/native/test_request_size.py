@@ -14,22 +14,22 @@ DIMS_MAX = 64
 FIXED_BYTES, TENSOR_BYTES = 29, 3 + 8 * DIMS_MAX
 
 
-def slip_of(byte_count: int) -> _core.Slip:
+def request_of(byte_count: int) -> _core.RequestBuffer:
     """A group of tensors without elements, whose canonical form takes so many bytes."""
     count = (byte_count - FIXED_BYTES - 1) // TENSOR_BYTES
     name = "n" * (byte_count - FIXED_BYTES - count * TENSOR_BYTES)
     tensor = _core.Tensor(64, 64, (0,) * DIMS_MAX, _core.DTYPES["float32"])
-    return _core.Slip.of(_core.OPS["allreduce"], name, [tensor] * count, reduce_op=1)
+    return _core.RequestBuffer.of(_core.OPS["allreduce"], name, [tensor] * count, reduce_op=1)
 
 
 @pytest.mark.parametrize("byte_count", [REQUEST_MAX + 1, (64 << 20) - 5, 65 << 20])
 def test_a_request_that_could_not_travel_is_refused_with_its_size(byte_count: int) -> None:
-    slip = slip_of(byte_count)
+    request = request_of(byte_count)
 
     def body(rank: Rank) -> None:
         if rank.rank == 1:
             with pytest.raises(UsageError, match=f"takes {byte_count} bytes.* at most {REQUEST_MAX}.* several groups"):
-                rank.context.submit(slip)
+                rank.context.submit(request)
         assert rank.allreduce(np.ones(3)).tolist() == [2.0] * 3
 
     run_ranks(body, [1, 1])
@@ -37,10 +37,10 @@ def test_a_request_that_could_not_travel_is_refused_with_its_size(byte_count: in
 
 @pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
 def test_the_largest_request_is_agreed_on(hosts: list[int]) -> None:
-    slips = [slip_of(REQUEST_MAX) for _ in range(2)]
+    requests = [request_of(REQUEST_MAX) for _ in range(2)]
 
     def body(rank: Rank) -> None:
-        handle = rank.context.submit(slips[rank.rank])
+        handle = rank.context.submit(requests[rank.rank])
         rank.context.wait(handle)
         rank.context.release(handle)
 

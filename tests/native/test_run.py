@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from ranks import Group, Rank
 
-from horo import _core, _slip
+from horo import _core, _request_buffer
 from horo._core import ffi, lib
 from horo._errors import MismatchError, UnsupportedError, UsageError
 
@@ -14,15 +14,15 @@ SUM = _core.REDUCE_OPS["sum"]
 
 
 def test_what_is_packed_by_hand_lies_where_the_compiler_expects_it() -> None:
-    assert _slip._LONE_REQUEST.size == ffi.sizeof("horo_request")
-    assert _slip._LONE_TENSOR.size == ffi.sizeof("horo_tensor")
-    slip = _core.Slip()
-    slip.rename("name")
+    assert _request_buffer._LONE_REQUEST.size == ffi.sizeof("horo_request")
+    assert _request_buffer._LONE_TENSOR.size == ffi.sizeof("horo_tensor")
+    buffer = _core.RequestBuffer()
+    buffer.set_name("name")
     tensor = _core.Tensor(1, 2, (3, 4), 5, 6)
     numbers = {"reduce_op": 4, "root_rank": 5, "prescale": 0.5, "postscale": 0.25}
     for tensors in [[tensor], [tensor, tensor._replace(shape=()), tensor._replace(shape=(7,))]]:
-        slip.fill(2, tensors, sync=True, transient=True, **numbers)
-        request = slip.request
+        buffer.fill(2, tensors, sync=True, transient=True, **numbers)
+        request = buffer.request
         assert request.flags == lib.HORO_SUBMIT_SYNC | lib.HORO_SUBMIT_TRANSIENT
         assert (ffi.string(request.name), request.op, request.tensor_count) == (b"name", 2, len(tensors))
         assert {name: getattr(request, name) for name in numbers} == numbers
@@ -58,7 +58,7 @@ def test_what_run_refuses_leaves_nothing_behind() -> None:
             rank.run("allreduce", "n" * 2000, [good], reduce_op=SUM)
         with pytest.raises(UnsupportedError, match="65 dimensions"):
             lone = _core.Tensor(good.ctypes.data, good.ctypes.data, (1,) * 65, _core.DTYPES["float32"])
-            rank.context.run(_core.Slip.of(_core.OPS["allreduce"], "deep", [lone], reduce_op=SUM, sync=True))
+            rank.context.run(_core.RequestBuffer.of(_core.OPS["allreduce"], "deep", [lone], reduce_op=SUM, sync=True))
         with pytest.raises(MismatchError, match=r"float32 \[4\]"):
             rank.run("allreduce", "x", [np.ones(4 + rank.rank, np.float32)], reduce_op=SUM)
         rank.run("allreduce", "x", [good], reduce_op=SUM)  # the name is free again

@@ -23,9 +23,9 @@ def test_a_line_names_the_rank_and_the_level(
 ) -> None:
     log = bare_logging(monkeypatch)
     prepare_log("warning", 3)
-    log.warning("refused %s", "a stranger")
+    log.warning("refused %s", "a connection")
     log.info("not at this level")
-    assert capsys.readouterr().err == "horo [3] warning: refused a stranger\n"
+    assert capsys.readouterr().err == "horo [3] warning: refused a connection\n"
 
 
 def test_a_second_start_does_not_say_everything_twice(

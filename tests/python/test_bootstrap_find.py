@@ -1,4 +1,4 @@
-"""Who is asked when MPI, Slurm and others could have started a process; with an MPI that says what a test wants."""
+"""The launcher that is found when MPI, Slurm and others could have started a process; with a fake MPI."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from horo._bootstrap import find as find_module
 from horo._bootstrap import mpi_launch
 from horo._bootstrap.find import find_launch
-from horo._bootstrap.mpi_launch import MpiSign, read_sign
+from horo._bootstrap.mpi_launch import MpiLauncherVariable, read_launcher_variable
 from horo._config import read_config
 from horo._errors import ResourceError, UsageError
 
@@ -120,19 +120,19 @@ def no_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("environ", "sign"),
+    ("environ", "variable"),
     [
-        (OPEN_MPI, MpiSign("OMPI_COMM_WORLD_SIZE", "4", 4, 1)),
-        (HYDRA, MpiSign("PMI_SIZE", "4", 4, 1)),
-        ({"PMIX_RANK": "2"}, MpiSign("PMIX_RANK", "2", None, 2)),
+        (OPEN_MPI, MpiLauncherVariable("OMPI_COMM_WORLD_SIZE", "4", 4, 1)),
+        (HYDRA, MpiLauncherVariable("PMI_SIZE", "4", 4, 1)),
+        ({"PMIX_RANK": "2"}, MpiLauncherVariable("PMIX_RANK", "2", None, 2)),
         ({"OMPI_COMM_WORLD_SIZE": "1", "PMIX_RANK": "0"}, None),
         ({"PMI_SIZE": "1", "PMI_RANK": "0"}, None),
         ({"PMI_SIZE": "many"}, None),
         ({}, None),
     ],
 )
-def test_signs_of_mpi(environ: dict[str, str], sign: MpiSign | None) -> None:
-    assert read_sign(environ) == sign
+def test_launcher_variables_of_mpi(environ: dict[str, str], variable: MpiLauncherVariable | None) -> None:
+    assert read_launcher_variable(environ) == variable
 
 
 @pytest.mark.parametrize("environ", [HYDRA, OPEN_MPI, {"PMIX_RANK": "1"}, {"HOROVOD_CONTROLLER": "mpi"}])
@@ -283,7 +283,7 @@ def test_forced_mpi_that_is_alone_among_several_is_an_error(monkeypatch: pytest.
     assert find({"HORO_CONTROLLER": "mpi"}).size == 1
 
 
-def test_a_communicator_decides_whoever_started_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_communicator_decides_whatever_launcher_started_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, 1, 4)
     some = Comm(0, 2)
     for environ in ({}, HYDRA, HORORUN):

@@ -1,4 +1,4 @@
-"""A store that rank 0 hosts: it ends when all have left, and not before."""
+"""A store that rank 0 hosts: it ends when all clients have disconnected, and not before."""
 
 from __future__ import annotations
 
@@ -13,41 +13,44 @@ from horo._bootstrap.store import StoreClient, StoreServer
 from horo._errors import UsageError
 
 
-def test_hosting_ends_when_all_others_have_left_and_takes_its_sign_down() -> None:
+def test_hosting_ends_when_all_others_have_disconnected_and_withdraws_the_address() -> None:
     before = open_descriptors()
-    ended: list[str] = []
+    withdrawn: list[str] = []
     server = StoreServer(["127.0.0.1"], SECRET)
-    own = HostedStore(server, SECRET, 3, 60, lambda: ended.append("sign"))
-    others = [StoreClient(*server.endpoints[0], SECRET, 10, kept_by="rank 0") for _ in range(2)]
+    own = HostedStore(server, SECRET, 3, 60, lambda: withdrawn.append("address"))
+    others = [StoreClient(*server.endpoints[0], SECRET, 10, hosted_by="rank 0") for _ in range(2)]
     closing = threading.Thread(target=own.close)
     closing.start()
     others[0].close()
     others[1].set("key", b"still there")
     assert others[1].get("key", 10) == b"still there"
-    assert ended == []
+    assert withdrawn == []
     others[1].close()
     closing.join(60)
-    assert ended == ["sign"]
+    assert withdrawn == ["address"]
     assert open_descriptors() == before
 
 
-def test_who_has_not_come_is_awaited_for_a_while_only() -> None:
+def test_a_client_that_has_not_connected_is_awaited_for_a_short_time() -> None:
     with StoreServer(["127.0.0.1"], SECRET) as server:
-        assert server.await_departure(0, 60, 0)
-        assert not server.await_departure(1, 60, 0.01)
+        assert server.wait_for_disconnects(0, 60, 0)
+        assert not server.wait_for_disconnects(1, 60, 0.01)
         with StoreClient(*server.endpoints[0], SECRET, 10):
-            assert not server.await_departure(1, 0.01, 60)
-        assert server.await_departure(1, 60, 0)
+            assert not server.wait_for_disconnects(1, 0.01, 60)
+        assert server.wait_for_disconnects(1, 60, 0)
 
 
-def test_late_ones_that_come_and_go_end_the_wait() -> None:
+def test_late_clients_that_connect_and_disconnect_end_the_wait() -> None:
     with StoreServer(["127.0.0.1"], SECRET) as server:
 
-        def visit() -> bool:
+        def connect_and_close() -> bool:
             StoreClient(*server.endpoints[0], SECRET, 10).close()
             return True
 
-        assert run_threads([visit, lambda: server.await_departure(2, 60, 60), visit]) == [True] * 3
+        assert (
+            run_threads([connect_and_close, lambda: server.wait_for_disconnects(2, 60, 60), connect_and_close])
+            == [True] * 3
+        )
 
 
 def test_addresses_are_loopback_where_all_are_near() -> None:
@@ -68,7 +71,7 @@ def test_addresses_for_others_leave_loopback_to_those_nearby(monkeypatch: pytest
 
 def test_the_host_of_a_store_that_is_gone_is_named() -> None:
     server = StoreServer(["127.0.0.1"], SECRET)
-    client = StoreClient(*server.endpoints[0], SECRET, 10, kept_by="rank 0")
+    client = StoreClient(*server.endpoints[0], SECRET, 10, hosted_by="rank 0")
     server.close()
     with pytest.raises(Exception, match="did rank 0 end"):
         client.set("key", b"")

@@ -30,7 +30,7 @@ def routes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("routes")
-def test_peers_on_one_machine_meet_on_loopback() -> None:
+def test_peers_on_one_machine_connect_on_loopback() -> None:
     assert listen_addresses("127.0.0.1", [], same_machine=True, wanted=None) == ["127.0.0.1"]
     assert listen_addresses("192.168.7.3", [], same_machine=True, wanted=None) == ["127.0.0.1"]
     assert listen_addresses(None, [], same_machine=True, wanted=None) == ["127.0.0.1"]
@@ -78,7 +78,7 @@ def test_route_to_loopback_starts_at_loopback() -> None:
         route_source("h1")
 
 
-def test_loopback_is_told_in_every_dress() -> None:
+def test_loopback_is_recognized_in_every_notation() -> None:
     assert all(map(is_loopback, ("127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1")))
     assert not any(map(is_loopback, ("10.0.0.1", "fd00::1", "::ffff:10.0.0.1", "0.0.0.0")))
 

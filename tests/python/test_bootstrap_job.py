@@ -27,10 +27,10 @@ from horo._bootstrap.grouping import group_ranks
 from horo._bootstrap.handshake import HandshakeError
 from horo._bootstrap.job import Connection, connect, start
 from horo._bootstrap.launch import Place, detect_launch, subset
-from horo._bootstrap.meeting import Meeting
+from horo._bootstrap.rendezvous import Rendezvous
 from horo._bootstrap.store import StoreClient, StoreServer
 from horo._config import read_config
-from horo._core import Slip
+from horo._core import RequestBuffer
 from horo._errors import (
     AbortedError,
     HoroError,
@@ -217,7 +217,7 @@ def test_leader_without_a_socket_leaves_every_rank_on_its_own(
     def refuse(*arguments: object) -> bytes:
         raise ResourceError("cannot listen on an abstract unix socket: Operation not permitted")
 
-    monkeypatch.setattr(arena_module._Host, "listen", refuse)
+    monkeypatch.setattr(arena_module._ArenaServer, "listen", refuse)
     connections = whole(join_all(environments(server, 3)))
     assert connections[0].hosts == ((0,), (1,), (2,))
     check_wiring([connection.setup for connection in connections])
@@ -290,22 +290,22 @@ def test_rank_that_does_not_come_is_named_to_all(server: StoreServer) -> None:
     environs = environments(server, 4, {"HORO_START_TIMEOUT": "0.5"})
     errors = told(join_all([environs[0], environs[2]]))
     assert all(isinstance(error, (TimeoutError, AbortedError)) for error in errors)
-    assert all("rank 1, rank 3 did not arrive at 'hello' within 0.5 s" in str(error) for error in errors)
+    assert all("rank 1, rank 3 did not arrive at 'peer info' within 0.5 s" in str(error) for error in errors)
     assert any(isinstance(error, TimeoutError) for error in errors)
     del errors
     gc.collect()
     wait_until(lambda: open_descriptors() <= before)
 
 
-def test_waiting_rank_says_for_whom(
+def test_waiting_rank_names_the_missing_rank(
     server: StoreServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("horo._bootstrap.meeting._REMIND_S", 0.05)
+    monkeypatch.setattr("horo._bootstrap.rendezvous._WARNING_INTERVAL_S", 0.05)
     environs = environments(server, 2)
     early: list[Connection | BaseException] = []
     thread = threading.Thread(target=lambda: early.extend(join_all(environs[:1])))
     thread.start()
-    reminder = re.compile(r"rank 0 \(name0\) has waited \d+ s at 'hello' for rank 1$", re.MULTILINE)
+    reminder = re.compile(r"rank 0 \(name0\) has waited \d+ s at 'peer info' for rank 1$", re.MULTILINE)
     wait_until(lambda: any(reminder.search(record.getMessage()) for record in caplog.records))
     late = join_all(environs[1:])
     thread.join(30)
@@ -351,7 +351,7 @@ def test_settings_that_must_be_equal_are_compared(server: StoreServer, variable:
         assert f"and {value} on rank 2 (name2)" in str(error)
 
 
-def test_ranks_that_disagree_about_the_size_both_hear_it(server: StoreServer) -> None:
+def test_ranks_that_disagree_about_the_size_both_get_the_error(server: StoreServer) -> None:
     environs = environments(server, 2)
     environs[1]["HOROVOD_SIZE"] = "3"
     for error in told(join_all(environs)):
@@ -437,7 +437,7 @@ def test_store_that_is_not_there_is_named(server: StoreServer) -> None:
         )
 
 
-def test_strangers_at_a_ranks_port_are_refused_and_the_job_comes_up(
+def test_unauthenticated_connections_to_a_rank_are_refused_and_the_job_starts(
     server: StoreServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     real = links_module._Reception.listen
@@ -446,10 +446,10 @@ def test_strangers_at_a_ranks_port_are_refused_and_the_job_comes_up(
     def listen_in_noise(self: links_module._Reception, secret: bytes, addresses: Sequence[str]) -> object:
         endpoints = real(self, secret, addresses)
         for number in range(20):
-            stranger = socket.create_connection(endpoints[0])
+            connection = socket.create_connection(endpoints[0])
             if number % 2:
-                stranger.sendall(os.urandom(500))
-            noise.append(stranger)
+                connection.sendall(os.urandom(500))
+            noise.append(connection)
         return endpoints
 
     monkeypatch.setattr(links_module._Reception, "listen", listen_in_noise)
@@ -459,8 +459,8 @@ def test_strangers_at_a_ranks_port_are_refused_and_the_job_comes_up(
     check_wiring([connection.setup for connection in connections])
     close_connections(connections)
     assert "refused a connection from 127.0.0.1: what it sent is no horo greeting" in caplog.text
-    for stranger in noise:
-        stranger.close()
+    for connection in noise:
+        connection.close()
 
 
 def test_dialer_that_gave_up_and_came_again_holds_the_connection_that_counts(server: StoreServer) -> None:
@@ -503,17 +503,17 @@ def test_nothing_of_past_starts_piles_up_in_the_store(server: StoreServer) -> No
 def test_a_rank_may_start_again_before_the_others_have_seen_it_ready(server: StoreServer) -> None:
     environs = environments(server, 2, {"HORO_START_TIMEOUT": "3"})
     again = threading.Event()
-    hellos: list[int] = []
-    real_publish, real_gather = Meeting.publish, Meeting.gather
+    starts: list[int] = []
+    real_publish, real_gather = Rendezvous.publish, Rendezvous.gather
 
-    def publish(self: Meeting, topic: str, value: bytes) -> None:
+    def publish(self: Rendezvous, topic: str, value: bytes) -> None:
         real_publish(self, topic, value)
-        if (self.rank, topic) == (1, "hello"):
-            hellos.append(1)
-            if len(hellos) == 2:
+        if (self.rank, topic) == (1, "peer info"):
+            starts.append(1)
+            if len(starts) == 2:
                 again.set()
 
-    def gather(self: Meeting, topic: str, ranks: Sequence[int] | None = None) -> list[bytes]:
+    def gather(self: Rendezvous, topic: str, ranks: Sequence[int] | None = None) -> list[bytes]:
         if (self.rank, topic) == (0, "ready"):
             assert again.wait(20)  # looks late: rank 1 has left and is in its second start by now
         return real_gather(self, topic, ranks)
@@ -524,8 +524,8 @@ def test_a_rank_may_start_again_before_the_others_have_seen_it_ready(server: Sto
         return rank
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Meeting, "publish", publish)
-        patch.setattr(Meeting, "gather", gather)
+        patch.setattr(Rendezvous, "publish", publish)
+        patch.setattr(Rendezvous, "gather", gather)
         assert run_threads([lambda: cycle(0), lambda: cycle(1)]) == [0, 1]
 
 
@@ -578,7 +578,7 @@ def test_forked_child_is_told_and_its_exit_leaves_the_parent_alone() -> None:
     if child == 0:
         try:
             try:
-                job.context.submit(Slip.of(3, "in the child"))
+                job.context.submit(RequestBuffer.of(3, "in the child"))
             except UsageError as error:
                 job.close()
                 os._exit(0 if "fork" in str(error) else 2)
@@ -587,7 +587,7 @@ def test_forked_child_is_told_and_its_exit_leaves_the_parent_alone() -> None:
             os._exit(3)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
-    handle = job.context.submit(Slip.of(3, "in the parent"))
+    handle = job.context.submit(RequestBuffer.of(3, "in the parent"))
     job.context.wait(handle)
     job.context.release(handle)
     job.close()
@@ -603,12 +603,13 @@ def test_ranks_as_processes_start_add_up_and_close_again_and_again(
             """
             import numpy as np
             from horo._bootstrap.job import start
-            from horo._core import DTYPES, OPS, REDUCE_OPS, Slip, Tensor
+            from horo._core import DTYPES, OPS, REDUCE_OPS, RequestBuffer, Tensor
             for _ in range(3):
                 job = start()
                 values = np.full(100_000, job.rank + 1.0)
                 tensor = Tensor(values.ctypes.data, values.ctypes.data, values.shape, DTYPES["float64"])
-                handle = job.context.submit(Slip.of(OPS["allreduce"], "sum", [tensor], reduce_op=REDUCE_OPS["sum"]))
+                request = RequestBuffer.of(OPS["allreduce"], "sum", [tensor], reduce_op=REDUCE_OPS["sum"])
+                handle = job.context.submit(request)
                 job.context.wait(handle)
                 job.context.release(handle)
                 print(job.rank, job.size, job.hosts, set(values.tolist()), flush=True)

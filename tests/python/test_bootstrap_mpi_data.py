@@ -54,7 +54,7 @@ def test_one_rank_that_may_not_call_mpi_on_threads_keeps_all_on_tcp(caplog: pyte
 )
 def test_what_cannot_be_is_told_with_the_way_out(field: str, variable: str) -> None:
     config = Config(**{field: "mpi"})
-    with pytest.raises(UsageError, match=f"{variable}=mpi, but the ranks of this job did not meet through MPI"):
+    with pytest.raises(UsageError, match=f"{variable}=mpi, but the ranks of this job did not start through MPI"):
         check_mpi(config, None)
     with pytest.raises(UsageError, match=f"{variable}=mpi, but Fake MPI 1.0 runs with MPI_THREAD_FUNNELED.*'multiple'"):
         check_mpi(config, world(False))

@@ -140,7 +140,7 @@ def _check_ends(processes: list[subprocess.Popen[str]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("secret", ["", SECRET])
-def test_ranks_of_torchrun_on_two_hosts_meet_in_its_store(cable: Cable, tmp_path: Path, secret: str) -> None:
+def test_ranks_of_torchrun_on_two_hosts_start_through_its_store(cable: Cable, tmp_path: Path, secret: str) -> None:
     pytest.importorskip("torch")
     (tmp_path / "rank.py").write_text(textwrap.dedent(RANK), encoding="utf-8")
     agents = [
@@ -167,7 +167,7 @@ def test_ranks_of_torchrun_on_two_hosts_meet_in_its_store(cable: Cable, tmp_path
     assert [far, near, 0] in [result["addresses"]["data"] for result in results[1:]]
 
 
-def test_ranks_of_srun_on_two_hosts_meet_at_the_first_node(cable: Cable, tmp_path: Path) -> None:
+def test_ranks_of_srun_on_two_hosts_start_through_the_first_node(cable: Cable, tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(textwrap.dedent(RANK), encoding="utf-8")
     nodes = [0, 1, 0]  # cyclic
     ranks = [

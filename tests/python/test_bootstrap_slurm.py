@@ -1,4 +1,4 @@
-"""Ranks that srun has started meet: real processes in Slurm's environment, with MUNGE, a note at home, or a secret."""
+"""The store of ranks that srun has started: real processes in Slurm's environment, with MUNGE, a file or a secret."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import pytest
 from joining import SECRET, open_descriptors
 
 from horo._bootstrap.addresses import Endpoint
+from horo._bootstrap.announcement import fetch
 from horo._bootstrap.launch import detect_launch
 from horo._bootstrap.munge import decode, encode
-from horo._bootstrap.notice import fetch
-from horo._bootstrap.secret_file import NoteFile
-from horo._bootstrap.slurm_meeting import candidate_ports, open_slurm_store
+from horo._bootstrap.secret_file import SecretFile
+from horo._bootstrap.slurm_store import candidate_ports, open_slurm_store
 from horo._config import read_config
 from horo._errors import ResourceError, TimeoutError, UsageError
 
@@ -31,12 +31,12 @@ RANK = """
 import os, sys
 import psutil
 from horo._bootstrap.job import start
-from horo._core import Slip
+from horo._core import RequestBuffer
 job = start()
 for again in range(int(os.environ.get("TEST_STARTS", "1")) - 1):
     job.close()
     job = start()
-handle = job.context.submit(Slip.of(3, "barrier"))
+handle = job.context.submit(RequestBuffer.of(3, "barrier"))
 job.context.wait(handle)
 job.context.release(handle)
 listening = [c for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
@@ -171,7 +171,7 @@ def run_ranks(
     return ended
 
 
-def check_all_met(ended: Sequence[tuple[int, str, str]], nodes: Sequence[int]) -> None:
+def check_all_started(ended: Sequence[tuple[int, str, str]], nodes: Sequence[int]) -> None:
     for rank, (code, output, errors) in enumerate(ended):
         assert code == 0, errors
         local = nodes[:rank].count(nodes[rank])
@@ -182,39 +182,39 @@ def check_all_met(ended: Sequence[tuple[int, str, str]], nodes: Sequence[int]) -
         )
 
 
-def test_ranks_meet_with_a_credential_and_nobody_listens_afterwards(fake_munge: Path, tmp_path: Path) -> None:
+def test_ranks_start_with_a_credential_and_nobody_listens_afterwards(fake_munge: Path, tmp_path: Path) -> None:
     nodes = [0, 0, 0]
-    check_all_met(run_ranks(tmp_path, [step(rank, nodes) for rank in range(3)], fake_munge), nodes)
+    check_all_started(run_ranks(tmp_path, [step(rank, nodes) for rank in range(3)], fake_munge), nodes)
     assert not (tmp_path / ".horo").exists()
 
 
-def test_ranks_meet_with_a_credential_of_the_real_munge(real_munge: Path, tmp_path: Path) -> None:
+def test_ranks_start_with_a_credential_of_the_real_munge(real_munge: Path, tmp_path: Path) -> None:
     nodes = [0, 0, 0]
     environs = [{**step(rank, nodes, "9" + JOB), "TEST_STARTS": "2"} for rank in range(3)]
-    check_all_met(run_ranks(tmp_path, environs, real_munge), nodes)
+    check_all_started(run_ranks(tmp_path, environs, real_munge), nodes)
 
 
-def test_ranks_meet_with_a_note_at_home_that_is_gone_afterwards(bare_path: Path, tmp_path: Path) -> None:
+def test_ranks_start_with_a_secret_file_that_is_deleted_afterwards(bare_path: Path, tmp_path: Path) -> None:
     nodes = [0, 0, 0]
     environs = [{**step(rank, nodes), "TEST_STARTS": "3"} for rank in range(3)]
-    check_all_met(run_ranks(tmp_path, environs, bare_path), nodes)
+    check_all_started(run_ranks(tmp_path, environs, bare_path), nodes)
     assert list((tmp_path / ".horo").iterdir()) == []
     assert (tmp_path / ".horo").stat().st_mode & 0o777 == 0o700
 
 
-def test_ranks_meet_with_a_secret_and_need_neither(bare_path: Path, tmp_path: Path) -> None:
+def test_ranks_start_with_a_secret_and_need_neither_munge_nor_file(bare_path: Path, tmp_path: Path) -> None:
     nodes = [0, 0]
     environs = [{**step(rank, nodes), "HORO_SECRET": SECRET.hex(), "TEST_STARTS": "2"} for rank in range(2)]
-    check_all_met(run_ranks(tmp_path, environs, bare_path), nodes)
+    check_all_started(run_ranks(tmp_path, environs, bare_path), nodes)
     assert not (tmp_path / ".horo").exists()
 
 
-def test_a_port_that_a_stranger_holds_is_passed_over(fake_munge: Path, tmp_path: Path) -> None:
+def test_a_port_of_another_program_is_skipped(fake_munge: Path, tmp_path: Path) -> None:
     nodes, job = [0, 0], "8" + JOB
     first = candidate_ports(f"{job}.0.0/1")[0]
-    with socket.create_server(("127.0.0.1", first)):  # accepts by its backlog, and never says a word
+    with socket.create_server(("127.0.0.1", first)):  # the kernel accepts connections; nothing is ever sent
         for extra in ({}, {"HORO_SECRET": SECRET.hex()}):
-            check_all_met(
+            check_all_started(
                 run_ranks(tmp_path, [{**step(rank, nodes, job), **extra} for rank in range(2)], fake_munge), nodes
             )
 
@@ -242,8 +242,8 @@ def test_another_secret_does_not_get_in(bare_path: Path, tmp_path: Path) -> None
         environ["HORO_START_TIMEOUT"] = "2"
     first, second = run_ranks(tmp_path, environs, bare_path)
     assert first[0] == second[0] == 1
-    assert "rank 1 did not arrive at 'hello'" in first[2]
-    assert "who answered does not know this rank's HORO_SECRET" in second[2]
+    assert "rank 1 did not arrive at 'peer info'" in first[2]
+    assert "the process that answered does not know this rank's HORO_SECRET" in second[2]
 
 
 def test_a_node_without_address_is_named() -> None:
@@ -299,24 +299,24 @@ def test_fetch_takes_the_first_usable_answer_and_leaves_nothing_open() -> None:
     assert open_descriptors() == before
 
 
-def test_a_note_that_others_could_touch_is_refused(tmp_path: Path) -> None:
-    note = NoteFile("7.0.0/1", tmp_path)
-    assert note.read() is None
-    note.write(b"one")
-    note.write(b"two")
-    assert note.read() == b"two"
-    assert note.path.name == "slurm-7.0.0_1"
-    note.path.chmod(0o640)
+def test_a_secret_file_that_others_could_write_is_refused(tmp_path: Path) -> None:
+    file = SecretFile("7.0.0/1", tmp_path)
+    assert file.read() is None
+    file.write(b"one")
+    file.write(b"two")
+    assert file.read() == b"two"
+    assert file.path.name == "slurm-7.0.0_1"
+    file.path.chmod(0o640)
     with pytest.raises(ResourceError, match="chmod 700"):
-        note.read()
-    note.path.chmod(0o600)
-    note.path.parent.chmod(0o755)
-    for use in (note.read, lambda: note.write(b"x")):
+        file.read()
+    file.path.chmod(0o600)
+    file.path.parent.chmod(0o755)
+    for use in (file.read, lambda: file.write(b"x")):
         with pytest.raises(ResourceError, match="others could read or change it"):
             use()
-    note.remove()
-    note.remove()
-    assert not note.path.exists()
+    file.remove()
+    file.remove()
+    assert not file.path.exists()
 
 
 @pytest.mark.parametrize("comm", [[0, 2], [2, 0], [1, 2]])
@@ -337,7 +337,7 @@ def test_some_ranks_of_a_step_form_a_job(comm: list[int], fake_munge: Path, tmp_
     assert [process.communicate(timeout=60)[0] for process in processes] == [f"{rank} 2\n" for rank in range(2)]
 
 
-def test_an_open_secret_is_refused() -> None:
+def test_a_secret_that_is_too_short_is_refused() -> None:
     with pytest.raises(UsageError, match="HORO_SECRET"):
         detect_launch({**step(0, [0, 0]), "HORO_SECRET": "ab"})
 

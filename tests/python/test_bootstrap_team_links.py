@@ -22,7 +22,7 @@ from horo._bootstrap.handshake import Purpose
 from horo._bootstrap.job import Connection, Job, start
 from horo._bootstrap.links import Links
 from horo._bootstrap.team_links import TeamLinks, _Making, connect_team
-from horo._core import DTYPES, OPS, Slip, Tensor
+from horo._core import DTYPES, OPS, RequestBuffer, Tensor
 from horo._errors import AbortedError, HoroError, MismatchError, PeerLostError, TimeoutError, UsageError
 
 Outcome = TeamLinks | BaseException | None
@@ -362,7 +362,7 @@ def gathering(job: Job) -> Callable[[bytes], list[bytes]]:
     def exchange(mine: bytes) -> list[bytes]:
         values = np.frombuffer(mine, np.uint8)
         tensor = Tensor(values.ctypes.data, values.ctypes.data, values.shape, DTYPES["uint8"])
-        handle = job.context.submit(Slip.of(OPS["allgather"], "team", [tensor]))
+        handle = job.context.submit(RequestBuffer.of(OPS["allgather"], "team", [tensor]))
         job.context.wait(handle)
         data, lengths = job.context.take_result(handle, 0)
         job.context.release(handle)

@@ -19,7 +19,7 @@ from wiring import check_wiring
 
 from horo._bootstrap.job import Connection
 from horo._bootstrap.launch import TorchMaster
-from horo._bootstrap.store_seam import StoreAbandonedError, StoreTimeoutError, prefixed
+from horo._bootstrap.store_interface import StoreAbandonedError, StoreTimeoutError, prefixed
 from horo._bootstrap.torch_store import TorchStore, open_torch_store
 from horo._errors import PeerLostError
 
@@ -87,7 +87,7 @@ def test_unreachable_master_is_named() -> None:
         open_torch_store(TorchMaster("127.0.0.1", port, True), 0, 0.2)
 
 
-def test_ranks_of_torchrun_meet_in_the_agents_store(torch_server: Any) -> None:
+def test_ranks_of_torchrun_start_through_the_agents_store(torch_server: Any) -> None:
     environs = [
         {
             "RANK": str(rank),
@@ -122,10 +122,10 @@ def test_real_torchrun_starts_ranks_twice_over(tmp_path: Path) -> None:
             """
             import sys
             from horo._bootstrap.job import start
-            from horo._core import Slip
+            from horo._core import RequestBuffer
             for _ in range(2):
                 job = start()
-                handle = job.context.submit(Slip.of(3, "barrier"))
+                handle = job.context.submit(RequestBuffer.of(3, "barrier"))
                 job.context.wait(handle)
                 job.context.release(handle)
                 sys.stdout.write(f"{job.rank}/{job.size} local {job.local_rank}/{job.local_size}\\n")

@@ -1,4 +1,4 @@
-"""The store: what clients are promised, and what strangers can do to it (nothing)."""
+"""The store: its promises to clients, and that connections without the secret cannot change it."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from horo._bootstrap.frames import Opener, Sealer, pack_fields, unpack_fields
 from horo._bootstrap.gate import StrangerLog
 from horo._bootstrap.handshake import Acceptor, Claim, HandshakeError, Purpose, greet
 from horo._bootstrap.store import StoreClient, StoreServer
-from horo._bootstrap.store_seam import StoreAbandonedError, StoreTimeoutError, prefixed
+from horo._bootstrap.store_interface import StoreAbandonedError, StoreTimeoutError, prefixed
 from horo._errors import HorovodInternalError, PeerLostError, ResourceError, UsageError
 
 SECRET = bytes(range(32))
 
 
 @pytest.fixture
-def strangers() -> list[str]:
+def refusals() -> list[str]:
     return []
 
 
 @pytest.fixture
-def server(strangers: list[str]) -> Iterator[StoreServer]:
-    with StoreServer(["127.0.0.1"], SECRET, on_stranger=strangers.append, greeting_s=1.0) as running:
+def server(refusals: list[str]) -> Iterator[StoreServer]:
+    with StoreServer(["127.0.0.1"], SECRET, on_refused=refusals.append, handshake_timeout_s=1.0) as running:
         yield running
 
 
@@ -158,15 +158,15 @@ def test_large_values_pass_and_too_large_ones_are_refused_here(server: StoreServ
         assert client.get("big", 5) == value
 
 
-def test_a_hundred_clients_meet(server: StoreServer) -> None:
+def test_a_hundred_clients_exchange_values(server: StoreServer) -> None:
     clients = [client_of(server) for _ in range(100)]
     seen: list[int] = []
 
-    def meet(index: int) -> None:
+    def exchange(index: int) -> None:
         clients[index].set(f"r{index}", str(index).encode())
         seen.append(sum(map(int, clients[index].get_many([f"r{i}" for i in range(100)], 20))))
 
-    threads = [threading.Thread(target=meet, args=(index,)) for index in range(100)]
+    threads = [threading.Thread(target=exchange, args=(index,)) for index in range(100)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -196,21 +196,21 @@ def test_client_that_vanishes_while_waiting_disturbs_nobody(server: StoreServer)
     other.close()
 
 
-def test_will_of_a_client_that_vanishes_is_carried_out_and_of_one_that_closes_is_void(server: StoreServer) -> None:
-    heir, closing, vanishing = client_of(server), client_of(server), client_of(server)
-    prefixed(closing, "p/").leave_will("failed", b"closed")
-    prefixed(vanishing, "p/").leave_will("failed", b"vanished")
+def test_value_of_set_on_disconnect_is_set_for_a_lost_client_and_not_for_one_that_closes(server: StoreServer) -> None:
+    reader, closing, lost = client_of(server), client_of(server), client_of(server)
+    prefixed(closing, "p/").set_on_disconnect("failed", b"closed")
+    prefixed(lost, "p/").set_on_disconnect("failed", b"lost")
     closing.close()
-    vanishing._connection.close()
+    lost._connection.close()
     with pytest.raises(StoreAbandonedError) as caught:
-        heir.get("never", 10, unless="p/failed")
-    assert caught.value.value == b"vanished"
+        reader.get("never", 10, unless="p/failed")
+    assert caught.value.value == b"lost"
     late = client_of(server)
-    late.leave_will("p/failed", b"too late")
+    late.set_on_disconnect("p/failed", b"too late")
     late._connection.close()
     wait_until(lambda: len(server._clients) == 1)
-    assert heir.get("p/failed", 0) == b"vanished"
-    heir.close()
+    assert reader.get("p/failed", 0) == b"lost"
+    reader.close()
 
 
 def test_server_that_closes_is_an_error_that_says_so() -> None:
@@ -261,31 +261,29 @@ def test_address_that_cannot_be_bound_is_named() -> None:
         StoreServer(["127.0.0.1"], b"abc")
 
 
-# --- strangers
+# --- refusals
 
 
-def test_wrong_secret_is_refused_on_both_sides_and_logged(server: StoreServer, strangers: list[str]) -> None:
+def test_wrong_secret_is_refused_on_both_sides_and_logged(server: StoreServer, refusals: list[str]) -> None:
     with pytest.raises(PeerLostError, match="does not know the job's secret"):
         client_of(server, bytes(32), timeout_s=0.05)
-    wait_until(lambda: bool(strangers))
+    wait_until(lambda: bool(refusals))
     with client_of(server) as client:
         client.set("a", b"")
-    assert all("127.0.0.1" in sentence for sentence in strangers)
+    assert all("127.0.0.1" in sentence for sentence in refusals)
 
 
-def test_dialer_that_skips_checking_the_server_still_needs_the_secret(
-    server: StoreServer, strangers: list[str]
-) -> None:
+def test_dialer_that_skips_checking_the_server_still_needs_the_secret(server: StoreServer, refusals: list[str]) -> None:
     with raw(server) as connection:
         connection.sendall(b"HORO\x02\x01\0\0" + bytes(16) + bytes(32))
         assert len(connection.recv(200)) == 72
         connection.sendall(bytes(32))
         assert connection.recv(1) == b""
-    wait_until(lambda: strangers == ["refused a connection from 127.0.0.1: it does not know the job's secret"])
+    wait_until(lambda: refusals == ["refused a connection from 127.0.0.1: it does not know the job's secret"])
 
 
 def test_random_bytes_are_refused_at_once_logged_once_and_service_goes_on(
-    server: StoreServer, strangers: list[str]
+    server: StoreServer, refusals: list[str]
 ) -> None:
     with client_of(server) as client:
         for _ in range(50):
@@ -295,10 +293,10 @@ def test_random_bytes_are_refused_at_once_logged_once_and_service_goes_on(
                     assert connection.recv(1) == b""
         client.set("a", b"1")
         assert client.get("a", 0) == b"1"
-    assert strangers == ["refused a connection from 127.0.0.1: what it sent is no horo greeting"]
+    assert refusals == ["refused a connection from 127.0.0.1: what it sent is no horo greeting"]
 
 
-def test_silent_and_slow_strangers_are_dropped_at_their_deadline(server: StoreServer, strangers: list[str]) -> None:
+def test_silent_and_slow_connections_are_dropped_at_their_deadline(server: StoreServer, refusals: list[str]) -> None:
     with raw(server) as silent, raw(server) as slow, client_of(server) as client:
         slow.sendall(b"HORO")
         client.set("a", b"1")
@@ -306,11 +304,11 @@ def test_silent_and_slow_strangers_are_dropped_at_their_deadline(server: StoreSe
         assert client.get("a", 0) == b"1"
         assert silent.recv(1) == b""
         assert slow.recv(1) == b""
-    assert strangers == ["refused a connection from 127.0.0.1: it did not finish the greeting in time"]
+    assert refusals == ["refused a connection from 127.0.0.1: it did not finish the greeting in time"]
 
 
-def test_crowd_of_silent_strangers_cannot_keep_members_out() -> None:
-    with StoreServer(["127.0.0.1"], SECRET, half_open_max=4, greeting_s=60) as server:
+def test_many_silent_connections_cannot_keep_members_out() -> None:
+    with StoreServer(["127.0.0.1"], SECRET, half_open_max=4, handshake_timeout_s=60) as server:
         crowd = [raw(server) for _ in range(20)]
         with client_of(server, timeout_s=20) as client:
             client.set("a", b"1")
@@ -320,11 +318,11 @@ def test_crowd_of_silent_strangers_cannot_keep_members_out() -> None:
             connection.close()
 
 
-def test_member_of_another_kind_is_refused(server: StoreServer, strangers: list[str]) -> None:
+def test_member_of_another_kind_is_refused(server: StoreServer, refusals: list[str]) -> None:
     with pytest.raises(PeerLostError):
         dial(server.endpoints, SECRET, Claim(Purpose.DATA, 1, 2), 0.05)
-    wait_until(lambda: bool(strangers))
-    assert "it wants a data link, this is the store" in strangers[0]
+    wait_until(lambda: bool(refusals))
+    assert "it wants a data link, this is the store" in refusals[0]
 
 
 @pytest.mark.parametrize("changed", [5, 6, 11, 15, 19, 23])
@@ -346,14 +344,14 @@ def test_a_claim_that_is_changed_on_the_way_is_no_proof(changed: int) -> None:
         thread.join()
 
 
-def test_other_version_is_named_on_both_sides(server: StoreServer, strangers: list[str]) -> None:
+def test_other_version_is_named_on_both_sides(server: StoreServer, refusals: list[str]) -> None:
     with raw(server) as connection:
         connection.sendall(b"HORO\x07\x01\0\0" + bytes(16) + bytes(32))
         answer = connection.recv(72, socket.MSG_WAITALL)
         assert answer[:5] == b"HORO\x02"
         assert answer[40:] == bytes(32)
-    wait_until(lambda: bool(strangers))
-    assert "version 7 of the greeting, this side version 2" in strangers[0]
+    wait_until(lambda: bool(refusals))
+    assert "version 7 of the greeting, this side version 2" in refusals[0]
 
 
 def test_injected_or_replayed_frames_end_the_connection_not_the_service(server: StoreServer) -> None:
@@ -384,7 +382,7 @@ def test_injected_or_replayed_frames_end_the_connection_not_the_service(server: 
     assert len(session_frames) == 4
 
 
-def test_stranger_log_reports_once_a_minute_and_counts_the_rest() -> None:
+def test_the_log_of_refused_connections_reports_once_a_minute_and_counts_the_rest() -> None:
     told: list[str] = []
     log = StrangerLog(told.append)
     for now in (0.0, 1.0, 59.0, 61.0):
@@ -404,7 +402,7 @@ def test_reporter_that_raises_does_not_end_the_service(caplog: pytest.LogCapture
     def fail(sentence: str) -> None:
         raise RuntimeError("reporter broke")
 
-    with StoreServer(["127.0.0.1"], SECRET, on_stranger=fail) as server:
+    with StoreServer(["127.0.0.1"], SECRET, on_refused=fail) as server:
         with raw(server) as connection:
             connection.sendall(b"?" * 100)
             wait_until(lambda: "reporting a refused connection failed" in caplog.text)
@@ -412,7 +410,7 @@ def test_reporter_that_raises_does_not_end_the_service(caplog: pytest.LogCapture
             client.set("a", b"")
 
 
-def test_gate_without_descriptors_rests_and_recovers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_listening_stops_without_descriptors_and_goes_on_later(monkeypatch: pytest.MonkeyPatch) -> None:
     class Full(socket.socket):
         refusals = 3
 
@@ -486,7 +484,7 @@ def test_frames_open_in_order_whatever_the_pieces(payloads: list[bytes], data: s
 
 
 @given(st.lists(st.binary(max_size=20), min_size=1, max_size=3), st.data())
-def test_any_changed_byte_is_noticed_or_never_delivered(payloads: list[bytes], data: st.DataObject) -> None:
+def test_any_changed_byte_is_detected_or_never_delivered(payloads: list[bytes], data: st.DataObject) -> None:
     sealer, opener = Sealer(SECRET), Opener(SECRET)
     stream = bytearray(b"".join(map(sealer.seal, payloads)))
     place = data.draw(st.integers(0, len(stream) - 1))

@@ -201,7 +201,7 @@ def test_the_global_set_is_empty_handed_before_init() -> None:
 
 def test_what_is_built_is_told_truthfully(alone: None) -> None:
     assert hvd.mpi_built() is (importlib.util.find_spec("mpi4py") is not None)
-    with pytest.raises(ValueError, match="did not meet through MPI"):
+    with pytest.raises(ValueError, match="did not start through MPI"):
         hvd.mpi_threads_supported()
     for function in (
         hvd.mpi_enabled,

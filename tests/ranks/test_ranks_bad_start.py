@@ -37,6 +37,6 @@ def test_a_script_that_ends_before_init_on_one_rank_is_named_by_the_others() -> 
     finally:
         hororun.clean_up()
     assert done.returncode == 1
-    assert "rank 1 did not arrive at 'hello' within 1 s" in done.stderr
+    assert "rank 1 did not arrive at 'peer info' within 1 s" in done.stderr
     assert "does it call init()?" in done.stderr
     assert "rank 0 on localhost exited with code 1" in done.stderr

@@ -40,8 +40,8 @@ for trial in range(int(sys.argv[2])):
             i += 1
     except KeyboardInterrupt:
         pass
-    assert not session.inside
-    owned = {request._handle for request in session.requests.values()} | set(session.held)
+    assert not session.active_calls
+    owned = {request._handle for request in session.requests.values()} | set(session.abandoned)
     for handle in range(1, session.core.counters()["requests"] + 1)[-i - 2:]:
         if handle not in owned:
             try:
@@ -138,17 +138,17 @@ def test_memory_stays_wherever_the_interrupt_comes(ranks2: RankPool, form: str, 
             more = _interrupted(lambda: call(tensor, names[-1]), len(names) - 1)  # noqa: B023
             del tensor
             gc.collect()  # frames that the exception has kept
-            assert not session.inside, names[-1]
+            assert not session.active_calls, names[-1]
             assert session.core.counters()["requests"] == before + 1
-            assert session.core.is_at_work(before + 1)
+            assert session.core.in_progress(before + 1)
             assert memory() is not None, f"{names[-1]}: the memory is gone while the core works on it"
         assert len(names) >= 5
         hvd.broadcast_object(names)
         for request in list(session.requests.values()):
             request.wait()
         deadline = time.monotonic() + 10
-        while session.held and time.monotonic() < deadline:
-            session.sweep()
-        assert not session.held
+        while session.abandoned and time.monotonic() < deadline:
+            session.release_abandoned()
+        assert not session.abandoned
 
     ranks2.run(check)

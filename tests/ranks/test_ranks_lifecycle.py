@@ -68,7 +68,7 @@ def test_a_hundred_jobs_in_one_process_leak_nothing(fresh2: RankPool) -> None:
 
 def test_requests_from_before_a_shutdown_say_so(fresh2: RankPool) -> None:
     def check() -> None:
-        os.environ["HORO_OVERLAP"] = "always"  # else the optimizer has no request under way
+        os.environ["HORO_OVERLAP"] = "always"  # else the optimizer has no request in progress
         hvd.init()
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
         old = hvd.allreduce_async(torch.ones(1))
@@ -208,7 +208,7 @@ class _Dataset(torch.utils.data.Dataset[Any]):
         return 8
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.full((2,), float(index + 100 * hvd.rank()))  # rank() may be asked in a worker
+        return torch.full((2,), float(index + 100 * hvd.rank()))  # rank() may be key in a worker
 
 
 def test_data_loader_workers_come_and_go_during_training(ranks2: RankPool) -> None:
@@ -232,7 +232,7 @@ def _until_a_call_waits() -> None:
     from horo.torch import _state  # noqa: PLC0415
 
     deadline = time.monotonic() + 10
-    while not _state.current().inside and time.monotonic() < deadline:
+    while not _state.current().active_calls and time.monotonic() < deadline:
         time.sleep(0.001)
 
 

@@ -42,7 +42,7 @@ def others(ranks: PlainRanks, victim: int) -> list[int]:
 
 
 @everywhere
-def test_ranks_that_wait_for_it_hear_of_it(tmp_path: Path, hosts: str, victim: int) -> None:
+def test_waiting_ranks_get_the_error(tmp_path: Path, hosts: str, victim: int) -> None:
     with PlainRanks(tmp_path, hosts) as ranks:
         ranks.all("start")
         told = others(ranks, victim)
@@ -59,7 +59,7 @@ def test_ranks_that_wait_for_it_hear_of_it(tmp_path: Path, hosts: str, victim: i
 
 
 @everywhere
-def test_ranks_in_the_middle_of_large_transfers_hear_of_it(tmp_path: Path, hosts: str, victim: int) -> None:
+def test_ranks_in_the_middle_of_large_transfers_get_the_error(tmp_path: Path, hosts: str, victim: int) -> None:
     with PlainRanks(tmp_path, hosts) as ranks:
         ranks.all("start")
         assert set(ranks.all("repeat", "x", LARGE, 1000)) == {"going"}
@@ -86,7 +86,7 @@ def test_ranks_that_end_at_their_error_are_not_taken_for_its_cause(
 
 @everywhere
 @pytest.mark.parametrize("end", ["close", "exit"])
-def test_a_rank_that_comes_last_hears_of_the_first_that_died_and_not_of_those_that_left_for_it(
+def test_a_rank_that_comes_last_names_the_first_that_died_and_not_of_those_that_left_for_it(
     tmp_path: Path, hosts: str, victim: int, end: str
 ) -> None:
     with PlainRanks(tmp_path, hosts) as ranks:
@@ -106,10 +106,10 @@ def test_a_rank_that_comes_last_hears_of_the_first_that_died_and_not_of_those_th
 
 @pytest.mark.parametrize(
     ("where", "name"),
-    [("Meeting", "publish"), ("module", "join_arena"), ("module", "connect_hosts"), ("Meeting", "finish")],
+    [("Rendezvous", "publish"), ("module", "join_arena"), ("module", "connect_hosts"), ("Rendezvous", "finish")],
 )
 @pytest.mark.parametrize(("hosts", "victim"), [("aaa", 2), ("aabb", 0)])
-def test_ranks_inside_init_hear_of_it(tmp_path: Path, hosts: str, victim: int, where: str, name: str) -> None:
+def test_ranks_inside_init_get_the_error(tmp_path: Path, hosts: str, victim: int, where: str, name: str) -> None:
     with PlainRanks(tmp_path, hosts) as ranks:
         told = others(ranks, victim)
         for rank in told:

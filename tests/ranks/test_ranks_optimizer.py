@@ -422,7 +422,7 @@ def test_parameters_unused_on_some_ranks_take_part_with_zeros(ranks: RankPool, g
 
 
 @pytest.mark.parametrize("groups", [None, 1])
-def test_parameters_frozen_and_thawed_later_are_noticed(ranks2: RankPool, groups: int | None) -> None:
+def test_parameters_frozen_and_thawed_later_are_detected(ranks2: RankPool, groups: int | None) -> None:
     def check(groups: int | None) -> None:
         n, r = hvd.size(), hvd.rank()
         model = _model()
@@ -533,7 +533,7 @@ def test_sparse_gradients_are_summed_row_by_row(ranks: RankPool, as_dense: bool,
     ranks.run(check, as_dense, op)
 
 
-def test_a_sparse_gradient_meets_ranks_that_did_not_use_the_parameter(ranks: RankPool) -> None:
+def test_a_sparse_gradient_works_with_ranks_that_did_not_use_the_parameter(ranks: RankPool) -> None:
     def check() -> None:
         n, r = hvd.size(), hvd.rank()
         table = torch.nn.Embedding(5, 2, sparse=True).double()
@@ -583,7 +583,7 @@ def test_a_sparse_gradient_in_a_group_is_refused(ranks2: RankPool) -> None:
     ranks2.run(check)
 
 
-def test_two_models_with_equal_names_do_not_meet(ranks2: RankPool) -> None:
+def test_two_models_with_equal_names_stay_separate(ranks2: RankPool) -> None:
     def check() -> None:
         n, r = hvd.size(), hvd.rank()
         models = [_model(1), _model(2)]

@@ -127,7 +127,7 @@ def test_more_names_than_are_kept_go_on_working(ranks2: RankPool) -> None:
             assert all(t.item() == 1 for t in hvd.grouped_allreduce(group, op=hvd.Max, name="few"))
             result = hvd.grouped_allreduce(many, op=hvd.Max, name="too many")
             assert [t.item() for t in result] == list(range(41_000))
-        return len(_state.current().shelf._kept)
+        return len(_state.current().request_cache._kept)
 
     kept = ranks2.run(check)
     assert all(1000 < count < 4000 for count in kept), kept
@@ -137,14 +137,14 @@ def test_a_few_more_names_than_are_kept_do_not_oust_one_another(
     ranks2: RankPool,
 ) -> None:
     def check() -> int:
-        _state.current().shelf.clear()
+        _state.current().request_cache.clear()
         tensor, names = torch.ones(2), [f"around {index}" for index in range(4500)]
         for name in names:
             hvd.allreduce_(tensor, op=hvd.Max, name=name)
-        kept = dict(_state.current().shelf._kept)
+        kept = dict(_state.current().request_cache._kept)
         for name in names:
             hvd.allreduce_(tensor, op=hvd.Max, name=name)
-        return sum(_state.current().shelf._kept.get(asked) is prepared for asked, prepared in kept.items())
+        return sum(_state.current().request_cache._kept.get(key) is cached for key, cached in kept.items())
 
     assert all(count > 3000 for count in ranks2.run(check))
 

@@ -68,10 +68,10 @@ def gone(pid: int) -> bool:
 
 
 def test_it_says_what_its_host_is(agent: Agent) -> None:
-    hello = agent.frame(Kind.HELLO).json()
-    assert hello["version"] == __version__
-    assert hello["cores"] == len(os.sched_getaffinity(0))
-    assert 0 < hello["free_port"] < 65536
+    host_info = agent.frame(Kind.HOST_INFO).json()
+    assert host_info["version"] == __version__
+    assert host_info["cores"] == len(os.sched_getaffinity(0))
+    assert 0 < host_info["free_port"] < 65536
 
 
 def test_it_runs_a_rank_and_sends_its_output_before_its_end(agent: Agent) -> None:
@@ -135,7 +135,7 @@ def test_it_says_why_a_job_cannot_run(agent: Agent, changed: dict[str, object], 
     assert agent.process.wait(30) == 0
 
 
-@pytest.mark.parametrize("nonsense", [b"GET / HTTP/1.1\r\n\r\n", encode(Kind.HELLO), encode(Kind.JOB, 0, b"{}")])
+@pytest.mark.parametrize("nonsense", [b"GET / HTTP/1.1\r\n\r\n", encode(Kind.HOST_INFO), encode(Kind.JOB, 0, b"{}")])
 def test_nonsense_ends_it(agent: Agent, nonsense: bytes) -> None:
     agent.send(nonsense)
     assert "nonsense" in agent.frame(Kind.FAILED).json()["message"]

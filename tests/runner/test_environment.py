@@ -1,18 +1,18 @@
-"""What ranks are told, where hosts meet, and the ssh command."""
+"""Variables of the ranks, and the addresses of the hosts."""
 
 from __future__ import annotations
 
 import socket
 
 import pytest
-from horo.runner import reach as reach_module
+from horo.runner import host_addresses as host_addresses_module
 from horo.runner.config import JobError
 from horo.runner.environment import forwarded, parse_exports, places_ranks, rank_variables, tunes_malloc
+from horo.runner.host_addresses import HostAddresses, find_addresses, store_addresses
 from horo.runner.hosts import Host
 from horo.runner.machine import default_slots, gpu_count
 from horo.runner.network import NetworkError, address_toward, free_port, interface_addresses, is_local, network_identity
 from horo.runner.placement import place
-from horo.runner.reach import Reach, meeting_addresses, reach
 
 
 def test_a_rank_is_told_its_place_in_both_dialects() -> None:
@@ -127,35 +127,41 @@ def test_addresses_and_ports_that_are_not_there_are_named() -> None:
             free_port(port)
 
 
-def hello(network: str = "another", connection: str = "") -> dict[str, object]:
+def host_info(network: str = "another", connection: str = "") -> dict[str, object]:
     return {"network": network, "connection": connection}
 
 
-def test_hosts_meet_at_the_addresses_ssh_has_used() -> None:
-    assert reach("h", hello(connection="127.0.0.1 5 127.0.0.9 22"), []) == Reach(("127.0.0.1",), "127.0.0.9")
+def test_hosts_use_the_addresses_that_ssh_has_used() -> None:
+    assert find_addresses("h", host_info(connection="127.0.0.1 5 127.0.0.9 22"), []) == HostAddresses(
+        ("127.0.0.1",), "127.0.0.9"
+    )
 
 
 def test_behind_a_jump_host_the_route_decides() -> None:
-    assert reach("h", hello(connection="192.0.2.7 5 127.0.0.1 22"), []) == Reach(("127.0.0.1",), "127.0.0.1")
+    assert find_addresses("h", host_info(connection="192.0.2.7 5 127.0.0.1 22"), []) == HostAddresses(
+        ("127.0.0.1",), "127.0.0.1"
+    )
 
 
-def test_one_network_meets_on_loopback() -> None:
-    assert reach("h", hello(network_identity()), []) == Reach(("127.0.0.1",), "127.0.0.1")
+def test_hosts_in_one_network_namespace_use_loopback() -> None:
+    assert find_addresses("h", host_info(network_identity()), []) == HostAddresses(("127.0.0.1",), "127.0.0.1")
 
 
 def test_interfaces_that_the_user_names_are_used() -> None:
-    assert "127.0.0.1" in reach("h", hello(connection="192.0.2.7 5 192.0.2.8 22"), ["lo"]).launcher
+    assert "127.0.0.1" in find_addresses("h", host_info(connection="192.0.2.7 5 192.0.2.8 22"), ["lo"]).launcher
     with pytest.raises(JobError, match="none0"):
-        reach("h", hello(connection="192.0.2.7 5 192.0.2.8 22"), ["none0"])
+        find_addresses("h", host_info(connection="192.0.2.7 5 192.0.2.8 22"), ["none0"])
 
 
 def test_a_host_without_any_address_is_named() -> None:
     with pytest.raises(JobError, match=r"h\.invalid"):
-        reach("h.invalid", hello(), [])
+        find_addresses("h.invalid", host_info(), [])
 
 
 def test_local_ranks_of_a_job_on_several_hosts_do_not_use_loopback() -> None:
-    addresses, by_host = meeting_addresses([None, Reach(("10.0.0.1",), "10.0.0.2"), Reach(("10.1.0.1",), "10.1.0.2")])
+    addresses, by_host = store_addresses(
+        [None, HostAddresses(("10.0.0.1",), "10.0.0.2"), HostAddresses(("10.1.0.1",), "10.1.0.2")]
+    )
     assert addresses == ["10.0.0.1", "10.1.0.1"]
     assert by_host == [["10.0.0.1", "10.1.0.1"], ["10.0.0.1"], ["10.1.0.1"]]
-    assert meeting_addresses([None]) == ([reach_module.LOOPBACK], [[reach_module.LOOPBACK]])
+    assert store_addresses([None]) == ([host_addresses_module.LOOPBACK], [[host_addresses_module.LOOPBACK]])

@@ -49,7 +49,7 @@ def test_bytes_of_the_environment_that_are_no_text_survive() -> None:
 @pytest.mark.parametrize("payload", [b"", b"{", b"[1]", b"\xff", json.dumps("x").encode()])
 def test_a_payload_that_is_no_object_is_an_error(payload: bytes) -> None:
     with pytest.raises(FrameError):
-        Frame(Kind.HELLO, 0, payload).json()
+        Frame(Kind.HOST_INFO, 0, payload).json()
 
 
 def test_a_shell_that_prints_without_end_is_given_up() -> None:

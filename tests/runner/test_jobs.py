@@ -19,7 +19,7 @@ def shell(script: str, flags: Flags | None = None) -> list[str]:
     return ["--", "sh", "-c", f'flag() {{ : > "{folder}/$1.$RANK"; }}\n{script}']
 
 
-def test_ranks_are_told_who_they_are(hororun: Hororun, where: str) -> None:
+def test_ranks_get_their_numbers(hororun: Hororun, where: str) -> None:
     script = "echo $RANK/$WORLD_SIZE $HOROVOD_LOCAL_RANK/$HOROVOD_LOCAL_SIZE $HOROVOD_CROSS_RANK/$HOROVOD_CROSS_SIZE"
     done = hororun.run("-np", "3", *shell(script + " $HOROVOD_HOSTNAME $MASTER_ADDR"), where=where)
     assert (done.returncode, done.stderr) == (0, "")
@@ -30,7 +30,7 @@ def test_ranks_are_told_who_they_are(hororun: Hororun, where: str) -> None:
     assert sorted(done.stdout.splitlines()) == [f"[{i}] {line} 127.0.0.1" for i, line in enumerate(expected)]
 
 
-MEET = """
+EXCHANGE = """
 import os
 from horo._bootstrap.addresses import parse_endpoints
 from horo._bootstrap.store import StoreClient
@@ -45,11 +45,11 @@ print([client.get(f"k{rank}", 20) for rank in range(3)])
 
 
 def test_ranks_share_a_job_and_can_reach_the_store(hororun: Hororun, where: str) -> None:
-    done = hororun.run("-np", "3", "--no-prefix", sys.executable, "-c", MEET, where=where)
+    done = hororun.run("-np", "3", "--no-prefix", sys.executable, "-c", EXCHANGE, where=where)
     assert done.returncode == 0, done.stderr
-    met = "[b'v', b'v', b'v']"
-    jobs = set(done.stdout.splitlines()) - {met}
-    assert done.stdout.count(met) == 3
+    expected = "[b'v', b'v', b'v']"
+    jobs = set(done.stdout.splitlines()) - {expected}
+    assert done.stdout.count(expected) == 3
     assert len(jobs) == 1
     assert " 32 " in jobs.pop()
 
@@ -89,7 +89,7 @@ def test_a_rank_killed_by_a_signal_is_reported_by_name(hororun: Hororun, where: 
     assert "ranks 0-1 killed by SIGTERM when told to end" in done.stderr
 
 
-def test_who_ignores_sigterm_is_killed_after_the_grace_time(hororun: Hororun, where: str, flags: Flags) -> None:
+def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace_time(hororun: Hororun, where: str, flags: Flags) -> None:
     script = (
         f"trap '' TERM; flag up; while ! test -e {flags.folder}/up.0; do sleep 0.02; done; test $RANK = 1 && exit 3\n"
     )
@@ -193,7 +193,7 @@ def test_a_host_lost_while_another_is_awaited_ends_the_start(hororun: Hororun, t
     job = hororun.start("-np", "2", "true", where="one:1,two:1")
     flags.wait(["called"])
     wait_until(lambda: agents(job), "an agent on one")
-    wait_until(lambda: guard_of(agents(job)[0]), "its guard, after which it greets")
+    wait_until(lambda: guard_of(agents(job)[0]), "its guard, after which it sends its host info")
     os.kill(agents(job)[0], signal.SIGKILL)
     done = job.finish()
     assert done.returncode in (69, 70)  # it may not have greeted yet
@@ -271,16 +271,18 @@ def test_no_secret_is_on_a_command_line(hororun: Hororun, where: str, flags: Fla
     job.finish()
 
 
-def test_a_stranger_at_the_store_is_refused_and_named_and_the_job_goes_on(hororun: Hororun, flags: Flags) -> None:
+def test_a_connection_without_the_secret_is_refused_and_reported_and_the_job_goes_on(
+    hororun: Hororun, flags: Flags
+) -> None:
     script = f"echo $HORO_STORE > {flags.folder}/store; flag up; while ! test -e {flags.folder}/go; do sleep 0.05; done"
     job = hororun.start("-np", "1", *shell(script, flags))
     flags.wait(["up.0"])
     host, _, port = flags.read("store").strip().rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=10) as stranger:
-        stranger.sendall(os.urandom(5000))
-        stranger.settimeout(10)
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(os.urandom(5000))
+        connection.settimeout(10)
         try:
-            while stranger.recv(1000):
+            while connection.recv(1000):
                 pass
         except ConnectionResetError:
             pass

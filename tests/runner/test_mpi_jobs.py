@@ -190,7 +190,7 @@ def test_a_reader_that_leaves_ends_the_job(hororun: Hororun, fake: Path) -> None
     assert job.process.stdout is not None
     assert os.read(job.process.stdout.fileno(), 2) == b"x\n"
     job.process.stdout.close()
-    wait_until(lambda: job.process.poll() is not None, "hororun has noticed")
+    wait_until(lambda: job.process.poll() is not None, "hororun ends")
     assert job.process.returncode == 141
     job.nothing_is_left()
 

@@ -37,7 +37,7 @@ def test_a_lost_peer_that_ended_because_it_was_told_to_is_not_the_cause() -> Non
     assert root_cause(endings) == endings[0]
 
 
-def test_a_host_that_was_lost_is_the_cause_even_when_that_is_noticed_later() -> None:
+def test_a_host_that_was_lost_is_the_cause_even_when_that_is_detected_later() -> None:
     endings = [
         Ending(0, "h1", code=1, stderr_tail=LOST % 2),
         Ending(2, "h2", lost="ssh ended with code 255", asked=True),

@@ -1,4 +1,4 @@
-"""The ways to start the agent on another host. A way is data and pure functions; ``remote`` runs what it says."""
+"""How the agent is started on another host. A launch method is data and pure functions; ``remote`` runs its command."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Protocol
 from horo.runner.config import EXIT_INTERNAL, EXIT_SETUP, JobError
 from horo.runner.hosts import Host
 
-__all__ = ["Way", "agent_command", "explain_agent"]
+__all__ = ["LaunchMethod", "agent_command", "explain_agent"]
 
 _NOT_FOUND = 127
 _NOT_EXECUTABLE = 126
 
 
-class Way(Protocol):
+class LaunchMethod(Protocol):
     """One command per host whose stdin and stdout become those of the agent there."""
 
     @property
@@ -25,11 +25,12 @@ class Way(Protocol):
 
     @property
     def program(self) -> str:
-        """What is executed here."""
+        """The program that is executed here."""
 
     @property
     def ends_on_sigterm(self) -> bool:
-        """Whether SIGTERM to the command here also ends what runs there; else it is killed, and its pipes tell."""
+        """Whether SIGTERM to the command here also ends the agent there; else the command is killed, which closes the
+        pipes of the agent."""
 
     @property
     def unset(self) -> tuple[str, ...]:
@@ -41,14 +42,14 @@ class Way(Protocol):
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
         """The environment of the command."""
 
-    def carried(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """What ranks there get of this environment besides what all remote ranks get."""
+    def extra_variables(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """Variables of this environment for the ranks there, besides those that all remote ranks get."""
 
-    def by_hand(self, host: str) -> str:
-        """What a user types to see whether the way works."""
+    def trial_command(self, host: str) -> str:
+        """The command with which a user can test the method by hand."""
 
-    def explain_silence(self, host: str, code: int, stderr: bytes) -> JobError:
-        """Why the command ended with ``code`` (128 + n for a signal) before the agent said anything."""
+    def explain_failure(self, host: str, code: int, stderr: bytes) -> JobError:
+        """Why the command ended with ``code`` (128 + n for a signal) before the agent sent its host info."""
 
 
 def agent_command(python: str) -> str:

@@ -1,4 +1,4 @@
-"""What the reducer keeps of each parameter, and how a gradient is packed for its way and unpacked after it."""
+"""The reducer's state of each parameter; how a gradient is packed before its reduction and unpacked after it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,19 @@ from horo._errors import UnsupportedError, UsageError
 from horo.torch._requests import Request
 from horo.torch.compression import Compressor, split
 
-__all__ = ["Cargo", "Flight", "Group", "Plan", "Slot", "SparseFlight", "refuse_sparse"]
+__all__ = [
+    "Group",
+    "PackedGradient",
+    "PendingReduction",
+    "PendingSparseReduction",
+    "ReductionOptions",
+    "Slot",
+    "refuse_sparse",
+]
 
 
-class Plan:
-    """How gradients are reduced: what the caller of ``DistributedOptimizer`` chose."""
+class ReductionOptions:
+    """How gradients are reduced: the options of ``DistributedOptimizer``."""
 
     def __init__(
         self,
@@ -35,21 +43,21 @@ class Plan:
 class Slot:
     """One parameter of the optimizer."""
 
-    __slots__ = ("flight", "group", "held", "name", "parameter", "passes", "was_unused")
+    __slots__ = ("group", "held", "name", "parameter", "passes", "pending", "was_unused")
 
     def __init__(self, parameter: torch.Tensor, name: str) -> None:
         self.parameter = parameter
         self.name = name
         self.group: Group | None = None
         self.passes = 0  # backward passes since the last reduction
-        self.flight: Flight | None = None
+        self.pending: PendingReduction | None = None
         # the gradient that waits for synchronize(), its version
         self.held: tuple[torch.Tensor | None, int] | None = None
-        self.was_unused = False  # what is in flight is the zeros of an unused parameter
+        self.was_unused = False  # the pending reduction has zeros for an unused parameter
 
 
 class Group:
-    """Parameters whose gradients travel in one request."""
+    """Parameters whose gradients are reduced by one request."""
 
     def __init__(self, name: str, slots: Sequence[Slot]) -> None:
         self.name = name
@@ -57,12 +65,12 @@ class Group:
         self.waiting: set[Slot] = set()
 
 
-class Cargo:
-    """A gradient on its way: what is sent for it, and how the result comes back."""
+class PackedGradient:
+    """A gradient during its reduction, and the tensor that is sent for it."""
 
     __slots__ = ("compression", "context", "grad", "sent", "slot", "version", "was_touched")
 
-    def __init__(self, slot: Slot, plan: Plan) -> None:
+    def __init__(self, slot: Slot, options: ReductionOptions) -> None:
         parameter = slot.parameter
         grad = parameter.grad
         slot.was_unused = grad is None
@@ -70,19 +78,19 @@ class Cargo:
             grad = parameter.grad = torch.zeros_like(parameter, requires_grad=False)
         self.slot = slot
         self.grad = grad
-        self.compression = plan.compression
-        refuse_sparse(slot, grad, plan)
+        self.compression = options.compression
+        refuse_sparse(slot, grad, options)
         dense = grad.to_dense() if grad.layout is torch.sparse_coo else grad
         self.sent, self.context = self.compression.compress(dense)
         self.version = version = grad._version
         held = slot.held
         self.was_touched = held is not None and (held[0] is not grad or held[1] != version)
 
-    def deliver(self) -> None:
-        """Checks that nobody has touched the gradient, and writes what came back for it unless it came in place.
+    def unpack(self) -> None:
+        """Checks that the gradient was not changed meanwhile, and writes the result into it unless that is in place.
 
         Raises:
-            UsageError: Somebody has.
+            UsageError: The gradient was changed.
         """
         grad, parameter = self.grad, self.slot.parameter
         in_place = self.sent is grad
@@ -101,28 +109,28 @@ class Cargo:
             grad.copy_(reduced)
 
 
-class Flight:
-    """A request under way for the gradients of one or more slots, whose result comes in place."""
+class PendingReduction:
+    """A request in progress for the gradients of one or more slots. Its result is written in place."""
 
-    __slots__ = ("cargo", "request")
+    __slots__ = ("packed", "request")
 
-    def __init__(self, request: Request, cargo: Sequence[Cargo]) -> None:
+    def __init__(self, request: Request, packed: Sequence[PackedGradient]) -> None:
         self.request = request
-        self.cargo = cargo
+        self.packed = packed
 
-    def land(self) -> None:
+    def finish(self) -> None:
         """Waits, and leaves the results in ``p.grad``.
 
         Raises:
-            HoroError: What became of the request, or a gradient was changed meanwhile.
+            HoroError: The error of the request, or a gradient was changed meanwhile.
         """
         self.request.wait()
-        for item in self.cargo:
-            item.deliver()
+        for item in self.packed:
+            item.unpack()
 
 
-class SparseFlight(Flight):
-    """A request that gathers everyone's rows of a sparse gradient: their concatenation is the sum."""
+class PendingSparseReduction(PendingReduction):
+    """A request that gathers the rows of a sparse gradient from all ranks: their concatenation is the sum."""
 
     __slots__ = ("scale", "slot")
 
@@ -131,16 +139,16 @@ class SparseFlight(Flight):
         self.slot = slot
         self.scale = scale
 
-    def land(self) -> None:
-        """As of any flight."""
+    def finish(self) -> None:
+        """As ``PendingReduction.finish``."""
         indices, values = (item.tensor for item in self.request.wait())
         parameter = self.slot.parameter
         total = torch.sparse_coo_tensor(indices.t(), values.mul_(self.scale), parameter.shape)
         parameter.grad = total.coalesce()
 
 
-def refuse_sparse(slot: Slot, grad: torch.Tensor, plan: Plan) -> None:
-    if grad.layout is torch.sparse_coo and not plan.sparse_as_dense:
+def refuse_sparse(slot: Slot, grad: torch.Tensor, options: ReductionOptions) -> None:
+    if grad.layout is torch.sparse_coo and not options.sparse_as_dense:
         raise UnsupportedError(
             f"the gradient of {slot.name!r} is sparse: leave the parameter out of groups=, or use sparse_as_dense=True"
         )

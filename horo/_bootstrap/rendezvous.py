@@ -1,4 +1,4 @@
-"""Ranks of one job finding each other in the store: publish, gather, and say who is missing or has failed."""
+"""The rendezvous of one job's ranks in the store: publish and gather values, report missing and failed ranks."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import logging
 import time
 from collections.abc import Sequence
 
-from horo._bootstrap.store_seam import Store, StoreAbandonedError, StoreTimeoutError
+from horo._bootstrap.store_interface import Store, StoreAbandonedError, StoreTimeoutError
 from horo._errors import AbortedError, HoroError, MismatchError, PeerLostError, TimeoutError, UsageError
 
-__all__ = ["Meeting", "failure_elsewhere", "kind_and_reason", "list_ranks"]
+__all__ = ["Rendezvous", "error_of_peer", "kind_and_reason", "list_ranks"]
 
-_REMIND_S = 10.0
+_WARNING_INTERVAL_S = 10.0
 _FAILED = "failed"
 _READY = "ready"
 _SHOWN_MAX = 8
-_SHARED_FATE: dict[str, type[HoroError]] = {error.__name__: error for error in (MismatchError, PeerLostError)}
+_ERRORS_OF_ALL_RANKS: dict[str, type[HoroError]] = {error.__name__: error for error in (MismatchError, PeerLostError)}
 
 
-class Meeting:
+class Rendezvous:
     """One start of one job, seen by one rank.
 
     Args:
@@ -27,52 +27,52 @@ class Meeting:
         rank: of this process.
         size: of the job.
         host_name: for messages.
-        patience_s: longest wait without any progress.
+        timeout_s: longest wait without any progress.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, host_name: str, patience_s: float) -> None:
+    def __init__(self, store: Store, rank: int, size: int, host_name: str, timeout_s: float) -> None:
         self.rank = rank
         self.size = size
-        self.patience_s = patience_s
+        self.timeout_s = timeout_s
         self.host_names: dict[int, str] = {rank: host_name}
         self._store = store
         self.leftovers: list[str] = []
-        """This rank's keys that are still in the store; to be deleted when all ranks have come to the next start."""
+        """This rank's keys that are still in the store. They can be deleted when all ranks are in the next start."""
         self._log = logging.getLogger("horo")
 
     def enter(self) -> None:
-        """Comes to the meeting; from here on the others hear of it should this process die.
+        """Registers this rank. From here on the other ranks get an error if this process dies.
 
         Raises:
             UsageError: another process has this rank as well.
         """
-        key = f"claim/{self.rank}"
+        key = f"entered/{self.rank}"
         self.leftovers.append(key)
         if self._store.add(key, 1) > 1:
             raise UsageError(f"{self.name(self.rank)} was started twice: two processes of this job have this rank")
         died = f"{PeerLostError.__name__}\n{self.name(self.rank)} died while init() was running"
-        self._store.leave_will(_FAILED, died.encode())
+        self._store.set_on_disconnect(_FAILED, died.encode())
 
     def publish(self, topic: str, value: bytes) -> None:
-        """Tells all ranks this rank's value."""
+        """Sends this rank's value to all ranks."""
         key = f"{topic}/{self.rank}"
         self.leftovers.append(key)
         self._store.set(key, value)
 
     def gather(self, topic: str, ranks: Sequence[int] | None = None) -> list[bytes]:
-        """The values of ``ranks`` (all by default), in their order, once all are there.
+        """Waits for the values of ``ranks`` (all by default) and returns them in the same order.
 
         Raises:
-            TimeoutError: nobody new came for ``patience_s``; names the missing ranks.
-            AbortedError, MismatchError, PeerLostError: another rank failed or died; says which and why.
+            TimeoutError: no further value came for ``timeout_s``; the message names the missing ranks.
+            AbortedError, MismatchError, PeerLostError: another rank failed or died; the message gives rank and reason.
         """
         wanted = range(self.size) if ranks is None else ranks
         keys = {f"{topic}/{rank}": rank for rank in wanted}
         began = time.monotonic()
-        deadline = began + self.patience_s
+        deadline = began + self.timeout_s
         missing_before = len(keys) + 1
         while True:
-            slice_s = max(min(_REMIND_S, deadline - time.monotonic()), 0.0)
+            slice_s = max(min(_WARNING_INTERVAL_S, deadline - time.monotonic()), 0.0)
             try:
                 return self._store.get_many(list(keys), slice_s, unless=_FAILED)
             except StoreAbandonedError as error:
@@ -81,10 +81,10 @@ class Meeting:
                 missing = [keys[key] for key in error.missing]
             now = time.monotonic()
             if len(missing) < missing_before:
-                missing_before, deadline = len(missing), max(deadline, now + self.patience_s)
+                missing_before, deadline = len(missing), max(deadline, now + self.timeout_s)
             if now >= deadline:
                 raise TimeoutError(
-                    f"{self.names(missing)} did not arrive at '{topic}' within {self.patience_s:g} s of any progress "
+                    f"{self.names(missing)} did not arrive at '{topic}' within {self.timeout_s:g} s of any progress "
                     "(HORO_START_TIMEOUT): did it start, and does it call init()?"
                 )
             self._log.warning(
@@ -99,7 +99,7 @@ class Meeting:
             raise self._aborted(error) from None
 
     def fail(self, error: BaseException) -> None:
-        """Tells the others that this rank gives up, so that they need not wait for it; the first to fail is heard."""
+        """Publishes that this rank has failed, so that the others stop waiting. Only the first failure counts."""
         if isinstance(error, AbortedError):
             return
         kind, reason = kind_and_reason(error)
@@ -108,10 +108,10 @@ class Meeting:
                 self._store.set(_FAILED, f"{kind}\n{self.name(self.rank)}: {reason}".encode())
 
     def finish(self) -> None:
-        """Waits until all ranks have come this far, then takes back what this rank has published."""
+        """Waits until all ranks have called ``finish``, then deletes the keys that this rank has published."""
         self.publish(_READY, b"")
         self.gather(_READY)
-        # The last to look still needs this rank's "ready"; it goes with the leftovers.
+        # Another rank may still be waiting for this rank's "ready": that key is deleted with the leftovers.
         self._store.delete([key for key in self.leftovers if not key.startswith(_READY)])
         self.leftovers = [f"{_READY}/{self.rank}"]
 
@@ -125,20 +125,20 @@ class Meeting:
         return list_ranks([self.name(rank) for rank in ranks])
 
     def _aborted(self, error: StoreAbandonedError) -> HoroError:
-        kind, _, told = error.value.decode("utf-8", "replace").partition("\n")
-        return failure_elsewhere(kind, f"init() was given up because another rank failed: {told}")
+        kind, _, reason = error.value.decode("utf-8", "replace").partition("\n")
+        return error_of_peer(kind, f"init() was given up because another rank failed: {reason}")
 
 
 def kind_and_reason(error: BaseException) -> tuple[str, str]:
-    """What other ranks are told of an error here: the name of its class, and its sentence."""
+    """An error in the form that is sent to other ranks: the name of its class, and its message."""
     kind = type(error).__name__
     return kind, str(error) if isinstance(error, HoroError) else f"{kind}: {error}"
 
 
-def failure_elsewhere(kind: str, sentence: str) -> HoroError:
-    """The error here for one of another rank, whose class had the name ``kind``."""
-    # What ranks disagree about is everybody's error, whoever sees it first; so is a death.
-    return _SHARED_FATE.get(kind, AbortedError)(sentence)
+def error_of_peer(kind: str, message: str) -> HoroError:
+    """The exception to raise here for an error of another rank; ``kind`` is the name of its class."""
+    # A mismatch or a lost peer concerns all ranks: each of them raises that class.
+    return _ERRORS_OF_ALL_RANKS.get(kind, AbortedError)(message)
 
 
 def list_ranks(names: Sequence[str]) -> str:

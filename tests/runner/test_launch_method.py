@@ -6,15 +6,15 @@ import pytest
 from horo.runner.config import Ssh
 from horo.runner.environment import without
 from horo.runner.hosts import Host
-from horo.runner.launch_slurm import SrunWay, knows_overlap
-from horo.runner.launch_ssh import SshWay
+from horo.runner.launch_method import LaunchMethod
+from horo.runner.launch_slurm import SrunLaunchMethod, knows_overlap
+from horo.runner.launch_ssh import SshLaunchMethod
 from horo.runner.network import connection
-from horo.runner.ways import Way
 
 
 def test_the_ssh_command_asks_nobody_and_trusts_as_configured() -> None:
-    way = SshWay(Ssh(port=22, identity_file="/k", arguments=("-v",)), "/a b/python", 30, 30)
-    words = way.command(Host("h1", "me", 2222))
+    method = SshLaunchMethod(Ssh(port=22, identity_file="/k", arguments=("-v",)), "/a b/python", 30, 30)
+    words = method.command(Host("h1", "me", 2222))
     assert words[0] == "ssh"
     assert "BatchMode=yes" in words
     assert words[words.index("-p") + 1] == "2222"
@@ -24,13 +24,13 @@ def test_the_ssh_command_asks_nobody_and_trusts_as_configured() -> None:
 
 
 def test_the_srun_command_gives_one_task_all_of_one_host() -> None:
-    command = SrunWay("/a b/python").command(Host("h1"))
+    command = SrunLaunchMethod("/a b/python").command(Host("h1"))
     assert command[0] == "srun"
     options = {"--nodes=1", "--ntasks=1", "--nodelist=h1", "--overlap", "--cpu-bind=none", "--mem=0", "--mpi=none"}
     assert options <= set(command)
     assert command[-3:] == ["sh", "-c", "cd / && exec '/a b/python' -m horo.runner.agent"]
     assert "--unbuffered" not in command  # a terminal between would hold up what is no line
-    assert "--overlap" not in SrunWay("p", overlap=False).command(Host("h1"))
+    assert "--overlap" not in SrunLaunchMethod("p", overlap=False).command(Host("h1"))
 
 
 @pytest.mark.parametrize(
@@ -41,10 +41,10 @@ def test_steps_are_asked_to_overlap_where_slurm_knows_the_word(version: str, kno
     assert knows_overlap(version) is knows
 
 
-SSH = SshWay(Ssh(), "/p/python", 30, 30)
-SRUN = SrunWay("/p/python")
+SSH = SshLaunchMethod(Ssh(), "/p/python", 30, 30)
+SRUN = SrunLaunchMethod("/p/python")
 EXIT_3 = b"srun: error: h: task 0: Exited with exit code 3\n"
-SILENCE = [
+FAILURES = [
     (SSH, 255, b"Warning: x\nssh: connect to host h port 22: Connection refused\r\n", 69, "Connection refused"),
     (SSH, 127, b"sh: 1: exec: /p/python: not found\n", 78, "there is no /p/python"),
     (SSH, 126, b"sh: 1: exec: /p/python: Permission denied\n", 78, "cannot execute /p/python"),
@@ -68,9 +68,11 @@ SILENCE = [
 ]
 
 
-@pytest.mark.parametrize(("way", "code", "stderr", "exit_code", "fact"), SILENCE)
-def test_silence_is_explained_by_what_was_said(way: Way, code: int, stderr: bytes, exit_code: int, fact: str) -> None:
-    error = way.explain_silence("h", code, stderr)
+@pytest.mark.parametrize(("method", "code", "stderr", "exit_code", "fact"), FAILURES)
+def test_a_failure_is_explained_from_stderr(
+    method: LaunchMethod, code: int, stderr: bytes, exit_code: int, fact: str
+) -> None:
+    error = method.explain_failure("h", code, stderr)
     assert (error.code, fact in str(error)) == (exit_code, True), str(error)
     assert "host h" in str(error)
 
@@ -89,7 +91,7 @@ def test_ranks_of_a_slurm_job_find_the_job_and_not_the_step_of_their_agent() -> 
     step = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1", "PMI_RANK": "0", "SLURM_JOB_ID": "7",
             "SLURM_CPUS_ON_NODE": "64", "PATH": "/bin"}  # fmt: skip
     here = {**JOB, "SLURM_PROCID": "0", "SLURM_CPUS_ON_NODE": "2", "SLURM_JOB_GPUS": "3", "HOME": "/"}
-    found = {**without(step, SRUN.unset), **SRUN.carried(here)}
+    found = {**without(step, SRUN.unset), **SRUN.extra_variables(here)}
     assert found == {**JOB, "SLURM_CPUS_ON_NODE": "64", "PATH": "/bin"}
 
 

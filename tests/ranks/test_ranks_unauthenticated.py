@@ -1,4 +1,4 @@
-"""Strangers at every port of a job, while its ranks still meet and while they work, change nothing but the log."""
+"""Unauthenticated connections to every port of a job, during the start and later, change nothing but the log."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def wait_for(name):
 
 real = bootstrap.connect_hosts
 def connect_late(*arguments, **options):
-    (flags / f"meeting.{{number}}").touch()
+    (flags / f"connecting.{{number}}").touch()
     if number != "0":
-        wait_for("meet")
+        wait_for("connect")
     return real(*arguments, **options)
 
 bootstrap.connect_hosts = connect_late
@@ -74,7 +74,7 @@ def named_memory(job: Launched) -> list[str]:
     return [line for text in maps for line in text.splitlines() if "/dev/shm" in line or "SYSV" in line]
 
 
-def harass(stack: contextlib.ExitStack, port: int) -> None:
+def send_noise(stack: contextlib.ExitStack, port: int) -> None:
     """Noise, another protocol, silence, half a greeting and a wrong secret; the connections stay open."""
 
     def connect() -> socket.socket:
@@ -87,23 +87,25 @@ def harass(stack: contextlib.ExitStack, port: int) -> None:
         greet(connect(), os.urandom(32), Claim(Purpose.DATA, 1, 0, 1), time.monotonic() + 10)
 
 
-def test_strangers_at_every_port_are_refused_and_named_and_the_job_goes_on(hororun: Hororun, tmp_path: Path) -> None:
+def test_connections_without_the_secret_are_refused_and_reported_and_the_job_goes_on(
+    hororun: Hororun, tmp_path: Path
+) -> None:
     script = WORK.format(tests=str(TESTS), flags=str(tmp_path), deadline_s=DEADLINE_S)
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     flags = Flags(tmp_path)
     with contextlib.ExitStack() as stack:
         job = hororun.start("-np", "3", sys.executable, "-c", script, environment={"TMPDIR": str(temporary)})
-        flags.wait([f"meeting.{rank}" for rank in range(3)])
+        flags.wait([f"connecting.{rank}" for rank in range(3)])
         wait_until(lambda: len(set(listening_ports(job).values())) > 1, "hororun listens, and a rank")
         ports = listening_ports(job)
         for port in ports:
-            harass(stack, port)
-        (tmp_path / "meet").touch()
+            send_noise(stack, port)
+        (tmp_path / "connect").touch()
         flags.wait([f"ready.{rank}" for rank in range(3)])
         assert listening_ports(job).keys() < ports.keys(), "ranks that are connected listen no more"
         for port in listening_ports(job):
-            harass(stack, port)
+            send_noise(stack, port)
         assert not named_memory(job)
         (tmp_path / "work").touch()
         done = job.finish()

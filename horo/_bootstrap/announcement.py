@@ -1,6 +1,7 @@
-"""A notice to whoever asks at one of a few ports; that only the right ones can read or trust it is up to what it says.
+"""An announcement: bytes that a server sends to every client that connects to one of a few ports.
 
-Those who ask try all places at once and stay patient with each, since strangers may be at some and say nothing.
+The server authenticates no client: the announcement must be encrypted or signed if that matters. The clients connect to
+all ports at once and keep waiting on each, since another program may listen at some of them and send nothing.
 """
 
 from __future__ import annotations
@@ -18,22 +19,23 @@ from typing import TypeVar
 from horo._bootstrap.addresses import Endpoint, socket_address
 from horo._errors import HoroError
 
-__all__ = ["NoticeServer", "fetch"]
+__all__ = ["AnnouncementServer", "fetch"]
 
 T = TypeVar("T")
 
-_SEND_S = 5.0
-_NOTICE_BYTES_MAX = 1 << 16
+_SEND_TIMEOUT_S = 5.0
+_BYTES_MAX = 1 << 16
 _RETRY_FIRST_S = 0.02
 _RETRY_LAST_S = 0.5
 
 
-class NoticeServer:
-    """Sends a notice to whoever connects, one after the other, until ``close``.
+class AnnouncementServer:
+    """Sends an announcement to each client that connects, one after the other, until ``close``.
 
     Args:
         listeners: the server's from now on.
-        make: gives the notice for one reader; an error of horo means none, and is logged. Called on a thread.
+        make: returns the announcement for one client. If it raises an error of horo, the error is logged and nothing is
+            sent. Called on a thread.
     """
 
     def __init__(self, listeners: Sequence[socket.socket], make: Callable[[], bytes]) -> None:
@@ -43,7 +45,7 @@ class NoticeServer:
         self._wake_in, self._wake_out = socket.socketpair()
         for waited in (self._wake_in, *self._listeners):
             self._selector.register(waited, selectors.EVENT_READ, waited)
-        self._thread = threading.Thread(target=self._run, name="horo-notices", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="horo-announcements", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -69,7 +71,7 @@ class NoticeServer:
         except OSError:
             return
         with connection, contextlib.suppress(OSError):
-            connection.settimeout(_SEND_S)
+            connection.settimeout(_SEND_TIMEOUT_S)
             try:
                 connection.sendall(self._make())
             except HoroError as error:
@@ -77,12 +79,12 @@ class NoticeServer:
 
 
 @dataclass
-class _Asked:
-    """An address that was asked, and what it has answered so far."""
+class _Query:
+    """A connection to one endpoint, and the bytes received so far."""
 
     endpoint: Endpoint
     connection: socket.socket
-    heard: bytearray = field(default_factory=bytearray)
+    received: bytearray = field(default_factory=bytearray)
 
 
 def fetch(
@@ -91,13 +93,16 @@ def fetch(
     read: Callable[[bytes], T | None],
     elsewhere: Callable[[], T | None],
 ) -> T | None:
-    """Asks all endpoints at once, again and again, until one sends something usable; None if none did in time.
+    """Connects to all endpoints at once, again and again, until one sends a usable announcement.
 
     Args:
-        endpoints: where the credential may be had; strangers may be at some.
+        endpoints: of the server; another program may listen at some of them.
         timeout_s: how long to try.
-        read: makes the result of what an endpoint sent; None: it is of no use.
-        elsewhere: looked at between attempts; a result that is not None ends the search.
+        read: makes the result from the bytes of one endpoint; None: they are not usable.
+        elsewhere: called between attempts; a result that is not None ends the search.
+
+    Returns:
+        The result of ``read`` or ``elsewhere``; None if neither gave one in time.
     """
     deadline, pause_s = time.monotonic() + timeout_s, _RETRY_FIRST_S
     idle = list(endpoints)
@@ -108,17 +113,17 @@ def fetch(
                 if found is not None:
                     return found
                 while idle:
-                    _ask(idle.pop(), selector)
+                    _start(idle.pop(), selector)
                 round_end = min(time.monotonic() + pause_s, deadline)
                 while (left_s := round_end - time.monotonic()) > 0:
                     for key, _ in selector.select(left_s):
-                        asked: _Asked = key.data
-                        if _hear(asked):
+                        query: _Query = key.data
+                        if _receive(query):
                             continue
-                        selector.unregister(asked.connection)
-                        asked.connection.close()
-                        idle.append(asked.endpoint)
-                        found = read(bytes(asked.heard)) if asked.heard else None
+                        selector.unregister(query.connection)
+                        query.connection.close()
+                        idle.append(query.endpoint)
+                        found = read(bytes(query.received)) if query.received else None
                         if found is not None:
                             return found
                 pause_s = min(pause_s * 2, _RETRY_LAST_S)
@@ -128,22 +133,22 @@ def fetch(
     return None
 
 
-def _ask(endpoint: Endpoint, selector: selectors.BaseSelector) -> None:
+def _start(endpoint: Endpoint, selector: selectors.BaseSelector) -> None:
     family, sockaddr = socket_address(*endpoint)
     connection = socket.socket(family, socket.SOCK_STREAM)
     connection.setblocking(False)
     connection.connect_ex(sockaddr)  # its error comes back from recv
-    selector.register(connection, selectors.EVENT_READ, _Asked(endpoint, connection))
+    selector.register(connection, selectors.EVENT_READ, _Query(endpoint, connection))
 
 
-def _hear(asked: _Asked) -> bool:
-    """Takes what has come; whether more may come."""
+def _receive(query: _Query) -> bool:
+    """Receives available bytes; returns whether more may come."""
     try:
-        data = asked.connection.recv(_NOTICE_BYTES_MAX)
+        data = query.connection.recv(_BYTES_MAX)
     except BlockingIOError:
         return True
     except OSError:
-        asked.heard.clear()
+        query.received.clear()
         return False
-    asked.heard += data
-    return bool(data) and len(asked.heard) < _NOTICE_BYTES_MAX
+    query.received += data
+    return bool(data) and len(query.received) < _BYTES_MAX

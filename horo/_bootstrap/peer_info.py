@@ -1,4 +1,4 @@
-"""What every rank tells all others first, and what must be equal in it."""
+"""Peer info: each rank publishes it first; parts of it must be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from horo._bootstrap.launch import Launch, Place
 from horo._config import Config, variables_of
 from horo._errors import MismatchError
 
-__all__ = ["Hello", "check_agreement", "core_count", "place_of", "places_alike"]
+__all__ = ["PeerInfo", "check_agreement", "core_count", "place_of", "places_alike"]
 
 _SHARED_SETTINGS = (
     "segment_bytes",
@@ -27,8 +27,8 @@ _SHARED_SETTINGS = (
 
 
 @dataclass(frozen=True)
-class Hello:
-    """One rank's introduction."""
+class PeerInfo:
+    """Facts about one rank that its peers need before they connect."""
 
     horo: str
     """Version of the package."""
@@ -37,22 +37,24 @@ class Hello:
     host: str
     """Host name for messages."""
     size: int
-    """Size of the job as this rank was told."""
+    """Size of the job, from this rank's environment."""
     settings: dict[str, int | str | None]
     """Values that must be equal on all ranks, by variable; None: not set."""
     identity: Identity
     address: str | None
-    """From where this rank reaches the store."""
+    """Local address of this rank's connection to the store."""
     cpus: int
     """Bit mask of the cores this rank may run on."""
     local: tuple[int, int] | None
+    """Local rank and size from the launcher."""
     node: int | None
+    """Number of the host from the launcher."""
     mpi_threads: bool
-    """Whether it has an MPI that may be called from any thread."""
+    """Whether this rank has an MPI with ``MPI_THREAD_MULTIPLE``."""
 
     @classmethod
-    def of(cls, launch: Launch, config: Config, identity: Identity, address: str | None, core: str) -> Hello:
-        """This rank's."""
+    def of(cls, launch: Launch, config: Config, identity: Identity, address: str | None, core: str) -> PeerInfo:
+        """The peer info of this process."""
         variables = variables_of(Config)
         return cls(
             horo=__version__,
@@ -76,7 +78,7 @@ class Hello:
         return json.dumps({**asdict(self), "cpus": hex(self.cpus)}).encode()
 
     @classmethod
-    def decode(cls, data: bytes) -> Hello:
+    def decode(cls, data: bytes) -> PeerInfo:
         """From JSON.
 
         Raises:
@@ -94,35 +96,35 @@ class Hello:
         )
 
 
-def check_agreement(messages: Sequence[bytes], name: Callable[[int, str], str]) -> list[Hello]:
-    """Decodes the introductions of all ranks.
+def check_agreement(messages: Sequence[bytes], name: Callable[[int, str], str]) -> list[PeerInfo]:
+    """Decodes the peer info of all ranks and compares the shared settings.
 
     Args:
-        messages: by rank.
+        messages: encoded peer info, by rank.
         name: gives a rank's name for messages from its number and host.
 
     Raises:
         MismatchError: two ranks differ in version, job size or a shared setting; names both, their hosts and values.
     """
     _check_versions(messages, name)
-    hellos = [Hello.decode(message) for message in messages]
-    first = hellos[0]
-    for rank, hello in enumerate(hellos):
+    peers = [PeerInfo.decode(message) for message in messages]
+    first = peers[0]
+    for rank, peer in enumerate(peers):
         for variable, value in {"the job's size": first.size, **first.settings}.items():
-            other = hello.size if variable == "the job's size" else hello.settings[variable]
+            other = peer.size if variable == "the job's size" else peer.settings[variable]
             if other != value:
                 raise MismatchError(
-                    f"{variable} is {value} on {name(0, first.host)} and {other} on {name(rank, hello.host)}; it must "
+                    f"{variable} is {value} on {name(0, first.host)} and {other} on {name(rank, peer.host)}; it must "
                     "be equal on all ranks"
                 )
-    return hellos
+    return peers
 
 
 def _check_versions(messages: Sequence[bytes], name: Callable[[int, str], str]) -> None:
-    # Only these three entries are relied on: another version may say everything else differently.
-    told = [{key: str(json.loads(message).get(key)) for key in ("horo", "core", "host")} for message in messages]
-    first = told[0]
-    for rank, other in enumerate(told):
+    # Only these three entries are relied on: another version may encode the rest differently.
+    versions = [{key: str(json.loads(message).get(key)) for key in ("horo", "core", "host")} for message in messages]
+    first = versions[0]
+    for rank, other in enumerate(versions):
         if (other["horo"], other["core"]) != (first["horo"], first["core"]):
             raise MismatchError(
                 f"{name(0, first['host'])} runs horo {first['horo']} (core {first['core']}), "
@@ -131,37 +133,37 @@ def _check_versions(messages: Sequence[bytes], name: Callable[[int, str], str]) 
             )
 
 
-def core_count(hellos: Sequence[Hello]) -> int:
+def core_count(peers: Sequence[PeerInfo]) -> int:
     """Cores that these ranks may run on, together."""
     mask = 0
-    for hello in hellos:
-        mask |= hello.cpus
+    for peer in peers:
+        mask |= peer.cpus
     return mask.bit_count()
 
 
-def place_of(launch: Launch, hellos: Sequence[Hello], arenas: Grouping) -> Place:
-    """Local and cross rank and size: the launcher's word where it gave it, else counted."""
-    counted = _count(launch.rank, hellos, _nodes(hellos, arenas))
+def place_of(launch: Launch, peers: Sequence[PeerInfo], arenas: Grouping) -> Place:
+    """Local and cross rank and size: the launcher's numbers if it set them, else counted."""
+    counted = _count(launch.rank, peers, _nodes(peers, arenas))
     return Place(*(launch.local or counted[:2]), *(launch.cross or counted[2:]))
 
 
-def places_alike(hellos: Sequence[Hello], arenas: Grouping) -> bool:
+def places_alike(peers: Sequence[PeerInfo], arenas: Grouping) -> bool:
     """Whether all hosts have equally many ranks."""
-    nodes = _nodes(hellos, arenas)
-    return len({hello.local[1] if hello.local else len(nodes.members(r)) for r, hello in enumerate(hellos)}) == 1
+    nodes = _nodes(peers, arenas)
+    return len({peer.local[1] if peer.local else len(nodes.members(r)) for r, peer in enumerate(peers)}) == 1
 
 
-def _nodes(hellos: Sequence[Hello], arenas: Grouping) -> Grouping:
+def _nodes(peers: Sequence[PeerInfo], arenas: Grouping) -> Grouping:
     """The launcher's hosts where it numbers them; two may share a machine, and one may have several arenas."""
-    if any(hello.node is None for hello in hellos):
+    if any(peer.node is None for peer in peers):
         return arenas
-    return group_ranks([hello.node for hello in hellos])
+    return group_ranks([peer.node for peer in peers])
 
 
-def _count(rank: int, hellos: Sequence[Hello], nodes: Grouping) -> Place:
-    """The place among ``nodes``; hosts are compared by the launcher's local ranks where it told all of them."""
+def _count(rank: int, peers: Sequence[PeerInfo], nodes: Grouping) -> Place:
+    """The place among ``nodes``. Uses the launcher's local ranks if it set them for all ranks."""
     own = nodes.members(rank)
-    told = [hello.local[0] for hello in hellos if hello.local is not None]
-    numbers = told if len(told) == len(hellos) else [nodes.local_index(other) for other in range(len(hellos))]
+    launched = [peer.local[0] for peer in peers if peer.local is not None]
+    numbers = launched if len(launched) == len(peers) else [nodes.local_index(other) for other in range(len(peers))]
     across = [members for members in nodes.hosts if any(numbers[other] == numbers[rank] for other in members)]
     return Place(nodes.local_index(rank), len(own), across.index(own), len(across))

@@ -1,4 +1,4 @@
-"""The seam behind which the job's meeting point may be horo's own store or torch's."""
+"""The interface of the job's store. The implementation is horo's own store or torch's TCPStore."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StoreAbandonedError(GroupError):
 
 
 class Store(Protocol):
-    """What the bootstrap needs of a store. Implemented by ``StoreClient`` and over torch's TCPStore."""
+    """The operations of a store that the bootstrap needs. Implemented by ``StoreClient`` and ``TorchStore``."""
 
     def set(self, key: str, value: bytes) -> None:
         """Stores ``value``; an older one is replaced."""
@@ -47,16 +47,17 @@ class Store(Protocol):
         """Adds to an integer (0 at first) and returns the sum, in one indivisible step."""
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Forgets keys; those that are not there are ignored."""
+        """Deletes keys; missing keys are ignored."""
 
-    def leave_will(self, key: str, value: bytes | None) -> None:
-        """What to set, unless it is there already, should this client vanish without ``close``; None: nothing.
+    def set_on_disconnect(self, key: str, value: bytes | None) -> None:
+        """Tells the store which value to set if this client disconnects without ``close``; None: no value.
 
-        Best effort: a store that cannot notice (torch's) relies on the launcher to end a job whose rank died.
+        A key that exists already keeps its value. Best effort: torch's store cannot detect a lost client, so there the
+        launcher has to end a job whose rank died.
         """
 
     def close(self) -> None:
-        """Lets go of the connection; the keys stay, the will is void."""
+        """Closes the connection; the keys stay, and the value of ``set_on_disconnect`` is not set."""
 
 
 class _Prefixed:
@@ -85,8 +86,8 @@ class _Prefixed:
     def delete(self, keys: Sequence[str]) -> None:
         self._store.delete([self._prefix + key for key in keys])
 
-    def leave_will(self, key: str, value: bytes | None) -> None:
-        self._store.leave_will(self._prefix + key, value)
+    def set_on_disconnect(self, key: str, value: bytes | None) -> None:
+        self._store.set_on_disconnect(self._prefix + key, value)
 
     def close(self) -> None:
         self._store.close()

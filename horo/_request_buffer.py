@@ -1,4 +1,4 @@
-"""Requests as the core reads them: numbers of operations and dtypes, and the memory of a call."""
+"""Requests in the layout that the core reads: numbers of operations and dtypes, and the buffer of a request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from horo._native import ffi, lib
 
-__all__ = ["DTYPES", "OPS", "REDUCE_OPS", "Slip", "Tensor"]
+__all__ = ["DTYPES", "OPS", "REDUCE_OPS", "RequestBuffer", "Tensor"]
 
 DTYPES: dict[str, int] = {
     name.removeprefix("HORO_").lower(): getattr(lib, name)
@@ -70,57 +70,57 @@ _TENSOR_WORDS = _LONE_TENSOR.size // _POINTER.size
 _TENSORS_AT = _LONE_REQUEST.size
 _EXTENTS_AT = _TENSORS_AT + _LONE_TENSOR.size
 _DIMS_USUAL, _NAME_USUAL = 8, 64
-"""Room in a slip; a tensor with more extents, or a longer name (bytes, with its end), gets memory of its own."""
+"""Room in a request buffer. A tensor with more extents or a longer name (bytes with its end) gets memory of its own."""
 _NAME_AT = _EXTENTS_AT + 8 * _DIMS_USUAL
-_ANSWER_AT = _NAME_AT + _NAME_USUAL
-_SLIP_WORDS = (_ANSWER_AT + 8) // 8
+_HANDLE_AT = _NAME_AT + _NAME_USUAL
+_BUFFER_WORDS = (_HANDLE_AT + 8) // 8
 _SYNC, _TRANSIENT = lib.HORO_SUBMIT_SYNC, lib.HORO_SUBMIT_TRANSIENT
 
 
 @functools.cache
 def _single(ndim: int) -> struct.Struct:
-    """A request, its only tensor and the extents of that, one behind the other."""
+    """A request, its only tensor and the tensor's extents, one after the other."""
     return struct.Struct(f"@{_REQUEST}{_TENSOR}{ndim}q")
 
 
-class Slip:
-    """A request as the core reads it, in memory that serves many calls; of one thread at a time."""
+class RequestBuffer:
+    """A request in the layout that the core reads. Many calls can use one buffer, one thread at a time."""
 
     __slots__ = (
         "_address",
-        "_kept",
         "_lone_row",
+        "_long_name",
         "_memory",
         "_name_at",
         "_tensors",
         "_view",
-        "answer",
-        "number",
+        "handle_out",
+        "last_handle",
         "request",
         "rows",
     )
 
     def __init__(self) -> None:
-        self._memory = ffi.new("int64_t[]", _SLIP_WORDS)
+        self._memory = ffi.new("int64_t[]", _BUFFER_WORDS)
         self._address = int(ffi.cast("uintptr_t", self._memory))
         self._view = memoryview(ffi.buffer(self._memory))
         self._lone_row = self.rows = self._view[_TENSORS_AT:_EXTENTS_AT].cast("L")
-        """``rows``: words of the tensors, of which the first two of each are its addresses."""
+        """``rows``: the words of all tensors. The first two words of each tensor are its addresses."""
         self._name_at = self._address + _NAME_AT
-        self._kept: Any = None  # a long name
+        self._long_name: Any = None  # memory of a long name
         self._tensors: Any = None  # more than one, or one with many extents
         self.request = ffi.cast("horo_request *", self._memory)
-        self.answer = ffi.cast("int64_t *", self._address + _ANSWER_AT)
-        self.number = self._view[_ANSWER_AT:].cast("q")
-        """Its only item is the handle that the last call has answered."""
+        self.handle_out = ffi.cast("int64_t *", self._address + _HANDLE_AT)
+        self.last_handle = self._view[_HANDLE_AT:].cast("q")
+        """Its only item is the handle that the core wrote in the last call."""
 
     @classmethod
-    def of(cls, op: int, name: str, tensors: Sequence[Tensor] = (), **options: Any) -> Slip:
+    def of(cls, op: int, name: str, tensors: Sequence[Tensor] = (), **options: Any) -> RequestBuffer:
         """A request for one call; ``options`` as ``fill`` takes them."""
-        slip = cls()
-        slip.rename(name)
-        slip.fill(op, tensors, **options)
-        return slip
+        buffer = cls()
+        buffer.set_name(name)
+        buffer.fill(op, tensors, **options)
+        return buffer
 
     def fill(
         self,
@@ -165,21 +165,21 @@ class Slip:
             self._name_at, op, reduce_op, root_rank, flags, prescale, postscale, tensors_at, len(tensors), team,
         )  # fmt: skip
 
-    def rename(self, name: str) -> None:
+    def set_name(self, name: str) -> None:
         """Writes the name, which is equal on all ranks."""
         text = name.encode() + b"\0"
         if len(text) <= _NAME_USUAL:
             self._view[_NAME_AT : _NAME_AT + len(text)] = text
-            if self._kept is None:
+            if self._long_name is None:
                 return
-            self._kept, self._name_at = None, self._address + _NAME_AT
+            self._long_name, self._name_at = None, self._address + _NAME_AT
         else:
-            self._kept = ffi.from_buffer(text)
-            self._name_at = int(ffi.cast("uintptr_t", self._kept))
+            self._long_name = ffi.from_buffer(text)
+            self._name_at = int(ffi.cast("uintptr_t", self._long_name))
         _POINTER.pack_into(self._view, 0, self._name_at)
 
-    def point(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Writes other addresses for the tensors that it was filled with, as many as there are."""
+    def set_addresses(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Replaces the addresses of all tensors."""
         rows = self.rows
         if len(sources) == 1:
             rows[0] = sources[0]

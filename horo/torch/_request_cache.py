@@ -1,0 +1,197 @@
+"""A cache of requests: a call with the same arguments as an earlier call uses its request again.
+
+A training loop repeats the same operations on tensors of the same shapes and dtypes. Then the request buffer is filled
+already, and only the addresses in it change.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Hashable, Sequence
+
+import torch
+
+from horo import _core
+from horo.torch._staging import Spec, StagedTensors, pack, stage
+
+__all__ = ["CachedRequest", "RequestCache", "address_of"]
+
+_Tensor, _strided = torch.Tensor, torch.strided  # looked up once, not per tensor
+
+_WEIGHT_MAX = 40_000
+"""Most tensors of all requests in a cache. With the objects of torch and Python for a shape, they take under 8 MiB."""
+_REQUEST_WEIGHT = 10
+"""Weight of a request itself, in tensors."""
+_REPLACEMENT_INTERVAL = 32
+"""In a full cache, only one new request in so many replaces older ones. If each did, a step with slightly more requests
+than fit would never find one: each would have been replaced just before its next use."""
+
+
+def address_of(tensor: torch.Tensor, shape: torch.Size | None, dtype: torch.dtype | None) -> int:
+    """The address of a tensor that has this shape and dtype and can be used without a copy; else 0."""
+    if (
+        type(tensor) is _Tensor
+        and tensor.dtype is dtype
+        and tensor.shape == shape
+        and tensor.layout is _strided
+        and tensor.is_cpu
+        and not tensor.requires_grad
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+    ):
+        return tensor.data_ptr()
+    return 0
+
+
+class CachedRequest:
+    """A request without its addresses and, if it has an automatic name, without its name."""
+
+    __slots__ = ("_label", "_name", "_signatures", "_spec", "_sync", "buffer", "dtype", "idle", "shape", "weight")
+
+    def __init__(self, spec: Spec, sync: bool, name: Callable[[str, str | None], str], tensor_count: int) -> None:
+        self._spec = spec
+        self._sync = sync
+        self._name = name
+        self._signatures: Sequence[tuple[torch.Size, torch.dtype]] | None = None
+        self.shape: torch.Size | None = None
+        """Shape of its tensor, if it has only one; None before the first call."""
+        self.dtype: torch.dtype | None = None
+        self.idle: list[None] = []
+        """Empty while a call uses the request; the call appends None when it is done. The fastest lock in Python."""
+        self.buffer = _core.RequestBuffer()
+        self.weight = _REQUEST_WEIGHT + tensor_count
+        self._label = ""
+        if spec.name is not None:
+            self._label = name(spec.kind, spec.name)
+            self.buffer.set_name(self._label)
+
+    def set_tensor(self, tensor: torch.Tensor, in_place: bool) -> torch.Tensor | None:
+        """Sets the only tensor of the request, if it has the same shape and dtype as in the last call.
+
+        Returns:
+            The tensor for the result; None if the caller has to use ``set_tensors``.
+        """
+        address = address_of(tensor, self.shape, self.dtype)
+        if not address:
+            return None
+        rows = self.buffer.rows
+        if in_place:
+            rows[0] = rows[1] = address
+            return tensor
+        output = torch.empty_like(tensor)
+        rows[0], rows[1] = address, output.data_ptr()
+        return output
+
+    def set_tensors(self, tensors: Sequence[torch.Tensor], in_place: bool) -> StagedTensors:
+        """Sets the tensors of the request.
+
+        Raises:
+            UsageError, UnsupportedError: The operation cannot be done with one of them.
+        """
+        sources = self._sources(tensors)
+        if sources is None:
+            return self._fill(tensors, in_place)
+        if in_place or self._spec.collective == "allgather":
+            self.buffer.set_addresses(sources, sources)
+            return StagedTensors(tensors, tensors, tensors)
+        outputs = [torch.empty_like(tensor) for tensor in tensors]
+        self.buffer.set_addresses(sources, [output.data_ptr() for output in outputs])
+        return StagedTensors(tensors, tensors, outputs)
+
+    def label(self) -> str:
+        """Its name on the wire. An automatic name is counted here: call this only when nothing can be refused."""
+        if self._spec.name is None:
+            self._label = self._name(self._spec.kind, None)
+            self.buffer.set_name(self._label)
+        return self._label
+
+    def _sources(self, tensors: Sequence[torch.Tensor]) -> list[int] | None:
+        """The addresses of ``tensors`` if all can be used without a copy and have the same signatures, else None."""
+        signatures = self._signatures
+        if signatures is None or len(signatures) != len(tensors):
+            return None
+        sources = [address_of(tensor, *signature) for tensor, signature in zip(tensors, signatures, strict=True)]
+        return sources if all(sources) else None
+
+    def _fill(self, tensors: Sequence[torch.Tensor], in_place: bool) -> StagedTensors:
+        self._signatures = None
+        spec = self._spec
+        staged = stage(tensors, spec, in_place)
+        self.buffer.fill(
+            _core.OPS[spec.collective],
+            pack(staged, spec),
+            reduce_op=spec.reduce_op,
+            root_rank=spec.root_rank,
+            prescale=spec.prescale,
+            postscale=spec.postscale,
+            sync=self._sync,
+            transient=spec.name is None,
+        )
+        self._signatures = [(source.shape, source.dtype) for source in staged.inputs]
+        self.shape, self.dtype = self._signatures[0] if len(self._signatures) == 1 else (None, None)
+        return staged
+
+
+class RequestCache:
+    """The requests of a session by key. When it is full, a new request rarely replaces others: the oldest."""
+
+    def __init__(self, name: Callable[[str, str | None], str]) -> None:
+        self._name = name
+        self._kept: dict[Hashable, CachedRequest] = {}
+        self._weight = 0
+        self._lock = threading.Lock()
+
+    def take(self, key: Hashable) -> CachedRequest | None:
+        """The cached request of ``key``; None if there is none or another call uses it. The caller uses it now.
+
+        Args:
+            key: Equal exactly for equal requests, such as the arguments of a call.
+        """
+        try:
+            cached = self._kept[key]
+            cached.idle.pop()
+        except (
+            IndexError,
+            KeyError,
+            TypeError,
+        ):  # in use; not cached; a name that cannot be hashed, so it is no string
+            return None
+        return cached
+
+    def take_or_create(self, key: Hashable, spec: Spec, sync: bool, tensor_count: int) -> CachedRequest:
+        """The cached request, or a new one. The caller appends None to its ``idle`` after use.
+
+        Args:
+            key: As for ``take``; None if the request is not to be cached.
+            spec: The operation.
+            sync: The caller waits at once.
+            tensor_count: How many tensors it will have.
+
+        Raises:
+            UsageError: The name is not a valid name.
+        """
+        kept = None if key is None else self.take(key)
+        if kept is not None:
+            return kept
+        fresh = CachedRequest(spec, sync, self._name, tensor_count)
+        if key is not None and key not in self._kept:
+            self._keep(key, fresh)
+        return fresh
+
+    def clear(self) -> None:
+        """Removes all requests."""
+        with self._lock:
+            self._kept.clear()
+            self._weight = 0
+
+    def _keep(self, key: Hashable, cached: CachedRequest) -> None:
+        if cached.weight > _WEIGHT_MAX:
+            return
+        with self._lock:
+            if self._weight + cached.weight > _WEIGHT_MAX and random.randrange(_REPLACEMENT_INTERVAL):
+                return
+            while self._kept and self._weight + cached.weight > _WEIGHT_MAX:
+                self._weight -= self._kept.pop(next(iter(self._kept))).weight
+            if self._kept.setdefault(key, cached) is cached:
+                self._weight += cached.weight
