@@ -6,7 +6,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-IDS, REQUEST, LOST, LEAVE, BATCH, FAIL, DONE = range(1, 8)
+IDS, REQUEST, LOST, LEAVE, BATCH, FAIL, DONE, DATA, RESULT = range(1, 10)
 ALLREDUCE, ALLGATHER, BROADCAST, BARRIER, ADD_TEAM, REMOVE_TEAM = range(6)
 REDUCE_OPS = (0, 1, 3, 4, 5)
 TRANSIENT = 2
@@ -91,6 +91,11 @@ def lost_message(rank: int, status: int, reason: int) -> bytes:
     return struct.pack("<BiiB", LOST, rank, status, reason)
 
 
+def data_message(kind: int, number: int, data: bytes) -> bytes:
+    """DATA or RESULT."""
+    return struct.pack("<BII", kind, number, len(data)) + data
+
+
 def done_message(rank: int) -> bytes:
     """DONE."""
     return struct.pack("<Bi", DONE, rank)
@@ -139,5 +144,7 @@ def samples() -> dict[str, bytes]:
         "batch-none": batch_message([]),
         "batch": batch_message([(1, b""), (2, b"named"), (0, b"uncached")]),
         "lost-unknown": lost_message(-1, -41, 4),
+        "data": data_message(DATA, 4097, b"\0\0\x80?"),
+        "result": data_message(RESULT, 0xFFFFFFFF, bytes(300)),
     }
     return result

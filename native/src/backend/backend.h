@@ -44,6 +44,7 @@ struct hr_backend;
 
 struct hr_backend_ops {
     const char *name;
+    int carries; /* small data may travel with the agreement instead, see carried.h */
     /*
      * The work becomes the one task of this backend. HORO_OK or a status: HORO_ERR_RESOURCE for lack of memory, which ends the team,
      * since other ranks may have begun. Operands of equal dtype and wire dtype are reduced as one vector.

@@ -81,12 +81,19 @@ static inline int hr_agree_is_ready(const struct hr_agree *agree) {
     return agree->lists[HR_AGREE_READY].first != NULL;
 }
 
+/*
+ * The one tensor that is complete (not root), or ready (root), and that all here have announced by id: its id, else 0. take ends its round
+ * as if it had been collected and, at the root, put into a batch: the caller writes it down.
+ */
+uint32_t hr_agree_lone(const struct hr_agree *agree);
+void hr_agree_take_lone(struct hr_agree *agree);
+
 /* Root: whether something is ready, since when (0 if nothing), and how many bytes. */
 int64_t hr_agree_ready_since(const struct hr_agree *agree, uint64_t *bytes);
 /* Root: appends the next BATCH record, framed, and applies it; 0 or 1 in *frames. */
 int hr_agree_form_batch(struct hr_agree *agree, struct hr_buffer *out, uint32_t *frames);
 
-/* Applies a BATCH or FAIL record from the parent. Everything complete must have been collected before. */
+/* Applies a BATCH, RESULT or FAIL record from the parent. Everything complete must have been collected before. */
 int hr_agree_apply(struct hr_agree *agree, const struct hr_wire_message *record);
 
 /*

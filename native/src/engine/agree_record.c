@@ -230,6 +230,29 @@ int hr_agree_form_batch(struct hr_agree *agree, struct hr_buffer *out, uint32_t 
     return HORO_OK;
 }
 
+/* Of the entries that go out next. */
+static enum hr_agree_state last_state(const struct hr_agree *agree) {
+    return agree->config.is_root ? HR_AGREE_READY : HR_AGREE_COMPLETE;
+}
+
+uint32_t hr_agree_lone(const struct hr_agree *agree) {
+    const struct hr_agree_list *list = &agree->lists[last_state(agree)];
+    const struct hr_agree_entry *entry = list->first;
+    const int is_lone = entry != NULL && entry == list->last && entry->current.bytes == NULL && entry->failure == 0;
+    return is_lone ? entry->id : 0;
+}
+
+void hr_agree_take_lone(struct hr_agree *agree) {
+    struct hr_agree_entry *entry = agree->lists[last_state(agree)].first;
+    if (agree->config.is_root) {
+        agree->ready_bytes -= entry->kind.bytes;
+        hr_agree_reset(agree, entry);
+    } else {
+        hr_agree_move(agree, entry, HR_AGREE_REPORTED);
+        entry->reported_full = 0;
+    }
+}
+
 static int apply_ref(struct hr_agree *agree, const struct hr_wire_ref *ref) {
     struct hr_agree_entry *entry =
         ref->name.bytes == 0 ? hr_agree_find_id(agree, ref->id) : hr_agree_find(agree, ref->name);
@@ -257,6 +280,10 @@ int hr_agree_apply(struct hr_agree *agree, const struct hr_wire_message *record)
         }
         hr_agree_reset(agree, entry);
         return HORO_OK;
+    }
+    if (record->type == HR_WIRE_RESULT) {
+        const struct hr_wire_ref ref = {.id = record->id};
+        return apply_ref(agree, &ref);
     }
     if (record->type != HR_WIRE_BATCH) {
         return HORO_ERR_INTERNAL;

@@ -2,6 +2,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "backend/carried.h"
 #include "engine/engine.h"
 
 /* From how many bytes on what is announced goes before all of it is. */
@@ -72,12 +73,27 @@ int hr_lane_write_ids(struct hr_lane *lane) {
     return HORO_OK;
 }
 
+static int announce_data(struct hr_lane *lane, const struct hr_request *request, uint32_t id, size_t bytes) {
+    uint8_t packed[HR_CARRIED_MAX];
+    size_t mark;
+    hr_carried_pack(lane->team, &request->call, packed);
+    HR_TRY(hr_frame_begin(&lane->announcer.request_out, &mark));
+    HR_TRY(hr_wire_put_data(&lane->announcer.request_out, HR_WIRE_DATA, id, packed, bytes));
+    hr_frame_end(&lane->announcer.request_out, mark);
+    return HORO_OK;
+}
+
 static int announce_id(struct hr_lane *lane, struct hr_request *request, struct hr_known *known) {
     request->announced_id = known->id;
     known->pending = request;
     atomic_fetch_add_explicit(&lane->engine->counts.cache_hits, 1, memory_order_relaxed);
+    const size_t carried = hr_lane_carries(lane, request);
     if (lane->is_leader) {
+        HR_TRY(carried == 0 ? HORO_OK : hr_carry_add_own(lane, request, known->id, carried));
         return hr_lane_announce_own(lane, request, known->id);
+    }
+    if (carried > 0) {
+        return announce_data(lane, request, known->id, carried);
     }
     lane->announcer.ids[lane->announcer.id_count++] = known->id;
     return lane->announcer.id_count == HR_IDS_MAX ? hr_lane_write_ids(lane) : HORO_OK;
@@ -204,6 +220,12 @@ static int learn(struct hr_lane *lane, const struct hr_request *request, uint32_
     return create_known(lane, request, id);
 }
 
+struct hr_request *hr_lane_find_id(const struct hr_lane *lane, uint32_t id) {
+    const uint32_t capacity = lane->announcer.capacity;
+    const struct hr_known *known = capacity == 0 ? NULL : lane->announcer.known_slots[id % capacity];
+    return known == NULL || known->id != id ? NULL : known->pending;
+}
+
 int hr_lane_resolve(struct hr_lane *lane, const struct hr_wire_ref *ref, struct hr_request **request) {
     if (ref->name.bytes > 0) {
         *request = hr_lane_find_name(lane, ref->name);
@@ -212,11 +234,10 @@ int hr_lane_resolve(struct hr_lane *lane, const struct hr_wire_ref *ref, struct 
         }
         return ref->id == 0 ? HORO_OK : learn(lane, *request, ref->id);
     }
-    struct hr_known *known = lane->announcer.capacity == 0 ? NULL : lane->announcer.known_slots[ref->id % lane->announcer.capacity];
-    if (known == NULL || known->id != ref->id || known->pending == NULL) {
+    *request = hr_lane_find_id(lane, ref->id);
+    if (*request == NULL) {
         return HORO_ERR_INTERNAL;
     }
-    *request = known->pending;
-    known->pending = NULL;
+    lane->announcer.known_slots[ref->id % lane->announcer.capacity]->pending = NULL;
     return HORO_OK;
 }

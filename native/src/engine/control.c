@@ -62,6 +62,7 @@ static int handle_message(struct hr_lane *lane, int link_index, const struct hr_
     }
     switch (message->type) {
     case HR_WIRE_BATCH:
+    case HR_WIRE_RESULT:
     case HR_WIRE_FAIL:
     case HR_WIRE_LEAVE: return handle_record(lane, message, frame, frame_bytes);
     default: return HORO_ERR_INTERNAL;

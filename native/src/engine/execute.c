@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "backend/carried.h"
 #include "base/op.h"
 #include "engine/engine.h"
 
@@ -143,11 +144,16 @@ static void end_record(struct hr_lane *lane) {
     lane->executor.state = HR_EXECUTION_IDLE;
 }
 
+static void count_batch(struct hr_lane *lane, uint64_t tensors, uint64_t bytes) {
+    struct hr_counts *counts = &lane->engine->counts;
+    atomic_fetch_add_explicit(&counts->batches, 1, memory_order_relaxed);
+    atomic_fetch_add_explicit(&counts->tensors, tensors, memory_order_relaxed);
+    atomic_fetch_add_explicit(&counts->bytes, bytes, memory_order_relaxed);
+}
+
 static void end_batch(struct hr_lane *lane) {
     const struct hr_batch *batch = lane->executor.batch;
-    atomic_fetch_add_explicit(&lane->engine->counts.batches, 1, memory_order_relaxed);
-    atomic_fetch_add_explicit(&lane->engine->counts.tensors, batch->operand_count, memory_order_relaxed);
-    atomic_fetch_add_explicit(&lane->engine->counts.bytes, batch->bytes, memory_order_relaxed);
+    count_batch(lane, batch->operand_count, batch->bytes);
     end_record(lane);
     hr_engine_complete(lane->engine, batch->requests, batch->request_count, HORO_OK, NULL);
 }
@@ -216,6 +222,22 @@ static int execute_batch(struct hr_lane *lane, const struct hr_wire_message *rec
     return HORO_OK;
 }
 
+/* A batch of one tensor whose result has come with the record. */
+static int execute_result(struct hr_lane *lane, const struct hr_wire_message *record) {
+    struct hr_request *request = NULL;
+    const struct hr_wire_ref ref = {.id = record->id};
+    HR_TRY(hr_lane_resolve(lane, &ref, &request));
+    if (hr_carried_bytes(lane->team, &request->call) != record->data_bytes) {
+        return HORO_ERR_INTERNAL;
+    }
+    hr_engine_note_batch(lane->engine, &request, 1, (uint64_t)request->data_bytes);
+    hr_carried_unpack(lane->team, &request->call, record->data);
+    count_batch(lane, 1, (uint64_t)request->data_bytes);
+    end_record(lane);
+    hr_engine_complete(lane->engine, &request, 1, HORO_OK, NULL);
+    return HORO_OK;
+}
+
 static int execute_fail(struct hr_lane *lane, const struct hr_wire_message *record) {
     struct hr_request *request = hr_lane_find_name(lane, record->name);
     if (request == NULL) {
@@ -262,6 +284,7 @@ static int take_log(struct hr_lane *lane) {
 static int execute_record(struct hr_lane *lane, const struct hr_wire_message *record) {
     switch (record->type) {
     case HR_WIRE_BATCH: return execute_batch(lane, record);
+    case HR_WIRE_RESULT: return execute_result(lane, record);
     case HR_WIRE_FAIL: return execute_fail(lane, record);
     case HR_WIRE_LEAVE: return execute_leave(lane, record);
     default: return HORO_ERR_INTERNAL;

@@ -71,11 +71,25 @@ struct hr_executor {
 
 /* ---- Leader: the agreement on one host, and its links to other hosts. The driver's; unused on other ranks. ---- */
 
+/*
+ * What members have carried with their announcements of one tensor, to be reduced when all have. It holds for one round of agreement: a
+ * record of the log, whatever it says, ends it, and then the data has done its part or is not needed.
+ */
+struct hr_carry {
+    uint32_t id;   /* of the tensor; 0: there is no data */
+    size_t bytes;  /* of each member */
+    int count;     /* members whose data is there */
+    uint8_t *has;  /* [members] */
+    uint8_t *data; /* [members][HR_CARRIED_MAX] */
+    const void **contributions; /* [members] of it; scratch */
+};
+
 struct hr_leader {
     struct hr_agree agree;
     int *member_ranks;
     struct hr_buffer *request_in; /* [local_size] frames from local ranks */
     struct hr_buffer log_out;     /* frames for the log ring */
+    struct hr_carry carry;
     uint64_t announced_seen;
     struct hr_link *links;        /* parent first if there is one, then children */
     int link_count;
@@ -137,6 +151,8 @@ int hr_lane_flush_requests(struct hr_lane *lane);
 int hr_lane_resolve(struct hr_lane *lane, const struct hr_wire_ref *ref, struct hr_request **request);
 /* Asks for the LEAVE record, behind all that has been announced, because of a rank that leaves the job. */
 int hr_lane_ask_to_leave(struct hr_lane *lane, int leaver);
+/* The request announced by this id and not done; NULL: there is none. */
+struct hr_request *hr_lane_find_id(const struct hr_lane *lane, uint32_t id);
 struct hr_request *hr_lane_find_name(struct hr_lane *lane, struct hr_wire_text name);
 void hr_lane_free_known(struct hr_lane *lane);
 
@@ -171,6 +187,23 @@ void hr_leader_close_log(struct hr_lane *lane);
 /* A rank of this subtree wants to leave. */
 int hr_leader_note_leaver(struct hr_lane *lane, int rank);
 int hr_lane_announce_own(struct hr_lane *lane, const struct hr_request *request, uint32_t id);
+
+/* ---- carry.c ---- */
+
+/* Announcer: whether the data of a request, alone in its lane and known by id, goes with its announcement; how many bytes, 0: it does not. */
+size_t hr_lane_carries(const struct hr_lane *lane, const struct hr_request *request);
+/* Leader: data of a member. Of no use, and dropped, where another tensor's is there. HORO_OK or HORO_ERR_RESOURCE. */
+int hr_carry_add(struct hr_lane *lane, int member, uint32_t id, const void *data, size_t bytes);
+int hr_carry_add_own(struct hr_lane *lane, const struct hr_request *request, uint32_t id, size_t bytes);
+/*
+ * Leader: whether all that is complete (the root: ready) is one tensor of which all members have carried data. write takes it out of the
+ * agreement and appends a DATA or, at the root, a RESULT message, framed: HORO_OK or a status.
+ */
+int hr_carry_is_all(const struct hr_lane *lane);
+int hr_carry_write(struct hr_lane *lane, struct hr_buffer *out);
+/* A record has come or been made. */
+void hr_carry_clear(struct hr_lane *lane);
+void hr_carry_fini(struct hr_lane *lane);
 
 /* ---- link.c ---- */
 

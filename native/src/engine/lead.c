@@ -63,6 +63,7 @@ void hr_lane_fini_leader(struct hr_lane *lane) {
     free(lane->leader.request_in);
     free(lane->leader.member_ranks);
     hr_buffer_fini(&lane->leader.log_out);
+    hr_carry_fini(lane);
     hr_agree_fini(&lane->leader.agree);
 }
 
@@ -95,6 +96,9 @@ int hr_leader_note_leaver(struct hr_lane *lane, int rank) {
 int hr_leader_announce(struct hr_lane *lane, int member, const struct hr_wire_message *message, int64_t now_ns) {
     switch (message->type) {
     case HR_WIRE_IDS: return announce_ids(lane, member, message, now_ns);
+    case HR_WIRE_DATA:
+        HR_TRY(hr_carry_add(lane, member, message->id, message->data, message->data_bytes));
+        return hr_agree_announce_id(&lane->leader.agree, member, message->id, now_ns);
     case HR_WIRE_REQUEST: return hr_agree_announce_request(&lane->leader.agree, member, message, now_ns);
     case HR_WIRE_LEAVE:
         return message->rank < lane->node->size ? hr_leader_note_leaver(lane, message->rank) : HORO_ERR_INTERNAL;
@@ -164,6 +168,9 @@ static int send_to_children(struct hr_lane *lane, const void *frames, size_t byt
 int hr_leader_hand_down(struct hr_lane *lane, size_t mark) {
     const uint8_t *front = hr_buffer_front(&lane->leader.log_out);
     const size_t bytes = hr_buffer_size(&lane->leader.log_out) - mark;
+    if (bytes > 0) {
+        hr_carry_clear(lane);
+    }
     return bytes == 0 ? HORO_OK : send_to_children(lane, front + mark, bytes);
 }
 
@@ -177,6 +184,10 @@ int hr_leader_collect(struct hr_lane *lane) {
         return 0;
     }
     uint32_t frames = 0;
+    if (!lane->is_root && hr_carry_is_all(lane)) {
+        HR_TRY(hr_carry_write(lane, &lane->leader.links[0].out));
+        return 1;
+    }
     if (!lane->is_root) {
         HR_TRY(hr_agree_collect(&lane->leader.agree, &lane->leader.links[0].out, &frames));
         return 1;
@@ -221,6 +232,10 @@ static int write_batches(struct hr_lane *lane, int all) {
     uint32_t frames = 0;
     do {
         const size_t mark = hr_buffer_size(&lane->leader.log_out);
+        if (hr_carry_is_all(lane)) {
+            HR_TRY(hr_carry_write(lane, &lane->leader.log_out));
+            return hr_leader_hand_down(lane, mark);
+        }
         HR_TRY(hr_agree_form_batch(&lane->leader.agree, &lane->leader.log_out, &frames));
         HR_TRY(hr_leader_hand_down(lane, mark));
     } while (frames > 0 && all);

@@ -62,6 +62,7 @@ static void place(struct hr_team *team, const int32_t *host_of_rank) {
     team->owner_count = INT_MAX;
     for (int h = 0; h < team->host_count; h++) {
         team->owner_count = team->host_size[h] < team->owner_count ? team->host_size[h] : team->owner_count;
+        team->largest_host = team->host_size[h] > team->largest_host ? team->host_size[h] : team->largest_host;
     }
 }
 
@@ -74,6 +75,8 @@ const struct hr_tuning hr_tuning_defaults = {
     .gather_doubling = 1 << 20,
     .gather_spread = 1 << 13,
     .gather_lone = 1 << 20,
+    .carried = 1 << 13,
+    .carried_per_host = 1 << 16,
     .mpi_alone = 1 << 20,
     .mpi_packed = 1 << 24,
 };

@@ -28,11 +28,14 @@ struct hr_tuning {
     size_t gather_doubling; /* allgather between hosts, of the result: latency counts up to here, bandwidth above */
     size_t gather_spread;   /* of the result: up to here one owner carries it all */
     size_t gather_lone;     /* of each rank in a segment that needs no slots: each is a start from nothing for all links */
+    size_t carried;         /* allreduce of one tensor between hosts: up to here, packed, the data travels with the agreement; at most
+                             * HR_CARRIED_MAX */
+    size_t carried_per_host; /* the same, of all ranks of a host together */
     size_t mpi_alone;       /* collectives by MPI: from here on a tensor travels by itself, packing would cost more than a call */
     size_t mpi_packed;      /* collectives by MPI: packed at once, at most */
 };
 
-enum { HR_FLAT_MAX = 4096 };
+enum { HR_FLAT_MAX = 4096, HR_CARRIED_MAX = 1 << 14 };
 
 /* But for `segment`, which is 0. */
 extern const struct hr_tuning hr_tuning_defaults;
@@ -49,6 +52,7 @@ struct hr_team {
     int *job_rank;              /* [size] of each member, ascending */
     int host, host_count;
     int local_rank, local_size; /* local index and members on this host */
+    int largest_host;           /* its members */
     int owner_count;            /* members on the smallest host: local index i < owner_count has links to its like on linked hosts */
     int *host_of_rank;          /* [size] */
     int *rank_of_local;         /* [local_size] */

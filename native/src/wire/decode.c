@@ -197,6 +197,14 @@ static void read_batch(struct reader *reader, struct hr_wire_message *message) {
     }
 }
 
+static void read_data(struct reader *reader, struct hr_wire_message *message) {
+    message->id = read_u32(reader);
+    const uint32_t bytes = read_u32(reader);
+    require(reader, message->id != 0 && bytes > 0 && bytes <= HR_WIRE_DATA_MAX);
+    message->data_bytes = reader->failed ? 0 : bytes;
+    message->data = take(reader, message->data_bytes);
+}
+
 static void read_body(struct reader *reader, struct hr_wire_message *message) {
     switch (message->type) {
     case HR_WIRE_IDS: read_ids(reader, message); break;
@@ -218,6 +226,8 @@ static void read_body(struct reader *reader, struct hr_wire_message *message) {
         message->rank = read_i32(reader);
         require(reader, message->rank >= 0);
         break;
+    case HR_WIRE_DATA:
+    case HR_WIRE_RESULT: read_data(reader, message); break;
     case HR_WIRE_BATCH: read_batch(reader, message); break;
     case HR_WIRE_FAIL:
         message->status = read_i32(reader);

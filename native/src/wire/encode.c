@@ -142,6 +142,17 @@ int hr_wire_put_lost(struct hr_buffer *out, int rank, int status, enum hr_abort_
     return finish(out, at);
 }
 
+int hr_wire_put_data(struct hr_buffer *out, enum hr_wire_type type, uint32_t id, const void *data, size_t bytes) {
+    uint8_t *at = bytes > HR_WIRE_DATA_MAX ? NULL : begin(out, 1 + 4 + 4 + bytes);
+    if (at == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    *at++ = (uint8_t)type;
+    at = hr_store_u32(hr_store_u32(at, id), (uint32_t)bytes);
+    memcpy(at, data, bytes);
+    return finish(out, at + bytes);
+}
+
 static int put_rank(struct hr_buffer *out, enum hr_wire_type type, int rank) {
     uint8_t *at = begin(out, 1 + 4);
     if (at == NULL) {

@@ -7,6 +7,7 @@
  *   up the tree (rank -> leader -> parent host)            down the tree (a record of the response log)
  *   IDS      u32 n, n x u32 id                             BATCH    u32 n, n x ref
  *   REQUEST  i32 origin, i32 status, str16 text, request   FAIL     i32 status, str16 name, str16 text
+ *   DATA     u32 id, u32 n, n bytes                        RESULT   u32 id, u32 n, n bytes
  *   LOST     i32 rank, i32 status, u8 reason      (both directions; enum hr_abort_reason; rank -1: nobody knows which)
  *   LEAVE    i32 rank                             (both directions)
  *   DONE     i32 rank                             (both directions)
@@ -39,12 +40,15 @@ enum hr_wire_type {
     HR_WIRE_BATCH = 5,
     HR_WIRE_FAIL = 6,
     HR_WIRE_DONE = 7,
+    HR_WIRE_DATA = 8,
+    HR_WIRE_RESULT = 9,
 };
 
 enum {
     HR_WIRE_MESSAGE_MAX = 64 << 20, /* a longer length prefix is an error, never an allocation */
     HR_WIRE_TENSORS_MAX = 1 << 20,
     HR_WIRE_TEXT_MAX = UINT16_MAX,
+    HR_WIRE_DATA_MAX = 1 << 16,
     /* Of a request's canonical form: a REQUEST message holds it together with the longest text. */
     HR_WIRE_REQUEST_MAX = HR_WIRE_MESSAGE_MAX - (1 + 4 + 4 + 2 + HR_WIRE_TEXT_MAX),
 };
@@ -86,6 +90,9 @@ struct hr_wire_message {
     struct hr_wire_text name; /* FAIL */
     struct hr_wire_text text; /* FAIL, REQUEST */
     uint32_t count;           /* IDS, BATCH */
+    uint32_t id;              /* DATA, RESULT */
+    const uint8_t *data;      /* DATA, RESULT: packed values */
+    size_t data_bytes;        /* at least 1 */
     const uint8_t *items;     /* IDS: walk with hr_wire_id; BATCH: hr_wire_next_ref */
     struct hr_wire_request request;
 };
@@ -122,6 +129,8 @@ int hr_wire_put_ids(struct hr_buffer *out, const uint32_t *ids, uint32_t count);
 int hr_wire_put_request(struct hr_buffer *out, int origin, int status, struct hr_wire_text text, const void *request,
                         size_t request_bytes);
 int hr_wire_put_lost(struct hr_buffer *out, int rank, int status, enum hr_abort_reason reason);
+/* DATA: an announcement by id, with what it is about; RESULT: a record of one cached tensor, with what all get. */
+int hr_wire_put_data(struct hr_buffer *out, enum hr_wire_type type, uint32_t id, const void *data, size_t bytes);
 int hr_wire_put_leave(struct hr_buffer *out, int rank);
 int hr_wire_put_done(struct hr_buffer *out, int rank);
 int hr_wire_put_fail(struct hr_buffer *out, int status, struct hr_wire_text name, struct hr_wire_text text);

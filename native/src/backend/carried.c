@@ -1,0 +1,76 @@
+#include "backend/carried.h"
+
+#include "backend/operands.h"
+#include "collective/collective.h"
+#include "kernel/codec.h"
+
+static const struct hr_codec *codec_of(const horo_request *call) {
+    return hr_codec_find(call->tensors[0].dtype, call->tensors[0].wire_dtype);
+}
+
+/* 0 where a tensor of so many values could not be in memory. */
+static size_t value_count(const horo_tensor *tensor, size_t most) {
+    size_t count = 1;
+    for (int d = 0; d < tensor->ndim; d++) {
+        if (tensor->shape[d] == 0 || (uint64_t)tensor->shape[d] > most / count) {
+            return 0;
+        }
+        count *= (size_t)tensor->shape[d];
+    }
+    return count;
+}
+
+/* The leader reduces what all ranks of its host carry, one after the other, where a collective would share that out. */
+static size_t limit_of(const struct hr_team *team) {
+    const size_t share = team->tuning.carried_per_host / (size_t)team->largest_host;
+    const size_t most = share < team->tuning.carried ? share : team->tuning.carried;
+    return most < HR_CARRIED_MAX ? most : HR_CARRIED_MAX;
+}
+
+size_t hr_carried_bytes(const struct hr_team *team, const horo_request *call) {
+    if (call->op != HORO_ALLREDUCE || call->tensor_count != 1 || team->host_count == 1) {
+        return 0;
+    }
+    const size_t most = limit_of(team);
+    const size_t count = value_count(&call->tensors[0], most);
+    const size_t bytes = count == 0 ? 0 : hr_codec_bytes(codec_of(call), count);
+    return bytes <= most ? bytes : 0;
+}
+
+static struct hr_scale postscale_of(const struct hr_team *team, const horo_request *call) {
+    const struct hr_work work = {.reduce_op = call->reduce_op, .postscale = call->postscale};
+    return hr_postscale_of(&work, codec_of(call)->wire_dtype, team->size);
+}
+
+static double partial_scale_of(const struct hr_team *team, const horo_request *call) {
+    return hr_partial_scale(codec_of(call), hr_operation_of(call->reduce_op), postscale_of(team, call).factor);
+}
+
+void hr_carried_pack(const struct hr_team *team, const horo_request *call, void *packed) {
+    const struct hr_codec *codec = codec_of(call);
+    const struct hr_kernel *kernel = team->node->kernel;
+    const size_t count = value_count(&call->tensors[0], limit_of(team));
+    const double partial = partial_scale_of(team, call);
+    codec->pack(codec, kernel, packed, call->tensors[0].input, count, call->prescale, HR_STORE_ORDINARY);
+    if (partial != 1.0) {
+        codec->scale(codec, kernel, packed, hr_codec_blocks(codec, hr_codec_bytes(codec, count)), hr_scale_by(partial));
+    }
+}
+
+void hr_carried_reduce(const struct hr_team *team, const horo_request *call, const void *const *contributions, int count,
+                       int is_root, void *packed) {
+    const struct hr_codec *codec = codec_of(call);
+    struct hr_scale scale = hr_scale_by(1.0);
+    if (is_root) {
+        scale = postscale_of(team, call);
+        scale.factor /= partial_scale_of(team, call);
+    }
+    codec->reduce(codec, team->node->kernel, hr_operation_of(call->reduce_op), packed, NULL, contributions, count,
+                  hr_codec_blocks(codec, hr_carried_bytes(team, call)), scale, HR_STORE_ORDINARY);
+}
+
+void hr_carried_unpack(const struct hr_team *team, const horo_request *call, const void *packed) {
+    const struct hr_codec *codec = codec_of(call);
+    codec->unpack(codec, team->node->kernel, call->tensors[0].output, packed,
+                  value_count(&call->tensors[0], limit_of(team)));
+}

@@ -1,0 +1,107 @@
+/*
+ * Small data that travels with the agreement. An operation that is alone in its lane has its data beside its announcement; leaders reduce
+ * what their members carry, in the order of the members, and the record of the log brings the result: one trip up the tree and one down,
+ * and no collective. Where any member announces without data, or several operations are under way, the data is dropped, and a batch does
+ * what it always does: to carry costs bytes, and never decides anything.
+ */
+#include <stdlib.h>
+#include <string.h>
+
+#include "backend/carried.h"
+#include "engine/engine.h"
+
+size_t hr_lane_carries(const struct hr_lane *lane, const struct hr_request *request) {
+    const int is_alone = atomic_load_explicit(&lane->pending, memory_order_relaxed) == 1;
+    return is_alone && lane->backend->ops->carries ? hr_carried_bytes(lane->team, &request->call) : 0;
+}
+
+static int member_count(const struct hr_lane *lane) {
+    return lane->leader.agree.config.member_count;
+}
+
+static uint8_t *data_of(const struct hr_carry *carry, int member) {
+    return carry->data + (size_t)member * HR_CARRIED_MAX;
+}
+
+/* Room for a member's data in *slot; NULL: it is of no use. HORO_OK or HORO_ERR_RESOURCE. */
+static int reserve(struct hr_lane *lane, int member, uint32_t id, size_t bytes, uint8_t **slot) {
+    struct hr_carry *carry = &lane->leader.carry;
+    *slot = NULL;
+    if (carry->data == NULL) {
+        carry->data = malloc((size_t)member_count(lane) * HR_CARRIED_MAX);
+        carry->has = calloc((size_t)member_count(lane), sizeof *carry->has);
+        carry->contributions = calloc((size_t)member_count(lane), sizeof *carry->contributions);
+        if (carry->data == NULL || carry->has == NULL || carry->contributions == NULL) {
+            return HORO_ERR_RESOURCE;
+        }
+    }
+    if (carry->id == 0) {
+        carry->id = id;
+        carry->bytes = bytes;
+    }
+    if (bytes <= HR_CARRIED_MAX && carry->id == id && carry->bytes == bytes && !carry->has[member]) {
+        carry->has[member] = 1;
+        carry->count++;
+        *slot = data_of(carry, member);
+    }
+    return HORO_OK;
+}
+
+int hr_carry_add(struct hr_lane *lane, int member, uint32_t id, const void *data, size_t bytes) {
+    uint8_t *slot;
+    HR_TRY(reserve(lane, member, id, bytes, &slot));
+    if (slot != NULL) {
+        memcpy(slot, data, bytes);
+    }
+    return HORO_OK;
+}
+
+int hr_carry_add_own(struct hr_lane *lane, const struct hr_request *request, uint32_t id, size_t bytes) {
+    uint8_t *slot;
+    HR_TRY(reserve(lane, 0, id, bytes, &slot));
+    if (slot != NULL) {
+        hr_carried_pack(lane->team, &request->call, slot);
+    }
+    return HORO_OK;
+}
+
+int hr_carry_is_all(const struct hr_lane *lane) {
+    const struct hr_carry *carry = &lane->leader.carry;
+    return carry->id != 0 && carry->count == member_count(lane) && hr_agree_lone(&lane->leader.agree) == carry->id;
+}
+
+int hr_carry_write(struct hr_lane *lane, struct hr_buffer *out) {
+    struct hr_carry *carry = &lane->leader.carry;
+    const struct hr_request *request = hr_lane_find_id(lane, carry->id); /* this rank is a member, too */
+    if (request == NULL || hr_carried_bytes(lane->team, &request->call) != carry->bytes) {
+        return HORO_ERR_INTERNAL;
+    }
+    for (int i = 0; i < member_count(lane); i++) {
+        carry->contributions[i] = data_of(carry, i);
+    }
+    if (member_count(lane) > 1) {
+        hr_carried_reduce(lane->team, &request->call, carry->contributions, member_count(lane), lane->is_root, carry->data);
+    }
+    hr_agree_take_lone(&lane->leader.agree);
+    size_t mark;
+    HR_TRY(hr_frame_begin(out, &mark));
+    HR_TRY(hr_wire_put_data(out, lane->is_root ? HR_WIRE_RESULT : HR_WIRE_DATA, carry->id, carry->data, carry->bytes));
+    hr_frame_end(out, mark);
+    return HORO_OK;
+}
+
+void hr_carry_clear(struct hr_lane *lane) {
+    struct hr_carry *carry = &lane->leader.carry;
+    if (carry->id != 0) {
+        memset(carry->has, 0, (size_t)member_count(lane) * sizeof *carry->has);
+        carry->id = 0;
+        carry->count = 0;
+    }
+}
+
+void hr_carry_fini(struct hr_lane *lane) {
+    free(lane->leader.carry.has);
+    free(lane->leader.carry.data);
+    free((void *)lane->leader.carry.contributions);
+    lane->leader.carry = (struct hr_carry){0};
+}
