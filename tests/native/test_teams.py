@@ -344,6 +344,26 @@ def test_a_death_ends_teams_and_is_named_by_all(hosts: list[int], dying: int) ->
         assert all(f"rank {dying} " in text for rank, text in enumerate(texts) if rank != dying), texts
 
 
+@pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
+def test_a_removal_that_ends_with_the_group_can_be_asked_for_again(hosts: list[int]) -> None:
+    """The answer is that of every call then, not that the removal is under way."""
+    links = Links(hosts_of(hosts))
+
+    def body(rank: Rank) -> None:
+        team = rank.context.add_team([0, 1], **links.of(rank.rank, [0, 1], 0))
+        if rank.rank == 1:
+            group.kill(1)
+            return
+        for _ in range(2):
+            with pytest.raises(PeerLostError):
+                rank.context.remove_team(team)
+        with pytest.raises(PeerLostError):
+            rank.barrier(team=team)
+
+    with Group(hosts) as group:
+        group.run(body)
+
+
 @pytest.mark.parametrize("hosts", [[3], [1, 2], [2, 1], [1, 1, 1]], ids=str)
 @pytest.mark.parametrize("leaving", [0, 1, 2])
 def test_a_shutdown_ends_what_waits_in_any_team(hosts: list[int], leaving: int) -> None:
