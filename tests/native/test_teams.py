@@ -239,6 +239,36 @@ def test_ranks_that_ask_for_different_teams_hear_it_and_go_on() -> None:
     run_ranks(body, [2])
 
 
+def test_a_team_that_came_to_nothing_goes_while_others_come_and_go() -> None:
+    """Its links are let go of by the caller, the list of those in use is the driver's: for the thread sanitizer."""
+    links = Links([0, 1])
+
+    def differ(rank: Rank) -> None:
+        for step in range(30):
+            ranks = [0, 1] if rank.rank == 0 else [1]
+            with pytest.raises(MismatchError):
+                rank.context.add_team(ranks, **links.of(rank.rank, ranks, ("differ", step)))
+            first.wait(30)
+            second.wait(30)
+
+    def agree(rank: Rank) -> None:
+        for step in range(30):
+            first.wait(30)
+            team = rank.context.add_team([0, 1], **links.of(rank.rank, [0, 1], ("agree", step)))
+            second.wait(30)
+            rank.context.remove_team(team)
+
+    def body(rank: Rank) -> None:
+        thread = threading.Thread(target=differ, args=(rank,))
+        thread.start()
+        agree(rank)
+        thread.join(60)
+        assert not thread.is_alive()
+
+    first, second = threading.Barrier(4), threading.Barrier(4)
+    run_ranks(body, [1, 1])
+
+
 def test_a_rank_that_removes_a_team_at_work_is_told() -> None:
     def body(rank: Rank) -> None:
         team = rank.context.add_team([0, 1])
