@@ -5,7 +5,8 @@
 
 #include "values.h"
 
-enum { WAIT_MS = 1000 };
+/* A wait that nobody ends must not end by itself: the watchdog is to see it. Some waits do come back in between. */
+enum { PATIENT_MS = 1 << 30, IMPATIENT_MS = 20 };
 
 static const struct team *team_of(const struct rank *rank, const struct operation *operation) {
     return &rank->run->schedule->teams[operation->team];
@@ -134,7 +135,7 @@ static int submit(struct rank *rank, struct slot *slot, enum haste haste) {
     fill_tensors(rank, slot);
     const horo_request call = describe_call(rank, slot, haste == NO_HASTE ? 0 : HORO_SUBMIT_SYNC);
     if (haste == AT_ONCE) {
-        return horo_run(rank->context, &call, WAIT_MS, &slot->handle, slot->sentence, sizeof slot->sentence);
+        return horo_run(rank->context, &call, PATIENT_MS, &slot->handle, slot->sentence, sizeof slot->sentence);
     }
     const int status = horo_submit(rank->context, &call, &slot->handle, slot->sentence, sizeof slot->sentence);
     return status == HORO_OK ? HORO_IN_PROGRESS : status;
@@ -219,12 +220,12 @@ void slot_await(struct rank *rank, struct slot *slot, uint32_t way) {
     const int finishes = way == 0 && !gives;
     while (slot->handle != 0 && slot->status == HORO_IN_PROGRESS) {
         if (finishes) {
-            slot->status = horo_finish(rank->context, slot->handle, WAIT_MS);
+            slot->status = horo_finish(rank->context, slot->handle, PATIENT_MS);
         } else if (way == 1) {
             slot->status = horo_poll(rank->context, slot->handle);
             (void)sched_yield();
         } else {
-            slot->status = horo_wait(rank->context, slot->handle, WAIT_MS);
+            slot->status = horo_wait(rank->context, slot->handle, way == 2 ? IMPATIENT_MS : PATIENT_MS);
         }
     }
     if (slot->handle != 0 && !(finishes && slot->status == HORO_OK)) {
