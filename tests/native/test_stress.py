@@ -50,7 +50,9 @@ def test_a_fresh_schedule_holds_too(program: Path) -> None:
     run(program, "--schedules", str(SCHEDULES))
 
 
-@pytest.mark.parametrize("wrong", [["--sed", "1"], ["--seed"], ["--hosts", "9"], ["--operations", "0"]])
+@pytest.mark.parametrize(
+    "wrong", [["--sed", "1"], ["--seed"], ["--hosts", "9"], ["--teams", "9"], ["--operations", "0"]]
+)
 def test_a_wrong_option_is_named(program: Path, wrong: list[str]) -> None:
     done = subprocess.run([program, *wrong], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2

@@ -239,6 +239,36 @@ def test_ranks_that_ask_for_different_teams_hear_it_and_go_on() -> None:
     run_ranks(body, [2])
 
 
+def test_a_team_that_came_to_nothing_goes_while_others_come_and_go() -> None:
+    """Its links are let go of by the caller, the list of those in use is the driver's: for the thread sanitizer."""
+    links = Links([0, 1])
+
+    def differ(rank: Rank) -> None:
+        for step in range(30):
+            ranks = [0, 1] if rank.rank == 0 else [1]
+            with pytest.raises(MismatchError):
+                rank.context.add_team(ranks, **links.of(rank.rank, ranks, ("differ", step)))
+            first.wait(30)
+            second.wait(30)
+
+    def agree(rank: Rank) -> None:
+        for step in range(30):
+            first.wait(30)
+            team = rank.context.add_team([0, 1], **links.of(rank.rank, [0, 1], ("agree", step)))
+            second.wait(30)
+            rank.context.remove_team(team)
+
+    def body(rank: Rank) -> None:
+        thread = threading.Thread(target=differ, args=(rank,))
+        thread.start()
+        agree(rank)
+        thread.join(60)
+        assert not thread.is_alive()
+
+    first, second = threading.Barrier(4), threading.Barrier(4)
+    run_ranks(body, [1, 1])
+
+
 def test_a_rank_that_removes_a_team_at_work_is_told() -> None:
     def body(rank: Rank) -> None:
         team = rank.context.add_team([0, 1])
@@ -342,6 +372,26 @@ def test_a_death_ends_teams_and_is_named_by_all(hosts: list[int], dying: int) ->
     with Group(hosts) as group:
         texts = group.run(body)
         assert all(f"rank {dying} " in text for rank, text in enumerate(texts) if rank != dying), texts
+
+
+@pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
+def test_a_removal_that_ends_with_the_group_can_be_asked_for_again(hosts: list[int]) -> None:
+    """The answer is that of every call then, not that the removal is under way."""
+    links = Links(hosts_of(hosts))
+
+    def body(rank: Rank) -> None:
+        team = rank.context.add_team([0, 1], **links.of(rank.rank, [0, 1], 0))
+        if rank.rank == 1:
+            group.kill(1)
+            return
+        for _ in range(2):
+            with pytest.raises(PeerLostError):
+                rank.context.remove_team(team)
+        with pytest.raises(PeerLostError):
+            rank.barrier(team=team)
+
+    with Group(hosts) as group:
+        group.run(body)
 
 
 @pytest.mark.parametrize("hosts", [[3], [1, 2], [2, 1], [1, 1, 1]], ids=str)

@@ -190,6 +190,8 @@ int hr_engine_change_teams(struct hr_engine *engine, struct hr_request *request,
 /* Before the announcement of one that removes a team, which from then on may end on other ranks; and where the ranks do not agree on it. */
 void hr_engine_expect_removal(struct hr_engine *engine, const struct hr_request *request);
 void hr_engine_refuse_removal(struct hr_engine *engine, const struct hr_request *request);
+/* With the lock held: it has failed, for whatever reason, so the team can be submitted to again. */
+void hr_engine_withdraw_removal(struct hr_engine *engine, const struct hr_request *request);
 /* Whether this host has members of a team besides that of all ranks. Driver only. */
 int hr_engine_has_local_teams(const struct hr_engine *engine);
 

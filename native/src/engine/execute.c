@@ -353,6 +353,9 @@ static void remove_in_flight(struct hr_engine *engine, const struct hr_request *
 void hr_engine_complete_locked(struct hr_engine *engine, struct hr_request *request, int status, const char *text) {
     forget_announcement(request);
     remove_in_flight(engine, request);
+    if (status != HORO_OK) {
+        hr_engine_withdraw_removal(engine, request);
+    }
     request->error_text = text == NULL ? NULL : strdup(text);
     atomic_fetch_sub(&engine->submission.pending, 1);
     atomic_store(&request->status, status); /* last: from here on the caller may release it */

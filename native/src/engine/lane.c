@@ -58,6 +58,7 @@ int hr_lane_open(struct hr_lane *lane, int number, struct hr_error *error) {
         if (hr_node_add_transport(node, team->transport, (1 + node->sockets_per_peer) * team->host_count) != HORO_OK) {
             return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for links to %d hosts", team->host_count);
         }
+        team->is_driven = 1;
         if (lane->is_leader) {
             atomic_store(&lane->engine->driver.always_drives, 1);
         }

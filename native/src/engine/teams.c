@@ -73,10 +73,11 @@ static int begin_removal(const struct hr_engine *engine, int team, struct hr_err
     return HORO_OK;
 }
 
-static void set_removed(struct hr_engine *engine, int team, int is_removed) {
+/* It could not even be submitted. */
+static void take_back_removal(struct hr_engine *engine, int team) {
     (void)pthread_mutex_lock(&engine->submission.lock);
     if (engine->teams[team].lane != NULL) {
-        engine->teams[team].lane->is_removed = is_removed;
+        engine->teams[team].lane->is_removed = 0;
     }
     (void)pthread_mutex_unlock(&engine->submission.lock);
 }
@@ -89,7 +90,7 @@ int hr_engine_remove_team(struct hr_engine *engine, int team, int64_t *handle, s
     const int32_t value = team;
     const int status = submit(engine, HORO_REMOVE_TEAM, &value, 1, NULL, handle, error);
     if (status != HORO_OK) {
-        set_removed(engine, team, 0);
+        take_back_removal(engine, team);
     }
     return status;
 }
@@ -136,7 +137,13 @@ void hr_engine_refuse_removal(struct hr_engine *engine, const struct hr_request 
     struct hr_lane *lane = lane_removed_by(engine, request);
     if (lane != NULL) {
         lane->leader.closes = 0;
-        set_removed(engine, lane->team->number, 0);
+    }
+}
+
+void hr_engine_withdraw_removal(struct hr_engine *engine, const struct hr_request *request) {
+    struct hr_lane *lane = lane_removed_by(engine, request);
+    if (lane != NULL) {
+        lane->is_removed = 0;
     }
 }
 

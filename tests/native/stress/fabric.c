@@ -3,8 +3,9 @@
 #include <string.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>
-#include <sys/socket.h>
 #include <unistd.h>
+
+#include "links.h"
 
 static const char *const names[HOSTS_MAX] = {"host0", "host1", "host2", "host3"};
 
@@ -20,21 +21,12 @@ static int find_rank(const struct fabric *fabric, int host, int local_index) {
     return rank;
 }
 
-static int join(int32_t *one, int32_t *other) {
-    int ends[2];
-    if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) != 0) {
-        return -1;
-    }
-    *one = ends[0];
-    *other = ends[1];
-    return 0;
-}
-
 /* Every rank has an eventfd of each rank of its host. */
 static int make_host(struct fabric *fabric, int host) {
     const struct schedule *schedule = fabric->schedule;
     const int size = schedule->host_sizes[host];
-    const size_t bytes = (size_t)horo_arena_bytes(size, schedule->segment_bytes, 1);
+    const int teams = 1 + schedule->teams_at_once + 1; /* one may come before another has gone */
+    const size_t bytes = (size_t)horo_arena_bytes(size, schedule->segment_bytes, teams);
     void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) {
         return -1;
@@ -54,37 +46,8 @@ static int make_host(struct fabric *fabric, int host) {
                 return -1;
             }
         }
-        if (i > 0 && join(&leader->life[i], &fabric->fds[find_rank(fabric, host, i)].life[0]) != 0) {
+        if (i > 0 && links_join(&leader->life[i], &fabric->fds[find_rank(fabric, host, i)].life[0]) != 0) {
             return -1;
-        }
-    }
-    return 0;
-}
-
-static int owner_count(const struct schedule *schedule) {
-    int least = RANKS_MAX;
-    for (int host = 0; host < schedule->host_count; host++) {
-        least = schedule->host_sizes[host] < least ? schedule->host_sizes[host] : least;
-    }
-    return least;
-}
-
-/* Control along a binomial tree among leaders; data between all ranks of equal local index: so few hosts are all linked. */
-static int join_hosts(struct fabric *fabric) {
-    const int owners = owner_count(fabric->schedule);
-    for (int host = 1; host < fabric->schedule->host_count; host++) {
-        const int parent = host & (host - 1);
-        struct rank_fds *leader = &fabric->fds[find_rank(fabric, host, 0)];
-        if (join(&leader->control[parent], &fabric->fds[find_rank(fabric, parent, 0)].control[host]) != 0) {
-            return -1;
-        }
-        for (int other = 0; other < host; other++) {
-            for (int i = 0; i < owners; i++) {
-                struct rank_fds *one = &fabric->fds[find_rank(fabric, host, i)];
-                if (join(&one->data[other], &fabric->fds[find_rank(fabric, other, i)].data[host]) != 0) {
-                    return -1;
-                }
-            }
         }
     }
     return 0;
@@ -104,8 +67,8 @@ static void fill_setup(struct fabric *fabric, int rank) {
         .segment_bytes = schedule->segment_bytes,
         .wake_fds = fds->wake,
         .life_fds = fds->life,
-        .control_fds = fds->control,
-        .data_fds = fds->data,
+        .control_fds = fds->links.control,
+        .data_fds = fds->links.data,
         .fusion_bytes = schedule->fusion_bytes,
         .cache_capacity = schedule->cache_capacity,
         .spin_us = schedule->spin_us,
@@ -115,77 +78,124 @@ static void fill_setup(struct fabric *fabric, int rank) {
     };
 }
 
-static int copy_fds(const int32_t *fds, int32_t *copies, int count) {
-    for (int i = 0; i < count; i++) {
-        copies[i] = fds[i] < 0 ? -1 : dup(fds[i]);
-        if (fds[i] >= 0 && copies[i] < 0) {
-            return -1;
-        }
-    }
-    return 0;
+static int copy_links(const struct link_fds *links, struct link_fds *copies) {
+    const int status = links_copy(links->control, copies->control, HOSTS_MAX);
+    return status != 0 ? status : links_copy(links->data, copies->data, HOSTS_MAX);
 }
 
-static void forget(struct rank_fds *fds) {
-    memset(fds, 0xff, sizeof *fds); /* all -1 */
+static void end_links(const struct link_fds *links) {
+    links_end(links->control, HOSTS_MAX);
+    links_end(links->data, HOSTS_MAX);
+}
+
+static void close_links(struct link_fds *links) {
+    links_close(links->control, HOSTS_MAX);
+    links_close(links->data, HOSTS_MAX);
+}
+
+static void forget_all(struct fabric *fabric) {
+    memset(fabric->fds, 0xff, sizeof fabric->fds); /* all -1 */
+    memset(&fabric->copies, 0xff, sizeof fabric->copies);
+    memset(fabric->team_copies, 0xff, sizeof fabric->team_copies);
+    for (int team = 0; team < TEAMS_MAX; team++) {
+        memset(fabric->teams[team].ends, 0xff, sizeof fabric->teams[team].ends);
+    }
+}
+
+static int copy_victim(struct fabric *fabric) {
+    const struct rank_fds *fds = &fabric->fds[fabric->schedule->victim];
+    const int status = links_copy(fds->life, fabric->copies.life, RANKS_MAX);
+    return status != 0 ? status : copy_links(&fds->links, &fabric->copies.links);
 }
 
 int fabric_make(const struct schedule *schedule, struct fabric *fabric) {
-    *fabric = (struct fabric){.schedule = schedule};
+    *fabric = (struct fabric){.schedule = schedule, .lock = PTHREAD_MUTEX_INITIALIZER};
+    forget_all(fabric);
     int seen[HOSTS_MAX] = {0};
+    struct link_fds *ends[RANKS_MAX];
     for (int rank = 0; rank < schedule->size; rank++) {
         fabric->local_index[rank] = seen[host_of(fabric, rank)]++;
         fabric->host_names[rank] = names[host_of(fabric, rank)];
-        forget(&fabric->fds[rank]);
+        ends[rank] = &fabric->fds[rank].links;
     }
-    forget(&fabric->copies);
     for (int host = 0; host < schedule->host_count; host++) {
         if (make_host(fabric, host) != 0) {
             return -1;
         }
     }
-    if (join_hosts(fabric) != 0) {
+    int host_count;
+    if (links_make(schedule, &schedule->teams[0], ends, &host_count) != 0) {
         return -1;
     }
     for (int rank = 0; rank < schedule->size; rank++) {
         fill_setup(fabric, rank);
     }
-    if (schedule->ending != ENDING_DEATH) {
-        return 0;
-    }
-    const struct rank_fds *fds = &fabric->fds[schedule->victim];
-    return copy_fds(fds->life, fabric->copies.life, RANKS_MAX) != 0 ||
-                   copy_fds(fds->control, fabric->copies.control, HOSTS_MAX) != 0 ||
-                   copy_fds(fds->data, fabric->copies.data, HOSTS_MAX) != 0
-               ? -1
-               : 0;
-}
-
-static void end_streams(const int32_t *fds, int count) {
-    for (int i = 0; i < count; i++) {
-        if (fds[i] >= 0) {
-            (void)shutdown(fds[i], SHUT_WR);
-        }
-    }
+    return schedule->ending == ENDING_DEATH ? copy_victim(fabric) : 0;
 }
 
 void fabric_kill_victim(struct fabric *fabric) {
-    end_streams(fabric->copies.life, RANKS_MAX);
-    end_streams(fabric->copies.control, HOSTS_MAX);
-    end_streams(fabric->copies.data, HOSTS_MAX);
+    links_end(fabric->copies.life, RANKS_MAX);
+    end_links(&fabric->copies.links);
+    for (int team = 0; team < TEAMS_MAX; team++) {
+        end_links(&fabric->team_copies[team]);
+    }
 }
 
-static void close_all(const int32_t *fds, int count) {
-    for (int i = 0; i < count; i++) {
-        if (fds[i] >= 0) {
-            (void)close(fds[i]);
-        }
+/* ---- Teams that are added ---- */
+
+static int make_team(struct fabric *fabric, int team) {
+    struct team_links *links = &fabric->teams[team];
+    struct link_fds *ends[RANKS_MAX];
+    for (int rank = 0; rank < RANKS_MAX; rank++) {
+        ends[rank] = &links->ends[rank];
+    }
+    (void)pthread_mutex_lock(&fabric->lock);
+    const int status =
+        links->are_made ? 0 : links_make(fabric->schedule, &fabric->schedule->teams[team], ends, &links->host_count);
+    links->are_made = 1;
+    (void)pthread_mutex_unlock(&fabric->lock);
+    return status;
+}
+
+static int is_doomed(const struct fabric *fabric, int rank) {
+    return fabric->schedule->ending == ENDING_DEATH && fabric->schedule->victim == rank;
+}
+
+int fabric_describe_team(struct fabric *fabric, int team, int rank, horo_team_setup *setup) {
+    if (make_team(fabric, team) != 0) {
+        return -1;
+    }
+    const struct team_links *links = &fabric->teams[team];
+    const struct team *members = &fabric->schedule->teams[team];
+    const int has_links = links->host_count > 1 && team_has(members, rank);
+    *setup = (horo_team_setup){
+        .ranks = members->ranks,
+        .size = members->size,
+        .control_fds = has_links ? links->ends[rank].control : NULL,
+        .data_fds = has_links ? links->ends[rank].data : NULL,
+    };
+    return is_doomed(fabric, rank) ? copy_links(&links->ends[rank], &fabric->team_copies[team]) : 0;
+}
+
+void fabric_hand_over(struct fabric *fabric, int team, int rank) {
+    memset(&fabric->teams[team].ends[rank], 0xff, sizeof fabric->teams[team].ends[rank]);
+}
+
+void fabric_forget_team(struct fabric *fabric, int team, int rank) {
+    if (is_doomed(fabric, rank)) {
+        close_links(&fabric->team_copies[team]);
     }
 }
 
 void fabric_free(struct fabric *fabric) {
-    close_all(fabric->copies.life, RANKS_MAX);
-    close_all(fabric->copies.control, HOSTS_MAX);
-    close_all(fabric->copies.data, HOSTS_MAX);
+    links_close(fabric->copies.life, RANKS_MAX);
+    close_links(&fabric->copies.links);
+    for (int team = 0; team < TEAMS_MAX; team++) {
+        close_links(&fabric->team_copies[team]);
+        for (int rank = 0; rank < RANKS_MAX; rank++) {
+            close_links(&fabric->teams[team].ends[rank]);
+        }
+    }
     for (int host = 0; host < HOSTS_MAX; host++) {
         if (fabric->arenas[host] != NULL) {
             (void)munmap(fabric->arenas[host], fabric->arena_bytes[host]);

@@ -116,41 +116,71 @@ static int run_ranks(struct run *run, double deadline_s) {
     return 0;
 }
 
-/* Returns how many operations the ranks have finished, all together; -1: it could not be run. */
-static int64_t run_seed(uint64_t seed, const struct options *options) {
-    struct schedule schedule;
-    struct run *run = calloc(1, sizeof *run);
-    struct rank *ranks = calloc(RANKS_MAX, sizeof *ranks);
-    if (run == NULL || ranks == NULL || schedule_make(seed, &options->limits, &schedule) != 0) {
-        (void)fprintf(stderr, "stress: no memory\n");
-        return -1;
+/* When all ranks are over. */
+static int judge_whole(struct run *run) {
+    const int64_t torn = oracle_find_torn(&run->oracle);
+    if (torn < 0) {
+        return 0;
     }
-    run->schedule = &schedule;
-    run->ranks = ranks;
-    (void)snprintf(run->replay, sizeof run->replay, "stress --seed %llu --operations %zu --max-size %lld --hosts %d%s%s",
-                   (unsigned long long)seed, options->limits.operations, (long long)options->limits.elements,
-                   options->limits.hosts, options->limits.together ? " --together" : "", options->limits.moving ? " --moving" : "");
-    if (!options->quiet) {
+    char text[512];
+    operation_describe(run->schedule, &run->schedule->operations[torn], text, sizeof text);
+    (void)fprintf(stderr, "stress: operation %lld was decided on some of its ranks only, on %d: %s\n", (long long)torn,
+                  atomic_load(&run->oracle.decided[torn]), text);
+    schedule_describe(run->schedule, text, sizeof text);
+    (void)fprintf(stderr, "  %s\nagain: %s\n", text, run->replay);
+    return -1;
+}
+
+static void prepare(struct run *run, uint64_t seed, const struct limits *limits, int quiet) {
+    (void)snprintf(run->replay, sizeof run->replay,
+                   "stress --seed %llu --operations %zu --max-size %lld --hosts %d --teams %d%s%s",
+                   (unsigned long long)seed, limits->operations, (long long)limits->elements, limits->hosts,
+                   limits->teams, limits->together ? " --together" : "", limits->moving ? " --moving" : "");
+    if (!quiet) {
         char text[512];
-        schedule_describe(&schedule, text, sizeof text);
+        schedule_describe(run->schedule, text, sizeof text);
         (void)printf("seed %llu: %s\n", (unsigned long long)seed, text);
         (void)fflush(stdout);
     }
-    if (fabric_make(&schedule, &run->fabric) != 0) {
-        (void)fprintf(stderr, "stress: no descriptors or memory: %s\n", strerror(errno));
-        return -1;
-    }
-    if (run_ranks(run, options->deadline_s) != 0) {
-        return -1;
-    }
+}
+
+static int64_t count_finished(const struct run *run) {
     int64_t finished = 0;
-    for (int i = 0; i < schedule.size; i++) {
-        finished += (int64_t)atomic_load(&ranks[i].finished);
+    for (int i = 0; i < run->schedule->size; i++) {
+        finished += (int64_t)atomic_load(&run->ranks[i].finished);
     }
-    fabric_free(&run->fabric);
-    schedule_free(&schedule);
-    free(ranks);
-    free(run);
+    return finished;
+}
+
+static void free_run(struct run *run) {
+    if (run != NULL) {
+        oracle_free(&run->oracle);
+        free(run->ranks);
+        free(run);
+    }
+}
+
+/* Returns how many operations the ranks have finished, all together; -1: it could not be run, or is wrong. */
+static int64_t run_seed(uint64_t seed, const struct options *options) {
+    struct schedule *schedule = calloc(1, sizeof *schedule);
+    struct run *run = calloc(1, sizeof *run);
+    int64_t finished = -1;
+    if (run == NULL || schedule == NULL || (run->ranks = calloc(RANKS_MAX, sizeof *run->ranks)) == NULL ||
+        schedule_make(seed, &options->limits, schedule) != 0 || oracle_init(&run->oracle, schedule) != 0) {
+        (void)fprintf(stderr, "stress: no memory\n");
+    } else {
+        run->schedule = schedule;
+        prepare(run, seed, &options->limits, options->quiet);
+        if (fabric_make(schedule, &run->fabric) != 0) {
+            (void)fprintf(stderr, "stress: no descriptors or memory: %s\n", strerror(errno));
+        } else if (run_ranks(run, options->deadline_s) == 0 && judge_whole(run) == 0) {
+            finished = count_finished(run);
+            fabric_free(&run->fabric);
+        }
+        schedule_free(schedule);
+    }
+    free_run(run);
+    free(schedule);
     return finished;
 }
 
@@ -159,9 +189,10 @@ static int64_t run_seed(uint64_t seed, const struct options *options) {
 static int usage(const char *what) {
     (void)fprintf(stderr,
                   "stress: %s\nusage: stress [--seed N] [--schedules N | --seconds S] [--operations N] [--max-size ELEMENTS]\n"
-                  "              [--hosts MOST] [--together] [--moving] [--deadline S] [--quiet]\n"
-                  "Without a seed a fresh one. --together: no rank leaves early or dies. --moving: only operations that move\n"
-                  "data. A schedule that is not over after the deadline (60 s) has failed.\n",
+                  "              [--hosts MOST] [--teams MOST] [--together] [--moving] [--deadline S] [--quiet]\n"
+                  "Without a seed a fresh one. --teams: at a time, besides that of all ranks, 0 to 8 (3). --together: no rank\n"
+                  "leaves early or dies. --moving: only operations that move data. A schedule that is not over after the\n"
+                  "deadline (60 s) has failed.\n",
                   what);
     return 2;
 }
@@ -185,6 +216,8 @@ static int parse_value(const char *name, const char *text, struct options *optio
         options->limits.elements = (int64_t)number;
     } else if (strcmp(name, "--hosts") == 0 && number >= 1 && number <= HOSTS_MAX) {
         options->limits.hosts = (int)number;
+    } else if (strcmp(name, "--teams") == 0 && number <= LIVE_MAX) {
+        options->limits.teams = (int)number;
     } else if (strcmp(name, "--deadline") == 0) {
         options->deadline_s = number;
     } else {
@@ -194,7 +227,7 @@ static int parse_value(const char *name, const char *text, struct options *optio
 }
 
 int main(int argc, char **argv) {
-    struct options options = {.schedules = 1, .deadline_s = 60, .limits = {2000, 200000, HOSTS_MAX, 0, 0}};
+    struct options options = {.schedules = 1, .deadline_s = 60, .limits = {2000, 200000, HOSTS_MAX, 3, 0, 0}};
     for (int i = 1; i < argc; i++) {
         if (strcmp(argv[i], "--quiet") == 0) {
             options.quiet = 1;

@@ -5,8 +5,9 @@
 #include <string.h>
 
 #include "chance.h"
+#include "teams.h"
 
-enum { REPEATED_NAMES = 150 };
+enum { REPEATED_NAMES = 150, TEAM_BYTES = 32 + 3 * RANKS_MAX };
 
 #define ANY_OF(chance, list) ((list)[chance_below((chance), (uint32_t)(sizeof(list) / sizeof((list)[0])))])
 
@@ -94,11 +95,12 @@ static void choose_reduction(struct chance *chance, const struct limits *limits,
 
 /* All but the name. */
 static void choose_operation(struct chance *chance, const struct schedule *schedule, const struct limits *limits,
-                             struct operation *operation) {
+                             int team_number, struct operation *operation) {
     static const int32_t dtypes[] = {HORO_FLOAT32, HORO_FLOAT32, HORO_FLOAT64, HORO_INT32, HORO_INT64,
                                      HORO_UINT8,   HORO_FLOAT16, HORO_BFLOAT16};
-    const struct team *team = &schedule->teams[0];
+    const struct team *team = &schedule->teams[team_number];
     *operation = (struct operation){.salt = chance_next(chance) >> 16, .prescale = 1.0, .postscale = 1.0, .tensor_count = 1};
+    operation->team = team_number;
     operation->dtype = ANY_OF(chance, dtypes);
     operation->apart = (int)chance_below(chance, 2);
     const uint32_t kind = chance_below(chance, limits->moving ? 18 : 20);
@@ -123,9 +125,10 @@ static void choose_operation(struct chance *chance, const struct schedule *sched
     }
 }
 
-static int is_taken(const struct schedule *schedule, const struct bunch *bunch, const char *name) {
+/* Two teams may use a name at once. */
+static int is_taken(const struct schedule *schedule, const struct bunch *bunch, int team, const char *name) {
     for (size_t i = bunch->first; i < bunch->first + bunch->count; i++) {
-        if (strcmp(schedule->operations[i].name, name) == 0) {
+        if (schedule->operations[i].team == team && strcmp(schedule->operations[i].name, name) == 0) {
             return 1;
         }
     }
@@ -133,21 +136,22 @@ static int is_taken(const struct schedule *schedule, const struct bunch *bunch, 
 }
 
 /* Half of the names come again, mostly with the same tensors. */
-static void add_operation(struct chance *chance, const struct limits *limits, struct schedule *schedule, struct bunch *bunch) {
+static void add_operation(struct chance *chance, const struct limits *limits, struct schedule *schedule,
+                          struct bunch *bunch, int team) {
     struct operation *operation = &schedule->operations[schedule->operation_count];
     const uint32_t which = chance_below(chance, REPEATED_NAMES);
     const uint32_t kind = chance_below(chance, 8);
     char name[NAME_BYTES];
     (void)snprintf(name, sizeof name, "layers.%u.weight", which);
-    if (kind < 5 && !is_taken(schedule, bunch, name)) {
+    if (kind < 5 && !is_taken(schedule, bunch, team, name)) {
         const uint32_t variant = chance_once_in(chance, 12) ? chance_below(chance, 3) : 0;
-        struct chance its_own = {chance_mix(schedule->seed, which * 3 + variant)};
-        choose_operation(&its_own, schedule, limits, operation);
+        struct chance its_own = {chance_mix(schedule->seed, ((uint32_t)team * REPEATED_NAMES + which) * 3 + variant)};
+        choose_operation(&its_own, schedule, limits, team, operation);
         if (operation->difference != DIFFERENCE_NONE && !chance_once_in(chance, 4)) {
             operation->difference = DIFFERENCE_NONE;
         }
     } else {
-        choose_operation(chance, schedule, limits, operation);
+        choose_operation(chance, schedule, limits, team, operation);
         (void)snprintf(name, sizeof name, "%s.%zu", kind < 7 ? "once" : "new", schedule->operation_count);
         operation->flags = kind < 7 ? HORO_SUBMIT_TRANSIENT : 0;
     }
@@ -156,25 +160,46 @@ static void add_operation(struct chance *chance, const struct limits *limits, st
     bunch->count++;
 }
 
+static void choose_teams(struct chance *chance, const struct limits *limits, struct schedule *schedule) {
+    static const uint32_t churns[] = {1, 3, 10};
+    schedule->teams_at_once = (int)chance_below(chance, (uint32_t)limits->teams + 1);
+    schedule->churn = ANY_OF(chance, churns);
+}
+
+static struct bunch *begin_bunch(struct schedule *schedule) {
+    struct bunch *bunch = &schedule->bunches[schedule->bunch_count++];
+    bunch->first = schedule->operation_count;
+    return bunch;
+}
+
+/* The last one is of all ranks and by itself: who has done it knows that nobody is behind. */
+static void choose_bunches(struct chance *chance, const struct limits *limits, struct schedule *schedule) {
+    struct live_teams live = {0};
+    while (schedule->operation_count + 1 < limits->operations) {
+        struct bunch *bunch = begin_bunch(schedule);
+        const uint32_t wanted = chance_once_in(chance, 2) ? 1 : 1 + chance_below(chance, BUNCH_MAX);
+        teams_change(chance, limits, schedule, bunch, &live);
+        while (bunch->count < wanted && schedule->operation_count + 1 < limits->operations) {
+            add_operation(chance, limits, schedule, bunch, teams_choose(chance, &live));
+        }
+        teams_settle(&live);
+    }
+    add_operation(chance, limits, schedule, begin_bunch(schedule), 0);
+}
+
 int schedule_make(uint64_t seed, const struct limits *limits, struct schedule *schedule) {
     struct chance chance = {chance_mix(seed, 0)};
     *schedule = (struct schedule){.seed = seed};
     place_ranks(&chance, limits->hosts, schedule);
     choose_options(&chance, schedule);
+    choose_teams(&chance, limits, schedule);
     schedule->operations = calloc(limits->operations, sizeof *schedule->operations);
     schedule->bunches = calloc(limits->operations, sizeof *schedule->bunches);
     if (schedule->operations == NULL || schedule->bunches == NULL) {
         schedule_free(schedule);
         return -1;
     }
-    while (schedule->operation_count < limits->operations) {
-        struct bunch *bunch = &schedule->bunches[schedule->bunch_count++];
-        bunch->first = schedule->operation_count;
-        const uint32_t wanted = chance_once_in(&chance, 2) ? 1 : 1 + chance_below(&chance, BUNCH_MAX);
-        while (bunch->count < wanted && schedule->operation_count < limits->operations) {
-            add_operation(&chance, limits, schedule, bunch);
-        }
-    }
+    choose_bunches(&chance, limits, schedule);
     choose_ending(&chance, limits->together, schedule);
     return 0;
 }
@@ -199,22 +224,54 @@ void schedule_describe(const struct schedule *schedule, char *text, size_t text_
         (void)snprintf(who, sizeof who, "rank %d in bunch %zu of %zu ", schedule->victim, schedule->victim_bunch,
                        schedule->bunch_count);
     }
-    (void)snprintf(text, text_bytes, "hosts [%s]%s, segment %llu, fusion %llu, cache %d, spin %d us, cycle %d us, %zu operations; %s%s",
+    (void)snprintf(text, text_bytes,
+                   "hosts [%s]%s, teams %d, at once %d, segment %llu, fusion %llu, cache %d, spin %d us, cycle %d us, "
+                   "%zu operations; %s%s",
                    hosts, schedule->host_count > 1 && schedule->host_of_rank[1] != 0 ? " in turn" : "",
-                   (unsigned long long)schedule->segment_bytes, (unsigned long long)schedule->fusion_bytes,
+                   schedule->team_count, schedule->teams_at_once, (unsigned long long)schedule->segment_bytes,
+                   (unsigned long long)schedule->fusion_bytes,
                    schedule->cache_capacity, schedule->spin_us, schedule->cycle_time_us, schedule->operation_count, who,
                    endings[schedule->ending]);
 }
 
-void operation_describe(const struct operation *operation, char *text, size_t text_bytes) {
-    static const char *const ops[HORO_OP_COUNT] = {"allreduce", "allgather", "broadcast", "barrier"};
+static void describe_team(const struct schedule *schedule, int number, char *text, size_t text_bytes) {
+    const struct team *team = &schedule->teams[number];
+    int used = snprintf(text, text_bytes, "team %d [", number);
+    for (int i = 0; i < team->size; i++) {
+        used += snprintf(text + used, text_bytes - (size_t)used, "%s%d", i == 0 ? "" : ",", team->ranks[i]);
+    }
+    (void)snprintf(text + used, text_bytes - (size_t)used, "]");
+}
+
+static void describe_change(const struct schedule *schedule, const struct operation *operation, char *text,
+                            size_t text_bytes) {
+    char team[TEAM_BYTES];
+    char other[TEAM_BYTES + 32] = "";
+    describe_team(schedule, operation->subject, team, sizeof team);
+    if (operation->difference != DIFFERENCE_NONE) {
+        const int used = snprintf(other, sizeof other, ", but rank %d ", operation->differs);
+        describe_team(schedule, operation->other, other + used, sizeof other - (size_t)used);
+    }
+    (void)snprintf(text, text_bytes, "%s %s%s", operation->op == HORO_ADD_TEAM ? "add" : "remove", team, other);
+}
+
+void operation_describe(const struct schedule *schedule, const struct operation *operation, char *text,
+                        size_t text_bytes) {
+    static const char *const ops[] = {"allreduce", "allgather", "broadcast", "barrier"};
     static const char *const differences[] = {"", ", another shape on rank ", ", another dtype on rank "};
+    if (operation_changes_teams(operation)) {
+        describe_change(schedule, operation, text, text_bytes);
+        return;
+    }
     char who[16] = "";
+    char team[TEAM_BYTES];
+    describe_team(schedule, operation->team, team, sizeof team);
     if (operation->difference != DIFFERENCE_NONE) {
         (void)snprintf(who, sizeof who, "%d", operation->differs);
     }
-    (void)snprintf(text, text_bytes, "%s '%s' (reduce op %d, dtype %d, %d tensors, the first of %lld, factors %g and %g%s%s)",
-                   ops[operation->op], operation->name, operation->reduce_op, operation->dtype, operation->tensor_count,
+    (void)snprintf(text, text_bytes,
+                   "%s '%s' in %s (reduce op %d, dtype %d, %d tensors, the first of %lld, factors %g and %g%s%s)",
+                   ops[operation->op], operation->name, team, operation->reduce_op, operation->dtype, operation->tensor_count,
                    (long long)operation->counts[0], operation->prescale, operation->postscale,
                    differences[operation->difference], who);
 }

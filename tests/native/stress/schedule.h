@@ -16,6 +16,8 @@ enum {
     TENSORS_MAX = 5,
     BUNCH_MAX = 48,
     NAME_BYTES = 40,
+    LIVE_MAX = 8,    /* teams at a time, besides that of all ranks */
+    TEAMS_MAX = 200, /* all that a schedule ever wants; one that is removed and added again is another one */
 };
 
 enum ending {
@@ -24,12 +26,12 @@ enum ending {
     ENDING_DEATH,    /* one rank is gone before that */
 };
 
-enum difference { DIFFERENCE_NONE, DIFFERENCE_SHAPE, DIFFERENCE_DTYPE };
+enum difference { DIFFERENCE_NONE, DIFFERENCE_SHAPE, DIFFERENCE_DTYPE, DIFFERENCE_TEAM };
 
 /* Ranks that work together. */
 struct team {
     int size;
-    int ranks[RANKS_MAX];
+    int32_t ranks[RANKS_MAX]; /* ascending */
 };
 
 struct operation {
@@ -43,10 +45,15 @@ struct operation {
     int apart;                   /* the outputs are not the inputs */
     enum difference difference;
     int differs; /* the rank that submits something else */
+    int subject; /* add, remove: which team */
+    int other;   /* which team the rank that differs adds or removes */
     char name[NAME_BYTES];
 };
 
-/* Operations that are submitted in any order before the first of them is waited for. */
+/*
+ * Operations that are submitted in any order before the first of them is waited for. A rank skips those of teams that
+ * it is not in.
+ */
 struct bunch {
     size_t first;
     uint32_t count;
@@ -62,8 +69,10 @@ struct schedule {
     enum ending ending;
     int victim;          /* who leaves or dies */
     size_t victim_bunch; /* in which bunch */
+    int teams_at_once; /* besides that of all ranks, at most */
+    uint32_t churn;    /* a team is added in one of so many bunches, while there is room */
     int team_count;
-    struct team teams[1]; /* one today: all ranks */
+    struct team teams[TEAMS_MAX]; /* the first one has all ranks */
     size_t operation_count, bunch_count;
     struct operation *operations;
     struct bunch *bunches;
@@ -74,6 +83,7 @@ struct limits {
     size_t operations;
     int64_t elements;
     int hosts;
+    int teams;    /* at a time, besides that of all ranks */
     int together; /* no rank leaves early or dies */
     int moving;   /* only operations that move data: no barriers, nothing empty, no differences */
 };
@@ -83,6 +93,20 @@ int schedule_make(uint64_t seed, const struct limits *limits, struct schedule *s
 void schedule_free(struct schedule *schedule);
 /* Everything but the operations, in one line. */
 void schedule_describe(const struct schedule *schedule, char *text, size_t text_bytes);
-void operation_describe(const struct operation *operation, char *text, size_t text_bytes);
+void operation_describe(const struct schedule *schedule, const struct operation *operation, char *text,
+                        size_t text_bytes);
+
+static inline int team_has(const struct team *team, int rank) {
+    for (int i = 0; i < team->size; i++) {
+        if (team->ranks[i] == rank) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+static inline int operation_changes_teams(const struct operation *operation) {
+    return operation->op == HORO_ADD_TEAM || operation->op == HORO_REMOVE_TEAM;
+}
 
 #endif

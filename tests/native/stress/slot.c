@@ -1,0 +1,244 @@
+#include "slot.h"
+
+#include <sched.h>
+#include <stdlib.h>
+
+#include "values.h"
+
+/* A wait that nobody ends must not end by itself: the watchdog is to see it. Some waits do come back in between. */
+enum { PATIENT_MS = 1 << 30, IMPATIENT_MS = 20 };
+
+static const struct team *team_of(const struct rank *rank, const struct operation *operation) {
+    return &rank->run->schedule->teams[operation->team];
+}
+
+int slot_is_mine(const struct rank *rank, const struct operation *operation) {
+    if (operation->op == HORO_REMOVE_TEAM) {
+        return rank->team_numbers[operation->subject] > 0 && rank->team_numbers[operation->other] > 0;
+    }
+    return team_has(team_of(rank, operation), rank->number) && rank->team_numbers[operation->team] >= 0;
+}
+
+/* ---- Requests ---- */
+
+static void shape_tensor(const struct rank *rank, struct slot *slot, int i) {
+    const struct operation *operation = slot->operation;
+    const int wrong = operation->differs == rank->number && operation->difference == DIFFERENCE_SHAPE && i == 0;
+    slot->shapes[i][0] = operation->counts[i] + wrong;
+    if (operation->op == HORO_ALLGATHER) {
+        slot->shapes[i][0] = values_rows(operation, rank->number);
+    }
+    slot->shapes[i][1] = operation->columns + wrong;
+    slot->tensors[i] = (horo_tensor){
+        .shape = slot->shapes[i],
+        .ndim = operation->op == HORO_ALLGATHER ? 2 : 1,
+        .dtype = slot->dtype,
+    };
+}
+
+static int64_t elements_of(const struct slot *slot, int i) {
+    return slot->shapes[i][0] * (slot->tensors[i].ndim == 2 ? slot->shapes[i][1] : 1);
+}
+
+/* Inputs, and outputs of their own where the operation says so, all in one allocation. */
+static void fill_tensors(struct rank *rank, struct slot *slot) {
+    const struct operation *operation = slot->operation;
+    const int wrong = operation->differs == rank->number && operation->difference == DIFFERENCE_DTYPE;
+    slot->dtype = !wrong ? operation->dtype : operation->dtype == HORO_INT32 ? HORO_FLOAT32 : HORO_INT32;
+    size_t bytes = 0;
+    size_t offsets[TENSORS_MAX];
+    for (int i = 0; i < operation->tensor_count; i++) {
+        shape_tensor(rank, slot, i);
+        offsets[i] = bytes;
+        bytes += ((size_t)elements_of(slot, i) * horo_dtype_bytes(slot->dtype) + 15) / 16 * 16;
+    }
+    slot->memory = malloc(2 * bytes + 16);
+    if (slot->memory == NULL) {
+        rank_fail(rank, slot->number, "no memory for %zu bytes", 2 * bytes);
+        return;
+    }
+    for (int i = 0; i < operation->tensor_count; i++) {
+        char *input = slot->memory + offsets[i];
+        values_fill(operation, i, rank->number, slot->dtype, elements_of(slot, i), input);
+        slot->tensors[i].input = input;
+        slot->tensors[i].output = operation->apart ? input + bytes : input;
+    }
+}
+
+static horo_request describe_call(const struct rank *rank, const struct slot *slot, int flags) {
+    const struct operation *operation = slot->operation;
+    return (horo_request){
+        .name = operation->name,
+        .op = operation->op,
+        .reduce_op = operation->op == HORO_ALLREDUCE ? operation->reduce_op : 0,
+        .root_rank = operation->root_rank,
+        .flags = operation->flags | flags,
+        .prescale = operation->prescale,
+        .postscale = operation->postscale,
+        .tensors = slot->tensors,
+        .tensor_count = operation->tensor_count,
+        .team = rank->team_numbers[operation->team],
+    };
+}
+
+/* ---- Teams ---- */
+
+/* Which team this rank adds or removes. */
+static int team_changed(const struct rank *rank, const struct operation *operation) {
+    const int differs = operation->difference != DIFFERENCE_NONE && operation->differs == rank->number;
+    return differs ? operation->other : operation->subject;
+}
+
+static int add_team(struct rank *rank, struct slot *slot) {
+    const int team = team_changed(rank, slot->operation);
+    struct fabric *fabric = &rank->run->fabric;
+    horo_team_setup setup;
+    if (fabric_describe_team(fabric, team, rank->number, &setup) != 0) {
+        rank_fail(rank, slot->number, "no descriptors");
+    }
+    const int status = horo_add_team(rank->context, &setup, &slot->handle, slot->sentence, sizeof slot->sentence);
+    if (status == HORO_OK) {
+        fabric_hand_over(fabric, team, rank->number);
+    }
+    return status;
+}
+
+static int change_teams(struct rank *rank, struct slot *slot) {
+    if (slot->operation->op == HORO_ADD_TEAM) {
+        return add_team(rank, slot);
+    }
+    const int number = rank->team_numbers[team_changed(rank, slot->operation)];
+    return horo_remove_team(rank->context, number, &slot->handle, slot->sentence, sizeof slot->sentence);
+}
+
+/* Before its handle is released. */
+static void note_number(struct rank *rank, struct slot *slot) {
+    slot->team_number = horo_added_team(rank->context, slot->handle);
+    if (!oracle_number_is_right(&rank->run->oracle, slot->operation->subject, slot->team_number)) {
+        rank_fail(rank, slot->number, "the team has number %d", slot->team_number);
+    }
+}
+
+static void check_change(struct rank *rank, const struct slot *slot) {
+    const int subject = slot->operation->subject;
+    if (slot->operation->op == HORO_ADD_TEAM) {
+        rank->team_numbers[subject] = slot->team_number;
+    } else {
+        rank->team_numbers[subject] = -1;
+        fabric_forget_team(&rank->run->fabric, subject, rank->number);
+    }
+}
+
+/* ---- From beginning to end ---- */
+
+static int submit(struct rank *rank, struct slot *slot, enum haste haste) {
+    fill_tensors(rank, slot);
+    const horo_request call = describe_call(rank, slot, haste == NO_HASTE ? 0 : HORO_SUBMIT_SYNC);
+    if (haste == AT_ONCE) {
+        return horo_run(rank->context, &call, PATIENT_MS, &slot->handle, slot->sentence, sizeof slot->sentence);
+    }
+    const int status = horo_submit(rank->context, &call, &slot->handle, slot->sentence, sizeof slot->sentence);
+    return status == HORO_OK ? HORO_IN_PROGRESS : status;
+}
+
+void slot_begin(struct rank *rank, struct slot *slot, size_t number, enum haste haste) {
+    *slot = (struct slot){.operation = &rank->run->schedule->operations[number], .number = number};
+    atomic_store(&rank->operation, number);
+    atomic_store(&rank->phase, haste == AT_ONCE ? PHASE_RUN : PHASE_SUBMIT);
+    if (!operation_changes_teams(slot->operation)) {
+        slot->status = submit(rank, slot, haste);
+        return;
+    }
+    const int status = change_teams(rank, slot);
+    slot->status = status == HORO_OK ? HORO_IN_PROGRESS : status;
+}
+
+static void check_tensors(struct rank *rank, struct slot *slot) {
+    const struct operation *operation = slot->operation;
+    for (int i = 0; i < operation->tensor_count && operation->op != HORO_ALLGATHER; i++) {
+        int64_t at;
+        double got;
+        double wanted;
+        const struct team *team = team_of(rank, operation);
+        if (!values_check(operation, team, i, slot->tensors[i].output, &at, &got, &wanted)) {
+            rank_fail(rank, slot->number, "tensor %d is %.17g at %lld, it must be %.17g", i, got, (long long)at,
+                      wanted);
+        }
+    }
+}
+
+static void take_gathered(struct rank *rank, struct slot *slot) {
+    const struct operation *operation = slot->operation;
+    const struct team *team = team_of(rank, operation);
+    void *data = NULL;
+    int64_t bytes = 0;
+    int64_t rows[RANKS_MAX];
+    const int status = horo_take_result(rank->context, slot->handle, 0, &data, &bytes, rows);
+    if (status != HORO_OK) {
+        rank_fail(rank, slot->number, "the result cannot be taken: %s", horo_status_name(status));
+    }
+    const int64_t row_bytes = operation->columns * (int64_t)horo_dtype_bytes(operation->dtype);
+    int64_t place = 0;
+    for (int i = 0; i < team->size; i++) {
+        int64_t at;
+        double got;
+        double wanted;
+        if (rows[i] != values_rows(operation, team->ranks[i]) || place + rows[i] * row_bytes > bytes) {
+            rank_fail(rank, slot->number, "%lld rows of rank %d, within %lld bytes", (long long)rows[i], team->ranks[i],
+                      (long long)bytes);
+        }
+        if (!values_check_part(operation, team->ranks[i], (char *)data + place, &at, &got, &wanted)) {
+            rank_fail(rank, slot->number, "the part of rank %d is %.17g at %lld, it must be %.17g", team->ranks[i], got,
+                      (long long)at, wanted);
+        }
+        place += rows[i] * row_bytes;
+    }
+    if (place != bytes) {
+        rank_fail(rank, slot->number, "%lld bytes instead of %lld", (long long)bytes, (long long)place);
+    }
+    horo_free(data);
+}
+
+static void release(struct rank *rank, struct slot *slot) {
+    if (slot->status != HORO_OK) {
+        horo_error(rank->context, slot->handle, slot->sentence, sizeof slot->sentence);
+    } else if (slot->operation->op == HORO_ALLGATHER) {
+        take_gathered(rank, slot);
+    } else if (slot->operation->op == HORO_ADD_TEAM) {
+        note_number(rank, slot);
+    }
+    const int released = horo_release(rank->context, slot->handle);
+    if (released != HORO_OK) {
+        rank_fail(rank, slot->number, "the handle cannot be released: %s", horo_status_name(released));
+    }
+}
+
+void slot_await(struct rank *rank, struct slot *slot, uint32_t way) {
+    atomic_store(&rank->operation, slot->number);
+    atomic_store(&rank->phase, PHASE_WAIT);
+    const int gives = slot->operation->op == HORO_ALLGATHER || slot->operation->op == HORO_ADD_TEAM;
+    const int finishes = way == 0 && !gives;
+    while (slot->handle != 0 && slot->status == HORO_IN_PROGRESS) {
+        if (finishes) {
+            slot->status = horo_finish(rank->context, slot->handle, PATIENT_MS);
+        } else if (way == 1) {
+            slot->status = horo_poll(rank->context, slot->handle);
+            (void)sched_yield();
+        } else {
+            slot->status = horo_wait(rank->context, slot->handle, way == 2 ? IMPATIENT_MS : PATIENT_MS);
+        }
+    }
+    if (slot->handle != 0 && !(finishes && slot->status == HORO_OK)) {
+        release(rank, slot);
+    }
+    slot->handle = 0;
+    atomic_fetch_add(&rank->finished, 1);
+}
+
+void slot_check(struct rank *rank, struct slot *slot) {
+    if (operation_changes_teams(slot->operation)) {
+        check_change(rank, slot);
+    } else {
+        check_tensors(rank, slot);
+    }
+}
