@@ -5,6 +5,7 @@
 #include "engine/engine.h"
 
 static void free_parts(struct hr_lane *lane) {
+    hr_team_close_links(lane->team); /* which lets go of posted receives before their memory is freed */
     if (lane->is_leader) {
         hr_lane_fini_leader(lane);
     }
@@ -74,6 +75,5 @@ void hr_lane_close(struct hr_lane *lane) {
 }
 
 void hr_lane_destroy(struct hr_lane *lane) {
-    hr_team_close_links(lane->team); /* which lets go of posted receives before their memory is freed */
     free_parts(lane);
 }

@@ -1,0 +1,179 @@
+"""Small allreduces between hosts whose data travels with the agreement: no link for data moves a byte."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from ranks import Group, Rank, run_ranks
+
+from horo import _core
+from horo._errors import MismatchError
+
+HOSTS = [[1, 1], [2, 2], [1, 1, 1], [3, 1, 2], [1, 3], [1, 1, 1, 1, 1]]
+LIMIT = 1 << 13
+"""Bytes that one tensor may have to be carried, as tuning.carried of ``team.h``."""
+
+
+def link_bytes(rank: Rank) -> int:
+    """That this rank has handed to its links for data so far."""
+    return rank.context.counters()["link_bytes"]
+
+
+def warm_up(rank: Rank, name: str, array: np.ndarray, **options: Any) -> None:
+    """Afterwards the tensor is known by its id, and nothing is under way anywhere."""
+    for _ in range(2):
+        rank.allreduce(array.copy(), name, **options)
+        rank.barrier()
+
+
+@pytest.mark.parametrize("hosts", HOSTS, ids=str)
+@pytest.mark.parametrize("count", [1, 3, 1000, LIMIT // 4])
+def test_a_lone_small_tensor_needs_no_link_for_data(hosts: list[int], count: int) -> None:
+    def body(rank: Rank) -> None:
+        warm_up(rank, "x", np.ones(count, np.float32))
+        before = link_bytes(rank)
+        for step in range(20):
+            array = np.arange(count, dtype=np.float32) + rank.rank + step
+            rank.allreduce(array, "x")
+            wanted = rank.size * (np.arange(count) + step) + rank.size * (rank.size - 1) / 2
+            assert (array == wanted).all()
+        assert link_bytes(rank) == before
+
+    run_ranks(body, hosts)
+
+
+def test_what_is_too_large_travels_by_itself() -> None:
+    def body(rank: Rank) -> None:
+        warm_up(rank, "x", np.ones(LIMIT // 4 + 1, np.float32))
+        before = link_bytes(rank)
+        assert (rank.allreduce(np.ones(LIMIT // 4 + 1, np.float32), "x") == rank.size).all()
+        assert link_bytes(rank) > before
+
+    run_ranks(body, [1, 1])
+
+
+@pytest.mark.parametrize("hosts", [[1, 1], [3, 1, 2]], ids=str)
+@pytest.mark.parametrize("op", ["sum", "average", "min", "max", "product"])
+@pytest.mark.parametrize("dtype", ["uint8", "int32", "int64", "float16", "float32", "float64", "bool"])
+def test_every_operation_and_dtype_has_its_known_answer(hosts: list[int], op: str, dtype: str) -> None:
+    if dtype == "bool" and op == "average":
+        pytest.skip("not offered")
+    size = sum(hosts)
+    inputs = [np.array([rank % 2, 1, (rank + 1) % 3, 2], dtype) for rank in range(size)]
+    exact = np.stack(inputs).astype(np.float64 if np.dtype(dtype).kind != "b" else np.int64)
+    wanted = {
+        "sum": lambda: exact.sum(0),
+        "average": lambda: exact.mean(0) if np.dtype(dtype).kind == "f" else np.trunc(exact.sum(0) / size),
+        "min": lambda: exact.min(0),
+        "max": lambda: exact.max(0),
+        "product": lambda: exact.prod(0),
+    }[op]()
+    if dtype == "bool":
+        wanted = wanted != 0
+
+    def body(rank: Rank) -> None:
+        warm_up(rank, "x", inputs[rank.rank], op=op)
+        before = link_bytes(rank)
+        array = rank.allreduce(inputs[rank.rank].copy(), "x", op=op)
+        assert link_bytes(rank) == before
+        np.testing.assert_allclose(array.astype(np.float64), wanted.astype(np.float64), rtol=2e-3)
+
+    run_ranks(body, hosts)
+
+
+@pytest.mark.parametrize("hosts", [[1, 1], [2, 1, 1]], ids=str)
+@pytest.mark.parametrize("wire", [None, "float16", "bfloat16"])
+def test_factors_and_narrow_travel_count_and_all_ranks_get_the_same_bits(hosts: list[int], wire: str | None) -> None:
+    def body(rank: Rank) -> bytes:
+        options = {"op": "average", "prescale": 0.5, "postscale": 4.0, "wires": [wire]}
+        chance = np.random.default_rng(rank.rank)
+        inputs = chance.standard_normal(500).astype(np.float32)
+        warm_up(rank, "x", inputs, **options)
+        before = link_bytes(rank)
+        out = np.zeros_like(inputs)
+        rank.finish(
+            rank.submit(
+                "allreduce", "x", [inputs], outputs=[out], reduce_op=_core.REDUCE_OPS["average"],
+                prescale=0.5, postscale=4.0, wires=[wire],
+            )
+        )  # fmt: skip
+        assert link_bytes(rank) == before
+        exact = sum(
+            np.random.default_rng(r).standard_normal(500).astype(np.float32).astype(float) for r in range(rank.size)
+        )
+        np.testing.assert_allclose(out, 2 * exact / rank.size, rtol=2e-2 if wire else 1e-5, atol=3e-2 if wire else 1e-5)
+        return out.tobytes()
+
+    results = run_ranks(body, hosts)
+    assert len(set(results)) == 1
+
+
+@pytest.mark.parametrize("hosts", [[1, 1], [2, 2], [1, 1, 1, 1]], ids=str)
+def test_averages_of_float16_do_not_overflow_on_the_way(hosts: list[int]) -> None:
+    def body(rank: Rank) -> None:
+        array = np.full(10, 40000, np.float16)
+        warm_up(rank, "x", array, op="average")
+        before = link_bytes(rank)
+        assert (rank.allreduce(array, "x", op="average") == 40000).all()
+        assert link_bytes(rank) == before
+
+    run_ranks(body, hosts)
+
+
+@pytest.mark.parametrize("hosts", [[1, 1], [2, 1], [1, 1, 1]], ids=str)
+@pytest.mark.parametrize("busy", [0, 1])
+def test_data_that_only_some_carry_is_dropped(hosts: list[int], busy: int) -> None:
+    """One rank has another operation under way when it comes to the small one, in every second step."""
+    start = threading.Barrier(sum(hosts))
+
+    def body(rank: Rank) -> None:
+        warm_up(rank, "x", np.ones(5, np.float32))
+        for step in range(60):
+            start.wait(20)
+            array = np.full(5, rank.rank + step, np.float32)
+            other = np.full(3000, step, np.float32)
+            handles = []
+            if rank.rank == busy and step % 2:
+                handles.append(rank.submit("allreduce", "other", [other], reduce_op=_core.REDUCE_OPS["sum"]))
+            handles.append(rank.submit("allreduce", "x", [array], reduce_op=_core.REDUCE_OPS["sum"]))
+            if rank.rank != busy and step % 2:
+                handles.append(rank.submit("allreduce", "other", [other], reduce_op=_core.REDUCE_OPS["sum"]))
+            for handle in handles:
+                rank.finish(handle)
+            assert (array == rank.size * step + rank.size * (rank.size - 1) / 2).all()
+            assert (other == step * (rank.size if step % 2 else 1)).all()
+
+    run_ranks(body, hosts)
+
+
+@pytest.mark.parametrize("hosts", [[1, 1], [2, 1], [1, 1, 1]], ids=str)
+@pytest.mark.parametrize("differs", [0, 1])
+def test_data_of_a_round_that_failed_is_not_used_in_the_next(hosts: list[int], differs: int) -> None:
+    def body(rank: Rank) -> None:
+        warm_up(rank, "x", np.ones(5, np.float32))
+        for step in range(30):
+            with pytest.raises(MismatchError, match="'x'"):
+                rank.allreduce(np.full(6 if rank.rank == differs else 5, 100 + step, np.float32), "x")
+            assert (rank.allreduce(np.full(5, step, np.float32), "x") == rank.size * step).all()
+
+    run_ranks(body, hosts)
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 3])
+def test_names_that_evict_one_another_get_their_own_data(capacity: int) -> None:
+    def body(rank: Rank) -> None:
+        for step in range(300):
+            place = (step * 7 + step // 5) % 5
+            assert (rank.allreduce(np.full(place + 1, step + rank.rank, np.float32), f"x{place}") == 2 * step + 1).all()
+
+    run_ranks(body, [1, 1], cache_capacity=capacity)
+
+
+def test_a_tensor_alone_on_one_host_is_not_carried() -> None:
+    """There the arena is quicker."""
+    with Group([2]) as group:
+        group.run(lambda rank: warm_up(rank, "x", np.ones(5, np.float32)))
+        assert all(context.counters()["link_bytes"] == 0 for context in group.contexts)
