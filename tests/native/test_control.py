@@ -107,7 +107,7 @@ def test_thousands_of_new_names_pass_while_a_batch_runs(hosts: list[int], late: 
         handles.append(rank.context.submit(reduction("big", big)))
         if rank.rank == late:
             handles += [rank.context.submit(request) for request in requests]
-        await_all(rank, handles, 20, gone)
+        await_all(rank, handles, 60 if native_build.FLAVOUR else 20, gone)
         for handle in handles:
             rank.context.wait(handle)
             rank.context.release(handle)
@@ -115,7 +115,7 @@ def test_thousands_of_new_names_pass_while_a_batch_runs(hosts: list[int], late: 
         assert all(array[0] == rank.size * (rank.size + 1) / 2 for array in small)
 
     with Group(hosts, stall_warning_ms=0) as group:
-        group.run(body, 40)
+        group.run(body, 100 if native_build.FLAVOUR else 40)
 
 
 # ---- A death that only those can see who have nothing to say in the batch ----
