@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import mmap
 import os
@@ -24,6 +25,9 @@ from horo._setup import Setup
 __all__ = ["Group", "Rank", "run_ranks", "wait_for"]
 
 T = TypeVar("T")
+
+_libc = ctypes.PyDLL(None)
+"""Its calls keep the GIL."""
 
 _left_behind: list[Any] = []
 """Groups that hang, with the errors whose frames hold the arrays that their threads may still write to."""
@@ -186,9 +190,13 @@ class Group:
         return [results[rank] for rank in chosen]
 
     def kill(self, rank: int) -> None:
-        """The others see all streams end without a message, as when the kernel closes them for a dead process."""
-        for end in self._ends[rank]:
-            end.shutdown(socket.SHUT_WR)
+        """The others see all streams end without a message, as when the kernel closes them for a dead process.
+
+        At once, as far as that goes: the dead rank's engine lives on, and what it hears of the first end it could tell
+        on the last one. A call that lets go of the GIL would leave it milliseconds for that.
+        """
+        for end in [end.fileno() for end in self._ends[rank]]:
+            _libc.shutdown(end, socket.SHUT_WR)
         self._killed[rank].set()
 
     def await_kill(self, rank: int) -> None:
