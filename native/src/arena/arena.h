@@ -62,6 +62,7 @@ struct hr_arena_block {
     _Alignas(HR_LINE) _Atomic uint32_t state;    /* enum hr_member_state */
     _Atomic int32_t core;                        /* 1 + the core that its driver was on, 0: unknown; see node/core_choice.h */
     _Atomic int64_t alive_until_ns;              /* waiting in a batch: by then it will have looked, and moved this on */
+    _Atomic uint64_t moves;                      /* changes whenever something has moved there, seen when it begins to wait */
     _Alignas(HR_LINE) _Atomic uint64_t teams;    /* a bit for each that it is a member of */
     _Atomic uint64_t log_executed[HR_TEAMS_MAX]; /* bytes of the log executed */
     _Alignas(HR_LINE) _Atomic uint64_t pending[HR_PENDING_MAX]; /* hashes of names submitted and not done, 0: free */

@@ -20,10 +20,12 @@
  *     --------+-----------------------------------------------------------------+-------------------------------------------------
  *     RUNNING | CLOSING: a LEAVE record is executed                             | agrees and executes
  *             | ENDING: the abort word is set                                   |
- *     CLOSING | ENDING: all ranks of this host and all hosts below it in the    | fails what is pending and what comes; a leader
- *             | tree have executed what stands before the LEAVE record (DONE);  | still hears and passes on LOST, which those that
- *             | or the abort word is set, as a rank does that shuts down where  | execute could not hear of without it
- *             | nothing moves for CLOSE_GRACE_MS. Who does not lead: at once    |
+ *     CLOSING | ENDING: for each team that it leads, all members here and all   | fails what is pending and what comes; a leader
+ *             | hosts below in the tree have executed what stands before the    | still hears and passes on LOST, which those that
+ *             | LEAVE record (DONE); the lowest rank of a host: all ranks there | execute could not hear of without it
+ *             | have, in all their teams; or the abort word is set, as a rank   |
+ *             | does that shuts down where nothing moves for CLOSE_GRACE_MS.    |
+ *             | Who leads nothing: at once                                      |
  *     ENDING  | ENDED: the neighbours have been sent what there is to tell,     | a leader sends; after an abort requests stay
  *             | or FLUSH_MS have passed                                         | pending: a caller that fails may end its process
  *     ENDED   |                                                                 | fails what is pending and what comes
@@ -190,8 +192,6 @@ int hr_engine_change_teams(struct hr_engine *engine, struct hr_request *request,
 /* Before the announcement of one that removes a team, which from then on may end on other ranks; and where the ranks do not agree on it. */
 void hr_engine_expect_removal(struct hr_engine *engine, const struct hr_request *request);
 void hr_engine_refuse_removal(struct hr_engine *engine, const struct hr_request *request);
-/* Whether this host has members of a team besides that of all ranks. Driver only. */
-int hr_engine_has_local_teams(const struct hr_engine *engine);
 
 /* Of what reports and errors list: so many tensors, and so much room for ranks. */
 enum { HR_NAMES_IN_TEXT = 6, HR_NAME_TEXT_BYTES = 256 };

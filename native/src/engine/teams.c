@@ -105,15 +105,6 @@ int hr_engine_added_team(struct hr_engine *engine, int64_t handle) {
 
 /* ---- The driver's side ---- */
 
-int hr_engine_has_local_teams(const struct hr_engine *engine) {
-    for (int team = 1; team < HR_TEAMS_MAX; team++) {
-        if (engine->teams[team].is_used && engine->teams[team].has_local) {
-            return 1;
-        }
-    }
-    return 0;
-}
-
 static int first_value(const struct hr_request *request) {
     struct hr_wire_request decoded;
     return hr_wire_decode_request(request->bytes, request->byte_count, &decoded) == HORO_OK ? hr_wire_value(&decoded, 0) : 0;

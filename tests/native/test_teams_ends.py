@@ -1,0 +1,72 @@
+"""How teams end with the job: who is needed to the end, and what is left behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+
+# Ranks 1 and 2 are in the middle of an operation of theirs, rank 2 is stopped. Rank 0, through which the ranks of a
+# host hear of deaths, is no member: it shuts down. Then rank 2 is killed.
+DEATH = """
+import os, signal, sys, time
+import numpy as np
+from fabric import close_setup, make_setups
+from ranks import Rank
+from horo import _core
+from horo._core import Context
+
+setups = make_setups([3], log_level=5)
+go = os.pipe()
+pids = []
+for me in range(3):
+    pids.append(os.fork())
+    if pids[-1] == 0:
+        break
+else:
+    for setup in setups:
+        close_setup(setup)
+    os.waitpid(pids[2], os.WUNTRACED)
+    os.write(go[1], b"x")
+    time.sleep(1)
+    os.kill(pids[2], signal.SIGKILL)
+    for pid in pids:
+        os.waitpid(pid, 0)
+    sys.exit(0)
+for other, setup in enumerate(setups):
+    if other != me:
+        close_setup(setup)
+rank = Rank(Context(setups[me]))
+team = rank.context.add_team([1, 2])
+if me == 0:
+    os.read(go[0], 1)
+    rank.context.destroy()
+    os._exit(0)
+array = np.full(50_000_000, me, np.float32)
+handle = rank.submit("allreduce", "big", [array], reduce_op=_core.REDUCE_OPS["sum"], team=team)
+if me == 2:
+    while not any(event.event == "begun" and event.name == "big" for event in rank.context.events()):
+        pass
+    os.kill(os.getpid(), signal.SIGSTOP)
+try:
+    rank.finish(handle)
+    os.write(1, b"finished")
+except Exception as error:
+    os.write(1, f"{type(error).__name__} {error}".encode())
+os._exit(0)
+"""
+
+
+def run_script(script: str, timeout_s: float = 60) -> str:
+    """What a program of its own, whose ranks are processes that it forks, writes."""
+    path = [str(FOLDER), str(FOLDER.parent), str(FOLDER.parent.parent)]
+    code = f"import sys; sys.path[:0] = {path!r}\n{script}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout_s, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_death_in_a_team_is_heard_after_the_lowest_rank_of_the_host_has_left() -> None:
+    assert run_script(DEATH).startswith("PeerLostError rank 2 ")
