@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
+
+from ranks import Group, Rank
+from test_teams import Links
 
 FOLDER = Path(__file__).resolve().parent
 
@@ -70,3 +74,25 @@ def run_script(script: str, timeout_s: float = 60) -> str:
 
 def test_a_death_in_a_team_is_heard_after_the_lowest_rank_of_the_host_has_left() -> None:
     assert run_script(DEATH).startswith("PeerLostError rank 2 ")
+
+
+def test_a_rank_that_led_a_team_between_hosts_parks_again_once_it_is_gone() -> None:
+    """Who makes a synchronous call then drives itself: nobody is woken for it."""
+    links = Links([0, 0, 1, 1])
+
+    def body(rank: Rank) -> int:
+        alone = [rank.context.add_team([member]) for member in range(4)][rank.rank]
+        pair = rank.context.add_team([1, 3], **links.of(rank.rank, [1, 3], 0))
+        rank.barrier()
+        rank.context.remove_team(pair)
+        rank.barrier()
+        time.sleep(0.1)
+        before = rank.context.counters()["wakes"]
+        for _ in range(10):
+            time.sleep(0.01)  # not so soon that a thread that drives would cede it
+            rank.run("barrier", "alone", [], team=alone)
+        return rank.context.counters()["wakes"] - before
+
+    with Group([2, 2], teams=8) as group:
+        wakes = group.run(body)
+    assert wakes[1] == wakes[3] == 0, wakes

@@ -72,7 +72,7 @@ int hr_engine_init(struct hr_engine *engine, struct hr_team *world, struct hr_ba
         .fusion_bytes = setup->fusion_bytes,
         .cache_capacity = setup->cache_capacity < 0 ? 0 : (uint32_t)setup->cache_capacity,
         .cycle_ns = (int64_t)setup->cycle_time_us * 1000,
-        .driver.always_drives = node->local_rank == 0 && world->host_count > 1,
+        .driver.always_drives = world->local_rank == 0 && world->transport != NULL,
         .driver.caller_spin_ns = (int64_t)setup->spin_us * 1000,
         .driver.thread_spin_ns = (int64_t)setup->spin_us * 1000 / THREAD_SPIN_DIVISOR,
     };

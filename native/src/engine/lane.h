@@ -116,7 +116,7 @@ struct hr_lane {
 int hr_lane_create(struct hr_engine *engine, struct hr_team *team, struct hr_backend *backend, struct hr_lane **lane,
                    struct hr_error *error);
 int hr_lane_open(struct hr_lane *lane, int number, struct hr_error *error);
-/* The team is removed: leaves its partition. */
+/* The driver, when the team is removed: nothing more is moved on its links, and its partition is left. */
 void hr_lane_close(struct hr_lane *lane);
 /* Closes its links too. */
 void hr_lane_destroy(struct hr_lane *lane);

@@ -150,6 +150,15 @@ static int has_local_member(const struct hr_engine *engine, const struct hr_wire
     return 0;
 }
 
+/* After a change of lanes, with the lock held: whether other hosts need this rank. */
+static void choose_driver(struct hr_engine *engine) {
+    int leads = 0;
+    for (int i = 0; i < engine->lane_count; i++) {
+        leads |= engine->lanes[i]->is_leader && engine->lanes[i]->team->transport != NULL;
+    }
+    atomic_store(&engine->driver.always_drives, leads);
+}
+
 static int add(struct hr_engine *engine, struct hr_request *request, int team, int has_local) {
     struct hr_team_place *place = &engine->teams[team];
     struct hr_lane *lane = request->new_lane;
@@ -169,6 +178,7 @@ static int add(struct hr_engine *engine, struct hr_request *request, int team, i
     place->lane = lane;
     if (lane != NULL) {
         engine->lanes[engine->lane_count++] = lane;
+        choose_driver(engine);
     }
     (void)pthread_mutex_unlock(&engine->submission.lock);
     return HR_TASK_DONE;
@@ -194,6 +204,7 @@ static void remove_team(struct hr_engine *engine, int team) {
     place->lane = NULL;
     if (lane != NULL) {
         forget(engine, lane);
+        choose_driver(engine);
     }
     (void)pthread_mutex_unlock(&engine->submission.lock);
     if (lane != NULL) {

@@ -154,7 +154,7 @@ static int connect_world(struct hr_node *node, const horo_setup *setup, struct h
         return error->code;
     }
     world->transport = transport;
-    return hr_node_add_transport(node, transport, (1 + node->sockets_per_peer) * node->host_count) == HORO_OK
+    return hr_node_add_transport(node, transport, node->host_count) == HORO_OK
                ? HORO_OK
                : hr_fail(error, HORO_ERR_RESOURCE, "out of memory for links to %d hosts", node->host_count);
 }

@@ -141,7 +141,6 @@ void hr_team_wake_all(const struct hr_team *team) {
 
 void hr_team_close_links(struct hr_team *team) {
     if (team->transport != NULL) {
-        hr_node_drop_transport(team->node, team->transport);
         team->transport->ops->destroy(team->transport);
         team->transport = NULL;
     }

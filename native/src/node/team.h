@@ -106,7 +106,7 @@ int hr_team_reached(const struct hr_team *team, enum hr_phase phase, unsigned pa
  */
 void hr_team_suspect_link(struct hr_team *team, int host);
 
-/* Gives all that is posted up, and closes the descriptors. */
+/* Gives all that is posted up, and closes the descriptors. The node must not move anything on them any more. Any thread. */
 void hr_team_close_links(struct hr_team *team);
 
 /* After the end of the group: nothing posted for data may be touched any more. */
