@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from ranks import Group, Rank
 from test_teams import Links
 
@@ -96,3 +97,20 @@ def test_a_rank_that_led_a_team_between_hosts_parks_again_once_it_is_gone() -> N
     with Group([2, 2], teams=8) as group:
         wakes = group.run(body)
     assert wakes[1] == wakes[3] == 0, wakes
+
+
+def test_each_team_has_its_stall_reports(capfd: pytest.CaptureFixture[str]) -> None:
+    """Under one name, on one host: a report of one team does not stand for another's."""
+
+    def body(rank: Rank) -> None:
+        sets = [[0, 1], [2, 3]]
+        teams = [rank.context.add_team(ranks) for ranks in sets]
+        if rank.rank % 2 == 1:
+            time.sleep(1.5)
+        rank.barrier("same", team=teams[rank.rank // 2])
+
+    with Group([4], stall_warning_ms=300) as group:
+        group.run(body)
+    said = capfd.readouterr().err
+    assert "'same' (missing: rank 1 (host0))" in said
+    assert "'same' (missing: rank 3 (host0))" in said

@@ -51,7 +51,7 @@ struct hr_arena_header {
     _Atomic uint64_t left_rank;   /* 1 + the rank whose LEAVE record this host has executed: the log is closed; set once */
     _Atomic uint64_t wants_leave; /* a bit per team: some rank of this host has asked to leave it: its leader must drive */
     _Atomic uint64_t leave_at[HR_TEAMS_MAX]; /* 1 + where the LEAVE record begins in the log; written by the leader with it; 0: none */
-    _Alignas(HR_LINE) _Atomic uint64_t stall_report_ns;       /* when the last stall report of this host was made */
+    _Alignas(HR_LINE) _Atomic uint64_t stall_report_ns[HR_TEAMS_MAX]; /* when the last report of a stall in the team was made here */
     _Alignas(HR_LINE) _Atomic uint32_t users[HR_TEAMS_MAX];   /* ranks here that have joined the team and have not left its partition */
     _Atomic uint32_t cleanings[HR_TEAMS_MAX];                 /* how often the partition has been left by all and cleaned */
 };
