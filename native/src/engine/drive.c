@@ -240,10 +240,6 @@ static int lane_has_work(struct hr_lane *lane) {
     return task_moves(lane) || log_waits(lane) || ring_has_room(lane) || (lane->is_leader && hr_lane_has_lead_work(lane));
 }
 
-static int may_not_flush(const struct hr_lane *lane) {
-    return !hr_leader_may_flush(lane);
-}
-
 static int has_work_closing(struct hr_engine *engine) {
     const int may_fail = atomic_load(&engine->submission.pending) > 0 && !any_leader(engine, hr_leader_sends_left);
     return is_aborted(engine) || may_fail || may_end(engine) || any_leader(engine, hr_leader_has_messages);
@@ -254,7 +250,7 @@ static int has_work(struct hr_node *node, void *arg) {
     struct hr_engine *engine = arg;
     switch (engine->driver.stage) {
     case HR_ENGINE_CLOSING: return has_work_closing(engine);
-    case HR_ENGINE_ENDING: return !any_leader(engine, may_not_flush);
+    case HR_ENGINE_ENDING: return any_leader(engine, hr_leader_has_messages) || !any_leader(engine, hr_leader_sends_left);
     case HR_ENGINE_ENDED: return atomic_load(&engine->submission.pending) > 0;
     case HR_ENGINE_RUNNING: break;
     }

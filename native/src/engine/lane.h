@@ -150,7 +150,6 @@ void hr_lane_fini_leader(struct hr_lane *lane);
 int64_t hr_lane_batch_due_ns(struct hr_lane *lane);
 /* After the end of the group: tells the neighbours of an abort and sends what there is. 1: all is sent or cannot be; 0; a status. */
 int hr_leader_flush_links(struct hr_lane *lane);
-int hr_leader_may_flush(const struct hr_lane *lane);
 /* Whether a message of another leader waits to be read, or of this one to be sent. */
 int hr_leader_has_messages(const struct hr_lane *lane);
 /* Whether something for another leader has not been handed to the system yet. */
