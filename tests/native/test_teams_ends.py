@@ -114,3 +114,33 @@ def test_each_team_has_its_stall_reports(capfd: pytest.CaptureFixture[str]) -> N
     said = capfd.readouterr().err
     assert "'same' (missing: rank 1 (host0))" in said
     assert "'same' (missing: rank 3 (host0))" in said
+
+
+FORK = """
+import os
+from ranks import Group
+from test_teams import Links
+from horo._core import ffi, lib
+
+group = Group([1, 1])
+links = Links([0, 1]).of(0, [0, 1], 0)
+fds = [ffi.new("int32_t[]", links[name]) for name in ("control_fds", "data_fds")]
+ranks, handle, error = ffi.new("int32_t[]", [0, 1]), ffi.new("int64_t *"), ffi.new("char[1024]")
+setup = ffi.new("horo_team_setup *", {"ranks": ranks, "size": 2, "control_fds": fds[0], "data_fds": fds[1]})
+context = group.contexts[0]._context
+assert lib.horo_add_team(context, setup, handle, error, 1024) == 0  # the other rank never does
+if os.fork() == 0:
+    before = len(os.listdir("/proc/self/fd"))
+    lib.horo_after_fork(context)
+    print(before - len(os.listdir("/proc/self/fd")), flush=True)
+    os._exit(0)
+os.wait()
+os._exit(0)
+"""
+
+
+def test_a_forked_child_does_not_keep_the_links_of_a_team_that_is_being_added() -> None:
+    world = 2  # a control and a data link
+    node = 3  # the arena, the eventfd and that of the thread
+    team = 2
+    assert int(run_script(FORK)) == world + node + team

@@ -126,6 +126,8 @@ static inline struct hr_lane *hr_engine_world(const struct hr_engine *engine) {
 
 int hr_engine_init(struct hr_engine *engine, struct hr_team *world, struct hr_backend *backend, const horo_setup *setup,
                    struct hr_error *error);
+/* Closes the links of all teams, also of those that are being added. Where nobody drives: at the end, or in a forked child. */
+void hr_engine_close_links(struct hr_engine *engine);
 /* Leaves the group (horo_destroy), joins the thread, frees. */
 void hr_engine_fini(struct hr_engine *engine);
 
