@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from ranks import Group, Rank
 from test_teams import Links
@@ -144,3 +145,21 @@ def test_a_forked_child_does_not_keep_the_links_of_a_team_that_is_being_added() 
     node = 3  # the arena, the eventfd and that of the thread
     team = 2
     assert int(run_script(FORK)) == world + node + team
+
+
+def test_a_result_outlives_its_team() -> None:
+    """Also where another team has its number by then."""
+
+    def body(rank: Rank) -> None:
+        team = rank.context.add_team([0, 1, 2])
+        handle = rank.submit("allgather", "g", [np.full((rank.rank + 1, 2), rank.rank, np.int64)], team=team)
+        rank.context.wait(handle)
+        rank.context.remove_team(team)
+        assert rank.context.add_team([1]) == team
+        data, rows = rank.context.take_result(handle, 0)
+        rank.context.release(handle)
+        assert rows == [1, 2, 3]
+        assert np.frombuffer(data, np.int64).tolist() == [0, 0] + [1] * 4 + [2] * 6
+
+    with Group([3]) as group:
+        group.run(body)
