@@ -101,7 +101,6 @@ class Context:
         _check(lib.horo_create(native, out, error, lib.HORO_MESSAGE_MAX), error)
         self.rank = setup.rank
         self.size = setup.size
-        self._team_sizes = {0: setup.size}
         self._context: Any = out[0]
         self._final_counters: dict[str, int] = {}
 
@@ -170,7 +169,6 @@ class Context:
         self._wait_and_keep(out[0])
         team = int(lib.horo_added_team(self._context, out[0]))
         self.release(out[0])
-        self._team_sizes[team] = len(ranks)
         return team
 
     def remove_team(self, team: int) -> None:
@@ -185,7 +183,6 @@ class Context:
         _check(lib.horo_remove_team(self._context, team, out, error, _MESSAGE_MAX), error)
         self._wait_and_keep(out[0])
         self.release(out[0])
-        del self._team_sizes[team]
 
     def _wait_and_keep(self, handle: int) -> None:
         """``wait`` that releases the handle where its request failed."""
@@ -256,20 +253,21 @@ class Context:
         """Whether the request is not finished yet, so that the core may use its memory; never blocks or raises."""
         return bool(lib.horo_poll(self._context, handle) == lib.HORO_IN_PROGRESS)
 
-    def take_result(self, handle: int, index: int, team: int = 0) -> tuple[Any, list[int]]:
-        """The gathered tensor ``index`` of a finished allgather of a team.
+    def take_result(self, handle: int, index: int) -> tuple[Any, list[int]]:
+        """The gathered tensor ``index`` of a finished allgather.
 
         Returns:
-            A writable buffer over the bytes (they live as long as the buffer) and each member's first extent.
+            A writable buffer over the bytes (they live as long as the buffer) and the first extent of each member of
+            the team that it was in, which may be gone.
         """
         data = ffi.new("void **")
         size = ffi.new("int64_t *")
-        first_dims = ffi.new("int64_t[]", self._team_sizes[team])
+        first_dims = ffi.new("int64_t[]", [-1] * self.size)
         status = lib.horo_take_result(self._context, handle, index, data, size, first_dims)
         if status != lib.HORO_OK:
             raise error_from_status(_STATUS_NAMES[status], self._message(handle))
         owned = ffi.gc(data[0], lib.horo_free, int(size[0]))
-        return ffi.buffer(owned, int(size[0])), list(first_dims)
+        return ffi.buffer(owned, int(size[0])), [rows for rows in first_dims if rows >= 0]
 
     def health(self) -> HoroError | None:
         """None while no rank is lost, else the error that every request now gets."""

@@ -91,9 +91,7 @@ HORO_API void horo_destroy(horo_context *context) {
 }
 
 HORO_API void horo_after_fork(horo_context *context) {
-    for (int i = 0; i < context->engine.lane_count; i++) {
-        hr_team_close_links(context->engine.lanes[i]->team);
-    }
+    hr_engine_close_links(&context->engine);
     hr_node_close_fds(&context->node);
     if (context->engine.driver.kick_fd >= 0) { /* else this child's own parent was forked too: the number is another file's by now */
         (void)close(context->engine.driver.kick_fd);

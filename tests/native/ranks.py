@@ -111,7 +111,7 @@ class Rank:
         handle = self.submit("allgather", name, [array], **options)
         try:
             self.context.wait(handle)
-            data, first_dims = self.context.take_result(handle, 0, options.get("team", 0))
+            data, first_dims = self.context.take_result(handle, 0)
         finally:
             self.context.release(handle)
             del self._kept[handle]

@@ -164,6 +164,7 @@ int hr_partition_leave(const struct hr_arena *arena, int team, const struct hr_p
     memset(partition->base, 0, layout.request_rings);
     (void)madvise(partition->base + layout.request_rings, layout.bytes - layout.request_rings, MADV_REMOVE);
     atomic_store(&arena->header->leave_at[team], 0);
+    atomic_store(&arena->header->stall_report_ns[team], 0);
     (void)atomic_fetch_and(&arena->header->wants_leave, ~(1ull << team));
     (void)atomic_fetch_add(&arena->header->cleanings[team], 1); /* partner: may_use in teams.c */
     return 1;

@@ -51,7 +51,7 @@ struct hr_arena_header {
     _Atomic uint64_t left_rank;   /* 1 + the rank whose LEAVE record this host has executed: the log is closed; set once */
     _Atomic uint64_t wants_leave; /* a bit per team: some rank of this host has asked to leave it: its leader must drive */
     _Atomic uint64_t leave_at[HR_TEAMS_MAX]; /* 1 + where the LEAVE record begins in the log; written by the leader with it; 0: none */
-    _Alignas(HR_LINE) _Atomic uint64_t stall_report_ns;       /* when the last stall report of this host was made */
+    _Alignas(HR_LINE) _Atomic uint64_t stall_report_ns[HR_TEAMS_MAX]; /* when the last report of a stall in the team was made here */
     _Alignas(HR_LINE) _Atomic uint32_t users[HR_TEAMS_MAX];   /* ranks here that have joined the team and have not left its partition */
     _Atomic uint32_t cleanings[HR_TEAMS_MAX];                 /* how often the partition has been left by all and cleaned */
 };
@@ -62,6 +62,7 @@ struct hr_arena_block {
     _Alignas(HR_LINE) _Atomic uint32_t state;    /* enum hr_member_state */
     _Atomic int32_t core;                        /* 1 + the core that its driver was on, 0: unknown; see node/core_choice.h */
     _Atomic int64_t alive_until_ns;              /* waiting in a batch: by then it will have looked, and moved this on */
+    _Atomic uint64_t moves;                      /* changes whenever something has moved there, seen when it begins to wait */
     _Alignas(HR_LINE) _Atomic uint64_t teams;    /* a bit for each that it is a member of */
     _Atomic uint64_t log_executed[HR_TEAMS_MAX]; /* bytes of the log executed */
     _Alignas(HR_LINE) _Atomic uint64_t pending[HR_PENDING_MAX]; /* hashes of names submitted and not done, 0: free */

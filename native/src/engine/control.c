@@ -196,14 +196,3 @@ int hr_leader_flush_links(struct hr_lane *lane) {
     }
     return !hr_leader_sends_left(lane);
 }
-
-int hr_leader_may_flush(const struct hr_lane *lane) {
-    for (int i = 0; i < lane->leader.link_count; i++) {
-        const struct hr_link *link = &lane->leader.links[i];
-        if (link->open && ((link->recv.state != HR_IO_POSTED && !link->is_garbled) ||
-                           (link->send.state != HR_IO_POSTED && hr_buffer_size(&link->out) > 0))) {
-            return 1;
-        }
-    }
-    return !hr_leader_sends_left(lane);
-}

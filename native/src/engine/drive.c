@@ -90,11 +90,11 @@ static int has_left(const struct hr_engine *engine) {
 
 /* What must change within the grace while this rank waits to be able to leave. */
 static uint64_t leave_moves_of(const struct hr_engine *engine) {
+    const struct hr_node *node = engine->node;
     uint64_t moves = moves_of(engine);
-    for (int i = 0; i < engine->lane_count && engine->driver.stage == HR_ENGINE_CLOSING; i++) {
-        const struct hr_partition_header *header = engine->lanes[i]->team->partition.header;
-        for (int phase = 0; phase < HR_PHASE_COUNT; phase++) {
-            moves += atomic_load_explicit(&header->phase[phase].arrived, memory_order_relaxed); /* of other ranks here */
+    for (int i = 0; i < node->local_size && engine->driver.stage == HR_ENGINE_CLOSING; i++) {
+        if (i != node->local_rank) {
+            moves += atomic_load_explicit(&node->arena.blocks[i].moves, memory_order_relaxed); /* partner: wait_for_work */
         }
     }
     return moves;
@@ -130,8 +130,19 @@ static int is_not_done(const struct hr_lane *lane) {
     return !hr_leader_is_done(lane);
 }
 
-static int leaders_are_done(const struct hr_engine *engine) {
-    return !any_leader(engine, is_not_done);
+/* Through the lowest rank of a host the others hear of deaths there, in teams that it is no member of too. */
+static int is_needed_here(const struct hr_engine *engine) {
+    const struct hr_arena *arena = &engine->node->arena;
+    for (int i = 1; i < arena->local_size && arena->local_rank == 0; i++) {
+        if (atomic_load(&arena->blocks[i].state) == HR_MEMBER_PRESENT && !hr_arena_has_closed(arena, i)) { /* partner: end_record */
+            return 1;
+        }
+    }
+    return 0;
+}
+
+static int may_end(const struct hr_engine *engine) {
+    return !any_leader(engine, is_not_done) && !is_needed_here(engine);
 }
 
 /* The callers here must not hear of the end before the neighbours: they may end at once, which others must not take for the cause. */
@@ -146,7 +157,7 @@ static int turn_closing(struct hr_engine *engine) {
     if (told && hr_engine_fail_all(engine)) {
         return 1;
     }
-    if (leaders_are_done(engine)) {
+    if (may_end(engine)) {
         begin_ending(engine);
         return 1;
     }
@@ -229,13 +240,9 @@ static int lane_has_work(struct hr_lane *lane) {
     return task_moves(lane) || log_waits(lane) || ring_has_room(lane) || (lane->is_leader && hr_lane_has_lead_work(lane));
 }
 
-static int may_not_flush(const struct hr_lane *lane) {
-    return !hr_leader_may_flush(lane);
-}
-
 static int has_work_closing(struct hr_engine *engine) {
     const int may_fail = atomic_load(&engine->submission.pending) > 0 && !any_leader(engine, hr_leader_sends_left);
-    return is_aborted(engine) || may_fail || leaders_are_done(engine) || any_leader(engine, hr_leader_has_messages);
+    return is_aborted(engine) || may_fail || may_end(engine) || any_leader(engine, hr_leader_has_messages);
 }
 
 static int has_work(struct hr_node *node, void *arg) {
@@ -243,7 +250,7 @@ static int has_work(struct hr_node *node, void *arg) {
     struct hr_engine *engine = arg;
     switch (engine->driver.stage) {
     case HR_ENGINE_CLOSING: return has_work_closing(engine);
-    case HR_ENGINE_ENDING: return !any_leader(engine, may_not_flush);
+    case HR_ENGINE_ENDING: return any_leader(engine, hr_leader_has_messages) || !any_leader(engine, hr_leader_sends_left);
     case HR_ENGINE_ENDED: return atomic_load(&engine->submission.pending) > 0;
     case HR_ENGINE_RUNNING: break;
     }
@@ -328,6 +335,8 @@ static int64_t next_deadline(struct hr_engine *engine, int64_t deadline_ns, int6
 static int wait_for_work(struct hr_engine *engine, int64_t spin_ns, int64_t deadline_ns) {
     const int64_t now_ns = hr_now_ns(); /* one look at the clock serves all: it costs as much as a small operation can do in between */
     const int64_t until_ns = next_deadline(engine, deadline_ns, now_ns);
+    _Atomic uint64_t *moves = &engine->node->arena.blocks[engine->node->local_rank].moves;
+    atomic_store_explicit(moves, moves_of(engine), memory_order_relaxed); /* partner: leave_moves_of */
     const int status = hr_node_wait(engine->node, has_work, engine, now_ns, spin_ns, until_ns);
     return status != HORO_IN_PROGRESS || deadline_ns == 0 || (hr_now_ns() < deadline_ns && hr_now_ns() >= until_ns);
 }

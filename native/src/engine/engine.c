@@ -72,7 +72,7 @@ int hr_engine_init(struct hr_engine *engine, struct hr_team *world, struct hr_ba
         .fusion_bytes = setup->fusion_bytes,
         .cache_capacity = setup->cache_capacity < 0 ? 0 : (uint32_t)setup->cache_capacity,
         .cycle_ns = (int64_t)setup->cycle_time_us * 1000,
-        .driver.always_drives = node->local_rank == 0 && world->host_count > 1,
+        .driver.always_drives = world->local_rank == 0 && world->transport != NULL,
         .driver.caller_spin_ns = (int64_t)setup->spin_us * 1000,
         .driver.thread_spin_ns = (int64_t)setup->spin_us * 1000 / THREAD_SPIN_DIVISOR,
     };
@@ -86,6 +86,18 @@ int hr_engine_init(struct hr_engine *engine, struct hr_team *world, struct hr_ba
     return status;
 }
 
+void hr_engine_close_links(struct hr_engine *engine) {
+    for (int i = 0; i < engine->lane_count; i++) {
+        hr_team_close_links(engine->lanes[i]->team);
+    }
+    for (size_t i = 0; i < engine->submission.handles.capacity; i++) {
+        const struct hr_request *request = engine->submission.handles.slots[i].value;
+        if (request != NULL && request->new_lane != NULL) {
+            hr_team_close_links(request->new_lane->team);
+        }
+    }
+}
+
 void hr_engine_fini(struct hr_engine *engine) {
     (void)pthread_mutex_lock(&engine->submission.lock);
     atomic_store(&engine->driver.stop, 1);
@@ -93,9 +105,7 @@ void hr_engine_fini(struct hr_engine *engine) {
     (void)pthread_mutex_unlock(&engine->submission.lock);
     hr_node_wake(engine->node, engine->node->local_rank);
     (void)pthread_join(engine->driver.thread, NULL);
-    for (int i = 0; i < engine->lane_count; i++) {
-        hr_team_close_links(engine->lanes[i]->team); /* which let go of what is posted before its memory is freed */
-    }
+    hr_engine_close_links(engine); /* which let go of what is posted before its memory is freed */
     hr_node_close_fds(engine->node);
     for (size_t i = 0; i < engine->submission.handles.capacity; i++) {
         hr_request_destroy(engine->submission.handles.slots[i].value);

@@ -20,10 +20,12 @@
  *     --------+-----------------------------------------------------------------+-------------------------------------------------
  *     RUNNING | CLOSING: the LEAVE records of all its lanes are executed        | agrees and executes
  *             | ENDING: the abort word is set                                   |
- *     CLOSING | ENDING: all ranks of this host and all hosts below it in the    | fails what is pending and what comes; a leader
- *             | tree have executed what stands before the LEAVE record (DONE);  | still hears and passes on LOST, which those that
- *             | or the abort word is set, as a rank does that shuts down where  | execute could not hear of without it
- *             | nothing moves for CLOSE_GRACE_MS. Who does not lead: at once    |
+ *     CLOSING | ENDING: for each team that it leads, all members here and all   | fails what is pending and what comes; a leader
+ *             | hosts below in the tree have executed what stands before the    | still hears and passes on LOST, which those that
+ *             | LEAVE record (DONE); the lowest rank of a host: all ranks there | execute could not hear of without it
+ *             | have, in all their teams; or the abort word is set, as a rank   |
+ *             | does that shuts down where nothing moves for CLOSE_GRACE_MS.    |
+ *             | Who leads nothing: at once                                      |
  *     ENDING  | ENDED: the neighbours have been sent what there is to tell,     | a leader sends; after an abort requests stay
  *             | or FLUSH_MS have passed                                         | pending: a caller that fails may end its process
  *     ENDED   |                                                                 | fails what is pending and what comes
@@ -124,6 +126,8 @@ static inline struct hr_lane *hr_engine_world(const struct hr_engine *engine) {
 
 int hr_engine_init(struct hr_engine *engine, struct hr_team *world, struct hr_backend *backend, const horo_setup *setup,
                    struct hr_error *error);
+/* Closes the links of all teams, also of those that are being added. Where nobody drives: at the end, or in a forked child. */
+void hr_engine_close_links(struct hr_engine *engine);
 /* Leaves the group (horo_destroy), joins the thread, frees. */
 void hr_engine_fini(struct hr_engine *engine);
 
@@ -192,8 +196,6 @@ void hr_engine_expect_removal(struct hr_engine *engine, const struct hr_request 
 void hr_engine_refuse_removal(struct hr_engine *engine, const struct hr_request *request);
 /* With the lock held: it has failed, for whatever reason, so the team can be submitted to again. */
 void hr_engine_withdraw_removal(struct hr_engine *engine, const struct hr_request *request);
-/* Whether this host has members of a team besides that of all ranks. Driver only. */
-int hr_engine_has_local_teams(const struct hr_engine *engine);
 
 /* Of what reports and errors list: so many tensors, and so much room for ranks. */
 enum { HR_NAMES_IN_TEXT = 6, HR_NAME_TEXT_BYTES = 256 };

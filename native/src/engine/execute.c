@@ -137,8 +137,9 @@ static void end_record(struct hr_lane *lane) {
     const int number = lane->team->number;
     lane->executor.log_executed += lane->executor.record_bytes;
     atomic_store(&arena->blocks[arena->local_rank].log_executed[number], lane->executor.log_executed); /* partner: hr_arena_has_closed */
-    if (atomic_load(&arena->header->leave_at[number]) != 0 && !lane->is_leader) {
-        hr_team_wake_leader(lane->team); /* it may wait for this before it leaves */
+    if (atomic_load(&arena->header->leave_at[number]) != 0) { /* the leaders of team and host may wait for this before they leave */
+        hr_team_wake_leader(lane->team);
+        hr_node_wake(lane->node, 0);
     }
     lane->executor.record_bytes = 0;
     lane->executor.state = HR_EXECUTION_IDLE;

@@ -23,9 +23,10 @@ int hr_lane_create(struct hr_engine *engine, struct hr_team *team, struct hr_bac
                    struct hr_error *error) {
     struct hr_lane *created = calloc(1, sizeof *created);
     if (created == NULL) {
+        (void)hr_fail(error, HORO_ERR_RESOURCE, "out of memory for a team of %d ranks", team->size);
         hr_backend_destroy(backend);
         hr_team_destroy(team);
-        return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for a team of %d ranks", team->size);
+        return HORO_ERR_RESOURCE;
     }
     created->engine = engine;
     created->node = engine->node;
@@ -56,12 +57,8 @@ int hr_lane_open(struct hr_lane *lane, int number, struct hr_error *error) {
     team->number = number;
     HR_TRY(hr_partition_map(&node->arena, number, &team->partition, error));
     if (team->transport != NULL) {
-        if (hr_node_add_transport(node, team->transport, (1 + node->sockets_per_peer) * team->host_count) != HORO_OK) {
+        if (hr_node_add_transport(node, team->transport, team->host_count) != HORO_OK) {
             return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for links to %d hosts", team->host_count);
-        }
-        team->is_driven = 1;
-        if (lane->is_leader) {
-            atomic_store(&lane->engine->driver.always_drives, 1);
         }
     }
     hr_partition_join(&node->arena, number);
@@ -69,6 +66,9 @@ int hr_lane_open(struct hr_lane *lane, int number, struct hr_error *error) {
 }
 
 void hr_lane_close(struct hr_lane *lane) {
+    if (lane->team->transport != NULL) {
+        hr_node_drop_transport(lane->node, lane->team->transport, lane->team->host_count);
+    }
     if (hr_partition_leave(&lane->node->arena, lane->team->number, &lane->team->partition)) {
         hr_node_wake_all(lane->node); /* one that adds a team of this number may have waited for it */
     }

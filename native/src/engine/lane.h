@@ -130,7 +130,7 @@ struct hr_lane {
 int hr_lane_create(struct hr_engine *engine, struct hr_team *team, struct hr_backend *backend, struct hr_lane **lane,
                    struct hr_error *error);
 int hr_lane_open(struct hr_lane *lane, int number, struct hr_error *error);
-/* The team is removed: leaves its partition. */
+/* The driver, when the team is removed: nothing more is moved on its links, and its partition is left. */
 void hr_lane_close(struct hr_lane *lane);
 /* Closes its links too. */
 void hr_lane_destroy(struct hr_lane *lane);
@@ -166,7 +166,6 @@ void hr_lane_fini_leader(struct hr_lane *lane);
 int64_t hr_lane_batch_due_ns(struct hr_lane *lane);
 /* After the end of the group: tells the neighbours of an abort and sends what there is. 1: all is sent or cannot be; 0; a status. */
 int hr_leader_flush_links(struct hr_lane *lane);
-int hr_leader_may_flush(const struct hr_lane *lane);
 /* Whether a message of another leader waits to be read, or of this one to be sent. */
 int hr_leader_has_messages(const struct hr_lane *lane);
 /* Whether something for another leader has not been handed to the system yet. */
@@ -190,7 +189,7 @@ int hr_lane_announce_own(struct hr_lane *lane, const struct hr_request *request,
 
 /* ---- carry.c ---- */
 
-/* Announcer: whether the data of a request, alone in its lane and known by id, goes with its announcement; how many bytes, 0: it does not. */
+/* Announcer: how many bytes of data go with the announcement of a request that is known by id; 0: none do. */
 size_t hr_lane_carries(const struct hr_lane *lane, const struct hr_request *request);
 /* Leader: data of a member. Of no use, and dropped, where another tensor's is there. HORO_OK or HORO_ERR_RESOURCE. */
 int hr_carry_add(struct hr_lane *lane, int member, uint32_t id, const void *data, size_t bytes);

@@ -251,7 +251,7 @@ void hr_leader_close_log(struct hr_lane *lane) {
     const uint64_t written = atomic_load_explicit(&lane->team->partition.header->log.written, memory_order_relaxed); /* by me */
     atomic_store(&lane->node->arena.header->leave_at[number], written + hr_buffer_size(&lane->leader.log_out) + 1);
     lane->leader.log_closed = 1;
-    if (number == 0 && hr_engine_has_local_teams(lane->engine)) {
+    if (number == 0) {
         hr_node_call(lane->node); /* who has nothing to do closes the logs of its other teams too */
     }
 }

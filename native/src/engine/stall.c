@@ -102,9 +102,9 @@ static int describe_undecided(struct hr_lane *lane, int64_t now_ns, char *text, 
     return count;
 }
 
-/* One report per host and period: the first rank to ask gets the turn. */
+/* One report per team, host and period: the first rank to ask gets the turn. */
 static int take_turn(struct hr_lane *lane, int64_t now_ns) {
-    _Atomic uint64_t *last = &lane->node->arena.header->stall_report_ns;
+    _Atomic uint64_t *last = &lane->node->arena.header->stall_report_ns[lane->team->number];
     uint64_t seen = atomic_load(last);
     return (seen == 0 || now_ns - (int64_t)seen >= lane->node->stall_warning_ns) &&
            atomic_compare_exchange_strong(last, &seen, (uint64_t)now_ns);

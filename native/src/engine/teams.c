@@ -106,15 +106,6 @@ int hr_engine_added_team(struct hr_engine *engine, int64_t handle) {
 
 /* ---- The driver's side ---- */
 
-int hr_engine_has_local_teams(const struct hr_engine *engine) {
-    for (int team = 1; team < HR_TEAMS_MAX; team++) {
-        if (engine->teams[team].is_used && engine->teams[team].has_local) {
-            return 1;
-        }
-    }
-    return 0;
-}
-
 static int first_value(const struct hr_request *request) {
     struct hr_wire_request decoded;
     return hr_wire_decode_request(request->bytes, request->byte_count, &decoded) == HORO_OK ? hr_wire_value(&decoded, 0) : 0;
@@ -166,6 +157,15 @@ static int has_local_member(const struct hr_engine *engine, const struct hr_wire
     return 0;
 }
 
+/* After a change of lanes, with the lock held: whether other hosts need this rank. */
+static void choose_driver(struct hr_engine *engine) {
+    int leads = 0;
+    for (int i = 0; i < engine->lane_count; i++) {
+        leads |= engine->lanes[i]->is_leader && engine->lanes[i]->team->transport != NULL;
+    }
+    atomic_store(&engine->driver.always_drives, leads);
+}
+
 static int add(struct hr_engine *engine, struct hr_request *request, int team, int has_local) {
     struct hr_team_place *place = &engine->teams[team];
     struct hr_lane *lane = request->new_lane;
@@ -185,6 +185,7 @@ static int add(struct hr_engine *engine, struct hr_request *request, int team, i
     place->lane = lane;
     if (lane != NULL) {
         engine->lanes[engine->lane_count++] = lane;
+        choose_driver(engine);
     }
     (void)pthread_mutex_unlock(&engine->submission.lock);
     return HR_TASK_DONE;
@@ -210,6 +211,7 @@ static void remove_team(struct hr_engine *engine, int team) {
     place->lane = NULL;
     if (lane != NULL) {
         forget(engine, lane);
+        choose_driver(engine);
     }
     (void)pthread_mutex_unlock(&engine->submission.lock);
     if (lane != NULL) {

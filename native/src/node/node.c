@@ -218,8 +218,13 @@ void hr_node_supervise(struct hr_node *node, int enabled) {
     node->watching = enabled;
 }
 
-int hr_node_add_transport(struct hr_node *node, struct hr_transport *transport, int links) {
-    const size_t fds = node->poll_capacity + (size_t)links;
+/* What a transport to the hosts of a team may have to poll, at most. */
+static size_t fds_of(const struct hr_node *node, int host_count) {
+    return (size_t)(1 + node->sockets_per_peer) * (size_t)host_count;
+}
+
+int hr_node_add_transport(struct hr_node *node, struct hr_transport *transport, int host_count) {
+    const size_t fds = node->poll_capacity + fds_of(node, host_count);
     struct pollfd *poll_fds = realloc(node->poll_fds, fds * sizeof *poll_fds);
     node->poll_fds = poll_fds == NULL ? node->poll_fds : poll_fds;
     const size_t count = (size_t)node->transport_count + 1;
@@ -236,10 +241,11 @@ int hr_node_add_transport(struct hr_node *node, struct hr_transport *transport, 
     return HORO_OK;
 }
 
-void hr_node_drop_transport(struct hr_node *node, const struct hr_transport *transport) {
+void hr_node_drop_transport(struct hr_node *node, const struct hr_transport *transport, int host_count) {
     for (int i = 0; i < node->transport_count; i++) {
         if (node->transports[i] == transport) {
             node->transports[i] = node->transports[--node->transport_count];
+            node->poll_capacity -= fds_of(node, host_count);
             return;
         }
     }

@@ -81,9 +81,9 @@ static inline int hr_node_progress(struct hr_node *node) {
     return moved;
 }
 
-/* Takes a transport with so many links in, or out. HORO_OK or HORO_ERR_RESOURCE, which changes nothing. The transport is its team's. */
-int hr_node_add_transport(struct hr_node *node, struct hr_transport *transport, int links);
-void hr_node_drop_transport(struct hr_node *node, const struct hr_transport *transport);
+/* Takes a transport to so many hosts in, or out. HORO_OK or HORO_ERR_RESOURCE, which changes nothing. The transport is its team's. */
+int hr_node_add_transport(struct hr_node *node, struct hr_transport *transport, int host_count);
+void hr_node_drop_transport(struct hr_node *node, const struct hr_transport *transport, int host_count);
 
 /* Wakes the lowest rank of the host, or from there all others, even if their background threads are parked. Any thread. */
 void hr_node_call(struct hr_node *node);

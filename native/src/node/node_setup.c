@@ -154,11 +154,9 @@ static int connect_world(struct hr_node *node, const horo_setup *setup, struct h
         return error->code;
     }
     world->transport = transport;
-    if (hr_node_add_transport(node, transport, (1 + node->sockets_per_peer) * node->host_count) != HORO_OK) {
-        return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for links to %d hosts", node->host_count);
-    }
-    world->is_driven = 1;
-    return HORO_OK;
+    return hr_node_add_transport(node, transport, node->host_count) == HORO_OK
+               ? HORO_OK
+               : hr_fail(error, HORO_ERR_RESOURCE, "out of memory for links to %d hosts", node->host_count);
 }
 
 int hr_node_connect_team(const struct hr_node *node, struct hr_team *team, const int32_t *control_fds, const int32_t *data_fds,

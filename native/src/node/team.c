@@ -144,10 +144,6 @@ void hr_team_wake_all(const struct hr_team *team) {
 
 void hr_team_close_links(struct hr_team *team) {
     if (team->transport != NULL) {
-        if (team->is_driven) {
-            hr_node_drop_transport(team->node, team->transport);
-            team->is_driven = 0;
-        }
         team->transport->ops->destroy(team->transport);
         team->transport = NULL;
     }

@@ -46,7 +46,6 @@ struct hr_team {
     struct hr_tuning tuning;
     struct hr_partition partition;
     struct hr_transport *transport; /* NULL: all members are on one host */
-    int is_driven;                  /* the transport is among the node's, which the driver's wait moves */
 
     /* Who is where. */
     int rank, size;
@@ -111,7 +110,7 @@ int hr_team_reached(const struct hr_team *team, enum hr_phase phase, unsigned pa
  */
 void hr_team_suspect_link(struct hr_team *team, int host);
 
-/* Gives all that is posted up, and closes the descriptors. Of a team that is not driven: any thread. */
+/* Gives all that is posted up, and closes the descriptors. The node must not move anything on them any more. Any thread. */
 void hr_team_close_links(struct hr_team *team);
 
 /* After the end of the group: nothing posted for data may be touched any more. */

@@ -1,0 +1,165 @@
+"""How teams end with the job: who is needed to the end, and what is left behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ranks import Group, Rank
+from test_teams import Links
+
+FOLDER = Path(__file__).resolve().parent
+
+# Ranks 1 and 2 are in the middle of an operation of theirs, rank 2 is stopped. Rank 0, through which the ranks of a
+# host hear of deaths, is no member: it shuts down. Then rank 2 is killed.
+DEATH = """
+import os, signal, sys, time
+import numpy as np
+from fabric import close_setup, make_setups
+from ranks import Rank
+from horo import _core
+from horo._core import Context
+
+setups = make_setups([3], log_level=5)
+go = os.pipe()
+pids = []
+for me in range(3):
+    pids.append(os.fork())
+    if pids[-1] == 0:
+        break
+else:
+    for setup in setups:
+        close_setup(setup)
+    os.waitpid(pids[2], os.WUNTRACED)
+    os.write(go[1], b"x")
+    time.sleep(1)
+    os.kill(pids[2], signal.SIGKILL)
+    for pid in pids:
+        os.waitpid(pid, 0)
+    sys.exit(0)
+for other, setup in enumerate(setups):
+    if other != me:
+        close_setup(setup)
+rank = Rank(Context(setups[me]))
+team = rank.context.add_team([1, 2])
+if me == 0:
+    os.read(go[0], 1)
+    rank.context.destroy()
+    os._exit(0)
+array = np.full(50_000_000, me, np.float32)
+handle = rank.submit("allreduce", "big", [array], reduce_op=_core.REDUCE_OPS["sum"], team=team)
+if me == 2:
+    while not any(event.event == "begun" and event.name == "big" for event in rank.context.events()):
+        pass
+    os.kill(os.getpid(), signal.SIGSTOP)
+try:
+    rank.finish(handle)
+    os.write(1, b"finished")
+except Exception as error:
+    os.write(1, f"{type(error).__name__} {error}".encode())
+os._exit(0)
+"""
+
+
+def run_script(script: str, timeout_s: float = 60) -> str:
+    """What a program of its own, whose ranks are processes that it forks, writes."""
+    path = [str(FOLDER), str(FOLDER.parent), str(FOLDER.parent.parent)]
+    code = f"import sys; sys.path[:0] = {path!r}\n{script}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout_s, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_death_in_a_team_is_heard_after_the_lowest_rank_of_the_host_has_left() -> None:
+    assert run_script(DEATH).startswith("PeerLostError rank 2 ")
+
+
+def test_a_rank_that_led_a_team_between_hosts_parks_again_once_it_is_gone() -> None:
+    """Who makes a synchronous call then drives itself: nobody is woken for it."""
+    links = Links([0, 0, 1, 1])
+
+    def body(rank: Rank) -> int:
+        alone = [rank.context.add_team([member]) for member in range(4)][rank.rank]
+        pair = rank.context.add_team([1, 3], **links.of(rank.rank, [1, 3], 0))
+        rank.barrier()
+        rank.context.remove_team(pair)
+        rank.barrier()
+        time.sleep(0.1)
+        before = rank.context.counters()["wakes"]
+        for _ in range(10):
+            time.sleep(0.01)  # not so soon that a thread that drives would cede it
+            rank.run("barrier", "alone", [], team=alone)
+        return rank.context.counters()["wakes"] - before
+
+    with Group([2, 2], teams=8) as group:
+        wakes = group.run(body)
+    assert wakes[1] == wakes[3] == 0, wakes
+
+
+def test_each_team_has_its_stall_reports(capfd: pytest.CaptureFixture[str]) -> None:
+    """Under one name, on one host: a report of one team does not stand for another's."""
+
+    def body(rank: Rank) -> None:
+        sets = [[0, 1], [2, 3]]
+        teams = [rank.context.add_team(ranks) for ranks in sets]
+        if rank.rank % 2 == 1:
+            time.sleep(1.5)
+        rank.barrier("same", team=teams[rank.rank // 2])
+
+    with Group([4], stall_warning_ms=300) as group:
+        group.run(body)
+    said = capfd.readouterr().err
+    assert "'same' (missing: rank 1 (host0))" in said
+    assert "'same' (missing: rank 3 (host0))" in said
+
+
+FORK = """
+import os
+from ranks import Group
+from test_teams import Links
+from horo._core import ffi, lib
+
+group = Group([1, 1])
+links = Links([0, 1]).of(0, [0, 1], 0)
+fds = [ffi.new("int32_t[]", links[name]) for name in ("control_fds", "data_fds")]
+ranks, handle, error = ffi.new("int32_t[]", [0, 1]), ffi.new("int64_t *"), ffi.new("char[1024]")
+setup = ffi.new("horo_team_setup *", {"ranks": ranks, "size": 2, "control_fds": fds[0], "data_fds": fds[1]})
+context = group.contexts[0]._context
+assert lib.horo_add_team(context, setup, handle, error, 1024) == 0  # the other rank never does
+if os.fork() == 0:
+    before = len(os.listdir("/proc/self/fd"))
+    lib.horo_after_fork(context)
+    print(before - len(os.listdir("/proc/self/fd")), flush=True)
+    os._exit(0)
+os.wait()
+os._exit(0)
+"""
+
+
+def test_a_forked_child_does_not_keep_the_links_of_a_team_that_is_being_added() -> None:
+    world = 2  # a control and a data link
+    node = 3  # the arena, the eventfd and that of the thread
+    team = 2
+    assert int(run_script(FORK)) == world + node + team
+
+
+def test_a_result_outlives_its_team() -> None:
+    """Also where another team has its number by then."""
+
+    def body(rank: Rank) -> None:
+        team = rank.context.add_team([0, 1, 2])
+        handle = rank.submit("allgather", "g", [np.full((rank.rank + 1, 2), rank.rank, np.int64)], team=team)
+        rank.context.wait(handle)
+        rank.context.remove_team(team)
+        assert rank.context.add_team([1]) == team
+        data, rows = rank.context.take_result(handle, 0)
+        rank.context.release(handle)
+        assert rows == [1, 2, 3]
+        assert np.frombuffer(data, np.int64).tolist() == [0, 0] + [1] * 4 + [2] * 6
+
+    with Group([3]) as group:
+        group.run(body)
