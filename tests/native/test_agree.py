@@ -421,9 +421,7 @@ def test_teams_that_differ_read_as_different(
         Request("t", op=ADD_TEAM, transient=True, tensors=(Tensor(INT32, (len(ranks),)),)) for ranks in (one, other)
     ]
     text = mismatch(native, requests[0], requests[1], *values)
-    assert text.endswith(
-        f"'t': rank 0 (h) sent the ranks {expected[0]}, rank 1 (h) sent the ranks {expected[1]}"
-    )
+    assert text.endswith(f"'t': rank 0 (h) sent the ranks {expected[0]}, rank 1 (h) sent the ranks {expected[1]}")
 
 
 def test_a_name_that_only_one_rank_gave_is_told_as_that(native: ModuleType) -> None:

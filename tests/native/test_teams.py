@@ -228,7 +228,7 @@ def test_ranks_that_ask_for_different_teams_hear_it_and_go_on() -> None:
         with pytest.raises(MismatchError, match=r"rank 0 \(.*\) sent the ranks \[0, 1\], rank 1 .* the ranks \[1\]"):
             rank.context.add_team([1] if rank.rank == 1 else [0, 1])
         first, second = rank.context.add_team([0, 1]), rank.context.add_team([0, 1])
-        with pytest.raises(MismatchError, match="rank 0 .* sent team 1, rank 1 .* sent team 2"):
+        with pytest.raises(MismatchError, match=r"rank 0 .* sent team 1, rank 1 .* sent team 2"):
             rank.context.remove_team(second if rank.rank == 1 else first)
         for team in (0, first, second):
             assert (rank.allreduce(np.ones(5, np.float32), team=team) == 2).all()

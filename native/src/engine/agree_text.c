@@ -82,7 +82,7 @@ static void describe_use(const struct hr_wire_request *request, char *text) {
                                                                : "it under a name that the caller gave");
 }
 
-/* "the ranks [0, 2, 4]" or "team 3"; of many ranks those round the place of the first that differs: what reads as equal explains nothing. */
+/* "the ranks [0, 2, 4]" or "team 3"; of many ranks those round the first that differs: what reads as equal explains nothing. */
 static void describe_team(const struct hr_wire_request *request, uint32_t difference, char *text) {
     if (request->op == HORO_REMOVE_TEAM) {
         (void)snprintf(text, VALUE_BYTES, "team %d", hr_wire_value(request, 0));
