@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import struct
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -13,9 +14,12 @@ import pytest
 import wire_oracle
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from wire_oracle import Request
+from wire_oracle import Request, Tensor
+
+from horo import _core
 
 MISMATCH = -3
+ADD_TEAM, INT32 = 4, _core.DTYPES["int32"]
 # Shrinking a schedule takes minutes and helps little: the seed in the report replays it.
 PHASES = [Phase.explicit, Phase.reuse, Phase.generate]
 
@@ -364,13 +368,14 @@ def test_a_batch_of_the_longest_names_is_a_message_of_allowed_size(native: Modul
         lib.shim_agree_destroy(root.handle)
 
 
-def mismatch(native: ModuleType, one: Request, other: Request) -> str:
-    """What ranks 0 and 1 are told when they announce these."""
+def mismatch(native: ModuleType, one: Request, other: Request, *values: bytes) -> str:
+    """What ranks 0 and 1 are told when they announce these, each with its values behind, if there are any."""
     root = Node(native, is_root=True, local=2, ranks=[0, 1], size=2)
     name, text = native.ffi.new("char[64]"), native.ffi.new("char[1024]")
     try:
         for member, request in enumerate((one, other)):
-            root.receive(member, wire_oracle.request_message(member, 0, b"", wire_oracle.request(request)))
+            body = wire_oracle.request(request) + b"".join(values[member : member + 1])
+            root.receive(member, wire_oracle.request_message(member, 0, b"", body))
         (record,) = root.collect()
         assert native.lib.shim_agree_read_fail(record, len(record), name, text, 1024) == MISMATCH
     finally:
@@ -397,6 +402,26 @@ def test_factors_that_differ_read_as_different(
             both = {"prescale": "1", "postscale": "1", place: value}
             said = f"prescale factor {both['prescale']} and postscale factor {both['postscale']}"
             assert f"rank {rank} (h) sent {said}" in text, (text, request)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        ([0, 1], [1], ("[0, 1]", "[1]")),
+        (range(300), [*range(298), 299], ("[..., 296, 297, 298, 299]", "[..., 296, 297, 299]")),
+        (range(300), range(299), ("[..., 297, 298, 299]", "[..., 297, 298]")),
+        (range(5, 300), range(6, 300), (f"{[*range(5, 25)]}"[:-1] + ", ...]", f"{[*range(6, 26)]}"[:-1] + ", ...]")),
+    ],
+)
+def test_teams_that_differ_read_as_different(
+    native: ModuleType, one: Sequence[int], other: Sequence[int], expected: tuple[str, str]
+) -> None:
+    values = [struct.pack(f"<{len(ranks)}i", *ranks) for ranks in (one, other)]
+    requests = [
+        Request("t", op=ADD_TEAM, transient=True, tensors=(Tensor(INT32, (len(ranks),)),)) for ranks in (one, other)
+    ]
+    text = mismatch(native, requests[0], requests[1], *values)
+    assert text.endswith(f"'t': rank 0 (h) sent the ranks {expected[0]}, rank 1 (h) sent the ranks {expected[1]}")
 
 
 def test_a_name_that_only_one_rank_gave_is_told_as_that(native: ModuleType) -> None:

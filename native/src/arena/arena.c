@@ -104,7 +104,7 @@ void hr_arena_unmap(struct hr_arena *arena) {
     *arena = (struct hr_arena){.fd = -1};
 }
 
-/* ---- Channels ---- */
+/* ---- Partitions ---- */
 
 /* By an allocation at its end, which never makes the file shorter, whoever is first. */
 static int grow(const struct hr_arena *arena, size_t bytes, struct hr_error *error) {
@@ -166,7 +166,7 @@ int hr_partition_leave(const struct hr_arena *arena, int team, const struct hr_p
     atomic_store(&arena->header->leave_at[team], 0);
     atomic_store(&arena->header->stall_report_ns[team], 0);
     (void)atomic_fetch_and(&arena->header->wants_leave, ~(1ull << team));
-    (void)atomic_fetch_add(&arena->header->cleanings[team], 1); /* partner: may_use in teams.c */
+    (void)atomic_fetch_add(&arena->header->cleanings[team], 1); /* partner: add in teams.c */
     return 1;
 }
 

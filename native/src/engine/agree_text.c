@@ -8,6 +8,7 @@
 
 enum {
     VALUE_BYTES = 320,
+    RANKS_IN_TEXT = 20, /* of a team; of 12 characters at most each */
     DIGITS_MIN = 6, /* as many as %g writes */
 };
 
@@ -81,19 +82,27 @@ static void describe_use(const struct hr_wire_request *request, char *text) {
                                                                : "it under a name that the caller gave");
 }
 
-/* "the ranks [0, 2, 4]" or "team 3". */
-static void describe_team(const struct hr_wire_request *request, char *text) {
+/* "the ranks [0, 2, 4]" or "team 3"; of many ranks those round the first that differs: what reads as equal explains nothing. */
+static void describe_team(const struct hr_wire_request *request, uint32_t difference, char *text) {
     if (request->op == HORO_REMOVE_TEAM) {
         (void)snprintf(text, VALUE_BYTES, "team %d", hr_wire_value(request, 0));
         return;
     }
-    size_t used = (size_t)snprintf(text, VALUE_BYTES, "the ranks [");
-    for (uint32_t i = 0; i < request->value_count && used < VALUE_BYTES; i++) {
-        used += (size_t)snprintf(text + used, VALUE_BYTES - used, i == 0 ? "%d" : ", %d", hr_wire_value(request, i));
+    const uint32_t begin = difference < RANKS_IN_TEXT ? 0 : difference - 2;
+    const uint32_t end = request->value_count - begin <= RANKS_IN_TEXT ? request->value_count : begin + RANKS_IN_TEXT;
+    size_t used = (size_t)snprintf(text, VALUE_BYTES, "the ranks [%s", begin == 0 ? "" : "..., ");
+    for (uint32_t i = begin; i < end; i++) {
+        used += (size_t)snprintf(text + used, VALUE_BYTES - used, i == begin ? "%d" : ", %d", hr_wire_value(request, i));
     }
-    if (used < VALUE_BYTES) {
-        (void)snprintf(text + used, VALUE_BYTES - used, "]");
+    (void)snprintf(text + used, VALUE_BYTES - used, end == request->value_count ? "]" : ", ...]");
+}
+
+static uint32_t first_difference(const struct hr_wire_request *a, const struct hr_wire_request *b) {
+    uint32_t i = 0;
+    while (i < a->value_count && i < b->value_count && hr_wire_value(a, i) == hr_wire_value(b, i)) {
+        i++;
     }
+    return i;
 }
 
 /* Both values, in the order in which a user would want to know. Returns a prefix such as "tensor 3: ". */
@@ -105,8 +114,9 @@ static void describe_difference(const struct hr_wire_request *a, const struct hr
         (void)snprintf(a_text, VALUE_BYTES, "%s", hr_op_name(a->op));
         (void)snprintf(b_text, VALUE_BYTES, "%s", hr_op_name(b->op));
     } else if (hr_op_is_of_teams(a->op)) {
-        describe_team(a, a_text);
-        describe_team(b, b_text);
+        const uint32_t difference = first_difference(a, b);
+        describe_team(a, difference, a_text);
+        describe_team(b, difference, b_text);
     } else if (a->tensor_count != b->tensor_count) {
         (void)snprintf(a_text, VALUE_BYTES, "%u tensor%s", a->tensor_count, a->tensor_count == 1 ? "" : "s");
         (void)snprintf(b_text, VALUE_BYTES, "%u tensor%s", b->tensor_count, b->tensor_count == 1 ? "" : "s");
