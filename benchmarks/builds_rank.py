@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,10 @@ TREE = Path(sys.argv[1])
 sys.path[:0] = [str(TREE / "tests"), str(TREE)]  # before what is installed: the tree's own core is what is measured
 from fabric import close_setup, make_setups  # noqa: E402  (tests/fabric.py of the tree)
 
-from horo._core import DTYPES, OPS, REDUCE_OPS, Context, RequestBuffer, Tensor  # noqa: E402
+from horo import _core  # noqa: E402
+from horo._core import DTYPES, OPS, REDUCE_OPS, Context, Tensor  # noqa: E402
+
+REQUEST: Any = getattr(_core, "RequestBuffer", None) or _core.Slip  # type: ignore[attr-defined]  # in older trees
 
 STRETCHES = 5
 WARM_SHARE = 4
@@ -43,10 +47,10 @@ def measure(hosts: list[int], sizes: list[int], turn_s: float) -> dict[int, floa
         data = np.zeros(max(1, size // 4), np.float32)
         clock = np.zeros(1, np.float64)
 
-        def request(name: str, array: np.ndarray) -> RequestBuffer:
+        def request(name: str, array: np.ndarray) -> Any:
             kind = DTYPES[str(array.dtype)]
             tensor = Tensor(array.ctypes.data, array.ctypes.data, array.shape, kind)
-            return RequestBuffer.of(OPS["allreduce"], name, [tensor], reduce_op=REDUCE_OPS["max"], sync=True)
+            return REQUEST.of(OPS["allreduce"], name, [tensor], reduce_op=REDUCE_OPS["max"], sync=True)
 
         call, agree = request(f"data {size}", data), request(f"clock {size}", clock)
         calls = 1

@@ -10,12 +10,12 @@ from typing import Any
 from slow_links import Relays
 
 from horo._bootstrap.descriptors import close_all, close_setup, create_memory, create_wake
-from horo._bootstrap.grouping import Grouping, group_ranks
+from horo._bootstrap.grouping import Grouping, control_peers, data_peers, group_ranks
 from horo._bootstrap.handshake import Purpose
 from horo._core import arena_bytes
 from horo._setup import Setup
 
-__all__ = ["close_setup", "make_setups"]
+__all__ = ["close_setup", "make_setups", "make_team_links"]
 
 
 def make_setups(
@@ -102,6 +102,38 @@ def _connect_hosts(
                 connected[link.purpose, rank, link.host, link.number] = here
                 connected[link.purpose, link.peer, own_host, link.number] = there
     return connected
+
+
+def make_team_links(
+    host_of_rank: Sequence[int], ranks: Sequence[int], *, tcp: bool = False, sockets: int = 1
+) -> dict[int, dict[str, list[int]]]:
+    """Links of a team with these members: by rank the descriptors for ``Context.add_team``, none on one host.
+
+    Args:
+        host_of_rank: of the job.
+        ranks: the members, ascending.
+        tcp: as for ``make_setups``.
+        sockets: per peer, for data.
+    """
+    members: dict[int, list[int]] = {}
+    for rank in ranks:
+        members.setdefault(host_of_rank[rank], []).append(rank)
+    places = list(members.values())
+    count = len(places)
+    if count == 1:
+        return {rank: {} for rank in ranks}
+    made = {rank: {"control_fds": [-1] * count, "data_fds": [-1] * count * sockets} for rank in ranks}
+    for a in range(count):
+        for b in range(a + 1, count):
+            if b in control_peers(a, count):
+                one, other = _pair(tcp)
+                made[places[a][0]]["control_fds"][b], made[places[b][0]]["control_fds"][a] = one, other
+            for i in range(min(map(len, places)) if b in data_peers(a, count) else 0):
+                for n in range(sockets):
+                    one, other = _pair(tcp)
+                    made[places[a][i]]["data_fds"][b * sockets + n] = one
+                    made[places[b][i]]["data_fds"][a * sockets + n] = other
+    return made
 
 
 def _pair(tcp: bool) -> tuple[int, int]:

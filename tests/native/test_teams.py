@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from fabric import make_team_links
 from ranks import Group, Rank, run_ranks, wait_for
 
 from horo import _core
-from horo._bootstrap.grouping import control_peers, data_peers
 from horo._core import Context
 from horo._errors import AbortedError, GroupError, MismatchError, PeerLostError, UsageError
 
@@ -25,41 +24,17 @@ class Links:
         self._host_of_rank = host_of_rank
         self._sockets = sockets
         self._lock = threading.Lock()
-        self._made: dict[tuple[object, tuple[int, ...]], dict[int, tuple[list[int], list[int]]]] = {}
+        self._made: dict[tuple[object, tuple[int, ...]], dict[int, dict[str, list[int]]]] = {}
 
     def of(self, rank: int, ranks: Sequence[int], key: object) -> dict[str, list[int]]:
         """``control_fds`` and ``data_fds`` of a member; nothing for who is none, and for members on one host."""
-        hosts: dict[int, list[int]] = {}
-        for member in ranks:
-            hosts.setdefault(self._host_of_rank[member], []).append(member)
-        if rank not in ranks or len(hosts) == 1:
+        if rank not in ranks:
             return {}
         with self._lock:
-            made = self._made.setdefault((key, tuple(ranks)), {})
-            if not made:
-                self._make(list(hosts.values()), made)
-            control, data = made[rank]
-            return {"control_fds": control, "data_fds": data}
-
-    def _make(self, hosts: list[list[int]], made: dict[int, tuple[list[int], list[int]]]) -> None:
-        for members in hosts:
-            for member in members:
-                made[member] = [-1] * len(hosts), [-1] * len(hosts) * self._sockets
-        for a in range(len(hosts)):
-            for b in range(a + 1, len(hosts)):
-                if a in control_peers(b, len(hosts)):
-                    one, other = _pair()
-                    made[hosts[a][0]][0][b], made[hosts[b][0]][0][a] = one, other
-                for i in range(min(map(len, hosts)) if b in data_peers(a, len(hosts)) else 0):
-                    for n in range(self._sockets):
-                        one, other = _pair()
-                        made[hosts[a][i]][1][b * self._sockets + n] = one
-                        made[hosts[b][i]][1][a * self._sockets + n] = other
-
-
-def _pair() -> tuple[int, int]:
-    one, other = socket.socketpair()
-    return one.detach(), other.detach()
+            if (key, tuple(ranks)) not in self._made:
+                made = make_team_links(self._host_of_rank, ranks, sockets=self._sockets)
+                self._made[key, tuple(ranks)] = made
+            return self._made[key, tuple(ranks)][rank]
 
 
 def hosts_of(hosts: Sequence[int]) -> list[int]:
