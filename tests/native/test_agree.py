@@ -368,7 +368,7 @@ def test_a_batch_of_the_longest_names_is_a_message_of_allowed_size(native: Modul
         lib.shim_agree_destroy(root.handle)
 
 
-def mismatch(native: ModuleType, one: Request, other: Request, *values: bytes) -> str:
+def mismatch(native: ModuleType, one: Request, other: Request, values: Sequence[bytes] = ()) -> str:
     """What ranks 0 and 1 are told when they announce these, each with its values behind, if there are any."""
     root = Node(native, is_root=True, local=2, ranks=[0, 1], size=2)
     name, text = native.ffi.new("char[64]"), native.ffi.new("char[1024]")
@@ -420,7 +420,7 @@ def test_teams_that_differ_read_as_different(
     requests = [
         Request("t", op=ADD_TEAM, transient=True, tensors=(Tensor(INT32, (len(ranks),)),)) for ranks in (one, other)
     ]
-    text = mismatch(native, requests[0], requests[1], *values)
+    text = mismatch(native, requests[0], requests[1], values)
     assert text.endswith(f"'t': rank 0 (h) sent the ranks {expected[0]}, rank 1 (h) sent the ranks {expected[1]}")
 
 
