@@ -13,7 +13,7 @@ from horo import _core
 from horo._errors import MismatchError
 
 HOSTS = [[1, 1], [2, 2], [1, 1, 1], [3, 1, 2], [1, 3], [1, 1, 1, 1, 1]]
-LIMIT = 1 << 13
+LIMIT = 1 << 14
 """Bytes that one tensor may have to be carried, as tuning.carried of ``team.h``."""
 
 
