@@ -326,8 +326,10 @@ HORO_API int horo_run(horo_context *context, const horo_request *request, int32_
  * same ranks, or the same team. Neither blocks; wait for the handle as for that of horo_submit. Teams run side by side, none waits for
  * another.
  *
- * add: *team is set when the handle is done. At most HORO_TEAMS_MAX teams at a time; numbers are used again. On HORO_OK the context owns
- * the descriptors, else the caller still does.
+ * One add at a time, and one remove: a second one is refused while the first is pending, and threads that race would have the ranks wait
+ * for one another.
+ * add: horo_added_team says the number when the handle is done. At most HORO_TEAMS_MAX teams at a time; numbers are used again. On HORO_OK
+ * the context owns the descriptors, else the caller still does.
  * remove: HORO_ERR_USAGE for a team that does not exist, 0, or one in which something is pending here. Nothing can be submitted to it
  * from then on, unless the ranks do not agree.
  */

@@ -80,7 +80,7 @@ static int report(struct mpi_backend *self, int code) {
     char text[TEXT_BYTES];
     hr_mpi_describe(self->mpi, code, text, sizeof text);
     hr_log(&self->team->node->log, HORO_LOG_ERROR, "a collective of MPI failed: %s", text);
-    self->team->node->suspect = (struct hr_abort){.code = HORO_ERR_PEER_LOST, .rank = -1, .reason = HR_REASON_LINK};
+    self->team->suspect = (struct hr_abort){.code = HORO_ERR_PEER_LOST, .rank = -1, .reason = HR_REASON_LINK};
     return HORO_ERR_PEER_LOST;
 }
 

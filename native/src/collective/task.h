@@ -15,7 +15,7 @@ enum hr_progress {
 };
 
 struct hr_task {
-    /* At most one stage of one segment of work. HORO_ERR_PEER_LOST comes with team->node->suspect set. */
+    /* At most one stage of one segment of work. HORO_ERR_PEER_LOST comes with team->suspect set. */
     int (*progress)(struct hr_task *task);
     /* Gives the task up: afterwards nothing of it is posted any more. For a task that is not done, after an error too. */
     void (*cancel)(struct hr_task *task);

@@ -166,12 +166,12 @@ static void end_batch(struct hr_lane *lane) {
 static int suspect(struct hr_lane *lane) {
     lane->backend->ops->cancel(lane->backend);
     lane->executor.state = HR_EXECUTION_LOST;
-    lane->executor.confirm_ns = hr_now_ns() + (lane->node->suspect.reason == HR_REASON_LINK ? CONFIRM_MS * 1000000ll : 0);
+    lane->executor.confirm_ns = hr_now_ns() + (lane->team->suspect.reason == HR_REASON_LINK ? CONFIRM_MS * 1000000ll : 0);
     return 1;
 }
 
 static int confirm(struct hr_lane *lane) {
-    const struct hr_abort who = lane->node->suspect;
+    const struct hr_abort who = lane->team->suspect;
     if (hr_now_ns() < lane->executor.confirm_ns) {
         return 0;
     }

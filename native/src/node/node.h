@@ -56,7 +56,6 @@ struct hr_node {
     int64_t stall_shutdown_ns; /* 0: never */
     int64_t poll_within_ns;    /* a condition is waited for that no event tells of: the longest sleep; 0: none is */
     int watching;              /* the transport, if there is one, supervises its links */
-    struct hr_abort suspect;   /* whom a task has lost; see struct hr_task */
     struct hr_log log;
     struct hr_recorder recorder;
     _Atomic uint64_t sleeps, wakes, moves; /* counters */

@@ -199,7 +199,7 @@ void hr_team_suspect_link(struct hr_team *team, int host) {
             rank = team->job_rank[r]; /* links join ranks of equal local index */
         }
     }
-    team->node->suspect = (struct hr_abort){.code = HORO_ERR_PEER_LOST,
+    team->suspect = (struct hr_abort){.code = HORO_ERR_PEER_LOST,
                                        .rank = rank,
                                        .reason = is_silent ? HR_REASON_SILENT : HR_REASON_LINK};
 }

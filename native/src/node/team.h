@@ -64,6 +64,7 @@ struct hr_team {
     /* What its collectives keep from one to the next. */
     uint64_t segment;                  /* segments begun; its parity chooses the slot */
     uint64_t arrivals[HR_PHASE_COUNT]; /* mine, per phase and parity */
+    struct hr_abort suspect;           /* whom a task has lost; see struct hr_task */
     uint64_t pieces;                   /* travelled, so far, between hosts: whoever wants to know whether time passes idly compares it */
     const void **sources;              /* [local_size] scratch for the kernels */
     char *cross_scratch;
@@ -105,7 +106,7 @@ void hr_team_arrive(struct hr_team *team, enum hr_phase phase, unsigned parity);
 int hr_team_reached(const struct hr_team *team, enum hr_phase phase, unsigned parity);
 
 /*
- * Notes in node->suspect that the link to a host has failed. The rank there need not be the cause: it may have ended because it had
+ * Notes in team->suspect that the link to a host has failed. The rank there need not be the cause: it may have ended because it had
  * heard of another's death. Whoever runs the collective waits for a LOST message before it ends the group.
  */
 void hr_team_suspect_link(struct hr_team *team, int host);
