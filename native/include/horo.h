@@ -126,9 +126,9 @@ typedef struct {
     const int32_t *ranks; /* [size] ascending */
     int32_t size;
     /*
-     * As in horo_setup, where the members are on several hosts, between the members: hosts are numbered by their lowest member, the
-     * lowest member of a host leads there, and local indices count members. NULL: no links, as for a rank that is no member and for
-     * members on one host.
+     * As in horo_setup, where the members are on several hosts, between the members: hosts are numbered by their lowest
+     * member, the lowest member of a host leads there, and local indices count members. NULL: no links, as for a rank
+     * that is no member and for members on one host.
      */
     const int32_t *control_fds;
     const int32_t *data_fds;
@@ -177,12 +177,13 @@ enum horo_mpi_handle {
 };
 
 /*
- * The MPI of this process, found where it is loaded: there is none when horo is built. Nothing here is owned; communicator and
- * library outlive the context. The communicator is horo's alone and returns errors; a backend needs it to number the ranks as
- * horo does.
+ * The MPI of this process, found where it is loaded: there is none when horo is built. Nothing here is owned;
+ * communicator and library outlive the context. The communicator is horo's alone and returns errors; a backend needs it
+ * to number the ranks as horo does.
  */
 typedef struct {
-    int32_t handle_bytes;   /* of every handle: 4, an int (MPICH and its kin), or 8, a pointer (Open MPI, the ABI of MPI 5) */
+    /* of every handle: 4, an int (MPICH and its kin), or 8, a pointer (Open MPI, the ABI of MPI 5) */
+    int32_t handle_bytes;
     int32_t status_bytes;   /* of an MPI_Status, at most HORO_MPI_STATUS_MAX */
     int32_t message_bytes;  /* most bytes in one call of MPI, at most HORO_MPI_MESSAGE_MAX; equal on all ranks */
     int32_t is_transport;   /* data between hosts travels by MPI; data_fds are not used */
@@ -192,7 +193,8 @@ typedef struct {
     uint64_t in_place;      /* MPI_IN_PLACE */
     uint64_t functions[15]; /* HORO_MPI_FUNCTION_COUNT addresses */
     uint64_t handles[17];   /* HORO_MPI_HANDLE_COUNT */
-    const int32_t *rank_of_host;  /* transport: [hosts] whom data goes to there, by number in the communicator; -1: nobody */
+    /* transport: [hosts] whom data goes to there, by number in the communicator; -1: nobody */
+    const int32_t *rank_of_host;
     const int32_t *send_tags;     /* [hosts], or NULL for all 0: tags by peer let several ranks share one number */
     const int32_t *recv_tags;     /* [hosts], or NULL for all 0 */
 } horo_mpi;
@@ -208,22 +210,24 @@ typedef struct {
     int32_t size;
     const int32_t *host_of_rank;          /* [size] host index of each rank */
     const char *const *host_name_of_rank; /* [size] for messages */
-    int32_t arena_fd;                     /* memfd of at least horo_arena_bytes(...) bytes, zeroed, shared by the host */
-    void *arena_memory;                   /* not NULL: the arena, mapped already and outliving the context; for ranks that
-                                             are threads of one process; arena_fd is not looked at then */
+    /* memfd of at least horo_arena_bytes(...) bytes, zeroed, shared by the host */
+    int32_t arena_fd;
+    void *arena_memory; /* not NULL: the arena, mapped already and outliving the context; for ranks that
+                           are threads of one process; arena_fd is not looked at then */
     uint64_t arena_memory_bytes;          /* how long it is: room for teams to come, see horo_arena_bytes */
     uint64_t segment_bytes;               /* size of one arena slot; equal on all ranks */
-    const int32_t *wake_fds;              /* [ranks on this host] eventfds, nonblocking, by local index, own one included */
-    const int32_t *life_fds;              /* [ranks on this host] stream sockets whose EOF means death; the leader has one per
-                                             other local index, the others have one, to the leader (index 0); else -1 */
-    const int32_t *control_fds;           /* [hosts] leaders only: stream sockets to the leaders of the hosts beside this one in the
-                                             tree of hosts, where a host's parent is its number without the lowest bit; else -1.
-                                             NULL: no links, as in a job of one host, where this is not looked at */
-    const int32_t *data_fds;              /* [hosts * sockets_per_peer] ranks with local index < smallest host: stream sockets to the
-                                             rank of the same local index on each host whose number is a power of two apart, round
-                                             the ring of hosts, in one direction or the other; number i of them at
-                                             host * sockets_per_peer + i at both ends; else -1. NULL: no links, and what moves data
-                                             fails */
+    /* [ranks on this host] eventfds, nonblocking, by local index, own one included */
+    const int32_t *wake_fds;
+    const int32_t *life_fds;    /* [ranks on this host] stream sockets whose EOF means death; the leader has one per
+                                   other local index, the others have one, to the leader (index 0); else -1 */
+    const int32_t *control_fds; /* [hosts] leaders only: stream sockets to the leaders of the hosts beside this one in
+                                   the tree of hosts, where a host's parent is its number without the lowest bit; else
+                                   -1. NULL: no links, as in a job of one host, where this is not looked at */
+    const int32_t *data_fds; /* [hosts * sockets_per_peer] ranks with local index < smallest host: stream sockets to the
+                                rank of the same local index on each host whose number is a power of two apart, round
+                                the ring of hosts, in one direction or the other; number i of them at
+                                host * sockets_per_peer + i at both ends; else -1. NULL: no links, and what moves data
+                                fails */
     int32_t sockets_per_peer;             /* for data, 1 to HORO_SOCKETS_PER_PEER_MAX; 0: one; equal on all ranks */
     uint64_t fusion_bytes;                /* most bytes fused into one batch; 0: no fusion */
     int32_t cache_capacity;               /* entries of the response cache; 0: off */
@@ -233,8 +237,9 @@ typedef struct {
     int32_t stall_shutdown_ms;            /* 0: never give up */
     int32_t peer_timeout_ms;              /* silence on a link with work pending after which the peer is lost */
     int32_t log_level;                    /* enum horo_log_level */
-    int32_t leaves_crowded_cores;         /* 1: a thread that waits on a core which other ranks use moves to one that fewer use, by
-                                             sched_setaffinity, and has its affinity back at once; 0: threads are left where they are */
+    int32_t leaves_crowded_cores; /* 1: a thread that waits on a core which other ranks use moves to one that fewer use,
+                                     by sched_setaffinity, and has its affinity back at once; 0: threads are left where
+                                     they are */
     const horo_mpi *mpi;                  /* NULL: none */
 } horo_setup;
 
@@ -256,17 +261,22 @@ typedef struct {
 /* What a rank notes of its work as it goes along. */
 enum horo_event_kind {
     HORO_EVENT_SUBMITTED = 0, /* a request, by a caller here */
-    HORO_EVENT_AGREED = 1,    /* a request that all ranks have submitted: it is a part of the batch whose record comes next in the log */
-    HORO_EVENT_BEGUN = 2,     /* that batch, behind its AGREED: from now on data moves. It bears its first request's name */
+    /* a request that all ranks have submitted: it is a part of the batch whose record comes next in the log */
+    HORO_EVENT_AGREED = 1,
+    /* that batch, behind its AGREED: from now on data moves. It bears its first request's name */
+    HORO_EVENT_BEGUN = 2,
     HORO_EVENT_ENDED = 3,     /* a request, well */
-    HORO_EVENT_FAILED = 4,    /* a request that ranks have submitted differently; those that end with their group are not noted */
+    /* a request that ranks have submitted differently; those that end with their group are not noted */
+    HORO_EVENT_FAILED = 4,
     HORO_EVENT_LEFT = 5,      /* the group has ended because a rank shut horo down */
-    HORO_EVENT_LOST = 6,      /* the group has ended because of a rank that is lost, stalled or in error: this rank has heard of it */
+    /* the group has ended because of a rank that is lost, stalled or in error: this rank has heard of it */
+    HORO_EVENT_LOST = 6,
 };
 
 /* One of them. */
 typedef struct {
-    int64_t time_ns; /* CLOCK_MONOTONIC; read from the processor's counter, so true to some microseconds for recent events */
+    /* CLOCK_MONOTONIC; read from the processor's counter, so true to some microseconds for recent events */
+    int64_t time_ns;
     int64_t bytes;   /* of the request's tensors here; BEGUN: of the whole batch; LEFT, LOST: 0 */
     int32_t event;   /* enum horo_event_kind */
     int32_t op;      /* enum horo_op; LEFT, LOST: -1 */
@@ -288,8 +298,8 @@ HORO_API size_t horo_dtype_bytes(int dtype);
 HORO_API const char *horo_simd_name(void);
 
 /*
- * Bytes of arena memory for one host of local_size ranks and so many teams, that of all ranks included. Pages are touched only when used.
- * A memfd grows as teams are added: for one team is enough.
+ * Bytes of arena memory for one host of local_size ranks and so many teams, that of all ranks included. Pages are
+ * touched only when used. A memfd grows as teams are added: for one team is enough.
  */
 HORO_API uint64_t horo_arena_bytes(int32_t local_size, uint64_t segment_bytes, int32_t teams);
 
@@ -300,10 +310,10 @@ HORO_API uint64_t horo_arena_bytes(int32_t local_size, uint64_t segment_bytes, i
 HORO_API int horo_create(const horo_setup *setup, horo_context **context, char *error, size_t error_bytes);
 
 /*
- * Leaves the group, which ends it for all ranks at one place of their common log: what was agreed on before is finished first, everywhere;
- * what is pending behind it fails with HORO_ERR_ABORTED, everywhere. Then joins the thread and frees all. If nothing moves for two
- * seconds (ten, where this rank is done and others are not), it leaves all the same, which ends the group at once. No other call may be
- * running or follow. NULL is allowed.
+ * Leaves the group, which ends it for all ranks at one place of their common log: what was agreed on before is finished
+ * first, everywhere; what is pending behind it fails with HORO_ERR_ABORTED, everywhere. Then joins the thread and frees
+ * all. If nothing moves for two seconds (ten, where this rank is done and others are not), it leaves all the same,
+ * which ends the group at once. No other call may be running or follow. NULL is allowed.
  */
 HORO_API void horo_destroy(horo_context *context);
 
@@ -315,25 +325,26 @@ HORO_API int horo_submit(horo_context *context, const horo_request *request, int
                          size_t error_bytes);
 
 /*
- * horo_submit (give it HORO_SUBMIT_SYNC), horo_wait and, after HORO_OK, horo_release at once, since the ways in and out are most of
- * what a small operation costs. *handle is 0 unless one is left to be waited for, asked for its error and released.
+ * horo_submit (give it HORO_SUBMIT_SYNC), horo_wait and, after HORO_OK, horo_release at once, since the ways in and out
+ * are most of what a small operation costs. *handle is 0 unless one is left to be waited for, asked for its error and
+ * released.
  */
-HORO_API int horo_run(horo_context *context, const horo_request *request, int32_t timeout_ms, int64_t *handle, char *error,
-                      size_t error_bytes);
+HORO_API int horo_run(horo_context *context, const horo_request *request, int32_t timeout_ms, int64_t *handle,
+                      char *error, size_t error_bytes);
 
 /*
- * Adds a team, or removes one. Both are operations of all ranks, members and others, which agree on them as on every operation: on the
- * same ranks, or the same team. Neither blocks; wait for the handle as for that of horo_submit. Teams run side by side, none waits for
- * another.
+ * Adds a team, or removes one. Both are operations of all ranks, members and others, which agree on them as on every
+ * operation: on the same ranks, or the same team. Neither blocks; wait for the handle as for that of horo_submit. Teams
+ * run side by side, none waits for another.
  *
- * One add at a time, and one remove: a second one is refused while the first is pending, and threads that race would have the ranks wait
- * for one another.
- * add: horo_added_team says the number when the handle is done. At most HORO_TEAMS_MAX teams at a time; numbers are used again. On HORO_OK
- * the context owns the descriptors, else the caller still does.
- * remove: HORO_ERR_USAGE for a team that does not exist, 0, or one in which something is pending here. Nothing can be submitted to it
- * from then on, unless the ranks do not agree.
+ * One add at a time, and one remove: a second one is refused while the first is pending, and threads that race would
+ * have the ranks wait for one another. add: horo_added_team says the number when the handle is done. At most
+ * HORO_TEAMS_MAX teams at a time; numbers are used again. On HORO_OK the context owns the descriptors, else the caller
+ * still does. remove: HORO_ERR_USAGE for a team that does not exist, 0, or one in which something is pending here.
+ * Nothing can be submitted to it from then on, unless the ranks do not agree.
  */
-HORO_API int horo_add_team(horo_context *context, const horo_team_setup *setup, int64_t *handle, char *error, size_t error_bytes);
+HORO_API int horo_add_team(horo_context *context, const horo_team_setup *setup, int64_t *handle, char *error,
+                           size_t error_bytes);
 HORO_API int horo_remove_team(horo_context *context, int32_t team, int64_t *handle, char *error, size_t error_bytes);
 /* The number of the team that has been added; HORO_ERR_USAGE for any other handle. */
 HORO_API int horo_added_team(horo_context *context, int64_t handle);
@@ -355,7 +366,8 @@ HORO_API void horo_error(horo_context *context, int64_t handle, char *error, siz
 
 /*
  * After an allgather: the result of tensor `index` of the request. *rows is the first extent of the result and
- * first_dims (room for as many values as the team has members) each rank's share of it. The memory passes to the caller: horo_free.
+ * first_dims (room for as many values as the team has members) each rank's share of it. The memory passes to the
+ * caller: horo_free.
  */
 HORO_API int horo_take_result(horo_context *context, int64_t handle, int32_t index, void **data, int64_t *bytes,
                               int64_t *first_dims);
@@ -370,9 +382,10 @@ HORO_API int horo_health(horo_context *context, char *error, size_t error_bytes)
 HORO_API void horo_read_counters(horo_context *context, horo_counters *counters);
 
 /*
- * The last events of this rank, at most `capacity` and at most HORO_EVENTS_MAX of them, in the order in which they were noted. Never
- * blocks and holds nobody up: an event that is being noted meanwhile may be missing. events has room for `capacity`. Returns how many
- * were written, or HORO_ERR_USAGE (a negative capacity), HORO_ERR_NOT_INITIALIZED, HORO_ERR_FORKED.
+ * The last events of this rank, at most `capacity` and at most HORO_EVENTS_MAX of them, in the order in which they were
+ * noted. Never blocks and holds nobody up: an event that is being noted meanwhile may be missing. events has room for
+ * `capacity`. Returns how many were written, or HORO_ERR_USAGE (a negative capacity), HORO_ERR_NOT_INITIALIZED,
+ * HORO_ERR_FORKED.
  */
 HORO_API int32_t horo_read_events(horo_context *context, horo_event *events, int32_t capacity);
 

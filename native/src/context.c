@@ -29,12 +29,14 @@ static void copy_error(const struct hr_error *from, char *error, size_t error_by
 }
 
 /* The node, and in *world the team of all its ranks. HORO_OK, or a status, with nothing left behind. */
-static int create_places(struct hr_node *node, const horo_setup *setup, struct hr_team **world, struct hr_error *error) {
+static int create_places(struct hr_node *node, const horo_setup *setup, struct hr_team **world,
+                         struct hr_error *error) {
     struct hr_team *team = calloc(1, sizeof *team);
     if (team == NULL) {
         return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for a context");
     }
-    int status = hr_team_init(team, node, setup->rank, setup->size, setup->host_of_rank, (size_t)setup->segment_bytes, error);
+    int status =
+        hr_team_init(team, node, setup->rank, setup->size, setup->host_of_rank, (size_t)setup->segment_bytes, error);
     if (status == HORO_OK) {
         status = hr_node_init(node, setup, team, error);
     }
@@ -93,7 +95,8 @@ HORO_API void horo_destroy(horo_context *context) {
 HORO_API void horo_after_fork(horo_context *context) {
     hr_engine_close_links(&context->engine);
     hr_node_close_fds(&context->node);
-    if (context->engine.driver.kick_fd >= 0) { /* else this child's own parent was forked too: the number is another file's by now */
+    /* else this child's own parent was forked too: the number is another file's by now */
+    if (context->engine.driver.kick_fd >= 0) {
         (void)close(context->engine.driver.kick_fd);
         context->engine.driver.kick_fd = -1;
     }
@@ -105,10 +108,11 @@ static int check_process(const horo_context *context, struct hr_error *error) {
         return hr_fail(error, HORO_ERR_NOT_INITIALIZED, "horo has not been initialized, or was shut down; call init()");
     }
     if (!hr_owner_is_here(&context->owner)) {
-        return hr_fail(error, HORO_ERR_FORKED,
-                       "this process was forked from a rank (process %d) after init(); horo can be used in the rank's own "
-                       "process only",
-                       (int)context->owner.pid);
+        return hr_fail(
+            error, HORO_ERR_FORKED,
+            "this process was forked from a rank (process %d) after init(); horo can be used in the rank's own "
+            "process only",
+            (int)context->owner.pid);
     }
     return HORO_OK;
 }
@@ -128,8 +132,8 @@ HORO_API int horo_submit(horo_context *context, const horo_request *request, int
 }
 
 /* This rank's part in a team, with its links, and what does its collectives. */
-static int create_team(horo_context *context, const horo_team_setup *setup, struct hr_team **team, struct hr_backend **backend,
-                       struct hr_error *error) {
+static int create_team(horo_context *context, const horo_team_setup *setup, struct hr_team **team,
+                       struct hr_backend **backend, struct hr_error *error) {
     struct hr_team *created = calloc(1, sizeof *created);
     if (created == NULL) {
         return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for a team of %d ranks", setup->size);
@@ -170,11 +174,13 @@ static int add_team(horo_context *context, const horo_team_setup *setup, int64_t
     const int has_links = team != NULL && team->transport != NULL;
     const int host_count = has_links ? team->host_count : 0;
     HR_TRY(hr_engine_add_team(&context->engine, setup->ranks, setup->size, team, backend, handle, error));
-    hr_node_close_links(&context->node, host_count, setup->control_fds, setup->data_fds); /* the transport has its own */
+    /* the transport has its own */
+    hr_node_close_links(&context->node, host_count, setup->control_fds, setup->data_fds);
     return HORO_OK;
 }
 
-HORO_API int horo_add_team(horo_context *context, const horo_team_setup *setup, int64_t *handle, char *error, size_t error_bytes) {
+HORO_API int horo_add_team(horo_context *context, const horo_team_setup *setup, int64_t *handle, char *error,
+                           size_t error_bytes) {
     struct hr_error failure = {0};
     const int status = add_team(context, setup, handle, &failure);
     if (status != HORO_OK) {
@@ -221,8 +227,8 @@ HORO_API int horo_finish(horo_context *context, int64_t handle, int32_t timeout_
     return status == HORO_OK ? horo_release(context, handle) : status;
 }
 
-HORO_API int horo_run(horo_context *context, const horo_request *request, int32_t timeout_ms, int64_t *handle, char *error,
-                      size_t error_bytes) {
+HORO_API int horo_run(horo_context *context, const horo_request *request, int32_t timeout_ms, int64_t *handle,
+                      char *error, size_t error_bytes) {
     *handle = 0;
     HR_TRY(horo_submit(context, request, handle, error, error_bytes));
     const int status = horo_finish(context, *handle, timeout_ms);

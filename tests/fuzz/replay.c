@@ -15,7 +15,8 @@ static int replay(const char *path) {
         return 1;
     }
     const long size = ftell(file);
-    uint8_t *data = size < 0 ? NULL : malloc((size_t)size); /* a block of 0 bytes is one too: nothing of it may be read */
+    /* a block of 0 bytes is one too: nothing of it may be read */
+    uint8_t *data = size < 0 ? NULL : malloc((size_t)size);
     if (data == NULL || fseek(file, 0, SEEK_SET) != 0 || fread(data, 1, (size_t)size, file) != (size_t)size) {
         perror(path);
         return 1;

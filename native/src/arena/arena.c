@@ -66,8 +66,8 @@ static int check_size(const struct hr_arena *arena, struct hr_error *error) {
     }
     const uint64_t bytes = hr_arena_layout_bytes(arena->local_size, arena->segment_bytes, 1);
     if ((uint64_t)status.st_size < bytes) {
-        return hr_fail(error, HORO_ERR_USAGE, "arena of %lld bytes is too small: %d ranks need %llu", (long long)status.st_size,
-                       arena->local_size, (unsigned long long)bytes);
+        return hr_fail(error, HORO_ERR_USAGE, "arena of %lld bytes is too small: %d ranks need %llu",
+                       (long long)status.st_size, arena->local_size, (unsigned long long)bytes);
     }
     return HORO_OK;
 }
@@ -92,7 +92,8 @@ int hr_arena_map(struct hr_arena *arena, void *memory, size_t memory_bytes, int 
     HR_TRY(check_size(&mapped, error));
     HR_TRY(map_part(&mapped, 0, common_bytes(local_size), &mapped.base, error));
     mapped.header = (struct hr_arena_header *)(void *)mapped.base;
-    mapped.blocks = (struct hr_arena_block *)(void *)(mapped.base + hr_round_up(sizeof(struct hr_arena_header), HR_LINE));
+    mapped.blocks =
+        (struct hr_arena_block *)(void *)(mapped.base + hr_round_up(sizeof(struct hr_arena_header), HR_LINE));
     *arena = mapped;
     return HORO_OK;
 }
@@ -110,16 +111,18 @@ void hr_arena_unmap(struct hr_arena *arena) {
 static int grow(const struct hr_arena *arena, size_t bytes, struct hr_error *error) {
     struct stat status;
     if (arena->fd < 0) {
-        return bytes <= arena->memory_bytes ? HORO_OK
-                                            : hr_fail(error, HORO_ERR_RESOURCE, "arena memory of %zu bytes has no room for another team",
-                                                      arena->memory_bytes);
+        return bytes <= arena->memory_bytes
+                   ? HORO_OK
+                   : hr_fail(error, HORO_ERR_RESOURCE, "arena memory of %zu bytes has no room for another team",
+                             arena->memory_bytes);
     }
     if (fstat(arena->fd, &status) == 0 && (uint64_t)status.st_size >= bytes) {
         return HORO_OK;
     }
     const int failed = posix_fallocate(arena->fd, (off_t)bytes - 1, 1);
-    return failed == 0 ? HORO_OK
-                       : hr_fail(error, HORO_ERR_RESOURCE, "cannot make the arena %zu bytes long: %s", bytes, strerror(failed));
+    return failed == 0
+               ? HORO_OK
+               : hr_fail(error, HORO_ERR_RESOURCE, "cannot make the arena %zu bytes long: %s", bytes, strerror(failed));
 }
 
 int hr_partition_map(const struct hr_arena *arena, int team, struct hr_partition *partition, struct hr_error *error) {
@@ -172,7 +175,8 @@ int hr_partition_leave(const struct hr_arena *arena, int team, const struct hr_p
 
 int hr_arena_has_closed_team(const struct hr_arena *arena, int local_rank, int team) {
     const uint64_t leave_at = atomic_load(&arena->header->leave_at[team]);
-    return leave_at != 0 && atomic_load(&arena->blocks[local_rank].log_executed[team]) + 1 >= leave_at; /* partner: end_record */
+    /* partner: end_record */
+    return leave_at != 0 && atomic_load(&arena->blocks[local_rank].log_executed[team]) + 1 >= leave_at;
 }
 
 int hr_arena_has_closed(const struct hr_arena *arena, int local_rank) {

@@ -1,13 +1,15 @@
 /*
- * One host's shared memory, seen by all its ranks at once: what belongs to the host and its ranks, then one *partition* per team:
+ * One host's shared memory, seen by all its ranks at once: what belongs to the host and its ranks, then one *partition*
+ * per team:
  *
  *   header | one block per rank | partition 0 (all ranks) | partition 1 | ...
  *
  *   partition: header | one block per rank | one request ring per rank | response log | two slots per rank
  *
- * All partitions are alike, with room for every rank of the host; pages of what is never used are never touched. A partition is mapped when
- * its team is made. Atomics name their partner where they are used. Every word that one rank writes and another polls has a cache line of
- * its own, together only with words of the same writer. Ranks are counted by their index on the host, in every partition.
+ * All partitions are alike, with room for every rank of the host; pages of what is never used are never touched. A
+ * partition is mapped when its team is made. Atomics name their partner where they are used. Every word that one rank
+ * writes and another polls has a cache line of its own, together only with words of the same writer. Ranks are counted
+ * by their index on the host, in every partition.
  */
 #ifndef HR_ARENA_ARENA_H
 #define HR_ARENA_ARENA_H
@@ -48,25 +50,35 @@ struct hr_ring_head {
 
 struct hr_arena_header {
     _Alignas(HR_LINE) _Atomic uint64_t abort_word; /* set once, seq_cst: partner of every wait's check */
-    _Atomic uint64_t left_rank;   /* 1 + the rank whose LEAVE record this host has executed: the log is closed; set once */
-    _Atomic uint64_t wants_leave; /* a bit per team: some rank of this host has asked to leave it: its leader must drive */
-    _Atomic uint64_t leave_at[HR_TEAMS_MAX]; /* 1 + where the LEAVE record begins in the log; written by the leader with it; 0: none */
-    _Alignas(HR_LINE) _Atomic uint64_t stall_report_ns[HR_TEAMS_MAX]; /* when the last report of a stall in the team was made here */
-    _Alignas(HR_LINE) _Atomic uint32_t users[HR_TEAMS_MAX];   /* ranks here that have joined the team and have not left its partition */
-    _Atomic uint32_t cleanings[HR_TEAMS_MAX];                 /* how often the partition has been left by all and cleaned */
+    /* 1 + the rank whose LEAVE record this host has executed: the log is closed; set once */
+    _Atomic uint64_t left_rank;
+    /* a bit per team: some rank of this host has asked to leave it: its leader must drive */
+    _Atomic uint64_t wants_leave;
+    /* 1 + where the LEAVE record begins in the log; written by the leader with it; 0: none */
+    _Atomic uint64_t leave_at[HR_TEAMS_MAX];
+    /* when the last report of a stall in the team was made here */
+    _Alignas(HR_LINE) _Atomic uint64_t stall_report_ns[HR_TEAMS_MAX];
+    /* ranks here that have joined the team and have not left its partition */
+    _Alignas(HR_LINE) _Atomic uint32_t users[HR_TEAMS_MAX];
+    /* how often the partition has been left by all and cleaned */
+    _Atomic uint32_t cleanings[HR_TEAMS_MAX];
 };
 
 /* Written by its rank unless a comment says otherwise. */
 struct hr_arena_block {
     _Alignas(HR_LINE) _Atomic uint32_t sleeping; /* seq_cst on both sides: see hr_node_wake */
     _Alignas(HR_LINE) _Atomic uint32_t state;    /* enum hr_member_state */
-    _Atomic int32_t core;                        /* 1 + the core that its driver was on, 0: unknown; see node/core_choice.h */
-    _Atomic int64_t alive_until_ns;              /* waiting in a batch: by then it will have looked, and moved this on */
-    _Atomic uint64_t moves;                      /* changes whenever something has moved there, seen when it begins to wait */
+    /* 1 + the core that its driver was on, 0: unknown; see node/core_choice.h */
+    _Atomic int32_t core;
+    /* waiting in a batch: by then it will have looked, and moved this on */
+    _Atomic int64_t alive_until_ns;
+    /* changes whenever something has moved there, seen when it begins to wait */
+    _Atomic uint64_t moves;
     _Alignas(HR_LINE) _Atomic uint64_t teams;    /* a bit for each that it is a member of */
     _Atomic uint64_t log_executed[HR_TEAMS_MAX]; /* bytes of the log executed */
     _Alignas(HR_LINE) _Atomic uint64_t pending[HR_PENDING_MAX]; /* hashes of names submitted and not done, 0: free */
-    _Atomic uint32_t pending_hidden; /* names pending that found no place: while there are any, absence proves nothing */
+    /* names pending that found no place: while there are any, absence proves nothing */
+    _Atomic uint32_t pending_hidden;
 };
 
 struct hr_partition_header {
@@ -114,9 +126,9 @@ struct hr_arena {
 uint64_t hr_arena_layout_bytes(int local_size, size_t segment_bytes, int partitions);
 
 /*
- * Maps what belongs to the host and its ranks. Uses `memory`, of memory_bytes, if it is not NULL (ranks that are threads of one process
- * share one mapping), else fd, which stays the caller's and must live as long. HORO_OK, or HORO_ERR_USAGE / HORO_ERR_RESOURCE with
- * *error set.
+ * Maps what belongs to the host and its ranks. Uses `memory`, of memory_bytes, if it is not NULL (ranks that are
+ * threads of one process share one mapping), else fd, which stays the caller's and must live as long. HORO_OK, or
+ * HORO_ERR_USAGE / HORO_ERR_RESOURCE with *error set.
  */
 int hr_arena_map(struct hr_arena *arena, void *memory, size_t memory_bytes, int fd, int local_rank, int local_size,
                  size_t segment_bytes, struct hr_error *error);
@@ -127,8 +139,8 @@ int hr_partition_map(const struct hr_arena *arena, int team, struct hr_partition
 void hr_partition_unmap(const struct hr_arena *arena, struct hr_partition *partition);
 
 /*
- * A rank joins a team, whose partition it has mapped, and leaves it. The last one to leave cleans the partition: all its words are 0
- * again, and its pages are given back. 1 for that one.
+ * A rank joins a team, whose partition it has mapped, and leaves it. The last one to leave cleans the partition: all
+ * its words are 0 again, and its pages are given back. 1 for that one.
  */
 void hr_partition_join(const struct hr_arena *arena, int team);
 int hr_partition_leave(const struct hr_arena *arena, int team, const struct hr_partition *partition);
@@ -143,8 +155,8 @@ static inline char *hr_partition_request_ring(const struct hr_partition *partiti
 }
 
 /*
- * Whether a LEAVE record is written in the log of every team of a local rank, which has executed all that stands before it: it owes
- * nothing to others any more.
+ * Whether a LEAVE record is written in the log of every team of a local rank, which has executed all that stands before
+ * it: it owes nothing to others any more.
  */
 int hr_arena_has_closed(const struct hr_arena *arena, int local_rank);
 /* The same for one team. */
@@ -155,8 +167,8 @@ int hr_arena_abort(struct hr_arena *arena, int code, int rank, enum hr_abort_rea
 struct hr_abort hr_arena_aborted(const struct hr_arena *arena);
 
 /*
- * Rings. `write` copies up to `bytes` that fit before the slowest reader (at position `slowest_read`) and returns how many;
- * `read` copies up to `bytes` from position *read on, moves it, and returns how many. Neither blocks.
+ * Rings. `write` copies up to `bytes` that fit before the slowest reader (at position `slowest_read`) and returns how
+ * many; `read` copies up to `bytes` from position *read on, moves it, and returns how many. Neither blocks.
  */
 size_t hr_ring_write(struct hr_ring_head *head, char *ring, size_t ring_bytes, uint64_t slowest_read, const void *data,
                      size_t bytes);
@@ -166,7 +178,10 @@ size_t hr_ring_read(const struct hr_ring_head *head, const char *ring, size_t ri
 /* The pending table: add returns the place of a name's hash, for remove; HR_PENDING_MAX if there was none to be had. */
 uint32_t hr_arena_pending_add(struct hr_arena *arena, uint64_t name_hash);
 void hr_arena_pending_remove(struct hr_arena *arena, uint32_t place);
-/* 1 if the rank has submitted the name, 0 if not, -1 if not all that it has submitted found a place, so that it cannot be told. */
+/*
+ * 1 if the rank has submitted the name, 0 if not, -1 if not all that it has submitted found a place, so that it cannot
+ * be told.
+ */
 int hr_arena_pending_has(const struct hr_arena *arena, int local_rank, uint64_t name_hash);
 
 #endif

@@ -1,6 +1,7 @@
 /*
- * A backend does whole collectives on buffers, wherever they live, as tasks (collective/task.h). The engine decides what runs and when;
- * a backend decides how. All ranks of the team begin the same work in the same order, from the driver of the engine, one at a time.
+ * A backend does whole collectives on buffers, wherever they live, as tasks (collective/task.h). The engine decides
+ * what runs and when; a backend decides how. All ranks of the team begin the same work in the same order, from the
+ * driver of the engine, one at a time.
  */
 #ifndef HR_BACKEND_BACKEND_H
 #define HR_BACKEND_BACKEND_H
@@ -27,7 +28,10 @@ struct hr_gathered {
     int64_t *first_dims; /* [size] */
 };
 
-/* One batch: what all its tensors have in common, and the tensors. The arrays stay the engine's, until the work is over. */
+/*
+ * One batch: what all its tensors have in common, and the tensors. The arrays stay the engine's, until the work is
+ * over.
+ */
 struct hr_work {
     int op;        /* HORO_ALLREDUCE, HORO_BROADCAST or HORO_ALLGATHER */
     int reduce_op; /* allreduce; may be AVERAGE */
@@ -36,7 +40,8 @@ struct hr_work {
     const struct hr_operand *operands;
     size_t count;
     const int64_t *rows;         /* allgather: [count] mine */
-    const size_t *row_bytes;     /* allgather: [count] bytes per row: the product of the other extents times the element */
+    /* allgather: [count] bytes per row: the product of the other extents times the element */
+    const size_t *row_bytes;
     struct hr_gathered *results; /* allgather: [count] */
 };
 
@@ -46,8 +51,9 @@ struct hr_backend_ops {
     const char *name;
     int carries; /* small data may travel with the agreement instead, see carried.h */
     /*
-     * The work becomes the one task of this backend. HORO_OK or a status: HORO_ERR_RESOURCE for lack of memory, which ends the team,
-     * since other ranks may have begun. Operands of equal dtype and wire dtype are reduced as one vector.
+     * The work becomes the one task of this backend. HORO_OK or a status: HORO_ERR_RESOURCE for lack of memory, which
+     * ends the team, since other ranks may have begun. Operands of equal dtype and wire dtype are reduced as one
+     * vector.
      */
     int (*begin)(struct hr_backend *backend, const struct hr_work *work);
     /* As in struct hr_task, for the work begun last. */
@@ -71,9 +77,9 @@ static inline void hr_backend_destroy(struct hr_backend *backend) {
 struct hr_backend *hr_host_backend_create(struct hr_team *team);
 
 /*
- * Host memory by the collectives of team->node->mpi, whose communicator numbers the ranks as the team does. The team must outlive it.
- * Work that is cancelled leaves what it has begun with MPI: it is counted in team->node->mpi.stranded, its scratch is never freed,
- * and MPI may still touch the operands. NULL with *error set.
+ * Host memory by the collectives of team->node->mpi, whose communicator numbers the ranks as the team does. The team
+ * must outlive it. Work that is cancelled leaves what it has begun with MPI: it is counted in team->node->mpi.stranded,
+ * its scratch is never freed, and MPI may still touch the operands. NULL with *error set.
  */
 struct hr_backend *hr_mpi_backend_create(struct hr_team *team, struct hr_error *error);
 

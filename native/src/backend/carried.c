@@ -57,8 +57,8 @@ void hr_carried_pack(const struct hr_team *team, const horo_request *call, void 
     }
 }
 
-void hr_carried_reduce(const struct hr_team *team, const horo_request *call, const void *const *contributions, int count,
-                       int is_root, void *packed) {
+void hr_carried_reduce(const struct hr_team *team, const horo_request *call, const void *const *contributions,
+                       int count, int is_root, void *packed) {
     const struct hr_codec *codec = codec_of(call);
     struct hr_scale scale = hr_scale_by(1.0);
     if (is_root) {

@@ -15,11 +15,11 @@ size_t hr_carried_bytes(const struct hr_team *team, const horo_request *call);
 void hr_carried_pack(const struct hr_team *team, const horo_request *call, void *packed);
 
 /*
- * The reduction of `count` contributions, in the order in which they are given, into `packed`, which may be the first of
- * them; at the root, whose contributions are those of all ranks, also what comes after the reduction.
+ * The reduction of `count` contributions, in the order in which they are given, into `packed`, which may be the first
+ * of them; at the root, whose contributions are those of all ranks, also what comes after the reduction.
  */
-void hr_carried_reduce(const struct hr_team *team, const horo_request *call, const void *const *contributions, int count,
-                       int is_root, void *packed);
+void hr_carried_reduce(const struct hr_team *team, const horo_request *call, const void *const *contributions,
+                       int count, int is_root, void *packed);
 
 /* The result, from the root. Equal on all ranks, to the bit. */
 void hr_carried_unpack(const struct hr_team *team, const horo_request *call, const void *packed);

@@ -41,8 +41,8 @@ static int begin_kind(struct host_backend *host) {
         return HR_TASK_DONE;
     }
     host->task = NULL; /* a task that could not begin has nothing to cancel */
-    HR_TRY(hr_allreduce_begin(&host->run.allreduce, host->team, &fused, hr_operation_of(work->reduce_op), work->prescale,
-                              hr_postscale_of(work, fused.codec->dtype, host->team->size)));
+    HR_TRY(hr_allreduce_begin(&host->run.allreduce, host->team, &fused, hr_operation_of(work->reduce_op),
+                              work->prescale, hr_postscale_of(work, fused.codec->dtype, host->team->size)));
     host->task = &host->run.allreduce.segments.task;
     return HR_TASK_MOVED;
 }
@@ -87,7 +87,8 @@ static void place_contributions(const struct host_backend *host) {
         for (size_t i = 0; i < work->count; i++) {
             const struct hr_gathered *result = &work->results[i];
             const size_t bytes = (size_t)result->first_dims[r] * work->row_bytes[i];
-            hr_fuse_append(theirs, pieces, work->operands[i].input, (char *)result->data + gathering->offsets[i], bytes);
+            hr_fuse_append(theirs, pieces, work->operands[i].input, (char *)result->data + gathering->offsets[i],
+                           bytes);
             gathering->offsets[i] += bytes;
         }
     }

@@ -1,9 +1,11 @@
 /*
- * Whole collectives by MPI, for sites where those are tuned or run in the network (docs/adr/0013-mpi-carries-data-tcp-agrees.md).
+ * Whole collectives by MPI, for sites where those are tuned or run in the network
+ * (docs/adr/0013-mpi-carries-data-tcp-agrees.md).
  *
- * The work is a sequence of transfers, each of one stretch of memory, and a transfer is one nonblocking call of MPI or, where it is
- * larger than one call may be, several. What is large and needs no conversion travels from and to the tensor itself; the rest is packed
- * into scratch, a few MiB at a time. Which is which depends on sizes and dtypes alone, for all ranks must make the same calls.
+ * The work is a sequence of transfers, each of one stretch of memory, and a transfer is one nonblocking call of MPI or,
+ * where it is larger than one call may be, several. What is large and needs no conversion travels from and to the
+ * tensor itself; the rest is packed into scratch, a few MiB at a time. Which is which depends on sizes and dtypes
+ * alone, for all ranks must make the same calls.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -103,7 +105,8 @@ static int call_allreduce(struct mpi_backend *self) {
     const size_t step = smaller(transfer->bytes - transfer->at, most);
     char *data = transfer->data + transfer->at;
     transfer->at += step;
-    return called(self, self->mpi->ops->iallreduce(self->mpi, data, (int)(step / element), how.type, how.op, &self->request));
+    return called(self,
+                  self->mpi->ops->iallreduce(self->mpi, data, (int)(step / element), how.type, how.op, &self->request));
 }
 
 static int call_broadcast(struct mpi_backend *self) {
@@ -133,8 +136,8 @@ static int call_next(struct mpi_backend *self) {
         return call_broadcast(self);
     }
     transfer->at = transfer->bytes;
-    return called(self, self->mpi->ops->iallgatherv(self->mpi, transfer->data, self->gathering.counts, self->gathering.offsets,
-                                                    &self->request));
+    return called(self, self->mpi->ops->iallgatherv(self->mpi, transfer->data, self->gathering.counts,
+                                                    self->gathering.offsets, &self->request));
 }
 
 /* ---- Transfers of fused vectors ---- */
@@ -188,7 +191,8 @@ static void begin_piece(struct mpi_backend *self, const struct hr_piece *piece) 
     }
     const struct factors factors = factors_of(self);
     if (piece->output != piece->input || factors.pre != 1.0) {
-        hr_fused_pack(fused, piece->offset, piece->bytes, piece->output, self->team->node->kernel, factors.pre, HR_STORE_ORDINARY);
+        hr_fused_pack(fused, piece->offset, piece->bytes, piece->output, self->team->node->kernel, factors.pre,
+                      HR_STORE_ORDINARY);
     }
     self->transfer.data = piece->output;
 }
@@ -200,7 +204,8 @@ static int begin_packed(struct mpi_backend *self, size_t bytes) {
     self->transfer.bytes = bytes;
     self->transfer.data = self->scratch;
     if (contributes(self)) {
-        hr_fused_pack(&self->fused, self->fused_at, bytes, self->scratch, self->team->node->kernel, scale, HR_STORE_ORDINARY);
+        hr_fused_pack(&self->fused, self->fused_at, bytes, self->scratch, self->team->node->kernel, scale,
+                      HR_STORE_ORDINARY);
     }
     return HORO_OK;
 }
@@ -258,7 +263,10 @@ static void end_gathering(struct mpi_backend *self) {
     *gathering = (struct gathering){0};
 }
 
-/* data: the contributions of all ranks one after the other, of which mine is there; gathering->bytes says how long each is. */
+/*
+ * data: the contributions of all ranks one after the other, of which mine is there; gathering->bytes says how long each
+ * is.
+ */
 static void begin_gather(struct mpi_backend *self, char *data) {
     const struct gathering *gathering = &self->gathering;
     const size_t most = (size_t)self->mpi->calls.message_bytes;
@@ -293,7 +301,8 @@ static void begin_operand(struct mpi_backend *self, size_t i) {
         mine += r < self->team->rank ? self->gathering.bytes[r] : 0;
     }
     if (self->gathering.bytes[self->team->rank] > 0) {
-        self->team->node->kernel->copy(mine, self->work.operands[i].input, self->gathering.bytes[self->team->rank], HR_STORE_ORDINARY);
+        self->team->node->kernel->copy(mine, self->work.operands[i].input, self->gathering.bytes[self->team->rank],
+                                       HR_STORE_ORDINARY);
     }
     begin_gather(self, result->data);
 }
@@ -328,7 +337,8 @@ static int begin_gathering(struct mpi_backend *self) {
         .offsets = calloc(size, sizeof(int)),
     };
     const struct gathering *gathering = &self->gathering;
-    if (gathering->table == NULL || gathering->bytes == NULL || gathering->counts == NULL || gathering->offsets == NULL) {
+    if (gathering->table == NULL || gathering->bytes == NULL || gathering->counts == NULL ||
+        gathering->offsets == NULL) {
         end_gathering(self);
         return HORO_ERR_RESOURCE;
     }
@@ -428,9 +438,10 @@ static const struct hr_backend_ops mpi_ops = {
 struct hr_backend *hr_mpi_backend_create(struct hr_team *team, struct hr_error *error) {
     const horo_mpi *calls = &team->node->mpi.calls;
     if (calls->rank != team->rank || calls->size != team->size) {
-        (void)hr_fail(error, HORO_ERR_USAGE,
-                      "rank %d of %d is rank %d of %d in the MPI communicator; collectives by MPI need the same numbers in both",
-                      team->rank, team->size, calls->rank, calls->size);
+        (void)hr_fail(
+            error, HORO_ERR_USAGE,
+            "rank %d of %d is rank %d of %d in the MPI communicator; collectives by MPI need the same numbers in both",
+            team->rank, team->size, calls->rank, calls->size);
         return NULL;
     }
     struct mpi_backend *self = calloc(1, sizeof *self);

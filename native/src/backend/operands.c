@@ -75,8 +75,8 @@ struct hr_fused hr_fuse_bytes(struct hr_piece *pieces, const struct hr_operand *
 }
 
 /*
- * Large ones in huge pages, if the system gives them: memory of this size is often new each time, and to enter it page by page takes as
- * long as to fill it.
+ * Large ones in huge pages, if the system gives them: memory of this size is often new each time, and to enter it page
+ * by page takes as long as to fill it.
  */
 static void *allocate_result(size_t bytes) {
     if (bytes < HUGE_WORTH_BYTES) {
@@ -84,7 +84,8 @@ static void *allocate_result(size_t bytes) {
     }
     void *data = aligned_alloc(HUGE_PAGE_BYTES, hr_round_up(bytes, HUGE_PAGE_BYTES));
     if (data != NULL) {
-        (void)madvise(data, bytes / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES, MADV_HUGEPAGE); /* a wish: without it all is right too */
+        /* a wish: without it all is right too */
+        (void)madvise(data, bytes / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES, MADV_HUGEPAGE);
     }
     return data;
 }
@@ -95,7 +96,8 @@ void hr_gathered_disown(struct hr_gathered *results, size_t count) {
     }
 }
 
-int hr_gathered_allocate(int size, const int64_t *table, const size_t *row_bytes, size_t count, struct hr_gathered *results) {
+int hr_gathered_allocate(int size, const int64_t *table, const size_t *row_bytes, size_t count,
+                         struct hr_gathered *results) {
     for (size_t i = 0; i < count; i++) {
         struct hr_gathered *result = &results[i];
         result->first_dims = calloc((size_t)size, sizeof *result->first_dims);

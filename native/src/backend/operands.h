@@ -18,13 +18,19 @@ void hr_pieces_fini(struct hr_pieces *pieces);
 /* Puts a piece of `count` values behind those that `fused`, whose codec is set, has, unless it is empty. */
 void hr_fuse_append(struct hr_fused *fused, struct hr_piece *pieces, const void *input, void *output, size_t count);
 
-/* The operands of an allreduce kind by kind: those of equal dtype and wire dtype are one vector. Zeroed, then the first two set. */
+/*
+ * The operands of an allreduce kind by kind: those of equal dtype and wire dtype are one vector. Zeroed, then the first
+ * two set.
+ */
 struct hr_kinds {
     const struct hr_operand *operands;
     size_t count;
     int next; /* private */
 };
-/* The next kind that occurs, in `pieces`, which has room for all operands and held the kind before: 1, or 0 behind the last one. */
+/*
+ * The next kind that occurs, in `pieces`, which has room for all operands and held the kind before: 1, or 0 behind the
+ * last one.
+ */
 int hr_kinds_next(struct hr_kinds *kinds, struct hr_piece *pieces, struct hr_fused *fused);
 
 /* AVERAGE is a sum and a factor. */
@@ -42,9 +48,15 @@ static inline struct hr_scale hr_postscale_of(const struct hr_work *work, int dt
 /* All operands as bytes. */
 struct hr_fused hr_fuse_bytes(struct hr_piece *pieces, const struct hr_operand *operands, size_t count);
 
-/* table[r * count + i]: rows of rank r's operand i. HORO_OK or HORO_ERR_RESOURCE; what is allocated is the caller's in any case. */
-int hr_gathered_allocate(int size, const int64_t *table, const size_t *row_bytes, size_t count, struct hr_gathered *results);
-/* Leaves the data to nobody: MPI may still write there, and it is better lost than somebody else's when that happens. */
+/*
+ * table[r * count + i]: rows of rank r's operand i. HORO_OK or HORO_ERR_RESOURCE; what is allocated is the caller's in
+ * any case.
+ */
+int hr_gathered_allocate(int size, const int64_t *table, const size_t *row_bytes, size_t count,
+                         struct hr_gathered *results);
+/*
+ * Leaves the data to nobody: MPI may still write there, and it is better lost than somebody else's when that happens.
+ */
 void hr_gathered_disown(struct hr_gathered *results, size_t count);
 
 #endif

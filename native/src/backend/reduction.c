@@ -64,7 +64,8 @@ int hr_reductions_init(struct hr_reductions *reductions, const struct hr_mpi *mp
     for (int dtype = 0; dtype < HORO_DTYPE_COUNT; dtype++) {
         for (int op = 0; op < HR_REDUCTION_OPS && code == 0; op++) {
             if (reducers[dtype][op] != NULL) {
-                code = mpi->ops->op_create(mpi, reducers[dtype][op], op == SUM || op == PRODUCT, &reductions->ops[dtype][op]);
+                code = mpi->ops->op_create(mpi, reducers[dtype][op], op == SUM || op == PRODUCT,
+                                           &reductions->ops[dtype][op]);
                 reductions->made[dtype][op] = code == 0;
             }
         }
@@ -85,7 +86,8 @@ void hr_reductions_fini(struct hr_reductions *reductions, const struct hr_mpi *m
     }
 }
 
-struct hr_reduction hr_reductions_find(const struct hr_reductions *reductions, const struct hr_mpi *mpi, int dtype, int reduce_op) {
+struct hr_reduction hr_reductions_find(const struct hr_reductions *reductions, const struct hr_mpi *mpi, int dtype,
+                                       int reduce_op) {
     const int op = index_of(reduce_op);
     const int is_half = dtype == HORO_FLOAT16 || dtype == HORO_BFLOAT16;
     const int own = dtype == HORO_BOOL ? bool_ops[op] : ops[op];

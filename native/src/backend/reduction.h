@@ -1,9 +1,11 @@
 /*
- * How MPI is told to reduce what horo reduces: a type and an operation of its own where they mean the same, else ones made here.
+ * How MPI is told to reduce what horo reduces: a type and an operation of its own where they mean the same, else ones
+ * made here.
  *
- * Made here are all reductions of 16-bit floats, which MPI does not know, and minimum and maximum of floats, for which MPI does not say
- * what becomes of NaN or of zeros of both signs. The latter are told not to commute: then MPI keeps to the order of ranks, and all
- * ranks get the same bits. Sums and products of integers are those of unsigned ones, which wrap.
+ * Made here are all reductions of 16-bit floats, which MPI does not know, and minimum and maximum of floats, for which
+ * MPI does not say what becomes of NaN or of zeros of both signs. The latter are told not to commute: then MPI keeps to
+ * the order of ranks, and all ranks get the same bits. Sums and products of integers are those of unsigned ones, which
+ * wrap.
  */
 #ifndef HR_BACKEND_REDUCTION_H
 #define HR_BACKEND_REDUCTION_H
@@ -29,6 +31,7 @@ int hr_reductions_init(struct hr_reductions *reductions, const struct hr_mpi *mp
 void hr_reductions_fini(struct hr_reductions *reductions, const struct hr_mpi *mpi);
 
 /* For SUM, MIN, MAX or PRODUCT of any dtype. */
-struct hr_reduction hr_reductions_find(const struct hr_reductions *reductions, const struct hr_mpi *mpi, int dtype, int reduce_op);
+struct hr_reduction hr_reductions_find(const struct hr_reductions *reductions, const struct hr_mpi *mpi, int dtype,
+                                       int reduce_op);
 
 #endif

@@ -17,7 +17,8 @@ int hr_buffer_reserve(struct hr_buffer *buffer, size_t bytes) {
         return HORO_OK;
     }
     const size_t unread = hr_buffer_size(buffer);
-    if (buffer->begin > 0 && buffer->begin >= unread) { /* else little room would be made at the price of moving much, again and again */
+    /* else little room would be made at the price of moving much, again and again */
+    if (buffer->begin > 0 && buffer->begin >= unread) {
         memmove(buffer->data, buffer->data + buffer->begin, unread);
         buffer->begin = 0;
         buffer->end = unread;

@@ -19,7 +19,9 @@ int hr_buffer_reserve(struct hr_buffer *buffer, size_t bytes);
 
 int hr_buffer_append(struct hr_buffer *buffer, const void *data, size_t bytes);
 
-/* Drops `bytes` (at most the unread ones) from the front; memory that is no longer needed may go with the last of them. */
+/*
+ * Drops `bytes` (at most the unread ones) from the front; memory that is no longer needed may go with the last of them.
+ */
 void hr_buffer_consume(struct hr_buffer *buffer, size_t bytes);
 
 static inline size_t hr_buffer_size(const struct hr_buffer *buffer) {

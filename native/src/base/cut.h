@@ -13,7 +13,10 @@ static inline size_t hr_round_up(size_t count, size_t unit) {
     return hr_divide_up(count, unit) * unit;
 }
 
-/* Cuts `count` into parts that differ by at most one, the longer ones first: where part `index` begins and how long it is. */
+/*
+ * Cuts `count` into parts that differ by at most one, the longer ones first: where part `index` begins and how long it
+ * is.
+ */
 static inline void hr_part(size_t count, size_t part_count, size_t index, size_t *begin, size_t *length) {
     const size_t base = count / part_count;
     const size_t longer = count % part_count;

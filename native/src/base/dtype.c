@@ -43,7 +43,8 @@ int hr_dtype_reducible(int dtype, int reduce_op) {
 }
 
 int hr_dtype_narrows(int dtype, int wire_dtype) {
-    return (dtype == HORO_FLOAT32 || dtype == HORO_FLOAT64) && (wire_dtype == HORO_FLOAT16 || wire_dtype == HORO_BFLOAT16);
+    return (dtype == HORO_FLOAT32 || dtype == HORO_FLOAT64) &&
+           (wire_dtype == HORO_FLOAT16 || wire_dtype == HORO_BFLOAT16);
 }
 
 HORO_API size_t horo_dtype_bytes(int dtype) {

@@ -1,7 +1,8 @@
 /*
  * A hash map from short byte strings to pointers: open addressing, linear probing, no tombstones.
- * Keys are not copied: they must live inside the value (or outlive it). The caller brings the hash, so that a name that is looked up
- * many times is hashed once: hr_hash, or hr_hash_number for keys that are one number, the same for all keys of a map.
+ * Keys are not copied: they must live inside the value (or outlive it). The caller brings the hash, so that a name that
+ * is looked up many times is hashed once: hr_hash, or hr_hash_number for keys that are one number, the same for all
+ * keys of a map.
  */
 #ifndef HR_BASE_MAP_H
 #define HR_BASE_MAP_H

@@ -51,8 +51,8 @@ static uint64_t pack(const struct hr_event *event) {
 }
 
 /*
- * The words are stored with release and loaded with acquire: whoever has seen a word of a record also sees that it is being written.
- * A fence would do the same, but ThreadSanitizer does not know fences.
+ * The words are stored with release and loaded with acquire: whoever has seen a word of a record also sees that it is
+ * being written. A fence would do the same, but ThreadSanitizer does not know fences.
  */
 void hr_recorder_add(struct hr_recorder *recorder, const struct hr_event *event) {
     const uint64_t place = atomic_fetch_add_explicit(&recorder->next, 1, memory_order_relaxed);
@@ -61,7 +61,8 @@ void hr_recorder_add(struct hr_recorder *recorder, const struct hr_event *event)
     uint64_t seen = atomic_load_explicit(&record->mark, memory_order_relaxed);
     /* Partner: the release of the last store below, by the one before. */
     if (seen % 2 != 0 || seen > writing ||
-        !atomic_compare_exchange_strong_explicit(&record->mark, &seen, writing, memory_order_acquire, memory_order_relaxed)) {
+        !atomic_compare_exchange_strong_explicit(&record->mark, &seen, writing, memory_order_acquire,
+                                                 memory_order_relaxed)) {
         return;
     }
     uint64_t words[HR_RECORDER_NAME_WORDS];
@@ -88,7 +89,8 @@ static void unpack(uint64_t what, horo_event *event) {
 int hr_recorder_look(const struct hr_recorder *recorder, struct hr_tick_sample now, uint64_t place, horo_event *event) {
     const struct hr_record *record = &recorder->records[place % HR_RECORDER_RECORDS];
     const uint64_t stands = 2 * place + 2;
-    if (atomic_load_explicit(&record->mark, memory_order_acquire) != stands) { /* partners: the stores in hr_recorder_add */
+    /* partners: the stores in hr_recorder_add */
+    if (atomic_load_explicit(&record->mark, memory_order_acquire) != stands) {
         return 0;
     }
     uint64_t words[HR_RECORDER_NAME_WORDS];

@@ -1,9 +1,10 @@
 /*
- * The flight recorder: what one rank did last, in a ring of records that are written all the time and read when something is wrong.
+ * The flight recorder: what one rank did last, in a ring of records that are written all the time and read when
+ * something is wrong.
  *
- * Any thread writes, any thread reads, nobody waits. A writer takes the next place by one addition and claims the record there by one
- * exchange; what it finds being written, or written by one who came later, it leaves alone, and its own event is lost: the ring is then
- * a whole turn behind it. A reader skips a record that changes while it reads.
+ * Any thread writes, any thread reads, nobody waits. A writer takes the next place by one addition and claims the
+ * record there by one exchange; what it finds being written, or written by one who came later, it leaves alone, and its
+ * own event is lost: the ring is then a whole turn behind it. A reader skips a record that changes while it reads.
  */
 #ifndef HR_BASE_RECORDER_H
 #define HR_BASE_RECORDER_H
@@ -61,9 +62,9 @@ void hr_recorder_add(struct hr_recorder *recorder, const struct hr_event *event)
 size_t hr_recorder_read(const struct hr_recorder *recorder, horo_event *events, size_t capacity);
 
 /*
- * The last records as lines "\n    1.234 s ago  submitted  allreduce 'x', 4.0 MiB", the oldest first; what follows one another and is
- * alike shares a line. At most `lines` (and HR_RECORDER_LINES_MAX) of them, the older ones left out where text_bytes are not enough.
- * Returns whether there is anything that no earlier call has described. Any thread.
+ * The last records as lines "\n    1.234 s ago  submitted  allreduce 'x', 4.0 MiB", the oldest first; what follows one
+ * another and is alike shares a line. At most `lines` (and HR_RECORDER_LINES_MAX) of them, the older ones left out
+ * where text_bytes are not enough. Returns whether there is anything that no earlier call has described. Any thread.
  */
 enum { HR_RECORDER_LINES_MAX = 32 };
 int hr_recorder_describe(struct hr_recorder *recorder, int lines, char *text, size_t text_bytes);

@@ -15,12 +15,14 @@ struct run {
 };
 
 static int joins(const struct run *run, const horo_event *earlier) {
-    const int alone = earlier->event == HORO_EVENT_BEGUN || earlier->event == HORO_EVENT_LEFT || earlier->event == HORO_EVENT_LOST;
+    const int alone =
+        earlier->event == HORO_EVENT_BEGUN || earlier->event == HORO_EVENT_LEFT || earlier->event == HORO_EVENT_LOST;
     return !alone && run->first.event == earlier->event;
 }
 
 /* From the last record backwards; returns how many runs. That all agreed is told by the batch that begins. */
-static int collect(const struct hr_recorder *recorder, struct hr_tick_sample now, uint64_t end, struct run *runs, int most) {
+static int collect(const struct hr_recorder *recorder, struct hr_tick_sample now, uint64_t end, struct run *runs,
+                   int most) {
     const uint64_t begin = end > HR_RECORDER_RECORDS ? end - HR_RECORDER_RECORDS : 0;
     int count = 0;
     for (uint64_t place = end; place > begin; place--) {
@@ -79,8 +81,8 @@ static void write_requests(const struct run *run, char *line, size_t line_bytes)
     } else if (first->event == HORO_EVENT_FAILED) {
         (void)snprintf(rest, sizeof rest, ": %s error", horo_status_name(first->status));
     }
-    (void)snprintf(line, line_bytes, "%-9s  %s '%s'%s%s%s", verb(first->event), hr_op_name(first->op), first->name, rest,
-                   run->bytes > 0 ? ", " : "", run->bytes > 0 ? size_text(run->bytes, size, sizeof size) : "");
+    (void)snprintf(line, line_bytes, "%-9s  %s '%s'%s%s%s", verb(first->event), hr_op_name(first->op), first->name,
+                   rest, run->bytes > 0 ? ", " : "", run->bytes > 0 ? size_text(run->bytes, size, sizeof size) : "");
 }
 
 static void write_run(const struct run *run, char *line, size_t line_bytes) {
@@ -103,7 +105,8 @@ int hr_recorder_describe(struct hr_recorder *recorder, int lines, char *text, si
     const uint64_t end = atomic_load_explicit(&recorder->next, memory_order_relaxed);
     struct run runs[HR_RECORDER_LINES_MAX];
     const int count = collect(recorder, now, end, runs, lines < HR_RECORDER_LINES_MAX ? lines : HR_RECORDER_LINES_MAX);
-    size_t from = text_bytes - 1; /* the text grows towards its beginning, so that the last lines are the ones that fit */
+    /* the text grows towards its beginning, so that the last lines are the ones that fit */
+    size_t from = text_bytes - 1;
     text[from] = '\0';
     for (int i = 0; i < count; i++) {
         char line[LINE_BYTES];

@@ -21,7 +21,10 @@ enum hr_abort_reason {
     HR_REASON_INTERNAL = 6, /* it met a state that should not be */
 };
 
-/* Records code and sentence unless an error is recorded already (the first one is the cause). Returns the recorded code. */
+/*
+ * Records code and sentence unless an error is recorded already (the first one is the cause). Returns the recorded
+ * code.
+ */
 int hr_fail(struct hr_error *error, int code, const char *format, ...) __attribute__((format(printf, 3, 4)));
 
 /* The one control-flow macro: passes a failure on. */

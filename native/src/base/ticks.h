@@ -1,7 +1,7 @@
 /*
- * The processor's own clock: a few nanoseconds to read where hr_now_ns takes some tens. It runs at a constant rate that is not known
- * beforehand, so its readings become times between two samples of both clocks. On processors whose counters do not run alike on all
- * cores, times read on different cores are off by as much.
+ * The processor's own clock: a few nanoseconds to read where hr_now_ns takes some tens. It runs at a constant rate that
+ * is not known beforehand, so its readings become times between two samples of both clocks. On processors whose
+ * counters do not run alike on all cores, times read on different cores are off by as much.
  */
 #ifndef HR_BASE_TICKS_H
 #define HR_BASE_TICKS_H

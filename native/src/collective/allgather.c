@@ -1,5 +1,6 @@
 /*
- * Allgather over one arena; over several it is two_level_gather.c. Every rank shows its next segment and copies the others' out.
+ * Allgather over one arena; over several it is two_level_gather.c. Every rank shows its next segment and copies the
+ * others' out.
  */
 #include "collective/collective.h"
 #include "collective/two_level.h"

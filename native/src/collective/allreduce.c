@@ -1,6 +1,6 @@
 /*
- * Allreduce over one arena; over several it is two_level.c. Each segment passes the stages of stages.h; small data takes one phase
- * instead of two, data of one rank alone none.
+ * Allreduce over one arena; over several it is two_level.c. Each segment passes the stages of stages.h; small data
+ * takes one phase instead of two, data of one rank alone none.
  */
 #include <math.h>
 
@@ -67,8 +67,8 @@ static const struct hr_segments_ops exchanging = {
 static void flat_fill(struct hr_segments *segments, size_t k) {
     const struct hr_stages *stages = &run_of(segments)->stages;
     const struct hr_fused *fused = stages->fused;
-    hr_fused_pack(fused, 0, fused->bytes, hr_stages_slot(stages, stages->team->local_rank, k), stages->team->node->kernel,
-                  stages->prescale, HR_STORE_ORDINARY);
+    hr_fused_pack(fused, 0, fused->bytes, hr_stages_slot(stages, stages->team->local_rank, k),
+                  stages->team->node->kernel, stages->prescale, HR_STORE_ORDINARY);
     hr_team_arrive(stages->team, HR_PHASE_FILLED, hr_segments_parity(segments, k));
 }
 

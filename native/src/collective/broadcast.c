@@ -1,6 +1,7 @@
 /*
- * Broadcast: the root copies segments into its slot, the ranks of its host copy them out. Between hosts each owner passes its share of a
- * segment on, from the root's slot on the root's host, and down a tree (small) or a chain (large) of hosts.
+ * Broadcast: the root copies segments into its slot, the ranks of its host copy them out. Between hosts each owner
+ * passes its share of a segment on, from the root's slot on the root's host, and down a tree (small) or a chain (large)
+ * of hosts.
  */
 #include "collective/collective.h"
 
@@ -62,8 +63,8 @@ static void drain(struct hr_segments *segments, size_t k) {
     const struct hr_range segment = segment_of(run, k);
     for (int owner = 0; owner < run->owners && team->rank != run->root_rank; owner++) {
         const struct hr_range share = hr_share(HR_LINE, segment.bytes, owner, run->owners);
-        hr_fused_unpack(&run->fused, segment.offset + share.offset, share.bytes, share_data(run, owner, k, share.offset),
-                        team->node->kernel);
+        hr_fused_unpack(&run->fused, segment.offset + share.offset, share.bytes,
+                        share_data(run, owner, k, share.offset), team->node->kernel);
     }
     hr_team_arrive(segments->team, HR_PHASE_DRAINED, hr_segments_parity(segments, k));
 }

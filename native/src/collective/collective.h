@@ -1,10 +1,10 @@
 /*
- * Whole collectives on host memory for all ranks of a team, as tasks (task.h). Every rank begins the same ones with the same sizes in
- * the same order, one after the other. The memory of a task is the caller's and must stay where it is until the task is done or
- * cancelled, as must the pieces of its vectors.
+ * Whole collectives on host memory for all ranks of a team, as tasks (task.h). Every rank begins the same ones with the
+ * same sizes in the same order, one after the other. The memory of a task is the caller's and must stay where it is
+ * until the task is done or cancelled, as must the pieces of its vectors.
  *
- * Words: a *segment* is the pipeline piece that fits one arena slot; a *share* is the part of a segment that one *owner* reduces;
- * the owners are the local ranks below team->owner_count, the same on every host.
+ * Words: a *segment* is the pipeline piece that fits one arena slot; a *share* is the part of a segment that one
+ * *owner* reduces; the owners are the local ranks below team->owner_count, the same on every host.
  */
 #ifndef HR_COLLECTIVE_COLLECTIVE_H
 #define HR_COLLECTIVE_COLLECTIVE_H
@@ -45,11 +45,11 @@ struct hr_allgather {
 };
 
 /*
- * outputs = postscale * reduce over ranks of (prescale * inputs). reduce_op is SUM, MIN, MAX or PRODUCT. An input may be its output.
- * fused->codec packs (prescale * inputs) and reduces the blocks, and outputs are what it unpacks; where it is plain,
- * inputs are read and outputs written in place where that saves a copy.
- * Per rank and byte of data on one host of p ranks: copies (p-1)/p in, reads p/p and writes 2/p for the share, copies (p-1)/p out.
- * HORO_OK or HORO_ERR_RESOURCE.
+ * outputs = postscale * reduce over ranks of (prescale * inputs). reduce_op is SUM, MIN, MAX or PRODUCT. An input may
+ * be its output. fused->codec packs (prescale * inputs) and reduces the blocks, and outputs are what it unpacks; where
+ * it is plain, inputs are read and outputs written in place where that saves a copy. Per rank and byte of data on one
+ * host of p ranks: copies (p-1)/p in, reads p/p and writes 2/p for the share, copies (p-1)/p out. HORO_OK or
+ * HORO_ERR_RESOURCE.
  */
 int hr_allreduce_begin(struct hr_allreduce *run, struct hr_team *team, const struct hr_fused *fused, int reduce_op,
                        double prescale, struct hr_scale postscale);
@@ -65,9 +65,9 @@ double hr_partial_scale(const struct hr_codec *codec, int reduce_op, double post
 void hr_broadcast_begin(struct hr_broadcast *run, struct hr_team *team, const struct hr_fused *fused, int root_rank);
 
 /*
- * by_rank[r] describes rank r's contribution (its bytes may differ by rank): by_rank[team->rank] holds my inputs, and the outputs of
- * all of them are where rank r's data goes here. The caller keeps by_rank. Between hosts each link carries all that is not its
- * receiver's own, once. HORO_OK or HORO_ERR_RESOURCE.
+ * by_rank[r] describes rank r's contribution (its bytes may differ by rank): by_rank[team->rank] holds my inputs, and
+ * the outputs of all of them are where rank r's data goes here. The caller keeps by_rank. Between hosts each link
+ * carries all that is not its receiver's own, once. HORO_OK or HORO_ERR_RESOURCE.
  */
 int hr_allgather_begin(struct hr_allgather *run, struct hr_team *team, const struct hr_fused *by_rank);
 

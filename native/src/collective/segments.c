@@ -167,7 +167,8 @@ static void cancel(struct hr_task *task) {
 static int is_ending(const struct hr_task *task) {
     const struct hr_segments *segments = (const struct hr_segments *)task;
     return segments->begun == segments->count &&
-           (segments->count == 0 || hr_cross_all_posted(&segments->cross[(segments->count - 1) % HR_SEGMENTS_TRAVELLING_MAX]));
+           (segments->count == 0 ||
+            hr_cross_all_posted(&segments->cross[(segments->count - 1) % HR_SEGMENTS_TRAVELLING_MAX]));
 }
 
 void hr_segments_begin(struct hr_segments *segments, size_t count) {

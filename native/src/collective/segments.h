@@ -1,18 +1,20 @@
 /*
- * The way of a collective's segments through the slots of the arena and, where there are several hosts, between hosts. Every segment
- * passes these stages on each rank; the counters in struct hr_segments say how many segments have passed each.
+ * The way of a collective's segments through the slots of the arena and, where there are several hosts, between hosts.
+ * Every segment passes these stages on each rank; the counters in struct hr_segments say how many segments have passed
+ * each.
  *
- *     stage     | may begin when                                        | does
- *     ----------+-------------------------------------------------------+-----------------------------------------------
- *     filled    | all have drained segment k - 2 (two slots in turn)    | fill: puts my contribution into my slot
- *     ready     | all have filled k                                     | reduce: reduces my share
- *     begun     | k - 1 has posted all that it sends                    | begin: my share starts to travel between hosts
- *     finished  | it has travelled                                      | finish: shows that my share is final
- *     drained   | all have finished k                                   | drain: takes out what I need
+ *     stage    | may begin when                                     | does
+ *     ---------+----------------------------------------------------+-----------------------------------------------
+ *     filled   | all have drained segment k - 2 (two slots in turn) | fill: puts my contribution into my slot
+ *     ready    | all have filled k                                  | reduce: reduces my share
+ *     begun    | k - 1 has posted all that it sends                 | begin: my share starts to travel between hosts
+ *     finished | it has travelled                                   | finish: shows that my share is final
+ *     drained  | all have finished k                                | drain: takes out what I need
  *
- * On one host begun and finished follow ready at once, and the stages follow one another in a fixed order, which was measured to be the
- * best. Between hosts whatever can be done is done, what the link waits for first: a segment begins to travel when the one before
- * has been posted to its end, so the link never idles between two, and meanwhile the next is filled.
+ * On one host begun and finished follow ready at once, and the stages follow one another in a fixed order, which was
+ * measured to be the best. Between hosts whatever can be done is done, what the link waits for first: a segment begins
+ * to travel when the one before has been posted to its end, so the link never idles between two, and meanwhile the next
+ * is filled.
  */
 #ifndef HR_COLLECTIVE_SEGMENTS_H
 #define HR_COLLECTIVE_SEGMENTS_H
@@ -31,7 +33,8 @@ struct hr_segments_ops {
     void (*reduce)(struct hr_segments *segments, size_t k); /* NULL: there is nothing to reduce */
     /* hr_cross_ops.begin for the share that this rank carries; NULL on one host. */
     int (*begin)(struct hr_segments *segments, size_t k, struct hr_cross *cross);
-    void (*finish)(struct hr_segments *segments, size_t k); /* arrives at HR_PHASE_REDUCED; NULL: nobody waits for that */
+    /* arrives at HR_PHASE_REDUCED; NULL: nobody waits for that */
+    void (*finish)(struct hr_segments *segments, size_t k);
     void (*drain)(struct hr_segments *segments, size_t k);  /* arrives at HR_PHASE_DRAINED */
     /* drain of k, then fill of k + 2, in one pass; NULL: they are two. On one host. */
     void (*exchange)(struct hr_segments *segments, size_t k);
@@ -56,13 +59,19 @@ static inline unsigned hr_segments_parity(const struct hr_segments *segments, si
     return (unsigned)((segments->first + k) & 1);
 }
 
-/* Takes the next `count` segment numbers of the team and makes the task ready to run; the fields that the caller has set stay. */
+/*
+ * Takes the next `count` segment numbers of the team and makes the task ready to run; the fields that the caller has
+ * set stay.
+ */
 void hr_segments_begin(struct hr_segments *segments, size_t count);
 
 /* As hr_task.progress: what hr_segments_begin sets. */
 int hr_segments_progress(struct hr_task *task);
 
-/* Makes team->cross_scratch at least so large, while nothing travels: what was in it is lost. HORO_OK or HORO_ERR_RESOURCE. */
+/*
+ * Makes team->cross_scratch at least so large, while nothing travels: what was in it is lost. HORO_OK or
+ * HORO_ERR_RESOURCE.
+ */
 int hr_segments_reserve_scratch(struct hr_team *team, size_t bytes);
 
 #endif

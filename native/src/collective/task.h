@@ -1,6 +1,6 @@
 /*
- * A task is a collective that is under way. Nothing in it waits: the driver of the engine calls progress again and again, serves the
- * control links between two calls, and sleeps when nothing can go on.
+ * A task is a collective that is under way. Nothing in it waits: the driver of the engine calls progress again and
+ * again, serves the control links between two calls, and sleeps when nothing can go on.
  */
 #ifndef HR_COLLECTIVE_TASK_H
 #define HR_COLLECTIVE_TASK_H
@@ -17,7 +17,9 @@ enum hr_progress {
 struct hr_task {
     /* At most one stage of one segment of work. HORO_ERR_PEER_LOST comes with team->suspect set. */
     int (*progress)(struct hr_task *task);
-    /* Gives the task up: afterwards nothing of it is posted any more. For a task that is not done, after an error too. */
+    /*
+     * Gives the task up: afterwards nothing of it is posted any more. For a task that is not done, after an error too.
+     */
     void (*cancel)(struct hr_task *task);
     /* Whether all that this rank sends has been posted, so that only the end is waited for. */
     int (*is_ending)(const struct hr_task *task);

@@ -1,10 +1,10 @@
 /*
- * Allreduce over several hosts (two-level form): the owner's share stays in its slot, is reduced with the same owner's share on the
- * other hosts by ring or recursive doubling, and is then gathered from the slots. So a link carries 2(h-1)/h of the data once,
- * whatever the number of ranks per host.
+ * Allreduce over several hosts (two-level form): the owner's share stays in its slot, is reduced with the same owner's
+ * share on the other hosts by ring or recursive doubling, and is then gathered from the slots. So a link carries
+ * 2(h-1)/h of the data once, whatever the number of ranks per host.
  *
- * A rank that is alone on its host has nobody to share memory with: where a segment lies in one tensor it travels from and to
- * the output itself, and no slot is used. That is nobody else's business: what travels is the same.
+ * A rank that is alone on its host has nobody to share memory with: where a segment lies in one tensor it travels from
+ * and to the output itself, and no slot is used. That is nobody else's business: what travels is the same.
  */
 #include "collective/two_level.h"
 
@@ -23,13 +23,17 @@ const struct hr_cross_ops *hr_two_level_cross(const struct hr_tuning *tuning, si
 size_t hr_two_level_scratch_bytes(const struct hr_tuning *tuning, int host_count, int owners, size_t block_bytes,
                                   size_t segment_bytes) {
     const size_t most = hr_share_most(hr_share_unit(block_bytes), segment_bytes, owners);
-    const size_t small_most = most < tuning->doubling ? most : tuning->doubling; /* the last segment may have a small share only */
+    /* the last segment may have a small share only */
+    const size_t small_most = most < tuning->doubling ? most : tuning->doubling;
     const size_t small = hr_cross_doubling.scratch_bytes(host_count, block_bytes, small_most, tuning->piece);
     const size_t large = hr_two_level_cross(tuning, most)->scratch_bytes(host_count, block_bytes, most, tuning->piece);
     return hr_round_up(small > large ? small : large, HR_CROSS_ALIGNMENT);
 }
 
-/* Room for two of the largest shares, before anything travels: it cannot be moved then. Small data gets one: it is one segment. */
+/*
+ * Room for two of the largest shares, before anything travels: it cannot be moved then. Small data gets one: it is one
+ * segment.
+ */
 static int reserve_scratch(struct hr_allreduce *run) {
     struct hr_team *team = run->segments.team;
     const size_t segment_bytes = hr_stages_segment(&run->stages, 0).bytes;
@@ -63,8 +67,8 @@ static void fill(struct hr_segments *segments, size_t k) {
         hr_stages_fill(call, k);
     } else if (piece->output != piece->input || call->prescale != 1.0) {
         const struct hr_range segment = hr_stages_segment(call, k);
-        hr_fused_pack(call->fused, segment.offset, segment.bytes, travelling(call, k), call->team->node->kernel, call->prescale,
-                      HR_STORE_ORDINARY);
+        hr_fused_pack(call->fused, segment.offset, segment.bytes, travelling(call, k), call->team->node->kernel,
+                      call->prescale, HR_STORE_ORDINARY);
     }
 }
 
@@ -90,7 +94,8 @@ static int begin(struct hr_segments *segments, size_t k, struct hr_cross *cross)
         .reduce_op = call->reduce_op,
         .kernel = team->node->kernel,
         .piece_bytes = team->tuning.piece,
-        .scratch = team->cross_scratch + (segments->count == 1 ? 0 : k % HR_SEGMENTS_TRAVELLING_MAX * run->scratch_bytes),
+        .scratch =
+            team->cross_scratch + (segments->count == 1 ? 0 : k % HR_SEGMENTS_TRAVELLING_MAX * run->scratch_bytes),
     };
     return hr_two_level_cross(&team->tuning, share.bytes)->begin(cross, &cross_call);
 }

@@ -4,7 +4,10 @@
 
 #include "collective/collective.h"
 
-/* Makes run->segments ready for hr_segments_begin, by what is in run->stages and run->fused. HORO_OK or HORO_ERR_RESOURCE. */
+/*
+ * Makes run->segments ready for hr_segments_begin, by what is in run->stages and run->fused. HORO_OK or
+ * HORO_ERR_RESOURCE.
+ */
 int hr_two_level_begin(struct hr_allreduce *run);
 
 /* What a share of so many bytes travels by. */

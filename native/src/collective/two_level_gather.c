@@ -1,15 +1,16 @@
 /*
- * Allgather over several hosts (two-level form). The part of every rank is cut into `share_count` shares, an equal number for each
- * owner and segment: share j belongs to segment j / owners and lies in the slot of owner j % owners, all parts in order of their hosts
- * one behind the other. So the ranks of a host write what they have into their owners' slots; each owner gathers its slot with its
- * like on the other hosts, host by host a contiguous part; and everybody copies everything out of the slots of its host. The links
- * of all owners carry the same, whoever has how much.
+ * Allgather over several hosts (two-level form). The part of every rank is cut into `share_count` shares, an equal
+ * number for each owner and segment: share j belongs to segment j / owners and lies in the slot of owner j % owners,
+ * all parts in order of their hosts one behind the other. So the ranks of a host write what they have into their
+ * owners' slots; each owner gathers its slot with its like on the other hosts, host by host a contiguous part; and
+ * everybody copies everything out of the slots of its host. The links of all owners carry the same, whoever has how
+ * much.
  *
- * Small results travel by doubling, large ones round a ring, where each link carries all but one host's data once, in both directions
- * at once.
+ * Small results travel by doubling, large ones round a ring, where each link carries all but one host's data once, in
+ * both directions at once.
  *
- * A rank that is alone on its host needs no slot for a share that is one host's own and lies in one tensor: it travels from and to
- * the result. That is nobody else's business: what travels is the same.
+ * A rank that is alone on its host needs no slot for a share that is one host's own and lies in one tensor: it travels
+ * from and to the result. That is nobody else's business: what travels is the same.
  */
 #include "collective/two_level.h"
 
@@ -37,7 +38,10 @@ static char *direct_place(const struct hr_allgather *run, int rank, struct hr_ra
     return skip + share.bytes <= piece->bytes ? piece->output + skip : NULL;
 }
 
-/* Goes through what one owner carries in one segment: whose share it is, which bytes of that rank's part, where it lies here. */
+/*
+ * Goes through what one owner carries in one segment: whose share it is, which bytes of that rank's part, where it lies
+ * here.
+ */
 struct walk {
     const struct hr_allgather *run;
     size_t k;
@@ -76,8 +80,8 @@ static void fill(struct hr_segments *segments, size_t k) {
         struct walk walk = {.run = run, .k = k, .owner = owner};
         while (walk_on(&walk)) {
             if (walk.rank == team->rank) {
-                hr_fused_pack(&run->by_rank[walk.rank], walk.share.offset, walk.share.bytes, walk.place, team->node->kernel, 1.0,
-                              run->store);
+                hr_fused_pack(&run->by_rank[walk.rank], walk.share.offset, walk.share.bytes, walk.place,
+                              team->node->kernel, 1.0, run->store);
             }
         }
     }
@@ -116,7 +120,8 @@ static void drain(struct hr_segments *segments, size_t k) {
         struct walk walk = {.run = run, .k = k, .owner = owner};
         while (walk_on(&walk)) {
             if (!walk.is_direct) {
-                hr_fused_unpack(&run->by_rank[walk.rank], walk.share.offset, walk.share.bytes, walk.place, segments->team->node->kernel);
+                hr_fused_unpack(&run->by_rank[walk.rank], walk.share.offset, walk.share.bytes, walk.place,
+                                segments->team->node->kernel);
             }
         }
     }

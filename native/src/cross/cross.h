@@ -1,18 +1,18 @@
 /*
- * Algorithms between hosts: h members, one per host, joined by a transport. Each is a small state machine, so that the engine
- * can work on the next segment while this one travels:
+ * Algorithms between hosts: h members, one per host, joined by a transport. Each is a small state machine, so that the
+ * engine can work on the next segment while this one travels:
  *
  *     begin -> progress (HORO_IN_PROGRESS ...) -> HORO_OK or an error
  *
- * progress never blocks: it looks at posted ios, does all the arithmetic that has become possible, posts what follows. The
- * caller alternates it with transport->ops->progress and sleeps (transport->ops->sleep_fds) when that, called last, has moved
- * nothing.
+ * progress never blocks: it looks at posted ios, does all the arithmetic that has become possible, posts what follows.
+ * The caller alternates it with transport->ops->progress and sleeps (transport->ops->sleep_fds) when that, called last,
+ * has moved nothing.
  *
- * The ios of the members match in the order of posting. So the next call on the same transport may make progress only once this
- * one is hr_cross_all_posted here; it need not be done, here or on other members.
+ * The ios of the members match in the order of posting. So the next call on the same transport may make progress only
+ * once this one is hr_cross_all_posted here; it need not be done, here or on other members.
  *
- * After an error of progress nothing of the call is posted any more: it has abandoned the data channel. A caller that gives up
- * a call in progress must do the same (transport->ops->abandon) before state, data or scratch go away.
+ * After an error of progress nothing of the call is posted any more: it has abandoned the data channel. A caller that
+ * gives up a call in progress must do the same (transport->ops->abandon) before state, data or scratch go away.
  *
  * Peers are the linked hosts of node/linked.h and no others, whatever the call.
  *
@@ -46,7 +46,8 @@ struct hr_cross_call {
     int reduce_op;    /* SUM, MIN, MAX, PRODUCT; allreduce only */
     const struct hr_kernel *kernel; /* allreduce only */
     int root_host;    /* broadcast only */
-    const struct hr_cross_part *parts; /* allgather only, instead of data and count: [host_count], bytes; the caller keeps them */
+    /* allgather only, instead of data and count: [host_count], bytes; the caller keeps them */
+    const struct hr_cross_part *parts;
     size_t piece_bytes; /* pipeline piece; equal on all members */
     void *scratch;    /* at least ops->scratch_bytes(...), aligned to HR_CROSS_ALIGNMENT; may be NULL if that is 0 */
 };
@@ -72,7 +73,10 @@ struct hr_step;
 struct hr_plan {
     int step_count;
     size_t part_count; /* the data is cut into so many parts of nearly equal size */
-    /* A received part may replace memory that was sent this many steps before, so that send must be over; 0: it never does. */
+    /*
+     * A received part may replace memory that was sent this many steps before, so that send must be over; 0: it never
+     * does.
+     */
     int reuse_distance;
     int reduces_what_it_sends; /* some step reduces into the part that the same step sends */
     void (*step)(const struct hr_cross *state, int index, struct hr_step *step);
@@ -99,17 +103,29 @@ static inline int hr_cross_all_posted(const struct hr_cross *state) {
            (state->send_posted == state->total && state->recv_posted == state->total);
 }
 
-/* Ring: reduce-scatter then allgather; 2(h-1) steps, 2(h-1)/h of the bytes each way (Patarasuk & Yuan 2009). For large data. */
+/*
+ * Ring: reduce-scatter then allgather; 2(h-1) steps, 2(h-1)/h of the bytes each way (Patarasuk & Yuan 2009). For large
+ * data.
+ */
 extern const struct hr_cross_ops hr_cross_ring;
-/* Recursive doubling; ceil(log2 h) steps of all bytes (+2 if h is no power of two) (Thakur et al. 2005). For small data. */
+/*
+ * Recursive doubling; ceil(log2 h) steps of all bytes (+2 if h is no power of two) (Thakur et al. 2005). For small
+ * data.
+ */
 extern const struct hr_cross_ops hr_cross_doubling;
 /* Broadcast down a binomial tree from root_host: ceil(log2 h) steps, pieces forwarded as they come. For small data. */
 extern const struct hr_cross_ops hr_cross_tree;
 /* Broadcast down a chain from root_host: h-1 hops, bytes cross each link once, pieces pipelined. For large data. */
 extern const struct hr_cross_ops hr_cross_chain;
-/* Allgather round a ring: h-1 steps, each link carries every part but one once, pieces forwarded as they come. For large data. */
+/*
+ * Allgather round a ring: h-1 steps, each link carries every part but one once, pieces forwarded as they come. For
+ * large data.
+ */
 extern const struct hr_cross_ops hr_cross_gather_ring;
-/* Allgather by doubling what is known; ceil(log2 h) hops, every member sends h-1 parts (Bruck et al. 1997). For small data. */
+/*
+ * Allgather by doubling what is known; ceil(log2 h) hops, every member sends h-1 parts (Bruck et al. 1997). For small
+ * data.
+ */
 extern const struct hr_cross_ops hr_cross_gather_doubling;
 
 #endif

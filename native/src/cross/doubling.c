@@ -1,14 +1,14 @@
 /*
- * Recursive doubling: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations in MPICH",
- * Int. J. High Perform. Comput. Appl. 19 (2005), doi:10.1177/1094342005051521.
+ * Recursive doubling: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations in
+ * MPICH", Int. J. High Perform. Comput. Appl. 19 (2005), doi:10.1177/1094342005051521.
  *
- * With h = 2^k + extra members, the last ones fold: member 2^k + i hands its data to member i, sits out, and gets the result at
- * the end. The 2^k others exchange everything with the partner at distance 1, 2, 4 ... and reduce: k steps (+2), each of all bytes.
- * (The paper folds neighbours. Like this every distance is a power of two, as in the other algorithms, so few links are enough: see
- * node/linked.h.)
+ * With h = 2^k + extra members, the last ones fold: member 2^k + i hands its data to member i, sits out, and gets the
+ * result at the end. The 2^k others exchange everything with the partner at distance 1, 2, 4 ... and reduce: k steps
+ * (+2), each of all bytes. (The paper folds neighbours. Like this every distance is a power of two, as in the other
+ * algorithms, so few links are enough: see node/linked.h.)
  *
- * Both partners put the values of the lower member to the left, so they compute the same bits: after each step all members
- * of a group hold the same.
+ * Both partners put the values of the lower member to the left, so they compute the same bits: after each step all
+ * members of a group hold the same.
  */
 #include "cross/pipeline.h"
 

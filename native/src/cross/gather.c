@@ -1,13 +1,14 @@
 /*
  * Allgathers: each member has a part of its own length, and all of them want all.
  *
- * Ring: in step t a member passes on the part that came in step t - 1, its own first. It sends and receives at once, and every link
- * carries each part but one, however different they are in length. h - 1 hops.
+ * Ring: in step t a member passes on the part that came in step t - 1, its own first. It sends and receives at once,
+ * and every link carries each part but one, however different they are in length. h - 1 hops.
  *
- * Doubling: J. Bruck, C.-T. Ho, S. Kipnis, E. Upfal, D. Weathersby, "Efficient algorithms for all-to-all communications in multiport
- * message-passing systems", IEEE Trans. Parallel Distrib. Syst. 8 (1997), doi:10.1109/71.642949. In round j a member that knows the
- * 2^j parts from its own on gets the 2^j parts behind these from the member 2^j places ahead, the last time as many as are missing:
- * ceil(log2 h) hops, and parts may stay where they are. A step here is one part, so that rounds need not be waited for to their end.
+ * Doubling: J. Bruck, C.-T. Ho, S. Kipnis, E. Upfal, D. Weathersby, "Efficient algorithms for all-to-all communications
+ * in multiport message-passing systems", IEEE Trans. Parallel Distrib. Syst. 8 (1997), doi:10.1109/71.642949. In round
+ * j a member that knows the 2^j parts from its own on gets the 2^j parts behind these from the member 2^j places ahead,
+ * the last time as many as are missing: ceil(log2 h) hops, and parts may stay where they are. A step here is one part,
+ * so that rounds need not be waited for to their end.
  */
 #include "cross/pipeline.h"
 

@@ -149,8 +149,8 @@ static int post_receives(struct hr_cross *state) {
             if (replaces && reuse != 0 && q >= reuse && state->sent <= q - reuse) {
                 return HORO_OK;
             }
-            HR_TRY(transport->ops->post_recv(transport, step.recv_peer, HR_CHANNEL_DATA, replaces ? span.data : slot_of(state, q),
-                                             span.bytes, io));
+            HR_TRY(transport->ops->post_recv(transport, step.recv_peer, HR_CHANNEL_DATA,
+                                             replaces ? span.data : slot_of(state, q), span.bytes, io));
         }
         state->recv_posted++;
     }

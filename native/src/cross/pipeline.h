@@ -1,16 +1,16 @@
 /*
- * What all algorithms between hosts have in common. An algorithm is a list of steps: in each, a member sends one part of the
- * data to one peer and receives one part from another, which replaces its own or is reduced into it. Every part is cut into
- * the same number of pieces, so the pieces of all steps form one sequence
+ * What all algorithms between hosts have in common. An algorithm is a list of steps: in each, a member sends one part
+ * of the data to one peer and receives one part from another, which replaces its own or is reduced into it. Every part
+ * is cut into the same number of pieces, so the pieces of all steps form one sequence
  *
  *     q = step * piece_count + piece
  *
- * and one rule covers the flow of data: a piece may be sent once the same piece of an earlier step, the one before unless the plan
- * names another, is finished (has come and is reduced). Pieces finish in the order of q, whatever order they come in, so the order of
- * summation depends on nothing but the call.
+ * and one rule covers the flow of data: a piece may be sent once the same piece of an earlier step, the one before
+ * unless the plan names another, is finished (has come and is reduced). Pieces finish in the order of q, whatever order
+ * they come in, so the order of summation depends on nothing but the call.
  *
- * Why it cannot hang: what q waits for at any member (the same piece of an earlier step, its own send, a place in the window)
- * has a smaller q at some member, or is the same q on the other side of the link.
+ * Why it cannot hang: what q waits for at any member (the same piece of an earlier step, its own send, a place in the
+ * window) has a smaller q at some member, or is the same q on the other side of the link.
  */
 #ifndef HR_CROSS_PIPELINE_H
 #define HR_CROSS_PIPELINE_H
@@ -30,7 +30,8 @@ struct hr_step {
     size_t send_part;
     size_t recv_part;
     enum hr_arrival arrival;
-    int after; /* the step that brings what this one sends; -1: it is here from the beginning. Preset to the step before. */
+    /* the step that brings what this one sends; -1: it is here from the beginning. Preset to the step before. */
+    int after;
 };
 
 /* Fills in the plan of a call that has been checked; zeroed before. */

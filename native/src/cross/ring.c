@@ -1,9 +1,9 @@
 /*
- * Ring allreduce: P. Patarasuk, X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", J. Parallel
- * Distrib. Comput. 69 (2009), doi:10.1016/j.jpdc.2008.09.002.
+ * Ring allreduce: P. Patarasuk, X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", J.
+ * Parallel Distrib. Comput. 69 (2009), doi:10.1016/j.jpdc.2008.09.002.
  *
- * The data is cut into h parts. In the first h-1 steps part i travels once round the ring from member i on and each member
- * adds its own values; in the other h-1 steps the finished parts travel round. Every member sends and receives
+ * The data is cut into h parts. In the first h-1 steps part i travels once round the ring from member i on and each
+ * member adds its own values; in the other h-1 steps the finished parts travel round. Every member sends and receives
  * 2(h-1)/h of the bytes, the least that is possible, in 2(h-1) steps.
  *
  * Part i is summed in the order i, i+1, ... i+h-1 (mod h), at one member only; so all hold the same bits.
@@ -14,7 +14,9 @@ static void ring_step(const struct hr_cross *state, int index, struct hr_step *s
     const int h = state->call.host_count;
     const int host = state->call.host;
     const int reducing = index < h - 1;
-    /* The part that is sent goes down by one each step; gathering begins with the part that this member has finished. */
+    /*
+     * The part that is sent goes down by one each step; gathering begins with the part that this member has finished.
+     */
     const int sent = reducing ? host - index : host + 1 - (index - (h - 1));
     step->send_peer = (host + 1) % h;
     step->recv_peer = (host + h - 1) % h;

@@ -1,12 +1,12 @@
 /*
  * Broadcasts. Members are counted from the root: member v is host (root + v) mod h.
  *
- * Binomial tree (Thakur et al. 2005, see doubling.c): v hears from v without its lowest bit and passes on to v + m for every
- * power of two m below that bit, largest first, since the largest has most members behind it. ceil(log2 h) steps; the root
- * sends all bytes as many times.
+ * Binomial tree (Thakur et al. 2005, see doubling.c): v hears from v without its lowest bit and passes on to v + m for
+ * every power of two m below that bit, largest first, since the largest has most members behind it. ceil(log2 h) steps;
+ * the root sends all bytes as many times.
  *
- * Chain: v hears from v - 1 and passes on to v + 1. h - 1 hops; all bytes cross each link once, and with pieces in flight on
- * all links the time for large data is that of one link.
+ * Chain: v hears from v - 1 and passes on to v + 1. h - 1 hops; all bytes cross each link once, and with pieces in
+ * flight on all links the time for large data is that of one link.
  */
 #include "cross/pipeline.h"
 

@@ -164,17 +164,21 @@ int hr_agree_assign(struct hr_agree *agree, struct hr_agree_entry *entry, uint32
     return HORO_OK;
 }
 
-/* True once in `one_in` calls, on average. Not by counting: that could keep time with a program, and always miss the same names. */
+/*
+ * True once in `one_in` calls, on average. Not by counting: that could keep time with a program, and always miss the
+ * same names.
+ */
 static int draw(struct hr_agree *agree, uint32_t one_in) {
     agree->random = agree->random * 6364136223846793005u + 1442695040888963407u; /* Knuth's MMIX generator */
     return (agree->random >> 32) % one_in == 0;
 }
 
 /*
- * Training asks for the same names in the same order, step after step. With a few names more than slots, to evict the least recently
- * used one for each newcomer would evict every name just before it is needed, and the cache would never be hit. So most newcomers stay
- * without an id, which keeps what is there, and a lucky one in some moves in, and so lets a changed set of names in after a while:
- * Qureshi et al., Adaptive Insertion Policies for High Performance Caching (ISCA 2007), "bimodal insertion".
+ * Training asks for the same names in the same order, step after step. With a few names more than slots, to evict the
+ * least recently used one for each newcomer would evict every name just before it is needed, and the cache would never
+ * be hit. So most newcomers stay without an id, which keeps what is there, and a lucky one in some moves in, and so
+ * lets a changed set of names in after a while: Qureshi et al., Adaptive Insertion Policies for High Performance
+ * Caching (ISCA 2007), "bimodal insertion".
  */
 uint32_t hr_agree_pick_id(struct hr_agree *agree) {
     const uint32_t capacity = agree->config.capacity;
@@ -262,7 +266,8 @@ static int compare_in(struct hr_agree *agree, struct hr_agree_entry *entry, cons
         by_id.rank = entry->id_rank;
         other = &by_id;
     }
-    if (other != NULL && (other->count != request->count || memcmp(other->bytes, request->bytes, request->count) != 0)) {
+    if (other != NULL &&
+        (other->count != request->count || memcmp(other->bytes, request->bytes, request->count) != 0)) {
         HR_TRY(note_mismatch(agree, entry, other, request));
     }
     if (entry->current.bytes == NULL) {
@@ -276,7 +281,8 @@ static int compare_in(struct hr_agree *agree, struct hr_agree_entry *entry, cons
     return HORO_OK;
 }
 
-int hr_agree_announce_request(struct hr_agree *agree, int member, const struct hr_wire_message *message, int64_t now_ns) {
+int hr_agree_announce_request(struct hr_agree *agree, int member, const struct hr_wire_message *message,
+                              int64_t now_ns) {
     if (message->type != HR_WIRE_REQUEST || message->rank < 0 || message->rank >= agree->config.rank_count) {
         return HORO_ERR_INTERNAL;
     }
@@ -300,8 +306,8 @@ int hr_agree_announce_request(struct hr_agree *agree, int member, const struct h
     return HORO_OK;
 }
 
-static void describe_missing(const struct hr_agree *agree, const struct hr_agree_entry *entry, char *out, size_t out_bytes,
-                             int *missing_rank) {
+static void describe_missing(const struct hr_agree *agree, const struct hr_agree_entry *entry, char *out,
+                             size_t out_bytes, int *missing_rank) {
     size_t used = (size_t)snprintf(out, out_bytes, "'%s' (missing:", entry->name);
     const char *separator = "";
     for (int member = 0; member < agree->config.member_count && used < out_bytes; member++) {
@@ -324,7 +330,8 @@ int hr_agree_describe_waiting(const struct hr_agree *agree, int64_t now_ns, int6
     int count = 0;
     size_t used = 0;
     out[0] = '\0';
-    for (const struct hr_agree_entry *entry = agree->lists[HR_AGREE_WAITING].first; entry != NULL; entry = entry->next) {
+    for (const struct hr_agree_entry *entry = agree->lists[HR_AGREE_WAITING].first; entry != NULL;
+         entry = entry->next) {
         if (now_ns - entry->first_ns < age_ns) {
             continue;
         }

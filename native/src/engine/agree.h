@@ -1,16 +1,17 @@
 /*
- * The agreement, as a pure state machine: who has announced which tensor, do the ranks mean the same, what may run next.
- * No socket, no clock, no lock: one instance per leader, fed and drained by one thread.
+ * The agreement, as a pure state machine: who has announced which tensor, do the ranks mean the same, what may run
+ * next. No socket, no clock, no lock: one instance per leader, fed and drained by one thread.
  *
- * A *member* is whoever reports here: a local rank, or a child host that speaks for its whole subtree. An announcement is a full request
- * (first time, or changed) or the id of a cached one. When all members have announced a tensor
+ * A *member* is whoever reports here: a local rank, or a child host that speaks for its whole subtree. An announcement
+ * is a full request (first time, or changed) or the id of a cached one. When all members have announced a tensor
  *  - the root checks that they mean the same, and either queues it as ready or appends a FAIL record to the log;
  *  - another leader reports it to its parent: by id if all of the subtree did, else with the full request.
- * Records of the log (wire/wire.h) come back down and are applied by everybody in the same order; they alone change ids.
+ * Records of the log (wire/wire.h) come back down and are applied by everybody in the same order; they alone change
+ * ids.
  *
- * Ids grow; slot = id % capacity. The root alone chooses them. A new id in a slot evicts the slot's former owner everywhere at that
- * position of the log. An announcement by an id that has been evicted meanwhile is stale: it is ignored here and made again, in full, by
- * its rank.
+ * Ids grow; slot = id % capacity. The root alone chooses them. A new id in a slot evicts the slot's former owner
+ * everywhere at that position of the log. An announcement by an id that has been evicted meanwhile is stale: it is
+ * ignored here and made again, in full, by its rank.
  */
 #ifndef HR_ENGINE_AGREE_H
 #define HR_ENGINE_AGREE_H
@@ -29,7 +30,8 @@ struct hr_agree_config {
     const char *const *host_name_of_rank; /* for messages; indexed by rank */
     int rank_count;                       /* all ranks: ids of ranks in messages are checked against it */
     uint32_t capacity;                    /* cached tensors; 0: none */
-    uint32_t evict_one_in;                /* root: with all slots taken, how many new names it takes on average to evict one */
+    /* root: with all slots taken, how many new names it takes on average to evict one */
+    uint32_t evict_one_in;
     uint64_t fusion_bytes;                /* most bytes in one batch of several tensors */
 };
 
@@ -65,11 +67,12 @@ void hr_agree_fini(struct hr_agree *agree);
 
 /* An announcement. HORO_OK, HORO_ERR_RESOURCE, or HORO_ERR_INTERNAL for what no correct rank sends. */
 int hr_agree_announce_id(struct hr_agree *agree, int member, uint32_t id, int64_t now_ns);
-int hr_agree_announce_request(struct hr_agree *agree, int member, const struct hr_wire_message *message, int64_t now_ns);
+int hr_agree_announce_request(struct hr_agree *agree, int member, const struct hr_wire_message *message,
+                              int64_t now_ns);
 
 /*
- * Appends what has become complete to `out` as framed messages (hr_frame_*): IDS and REQUEST for the parent, or, at the root, FAIL
- * records; agreed tensors go to the root's ready queue. *frames counts what was appended.
+ * Appends what has become complete to `out` as framed messages (hr_frame_*): IDS and REQUEST for the parent, or, at the
+ * root, FAIL records; agreed tensors go to the root's ready queue. *frames counts what was appended.
  */
 int hr_agree_collect(struct hr_agree *agree, struct hr_buffer *out, uint32_t *frames);
 
@@ -82,8 +85,8 @@ static inline int hr_agree_is_ready(const struct hr_agree *agree) {
 }
 
 /*
- * The one tensor that is complete (not root), or ready (root), and that all here have announced by id: its id, else 0. take ends its round
- * as if it had been collected and, at the root, put into a batch: the caller writes it down.
+ * The one tensor that is complete (not root), or ready (root), and that all here have announced by id: its id, else 0.
+ * take ends its round as if it had been collected and, at the root, put into a batch: the caller writes it down.
  */
 uint32_t hr_agree_lone(const struct hr_agree *agree);
 void hr_agree_take_lone(struct hr_agree *agree);
@@ -97,9 +100,9 @@ int hr_agree_form_batch(struct hr_agree *agree, struct hr_buffer *out, uint32_t 
 int hr_agree_apply(struct hr_agree *agree, const struct hr_wire_message *record);
 
 /*
- * Writes "'name' (missing: rank 1 (h1), ranks led by rank 4 (h2)); ..." for what has been announced by some members but not all for
- * at least age_ns. Returns how many such tensors there are; *since_ns is the oldest one's first announcement, *missing_rank a
- * rank that its text names.
+ * Writes "'name' (missing: rank 1 (h1), ranks led by rank 4 (h2)); ..." for what has been announced by some members but
+ * not all for at least age_ns. Returns how many such tensors there are; *since_ns is the oldest one's first
+ * announcement, *missing_rank a rank that its text names.
  */
 int hr_agree_describe_waiting(const struct hr_agree *agree, int64_t now_ns, int64_t age_ns, char *out, size_t out_bytes,
                               int64_t *since_ns, int *missing_rank);
@@ -110,8 +113,8 @@ int64_t hr_agree_waiting_since(const struct hr_agree *agree);
 int hr_frame_begin(struct hr_buffer *out, size_t *mark);
 void hr_frame_end(struct hr_buffer *out, size_t mark);
 /*
- * The first whole frame at the front of `in`: HORO_OK with *data and *bytes (consume 4 + *bytes afterwards), HORO_IN_PROGRESS
- * if it is not all there, HORO_ERR_INTERNAL if its length is past HR_WIRE_MESSAGE_MAX.
+ * The first whole frame at the front of `in`: HORO_OK with *data and *bytes (consume 4 + *bytes afterwards),
+ * HORO_IN_PROGRESS if it is not all there, HORO_ERR_INTERNAL if its length is past HR_WIRE_MESSAGE_MAX.
  */
 int hr_frame_peek(const struct hr_buffer *in, const uint8_t **data, size_t *bytes);
 

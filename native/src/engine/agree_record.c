@@ -107,7 +107,8 @@ static struct hr_agree_kind kind_of(const struct hr_agree_entry *entry) {
     return kind;
 }
 
-static int collect_at_root(struct hr_agree *agree, struct hr_agree_entry *entry, struct hr_buffer *out, uint32_t *frames) {
+static int collect_at_root(struct hr_agree *agree, struct hr_agree_entry *entry, struct hr_buffer *out,
+                           uint32_t *frames) {
     if (entry->failure != 0) {
         HR_TRY(put_fail(out, entry));
         (*frames)++;
@@ -158,8 +159,9 @@ static int may_share(const struct hr_agree_kind *a, const struct hr_agree_kind *
 }
 
 /*
- * Chooses the first ready entry and what shares a batch with it; returns how many. Of what would share it but is too large for the room
- * that is left, only some are looked at: else thousands of large tensors would cost a walk over all of them for each batch.
+ * Chooses the first ready entry and what shares a batch with it; returns how many. Of what would share it but is too
+ * large for the room that is left, only some are looked at: else thousands of large tensors would cost a walk over all
+ * of them for each batch.
  */
 static uint32_t choose_batch(struct hr_agree *agree) {
     const uint64_t most = agree->config.fusion_bytes;

@@ -57,12 +57,13 @@ static void describe_root(const struct hr_wire_request *request, char *text) {
 }
 
 static void write_factors(const struct hr_wire_request *request, int digits, char *text) {
-    (void)snprintf(text, VALUE_BYTES, "prescale factor %.*g and postscale factor %.*g", digits, request->prescale, digits,
-                   request->postscale);
+    (void)snprintf(text, VALUE_BYTES, "prescale factor %.*g and postscale factor %.*g", digits, request->prescale,
+                   digits, request->postscale);
 }
 
 /* With as few digits as tell them apart: what reads as equal explains nothing. */
-static void describe_factors(const struct hr_wire_request *a, const struct hr_wire_request *b, char *a_text, char *b_text) {
+static void describe_factors(const struct hr_wire_request *a, const struct hr_wire_request *b, char *a_text,
+                             char *b_text) {
     for (int digits = DIGITS_MIN; digits <= DBL_DECIMAL_DIG; digits++) {
         write_factors(a, digits, a_text);
         write_factors(b, digits, b_text);
@@ -82,7 +83,10 @@ static void describe_use(const struct hr_wire_request *request, char *text) {
                                                                : "it under a name that the caller gave");
 }
 
-/* "the ranks [0, 2, 4]" or "team 3"; of many ranks those round the first that differs: what reads as equal explains nothing. */
+/*
+ * "the ranks [0, 2, 4]" or "team 3"; of many ranks those round the first that differs: what reads as equal explains
+ * nothing.
+ */
 static void describe_team(const struct hr_wire_request *request, uint32_t difference, char *text) {
     if (request->op == HORO_REMOVE_TEAM) {
         (void)snprintf(text, VALUE_BYTES, "team %d", hr_wire_value(request, 0));
@@ -92,7 +96,8 @@ static void describe_team(const struct hr_wire_request *request, uint32_t differ
     const uint32_t end = request->value_count - begin <= RANKS_IN_TEXT ? request->value_count : begin + RANKS_IN_TEXT;
     size_t used = (size_t)snprintf(text, VALUE_BYTES, "the ranks [%s", begin == 0 ? "" : "..., ");
     for (uint32_t i = begin; i < end; i++) {
-        used += (size_t)snprintf(text + used, VALUE_BYTES - used, i == begin ? "%d" : ", %d", hr_wire_value(request, i));
+        used +=
+            (size_t)snprintf(text + used, VALUE_BYTES - used, i == begin ? "%d" : ", %d", hr_wire_value(request, i));
     }
     (void)snprintf(text + used, VALUE_BYTES - used, end == request->value_count ? "]" : ", ...]");
 }
@@ -106,8 +111,8 @@ static uint32_t first_difference(const struct hr_wire_request *a, const struct h
 }
 
 /* Both values, in the order in which a user would want to know. Returns a prefix such as "tensor 3: ". */
-static void describe_difference(const struct hr_wire_request *a, const struct hr_wire_request *b, char *prefix, char *a_text,
-                                char *b_text) {
+static void describe_difference(const struct hr_wire_request *a, const struct hr_wire_request *b, char *prefix,
+                                char *a_text, char *b_text) {
     uint32_t index = 0;
     prefix[0] = '\0';
     if (a->op != b->op) {

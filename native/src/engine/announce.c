@@ -48,8 +48,8 @@ int hr_lane_flush_requests(struct hr_lane *lane) {
     struct hr_partition_block *block = &partition->blocks[local_rank];
     atomic_store(&block->wants_room, 1); /* before looking for room: a leader that makes some wakes us */
     const uint64_t read = atomic_load(&block->requests_read); /* partner: the leader's store after reading */
-    const size_t written = hr_ring_write(&block->requests, hr_partition_request_ring(partition, local_rank), HR_REQUEST_RING_BYTES,
-                                         read, hr_buffer_front(out), hr_buffer_size(out));
+    const size_t written = hr_ring_write(&block->requests, hr_partition_request_ring(partition, local_rank),
+                                         HR_REQUEST_RING_BYTES, read, hr_buffer_front(out), hr_buffer_size(out));
     hr_buffer_consume(out, written);
     if (hr_buffer_size(out) == 0) {
         atomic_store(&block->wants_room, 0);
@@ -100,7 +100,8 @@ static int announce_id(struct hr_lane *lane, struct hr_request *request, struct 
 }
 
 int hr_lane_announce_request(struct hr_lane *lane, struct hr_request *request) {
-    struct hr_known *known = hr_map_find(&lane->announcer.known, request->name_hash, request->call.name, request->name_bytes);
+    struct hr_known *known =
+        hr_map_find(&lane->announcer.known, request->name_hash, request->call.name, request->name_bytes);
     const int same = known != NULL && known->byte_count == request->byte_count &&
                      memcmp(known->bytes, request->bytes, request->byte_count) == 0;
     HR_TRY(same ? announce_id(lane, request, known) : announce_full(lane, request));
@@ -149,7 +150,8 @@ int hr_lane_ask_to_leave(struct hr_lane *lane, int leaver) {
     HR_TRY(hr_wire_put_leave(&lane->announcer.request_out, leaver));
     hr_frame_end(&lane->announcer.request_out, mark);
     /* The leader may be parked: its program computes, and nobody there waits for anything. */
-    (void)atomic_fetch_or(&lane->node->arena.header->wants_leave, 1ull << lane->team->number); /* partner: hr_engine_is_called */
+    /* partner: hr_engine_is_called */
+    (void)atomic_fetch_or(&lane->node->arena.header->wants_leave, 1ull << lane->team->number);
     const int flushed = hr_lane_flush_requests(lane);
     hr_node_call(lane->node);
     return flushed < 0 ? flushed : HORO_OK;
@@ -208,7 +210,8 @@ static int learn(struct hr_lane *lane, const struct hr_request *request, uint32_
     if (lane->announcer.capacity == 0) {
         return HORO_ERR_INTERNAL;
     }
-    struct hr_known *former = hr_map_find(&lane->announcer.known, request->name_hash, request->call.name, request->name_bytes);
+    struct hr_known *former =
+        hr_map_find(&lane->announcer.known, request->name_hash, request->call.name, request->name_bytes);
     if (former != NULL) {
         former->pending = NULL; /* this very request, agreed on now */
         HR_TRY(forget(lane, former));

@@ -1,8 +1,9 @@
 /*
- * Small data that travels with the agreement. An operation that is alone in its lane has its data beside its announcement; leaders reduce
- * what their members carry, in the order of the members, and the record of the log brings the result: one trip up the tree and one down,
- * and no collective. Where any member announces without data, or several operations are under way, the data is dropped, and a batch does
- * what it always does: to carry costs bytes, and never decides anything.
+ * Small data that travels with the agreement. An operation that is alone in its lane has its data beside its
+ * announcement; leaders reduce what their members carry, in the order of the members, and the record of the log brings
+ * the result: one trip up the tree and one down, and no collective. Where any member announces without data, or several
+ * operations are under way, the data is dropped, and a batch does what it always does: to carry costs bytes, and never
+ * decides anything.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -80,7 +81,8 @@ int hr_carry_write(struct hr_lane *lane, struct hr_buffer *out) {
         carry->contributions[i] = data_of(carry, i);
     }
     if (member_count(lane) > 1) {
-        hr_carried_reduce(lane->team, &request->call, carry->contributions, member_count(lane), lane->is_root, carry->data);
+        hr_carried_reduce(lane->team, &request->call, carry->contributions, member_count(lane), lane->is_root,
+                          carry->data);
     }
     hr_agree_take_lone(&lane->leader.agree);
     size_t mark;

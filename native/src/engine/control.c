@@ -113,7 +113,8 @@ int hr_leader_progress_links(struct hr_lane *lane) {
 static int has_local_done(const struct hr_lane *lane, int local_rank) {
     const struct hr_arena *arena = &lane->node->arena;
     const int index = lane->team->index_of_local[local_rank];
-    return hr_arena_has_closed_team(arena, index, lane->team->number) || atomic_load(&arena->blocks[index].state) == HR_MEMBER_LEFT;
+    return hr_arena_has_closed_team(arena, index, lane->team->number) ||
+           atomic_load(&arena->blocks[index].state) == HR_MEMBER_LEFT;
 }
 
 int hr_leader_is_done(const struct hr_lane *lane) {

@@ -1,4 +1,6 @@
-/* Driving the engine: one turn after another until there is nothing to do, then one wait. The stages are in engine.h. */
+/*
+ * Driving the engine: one turn after another until there is nothing to do, then one wait. The stages are in engine.h.
+ */
 #include "engine/engine.h"
 
 enum {
@@ -25,7 +27,10 @@ static uint64_t moves_of(const struct hr_engine *engine) {
     return moves;
 }
 
-/* Up to STAGES_PER_TURN stages, as long as nothing has to be waited for: those of a small operation take less time than a whole turn. */
+/*
+ * Up to STAGES_PER_TURN stages, as long as nothing has to be waited for: those of a small operation take less time than
+ * a whole turn.
+ */
 static int execute(struct hr_lane *lane) {
     int moved = lane->executor.outcome; /* of a look during the wait */
     lane->executor.outcome = 0;
@@ -94,7 +99,8 @@ static uint64_t leave_moves_of(const struct hr_engine *engine) {
     uint64_t moves = moves_of(engine);
     for (int i = 0; i < node->local_size && engine->driver.stage == HR_ENGINE_CLOSING; i++) {
         if (i != node->local_rank) {
-            moves += atomic_load_explicit(&node->arena.blocks[i].moves, memory_order_relaxed); /* partner: wait_for_work */
+            /* partner: wait_for_work */
+            moves += atomic_load_explicit(&node->arena.blocks[i].moves, memory_order_relaxed);
         }
     }
     return moves;
@@ -116,7 +122,10 @@ static void begin_ending(struct hr_engine *engine) {
     engine->driver.flush_ns = hr_now_ns() + FLUSH_MS * 1000000ll;
 }
 
-/* What a question about leaders comes to over all lanes that this rank leads: whether it holds for any of them, or for all. */
+/*
+ * What a question about leaders comes to over all lanes that this rank leads: whether it holds for any of them, or for
+ * all.
+ */
 static int any_leader(const struct hr_engine *engine, int (*holds)(const struct hr_lane *lane)) {
     for (int i = 0; i < engine->lane_count; i++) {
         if (engine->lanes[i]->is_leader && holds(engine->lanes[i])) {
@@ -134,7 +143,8 @@ static int is_not_done(const struct hr_lane *lane) {
 static int is_needed_here(const struct hr_engine *engine) {
     const struct hr_arena *arena = &engine->node->arena;
     for (int i = 1; i < arena->local_size && arena->local_rank == 0; i++) {
-        if (atomic_load(&arena->blocks[i].state) == HR_MEMBER_PRESENT && !hr_arena_has_closed(arena, i)) { /* partner: end_record */
+        /* partner: end_record */
+        if (atomic_load(&arena->blocks[i].state) == HR_MEMBER_PRESENT && !hr_arena_has_closed(arena, i)) {
             return 1;
         }
     }
@@ -145,7 +155,10 @@ static int may_end(const struct hr_engine *engine) {
     return !any_leader(engine, is_not_done) && !is_needed_here(engine);
 }
 
-/* The callers here must not hear of the end before the neighbours: they may end at once, which others must not take for the cause. */
+/*
+ * The callers here must not hear of the end before the neighbours: they may end at once, which others must not take for
+ * the cause.
+ */
 static int turn_closing(struct hr_engine *engine) {
     int moved = 0;
     for (int i = 0; i < engine->lane_count; i++) {
@@ -213,7 +226,8 @@ static void give_up(struct hr_engine *engine, int status) {
 
 static int log_waits(const struct hr_lane *lane) {
     return lane->executor.state == HR_EXECUTION_IDLE &&
-           atomic_load(&lane->team->partition.header->log.written) != lane->executor.log_position; /* partner: hr_ring_write */
+           /* partner: hr_ring_write */
+           atomic_load(&lane->team->partition.header->log.written) != lane->executor.log_position;
 }
 
 static int ring_has_room(const struct hr_lane *lane) {
@@ -223,8 +237,8 @@ static int ring_has_room(const struct hr_lane *lane) {
 }
 
 /*
- * A task that can go on does so here already; what came of it is kept for the next turn. On one host it waits for a word in memory most of
- * the time, and is looked at more often than all else.
+ * A task that can go on does so here already; what came of it is kept for the next turn. On one host it waits for a
+ * word in memory most of the time, and is looked at more often than all else.
  */
 static int task_moves(struct hr_lane *lane) {
     struct hr_executor *executor = &lane->executor;
@@ -237,7 +251,8 @@ static int task_moves(struct hr_lane *lane) {
 }
 
 static int lane_has_work(struct hr_lane *lane) {
-    return task_moves(lane) || log_waits(lane) || ring_has_room(lane) || (lane->is_leader && hr_lane_has_lead_work(lane));
+    return task_moves(lane) || log_waits(lane) || ring_has_room(lane) ||
+           (lane->is_leader && hr_lane_has_lead_work(lane));
 }
 
 static int has_work_closing(struct hr_engine *engine) {
@@ -250,7 +265,8 @@ static int has_work(struct hr_node *node, void *arg) {
     struct hr_engine *engine = arg;
     switch (engine->driver.stage) {
     case HR_ENGINE_CLOSING: return has_work_closing(engine);
-    case HR_ENGINE_ENDING: return any_leader(engine, hr_leader_has_messages) || !any_leader(engine, hr_leader_sends_left);
+    case HR_ENGINE_ENDING:
+        return any_leader(engine, hr_leader_has_messages) || !any_leader(engine, hr_leader_sends_left);
     case HR_ENGINE_ENDED: return atomic_load(&engine->submission.pending) > 0;
     case HR_ENGINE_RUNNING: break;
     }
@@ -323,7 +339,8 @@ static int64_t next_deadline(struct hr_engine *engine, int64_t deadline_ns, int6
     }
     deadline_ns = earlier(deadline_ns, engine->driver.leave_ns);
     if (engine->driver.stage == HR_ENGINE_CLOSING) {
-        return atomic_load(&engine->submission.pending) > 0 ? earlier(deadline_ns, engine->driver.flush_ns) : deadline_ns;
+        return atomic_load(&engine->submission.pending) > 0 ? earlier(deadline_ns, engine->driver.flush_ns)
+                                                            : deadline_ns;
     }
     for (int i = 0; i < engine->lane_count; i++) {
         deadline_ns = earlier(deadline_ns, lane_deadline(engine->lanes[i], now_ns));
@@ -333,7 +350,8 @@ static int64_t next_deadline(struct hr_engine *engine, int64_t deadline_ns, int6
 
 /* One wait for something to do. 1, or 0 if the caller should get back: its time is up, or a signal came. */
 static int wait_for_work(struct hr_engine *engine, int64_t spin_ns, int64_t deadline_ns) {
-    const int64_t now_ns = hr_now_ns(); /* one look at the clock serves all: it costs as much as a small operation can do in between */
+    /* one look at the clock serves all: it costs as much as a small operation can do in between */
+    const int64_t now_ns = hr_now_ns();
     const int64_t until_ns = next_deadline(engine, deadline_ns, now_ns);
     _Atomic uint64_t *moves = &engine->node->arena.blocks[engine->node->local_rank].moves;
     atomic_store_explicit(moves, moves_of(engine), memory_order_relaxed); /* partner: leave_moves_of */
@@ -343,7 +361,10 @@ static int wait_for_work(struct hr_engine *engine, int64_t spin_ns, int64_t dead
 
 /* ---- Leaving ---- */
 
-/* Part of each turn once the rank shuts down: asks for the LEAVE record, and waits for that and for CLOSING no longer than things move. */
+/*
+ * Part of each turn once the rank shuts down: asks for the LEAVE record, and waits for that and for CLOSING no longer
+ * than things move.
+ */
 static int turn_leaving(struct hr_engine *engine) {
     if (engine->driver.stage > HR_ENGINE_CLOSING || !atomic_load(&engine->driver.stop)) {
         return HORO_OK;
@@ -390,8 +411,8 @@ static int may_return(const struct hr_engine *engine, const struct hr_request *u
     if (atomic_load(&engine->driver.stop)) {
         return engine->driver.stage == HR_ENGINE_ENDED && atomic_load(&engine->submission.pending) == 0;
     }
-    return atomic_load(&engine->driver.wanted) ||
-           (!hr_engine_thread_drives(engine) && !hr_engine_is_called(engine) && atomic_load(&engine->submission.pending) == 0);
+    return atomic_load(&engine->driver.wanted) || (!hr_engine_thread_drives(engine) && !hr_engine_is_called(engine) &&
+                                                   atomic_load(&engine->submission.pending) == 0);
 }
 
 void hr_engine_drive(struct hr_engine *engine, const struct hr_request *until, int64_t deadline_ns) {

@@ -11,7 +11,8 @@
 #include <unistd.h>
 
 enum {
-    CALLER_FALLBACK_MS = 50, /* a driver that let go is noticed by its wake-up; this bounds the wait should one be missed */
+    /* a driver that let go is noticed by its wake-up; this bounds the wait should one be missed */
+    CALLER_FALLBACK_MS = 50,
     THREAD_SPIN_DIVISOR = 20, /* the background thread shares its core with the training: it spins less than a caller */
 };
 
@@ -50,7 +51,8 @@ static void init_sync(struct hr_engine *engine) {
     (void)pthread_mutex_init(&engine->submission.lock, NULL);
 }
 
-static int init_parts(struct hr_engine *engine, struct hr_team *world, struct hr_backend *backend, struct hr_error *error) {
+static int init_parts(struct hr_engine *engine, struct hr_team *world, struct hr_backend *backend,
+                      struct hr_error *error) {
     engine->driver.kick_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     engine->driver.park_fds = calloc((size_t)engine->node->local_size + 1, sizeof *engine->driver.park_fds);
     if (engine->driver.kick_fd < 0 || engine->driver.park_fds == NULL) {
@@ -156,7 +158,8 @@ static void drive_as_caller(struct hr_engine *engine, const struct hr_request *r
     hr_engine_drive(engine, request, deadline_ns);
     (void)pthread_mutex_lock(&engine->submission.lock);
     engine->driver.who = HR_DRIVER_NONE;
-    if (atomic_load(&engine->submission.pending) > 0 || hr_engine_thread_drives(engine) || hr_engine_is_called(engine)) {
+    if (atomic_load(&engine->submission.pending) > 0 || hr_engine_thread_drives(engine) ||
+        hr_engine_is_called(engine)) {
         hr_engine_kick(engine);
     }
     if (engine->submission.waiters > 0) {
@@ -165,8 +168,8 @@ static void drive_as_caller(struct hr_engine *engine, const struct hr_request *r
 }
 
 /*
- * With the lock held, where the thread drives: a caller that has come back so soon would save two switches of threads in each call.
- * The request at hand is still the thread's.
+ * With the lock held, where the thread drives: a caller that has come back so soon would save two switches of threads
+ * in each call. The request at hand is still the thread's.
  */
 static void ask_to_drive(struct hr_engine *engine, const struct hr_request *request, int64_t now_ns) {
     const int sync = (request->call.flags & HORO_SUBMIT_SYNC) != 0;

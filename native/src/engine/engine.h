@@ -1,34 +1,38 @@
 /*
  * The engine of one rank: requests in, agreement, batches executed in the order of the log.
  *
- * Threads. Its own background thread and any number of callers. Each room of the engine says whose it is: under the lock, or the
- * driver's, that is touched by the one thread that drives, whichever it is.
+ * Threads. Its own background thread and any number of callers. Each room of the engine says whose it is: under the
+ * lock, or the driver's, that is touched by the one thread that drives, whichever it is.
  *
- * The driver is the background thread, or a caller of horo_wait that found nobody driving: a synchronous operation then costs no thread
- * switch. It goes round one loop (drive.c): announce, lead, execute, and one wait if nothing moved. No turn of it waits, so a rank that
- * executes a batch serves its control links and notices losses all the time; and a caller may leave the loop at any turn.
+ * The driver is the background thread, or a caller of horo_wait that found nobody driving: a synchronous operation then
+ * costs no thread switch. It goes round one loop (drive.c): announce, lead, execute, and one wait if nothing moved. No
+ * turn of it waits, so a rank that executes a batch serves its control links and notices losses all the time; and a
+ * caller may leave the loop at any turn.
  *
- * While nothing is pending nobody drives and the background thread is parked in poll() on its kick descriptor and the life lines.
- * In a stream of requests that are done before the next one comes, it lingers a moment before it parks, so that calling it is a store.
- * The leader of a host in a job of several hosts is the exception: its background thread always drives, for other hosts need it. To a
- * caller that makes one synchronous call after the other it cedes that, and takes it back when no call has come for HR_CEDED_MS.
+ * While nothing is pending nobody drives and the background thread is parked in poll() on its kick descriptor and the
+ * life lines. In a stream of requests that are done before the next one comes, it lingers a moment before it parks, so
+ * that calling it is a store. The leader of a host in a job of several hosts is the exception: its background thread
+ * always drives, for other hosts need it. To a caller that makes one synchronous call after the other it cedes that,
+ * and takes it back when no call has come for HR_CEDED_MS.
  *
- * The end. It has one of two causes: an abort, which is heard at once and out of order (a word in the arena, LOST messages between hosts),
- * or a LEAVE record, which closes the log at one place for all ranks. The driver's part of it:
+ * The end. It has one of two causes: an abort, which is heard at once and out of order (a word in the arena, LOST
+ * messages between hosts), or a LEAVE record, which closes the log at one place for all ranks. The driver's part of it:
  *
- *     stage   | next stage when                                                 | meanwhile
- *     --------+-----------------------------------------------------------------+-------------------------------------------------
- *     RUNNING | CLOSING: the LEAVE records of all its lanes are executed        | agrees and executes
- *             | ENDING: the abort word is set                                   |
- *     CLOSING | ENDING: for each team that it leads, all members here and all   | fails what is pending and what comes; a leader
- *             | hosts below in the tree have executed what stands before the    | still hears and passes on LOST, which those that
- *             | LEAVE record (DONE); the lowest rank of a host: all ranks there | execute could not hear of without it
- *             | have, in all their teams; or the abort word is set, as a rank   |
- *             | does that shuts down where nothing moves for CLOSE_GRACE_MS.    |
- *             | Who leads nothing: at once                                      |
- *     ENDING  | ENDED: the neighbours have been sent what there is to tell,     | a leader sends; after an abort requests stay
- *             | or FLUSH_MS have passed                                         | pending: a caller that fails may end its process
- *     ENDED   |                                                                 | fails what is pending and what comes
+ *     stage   | next stage when                                | meanwhile
+ *     --------+------------------------------------------------+-----------------------------------------------------
+ *     RUNNING | CLOSING: the LEAVE records of all its lanes    | agrees and executes
+ *             | are executed; ENDING: the abort word is set    |
+ *     CLOSING | ENDING: nobody needs it any more (below), or   | fails what is pending and what comes; a leader still
+ *             | the abort word is set                          | hears and passes on LOST, which those that execute
+ *             |                                                | could not hear of without it
+ *     ENDING  | ENDED: the neighbours have been sent what      | a leader sends; after an abort requests stay pending:
+ *             | there is to tell, or FLUSH_MS have passed      | a caller that fails may end its process
+ *     ENDED   |                                                | fails what is pending and what comes
+ *
+ * Who leads a team is needed until all members on its host, and all hosts below it in the tree, have executed what
+ * stands before that team's LEAVE record (DONE). The lowest rank of a host is needed until all ranks there have, in all
+ * their teams, for their life lines end at it. A rank that shuts down sets the abort word if nothing moves for
+ * CLOSE_GRACE_MS meanwhile. Who leads nothing is not needed.
  */
 #ifndef HR_ENGINE_ENGINE_H
 #define HR_ENGINE_ENGINE_H
@@ -79,7 +83,8 @@ struct hr_driver {
     struct pollfd *park_fds;  /* [1 + local_size] */
     int woken_soon;           /* background thread only: lingering instead of parking would have paid the last time */
     _Atomic int stop;
-    atomic_int always_drives; /* leader among several hosts, until the end of the group has been told to them: the thread drives */
+    /* leader among several hosts, until the end of the group has been told to them: the thread drives */
+    atomic_int always_drives;
     _Atomic int wanted;       /* there: a caller that calls again and again would drive itself */
     int ceded;                /* so the thread has let go; written by it alone */
     int64_t called_ns;        /* there: when a caller's wait last ended */
@@ -89,7 +94,8 @@ struct hr_driver {
     enum hr_engine_stage stage;
     int64_t flush_ns;     /* CLOSING, ENDING: until when callers wait for what is to be sent, at the latest */
     uint64_t lane_moves;  /* what had moved in lanes that are no longer there */
-    int64_t leave_ns;     /* leaving: when it stops to wait for the LEAVE record, unless something moves; 0: not leaving */
+    /* leaving: when it stops to wait for the LEAVE record, unless something moves; 0: not leaving */
+    int64_t leave_ns;
     uint64_t leave_moves; /* leaving: what had moved when leave_ns was set */
     int64_t expecting_since_ns; /* several hosts: waiting for others since */
 };
@@ -114,7 +120,8 @@ struct hr_engine {
     struct hr_submission submission;
     struct hr_driver driver;
     struct hr_team_place teams[HR_TEAMS_MAX]; /* by number; 0 is the world */
-    struct hr_lane *lanes[HR_TEAMS_MAX];      /* [lane_count] all of teams[].lane, that of all ranks first; written likewise */
+    /* [lane_count] all of teams[].lane, that of all ranks first; written likewise */
+    struct hr_lane *lanes[HR_TEAMS_MAX];
     int lane_count;
     uint64_t gone_link_bytes; /* of teams that have been removed; under the lock */
     struct hr_counts counts;
@@ -126,7 +133,10 @@ static inline struct hr_lane *hr_engine_world(const struct hr_engine *engine) {
 
 int hr_engine_init(struct hr_engine *engine, struct hr_team *world, struct hr_backend *backend, const horo_setup *setup,
                    struct hr_error *error);
-/* Closes the links of all teams, also of those that are being added. Where nobody drives: at the end, or in a forked child. */
+/*
+ * Closes the links of all teams, also of those that are being added. Where nobody drives: at the end, or in a forked
+ * child.
+ */
 void hr_engine_close_links(struct hr_engine *engine);
 /* Leaves the group (horo_destroy), joins the thread, frees. */
 void hr_engine_fini(struct hr_engine *engine);
@@ -136,11 +146,11 @@ int hr_engine_submit(struct hr_engine *engine, const horo_request *request, int6
 /* Whether there can be a team of these ranks. */
 int hr_engine_check_team(const struct hr_engine *engine, const int32_t *ranks, int size, struct hr_error *error);
 /*
- * `team` is this rank's part in it with its links, and `backend` does its collectives; both NULL where it is no member. They are the
- * engine's, also where it fails.
+ * `team` is this rank's part in it with its links, and `backend` does its collectives; both NULL where it is no member.
+ * They are the engine's, also where it fails.
  */
-int hr_engine_add_team(struct hr_engine *engine, const int32_t *ranks, int size, struct hr_team *team, struct hr_backend *backend,
-                       int64_t *handle, struct hr_error *error);
+int hr_engine_add_team(struct hr_engine *engine, const int32_t *ranks, int size, struct hr_team *team,
+                       struct hr_backend *backend, int64_t *handle, struct hr_error *error);
 int hr_engine_remove_team(struct hr_engine *engine, int team, int64_t *handle, struct hr_error *error);
 int hr_engine_added_team(struct hr_engine *engine, int64_t handle);
 int hr_engine_poll(struct hr_engine *engine, int64_t handle);
@@ -167,7 +177,9 @@ static inline int hr_engine_thread_drives(const struct hr_engine *engine) {
 static inline int hr_engine_called_lately(const struct hr_engine *engine, int64_t now_ns) {
     return now_ns - engine->driver.called_ns < HR_CEDED_MS * 1000000ll;
 }
-/* Whether something but the requests here needs a driver: a rank of this host that wants to leave. With the lock held. */
+/*
+ * Whether something but the requests here needs a driver: a rank of this host that wants to leave. With the lock held.
+ */
 int hr_engine_is_called(const struct hr_engine *engine);
 /* Drives until `until` is done (NULL: nothing is pending), the deadline has passed, or a signal came. */
 void hr_engine_drive(struct hr_engine *engine, const struct hr_request *until, int64_t deadline_ns);
@@ -189,9 +201,16 @@ void hr_engine_complete(struct hr_engine *engine, struct hr_request *const *requ
 /* The same for one, with the lock held; the caller wakes waiters. */
 void hr_engine_complete_locked(struct hr_engine *engine, struct hr_request *request, int status, const char *text);
 
-/* teams.c: the batch of an operation of teams, as hr_task.progress; HR_TASK_DONE with the status of the request in *outcome. */
-int hr_engine_change_teams(struct hr_engine *engine, struct hr_request *request, int *outcome, char *text, size_t text_bytes);
-/* Before the announcement of one that removes a team, which from then on may end on other ranks; and where the ranks do not agree on it. */
+/*
+ * teams.c: the batch of an operation of teams, as hr_task.progress; HR_TASK_DONE with the status of the request in
+ * *outcome.
+ */
+int hr_engine_change_teams(struct hr_engine *engine, struct hr_request *request, int *outcome, char *text,
+                           size_t text_bytes);
+/*
+ * Before the announcement of one that removes a team, which from then on may end on other ranks; and where the ranks do
+ * not agree on it.
+ */
 void hr_engine_expect_removal(struct hr_engine *engine, const struct hr_request *request);
 void hr_engine_refuse_removal(struct hr_engine *engine, const struct hr_request *request);
 /* With the lock held: it has failed, for whatever reason, so the team can be submitted to again. */

@@ -60,9 +60,11 @@ static int reserve_operands(struct hr_batch *batch, size_t count) {
 
 static void add_operand(struct hr_batch *batch, const horo_tensor *tensor) {
     int64_t bytes = 0;
-    int64_t row_bytes = 0; /* stays so where it does not fit: an allgather of such rows has been refused, others do not look at it */
+    /* stays so where it does not fit: an allgather of such rows has been refused, others do not look at it */
+    int64_t row_bytes = 0;
     const int rows = tensor->ndim > 0;
-    (void)hr_wire_shape_bytes(tensor->shape, tensor->ndim, tensor->dtype, &bytes); /* it was checked when it was submitted */
+    /* it was checked when it was submitted */
+    (void)hr_wire_shape_bytes(tensor->shape, tensor->ndim, tensor->dtype, &bytes);
     (void)hr_wire_shape_bytes(tensor->shape + rows, tensor->ndim - rows, tensor->dtype, &row_bytes);
     const size_t i = batch->operand_count++;
     batch->operands[i] = (struct hr_operand){
@@ -111,7 +113,8 @@ static int begin_batch(struct hr_lane *lane) {
     if (batch->request_count == 0) {
         return HORO_ERR_INTERNAL;
     }
-    const horo_request *call = &batch->requests[0]->call; /* what may share a batch agrees in all that is looked at here */
+    /* what may share a batch agrees in all that is looked at here */
+    const horo_request *call = &batch->requests[0]->call;
     if (call->op == HORO_BARRIER) {
         return HR_TASK_DONE;
     }
@@ -136,8 +139,10 @@ static void end_record(struct hr_lane *lane) {
     const struct hr_arena *arena = &lane->node->arena;
     const int number = lane->team->number;
     lane->executor.log_executed += lane->executor.record_bytes;
-    atomic_store(&arena->blocks[arena->local_rank].log_executed[number], lane->executor.log_executed); /* partner: hr_arena_has_closed */
-    if (atomic_load(&arena->header->leave_at[number]) != 0) { /* the leaders of team and host may wait for this before they leave */
+    /* partner: hr_arena_has_closed */
+    atomic_store(&arena->blocks[arena->local_rank].log_executed[number], lane->executor.log_executed);
+    /* the leaders of team and host may wait for this before they leave */
+    if (atomic_load(&arena->header->leave_at[number]) != 0) {
         hr_team_wake_leader(lane->team);
         hr_node_wake(lane->node, 0);
     }
@@ -160,13 +165,14 @@ static void end_batch(struct hr_lane *lane) {
 }
 
 /*
- * The task has lost a peer. That rank need not be the cause: it may have ended because it had heard of another's death. So other ranks
- * get a moment to tell of the cause before this one names the suspect. Silence is nobody else's doing.
+ * The task has lost a peer. That rank need not be the cause: it may have ended because it had heard of another's death.
+ * So other ranks get a moment to tell of the cause before this one names the suspect. Silence is nobody else's doing.
  */
 static int suspect(struct hr_lane *lane) {
     lane->backend->ops->cancel(lane->backend);
     lane->executor.state = HR_EXECUTION_LOST;
-    lane->executor.confirm_ns = hr_now_ns() + (lane->team->suspect.reason == HR_REASON_LINK ? CONFIRM_MS * 1000000ll : 0);
+    lane->executor.confirm_ns =
+        hr_now_ns() + (lane->team->suspect.reason == HR_REASON_LINK ? CONFIRM_MS * 1000000ll : 0);
     return 1;
 }
 
@@ -208,7 +214,8 @@ static int change_teams(struct hr_lane *lane) {
 
 static int execute_batch(struct hr_lane *lane, const struct hr_wire_message *record) {
     HR_TRY(load_batch(lane, record));
-    hr_engine_note_batch(lane->engine, lane->executor.batch->requests, lane->executor.batch->request_count, lane->executor.batch->bytes);
+    hr_engine_note_batch(lane->engine, lane->executor.batch->requests, lane->executor.batch->request_count,
+                         lane->executor.batch->bytes);
     if (lane->executor.batch->request_count > 0 && hr_op_is_of_teams(lane->executor.batch->requests[0]->call.op)) {
         lane->executor.state = HR_EXECUTION_CHANGING;
         return HORO_OK;
@@ -273,9 +280,10 @@ static int take_log(struct hr_lane *lane) {
     }
     struct hr_buffer *in = &lane->executor.log_in;
     HR_TRY(hr_buffer_reserve(in, available));
-    in->end += hr_ring_read(&partition->header->log, partition->log_ring, HR_LOG_RING_BYTES, &lane->executor.log_position,
-                            in->data + in->end, available);
-    atomic_store(&partition->blocks[lane->node->local_rank].log_read, lane->executor.log_position); /* partner: slowest_reader */
+    in->end += hr_ring_read(&partition->header->log, partition->log_ring, HR_LOG_RING_BYTES,
+                            &lane->executor.log_position, in->data + in->end, available);
+    /* partner: slowest_reader */
+    atomic_store(&partition->blocks[lane->node->local_rank].log_read, lane->executor.log_position);
     if (!lane->is_leader && atomic_load(&partition->header->log_wants_room) != 0) {
         hr_team_wake_leader(lane->team);
     }

@@ -8,7 +8,10 @@
 struct hr_abort hr_engine_end(const struct hr_engine *engine) {
     const struct hr_abort aborted = hr_arena_aborted(&engine->node->arena);
     const int left = hr_node_left(engine->node);
-    /* To a rank that has nothing open before the LEAVE record an abort is a consequence: ranks that were told of the end have ended. */
+    /*
+     * To a rank that has nothing open before the LEAVE record an abort is a consequence: ranks that were told of the
+     * end have ended.
+     */
     if (left == 0 || (aborted.code != 0 && !hr_arena_has_closed(&engine->node->arena, engine->node->local_rank))) {
         return aborted;
     }
@@ -31,7 +34,8 @@ void hr_engine_describe_end(const struct hr_engine *engine, struct hr_abort end,
                        (long long)(node->peer_timeout_ns / 1000000000));
         return;
     case HR_REASON_STALLED:
-        (void)snprintf(text, text_bytes, "%s has not done its part for %g s", who, (double)node->stall_shutdown_ns / 1e9);
+        (void)snprintf(text, text_bytes, "%s has not done its part for %g s", who,
+                       (double)node->stall_shutdown_ns / 1e9);
         return;
     case HR_REASON_LEFT:
         if (end.rank == node->rank) {
@@ -53,7 +57,8 @@ static void describe_pending(struct hr_engine *engine, char *text, size_t text_b
     text[0] = '\0';
     for (const struct hr_request *request = engine->submission.oldest; request != NULL; request = request->newer) {
         if (count++ < HR_NAMES_IN_TEXT && used < text_bytes) {
-            used += (size_t)snprintf(text + used, text_bytes - used, "%s'%s'", count == 1 ? "" : ", ", request->call.name);
+            used +=
+                (size_t)snprintf(text + used, text_bytes - used, "%s'%s'", count == 1 ? "" : ", ", request->call.name);
         }
     }
     if (count > HR_NAMES_IN_TEXT && used < text_bytes) {

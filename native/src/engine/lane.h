@@ -1,7 +1,7 @@
 /*
- * A lane: one rank's part in one team, from the announcements to the batches. Every team has a log of its own, which its members agree on
- * and execute in order; nothing in a lane waits for another lane. The driver of the engine goes round all of them (drive.c). All of a
- * lane is the driver's, unless a line says otherwise.
+ * A lane: one rank's part in one team, from the announcements to the batches. Every team has a log of its own, which
+ * its members agree on and execute in order; nothing in a lane waits for another lane. The driver of the engine goes
+ * round all of them (drive.c). All of a lane is the driver's, unless a line says otherwise.
  */
 #ifndef HR_ENGINE_LANE_H
 #define HR_ENGINE_LANE_H
@@ -34,7 +34,9 @@ struct hr_link {
 
 enum { HR_IDS_MAX = 256 }; /* in one message of a local rank */
 
-/* ---- Announcer: what this rank tells its leader, and what it remembers of names that have an id. The driver's. ---- */
+/*
+ * ---- Announcer: what this rank tells its leader, and what it remembers of names that have an id. The driver's. ----
+ */
 
 struct hr_announcer {
     struct hr_map known;
@@ -72,8 +74,8 @@ struct hr_executor {
 /* ---- Leader: the agreement on one host, and its links to other hosts. The driver's; unused on other ranks. ---- */
 
 /*
- * What members have carried with their announcements of one tensor, to be reduced when all have. It holds for one round of agreement: a
- * record of the log, whatever it says, ends it, and then the data has done its part or is not needed.
+ * What members have carried with their announcements of one tensor, to be reduced when all have. It holds for one round
+ * of agreement: a record of the log, whatever it says, ends it, and then the data has done its part or is not needed.
  */
 struct hr_carry {
     uint32_t id;   /* of the tensor; 0: there is no data */
@@ -124,8 +126,9 @@ struct hr_lane {
 };
 
 /*
- * A lane takes over its team and backend, also where it fails. The team has its links, if it needs any. The world's is open; another lane
- * is opened by the driver, when all ranks have agreed on its number. HORO_OK, or a status with *error set.
+ * A lane takes over its team and backend, also where it fails. The team has its links, if it needs any. The world's is
+ * open; another lane is opened by the driver, when all ranks have agreed on its number. HORO_OK, or a status with
+ * *error set.
  */
 int hr_lane_create(struct hr_engine *engine, struct hr_team *team, struct hr_backend *backend, struct hr_lane **lane,
                    struct hr_error *error);
@@ -164,20 +167,28 @@ int hr_lane_init_leader(struct hr_lane *lane, uint64_t fusion_bytes, struct hr_e
 void hr_lane_fini_leader(struct hr_lane *lane);
 /* When a ready batch that waits out its cycle time is due; 0: none waits. */
 int64_t hr_lane_batch_due_ns(struct hr_lane *lane);
-/* After the end of the group: tells the neighbours of an abort and sends what there is. 1: all is sent or cannot be; 0; a status. */
+/*
+ * After the end of the group: tells the neighbours of an abort and sends what there is. 1: all is sent or cannot be; 0;
+ * a status.
+ */
 int hr_leader_flush_links(struct hr_lane *lane);
 /* Whether a message of another leader waits to be read, or of this one to be sent. */
 int hr_leader_has_messages(const struct hr_lane *lane);
 /* Whether something for another leader has not been handed to the system yet. */
 int hr_leader_sends_left(const struct hr_lane *lane);
-/* CLOSING: whether everybody for whom this leader passes messages on has executed what stands before the LEAVE record. */
+/*
+ * CLOSING: whether everybody for whom this leader passes messages on has executed what stands before the LEAVE record.
+ */
 int hr_leader_is_done(const struct hr_lane *lane);
 /* The last message on every link, for ENDING after CLOSING. */
 int hr_leader_tell_done(struct hr_lane *lane);
 /* control.c; progress_links as hr_lane_lead. */
 int hr_leader_open_links(struct hr_lane *lane, struct hr_error *error);
 int hr_leader_progress_links(struct hr_lane *lane);
-/* lead.c, for control.c. Takes in what a member announces; agrees on, or reports, what all members have announced; hands records down. */
+/*
+ * lead.c, for control.c. Takes in what a member announces; agrees on, or reports, what all members have announced;
+ * hands records down.
+ */
 int hr_leader_announce(struct hr_lane *lane, int member, const struct hr_wire_message *message, int64_t now_ns);
 int hr_leader_collect(struct hr_lane *lane);
 int hr_leader_hand_down(struct hr_lane *lane, size_t mark);
@@ -195,8 +206,8 @@ size_t hr_lane_carries(const struct hr_lane *lane, const struct hr_request *requ
 int hr_carry_add(struct hr_lane *lane, int member, uint32_t id, const void *data, size_t bytes);
 int hr_carry_add_own(struct hr_lane *lane, const struct hr_request *request, uint32_t id, size_t bytes);
 /*
- * Leader: whether all that is complete (the root: ready) is one tensor of which all members have carried data. write takes it out of the
- * agreement and appends a DATA or, at the root, a RESULT message, framed: HORO_OK or a status.
+ * Leader: whether all that is complete (the root: ready) is one tensor of which all members have carried data. write
+ * takes it out of the agreement and appends a DATA or, at the root, a RESULT message, framed: HORO_OK or a status.
  */
 int hr_carry_is_all(const struct hr_lane *lane);
 int hr_carry_write(struct hr_lane *lane, struct hr_buffer *out);

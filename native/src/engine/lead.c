@@ -1,12 +1,13 @@
 /*
- * What the leader of a host does besides: it collects what its ranks and child hosts announce, agrees (the root) or reports (the others),
- * hands the records of the log down, and tells neighbours of an abort.
+ * What the leader of a host does besides: it collects what its ranks and child hosts announce, agrees (the root) or
+ * reports (the others), hands the records of the log down, and tells neighbours of an abort.
  */
 #include <stdlib.h>
 
 #include "engine/engine.h"
 
-enum { EVICT_ONE_IN = 32 }; /* higher: more hits where names are many times the capacity; lower: new names are cached sooner */
+/* higher: more hits where names are many times the capacity; lower: new names are cached sooner */
+enum { EVICT_ONE_IN = 32 };
 
 int hr_lane_announce_own(struct hr_lane *lane, const struct hr_request *request, uint32_t id) {
     if (id != 0) {
@@ -28,9 +29,9 @@ static int init_agreement(struct hr_lane *lane, uint64_t fusion_bytes) {
         return HORO_ERR_RESOURCE;
     }
     for (int i = 0; i < members; i++) {
-        lane->leader.member_ranks[i] = i < team->local_size
-                                           ? team->job_rank[team->rank_of_local[i]]
-                                           : lane->leader.links[lane->leader.has_parent + i - team->local_size].leader_rank;
+        lane->leader.member_ranks[i] =
+            i < team->local_size ? team->job_rank[team->rank_of_local[i]]
+                                 : lane->leader.links[lane->leader.has_parent + i - team->local_size].leader_rank;
     }
     const struct hr_agree_config config = {
         .is_root = lane->is_root,
@@ -141,7 +142,8 @@ static int collect_requests(struct hr_lane *lane, int local_rank, int64_t now_ns
 }
 
 static int collect_local(struct hr_lane *lane) {
-    const uint64_t announced = atomic_load(&lane->team->partition.header->announced); /* before looking: what comes later counts anew */
+    /* before looking: what comes later counts anew */
+    const uint64_t announced = atomic_load(&lane->team->partition.header->announced);
     if (announced == lane->leader.announced_seen) {
         return 0;
     }
@@ -199,14 +201,16 @@ int hr_leader_collect(struct hr_lane *lane) {
 }
 
 /*
- * Whether the log is all executed here, or nearly: between hosts a record takes a while to get down, so the next one is on its way
- * while the last bytes of the batch before it are.
+ * Whether the log is all executed here, or nearly: between hosts a record takes a while to get down, so the next one is
+ * on its way while the last bytes of the batch before it are.
  */
 static int log_runs_out(const struct hr_lane *lane) {
-    const uint64_t written = atomic_load_explicit(&lane->team->partition.header->log.written, memory_order_relaxed); /* by me */
+    /* by me */
+    const uint64_t written = atomic_load_explicit(&lane->team->partition.header->log.written, memory_order_relaxed);
     const uint64_t left = written - lane->executor.log_executed;
     return hr_buffer_size(&lane->leader.log_out) == 0 &&
-           (left == 0 || (lane->team->host_count > 1 && left == lane->executor.record_bytes && hr_lane_is_ending_batch(lane)));
+           (left == 0 ||
+            (lane->team->host_count > 1 && left == lane->executor.record_bytes && hr_lane_is_ending_batch(lane)));
 }
 
 /* The log is the clock: the next batch is formed when the last one has run, of what became ready meanwhile. */
@@ -248,7 +252,8 @@ static int may_close(const struct hr_lane *lane) {
 
 void hr_leader_close_log(struct hr_lane *lane) {
     const int number = lane->team->number;
-    const uint64_t written = atomic_load_explicit(&lane->team->partition.header->log.written, memory_order_relaxed); /* by me */
+    /* by me */
+    const uint64_t written = atomic_load_explicit(&lane->team->partition.header->log.written, memory_order_relaxed);
     atomic_store(&lane->node->arena.header->leave_at[number], written + hr_buffer_size(&lane->leader.log_out) + 1);
     lane->leader.log_closed = 1;
     if (number == 0) {
@@ -300,9 +305,10 @@ static int flush_log(struct hr_lane *lane) {
         return 0;
     }
     const struct hr_partition *partition = &lane->team->partition;
-    atomic_store(&partition->header->log_wants_room, 1); /* before looking for room: a reader that makes some wakes us */
-    const size_t written = hr_ring_write(&partition->header->log, partition->log_ring, HR_LOG_RING_BYTES, slowest_reader(lane),
-                                         hr_buffer_front(out), hr_buffer_size(out));
+    /* before looking for room: a reader that makes some wakes us */
+    atomic_store(&partition->header->log_wants_room, 1);
+    const size_t written = hr_ring_write(&partition->header->log, partition->log_ring, HR_LOG_RING_BYTES,
+                                         slowest_reader(lane), hr_buffer_front(out), hr_buffer_size(out));
     hr_buffer_consume(out, written);
     if (hr_buffer_size(out) == 0) {
         atomic_store(&partition->header->log_wants_room, 0);
@@ -316,7 +322,8 @@ static int flush_log(struct hr_lane *lane) {
 /* ---- The step ---- */
 
 int hr_lane_lead(struct hr_lane *lane) {
-    static int (*const parts[])(struct hr_lane *) = {collect_local, hr_leader_progress_links, hr_leader_collect, form_batches, flush_log};
+    static int (*const parts[])(struct hr_lane *) = {collect_local, hr_leader_progress_links, hr_leader_collect,
+                                                     form_batches, flush_log};
     int moved = 0;
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
         const int status = parts[i](lane);

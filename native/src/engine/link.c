@@ -1,7 +1,8 @@
 /*
- * Control links between leaders. Whatever has gathered while the last chunk was on its way is the next chunk: a head of fixed size,
- * which is the chunk's length and its first bytes, then what did not fit. The messages of a small operation fit, so that one receive
- * takes each. The receive of a head is always posted, so a broken link is noticed while a leader waits for anything.
+ * Control links between leaders. Whatever has gathered while the last chunk was on its way is the next chunk: a head of
+ * fixed size, which is the chunk's length and its first bytes, then what did not fit. The messages of a small operation
+ * fit, so that one receive takes each. The receive of a head is always posted, so a broken link is noticed while a
+ * leader waits for anything.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -9,7 +10,8 @@
 #include "base/little_endian.h"
 #include "engine/engine.h"
 
-enum { LENGTH_BYTES = 4, IN_HEAD = HR_LINK_HEAD_BYTES - LENGTH_BYTES, CHUNK_MAX = 1 << 20 }; /* a chunk may end within a frame */
+/* a chunk may end within a frame */
+enum { LENGTH_BYTES = 4, IN_HEAD = HR_LINK_HEAD_BYTES - LENGTH_BYTES, CHUNK_MAX = 1 << 20 };
 
 static int post_head(const struct hr_lane *lane, struct hr_link *link) {
     struct hr_transport *transport = lane->team->transport;
@@ -19,7 +21,8 @@ static int post_head(const struct hr_lane *lane, struct hr_link *link) {
 }
 
 int hr_link_open(struct hr_lane *lane, struct hr_link *link, int host) {
-    *link = (struct hr_link){.host = host, .leader_rank = lane->team->job_rank[lane->team->leader_of_host[host]], .open = 1};
+    *link = (struct hr_link){
+        .host = host, .leader_rank = lane->team->job_rank[lane->team->leader_of_host[host]], .open = 1};
     return post_head(lane, link);
 }
 

@@ -29,14 +29,15 @@ static int check_shape(const horo_request *call, const horo_tensor *tensor, stru
         return HORO_OK;
     }
     const int d = impossible_dimension(call, tensor);
-    return hr_fail(error, HORO_ERR_USAGE, "%s '%s': extent %lld of dimension %d is impossible", hr_op_name(call->op), call->name,
-                   (long long)tensor->shape[d], d);
+    return hr_fail(error, HORO_ERR_USAGE, "%s '%s': extent %lld of dimension %d is impossible", hr_op_name(call->op),
+                   call->name, (long long)tensor->shape[d], d);
 }
 
 static int check_tensor(const horo_request *call, const horo_tensor *tensor, struct hr_error *error) {
     const char *op = hr_op_name(call->op);
     if (tensor->dtype < 0 || tensor->dtype >= HORO_DTYPE_COUNT) {
-        return hr_fail(error, HORO_ERR_UNSUPPORTED, "%s '%s': dtype number %d is not known", op, call->name, tensor->dtype);
+        return hr_fail(error, HORO_ERR_UNSUPPORTED, "%s '%s': dtype number %d is not known", op, call->name,
+                       tensor->dtype);
     }
     if (tensor->ndim < 0 || tensor->ndim > HORO_DIMS_MAX) {
         return hr_fail(error, HORO_ERR_UNSUPPORTED, "%s '%s': %d dimensions; at most %d are supported", op, call->name,
@@ -44,16 +45,19 @@ static int check_tensor(const horo_request *call, const horo_tensor *tensor, str
     }
     if (call->op == HORO_ALLGATHER && tensor->ndim == 0) {
         return hr_fail(error, HORO_ERR_USAGE,
-                       "allgather '%s': a scalar has no first dimension to concatenate along; reshape it to [1]", call->name);
+                       "allgather '%s': a scalar has no first dimension to concatenate along; reshape it to [1]",
+                       call->name);
     }
     if (call->op == HORO_ALLREDUCE && !hr_dtype_reducible(tensor->dtype, call->reduce_op)) {
         return hr_fail(error, HORO_ERR_UNSUPPORTED, "allreduce '%s': this op is not offered for %s", call->name,
                        hr_dtype_name(tensor->dtype));
     }
-    if (tensor->wire_dtype != 0 && (call->op != HORO_ALLREDUCE || !hr_dtype_narrows(tensor->dtype, tensor->wire_dtype))) {
-        return hr_fail(error, HORO_ERR_UNSUPPORTED,
-                       "%s '%s': %s cannot travel as %s; only an allreduce of float32 or float64 can, as float16 or bfloat16", op,
-                       call->name, hr_dtype_name(tensor->dtype), hr_dtype_name(tensor->wire_dtype));
+    if (tensor->wire_dtype != 0 &&
+        (call->op != HORO_ALLREDUCE || !hr_dtype_narrows(tensor->dtype, tensor->wire_dtype))) {
+        return hr_fail(
+            error, HORO_ERR_UNSUPPORTED,
+            "%s '%s': %s cannot travel as %s; only an allreduce of float32 or float64 can, as float16 or bfloat16", op,
+            call->name, hr_dtype_name(tensor->dtype), hr_dtype_name(tensor->wire_dtype));
     }
     if (tensor->dtype == HORO_BOOL && (call->prescale != 1.0 || call->postscale != 1.0)) {
         return hr_fail(error, HORO_ERR_UNSUPPORTED, "%s '%s': bool cannot be scaled", op, call->name);
@@ -72,7 +76,8 @@ static int check_call(const horo_request *call, struct hr_error *error) {
     }
     const int wrong_count = call->op == HORO_BARRIER ? call->tensor_count != 0 : call->tensor_count < 1;
     if (wrong_count || call->tensor_count > HR_WIRE_TENSORS_MAX) {
-        return hr_fail(error, HORO_ERR_USAGE, "%s '%s': %d tensors", hr_op_name(call->op), call->name, call->tensor_count);
+        return hr_fail(error, HORO_ERR_USAGE, "%s '%s': %d tensors", hr_op_name(call->op), call->name,
+                       call->tensor_count);
     }
     for (int i = 0; i < call->tensor_count; i++) {
         HR_TRY(check_tensor(call, &call->tensors[i], error));
@@ -85,9 +90,11 @@ static int check_size(const horo_request *call, size_t byte_count, struct hr_err
     if (byte_count <= HR_WIRE_REQUEST_MAX) {
         return HORO_OK;
     }
-    return hr_fail(error, HORO_ERR_USAGE,
-                   "%s '%s': the description of its %d tensors takes %zu bytes; at most %d can travel as one request: submit the "
-                   "tensors as several groups", hr_op_name(call->op), call->name, call->tensor_count, byte_count, HR_WIRE_REQUEST_MAX);
+    return hr_fail(
+        error, HORO_ERR_USAGE,
+        "%s '%s': the description of its %d tensors takes %zu bytes; at most %d can travel as one request: submit the "
+        "tensors as several groups",
+        hr_op_name(call->op), call->name, call->tensor_count, byte_count, HR_WIRE_REQUEST_MAX);
 }
 
 /* Everything in one allocation; the last part, of byte_count bytes, is for the canonical form. */
@@ -137,7 +144,8 @@ static int copy_call(const horo_request *call, size_t byte_count, struct hr_requ
 }
 
 static int encode(const struct hr_request *request) {
-    struct hr_buffer room = {.data = request->bytes, .capacity = request->byte_count}; /* just enough: it will not grow */
+    /* just enough: it will not grow */
+    struct hr_buffer room = {.data = request->bytes, .capacity = request->byte_count};
     return hr_wire_encode_request(&room, &request->call);
 }
 

@@ -46,7 +46,10 @@ struct hr_known {
     uint8_t bytes[];     /* canonical form */
 };
 
-/* HORO_OK with a new request, or a status with *error set. Checks everything a caller can get wrong, but for team and root. */
+/*
+ * HORO_OK with a new request, or a status with *error set. Checks everything a caller can get wrong, but for team and
+ * root.
+ */
 int hr_request_create(const horo_request *call, struct hr_request **request, struct hr_error *error);
 void hr_request_destroy(struct hr_request *request);
 

@@ -35,7 +35,8 @@ static int describe_local(struct hr_lane *lane, int64_t now_ns, char *text, size
     *culprit = -1;
     *oldest_ns = now_ns;
     (void)pthread_mutex_lock(&lane->engine->submission.lock);
-    for (const struct hr_request *request = lane->engine->submission.oldest; request != NULL; request = request->newer) {
+    for (const struct hr_request *request = lane->engine->submission.oldest; request != NULL;
+         request = request->newer) {
         if (now_ns - request->submit_ns < lane->node->stall_warning_ns) {
             break;
         }
@@ -71,8 +72,9 @@ static int64_t oldest_pending_ns(struct hr_lane *lane) {
 }
 
 /*
- * What all ranks here have submitted while the next one on the way to the root of the tree says nothing: it is stopped, or
- * somebody behind it is late. Each level waits one period longer than the one above, so whoever is nearest names the culprit.
+ * What all ranks here have submitted while the next one on the way to the root of the tree says nothing: it is stopped,
+ * or somebody behind it is late. Each level waits one period longer than the one above, so whoever is nearest names the
+ * culprit.
  */
 static int describe_undecided(struct hr_lane *lane, int64_t now_ns, char *text, size_t text_bytes, int *culprit,
                               int64_t *oldest_ns, int *periods) {
@@ -87,15 +89,17 @@ static int describe_undecided(struct hr_lane *lane, int64_t now_ns, char *text, 
     int count = 0;
     size_t used = 0;
     (void)pthread_mutex_lock(&lane->engine->submission.lock);
-    for (const struct hr_request *request = lane->engine->submission.oldest; request != NULL; request = request->newer) {
+    for (const struct hr_request *request = lane->engine->submission.oldest; request != NULL;
+         request = request->newer) {
         const int64_t since_ns = request->submit_ns > lane->stall.moved_ns ? request->submit_ns : lane->stall.moved_ns;
         if (request->lane != lane || now_ns - since_ns < *periods * node->stall_warning_ns) {
             continue;
         }
         *oldest_ns = since_ns < *oldest_ns ? since_ns : *oldest_ns;
         if (count++ < HR_NAMES_IN_TEXT && used < text_bytes) {
-            used += (size_t)snprintf(text + used, text_bytes - used, "%s'%s' (submitted by all here, no answer from %s)",
-                                     count == 1 ? "" : "; ", request->call.name, who);
+            used +=
+                (size_t)snprintf(text + used, text_bytes - used, "%s'%s' (submitted by all here, no answer from %s)",
+                                 count == 1 ? "" : "; ", request->call.name, who);
         }
     }
     (void)pthread_mutex_unlock(&lane->engine->submission.lock);
@@ -119,8 +123,8 @@ static void report(struct hr_lane *lane, int64_t now_ns) {
     int count = describe_local(lane, now_ns, text, sizeof text, &culprit, &oldest_ns);
     if (count == 0 && lane->is_leader) {
         periods = 1;
-        count = hr_agree_describe_waiting(&lane->leader.agree, now_ns, node->stall_warning_ns, text, sizeof text, &oldest_ns,
-                                          &culprit);
+        count = hr_agree_describe_waiting(&lane->leader.agree, now_ns, node->stall_warning_ns, text, sizeof text,
+                                          &oldest_ns, &culprit);
     }
     if (count == 0) {
         count = describe_undecided(lane, now_ns, text, sizeof text, &culprit, &oldest_ns, &periods);
@@ -130,26 +134,29 @@ static void report(struct hr_lane *lane, int64_t now_ns) {
     }
     if (take_turn(lane, now_ns)) {
         hr_log(&node->log, HORO_LOG_WARNING,
-               "waiting for %lld s for ranks that have not submitted what others have: %s%s. They may be slow or stopped, or "
+               "waiting for %lld s for ranks that have not submitted what others have: %s%s. They may be slow or "
+               "stopped, or "
                "take another path through the program",
                (long long)((now_ns - oldest_ns) / 1000000000), text, count > HR_NAMES_IN_TEXT ? " and more" : "");
     }
     hr_engine_show_events(lane->engine, HORO_LOG_WARNING); /* every rank its own, also those whose turn it is not */
-    if (node->stall_shutdown_ns > 0 && now_ns - oldest_ns >= node->stall_shutdown_ns + periods * node->stall_warning_ns) {
+    if (node->stall_shutdown_ns > 0 &&
+        now_ns - oldest_ns >= node->stall_shutdown_ns + periods * node->stall_warning_ns) {
         hr_node_abort(node, HORO_ERR_STALLED, culprit, HR_REASON_STALLED);
     }
 }
 
 /*
- * The rank here that is in this batch, or not yet in it, and has missed its looks: it is stopped. A rank that looks only waits, like
- * this one, however few stages it has behind it. -1 if all look.
+ * The rank here that is in this batch, or not yet in it, and has missed its looks: it is stopped. A rank that looks
+ * only waits, like this one, however few stages it has behind it. -1 if all look.
  */
 static int find_silent(const struct hr_lane *lane, int64_t now_ns) {
     const struct hr_team *team = lane->team;
     for (int i = 0; i < team->local_size; i++) {
         const struct hr_arena_block *block = &lane->node->arena.blocks[team->index_of_local[i]];
         if (i != team->local_rank && atomic_load_explicit(&block->alive_until_ns, memory_order_relaxed) < now_ns &&
-            atomic_load_explicit(&block->log_executed[team->number], memory_order_relaxed) <= lane->executor.log_executed) {
+            atomic_load_explicit(&block->log_executed[team->number], memory_order_relaxed) <=
+                lane->executor.log_executed) {
             return team->job_rank[team->rank_of_local[i]];
         }
     }
@@ -186,7 +193,10 @@ static void report_batch(struct hr_lane *lane, int64_t now_ns, int64_t waited_ns
     }
 }
 
-/* Notes what has moved since the last look, and shows the ranks here that this one is alive. Returns when to look again; 0: any time. */
+/*
+ * Notes what has moved since the last look, and shows the ranks here that this one is alive. Returns when to look
+ * again; 0: any time.
+ */
 static int64_t look(struct hr_lane *lane, int64_t now_ns) {
     struct hr_stall *stall = &lane->stall;
     const uint64_t moves = hr_lane_moves(lane);
@@ -208,13 +218,17 @@ static int64_t look(struct hr_lane *lane, int64_t now_ns) {
 int64_t hr_lane_check_stall(struct hr_lane *lane, int64_t now_ns) {
     const int64_t warning_ns = lane->node->stall_warning_ns;
     if (warning_ns <= 0) { /* it never looks: its silence means nothing to ranks that do */
-        atomic_store_explicit(&lane->node->arena.blocks[lane->node->local_rank].alive_until_ns, INT64_MAX, memory_order_relaxed);
+        atomic_store_explicit(&lane->node->arena.blocks[lane->node->local_rank].alive_until_ns, INT64_MAX,
+                              memory_order_relaxed);
         return 0;
     }
-    if (atomic_load_explicit(&lane->pending, memory_order_relaxed) == 0 && (!lane->is_leader || lane->leader.agree.active == 0)) {
+    if (atomic_load_explicit(&lane->pending, memory_order_relaxed) == 0 &&
+        (!lane->is_leader || lane->leader.agree.active == 0)) {
         return 0;
     }
-    /* What is submitted later is due later, so the time found once holds until it comes, also for what comes after it. */
+    /*
+     * What is submitted later is due later, so the time found once holds until it comes, also for what comes after it.
+     */
     const int64_t look_ns = look(lane, now_ns);
     if (now_ns >= lane->stall.check_ns) {
         const int is_executing = lane->executor.state != HR_EXECUTION_IDLE;

@@ -8,17 +8,19 @@ static int find_lane(const struct hr_engine *engine, struct hr_request *request,
     const int exists = call->team >= 0 && call->team < HR_TEAMS_MAX && engine->teams[call->team].is_used;
     struct hr_lane *lane = exists ? engine->teams[call->team].lane : NULL;
     if (lane == NULL) {
-        return exists ? hr_fail(error, HORO_ERR_USAGE, "'%s': rank %d is no member of team %d", call->name, engine->node->rank, call->team)
+        return exists ? hr_fail(error, HORO_ERR_USAGE, "'%s': rank %d is no member of team %d", call->name,
+                                engine->node->rank, call->team)
                       : hr_fail(error, HORO_ERR_USAGE, "'%s': team %d does not exist", call->name, call->team);
     }
     if (lane->is_removed) {
         return hr_fail(error, HORO_ERR_USAGE, "'%s': team %d is being removed", call->name, call->team);
     }
     if (call->op == HORO_BROADCAST && hr_team_member(lane->team, call->root_rank) < 0) {
-        return call->team == 0 ? hr_fail(error, HORO_ERR_USAGE, "broadcast '%s': root rank %d does not exist; ranks are 0 to %d",
-                                         call->name, call->root_rank, lane->team->size - 1)
-                               : hr_fail(error, HORO_ERR_USAGE, "broadcast '%s': root rank %d is no member of team %d", call->name,
-                                         call->root_rank, call->team);
+        return call->team == 0
+                   ? hr_fail(error, HORO_ERR_USAGE, "broadcast '%s': root rank %d does not exist; ranks are 0 to %d",
+                             call->name, call->root_rank, lane->team->size - 1)
+                   : hr_fail(error, HORO_ERR_USAGE, "broadcast '%s': root rank %d is no member of team %d", call->name,
+                             call->root_rank, call->team);
     }
     request->lane = lane;
     request->team_size = lane->team->size;
@@ -40,7 +42,8 @@ static int enqueue(struct hr_engine *engine, struct hr_request *request, struct 
     request->handle = engine->submission.last_handle + 1;
     const uint64_t handle_hash = hr_hash_number(request->handle);
     const char *handle_key = (const char *)&request->handle;
-    if (hr_map_insert(&engine->submission.handles, handle_hash, handle_key, sizeof request->handle, request) != HORO_OK) {
+    if (hr_map_insert(&engine->submission.handles, handle_hash, handle_key, sizeof request->handle, request) !=
+        HORO_OK) {
         return hr_fail(error, HORO_ERR_RESOURCE, "'%s': out of memory", name);
     }
     if (hr_map_insert(in_flight, request->name_hash, name, request->name_bytes, request) != HORO_OK) {
@@ -63,7 +66,10 @@ static int enqueue(struct hr_engine *engine, struct hr_request *request, struct 
 
 int hr_engine_submit_with(struct hr_engine *engine, const horo_request *call, struct hr_lane *new_lane, int64_t *handle,
                           struct hr_error *error) {
-    /* A process that ends at its error must not be taken for the cause: its driver tells other hosts first, then fails this. */
+    /*
+     * A process that ends at its error must not be taken for the cause: its driver tells other hosts first, then fails
+     * this.
+     */
     const int untold = atomic_load(&engine->driver.always_drives) && hr_arena_aborted(&engine->node->arena).code != 0;
     if (!untold && hr_engine_health(engine, error) != HORO_OK) {
         hr_engine_show_end(engine);

@@ -1,7 +1,7 @@
 /*
- * Adding and removing teams: operations of all ranks, agreed on in the log of the world, so that every rank gives a new team the same
- * number and lets go of a removed one at the same place. A rank that announces a removal has nothing pending in the team; so when all
- * have, nothing of it is left to be done anywhere.
+ * Adding and removing teams: operations of all ranks, agreed on in the log of the world, so that every rank gives a new
+ * team the same number and lets go of a removed one at the same place. A rank that announces a removal has nothing
+ * pending in the team; so when all have, nothing of it is left to be done anywhere.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -11,8 +11,8 @@
 
 /* ---- The callers' side ---- */
 
-static int submit(struct hr_engine *engine, int op, const int32_t *values, int count, struct hr_lane *new_lane, int64_t *handle,
-                  struct hr_error *error) {
+static int submit(struct hr_engine *engine, int op, const int32_t *values, int count, struct hr_lane *new_lane,
+                  int64_t *handle, struct hr_error *error) {
     const int64_t extent = count;
     const horo_tensor tensor = {.input = values, .shape = &extent, .ndim = 1, .dtype = HORO_INT32};
     const horo_request call = {
@@ -29,19 +29,21 @@ static int submit(struct hr_engine *engine, int op, const int32_t *values, int c
 
 int hr_engine_check_team(const struct hr_engine *engine, const int32_t *ranks, int size, struct hr_error *error) {
     if (size < 1 || size > engine->node->size) {
-        return hr_fail(error, HORO_ERR_USAGE, "a team of %d ranks is impossible in a job of %d", size, engine->node->size);
+        return hr_fail(error, HORO_ERR_USAGE, "a team of %d ranks is impossible in a job of %d", size,
+                       engine->node->size);
     }
     for (int i = 0; i < size; i++) {
         if (ranks[i] < 0 || ranks[i] >= engine->node->size || (i > 0 && ranks[i] <= ranks[i - 1])) {
-            return hr_fail(error, HORO_ERR_USAGE, "the ranks of a team must be ascending and from 0 to %d, but number %d of them is %d",
+            return hr_fail(error, HORO_ERR_USAGE,
+                           "the ranks of a team must be ascending and from 0 to %d, but number %d of them is %d",
                            engine->node->size - 1, i, ranks[i]);
         }
     }
     return HORO_OK;
 }
 
-int hr_engine_add_team(struct hr_engine *engine, const int32_t *ranks, int size, struct hr_team *team, struct hr_backend *backend,
-                       int64_t *handle, struct hr_error *error) {
+int hr_engine_add_team(struct hr_engine *engine, const int32_t *ranks, int size, struct hr_team *team,
+                       struct hr_backend *backend, int64_t *handle, struct hr_error *error) {
     struct hr_lane *lane = NULL;
     if (team != NULL) {
         HR_TRY(hr_lane_create(engine, team, backend, &lane, error));
@@ -56,7 +58,8 @@ int hr_engine_add_team(struct hr_engine *engine, const int32_t *ranks, int size,
 /* With the lock held: from here on nothing can be submitted to the team. */
 static int begin_removal(const struct hr_engine *engine, int team, struct hr_error *error) {
     if (team <= 0 || team >= HR_TEAMS_MAX || !engine->teams[team].is_used) {
-        return hr_fail(error, HORO_ERR_USAGE, team == 0 ? "team 0 has all ranks and cannot be removed" : "team %d does not exist", team);
+        return hr_fail(error, HORO_ERR_USAGE,
+                       team == 0 ? "team 0 has all ranks and cannot be removed" : "team %d does not exist", team);
     }
     struct hr_lane *lane = engine->teams[team].lane;
     if (lane == NULL) {
@@ -66,8 +69,9 @@ static int begin_removal(const struct hr_engine *engine, int team, struct hr_err
         return hr_fail(error, HORO_ERR_USAGE, "team %d is being removed already", team);
     }
     if (lane->in_flight.count > 0) {
-        return hr_fail(error, HORO_ERR_USAGE, "team %d cannot be removed: %zu of its operations are not done on rank %d; wait for them",
-                       team, lane->in_flight.count, engine->node->rank);
+        return hr_fail(error, HORO_ERR_USAGE,
+                       "team %d cannot be removed: %zu of its operations are not done on rank %d; wait for them", team,
+                       lane->in_flight.count, engine->node->rank);
     }
     lane->is_removed = 1;
     return HORO_OK;
@@ -108,7 +112,8 @@ int hr_engine_added_team(struct hr_engine *engine, int64_t handle) {
 
 static int first_value(const struct hr_request *request) {
     struct hr_wire_request decoded;
-    return hr_wire_decode_request(request->bytes, request->byte_count, &decoded) == HORO_OK ? hr_wire_value(&decoded, 0) : 0;
+    return hr_wire_decode_request(request->bytes, request->byte_count, &decoded) == HORO_OK ? hr_wire_value(&decoded, 0)
+                                                                                            : 0;
 }
 
 /* The lane whose team the request removes; NULL: there is none on this rank. */
@@ -170,7 +175,8 @@ static int add(struct hr_engine *engine, struct hr_request *request, int team, i
     struct hr_team_place *place = &engine->teams[team];
     struct hr_lane *lane = request->new_lane;
     struct hr_error error = {0};
-    if (has_local && atomic_load(&engine->node->arena.header->cleanings[team]) != place->cleanings) { /* partner: hr_partition_leave */
+    /* partner: hr_partition_leave */
+    if (has_local && atomic_load(&engine->node->arena.header->cleanings[team]) != place->cleanings) {
         return HR_TASK_BLOCKED;
     }
     if (lane != NULL && hr_lane_open(lane, team, &error) != HORO_OK) { /* the others have begun to use it */
@@ -196,7 +202,8 @@ static void forget(struct hr_engine *engine, const struct hr_lane *lane) {
         if (engine->lanes[i] == lane) {
             engine->lanes[i] = engine->lanes[--engine->lane_count];
             engine->driver.lane_moves += hr_lane_moves(lane);
-            engine->gone_link_bytes += lane->team->transport == NULL ? 0 : atomic_load(&lane->team->transport->data_bytes);
+            engine->gone_link_bytes +=
+                lane->team->transport == NULL ? 0 : atomic_load(&lane->team->transport->data_bytes);
             return;
         }
     }
@@ -220,7 +227,8 @@ static void remove_team(struct hr_engine *engine, int team) {
     }
 }
 
-int hr_engine_change_teams(struct hr_engine *engine, struct hr_request *request, int *outcome, char *text, size_t text_bytes) {
+int hr_engine_change_teams(struct hr_engine *engine, struct hr_request *request, int *outcome, char *text,
+                           size_t text_bytes) {
     struct hr_wire_request decoded;
     HR_TRY(hr_wire_decode_request(request->bytes, request->byte_count, &decoded));
     *outcome = HORO_OK;
@@ -229,7 +237,8 @@ int hr_engine_change_teams(struct hr_engine *engine, struct hr_request *request,
         if (team < HR_TEAMS_MAX) {
             return add(engine, request, team, has_local_member(engine, &decoded));
         }
-        (void)snprintf(text, text_bytes, "there are %d teams already, and no more are possible: remove one that is not needed", team);
+        (void)snprintf(text, text_bytes,
+                       "there are %d teams already, and no more are possible: remove one that is not needed", team);
         *outcome = HORO_ERR_USAGE;
         return HR_TASK_DONE;
     }

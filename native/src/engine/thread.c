@@ -5,7 +5,8 @@
 
 #include "engine/engine.h"
 
-#define TIMER_SLACK_NS 1000ul /* 50000 otherwise: too coarse for the looks that MPI needs (hr_transport_poll_within_ns) */
+#define TIMER_SLACK_NS                                                                                                 \
+    1000ul /* 50000 otherwise: too coarse for the looks that MPI needs (hr_transport_poll_within_ns) */
 
 /* Sleeps until kicked, until something comes on a life line, or for timeout_ms (-1: no matter how long). */
 static void park(struct hr_engine *engine, int timeout_ms) {
@@ -39,9 +40,9 @@ static int linger(struct hr_engine *engine) {
 }
 
 /*
- * Until needed, with the lock held. Parking costs the caller a system call that wakes a thread, two microseconds and more, for each
- * request of a stream; lingering costs time of a core that nobody else wants. So it lingers only after it has been woken so soon
- * that lingering would have caught the call, and no longer than its waits spin.
+ * Until needed, with the lock held. Parking costs the caller a system call that wakes a thread, two microseconds and
+ * more, for each request of a stream; lingering costs time of a core that nobody else wants. So it lingers only after
+ * it has been woken so soon that lingering would have caught the call, and no longer than its waits spin.
  */
 static void rest(struct hr_engine *engine) {
     struct hr_driver *driver = &engine->driver;
@@ -62,7 +63,8 @@ static void rest(struct hr_engine *engine) {
 }
 
 static int must_drive(const struct hr_engine *engine) {
-    return atomic_load(&engine->submission.pending) > 0 || hr_engine_thread_drives(engine) || hr_engine_is_called(engine);
+    return atomic_load(&engine->submission.pending) > 0 || hr_engine_thread_drives(engine) ||
+           hr_engine_is_called(engine);
 }
 
 static void drive_as_thread(struct hr_engine *engine) {

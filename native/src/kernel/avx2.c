@@ -35,7 +35,8 @@ HR_INLINE vector_uint32 pick_nan(vector_float value, vector_uint32 nan, vector_u
 }
 
 HR_INLINE vector_uint8 upper_halves(vector_uint32 a, vector_uint32 b) {
-    const __m256i mixed = _mm256_packus_epi32((__m256i)(a >> 16), (__m256i)(b >> 16)); /* within each half of the register */
+    /* within each half of the register */
+    const __m256i mixed = _mm256_packus_epi32((__m256i)(a >> 16), (__m256i)(b >> 16));
     return (vector_uint8)_mm256_permute4x64_epi64(mixed, 0xd8);
 }
 

@@ -8,7 +8,8 @@
 #include "kernel/element.h"
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl"))),                  \
+                             apply_to = function)
 #else
 #pragma GCC push_options
 #pragma GCC target("avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl")
@@ -35,8 +36,8 @@ HR_INLINE vector_uint32 pick_nan(vector_float value, vector_uint32 nan, vector_u
 }
 
 HR_INLINE vector_uint8 upper_halves(vector_uint32 a, vector_uint32 b) {
-    const __m512i odd = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25, 23, 21, 19,
-                                         17, 15, 13, 11, 9, 7, 5, 3, 1);
+    const __m512i odd = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25,
+                                         23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
     return (vector_uint8)_mm512_permutex2var_epi16((__m512i)a, odd, (__m512i)b);
 }
 

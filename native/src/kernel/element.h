@@ -32,7 +32,10 @@ HR_INLINE float widen_float16(uint16_t half) {
     return float_from_bits(sign | (exponent + 112) << 23 | mantissa << 13);
 }
 
-/* As vcvtps2ph and FCVTN do it: to nearest even, overflow to infinity, gradual underflow, NaN quiet with its upper payload. */
+/*
+ * As vcvtps2ph and FCVTN do it: to nearest even, overflow to infinity, gradual underflow, NaN quiet with its upper
+ * payload.
+ */
 HR_INLINE uint16_t narrow_float16(float value) {
     const uint32_t bits = float_bits(value);
     const uint32_t sign = (bits >> 16) & 0x8000;

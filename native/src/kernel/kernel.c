@@ -6,8 +6,9 @@
 
 #if defined(__x86_64__)
 /*
- * __builtin_cpu_supports reads a table that was filled in when the library was loaded. Not every compiler's knows "f16c"; asking the
- * processor itself costs microseconds in a virtual machine, where each cpuid is a trap. That of avx2 has checked the operating system.
+ * __builtin_cpu_supports reads a table that was filled in when the library was loaded. Not every compiler's knows
+ * "f16c"; asking the processor itself costs microseconds in a virtual machine, where each cpuid is a trap. That of avx2
+ * has checked the operating system.
  */
 #if !defined(__clang__) && __GNUC__ >= 11
 static int has_f16c(void) {

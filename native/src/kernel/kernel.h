@@ -1,17 +1,18 @@
 /*
  * Arithmetic on contiguous memory: reduce, scale, copy. SIMD is chosen at run time; the scalar code is always there and
- * gives bit-equal results (no reassociation, no fused multiply-add: each element is computed in the same order everywhere).
+ * gives bit-equal results (no reassociation, no fused multiply-add: each element is computed in the same order
+ * everywhere).
  *
- * 16-bit floats are widened to float32, reduced and scaled there and rounded once (to nearest even) at the end; a float32 NaN
- * becomes a NaN. Except for float64, a factor is rounded to float32 before floats are multiplied by it.
- * Integers wrap. With a factor of 1 they are divided as integers, truncating toward zero, so that an average is exact. Any other
- * factor is applied in double: value * factor / divisor, truncated toward zero once, saturating at the type's ends (NaN becomes
- * 0); an int64 beyond 2^53 is rounded there. bool: sum and max are OR, product and min are AND; neither factor nor divisor may be
- * other than 1; any byte but 0 is true and results are 0 or 1.
- * float16 and bfloat16 also stand for wider floats while they travel: convert rounds to nearest even, and a NaN stays one. From and
- * to float64 it goes through float32, as torch's own conversions do.
- * float min and max give NaN if any source is NaN. When a sum or product adds or multiplies two NaN, which of them it carries on
- * is not said: there, and nowhere else, levels may differ, in the payload of a NaN.
+ * 16-bit floats are widened to float32, reduced and scaled there and rounded once (to nearest even) at the end; a
+ * float32 NaN becomes a NaN. Except for float64, a factor is rounded to float32 before floats are multiplied by it.
+ * Integers wrap. With a factor of 1 they are divided as integers, truncating toward zero, so that an average is exact.
+ * Any other factor is applied in double: value * factor / divisor, truncated toward zero once, saturating at the type's
+ * ends (NaN becomes 0); an int64 beyond 2^53 is rounded there. bool: sum and max are OR, product and min are AND;
+ * neither factor nor divisor may be other than 1; any byte but 0 is true and results are 0 or 1. float16 and bfloat16
+ * also stand for wider floats while they travel: convert rounds to nearest even, and a NaN stays one. From and to
+ * float64 it goes through float32, as torch's own conversions do. float min and max give NaN if any source is NaN. When
+ * a sum or product adds or multiplies two NaN, which of them it carries on is not said: there, and nowhere else, levels
+ * may differ, in the payload of a NaN.
  */
 #ifndef HR_KERNEL_KERNEL_H
 #define HR_KERNEL_KERNEL_H
@@ -28,8 +29,8 @@ enum hr_store {
 };
 
 /*
- * What a result is multiplied by and divided by. Two numbers, since the inverse of a divisor is no double: 49 * (1.0 / 49) is below 1.
- * The divisor is at least 1, and 1 for floats (they are multiplied by the inverse, as ever) and bool.
+ * What a result is multiplied by and divided by. Two numbers, since the inverse of a divisor is no double: 49 * (1.0 /
+ * 49) is below 1. The divisor is at least 1, and 1 for floats (they are multiplied by the inverse, as ever) and bool.
  */
 struct hr_scale {
     double factor;
@@ -61,22 +62,27 @@ struct hr_kernel {
     void (*scale)(int dtype, void *dst, const void *src, size_t count, struct hr_scale scale, enum hr_store store);
 
     /*
-     * dst[i] = factor * src[i], where one of the dtypes is float16 or bfloat16 and the other float32 or float64; multiplied in the
-     * wider one. dst and src do not overlap.
+     * dst[i] = factor * src[i], where one of the dtypes is float16 or bfloat16 and the other float32 or float64;
+     * multiplied in the wider one. dst and src do not overlap.
      */
-    void (*convert)(int dst_dtype, void *dst, int src_dtype, const void *src, size_t count, double factor, enum hr_store store);
+    void (*convert)(int dst_dtype, void *dst, int src_dtype, const void *src, size_t count, double factor,
+                    enum hr_store store);
 
     /* memcpy; dst and src do not overlap. */
     void (*copy)(void *dst, const void *src, size_t bytes, enum hr_store store);
 
     /*
-     * out = slot, then slot = in; no two of them overlap. In one pass, line by line: a line that another core has written last and that
-     * is read and written at once makes one trip between the cores; read now and written later it makes two.
+     * out = slot, then slot = in; no two of them overlap. In one pass, line by line: a line that another core has
+     * written last and that is read and written at once makes one trip between the cores; read now and written later it
+     * makes two.
      */
     void (*exchange)(void *out, void *slot, const void *in, size_t bytes, enum hr_store slot_store);
 };
 
-/* The best table for this machine; the same pointer every time. Cheap, but not free: keep it where many small calls follow. */
+/*
+ * The best table for this machine; the same pointer every time. Cheap, but not free: keep it where many small calls
+ * follow.
+ */
 const struct hr_kernel *hr_kernel_best(void);
 const struct hr_kernel *hr_kernel_scalar(void);
 

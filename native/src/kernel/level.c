@@ -39,8 +39,9 @@ static void reduce_scaled_integers(const struct hr_level *level, int dtype, enum
     }
 }
 
-void hr_level_reduce(const struct hr_level *level, int dtype, int reduce_op, void *dst, void *copy, const void *const *src,
-                     int src_count, size_t count, struct hr_scale scale, enum hr_store copy_store) {
+void hr_level_reduce(const struct hr_level *level, int dtype, int reduce_op, void *dst, void *copy,
+                     const void *const *src, int src_count, size_t count, struct hr_scale scale,
+                     enum hr_store copy_store) {
     const struct hr_span span = {
         .dst = dst,
         .copy = copy,
@@ -73,8 +74,8 @@ static void scale_integers(const struct hr_level *level, int dtype, uint8_t *dst
     }
 }
 
-void hr_level_scale(const struct hr_level *level, int dtype, void *dst, const void *src, size_t count, struct hr_scale scale,
-                    enum hr_store store) {
+void hr_level_scale(const struct hr_level *level, int dtype, void *dst, const void *src, size_t count,
+                    struct hr_scale scale, enum hr_store store) {
     if (!hr_scale_changes(scale) || dtype == HORO_BOOL) {
         if (dst != src && count > 0) {
             level->copy(dst, src, count * hr_dtype_bytes(dtype), store);
@@ -110,8 +111,8 @@ static void narrow_doubles(const struct hr_level *level, int dst_dtype, uint8_t 
     }
 }
 
-static void widen_to_doubles(const struct hr_level *level, uint8_t *dst, int src_dtype, const uint8_t *src, size_t count,
-                             double scale, enum hr_store store) {
+static void widen_to_doubles(const struct hr_level *level, uint8_t *dst, int src_dtype, const uint8_t *src,
+                             size_t count, double scale, enum hr_store store) {
     float block[BLOCK_BYTES / sizeof(double)];
     double wide[BLOCK_BYTES / sizeof(double)];
     size_t step;
@@ -128,8 +129,8 @@ static void widen_to_doubles(const struct hr_level *level, uint8_t *dst, int src
     }
 }
 
-void hr_level_convert(const struct hr_level *level, int dst_dtype, void *dst, int src_dtype, const void *src, size_t count,
-                      double scale, enum hr_store store) {
+void hr_level_convert(const struct hr_level *level, int dst_dtype, void *dst, int src_dtype, const void *src,
+                      size_t count, double scale, enum hr_store store) {
     if (src_dtype == HORO_FLOAT64) {
         narrow_doubles(level, dst_dtype, dst, src, count, scale, store);
     } else if (dst_dtype == HORO_FLOAT64) {

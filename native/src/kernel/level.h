@@ -1,6 +1,6 @@
 /*
- * Inside of the kernels: one level = one table of range functions, made of vector_template.h (or, for the scalar level, of
- * plain loops), and the driver in level.c that all levels share.
+ * Inside of the kernels: one level = one table of range functions, made of vector_template.h (or, for the scalar level,
+ * of plain loops), and the driver in level.c that all levels share.
  */
 #ifndef HR_KERNEL_LEVEL_H
 #define HR_KERNEL_LEVEL_H
@@ -37,13 +37,14 @@ struct hr_level {
 extern const struct hr_level hr_level_scalar;
 
 /* What is the same on every level; struct hr_kernel has the contracts. */
-void hr_level_reduce(const struct hr_level *level, int dtype, int reduce_op, void *dst, void *copy, const void *const *src,
-                     int src_count, size_t count, struct hr_scale scale, enum hr_store copy_store);
-void hr_level_scale(const struct hr_level *level, int dtype, void *dst, const void *src, size_t count, struct hr_scale scale,
-                    enum hr_store store);
+void hr_level_reduce(const struct hr_level *level, int dtype, int reduce_op, void *dst, void *copy,
+                     const void *const *src, int src_count, size_t count, struct hr_scale scale,
+                     enum hr_store copy_store);
+void hr_level_scale(const struct hr_level *level, int dtype, void *dst, const void *src, size_t count,
+                    struct hr_scale scale, enum hr_store store);
 
-void hr_level_convert(const struct hr_level *level, int dst_dtype, void *dst, int src_dtype, const void *src, size_t count,
-                      double scale, enum hr_store store);
+void hr_level_convert(const struct hr_level *level, int dst_dtype, void *dst, int src_dtype, const void *src,
+                      size_t count, double scale, enum hr_store store);
 
 /* dst[i] = scale * src[i] for integers, as kernel.h says. */
 void hr_scale_integers(int dtype, void *dst, const void *src, size_t count, struct hr_scale scale);
@@ -58,7 +59,10 @@ extern const struct hr_kernel hr_kernel_avx512;
 extern const struct hr_kernel hr_kernel_neon;
 #endif
 
-/* With dtype and op as constants each use becomes straight code: the loops are written once and compiled per combination. */
+/*
+ * With dtype and op as constants each use becomes straight code: the loops are written once and compiled per
+ * combination.
+ */
 #define HR_INLINE static inline __attribute__((always_inline))
 
 /* NAME_sum, NAME_min, ... for one dtype from `run(dtype, op, span)`, and their row in the table of a level. */
@@ -118,7 +122,7 @@ extern const struct hr_kernel hr_kernel_neon;
                               enum hr_store store) {                                                                   \
         hr_level_convert(&level, dst_dtype, dst, src_dtype, src, count, scale, store);                                 \
     }                                                                                                                  \
-    linkage const struct hr_kernel symbol = {level_name,    level_reduce, level_scale,                                  \
+    linkage const struct hr_kernel symbol = {level_name,    level_reduce, level_scale,                                 \
                                              level_convert, level_copy,   level_exchange};
 
 #endif

@@ -1,4 +1,7 @@
-/* 128-bit registers of the base architecture. It has no store past the cache that C can name: streaming stores are ordinary. */
+/*
+ * 128-bit registers of the base architecture. It has no store past the cache that C can name: streaming stores are
+ * ordinary.
+ */
 #include "kernel/level.h"
 
 #if defined(__aarch64__)

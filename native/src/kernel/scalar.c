@@ -1,6 +1,6 @@
 /*
- * The level that is always there, the tail of every other level, and the definition of every result: plain loops, one element
- * after the other, sources in order.
+ * The level that is always there, the tail of every other level, and the definition of every result: plain loops, one
+ * element after the other, sources in order.
  */
 #include "kernel/element.h"
 #include "kernel/level.h"
@@ -9,7 +9,10 @@
 #include <emmintrin.h>
 #endif
 
-/* A macro, since float and double want the same text. NaN wins, from whichever side; of equal values the earlier one stays. */
+/*
+ * A macro, since float and double want the same text. NaN wins, from whichever side; of equal values the earlier one
+ * stays.
+ */
 #define REDUCE_FLOAT(op, a, b)                                                                                         \
     ((op) == HR_KERNEL_SUM       ? (a) + (b)                                                                           \
      : (op) == HR_KERNEL_PRODUCT ? (a) * (b)                                                                           \

@@ -1,11 +1,12 @@
 /*
- * One SIMD level, compiled from portable vector types. No include guard: avx2.c, avx512.c and neon.c include it once each, after
- * defining
+ * One SIMD level, compiled from portable vector types. No include guard: avx2.c, avx512.c and neon.c include it once
+ * each, after defining
  *   VECTOR_BYTES                             bytes of one register
  *   widen_float16_lanes(vector_half)         16-bit floats to float32 lanes, returned as vector_float
  *   narrow_float16_lanes(vector_float)       and back, to nearest even
  *   widen_lanes(vector_half)                 16-bit lanes as 32-bit ones
- *   pick_nan(value, nan, other)              `nan` in the lanes where value, a vector_float, is NaN, else `other`; all vector_uint32
+ *   pick_nan(value, nan, other)              `nan` in the lanes where value, a vector_float, is NaN, else `other`; all
+ *                                            vector_uint32
  *   upper_halves(vector_uint32, again)       the upper 16 bits of the lanes of both, in order, as vector_uint8
  *   stream_vector / stream_half(at, value)   a store past the cache; `at` is aligned to the size of the value
  *   stream_fence()                           after the last of them
@@ -182,7 +183,8 @@ HR_INLINE void store_half_block(uint8_t *at, struct half_block x, enum hr_store 
 }
 
 /* To dst and copy, where they are not NULL; 16-bit floats are narrowed once for both. */
-HR_INLINE void store_result(int dtype, uint8_t *dst, uint8_t *copy, size_t at, struct block value, enum hr_store copy_store) {
+HR_INLINE void store_result(int dtype, uint8_t *dst, uint8_t *copy, size_t at, struct block value,
+                            enum hr_store copy_store) {
     if (is_half(dtype)) {
         const struct half_block half = narrow_block(dtype, value);
         if (dst != NULL) {
@@ -208,8 +210,12 @@ HR_INLINE void prefetch(const void *at, size_t bytes) {
     }
 }
 
-/* Whole blocks from element `begin` on; returns the first element not done. All sources are read once, before any store. */
-HR_INLINE size_t run_blocks(int dtype, int op, const struct hr_span *span, size_t begin, int src_count, enum hr_store how) {
+/*
+ * Whole blocks from element `begin` on; returns the first element not done. All sources are read once, before any
+ * store.
+ */
+HR_INLINE size_t run_blocks(int dtype, int op, const struct hr_span *span, size_t begin, int src_count,
+                            enum hr_store how) {
     const size_t block_bytes = UNROLL * step_bytes(dtype);
     const size_t end = span->end * element_bytes(dtype);
     const void *const *src = span->src;
@@ -334,7 +340,8 @@ static void level_copy(void *dst, const void *src, size_t bytes, enum hr_store h
     memcpy(to + at, from + at, bytes - at);
 }
 
-HR_INLINE size_t exchange_blocks(uint8_t *out, uint8_t *slot, const uint8_t *in, size_t at, size_t bytes, enum hr_store how) {
+HR_INLINE size_t exchange_blocks(uint8_t *out, uint8_t *slot, const uint8_t *in, size_t at, size_t bytes,
+                                 enum hr_store how) {
     const size_t block_bytes = UNROLL * VECTOR_BYTES;
     for (; bytes - at >= block_bytes; at += block_bytes) {
         if (bytes - at >= PREFETCH_AHEAD + block_bytes) {

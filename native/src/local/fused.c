@@ -31,8 +31,8 @@ static struct values values_of(const struct hr_codec *codec, const struct hr_pie
     return (struct values){first, most < left ? most : left};
 }
 
-void hr_fused_pack(const struct hr_fused *fused, size_t offset, size_t bytes, char *target, const struct hr_kernel *kernel,
-                   double scale, enum hr_store store) {
+void hr_fused_pack(const struct hr_fused *fused, size_t offset, size_t bytes, char *target,
+                   const struct hr_kernel *kernel, double scale, enum hr_store store) {
     const struct hr_codec *codec = fused->codec;
     for (size_t i = bytes == 0 ? 0 : hr_fused_find(fused, offset); bytes > 0; i++) {
         const struct hr_piece *piece = &fused->pieces[i];

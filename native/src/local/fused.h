@@ -27,8 +27,8 @@ struct hr_fused {
 size_t hr_fused_find(const struct hr_fused *fused, size_t offset);
 
 /* target[0..bytes) = scale * inputs[offset..offset + bytes), packed. */
-void hr_fused_pack(const struct hr_fused *fused, size_t offset, size_t bytes, char *target, const struct hr_kernel *kernel,
-                   double scale, enum hr_store store);
+void hr_fused_pack(const struct hr_fused *fused, size_t offset, size_t bytes, char *target,
+                   const struct hr_kernel *kernel, double scale, enum hr_store store);
 
 /* outputs[offset..offset + bytes) = source[0..bytes), unpacked. */
 void hr_fused_unpack(const struct hr_fused *fused, size_t offset, size_t bytes, const char *source,

@@ -4,7 +4,8 @@ enum {
     WARM_UP = 4,                  /* the first passes pay for page faults and tell nothing */
     TRY_OTHER_EVERY = 256,
     FALL_SHIFT = 1, /* a quick pass shows what is possible: it counts for half */
-    RISE_SHIFT = 3, /* a slow one may have been interrupted: it counts for an eighth, and for no more than twice the last estimate */
+    /* a slow one may have been interrupted: it counts for an eighth, and for no more than twice the last estimate */
+    RISE_SHIFT = 3,
 };
 
 enum hr_store hr_store_choose(struct hr_team *team, size_t bytes) {

@@ -52,9 +52,9 @@ static inline struct hr_range hr_segment(size_t segment_bytes, size_t bytes, siz
 }
 
 /*
- * Whether to store into slots past the cache. Cores that share a cache want ordinary stores, cores that do not are several times faster
- * with streaming ones, and a virtual machine may change from one to the other within seconds; so both are measured on the segments
- * as they pass, the cheaper one is used, and the other is tried again now and then.
+ * Whether to store into slots past the cache. Cores that share a cache want ordinary stores, cores that do not are
+ * several times faster with streaming ones, and a virtual machine may change from one to the other within seconds; so
+ * both are measured on the segments as they pass, the cheaper one is used, and the other is tried again now and then.
  */
 enum hr_store hr_store_choose(struct hr_team *team, size_t bytes);
 void hr_store_learn(struct hr_team *team, enum hr_store store, size_t bytes, int64_t elapsed_ns);

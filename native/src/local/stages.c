@@ -14,9 +14,10 @@ static int drains_own_share(const struct hr_stages *call) {
 }
 
 /*
- * On one host, the slot that carries an owner's result: its successor's, where the successor's contribution to that share was. The owner
- * has just read these lines and gets them to itself by writing; the successor gets them back by reading and writes them next. In the
- * owner's own slot the result would cost every line two more trips between the cores.
+ * On one host, the slot that carries an owner's result: its successor's, where the successor's contribution to that
+ * share was. The owner has just read these lines and gets them to itself by writing; the successor gets them back by
+ * reading and writes them next. In the owner's own slot the result would cost every line two more trips between the
+ * cores.
  */
 static char *result_slot(const struct hr_stages *call, int owner, size_t k) {
     const int carrier = call->team->host_count > 1 ? owner : (owner + 1) % call->team->local_size;
@@ -38,8 +39,8 @@ void hr_stages_fill(struct hr_stages *call, size_t k) {
     hr_team_arrive(team, HR_PHASE_FILLED, hr_stages_parity(call, k));
 }
 
-void hr_stages_reduce_part(struct hr_stages *call, size_t k, size_t at, size_t bytes, const char *mine, char *target, char *copy,
-                           struct hr_scale scale) {
+void hr_stages_reduce_part(struct hr_stages *call, size_t k, size_t at, size_t bytes, const char *mine, char *target,
+                           char *copy, struct hr_scale scale) {
     struct hr_team *team = call->team;
     for (int i = 0; i < team->local_size; i++) {
         team->sources[i] = i == team->local_rank && mine != NULL ? mine : hr_stages_slot(call, i, k) + at;
@@ -83,8 +84,8 @@ void hr_stages_drain(struct hr_stages *call, size_t k) {
             continue; /* written by hr_stages_reduce */
         }
         const struct hr_range share = hr_stages_share(call, segment, owner);
-        hr_fused_unpack(call->fused, segment.offset + share.offset, share.bytes, result_slot(call, owner, k) + share.offset,
-                        team->node->kernel);
+        hr_fused_unpack(call->fused, segment.offset + share.offset, share.bytes,
+                        result_slot(call, owner, k) + share.offset, team->node->kernel);
     }
     hr_team_arrive(team, HR_PHASE_DRAINED, hr_stages_parity(call, k));
 }

@@ -64,8 +64,11 @@ void hr_stages_drain(struct hr_stages *call, size_t k);
 int hr_stages_may_exchange(const struct hr_stages *call);
 void hr_stages_exchange(struct hr_stages *call, size_t k);
 
-/* Reduces `bytes` at `at` within segment k; `mine` is my contribution, NULL if it is in my slot as those of the others are. */
-void hr_stages_reduce_part(struct hr_stages *call, size_t k, size_t at, size_t bytes, const char *mine, char *target, char *copy,
-                           struct hr_scale scale);
+/*
+ * Reduces `bytes` at `at` within segment k; `mine` is my contribution, NULL if it is in my slot as those of the others
+ * are.
+ */
+void hr_stages_reduce_part(struct hr_stages *call, size_t k, size_t at, size_t bytes, const char *mine, char *target,
+                           char *copy, struct hr_scale scale);
 
 #endif

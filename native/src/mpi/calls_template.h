@@ -1,5 +1,6 @@
 /*
- * The calls, with their true types. No include guard: calls_int.c and calls_pointer.c include it once each, after defining
+ * The calls, with their true types. No include guard: calls_int.c and calls_pointer.c include it once each, after
+ * defining
  *   HANDLE             the C type of every handle
  *   TO_HANDLE(value)   a handle from its uint64_t
  *   TO_VALUE(handle)   and back
@@ -39,8 +40,8 @@ typedef int issend_function(const void *, int, HANDLE, int, int, HANDLE, HANDLE 
 
 static int call_issend(const struct hr_mpi *mpi, const void *data, size_t bytes, int rank, int tag, uint64_t *request) {
     HANDLE handle = TO_HANDLE(0);
-    const int code = FUNCTION(mpi, HORO_MPI_ISSEND, issend_function)(data, (int)bytes, known(mpi, HORO_MPI_BYTE), rank, tag,
-                                                                     communicator(mpi), &handle);
+    const int code = FUNCTION(mpi, HORO_MPI_ISSEND, issend_function)(data, (int)bytes, known(mpi, HORO_MPI_BYTE), rank,
+                                                                     tag, communicator(mpi), &handle);
     *request = TO_VALUE(handle);
     return code;
 }
@@ -49,8 +50,8 @@ typedef int irecv_function(void *, int, HANDLE, int, int, HANDLE, HANDLE *);
 
 static int call_irecv(const struct hr_mpi *mpi, void *data, size_t bytes, int rank, int tag, uint64_t *request) {
     HANDLE handle = TO_HANDLE(0);
-    const int code = FUNCTION(mpi, HORO_MPI_IRECV, irecv_function)(data, (int)bytes, known(mpi, HORO_MPI_BYTE), rank, tag,
-                                                                   communicator(mpi), &handle);
+    const int code = FUNCTION(mpi, HORO_MPI_IRECV, irecv_function)(data, (int)bytes, known(mpi, HORO_MPI_BYTE), rank,
+                                                                   tag, communicator(mpi), &handle);
     *request = TO_VALUE(handle);
     return code;
 }
@@ -78,10 +79,11 @@ static int call_request_free(const struct hr_mpi *mpi, uint64_t *request) {
 
 typedef int iallreduce_function(const void *, void *, int, HANDLE, HANDLE, HANDLE, HANDLE *);
 
-static int call_iallreduce(const struct hr_mpi *mpi, void *data, int count, uint64_t type, uint64_t op, uint64_t *request) {
+static int call_iallreduce(const struct hr_mpi *mpi, void *data, int count, uint64_t type, uint64_t op,
+                           uint64_t *request) {
     HANDLE handle = TO_HANDLE(0);
-    const int code = FUNCTION(mpi, HORO_MPI_IALLREDUCE, iallreduce_function)(in_place(mpi), data, count, TO_HANDLE(type),
-                                                                             TO_HANDLE(op), communicator(mpi), &handle);
+    const int code = FUNCTION(mpi, HORO_MPI_IALLREDUCE, iallreduce_function)(
+        in_place(mpi), data, count, TO_HANDLE(type), TO_HANDLE(op), communicator(mpi), &handle);
     *request = TO_VALUE(handle);
     return code;
 }
@@ -98,11 +100,12 @@ static int call_ibcast(const struct hr_mpi *mpi, void *data, size_t bytes, int r
 
 typedef int iallgatherv_function(const void *, int, HANDLE, void *, const int *, const int *, HANDLE, HANDLE, HANDLE *);
 
-static int call_iallgatherv(const struct hr_mpi *mpi, void *data, const int *counts, const int *offsets, uint64_t *request) {
+static int call_iallgatherv(const struct hr_mpi *mpi, void *data, const int *counts, const int *offsets,
+                            uint64_t *request) {
     HANDLE handle = TO_HANDLE(0);
     HANDLE byte = known(mpi, HORO_MPI_BYTE);
-    const int code = FUNCTION(mpi, HORO_MPI_IALLGATHERV, iallgatherv_function)(in_place(mpi), 0, byte, data, counts, offsets, byte,
-                                                                               communicator(mpi), &handle);
+    const int code = FUNCTION(mpi, HORO_MPI_IALLGATHERV, iallgatherv_function)(
+        in_place(mpi), 0, byte, data, counts, offsets, byte, communicator(mpi), &handle);
     *request = TO_VALUE(handle);
     return code;
 }

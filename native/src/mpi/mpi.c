@@ -23,8 +23,10 @@ static const char *const function_names[HORO_MPI_FUNCTION_COUNT] = {
     [HORO_MPI_FINALIZED] = "MPI_Finalized",
 };
 
-_Static_assert(sizeof(((horo_mpi *)0)->functions) == HORO_MPI_FUNCTION_COUNT * sizeof(uint64_t), "cffi wants a number there");
-_Static_assert(sizeof(((horo_mpi *)0)->handles) == HORO_MPI_HANDLE_COUNT * sizeof(uint64_t), "cffi wants a number there");
+_Static_assert(sizeof(((horo_mpi *)0)->functions) == HORO_MPI_FUNCTION_COUNT * sizeof(uint64_t),
+               "cffi wants a number there");
+_Static_assert(sizeof(((horo_mpi *)0)->handles) == HORO_MPI_HANDLE_COUNT * sizeof(uint64_t),
+               "cffi wants a number there");
 
 static int check(const horo_mpi *calls, struct hr_error *error) {
     if (calls->handle_bytes != (int)sizeof(int) && calls->handle_bytes != (int)sizeof(void *)) {
@@ -40,7 +42,8 @@ static int check(const horo_mpi *calls, struct hr_error *error) {
                        calls->message_bytes);
     }
     if (calls->size < 1 || calls->rank < 0 || calls->rank >= calls->size) {
-        return hr_fail(error, HORO_ERR_USAGE, "rank %d of an MPI communicator of %d does not exist", calls->rank, calls->size);
+        return hr_fail(error, HORO_ERR_USAGE, "rank %d of an MPI communicator of %d does not exist", calls->rank,
+                       calls->size);
     }
     for (int i = 0; i < HORO_MPI_FUNCTION_COUNT; i++) {
         if (calls->functions[i] == 0) {
@@ -62,8 +65,8 @@ typedef int finalized_function(int *);
 
 int hr_mpi_is_usable(const struct hr_mpi *mpi) {
     int finalized = 0;
-    return mpi->pid == getpid() && ((finalized_function *)(uintptr_t)mpi->calls.functions[HORO_MPI_FINALIZED])(&finalized) == 0 &&
-           !finalized;
+    return mpi->pid == getpid() &&
+           ((finalized_function *)(uintptr_t)mpi->calls.functions[HORO_MPI_FINALIZED])(&finalized) == 0 && !finalized;
 }
 
 typedef int error_string_function(int, char *, int *);

@@ -1,8 +1,8 @@
 /*
- * The MPI of this process, whatever its handles are. horo is built without one: the bootstrap brings the addresses of its functions
- * and the values of its handles (horo_mpi). Handles are int in the MPICH family and pointers in Open MPI and in the ABI of MPI 5;
- * calls_template.h is compiled once for each, so that every function is called with its true type. Here a handle is a uint64_t
- * of which the lower bytes count.
+ * The MPI of this process, whatever its handles are. horo is built without one: the bootstrap brings the addresses of
+ * its functions and the values of its handles (horo_mpi). Handles are int in the MPICH family and pointers in Open MPI
+ * and in the ABI of MPI 5; calls_template.h is compiled once for each, so that every function is called with its true
+ * type. Here a handle is a uint64_t of which the lower bytes count.
  *
  * Each operation returns what MPI returned, 0 for success; none blocks. At most calls.message_bytes go into one call.
  */

@@ -87,7 +87,9 @@ void hr_core_look(struct hr_node *node, int64_t now_ns) {
         hr_core_publish(node);
         atomic_fetch_add_explicit(&node->moves, 1, memory_order_relaxed);
         const int64_t longer_ns = choice->pause_ns * 2;
-        choice->pause_ns = longer_ns < PAUSE_MIN_NS ? PAUSE_MIN_NS : longer_ns > PAUSE_MAX_NS ? PAUSE_MAX_NS : longer_ns;
+        choice->pause_ns = longer_ns < PAUSE_MIN_NS   ? PAUSE_MIN_NS
+                           : longer_ns > PAUSE_MAX_NS ? PAUSE_MAX_NS
+                                                      : longer_ns;
         choice->next_ns = now_ns + choice->pause_ns;
         choice->crowded = 0;
     }

@@ -1,10 +1,11 @@
 /*
  * Which core a thread runs on that waits for the other ranks of its host.
  *
- * Ranks that hand one core to and fro by yielding look well placed to the scheduler: whoever it could move ran a moment ago and is
- * taken to have a warm cache there. So they may share a core for seconds beside one that idles, and every wait then costs two switches.
- * Where the setup asks for it (leaves_crowded_cores), a wait that spins looks once in a while where the ranks of this host run, and
- * moves its thread off a crowded core. Elsewhere nothing here makes a system call or changes anything: threads belong to the application.
+ * Ranks that hand one core to and fro by yielding look well placed to the scheduler: whoever it could move ran a moment
+ * ago and is taken to have a warm cache there. So they may share a core for seconds beside one that idles, and every
+ * wait then costs two switches. Where the setup asks for it (leaves_crowded_cores), a wait that spins looks once in a
+ * while where the ranks of this host run, and moves its thread off a crowded core. Elsewhere nothing here makes a
+ * system call or changes anything: threads belong to the application.
  */
 #ifndef HR_NODE_CORE_CHOICE_H
 #define HR_NODE_CORE_CHOICE_H
@@ -22,8 +23,9 @@ struct hr_core_choice {
 };
 
 /*
- * The core that rank `me` of `count` should move to, or -1 to stay. core_of[i]: where a rank runs, -1: it needs no core now.
- * Only the last rank on a core moves, so that no two leave for the same place, and only to where it leaves fewer ranks together.
+ * The core that rank `me` of `count` should move to, or -1 to stay. core_of[i]: where a rank runs, -1: it needs no core
+ * now. Only the last rank on a core moves, so that no two leave for the same place, and only to where it leaves fewer
+ * ranks together.
  */
 int hr_core_choose(const int *core_of, int count, int me, const cpu_set_t *allowed);
 

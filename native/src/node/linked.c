@@ -22,8 +22,9 @@ static int check_channel(const struct hr_team *team, enum hr_channel channel, co
     for (int host = 0; fds != NULL && host < team->host_count; host++) {
         for (int i = 0; i < sockets && hr_hosts_are_linked(channel, team->host_count, team->host, host); i++) {
             if (fds[host * sockets + i] < 0) {
-                return hr_fail(error, HORO_ERR_USAGE, "rank %d on host %d (%s) was given no connection for %s to host %d (%s)",
-                               node->rank, team->host, node->host_name_of_rank[node->rank],
+                return hr_fail(error, HORO_ERR_USAGE,
+                               "rank %d on host %d (%s) was given no connection for %s to host %d (%s)", node->rank,
+                               team->host, node->host_name_of_rank[node->rank],
                                channel == HR_CHANNEL_CONTROL ? "agreement" : "data", host,
                                node->host_name_of_rank[team->job_rank[team->leader_of_host[host]]]);
             }

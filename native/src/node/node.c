@@ -40,8 +40,8 @@ void hr_node_wake_all(struct hr_node *node) {
 }
 
 /*
- * Every eventfd is written, whether its rank says that it sleeps or not, and whether or not this abort was the first: who cleared a
- * sleeper's mark, or aborted first, may have been killed before it wrote.
+ * Every eventfd is written, whether its rank says that it sleeps or not, and whether or not this abort was the first:
+ * who cleared a sleeper's mark, or aborted first, may have been killed before it wrote.
  */
 void hr_node_abort(struct hr_node *node, int code, int rank, enum hr_abort_reason reason) {
     (void)hr_arena_abort(&node->arena, code, rank, reason);
@@ -195,7 +195,8 @@ static int spin(struct hr_node *node, hr_ready ready, void *arg, int64_t end_ns)
     }
 }
 
-int hr_node_wait(struct hr_node *node, hr_ready ready, void *arg, int64_t now_ns, int64_t spin_ns, int64_t deadline_ns) {
+int hr_node_wait(struct hr_node *node, hr_ready ready, void *arg, int64_t now_ns, int64_t spin_ns,
+                 int64_t deadline_ns) {
     for (int64_t end_ns = spin_ns > 0 ? now_ns + spin_ns : 0;;) {
         if (spin(node, ready, arg, end_ns)) {
             return HORO_OK;
@@ -207,7 +208,8 @@ int hr_node_wait(struct hr_node *node, hr_ready ready, void *arg, int64_t now_ns
         if (awoken == AWOKEN_BY_SIGNAL) {
             return HORO_IN_PROGRESS;
         }
-        end_ns = awoken == AWOKEN_TO_LOOK || spin_ns <= 0 ? 0 : hr_now_ns() + spin_ns; /* one look: spinning has been tried */
+        /* one look: spinning has been tried */
+        end_ns = awoken == AWOKEN_TO_LOOK || spin_ns <= 0 ? 0 : hr_now_ns() + spin_ns;
     }
 }
 

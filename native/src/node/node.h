@@ -1,12 +1,12 @@
 /*
- * One rank's place in the job, one per context: who it is, the arena of its host, the transport, and the one way to wait. Nothing here
- * knows of collectives or of sets of ranks; those are teams (team.h).
+ * One rank's place in the job, one per context: who it is, the arena of its host, the transport, and the one way to
+ * wait. Nothing here knows of collectives or of sets of ranks; those are teams (team.h).
  *
- * Waiting. A wait spins while spinning may pay, then says in its arena block that it sleeps, looks once more, and sleeps in poll()
- * on its eventfd, its life lines and the transport's descriptors, at most for a moment while MPI, which has no descriptor, is at work
- * (hr_transport_poll_within_ns, poll_within_ns). Whoever changes what others may wait for calls hr_node_wake_all;
- * it writes the eventfd of those that say they sleep. The handshake is Dekker's: both sides store first and load second,
- * sequentially consistent, so at least one sees the other.
+ * Waiting. A wait spins while spinning may pay, then says in its arena block that it sleeps, looks once more, and
+ * sleeps in poll() on its eventfd, its life lines and the transport's descriptors, at most for a moment while MPI,
+ * which has no descriptor, is at work (hr_transport_poll_within_ns, poll_within_ns). Whoever changes what others may
+ * wait for calls hr_node_wake_all; it writes the eventfd of those that say they sleep. The handshake is Dekker's: both
+ * sides store first and load second, sequentially consistent, so at least one sees the other.
  *
  * All functions are called by the driver of the engine only, unless they say otherwise.
  */
@@ -64,7 +64,10 @@ struct hr_node {
 /* The condition of a wait: looks, may advance state of its own, never blocks. */
 typedef int (*hr_ready)(struct hr_node *node, void *arg);
 
-/* HORO_OK when ready says so, HORO_IN_PROGRESS when deadline_ns (monotonic; 0: none) has passed or a signal came. It is now_ns. */
+/*
+ * HORO_OK when ready says so, HORO_IN_PROGRESS when deadline_ns (monotonic; 0: none) has passed or a signal came. It is
+ * now_ns.
+ */
 int hr_node_wait(struct hr_node *node, hr_ready ready, void *arg, int64_t now_ns, int64_t spin_ns, int64_t deadline_ns);
 
 /* Wakes a local rank, or all of them but me, if they sleep. Any thread. */
@@ -80,11 +83,16 @@ static inline int hr_node_progress(struct hr_node *node) {
     return moved;
 }
 
-/* Takes a transport to so many hosts in, or out. HORO_OK or HORO_ERR_RESOURCE, which changes nothing. The transport is its team's. */
+/*
+ * Takes a transport to so many hosts in, or out. HORO_OK or HORO_ERR_RESOURCE, which changes nothing. The transport is
+ * its team's.
+ */
 int hr_node_add_transport(struct hr_node *node, struct hr_transport *transport, int host_count);
 void hr_node_drop_transport(struct hr_node *node, const struct hr_transport *transport, int host_count);
 
-/* Wakes the lowest rank of the host, or from there all others, even if their background threads are parked. Any thread. */
+/*
+ * Wakes the lowest rank of the host, or from there all others, even if their background threads are parked. Any thread.
+ */
 void hr_node_call(struct hr_node *node);
 
 /* Ends the group: the first reason counts. Wakes everybody, who all look for it (hr_ready). Any thread. */
@@ -104,8 +112,8 @@ char *hr_node_name_rank(const struct hr_node *node, int rank, char *out, size_t 
 struct hr_team;
 
 /*
- * Maps the arena, makes the transport. HORO_OK, or a status with *error set. The setup's descriptors stay the caller's until
- * hr_node_own, which cannot fail: once everything else stands. fini closes what is owned.
+ * Maps the arena, makes the transport. HORO_OK, or a status with *error set. The setup's descriptors stay the caller's
+ * until hr_node_own, which cannot fail: once everything else stands. fini closes what is owned.
  */
 int hr_node_init(struct hr_node *node, const horo_setup *setup, struct hr_team *world, struct hr_error *error);
 void hr_node_own(struct hr_node *node, const horo_setup *setup);
@@ -114,12 +122,14 @@ void hr_node_fini(struct hr_node *node);
 void hr_node_close_fds(struct hr_node *node);
 
 /*
- * Connects a team that has members on several hosts, over duplicates of descriptors as in horo_team_setup, which stay the caller's until it
- * closes them. The node takes the transport in later (hr_node_add_transport). HORO_OK, or a status with *error set.
+ * Connects a team that has members on several hosts, over duplicates of descriptors as in horo_team_setup, which stay
+ * the caller's until it closes them. The node takes the transport in later (hr_node_add_transport). HORO_OK, or a
+ * status with *error set.
  */
-int hr_node_connect_team(const struct hr_node *node, struct hr_team *team, const int32_t *control_fds, const int32_t *data_fds,
-                         struct hr_error *error);
-void hr_node_close_links(const struct hr_node *node, int host_count, const int32_t *control_fds, const int32_t *data_fds);
+int hr_node_connect_team(const struct hr_node *node, struct hr_team *team, const int32_t *control_fds,
+                         const int32_t *data_fds, struct hr_error *error);
+void hr_node_close_links(const struct hr_node *node, int host_count, const int32_t *control_fds,
+                         const int32_t *data_fds);
 
 /* Turns the supervision of links on or off, if that is a change. */
 void hr_node_supervise(struct hr_node *node, int enabled);

@@ -68,7 +68,10 @@ static void close_all(const int32_t *fds, int count) {
     }
 }
 
-/* The transport gets duplicates, so that the caller's descriptors stay the caller's until everything stands. None of none. */
+/*
+ * The transport gets duplicates, so that the caller's descriptors stay the caller's until everything stands. None of
+ * none.
+ */
 static int duplicate(const int32_t *fds, int host_count, int per_host, int **out, struct hr_error *error) {
     if (fds == NULL) {
         return HORO_OK;
@@ -82,7 +85,8 @@ static int duplicate(const int32_t *fds, int host_count, int per_host, int **out
         copies[i] = fds[i] < 0 ? -1 : fcntl(fds[i], F_DUPFD_CLOEXEC, 0);
         if (fds[i] >= 0 && copies[i] < 0) {
             const int code = errno == EMFILE ? HORO_ERR_RESOURCE : HORO_ERR_USAGE;
-            (void)hr_fail(error, code, "cannot duplicate descriptor %d for host %d: %s", fds[i], i / per_host, strerror(errno));
+            (void)hr_fail(error, code, "cannot duplicate descriptor %d for host %d: %s", fds[i], i / per_host,
+                          strerror(errno));
             close_all(copies, i);
             free(copies);
             return code;
@@ -93,7 +97,8 @@ static int duplicate(const int32_t *fds, int host_count, int per_host, int **out
 }
 
 static int check_mpi_peers(const struct hr_team *world, const horo_mpi *mpi, struct hr_error *error) {
-    for (int host = 0; mpi->rank_of_host != NULL && host < world->host_count && world->local_rank < world->owner_count; host++) {
+    for (int host = 0; mpi->rank_of_host != NULL && host < world->host_count && world->local_rank < world->owner_count;
+         host++) {
         if (hr_hosts_are_linked(HR_CHANNEL_DATA, world->host_count, world->host, host) && mpi->rank_of_host[host] < 0) {
             return hr_fail(error, HORO_ERR_USAGE, "data is to travel by MPI, but no rank of host %d is given", host);
         }
@@ -106,7 +111,8 @@ static struct hr_transport *add_mpi(struct hr_node *node, struct hr_transport *s
                                     const horo_setup *setup, const struct hr_team *world, struct hr_error *error) {
     struct hr_transport *transport = NULL;
     if (check_mpi_peers(world, setup->mpi, error) == HORO_OK) {
-        transport = hr_mpi_transport_create(&node->mpi, sockets, control, node->host_count, setup->peer_timeout_ms, error);
+        transport =
+            hr_mpi_transport_create(&node->mpi, sockets, control, node->host_count, setup->peer_timeout_ms, error);
     }
     if (transport == NULL) {
         sockets->ops->destroy(sockets);
@@ -115,8 +121,8 @@ static struct hr_transport *add_mpi(struct hr_node *node, struct hr_transport *s
 }
 
 /*
- * A transport over duplicates of the descriptors; *control_copy, where it is asked for, are those for control, for the caller to free.
- * NULL with *error set.
+ * A transport over duplicates of the descriptors; *control_copy, where it is asked for, are those for control, for the
+ * caller to free. NULL with *error set.
  */
 static struct hr_transport *connect_sockets(const struct hr_node *node, int host_count, const int32_t *control_fds,
                                             const int32_t *data_fds, int **control_copy, struct hr_error *error) {
@@ -125,7 +131,8 @@ static struct hr_transport *connect_sockets(const struct hr_node *node, int host
     struct hr_transport *sockets = NULL;
     if (duplicate(control_fds, host_count, 1, &control, error) == HORO_OK &&
         duplicate(data_fds, host_count, node->sockets_per_peer, &data, error) == HORO_OK) {
-        sockets = hr_tcp_create(control, data, host_count, node->sockets_per_peer, (int)(node->peer_timeout_ns / 1000000), error);
+        sockets = hr_tcp_create(control, data, host_count, node->sockets_per_peer,
+                                (int)(node->peer_timeout_ns / 1000000), error);
     }
     if (sockets == NULL) {
         close_all(control, host_count);
@@ -159,10 +166,11 @@ static int connect_world(struct hr_node *node, const horo_setup *setup, struct h
                : hr_fail(error, HORO_ERR_RESOURCE, "out of memory for links to %d hosts", node->host_count);
 }
 
-int hr_node_connect_team(const struct hr_node *node, struct hr_team *team, const int32_t *control_fds, const int32_t *data_fds,
-                         struct hr_error *error) {
+int hr_node_connect_team(const struct hr_node *node, struct hr_team *team, const int32_t *control_fds,
+                         const int32_t *data_fds, struct hr_error *error) {
     if (control_fds == NULL || data_fds == NULL) {
-        return hr_fail(error, HORO_ERR_USAGE, "the members of this team are on %d hosts, but no connections between them were given",
+        return hr_fail(error, HORO_ERR_USAGE,
+                       "the members of this team are on %d hosts, but no connections between them were given",
                        team->host_count);
     }
     HR_TRY(hr_links_check(team, control_fds, data_fds, node->sockets_per_peer, error));
@@ -170,14 +178,15 @@ int hr_node_connect_team(const struct hr_node *node, struct hr_team *team, const
     return team->transport == NULL ? error->code : HORO_OK;
 }
 
-void hr_node_close_links(const struct hr_node *node, int host_count, const int32_t *control_fds, const int32_t *data_fds) {
+void hr_node_close_links(const struct hr_node *node, int host_count, const int32_t *control_fds,
+                         const int32_t *data_fds) {
     close_all(control_fds, host_count);
     close_all(data_fds, host_count * node->sockets_per_peer);
 }
 
 static int connect_parts(struct hr_node *node, const horo_setup *setup, struct hr_team *world, struct hr_error *error) {
-    HR_TRY(hr_arena_map(&node->arena, setup->arena_memory, (size_t)setup->arena_memory_bytes, setup->arena_fd, node->local_rank,
-                        node->local_size, (size_t)setup->segment_bytes, error));
+    HR_TRY(hr_arena_map(&node->arena, setup->arena_memory, (size_t)setup->arena_memory_bytes, setup->arena_fd,
+                        node->local_rank, node->local_size, (size_t)setup->segment_bytes, error));
     int status = hr_partition_map(&node->arena, world->number, &world->partition, error);
     if (status == HORO_OK && node->host_count > 1) {
         status = connect_world(node, setup, world, error);
@@ -238,7 +247,8 @@ void hr_node_own(struct hr_node *node, const horo_setup *setup) {
     }
     own(node, setup->arena_fd);
     if (node->host_count > 1) {
-        hr_node_close_links(node, node->host_count, setup->control_fds, setup->data_fds); /* the transport has its own */
+        /* the transport has its own */
+        hr_node_close_links(node, node->host_count, setup->control_fds, setup->data_fds);
     }
 }
 

@@ -11,7 +11,8 @@ static int check(int rank, int size, const int32_t *host_of_rank, struct hr_erro
     for (int r = 0; r < size; r++) {
         const int host = host_of_rank[r];
         if (host < 0 || host > hosts) {
-            return hr_fail(error, HORO_ERR_USAGE, "rank %d is on host %d, but hosts are numbered by their lowest rank", r, host);
+            return hr_fail(error, HORO_ERR_USAGE, "rank %d is on host %d, but hosts are numbered by their lowest rank",
+                           r, host);
         }
         hosts += host == hosts;
     }
@@ -38,8 +39,9 @@ static int allocate(struct hr_team *team, size_t size) {
     team->leader_of_host = calloc(size, sizeof *team->leader_of_host);
     team->host_size = calloc(size, sizeof *team->host_size);
     team->sources = calloc(size, sizeof *team->sources);
-    return team->job_rank != NULL && team->host_of_rank != NULL && team->rank_of_local != NULL && team->index_of_local != NULL &&
-           team->rank_by_host != NULL && team->leader_of_host != NULL && team->host_size != NULL && team->sources != NULL;
+    return team->job_rank != NULL && team->host_of_rank != NULL && team->rank_of_local != NULL &&
+           team->index_of_local != NULL && team->rank_by_host != NULL && team->leader_of_host != NULL &&
+           team->host_size != NULL && team->sources != NULL;
 }
 
 static void place(struct hr_team *team, const int32_t *host_of_rank) {
@@ -99,9 +101,11 @@ int hr_team_init(struct hr_team *team, struct hr_node *node, int rank, int size,
     return HORO_OK;
 }
 
-int hr_team_init_some(struct hr_team *team, const struct hr_team *world, const int32_t *job_ranks, int size, struct hr_error *error) {
+int hr_team_init_some(struct hr_team *team, const struct hr_team *world, const int32_t *job_ranks, int size,
+                      struct hr_error *error) {
     *team = (struct hr_team){.node = world->node, .tuning = world->tuning, .size = size};
-    int32_t *hosts = calloc((size_t)world->host_count + (size_t)size, sizeof *hosts); /* 1 + their numbers here; then that of each rank */
+    /* 1 + their numbers here; then that of each rank */
+    int32_t *hosts = calloc((size_t)world->host_count + (size_t)size, sizeof *hosts);
     if (!allocate(team, (size_t)size) || hosts == NULL) {
         free(hosts);
         return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for a team of %d ranks", size);

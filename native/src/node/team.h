@@ -1,7 +1,7 @@
 /*
- * A set of ranks that does collectives together, from the place of one of them: who is where, and what its members share in the arena.
- * The world, which has all ranks, is the first team. Members are numbered anew in every team: `rank`, `host` and `local_rank` here are
- * positions among the members, not those of the job.
+ * A set of ranks that does collectives together, from the place of one of them: who is where, and what its members
+ * share in the arena. The world, which has all ranks, is the first team. Members are numbered anew in every team:
+ * `rank`, `host` and `local_rank` here are positions among the members, not those of the job.
  *
  * All functions are called by the driver of the engine only, unless they say otherwise.
  */
@@ -17,21 +17,28 @@ enum hr_phase {
     HR_PHASE_DRAINED = 4, /* I have read all I need from the slots */
 };
 
-/* Sizes, in bytes, at which a team's collectives change their way; equal on all members. What each was measured by stands in the notes. */
+/*
+ * Sizes, in bytes, at which a team's collectives change their way; equal on all members. What each was measured by
+ * stands in the notes.
+ */
 struct hr_tuning {
     size_t segment;         /* one arena slot */
     size_t flat;            /* allreduce on one host: up to here everybody reduces everything; at most HR_FLAT_MAX */
-    size_t stream;          /* from here on it may pay to store into slots past the cache: below, what was stored is still in it */
+    /* from here on it may pay to store into slots past the cache: below, what was stored is still in it */
+    size_t stream;
     size_t piece;           /* of what travels between hosts: sent, received and reduced at once */
     size_t doubling;        /* allreduce between hosts, per share: latency counts up to here, bandwidth above */
-    size_t tree;            /* broadcast between hosts: up to here a tree, few hops; above a chain, each link carries the data once */
+    /* broadcast between hosts: up to here a tree, few hops; above a chain, each link carries the data once */
+    size_t tree;
     size_t gather_doubling; /* allgather between hosts, of the result: latency counts up to here, bandwidth above */
     size_t gather_spread;   /* of the result: up to here one owner carries it all */
-    size_t gather_lone;     /* of each rank in a segment that needs no slots: each is a start from nothing for all links */
-    size_t carried;         /* allreduce of one tensor between hosts: up to here, packed, the data travels with the agreement; at most
-                             * HR_CARRIED_MAX */
+    /* of each rank in a segment that needs no slots: each is a start from nothing for all links */
+    size_t gather_lone;
+    size_t carried; /* allreduce of one tensor between hosts: up to here, packed, the data travels with the agreement;
+                     * at most HR_CARRIED_MAX */
     size_t carried_per_host; /* the same, of all ranks of a host together */
-    size_t mpi_alone;       /* collectives by MPI: from here on a tensor travels by itself, packing would cost more than a call */
+    /* collectives by MPI: from here on a tensor travels by itself, packing would cost more than a call */
+    size_t mpi_alone;
     size_t mpi_packed;      /* collectives by MPI: packed at once, at most */
 };
 
@@ -53,7 +60,8 @@ struct hr_team {
     int host, host_count;
     int local_rank, local_size; /* local index and members on this host */
     int largest_host;           /* its members */
-    int owner_count;            /* members on the smallest host: local index i < owner_count has links to its like on linked hosts */
+    /* members on the smallest host: local index i < owner_count has links to its like on linked hosts */
+    int owner_count;
     int *host_of_rank;          /* [size] */
     int *rank_of_local;         /* [local_size] */
     int *index_of_local;        /* [local_size] among all ranks of this host: what the arena and wake-ups go by */
@@ -65,7 +73,8 @@ struct hr_team {
     uint64_t segment;                  /* segments begun; its parity chooses the slot */
     uint64_t arrivals[HR_PHASE_COUNT]; /* mine, per phase and parity */
     struct hr_abort suspect;           /* whom a task has lost; see struct hr_task */
-    uint64_t pieces;                   /* travelled, so far, between hosts: whoever wants to know whether time passes idly compares it */
+    /* travelled, so far, between hosts: whoever wants to know whether time passes idly compares it */
+    uint64_t pieces;
     const void **sources;              /* [local_size] scratch for the kernels */
     char *cross_scratch;
     size_t cross_scratch_bytes;
@@ -74,14 +83,18 @@ struct hr_team {
 };
 
 /*
- * The team of all `size` ranks on the hosts host_of_rank[size], of which this rank is number `rank`. The node need not be initialised
- * yet, and must outlive the team. HORO_OK, or a status with *error set; fini in either case. The partition is mapped, and the transport
- * connected, by hr_node_init; fini unmaps the partition.
+ * The team of all `size` ranks on the hosts host_of_rank[size], of which this rank is number `rank`. The node need not
+ * be initialised yet, and must outlive the team. HORO_OK, or a status with *error set; fini in either case. The
+ * partition is mapped, and the transport connected, by hr_node_init; fini unmaps the partition.
  */
 int hr_team_init(struct hr_team *team, struct hr_node *node, int rank, int size, const int32_t *host_of_rank,
                  size_t segment_bytes, struct hr_error *error);
-/* A team of some ranks, ascending and this one among them. It has no number, partition and transport yet. Status likewise. */
-int hr_team_init_some(struct hr_team *team, const struct hr_team *world, const int32_t *job_ranks, int size, struct hr_error *error);
+/*
+ * A team of some ranks, ascending and this one among them. It has no number, partition and transport yet. Status
+ * likewise.
+ */
+int hr_team_init_some(struct hr_team *team, const struct hr_team *world, const int32_t *job_ranks, int size,
+                      struct hr_error *error);
 /* Closes its links, frees; what the backend keeps of it must be gone. */
 void hr_team_fini(struct hr_team *team);
 /* The same, and frees the team itself, which was malloc'ed. NULL is allowed. */
@@ -106,12 +119,16 @@ void hr_team_arrive(struct hr_team *team, enum hr_phase phase, unsigned parity);
 int hr_team_reached(const struct hr_team *team, enum hr_phase phase, unsigned parity);
 
 /*
- * Notes in team->suspect that the link to a host has failed. The rank there need not be the cause: it may have ended because it had
- * heard of another's death. Whoever runs the collective waits for a LOST message before it ends the group.
+ * Notes in team->suspect that the link to a host has failed. The rank there need not be the cause: it may have ended
+ * because it had heard of another's death. Whoever runs the collective waits for a LOST message before it ends the
+ * group.
  */
 void hr_team_suspect_link(struct hr_team *team, int host);
 
-/* Gives all that is posted up, and closes the descriptors. The node must not move anything on them any more. Any thread. */
+/*
+ * Gives all that is posted up, and closes the descriptors. The node must not move anything on them any more. Any
+ * thread.
+ */
 void hr_team_close_links(struct hr_team *team);
 
 /* After the end of the group: nothing posted for data may be touched any more. */

@@ -1,11 +1,12 @@
 /*
  * Data by MPI, control over sockets (docs/adr/0013-mpi-carries-data-tcp-agrees.md).
  *
- * Sends are synchronous ones (MPI_Issend). After a buffered send is done, its bytes may sit in the library until that is called
- * again; but a rank that has finished its part does not call it until the next batch, and the receiver would wait for ever.
+ * Sends are synchronous ones (MPI_Issend). After a buffered send is done, its bytes may sit in the library until that
+ * is called again; but a rank that has finished its part does not call it until the next batch, and the receiver would
+ * wait for ever.
  *
- * Messages of one stream match in the order in which they are handed to MPI, which is the order of posting. Requests are tested
- * from the head of each stream; any test makes MPI work on all of them.
+ * Messages of one stream match in the order in which they are handed to MPI, which is the order of posting. Requests
+ * are tested from the head of each stream; any test makes MPI work on all of them.
  */
 #include <poll.h>
 #include <sched.h>
@@ -18,7 +19,7 @@ enum { SEND = 0, RECV = 1, DIRECTIONS = 2 };
 
 enum { WORD_BITS = 64 };
 
-#define POLL_WITHIN_NS 20000ll          /* a piece of 128 KiB takes 100 us on a link of 10 Gbit/s, and several are in flight */
+#define POLL_WITHIN_NS 20000ll /* a piece of 128 KiB takes 100 us on a link of 10 Gbit/s, and several are in flight */
 #define LOOK_EVERY_NS 10000000ll        /* at the connections of peers that something is posted with */
 #define END_GRACE_NS 500000000ll        /* what a peer that has shut down sent before may still be coming */
 #define TAKE_BACK_WITHIN_NS 200000000ll /* an MPI that has not given memory back by then hardly will */
@@ -111,7 +112,8 @@ static void take_back(struct mpi_transport *self, int begin, int end) {
     for (int held = 1; held > 0 && hr_now_ns() < end_ns;) {
         held = 0;
         for (int peer = begin; peer < end; peer++) {
-            held += count_held(self, &self->peers[peer].stream[SEND]) + count_held(self, &self->peers[peer].stream[RECV]);
+            held +=
+                count_held(self, &self->peers[peer].stream[SEND]) + count_held(self, &self->peers[peer].stream[RECV]);
         }
         (void)sched_yield();
     }
@@ -150,8 +152,9 @@ static int start_messages(struct mpi_transport *self, struct peer *peer, int dir
         struct hr_message *m = stream->next;
         int code = 0;
         if (m->bytes > 0) {
-            code = direction == SEND ? ops->issend(self->mpi, m->data, m->bytes, peer->rank, peer->tag[SEND], &m->request)
-                                     : ops->irecv(self->mpi, m->data, m->bytes, peer->rank, peer->tag[RECV], &m->request);
+            code = direction == SEND
+                       ? ops->issend(self->mpi, m->data, m->bytes, peer->rank, peer->tag[SEND], &m->request)
+                       : ops->irecv(self->mpi, m->data, m->bytes, peer->rank, peer->tag[RECV], &m->request);
         }
         if (code != 0) {
             return code;
@@ -162,7 +165,9 @@ static int start_messages(struct mpi_transport *self, struct peer *peer, int dir
     return 0;
 }
 
-/* Finishes the head, if it is over, and empty ones behind it. 1: something moved; 0; or an error code of MPI in *code. */
+/*
+ * Finishes the head, if it is over, and empty ones behind it. 1: something moved; 0; or an error code of MPI in *code.
+ */
 static int finish_messages(struct mpi_transport *self, struct hr_stream *stream, int *code) {
     int moved = 0;
     if (stream->head != stream->next && stream->head->bytes > 0) {
@@ -285,8 +290,8 @@ static int post(struct mpi_transport *self, int peer, int direction, char *data,
     return HORO_OK;
 }
 
-static int mpi_post_send(struct hr_transport *transport, int peer, enum hr_channel channel, const void *data, size_t bytes,
-                         struct hr_io *io) {
+static int mpi_post_send(struct hr_transport *transport, int peer, enum hr_channel channel, const void *data,
+                         size_t bytes, struct hr_io *io) {
     struct mpi_transport *self = mpi_of(transport);
     if (channel == HR_CHANNEL_CONTROL) {
         return self->control->ops->post_send(self->control, peer, channel, data, bytes, io);
@@ -365,8 +370,8 @@ static int check_peers(const horo_mpi *calls, int host_count, struct hr_error *e
     for (int host = 0; host < host_count; host++) {
         const int rank = calls->rank_of_host[host];
         if (rank < -1 || rank >= calls->size) {
-            return hr_fail(error, HORO_ERR_USAGE, "data for host %d is to go to rank %d of an MPI communicator of %d", host, rank,
-                           calls->size);
+            return hr_fail(error, HORO_ERR_USAGE, "data for host %d is to go to rank %d of an MPI communicator of %d",
+                           host, rank, calls->size);
         }
     }
     return HORO_OK;

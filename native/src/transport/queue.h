@@ -30,7 +30,10 @@ static inline void hr_queue_pop(struct hr_queue *queue, enum hr_io_state state) 
     io->state = state;
 }
 
-/* Says that `bytes` more have moved, in order; finishes what is complete, empty ios included. 1: at least one io is done. */
+/*
+ * Says that `bytes` more have moved, in order; finishes what is complete, empty ios included. 1: at least one io is
+ * done.
+ */
 static inline int hr_queue_advance(struct hr_queue *queue, size_t bytes) {
     int popped = 0;
     while (queue->head != NULL) {

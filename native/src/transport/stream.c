@@ -19,8 +19,8 @@ static void make_spare(struct hr_message **spare, struct hr_message *message) {
 }
 
 /* The messages of one io, the first of them; NULL for lack of memory. */
-static struct hr_message *cut(struct hr_message **spare, char *data, size_t bytes, size_t message_bytes, struct hr_io *io,
-                              struct hr_message **last) {
+static struct hr_message *cut(struct hr_message **spare, char *data, size_t bytes, size_t message_bytes,
+                              struct hr_io *io, struct hr_message **last) {
     struct hr_message *first = NULL;
     struct hr_message **link = &first;
     do {
@@ -40,7 +40,8 @@ static struct hr_message *cut(struct hr_message **spare, char *data, size_t byte
     return first;
 }
 
-int hr_stream_push(struct hr_stream *stream, struct hr_message **spare, char *data, size_t bytes, size_t message_bytes, struct hr_io *io) {
+int hr_stream_push(struct hr_stream *stream, struct hr_message **spare, char *data, size_t bytes, size_t message_bytes,
+                   struct hr_io *io) {
     struct hr_message *last = NULL;
     struct hr_message *first = cut(spare, data, bytes, message_bytes, io, &last);
     if (first == NULL) {

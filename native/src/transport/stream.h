@@ -1,11 +1,17 @@
-/* One direction of data with one peer over MPI: the messages in their order, of which the first few have been handed to MPI. */
+/*
+ * One direction of data with one peer over MPI: the messages in their order, of which the first few have been handed to
+ * MPI.
+ */
 #ifndef HR_TRANSPORT_LANE_H
 #define HR_TRANSPORT_LANE_H
 
 #include "mpi/mpi.h"
 #include "transport/transport.h"
 
-/* Given to MPI at once, per stream: as many as an algorithm has ios in flight. Few, for all of them must be taken back in the end. */
+/*
+ * Given to MPI at once, per stream: as many as an algorithm has ios in flight. Few, for all of them must be taken back
+ * in the end.
+ */
 enum { HR_STREAM_STARTED_MAX = 8 };
 
 /* A piece of an io, of at most one call of MPI. */
@@ -27,7 +33,8 @@ struct hr_stream {
 };
 
 /* Makes messages of the io and puts them in line. HORO_OK or HORO_ERR_RESOURCE, which changes nothing. */
-int hr_stream_push(struct hr_stream *stream, struct hr_message **spare, char *data, size_t bytes, size_t message_bytes, struct hr_io *io);
+int hr_stream_push(struct hr_stream *stream, struct hr_message **spare, char *data, size_t bytes, size_t message_bytes,
+                   struct hr_io *io);
 
 /* Takes the head out, which becomes spare. */
 void hr_stream_pop(struct hr_stream *stream, struct hr_message **spare, enum hr_io_state state);

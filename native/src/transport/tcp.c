@@ -1,12 +1,14 @@
 /*
- * Stream sockets. Bytes go straight between the socket and the posted memory: one sendmsg or recvmsg per direction, link and
- * progress covers several queued ios, so that small messages share a system call and large ones are never copied here.
+ * Stream sockets. Bytes go straight between the socket and the posted memory: one sendmsg or recvmsg per direction,
+ * link and progress covers several queued ios, so that small messages share a system call and large ones are never
+ * copied here.
  *
- * One call per progress and not "until it would block": a short count already says that the socket is drained or full, and
- * one link that always has bytes must not starve the others.
+ * One call per progress and not "until it would block": a short count already says that the socket is drained or full,
+ * and one link that always has bytes must not starve the others.
  *
- * Data may have several sockets per peer, which take turns: the n-th io that is not empty travels whole on socket n mod their number,
- * counted per direction, so both ends know the place of each without a word. An empty io stays behind the last one before it.
+ * Data may have several sockets per peer, which take turns: the n-th io that is not empty travels whole on socket n mod
+ * their number, counted per direction, so both ends know the place of each without a word. An empty io stays behind the
+ * last one before it.
  */
 #include <errno.h>
 #include <fcntl.h>
@@ -92,9 +94,10 @@ static void lose_link(struct tcp *tcp, int index) {
 }
 
 /*
- * A peer that is out of reach is lost on all channels at once; one that has closed, on each where its end is read, because its
- * last words may be on another. The sockets stay open but shut down: a later sleeper on one wakes at once. The end of one socket of a
- * channel is the end of all: the others are shut down too, and give what has come before their end is read.
+ * A peer that is out of reach is lost on all channels at once; one that has closed, on each where its end is read,
+ * because its last words may be on another. The sockets stay open but shut down: a later sleeper on one wakes at once.
+ * The end of one socket of a channel is the end of all: the others are shut down too, and give what has come before
+ * their end is read.
  */
 static void lose_peer(struct tcp *tcp, const struct link *noticed, int error_number) {
     const int peer = noticed->peer;
@@ -239,8 +242,8 @@ static int link_to_post(struct tcp *tcp, int peer, enum hr_channel channel, enum
     return HORO_OK;
 }
 
-static int tcp_post_send(struct hr_transport *transport, int peer, enum hr_channel channel, const void *data, size_t bytes,
-                         struct hr_io *io) {
+static int tcp_post_send(struct hr_transport *transport, int peer, enum hr_channel channel, const void *data,
+                         size_t bytes, struct hr_io *io) {
     struct link *link;
     HR_TRY(link_to_post(tcp_of(transport), peer, channel, SEND, bytes, &link));
     /* iovec has no const; sendmsg does not write. */
@@ -336,9 +339,10 @@ static int keepalive_seconds(int seconds) {
 }
 
 /*
- * Two cases of silence: with data unacknowledged the retransmission gives up after TCP_USER_TIMEOUT; with nothing in flight
- * the keepalive probes do (first after half the time, the last when it is over; the kernel counts them in whole seconds).
- * Where these times are cut to what the kernel takes, it probes more often and, as TCP_USER_TIMEOUT is set, until that is over.
+ * Two cases of silence: with data unacknowledged the retransmission gives up after TCP_USER_TIMEOUT; with nothing in
+ * flight the keepalive probes do (first after half the time, the last when it is over; the kernel counts them in whole
+ * seconds). Where these times are cut to what the kernel takes, it probes more often and, as TCP_USER_TIMEOUT is set,
+ * until that is over.
  */
 static int set_options(int fd, int peer_timeout_ms) {
     const int off = 0;
@@ -373,7 +377,8 @@ static int link_open(struct link *link, int fd, int host, int peer_timeout_ms, s
         return fail_fd(error, fd, host, "is no socket");
     }
     if (type != SOCK_STREAM) {
-        return hr_fail(error, HORO_ERR_USAGE, "descriptor %d for host %d is no stream socket (its type is %d)", fd, host, type);
+        return hr_fail(error, HORO_ERR_USAGE, "descriptor %d for host %d is no stream socket (its type is %d)", fd,
+                       host, type);
     }
     if (getpeername(fd, (struct sockaddr *)&address, &address_bytes) != 0) {
         return fail_fd(error, fd, host, "is not connected");
@@ -425,9 +430,10 @@ static int open_host(struct tcp *tcp, enum hr_channel channel, const int *fds, i
 struct hr_transport *hr_tcp_create(const int *control_fds, const int *data_fds, int host_count, int data_sockets,
                                    int peer_timeout_ms, struct hr_error *error) {
     if (host_count < 1 || peer_timeout_ms < 1 || data_sockets < 1 || data_sockets > HORO_SOCKETS_PER_PEER_MAX) {
-        (void)hr_fail(error, HORO_ERR_USAGE,
-                      "the number of hosts and peer_timeout_ms must be positive, sockets per peer 1 to %d, not %d, %d and %d",
-                      HORO_SOCKETS_PER_PEER_MAX, host_count, peer_timeout_ms, data_sockets);
+        (void)hr_fail(
+            error, HORO_ERR_USAGE,
+            "the number of hosts and peer_timeout_ms must be positive, sockets per peer 1 to %d, not %d, %d and %d",
+            HORO_SOCKETS_PER_PEER_MAX, host_count, peer_timeout_ms, data_sockets);
         return NULL;
     }
     struct tcp *tcp = tcp_allocate(host_count, data_sockets);

@@ -4,15 +4,17 @@
  * Contract of every transport, held by one conformance suite:
  *  - Sends and receives on one (peer, channel) match one to one in order, and a matching pair has the same size. (One
  *    stream does not need the rule; several, and message transports, do.)
- *  - post_* never block and copy nothing: the memory and the hr_io stay the caller's to keep until io->state is not HR_IO_POSTED.
+ *  - post_* never block and copy nothing: the memory and the hr_io stay the caller's to keep until io->state is
+ *    not HR_IO_POSTED.
  *  - A send may have to wait for its receive to be posted, however small it is: stream transports buffer, MPI does not.
  *  - progress moves what it can without blocking. Only it, abandon and destroy change the state of a posted io.
  *  - All functions of one transport are called by one thread at a time (the driver of the engine).
  *  - A zero-byte io is done when it reaches the head of its queue.
- *  - Ios of one (peer, channel, direction) are done in the order of posting where one connection carries them. Where several do, a
- *    later one may be done, or failed, before an earlier one: callers look at each io.
- *  - After a peer is lost, its posted and later ios become HR_IO_FAILED, on all channels; other peers go on. What a peer that
- *    closed its end had sent before (its send was done) is delivered first, on every channel: each ends where its own end is read.
+ *  - Ios of one (peer, channel, direction) are done in the order of posting where one connection carries them. Where
+ *    several do, a later one may be done, or failed, before an earlier one: callers look at each io.
+ *  - After a peer is lost, its posted and later ios become HR_IO_FAILED, on all channels; other peers go on. What a
+ *    peer that closed its end had sent before (its send was done) is delivered first, on every channel: each ends
+ *    where its own end is read.
  */
 #ifndef HR_TRANSPORT_TRANSPORT_H
 #define HR_TRANSPORT_TRANSPORT_H
@@ -57,7 +59,10 @@ struct hr_transport;
 struct hr_transport_ops {
     const char *name;
 
-    /* HORO_OK; or HORO_ERR_INTERNAL for a peer that has no link on this channel, HORO_ERR_ABORTED on one that is abandoned. */
+    /*
+     * HORO_OK; or HORO_ERR_INTERNAL for a peer that has no link on this channel, HORO_ERR_ABORTED on one that is
+     * abandoned.
+     */
     int (*post_send)(struct hr_transport *transport, int peer, enum hr_channel channel, const void *data, size_t bytes,
                      struct hr_io *io);
     int (*post_recv)(struct hr_transport *transport, int peer, enum hr_channel channel, void *data, size_t bytes,
@@ -67,27 +72,33 @@ struct hr_transport_ops {
     int (*progress)(struct hr_transport *transport);
 
     /*
-     * Descriptors to sleep on until progress may move something: fills up to `capacity` entries, returns how many there are.
-     * Only links with something posted are named, so an idle link wakes nobody.
+     * Descriptors to sleep on until progress may move something: fills up to `capacity` entries, returns how many there
+     * are. Only links with something posted are named, so an idle link wakes nobody.
      */
     size_t (*sleep_fds)(struct hr_transport *transport, struct pollfd *fds, size_t capacity);
 
     /*
-     * The longest sleep, in nanoseconds, while something is posted that no descriptor tells of; -1 where the descriptors suffice.
-     * NULL: they always do.
+     * The longest sleep, in nanoseconds, while something is posted that no descriptor tells of; -1 where the
+     * descriptors suffice. NULL: they always do.
      */
     int64_t (*poll_within_ns)(const struct hr_transport *transport);
 
-    /* Whether a peer is lost, and how it was first noticed. A peer that has closed its end in order is lost as well: callers know that. */
+    /*
+     * Whether a peer is lost, and how it was first noticed. A peer that has closed its end in order is lost as well:
+     * callers know that.
+     */
     enum hr_loss (*loss)(const struct hr_transport *transport, int peer);
 
-    /* Turns link supervision on while work is pending (keepalive probes), off when idle, so that an idle job sends nothing. */
+    /*
+     * Turns link supervision on while work is pending (keepalive probes), off when idle, so that an idle job sends
+     * nothing.
+     */
     void (*watch)(struct hr_transport *transport, int enabled);
 
     /*
-     * Gives a channel up after an error in the middle of a transfer: fails all its posted ios, so that their memory is free, and
-     * refuses later ones. Peers are told nothing and see no end of the link: they shall learn the true cause by other ways.
-     * (MPI may keep some memory: see hr_mpi_transport_create.)
+     * Gives a channel up after an error in the middle of a transfer: fails all its posted ios, so that their memory is
+     * free, and refuses later ones. Peers are told nothing and see no end of the link: they shall learn the true cause
+     * by other ways. (MPI may keep some memory: see hr_mpi_transport_create.)
      */
     void (*abandon)(struct hr_transport *transport, enum hr_channel channel);
 
@@ -105,14 +116,14 @@ static inline int64_t hr_transport_poll_within_ns(const struct hr_transport *tra
 }
 
 /*
- * Over connected stream sockets (TCP, or AF_UNIX in tests), -1 for none; made nonblocking here: one per peer for control, control_fds
- * [host_count], and data_sockets (1 to HORO_SOCKETS_PER_PEER_MAX) per peer for data, data_fds[host * data_sockets + i], in the same order
- * at both ends. Either array may be NULL: no links on that channel. The loss of one socket is the loss of the peer.
- * A peer silent for peer_timeout_ms with data unacknowledged or under watch counts as lost (TCP_USER_TIMEOUT, keepalive).
- * So does one that reads nothing for so long while data waits for it, even if its host answers: a process that is stopped
- * in the middle of a transfer. Probing counts in whole seconds, so timeouts below 2 s hold for unacknowledged data only.
- * Owns the descriptors on success only. NULL with *error set: HORO_ERR_USAGE for a bad descriptor or argument (it is named),
- * HORO_ERR_RESOURCE for lack of memory.
+ * Over connected stream sockets (TCP, or AF_UNIX in tests), -1 for none; made nonblocking here: one per peer for
+ * control, control_fds [host_count], and data_sockets (1 to HORO_SOCKETS_PER_PEER_MAX) per peer for data, data_fds[host
+ * * data_sockets + i], in the same order at both ends. Either array may be NULL: no links on that channel. The loss of
+ * one socket is the loss of the peer. A peer silent for peer_timeout_ms with data unacknowledged or under watch counts
+ * as lost (TCP_USER_TIMEOUT, keepalive). So does one that reads nothing for so long while data waits for it, even if
+ * its host answers: a process that is stopped in the middle of a transfer. Probing counts in whole seconds, so timeouts
+ * below 2 s hold for unacknowledged data only. Owns the descriptors on success only. NULL with *error set:
+ * HORO_ERR_USAGE for a bad descriptor or argument (it is named), HORO_ERR_RESOURCE for lack of memory.
  */
 struct hr_transport *hr_tcp_create(const int *control_fds, const int *data_fds, int host_count, int data_sockets,
                                    int peer_timeout_ms, struct hr_error *error);
@@ -120,16 +131,18 @@ struct hr_transport *hr_tcp_create(const int *control_fds, const int *data_fds, 
 struct hr_mpi;
 
 /*
- * Data by MPI, control by `control`: a transport that has the control channel only, and that becomes a part of this one, on success
- * only. control_fds [host_count] are its descriptors, looked at for their end and not owned; NULL: none. Peers, their tags and the
- * largest message are those of mpi->calls, which must outlive the transport; its arrays need not.
+ * Data by MPI, control by `control`: a transport that has the control channel only, and that becomes a part of this
+ * one, on success only. control_fds [host_count] are its descriptors, looked at for their end and not owned; NULL:
+ * none. Peers, their tags and the largest message are those of mpi->calls, which must outlive the transport; its arrays
+ * need not.
  *
  * - MPI has no descriptor to sleep on: poll_within_ns says how often to look while data is posted.
  * - A send is done when its receiver has begun to receive it, not before.
- * - MPI does not tell of the end of a process. A peer counts as lost when MPI says so, when no send to it has gone on for
- *   peer_timeout_ms, and when its control connection has ended and nothing has moved since for half a second.
- * - abandon, destroy and a loss wait up to 200 ms for MPI to give posted memory back: receives are cancelled, sends cannot be. What it
- *   still holds then is counted in mpi->stranded: MPI may read or write that memory whenever it is called again.
+ * - MPI does not tell of the end of a process. A peer counts as lost when MPI says so, when no send to it has gone on
+ *   for peer_timeout_ms, and when its control connection has ended and nothing has moved since for half a second.
+ * - abandon, destroy and a loss wait up to 200 ms for MPI to give posted memory back: receives are cancelled, sends
+ *   cannot be. What it still holds then is counted in mpi->stranded: MPI may read or write that memory whenever it is
+ *   called again.
  *
  * NULL with *error set, as hr_tcp_create.
  */

@@ -7,8 +7,8 @@
 #include "wire/wire.h"
 
 /*
- * Reads past the end give zeros and set `failed`, which is looked at once at the end and in every loop: no reading function
- * needs a check of its own, and none can be forgotten.
+ * Reads past the end give zeros and set `failed`, which is looked at once at the end and in every loop: no reading
+ * function needs a check of its own, and none can be forgotten.
  */
 struct reader {
     const uint8_t *at;
@@ -84,7 +84,8 @@ static enum hr_abort_reason read_reason(struct reader *reader) {
 }
 
 static int is_reduce_op(int value) {
-    return value == HORO_AVERAGE || value == HORO_SUM || value == HORO_MIN || value == HORO_MAX || value == HORO_PRODUCT;
+    return value == HORO_AVERAGE || value == HORO_SUM || value == HORO_MIN || value == HORO_MAX ||
+           value == HORO_PRODUCT;
 }
 
 int hr_wire_shape_bytes(const int64_t *shape, int ndim, int dtype, int64_t *bytes) {
@@ -147,7 +148,8 @@ static void read_values(struct reader *reader, struct hr_wire_request *request) 
     if (!reader->failed) {
         hr_wire_next_tensor(&cursor, &tensor);
     }
-    require(reader, tensor.dtype == HORO_INT32 && tensor.ndim == 1 && tensor.shape[0] >= 1 && tensor.shape[0] <= HR_WIRE_TENSORS_MAX);
+    require(reader, tensor.dtype == HORO_INT32 && tensor.ndim == 1 && tensor.shape[0] >= 1 &&
+                        tensor.shape[0] <= HR_WIRE_TENSORS_MAX);
     request->value_count = reader->failed ? 0 : (uint32_t)tensor.shape[0];
     request->values = reader->at;
     for (uint32_t i = 0; i < request->value_count && !reader->failed; i++) {

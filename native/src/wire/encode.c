@@ -81,7 +81,9 @@ int hr_wire_encode_request(struct hr_buffer *out, const horo_request *request) {
     if (at == NULL) {
         return HORO_ERR_RESOURCE;
     }
-    /* A field that means nothing for this operation gets one fixed value, so that it cannot make two requests differ. */
+    /*
+     * A field that means nothing for this operation gets one fixed value, so that it cannot make two requests differ.
+     */
     const int reduces = request->op == HORO_ALLREDUCE;
     *at++ = (uint8_t)request->op;
     *at++ = (uint8_t)(reduces ? request->reduce_op : 0);

@@ -1,6 +1,7 @@
 /*
- * Messages as bytes: little-endian, no padding, length-prefixed where they travel. Decoders trust nothing: they are bounds-checked,
- * allocate nothing, and reject what does not end exactly where it should. Decoded strings and arrays point into the input.
+ * Messages as bytes: little-endian, no padding, length-prefixed where they travel. Decoders trust nothing: they are
+ * bounds-checked, allocate nothing, and reject what does not end exactly where it should. Decoded strings and arrays
+ * point into the input.
  *
  * A message is one type byte and a body:
  *
@@ -12,16 +13,19 @@
  *   LEAVE    i32 rank                             (both directions)
  *   DONE     i32 rank                             (both directions)
  *
- *   ref      u32 id, str16 name      an empty name: the cached tensor `id`; else the name, which now gets `id` (0: not cached)
+ *   ref      u32 id, str16 name; an empty name: the cached tensor `id`; else the name, which now gets `id` (0: not
+ *            cached)
  *   request  u8 op, u8 reduce_op, u8 transient, i32 root, f64 prescale, f64 postscale, str16 name, u32 n, n x tensor;
- *            of teams: one tensor, int32 [m], and m x i32, its values: the ranks of a team to add, the number of one to remove
- *   tensor   u8 dtype, u8 wire dtype, u8 ndim, ndim x i64 extent   (allgather: the first extent is written as 0, it may differ by rank)
+ *            of teams: one tensor, int32 [m], and m x i32, its values: the ranks of a team to add, the number of one
+ *            to remove
+ *   tensor   u8 dtype, u8 wire dtype, u8 ndim, ndim x i64 extent; allgather: the first extent is written as 0, it may
+ *            differ by rank
  *   str16    u16 bytes, UTF-8 without a terminator
  *
- * A request's bytes are canonical: two requests agree exactly when their bytes are equal. Fields that mean nothing for the
- * operation have one fixed value: reduce_op 0 and factors 1.0 unless it is an allreduce, root 0 unless it is a broadcast, wire dtype 0
- * unless the tensor is converted to travel.
- * An id is never 0, a request's name never empty, and no name holds a NUL.
+ * A request's bytes are canonical: two requests agree exactly when their bytes are equal. Fields that mean nothing for
+ * the operation have one fixed value: reduce_op 0 and factors 1.0 unless it is an allreduce, root 0 unless it is a
+ * broadcast, wire dtype 0 unless the tensor is converted to travel. An id is never 0, a request's name never empty, and
+ * no name holds a NUL.
  */
 #ifndef HR_WIRE_WIRE_H
 #define HR_WIRE_WIRE_H
@@ -103,27 +107,27 @@ struct hr_wire_ref {
 };
 
 /*
- * The bytes of elements with these extents: 0 where any extent is 0, however large the others are. HORO_ERR_INTERNAL for a negative
- * extent, and for more bytes than int64 holds.
+ * The bytes of elements with these extents: 0 where any extent is 0, however large the others are. HORO_ERR_INTERNAL
+ * for a negative extent, and for more bytes than int64 holds.
  */
 int hr_wire_shape_bytes(const int64_t *shape, int ndim, int dtype, int64_t *bytes);
 /*
- * The same for a tensor of an operation. One row of an allgather (all extents but the first) must fit by itself, also where this rank
- * has none: another may have some. What decode refuses, and so what the engine must not let in.
+ * The same for a tensor of an operation. One row of an allgather (all extents but the first) must fit by itself, also
+ * where this rank has none: another may have some. What decode refuses, and so what the engine must not let in.
  */
 int hr_wire_tensor_bytes(int op, const int64_t *shape, int ndim, int dtype, int64_t *bytes);
 
 /* How long the canonical form is. */
 size_t hr_wire_request_bytes(const horo_request *request);
 /*
- * Appends the canonical form. Checks nothing: the engine has validated the request. HORO_OK or HORO_ERR_RESOURCE (no memory, or
- * longer than HR_WIRE_REQUEST_MAX). Of the tensors' memory it reads that of operations of teams alone.
+ * Appends the canonical form. Checks nothing: the engine has validated the request. HORO_OK or HORO_ERR_RESOURCE (no
+ * memory, or longer than HR_WIRE_REQUEST_MAX). Of the tensors' memory it reads that of operations of teams alone.
  */
 int hr_wire_encode_request(struct hr_buffer *out, const horo_request *request);
 
 /*
- * Each appends one whole message (no length prefix). HORO_OK or HORO_ERR_RESOURCE (no memory, or past a limit above); on failure
- * nothing is appended. A text longer than HR_WIRE_TEXT_MAX is cut.
+ * Each appends one whole message (no length prefix). HORO_OK or HORO_ERR_RESOURCE (no memory, or past a limit above);
+ * on failure nothing is appended. A text longer than HR_WIRE_TEXT_MAX is cut.
  */
 int hr_wire_put_ids(struct hr_buffer *out, const uint32_t *ids, uint32_t count);
 int hr_wire_put_request(struct hr_buffer *out, int origin, int status, struct hr_wire_text text, const void *request,
@@ -140,10 +144,10 @@ int hr_wire_put_ref(struct hr_buffer *out, uint32_t id, struct hr_wire_text name
 
 /*
  * HORO_OK, or HORO_ERR_INTERNAL for bytes that are no message: an unknown type, op, reduce op or dtype, a shape that
- * hr_wire_tensor_bytes refuses, a wire dtype that does not go with dtype and operation, a name that is too long, a count past
- * the limit, a negative rank but for the -1 of LOST, a reason that is none or unknown, a status that is no error in LOST and
- * FAIL or positive in REQUEST, a request that is not canonical, a short or long body. Every item is checked here, so the walks
- * below cannot fail.
+ * hr_wire_tensor_bytes refuses, a wire dtype that does not go with dtype and operation, a name that is too long, a
+ * count past the limit, a negative rank but for the -1 of LOST, a reason that is none or unknown, a status that is no
+ * error in LOST and FAIL or positive in REQUEST, a request that is not canonical, a short or long body. Every item is
+ * checked here, so the walks below cannot fail.
  */
 int hr_wire_decode(const void *data, size_t bytes, struct hr_wire_message *message);
 int hr_wire_decode_request(const void *data, size_t bytes, struct hr_wire_request *request);

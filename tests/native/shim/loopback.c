@@ -1,7 +1,7 @@
 /*
  * Links inside one process. The hub holds one bounded pipe per (lane, from, to, channel), as a socket pair
- * would; both ends copy under the hub's one mutex. An io belongs to the thread of its endpoint: only that endpoint's progress
- * touches it, so callers read its state without a lock.
+ * would; both ends copy under the hub's one mutex. An io belongs to the thread of its endpoint: only that endpoint's
+ * progress touches it, so callers read its state without a lock.
  */
 #include "loopback.h"
 
@@ -290,8 +290,8 @@ static int loopback_post_send(struct hr_transport *transport, int peer, enum hr_
     return HORO_OK;
 }
 
-static int loopback_post_recv(struct hr_transport *transport, int peer, enum hr_channel channel, void *data, size_t bytes,
-                              struct hr_io *io) {
+static int loopback_post_recv(struct hr_transport *transport, int peer, enum hr_channel channel, void *data,
+                              size_t bytes, struct hr_io *io) {
     struct endpoint *endpoint = endpoint_of(transport);
     HR_TRY(check_post(endpoint, peer, channel));
     hr_queue_push(&endpoint->peers[peer].recv[channel], data, bytes, io);
@@ -400,8 +400,8 @@ static int endpoint_join(struct endpoint *endpoint, int lane_number, struct hr_e
     if (lane == NULL) {
         status = hr_fail(error, HORO_ERR_RESOURCE, "no memory for lane %d of the loopback hub", lane_number);
     } else if (lane->endpoints[endpoint->host] != NULL || lane->ended[endpoint->host]) {
-        status = hr_fail(error, HORO_ERR_USAGE, "host %d has had a loopback endpoint on lane %d already", endpoint->host,
-                         lane_number);
+        status = hr_fail(error, HORO_ERR_USAGE, "host %d has had a loopback endpoint on lane %d already",
+                         endpoint->host, lane_number);
     } else {
         endpoint->lane = lane;
         lane->endpoints[endpoint->host] = endpoint;

@@ -16,8 +16,8 @@ struct shim_agree {
     struct hr_buffer out;
 };
 
-shim_agree *shim_agree_create(int is_root, int member_count, int local_count, const int32_t *rank_of_member, int rank_count,
-                              uint32_t capacity, uint32_t evict_one_in, uint64_t fusion_bytes) {
+shim_agree *shim_agree_create(int is_root, int member_count, int local_count, const int32_t *rank_of_member,
+                              int rank_count, uint32_t capacity, uint32_t evict_one_in, uint64_t fusion_bytes) {
     shim_agree *node = calloc(1, sizeof *node);
     if (node == NULL) {
         return NULL;

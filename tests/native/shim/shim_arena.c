@@ -58,7 +58,8 @@ uint32_t shim_arena_places(void) {
 int shim_arena_clear_sleeping(void *memory, int local_size, uint64_t segment_bytes, int local_rank) {
     struct hr_arena arena;
     struct hr_error error = {0};
-    if (hr_arena_map(&arena, memory, SIZE_MAX / 2, -1, local_rank, local_size, (size_t)segment_bytes, &error) != HORO_OK) {
+    if (hr_arena_map(&arena, memory, SIZE_MAX / 2, -1, local_rank, local_size, (size_t)segment_bytes, &error) !=
+        HORO_OK) {
         return -1;
     }
     return (int)atomic_exchange(&arena.blocks[local_rank].sleeping, 0);

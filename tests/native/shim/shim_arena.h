@@ -18,7 +18,9 @@ void shim_arena_pending_remove(shim_arena *one, uint32_t place);
 int shim_arena_pending_has(const shim_arena *one, const char *name);
 uint32_t shim_arena_places(void);
 
-/* What a waker does first: clears the mark by which a rank says that it sleeps. Returns what it was; -1: no such arena. */
+/*
+ * What a waker does first: clears the mark by which a rank says that it sleeps. Returns what it was; -1: no such arena.
+ */
 int shim_arena_clear_sleeping(void *memory, int local_size, uint64_t segment_bytes, int local_rank);
 
 #endif

@@ -53,7 +53,8 @@ static int join(shim_codec_job *job, int index, const int32_t *host_of_rank, siz
     rank->node.local_size = team->local_size;
     team->transport = loopback_create(job->hub, team->host, team->local_rank, &error);
     HR_TRY(team->transport == NULL ? HORO_ERR_RESOURCE : HORO_OK);
-    HR_TRY(hr_arena_map(&rank->node.arena, arena, SIZE_MAX / 2, -1, team->local_rank, team->local_size, segment_bytes, &error));
+    HR_TRY(hr_arena_map(&rank->node.arena, arena, SIZE_MAX / 2, -1, team->local_rank, team->local_size, segment_bytes,
+                        &error));
     return hr_partition_map(&rank->node.arena, 0, &team->partition, &error);
 }
 

@@ -17,8 +17,9 @@ enum { RUNNING_MAX = 2, PARTS_MAX = 32 };
 static const uint64_t TURNS_MAX = 20000000;
 
 static const struct hr_cross_ops *algorithm_of(const shim_cross_call *call) {
-    static const struct hr_cross_ops *const table[] = {&hr_cross_ring,  &hr_cross_doubling,    &hr_cross_tree,
-                                                        &hr_cross_chain, &hr_cross_gather_ring, &hr_cross_gather_doubling};
+    static const struct hr_cross_ops *const table[] = {&hr_cross_ring,        &hr_cross_doubling,
+                                                       &hr_cross_tree,        &hr_cross_chain,
+                                                       &hr_cross_gather_ring, &hr_cross_gather_doubling};
     return table[call->algorithm];
 }
 
@@ -103,8 +104,9 @@ struct run {
 static int begin_next(struct run *run) {
     const size_t block_bytes = run->call->count * hr_dtype_bytes(run->call->dtype);
     const int slot = run->begun % RUNNING_MAX;
-    const struct hr_cross_call full = call_of(run->call, run->transport, run->host, run->data + (size_t)run->begun * block_bytes,
-                                              run->scratch[slot], run->parts[slot]);
+    const struct hr_cross_call full =
+        call_of(run->call, run->transport, run->host, run->data + (size_t)run->begun * block_bytes, run->scratch[slot],
+                run->parts[slot]);
     run->begun++;
     return algorithm_of(run->call)->begin(&run->states[slot], &full);
 }
@@ -201,8 +203,8 @@ static int counting_post_send(struct hr_transport *transport, int peer, enum hr_
     return self->inner->ops->post_send(self->inner, peer, channel, data, bytes, io);
 }
 
-static int counting_post_recv(struct hr_transport *transport, int peer, enum hr_channel channel, void *data, size_t bytes,
-                              struct hr_io *io) {
+static int counting_post_recv(struct hr_transport *transport, int peer, enum hr_channel channel, void *data,
+                              size_t bytes, struct hr_io *io) {
     struct counting *self = (struct counting *)transport;
     look_at_memory(self, data, bytes, io, 1);
     return self->inner->ops->post_recv(self->inner, peer, channel, data, bytes, io);
@@ -228,7 +230,8 @@ struct member {
     int status;
 };
 
-static int member_begin(struct member *member, struct loopback_hub *hub, int host, const shim_cross_call *call, void *data) {
+static int member_begin(struct member *member, struct loopback_hub *hub, int host, const shim_cross_call *call,
+                        void *data) {
     struct hr_error error = {0};
     member->transport = (struct counting){.base.ops = &counting_ops, .inner = loopback_create(hub, host, 0, &error)};
     if (member->transport.inner == NULL) {
@@ -321,8 +324,8 @@ static int note(struct hr_transport *transport, int peer, size_t bytes, struct h
     return HORO_OK;
 }
 
-static int noting_post_send(struct hr_transport *transport, int peer, enum hr_channel channel, const void *data, size_t bytes,
-                            struct hr_io *io) {
+static int noting_post_send(struct hr_transport *transport, int peer, enum hr_channel channel, const void *data,
+                            size_t bytes, struct hr_io *io) {
     (void)data;
     return channel == HR_CHANNEL_DATA ? note(transport, peer, bytes, io) : HORO_ERR_INTERNAL;
 }

@@ -1,4 +1,7 @@
-/* An MPI that does nothing but what a test tells it, for errors that a real one does not make when asked. One per process. */
+/*
+ * An MPI that does nothing but what a test tells it, for errors that a real one does not make when asked. One per
+ * process.
+ */
 #ifndef SHIM_FAKE_MPI_H
 #define SHIM_FAKE_MPI_H
 

@@ -1,4 +1,6 @@
-/* Deliberate faults: a sanitizer that lets one of these pass is not at work. Each returns a number that means nothing. */
+/*
+ * Deliberate faults: a sanitizer that lets one of these pass is not at work. Each returns a number that means nothing.
+ */
 #ifndef SHIM_FAULT_H
 #define SHIM_FAULT_H
 

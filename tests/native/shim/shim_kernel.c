@@ -19,12 +19,13 @@ int shim_kernel_reduce(const char *level, int dtype, int reduce_op, void *dst, v
     if (kernel == NULL) {
         return -1;
     }
-    kernel->reduce(dtype, reduce_op, dst, copy, src, src_count, count, (struct hr_scale){factor, divisor}, (enum hr_store)copy_store);
+    kernel->reduce(dtype, reduce_op, dst, copy, src, src_count, count, (struct hr_scale){factor, divisor},
+                   (enum hr_store)copy_store);
     return 0;
 }
 
-int shim_kernel_scale(const char *level, int dtype, void *dst, const void *src, size_t count, double factor, int divisor,
-                      int store) {
+int shim_kernel_scale(const char *level, int dtype, void *dst, const void *src, size_t count, double factor,
+                      int divisor, int store) {
     const struct hr_kernel *kernel = find(level);
     if (kernel == NULL) {
         return -1;
@@ -33,8 +34,8 @@ int shim_kernel_scale(const char *level, int dtype, void *dst, const void *src, 
     return 0;
 }
 
-int shim_kernel_convert(const char *level, int dst_dtype, void *dst, int src_dtype, const void *src, size_t count, double scale,
-                        int store) {
+int shim_kernel_convert(const char *level, int dst_dtype, void *dst, int src_dtype, const void *src, size_t count,
+                        double scale, int store) {
     const struct hr_kernel *kernel = find(level);
     if (kernel == NULL) {
         return -1;

@@ -26,8 +26,8 @@ void shim_recorder_destroy(shim_recorder *recorder) {
     free(recorder);
 }
 
-void shim_recorder_add(shim_recorder *recorder, int32_t event, int32_t op, int32_t status, int32_t team, int32_t number, int64_t bytes,
-                       const char *name) {
+void shim_recorder_add(shim_recorder *recorder, int32_t event, int32_t op, int32_t status, int32_t team, int32_t number,
+                       int64_t bytes, const char *name) {
     hr_recorder_add(&recorder->recorder, &(struct hr_event){
                                              .event = event,
                                              .op = op,
@@ -53,7 +53,8 @@ int32_t shim_recorder_read_until(shim_recorder *recorder, int32_t last) {
     int32_t torn = 0;
     for (int done = 0; !done;) {
         const uint64_t end = atomic_load(&recorder->recorder.next);
-        for (uint64_t ahead = 0; ahead < 8; ahead++) { /* the records whose turn to be written comes next, and the last one */
+        /* the records whose turn to be written comes next, and the last one */
+        for (uint64_t ahead = 0; ahead < 8; ahead++) {
             const uint64_t place = ahead == 0 ? end - 1 : end - HR_RECORDER_RECORDS + ahead;
             horo_event event;
             if (end >= HR_RECORDER_RECORDS && hr_recorder_look(&recorder->recorder, now, place, &event)) {

@@ -6,9 +6,11 @@ typedef struct shim_recorder shim_recorder;
 
 shim_recorder *shim_recorder_create(void);
 void shim_recorder_destroy(shim_recorder *recorder);
-void shim_recorder_add(shim_recorder *recorder, int32_t event, int32_t op, int32_t status, int32_t team, int32_t number, int64_t bytes,
-                       const char *name);
-/* `count` events of which every part says the same: team `writer`, and k = 1, 2, ... as number, bytes and "writer.k". */
+void shim_recorder_add(shim_recorder *recorder, int32_t event, int32_t op, int32_t status, int32_t team, int32_t number,
+                       int64_t bytes, const char *name);
+/*
+ * `count` events of which every part says the same: team `writer`, and k = 1, 2, ... as number, bytes and "writer.k".
+ */
 void shim_recorder_add_many(shim_recorder *recorder, int32_t writer, int32_t count);
 /* Reads until one of the writers has come to `last`; returns how many events did not say everywhere the same. */
 int32_t shim_recorder_read_until(shim_recorder *recorder, int32_t last);
@@ -17,7 +19,10 @@ int shim_recorder_describe(shim_recorder *recorder, int lines, char *text, size_
 int64_t shim_recorder_now_ns(void);
 /* As a writer leaves it that has claimed the record of a place and been stopped. */
 void shim_recorder_hold(shim_recorder *recorder, uint64_t place);
-/* The next event gets a place that was taken `by` places ago, as that of a writer who was stopped before it claimed the record. */
+/*
+ * The next event gets a place that was taken `by` places ago, as that of a writer who was stopped before it claimed the
+ * record.
+ */
 void shim_recorder_rewind(shim_recorder *recorder, uint64_t by);
 void shim_recorder_forward(shim_recorder *recorder, uint64_t by);
 

@@ -12,7 +12,8 @@
 
 enum { SLEEP_FDS_MAX = 64 };
 
-void *shim_hub_create(int host_count, int control_delay_polls, int data_delay_polls, size_t piece_bytes, int one_piece) {
+void *shim_hub_create(int host_count, int control_delay_polls, int data_delay_polls, size_t piece_bytes,
+                      int one_piece) {
     const struct loopback_timing timing = {
         .delay_polls = {[HR_CHANNEL_CONTROL] = control_delay_polls, [HR_CHANNEL_DATA] = data_delay_polls},
         .piece_bytes = piece_bytes,
@@ -41,14 +42,16 @@ void *shim_loopback_create(void *hub, int host, int lane, int *status, char *err
     return tell(transport, &failure, status, error);
 }
 
-void *shim_tcp_create(const int *control_fds, const int *data_fds, int host_count, int data_sockets, int peer_timeout_ms, int *status,
-                      char *error) {
+void *shim_tcp_create(const int *control_fds, const int *data_fds, int host_count, int data_sockets,
+                      int peer_timeout_ms, int *status, char *error) {
     struct hr_error failure = {0};
-    struct hr_transport *transport = hr_tcp_create(control_fds, data_fds, host_count, data_sockets, peer_timeout_ms, &failure);
+    struct hr_transport *transport =
+        hr_tcp_create(control_fds, data_fds, host_count, data_sockets, peer_timeout_ms, &failure);
     return tell(transport, &failure, status, error);
 }
 
-void *shim_mpi_create(const int *control_fds, const horo_mpi *calls, int host_count, int peer_timeout_ms, int *status, char *error) {
+void *shim_mpi_create(const int *control_fds, const horo_mpi *calls, int host_count, int peer_timeout_ms, int *status,
+                      char *error) {
     struct hr_error failure = {0};
     struct hr_transport *transport = NULL;
     struct hr_mpi *mpi = calloc(1, sizeof *mpi);
@@ -132,7 +135,8 @@ int shim_sleep(void *transport, int timeout_ms) {
     const int64_t look_ns = hr_transport_poll_within_ns(self);
     const int64_t asked_ns = (int64_t)timeout_ms * 1000000;
     const int looks = look_ns >= 0 && look_ns < asked_ns;
-    const struct timespec timeout = {.tv_sec = looks ? 0 : timeout_ms / 1000, .tv_nsec = (looks ? look_ns : asked_ns) % 1000000000};
+    const struct timespec timeout = {.tv_sec = looks ? 0 : timeout_ms / 1000,
+                                     .tv_nsec = (looks ? look_ns : asked_ns) % 1000000000};
     return ppoll(polled, count < SLEEP_FDS_MAX ? count : SLEEP_FDS_MAX, &timeout, NULL) > 0 || looks;
 }
 

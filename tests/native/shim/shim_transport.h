@@ -15,10 +15,14 @@ void shim_hub_cut(void *hub, int host_a, int host_b);
 
 /* NULL with the sentence in error (HORO_MESSAGE_MAX bytes) and the code in *status. */
 void *shim_loopback_create(void *hub, int host, int lane, int *status, char *error);
-void *shim_tcp_create(const int *control_fds, const int *data_fds, int host_count, int data_sockets, int peer_timeout_ms, int *status,
+void *shim_tcp_create(const int *control_fds, const int *data_fds, int host_count, int data_sockets,
+                      int peer_timeout_ms, int *status, char *error);
+/*
+ * Data by MPI, control by sockets. What describes the MPI is never freed: what it has been asked for may outlive the
+ * transport.
+ */
+void *shim_mpi_create(const int *control_fds, const horo_mpi *calls, int host_count, int peer_timeout_ms, int *status,
                       char *error);
-/* Data by MPI, control by sockets. What describes the MPI is never freed: what it has been asked for may outlive the transport. */
-void *shim_mpi_create(const int *control_fds, const horo_mpi *calls, int host_count, int peer_timeout_ms, int *status, char *error);
 void shim_transport_destroy(void *transport);
 
 void *shim_io_create(void);
@@ -41,8 +45,8 @@ int shim_sleep(void *transport, int timeout_ms);
 int shim_must_look(void *transport);
 
 /*
- * Progress and sleep until none of the ios is posted any more. HORO_OK, HORO_ERR_PEER_LOST if any failed, HORO_ERR_TIMEOUT.
- * *sleeps (or NULL) counts the sleeps.
+ * Progress and sleep until none of the ios is posted any more. HORO_OK, HORO_ERR_PEER_LOST if any failed,
+ * HORO_ERR_TIMEOUT. *sleeps (or NULL) counts the sleeps.
  */
 int shim_wait(void *transport, void *const *ios, int io_count, int timeout_ms, int *sleeps);
 

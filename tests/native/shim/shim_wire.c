@@ -46,8 +46,8 @@ int64_t shim_wire_put_ids(const uint32_t *ids, uint32_t count, void *out, size_t
     return finish(&buffer, hr_wire_put_ids(&buffer, ids, count), out, out_bytes);
 }
 
-int64_t shim_wire_put_request(int origin, int status, shim_text text, const void *request, size_t request_bytes, void *out,
-                              size_t out_bytes) {
+int64_t shim_wire_put_request(int origin, int status, shim_text text, const void *request, size_t request_bytes,
+                              void *out, size_t out_bytes) {
     struct hr_buffer buffer = used_buffer();
     const int result = hr_wire_put_request(&buffer, origin, status, to_core(text), request, request_bytes);
     return finish(&buffer, result, out, out_bytes);
@@ -73,8 +73,8 @@ int64_t shim_wire_put_fail(int status, shim_text name, shim_text text, void *out
     return finish(&buffer, hr_wire_put_fail(&buffer, status, to_core(name), to_core(text)), out, out_bytes);
 }
 
-int64_t shim_wire_put_batch(uint32_t claimed_count, uint32_t count, const uint32_t *ids, const shim_text *names, void *out,
-                            size_t out_bytes) {
+int64_t shim_wire_put_batch(uint32_t claimed_count, uint32_t count, const uint32_t *ids, const shim_text *names,
+                            void *out, size_t out_bytes) {
     struct hr_buffer buffer = used_buffer();
     int status = hr_wire_begin_batch(&buffer, claimed_count);
     for (uint32_t i = 0; i < count && status == HORO_OK; i++) {

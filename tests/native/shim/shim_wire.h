@@ -1,4 +1,7 @@
-/* Wire messages with plain arguments. Encoders return the bytes written to out (out_bytes of room), or a negative status. */
+/*
+ * Wire messages with plain arguments. Encoders return the bytes written to out (out_bytes of room), or a negative
+ * status.
+ */
 #ifndef SHIM_WIRE_H
 #define SHIM_WIRE_H
 
@@ -40,15 +43,15 @@ typedef struct {
 
 int64_t shim_wire_encode_request(const horo_request *request, void *out, size_t out_bytes);
 int64_t shim_wire_put_ids(const uint32_t *ids, uint32_t count, void *out, size_t out_bytes);
-int64_t shim_wire_put_request(int origin, int status, shim_text text, const void *request, size_t request_bytes, void *out,
-                              size_t out_bytes);
+int64_t shim_wire_put_request(int origin, int status, shim_text text, const void *request, size_t request_bytes,
+                              void *out, size_t out_bytes);
 int64_t shim_wire_put_lost(int rank, int status, int reason, void *out, size_t out_bytes);
 int64_t shim_wire_put_leave(int rank, void *out, size_t out_bytes);
 int64_t shim_wire_put_done(int rank, void *out, size_t out_bytes);
 int64_t shim_wire_put_fail(int status, shim_text name, shim_text text, void *out, size_t out_bytes);
 /* claimed_count is what the head says, count how many refs follow. */
-int64_t shim_wire_put_batch(uint32_t claimed_count, uint32_t count, const uint32_t *ids, const shim_text *names, void *out,
-                            size_t out_bytes);
+int64_t shim_wire_put_batch(uint32_t claimed_count, uint32_t count, const uint32_t *ids, const shim_text *names,
+                            void *out, size_t out_bytes);
 
 int shim_wire_decode(const void *data, size_t bytes, shim_wire_message *message);
 int shim_wire_decode_request(const void *data, size_t bytes, shim_wire_request *request);
@@ -65,7 +68,10 @@ int shim_wire_tensor_bytes(int op, const int64_t *shape, int ndim, int dtype, in
  * sanitizer sees any step outside. Returns the status.
  */
 int shim_wire_probe(const void *data, size_t bytes);
-/* shim_wire_probe of every prefix and of the message with each single byte set to each value; the counts of each outcome. */
+/*
+ * shim_wire_probe of every prefix and of the message with each single byte set to each value; the counts of each
+ * outcome.
+ */
 int shim_wire_probe_mutants(const void *data, size_t bytes, uint64_t *accepted, uint64_t *rejected);
 
 #endif

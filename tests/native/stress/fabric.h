@@ -1,4 +1,6 @@
-/* The memory, wake descriptors, life lines and links of all ranks of a schedule, as the bootstrap would hand them over. */
+/*
+ * The memory, wake descriptors, life lines and links of all ranks of a schedule, as the bootstrap would hand them over.
+ */
 #ifndef STRESS_FABRIC_H
 #define STRESS_FABRIC_H
 
@@ -37,7 +39,9 @@ struct fabric {
     horo_setup setups[RANKS_MAX];
 };
 
-/* 0, or -1 if the system gives no memory or descriptors. A setup whose context exists has lost its descriptors to that. */
+/*
+ * 0, or -1 if the system gives no memory or descriptors. A setup whose context exists has lost its descriptors to that.
+ */
 int fabric_make(const struct schedule *schedule, struct fabric *fabric);
 /* The streams of the victim end without a goodbye, as when the kernel closes them for a dead process. */
 void fabric_kill_victim(struct fabric *fabric);

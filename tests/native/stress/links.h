@@ -7,9 +7,9 @@
 /* Two connected streams. 0, or -1 if there are none to be had. */
 int links_join(int32_t *one, int32_t *other);
 /*
- * All links between the hosts of a team, as horo_team_setup wants them; ends[RANKS_MAX] by rank of the job are -1 before.
- * Control goes along a binomial tree among leaders, data between all members of equal local index: so few hosts are all
- * linked. 0 with *host_count, or -1.
+ * All links between the hosts of a team, as horo_team_setup wants them; ends[RANKS_MAX] by rank of the job are -1
+ * before. Control goes along a binomial tree among leaders, data between all members of equal local index: so few hosts
+ * are all linked. 0 with *host_count, or -1.
  */
 int links_make(const struct schedule *schedule, const struct team *team, struct link_fds *const *ends,
                int *host_count);

@@ -43,7 +43,10 @@ static void print_stack(int number) {
     backtrace_symbols_fd(frames, backtrace(frames, STACK_FRAMES), STDERR_FILENO);
 }
 
-/* One thread after the other: each gets the time to write its stack. The core's own block all signals: see them in the core file. */
+/*
+ * One thread after the other: each gets the time to write its stack. The core's own block all signals: see them in the
+ * core file.
+ */
 static void print_stacks(void) {
     const struct sigaction action = {.sa_handler = print_stack};
     DIR *tasks = opendir("/proc/self/task");
@@ -86,7 +89,8 @@ static int create_contexts(struct run *run) {
         char error[HORO_MESSAGE_MAX];
         const int status = horo_create(&run->fabric.setups[i], &run->ranks[i].context, error, sizeof error);
         if (status != HORO_OK) {
-            (void)fprintf(stderr, "stress: rank %d: %s: %s\nagain: %s\n", i, horo_status_name(status), error, run->replay);
+            (void)fprintf(stderr, "stress: rank %d: %s: %s\nagain: %s\n", i, horo_status_name(status), error,
+                          run->replay);
             return -1;
         }
     }
@@ -187,13 +191,14 @@ static int64_t run_seed(uint64_t seed, const struct options *options) {
 /* ---- The command line ---- */
 
 static int usage(const char *what) {
-    (void)fprintf(stderr,
-                  "stress: %s\nusage: stress [--seed N] [--schedules N | --seconds S] [--operations N] [--max-size ELEMENTS]\n"
-                  "              [--hosts MOST] [--teams MOST] [--together] [--moving] [--deadline S] [--quiet]\n"
-                  "Without a seed a fresh one. --teams: at a time, besides that of all ranks, 0 to 8 (3). --together: no rank\n"
-                  "leaves early or dies. --moving: only operations that move data. A schedule that is not over after the\n"
-                  "deadline (60 s) has failed.\n",
-                  what);
+    (void)fprintf(
+        stderr,
+        "stress: %s\nusage: stress [--seed N] [--schedules N | --seconds S] [--operations N] [--max-size ELEMENTS]\n"
+        "              [--hosts MOST] [--teams MOST] [--together] [--moving] [--deadline S] [--quiet]\n"
+        "Without a seed a fresh one. --teams: at a time, besides that of all ranks, 0 to 8 (3). --together: no rank\n"
+        "leaves early or dies. --moving: only operations that move data. A schedule that is not over after the\n"
+        "deadline (60 s) has failed.\n",
+        what);
     return 2;
 }
 

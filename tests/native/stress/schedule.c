@@ -99,7 +99,8 @@ static void choose_operation(struct chance *chance, const struct schedule *sched
     static const int32_t dtypes[] = {HORO_FLOAT32, HORO_FLOAT32, HORO_FLOAT64, HORO_INT32, HORO_INT64,
                                      HORO_UINT8,   HORO_FLOAT16, HORO_BFLOAT16};
     const struct team *team = &schedule->teams[team_number];
-    *operation = (struct operation){.salt = chance_next(chance) >> 16, .prescale = 1.0, .postscale = 1.0, .tensor_count = 1};
+    *operation =
+        (struct operation){.salt = chance_next(chance) >> 16, .prescale = 1.0, .postscale = 1.0, .tensor_count = 1};
     operation->team = team_number;
     operation->dtype = ANY_OF(chance, dtypes);
     operation->apart = (int)chance_below(chance, 2);
@@ -217,7 +218,8 @@ void schedule_describe(const struct schedule *schedule, char *text, size_t text_
     char hosts[HOSTS_MAX * 4] = "";
     size_t used = 0;
     for (int host = 0; host < schedule->host_count; host++) {
-        used += (size_t)snprintf(hosts + used, sizeof hosts - used, "%s%d", host == 0 ? "" : ",", schedule->host_sizes[host]);
+        used += (size_t)snprintf(hosts + used, sizeof hosts - used, "%s%d", host == 0 ? "" : ",",
+                                 schedule->host_sizes[host]);
     }
     char who[64] = "";
     if (schedule->ending != ENDING_TOGETHER) {
@@ -271,7 +273,7 @@ void operation_describe(const struct schedule *schedule, const struct operation 
     }
     (void)snprintf(text, text_bytes,
                    "%s '%s' in %s (reduce op %d, dtype %d, %d tensors, the first of %lld, factors %g and %g%s%s)",
-                   ops[operation->op], operation->name, team, operation->reduce_op, operation->dtype, operation->tensor_count,
-                   (long long)operation->counts[0], operation->prescale, operation->postscale,
+                   ops[operation->op], operation->name, team, operation->reduce_op, operation->dtype,
+                   operation->tensor_count, (long long)operation->counts[0], operation->prescale, operation->postscale,
                    differences[operation->difference], who);
 }

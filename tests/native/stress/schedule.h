@@ -1,6 +1,7 @@
 /*
- * What all ranks do, derived from one seed: who is where, with which options, which operations, and how it ends. Every rank reads the
- * same schedule; only the order in which it submits the operations of a bunch, and its delays, are its own.
+ * What all ranks do, derived from one seed: who is where, with which options, which operations, and how it ends. Every
+ * rank reads the same schedule; only the order in which it submits the operations of a bunch, and its delays, are its
+ * own.
  */
 #ifndef STRESS_SCHEDULE_H
 #define STRESS_SCHEDULE_H

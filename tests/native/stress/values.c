@@ -95,7 +95,8 @@ int64_t values_rows(const struct operation *operation, int rank) {
 }
 
 int64_t values_count(const struct operation *operation, int tensor, int rank) {
-    return operation->op == HORO_ALLGATHER ? values_rows(operation, rank) * operation->columns : operation->counts[tensor];
+    return operation->op == HORO_ALLGATHER ? values_rows(operation, rank) * operation->columns
+                                           : operation->counts[tensor];
 }
 
 void values_fill(const struct operation *operation, int tensor, int rank, int dtype, int64_t count, void *memory) {
@@ -127,8 +128,8 @@ static struct answer summarize(const struct operation *operation, const struct t
     return answer;
 }
 
-static double expect(const struct operation *operation, const struct team *team, int tensor, const struct answer *answer,
-                     int64_t at) {
+static double expect(const struct operation *operation, const struct team *team, int tensor,
+                     const struct answer *answer, int64_t at) {
     if (operation->op == HORO_BROADCAST) {
         return element(operation, tensor, operation->root_rank, at);
     }
@@ -168,8 +169,8 @@ static int64_t looks(int64_t count) {
     return count <= LOOK_AT_ALL ? count : 3 * LOOKS;
 }
 
-int values_check(const struct operation *operation, const struct team *team, int tensor, const void *memory, int64_t *at,
-                 double *got, double *wanted) {
+int values_check(const struct operation *operation, const struct team *team, int tensor, const void *memory,
+                 int64_t *at, double *got, double *wanted) {
     const struct answer answer = summarize(operation, team, tensor);
     struct chance chance = {operation->salt};
     const int64_t count = operation->counts[tensor];
@@ -184,7 +185,8 @@ int values_check(const struct operation *operation, const struct team *team, int
     return 1;
 }
 
-int values_check_part(const struct operation *operation, int rank, const void *memory, int64_t *at, double *got, double *wanted) {
+int values_check_part(const struct operation *operation, int rank, const void *memory, int64_t *at, double *got,
+                      double *wanted) {
     struct chance chance = {operation->salt};
     const int64_t count = values_count(operation, 0, rank);
     for (int64_t step = 0; step < looks(count); step++) {
