@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from ranks import Group, Rank
+from ranks import Group, Rank, wait_for
 from test_teams import Links
 
 FOLDER = Path(__file__).resolve().parent
@@ -103,18 +104,27 @@ def test_a_rank_that_led_a_team_between_hosts_parks_again_once_it_is_gone() -> N
 def test_each_team_has_its_stall_reports(capfd: pytest.CaptureFixture[str]) -> None:
     """Under one name, on one host: a report of one team does not stand for another's."""
 
+    seen, said = threading.Event(), ""
+
+    def reported() -> bool:
+        nonlocal said
+        said += capfd.readouterr().err
+        return all(f"'same' (missing: rank {late} (host0))" in said for late in (1, 3))
+
     def body(rank: Rank) -> None:
         sets = [[0, 1], [2, 3]]
         teams = [rank.context.add_team(ranks) for ranks in sets]
-        if rank.rank % 2 == 1:
-            time.sleep(1.5)
+        if rank.rank == 1:
+            wait_for(reported)
+            seen.set()
+        elif rank.rank == 3:
+            assert seen.wait(20)
         rank.barrier("same", team=teams[rank.rank // 2])
 
     with Group([4], stall_warning_ms=300) as group:
         group.run(body)
-    said = capfd.readouterr().err
-    assert "'same' (missing: rank 1 (host0))" in said
-    assert "'same' (missing: rank 3 (host0))" in said
+    assert "waiting in team 1 for" in said
+    assert "waiting in team 2 for" in said
 
 
 FORK = """

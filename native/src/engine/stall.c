@@ -7,6 +7,8 @@
 /* While it waits in a batch, a rank looks LOOKS times per period, and is silent once it has missed half of them. */
 enum { LOOKS = 8 };
 
+enum { TEAM_TEXT_BYTES = 32 };
+
 /* The local ranks that have not submitted the name, as text; returns the first of them or -1. */
 static int find_missing(const struct hr_lane *lane, uint64_t pending_hash, char *text, size_t text_bytes) {
     const struct hr_node *node = lane->node;
@@ -114,6 +116,15 @@ static int take_turn(struct hr_lane *lane, int64_t now_ns) {
            atomic_compare_exchange_strong(last, &seen, (uint64_t)now_ns);
 }
 
+/* " in team 3"; nothing for that of all ranks. Returns text, which has TEAM_TEXT_BYTES. */
+static const char *name_team(const struct hr_lane *lane, char *text) {
+    text[0] = '\0';
+    if (lane->team->number != 0) {
+        (void)snprintf(text, TEAM_TEXT_BYTES, " in team %d", lane->team->number);
+    }
+    return text;
+}
+
 static void report(struct hr_lane *lane, int64_t now_ns) {
     struct hr_node *node = lane->node;
     char text[HORO_MESSAGE_MAX];
@@ -133,11 +144,12 @@ static void report(struct hr_lane *lane, int64_t now_ns) {
         return;
     }
     if (take_turn(lane, now_ns)) {
+        char where[TEAM_TEXT_BYTES];
         hr_log(&node->log, HORO_LOG_WARNING,
-               "waiting for %lld s for ranks that have not submitted what others have: %s%s. They may be slow or "
-               "stopped, or "
-               "take another path through the program",
-               (long long)((now_ns - oldest_ns) / 1000000000), text, count > HR_NAMES_IN_TEXT ? " and more" : "");
+               "waiting%s for %lld s for ranks that have not submitted what others have: %s%s. They may be slow or "
+               "stopped, or take another path through the program",
+               name_team(lane, where), (long long)((now_ns - oldest_ns) / 1000000000), text,
+               count > HR_NAMES_IN_TEXT ? " and more" : "");
     }
     hr_engine_show_events(lane->engine, HORO_LOG_WARNING); /* every rank its own, also those whose turn it is not */
     if (node->stall_shutdown_ns > 0 &&
@@ -185,8 +197,9 @@ static void report_batch(struct hr_lane *lane, int64_t now_ns, int64_t waited_ns
     } else {
         (void)snprintf(name, sizeof name, lane->team->host_count > 1 ? "another host" : "another rank");
     }
-    hr_log(&node->log, HORO_LOG_WARNING, "waiting for %s in the middle of an operation for %lld s", name,
-           (long long)(waited_ns / 1000000000));
+    char where[TEAM_TEXT_BYTES];
+    hr_log(&node->log, HORO_LOG_WARNING, "waiting%s for %s in the middle of an operation for %lld s",
+           name_team(lane, where), name, (long long)(waited_ns / 1000000000));
     hr_engine_show_events(lane->engine, HORO_LOG_WARNING);
     if (node->stall_shutdown_ns > 0 && waited_ns >= node->stall_shutdown_ns + periods * node->stall_warning_ns) {
         hr_node_abort(node, HORO_ERR_STALLED, late, HR_REASON_STALLED);
