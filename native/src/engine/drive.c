@@ -50,6 +50,13 @@ static int execute(struct hr_lane *lane) {
     return moved;
 }
 
+/* Whether this rank has nothing under way in the team; others may, and then a message comes on a link. */
+static int is_quiet(const struct hr_lane *lane) {
+    return atomic_load_explicit(&lane->pending, memory_order_relaxed) == 0 &&
+           lane->executor.state == HR_EXECUTION_IDLE && hr_buffer_size(&lane->announcer.request_out) == 0 &&
+           (!lane->is_leader || (lane->leader.agree.active == 0 && !hr_leader_sends_left(lane)));
+}
+
 static int turn_lane(struct hr_lane *lane) {
     const int flushed = hr_lane_flush_requests(lane);
     HR_TRY(flushed);
@@ -57,7 +64,19 @@ static int turn_lane(struct hr_lane *lane) {
     HR_TRY(led);
     const int executed = execute(lane);
     HR_TRY(executed);
+    if (lane->team->transport != NULL) {
+        lane->team->transport->is_quiet = lane->engine->lane_count > 1 && is_quiet(lane);
+    }
     return flushed || led || executed;
+}
+
+/* From CLOSING on every message counts. */
+static void end_quiet(struct hr_engine *engine) {
+    for (int i = 0; i < engine->lane_count; i++) {
+        if (engine->lanes[i]->team->transport != NULL) {
+            engine->lanes[i]->team->transport->is_quiet = 0;
+        }
+    }
 }
 
 /* Who has executed the LEAVE record of all ranks leaves its other teams as well, each at the end of its own log. */
@@ -113,6 +132,7 @@ static void wait_to_leave(struct hr_engine *engine, int64_t now_ns) {
 }
 
 static void begin_ending(struct hr_engine *engine) {
+    end_quiet(engine);
     hr_engine_note_end(engine);
     for (int i = 0; i < engine->lane_count; i++) {
         hr_lane_cancel(engine->lanes[i]);
@@ -202,6 +222,7 @@ static int turn(struct hr_engine *engine) {
         begin_ending(engine);
     } else if (driver->stage == HR_ENGINE_RUNNING && has_left(engine)) {
         driver->stage = HR_ENGINE_CLOSING;
+        end_quiet(engine);
         driver->flush_ns = hr_now_ns() + FLUSH_MS * 1000000ll;
         if (driver->leave_ns != 0) {
             wait_to_leave(engine, hr_now_ns());

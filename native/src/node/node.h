@@ -41,6 +41,7 @@ struct hr_node {
     struct hr_arena arena;
     struct hr_transport **transports; /* [transport_count] of the teams that have members on several hosts */
     int transport_count;
+    unsigned looks; /* of hr_node_progress */
     struct hr_mpi mpi;              /* without ops: none */
     const struct hr_kernel *kernel;
     int *wake_fds;         /* [local_size] */
@@ -74,11 +75,18 @@ int hr_node_wait(struct hr_node *node, hr_ready ready, void *arg, int64_t now_ns
 void hr_node_wake(struct hr_node *node, int local_rank);
 void hr_node_wake_all(struct hr_node *node);
 
-/* Moves what can be moved on all transports; 1 if something was. */
+/* How many looks pass between two at a transport that is quiet: each costs a system call per link. */
+enum { HR_LOOKS_PER_QUIET_LOOK = 16 };
+
+/* Moves what can be moved on all transports, the quiet ones in turn; 1 if something was. */
 static inline int hr_node_progress(struct hr_node *node) {
     int moved = 0;
+    node->looks++;
     for (int i = 0; i < node->transport_count; i++) {
-        moved |= node->transports[i]->ops->progress(node->transports[i]);
+        struct hr_transport *transport = node->transports[i];
+        if (!transport->is_quiet || (node->looks + (unsigned)i) % HR_LOOKS_PER_QUIET_LOOK == 0) {
+            moved |= transport->ops->progress(transport);
+        }
     }
     return moved;
 }
