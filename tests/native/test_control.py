@@ -211,7 +211,8 @@ def test_announcements_may_wait_for_longer_than_the_peer_timeout_while_a_batch_r
     def body(rank: Rank) -> None:
         arrays: list[np.ndarray] = [np.ones(1 << 20, np.float32), np.ones(3 << 20, np.float64)]
         handles = [rank.context.submit(reduction(f"long{i}", array)) for i, array in enumerate(arrays)]
-        requests = [reduction(f"{i:06d}".ljust(100, "n"), np.ones(1, np.float32)) for i in range(8000)]
+        small = [np.ones(1, np.float32) for _ in range(8000)]
+        requests = [reduction(f"{i:06d}".ljust(100, "n"), array) for i, array in enumerate(small)]
         wait_for(lambda: arrays[0][0] == 2)  # in the midst of the first; dtypes keep the second out of it
         going.wait(20)
         if rank.rank == announcer:
@@ -223,6 +224,7 @@ def test_announcements_may_wait_for_longer_than_the_peer_timeout_while_a_batch_r
             handles += [rank.context.submit(request) for request in requests]
         for handle in handles:
             rank.context.wait(handle)
+        assert all(array[0] == 2 for array in small)
 
     run_through(relay, body)
 
