@@ -181,14 +181,13 @@ class Context:
         """
         out, error = ffi.new("int64_t *"), _error_buffer()
         _check(lib.horo_remove_team(self._context, team, out, error, _MESSAGE_MAX), error)
-        self._wait_and_keep(out[0])
-        self.release(out[0])
+        self.finish(out[0])
 
     def _wait_and_keep(self, handle: int) -> None:
         """``wait`` that releases the handle where its request failed."""
         try:
             self.wait(handle)
-        except HoroError:
+        except HoroError:  # raised by the core; after one from a signal handler, the request stays in progress
             self.release_if_done(handle)
             raise
 
@@ -225,11 +224,7 @@ class Context:
         """
         if _finish(self._context, handle, _SIGNAL_CHECK_MS) == _OK:
             return
-        try:
-            self.wait(handle)
-        except HoroError:  # raised by the core; after one from a signal handler, the request stays in progress
-            self.release_if_done(handle)
-            raise
+        self._wait_and_keep(handle)
         self.release(handle)
 
     def release(self, handle: int) -> None:
