@@ -130,12 +130,17 @@ int hr_team_init_some(struct hr_team *team, const struct hr_team *world, const i
 }
 
 int hr_team_member(const struct hr_team *team, int job_rank) {
-    for (int r = 0; r < team->size; r++) {
-        if (team->job_rank[r] == job_rank) {
-            return r;
+    int low = 0;
+    int high = team->size; /* the members ascend */
+    while (low < high) {
+        const int middle = low + (high - low) / 2;
+        if (team->job_rank[middle] < job_rank) {
+            low = middle + 1;
+        } else {
+            high = middle;
         }
     }
-    return -1;
+    return low < team->size && team->job_rank[low] == job_rank ? low : -1;
 }
 
 void hr_team_wake_all(const struct hr_team *team) {
