@@ -8,12 +8,12 @@ Prints one JSON object: microseconds of a float32 allreduce by size, on rank 0, 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import forks
 import numpy as np
 
 TREE = Path(sys.argv[1])
@@ -27,17 +27,11 @@ REQUEST: Any = getattr(_core, "RequestBuffer", None) or _core.Slip  # type: igno
 
 STRETCHES = 5
 WARM_SHARE = 4
-SEGMENT_BYTES = {True: 1 << 18, False: 1 << 20}
-"""As horo chooses it: on one host, and with several."""
 
 
 def measure(hosts: list[int], sizes: list[int], turn_s: float) -> dict[int, float]:
-    setups = make_setups(hosts, tcp=True, segment_bytes=SEGMENT_BYTES[len(hosts) == 1], spin_us=1000)
-    rank = 0
-    for other in range(1, len(setups)):
-        if os.fork() == 0:
-            rank = other
-            break
+    setups = make_setups(hosts, tcp=True, segment_bytes=forks.segment_bytes(hosts), spin_us=1000)
+    rank = forks.fork_ranks(len(setups))
     for index, setup in enumerate(setups):
         if index != rank:
             close_setup(setup)
@@ -72,10 +66,7 @@ def measure(hosts: list[int], sizes: list[int], turn_s: float) -> dict[int, floa
             times.append((time.perf_counter() - begin) / calls)
         found[size] = sorted(times)[STRETCHES // 2] * 1e6
     context.destroy()
-    if rank != 0:
-        os._exit(0)
-    for _ in setups[1:]:
-        os.wait()
+    forks.end_ranks(rank, len(setups))
     return found
 
 

@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import forks
 import numpy as np
 import report
 
@@ -109,13 +110,9 @@ def measure(teams: Teams, size: int, rounds: int, turn_s: float) -> dict[str, li
 def run_layout(layout: str, sizes: list[int], rounds: int, turn_s: float) -> dict[int, dict[str, list[float]]]:
     """Forks the ranks; what rank 0 has measured."""
     hosts = [int(count) for count in layout.split(",")]
-    setups = make_setups(hosts, tcp=True, segment_bytes=1 << 18 if len(hosts) == 1 else 1 << 20, spin_us=1000)
+    setups = make_setups(hosts, tcp=True, segment_bytes=forks.segment_bytes(hosts), spin_us=1000)
     links = [make_team_links(setups[0].host_of_rank, range(len(setups)), tcp=True) for _ in range(2)]
-    rank = 0
-    for other in range(1, len(setups)):
-        if os.fork() == 0:
-            rank = other
-            break
+    rank = forks.fork_ranks(len(setups))
     for index, setup in enumerate(setups):
         if index != rank:
             close_setup(setup)
@@ -128,10 +125,7 @@ def run_layout(layout: str, sizes: list[int], rounds: int, turn_s: float) -> dic
     teams = Teams(context, [made[rank] for made in links])
     found = {size: measure(teams, size, rounds, turn_s) for size in sizes}
     context.destroy()
-    if rank != 0:
-        os._exit(0)
-    for _ in setups[1:]:
-        os.wait()
+    forks.end_ranks(rank, len(setups))
     return found
 
 
