@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -189,13 +189,14 @@ class Group:
             raise errors[0]
         return [results[rank] for rank in chosen]
 
-    def kill(self, rank: int) -> None:
-        """The others see all streams end without a message, as when the kernel closes them for a dead process.
+    def kill(self, rank: int, team_ends: Iterable[int] = ()) -> None:
+        """The others see all streams end without a message, as when the kernel closes them for a dead process; those
+        of teams between hosts are ``team_ends``.
 
         At once, as far as that goes: the dead rank's engine lives on, and what it hears of the first end it could tell
         on the last one. A call that lets go of the GIL would leave it milliseconds for that.
         """
-        for end in [end.fileno() for end in self._ends[rank]]:
+        for end in [*(end.fileno() for end in self._ends[rank]), *team_ends]:
             _libc.shutdown(end, socket.SHUT_WR)
         self._killed[rank].set()
 

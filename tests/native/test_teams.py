@@ -36,6 +36,12 @@ class Links:
                 self._made[key, tuple(ranks)] = made
             return self._made[key, tuple(ranks)][rank]
 
+    def ends_of(self, rank: int) -> list[int]:
+        """All descriptors that a rank has got."""
+        with self._lock:
+            taken = [made[rank] for (_, ranks), made in self._made.items() if rank in ranks]
+        return [end for by_kind in taken for ends in by_kind.values() for end in ends if end >= 0]
+
 
 def hosts_of(hosts: Sequence[int]) -> list[int]:
     return [host for host, size in enumerate(hosts) for _ in range(size)]
@@ -332,7 +338,7 @@ def test_a_death_ends_teams_and_is_named_by_all(hosts: list[int], dying: int) ->
         team = rank.context.add_team(pair, **links.of(rank.rank, pair, 1))
         if rank.rank == dying:
             rank.barrier()
-            group.kill(dying)
+            group.kill(dying, links.ends_of(dying))
             return "dead"
         handle = rank.submit("barrier", "barrier", [])
         group.await_kill(dying)
@@ -357,7 +363,7 @@ def test_a_removal_that_ends_with_the_group_can_be_asked_for_again(hosts: list[i
     def body(rank: Rank) -> None:
         team = rank.context.add_team([0, 1], **links.of(rank.rank, [0, 1], 0))
         if rank.rank == 1:
-            group.kill(1)
+            group.kill(1, links.ends_of(1))
             return
         for _ in range(2):
             with pytest.raises(PeerLostError):
