@@ -1,7 +1,6 @@
 #include "node/node.h"
 
 #include <errno.h>
-#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/socket.h>
@@ -107,109 +106,6 @@ void hr_node_watch(struct hr_node *node, const struct pollfd *fds, size_t count)
                 close_life_line(node, i, fds[k].fd);
             }
         }
-    }
-}
-
-/* Of two spans of time, of which a negative one has no end. */
-static int64_t shorter(int64_t a_ns, int64_t b_ns) {
-    return a_ns < 0 || (b_ns >= 0 && b_ns < a_ns) ? b_ns : a_ns;
-}
-
-/* How long to sleep at most while MPI is at work for this rank; -1: it is not. */
-static int64_t poll_within_ns(const struct hr_node *node) {
-    int64_t posted_ns = -1;
-    for (int i = 0; i < node->transport_count; i++) {
-        posted_ns = shorter(posted_ns, hr_transport_poll_within_ns(node->transports[i]));
-    }
-    return shorter(posted_ns, node->poll_within_ns > 0 ? node->poll_within_ns : -1);
-}
-
-static int64_t until_ns(int64_t deadline_ns) {
-    if (deadline_ns == 0) {
-        return -1;
-    }
-    const int64_t left_ns = deadline_ns - hr_now_ns();
-    return left_ns < 0 ? 0 : left_ns;
-}
-
-enum awoken { AWOKEN_BY_EVENT, AWOKEN_BY_SIGNAL, AWOKEN_TO_LOOK };
-
-/* Sleeps once. */
-static enum awoken sleep_until_woken(struct hr_node *node, hr_ready ready, void *arg, int64_t deadline_ns) {
-    _Atomic uint32_t *sleeping = &node->arena.blocks[node->local_rank].sleeping;
-    atomic_store(sleeping, 1); /* partner: hr_node_wake */
-    if (ready(node, arg)) {
-        atomic_store(sleeping, 0);
-        return AWOKEN_BY_EVENT;
-    }
-    struct pollfd *fds = node->poll_fds;
-    fds[0] = (struct pollfd){.fd = node->wake_fds[node->local_rank], .events = POLLIN};
-    const size_t life_count = hr_node_life_fds(node, fds + 1);
-    size_t count = 1 + life_count;
-    for (int i = 0; i < node->transport_count; i++) {
-        count += node->transports[i]->ops->sleep_fds(node->transports[i], fds + count, node->poll_capacity - count);
-    }
-    atomic_fetch_add_explicit(&node->sleeps, 1, memory_order_relaxed);
-    const int64_t look_ns = poll_within_ns(node);
-    const int64_t timeout_ns = shorter(until_ns(deadline_ns), look_ns);
-    const struct timespec timeout = {.tv_sec = timeout_ns / 1000000000, .tv_nsec = timeout_ns % 1000000000};
-    const int events = ppoll(fds, (nfds_t)count, timeout_ns < 0 ? NULL : &timeout, NULL);
-    const int interrupted = events < 0 && errno == EINTR;
-    atomic_store(sleeping, 0);
-    if (events > 0 && fds[0].revents != 0) {
-        uint64_t drained;
-        const ssize_t got = read(fds[0].fd, &drained, sizeof drained);
-        (void)got; /* nonblocking; whatever it says, the caller looks at its condition next */
-    }
-    if (events > 0) {
-        hr_node_watch(node, fds + 1, life_count);
-    }
-    if (interrupted) {
-        return AWOKEN_BY_SIGNAL;
-    }
-    return events == 0 && look_ns >= 0 ? AWOKEN_TO_LOOK : AWOKEN_BY_EVENT;
-}
-
-/* Spins until ready, 1, or until end_ns, 0; looks once where that is 0. */
-static int spin(struct hr_node *node, hr_ready ready, void *arg, int64_t end_ns) {
-    for (;;) {
-        for (int i = 0; i < HR_LOOKS_PER_YIELD; i++) {
-            int moved;
-            do { /* what has come is worth more than a poll() that would say so */
-                moved = hr_node_progress(node);
-                if (ready(node, arg)) {
-                    return 1;
-                }
-            } while (moved);
-            if (end_ns == 0) {
-                return 0;
-            }
-            hr_cpu_relax();
-        }
-        const int64_t now_ns = hr_now_ns();
-        if (now_ns >= end_ns) {
-            return 0;
-        }
-        hr_core_look(node, now_ns);
-        (void)sched_yield(); /* the one waited for may have been put on this very core */
-    }
-}
-
-int hr_node_wait(struct hr_node *node, hr_ready ready, void *arg, int64_t now_ns, int64_t spin_ns,
-                 int64_t deadline_ns) {
-    for (int64_t end_ns = spin_ns > 0 ? now_ns + spin_ns : 0;;) {
-        if (spin(node, ready, arg, end_ns)) {
-            return HORO_OK;
-        }
-        if (deadline_ns != 0 && hr_now_ns() >= deadline_ns) {
-            return HORO_IN_PROGRESS;
-        }
-        const enum awoken awoken = sleep_until_woken(node, ready, arg, deadline_ns);
-        if (awoken == AWOKEN_BY_SIGNAL) {
-            return HORO_IN_PROGRESS;
-        }
-        /* one look: spinning has been tried */
-        end_ns = awoken == AWOKEN_TO_LOOK || spin_ns <= 0 ? 0 : hr_now_ns() + spin_ns;
     }
 }
 
