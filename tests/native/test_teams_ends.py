@@ -92,7 +92,7 @@ def test_a_rank_that_led_a_team_between_hosts_parks_again_once_it_is_gone() -> N
         time.sleep(0.1)
         before = rank.context.counters()["wakes"]
         for _ in range(10):
-            time.sleep(0.01)  # not so soon that a thread that drives would cede it
+            time.sleep(0.01)  # not in a stream of calls
             rank.run("barrier", "alone", [], team=alone)
         return rank.context.counters()["wakes"] - before
 

@@ -200,7 +200,7 @@ static int turn_closing(struct hr_engine *engine) {
 /* As in CLOSING. */
 static int turn_ending(struct hr_engine *engine) {
     int flushed = 1;
-    for (int i = 0; i < engine->lane_count && atomic_load(&engine->driver.always_drives); i++) {
+    for (int i = 0; i < engine->lane_count && atomic_load(&engine->driver.serves_hosts); i++) {
         struct hr_lane *lane = engine->lanes[i];
         if (lane->is_leader) {
             HR_TRY(is_aborted(engine) ? HORO_OK : hr_leader_tell_done(lane));
@@ -211,7 +211,7 @@ static int turn_ending(struct hr_engine *engine) {
     if (!flushed && hr_now_ns() < engine->driver.flush_ns) {
         return 0;
     }
-    atomic_store(&engine->driver.always_drives, 0);
+    atomic_store(&engine->driver.serves_hosts, 0);
     engine->driver.stage = HR_ENGINE_ENDED;
     return 1;
 }
@@ -369,15 +369,34 @@ static int64_t next_deadline(struct hr_engine *engine, int64_t deadline_ns, int6
     return engine->node->transport_count == 0 ? deadline_ns : earlier(deadline_ns, supervise_due_ns(engine, now_ns));
 }
 
+static void show_moves(struct hr_engine *engine) {
+    _Atomic uint64_t *moves = &engine->node->arena.blocks[engine->node->local_rank].moves;
+    atomic_store_explicit(moves, moves_of(engine), memory_order_relaxed); /* partner: leave_moves_of */
+}
+
 /* One wait for something to do. 1, or 0 if the caller should get back: its time is up, or a signal came. */
 static int wait_for_work(struct hr_engine *engine, int64_t spin_ns, int64_t deadline_ns) {
     /* one look at the clock serves all: it costs as much as a small operation can do in between */
     const int64_t now_ns = hr_now_ns();
     const int64_t until_ns = next_deadline(engine, deadline_ns, now_ns);
-    _Atomic uint64_t *moves = &engine->node->arena.blocks[engine->node->local_rank].moves;
-    atomic_store_explicit(moves, moves_of(engine), memory_order_relaxed); /* partner: leave_moves_of */
+    show_moves(engine);
     const int status = hr_node_wait(engine->node, has_work, engine, now_ns, spin_ns, until_ns);
     return status != HORO_IN_PROGRESS || deadline_ns == 0 || (hr_now_ns() < deadline_ns && hr_now_ns() >= until_ns);
+}
+
+/* The thread prepares to wait while callers may drive. 0: there is something to do. */
+static int watch(struct hr_engine *engine) {
+    struct hr_driver *driver = &engine->driver;
+    const int64_t now_ns = hr_now_ns();
+    const int64_t until_ns = next_deadline(engine, 0, now_ns);
+    show_moves(engine);
+    if ((until_ns != 0 && now_ns >= until_ns) ||
+        hr_node_prepare_sleep(engine->node, has_work, engine, &driver->sleep, until_ns)) {
+        return 0;
+    }
+    driver->is_watching = 1;
+    driver->watching_since = driver->drives;
+    return 1;
 }
 
 /* ---- Leaving ---- */
@@ -432,8 +451,16 @@ static int may_return(const struct hr_engine *engine, const struct hr_request *u
     if (atomic_load(&engine->driver.stop)) {
         return engine->driver.stage == HR_ENGINE_ENDED && atomic_load(&engine->submission.pending) == 0;
     }
-    return atomic_load(&engine->driver.wanted) || (!hr_engine_thread_drives(engine) && !hr_engine_is_called(engine) &&
-                                                   atomic_load(&engine->submission.pending) == 0);
+    return !atomic_load(&engine->driver.serves_hosts) && !hr_engine_is_called(engine) &&
+           atomic_load(&engine->submission.pending) == 0;
+}
+
+/* Whether a caller may take over from the thread, now that nothing moves: where it serves other hosts. */
+static int may_yield(const struct hr_engine *engine, const struct hr_request *until) {
+    const struct hr_driver *driver = &engine->driver;
+    return until == NULL && driver->stage == HR_ENGINE_RUNNING && atomic_load(&driver->serves_hosts) &&
+           !atomic_load(&driver->stop) && !hr_engine_is_called(engine) &&
+           (atomic_load(&driver->wanted) || atomic_load(&engine->submission.pending) == 0);
 }
 
 void hr_engine_drive(struct hr_engine *engine, const struct hr_request *until, int64_t deadline_ns) {
@@ -446,6 +473,10 @@ void hr_engine_drive(struct hr_engine *engine, const struct hr_request *until, i
         } else if (moved > 0) {
             if (turns % TURNS_PER_CLOCK == 0 && deadline_ns != 0 && hr_now_ns() >= deadline_ns) {
                 return;
+            }
+        } else if (may_yield(engine, until)) {
+            if (watch(engine)) {
+                break;
             }
         } else if (!wait_for_work(engine, spin_ns, deadline_ns)) {
             return;

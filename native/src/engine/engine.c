@@ -34,7 +34,7 @@ static void free_parts(struct hr_engine *engine) {
         hr_lane_destroy(engine->lanes[i]);
     }
     hr_map_fini(&engine->submission.handles);
-    free(engine->driver.park_fds);
+    free(engine->driver.sleep.fds);
     if (engine->driver.kick_fd >= 0) {
         (void)close(engine->driver.kick_fd);
     }
@@ -54,8 +54,8 @@ static void init_sync(struct hr_engine *engine) {
 static int init_parts(struct hr_engine *engine, struct hr_team *world, struct hr_backend *backend,
                       struct hr_error *error) {
     engine->driver.kick_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    engine->driver.park_fds = calloc((size_t)engine->node->local_size + 1, sizeof *engine->driver.park_fds);
-    if (engine->driver.kick_fd < 0 || engine->driver.park_fds == NULL) {
+    const int reserved = hr_sleep_reserve(&engine->driver.sleep, (size_t)engine->node->local_size + 2);
+    if (engine->driver.kick_fd < 0 || reserved != HORO_OK) {
         hr_backend_destroy(backend);
         hr_team_destroy(world);
         return hr_fail(error, HORO_ERR_RESOURCE, "cannot set up the engine: %s", strerror(errno));
@@ -74,7 +74,8 @@ int hr_engine_init(struct hr_engine *engine, struct hr_team *world, struct hr_ba
         .fusion_bytes = setup->fusion_bytes,
         .cache_capacity = setup->cache_capacity < 0 ? 0 : (uint32_t)setup->cache_capacity,
         .cycle_ns = (int64_t)setup->cycle_time_us * 1000,
-        .driver.always_drives = world->local_rank == 0 && world->transport != NULL,
+        .driver.serves_hosts = world->local_rank == 0 && world->transport != NULL,
+        .driver.must_look = 1,
         .driver.caller_spin_ns = (int64_t)setup->spin_us * 1000,
         .driver.thread_spin_ns = (int64_t)setup->spin_us * 1000 / THREAD_SPIN_DIVISOR,
     };
@@ -153,13 +154,18 @@ static void wait_for_driver(struct hr_engine *engine, int64_t deadline_ns) {
 
 /* With the lock held: drives as a caller until the request is done or the deadline or a signal comes. */
 static void drive_as_caller(struct hr_engine *engine, const struct hr_request *request, int64_t deadline_ns) {
-    engine->driver.who = HR_DRIVER_CALLER;
+    struct hr_driver *driver = &engine->driver;
+    driver->who = HR_DRIVER_CALLER;
+    driver->drives++;
     (void)pthread_mutex_unlock(&engine->submission.lock);
+    if (atomic_load(&driver->serves_hosts)) {
+        hr_node_end_sleep(engine->node, NULL); /* the thread may sleep for whoever drives, and is not to be woken */
+    }
     hr_engine_drive(engine, request, deadline_ns);
     (void)pthread_mutex_lock(&engine->submission.lock);
-    engine->driver.who = HR_DRIVER_NONE;
-    if (atomic_load(&engine->submission.pending) > 0 || hr_engine_thread_drives(engine) ||
-        hr_engine_is_called(engine)) {
+    driver->who = HR_DRIVER_NONE;
+    const int leaves_links = atomic_load(&driver->serves_hosts) && !driver->looks_soon;
+    if (atomic_load(&engine->submission.pending) > 0 || leaves_links || hr_engine_is_called(engine)) {
         hr_engine_kick(engine);
     }
     if (engine->submission.waiters > 0) {
@@ -167,14 +173,11 @@ static void drive_as_caller(struct hr_engine *engine, const struct hr_request *r
     }
 }
 
-/*
- * With the lock held, where the thread drives: a caller that has come back so soon would save two switches of threads
- * in each call. The request at hand is still the thread's.
- */
-static void ask_to_drive(struct hr_engine *engine, const struct hr_request *request, int64_t now_ns) {
+/* With the lock held, where the thread drives: it saves a switch of threads in this call, and in those that follow. */
+static void ask_to_drive(struct hr_engine *engine, const struct hr_request *request) {
     const int sync = (request->call.flags & HORO_SUBMIT_SYNC) != 0;
     const int is_alone = atomic_load(&engine->submission.pending) == 1;
-    if (sync && is_alone && hr_engine_thread_drives(engine) && hr_engine_called_lately(engine, now_ns)) {
+    if (sync && is_alone && atomic_load(&engine->driver.serves_hosts)) {
         atomic_store(&engine->driver.wanted, 1);
     }
 }
@@ -194,15 +197,15 @@ int hr_engine_wait(struct hr_engine *engine, int64_t handle, int32_t timeout_ms)
         if (now_ns >= deadline_ns) {
             break;
         }
-        if (engine->driver.who == HR_DRIVER_NONE && !hr_engine_thread_drives(engine)) {
+        if (engine->driver.who == HR_DRIVER_NONE) {
             drive_as_caller(engine, request, deadline_ns);
             status = atomic_load(&request->status);
             break; /* done, out of time, or a signal to be handled first */
         }
-        ask_to_drive(engine, request, now_ns);
+        ask_to_drive(engine, request);
         wait_for_driver(engine, deadline_ns);
     }
-    if (deadline_ns != 0 && atomic_load(&engine->driver.always_drives)) {
+    if (deadline_ns != 0 && atomic_load(&engine->driver.serves_hosts)) {
         engine->driver.called_ns = hr_now_ns();
     }
     (void)pthread_mutex_unlock(&engine->submission.lock);

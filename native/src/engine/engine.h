@@ -11,9 +11,8 @@
  *
  * While nothing is pending nobody drives and the background thread is parked in poll() on its kick descriptor and the
  * life lines. In a stream of requests that are done before the next one comes, it lingers a moment before it parks, so
- * that calling it is a store. The leader of a host in a job of several hosts is the exception: its background thread
- * always drives, for other hosts need it. To a caller that makes one synchronous call after the other it cedes that,
- * and takes it back when no call has come for HR_CEDED_MS.
+ * that calling it is a store. Where other hosts need it, it is parked on the links and the driver's eventfd as well,
+ * and drives when something comes; while callers drive, and for HR_STREAM_MS after that, on the kick alone.
  *
  * The end. It has one of two causes: an abort, which is heard at once and out of order (a word in the arena, LOST
  * messages between hosts), or a LEAVE record, which closes the log at one place for all ranks. The driver's part of it:
@@ -42,7 +41,8 @@
 
 #include "engine/lane.h"
 
-enum { HR_CEDED_MS = 1 };
+/* A call within so long after another continues a stream of calls. */
+enum { HR_STREAM_MS = 1 };
 
 /* ---- Submission: what callers hand in and wait for. All under the lock, but for atomics. ---- */
 
@@ -69,7 +69,7 @@ enum hr_driver_who { HR_DRIVER_NONE, HR_DRIVER_THREAD, HR_DRIVER_CALLER };
  *     ----------+---------------------------------------------------------------+------------------
  *     AWAKE     | LINGERING or PARKED: nobody needs it                          | nothing
  *     LINGERING | AWAKE: it is needed; PARKED: not within thread_spin_ns        | a store
- *     PARKED    | AWAKE: it is needed, a life line speaks, HR_CEDED_MS are over | a system call
+ *     PARKED    | AWAKE: it is needed, something comes that it sleeps on        | a system call
  */
 enum hr_thread_state { HR_THREAD_AWAKE, HR_THREAD_LINGERING, HR_THREAD_PARKED };
 
@@ -80,15 +80,22 @@ struct hr_driver {
     _Atomic int thread_state; /* enum hr_thread_state; changed under the lock, but for LINGERING to AWAKE */
     pthread_t thread;
     int kick_fd;
-    struct pollfd *park_fds;  /* [1 + local_size] */
-    int woken_soon;           /* background thread only: lingering instead of parking would have paid the last time */
     _Atomic int stop;
-    /* leader among several hosts, until the end of the group has been told to them: the thread drives */
-    atomic_int always_drives;
-    _Atomic int wanted;       /* there: a caller that calls again and again would drive itself */
-    int ceded;                /* so the thread has let go; written by it alone */
+    _Atomic int serves_hosts; /* leads a team on several hosts, until their leaders have been told of the end */
+    _Atomic int wanted;       /* there: a caller that waits for the only request would drive itself */
     int64_t called_ns;        /* there: when a caller's wait last ended */
+    uint64_t drives;          /* of callers, so far */
+    int looks_soon;           /* the thread is parked for HR_STREAM_MS at most */
     int64_t caller_spin_ns, thread_spin_ns;
+
+    /* The background thread's own. */
+    struct hr_sleep sleep;
+    int is_watching;          /* `sleep` has been prepared, when callers had driven so often: */
+    uint64_t watching_since;
+    int must_look;            /* for others, though nothing is pending here */
+    int has_yielded;          /* to a caller that waits for what is pending */
+    uint64_t rested_at;       /* drives of callers when it rested last */
+    int woken_soon;           /* lingering instead of parking would have paid the last time */
 
     /* The driver's own. */
     enum hr_engine_stage stage;
@@ -169,19 +176,15 @@ int hr_engine_health(struct hr_engine *engine, struct hr_error *error);
 void *hr_engine_main(void *engine);
 
 /* drive.c */
-/* Whether the background thread has to drive even if nothing is pending here. With the lock held, or on that thread. */
-static inline int hr_engine_thread_drives(const struct hr_engine *engine) {
-    return atomic_load(&engine->driver.always_drives) && !engine->driver.ceded;
-}
-/* Whether a caller has waited within the last HR_CEDED_MS; where the thread always drives, with the lock held. */
-static inline int hr_engine_called_lately(const struct hr_engine *engine, int64_t now_ns) {
-    return now_ns - engine->driver.called_ns < HR_CEDED_MS * 1000000ll;
-}
 /*
  * Whether something but the requests here needs a driver: a rank of this host that wants to leave. With the lock held.
  */
 int hr_engine_is_called(const struct hr_engine *engine);
-/* Drives until `until` is done (NULL: nothing is pending), the deadline has passed, or a signal came. */
+/*
+ * Drives until `until` is done, the deadline has passed, or a signal came. The background thread, whose `until` is
+ * NULL: until nothing is pending; where it serves other hosts, until there is nothing to do but wait, for which it has
+ * then prepared its sleep, or a caller wants to.
+ */
 void hr_engine_drive(struct hr_engine *engine, const struct hr_request *until, int64_t deadline_ns);
 /* Wakes whoever must notice a change made under the lock. Call with the lock held. */
 void hr_engine_kick(struct hr_engine *engine);

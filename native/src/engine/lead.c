@@ -321,6 +321,19 @@ static int flush_log(struct hr_lane *lane) {
 
 /* ---- The step ---- */
 
+/*
+ * What was just written leaves before this rank executes it, and before a caller that then has what it waits for stops
+ * driving.
+ */
+static int send_at_once(struct hr_lane *lane) {
+    HR_TRY(hr_leader_progress_links(lane));
+    if (hr_leader_sends_left(lane)) {
+        struct hr_transport *transport = lane->team->transport;
+        (void)transport->ops->progress(transport);
+    }
+    return 1;
+}
+
 int hr_lane_lead(struct hr_lane *lane) {
     static int (*const parts[])(struct hr_lane *) = {collect_local, hr_leader_progress_links, hr_leader_collect,
                                                      form_batches, flush_log};
@@ -332,11 +345,7 @@ int hr_lane_lead(struct hr_lane *lane) {
         }
         moved |= status;
     }
-    if (moved && lane->leader.link_count > 0) {
-        const int status = hr_leader_progress_links(lane); /* what was just written starts travelling now */
-        return status < 0 ? status : 1;
-    }
-    return moved;
+    return moved && lane->leader.link_count > 0 ? send_at_once(lane) : moved;
 }
 
 int hr_lane_has_lead_work(struct hr_lane *lane) {

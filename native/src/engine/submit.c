@@ -70,7 +70,7 @@ int hr_engine_submit_with(struct hr_engine *engine, const horo_request *call, st
      * A process that ends at its error must not be taken for the cause: its driver tells other hosts first, then fails
      * this.
      */
-    const int untold = atomic_load(&engine->driver.always_drives) && hr_arena_aborted(&engine->node->arena).code != 0;
+    const int untold = atomic_load(&engine->driver.serves_hosts) && hr_arena_aborted(&engine->node->arena).code != 0;
     if (!untold && hr_engine_health(engine, error) != HORO_OK) {
         hr_engine_show_end(engine);
         return error->code;

@@ -168,7 +168,7 @@ static void choose_driver(struct hr_engine *engine) {
     for (int i = 0; i < engine->lane_count; i++) {
         leads |= engine->lanes[i]->is_leader && engine->lanes[i]->team->transport != NULL;
     }
-    atomic_store(&engine->driver.always_drives, leads);
+    atomic_store(&engine->driver.serves_hosts, leads);
 }
 
 static int add(struct hr_engine *engine, struct hr_request *request, int team, int has_local) {

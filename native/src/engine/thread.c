@@ -8,73 +8,157 @@
 #define TIMER_SLACK_NS                                                                                                 \
     1000ul /* 50000 otherwise: too coarse for the looks that MPI needs (hr_transport_poll_within_ns) */
 
-/* Sleeps until kicked, until something comes on a life line, or for timeout_ms (-1: no matter how long). */
-static void park(struct hr_engine *engine, int timeout_ms) {
-    struct hr_node *node = engine->node;
-    struct pollfd *fds = engine->driver.park_fds;
-    fds[0] = (struct pollfd){.fd = engine->driver.kick_fd, .events = POLLIN};
-    const size_t life_count = hr_node_life_fds(node, fds + 1);
-    if (poll(fds, (nfds_t)(1 + life_count), timeout_ms) <= 0) {
+/* To sleep on the kick and the life lines alone. */
+static void prepare_to_park(struct hr_engine *engine, int64_t look_ns) {
+    struct hr_sleep *sleep = &engine->driver.sleep;
+    sleep->fds[0] = (struct pollfd){.fd = -1}; /* what comes for the driver is not the thread's */
+    sleep->life_count = hr_node_life_fds(engine->node, sleep->fds + 1);
+    sleep->count = 1 + sleep->life_count;
+    sleep->deadline_ns = 0;
+    sleep->look_ns = look_ns;
+}
+
+static void name_kick(struct hr_engine *engine) {
+    struct hr_sleep *sleep = &engine->driver.sleep;
+    sleep->fds[sleep->count++] = (struct pollfd){.fd = engine->driver.kick_fd, .events = POLLIN};
+}
+
+/* What has come, if anything has; but for the driver's eventfd, which is the next driver's. */
+static void take_events(struct hr_engine *engine, int events) {
+    struct hr_sleep *sleep = &engine->driver.sleep;
+    if (events <= 0) {
+        sleep->fds[0].revents = 0;
         return;
     }
     uint64_t drained;
     const ssize_t got = read(engine->driver.kick_fd, &drained, sizeof drained);
     (void)got; /* nonblocking */
-    hr_node_watch(node, fds + 1, life_count);
+    hr_node_watch(engine->node, sleep->fds + 1, sleep->life_count);
 }
 
-/* Looks for a while whether it is needed; 1 if it is. With the lock held. */
+/* Looks for a while whether it is needed; 1 if it is. Without the lock. */
 static int linger(struct hr_engine *engine) {
-    _Atomic int *state = &engine->driver.thread_state;
-    atomic_store(state, HR_THREAD_LINGERING);
-    (void)pthread_mutex_unlock(&engine->submission.lock);
-    const int64_t end_ns = hr_now_ns() + engine->driver.thread_spin_ns;
-    while (atomic_load(state) == HR_THREAD_LINGERING && hr_now_ns() < end_ns) {
-        for (int i = 0; i < HR_LOOKS_PER_YIELD && atomic_load(state) == HR_THREAD_LINGERING; i++) {
+    struct hr_driver *driver = &engine->driver;
+    const int64_t end_ns = hr_now_ns() + driver->thread_spin_ns;
+    while (atomic_load(&driver->thread_state) == HR_THREAD_LINGERING && hr_now_ns() < end_ns) {
+        for (int i = 0; i < HR_LOOKS_PER_YIELD && atomic_load(&driver->thread_state) == HR_THREAD_LINGERING; i++) {
             hr_cpu_relax();
+        }
+        const int events = driver->is_watching ? poll(driver->sleep.fds, (nfds_t)driver->sleep.count, 0) : 0;
+        if (events > 0) {
+            take_events(engine, events);
+            return 1;
         }
         (void)sched_yield(); /* the caller may have been put on this very core */
     }
-    (void)pthread_mutex_lock(&engine->submission.lock);
-    return atomic_exchange(state, HR_THREAD_AWAKE) != HR_THREAD_LINGERING;
+    return atomic_load(&driver->thread_state) != HR_THREAD_LINGERING;
+}
+
+static void park(struct hr_engine *engine) {
+    struct hr_driver *driver = &engine->driver;
+    const int64_t begin_ns = hr_now_ns();
+    if (atomic_load(&driver->serves_hosts)) {
+        atomic_fetch_add_explicit(&engine->node->sleeps, 1, memory_order_relaxed); /* of a driver, but for the name */
+    }
+    take_events(engine, hr_node_sleep(&driver->sleep));
+    driver->woken_soon = hr_now_ns() - begin_ns < driver->thread_spin_ns;
 }
 
 /*
- * Until needed, with the lock held. Parking costs the caller a system call that wakes a thread, two microseconds and
- * more, for each request of a stream; lingering costs time of a core that nobody else wants. So it lingers only after
- * it has been woken so soon that lingering would have caught the call, and no longer than its waits spin.
+ * Until needed, with the lock held, which it lets go meanwhile. Parking costs the caller a system call that wakes a
+ * thread, two microseconds and more, for each request of a stream; lingering costs time of a core that nobody else
+ * wants. So it lingers only after it has been woken so soon that lingering would have caught the call, and no longer
+ * than its waits spin.
  */
-static void rest(struct hr_engine *engine) {
+static void sleep_until_needed(struct hr_engine *engine, int lingers) {
     struct hr_driver *driver = &engine->driver;
-    if (driver->woken_soon && !driver->ceded && linger(engine)) {
-        return;
+    const uint64_t drives = driver->drives;
+    if (lingers) {
+        atomic_store(&driver->thread_state, HR_THREAD_LINGERING);
+        (void)pthread_mutex_unlock(&engine->submission.lock);
+        const int is_needed = linger(engine);
+        (void)pthread_mutex_lock(&engine->submission.lock);
+        const int is_called = atomic_exchange(&driver->thread_state, HR_THREAD_AWAKE) != HR_THREAD_LINGERING;
+        if (is_needed || is_called || driver->drives != drives) {
+            return;
+        }
     }
     atomic_store(&driver->thread_state, HR_THREAD_PARKED);
     (void)pthread_mutex_unlock(&engine->submission.lock);
-    const int64_t begin_ns = hr_now_ns();
-    park(engine, driver->ceded ? HR_CEDED_MS : -1);
-    const int64_t end_ns = hr_now_ns();
-    driver->woken_soon = end_ns - begin_ns < driver->thread_spin_ns;
+    park(engine);
     (void)pthread_mutex_lock(&engine->submission.lock);
     atomic_store(&driver->thread_state, HR_THREAD_AWAKE);
-    if (driver->who == HR_DRIVER_NONE && !hr_engine_called_lately(engine, end_ns)) {
-        driver->ceded = 0; /* not while a caller drives, who would leave nobody behind */
+}
+
+/* Where nothing but a call or a death concerns the thread. */
+static void rest(struct hr_engine *engine) {
+    prepare_to_park(engine, -1);
+    name_kick(engine);
+    sleep_until_needed(engine, engine->driver.woken_soon);
+}
+
+/*
+ * Where other hosts need it, and nobody drives: it sleeps on all that may come, but leaves the driving to a caller that
+ * comes.
+ */
+static void rest_watching(struct hr_engine *engine) {
+    struct hr_driver *driver = &engine->driver;
+    name_kick(engine);
+    sleep_until_needed(engine, driver->woken_soon);
+    if (driver->who == HR_DRIVER_NONE) {
+        hr_node_end_sleep(engine->node, &driver->sleep);
+        driver->must_look = 1;
     }
 }
 
+/*
+ * There, while callers drive, or one has let go a moment ago: what comes for them is not to wake it. It looks after
+ * HR_STREAM_MS, unless a call lasts longer: then the caller wakes it.
+ */
+static void rest_from_callers(struct hr_engine *engine) {
+    struct hr_driver *driver = &engine->driver;
+    const int is_long = driver->who == HR_DRIVER_CALLER && driver->drives == driver->rested_at;
+    driver->rested_at = driver->drives;
+    driver->looks_soon = !is_long;
+    prepare_to_park(engine, is_long ? -1 : HR_STREAM_MS * 1000000ll);
+    name_kick(engine);
+    sleep_until_needed(engine, 0);
+    driver->looks_soon = 0;
+    if (driver->who == HR_DRIVER_NONE && hr_now_ns() - driver->called_ns >= HR_STREAM_MS * 1000000ll) {
+        driver->must_look = 1;
+    }
+}
+
+static void rest_somehow(struct hr_engine *engine) {
+    struct hr_driver *driver = &engine->driver;
+    const int is_free = driver->who == HR_DRIVER_NONE && !driver->has_yielded;
+    driver->has_yielded = 0;
+    if (!atomic_load(&driver->serves_hosts)) {
+        rest(engine);
+    } else if (is_free && driver->is_watching && driver->watching_since == driver->drives) {
+        rest_watching(engine);
+    } else {
+        driver->is_watching = 0;
+        rest_from_callers(engine);
+    }
+    driver->is_watching = 0;
+}
+
 static int must_drive(const struct hr_engine *engine) {
-    return atomic_load(&engine->submission.pending) > 0 || hr_engine_thread_drives(engine) ||
-           hr_engine_is_called(engine);
+    const struct hr_driver *driver = &engine->driver;
+    return driver->who == HR_DRIVER_NONE && !driver->has_yielded &&
+           (driver->must_look || atomic_load(&engine->submission.pending) > 0 || hr_engine_is_called(engine));
 }
 
 static void drive_as_thread(struct hr_engine *engine) {
-    engine->driver.who = HR_DRIVER_THREAD;
+    struct hr_driver *driver = &engine->driver;
+    driver->who = HR_DRIVER_THREAD;
+    driver->must_look = 0;
     (void)pthread_mutex_unlock(&engine->submission.lock);
     hr_engine_drive(engine, NULL, 0);
     (void)pthread_mutex_lock(&engine->submission.lock);
-    engine->driver.who = HR_DRIVER_NONE;
-    engine->driver.ceded = engine->driver.ceded || atomic_load(&engine->driver.wanted);
-    atomic_store(&engine->driver.wanted, 0);
+    driver->who = HR_DRIVER_NONE;
+    driver->has_yielded = atomic_exchange(&driver->wanted, 0) && engine->submission.waiters > 0;
     if (engine->submission.waiters > 0) {
         (void)pthread_cond_broadcast(&engine->submission.done);
     }
@@ -86,10 +170,10 @@ void *hr_engine_main(void *arg) {
     (void)prctl(PR_SET_TIMERSLACK, TIMER_SLACK_NS); /* of this thread; it is horo's own */
     (void)pthread_mutex_lock(&engine->submission.lock);
     while (!atomic_load(&engine->driver.stop)) {
-        if (engine->driver.who == HR_DRIVER_NONE && must_drive(engine)) {
+        if (must_drive(engine)) {
             drive_as_thread(engine);
         } else {
-            rest(engine);
+            rest_somehow(engine);
         }
     }
     drive_as_thread(engine); /* until it has left */

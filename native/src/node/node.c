@@ -122,16 +122,15 @@ static size_t fds_of(const struct hr_node *node, int host_count) {
 }
 
 int hr_node_add_transport(struct hr_node *node, struct hr_transport *transport, int host_count) {
-    const size_t fds = node->poll_capacity + fds_of(node, host_count);
-    struct pollfd *poll_fds = realloc(node->poll_fds, fds * sizeof *poll_fds);
-    node->poll_fds = poll_fds == NULL ? node->poll_fds : poll_fds;
+    const size_t fds = node->poll_count + fds_of(node, host_count);
+    const int reserved = hr_sleep_reserve(&node->sleep, fds);
     const size_t count = (size_t)node->transport_count + 1;
     struct hr_transport **transports = realloc((void *)node->transports, count * sizeof *transports);
     node->transports = transports == NULL ? node->transports : transports;
-    if (poll_fds == NULL || transports == NULL) {
+    if (reserved != HORO_OK || transports == NULL) {
         return HORO_ERR_RESOURCE;
     }
-    node->poll_capacity = fds;
+    node->poll_count = fds;
     node->transports[node->transport_count++] = transport;
     if (node->watching) {
         transport->ops->watch(transport, 1);
@@ -143,7 +142,7 @@ void hr_node_drop_transport(struct hr_node *node, const struct hr_transport *tra
     for (int i = 0; i < node->transport_count; i++) {
         if (node->transports[i] == transport) {
             node->transports[i] = node->transports[--node->transport_count];
-            node->poll_capacity -= fds_of(node, host_count);
+            node->poll_count -= fds_of(node, host_count);
             return;
         }
     }

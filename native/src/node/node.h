@@ -30,6 +30,17 @@
 /* How often whoever spins looks before it offers its core to others. */
 enum { HR_LOOKS_PER_YIELD = 2 };
 
+/* What a thread sleeps on. Of its own: the driver may go on meanwhile. */
+struct hr_sleep {
+    struct pollfd *fds; /* [capacity]: my eventfd, the life lines, the links */
+    size_t capacity, count, life_count;
+    int64_t deadline_ns; /* 0: none */
+    int64_t look_ns;     /* at most so long, for what no descriptor tells of; -1: any time */
+};
+
+/* Makes room for so many descriptors. HORO_OK or HORO_ERR_RESOURCE, which changes nothing. */
+int hr_sleep_reserve(struct hr_sleep *sleep, size_t count);
+
 struct hr_node {
     int rank, size, host_count; /* of the job */
     int local_rank, local_size; /* local index and ranks of this host */
@@ -49,8 +60,8 @@ struct hr_node {
     int owned_fd_count;
     _Atomic int *life_fds; /* [local_size]; -1: none or closed; see hr_node_watch */
     int sockets_per_peer; /* of data links */
-    struct pollfd *poll_fds;
-    size_t poll_capacity;
+    struct hr_sleep sleep; /* the driver's */
+    size_t poll_count;     /* how many descriptors a sleep may have to name */
 
     int64_t peer_timeout_ns;
     int64_t stall_warning_ns;  /* 0: never */
@@ -70,6 +81,16 @@ typedef int (*hr_ready)(struct hr_node *node, void *arg);
  * now_ns.
  */
 int hr_node_wait(struct hr_node *node, hr_ready ready, void *arg, int64_t now_ns, int64_t spin_ns, int64_t deadline_ns);
+
+/*
+ * The parts of a sleep, for a thread that lets others drive meanwhile. The first is the driver's: 1 if something is
+ * ready; else the sleep, which has room for the life lines and two more from the beginning, is left with room for one
+ * descriptor behind its count. The second is the thread's, whoever drives: what poll() returns. The third is the next
+ * driver's: this rank sleeps no longer; without a sleep it leaves what has come to the next one.
+ */
+int hr_node_prepare_sleep(struct hr_node *node, hr_ready ready, void *arg, struct hr_sleep *sleep, int64_t deadline_ns);
+int hr_node_sleep(const struct hr_sleep *sleep);
+void hr_node_end_sleep(struct hr_node *node, const struct hr_sleep *sleep);
 
 /* Wakes a local rank, or all of them but me, if they sleep. Any thread. */
 void hr_node_wake(struct hr_node *node, int local_rank);

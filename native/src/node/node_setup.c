@@ -31,9 +31,9 @@ static int allocate(struct hr_node *node) {
     node->wake_fds = calloc(local, sizeof *node->wake_fds);
     node->life_fds = calloc(local, sizeof *node->life_fds);
     node->owned_fds = calloc(2 * local + 1, sizeof *node->owned_fds);
-    node->poll_capacity = 1 + local;
-    node->poll_fds = calloc(node->poll_capacity, sizeof *node->poll_fds);
-    if (node->wake_fds == NULL || node->life_fds == NULL || node->owned_fds == NULL || node->poll_fds == NULL) {
+    node->poll_count = 1 + local;
+    if (node->wake_fds == NULL || node->life_fds == NULL || node->owned_fds == NULL ||
+        hr_sleep_reserve(&node->sleep, node->poll_count) != HORO_OK) {
         return HORO_ERR_RESOURCE;
     }
     return hr_recorder_init(&node->recorder);
@@ -55,7 +55,7 @@ static void free_places(struct hr_node *node) {
     free(node->wake_fds);
     free((void *)node->life_fds);
     free(node->owned_fds);
-    free(node->poll_fds);
+    free(node->sleep.fds);
     free((void *)node->transports);
     hr_recorder_fini(&node->recorder);
 }

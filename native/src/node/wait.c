@@ -1,9 +1,12 @@
 /* The one way to wait: spin for a while, then sleep. See node.h. */
 #include <errno.h>
 #include <sched.h>
+#include <stdlib.h>
 #include <unistd.h>
 
 #include "node/node.h"
+
+#define LOOK_AT_UNNAMED_NS 1000000ll
 
 /* Of two spans of time, of which a negative one has no end. */
 static int64_t shorter(int64_t a_ns, int64_t b_ns) {
@@ -27,42 +30,84 @@ static int64_t until_ns(int64_t deadline_ns) {
     return left_ns < 0 ? 0 : left_ns;
 }
 
-enum awoken { AWOKEN_BY_EVENT, AWOKEN_BY_SIGNAL, AWOKEN_TO_LOOK };
+int hr_sleep_reserve(struct hr_sleep *sleep, size_t count) {
+    if (count > sleep->capacity) {
+        struct pollfd *fds = realloc(sleep->fds, count * sizeof *fds);
+        if (fds == NULL) {
+            return HORO_ERR_RESOURCE;
+        }
+        sleep->fds = fds;
+        sleep->capacity = count;
+    }
+    return HORO_OK;
+}
 
-/* Sleeps once. */
-static enum awoken sleep_until_woken(struct hr_node *node, hr_ready ready, void *arg, int64_t deadline_ns) {
+/* With the mark set that this rank sleeps, so that whoever changes something from here on writes its eventfd. */
+static void name_fds(const struct hr_node *node, struct hr_sleep *sleep, size_t room) {
+    struct pollfd *fds = sleep->fds;
+    fds[0] = (struct pollfd){.fd = node->wake_fds[node->local_rank], .events = POLLIN};
+    sleep->life_count = hr_node_life_fds(node, fds + 1);
+    sleep->count = 1 + sleep->life_count;
+    sleep->look_ns = poll_within_ns(node);
+    for (int i = 0; i < node->transport_count; i++) {
+        const size_t left = room - sleep->count;
+        const size_t links = node->transports[i]->ops->sleep_fds(node->transports[i], fds + sleep->count, left);
+        if (links > left) { /* there was no memory for them all */
+            sleep->look_ns = shorter(sleep->look_ns, LOOK_AT_UNNAMED_NS);
+        }
+        sleep->count += links < left ? links : left;
+    }
+}
+
+static int set_mark(struct hr_node *node, hr_ready ready, void *arg) {
     _Atomic uint32_t *sleeping = &node->arena.blocks[node->local_rank].sleeping;
     atomic_store(sleeping, 1); /* partner: hr_node_wake */
     if (ready(node, arg)) {
         atomic_store(sleeping, 0);
+        return 0;
+    }
+    return 1;
+}
+
+int hr_node_sleep(const struct hr_sleep *sleep) {
+    const int64_t timeout_ns = shorter(until_ns(sleep->deadline_ns), sleep->look_ns);
+    const struct timespec timeout = {.tv_sec = timeout_ns / 1000000000, .tv_nsec = timeout_ns % 1000000000};
+    return ppoll(sleep->fds, (nfds_t)sleep->count, timeout_ns < 0 ? NULL : &timeout, NULL);
+}
+
+void hr_node_end_sleep(struct hr_node *node, const struct hr_sleep *sleep) {
+    atomic_store(&node->arena.blocks[node->local_rank].sleeping, 0);
+    if (sleep != NULL && sleep->fds[0].revents != 0) {
+        uint64_t drained;
+        const ssize_t got = read(sleep->fds[0].fd, &drained, sizeof drained);
+        (void)got; /* nonblocking; whatever it says, the driver looks at its condition next */
+    }
+}
+
+enum awoken { AWOKEN_BY_EVENT, AWOKEN_BY_SIGNAL, AWOKEN_TO_LOOK };
+
+/* Sleeps once. */
+static enum awoken sleep_until_woken(struct hr_node *node, hr_ready ready, void *arg, int64_t deadline_ns) {
+    if (!set_mark(node, ready, arg)) {
         return AWOKEN_BY_EVENT;
     }
-    struct pollfd *fds = node->poll_fds;
-    fds[0] = (struct pollfd){.fd = node->wake_fds[node->local_rank], .events = POLLIN};
-    const size_t life_count = hr_node_life_fds(node, fds + 1);
-    size_t count = 1 + life_count;
-    for (int i = 0; i < node->transport_count; i++) {
-        count += node->transports[i]->ops->sleep_fds(node->transports[i], fds + count, node->poll_capacity - count);
-    }
+    struct hr_sleep *sleep = &node->sleep;
+    name_fds(node, sleep, sleep->capacity);
+    sleep->deadline_ns = deadline_ns;
     atomic_fetch_add_explicit(&node->sleeps, 1, memory_order_relaxed);
-    const int64_t look_ns = poll_within_ns(node);
-    const int64_t timeout_ns = shorter(until_ns(deadline_ns), look_ns);
-    const struct timespec timeout = {.tv_sec = timeout_ns / 1000000000, .tv_nsec = timeout_ns % 1000000000};
-    const int events = ppoll(fds, (nfds_t)count, timeout_ns < 0 ? NULL : &timeout, NULL);
+    const int events = hr_node_sleep(sleep);
     const int interrupted = events < 0 && errno == EINTR;
-    atomic_store(sleeping, 0);
-    if (events > 0 && fds[0].revents != 0) {
-        uint64_t drained;
-        const ssize_t got = read(fds[0].fd, &drained, sizeof drained);
-        (void)got; /* nonblocking; whatever it says, the caller looks at its condition next */
+    if (events <= 0) {
+        sleep->fds[0].revents = 0;
     }
+    hr_node_end_sleep(node, sleep);
     if (events > 0) {
-        hr_node_watch(node, fds + 1, life_count);
+        hr_node_watch(node, sleep->fds + 1, sleep->life_count);
     }
     if (interrupted) {
         return AWOKEN_BY_SIGNAL;
     }
-    return events == 0 && look_ns >= 0 ? AWOKEN_TO_LOOK : AWOKEN_BY_EVENT;
+    return events == 0 && sleep->look_ns >= 0 ? AWOKEN_TO_LOOK : AWOKEN_BY_EVENT;
 }
 
 /* Spins until ready, 1, or until end_ns, 0; looks once where that is 0. */
@@ -106,4 +151,15 @@ int hr_node_wait(struct hr_node *node, hr_ready ready, void *arg, int64_t now_ns
         /* one look: spinning has been tried */
         end_ns = awoken == AWOKEN_TO_LOOK || spin_ns <= 0 ? 0 : hr_now_ns() + spin_ns;
     }
+}
+
+int hr_node_prepare_sleep(struct hr_node *node, hr_ready ready, void *arg, struct hr_sleep *sleep,
+                          int64_t deadline_ns) {
+    if (spin(node, ready, arg, 0) || !set_mark(node, ready, arg)) {
+        return 1;
+    }
+    (void)hr_sleep_reserve(sleep, node->poll_count + 1);
+    name_fds(node, sleep, sleep->capacity - 1);
+    sleep->deadline_ns = deadline_ns;
+    return 0;
 }
