@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from horo._bootstrap.descriptors import close_all, create_memory, create_wake
-from horo._bootstrap.gate import GateKeeper
 from horo._bootstrap.grouping import Grouping, group_ranks
-from horo._bootstrap.handshake import Claim, HandshakeError, Purpose, Session, greet
+from horo._bootstrap.handshake import Claim, HandshakeError, Purpose, Session, authenticate
+from horo._bootstrap.listener import ListenerThread
 from horo._bootstrap.rendezvous import Rendezvous
 from horo._errors import ResourceError
 
@@ -171,7 +171,7 @@ class _ArenaServer:
         self._leader = leader
         self._candidates = set(candidates) - {leader}
         self._epoch = epoch
-        self._keeper: GateKeeper | None = None
+        self._listener: ListenerThread | None = None
         self._connections: dict[int, socket.socket] = {}
 
     def listen(self, secret: bytes) -> bytes:
@@ -186,13 +186,15 @@ class _ArenaServer:
             listener.close()
             raise ResourceError(f"cannot listen on an abstract unix socket: {error.strerror}") from error
         log = logging.getLogger("horo")
-        self._keeper = GateKeeper([listener], secret, admit=self._admit, on_peer=self._serve, on_stranger=log.warning)
+        self._listener = ListenerThread(
+            [listener], secret, admit=self._admit, on_peer=self._serve, on_refused=log.warning
+        )
         return name
 
     def stop(self) -> dict[int, socket.socket]:
         """Ends serving; the connections by rank, now the caller's."""
-        if self._keeper is not None:
-            self._keeper.close()
+        if self._listener is not None:
+            self._listener.close()
         connections, self._connections = self._connections, {}
         return connections
 
@@ -233,7 +235,7 @@ def _receive_arena(
         connection.settimeout(_EXCHANGE_TIMEOUT_S)
         connection.connect(name)
         _check_user(connection)
-        greet(connection, secret, claim, deadline)
+        authenticate(connection, secret, claim, deadline)
         connection.settimeout(_EXCHANGE_TIMEOUT_S)
         received = receive_descriptors(connection, count + 1)
         held = os.fstat(received[0]).st_size

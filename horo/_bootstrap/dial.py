@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from horo._bootstrap.addresses import Endpoint, socket_address
-from horo._bootstrap.handshake import Claim, HandshakeError, Session, greet
+from horo._bootstrap.handshake import Claim, HandshakeError, Session, authenticate
 from horo._errors import PeerLostError
 
 __all__ = ["dial"]
 
-_GREETING_S = 10.0
-"""Longer than an acceptor waits for a greeting, so that a busy one is not given up halfway."""
+_HANDSHAKE_S = 10.0
+"""Longer than an acceptor waits for a handshake, so that a busy one is not given up halfway."""
 _ATTEMPT_S = 3.0
 """A lost packet of a connection attempt is sent again after 1 s."""
 _RETRY_FIRST_S = 0.02
@@ -33,7 +33,7 @@ def dial(
 ) -> tuple[socket.socket, Session]:
     """Connects to the first of ``endpoints`` that answers and proves itself; tries again until the time is over.
 
-    All addresses are dialed at once, so one that swallows packets delays nobody. A greeting that has begun may take
+    All addresses are dialed at once, so one that swallows packets delays nobody. A handshake that has begun may take
     longer than ``timeout_s``. ``check`` is called between attempts and may raise to give up.
 
     Returns:
@@ -119,7 +119,7 @@ def _prove(endpoint: Endpoint, connection: socket.socket, attempt: _Attempt) -> 
             attempt.failures[endpoint] = os.strerror(errno.ECONNREFUSED)  # TCP's self-connect: nobody listens there
         else:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            session = greet(connection, attempt.secret, attempt.claim, time.monotonic() + _GREETING_S)
+            session = authenticate(connection, attempt.secret, attempt.claim, time.monotonic() + _HANDSHAKE_S)
             connection.settimeout(None)
             return session
     except HandshakeError as error:

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from horo._bootstrap.grouping import Grouping
 from horo._bootstrap.rendezvous import list_ranks
 
-__all__ = ["Directory", "Neighbour"]
+__all__ = ["Directory", "PeerAddress"]
 
 
 @dataclass(frozen=True)
-class Neighbour:
+class PeerAddress:
     """What decides how to reach a rank."""
 
     machine: tuple[str, int]
@@ -28,7 +28,7 @@ class Directory:
     rank: int
     """Of this process."""
     grouping: Grouping
-    neighbours: Sequence[Neighbour] = field(repr=False)
+    peers: Sequence[PeerAddress] = field(repr=False)
     """By rank."""
     host_names: Sequence[str] = field(repr=False)
     """By rank, for messages."""
@@ -36,7 +36,7 @@ class Directory:
     """The job's; empty in a job of one rank, which has nobody to prove it to."""
     epoch: int
     """Number of this start; part of what is proven."""
-    patience_s: float
+    timeout_s: float
     """Longest wait for a connection without any progress (``HORO_START_TIMEOUT``)."""
     interfaces: str | None = None
     """The user's choice of interfaces here, see ``interfaces.select_addresses``."""

@@ -30,8 +30,8 @@ __all__ = [
     "HandshakeError",
     "Purpose",
     "Session",
+    "authenticate",
     "check_secret",
-    "greet",
 ]
 
 SECRET_BYTES_MIN = 16
@@ -47,12 +47,12 @@ _ANSWER = struct.Struct("!4sB3x32s32s")
 class HandshakeError(HoroError):
     """The other end is not a member of this job, or not the one it should be.
 
-    ``farewell`` is what to send before closing, so that the other end can name the reason too.
+    ``reply`` is what to send before closing, so that the other end can name the reason too.
     """
 
-    def __init__(self, message: str, farewell: bytes = b"") -> None:
+    def __init__(self, message: str, reply: bytes = b"") -> None:
         super().__init__(message)
-        self.farewell = farewell
+        self.reply = reply
 
 
 class Purpose(IntEnum):
@@ -123,11 +123,11 @@ class Acceptor:
         """Takes at most ``missing_bytes`` bytes and returns what to send now.
 
         Raises:
-            HandshakeError: the dialer is a stranger.
+            HandshakeError: the dialer is no member of the job.
         """
         self._received += data
         if self._claim is None and not _MAGIC.startswith(self._received[: len(_MAGIC)]):
-            raise HandshakeError("what it sent is no horo greeting")
+            raise HandshakeError("what it sent is no horo handshake")
         if self.missing_bytes > 0:
             return b""
         message, self._received = self._received, b""
@@ -140,13 +140,13 @@ class Acceptor:
         _, version, purpose, number, source, target, epoch, team, _ = _HELLO.unpack(hello)
         if version != _VERSION:
             raise HandshakeError(
-                f"it speaks version {version} of the greeting, this side version {_VERSION}",
-                farewell=_ANSWER.pack(_MAGIC, _VERSION, bytes(_NONCE_BYTES), bytes(_MAC_BYTES)),
+                f"it speaks version {version} of the handshake, this side version {_VERSION}",
+                reply=_ANSWER.pack(_MAGIC, _VERSION, bytes(_NONCE_BYTES), bytes(_MAC_BYTES)),
             )
         try:
             self._claim = Claim(Purpose(purpose), source, target, epoch, number, team)
         except ValueError:
-            raise HandshakeError(f"its greeting asks for the unknown purpose {purpose}") from None
+            raise HandshakeError(f"its handshake asks for the unknown purpose {purpose}") from None
         nonce = secrets.token_bytes(_NONCE_BYTES)
         self._transcript = hello + nonce
         return _ANSWER.pack(_MAGIC, _VERSION, nonce, _mac(self._secret, b"accept", self._transcript))
@@ -161,7 +161,7 @@ class Acceptor:
         )
 
 
-def greet(connection: socket.socket, secret: bytes, claim: Claim, deadline: float) -> Session:
+def authenticate(connection: socket.socket, secret: bytes, claim: Claim, deadline: float) -> Session:
     """The dialing half on a connected socket.
 
     Args:
@@ -169,7 +169,7 @@ def greet(connection: socket.socket, secret: bytes, claim: Claim, deadline: floa
         deadline: on ``time.monotonic()``.
 
     Raises:
-        HandshakeError: the acceptor is a stranger, refused this claim, or was silent until the deadline.
+        HandshakeError: the acceptor is no member of the job, refused this claim, or was silent until the deadline.
     """
     place = (claim.purpose, claim.number, claim.source, claim.target, claim.epoch, claim.team)
     hello = _HELLO.pack(_MAGIC, _VERSION, *place, secrets.token_bytes(_NONCE_BYTES))
@@ -180,7 +180,7 @@ def greet(connection: socket.socket, secret: bytes, claim: Claim, deadline: floa
         if magic != _MAGIC:
             raise HandshakeError("what listens there is not horo")
         if version != _VERSION:
-            raise HandshakeError(f"what listens there speaks version {version} of the greeting, this side {_VERSION}")
+            raise HandshakeError(f"what listens there speaks version {version} of the handshake, this side {_VERSION}")
         transcript = hello + nonce
         if not hmac.compare_digest(mac, _mac(secret, b"accept", transcript)):
             raise HandshakeError("what listens there does not know the job's secret")
@@ -188,9 +188,9 @@ def greet(connection: socket.socket, secret: bytes, claim: Claim, deadline: floa
         if _receive(connection, len(WELCOME), deadline) != WELCOME:
             raise HandshakeError("what listens there answered the proof with something that is no welcome")
     except TimeoutError as error:
-        raise HandshakeError("what listens there did not finish the greeting in time") from error
+        raise HandshakeError("what listens there did not finish the handshake in time") from error
     except OSError as error:
-        raise HandshakeError(f"the connection broke during the greeting ({error.strerror})") from error
+        raise HandshakeError(f"the connection broke during the handshake ({error.strerror})") from error
     return Session(
         claim,
         send_key=_mac(secret, b"dialer key", transcript),
@@ -204,6 +204,8 @@ def _receive(connection: socket.socket, count: int, deadline: float) -> bytes:
         connection.settimeout(max(deadline - time.monotonic(), 0.001))
         data = connection.recv(count - len(received))
         if not data:
-            raise HandshakeError("what listens there closed the connection during the greeting (another job's secret?)")
+            raise HandshakeError(
+                "what listens there closed the connection during the handshake (another job's secret?)"
+            )
         received += data
     return received

@@ -14,7 +14,7 @@ from typing import Any
 from horo._bootstrap.arena import Arena, join_arena
 from horo._bootstrap.console import prepare_log
 from horo._bootstrap.descriptors import close_all, close_setup, create_memory, create_wake
-from horo._bootstrap.directory import Directory, Neighbour
+from horo._bootstrap.directory import Directory, PeerAddress
 from horo._bootstrap.find import find_launch
 from horo._bootstrap.grouping import Grouping, Link, group_ranks
 from horo._bootstrap.identity import read_identity
@@ -252,19 +252,19 @@ def _join(start: _Start, secret: bytes | None) -> Connection:
         meeting.publish("secret", secrets.token_bytes(_SECRET_BYTES))
     said = meeting.gather("peer info")
     start.forget_earlier()  # not before: a slower rank may have been looking at the end of the last start until now
-    hellos = check_agreement(said, lambda rank, host: f"rank {rank} ({host})")
+    infos = check_agreement(said, lambda rank, host: f"rank {rank} ({host})")
     if secret is None:
         (secret,) = meeting.gather("secret", [0])
-    meeting.host_names.update({rank: hello.host for rank, hello in enumerate(hellos)})
-    candidates = group_ranks([hello.identity for hello in hellos]).members(launch.rank)
-    segment_bytes = _segment_bytes(config, hellos)
+    meeting.host_names.update({rank: info.host for rank, info in enumerate(infos)})
+    candidates = group_ranks([info.identity for info in infos]).members(launch.rank)
+    segment_bytes = _segment_bytes(config, infos)
     arena, grouping = join_arena(
         meeting, candidates, secret, start.epoch, lambda count: arena_bytes(count, segment_bytes)
     )
     try:
-        plan = plan_mpi(config, launch.mpi, [hello.mpi_threads for hello in hellos], grouping)
+        plan = plan_mpi(config, launch.mpi, [info.mpi_threads for info in infos], grouping)
         use = mpi_use(plan, launch.mpi, launch.rank, grouping)
-        directory = _directory(start, hellos, grouping, secret, data_by_mpi=plan.transport)
+        directory = _directory(start, infos, grouping, secret, data_by_mpi=plan.transport)
         links = connect_hosts(meeting, directory)
         try:
             meeting.finish()
@@ -275,11 +275,11 @@ def _join(start: _Start, secret: bytes | None) -> Connection:
         arena.close()
         raise
     return Connection(
-        _build_setup(start, hellos, grouping, arena, links.finish(), use=use),
-        place_of(launch, hellos, grouping),
-        places_alike(hellos, grouping),
+        _build_setup(start, infos, grouping, arena, links.finish(), use=use),
+        place_of(launch, infos, grouping),
+        places_alike(infos, grouping),
         grouping.hosts,
-        core_count([hellos[rank] for rank in grouping.members(launch.rank)]),
+        core_count([infos[rank] for rank in grouping.members(launch.rank)]),
         start.config.overlap,
         directory,
         launch.mpi,
@@ -287,16 +287,16 @@ def _join(start: _Start, secret: bytes | None) -> Connection:
 
 
 def _directory(
-    start: _Start, hellos: Sequence[PeerInfo], grouping: Grouping, secret: bytes, *, data_by_mpi: bool
+    start: _Start, infos: Sequence[PeerInfo], grouping: Grouping, secret: bytes, *, data_by_mpi: bool
 ) -> Directory:
     return Directory(
         rank=start.launch.rank,
         grouping=grouping,
-        neighbours=[Neighbour(hello.identity.machine, hello.address) for hello in hellos],
-        host_names=[hello.host for hello in hellos],
+        peers=[PeerAddress(info.identity.machine, info.address) for info in infos],
+        host_names=[info.host for info in infos],
         secret=secret,
         epoch=start.epoch,
-        patience_s=start.config.start_timeout_s,
+        timeout_s=start.config.start_timeout_s,
         interfaces=start.config.network_interfaces,
         sockets_per_peer=start.config.sockets_per_peer,
         data_by_mpi=data_by_mpi,
@@ -305,7 +305,7 @@ def _directory(
 
 def _build_setup(
     start: _Start,
-    hellos: Sequence[PeerInfo],
+    infos: Sequence[PeerInfo],
     grouping: Grouping,
     arena: Arena,
     links: Mapping[Link, socket.socket],
@@ -316,12 +316,12 @@ def _build_setup(
     return _setup(
         start.config,
         rank=start.launch.rank,
-        names=[hello.host for hello in hellos],
+        names=[info.host for info in infos],
         grouping=grouping,
         arena=arena,
         control=control,
         data=data,
-        segment_bytes=_segment_bytes(start.config, hellos),
+        segment_bytes=_segment_bytes(start.config, infos),
         mpi=use,
     )
 
@@ -349,22 +349,22 @@ def _alone(launch: Launch, config: Config) -> Connection:
     directory = Directory(
         rank=0,
         grouping=grouping,
-        neighbours=[Neighbour(read_identity(config.host_id).machine, None)],
+        peers=[PeerAddress(read_identity(config.host_id).machine, None)],
         host_names=[launch.host_name],
         secret=b"",
         epoch=0,
-        patience_s=config.start_timeout_s,
+        timeout_s=config.start_timeout_s,
         sockets_per_peer=config.sockets_per_peer,
     )
     cores = len(os.sched_getaffinity(0))
     return Connection(setup, Place(0, 1, 0, 1), True, grouping.hosts, cores, config.overlap, directory, launch.mpi)
 
 
-def _segment_bytes(config: Config, hellos: Sequence[PeerInfo]) -> int:
+def _segment_bytes(config: Config, infos: Sequence[PeerInfo]) -> int:
     """Within a host, what passes should stay in the cache; between hosts, few large pieces keep the link busy."""
     if config.segment_bytes is not None:
         return config.segment_bytes
-    machines = {hello.identity for hello in hellos}
+    machines = {info.identity for info in infos}
     return _SEVERAL_HOSTS_SEGMENT_BYTES if len(machines) > 1 else _ONE_HOST_SEGMENT_BYTES
 
 

@@ -16,21 +16,21 @@ from typing import Protocol
 from horo._bootstrap.addresses import Endpoint, bind_all, parse_endpoints
 from horo._bootstrap.dial import dial
 from horo._bootstrap.directory import Directory
-from horo._bootstrap.gate import GateKeeper
 from horo._bootstrap.grouping import Link
 from horo._bootstrap.handshake import Claim, HandshakeError, Purpose, Session
 from horo._bootstrap.interfaces import is_loopback, listen_addresses
+from horo._bootstrap.listener import ListenerThread
 from horo._bootstrap.rendezvous import Rendezvous
 from horo._errors import PeerLostError, TimeoutError
 
-__all__ = ["Links", "Party", "by_host", "connect_hosts"]
+__all__ = ["LinkGroup", "Links", "by_host", "connect_hosts"]
 
 _TOPIC = "listen"
 _SLICE_S = 0.5
 """Longest attempt or wait before looking whether another rank has failed meanwhile."""
 
 
-class Party(Protocol):
+class LinkGroup(Protocol):
     """Those who make links together, seen by one of them; a ``Rendezvous`` is one."""
 
     @property
@@ -55,24 +55,26 @@ class Links:
     """The streams of this rank to other hosts: ``listen``, ``dial``, ``wait``, then ``finish``; ``abort`` at any time.
 
     Args:
-        party: who makes them.
+        group: who makes them.
         directory: of the job.
         links: of this rank; peers by their rank in the job.
         own_host: by the number that the links count hosts by.
         team: for which team they are, 0: all ranks; part of what is proven.
     """
 
-    def __init__(self, party: Party, directory: Directory, links: Sequence[Link], own_host: int, team: int = 0) -> None:
-        self._party = party
+    def __init__(
+        self, group: LinkGroup, directory: Directory, links: Sequence[Link], own_host: int, team: int = 0
+    ) -> None:
+        self._group = group
         self._directory = directory
         self._team = team
         self._awaited = [link for link in links if link.host > own_host]
         self._outgoing = [link for link in links if link.host < own_host]
-        self._reception = _Reception(party, self._awaited, directory.epoch, team)
+        self._incoming = _IncomingLinks(group, self._awaited, directory.epoch, team)
         self._dialed: dict[Link, socket.socket] = {}
 
     def listen(self) -> list[Endpoint]:
-        """Lets in whoever is on a higher host; returns where, nowhere if there is nobody.
+        """Accepts the links from higher hosts; returns where, an empty list if there are none.
 
         Raises:
             UsageError, ResourceError: as ``listen_addresses`` and ``bind_all``.
@@ -80,42 +82,43 @@ class Links:
         if not self._awaited:
             return []
         addresses = _choose_addresses(self._directory, self._awaited)
-        return self._reception.listen(self._directory.secret, addresses)
+        return self._incoming.listen(self._directory.secret, addresses)
 
     def dial(self, find: Callable[[int], Sequence[Endpoint]]) -> None:
         """Connects to those on lower hosts; ``find`` says where a rank listens, and may wait for that.
 
         Raises:
-            TimeoutError: a rank could not be reached; names it and its addresses. Others: as ``find``, ``Party.check``.
+            TimeoutError: a rank could not be reached; names it and its addresses. Others: as ``find`` and
+                ``LinkGroup.check``.
         """
         for link in self._outgoing:
             claim = Claim(
-                link.purpose, self._party.rank, link.peer, self._directory.epoch, link.number, team=self._team
+                link.purpose, self._group.rank, link.peer, self._directory.epoch, link.number, team=self._team
             )
-            self._dialed[link] = _dial_link(self._party, claim, find(link.peer), self._directory)
+            self._dialed[link] = _dial_link(self._group, claim, find(link.peer), self._directory)
 
     def wait(self) -> None:
         """Returns once those on higher hosts have connected; raises TimeoutError if one does not come."""
-        self._reception.wait()
+        self._incoming.wait()
 
     def finish(self) -> dict[Link, socket.socket]:
         """A nonblocking, close-on-exec TCP socket per link, the caller's. Call it once all ranks have connected."""
-        connected = {**self._dialed, **self._reception.close()}
+        connected = {**self._dialed, **self._incoming.close()}
         for connection in connected.values():
             connection.setblocking(False)
         return connected
 
     def abort(self) -> None:
         """Closes everything."""
-        for connection in (*self._dialed.values(), *self._reception.close().values()):
+        for connection in (*self._dialed.values(), *self._incoming.close().values()):
             connection.close()
 
 
-def connect_hosts(meeting: Rendezvous, directory: Directory) -> Links:
+def connect_hosts(rendezvous: Rendezvous, directory: Directory) -> Links:
     """Connects this rank to all those it has links to in the job.
 
     Args:
-        meeting: where addresses are published.
+        rendezvous: where addresses are published.
         directory: the same on all ranks.
 
     Raises:
@@ -123,16 +126,16 @@ def connect_hosts(meeting: Rendezvous, directory: Directory) -> Links:
         AbortedError, UsageError, ResourceError: as ``Rendezvous.gather`` and ``listen_addresses``.
     """
     grouping, rank = directory.grouping, directory.rank
-    links = Links(meeting, directory, grouping.links(rank, directory.data_sockets), grouping.host_of_rank[rank])
+    links = Links(rendezvous, directory, grouping.links(rank, directory.data_sockets), grouping.host_of_rank[rank])
 
     def find(peer: int) -> list[Endpoint]:
-        (published,) = meeting.gather(_TOPIC, [peer])
+        (published,) = rendezvous.gather(_TOPIC, [peer])
         return parse_endpoints(published.decode())
 
     try:
         endpoints = links.listen()
         if endpoints:
-            meeting.publish(_TOPIC, ",".join(map(str, endpoints)).encode())
+            rendezvous.publish(_TOPIC, ",".join(map(str, endpoints)).encode())
         links.dial(find)
         links.wait()
     except BaseException:
@@ -155,52 +158,54 @@ def by_host(
 
 
 def _choose_addresses(directory: Directory, awaited: Sequence[Link]) -> list[str]:
-    own = directory.neighbours[directory.rank]
-    peers = [directory.neighbours[link.peer] for link in awaited]
+    own = directory.peers[directory.rank]
+    peers = [directory.peers[link.peer] for link in awaited]
     remote = [peer.address for peer in peers if peer.machine != own.machine]
     return listen_addresses(own.address, remote, same_machine=len(remote) < len(peers), wanted=directory.interfaces)
 
 
-def _dial_link(party: Party, claim: Claim, endpoints: Sequence[Endpoint], directory: Directory) -> socket.socket:
-    neighbours = directory.neighbours
-    if neighbours[claim.target].machine != neighbours[directory.rank].machine:
+def _dial_link(group: LinkGroup, claim: Claim, endpoints: Sequence[Endpoint], directory: Directory) -> socket.socket:
+    peers = directory.peers
+    if peers[claim.target].machine != peers[directory.rank].machine:
         endpoints = [endpoint for endpoint in endpoints if not is_loopback(endpoint.address)] or endpoints
     try:
-        connection, _ = dial(endpoints, directory.secret, claim, party.timeout_s, party.check)
+        connection, _ = dial(endpoints, directory.secret, claim, group.timeout_s, group.check)
     except PeerLostError as error:
         raise TimeoutError(
-            f"{party.name(claim.target)} could not be reached from {party.name(party.rank)} "
+            f"{group.name(claim.target)} could not be reached from {group.name(group.rank)} "
             f"(HORO_START_TIMEOUT): {error}; if these are the wrong addresses, name the right interfaces in "
             "HORO_NETWORK_INTERFACES"
         ) from error
     return connection
 
 
-class _Reception:
-    """Where the ranks of higher hosts come in."""
+class _IncomingLinks:
+    """The links that ranks of higher hosts make to this one."""
 
-    def __init__(self, party: Party, awaited: Sequence[Link], epoch: int, team: int) -> None:
-        self._party = party
+    def __init__(self, group: LinkGroup, awaited: Sequence[Link], epoch: int, team: int) -> None:
+        self._group = group
         self._links = {(link.purpose, link.peer, link.number): link for link in awaited}
         self._start = epoch, team
-        self._keeper: GateKeeper | None = None
+        self._listener: ListenerThread | None = None
         self._endpoints: list[Endpoint] = []
         self._changed = threading.Condition()
         self._connected: dict[Link, socket.socket] = {}
 
     def listen(self, secret: bytes, addresses: Sequence[str]) -> list[Endpoint]:
-        """Starts to let them in; where."""
+        """Starts to accept them; where."""
         listeners = bind_all(addresses)
         self._endpoints = [Endpoint(*listener.getsockname()[:2]) for listener in listeners]
         log = logging.getLogger("horo")
-        self._keeper = GateKeeper(listeners, secret, admit=self._admit, on_peer=self._welcome, on_stranger=log.warning)
+        self._listener = ListenerThread(
+            listeners, secret, admit=self._admit, on_peer=self._take, on_refused=log.warning
+        )
         return self._endpoints
 
     def wait(self) -> None:
-        """Returns once all are there; raises TimeoutError after ``patience_s`` without progress."""
-        patience_s = self._party.timeout_s
+        """Returns once all are there; raises TimeoutError after ``timeout_s`` without progress."""
+        timeout_s = self._group.timeout_s
         missing: list[Link] = []
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + timeout_s
         while True:
             with self._changed:
                 before = len(self._connected)
@@ -208,29 +213,29 @@ class _Reception:
                     self._changed.wait(min(_SLICE_S, max(deadline - time.monotonic(), 0)))
                 missing = [link for link in self._links.values() if link not in self._connected]
                 if len(self._connected) > before:
-                    deadline = time.monotonic() + patience_s
+                    deadline = time.monotonic() + timeout_s
             if not missing:
                 return
-            self._party.check()
+            self._group.check()
             if time.monotonic() >= deadline:
-                names = self._party.names(sorted({link.peer for link in missing}))
+                names = self._group.names(sorted({link.peer for link in missing}))
                 where = ", ".join(map(str, self._endpoints))
                 raise TimeoutError(
-                    f"{names} did not connect to {self._party.name(self._party.rank)} at {where} within "
-                    f"{patience_s:g} s (HORO_START_TIMEOUT): is a firewall between them? If these are the wrong "
+                    f"{names} did not connect to {self._group.name(self._group.rank)} at {where} within "
+                    f"{timeout_s:g} s (HORO_START_TIMEOUT): is a firewall between them? If these are the wrong "
                     "addresses, name the right interfaces in HORO_NETWORK_INTERFACES"
                 )
 
     def close(self) -> dict[Link, socket.socket]:
         """Closes the listeners; the connections are the caller's."""
-        if self._keeper is not None:
-            self._keeper.close()
+        if self._listener is not None:
+            self._listener.close()
         connected, self._connected = self._connected, {}
         return connected
 
     def _admit(self, connection: socket.socket, session: Session) -> None:
         claim = session.claim
-        if claim.target != self._party.rank or (claim.epoch, claim.team) != self._start:
+        if claim.target != self._group.rank or (claim.epoch, claim.team) != self._start:
             raise HandshakeError(f"it looks for rank {claim.target} (start {claim.epoch}, team {claim.team})")
         link = self._links.get((claim.purpose, claim.source, claim.number))
         if link is None:
@@ -238,11 +243,12 @@ class _Reception:
             raise HandshakeError(f"no {kind} link (number {claim.number}) from rank {claim.source} is expected here")
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def _welcome(self, connection: socket.socket, session: Session) -> None:
+    def _take(self, connection: socket.socket, session: Session) -> None:
         claim = session.claim
         link = self._links[claim.purpose, claim.source, claim.number]
         with self._changed:
-            # A dialer that gave up waiting for the welcome dials again: the connection that it still holds counts.
+            # A dialer that has waited too long for the last byte of the handshake dials again: the connection that it
+            # still holds counts.
             if link in self._connected and not _is_open(connection):
                 connection.close()
                 return

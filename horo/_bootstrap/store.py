@@ -20,8 +20,8 @@ from enum import IntEnum
 from horo._bootstrap.addresses import Endpoint, bind_all
 from horo._bootstrap.dial import dial
 from horo._bootstrap.frames import PAYLOAD_BYTES_MAX, Opener, Sealer, pack_fields, unpack_fields
-from horo._bootstrap.gate import GREETING_DEADLINE_S, HALF_OPEN_MAX, Gate
 from horo._bootstrap.handshake import Claim, HandshakeError, Purpose, Session, check_secret
+from horo._bootstrap.listener import HALF_OPEN_MAX, HANDSHAKE_TIMEOUT_S, Listener
 from horo._bootstrap.store_interface import StoreAbandonedError, StoreTimeoutError
 from horo._errors import HoroError, PeerLostError, UsageError
 
@@ -95,7 +95,7 @@ class StoreServer:
         on_refused: Callable[[str], None] | None = None,
         *,
         half_open_max: int = HALF_OPEN_MAX,
-        handshake_timeout_s: float = GREETING_DEADLINE_S,
+        handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
     ) -> None:
         check_secret(secret)
         listeners = bind_all(addresses, port)
@@ -110,13 +110,13 @@ class StoreServer:
         self._selector = selectors.DefaultSelector()
         self._wake_in, self._wake_out = socket.socketpair()
         self._selector.register(self._wake_in, selectors.EVENT_READ, self._stop)
-        self._gate = Gate(
+        self._listener = Listener(
             self._selector,
             listeners,
             secret,
             admit=_admit_store_client,
             on_peer=self._join,
-            on_stranger=on_refused or (lambda sentence: None),
+            on_refused=on_refused or (lambda sentence: None),
             half_open_max=half_open_max,
             deadline_s=handshake_timeout_s,
         )
@@ -164,10 +164,10 @@ class StoreServer:
                 for key, _ in self._selector.select(self._timeout_s(time.monotonic())):
                     key.data()
                 now = time.monotonic()
-                self._gate.expire(now)
+                self._listener.expire(now)
                 self._expire(now)
         finally:
-            self._gate.close()
+            self._listener.close()
             for client in list(self._clients):
                 self._drop(client)
             self._wake_in.close()
@@ -175,9 +175,9 @@ class StoreServer:
 
     def _timeout_s(self, now: float) -> float | None:
         deadlines = [waiter.deadline - now for waiter in self._waiters.values()]
-        gate_s = self._gate.timeout_s(now)
-        if gate_s is not None:
-            deadlines.append(gate_s)
+        handshake_s = self._listener.timeout_s(now)
+        if handshake_s is not None:
+            deadlines.append(handshake_s)
         return max(min(deadlines), 0.0) if deadlines else None
 
     def _expire(self, now: float) -> None:

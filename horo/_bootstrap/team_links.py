@@ -66,7 +66,7 @@ def connect_team(
 ) -> TeamLinks | None:
     """Makes the links of a team. All ranks of the job call it at once with the same team; members and others alike.
 
-    Waits for connections at most ``directory.patience_s`` without progress, and for an exchange as long as that takes.
+    Waits for connections at most ``directory.timeout_s`` without progress, and for an exchange as long as that takes.
 
     Args:
         directory: of the job.
@@ -85,21 +85,21 @@ def connect_team(
         AbortedError, PeerLostError: another rank failed; says which and why.
         Others: as ``exchange`` and ``check``. Nothing is left open then.
     """
-    making = _Making(directory, number, members, check)
+    setup = _TeamSetup(directory, number, members, check)
     try:
-        making.hear(making.together(exchange, making.listen))
-        making.together(exchange, making.connect)
+        setup.receive(setup.exchange(exchange, setup.listen))
+        setup.exchange(exchange, setup.connect)
     except BaseException:
-        making.abort()
+        setup.abort()
         raise
-    return making.finish()
+    return setup.finish()
 
 
-class _Making:
-    """One rank's part in making one team's links. It is the ``Party`` of its ``Links``."""
+class _TeamSetup:
+    """One rank's part in making one team's links. It is the ``LinkGroup`` of its ``Links``."""
 
     def __init__(self, directory: Directory, number: int, members: Sequence[int], check: Callable[[], None]) -> None:
-        self.rank, self.timeout_s = directory.rank, directory.patience_s
+        self.rank, self.timeout_s = directory.rank, directory.timeout_s
         self.name, self.names, self.check = directory.name, directory.names, check
         self._directory = directory
         self._number = number
@@ -109,7 +109,7 @@ class _Making:
         self._links: Links | None = None
         self._endpoints: list[list[Endpoint]] = []
 
-    def together(self, exchange: Exchange, step: Callable[[], bytes]) -> list[bytes]:
+    def exchange(self, exchange: Exchange, step: Callable[[], bytes]) -> list[bytes]:
         """Does ``step`` here; what the ranks' steps have returned. An error anywhere is one here."""
         try:
             mine = pack_fields([b"", step()])
@@ -119,8 +119,8 @@ class _Making:
                 exchange(pack_fields([kind.encode(), reason.encode()]))
             raise
         answers = [unpack_fields(answer) for answer in exchange(mine)]
-        if len(answers) != len(self._directory.neighbours):
-            raise InternalError(f"{len(answers)} of {len(self._directory.neighbours)} ranks have answered")
+        if len(answers) != len(self._directory.peers):
+            raise InternalError(f"{len(answers)} of {len(self._directory.peers)} ranks have answered")
         for rank, (failed, value) in enumerate(answers):
             if failed:
                 reason = value.decode("utf-8", "replace")
@@ -148,7 +148,7 @@ class _Making:
         team = hashlib.sha256(repr((self._number, self._members)).encode()).digest()
         return pack_fields([team, self._told.encode(), ",".join(map(str, endpoints)).encode()])
 
-    def hear(self, said: Sequence[bytes]) -> None:
+    def receive(self, said: Sequence[bytes]) -> None:
         """Takes in what all ranks have said first; the same on all ranks, so an error is one on all."""
         words = [unpack_fields(word) for word in said]
         for rank, (team, told, _) in enumerate(words):

@@ -408,14 +408,14 @@ def test_rank_that_dies_while_starting_is_a_lost_peer_to_all_others(server: Stor
 def test_host_that_cannot_be_reached_is_named_with_its_address(
     server: StoreServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = links_module._Reception.listen
+    real = links_module._IncomingLinks.listen
 
-    def publish_a_dead_port(self: links_module._Reception, secret: bytes, addresses: Sequence[str]) -> object:
+    def publish_a_dead_port(self: links_module._IncomingLinks, secret: bytes, addresses: Sequence[str]) -> object:
         real(self, secret, addresses)
         with socket.create_server(("127.0.0.1", 0)) as dead:
             return [Endpoint(*dead.getsockname())]
 
-    monkeypatch.setattr(links_module._Reception, "listen", publish_a_dead_port)
+    monkeypatch.setattr(links_module._IncomingLinks, "listen", publish_a_dead_port)
     environs = environments(server, 2, {"HORO_START_TIMEOUT": "0.5"})
     environs[1]["HORO_HOST_ID"] = "elsewhere"
     errors = told(join_all(environs))
@@ -440,10 +440,10 @@ def test_store_that_is_not_there_is_named(server: StoreServer) -> None:
 def test_unauthenticated_connections_to_a_rank_are_refused_and_the_job_starts(
     server: StoreServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    real = links_module._Reception.listen
+    real = links_module._IncomingLinks.listen
     noise: list[socket.socket] = []
 
-    def listen_in_noise(self: links_module._Reception, secret: bytes, addresses: Sequence[str]) -> object:
+    def listen_in_noise(self: links_module._IncomingLinks, secret: bytes, addresses: Sequence[str]) -> object:
         endpoints = real(self, secret, addresses)
         for number in range(20):
             connection = socket.create_connection(endpoints[0])
@@ -452,13 +452,13 @@ def test_unauthenticated_connections_to_a_rank_are_refused_and_the_job_starts(
             noise.append(connection)
         return endpoints
 
-    monkeypatch.setattr(links_module._Reception, "listen", listen_in_noise)
+    monkeypatch.setattr(links_module._IncomingLinks, "listen", listen_in_noise)
     environs = environments(server, 2)
     environs[1]["HORO_HOST_ID"] = "elsewhere"
     connections = whole(join_all(environs))
     check_wiring([connection.setup for connection in connections])
     close_connections(connections)
-    assert "refused a connection from 127.0.0.1: what it sent is no horo greeting" in caplog.text
+    assert "refused a connection from 127.0.0.1: what it sent is no horo handshake" in caplog.text
     for connection in noise:
         connection.close()
 

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from joining import SECRET, environments, join_all, open_descriptors, run_threads, serving, wait_until
 from wiring import check_links
 
-from horo._bootstrap.directory import Directory, Neighbour
+from horo._bootstrap.directory import Directory, PeerAddress
 from horo._bootstrap.grouping import Grouping, group_ranks
 from horo._bootstrap.handshake import Purpose
 from horo._bootstrap.job import Connection, Job, start
 from horo._bootstrap.links import Links
-from horo._bootstrap.team_links import TeamLinks, _Making, connect_team
+from horo._bootstrap.team_links import TeamLinks, _TeamSetup, connect_team
 from horo._core import DTYPES, OPS, RequestBuffer, Tensor
 from horo._errors import AbortedError, HoroError, MismatchError, PeerLostError, TimeoutError, UsageError
 
@@ -31,10 +31,10 @@ Outcome = TeamLinks | BaseException | None
 class Board:
     """The exchange of a job whose ranks are threads: everybody writes, then everybody reads."""
 
-    def __init__(self, size: int, patience_s: float = 20.0) -> None:
+    def __init__(self, size: int, timeout_s: float = 20.0) -> None:
         self._said: list[bytes] = [b""] * size
         self._barrier = threading.Barrier(size)
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s
         self.calls = [0] * size
 
     def exchange(self, rank: int, mine: bytes) -> list[bytes]:
@@ -47,7 +47,7 @@ class Board:
 
     def _meet(self) -> None:
         try:
-            self._barrier.wait(self._patience_s)
+            self._barrier.wait(self._timeout_s)
         except threading.BrokenBarrierError:
             raise TimeoutError("not all ranks came to the exchange") from None
 
@@ -58,11 +58,11 @@ def directories(host_of_rank: Sequence[int], **options: object) -> list[Director
     common = Directory(
         rank=0,
         grouping=grouping,
-        neighbours=[Neighbour(("this boot", 1), None)] * grouping.size,
+        peers=[PeerAddress(("this boot", 1), None)] * grouping.size,
         host_names=[f"h{host}" for host in grouping.host_of_rank],
         secret=SECRET,
         epoch=1,
-        patience_s=20,
+        timeout_s=20,
     )
     return [replace(common, rank=rank, **options) for rank in range(grouping.size)]  # type: ignore[arg-type]
 
@@ -187,11 +187,11 @@ def test_two_teams_may_be_made_at_once(tight: None) -> None:
 
 
 def test_a_connection_of_one_team_does_not_pass_for_one_of_another(tight: None) -> None:
-    near, far = directories([0, 1], patience_s=0.3)
+    near, far = directories([0, 1], timeout_s=0.3)
     to_far, to_near = near.grouping.links(0)[0], far.grouping.links(1)[0]
     assert to_far.purpose is Purpose.CONTROL
-    listening = Links(_Making(near, 1, [0, 1], lambda: None), near, [to_far], 0, team=1)
-    dialing = Links(_Making(far, 2, [0, 1], lambda: None), far, [to_near], 1, team=2)
+    listening = Links(_TeamSetup(near, 1, [0, 1], lambda: None), near, [to_far], 0, team=1)
+    dialing = Links(_TeamSetup(far, 2, [0, 1], lambda: None), far, [to_near], 1, team=2)
     endpoints = listening.listen()
     with pytest.raises(TimeoutError, match=r"rank 0 \(h0\) could not be reached from rank 1 \(h1\)"):
         dialing.dial(lambda rank: endpoints)
@@ -203,7 +203,7 @@ def test_a_connection_of_one_team_does_not_pass_for_one_of_another(tight: None) 
 
 
 def test_a_member_with_another_secret_is_an_error_on_all_ranks(tight: None) -> None:
-    known = directories([0, 1, 2, 3], patience_s=0.4)
+    known = directories([0, 1, 2, 3], timeout_s=0.4)
     known[2] = replace(known[2], secret=bytes(reversed(SECRET)))
     errors = failures(connect_all(known, [0, 2, 3]))
     assert isinstance(errors[1], AbortedError)
@@ -244,7 +244,7 @@ def test_a_member_that_never_connects_is_named_to_all(tight: None) -> None:
             given_up.set()
         return board.exchange(0, mine)
 
-    known = directories([0, 1, 2], patience_s=0.3)
+    known = directories([0, 1, 2], timeout_s=0.3)
     errors = failures(connect_all(known, [0, 1], board=board, exchanges={0: leave, 1: hang}))
     assert isinstance(errors[0], TimeoutError)
     for error in errors:
@@ -253,7 +253,7 @@ def test_a_member_that_never_connects_is_named_to_all(tight: None) -> None:
 
 @pytest.mark.parametrize("missing_exchange", [1, 2])
 def test_a_rank_that_stays_away_from_an_exchange_leaves_nothing_open(tight: None, missing_exchange: int) -> None:
-    board = Board(3, patience_s=0.3)
+    board = Board(3, timeout_s=0.3)
 
     def stay_away(mine: bytes) -> list[bytes]:
         if board.calls[1] + 1 == missing_exchange:
@@ -266,7 +266,7 @@ def test_a_rank_that_stays_away_from_an_exchange_leaves_nothing_open(tight: None
 
 
 def test_news_of_a_loss_ends_the_wait_for_connections(tight: None) -> None:
-    """Long before the patience of 20 s is over: the member that is waited for would never connect."""
+    """Long before the timeout of 20 s: the member that is waited for would never connect."""
     board = Board(2)
     told = threading.Event()
 
@@ -294,7 +294,7 @@ def test_an_interrupt_on_one_rank_is_heard_of_by_the_others(tight: None, monkeyp
         real(self, find)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Links, "dial", interrupted)
-    outcomes = connect_all(directories([0, 1, 2], patience_s=0.3), [0, 1])
+    outcomes = connect_all(directories([0, 1, 2], timeout_s=0.3), [0, 1])
     assert isinstance(outcomes[1], KeyboardInterrupt)
     assert isinstance(outcomes[0], TimeoutError)
     assert isinstance(outcomes[2], AbortedError)

@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from joining import open_descriptors, wait_until
 
-from horo._bootstrap import gate as gate_module
+from horo._bootstrap import listener as listener_module
 from horo._bootstrap.addresses import Endpoint, bind_all, parse_endpoints
 from horo._bootstrap.dial import dial
 from horo._bootstrap.frames import Opener, Sealer, pack_fields, unpack_fields
-from horo._bootstrap.gate import StrangerLog
-from horo._bootstrap.handshake import Acceptor, Claim, HandshakeError, Purpose, greet
+from horo._bootstrap.handshake import Acceptor, Claim, HandshakeError, Purpose, authenticate
+from horo._bootstrap.listener import RefusalLog
 from horo._bootstrap.store import StoreClient, StoreServer
 from horo._bootstrap.store_interface import StoreAbandonedError, StoreTimeoutError, prefixed
 from horo._errors import HorovodInternalError, PeerLostError, ResourceError, UsageError
@@ -293,7 +293,7 @@ def test_random_bytes_are_refused_at_once_logged_once_and_service_goes_on(
                     assert connection.recv(1) == b""
         client.set("a", b"1")
         assert client.get("a", 0) == b"1"
-    assert refusals == ["refused a connection from 127.0.0.1: what it sent is no horo greeting"]
+    assert refusals == ["refused a connection from 127.0.0.1: what it sent is no horo handshake"]
 
 
 def test_silent_and_slow_connections_are_dropped_at_their_deadline(server: StoreServer, refusals: list[str]) -> None:
@@ -304,7 +304,7 @@ def test_silent_and_slow_connections_are_dropped_at_their_deadline(server: Store
         assert client.get("a", 0) == b"1"
         assert silent.recv(1) == b""
         assert slow.recv(1) == b""
-    assert refusals == ["refused a connection from 127.0.0.1: it did not finish the greeting in time"]
+    assert refusals == ["refused a connection from 127.0.0.1: it did not finish the handshake in time"]
 
 
 def test_many_silent_connections_cannot_keep_members_out() -> None:
@@ -313,7 +313,7 @@ def test_many_silent_connections_cannot_keep_members_out() -> None:
         with client_of(server, timeout_s=20) as client:
             client.set("a", b"1")
             assert client.get("a", 0) == b"1"
-        assert server._gate.half_open_count <= 4
+        assert server._listener.half_open_count <= 4
         for connection in crowd:
             connection.close()
 
@@ -340,7 +340,7 @@ def test_a_claim_that_is_changed_on_the_way_is_no_proof(changed: int) -> None:
         thread = threading.Thread(target=forge)
         thread.start()
         with pytest.raises(HandshakeError, match="does not know the job's secret"):
-            greet(dialer, SECRET, Claim(Purpose.DATA, 1, 2, 3, 4, 5), time.monotonic() + 10)
+            authenticate(dialer, SECRET, Claim(Purpose.DATA, 1, 2, 3, 4, 5), time.monotonic() + 10)
         thread.join()
 
 
@@ -351,7 +351,7 @@ def test_other_version_is_named_on_both_sides(server: StoreServer, refusals: lis
         assert answer[:5] == b"HORO\x02"
         assert answer[40:] == bytes(32)
     wait_until(lambda: bool(refusals))
-    assert "version 7 of the greeting, this side version 2" in refusals[0]
+    assert "version 7 of the handshake, this side version 2" in refusals[0]
 
 
 def test_injected_or_replayed_frames_end_the_connection_not_the_service(server: StoreServer) -> None:
@@ -384,7 +384,7 @@ def test_injected_or_replayed_frames_end_the_connection_not_the_service(server: 
 
 def test_the_log_of_refused_connections_reports_once_a_minute_and_counts_the_rest() -> None:
     told: list[str] = []
-    log = StrangerLog(told.append)
+    log = RefusalLog(told.append)
     for now in (0.0, 1.0, 59.0, 61.0):
         log.refuse("10.0.0.9", "noise", now)
     log.refuse("10.0.0.8", "noise", 61.0)
@@ -395,7 +395,7 @@ def test_the_log_of_refused_connections_reports_once_a_minute_and_counts_the_res
     ]
     for number in range(3000):
         log.refuse(f"address {number}", "noise", 62.0)
-    assert len(log._last) <= StrangerLog._ADDRESSES_MAX
+    assert len(log._last) <= RefusalLog._ADDRESSES_MAX
 
 
 def test_reporter_that_raises_does_not_end_the_service(caplog: pytest.LogCaptureFixture) -> None:
@@ -421,30 +421,30 @@ def test_listening_stops_without_descriptors_and_goes_on_later(monkeypatch: pyte
             return super().accept()
 
     plain = bind_all(["127.0.0.1"])[0]
-    listener = Full(fileno=plain.detach())
-    listener.setblocking(False)
-    monkeypatch.setattr(gate_module, "_NO_DESCRIPTOR_PAUSE_S", 0.01)
+    full = Full(fileno=plain.detach())
+    full.setblocking(False)
+    monkeypatch.setattr(listener_module, "_NO_DESCRIPTOR_PAUSE_S", 0.01)
     selector = selectors.DefaultSelector()
     admitted: list[socket.socket] = []
-    gate = gate_module.Gate(
+    listener = listener_module.Listener(
         selector,
-        [listener],
+        [full],
         SECRET,
         admit=lambda connection, session: None,
         on_peer=lambda connection, session: admitted.append(connection),
-        on_stranger=lambda sentence: None,
+        on_refused=lambda sentence: None,
     )
     dialed: list[socket.socket] = []
-    target = [Endpoint(*listener.getsockname())]
+    target = [Endpoint(*full.getsockname())]
     thread = threading.Thread(target=lambda: dialed.append(dial(target, SECRET, Claim(Purpose.DATA), 10)[0]))
     thread.start()
     deadline = time.monotonic() + 10
     while not admitted and time.monotonic() < deadline:
-        for key, _ in selector.select(gate.timeout_s(time.monotonic())):
+        for key, _ in selector.select(listener.timeout_s(time.monotonic())):
             key.data()
-        gate.expire(time.monotonic())
+        listener.expire(time.monotonic())
     thread.join(10)
-    gate.close()
+    listener.close()
     selector.close()
     assert Full.refusals == 0
     admitted[0].sendall(b"x")

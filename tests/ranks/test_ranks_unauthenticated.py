@@ -14,7 +14,7 @@ import psutil
 import pytest
 from jobs import DEADLINE_S, Flags, Hororun, Launched, marked_processes, wait_until
 
-from horo._bootstrap.handshake import Claim, HandshakeError, Purpose, greet
+from horo._bootstrap.handshake import Claim, HandshakeError, Purpose, authenticate
 
 TESTS = Path(__file__).parents[1]
 WORK = """
@@ -75,7 +75,7 @@ def named_memory(job: Launched) -> list[str]:
 
 
 def send_noise(stack: contextlib.ExitStack, port: int) -> None:
-    """Noise, another protocol, silence, half a greeting and a wrong secret; the connections stay open."""
+    """Noise, another protocol, silence, half a handshake and a wrong secret; the connections stay open."""
 
     def connect() -> socket.socket:
         return stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
@@ -84,7 +84,7 @@ def send_noise(stack: contextlib.ExitStack, port: int) -> None:
         with contextlib.suppress(ConnectionError):  # refused in the middle of it
             connect().sendall(words)
     with pytest.raises(HandshakeError):
-        greet(connect(), os.urandom(32), Claim(Purpose.DATA, 1, 0, 1), time.monotonic() + 10)
+        authenticate(connect(), os.urandom(32), Claim(Purpose.DATA, 1, 0, 1), time.monotonic() + 10)
 
 
 def test_connections_without_the_secret_are_refused_and_reported_and_the_job_goes_on(

@@ -1,7 +1,7 @@
 """Listening sockets that let members of the job in and nobody else.
 
-Strangers cost little: a bounded number of unfinished greetings, each with a deadline, no thread, and one line in the
-log per address and minute. When the places are taken, the listeners rest and the oldest greeting gets short notice,
+Others cost little: a bounded number of unfinished handshakes, each with a deadline, no thread, and one line in the
+log per address and minute. When the places are taken, nothing more is accepted and the oldest handshake gets less time,
 so that members get through a crowd of silent connections.
 """
 
@@ -19,18 +19,18 @@ from dataclasses import dataclass
 
 from horo._bootstrap.handshake import WELCOME, Acceptor, HandshakeError, Session, check_secret
 
-__all__ = ["Gate", "GateKeeper", "StrangerLog"]
+__all__ = ["Listener", "ListenerThread", "RefusalLog"]
 
 HALF_OPEN_MAX = 256
-GREETING_DEADLINE_S = 5.0
-CROWDED_DEADLINE_S = 0.25
-"""Time for a greeting while all places are taken."""
+HANDSHAKE_TIMEOUT_S = 5.0
+CROWDED_TIMEOUT_S = 0.25
+"""Time for a handshake while all places are taken."""
 _NO_DESCRIPTOR_PAUSE_S = 0.1
 _ACCEPTS_PER_TURN = 64
 
 
-class StrangerLog:
-    """Reports strangers, at most once a minute per address, and remembers a bounded number of addresses."""
+class RefusalLog:
+    """Reports refused connections, at most once a minute per address, and remembers a bounded number of addresses."""
 
     _INTERVAL_S = 60.0
     _ADDRESSES_MAX = 1024
@@ -65,19 +65,19 @@ class _HalfOpen:
     since: float
 
 
-class Gate:
-    """Greets whoever dials the listeners, driven by the selector of its owner.
+class Listener:
+    """Authenticates whoever connects, driven by the selector of its owner.
 
     The ``data`` of every key registered here is a function without arguments: call it when the key is ready.
     Call ``expire`` after each turn and sleep no longer than ``timeout_s``. Not thread-safe.
 
     Args:
-        selector: the owner's; the gate registers and unregisters its own sockets only.
-        listeners: nonblocking; the gate's from now on.
+        selector: the owner's; this registers and unregisters its own sockets only.
+        listeners: nonblocking; its own from now on.
         secret: the job's, at least ``SECRET_BYTES_MIN`` bytes.
         admit: looks at the session of a proven peer; raises HandshakeError to refuse it.
         on_peer: gets each admitted, nonblocking connection.
-        on_stranger: gets one sentence per reported stranger.
+        on_refused: gets one sentence per refusal that is reported.
     """
 
     def __init__(
@@ -88,9 +88,9 @@ class Gate:
         *,
         admit: Callable[[socket.socket, Session], None],
         on_peer: Callable[[socket.socket, Session], None],
-        on_stranger: Callable[[str], None],
+        on_refused: Callable[[str], None],
         half_open_max: int = HALF_OPEN_MAX,
-        deadline_s: float = GREETING_DEADLINE_S,
+        deadline_s: float = HANDSHAKE_TIMEOUT_S,
     ) -> None:
         check_secret(secret)
         self._selector = selector
@@ -98,7 +98,7 @@ class Gate:
         self._secret = secret
         self._admit = admit
         self._on_peer = on_peer
-        self._log = StrangerLog(on_stranger)
+        self._log = RefusalLog(on_refused)
         self._half_open_max = half_open_max
         self._deadline_s = deadline_s
         self._half_open: dict[int, _HalfOpen] = {}
@@ -108,7 +108,7 @@ class Gate:
 
     @property
     def half_open_count(self) -> int:
-        """Connections whose greeting is not finished."""
+        """Connections whose handshake is not finished."""
         return len(self._half_open)
 
     def timeout_s(self, now: float) -> float | None:
@@ -116,21 +116,21 @@ class Gate:
         times = [self._paused_until] if self._paused_until > now else []
         if self._half_open:
             oldest = next(iter(self._half_open.values()))
-            times.append(oldest.since + self._patience_s())
+            times.append(oldest.since + self._handshake_timeout_s())
         return max(min(times) - now, 0.0) if times else None
 
     def expire(self, now: float) -> None:
-        """Drops the greetings whose time is over and listens again where it could not."""
+        """Drops the handshakes whose time is over and listens again where it could not."""
         for half_open in list(self._half_open.values()):
-            if half_open.since + self._patience_s() > now:
+            if half_open.since + self._handshake_timeout_s() > now:
                 break
-            self._refuse(half_open, "it did not finish the greeting in time")
+            self._refuse(half_open, "it did not finish the handshake in time")
         if not self._listening and now >= self._paused_until and len(self._half_open) < self._half_open_max:
             self._listen()
 
     def close(self) -> None:
-        """Closes the listeners and all unfinished greetings; admitted connections stay their owner's."""
-        self._rest()
+        """Closes the listeners and all unfinished handshakes; admitted connections stay their owner's."""
+        self._stop_listening()
         for half_open in list(self._half_open.values()):
             self._forget(half_open)
             half_open.connection.close()
@@ -138,16 +138,16 @@ class Gate:
             listener.close()
         self._listeners.clear()
 
-    def _patience_s(self) -> float:
+    def _handshake_timeout_s(self) -> float:
         crowded = len(self._half_open) >= self._half_open_max
-        return min(self._deadline_s, CROWDED_DEADLINE_S) if crowded else self._deadline_s
+        return min(self._deadline_s, CROWDED_TIMEOUT_S) if crowded else self._deadline_s
 
     def _listen(self) -> None:
         self._listening = True
         for listener in self._listeners:
             self._selector.register(listener, selectors.EVENT_READ, lambda listener=listener: self._accept(listener))
 
-    def _rest(self) -> None:
+    def _stop_listening(self) -> None:
         if self._listening:
             self._listening = False
             for listener in self._listeners:
@@ -156,7 +156,7 @@ class Gate:
     def _accept(self, listener: socket.socket) -> None:
         for _ in range(_ACCEPTS_PER_TURN):
             if len(self._half_open) >= self._half_open_max:
-                self._rest()
+                self._stop_listening()
                 return
             try:
                 connection, sockaddr = listener.accept()
@@ -165,7 +165,7 @@ class Gate:
             except OSError as error:
                 if error.errno in {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}:
                     self._paused_until = time.monotonic() + _NO_DESCRIPTOR_PAUSE_S
-                    self._rest()
+                    self._stop_listening()
                 return
             connection.setblocking(False)
             address = str(sockaddr[0]) if isinstance(sockaddr, tuple) else "this machine"
@@ -191,28 +191,28 @@ class Gate:
         except BlockingIOError:
             return
         except HandshakeError as error:
-            self._refuse(half_open, str(error), error.farewell)
+            self._refuse(half_open, str(error), error.reply)
             return
         except OSError as error:
-            self._refuse(half_open, f"the connection broke during the greeting ({error.strerror})")
+            self._refuse(half_open, f"the connection broke during the handshake ({error.strerror})")
             return
         if acceptor.session is not None:
             self._forget(half_open)
             self._on_peer(half_open.connection, acceptor.session)
 
     def _hang_up(self, half_open: _HalfOpen) -> None:
-        # Members that try several addresses of one gate at once hang up on all but the first: no stranger.
+        # Members that try several addresses of one listener at once hang up on all but the first: no refusal.
         if half_open.acceptor.started:
-            self._refuse(half_open, "it hung up during the greeting")
+            self._refuse(half_open, "it hung up during the handshake")
         else:
             self._forget(half_open)
             half_open.connection.close()
 
-    def _refuse(self, half_open: _HalfOpen, reason: str, farewell: bytes = b"") -> None:
+    def _refuse(self, half_open: _HalfOpen, reason: str, reply: bytes = b"") -> None:
         self._forget(half_open)
-        if farewell:
+        if reply:
             with contextlib.suppress(OSError):
-                half_open.connection.send(farewell)
+                half_open.connection.send(reply)
         half_open.connection.close()
         self._log.refuse(half_open.address, reason, time.monotonic())
 
@@ -221,15 +221,15 @@ class Gate:
         del self._half_open[half_open.connection.fileno()]
 
 
-class GateKeeper:
-    """A gate with a thread of its own, for owners that have other things to do while peers arrive.
+class ListenerThread:
+    """A listener with a thread of its own, for owners that have other things to do while peers arrive.
 
     Args:
-        listeners: nonblocking; the gate's from now on.
+        listeners: nonblocking; its own from now on.
         secret: the job's.
-        admit: as for ``Gate``, called on the thread.
-        on_peer: as for ``Gate``, called on the thread.
-        on_stranger: as for ``Gate``, called on the thread.
+        admit: as for ``Listener``, called on the thread.
+        on_peer: as for ``Listener``, called on the thread.
+        on_refused: as for ``Listener``, called on the thread.
     """
 
     def __init__(
@@ -239,14 +239,16 @@ class GateKeeper:
         *,
         admit: Callable[[socket.socket, Session], None],
         on_peer: Callable[[socket.socket, Session], None],
-        on_stranger: Callable[[str], None],
+        on_refused: Callable[[str], None],
     ) -> None:
         self._selector = selectors.DefaultSelector()
         self._wake_in, self._wake_out = socket.socketpair()
         self._selector.register(self._wake_in, selectors.EVENT_READ, self._stop)
-        self._gate = Gate(self._selector, listeners, secret, admit=admit, on_peer=on_peer, on_stranger=on_stranger)
+        self._listener = Listener(
+            self._selector, listeners, secret, admit=admit, on_peer=on_peer, on_refused=on_refused
+        )
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="horo-gate", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="horo-listener", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -260,10 +262,10 @@ class GateKeeper:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                for key, _ in self._selector.select(self._gate.timeout_s(time.monotonic())):
+                for key, _ in self._selector.select(self._listener.timeout_s(time.monotonic())):
                     key.data()
-                self._gate.expire(time.monotonic())
+                self._listener.expire(time.monotonic())
         finally:
-            self._gate.close()
+            self._listener.close()
             self._wake_in.close()
             self._selector.close()
