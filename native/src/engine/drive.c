@@ -1,31 +1,17 @@
 /*
  * Driving the engine: one turn after another until there is nothing to do, then one wait. The stages are in engine.h.
  */
-#include "engine/engine.h"
+#include "engine/drive.h"
 
 enum {
     FLUSH_MS = 500,       /* telling other hosts of the end is worth no longer wait */
     LEAVE_GRACE_MS = 2000, /* without anything moving: what others do not do may hold a shutdown up so long */
     CLOSE_GRACE_MS = 10000, /* the same once the log is closed: what moves on other hosts is not seen here */
     STAGES_PER_TURN = 3,
-    LOOKS_PER_TURN = 2, /* at a task, while it waits */
     TURNS_PER_CLOCK = 16, /* while things move, the deadline is looked at once in so many turns */
 };
 
 /* ---- RUNNING ---- */
-
-static int is_aborted(const struct hr_engine *engine) {
-    return hr_arena_aborted(&engine->node->arena).code != 0;
-}
-
-/* A number that changes whenever something has moved here, in any lane. */
-static uint64_t moves_of(const struct hr_engine *engine) {
-    uint64_t moves = engine->driver.lane_moves;
-    for (int i = 0; i < engine->lane_count; i++) {
-        moves += hr_lane_moves(engine->lanes[i]);
-    }
-    return moves;
-}
 
 /*
  * Up to STAGES_PER_TURN stages, as long as nothing has to be waited for: those of a small operation take less time than
@@ -100,8 +86,7 @@ static int turn_running(struct hr_engine *engine) {
     return moved;
 }
 
-/* The logs of all lanes have ended. */
-static int has_left(const struct hr_engine *engine) {
+int hr_drive_has_left(const struct hr_engine *engine) {
     for (int i = 0; i < engine->lane_count; i++) {
         if (!engine->lanes[i]->executor.has_left) {
             return 0;
@@ -115,7 +100,7 @@ static int has_left(const struct hr_engine *engine) {
 /* What must change within the grace while this rank waits to be able to leave. */
 static uint64_t leave_moves_of(const struct hr_engine *engine) {
     const struct hr_node *node = engine->node;
-    uint64_t moves = moves_of(engine);
+    uint64_t moves = hr_drive_moves(engine);
     for (int i = 0; i < node->local_size && engine->driver.stage == HR_ENGINE_CLOSING; i++) {
         if (i != node->local_rank) {
             /* partner: wait_for_work */
@@ -142,11 +127,7 @@ static void begin_ending(struct hr_engine *engine) {
     engine->driver.flush_ns = hr_now_ns() + FLUSH_MS * 1000000ll;
 }
 
-/*
- * What a question about leaders comes to over all lanes that this rank leads: whether it holds for any of them, or for
- * all.
- */
-static int any_leader(const struct hr_engine *engine, int (*holds)(const struct hr_lane *lane)) {
+int hr_drive_any_leader(const struct hr_engine *engine, int (*holds)(const struct hr_lane *lane)) {
     for (int i = 0; i < engine->lane_count; i++) {
         if (engine->lanes[i]->is_leader && holds(engine->lanes[i])) {
             return 1;
@@ -171,8 +152,8 @@ static int is_needed_here(const struct hr_engine *engine) {
     return 0;
 }
 
-static int may_end(const struct hr_engine *engine) {
-    return !any_leader(engine, is_not_done) && !is_needed_here(engine);
+int hr_drive_may_end(const struct hr_engine *engine) {
+    return !hr_drive_any_leader(engine, is_not_done) && !is_needed_here(engine);
 }
 
 /*
@@ -186,11 +167,11 @@ static int turn_closing(struct hr_engine *engine) {
         HR_TRY(led);
         moved |= led;
     }
-    const int told = !any_leader(engine, hr_leader_sends_left) || hr_now_ns() >= engine->driver.flush_ns;
+    const int told = !hr_drive_any_leader(engine, hr_leader_sends_left) || hr_now_ns() >= engine->driver.flush_ns;
     if (told && hr_engine_fail_all(engine)) {
         return 1;
     }
-    if (may_end(engine)) {
+    if (hr_drive_may_end(engine)) {
         begin_ending(engine);
         return 1;
     }
@@ -203,7 +184,7 @@ static int turn_ending(struct hr_engine *engine) {
     for (int i = 0; i < engine->lane_count && atomic_load(&engine->driver.serves_hosts); i++) {
         struct hr_lane *lane = engine->lanes[i];
         if (lane->is_leader) {
-            HR_TRY(is_aborted(engine) ? HORO_OK : hr_leader_tell_done(lane));
+            HR_TRY(hr_drive_is_aborted(engine) ? HORO_OK : hr_leader_tell_done(lane));
             const int all = hr_leader_flush_links(lane);
             flushed = all < 0 ? flushed : flushed && all;
         }
@@ -218,9 +199,9 @@ static int turn_ending(struct hr_engine *engine) {
 
 static int turn(struct hr_engine *engine) {
     struct hr_driver *driver = &engine->driver;
-    if (driver->stage <= HR_ENGINE_CLOSING && is_aborted(engine)) {
+    if (driver->stage <= HR_ENGINE_CLOSING && hr_drive_is_aborted(engine)) {
         begin_ending(engine);
-    } else if (driver->stage == HR_ENGINE_RUNNING && has_left(engine)) {
+    } else if (driver->stage == HR_ENGINE_RUNNING && hr_drive_has_left(engine)) {
         driver->stage = HR_ENGINE_CLOSING;
         end_quiet(engine);
         driver->flush_ns = hr_now_ns() + FLUSH_MS * 1000000ll;
@@ -241,162 +222,6 @@ static void give_up(struct hr_engine *engine, int status) {
     const int code = status == HORO_ERR_RESOURCE ? HORO_ERR_ABORTED : HORO_ERR_INTERNAL;
     hr_log(&engine->node->log, HORO_LOG_ERROR, "the engine stops: %s error", horo_status_name(status));
     hr_node_abort(engine->node, code, engine->node->rank, HR_REASON_INTERNAL);
-}
-
-/* ---- Waiting ---- */
-
-static int log_waits(const struct hr_lane *lane) {
-    return lane->executor.state == HR_EXECUTION_IDLE &&
-           /* partner: hr_ring_write */
-           atomic_load(&lane->team->partition.header->log.written) != lane->executor.log_position;
-}
-
-static int ring_has_room(const struct hr_lane *lane) {
-    const struct hr_partition_block *block = &lane->team->partition.blocks[lane->node->local_rank];
-    return hr_buffer_size(&lane->announcer.request_out) > 0 &&
-           atomic_load(&block->requests.written) - atomic_load(&block->requests_read) < HR_REQUEST_RING_BYTES;
-}
-
-/*
- * A task that can go on does so here already; what came of it is kept for the next turn. On one host it waits for a
- * word in memory most of the time, and is looked at more often than all else.
- */
-static int task_moves(struct hr_lane *lane) {
-    struct hr_executor *executor = &lane->executor;
-    const int looks = lane->team->transport == NULL ? LOOKS_PER_TURN : 1;
-    for (int i = 0; i < looks && executor->outcome == 0 &&
-                    (executor->state == HR_EXECUTION_RUNNING || executor->state == HR_EXECUTION_CHANGING); i++) {
-        executor->outcome = hr_lane_execute(lane);
-    }
-    return executor->outcome != 0;
-}
-
-static int lane_has_work(struct hr_lane *lane) {
-    return task_moves(lane) || log_waits(lane) || ring_has_room(lane) ||
-           (lane->is_leader && hr_lane_has_lead_work(lane));
-}
-
-static int has_work_closing(struct hr_engine *engine) {
-    const int may_fail = atomic_load(&engine->submission.pending) > 0 && !any_leader(engine, hr_leader_sends_left);
-    return is_aborted(engine) || may_fail || may_end(engine) || any_leader(engine, hr_leader_has_messages);
-}
-
-static int has_work(struct hr_node *node, void *arg) {
-    (void)node;
-    struct hr_engine *engine = arg;
-    switch (engine->driver.stage) {
-    case HR_ENGINE_CLOSING: return has_work_closing(engine);
-    case HR_ENGINE_ENDING:
-        return any_leader(engine, hr_leader_has_messages) || !any_leader(engine, hr_leader_sends_left);
-    case HR_ENGINE_ENDED: return atomic_load(&engine->submission.pending) > 0;
-    case HR_ENGINE_RUNNING: break;
-    }
-    if (is_aborted(engine) || has_left(engine) || atomic_load(&engine->submission.queued) > 0 ||
-        (atomic_load(&engine->driver.stop) && !hr_engine_world(engine)->announcer.has_asked_to_leave)) {
-        return 1;
-    }
-    for (int i = 0; i < engine->lane_count; i++) {
-        if (lane_has_work(engine->lanes[i])) {
-            return 1;
-        }
-    }
-    return 0;
-}
-
-/* Of two times, of which 0 is none. */
-static int64_t earlier(int64_t a, int64_t b) {
-    return a == 0 || (b != 0 && b < a) ? b : a;
-}
-
-static int is_agreeing(const struct hr_lane *lane) {
-    return lane->leader.agree.active > 0;
-}
-
-/* Whether something is under way that a peer may hold up. */
-static int expects_others(const struct hr_engine *engine) {
-    return atomic_load(&engine->submission.pending) > 0 || any_leader(engine, is_agreeing);
-}
-
-/* Nothing is under way: the links are silent. */
-static void stop_expecting(struct hr_engine *engine) {
-    if (engine->driver.expecting_since_ns != 0) {
-        engine->driver.expecting_since_ns = 0;
-        hr_node_supervise(engine->node, 0);
-    }
-}
-
-/* When links are to be supervised, which this does if the time has come; 0: they are, or need not be. */
-static int64_t supervise_due_ns(struct hr_engine *engine, int64_t now_ns) {
-    struct hr_node *node = engine->node;
-    if (!expects_others(engine)) {
-        stop_expecting(engine);
-        return 0;
-    }
-    if (engine->driver.expecting_since_ns == 0) {
-        engine->driver.expecting_since_ns = now_ns;
-    }
-    if (now_ns < engine->driver.expecting_since_ns + HR_SUPERVISE_AFTER_NS) {
-        return engine->driver.expecting_since_ns + HR_SUPERVISE_AFTER_NS;
-    }
-    hr_node_supervise(node, 1);
-    return 0;
-}
-
-static int64_t lane_deadline(struct hr_lane *lane, int64_t now_ns) {
-    int64_t deadline_ns = hr_lane_check_stall(lane, now_ns);
-    if (lane->executor.state == HR_EXECUTION_LOST) {
-        deadline_ns = earlier(deadline_ns, lane->executor.confirm_ns);
-    }
-    return lane->is_leader ? earlier(deadline_ns, hr_lane_batch_due_ns(lane)) : deadline_ns;
-}
-
-/* When the wait must end by itself. */
-static int64_t next_deadline(struct hr_engine *engine, int64_t deadline_ns, int64_t now_ns) {
-    if (engine->driver.stage == HR_ENGINE_ENDING) {
-        return engine->driver.flush_ns;
-    }
-    if (engine->driver.stage == HR_ENGINE_ENDED) {
-        return deadline_ns;
-    }
-    deadline_ns = earlier(deadline_ns, engine->driver.leave_ns);
-    if (engine->driver.stage == HR_ENGINE_CLOSING) {
-        return atomic_load(&engine->submission.pending) > 0 ? earlier(deadline_ns, engine->driver.flush_ns)
-                                                            : deadline_ns;
-    }
-    for (int i = 0; i < engine->lane_count; i++) {
-        deadline_ns = earlier(deadline_ns, lane_deadline(engine->lanes[i], now_ns));
-    }
-    return engine->node->transport_count == 0 ? deadline_ns : earlier(deadline_ns, supervise_due_ns(engine, now_ns));
-}
-
-static void show_moves(struct hr_engine *engine) {
-    _Atomic uint64_t *moves = &engine->node->arena.blocks[engine->node->local_rank].moves;
-    atomic_store_explicit(moves, moves_of(engine), memory_order_relaxed); /* partner: leave_moves_of */
-}
-
-/* One wait for something to do. 1, or 0 if the caller should get back: its time is up, or a signal came. */
-static int wait_for_work(struct hr_engine *engine, int64_t spin_ns, int64_t deadline_ns) {
-    /* one look at the clock serves all: it costs as much as a small operation can do in between */
-    const int64_t now_ns = hr_now_ns();
-    const int64_t until_ns = next_deadline(engine, deadline_ns, now_ns);
-    show_moves(engine);
-    const int status = hr_node_wait(engine->node, has_work, engine, now_ns, spin_ns, until_ns);
-    return status != HORO_IN_PROGRESS || deadline_ns == 0 || (hr_now_ns() < deadline_ns && hr_now_ns() >= until_ns);
-}
-
-/* The thread prepares to wait while callers may drive. 0: there is something to do. */
-static int watch(struct hr_engine *engine) {
-    struct hr_driver *driver = &engine->driver;
-    const int64_t now_ns = hr_now_ns();
-    const int64_t until_ns = next_deadline(engine, 0, now_ns);
-    show_moves(engine);
-    if ((until_ns != 0 && now_ns >= until_ns) ||
-        hr_node_prepare_sleep(engine->node, has_work, engine, &driver->sleep, until_ns)) {
-        return 0;
-    }
-    driver->is_watching = 1;
-    driver->watching_since = driver->drives;
-    return 1;
 }
 
 /* ---- Leaving ---- */
@@ -475,14 +300,14 @@ void hr_engine_drive(struct hr_engine *engine, const struct hr_request *until, i
                 return;
             }
         } else if (may_yield(engine, until)) {
-            if (watch(engine)) {
+            if (hr_drive_watch(engine)) {
                 break;
             }
-        } else if (!wait_for_work(engine, spin_ns, deadline_ns)) {
+        } else if (!hr_drive_wait_for_work(engine, spin_ns, deadline_ns)) {
             return;
         }
     }
-    if (!expects_others(engine)) {
-        stop_expecting(engine); /* nobody may drive for a long time now */
+    if (!hr_drive_expects_others(engine)) {
+        hr_drive_stop_expecting(engine); /* nobody may drive for a long time now */
     }
 }
