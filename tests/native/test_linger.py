@@ -66,3 +66,22 @@ def test_a_caller_that_waits_drives_while_the_thread_lingers() -> None:
 def test_without_spinning_the_thread_parks_every_time() -> None:
     with Group([1], spin_us=0) as group:
         group.run(lambda rank: submit_until_woken(rank, 20))
+
+
+def test_the_thread_parks_beside_a_stream_of_calls_that_drive() -> None:
+    """Lingering ends when its time is over, whoever drives meanwhile; then the next request has to wake the thread."""
+    thread_spin_s = 0.001
+
+    def body(rank: Rank) -> None:
+        for _ in range(5):
+            submit_until_woken(rank, 1)
+            submit_and_poll(rank)
+            end = time.monotonic() + 50 * thread_spin_s
+            while time.monotonic() < end:
+                rank.run("barrier", "y", [])
+            before = wakes(rank)
+            submit_and_poll(rank)
+            assert wakes(rank) == before + 1
+
+    with Group([1], spin_us=round(20 * thread_spin_s * 1e6)) as group:
+        group.run(body)

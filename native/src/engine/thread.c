@@ -72,14 +72,13 @@ static void park(struct hr_engine *engine) {
  */
 static void sleep_until_needed(struct hr_engine *engine, int lingers) {
     struct hr_driver *driver = &engine->driver;
-    const uint64_t drives = driver->drives;
     if (lingers) {
         atomic_store(&driver->thread_state, HR_THREAD_LINGERING);
         (void)pthread_mutex_unlock(&engine->submission.lock);
         const int is_needed = linger(engine);
         (void)pthread_mutex_lock(&engine->submission.lock);
         const int is_called = atomic_exchange(&driver->thread_state, HR_THREAD_AWAKE) != HR_THREAD_LINGERING;
-        if (is_needed || is_called || driver->drives != drives) {
+        if (is_needed || is_called || (driver->is_watching && driver->drives != driver->watching_since)) {
             return;
         }
     }
