@@ -44,14 +44,16 @@ static int is_quiet(const struct hr_lane *lane) {
 }
 
 static int turn_lane(struct hr_lane *lane) {
+    lane->is_due = 0;
     const int flushed = hr_lane_flush_requests(lane);
     HR_TRY(flushed);
     const int led = lane->is_leader ? hr_lane_lead(lane) : 0;
     HR_TRY(led);
     const int executed = execute(lane);
     HR_TRY(executed);
+    lane->is_quiet = lane->engine->lane_count > 1 && is_quiet(lane);
     if (lane->team->transport != NULL) {
-        lane->team->transport->is_quiet = lane->engine->lane_count > 1 && is_quiet(lane);
+        lane->team->transport->is_quiet = lane->is_quiet;
     }
     return flushed || led || executed;
 }
@@ -59,6 +61,7 @@ static int turn_lane(struct hr_lane *lane) {
 /* From CLOSING on every message counts. */
 static void end_quiet(struct hr_engine *engine) {
     for (int i = 0; i < engine->lane_count; i++) {
+        engine->lanes[i]->is_quiet = 0;
         if (engine->lanes[i]->team->transport != NULL) {
             engine->lanes[i]->team->transport->is_quiet = 0;
         }
@@ -68,6 +71,7 @@ static void end_quiet(struct hr_engine *engine) {
 /* Who has executed the LEAVE record of all ranks leaves its other teams as well, each at the end of its own log. */
 static int leave_other_teams(struct hr_engine *engine) {
     for (int i = 1; i < engine->lane_count && hr_engine_world(engine)->executor.has_left; i++) {
+        engine->lanes[i]->is_due = 1;
         HR_TRY(hr_lane_ask_to_leave(engine->lanes[i], hr_node_left(engine->node) - 1));
     }
     return HORO_OK;
@@ -79,6 +83,9 @@ static int turn_running(struct hr_engine *engine) {
     HR_TRY(leave_other_teams(engine));
     int moved = announced > 0;
     for (int i = 0; i < engine->lane_count; i++) { /* the world's may add and remove others behind it */
+        if (hr_drive_skips(engine, i)) {
+            continue;
+        }
         const int turned = turn_lane(engine->lanes[i]);
         HR_TRY(turned);
         moved |= turned;

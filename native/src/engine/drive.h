@@ -17,6 +17,14 @@ static inline uint64_t hr_drive_moves(const struct hr_engine *engine) {
     return moves;
 }
 
+/* Whether this turn or look may leave out a lane: where there are several, one in which nothing is under way. */
+static inline int hr_drive_skips(const struct hr_engine *engine, int index) {
+    const struct hr_lane *lane = engine->lanes[index];
+    return index > 0 && lane->is_quiet && !lane->is_due &&
+           atomic_load_explicit(&lane->pending, memory_order_relaxed) == 0 &&
+           !hr_node_looks_at_quiet(engine->node, index);
+}
+
 /* ---- drive.c ---- */
 
 /* The logs of all lanes have ended. */

@@ -56,7 +56,8 @@ static int has_work(struct hr_node *node, void *arg) {
         return 1;
     }
     for (int i = 0; i < engine->lane_count; i++) {
-        if (lane_has_work(engine->lanes[i])) {
+        if (!hr_drive_skips(engine, i) && lane_has_work(engine->lanes[i])) {
+            engine->lanes[i]->is_due = 1;
             return 1;
         }
     }
@@ -122,7 +123,9 @@ static int64_t next_deadline(struct hr_engine *engine, int64_t deadline_ns, int6
                                                             : deadline_ns;
     }
     for (int i = 0; i < engine->lane_count; i++) {
-        deadline_ns = earlier(deadline_ns, lane_deadline(engine->lanes[i], now_ns));
+        if (!hr_drive_skips(engine, i)) {
+            deadline_ns = earlier(deadline_ns, lane_deadline(engine->lanes[i], now_ns));
+        }
     }
     return engine->node->transport_count == 0 ? deadline_ns : earlier(deadline_ns, supervise_due_ns(engine, now_ns));
 }

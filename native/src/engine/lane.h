@@ -119,6 +119,8 @@ struct hr_lane {
     int is_removed;          /* nothing can be submitted any more; under the lock of submission */
     struct hr_map in_flight; /* name -> request submitted and not done; under the lock of submission */
     _Atomic uint32_t pending; /* how many; written under that lock */
+    int is_quiet; /* the driver's: when its turn ended, nothing was under way here for this rank */
+    int is_due;   /* the driver's: a look has found something to do */
     struct hr_announcer announcer;
     struct hr_executor executor;
     struct hr_leader leader;

@@ -53,6 +53,7 @@ struct hr_node {
     struct hr_transport **transports; /* [transport_count] of the teams that have members on several hosts */
     int transport_count;
     unsigned looks; /* of hr_node_progress */
+    int looks_at_all; /* before a sleep */
     struct hr_mpi mpi;              /* without ops: none */
     const struct hr_kernel *kernel;
     int *wake_fds;         /* [local_size] */
@@ -96,8 +97,16 @@ void hr_node_end_sleep(struct hr_node *node, const struct hr_sleep *sleep);
 void hr_node_wake(struct hr_node *node, int local_rank);
 void hr_node_wake_all(struct hr_node *node);
 
-/* How many looks pass between two at a transport that is quiet: each costs a system call per link. */
+/*
+ * How many looks pass between two at what is quiet: a transport, which costs a system call per link, or what a team has
+ * in the arena, lines of memory that are all in the way of one another.
+ */
 enum { HR_LOOKS_PER_QUIET_LOOK = 16 };
+
+/* Whether this look is one at the quiet thing of this number, too. All are looked at before a sleep. */
+static inline int hr_node_looks_at_quiet(const struct hr_node *node, int number) {
+    return node->looks_at_all || (node->looks + (unsigned)number) % HR_LOOKS_PER_QUIET_LOOK == 0;
+}
 
 /* Moves what can be moved on all transports, the quiet ones in turn; 1 if something was. */
 static inline int hr_node_progress(struct hr_node *node) {
@@ -105,7 +114,7 @@ static inline int hr_node_progress(struct hr_node *node) {
     node->looks++;
     for (int i = 0; i < node->transport_count; i++) {
         struct hr_transport *transport = node->transports[i];
-        if (!transport->is_quiet || (node->looks + (unsigned)i) % HR_LOOKS_PER_QUIET_LOOK == 0) {
+        if (!transport->is_quiet || hr_node_looks_at_quiet(node, i)) {
             moved |= transport->ops->progress(transport);
         }
     }

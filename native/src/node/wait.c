@@ -62,11 +62,13 @@ static void name_fds(const struct hr_node *node, struct hr_sleep *sleep, size_t 
 static int set_mark(struct hr_node *node, hr_ready ready, void *arg) {
     _Atomic uint32_t *sleeping = &node->arena.blocks[node->local_rank].sleeping;
     atomic_store(sleeping, 1); /* partner: hr_node_wake */
-    if (ready(node, arg)) {
+    node->looks_at_all = 1;
+    const int is_ready = ready(node, arg);
+    node->looks_at_all = 0;
+    if (is_ready) {
         atomic_store(sleeping, 0);
-        return 0;
     }
-    return 1;
+    return !is_ready;
 }
 
 int hr_node_sleep(const struct hr_sleep *sleep) {
