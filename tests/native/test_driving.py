@@ -2,52 +2,24 @@
 
 from __future__ import annotations
 
+import select
+import socket
 import threading
 import time
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from ranks import Group, Rank
-from test_teams_ends import run_script
-
-from horo import _core
-
-SUM = _core.REDUCE_OPS["sum"]
-CALLS, TURNS, LIMIT_S = 20, 15, 30
-
-# Rank 0, whose record brings the result to rank 1, stops when its own call returns, its background thread with it.
-STOP = """
-import os, signal, sys
-import numpy as np
+import wire_oracle as oracle
 from fabric import close_setup, make_setups
-from ranks import Rank
+from ranks import Group, Rank, wait_for
+from test_link import HEAD_BYTES, framed
+
 from horo import _core
 from horo._core import Context
 
-setups = make_setups([1, 1])
-pids = [os.fork()]
-if pids[0] != 0:
-    pids.append(os.fork())
-if 0 not in pids:
-    for setup in setups:
-        close_setup(setup)
-    _, status = os.waitpid(pids[1], 0)
-    os.kill(pids[0], signal.SIGKILL)
-    os.waitpid(pids[0], 0)
-    sys.exit(os.waitstatus_to_exitcode(status))
-me = len(pids) - 1
-close_setup(setups[1 - me])
-rank = Rank(Context(setups[me]))
-signal.alarm(20)
-for _ in range(20):
-    ones = np.ones(4, np.float32)
-    rank.run("allreduce", "x", [ones], reduce_op=_core.REDUCE_OPS["sum"])
-if me == 0:
-    signal.alarm(0)
-    os.kill(os.getpid(), signal.SIGSTOP)
-os.write(1, b"finished")
-os._exit(0)
-"""
+SUM = _core.REDUCE_OPS["sum"]
+CALLS, TURNS, LIMIT_S = 20, 15, 30
 
 
 @pytest.mark.parametrize("hosts", [[1, 1], [2, 1], [1, 1, 1]])
@@ -137,6 +109,79 @@ def test_a_caller_finds_an_idle_leader_ready_to_be_driven() -> None:
         assert [min(wakes) for wakes in group.run(body)] == [0, 0]  # on a busy machine the thread may still be awake
 
 
-def test_what_others_wait_for_leaves_before_a_call_returns() -> None:
-    for _ in range(5):
-        assert run_script(STOP) == "finished"
+class Child:
+    """Rank 1 on a host of its own, played by the test: what it has been sent can be seen without a thread of its."""
+
+    def __init__(self) -> None:
+        mine, self._setup = make_setups([1, 1], cache_capacity=4)
+        self._control, self._data = (
+            socket.socket(fileno=fds[0]) for fds in (self._setup.control_fds, self._setup.data_fds)
+        )
+        for link in (self._control, self._data):
+            link.setblocking(True)
+            link.settimeout(LIMIT_S)
+        self._bytes = 0
+        self.rank = Rank(Context(mine))
+
+    def send(self, message: bytes) -> None:
+        self._control.sendall(framed(message))
+
+    def count_answers(self) -> int:
+        """So far; does not wait."""
+        while select.select([self._control], [], [], 0)[0]:
+            self._bytes += len(self._control.recv(1 << 16))
+        return self._bytes // HEAD_BYTES
+
+    def exchange(self, data: bytes) -> bytes:
+        self._data.sendall(data)
+        return self._data.recv(len(data), socket.MSG_WAITALL)
+
+    def close(self) -> None:
+        for link in (self._control, self._data):
+            link.detach()
+        close_setup(self._setup)
+        self.rank.context.destroy()
+
+
+@pytest.fixture
+def child() -> Iterator[Child]:
+    child = Child()
+    try:
+        yield child
+    finally:
+        child.close()
+
+
+def count_late(child: Child, op: str, arrays: list[np.ndarray], announcement: bytes) -> int:
+    """How many of 200 calls of rank 0 return before their record has been sent."""
+    late, before = 0, child.count_answers()
+    for step in range(200):
+        child.send(announcement)
+        child.rank.run(op, "x", arrays, reduce_op=SUM if arrays else 0)
+        late += child.count_answers() - before < step + 1
+    return late
+
+
+ONE = b"\0\0\x80?"
+"""As a float32."""
+
+
+def test_a_caller_that_returns_has_sent_the_record_that_others_wait_for(child: Child) -> None:
+    """It may compute for long now."""
+    child.send(oracle.request_message(1, 0, b"", oracle.request(oracle.Request("x", op=oracle.BARRIER))))
+    child.rank.run("barrier", "x", [])
+    wait_for(lambda: child.count_answers() == 1)
+    assert count_late(child, "barrier", [], oracle.ids_message([4])) == 0
+
+
+def test_a_caller_that_returns_has_sent_the_result_that_others_wait_for(child: Child) -> None:
+    """The same of what a record carries."""
+    array = np.ones(1, np.float32)
+    request = oracle.Request("x", reduce_op=SUM, tensors=(oracle.Tensor(7, (1,)),))
+    child.send(oracle.request_message(1, 0, b"", oracle.request(request)))
+    handle = child.rank.submit("allreduce", "x", [array], reduce_op=SUM)
+    assert child.exchange(b"\0\0\0\0") == ONE
+    wait_for(lambda: child.count_answers() == 1)
+    child.rank.finish(handle)
+    assert count_late(child, "allreduce", [array], oracle.data_message(oracle.DATA, 4, ONE)) == 0
+    assert array[0] == 201

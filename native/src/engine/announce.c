@@ -89,7 +89,9 @@ static int announce_id(struct hr_lane *lane, struct hr_request *request, struct 
     atomic_fetch_add_explicit(&lane->engine->counts.cache_hits, 1, memory_order_relaxed);
     const size_t carried = hr_lane_carries(lane, request);
     if (lane->is_leader) {
-        HR_TRY(carried == 0 ? HORO_OK : hr_carry_add_own(lane, request, known->id, carried));
+        if (carried > 0) {
+            hr_carry_add_own(lane, request, known->id, carried);
+        }
         return hr_lane_announce_own(lane, request, known->id);
     }
     if (carried > 0) {

@@ -24,17 +24,30 @@ static uint8_t *data_of(const struct hr_carry *carry, int member) {
     return carry->data + (size_t)member * HR_CARRIED_MAX;
 }
 
-/* Room for a member's data in *slot; NULL: it is of no use. HORO_OK or HORO_ERR_RESOURCE. */
-static int reserve(struct hr_lane *lane, int member, uint32_t id, size_t bytes, uint8_t **slot) {
-    struct hr_carry *carry = &lane->leader.carry;
-    *slot = NULL;
+static void free_memory(struct hr_carry *carry) {
+    free(carry->has);
+    free(carry->data);
+    free((void *)carry->contributions);
+    *carry = (struct hr_carry){0};
+}
+
+static int has_memory(struct hr_carry *carry, size_t members) {
     if (carry->data == NULL) {
-        carry->data = malloc((size_t)member_count(lane) * HR_CARRIED_MAX);
-        carry->has = calloc((size_t)member_count(lane), sizeof *carry->has);
-        carry->contributions = calloc((size_t)member_count(lane), sizeof *carry->contributions);
+        carry->data = malloc(members * HR_CARRIED_MAX);
+        carry->has = calloc(members, sizeof *carry->has);
+        carry->contributions = calloc(members, sizeof *carry->contributions);
         if (carry->data == NULL || carry->has == NULL || carry->contributions == NULL) {
-            return HORO_ERR_RESOURCE;
+            free_memory(carry);
         }
+    }
+    return carry->data != NULL;
+}
+
+/* Room for a member's data; NULL: it is of no use, or there is no memory for it. */
+static uint8_t *reserve(struct hr_lane *lane, int member, uint32_t id, size_t bytes) {
+    struct hr_carry *carry = &lane->leader.carry;
+    if (!has_memory(carry, (size_t)member_count(lane))) {
+        return NULL;
     }
     if (carry->id == 0) {
         carry->id = id;
@@ -43,27 +56,23 @@ static int reserve(struct hr_lane *lane, int member, uint32_t id, size_t bytes, 
     if (bytes <= HR_CARRIED_MAX && carry->id == id && carry->bytes == bytes && !carry->has[member]) {
         carry->has[member] = 1;
         carry->count++;
-        *slot = data_of(carry, member);
+        return data_of(carry, member);
     }
-    return HORO_OK;
+    return NULL;
 }
 
-int hr_carry_add(struct hr_lane *lane, int member, uint32_t id, const void *data, size_t bytes) {
-    uint8_t *slot;
-    HR_TRY(reserve(lane, member, id, bytes, &slot));
+void hr_carry_add(struct hr_lane *lane, int member, uint32_t id, const void *data, size_t bytes) {
+    uint8_t *slot = reserve(lane, member, id, bytes);
     if (slot != NULL) {
         memcpy(slot, data, bytes);
     }
-    return HORO_OK;
 }
 
-int hr_carry_add_own(struct hr_lane *lane, const struct hr_request *request, uint32_t id, size_t bytes) {
-    uint8_t *slot;
-    HR_TRY(reserve(lane, 0, id, bytes, &slot));
+void hr_carry_add_own(struct hr_lane *lane, const struct hr_request *request, uint32_t id, size_t bytes) {
+    uint8_t *slot = reserve(lane, 0, id, bytes);
     if (slot != NULL) {
         hr_carried_pack(lane->team, &request->call, slot);
     }
-    return HORO_OK;
 }
 
 int hr_carry_is_all(const struct hr_lane *lane) {
@@ -102,8 +111,5 @@ void hr_carry_clear(struct hr_lane *lane) {
 }
 
 void hr_carry_fini(struct hr_lane *lane) {
-    free(lane->leader.carry.has);
-    free(lane->leader.carry.data);
-    free((void *)lane->leader.carry.contributions);
-    lane->leader.carry = (struct hr_carry){0};
+    free_memory(&lane->leader.carry);
 }

@@ -1,5 +1,5 @@
 /* The callers' side of the engine, behind submit.c: poll, wait, release; and its beginning and end. */
-#include "engine/engine.h"
+#include "engine/drive.h"
 
 #include <errno.h>
 #include <signal.h>
@@ -164,7 +164,8 @@ static void drive_as_caller(struct hr_engine *engine, const struct hr_request *r
     hr_engine_drive(engine, request, deadline_ns);
     (void)pthread_mutex_lock(&engine->submission.lock);
     driver->who = HR_DRIVER_NONE;
-    const int leaves_links = atomic_load(&driver->serves_hosts) && !driver->looks_soon;
+    const int leaves_links = atomic_load(&driver->serves_hosts) &&
+                             (!driver->looks_soon || hr_drive_any_leader(engine, hr_leader_sends_left));
     if (atomic_load(&engine->submission.pending) > 0 || leaves_links || hr_engine_is_called(engine)) {
         hr_engine_kick(engine);
     }

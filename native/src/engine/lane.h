@@ -204,9 +204,9 @@ int hr_lane_announce_own(struct hr_lane *lane, const struct hr_request *request,
 
 /* Announcer: how many bytes of data go with the announcement of a request that is known by id; 0: none do. */
 size_t hr_lane_carries(const struct hr_lane *lane, const struct hr_request *request);
-/* Leader: data of a member. Of no use, and dropped, where another tensor's is there. HORO_OK or HORO_ERR_RESOURCE. */
-int hr_carry_add(struct hr_lane *lane, int member, uint32_t id, const void *data, size_t bytes);
-int hr_carry_add_own(struct hr_lane *lane, const struct hr_request *request, uint32_t id, size_t bytes);
+/* Leader: data of a member. Dropped where another tensor's is there already, or there is no memory for it. */
+void hr_carry_add(struct hr_lane *lane, int member, uint32_t id, const void *data, size_t bytes);
+void hr_carry_add_own(struct hr_lane *lane, const struct hr_request *request, uint32_t id, size_t bytes);
 /*
  * Leader: whether all that is complete (the root: ready) is one tensor of which all members have carried data. write
  * takes it out of the agreement and appends a DATA or, at the root, a RESULT message, framed: HORO_OK or a status.

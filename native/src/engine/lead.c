@@ -98,7 +98,7 @@ int hr_leader_announce(struct hr_lane *lane, int member, const struct hr_wire_me
     switch (message->type) {
     case HR_WIRE_IDS: return announce_ids(lane, member, message, now_ns);
     case HR_WIRE_DATA:
-        HR_TRY(hr_carry_add(lane, member, message->id, message->data, message->data_bytes));
+        hr_carry_add(lane, member, message->id, message->data, message->data_bytes);
         return hr_agree_announce_id(&lane->leader.agree, member, message->id, now_ns);
     case HR_WIRE_REQUEST: return hr_agree_announce_request(&lane->leader.agree, member, message, now_ns);
     case HR_WIRE_LEAVE:
