@@ -47,7 +47,8 @@ static int has_work(struct hr_node *node, void *arg) {
     switch (engine->driver.stage) {
     case HR_ENGINE_CLOSING: return has_work_closing(engine);
     case HR_ENGINE_ENDING:
-        return hr_drive_any_leader(engine, hr_leader_has_messages) || !hr_drive_any_leader(engine, hr_leader_sends_left);
+        return hr_drive_any_leader(engine, hr_leader_has_messages) ||
+               !hr_drive_any_leader(engine, hr_leader_sends_left);
     case HR_ENGINE_ENDED: return atomic_load(&engine->submission.pending) > 0;
     case HR_ENGINE_RUNNING: break;
     }
