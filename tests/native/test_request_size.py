@@ -9,7 +9,7 @@ from ranks import Rank, run_ranks
 from horo import _core
 from horo._errors import UsageError
 
-REQUEST_MAX = (64 << 20) - 11 - 65535  # in a message with the longest text that may go with it
+REQUEST_MAX = (64 << 20) - 11 - 65535 - 9  # in a message with the longest text that may go with it
 DIMS_MAX = 64
 FIXED_BYTES, TENSOR_BYTES = 29, 3 + 8 * DIMS_MAX
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -61,10 +61,19 @@ class Wire:
         }
         return self.written(self.lib.shim_wire_encode_request, self.ffi.new("horo_request *", value))
 
-    def put_batch(self, refs: list[tuple[int, bytes]]) -> bytes | int:
+    def rows(self, values: Sequence[int]) -> tuple[Any, int]:
+        """As an encoder takes them."""
+        return self.ffi.new("int64_t[]", list(values) or [0]), len(values)
+
+    def rows_of(self, message: Any) -> list[int]:
+        out = self.ffi.new("int64_t[]", message.row_count + 1)
+        self.lib.shim_wire_rows(message, out)
+        return list(out)[:-1]
+
+    def put_batch(self, refs: list[tuple[int, bytes]], rows: Sequence[int] = ()) -> bytes | int:
         ids = self.ffi.new("uint32_t[]", [i for i, _ in refs] or [0])
         names = self.ffi.new("shim_text[]", [self.text(name) for _, name in refs] or 1)
-        return self.written(self.lib.shim_wire_put_batch, len(refs), len(refs), ids, names)
+        return self.written(self.lib.shim_wire_put_batch, len(refs), len(refs), ids, names, *self.rows(rows))
 
     def decode(self, data: bytes) -> tuple[int, Any]:
         """Status and message; the message points into `data`."""
@@ -129,6 +138,7 @@ numbers = st.sampled_from([1.0, 0.5, 0.0, -0.0]) | st.floats(allow_nan=False)
 ranks = st.integers(0, 2**31 - 1)
 errors = st.integers(-(2**31), -1)
 ids = st.integers(1, 2**32 - 1)
+rows = st.lists(st.one_of(st.integers(0, 300), st.integers(0, INT64_MAX)), max_size=20)
 
 
 def canonical(request: Request) -> Request:
@@ -181,17 +191,31 @@ def test_a_request_of_teams_carries_its_ranks(wire: Wire, op: int, values: list[
     assert wire.status(oracle.request_message(3, 0, b"", data)) == OK
 
 
-@given(request=requests, origin=ranks, status=errors | st.just(OK), text=texts)
-def test_request_messages_round_trip(wire: Wire, request: Request, origin: int, status: int, text: bytes) -> None:
+@given(request=requests, head=st.tuples(ranks, errors | st.just(OK), texts), values=rows)
+def test_request_messages_round_trip(
+    wire: Wire, request: Request, head: tuple[int, int, bytes], values: list[int]
+) -> None:
+    origin, status, text = head
+    values = values if request.op == oracle.ALLGATHER else []
     body = oracle.request(request)
-    arguments = (origin, status, wire.text(text), wire.ffi.from_buffer(body), len(body))
+    arguments = (origin, status, wire.text(text), *wire.rows(values), wire.ffi.from_buffer(body), len(body))
     data = wire.written(wire.lib.shim_wire_put_request, *arguments)
-    assert data == oracle.request_message(origin, status, text, body)
+    assert data == oracle.request_message(origin, status, text, body, values)
     assert wire.status(data) == OK
     code, message = wire.decode(data)
     assert (code, message.type, message.rank, message.status) == (OK, oracle.REQUEST, origin, status)
     assert wire.string(message.text) == text
     assert wire.ffi.buffer(message.request.bytes, message.request.byte_count)[:] == body
+    assert wire.rows_of(message) == values
+
+
+@given(number=ids, values=rows.filter(bool))
+def test_rows_round_trip(wire: Wire, number: int, values: list[int]) -> None:
+    data = wire.written(wire.lib.shim_wire_put_rows, number, *wire.rows(values))
+    assert data == oracle.rows_message(number, values)
+    assert wire.status(data) == OK
+    code, message = wire.decode(data)
+    assert (code, message.type, message.id, wire.rows_of(message)) == (OK, oracle.ROWS, number, values)
 
 
 @given(values=st.lists(ids, max_size=50))
@@ -206,15 +230,16 @@ def test_ids_round_trip(wire: Wire, values: list[int]) -> None:
     assert list(out)[: len(values)] == values
 
 
-@given(refs=st.lists(st.tuples(ids, st.just("")) | st.tuples(ids | st.just(0), names), max_size=20))
-def test_batches_round_trip(wire: Wire, refs: list[tuple[int, str]]) -> None:
+@given(refs=st.lists(st.tuples(ids, st.just("")) | st.tuples(ids | st.just(0), names), max_size=20), gathered=rows)
+def test_batches_round_trip(wire: Wire, refs: list[tuple[int, str]], gathered: list[int]) -> None:
     values = [(i, name.encode()) for i, name in refs]
-    data = wire.put_batch(values)
-    assert data == oracle.batch_message(values)
+    data = wire.put_batch(values, gathered)
+    assert data == oracle.batch_message(values, gathered)
     assert wire.status(data) == OK
     code, message = wire.decode(data)
     assert (code, message.type, message.count) == (OK, oracle.BATCH, len(values))
     assert wire.refs(message) == values
+    assert wire.rows_of(message) == gathered
 
 
 @given(rank=ranks | st.just(-1), status=errors, reason=st.sampled_from(oracle.REASONS))
@@ -285,7 +310,7 @@ def test_a_message_that_is_cut_or_goes_on_is_refused(wire: Wire, sample: str) ->
     assert wire.status(data + b"\0") == INTERNAL
 
 
-@given(data=st.binary(max_size=300), kind=st.integers(0, 8))
+@given(data=st.binary(max_size=300), kind=st.integers(0, 10))
 def test_arbitrary_bytes_are_decoded_or_refused(wire: Wire, data: bytes, kind: int) -> None:
     assert wire.status(data) in {OK, INTERNAL}
     assert wire.status(bytes([kind]) + data) in {OK, INTERNAL}
@@ -316,7 +341,7 @@ NAME_AT, COUNT_AT, DTYPE_AT, WIRE_AT, NDIM_AT, EXTENT_AT = 25, 27, 31, 32, 33, 3
         {
             "nothing": b"",
             "type 0": b"\0",
-            "unknown type": b"\x0a\0\0\0\0",
+            "unknown type": b"\x0b\0\0\0\0",
             "unknown op": request_bytes(REDUCE, op=(0, "<B", 4)),
             "Adasum's number": request_bytes(REDUCE, reduce_op=(1, "<B", 2)),
             "unknown reduce op": request_bytes(REDUCE, reduce_op=(1, "<B", 6)),
@@ -367,6 +392,16 @@ NAME_AT, COUNT_AT, DTYPE_AT, WIRE_AT, NDIM_AT, EXTENT_AT = 25, 27, 31, 32, 33, 3
             "less data than said": oracle.data_message(oracle.RESULT, 1, b"xy")[:-1],
             "more data than said": oracle.data_message(oracle.RESULT, 1, b"xy") + b"z",
             "too much data": oracle.data_message(oracle.DATA, 1, bytes((1 << 16) + 1)),
+            "rows of no tensor": oracle.rows_message(0, [1]),
+            "no rows": oracle.rows_message(1, []),
+            "fewer rows than said": oracle.rows_message(1, [1, 2])[:-1],
+            "more rows than said": oracle.rows_message(1, [1, 2]) + b"\1",
+            "more rows than there could be": oracle.rows_message(1, [])[:-1] + oracle.var(2**62),
+            "rows of 2^63": oracle.rows_message(1, [2**63]),
+            "rows without an end": oracle.rows_message(1, [])[:-1] + b"\1" + b"\xff" * 9,
+            "rows in a byte too many": oracle.rows_message(1, [])[:-1] + b"\1\x81\0",
+            "a number of rows in a byte too many": oracle.rows_message(1, [])[:-1] + b"\x81\0\1",
+            "rows of an allreduce": oracle.request_message(0, 0, b"", oracle.request(REDUCE), [1]),
             "a team without ranks": oracle.request_message(0, 0, b"", oracle.request(oracle.team_request(4, []))),
             "a negative rank of a team": request_bytes(ADD, value=(EXTENT_AT + 12, "<i", -1)),
             "fewer ranks than said": request_bytes(ADD, extent=(EXTENT_AT + 2, "<q", 5)),
@@ -394,6 +429,8 @@ def test_what_is_no_message_is_refused(wire: Wire, data: bytes) -> None:
             "longest name and text": oracle.request_message(
                 2**31 - 1, -60, b"t" * 65535, oracle.request(Request("x" * oracle.NAME_MAX))
             ),
+            "rows in a group": oracle.request_message(0, 0, b"", oracle.request(GATHER), [2**63 - 1] * 70_000),
+            "rows of thousands of ranks": oracle.rows_message(1, [*range(20_000)]),
             "most ids": oracle.ids_message([2**32 - 1] * oracle.TENSORS_MAX),
             "longest name in a batch": oracle.batch_message([(2**32 - 1, b"x" * oracle.NAME_MAX)]),
         }
@@ -406,9 +443,9 @@ def test_what_is_just_within_the_limits_is_accepted(wire: Wire, data: bytes) -> 
 def test_encoders_refuse_what_decoders_would(wire: Wire) -> None:
     past = oracle.TENSORS_MAX + 1
     assert wire.written(wire.lib.shim_wire_put_ids, wire.ffi.new("uint32_t[]", past), past) == RESOURCE
-    assert wire.written(wire.lib.shim_wire_put_batch, past, 0, wire.ffi.NULL, wire.ffi.NULL) == RESOURCE
+    assert wire.written(wire.lib.shim_wire_put_batch, past, 0, *[wire.ffi.NULL] * 3, 0) == RESOURCE
     long = bytes((64 << 20) - 10)
-    arguments = (0, 0, wire.text(b""), wire.ffi.from_buffer(long), len(long))
+    arguments = (0, 0, wire.text(b""), wire.ffi.NULL, 0, wire.ffi.from_buffer(long), len(long))
     assert wire.written(wire.lib.shim_wire_put_request, *arguments) == RESOURCE
 
 

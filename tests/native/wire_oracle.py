@@ -6,7 +6,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-IDS, REQUEST, LOST, LEAVE, BATCH, FAIL, DONE, DATA, RESULT = range(1, 10)
+IDS, REQUEST, LOST, LEAVE, BATCH, FAIL, DONE, DATA, RESULT, ROWS = range(1, 11)
 ALLREDUCE, ALLGATHER, BROADCAST, BARRIER, ADD_TEAM, REMOVE_TEAM = range(6)
 REDUCE_OPS = (0, 1, 3, 4, 5)
 TRANSIENT = 2
@@ -76,14 +76,29 @@ def team_request(op: int, values: Sequence[int]) -> Request:
     return Request("team", op=op, tensors=(Tensor(3, (len(values),)),), values=tuple(values))
 
 
+def var(value: int) -> bytes:
+    """Seven bits per byte, the lowest first; the highest bit says that more follow."""
+    return bytes([value & 0x7F | 0x80]) + var(value >> 7) if value >> 7 else bytes([value])
+
+
+def rows(values: Sequence[int]) -> bytes:
+    """The first extents of an allgather."""
+    return var(len(values)) + b"".join(map(var, values))
+
+
+def rows_message(number: int, values: Sequence[int]) -> bytes:
+    """ROWS."""
+    return struct.pack("<BI", ROWS, number) + rows(values)
+
+
 def ids_message(ids: Sequence[int]) -> bytes:
     """IDS."""
     return struct.pack(f"<BI{len(ids)}I", IDS, len(ids), *ids)
 
 
-def request_message(origin: int, status: int, text: bytes, body: bytes) -> bytes:
-    """REQUEST; body is the canonical form."""
-    return struct.pack("<Bii", REQUEST, origin, status) + str16(text) + body
+def request_message(origin: int, status: int, text: bytes, body: bytes, values: Sequence[int] = ()) -> bytes:
+    """REQUEST; body is the canonical form, values are the rows of an allgather."""
+    return struct.pack("<Bii", REQUEST, origin, status) + str16(text) + rows(values) + body
 
 
 def lost_message(rank: int, status: int, reason: int) -> bytes:
@@ -111,9 +126,10 @@ def fail_message(status: int, name: bytes, text: bytes) -> bytes:
     return struct.pack("<Bi", FAIL, status) + str16(name) + str16(text)
 
 
-def batch_message(refs: Sequence[tuple[int, bytes]]) -> bytes:
-    """BATCH of (id, name); an empty name for a cached tensor."""
-    return struct.pack("<BI", BATCH, len(refs)) + b"".join(struct.pack("<I", i) + str16(n) for i, n in refs)
+def batch_message(refs: Sequence[tuple[int, bytes]], values: Sequence[int] = ()) -> bytes:
+    """BATCH of (id, name), an empty name for a cached tensor, with the rows of an allgather."""
+    items = b"".join(struct.pack("<I", i) + str16(n) for i, n in refs)
+    return struct.pack("<BI", BATCH, len(refs)) + items + rows(values)
 
 
 def samples() -> dict[str, bytes]:
@@ -143,6 +159,9 @@ def samples() -> dict[str, bytes]:
         "fail-empty": fail_message(-60, b"", b""),
         "batch-none": batch_message([]),
         "batch": batch_message([(1, b""), (2, b"named"), (0, b"uncached")]),
+        "request-rows": request_message(1, 0, b"", request(requests["allgather"]), [9, 1 << 40]),
+        "batch-rows": batch_message([(1, b"")], [0, 127, 128, 2**63 - 1]),
+        "rows": rows_message(4097, [7]),
         "lost-unknown": lost_message(-1, -41, 4),
         "data": data_message(DATA, 4097, b"\0\0\x80?"),
         "result": data_message(RESULT, 0xFFFFFFFF, bytes(300)),

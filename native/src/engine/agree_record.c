@@ -62,7 +62,8 @@ static int put_request(struct hr_buffer *out, const struct hr_agree_entry *entry
     if (entry->failure != 0) {
         text = (struct hr_wire_text){entry->failure_text, strlen(entry->failure_text)};
     }
-    HR_TRY(hr_wire_put_request(out, request->rank, entry->failure, text, request->bytes, request->count));
+    HR_TRY(hr_wire_put_request(out, request->rank, entry->failure, text, (struct hr_wire_rows){0}, request->bytes,
+                               request->count));
     hr_frame_end(out, mark);
     return HORO_OK;
 }
@@ -227,6 +228,7 @@ int hr_agree_form_batch(struct hr_agree *agree, struct hr_buffer *out, uint32_t 
         HR_TRY(put_entry(agree, entry, out));
         hr_agree_reset(agree, entry);
     }
+    HR_TRY(hr_wire_end_batch(out, (struct hr_wire_rows){0}));
     hr_frame_end(out, mark);
     *frames = 1;
     return HORO_OK;

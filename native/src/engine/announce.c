@@ -32,8 +32,8 @@ static int announce_full(struct hr_lane *lane, struct hr_request *request) {
     size_t mark;
     const struct hr_wire_text none = {NULL, 0};
     HR_TRY(hr_frame_begin(&lane->announcer.request_out, &mark));
-    HR_TRY(hr_wire_put_request(&lane->announcer.request_out, lane->node->rank, HORO_OK, none, request->bytes,
-                               request->byte_count));
+    HR_TRY(hr_wire_put_request(&lane->announcer.request_out, lane->node->rank, HORO_OK, none,
+                               (struct hr_wire_rows){0}, request->bytes, request->byte_count));
     hr_frame_end(&lane->announcer.request_out, mark);
     return HORO_OK;
 }

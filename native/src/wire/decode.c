@@ -71,6 +71,30 @@ static struct hr_wire_text read_name(struct reader *reader) {
     return name;
 }
 
+/* Not longer than it needs to be: a value has one form. */
+static int64_t read_var(struct reader *reader) {
+    uint64_t value = 0;
+    int byte = 0x80;
+    for (int bits = 0; bits < 7 * HR_WIRE_VAR_MAX && byte >= 0x80; bits += 7) {
+        byte = read_u8(reader);
+        value |= (uint64_t)(byte & 0x7f) << bits;
+        require(reader, byte != 0 || bits == 0);
+    }
+    require(reader, byte < 0x80);
+    return (int64_t)value;
+}
+
+static struct hr_wire_rows read_rows(struct reader *reader) {
+    const int64_t count = read_var(reader);
+    require(reader, count <= HR_WIRE_MESSAGE_MAX); /* each is a byte at least */
+    struct hr_wire_rows rows = {.data = reader->at};
+    for (; (int64_t)rows.count < count && !reader->failed; rows.count++) {
+        (void)read_var(reader);
+    }
+    rows.bytes = (size_t)(reader->at - rows.data);
+    return rows;
+}
+
 static uint32_t read_count(struct reader *reader) {
     const uint32_t count = read_u32(reader);
     require(reader, count <= HR_WIRE_TENSORS_MAX);
@@ -197,6 +221,13 @@ static void read_batch(struct reader *reader, struct hr_wire_message *message) {
         const struct hr_wire_text name = read_name(reader);
         require(reader, id != 0 || name.bytes > 0);
     }
+    message->rows = read_rows(reader);
+}
+
+static void read_cached_rows(struct reader *reader, struct hr_wire_message *message) {
+    message->id = read_u32(reader);
+    message->rows = read_rows(reader);
+    require(reader, message->id != 0 && message->rows.count > 0);
 }
 
 static void read_data(struct reader *reader, struct hr_wire_message *message) {
@@ -214,9 +245,12 @@ static void read_body(struct reader *reader, struct hr_wire_message *message) {
         message->rank = read_i32(reader);
         message->status = read_i32(reader);
         message->text = read_str16(reader);
+        message->rows = read_rows(reader);
         require(reader, message->rank >= 0 && message->status <= 0);
         read_request(reader, &message->request);
+        require(reader, message->rows.count == 0 || message->request.op == HORO_ALLGATHER);
         break;
+    case HR_WIRE_ROWS: read_cached_rows(reader, message); break;
     case HR_WIRE_LOST:
         message->rank = read_i32(reader);
         message->status = read_i32(reader);
@@ -292,6 +326,17 @@ void hr_wire_next_tensor(const uint8_t **cursor, struct hr_wire_tensor *tensor) 
         tensor->shape[i] = (int64_t)hr_load_u64(at);
     }
     *cursor = at;
+}
+
+int64_t hr_wire_next_row(const uint8_t **cursor) {
+    const uint8_t *at = *cursor;
+    uint64_t value = 0;
+    int bits = 0;
+    for (; *at >= 0x80; bits += 7) {
+        value |= (uint64_t)(*at++ & 0x7f) << bits;
+    }
+    *cursor = at + 1;
+    return (int64_t)(value | (uint64_t)*at << bits);
 }
 
 char *hr_wire_describe_tensor(const struct hr_wire_tensor *tensor, char *out, size_t out_bytes) {

@@ -33,6 +33,34 @@ static uint8_t *write_str16(uint8_t *at, struct hr_wire_text text) {
     return at + bytes;
 }
 
+static size_t var_bytes(uint64_t value) {
+    size_t bytes = 1;
+    while ((value >>= 7) != 0) {
+        bytes++;
+    }
+    return bytes;
+}
+
+static uint8_t *write_var(uint8_t *at, uint64_t value) {
+    for (; value >= 0x80; value >>= 7) {
+        *at++ = (uint8_t)(value | 0x80);
+    }
+    *at++ = (uint8_t)value;
+    return at;
+}
+
+static size_t counted_bytes(struct hr_wire_rows rows) {
+    return var_bytes(rows.count) + rows.bytes;
+}
+
+static uint8_t *write_rows(uint8_t *at, struct hr_wire_rows rows) {
+    at = write_var(at, rows.count);
+    if (rows.bytes > 0) {
+        memcpy(at, rows.data, rows.bytes);
+    }
+    return at + rows.bytes;
+}
+
 /* Room for a message of `bytes`, or NULL where memory or the limit on messages does not allow it. */
 static uint8_t *begin(struct hr_buffer *out, size_t bytes) {
     if (bytes > HR_WIRE_MESSAGE_MAX || hr_buffer_reserve(out, bytes) != HORO_OK) {
@@ -102,6 +130,25 @@ int hr_wire_encode_request(struct hr_buffer *out, const horo_request *request) {
     return finish(out, at);
 }
 
+size_t hr_wire_rows_bytes(const horo_request *request) {
+    size_t bytes = 0;
+    for (int32_t i = 0; i < request->tensor_count && request->op == HORO_ALLGATHER; i++) {
+        bytes += var_bytes((uint64_t)request->tensors[i].shape[0]);
+    }
+    return bytes;
+}
+
+struct hr_wire_rows hr_wire_encode_rows(const horo_request *request, uint8_t *room) {
+    uint8_t *at = room;
+    if (request->op != HORO_ALLGATHER) {
+        return (struct hr_wire_rows){0};
+    }
+    for (int32_t i = 0; i < request->tensor_count; i++) {
+        at = write_var(at, (uint64_t)request->tensors[i].shape[0]);
+    }
+    return (struct hr_wire_rows){room, (size_t)(at - room), (uint32_t)request->tensor_count};
+}
+
 int hr_wire_put_ids(struct hr_buffer *out, const uint32_t *ids, uint32_t count) {
     uint8_t *at = count > HR_WIRE_TENSORS_MAX ? NULL : begin(out, 1 + 4 + sizeof *ids * (size_t)count);
     if (at == NULL) {
@@ -115,19 +162,33 @@ int hr_wire_put_ids(struct hr_buffer *out, const uint32_t *ids, uint32_t count) 
     return finish(out, at);
 }
 
-int hr_wire_put_request(struct hr_buffer *out, int origin, int status, struct hr_wire_text text, const void *request,
-                        size_t request_bytes) {
-    if (request_bytes > HR_WIRE_REQUEST_MAX) { /* so that the sum below cannot wrap */
+/* What is longer than any message: the sums below must not wrap. */
+static int is_too_long(size_t one, size_t other) {
+    return one > HR_WIRE_MESSAGE_MAX || other > HR_WIRE_MESSAGE_MAX;
+}
+
+int hr_wire_put_rows(struct hr_buffer *out, uint32_t id, struct hr_wire_rows rows) {
+    uint8_t *at = is_too_long(rows.bytes, 0) ? NULL : begin(out, 1 + 4 + counted_bytes(rows));
+    if (at == NULL) {
         return HORO_ERR_RESOURCE;
     }
-    uint8_t *at = begin(out, 1 + 4 + 4 + 2 + str16_bytes(text) + request_bytes);
+    *at++ = HR_WIRE_ROWS;
+    return finish(out, write_rows(hr_store_u32(at, id), rows));
+}
+
+int hr_wire_put_request(struct hr_buffer *out, int origin, int status, struct hr_wire_text text,
+                        struct hr_wire_rows rows, const void *request, size_t request_bytes) {
+    if (is_too_long(rows.bytes, request_bytes)) {
+        return HORO_ERR_RESOURCE;
+    }
+    uint8_t *at = begin(out, 1 + 4 + 4 + 2 + str16_bytes(text) + counted_bytes(rows) + request_bytes);
     if (at == NULL) {
         return HORO_ERR_RESOURCE;
     }
     *at++ = HR_WIRE_REQUEST;
     at = write_i32(at, origin);
     at = write_i32(at, status);
-    at = write_str16(at, text);
+    at = write_rows(write_str16(at, text), rows);
     memcpy(at, request, request_bytes);
     return finish(out, at + request_bytes);
 }
@@ -197,4 +258,12 @@ int hr_wire_put_ref(struct hr_buffer *out, uint32_t id, struct hr_wire_text name
         return HORO_ERR_RESOURCE;
     }
     return finish(out, write_str16(hr_store_u32(at, id), name));
+}
+
+int hr_wire_end_batch(struct hr_buffer *out, struct hr_wire_rows rows) {
+    uint8_t *at = is_too_long(rows.bytes, 0) ? NULL : begin(out, counted_bytes(rows));
+    if (at == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    return finish(out, write_rows(at, rows));
 }

@@ -6,9 +6,10 @@
  * A message is one type byte and a body:
  *
  *   up the tree (rank -> leader -> parent host)            down the tree (a record of the response log)
- *   IDS      u32 n, n x u32 id                             BATCH    u32 n, n x ref
- *   REQUEST  i32 origin, i32 status, str16 text, request   FAIL     i32 status, str16 name, str16 text
+ *   IDS      u32 n, n x u32 id                             BATCH    u32 n, n x ref, rows
+ *   ROWS     u32 id, rows                                  FAIL     i32 status, str16 name, str16 text
  *   DATA     u32 id, u32 n, n bytes                        RESULT   u32 id, u32 n, n bytes
+ *   REQUEST  i32 origin, i32 status, str16 text, rows, request
  *   LOST     i32 rank, i32 status, u8 reason      (both directions; enum hr_abort_reason; rank -1: nobody knows which)
  *   LEAVE    i32 rank                             (both directions)
  *   DONE     i32 rank                             (both directions)
@@ -20,6 +21,9 @@
  *            to remove
  *   tensor   u8 dtype, u8 wire dtype, u8 ndim, ndim x i64 extent; allgather: the first extent is written as 0, it may
  *            differ by rank
+ *   rows     var n, n x var: what an allgather's first extents are, rank by rank, and of each rank tensor by tensor. n
+ *            is 0 for all other operations, and not in ROWS, which is the announcement of a cached allgather
+ *   var      0 to 2^63 - 1, seven bits per byte, the lowest first; all bytes but the last one have the highest bit set
  *   str16    u16 bytes, UTF-8 without a terminator
  *
  * A request's bytes are canonical: two requests agree exactly when their bytes are equal. Fields that mean nothing for
@@ -46,6 +50,7 @@ enum hr_wire_type {
     HR_WIRE_DONE = 7,
     HR_WIRE_DATA = 8,
     HR_WIRE_RESULT = 9,
+    HR_WIRE_ROWS = 10,
 };
 
 enum {
@@ -53,13 +58,24 @@ enum {
     HR_WIRE_TENSORS_MAX = 1 << 20,
     HR_WIRE_TEXT_MAX = UINT16_MAX,
     HR_WIRE_DATA_MAX = 1 << 16,
-    /* Of a request's canonical form: a REQUEST message holds it together with the longest text. */
-    HR_WIRE_REQUEST_MAX = HR_WIRE_MESSAGE_MAX - (1 + 4 + 4 + 2 + HR_WIRE_TEXT_MAX),
+    HR_WIRE_VAR_MAX = 9, /* bytes */
+    /*
+     * Of a request's canonical form, and of that and its rows: a REQUEST message holds it together with the longest
+     * text.
+     */
+    HR_WIRE_REQUEST_MAX = HR_WIRE_MESSAGE_MAX - (1 + 4 + 4 + 2 + HR_WIRE_TEXT_MAX + HR_WIRE_VAR_MAX),
 };
 
 struct hr_wire_text {
     const char *data; /* not terminated; NULL only if bytes is 0 */
     size_t bytes;
+};
+
+/* First extents as they travel, without their number. */
+struct hr_wire_rows {
+    const uint8_t *data; /* walk with hr_wire_next_row */
+    size_t bytes;
+    uint32_t count;
 };
 
 struct hr_wire_tensor {
@@ -94,10 +110,11 @@ struct hr_wire_message {
     struct hr_wire_text name; /* FAIL */
     struct hr_wire_text text; /* FAIL, REQUEST */
     uint32_t count;           /* IDS, BATCH */
-    uint32_t id;              /* DATA, RESULT */
+    uint32_t id;              /* DATA, RESULT, ROWS */
     const uint8_t *data;      /* DATA, RESULT: packed values */
     size_t data_bytes;        /* at least 1 */
     const uint8_t *items;     /* IDS: walk with hr_wire_id; BATCH: hr_wire_next_ref */
+    struct hr_wire_rows rows; /* ROWS, REQUEST, BATCH */
     struct hr_wire_request request;
 };
 
@@ -125,38 +142,49 @@ size_t hr_wire_request_bytes(const horo_request *request);
  */
 int hr_wire_encode_request(struct hr_buffer *out, const horo_request *request);
 
+/* The first extents of an allgather's tensors here, written to room of rows_bytes; none for other operations. */
+size_t hr_wire_rows_bytes(const horo_request *request);
+struct hr_wire_rows hr_wire_encode_rows(const horo_request *request, uint8_t *room);
+
 /*
  * Each appends one whole message (no length prefix). HORO_OK or HORO_ERR_RESOURCE (no memory, or past a limit above);
  * on failure nothing is appended. A text longer than HR_WIRE_TEXT_MAX is cut.
  */
 int hr_wire_put_ids(struct hr_buffer *out, const uint32_t *ids, uint32_t count);
-int hr_wire_put_request(struct hr_buffer *out, int origin, int status, struct hr_wire_text text, const void *request,
-                        size_t request_bytes);
+int hr_wire_put_rows(struct hr_buffer *out, uint32_t id, struct hr_wire_rows rows);
+int hr_wire_put_request(struct hr_buffer *out, int origin, int status, struct hr_wire_text text,
+                        struct hr_wire_rows rows, const void *request, size_t request_bytes);
 int hr_wire_put_lost(struct hr_buffer *out, int rank, int status, enum hr_abort_reason reason);
 /* DATA: an announcement by id, with what it is about; RESULT: a record of one cached tensor, with what all get. */
 int hr_wire_put_data(struct hr_buffer *out, enum hr_wire_type type, uint32_t id, const void *data, size_t bytes);
 int hr_wire_put_leave(struct hr_buffer *out, int rank);
 int hr_wire_put_done(struct hr_buffer *out, int rank);
 int hr_wire_put_fail(struct hr_buffer *out, int status, struct hr_wire_text name, struct hr_wire_text text);
-/* A BATCH is built piece by piece: begin, then one ref after another into the same buffer with nothing between. */
+/*
+ * A BATCH is built piece by piece: begin, then one ref after another, then end, into the same buffer with nothing
+ * between.
+ */
 int hr_wire_begin_batch(struct hr_buffer *out, uint32_t count);
 int hr_wire_put_ref(struct hr_buffer *out, uint32_t id, struct hr_wire_text name);
+int hr_wire_end_batch(struct hr_buffer *out, struct hr_wire_rows rows);
 
 /*
  * HORO_OK, or HORO_ERR_INTERNAL for bytes that are no message: an unknown type, op, reduce op or dtype, a shape that
  * hr_wire_tensor_bytes refuses, a wire dtype that does not go with dtype and operation, a name that is too long, a
  * count past the limit, a negative rank but for the -1 of LOST, a reason that is none or unknown, a status that is no
- * error in LOST and FAIL or positive in REQUEST, a request that is not canonical, a short or long body. Every item is
- * checked here, so the walks below cannot fail.
+ * error in LOST and FAIL or positive in REQUEST, a request that is not canonical, rows that are written longer than
+ * they need to be or are of another operation than an allgather, a short or long body. Every item is checked here, so
+ * the walks below cannot fail.
  */
 int hr_wire_decode(const void *data, size_t bytes, struct hr_wire_message *message);
 int hr_wire_decode_request(const void *data, size_t bytes, struct hr_wire_request *request);
 
 uint32_t hr_wire_id(const struct hr_wire_message *message, uint32_t index);
 int hr_wire_value(const struct hr_wire_request *request, uint32_t index);
-/* Both read the item at *cursor (start with message->items or request->tensors) and move it on. */
+/* Each reads the item at *cursor (start with message->items, request->tensors or rows->data) and moves it on. */
 void hr_wire_next_ref(const uint8_t **cursor, struct hr_wire_ref *ref);
 void hr_wire_next_tensor(const uint8_t **cursor, struct hr_wire_tensor *tensor);
+int64_t hr_wire_next_row(const uint8_t **cursor);
 
 /* "float32 [64, 128]" or "float32 [64, 128] as bfloat16", cut to fit; for messages. Returns out. */
 char *hr_wire_describe_tensor(const struct hr_wire_tensor *tensor, char *out, size_t out_bytes);

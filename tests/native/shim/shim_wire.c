@@ -46,10 +46,44 @@ int64_t shim_wire_put_ids(const uint32_t *ids, uint32_t count, void *out, size_t
     return finish(&buffer, hr_wire_put_ids(&buffer, ids, count), out, out_bytes);
 }
 
-int64_t shim_wire_put_request(int origin, int status, shim_text text, const void *request, size_t request_bytes,
-                              void *out, size_t out_bytes) {
+/* Encoded by the core, as those of an allgather with a tensor for each. */
+struct encoded {
+    uint8_t *room;
+    struct hr_wire_rows rows;
+};
+
+static struct encoded encode_rows(const int64_t *rows, uint32_t count) {
+    horo_tensor *tensors = calloc(count + 1u, sizeof *tensors);
+    if (tensors == NULL) {
+        return (struct encoded){0};
+    }
+    for (uint32_t i = 0; i < count; i++) {
+        tensors[i] = (horo_tensor){.shape = &rows[i], .ndim = 1};
+    }
+    const horo_request call = {.op = HORO_ALLGATHER, .tensors = tensors, .tensor_count = (int32_t)count};
+    struct encoded result = {.room = malloc(hr_wire_rows_bytes(&call) + 1)};
+    if (result.room != NULL) {
+        result.rows = hr_wire_encode_rows(&call, result.room);
+    }
+    free(tensors);
+    return result;
+}
+
+int64_t shim_wire_put_rows(uint32_t id, const int64_t *rows, uint32_t row_count, void *out, size_t out_bytes) {
     struct hr_buffer buffer = used_buffer();
-    const int result = hr_wire_put_request(&buffer, origin, status, to_core(text), request, request_bytes);
+    const struct encoded encoded = encode_rows(rows, row_count);
+    const int result = hr_wire_put_rows(&buffer, id, encoded.rows);
+    free(encoded.room);
+    return finish(&buffer, result, out, out_bytes);
+}
+
+int64_t shim_wire_put_request(int origin, int status, shim_text text, const int64_t *rows, uint32_t row_count,
+                              const void *request, size_t request_bytes, void *out, size_t out_bytes) {
+    struct hr_buffer buffer = used_buffer();
+    const struct encoded encoded = encode_rows(rows, row_count);
+    const int result =
+        hr_wire_put_request(&buffer, origin, status, to_core(text), encoded.rows, request, request_bytes);
+    free(encoded.room);
     return finish(&buffer, result, out, out_bytes);
 }
 
@@ -74,12 +108,15 @@ int64_t shim_wire_put_fail(int status, shim_text name, shim_text text, void *out
 }
 
 int64_t shim_wire_put_batch(uint32_t claimed_count, uint32_t count, const uint32_t *ids, const shim_text *names,
-                            void *out, size_t out_bytes) {
+                            const int64_t *rows, uint32_t row_count, void *out, size_t out_bytes) {
     struct hr_buffer buffer = used_buffer();
     int status = hr_wire_begin_batch(&buffer, claimed_count);
     for (uint32_t i = 0; i < count && status == HORO_OK; i++) {
         status = hr_wire_put_ref(&buffer, ids[i], to_core(names[i]));
     }
+    const struct encoded encoded = encode_rows(rows, row_count);
+    status = status == HORO_OK ? hr_wire_end_batch(&buffer, encoded.rows) : status;
+    free(encoded.room);
     return finish(&buffer, status, out, out_bytes);
 }
 
@@ -111,6 +148,9 @@ int shim_wire_decode(const void *data, size_t bytes, shim_wire_message *message)
         .text = from_core(decoded.text),
         .count = decoded.count,
         .items = decoded.items,
+        .id = decoded.id,
+        .rows = decoded.rows.data,
+        .row_count = decoded.rows.count,
         .request = request_from_core(&decoded.request),
     };
     return status;
@@ -127,6 +167,13 @@ void shim_wire_ids(const shim_wire_message *message, uint32_t *ids) {
     const struct hr_wire_message decoded = {.items = message->items};
     for (uint32_t i = 0; i < message->count; i++) {
         ids[i] = hr_wire_id(&decoded, i);
+    }
+}
+
+void shim_wire_rows(const shim_wire_message *message, int64_t *rows) {
+    const uint8_t *cursor = message->rows;
+    for (uint32_t i = 0; i < message->row_count; i++) {
+        rows[i] = hr_wire_next_row(&cursor);
     }
 }
 

@@ -38,23 +38,29 @@ typedef struct {
     shim_text text;
     uint32_t count;
     const uint8_t *items;
+    uint32_t id;
+    const uint8_t *rows;
+    uint32_t row_count;
     shim_wire_request request;
 } shim_wire_message;
 
 int64_t shim_wire_encode_request(const horo_request *request, void *out, size_t out_bytes);
 int64_t shim_wire_put_ids(const uint32_t *ids, uint32_t count, void *out, size_t out_bytes);
-int64_t shim_wire_put_request(int origin, int status, shim_text text, const void *request, size_t request_bytes,
-                              void *out, size_t out_bytes);
+int64_t shim_wire_put_rows(uint32_t id, const int64_t *rows, uint32_t row_count, void *out, size_t out_bytes);
+int64_t shim_wire_put_request(int origin, int status, shim_text text, const int64_t *rows, uint32_t row_count,
+                              const void *request, size_t request_bytes, void *out, size_t out_bytes);
 int64_t shim_wire_put_lost(int rank, int status, int reason, void *out, size_t out_bytes);
 int64_t shim_wire_put_leave(int rank, void *out, size_t out_bytes);
 int64_t shim_wire_put_done(int rank, void *out, size_t out_bytes);
 int64_t shim_wire_put_fail(int status, shim_text name, shim_text text, void *out, size_t out_bytes);
 /* claimed_count is what the head says, count how many refs follow. */
 int64_t shim_wire_put_batch(uint32_t claimed_count, uint32_t count, const uint32_t *ids, const shim_text *names,
-                            void *out, size_t out_bytes);
+                            const int64_t *rows, uint32_t row_count, void *out, size_t out_bytes);
 
 int shim_wire_decode(const void *data, size_t bytes, shim_wire_message *message);
 int shim_wire_decode_request(const void *data, size_t bytes, shim_wire_request *request);
+/* rows has room for row_count. */
+void shim_wire_rows(const shim_wire_message *message, int64_t *rows);
 /* Walks the count items at message->items. */
 void shim_wire_ids(const shim_wire_message *message, uint32_t *ids);
 void shim_wire_refs(const shim_wire_message *message, uint32_t *ids, shim_text *names);

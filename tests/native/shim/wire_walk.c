@@ -89,6 +89,16 @@ static int encode_ids(const struct hr_wire_message *message, struct hr_buffer *o
     return status;
 }
 
+/* As many as they say, in as many bytes, and none below 0. */
+static struct hr_wire_rows walk_rows(struct hr_wire_rows rows) {
+    const uint8_t *cursor = rows.data;
+    for (uint32_t i = 0; i < rows.count; i++) {
+        REQUIRE(hr_wire_next_row(&cursor) >= 0);
+    }
+    REQUIRE(rows.count == 0 || cursor == rows.data + rows.bytes);
+    return rows;
+}
+
 static int encode_batch(const struct hr_wire_message *message, struct hr_buffer *out) {
     HR_TRY(hr_wire_begin_batch(out, message->count));
     const uint8_t *cursor = message->items;
@@ -99,7 +109,7 @@ static int encode_batch(const struct hr_wire_message *message, struct hr_buffer 
         REQUIRE(ref.id != 0 || ref.name.bytes > 0);
         HR_TRY(hr_wire_put_ref(out, ref.id, ref.name));
     }
-    return HORO_OK;
+    return hr_wire_end_batch(out, walk_rows(message->rows));
 }
 
 static int encode_again(const struct hr_wire_message *message, struct hr_buffer *out) {
@@ -108,8 +118,9 @@ static int encode_again(const struct hr_wire_message *message, struct hr_buffer 
     case HR_WIRE_BATCH: return encode_batch(message, out);
     case HR_WIRE_REQUEST:
         walk_request(&message->request);
-        return hr_wire_put_request(out, message->rank, message->status, message->text, message->request.bytes,
-                                   message->request.byte_count);
+        return hr_wire_put_request(out, message->rank, message->status, message->text, walk_rows(message->rows),
+                                   message->request.bytes, message->request.byte_count);
+    case HR_WIRE_ROWS: return hr_wire_put_rows(out, message->id, walk_rows(message->rows));
     case HR_WIRE_LOST: return hr_wire_put_lost(out, message->rank, message->status, message->reason);
     case HR_WIRE_DATA:
     case HR_WIRE_RESULT:
