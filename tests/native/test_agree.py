@@ -18,8 +18,8 @@ from wire_oracle import Request, Tensor
 
 from horo import _core
 
-MISMATCH = -3
-ADD_TEAM, INT32 = 4, _core.DTYPES["int32"]
+USAGE, MISMATCH = -1, -3
+ADD_TEAM, INT32, FLOAT32 = 4, _core.DTYPES["int32"], _core.DTYPES["float32"]
 # Shrinking a schedule takes minutes and helps little: the seed in the report replays it.
 PHASES = [Phase.explicit, Phase.reuse, Phase.generate]
 
@@ -38,10 +38,19 @@ class Node:
         capacity: int = 8,
         evict_one_in: int = 1,
         fusion_bytes: int = 1 << 20,
+        speaks_for: list[int] | None = None,
     ) -> None:
         self.lib, self.ffi = native.lib, native.ffi
         self.handle = self.lib.shim_agree_create(
-            is_root, len(ranks), local, ranks, size, capacity, evict_one_in, fusion_bytes
+            is_root,
+            len(ranks),
+            local,
+            ranks,
+            speaks_for or [1] * len(ranks),
+            size,
+            capacity,
+            evict_one_in,
+            fusion_bytes,
         )
 
     def _out(self, function: Any) -> list[bytes]:
@@ -60,6 +69,15 @@ class Node:
 
     def apply(self, record: bytes) -> None:
         assert self.lib.shim_agree_apply(self.handle, record, len(record)) == 0
+
+
+def rows_of(rank: int, name: str, times: int) -> list[int]:
+    """What a rank gives for the two tensors of an allgather: something else each time; none for another operation."""
+    return [(rank * 50 + times * 40) % 300, (rank + times) % 2 << 40] if name.startswith("gather") else []
+
+
+def gather_request(name: str, extent: int) -> Request:
+    return Request(name, op=wire_oracle.ALLGATHER, tensors=(Tensor(FLOAT32, (0, extent)),) * 2)
 
 
 def frames(data: bytes) -> Iterator[bytes]:
@@ -82,11 +100,15 @@ class Rank:
     log: list[bytes] = field(default_factory=list)
     done: list[tuple[str, str]] = field(default_factory=list)
 
+    def times(self, name: str) -> int:
+        """How often that is done."""
+        return sum(done == name for done, _ in self.done)
+
     def submit(self, name: str, extent: int) -> None:
         number, known_extent = self.known.get(name, (0, -1))
         announced = number if known_extent == extent else 0
         self.pending[name] = (extent, announced)
-        self.to_leader.append(("id", announced) if announced else ("full", name, extent))
+        self.to_leader.append(("id", announced, name) if announced else ("full", name, extent))
 
 
 class World:
@@ -106,6 +128,7 @@ class World:
         for h, count in enumerate(hosts):
             members = [first[h] + i for i in range(count)] + [first[c] for c in self.children[h]]
             options: dict[str, Any] = {"size": size, "capacity": capacity, "evict_one_in": evict_one_in}
+            options["speaks_for"] = [1] * count + [sum(hosts[c : c + (c & -c)]) for c in self.children[h]]
             self.nodes.append(Node(native, is_root=h == 0, local=count, ranks=members, **options))
             self.ranks += [Rank(first[h] + i, i, []) for i in range(count)]
             self.host_of_rank += [h] * count
@@ -130,19 +153,31 @@ class World:
             else:
                 self.up[host].append(message)
 
+    @staticmethod
+    def _announce(node: Node, rank: Rank, kind: str, *rest: Any) -> None:
+        name = rest[1] if kind == "id" else rest[0]
+        rows = rows_of(rank.number, name, rank.times(name))
+        if rows and kind == "id":
+            node.receive(rank.member, wire_oracle.rows_message(rest[0], rows))
+        elif rows:
+            body = wire_oracle.request(gather_request(name, rest[1]))
+            node.receive(rank.member, wire_oracle.request_message(rank.number, 0, b"", body, rows))
+        elif kind == "id":
+            assert node.lib.shim_agree_announce_id(node.handle, rank.member, rest[0], 0) == 0
+        else:
+            transient = name.startswith("once")
+            assert (
+                node.lib.shim_agree_announce(
+                    node.handle, rank.member, rank.number, name.encode(), rest[1], transient, 0
+                )
+                == 0
+            )
+
     def step_leader(self, host: int) -> None:
         node = self.nodes[host]
         for rank in (r for r in self.ranks if self.host_of_rank[r.number] == host):
             while rank.to_leader and self.random.random() < 0.7:
-                kind, *rest = rank.to_leader.popleft()
-                if kind == "id":
-                    status = node.lib.shim_agree_announce_id(node.handle, rank.member, rest[0], 0)
-                else:
-                    name, extent = rest
-                    status = node.lib.shim_agree_announce(
-                        node.handle, rank.member, rank.number, name.encode(), extent, name.startswith("once"), 0
-                    )
-                assert status == 0
+                self._announce(node, rank, *rank.to_leader.popleft())
         for index, child in enumerate(self.children[host]):
             while self.up[child] and self.random.random() < 0.7:
                 node.receive(self.hosts[host] + index, self.up[child].popleft())
@@ -181,6 +216,9 @@ class World:
                 name = next(n for n, (number, _) in rank.known.items() if number == ids[i])
             elif ids[i]:
                 self._learn(rank, name, ids[i])
+            gathered = [row for r in self.ranks for row in rows_of(r.number, name, rank.times(name))]
+            assert record.endswith(wire_oracle.rows(gathered))
+            assert count == 1 or not gathered
             rank.done.append((name, ""))
             del rank.pending[name]
 
@@ -206,7 +244,9 @@ class World:
         raise AssertionError(f"stuck: {[(rank.number, rank.pending, rank.todo) for rank in self.ranks]}")
 
 
-programs = st.lists(st.tuples(st.sampled_from(["a", "b", "c", "d", "e", "once"]), st.integers(1, 3)), max_size=14)
+programs = st.lists(
+    st.tuples(st.sampled_from(["a", "b", "c", "gather d", "gather e", "once"]), st.integers(1, 3)), max_size=14
+)
 
 
 @given(
@@ -241,27 +281,96 @@ def test_all_ranks_execute_one_log_and_every_request_ends_once(
 @given(
     hosts=st.lists(st.integers(1, 3), min_size=1, max_size=4).filter(lambda hosts: sum(hosts) > 1),
     capacity=st.sampled_from([0, 2, 64]),
-    extents=st.lists(st.booleans(), min_size=1, max_size=6),
+    rounds=st.tuples(st.sampled_from(["x", "gather x"]), st.lists(st.booleans(), min_size=1, max_size=6)),
     seed=st.integers(0, 1 << 30),
 )
 @settings(max_examples=150, deadline=None, phases=PHASES)
 def test_a_rank_that_means_something_else_fails_everybody_in_that_round_only(
-    native: ModuleType, hosts: list[int], capacity: int, extents: list[bool], seed: int
+    native: ModuleType, hosts: list[int], capacity: int, rounds: tuple[str, list[bool]], seed: int
 ) -> None:
+    name, extents = rounds
     world = World(native, hosts, capacity, seed)
     try:
         odd = world.random.randrange(len(world.ranks))
         for rank in world.ranks:
-            rank.todo = [("x", 9 if bad and rank.number == odd else 5) for bad in extents]
+            rank.todo = [(name, 9 if bad and rank.number == odd else 5) for bad in extents]
         world.run()
         for rank in world.ranks:
             assert [bool(text) for _, text in rank.done] == extents
             for _, text in rank.done:
                 if text:
-                    assert f"rank {odd} (h) sent float32 [9]" in text
-                    assert "sent float32 [5]" in text
+                    shape = "float32 [*, {}]" if name != "x" else "float32 [{}]"
+                    assert f"rank {odd} (h) sent {shape.format(9)}" in text
+                    assert f"sent {shape.format(5)}" in text
     finally:
         world.close()
+
+
+def test_rows_that_no_message_can_hold_fail_for_all_ranks(native: ModuleType) -> None:
+    """A leader that cannot pass them on says so instead; another one of the tree could have."""
+    tensors, ranks = 30_000, 150
+    options: dict[str, Any] = {"local": 1, "size": 3 * ranks}
+    leaf = Node(native, is_root=False, ranks=[ranks, ranks + 1, 2 * ranks], speaks_for=[1, ranks, ranks], **options)
+    root = Node(native, is_root=True, ranks=[0, ranks], speaks_for=[1, 2 * ranks + 1], **options)
+    request = Request("g", op=wire_oracle.ALLGATHER, tensors=(Tensor(FLOAT32, (0,)),) * tensors)
+    body, name, text = wire_oracle.request(request), native.ffi.new("char[64]"), native.ffi.new("char[1024]")
+    largest = wire_oracle.var(2**63 - 1)
+
+    def announcement(origin: int, ranks: int) -> bytes:
+        count = ranks * tensors
+        head = struct.pack("<BiiH", wire_oracle.REQUEST, origin, 0, 0)
+        return head + wire_oracle.var(count) + largest * count + body
+
+    try:
+        for repeat in range(2):
+            for member, count in enumerate((1, ranks, ranks)):
+                leaf.receive(member, announcement(ranks + member, count))
+            (told,) = leaf.collect()
+            assert len(told) < len(body) + 1000
+            root.receive(0, announcement(0, 1))
+            root.receive(1, told)
+            (record,) = root.collect()
+            assert native.lib.shim_agree_read_fail(record, len(record), name, text, 1024) == USAGE
+            size = 9 * tensors * (2 * ranks + 1) + len(body)
+            assert native.ffi.string(text).decode() == (
+                f"allgather 'g': the first extents of its {tensors} tensors on {2 * ranks + 1} ranks take {size} bytes "
+                f"with its description; at most {(64 << 20) - 65555} can travel as one request: submit the tensors as "
+                "several groups"
+            ), repeat
+            leaf.apply(record)
+    finally:
+        native.lib.shim_agree_destroy(leaf.handle)
+        native.lib.shim_agree_destroy(root.handle)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 4])
+def test_a_number_of_rows_that_no_correct_member_sends_is_refused(native: ModuleType, count: int) -> None:
+    """Of two tensors, for one rank and for two."""
+    lib = native.lib
+    root = Node(native, is_root=True, local=1, ranks=[0, 1], size=3, speaks_for=[1, 2])
+    body = wire_oracle.request(gather_request("gather x", 5))
+
+    def status(member: int, message: bytes) -> int:
+        return int(lib.shim_agree_receive(root.handle, member, message, len(message), 0))
+
+    try:
+        expected = [2, 4]
+        for member in range(2):
+            good = wire_oracle.request_message(member, 0, b"", body, [7] * expected[member])
+            assert status(member, good) == 0
+        root.collect()
+        (record,) = root.form_batch()
+        number = int.from_bytes(record[5:9], "little")
+        for member in range(2):
+            as_wanted = count == expected[member]
+            full = wire_oracle.request_message(
+                member, 0, b"", wire_oracle.request(gather_request("new", 5)), [7] * count
+            )
+            assert (status(member, full) == 0) == as_wanted
+            by_id = wire_oracle.rows_message(number, [7] * count) if count else wire_oracle.ids_message([number])
+            assert (status(member, by_id) == 0) == as_wanted
+    finally:
+        lib.shim_agree_destroy(root.handle)
 
 
 class Cache:

@@ -21,11 +21,11 @@ struct hr_operand {
     int wire_dtype; /* allreduce: travels as this 16-bit float; 0: as it is */
 };
 
-/* The result of an allgather for one tensor; the data is malloc'ed. */
+/* The result of an allgather for one tensor, ready to be written before the work begins. */
 struct hr_gathered {
-    void *data;
+    void *data; /* malloc'ed */
     int64_t bytes;
-    int64_t *first_dims; /* [size] */
+    int64_t *first_dims; /* [size] rows of each rank */
 };
 
 /*
@@ -39,7 +39,6 @@ struct hr_work {
     double prescale, postscale; /* allreduce */
     const struct hr_operand *operands;
     size_t count;
-    const int64_t *rows;         /* allgather: [count] mine */
     /* allgather: [count] bytes per row: the product of the other extents times the element */
     const size_t *row_bytes;
     struct hr_gathered *results; /* allgather: [count] */

@@ -1,16 +1,13 @@
 /* Collectives on host memory: turns operands into fused vectors for the algorithms. */
 #include <stdlib.h>
-#include <string.h>
 
 #include "backend/operands.h"
 #include "collective/collective.h"
 
 /* Scratch of one allgather. */
 struct gathering {
-    int64_t *table; /* rows of operand i of rank r at [r * count + i] */
     struct hr_fused *by_rank;
     size_t *offsets;
-    int has_rows; /* the first step is over: everybody knows everybody's rows */
 };
 
 struct host_backend {
@@ -47,33 +44,12 @@ static int begin_kind(struct host_backend *host) {
     return HR_TASK_MOVED;
 }
 
-/* ---- Allgather: the numbers of rows, then the rows ---- */
+/* ---- Allgather ---- */
 
 static void end_gathering(struct host_backend *host) {
-    free(host->gathering.table);
     free(host->gathering.by_rank);
     free(host->gathering.offsets);
     host->gathering = (struct gathering){0};
-}
-
-/* Everybody learns everybody's rows: a sum in which each rank fills in only its own place. */
-static int begin_rows(struct host_backend *host) {
-    const size_t size = (size_t)host->team->size;
-    const size_t count = host->work.count;
-    struct gathering *gathering = &host->gathering;
-    gathering->table = calloc(size * count, sizeof *gathering->table);
-    gathering->by_rank = calloc(size, sizeof *gathering->by_rank);
-    gathering->offsets = calloc(count, sizeof *gathering->offsets);
-    if (gathering->table == NULL || gathering->by_rank == NULL || gathering->offsets == NULL) {
-        end_gathering(host);
-        return HORO_ERR_RESOURCE;
-    }
-    memcpy(gathering->table + (size_t)host->team->rank * count, host->work.rows, count * sizeof *gathering->table);
-    struct hr_fused fused = {.pieces = host->pieces.at, .codec = hr_codec_find(HORO_INT64, 0)};
-    hr_fuse_append(&fused, host->pieces.at, gathering->table, gathering->table, size * count);
-    HR_TRY(hr_allreduce_begin(&host->run.allreduce, host->team, &fused, HORO_SUM, 1.0, hr_scale_by(1.0)));
-    host->task = &host->run.allreduce.segments.task;
-    return HORO_OK;
 }
 
 /* For each rank, its contributions to all tensors as one vector with the places here as outputs. */
@@ -95,14 +71,17 @@ static void place_contributions(const struct host_backend *host) {
 }
 
 static int begin_gathering(struct host_backend *host) {
-    const struct hr_work *work = &host->work;
-    host->gathering.has_rows = 1;
-    host->task = NULL;
-    HR_TRY(hr_gathered_allocate(host->team->size, host->gathering.table, work->row_bytes, work->count, work->results));
+    struct gathering *gathering = &host->gathering;
+    gathering->by_rank = calloc((size_t)host->team->size, sizeof *gathering->by_rank);
+    gathering->offsets = calloc(host->work.count, sizeof *gathering->offsets);
+    if (gathering->by_rank == NULL || gathering->offsets == NULL) {
+        end_gathering(host);
+        return HORO_ERR_RESOURCE;
+    }
     place_contributions(host);
-    HR_TRY(hr_allgather_begin(&host->run.allgather, host->team, host->gathering.by_rank));
+    HR_TRY(hr_allgather_begin(&host->run.allgather, host->team, gathering->by_rank));
     host->task = &host->run.allgather.segments.task;
-    return HR_TASK_MOVED;
+    return HORO_OK;
 }
 
 /* ---- The table ---- */
@@ -123,7 +102,7 @@ static int host_begin(struct hr_backend *backend, const struct hr_work *work) {
         host->task = &host->run.broadcast.segments.task;
         return HORO_OK;
     }
-    case HORO_ALLGATHER: return begin_rows(host);
+    case HORO_ALLGATHER: return begin_gathering(host);
     default: return HORO_ERR_INTERNAL;
     }
 }
@@ -132,9 +111,6 @@ static int host_begin(struct hr_backend *backend, const struct hr_work *work) {
 static int begin_next(struct host_backend *host) {
     if (host->work.op == HORO_ALLREDUCE) {
         return begin_kind(host);
-    }
-    if (host->work.op == HORO_ALLGATHER && !host->gathering.has_rows) {
-        return begin_gathering(host);
     }
     end_gathering(host);
     return HR_TASK_DONE;
@@ -152,7 +128,7 @@ static void host_cancel(struct hr_backend *backend) {
         host->task->cancel(host->task);
         host->task = NULL;
     }
-    if (host->gathering.has_rows && atomic_load(&host->team->node->mpi.stranded) != 0) {
+    if (host->work.op == HORO_ALLGATHER && atomic_load(&host->team->node->mpi.stranded) != 0) {
         hr_gathered_disown(host->work.results, host->work.count);
     }
     end_gathering(host);

@@ -8,7 +8,6 @@
  * alone, for all ranks must make the same calls.
  */
 #include <stdlib.h>
-#include <string.h>
 
 #include "backend/operands.h"
 #include "backend/reduction.h"
@@ -40,11 +39,10 @@ struct factors {
 
 /* Scratch of one allgather. */
 struct gathering {
-    int64_t *table; /* rows of operand i of rank r at [r * count + i] */
-    size_t *bytes;  /* [size] */
-    int *counts;    /* [size] */
-    int *offsets;   /* [size] */
-    size_t next;    /* 0: the rows; i + 1: operand i */
+    size_t *bytes; /* [size] */
+    int *counts;   /* [size] */
+    int *offsets;  /* [size] */
+    size_t next;   /* operand */
 };
 
 struct mpi_backend {
@@ -256,7 +254,6 @@ static void end_gathering(struct mpi_backend *self) {
     struct gathering *gathering = &self->gathering;
     free(gathering->bytes);
     if (atomic_load(&self->mpi->stranded) == 0) { /* else MPI may still look at them */
-        free(gathering->table);
         free(gathering->counts);
         free(gathering->offsets);
     }
@@ -283,16 +280,6 @@ static void begin_gather(struct mpi_backend *self, char *data) {
     }
 }
 
-static void begin_rows(struct mpi_backend *self) {
-    const struct gathering *gathering = &self->gathering;
-    const size_t bytes = self->work.count * sizeof *self->work.rows;
-    for (int r = 0; r < self->team->size; r++) {
-        gathering->bytes[r] = bytes;
-    }
-    memcpy(gathering->table + (size_t)self->team->rank * self->work.count, self->work.rows, bytes);
-    begin_gather(self, (char *)gathering->table);
-}
-
 static void begin_operand(struct mpi_backend *self, size_t i) {
     const struct hr_gathered *result = &self->work.results[i];
     char *mine = result->data;
@@ -309,20 +296,11 @@ static void begin_operand(struct mpi_backend *self, size_t i) {
 
 static int begin_of_gather(struct mpi_backend *self) {
     struct gathering *gathering = &self->gathering;
-    if (gathering->next > self->work.count) {
+    if (gathering->next == self->work.count) {
         end_gathering(self);
         return HR_TASK_DONE;
     }
-    if (gathering->next == 0) {
-        begin_rows(self);
-    } else {
-        if (gathering->next == 1) {
-            HR_TRY(hr_gathered_allocate(self->team->size, gathering->table, self->work.row_bytes, self->work.count,
-                                        self->work.results));
-        }
-        begin_operand(self, gathering->next - 1);
-    }
-    gathering->next++;
+    begin_operand(self, gathering->next++);
     return HR_TASK_MOVED;
 }
 
@@ -331,14 +309,12 @@ static int begin_of_gather(struct mpi_backend *self) {
 static int begin_gathering(struct mpi_backend *self) {
     const size_t size = (size_t)self->team->size;
     self->gathering = (struct gathering){
-        .table = calloc(size * self->work.count, sizeof(int64_t)),
         .bytes = calloc(size, sizeof(size_t)),
         .counts = calloc(size, sizeof(int)),
         .offsets = calloc(size, sizeof(int)),
     };
     const struct gathering *gathering = &self->gathering;
-    if (gathering->table == NULL || gathering->bytes == NULL || gathering->counts == NULL ||
-        gathering->offsets == NULL) {
+    if (gathering->bytes == NULL || gathering->counts == NULL || gathering->offsets == NULL) {
         end_gathering(self);
         return HORO_ERR_RESOURCE;
     }
@@ -400,7 +376,7 @@ static void mpi_cancel(struct hr_backend *backend) {
     atomic_fetch_add_explicit(&self->mpi->stranded, (uint64_t)self->has_call, memory_order_relaxed);
     self->has_call = 0;
     self->team->node->poll_within_ns = 0;
-    if (self->work.op == HORO_ALLGATHER && self->gathering.next > 1 && atomic_load(&self->mpi->stranded) != 0) {
+    if (self->work.op == HORO_ALLGATHER && atomic_load(&self->mpi->stranded) != 0) {
         hr_gathered_disown(self->work.results, self->work.count);
     }
     end_gathering(self);

@@ -78,7 +78,7 @@ struct hr_fused hr_fuse_bytes(struct hr_piece *pieces, const struct hr_operand *
  * Large ones in huge pages, if the system gives them: memory of this size is often new each time, and to enter it page
  * by page takes as long as to fill it.
  */
-static void *allocate_result(size_t bytes) {
+static void *allocate(size_t bytes) {
     if (bytes < HUGE_WORTH_BYTES) {
         return malloc(bytes == 0 ? 1 : bytes);
     }
@@ -96,27 +96,7 @@ void hr_gathered_disown(struct hr_gathered *results, size_t count) {
     }
 }
 
-int hr_gathered_allocate(int size, const int64_t *table, const size_t *row_bytes, size_t count,
-                         struct hr_gathered *results) {
-    for (size_t i = 0; i < count; i++) {
-        struct hr_gathered *result = &results[i];
-        result->first_dims = calloc((size_t)size, sizeof *result->first_dims);
-        if (result->first_dims == NULL) {
-            return HORO_ERR_RESOURCE;
-        }
-        uint64_t rows = 0;
-        for (int r = 0; r < size; r++) {
-            result->first_dims[r] = table[(size_t)r * count + i];
-            rows += (uint64_t)result->first_dims[r];
-        }
-        if (row_bytes[i] != 0 && rows > (uint64_t)INT64_MAX / row_bytes[i]) {
-            return HORO_ERR_RESOURCE;
-        }
-        result->bytes = (int64_t)(rows * row_bytes[i]);
-        result->data = allocate_result((size_t)result->bytes);
-        if (result->data == NULL) {
-            return HORO_ERR_RESOURCE;
-        }
-    }
-    return HORO_OK;
+int hr_gathered_allocate(struct hr_gathered *result) {
+    result->data = allocate((size_t)result->bytes);
+    return result->data == NULL ? HORO_ERR_RESOURCE : HORO_OK;
 }

@@ -48,12 +48,8 @@ static inline struct hr_scale hr_postscale_of(const struct hr_work *work, int dt
 /* All operands as bytes. */
 struct hr_fused hr_fuse_bytes(struct hr_piece *pieces, const struct hr_operand *operands, size_t count);
 
-/*
- * table[r * count + i]: rows of rank r's operand i. HORO_OK or HORO_ERR_RESOURCE; what is allocated is the caller's in
- * any case.
- */
-int hr_gathered_allocate(int size, const int64_t *table, const size_t *row_bytes, size_t count,
-                         struct hr_gathered *results);
+/* Memory for a result whose bytes are known. HORO_OK or HORO_ERR_RESOURCE. */
+int hr_gathered_allocate(struct hr_gathered *result);
 /*
  * Leaves the data to nobody: MPI may still write there, and it is better lost than somebody else's when that happens.
  */

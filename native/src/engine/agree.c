@@ -20,6 +20,8 @@ static void free_entry(struct hr_agree_entry *entry) {
     free(entry->known.bytes);
     free(entry->current.bytes);
     free(entry->failure_text);
+    hr_buffer_fini(&entry->rows);
+    free(entry->rows_of_member);
     free(entry);
 }
 
@@ -41,6 +43,7 @@ void hr_agree_fini(struct hr_agree *agree) {
         }
     }
     hr_map_fini(&agree->entries);
+    hr_buffer_fini(&agree->joined_rows);
     free((void *)agree->slots);
     *agree = (struct hr_agree){0};
 }
@@ -104,6 +107,7 @@ static void clear_round(struct hr_agree *agree, struct hr_agree_entry *entry) {
     entry->id_rank = -1;
     entry->reported_full = 0;
     entry->announced_count = 0;
+    hr_buffer_consume(&entry->rows, hr_buffer_size(&entry->rows));
     memset(entry->announced, 0, word_count(agree) * sizeof *entry->announced);
     memset(entry->by_id, 0, word_count(agree) * sizeof *entry->by_id);
     hr_agree_move(agree, entry, HR_AGREE_IDLE);
@@ -150,7 +154,7 @@ int hr_agree_assign(struct hr_agree *agree, struct hr_agree_entry *entry, uint32
         return HORO_ERR_RESOURCE;
     }
     memcpy(bytes, request->bytes, request->count);
-    const struct hr_agree_copy known = {bytes, request->count, request->rank};
+    const struct hr_agree_copy known = {bytes, request->count, request->rank, request->gathers};
     if (*slot != NULL && *slot != entry) {
         evict(agree, *slot);
     }
@@ -216,7 +220,7 @@ static void complete_if_all(struct hr_agree *agree, struct hr_agree_entry *entry
     }
 }
 
-static int set_failure(struct hr_agree_entry *entry, int status, const char *text, size_t bytes) {
+int hr_agree_set_failure(struct hr_agree_entry *entry, int status, const char *text, size_t bytes) {
     if (entry->failure != 0) {
         return HORO_OK; /* the first one found is told */
     }
@@ -234,14 +238,15 @@ static int note_mismatch(struct hr_agree *agree, struct hr_agree_entry *entry, c
                          const struct hr_agree_copy *two) {
     char text[HORO_MESSAGE_MAX];
     hr_agree_mismatch_text(&agree->config, one, two, text, sizeof text);
-    return set_failure(entry, HORO_ERR_MISMATCH, text, strlen(text));
+    return hr_agree_set_failure(entry, HORO_ERR_MISMATCH, text, strlen(text));
 }
 
-int hr_agree_announce_id(struct hr_agree *agree, int member, uint32_t id, int64_t now_ns) {
+int hr_agree_announce_id(struct hr_agree *agree, int member, uint32_t id, struct hr_wire_rows rows, int64_t now_ns) {
     struct hr_agree_entry *entry = hr_agree_find_id(agree, id);
     if (entry == NULL || !count_in(agree, entry, member, 1, now_ns)) {
         return HORO_OK; /* stale */
     }
+    HR_TRY(hr_agree_note_rows(agree, entry, member, entry->known.gathers, rows));
     const int rank = agree->config.rank_of_member[member];
     if (entry->id_rank < 0) {
         entry->id_rank = rank;
@@ -249,7 +254,7 @@ int hr_agree_announce_id(struct hr_agree *agree, int member, uint32_t id, int64_
     /* Somebody sent a changed request in full; this rank still means what the id stands for. */
     if (entry->current.bytes != NULL && (entry->current.count != entry->known.count ||
                                          memcmp(entry->current.bytes, entry->known.bytes, entry->known.count) != 0)) {
-        const struct hr_agree_copy mine = {entry->known.bytes, entry->known.count, rank};
+        const struct hr_agree_copy mine = {entry->known.bytes, entry->known.count, rank, entry->known.gathers};
         HR_TRY(note_mismatch(agree, entry, &entry->current, &mine));
     }
     complete_if_all(agree, entry);
@@ -276,7 +281,7 @@ static int compare_in(struct hr_agree *agree, struct hr_agree_entry *entry, cons
             return HORO_ERR_RESOURCE;
         }
         memcpy(bytes, request->bytes, request->count);
-        entry->current = (struct hr_agree_copy){bytes, request->count, request->rank};
+        entry->current = (struct hr_agree_copy){bytes, request->count, request->rank, request->gathers};
     }
     return HORO_OK;
 }
@@ -296,10 +301,12 @@ int hr_agree_announce_request(struct hr_agree *agree, int member, const struct h
     if (!count_in(agree, entry, member, 0, now_ns)) {
         return HORO_OK;
     }
+    const uint32_t gathers = message->request.op == HORO_ALLGATHER ? message->request.tensor_count : 0;
     const struct hr_agree_copy request = {(uint8_t *)(uintptr_t)message->request.bytes, message->request.byte_count,
-                                          message->rank};
+                                          message->rank, gathers};
+    HR_TRY(hr_agree_note_rows(agree, entry, member, message->status == HORO_OK ? gathers : 0, message->rows));
     if (message->status != HORO_OK) {
-        HR_TRY(set_failure(entry, message->status, message->text.data, message->text.bytes));
+        HR_TRY(hr_agree_set_failure(entry, message->status, message->text.data, message->text.bytes));
     }
     HR_TRY(compare_in(agree, entry, &request));
     complete_if_all(agree, entry);

@@ -3,9 +3,11 @@
  * next. No socket, no clock, no lock: one instance per leader, fed and drained by one thread.
  *
  * A *member* is whoever reports here: a local rank, or a child host that speaks for its whole subtree. An announcement
- * is a full request (first time, or changed) or the id of a cached one. When all members have announced a tensor
+ * is a full request (first time, or changed) or the id of a cached one; that of an allgather also says how many rows
+ * each rank gives, which may differ by rank and time and is not compared. When all members have announced a tensor
  *  - the root checks that they mean the same, and either queues it as ready or appends a FAIL record to the log;
- *  - another leader reports it to its parent: by id if all of the subtree did, else with the full request.
+ *  - another leader reports it to its parent: by id if all of the subtree did, else with the full request, and the rows
+ *    of its members, in their order. So the order of the rows in the record is that of the tree of hosts.
  * Records of the log (wire/wire.h) come back down and are applied by everybody in the same order; they alone change
  * ids.
  *
@@ -27,6 +29,7 @@ struct hr_agree_config {
     int member_count;
     int local_count;                      /* the first members are local ranks, the others child hosts */
     const int *rank_of_member;            /* [member_count] the rank itself, or the leader of the child host */
+    const int *ranks_of_member;           /* [member_count] how many it speaks for */
     const char *const *host_name_of_rank; /* for messages; indexed by rank */
     int rank_count;                       /* all ranks: ids of ranks in messages are checked against it */
     uint32_t capacity;                    /* cached tensors; 0: none */
@@ -59,6 +62,7 @@ struct hr_agree {
     uint64_t ready_bytes;
     uint32_t active;                  /* entries that anybody has announced this round */
     uint32_t slots_used;              /* root: slots that have had an owner; from then on they always have one */
+    struct hr_buffer joined_rows;     /* scratch */
     uint64_t random;                  /* root: the last random number, see hr_agree_pick_id */
 };
 
@@ -66,13 +70,13 @@ int hr_agree_init(struct hr_agree *agree, const struct hr_agree_config *config);
 void hr_agree_fini(struct hr_agree *agree);
 
 /* An announcement. HORO_OK, HORO_ERR_RESOURCE, or HORO_ERR_INTERNAL for what no correct rank sends. */
-int hr_agree_announce_id(struct hr_agree *agree, int member, uint32_t id, int64_t now_ns);
+int hr_agree_announce_id(struct hr_agree *agree, int member, uint32_t id, struct hr_wire_rows rows, int64_t now_ns);
 int hr_agree_announce_request(struct hr_agree *agree, int member, const struct hr_wire_message *message,
                               int64_t now_ns);
 
 /*
- * Appends what has become complete to `out` as framed messages (hr_frame_*): IDS and REQUEST for the parent, or, at the
- * root, FAIL records; agreed tensors go to the root's ready queue. *frames counts what was appended.
+ * Appends what has become complete to `out` as framed messages (hr_frame_*): IDS, ROWS and REQUEST for the parent, or,
+ * at the root, FAIL records; agreed tensors go to the root's ready queue. *frames counts what was appended.
  */
 int hr_agree_collect(struct hr_agree *agree, struct hr_buffer *out, uint32_t *frames);
 

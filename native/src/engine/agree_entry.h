@@ -9,6 +9,12 @@ struct hr_agree_copy {
     uint8_t *bytes;
     size_t count;
     int rank;
+    uint32_t gathers; /* the tensors of an allgather; 0: it is another operation */
+};
+
+/* Of a member, in the bytes of its entry. */
+struct hr_agree_rows {
+    size_t at, bytes;
 };
 
 enum { HR_AGREE_NO_DTYPE = -1, HR_AGREE_MIXED_DTYPES = -2 };
@@ -24,7 +30,7 @@ struct hr_agree_kind {
     uint64_t bytes;
 };
 
-/* One allocation, but for copies and texts. */
+/* One allocation, but for copies, texts and rows. */
 struct hr_agree_entry {
     struct hr_agree_entry *previous, *next; /* in the list of its state */
     char *name;                      /* points into this allocation, as the sets of members do */
@@ -41,6 +47,8 @@ struct hr_agree_entry {
     uint64_t *by_id;                 /* bit per member: announced by id */
     int failure;                     /* status, 0: none so far */
     char *failure_text;
+    struct hr_buffer rows;                /* allgather: of all members that have announced it, as they did */
+    struct hr_agree_rows *rows_of_member; /* [member_count]; NULL: it never was one */
     int64_t first_ns;                /* first announcement of this round */
     struct hr_agree_kind kind; /* set when it becomes READY */
 };
@@ -67,6 +75,18 @@ struct hr_agree_entry *hr_agree_find_id(const struct hr_agree *agree, uint32_t i
 int hr_agree_assign(struct hr_agree *agree, struct hr_agree_entry *entry, uint32_t id);
 /* Root: an id for a new entry: in an unused slot, or now and then in that of the one idle longest; else 0. */
 uint32_t hr_agree_pick_id(struct hr_agree *agree);
+/*
+ * agree_rows.c. note: those of a member, which has announced so many tensors of an allgather (0: another operation);
+ * HORO_ERR_INTERNAL for any other number of them. check: whether those of all can travel together; HORO_ERR_USAGE with
+ * a sentence. join: all of them in the order of the members, valid until the next join; none of another operation.
+ */
+int hr_agree_note_rows(const struct hr_agree *agree, struct hr_agree_entry *entry, int member, uint32_t gathers,
+                       struct hr_wire_rows rows);
+int hr_agree_check_rows(const struct hr_agree *agree, const struct hr_agree_entry *entry, char *text,
+                        size_t text_bytes);
+int hr_agree_join_rows(struct hr_agree *agree, const struct hr_agree_entry *entry, struct hr_wire_rows *joined);
+/* agree.c: the entry fails, for all, unless it has failed already. HORO_OK or HORO_ERR_RESOURCE. */
+int hr_agree_set_failure(struct hr_agree_entry *entry, int status, const char *text, size_t bytes);
 /* One sentence on how two requests of the same name differ. */
 void hr_agree_mismatch_text(const struct hr_agree_config *config, const struct hr_agree_copy *one,
                             const struct hr_agree_copy *two, char *out, size_t out_bytes);

@@ -54,16 +54,28 @@ static int put_fail(struct hr_buffer *out, const struct hr_agree_entry *entry) {
     return HORO_OK;
 }
 
-static int put_request(struct hr_buffer *out, const struct hr_agree_entry *entry) {
+static int put_request(struct hr_agree *agree, struct hr_buffer *out, const struct hr_agree_entry *entry) {
     size_t mark;
     HR_TRY(hr_frame_begin(out, &mark));
     const struct hr_agree_copy *request = hr_agree_request(entry);
     struct hr_wire_text text = {NULL, 0};
+    struct hr_wire_rows rows = {0};
     if (entry->failure != 0) {
         text = (struct hr_wire_text){entry->failure_text, strlen(entry->failure_text)};
+    } else {
+        HR_TRY(hr_agree_join_rows(agree, entry, &rows));
     }
-    HR_TRY(hr_wire_put_request(out, request->rank, entry->failure, text, (struct hr_wire_rows){0}, request->bytes,
-                               request->count));
+    HR_TRY(hr_wire_put_request(out, request->rank, entry->failure, text, rows, request->bytes, request->count));
+    hr_frame_end(out, mark);
+    return HORO_OK;
+}
+
+static int put_rows(struct hr_agree *agree, struct hr_buffer *out, const struct hr_agree_entry *entry) {
+    size_t mark;
+    struct hr_wire_rows rows;
+    HR_TRY(hr_frame_begin(out, &mark));
+    HR_TRY(hr_agree_join_rows(agree, entry, &rows));
+    HR_TRY(hr_wire_put_rows(out, entry->id, rows));
     hr_frame_end(out, mark);
     return HORO_OK;
 }
@@ -122,12 +134,20 @@ static int collect_at_root(struct hr_agree *agree, struct hr_agree_entry *entry,
     return HORO_OK;
 }
 
+/* What cannot travel fails like what differs: with a sentence for all. */
+static int check_rows(const struct hr_agree *agree, struct hr_agree_entry *entry) {
+    char text[HORO_MESSAGE_MAX];
+    const int status = entry->failure == 0 ? hr_agree_check_rows(agree, entry, text, sizeof text) : HORO_OK;
+    return status == HORO_OK ? HORO_OK : hr_agree_set_failure(entry, status, text, strlen(text));
+}
+
 int hr_agree_collect(struct hr_agree *agree, struct hr_buffer *out, uint32_t *frames) {
     uint32_t ids[IDS_PER_MESSAGE];
     uint32_t id_count = 0;
     *frames = 0;
     struct hr_agree_entry *entry;
     while ((entry = agree->lists[HR_AGREE_COMPLETE].first) != NULL) {
+        HR_TRY(check_rows(agree, entry));
         if (agree->config.is_root) {
             HR_TRY(collect_at_root(agree, entry, out, frames));
             continue;
@@ -135,7 +155,12 @@ int hr_agree_collect(struct hr_agree *agree, struct hr_buffer *out, uint32_t *fr
         hr_agree_move(agree, entry, HR_AGREE_REPORTED);
         entry->reported_full = entry->current.bytes != NULL || entry->failure != 0;
         if (entry->reported_full) {
-            HR_TRY(put_request(out, entry));
+            HR_TRY(put_request(agree, out, entry));
+            (*frames)++;
+            continue;
+        }
+        if (entry->known.gathers > 0) {
+            HR_TRY(put_rows(agree, out, entry));
             (*frames)++;
             continue;
         }
@@ -224,11 +249,13 @@ int hr_agree_form_batch(struct hr_agree *agree, struct hr_buffer *out, uint32_t 
     HR_TRY(hr_frame_begin(out, &mark));
     HR_TRY(hr_wire_begin_batch(out, count));
     struct hr_agree_entry *entry;
+    struct hr_wire_rows rows = {0}; /* an allgather shares its batch with none */
     while ((entry = agree->lists[HR_AGREE_CHOSEN].first) != NULL) {
+        HR_TRY(hr_agree_join_rows(agree, entry, &rows));
         HR_TRY(put_entry(agree, entry, out));
         hr_agree_reset(agree, entry);
     }
-    HR_TRY(hr_wire_end_batch(out, (struct hr_wire_rows){0}));
+    HR_TRY(hr_wire_end_batch(out, rows));
     hr_frame_end(out, mark);
     *frames = 1;
     return HORO_OK;

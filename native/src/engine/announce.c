@@ -32,8 +32,8 @@ static int announce_full(struct hr_lane *lane, struct hr_request *request) {
     size_t mark;
     const struct hr_wire_text none = {NULL, 0};
     HR_TRY(hr_frame_begin(&lane->announcer.request_out, &mark));
-    HR_TRY(hr_wire_put_request(&lane->announcer.request_out, lane->node->rank, HORO_OK, none,
-                               (struct hr_wire_rows){0}, request->bytes, request->byte_count));
+    HR_TRY(hr_wire_put_request(&lane->announcer.request_out, lane->node->rank, HORO_OK, none, request->rows,
+                               request->bytes, request->byte_count));
     hr_frame_end(&lane->announcer.request_out, mark);
     return HORO_OK;
 }
@@ -83,6 +83,14 @@ static int announce_data(struct hr_lane *lane, const struct hr_request *request,
     return HORO_OK;
 }
 
+static int announce_rows(struct hr_lane *lane, const struct hr_request *request, uint32_t id) {
+    size_t mark;
+    HR_TRY(hr_frame_begin(&lane->announcer.request_out, &mark));
+    HR_TRY(hr_wire_put_rows(&lane->announcer.request_out, id, request->rows));
+    hr_frame_end(&lane->announcer.request_out, mark);
+    return HORO_OK;
+}
+
 static int announce_id(struct hr_lane *lane, struct hr_request *request, struct hr_known *known) {
     request->announced_id = known->id;
     known->pending = request;
@@ -96,6 +104,9 @@ static int announce_id(struct hr_lane *lane, struct hr_request *request, struct 
     }
     if (carried > 0) {
         return announce_data(lane, request, known->id, carried);
+    }
+    if (request->rows.count > 0) {
+        return announce_rows(lane, request, known->id);
     }
     lane->announcer.ids[lane->announcer.id_count++] = known->id;
     return lane->announcer.id_count == HR_IDS_MAX ? hr_lane_write_ids(lane) : HORO_OK;

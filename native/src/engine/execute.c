@@ -14,7 +14,6 @@ struct hr_batch {
     struct hr_request **requests;
     size_t request_count, request_capacity;
     struct hr_operand *operands;
-    int64_t *rows;
     size_t *row_bytes;
     size_t operand_count, operand_capacity;
     uint64_t bytes;
@@ -24,7 +23,6 @@ void hr_lane_free_batch(struct hr_lane *lane) {
     if (lane->executor.batch != NULL) {
         free((void *)lane->executor.batch->requests);
         free(lane->executor.batch->operands);
-        free(lane->executor.batch->rows);
         free(lane->executor.batch->row_bytes);
         free(lane->executor.batch);
         lane->executor.batch = NULL;
@@ -51,7 +49,6 @@ static int reserve_requests(struct hr_batch *batch, size_t count) {
 static int reserve_operands(struct hr_batch *batch, size_t count) {
     if (count > batch->operand_capacity) {
         HR_TRY(grow((void **)&batch->operands, count, sizeof *batch->operands));
-        HR_TRY(grow((void **)&batch->rows, count, sizeof *batch->rows));
         HR_TRY(grow((void **)&batch->row_bytes, count, sizeof *batch->row_bytes));
         batch->operand_capacity = count;
     }
@@ -74,7 +71,6 @@ static void add_operand(struct hr_batch *batch, const horo_tensor *tensor) {
         .dtype = tensor->dtype,
         .wire_dtype = tensor->wire_dtype,
     };
-    batch->rows[i] = tensor->ndim == 0 ? 1 : tensor->shape[0];
     batch->row_bytes[i] = (size_t)row_bytes;
     batch->bytes += (uint64_t)bytes;
 }
@@ -126,7 +122,6 @@ static int begin_batch(struct hr_lane *lane) {
         .postscale = call->postscale,
         .operands = batch->operands,
         .count = batch->operand_count,
-        .rows = batch->rows,
         .row_bytes = batch->row_bytes,
         .results = batch->requests[0]->gathered,
     };
@@ -212,13 +207,35 @@ static int change_teams(struct hr_lane *lane) {
     return 1;
 }
 
+/* One request, whose results are too large for anybody: all ranks see the same rows, and none begins. */
+static int refuse_batch(struct hr_lane *lane, const char *text) {
+    struct hr_request *request = lane->executor.batch->requests[0];
+    end_record(lane);
+    hr_engine_complete(lane->engine, &request, 1, HORO_ERR_USAGE, text);
+    return HORO_OK;
+}
+
 static int execute_batch(struct hr_lane *lane, const struct hr_wire_message *record) {
     HR_TRY(load_batch(lane, record));
-    hr_engine_note_batch(lane->engine, lane->executor.batch->requests, lane->executor.batch->request_count,
-                         lane->executor.batch->bytes);
-    if (lane->executor.batch->request_count > 0 && hr_op_is_of_teams(lane->executor.batch->requests[0]->call.op)) {
+    const struct hr_batch *batch = lane->executor.batch;
+    hr_engine_note_batch(lane->engine, batch->requests, batch->request_count, batch->bytes);
+    const int op = batch->request_count == 0 ? HORO_BARRIER : batch->requests[0]->call.op;
+    if (hr_op_is_of_teams(op)) {
         lane->executor.state = HR_EXECUTION_CHANGING;
         return HORO_OK;
+    }
+    if (op != HORO_ALLGATHER && record->rows.count > 0) {
+        return HORO_ERR_INTERNAL;
+    }
+    if (op == HORO_ALLGATHER) {
+        char text[HORO_MESSAGE_MAX];
+        const int status = batch->request_count == 1 ? hr_gather_prepare(batch->requests[0], lane->team, record->rows,
+                                                                         text, sizeof text)
+                                                     : HORO_ERR_INTERNAL;
+        if (status == HORO_ERR_USAGE) {
+            return refuse_batch(lane, text);
+        }
+        HR_TRY(status);
     }
     const int begun = begin_batch(lane);
     HR_TRY(begun);

@@ -89,6 +89,7 @@ struct hr_carry {
 struct hr_leader {
     struct hr_agree agree;
     int *member_ranks;
+    int *ranks_of_member;         /* [members] that each speaks for */
     struct hr_buffer *request_in; /* [local_size] frames from local ranks */
     struct hr_buffer log_out;     /* frames for the log ring */
     struct hr_carry carry;
@@ -234,6 +235,16 @@ void hr_lane_cancel(struct hr_lane *lane);
 /* Whether the current batch has posted all that it sends (hr_task.is_ending). */
 int hr_lane_is_ending_batch(const struct hr_lane *lane);
 void hr_lane_free_batch(struct hr_lane *lane);
+
+/* ---- gather.c ---- */
+
+/*
+ * Makes the results of an allgather ready to be written, by the rows that its record has: first extents, bytes, memory.
+ * HORO_ERR_USAGE with a sentence, on all ranks alike: they are too large for any memory; HORO_ERR_RESOURCE;
+ * HORO_ERR_INTERNAL for rows that are not those of this request.
+ */
+int hr_gather_prepare(struct hr_request *request, const struct hr_team *team, struct hr_wire_rows rows, char *text,
+                      size_t text_bytes);
 
 /* ---- stall.c ---- */
 

@@ -11,11 +11,21 @@ enum { EVICT_ONE_IN = 32 };
 
 int hr_lane_announce_own(struct hr_lane *lane, const struct hr_request *request, uint32_t id) {
     if (id != 0) {
-        return hr_agree_announce_id(&lane->leader.agree, 0, id, request->submit_ns);
+        return hr_agree_announce_id(&lane->leader.agree, 0, id, request->rows, request->submit_ns);
     }
-    struct hr_wire_message message = {.type = HR_WIRE_REQUEST, .rank = lane->node->rank};
+    struct hr_wire_message message = {.type = HR_WIRE_REQUEST, .rank = lane->node->rank, .rows = request->rows};
     HR_TRY(hr_wire_decode_request(request->bytes, request->byte_count, &message.request));
     return hr_agree_announce_request(&lane->leader.agree, 0, &message, request->submit_ns);
+}
+
+/* On a host and all those below it in the tree, which are the ones up to the next of its parent's (node/linked.h). */
+static int ranks_below(const struct hr_team *team, int host) {
+    const int end = host + (host & -host);
+    int count = 0;
+    for (int h = host; h < end && h < team->host_count; h++) {
+        count += team->host_size[h];
+    }
+    return count;
 }
 
 static int init_agreement(struct hr_lane *lane, uint64_t fusion_bytes) {
@@ -24,20 +34,27 @@ static int init_agreement(struct hr_lane *lane, uint64_t fusion_bytes) {
     const int children = lane->leader.link_count - lane->leader.has_parent;
     const int members = team->local_size + children;
     lane->leader.member_ranks = calloc((size_t)members, sizeof *lane->leader.member_ranks);
+    lane->leader.ranks_of_member = calloc((size_t)members, sizeof *lane->leader.ranks_of_member);
     lane->leader.request_in = calloc((size_t)team->local_size, sizeof *lane->leader.request_in);
-    if (lane->leader.member_ranks == NULL || lane->leader.request_in == NULL) {
+    if (lane->leader.member_ranks == NULL || lane->leader.ranks_of_member == NULL || lane->leader.request_in == NULL) {
         return HORO_ERR_RESOURCE;
     }
     for (int i = 0; i < members; i++) {
-        lane->leader.member_ranks[i] =
-            i < team->local_size ? team->job_rank[team->rank_of_local[i]]
-                                 : lane->leader.links[lane->leader.has_parent + i - team->local_size].leader_rank;
+        if (i < team->local_size) {
+            lane->leader.member_ranks[i] = team->job_rank[team->rank_of_local[i]];
+            lane->leader.ranks_of_member[i] = 1;
+        } else {
+            const struct hr_link *link = &lane->leader.links[lane->leader.has_parent + i - team->local_size];
+            lane->leader.member_ranks[i] = link->leader_rank;
+            lane->leader.ranks_of_member[i] = ranks_below(team, link->host);
+        }
     }
     const struct hr_agree_config config = {
         .is_root = lane->is_root,
         .member_count = members,
         .local_count = team->local_size,
         .rank_of_member = lane->leader.member_ranks,
+        .ranks_of_member = lane->leader.ranks_of_member,
         .host_name_of_rank = (const char *const *)node->host_name_of_rank,
         .rank_count = node->size,
         .capacity = lane->announcer.capacity,
@@ -63,6 +80,7 @@ void hr_lane_fini_leader(struct hr_lane *lane) {
     }
     free(lane->leader.request_in);
     free(lane->leader.member_ranks);
+    free(lane->leader.ranks_of_member);
     hr_buffer_fini(&lane->leader.log_out);
     hr_carry_fini(lane);
     hr_agree_fini(&lane->leader.agree);
@@ -72,7 +90,7 @@ void hr_lane_fini_leader(struct hr_lane *lane) {
 
 static int announce_ids(struct hr_lane *lane, int member, const struct hr_wire_message *message, int64_t now_ns) {
     for (uint32_t i = 0; i < message->count; i++) {
-        HR_TRY(hr_agree_announce_id(&lane->leader.agree, member, hr_wire_id(message, i), now_ns));
+        HR_TRY(hr_agree_announce_id(&lane->leader.agree, member, hr_wire_id(message, i), message->rows, now_ns));
     }
     return HORO_OK;
 }
@@ -99,7 +117,9 @@ int hr_leader_announce(struct hr_lane *lane, int member, const struct hr_wire_me
     case HR_WIRE_IDS: return announce_ids(lane, member, message, now_ns);
     case HR_WIRE_DATA:
         hr_carry_add(lane, member, message->id, message->data, message->data_bytes);
-        return hr_agree_announce_id(&lane->leader.agree, member, message->id, now_ns);
+        return hr_agree_announce_id(&lane->leader.agree, member, message->id, message->rows, now_ns);
+    case HR_WIRE_ROWS:
+        return hr_agree_announce_id(&lane->leader.agree, member, message->id, message->rows, now_ns);
     case HR_WIRE_REQUEST: return hr_agree_announce_request(&lane->leader.agree, member, message, now_ns);
     case HR_WIRE_LEAVE:
         return message->rank < lane->node->size ? hr_leader_note_leaver(lane, message->rank) : HORO_ERR_INTERNAL;

@@ -97,16 +97,16 @@ static int check_size(const horo_request *call, size_t byte_count, struct hr_err
         hr_op_name(call->op), call->name, call->tensor_count, byte_count, HR_WIRE_REQUEST_MAX);
 }
 
-/* Everything in one allocation; the last part, of byte_count bytes, is for the canonical form. */
-static int copy_call(const horo_request *call, size_t byte_count, struct hr_request **out) {
+/* Everything in one allocation; the last parts, of byte_count and row_bytes, are for what travels. */
+static int copy_call(const horo_request *call, size_t byte_count, size_t row_bytes, struct hr_request **out) {
     size_t dims = 0;
     for (int i = 0; i < call->tensor_count; i++) {
         dims += (size_t)call->tensors[i].ndim;
     }
     const size_t count = (size_t)call->tensor_count;
     const size_t name_bytes = strlen(call->name);
-    struct hr_request *request =
-        malloc(sizeof *request + count * sizeof(horo_tensor) + dims * sizeof(int64_t) + name_bytes + 1 + byte_count);
+    struct hr_request *request = malloc(sizeof *request + count * sizeof(horo_tensor) + dims * sizeof(int64_t) +
+                                        name_bytes + 1 + byte_count + row_bytes);
     if (request == NULL) {
         return HORO_ERR_RESOURCE;
     }
@@ -143,7 +143,8 @@ static int copy_call(const horo_request *call, size_t byte_count, struct hr_requ
     return HORO_OK;
 }
 
-static int encode(const struct hr_request *request) {
+static int encode(struct hr_request *request) {
+    request->rows = hr_wire_encode_rows(&request->call, request->bytes + request->byte_count);
     /* just enough: it will not grow */
     struct hr_buffer room = {.data = request->bytes, .capacity = request->byte_count};
     return hr_wire_encode_request(&room, &request->call);
@@ -152,9 +153,10 @@ static int encode(const struct hr_request *request) {
 int hr_request_create(const horo_request *call, struct hr_request **request, struct hr_error *error) {
     HR_TRY(check_call(call, error));
     const size_t byte_count = hr_wire_request_bytes(call);
-    HR_TRY(check_size(call, byte_count, error));
+    const size_t row_bytes = hr_wire_rows_bytes(call);
+    HR_TRY(check_size(call, byte_count + row_bytes, error));
     struct hr_request *copy = NULL;
-    int status = copy_call(call, byte_count, &copy);
+    int status = copy_call(call, byte_count, row_bytes, &copy);
     if (status == HORO_OK) {
         status = encode(copy);
     }
@@ -176,7 +178,9 @@ void hr_request_destroy(struct hr_request *request) {
     }
     for (int i = 0; i < request->call.tensor_count && request->gathered != NULL; i++) {
         free(request->gathered[i].data);
-        free(request->gathered[i].first_dims);
+    }
+    if (request->gathered != NULL) {
+        free(request->gathered[0].first_dims); /* those of all, see gather.c */
     }
     free(request->gathered);
     if (request->new_lane != NULL) {

@@ -27,6 +27,7 @@ struct hr_request {
     int64_t submit_ns;
     uint8_t *bytes; /* canonical form on the wire; points into this allocation */
     size_t byte_count;
+    struct hr_wire_rows rows;     /* allgather: what this rank gives; in this allocation, too */
     uint32_t announced_id;        /* driver: announced by this id, 0: in full */
     uint32_t pending_place;       /* driver: in the arena's table, HR_NOT_ANNOUNCED while in the queue */
     struct hr_gathered *gathered; /* allgather: [tensor_count] */

@@ -11,24 +11,28 @@ enum { NAME_BYTES = 64 };
 struct shim_agree {
     struct hr_agree agree;
     int *ranks;
+    int *counts;
     char **host_names;
     int rank_count;
     struct hr_buffer out;
 };
 
 shim_agree *shim_agree_create(int is_root, int member_count, int local_count, const int32_t *rank_of_member,
-                              int rank_count, uint32_t capacity, uint32_t evict_one_in, uint64_t fusion_bytes) {
+                              const int32_t *ranks_of_member, int rank_count, uint32_t capacity, uint32_t evict_one_in,
+                              uint64_t fusion_bytes) {
     shim_agree *node = calloc(1, sizeof *node);
     if (node == NULL) {
         return NULL;
     }
     node->rank_count = rank_count;
     node->ranks = calloc((size_t)member_count, sizeof *node->ranks);
+    node->counts = calloc((size_t)member_count, sizeof *node->counts);
     node->host_names = calloc((size_t)rank_count, sizeof *node->host_names);
-    if (node->ranks == NULL || node->host_names == NULL) {
+    if (node->ranks == NULL || node->counts == NULL || node->host_names == NULL) {
         return NULL;
     }
     memcpy(node->ranks, rank_of_member, (size_t)member_count * sizeof *node->ranks);
+    memcpy(node->counts, ranks_of_member, (size_t)member_count * sizeof *node->counts);
     for (int r = 0; r < rank_count; r++) {
         node->host_names[r] = strdup("h");
     }
@@ -37,6 +41,7 @@ shim_agree *shim_agree_create(int is_root, int member_count, int local_count, co
         .member_count = member_count,
         .local_count = local_count,
         .rank_of_member = node->ranks,
+        .ranks_of_member = node->counts,
         .host_name_of_rank = (const char *const *)node->host_names,
         .rank_count = rank_count,
         .capacity = capacity,
@@ -54,11 +59,12 @@ void shim_agree_destroy(shim_agree *node) {
     }
     free((void *)node->host_names);
     free(node->ranks);
+    free(node->counts);
     free(node);
 }
 
 int shim_agree_announce_id(shim_agree *node, int member, uint32_t id, int64_t now_ns) {
-    return hr_agree_announce_id(&node->agree, member, id, now_ns);
+    return hr_agree_announce_id(&node->agree, member, id, (struct hr_wire_rows){0}, now_ns);
 }
 
 int shim_agree_announce(shim_agree *node, int member, int32_t rank, const char *name, int64_t extent, int transient,
@@ -93,8 +99,11 @@ int shim_agree_receive(shim_agree *node, int member, const void *data, size_t by
     if (message.type == HR_WIRE_REQUEST) {
         return hr_agree_announce_request(&node->agree, member, &message, now_ns);
     }
+    if (message.type == HR_WIRE_ROWS) {
+        return hr_agree_announce_id(&node->agree, member, message.id, message.rows, now_ns);
+    }
     for (uint32_t i = 0; message.type == HR_WIRE_IDS && i < message.count; i++) {
-        HR_TRY(hr_agree_announce_id(&node->agree, member, hr_wire_id(&message, i), now_ns));
+        HR_TRY(hr_agree_announce_id(&node->agree, member, hr_wire_id(&message, i), message.rows, now_ns));
     }
     return message.type == HR_WIRE_IDS ? HORO_OK : HORO_ERR_INTERNAL;
 }

@@ -10,7 +10,8 @@
 typedef struct shim_agree shim_agree;
 
 shim_agree *shim_agree_create(int is_root, int member_count, int local_count, const int32_t *rank_of_member,
-                              int rank_count, uint32_t capacity, uint32_t evict_one_in, uint64_t fusion_bytes);
+                              const int32_t *ranks_of_member, int rank_count, uint32_t capacity, uint32_t evict_one_in,
+                              uint64_t fusion_bytes);
 void shim_agree_destroy(shim_agree *node);
 
 int shim_agree_announce_id(shim_agree *node, int member, uint32_t id, int64_t now_ns);

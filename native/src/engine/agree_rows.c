@@ -1,0 +1,74 @@
+/* The first extents of an allgather, from the announcements of the members to the record: who gives how many rows. */
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "engine/agree_entry.h"
+
+int hr_agree_note_rows(const struct hr_agree *agree, struct hr_agree_entry *entry, int member, uint32_t gathers,
+                       struct hr_wire_rows rows) {
+    if (rows.count != (uint64_t)gathers * (uint64_t)agree->config.ranks_of_member[member]) {
+        return HORO_ERR_INTERNAL;
+    }
+    if (rows.count == 0) {
+        return HORO_OK;
+    }
+    if (entry->rows_of_member == NULL) {
+        entry->rows_of_member = calloc((size_t)agree->config.member_count, sizeof *entry->rows_of_member);
+        if (entry->rows_of_member == NULL) {
+            return HORO_ERR_RESOURCE;
+        }
+    }
+    entry->rows_of_member[member] = (struct hr_agree_rows){hr_buffer_size(&entry->rows), rows.bytes};
+    return hr_buffer_append(&entry->rows, rows.data, rows.bytes);
+}
+
+/* Of all members: what stands in `rows` may be more, where an announcement was made twice. */
+static size_t joined_bytes(const struct hr_agree *agree, const struct hr_agree_entry *entry) {
+    size_t bytes = 0;
+    for (int member = 0; member < agree->config.member_count; member++) {
+        bytes += entry->rows_of_member[member].bytes;
+    }
+    return bytes;
+}
+
+static int rank_count(const struct hr_agree *agree) {
+    int count = 0;
+    for (int member = 0; member < agree->config.member_count; member++) {
+        count += agree->config.ranks_of_member[member];
+    }
+    return count;
+}
+
+int hr_agree_check_rows(const struct hr_agree *agree, const struct hr_agree_entry *entry, char *text,
+                        size_t text_bytes) {
+    const struct hr_agree_copy *request = hr_agree_request(entry);
+    if (request->gathers == 0) {
+        return HORO_OK;
+    }
+    const size_t bytes = joined_bytes(agree, entry);
+    if (bytes + request->count <= HR_WIRE_REQUEST_MAX) {
+        return HORO_OK;
+    }
+    (void)snprintf(text, text_bytes,
+                   "allgather '%s': the first extents of its %u tensors on %d ranks take %zu bytes with its "
+                   "description; at most %d can travel as one request: submit the tensors as several groups",
+                   entry->name, request->gathers, rank_count(agree), bytes + request->count, HR_WIRE_REQUEST_MAX);
+    return HORO_ERR_USAGE;
+}
+
+int hr_agree_join_rows(struct hr_agree *agree, const struct hr_agree_entry *entry, struct hr_wire_rows *joined) {
+    const uint32_t gathers = hr_agree_request(entry)->gathers;
+    *joined = (struct hr_wire_rows){0};
+    if (gathers == 0) {
+        return HORO_OK;
+    }
+    struct hr_buffer *out = &agree->joined_rows;
+    const uint8_t *rows = hr_buffer_front(&entry->rows);
+    hr_buffer_consume(out, hr_buffer_size(out));
+    for (int member = 0; member < agree->config.member_count; member++) {
+        const struct hr_agree_rows *theirs = &entry->rows_of_member[member];
+        HR_TRY(hr_buffer_append(out, rows + theirs->at, theirs->bytes));
+    }
+    *joined = (struct hr_wire_rows){hr_buffer_front(out), hr_buffer_size(out), gathers * (uint32_t)rank_count(agree)};
+    return HORO_OK;
+}

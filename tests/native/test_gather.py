@@ -1,0 +1,238 @@
+"""Allgathers: what each rank gives travels with its announcement, so that nothing but the rows moves afterwards."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from ranks import Group, Rank, run_ranks
+from test_teams import Links
+
+from horo import _core
+from horo._errors import MismatchError, PeerLostError, UsageError
+
+LAYOUTS = {
+    "2": [0, 0],
+    "1+1": [0, 1],
+    "2+2": [0, 0, 1, 1],
+    "1+3": [0, 1, 1, 1],
+    "3+1+2": [0, 0, 0, 1, 2, 2],
+    "3 interleaved hosts": [0, 1, 2, 0, 1, 2, 0],
+    "1+1+1+1+1": [0, 1, 2, 3, 4],
+    "5 interleaved hosts": [0, 1, 2, 3, 4, 4, 3, 2, 1, 0, 3],
+}
+over_every_layout = pytest.mark.parametrize("host_of_rank", LAYOUTS.values(), ids=LAYOUTS.keys())
+DTYPES = (np.int32, np.uint8, np.float64)
+
+
+def counters(rank: Rank) -> dict[str, int]:
+    return rank.context.counters()
+
+
+def row_count(rank: int, step: int, index: int) -> int:
+    """Another one in each call, on each rank, for each tensor; none now and then, and in a step on most ranks."""
+    return 0 if step == 3 and rank != 1 else random.Random(f"{rank} {step} {index}").choice([0, 1, 2, 7, 127, 128, 700])
+
+
+def part(rank: int, step: int, index: int) -> np.ndarray:
+    return np.full((row_count(rank, step, index), 1 + index % 3), rank + 3 * step + index, DTYPES[index % 3])
+
+
+def check_group(rank: Rank, step: int, tensors: int, members: Sequence[int] = (), **options: int) -> None:
+    """One request of so many tensors, of all ranks or those of a team."""
+    ranks = members or range(rank.size)
+    handle = rank.submit(
+        "allgather", f"group of {tensors}", [part(rank.rank, step, i) for i in range(tensors)], **options
+    )
+    rank.context.wait(handle)
+    for i in range(tensors):
+        data, first_dims = rank.context.take_result(handle, i)
+        assert first_dims == [row_count(r, step, i) for r in ranks]
+        assert bytes(data) == np.concatenate([part(r, step, i) for r in ranks]).tobytes()
+    rank.context.release(handle)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 1000])
+def test_only_the_rows_themselves_travel_on_links_for_data(rows: int) -> None:
+    def body(rank: Rank) -> None:
+        for _ in range(3):  # in full, then by id
+            before = counters(rank)
+            rank.barrier()
+            rank.allgather(np.full((rows, 3), rank.rank, np.int32))
+            rank.barrier()
+            after = counters(rank)
+            assert after["link_bytes"] - before["link_bytes"] == 12 * rows
+
+    run_ranks(body, [1, 1])
+
+
+def test_an_allgather_takes_one_message_up_and_one_down() -> None:
+    """As a barrier does."""
+
+    def body(rank: Rank) -> None:
+        def sent_by(call: str) -> int:
+            before = counters(rank)["messages_sent"]
+            for _ in range(10):
+                if call == "barrier":
+                    rank.barrier()
+                else:
+                    rank.allgather(np.zeros((rank.rank, 2)), "g")
+            return counters(rank)["messages_sent"] - before
+
+        sent_by("barrier")
+        sent_by("allgather")
+        rank.barrier("apart")
+        assert sent_by("barrier") == sent_by("allgather") == 10
+
+    run_ranks(body, [1, 1])
+
+
+@over_every_layout
+@pytest.mark.parametrize("cache_capacity", [0, 1, 64])
+def test_first_extents_may_differ_each_time_under_one_name(host_of_rank: list[int], cache_capacity: int) -> None:
+    """Two names: with room for one of them, the other one is announced in full each time."""
+
+    def body(rank: Rank) -> None:
+        for step in range(6):
+            check_group(rank, step, 1)
+            check_group(rank, step, 4)
+        assert (counters(rank)["cache_hits"] > 0) == (cache_capacity > 0)
+
+    run_ranks(body, host_of_rank=host_of_rank, cache_capacity=cache_capacity)
+
+
+@pytest.mark.parametrize("hosts", [[3], [1, 1], [2, 1, 2]], ids=str)
+def test_a_group_may_have_thousands_of_tensors(hosts: list[int]) -> None:
+    """Their extents take more bytes than a ring to the leader and one to the ranks have."""
+    count = 40_000
+
+    def body(rank: Rank) -> None:
+        for step in range(2):
+            arrays = [np.full((i + rank.rank + step) % 3, i % 100, np.uint8) for i in range(count)]
+            handle = rank.submit("allgather", "g", arrays)
+            rank.context.wait(handle)
+            for i in (0, 1, 777, count - 1):
+                data, first_dims = rank.context.take_result(handle, i)
+                assert first_dims == [(i + r + step) % 3 for r in range(rank.size)]
+                assert bytes(data) == bytes([i % 100]) * sum(first_dims)
+            rank.context.release(handle)
+
+    run_ranks(body, hosts)
+
+
+@pytest.mark.parametrize("hosts", [[2], [2, 2], [1, 2, 1]], ids=str)
+def test_allgathers_among_other_operations_in_any_order(hosts: list[int]) -> None:
+    def body(rank: Rank) -> None:
+        order = random.Random(rank.rank)
+        for step in range(8):
+            names = [f"{kind}{i}" for kind in "gs" for i in range(6)]
+            order.shuffle(names)
+            arrays = {
+                name: part(rank.rank, step, int(name[1])) if name[0] == "g" else np.full(50, rank.rank)
+                for name in names
+            }
+            handles = {
+                name: rank.submit("allgather", name, [arrays[name]])
+                if name[0] == "g"
+                else rank.submit("allreduce", name, [arrays[name]], reduce_op=1)
+                for name in names
+            }
+            for name, handle in handles.items():
+                rank.context.wait(handle)
+                if name[0] == "g":
+                    data, first_dims = rank.context.take_result(handle, 0)
+                    index = int(name[1])
+                    assert first_dims == [row_count(r, step, index) for r in range(rank.size)]
+                    assert bytes(data) == np.concatenate([part(r, step, index) for r in range(rank.size)]).tobytes()
+                else:
+                    assert (arrays[name] == sum(range(rank.size))).all()
+                rank.context.release(handle)
+
+    run_ranks(body, hosts)
+
+
+@pytest.mark.parametrize("hosts", [[1, 1], [2, 2], [1, 1, 1]], ids=str)
+@pytest.mark.parametrize("cached", [False, True])
+def test_ranks_that_differ_in_more_than_rows_are_told_and_go_on(hosts: list[int], cached: bool) -> None:
+    def body(rank: Rank) -> None:
+        last = rank.rank == rank.size - 1
+        for step in range(2):
+            if cached:
+                check_group(rank, step, 2)
+            arrays = [np.zeros((rank.rank, 1 + last), np.int32), np.zeros((5, 2), np.uint8)]
+            with pytest.raises(MismatchError, match=r"'group of 2'.*int32 \[\*, [12]\].*int32 \[\*, [12]\]"):
+                rank.finish(rank.submit("allgather", "group of 2", arrays))
+            with pytest.raises(MismatchError, match=r"1 tensor.* 2 tensors|2 tensors.* 1 tensor"):
+                rank.finish(rank.submit("allgather", "group of 2", arrays[: 1 + last]))
+        check_group(rank, 2, 2)
+
+    run_ranks(body, hosts)
+
+
+def gather(rank: Rank, shapes: Sequence[tuple[int, ...]], dtype: str) -> list[int]:
+    """On memory that nobody may touch; the first extents of the last tensor."""
+    tensors = [_core.Tensor(64, 64, shape, _core.DTYPES[dtype]) for shape in shapes]
+    handle = rank.context.submit(_core.RequestBuffer.of(_core.OPS["allgather"], "huge", tensors))
+    try:
+        rank.context.wait(handle)
+        return list(rank.context.take_result(handle, len(shapes) - 1)[1])
+    finally:
+        rank.context.release(handle)
+
+
+@pytest.mark.parametrize("hosts", [[2], [1, 1], [2, 1]], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((1 << 62,), "uint8"), ((1 << 59, 1), "float64"), ((1 << 62, 0), "int32")], ids=str
+)
+def test_more_rows_than_a_result_can_have_are_refused_on_all_ranks(
+    hosts: list[int], shape: tuple[int, ...], dtype: str
+) -> None:
+    def body(rank: Rank) -> None:
+        for _ in range(2):
+            with pytest.raises(
+                UsageError, match=rf"'huge': the rows of all {rank.size} ranks .*tensor 1 of 2; \d+ bytes"
+            ):
+                gather(rank, [(0, *shape[1:]), shape], dtype)
+            check_group(rank, 1, 3)
+
+    run_ranks(body, hosts)
+
+
+def test_as_many_rows_as_a_result_can_have_are_counted() -> None:
+    def body(rank: Rank) -> None:
+        rows = [2**63 - 1 - 5, 5]
+        assert gather(rank, [(rows[rank.rank], 0)], "float32") == rows
+
+    run_ranks(body, [1, 1])
+
+
+def test_teams_gather_each_in_the_order_of_its_members() -> None:
+    host_of_rank = [0, 1, 2, 0, 1, 2, 0]
+    teams = [[0, 1, 2, 4, 6], [1, 2, 5], [0, 3, 6]]
+
+    links = Links(host_of_rank)
+
+    def body(rank: Rank) -> None:
+        for members in teams:
+            team = rank.context.add_team(members, **links.of(rank.rank, members, 0))
+            for step in range(4 if rank.rank in members else 0):
+                check_group(rank, step, 3, members, team=team)
+
+    run_ranks(body, host_of_rank=host_of_rank)
+
+
+@pytest.mark.parametrize(("hosts", "victim"), [([1, 1], 1), ([2, 2], 3), ([1, 1, 1], 2)], ids=str)
+def test_a_rank_that_dies_before_it_announces_is_named(hosts: list[int], victim: int) -> None:
+    with Group(hosts) as group:
+        group.run(lambda rank: check_group(rank, 0, 2))
+
+        def body(rank: Rank) -> None:
+            if rank.rank == victim:
+                group.kill(victim)
+                return
+            with pytest.raises(PeerLostError, match=f"rank {victim} "):
+                check_group(rank, 1, 2)
+
+        group.run(body)
