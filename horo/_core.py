@@ -117,7 +117,7 @@ class Context:
         return buffer.last_handle[0]
 
     def run(self, buffer: RequestBuffer) -> None:
-        """``submit`` and ``finish`` in one, and quicker than the two; not for allgather.
+        """``submit`` and ``finish`` in one, and quicker than the two; for an allgather only into its outputs.
 
         If a signal handler raises, the request stays in progress, and its memory must stay valid.
 
@@ -216,7 +216,7 @@ class Context:
                 raise error_from_status(_STATUS_NAMES[status], self._message(handle))
 
     def finish(self, handle: int) -> None:
-        """``wait`` and ``release`` in one, and quicker than the two; not for allgather.
+        """``wait`` and ``release`` in one, and quicker than the two; for an allgather only into its outputs.
 
         Raises:
             HoroError: the error of the request; its handle is released.
@@ -252,8 +252,8 @@ class Context:
         """The gathered tensor ``index`` of a finished allgather.
 
         Returns:
-            A writable buffer over the bytes (they live as long as the buffer) and the first extent of each member of
-            the team that it was in, which may be gone.
+            A writable buffer over the bytes (they live as long as the buffer), None where they went into its output;
+            and the first extent of each member of the team that it was in, which may be gone.
         """
         data = ffi.new("void **")
         size = ffi.new("int64_t *")
@@ -261,8 +261,11 @@ class Context:
         status = lib.horo_take_result(self._context, handle, index, data, size, first_dims)
         if status != lib.HORO_OK:
             raise error_from_status(_STATUS_NAMES[status], self._message(handle))
+        extents = [rows for rows in first_dims if rows >= 0]
+        if data[0] == _NULL:
+            return None, extents
         owned = ffi.gc(data[0], lib.horo_free, int(size[0]))
-        return ffi.buffer(owned, int(size[0])), [rows for rows in first_dims if rows >= 0]
+        return ffi.buffer(owned, int(size[0])), extents
 
     def health(self) -> HoroError | None:
         """None while no rank is lost, else the error that every request now gets."""

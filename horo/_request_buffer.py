@@ -56,12 +56,17 @@ class Tensor(NamedTuple):
     dtype: int
     wire_dtype: int = 0
     """Number of the dtype that it travels as; 0: its own."""
+    output_bytes: int = 0
+    """Of an allgather into its outputs."""
 
 
 _REQUEST = "P4i2dP2i0P"
 """``horo_request``: name, op, reduce_op, root_rank, flags, prescale, postscale, tensors, tensor_count, team."""
-_TENSOR = "PPPiii0P"
-"""``horo_tensor``: input, output, shape, ndim, dtype, wire_dtype. Packing is much quicker than filling cdata."""
+_TENSOR = "PPPiiiq"
+"""``horo_tensor``: input, output, shape, ndim, dtype, wire_dtype, output_bytes.
+
+Packing is much quicker than filling cdata.
+"""
 
 _LONE_REQUEST = struct.Struct("@" + _REQUEST)
 _LONE_TENSOR = struct.Struct("@" + _TENSOR)
@@ -74,7 +79,7 @@ _DIMS_USUAL, _NAME_USUAL = 8, 64
 _NAME_AT = _EXTENTS_AT + 8 * _DIMS_USUAL
 _HANDLE_AT = _NAME_AT + _NAME_USUAL
 _BUFFER_WORDS = (_HANDLE_AT + 8) // 8
-_SYNC, _TRANSIENT = lib.HORO_SUBMIT_SYNC, lib.HORO_SUBMIT_TRANSIENT
+_SYNC, _TRANSIENT, _INTO = lib.HORO_SUBMIT_SYNC, lib.HORO_SUBMIT_TRANSIENT, lib.HORO_SUBMIT_INTO
 
 
 @functools.cache
@@ -133,6 +138,7 @@ class RequestBuffer:
         postscale: float = 1.0,
         sync: bool = False,
         transient: bool = False,
+        into: bool = False,
         team: int = 0,
     ) -> None:
         """Writes everything but the name.
@@ -143,17 +149,18 @@ class RequestBuffer:
             reduce_op, root_rank, prescale, postscale: as in ``horo_request``.
             sync: the caller waits at once.
             transient: the name will not come again.
+            into: an allgather whose results go into the outputs of its tensors, which say how long those are.
             team: whose members do it, as ``Context.add_team`` numbers it; 0: all ranks.
         """
-        flags = (_SYNC if sync else 0) | (_TRANSIENT if transient else 0)
+        flags = (_SYNC if sync else 0) | (_TRANSIENT if transient else 0) | (_INTO if into else 0)
         address = self._address
         if len(tensors) == 1 and (ndim := len(tensors[0].shape)) <= _DIMS_USUAL:
-            source, target, shape, dtype, wire_dtype = tensors[0]
+            source, target, shape, dtype, wire_dtype, output_bytes = tensors[0]
             self.rows = self._lone_row
             _single(ndim).pack_into(
                 self._view, 0,
                 self._name_at, op, reduce_op, root_rank, flags, prescale, postscale, address + _TENSORS_AT, 1, team,
-                source, target, address + _EXTENTS_AT, ndim, dtype, wire_dtype,
+                source, target, address + _EXTENTS_AT, ndim, dtype, wire_dtype, output_bytes,
                 *shape,
             )  # fmt: skip
             return
@@ -198,8 +205,8 @@ def _pack(tensors: Sequence[Tensor]) -> Any:
     struct.pack_into(f"@{len(extents)}q", view, rows, *extents)
     extents_at = int(ffi.cast("uintptr_t", memory)) + rows
     packed = []
-    for source, target, shape, dtype, wire_dtype in tensors:
-        packed.append(_LONE_TENSOR.pack(source, target, extents_at, len(shape), dtype, wire_dtype))
+    for source, target, shape, dtype, wire_dtype, output_bytes in tensors:
+        packed.append(_LONE_TENSOR.pack(source, target, extents_at, len(shape), dtype, wire_dtype, output_bytes))
         extents_at += 8 * len(shape)
     view[:rows] = b"".join(packed)
     return memory

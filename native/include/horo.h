@@ -90,6 +90,8 @@ enum horo_submit_flags {
     HORO_SUBMIT_SYNC = 1,
     /* The name is used once (an automatic name): keep no entry for it in the response cache. */
     HORO_SUBMIT_TRANSIENT = 2,
+    /* An allgather: its results go into the outputs of its tensors, see horo_tensor. Of this rank alone. */
+    HORO_SUBMIT_INTO = 4,
 };
 
 typedef struct horo_context horo_context;
@@ -97,11 +99,18 @@ typedef struct horo_context horo_context;
 /* One dense, contiguous tensor. Memory stays the caller's and must live until the request is done. */
 typedef struct {
     const void *input;   /* allgather, allreduce: input; broadcast: the root's data (may equal output) */
-    void *output;        /* result; may equal input; ignored by allgather, whose result horo allocates */
+    /*
+     * Result; may equal input. Allgather: horo allocates the result, unless HORO_SUBMIT_INTO says that it goes here,
+     * all of output_bytes; the input may be this rank's place in it and overlaps it nowhere else. If the result has
+     * other than output_bytes, the request fails on this rank alone, with HORO_ERR_USAGE, when all have done their
+     * part; nothing is written to that output.
+     */
+    void *output;
     const int64_t *shape; /* ndim extents, copied by horo_submit */
     int32_t ndim;         /* 0 for a scalar */
     int32_t dtype;        /* enum horo_dtype */
     int32_t wire_dtype;   /* 0: travels as it is; allreduce of float32 and float64: HORO_FLOAT16 or HORO_BFLOAT16 */
+    int64_t output_bytes; /* allgather with HORO_SUBMIT_INTO; else not looked at */
 } horo_tensor;
 
 /*
@@ -358,7 +367,10 @@ HORO_API int horo_poll(horo_context *context, int64_t handle);
  */
 HORO_API int horo_wait(horo_context *context, int64_t handle, int32_t timeout_ms);
 
-/* horo_wait and, after HORO_OK, horo_release at once; not for an allgather, whose result would be lost. */
+/*
+ * horo_wait and, after HORO_OK, horo_release at once. Of an allgather the first extents are lost, and what horo has
+ * allocated: only with HORO_SUBMIT_INTO.
+ */
 HORO_API int horo_finish(horo_context *context, int64_t handle, int32_t timeout_ms);
 
 /* The sentence that goes with a failed handle; truncated to fit. */
@@ -367,7 +379,7 @@ HORO_API void horo_error(horo_context *context, int64_t handle, char *error, siz
 /*
  * After an allgather: the result of tensor `index` of the request. *rows is the first extent of the result and
  * first_dims (room for as many values as the team has members) each rank's share of it. The memory passes to the
- * caller: horo_free.
+ * caller: horo_free. Where it is the caller's already (HORO_SUBMIT_INTO), *data is NULL, and *bytes what was written.
  */
 HORO_API int horo_take_result(horo_context *context, int64_t handle, int32_t index, void **data, int64_t *bytes,
                               int64_t *first_dims);

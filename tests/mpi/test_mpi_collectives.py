@@ -173,6 +173,43 @@ def test_allgather_of_unequal_shares(rank: MpiRank, rows: int) -> None:
     assert np.array_equal(gathered, np.repeat(np.arange(rank.size, dtype=np.float32), shares)[:, None].repeat(17, 1))
 
 
+def test_groups_whose_rows_differ_each_time_into_memory_of_the_caller(rank: MpiRank) -> None:
+    """And into that of the core where an output is too short, which fails on its rank alone."""
+    for step in range(6):
+        shares = [[(r + step) % 3 * 50, step % 2 * r, 7000 * (r == step % rank.size)] for r in range(rank.size)]
+        inputs = [np.full((rows, 3), rank.rank + step, np.int16) for rows in shares[rank.rank]]
+        wanted = [
+            np.concatenate([np.full((shares[r][i], 3), r + step, np.int16) for r in range(rank.size)]) for i in range(3)
+        ]
+        outputs = [np.full_like(result, -1) for result in wanted]
+        if fails := step == 4 and rank.rank == 1:
+            outputs[0] = outputs[0][1:].copy()
+        handle = rank.submit("allgather", "rows differ", inputs, outputs=outputs, into=True)
+        if fails:
+            with pytest.raises(
+                UsageError, match=rf"has {wanted[0].nbytes} bytes, but its output has {outputs[0].nbytes}$"
+            ):
+                rank.finish(handle)
+        else:
+            rank.finish(handle)
+            assert all(np.array_equal(*pair) for pair in zip(outputs, wanted, strict=True))
+
+
+def test_the_input_of_an_allgather_may_be_its_place_in_the_result(rank: MpiRank) -> None:
+    output = np.zeros((rank.size, 5000), np.float64)
+    output[rank.rank] = rank.rank + 1
+    rank.finish(rank.submit("allgather", "in place", [output[rank.rank : rank.rank + 1]], outputs=[output], into=True))
+    assert (output == np.arange(1, rank.size + 1)[:, None]).all()
+
+
+def test_more_rows_than_a_result_can_have_are_refused_on_all_ranks(rank: MpiRank) -> None:
+    tensor = Tensor(64, 64, (1 << 62,), _core.DTYPES["uint8"])
+    handle = rank.context.submit(RequestBuffer.of(_core.OPS["allgather"], "too many rows", [tensor]))
+    with pytest.raises(UsageError, match="'too many rows': the rows of all"):
+        rank.context.wait(handle)
+    rank.context.release(handle)
+
+
 def test_barriers_and_an_error_that_all_agree_on(rank: MpiRank) -> None:
     rank.barrier()
     with pytest.raises(UsageError, match="rank 0"):

@@ -52,7 +52,7 @@ def describe(
     """Arrays as the core sees them."""
     numbers = [0 if wire is None else _core.DTYPES[wire] for wire in wires] or [0] * len(arrays)
     return [
-        Tensor(a.ctypes.data, b.ctypes.data, a.shape, _DTYPE_OF_NUMPY[a.dtype], number)
+        Tensor(a.ctypes.data, b.ctypes.data, a.shape, _DTYPE_OF_NUMPY[a.dtype], number, b.nbytes)
         for a, b, number in zip(arrays, results, numbers, strict=True)
     ]
 

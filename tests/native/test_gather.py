@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from ranks import Group, Rank, run_ranks
+from ranks import Group, Rank, describe, run_ranks, wait_for
 from test_teams import Links
 
 from horo import _core
@@ -21,6 +21,7 @@ LAYOUTS = {
     "3+1+2": [0, 0, 0, 1, 2, 2],
     "3 interleaved hosts": [0, 1, 2, 0, 1, 2, 0],
     "1+1+1+1+1": [0, 1, 2, 3, 4],
+    "9 hosts, a tree of four levels": [*range(9), 7],
     "5 interleaved hosts": [0, 1, 2, 3, 4, 4, 3, 2, 1, 0, 3],
 }
 over_every_layout = pytest.mark.parametrize("host_of_rank", LAYOUTS.values(), ids=LAYOUTS.keys())
@@ -192,7 +193,7 @@ def test_more_rows_than_a_result_can_have_are_refused_on_all_ranks(
     def body(rank: Rank) -> None:
         for _ in range(2):
             with pytest.raises(
-                UsageError, match=rf"'huge': the rows of all {rank.size} ranks .*tensor 1 of 2; \d+ bytes"
+                UsageError, match=rf"'huge': the rows of all {rank.size} ranks .* of tensor 1 of the group larger"
             ):
                 gather(rank, [(0, *shape[1:]), shape], dtype)
             check_group(rank, 1, 3)
@@ -236,3 +237,138 @@ def test_a_rank_that_dies_before_it_announces_is_named(hosts: list[int], victim:
                 check_group(rank, 1, 2)
 
         group.run(body)
+
+
+# ---- Into memory of the caller ----
+
+
+def totals(size: int, step: int, index: int) -> int:
+    return sum(row_count(r, step, index) for r in range(size))
+
+
+def room(rank: Rank, step: int, index: int, *, more: int = 0) -> np.ndarray:
+    """For the whole result, and so many rows more."""
+    mine = part(rank.rank, step, index)
+    return np.full((totals(rank.size, step, index) + more, *mine.shape[1:]), 99, mine.dtype)
+
+
+def whole(size: int, step: int, index: int) -> np.ndarray:
+    return np.concatenate([part(r, step, index) for r in range(size)])
+
+
+@over_every_layout
+def test_results_go_into_memory_that_the_caller_gives(host_of_rank: list[int]) -> None:
+    def body(rank: Rank) -> None:
+        for step in range(5):
+            inputs = [part(rank.rank, step, i) for i in range(4)]
+            outputs = [room(rank, step, i) for i in range(4)]
+            handle = rank.submit("allgather", "g", inputs, outputs=outputs, into=True)
+            rank.context.wait(handle)
+            for i in range(4):
+                for _ in range(2):
+                    data, first_dims = rank.context.take_result(handle, i)
+                    assert data is None
+                    assert first_dims == [row_count(r, step, i) for r in range(rank.size)]
+                assert np.array_equal(outputs[i], whole(rank.size, step, i))
+            rank.context.release(handle)
+
+    run_ranks(body, host_of_rank=host_of_rank)
+
+
+@pytest.mark.parametrize("hosts", [[1], [3], [1, 1], [2, 2], [1, 1, 1]], ids=str)
+@pytest.mark.parametrize("rows", [3, 100_000])
+def test_the_input_may_be_its_own_place_in_the_result(hosts: list[int], rows: int) -> None:
+    def body(rank: Rank) -> None:
+        for step in range(2):
+            output = np.full((rank.size * rows, 2), -1, np.int64)
+            mine = output[rank.rank * rows : (rank.rank + 1) * rows]
+            mine[:] = rank.rank + step
+            run_into(rank, "g", mine, output)
+            assert (output[:, 1] == np.repeat(np.arange(rank.size), rows) + step).all()
+
+    run_ranks(body, hosts)
+
+
+def run_into(rank: Rank, name: str, mine: np.ndarray, output: np.ndarray) -> None:
+    """Submits, waits and releases in one call."""
+    (tensor,) = describe([mine], [output])
+    request = _core.RequestBuffer.of(_core.OPS["allgather"], name, [tensor], sync=True, into=True)
+    rank.context.run(request)
+
+
+@pytest.mark.parametrize("hosts", [[2], [1, 1], [2, 1, 2]], ids=str)
+@pytest.mark.parametrize("more", [-1, 1, 5000])
+def test_an_output_of_another_length_fails_on_its_rank_alone(hosts: list[int], more: int) -> None:
+    def body(rank: Rank) -> None:
+        odd = rank.rank == 1
+        for step in range(1, 4):
+            inputs = [part(rank.rank, step, i) for i in range(3)]
+            outputs = [room(rank, step, 0), room(rank, step, 1, more=more if odd else 0), room(rank, step, 2)]
+            if totals(rank.size, step, 1) + more < 0:
+                continue
+            handle = rank.submit("allgather", "g", inputs, outputs=outputs, into=True)
+            if odd:
+                bytes_of = whole(rank.size, step, 1).nbytes, outputs[1].nbytes
+                said = "allgather 'g': the result of tensor 1 of the group has {} bytes, but its output has {}$".format(
+                    *bytes_of
+                )
+                with pytest.raises(UsageError, match=said):
+                    rank.context.wait(handle)
+                with pytest.raises(UsageError):
+                    rank.context.take_result(handle, 0)
+                assert (outputs[1] == 99).all()
+            else:
+                rank.context.wait(handle)
+                for i, output in enumerate(outputs):
+                    assert np.array_equal(output, whole(rank.size, step, i))
+            rank.context.release(handle)
+            check_group(rank, step, 2)
+
+    run_ranks(body, hosts)
+
+
+def test_an_empty_output_is_for_an_empty_result() -> None:
+    def body(rank: Rank) -> None:
+        nothing = np.zeros((0, 4), np.float32)
+        run_into(rank, "g", nothing, nothing)
+        with pytest.raises(UsageError, match=r"'g': the result has 32 bytes, but its output has 0$"):
+            run_into(rank, "g", np.ones((1, 4), np.float32), nothing)
+
+    run_ranks(body, [1, 1])
+
+
+def test_some_ranks_give_memory_and_others_have_it_allocated() -> None:
+    def body(rank: Rank) -> None:
+        for step in range(4):
+            if (rank.rank + step) % 2:
+                check_group(rank, step, 1)
+                continue
+            output = room(rank, step, 0)
+            run_into(rank, "group of 1", part(rank.rank, step, 0), output)
+            assert np.array_equal(output, whole(rank.size, step, 0))
+
+    run_ranks(body, [2, 1, 1])
+
+
+@pytest.mark.parametrize("hosts", [[1, 1], [1, 2]], ids=str)
+def test_memory_that_was_given_is_left_alone_after_a_death(hosts: list[int]) -> None:
+    outputs = [np.full(sum(hosts) << 20, 7, np.uint8) for _ in range(sum(hosts))]
+    with Group(hosts, segment_bytes=1 << 12) as group:
+
+        def gather_once(rank: Rank, step: int) -> None:
+            before = counters(rank)["link_bytes"]
+            mine = np.full(1 << 20, step % 256, np.uint8)
+            handle = rank.submit("allgather", "g", [mine], outputs=[outputs[rank.rank]], into=True)
+            if rank.rank == 0 and step == 3:
+                wait_for(lambda: counters(rank)["link_bytes"] > before + 100_000 or rank.context.poll(handle))
+                group.kill(0)
+            rank.finish(handle)
+
+        def body(rank: Rank) -> None:
+            with pytest.raises(PeerLostError):
+                for step in range(1_000_000):
+                    gather_once(rank, step)
+
+        group.run(body)
+        copies = [output.copy() for output in outputs]
+    assert all(np.array_equal(*pair) for pair in zip(copies, outputs, strict=True))

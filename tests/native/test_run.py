@@ -18,19 +18,19 @@ def test_what_is_packed_by_hand_lies_where_the_compiler_expects_it() -> None:
     assert _request_buffer._LONE_TENSOR.size == ffi.sizeof("horo_tensor")
     buffer = _core.RequestBuffer()
     buffer.set_name("name")
-    tensor = _core.Tensor(1, 2, (3, 4), 5, 6)
+    tensor = _core.Tensor(1, 2, (3, 4), 5, 6, 7)
     numbers = {"reduce_op": 4, "root_rank": 5, "prescale": 0.5, "postscale": 0.25}
     for tensors in [[tensor], [tensor, tensor._replace(shape=()), tensor._replace(shape=(7,))]]:
-        buffer.fill(2, tensors, sync=True, transient=True, **numbers)
+        buffer.fill(2, tensors, sync=True, transient=True, into=True, **numbers)
         request = buffer.request
-        assert request.flags == lib.HORO_SUBMIT_SYNC | lib.HORO_SUBMIT_TRANSIENT
+        assert request.flags == lib.HORO_SUBMIT_SYNC | lib.HORO_SUBMIT_TRANSIENT | lib.HORO_SUBMIT_INTO
         assert (ffi.string(request.name), request.op, request.tensor_count) == (b"name", 2, len(tensors))
         assert {name: getattr(request, name) for name in numbers} == numbers
         for index, expected in enumerate(tensors):
             packed = request.tensors[index]
             assert (int(ffi.cast("uintptr_t", packed.input)), int(ffi.cast("uintptr_t", packed.output))) == (1, 2)
             assert tuple(packed.shape[d] for d in range(packed.ndim)) == expected.shape
-            assert (packed.dtype, packed.wire_dtype) == (5, 6)
+            assert (packed.dtype, packed.wire_dtype, packed.output_bytes) == (5, 6, 7)
 
 
 @pytest.mark.parametrize("hosts", [[1], [2], [1, 1]])

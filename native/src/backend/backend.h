@@ -23,7 +23,8 @@ struct hr_operand {
 
 /* The result of an allgather for one tensor, ready to be written before the work begins. */
 struct hr_gathered {
-    void *data; /* malloc'ed */
+    void *data;
+    int is_given; /* data is the caller's; else malloc'ed */
     int64_t bytes;
     int64_t *first_dims; /* [size] rows of each rank */
 };

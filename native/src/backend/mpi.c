@@ -287,7 +287,7 @@ static void begin_operand(struct mpi_backend *self, size_t i) {
         self->gathering.bytes[r] = (size_t)result->first_dims[r] * self->work.row_bytes[i];
         mine += r < self->team->rank ? self->gathering.bytes[r] : 0;
     }
-    if (self->gathering.bytes[self->team->rank] > 0) {
+    if (self->gathering.bytes[self->team->rank] > 0 && mine != self->work.operands[i].input) {
         self->team->node->kernel->copy(mine, self->work.operands[i].input, self->gathering.bytes[self->team->rank],
                                        HR_STORE_ORDINARY);
     }

@@ -92,7 +92,7 @@ static void *allocate(size_t bytes) {
 
 void hr_gathered_disown(struct hr_gathered *results, size_t count) {
     for (size_t i = 0; i < count; i++) {
-        results[i].data = NULL;
+        results[i].data = results[i].is_given ? results[i].data : NULL;
     }
 }
 

@@ -51,7 +51,8 @@ struct hr_fused hr_fuse_bytes(struct hr_piece *pieces, const struct hr_operand *
 /* Memory for a result whose bytes are known. HORO_OK or HORO_ERR_RESOURCE. */
 int hr_gathered_allocate(struct hr_gathered *result);
 /*
- * Leaves the data to nobody: MPI may still write there, and it is better lost than somebody else's when that happens.
+ * Leaves what was allocated to nobody: MPI may still write there, and it is better lost than somebody else's when that
+ * happens.
  */
 void hr_gathered_disown(struct hr_gathered *results, size_t count);
 

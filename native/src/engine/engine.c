@@ -232,12 +232,13 @@ int hr_engine_take(struct hr_engine *engine, int64_t handle, int32_t index, void
     struct hr_request *request = hr_engine_find_handle(engine, handle);
     int status = HORO_ERR_USAGE;
     if (request != NULL && atomic_load(&request->status) == HORO_OK && request->gathered != NULL && index >= 0 &&
-        index < request->call.tensor_count && request->gathered[index].data != NULL) {
+        index < request->call.tensor_count &&
+        (request->gathered[index].is_given || request->gathered[index].data != NULL)) {
         struct hr_gathered *result = &request->gathered[index];
-        *data = result->data;
+        *data = result->is_given ? NULL : result->data;
         *bytes = result->bytes;
         memcpy(first_dims, result->first_dims, (size_t)request->team_size * sizeof *first_dims);
-        result->data = NULL;
+        result->data = result->is_given ? result->data : NULL;
         status = HORO_OK;
     }
     (void)pthread_mutex_unlock(&engine->submission.lock);

@@ -154,9 +154,11 @@ static void count_batch(struct hr_lane *lane, uint64_t tensors, uint64_t bytes) 
 
 static void end_batch(struct hr_lane *lane) {
     const struct hr_batch *batch = lane->executor.batch;
+    char text[HORO_MESSAGE_MAX];
+    const int status = hr_gather_outcome(batch->requests[0], text, sizeof text);
     count_batch(lane, batch->operand_count, batch->bytes);
     end_record(lane);
-    hr_engine_complete(lane->engine, batch->requests, batch->request_count, HORO_OK, NULL);
+    hr_engine_complete(lane->engine, batch->requests, batch->request_count, status, status == HORO_OK ? NULL : text);
 }
 
 /*

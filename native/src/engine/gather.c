@@ -5,7 +5,9 @@
 #include "backend/operands.h"
 #include "engine/engine.h"
 
-/* results[i].first_dims point into one allocation, that of the first tensor. */
+enum { TENSOR_TEXT_BYTES = 48 };
+
+/* gathered[i].first_dims point into one allocation, that of the first tensor. */
 static int allocate_rows(struct hr_request *request, size_t size) {
     const size_t count = (size_t)request->call.tensor_count;
     int64_t *first_dims = calloc(count * size, sizeof *first_dims);
@@ -49,6 +51,31 @@ static int measure(struct hr_gathered *result, const horo_tensor *tensor, int si
     return !__builtin_mul_overflow(rows, row_bytes, &result->bytes);
 }
 
+/* " of tensor 3 of the group", or nothing where there is only one. */
+static const char *which(const struct hr_request *request, int i, char *out, size_t out_bytes) {
+    out[0] = '\0';
+    if (request->call.tensor_count > 1) {
+        (void)snprintf(out, out_bytes, " of tensor %d of the group", i);
+    }
+    return out;
+}
+
+/* Where a result goes. One that would not fit exactly goes elsewhere: the other ranks' work is not to suffer. */
+static int place(struct hr_request *request, int i) {
+    struct hr_gathered *result = &request->gathered[i];
+    const horo_tensor *tensor = &request->call.tensors[i];
+    if ((request->call.flags & HORO_SUBMIT_INTO) == 0) {
+        return hr_gathered_allocate(result);
+    }
+    if (tensor->output_bytes != result->bytes) {
+        request->misfit = request->misfit == 0 ? i + 1 : request->misfit;
+        return hr_gathered_allocate(result);
+    }
+    result->data = tensor->output;
+    result->is_given = 1;
+    return HORO_OK;
+}
+
 int hr_gather_prepare(struct hr_request *request, const struct hr_team *team, struct hr_wire_rows rows, char *text,
                       size_t text_bytes) {
     const int count = request->call.tensor_count;
@@ -59,15 +86,28 @@ int hr_gather_prepare(struct hr_request *request, const struct hr_team *team, st
     HR_TRY(read_rows(request, team, rows));
     for (int i = 0; i < count; i++) {
         if (!measure(&request->gathered[i], &request->call.tensors[i], team->size)) {
+            char tensor[TENSOR_TEXT_BYTES];
             (void)snprintf(text, text_bytes,
-                           "allgather '%s': the rows of all %d ranks together are more than a result can have "
-                           "(tensor %d of %d; %lld bytes at most)",
-                           request->call.name, team->size, i, count, (long long)INT64_MAX);
+                           "allgather '%s': the rows of all %d ranks together make the result%s larger than %lld bytes",
+                           request->call.name, team->size, which(request, i, tensor, sizeof tensor),
+                           (long long)INT64_MAX);
             return HORO_ERR_USAGE;
         }
     }
     for (int i = 0; i < count; i++) {
-        HR_TRY(hr_gathered_allocate(&request->gathered[i]));
+        HR_TRY(place(request, i));
     }
     return HORO_OK;
+}
+
+int hr_gather_outcome(const struct hr_request *request, char *text, size_t text_bytes) {
+    if (request->misfit == 0) {
+        return HORO_OK;
+    }
+    char tensor[TENSOR_TEXT_BYTES];
+    const int i = request->misfit - 1;
+    (void)snprintf(text, text_bytes, "allgather '%s': the result%s has %lld bytes, but its output has %lld",
+                   request->call.name, which(request, i, tensor, sizeof tensor),
+                   (long long)request->gathered[i].bytes, (long long)request->call.tensors[i].output_bytes);
+    return HORO_ERR_USAGE;
 }

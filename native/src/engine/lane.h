@@ -245,6 +245,8 @@ void hr_lane_free_batch(struct hr_lane *lane);
  */
 int hr_gather_prepare(struct hr_request *request, const struct hr_team *team, struct hr_wire_rows rows, char *text,
                       size_t text_bytes);
+/* What has become of a request when its batch is done: HORO_OK, or HORO_ERR_USAGE with a sentence. */
+int hr_gather_outcome(const struct hr_request *request, char *text, size_t text_bytes);
 
 /* ---- stall.c ---- */
 

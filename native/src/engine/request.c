@@ -177,7 +177,7 @@ void hr_request_destroy(struct hr_request *request) {
         return;
     }
     for (int i = 0; i < request->call.tensor_count && request->gathered != NULL; i++) {
-        free(request->gathered[i].data);
+        free(request->gathered[i].is_given ? NULL : request->gathered[i].data);
     }
     if (request->gathered != NULL) {
         free(request->gathered[0].first_dims); /* those of all, see gather.c */

@@ -40,6 +40,20 @@ static int64_t elements_of(const struct slot *slot, int i) {
     return slot->shapes[i][0] * (slot->tensors[i].ndim == 2 ? slot->shapes[i][1] : 1);
 }
 
+static int gathers_into(const struct operation *operation) {
+    return operation->op == HORO_ALLGATHER && operation->apart;
+}
+
+/* Of an allgather, from all ranks. */
+static size_t result_bytes(const struct rank *rank, const struct operation *operation) {
+    const struct team *team = team_of(rank, operation);
+    int64_t rows = 0;
+    for (int i = 0; i < team->size; i++) {
+        rows += values_rows(operation, team->ranks[i]);
+    }
+    return (size_t)(rows * operation->columns) * horo_dtype_bytes(operation->dtype);
+}
+
 /* Inputs, and outputs of their own where the operation says so, all in one allocation. */
 static void fill_tensors(struct rank *rank, struct slot *slot) {
     const struct operation *operation = slot->operation;
@@ -52,9 +66,10 @@ static void fill_tensors(struct rank *rank, struct slot *slot) {
         offsets[i] = bytes;
         bytes += ((size_t)elements_of(slot, i) * horo_dtype_bytes(slot->dtype) + 15) / 16 * 16;
     }
-    slot->memory = malloc(2 * bytes + 16);
+    const size_t output_bytes = gathers_into(operation) ? result_bytes(rank, operation) : bytes;
+    slot->memory = malloc(bytes + output_bytes + 16);
     if (slot->memory == NULL) {
-        rank_fail(rank, slot->number, "no memory for %zu bytes", 2 * bytes);
+        rank_fail(rank, slot->number, "no memory for %zu bytes", bytes + output_bytes);
         return;
     }
     for (int i = 0; i < operation->tensor_count; i++) {
@@ -62,6 +77,7 @@ static void fill_tensors(struct rank *rank, struct slot *slot) {
         values_fill(operation, i, rank->number, slot->dtype, elements_of(slot, i), input);
         slot->tensors[i].input = input;
         slot->tensors[i].output = operation->apart ? input + bytes : input;
+        slot->tensors[i].output_bytes = (int64_t)output_bytes;
     }
 }
 
@@ -72,7 +88,7 @@ static horo_request describe_call(const struct rank *rank, const struct slot *sl
         .op = operation->op,
         .reduce_op = operation->op == HORO_ALLREDUCE ? operation->reduce_op : 0,
         .root_rank = operation->root_rank,
-        .flags = operation->flags | flags,
+        .flags = operation->flags | flags | (gathers_into(operation) ? HORO_SUBMIT_INTO : 0),
         .prescale = operation->prescale,
         .postscale = operation->postscale,
         .tensors = slot->tensors,
@@ -177,6 +193,7 @@ static void take_gathered(struct rank *rank, struct slot *slot) {
     if (status != HORO_OK) {
         rank_fail(rank, slot->number, "the result cannot be taken: %s", horo_status_name(status));
     }
+    const void *gathered = gathers_into(operation) ? slot->tensors[0].output : data;
     const int64_t row_bytes = operation->columns * (int64_t)horo_dtype_bytes(operation->dtype);
     int64_t place = 0;
     for (int i = 0; i < team->size; i++) {
@@ -187,7 +204,7 @@ static void take_gathered(struct rank *rank, struct slot *slot) {
             rank_fail(rank, slot->number, "%lld rows of rank %d, within %lld bytes", (long long)rows[i], team->ranks[i],
                       (long long)bytes);
         }
-        if (!values_check_part(operation, team->ranks[i], (char *)data + place, &at, &got, &wanted)) {
+        if (!values_check_part(operation, team->ranks[i], (const char *)gathered + place, &at, &got, &wanted)) {
             rank_fail(rank, slot->number, "the part of rank %d is %.17g at %lld, it must be %.17g", team->ranks[i], got,
                       (long long)at, wanted);
         }
