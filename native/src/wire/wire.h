@@ -21,8 +21,9 @@
  *            to remove
  *   tensor   u8 dtype, u8 wire dtype, u8 ndim, ndim x i64 extent; allgather: the first extent is written as 0, it may
  *            differ by rank
- *   rows     var n, n x var: what an allgather's first extents are, rank by rank, and of each rank tensor by tensor. n
- *            is 0 for all other operations, and not in ROWS, which is the announcement of a cached allgather
+ *   rows     var n, n x var: the first extents of an allgather, of each rank tensor by tensor; of all ranks whom the
+ *            sender speaks for, host by host. n is 0 for all other operations, and not in ROWS, which is the
+ *            announcement of a cached allgather
  *   var      0 to 2^63 - 1, seven bits per byte, the lowest first; all bytes but the last one have the highest bit set
  *   str16    u16 bytes, UTF-8 without a terminator
  *
