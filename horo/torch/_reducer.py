@@ -1,18 +1,18 @@
 """Reduces the gradients of one optimizer, while backward still runs or right after it.
 
-Steps for a gradient: autograd accumulates it. Our hook on the parameter counts the backward passes; the last expected
-one submits the gradient to the core (in place where its memory allows). ``synchronize`` submits the gradients without a
-hook call (of unused or thawed parameters, as zeros or as they are), waits for all and leaves the results in ``p.grad``.
+Steps for a gradient: autograd accumulates it and calls our hook on the parameter. The hook submits the gradient to the
+core (in place where its memory allows), if no more is expected for it. When all gradients are due, those without a hook
+call (of unused or thawed parameters) are submitted too, as zeros or as they are. Then all are waited for, and the
+results are in ``p.grad``. A subclass decides what is expected, and when gradients are due.
 
 Where one host runs the whole job and every core computes, an exchange during backward gains nothing: it takes the cores
-away, and each exchange has two switches of threads and a wait for the slower rank. There the hook only records the
-gradient, ``synchronize`` submits all gradients, and the calling thread does the exchange itself.
+away, and each exchange has two switches of threads and a wait for the slower rank. There the hook submits nothing; all
+gradients are submitted together when they are due, and the calling thread does the exchange itself.
 """
 
 from __future__ import annotations
 
-import inspect
-import warnings
+import abc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,19 +30,16 @@ from horo.torch._gradients import (
     PendingSparseReduction,
     ReductionOptions,
     Slot,
-    refuse_sparse,
 )
-from horo.torch._requests import Request, run_allreduce, start_again, start_allgather, start_allreduce
+from horo.torch._requests import Request, start_again, start_allgather, start_allreduce
 from horo.torch._staging import Spec
+from horo.torch._step import ReducingClosure, closure_of, with_closure
 from horo.torch.ops import Average
 
-__all__ = ["GradientReducer"]
-
-_SCALER_FRAMES = 12
-"""How far up the stack a GradScaler can be: torch's and a scheduler's wrappers of ``step`` lie between."""
+__all__ = ["GradientReducer", "overlap_pays"]
 
 
-class GradientReducer:
+class GradientReducer(abc.ABC):
     """Owns the hooks on an optimizer's parameters and the reductions in progress.
 
     Only the optimizer refers to its reducer, and the hooks refer to it weakly: when the optimizer goes, so do they.
@@ -68,8 +65,6 @@ class GradientReducer:
         self._paused = False
         self._skip = False
         self._synchronized = False
-        self._nested = sum("step" in vars(cls) for cls in type(optimizer).__mro__) > 2
-        self._stamp: list[tuple[torch.Tensor, int]] | None = None
         self._overlaps = True
         weakref.finalize(self, _remove, self._hooks).atexit = False
         self.adopt()
@@ -129,20 +124,6 @@ class GradientReducer:
         if optimizer is not None:
             optimizer.backward_passes_per_step = passes  # type: ignore[attr-defined]
 
-    def refuse_while_pending(self, what: str) -> None:
-        """Raises if a call would remove gradients that the core still uses.
-
-        Raises:
-            AssertionError: A reduction is in progress.
-        """
-        if self.handles:
-            raise AssertionError(
-                f"{what} was called after backward() but before optimizer.step() or optimizer.synchronize(), "
-                "while gradients are being reduced"
-            )
-        self._reset_counts()
-        self._synchronized = False
-
     def drain(self) -> None:
         """Finishes all reductions that are in progress or held, and starts no others."""
         try:
@@ -153,46 +134,37 @@ class GradientReducer:
         finally:
             self._reset()
 
+    # -- what depends on when gradients are due --------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def gradient_ready(self, parameter: torch.Tensor) -> None:
+        """Called by autograd when it has accumulated into ``parameter.grad``."""
+
+    @abc.abstractmethod
+    def refuse_while_pending(self, what: str) -> None:
+        """Raises if a call would remove gradients that the core still uses."""
+
+    @abc.abstractmethod
+    def reduce_for_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called before a step without a closure: reduces the gradients that are not reduced."""
+
     # -- around step() ---------------------------------------------------------------------------------------------
 
     def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A torch step pre-hook: gradients are reduced before the step, or after each evaluation of its closure."""
         if self._skip or _state.size() == 1:
             return None
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if isinstance(closure, _ReducingClosure):
+        closure = closure_of(args, kwargs)
+        if closure is None:
+            self.reduce_for_step(optimizer)
+            return None
+        if isinstance(closure, ReducingClosure):
             return None  # a step() that calls the step() of its base class
-        if closure is not None:
-            wrapped = _ReducingClosure(closure, self)
-            if "closure" in kwargs:
-                return args, {**kwargs, "closure": wrapped}
-            return (args[0], wrapped, *args[2:]), kwargs
-        if self._stamp is not None and all(grad._version == version for grad, version in self._stamp):
-            return None  # the same, without a closure: nothing has touched the gradients since
-        if not self._synchronized and _scaler_has_looked(optimizer):
-            raise UsageError(
-                "a gradient scaler looked at gradients before they were reduced; call optimizer.synchronize() after "
-                "backward(), and scaler.step(optimizer) inside optimizer.skip_synchronize()"
-            )
-        if self._synchronized:
-            warnings.warn(
-                "optimizer.step() was called after optimizer.synchronize() but outside optimizer.skip_synchronize(); "
-                "put it inside, so that it is clear that gradients are not to be reduced again",
-                stacklevel=3,
-            )
-        else:
-            self.synchronize()
-        self._stamp = self._take_stamp() if self._nested else None
-        return None
+        return with_closure(args, kwargs, ReducingClosure(closure, self.synchronize, self.kind))
 
     def after_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A torch step post-hook."""
         self._synchronized = False
-        self._stamp = None
-
-    def _take_stamp(self) -> list[tuple[torch.Tensor, int]]:
-        grads = [slot.parameter.grad for slot in self._active()]
-        return [(grad, grad._version) for grad in grads if grad is not None]
 
     # -- parameters ------------------------------------------------------------------------------------------------
 
@@ -229,42 +201,12 @@ class GradientReducer:
 
     # -- reduction of one gradient ---------------------------------------------------------------------------------
 
-    def gradient_ready(self, parameter: torch.Tensor) -> None:
-        """Called by autograd when it has accumulated into ``parameter.grad``."""
-        slot = self.slots[parameter]
-        if _state.size() == 1:
-            return
-        if slot.pending or slot.held or (slot.passes >= self.options.passes and not self._paused):
-            raise AssertionError(
-                f"the gradient of {slot.name!r} was computed more often than backward_passes_per_step="
-                f"{self.options.passes} before optimizer.step(); raise backward_passes_per_step to accumulate locally, "
-                "or run the passes before the last inside optimizer.no_sync()"
-            )
-        self._synchronized = False
-        if self._paused:
-            return
-        slot.passes += 1
-        if slot.passes < self.options.passes:
-            return
-        if not self.handles:
-            self._overlaps = _overlap_pays()  # the number of torch's threads may have changed since the last step
-        if not self._overlaps:
-            grad = parameter.grad
-            if slot.group is not None and grad is not None:
-                refuse_sparse(slot, grad, self.options)
-            slot.held = (grad, 0 if grad is None else grad._version)
-            self.handles[parameter] = None
-            return
-        if slot.group is None or self._completes(slot.group, slot):
-            with torch.no_grad():
-                self._submit(slot)
-
-    def _completes(self, group: Group, slot: Slot) -> bool:
-        """Whether the gradient of ``slot`` was the last missing one of its group."""
+    def _completes(self, group: Group, slot: Slot, passes: int) -> bool:
+        """Whether the gradient of ``slot`` was the last missing one of its group, with ``passes`` of each expected."""
         group.waiting.discard(slot)
         # A member thawed since the last step is not in `waiting`, but autograd may still write to it.
         return not group.waiting and all(
-            member.passes >= self.options.passes for member in group.slots if member.parameter.requires_grad
+            member.passes >= passes for member in group.slots if member.parameter.requires_grad
         )
 
     def _submit_rest(self, slots: Sequence[Slot]) -> None:
@@ -373,29 +315,7 @@ class GradientReducer:
             group.waiting = {slot for slot in group.slots if slot.parameter.requires_grad}
 
 
-class _ReducingClosure:
-    """Reduces gradients after each evaluation and returns the mean loss, so that all ranks do the same step.
-
-    An optimizer such as LBFGS chooses its next step by the loss. With a different loss on each rank, the models would
-    differ.
-    """
-
-    def __init__(self, closure: Callable[[], Any], reducer: GradientReducer) -> None:
-        self._closure = closure
-        self._reducer = reducer
-
-    def __call__(self) -> Any:
-        loss = self._closure()
-        self._reducer.synchronize()
-        spec = Spec("closure", f"{self._reducer.kind}.loss", Average)
-        if isinstance(loss, torch.Tensor) and loss.is_floating_point():
-            return run_allreduce([loss.detach()], spec)[0]
-        if isinstance(loss, float):
-            return run_allreduce([torch.tensor([loss], dtype=torch.float64)], spec)[0].item()
-        return loss
-
-
-def _overlap_pays() -> bool:
+def overlap_pays() -> bool:
     """Whether gradients are best reduced while backward still runs.
 
     They are if a network carries them meanwhile, or if cores are idle. Ranks may decide differently.
@@ -404,23 +324,6 @@ def _overlap_pays() -> bool:
     if job.overlap != "auto":
         return job.overlap == "always"
     return len(job.hosts) > 1 or job.size * torch.get_num_threads() < job.cores
-
-
-def _scaler_has_looked(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a GradScaler calls the step. It has unscaled the gradients then, which cannot be seen on them.
-
-    For an optimizer with a fused step, it sets ``found_inf`` on the optimizer; else only the call stack shows it.
-    """
-    if getattr(optimizer, "found_inf", None) is not None:
-        return True
-    frame = inspect.currentframe()
-    for _ in range(_SCALER_FRAMES):
-        if frame is None:
-            return False
-        if frame.f_code.co_name == "_maybe_opt_step":
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _hook_of(reducer: weakref.ref[GradientReducer]) -> Callable[[torch.Tensor], None]:

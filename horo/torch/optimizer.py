@@ -15,6 +15,7 @@ import torch
 from horo._errors import UnsupportedError, UsageError
 from horo.torch._gradients import ReductionOptions
 from horo.torch._reducer import GradientReducer
+from horo.torch._step_reducer import StepReducer
 from horo.torch.compression import Compression, Compressor
 from horo.torch.ops import Average, Sum, resolve_op
 from horo.torch.process_sets import ProcessSet, check_process_set, global_process_set
@@ -95,7 +96,7 @@ def DistributedOptimizer(
     options = ReductionOptions(
         op, compression, float(gradient_predivide_factor), sparse_as_dense, backward_passes_per_step
     )
-    _attach(optimizer, GradientReducer(optimizer, options, names, _grouped(optimizer, groups)))
+    _attach(optimizer, StepReducer(optimizer, options, names, _grouped(optimizer, groups)))
     optimizer.op = op  # type: ignore[attr-defined]
     optimizer.process_set = process_set  # type: ignore[attr-defined]
     return optimizer

@@ -1,0 +1,70 @@
+"""What surrounds a call of an optimizer's ``step``: its closure, and a GradScaler that calls it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from horo.torch._requests import run_allreduce
+from horo.torch._staging import Spec
+from horo.torch.ops import Average
+
+__all__ = ["ReducingClosure", "closure_of", "scaler_has_looked", "with_closure"]
+
+_SCALER_FRAMES = 12
+"""How far up the stack a GradScaler can be: torch's and a scheduler's wrappers of ``step`` lie between."""
+
+
+class ReducingClosure:
+    """Reduces gradients after each evaluation and returns the mean loss, so that all ranks do the same step.
+
+    An optimizer such as LBFGS chooses its next step by the loss. With a different loss on each rank, the models would
+    differ.
+    """
+
+    def __init__(self, closure: Callable[[], Any], reduce: Callable[[], None], kind: str) -> None:
+        self._closure = closure
+        self._reduce = reduce
+        self._kind = kind
+
+    def __call__(self) -> Any:
+        loss = self._closure()
+        self._reduce()
+        spec = Spec("closure", f"{self._kind}.loss", Average)
+        if isinstance(loss, torch.Tensor) and loss.is_floating_point():
+            return run_allreduce([loss.detach()], spec)[0]
+        if isinstance(loss, float):
+            return run_allreduce([torch.tensor([loss], dtype=torch.float64)], spec)[0].item()
+        return loss
+
+
+def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The closure among the arguments that torch passes to a step pre-hook (the optimizer first), or None."""
+    return kwargs.get("closure", args[1] if len(args) > 1 else None)
+
+
+def with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], closure: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same arguments with another closure."""
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": closure}
+    return (args[0], closure, *args[2:]), kwargs
+
+
+def scaler_has_looked(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a GradScaler calls the step. It has unscaled the gradients then, which cannot be seen on them.
+
+    For an optimizer with a fused step, it sets ``found_inf`` on the optimizer; else only the call stack shows it.
+    """
+    if getattr(optimizer, "found_inf", None) is not None:
+        return True
+    frame = inspect.currentframe()
+    for _ in range(_SCALER_FRAMES):
+        if frame is None:
+            return False
+        if frame.f_code.co_name == "_maybe_opt_step":
+            return True
+        frame = frame.f_back
+    return False

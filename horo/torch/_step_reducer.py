@@ -1,0 +1,112 @@
+"""Horovod's order of calls: gradients are in flight from backward until ``synchronize()`` or ``step()``."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from horo._errors import UsageError
+from horo.torch import _state
+from horo.torch._gradients import ReductionOptions, refuse_sparse
+from horo.torch._reducer import GradientReducer, overlap_pays
+from horo.torch._step import scaler_has_looked
+
+__all__ = ["StepReducer"]
+
+
+class StepReducer(GradientReducer):
+    """Gradients are due at ``synchronize()`` or ``step()``; what touches them before is an error."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        options: ReductionOptions,
+        names: dict[torch.Tensor, str],
+        groups: Sequence[Sequence[torch.Tensor]],
+    ) -> None:
+        super().__init__(optimizer, options, names, groups)
+        self._nested = sum("step" in vars(cls) for cls in type(optimizer).__mro__) > 2
+        self._stamp: list[tuple[torch.Tensor, int]] | None = None
+
+    def gradient_ready(self, parameter: torch.Tensor) -> None:
+        """Called by autograd; the last expected backward pass submits the gradient.
+
+        Raises:
+            AssertionError: One backward pass too many.
+        """
+        slot = self.slots[parameter]
+        if _state.size() == 1:
+            return
+        if slot.pending or slot.held or (slot.passes >= self.options.passes and not self._paused):
+            raise AssertionError(
+                f"the gradient of {slot.name!r} was computed more often than backward_passes_per_step="
+                f"{self.options.passes} before optimizer.step(); raise backward_passes_per_step to accumulate locally, "
+                "or run the passes before the last inside optimizer.no_sync()"
+            )
+        self._synchronized = False
+        if self._paused:
+            return
+        slot.passes += 1
+        if slot.passes < self.options.passes:
+            return
+        if not self.handles:
+            self._overlaps = overlap_pays()  # the number of torch's threads may have changed since the last step
+        if not self._overlaps:
+            grad = parameter.grad
+            if slot.group is not None and grad is not None:
+                refuse_sparse(slot, grad, self.options)
+            slot.held = (grad, 0 if grad is None else grad._version)
+            self.handles[parameter] = None
+            return
+        if slot.group is None or self._completes(slot.group, slot, self.options.passes):
+            with torch.no_grad():
+                self._submit(slot)
+
+    def refuse_while_pending(self, what: str) -> None:
+        """Raises if a call would remove gradients that the core still uses.
+
+        Raises:
+            AssertionError: A reduction is in progress.
+        """
+        if self.handles:
+            raise AssertionError(
+                f"{what} was called after backward() but before optimizer.step() or optimizer.synchronize(), "
+                "while gradients are being reduced"
+            )
+        self._reset_counts()
+        self._synchronized = False
+
+    def reduce_for_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called before a step without a closure.
+
+        Raises:
+            UsageError: A gradient scaler has looked at gradients that are not reduced.
+        """
+        if self._stamp is not None and all(grad._version == version for grad, version in self._stamp):
+            return  # a step() that calls the step() of its base class: nothing has touched the gradients since
+        if not self._synchronized and scaler_has_looked(optimizer):
+            raise UsageError(
+                "a gradient scaler looked at gradients before they were reduced; call optimizer.synchronize() after "
+                "backward(), and scaler.step(optimizer) inside optimizer.skip_synchronize()"
+            )
+        if self._synchronized:
+            warnings.warn(
+                "optimizer.step() was called after optimizer.synchronize() but outside optimizer.skip_synchronize(); "
+                "put it inside, so that it is clear that gradients are not to be reduced again",
+                stacklevel=4,
+            )
+        else:
+            self.synchronize()
+        self._stamp = self._take_stamp() if self._nested else None
+
+    def after_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A torch step post-hook."""
+        super().after_step(optimizer, args, kwargs)
+        self._stamp = None
+
+    def _take_stamp(self) -> list[tuple[torch.Tensor, int]]:
+        grads = [slot.parameter.grad for slot in self._active()]
+        return [(grad, grad._version) for grad in grads if grad is not None]
