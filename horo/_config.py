@@ -219,9 +219,18 @@ class Config:
     overlap: str = _variable(
         "OVERLAP",
         "auto",
-        "When gradients are reduced: `always` while backward still runs, `never` before `step()` or `synchronize()`; "
-        "`auto`: never where one host runs the whole job and its cores are all computing, else always.",
+        "When gradients travel: `always` while backward still runs, `never` at its end (with "
+        "`HORO_GRADIENTS_READY=step`: at `step()` or `synchronize()`); `auto`: never where one host runs the whole "
+        "job and its cores are all computing, else always.",
         choices=("auto", "always", "never"),
+    )
+    gradients_ready: str = _variable(
+        "GRADIENTS_READY",
+        "backward",
+        "When gradients are averaged, unless `DistributedOptimizer(gradients_ready=)` says it: `backward`, when "
+        "`backward()` returns, or `step`, at `synchronize()` or `step()`, as in Horovod, where touching them before is "
+        "an error.",
+        choices=("backward", "step"),
     )
     cpu_operations: str = _variable(
         "CPU_OPERATIONS",

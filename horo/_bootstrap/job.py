@@ -52,6 +52,7 @@ class Connection:
     hosts: tuple[tuple[int, ...], ...]
     cores: int
     overlap: str
+    gradients_ready: str
     directory: Directory = field(repr=False)
     mpi: MpiWorld | None = None
     """Through which the ranks met, if they did."""
@@ -69,6 +70,7 @@ class Job:
         host_names: by rank.
         cores: on which the ranks of this host may run, together.
         overlap: the user's choice for ``HORO_OVERLAP``.
+        gradients_ready: the user's choice for ``HORO_GRADIENTS_READY``.
         directory: of all ranks, with the job's secret: what ``team_links`` needs to make more links.
         mpi: through which the ranks met, None where they met otherwise.
     """
@@ -81,6 +83,7 @@ class Job:
         self.is_homogeneous = connection.is_homogeneous
         self.hosts = connection.hosts
         self.cores, self.overlap = connection.cores, connection.overlap
+        self.gradients_ready = connection.gradients_ready
         self.directory = connection.directory
         self.mpi = connection.mpi
         if self.mpi is not None:
@@ -281,6 +284,7 @@ def _join(start: _Start, secret: bytes | None) -> Connection:
         grouping.hosts,
         core_count([infos[rank] for rank in grouping.members(launch.rank)]),
         start.config.overlap,
+        start.config.gradients_ready,
         directory,
         launch.mpi,
     )
@@ -357,7 +361,17 @@ def _alone(launch: Launch, config: Config) -> Connection:
         sockets_per_peer=config.sockets_per_peer,
     )
     cores = len(os.sched_getaffinity(0))
-    return Connection(setup, Place(0, 1, 0, 1), True, grouping.hosts, cores, config.overlap, directory, launch.mpi)
+    return Connection(
+        setup,
+        Place(0, 1, 0, 1),
+        True,
+        grouping.hosts,
+        cores,
+        config.overlap,
+        config.gradients_ready,
+        directory,
+        launch.mpi,
+    )
 
 
 def _segment_bytes(config: Config, infos: Sequence[PeerInfo]) -> int:

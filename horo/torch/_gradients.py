@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -29,8 +30,10 @@ class ReductionOptions:
         op: int,
         compression: type[Compressor],
         predivide_factor: float,
+        *,
         sparse_as_dense: bool,
         passes: int,
+        advice: str,
     ) -> None:
         self.op = op
         self.wire, self.compression = split(compression)
@@ -38,12 +41,14 @@ class ReductionOptions:
         self.postscale = predivide_factor
         self.sparse_as_dense = sparse_as_dense
         self.passes = passes
+        self.advice = advice
+        """What to do about a gradient that was changed while it was being reduced."""
 
 
 class Slot:
     """One parameter of the optimizer."""
 
-    __slots__ = ("group", "held", "name", "parameter", "passes", "pending", "was_unused")
+    __slots__ = ("group", "held", "name", "parameter", "passes", "pending", "summed", "was_unused")
 
     def __init__(self, parameter: torch.Tensor, name: str) -> None:
         self.parameter = parameter
@@ -53,6 +58,7 @@ class Slot:
         self.pending: PendingReduction | None = None
         # the gradient that waits for synchronize(), its version
         self.held: tuple[torch.Tensor | None, int] | None = None
+        self.summed: weakref.ref[torch.Tensor] | None = None  # the gradient, if it is a sum over ranks since backward
         self.was_unused = False  # the pending reduction has zeros for an unused parameter
 
 
@@ -68,7 +74,7 @@ class Group:
 class PackedGradient:
     """A gradient during its reduction, and the tensor that is sent for it."""
 
-    __slots__ = ("compression", "context", "grad", "sent", "slot", "version", "was_touched")
+    __slots__ = ("context", "grad", "options", "sent", "slot", "version", "was_touched")
 
     def __init__(self, slot: Slot, options: ReductionOptions) -> None:
         parameter = slot.parameter
@@ -78,10 +84,10 @@ class PackedGradient:
             grad = parameter.grad = torch.zeros_like(parameter, requires_grad=False)
         self.slot = slot
         self.grad = grad
-        self.compression = options.compression
+        self.options = options
         refuse_sparse(slot, grad, options)
         dense = grad.to_dense() if grad.layout is torch.sparse_coo else grad
-        self.sent, self.context = self.compression.compress(dense)
+        self.sent, self.context = options.compression.compress(dense)
         self.version = version = grad._version
         held = slot.held
         self.was_touched = held is not None and (held[0] is not grad or held[1] != version)
@@ -96,13 +102,11 @@ class PackedGradient:
         in_place = self.sent is grad
         if self.was_touched or parameter.grad is not grad or grad._version != self.version + in_place:
             raise UsageError(
-                f"the gradient of {self.slot.name!r} was changed while it was being reduced; call "
-                "optimizer.synchronize() before you clip, unscale or replace gradients, then optimizer.step() inside "
-                "optimizer.skip_synchronize()"
+                f"the gradient of {self.slot.name!r} was changed while it was being reduced; {self.options.advice}"
             )
         if in_place:
             return
-        reduced = self.compression.decompress(self.sent, self.context)
+        reduced = self.options.compression.decompress(self.sent, self.context)
         if grad.layout is torch.sparse_coo:
             parameter.grad = reduced.to_sparse(grad.sparse_dim()).coalesce()
         else:

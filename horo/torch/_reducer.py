@@ -16,7 +16,7 @@ import abc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -36,7 +36,7 @@ from horo.torch._staging import Spec
 from horo.torch._step import ReducingClosure, closure_of, with_closure
 from horo.torch.ops import Average
 
-__all__ = ["GradientReducer", "overlap_pays"]
+__all__ = ["GradientReducer", "overlap_pays", "reduce_together"]
 
 
 class GradientReducer(abc.ABC):
@@ -44,6 +44,9 @@ class GradientReducer(abc.ABC):
 
     Only the optimizer refers to its reducer, and the hooks refer to it weakly: when the optimizer goes, so do they.
     """
+
+    advice: ClassVar[str]
+    """What to do about a gradient that was changed while it was being reduced."""
 
     def __init__(
         self,
@@ -59,38 +62,26 @@ class GradientReducer(abc.ABC):
         self.handles: dict[torch.Tensor, Request | None] = {}
         """What is in progress, or held for ``synchronize`` (None)."""
         self._optimizer = weakref.ref(optimizer)
-        number = next(_state.current().optimizers)
+        self.number = number = next(_state.current().optimizers)
+        """Equal on all ranks."""
         self.kind = f"gradient{number}" if number else "gradient"
         self._hooks: list[RemovableHandle] = []
         self._paused = False
         self._skip = False
-        self._synchronized = False
+        self.is_reduced = False
+        """Whether the gradients of all parameters are averaged, and no step or local backward has followed."""
         self._overlaps = True
+        self._due: Sequence[Slot] = ()
+        """The slots of the reduction in progress."""
         weakref.finalize(self, _remove, self._hooks).atexit = False
         self.adopt()
         self._groups = [self._make_group(index, members) for index, members in enumerate(groups)]
 
     # -- what the user calls ---------------------------------------------------------------------------------------
 
+    @abc.abstractmethod
     def synchronize(self) -> None:
-        """Reduces every gradient that is not yet in progress and waits for all: then all ranks have equal ``p.grad``.
-
-        A parameter without a gradient takes part with zeros, because other ranks may have used it.
-
-        Raises:
-            MismatchError: Ranks sent different things for one parameter; the others are reduced.
-            UsageError: A gradient was changed while it was being reduced.
-            GroupError: A rank is lost or horo was shut down.
-        """
-        if _state.size() > 1:
-            try:
-                with torch.no_grad():
-                    slots = self._active()
-                    self._submit_rest(slots)
-                    self._finish(slots)
-            finally:
-                self._reset()
-        self._synchronized = True
+        """Makes sure that gradients are reduced: all ranks have equal ``p.grad`` then."""
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -126,13 +117,48 @@ class GradientReducer(abc.ABC):
 
     def drain(self) -> None:
         """Finishes all reductions that are in progress or held, and starts no others."""
+        slots = list(self.slots.values())
         try:
-            slots = list(self.slots.values())
             with torch.no_grad():
-                self._submit_rest([slot for slot in slots if slot.held is not None])
+                wait_last(self._submit_rest([slot for slot in slots if slot.held is not None]))
                 self._finish(slots)
         finally:
-            self._reset()
+            self.reset()
+            self.is_reduced = False
+
+    # -- the reduction of all gradients ----------------------------------------------------------------------------
+
+    def _reduce(self) -> None:
+        """Reduces every gradient that is not yet in progress and waits for all.
+
+        A parameter without a gradient takes part with zeros, because other ranks may have used it.
+
+        Raises:
+            MismatchError: Ranks sent different things for one parameter; the others are reduced.
+            UsageError: A gradient was changed while it was being reduced.
+            GroupError: A rank is lost or horo was shut down.
+        """
+        if _state.size() > 1:
+            reduce_together([self])
+        self.is_reduced = True
+
+    def submit_all(self) -> Request | None:
+        """Submits all gradients that are not in progress; returns the last request. Autograd is off."""
+        self._due = self._active()
+        return self._submit_rest(self._due)
+
+    def finish_all(self) -> None:
+        """Waits for all gradients; then raises the first failure. Autograd is off."""
+        self._finish(self._due)
+
+    def reset(self) -> None:
+        """Begins anew: nothing is in progress."""
+        self._reset_counts()
+        for slot in self.slots.values():
+            slot.pending = None
+            slot.held = None
+        self.handles.clear()
+        self._due = ()
 
     # -- what depends on when gradients are due --------------------------------------------------------------------
 
@@ -160,11 +186,20 @@ class GradientReducer(abc.ABC):
             return None
         if isinstance(closure, ReducingClosure):
             return None  # a step() that calls the step() of its base class
-        return with_closure(args, kwargs, ReducingClosure(closure, self.synchronize, self.kind))
+        return with_closure(args, kwargs, ReducingClosure(closure, self))
 
     def after_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A torch step post-hook."""
-        self._synchronized = False
+        self.is_reduced = False
+
+    def begin_closure(self) -> None:
+        """Called before the closure of a step: what it leaves is not reduced, unless it says so."""
+        self.is_reduced = False
+
+    def end_closure(self) -> None:
+        """Called after the closure of a step."""
+        if not self.is_reduced:
+            self._reduce()
 
     # -- parameters ------------------------------------------------------------------------------------------------
 
@@ -181,10 +216,13 @@ class GradientReducer(abc.ABC):
                     name = self.names.setdefault(parameter, f"allreduce.noname.{number}.{index}")
                     slot = self.slots[parameter] = Slot(parameter, name)
                 if parameter.requires_grad and parameter not in self.hooked:
-                    self.hooked.add(parameter)
-                    self._hooks.append(parameter.register_post_accumulate_grad_hook(_hook_of(weakref.ref(self))))
+                    self._hook(parameter)
                 slots.append(slot)
         return slots
+
+    def _hook(self, parameter: Any) -> None:
+        self.hooked.add(parameter)
+        self._hooks.append(parameter.register_post_accumulate_grad_hook(_hook_of(weakref.ref(self))))
 
     def _active(self) -> list[Slot]:
         """The slots that take part in this step, in an order that all ranks share."""
@@ -209,15 +247,17 @@ class GradientReducer(abc.ABC):
             member.passes >= passes for member in group.slots if member.parameter.requires_grad
         )
 
-    def _submit_rest(self, slots: Sequence[Slot]) -> None:
-        """Submits all gradients that are not in progress. The caller drives them: no thread is woken."""
+    def _submit_rest(self, slots: Sequence[Slot]) -> Request | None:
+        """Submits all gradients that are not in progress; returns the last request, which is to be waited for at once.
+
+        The caller drives them: no thread is woken.
+        """
         last: Slot | None = None
         for slot in slots:
             if slot.pending is None:
                 self._submit(slot, sync=True)
                 last = slot
-        if last is not None and last.pending is not None:
-            last.pending.request.wait_done()  # the others are older: done as well, in the same drive of the engine
+        return None if last is None or last.pending is None else last.pending.request
 
     def _submit(self, slot: Slot, sync: bool = False) -> None:
         """Submits the request of the slot, or of its group. Autograd is off."""
@@ -300,19 +340,49 @@ class GradientReducer(abc.ABC):
             grad = torch.sparse_coo_tensor(torch.empty((dims, 0), dtype=torch.int64), empty, shape)
         return None if grad is None else self._submit_sparse(slot, grad, sync=True)
 
-    def _reset(self) -> None:
-        self._reset_counts()
-        for slot in self.slots.values():
-            slot.pending = None
-            slot.held = None
-        self.handles.clear()
-        self._synchronized = False
-
     def _reset_counts(self) -> None:
         for slot in self.slots.values():
             slot.passes = 0
         for group in self._groups:
             group.waiting = {slot for slot in group.slots if slot.parameter.requires_grad}
+
+
+def reduce_together(reducers: Sequence[GradientReducer]) -> None:
+    """Reduces the gradients of several optimizers. All are submitted before any is waited for.
+
+    So ranks do not wait for each other in a circle if they come to the optimizers in different orders.
+
+    Raises:
+        HoroError: The first failure; the other gradients are reduced.
+    """
+    failures: dict[GradientReducer, HoroError] = {}
+    last: Request | None = None
+    try:
+        with torch.no_grad():
+            for reducer in reducers:
+                try:
+                    last = reducer.submit_all() or last
+                except HoroError as error:
+                    failures[reducer] = error
+            wait_last(last)
+            for reducer in reducers:
+                try:
+                    reducer.finish_all()
+                except HoroError as error:
+                    failures.setdefault(reducer, error)
+    finally:
+        for reducer in reducers:
+            reducer.reset()
+    for reducer in reducers:
+        reducer.is_reduced = reducer not in failures
+    if failures:
+        raise next(iter(failures.values()))
+
+
+def wait_last(request: Request | None) -> None:
+    """Waits for the request that was submitted last. Older ones are done then as well, in one drive of the engine."""
+    if request is not None:
+        request.wait_done()
 
 
 def overlap_pays() -> bool:

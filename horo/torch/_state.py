@@ -6,6 +6,7 @@ import atexit
 import itertools
 import os
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -15,6 +16,7 @@ from horo.torch._request_cache import RequestCache
 
 if TYPE_CHECKING:
     from horo._bootstrap.job import Job
+    from horo.torch._backward_reducer import BackwardReducer
     from horo.torch._requests import Request
 
 __all__ = [
@@ -54,6 +56,8 @@ class Session:
         """The number of a request is this plus the core's handle. Lower numbers belong to earlier sessions."""
         self.optimizers = itertools.count()
         """Numbers the distributed optimizers, so that equal parameter names of two models are distinct."""
+        self.backward_runs: dict[int, weakref.WeakSet[BackwardReducer]] = {}
+        """The reducers that each run of autograd concerns, by its number, until its end."""
         self.active_calls: dict[object, object] = {}
         """The calls that are inside the core, each with the memory that it passes to the core. They keep the context
         open.

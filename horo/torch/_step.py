@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from horo.torch._requests import run_allreduce
 from horo.torch._staging import Spec
 from horo.torch.ops import Average
+
+if TYPE_CHECKING:
+    from horo.torch._reducer import GradientReducer
 
 __all__ = ["ReducingClosure", "closure_of", "scaler_has_looked", "with_closure"]
 
@@ -25,15 +28,15 @@ class ReducingClosure:
     differ.
     """
 
-    def __init__(self, closure: Callable[[], Any], reduce: Callable[[], None], kind: str) -> None:
+    def __init__(self, closure: Callable[[], Any], reducer: GradientReducer) -> None:
         self._closure = closure
-        self._reduce = reduce
-        self._kind = kind
+        self._reducer = reducer
 
     def __call__(self) -> Any:
+        self._reducer.begin_closure()
         loss = self._closure()
-        self._reduce()
-        spec = Spec("closure", f"{self._kind}.loss", Average)
+        self._reducer.end_closure()
+        spec = Spec("closure", f"{self._reducer.kind}.loss", Average)
         if isinstance(loss, torch.Tensor) and loss.is_floating_point():
             return run_allreduce([loss.detach()], spec)[0]
         if isinstance(loss, float):

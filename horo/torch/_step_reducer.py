@@ -20,6 +20,11 @@ __all__ = ["StepReducer"]
 class StepReducer(GradientReducer):
     """Gradients are due at ``synchronize()`` or ``step()``; what touches them before is an error."""
 
+    advice = (
+        "call optimizer.synchronize() before you clip, unscale or replace gradients, then optimizer.step() inside "
+        "optimizer.skip_synchronize()"
+    )
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -30,6 +35,16 @@ class StepReducer(GradientReducer):
         super().__init__(optimizer, options, names, groups)
         self._nested = sum("step" in vars(cls) for cls in type(optimizer).__mro__) > 2
         self._stamp: list[tuple[torch.Tensor, int]] | None = None
+
+    def synchronize(self) -> None:
+        """Reduces every gradient that is not yet in progress and waits for all: then all ranks have equal ``p.grad``.
+
+        Raises:
+            MismatchError: Ranks sent different things for one parameter; the others are reduced.
+            UsageError: A gradient was changed while it was being reduced.
+            GroupError: A rank is lost or horo was shut down.
+        """
+        self._reduce()
 
     def gradient_ready(self, parameter: torch.Tensor) -> None:
         """Called by autograd; the last expected backward pass submits the gradient.
@@ -46,7 +61,7 @@ class StepReducer(GradientReducer):
                 f"{self.options.passes} before optimizer.step(); raise backward_passes_per_step to accumulate locally, "
                 "or run the passes before the last inside optimizer.no_sync()"
             )
-        self._synchronized = False
+        self.is_reduced = False
         if self._paused:
             return
         slot.passes += 1
@@ -77,7 +92,7 @@ class StepReducer(GradientReducer):
                 "while gradients are being reduced"
             )
         self._reset_counts()
-        self._synchronized = False
+        self.is_reduced = False
 
     def reduce_for_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Called before a step without a closure.
@@ -87,19 +102,19 @@ class StepReducer(GradientReducer):
         """
         if self._stamp is not None and all(grad._version == version for grad, version in self._stamp):
             return  # a step() that calls the step() of its base class: nothing has touched the gradients since
-        if not self._synchronized and scaler_has_looked(optimizer):
+        if not self.is_reduced and scaler_has_looked(optimizer):
             raise UsageError(
                 "a gradient scaler looked at gradients before they were reduced; call optimizer.synchronize() after "
                 "backward(), and scaler.step(optimizer) inside optimizer.skip_synchronize()"
             )
-        if self._synchronized:
+        if self.is_reduced:
             warnings.warn(
                 "optimizer.step() was called after optimizer.synchronize() but outside optimizer.skip_synchronize(); "
                 "put it inside, so that it is clear that gradients are not to be reduced again",
                 stacklevel=4,
             )
         else:
-            self.synchronize()
+            self._reduce()
         self._stamp = self._take_stamp() if self._nested else None
 
     def after_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 import torch
 
 from horo._errors import UnsupportedError, UsageError
+from horo.torch import _state
+from horo.torch._backward_reducer import BackwardReducer
 from horo.torch._gradients import ReductionOptions
 from horo.torch._reducer import GradientReducer
 from horo.torch._step_reducer import StepReducer
@@ -21,6 +23,9 @@ from horo.torch.ops import Average, Sum, resolve_op
 from horo.torch.process_sets import ProcessSet, check_process_set, global_process_set
 
 __all__ = ["DistributedOptimizer"]
+
+_REDUCERS: dict[str, type[GradientReducer]] = {"backward": BackwardReducer, "step": StepReducer}
+"""By ``gradients_ready``."""
 
 _Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
 
@@ -36,28 +41,28 @@ def DistributedOptimizer(
     groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
+    gradients_ready: str | None = None,
 ) -> _Optimizer:
-    """Makes ``optimizer`` average gradients over all ranks while backward runs, before its ``step()``.
+    """Makes ``optimizer`` average gradients over all ranks: they are averaged when ``backward()`` returns.
+
+    So whatever a script does between ``backward()`` and ``step()`` needs no change: clipping, a gradient scaler,
+    logging of norms, several passes before a step. A pass that follows before the step accumulates into averaged
+    gradients, and the sum is averaged again, which is right but costs traffic; ``no_sync()`` saves it.
 
     The optimizer itself is returned: its class, state, options and ``state_dict()`` stay what they are. It gains
 
-    - ``synchronize()``: wait for the averaged gradients, e.g. to clip them; then ``step()`` inside
-    - ``skip_synchronize()``, a context in which ``step()`` does not average again;
-    - ``no_sync()``, a context in which backward only accumulates locally;
-    - ``set_backward_passes_per_step(n)``.
+    - ``no_sync()``, a context in which backward only accumulates locally; the next backward outside averages the sum;
+    - ``set_backward_passes_per_step(n)``;
+    - ``synchronize()``, which averages what no backward has averaged, as after ``no_sync()``; else it does nothing;
+    - ``skip_synchronize()``, a context in which ``step()`` takes gradients as they are.
 
-    After ``loss.backward()`` gradients are on their way: ``zero_grad()`` refuses to run until ``step()`` or
-    ``synchronize()``, and a gradient changed in between is an error. With a gradient scaler::
+    ``backward()`` blocks until all ranks have come to the end of theirs: ranks call ``backward()`` equally often and in
+    the same order. Every parameter that requires grad takes part in it, with zeros if this rank did not use it. If a
+    backward uses no parameter of the optimizer at all, this rank takes part at ``step()``. There, gradients that no
+    backward has averaged are averaged too (set by hand, made inside ``no_sync()``). Parameters frozen or thawed later
+    are detected; ranks must freeze and thaw alike. ``step(closure)`` gives the optimizer the mean of the ranks' losses.
 
-        scaler.scale(loss).backward()
-        optimizer.synchronize()
-        scaler.unscale_(optimizer)
-        with optimizer.skip_synchronize():
-            scaler.step(optimizer)
-
-    Every parameter that requires grad takes part in every step, with zeros if this rank did not use it. Parameters
-    frozen or thawed later are detected; ranks must freeze and thaw alike. ``step(closure)`` averages after each
-    evaluation of the closure and gives the optimizer the mean of the ranks' losses.
+    Errors of communication come out of ``backward()``: ``MismatchError``, another ``GroupError`` when a rank is lost.
 
     Args:
         optimizer: Any ``torch.optim.Optimizer``.
@@ -73,6 +78,10 @@ def DistributedOptimizer(
             (others travel alone).
         sparse_as_dense: Average sparse gradients as dense ones; else their rows are gathered.
         process_set: ``global_process_set``.
+        gradients_ready: ``"backward"``: as above. ``"step"``: Horovod's order of calls, in which gradients are in
+            flight from backward to ``synchronize()`` or ``step()``. To clear or change them in between is an error, and
+            after ``synchronize()``, ``step()`` belongs inside ``skip_synchronize()``. None: what
+            ``HORO_GRADIENTS_READY`` says, else ``"backward"``.
 
     Raises:
         NotInitializedError: Before ``init()``.
@@ -92,11 +101,19 @@ def DistributedOptimizer(
     if num_groups:
         warnings.warn("num_groups= is deprecated; use groups=", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
+    if gradients_ready is not None and gradients_ready not in _REDUCERS:
+        raise UsageError(f"gradients_ready must be 'backward' or 'step', not {gradients_ready!r}")
     names = _names(optimizer, named_parameters)
+    reducer = _REDUCERS[gradients_ready or _state.current().job.gradients_ready]
     options = ReductionOptions(
-        op, compression, float(gradient_predivide_factor), sparse_as_dense, backward_passes_per_step
+        op,
+        compression,
+        float(gradient_predivide_factor),
+        sparse_as_dense=sparse_as_dense,
+        passes=backward_passes_per_step,
+        advice=reducer.advice,
     )
-    _attach(optimizer, StepReducer(optimizer, options, names, _grouped(optimizer, groups)))
+    _attach(optimizer, reducer(optimizer, options, names, _grouped(optimizer, groups)))
     optimizer.op = op  # type: ignore[attr-defined]
     optimizer.process_set = process_set  # type: ignore[attr-defined]
     return optimizer

@@ -56,7 +56,7 @@ ARGUMENTS = {
     "allgather_object": "obj name process_set",
     "init": "comm process_sets",
     "DistributedOptimizer": "optimizer named_parameters compression backward_passes_per_step op "
-    "gradient_predivide_factor num_groups groups sparse_as_dense process_set",
+    "gradient_predivide_factor num_groups groups sparse_as_dense process_set gradients_ready",
 }
 
 
@@ -300,6 +300,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"op": hvd.Adasum}, "op=Adasum is not supported yet"),
     ({"op": hvd.Max}, "op=4 is not supported; use hvd.Average or hvd.Sum"),
     ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, "gradient_predivide_factor needs op=Average"),
+    ({"gradients_ready": "now"}, "gradients_ready must be 'backward' or 'step', not 'now'"),
     ({"gradient_predivide_factor": -1.0}, "gradient_predivide_factor must be positive, not -1.0"),
     ({"groups": -1}, "groups must be a number that is not negative, or a list of lists"),
     ({"groups": "x"}, "groups must be a number"),

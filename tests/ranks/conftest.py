@@ -24,8 +24,8 @@ def ranks4() -> Iterator[RankPool]:
     pool.close()
 
 
-def _pool_with_overlap(size: int, overlap: str) -> Iterator[RankPool]:
-    pool = RankPool(size, environment={"HORO_OVERLAP": overlap})
+def _pool_with(size: int, overlap: str, ready: str = "backward") -> Iterator[RankPool]:
+    pool = RankPool(size, environment={"HORO_OVERLAP": overlap, "HORO_GRADIENTS_READY": ready})
     yield pool
     pool.close()
 
@@ -33,25 +33,43 @@ def _pool_with_overlap(size: int, overlap: str) -> Iterator[RankPool]:
 @pytest.fixture(scope="session")
 def ranks2_always() -> Iterator[RankPool]:
     """Two ranks that reduce gradients while backward runs."""
-    yield from _pool_with_overlap(2, "always")
+    yield from _pool_with(2, "always")
 
 
 @pytest.fixture(scope="session")
 def ranks2_never() -> Iterator[RankPool]:
-    """Two ranks that reduce gradients after backward."""
-    yield from _pool_with_overlap(2, "never")
+    """Two ranks that reduce gradients at the end of backward."""
+    yield from _pool_with(2, "never")
+
+
+@pytest.fixture(scope="session")
+def ranks2_step() -> Iterator[RankPool]:
+    """Two ranks in Horovod's order of calls, which reduce gradients from backward on."""
+    yield from _pool_with(2, "always", "step")
+
+
+@pytest.fixture(scope="session")
+def ranks2_step_never() -> Iterator[RankPool]:
+    """Two ranks in Horovod's order of calls, which reduce gradients at the step."""
+    yield from _pool_with(2, "never", "step")
 
 
 @pytest.fixture(scope="session")
 def ranks4_always() -> Iterator[RankPool]:
     """Four ranks that reduce gradients while backward runs."""
-    yield from _pool_with_overlap(4, "always")
+    yield from _pool_with(4, "always")
 
 
 @pytest.fixture(scope="session")
 def ranks4_never() -> Iterator[RankPool]:
-    """Four ranks that reduce gradients after backward."""
-    yield from _pool_with_overlap(4, "never")
+    """Four ranks that reduce gradients at the end of backward."""
+    yield from _pool_with(4, "never")
+
+
+@pytest.fixture(scope="session")
+def ranks4_step_never() -> Iterator[RankPool]:
+    """Four ranks in Horovod's order of calls, which reduce gradients at the step."""
+    yield from _pool_with(4, "never", "step")
 
 
 @pytest.fixture(params=[2, 4])

@@ -72,7 +72,7 @@ def test_requests_from_before_a_shutdown_say_so(fresh2: RankPool) -> None:
         hvd.init()
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
         old = hvd.allreduce_async(torch.ones(1))
-        optimizer = hvd.DistributedOptimizer(optimizer)
+        optimizer = hvd.DistributedOptimizer(optimizer, gradients_ready="step")
         optimizer.param_groups[0]["params"][0].sum().backward()
         hvd.barrier()  # a rank that has left already would abort what comes above
         hvd.shutdown()

@@ -1,4 +1,4 @@
-"""``DistributedOptimizer`` between real processes, rule by rule."""
+"""``DistributedOptimizer`` between real processes, rule by rule, whenever gradients are due."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from typing import Any
 import pytest
 import torch
 from rank_pool import RankPool
+from small_model import assert_close, gradients_of, make_loss, make_model, mean_gradients, sgd
 
 import horo.torch as hvd
 
 
-@pytest.fixture(params=["ranks2_always", "ranks2_never"])
+@pytest.fixture(params=["ranks2_always", "ranks2_never", "ranks2_step"])
 def ranks2(request: pytest.FixtureRequest) -> RankPool:
-    """Two ranks that reduce gradients while backward runs, then two that do it afterwards."""
+    """Two ranks that reduce while backward runs, two that do it at its end, two in Horovod's order of calls."""
     pool: RankPool = request.getfixturevalue(request.param)
     return pool
 
 
-@pytest.fixture(params=["ranks2_always", "ranks2_never", "ranks4_always", "ranks4_never"])
+@pytest.fixture(params=["ranks2_always", "ranks2_never", "ranks2_step", "ranks4_always", "ranks4_step_never"])
 def ranks(request: pytest.FixtureRequest) -> RankPool:
-    """Two ranks and four, each both ways."""
+    """Two ranks and four, in several ways."""
     pool: RankPool = request.getfixturevalue(request.param)
     return pool
 
@@ -47,55 +48,20 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def _model(seed: int = 3) -> torch.nn.Sequential:
-    torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3)).double()
-
-
-def _batch(rank: int, step: int = 0) -> torch.Tensor:
-    return torch.randn(5, 4, generator=torch.Generator().manual_seed(100 * step + rank), dtype=torch.float64)
-
-
-def _loss(model: torch.nn.Module, rank: int, step: int = 0) -> torch.Tensor:
-    return model(_batch(rank, step)).square().mean()
-
-
-def _mean_gradients(model: torch.nn.Module, ranks: int, step: int = 0) -> list[torch.Tensor]:
-    """What averaging over the ranks must give, computed alone."""
-    alone = copy.deepcopy(model)
-    for parameter in alone.parameters():
-        parameter.grad = None
-    (sum(_loss(alone, rank, step) for rank in range(ranks)) / ranks).backward()  # type: ignore[union-attr]
-    return [torch.zeros_like(p) if p.grad is None else p.grad for p in alone.parameters()]
-
-
-def _gradients(model: torch.nn.Module) -> list[torch.Tensor | None]:
-    return [parameter.grad for parameter in model.parameters()]
-
-
-def _assert_close(found: Any, wanted: Any) -> None:
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-
-
-def _sgd(model: torch.nn.Module, **options: Any) -> torch.optim.SGD:
-    return hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), **options)
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_of_torch_steps_as_alone_and_keeps_its_class(ranks2: RankPool, name: str) -> None:
     def check(name: str, make: Any) -> None:
         n, r = hvd.size(), hvd.rank()
-        model, alone = _model(), _model()
+        model, alone = make_model(), make_model()
         plain = make(alone.parameters())
         cls = getattr(torch.optim, name)
         optimizer = hvd.DistributedOptimizer(make(model.parameters()), model.named_parameters())
         assert type(optimizer) is cls
         for step in range(6):
             optimizer.zero_grad()
-            _loss(model, r, step).backward()
+            make_loss(model, r, step).backward()
             optimizer.step()
-            for parameter, gradient in zip(alone.parameters(), _mean_gradients(alone, n, step), strict=True):
+            for parameter, gradient in zip(alone.parameters(), mean_gradients(alone, n, step), strict=True):
                 parameter.grad = gradient
             plain.step()
             for one, other in zip(model.parameters(), alone.parameters(), strict=True):
@@ -127,9 +93,9 @@ def test_lbfgs_takes_the_same_path_on_all_ranks(ranks: RankPool) -> None:
         def make(model: torch.nn.Module) -> torch.optim.LBFGS:
             return torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=5, line_search_fn="strong_wolfe")
 
-        model, alone = _model(), _model()
-        train(model, hvd.DistributedOptimizer(make(model), model.named_parameters()), lambda: _loss(model, r))
-        train(alone, make(alone), lambda: sum(_loss(alone, k) for k in range(n)) / n)  # type: ignore[return-value]
+        model, alone = make_model(), make_model()
+        train(model, hvd.DistributedOptimizer(make(model), model.named_parameters()), lambda: make_loss(model, r))
+        train(alone, make(alone), lambda: sum(make_loss(alone, k) for k in range(n)) / n)  # type: ignore[return-value]
         for one, other in zip(model.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)
         return [p.detach() for p in model.parameters()]
@@ -143,20 +109,20 @@ def test_lbfgs_takes_the_same_path_on_all_ranks(ranks: RankPool) -> None:
 def test_a_closure_sees_averaged_gradients_and_gives_the_mean_loss(ranks2: RankPool, keyword: bool) -> None:
     def check(keyword: bool) -> None:
         n, r = hvd.size(), hvd.rank()
-        model = _model()
-        optimizer = _sgd(model)
-        wanted = _mean_gradients(model, n)
+        model = make_model()
+        optimizer = sgd(model)
+        wanted = mean_gradients(model, n)
 
         def closure() -> torch.Tensor:
             optimizer.zero_grad()
-            loss = _loss(model, r)
+            loss = make_loss(model, r)
             loss.backward()
             return loss
 
-        mean = sum(_loss(model, k) for k in range(n)) / n
+        mean = sum(make_loss(model, k) for k in range(n)) / n
         result = optimizer.step(closure=closure) if keyword else optimizer.step(closure)
         torch.testing.assert_close(result, mean.detach())  # type: ignore[union-attr]
-        _assert_close(_gradients(model), wanted)
+        assert_close(gradients_of(model), wanted)
 
     ranks2.run(check, keyword)
 
@@ -164,7 +130,7 @@ def test_a_closure_sees_averaged_gradients_and_gives_the_mean_loss(ranks2: RankP
 def test_schedulers_made_before_or_after_work_without_a_warning(ranks2: RankPool) -> None:
     def check() -> None:
         for before in (True, False):
-            model = _model()
+            model = make_model()
             plain = torch.optim.SGD(model.parameters(), lr=1.0)
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
@@ -175,11 +141,11 @@ def test_schedulers_made_before_or_after_work_without_a_warning(ranks2: RankPool
                     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
                 for step in range(3):
                     start = [p.detach().clone() for p in model.parameters()]
-                    wanted = _mean_gradients(model, hvd.size(), step)
+                    wanted = mean_gradients(model, hvd.size(), step)
                     optimizer.zero_grad()
-                    _loss(model, hvd.rank(), step).backward()
+                    make_loss(model, hvd.rank(), step).backward()
                     optimizer.step()
-                    _assert_close(model.parameters(), [s - 0.5**step * g for s, g in zip(start, wanted, strict=True)])
+                    assert_close(model.parameters(), [s - 0.5**step * g for s, g in zip(start, wanted, strict=True)])
                     scheduler.step()
             assert optimizer.param_groups[0]["lr"] == 0.125
 
@@ -189,14 +155,14 @@ def test_schedulers_made_before_or_after_work_without_a_warning(ranks2: RankPool
 def test_a_gradient_scaler_agrees_on_overflow_and_steps_as_alone(ranks2: RankPool) -> None:
     def check() -> None:
         n, r = hvd.size(), hvd.rank()
-        model = _model()
-        optimizer = _sgd(model)
+        model = make_model()
+        optimizer = sgd(model)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100)
         for step in range(4):
             start = [p.detach().clone() for p in model.parameters()]
-            wanted = _mean_gradients(model, n, step)
+            wanted = mean_gradients(model, n, step)
             optimizer.zero_grad()
-            loss = _loss(model, r, step)
+            loss = make_loss(model, r, step)
             if step == 2 and r == 1:
                 loss = loss * float("inf")
             scaler.scale(loss).backward()
@@ -206,7 +172,7 @@ def test_a_gradient_scaler_agrees_on_overflow_and_steps_as_alone(ranks2: RankPoo
                 scaler.step(optimizer)
             scaler.update()
             change = 0.0 if step == 2 else 0.1
-            _assert_close(
+            assert_close(
                 model.parameters(),
                 start if change == 0 else [s - change * g for s, g in zip(start, wanted, strict=True)],
             )
@@ -215,55 +181,14 @@ def test_a_gradient_scaler_agrees_on_overflow_and_steps_as_alone(ranks2: RankPoo
     ranks2.run(check)
 
 
-def test_unscaling_gradients_under_way_is_an_error_not_a_wrong_step(ranks2: RankPool) -> None:
-    def check() -> None:
-        for fused in (False, True):
-            model = _model()
-            plain = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
-            optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())
-            torch.optim.lr_scheduler.StepLR(optimizer, 1)
-            scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-            scaler.scale(_loss(model, hvd.rank())).backward()
-            start = [p.detach().clone() for p in model.parameters()]
-            with pytest.raises(ValueError, match=r"a gradient scaler looked at gradients before they were reduced"):
-                scaler.step(optimizer)
-            assert all(torch.equal(p, s) for p, s in zip(model.parameters(), start, strict=True))
-            optimizer.synchronize()
-            with pytest.warns(UserWarning, match="skip_synchronize"):
-                scaler.step(optimizer)
-
-    ranks2.run(check)
-
-
-def test_clipping_gradients_under_way_is_an_error_not_a_wrong_step(ranks2: RankPool) -> None:
-    def check() -> None:
-        model = _model()
-        optimizer = _sgd(model)
-        start = [p.detach().clone() for p in model.parameters()]
-        _loss(model, hvd.rank()).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        with pytest.raises(ValueError, match=r"gradient of '0\.weight' was changed while it was being reduced"):
-            optimizer.step()
-        assert all(torch.equal(p, s) for p, s in zip(model.parameters(), start, strict=True))
-        optimizer.zero_grad()
-        _loss(model, hvd.rank()).backward()
-        model.zero_grad()
-        with pytest.raises(ValueError, match=r"gradient of '0\.weight' was changed while it was being reduced"):
-            optimizer.step()
-        _loss(model, hvd.rank()).backward()
-        optimizer.step()
-
-    ranks2.run(check)
-
-
 def test_clipping_after_synchronize_sees_averaged_gradients(ranks: RankPool) -> None:
     def check() -> None:
-        model = _model()
-        optimizer = _sgd(model)
-        wanted = _mean_gradients(model, hvd.size())
-        _loss(model, hvd.rank()).backward()
+        model = make_model()
+        optimizer = sgd(model)
+        wanted = mean_gradients(model, hvd.size())
+        make_loss(model, hvd.rank()).backward()
         optimizer.synchronize()
-        _assert_close(_gradients(model), wanted)
+        assert_close(gradients_of(model), wanted)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
         torch.testing.assert_close(norm, torch.cat([g.flatten() for g in wanted]).norm())
         clipped = [p.grad.clone() for p in model.parameters() if p.grad is not None]
@@ -271,132 +196,23 @@ def test_clipping_after_synchronize_sees_averaged_gradients(ranks: RankPool) -> 
             warnings.simplefilter("error")
             with optimizer.skip_synchronize():
                 optimizer.step()
-        assert all(torch.equal(a, b) for a, b in zip(_gradients(model), clipped, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(gradients_of(model), clipped, strict=True))
 
     ranks.run(check)
-
-
-def test_a_step_after_synchronize_without_skip_warns_once_and_reduces_nothing_twice(ranks2: RankPool) -> None:
-    def check() -> None:
-        model = _model()
-        optimizer = _sgd(model, op=hvd.Sum)
-        wanted = [2 * g for g in _mean_gradients(model, 2)]
-        _loss(model, hvd.rank()).backward()
-        optimizer.synchronize()
-        with pytest.warns(UserWarning, match="skip_synchronize") as seen:
-            optimizer.step()
-        assert len(seen) == 1
-        _assert_close(_gradients(model), wanted)
-        optimizer.zero_grad()
-        _loss(model, hvd.rank(), 1).backward()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            optimizer.step()
-
-    ranks2.run(check)
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_takes_its_argument_and_refuses_while_gradients_are_under_way(
-    ranks2: RankPool, set_to_none: bool
-) -> None:
-    def check(set_to_none: bool) -> None:
-        model = _model()
-        optimizer = _sgd(model)
-        for step in range(3):
-            optimizer.zero_grad(set_to_none=set_to_none)
-            wanted = _mean_gradients(model, hvd.size(), step)
-            _loss(model, hvd.rank(), step).backward()
-            with pytest.raises(AssertionError, match=r"zero_grad\(\) was called after backward"):
-                optimizer.zero_grad(set_to_none=set_to_none)
-            optimizer.step()
-            _assert_close(_gradients(model), wanted)
-        optimizer.zero_grad(set_to_none=set_to_none)
-        assert all((g is None) == set_to_none for g in _gradients(model))
-
-    ranks2.run(check, set_to_none)
-
-
-def test_several_backward_passes_add_up_before_one_reduction(ranks: RankPool) -> None:
-    def check() -> None:
-        n, r = hvd.size(), hvd.rank()
-        model = _model()
-        optimizer = _sgd(model, backward_passes_per_step=3)
-        assert optimizer.backward_passes_per_step == 3
-        for _ in range(2):
-            optimizer.zero_grad()
-            wanted = [sum(g) for g in zip(*(_mean_gradients(model, n, step) for step in range(3)), strict=True)]
-            for step in range(3):
-                assert not optimizer._handles
-                _loss(model, r, step).backward()
-            assert len(optimizer._handles) == 4
-            optimizer.step()
-            _assert_close(_gradients(model), wanted)
-        optimizer.set_backward_passes_per_step(1)
-        optimizer.zero_grad()
-        wanted = _mean_gradients(model, n)
-        _loss(model, r).backward()
-        assert len(optimizer._handles) == 4
-        optimizer.step()
-        _assert_close(_gradients(model), wanted)
-
-    ranks.run(check)
-
-
-def test_one_backward_too_many_is_refused(ranks2: RankPool) -> None:
-    def check() -> None:
-        for passes, groups in ((1, None), (2, None), (1, 1)):
-            model = _model()
-            optimizer = _sgd(model, backward_passes_per_step=passes, groups=groups)
-            for _ in range(passes):
-                _loss(model, hvd.rank()).backward()
-            with pytest.raises(AssertionError, match=f"more often than backward_passes_per_step={passes}"):
-                _loss(model, hvd.rank()).backward()
-            with pytest.raises(ValueError, match="was changed while it was being reduced"):
-                optimizer.synchronize()
-            optimizer.zero_grad()
-
-    ranks2.run(check)
 
 
 def test_fewer_passes_than_expected_are_reduced_at_the_step(ranks2: RankPool) -> None:
     def check() -> None:
-        model = _model()
-        optimizer = _sgd(model, backward_passes_per_step=4)
+        model = make_model()
+        optimizer = sgd(model, backward_passes_per_step=4)
         for step in range(3):
             optimizer.zero_grad()
-            wanted = _mean_gradients(model, hvd.size(), step)
-            _loss(model, hvd.rank(), step).backward()
+            wanted = mean_gradients(model, hvd.size(), step)
+            make_loss(model, hvd.rank(), step).backward()
             optimizer.step()
-            _assert_close(_gradients(model), wanted)
+            assert_close(gradients_of(model), wanted)
 
     ranks2.run(check)
-
-
-def test_no_sync_accumulates_locally(ranks: RankPool) -> None:
-    def check() -> None:
-        n, r = hvd.size(), hvd.rank()
-        model = _model()
-        optimizer = _sgd(model)
-        wanted = [sum(g) for g in zip(*(_mean_gradients(model, n, step) for step in range(3)), strict=True)]
-        with optimizer.no_sync():
-            _loss(model, r, 0).backward()
-            _loss(model, r, 1).backward()
-            assert not optimizer._handles
-        _loss(model, r, 2).backward()
-        with optimizer.no_sync(), pytest.raises(AssertionError, match="no_sync"):
-            _loss(model, r, 2).backward()
-        with pytest.raises(ValueError, match="was changed"):
-            optimizer.step()
-        optimizer.zero_grad()
-        with optimizer.no_sync():
-            _loss(model, r, 0).backward()
-            _loss(model, r, 1).backward()
-        _loss(model, r, 2).backward()
-        optimizer.step()
-        _assert_close(_gradients(model), wanted)
-
-    ranks.run(check)
 
 
 @pytest.mark.parametrize("groups", [None, 1, 2])
@@ -425,14 +241,14 @@ def test_parameters_unused_on_some_ranks_take_part_with_zeros(ranks: RankPool, g
 def test_parameters_frozen_and_thawed_later_are_detected(ranks2: RankPool, groups: int | None) -> None:
     def check(groups: int | None) -> None:
         n, r = hvd.size(), hvd.rank()
-        model = _model()
+        model = make_model()
         model[0].requires_grad_(False)
-        optimizer = _sgd(model, groups=groups)
+        optimizer = sgd(model, groups=groups)
 
         def step(number: int) -> None:
             optimizer.zero_grad()
-            wanted = _mean_gradients(model, n, number)
-            _loss(model, r, number).backward()
+            wanted = mean_gradients(model, n, number)
+            make_loss(model, r, number).backward()
             optimizer.step()
             for parameter, gradient in zip(model.parameters(), wanted, strict=True):
                 if parameter.requires_grad:
@@ -454,46 +270,26 @@ def test_parameters_frozen_and_thawed_later_are_detected(ranks2: RankPool, group
     ranks2.run(check, groups)
 
 
-def test_parameter_groups_added_later_are_reduced(ranks2: RankPool) -> None:
-    def check() -> None:
-        n, r = hvd.size(), hvd.rank()
-        model = _model()
-        names = dict(model.named_parameters())
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model[0].parameters(), lr=0.1), names.items())
-        _loss(model, r).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        model.zero_grad()
-        optimizer.add_param_group({"params": model[2].parameters(), "lr": 0.01})
-        wanted = _mean_gradients(model, n, 1)
-        _loss(model, r, 1).backward()
-        assert len(optimizer._handles) == 4
-        optimizer.step()
-        _assert_close(_gradients(model), wanted)
-
-    ranks2.run(check)
-
-
 def test_gradients_set_by_hand_are_reduced_at_the_step(ranks2: RankPool) -> None:
     def check() -> None:
-        model = _model()
-        optimizer = _sgd(model)
-        gradients = torch.autograd.grad(_loss(model, hvd.rank()), list(model.parameters()))
+        model = make_model()
+        optimizer = sgd(model)
+        gradients = torch.autograd.grad(make_loss(model, hvd.rank()), list(model.parameters()))
         for parameter, gradient in zip(model.parameters(), gradients, strict=True):
             parameter.grad = gradient
-        wanted = _mean_gradients(model, hvd.size())
+        wanted = mean_gradients(model, hvd.size())
         optimizer.step()
-        _assert_close(_gradients(model), wanted)
+        assert_close(gradients_of(model), wanted)
 
     ranks2.run(check)
 
 
 def test_compressed_gradients_keep_dtype_and_agree(ranks2: RankPool) -> None:
     def check(compression: Any) -> list[torch.Tensor]:
-        model = _model()
-        optimizer = _sgd(model, compression=compression)
-        wanted = _mean_gradients(model, hvd.size())
-        _loss(model, hvd.rank()).backward()
+        model = make_model()
+        optimizer = sgd(model, compression=compression)
+        wanted = mean_gradients(model, hvd.size())
+        make_loss(model, hvd.rank()).backward()
         optimizer.step()
         for parameter, gradient in zip(model.parameters(), wanted, strict=True):
             assert parameter.grad is not None
@@ -586,14 +382,14 @@ def test_a_sparse_gradient_in_a_group_is_refused(ranks2: RankPool) -> None:
 def test_two_models_with_equal_names_stay_separate(ranks2: RankPool) -> None:
     def check() -> None:
         n, r = hvd.size(), hvd.rank()
-        models = [_model(1), _model(2)]
-        optimizers = [_sgd(model) for model in models]
-        wanted = [_mean_gradients(model, n) for model in models]
-        for model in models if r == 0 else models[::-1]:
-            _loss(model, r).backward()
+        models = [make_model(1), make_model(2)]
+        optimizers = [sgd(model) for model in models]
+        wanted = [mean_gradients(model, n) for model in models]
+        for model in models:
+            make_loss(model, r).backward()
         for model, optimizer, gradients in zip(models, optimizers, wanted, strict=True):
             optimizer.step()
-            _assert_close(_gradients(model), gradients)
+            assert_close(gradients_of(model), gradients)
 
     ranks2.run(check)
 
@@ -602,35 +398,17 @@ def test_a_second_optimizer_takes_over_when_the_first_is_gone(ranks2: RankPool) 
     def check() -> None:
         gc.disable()  # no cycle may keep the old hooks alive
         try:
-            model = _model()
-            optimizer = _sgd(model)
-            _loss(model, hvd.rank()).backward()
+            model = make_model()
+            optimizer = sgd(model)
+            make_loss(model, hvd.rank()).backward()
             optimizer.step()
             optimizer.zero_grad()
             optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters()), model.named_parameters())
             assert all(len(p._post_accumulate_grad_hooks) == 1 for p in model.parameters())  # type: ignore[attr-defined]
-            _loss(model, hvd.rank()).backward()
+            make_loss(model, hvd.rank()).backward()
             optimizer.step()
         finally:
             gc.enable()
-
-    ranks2.run(check)
-
-
-def test_loading_a_state_waits_for_gradients_under_way(ranks2: RankPool) -> None:
-    def check() -> None:
-        model = _model()
-        optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters()), model.named_parameters())
-        _loss(model, hvd.rank()).backward()
-        optimizer.step()
-        state = copy.deepcopy(optimizer.state_dict())
-        optimizer.zero_grad()
-        _loss(model, hvd.rank(), 1).backward()
-        optimizer.load_state_dict(state)
-        assert not optimizer._handles
-        optimizer.zero_grad()
-        _loss(model, hvd.rank(), 2).backward()
-        optimizer.step()
 
     ranks2.run(check)
 
@@ -641,14 +419,14 @@ def test_an_optimizer_whose_step_calls_its_base_reduces_once(ranks2: RankPool) -
             def step(self, closure: Any = None) -> Any:
                 return super().step(closure)
 
-        model = _model()
+        model = make_model()
         torch.optim.SGD(model.parameters(), lr=0.1)  # the base class has torch's step hooks now
         plain = Counting(model.parameters(), lr=0.1)
         optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), op=hvd.Sum)
-        wanted = [hvd.size() * g for g in _mean_gradients(model, hvd.size())]
-        _loss(model, hvd.rank()).backward()
+        wanted = [hvd.size() * g for g in mean_gradients(model, hvd.size())]
+        make_loss(model, hvd.rank()).backward()
         optimizer.step()
-        _assert_close(_gradients(model), wanted)
+        assert_close(gradients_of(model), wanted)
 
     ranks2.run(check)
 

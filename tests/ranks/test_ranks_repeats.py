@@ -167,7 +167,9 @@ def test_threads_use_one_form_of_call_at_once(ranks2: RankPool) -> None:
 def test_what_horo_does_for_itself_has_no_public_handle(ranks2_always: RankPool) -> None:
     def check() -> None:
         model = torch.nn.Linear(3, 3)
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), gradients_ready="step"
+        )
         model(torch.ones(1, 3)).sum().backward()
         numbers = list(_state.current().requests)
         assert numbers

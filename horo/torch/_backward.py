@@ -1,0 +1,84 @@
+"""The end of a backward pass, when all gradients that it makes are there.
+
+Autograd numbers its runs and calls back at the end of each. A backward may run inside another one: a checkpoint with
+``use_reentrant=True`` runs its part of the graph so. Only the outermost end counts, since parts that follow may add to
+the same gradients.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from horo.torch import _state
+from horo.torch._reducer import reduce_together
+
+if TYPE_CHECKING:
+    from horo.torch._backward_reducer import BackwardReducer
+
+__all__ = ["call_at_end", "current_run", "is_nested"]
+
+_ENTRIES = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
+_FUNCTION_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__
+"""What autograd calls for the backward of a ``torch.autograd.Function``."""
+
+current_run = torch._C._current_graph_task_id
+"""The number of the autograd run that calls; a run inside another has a higher number than that one."""
+
+
+def is_nested() -> bool:
+    """Whether the run that calls is inside another one. It costs a walk up the stack, a few microseconds."""
+    entries = 0
+    frame = inspect.currentframe()
+    while frame is not None:
+        code = frame.f_code
+        if code is _FUNCTION_BACKWARD:
+            return True
+        entries += code in _ENTRIES
+        if entries == 2:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def call_at_end(reducer: BackwardReducer) -> None:
+    """Reduces the gradients of ``reducer`` at the end of the outermost backward in progress.
+
+    It is called in a hook of autograd. What the end raises comes out of ``backward()``.
+    """
+    runs = _state.current().backward_runs
+    run = current_run()
+    reducers = runs.get(run)
+    if reducers is None:
+        reducers = runs[run] = weakref.WeakSet()
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(lambda: _run_ended(run, runs))
+    reducers.add(reducer)
+
+
+def _run_ended(run: int, runs: dict[int, weakref.WeakSet[BackwardReducer]]) -> None:
+    reducers = runs.pop(run)
+    node = torch._C._current_autograd_node()  # what the run outside this one evaluates; None in the outermost run
+    if node is None or not _call_after(node, reducers):
+        due = [reducer for reducer in sorted(reducers, key=lambda item: item.number) if reducer.end_pass()]
+        reduce_together(due)
+
+
+def _call_after(node: Any, reducers: Iterable[BackwardReducer]) -> bool:
+    """Calls ``call_at_end`` in the run that evaluates ``node``, right after it; whether anything comes after it."""
+    handles: list[Any] = []
+
+    def begin(*_: Any) -> None:
+        while handles:
+            handles.pop().remove()
+        for reducer in reducers:
+            call_at_end(reducer)
+
+    for following, _ in node.next_functions:
+        if following is not None:
+            handles.append(following.register_prehook(begin))
+    return bool(handles)

@@ -1,0 +1,193 @@
+"""Gradients are reduced when ``backward()`` returns: what clips, unscales, logs or accumulates them needs no change."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from horo._errors import UsageError
+from horo.torch import _state
+from horo.torch._backward import call_at_end, current_run, is_nested
+from horo.torch._gradients import ReductionOptions, Slot
+from horo.torch._reducer import GradientReducer, overlap_pays
+from horo.torch._requests import Request
+from horo.torch._step import scaler_has_looked
+from horo.torch.ops import Sum
+
+__all__ = ["BackwardReducer"]
+
+
+class BackwardReducer(GradientReducer):
+    """Gradients are due at the end of each backward, or of each ``backward_passes_per_step``-th one.
+
+    A backward that follows before the step accumulates into averaged gradients, which are then averaged again. That is
+    right: the mean of ``mean(g1) + g2`` over the ranks is ``mean(g1) + mean(g2)``. A sum over ranks is divided by their
+    number before autograd adds to it, so that the next sum has it once.
+    """
+
+    advice = "register hooks that change gradients before DistributedOptimizer, or set HORO_OVERLAP=never"
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        options: ReductionOptions,
+        names: dict[torch.Tensor, str],
+        groups: Sequence[Sequence[torch.Tensor]],
+    ) -> None:
+        self._accumulators: list[Any] = []
+        """Autograd's nodes that have a hook. A node goes with its hooks when nobody refers to it."""
+        super().__init__(optimizer, options, names, groups)
+        self._run = -1
+        """Autograd's number of the run that called a hook last; -1 outside backward."""
+        self._first_run: int | None = None
+        """The lowest number of a run in progress; None outside backward."""
+        self._passes = 0
+        """How many backward passes have accumulated since the last reduction."""
+
+    def synchronize(self) -> None:
+        """Reduces gradients that no backward has reduced, as after ``no_sync()``; else there is nothing left to do.
+
+        After a backward that an exception has ended, it takes part with the gradients as they are.
+
+        Raises:
+            MismatchError: Ranks sent different things for one parameter; the others are reduced.
+            GroupError: A rank is lost or horo was shut down.
+        """
+        if not self.is_reduced or self._first_run is not None:
+            self._reduce()
+
+    def gradient_ready(self, parameter: torch.Tensor) -> None:
+        """Called by autograd.
+
+        Raises:
+            UsageError: An exception has ended the backward before, or the gradient is being reduced.
+        """
+        if _state.size() == 1:
+            return
+        self.is_reduced = False
+        if self._paused:
+            return
+        run = current_run()
+        if run != self._run:
+            self._enter(run)
+        slot = self.slots[parameter]
+        if slot.pending is not None:
+            raise UsageError(
+                f"the gradient of {slot.name!r} was computed again while it was being reduced: the parameter is used "
+                "inside and outside a checkpoint with use_reentrant=True; use use_reentrant=False or HORO_OVERLAP=never"
+            )
+        if not self._overlaps:
+            return
+        slot.passes = 1
+        if slot.group is None or self._completes(slot.group, slot, 1):
+            with torch.no_grad():
+                self._submit(slot)
+
+    def end_pass(self) -> bool:
+        """Called at the end of the outermost backward; whether gradients are due."""
+        self._run, self._first_run = -1, None
+        self._passes += 1
+        return self._passes >= self.options.passes
+
+    def submit_all(self) -> Request | None:
+        """As in the base class."""
+        if self.options.op == Sum:
+            for slot in self._active():
+                if slot.pending is None:
+                    _divide_sum(slot)
+        return super().submit_all()
+
+    def finish_all(self) -> None:
+        """As in the base class."""
+        super().finish_all()
+        if self.options.op == Sum:
+            for slot in self._due:
+                slot.summed = None if slot.parameter.grad is None else weakref.ref(slot.parameter.grad)
+
+    def refuse_while_pending(self, what: str) -> None:
+        """Called before gradients are cleared.
+
+        Raises:
+            UsageError: A backward has not come to its end.
+        """
+        self._refuse_unfinished(what)
+        self._reset_counts()
+        self.is_reduced = False
+        if len(self.hooked) < len(self.slots):
+            self.adopt()  # what was thawed needs its hook before the next backward
+
+    def reduce_for_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called before a step without a closure.
+
+        Raises:
+            UsageError: A backward has not come to its end, or a gradient scaler has looked at gradients that are not
+                reduced.
+        """
+        self._refuse_unfinished("optimizer.step()")
+        if self.is_reduced:
+            return
+        if scaler_has_looked(optimizer):
+            raise UsageError(
+                "a gradient scaler looked at gradients that backward() has not reduced, since it ran inside no_sync() "
+                "or less often than backward_passes_per_step; call optimizer.synchronize() before "
+                "scaler.step(optimizer)"
+            )
+        self._reduce()
+
+    def reset(self) -> None:
+        """As in the base class."""
+        super().reset()
+        self._run, self._first_run = -1, None
+
+    def _reset_counts(self) -> None:
+        super()._reset_counts()
+        self._passes = 0
+
+    def _enter(self, run: int) -> None:
+        """Called for the first hook of a run, and again when a nested run has ended."""
+        nested = is_nested()
+        if self._first_run is None or run < self._first_run:
+            self._first_run = run
+        elif run > self._first_run and not nested:
+            self._refuse_unfinished("backward()")
+        self._run = run
+        # A gradient that a nested run has made may be added to by the next one.
+        self._overlaps = self._passes + 1 >= self.options.passes and not nested and overlap_pays()
+        call_at_end(self)
+
+    def _refuse_unfinished(self, what: str) -> None:
+        if self._first_run is not None:
+            raise UsageError(
+                f"{what}: the backward() before did not come to its end, and other ranks may wait for its gradients; "
+                "let the exception that ended it end this rank, or call optimizer.synchronize() first to take part "
+                "with the gradients as they are"
+            )
+
+    def _hook(self, parameter: Any) -> None:
+        super()._hook(parameter)
+        if self.options.op == Sum:
+            with torch.enable_grad():
+                edge: Any = parameter.view_as(parameter).grad_fn
+            node = edge.next_functions[0][0]
+            self._accumulators.append(node)
+            self._hooks.append(node.register_prehook(_divider_of(weakref.ref(self), parameter)))
+
+
+def _divide_sum(slot: Slot) -> None:
+    """Makes a sum over the ranks this rank's share of it, unless the gradient is another one by now."""
+    summed, slot.summed = slot.summed, None
+    if summed is not None and (grad := summed()) is not None and grad is slot.parameter.grad:
+        with torch.no_grad():
+            grad.mul_(1 / _state.size())
+
+
+def _divider_of(reducer: weakref.ref[BackwardReducer], parameter: torch.Tensor) -> Callable[[Any], None]:
+    def divide(_: Any) -> None:
+        target = reducer()
+        if target is not None:
+            _divide_sum(target.slots[parameter])
+
+    return divide

@@ -1,0 +1,415 @@
+"""Training loops as they are written for one process: on ranks with a share of the batch each, they do the same."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import RankPool
+from small_model import make_batch, make_model
+from torch.utils.checkpoint import checkpoint
+
+import horo.torch as hvd
+
+Tensors = list[torch.Tensor]
+STEPS = 3
+
+
+class Side:
+    """One rank with its share of each batch, or one process with the whole."""
+
+    def __init__(self, rank: int | None, size: int) -> None:
+        self.rank = rank
+        self.size = size
+
+    def batch(self, step: int) -> torch.Tensor:
+        """[5, 4] on a rank, [5 * size, 4] alone."""
+        if self.rank is not None:
+            return make_batch(self.rank, step)
+        return torch.cat([make_batch(rank, step) for rank in range(self.size)])
+
+    def wrap(self, optimizer: torch.optim.Optimizer, *models: torch.nn.Module, **options: Any) -> Any:
+        """The optimizer, distributed on a rank."""
+        if self.rank is None:
+            return optimizer
+        names = [(f"{i}.{name}", p) for i, model in enumerate(models) for name, p in model.named_parameters()]
+        return hvd.DistributedOptimizer(optimizer, names, **options)
+
+
+def loss_of(output: torch.Tensor) -> torch.Tensor:
+    """A mean over the batch, so that the mean of the ranks' losses is that of the whole batch."""
+    return output.square().mean()
+
+
+def state_of(model: torch.nn.Module) -> Tensors:
+    """Copies of parameters and gradients."""
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+    return [p.detach().clone() for p in model.parameters()] + grads
+
+
+def momentum(model: torch.nn.Module, **options: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, **options)
+
+
+def clip(side: Side, **options: Any) -> Iterator[Tensors]:
+    model = make_model()
+    optimizer = side.wrap(momentum(model), model, **options)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model(side.batch(step))).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        yield [norm, *state_of(model)]
+
+
+def clip_in_groups(side: Side) -> Iterator[Tensors]:
+    return clip(side, groups=2)
+
+
+def clip_predivided(side: Side) -> Iterator[Tensors]:
+    return clip(side, gradient_predivide_factor=3.0)
+
+
+def scaler(side: Side) -> Iterator[Tensors]:
+    model = make_model()
+    optimizer = side.wrap(momentum(model), model)
+    scale = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    for step in range(5):
+        optimizer.zero_grad()
+        batch = side.batch(step)
+        if step == 2 and side.rank in {None, 1}:
+            batch[-1] = float("inf")
+        scale.scale(loss_of(model(batch))).backward()
+        if step % 2:
+            scale.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        scale.step(optimizer)
+        scale.update()
+        yield [torch.tensor(scale.get_scale()), *(p.detach().clone() for p in model.parameters())]
+
+
+def accumulate(side: Side, op: int = 0, clips: bool = True, **options: Any) -> Iterator[Tensors]:
+    model = make_model()
+    optimizer = side.wrap(momentum(model), model, **({"op": op} if op else {}), **options)
+    factor = side.size if op == hvd.Sum and side.rank is None else 1
+    for i in range(6):
+        (factor * loss_of(model(side.batch(i))) / 3).backward()
+        if i % 3 == 2:
+            if clips:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+            yield state_of(model)
+            optimizer.zero_grad(set_to_none=i > 3)
+
+
+def accumulate_sums(side: Side) -> Iterator[Tensors]:
+    return accumulate(side, op=hvd.Sum)
+
+
+def accumulate_sums_in_groups(side: Side) -> Iterator[Tensors]:
+    return accumulate(side, op=hvd.Sum, groups=1)
+
+
+def accumulate_counted(side: Side) -> Iterator[Tensors]:
+    return accumulate(side, backward_passes_per_step=3)
+
+
+def accumulate_with_fewer_passes(side: Side) -> Iterator[Tensors]:
+    return accumulate(side, clips=False, backward_passes_per_step=2)
+
+
+def accumulate_without_clearing(side: Side) -> Iterator[Tensors]:
+    model = make_model()
+    optimizer = side.wrap(momentum(model), model, op=hvd.Sum)
+    factor = side.size if side.rank is None else 1
+    for step in range(STEPS):
+        (factor * loss_of(model(side.batch(step)))).backward()
+        optimizer.step()
+        optimizer.step()
+        yield state_of(model)
+
+
+def no_sync(side: Side) -> Iterator[Tensors]:
+    model = make_model()
+    optimizer = side.wrap(momentum(model), model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for part in range(2):
+            if side.rank is None:
+                loss_of(model(side.batch(3 * step + part))).backward()
+            else:
+                with optimizer.no_sync():
+                    loss_of(model(side.batch(3 * step + part))).backward()
+        loss_of(model[2](torch.tanh(side.batch(step) @ torch.ones(4, 6, dtype=torch.float64)))).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        yield state_of(model)
+
+
+def gan(side: Side) -> Iterator[Tensors]:
+    generator, critic = make_model(1), torch.nn.Sequential(make_model(2), torch.nn.Linear(3, 1).double())
+    fill = torch.nn.Linear(3, 4).double()
+    with torch.no_grad():
+        for p in [*critic[1].parameters(), *fill.parameters()]:
+            p.fill_(0.3)
+    makers = torch.nn.ModuleList([generator, fill])
+    g_optimizer = side.wrap(torch.optim.Adam(makers.parameters(), lr=0.01), makers)
+    d_optimizer = side.wrap(torch.optim.Adam(critic.parameters(), lr=0.01), critic)
+    for step in range(STEPS):
+        fake = fill(generator(side.batch(step)))
+        critic.zero_grad()
+        loss_of(critic(side.batch(step + 10)) - 1).backward()
+        loss_of(critic(fake.detach())).backward()
+        yield state_of(critic)
+        d_optimizer.step()
+        makers.zero_grad()
+        loss_of(critic(fake) - 1).backward()
+        torch.nn.utils.clip_grad_value_(makers.parameters(), 0.01)
+        yield state_of(makers)
+        g_optimizer.step()
+        yield state_of(critic)
+
+
+def two_optimizers_of_one_loss(side: Side) -> Iterator[Tensors]:
+    model = make_model()
+    first = side.wrap(momentum(model[0]), model[0])
+    second = side.wrap(torch.optim.Adam(model[2].parameters()), model[2])
+    for step in range(STEPS):
+        model.zero_grad()
+        loss_of(model(side.batch(step))).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        first.step()
+        second.step()
+        yield state_of(model)
+
+
+def closure_that_clips(side: Side) -> Iterator[Tensors]:
+    model = make_model()
+    optimizer = side.wrap(momentum(model), model)
+    for step in range(STEPS):
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model(side.batch(step)))  # noqa: B023
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            return loss
+
+        yield [optimizer.step(closure).detach(), *state_of(model)]
+
+
+def lbfgs(side: Side) -> Iterator[Tensors]:
+    model = make_model()
+    plain = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
+    optimizer = side.wrap(plain, model)
+    for _ in range(2):
+
+        def closure() -> float:
+            optimizer.zero_grad()
+            loss = loss_of(model(side.batch(0)))
+            loss.backward()
+            return float(loss)
+
+        optimizer.step(closure)
+        yield state_of(model)
+
+
+def retained_graph(side: Side) -> Iterator[Tensors]:
+    model = make_model()
+    optimizer = side.wrap(momentum(model), model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        output = model(side.batch(step))
+        loss_of(output).backward(retain_graph=True)
+        output.mean().backward(inputs=list(model[2].parameters()), retain_graph=True)
+        yield state_of(model)
+        output.abs().mean().backward()
+        optimizer.step()
+        yield state_of(model)
+
+
+def gradient_penalty(side: Side) -> Iterator[Tensors]:
+    model = make_model()
+    optimizer = side.wrap(momentum(model), model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        batch = side.batch(step).requires_grad_()
+        output = model(batch)
+        (slope,) = torch.autograd.grad(output.sum(), [batch], create_graph=True)
+        (loss_of(output) + (slope.norm(dim=1) - 1).square().mean()).backward()
+        optimizer.step()
+        yield state_of(model)
+
+
+def second_order(side: Side) -> Iterator[Tensors]:
+    model = make_model()
+    optimizer = side.wrap(momentum(model), model)
+    for step in range(STEPS):
+        model.zero_grad()
+        loss_of(model(side.batch(step))).backward(create_graph=True)
+        yield [grad.detach() for grad in state_of(model)]
+        optimizer.step()
+
+
+def sharpness_aware(side: Side) -> Iterator[Tensors]:
+    model = make_model()
+    optimizer = side.wrap(momentum(model), model)
+    for step in range(STEPS):
+        loss_of(model(side.batch(step))).backward()
+        moves = [0.05 * p.grad for p in model.parameters() if p.grad is not None]
+        with torch.no_grad():
+            for p, move in zip(model.parameters(), moves, strict=True):
+                p.add_(move)
+        optimizer.zero_grad()
+        loss_of(model(side.batch(step))).backward()
+        with torch.no_grad():
+            for p, move in zip(model.parameters(), moves, strict=True):
+                p.sub_(move)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield state_of(model)
+
+
+def checkpoints(side: Side, reentrant: bool = True) -> Iterator[Tensors]:
+    """A block inside a checkpoint inside another, and one that two checkpoints share."""
+    inner, outer, shared = make_model(1), torch.nn.Linear(3, 4).double(), torch.nn.Linear(4, 4).double()
+    torch.manual_seed(9)
+    for p in [*outer.parameters(), *shared.parameters()]:
+        torch.nn.init.normal_(p, std=0.3)
+    model = torch.nn.ModuleList([inner, outer, shared])
+    optimizer = side.wrap(momentum(model), model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        x = side.batch(step).requires_grad_()
+        x = checkpoint(shared, x, use_reentrant=reentrant)
+        x = checkpoint(
+            lambda v: outer(checkpoint(inner, torch.tanh(v), use_reentrant=reentrant)), x, use_reentrant=reentrant
+        )
+        loss_of(checkpoint(shared, x, use_reentrant=reentrant)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        yield state_of(model)
+
+
+def checkpoints_not_reentrant(side: Side) -> Iterator[Tensors]:
+    return checkpoints(side, reentrant=False)
+
+
+def compiled(side: Side) -> Iterator[Tensors]:
+    model = make_model()
+    fast = torch.compile(model, backend="aot_eager")
+    optimizer = side.wrap(momentum(model), model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(fast(side.batch(step))).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        yield state_of(model)
+
+
+def sparse(side: Side, **options: Any) -> Iterator[Tensors]:
+    table = torch.nn.Embedding(9, 3, sparse=True).double()
+    with torch.no_grad():
+        table.weight.copy_(torch.linspace(-1, 1, 27, dtype=torch.float64).view(9, 3))
+    optimizer = side.wrap(torch.optim.SGD(table.parameters(), lr=0.5), table, **options)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for part in range(2):
+            rows = (side.batch(2 * step + part).abs() * 4).long() % 9
+            loss_of(table(rows)).backward()
+        assert table.weight.grad is not None
+        yield [table.weight.grad.to_dense()]
+        optimizer.step()
+        yield [table.weight.detach().clone()]
+
+
+def sparse_as_dense(side: Side) -> Iterator[Tensors]:
+    return sparse(side, sparse_as_dense=True)
+
+
+def parameters_of_some_ranks(side: Side, **options: Any) -> Iterator[Tensors]:
+    """In each step another part is used by one rank only, and one part by nobody."""
+    torch.manual_seed(0)
+    parts = torch.nn.ModuleList(torch.nn.Linear(4, 1) for _ in range(side.size + 1)).double()
+    optimizer = side.wrap(torch.optim.SGD(parts.parameters(), lr=0.1), parts, **options)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for part in range(2):
+            ranks = range(side.size) if side.rank is None else [side.rank]
+            losses = [loss_of(parts[(r + step) % side.size](make_batch(r, 2 * step + part))) for r in ranks]
+            torch.stack(losses).mean().backward()
+        torch.nn.utils.clip_grad_norm_(parts.parameters(), 0.05)
+        optimizer.step()
+        yield state_of(parts)
+
+
+def parameters_of_some_ranks_in_groups(side: Side) -> Iterator[Tensors]:
+    return parameters_of_some_ranks(side, groups=1)
+
+
+def thawed_and_added(side: Side) -> Iterator[Tensors]:
+    model = make_model()
+    model[0].weight.requires_grad_(False)
+    optimizer = side.wrap(momentum(model[0]), model)
+    for step in range(6):
+        if step == 2:
+            optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.01})
+        model[0].weight.requires_grad_(step in {3, 4})
+        model.zero_grad()
+        optimizer.zero_grad()
+        loss_of(model(side.batch(step))).backward()
+        torch.nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], 0.05)
+        optimizer.step()
+        yield [p.detach().clone() for p in model.parameters()]
+
+
+LOOPS: list[Callable[[Side], Iterator[Tensors]]] = [
+    accumulate,
+    accumulate_counted,
+    accumulate_sums,
+    accumulate_sums_in_groups,
+    accumulate_with_fewer_passes,
+    accumulate_without_clearing,
+    checkpoints,
+    checkpoints_not_reentrant,
+    clip,
+    clip_in_groups,
+    clip_predivided,
+    closure_that_clips,
+    compiled,
+    gan,
+    gradient_penalty,
+    lbfgs,
+    no_sync,
+    parameters_of_some_ranks,
+    parameters_of_some_ranks_in_groups,
+    retained_graph,
+    scaler,
+    second_order,
+    sharpness_aware,
+    sparse,
+    sparse_as_dense,
+    thawed_and_added,
+    two_optimizers_of_one_loss,
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("pool", ["ranks2_always", "ranks2_never", "ranks4_always"])
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_a_loop_for_one_process_does_the_same_on_ranks(
+    request: pytest.FixtureRequest, loop: Callable[[Side], Iterator[Tensors]], pool: str
+) -> None:
+    def check(loop: Callable[[Side], Iterator[Tensors]]) -> None:
+        alone = [copy.deepcopy(tensors) for tensors in loop(Side(None, hvd.size()))]
+        together = list(loop(Side(hvd.rank(), hvd.size())))
+        for number, (found, wanted) in enumerate(itertools.zip_longest(together, alone)):
+            for one, other in zip(found, wanted, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12, msg=f"record {number}: {one} != {other}")
+
+    ranks: RankPool = request.getfixturevalue(pool)
+    ranks.run(check, loop)

@@ -1,0 +1,47 @@
+"""A small model, its loss on each rank, and what averaging its gradients must give."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+import horo.torch as hvd
+
+__all__ = ["assert_close", "gradients_of", "make_batch", "make_loss", "make_model", "mean_gradients", "sgd"]
+
+
+def make_model(seed: int = 3) -> torch.nn.Sequential:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3)).double()
+
+
+def make_batch(rank: int, step: int = 0) -> torch.Tensor:
+    return torch.randn(5, 4, generator=torch.Generator().manual_seed(100 * step + rank), dtype=torch.float64)
+
+
+def make_loss(model: torch.nn.Module, rank: int, step: int = 0) -> torch.Tensor:
+    return model(make_batch(rank, step)).square().mean()
+
+
+def mean_gradients(model: torch.nn.Module, ranks: int, step: int = 0) -> list[torch.Tensor]:
+    """What averaging over the ranks must give, computed alone."""
+    alone = copy.deepcopy(model)
+    for parameter in alone.parameters():
+        parameter.grad = None
+    (sum(make_loss(alone, rank, step) for rank in range(ranks)) / ranks).backward()  # type: ignore[union-attr]
+    return [torch.zeros_like(p) if p.grad is None else p.grad for p in alone.parameters()]
+
+
+def gradients_of(model: torch.nn.Module) -> list[torch.Tensor | None]:
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def assert_close(found: Any, wanted: Any) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def sgd(model: torch.nn.Module, **options: Any) -> torch.optim.SGD:
+    return hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), **options)
