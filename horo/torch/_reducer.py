@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from horo._errors import HoroError, MismatchError, UsageError
 from horo.torch import _state
+from horo.torch._first_checks import ParameterCheck, refuse_ddp
 from horo.torch._gradients import (
     Group,
     PackedGradient,
@@ -71,6 +72,8 @@ class GradientReducer(abc.ABC):
         self.is_reduced = False
         """Whether the gradients of all parameters are averaged, and no step or local backward has followed."""
         self._overlaps = True
+        self._is_first = True
+        self._check: ParameterCheck | None = None
         self._due: Sequence[Slot] = ()
         """The slots of the reduction in progress."""
         weakref.finalize(self, _remove, self._hooks).atexit = False
@@ -145,11 +148,21 @@ class GradientReducer(abc.ABC):
     def submit_all(self) -> Request | None:
         """Submits all gradients that are not in progress; returns the last request. Autograd is off."""
         self._due = self._active()
-        return self._submit_rest(self._due)
+        if self._is_first:
+            refuse_ddp(self._due)
+        last = self._submit_rest(self._due)
+        if self._is_first and self._due:
+            self._check = ParameterCheck(self.kind, self._due)
+            last = self._check.request
+        self._is_first = False
+        return last
 
     def finish_all(self) -> None:
         """Waits for all gradients; then raises the first failure. Autograd is off."""
         self._finish(self._due)
+        check, self._check = self._check, None
+        if check is not None:
+            check.finish()
 
     def reset(self) -> None:
         """Begins anew: nothing is in progress."""
@@ -158,7 +171,7 @@ class GradientReducer(abc.ABC):
             slot.pending = None
             slot.held = None
         self.handles.clear()
-        self._due = ()
+        self._due, self._check = (), None
 
     # -- what depends on when gradients are due --------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ import torch
 from horo._errors import UnsupportedError, UsageError
 from horo.torch import _state
 from horo.torch._backward_reducer import BackwardReducer
+from horo.torch._first_checks import refuse_ddp_model
 from horo.torch._gradients import ReductionOptions
 from horo.torch._reducer import GradientReducer
 from horo.torch._step_reducer import StepReducer
@@ -32,7 +33,7 @@ _Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
 
 def DistributedOptimizer(
     optimizer: _Optimizer,
-    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | torch.nn.Module | None = None,
     compression: type[Compressor] = Compression.none,
     backward_passes_per_step: int = 1,
     op: int = Average,
@@ -62,12 +63,13 @@ def DistributedOptimizer(
     backward has averaged are averaged too (set by hand, made inside ``no_sync()``). Parameters frozen or thawed later
     are detected; ranks must freeze and thaw alike. ``step(closure)`` gives the optimizer the mean of the ranks' losses.
 
+    The first reduction compares the parameters of all ranks, so that a forgotten ``broadcast_parameters`` is an error.
     Errors of communication come out of ``backward()``: ``MismatchError``, another ``GroupError`` when a rank is lost.
 
     Args:
         optimizer: Any ``torch.optim.Optimizer``.
-        named_parameters: ``model.named_parameters()``; names tie gradients together and appear in messages. Without
-            it, names come from positions.
+        named_parameters: ``model.named_parameters()``, or the model itself; names tie gradients together and appear in
+            messages. Without it, names come from positions.
         compression: What is sent instead of a gradient, e.g. ``Compression.bf16``.
         backward_passes_per_step: How many backward passes accumulate locally before gradients are averaged. They are
             added up, not divided.
@@ -139,6 +141,9 @@ def _names(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[torc
     """Name by parameter, checked; empty if none were given."""
     if named_parameters is None:
         return {}
+    if isinstance(named_parameters, torch.nn.Module):
+        refuse_ddp_model(named_parameters)
+        named_parameters = named_parameters.named_parameters()
     pairs = list(named_parameters)
     if any(not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str) for pair in pairs):
         raise UsageError("named_parameters must yield (name, parameter) tuples, as model.named_parameters() does")

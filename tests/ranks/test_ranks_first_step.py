@@ -1,0 +1,100 @@
+"""What the first reduction of an optimizer checks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import RankPool
+from small_model import assert_close, gradients_of, make_loss, make_model, mean_gradients, sgd
+
+import horo.torch as hvd
+from horo.torch import _state
+
+
+@pytest.fixture(params=["ranks2_always", "ranks2_never", "ranks2_step"])
+def ranks2(request: pytest.FixtureRequest) -> RankPool:
+    """Two ranks that reduce while backward runs, two that do it at its end, two in Horovod's order of calls."""
+    pool: RankPool = request.getfixturevalue(request.param)
+    return pool
+
+
+def test_parameters_that_differ_between_ranks_are_named_once(ranks2: RankPool) -> None:
+    def check() -> None:
+        model = make_model()
+        if hvd.rank() == 1:
+            with torch.no_grad():
+                model[0].bias[2] += 1e-9
+                model[2].weight[0, 0] = -model[2].weight[0, 0]
+        optimizer = sgd(model)
+        start = [p.detach().clone() for p in model.parameters()]
+        with pytest.raises(
+            ValueError, match=r"parameter '0\.bias' is not equal on all ranks.*\(2 of 4.*broadcast_parameters"
+        ):
+            make_loss(model, hvd.rank()).backward()
+            optimizer.step()
+        assert all(torch.equal(p, s) for p, s in zip(model.parameters(), start, strict=True))
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        optimizer.zero_grad()
+        wanted = mean_gradients(model, 2)
+        make_loss(model, hvd.rank()).backward()
+        optimizer.step()
+        assert_close(gradients_of(model), wanted)
+
+    ranks2.run(check)
+
+
+def test_the_check_is_one_request_of_the_first_step(ranks2: RankPool) -> None:
+    def check() -> None:
+        model = torch.nn.ParameterList(
+            [
+                torch.nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16)),
+                torch.nn.Parameter(torch.ones(3, 4).t()),
+                torch.nn.Parameter(torch.tensor(2.0)),
+                torch.nn.Parameter(torch.ones(0, 5)),
+            ]
+        )
+        optimizer = sgd(model)
+        counts = []
+        for _ in range(3):
+            before = _state.current().core.counters()["requests"]
+            torch.stack([p.float().sum() for p in model]).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            counts.append(_state.current().core.counters()["requests"] - before)
+        assert counts == [5, 4, 4]
+
+    ranks2.run(check)
+
+
+def test_a_model_in_ddp_is_named(ranks2: RankPool) -> None:
+    def check() -> None:
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        try:
+            model = make_model()
+            wrapped = torch.nn.parallel.DistributedDataParallel(model)
+            plain = torch.optim.SGD(model.parameters(), lr=0.1)
+            with pytest.raises(ValueError, match="the model is wrapped in DistributedDataParallel"):
+                hvd.DistributedOptimizer(plain, wrapped)
+            optimizer: Any = hvd.DistributedOptimizer(plain, wrapped.named_parameters())
+            with pytest.raises(ValueError, match=r"'module\.0\.weight' is wrapped in DistributedDataParallel"):
+                wrapped(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
+                optimizer.step()
+            del wrapped
+        finally:
+            torch.distributed.destroy_process_group()
+        hvd.barrier()
+
+    ranks2.run(check)
+
+
+def test_a_model_gives_the_names(ranks2: RankPool) -> None:
+    def check() -> None:
+        model = make_model()
+        optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        assert [optimizer._parameter_names[p] for p in model.parameters()] == [
+            name for name, _ in model.named_parameters()
+        ]
+
+    ranks2.run(check)
