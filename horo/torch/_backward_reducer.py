@@ -65,8 +65,6 @@ class BackwardReducer(GradientReducer):
         Raises:
             UsageError: An exception has ended the backward before, or the gradient is being reduced.
         """
-        if _state.size() == 1:
-            return
         self.is_reduced = False
         if self._paused:
             return
@@ -94,7 +92,7 @@ class BackwardReducer(GradientReducer):
 
     def submit_all(self) -> Request | None:
         """As in the base class."""
-        if self.options.op == Sum:
+        if self.options.op == Sum and _state.size() > 1:
             for slot in self._active():
                 if slot.pending is None:
                     _divide_sum(slot)

@@ -9,6 +9,7 @@ import torch
 
 from horo._errors import UnsupportedError, UsageError
 from horo.torch._requests import Request
+from horo.torch._staging import check_tensor
 from horo.torch.compression import Compressor, split
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "PendingSparseReduction",
     "ReductionOptions",
     "Slot",
+    "UnsentReduction",
     "refuse_sparse",
 ]
 
@@ -71,10 +73,36 @@ class Group:
         self.waiting: set[Slot] = set()
 
 
-class PackedGradient:
+class WatchedGradient:
+    """A gradient that may not be changed while it is being reduced."""
+
+    __slots__ = ("grad", "options", "slot", "version", "was_touched")
+
+    def __init__(self, slot: Slot, grad: torch.Tensor, options: ReductionOptions) -> None:
+        self.slot = slot
+        self.grad = grad
+        self.options = options
+        self.version = version = grad._version
+        held = slot.held
+        self.was_touched = held is not None and (held[0] is not grad or held[1] != version)
+
+    def check(self, changes: int) -> None:
+        """Checks that the gradient was changed so many times only.
+
+        Raises:
+            UsageError: It was changed more often, or replaced.
+        """
+        grad = self.grad
+        if self.was_touched or self.slot.parameter.grad is not grad or grad._version != self.version + changes:
+            raise UsageError(
+                f"the gradient of {self.slot.name!r} was changed while it was being reduced; {self.options.advice}"
+            )
+
+
+class PackedGradient(WatchedGradient):
     """A gradient during its reduction, and the tensor that is sent for it."""
 
-    __slots__ = ("context", "grad", "options", "sent", "slot", "version", "was_touched")
+    __slots__ = ("context", "sent")
 
     def __init__(self, slot: Slot, options: ReductionOptions) -> None:
         parameter = slot.parameter
@@ -82,15 +110,10 @@ class PackedGradient:
         slot.was_unused = grad is None
         if grad is None:
             grad = parameter.grad = torch.zeros_like(parameter, requires_grad=False)
-        self.slot = slot
-        self.grad = grad
-        self.options = options
         refuse_sparse(slot, grad, options)
         dense = grad.to_dense() if grad.layout is torch.sparse_coo else grad
         self.sent, self.context = options.compression.compress(dense)
-        self.version = version = grad._version
-        held = slot.held
-        self.was_touched = held is not None and (held[0] is not grad or held[1] != version)
+        super().__init__(slot, grad, options)
 
     def unpack(self) -> None:
         """Checks that the gradient was not changed meanwhile, and writes the result into it unless that is in place.
@@ -98,27 +121,24 @@ class PackedGradient:
         Raises:
             UsageError: The gradient was changed.
         """
-        grad, parameter = self.grad, self.slot.parameter
+        grad = self.grad
         in_place = self.sent is grad
-        if self.was_touched or parameter.grad is not grad or grad._version != self.version + in_place:
-            raise UsageError(
-                f"the gradient of {self.slot.name!r} was changed while it was being reduced; {self.options.advice}"
-            )
+        self.check(int(in_place))
         if in_place:
             return
         reduced = self.options.compression.decompress(self.sent, self.context)
         if grad.layout is torch.sparse_coo:
-            parameter.grad = reduced.to_sparse(grad.sparse_dim()).coalesce()
+            self.slot.parameter.grad = reduced.to_sparse(grad.sparse_dim()).coalesce()
         else:
             grad.copy_(reduced)
 
 
 class PendingReduction:
-    """A request in progress for the gradients of one or more slots. Its result is written in place."""
+    """A reduction in progress for the gradients of one or more slots. Its result is written in place."""
 
     __slots__ = ("packed", "request")
 
-    def __init__(self, request: Request, packed: Sequence[PackedGradient]) -> None:
+    def __init__(self, request: Request | None, packed: Sequence[PackedGradient]) -> None:
         self.request = request
         self.packed = packed
 
@@ -128,24 +148,43 @@ class PendingReduction:
         Raises:
             HoroError: The error of the request, or a gradient was changed meanwhile.
         """
-        self.request.wait()
+        if self.request is not None:
+            self.request.wait()
         for item in self.packed:
             item.unpack()
+
+
+class UnsentReduction(PendingReduction):
+    """A gradient that a job of one rank sends to nobody. What is an error with more ranks is one here too."""
+
+    __slots__ = ("watched",)
+
+    def __init__(self, slot: Slot, grad: torch.Tensor, kind: str, options: ReductionOptions) -> None:
+        super().__init__(None, ())
+        if slot.group is not None:
+            refuse_sparse(slot, grad, options)
+        check_tensor(grad._values() if grad.layout is torch.sparse_coo else grad, kind, slot.name)
+        self.watched = WatchedGradient(slot, grad, options)
+
+    def finish(self) -> None:
+        """As ``PendingReduction.finish``."""
+        self.watched.check(0)
 
 
 class PendingSparseReduction(PendingReduction):
     """A request that gathers the rows of a sparse gradient from all ranks: their concatenation is the sum."""
 
-    __slots__ = ("scale", "slot")
+    __slots__ = ("_gathered", "scale", "slot")
 
     def __init__(self, request: Request, slot: Slot, scale: float) -> None:
         super().__init__(request, ())
+        self._gathered = request
         self.slot = slot
         self.scale = scale
 
     def finish(self) -> None:
         """As ``PendingReduction.finish``."""
-        indices, values = (item.tensor for item in self.request.wait())
+        indices, values = (item.tensor for item in self._gathered.wait())
         parameter = self.slot.parameter
         total = torch.sparse_coo_tensor(indices.t(), values.mul_(self.scale), parameter.shape)
         parameter.grad = total.coalesce()

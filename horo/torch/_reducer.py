@@ -31,6 +31,7 @@ from horo.torch._gradients import (
     PendingSparseReduction,
     ReductionOptions,
     Slot,
+    UnsentReduction,
 )
 from horo.torch._requests import Request, start_again, start_allgather, start_allreduce
 from horo.torch._staging import Spec
@@ -141,9 +142,7 @@ class GradientReducer(abc.ABC):
             UsageError: A gradient was changed while it was being reduced.
             GroupError: A rank is lost or horo was shut down.
         """
-        if _state.size() > 1:
-            reduce_together([self])
-        self.is_reduced = True
+        reduce_together([self])
 
     def submit_all(self) -> Request | None:
         """Submits all gradients that are not in progress; returns the last request. Autograd is off."""
@@ -151,7 +150,7 @@ class GradientReducer(abc.ABC):
         if self._is_first:
             refuse_ddp(self._due)
         last = self._submit_rest(self._due)
-        if self._is_first and self._due:
+        if self._is_first and self._due and _state.size() > 1:
             self._check = ParameterCheck(self.kind, self._due)
             last = self._check.request
         self._is_first = False
@@ -191,7 +190,7 @@ class GradientReducer(abc.ABC):
 
     def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A torch step pre-hook: gradients are reduced before the step, or after each evaluation of its closure."""
-        if self._skip or _state.size() == 1:
+        if self._skip:
             return None
         closure = closure_of(args, kwargs)
         if closure is None:
@@ -274,6 +273,12 @@ class GradientReducer(abc.ABC):
 
     def _submit(self, slot: Slot, sync: bool = False) -> None:
         """Submits the request of the slot, or of its group. Autograd is off."""
+        if _state.size() == 1:
+            for member in [slot] if slot.group is None else slot.group.slots:
+                grad = member.parameter.grad if member.held is None else member.held[0]
+                if grad is not None:
+                    self._set_pending([member], UnsentReduction(member, grad, self.kind, self.options))
+            return
         if slot.group is not None:
             members = [s for s in slot.group.slots if s.parameter.requires_grad or s.held]
             self._submit_dense(slot.group.name, members, sync)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from horo._errors import UsageError
-from horo.torch import _state
 from horo.torch._gradients import ReductionOptions, refuse_sparse
 from horo.torch._reducer import GradientReducer, overlap_pays
 from horo.torch._step import scaler_has_looked
@@ -53,8 +52,6 @@ class StepReducer(GradientReducer):
             AssertionError: One backward pass too many.
         """
         slot = self.slots[parameter]
-        if _state.size() == 1:
-            return
         if slot.pending or slot.held or (slot.passes >= self.options.passes and not self._paused):
             raise AssertionError(
                 f"the gradient of {slot.name!r} was computed more often than backward_passes_per_step="

@@ -31,6 +31,30 @@ def _pool_with(size: int, overlap: str, ready: str = "backward") -> Iterator[Ran
 
 
 @pytest.fixture(scope="session")
+def ranks1_always() -> Iterator[RankPool]:
+    """One rank that treats gradients as several would while backward runs."""
+    yield from _pool_with(1, "always")
+
+
+@pytest.fixture(scope="session")
+def ranks1_never() -> Iterator[RankPool]:
+    """One rank that treats gradients as several would at the end of backward."""
+    yield from _pool_with(1, "never")
+
+
+@pytest.fixture(scope="session")
+def ranks1_step() -> Iterator[RankPool]:
+    """One rank in Horovod's order of calls."""
+    yield from _pool_with(1, "always", "step")
+
+
+@pytest.fixture(scope="session")
+def ranks1_step_never() -> Iterator[RankPool]:
+    """One rank in Horovod's order of calls, which looks at gradients at the step."""
+    yield from _pool_with(1, "never", "step")
+
+
+@pytest.fixture(scope="session")
 def ranks2_always() -> Iterator[RankPool]:
     """Two ranks that reduce gradients while backward runs."""
     yield from _pool_with(2, "always")

@@ -98,3 +98,40 @@ def test_a_model_gives_the_names(ranks2: RankPool) -> None:
         ]
 
     ranks2.run(check)
+
+
+@pytest.mark.parametrize("pool", ["ranks1_always", "ranks1_never", "ranks1_step"])
+def test_a_job_of_one_rank_refuses_what_more_ranks_refuse(request: pytest.FixtureRequest, pool: str) -> None:
+    def check(in_backward: bool) -> None:
+        table = torch.nn.Embedding(6, 2, sparse=True)
+        optimizer = sgd(table, groups=1)
+        with pytest.raises(ValueError, match="gradient of 'weight' is sparse: leave the parameter out of groups"):
+            table(torch.tensor([1])).sum().backward()
+            optimizer.step()
+        double = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([double], lr=0.1))
+        with pytest.raises(ValueError, match=r"dtype torch\.complex64 is not supported"):
+            double.abs().sum().backward()
+            optimizer.step()
+        model = make_model()
+        optimizer = sgd(model)
+        if in_backward:
+            model[0].register_full_backward_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                make_loss(model, 0).backward()
+            with pytest.raises(ValueError, match=r"the backward\(\) before did not come to its end"):
+                optimizer.zero_grad()
+
+    def train() -> None:
+        model, alone = make_model(), make_model()
+        optimizer, plain = sgd(model), torch.optim.SGD(alone.parameters(), lr=0.1)
+        for step in range(3):
+            for one, its in ((alone, plain), (model, optimizer)):
+                make_loss(one, 0, step).backward()
+                its.step()
+                its.zero_grad()
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), alone.parameters(), strict=True))
+
+    ranks: RankPool = request.getfixturevalue(pool)
+    ranks.run(check, "step" not in pool)
+    ranks.run(train)

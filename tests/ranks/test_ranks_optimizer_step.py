@@ -13,9 +13,9 @@ from small_model import assert_close, gradients_of, make_loss, make_model, mean_
 import horo.torch as hvd
 
 
-@pytest.fixture(params=["ranks2_step", "ranks2_step_never"])
+@pytest.fixture(params=["ranks1_step", "ranks1_step_never", "ranks2_step", "ranks2_step_never"])
 def ranks2(request: pytest.FixtureRequest) -> RankPool:
-    """Two ranks that reduce gradients while backward runs, then two that do it afterwards."""
+    """One rank and two that reduce gradients while backward runs, then others that do it afterwards."""
     pool: RankPool = request.getfixturevalue(request.param)
     return pool
 
@@ -72,7 +72,7 @@ def test_a_step_after_synchronize_without_skip_warns_once_and_reduces_nothing_tw
     def check() -> None:
         model = make_model()
         optimizer = sgd(model, op=hvd.Sum)
-        wanted = [2 * g for g in mean_gradients(model, 2)]
+        wanted = [hvd.size() * g for g in mean_gradients(model, hvd.size())]
         make_loss(model, hvd.rank()).backward()
         optimizer.synchronize()
         with pytest.warns(UserWarning, match="skip_synchronize") as seen:
