@@ -19,6 +19,7 @@ from horo.torch._state import (
 from horo.torch.compression import Compression
 from horo.torch.functions import (
     allgather_object,
+    average_buffers,
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
@@ -83,6 +84,7 @@ __all__ = [
     "allreduce_",
     "allreduce_async",
     "allreduce_async_",
+    "average_buffers",
     "barrier",
     "broadcast",
     "broadcast_",

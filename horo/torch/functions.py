@@ -11,11 +11,18 @@ import torch
 
 from horo._errors import HoroError, MismatchError, UsageError
 from horo.torch import _state
-from horo.torch._requests import check_root, run_broadcast, start_allgather, start_broadcast
-from horo.torch._staging import check_tensor
+from horo.torch._requests import check_root, run_allreduce, run_broadcast, start_allgather, start_broadcast
+from horo.torch._staging import Spec, check_tensor
+from horo.torch.ops import Average
 from horo.torch.process_sets import ProcessSet, check_process_set, global_process_set
 
-__all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
+__all__ = [
+    "allgather_object",
+    "average_buffers",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+]
 
 _CHUNK_BYTES = 64 << 20
 """Tensors that travel as one request: large enough to make requests rare, small enough to overlap them."""
@@ -40,6 +47,29 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
         check_tensor(tensor, what, name)
     _agree([f"{name!r} {_shape(tensor)}" for name, tensor in named], what)
     _overwrite([tensor for _, tensor in named], root_rank, what)
+
+
+def average_buffers(model: torch.nn.Module) -> None:
+    """Makes the buffers of ``model`` equal on all ranks; blocks until all ranks have called it.
+
+    Buffers such as the running statistics of BatchNorm are no parameters: each rank computes them from its part of
+    the data. Floating ones become the mean over the ranks, others (counts, masks) become those of rank 0. Buffers that
+    are not in the state of the model stay as they are. Call it before evaluating or saving, not in every step.
+
+    Raises:
+        MismatchError: Ranks have different buffers; names the first that differs. Nothing was overwritten.
+    """
+    what = "average_buffers"
+    kept = model.state_dict(keep_vars=True).keys()
+    named = [(name, buffer) for name, buffer in model.named_buffers() if name in kept]
+    for name, buffer in named:
+        check_tensor(buffer, what, name)
+    _agree([f"{name!r} {_shape(buffer)}" for name, buffer in named], what)
+    averaged = [buffer for _, buffer in named if buffer.is_floating_point()]
+    if averaged:
+        with torch.no_grad():
+            run_allreduce(averaged, Spec(what, None, Average), in_place=True)
+    _overwrite([buffer for _, buffer in named if not buffer.is_floating_point()], 0, what)
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:

@@ -20,7 +20,8 @@ from horo._errors import NotInitializedError, UnsupportedError, UsageError
 
 EXPORTS = (
     "Adasum Average Compression DistributedOptimizer HorovodInternalError Max Min ProcessSet Product Sum allgather "
-    "allgather_async allgather_object allreduce allreduce_ allreduce_async allreduce_async_ barrier broadcast "
+    "allgather_async allgather_object allreduce allreduce_ allreduce_async allreduce_async_ average_buffers barrier "
+    "broadcast "
     "broadcast_ broadcast_async broadcast_async_ broadcast_object broadcast_optimizer_state broadcast_parameters "
     "ccl_built cross_rank cross_size cuda_built ddl_built global_process_set gloo_built gloo_enabled "
     "grouped_allgather grouped_allgather_async grouped_allreduce grouped_allreduce_ grouped_allreduce_async "
@@ -50,6 +51,7 @@ ARGUMENTS = {
     "barrier": "process_set",
     "poll": "handle",
     "synchronize": "handle",
+    "average_buffers": "model",
     "broadcast_parameters": "params root_rank",
     "broadcast_optimizer_state": "optimizer root_rank model",
     "broadcast_object": "obj root_rank name process_set",
@@ -103,6 +105,7 @@ BEFORE_INIT: list[Callable[[], Any]] = [
     lambda: hvd.broadcast(torch.ones(1), 0),
     lambda: hvd.poll(1),
     lambda: hvd.synchronize(1),
+    lambda: hvd.average_buffers(torch.nn.BatchNorm1d(2)),
     lambda: hvd.broadcast_parameters({}, 0),
     lambda: hvd.broadcast_object(1),
     lambda: hvd.allgather_object(1),

@@ -232,3 +232,32 @@ def test_an_object_that_cannot_be_pickled_leaves_nobody_waiting(ranks2: RankPool
         assert hvd.allgather_object(hvd.rank()) == [0, 1]
 
     ranks2.run(check)
+
+
+def test_buffers_become_the_mean_over_the_ranks(ranks: RankPool) -> None:
+    def check() -> None:
+        n, r = hvd.size(), hvd.rank()
+        model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.BatchNorm1d(2, track_running_stats=False))
+        model.register_buffer("scratch", torch.full((2,), float(r)), persistent=False)
+        model[0](torch.full((4, 3), 10.0 * r))
+        if r:
+            model[0](torch.zeros(4, 3))
+        means = [0.0] + [0.9 * k for k in range(1, n)]
+        hvd.average_buffers(model)
+        assert model[0].running_mean is not None
+        torch.testing.assert_close(model[0].running_mean, torch.full((3,), sum(means) / n))
+        assert int(model[0].num_batches_tracked) == 1
+        assert model.scratch.tolist() == [r, r]
+        hvd.average_buffers(torch.nn.Linear(2, 2))
+
+    ranks.run(check)
+
+
+def test_buffers_that_differ_in_shape_are_named_and_stay(ranks: RankPool) -> None:
+    def check() -> None:
+        model = torch.nn.BatchNorm1d(2 + hvd.rank())
+        with pytest.raises(MismatchError, match="running_mean"):
+            hvd.average_buffers(model)
+        assert torch.equal(model.running_var, torch.ones(2 + hvd.rank()))
+
+    ranks.run(check)
