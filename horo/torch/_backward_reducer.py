@@ -44,6 +44,8 @@ class BackwardReducer(GradientReducer):
         """Autograd's number of the run that called a hook last; -1 outside backward."""
         self._first_run: int | None = None
         """The lowest number of a run in progress; None outside backward."""
+        self._session: _state.Session | None = None
+        """The session of the last backward."""
         self._passes = 0
         """How many backward passes have accumulated since the last reduction."""
 
@@ -147,22 +149,25 @@ class BackwardReducer(GradientReducer):
     def _enter(self, run: int) -> None:
         """Called for the first hook of a run, and again when a nested run has ended."""
         nested = is_nested()
+        if self._first_run is not None and run > self._first_run and not nested:
+            self._refuse_unfinished("backward()")
         if self._first_run is None or run < self._first_run:
             self._first_run = run
-        elif run > self._first_run and not nested:
-            self._refuse_unfinished("backward()")
-        self._run = run
+        self._run, self._session = run, _state.current()
         # A gradient that a nested run has made may be added to by the next one.
         self._overlaps = self._passes + 1 >= self.options.passes and not nested and overlap_pays()
         call_at_end(self)
 
     def _refuse_unfinished(self, what: str) -> None:
-        if self._first_run is not None:
+        if self._first_run is None:
+            return
+        if self._session is _state.current():
             raise UsageError(
                 f"{what}: the backward() before did not come to its end, and other ranks may wait for its gradients; "
                 "let the exception that ended it end this rank, or call optimizer.synchronize() first to take part "
                 "with the gradients as they are"
             )
+        self.reset()  # nobody waits: that job has ended
 
     def _hook(self, parameter: Any) -> None:
         super()._hook(parameter)

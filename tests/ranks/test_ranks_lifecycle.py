@@ -91,6 +91,31 @@ def test_requests_from_before_a_shutdown_say_so(fresh2: RankPool) -> None:
     fresh2.run(check)
 
 
+@pytest.mark.parametrize("overlap", ["always", "never"])
+def test_a_backward_that_broke_in_an_ended_job_is_forgotten(fresh2: RankPool, overlap: str) -> None:
+    def check(overlap: str) -> None:
+        os.environ["HORO_OVERLAP"] = overlap
+        hvd.init()
+        weight = torch.nn.Parameter(torch.ones(2))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1))
+        held = torch.ones(2, requires_grad=True)
+        held.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            (weight * (held * 1)).sum().backward()
+        hvd.barrier()
+        hvd.shutdown()
+        hvd.init()
+        optimizer.zero_grad()
+        (weight * (hvd.rank() + 1.0)).sum().backward()
+        assert weight.grad is not None
+        assert weight.grad.tolist() == [1.5, 1.5]
+        optimizer.step()
+        hvd.barrier()
+        hvd.shutdown()
+
+    fresh2.run(check, overlap)
+
+
 def test_a_handle_stands_for_one_call_of_one_session(fresh2: RankPool) -> None:
     def check() -> None:
         stale: list[int] = []
