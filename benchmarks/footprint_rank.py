@@ -86,6 +86,7 @@ def asynchronous() -> Callable[[], object]:
 
 def step(compression: type[Compressor] | None) -> Callable[[], object]:
     """A training step with 64 MiB of gradients; None: without horo."""
+    torch.manual_seed(0)  # ranks train equal parameters
     model = torch.nn.Sequential(*[torch.nn.Linear(SIDE, SIDE, bias=False) for _ in range(COUNT // SIDE**2)])
     data = torch.zeros(4, SIDE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
