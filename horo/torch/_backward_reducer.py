@@ -119,6 +119,11 @@ class BackwardReducer(GradientReducer):
         if len(self.hooked) < len(self.slots):
             self.adopt()  # what was thawed needs its hook before the next backward
 
+    def drain(self) -> None:
+        """As in the base class. Between backward passes nothing is in progress, and what is averaged stays so."""
+        if self._first_run is not None:
+            super().drain()
+
     def reduce_for_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Called before a step without a closure.
 
