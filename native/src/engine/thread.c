@@ -90,7 +90,7 @@ static void sleep_until_needed(struct hr_engine *engine, int lingers) {
 }
 
 /* Where nothing but a call or a death concerns the thread. */
-static void rest(struct hr_engine *engine) {
+static void rest_parked(struct hr_engine *engine) {
     prepare_to_park(engine, -1);
     name_kick(engine);
     sleep_until_needed(engine, engine->driver.woken_soon);
@@ -128,12 +128,12 @@ static void rest_from_callers(struct hr_engine *engine) {
     }
 }
 
-static void rest_somehow(struct hr_engine *engine) {
+static void rest(struct hr_engine *engine) {
     struct hr_driver *driver = &engine->driver;
     const int is_free = driver->who == HR_DRIVER_NONE && !driver->has_yielded;
     driver->has_yielded = 0;
     if (!atomic_load(&driver->serves_hosts)) {
-        rest(engine);
+        rest_parked(engine);
     } else if (is_free && driver->is_watching && driver->watching_since == driver->drives) {
         rest_watching(engine);
     } else {
@@ -172,7 +172,7 @@ void *hr_engine_main(void *arg) {
         if (must_drive(engine)) {
             drive_as_thread(engine);
         } else {
-            rest_somehow(engine);
+            rest(engine);
         }
     }
     drive_as_thread(engine); /* until it has left */
