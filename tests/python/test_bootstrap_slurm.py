@@ -95,8 +95,10 @@ def fake_munge(bare_path: Path, tmp_path: Path) -> Path:
 def real_munge(bare_path: Path, tmp_path: Path) -> Iterator[Path]:
     """``bare_path`` with MUNGE's own programs, and a daemon of the test's own."""
     munged = shutil.which("munged", path=os.environ["PATH"] + ":/usr/sbin")
-    if munged is None or os.getuid() != 0:
-        pytest.skip("MUNGE is not installed, or this is not root")
+    if os.getuid() != 0:
+        pytest.skip("starting a daemon of MUNGE needs root")
+    if munged is None:
+        pytest.skip("MUNGE is not installed (`apt install munge`)")
     place = tmp_path / "munge"
     place.mkdir(mode=0o711)
     key = place / "key"
@@ -246,7 +248,8 @@ def test_another_secret_does_not_get_in(bare_path: Path, tmp_path: Path) -> None
     assert "the process that answered does not know this rank's HORO_SECRET" in second[2]
 
 
-def test_a_node_without_address_is_named() -> None:
+def test_a_node_without_address_is_named(fake_munge: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(fake_munge))  # without MUNGE, ranks look for a file and ask for no address
     environ = {**step(1, [0, 1]), "SLURM_STEP_NODELIST": "no-such-host.invalid,h2"}
     before = open_descriptors()
     with pytest.raises(ResourceError, match=r"'no-such-host\.invalid', which SLURM_STEP_NODELIST names first"):
