@@ -63,7 +63,7 @@ def why_not() -> str:
         return "making network namespaces needs root"
     for program in ("ip", "tc", "hostname"):
         if shutil.which(program) is None:
-            return f"{program} is not installed (package {'hostname' if program == 'hostname' else 'iproute2'})"
+            return f"{program} is not installed (`apt install {'hostname' if program == 'hostname' else 'iproute2'}`)"
     done = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True, check=False)
     return f"network namespaces are not allowed here: {done.stderr.strip()}" if done.returncode else ""
 

@@ -80,5 +80,5 @@ def why_no_mpi(mpi: Mpi) -> str:
     if unavailable.exists():
         return unavailable.read_text().strip()
     if not (mpi.prefix / "bin" / mpi.starter).exists():
-        return f"{mpi.prefix.relative_to(_BUILT.parents[1])} is not there (make test-mpi makes it)"
+        return f"{mpi.prefix.relative_to(_BUILT.parents[1])} is not there (`make test-mpi` makes it)"
     return "" if find_spec("mpi4py") else "mpi4py is not installed"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jobs import DEADLINE_S, Hororun, Launched, wait_until
+from skips import apt_install
 
 __all__ = ["Cluster", "ClusterHost", "make_cluster", "why_not"]
 
@@ -149,9 +149,9 @@ def why_not() -> str:
     """Why hosts cannot be made here; empty: they can."""
     if os.geteuid() != 0:
         return "making them needs root"
-    for program, package in _PROGRAMS.items():
-        if shutil.which(program) is None:
-            return f"{program} is not installed (package {package})"
+    missing = apt_install(_PROGRAMS)
+    if missing:
+        return missing
     probe = f"horo-{os.getpid()}-probe"
     command = ["unshare", "--net", "--uts", "--mount", "sh", "-c", f"hostname {probe} && mount -t tmpfs tmpfs /run"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from jobs import DEADLINE_S, TORCH_S, Launched, wait_until
 from namespaces import Cluster, ClusterHost
+from skips import apt_install
 
 __all__ = ["CPUS", "BatchJob", "Slurm", "make_slurm", "why_no_slurm"]
 
@@ -158,10 +158,7 @@ class Slurm:
 
 def why_no_slurm() -> str:
     """Why there can be no Slurm on the hosts of a cluster; empty: there can."""
-    for program, package in _PROGRAMS.items():
-        if shutil.which(program, path=_PATH) is None:
-            return f"{program} is not installed (package {package})"
-    return ""
+    return apt_install(_PROGRAMS, _PATH)
 
 
 def make_slurm(cluster: Cluster) -> Slurm:

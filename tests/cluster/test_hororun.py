@@ -162,7 +162,7 @@ def test_a_host_that_cannot_be_used_is_one_sentence(
     cluster: Cluster, words: list[str], where: str, code: int, facts: list[str]
 ) -> None:
     if "/usr/bin/python3" in words and not Path("/usr/bin/python3").exists():
-        pytest.skip("there is no second Python at /usr/bin/python3")
+        pytest.skip("there is no second Python at /usr/bin/python3 (`apt install python3`)")
     names = {"a": cluster.hosts[0].name, "b": cluster.hosts[1].name}
     done = cluster.run("-np", "2", "--start-timeout", "10", *words, "true", where=where.format(**names))
     assert done.returncode == code, done.stderr

@@ -35,7 +35,7 @@ class Ended:
 def why_not() -> str | None:
     """Why no job can be started from here; None if it can."""
     if not os.environ.get("MPI4PY_LIBMPI") or shutil.which("mpirun") is None:
-        return "no MPI is chosen: make test-mpi runs these tests under one after the other"
+        return "no MPI is chosen: `make test-mpi` runs these tests under one after the other"
     if any(os.environ.get(name) for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")):
         return "this process is a rank itself"
     return None

@@ -60,8 +60,10 @@ def _ip(*arguments: str) -> None:
 
 @pytest.fixture
 def cable() -> Iterator[Cable]:
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root and the program ip")
+    if os.geteuid() != 0:
+        pytest.skip("network namespaces need root")
+    if shutil.which("ip") is None:
+        pytest.skip("ip is not installed (`apt install iproute2`)")
     names = (f"horo-{os.getpid()}-a", f"horo-{os.getpid()}-b")
     addresses = ("10.213.77.1", "10.213.77.2")
     try:

@@ -18,7 +18,7 @@ def mpirun(request: pytest.FixtureRequest, hororun: Hororun) -> str:
     """A real mpirun, made by ``make test-mpi``."""
     path = BUILD / str(request.param) / "bin" / "mpirun"
     if not path.exists():
-        pytest.skip(f"there is no {path.relative_to(BUILD.parents[1])}: make test-mpi installs it")
+        pytest.skip(f"there is no {path.relative_to(BUILD.parents[1])}: `make test-mpi` installs it")
     hororun.remote_shell = ""
     return str(path)
 
