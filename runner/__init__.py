@@ -5,6 +5,7 @@ Imports neither torch nor the native core, so that it starts fast (only ``--chec
     cli             command line -> Job
     options         the options of the command line, and which launcher each of them is for
     config          a job as frozen data
+    command         the command of the ranks
     allocation      hosts and slots from a batch system
     hosts           -H and host files -> Host
     launcher        chooses a launcher if the command line does not

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from horo.runner.command import StartError
 from horo.runner.config import EXIT_SETUP, EXIT_UNREACHABLE
 from horo.runner.environment import without
 from horo.runner.frames import MAGIC, Frame, FrameError, FrameReader, Kind, encode, encode_json
@@ -21,7 +22,7 @@ from horo.runner.loop import Loop, Timer
 from horo.runner.machine import core_count, gpu_count
 from horo.runner.network import NetworkError, connection, free_port, network_identity
 from horo.runner.processes import Guard, Tree, become_subreaper
-from horo.runner.ranks import Event, Exited, HostRanks, Output, Started, StartError, reap
+from horo.runner.ranks import Event, Exited, HostRanks, Output, Started, reap
 
 from horo import __version__
 

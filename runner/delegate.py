@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from horo.runner.candidates import candidates
+from horo.runner.command import StartError
 from horo.runner.config import EXIT_SETUP, EXIT_USAGE, Job, JobError
 from horo.runner.console import Console
 from horo.runner.environment import FORWARDED, delegated_variables, places_ranks, tunes_malloc
@@ -37,7 +38,7 @@ from horo.runner.processes import (
     children_of_this_process,
     occupy_standard_streams,
 )
-from horo.runner.ranks import Event, Exited, HostRanks, Output, StartError, reap
+from horo.runner.ranks import Event, Exited, HostRanks, Output, reap
 from horo.runner.report import signal_name
 
 from horo._config import LaunchVariables, TorchrunVariables, variables_of

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+from horo.runner.command import EXIT_NOT_EXECUTABLE, StartError, explain_failure
 from horo.runner.loop import Loop
 from horo.runner.processes import Guard, Tree, send_signal, spawn
 
-__all__ = ["Event", "Exited", "HostRanks", "Output", "StartError", "Started", "reap"]
+__all__ = ["Event", "Exited", "HostRanks", "Output", "Started", "reap"]
 
 _READ_BYTES = 65536
 _POLL_INTERVAL_S = 0.05
-_NOT_EXECUTABLE = 126
-_NOT_FOUND = 127
 
 
 @dataclass(frozen=True)
@@ -54,14 +51,6 @@ class Exited:
 
 
 Event = Started | Output | Exited
-
-
-class StartError(Exception):
-    """The command cannot be started; ``code`` is what a shell would exit with (126 or 127)."""
-
-    def __init__(self, message: str, code: int) -> None:
-        super().__init__(message)
-        self.code = code
 
 
 @dataclass
@@ -104,9 +93,9 @@ class HostRanks:
             try:
                 process = spawn(argv, environment=environment, cwd=cwd)
             except OSError as error:
-                raise _explain(error, argv[0], environment.get("PATH", os.defpath), cwd, host) from error
+                raise explain_failure(error, argv[0], environment.get("PATH", os.defpath), cwd, host) from error
             except ValueError as error:  # a NUL byte
-                raise StartError(f"the command cannot be started on {host}: {error}", _NOT_EXECUTABLE) from error
+                raise StartError(f"the command cannot be started on {host}: {error}", EXIT_NOT_EXECUTABLE) from error
             self._tree.sessions.add(process.pid)
             self._guard.tell(self._tree, self._grace_s)
             self._watch(rank, process)
@@ -236,24 +225,3 @@ def reap(owners: Sequence[Callable[[int, int], None]]) -> None:
             return
         for owner in owners:
             owner(pid, status)
-
-
-def _explain(error: OSError, program: str, path: str, cwd: str, host: str) -> StartError:
-    """Why ``program`` did not start, in the words of a shell's two exit codes."""
-    hint = f"; did you mean: python {program}" if program.endswith(".py") else ""
-    reasons = {
-        errno.EACCES: f"{program!r} on {host} is not executable{hint}",
-        errno.ENOEXEC: f"{program!r} on {host} is neither a program nor a script with a #! line",
-    }
-    if error.errno not in (errno.ENOENT, errno.ENOTDIR):
-        other = f"{program!r} cannot be started on {host}: {error.strerror}"
-        return StartError(reasons.get(error.errno or 0, other), _NOT_EXECUTABLE)
-    if not Path(cwd).is_dir():
-        message = f"there is no directory {cwd} on {host}; start hororun from one that exists there"
-    elif "/" not in program:
-        message = f"command not found on {host}: {program!r} is nowhere in PATH={path}{hint}"
-    elif Path(cwd, program).exists():
-        message = f"{program!r} on {host} names an interpreter that does not exist (its #! line)"
-    else:
-        message = f"no such file on {host}: {program!r}{hint}"
-    return StartError(message, _NOT_FOUND)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from horo.runner.candidates import candidates, launch_method_of
+from horo.runner.command import StartError
 from horo.runner.config import EXIT_UNREACHABLE, EXIT_USAGE, Job, JobError
 from horo.runner.console import Console
 from horo.runner.environment import common_variables, forwarded, places_ranks, rank_variables, tunes_malloc
@@ -29,7 +30,7 @@ from horo.runner.processes import (
     children_of_this_process,
     occupy_standard_streams,
 )
-from horo.runner.ranks import Event, Exited, HostRanks, Output, StartError, reap
+from horo.runner.ranks import Event, Exited, HostRanks, Output, reap
 from horo.runner.remote import RemoteHost
 from horo.runner.report import Ending, exit_code, ranges, report, root_cause, signal_name
 
