@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from skips import ways_to_run
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
+    yield  # to pytest's own summary, which lists the reasons
     skipped = terminalreporter.stats.get("skipped", [])
     reasons = [str(report.longrepr[2]) for report in skipped if isinstance(report.longrepr, tuple)]
     if reasons:
