@@ -1,7 +1,7 @@
 """Trains a small convolutional network on scikit-learn's handwritten digits.
 
     python digits.py                               one process
-    hororun -np 2 python digits.py                 two ranks
+    hororun -np 2 digits.py                        two ranks
     torchrun --nproc-per-node 2 digits.py          the same, started by torch
 
 The batch size is that of the whole job: each rank takes its share of every batch, and gradients are averaged. So any

@@ -1,6 +1,6 @@
 """Images per second of a ResNet on random data, with the options and the printed lines that Horovod users know.
 
-    hororun -np 2 python synthetic_benchmark.py --no-cuda --batch-size 8 --num-iters 3
+    hororun -np 2 synthetic_benchmark.py --no-cuda --batch-size 8 --num-iters 3
 
 Every rank trains on one fixed random batch, so that only computation and the exchange of gradients are measured. The
 numbers printed are of rank 0; the last line multiplies them by the number of ranks.

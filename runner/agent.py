@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from horo.runner.command import StartError
+from horo.runner.command import StartError, with_python
 from horo.runner.config import EXIT_SETUP, EXIT_UNREACHABLE
 from horo.runner.environment import without
 from horo.runner.frames import MAGIC, Frame, FrameError, FrameReader, Kind, encode, encode_json
@@ -146,7 +146,8 @@ class _Agent:
                 )
             if job["master_port"]:
                 free_port(int(job["master_port"]))
-            self._ranks.start(job["command"], environments, cwd, host)
+            command = with_python(job["command"], cwd, common.get("PATH", os.defpath), host)
+            self._ranks.start(command, environments, cwd, host)
         except NetworkError as error:
             self._give_up(f"host {host}: {error}", EXIT_SETUP)
         except StartError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -65,9 +66,13 @@ def parse(arguments: Sequence[str]) -> Job | None:
         return None
     if given.num_proc is not None and given.num_proc < 1:
         raise JobError(f"-np {given.num_proc}: at least one rank is needed")
+    if given.num_proc is None:
+        _check_order(command)
     where = _where(given, parser)
+    if command == ["-m"]:
+        raise JobError("-m needs the name of a module, like 'hororun -np 2 -m package.train'")
     if not command:
-        raise JobError("no command given: say what to run, like 'hororun -np 2 python train.py'")
+        raise JobError("no command given: say what to run, like 'hororun -np 2 train.py'")
     return Job(
         size=where.size,
         command=tuple(command),
@@ -105,6 +110,17 @@ def parse(arguments: Sequence[str]) -> Job | None:
             verbose=given.verbose,
         ),
     )
+
+
+def _check_order(command: Sequence[str]) -> None:
+    """Raises JobError if the number of ranks was not given but stands after the command."""
+    begins = 2 if command[:1] == ["-m"] else 1
+    for word in command[begins:]:
+        if re.fullmatch(r"(-np?|--num-proc)(=?\d+)?", word):
+            raise JobError(
+                f"{word!r} stands after the command {' '.join(command[:begins])!r} and belongs to it: "
+                "options of hororun come before the command"
+            )
 
 
 class _Where(NamedTuple):

@@ -1,11 +1,14 @@
-"""The command of the ranks: why a host cannot start it."""
+"""The command of the ranks: a program, a Python script or a module, and why a host cannot start it."""
 
 from __future__ import annotations
 
 import errno
+import shutil
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["EXIT_NOT_EXECUTABLE", "EXIT_NOT_FOUND", "StartError", "explain_failure"]
+__all__ = ["EXIT_NOT_EXECUTABLE", "EXIT_NOT_FOUND", "StartError", "explain_failure", "is_for_python", "with_python"]
 
 EXIT_NOT_EXECUTABLE = 126
 EXIT_NOT_FOUND = 127
@@ -19,11 +22,43 @@ class StartError(Exception):
         self.code = code
 
 
-def explain_failure(error: OSError, program: str, path: str, cwd: str, host: str) -> StartError:
+def is_for_python(command: Sequence[str]) -> bool:
+    """Whether the command names a Python script, ``train.py``, or a module, ``-m package.train``."""
+    return command[0] == "-m" or command[0].endswith(".py")
+
+
+def with_python(command: Sequence[str], cwd: str, path: str, host: str) -> list[str]:
+    """The command with the Python of this process before a script or a module; any other is left as it is.
+
+    A script runs under this Python whatever its #! line says: that one often finds a Python without horo. A name that
+    is no file in the directory but a program in PATH is that program.
+
+    Args:
+        command: what the user said.
+        cwd: where ranks start.
+        path: their PATH.
+        host: for messages.
+
+    Raises:
+        StartError: there is no such script.
+    """
+    name = command[0]
+    if not is_for_python(command):
+        return list(command)
+    if name != "-m" and not Path(cwd, name).is_file():
+        if "/" not in name and shutil.which(name, path=path) is not None:
+            return list(command)
+        if Path(cwd, name).is_dir():
+            raise StartError(f"{name!r} on {host} is a folder", EXIT_NOT_EXECUTABLE)
+        where = "" if name.startswith("/") else f" in {cwd}"
+        raise StartError(f"there is no script {name!r} on {host}{where}", EXIT_NOT_FOUND)
+    return [sys.executable, *command]
+
+
+def explain_failure(error: OSError, program: str, cwd: str, host: str) -> StartError:
     """Why ``program`` did not start, in the words of a shell's two exit codes."""
-    hint = f"; did you mean: python {program}" if program.endswith(".py") else ""
     reasons = {
-        errno.EACCES: f"{program!r} on {host} is not executable{hint}",
+        errno.EACCES: f"{program!r} on {host} is not executable",
         errno.ENOEXEC: f"{program!r} on {host} is neither a program nor a script with a #! line",
     }
     if error.errno not in (errno.ENOENT, errno.ENOTDIR):
@@ -32,9 +67,9 @@ def explain_failure(error: OSError, program: str, path: str, cwd: str, host: str
     if not Path(cwd).is_dir():
         message = f"there is no directory {cwd} on {host}; start hororun from one that exists there"
     elif "/" not in program:
-        message = f"command not found on {host}: {program!r} is nowhere in PATH={path}{hint}"
+        message = f"command not found on {host}: {program!r} is in no folder of PATH there"
     elif Path(cwd, program).exists():
         message = f"{program!r} on {host} names an interpreter that does not exist (its #! line)"
     else:
-        message = f"no such file on {host}: {program!r}{hint}"
+        message = f"no such file on {host}: {program!r}"
     return StartError(message, EXIT_NOT_FOUND)

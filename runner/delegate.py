@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from horo.runner.candidates import candidates
-from horo.runner.command import StartError
+from horo.runner.command import StartError, with_python
 from horo.runner.config import EXIT_SETUP, EXIT_USAGE, Job, JobError
 from horo.runner.console import Console
 from horo.runner.environment import FORWARDED, delegated_variables, places_ranks, tunes_malloc
@@ -61,6 +61,7 @@ def delegate(job: Job, environment: Mapping[str, str]) -> int:
     Raises:
         JobError: the job cannot be started.
     """
+    job = replace(job, command=_command(job, environment))
     plan = _plan_jsrun(job, environment) if job.launcher == "jsrun" else _plan_mpirun(job, environment)
     if job.dry_run:
         print(shlex.join(plan.command))
@@ -154,6 +155,14 @@ class _Delegate:
         if self._code:
             self._console.say(f"{self._plan.name} exited with code {self._code}")
         return self._code
+
+
+def _command(job: Job, environment: Mapping[str, str]) -> tuple[str, ...]:
+    """What each rank runs; a script or a module by this Python, which the other hosts must have at the same path."""
+    try:
+        return tuple(with_python(job.command, str(Path.cwd()), environment.get("PATH", os.defpath), "this host"))
+    except StartError as error:
+        raise JobError(str(error), error.code) from None
 
 
 def _plan_jsrun(job: Job, environment: Mapping[str, str]) -> _Plan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -13,14 +14,16 @@ from horo import __version__
 
 __all__ = ["build_parser", "check_launcher", "default_start_timeout", "split_command"]
 
-_USAGE = "hororun [-np N] [-H h1:4,h2:4 | --hostfile FILE] [options] [--] command ..."
+_USAGE = "hororun [-np N] [-H h1:4,h2:4 | --hostfile FILE] [options] [--] train.py | -m module | command ..."
 _DESCRIPTION = "Runs N copies of a command, called ranks, on this host or several, and ends them together."
 _EPILOG = """examples:
-  hororun -np 4 python train.py                      four ranks here (at most one per core or GPU)
-  hororun -np 8 -H h1:4,h2:4 python train.py         four on each of two hosts, over ssh
-  hororun -np 8 --hostfile hosts -x DATA python train.py --epochs 3
-  hororun python train.py                            in a job of Slurm, LSF, PBS or SGE: a rank for each of its slots
-  hororun --mpi -np 8 -H h1:4,h2:4 python train.py   the same, started by mpirun
+  hororun -np 4 train.py                      four ranks here (at most one per core or GPU)
+  hororun -np 8 -H h1:4,h2:4 train.py         four on each of two hosts, over ssh
+  hororun -np 8 --hostfile hosts -x DATA train.py --epochs 3
+  hororun train.py                            in a job of Slurm, LSF, PBS or SGE: a rank for each of its slots
+  hororun --mpi -np 8 -H h1:4,h2:4 train.py   the same, started by mpirun
+
+A script, train.py, and a module, -m package.train, run under the Python of hororun; any other command as it is.
 
 Exit code: that of the rank that failed first (128 + n for a signal), 130 after Ctrl-C, 2 for a wrong command line,
 126 or 127 when the command cannot be executed or found, 69 when a host cannot be reached or is lost, 78 when a host
@@ -105,7 +108,12 @@ def check_launcher(parser: argparse.ArgumentParser, given: argparse.Namespace, l
 
 def _add_where(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "-np", "--num-proc", type=_integer, metavar="N", help="number of ranks; in a batch job, default: all slots"
+        "-np",
+        "-n",
+        "--num-proc",
+        type=_integer,
+        metavar="N",
+        help="number of ranks; in a batch job, default: all slots",
     )
     hosts = group.add_mutually_exclusive_group()
     hosts.add_argument(
@@ -225,20 +233,22 @@ def _add_information(group: argparse._ArgumentGroup) -> None:
 
 
 def split_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Cuts before the command: the first word that is neither an option nor the value of one, or after ``--``.
+    """Cuts before the command: ``-m``, the first word that is neither an option nor the value of one, or after ``--``.
 
-    argparse cannot: its remainder swallows unknown options, and differs between versions of Python.
+    argparse cannot: its remainder swallows unknown options, and differs between versions of Python. Nor does it read
+    ``-np2``, which becomes ``-np=2``.
     """
     takes_value = {name: action.nargs != 0 for action in parser._actions for name in action.option_strings}
+    arguments = list(arguments)
     index = 0
     while index < len(arguments):
-        word = arguments[index]
+        word = arguments[index] = re.sub(r"^(-np?)(\d+)$", r"\1=\2", arguments[index])
         if word == "--":
-            return list(arguments[:index]), list(arguments[index + 1 :])
-        if not word.startswith("-") or word == "-":
+            return arguments[:index], arguments[index + 1 :]
+        if not word.startswith("-") or word in ("-", "-m"):
             break
         index += 2 if takes_value.get(word, False) else 1
-    return list(arguments[:index]), list(arguments[index:])
+    return arguments[:index], arguments[index:]
 
 
 def _integer(text: str) -> int:

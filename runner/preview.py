@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping
+from pathlib import Path
 
 from horo.runner.candidates import candidates, launch_method_of
-from horo.runner.config import Job
+from horo.runner.command import StartError, is_for_python, with_python
+from horo.runner.config import Job, JobError
 from horo.runner.network import is_local
 from horo.runner.placement import place
 from horo.runner.report import ranges
@@ -35,4 +38,19 @@ def preview(job: Job, environment: Mapping[str, str]) -> str:
             f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)} on {host.name}" if ranks else f"on {host.name}"
         )
         lines.append(f"{ranks_and_host}: {'started directly' if is_local(host) else shlex.join(method.command(host))}")
-    return "\n".join([*lines, f"each rank: {shlex.join(job.command)}", ""])
+    return "\n".join([*lines, *_commands(job, {is_local(host) for host in hosts}, environment), ""])
+
+
+def _commands(job: Job, local: set[bool], environment: Mapping[str, str]) -> list[str]:
+    """What each rank runs; ``local``: whether there are hosts that are this one, and others."""
+    elsewhere = shlex.join([job.python, *job.command] if is_for_python(job.command) else job.command)
+    if True not in local:
+        return [f"each rank: {elsewhere}"]
+    try:
+        path = environment.get("PATH", os.defpath)
+        here = shlex.join(with_python(job.command, str(Path.cwd()), path, "this host"))
+    except StartError as error:
+        raise JobError(str(error), error.code) from None
+    if local == {True} or here == elsewhere:
+        return [f"each rank: {here}"]
+    return [f"each rank here: {here}", f"each rank elsewhere: {elsewhere}"]

@@ -93,7 +93,7 @@ class HostRanks:
             try:
                 process = spawn(argv, environment=environment, cwd=cwd)
             except OSError as error:
-                raise explain_failure(error, argv[0], environment.get("PATH", os.defpath), cwd, host) from error
+                raise explain_failure(error, argv[0], cwd, host) from error
             except ValueError as error:  # a NUL byte
                 raise StartError(f"the command cannot be started on {host}: {error}", EXIT_NOT_EXECUTABLE) from error
             self._tree.sessions.add(process.pid)

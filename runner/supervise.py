@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from horo.runner.candidates import candidates, launch_method_of
-from horo.runner.command import StartError
+from horo.runner.command import StartError, with_python
 from horo.runner.config import EXIT_UNREACHABLE, EXIT_USAGE, Job, JobError
 from horo.runner.console import Console
 from horo.runner.environment import common_variables, forwarded, places_ranks, rank_variables, tunes_malloc
@@ -249,7 +249,9 @@ class _Supervisor:
         if self._local is None:
             self._local = HostRanks(self._loop, self._guard, self._tree, self._job.grace_s, self._on_event)
         environments = {rank: {**self._environment, **own} for rank, own in ranks.items()}
-        self._local.start(self._job.command, environments, str(Path.cwd()), name)
+        cwd = str(Path.cwd())
+        command = with_python(self._job.command, cwd, self._environment.get("PATH", os.defpath), name)
+        self._local.start(command, environments, cwd, name)
 
     # What happens
 

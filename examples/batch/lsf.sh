@@ -13,4 +13,4 @@
 export OMP_NUM_THREADS=1    # cores per rank
 
 # A rank for each slot, started over ssh, or by jsrun on machines that have it. For the site's MPI: mpirun python train.py
-hororun python train.py
+hororun train.py

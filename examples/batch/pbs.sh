@@ -14,4 +14,4 @@ export OMP_NUM_THREADS=1    # cores per rank: ncpus / mpiprocs
 
 # A rank for each line of PBS_NODEFILE, started over ssh. Where ssh between nodes is not allowed, and for the site's MPI and
 # its network: mpirun python train.py (the MPI must have been built for PBS).
-hororun python train.py
+hororun train.py

@@ -14,4 +14,4 @@
 export OMP_NUM_THREADS=1    # cores per rank
 
 # A rank for each slot of PE_HOSTFILE, started over ssh. For the site's MPI: mpirun -np "$NSLOTS" python train.py
-hororun python train.py
+hororun train.py

@@ -305,7 +305,7 @@ def test_ranks_read_nothing_and_start_where_hororun_was_called(hororun: Hororun,
 
 
 def test_a_command_that_cannot_run_is_one_sentence(hororun: Hororun, where: str, tmp_path: Path) -> None:
-    (tmp_path / "data.py").write_text("x = 1\n")
+    (tmp_path / "data.txt").write_text("x = 1\n")
     (tmp_path / "no-line").write_bytes(b"\x01\x02")
     (tmp_path / "bad-line").write_text("#!/no/such/interpreter\n")
     for name in ("no-line", "bad-line"):
@@ -313,7 +313,7 @@ def test_a_command_that_cannot_run_is_one_sentence(hororun: Hororun, where: str,
     cases = {
         "no-such-command": (127, "command not found on"),
         "./no-such-file": (127, "no such file on"),
-        "./data.py": (126, "is not executable; did you mean: python ./data.py"),
+        "./data.txt": (126, "is not executable"),
         "./bad-line": (127, "an interpreter that does not exist"),
         "./no-line": (126, "neither a program nor a script"),
         str(tmp_path): (126, "is not executable"),

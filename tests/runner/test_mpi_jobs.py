@@ -59,6 +59,26 @@ def test_ranks_come_up_as_ranks_of_mpi_and_of_nobody_else(hororun: Hororun, mpir
     assert sorted(done.stdout.splitlines()) == [f"rank {rank} 2 a b 3 []" for rank in range(2)]
 
 
+def test_a_script_runs_under_this_python(hororun: Hororun, mpirun: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import os, sys\nos.write(1, f'{sys.executable} {sys.argv}\\n'.encode())\n")
+    words = ["--mpi", "--mpirun", mpirun, "-np", "2", "--no-prefix", "train.py", "-n", "7"]
+    done = hororun.run(*words, where="localhost:2", cwd=tmp_path)
+    assert done.stdout == f"{sys.executable} ['train.py', '-n', '7']\n" * 2, done.stderr
+
+
+def test_the_command_has_a_python_before_a_script(hororun: Hororun, fake: Path, tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    words = ["--mpi", "-np", "2", "--dry-run"]
+    place: dict[str, object] = {"where": "localhost:2", "environment": path_with(fake), "cwd": tmp_path}
+    assert hororun.run(*words, "train.py", **place).stdout.endswith(f" {sys.executable} train.py\n")
+    assert hororun.run(*words, "-m", "train", **place).stdout.endswith(f" {sys.executable} -m train\n")
+    done = hororun.run(*words, "tarin.py", **place)
+    assert (done.returncode, done.stderr) == (
+        127,
+        f"hororun: there is no script 'tarin.py' on this host in {tmp_path}\n",
+    )
+
+
 def test_lines_begin_with_their_rank_as_mpirun_writes_it(hororun: Hororun, mpirun: str) -> None:
     done = hororun.run("--mpi", "--mpirun", mpirun, "-np", "2", "echo", "x", where="localhost:2")
     form = "[1,{}]<stdout>: x" if "openmpi" in mpirun else "[{}] x"

@@ -1,0 +1,99 @@
+"""What ranks run: any command, a Python script, or a module."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from horo.runner.cli import main, parse
+from horo.runner.command import StartError, with_python
+from jobs import Hororun
+
+SHOW = "import os, sys\nprint(os.environ['RANK'], sys.executable, *sys.argv)\n"
+
+
+def test_a_script_runs_under_the_python_of_its_host(hororun: Hororun, where: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SHOW)
+    done = hororun.run("-np", "2", "train.py", "--epochs", "3", "-np", "9", where=where, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(done.stdout.splitlines()) == [f"[{r}] {r} {sys.executable} train.py --epochs 3 -np 9" for r in (0, 1)]
+
+
+def test_a_module_runs_under_the_python_of_its_host(hororun: Hororun, where: str, tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "train.py").write_text(SHOW)
+    done = hororun.run("-np", "2", "-m", "package.train", "-m", "x", where=where, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    script = tmp_path / "package" / "train.py"
+    assert sorted(done.stdout.splitlines()) == [f"[{r}] {r} {sys.executable} {script} -m x" for r in (0, 1)]
+
+
+def test_a_script_that_is_not_there_is_one_sentence(hororun: Hororun, where: str, tmp_path: Path) -> None:
+    (tmp_path / "folder.py").mkdir()
+    host = "localhost" if where.startswith("localhost") else "one"
+    for name in ("tarin.py", "./tarin.py", "/no/such/train.py"):
+        done = hororun.run("-np", "2", name, where=where, cwd=tmp_path)
+        assert done.returncode == 127
+        assert done.stderr == f"hororun: there is no script {name!r} on {host} in {tmp_path}\n".replace(
+            f" in {tmp_path}", "" if name.startswith("/") else f" in {tmp_path}"
+        )
+    done = hororun.run("-np", "2", "./folder.py", where=where, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (126, f"hororun: './folder.py' on {host} is a folder\n")
+
+
+def test_with_python_looks_at_the_first_word_only(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("#!/bin/sh\n")
+    script.chmod(0o755)
+    python = sys.executable
+    assert with_python(["train.py", "a"], str(tmp_path), "", "h") == [python, "train.py", "a"]
+    assert with_python([str(script)], "/", "", "h") == [python, str(script)]
+    assert with_python(["-m", "package", "a"], "/", "", "h") == [python, "-m", "package", "a"]
+    assert with_python(["python", "train.py"], "/", "", "h") == ["python", "train.py"]
+    # A program of PATH whose name ends in .py, like those that docutils installs, is a program.
+    assert with_python(["train.py"], "/", str(tmp_path), "h") == ["train.py"]
+    with pytest.raises(StartError, match=r"no script './train.py' on h in /$"):
+        with_python(["./train.py"], "/", str(tmp_path), "h")
+
+
+def test_no_message_prints_the_whole_path(hororun: Hororun, where: str) -> None:
+    done = hororun.run("-np", "1", "no-such-command", where=where, environment={"PATH": "/bin:/usr/bin:/a/b/c"})
+    assert done.returncode == 127
+    host = "localhost" if where.startswith("localhost") else "one"
+    assert done.stderr == f"hororun: command not found on {host}: 'no-such-command' is in no folder of PATH there\n"
+
+
+@pytest.mark.parametrize("words", ["-n 2", "-n2", "-np2", "-np=2", "--num-proc 2"])
+def test_the_number_of_ranks_may_be_written_as_other_launchers_have_it(words: str) -> None:
+    job = parse([*words.split(), "-H", "a:2", "train.py", "-n7", "-np9"])
+    assert job is not None
+    assert (job.size, job.command) == (2, ("train.py", "-n7", "-np9"))
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ("-np 2 -m", "-m needs the name of a module"),
+        ("train.py -np 2", "'-np' stands after the command 'train.py' and belongs to it"),
+        ("-m train -n2", "'-n2' stands after the command '-m train' and belongs to it"),
+    ],
+)
+def test_a_command_line_in_the_wrong_order_is_said(line: str, fault: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(line.split()) == 2
+    said = capfd.readouterr().err
+    assert fault in said
+    assert said.count("\n") == 1
+
+
+def test_a_dry_run_shows_the_python(hororun: Hororun, tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    done = hororun.run("-np", "2", "--dry-run", "train.py", "x", where="localhost:2", cwd=tmp_path)
+    assert done.stdout.splitlines()[-1] == f"each rank: {sys.executable} train.py x"
+    done = hororun.run(
+        "-np", "2", "--dry-run", "--remote-python", "/py", "train.py", where="localhost:1,one:1", cwd=tmp_path
+    )
+    assert done.stdout.splitlines()[-2:] == [
+        f"each rank here: {sys.executable} train.py",
+        "each rank elsewhere: /py train.py",
+    ]
