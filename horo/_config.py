@@ -335,6 +335,17 @@ class LaunchVariables:
             )
         },
     )
+    end_pipe: str | None = field(
+        default=None,
+        metadata={
+            "variable": Variable(
+                ("HORO_END_PIPE",),
+                str,
+                None,
+                "Where this rank says what ended it: descriptor and inode of a pipe to `hororun`.",
+            )
+        },
+    )
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ Imports neither torch nor the native core, so that it starts fast (only ``--chec
     agent           the remote side
     host_addresses  addresses between the hosts
     supervise       the whole job
+    notes           what a rank says of its own end
     output          lines, prefixes, files
     report          endings -> root cause, text
     delegate        a job that mpirun or jsrun runs; launch_mpi and launch_jsrun make the commands

@@ -22,7 +22,7 @@ from horo.runner.loop import Loop, Timer
 from horo.runner.machine import core_count, gpu_count
 from horo.runner.network import NetworkError, connection, free_port, network_identity
 from horo.runner.processes import Guard, Tree, become_subreaper
-from horo.runner.ranks import Event, Exited, HostRanks, Output, Started, reap
+from horo.runner.ranks import Event, Exited, HostRanks, Noted, Output, Started, reap
 
 from horo import __version__
 
@@ -189,6 +189,8 @@ class _Agent:
             self._send(encode_json(Kind.STARTED, {"pid": event.pid}, event.rank))
         elif isinstance(event, Output):
             self._send(encode(Kind.STDOUT if event.stream == 1 else Kind.STDERR, event.rank, event.data))
+        elif isinstance(event, Noted):
+            self._send(encode(Kind.NOTE, event.rank, event.data))
         elif isinstance(event, Exited):
             end = {"code": event.code, "signal": event.signal, "asked": event.asked}
             self._send(encode_json(Kind.EXITED, end, event.rank))

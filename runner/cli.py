@@ -81,6 +81,7 @@ def parse(arguments: Sequence[str]) -> Job | None:
         launcher=where.launcher,
         oversubscribe=given.oversubscribe,
         grace_s=given.grace_seconds,
+        failure_s=given.failure_seconds,
         start_timeout_s=given.start_timeout,
         host_timeout_s=given.host_timeout,
         interfaces=tuple(name for value in given.network_interfaces for name in value.split(",") if name),

@@ -102,6 +102,7 @@ class Job:
         launcher: how ranks are started, one of ``LAUNCHERS`` without ``"auto"``.
         oversubscribe: whether more ranks than slots are allowed.
         grace_s: seconds from SIGTERM to SIGKILL.
+        failure_s: seconds from the first failure to SIGTERM.
         start_timeout_s: seconds for all hosts to answer.
         host_timeout_s: silence after which a remote host is lost.
         interfaces: network interfaces to use; none: those that route to the peers.
@@ -124,6 +125,7 @@ class Job:
     launcher: str = "ssh"
     oversubscribe: bool = False
     grace_s: float = 5.0
+    failure_s: float = 1.0
     start_timeout_s: float = 60.0
     host_timeout_s: float = 30.0
     interfaces: tuple[str, ...] = ()

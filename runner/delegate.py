@@ -103,7 +103,7 @@ class _Delegate:
         self._console.explain(shlex.join(self._plan.command))
         environment = {**self._plan.environment, MARK_NAME: self._tree.mark}
         try:
-            self._ranks.start(self._plan.command, {0: environment}, str(Path.cwd()), "this host")
+            self._ranks.start(self._plan.command, {0: environment}, str(Path.cwd()), "this host", with_notes=False)
             self._loop.run_until(lambda: self._ranks.finished)
         except StartError as error:
             self._error = JobError(str(error), error.code)

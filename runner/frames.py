@@ -30,6 +30,7 @@ class Kind(IntEnum):
     STDERR = 4  # agent: bytes that the rank wrote
     EXITED = 5  # agent: JSON, how the rank ended; after all its output
     FAILED = 6  # agent: JSON, why the job cannot run here; last
+    NOTE = 7  # agent: bytes that the rank wrote to its pipe for notes
     JOB = 16  # launcher: JSON, the job; once, first
     TERMINATE = 17  # launcher: SIGTERM now, SIGKILL after the grace time
     KILL = 18  # launcher: SIGKILL now

@@ -32,6 +32,7 @@ _OWN = frozenset({"ssh", "slurm"})
 _BY_SSH = frozenset({"ssh", "mpi"})
 _FOREIGN = frozenset({"mpi", "jsrun"})
 _FOR = {
+    "failure_seconds": _OWN,
     "host_timeout": _OWN,
     "remote_python": _OWN,
     "store_port": _OWN,
@@ -179,6 +180,10 @@ def _add_times(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--grace-seconds", type=_seconds, default=5.0, metavar="S", help="from SIGTERM to SIGKILL; default: 5"
     )
+    group.add_argument(
+        "--failure-seconds", type=_seconds, default=1.0, metavar="S",
+        help="from the first failure to SIGTERM, so that the others see their error; default: 1",
+    )  # fmt: skip
     group.add_argument(
         "--start-timeout", type=_positive_seconds, default=default_start_timeout(), metavar="S",
         help="for all hosts to answer, and for init(); default: $HORO_START_TIMEOUT or 60",

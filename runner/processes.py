@@ -93,6 +93,7 @@ def spawn(
     cwd: str | None = None,
     stdin: int = subprocess.DEVNULL,
     last_signal: int = signal.SIGKILL,
+    pass_fds: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
     """Starts a process in a session of its own, with pipes for its output.
 
@@ -111,6 +112,7 @@ def spawn(
         start_new_session=True,
         preexec_fn=_die_with_parent(last_signal),  # noqa: PLW1509 - one call into libc, no lock
         bufsize=0,
+        pass_fds=pass_fds,
     )
     for stream in (process.stdin, process.stdout, process.stderr):
         if stream is not None:

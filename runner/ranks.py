@@ -12,11 +12,13 @@ from dataclasses import dataclass
 
 from horo.runner.command import EXIT_NOT_EXECUTABLE, StartError, explain_failure
 from horo.runner.loop import Loop
+from horo.runner.notes import PIPE_NAME, open_pipe
 from horo.runner.processes import Guard, Tree, send_signal, spawn
 
-__all__ = ["Event", "Exited", "HostRanks", "Output", "Started", "reap"]
+__all__ = ["Event", "Exited", "HostRanks", "Noted", "Output", "Started", "reap"]
 
 _READ_BYTES = 65536
+_NOTES = 3
 _POLL_INTERVAL_S = 0.05
 
 
@@ -38,6 +40,14 @@ class Output:
 
 
 @dataclass(frozen=True)
+class Noted:
+    """A rank wrote ``data`` to its pipe for notes, see ``notes``."""
+
+    rank: int
+    data: bytes
+
+
+@dataclass(frozen=True)
 class Exited:
     """A rank ended, after all of its output: with ``code``, or killed by ``signal`` (0: it was not).
 
@@ -50,14 +60,14 @@ class Exited:
     asked: bool
 
 
-Event = Started | Output | Exited
+Event = Started | Output | Noted | Exited
 
 
 @dataclass
 class _Rank:
     rank: int
     process: subprocess.Popen[bytes]
-    streams: dict[int, int]  # descriptor -> 1 or 2
+    streams: dict[int, int]  # descriptor -> 1, 2 or _NOTES
 
 
 class HostRanks:
@@ -82,8 +92,16 @@ class HostRanks:
         self._told: set[int] = set()  # what ranks left behind and has had its SIGTERM
         self.finished = False
 
-    def start(self, argv: Sequence[str], environments: Mapping[int, Mapping[str, str]], cwd: str, host: str) -> None:
-        """Starts one process per rank.
+    def start(
+        self,
+        argv: Sequence[str],
+        environments: Mapping[int, Mapping[str, str]],
+        cwd: str,
+        host: str,
+        *,
+        with_notes: bool = True,
+    ) -> None:
+        """Starts one process per rank; ``with_notes``: each gets a pipe for notes.
 
         Raises:
             StartError: the first one that could not be started says why; those before it run.
@@ -91,14 +109,14 @@ class HostRanks:
         self._guard.tell(self._tree, self._grace_s)
         for rank, environment in environments.items():
             try:
-                process = spawn(argv, environment=environment, cwd=cwd)
+                process, notes = _spawn(argv, environment, cwd, with_notes=with_notes)
             except OSError as error:
                 raise explain_failure(error, argv[0], cwd, host) from error
             except ValueError as error:  # a NUL byte
                 raise StartError(f"the command cannot be started on {host}: {error}", EXIT_NOT_EXECUTABLE) from error
             self._tree.sessions.add(process.pid)
             self._guard.tell(self._tree, self._grace_s)
-            self._watch(rank, process)
+            self._watch(rank, process, notes)
             self._emit(Started(rank, process.pid))
 
     def on_child(self, pid: int, status: int) -> None:
@@ -106,9 +124,11 @@ class HostRanks:
         rank = self._ranks.pop(pid, None)
         if rank is None:
             return
-        for fd in list(rank.streams):
+        for fd, stream in list(rank.streams.items()):
             while self._read(fd, even_paused=True):
                 pass
+            if stream == _NOTES and fd in self._streams:  # what the rank has left behind may hold the other end
+                self._close(fd)
         rank.process.returncode = os.waitstatus_to_exitcode(status)
         code = rank.process.returncode
         self._tree.sessions.discard(pid)  # the number is free for others now
@@ -147,8 +167,8 @@ class HostRanks:
         for fd in list(self._streams):
             self._close(fd)
 
-    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        streams = {}
+    def _watch(self, rank: int, process: subprocess.Popen[bytes], notes: int | None) -> None:
+        streams = {} if notes is None else {notes: _NOTES}
         for stream, pipe in ((1, process.stdout), (2, process.stderr)):
             if pipe is not None:
                 streams[pipe.fileno()] = stream
@@ -177,14 +197,17 @@ class HostRanks:
         if not data:
             self._close(fd)
             return False
-        self._emit(Output(*self._streams[fd], data))
+        rank, stream = self._streams[fd]
+        self._emit(Noted(rank, data) if stream == _NOTES else Output(rank, stream, data))
         return True
 
     def _close(self, fd: int) -> None:
         self._loop.watch(fd)
-        del self._streams[fd]
+        _, stream = self._streams.pop(fd)
+        if stream == _NOTES:
+            os.close(fd)
         for record in self._open:
-            if record.streams.pop(fd, None) is not None:
+            if record.streams.pop(fd, None) is not None and stream != _NOTES:
                 for pipe in (record.process.stdout, record.process.stderr):
                     if pipe is not None and not pipe.closed and pipe.fileno() == fd:
                         pipe.close()
@@ -212,6 +235,22 @@ class HostRanks:
         else:
             send_signal(found, signal.SIGKILL)
         self._loop.call_later(_POLL_INTERVAL_S, self._end_remaining_processes)
+
+
+def _spawn(
+    argv: Sequence[str], environment: Mapping[str, str], cwd: str, *, with_notes: bool
+) -> tuple[subprocess.Popen[bytes], int | None]:
+    """A rank, and the read end of its pipe for notes."""
+    if not with_notes:
+        return spawn(argv, environment=environment, cwd=cwd), None
+    read_fd, write_fd, name = open_pipe()
+    try:
+        return spawn(argv, environment={**environment, PIPE_NAME: name}, cwd=cwd, pass_fds=(write_fd,)), read_fd
+    except BaseException:
+        os.close(read_fd)
+        raise
+    finally:
+        os.close(write_fd)
 
 
 def reap(owners: Sequence[Callable[[int, int], None]]) -> None:

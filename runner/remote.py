@@ -15,7 +15,7 @@ from horo.runner.hosts import Host
 from horo.runner.launch_method import LaunchMethod
 from horo.runner.loop import Loop, Timer
 from horo.runner.processes import spawn
-from horo.runner.ranks import Event, Exited, Output, Started
+from horo.runner.ranks import Event, Exited, Noted, Output, Started
 
 from horo import __version__
 
@@ -209,6 +209,8 @@ class RemoteHost:
             self._emit(Started(frame.rank, int(frame.json()["pid"])))
         elif frame.kind in (Kind.STDOUT, Kind.STDERR):
             self._emit(Output(frame.rank, 1 if frame.kind == Kind.STDOUT else 2, frame.payload))
+        elif frame.kind == Kind.NOTE:
+            self._emit(Noted(frame.rank, frame.payload))
         elif frame.kind == Kind.EXITED:
             end = frame.json()
             self._emit(Exited(frame.rank, int(end["code"]), int(end["signal"]), bool(end["asked"])))

@@ -22,6 +22,7 @@ from horo.runner.launch_method import LaunchMethod
 from horo.runner.loop import Loop
 from horo.runner.machine import core_count, default_slots
 from horo.runner.network import NetworkError, free_port, is_local
+from horo.runner.notes import Note, NoteReader
 from horo.runner.placement import PlacementError, Slot, place
 from horo.runner.processes import (
     Guard,
@@ -30,9 +31,9 @@ from horo.runner.processes import (
     children_of_this_process,
     occupy_standard_streams,
 )
-from horo.runner.ranks import Event, Exited, HostRanks, Output, reap
+from horo.runner.ranks import Event, Exited, HostRanks, Noted, Output, reap
 from horo.runner.remote import RemoteHost
-from horo.runner.report import Ending, exit_code, ranges, report, root_cause, signal_name
+from horo.runner.report import Ending, awaited, exit_code, ranges, report, root_cause, signal_name
 
 from horo._errors import HoroError
 
@@ -43,6 +44,8 @@ __all__ = ["run_job"]
 
 _STDERR_TAIL_BYTES = 16384
 _REMOTE_ANSWER_TIMEOUT_S = 5.0
+_CAUSE_S = 2.0
+"""How long to wait for the end of the rank that the first failure points at."""
 
 
 def run_job(job: Job, environment: Mapping[str, str]) -> int:
@@ -101,7 +104,10 @@ class _Supervisor:
         self._names: dict[int, str] = {}
         self._running: set[int] = set()
         self._stderr_tails: dict[int, bytes] = {}
+        self._notes: dict[int, NoteReader] = {}
         self._endings: list[Ending] = []
+        self._failing = False
+        self._reacted = False
         self._stopping = False
         self._error: JobError | None = None
         self._signal = 0
@@ -258,6 +264,9 @@ class _Supervisor:
     def _on_event(self, event: Event) -> None:
         if isinstance(event, Output):
             self._on_output(event)
+        elif isinstance(event, Noted):
+            self._notes.setdefault(event.rank, NoteReader()).feed(event.data)
+            self._stop_if_clear()
         elif isinstance(event, Exited):
             self._on_exit(event)
         else:
@@ -281,10 +290,12 @@ class _Supervisor:
 
     def _end(self, rank: int, *, code: int = 0, signal: int = 0, asked: bool = False, lost: str = "") -> None:
         tail = self._stderr_tails.get(rank, b"")
-        ending = Ending(rank, self._names[rank], code, signal, asked, lost, tail)
+        note = self._notes[rank].note if rank in self._notes else Note()
+        ending = Ending(rank, self._names[rank], code, signal, asked, lost, tail, note)
         self._endings.append(ending)
         if ending.failed and not asked:
-            self._stop()
+            self._fail()
+        self._stop_if_clear()
 
     def _on_remote(self) -> None:
         for index, remote in self._remotes.items():
@@ -345,6 +356,23 @@ class _Supervisor:
         if not self._stopping:
             self._error = error
         self._stop()
+
+    def _fail(self) -> None:
+        """A rank has failed: the others get a moment to see their error, and so does the cause if that is another."""
+        if self._failing or self._stopping:
+            return
+        self._failing = True
+        self._loop.call_later(self._job.failure_s, self._on_reacted)
+        self._loop.call_later(max(self._job.failure_s, _CAUSE_S), self._stop)
+
+    def _on_reacted(self) -> None:
+        self._reacted = True
+        self._stop_if_clear()
+
+    def _stop_if_clear(self) -> None:
+        """Ends the job once the others have had their moment and it is known who has failed first."""
+        if self._reacted and awaited(self._endings, {rank: each.note for rank, each in self._notes.items()}) is None:
+            self._stop()
 
     def _stop(self) -> None:
         """Ends the job on all hosts; later failures are not the cause."""

@@ -15,6 +15,7 @@ from horo._bootstrap.arena import Arena, join_arena
 from horo._bootstrap.console import prepare_log
 from horo._bootstrap.descriptors import close_all, close_setup, create_memory, create_wake
 from horo._bootstrap.directory import Directory, PeerAddress
+from horo._bootstrap.ending import EndNotes, culprit_of, describe_exception, script_line, watch_exceptions
 from horo._bootstrap.find import find_launch
 from horo._bootstrap.grouping import Grouping, Link, group_ranks
 from horo._bootstrap.identity import read_identity
@@ -30,7 +31,7 @@ from horo._bootstrap.store import StoreClient
 from horo._bootstrap.store_interface import Store, prefixed
 from horo._bootstrap.teams import add_team
 from horo._bootstrap.torch_store import open_torch_store
-from horo._config import Config, environment, read_config
+from horo._config import Config, LaunchVariables, environment, read_config, read_variables
 from horo._core import Context, arena_bytes, version
 from horo._errors import AbortedError, GroupError, HoroError, InternalError
 from horo._setup import MpiUse, Setup
@@ -75,7 +76,7 @@ class Job:
         mpi: through which the ranks met, None where they met otherwise.
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, notes: EndNotes | None = None) -> None:
         setup = connection.setup
         self.context = Context(setup)
         self.rank, self.size = setup.rank, setup.size
@@ -90,6 +91,7 @@ class Job:
             watch_loss(_find_loss)
             watch_end(self.mpi.mpi, _close_all)
         self.host_names = tuple(setup.host_name_of_rank)
+        self._notes = notes or EndNotes(None)
         self._pid = os.getpid()
         self._closed = False
         self._teams_begun = 0
@@ -101,6 +103,7 @@ class Job:
             self._closed = True
             _living.discard(self)
             self.note_loss()
+            self._notes.lost(culprit_of(self.context.health()))
             self.context.destroy()
 
     def add_team(self, ranks: Sequence[int]) -> int:
@@ -126,6 +129,17 @@ def _find_loss() -> HoroError | None:
     for job in list(_living):
         job.note_loss()
     return _losses[0] if _losses else None
+
+
+_end_notes: list[EndNotes] = []
+"""Of the last start."""
+
+
+def _on_exception(error: BaseException) -> None:
+    """An exception ends this process."""
+    culprits = [culprit_of(job.context.health()) for job in _living]
+    culprit = next((rank for rank in culprits if rank is not None), None)
+    _end_notes[-1].ended(describe_exception(error), script_line(error.__traceback__), culprit)
 
 
 def _close_all() -> None:
@@ -171,11 +185,15 @@ def start(environ: Mapping[str, str] | None = None, comm: Any = None) -> Job:
     config = read_config(environ)
     launch = find_launch(environ, config, comm)
     prepare_log(config.log_level, launch.rank)
+    notes = EndNotes(read_variables(LaunchVariables, environ).end_pipe, launch.ranks)
+    notes.joined()
+    _end_notes[:] = [notes]
+    watch_exceptions(_on_exception)
     starts = _starts.setdefault(launch, _Starts())
     starts.count += 1
     connection = connect(launch, config, starts.count, starts.leftovers)
     try:
-        return Job(connection)
+        return Job(connection, notes)
     except BaseException:
         close_setup(connection.setup)
         raise

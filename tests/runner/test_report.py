@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from horo.runner.report import Ending, exit_code, ranges, report, root_cause
+from horo.runner.notes import Note
+from horo.runner.report import Ending, awaited, exit_code, ranges, report, root_cause
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -50,6 +51,39 @@ def test_a_host_that_was_lost_is_the_cause_even_when_that_is_detected_later() ->
 def test_ranks_that_point_at_each_other_do_not_confuse() -> None:
     endings = [Ending(0, "h", code=1, stderr_tail=LOST % 1), Ending(1, "h", code=2, stderr_tail=LOST % 0)]
     assert root_cause(endings) in endings
+
+
+def test_what_a_rank_says_counts_more_than_its_last_words() -> None:
+    endings = [
+        Ending(0, "h1", code=1, stderr_tail=LOST % 3, note=Note(error="PeerLostError: x", points_at=2)),
+        Ending(3, "h2", code=4),
+        Ending(2, "h2", code=5, stderr_tail=LOST % 0, note=Note(error="ValueError: y")),
+    ]
+    assert root_cause(endings) == endings[2]
+
+
+def test_a_rank_that_said_its_own_error_is_the_cause_although_it_was_told_to_end() -> None:
+    late = Ending(1, "h", signal=15, asked=True, note=Note(error="ValueError: bad sample", where="train.py, line 7"))
+    endings = [Ending(0, "h", code=3, note=Note(points_at=1)), late]
+    assert root_cause(endings) == late
+    assert exit_code(late) == 1
+    assert report(late, endings) == (
+        b"hororun: rank 1 on h ended with ValueError: bad sample (train.py, line 7; killed by SIGTERM when told to "
+        b"end); the job was ended\nhororun: the others: rank 0 exited with code 3\n"
+    )
+
+
+def test_the_rank_that_the_first_failure_points_at_is_awaited_until_its_end_is_known() -> None:
+    first, second = Ending(0, "h", code=1, stderr_tail=LOST % 1), Ending(1, "h", code=1, note=Note(points_at=2))
+    assert awaited([], {}) is None
+    assert awaited([Ending(0, "h", code=1)], {}) is None
+    assert awaited([first], {}) == 1
+    assert awaited([first], {1: Note(joined=True)}) == 1
+    assert awaited([first], {1: Note(error="KeyError: 3")}) is None
+    assert awaited([first], {1: Note(error="PeerLostError: rank 2", points_at=2)}) == 2
+    assert awaited([first, second], {}) == 2
+    assert awaited([first, second, Ending(2, "h")], {}) is None
+    assert awaited([first, Ending(1, "h", code=1, note=Note(points_at=0))], {}) is None
 
 
 def test_without_a_failure_there_is_no_cause() -> None:

@@ -1,0 +1,136 @@
+"""The end of a rank by an exception: the other ranks and hororun are told which, and its traceback is kept short.
+
+Python calls ``sys.excepthook`` with the exception that ends the main thread. The hook that was there before prints the
+traceback first. hororun reads notes, a line of JSON each, from a pipe that it has given to the rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import stat
+import sys
+import sysconfig
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+
+from horo._errors import HoroError, InternalError
+
+__all__ = ["EndNotes", "culprit_of", "describe_exception", "script_line", "shorten_traceback", "watch_exceptions"]
+
+_TEXT_MAX = 200
+_HORO = str(Path(__file__).resolve().parents[1]) + os.sep
+_LIBRARIES = tuple(
+    {os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
+_CULPRIT = re.compile(r"rank (\d+)\b")
+
+
+class EndNotes:
+    """The pipe to hororun.
+
+    Args:
+        end_pipe: the value of ``HORO_END_PIPE``; None: there is none, and nothing is written.
+        ranks: the numbers that hororun has for the ranks of this job, where they are others.
+    """
+
+    def __init__(self, end_pipe: str | None, ranks: tuple[int, ...] | None = None) -> None:
+        self._ranks = ranks
+        self._fd = -1
+        fd, _, inode = (end_pipe or "").partition(":")
+        with contextlib.suppress(OSError, ValueError):
+            status = os.fstat(int(fd))
+            # What stands between hororun and this process may have closed it, and the number may be another file's.
+            if stat.S_ISFIFO(status.st_mode) and status.st_ino == int(inode):
+                self._fd = int(fd)
+
+    def joined(self) -> None:
+        """``init()`` was called."""
+        self._write({"joined": True})
+
+    def ended(self, error: str, where: str, culprit: int | None) -> None:
+        """An exception ends this rank; ``culprit``: the rank that ended the group before, if one has."""
+        self._write({"error": error, "where": where, "points_at": self._number(culprit)})
+
+    def lost(self, culprit: int | None) -> None:
+        """``culprit`` has ended the group."""
+        if culprit is not None:
+            self._write({"points_at": self._number(culprit)})
+
+    def _number(self, rank: int | None) -> int | None:
+        return rank if rank is None or self._ranks is None else self._ranks[rank]
+
+    def _write(self, note: dict[str, object]) -> None:
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):  # hororun is gone
+                os.write(self._fd, json.dumps(note).encode() + b"\n")
+
+
+def culprit_of(health: HoroError | None) -> int | None:
+    """The rank that the core's sentence about the end of the group begins with; None: it names none."""
+    found = _CULPRIT.match(str(health)) if health is not None else None
+    return int(found[1]) if found is not None else None
+
+
+def describe_exception(error: BaseException) -> str:
+    """``ValueError: bad sample in shard 7``: one line of printable characters, cut where it is long."""
+    try:
+        message = str(error)
+    except Exception:
+        message = "(its message cannot be made)"
+    name = type(error).__name__
+    line = f"{name}: {message}" if message else name
+    shown = (c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in line[: _TEXT_MAX + 1])
+    line = "".join(shown)
+    return line if len(line) <= _TEXT_MAX else line[: _TEXT_MAX - 3] + "..."
+
+
+def script_line(traceback: TracebackType | None) -> str:
+    """``train.py, line 7``: the innermost line that is of no library, else the innermost one; empty: there is none."""
+    places = []
+    while traceback is not None:
+        places.append((traceback.tb_frame.f_code.co_filename, traceback.tb_lineno))
+        traceback = traceback.tb_next
+    own = [place for place in places if not os.path.realpath(place[0]).startswith((_HORO, *_LIBRARIES))]
+    if not places:
+        return ""
+    file, line = (own or places)[-1]
+    return f"{Path(file).name}, line {line}"
+
+
+def shorten_traceback(error: BaseException) -> None:
+    """Cuts the frames inside horo off the end of the traceback of an error that horo raises about others.
+
+    Where the error was made says nothing to who reads it: the last line shown is the call of horo in the script.
+    """
+    if not isinstance(error, HoroError) or isinstance(error, InternalError):
+        return
+    last, frame = None, error.__traceback__
+    while frame is not None:
+        if not os.path.realpath(frame.tb_frame.f_code.co_filename).startswith(_HORO):
+            last = frame
+        frame = frame.tb_next
+    if last is not None:
+        last.tb_next = None
+
+
+@cache
+def watch_exceptions(tell: Callable[[BaseException], None]) -> None:
+    """From now on, ``tell`` is called with the exception that ends this process, after its traceback was printed."""
+    before, process = sys.excepthook, os.getpid()
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if os.getpid() != process or sys.flags.interactive or hasattr(sys, "ps1"):  # the process goes on
+            before(kind, error, traceback)
+            return
+        shorten_traceback(error)
+        try:
+            before(kind, error, error.__traceback__)
+        finally:
+            tell(error)
+
+    sys.excepthook = hook

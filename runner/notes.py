@@ -1,0 +1,73 @@
+"""What a rank says of its own end, on a pipe that it got from hororun; ``horo/_bootstrap/ending.py`` writes it."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, replace
+
+__all__ = ["PIPE_NAME", "Note", "NoteReader", "open_pipe"]
+
+PIPE_NAME = "HORO_END_PIPE"
+_LINE_MAX_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Note:
+    """All that a rank has said.
+
+    Attributes:
+        joined: it has called ``init()``.
+        error: the exception that ends it, ``ValueError: bad sample``; empty: none that horo knows of.
+        where: the line of the script, ``train.py, line 7``.
+        points_at: the rank that ended its group; None: none did.
+    """
+
+    joined: bool = False
+    error: str = ""
+    where: str = ""
+    points_at: int | None = None
+
+
+class NoteReader:
+    """Reads the lines of one rank; what is no note is passed over, since any program may inherit the pipe."""
+
+    def __init__(self) -> None:
+        self.note = Note()
+        self._held = b""
+
+    def feed(self, data: bytes) -> None:
+        """``data`` came from the pipe."""
+        *lines, held = (self._held + data).split(b"\n")
+        self._held = held[-_LINE_MAX_BYTES:]
+        for line in lines:
+            try:
+                values = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(values, dict):
+                self._take(values)
+
+    def _take(self, values: dict[str, object]) -> None:
+        points_at = values.get("points_at")
+        self.note = replace(
+            self.note,
+            joined=self.note.joined or values.get("joined") is True,
+            error=_text(values.get("error")) or self.note.error,
+            where=_text(values.get("where")) or self.note.where,
+            points_at=points_at if isinstance(points_at, int) else self.note.points_at,
+        )
+
+
+def _text(value: object) -> str:
+    return "".join(c if c.isprintable() else "?" for c in value) if isinstance(value, str) else ""
+
+
+def open_pipe() -> tuple[int, int, str]:
+    """A new pipe: its read end, its write end, and the variable by which a rank knows it again.
+
+    A descriptor alone could be another file by then: whatever stands between hororun and the rank may close it.
+    """
+    read_fd, write_fd = os.pipe()
+    os.set_blocking(read_fd, False)
+    return read_fd, write_fd, f"{write_fd}:{os.fstat(write_fd).st_ino}"

@@ -1,0 +1,120 @@
+"""One rank of a job in which one rank fails: ``failing_rank.py SEED``. ``Plan`` says what comes of a seed."""
+
+from __future__ import annotations
+
+import array
+import atexit
+import os
+import random
+import signal
+import sys
+import time
+from dataclasses import dataclass
+
+from horo._bootstrap import job as bootstrap
+from horo._core import DTYPES, OPS, REDUCE_OPS, RequestBuffer, Tensor
+from horo._errors import HorovodInternalError
+
+__all__ = ["CODES", "Plan"]
+
+CODES = {"raise": 1, "late": 1, "wrapped": 1, "exit": 7, "vanish": 9, "kill": 137, "fault": 139}
+"""How the rank fails, and what hororun exits with then."""
+ANSWERS = ("uncaught", "uncaught", "exit", "wrapped", "slow", "deaf", "leave")
+"""What a rank does that gets the error."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What happens in the job of a seed.
+
+    Attributes:
+        size: its ranks, the first half on one host, the others on another if ``hosts`` is 2.
+        hosts: 1 or 2, as far as horo can see.
+        culprit: the rank that fails.
+        way: one of ``CODES``.
+        steps: collectives before it does.
+        answers: of all ranks, one of ``ANSWERS`` each.
+    """
+
+    size: int
+    hosts: int
+    culprit: int
+    way: str
+    steps: int
+    answers: tuple[str, ...]
+
+    @classmethod
+    def of(cls, seed: int) -> Plan:
+        """The plan of a seed."""
+        draw = random.Random(seed)
+        size = draw.randint(2, 4)
+        answers = tuple(draw.choice(ANSWERS) for _ in range(size))
+        return cls(
+            size, draw.randint(1, 2), draw.randrange(size), draw.choice(list(CODES)), draw.randint(0, 5), answers
+        )
+
+    @property
+    def where(self) -> str:
+        """For ``-H``."""
+        first = self.size - self.size // 2
+        return f"one:{first},two:{self.size - first}" if self.hosts == 2 else f"localhost:{self.size}"
+
+
+def allreduce(job: bootstrap.Job, name: str) -> None:
+    values, result = array.array("f", [1.0]) * 100, array.array("f", [0.0]) * 100
+    tensor = Tensor(values.buffer_info()[0], result.buffer_info()[0], (100,), DTYPES["float32"])
+    job.context.finish(
+        job.context.submit(RequestBuffer.of(OPS["allreduce"], name, [tensor], reduce_op=REDUCE_OPS["sum"]))
+    )
+
+
+def fail(way: str) -> None:
+    if way == "late":
+        atexit.register(time.sleep, 0.5)  # a logger that flushes: the cause ends long after its victims
+    if way == "exit":
+        sys.exit(7)
+    if way == "vanish":
+        os._exit(9)
+    if way in ("kill", "fault"):
+        os.kill(os.getpid(), signal.SIGKILL if way == "kill" else signal.SIGSEGV)
+    try:
+        raise ValueError("bad sample in shard 7")
+    except ValueError as error:
+        if way == "wrapped":
+            raise RuntimeError("training failed") from error
+        raise
+
+
+def answer(how: str, error: HorovodInternalError) -> None:
+    if how == "exit":
+        sys.exit(3)
+    if how == "wrapped":
+        raise RuntimeError("rank 99 may know more") from error
+    if how == "slow":
+        time.sleep(0.3)
+    if how == "deaf":
+        time.sleep(60)
+    if how != "leave":
+        raise error
+
+
+def main(seed: int) -> None:
+    plan = Plan.of(seed)
+    if plan.hosts == 2:
+        os.environ["HORO_HOST_ID"] = os.environ["HOROVOD_HOSTNAME"]
+    job = bootstrap.start()
+    atexit.register(job.close)
+    try:
+        for step in range(plan.steps):
+            allreduce(job, f"step {step}")
+        if job.rank == plan.culprit:
+            fail(plan.way)
+        allreduce(job, "last")
+        allreduce(job, "not reached")
+    except HorovodInternalError as error:
+        print(f"{type(error).__name__}: {error}")
+        answer(plan.answers[job.rank], error)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

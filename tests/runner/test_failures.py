@@ -1,0 +1,81 @@
+"""Jobs in which a rank fails: hororun names that rank and nobody else, and the others see why."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from blame import find_wrong
+from jobs import Flags, Hororun
+
+RANK = """
+import atexit, os, sys, time
+from horo._bootstrap import job as bootstrap
+job = bootstrap.start()
+atexit.register(job.close)
+"""
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_random_failure_is_blamed_on_its_rank(hororun: Hororun, seed: int) -> None:
+    assert find_wrong(seed, hororun.remote_shell) == ""
+
+
+def test_an_exception_is_reported_with_its_line_and_shown_once(hororun: Hororun, where: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(RANK + "if job.rank == 1:\n    raise ValueError('bad sample')\ntime.sleep(60)\n")
+    done = hororun.run("-np", "2", "--failure-seconds", "0.1", "train.py", where=where, cwd=tmp_path)
+    host = "localhost" if where.startswith("localhost") else "one"
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "[1] Traceback (most recent call last):",
+        f'[1]   File "{script}", line 7, in <module>',
+        "[1]     raise ValueError('bad sample')",
+        "[1] ValueError: bad sample",
+        f"hororun: rank 1 on {host} ended with ValueError: bad sample (train.py, line 7; exited with code 1); "
+        "the job was ended",
+        "hororun: the others: rank 0 killed by SIGTERM when told to end",
+    ]
+
+
+def test_the_others_get_a_moment_before_they_are_told_to_end(hororun: Hororun, where: str, flags: Flags) -> None:
+    script = f"test $RANK = 0 && exit 7; while kill -0 {{}} 2> /dev/null; do :; done; : > {flags.folder}/saved.$RANK"
+    script = script.format(f"$(cat {flags.folder}/pid)")
+    script = f"test $RANK = 0 && echo $$ > {flags.folder}/pid; while ! test -s {flags.folder}/pid; do :; done\n{script}"
+    done = hororun.run("-np", "2", "--failure-seconds", "30", "--", "sh", "-c", script, where=where)
+    assert done.returncode == 7
+    assert done.stderr.splitlines()[-1] == "hororun: the others: rank 1 exited with code 0"
+    flags.wait(["saved.1"])
+
+
+def test_a_rank_that_ends_long_after_its_victim_is_the_cause(hororun: Hororun, where: str, tmp_path: Path) -> None:
+    # Its end takes longer than hororun waits for it; what it has said is enough.
+    script = RANK.replace("job =", "if os.environ['RANK'] == '1':\n    atexit.register(time.sleep, 60)\njob =")
+    script += "if job.rank == 1:\n    raise ValueError('bad sample')\n"
+    script += "while job.context.health() is None:\n    time.sleep(0.01)\nsys.exit(3)\n"
+    (tmp_path / "train.py").write_text(script)
+    done = hororun.run("-np", "2", "--failure-seconds", "0", "train.py", where=where, cwd=tmp_path)
+    assert done.returncode == 1
+    host = "localhost" if where.startswith("localhost") else "one"
+    assert done.stderr.splitlines()[-2:] == [
+        f"hororun: rank 1 on {host} ended with ValueError: bad sample (train.py, line 9; killed by SIGTERM when told "
+        "to end); the job was ended",
+        "hororun: the others: rank 0 exited with code 3",
+    ]
+
+
+def test_hororun_does_not_wait_for_a_rank_that_goes_on(hororun: Hororun, where: str) -> None:
+    last = "horo._errors.StalledError: rank 0 (h) has not done its part for 3 s"
+    script = f"test $RANK = 0 && exec sleep 60; echo '{last}' >&2; exit 5"
+    done = hororun.run("-np", "2", "--failure-seconds", "0", "--", "sh", "-c", script, where=where)
+    assert done.returncode == 5
+    assert f"  | {last}\n" in done.stderr
+
+
+def test_notes_pass_through_a_shell(hororun: Hororun, where: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(RANK + "raise ValueError('x')\n")
+    command = ["sh", "-c", f"{sys.executable} train.py 2> /dev/null"]
+    done = hororun.run("-np", "1", "--", *command, where=where, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "ended with ValueError: x (train.py, line 6; exited with code 1)" in done.stderr
