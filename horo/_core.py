@@ -301,6 +301,13 @@ class Context:
         if self._context != ffi.NULL:
             lib.horo_after_fork(self._context)
 
+    def end(self, words: str) -> None:
+        """Ends the group for all ranks: the program of this rank has ended with an error, which ``words`` describe.
+
+        Does nothing where the group has ended already.
+        """
+        lib.horo_end(self._context, words.encode("utf-8", "replace").replace(b"\0", b" "))
+
     def destroy(self) -> None:
         """Leaves the group and frees everything; idempotent."""
         self._final_counters = self.counters()

@@ -1,7 +1,8 @@
 """Counts wrong roots among random failures: ``python tests/blame.py [--jobs 1000] [--seed 0] [--at-once 2]``.
 
 Each job has one rank that fails (``failing_rank.Plan``), and others that answer to its end in one way or another.
-hororun must name that rank and exit with its code. Prints what differs; the exit code is 1 if anything does.
+hororun must name that rank and exit with its code, and the others must be told the exception. Prints what differs; the
+exit code is 1 if anything does.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from failing_rank import CODES, Plan
+from failing_rank import CODES, EXCEPTIONS, Plan
 from jobs import make_remote_shell
 
 __all__ = ["find_wrong"]
@@ -38,7 +39,10 @@ def find_wrong(seed: int, remote_shell: str) -> str:
         timeout=_JOB_S,
     )
     named = re.findall(r"^hororun: rank (\d+) on .*; the job was ended$", done.stderr, re.MULTILINE)
-    if (named, done.returncode) == ([str(plan.culprit)], CODES[plan.way]):
+    told = [line for line in done.stdout.splitlines() if f"rank {plan.culprit} (" not in line]
+    if plan.way in EXCEPTIONS:
+        told = [line for line in done.stdout.splitlines() if EXCEPTIONS[plan.way] not in line]
+    if (named, done.returncode, told) == ([str(plan.culprit)], CODES[plan.way], []):
         return ""
     return f"seed {seed}: {plan}: ranks {named}, code {done.returncode}:\n{done.stdout}{done.stderr}"
 

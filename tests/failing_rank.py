@@ -15,10 +15,16 @@ from horo._bootstrap import job as bootstrap
 from horo._core import DTYPES, OPS, REDUCE_OPS, RequestBuffer, Tensor
 from horo._errors import HorovodInternalError
 
-__all__ = ["CODES", "Plan"]
+__all__ = ["CODES", "EXCEPTIONS", "Plan"]
 
 CODES = {"raise": 1, "late": 1, "wrapped": 1, "exit": 7, "vanish": 9, "kill": 137, "fault": 139}
 """How the rank fails, and what hororun exits with then."""
+EXCEPTIONS = {
+    "raise": "ValueError: bad sample in shard 7",
+    "late": "ValueError: bad sample in shard 7",
+    "wrapped": "RuntimeError: training failed",
+}
+"""What the others are told where an exception ends the rank."""
 ANSWERS = ("uncaught", "uncaught", "exit", "wrapped", "slow", "deaf", "leave")
 """What a rank does that gets the error."""
 

@@ -139,7 +139,10 @@ def _on_exception(error: BaseException) -> None:
     """An exception ends this process."""
     culprits = [culprit_of(job.context.health()) for job in _living]
     culprit = next((rank for rank in culprits if rank is not None), None)
-    _end_notes[-1].ended(describe_exception(error), script_line(error.__traceback__), culprit)
+    text = describe_exception(error)
+    _end_notes[-1].ended(text, script_line(error.__traceback__), culprit)
+    for job in list(_living):
+        job.context.end(text)
 
 
 def _close_all() -> None:

@@ -299,7 +299,7 @@ enum { HORO_NAME_MAX = 1023, HORO_MESSAGE_MAX = 1024, HORO_DIMS_MAX = 64, HORO_E
 enum { HORO_SOCKETS_PER_PEER_MAX = 8, HORO_TEAMS_MAX = 64 };
 enum { HORO_MPI_STATUS_MAX = 128, HORO_MPI_MESSAGE_MAX = 1 << 30 };
 
-/* "0.1.0+abi11": ranks compare it at init and refuse to mix. */
+/* "0.1.0+abi12": ranks compare it at init and refuse to mix. */
 HORO_API const char *horo_version(void);
 HORO_API const char *horo_status_name(int status);
 HORO_API size_t horo_dtype_bytes(int dtype);
@@ -325,6 +325,14 @@ HORO_API int horo_create(const horo_setup *setup, horo_context **context, char *
  * which ends the group at once. No other call may be running or follow. NULL is allowed.
  */
 HORO_API void horo_destroy(horo_context *context);
+
+/*
+ * Ends the group for all ranks at once: the program of this rank has ended with an error, which the sentence `words`
+ * describes (255 bytes of it count). Every pending and later request gets HORO_ERR_PEER_LOST with these words, here and
+ * elsewhere. Returns at once; the background thread tells other hosts, and horo_destroy waits for that for a moment.
+ * Does nothing where the group has ended already, and in a forked child.
+ */
+HORO_API void horo_end(horo_context *context, const char *words);
 
 /* In a forked child: closes the child's copies of all descriptors; every later call says HORO_ERR_FORKED. */
 HORO_API void horo_after_fork(horo_context *context);

@@ -15,7 +15,7 @@ struct horo_context {
 
 /* Changes with anything that ranks must agree on: arena layout, wire format, handshake. */
 HORO_API const char *horo_version(void) {
-    return "0.1.0+abi11";
+    return "0.1.0+abi12";
 }
 
 HORO_API uint64_t horo_arena_bytes(int32_t local_size, uint64_t segment_bytes, int32_t teams) {
@@ -90,6 +90,12 @@ HORO_API void horo_destroy(horo_context *context) {
     hr_node_fini(&context->node);
     hr_owner_fini(&context->owner);
     free(context);
+}
+
+HORO_API void horo_end(horo_context *context, const char *words) {
+    if (context != NULL && hr_owner_is_here(&context->owner) && hr_engine_end(&context->engine).code == HORO_OK) {
+        hr_node_end(&context->node, context->node.rank, words, strlen(words));
+    }
 }
 
 HORO_API void horo_after_fork(horo_context *context) {

@@ -269,6 +269,15 @@ def test_leaves_round_trip(wire: Wire, rank: int) -> None:
     assert (code, message.type, message.rank) == (OK, oracle.LEAVE, rank)
 
 
+@given(rank=ranks, text=texts)
+def test_last_words_round_trip(wire: Wire, rank: int, text: bytes) -> None:
+    data = wire.written(wire.lib.shim_wire_put_ended, rank, wire.text(text))
+    assert data == oracle.ended_message(rank, text)
+    assert wire.status(data) == OK
+    code, message = wire.decode(data)
+    assert (code, message.type, message.rank) == (OK, oracle.ENDED, rank)
+
+
 @given(status=errors, name=names | st.just(""), text=texts)
 def test_failures_round_trip(wire: Wire, status: int, name: str, text: bytes) -> None:
     data = wire.written(wire.lib.shim_wire_put_fail, status, wire.text(name.encode()), wire.text(text))
@@ -385,6 +394,9 @@ NAME_AT, COUNT_AT, DTYPE_AT, WIRE_AT, NDIM_AT, EXTENT_AT = 25, 27, 31, 32, 33, 3
             "loss without a reason": oracle.lost_message(1, -40, 0),
             "loss with an unknown reason": oracle.lost_message(1, -40, 7),
             "loss with the digit of a reason": oracle.lost_message(1, -40, ord("1")),
+            "negative rank ended": oracle.ended_message(-1, b"x"),
+            "last words longer than the message": oracle.ended_message(1, b"x" * 9)[:-1],
+            "more than last words": oracle.ended_message(1, b"x") + b"y",
             "negative rank leaves": oracle.leave_message(-1),
             "negative rank is done": oracle.done_message(-1),
             "data of no tensor": oracle.data_message(oracle.DATA, 0, b"x"),

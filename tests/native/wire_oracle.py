@@ -6,7 +6,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-IDS, REQUEST, LOST, LEAVE, BATCH, FAIL, DONE, DATA, RESULT, ROWS = range(1, 11)
+IDS, REQUEST, LOST, LEAVE, BATCH, FAIL, DONE, DATA, RESULT, ROWS, ENDED = range(1, 12)
 ALLREDUCE, ALLGATHER, BROADCAST, BARRIER, ADD_TEAM, REMOVE_TEAM = range(6)
 REDUCE_OPS = (0, 1, 3, 4, 5)
 TRANSIENT = 2
@@ -116,6 +116,11 @@ def done_message(rank: int) -> bytes:
     return struct.pack("<Bi", DONE, rank)
 
 
+def ended_message(rank: int, text: bytes) -> bytes:
+    """ENDED."""
+    return struct.pack("<BiH", ENDED, rank, len(text)) + text
+
+
 def leave_message(rank: int) -> bytes:
     """LEAVE."""
     return struct.pack("<Bi", LEAVE, rank)
@@ -165,5 +170,7 @@ def samples() -> dict[str, bytes]:
         "lost-unknown": lost_message(-1, -41, 4),
         "data": data_message(DATA, 4097, b"\0\0\x80?"),
         "result": data_message(RESULT, 0xFFFFFFFF, bytes(300)),
+        "ended": ended_message(3, b"ValueError: bad sample"),
+        "ended-silent": ended_message(0x7FFFFFFF, b""),
     }
     return result

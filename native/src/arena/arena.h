@@ -28,6 +28,7 @@ enum {
     HR_REQUEST_RING_BYTES = 1 << 16, /* a power of two */
     HR_LOG_RING_BYTES = 1 << 18,     /* a power of two */
     HR_PHASE_COUNT = 6,
+    HR_LAST_WORDS_MAX = 255, /* bytes */
 };
 
 /* Why the group ended; kept in one word so that it can be set once by compare-and-swap. */
@@ -79,6 +80,10 @@ struct hr_arena_block {
     _Alignas(HR_LINE) _Atomic uint64_t pending[HR_PENDING_MAX]; /* hashes of names submitted and not done, 0: free */
     /* names pending that found no place: while there are any, absence proves nothing */
     _Atomic uint32_t pending_hidden;
+    /* 1 + the rank whose last words stand in `words`, 0: none; see last_words.h */
+    _Alignas(HR_LINE) _Atomic uint32_t words_of_rank;
+    _Atomic uint32_t words_claimed;
+    char words[HR_LAST_WORDS_MAX + 1];
 };
 
 struct hr_partition_header {

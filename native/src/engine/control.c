@@ -1,6 +1,8 @@
 /* What leaders say to one another: the links along the tree of hosts, the messages on them, and the end of both. */
 #include <stdlib.h>
+#include <string.h>
 
+#include "arena/last_words.h"
 #include "engine/engine.h"
 #include "node/linked.h"
 
@@ -55,6 +57,10 @@ static int handle_message(struct hr_lane *lane, int link_index, const struct hr_
     }
     if (message->type == HR_WIRE_LOST) {
         hr_node_abort(lane->node, message->status, message->rank, message->reason);
+        return HORO_OK;
+    }
+    if (message->type == HR_WIRE_ENDED) {
+        hr_node_end(lane->node, message->rank, message->text.data, message->text.bytes);
         return HORO_OK;
     }
     if (!from_parent) {
@@ -157,6 +163,14 @@ int hr_leader_tell_done(struct hr_lane *lane) {
     return HORO_OK;
 }
 
+static int put_end(struct hr_lane *lane, struct hr_buffer *out, struct hr_abort end) {
+    const char *words = end.reason == HR_REASON_ENDED ? hr_arena_last_words(&lane->node->arena, end.rank) : NULL;
+    if (words != NULL) {
+        return hr_wire_put_ended(out, end.rank, (struct hr_wire_text){.data = words, .bytes = strlen(words)});
+    }
+    return hr_wire_put_lost(out, end.rank, end.code, end.reason == HR_REASON_ENDED ? HR_REASON_EXITED : end.reason);
+}
+
 /* Each leader passes an abort on once, to all its neighbours. */
 static int tell_abort(struct hr_lane *lane) {
     const struct hr_abort end = hr_arena_aborted(&lane->node->arena);
@@ -171,7 +185,7 @@ static int tell_abort(struct hr_lane *lane) {
             continue;
         }
         HR_TRY(hr_frame_begin(&link->out, &mark));
-        HR_TRY(hr_wire_put_lost(&link->out, end.rank, end.code, end.reason));
+        HR_TRY(put_end(lane, &link->out, end));
         hr_frame_end(&link->out, mark);
     }
     return 1;

@@ -241,6 +241,9 @@ static int turn_leaving(struct hr_engine *engine) {
     if (engine->driver.stage > HR_ENGINE_CLOSING || !atomic_load(&engine->driver.stop)) {
         return HORO_OK;
     }
+    if (hr_drive_is_aborted(engine)) {
+        return HORO_OK; /* a LEAVE would overtake the reason of a rank that has ended the group itself */
+    }
     const int64_t now_ns = hr_now_ns();
     if (!hr_engine_world(engine)->announcer.has_asked_to_leave) {
         const int announced = hr_engine_announce(engine); /* what was submitted before is announced before */

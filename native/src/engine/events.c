@@ -69,7 +69,9 @@ void hr_engine_show_events(struct hr_engine *engine, int level) {
 
 void hr_engine_show_end(struct hr_engine *engine) {
     hr_engine_note_end(engine); /* nobody need have driven since */
-    if (hr_engine_end(engine).reason != HR_REASON_LEFT && !atomic_exchange(&engine->node->recorder.end_shown, 1)) {
+    const enum hr_abort_reason reason = hr_engine_end(engine).reason;
+    const int is_explained = reason == HR_REASON_LEFT || reason == HR_REASON_ENDED;
+    if (!is_explained && !atomic_exchange(&engine->node->recorder.end_shown, 1)) {
         hr_engine_show_events(engine, HORO_LOG_ERROR);
     }
 }

@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "arena/last_words.h"
 #include "engine/engine.h"
 
 struct hr_abort hr_engine_end(const struct hr_engine *engine) {
@@ -37,6 +38,12 @@ void hr_engine_describe_end(const struct hr_engine *engine, struct hr_abort end,
         (void)snprintf(text, text_bytes, "%s has not done its part for %g s", who,
                        (double)node->stall_shutdown_ns / 1e9);
         return;
+    case HR_REASON_ENDED: {
+        const char *words = hr_arena_last_words(&node->arena, end.rank);
+        (void)snprintf(text, text_bytes, "%s ended with %s", end.rank == node->rank ? "this rank" : who,
+                       words != NULL ? words : "an error");
+        return;
+    }
     case HR_REASON_LEFT:
         if (end.rank == node->rank) {
             (void)snprintf(text, text_bytes, "horo was shut down on this rank before the operation finished");

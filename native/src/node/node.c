@@ -6,6 +6,8 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include "arena/last_words.h"
+
 char *hr_node_name_rank(const struct hr_node *node, int rank, char *out, size_t out_bytes) {
     if (rank < 0 || rank >= node->size) {
         (void)snprintf(out, out_bytes, "a rank");
@@ -47,6 +49,11 @@ void hr_node_abort(struct hr_node *node, int code, int rank, enum hr_abort_reaso
     for (int i = 0; i < node->local_size; i++) {
         write_event(node, i); /* my own too: the caller need not be the driver */
     }
+}
+
+void hr_node_end(struct hr_node *node, int rank, const char *words, size_t bytes) {
+    hr_arena_keep_last_words(&node->arena, rank, words, bytes);
+    hr_node_abort(node, HORO_ERR_PEER_LOST, rank, HR_REASON_ENDED);
 }
 
 void hr_node_call(struct hr_node *node) {

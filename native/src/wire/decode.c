@@ -257,6 +257,11 @@ static void read_body(struct reader *reader, struct hr_wire_message *message) {
         message->reason = read_reason(reader);
         require(reader, message->rank >= -1 && message->status < 0);
         break;
+    case HR_WIRE_ENDED:
+        message->rank = read_i32(reader);
+        message->text = read_str16(reader);
+        require(reader, message->rank >= 0);
+        break;
     case HR_WIRE_LEAVE:
     case HR_WIRE_DONE:
         message->rank = read_i32(reader);

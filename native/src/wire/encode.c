@@ -205,6 +205,15 @@ int hr_wire_put_lost(struct hr_buffer *out, int rank, int status, enum hr_abort_
     return finish(out, at);
 }
 
+int hr_wire_put_ended(struct hr_buffer *out, int rank, struct hr_wire_text text) {
+    uint8_t *at = begin(out, 1 + 4 + str16_bytes(text));
+    if (at == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    *at++ = HR_WIRE_ENDED;
+    return finish(out, write_str16(write_i32(at, rank), text));
+}
+
 int hr_wire_put_data(struct hr_buffer *out, enum hr_wire_type type, uint32_t id, const void *data, size_t bytes) {
     uint8_t *at = bytes > HR_WIRE_DATA_MAX ? NULL : begin(out, 1 + 4 + 4 + bytes);
     if (at == NULL) {

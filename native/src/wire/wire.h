@@ -11,6 +11,7 @@
  *   DATA     u32 id, u32 n, n bytes                        RESULT   u32 id, u32 n, n bytes
  *   REQUEST  i32 origin, i32 status, str16 text, rows, request
  *   LOST     i32 rank, i32 status, u8 reason      (both directions; enum hr_abort_reason; rank -1: nobody knows which)
+ *   ENDED    i32 rank, str16 text                 (both directions; the last words of a rank that has ended the group)
  *   LEAVE    i32 rank                             (both directions)
  *   DONE     i32 rank                             (both directions)
  *
@@ -52,6 +53,7 @@ enum hr_wire_type {
     HR_WIRE_DATA = 8,
     HR_WIRE_RESULT = 9,
     HR_WIRE_ROWS = 10,
+    HR_WIRE_ENDED = 11,
 };
 
 enum {
@@ -105,7 +107,7 @@ struct hr_wire_request {
 
 struct hr_wire_message {
     enum hr_wire_type type;
-    int rank;   /* LOST (-1: unknown), LEAVE, DONE; REQUEST: the origin */
+    int rank;   /* LOST (-1: unknown), ENDED, LEAVE, DONE; REQUEST: the origin */
     int status; /* LOST, FAIL, REQUEST */
     enum hr_abort_reason reason; /* LOST */
     struct hr_wire_text name; /* FAIL */
@@ -156,6 +158,7 @@ int hr_wire_put_rows(struct hr_buffer *out, uint32_t id, struct hr_wire_rows row
 int hr_wire_put_request(struct hr_buffer *out, int origin, int status, struct hr_wire_text text,
                         struct hr_wire_rows rows, const void *request, size_t request_bytes);
 int hr_wire_put_lost(struct hr_buffer *out, int rank, int status, enum hr_abort_reason reason);
+int hr_wire_put_ended(struct hr_buffer *out, int rank, struct hr_wire_text text);
 /* DATA: an announcement by id, with what it is about; RESULT: a record of one cached tensor, with what all get. */
 int hr_wire_put_data(struct hr_buffer *out, enum hr_wire_type type, uint32_t id, const void *data, size_t bytes);
 int hr_wire_put_leave(struct hr_buffer *out, int rank);

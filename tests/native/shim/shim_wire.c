@@ -92,6 +92,11 @@ int64_t shim_wire_put_lost(int rank, int status, int reason, void *out, size_t o
     return finish(&buffer, hr_wire_put_lost(&buffer, rank, status, (enum hr_abort_reason)reason), out, out_bytes);
 }
 
+int64_t shim_wire_put_ended(int rank, shim_text text, void *out, size_t out_bytes) {
+    struct hr_buffer buffer = used_buffer();
+    return finish(&buffer, hr_wire_put_ended(&buffer, rank, to_core(text)), out, out_bytes);
+}
+
 int64_t shim_wire_put_leave(int rank, void *out, size_t out_bytes) {
     struct hr_buffer buffer = used_buffer();
     return finish(&buffer, hr_wire_put_leave(&buffer, rank), out, out_bytes);

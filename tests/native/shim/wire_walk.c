@@ -126,6 +126,9 @@ static int encode_again(const struct hr_wire_message *message, struct hr_buffer 
     case HR_WIRE_RESULT:
         touch((struct hr_wire_text){(const char *)message->data, message->data_bytes});
         return hr_wire_put_data(out, message->type, message->id, message->data, message->data_bytes);
+    case HR_WIRE_ENDED:
+        touch(message->text);
+        return hr_wire_put_ended(out, message->rank, message->text);
     case HR_WIRE_LEAVE: return hr_wire_put_leave(out, message->rank);
     case HR_WIRE_DONE: return hr_wire_put_done(out, message->rank);
     case HR_WIRE_FAIL: return hr_wire_put_fail(out, message->status, message->name, message->text);
