@@ -119,7 +119,9 @@ class _Agent:
             self._ranks.terminate()
         elif frame.kind == Kind.KILL and self._ranks:
             self._ranks.kill()
-        elif frame.kind not in (Kind.PING, Kind.TERMINATE, Kind.KILL):
+        elif frame.kind == Kind.INTERRUPT and self._ranks:
+            self._ranks.interrupt()
+        elif frame.kind not in (Kind.PING, Kind.TERMINATE, Kind.KILL, Kind.INTERRUPT):
             raise FrameError(f"{frame.kind.name} is not for agents")
 
     def _start(self, job: dict[str, Any]) -> None:

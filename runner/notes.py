@@ -18,12 +18,14 @@ class Note:
 
     Attributes:
         joined: it has called ``init()``.
+        awaits_all: that waits for all ranks of the job.
         error: the exception that ends it, ``ValueError: bad sample``; empty: none that horo knows of.
         where: the line of the script, ``train.py, line 7``.
         points_at: the rank that ended its group; None: none did.
     """
 
     joined: bool = False
+    awaits_all: bool = False
     error: str = ""
     where: str = ""
     points_at: int | None = None
@@ -53,6 +55,7 @@ class NoteReader:
         self.note = replace(
             self.note,
             joined=self.note.joined or values.get("joined") is True,
+            awaits_all=self.note.awaits_all or values.get("awaits_all") is True,
             error=_text(values.get("error")) or self.note.error,
             where=_text(values.get("where")) or self.note.where,
             points_at=points_at if isinstance(points_at, int) else self.note.points_at,

@@ -73,8 +73,8 @@ class _Rank:
 class HostRanks:
     """Runs the ranks of one host in a loop and tells ``emit`` what happens.
 
-    The life of it: ``start``, perhaps ``terminate`` or ``kill``, until ``finished``: no rank runs and nothing of what
-    they left behind does.
+    The life of it: ``start``, perhaps ``interrupt``, ``terminate`` or ``kill``, until ``finished``: no rank runs and
+    nothing of what they left behind does.
     """
 
     def __init__(self, loop: Loop, guard: Guard, tree: Tree, grace_s: float, emit: Callable[[Event], None]) -> None:
@@ -141,6 +141,20 @@ class HostRanks:
         if self._asked:
             return
         self._asked = True
+        self._terminate_rest()
+
+    def interrupt(self) -> None:
+        """SIGINT to every rank and its process group; after the grace time SIGTERM, after it again SIGKILL."""
+        if self._asked:
+            return
+        self._asked = True
+        self._signal_groups(signal.SIGINT)
+        self._loop.call_later(self._grace_s, self._terminate_rest)
+        self._end_remaining_processes()
+
+    def _terminate_rest(self) -> None:
+        if self.finished:
+            return
         self._signal_groups(signal.SIGTERM)
         self._kill_at_s = time.monotonic() + self._grace_s
         self._loop.call_later(self._grace_s, self.kill)

@@ -99,6 +99,13 @@ class RemoteHost:
         else:
             self.hang_up()
 
+    def interrupt(self) -> None:
+        """As ``terminate``, with SIGINT first."""
+        if self.job_sent:
+            self._send(encode(Kind.INTERRUPT))
+        else:
+            self.hang_up()
+
     def kill(self) -> None:
         """Asks the agent to kill its ranks at once."""
         if self.job_sent:

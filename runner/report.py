@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from horo.runner.config import EXIT_UNREACHABLE
 from horo.runner.notes import Note
 
-__all__ = ["Ending", "awaited", "exit_code", "ranges", "report", "root_cause", "signal_name"]
+__all__ = ["Ending", "awaited", "exit_code", "how_it_ended", "ranges", "report", "root_cause", "signal_name"]
 
 _LAST_LINES = 20
 _POINTS_AT = re.compile(rb"(?:PeerLost|Aborted|Stalled)Error: [^\n]*?\brank (\d+)")
@@ -118,16 +118,16 @@ def report(cause: Ending, endings: Iterable[Ending]) -> bytes:
     """
     note = cause.note
     if note.error and not cause.lost:
-        how = f"ended with {note.error} ({'; '.join(filter(None, (note.where, _how(cause))))})"
+        how = f"ended with {note.error} ({'; '.join(filter(None, (note.where, how_it_ended(cause))))})"
     else:
-        how = ("was " if cause.lost or cause.signal else "") + _how(cause)
+        how = ("was " if cause.lost or cause.signal else "") + how_it_ended(cause)
     text = f"hororun: rank {cause.rank} on {cause.host} {how}; the job was ended\n".encode("utf-8", "replace")
     if not note.error:
         text += _last_lines(cause)
     groups: dict[str, list[int]] = {}
     for ending in sorted(endings, key=lambda each: each.rank):
         if ending.rank != cause.rank:
-            groups.setdefault(_how(ending), []).append(ending.rank)
+            groups.setdefault(how_it_ended(ending), []).append(ending.rank)
     others = [f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)} {how}" for how, ranks in groups.items()]
     return text + (f"hororun: the others: {'; '.join(others)}\n".encode() if others else b"")
 
@@ -159,7 +159,8 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _how(ending: Ending) -> str:
+def how_it_ended(ending: Ending) -> str:
+    """``exited with code 7``, ``killed by SIGSEGV``."""
     asked = " when told to end" if ending.asked else ""
     if ending.lost:
         return f"lost with its host ({ending.lost})"

@@ -18,6 +18,7 @@ from horo.runner.console import Console
 from horo.runner.environment import common_variables, forwarded, places_ranks, rank_variables, tunes_malloc
 from horo.runner.host_addresses import HostAddresses, find_addresses, store_addresses
 from horo.runner.hosts import Host, written
+from horo.runner.joining import Joining, side_by_side
 from horo.runner.launch_method import LaunchMethod
 from horo.runner.loop import Loop
 from horo.runner.machine import core_count, default_slots
@@ -100,6 +101,7 @@ class _Supervisor:
         self._local: HostRanks | None = None
         self._remotes: dict[int, RemoteHost] = {}  # by index of the host
         self._store: StoreServer | None = None
+        self._joining: Joining | None = None
         self._host_of_rank: dict[int, int] = {}
         self._names: dict[int, str] = {}
         self._running: set[int] = set()
@@ -200,6 +202,7 @@ class _Supervisor:
         addresses, by_host = store_addresses(list(routes.values()))
         secret = secrets.token_bytes(32)
         self._store = StoreServer(addresses, secret, self._job.store_port, self._console.say)
+        self._joining = Joining(self._store, secret, self._id)
         endpoints = {endpoint.address: str(endpoint) for endpoint in self._store.endpoints}
         self._console.explain(f"key-value server at {', '.join(endpoints.values())}")
         stores = {
@@ -265,12 +268,18 @@ class _Supervisor:
         if isinstance(event, Output):
             self._on_output(event)
         elif isinstance(event, Noted):
-            self._notes.setdefault(event.rank, NoteReader()).feed(event.data)
-            self._stop_if_clear()
+            self._on_note(event)
         elif isinstance(event, Exited):
             self._on_exit(event)
         else:
             self._console.explain(f"rank {event.rank} on {self._names[event.rank]} runs as process {event.pid}")
+
+    def _on_note(self, event: Noted) -> None:
+        reader = self._notes.setdefault(event.rank, NoteReader())
+        reader.feed(event.data)
+        if self._joining is not None:
+            self._joining.on_note(reader.note)
+        self._stop_if_clear()
 
     def _on_output(self, event: Output) -> None:
         if event.stream == 2:
@@ -293,6 +302,8 @@ class _Supervisor:
         note = self._notes[rank].note if rank in self._notes else Note()
         ending = Ending(rank, self._names[rank], code, signal, asked, lost, tail, note)
         self._endings.append(ending)
+        if self._joining is not None:
+            self._joining.on_end(ending)
         if ending.failed and not asked:
             self._fail()
         self._stop_if_clear()
@@ -381,9 +392,14 @@ class _Supervisor:
         self._stopping = True
         if self._paused:
             self._pause(False)
+        interrupted = self._signal == signal.SIGINT
         for host in self._places():
-            host.terminate()
-        self._loop.call_later(self._job.grace_s + _REMOTE_ANSWER_TIMEOUT_S, self._give_up_hosts)
+            if interrupted:
+                host.interrupt()
+            else:
+                host.terminate()
+        grace_s = self._job.grace_s * (2 if interrupted else 1)
+        self._loop.call_later(grace_s + _REMOTE_ANSWER_TIMEOUT_S, self._give_up_hosts)
 
     def _give_up_hosts(self) -> None:
         for remote in self._remotes.values():
@@ -405,6 +421,9 @@ class _Supervisor:
             self._console.say(f"{signal_name(self._signal)}: {what}")
             return 128 + self._signal
         if cause is None:
+            remark = side_by_side(self._job.command, self._endings, self._store)
+            if remark:
+                self._console.say(remark)
             return 0
         self._console.say_lines(report(cause, self._endings))
         return exit_code(cause)

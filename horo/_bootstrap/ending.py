@@ -50,7 +50,7 @@ class EndNotes:
 
     def joined(self) -> None:
         """``init()`` was called."""
-        self._write({"joined": True})
+        self._write({"joined": True, "awaits_all": self._ranks is None})
 
     def ended(self, error: str, where: str, culprit: int | None) -> None:
         """An exception ends this rank; ``culprit``: the rank that ended the group before, if one has."""

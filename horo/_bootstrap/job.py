@@ -141,6 +141,8 @@ def _on_exception(error: BaseException) -> None:
     culprit = next((rank for rank in culprits if rank is not None), None)
     text = describe_exception(error)
     _end_notes[-1].ended(text, script_line(error.__traceback__), culprit)
+    if isinstance(error, KeyboardInterrupt):
+        return  # Ctrl-C comes to all ranks: each has its own, and leaves
     for job in list(_living):
         job.context.end(text)
 

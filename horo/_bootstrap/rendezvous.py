@@ -10,13 +10,18 @@ from collections.abc import Sequence
 from horo._bootstrap.store_interface import Store, StoreAbandonedError, StoreTimeoutError
 from horo._errors import AbortedError, HoroError, MismatchError, PeerLostError, TimeoutError, UsageError
 
-__all__ = ["Rendezvous", "error_of_peer", "kind_and_reason", "list_ranks"]
+__all__ = ["Rendezvous", "error_of_peer", "kind_and_reason", "list_ranks", "rank_is_missing"]
 
 _WARNING_INTERVAL_S = 10.0
 _FAILED = "failed"
 _READY = "ready"
 _SHOWN_MAX = 8
 _ERRORS_OF_ALL_RANKS: dict[str, type[HoroError]] = {error.__name__: error for error in (MismatchError, PeerLostError)}
+
+
+def rank_is_missing(job_id: str, reason: str) -> tuple[str, bytes]:
+    """The key and the value that end the first start of a job for all ranks: one of them will not come."""
+    return f"horo/{job_id}/1/{_FAILED}", f"{PeerLostError.__name__}\n{reason}".encode("utf-8", "replace")
 
 
 class Rendezvous:

@@ -131,6 +131,11 @@ class StoreServer:
         self._wake_out.close()
         self._thread.join()
 
+    @property
+    def connected_count(self) -> int:
+        """How many clients have connected so far."""
+        return self._connected_count
+
     def wait_for_disconnects(self, count: int, timeout_s: float, connect_timeout_s: float) -> bool:
         """Waits until ``count`` clients have connected and all clients have disconnected; whether that happened.
 

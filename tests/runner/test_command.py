@@ -16,7 +16,7 @@ SHOW = "import os, sys\nprint(os.environ['RANK'], sys.executable, *sys.argv)\n"
 def test_a_script_runs_under_the_python_of_its_host(hororun: Hororun, where: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SHOW)
     done = hororun.run("-np", "2", "train.py", "--epochs", "3", "-np", "9", where=where, cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"[{r}] {r} {sys.executable} train.py --epochs 3 -np 9" for r in (0, 1)]
 
 
@@ -24,7 +24,7 @@ def test_a_module_runs_under_the_python_of_its_host(hororun: Hororun, where: str
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "train.py").write_text(SHOW)
     done = hororun.run("-np", "2", "-m", "package.train", "-m", "x", where=where, cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0, done.stderr
     script = tmp_path / "package" / "train.py"
     assert sorted(done.stdout.splitlines()) == [f"[{r}] {r} {sys.executable} {script} -m x" for r in (0, 1)]
 

@@ -79,3 +79,43 @@ def test_notes_pass_through_a_shell(hororun: Hororun, where: str, tmp_path: Path
     done = hororun.run("-np", "1", "--", *command, where=where, cwd=tmp_path)
     assert done.returncode == 1
     assert "ended with ValueError: x (train.py, line 6; exited with code 1)" in done.stderr
+
+
+INIT = "import os, sys\nfrom horo._bootstrap import job as bootstrap\n"
+
+
+@pytest.mark.parametrize(
+    ("way", "how"), [("sys.exit(0)", "exited with code 0"), ("os.kill(os.getpid(), 9)", "killed by SIGKILL")]
+)
+def test_nobody_waits_for_a_rank_that_ends_before_init(
+    hororun: Hororun, where: str, tmp_path: Path, way: str, how: str
+) -> None:
+    (tmp_path / "train.py").write_text(INIT + f"if os.environ['RANK'] == '0':\n    {way}\nbootstrap.start()\n")
+    done = hororun.run(
+        "-np", "2", "--failure-seconds", "20", "--start-timeout", "1000", "train.py", where=where, cwd=tmp_path
+    )
+    assert done.returncode == (1 if "exit" in way else 137)
+    assert "PeerLostError: init() was given up because another rank failed: rank 0 (" in done.stderr
+    assert f") {how} before it called init()" in done.stderr
+
+
+def test_a_rank_that_is_not_asked_for_may_end_early(hororun: Hororun, where: str, tmp_path: Path) -> None:
+    script = INIT + "if os.environ['RANK'] == '0':\n    sys.exit(0)\nprint(bootstrap.start(comm=[1, 2]).size)\n"
+    (tmp_path / "train.py").write_text(script)
+    done = hororun.run("-np", "3", "--no-prefix", "train.py", where=where, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "2\n2\n"), done.stderr
+
+
+def test_ranks_that_never_called_init_are_said_to_have_run_side_by_side(
+    hororun: Hororun, where: str, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text("")
+    done = hororun.run("-np", "2", "train.py", where=where, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (
+        0,
+        "hororun: no rank called init() of horo: for horo, 2 copies ran side by side\n",
+    )
+    assert hororun.run("-np", "1", "train.py", where=where, cwd=tmp_path).stderr == ""
+    assert hororun.run("-np", "2", "true", where=where).stderr == ""
+    (tmp_path / "train.py").write_text(INIT + "bootstrap.start()\n")
+    assert hororun.run("-np", "2", "train.py", where=where, cwd=tmp_path).stderr == ""

@@ -114,7 +114,8 @@ def test_a_signal_to_hororun_ends_all_ranks(
     hororun: Hororun, where: str, flags: Flags, number: signal.Signals, code: int
 ) -> None:
     # No shell: one that forks just when SIGTERM comes to its group may leave a child that the signal has missed.
-    script = "import os, signal, sys\ndef end(*_): print('saved'); sys.exit(0)\nsignal.signal(signal.SIGTERM, end)\n"
+    comes = "SIGINT" if number == signal.SIGINT else "SIGTERM"
+    script = f"import os, signal, sys\ndef end(*_): print('saved'); sys.exit(0)\nsignal.signal(signal.{comes}, end)\n"
     script += f"open('{flags.folder}/up.' + os.environ['RANK'], 'w').close()\nwhile True: signal.pause()"
     job = hororun.start("-np", "3", sys.executable, "-S", "-c", script, where=where)
     flags.wait(["up.0", "up.1", "up.2"])
@@ -125,8 +126,25 @@ def test_a_signal_to_hororun_ends_all_ranks(
     assert done.stderr == f"hororun: {number.name}: ranks 0-2 were ended\n"
 
 
+def test_ctrl_c_interrupts_first_then_terminates_then_kills(hororun: Hororun, where: str, flags: Flags) -> None:
+    script = "import atexit, os, signal, time\n"
+    script += f"def flag(name): open('{flags.folder}/' + name + '.' + os.environ['RANK'], 'w').close()\n"
+    script += "if os.environ['RANK'] != '0': signal.signal(signal.SIGINT, lambda *_: flag('int'))\n"
+    script += "if os.environ['RANK'] == '2': signal.signal(signal.SIGTERM, lambda *_: flag('term'))\n"
+    script += "atexit.register(flag, 'atexit')\nflag('up')\n"
+    script += "try:\n    while True: time.sleep(0.05)\nfinally: flag('finally')\n"
+    job = hororun.start("-np", "3", "--grace-seconds", "0.5", sys.executable, "-c", script, where=where)
+    flags.wait(["up.0", "up.1", "up.2"])
+    job.process.send_signal(signal.SIGINT)
+    done = job.finish()
+    assert done.returncode == 130
+    flags.wait(["finally.0", "atexit.0", "int.1", "int.2", "term.2"])
+    assert "KeyboardInterrupt" in done.stderr
+    assert "hororun: SIGINT: ranks 0-2 were ended\n" in done.stderr
+
+
 def test_a_second_signal_kills_at_once(hororun: Hororun, where: str, flags: Flags) -> None:
-    script = "trap 'flag term' TERM; flag up; while :; do sleep 0.05; done"
+    script = "trap 'flag term' INT; flag up; while :; do sleep 0.05; done"
     job = hororun.start("-np", "2", "--grace-seconds", "1000", *shell(script, flags), where=where)
     flags.wait(["up.0", "up.1"])
     job.process.send_signal(signal.SIGINT)
