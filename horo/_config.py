@@ -7,6 +7,7 @@ empty value counts as not set.
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 from collections.abc import Mapping
@@ -25,6 +26,7 @@ __all__ = [
     "TorchrunVariables",
     "Variable",
     "environment",
+    "misspelt",
     "read_config",
     "read_variables",
     "variables_of",
@@ -424,3 +426,20 @@ def read_config(environ: Mapping[str, str]) -> Config:
 def environment() -> Mapping[str, str]:
     """The environment of this process."""
     return os.environ
+
+
+def misspelt(environ: Mapping[str, str]) -> list[str]:
+    """A sentence for each variable whose name is almost, but not quite, that of one that horo reads."""
+    known = [
+        name.removeprefix("HORO_") for group in GROUPS for each in variables_of(group).values() for name in each.names
+    ]
+    known.append("HOST_MARK")  # hororun's own
+    sentences = []
+    for name in sorted(environ):
+        rest = name.removeprefix("HORO_")
+        if rest == name or rest in known:
+            continue
+        near = difflib.get_close_matches(rest, known, 1, 0.82)
+        if near:
+            sentences.append(f"{name} is no variable of horo and means nothing: did you mean HORO_{near[0]}?")
+    return sentences

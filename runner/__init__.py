@@ -23,6 +23,7 @@ Imports neither torch nor the native core, so that it starts fast (only ``--chec
     agent           the remote side
     host_addresses  addresses between the hosts
     supervise       the whole job
+    misuse          what a user may not have meant
     notes           what a rank says of its own end
     output          lines, prefixes, files
     report          endings -> root cause, text

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from typing import NamedTuple
 
 import horo
+from horo._errors import HoroError
 
 __all__ = ["check_build"]
 
@@ -22,7 +23,7 @@ class _Part(NamedTuple):
 
 
 def check_build() -> int:
-    """Prints it; returns 0 when ranks can run here, else 1."""
+    """Prints it; returns 0 when ``init()`` works here, else 1."""
     core = _core()
     arena = core.present and hasattr(os, "memfd_create")
     sections = {
@@ -36,13 +37,30 @@ def check_build() -> int:
         ],
         "Ways to start ranks elsewhere": [_program("ssh"), _program("srun"), _program("mpirun"), _program("jsrun")],
     }
+    failure = _init()
     print(f"horo {horo.__version__:<34} {_folder('horo')}")
     print(f"Python {platform.python_version():<32} {sys.executable}")
     for title, parts in sections.items():
         print(f"\n{title}:")
         for part in parts:
             print(f"    [{'X' if part.present else ' '}] {part.what:<31} {part.where}")
-    return 0 if core.present else 1
+    if failure:
+        print(f"\ninit() fails here: {failure}")
+    return 1 if failure else 0
+
+
+def _init() -> str:
+    """Why ``init()`` of a job of one rank fails in this environment; empty: it does not."""
+    try:
+        from horo._bootstrap.job import start  # noqa: PLC0415 - the launcher must run without the core
+        from horo._config import LaunchVariables, environment, variables_of  # noqa: PLC0415
+
+        launch = {name for variable in variables_of(LaunchVariables).values() for name in variable.names}
+        kept = {name: value for name, value in environment().items() if name.startswith("HORO") and name not in launch}
+        start({**kept, "HORO_CONTROLLER": "gloo"}).close()
+    except (ImportError, OSError, HoroError) as error:
+        return str(error)
+    return ""
 
 
 def _program(name: str) -> _Part:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -29,12 +30,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if job is None:
             from horo.runner.check_build import check_build  # noqa: PLC0415 - looks at the core and at torch
 
-            return check_build()
+            return _unless_nobody_reads(check_build)
         return _run(job)
     except JobError as error:
         if sys.stderr is not None:
             sys.stderr.write(f"hororun: {error}\n")
         return error.code
+
+
+def _unless_nobody_reads(show: Callable[[], int]) -> int:
+    """What ``show`` returns; 141 where its reader has gone, as with ``| head``."""
+    try:
+        code = show()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python writes what is left when it ends
+        return 128 + signal.SIGPIPE
+    return code
 
 
 def _run(job: Job) -> int:

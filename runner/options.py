@@ -57,6 +57,49 @@ _REFUSED = {
     "--no-mpi-threads-disable": (0, "horo always asks MPI for the threads it needs: leave it out"),
 }
 """What users of horovodrun know and horo has no use for, with the number of values and the reason."""
+_NOT_YET = "not in this version of horo: leave it out"
+_REFUSED |= {
+    name: (values, f"{what}, which is {_NOT_YET}")
+    for what, names in {
+        "a timeline": {"--timeline-filename": 1, "--timeline-mark-cycles": 0, "--no-timeline-mark-cycles": 0},
+        "autotuning": {
+            "--autotune": 0,
+            "--no-autotune": 0,
+            "--autotune-log-file": 1,
+            "--autotune-warmup-samples": 1,
+            "--autotune-steps-per-sample": 1,
+            "--autotune-bayes-opt-max-samples": 1,
+            "--autotune-gaussian-process-noise": 1,
+        },
+        "an elastic job": {
+            "--min-np": 1,
+            "--min-num-proc": 1,
+            "--max-np": 1,
+            "--max-num-proc": 1,
+            "--slots-per-host": 1,
+            "--elastic-timeout": 1,
+            "--reset-limit": 1,
+            "--blacklist-cooldown-range": 2,
+            "--host-discovery-script": 1,
+        },
+        "a configuration file": {"--config-file": 1},
+        "a GPU path": {"--num-nccl-streams": 1},
+    }.items()
+    for name, values in names.items()
+}
+_REFUSED |= dict.fromkeys(
+    (
+        f"--{no}{name}"
+        for no in ("", "no-")
+        for name in ("hierarchical-allreduce", "hierarchical-allgather", "torus-allreduce")
+    ),
+    (0, "horo reduces inside each host first by itself: leave it out"),
+)
+_REFUSED |= dict.fromkeys(
+    ("--log-with-timestamp", "--log-without-timestamp", "--log-hide-timestamp", "--no-log-hide-timestamp"),
+    (0, "horo's log has no times; --prefix-timestamp puts one before every line"),
+)
+_REFUSED["--thread-affinity"] = (1, "waiting ranks leave cores that they share by themselves: see --no-move-ranks")
 _LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
 
 
@@ -162,6 +205,7 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--no-prefix", action="store_true", help="do not begin lines with their rank")
     group.add_argument(
         "--prefix-timestamp",
+        "-prefix-timestamp",
         "--prefix-output-with-timestamp",
         action="store_true",
         help="begin lines with the time, too",
@@ -243,7 +287,11 @@ def split_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> 
     argparse cannot: its remainder swallows unknown options, and differs between versions of Python. Nor does it read
     ``-np2``, which becomes ``-np=2``.
     """
-    takes_value = {name: action.nargs != 0 for action in parser._actions for name in action.option_strings}
+    values = {
+        name: action.nargs if isinstance(action.nargs, int) else 1
+        for action in parser._actions
+        for name in action.option_strings
+    }
     arguments = list(arguments)
     index = 0
     while index < len(arguments):
@@ -252,7 +300,7 @@ def split_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> 
             return arguments[:index], arguments[index + 1 :]
         if not word.startswith("-") or word in ("-", "-m"):
             break
-        index += 2 if takes_value.get(word, False) else 1
+        index += 1 + values.get(word, 0)
     return arguments[:index], arguments[index:]
 
 

@@ -22,6 +22,7 @@ from horo.runner.joining import Joining, side_by_side
 from horo.runner.launch_method import LaunchMethod
 from horo.runner.loop import Loop
 from horo.runner.machine import core_count, default_slots
+from horo.runner.misuse import outer_rank, unread_input
 from horo.runner.network import NetworkError, free_port, is_local
 from horo.runner.notes import Note, NoteReader
 from horo.runner.placement import PlacementError, Slot, place
@@ -121,6 +122,9 @@ class _Supervisor:
 
     def run(self) -> int:
         """Runs the job and returns the exit code."""
+        outer = outer_rank(self._environment)
+        if outer:
+            self._console.say(f"warning: this hororun is itself {outer} and starts a whole job of its own")
         try:
             self._connect()
             if not self._stopping:
@@ -133,6 +137,8 @@ class _Supervisor:
         if self._store is not None:
             self._store.close()
         self._console.flush(wait_for_all=not self._signal)
+        if unread_input():
+            self._console.say("nothing was read from stdin: that of every rank is /dev/null")
         code = self._conclude()
         self._console.flush(wait_for_all=False)
         return code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import socket
@@ -31,7 +32,7 @@ from horo._bootstrap.store import StoreClient
 from horo._bootstrap.store_interface import Store, prefixed
 from horo._bootstrap.teams import add_team
 from horo._bootstrap.torch_store import open_torch_store
-from horo._config import Config, LaunchVariables, environment, read_config, read_variables
+from horo._config import Config, LaunchVariables, environment, misspelt, read_config, read_variables
 from horo._core import Context, arena_bytes, version
 from horo._errors import AbortedError, GroupError, HoroError, InternalError
 from horo._setup import MpiUse, Setup
@@ -190,6 +191,9 @@ def start(environ: Mapping[str, str] | None = None, comm: Any = None) -> Job:
     config = read_config(environ)
     launch = find_launch(environ, config, comm)
     prepare_log(config.log_level, launch.rank)
+    if launch.rank == 0:
+        for sentence in misspelt(environ):
+            logging.getLogger("horo").warning(sentence)
     notes = EndNotes(read_variables(LaunchVariables, environ).end_pipe, launch.ranks)
     notes.joined()
     _end_notes[:] = [notes]

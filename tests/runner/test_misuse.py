@@ -1,0 +1,111 @@
+"""What users mean otherwise: input, a launcher in a launcher, flags of Horovod, names of variables."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from horo.runner.cli import main, parse
+from horo.runner.misuse import outer_rank
+from jobs import Hororun
+
+from horo._config import misspelt
+
+
+def test_input_that_nobody_reads_is_said(hororun: Hororun, tmp_path: Path) -> None:
+    said = "hororun: nothing was read from stdin: that of every rank is /dev/null\n"
+    read_fd, write_fd = os.pipe()
+    os.write(write_fd, b"some\n")
+    os.close(write_fd)
+    assert hororun.run("-np", "1", "true", stdin=read_fd).stderr == said
+    os.close(read_fd)
+    (tmp_path / "input").write_text("some\n")
+    with (tmp_path / "input").open() as file:
+        assert hororun.run("-np", "1", "true", stdin=file).stderr == said
+    read_fd, write_fd = os.pipe()  # empty: as where another program has started hororun
+    assert hororun.run("-np", "1", "true", stdin=read_fd).stderr == ""
+    os.close(read_fd)
+    os.close(write_fd)
+
+
+def test_a_hororun_in_a_hororun_warns(hororun: Hororun, where: str) -> None:
+    inner = [sys.executable, "-m", "horo.runner", "-np", "1", "-H", "localhost:1", "true"]
+    done = hororun.run("-np", "1", "--", *inner, where=where)
+    expected = (
+        "[0] hororun: warning: this hororun is itself rank 0 of another hororun's job and starts a whole job of its own"
+    )
+    assert (done.returncode, done.stderr) == (0, expected + "\n")
+    assert outer_rank({"HOROVOD_RANK": "1"}) == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("--timeline-filename t.json", "a timeline, which is not in this version of horo"),
+        ("--autotune", "autotuning, which is not in this version"),
+        ("--min-np 2", "an elastic job, which is not in this version"),
+        ("--blacklist-cooldown-range 1 2", "an elastic job"),
+        ("--config-file f", "a configuration file"),
+        ("--no-hierarchical-allreduce", "inside each host first by itself"),
+        ("--log-with-timestamp", "--prefix-timestamp"),
+        ("--thread-affinity 3", "--no-move-ranks"),
+    ],
+)
+def test_flags_of_horovod_that_horo_lacks_are_named(line: str, reason: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([*line.split(), "-np", "2", "train.py"])
+    assert end.value.code == 2
+    said = capfd.readouterr().err
+    assert said.startswith(f"hororun: {line.split(maxsplit=1)[0]}: ")
+    assert reason in said
+
+
+def test_horovods_single_dash_is_taken() -> None:
+    job = parse(["-prefix-timestamp", "-np", "1", "x"])
+    assert job is not None
+    assert job.output.timestamp
+
+
+def test_a_misspelt_variable_is_pointed_out() -> None:
+    assert misspelt(
+        {"HORO_FUSION_TRESHOLD": "1", "HORO_SPIN_US": "1", "HORO_HOST_MARK": "x", "HORO_TEST_MARK": "x"}
+    ) == ["HORO_FUSION_TRESHOLD is no variable of horo and means nothing: did you mean HORO_FUSION_THRESHOLD?"]
+
+
+WARNS = "from horo._bootstrap.job import start\nstart().close()\n"
+
+
+def test_rank_0_warns_of_a_misspelt_variable(hororun: Hororun, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(WARNS)
+    done = hororun.run("-np", "2", "train.py", cwd=tmp_path, environment={"HORO_LOGLEVEL": "debug"})
+    assert done.returncode == 0
+    assert done.stderr == (
+        "[0] horo [0] warning: HORO_LOGLEVEL is no variable of horo and means nothing: did you mean HORO_LOG_LEVEL?\n"
+    )
+
+
+def show(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "horo", *words]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=60, env={**os.environ, **environment}
+    )
+
+
+def test_check_build_fails_where_init_would() -> None:
+    done = show("--check-build", HORO_SPIN_US="x")
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[-1].startswith("init() fails here: HORO_SPIN_US='x' is not an integer")
+    inside = {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HORO_STORE": "127.0.0.1:1", "RANK": "1"}
+    assert show("--check-build", **inside).returncode == 0
+
+
+def test_check_build_may_lose_its_reader() -> None:
+    read_fd, write_fd = os.pipe()
+    os.close(read_fd)
+    command = [sys.executable, "-m", "horo", "--check-build"]
+    done = subprocess.run(command, stdout=write_fd, stderr=subprocess.PIPE, check=False, timeout=60)
+    os.close(write_fd)
+    assert (done.returncode, done.stderr) == (141, b"")
