@@ -22,7 +22,7 @@ from horo.runner.loop import Loop, Timer
 from horo.runner.machine import core_count, gpu_count
 from horo.runner.network import NetworkError, connection, free_port, network_identity
 from horo.runner.processes import Guard, Tree, become_subreaper
-from horo.runner.ranks import Event, Exited, HostRanks, Noted, Output, Started, reap
+from horo.runner.ranks import PASSED_ON, Event, Exited, HostRanks, Noted, Output, Started, reap
 
 from horo import __version__
 
@@ -71,6 +71,8 @@ class _Agent:
         loop.on_signal(signal.SIGTERM, self._on_end)
         loop.on_signal(signal.SIGINT, self._on_end)
         loop.on_signal(signal.SIGHUP, self._on_end)
+        for number in PASSED_ON:
+            loop.on_signal(number, self._pass_on)
 
     @property
     def over(self) -> bool:
@@ -119,6 +121,8 @@ class _Agent:
             self._ranks.terminate()
         elif frame.kind == Kind.KILL and self._ranks:
             self._ranks.kill()
+        elif frame.kind == Kind.SIGNAL:
+            self._pass_on(int(frame.json()["number"]))
         elif frame.kind == Kind.INTERRUPT and self._ranks:
             self._ranks.interrupt()
         elif frame.kind not in (Kind.PING, Kind.TERMINATE, Kind.KILL, Kind.INTERRUPT):
@@ -182,6 +186,10 @@ class _Agent:
         self._leaving = True
         if self._ranks:
             self._ranks.terminate()
+
+    def _pass_on(self, number: int) -> None:
+        if self._ranks and number in PASSED_ON:
+            self._ranks.pass_on(number)
 
     def _on_child(self, _number: int) -> None:
         reap([self._ranks.on_child] if self._ranks else [])

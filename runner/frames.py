@@ -35,6 +35,7 @@ class Kind(IntEnum):
     TERMINATE = 17  # launcher: SIGTERM now, SIGKILL after the grace time
     KILL = 18  # launcher: SIGKILL now
     PING = 19  # launcher: it is still there
+    SIGNAL = 21  # launcher: JSON, the number of a signal for the ranks
     INTERRUPT = 20  # launcher: SIGINT now, SIGTERM after the grace time, SIGKILL after it again
 
 

@@ -15,10 +15,12 @@ from horo.runner.loop import Loop
 from horo.runner.notes import PIPE_NAME, open_pipe
 from horo.runner.processes import Guard, Tree, send_signal, spawn
 
-__all__ = ["Event", "Exited", "HostRanks", "Noted", "Output", "Started", "reap"]
+__all__ = ["PASSED_ON", "Event", "Exited", "HostRanks", "Noted", "Output", "Started", "reap"]
 
 _READ_BYTES = 65536
 _NOTES = 3
+PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+"""Signals for the ranks: users trap them, and batch systems send them before a job's time is up."""
 _POLL_INTERVAL_S = 0.05
 
 
@@ -151,6 +153,10 @@ class HostRanks:
         self._signal_groups(signal.SIGINT)
         self._loop.call_later(self._grace_s, self._terminate_rest)
         self._end_remaining_processes()
+
+    def pass_on(self, number: int) -> None:
+        """A signal that users trap, to every rank and its process group."""
+        self._signal_groups(number)
 
     def _terminate_rest(self) -> None:
         if self.finished:

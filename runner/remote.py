@@ -106,6 +106,11 @@ class RemoteHost:
         else:
             self.hang_up()
 
+    def pass_on(self, number: int) -> None:
+        """Asks the agent to send its ranks a signal."""
+        if self.job_sent:
+            self._send(encode_json(Kind.SIGNAL, {"number": number}))
+
     def kill(self) -> None:
         """Asks the agent to kill its ranks at once."""
         if self.job_sent:

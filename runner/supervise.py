@@ -33,7 +33,7 @@ from horo.runner.processes import (
     children_of_this_process,
     occupy_standard_streams,
 )
-from horo.runner.ranks import Event, Exited, HostRanks, Noted, Output, reap
+from horo.runner.ranks import PASSED_ON, Event, Exited, HostRanks, Noted, Output, reap
 from horo.runner.remote import RemoteHost
 from horo.runner.report import Ending, awaited, exit_code, ranges, report, root_cause, signal_name
 
@@ -117,6 +117,8 @@ class _Supervisor:
         self._paused = False
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.on_signal(number, self._on_signal)
+        for number in PASSED_ON:
+            loop.on_signal(number, self._pass_on)
         loop.on_signal(signal.SIGCHLD, self._on_child)
         loop.on_wake(self._on_console)
 
@@ -184,6 +186,7 @@ class _Supervisor:
             else None
             for index in sorted(used)
         }
+        self._name_idle_hosts()
         variables = self._variables(hosts, slots, routes)
         self._running = set(variables)
         for index in sorted(used):
@@ -192,6 +195,16 @@ class _Supervisor:
                 self._remotes[index].send_job(self._remote_job(hosts[index].name, index, ranks))
             else:
                 self._start_local(hosts[index].name, ranks)
+
+    def _name_idle_hosts(self) -> None:
+        """Says which hosts get no rank, where the user has left it to hororun how many each may have."""
+        used = set(self._names.values())
+        idle = [host.name for host in self._job.hosts if host.name not in used]
+        if idle and any(host.slots is None for host in self._job.hosts):
+            self._console.say(
+                f"no rank runs on {', '.join(idle)}: the hosts named before have slots for all; say how many ranks "
+                "each may have, like -H h1:2,h2:2"
+            )
 
     def _slots_of(self, index: int, host: Host) -> int:
         if host.slots is not None:
@@ -345,6 +358,10 @@ class _Supervisor:
             self._console.interrupted = True
             for host in self._places():
                 host.kill()
+
+    def _pass_on(self, number: int) -> None:
+        for host in self._places():
+            host.pass_on(number)
 
     def _on_stop_key(self, _number: int) -> None:
         self._console.say("a job on several hosts cannot be stopped and continued")
