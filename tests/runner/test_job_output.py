@@ -152,7 +152,7 @@ def test_a_terminal_without_colours_gets_none(variable: dict[str, str]) -> None:
 
 def test_ctrl_c_on_a_terminal_ends_the_job() -> None:
     script = "import signal, sys\ndef end(*_): print('saved'); sys.exit(0)\n"
-    script += "signal.signal(signal.SIGTERM, end); print('up', flush=True)\nwhile True: signal.pause()"
+    script += "signal.signal(signal.SIGINT, end); print('up', flush=True)\nwhile True: signal.pause()"
     shown, code = on_terminal(*PYTHON, script, keys=b"\x03", after=b"up")
     assert code == 130
     assert b"saved" in shown
@@ -160,7 +160,7 @@ def test_ctrl_c_on_a_terminal_ends_the_job() -> None:
 
 
 def test_ctrl_c_reaches_hororun_as_the_leader_of_its_group(hororun: Hororun, flags: Flags) -> None:
-    script = f"trap 'exit 0' TERM; : > {flags.folder}/up; sleep 60 & wait"
+    script = f"trap 'exit 0' INT; : > {flags.folder}/up; sleep 60 & wait"
     job = hororun.start("-np", "1", "--", "sh", "-c", script)
     flags.wait(["up"])
     os.killpg(job.process.pid, signal.SIGINT)

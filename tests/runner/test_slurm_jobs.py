@@ -186,8 +186,9 @@ def test_an_srun_that_is_not_there_is_named(hororun: Hororun, slurm: Slurm, tmp_
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_ranks_on_all_hosts(hororun: Hororun, slurm: Slurm, flags: Flags, number: signal.Signals) -> None:
-    script = "import os, signal, sys\ndef end(*_): print('saved'); sys.exit(0)\nsignal.signal(signal.SIGTERM, end)\n"
-    script += f"open('{flags.folder}/up.' + os.environ['RANK'], 'w').close()\nwhile True: signal.pause()"
+    script = "import os, signal, sys\ndef end(*_): print('saved'); sys.exit(0)\n"
+    script += f"signal.signal({int(number)}, end)\nopen('{flags.folder}/up.' + os.environ['RANK'], 'w').close()\n"
+    script += "while True: signal.pause()"
     job = hororun.start(sys.executable, "-S", "-c", script, where=None, environment=slurm.environment)
     flags.wait(["up.0", "up.1", "up.2"])
     job.process.send_signal(number)
