@@ -68,6 +68,20 @@ def test_streams_of_both_kinds_alternate(hosts: list[int]) -> None:
         group.run(body)
 
 
+@pytest.mark.parametrize("hosts", [[1], [2], [1, 1]])
+def test_who_only_asks_by_waits_of_no_time_gets_an_answer(hosts: list[int]) -> None:
+    """Of a request that its caller would drive if it waited."""
+
+    def body(rank: Rank) -> None:
+        for _ in range(3):
+            handle = rank.submit("barrier", "x", [], sync=True)
+            wait_for(lambda handle=handle: _core.lib.horo_wait(rank.context._context, handle, 0) == _core.lib.HORO_OK)
+            rank.finish(handle)
+
+    with Group(hosts) as group:
+        group.run(body)
+
+
 def test_the_thread_sleeps_while_a_call_waits() -> None:
     """It looks after a call that has just begun; then the caller wakes it."""
     late_s = 0.3

@@ -132,12 +132,19 @@ void hr_engine_kick(struct hr_engine *engine) {
     }
 }
 
+/* With the lock held, for a request that is not done: it may have been submitted for a wait that has not come. */
+static void kick_if_idle(struct hr_engine *engine) {
+    if (engine->driver.who == HR_DRIVER_NONE) {
+        hr_engine_kick(engine);
+    }
+}
+
 int hr_engine_poll(struct hr_engine *engine, int64_t handle) {
     (void)pthread_mutex_lock(&engine->submission.lock);
     const struct hr_request *request = hr_engine_find_handle(engine, handle);
     const int status = request == NULL ? HORO_ERR_USAGE : atomic_load(&request->status);
-    if (status == HORO_IN_PROGRESS && engine->driver.who == HR_DRIVER_NONE) {
-        hr_engine_kick(engine); /* submitted for a synchronous wait that has not come */
+    if (status == HORO_IN_PROGRESS) {
+        kick_if_idle(engine);
     }
     (void)pthread_mutex_unlock(&engine->submission.lock);
     return status;
@@ -196,6 +203,7 @@ int hr_engine_wait(struct hr_engine *engine, int64_t handle, int32_t timeout_ms)
         const int64_t now_ns = hr_now_ns();
         deadline_ns = deadline_ns == 0 ? now_ns + (int64_t)timeout_ms * 1000000 : deadline_ns;
         if (now_ns >= deadline_ns) {
+            kick_if_idle(engine);
             break;
         }
         if (engine->driver.who == HR_DRIVER_NONE) {
