@@ -192,10 +192,15 @@ class Context:
             raise
 
     def poll(self, handle: int) -> bool:
-        """Whether the request is finished, well or badly; never blocks."""
+        """Whether the request is finished, well or badly; never blocks.
+
+        Raises:
+            UsageError: There is no such handle.
+        """
         status = lib.horo_poll(self._context, handle)
-        if status == lib.HORO_ERR_USAGE:
-            raise error_from_status("HORO_ERR_USAGE", self._message(handle))
+        if status == lib.HORO_ERR_USAGE:  # which may be the error of the request
+            error = _error_buffer()
+            _check(lib.horo_error(self._context, handle, error, _MESSAGE_MAX), error)
         return bool(status != lib.HORO_IN_PROGRESS)
 
     def wait(self, handle: int) -> None:

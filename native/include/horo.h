@@ -381,8 +381,11 @@ HORO_API int horo_wait(horo_context *context, int64_t handle, int32_t timeout_ms
  */
 HORO_API int horo_finish(horo_context *context, int64_t handle, int32_t timeout_ms);
 
-/* The sentence that goes with a failed handle; truncated to fit. */
-HORO_API void horo_error(horo_context *context, int64_t handle, char *error, size_t error_bytes);
+/*
+ * The sentence that goes with a failed handle; truncated to fit. HORO_ERR_USAGE where there is no such handle, which is
+ * the sentence then, else HORO_OK, HORO_ERR_NOT_INITIALIZED or HORO_ERR_FORKED.
+ */
+HORO_API int horo_error(horo_context *context, int64_t handle, char *error, size_t error_bytes);
 
 /*
  * After an allgather: the result of tensor `index` of the request. *rows is the first extent of the result and

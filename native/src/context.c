@@ -244,13 +244,14 @@ HORO_API int horo_run(horo_context *context, const horo_request *request, int32_
     return status;
 }
 
-HORO_API void horo_error(horo_context *context, int64_t handle, char *error, size_t error_bytes) {
+HORO_API int horo_error(horo_context *context, int64_t handle, char *error, size_t error_bytes) {
     struct hr_error failure = {0};
-    if (check_process(context, &failure) == HORO_OK) {
-        hr_engine_error(&context->engine, handle, error, error_bytes);
-    } else {
-        copy_error(&failure, error, error_bytes);
+    const int status = check_process(context, &failure);
+    if (status == HORO_OK) {
+        return hr_engine_error(&context->engine, handle, error, error_bytes);
     }
+    copy_error(&failure, error, error_bytes);
+    return status;
 }
 
 HORO_API int horo_take_result(horo_context *context, int64_t handle, int32_t index, void **data, int64_t *bytes,

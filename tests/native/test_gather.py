@@ -337,6 +337,21 @@ def test_an_empty_output_is_for_an_empty_result() -> None:
     run_ranks(body, [1, 1])
 
 
+def test_what_was_refused_is_done() -> None:
+    """A poll says so, and takes its error for no missing handle; a missing one is told apart."""
+
+    def body(rank: Rank) -> None:
+        arrays, nothing = [np.ones((1, 4), np.float32)], [np.zeros((0, 4), np.float32)]
+        handle = rank.submit("allgather", "g", arrays, outputs=nothing, into=True)
+        wait_for(lambda: rank.context.poll(handle))
+        with pytest.raises(UsageError, match=r"its output has 0$"):
+            rank.finish(handle)
+        with pytest.raises(UsageError, match=f"Handle {handle} was not created or has been cleared"):
+            rank.context.poll(handle)
+
+    run_ranks(body, [2])
+
+
 def test_some_ranks_give_memory_and_others_have_it_allocated() -> None:
     def body(rank: Rank) -> None:
         for step in range(4):

@@ -221,7 +221,7 @@ int hr_engine_wait(struct hr_engine *engine, int64_t handle, int32_t timeout_ms)
     return status;
 }
 
-void hr_engine_error(struct hr_engine *engine, int64_t handle, char *text, size_t text_bytes) {
+int hr_engine_error(struct hr_engine *engine, int64_t handle, char *text, size_t text_bytes) {
     (void)pthread_mutex_lock(&engine->submission.lock);
     const struct hr_request *request = hr_engine_find_handle(engine, handle);
     if (request == NULL) {
@@ -232,6 +232,7 @@ void hr_engine_error(struct hr_engine *engine, int64_t handle, char *text, size_
                        done && request->error_text != NULL ? request->error_text : "the operation is still running");
     }
     (void)pthread_mutex_unlock(&engine->submission.lock);
+    return request == NULL ? HORO_ERR_USAGE : HORO_OK;
 }
 
 int hr_engine_take(struct hr_engine *engine, int64_t handle, int32_t index, void **data, int64_t *bytes,

@@ -162,7 +162,7 @@ int hr_engine_remove_team(struct hr_engine *engine, int team, int64_t *handle, s
 int hr_engine_added_team(struct hr_engine *engine, int64_t handle);
 int hr_engine_poll(struct hr_engine *engine, int64_t handle);
 int hr_engine_wait(struct hr_engine *engine, int64_t handle, int32_t timeout_ms);
-void hr_engine_error(struct hr_engine *engine, int64_t handle, char *text, size_t text_bytes);
+int hr_engine_error(struct hr_engine *engine, int64_t handle, char *text, size_t text_bytes);
 int hr_engine_take(struct hr_engine *engine, int64_t handle, int32_t index, void **data, int64_t *bytes,
                    int64_t *first_dims);
 int hr_engine_release(struct hr_engine *engine, int64_t handle);

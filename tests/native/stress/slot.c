@@ -218,7 +218,7 @@ static void take_gathered(struct rank *rank, struct slot *slot) {
 
 static void release(struct rank *rank, struct slot *slot) {
     if (slot->status != HORO_OK) {
-        horo_error(rank->context, slot->handle, slot->sentence, sizeof slot->sentence);
+        (void)horo_error(rank->context, slot->handle, slot->sentence, sizeof slot->sentence);
     } else if (slot->operation->op == HORO_ALLGATHER) {
         take_gathered(rank, slot);
     } else if (slot->operation->op == HORO_ADD_TEAM) {
