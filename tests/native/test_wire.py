@@ -136,7 +136,7 @@ requests = st.builds(
 ).filter(lambda request: all(fits(tensor, request.op) for tensor in request.tensors))
 numbers = st.sampled_from([1.0, 0.5, 0.0, -0.0]) | st.floats(allow_nan=False)
 ranks = st.integers(0, 2**31 - 1)
-errors = st.integers(-(2**31), -1)
+errors = st.sampled_from(oracle.ERRORS)
 ids = st.integers(1, 2**32 - 1)
 rows = st.lists(st.one_of(st.integers(0, 300), st.integers(0, INT64_MAX)), max_size=20)
 
@@ -382,6 +382,7 @@ NAME_AT, COUNT_AT, DTYPE_AT, WIRE_AT, NDIM_AT, EXTENT_AT = 25, 27, 31, 32, 33, 3
             ),
             "negative origin": oracle.request_message(-1, 0, b"", oracle.request(REDUCE)),
             "request in progress": oracle.request_message(0, 1, b"", oracle.request(REDUCE)),
+            "request with an unknown error": oracle.request_message(0, -6, b"", oracle.request(REDUCE)),
             "id 0": oracle.ids_message([1, 0]),
             "too many ids": oracle.ids_message([1] * (oracle.TENSORS_MAX + 1)),
             "reference to nothing": oracle.batch_message([(0, b"")]),
@@ -389,6 +390,8 @@ NAME_AT, COUNT_AT, DTYPE_AT, WIRE_AT, NDIM_AT, EXTENT_AT = 25, 27, 31, 32, 33, 3
             "NUL in a batch": oracle.batch_message([(1, b"a\0")]),
             "long name in a failure": oracle.fail_message(-1, b"x" * (oracle.NAME_MAX + 1), b""),
             "failure that is none": oracle.fail_message(0, b"x", b""),
+            "failure with an unknown error": oracle.fail_message(-(2**31), b"x", b""),
+            "loss with an unknown error": oracle.lost_message(1, -59, 1),
             "loss that is none": oracle.lost_message(1, 0, 1),
             "loss of rank -2": oracle.lost_message(-2, -40, 1),
             "loss without a reason": oracle.lost_message(1, -40, 0),

@@ -10,6 +10,8 @@ IDS, REQUEST, LOST, LEAVE, BATCH, FAIL, DONE, DATA, RESULT, ROWS, ENDED = range(
 ALLREDUCE, ALLGATHER, BROADCAST, BARRIER, ADD_TEAM, REMOVE_TEAM = range(6)
 REDUCE_OPS = (0, 1, 3, 4, 5)
 TRANSIENT = 2
+ERRORS = (*range(-5, 0), -21, -20, *range(-43, -39), -60)
+"""Status codes that travel."""
 REASONS = range(1, 7)
 """Why a rank is at fault."""
 NAME_MAX, DIMS_MAX, TENSORS_MAX = 1023, 64, 1 << 20

@@ -15,6 +15,12 @@ int hr_fail(struct hr_error *error, int code, const char *format, ...) {
     return code;
 }
 
+static const char unknown[] = "unknown";
+
+int hr_is_error(int status) {
+    return status < 0 && horo_status_name(status) != unknown;
+}
+
 HORO_API const char *horo_status_name(int status) {
     switch (status) {
     case HORO_OK: return "ok";
@@ -31,6 +37,6 @@ HORO_API const char *horo_status_name(int status) {
     case HORO_ERR_TIMEOUT: return "timeout";
     case HORO_ERR_ABORTED: return "aborted";
     case HORO_ERR_INTERNAL: return "internal";
-    default: return "unknown";
+    default: return unknown;
     }
 }

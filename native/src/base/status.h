@@ -28,6 +28,9 @@ enum hr_abort_reason {
  */
 int hr_fail(struct hr_error *error, int code, const char *format, ...) __attribute__((format(printf, 3, 4)));
 
+/* Whether it is an error of enum horo_status: other numbers have no meaning to anybody. */
+int hr_is_error(int status);
+
 /* The one control-flow macro: passes a failure on. */
 #define HR_TRY(expression)                                                                                             \
     do {                                                                                                               \

@@ -246,7 +246,7 @@ static void read_body(struct reader *reader, struct hr_wire_message *message) {
         message->status = read_i32(reader);
         message->text = read_str16(reader);
         message->rows = read_rows(reader);
-        require(reader, message->rank >= 0 && message->status <= 0);
+        require(reader, message->rank >= 0 && (message->status == HORO_OK || hr_is_error(message->status)));
         read_request(reader, &message->request);
         require(reader, message->rows.count == 0 || message->request.op == HORO_ALLGATHER);
         break;
@@ -255,7 +255,7 @@ static void read_body(struct reader *reader, struct hr_wire_message *message) {
         message->rank = read_i32(reader);
         message->status = read_i32(reader);
         message->reason = read_reason(reader);
-        require(reader, message->rank >= -1 && message->status < 0);
+        require(reader, message->rank >= -1 && hr_is_error(message->status));
         break;
     case HR_WIRE_ENDED:
         message->rank = read_i32(reader);
@@ -274,7 +274,7 @@ static void read_body(struct reader *reader, struct hr_wire_message *message) {
         message->status = read_i32(reader);
         message->name = read_name(reader);
         message->text = read_str16(reader);
-        require(reader, message->status < 0);
+        require(reader, hr_is_error(message->status));
         break;
     default: require(reader, 0);
     }

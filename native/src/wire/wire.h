@@ -175,10 +175,10 @@ int hr_wire_end_batch(struct hr_buffer *out, struct hr_wire_rows rows);
 /*
  * HORO_OK, or HORO_ERR_INTERNAL for bytes that are no message: an unknown type, op, reduce op or dtype, a shape that
  * hr_wire_tensor_bytes refuses, a wire dtype that does not go with dtype and operation, a name that is too long, a
- * count past the limit, a negative rank but for the -1 of LOST, a reason that is none or unknown, a status that is no
- * error in LOST and FAIL or positive in REQUEST, a request that is not canonical, rows that are written longer than
- * they need to be or are of another operation than an allgather, a short or long body. Every item is checked here, so
- * the walks below cannot fail.
+ * count past the limit, a negative rank but for the -1 of LOST, a reason that is none or unknown, a status that is
+ * unknown, HORO_OK in LOST and FAIL, or HORO_IN_PROGRESS, a request that is not canonical, rows that are written longer
+ * than they need to be or are of another operation than an allgather, a short or long body. Every item is checked here,
+ * so the walks below cannot fail.
  */
 int hr_wire_decode(const void *data, size_t bytes, struct hr_wire_message *message);
 int hr_wire_decode_request(const void *data, size_t bytes, struct hr_wire_request *request);
