@@ -54,6 +54,7 @@ struct hr_node {
     int transport_count;
     unsigned looks; /* of hr_node_progress */
     int looks_at_all; /* before a sleep */
+    int is_core_wanted; /* the last yield of a wait has let somebody else run */
     struct hr_mpi mpi;              /* without ops: none */
     const struct hr_kernel *kernel;
     int *wake_fds;         /* [local_size] */

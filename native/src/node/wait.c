@@ -6,6 +6,11 @@
 
 #include "node/node.h"
 
+/*
+ * Where nobody else wants the core, most waits for a rank beside this one end within so many looks, and a yield would
+ * take as long as ten of them. A yield that took longer than so long has let somebody run.
+ */
+enum { FIRST_LOOKS = 16, YIELD_ALONE_NS = 1000 };
 #define LOOK_AT_UNNAMED_NS 1000000ll
 
 /* Of two spans of time, of which a negative one has no end. */
@@ -114,8 +119,9 @@ static enum awoken sleep_until_woken(struct hr_node *node, hr_ready ready, void 
 
 /* Spins until ready, 1, or until end_ns, 0; looks once where that is 0. */
 static int spin(struct hr_node *node, hr_ready ready, void *arg, int64_t end_ns) {
-    for (;;) {
-        for (int i = 0; i < HR_LOOKS_PER_YIELD; i++) {
+    int64_t before_ns = 0;
+    for (int looks = node->is_core_wanted ? HR_LOOKS_PER_YIELD : FIRST_LOOKS;; looks = HR_LOOKS_PER_YIELD) {
+        for (int i = 0; i < looks; i++) {
             int moved;
             do { /* what has come is worth more than a poll() that would say so */
                 moved = hr_node_progress(node);
@@ -132,6 +138,10 @@ static int spin(struct hr_node *node, hr_ready ready, void *arg, int64_t end_ns)
         if (now_ns >= end_ns) {
             return 0;
         }
+        if (before_ns != 0) {
+            node->is_core_wanted = now_ns - before_ns > YIELD_ALONE_NS;
+        }
+        before_ns = now_ns;
         hr_core_look(node, now_ns);
         (void)sched_yield(); /* the one waited for may have been put on this very core */
     }
