@@ -25,6 +25,7 @@ from types import TracebackType
 LIMIT_S = 30.0
 MTU = 1500
 COUNT_MAX = 8
+_SPACES = Path("/run/netns")  # where `ip netns add` keeps them
 UNITS = {"kbit": 125, "mbit": 125_000, "gbit": 125_000_000}
 # A host's own name, by which some libraries tell hosts apart, the names of all, and no shared memory with others.
 _ENTER = 'mount --bind "$0" /etc/hosts && mount -t tmpfs tmpfs /dev/shm && hostname "$1" && shift && exec "$@"'
@@ -127,8 +128,8 @@ class Spaces:
         return f"{self._tag}-{which}"
 
     def _make_space(self, which: str) -> None:
+        self._stack.callback(self._remove_space, self._name(which))  # first: Ctrl-C may come while it is made
         _do("ip", "netns", "add", self._name(which))
-        self._stack.callback(self._remove_space, self._name(which))
         _do("ip", "-n", self._name(which), "link", "set", "lo", "up")
 
     def _plug_in(self, index: int, name: str) -> None:
@@ -141,6 +142,8 @@ class Spaces:
 
     @staticmethod
     def _remove_space(name: str) -> None:
+        if not (_SPACES / name).exists():
+            return
         deadline = time.monotonic() + LIMIT_S
         while (pids := _do("ip", "netns", "pids", name).split()) and time.monotonic() < deadline:
             for pid in map(int, pids):

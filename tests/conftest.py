@@ -1,11 +1,26 @@
-"""The end of every run: what makes the tests run that were skipped."""
+"""Around every run: a folder for what its processes leave behind, and what makes the tests run that were skipped."""
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterator
 
 import pytest
 from skips import ways_to_run
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Everything that tests start has a ``TMPDIR`` of this run: many are killed, and what they leave goes at the end.
+
+    Open MPI's mpirun fails where an earlier one with its process id was killed and left its folder.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return  # it has that of the process that started it
+    tempfile.gettempdir()  # remembered: this process and its workers go on with the folder that they were given
+    folder = tempfile.TemporaryDirectory(prefix="horo-tests-", ignore_cleanup_errors=True)
+    config.add_cleanup(folder.cleanup)
+    os.environ["TMPDIR"] = folder.name
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

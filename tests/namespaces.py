@@ -38,6 +38,7 @@ StrictModes no
 PasswordAuthentication no
 PermitRootLogin yes
 AcceptEnv HORO_TEST_MARK
+SetEnv TMPDIR={folder}/tmp
 """
 _SSH_CONFIG = """
 Host *
@@ -169,6 +170,7 @@ def make_cluster(stack: contextlib.ExitStack, folder: Path, count: int, kind: st
         for number in range(1, count + 1)
     ]
     cluster = Cluster(folder=folder, hosts=hosts, switch=f"{tag}-switch")
+    (folder / "tmp").mkdir()
     _make_keys(cluster)
     _make_space(stack, cluster.switch)
     _ip("-n", cluster.switch, "link", "add", "br0", "type", "bridge")

@@ -169,7 +169,6 @@ def make_slurm(cluster: Cluster) -> Slurm:
     (cluster.folder / "slurm.conf").write_text(config)
     (cluster.folder / "cgroup.conf").write_text(_CGROUP_CONFIG)
     (cluster.folder / "mpi.conf").write_text(_MPI_CONFIG)
-    (cluster.folder / "tmp").mkdir()
     slurm = Slurm(cluster)
     key = secrets.token_bytes(128)
     for host in cluster.hosts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -59,6 +60,22 @@ def test_an_interrupt_leaves_no_namespace_and_no_process() -> None:
         process.kill()
         process.communicate()
     assert namespaces_left(process.pid) == []
+
+
+@needs_spaces
+def test_an_interrupt_while_a_namespace_is_made_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    do = spaces._do
+
+    def interrupted(*words: str) -> str:
+        said = do(*words)
+        if words[:3] == ("ip", "netns", "add") and words[3].endswith("space2"):
+            raise KeyboardInterrupt
+        return said
+
+    monkeypatch.setattr(spaces, "_do", interrupted)
+    with pytest.raises(KeyboardInterrupt), spaces.Spaces(2):
+        pass
+    assert namespaces_left(os.getpid()) == []
 
 
 @needs_spaces

@@ -69,7 +69,7 @@ class MpiJobs:
         path.write_text(textwrap.dedent(script), encoding="utf-8")
         # Unbuffered, a line and its end are two writes, and mpirun may put the words of another rank between them.
         inherited = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-        own = {"OMP_NUM_THREADS": "1", "HORO_START_TIMEOUT": "60", **(environ or {})}
+        own = {"OMP_NUM_THREADS": "1", "HORO_START_TIMEOUT": "60", "TMPDIR": str(self.folder), **(environ or {})}
         process = subprocess.Popen(
             [*launcher, sys.executable, str(path), *arguments],
             env={**inherited, **own},

@@ -14,8 +14,10 @@ BUILD = Path(__file__).parents[2] / "build" / "mpi"
 
 
 @pytest.fixture(params=["openmpi", "mpich"])
-def mpirun(request: pytest.FixtureRequest, hororun: Hororun) -> str:
+def mpirun(request: pytest.FixtureRequest, hororun: Hororun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A real mpirun, made by ``make test-mpi``."""
+    # What one that was killed leaves makes another one fail that gets its process id.
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     path = BUILD / str(request.param) / "bin" / "mpirun"
     if not path.exists():
         pytest.skip(f"there is no {path.relative_to(BUILD.parents[1])}: `make test-mpi` installs it")
