@@ -133,6 +133,12 @@ class Rank:
         status = self.lib.shim_post_recv(self.transport, peer, channel, io.data, io.size, io.io)
         return self._posted(io, status)
 
+    def recv_some(self, peer: int, capacity: int) -> Io:
+        """Of the control channel."""
+        io = Io(self.native, self.native.ffi.new("char[]", capacity), capacity)
+        status = self.lib.shim_post_recv_some(self.transport, peer, io.data, capacity, io.io)
+        return self._posted(io, status)
+
     def _posted(self, io: Io, status: int) -> Io:
         if status != 0:
             raise ValueError(f"posting returned {status}")

@@ -13,7 +13,7 @@ import pytest
 import wire_oracle as oracle
 from fabric import close_setup, make_setups
 from ranks import Group, Rank, wait_for
-from test_link import HEAD_BYTES, framed
+from test_link import framed
 
 from horo import _core
 from horo._core import Context
@@ -134,7 +134,8 @@ class Child:
         for link in (self._control, self._data):
             link.setblocking(True)
             link.settimeout(LIMIT_S)
-        self._bytes = 0
+        self._received = b""
+        self._answers = 0
         self.rank = Rank(Context(mine))
 
     def send(self, message: bytes) -> None:
@@ -143,8 +144,13 @@ class Child:
     def count_answers(self) -> int:
         """So far; does not wait."""
         while select.select([self._control], [], [], 0)[0]:
-            self._bytes += len(self._control.recv(1 << 16))
-        return self._bytes // HEAD_BYTES
+            self._received += self._control.recv(1 << 16)
+        while len(self._received) >= 4 and (end := 4 + int.from_bytes(self._received[:4], "little")) <= len(
+            self._received
+        ):
+            self._received = self._received[end:]
+            self._answers += 1
+        return self._answers
 
     def exchange(self, data: bytes) -> bytes:
         self._data.sendall(data)

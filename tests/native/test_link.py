@@ -1,4 +1,4 @@
-"""The control link between two leaders: chunks of every length, and bytes that no leader sends."""
+"""The control link between two leaders: messages of every length, and bytes that no leader sends."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from ranks import Group, Rank, run_ranks
 from horo._core import Context
 from horo._errors import InternalError, PeerLostError
 
-HEAD_BYTES = 64
-CHUNK_MAX = 1 << 20
+FRAME_MAX = 64 << 20
 NOISE = random.Random(3)
 
 
@@ -36,26 +35,21 @@ def test_messages_of_every_length_pass_between_hosts(hosts: list[int]) -> None:
     run_ranks(body, hosts)
 
 
-def chunk(content: bytes) -> bytes:
-    return (len(content).to_bytes(4, "little") + content).ljust(HEAD_BYTES, b"\0")
-
-
 def framed(message: bytes) -> bytes:
-    return chunk(len(message).to_bytes(4, "little") + message)
+    return len(message).to_bytes(4, "little") + message
 
 
 @pytest.mark.parametrize(
     "said",
     [
-        pytest.param(bytes(HEAD_BYTES), id="nothing"),
-        pytest.param((CHUNK_MAX + 1).to_bytes(4, "little").ljust(HEAD_BYTES, b"\0"), id="too long"),
-        pytest.param(b"\xff" * HEAD_BYTES, id="much too long"),
-        pytest.param(chunk(b"\xff" * 8), id="a frame that is too long"),
-        pytest.param(chunk((8).to_bytes(4, "little") + b"\xff" * 8), id="no message"),
+        pytest.param(framed(b""), id="nothing"),
+        pytest.param((FRAME_MAX + 1).to_bytes(4, "little"), id="too long"),
+        pytest.param(b"\xff" * 8, id="much too long"),
+        pytest.param(framed(b"\xff" * 8), id="no message"),
         pytest.param(framed(oracle.lost_message(0, -40, 255)), id="a loss with an unknown reason"),
         pytest.param(framed(oracle.lost_message(-2, -40, 1)), id="a loss of no rank"),
         pytest.param(framed(oracle.lost_message(2, -40, 1)), id="a loss of a rank beyond the last"),
-        *(pytest.param(chunk(NOISE.randbytes(length)), id=f"noise of {length}") for length in (9, 60, 61, 5000)),
+        *(pytest.param(framed(NOISE.randbytes(length)), id=f"noise of {length}") for length in (9, 60, 61, 5000)),
     ],
 )
 @pytest.mark.parametrize("sender", [0, 1])

@@ -152,6 +152,30 @@ def test_done_bytes_grow_while_a_message_comes(join: Join) -> None:
     assert len(seen) > 2
 
 
+def test_a_receive_of_some_takes_what_has_come_whatever_sends_it_is_of(join: Join) -> None:
+    sender, receiver = join(2).ranks
+    messages = [noise(size, seed) for seed, size in enumerate([3, 1, 0, 500, 70_000, 2])]
+    sends = [sender.send(1, message, CONTROL) for message in messages]
+    came = b""
+    while len(came) < 70_506:
+        got = receiver.recv_some(0, 4096)
+        progress_until([sender, receiver], got)
+        assert 0 < got.done_bytes <= 4096
+        came += got.bytes()[: got.done_bytes]
+    assert came == b"".join(messages)
+    progress_until([sender, receiver], *sends)
+
+
+def test_a_receive_of_some_leaves_the_rest_to_the_next_receive(join: Join) -> None:
+    sender, receiver = join(2).ranks
+    sent = sender.send(1, b"0123456789", CONTROL)
+    sender.send_off()
+    receives = [receiver.recv_some(0, 4), receiver.recv(0, 6, CONTROL)]
+    progress_until([sender, receiver], sent, *receives)
+    came = receives[0].bytes()[: receives[0].done_bytes] + receives[1].bytes()
+    assert came == b"0123456789"[: len(came)]
+
+
 def test_progress_says_whether_anything_moved(join: Join) -> None:
     sender, receiver = join(2).ranks
     assert not sender.progress()

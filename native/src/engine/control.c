@@ -18,6 +18,9 @@ int hr_leader_open_links(struct hr_lane *lane, struct hr_error *error) {
         }
         lane->leader.has_parent |= host < team->host;
         const int status = hr_link_open(lane, &lane->leader.links[lane->leader.link_count++], host);
+        if (status == HORO_ERR_RESOURCE) {
+            return hr_fail(error, status, "no memory for the link to host %d", host);
+        }
         if (status != HORO_OK) {
             return hr_fail(error, status, "host %d has no connection for agreement to host %d (%s)", team->host, host,
                            lane->node->host_name_of_rank[team->job_rank[team->leader_of_host[host]]]);

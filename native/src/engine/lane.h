@@ -12,24 +12,19 @@
 
 struct hr_engine;
 
-enum { HR_LINK_HEAD_BYTES = 64 };
-
-/* A control link to a neighbour in the tree of hosts: chunks of frames, each behind its length. Leaders only. */
+/* A control link to a neighbour in the tree of hosts: a stream of frames each way. Leaders only. */
 struct hr_link {
     int host;
     int leader_rank;
     int open;
     int is_done; /* the other leader has said DONE: the end of the link is no loss */
-    uint8_t recv_head[HR_LINK_HEAD_BYTES];
-    int recv_rest; /* the posted receive is for the rest of a chunk, not a head */
-    int is_garbled; /* what came was no chunk: nothing more is received, but what is to be sent still goes out */
+    int has_no_memory; /* for what came: nothing more is received, but what is to be sent still goes out */
+    uint8_t *received; /* being received */
     struct hr_io recv;
-    struct hr_buffer in;      /* received, whole chunks */
-    uint8_t *rest;            /* being received */
-    size_t rest_bytes;
+    struct hr_buffer in;      /* received; may end within a frame */
     struct hr_buffer out;     /* to be sent next */
-    struct hr_buffer sending; /* being sent, with its length in front, as long as a head at least */
-    struct hr_io send_head, send;
+    struct hr_buffer sending; /* being sent */
+    struct hr_io send;
 };
 
 enum { HR_IDS_MAX = 256 }; /* in one message of a local rank */

@@ -31,8 +31,8 @@ static inline void hr_queue_pop(struct hr_queue *queue, enum hr_io_state state) 
 }
 
 /*
- * Says that `bytes` more have moved, in order; finishes what is complete, empty ios included. 1: at least one io is
- * done.
+ * Says that `bytes` more have moved, in order; finishes what is complete, empty ios included, or takes some. 1: at
+ * least one io is done.
  */
 static inline int hr_queue_advance(struct hr_queue *queue, size_t bytes) {
     int popped = 0;
@@ -42,7 +42,7 @@ static inline int hr_queue_advance(struct hr_queue *queue, size_t bytes) {
         const size_t step = bytes < missing ? bytes : missing;
         io->done_bytes += step;
         bytes -= step;
-        if (step < missing) {
+        if (step < missing && !(io->takes_some && io->done_bytes > 0)) {
             break;
         }
         hr_queue_pop(queue, HR_IO_DONE);
@@ -60,12 +60,18 @@ static inline int hr_queue_fail(struct hr_queue *queue) {
     return any;
 }
 
-/* The unmoved memory of the first ios, at most `capacity` entries; returns how many there are. */
+/*
+ * The unmoved memory of the first ios, at most `capacity` entries, the last of which may take some; returns how many
+ * there are.
+ */
 static inline size_t hr_queue_gather(const struct hr_queue *queue, struct iovec *iov, size_t capacity) {
     size_t used = 0;
     for (const struct hr_io *io = queue->head; io != NULL && used < capacity; io = io->next) {
         if (io->bytes > io->done_bytes) {
             iov[used++] = (struct iovec){io->data + io->done_bytes, io->bytes - io->done_bytes};
+        }
+        if (io->takes_some) {
+            break;
         }
     }
     return used;

@@ -3,7 +3,8 @@
  *
  * Contract of every transport, held by one conformance suite:
  *  - Sends and receives on one (peer, channel) match one to one in order, and a matching pair has the same size. (One
- *    stream does not need the rule; several, and message transports, do.)
+ *    stream does not need the rule; several, and message transports, do.) Control is one stream always: there a receive
+ *    may take whatever has come (hr_post_recv_some).
  *  - post_* never block and copy nothing: the memory and the hr_io stay the caller's to keep until io->state is
  *    not HR_IO_POSTED.
  *  - A send may have to wait for its receive to be posted, however small it is: stream transports buffer, MPI does not.
@@ -50,6 +51,7 @@ struct hr_io {
     char *data;
     size_t bytes;
     size_t done_bytes; /* grows as bytes move, so that a receiver may work on what has come */
+    int takes_some;    /* a receive that is done as soon as any bytes have come */
     enum hr_io_state state;
     struct hr_io *next;
 };
@@ -111,6 +113,17 @@ struct hr_transport {
     _Atomic uint64_t data_bytes; /* a counter for whoever posts sends of data; zero at creation */
     int is_quiet; /* the driver's: nothing of its team is under way here, so it is moved now and then only */
 };
+
+/*
+ * Posts a receive on the control channel that is done as soon as any bytes have come: io->done_bytes of them, at most
+ * `capacity`, whatever sends they are of. The statuses of post_recv.
+ */
+static inline int hr_post_recv_some(struct hr_transport *transport, int peer, void *data, size_t capacity,
+                                    struct hr_io *io) {
+    HR_TRY(transport->ops->post_recv(transport, peer, HR_CHANNEL_CONTROL, data, capacity, io));
+    io->takes_some = 1; /* only progress looks at it */
+    return HORO_OK;
+}
 
 static inline int64_t hr_transport_poll_within_ns(const struct hr_transport *transport) {
     return transport->ops->poll_within_ns == NULL ? -1 : transport->ops->poll_within_ns(transport);

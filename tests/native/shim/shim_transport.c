@@ -97,6 +97,10 @@ int shim_post_recv(void *transport, int peer, int channel, void *data, size_t by
     return self->ops->post_recv(self, peer, (enum hr_channel)channel, data, bytes, io);
 }
 
+int shim_post_recv_some(void *transport, int peer, void *data, size_t capacity, void *io) {
+    return hr_post_recv_some(transport, peer, data, capacity, io);
+}
+
 int shim_progress(void *transport) {
     struct hr_transport *self = transport;
     return self->ops->progress(self);

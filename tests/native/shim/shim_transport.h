@@ -32,6 +32,7 @@ size_t shim_io_done_bytes(const void *io);
 
 int shim_post_send(void *transport, int peer, int channel, const void *data, size_t bytes, void *io);
 int shim_post_recv(void *transport, int peer, int channel, void *data, size_t bytes, void *io);
+int shim_post_recv_some(void *transport, int peer, void *data, size_t capacity, void *io);
 int shim_progress(void *transport);
 void shim_abandon(void *transport, int channel);
 void shim_watch(void *transport, int enabled);
