@@ -55,7 +55,7 @@ static int handle_message(struct hr_lane *lane, int link_index, const struct hr_
         return HORO_ERR_INTERNAL;
     }
     if (message->type == HR_WIRE_DONE) {
-        lane->leader.links[link_index].is_done = 1;
+        lane->leader.links[link_index].has_said_done = 1;
         return HORO_OK;
     }
     if (message->type == HR_WIRE_LOST) {
@@ -94,7 +94,7 @@ static int handle_frames(struct hr_lane *lane, int link_index) {
 
 static void link_broke(struct hr_lane *lane, struct hr_link *link) {
     link->open = 0;
-    if (!link->is_done && !lane->leader.closes) {
+    if (!link->has_said_done && !lane->leader.expects_removal) {
         const enum hr_loss how = lane->team->transport->ops->loss(lane->team->transport, link->host);
         hr_node_abort(lane->node, HORO_ERR_PEER_LOST, link->leader_rank,
                        how == HR_LOSS_SILENT ? HR_REASON_SILENT : HR_REASON_LINK);
@@ -133,7 +133,7 @@ int hr_leader_is_done(const struct hr_lane *lane) {
         }
     }
     for (int i = lane->leader.has_parent; i < lane->leader.link_count; i++) {
-        if (lane->leader.links[i].open && !lane->leader.links[i].is_done) {
+        if (lane->leader.links[i].open && !lane->leader.links[i].has_said_done) {
             return 0;
         }
     }

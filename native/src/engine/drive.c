@@ -70,7 +70,7 @@ static void end_quiet(struct hr_engine *engine) {
 
 /* Who has executed the LEAVE record of all ranks leaves its other teams as well, each at the end of its own log. */
 static int leave_other_teams(struct hr_engine *engine) {
-    for (int i = 1; i < engine->lane_count && hr_engine_world(engine)->executor.has_left; i++) {
+    for (int i = 1; i < engine->lane_count && hr_engine_world(engine)->executor.has_executed_leave; i++) {
         engine->lanes[i]->is_due = 1;
         HR_TRY(hr_lane_ask_to_leave(engine->lanes[i], hr_node_left(engine->node) - 1));
     }
@@ -93,9 +93,9 @@ static int turn_running(struct hr_engine *engine) {
     return moved;
 }
 
-int hr_drive_has_left(const struct hr_engine *engine) {
+int hr_drive_has_ended_logs(const struct hr_engine *engine) {
     for (int i = 0; i < engine->lane_count; i++) {
-        if (!engine->lanes[i]->executor.has_left) {
+        if (!engine->lanes[i]->executor.has_executed_leave) {
             return 0;
         }
     }
@@ -208,7 +208,7 @@ static int turn(struct hr_engine *engine) {
     struct hr_driver *driver = &engine->driver;
     if (driver->stage <= HR_ENGINE_CLOSING && hr_drive_is_aborted(engine)) {
         begin_ending(engine);
-    } else if (driver->stage == HR_ENGINE_RUNNING && hr_drive_has_left(engine)) {
+    } else if (driver->stage == HR_ENGINE_RUNNING && hr_drive_has_ended_logs(engine)) {
         driver->stage = HR_ENGINE_CLOSING;
         end_quiet(engine);
         driver->flush_ns = hr_now_ns() + FLUSH_MS * 1000000ll;

@@ -28,7 +28,7 @@ static inline int hr_drive_skips(const struct hr_engine *engine, int index) {
 /* ---- drive.c ---- */
 
 /* The logs of all lanes have ended. */
-int hr_drive_has_left(const struct hr_engine *engine);
+int hr_drive_has_ended_logs(const struct hr_engine *engine);
 /* Whether something holds for any of the lanes that this rank leads. */
 int hr_drive_any_leader(const struct hr_engine *engine, int (*holds)(const struct hr_lane *lane));
 /* CLOSING: nobody needs this rank any more. */

@@ -215,9 +215,9 @@ int hr_engine_change_teams(struct hr_engine *engine, struct hr_request *request,
  * not agree on it.
  */
 void hr_engine_expect_removal(struct hr_engine *engine, const struct hr_request *request);
-void hr_engine_refuse_removal(struct hr_engine *engine, const struct hr_request *request);
+void hr_engine_expect_no_removal(struct hr_engine *engine, const struct hr_request *request);
 /* With the lock held: it has failed, for whatever reason, so the team can be submitted to again. */
-void hr_engine_withdraw_removal(struct hr_engine *engine, const struct hr_request *request);
+void hr_engine_reopen_team(struct hr_engine *engine, const struct hr_request *request);
 
 /* Of what reports and errors list: so many tensors, and so much room for ranks. */
 enum { HR_NAMES_IN_TEXT = 6, HR_NAME_TEXT_BYTES = 256 };

@@ -274,7 +274,7 @@ static int execute_fail(struct hr_lane *lane, const struct hr_wire_message *reco
     const size_t bytes = record->text.bytes < sizeof text - 1 ? record->text.bytes : sizeof text - 1;
     memcpy(text, record->text.data, bytes);
     text[bytes] = '\0';
-    hr_engine_refuse_removal(lane->engine, request);
+    hr_engine_expect_no_removal(lane->engine, request);
     end_record(lane);
     hr_engine_complete(lane->engine, &request, 1, record->status, text);
     return HORO_OK;
@@ -284,7 +284,7 @@ static int execute_fail(struct hr_lane *lane, const struct hr_wire_message *reco
 static int execute_leave(struct hr_lane *lane, const struct hr_wire_message *record) {
     uint64_t none = 0;
     (void)atomic_compare_exchange_strong(&lane->node->arena.header->left_rank, &none, (uint64_t)record->rank + 1);
-    lane->executor.has_left = 1;
+    lane->executor.has_executed_leave = 1;
     hr_engine_note_end(lane->engine);
     end_record(lane);
     return HORO_OK;
@@ -382,7 +382,7 @@ void hr_engine_complete_locked(struct hr_engine *engine, struct hr_request *requ
     forget_announcement(request);
     remove_in_flight(engine, request);
     if (status != HORO_OK) {
-        hr_engine_withdraw_removal(engine, request);
+        hr_engine_reopen_team(engine, request);
     }
     request->error_text = text == NULL ? NULL : strdup(text);
     atomic_fetch_sub(&engine->submission.pending, 1);

@@ -17,7 +17,7 @@ struct hr_link {
     int host;
     int leader_rank;
     int open;
-    int is_done; /* the other leader has said DONE: the end of the link is no loss */
+    int has_said_done; /* the other leader has said DONE: the end of the link is no loss */
     int has_no_memory; /* for what came: nothing more is received, but what is to be sent still goes out */
     uint8_t *received; /* being received */
     struct hr_io recv;
@@ -62,7 +62,7 @@ struct hr_executor {
     uint64_t log_executed;  /* bytes of the log executed */
     uint64_t moves;         /* stages of tasks and records of the log done */
     uint64_t record_bytes;  /* of the record that is being executed */
-    int has_left;           /* a LEAVE record has been executed */
+    int has_executed_leave; /* the last record of the log */
     struct hr_batch *batch; /* scratch of execute.c */
 };
 
@@ -92,9 +92,9 @@ struct hr_leader {
     struct hr_link *links;        /* parent first if there is one, then children */
     int link_count;
     int has_parent;
-    int leaver;     /* 1 + the rank that asked to leave, as far as this leader knows; 0: none has */
-    int closes;     /* the team is about to be removed, by all: the end of a link is no loss */
-    int log_closed; /* the LEAVE record has been written or passed on: nothing follows it */
+    int leaver;          /* 1 + the rank that asked to leave, as far as this leader knows; 0: none has */
+    int expects_removal; /* the team is about to be removed, by all: the end of a link is no loss */
+    int log_closed;      /* the LEAVE record has been written or passed on: nothing follows it */
     int told_abort, told_done;
     int64_t cycle_ns;
 };
@@ -112,7 +112,7 @@ struct hr_lane {
     struct hr_team *team;
     struct hr_backend *backend;
     int is_leader, is_root; /* of the team: on this host, of all */
-    int is_removed;          /* nothing can be submitted any more; under the lock of submission */
+    int refuses_requests;    /* nothing can be submitted any more; under the lock of submission */
     struct hr_map in_flight; /* name -> request submitted and not done; under the lock of submission */
     _Atomic uint32_t pending; /* how many; written under that lock */
     int is_quiet; /* the driver's: when its turn ended, nothing was under way here for this rank */

@@ -12,7 +12,7 @@ static int find_lane(const struct hr_engine *engine, struct hr_request *request,
                                 engine->node->rank, call->team)
                       : hr_fail(error, HORO_ERR_USAGE, "'%s': team %d does not exist", call->name, call->team);
     }
-    if (lane->is_removed) {
+    if (lane->refuses_requests) {
         return hr_fail(error, HORO_ERR_USAGE, "'%s': team %d is being removed", call->name, call->team);
     }
     if (call->op == HORO_BROADCAST && hr_team_member(lane->team, call->root_rank) < 0) {

@@ -65,7 +65,7 @@ static int begin_removal(const struct hr_engine *engine, int team, struct hr_err
     if (lane == NULL) {
         return HORO_OK;
     }
-    if (lane->is_removed) {
+    if (lane->refuses_requests) {
         return hr_fail(error, HORO_ERR_USAGE, "team %d is being removed already", team);
     }
     if (lane->in_flight.count > 0) {
@@ -73,7 +73,7 @@ static int begin_removal(const struct hr_engine *engine, int team, struct hr_err
                        "team %d cannot be removed: %zu of its operations are not done on rank %d; wait for them", team,
                        lane->in_flight.count, engine->node->rank);
     }
-    lane->is_removed = 1;
+    lane->refuses_requests = 1;
     return HORO_OK;
 }
 
@@ -81,7 +81,7 @@ static int begin_removal(const struct hr_engine *engine, int team, struct hr_err
 static void take_back_removal(struct hr_engine *engine, int team) {
     (void)pthread_mutex_lock(&engine->submission.lock);
     if (engine->teams[team].lane != NULL) {
-        engine->teams[team].lane->is_removed = 0;
+        engine->teams[team].lane->refuses_requests = 0;
     }
     (void)pthread_mutex_unlock(&engine->submission.lock);
 }
@@ -125,21 +125,21 @@ static struct hr_lane *lane_removed_by(const struct hr_engine *engine, const str
 void hr_engine_expect_removal(struct hr_engine *engine, const struct hr_request *request) {
     struct hr_lane *lane = lane_removed_by(engine, request);
     if (lane != NULL) {
-        lane->leader.closes = 1;
+        lane->leader.expects_removal = 1;
     }
 }
 
-void hr_engine_refuse_removal(struct hr_engine *engine, const struct hr_request *request) {
+void hr_engine_expect_no_removal(struct hr_engine *engine, const struct hr_request *request) {
     struct hr_lane *lane = lane_removed_by(engine, request);
     if (lane != NULL) {
-        lane->leader.closes = 0;
+        lane->leader.expects_removal = 0;
     }
 }
 
-void hr_engine_withdraw_removal(struct hr_engine *engine, const struct hr_request *request) {
+void hr_engine_reopen_team(struct hr_engine *engine, const struct hr_request *request) {
     struct hr_lane *lane = lane_removed_by(engine, request);
     if (lane != NULL) {
-        lane->is_removed = 0;
+        lane->refuses_requests = 0;
     }
 }
 
