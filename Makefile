@@ -130,6 +130,26 @@ types: build ## mypy, strict
 .PHONY: lint
 lint: style types ## style and types
 
+$(STAMPS)/release: .ci/requirements.txt $(STAMPS)/requirements
+	@$(PIP) -r $<
+	@touch $@
+
+# The wheel as users get it, in front of the checkout's own horo; -P: nothing from this folder.
+.PHONY: wheel
+wheel: build $(STAMPS)/release ## source archive and wheel in dist, checked and tried out
+	@rm -rf dist build/lib build/wheel && mkdir -p dist build
+	@$(PY) -c 'from setuptools import build_meta; build_meta.build_sdist("dist")' >build/sdist.log 2>&1 || { cat build/sdist.log; exit 1; }
+	@$(PY) -m pip wheel -q --no-build-isolation --no-deps --wheel-dir dist dist/*.tar.gz
+	@$(VENV)/bin/twine check --strict dist/*
+	@$(VENV)/bin/abi3audit --strict dist/*.whl
+	@$(PIP) --no-deps --target build/wheel dist/*.whl
+	@PYTHONPATH=build/wheel $(PY) -P -m horo.runner -np 2 --oversubscribe $(PY) tests/smoke.py
+
+.PHONY: docs
+docs: build $(STAMPS)/release ## the documents as a site in build/site, without a warning
+	@$(PY) docs/site.py build/site-source
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict
+
 .PHONY: tidy
 tidy: build ## what a machine can hold of the house rules
 	@$(PY) -m pytest -q tests/tidy

@@ -7,7 +7,7 @@ from setuptools import find_packages, setup
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "native"))  # an isolated build does not have it
 
-from parallel import ParallelBuild
+from parallel import CheckedBuild, ParallelBuild
 
 # runner/ is installed as horo.runner: the launcher lives beside the library, not inside it.
 packages = find_packages(include=["horo", "horo.*"])
@@ -16,7 +16,7 @@ packages += ["horo.runner", *(f"horo.runner.{name}" for name in find_packages("r
 setup(
     packages=packages,
     package_dir={"horo.runner": "runner"},
-    cmdclass={"build_ext": ParallelBuild},
+    cmdclass={"build": CheckedBuild, "build_ext": ParallelBuild},
     cffi_modules=["native/build.py:ffibuilder"],
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

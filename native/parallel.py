@@ -1,14 +1,44 @@
-"""Compiles the C files of an extension on all cores: setuptools alone takes them one after another."""
+"""How the extension is compiled: on all cores, after a look at what compiling needs, without debugging symbols."""
 
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
+import sysconfig
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 
-__all__ = ["ParallelBuild", "compile_in_parallel"]
+__all__ = ["CheckedBuild", "ParallelBuild", "compile_in_parallel", "what_is_missing"]
+
+
+def what_is_missing() -> str:
+    """Why nothing can be compiled here, with what to install; empty: all is there."""
+    compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")[0]
+    if shutil.which(compiler) is None:
+        return f"the C compiler '{compiler}' is not there; on Debian: apt-get install gcc libc6-dev"
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if not header.exists():
+        return f"{header} is not there; on Debian: apt-get install python3-dev"
+    return ""
+
+
+def _check() -> None:
+    missing = what_is_missing()
+    if missing:
+        raise SystemExit(f"horo cannot be compiled: {missing}")
+
+
+class CheckedBuild(build):
+    """``build`` that says what is missing before it copies a hundred files."""
+
+    def run(self) -> None:
+        _check()
+        super().run()
 
 
 def compile_in_parallel(compiler: Any) -> None:
@@ -46,8 +76,15 @@ def compile_in_parallel(compiler: Any) -> None:
 
 
 class ParallelBuild(build_ext):
-    """``build_ext`` with a parallel compiler."""
+    """``build_ext`` with a parallel compiler. Symbols for a debugger stay where a checkout is built for itself."""
+
+    def run(self) -> None:
+        _check()
+        super().run()
 
     def build_extensions(self) -> None:
         compile_in_parallel(self.compiler)
+        if not (self.inplace or getattr(self, "editable_mode", False)):
+            for extension in self.extensions:
+                extension.extra_link_args.append("-Wl,--strip-debug")
         super().build_extensions()

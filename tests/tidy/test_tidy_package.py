@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -65,6 +66,22 @@ def test_wheel_is_one_abi3_extension_and_all_modules(built: tuple[Path, Path]) -
     modules = {str(path.relative_to(ROOT)) for path in below("horo", suffixes=(".py", ".typed"))}
     modules |= {f"horo/{path.relative_to(ROOT)}" for path in below("runner", suffixes=(".py",))}
     assert names == modules | {"horo/_native.abi3.so", "horo/py.typed"}
+
+
+def test_wheel_has_no_symbols_for_a_debugger(extension: Path) -> None:
+    assert ".debug_info" not in readelf("-S", extension)
+
+
+def test_without_a_compiler_the_build_ends_with_a_sentence(built: tuple[Path, Path], tmp_path: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index", "-w", str(tmp_path)]
+    environment = {**os.environ, "CC": "no-such-compiler -O2"}
+    done = subprocess.run(
+        [*pip, str(built[0])], env=environment, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode != 0
+    said = done.stderr.partition("lines of output]")[2].partition("[end of output]")[0].strip().splitlines()
+    assert said[-1].strip().startswith("horo cannot be compiled: the C compiler 'no-such-compiler' is not there; on ")
+    assert len(said) <= 3
 
 
 def test_extension_has_no_variables_that_can_change(extension: Path) -> None:
