@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
-from horo._errors import UsageError
+from horo.errors import UsageError
 
 __all__ = [
     "GROUPS",

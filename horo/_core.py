@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
 
-from horo._errors import HoroError, error_from_status
 from horo._native import ffi, lib
 from horo._request_buffer import DTYPES, OPS, REDUCE_OPS, RequestBuffer, Tensor
 from horo._setup import MpiUse, Setup
+from horo.errors import HoroError, error_from_status
 
 __all__ = [
     "DTYPES",

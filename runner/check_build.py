@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import NamedTuple
 
 import horo
-from horo._errors import HoroError
+from horo.errors import HoroError
 
 __all__ = ["check_build"]
 

@@ -11,7 +11,7 @@ from horo.runner.command import is_for_python
 from horo.runner.notes import Note
 from horo.runner.report import Ending, how_it_ended
 
-from horo._errors import HoroError
+from horo.errors import HoroError
 
 if TYPE_CHECKING:
     from horo._bootstrap.store import StoreServer

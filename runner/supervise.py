@@ -37,7 +37,7 @@ from horo.runner.ranks import PASSED_ON, Event, Exited, HostRanks, Noted, Output
 from horo.runner.remote import RemoteHost
 from horo.runner.report import Ending, awaited, exit_code, ranges, report, root_cause, signal_name
 
-from horo._errors import HoroError
+from horo.errors import HoroError
 
 if TYPE_CHECKING:
     from horo._bootstrap.store import StoreServer

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from horo._bootstrap import job as bootstrap
 from horo._core import DTYPES, OPS, REDUCE_OPS, RequestBuffer, Tensor
-from horo._errors import HorovodInternalError
+from horo.errors import HorovodInternalError
 
 __all__ = ["CODES", "EXCEPTIONS", "Plan"]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from plain_rank import Rank
 
-from horo._errors import HoroError
+from horo.errors import HoroError
 
 
 def main() -> None:

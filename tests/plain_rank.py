@@ -18,7 +18,7 @@ from typing import Any
 
 from horo._bootstrap import job as bootstrap
 from horo._core import DTYPES, OPS, REDUCE_OPS, RequestBuffer, Tensor
-from horo._errors import HoroError, HorovodInternalError
+from horo.errors import HoroError, HorovodInternalError
 
 __all__ = ["Rank", "main"]
 

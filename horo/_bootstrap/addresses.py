@@ -7,7 +7,7 @@ import socket
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from horo._errors import ResourceError, UsageError
+from horo.errors import ResourceError, UsageError
 
 __all__ = ["Endpoint", "bind_all", "parse_endpoints", "socket_address"]
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from horo._bootstrap.addresses import Endpoint, socket_address
-from horo._errors import HoroError
+from horo.errors import HoroError
 
 __all__ = ["AnnouncementServer", "fetch"]
 

@@ -23,7 +23,7 @@ from horo._bootstrap.grouping import Grouping, group_ranks
 from horo._bootstrap.handshake import Claim, HandshakeError, Purpose, Session, authenticate
 from horo._bootstrap.listener import ListenerThread
 from horo._bootstrap.rendezvous import Rendezvous
-from horo._errors import ResourceError
+from horo.errors import ResourceError
 
 __all__ = ["Arena", "join_arena", "receive_descriptors", "send_descriptors"]
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from horo._errors import ResourceError
+from horo.errors import ResourceError
 
 if TYPE_CHECKING:
     from horo._setup import Setup

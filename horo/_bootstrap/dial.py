@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from horo._bootstrap.addresses import Endpoint, socket_address
 from horo._bootstrap.handshake import Claim, HandshakeError, Session, authenticate
-from horo._errors import PeerLostError
+from horo.errors import PeerLostError
 
 __all__ = ["dial"]
 

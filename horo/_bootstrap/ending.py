@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from types import TracebackType
 
-from horo._errors import HoroError, InternalError
+from horo.errors import HoroError, InternalError
 
 __all__ = ["EndNotes", "culprit_of", "describe_exception", "script_line", "shorten_traceback", "watch_exceptions"]
 

@@ -23,7 +23,7 @@ from horo._bootstrap.mpi_launch import (
 )
 from horo._bootstrap.slurm_step import is_lone_step
 from horo._config import Config, LaunchVariables, read_variables
-from horo._errors import ResourceError, UsageError
+from horo.errors import ResourceError, UsageError
 
 __all__ = ["find_launch"]
 

@@ -20,7 +20,7 @@ import time
 from dataclasses import dataclass
 from enum import IntEnum
 
-from horo._errors import HoroError, UsageError
+from horo.errors import HoroError, UsageError
 
 __all__ = [
     "SECRET_BYTES_MIN",

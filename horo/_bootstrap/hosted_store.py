@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from horo._bootstrap.interfaces import LOOPBACK, interface_addresses, is_loopback, select_addresses
 from horo._bootstrap.store import StoreClient, StoreServer
-from horo._errors import ResourceError
+from horo.errors import ResourceError
 
 __all__ = ["HostedStore", "choose_host_addresses"]
 

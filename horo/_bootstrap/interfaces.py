@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterable, Sequence
 
 from horo._bootstrap.addresses import socket_address
-from horo._errors import ResourceError, UsageError
+from horo.errors import ResourceError, UsageError
 
 __all__ = ["interface_addresses", "is_loopback", "listen_addresses", "route_source", "select_addresses"]
 

@@ -34,8 +34,8 @@ from horo._bootstrap.teams import add_team
 from horo._bootstrap.torch_store import open_torch_store
 from horo._config import Config, LaunchVariables, environment, misspelt, read_config, read_variables
 from horo._core import Context, arena_bytes, version
-from horo._errors import AbortedError, GroupError, HoroError, InternalError
 from horo._setup import MpiUse, Setup
+from horo.errors import AbortedError, GroupError, HoroError, InternalError
 
 __all__ = ["Connection", "Job", "connect", "start"]
 

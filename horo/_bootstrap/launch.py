@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from horo._bootstrap.addresses import Endpoint, parse_endpoints
 from horo._bootstrap.slurm_step import SlurmStep, read_step
 from horo._config import LaunchVariables, TorchrunVariables, read_variables, variables_of
-from horo._errors import UsageError
+from horo.errors import UsageError
 
 if TYPE_CHECKING:
     from horo._bootstrap.mpi_launch import MpiWorld

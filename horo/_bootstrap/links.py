@@ -21,7 +21,7 @@ from horo._bootstrap.handshake import Claim, HandshakeError, Purpose, Session
 from horo._bootstrap.interfaces import is_loopback, listen_addresses
 from horo._bootstrap.listener import ListenerThread
 from horo._bootstrap.rendezvous import Rendezvous
-from horo._errors import PeerLostError, TimeoutError
+from horo.errors import PeerLostError, TimeoutError
 
 __all__ = ["LinkGroup", "Links", "by_host", "connect_hosts"]
 

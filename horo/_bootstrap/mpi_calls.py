@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from horo._errors import ResourceError
 from horo._setup import MPI_FUNCTIONS, MPI_HANDLES, MpiCalls
+from horo.errors import ResourceError
 
 __all__ = ["mpi_calls"]
 

@@ -10,8 +10,8 @@ from horo._bootstrap.grouping import Grouping
 from horo._bootstrap.mpi_calls import mpi_calls
 from horo._bootstrap.mpi_launch import MpiWorld
 from horo._config import Config
-from horo._errors import UsageError
 from horo._setup import MpiUse
+from horo.errors import UsageError
 
 __all__ = ["MpiPlan", "check_mpi", "mpi_use", "plan_mpi"]
 

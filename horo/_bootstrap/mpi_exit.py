@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from horo._errors import HoroError
+from horo.errors import HoroError
 
 __all__ = ["watch_end", "watch_exit", "watch_loss"]
 

@@ -29,7 +29,7 @@ from horo._bootstrap.launch import index_among
 from horo._bootstrap.mpi_exit import watch_exit
 from horo._bootstrap.store import StoreClient, StoreServer
 from horo._config import Config, MpiVariables, read_variables, variables_of
-from horo._errors import HoroError, PeerLostError, ResourceError, TimeoutError, UsageError
+from horo.errors import HoroError, PeerLostError, ResourceError, TimeoutError, UsageError
 
 __all__ = [
     "MpiLauncherVariable",

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 
-from horo._errors import ResourceError
+from horo.errors import ResourceError
 
 __all__ = ["decode", "encode", "is_installed"]
 

@@ -12,7 +12,7 @@ from horo._bootstrap.grouping import Grouping, group_ranks
 from horo._bootstrap.identity import Identity
 from horo._bootstrap.launch import Launch, Place
 from horo._config import Config, variables_of
-from horo._errors import MismatchError
+from horo.errors import MismatchError
 
 __all__ = ["PeerInfo", "check_agreement", "core_count", "place_of", "places_alike"]
 

@@ -9,7 +9,7 @@ import secrets
 import stat
 from pathlib import Path
 
-from horo._errors import ResourceError
+from horo.errors import ResourceError
 
 __all__ = ["SecretFile"]
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from horo._config import SlurmVariables, read_variables, variables_of
-from horo._errors import UsageError
 from horo._hostlist import parse_counts, parse_host_list
+from horo.errors import UsageError
 
 __all__ = ["SlurmStep", "is_lone_step", "read_step"]
 

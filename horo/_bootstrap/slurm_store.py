@@ -29,7 +29,7 @@ from horo._bootstrap.secret_file import SecretFile
 from horo._bootstrap.slurm_step import SlurmStep
 from horo._bootstrap.store import StoreClient, StoreServer
 from horo._config import Config
-from horo._errors import HoroError, InternalError, PeerLostError, ResourceError, TimeoutError, UsageError
+from horo.errors import HoroError, InternalError, PeerLostError, ResourceError, TimeoutError, UsageError
 
 __all__ = ["candidate_ports", "open_slurm_store"]
 

@@ -23,7 +23,7 @@ from horo._bootstrap.frames import PAYLOAD_BYTES_MAX, Opener, Sealer, pack_field
 from horo._bootstrap.handshake import Claim, HandshakeError, Purpose, Session, check_secret
 from horo._bootstrap.listener import HALF_OPEN_MAX, HANDSHAKE_TIMEOUT_S, Listener
 from horo._bootstrap.store_interface import StoreAbandonedError, StoreTimeoutError
-from horo._errors import HoroError, PeerLostError, UsageError
+from horo.errors import HoroError, PeerLostError, UsageError
 
 __all__ = ["KEY_BYTES_MAX", "VALUE_BYTES_MAX", "StoreClient", "StoreServer"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from horo._errors import GroupError, TimeoutError
+from horo.errors import GroupError, TimeoutError
 
 __all__ = ["Store", "StoreAbandonedError", "StoreTimeoutError", "prefixed"]
 

@@ -25,7 +25,7 @@ from horo._bootstrap.frames import pack_fields, unpack_fields
 from horo._bootstrap.grouping import Grouping, group_ranks
 from horo._bootstrap.links import Links, by_host
 from horo._bootstrap.rendezvous import error_of_peer, kind_and_reason, list_ranks
-from horo._errors import InternalError, MismatchError, UsageError
+from horo.errors import InternalError, MismatchError, UsageError
 
 __all__ = ["Exchange", "TeamLinks", "connect_team"]
 

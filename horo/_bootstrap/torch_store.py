@@ -17,7 +17,7 @@ from typing import Any
 from horo._bootstrap.interfaces import route_source
 from horo._bootstrap.launch import TorchMaster
 from horo._bootstrap.store_interface import StoreAbandonedError, StoreTimeoutError
-from horo._errors import PeerLostError, ResourceError
+from horo.errors import PeerLostError, ResourceError
 
 __all__ = ["TorchStore", "open_torch_store"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from horo._errors import HorovodInternalError
+from horo.errors import HorovodInternalError
 from horo.torch._require import TORCH_VERSION_MIN as _TORCH_VERSION_MIN  # noqa: F401  (first: says what is missing)
 from horo.torch._state import (
     cross_rank,

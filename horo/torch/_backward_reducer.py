@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from horo._errors import UsageError
+from horo.errors import UsageError
 from horo.torch import _state
 from horo.torch._backward import call_at_end, current_run, is_nested
 from horo.torch._gradients import ReductionOptions, Slot

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from horo._errors import UsageError
+from horo.errors import UsageError
 from horo.torch._gradients import Slot
 from horo.torch._requests import start_allreduce
 from horo.torch._staging import Spec

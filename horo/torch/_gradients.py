@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from horo._errors import UnsupportedError, UsageError
+from horo.errors import UnsupportedError, UsageError
 from horo.torch._requests import Request
 from horo.torch._staging import check_tensor
 from horo.torch.compression import Compressor, split

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from horo._errors import HoroError, MismatchError, UsageError
+from horo.errors import HoroError, MismatchError, UsageError
 from horo.torch import _state
 from horo.torch._first_checks import ParameterCheck, refuse_ddp
 from horo.torch._gradients import (

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from horo import _core
-from horo._errors import AbortedError, HoroError, UsageError
+from horo.errors import AbortedError, HoroError, UsageError
 from horo.torch import _state
 from horo.torch._request_cache import CachedRequest
 from horo.torch._staging import Spec, StagedTensors, count_change, describe

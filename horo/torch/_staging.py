@@ -9,7 +9,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from horo import _core
-from horo._errors import UnsupportedError, UsageError
+from horo.errors import UnsupportedError, UsageError
 
 __all__ = ["Spec", "StagedTensors", "check_tensor", "count_change", "describe", "pack", "stage"]
 

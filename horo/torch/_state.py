@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from horo._errors import AbortedError, NotInitializedError, UnsupportedError, UsageError
+from horo.errors import AbortedError, NotInitializedError, UnsupportedError, UsageError
 from horo.torch._request_cache import RequestCache
 
 if TYPE_CHECKING:

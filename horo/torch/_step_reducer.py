@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from horo._errors import UsageError
+from horo.errors import UsageError
 from horo.torch._gradients import ReductionOptions, refuse_sparse
 from horo.torch._reducer import GradientReducer, overlap_pays
 from horo.torch._step import scaler_has_looked

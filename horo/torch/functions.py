@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import cloudpickle  # type: ignore[import-untyped]
 import torch
 
-from horo._errors import HoroError, MismatchError, UsageError
+from horo.errors import HoroError, MismatchError, UsageError
 from horo.torch import _state
 from horo.torch._requests import check_root, run_allreduce, run_broadcast, start_allgather, start_broadcast
 from horo.torch._staging import Spec, check_tensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from horo._bootstrap.mpi_launch import mpi_importable
-from horo._errors import UsageError
+from horo.errors import UsageError
 from horo.torch import _state
 
 __all__ = [

@@ -23,7 +23,7 @@ from collections.abc import Hashable, Sequence
 import torch
 
 from horo import _core
-from horo._errors import UnsupportedError, UsageError
+from horo.errors import UnsupportedError, UsageError
 from horo.torch._requests import (
     poll,
     publish,

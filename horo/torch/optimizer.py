@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from horo._errors import UnsupportedError, UsageError
+from horo.errors import UnsupportedError, UsageError
 from horo.torch import _state
 from horo.torch._backward_reducer import BackwardReducer
 from horo.torch._first_checks import refuse_ddp_model

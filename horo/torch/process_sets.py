@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from horo._errors import UnsupportedError
+from horo.errors import UnsupportedError
 from horo.torch import _state
 
 __all__ = ["ProcessSet", "check_process_set", "global_process_set"]

@@ -21,7 +21,7 @@
 #endif
 /* cffi: end */
 
-/* Grouped by what is damaged; horo/_errors.py maps each code to one exception class. */
+/* Grouped by what is damaged; horo/errors.py maps each code to one exception class. */
 enum horo_status {
     HORO_OK = 0,
     HORO_IN_PROGRESS = 1,

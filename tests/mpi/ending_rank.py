@@ -13,7 +13,7 @@ import numpy as np
 from mpi4py import MPI
 from mpi_job import COLLECTIVES, TRANSPORT, MpiRank, join
 
-from horo._errors import GroupError
+from horo.errors import GroupError
 
 DEADLINE_S = 60
 

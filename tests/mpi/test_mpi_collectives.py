@@ -11,7 +11,7 @@ from ranks import NUMPY_OF_DTYPE
 
 from horo import _core
 from horo._core import RequestBuffer, Tensor
-from horo._errors import UsageError
+from horo.errors import UsageError
 
 pytestmark = pytest.mark.mpi(min_size=2)
 

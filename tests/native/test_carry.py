@@ -10,7 +10,7 @@ import pytest
 from ranks import Group, Rank, run_ranks
 
 from horo import _core
-from horo._errors import MismatchError
+from horo.errors import MismatchError
 
 HOSTS = [[1, 1], [2, 2], [1, 1, 1], [3, 1, 2], [1, 3], [1, 1, 1, 1, 1]]
 LIMIT = 1 << 14

@@ -13,7 +13,7 @@ from ranks import Group, Rank, wait_for
 from slow_links import Relay
 
 from horo import _core
-from horo._errors import AbortedError
+from horo.errors import AbortedError
 
 SUM = _core.REDUCE_OPS["sum"]
 MIB = 1 << 20

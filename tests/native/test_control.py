@@ -20,8 +20,8 @@ from ranks import Group, Rank, describe, wait_for
 from horo import _core
 from horo._bootstrap.descriptors import close_all
 from horo._core import RequestBuffer
-from horo._errors import MismatchError, PeerLostError
 from horo._setup import Setup
+from horo.errors import MismatchError, PeerLostError
 
 ROUNDS = int(os.environ.get("HORO_TEST_ROUNDS", "600" if native_build.FLAVOUR else "6000"))
 """How often what goes wrong once in thousands of times is tried."""

@@ -6,7 +6,7 @@ import pytest
 from ranks import Rank, run_ranks
 
 from horo import _core
-from horo._errors import UsageError
+from horo.errors import UsageError
 
 HUGE = 1 << 31
 EMPTY = [(0,), (0, 5), (5, 0), (0, HUGE, HUGE), (HUGE, HUGE, 0), (HUGE, 0, HUGE), (0, 1 << 62, 1 << 62, 1 << 62)]

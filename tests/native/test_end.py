@@ -10,7 +10,7 @@ import pytest
 from ranks import Group, Rank, wait_for
 
 from horo import _core
-from horo._errors import HoroError, PeerLostError
+from horo.errors import HoroError, PeerLostError
 
 SUM = _core.REDUCE_OPS["sum"]
 WORDS = "ValueError: bad sample in shard 7"

@@ -13,7 +13,7 @@ import pytest
 from ranks import NUMPY_OF_DTYPE, Group, Rank, run_ranks, wait_for
 
 from horo import _core
-from horo._errors import (
+from horo.errors import (
     AbortedError,
     GroupError,
     MismatchError,

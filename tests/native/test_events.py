@@ -12,7 +12,7 @@ import pytest
 from ranks import Group, Rank, run_ranks, wait_for
 
 from horo._core import Event
-from horo._errors import AbortedError, MismatchError, PeerLostError, StalledError, UsageError
+from horo.errors import AbortedError, MismatchError, PeerLostError, StalledError, UsageError
 
 HEADING = "the last events on this rank, the oldest first:"
 EVERYWHERE = pytest.mark.parametrize("hosts", [[2], [1, 1], [2, 1]], ids=str)

@@ -11,7 +11,7 @@ from ranks import Group, Rank, describe, run_ranks, wait_for
 from test_teams import Links
 
 from horo import _core
-from horo._errors import MismatchError, PeerLostError, UsageError
+from horo.errors import MismatchError, PeerLostError, UsageError
 
 LAYOUTS = {
     "2": [0, 0],

@@ -12,7 +12,7 @@ import numpy as np
 from fabric import close_setup, make_setups
 from ranks import Rank
 from horo._core import Context
-from horo._errors import HoroError
+from horo.errors import HoroError
 
 def make_rank(**options):
     setups = make_setups([2], segment_bytes=1 << 16, stall_warning_ms=0, **options)

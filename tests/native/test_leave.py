@@ -14,7 +14,7 @@ import pytest
 from ranks import Group, Rank, wait_for
 
 from horo import _core
-from horo._errors import AbortedError
+from horo.errors import AbortedError
 
 SUM = _core.REDUCE_OPS["sum"]
 ROUNDS = 60 if native_build.FLAVOUR else 300

@@ -11,7 +11,7 @@ from fabric import close_setup, make_setups
 from ranks import Group, Rank, run_ranks
 
 from horo._core import Context
-from horo._errors import InternalError, PeerLostError
+from horo.errors import InternalError, PeerLostError
 
 FRAME_MAX = 64 << 20
 NOISE = random.Random(3)

@@ -19,8 +19,8 @@ from test_cross import BROADCASTS, CHAIN, GATHERS, INTERNAL, OK, REDUCTIONS, TRE
 
 from horo._bootstrap.grouping import control_peers, data_peers
 from horo._core import Context
-from horo._errors import HoroError, UsageError
 from horo._setup import Setup
+from horo.errors import HoroError, UsageError
 
 HOSTS = range(2, 18)
 

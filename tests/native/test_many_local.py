@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from ranks import Group, Rank, wait_for
 
-from horo._errors import AbortedError, PeerLostError
+from horo.errors import AbortedError, PeerLostError
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import pytest
 from ranks import Rank, run_ranks
 
 from horo import _core
-from horo._errors import UsageError
+from horo.errors import UsageError
 
 REQUEST_MAX = (64 << 20) - 11 - 65535 - 9  # in a message with the longest text that may go with it
 DIMS_MAX = 64

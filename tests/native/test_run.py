@@ -8,7 +8,7 @@ from ranks import Group, Rank
 
 from horo import _core, _request_buffer
 from horo._core import ffi, lib
-from horo._errors import MismatchError, UnsupportedError, UsageError
+from horo.errors import MismatchError, UnsupportedError, UsageError
 
 SUM = _core.REDUCE_OPS["sum"]
 

@@ -13,7 +13,7 @@ from fabric import close_setup, make_setups
 from ranks import Group, Rank, run_ranks
 
 from horo._core import Context
-from horo._errors import PeerLostError, UsageError
+from horo.errors import PeerLostError, UsageError
 
 LAYOUTS = [[1, 1], [2, 2], [1, 2, 1]]
 SIZES = (1, 2, 3, 1000, 4097, 300_000)

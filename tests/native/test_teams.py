@@ -12,7 +12,7 @@ from ranks import Group, Rank, run_ranks, wait_for
 
 from horo import _core
 from horo._core import Context
-from horo._errors import AbortedError, GroupError, MismatchError, PeerLostError, UsageError
+from horo.errors import AbortedError, GroupError, MismatchError, PeerLostError, UsageError
 
 HOSTS = ([4], [2, 2], [1, 1, 1, 1], [3, 1], [1, 3])
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from ranks import Group, Rank, wait_for
 
-from horo._errors import PeerLostError
+from horo.errors import PeerLostError
 
 
 @pytest.mark.parametrize("sleeper", [0, 1, 2])

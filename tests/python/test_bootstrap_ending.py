@@ -11,7 +11,7 @@ import pytest
 
 from horo._bootstrap.ending import culprit_of, describe_exception, script_line, shorten_traceback
 from horo._bootstrap.launch import detect_launch
-from horo._errors import InternalError, PeerLostError, UsageError
+from horo.errors import InternalError, PeerLostError, UsageError
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from horo._bootstrap import mpi_launch
 from horo._bootstrap.find import find_launch
 from horo._bootstrap.mpi_launch import MpiLauncherVariable, read_launcher_variable
 from horo._config import read_config
-from horo._errors import ResourceError, UsageError
+from horo.errors import ResourceError, UsageError
 
 HYDRA = {"PMI_SIZE": "4", "PMI_RANK": "1"}
 OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1"}

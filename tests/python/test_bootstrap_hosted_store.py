@@ -10,7 +10,7 @@ from joining import SECRET, open_descriptors, run_threads
 from horo._bootstrap.hosted_store import HostedStore, choose_host_addresses
 from horo._bootstrap.interfaces import is_loopback
 from horo._bootstrap.store import StoreClient, StoreServer
-from horo._errors import UsageError
+from horo.errors import UsageError
 
 
 def test_hosting_ends_when_all_others_have_disconnected_and_withdraws_the_address() -> None:

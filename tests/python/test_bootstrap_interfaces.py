@@ -13,7 +13,7 @@ from horo._bootstrap.interfaces import (
     route_source,
     select_addresses,
 )
-from horo._errors import ResourceError, UsageError
+from horo.errors import ResourceError, UsageError
 
 AVAILABLE = {
     "lo": ["127.0.0.1", "::1"],

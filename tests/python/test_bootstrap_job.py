@@ -31,7 +31,7 @@ from horo._bootstrap.rendezvous import Rendezvous
 from horo._bootstrap.store import StoreClient, StoreServer
 from horo._config import read_config
 from horo._core import RequestBuffer
-from horo._errors import (
+from horo.errors import (
     AbortedError,
     HoroError,
     MismatchError,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from horo._bootstrap.addresses import Endpoint
 from horo._bootstrap.launch import TorchMaster, detect_launch, subset
-from horo._errors import UsageError
+from horo.errors import UsageError
 
 HORORUN = {
     "HOROVOD_RANK": "5",

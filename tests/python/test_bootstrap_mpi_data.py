@@ -10,7 +10,7 @@ import pytest
 from horo._bootstrap.grouping import Grouping
 from horo._bootstrap.mpi_data import MpiPlan, check_mpi, plan_mpi
 from horo._config import Config
-from horo._errors import UsageError
+from horo.errors import UsageError
 
 ONE_HOST, TWO_HOSTS = Grouping((0, 0)), Grouping((0, 1))
 

@@ -13,7 +13,7 @@ from horo._bootstrap.identity import Identity, read_identity
 from horo._bootstrap.launch import Launch
 from horo._bootstrap.peer_info import PeerInfo, check_agreement, core_count, place_of, places_alike
 from horo._config import Config
-from horo._errors import MismatchError
+from horo.errors import MismatchError
 
 PEER_INFO = PeerInfo.of(Launch("none", 0, 1, "h\u00f6st"), Config(), read_identity("label"), "fd00::1", "1+abi1")
 PARTS = {"boot_id": "other", "network": 2, "uid": 5, "label": "x"}

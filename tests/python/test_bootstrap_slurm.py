@@ -22,7 +22,7 @@ from horo._bootstrap.munge import decode, encode
 from horo._bootstrap.secret_file import SecretFile
 from horo._bootstrap.slurm_store import candidate_ports, open_slurm_store
 from horo._config import read_config
-from horo._errors import ResourceError, TimeoutError, UsageError
+from horo.errors import ResourceError, TimeoutError, UsageError
 
 JOB = str(os.getpid())
 """As the number of the Slurm job: ports of tests that run beside each other differ."""

@@ -23,7 +23,7 @@ from horo._bootstrap.job import Connection, Job, start
 from horo._bootstrap.links import Links
 from horo._bootstrap.team_links import TeamLinks, _TeamSetup, connect_team
 from horo._core import DTYPES, OPS, RequestBuffer, Tensor
-from horo._errors import AbortedError, HoroError, MismatchError, PeerLostError, TimeoutError, UsageError
+from horo.errors import AbortedError, HoroError, MismatchError, PeerLostError, TimeoutError, UsageError
 
 Outcome = TeamLinks | BaseException | None
 

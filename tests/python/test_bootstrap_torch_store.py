@@ -21,7 +21,7 @@ from horo._bootstrap.job import Connection
 from horo._bootstrap.launch import TorchMaster
 from horo._bootstrap.store_interface import StoreAbandonedError, StoreTimeoutError, prefixed
 from horo._bootstrap.torch_store import TorchStore, open_torch_store
-from horo._errors import PeerLostError
+from horo.errors import PeerLostError
 
 torch_distributed: Any = pytest.importorskip("torch.distributed")
 

@@ -20,7 +20,7 @@ from horo._config import (
     read_variables,
     variables_of,
 )
-from horo._errors import UsageError
+from horo.errors import UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
 

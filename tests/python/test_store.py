@@ -24,7 +24,7 @@ from horo._bootstrap.handshake import Acceptor, Claim, HandshakeError, Purpose, 
 from horo._bootstrap.listener import RefusalLog
 from horo._bootstrap.store import StoreClient, StoreServer
 from horo._bootstrap.store_interface import StoreAbandonedError, StoreTimeoutError, prefixed
-from horo._errors import HorovodInternalError, PeerLostError, ResourceError, UsageError
+from horo.errors import HorovodInternalError, PeerLostError, ResourceError, UsageError
 
 SECRET = bytes(range(32))
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import horo.torch as hvd
-from horo._errors import NotInitializedError, UnsupportedError, UsageError
+from horo.errors import NotInitializedError, UnsupportedError, UsageError
 
 EXPORTS = (
     "Adasum Average Compression DistributedOptimizer HorovodInternalError Max Min ProcessSet Product Sum allgather "

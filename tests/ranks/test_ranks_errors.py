@@ -11,7 +11,7 @@ import torch
 from rank_pool import RankPool
 
 import horo.torch as hvd
-from horo._errors import MismatchError
+from horo.errors import MismatchError
 
 DISAGREEMENTS: dict[str, tuple[Callable[[int], Any], str, str]] = {
     "shape": (lambda r: hvd.allreduce(torch.ones(2, 2 + r), name="x"), "float32 [2, 2]", "float32 [2, 3]"),

@@ -10,7 +10,7 @@ import torch
 from rank_pool import RankPool
 
 import horo.torch as hvd
-from horo._errors import MismatchError
+from horo.errors import MismatchError
 
 
 def _model(seed: int) -> torch.nn.Module:

@@ -15,7 +15,7 @@ import torch
 from rank_pool import RankPool
 
 import horo.torch as hvd
-from horo._errors import AbortedError, NotInitializedError, PeerLostError, UsageError
+from horo.errors import AbortedError, NotInitializedError, PeerLostError, UsageError
 
 
 @pytest.fixture

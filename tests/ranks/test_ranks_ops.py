@@ -9,7 +9,7 @@ import torch
 from rank_pool import RankPool
 
 import horo.torch as hvd
-from horo._errors import MismatchError
+from horo.errors import MismatchError
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]

@@ -8,7 +8,7 @@ from horo.runner.report import Ending, awaited, exit_code, ranges, report, root_
 from hypothesis import given
 from hypothesis import strategies as st
 
-LOST = b"Traceback ...\nhoro._errors.PeerLostError: allreduce 'w': rank %d (h2) is gone\n"
+LOST = b"Traceback ...\nhoro.errors.PeerLostError: allreduce 'w': rank %d (h2) is gone\n"
 
 
 def test_the_first_failure_in_time_is_the_cause() -> None:
@@ -28,7 +28,7 @@ def test_a_rank_that_died_of_a_lost_peer_points_at_the_cause() -> None:
 
 
 def test_a_rank_that_died_because_another_left_points_at_it() -> None:
-    left = b"horo._errors.AbortedError: rank 1 (h2) has shut horo down\n"
+    left = b"horo.errors.AbortedError: rank 1 (h2) has shut horo down\n"
     endings = [Ending(0, "h1", code=1, stderr_tail=left), Ending(1, "h2", code=3)]
     assert root_cause(endings) == endings[1]
 

@@ -71,7 +71,7 @@ BAD: list[tuple[Check, str, str, str]] = [
     ),
     (tidy_python.check_imports, "horo/_bootstrap/a.py", "from ..torch import x", "arrows point down"),
     (tidy_python.check_imports, "horo/torch/ops.py", "import horo.runner.cli", "does not know its launcher"),
-    (tidy_python.check_imports, "horo/_errors.py", "from horo import _config", "bottom"),
+    (tidy_python.check_imports, "horo/errors.py", "from horo import _config", "bottom"),
     (tidy_python.check_environment, "horo/torch/ops.py", "import os\nos.environ['A']", "ops.py:2"),
     (tidy_python.check_environment, "horo/_core.py", "import os\nos.getenv('A')", "environment"),
     (tidy_python.check_environment, "horo/_core.py", "from os import environ", "environment"),

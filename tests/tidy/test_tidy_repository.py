@@ -66,7 +66,7 @@ def test_changelog_native_core_and_package_have_one_version() -> None:
 
 
 def test_every_error_code_has_a_class() -> None:
-    assert tidy_text.unmapped_errors(read("native", "include", "horo.h"), read("horo", "_errors.py")) == []
+    assert tidy_text.unmapped_errors(read("native", "include", "horo.h"), read("horo", "errors.py")) == []
 
 
 BAD_LINES = [

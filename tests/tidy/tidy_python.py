@@ -40,7 +40,7 @@ IMPORT_RULES = (
     ImportRule("horo/_bootstrap", ("horo.torch",), "arrows point down: torch uses the bootstrap"),
     ImportRule("horo/_bootstrap", ("torch",), "hororun uses parts of the bootstrap", lazily=True),
     ImportRule("horo/torch", ("horo.runner",), "arrows point down: a rank does not know its launcher"),
-    ImportRule("horo/_errors.py", ("horo",), "the bottom imports nothing of horo"),
+    ImportRule("horo/errors.py", ("horo",), "the bottom imports nothing of horo"),
     ImportRule("horo/_config.py", (*TORCH, *CORE), "knobs are read before anything is loaded"),
 )
 

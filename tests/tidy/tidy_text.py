@@ -90,7 +90,7 @@ def native_versions(text: str) -> list[str]:
 
 
 def unmapped_errors(header: str, errors_module: str) -> list[str]:
-    """The HORO_ERR_ codes of the header that horo/_errors.py gives no class."""
+    """The HORO_ERR_ codes of the header that horo/errors.py gives no class."""
     codes = set(re.findall(r"\b(HORO_ERR_\w+)\s*=", header))
     mapped = set(re.findall(r'"(HORO_ERR_\w+)"\s*:', errors_module))
     return sorted(codes ^ mapped)
