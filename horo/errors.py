@@ -1,4 +1,4 @@
-"""The errors of horo, grouped by what is damaged.
+"""The errors of horo, grouped by what is damaged. ``horo.torch`` has the same names.
 
 HoroError(RuntimeError)
 ├── UsageError               the caller is wrong, nothing has changed (also a ValueError)
@@ -30,7 +30,6 @@ __all__ = [
     "TimeoutError",
     "UnsupportedError",
     "UsageError",
-    "error_from_status",
 ]
 
 

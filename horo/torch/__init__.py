@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
-from horo.errors import HorovodInternalError
+from horo.errors import (
+    AbortedError,
+    GroupError,
+    HoroError,
+    HorovodInternalError,
+    InternalError,
+    MismatchError,
+    NotInitializedError,
+    PeerLostError,
+    ResourceError,
+    StalledError,
+    UnsupportedError,
+    UsageError,
+)
+from horo.errors import TimeoutError as TimeoutError  # not in __all__: Python has an error of this name
 from horo.torch._require import TORCH_VERSION_MIN as _TORCH_VERSION_MIN  # noqa: F401  (first: says what is missing)
 from horo.torch._state import (
     cross_rank,
@@ -67,16 +81,27 @@ from horo.torch.optimizer import DistributedOptimizer
 from horo.torch.process_sets import ProcessSet, global_process_set
 
 __all__ = [
+    "AbortedError",
     "Adasum",
     "Average",
     "Compression",
     "DistributedOptimizer",
+    "GroupError",
+    "HoroError",
     "HorovodInternalError",
+    "InternalError",
     "Max",
     "Min",
+    "MismatchError",
+    "NotInitializedError",
+    "PeerLostError",
     "ProcessSet",
     "Product",
+    "ResourceError",
+    "StalledError",
     "Sum",
+    "UnsupportedError",
+    "UsageError",
     "allgather",
     "allgather_async",
     "allgather_object",
