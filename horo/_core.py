@@ -22,6 +22,8 @@ __all__ = [
     "RequestBuffer",
     "Tensor",
     "arena_bytes",
+    "create_memory",
+    "create_wake",
     "native_mpi",
     "simd_name",
     "version",
@@ -51,6 +53,30 @@ def simd_name() -> str:
 def arena_bytes(local_size: int, segment_bytes: int, teams: int = 1) -> int:
     """Bytes of shared memory that ``local_size`` ranks on one host need; a memfd grows with teams beyond the first."""
     return int(lib.horo_arena_bytes(local_size, segment_bytes, teams))
+
+
+def create_memory(byte_count: int) -> int:
+    """A close-on-exec memfd of ``byte_count`` zero bytes, which cannot shrink.
+
+    It has no name: the kernel frees it when its last descriptor is closed.
+
+    Raises:
+        ResourceError: the kernel gives no memory or descriptor.
+    """
+    out, error = ffi.new("int32_t *"), _error_buffer()
+    _check(lib.horo_create_memory(byte_count, out, error, lib.HORO_MESSAGE_MAX), error)
+    return int(out[0])
+
+
+def create_wake() -> int:
+    """A nonblocking, close-on-exec eventfd at zero.
+
+    Raises:
+        ResourceError: the kernel gives no descriptor.
+    """
+    out, error = ffi.new("int32_t *"), _error_buffer()
+    _check(lib.horo_create_wake(out, error, lib.HORO_MESSAGE_MAX), error)
+    return int(out[0])
 
 
 class Event(NamedTuple):

@@ -25,12 +25,12 @@ class _Part(NamedTuple):
 def check_build() -> int:
     """Prints it; returns 0 when ``init()`` works here, else 1."""
     core = _core()
-    arena = core.present and hasattr(os, "memfd_create")
+    no_memory = _memory() if core.present else "needs the core"
     sections = {
         "Available frameworks": [_torch()],
         "Native core": [core],
         "Available tensor operations": [
-            _Part(arena, "arena (ranks on one host)", "memfd of this kernel" if arena else "needs the core and memfd"),
+            _Part(not no_memory, "arena (ranks on one host)", no_memory or "memfd of this kernel"),
             _Part(core.present, "TCP (between hosts)", "sockets of this kernel" if core.present else "needs the core"),
             _mpi(),
             _Part(False, "NCCL", "not in this version"),
@@ -76,6 +76,17 @@ def _core() -> _Part:
     except (ImportError, OSError) as error:
         return _Part(False, "cannot be loaded", str(error))
     return _Part(True, what, str(_native.__file__))
+
+
+def _memory() -> str:
+    """Why this kernel gives no memory that ranks can share; empty: it does."""
+    from horo._core import create_memory  # noqa: PLC0415 - the launcher must run without the core
+
+    try:
+        os.close(create_memory(1))
+    except HoroError as error:
+        return str(error)
+    return ""
 
 
 def _torch() -> _Part:

@@ -9,10 +9,10 @@ from typing import Any
 
 from slow_links import Relays
 
-from horo._bootstrap.descriptors import close_all, close_setup, create_memory, create_wake
+from horo._bootstrap.descriptors import close_all, close_setup
 from horo._bootstrap.grouping import Grouping, control_peers, data_peers, group_ranks
 from horo._bootstrap.handshake import Purpose
-from horo._core import arena_bytes
+from horo._core import arena_bytes, create_memory, create_wake
 from horo._setup import Setup
 
 __all__ = ["close_setup", "make_setups", "make_team_links"]

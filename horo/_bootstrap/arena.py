@@ -18,11 +18,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from horo._bootstrap.descriptors import close_all, create_memory, create_wake
+from horo._bootstrap.descriptors import close_all
 from horo._bootstrap.grouping import Grouping, group_ranks
 from horo._bootstrap.handshake import Claim, HandshakeError, Purpose, Session, authenticate
 from horo._bootstrap.listener import ListenerThread
 from horo._bootstrap.rendezvous import Rendezvous
+from horo._core import create_memory, create_wake
 from horo.errors import ResourceError
 
 __all__ = ["Arena", "join_arena", "receive_descriptors", "send_descriptors"]

@@ -14,7 +14,7 @@ from typing import Any
 
 from horo._bootstrap.arena import Arena, join_arena
 from horo._bootstrap.console import prepare_log
-from horo._bootstrap.descriptors import close_all, close_setup, create_memory, create_wake
+from horo._bootstrap.descriptors import close_all, close_setup
 from horo._bootstrap.directory import Directory, PeerAddress
 from horo._bootstrap.ending import EndNotes, culprit_of, describe_exception, script_line, watch_exceptions
 from horo._bootstrap.find import find_launch
@@ -33,7 +33,7 @@ from horo._bootstrap.store_interface import Store, prefixed
 from horo._bootstrap.teams import add_team
 from horo._bootstrap.torch_store import open_torch_store
 from horo._config import Config, LaunchVariables, environment, misspelt, read_config, read_variables
-from horo._core import Context, arena_bytes, version
+from horo._core import Context, arena_bytes, create_memory, create_wake, version
 from horo._setup import MpiUse, Setup
 from horo.errors import AbortedError, GroupError, HoroError, InternalError
 

@@ -313,6 +313,14 @@ HORO_API const char *horo_simd_name(void);
 HORO_API uint64_t horo_arena_bytes(int32_t local_size, uint64_t segment_bytes, int32_t teams);
 
 /*
+ * What a host's ranks share, made by one of them for horo_setup: a memfd of so many zero bytes, which can grow but not
+ * shrink, and a nonblocking eventfd at zero. Both are close-on-exec and the caller's. HORO_OK, or HORO_ERR_RESOURCE
+ * with a sentence.
+ */
+HORO_API int horo_create_memory(uint64_t bytes, int32_t *descriptor, char *error, size_t error_bytes);
+HORO_API int horo_create_wake(int32_t *descriptor, char *error, size_t error_bytes);
+
+/*
  * Creates the context of one rank and starts its background thread. Does not wait for the other ranks.
  * On failure returns a status and writes a sentence to error (error_bytes long).
  */

@@ -4,6 +4,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "base/descriptor.h"
 #include "base/owner.h"
 #include "engine/engine.h"
 
@@ -26,6 +27,20 @@ static void copy_error(const struct hr_error *from, char *error, size_t error_by
     if (error != NULL && error_bytes > 0) {
         (void)snprintf(error, error_bytes, "%s", from->text);
     }
+}
+
+HORO_API int horo_create_memory(uint64_t bytes, int32_t *descriptor, char *error, size_t error_bytes) {
+    struct hr_error failure = {0};
+    const int status = hr_descriptor_memory(bytes, descriptor, &failure);
+    copy_error(&failure, error, error_bytes);
+    return status;
+}
+
+HORO_API int horo_create_wake(int32_t *descriptor, char *error, size_t error_bytes) {
+    struct hr_error failure = {0};
+    const int status = hr_descriptor_event(descriptor, &failure);
+    copy_error(&failure, error, error_bytes);
+    return status;
 }
 
 /* The node, and in *world the team of all its ranks. HORO_OK, or a status, with nothing left behind. */

@@ -4,6 +4,10 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#ifndef MADV_WIPEONFORK /* in glibc since 2.27, in the kernel since 4.14 */
+#define MADV_WIPEONFORK 18
+#endif
+
 static size_t page_bytes(void) {
     return (size_t)sysconf(_SC_PAGESIZE);
 }

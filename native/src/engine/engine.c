@@ -1,14 +1,14 @@
 /* The callers' side of the engine, behind submit.c: poll, wait, release; and its beginning and end. */
 #include "engine/drive.h"
 
-#include <errno.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/eventfd.h>
 #include <time.h>
 #include <unistd.h>
+
+#include "base/descriptor.h"
 
 enum {
     /* a driver that let go is noticed by its wake-up; this bounds the wait should one be missed */
@@ -53,12 +53,15 @@ static void init_sync(struct hr_engine *engine) {
 
 static int init_parts(struct hr_engine *engine, struct hr_team *world, struct hr_backend *backend,
                       struct hr_error *error) {
-    engine->driver.kick_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    const int reserved = hr_sleep_reserve(&engine->driver.sleep, (size_t)engine->node->local_size + 2);
-    if (engine->driver.kick_fd < 0 || reserved != HORO_OK) {
+    engine->driver.kick_fd = -1;
+    int status = hr_descriptor_event(&engine->driver.kick_fd, error);
+    if (status == HORO_OK && hr_sleep_reserve(&engine->driver.sleep, (size_t)engine->node->local_size + 2) != HORO_OK) {
+        status = hr_fail(error, HORO_ERR_RESOURCE, "out of memory for the engine");
+    }
+    if (status != HORO_OK) {
         hr_backend_destroy(backend);
         hr_team_destroy(world);
-        return hr_fail(error, HORO_ERR_RESOURCE, "cannot set up the engine: %s", strerror(errno));
+        return status;
     }
     HR_TRY(hr_lane_create(engine, world, backend, &engine->lanes[0], error));
     engine->teams[0] = (struct hr_team_place){.is_used = 1, .has_local = 1, .lane = engine->lanes[0]};
