@@ -5,11 +5,11 @@ from __future__ import annotations
 import gc
 import zlib
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 
 from horo.errors import UsageError
+from horo.torch._bytes import bytes_of
 from horo.torch._gradients import Slot
 from horo.torch._requests import start_allreduce
 from horo.torch._staging import Spec
@@ -82,6 +82,4 @@ def _refusal(what: str) -> UsageError:
 
 
 def _checksum(parameter: torch.Tensor) -> int:
-    flat = parameter.detach().reshape(-1).contiguous()
-    data: Any = flat.view(torch.uint8).numpy()
-    return zlib.crc32(data)
+    return zlib.crc32(bytes_of(parameter.detach().contiguous()))

@@ -11,6 +11,7 @@ import torch
 
 from horo.errors import HoroError, MismatchError, UsageError
 from horo.torch import _state
+from horo.torch._bytes import bytes_of, tensor_of
 from horo.torch._requests import check_root, run_allreduce, run_broadcast, start_allgather, start_broadcast
 from horo.torch._staging import Spec, check_tensor
 from horo.torch.ops import Average
@@ -132,11 +133,11 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     """
     check_process_set(process_set)
     failure, payload = _pickle(lambda: obj)
-    request = start_allgather([_to_tensor(_flag(failure) + payload)], "allgather_object", name, sync=True)
+    request = start_allgather([tensor_of(_flag(failure) + payload)], "allgather_object", name, sync=True)
     gathered = request.wait()[0]
     if failure is not None:
         raise failure
-    parts = [part.numpy().data for part in gathered.tensor.split(gathered.rows)]
+    parts = [bytes_of(part) for part in gathered.tensor.split(gathered.rows)]
     for rank, part in enumerate(parts):
         if part[0]:
             raise UsageError(f"allgather_object: rank {rank} could not pickle its object: {bytes(part[1:]).decode()}")
@@ -233,15 +234,15 @@ def _share(produce: Callable[[], Any], root_rank: int, what: str, name: str | No
     header = torch.tensor([len(payload), failure is not None], dtype=torch.int64)
     _broadcast_bytes(header, root_rank, what, name, "size")
     length, failed = header.tolist()
-    data = _to_tensor(payload) if is_root else torch.empty(length, dtype=torch.uint8)
+    data = tensor_of(payload) if is_root else torch.empty(length, dtype=torch.uint8)
     _broadcast_bytes(data, root_rank, what, name, "data")
     if failure is not None:
         raise failure
     if is_root:
         return result
     if failed:
-        raise UsageError(f"{what}: rank {root_rank} could not send its object: {bytes(data.numpy().data).decode()}")
-    return cloudpickle.loads(data.numpy().data)
+        raise UsageError(f"{what}: rank {root_rank} could not send its object: {bytes(bytes_of(data)).decode()}")
+    return cloudpickle.loads(bytes_of(data))
 
 
 def _broadcast_bytes(tensor: torch.Tensor, root_rank: int, what: str, name: str | None, part: str) -> None:
@@ -259,10 +260,6 @@ def _pickle(produce: Callable[[], Any]) -> tuple[Exception | None, bytes]:
 
 def _flag(failure: Exception | None) -> bytes:
     return b"\0" if failure is None else b"\1"
-
-
-def _to_tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 class _Slot(NamedTuple):

@@ -1,0 +1,83 @@
+"""horo needs no numpy: it need not be installed, and a torch that cannot use the one that is there works."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import sys
+sys.modules["numpy"] = None  # import numpy is an ImportError from here on
+import warnings
+warnings.simplefilter("ignore")
+import torch
+import horo.torch as hvd
+hvd.init()
+rank, size = hvd.rank(), hvd.size()
+try:
+    torch.ones(1).numpy()
+except RuntimeError:
+    pass
+else:
+    raise AssertionError("this torch does not need numpy for numpy()")
+
+assert hvd.broadcast_object({"epoch": 3, "rank": rank}) == {"epoch": 3, "rank": 0}
+assert hvd.broadcast_object(b"x" * 100_000 if rank == 0 else None) == b"x" * 100_000
+assert hvd.broadcast_object(None, name="named") is None
+assert hvd.allgather_object(("r", rank)) == [("r", r) for r in range(size)]
+for fault in (lambda: hvd.broadcast_object(x for x in ()), lambda: hvd.allgather_object(open(__file__))):
+    try:
+        fault()
+    except Exception as error:
+        print("refused:", type(error).__name__)
+for call in (hvd.allreduce, hvd.allreduce_):
+    assert call(torch.ones(3), op=hvd.Sum).tolist() == [float(size)] * 3
+assert hvd.grouped_allreduce([torch.ones(2), torch.ones(())], op=hvd.Sum)[1].item() == size
+assert hvd.allreduce(torch.ones(3), compression=hvd.Compression.fp16).tolist() == [1.0] * 3
+assert hvd.allgather(torch.full((rank + 1, 2), float(rank))).shape == (size * (size + 1) // 2, 2)
+assert len(hvd.grouped_allgather([torch.ones(1), torch.ones(2)])) == 2
+assert hvd.allgather(torch.ones(2, dtype=torch.bfloat16)).dtype == torch.bfloat16
+assert hvd.broadcast(torch.full((2,), float(rank)), 0).tolist() == [0.0, 0.0]
+assert hvd.synchronize(hvd.broadcast_async_(torch.full((2,), float(rank)), size - 1)).tolist() == [size - 1.0] * 2
+hvd.barrier()
+
+for scalar in (False, True):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    if scalar:
+        model.register_parameter("scalar", torch.nn.Parameter(torch.tensor(1.0)))
+        model.register_parameter("empty", torch.nn.Parameter(torch.ones(0)))
+    optimizer = torch.optim.Adam(model.parameters())
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(4, 3)).sum().backward()
+        optimizer.step()
+    hvd.average_buffers(model)
+hvd.shutdown()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_whole_api_works_where_numpy_cannot_be_imported(tmp_path: Path, size: int) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    place = ["-np", str(size), "--oversubscribe", "--no-prefix"]
+    command = [sys.executable, "-m", "horo.runner", *place, sys.executable, str(script)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines().count("done") == size
+
+
+def test_an_installation_asks_for_no_numpy() -> None:
+    root = Path(__file__).parents[2]
+    wanted = next(line for line in (root / "pyproject.toml").read_text().splitlines() if "dependencies = [" in line)
+    assert "numpy" not in wanted
+    files = [path for folder in ("horo", "runner") for path in (root / folder).rglob("*.py")]
+    assert [path for path in files if re.search(r"import numpy|from numpy|\.numpy\(", path.read_text())] == []
