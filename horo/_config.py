@@ -27,6 +27,7 @@ __all__ = [
     "Variable",
     "environment",
     "misspelt",
+    "name_for_children",
     "read_config",
     "read_variables",
     "variables_of",
@@ -349,6 +350,19 @@ class LaunchVariables:
         },
     )
 
+    rank_process: str | None = field(
+        default=None,
+        metadata={
+            "variable": Variable(
+                ("HORO_RANK_PROCESS",),
+                str,
+                None,
+                "Set by `init()` in a rank's own process, for those that it starts: they have inherited its place, and "
+                "their `init()` is refused.",
+            )
+        },
+    )
+
 
 @dataclass(frozen=True)
 class TorchrunVariables:
@@ -426,6 +440,11 @@ def read_config(environ: Mapping[str, str]) -> Config:
 def environment() -> Mapping[str, str]:
     """The environment of this process."""
     return os.environ
+
+
+def name_for_children(text: str) -> None:
+    """Sets ``HORO_RANK_PROCESS`` in the environment of this process."""
+    os.environ["HORO_RANK_PROCESS"] = text
 
 
 def misspelt(environ: Mapping[str, str]) -> list[str]:

@@ -20,6 +20,7 @@ from horo._bootstrap.ending import EndNotes, culprit_of, describe_exception, scr
 from horo._bootstrap.find import find_launch
 from horo._bootstrap.grouping import Grouping, Link, group_ranks
 from horo._bootstrap.identity import read_identity
+from horo._bootstrap.inherited import name_rank, refuse_inherited
 from horo._bootstrap.launch import Launch, Place
 from horo._bootstrap.links import by_host, connect_hosts
 from horo._bootstrap.mpi_data import check_mpi, mpi_use, plan_mpi
@@ -187,9 +188,14 @@ def start(environ: Mapping[str, str] | None = None, comm: Any = None) -> Job:
         GroupError: a rank is missing, failed, or cannot be reached; the message names it.
         ResourceError: no memory, descriptor or address.
     """
+    is_own = environ is None
     environ = environment() if environ is None else environ
     config = read_config(environ)
+    if is_own:
+        refuse_inherited(environ)
     launch = find_launch(environ, config, comm)
+    if is_own:
+        name_rank(environ, launch)
     prepare_log(config.log_level, launch.rank)
     if launch.rank == 0:
         for sentence in misspelt(environ):

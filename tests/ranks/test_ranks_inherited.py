@@ -1,0 +1,163 @@
+"""Processes that a rank starts: those that inherit its place are refused, those with a place of their own work."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(240)
+
+HEAD = """
+import multiprocessing, os, subprocess, sys
+import torch
+import horo.torch as hvd
+
+def refused():
+    try:
+        hvd.init()
+    except ValueError as error:
+        return str(error)
+    return f"joined as rank {hvd.rank()} of {hvd.size()}"
+
+def tell(queue):
+    queue.put(refused())
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 1
+    def __getitem__(self, index):
+        return refused()
+
+"""
+BODIES = {
+    "spawn": """
+    queue = multiprocessing.get_context("spawn").SimpleQueue()
+    child = multiprocessing.get_context("spawn").Process(target=tell, args=(queue,))
+    child.start()
+    said = queue.get()
+    child.join()
+""",
+    "forkserver": """
+    queue = multiprocessing.get_context("forkserver").SimpleQueue()
+    child = multiprocessing.get_context("forkserver").Process(target=tell, args=(queue,))
+    child.start()
+    said = queue.get()
+    child.join()
+""",
+    "DataLoader": """
+    loader = torch.utils.data.DataLoader(Data(), num_workers=1, multiprocessing_context="spawn")
+    said = next(iter(loader))[0]
+""",
+    "program": """
+    code = "import runpy; print(runpy.run_path(%r, run_name='child')['refused']())" % __file__
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
+""",
+    "program of a program": """
+    code = "import runpy; print(runpy.run_path(%r, run_name='child')['refused']())" % __file__
+    said = subprocess.run(["sh", "-c", '"$@"; true', "sh", sys.executable, "-c", code], capture_output=True, text=True)
+    said = said.stdout.strip()
+""",
+}
+FOOT = """
+    print(f"{os.getpid()} hears: {said}")
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2.0
+"""
+
+
+def run(script: Path, text: str, size: int = 2, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    script.write_text(text)
+    place = ["-m", "horo.runner", "-np", str(size), "--oversubscribe", "--no-prefix", sys.executable]
+    command = [sys.executable, *(launcher or place), str(script)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+@pytest.mark.parametrize("way", BODIES)
+def test_what_inherits_a_ranks_place_is_refused_and_the_job_goes_on(tmp_path: Path, way: str) -> None:
+    text = HEAD + "if __name__ == '__main__':\n    hvd.init()\n" + BODIES[way] + FOOT
+    lines = run(tmp_path / "train.py", text).stdout.splitlines()
+    assert len(lines) == 2, lines
+    for line in lines:
+        pid = line.split()[0]
+        assert f"(process {pid}), has inherited its environment and is not a rank itself" in line
+        assert "if __name__ == '__main__'" in line
+        assert "hororun -np 1" in line
+
+
+def test_a_script_without_a_guard_says_so_in_the_child(tmp_path: Path) -> None:
+    text = (
+        HEAD.replace("def tell", "hvd.init()\n\ndef tell")
+        + """
+if hvd.rank() == 0:
+    child = multiprocessing.get_context("spawn").Process(target=tell, args=(None,))
+    child.start()
+    child.join()
+    assert child.exitcode == 1
+hvd.barrier()
+"""
+    )
+    assert (
+        "A worker of a DataLoader or of multiprocessing does not call init()" in run(tmp_path / "train.py", text).stderr
+    )
+
+
+def test_torchruns_ranks_refuse_what_they_spawn(tmp_path: Path) -> None:
+    text = HEAD + "if __name__ == '__main__':\n    hvd.init()\n" + BODIES["spawn"] + FOOT
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    lines = run(tmp_path / "train.py", text, launcher=torchrun).stdout.splitlines()
+    assert sum("is not a rank itself" in line for line in lines) == 2
+
+
+INNER = {
+    "hororun": [sys.executable, "-m", "horo.runner", "-np", "2", "--oversubscribe", "--no-prefix", sys.executable],
+    "hororun -np 1": [sys.executable, "-m", "horo.runner", "-np", "1", "--no-prefix", sys.executable],
+    "without variables": [sys.executable],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+}
+
+
+@pytest.mark.parametrize("way", INNER)
+def test_a_rank_may_start_jobs(tmp_path: Path, way: str) -> None:
+    inner = tmp_path / "inner.py"
+    inner.write_text(HEAD + "hvd.init()\nprint('inner', hvd.rank(), hvd.size())\n")
+    text = f"""{HEAD}
+hvd.init()
+if hvd.rank() == 0:
+    environment = dict(os.environ)
+    if "hororun" not in {way!r}:
+        for name in [*environment]:
+            if name.startswith(("HORO", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")) and not name.endswith("PROCESS"):
+                del environment[name]
+    subprocess.run({[*INNER[way], str(inner)]!r}, env=environment, check=True)
+hvd.barrier()
+"""
+    size = 2 if way in ("hororun", "torchrun") else 1
+    assert sorted(run(tmp_path / "train.py", text).stdout.splitlines()) == [f"inner {r} {size}" for r in range(size)]
+
+
+def test_a_rank_that_replaces_its_program_is_still_the_rank(tmp_path: Path) -> None:
+    text = (
+        HEAD
+        + """
+if "again" not in sys.argv:
+    from horo._bootstrap.inherited import name_rank
+    from horo._bootstrap.launch import detect_launch
+    name_rank(os.environ, detect_launch(os.environ))
+    assert os.environ["HORO_RANK_PROCESS"]
+    os.execv(sys.executable, [sys.executable, __file__, "again"])
+hvd.init()
+print(hvd.rank(), hvd.size())
+"""
+    )
+    assert sorted(run(tmp_path / "train.py", text).stdout.splitlines()) == ["0 2", "1 2"]
+
+
+def test_the_children_of_a_job_of_one_are_jobs_of_one(tmp_path: Path) -> None:
+    text = HEAD + "if __name__ == '__main__':\n    hvd.init()\n" + BODIES["spawn"] + "    print(said)\n"
+    assert run(tmp_path / "train.py", text, size=1).stdout == "joined as rank 0 of 1\n"
+    assert "HORO_RANK_PROCESS" not in os.environ
