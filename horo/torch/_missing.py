@@ -1,0 +1,73 @@
+"""Names of Horovod that are not there: asking for one, or importing it, says so and names another way."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from types import ModuleType
+from typing import NoReturn
+
+__all__ = ["raise_missing", "watch_imports"]
+
+_SETS = "without process sets all ranks work together; hvd.init(comm=[0, 1]) makes a job of some of the ranks"
+_SCATTER = "use allreduce, and take this rank's rows of the result"
+_EXCHANGE = "use allgather, and take this rank's part of what each rank gives"
+INSTEAD = {
+    "SyncBatchNorm": "each rank normalizes by its own part of the batch; call hvd.average_buffers(model) before "
+    "evaluating or saving",
+    "_check_has_gpu": "use torch.cuda.is_available()",
+    "add_process_set": _SETS,
+    "alltoall": _EXCHANGE,
+    "alltoall_async": _EXCHANGE,
+    "elastic": "save checkpoints, and start again from the last one after a HorovodInternalError",
+    "grouped_reducescatter": _SCATTER,
+    "grouped_reducescatter_async": _SCATTER,
+    "join": "give all ranks equally many batches: cut them by itertools.islice at the smallest number, which an "
+    "allreduce with op=hvd.Min finds",
+    "reducescatter": _SCATTER,
+    "reducescatter_async": _SCATTER,
+    "remove_process_set": _SETS,
+    "sparse_allreduce_async": "DistributedOptimizer takes sparse gradients; elsewhere allgather indices and values",
+    "start_timeline": "a stall or a loss shows the last events of each rank by itself",
+    "stop_timeline": "a stall or a loss shows the last events of each rank by itself",
+}
+"""What to do instead, for each name of ``horovod.torch`` that is missing."""
+_INSIDE = {
+    "_basics": "its functions are those of horo.torch: hvd.size() for _basics.size()",
+    "_handle_map": "hvd.poll and hvd.synchronize take the handles",
+}
+_PACKAGE = "horo.torch."
+
+
+def _sentence(module: str, name: str, instead: str) -> str:
+    return f"{module} has {name!r}; this version of horo does not have it: {instead}"
+
+
+def raise_missing(module: ModuleType, name: str) -> NoReturn:
+    """What the ``__getattr__`` of ``horo.torch`` and of its ``mpi_ops`` do.
+
+    Raises:
+        AttributeError: always, so that ``hasattr`` is False.
+    """
+    known = INSTEAD if module.__name__ == "horo.torch" else INSTEAD | _INSIDE
+    if name in known:
+        text = _sentence(module.__name__.replace("horo", "horovod", 1), name, known[name])
+    else:
+        text = f"module {module.__name__!r} has no attribute {name!r}"
+    raise AttributeError(text, name=name, obj=module)
+
+
+class _Finder(MetaPathFinder):
+    """``from horo.torch import x`` looks for a module where there is no attribute, and forgets the error of that."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        """Raises ImportError for a module that stands for one of the missing names; finds nothing."""
+        name = fullname.removeprefix(_PACKAGE)
+        if name != fullname and name in INSTEAD:
+            raise ImportError(_sentence("horovod.torch", name, INSTEAD[name]), name=fullname)
+
+
+def watch_imports() -> None:
+    """From now on an import of a missing name says what its attribute says. Asked last, after Python's own finders."""
+    sys.meta_path.append(_Finder())

@@ -1,0 +1,123 @@
+"""Horovod's module of the same name: what ``horo.torch`` has of operations and of questions about the job.
+
+For scripts that call ``hvd.mpi_ops.synchronize`` and the like. It has nothing to do with MPI.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import NoReturn
+
+from horo.errors import HorovodInternalError
+from horo.torch._missing import raise_missing
+from horo.torch._state import (
+    cross_rank,
+    cross_size,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    shutdown,
+    size,
+)
+from horo.torch.compression import Compression
+from horo.torch.info import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
+from horo.torch.ops import (
+    Adasum,
+    Average,
+    Max,
+    Min,
+    Product,
+    Sum,
+    allgather,
+    allgather_async,
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    barrier,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    grouped_allgather,
+    grouped_allgather_async,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    poll,
+    synchronize,
+)
+from horo.torch.ops import resolve_op as handle_average_backwards_compatibility
+from horo.torch.process_sets import ProcessSet, global_process_set
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Compression",
+    "HorovodInternalError",
+    "Max",
+    "Min",
+    "ProcessSet",
+    "Product",
+    "Sum",
+    "allgather",
+    "allgather_async",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "handle_average_backwards_compatibility",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "poll",
+    "rank",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "synchronize",
+]
+
+
+def __getattr__(name: str) -> NoReturn:
+    raise_missing(sys.modules[__name__], name)

@@ -1,0 +1,173 @@
+"""Names of Horovod that this version lacks say so, in every way in which a script may ask for them."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+import horo.torch as hvd
+import horo.torch.mpi_ops
+
+HOROVOD = [
+    "elastic",
+    "Compression",
+    "DistributedOptimizer",
+    "SyncBatchNorm",
+    "allgather_object",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "allreduce",
+    "allreduce_async",
+    "allreduce_",
+    "allreduce_async_",
+    "grouped_allreduce",
+    "grouped_allreduce_async",
+    "grouped_allreduce_",
+    "grouped_allreduce_async_",
+    "sparse_allreduce_async",
+    "allgather",
+    "allgather_async",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "broadcast",
+    "broadcast_async",
+    "broadcast_",
+    "broadcast_async_",
+    "alltoall",
+    "alltoall_async",
+    "reducescatter",
+    "reducescatter_async",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "join",
+    "barrier",
+    "poll",
+    "synchronize",
+    "init",
+    "shutdown",
+    "is_initialized",
+    "start_timeline",
+    "stop_timeline",
+    "size",
+    "local_size",
+    "cross_size",
+    "rank",
+    "local_rank",
+    "cross_rank",
+    "mpi_threads_supported",
+    "mpi_enabled",
+    "mpi_built",
+    "gloo_enabled",
+    "gloo_built",
+    "nccl_built",
+    "ddl_built",
+    "ccl_built",
+    "cuda_built",
+    "rocm_built",
+    "ProcessSet",
+    "global_process_set",
+    "add_process_set",
+    "remove_process_set",
+    "Average",
+    "Sum",
+    "Adasum",
+    "Min",
+    "Max",
+    "Product",
+    "HorovodInternalError",
+    "_check_has_gpu",
+    "mpi_ops",
+]
+"""All that ``horovod.torch`` has."""
+MISSING = [name for name in HOROVOD if name not in {*hvd.__all__, "mpi_ops"}]
+NO_OPERATIONS = [
+    "elastic",
+    "SyncBatchNorm",
+    "DistributedOptimizer",
+    "allgather_object",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "add_process_set",
+    "remove_process_set",
+    "_check_has_gpu",
+    "mpi_ops",
+]
+"""Of ``horovod.torch``, and not of ``horovod.torch.mpi_ops``."""
+
+
+def sentence(name: str) -> str:
+    return f"horovod.torch has {name!r}; this version of horo does not have it"
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_a_name_that_is_missing_is_an_error_that_says_so(name: str) -> None:
+    with pytest.raises(AttributeError) as caught:
+        getattr(hvd, name)
+    assert str(caught.value).startswith(sentence(name))
+    assert (caught.value.name, caught.value.obj) == (name, hvd)
+    assert not hasattr(hvd, name)
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_an_import_of_it_says_so_too(name: str) -> None:
+    with pytest.raises(ImportError) as caught:
+        exec(f"from horo.torch import {name}")
+    assert str(caught.value).startswith(sentence(name))
+    with pytest.raises(ImportError) as caught:
+        importlib.import_module(f"horo.torch.{name}")
+    assert str(caught.value).startswith(sentence(name))
+
+
+def test_parts_of_what_is_missing_are_missing() -> None:
+    with pytest.raises(ImportError, match=r"horovod\.torch has 'elastic'"):
+        importlib.import_module("horo.torch.elastic.sampler")
+
+
+def test_what_horovod_does_not_have_either_is_pythons_own_error() -> None:
+    with pytest.raises(AttributeError, match=r"^module 'horo\.torch' has no attribute 'allredcue'"):
+        hvd.allredcue  # noqa: B018
+    with pytest.raises(ImportError, match=r"cannot import name 'allredcue' from 'horo\.torch'"):
+        exec("from horo.torch import allredcue")
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("horo.torch.no_such_module")
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"), [("join", "islice"), ("alltoall", "allgather"), ("elastic", "checkpoint")]
+)
+def test_where_there_is_another_way_it_is_named(name: str, instead: str) -> None:
+    with pytest.raises(AttributeError, match=instead):
+        getattr(hvd, name)
+
+
+def test_a_script_that_ends_by_one_shows_the_sentence() -> None:
+    for code in ("import horo.torch as hvd; hvd.join()", "from horo.torch import join"):
+        done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60)
+        assert sentence("join") in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", [name for name in HOROVOD if name not in NO_OPERATIONS])
+def test_mpi_ops_has_the_same_names(name: str) -> None:
+    if name in MISSING:
+        with pytest.raises(AttributeError) as caught:
+            getattr(hvd.mpi_ops, name)
+        assert sentence(name).replace("horovod.torch", "horovod.torch.mpi_ops", 1) in str(caught.value)
+    else:
+        assert getattr(hvd.mpi_ops, name) is getattr(hvd, name)
+        assert name in horo.torch.mpi_ops.__all__
+
+
+def test_mpi_ops_has_what_only_horovods_has() -> None:
+    assert hvd.mpi_ops.is_homogeneous is hvd.is_homogeneous
+    assert hvd.mpi_ops.handle_average_backwards_compatibility(hvd.Sum, None) == hvd.Sum
+    assert hvd.mpi_ops.handle_average_backwards_compatibility(None, None) == hvd.Average
+    for name in ("_basics", "_handle_map"):
+        with pytest.raises(AttributeError, match=rf"horovod\.torch\.mpi_ops has '{name}'"):
+            getattr(hvd.mpi_ops, name)
+    with pytest.raises(AttributeError, match=r"^module 'horo\.torch\.mpi_ops' has no attribute 'x'"):
+        hvd.mpi_ops.x  # noqa: B018
