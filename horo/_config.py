@@ -173,7 +173,8 @@ class Config:
     log_level: str = _variable(
         "LOG_LEVEL",
         "warning",
-        "Least severe message that is written to stderr; `fatal`, a word of Horovod's, means `off`.",
+        "Least severe message that is written to stderr: from `info` on rank 0 says at the start what has started, "
+        "from `debug` on every rank where it is; `fatal`, a word of Horovod's, means `off`.",
         choices=(*LOG_LEVELS, "fatal"),
     )
     start_timeout_s: float = _variable(

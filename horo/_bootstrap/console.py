@@ -6,7 +6,15 @@ import logging
 
 __all__ = ["prepare_log"]
 
-_LEVELS = {"warning": logging.WARNING, "error": logging.ERROR, "info": logging.INFO}
+_LEVELS = {
+    "trace": logging.DEBUG,  # finer messages are the core's alone
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "off": logging.CRITICAL + 1,
+    "fatal": logging.CRITICAL + 1,
+}
 
 
 class _Console(logging.StreamHandler):  # type: ignore[type-arg]  # not generic at run time before Python 3.11
@@ -23,7 +31,7 @@ class _Console(logging.StreamHandler):  # type: ignore[type-arg]  # not generic 
 def prepare_log(level: str, rank: int) -> None:
     """Sets the level of the logger "horo"; gives it a handler only where the program has configured no logging."""
     log = logging.getLogger("horo")
-    log.setLevel(_LEVELS.get(level, logging.NOTSET))
+    log.setLevel(_LEVELS[level])
     for handler in [handler for handler in log.handlers if isinstance(handler, _Console)]:
         log.removeHandler(handler)
     if not log.hasHandlers():

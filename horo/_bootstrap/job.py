@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 import socket
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,10 +32,11 @@ from horo._bootstrap.rendezvous import Rendezvous
 from horo._bootstrap.slurm_store import open_slurm_store
 from horo._bootstrap.store import StoreClient
 from horo._bootstrap.store_interface import Store, prefixed
+from horo._bootstrap.summary import describe_job, describe_rank
 from horo._bootstrap.teams import add_team
 from horo._bootstrap.torch_store import open_torch_store
 from horo._config import Config, LaunchVariables, environment, misspelt, read_config, read_variables
-from horo._core import Context, arena_bytes, create_memory, create_wake, version
+from horo._core import Context, arena_bytes, create_memory, create_wake, simd_name, version
 from horo._setup import MpiUse, Setup
 from horo.errors import AbortedError, GroupError, HoroError, InternalError
 
@@ -206,12 +208,22 @@ def start(environ: Mapping[str, str] | None = None, comm: Any = None) -> Job:
     watch_exceptions(_on_exception)
     starts = _starts.setdefault(launch, _Starts())
     starts.count += 1
+    began = time.monotonic()
     connection = connect(launch, config, starts.count, starts.leftovers)
     try:
-        return Job(connection, notes)
+        job = Job(connection, notes)
     except BaseException:
         close_setup(connection.setup)
         raise
+    _say_start(launch, connection, time.monotonic() - began)
+    return job
+
+
+def _say_start(launch: Launch, connection: Connection, seconds: float) -> None:
+    log, setup = logging.getLogger("horo"), connection.setup
+    if setup.rank == 0:
+        log.info(describe_job(setup, launch, version(), simd_name()))
+    log.debug(describe_rank(setup, connection.place, os.getpid(), connection.cores, seconds))
 
 
 def connect(launch: Launch, config: Config, epoch: int, leftovers: list[str]) -> Connection:

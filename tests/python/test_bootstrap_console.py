@@ -43,3 +43,24 @@ def test_a_program_with_its_own_logging_keeps_it(monkeypatch: pytest.MonkeyPatch
     logging.getLogger().addHandler(logging.NullHandler())
     prepare_log("warning", 0)
     assert log.handlers == []
+
+
+@pytest.mark.parametrize(
+    ("level", "shown"),
+    [
+        ("trace", ["debug", "info", "warning", "error"]),
+        ("debug", ["debug", "info", "warning", "error"]),
+        ("info", ["info", "warning", "error"]),
+        ("error", ["error"]),
+        ("off", []),
+        ("fatal", []),
+    ],
+)
+def test_each_level_shows_itself_and_what_is_worse(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], level: str, shown: list[str]
+) -> None:
+    log = bare_logging(monkeypatch)
+    prepare_log(level, 0)
+    for name in ("debug", "info", "warning", "error"):
+        getattr(log, name)("text")
+    assert capsys.readouterr().err == "".join(f"horo [0] {name}: text\n" for name in shown)

@@ -1,0 +1,66 @@
+"""What is said about a job once it has started: one line for all ranks, one for each. Pure."""
+
+from __future__ import annotations
+
+import horo
+from horo._bootstrap.grouping import Grouping
+from horo._bootstrap.launch import Launch, Place
+from horo._setup import Setup
+
+__all__ = ["describe_job", "describe_rank"]
+
+_HOSTS_MAX = 8
+
+
+def describe_job(setup: Setup, launch: Launch, core: str, simd: str) -> str:
+    """Version, size, hosts, launcher and what carries the data.
+
+    Args:
+        setup: of any rank.
+        launch: who started it.
+        core: version of the native core.
+        simd: what it computes with.
+    """
+    launcher = {"none": "nobody", "mpi": "MPI", "slurm": "Slurm"}.get(launch.kind, launch.kind)
+    ranks = "1 rank"
+    if setup.size > 1:
+        hosts = Grouping(tuple(setup.host_of_rank)).hosts
+        named = [f"{setup.host_name_of_rank[members[0]]}: {len(members)}" for members in hosts[:_HOSTS_MAX]]
+        named += [f"{len(hosts) - _HOSTS_MAX} more"] if len(hosts) > _HOSTS_MAX else []
+        ranks = f"{_count(setup.size, 'rank')} on {_count(len(hosts), 'host')} ({', '.join(named)})"
+    return f"horo {horo.__version__} (core {core}, {simd}): {ranks}, started by {launcher}; {_data(setup)}"
+
+
+def _data(setup: Setup) -> str:
+    if setup.mpi is not None and setup.mpi.collectives:
+        return "data by the collectives of MPI"
+    if setup.size == 1:
+        return "no data travels"
+    counts = [len(members) for members in Grouping(tuple(setup.host_of_rank)).hosts]
+    here = ["in shared memory on a host" if len(counts) > 1 else "in shared memory"] if max(counts) > 1 else []
+    streams = f", {setup.sockets_per_peer} connections for each pair" if setup.sockets_per_peer > 1 else ""
+    by = "MPI" if setup.mpi is not None and setup.mpi.transport else f"TCP{streams}"
+    there = [f"by {by} between hosts"] if len(counts) > 1 else []
+    return f"data {', '.join(here + there)}"
+
+
+def describe_rank(setup: Setup, place: Place, process: int, cores: int, seconds: float) -> str:
+    """Where a rank is, and what it has.
+
+    Args:
+        setup, place: the rank's.
+        process: its id.
+        cores: of its host, for all ranks there.
+        seconds: how long its start took.
+    """
+    host = setup.host_name_of_rank[setup.rank]
+    return (
+        f"rank {setup.rank} of {setup.size} on {host}, process {process}: local rank {place.local_rank} of "
+        f"{place.local_size}, cross rank {place.cross_rank} of {place.cross_size}, "
+        f"{_count(cores, 'core')} of this host, segments of {setup.segment_bytes >> 10} KiB, "
+        f"joined in {seconds * 1000:.0f} ms"
+    )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
