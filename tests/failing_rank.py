@@ -23,6 +23,7 @@ EXCEPTIONS = {
     "raise": "ValueError: bad sample in shard 7",
     "late": "ValueError: bad sample in shard 7",
     "wrapped": "RuntimeError: training failed",
+    "exit": "SystemExit: 7",
 }
 """What the others are told where an exception ends the rank."""
 ANSWERS = ("uncaught", "uncaught", "exit", "wrapped", "slow", "deaf", "leave")

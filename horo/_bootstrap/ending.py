@@ -1,7 +1,9 @@
 """The end of a rank by an exception: the other ranks and hororun are told which, and its traceback is kept short.
 
 Python calls ``sys.excepthook`` with the exception that ends the main thread. The hook that was there before prints the
-traceback first. hororun reads notes, a line of JSON each, from a pipe that it has given to the rank.
+traceback first. For ``SystemExit`` Python calls no hook and only asks for its ``code``: so ``sys.exit`` raises one that
+notices who asks. (``raise SystemExit(7)`` goes unnoticed and ends a rank as a shutdown does.) hororun reads notes, a
+line of JSON each, from a pipe that it has given to the rank.
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ import re
 import stat
 import sys
 import sysconfig
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
+from typing import NoReturn
 
 from horo.errors import HoroError, InternalError
 
@@ -95,6 +99,10 @@ def script_line(traceback: TracebackType | None) -> str:
     while traceback is not None:
         places.append((traceback.tb_frame.f_code.co_filename, traceback.tb_lineno))
         traceback = traceback.tb_next
+    return _innermost(places)
+
+
+def _innermost(places: Sequence[tuple[str, int]]) -> str:
     own = [place for place in places if not os.path.realpath(place[0]).startswith((_HORO, *_LIBRARIES))]
     if not places:
         return ""
@@ -119,8 +127,13 @@ def shorten_traceback(error: BaseException) -> None:
 
 
 @cache
-def watch_exceptions(tell: Callable[[BaseException], None]) -> None:
-    """From now on, ``tell`` is called with the exception that ends this process, after its traceback was printed."""
+def watch_exceptions(tell: Callable[[BaseException, str], None]) -> None:
+    """From now on, ``tell`` is called with the exception that ends this process, and ``script_line`` of it.
+
+    Its traceback has been printed then.
+
+    A ``SystemExit`` counts where ``sys.exit`` was called in the main thread with a code that is not 0.
+    """
     before, process = sys.excepthook, os.getpid()
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
@@ -131,6 +144,63 @@ def watch_exceptions(tell: Callable[[BaseException], None]) -> None:
         try:
             before(kind, error, error.__traceback__)
         finally:
-            tell(error)
+            tell(error, script_line(error.__traceback__))
 
     sys.excepthook = hook
+    _watch_exit(lambda error, where: tell(error, where) if os.getpid() == process else None)
+
+
+def _watch_exit(tell: Callable[[BaseException, str], None]) -> None:
+    before, code_of = sys.exit, SystemExit.__dict__["code"]
+
+    class Exit(SystemExit):
+        """A ``SystemExit`` in all that a program sees of it, but for its type."""
+
+        where = ""
+
+        def _code(self) -> object:
+            """The interpreter asks for it, from no frame of Python, when this exception ends the process."""
+            code: object = code_of.__get__(self)
+            if code is not None and code != 0 and _has_no_caller(2):
+                tell(self, self.where)
+            return code
+
+        def _set_code(self, code: object) -> None:
+            code_of.__set__(self, code)
+
+        code = property(_code, _set_code)
+
+        def __reduce__(self) -> tuple[type[SystemExit], tuple[object, ...]]:
+            return SystemExit, self.args
+
+    Exit.__name__ = Exit.__qualname__ = SystemExit.__name__
+    Exit.__module__ = SystemExit.__module__
+
+    def leave(status: object = None, /) -> NoReturn:
+        if threading.current_thread() is not threading.main_thread():
+            before(status)  # type: ignore[arg-type]  # ends the thread alone
+        try:
+            before(status)  # type: ignore[arg-type]
+        except SystemExit as error:
+            ended = Exit(*error.args)
+        ended.where = _line_of_frame(sys._getframe(1))
+        raise ended
+
+    sys.exit = leave
+
+
+def _line_of_frame(frame: FrameType | None) -> str:
+    """As ``script_line``; while Python ends, the exception does not have its traceback."""
+    places = []
+    while frame is not None:
+        places.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return _innermost(places[::-1])
+
+
+def _has_no_caller(depth: int) -> bool:
+    try:
+        sys._getframe(depth)
+    except ValueError:
+        return True
+    return False

@@ -17,7 +17,7 @@ from horo._bootstrap.arena import Arena, join_arena
 from horo._bootstrap.console import prepare_log
 from horo._bootstrap.descriptors import close_all, close_setup
 from horo._bootstrap.directory import Directory, PeerAddress
-from horo._bootstrap.ending import EndNotes, culprit_of, describe_exception, script_line, watch_exceptions
+from horo._bootstrap.ending import EndNotes, culprit_of, describe_exception, watch_exceptions
 from horo._bootstrap.find import find_launch
 from horo._bootstrap.grouping import Grouping, Link, group_ranks
 from horo._bootstrap.identity import read_identity
@@ -139,12 +139,12 @@ _end_notes: list[EndNotes] = []
 """Of the last start."""
 
 
-def _on_exception(error: BaseException) -> None:
+def _on_exception(error: BaseException, where: str) -> None:
     """An exception ends this process."""
     culprits = [culprit_of(job.context.health()) for job in _living]
     culprit = next((rank for rank in culprits if rank is not None), None)
     text = describe_exception(error)
-    _end_notes[-1].ended(text, script_line(error.__traceback__), culprit)
+    _end_notes[-1].ended(text, where, culprit)
     if isinstance(error, KeyboardInterrupt):
         return  # Ctrl-C comes to all ranks: each has its own, and leaves
     for job in list(_living):

@@ -97,7 +97,7 @@ raise ValueError("x")
 
 def test_the_hook_that_was_there_is_called_first_and_once() -> None:
     done = subprocess.run([sys.executable, "-c", HOOKED], capture_output=True, text=True, check=False, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (1, "mine: x\nx\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (1, "mine: x\nx <string>, line 7\n", "")
 
 
 def test_an_exception_does_not_end_an_interactive_process() -> None:
