@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from horo._absent import explain_imports, explain_part
+
 __all__ = ["__version__"]
 
 __version__ = "0.1.0"
+
+explain_imports(explain_part)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import NoReturn
 
+from horo._absent import explain_imports as _explain_imports
 from horo.errors import (
     AbortedError,
     GroupError,
@@ -20,8 +21,8 @@ from horo.errors import (
     UsageError,
 )
 from horo.errors import TimeoutError as TimeoutError  # not in __all__: Python has an error of this name
+from horo.torch._missing import explain_missing as _explain_missing
 from horo.torch._missing import raise_missing as _raise_missing
-from horo.torch._missing import watch_imports as _watch_imports
 from horo.torch._require import TORCH_VERSION_MIN as _TORCH_VERSION_MIN  # noqa: F401  (first: says what is missing)
 from horo.torch._state import (
     cross_rank,
@@ -159,6 +160,6 @@ def __getattr__(name: str) -> NoReturn:
     _raise_missing(sys.modules[__name__], name)
 
 
-_watch_imports()
+_explain_imports(_explain_missing)
 
 from horo.torch import mpi_ops as mpi_ops  # noqa: E402  (not before torch is known to be there; not in __all__)

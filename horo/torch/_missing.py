@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from importlib.abc import MetaPathFinder
 from types import ModuleType
 from typing import NoReturn
 
-__all__ = ["raise_missing", "watch_imports"]
+__all__ = ["explain_missing", "raise_missing"]
 
 _SETS = "without process sets all ranks work together; hvd.init(comm=[0, 1]) makes a job of some of the ranks"
 _SCATTER = "use allreduce, and take this rank's rows of the result"
@@ -58,16 +55,10 @@ def raise_missing(module: ModuleType, name: str) -> NoReturn:
     raise AttributeError(text, name=name, obj=module)
 
 
-class _Finder(MetaPathFinder):
-    """``from horo.torch import x`` looks for a module where there is no attribute, and forgets the error of that."""
+def explain_missing(module: str) -> str:
+    """The sentence about an import of a missing name, empty for any other.
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
-        """Raises ImportError for a module that stands for one of the missing names; finds nothing."""
-        name = fullname.removeprefix(_PACKAGE)
-        if name != fullname and name in INSTEAD:
-            raise ImportError(_sentence("horovod.torch", name, INSTEAD[name]), name=fullname)
-
-
-def watch_imports() -> None:
-    """From now on an import of a missing name says what its attribute says. Asked last, after Python's own finders."""
-    sys.meta_path.append(_Finder())
+    ``from horo.torch import x`` looks for a module where there is no attribute, and forgets the error of that.
+    """
+    name = module.removeprefix(_PACKAGE)
+    return _sentence("horovod.torch", name, INSTEAD[name]) if name != module and name in INSTEAD else ""
