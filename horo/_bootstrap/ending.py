@@ -161,7 +161,7 @@ def _watch_exit(tell: Callable[[BaseException, str], None]) -> None:
         def _code(self) -> object:
             """The interpreter asks for it, from no frame of Python, when this exception ends the process."""
             code: object = code_of.__get__(self)
-            if code is not None and code != 0 and _has_no_caller(2):
+            if _has_no_caller(2) and code is not None and not (isinstance(code, int) and code == 0):
                 tell(self, self.where)
             return code
 

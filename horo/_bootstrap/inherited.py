@@ -32,7 +32,9 @@ from horo.errors import UsageError
 __all__ = ["name_rank", "refuse_inherited"]
 
 _MARK = re.compile(r"rank=(\d+) process=(\d+) started=(\d+) place=([0-9a-f]+) socket=(\d+)")
-_OF_MPI = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_")
+_JOBS_OF_MPI = ("PMIX_NAMESPACE", "PMI_FD", "PMI_PORT", "PMI_ID", "PMI_JOBID")
+"""What differs between two jobs of MPI. Not all that a launcher sets: MPI itself adds variables when it begins, which
+its children inherit."""
 
 
 class _Rank(NamedTuple):
@@ -101,7 +103,7 @@ def _place(environ: Mapping[str, str]) -> str:
     elif environ.get("RANK"):
         names = torchrun
     else:
-        names = [*others, *(name for name in environ if name.startswith(_OF_MPI))]
+        names = [*others, *_JOBS_OF_MPI]
     said = sorted((name, environ[name]) for name in set(names) if environ.get(name))
     return hashlib.blake2b(repr(said).encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from horo._absent import explain_imports as _explain_imports
 from horo.errors import (
@@ -156,8 +156,10 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> NoReturn:
-    _raise_missing(sys.modules[__name__], name)
+if not TYPE_CHECKING:  # a type checker would take every name for one that is there
+
+    def __getattr__(name: str) -> NoReturn:
+        _raise_missing(sys.modules[__name__], name)
 
 
 _explain_imports(_explain_missing)

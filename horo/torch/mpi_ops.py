@@ -6,7 +6,7 @@ For scripts that call ``hvd.mpi_ops.synchronize`` and the like. It has nothing t
 from __future__ import annotations
 
 import sys
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from horo.errors import HorovodInternalError
 from horo.torch._missing import raise_missing
@@ -119,5 +119,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> NoReturn:
-    raise_missing(sys.modules[__name__], name)
+if not TYPE_CHECKING:  # a type checker would take every name for one that is there
+
+    def __getattr__(name: str) -> NoReturn:
+        raise_missing(sys.modules[__name__], name)

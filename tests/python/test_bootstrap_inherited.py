@@ -62,6 +62,11 @@ def test_variables_hidden_from_a_library_do_not_matter(monkeypatch: pytest.Monke
         inherited.refuse_inherited(child)
 
 
+def test_variables_that_mpi_adds_in_the_rank_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="inherited"):
+        inherited.refuse_inherited({**child_of(OPEN_MPI, monkeypatch), "PMIX_MCA_mca_base_component": "1"})
+
+
 def test_the_rank_itself_may_start_again() -> None:
     named: list[str] = []
     with pytest.MonkeyPatch.context() as context:
