@@ -1,8 +1,8 @@
 """The remote side: ``python -m horo.runner.agent``, run by ssh or srun, spoken to over stdin and stdout.
 
 It sends its host info, receives the job, starts its ranks, and sends back their output and how they end. When its stdin
-ends, when it receives nothing for the agreed time, or on SIGTERM, it ends all processes and exits. If the agent is
-killed, its guard ends them.
+ends, when it receives nothing for the agreed time (in which it could run itself), or on SIGTERM, it ends all processes
+and exits. If the agent is killed, its guard ends them.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ class _Agent:
         os.set_blocking(self._in, False)
         os.set_blocking(self._out, False)
         loop.watch(self._in, read=self._read)
+        loop.on_stopped(self._restart_silence_timer)  # the launcher may have been stopped, too, and continues later
         loop.on_signal(signal.SIGCHLD, self._on_child)
         loop.on_signal(signal.SIGTERM, self._on_end)
         loop.on_signal(signal.SIGINT, self._on_end)

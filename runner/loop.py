@@ -1,4 +1,8 @@
-"""One thread that waits for files, signals and timers; nothing in it polls."""
+"""One thread that waits for files, signals and timers.
+
+Timers count the time in which this process could run: a job that is stopped as a whole (SIGSTOP, a frozen control
+group) and continued later has missed no deadline. So a loop that has timers looks at the clock every second.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 __all__ = ["Loop", "Timer"]
+
+_TICK_S = 1.0
+"""The longest sleep while a timer runs: of the time in which this process was stopped, at most so much counts."""
+_LATE_S = 0.5
+"""A sleep that has lasted so much longer than it should: this process was stopped."""
 
 
 @dataclass(order=True)
@@ -39,6 +48,9 @@ class Loop:
         self._signals: dict[int, Callable[[int], None]] = {}
         self._before: dict[int, object] = {}
         self._on_wake: Callable[[], None] = _nothing
+        self._on_stopped: Callable[[], None] = _nothing
+        self._stopped_s = 0.0
+        self._seen_s = time.monotonic()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
@@ -89,6 +101,15 @@ class Loop:
         """Calls ``call`` after ``wake``."""
         self._on_wake = call
 
+    def on_stopped(self, call: Callable[[], None]) -> None:
+        """Calls ``call`` when this process runs again after it was stopped, before any timer is due."""
+        self._on_stopped = call
+
+    @property
+    def now_s(self) -> float:
+        """The clock of the timers, in seconds: it stands still while this process is stopped."""
+        return time.monotonic() - self._stopped_s
+
     def wake(self) -> None:
         """From any thread: makes the loop call what ``on_wake`` was given."""
         try:
@@ -97,9 +118,9 @@ class Loop:
             return  # full: it wakes anyway; closed: nobody is left to wake
 
     def call_later(self, delay_s: float, call: Callable[[], None]) -> Timer:
-        """Calls ``call`` once, ``delay_s`` seconds from now."""
+        """Calls ``call`` once, ``delay_s`` seconds from now by ``now_s``."""
         self._timers_made += 1
-        timer = Timer(time.monotonic() + delay_s, self._timers_made, call)
+        timer = Timer(self.now_s + delay_s, self._timers_made, call)
         heapq.heappush(self._timers, timer)
         return timer
 
@@ -109,12 +130,15 @@ class Loop:
             self._round()
 
     def _round(self) -> None:
-        for key, events in self._selector.select(self._timeout_s()):
+        timeout_s = self._timeout_s()
+        ready = self._selector.select(timeout_s)
+        self._look_at_clock(timeout_s)
+        for key, events in ready:
             # An earlier call of this round may have closed or changed this descriptor.
             now = self._selector.get_map().get(key.fd)
             if now is not None and now.data is key.data:
                 key.data(events)
-        while self._timers and self._timers[0].due_s <= time.monotonic():
+        while self._timers and self._timers[0].due_s <= self.now_s:
             timer = heapq.heappop(self._timers)
             if timer.call is not None:
                 timer.call()
@@ -122,7 +146,14 @@ class Loop:
     def _timeout_s(self) -> float | None:
         while self._timers and self._timers[0].call is None:
             heapq.heappop(self._timers)
-        return max(0.0, self._timers[0].due_s - time.monotonic()) if self._timers else None
+        return min(_TICK_S, max(0.0, self._timers[0].due_s - self.now_s)) if self._timers else None
+
+    def _look_at_clock(self, timeout_s: float | None) -> None:
+        before_s, self._seen_s = self._seen_s, time.monotonic()
+        late_s = 0.0 if timeout_s is None else self._seen_s - before_s - timeout_s
+        if late_s > _LATE_S:
+            self._stopped_s += late_s
+            self._on_stopped()
 
     def _woken(self, _events: int) -> None:
         try:

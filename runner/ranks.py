@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -162,7 +161,7 @@ class HostRanks:
         if self.finished:
             return
         self._signal_groups(signal.SIGTERM)
-        self._kill_at_s = time.monotonic() + self._grace_s
+        self._kill_at_s = self._loop.now_s + self._grace_s
         self._loop.call_later(self._grace_s, self.kill)
         self._end_remaining_processes()
 
@@ -248,8 +247,8 @@ class HostRanks:
             self.finished = True
             return
         if self._kill_at_s == float("inf"):
-            self._kill_at_s = time.monotonic() + self._grace_s
-        if time.monotonic() < self._kill_at_s:
+            self._kill_at_s = self._loop.now_s + self._grace_s
+        if self._loop.now_s < self._kill_at_s:
             send_signal(found - self._told, signal.SIGTERM)
             self._told |= found
         else:

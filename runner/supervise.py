@@ -364,7 +364,8 @@ class _Supervisor:
             host.pass_on(number)
 
     def _on_stop_key(self, _number: int) -> None:
-        self._console.say("a job on several hosts cannot be stopped and continued")
+        if os.isatty(0):  # else it was no key: Slurm announces so that it will stop all of the job
+            self._console.say("Ctrl-Z does not stop a job on several hosts: they would take a stopped hororun for dead")
 
     def _on_start_timeout(self) -> None:
         silent = [remote.host.name for remote in self._remotes.values() if remote.host_info is None]
