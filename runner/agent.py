@@ -203,7 +203,7 @@ class _Agent:
         elif isinstance(event, Noted):
             self._send(encode(Kind.NOTE, event.rank, event.data))
         elif isinstance(event, Exited):
-            end = {"code": event.code, "signal": event.signal, "asked": event.asked}
+            end = {"code": event.code, "signal": event.signal, "asked": event.asked, "overdue": event.overdue}
             self._send(encode_json(Kind.EXITED, end, event.rank))
 
     def _send(self, data: bytes) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from horo.runner.config import Job, JobError, Mpi, Output, Ssh
+from horo.runner.config import BATCH_GRACE_S, GRACE_S, Job, JobError, Mpi, Output, Ssh
 from horo.runner.hosts import Host, HostsError, parse_host_file, parse_hosts
 from horo.runner.options import build_parser, check_launcher, default_start_timeout, split_command
 
@@ -92,7 +92,7 @@ def parse(arguments: Sequence[str]) -> Job | None:
         hosts_from=where.source,
         launcher=where.launcher,
         oversubscribe=given.oversubscribe,
-        grace_s=given.grace_seconds,
+        grace_s=where.grace_s if given.grace_seconds is None else given.grace_seconds,
         failure_s=given.failure_seconds,
         start_timeout_s=given.start_timeout,
         host_timeout_s=given.host_timeout,
@@ -141,6 +141,7 @@ class _Where(NamedTuple):
     hosts: tuple[Host, ...]
     source: str
     launcher: str
+    grace_s: float
 
 
 def _where(given: argparse.Namespace, parser: argparse.ArgumentParser) -> _Where:
@@ -157,7 +158,8 @@ def _where(given: argparse.Namespace, parser: argparse.ArgumentParser) -> _Where
         launcher, misfit = "ssh", None  # an option that only ssh knows has decided
     if misfit is not None:
         raise JobError(misfit)
-    return _Where(_size(given, allocation if named is None else None), hosts, source, launcher)
+    grace_s = GRACE_S if allocation is None else BATCH_GRACE_S
+    return _Where(_size(given, allocation if named is None else None), hosts, source, launcher, grace_s)
 
 
 def _size(given: argparse.Namespace, allocation: Allocation | None) -> int:

@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from horo.runner.hosts import Host
 
 __all__ = [
+    "BATCH_GRACE_S",
     "EXIT_INTERNAL",
     "EXIT_SETUP",
     "EXIT_UNREACHABLE",
     "EXIT_USAGE",
+    "GRACE_S",
     "LAUNCHERS",
     "Job",
     "JobError",
@@ -21,6 +23,12 @@ __all__ = [
 ]
 
 LAUNCHERS = ("auto", "ssh", "slurm", "mpi", "jsrun")
+
+GRACE_S = 5.0
+"""From SIGTERM to SIGKILL, for someone who waits in front of a terminal."""
+BATCH_GRACE_S = 25.0
+"""The same in a batch job, where ranks write a checkpoint: less than the 30 s that Slurm gives by default (KillWait),
+so that hororun can still say who was killed."""
 
 EXIT_USAGE = 2
 EXIT_UNREACHABLE = 69
@@ -124,7 +132,7 @@ class Job:
     hosts_from: str = ""
     launcher: str = "ssh"
     oversubscribe: bool = False
-    grace_s: float = 5.0
+    grace_s: float = GRACE_S
     failure_s: float = 1.0
     start_timeout_s: float = 60.0
     host_timeout_s: float = 30.0

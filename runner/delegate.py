@@ -92,6 +92,7 @@ class _Delegate:
         self._code = 0
         self._error: JobError | None = None
         self._paused = False
+        self._overdue = False
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.on_signal(number, self._on_signal)
         loop.on_signal(signal.SIGCHLD, lambda _number: reap([self._ranks.on_child]))
@@ -110,12 +111,18 @@ class _Delegate:
         self._console.rank_ended(0)
         self._console.flush(wait_for_all=not self._signal)
         code = self._conclude()
+        if self._overdue:
+            self._console.say(
+                f"{self._plan.name} did not end within {self._job.grace_s:g} s of SIGTERM and was killed; "
+                "--grace-seconds gives more"
+            )
         self._console.flush(wait_for_all=False)
         return code
 
     def _on_event(self, event: Event) -> None:
         if isinstance(event, Exited):
             self._code = 128 + event.signal if event.signal else event.code
+            self._overdue = event.overdue
         elif isinstance(event, Output):
             if self._console.full and (self._signal or self._error is not None):
                 return  # nothing reads the output, and a process that waits for a reader cannot end

@@ -222,7 +222,7 @@ def default_start_timeout() -> str:
 
 def _add_times(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--grace-seconds", type=_seconds, default=5.0, metavar="S", help="from SIGTERM to SIGKILL; default: 5"
+        "--grace-seconds", type=_seconds, metavar="S", help="from SIGTERM to SIGKILL; default: 5, in batch jobs 25"
     )
     group.add_argument(
         "--failure-seconds", type=_seconds, default=1.0, metavar="S",

@@ -52,13 +52,15 @@ class Noted:
 class Exited:
     """A rank ended, after all of its output: with ``code``, or killed by ``signal`` (0: it was not).
 
-    ``asked``: it had been told to end before it was seen to have ended.
+    ``asked``: it had been told to end before it was seen to have ended. ``overdue``: it was still there when the grace
+    time was over.
     """
 
     rank: int
     code: int
     signal: int
     asked: bool
+    overdue: bool = False
 
 
 Event = Started | Output | Noted | Exited
@@ -89,6 +91,7 @@ class HostRanks:
         self._open: list[_Rank] = []  # keeps the pipes of ended ranks: what they left behind may still write
         self._paused = False
         self._asked = False
+        self._overdue: set[int] = set()  # pids
         self._kill_at_s = float("inf")
         self._told: set[int] = set()  # what ranks left behind and has had its SIGTERM
         self.finished = False
@@ -134,7 +137,7 @@ class HostRanks:
         code = rank.process.returncode
         self._tree.sessions.discard(pid)  # the number is free for others now
         self._guard.tell(self._tree, self._grace_s)
-        self._emit(Exited(rank.rank, max(code, 0), max(-code, 0), self._asked))
+        self._emit(Exited(rank.rank, max(code, 0), max(-code, 0), self._asked, pid in self._overdue))
         self._end_remaining_processes()
 
     def terminate(self) -> None:
@@ -162,8 +165,12 @@ class HostRanks:
             return
         self._signal_groups(signal.SIGTERM)
         self._kill_at_s = self._loop.now_s + self._grace_s
-        self._loop.call_later(self._grace_s, self.kill)
+        self._loop.call_later(self._grace_s, self._kill_overdue)
         self._end_remaining_processes()
+
+    def _kill_overdue(self) -> None:
+        self._overdue.update(self._ranks)
+        self.kill()
 
     def kill(self) -> None:
         """SIGKILL to all that is left."""

@@ -225,7 +225,8 @@ class RemoteHost:
             self._emit(Noted(frame.rank, frame.payload))
         elif frame.kind == Kind.EXITED:
             end = frame.json()
-            self._emit(Exited(frame.rank, int(end["code"]), int(end["signal"]), bool(end["asked"])))
+            flags = bool(end["asked"]), bool(end["overdue"])
+            self._emit(Exited(frame.rank, int(end["code"]), int(end["signal"]), *flags))
         elif frame.kind == Kind.FAILED:
             failure = frame.json()
             self._fail(JobError(str(failure["message"]), int(failure["code"])))

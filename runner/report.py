@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from horo.runner.config import EXIT_UNREACHABLE
 from horo.runner.notes import Note
 
-__all__ = ["Ending", "awaited", "exit_code", "how_it_ended", "ranges", "report", "root_cause", "signal_name"]
+__all__ = ["Ending", "awaited", "exit_code", "how_it_ended", "overdue", "ranges", "report", "root_cause", "signal_name"]
 
 _LAST_LINES = 20
 _POINTS_AT = re.compile(rb"(?:PeerLost|Aborted|Stalled)Error: [^\n]*?\brank (\d+)")
@@ -29,6 +29,7 @@ class Ending:
         lost: why its host cannot say how it ended; empty: it could.
         stderr_tail: the end of its stderr.
         note: what it said itself.
+        overdue: it did not end in the grace time and was killed.
     """
 
     rank: int
@@ -39,6 +40,7 @@ class Ending:
     lost: str = ""
     stderr_tail: bytes = b""
     note: Note = field(default_factory=Note)
+    overdue: bool = False
 
     @property
     def failed(self) -> bool:
@@ -130,6 +132,15 @@ def report(cause: Ending, endings: Iterable[Ending]) -> bytes:
             groups.setdefault(how_it_ended(ending), []).append(ending.rank)
     others = [f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)} {how}" for how, ranks in groups.items()]
     return text + (f"hororun: the others: {'; '.join(others)}\n".encode() if others else b"")
+
+
+def overdue(endings: Iterable[Ending], grace_s: float) -> str:
+    """A sentence about the ranks that were killed because the grace time was over; empty: none was."""
+    ranks = sorted(ending.rank for ending in endings if ending.overdue)
+    if not ranks:
+        return ""
+    who, were = (f"rank {ranks[0]}", "was") if len(ranks) == 1 else (f"ranks {ranges(ranks)}", "were")
+    return f"{who} did not end within {grace_s:g} s of SIGTERM and {were} killed; --grace-seconds gives more"
 
 
 def _last_lines(cause: Ending) -> bytes:

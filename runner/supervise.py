@@ -35,7 +35,7 @@ from horo.runner.processes import (
 )
 from horo.runner.ranks import PASSED_ON, Event, Exited, HostRanks, Noted, Output, reap
 from horo.runner.remote import RemoteHost
-from horo.runner.report import Ending, awaited, exit_code, ranges, report, root_cause, signal_name
+from horo.runner.report import Ending, awaited, exit_code, overdue, ranges, report, root_cause, signal_name
 
 from horo.errors import HoroError
 
@@ -142,6 +142,9 @@ class _Supervisor:
         if unread_input():
             self._console.say("nothing was read from stdin: that of every rank is /dev/null")
         code = self._conclude()
+        late = overdue(self._endings, self._job.grace_s)
+        if late:
+            self._console.say(late)
         self._console.flush(wait_for_all=False)
         return code
 
@@ -314,12 +317,14 @@ class _Supervisor:
         self._running.discard(event.rank)
         self._console.rank_ended(event.rank)
         asked = event.asked and self._stopping  # else another process ended it
-        self._end(event.rank, code=event.code, signal=event.signal, asked=asked)
+        self._end(event.rank, code=event.code, signal=event.signal, asked=asked, overdue=event.overdue)
 
-    def _end(self, rank: int, *, code: int = 0, signal: int = 0, asked: bool = False, lost: str = "") -> None:
+    def _end(
+        self, rank: int, *, code: int = 0, signal: int = 0, asked: bool = False, lost: str = "", overdue: bool = False
+    ) -> None:
         tail = self._stderr_tails.get(rank, b"")
         note = self._notes[rank].note if rank in self._notes else Note()
-        ending = Ending(rank, self._names[rank], code, signal, asked, lost, tail, note)
+        ending = Ending(rank, self._names[rank], code, signal, asked, lost, tail, note, overdue)
         self._endings.append(ending)
         if self._joining is not None:
             self._joining.on_end(ending)

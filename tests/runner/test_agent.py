@@ -78,7 +78,7 @@ def test_it_runs_a_rank_and_sends_its_output_before_its_end(agent: Agent) -> Non
     agent.job("echo out; echo err >&2; exit 5")
     seen = [agent.frame(Kind.STDOUT, Kind.STDERR, Kind.EXITED) for _ in range(3)]
     assert sorted(frame.payload for frame in seen[:2]) == [b"err\n", b"out\n"]
-    assert seen[2].json() == {"code": 5, "signal": 0, "asked": False}
+    assert seen[2].json() == {"code": 5, "signal": 0, "asked": False, "overdue": False}
     assert agent.process.wait(30) == 0
 
 
@@ -107,7 +107,7 @@ def test_it_ends_its_ranks_on_sigterm_and_says_so(agent: Agent) -> None:
     agent.frame(Kind.STARTED)
     agent.process.terminate()
     assert "SIGTERM came to the agent" in agent.frame(Kind.FAILED).json()["message"]
-    assert agent.frame(Kind.EXITED).json() == {"code": 0, "signal": 15, "asked": True}
+    assert agent.frame(Kind.EXITED).json() == {"code": 0, "signal": 15, "asked": True, "overdue": False}
     assert agent.process.wait(30) == 0
 
 

@@ -1,0 +1,71 @@
+"""The time between SIGTERM and SIGKILL: how long it is, and what is said when it was too short."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from horo.runner.cli import parse
+from jobs import Flags, Hororun
+
+BATCH = [
+    {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "h1", "SLURM_TASKS_PER_NODE": "2"},
+    {"LSB_JOBID": "1", "LSB_MCPU_HOSTS": "h1 2"},
+    {"PBS_JOBID": "1", "PBS_NODEFILE": "{file}"},
+]
+STUBBORN = "trap '' TERM; flag up; while :; do sleep 0.1; done"
+
+
+def shell(script: str, flags: Flags) -> list[str]:
+    return ["--", "sh", "-c", f"flag() {{ : > {flags.folder}/$1.$RANK; }}; {script}"]
+
+
+def grace_s(line: str) -> float:
+    job = parse(line.split())
+    assert job is not None
+    return job.grace_s
+
+
+@pytest.mark.parametrize("environment", BATCH, ids=["slurm", "lsf", "pbs"])
+@pytest.mark.parametrize("where", ["", "-H h1:2 "])
+def test_it_is_longer_in_batch_jobs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, environment: dict[str, str], where: str
+) -> None:
+    assert grace_s("-np 2 -H h1:2 cmd") == 5
+    (tmp_path / "nodes").write_text("h1\nh1\n")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value.format(file=tmp_path / "nodes"))
+    assert grace_s(f"-np 2 {where}cmd") == 25
+    assert grace_s(f"-np 2 {where}--grace-seconds 3 cmd") == 3
+
+
+def test_ranks_that_were_killed_because_it_ran_out_are_named(hororun: Hororun, where: str, flags: Flags) -> None:
+    script = f"test $RANK = 1 && {{ flag up; exec sleep 60; }}; {STUBBORN}"
+    job = hororun.start("-np", "3", "--grace-seconds", "0.2", *shell(script, flags), where=where)
+    flags.wait([f"up.{rank}" for rank in range(3)])
+    job.process.send_signal(signal.SIGTERM)
+    assert job.finish().stderr.splitlines() == [
+        "hororun: SIGTERM: ranks 0-2 were ended",
+        "hororun: ranks 0,2 did not end within 0.2 s of SIGTERM and were killed; --grace-seconds gives more",
+    ]
+
+
+def test_a_rank_that_was_killed_after_the_failure_of_another_is_named(
+    hororun: Hororun, where: str, flags: Flags
+) -> None:
+    script = f"test $RANK = 1 && {{ while ! test -e {flags.folder}/up.0; do sleep 0.05; done; exit 3; }}; {STUBBORN}"
+    done = hororun.run("-np", "2", "--grace-seconds", "0.2", *shell(script, flags), where=where)
+    assert done.stderr.splitlines()[-1] == (
+        "hororun: rank 0 did not end within 0.2 s of SIGTERM and was killed; --grace-seconds gives more"
+    )
+
+
+def test_ranks_that_a_second_signal_killed_have_had_no_grace_time(hororun: Hororun, where: str, flags: Flags) -> None:
+    script = f"trap 'flag term' TERM; {STUBBORN.partition(';')[2]}"
+    job = hororun.start("-np", "1", "--grace-seconds", "1000", *shell(script, flags), where=where)
+    flags.wait(["up.0"])
+    job.process.send_signal(signal.SIGTERM)
+    flags.wait(["term.0"])
+    job.process.send_signal(signal.SIGTERM)
+    assert "grace" not in job.finish().stderr
