@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from horo.runner.config import EXIT_INTERNAL, EXIT_SETUP, JobError
 from horo.runner.hosts import Host
 
-__all__ = ["LaunchMethod", "agent_command", "explain_agent"]
+__all__ = ["LaunchMethod", "agent_command", "explain_agent", "lines_of"]
 
 _NOT_FOUND = 127
 _NOT_EXECUTABLE = 126
@@ -48,8 +48,16 @@ class LaunchMethod(Protocol):
     def trial_command(self, host: str) -> str:
         """The command with which a user can test the method by hand."""
 
+    def cause(self, lines: Sequence[str]) -> str:
+        """Which line of the command's stderr says why it has ended; empty: none does."""
+
     def explain_failure(self, host: str, code: int, stderr: bytes) -> JobError:
         """Why the command ended with ``code`` (128 + n for a signal) before the agent sent its host info."""
+
+
+def lines_of(stderr: bytes) -> list[str]:
+    """The lines in it, without those that are blank."""
+    return [line.strip() for line in stderr.decode("utf-8", "replace").splitlines() if line.strip()]
 
 
 def agent_command(python: str) -> str:

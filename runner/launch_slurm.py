@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from horo.runner.config import EXIT_UNREACHABLE, JobError
 from horo.runner.hosts import Host
-from horo.runner.launch_method import agent_command, explain_agent
+from horo.runner.launch_method import agent_command, explain_agent, lines_of
 
 __all__ = ["SrunLaunchMethod", "knows_overlap"]
 
@@ -33,6 +33,9 @@ _SAME_NAME_FOR_A_STEP = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_TASKS_PER_NODE",
 _ABOUT_A_HOST = ("SLURM_CPUS_ON_NODE", "SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS", "SLURM_TOPOLOGY_*")
 _FOR_SRUN = ("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_WORKING_CLUSTER")
 _NOT_FOR_SRUN = ("SLURM_*", "SRUN_*", "SSH_CONNECTION", "SSH_CLIENT", "SSH_TTY", "CUDA_VISIBLE_DEVICES")
+
+_REMARKS = ("lacks support for cpu binding", "queued and waiting for resources", "has been allocated resources")
+"""What srun says of steps that run well, too."""
 
 
 @dataclass(frozen=True)
@@ -90,15 +93,20 @@ class SrunLaunchMethod:
         """See ``LaunchMethod``."""
         return f"srun --overlap --nodelist={host} hostname"
 
+    def cause(self, lines: Sequence[str]) -> str:
+        """See ``LaunchMethod``: Slurm's first error, else the agent's last line, else the end of the task, as srun
+        tells it, else what srun says last."""
+        own, others, end = _sorted(lines)
+        errors = [line for line in own if re.search(r": (error|fatal): ", line)]
+        found = errors[:1] or others[-1:] or end or own[-1:]
+        return found[0] if found else ""
+
     def explain_failure(self, host: str, code: int, stderr: bytes) -> JobError:
         """See ``LaunchMethod``."""
-        lines = [line.strip() for line in stderr.decode("utf-8", "replace").splitlines() if line.strip()]
-        # How a task ended says srun, too, after whatever the task said itself.
-        own = [line for line in lines if re.match(r"(srun|slurmstepd)[:-]", line) and "task 0:" not in line]
-        others = [line for line in lines if not re.match(r"(srun|slurmstepd)[:-]", line)]
+        lines = lines_of(stderr)
+        own, others, _ = _sorted(lines)
         if own and not others:
-            errors = [line for line in own if re.search(r": (error|fatal): ", line)]
-            said = re.sub(r"^srun: (error: |fatal: )?", "", errors[0] if errors else own[-1])
+            said = re.sub(r"^srun: (error: |fatal: )?", "", self.cause(lines))
             return JobError(f"cannot start an agent on host {host}: srun says: {said}", EXIT_UNREACHABLE)
         return explain_agent(host, self.python, code, others[-1] if others else f"no message, exit code {code}")
 
@@ -107,6 +115,14 @@ def knows_overlap(version: str) -> bool:
     """From what ``srun --version`` prints, like ``slurm 22.05.8``; anything else counts as new."""
     found = re.search(r"slurm\S* ([0-9]+)\.([0-9]+)", version)
     return found is None or (int(found[1]), int(found[2])) >= _OVERLAP_SINCE
+
+
+def _sorted(lines: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """What Slurm says, what others say, and how srun says that its task has ended; harmless remarks are left out."""
+    said = [line for line in lines if not any(remark in line for remark in _REMARKS)]
+    by_slurm = [line for line in said if re.match(r"(srun|slurmstepd)[:-]", line)]
+    end = [line for line in by_slurm if "task 0:" in line]
+    return [line for line in by_slurm if line not in end], [line for line in said if line not in by_slurm], end
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:

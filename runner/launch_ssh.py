@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from horo.runner.config import EXIT_UNREACHABLE, JobError, Ssh
 from horo.runner.hosts import Host
-from horo.runner.launch_method import agent_command, explain_agent
+from horo.runner.launch_method import agent_command, explain_agent, lines_of
 
 __all__ = ["SshLaunchMethod"]
 
@@ -72,10 +73,14 @@ class SshLaunchMethod:
         """See ``LaunchMethod``."""
         return "ssh"
 
+    def cause(self, lines: Sequence[str]) -> str:
+        """See ``LaunchMethod``: the last line that is no warning."""
+        said = [line for line in lines if not re.match(r"(Warning: |\*\* )", line)]
+        return said[-1] if said else ""
+
     def explain_failure(self, host: str, code: int, stderr: bytes) -> JobError:
         """See ``LaunchMethod``."""
-        lines = [line for line in stderr.decode("utf-8", "replace").splitlines() if line.strip()]
-        last = lines[-1].strip().removeprefix("ssh: ") if lines else f"no message, exit code {code}"
+        last = self.cause(lines_of(stderr)).removeprefix("ssh: ") or f"no message, exit code {code}"
         if code == _SSH_FAILED:
             return JobError(f"cannot reach host {host}: ssh says: {last}", EXIT_UNREACHABLE)
         return explain_agent(host, self.python, code, last)

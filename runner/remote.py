@@ -6,20 +6,20 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from horo.runner.config import EXIT_INTERNAL, EXIT_SETUP, EXIT_UNREACHABLE, JobError
 from horo.runner.frames import Frame, FrameError, FrameReader, Kind, encode, encode_json
 from horo.runner.hosts import Host
-from horo.runner.launch_method import LaunchMethod
+from horo.runner.launch_method import LaunchMethod, lines_of
 from horo.runner.loop import Loop, Timer
 from horo.runner.processes import spawn
 from horo.runner.ranks import Event, Exited, Noted, Output, Started
 
 from horo import __version__
 
-__all__ = ["RemoteHost"]
+__all__ = ["RemoteHost", "explain_absence"]
 
 _READ_BYTES = 1 << 18
 _STDERR_TAIL_BYTES = 8192
@@ -155,8 +155,8 @@ class RemoteHost:
         """Why the connection ended, in a few words."""
         if self.error is not None:
             return str(self.error)
-        lines = [line for line in self._stderr.decode("utf-8", "replace").splitlines() if line.strip()]
-        return f"{self._method.name} ended with code {self._code}" + (f": {lines[-1].strip()}" if lines else "")
+        cause = self._method.cause(lines_of(self._stderr))
+        return f"{self._method.name} ended with code {self._code}" + (f": {cause}" if cause else "")
 
     @property
     def _stdout(self) -> int:
@@ -243,6 +243,10 @@ class RemoteHost:
                 )
             )
             return
+        # What was said until now, by a login shell or by srun, is no cause of what happens later.
+        while self._stderr_fd in self._open and self._read_stderr():
+            pass
+        self._stderr = b""
         self.host_info = host_info
         self._changed()
 
@@ -266,3 +270,16 @@ class RemoteHost:
         self._open.clear()
         self.finished = True
         self._changed()
+
+
+def explain_absence(remotes: Sequence[RemoteHost], method: LaunchMethod, timeout_s: float) -> list[JobError]:
+    """Why each of the hosts cannot take part; those that have not answered in time are one sentence, the last."""
+    errors = [each.error for each in remotes if each.error is not None]
+    silent = [each.host.name for each in remotes if each.error is None and each.host_info is None]
+    if silent:
+        sentence = (
+            f"no answer within {timeout_s:g} s from {', '.join(silent)}: "
+            f"try {method.trial_command(silent[0])} by hand, or give it more time with --start-timeout"
+        )
+        errors.append(JobError(sentence, EXIT_UNREACHABLE))
+    return errors

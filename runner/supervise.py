@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from horo.runner.candidates import candidates, launch_method_of
 from horo.runner.command import StartError, with_python
-from horo.runner.config import EXIT_UNREACHABLE, EXIT_USAGE, Job, JobError
+from horo.runner.config import EXIT_USAGE, Job, JobError
 from horo.runner.console import Console
 from horo.runner.environment import common_variables, forwarded, places_ranks, rank_variables, tunes_malloc
 from horo.runner.host_addresses import HostAddresses, find_addresses, store_addresses
@@ -34,7 +34,7 @@ from horo.runner.processes import (
     occupy_standard_streams,
 )
 from horo.runner.ranks import PASSED_ON, Event, Exited, HostRanks, Noted, Output, reap
-from horo.runner.remote import RemoteHost
+from horo.runner.remote import RemoteHost, explain_absence
 from horo.runner.report import Ending, awaited, exit_code, overdue, ranges, report, root_cause, signal_name
 
 from horo.errors import HoroError
@@ -112,7 +112,8 @@ class _Supervisor:
         self._failing = False
         self._reacted = False
         self._stopping = False
-        self._error: JobError | None = None
+        self._starting = False
+        self._errors: tuple[JobError, ...] = ()
         self._signal = 0
         self._paused = False
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -166,9 +167,21 @@ class _Supervisor:
             return
         # Agents would take a stopped launcher for a dead one.
         self._loop.on_signal(signal.SIGTSTP, self._on_stop_key)
-        timer = self._loop.call_later(self._job.start_timeout_s, self._on_start_timeout)
-        self._loop.run_until(lambda: self._stopping or all(each.host_info for each in self._remotes.values()))
+        self._starting = True
+        over: list[bool] = []
+        timer = self._loop.call_later(self._job.start_timeout_s, lambda: over.append(True))
+        remotes = self._remotes.values()
+        self._loop.run_until(
+            lambda: self._stopping or bool(over) or all(each.host_info or each.error for each in remotes)
+        )
         timer.cancel()
+        self._starting = False
+        errors = explain_absence(list(remotes), self._method, self._job.start_timeout_s)
+        if errors and not self._stopping:
+            absent = sum(1 for each in remotes if each.error or not each.host_info)
+            if absent > 1:
+                self._console.say(f"{absent} of {len(self._hosts)} hosts cannot be used, and no rank was started")
+            self._stop_for(*errors)
 
     def _launch(self) -> None:
         hosts = self._hosts
@@ -334,7 +347,7 @@ class _Supervisor:
 
     def _on_remote(self) -> None:
         for index, remote in self._remotes.items():
-            if remote.error is not None:
+            if remote.error is not None and not (self._starting and remote.host_info is None):
                 self._stop_for(remote.error)
             if not remote.finished:
                 continue
@@ -372,16 +385,6 @@ class _Supervisor:
         if os.isatty(0):  # else it was no key: Slurm announces so that it will stop all of the job
             self._console.say("Ctrl-Z does not stop a job on several hosts: they would take a stopped hororun for dead")
 
-    def _on_start_timeout(self) -> None:
-        silent = [remote.host.name for remote in self._remotes.values() if remote.host_info is None]
-        self._stop_for(
-            JobError(
-                f"no answer within {self._job.start_timeout_s:g} s from {', '.join(silent)}: "
-                f"try {self._method.trial_command(silent[0])} by hand, or give it more time with --start-timeout",
-                EXIT_UNREACHABLE,
-            )
-        )
-
     def _pause(self, paused: bool) -> None:
         self._paused = paused
         for host in self._places():
@@ -392,9 +395,9 @@ class _Supervisor:
     def _places(self) -> list[HostRanks | RemoteHost]:
         return [*self._remotes.values(), *([self._local] if self._local is not None else [])]
 
-    def _stop_for(self, error: JobError) -> None:
+    def _stop_for(self, *errors: JobError) -> None:
         if not self._stopping:
-            self._error = error
+            self._errors = errors
         self._stop()
 
     def _fail(self) -> None:
@@ -440,9 +443,10 @@ class _Supervisor:
 
     def _conclude(self) -> int:
         """Prints why the job failed, if it did; returns the exit code."""
-        if self._error is not None:
-            self._console.say(str(self._error))
-            return self._error.code
+        for error in self._errors:
+            self._console.say(str(error))
+        if self._errors:
+            return self._errors[0].code
         cause = root_cause(self._endings)
         if self._signal and (cause is None or cause.asked):
             ended = sorted(ending.rank for ending in self._endings if ending.asked)

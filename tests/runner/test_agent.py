@@ -190,6 +190,32 @@ def test_a_host_that_does_not_answer_in_time_is_named(hororun: Hororun, tmp_path
     assert "no answer within 0.3 s from one" in done.stderr
 
 
+def test_all_hosts_that_cannot_be_used_are_named_each_with_its_reason(hororun: Hororun, tmp_path: Path) -> None:
+    script = """case "$*" in
+        *" two "*) echo 'ssh: connect to host two port 22: No route to host' >&2; exit 255;;
+        *" three "*) sleep 0.3; echo 'ssh: Could not resolve hostname three' >&2; exit 255;;
+        *" four "*) echo '/p: No module named horo' >&2; exit 1;;
+    esac"""
+    hororun.remote_shell = make_remote_shell(tmp_path, script)
+    done = hororun.run("-np", "5", "true", where="localhost:1,one:1,two:1,three:1,four:1")
+    assert (done.returncode, done.stdout) == (69, "")
+    assert [line.partition(": /")[0] for line in done.stderr.splitlines()] == [
+        "hororun: 3 of 5 hosts cannot be used, and no rank was started",
+        "hororun: cannot reach host two: ssh says: connect to host two port 22: No route to host",
+        "hororun: cannot reach host three: ssh says: Could not resolve hostname three",
+        "hororun: host four",
+    ]
+
+
+def test_a_host_that_is_silent_and_one_that_fails_are_both_named(hororun: Hororun, tmp_path: Path) -> None:
+    hororun.remote_shell = make_remote_shell(tmp_path, 'case "$*" in *" one "*) exec sleep 60;; *) exit 255;; esac')
+    done = hororun.run("-np", "2", "--start-timeout", "1", "true", where="one:1,two:1")
+    assert done.returncode == 69
+    assert "hororun: 2 of 2 hosts cannot be used" in done.stderr
+    assert "hororun: no answer within 1 s from one" in done.stderr
+    assert "hororun: cannot reach host two" in done.stderr
+
+
 def test_a_remote_shell_that_does_not_exist_is_named(hororun: Hororun) -> None:
     hororun.remote_shell = "/no/such/ssh"
     done = hororun.run("-np", "1", "true", where="one:1")

@@ -240,7 +240,7 @@ def test_a_host_lost_while_another_is_awaited_ends_the_start(hororun: Hororun, t
     hororun.remote_shell = make_remote_shell(
         tmp_path, f'case "$*" in *two*) : > {flags.folder}/called; sleep 60;; esac'
     )
-    job = hororun.start("-np", "2", "true", where="one:1,two:1")
+    job = hororun.start("-np", "2", "--start-timeout", "5", "true", where="one:1,two:1")
     flags.wait(["called"])
     wait_until(lambda: agents(job), "an agent on one")
     wait_until(lambda: guard_of(agents(job)[0]), "its guard, after which it sends its host info")
@@ -248,7 +248,18 @@ def test_a_host_lost_while_another_is_awaited_ends_the_start(hororun: Hororun, t
     done = job.finish()
     assert done.returncode in (69, 70)  # it may not have greeted yet
     assert "host one" in done.stderr
-    assert done.stderr.count("\n") == 1
+
+
+def test_what_is_said_before_the_agent_runs_is_no_cause_of_its_loss(
+    hororun: Hororun, tmp_path: Path, flags: Flags
+) -> None:
+    hororun.remote_shell = make_remote_shell(tmp_path, "echo 'Authorized use only' >&2")
+    job = hororun.start("-np", "1", *shell("flag up; exec sleep 60", flags), where="one:1")
+    flags.wait(["up.0"])
+    os.kill(agents(job)[0], signal.SIGKILL)
+    done = job.finish()
+    assert done.returncode == 69
+    assert "rank 0 on one was lost with its host (ssh ended with code 137); the job was ended" in done.stderr
 
 
 def agents(job: Launched) -> list[int]:

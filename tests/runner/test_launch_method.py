@@ -60,6 +60,7 @@ FAILURES = [
     ),
     (SRUN, 1, b"srun: error: Task launch for 1.0 failed on node h: x\nsrun: error: x\n", 69, "failed on node h"),
     (SRUN, 1, b"srun: lacks support for cpu binding\nsrun: error: Invalid node\nsrun: error: x\n", 69, "says: Invalid"),
+    (SRUN, 1, b"srun: cluster configuration lacks support for cpu binding\n", 70, "h: the agent ended with code 1: no"),
     (SRUN, 143, b"srun: forcing job termination\n", 69, "srun says: forcing"),
     (SRUN, 127, b"sh: 1: exec: /p/python: not found\n" + EXIT_3, 78, "there is no /p/python"),
     (SRUN, 1, b"/p/python: No module named horo.runner\n" + EXIT_3, 78, "no module horo.runner"),
@@ -75,6 +76,28 @@ def test_a_failure_is_explained_from_stderr(
     error = method.explain_failure("h", code, stderr)
     assert (error.code, fact in str(error)) == (exit_code, True), str(error)
     assert "host h" in str(error)
+
+
+REMARK = "srun: cluster configuration lacks support for cpu binding"
+CAUSES = [
+    (SRUN, [REMARK], ""),
+    (SRUN, ["srun: error: h: task 0: Killed", REMARK], "srun: error: h: task 0: Killed"),
+    (SRUN, ["srun: error: Node failure on h", "srun: error: h: task 0: Killed", REMARK],
+     "srun: error: Node failure on h"),
+    (SRUN, [REMARK, "slurmstepd: error: *** STEP 7.0 ON h CANCELLED ***", "srun: Job step aborted"],
+     "slurmstepd: error: *** STEP 7.0 ON h CANCELLED ***"),
+    (SRUN, ["nothing was heard of hororun for 4 s", "srun: error: h: task 0: Exited with exit code 1"],
+     "nothing was heard of hororun for 4 s"),
+    (SRUN, [REMARK, "srun: forcing job termination"], "srun: forcing job termination"),
+    (SSH, [], ""),
+    (SSH, ["Connection to h closed by remote host.", "Warning: Permanently added 'h' to the list of known hosts."],
+     "Connection to h closed by remote host."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "lines", "cause"), CAUSES)
+def test_the_line_that_says_why_a_connection_ended_is_found(method: LaunchMethod, lines: list[str], cause: str) -> None:
+    assert method.cause(lines) == cause
 
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "a,b", "SLURM_SUBMIT_DIR": "/s"}
