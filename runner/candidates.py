@@ -50,11 +50,17 @@ def candidates(job: Job, environment: Mapping[str, str]) -> list[Host]:
     if all(host.slots is not None for host in hosts):
         try:
             slots = place(
-                [host.slots or 0 for host in hosts], job.size, oversubscribe=job.oversubscribe, source=job.hosts_from
+                [host.slots or 0 for host in hosts],
+                job.size,
+                evenly=job.shares_evenly,
+                oversubscribe=job.oversubscribe,
+                source=job.hosts_from,
             )
         except PlacementError as error:
             raise JobError(str(error)) from None
         return hosts[: slots[-1].host + 1]
+    if job.shares_evenly:
+        return hosts[: job.size]
     needed: list[Host] = []
     for host in hosts:
         needed.append(host)

@@ -147,3 +147,8 @@ class Job:
     ssh: Ssh = Ssh()
     mpi: Mpi = Mpi()
     output: Output = Output()
+
+    @property
+    def shares_evenly(self) -> bool:
+        """Whether all hosts get as many ranks: the user has named them, and has not said how many each may have."""
+        return not self.hosts_from and all(host.slots is None for host in self.hosts)

@@ -182,7 +182,8 @@ def _plan_mpirun(job: Job, environment: Mapping[str, str]) -> _Plan:
     for host in hosts:
         if host.slots is None:
             raise JobError(f"--launcher mpi: how many ranks may host {host.name} have? say it like {host.name}:4")
-    slots = place([host.slots or 0 for host in hosts], job.size, oversubscribe=job.oversubscribe)
+    counted = [host.slots or 0 for host in hosts]
+    slots = place(counted, job.size, evenly=job.shares_evenly, oversubscribe=job.oversubscribe)
     counts = Counter(hosts[slot.host].name for slot in slots)
     mpirun = _find_mpirun(job, environment)
     told = _environment(job, environment, max(counts.values())) | mpirun_variables(job, mpirun.family)

@@ -1,4 +1,4 @@
-"""Which rank runs where: hosts are filled in order, ranks count through them."""
+"""Which rank runs where: hosts are filled in order or share the ranks evenly; ranks count through them."""
 
 from __future__ import annotations
 
@@ -35,10 +35,13 @@ class Slot:
     host: int
 
 
-def place(slots: Sequence[int], size: int, *, oversubscribe: bool = False, source: str = "") -> tuple[Slot, ...]:
+def place(
+    slots: Sequence[int], size: int, *, evenly: bool = False, oversubscribe: bool = False, source: str = ""
+) -> tuple[Slot, ...]:
     """Places ``size`` ranks on hosts that have ``slots`` each.
 
-    With ``oversubscribe``, ranks beyond the last slot are dealt to the hosts in turn. Hosts that get no rank are
+    Hosts are filled in order; ``evenly``: all get as many, as far as their slots allow, the first ones one more. With
+    ``oversubscribe``, ranks beyond the last slot are dealt to the hosts in turn. Hosts that get no rank are
     left out of every count. ``source`` is the source of the slots, for the message.
 
     Raises:
@@ -54,7 +57,9 @@ def place(slots: Sequence[int], size: int, *, oversubscribe: bool = False, sourc
             f"-np {size} asks for {size} ranks but there are {sum(slots)} slots{where}: "
             "name more slots with -H or --hostfile, or allow it with --oversubscribe"
         )
-    counts = _share(slots, size)
+    counts = _share_evenly(slots, size) if evenly else _fill(slots, size)
+    each, first = divmod(size - sum(counts), len(slots))
+    counts = [count + each + (index < first) for index, count in enumerate(counts)]
     placed: list[Slot] = []
     for host, count in enumerate(counts):
         for local_rank in range(count):
@@ -65,11 +70,22 @@ def place(slots: Sequence[int], size: int, *, oversubscribe: bool = False, sourc
     return tuple(placed)
 
 
-def _share(slots: Sequence[int], size: int) -> list[int]:
+def _fill(slots: Sequence[int], size: int) -> list[int]:
     counts = []
     left = size
     for available in slots:
         counts.append(min(available, left))
         left -= counts[-1]
-    each, first = divmod(left, len(slots))
-    return [count + each + (index < first) for index, count in enumerate(counts)]
+    return counts
+
+
+def _share_evenly(slots: Sequence[int], size: int) -> list[int]:
+    counts = [0] * len(slots)
+    left = size
+    while left and (free := [host for host, available in enumerate(slots) if counts[host] < available]):
+        share, first = divmod(left, len(free))
+        for host in free if share else free[:first]:
+            more = min(share or 1, slots[host] - counts[host])
+            counts[host] += more
+            left -= more
+    return counts

@@ -27,7 +27,8 @@ def preview(job: Job, environment: Mapping[str, str]) -> str:
     method = launch_method_of(job, environment)
     lines = [f"hosts from the {job.hosts_from}"] if job.hosts_from else []
     if all(host.slots is not None for host in hosts):
-        slots = place([host.slots or 0 for host in hosts], job.size, oversubscribe=job.oversubscribe)
+        counts = [host.slots or 0 for host in hosts]
+        slots = place(counts, job.size, evenly=job.shares_evenly, oversubscribe=job.oversubscribe)
         by_host = {index: [slot.rank for slot in slots if slot.host == index] for index in range(len(hosts))}
     else:
         by_host = {}

@@ -188,6 +188,7 @@ class _Supervisor:
         slots = place(
             [self._slots_of(index, host) for index, host in enumerate(hosts)],
             self._job.size,
+            evenly=self._job.shares_evenly,
             oversubscribe=self._job.oversubscribe,
             source=self._job.hosts_from,
         )
@@ -217,10 +218,12 @@ class _Supervisor:
         used = set(self._names.values())
         idle = [host.name for host in self._job.hosts if host.name not in used]
         if idle and any(host.slots is None for host in self._job.hosts):
-            self._console.say(
-                f"no rank runs on {', '.join(idle)}: the hosts named before have slots for all; say how many ranks "
-                "each may have, like -H h1:2,h2:2"
+            why = (
+                "there are more hosts than ranks"
+                if self._job.shares_evenly
+                else "the hosts named before have slots for all; say how many ranks each may have, like -H h1:2,h2:2"
             )
+            self._console.say(f"no rank runs on {', '.join(idle)}: {why}")
 
     def _slots_of(self, index: int, host: Host) -> int:
         if host.slots is not None:

@@ -168,13 +168,6 @@ def test_a_signal_that_users_trap_goes_through_agents(hororun: Hororun, flags: F
     assert job.finish().returncode == 0
 
 
-def test_hosts_that_get_no_rank_are_named_where_slots_were_left_open(hororun: Hororun) -> None:
-    done = hororun.run("-np", "1", "true", where="one,two,three:1")
-    assert done.returncode == 0
-    assert done.stderr.startswith("hororun: no rank runs on two, three: the hosts named before have slots for all")
-    assert hororun.run("-np", "1", "true", where="one:1,two:1").stderr == ""
-
-
 def test_a_second_signal_kills_at_once(hororun: Hororun, where: str, flags: Flags) -> None:
     script = "trap 'flag term' INT; flag up; while :; do sleep 0.05; done"
     job = hororun.start("-np", "2", "--grace-seconds", "1000", *shell(script, flags), where=where)
@@ -399,17 +392,6 @@ def test_a_taken_port_is_named(hororun: Hororun, where: str) -> None:
 def test_more_hosts_than_ranks_need_are_left_alone(hororun: Hororun, tmp_path: Path) -> None:
     hororun.remote_shell = make_remote_shell(tmp_path, "exit 255")
     assert hororun.run("-np", "2", "true", where="localhost:2,one:2").returncode == 0
-
-
-def test_slots_that_only_the_host_knows_are_asked_of_it(hororun: Hororun) -> None:
-    cores = len(os.sched_getaffinity(0))
-    environment = {"CUDA_VISIBLE_DEVICES": ""}
-    words = ["-np", str(cores + 1), "--no-prefix", *shell("echo $HOROVOD_HOSTNAME")]
-    done = hororun.run(*words, where="one,two:1,three:1", environment=environment)
-    assert sorted(done.stdout.split()) == ["one"] * cores + ["two"]
-    done = hororun.run("-np", str(cores + 1), "true", where="one", environment=environment)
-    assert done.returncode == 2
-    assert f"{cores + 1} ranks but there are {cores} slots" in done.stderr
 
 
 def test_threads_are_shared_out_unless_the_user_says(hororun: Hororun, where: str) -> None:

@@ -33,6 +33,19 @@ def test_every_rank_has_a_consistent_place(slots: list[int], data: st.DataObject
         assert all(slot.cross_size == len(column) for slot in column)
 
 
+@given(slot_lists, st.data())
+def test_ranks_are_shared_out_evenly_as_far_as_slots_allow(slots: list[int], data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, sum(slots)))
+    placed = place(slots, size, evenly=True)
+    counts = [sum(1 for slot in placed if slot.host == host) for host in range(len(slots))]
+    assert [slot.host for slot in placed] == sorted(slot.host for slot in placed)
+    assert sum(counts) == size
+    for count, available in zip(counts, slots, strict=True):
+        assert count <= available
+        assert count in (available, max(counts), max(counts) - 1)
+    assert [slot.host for slot in place([8, 8], 5, evenly=True)] == [0, 0, 0, 1, 1]
+
+
 @given(slot_lists, st.integers(1, 20))
 def test_too_many_ranks_are_an_error_with_both_numbers_unless_allowed(slots: list[int], more: int) -> None:
     size = sum(slots) + more

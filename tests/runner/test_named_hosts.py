@@ -1,0 +1,45 @@
+"""Jobs on hosts of which the user has not said how many ranks each may have."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from jobs import Hororun
+
+CORES = len(os.sched_getaffinity(0))
+WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
+SHOW = ["--no-prefix", "--", "sh", "-c", "echo $RANK $HOROVOD_HOSTNAME"]
+
+
+def test_hosts_that_get_no_rank_are_named_where_slots_were_left_open(hororun: Hororun) -> None:
+    done = hororun.run("-np", "1", "true", where="one,two,three:1")
+    assert done.returncode == 0
+    assert done.stderr.startswith("hororun: no rank runs on two, three: the hosts named before have slots for all")
+    assert hororun.run("-np", "1", "true", where="one:1,two:1").stderr == ""
+    done = hororun.run("-np", "2", "true", where="one,two,three")
+    assert (done.returncode, done.stderr) == (0, "hororun: no rank runs on three: there are more hosts than ranks\n")
+
+
+@pytest.mark.parametrize("where", ["one,two,three", "localhost,one,two", "one,localhost,two"])
+def test_every_host_gets_its_part_where_no_slots_are_said(hororun: Hororun, where: str) -> None:
+    done = hororun.run("-np", "3", *SHOW, where=where, environment=WITHOUT_GPUS)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(done.stdout.splitlines()) == [f"{rank} {name}" for rank, name in enumerate(where.split(","))]
+
+
+def test_a_host_file_without_slots_is_shared_out_too(hororun: Hororun, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("one\ntwo\n")
+    done = hororun.run("--hostfile", str(tmp_path / "hosts"), "-np", "2", *SHOW, where=None, environment=WITHOUT_GPUS)
+    assert sorted(done.stdout.splitlines()) == ["0 one", "1 two"], done.stderr
+
+
+def test_slots_that_only_the_host_knows_are_asked_of_it(hororun: Hororun) -> None:
+    words = ["-np", str(CORES + 1), "--no-prefix", "--", "sh", "-c", "echo $HOROVOD_HOSTNAME"]
+    done = hororun.run(*words, where="one,two:1,three:1", environment=WITHOUT_GPUS)
+    assert sorted(done.stdout.split()) == ["one"] * CORES + ["two"]
+    for where, there in (("one", CORES), ("one,two", 2 * CORES)):
+        done = hororun.run("-np", str(there + 1), "true", where=where, environment=WITHOUT_GPUS)
+        assert done.returncode == 2
+        assert f"{there + 1} ranks but there are {there} slots" in done.stderr
