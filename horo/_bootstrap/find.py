@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import socket
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from horo._bootstrap.console import prepare_log
@@ -21,7 +23,7 @@ from horo._bootstrap.mpi_launch import (
     world_of,
     world_of_ranks,
 )
-from horo._bootstrap.slurm_step import is_lone_step
+from horo._bootstrap.slurm_step import is_lone_step, missed_tasks
 from horo._config import Config, LaunchVariables, read_variables
 from horo.errors import ResourceError, UsageError
 
@@ -52,10 +54,20 @@ def find_launch(environ: Mapping[str, str], config: Config, comm: Any = None) ->
         )
     found = _detect(environ, config)
     if isinstance(found, Launch):
+        if found.kind == "none" and comm is None:
+            _warn_if_alone(environ, config)
         return found if comm is None else subset(found, comm)
     if comm is None:
         return _mpi_launch(environ, world_of(found, found.COMM_WORLD, config.start_timeout_s))
     return _mpi_launch(environ, *world_of_ranks(found, comm, config.start_timeout_s))
+
+
+def _warn_if_alone(environ: Mapping[str, str], config: Config) -> None:
+    script = Path(sys.argv[0]).name if sys.argv and sys.argv[0].endswith(".py") else "SCRIPT"
+    sentence = missed_tasks(environ, script)
+    if sentence:
+        prepare_log(config.log_level, 0)
+        logging.getLogger("horo").warning(sentence)
 
 
 def _from_communicator(environ: Mapping[str, str], config: Config, comm: Any) -> Launch:

@@ -9,10 +9,12 @@ from horo._config import SlurmVariables, read_variables, variables_of
 from horo._hostlist import parse_counts, parse_host_list
 from horo.errors import UsageError
 
-__all__ = ["SlurmStep", "is_lone_step", "read_step"]
+__all__ = ["SlurmStep", "is_lone_step", "missed_tasks", "read_step"]
 
 _SPECIAL_STEPS = 0xFFFFFFF0
 """Steps from here on are batch scripts and interactive shells, not srun's."""
+_INTERACTIVE_STEP = 0xFFFFFFFA
+"""The shell of salloc, where Slurm runs that on a node."""
 
 
 class SlurmStep(NamedTuple):
@@ -53,6 +55,25 @@ def is_lone_step(environ: Mapping[str, str]) -> bool:
     said = read_variables(SlurmVariables, environ)
     size = _count(said.step_num_tasks if said.step_num_tasks is not None else said.ntasks)
     return said.step_id is not None and (size == 1 or _count(said.step_id) >= _SPECIAL_STEPS)
+
+
+def missed_tasks(environ: Mapping[str, str], script: str) -> str:
+    """A sentence for a process that is alone in a Slurm job of several tasks and may not have meant it; else empty.
+
+    SLURM_PROCID is there in a batch script and in what srun starts, not in the shell of salloc: who types there means
+    one process. ``srun -n 1`` sets SLURM_NTASKS=1. ``script``: what to start, for the sentence.
+    """
+    said = read_variables(SlurmVariables, environ)
+    tasks = _count(said.ntasks)
+    if tasks < 2 or said.procid is None or _count(said.step_id) == _INTERACTIVE_STEP:
+        return ""
+    alone = f"this process is alone (size 1), but the Slurm job has {tasks} tasks ({_name('ntasks')}={said.ntasks}): "
+    if said.step_id is None and _count(said.procid):
+        return (
+            f"{alone}srun has started it ({_name('procid')}={said.procid}), and {_name('step_id')} has not reached it, "
+            "as in a container with a clean environment: let the variables SLURM_* through"
+        )
+    return f"{alone}start it with 'srun python {script}' or 'hororun {script}'"
 
 
 def _hosts(said: SlurmVariables) -> tuple[str, ...]:

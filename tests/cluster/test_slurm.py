@@ -66,6 +66,20 @@ def test_mpirun_takes_its_hosts_from_slurm(slurm: Slurm, mpi: Mpi, tmp_path: Pat
     assert written(tmp_path) == expected("aaab", slurm.cluster, mpi.library)
 
 
+def test_a_process_that_trains_alone_in_a_batch_job_of_several_tasks_is_told_what_to_type(
+    slurm: Slurm, tmp_path: Path
+) -> None:
+    script = tmp_path / "job.sh"
+    script.write_text(f"#!/bin/sh\n{' '.join(PLACES)} {tmp_path}\n")
+    done = slurm.batch(tmp_path, *LAYOUTS["aabb"], str(script))
+    assert done.state == "COMPLETED"
+    assert done.output.startswith("horo [0] warning: this process is alone (size 1), but the Slurm job has 4 tasks")
+    assert done.output.count("\n") == 1
+    script.write_text(f"#!/bin/sh\nsrun --ntasks=1 --nodes=1 {' '.join(PLACES)} {tmp_path}\n")
+    assert slurm.batch(tmp_path, *LAYOUTS["aabb"], str(script)).output == ""
+    assert "warning" not in slurm.run("salloc", *LAYOUTS["aabb"], *PLACES, str(tmp_path)).stderr
+
+
 @pytest.mark.parametrize("layout", ["aabb", "aaab"])
 def test_hororun_takes_its_hosts_from_slurm_and_needs_no_ssh(slurm: Slurm, tmp_path: Path, layout: str) -> None:
     command = ["salloc", *LAYOUTS[layout], *HORORUN, "--verbose", *PLACES, str(tmp_path)]

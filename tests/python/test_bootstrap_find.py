@@ -311,3 +311,48 @@ def test_a_list_of_ranks_picks_among_those_started() -> None:
     assert (launch.kind, launch.rank, launch.size) == ("hororun", 1, 2)
     assert find({**SRUN, "HORO_SECRET": "ab" * 16}, (1,)).size == 1
     assert find({}, range(1)).size == 1
+
+
+BATCH_SCRIPT = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_NODEID": "0"}
+ALONE = [
+    (BATCH_SCRIPT, "start it with 'srun python train.py' or 'hororun train.py'"),
+    (BATCH_SCRIPT | {"SLURM_STEP_ID": "4294967291"}, "start it with 'srun python train.py' or 'hororun train.py'"),
+    (BATCH_SCRIPT | {"SLURM_PROCID": "2"}, "SLURM_STEP_ID has not reached it"),
+]
+NOT_ALONE_OR_ON_PURPOSE = [
+    {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"},  # the shell of salloc
+    BATCH_SCRIPT | {"SLURM_STEP_ID": "4294967290"},  # the same, where Slurm runs it on a node
+    BATCH_SCRIPT | {"SLURM_NTASKS": "1"},
+    {key: value for key, value in BATCH_SCRIPT.items() if key != "SLURM_NTASKS"},
+    BATCH_SCRIPT | {"SLURM_NTASKS": "x"},
+    BATCH_SCRIPT | {"SLURM_STEP_ID": "3", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1"},  # srun -n 1
+    BATCH_SCRIPT | HORORUN,
+    BATCH_SCRIPT | TORCHRUN,
+    SRUN | {"SLURM_NTASKS": "4"},
+]
+
+
+@pytest.mark.parametrize(("environ", "fact"), ALONE)
+def test_a_process_alone_in_a_slurm_job_of_several_tasks_is_told_what_to_type(
+    environ: dict[str, str], fact: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["code/train.py", "--epochs", "3"])
+    assert find_launch(environ, read_config(environ)).size == 1
+    assert "this process is alone (size 1), but the Slurm job has 4 tasks (SLURM_NTASKS=4)" in caplog.text
+    assert fact in caplog.text
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("environ", NOT_ALONE_OR_ON_PURPOSE)
+def test_nobody_is_told_so_who_is_not_alone_or_wants_to_be(
+    environ: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    find_launch(environ, read_config(environ))
+    find_launch(BATCH_SCRIPT, read_config(BATCH_SCRIPT), comm=[0])
+    assert "alone" not in caplog.text
+
+
+def test_what_is_no_script_is_not_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(sys, "argv", ["-c"])
+    find_launch(BATCH_SCRIPT, read_config(BATCH_SCRIPT))
+    assert "'srun python SCRIPT' or 'hororun SCRIPT'" in caplog.text
