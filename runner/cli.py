@@ -119,6 +119,7 @@ def parse(arguments: Sequence[str]) -> Job | None:
         output=Output(
             prefix=not given.no_prefix,
             timestamp=given.prefix_timestamp,
+            host=given.prefix_host,
             directory=given.output_filename,
             verbose=given.verbose,
         ),

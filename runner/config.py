@@ -88,12 +88,14 @@ class Output:
     Attributes:
         prefix: whether each line begins with its rank.
         timestamp: whether each prefix has the time.
+        host: whether each prefix, and each folder in ``directory``, has the host.
         directory: where each rank's output is written as well.
         verbose: whether hororun says what it does.
     """
 
     prefix: bool = True
     timestamp: bool = False
+    host: bool = False
     directory: str | None = None
     verbose: bool = False
 

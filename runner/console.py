@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from horo.runner.config import EXIT_USAGE, JobError, Output
 from horo.runner.loop import Loop
@@ -24,14 +27,11 @@ class Console:
         self.interrupted = False
         self._loop = loop
         self._verbose = options.verbose
+        self._options = options
         self._files: RankFiles | None = None
         if options.directory is not None:
-            try:
-                self._files = RankFiles(options.directory, size)
-            except OSError as error:
-                raise JobError(
-                    f"--output-filename {options.directory}: cannot make {error.filename}: {error.strerror}", EXIT_USAGE
-                ) from error
+            with self._explained():
+                Path(options.directory).mkdir(parents=True, exist_ok=True)
         self._complained: set[int] = set()
         self._writer = Writer(loop.wake)
         self._printer = Printer(
@@ -42,6 +42,28 @@ class Console:
             terminals=frozenset(fd for fd in (1, 2) if redraw_possible(fd)),
             coloured=frozenset(fd for fd in (1, 2) if colour_wanted(fd)),
         )
+
+    def place(self, hosts: Sequence[str]) -> None:
+        """Opens the files of the ranks, of which it takes the output from now on; ``hosts``: of each rank.
+
+        Raises:
+            JobError: a file cannot be made.
+        """
+        if self._options.host:
+            self._printer.name_hosts(hosts)
+        if self._options.directory is not None:
+            with self._explained():
+                self._files = RankFiles(self._options.directory, hosts, named=self._options.host)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise JobError(
+                f"--output-filename {self._options.directory}: cannot make {error.filename}: {error.strerror}",
+                EXIT_USAGE,
+            ) from error
 
     @property
     def full(self) -> bool:

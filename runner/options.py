@@ -46,6 +46,7 @@ _FOR = {
     "binding_args": _FOREIGN,
     "tcp": _FOREIGN,
     "network_interfaces": frozenset({"ssh", "slurm", "mpi"}),
+    "prefix_host": _OWN,
     "prefix_timestamp": frozenset({"ssh", "slurm", "mpi"}),
     "oversubscribe": frozenset({"ssh", "slurm", "mpi"}),
 }
@@ -209,6 +210,9 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         "--prefix-output-with-timestamp",
         action="store_true",
         help="begin lines with the time, too",
+    )
+    group.add_argument(
+        "--prefix-host", action="store_true", help="begin lines with rank and host; in DIR below: rank.N.HOST"
     )
     group.add_argument(
         "--output-filename", metavar="DIR", help="also write DIR/rank.N/stdout and stderr, byte for byte"

@@ -10,7 +10,7 @@ import os
 import select
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -179,15 +179,19 @@ class Writer:
 class RankFiles:
     """``DIR/rank.N/stdout`` and ``stderr`` for every rank, N padded with zeros; files that are there are replaced.
 
+    Args:
+        directory: DIR.
+        hosts: of each rank; with ``named``, the folders are ``rank.N.HOST``.
+
     Raises:
         OSError: one cannot be made.
     """
 
-    def __init__(self, directory: str, size: int) -> None:
+    def __init__(self, directory: str, hosts: Sequence[str], *, named: bool) -> None:
         self._fds: dict[tuple[int, int], int] = {}
-        width = len(str(size - 1))
-        for rank in range(size):
-            folder = Path(directory, f"rank.{rank:0{width}}")
+        width = len(str(len(hosts) - 1))
+        for rank, host in enumerate(hosts):
+            folder = Path(directory, f"rank.{rank:0{width}}{f'.{host}' if named else ''}")
             folder.mkdir(parents=True, exist_ok=True)
             for stream, name in ((1, "stdout"), (2, "stderr")):
                 flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
@@ -229,12 +233,17 @@ class Printer:
         self._write = write
         self._width = len(str(size - 1))
         self._prefix = prefix
+        self._hosts: Sequence[str] = ()
         self._timestamp = timestamp
         self._terminals = terminals
         self._coloured = coloured
         self._splitters: dict[tuple[int, int], LineSplitter] = {}
         self._shown_s: dict[tuple[int, int], float] = {}
         self._update_is_shown = False
+
+    def name_hosts(self, hosts: Sequence[str]) -> None:
+        """From now on prefixes have the host of the rank, too; ``hosts``: of each rank."""
+        self._hosts = hosts
 
     def feed(self, rank: int, stream: int, data: bytes, now_s: float) -> None:
         """``data`` came from a stream of a rank."""
@@ -284,7 +293,7 @@ class Printer:
     def _start_of_line(self, rank: int, stream: int) -> bytes:
         if not self._prefix:
             return b""
-        text = f"[{rank:{self._width}}]"
+        text = f"[{rank:{self._width}}{f' {self._hosts[rank]}' if self._hosts else ''}]"
         if self._timestamp:
             text = f"{datetime.now().isoformat(timespec='milliseconds')} {text}"
         if stream in self._coloured:

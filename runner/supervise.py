@@ -197,6 +197,7 @@ class _Supervisor:
             self._remotes[index].hang_up()
         self._host_of_rank = {slot.rank: slot.host for slot in slots}
         self._names = {slot.rank: hosts[slot.host].name for slot in slots}
+        self._console.place(list(self._names.values()))
         routes = {
             index: find_addresses(hosts[index].name, self._remotes[index].host_info or {}, self._job.interfaces)
             if index in self._remotes

@@ -50,6 +50,25 @@ def test_files_of_ranks_hold_every_byte(hororun: Hororun, where: str, tmp_path: 
         assert (folder / "stderr").read_bytes() == b"%d\n" % rank
 
 
+@pytest.mark.parametrize("where", ["localhost:1,one:1,seven:1", "one:1,localhost:1,seven:1"])
+def test_lines_and_folders_can_name_the_host(hororun: Hororun, where: str, tmp_path: Path) -> None:
+    words = ["-np", "3", "--prefix-host", "--output-filename", str(tmp_path / "logs")]
+    done = hororun.run(*words, "--", "sh", "-c", "echo out $RANK; echo err $RANK >&2", where=where)
+    assert done.returncode == 0, done.stderr
+    hosts = [item.partition(":")[0] for item in where.split(",")]
+    assert sorted(done.stdout.splitlines()) == [f"[{r} {name}] out {r}" for r, name in enumerate(hosts)]
+    assert sorted(done.stderr.splitlines()) == [f"[{r} {name}] err {r}" for r, name in enumerate(hosts)]
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == [f"rank.{r}.{n}" for r, n in enumerate(hosts)]
+    assert (tmp_path / "logs" / f"rank.2.{hosts[2]}" / "stdout").read_text() == "out 2\n"
+
+
+def test_a_file_that_cannot_be_made_is_named(hororun: Hororun, tmp_path: Path) -> None:
+    (tmp_path / "rank.0").touch()
+    done = hororun.run("-np", "1", "--output-filename", str(tmp_path), "true")
+    assert done.returncode == 2
+    assert done.stderr == f"hororun: --output-filename {tmp_path}: cannot make {tmp_path}/rank.0: File exists\n"
+
+
 def test_a_folder_that_cannot_be_made_is_named(hororun: Hororun, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = hororun.run("-np", "1", "--output-filename", str(tmp_path / "file" / "logs"), "true")

@@ -135,7 +135,7 @@ def test_the_writer_says_when_nobody_reads() -> None:
 
 
 def test_files_of_ranks_sort_by_rank(tmp_path: Path) -> None:
-    files = RankFiles(str(tmp_path / "logs"), 11)
+    files = RankFiles(str(tmp_path / "logs"), ["h"] * 11, named=False)
     os.write(files.fd(3, 2), b"err")
     assert (tmp_path / "logs" / "rank.03" / "stderr").read_bytes() == b"err"
     assert (tmp_path / "logs" / "rank.10" / "stdout").read_bytes() == b""
