@@ -18,6 +18,7 @@ Imports neither torch nor the native core, so that it starts fast (only ``--chec
     frames          messages between launcher and agent
     loop            files, signals and timers
     processes       starts, finds and ends processes; the guard
+    binding         the CPUs of each rank
     ranks           the ranks of one host
     remote          the connection to the agent on one host
     agent           the remote side

@@ -154,7 +154,8 @@ class _Agent:
             if job["master_port"]:
                 free_port(int(job["master_port"]))
             command = with_python(job["command"], cwd, common.get("PATH", os.defpath), host)
-            self._ranks.start(command, environments, cwd, host)
+            bind_to, threads_set = str(job["bind_to"]), bool(job["threads_set"])
+            self._ranks.start(command, environments, cwd, host, bind_to=bind_to, threads_set=threads_set)
         except NetworkError as error:
             self._give_up(f"host {host}: {error}", EXIT_SETUP)
         except StartError as error:
@@ -197,7 +198,7 @@ class _Agent:
 
     def _emit(self, event: Event) -> None:
         if isinstance(event, Started):
-            self._send(encode_json(Kind.STARTED, {"pid": event.pid}, event.rank))
+            self._send(encode_json(Kind.STARTED, {"pid": event.pid, "cpus": event.cpus}, event.rank))
         elif isinstance(event, Output):
             self._send(encode(Kind.STDOUT if event.stream == 1 else Kind.STDERR, event.rank, event.data))
         elif isinstance(event, Noted):

@@ -99,6 +99,7 @@ def parse(arguments: Sequence[str]) -> Job | None:
         interfaces=tuple(name for value in given.network_interfaces for name in value.split(",") if name),
         store_port=given.store_port,
         master_port=given.master_port,
+        bind_to=given.bind_to,
         keep_memory=not given.no_keep_memory,
         move_ranks=not given.no_move_ranks,
         exports=_exports(given),

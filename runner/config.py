@@ -9,6 +9,7 @@ from horo.runner.hosts import Host
 
 __all__ = [
     "BATCH_GRACE_S",
+    "BINDINGS",
     "EXIT_INTERNAL",
     "EXIT_SETUP",
     "EXIT_UNREACHABLE",
@@ -22,6 +23,7 @@ __all__ = [
     "Ssh",
 ]
 
+BINDINGS = ("core", "numa", "none")
 LAUNCHERS = ("auto", "ssh", "slurm", "mpi", "jsrun")
 
 GRACE_S = 5.0
@@ -118,6 +120,7 @@ class Job:
         interfaces: network interfaces to use; none: those that route to the peers.
         store_port: port of the key-value server; 0: any free one.
         master_port: ``MASTER_PORT``; 0: any free one.
+        bind_to: the CPUs that each rank is bound to, one of ``BINDINGS``.
         keep_memory: whether ranks keep freed memory for the next allocation.
         move_ranks: whether waiting ranks may leave cores that they share.
         exports: what ``-x`` and the tuning flags add to the environment of every rank.
@@ -141,6 +144,7 @@ class Job:
     interfaces: tuple[str, ...] = ()
     store_port: int = 0
     master_port: int = 0
+    bind_to: str = "none"
     keep_memory: bool = True
     move_ranks: bool = True
     exports: Mapping[str, str] = field(default_factory=dict)

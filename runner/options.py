@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import NoReturn
 
-from horo.runner.config import EXIT_USAGE, LAUNCHERS
+from horo.runner.config import BINDINGS, EXIT_USAGE, LAUNCHERS
 
 from horo import __version__
 
@@ -32,6 +32,7 @@ _OWN = frozenset({"ssh", "slurm"})
 _BY_SSH = frozenset({"ssh", "mpi"})
 _FOREIGN = frozenset({"mpi", "jsrun"})
 _FOR = {
+    "bind_to": _OWN,
     "failure_seconds": _OWN,
     "host_timeout": _OWN,
     "remote_python": _OWN,
@@ -100,7 +101,7 @@ _REFUSED |= dict.fromkeys(
     ("--log-with-timestamp", "--log-without-timestamp", "--log-hide-timestamp", "--no-log-hide-timestamp"),
     (0, "horo's log has no times; --prefix-timestamp puts one before every line"),
 )
-_REFUSED["--thread-affinity"] = (1, "waiting ranks leave cores that they share by themselves: see --no-move-ranks")
+_REFUSED["--thread-affinity"] = (1, "--bind-to core gives each rank its share of the cores; see also --no-move-ranks")
 _LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
 
 
@@ -184,6 +185,10 @@ def _add_launcher(group: argparse._ArgumentGroup) -> None:
     ways.add_argument("--gloo", dest="launcher", action="store_const", const="ssh", help="--launcher ssh")
     ways.add_argument("--mpi", dest="launcher", action="store_const", const="mpi", help="--launcher mpi")
     ways.add_argument("--jsrun", dest="launcher", action="store_const", const="jsrun", help="--launcher jsrun")
+    group.add_argument(
+        "--bind-to", choices=BINDINGS, default="none", metavar="WHAT",
+        help="core or numa: each rank to its share of its host's cores or NUMA nodes; default: none",
+    )  # fmt: skip
     group.add_argument("--dry-run", action="store_true", help="show what would be run and run nothing")
 
 

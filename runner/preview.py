@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from horo.runner.binding import BindingError, bind, read_topology, spelled
 from horo.runner.candidates import candidates, launch_method_of
 from horo.runner.command import StartError, is_for_python, with_python
-from horo.runner.config import Job, JobError
+from horo.runner.config import EXIT_SETUP, Job, JobError
 from horo.runner.network import is_local
 from horo.runner.placement import place
 from horo.runner.report import ranges
@@ -39,7 +40,22 @@ def preview(job: Job, environment: Mapping[str, str]) -> str:
             f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)} on {host.name}" if ranks else f"on {host.name}"
         )
         lines.append(f"{ranks_and_host}: {'started directly' if is_local(host) else shlex.join(method.command(host))}")
+    lines += _bindings(job, [by_host.get(index, []) for index, host in enumerate(hosts) if is_local(host)], len(hosts))
     return "\n".join([*lines, *_commands(job, {is_local(host) for host in hosts}, environment), ""])
+
+
+def _bindings(job: Job, here: Sequence[Sequence[int]], host_count: int) -> list[str]:
+    """Where ranks are bound; ``here``: those of each host that is this one."""
+    if job.bind_to == "none":
+        return []
+    try:
+        bound = [bind(job.bind_to, ranks, os.sched_getaffinity(0), read_topology()) for ranks in here]
+    except BindingError as error:
+        raise JobError(str(error), EXIT_SETUP) from None
+    lines = [f"rank {rank} is bound to {spelled(cpus)}" for each in bound for rank, cpus in each.items()]
+    what = "cores" if job.bind_to == "core" else "NUMA nodes"
+    elsewhere = [f"each rank elsewhere is bound to its share of the {what} there"]
+    return [*lines, *(elsewhere if len(here) < host_count or not any(here) else [])]
 
 
 def _commands(job: Job, local: set[bool], environment: Mapping[str, str]) -> list[str]:

@@ -94,10 +94,12 @@ def spawn(
     stdin: int = subprocess.DEVNULL,
     last_signal: int = signal.SIGKILL,
     pass_fds: Sequence[int] = (),
+    cpus: Collection[int] = (),
 ) -> subprocess.Popen[bytes]:
     """Starts a process in a session of its own, with pipes for its output.
 
-    The kernel sends it ``last_signal`` when this process dies. The caller reaps it with ``os.waitpid``.
+    The kernel sends it ``last_signal`` when this process dies. The caller reaps it with ``os.waitpid``. ``cpus``: it is
+    bound to these; none: it may run where this process may.
 
     Raises:
         OSError: it cannot be started.
@@ -110,7 +112,7 @@ def spawn(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
-        preexec_fn=_die_with_parent(last_signal),  # noqa: PLW1509 - one call into libc, no lock
+        preexec_fn=_before_exec(last_signal, cpus),  # noqa: PLW1509 - two calls into the kernel, no lock
         bufsize=0,
         pass_fds=pass_fds,
     )
@@ -120,7 +122,7 @@ def spawn(
     return process
 
 
-def _die_with_parent(number: int) -> Callable[[], None]:
+def _before_exec(number: int, cpus: Collection[int]) -> Callable[[], None]:
     prctl = ctypes.PyDLL(None).prctl  # found before the fork; PyDLL keeps the GIL, so nothing can block in the child
     parent = os.getpid()
 
@@ -128,6 +130,8 @@ def _die_with_parent(number: int) -> Callable[[], None]:
         prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
         if os.getppid() != parent:  # it died before the line above took effect
             os._exit(128 + signal.SIGKILL)
+        if cpus:
+            os.sched_setaffinity(0, cpus)
 
     return in_child
 

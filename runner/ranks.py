@@ -6,10 +6,12 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from horo.runner.binding import BindingError, bind, read_topology, spelled, threads
 from horo.runner.command import EXIT_NOT_EXECUTABLE, StartError, explain_failure
+from horo.runner.config import EXIT_SETUP
 from horo.runner.loop import Loop
 from horo.runner.notes import PIPE_NAME, open_pipe
 from horo.runner.processes import Guard, Tree, send_signal, spawn
@@ -25,10 +27,11 @@ _POLL_INTERVAL_S = 0.05
 
 @dataclass(frozen=True)
 class Started:
-    """A rank runs."""
+    """A rank runs; ``cpus``: what it is bound to, in words; empty: nothing."""
 
     rank: int
     pid: int
+    cpus: str = ""
 
 
 @dataclass(frozen=True)
@@ -104,16 +107,31 @@ class HostRanks:
         host: str,
         *,
         with_notes: bool = True,
+        bind_to: str = "none",
+        threads_set: bool = True,
     ) -> None:
-        """Starts one process per rank; ``with_notes``: each gets a pipe for notes.
+        """Starts one process per rank.
+
+        Args:
+            argv: what each runs.
+            environments: of each rank.
+            cwd: where they start.
+            host: its name, for messages.
+            with_notes: each gets a pipe for notes.
+            bind_to: how ranks are bound to CPUs, see ``binding.bind``.
+            threads_set: the user has set ``OMP_NUM_THREADS``; else that of a bound rank is the number of its CPUs.
 
         Raises:
             StartError: the first one that could not be started says why; those before it run.
         """
         self._guard.tell(self._tree, self._grace_s)
-        for rank, environment in environments.items():
+        bound = _bind(bind_to, list(environments), host)
+        shares = {} if threads_set else threads(bound)
+        for rank, own in environments.items():
+            cpus = bound.get(rank, frozenset())
+            environment = {**own, "OMP_NUM_THREADS": str(shares[rank])} if rank in shares else own
             try:
-                process, notes = _spawn(argv, environment, cwd, with_notes=with_notes)
+                process, notes = _spawn(argv, environment, cwd, cpus, with_notes=with_notes)
             except OSError as error:
                 raise explain_failure(error, argv[0], cwd, host) from error
             except ValueError as error:  # a NUL byte
@@ -121,7 +139,7 @@ class HostRanks:
             self._tree.sessions.add(process.pid)
             self._guard.tell(self._tree, self._grace_s)
             self._watch(rank, process, notes)
-            self._emit(Started(rank, process.pid))
+            self._emit(Started(rank, process.pid, spelled(cpus) if cpus else ""))
 
     def on_child(self, pid: int, status: int) -> None:
         """A child of this process was reaped; it may be a rank."""
@@ -263,15 +281,25 @@ class HostRanks:
         self._loop.call_later(_POLL_INTERVAL_S, self._end_remaining_processes)
 
 
+def _bind(how: str, ranks: Sequence[int], host: str) -> dict[int, frozenset[int]]:
+    if how == "none":
+        return {}
+    try:
+        return bind(how, ranks, os.sched_getaffinity(0), read_topology())
+    except BindingError as error:
+        raise StartError(f"host {host}: {error}", EXIT_SETUP) from None
+
+
 def _spawn(
-    argv: Sequence[str], environment: Mapping[str, str], cwd: str, *, with_notes: bool
+    argv: Sequence[str], environment: Mapping[str, str], cwd: str, cpus: Collection[int], *, with_notes: bool
 ) -> tuple[subprocess.Popen[bytes], int | None]:
     """A rank, and the read end of its pipe for notes."""
     if not with_notes:
-        return spawn(argv, environment=environment, cwd=cwd), None
+        return spawn(argv, environment=environment, cwd=cwd, cpus=cpus), None
     read_fd, write_fd, name = open_pipe()
+    named = {**environment, PIPE_NAME: name}
     try:
-        return spawn(argv, environment={**environment, PIPE_NAME: name}, cwd=cwd, pass_fds=(write_fd,)), read_fd
+        return spawn(argv, environment=named, cwd=cwd, pass_fds=(write_fd,), cpus=cpus), read_fd
     except BaseException:
         os.close(read_fd)
         raise

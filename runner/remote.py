@@ -218,7 +218,8 @@ class RemoteHost:
         if frame.kind == Kind.HOST_INFO:
             self._on_host_info(frame.json())
         elif frame.kind == Kind.STARTED:
-            self._emit(Started(frame.rank, int(frame.json()["pid"])))
+            started = frame.json()
+            self._emit(Started(frame.rank, int(started["pid"]), str(started["cpus"])))
         elif frame.kind in (Kind.STDOUT, Kind.STDERR):
             self._emit(Output(frame.rank, 1 if frame.kind == Kind.STDOUT else 2, frame.payload))
         elif frame.kind == Kind.NOTE:

@@ -262,7 +262,7 @@ class _Supervisor:
                 store=stores[slot.host],
                 master=(master, port),
                 cores=core_count() if remote is None else int((remote.host_info or {})["cores"]),
-                threads_set="OMP_NUM_THREADS" in self._environment,
+                threads_set=self._threads_set,
                 keep_memory=self._job.keep_memory and not tunes_malloc(self._environment),
                 move_ranks=self._job.move_ranks and not places_ranks(self._environment),
             )
@@ -273,6 +273,10 @@ class _Supervisor:
         if remote is None:
             return free_port(self._job.master_port)
         return self._job.master_port or int((remote.host_info or {})["free_port"])
+
+    @property
+    def _threads_set(self) -> bool:
+        return "OMP_NUM_THREADS" in self._environment
 
     def _mark(self, host: int) -> str:
         return f"{self._id}.{host}" if host in self._remotes else self._tree.mark
@@ -291,6 +295,8 @@ class _Supervisor:
             "grace_s": self._job.grace_s,
             "silence_s": self._job.host_timeout_s,
             "master_port": self._job.master_port if 0 in ranks else 0,
+            "bind_to": self._job.bind_to,
+            "threads_set": self._threads_set,
         }
 
     def _start_local(self, name: str, ranks: Mapping[int, Mapping[str, str]]) -> None:
@@ -299,7 +305,7 @@ class _Supervisor:
         environments = {rank: {**self._environment, **own} for rank, own in ranks.items()}
         cwd = str(Path.cwd())
         command = with_python(self._job.command, cwd, self._environment.get("PATH", os.defpath), name)
-        self._local.start(command, environments, cwd, name)
+        self._local.start(command, environments, cwd, name, bind_to=self._job.bind_to, threads_set=self._threads_set)
 
     # What happens
 
@@ -311,7 +317,8 @@ class _Supervisor:
         elif isinstance(event, Exited):
             self._on_exit(event)
         else:
-            self._console.explain(f"rank {event.rank} on {self._names[event.rank]} runs as process {event.pid}")
+            bound = f", bound to {event.cpus}" if event.cpus else ""
+            self._console.explain(f"rank {event.rank} on {self._names[event.rank]} runs as process {event.pid}{bound}")
 
     def _on_note(self, event: Noted) -> None:
         reader = self._notes.setdefault(event.rank, NoteReader())

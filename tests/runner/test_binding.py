@@ -1,0 +1,113 @@
+"""Which CPUs each rank of a host is bound to."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from horo.runner.binding import BindingError, Topology, bind, read_topology, threads
+from hypothesis import given
+from hypothesis import strategies as st
+from jobs import Hororun
+
+# Two sockets of four cores with two threads each, numbered as Linux does: siblings are 8 apart.
+CORES = tuple(frozenset({cpu, cpu + 8}) for cpu in range(8))
+NODES = (frozenset({0, 1, 2, 3, 8, 9, 10, 11}), frozenset({4, 5, 6, 7, 12, 13, 14, 15}))
+MACHINE = Topology(NODES, CORES)
+ALL = range(16)
+SHOW = ["-c", "import os; print(os.environ['RANK'], sorted(os.sched_getaffinity(0)), os.environ['OMP_NUM_THREADS'])"]
+HERE = sorted(os.sched_getaffinity(0))
+
+
+def test_cores_are_shared_out_whole_and_side_by_side() -> None:
+    assert bind("core", [4, 5], ALL, MACHINE) == {4: NODES[0], 5: NODES[1]}
+    assert bind("core", range(8), ALL, MACHINE) == dict(enumerate(CORES))
+    assert [len(cpus) for cpus in bind("core", range(3), ALL, MACHINE).values()] == [4, 6, 6]
+
+
+def test_only_cpus_that_this_process_may_use_are_given() -> None:
+    assert bind("core", [0, 1], {1, 2, 9}, MACHINE) == {0: {1, 9}, 1: {2}}
+    assert bind("numa", [0, 1], {1, 2, 5}, MACHINE) == {0: {1, 2}, 1: {5}}
+    assert bind("numa", [0, 1], {1, 2}, MACHINE) == {0: {1, 2}, 1: {1, 2}}
+
+
+def test_numa_nodes_go_to_ranks_in_order() -> None:
+    assert bind("numa", range(4), ALL, MACHINE) == {0: NODES[0], 1: NODES[0], 2: NODES[1], 3: NODES[1]}
+    assert bind("numa", [0], ALL, MACHINE) == {0: NODES[0] | NODES[1]}
+
+
+def test_a_machine_that_does_not_tell_its_nodes_cannot_be_bound_to_them() -> None:
+    with pytest.raises(BindingError, match="no NUMA node"):
+        bind("numa", [0], ALL, Topology((), ()))
+    assert bind("core", [0, 1], [0, 1, 2], Topology((), ())) == {0: {0}, 1: {1, 2}}
+
+
+def test_none_binds_nobody() -> None:
+    assert bind("none", [0, 1], ALL, MACHINE) == {}
+
+
+@given(st.sets(st.sampled_from(ALL), min_size=1), st.integers(1, 40), st.sampled_from(["core", "numa"]))
+def test_every_rank_gets_something_and_nothing_is_left_over(allowed: set[int], count: int, how: str) -> None:
+    bound = bind(how, range(count), allowed, MACHINE)
+    assert list(bound) == list(range(count))
+    assert all(cpus and cpus <= allowed for cpus in bound.values())
+    assert frozenset().union(*bound.values()) == allowed
+    shares = threads(bound)
+    assert all(1 <= share <= len(bound[rank]) for rank, share in shares.items())
+
+
+def test_the_machine_is_read_from_sys(tmp_path: Path) -> None:
+    for node, text in enumerate(["0-1,4-5\n", "2-3,6-7\n", "\n"]):
+        folder = tmp_path / "node" / f"node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(text)
+    for cpu in range(8):
+        folder = tmp_path / "cpu" / f"cpu{cpu}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(f"{cpu % 4},{cpu % 4 + 4}\n")
+    found = read_topology(tmp_path)
+    assert found.nodes == (frozenset({0, 1, 4, 5}), frozenset({2, 3, 6, 7}))
+    assert sorted(map(sorted, found.cores)) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert read_topology(tmp_path / "nowhere") == Topology((), ())
+
+
+@pytest.mark.parametrize("how", ["core", "numa", "none"])
+def test_ranks_run_where_they_are_bound(hororun: Hororun, where: str, how: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    prefix = ["env", "-u", "OMP_NUM_THREADS"]
+    words = ["-np", "2", "--no-prefix", "--bind-to", how, "--verbose", "--", sys.executable, *SHOW]
+    done = hororun.run(*words, where=where, prefix=prefix, environment=environment)
+    assert done.returncode == 0, done.stderr
+    bound = bind(how, [0, 1], HERE, read_topology()) or {0: HERE, 1: HERE}
+    shares = threads(bound) if how != "none" else dict.fromkeys([0, 1], max(1, len(HERE) // 2))
+    assert sorted(done.stdout.splitlines()) == [f"{rank} {sorted(bound[rank])} {shares[rank]}" for rank in (0, 1)]
+    assert ("bound to CPU" in done.stderr) is (how != "none")
+
+
+def test_threads_that_the_user_has_set_stay(hororun: Hororun, where: str) -> None:
+    words = ["-np", "1", "--no-prefix", "--bind-to", "core", "--", sys.executable, *SHOW]
+    done = hororun.run(*words, where=where, environment={"OMP_NUM_THREADS": "7"})
+    assert done.stdout == f"0 {HERE} 7\n", done.stderr
+
+
+def test_a_smaller_affinity_of_hororun_is_shared_out(hororun: Hororun) -> None:
+    words = ["-np", "2", "--no-prefix", "--bind-to", "core", "--", sys.executable, *SHOW]
+    done = hororun.run(*words, prefix=["taskset", "-c", str(HERE[0]), "env", "-u", "OMP_NUM_THREADS"])
+    assert sorted(done.stdout.splitlines()) == [f"{rank} [{HERE[0]}] 1" for rank in (0, 1)], done.stderr
+
+
+def test_dry_run_shows_where_ranks_would_be_bound(hororun: Hororun) -> None:
+    done = hororun.run("-np", "2", "--bind-to", "core", "--dry-run", "true", where="localhost:1,one:1")
+    assert f"rank 0 is bound to CPU{'s' if len(HERE) > 1 else ''} " in done.stdout
+    assert "each rank elsewhere is bound to its share of the cores there" in done.stdout
+
+
+def test_wrong_values_are_one_sentence(hororun: Hororun) -> None:
+    done = hororun.run("-np", "1", "--bind-to", "socket", "true")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "'socket'" in done.stderr
+    done = hororun.run("-np", "1", "--bind-to", "core", "--mpi", "true")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "--bind-to" in done.stderr
