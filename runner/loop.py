@@ -138,7 +138,9 @@ class Loop:
             now = self._selector.get_map().get(key.fd)
             if now is not None and now.data is key.data:
                 key.data(events)
-        while self._timers and self._timers[0].due_s <= self.now_s:
+        # By the clock as it was seen: who is stopped right here finds out at the next look.
+        seen_s = self._seen_s - self._stopped_s
+        while self._timers and self._timers[0].due_s <= seen_s:
             timer = heapq.heappop(self._timers)
             if timer.call is not None:
                 timer.call()
