@@ -19,12 +19,11 @@ from horo.runner.config import EXIT_SETUP, EXIT_UNREACHABLE
 from horo.runner.environment import without
 from horo.runner.frames import MAGIC, Frame, FrameError, FrameReader, Kind, encode, encode_json
 from horo.runner.loop import Loop, Timer
-from horo.runner.machine import core_count, gpu_count
-from horo.runner.network import NetworkError, connection, free_port, network_identity
+from horo.runner.machine import host_facts
+from horo.runner.network import NetworkError, connection, free_port, interface_addresses, network_identity
 from horo.runner.processes import Guard, Tree, become_subreaper
 from horo.runner.ranks import PASSED_ON, Event, Exited, HostRanks, Noted, Output, Started, reap
-
-from horo import __version__
+from horo.runner.reachability import listen, unreachable
 
 __all__ = ["main"]
 
@@ -57,6 +56,7 @@ class _Agent:
         self._silence_s = _JOB_TIMEOUT_S
         self._silence_timer: Timer = loop.call_later(self._silence_s, self._on_silence)
         self._leaving = False
+        self._listener: socket.socket | None = None
         self._host = socket.gethostname()
         # Ranks get /dev/null and pipes of their own: 0 and 1 are for nobody but us.
         self._in, self._out = os.dup(0), os.dup(1)
@@ -84,10 +84,8 @@ class _Agent:
     def send_host_info(self) -> None:
         """Sends the host info: facts about this host that the launcher needs."""
         host_info = {
-            "version": __version__,
+            **host_facts(),
             "pid": os.getpid(),
-            "cores": core_count(),
-            "gpus": gpu_count(os.environ),
             "connection": connection(os.environ),
             "network": network_identity(),
             "free_port": free_port(),
@@ -126,8 +124,24 @@ class _Agent:
             self._pass_on(int(frame.json()["number"]))
         elif frame.kind == Kind.INTERRUPT and self._ranks:
             self._ranks.interrupt()
+        elif frame.kind == Kind.LISTEN:
+            self._send(encode_json(Kind.LISTENING, self._listen(**frame.json())))
+        elif frame.kind == Kind.REACH:
+            self._send(encode_json(Kind.REACHED, {"failures": unreachable(**frame.json())}))
         elif frame.kind not in (Kind.PING, Kind.TERMINATE, Kind.KILL, Kind.INTERRUPT):
             raise FrameError(f"{frame.kind.name} is not for agents")
+
+    def _listen(self, cwd: str, interfaces: list[str]) -> dict[str, Any]:
+        """Opens a port for the other hosts to try, and looks for what ranks would need here."""
+        answer: dict[str, Any] = {"error": "", "code": EXIT_SETUP, "port": 0, "addresses": []}
+        try:
+            if not Path(cwd).is_dir():
+                return {**answer, "error": f"there is no directory {cwd}, in which ranks would start"}
+            addresses = interface_addresses(interfaces) if interfaces else []
+            self._listener = listen()
+        except (NetworkError, OSError) as error:
+            return {**answer, "error": str(error)}
+        return {**answer, "port": self._listener.getsockname()[1], "addresses": addresses}
 
     def _start(self, job: dict[str, Any]) -> None:
         if self._ranks is not None:

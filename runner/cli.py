@@ -51,9 +51,15 @@ def _unless_nobody_reads(show: Callable[[], int]) -> int:
 
 def _run(job: Job) -> int:
     if job.launcher in ("mpi", "jsrun"):
+        if job.check_hosts:
+            raise JobError(f"--check-hosts looks at hosts as --launcher ssh and slurm reach them, not {job.launcher}")
         from horo.runner.delegate import delegate  # noqa: PLC0415 - --help does without
 
         return delegate(job, os.environ)
+    if job.check_hosts:
+        from horo.runner.check_hosts import check_hosts  # noqa: PLC0415 - --help does without
+
+        return _unless_nobody_reads(lambda: check_hosts(job, os.environ))
     if job.dry_run:
         from horo.runner.preview import preview  # noqa: PLC0415 - --help does without
 
@@ -78,12 +84,14 @@ def parse(arguments: Sequence[str]) -> Job | None:
         return None
     if given.num_proc is not None and given.num_proc < 1:
         raise JobError(f"-np {given.num_proc}: at least one rank is needed")
+    if given.check_hosts and command:
+        raise JobError(f"--check-hosts starts nothing: leave out the command {command[0]!r}")
     if given.num_proc is None:
         _check_order(command)
     where = _where(given, parser)
     if command == ["-m"]:
         raise JobError("-m needs the name of a module, like 'hororun -np 2 -m package.train'")
-    if not command:
+    if not command and not given.check_hosts:
         raise JobError("no command given: say what to run, like 'hororun -np 2 train.py'")
     return Job(
         size=where.size,
@@ -104,6 +112,7 @@ def parse(arguments: Sequence[str]) -> Job | None:
         move_ranks=not given.no_move_ranks,
         exports=_exports(given),
         dry_run=given.dry_run,
+        check_hosts=given.check_hosts,
         python=given.remote_python or sys.executable,
         ssh=Ssh(
             program=given.remote_shell,
@@ -167,6 +176,8 @@ def _where(given: argparse.Namespace, parser: argparse.ArgumentParser) -> _Where
 def _size(given: argparse.Namespace, allocation: Allocation | None) -> int:
     if given.num_proc is not None:
         return int(given.num_proc)
+    if given.check_hosts:
+        return 1
     if allocation is None:
         raise JobError("how many ranks? say -np N (try 'hororun --help')")
     return allocation.tasks or sum(host.slots or 0 for host in allocation.hosts)

@@ -125,6 +125,7 @@ class Job:
         move_ranks: whether waiting ranks may leave cores that they share.
         exports: what ``-x`` and the tuning flags add to the environment of every rank.
         dry_run: whether to say what would be run, and run nothing.
+        check_hosts: whether to look at all hosts, and run nothing.
         python: the Python on remote hosts.
         ssh: how hosts are reached by ssh.
         mpi: what mpirun is told.
@@ -149,6 +150,7 @@ class Job:
     move_ranks: bool = True
     exports: Mapping[str, str] = field(default_factory=dict)
     dry_run: bool = False
+    check_hosts: bool = False
     python: str = ""
     ssh: Ssh = Ssh()
     mpi: Mpi = Mpi()

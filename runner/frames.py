@@ -31,10 +31,14 @@ class Kind(IntEnum):
     EXITED = 5  # agent: JSON, how the rank ended; after all its output
     FAILED = 6  # agent: JSON, why the job cannot run here; last
     NOTE = 7  # agent: bytes that the rank wrote to its pipe for notes
+    LISTENING = 8  # agent: JSON, the port that LISTEN has opened, or why there is none
+    REACHED = 9  # agent: JSON, the peers of REACH that do not answer
     JOB = 16  # launcher: JSON, the job; once, first
     TERMINATE = 17  # launcher: SIGTERM now, SIGKILL after the grace time
     KILL = 18  # launcher: SIGKILL now
     PING = 19  # launcher: it is still there
+    LISTEN = 22  # launcher: JSON, for --check-hosts: open a port
+    REACH = 23  # launcher: JSON, the ports of other hosts to try
     SIGNAL = 21  # launcher: JSON, the number of a signal for the ranks
     INTERRUPT = 20  # launcher: SIGINT now, SIGTERM after the grace time, SIGKILL after it again
 

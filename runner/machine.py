@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-__all__ = ["core_count", "default_slots", "gpu_count"]
+from horo import __version__
+
+__all__ = ["core_count", "default_slots", "gpu_count", "host_facts"]
+
+
+def host_facts() -> dict[str, Any]:
+    """What hororun wants to know of each host: versions, cores, GPUs."""
+    return {
+        "version": __version__,
+        "python": platform.python_version(),
+        "cores": core_count(),
+        "gpus": gpu_count(os.environ),
+    }
 
 
 def core_count() -> int:

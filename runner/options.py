@@ -286,6 +286,9 @@ def _add_information(group: argparse._ArgumentGroup) -> None:
     group.add_argument("-h", "--help", action="help", help="show this text")
     group.add_argument("-v", "--version", action="version", version=f"hororun {__version__}", help="show the version")
     group.add_argument(
+        "--check-hosts", action="store_true", help="a line for each host: whether ranks can start there and connect"
+    )
+    group.add_argument(
         "-cb", "--check-build", action="store_true", help="show what this installation can do, and where it is"
     )
 

@@ -40,6 +40,8 @@ class RemoteHost:
         self.error: JobError | None = None
         self.finished = False
         self.job_sent = False
+        self.answers: dict[Kind, dict[str, Any]] = {}  # to what ``ask`` has asked
+        self.connected = False
         self._hung_up = False
         self._loop = loop
         self._emit = emit
@@ -80,6 +82,7 @@ class RemoteHost:
                 EXIT_SETUP,
             ) from error
         self._method = method
+        self.connected = True
         self._ping_interval_s = host_timeout_s / 3
         self._loop.watch(self._stdout, read=self._read_frames)
         self._loop.watch(self._stderr_fd, read=self._read_stderr)
@@ -91,6 +94,10 @@ class RemoteHost:
         """Tells the agent what to run."""
         self.job_sent = True
         self._send(encode_json(Kind.JOB, job))
+
+    def ask(self, kind: Kind, value: dict[str, Any]) -> None:
+        """Asks the agent something that is no job; ``answers`` will have what it says."""
+        self._send(encode_json(kind, value))
 
     def terminate(self) -> None:
         """Asks the agent to end its ranks; without a job, ends the connection."""
@@ -228,6 +235,9 @@ class RemoteHost:
             end = frame.json()
             flags = bool(end["asked"]), bool(end["overdue"])
             self._emit(Exited(frame.rank, int(end["code"]), int(end["signal"]), *flags))
+        elif frame.kind in (Kind.LISTENING, Kind.REACHED):
+            self.answers[frame.kind] = frame.json()
+            self._changed()
         elif frame.kind == Kind.FAILED:
             failure = frame.json()
             self._fail(JobError(str(failure["message"]), int(failure["code"])))

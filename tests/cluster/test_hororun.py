@@ -190,3 +190,23 @@ def test_output_of_a_slow_link_arrives_whole(cluster: Cluster) -> None:
         for host in cluster.hosts:
             cluster.unlimit(host)
     assert done.stdout.splitlines() == [f"{n} " * 200 for n in range(2000)]
+
+
+def test_hosts_that_cannot_connect_to_each_other_are_told_before_the_job(clusters: Callable[[int], Cluster]) -> None:
+    cluster = clusters(3)
+    _, b, c = cluster.hosts
+    where = ",".join(host.name for host in cluster.hosts)
+    try:
+        done = cluster.run("--check-hosts", where=where)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert [line.rpartition(", ")[2] for line in done.stdout.splitlines()] == ["this host", b.address, c.address]
+        assert cluster.run("--check-hosts", "--network-interfaces", "eth0", where=where).returncode == 0
+        words = ["ip", "route", "add", "unreachable", c.address]
+        assert cluster.run_on(b, words).returncode == 0
+        done = cluster.run("--check-hosts", where=where)
+        cluster.run_on(b, ["ip", "route", "delete", "unreachable", c.address])
+        assert done.returncode == 69
+        assert f"{b.name}: cannot connect to {c.name} ({c.address} port " in done.stdout
+        assert "No route to host" in done.stdout
+    finally:
+        cluster.clean_up()

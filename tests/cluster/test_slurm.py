@@ -89,6 +89,13 @@ def test_hororun_takes_its_hosts_from_slurm_and_needs_no_ssh(slurm: Slurm, tmp_p
     assert written(tmp_path) == expected(layout, slurm.cluster)
 
 
+def test_hosts_of_a_slurm_job_can_be_checked(slurm: Slurm) -> None:
+    done = slurm.run("salloc", *LAYOUTS["aabb"], *HORORUN, "--check-hosts")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.partition(": ok: ")[0] for line in lines] == [host.name for host in slurm.cluster.hosts]
+
+
 def test_a_rank_that_is_killed_ends_the_step_and_is_named(slurm: Slurm) -> None:
     done = slurm.run("srun", *LAYOUTS["aabb"], *LOST, "3")
     assert done.returncode == 137
