@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from types import ModuleType
@@ -110,6 +111,17 @@ def test_a_peer_that_begins_to_receive_nothing_is_lost_after_the_timeout(mpi: Fa
     poll_until(lambda: rank.progress() or not sent.posted, "the timeout")
     assert sent.failed and received.failed
     assert rank.loss(1) == SILENT
+
+
+def test_the_time_in_which_this_process_was_stopped_is_no_silence_of_a_peer(mpi: FakeMpi) -> None:
+    rank = mpi.rank(peer_timeout_ms=1000)
+    sent = rank.send(1, b"x")
+    rank.progress()
+    begin_s = time.monotonic()
+    poll_until(lambda: time.monotonic() - begin_s > 1.5, "longer than the timeout without a look")
+    rank.progress()
+    assert sent.posted
+    assert rank.loss(1) == NONE
 
 
 def test_waiting_to_receive_is_no_reason_to_lose_a_peer(mpi: FakeMpi) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
@@ -10,7 +11,20 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from links import CLOSED, CONTROL, DATA, SILENT, TCP_KINDS, Join, Rank, create_tcp, joining, poll_until, socket_pair
+from links import (
+    CLOSED,
+    CONTROL,
+    DATA,
+    NONE,
+    SILENT,
+    TCP_KINDS,
+    Join,
+    Rank,
+    create_tcp,
+    joining,
+    poll_until,
+    socket_pair,
+)
 
 PEER_LOST = -40
 MIB = 1 << 20
@@ -92,7 +106,7 @@ def test_options_of_a_tcp_link(native: ModuleType, sockets: int) -> None:
 
         assert not os.get_blocking(near.fileno())
         assert option(socket.TCP_NODELAY) != 0
-        assert option(socket.TCP_USER_TIMEOUT) == 30_000
+        assert option(socket.TCP_USER_TIMEOUT) == 0
         probes, interval_s = option(socket.TCP_KEEPCNT), option(socket.TCP_KEEPINTVL)
         assert option(socket.TCP_KEEPIDLE) + probes * interval_s == 30
         assert keepalive() == 0
@@ -101,6 +115,17 @@ def test_options_of_a_tcp_link(native: ModuleType, sockets: int) -> None:
             assert keepalive() == enabled
         rank.destroy()
         near.detach()  # destroy has closed it
+
+
+def test_only_control_links_give_up_on_a_peer_that_does_not_acknowledge(native: ModuleType) -> None:
+    (near, far), (data, far_data) = socket_pair("tcp"), socket_pair("tcp")
+    with near, far, data, far_data:
+        rank = create_tcp(native, [-1, data.fileno()], 30_000, [-1, near.fileno()])
+        assert near.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
+        assert data.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
+        rank.destroy()
+        near.detach()  # destroy has closed both
+        data.detach()
 
 
 def test_keepalive_is_never_asked_for_zero_seconds(native: ModuleType) -> None:
@@ -119,7 +144,12 @@ def test_a_timeout_beyond_what_the_kernel_counts_is_taken(native: ModuleType, ti
     near, far = socket_pair("tcp")
     with near, far:
         rank = create_tcp(native, [-1, near.fileno()], peer_timeout_ms=timeout_s * 1000)
-        assert near.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == timeout_s * 1000
+        assert near.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
+        idle_s, interval_s, probes = (
+            near.getsockopt(socket.IPPROTO_TCP, option)
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        )
+        assert 0 <= idle_s + interval_s * probes - timeout_s <= interval_s
         assert near.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == min(timeout_s // 2, 32_767)
         assert near.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL) == min(timeout_s // 2 // 5, 32_767)
         rank.destroy()
@@ -145,13 +175,29 @@ def test_a_closed_connection_is_told_as_such(join: Join) -> None:
     assert rank.loss(1) == CLOSED
 
 
-def test_a_peer_that_stops_reading_is_lost_as_silent_after_the_timeout(native: ModuleType) -> None:
+def test_a_peer_that_reads_no_control_is_lost_as_silent_after_the_timeout(native: ModuleType) -> None:
+    near, far = socket_pair("tcp")
+    with far:
+        rank = create_tcp(native, [-1, -1], peer_timeout_ms=200, control_fds=[-1, near.detach()])
+        sent = rank.send(1, bytes(64 * MIB), CONTROL)
+        assert rank.wait(sent) == PEER_LOST
+        assert rank.loss(1) == SILENT
+        rank.destroy()
+
+
+def test_a_peer_that_reads_no_data_for_longer_than_the_timeout_is_waited_for(native: ModuleType) -> None:
     near, far = socket_pair("tcp")
     with far:
         rank = create_tcp(native, [-1, near.detach()], peer_timeout_ms=200)
         sent = rank.send(1, bytes(64 * MIB))
-        assert rank.wait(sent) == PEER_LOST
-        assert rank.loss(1) == SILENT
+        assert rank.wait(sent, timeout_ms=1000) != 0
+        assert rank.loss(1) == NONE
+        left = 64 * MIB
+        while left > 0:
+            rank.progress()
+            with contextlib.suppress(BlockingIOError):
+                left -= len(far.recv(MIB, socket.MSG_DONTWAIT))
+        assert rank.wait(sent) == 0
         rank.destroy()
 
 

@@ -239,11 +239,22 @@ static int look_at(struct mpi_transport *self, int peer, int64_t now_ns) {
     return 0;
 }
 
+/* This process has not looked for long: it was stopped, and the peers may have been, too. */
+static void restart_silence(struct mpi_transport *self, int64_t now_ns) {
+    for (int peer = 0; peer < self->host_count; peer++) {
+        self->peers[peer].stream[SEND].moved_ns = now_ns;
+        self->peers[peer].stream[RECV].moved_ns = now_ns;
+    }
+}
+
 /* Nothing has moved just now. 1: a peer is lost. */
 static int look_at_the_silent(struct mpi_transport *self) {
     const int64_t now_ns = hr_now_ns();
     if (now_ns < self->look_ns || !is_busy(self)) {
         return 0;
+    }
+    if (now_ns - self->look_ns >= self->peer_timeout_ns / 2) {
+        restart_silence(self, now_ns);
     }
     self->look_ns = now_ns + LOOK_EVERY_NS;
     int lost = 0;

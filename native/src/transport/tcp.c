@@ -341,16 +341,21 @@ static int keepalive_seconds(int seconds) {
 /*
  * Two cases of silence: with data unacknowledged the retransmission gives up after TCP_USER_TIMEOUT; with nothing in
  * flight the keepalive probes do (first after half the time, the last when it is over; the kernel counts them in whole
- * seconds). Where these times are cut to what the kernel takes, it probes more often and, as TCP_USER_TIMEOUT is set,
- * until that is over.
+ * seconds). Where these times are cut to what the kernel takes, it probes more often.
+ *
+ * TCP_USER_TIMEOUT also ends a connection whose peer answers but reads nothing, and its clock goes on while all
+ * processes are stopped. A job that is suspended in the middle of a transfer would lose its links, so those for data
+ * are left to the kernel's own patience with data unacknowledged: that a host is out of reach is found out by the
+ * control links, which are idle then and probed. Those carry too little to fill what their peer's kernel buffers.
  */
-static int set_options(int fd, int peer_timeout_ms) {
+static int set_options(int fd, enum hr_channel channel, int peer_timeout_ms) {
     const int off = 0;
     const int on = 1;
     const int idle_s = keepalive_seconds(peer_timeout_ms / 2000);
     const int interval_s = keepalive_seconds(peer_timeout_ms / 2000 / KEEPALIVE_PROBES);
-    const int probes = KEEPALIVE_PROBES;
-    const unsigned user_timeout_ms = (unsigned)peer_timeout_ms;
+    const int left_s = peer_timeout_ms / 1000 - idle_s;
+    const int probes = left_s <= interval_s ? 1 : (left_s + interval_s - 1) / interval_s;
+    const unsigned user_timeout_ms = channel == HR_CHANNEL_CONTROL ? (unsigned)peer_timeout_ms : 0;
     return setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &off, sizeof off) == 0 &&
            setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on) == 0 &&
            setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle_s, sizeof idle_s) == 0 &&
@@ -363,7 +368,8 @@ static int fail_fd(struct hr_error *error, int fd, int host, const char *what) {
     return hr_fail(error, HORO_ERR_USAGE, "descriptor %d for host %d %s: %s", fd, host, what, strerror(errno));
 }
 
-static int link_open(struct link *link, int fd, int host, int peer_timeout_ms, struct hr_error *error) {
+static int link_open(struct link *link, int fd, enum hr_channel channel, int host, int peer_timeout_ms,
+                     struct hr_error *error) {
     link->fd = fd;
     link->peer = host;
     if (fd < 0) {
@@ -388,7 +394,7 @@ static int link_open(struct link *link, int fd, int host, int peer_timeout_ms, s
         return fail_fd(error, fd, host, "cannot be made nonblocking");
     }
     link->is_tcp = address.ss_family != AF_UNIX;
-    if (link->is_tcp && !set_options(fd, peer_timeout_ms)) {
+    if (link->is_tcp && !set_options(fd, channel, peer_timeout_ms)) {
         return fail_fd(error, fd, host, "refuses a TCP option");
     }
     return HORO_OK;
@@ -418,7 +424,7 @@ static int open_host(struct tcp *tcp, enum hr_channel channel, const int *fds, i
     struct link *links = &tcp->links[first_link(tcp, host, channel)];
     for (int i = 0; i < count; i++) {
         const int fd = fds == NULL ? -1 : fds[host * count + i];
-        HR_TRY(link_open(&links[i], fd, host, peer_timeout_ms, error));
+        HR_TRY(link_open(&links[i], fd, channel, host, peer_timeout_ms, error));
         if ((fd < 0) != (links[0].fd < 0)) {
             return hr_fail(error, HORO_ERR_USAGE, "of %d sockets for host %d only some are given", count, host);
         }

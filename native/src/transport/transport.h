@@ -133,11 +133,13 @@ static inline int64_t hr_transport_poll_within_ns(const struct hr_transport *tra
  * Over connected stream sockets (TCP, or AF_UNIX in tests), -1 for none; made nonblocking here: one per peer for
  * control, control_fds [host_count], and data_sockets (1 to HORO_SOCKETS_PER_PEER_MAX) per peer for data, data_fds[host
  * * data_sockets + i], in the same order at both ends. Either array may be NULL: no links on that channel. The loss of
- * one socket is the loss of the peer. A peer silent for peer_timeout_ms with data unacknowledged or under watch counts
- * as lost (TCP_USER_TIMEOUT, keepalive). So does one that reads nothing for so long while data waits for it, even if
- * its host answers: a process that is stopped in the middle of a transfer. Probing counts in whole seconds, so timeouts
- * below 2 s hold for unacknowledged data only. Owns the descriptors on success only. NULL with *error set:
- * HORO_ERR_USAGE for a bad descriptor or argument (it is named), HORO_ERR_RESOURCE for lack of memory.
+ * one socket is the loss of the peer. On control, a peer silent for peer_timeout_ms with data unacknowledged or under
+ * watch counts as lost (TCP_USER_TIMEOUT, keepalive); so does one that reads nothing for so long while data waits for
+ * it, even if its host answers. On data, one silent for so long under watch with nothing unacknowledged (keepalive);
+ * with data unacknowledged the kernel decides, which waits for a host that answers as long as it takes: a process may
+ * be stopped in the middle of a transfer. Probing counts in whole seconds, so timeouts below 2 s hold for
+ * unacknowledged data on control only. Owns the descriptors on success only. NULL with *error set: HORO_ERR_USAGE for a
+ * bad descriptor or argument (it is named), HORO_ERR_RESOURCE for lack of memory.
  */
 struct hr_transport *hr_tcp_create(const int *control_fds, const int *data_fds, int host_count, int data_sockets,
                                    int peer_timeout_ms, struct hr_error *error);
@@ -153,7 +155,8 @@ struct hr_mpi;
  * - MPI has no descriptor to sleep on: poll_within_ns says how often to look while data is posted.
  * - A send is done when its receiver has begun to receive it, not before.
  * - MPI does not tell of the end of a process. A peer counts as lost when MPI says so, when no send to it has gone on
- *   for peer_timeout_ms, and when its control connection has ended and nothing has moved since for half a second.
+ *   for peer_timeout_ms in which this process ran, and when its control connection has ended and nothing has moved
+ *   since for half a second.
  * - abandon, destroy and a loss wait up to 200 ms for MPI to give posted memory back: receives are cancelled, sends
  *   cannot be. What it still holds then is counted in mpi->stranded: MPI may read or write that memory whenever it is
  *   called again.
