@@ -64,7 +64,7 @@ def _run_ended(run: int, runs: dict[int, weakref.WeakSet[BackwardReducer]]) -> N
     reducers = runs.pop(run)
     node = torch._C._current_autograd_node()  # what the run outside this one evaluates; None in the outermost run
     if node is None or not _call_after(node, reducers):
-        due = [reducer for reducer in sorted(reducers, key=lambda item: item.number) if reducer.end_pass()]
+        due = [reducer for reducer in sorted(reducers, key=lambda item: item.order) if reducer.end_pass()]
         reduce_together(due)
 
 

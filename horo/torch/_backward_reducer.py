@@ -11,6 +11,7 @@ import torch
 from horo.errors import UsageError
 from horo.torch import _state
 from horo.torch._backward import call_at_end, current_run, is_nested
+from horo.torch._compile import is_autograd_compiled
 from horo.torch._gradients import ReductionOptions, Slot
 from horo.torch._reducer import GradientReducer, overlap_pays
 from horo.torch._requests import Request
@@ -44,8 +45,6 @@ class BackwardReducer(GradientReducer):
         """Autograd's number of the run that called a hook last; -1 outside backward."""
         self._first_run: int | None = None
         """The lowest number of a run in progress; None outside backward."""
-        self._session: _state.Session | None = None
-        """The session of the last backward."""
         self._passes = 0
         """How many backward passes have accumulated since the last reduction."""
 
@@ -58,6 +57,8 @@ class BackwardReducer(GradientReducer):
             MismatchError: Ranks sent different things for one parameter; the others are reduced.
             GroupError: A rank is lost or horo was shut down.
         """
+        self.newer.refuse(self, "optimizer.synchronize()")
+        self.follow_session()
         if not self.is_reduced or self._first_run is not None:
             self._reduce()
 
@@ -67,7 +68,7 @@ class BackwardReducer(GradientReducer):
         Raises:
             UsageError: An exception has ended the backward before, or the gradient is being reduced.
         """
-        self.is_reduced = False
+        self.is_reduced, self.is_local = False, True
         if self._paused:
             return
         run = current_run()
@@ -105,7 +106,8 @@ class BackwardReducer(GradientReducer):
         super().finish_all()
         if self.options.op == Sum:
             for slot in self._due:
-                slot.summed = None if slot.parameter.grad is None else weakref.ref(slot.parameter.grad)
+                grad = slot.parameter.grad
+                slot.summed = None if grad is None else (weakref.ref(grad), _state.size())
 
     def refuse_while_pending(self, what: str) -> None:
         """Called before gradients are cleared.
@@ -113,14 +115,16 @@ class BackwardReducer(GradientReducer):
         Raises:
             UsageError: A backward has not come to its end.
         """
+        self.follow_session(forget=True)
         self._refuse_unfinished(what)
         self._reset_counts()
-        self.is_reduced = False
+        self.is_reduced = self.is_local = False
         if len(self.hooked) < len(self.slots):
             self.adopt()  # what was thawed needs its hook before the next backward
 
     def drain(self) -> None:
         """As in the base class. Between backward passes nothing is in progress, and what is averaged stays so."""
+        self.follow_session(forget=True)
         if self._first_run is not None:
             super().drain()
 
@@ -152,27 +156,37 @@ class BackwardReducer(GradientReducer):
         self._passes = 0
 
     def _enter(self, run: int) -> None:
-        """Called for the first hook of a run, and again when a nested run has ended."""
+        """Called for the first hook of a run, and again when a nested run has ended.
+
+        Raises:
+            UsageError: Compiled autograd runs the backward, which has no call at its end.
+        """
+        if is_autograd_compiled():
+            raise UsageError(
+                "torch's compiled autograd runs this backward(), and it does not tell when a backward ends; use "
+                "DistributedOptimizer(..., gradients_ready='step') or HORO_GRADIENTS_READY=step, and call "
+                "optimizer.synchronize() before gradients are clipped, or leave compiled autograd out"
+            )
+        self.follow_session()
         nested = is_nested()
         if self._first_run is not None and run > self._first_run and not nested:
             self._refuse_unfinished("backward()")
         if self._first_run is None or run < self._first_run:
             self._first_run = run
-        self._run, self._session = run, _state.current()
+        self._run = run
         # A gradient that a nested run has made may be added to by the next one.
-        self._overlaps = self._passes + 1 >= self.options.passes and not nested and overlap_pays()
+        overlaps = self._passes + 1 >= self.options.passes and not nested and overlap_pays()
+        self._overlaps = overlaps and self.may_submit()
         call_at_end(self)
 
     def _refuse_unfinished(self, what: str) -> None:
         if self._first_run is None:
             return
-        if self._session is _state.current():
-            raise UsageError(
-                f"{what}: the backward() before did not come to its end, and other ranks may wait for its gradients; "
-                "let the exception that ended it end this rank, or call optimizer.synchronize() first to take part "
-                "with the gradients as they are"
-            )
-        self.reset()  # nobody waits: that job has ended
+        raise UsageError(
+            f"{what}: the backward() before did not come to its end, and other ranks may wait for its gradients; "
+            "let the exception that ended it end this rank, or call optimizer.synchronize() first to take part "
+            "with the gradients as they are"
+        )
 
     def _hook(self, parameter: Any) -> None:
         super()._hook(parameter)
@@ -187,9 +201,12 @@ class BackwardReducer(GradientReducer):
 def _divide_sum(slot: Slot) -> None:
     """Makes a sum over the ranks this rank's share of it, unless the gradient is another one by now."""
     summed, slot.summed = slot.summed, None
-    if summed is not None and (grad := summed()) is not None and grad is slot.parameter.grad:
+    if summed is None:
+        return
+    reference, ranks = summed
+    if (grad := reference()) is not None and grad is slot.parameter.grad:
         with torch.no_grad():
-            grad.mul_(1 / _state.size())
+            grad.mul_(1 / ranks)
 
 
 def _divider_of(reducer: weakref.ref[BackwardReducer], parameter: torch.Tensor) -> Callable[[Any], None]:

@@ -24,10 +24,10 @@ class ParameterCheck:
     Ranks that start from different parameters stay apart for ever, since they add the same gradients to them.
     """
 
-    def __init__(self, kind: str, slots: Sequence[Slot]) -> None:
+    def __init__(self, label: str, slots: Sequence[Slot]) -> None:
         self._names = [slot.name for slot in slots]
         sums = torch.tensor([_checksum(slot.parameter) for slot in slots], dtype=torch.int64)
-        spec = Spec(f"{kind}.check", "parameters", Max)
+        spec = Spec(f"{label}.check", "parameters", Max)
         self.request = start_allreduce([torch.cat([sums, -sums])], spec, sync=True)
 
     def finish(self) -> None:

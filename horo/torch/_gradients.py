@@ -9,7 +9,7 @@ import torch
 
 from horo.errors import UnsupportedError, UsageError
 from horo.torch._requests import Request
-from horo.torch._staging import check_tensor
+from horo.torch._staging import check_tensor, count_change
 from horo.torch.compression import Compressor, split
 
 __all__ = [
@@ -50,17 +50,19 @@ class ReductionOptions:
 class Slot:
     """One parameter of the optimizer."""
 
-    __slots__ = ("group", "held", "name", "parameter", "passes", "pending", "summed", "was_unused")
+    __slots__ = ("group", "held", "kind", "name", "parameter", "passes", "pending", "summed", "was_unused")
 
     def __init__(self, parameter: torch.Tensor, name: str) -> None:
         self.parameter = parameter
         self.name = name
+        self.kind: str | None = None  # of its operation in this session; None before its first reduction
         self.group: Group | None = None
         self.passes = 0  # backward passes since the last reduction
         self.pending: PendingReduction | None = None
         # the gradient that waits for synchronize(), its version
         self.held: tuple[torch.Tensor | None, int] | None = None
-        self.summed: weakref.ref[torch.Tensor] | None = None  # the gradient, if it is a sum over ranks since backward
+        # the gradient, if it is a sum over ranks since backward, and over how many
+        self.summed: tuple[weakref.ref[torch.Tensor], int] | None = None
         self.was_unused = False  # the pending reduction has zeros for an unused parameter
 
 
@@ -102,7 +104,7 @@ class WatchedGradient:
 class PackedGradient(WatchedGradient):
     """A gradient during its reduction, and the tensor that is sent for it."""
 
-    __slots__ = ("context", "sent")
+    __slots__ = ("changes", "context", "sent")
 
     def __init__(self, slot: Slot, options: ReductionOptions) -> None:
         parameter = slot.parameter
@@ -112,21 +114,23 @@ class PackedGradient(WatchedGradient):
             grad = parameter.grad = torch.zeros_like(parameter, requires_grad=False)
         refuse_sparse(slot, grad, options)
         dense = grad.to_dense() if grad.layout is torch.sparse_coo else grad
-        self.sent, self.context = options.compression.compress(dense)
         super().__init__(slot, grad, options)
+        self.sent, self.context = options.compression.compress(dense)
+        self.changes = 1 if self.sent is grad else _shared_changes(self.sent, dense, grad)
+        """How many changes of the gradient are counted when the result is written to what is sent."""
+        self.version = grad._version
 
     def unpack(self) -> None:
-        """Checks that the gradient was not changed meanwhile, and writes the result into it unless that is in place.
+        """Checks that the gradient was not changed meanwhile, and writes the result into it unless it is there.
 
         Raises:
             UsageError: The gradient was changed.
         """
         grad = self.grad
-        in_place = self.sent is grad
-        self.check(int(in_place))
-        if in_place:
-            return
+        self.check(self.changes)
         reduced = self.options.compression.decompress(self.sent, self.context)
+        if reduced is grad:
+            return
         if grad.layout is torch.sparse_coo:
             self.slot.parameter.grad = reduced.to_sparse(grad.sparse_dim()).coalesce()
         else:
@@ -186,8 +190,23 @@ class PendingSparseReduction(PendingReduction):
         """As ``PendingReduction.finish``."""
         indices, values = (item.tensor for item in self._gathered.wait())
         parameter = self.slot.parameter
-        total = torch.sparse_coo_tensor(indices.t(), values.mul_(self.scale), parameter.shape)
+        # Other ranks have checked nothing either, and torch warns unless it is told whether to.
+        total = torch.sparse_coo_tensor(indices.t(), values.mul_(self.scale), parameter.shape, check_invariants=True)
         parameter.grad = total.coalesce()
+
+
+def _shared_changes(sent: torch.Tensor, dense: torch.Tensor, grad: torch.Tensor) -> int:
+    """How many changes of ``grad`` a change of ``sent`` counts as: a view and ``detach()`` count along, copies do not.
+
+    A tensor may also have the same memory and a count of its own, as from ``.data``.
+    """
+    if dense is not grad or not isinstance(sent, torch.Tensor) or sent.layout is not torch.strided:
+        return 0  # what cannot be sent is refused later
+    if sent.untyped_storage().data_ptr() != grad.untyped_storage().data_ptr():
+        return 0
+    before = grad._version
+    count_change((sent,))
+    return grad._version - before
 
 
 def refuse_sparse(slot: Slot, grad: torch.Tensor, options: ReductionOptions) -> None:

@@ -13,6 +13,7 @@ gradients are submitted together when they are due, and the calling thread does 
 from __future__ import annotations
 
 import abc
+import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,7 +34,9 @@ from horo.torch._gradients import (
     Slot,
     UnsentReduction,
 )
+from horo.torch._member import Member
 from horo.torch._requests import Request, start_again, start_allgather, start_allreduce
+from horo.torch._spans import span
 from horo.torch._staging import Spec
 from horo.torch._step import ReducingClosure, closure_of, with_closure
 from horo.torch.ops import Average
@@ -41,7 +44,7 @@ from horo.torch.ops import Average
 __all__ = ["GradientReducer", "overlap_pays", "reduce_together"]
 
 
-class GradientReducer(abc.ABC):
+class GradientReducer(Member):
     """Owns the hooks on an optimizer's parameters and the reductions in progress.
 
     Only the optimizer refers to its reducer, and the hooks refer to it weakly: when the optimizer goes, so do they.
@@ -57,23 +60,19 @@ class GradientReducer(abc.ABC):
         names: dict[torch.Tensor, str],
         groups: Sequence[Sequence[torch.Tensor]],
     ) -> None:
+        super().__init__()
         self.options = options
         self.names = names
-        self.slots: dict[torch.Tensor, Slot] = {}
         self.hooked: set[torch.Tensor] = set()
         self.handles: dict[torch.Tensor, Request | None] = {}
         """What is in progress, or held for ``synchronize`` (None)."""
         self._optimizer = weakref.ref(optimizer)
-        self.number = number = next(_state.current().optimizers)
-        """Equal on all ranks."""
-        self.kind = f"gradient{number}" if number else "gradient"
         self._hooks: list[RemovableHandle] = []
         self._paused = False
         self._skip = False
-        self.is_reduced = False
-        """Whether the gradients of all parameters are averaged, and no step or local backward has followed."""
+        self.is_local = False
+        """Whether a backward has made gradients that are not averaged."""
         self._overlaps = True
-        self._is_first = True
         self._check: ParameterCheck | None = None
         self._due: Sequence[Slot] = ()
         """The slots of the reduction in progress."""
@@ -89,7 +88,10 @@ class GradientReducer(abc.ABC):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Inside, ``step()`` takes gradients as they are: for use after ``synchronize()``."""
+        """Inside, ``step()`` takes gradients as they are: for use after ``synchronize()``.
+
+        Gradients that are not averaged are an error there, unless ``no_sync()`` is around it as well.
+        """
         self._skip, before = True, self._skip
         try:
             yield
@@ -121,8 +123,11 @@ class GradientReducer(abc.ABC):
 
     def drain(self) -> None:
         """Finishes all reductions that are in progress or held, and starts no others."""
+        self.follow_session(forget=True)
         slots = list(self.slots.values())
         try:
+            if self.handles:
+                self.name_gradients()
             with torch.no_grad():
                 wait_last(self._submit_rest([slot for slot in slots if slot.held is not None]))
                 self._finish(slots)
@@ -146,12 +151,14 @@ class GradientReducer(abc.ABC):
 
     def submit_all(self) -> Request | None:
         """Submits all gradients that are not in progress; returns the last request. Autograd is off."""
+        self.follow_session()
         self._due = self._active()
+        self.name_gradients()
         if self._is_first:
             refuse_ddp(self._due)
         last = self._submit_rest(self._due)
         if self._is_first and self._due and _state.size() > 1:
-            self._check = ParameterCheck(self.kind, self._due)
+            self._check = ParameterCheck(self.label, self._due)
             last = self._check.request
         self._is_first = False
         return last
@@ -189,12 +196,22 @@ class GradientReducer(abc.ABC):
     # -- around step() ---------------------------------------------------------------------------------------------
 
     def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A torch step pre-hook: gradients are reduced before the step, or after each evaluation of its closure."""
-        if self._skip:
+        """A torch step pre-hook: gradients are reduced before the step, or after each evaluation of its closure.
+
+        Raises:
+            UsageError: Inside ``skip_synchronize()`` gradients are not averaged, or an optimizer that was made later
+                averages some of them.
+        """
+        if self._skip and self._paused:
             return None
+        self.newer.refuse(self, "optimizer.step()")
+        self.follow_session()
         closure = closure_of(args, kwargs)
         if closure is None:
-            self.reduce_for_step(optimizer)
+            if self._skip:
+                self.refuse_local()
+            else:
+                self.reduce_for_step(optimizer)
             return None
         if isinstance(closure, ReducingClosure):
             return None  # a step() that calls the step() of its base class
@@ -210,8 +227,23 @@ class GradientReducer(abc.ABC):
 
     def end_closure(self) -> None:
         """Called after the closure of a step."""
-        if not self.is_reduced:
+        if self._skip:
+            self.refuse_local()
+        elif not self.is_reduced:
             self._reduce()
+
+    def refuse_local(self) -> None:
+        """Refuses gradients that are not averaged.
+
+        Raises:
+            UsageError: There are some.
+        """
+        if self.is_local:
+            raise UsageError(
+                "optimizer.step() inside skip_synchronize(), but gradients are not averaged: ranks would part; call "
+                "optimizer.synchronize() first, or leave skip_synchronize() out (for a step on the gradients of this "
+                "rank alone, put backward() and step() inside no_sync() too)"
+            )
 
     # -- parameters ------------------------------------------------------------------------------------------------
 
@@ -221,16 +253,31 @@ class GradientReducer(abc.ABC):
         if optimizer is None:
             return []
         slots = []
+        is_larger = False
         for number, group in enumerate(optimizer.param_groups):
             for index, parameter in enumerate(group["params"]):
                 slot = self.slots.get(parameter)
                 if slot is None:
                     name = self.names.setdefault(parameter, f"allreduce.noname.{number}.{index}")
                     slot = self.slots[parameter] = Slot(parameter, name)
+                    self._are_named, is_larger = False, True
                 if parameter.requires_grad and parameter not in self.hooked:
                     self._hook(parameter)
                 slots.append(slot)
+        if is_larger:
+            self.claim_parameters()
         return slots
+
+    def copy_for(self, optimizer: torch.optim.Optimizer, twins: dict[torch.Tensor, torch.Tensor]) -> GradientReducer:
+        """One of the same kind, with the same options, for a copy of the optimizer.
+
+        Args:
+            optimizer: The copy.
+            twins: The parameters of the copy by those of this one's.
+        """
+        names = {twins[parameter]: name for parameter, name in self.names.items() if parameter in twins}
+        groups = [[twins[slot.parameter] for slot in group.slots] for group in self._groups]
+        return type(self)(optimizer, copy.copy(self.options), names, groups)
 
     def _hook(self, parameter: Any) -> None:
         self.hooked.add(parameter)
@@ -277,7 +324,7 @@ class GradientReducer(abc.ABC):
             for member in [slot] if slot.group is None else slot.group.slots:
                 grad = member.parameter.grad if member.held is None else member.held[0]
                 if grad is not None:
-                    self._set_pending([member], UnsentReduction(member, grad, self.kind, self.options))
+                    self._set_pending([member], UnsentReduction(member, grad, _kind(member), self.options))
             return
         if slot.group is not None:
             members = [s for s in slot.group.slots if s.parameter.requires_grad or s.held]
@@ -293,9 +340,10 @@ class GradientReducer(abc.ABC):
         options = self.options
         packed = [PackedGradient(slot, options) for slot in slots]
         key = options, name, sync  # the options too: in a later session another optimizer may have the same name
+        kind = _kind(slots[0])
         request = start_again(key, packed[0].sent, in_place=True) if len(packed) == 1 else None
         if request is None:
-            spec = Spec(self.kind, name, options.op, options.prescale, options.postscale, options.wire)
+            spec = Spec(kind, name, options.op, options.prescale, options.postscale, options.wire)
             sent = [item.sent for item in packed]
             request = start_allreduce(sent, spec, in_place=True, sync=sync, key=key)
         self._set_pending(slots, PendingReduction(request, packed))
@@ -304,7 +352,7 @@ class GradientReducer(abc.ABC):
         own = grad.coalesce()
         scale = self.options.prescale * self.options.postscale / (_state.size() if self.options.op == Average else 1)
         # The name is that of the dense form: another rank may send zeros for an unused parameter under that name.
-        request = start_allgather([own.indices().t().contiguous(), own.values()], self.kind, slot.name, sync=sync)
+        request = start_allgather([own.indices().t().contiguous(), own.values()], _kind(slot), slot.name, sync=sync)
         return self._set_pending([slot], PendingSparseReduction(request, slot, scale))
 
     def _set_pending(self, slots: Sequence[Slot], pending: PendingReduction) -> PendingReduction:
@@ -347,7 +395,7 @@ class GradientReducer(abc.ABC):
         grad = slot.parameter.grad
         sparse_dims = 0 if grad is None or grad.layout is not torch.sparse_coo else grad.sparse_dim()
         state = torch.tensor([[0 if slot.was_unused else 1, sparse_dims]])
-        everyone = start_allgather([state], self.kind, f"{slot.name}.form", sync=True).wait()[0].tensor.tolist()
+        everyone = start_allgather([state], _kind(slot), f"{slot.name}.form", sync=True).wait()[0].tensor.tolist()
         forms = {dims for used, dims in everyone if used}
         if len(forms) != 1 or forms == {0}:
             return None
@@ -355,7 +403,9 @@ class GradientReducer(abc.ABC):
         if slot.was_unused:
             shape = slot.parameter.shape
             empty = torch.empty((0, *shape[dims:]), dtype=slot.parameter.dtype)
-            grad = torch.sparse_coo_tensor(torch.empty((dims, 0), dtype=torch.int64), empty, shape)
+            grad = torch.sparse_coo_tensor(
+                torch.empty((dims, 0), dtype=torch.int64), empty, shape, check_invariants=True
+            )
         return None if grad is None else self._submit_sparse(slot, grad, sync=True)
 
     def _reset_counts(self) -> None:
@@ -382,7 +432,8 @@ def reduce_together(reducers: Sequence[GradientReducer]) -> None:
                     last = reducer.submit_all() or last
                 except HoroError as error:
                     failures[reducer] = error
-            wait_last(last)
+            with span("horo.synchronize"):
+                wait_last(last)
             for reducer in reducers:
                 try:
                     reducer.finish_all()
@@ -393,6 +444,7 @@ def reduce_together(reducers: Sequence[GradientReducer]) -> None:
             reducer.reset()
     for reducer in reducers:
         reducer.is_reduced = reducer not in failures
+        reducer.is_local = reducer.is_local and not reducer.is_reduced
     if failures:
         raise next(iter(failures.values()))
 
@@ -417,10 +469,15 @@ def overlap_pays() -> bool:
 def _hook_of(reducer: weakref.ref[GradientReducer]) -> Callable[[torch.Tensor], None]:
     def hook(parameter: torch.Tensor) -> None:
         target = reducer()
-        if target is not None:
+        if target is not None and not target.newer.any():
             target.gradient_ready(parameter)
 
     return hook
+
+
+def _kind(slot: Slot) -> str:
+    assert slot.kind is not None, "named before it is submitted"
+    return slot.kind
 
 
 def _remove(hooks: list[RemovableHandle]) -> None:

@@ -66,6 +66,11 @@ class CachedRequest:
             self._label = name(spec.kind, spec.name)
             self.buffer.set_name(self._label)
 
+    @property
+    def collective(self) -> str:
+        """The operation of the core."""
+        return self._spec.collective
+
     def set_tensor(self, tensor: torch.Tensor, in_place: bool) -> torch.Tensor | None:
         """Sets the only tensor of the request, if it has the same shape and dtype as in the last call.
 

@@ -11,6 +11,7 @@ from horo import _core
 from horo.errors import AbortedError, HoroError, UsageError
 from horo.torch import _state
 from horo.torch._request_cache import CachedRequest
+from horo.torch._spans import begin_span, end_span, is_profiled, span
 from horo.torch._staging import Spec, StagedTensors, count_change, describe
 
 __all__ = [
@@ -298,7 +299,11 @@ def synchronize(handle: int) -> Any:
         MismatchError: Ranks submitted different things under one name.
         GroupError: A rank is lost or horo was shut down.
     """
-    return _lookup(handle).wait()
+    request = _lookup(handle)
+    if not is_profiled():
+        return request.wait()
+    with span(f"horo.synchronize {request.label}"):
+        return request.wait()
 
 
 def check_root(root_rank: int, what: str) -> None:
@@ -347,6 +352,7 @@ def _submit(
     finish: Callable[[_core.Context, int, Any], Any],
 ) -> Request:
     label, last_handle = cached.label(), cached.buffer.last_handle
+    shown = begin_span(cached.collective, label) if is_profiled() else None
     last_handle[0] = 0
     try:
         session.active_calls[cached] = memory
@@ -363,10 +369,13 @@ def _submit(
         raise
     finally:
         session.active_calls.pop(cached, None)
+        if shown is not None:
+            end_span(shown)
 
 
 def _execute(session: _state.Session, cached: CachedRequest, memory: object) -> None:
     label, last_handle = cached.label(), cached.buffer.last_handle
+    shown = begin_span(cached.collective, label) if is_profiled() else None
     last_handle[0] = 0
     try:
         session.active_calls[cached] = memory
@@ -382,6 +391,8 @@ def _execute(session: _state.Session, cached: CachedRequest, memory: object) -> 
         raise
     finally:
         session.active_calls.pop(cached, None)
+        if shown is not None:
+            end_span(shown)
 
 
 def _finish_staged(core: _core.Context, handle: int, staged: StagedTensors) -> tuple[torch.Tensor, ...]:

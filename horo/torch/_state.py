@@ -7,11 +7,12 @@ import itertools
 import os
 import threading
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from horo.errors import AbortedError, NotInitializedError, UnsupportedError, UsageError
+from horo.torch._compile import keep_from_dynamo
 from horo.torch._request_cache import RequestCache
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ __all__ = [
     "local_rank",
     "local_size",
     "rank",
+    "session",
     "shutdown",
     "size",
 ]
@@ -54,8 +56,8 @@ class Session:
         """Requests for calls with the same arguments as an earlier call."""
         self.handle_base = handle_base
         """The number of a request is this plus the core's handle. Lower numbers belong to earlier sessions."""
-        self.optimizers = itertools.count()
-        """Numbers the distributed optimizers, so that equal parameter names of two models are distinct."""
+        self._gradient_names: Counter[str] = Counter()
+        """How many gradients of optimizers have had a name."""
         self.backward_runs: dict[int, weakref.WeakSet[BackwardReducer]] = {}
         """The reducers that each run of autograd concerns, by its number, until its end."""
         self.active_calls: dict[object, object] = {}
@@ -80,6 +82,16 @@ class Session:
         if not isinstance(name, str) or "\0" in name:
             raise UsageError(f"{kind}: name must be a string without NUL characters, not {name!r}")
         return f"{kind}.{name}"
+
+    def gradient_kind(self, name: str) -> str:
+        """The kind of operation for the gradient of a parameter: each call gives one for another optimizer.
+
+        Equal names of two models stay distinct by a number. Names that do not collide have none, so an optimizer that
+        only one rank has does not shift those of others.
+        """
+        number = self._gradient_names[name]
+        self._gradient_names[name] = number + 1
+        return f"gradient{number}" if number else "gradient"
 
     def raise_ended(self, operation: str) -> NoReturn:
         """Raises the error of a call that found ``ended`` set.
@@ -165,6 +177,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     """
     if process_sets is not None:
         raise UnsupportedError(f"init(process_sets={process_sets!r}): only process_sets=None is supported yet")
+    keep_from_dynamo()
     with _process.lock:
         if _process.session is not None:
             if _process.session.forked:
@@ -211,6 +224,11 @@ def current() -> Session:
     if session is None:
         raise NotInitializedError("horo is not initialized; call hvd.init() first")
     return session
+
+
+def session() -> Session | None:
+    """The session of this process, if there is one."""
+    return _process.session
 
 
 def rank() -> int:

@@ -39,7 +39,7 @@ class ReducingClosure:
         self._reducer.end_closure()
         if _state.size() == 1:
             return loss
-        spec = Spec("closure", f"{self._reducer.kind}.loss", Average)
+        spec = Spec("closure", f"{self._reducer.label}.loss", Average)
         if isinstance(loss, torch.Tensor) and loss.is_floating_point():
             return run_allreduce([loss.detach()], spec)[0]
         if isinstance(loss, float):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from horo.errors import UsageError
+from horo.torch import _state
 from horo.torch._gradients import ReductionOptions, refuse_sparse
 from horo.torch._reducer import GradientReducer, overlap_pays
 from horo.torch._step import scaler_has_looked
@@ -43,6 +44,8 @@ class StepReducer(GradientReducer):
             UsageError: A gradient was changed while it was being reduced.
             GroupError: A rank is lost or horo was shut down.
         """
+        self.newer.refuse(self, "optimizer.synchronize()")
+        self.follow_session()
         self._reduce()
 
     def gradient_ready(self, parameter: torch.Tensor) -> None:
@@ -51,21 +54,24 @@ class StepReducer(GradientReducer):
         Raises:
             AssertionError: One backward pass too many.
         """
+        if self._session is not _state.session():
+            self.follow_session()
         slot = self.slots[parameter]
         if slot.pending or slot.held or (slot.passes >= self.options.passes and not self._paused):
             raise AssertionError(
                 f"the gradient of {slot.name!r} was computed more often than backward_passes_per_step="
                 f"{self.options.passes} before optimizer.step(); raise backward_passes_per_step to accumulate locally, "
-                "or run the passes before the last inside optimizer.no_sync()"
+                "or run the passes before the last, and those for another optimizer, inside optimizer.no_sync()"
             )
-        self.is_reduced = False
+        self.is_reduced, self.is_local = False, True
         if self._paused:
             return
         slot.passes += 1
         if slot.passes < self.options.passes:
             return
         if not self.handles:
-            self._overlaps = overlap_pays()  # the number of torch's threads may have changed since the last step
+            # the number of torch's threads may have changed since the last step
+            self._overlaps = overlap_pays() and self.may_submit()
         if not self._overlaps:
             grad = parameter.grad
             if slot.group is not None and grad is not None:
@@ -83,13 +89,16 @@ class StepReducer(GradientReducer):
         Raises:
             AssertionError: A reduction is in progress.
         """
+        self.follow_session(forget=True)
         if self.handles:
             raise AssertionError(
                 f"{what} was called after backward() but before optimizer.step() or optimizer.synchronize(), "
-                "while gradients are being reduced"
+                "while gradients are being reduced; call one of them first. If this backward() was for another "
+                "optimizer, as the generator's is in a GAN, run it inside no_sync() of this one; "
+                "gradients_ready='backward' needs neither"
             )
         self._reset_counts()
-        self.is_reduced = False
+        self.is_reduced = self.is_local = False
 
     def reduce_for_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Called before a step without a closure.

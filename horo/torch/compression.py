@@ -10,11 +10,16 @@ from typing import Any
 
 import torch
 
+from horo.errors import UsageError
+
 __all__ = ["Compression", "Compressor", "narrow", "split"]
 
 
 class Compressor:
-    """What ``compression=`` expects; derive from it for your own."""
+    """What ``compression=`` expects; derive from it for your own.
+
+    What is sent may be the tensor itself, a view of it or another tensor. It is reduced in place where it can be.
+    """
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -88,9 +93,14 @@ def split(compression: type[Compressor]) -> tuple[torch.dtype | None, type[Compr
 
     Returns:
         The dtype that wider floats travel as, None for their own; the compressor to call.
+
+    Raises:
+        UsageError: It is no compressor.
     """
     if compression is FP16Compressor:
         return torch.float16, NoneCompressor
     if compression is BF16Compressor:
         return torch.bfloat16, NoneCompressor
+    if not (callable(getattr(compression, "compress", None)) and callable(getattr(compression, "decompress", None))):
+        raise UsageError(f"compression must be a Compressor such as hvd.Compression.fp16, not {compression!r}")
     return None, compression

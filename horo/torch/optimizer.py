@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import itertools
 import warnings
-import weakref
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -14,7 +12,9 @@ import torch
 
 from horo.errors import UnsupportedError, UsageError
 from horo.torch import _state
+from horo.torch._attach import attach, find_duplicates
 from horo.torch._backward_reducer import BackwardReducer
+from horo.torch._compile import keep_from_dynamo
 from horo.torch._first_checks import refuse_ddp_model
 from horo.torch._gradients import ReductionOptions
 from horo.torch._reducer import GradientReducer
@@ -90,6 +90,7 @@ def DistributedOptimizer(
         UsageError: An argument is wrong; the sentence names it.
         UnsupportedError: ``op`` or ``process_set`` is not supported yet.
     """
+    keep_from_dynamo()
     check_process_set(process_set)
     _check_optimizer(optimizer)
     if resolve_op(op) not in (Average, Sum):
@@ -106,6 +107,7 @@ def DistributedOptimizer(
     if gradients_ready is not None and gradients_ready not in _REDUCERS:
         raise UsageError(f"gradients_ready must be 'backward' or 'step', not {gradients_ready!r}")
     names = _names(optimizer, named_parameters)
+    grouped = _grouped(optimizer, groups)
     reducer = _REDUCERS[gradients_ready or _state.current().job.gradients_ready]
     options = ReductionOptions(
         op,
@@ -115,22 +117,34 @@ def DistributedOptimizer(
         passes=backward_passes_per_step,
         advice=reducer.advice,
     )
-    _attach(optimizer, reducer(optimizer, options, names, _grouped(optimizer, groups)))
-    optimizer.op = op  # type: ignore[attr-defined]
-    optimizer.process_set = process_set  # type: ignore[attr-defined]
+    attach(optimizer, reducer(optimizer, options, names, grouped), process_set)
     return optimizer
 
 
-def find_duplicates(values: Iterable[Any]) -> set[Any]:
-    """The values that come more than once."""
-    return {value for value, count in Counter(values).items() if count > 1}
-
-
 def _check_optimizer(optimizer: Any) -> None:
+    kind = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(f"DistributedOptimizer: expected a torch.optim.Optimizer, not {type(optimizer).__name__}")
+        raise UsageError(
+            f"DistributedOptimizer: expected a torch.optim.Optimizer, not {kind}; if it wraps an optimizer, wrap that "
+            f"one: {kind}(hvd.DistributedOptimizer(...))"
+        )
     if hasattr(optimizer, "_reducer"):
-        raise UsageError("DistributedOptimizer: this optimizer is distributed already")
+        raise UsageError(
+            "DistributedOptimizer: this optimizer is distributed already; it goes on working after shutdown() and "
+            "init(), so wrap it once"
+        )
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks") or not getattr(type(optimizer).step, "hooked", False):
+        raise UsageError(
+            f"DistributedOptimizer: {kind} does not call torch.optim.Optimizer.__init__, so torch has no hooks around "
+            f"its step(); call it there or, if it wraps an optimizer, wrap that one: "
+            f"{kind}(hvd.DistributedOptimizer(...))"
+        )
+    for name, value in vars(optimizer).items():
+        if isinstance(value, torch.optim.Optimizer) and hasattr(value, "_reducer"):
+            raise UsageError(
+                f"DistributedOptimizer: {kind} averages gradients already: its attribute {name!r} is a "
+                "distributed optimizer already; use it as it is"
+            )
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -188,58 +202,3 @@ def _grouped(optimizer: torch.optim.Optimizer, groups: Any) -> list[list[torch.T
                     f"groups[{number}] has a tensor of shape {list(member.shape)} that the optimizer lacks"
                 )
     return [list(group) for group in groups if group]
-
-
-class _Intercepted:
-    """Methods of the optimizer that concern reductions in progress.
-
-    They sit on the one object, not on a class of its own, and refer to it weakly: an optimizer in a cycle with itself
-    would keep its hooks on the model until the next garbage collection.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, reducer: GradientReducer) -> None:
-        self._optimizer = weakref.ref(optimizer)
-        self._reducer = reducer
-        self._before = {name: vars(optimizer)[name] for name in self.names if name in vars(optimizer)}
-
-    names = ("zero_grad", "add_param_group", "load_state_dict")
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears gradients.
-
-        Raises:
-            AssertionError: They are being reduced.
-        """
-        self._reducer.refuse_while_pending("zero_grad()")
-        self._inner("zero_grad")(set_to_none=set_to_none)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group of parameters; their gradients are averaged too."""
-        self._inner("add_param_group")(param_group)
-        self._reducer.adopt()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state; gradients in progress are waited for first."""
-        self._reducer.drain()
-        self._inner("load_state_dict")(state_dict)
-
-    def _inner(self, name: str) -> Any:
-        optimizer = self._optimizer()
-        return self._before.get(name) or getattr(type(optimizer), name).__get__(optimizer)
-
-
-def _attach(optimizer: Any, reducer: GradientReducer) -> None:
-    """Gives the optimizer its reducer: torch's own hooks around ``step``, and methods on this one object."""
-    optimizer.register_step_pre_hook(reducer.before_step)
-    optimizer.register_step_post_hook(reducer.after_step)
-    intercepted = _Intercepted(optimizer, reducer)
-    for name in intercepted.names:
-        setattr(optimizer, name, getattr(intercepted, name))
-    for name in ("synchronize", "skip_synchronize", "no_sync", "set_backward_passes_per_step"):
-        setattr(optimizer, name, getattr(reducer, name))
-    optimizer.find_duplicates = find_duplicates
-    optimizer.backward_passes_per_step = reducer.options.passes
-    optimizer._reducer = reducer
-    optimizer._parameter_names = reducer.names
-    optimizer._requires_update = reducer.hooked
-    optimizer._handles = reducer.handles

@@ -1,0 +1,114 @@
+"""torch.compile around horo: quiet and right; compiled autograd: right, or a sentence."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import RankPool
+from small_model import assert_close, gradients_of, make_batch, make_loss, make_model, mean_gradients, sgd
+
+import horo.torch as hvd
+from horo.torch._backward_reducer import BackwardReducer
+
+DEADLINE_S = 240.0
+
+
+@pytest.fixture(params=["ranks2_always", "ranks2_never", "ranks2_step", "ranks2_step_never"])
+def ranks2(request: pytest.FixtureRequest) -> RankPool:
+    """Two ranks in each order of calls, which reduce gradients during backward or after it."""
+    pool: RankPool = request.getfixturevalue(request.param)
+    return pool
+
+
+def test_compiled_functions_that_communicate_warn_of_nothing(ranks2: RankPool) -> None:
+    def check() -> None:
+        model = make_model()
+        optimizer: Any = sgd(model)
+
+        def step(number: int) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = make_loss(model, hvd.rank(), number)
+            loss.backward()
+            optimizer.step()
+            return hvd.allreduce(loss.detach(), name="loss")
+
+        def collectives(x: torch.Tensor) -> torch.Tensor:
+            hvd.synchronize(hvd.allreduce_async(x))
+            hvd.grouped_allreduce([x, x])
+            return hvd.allgather(hvd.broadcast(hvd.allreduce(x, op=hvd.Sum), 0)) * hvd.size()
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            compiled, compiled2 = (torch.compile(f, backend="eager") for f in (step, collectives))
+            for number in range(3):
+                wanted = mean_gradients(model, hvd.size(), number)
+                compiled(number)
+                assert_close(gradients_of(model), wanted)
+                assert compiled2(torch.ones(2)).tolist() == [4.0] * 4
+            whole = torch.compile(lambda x: x * hvd.size() + hvd.rank(), backend="eager", fullgraph=True)
+            assert whole(torch.ones(1)).item() == 2 + hvd.rank()
+        texts = [f"{warning.filename}: {warning.message}" for warning in caught]
+        assert not [text for text in texts if "Dynamo" in text or "horo" in text], texts
+
+    ranks2.run(check, deadline_s=DEADLINE_S)
+
+
+def test_a_compiled_model_trains_as_alone(ranks2: RankPool) -> None:
+    def check() -> None:
+        model = make_model()
+        optimizer: Any = sgd(model)
+        compiled = torch.compile(model, backend="aot_eager")
+        for number in range(3):
+            wanted = mean_gradients(model, hvd.size(), number)
+            compiled(make_batch(hvd.rank(), number)).square().mean().backward()
+            optimizer.step()
+            assert_close(gradients_of(model), wanted)
+            optimizer.zero_grad()
+
+    ranks2.run(check, deadline_s=DEADLINE_S)
+
+
+def test_compiled_autograd_works_in_horovods_order_and_is_refused_in_the_other(ranks2: RankPool) -> None:
+    def check() -> None:
+        from torch._dynamo import compiled_autograd  # noqa: PLC0415
+
+        model = make_model()
+        optimizer: Any = sgd(model)
+        for number in range(3):
+            wanted = mean_gradients(model, hvd.size(), number)
+            with compiled_autograd._enable(torch.compile(backend="eager")):
+                if isinstance(optimizer._reducer, BackwardReducer):
+                    with pytest.raises(ValueError, match=r"compiled autograd .*gradients_ready='step'"):
+                        make_loss(model, hvd.rank(), number).backward()
+                    optimizer.zero_grad()
+                    continue
+                make_loss(model, hvd.rank(), number).backward()
+            optimizer.step()
+            assert_close(gradients_of(model), wanted)
+            optimizer.zero_grad()
+
+    ranks2.run(check, deadline_s=DEADLINE_S)
+
+
+def test_sparse_gradients_warn_of_nothing(ranks2: RankPool) -> None:
+    def check() -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for as_dense in (False, True):
+                torch.manual_seed(0)
+                table = torch.nn.Embedding(6, 3, sparse=True).double()
+                optimizer: Any = sgd(table, sparse_as_dense=as_dense)
+                for step in range(2):
+                    if step == 0 or hvd.rank() == 0:  # then one rank does not use it
+                        table(torch.tensor([hvd.rank(), 3])).sum().backward()
+                    optimizer.step()
+                    grad = table.weight.grad
+                    assert grad is not None
+                    dense = grad.to_dense()[:, 0].tolist()
+                    assert dense == ([0.5, 0.5, 0, 1, 0, 0] if step == 0 else [0.5, 0, 0, 0.5, 0, 0])
+                    optimizer.zero_grad()
+
+    ranks2.run(check)
