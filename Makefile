@@ -124,7 +124,7 @@ types: build ## mypy, strict
 	@ln -s $(abspath $(wildcard horo/*)) build/types/horo/ && ln -s $(abspath runner) build/types/horo/runner
 	@$(PY) -m mypy --no-error-summary -p horo
 	@MYPYPATH=native $(PY) -m mypy --no-error-summary setup.py native/build.py native/parallel.py
-	@$(PY) -m mypy --no-error-summary --allow-untyped-calls examples/*.py
+	@$(PY) -m mypy --no-error-summary --allow-untyped-calls examples/*.py tests/typed_use.py
 	@MYPYPATH=benchmarks:tests $(PY) -m mypy --no-error-summary --allow-untyped-calls $(BENCHMARKS)
 
 .PHONY: lint

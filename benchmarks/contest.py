@@ -461,7 +461,7 @@ def exit_code(run: Callable[[], int]) -> int:
     signal.signal(signal.SIGTERM, _on_signal)
     signal.signal(signal.SIGHUP, _on_signal)
     name = Path(sys.argv[0]).name
-    if "RANK" in os.environ:
+    if "RANK" in os.environ or "HOROVOD_RANK" in os.environ:
         print(f"{name}: start it without a launcher; it starts the ranks of all contestants itself", file=sys.stderr)
         return 2
     try:

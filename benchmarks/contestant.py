@@ -22,7 +22,7 @@ from channel import Channel, ChannelClosed, Message
 from libraries import Library, open_library
 
 # Where launchers write a rank's number: hororun and contest.py, Open MPI, MPICH.
-RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+RANK_VARIABLES = ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 LEAVE_LIMIT_S = 3
 

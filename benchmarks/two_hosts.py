@@ -153,7 +153,15 @@ def run_job(made: spaces.Spaces, layout: Layout, contestants: Sequence[str], rou
     job = {"bytes": layout.size, "rounds": rounds, "contestants": list(contestants)}
     ranks = layout.hosts * layout.per_host
     launch = [sys.executable, "-m", "horo.runner", "-np", str(ranks), "-H", made.slots(ranks)]
-    launch += ["--remote-shell", str(made.remote_shell), "--no-prefix", sys.executable, str(RANK), json.dumps(job)]
+    launch += [
+        "--torch-env",
+        "--remote-shell",
+        str(made.remote_shell),
+        "--no-prefix",
+        sys.executable,
+        str(RANK),
+        json.dumps(job),
+    ]
     calls = (2 * rounds + 2) * len(contestants)
     limit_s = START_LIMIT_S + calls * SLOWNESS_MAX * layout.bytes_to_send / spaces.rate_of(layout.rate)
     try:

@@ -106,6 +106,7 @@ def parse(arguments: Sequence[str]) -> Job | None:
         host_timeout_s=given.host_timeout,
         interfaces=tuple(name for value in given.network_interfaces for name in value.split(",") if name),
         store_port=given.store_port,
+        torch_env=given.torch_env or given.master_port != 0,
         master_port=given.master_port,
         bind_to=given.bind_to,
         keep_memory=not given.no_keep_memory,

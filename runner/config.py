@@ -119,6 +119,7 @@ class Job:
         host_timeout_s: silence after which a remote host is lost.
         interfaces: network interfaces to use; none: those that route to the peers.
         store_port: port of the key-value server; 0: any free one.
+        torch_env: whether ranks find the variables of ``torch.distributed``.
         master_port: ``MASTER_PORT``; 0: any free one.
         bind_to: the CPUs that each rank is bound to, one of ``BINDINGS``.
         keep_memory: whether ranks keep freed memory for the next allocation.
@@ -144,6 +145,7 @@ class Job:
     host_timeout_s: float = 30.0
     interfaces: tuple[str, ...] = ()
     store_port: int = 0
+    torch_env: bool = False
     master_port: int = 0
     bind_to: str = "none"
     keep_memory: bool = True

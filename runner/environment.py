@@ -139,7 +139,7 @@ def rank_variables(
     host: str,
     mark: str,
     store: str,
-    master: tuple[str, int],
+    master: tuple[str, int] | None,
     cores: int,
     threads_set: bool,
     keep_memory: bool,
@@ -152,7 +152,7 @@ def rank_variables(
         host: name of its host, as given to ``-H``.
         mark: marks processes of this job on this host.
         store: addresses of the key-value server for its host, ``addr:port[,addr:port...]``.
-        master: address and port for ``torch.distributed``.
+        master: address and port for ``torch.distributed``; None: its variables are not set.
         cores: of its host; shared out as ``OMP_NUM_THREADS``,
         threads_set: unless the user has set that.
         keep_memory: freed memory stays with the process.
@@ -168,13 +168,16 @@ def rank_variables(
         "HOROVOD_LOCAL_SIZE": str(slot.local_size),
         "HOROVOD_CROSS_RANK": str(slot.cross_rank),
         "HOROVOD_CROSS_SIZE": str(slot.cross_size),
-        "RANK": str(slot.rank),
-        "WORLD_SIZE": str(slot.size),
-        "LOCAL_RANK": str(slot.local_rank),
-        "LOCAL_WORLD_SIZE": str(slot.local_size),
-        "MASTER_ADDR": master[0],
-        "MASTER_PORT": str(master[1]),
     }
+    if master is not None:
+        told |= {
+            "RANK": str(slot.rank),
+            "WORLD_SIZE": str(slot.size),
+            "LOCAL_RANK": str(slot.local_rank),
+            "LOCAL_WORLD_SIZE": str(slot.local_size),
+            "MASTER_ADDR": master[0],
+            "MASTER_PORT": str(master[1]),
+        }
     if not threads_set:
         told["OMP_NUM_THREADS"] = str(max(1, cores // slot.local_size))
     if keep_memory:

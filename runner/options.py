@@ -38,6 +38,7 @@ _FOR = {
     "remote_python": _OWN,
     "store_port": _OWN,
     "master_port": _OWN,
+    "torch_env": _OWN,
     "ssh_port": _BY_SSH,
     "ssh_identity_file": _BY_SSH,
     "ssh_args": _BY_SSH,
@@ -204,7 +205,18 @@ def _add_environment(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--store-port", type=_port, default=0, metavar="P", help="port where ranks meet; default: a free one"
     )
-    group.add_argument("--master-port", type=_port, default=0, metavar="P", help="MASTER_PORT; default: a free one")
+    group.add_argument(
+        "--torch-env", action="store_true",
+        help="set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for torch.distributed; "
+        "a trainer that finds them wraps the model in DistributedDataParallel",
+    )  # fmt: skip
+    group.add_argument(
+        "--master-port",
+        type=_port,
+        default=0,
+        metavar="P",
+        help="MASTER_PORT; implies --torch-env, whose default is a free one",
+    )
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:

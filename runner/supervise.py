@@ -249,7 +249,7 @@ class _Supervisor:
         }
         common = common_variables(self._id, secret.hex(), self._job.interfaces)
         first = slots[0].host
-        port = self._master_port(first)
+        port = self._master_port(first) if self._job.torch_env else 0
         first_route = routes[first]
         told = {}
         for slot in slots:
@@ -260,7 +260,7 @@ class _Supervisor:
                 host=hosts[slot.host].name,
                 mark=self._mark(slot.host),
                 store=stores[slot.host],
-                master=(master, port),
+                master=(master, port) if self._job.torch_env else None,
                 cores=core_count() if remote is None else int((remote.host_info or {})["cores"]),
                 threads_set=self._threads_set,
                 keep_memory=self._job.keep_memory and not tunes_malloc(self._environment),

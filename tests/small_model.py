@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import horo.torch as hvd
+from horo.torch.optimizer import Distributed
 
 __all__ = ["assert_close", "gradients_of", "make_batch", "make_loss", "make_model", "mean_gradients", "sgd"]
 
@@ -43,5 +44,5 @@ def assert_close(found: Any, wanted: Any) -> None:
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-def sgd(model: torch.nn.Module, **options: Any) -> torch.optim.SGD:
+def sgd(model: torch.nn.Module, **options: Any) -> Distributed:
     return hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), **options)

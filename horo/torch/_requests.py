@@ -11,7 +11,7 @@ from horo import _core
 from horo.errors import AbortedError, HoroError, UsageError
 from horo.torch import _state
 from horo.torch._request_cache import CachedRequest
-from horo.torch._spans import begin_span, end_span, is_profiled, span
+from horo.torch._spans import begin_span, end_span, profiling, span
 from horo.torch._staging import Spec, StagedTensors, count_change, describe
 
 __all__ = [
@@ -300,7 +300,7 @@ def synchronize(handle: int) -> Any:
         GroupError: A rank is lost or horo was shut down.
     """
     request = _lookup(handle)
-    if not is_profiled():
+    if not profiling._is_profiler_enabled:
         return request.wait()
     with span(f"horo.synchronize {request.label}"):
         return request.wait()
@@ -352,7 +352,7 @@ def _submit(
     finish: Callable[[_core.Context, int, Any], Any],
 ) -> Request:
     label, last_handle = cached.label(), cached.buffer.last_handle
-    shown = begin_span(cached.collective, label) if is_profiled() else None
+    shown = begin_span(cached.collective, label) if profiling._is_profiler_enabled else None
     last_handle[0] = 0
     try:
         session.active_calls[cached] = memory
@@ -375,7 +375,7 @@ def _submit(
 
 def _execute(session: _state.Session, cached: CachedRequest, memory: object) -> None:
     label, last_handle = cached.label(), cached.buffer.last_handle
-    shown = begin_span(cached.collective, label) if is_profiled() else None
+    shown = begin_span(cached.collective, label) if profiling._is_profiler_enabled else None
     last_handle[0] = 0
     try:
         session.active_calls[cached] = memory

@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 from torch.autograd import profiler
 
-__all__ = ["begin_span", "end_span", "is_profiled", "span"]
+__all__ = ["begin_span", "end_span", "profiling", "span"]
 
-_KNOWS = hasattr(profiler, "_is_profiler_enabled")
-
-
-def is_profiled() -> bool:
-    """Whether a profiler runs in this process."""
-    return _KNOWS and profiler._is_profiler_enabled
+profiling: Any = profiler if hasattr(profiler, "_is_profiler_enabled") else SimpleNamespace(_is_profiler_enabled=False)
+"""Its ``_is_profiler_enabled`` says whether a profiler runs in this process."""
 
 
 def span(name: str) -> AbstractContextManager[Any]:
     """A context that the profiler shows as ``name``, if one runs."""
-    return profiler.record_function(name) if is_profiled() else nullcontext()
+    return profiler.record_function(name) if profiling._is_profiler_enabled else nullcontext()
 
 
-def begin_span(collective: str, label: str) -> profiler.record_function:
+def begin_span(collective: str, label: str) -> Any:
     """Begins the span of one operation, which ``end_span`` ends."""
-    shown = profiler.record_function(f"horo.{collective} {label}")
+    shown: Any = profiler.record_function(f"horo.{collective} {label}")
     shown.__enter__()
     return shown
 
 
-def end_span(shown: profiler.record_function) -> None:
+def end_span(shown: Any) -> None:
     """Ends what ``begin_span`` has begun."""
     shown.__exit__(None, None, None)

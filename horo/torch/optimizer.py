@@ -6,7 +6,8 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -23,16 +24,41 @@ from horo.torch.compression import Compression, Compressor
 from horo.torch.ops import Average, Sum, resolve_op
 from horo.torch.process_sets import ProcessSet, check_process_set, global_process_set
 
-__all__ = ["DistributedOptimizer"]
+__all__ = ["Distributed", "DistributedOptimizer"]
 
 _REDUCERS: dict[str, type[GradientReducer]] = {"backward": BackwardReducer, "step": StepReducer}
 """By ``gradients_ready``."""
 
-_Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
+if TYPE_CHECKING:
+
+    class Distributed(torch.optim.Optimizer, Any):  # type: ignore[misc, unused-ignore]
+        """What type checkers are told of: the optimizer, with what it has gained. It exists for them only.
+
+        They have no word for "its own class and more". By ``Any`` it passes for its own class, and has its attributes.
+        """
+
+        op: int
+        process_set: ProcessSet
+        backward_passes_per_step: int
+
+        def synchronize(self) -> None:
+            """Averages what no backward has averaged."""
+
+        def skip_synchronize(self) -> AbstractContextManager[None]:
+            """A context in which ``step()`` takes gradients as they are."""
+
+        def no_sync(self) -> AbstractContextManager[None]:
+            """A context in which backward only accumulates locally."""
+
+        def set_backward_passes_per_step(self, passes: int) -> None:
+            """Changes after how many backward passes gradients are averaged."""
+
+else:
+    Distributed = torch.optim.Optimizer
 
 
 def DistributedOptimizer(
-    optimizer: _Optimizer,
+    optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | torch.nn.Module | None = None,
     compression: type[Compressor] = Compression.none,
     backward_passes_per_step: int = 1,
@@ -43,7 +69,7 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
     gradients_ready: str | None = None,
-) -> _Optimizer:
+) -> Distributed:
     """Makes ``optimizer`` average gradients over all ranks: they are averaged when ``backward()`` returns.
 
     So whatever a script does between ``backward()`` and ``step()`` needs no change: clipping, a gradient scaler,
@@ -118,7 +144,7 @@ def DistributedOptimizer(
         advice=reducer.advice,
     )
     attach(optimizer, reducer(optimizer, options, names, grouped), process_set)
-    return optimizer
+    return cast("Distributed", optimizer)
 
 
 def _check_optimizer(optimizer: Any) -> None:

@@ -20,11 +20,11 @@ from horo._bootstrap.store import StoreClient
 
 first, *others = parse_endpoints(os.environ["HORO_STORE"])
 client = StoreClient(first.address, first.port, bytes.fromhex(os.environ["HORO_SECRET"]), 20, others)
-client.set("k" + os.environ["RANK"], client.local_address.encode())
-print(*[client.get(f"k{rank}", 20).decode() for rank in range(int(os.environ["WORLD_SIZE"]))])
+client.set("k" + os.environ["HOROVOD_RANK"], client.local_address.encode())
+print(*[client.get(f"k{rank}", 20).decode() for rank in range(int(os.environ["HOROVOD_SIZE"]))])
 """
 STUBBORN = """
-trap '' TERM INT HUP; (trap '' TERM; exec setsid sleep 300) & : > {folder}/up.$RANK; while :; do sleep 0.2; done
+trap '' TERM INT HUP; (trap '' TERM; exec setsid sleep 300) & : > {folder}/up.$HOROVOD_RANK; while :; do sleep 0.2; done
 """
 
 
@@ -43,8 +43,8 @@ def start_stubborn(cluster: Cluster, flags: Flags, *words: str) -> tuple[int, Ca
 
 def test_ranks_run_where_they_should_and_know_it(cluster: Cluster) -> None:
     a, b = cluster.hosts
-    script = "echo $RANK $(hostname) $HOROVOD_HOSTNAME $LOCAL_RANK $HOROVOD_CROSS_RANK $MASTER_ADDR"
-    done = cluster.run("-np", "4", "--no-prefix", "--", "sh", "-c", script)
+    script = "echo $HOROVOD_RANK $(hostname) $HOROVOD_HOSTNAME $HOROVOD_LOCAL_RANK $HOROVOD_CROSS_RANK $MASTER_ADDR"
+    done = cluster.run("-np", "4", "--torch-env", "--no-prefix", "--", "sh", "-c", script)
     assert (done.returncode, done.stderr) == (0, "")
     assert sorted(done.stdout.splitlines()) == [
         f"0 {a.name} {a.name} 0 0 {a.address}",
@@ -56,7 +56,8 @@ def test_ranks_run_where_they_should_and_know_it(cluster: Cluster) -> None:
 
 def test_rank_0_on_the_other_host_is_where_all_others_look(cluster: Cluster) -> None:
     a, b = cluster.hosts
-    done = cluster.run("-np", "2", "--no-prefix", "--", "sh", "-c", "echo $MASTER_ADDR", where=f"{b.name}:1,{a.name}:1")
+    words = ["-np", "2", "--torch-env", "--no-prefix", "--", "sh", "-c", "echo $MASTER_ADDR"]
+    done = cluster.run(*words, where=f"{b.name}:1,{a.name}:1")
     assert done.stdout.split() == [b.address] * 2, done.stderr
 
 
@@ -84,7 +85,7 @@ def test_interfaces_can_be_named(cluster: Cluster) -> None:
 
 
 def test_each_host_gets_one_connection_and_no_secret_on_a_command_line(cluster: Cluster, flags: Flags) -> None:
-    script = f"echo $HORO_SECRET > {flags.folder}/secret; : > {flags.folder}/up.$RANK; exec sleep 60"
+    script = f"echo $HORO_SECRET > {flags.folder}/secret; : > {flags.folder}/up.$HOROVOD_RANK; exec sleep 60"
     job = cluster.start("-np", "4", "--", "sh", "-c", script)
     flags.wait([f"up.{rank}" for rank in range(4)])
     b = cluster.hosts[1]
@@ -97,7 +98,7 @@ def test_each_host_gets_one_connection_and_no_secret_on_a_command_line(cluster: 
 
 
 def test_a_failure_on_the_other_host_ends_the_job_with_its_code(cluster: Cluster) -> None:
-    script = "test $RANK = 3 && { echo why >&2; exit 9; }; exec sleep 60"
+    script = "test $HOROVOD_RANK = 3 && { echo why >&2; exit 9; }; exec sleep 60"
     done = cluster.run("-np", "4", "--", "sh", "-c", script)
     assert done.returncode == 9
     assert f"rank 3 on {cluster.hosts[1].name} exited with code 9" in done.stderr

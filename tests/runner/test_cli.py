@@ -38,6 +38,11 @@ def test_options_become_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     assert job.hosts == (Host("a", slots=2), Host("b", "me", 2222, 1))
     assert (job.size, job.oversubscribe, job.grace_s, job.start_timeout_s, job.host_timeout_s) == (3, True, 1.5, 7, 9)
     assert (job.interfaces, job.store_port, job.master_port) == (("e0", "e1", "e2"), 1000, 1001)
+    assert (job.torch_env, parsed("-np 1 --torch-env cmd").torch_env, parsed("-np 1 cmd").torch_env) == (
+        True,
+        True,
+        False,
+    )
     assert not job.keep_memory
     assert not job.move_ranks
     assert parsed("-np 1 cmd").keep_memory

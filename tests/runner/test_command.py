@@ -10,7 +10,7 @@ from horo.runner.cli import main, parse
 from horo.runner.command import StartError, with_python
 from jobs import Hororun
 
-SHOW = "import os, sys\nprint(os.environ['RANK'], sys.executable, *sys.argv)\n"
+SHOW = "import os, sys\nprint(os.environ['HOROVOD_RANK'], sys.executable, *sys.argv)\n"
 
 
 def test_a_script_runs_under_the_python_of_its_host(hororun: Hororun, where: str, tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_threads_the_user_has_set_stay() -> None:
         host="h",
         mark="m",
         store="s",
-        master=("a", 1),
+        master=None,
         cores=8,
         threads_set=True,
         keep_memory=False,
@@ -66,6 +66,7 @@ def test_threads_the_user_has_set_stay() -> None:
     )
     assert not {"OMP_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"} & told.keys()
     assert "HORO_LEAVE_CROWDED_CORES" not in told
+    assert not [name for name in told if not name.startswith("HORO")]
 
 
 @pytest.mark.parametrize("name", ["MALLOC_ARENA_MAX", "GLIBC_TUNABLES"])

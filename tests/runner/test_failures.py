@@ -40,9 +40,11 @@ def test_an_exception_is_reported_with_its_line_and_shown_once(hororun: Hororun,
 
 
 def test_the_others_get_a_moment_before_they_are_told_to_end(hororun: Hororun, where: str, flags: Flags) -> None:
-    script = f"test $RANK = 0 && exit 7; while kill -0 {{}} 2> /dev/null; do :; done; : > {flags.folder}/saved.$RANK"
+    script = "test $HOROVOD_RANK = 0 && exit 7; while kill -0 {} 2> /dev/null; do :; done; "
+    script += f": > {flags.folder}/saved.$HOROVOD_RANK"
     script = script.format(f"$(cat {flags.folder}/pid)")
-    script = f"test $RANK = 0 && echo $$ > {flags.folder}/pid; while ! test -s {flags.folder}/pid; do :; done\n{script}"
+    begin = f"test $HOROVOD_RANK = 0 && echo $$ > {flags.folder}/pid; while ! test -s {flags.folder}/pid; do :; done"
+    script = f"{begin}\n{script}"
     done = hororun.run("-np", "2", "--failure-seconds", "30", "--", "sh", "-c", script, where=where)
     assert done.returncode == 7
     assert done.stderr.splitlines()[-1] == "hororun: the others: rank 1 exited with code 0"
@@ -51,7 +53,7 @@ def test_the_others_get_a_moment_before_they_are_told_to_end(hororun: Hororun, w
 
 def test_a_rank_that_ends_long_after_its_victim_is_the_cause(hororun: Hororun, where: str, tmp_path: Path) -> None:
     # Its end takes longer than hororun waits for it; what it has said is enough.
-    script = RANK.replace("job =", "if os.environ['RANK'] == '1':\n    atexit.register(time.sleep, 60)\njob =")
+    script = RANK.replace("job =", "if os.environ['HOROVOD_RANK'] == '1':\n    atexit.register(time.sleep, 60)\njob =")
     script += "if job.rank == 1:\n    raise ValueError('bad sample')\n"
     script += "while job.context.health() is None:\n    time.sleep(0.01)\nsys.exit(3)\n"
     (tmp_path / "train.py").write_text(script)
@@ -67,7 +69,7 @@ def test_a_rank_that_ends_long_after_its_victim_is_the_cause(hororun: Hororun, w
 
 def test_hororun_does_not_wait_for_a_rank_that_goes_on(hororun: Hororun, where: str) -> None:
     last = "horo.errors.StalledError: rank 0 (h) has not done its part for 3 s"
-    script = f"test $RANK = 0 && exec sleep 60; echo '{last}' >&2; exit 5"
+    script = f"test $HOROVOD_RANK = 0 && exec sleep 60; echo '{last}' >&2; exit 5"
     done = hororun.run("-np", "2", "--failure-seconds", "0", "--", "sh", "-c", script, where=where)
     assert done.returncode == 5
     assert f"  | {last}\n" in done.stderr
@@ -90,7 +92,7 @@ INIT = "import os, sys\nfrom horo._bootstrap import job as bootstrap\n"
 def test_nobody_waits_for_a_rank_that_ends_before_init(
     hororun: Hororun, where: str, tmp_path: Path, way: str, how: str
 ) -> None:
-    (tmp_path / "train.py").write_text(INIT + f"if os.environ['RANK'] == '0':\n    {way}\nbootstrap.start()\n")
+    (tmp_path / "train.py").write_text(INIT + f"if os.environ['HOROVOD_RANK'] == '0':\n    {way}\nbootstrap.start()\n")
     done = hororun.run(
         "-np", "2", "--failure-seconds", "20", "--start-timeout", "1000", "train.py", where=where, cwd=tmp_path
     )
@@ -100,7 +102,7 @@ def test_nobody_waits_for_a_rank_that_ends_before_init(
 
 
 def test_a_rank_that_is_not_asked_for_may_end_early(hororun: Hororun, where: str, tmp_path: Path) -> None:
-    script = INIT + "if os.environ['RANK'] == '0':\n    sys.exit(0)\nprint(bootstrap.start(comm=[1, 2]).size)\n"
+    script = INIT + "if os.environ['HOROVOD_RANK'] == '0':\n    sys.exit(0)\nprint(bootstrap.start(comm=[1, 2]).size)\n"
     (tmp_path / "train.py").write_text(script)
     done = hororun.run("-np", "3", "--no-prefix", "train.py", where=where, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "2\n2\n"), done.stderr

@@ -19,7 +19,7 @@ PYTHON = (sys.executable, "-S", "-c")
 
 def test_lines_of_any_length_are_never_mixed_and_none_is_lost(hororun: Hororun, where: str) -> None:
     script = (
-        "import os; r = os.environ['RANK']\n"
+        "import os; r = os.environ['HOROVOD_RANK']\n"
         "for n in range(200):\n"
         "    line = (r * (n * n * 7 % 30000) + '\\n').encode()\n"
         "    for start in range(0, len(line), 5000): os.write(1, line[start:start + 5000])\n"
@@ -43,7 +43,9 @@ def test_bytes_that_are_no_text_pass(hororun: Hororun, where: str) -> None:
 
 def test_files_of_ranks_hold_every_byte(hororun: Hororun, where: str, tmp_path: Path) -> None:
     words = ["-np", "2", "--output-filename", str(tmp_path / "logs"), "--no-prefix", "--prefix-timestamp"]
-    hororun.run(*words, "--", "sh", "-c", r"printf '10%%\r20%%\r\n\377'$RANK; echo $RANK >&2", where=where)
+    hororun.run(
+        *words, "--", "sh", "-c", r"printf '10%%\r20%%\r\n\377'$HOROVOD_RANK; echo $HOROVOD_RANK >&2", where=where
+    )
     for rank in range(2):
         folder = tmp_path / "logs" / f"rank.{rank}"
         assert (folder / "stdout").read_bytes() == b"10%%\r20%%\r\n\xff%d" % rank
@@ -92,7 +94,7 @@ def test_a_reader_that_waits_makes_ranks_wait_and_loses_nothing(hororun: Hororun
 import os
 for n in range(40000):
     os.write(1, b"%d " % n * 100 + b"\\n")
-open({str(flags.folder)!r} + "/written." + os.environ["RANK"], "w").close()
+open({str(flags.folder)!r} + "/written." + os.environ["HOROVOD_RANK"], "w").close()
 """
     job = hororun.start("-np", "2", *PYTHON, script, where=where)
     assert job.process.stdout is not None

@@ -16,18 +16,42 @@ from jobs import Flags, Hororun, Launched, make_remote_shell, wait_until
 def shell(script: str, flags: Flags | None = None) -> list[str]:
     """A rank that runs ``script`` in sh; ``flag NAME`` in it makes the file NAME.<rank>."""
     folder = flags.folder if flags is not None else "/nonexistent"
-    return ["--", "sh", "-c", f'flag() {{ : > "{folder}/$1.$RANK"; }}\n{script}']
+    return ["--", "sh", "-c", f'flag() {{ : > "{folder}/$1.$HOROVOD_RANK"; }}\n{script}']
 
 
 def test_ranks_get_their_numbers(hororun: Hororun, where: str) -> None:
-    script = "echo $RANK/$WORLD_SIZE $HOROVOD_LOCAL_RANK/$HOROVOD_LOCAL_SIZE $HOROVOD_CROSS_RANK/$HOROVOD_CROSS_SIZE"
-    done = hororun.run("-np", "3", *shell(script + " $HOROVOD_HOSTNAME $MASTER_ADDR"), where=where)
+    script = "echo $HOROVOD_RANK/$HOROVOD_SIZE $HOROVOD_LOCAL_RANK/$HOROVOD_LOCAL_SIZE "
+    script += "$HOROVOD_CROSS_RANK/$HOROVOD_CROSS_SIZE $HOROVOD_HOSTNAME"
+    done = hororun.run("-np", "3", *shell(script), where=where)
     assert (done.returncode, done.stderr) == (0, "")
     expected = {
         "localhost:8": ["0/3 0/3 0/1 localhost", "1/3 1/3 0/1 localhost", "2/3 2/3 0/1 localhost"],
         "one:2,two:2": ["0/3 0/2 0/2 one", "1/3 1/2 0/1 one", "2/3 0/1 1/2 two"],
     }[where]
-    assert sorted(done.stdout.splitlines()) == [f"[{i}] {line} 127.0.0.1" for i, line in enumerate(expected)]
+    assert sorted(done.stdout.splitlines()) == [f"[{i}] {line}" for i, line in enumerate(expected)]
+
+
+TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.mark.parametrize("words", [[], ["--torch-env"], ["--master-port", "{port}"]])
+def test_variables_of_torch_are_set_when_asked_for(hororun: Hororun, where: str, words: list[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    script = "echo " + " ".join(f"${{{name}-unset}}" for name in TORCH_NAMES)
+    words = [word.format(port=port) for word in words]
+    done = hororun.run("-np", "3", *words, "--no-prefix", *shell(script), where=where)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = sorted(line.split() for line in done.stdout.splitlines())
+    if words not in (["--torch-env"], ["--master-port", port]):
+        assert lines == [["unset"] * 6] * 3
+        return
+    local = {"localhost:8": ["0/3", "1/3", "2/3"], "one:2,two:2": ["0/2", "1/2", "0/1"]}[where]
+    assert [[*line[:2], "/".join(line[2:4]), line[4]] for line in lines] == [
+        [str(rank), "3", place, "127.0.0.1"] for rank, place in enumerate(local)
+    ]
+    ports = {line[5] for line in lines}
+    assert ports == {port} if words[-1] == port else len(ports) == 1
 
 
 EXCHANGE = """
@@ -37,9 +61,9 @@ from horo._bootstrap.store import StoreClient
 
 first, *others = parse_endpoints(os.environ["HORO_STORE"])
 secret = bytes.fromhex(os.environ["HORO_SECRET"])
-print(os.environ["HORO_JOB_ID"], len(secret), os.environ["MASTER_PORT"])
+print(os.environ["HORO_JOB_ID"], len(secret))
 client = StoreClient(first.address, first.port, secret, 20, others)
-client.set("k" + os.environ["RANK"], b"v")
+client.set("k" + os.environ["HOROVOD_RANK"], b"v")
 print([client.get(f"k{rank}", 20) for rank in range(3)])
 """
 
@@ -51,11 +75,11 @@ def test_ranks_share_a_job_and_can_reach_the_store(hororun: Hororun, where: str)
     jobs = set(done.stdout.splitlines()) - {expected}
     assert done.stdout.count(expected) == 3
     assert len(jobs) == 1
-    assert " 32 " in jobs.pop()
+    assert " 32" in jobs.pop()
 
 
 def test_a_rank_that_leaves_early_with_0_disturbs_nobody(hororun: Hororun, where: str, flags: Flags) -> None:
-    script = "test $RANK = 0 && exit 0; flag up; while ! test -e {0}/go; do sleep 0.05; done; echo done"
+    script = "test $HOROVOD_RANK = 0 && exit 0; flag up; while ! test -e {0}/go; do sleep 0.05; done; echo done"
     job = hororun.start("-np", "2", *shell(script.format(flags.folder), flags), where=where)
     flags.wait(["up.1"])
     (flags.folder / "go").touch()
@@ -66,7 +90,7 @@ def test_a_rank_that_leaves_early_with_0_disturbs_nobody(hororun: Hororun, where
 def test_the_first_failure_ends_the_job_with_its_code_and_a_report(hororun: Hororun, where: str, flags: Flags) -> None:
     script = (
         f"trap 'exit 0' TERM; flag up; cd {flags.folder}; while ! test -e up.0 -a -e up.2; do sleep 0.02; done\n"
-        "test $RANK = 1 && { echo first >&2; echo 'last words' >&2; exit 7; }; sleep 60 & wait"
+        "test $HOROVOD_RANK = 1 && { echo first >&2; echo 'last words' >&2; exit 7; }; sleep 60 & wait"
     )
     done = hororun.run("-np", "3", "--grace-seconds", "1", *shell(script, flags), where=where)
     assert done.returncode == 7
@@ -83,16 +107,15 @@ def test_the_first_failure_ends_the_job_with_its_code_and_a_report(hororun: Horo
 
 @pytest.mark.parametrize(("name", "code"), [("SEGV", 139), ("KILL", 137), ("TERM", 143)])
 def test_a_rank_killed_by_a_signal_is_reported_by_name(hororun: Hororun, where: str, name: str, code: int) -> None:
-    done = hororun.run("-np", "3", *shell(f"test $RANK = 2 && kill -{name} $$; exec sleep 60"), where=where)
+    done = hororun.run("-np", "3", *shell(f"test $HOROVOD_RANK = 2 && kill -{name} $$; exec sleep 60"), where=where)
     assert done.returncode == code
     assert f"rank 2 on {'localhost' if where.startswith('localhost') else 'two'} was killed by SIG{name}" in done.stderr
     assert "ranks 0-1 killed by SIGTERM when told to end" in done.stderr
 
 
 def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace_time(hororun: Hororun, where: str, flags: Flags) -> None:
-    script = (
-        f"trap '' TERM; flag up; while ! test -e {flags.folder}/up.0; do sleep 0.02; done; test $RANK = 1 && exit 3\n"
-    )
+    script = f"trap '' TERM; flag up; while ! test -e {flags.folder}/up.0; do sleep 0.02; done\n"
+    script += "test $HOROVOD_RANK = 1 && exit 3\n"
     job = hororun.start(
         "-np", "2", "--grace-seconds", "0.2", *shell(script + "while :; do sleep 1; done", flags), where=where
     )
@@ -103,7 +126,7 @@ def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace_time(hororun: Hor
 
 def test_a_stopped_rank_ends_too(hororun: Hororun, where: str, flags: Flags) -> None:
     script = (
-        f"test $RANK = 0 && {{ echo $$ > {flags.folder}/pid; exec sleep 60; }}\n"
+        f"test $HOROVOD_RANK = 0 && {{ echo $$ > {flags.folder}/pid; exec sleep 60; }}\n"
         f"while ! test -s {flags.folder}/pid; do sleep 0.02; done; kill -STOP $(cat {flags.folder}/pid); exit 4"
     )
     assert hororun.run("-np", "2", "--grace-seconds", "0.2", *shell(script), where=where).returncode == 4
@@ -116,7 +139,7 @@ def test_a_signal_to_hororun_ends_all_ranks(
     # No shell: one that forks just when SIGTERM comes to its group may leave a child that the signal has missed.
     comes = "SIGINT" if number == signal.SIGINT else "SIGTERM"
     script = f"import os, signal, sys\ndef end(*_): print('saved'); sys.exit(0)\nsignal.signal(signal.{comes}, end)\n"
-    script += f"open('{flags.folder}/up.' + os.environ['RANK'], 'w').close()\nwhile True: signal.pause()"
+    script += f"open('{flags.folder}/up.' + os.environ['HOROVOD_RANK'], 'w').close()\nwhile True: signal.pause()"
     job = hororun.start("-np", "3", sys.executable, "-S", "-c", script, where=where)
     flags.wait(["up.0", "up.1", "up.2"])
     job.process.send_signal(number)
@@ -128,9 +151,9 @@ def test_a_signal_to_hororun_ends_all_ranks(
 
 def test_ctrl_c_interrupts_first_then_terminates_then_kills(hororun: Hororun, where: str, flags: Flags) -> None:
     script = "import atexit, os, signal, time\n"
-    script += f"def flag(name): open('{flags.folder}/' + name + '.' + os.environ['RANK'], 'w').close()\n"
-    script += "if os.environ['RANK'] != '0': signal.signal(signal.SIGINT, lambda *_: flag('int'))\n"
-    script += "if os.environ['RANK'] == '2': signal.signal(signal.SIGTERM, lambda *_: flag('term'))\n"
+    script += f"def flag(name): open('{flags.folder}/' + name + '.' + os.environ['HOROVOD_RANK'], 'w').close()\n"
+    script += "if os.environ['HOROVOD_RANK'] != '0': signal.signal(signal.SIGINT, lambda *_: flag('int'))\n"
+    script += "if os.environ['HOROVOD_RANK'] == '2': signal.signal(signal.SIGTERM, lambda *_: flag('term'))\n"
     script += "atexit.register(flag, 'atexit')\nflag('up')\n"
     script += "try:\n    while True: time.sleep(0.05)\nfinally: flag('finally')\n"
     job = hororun.start("-np", "3", "--grace-seconds", "0.5", sys.executable, "-c", script, where=where)
@@ -147,7 +170,11 @@ def test_ctrl_c_interrupts_first_then_terminates_then_kills(hororun: Hororun, wh
 def test_signals_that_users_trap_reach_the_ranks(
     hororun: Hororun, where: str, flags: Flags, number: signal.Signals
 ) -> None:
-    script = "import os, signal\ndef flag(name): open(f'" + str(flags.folder) + "/{name}.' + os.environ['RANK'], 'w')\n"
+    script = (
+        "import os, signal\ndef flag(name): open(f'"
+        + str(flags.folder)
+        + "/{name}.' + os.environ['HOROVOD_RANK'], 'w')\n"
+    )
     script += f"signal.signal({int(number)}, lambda *_: flag('saved'))\nflag('up')\nsignal.pause()\n"
     job = hororun.start("-np", "3", sys.executable, "-c", script, where=where)
     flags.wait(["up.0", "up.1", "up.2"])
@@ -308,7 +335,7 @@ def test_children_that_a_shell_left_to_hororun_are_spared(hororun: Hororun, flag
 
 
 def test_no_secret_is_on_a_command_line(hororun: Hororun, where: str, flags: Flags) -> None:
-    script = f"echo $HORO_SECRET > {flags.folder}/secret.$RANK; flag up; sleep 60"
+    script = f"echo $HORO_SECRET > {flags.folder}/secret.$HOROVOD_RANK; flag up; sleep 60"
     job = hororun.start("-np", "2", *shell(script, flags), where=where)
     flags.wait(["up.0", "up.1"])
     secret = flags.read("secret.0").strip()

@@ -69,9 +69,8 @@ def shell(script: str) -> list[str]:
 
 
 def test_hosts_slots_and_srun_are_taken_without_being_asked(hororun: Hororun, slurm: Slurm) -> None:
-    script = (
-        "echo $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $HOROVOD_CROSS_RANK/$HOROVOD_CROSS_SIZE $SLURMD_NODENAME"
-    )
+    script = "echo $HOROVOD_RANK/$HOROVOD_SIZE $HOROVOD_LOCAL_RANK/$HOROVOD_LOCAL_SIZE "
+    script += "$HOROVOD_CROSS_RANK/$HOROVOD_CROSS_SIZE $SLURMD_NODENAME"
     done = hororun.run("--no-prefix", *shell(script), where=None, environment=slurm.environment)
     assert (done.returncode, done.stderr) == (0, "")
     assert sorted(done.stdout.splitlines()) == ["0/3 0/2 0/2 one", "1/3 1/2 0/1 one", "2/3 0/1 1/2 two"]
@@ -187,7 +186,9 @@ def test_an_srun_that_is_not_there_is_named(hororun: Hororun, slurm: Slurm, tmp_
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_ranks_on_all_hosts(hororun: Hororun, slurm: Slurm, flags: Flags, number: signal.Signals) -> None:
     script = "import os, signal, sys\ndef end(*_): print('saved'); sys.exit(0)\n"
-    script += f"signal.signal({int(number)}, end)\nopen('{flags.folder}/up.' + os.environ['RANK'], 'w').close()\n"
+    script += (
+        f"signal.signal({int(number)}, end)\nopen('{flags.folder}/up.' + os.environ['HOROVOD_RANK'], 'w').close()\n"
+    )
     script += "while True: signal.pause()"
     job = hororun.start(sys.executable, "-S", "-c", script, where=None, environment=slurm.environment)
     flags.wait(["up.0", "up.1", "up.2"])
@@ -198,7 +199,7 @@ def test_a_signal_ends_ranks_on_all_hosts(hororun: Hororun, slurm: Slurm, flags:
 
 
 def test_kill_9_of_hororun_leaves_nothing(hororun: Hororun, slurm: Slurm, flags: Flags) -> None:
-    script = f"trap '' TERM INT HUP; : > {flags.folder}/up.$RANK; while :; do sleep 0.1; done"
+    script = f"trap '' TERM INT HUP; : > {flags.folder}/up.$HOROVOD_RANK; while :; do sleep 0.1; done"
     job = hororun.start("--grace-seconds", "0.2", *shell(script), where=None, environment=slurm.environment)
     flags.wait(["up.0", "up.1", "up.2"])
     job.process.kill()
@@ -207,7 +208,7 @@ def test_kill_9_of_hororun_leaves_nothing(hororun: Hororun, slurm: Slurm, flags:
 
 
 def test_no_secret_is_on_a_command_line(hororun: Hororun, slurm: Slurm, flags: Flags) -> None:
-    script = f"echo $HORO_SECRET > {flags.folder}/secret; : > {flags.folder}/up.$RANK; exec sleep 60"
+    script = f"echo $HORO_SECRET > {flags.folder}/secret; : > {flags.folder}/up.$HOROVOD_RANK; exec sleep 60"
     job = hororun.start(*shell(script), where=None, environment=slurm.environment)
     flags.wait(["up.0", "up.1", "up.2"])
     secret = flags.read("secret").strip()
@@ -219,7 +220,9 @@ def test_no_secret_is_on_a_command_line(hororun: Hororun, slurm: Slurm, flags: F
 
 
 def test_the_code_of_the_rank_that_failed_is_kept(hororun: Hororun, slurm: Slurm) -> None:
-    done = hororun.run(*shell("test $RANK = 2 && exit 9; exec sleep 60"), where=None, environment=slurm.environment)
+    done = hororun.run(
+        *shell("test $HOROVOD_RANK = 2 && exit 9; exec sleep 60"), where=None, environment=slurm.environment
+    )
     assert done.returncode == 9
     assert "rank 2 on two exited with code 9" in done.stderr
 
