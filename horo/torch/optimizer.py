@@ -81,7 +81,11 @@ def DistributedOptimizer(
     - ``no_sync()``, a context in which backward only accumulates locally; the next backward outside averages the sum;
     - ``set_backward_passes_per_step(n)``;
     - ``synchronize()``, which averages what no backward has averaged, as after ``no_sync()``; else it does nothing;
-    - ``skip_synchronize()``, a context in which ``step()`` takes gradients as they are.
+    - ``skip_synchronize()``, a context in which ``step()`` takes gradients as they are. If they are not averaged, that
+      is an error; inside ``no_sync()`` as well, it is not: for steps of one rank alone.
+
+    A deep copy is distributed too; pickling is an error, save ``state_dict()``. The optimizer goes on working after
+    ``shutdown()`` and ``init()``. Of several over one parameter, the newest averages its gradient.
 
     ``backward()`` blocks until all ranks have come to the end of theirs: ranks call ``backward()`` equally often and in
     the same order. Every parameter that requires grad takes part in it, with zeros if this rank did not use it. If a

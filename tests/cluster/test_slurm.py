@@ -121,7 +121,7 @@ def test_a_rank_that_is_killed_ends_hororun_and_is_named(slurm: Slurm) -> None:
 def cancel(slurm: Slurm, folder: Path, start: Sequence[str], environment: Mapping[str, str]) -> None:
     """Cancels a batch job of four ranks that sum for ever; nothing of it may be left."""
     script, flags = folder / "job.sh", Flags(folder)
-    rank = "${RANK:-${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-$SLURM_PROCID}}}"
+    rank = "${HOROVOD_RANK:-${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-$SLURM_PROCID}}}"
     task = f": > {folder}/up.{rank}; exec {' '.join(LOST)} -1"
     script.write_text(f'#!/bin/sh\n{" ".join(start)} sh -c "$TASK"\n')
     number, job = slurm.queue(folder, *LAYOUTS["aabb"], str(script), environment={"TASK": task, **environment})
