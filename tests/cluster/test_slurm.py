@@ -133,7 +133,7 @@ def cancel(slurm: Slurm, folder: Path, start: Sequence[str], environment: Mappin
 def test_a_job_that_slurm_suspends_for_longer_than_the_host_timeout_goes_on(slurm: Slurm, tmp_path: Path) -> None:
     limit_s = 10.0
     flags = Flags(tmp_path)
-    task = f": > {tmp_path}/up.$RANK; while ! test -e {tmp_path}/go; do sleep 0.1; done"
+    task = f": > {tmp_path}/up.$HOROVOD_RANK; while ! test -e {tmp_path}/go; do sleep 0.1; done"
     script = tmp_path / "job.sh"
     script.write_text(f'#!/bin/sh\n{" ".join(HORORUN)} --host-timeout {limit_s} sh -c "$TASK"\n')
     number, job = slurm.queue(tmp_path, *LAYOUTS["aabb"], str(script), environment={"TASK": task})

@@ -18,7 +18,7 @@ STUBBORN = "trap '' TERM; flag up; while :; do sleep 0.1; done"
 
 
 def shell(script: str, flags: Flags) -> list[str]:
-    return ["--", "sh", "-c", f"flag() {{ : > {flags.folder}/$1.$RANK; }}; {script}"]
+    return ["--", "sh", "-c", f"flag() {{ : > {flags.folder}/$1.$HOROVOD_RANK; }}; {script}"]
 
 
 def grace_s(line: str) -> float:
@@ -41,7 +41,7 @@ def test_it_is_longer_in_batch_jobs(
 
 
 def test_ranks_that_were_killed_because_it_ran_out_are_named(hororun: Hororun, where: str, flags: Flags) -> None:
-    script = f"test $RANK = 1 && {{ flag up; exec sleep 60; }}; {STUBBORN}"
+    script = f"test $HOROVOD_RANK = 1 && {{ flag up; exec sleep 60; }}; {STUBBORN}"
     job = hororun.start("-np", "3", "--grace-seconds", "0.2", *shell(script, flags), where=where)
     flags.wait([f"up.{rank}" for rank in range(3)])
     job.process.send_signal(signal.SIGTERM)
@@ -54,7 +54,7 @@ def test_ranks_that_were_killed_because_it_ran_out_are_named(hororun: Hororun, w
 def test_a_rank_that_was_killed_after_the_failure_of_another_is_named(
     hororun: Hororun, where: str, flags: Flags
 ) -> None:
-    script = f"test $RANK = 1 && {{ while ! test -e {flags.folder}/up.0; do sleep 0.05; done; exit 3; }}; {STUBBORN}"
+    script = f"test $HOROVOD_RANK = 1 && {{ while ! test -e {flags.folder}/up.0; do sleep 0.05; done; exit 3; }}; {STUBBORN}"
     done = hororun.run("-np", "2", "--grace-seconds", "0.2", *shell(script, flags), where=where)
     assert done.stderr.splitlines()[-1] == (
         "hororun: rank 0 did not end within 0.2 s of SIGTERM and was killed; --grace-seconds gives more"

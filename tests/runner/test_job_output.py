@@ -55,7 +55,7 @@ def test_files_of_ranks_hold_every_byte(hororun: Hororun, where: str, tmp_path: 
 @pytest.mark.parametrize("where", ["localhost:1,one:1,seven:1", "one:1,localhost:1,seven:1"])
 def test_lines_and_folders_can_name_the_host(hororun: Hororun, where: str, tmp_path: Path) -> None:
     words = ["-np", "3", "--prefix-host", "--output-filename", str(tmp_path / "logs")]
-    done = hororun.run(*words, "--", "sh", "-c", "echo out $RANK; echo err $RANK >&2", where=where)
+    done = hororun.run(*words, "--", "sh", "-c", "echo out $HOROVOD_RANK; echo err $HOROVOD_RANK >&2", where=where)
     assert done.returncode == 0, done.stderr
     hosts = [item.partition(":")[0] for item in where.split(",")]
     assert sorted(done.stdout.splitlines()) == [f"[{r} {name}] out {r}" for r, name in enumerate(hosts)]

@@ -10,7 +10,7 @@ from jobs import Hororun
 
 CORES = len(os.sched_getaffinity(0))
 WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
-SHOW = ["--no-prefix", "--", "sh", "-c", "echo $RANK $HOROVOD_HOSTNAME"]
+SHOW = ["--no-prefix", "--", "sh", "-c", "echo $HOROVOD_RANK $HOROVOD_HOSTNAME"]
 
 
 def test_hosts_that_get_no_rank_are_named_where_slots_were_left_open(hororun: Hororun) -> None:

@@ -25,7 +25,7 @@ def suspend(job: Launched, longer_than_s: float) -> None:
 
 
 def shell(script: str, flags: Flags) -> list[str]:
-    return ["--", "sh", "-c", f"flag() {{ : > {flags.folder}/$1.$RANK; }}; {script}"]
+    return ["--", "sh", "-c", f"flag() {{ : > {flags.folder}/$1.$HOROVOD_RANK; }}; {script}"]
 
 
 def test_a_job_that_was_suspended_for_longer_than_the_host_timeout_goes_on(hororun: Hororun, flags: Flags) -> None:
