@@ -17,7 +17,10 @@ CORES = tuple(frozenset({cpu, cpu + 8}) for cpu in range(8))
 NODES = (frozenset({0, 1, 2, 3, 8, 9, 10, 11}), frozenset({4, 5, 6, 7, 12, 13, 14, 15}))
 MACHINE = Topology(NODES, CORES)
 ALL = range(16)
-SHOW = ["-c", "import os; print(os.environ['RANK'], sorted(os.sched_getaffinity(0)), os.environ['OMP_NUM_THREADS'])"]
+SHOW = [
+    "-c",
+    "import os; print(os.environ['HOROVOD_RANK'], sorted(os.sched_getaffinity(0)), os.environ['OMP_NUM_THREADS'])",
+]
 HERE = sorted(os.sched_getaffinity(0))
 
 

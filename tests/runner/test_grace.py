@@ -54,7 +54,8 @@ def test_ranks_that_were_killed_because_it_ran_out_are_named(hororun: Hororun, w
 def test_a_rank_that_was_killed_after_the_failure_of_another_is_named(
     hororun: Hororun, where: str, flags: Flags
 ) -> None:
-    script = f"test $HOROVOD_RANK = 1 && {{ while ! test -e {flags.folder}/up.0; do sleep 0.05; done; exit 3; }}; {STUBBORN}"
+    late = f"while ! test -e {flags.folder}/up.0; do sleep 0.05; done"
+    script = f"test $HOROVOD_RANK = 1 && {{ {late}; exit 3; }}; {STUBBORN}"
     done = hororun.run("-np", "2", "--grace-seconds", "0.2", *shell(script, flags), where=where)
     assert done.stderr.splitlines()[-1] == (
         "hororun: rank 0 did not end within 0.2 s of SIGTERM and was killed; --grace-seconds gives more"
