@@ -152,19 +152,21 @@ class Config:
         high=1 << 20,
     )
     stall_check_disable: bool = _variable(
-        "STALL_CHECK_DISABLE", False, "1: say nothing about tensors that some ranks have submitted and others not."
+        "STALL_CHECK_DISABLE",
+        False,
+        "1: do not look for tensors that some ranks have submitted and others not, nor for deadlocks; wait for ever.",
     )
     stall_check_time_s: float = _variable(
         "STALL_CHECK_TIME_SECONDS",
         60.0,
-        "Wait for the ranks that have not submitted a tensor before a warning names them; 0: never warn.",
+        "Wait for the ranks that have not submitted a tensor before a warning names them; 0: no check at all.",
         unit="s",
         low=0,
         high=1e6,
     )
     stall_shutdown_time_s: float = _variable(
         "STALL_SHUTDOWN_TIME_SECONDS",
-        0.0,
+        600.0,
         "Wait for the ranks that have not submitted a tensor before it fails with StalledError; 0: wait for ever.",
         unit="s",
         low=0,

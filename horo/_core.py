@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
 
+from horo._blocked import describe_blocked
 from horo._native import ffi, lib
 from horo._request_buffer import DTYPES, OPS, REDUCE_OPS, RequestBuffer, Tensor
 from horo._setup import MpiUse, Setup
@@ -239,12 +241,40 @@ class Context:
             BaseException: what a signal handler raised (KeyboardInterrupt after Ctrl-C). The request goes on in the
                 background, and its memory must stay valid until it is done.
         """
-        while True:
-            status = lib.horo_wait(self._context, handle, _SIGNAL_CHECK_MS)
-            if status == lib.HORO_OK:
-                return
-            if status != lib.HORO_IN_PROGRESS:
-                raise error_from_status(_STATUS_NAMES[status], self._message(handle))
+        status = lib.horo_wait(self._context, handle, _SIGNAL_CHECK_MS)
+        if status == lib.HORO_IN_PROGRESS:
+            status = self._wait_long(handle)
+        if status != lib.HORO_OK:
+            raise error_from_status(_STATUS_NAMES[status], self._message(handle))
+
+    def _wait_long(self, handle: int) -> int:
+        """Waits on, and tells the core from time to time where this thread stands; a status that is not "in progress".
+
+        ``describe_blocked`` knows by this frame that its thread waits.
+        """
+        look_s = time.monotonic() + _BLOCKED_AFTER_S
+        try:
+            while (status := lib.horo_wait(self._context, handle, _SIGNAL_CHECK_MS)) == lib.HORO_IN_PROGRESS:
+                if time.monotonic() >= look_s:
+                    self._report_blocked()
+                    look_s = time.monotonic() + _BLOCKED_EVERY_S
+        except BaseException:  # a signal handler's: what was reported holds no more
+            lib.horo_report_blocked(self._context, _NULL, 0, b"")
+            raise
+        return int(status)
+
+    def _report_blocked(self) -> None:
+        """Tells the core what the threads that use this context wait for."""
+        threads = ffi.new("uint64_t[]", lib.HORO_CALLERS_MAX)
+        count = lib.horo_callers(self._context, threads, lib.HORO_CALLERS_MAX)
+        callers = list(threads[0 : min(count, lib.HORO_CALLERS_MAX)])
+        blocked = describe_blocked(self, Context._wait_long.__code__, callers)
+        others = blocked.others or ("one of many threads" if count > lib.HORO_CALLERS_MAX else "")
+        places = [ffi.new("char[]", wait.place.encode("utf-8", "replace")) for wait in blocked.waits]
+        waits = ffi.new("horo_waiting[]", len(places))
+        for native, wait, place in zip(waits, blocked.waits, places, strict=True):
+            native.handle, native.place = wait.handle, place
+        lib.horo_report_blocked(self._context, waits, len(places), others.encode("utf-8", "replace"))
 
     def finish(self, handle: int) -> None:
         """``wait`` and ``release`` in one, and quicker than the two; for an allgather only into its outputs.
@@ -383,6 +413,8 @@ def native_mpi(use: MpiUse, keep: list[Any], ffi: Any = ffi) -> Any:
 
 
 _SIGNAL_CHECK_MS = 100
+_BLOCKED_AFTER_S = 0.8
+_BLOCKED_EVERY_S = 0.5
 
 
 def _error_buffer() -> Any:

@@ -9,6 +9,7 @@ HoroError(RuntimeError)
 ├── GroupError               a peer or a link is gone: rebuild the group (= HorovodInternalError)
 │   ├── PeerLostError
 │   ├── StalledError
+│   ├── DeadlockError        every rank waits for what another has not submitted
 │   ├── TimeoutError
 │   └── AbortedError
 └── InternalError            a bug in horo
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 __all__ = [
     "AbortedError",
+    "DeadlockError",
     "GroupError",
     "HoroError",
     "HorovodInternalError",
@@ -73,6 +75,10 @@ class StalledError(GroupError):
     """A rank did not submit what the others wait for within the time allowed."""
 
 
+class DeadlockError(GroupError):
+    """Every rank waits for what another one has not submitted, so that none can go on; it says who waits for what."""
+
+
 class TimeoutError(GroupError):
     """A peer did not answer within the time allowed."""
 
@@ -97,6 +103,7 @@ _CLASS_OF_STATUS: dict[str, type[HoroError]] = {
     "HORO_ERR_STALLED": StalledError,
     "HORO_ERR_TIMEOUT": TimeoutError,
     "HORO_ERR_ABORTED": AbortedError,
+    "HORO_ERR_DEADLOCK": DeadlockError,
     "HORO_ERR_INTERNAL": InternalError,
 }
 

@@ -14,7 +14,6 @@ import os
 import re
 import stat
 import sys
-import sysconfig
 import threading
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -22,15 +21,12 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn
 
-from horo.errors import HoroError, InternalError
+from horo._blocked import innermost_own, is_of_horo
+from horo.errors import DeadlockError, HoroError, InternalError
 
 __all__ = ["EndNotes", "culprit_of", "describe_exception", "script_line", "shorten_traceback", "watch_exceptions"]
 
 _TEXT_MAX = 200
-_HORO = str(Path(__file__).resolve().parents[1]) + os.sep
-_LIBRARIES = tuple(
-    {os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-)
 _CULPRIT = re.compile(r"rank (\d+)\b")
 
 
@@ -75,8 +71,10 @@ class EndNotes:
 
 
 def culprit_of(health: HoroError | None) -> int | None:
-    """The rank that the core's sentence about the end of the group begins with; None: it names none."""
-    found = _CULPRIT.match(str(health)) if health is not None else None
+    """The rank that the core's sentence about the end of the group blames; None: it blames none."""
+    if health is None or isinstance(health, DeadlockError):  # which names all ranks, and none as the cause
+        return None
+    found = _CULPRIT.match(str(health))
     return int(found[1]) if found is not None else None
 
 
@@ -103,10 +101,10 @@ def script_line(traceback: TracebackType | None) -> str:
 
 
 def _innermost(places: Sequence[tuple[str, int]]) -> str:
-    own = [place for place in places if not os.path.realpath(place[0]).startswith((_HORO, *_LIBRARIES))]
     if not places:
         return ""
-    file, line = (own or places)[-1]
+    own = innermost_own([file for file, _ in places])
+    file, line = places[-1 if own is None else own]
     return f"{Path(file).name}, line {line}"
 
 
@@ -119,7 +117,7 @@ def shorten_traceback(error: BaseException) -> None:
         return
     last, frame = None, error.__traceback__
     while frame is not None:
-        if not os.path.realpath(frame.tb_frame.f_code.co_filename).startswith(_HORO):
+        if not is_of_horo(frame.tb_frame.f_code.co_filename):
             last = frame
         frame = frame.tb_next
     if last is not None:

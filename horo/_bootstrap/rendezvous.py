@@ -15,6 +15,7 @@ __all__ = ["Rendezvous", "error_of_peer", "kind_and_reason", "list_ranks", "rank
 _WARNING_INTERVAL_S = 10.0
 _FAILED = "failed"
 _READY = "ready"
+_ENTERED = "entered"
 _SHOWN_MAX = 8
 _ERRORS_OF_ALL_RANKS: dict[str, type[HoroError]] = {error.__name__: error for error in (MismatchError, PeerLostError)}
 
@@ -51,7 +52,7 @@ class Rendezvous:
         Raises:
             UsageError: another process has this rank as well.
         """
-        key = f"entered/{self.rank}"
+        key = f"{_ENTERED}/{self.rank}"
         self.leftovers.append(key)
         if self._store.add(key, 1) > 1:
             raise UsageError(f"{self.name(self.rank)} was started twice: two processes of this job have this rank")
@@ -87,14 +88,29 @@ class Rendezvous:
             now = time.monotonic()
             if len(missing) < missing_before:
                 missing_before, deadline = len(missing), max(deadline, now + self.timeout_s)
+            late = self._describe_late(missing)
             if now >= deadline:
                 raise TimeoutError(
-                    f"{self.names(missing)} did not arrive at '{topic}' within {self.timeout_s:g} s of any progress "
-                    "(HORO_START_TIMEOUT): did it start, and does it call init()?"
+                    f"{late} within {self.timeout_s:g} s of any progress (HORO_START_TIMEOUT): was it started, and is "
+                    "it running?"
                 )
-            self._log.warning(
-                "%s has waited %.0f s at '%s' for %s", self.name(self.rank), now - began, topic, self.names(missing)
-            )
+            self._log.warning("%s has waited %.0f s in init(): %s", self.name(self.rank), now - began, late)
+
+    def _describe_late(self, missing: Sequence[int]) -> str:
+        """What ranks that are waited for have not done, in the words of whoever wrote their program."""
+        entered = {f"{_ENTERED}/{rank}": rank for rank in missing}
+        absent: list[int] = []
+        try:
+            self._store.get_many(list(entered), 0.0, unless=_FAILED)
+        except StoreAbandonedError as error:
+            raise self._aborted(error) from None
+        except StoreTimeoutError as error:
+            absent = [entered[key] for key in error.missing]
+        begun = [rank for rank in missing if rank not in absent]
+        sorts = ((absent, "not called horo.torch.init()"), (begun, "begun init() but not come through it"))
+        return "; ".join(
+            f"{self.names(ranks)} {'has' if len(ranks) == 1 else 'have'} {what}" for ranks, what in sorts if ranks
+        )
 
     def check(self) -> None:
         """Raises AbortedError if another rank has failed meanwhile."""

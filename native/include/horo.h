@@ -39,6 +39,7 @@ enum horo_status {
     HORO_ERR_STALLED = -41,
     HORO_ERR_TIMEOUT = -42,
     HORO_ERR_ABORTED = -43,
+    HORO_ERR_DEADLOCK = -44,
     /* horo itself */
     HORO_ERR_INTERNAL = -60,
 };
@@ -95,6 +96,12 @@ enum horo_submit_flags {
 };
 
 typedef struct horo_context horo_context;
+
+/* One thread of this rank that waits for a request; see horo_report_blocked. */
+typedef struct {
+    int64_t handle;
+    const char *place; /* in the program: "train.py:12" */
+} horo_waiting;
 
 /* One dense, contiguous tensor. Memory stays the caller's and must live until the request is done. */
 typedef struct {
@@ -297,6 +304,7 @@ typedef struct {
 
 enum { HORO_NAME_MAX = 1023, HORO_MESSAGE_MAX = 1024, HORO_DIMS_MAX = 64, HORO_EVENTS_MAX = 1024 };
 enum { HORO_SOCKETS_PER_PEER_MAX = 8, HORO_TEAMS_MAX = 64 };
+enum { HORO_WAITING_MAX = 16, HORO_CALLERS_MAX = 256 };
 enum { HORO_MPI_STATUS_MAX = 128, HORO_MPI_MESSAGE_MAX = 1 << 30 };
 
 /* "0.1.0+abi13": ranks compare it at init and refuse to mix. */
@@ -336,7 +344,7 @@ HORO_API void horo_destroy(horo_context *context);
 
 /*
  * Ends the group for all ranks at once: the program of this rank has ended with an error, which the sentence `words`
- * describes (255 bytes of it count). Every pending and later request gets HORO_ERR_PEER_LOST with these words, here and
+ * describes (895 bytes of it count). Every pending and later request gets HORO_ERR_PEER_LOST with these words, here and
  * elsewhere. Returns at once; the background thread tells other hosts, and horo_destroy waits for that for a moment.
  * Does nothing where the group has ended already, and in a forked child.
  */
@@ -388,6 +396,21 @@ HORO_API int horo_wait(horo_context *context, int64_t handle, int32_t timeout_ms
  * allocated: only with HORO_SUBMIT_INTO.
  */
 HORO_API int horo_finish(horo_context *context, int64_t handle, int32_t timeout_ms);
+
+/*
+ * The threads of this rank that wait, for some time already: nothing more comes from it until one of these requests is
+ * done, unless a thread may still submit something, which `others` names (empty: none may). Rank 0 puts together what
+ * all ranks say. Where all wait and nothing can finish, the group ends with HORO_ERR_DEADLOCK; with a thread that may
+ * still submit, a warning is logged. A report holds until a request of this rank is submitted or done, and until the
+ * next one; count 0 takes it back. Repeating one costs nothing. Ignored: one with a request that is done, or with more
+ * than HORO_WAITING_MAX threads, and all where stall_warning_ms is 0. Never blocks. HORO_OK, or as horo_poll.
+ */
+HORO_API int horo_report_blocked(horo_context *context, const horo_waiting *waits, int32_t count, const char *others);
+/*
+ * The threads that have submitted requests or waited for them, as pthread_self() of each; at most `capacity` are
+ * written. Returns how many there are, of which those beyond HORO_CALLERS_MAX are not told apart, or as horo_poll.
+ */
+HORO_API int32_t horo_callers(horo_context *context, uint64_t *threads, int32_t capacity);
 
 /*
  * The sentence that goes with a failed handle; truncated to fit. HORO_ERR_USAGE where there is no such handle, which is

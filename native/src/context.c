@@ -109,7 +109,7 @@ HORO_API void horo_destroy(horo_context *context) {
 
 HORO_API void horo_end(horo_context *context, const char *words) {
     if (context != NULL && hr_owner_is_here(&context->owner) && hr_engine_end(&context->engine).code == HORO_OK) {
-        hr_node_end(&context->node, context->node.rank, words, strlen(words));
+        hr_node_end(&context->node, HORO_ERR_PEER_LOST, context->node.rank, words, strlen(words));
     }
 }
 
@@ -246,6 +246,16 @@ HORO_API int horo_wait(horo_context *context, int64_t handle, int32_t timeout_ms
 HORO_API int horo_finish(horo_context *context, int64_t handle, int32_t timeout_ms) {
     const int status = horo_wait(context, handle, timeout_ms);
     return status == HORO_OK ? horo_release(context, handle) : status;
+}
+
+HORO_API int horo_report_blocked(horo_context *context, const horo_waiting *waits, int32_t count, const char *others) {
+    const int status = usable(context);
+    return status == HORO_OK ? hr_engine_report_blocked(&context->engine, waits, count, others) : status;
+}
+
+HORO_API int32_t horo_callers(horo_context *context, uint64_t *threads, int32_t capacity) {
+    const int status = usable(context);
+    return status == HORO_OK ? hr_engine_callers(&context->engine, threads, capacity) : status;
 }
 
 HORO_API int horo_run(horo_context *context, const horo_request *request, int32_t timeout_ms, int64_t *handle,

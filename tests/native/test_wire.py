@@ -269,13 +269,26 @@ def test_leaves_round_trip(wire: Wire, rank: int) -> None:
     assert (code, message.type, message.rank) == (OK, oracle.LEAVE, rank)
 
 
-@given(rank=ranks, text=texts)
-def test_last_words_round_trip(wire: Wire, rank: int, text: bytes) -> None:
-    data = wire.written(wire.lib.shim_wire_put_ended, rank, wire.text(text))
-    assert data == oracle.ended_message(rank, text)
+@given(rank=ranks, status=errors, text=texts)
+def test_last_words_round_trip(wire: Wire, rank: int, status: int, text: bytes) -> None:
+    data = wire.written(wire.lib.shim_wire_put_ended, rank, status, wire.text(text))
+    assert data == oracle.ended_message(rank, text, status)
     assert wire.status(data) == OK
     code, message = wire.decode(data)
-    assert (code, message.type, message.rank) == (OK, oracle.ENDED, rank)
+    assert (code, message.type, message.rank, message.status) == (OK, oracle.ENDED, rank, status)
+
+
+@given(rank=ranks, text=texts, others=texts, counts=st.tuples(st.integers(0, 32), st.integers(0, 9)))
+def test_reports_of_blocked_ranks_round_trip(
+    wire: Wire, rank: int, text: bytes, others: bytes, counts: tuple[int, int]
+) -> None:
+    lanes, hashes = counts
+    data = wire.written(wire.lib.shim_wire_put_blocked, rank, wire.text(text), wire.text(others), lanes, hashes)
+    expected = [oracle.lane(2 * i, i + 1, i << 40, [2**64 - 1 - i - k for k in range(hashes)]) for i in range(lanes)]
+    assert data == oracle.blocked_message(rank, text, others, expected)
+    assert wire.status(data) == OK
+    code, message = wire.decode(data)
+    assert (code, message.type, message.rank) == (OK, oracle.BLOCKED, rank)
 
 
 @given(status=errors, name=names | st.just(""), text=texts)
@@ -350,7 +363,7 @@ NAME_AT, COUNT_AT, DTYPE_AT, WIRE_AT, NDIM_AT, EXTENT_AT = 25, 27, 31, 32, 33, 3
         {
             "nothing": b"",
             "type 0": b"\0",
-            "unknown type": b"\x0b\0\0\0\0",
+            "unknown type": b"\x0d\0\0\0\0",
             "unknown op": request_bytes(REDUCE, op=(0, "<B", 4)),
             "Adasum's number": request_bytes(REDUCE, reduce_op=(1, "<B", 2)),
             "unknown reduce op": request_bytes(REDUCE, reduce_op=(1, "<B", 6)),
@@ -400,6 +413,16 @@ NAME_AT, COUNT_AT, DTYPE_AT, WIRE_AT, NDIM_AT, EXTENT_AT = 25, 27, 31, 32, 33, 3
             "negative rank ended": oracle.ended_message(-1, b"x"),
             "last words longer than the message": oracle.ended_message(1, b"x" * 9)[:-1],
             "more than last words": oracle.ended_message(1, b"x") + b"y",
+            "words with no error": oracle.ended_message(1, b"x", 0),
+            "words with an unknown error": oracle.ended_message(1, b"x", -45),
+            "negative rank blocked": oracle.blocked_message(-1, b"", b"", []),
+            "a lane too few": oracle.blocked_message(1, b"", b"", [oracle.lane(0, 1, 0, [])])[:-1],
+            "a hash too few": oracle.blocked_message(1, b"", b"", [oracle.lane(0, 1, 0, [3])])[:-1],
+            "more than lanes": oracle.blocked_message(1, b"", b"", [oracle.lane(0, 1, 0, [3])]) + b"y",
+            "lanes out of order": oracle.blocked_message(1, b"", b"", [oracle.lane(t, 1, 0, []) for t in (2, 1)]),
+            "a lane twice": oracle.blocked_message(1, b"", b"", [oracle.lane(1, 1, 0, [])] * 2),
+            "lane of no team": oracle.blocked_message(1, b"", b"", [oracle.lane(64, 1, 0, [])]),
+            "lane without members": oracle.blocked_message(1, b"", b"", [oracle.lane(0, 0, 0, [])]),
             "negative rank leaves": oracle.leave_message(-1),
             "negative rank is done": oracle.done_message(-1),
             "data of no tensor": oracle.data_message(oracle.DATA, 0, b"x"),

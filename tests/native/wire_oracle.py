@@ -6,11 +6,11 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-IDS, REQUEST, LOST, LEAVE, BATCH, FAIL, DONE, DATA, RESULT, ROWS, ENDED = range(1, 12)
+IDS, REQUEST, LOST, LEAVE, BATCH, FAIL, DONE, DATA, RESULT, ROWS, ENDED, BLOCKED = range(1, 13)
 ALLREDUCE, ALLGATHER, BROADCAST, BARRIER, ADD_TEAM, REMOVE_TEAM = range(6)
 REDUCE_OPS = (0, 1, 3, 4, 5)
 TRANSIENT = 2
-ERRORS = (*range(-5, 0), -21, -20, *range(-43, -39), -60)
+ERRORS = (*range(-5, 0), -21, -20, *range(-44, -39), -60)
 """Status codes that travel."""
 REASONS = range(1, 7)
 """Why a rank is at fault."""
@@ -118,9 +118,20 @@ def done_message(rank: int) -> bytes:
     return struct.pack("<Bi", DONE, rank)
 
 
-def ended_message(rank: int, text: bytes) -> bytes:
+def ended_message(rank: int, text: bytes, status: int = -40) -> bytes:
     """ENDED."""
-    return struct.pack("<BiH", ENDED, rank, len(text)) + text
+    return struct.pack("<Bii", ENDED, rank, status) + str16(text)
+
+
+def lane(team: int, members: int, executed: int, hashes: Sequence[int]) -> bytes:
+    """One lane of BLOCKED."""
+    return struct.pack(f"<IIQI{len(hashes)}Q", team, members, executed, len(hashes), *hashes)
+
+
+def blocked_message(rank: int, text: bytes, others: bytes, lanes: Sequence[bytes]) -> bytes:
+    """BLOCKED; the lanes as ``lane`` makes them."""
+    head = struct.pack("<Bi", BLOCKED, rank) + str16(text) + str16(others)
+    return head + struct.pack("<I", len(lanes)) + b"".join(lanes)
 
 
 def leave_message(rank: int) -> bytes:
@@ -173,6 +184,9 @@ def samples() -> dict[str, bytes]:
         "data": data_message(DATA, 4097, b"\0\0\x80?"),
         "result": data_message(RESULT, 0xFFFFFFFF, bytes(300)),
         "ended": ended_message(3, b"ValueError: bad sample"),
-        "ended-silent": ended_message(0x7FFFFFFF, b""),
+        "ended-silent": ended_message(0x7FFFFFFF, b"", -44),
+        "blocked": blocked_message(2, b"'a' (train.py:12)", b"", [lane(0, 3, 77, [1, 2**64 - 1]), lane(63, 2, 0, [])]),
+        "blocked-others": blocked_message(0, b"'a'", b"thread 'Loader'", [lane(0, 1, 1 << 40, [5])]),
+        "blocked-no-more": blocked_message(0x7FFFFFFF, b"", b"", []),
     }
     return result

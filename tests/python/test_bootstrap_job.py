@@ -290,7 +290,7 @@ def test_rank_that_does_not_come_is_named_to_all(server: StoreServer) -> None:
     environs = environments(server, 4, {"HORO_START_TIMEOUT": "0.5"})
     errors = told(join_all([environs[0], environs[2]]))
     assert all(isinstance(error, (TimeoutError, AbortedError)) for error in errors)
-    assert all("rank 1, rank 3 did not arrive at 'peer info' within 0.5 s" in str(error) for error in errors)
+    assert all("rank 1, rank 3 have not called horo.torch.init() within 0.5 s" in str(error) for error in errors)
     assert any(isinstance(error, TimeoutError) for error in errors)
     del errors
     gc.collect()
@@ -305,7 +305,9 @@ def test_waiting_rank_names_the_missing_rank(
     early: list[Connection | BaseException] = []
     thread = threading.Thread(target=lambda: early.extend(join_all(environs[:1])))
     thread.start()
-    reminder = re.compile(r"rank 0 \(name0\) has waited \d+ s at 'peer info' for rank 1$", re.MULTILINE)
+    reminder = re.compile(
+        r"rank 0 \(name0\) has waited \d+ s in init\(\): rank 1 has not called horo\.torch\.init\(\)$", re.MULTILINE
+    )
     wait_until(lambda: any(reminder.search(record.getMessage()) for record in caplog.records))
     late = join_all(environs[1:])
     thread.join(30)

@@ -244,7 +244,7 @@ def test_another_secret_does_not_get_in(bare_path: Path, tmp_path: Path) -> None
         environ["HORO_START_TIMEOUT"] = "2"
     first, second = run_ranks(tmp_path, environs, bare_path)
     assert first[0] == second[0] == 1
-    assert "rank 1 did not arrive at 'peer info'" in first[2]
+    assert "rank 1 has not called horo.torch.init()" in first[2]
     assert "the process that answered does not know this rank's HORO_SECRET" in second[2]
 
 

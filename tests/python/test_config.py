@@ -32,7 +32,7 @@ def test_empty_environment_gives_the_defaults() -> None:
     assert config.cache_capacity == 4096
     assert (config.cycle_time_ms, config.spin_us, config.segment_bytes) == (0.0, 1000, None)
     assert (config.start_timeout_s, config.peer_timeout_s) == (60.0, 30.0)
-    assert (config.stall_check_disable, config.stall_check_time_s, config.stall_shutdown_time_s) == (False, 60.0, 0.0)
+    assert (config.stall_check_disable, config.stall_check_time_s, config.stall_shutdown_time_s) == (False, 60.0, 600.0)
 
 
 def test_horovod_names_are_accepted_and_horo_names_win() -> None:

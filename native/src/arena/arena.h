@@ -28,7 +28,7 @@ enum {
     HR_REQUEST_RING_BYTES = 1 << 16, /* a power of two */
     HR_LOG_RING_BYTES = 1 << 18,     /* a power of two */
     HR_PHASE_COUNT = 6,
-    HR_LAST_WORDS_MAX = 255, /* bytes */
+    HR_LAST_WORDS_MAX = 895, /* bytes */
 };
 
 /* Why the group ended; kept in one word so that it can be set once by compare-and-swap. */

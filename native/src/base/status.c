@@ -36,6 +36,7 @@ HORO_API const char *horo_status_name(int status) {
     case HORO_ERR_STALLED: return "stalled";
     case HORO_ERR_TIMEOUT: return "timeout";
     case HORO_ERR_ABORTED: return "aborted";
+    case HORO_ERR_DEADLOCK: return "deadlock";
     case HORO_ERR_INTERNAL: return "internal";
     default: return unknown;
     }

@@ -131,7 +131,8 @@ int hr_engine_announce(struct hr_engine *engine) {
         return 0;
     }
     int count = 0;
-    int status = HORO_OK;
+    /* what was said of this rank before holds no more */
+    int status = engine->submission.blocked.is_told ? hr_engine_tell_blocked(engine) : HORO_OK;
     struct hr_lane *lane = NULL;
     struct hr_request *next = NULL;
     for (struct hr_request *request = take_queue(engine); request != NULL; request = next, count++) {

@@ -63,7 +63,7 @@ static int handle_message(struct hr_lane *lane, int link_index, const struct hr_
         return HORO_OK;
     }
     if (message->type == HR_WIRE_ENDED) {
-        hr_node_end(lane->node, message->rank, message->text.data, message->text.bytes);
+        hr_node_end(lane->node, message->status, message->rank, message->text.data, message->text.bytes);
         return HORO_OK;
     }
     if (!from_parent) {
@@ -169,7 +169,7 @@ int hr_leader_tell_done(struct hr_lane *lane) {
 static int put_end(struct hr_lane *lane, struct hr_buffer *out, struct hr_abort end) {
     const char *words = end.reason == HR_REASON_ENDED ? hr_arena_last_words(&lane->node->arena, end.rank) : NULL;
     if (words != NULL) {
-        return hr_wire_put_ended(out, end.rank, (struct hr_wire_text){.data = words, .bytes = strlen(words)});
+        return hr_wire_put_ended(out, end.rank, end.code, (struct hr_wire_text){.data = words, .bytes = strlen(words)});
     }
     return hr_wire_put_lost(out, end.rank, end.code, end.reason == HR_REASON_ENDED ? HR_REASON_EXITED : end.reason);
 }

@@ -78,10 +78,12 @@ static int leave_other_teams(struct hr_engine *engine) {
 }
 
 static int turn_running(struct hr_engine *engine) {
+    const int told = hr_engine_has_blocked(engine) ? hr_engine_tell_blocked(engine) : 0;
+    HR_TRY(told);
     const int announced = hr_engine_announce(engine);
     HR_TRY(announced);
     HR_TRY(leave_other_teams(engine));
-    int moved = announced > 0;
+    int moved = told > 0 || announced > 0;
     for (int i = 0; i < engine->lane_count; i++) { /* the world's may add and remove others behind it */
         if (hr_drive_skips(engine, i)) {
             continue;

@@ -53,6 +53,7 @@ static int has_work(struct hr_node *node, void *arg) {
     case HR_ENGINE_RUNNING: break;
     }
     if (hr_drive_is_aborted(engine) || hr_drive_has_ended_logs(engine) || atomic_load(&engine->submission.queued) > 0 ||
+        hr_engine_has_blocked(engine) ||
         (atomic_load(&engine->driver.stop) && !hr_engine_world(engine)->announcer.has_asked_to_leave)) {
         return 1;
     }
@@ -107,7 +108,10 @@ static int64_t lane_deadline(struct hr_lane *lane, int64_t now_ns) {
     if (lane->executor.state == HR_EXECUTION_LOST) {
         deadline_ns = earlier(deadline_ns, lane->executor.confirm_ns);
     }
-    return lane->is_leader ? earlier(deadline_ns, hr_lane_batch_due_ns(lane)) : deadline_ns;
+    if (!lane->is_leader) {
+        return deadline_ns;
+    }
+    return earlier(earlier(deadline_ns, hr_lane_batch_due_ns(lane)), hr_leader_check_deadlock(lane, now_ns));
 }
 
 /* When the wait must end by itself. */

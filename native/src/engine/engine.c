@@ -200,6 +200,7 @@ int hr_engine_wait(struct hr_engine *engine, int64_t handle, int32_t timeout_ms)
         (void)pthread_mutex_unlock(&engine->submission.lock);
         return HORO_ERR_USAGE;
     }
+    hr_engine_note_caller(engine);
     int status;
     int64_t deadline_ns = 0; /* what is done already needs no clock */
     while ((status = atomic_load(&request->status)) == HORO_IN_PROGRESS) {

@@ -46,6 +46,27 @@ enum { HR_STREAM_MS = 1 };
 
 /* ---- Submission: what callers hand in and wait for. All under the lock, but for atomics. ---- */
 
+/* Who has submitted something or waited for it. */
+struct hr_callers {
+    pthread_t last;
+    pthread_t threads[HORO_CALLERS_MAX];
+    int count; /* one more than there is room for: there are others, too */
+};
+
+enum { HR_BLOCKED_NAME_MAX = 64, HR_BLOCKED_TEXT_MAX = 256 };
+
+/* What a caller has said last of the threads that wait; see horo_report_blocked. */
+struct hr_blocked {
+    _Atomic int is_new; /* the driver has not told it yet */
+    int count;          /* 0: not blocked */
+    int64_t handles[HORO_WAITING_MAX];
+    int64_t last_handle; /* submitted then, */
+    uint32_t pending;    /* and not done then */
+    char text[HR_BLOCKED_TEXT_MAX];
+    char others[HR_BLOCKED_NAME_MAX];
+    int is_told; /* the driver's: rank 0 knows of it */
+};
+
 struct hr_submission {
     pthread_mutex_t lock;
     pthread_cond_t done; /* a request has finished, or the driver has let go */
@@ -56,6 +77,8 @@ struct hr_submission {
     int64_t last_handle;
     _Atomic uint32_t queued;  /* requests in the queue */
     _Atomic uint32_t pending; /* requests submitted and not done */
+    struct hr_blocked blocked;
+    struct hr_callers callers;
 };
 
 /* ---- Driver: who runs the loop. Under the lock of submission, but for atomics and what is the driver's. ---- */
@@ -170,7 +193,20 @@ int hr_engine_release(struct hr_engine *engine, int64_t handle);
 uint64_t hr_engine_link_bytes(struct hr_engine *engine);
 int hr_engine_health(struct hr_engine *engine, struct hr_error *error);
 
+/* blocked.c: as horo_report_blocked and horo_callers. */
+int hr_engine_report_blocked(struct hr_engine *engine, const horo_waiting *waits, int32_t count, const char *others);
+int32_t hr_engine_callers(struct hr_engine *engine, uint64_t *threads, int32_t capacity);
+
 /* ---- Between the files of the engine ---- */
+
+/* blocked.c */
+/* The calling thread has submitted something, or waits; with the lock held. */
+void hr_engine_note_caller(struct hr_engine *engine);
+/* Whether there is something to tell; tells it to rank 0: 1 or a status. */
+static inline int hr_engine_has_blocked(const struct hr_engine *engine) {
+    return atomic_load_explicit(&engine->submission.blocked.is_new, memory_order_relaxed);
+}
+int hr_engine_tell_blocked(struct hr_engine *engine);
 
 /* thread.c */
 void *hr_engine_main(void *engine);

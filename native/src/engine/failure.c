@@ -40,6 +40,10 @@ void hr_engine_describe_end(const struct hr_engine *engine, struct hr_abort end,
         return;
     case HR_REASON_ENDED: {
         const char *words = hr_arena_last_words(&node->arena, end.rank);
+        if (end.code == HORO_ERR_DEADLOCK && words != NULL) {
+            (void)snprintf(text, text_bytes, "%s", words);
+            return;
+        }
         (void)snprintf(text, text_bytes, "%s ended with %s", end.rank == node->rank ? "this rank" : who,
                        words != NULL ? words : "an error");
         return;
@@ -88,7 +92,11 @@ int hr_engine_fail_all(struct hr_engine *engine) {
     engine->submission.queue_tail = &engine->submission.queue_head;
     atomic_store(&engine->submission.queued, 0);
     describe_pending(engine, pending, sizeof pending);
-    (void)snprintf(text, sizeof text, "%.400s; pending here: %s", why, pending);
+    if (end.code == HORO_ERR_DEADLOCK) { /* which says what is waited for, of all ranks */
+        (void)snprintf(text, sizeof text, "%s", why);
+    } else {
+        (void)snprintf(text, sizeof text, "%.400s; pending here: %s", why, pending);
+    }
     while (engine->submission.oldest != NULL) {
         hr_engine_complete_locked(engine, engine->submission.oldest, end.code, text);
     }

@@ -7,6 +7,7 @@
 #define HR_ENGINE_LANE_H
 
 #include "engine/agree.h"
+#include "engine/deadlock.h"
 #include "engine/request.h"
 #include "node/team.h"
 
@@ -88,6 +89,7 @@ struct hr_leader {
     struct hr_buffer *request_in; /* [local_size] frames from local ranks */
     struct hr_buffer log_out;     /* frames for the log ring */
     struct hr_carry carry;
+    struct hr_deadlock deadlock; /* the root of all ranks */
     uint64_t announced_seen;
     struct hr_link *links;        /* parent first if there is one, then children */
     int link_count;
@@ -212,6 +214,13 @@ int hr_carry_write(struct hr_lane *lane, struct hr_buffer *out);
 /* A record has come or been made. */
 void hr_carry_clear(struct hr_lane *lane);
 void hr_carry_fini(struct hr_lane *lane);
+
+/* ---- blocked.c ---- */
+
+/* Leader: a BLOCKED message of a rank of this subtree. */
+int hr_leader_note_blocked(struct hr_lane *lane, const struct hr_wire_message *message);
+/* The root of all ranks: ends the group at a deadlock. Returns when to look again (0: no need). */
+int64_t hr_leader_check_deadlock(struct hr_lane *lane, int64_t now_ns);
 
 /* ---- link.c ---- */
 

@@ -83,6 +83,7 @@ void hr_lane_fini_leader(struct hr_lane *lane) {
     free(lane->leader.ranks_of_member);
     hr_buffer_fini(&lane->leader.log_out);
     hr_carry_fini(lane);
+    hr_deadlock_fini(&lane->leader.deadlock);
     hr_agree_fini(&lane->leader.agree);
 }
 
@@ -121,6 +122,7 @@ int hr_leader_announce(struct hr_lane *lane, int member, const struct hr_wire_me
     case HR_WIRE_ROWS:
         return hr_agree_announce_id(&lane->leader.agree, member, message->id, message->rows, now_ns);
     case HR_WIRE_REQUEST: return hr_agree_announce_request(&lane->leader.agree, member, message, now_ns);
+    case HR_WIRE_BLOCKED: return hr_leader_note_blocked(lane, message);
     case HR_WIRE_LEAVE:
         return message->rank < lane->node->size ? hr_leader_note_leaver(lane, message->rank) : HORO_ERR_INTERNAL;
     default: return HORO_ERR_INTERNAL;

@@ -39,6 +39,7 @@ static int enqueue(struct hr_engine *engine, struct hr_request *request, struct 
         return hr_fail(error, HORO_ERR_DUPLICATE_NAME,
                        "'%s': a tensor of this name is being processed already; wait for it or use another name", name);
     }
+    hr_engine_note_caller(engine);
     request->handle = engine->submission.last_handle + 1;
     const uint64_t handle_hash = hr_hash_number(request->handle);
     const char *handle_key = (const char *)&request->handle;

@@ -51,9 +51,9 @@ void hr_node_abort(struct hr_node *node, int code, int rank, enum hr_abort_reaso
     }
 }
 
-void hr_node_end(struct hr_node *node, int rank, const char *words, size_t bytes) {
+void hr_node_end(struct hr_node *node, int code, int rank, const char *words, size_t bytes) {
     hr_arena_keep_last_words(&node->arena, rank, words, bytes);
-    hr_node_abort(node, HORO_ERR_PEER_LOST, rank, HR_REASON_ENDED);
+    hr_node_abort(node, code, rank, HR_REASON_ENDED);
 }
 
 void hr_node_call(struct hr_node *node) {

@@ -136,8 +136,8 @@ void hr_node_call(struct hr_node *node);
 
 /* Ends the group: the first reason counts. Wakes everybody, who all look for it (hr_ready). Any thread. */
 void hr_node_abort(struct hr_node *node, int code, int rank, enum hr_abort_reason reason);
-/* The same for a rank whose program ended with an error that `words` describe. */
-void hr_node_end(struct hr_node *node, int rank, const char *words, size_t bytes);
+/* The same with the sentence that everybody is told: of a rank whose program ended with an error, and the like. */
+void hr_node_end(struct hr_node *node, int code, int rank, const char *words, size_t bytes);
 
 /* Looks at the life lines that poll() reported in fds[0..count). Any thread. */
 void hr_node_watch(struct hr_node *node, const struct pollfd *fds, size_t count);

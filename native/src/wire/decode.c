@@ -238,6 +238,29 @@ static void read_data(struct reader *reader, struct hr_wire_message *message) {
     message->data = take(reader, message->data_bytes);
 }
 
+/* Each team once, in their order. */
+static void read_blocked(struct reader *reader, struct hr_wire_message *message) {
+    message->rank = read_i32(reader);
+    message->text = read_str16(reader);
+    message->others = read_str16(reader);
+    message->count = read_u32(reader);
+    message->items = reader->at;
+    require(reader, message->rank >= 0 && message->count <= HORO_TEAMS_MAX);
+    for (uint32_t i = 0, next_team = 0; i < message->count && !reader->failed; i++) {
+        const uint32_t team = read_u32(reader);
+        const uint32_t members = read_u32(reader);
+        (void)take(reader, 8);
+        const uint32_t hashes = read_count(reader);
+        require(reader, team >= next_team && team < HORO_TEAMS_MAX && members > 0);
+        next_team = team + 1;
+        if (!reader->failed && reader->left / 8 >= hashes) {
+            (void)take(reader, 8 * (size_t)hashes);
+        } else {
+            reader->failed = 1;
+        }
+    }
+}
+
 static void read_body(struct reader *reader, struct hr_wire_message *message) {
     switch (message->type) {
     case HR_WIRE_IDS: read_ids(reader, message); break;
@@ -259,9 +282,11 @@ static void read_body(struct reader *reader, struct hr_wire_message *message) {
         break;
     case HR_WIRE_ENDED:
         message->rank = read_i32(reader);
+        message->status = read_i32(reader);
         message->text = read_str16(reader);
-        require(reader, message->rank >= 0);
+        require(reader, message->rank >= 0 && hr_is_error(message->status));
         break;
+    case HR_WIRE_BLOCKED: read_blocked(reader, message); break;
     case HR_WIRE_LEAVE:
     case HR_WIRE_DONE:
         message->rank = read_i32(reader);
@@ -289,6 +314,8 @@ int hr_wire_decode(const void *data, size_t bytes, struct hr_wire_message *messa
     if (bytes == 0 || bytes > HR_WIRE_MESSAGE_MAX) {
         return HORO_ERR_INTERNAL;
     }
+    message->bytes = data;
+    message->byte_count = bytes;
     struct reader reader = {.at = data, .left = bytes};
     message->type = (enum hr_wire_type)read_u8(&reader);
     read_body(&reader, message);
@@ -311,6 +338,20 @@ uint32_t hr_wire_id(const struct hr_wire_message *message, uint32_t index) {
 
 int hr_wire_value(const struct hr_wire_request *request, uint32_t index) {
     return (int)(int32_t)hr_load_u32(request->values + 4 * (size_t)index);
+}
+
+void hr_wire_next_lane(const uint8_t **cursor, struct hr_wire_lane *lane) {
+    const uint8_t *at = *cursor;
+    lane->team = hr_load_u32(at);
+    lane->members = hr_load_u32(at + 4);
+    lane->executed = hr_load_u64(at + 8);
+    lane->count = hr_load_u32(at + 16);
+    lane->hashes = at + 20;
+    *cursor = lane->hashes + 8 * (size_t)lane->count;
+}
+
+uint64_t hr_wire_hash(const struct hr_wire_lane *lane, uint32_t index) {
+    return hr_load_u64(lane->hashes + 8 * (size_t)index);
 }
 
 void hr_wire_next_ref(const uint8_t **cursor, struct hr_wire_ref *ref) {

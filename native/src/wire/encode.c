@@ -205,13 +205,38 @@ int hr_wire_put_lost(struct hr_buffer *out, int rank, int status, enum hr_abort_
     return finish(out, at);
 }
 
-int hr_wire_put_ended(struct hr_buffer *out, int rank, struct hr_wire_text text) {
-    uint8_t *at = begin(out, 1 + 4 + str16_bytes(text));
+int hr_wire_put_ended(struct hr_buffer *out, int rank, int status, struct hr_wire_text text) {
+    uint8_t *at = begin(out, 1 + 4 + 4 + 2 + str16_bytes(text));
     if (at == NULL) {
         return HORO_ERR_RESOURCE;
     }
     *at++ = HR_WIRE_ENDED;
-    return finish(out, write_str16(write_i32(at, rank), text));
+    return finish(out, write_str16(write_i32(write_i32(at, rank), status), text));
+}
+
+int hr_wire_begin_blocked(struct hr_buffer *out, int rank, struct hr_wire_text text, struct hr_wire_text others,
+                          uint32_t count) {
+    uint8_t *at = begin(out, 1 + 4 + 2 + str16_bytes(text) + 2 + str16_bytes(others) + 4);
+    if (at == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    *at++ = HR_WIRE_BLOCKED;
+    at = write_str16(write_str16(write_i32(at, rank), text), others);
+    return finish(out, hr_store_u32(at, count));
+}
+
+int hr_wire_put_lane(struct hr_buffer *out, const struct hr_wire_lane *lane) {
+    uint8_t *at = begin(out, 4 + 4 + 8 + 4);
+    if (at == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    at = hr_store_u32(hr_store_u32(at, lane->team), lane->members);
+    return finish(out, hr_store_u32(hr_store_u64(at, lane->executed), lane->count));
+}
+
+int hr_wire_put_hash(struct hr_buffer *out, uint64_t hash) {
+    uint8_t *at = begin(out, 8);
+    return at == NULL ? HORO_ERR_RESOURCE : finish(out, hr_store_u64(at, hash));
 }
 
 int hr_wire_put_data(struct hr_buffer *out, enum hr_wire_type type, uint32_t id, const void *data, size_t bytes) {

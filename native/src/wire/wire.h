@@ -11,7 +11,8 @@
  *   DATA     u32 id, u32 n, n bytes                        RESULT   u32 id, u32 n, n bytes
  *   REQUEST  i32 origin, i32 status, str16 text, rows, request
  *   LOST     i32 rank, i32 status, u8 reason      (both directions; enum hr_abort_reason; rank -1: nobody knows which)
- *   ENDED    i32 rank, str16 text                 (both directions; the last words of a rank that has ended the group)
+ *   ENDED    i32 rank, i32 status, str16 text     (both directions; the words of a rank that has ended the group)
+ *   BLOCKED  i32 rank, str16 text, str16 others, u32 n, n x lane    (up only; n is 0: the rank is blocked no more)
  *   LEAVE    i32 rank                             (both directions)
  *   DONE     i32 rank                             (both directions)
  *
@@ -22,6 +23,8 @@
  *            to remove
  *   tensor   u8 dtype, u8 wire dtype, u8 ndim, ndim x i64 extent; allgather: the first extent is written as 0, it may
  *            differ by rank
+ *   lane     u32 team, u32 members of it, u64 bytes of its log executed, u32 n, n x u64: the hash of each name that is
+ *            submitted to it and not done
  *   rows     var n, n x var: the first extents of an allgather, of each rank tensor by tensor; of all ranks whom the
  *            sender speaks for, host by host. n is 0 for all other operations, and not in ROWS, which is the
  *            announcement of a cached allgather
@@ -54,6 +57,7 @@ enum hr_wire_type {
     HR_WIRE_RESULT = 9,
     HR_WIRE_ROWS = 10,
     HR_WIRE_ENDED = 11,
+    HR_WIRE_BLOCKED = 12,
 };
 
 enum {
@@ -107,18 +111,28 @@ struct hr_wire_request {
 
 struct hr_wire_message {
     enum hr_wire_type type;
-    int rank;   /* LOST (-1: unknown), ENDED, LEAVE, DONE; REQUEST: the origin */
-    int status; /* LOST, FAIL, REQUEST */
+    const uint8_t *bytes; /* the whole message */
+    size_t byte_count;
+    int rank;   /* LOST (-1: unknown), ENDED, BLOCKED, LEAVE, DONE; REQUEST: the origin */
+    int status; /* LOST, ENDED, FAIL, REQUEST */
     enum hr_abort_reason reason; /* LOST */
     struct hr_wire_text name; /* FAIL */
-    struct hr_wire_text text; /* FAIL, REQUEST */
-    uint32_t count;           /* IDS, BATCH */
+    struct hr_wire_text text; /* FAIL, REQUEST, ENDED, BLOCKED: what it waits for */
+    struct hr_wire_text others; /* BLOCKED: a thread that may still submit something; empty: none may */
+    uint32_t count;           /* IDS, BATCH, BLOCKED */
     uint32_t id;              /* DATA, RESULT, ROWS */
     const uint8_t *data;      /* DATA, RESULT: packed values */
     size_t data_bytes;        /* at least 1 */
-    const uint8_t *items;     /* IDS: walk with hr_wire_id; BATCH: hr_wire_next_ref */
+    const uint8_t *items;     /* IDS: walk with hr_wire_id; BATCH: hr_wire_next_ref; BLOCKED: hr_wire_next_lane */
     struct hr_wire_rows rows; /* ROWS, REQUEST, BATCH */
     struct hr_wire_request request;
+};
+
+struct hr_wire_lane {
+    uint32_t team, members;
+    uint64_t executed;
+    uint32_t count;
+    const uint8_t *hashes; /* read with hr_wire_hash */
 };
 
 struct hr_wire_ref {
@@ -158,7 +172,7 @@ int hr_wire_put_rows(struct hr_buffer *out, uint32_t id, struct hr_wire_rows row
 int hr_wire_put_request(struct hr_buffer *out, int origin, int status, struct hr_wire_text text,
                         struct hr_wire_rows rows, const void *request, size_t request_bytes);
 int hr_wire_put_lost(struct hr_buffer *out, int rank, int status, enum hr_abort_reason reason);
-int hr_wire_put_ended(struct hr_buffer *out, int rank, struct hr_wire_text text);
+int hr_wire_put_ended(struct hr_buffer *out, int rank, int status, struct hr_wire_text text);
 /* DATA: an announcement by id, with what it is about; RESULT: a record of one cached tensor, with what all get. */
 int hr_wire_put_data(struct hr_buffer *out, enum hr_wire_type type, uint32_t id, const void *data, size_t bytes);
 int hr_wire_put_leave(struct hr_buffer *out, int rank);
@@ -172,13 +186,19 @@ int hr_wire_begin_batch(struct hr_buffer *out, uint32_t count);
 int hr_wire_put_ref(struct hr_buffer *out, uint32_t id, struct hr_wire_text name);
 int hr_wire_end_batch(struct hr_buffer *out, struct hr_wire_rows rows);
 
+/* A BLOCKED likewise: begin, then `count` times a lane with so many hashes behind it. */
+int hr_wire_begin_blocked(struct hr_buffer *out, int rank, struct hr_wire_text text, struct hr_wire_text others,
+                          uint32_t count);
+int hr_wire_put_lane(struct hr_buffer *out, const struct hr_wire_lane *lane);
+int hr_wire_put_hash(struct hr_buffer *out, uint64_t hash);
+
 /*
  * HORO_OK, or HORO_ERR_INTERNAL for bytes that are no message: an unknown type, op, reduce op or dtype, a shape that
  * hr_wire_tensor_bytes refuses, a wire dtype that does not go with dtype and operation, a name that is too long, a
  * count past the limit, a negative rank but for the -1 of LOST, a reason that is none or unknown, a status that is
- * unknown, HORO_OK in LOST and FAIL, or HORO_IN_PROGRESS, a request that is not canonical, rows that are written longer
- * than they need to be or are of another operation than an allgather, a short or long body. Every item is checked here,
- * so the walks below cannot fail.
+ * unknown, HORO_OK in LOST, ENDED and FAIL, or HORO_IN_PROGRESS, a request that is not canonical, rows that are written
+ * longer than they need to be or are of another operation than an allgather, lanes that are not in the order of their
+ * teams, a short or long body. Every item is checked here, so the walks below cannot fail.
  */
 int hr_wire_decode(const void *data, size_t bytes, struct hr_wire_message *message);
 int hr_wire_decode_request(const void *data, size_t bytes, struct hr_wire_request *request);
@@ -189,6 +209,8 @@ int hr_wire_value(const struct hr_wire_request *request, uint32_t index);
 void hr_wire_next_ref(const uint8_t **cursor, struct hr_wire_ref *ref);
 void hr_wire_next_tensor(const uint8_t **cursor, struct hr_wire_tensor *tensor);
 int64_t hr_wire_next_row(const uint8_t **cursor);
+void hr_wire_next_lane(const uint8_t **cursor, struct hr_wire_lane *lane);
+uint64_t hr_wire_hash(const struct hr_wire_lane *lane, uint32_t index);
 
 /* "float32 [64, 128]" or "float32 [64, 128] as bfloat16", cut to fit; for messages. Returns out. */
 char *hr_wire_describe_tensor(const struct hr_wire_tensor *tensor, char *out, size_t out_bytes);

@@ -92,9 +92,24 @@ int64_t shim_wire_put_lost(int rank, int status, int reason, void *out, size_t o
     return finish(&buffer, hr_wire_put_lost(&buffer, rank, status, (enum hr_abort_reason)reason), out, out_bytes);
 }
 
-int64_t shim_wire_put_ended(int rank, shim_text text, void *out, size_t out_bytes) {
+int64_t shim_wire_put_ended(int rank, int status, shim_text text, void *out, size_t out_bytes) {
     struct hr_buffer buffer = used_buffer();
-    return finish(&buffer, hr_wire_put_ended(&buffer, rank, to_core(text)), out, out_bytes);
+    return finish(&buffer, hr_wire_put_ended(&buffer, rank, status, to_core(text)), out, out_bytes);
+}
+
+int64_t shim_wire_put_blocked(int rank, shim_text text, shim_text others, uint32_t lanes, uint32_t hashes, void *out,
+                              size_t out_bytes) {
+    struct hr_buffer buffer = used_buffer();
+    int result = hr_wire_begin_blocked(&buffer, rank, to_core(text), to_core(others), lanes);
+    for (uint32_t i = 0; i < lanes && result == HORO_OK; i++) {
+        const struct hr_wire_lane lane = {
+            .team = 2 * i, .members = i + 1, .executed = (uint64_t)i << 40, .count = hashes};
+        result = hr_wire_put_lane(&buffer, &lane);
+        for (uint32_t k = 0; k < hashes && result == HORO_OK; k++) {
+            result = hr_wire_put_hash(&buffer, ~(uint64_t)(i + k));
+        }
+    }
+    return finish(&buffer, result, out, out_bytes);
 }
 
 int64_t shim_wire_put_leave(int rank, void *out, size_t out_bytes) {

@@ -112,6 +112,23 @@ static int encode_batch(const struct hr_wire_message *message, struct hr_buffer 
     return hr_wire_end_batch(out, walk_rows(message->rows));
 }
 
+static int encode_blocked(const struct hr_wire_message *message, struct hr_buffer *out) {
+    touch(message->text);
+    touch(message->others);
+    HR_TRY(hr_wire_begin_blocked(out, message->rank, message->text, message->others, message->count));
+    const uint8_t *cursor = message->items;
+    for (uint32_t i = 0; i < message->count; i++) {
+        struct hr_wire_lane lane;
+        hr_wire_next_lane(&cursor, &lane);
+        REQUIRE(lane.team < HORO_TEAMS_MAX && lane.members > 0);
+        HR_TRY(hr_wire_put_lane(out, &lane));
+        for (uint32_t k = 0; k < lane.count; k++) {
+            HR_TRY(hr_wire_put_hash(out, hr_wire_hash(&lane, k)));
+        }
+    }
+    return HORO_OK;
+}
+
 static int encode_again(const struct hr_wire_message *message, struct hr_buffer *out) {
     switch (message->type) {
     case HR_WIRE_IDS: return encode_ids(message, out);
@@ -128,7 +145,8 @@ static int encode_again(const struct hr_wire_message *message, struct hr_buffer 
         return hr_wire_put_data(out, message->type, message->id, message->data, message->data_bytes);
     case HR_WIRE_ENDED:
         touch(message->text);
-        return hr_wire_put_ended(out, message->rank, message->text);
+        return hr_wire_put_ended(out, message->rank, message->status, message->text);
+    case HR_WIRE_BLOCKED: return encode_blocked(message, out);
     case HR_WIRE_LEAVE: return hr_wire_put_leave(out, message->rank);
     case HR_WIRE_DONE: return hr_wire_put_done(out, message->rank);
     case HR_WIRE_FAIL: return hr_wire_put_fail(out, message->status, message->name, message->text);

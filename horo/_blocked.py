@@ -1,0 +1,110 @@
+"""Whether all threads of this process that use horo wait, and where in the program they do.
+
+Looked at only by a thread that has waited for a while, so that a call that is quick pays nothing. The truth is taken
+from the frames of the threads: a thread waits exactly if it is inside ``Context._wait_long``, also where a signal
+handler runs on top of it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import NamedTuple
+
+__all__ = ["Blocked", "Wait", "describe_blocked", "innermost_own", "is_of_horo", "place_of"]
+
+_HORO = str(Path(__file__).resolve().parent) + os.sep
+_LIBRARIES = tuple(
+    {os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
+
+
+class Wait(NamedTuple):
+    """A thread that waits for a request."""
+
+    handle: int
+    place: str
+    """The line of the program: ``train.py:12``; empty: there is none."""
+
+
+class Blocked(NamedTuple):
+    """What threads do that have called horo."""
+
+    waits: list[Wait]
+    others: str
+    """A thread that does not wait, and so may still submit something; empty: there is none."""
+
+
+def is_of_horo(file: str) -> bool:
+    """Whether a file of Python is horo's own."""
+    return os.path.realpath(file).startswith(_HORO)
+
+
+def innermost_own(files: list[str]) -> int | None:
+    """Which of these files, from the outermost call to the innermost, is the last one of no library; None: all are."""
+    own = [i for i, file in enumerate(files) if not os.path.realpath(file).startswith((_HORO, *_LIBRARIES))]
+    return own[-1] if own else None
+
+
+def place_of(frame: FrameType | None) -> str:
+    """``train.py:12``: the innermost line from this frame outwards that is of no library, else the outermost one."""
+    frames: list[FrameType] = []
+    while frame is not None:
+        frames.insert(0, frame)
+        frame = frame.f_back
+    if not frames:
+        return ""
+    chosen = frames[innermost_own([each.f_code.co_filename for each in frames]) or 0]
+    return f"{Path(chosen.f_code.co_filename).name}:{chosen.f_lineno}"
+
+
+def describe_blocked(context: object, wait: CodeType, callers: Iterable[int]) -> Blocked:
+    """What the threads do that have called horo.
+
+    Args:
+        context: whose calls count.
+        wait: the code inside which a thread waits; it has the locals ``self`` and ``handle``.
+        callers: the identifiers of all threads that have called horo, also of those that have ended.
+    """
+    frames = sys._current_frames()
+    names = {thread.ident: thread.name for thread in threading.enumerate() if not _is_foreign(thread)}
+    waits, backward, others = [], [], []
+    foreign_waits = False
+    for thread in callers:
+        frame = frames.get(thread)
+        if frame is None:  # it has ended, or runs no Python, as a thread of autograd does between two hooks
+            continue
+        found = _find_wait(frame, context, wait)
+        if found is not None:
+            waits.append(found)
+            foreign_waits |= thread not in names
+        elif _is_in_backward(frame):
+            backward.append(thread)
+        else:
+            others.append(thread)
+    frames.clear()  # it has this function's own, which has it: a circle
+    # Backward of a GPU runs hooks in a thread of autograd, for whose end the thread that called backward() waits.
+    others += [] if foreign_waits else backward
+    return Blocked(waits, f"thread {names.get(others[0], others[0])!r}" if others else "")
+
+
+def _find_wait(frame: FrameType | None, context: object, wait: CodeType) -> Wait | None:
+    while frame is not None:
+        if frame.f_code is wait and frame.f_locals.get("self") is context:
+            return Wait(frame.f_locals["handle"], place_of(frame))
+        frame = frame.f_back
+    return None
+
+
+def _is_in_backward(frame: FrameType) -> bool:
+    return frame.f_code.co_name == "_engine_run_backward" and "torch" in Path(frame.f_code.co_filename).parts
+
+
+def _is_foreign(thread: threading.Thread) -> bool:
+    """Whether it was begun by another library than Python's ``threading``."""
+    return isinstance(thread, threading._DummyThread)

@@ -1,0 +1,233 @@
+/* A rank says that all its threads wait, and rank 0 finds out whether all ranks do; see deadlock.h. */
+#include <stdio.h>
+#include <string.h>
+
+#include "engine/engine.h"
+
+#define SETTLE_NS 300000000ll
+
+/* ---- What the caller says. Under the lock. ---- */
+
+void hr_engine_note_caller(struct hr_engine *engine) {
+    struct hr_callers *callers = &engine->submission.callers;
+    const pthread_t self = pthread_self();
+    if (callers->count > 0 && pthread_equal(callers->last, self)) {
+        return;
+    }
+    callers->last = self;
+    const int known = callers->count < HORO_CALLERS_MAX ? callers->count : HORO_CALLERS_MAX;
+    for (int i = 0; i < known; i++) {
+        if (pthread_equal(callers->threads[i], self)) {
+            return;
+        }
+    }
+    if (known < HORO_CALLERS_MAX) {
+        callers->threads[known] = self;
+    }
+    callers->count = known + 1;
+}
+
+int32_t hr_engine_callers(struct hr_engine *engine, uint64_t *threads, int32_t capacity) {
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    const struct hr_callers *callers = &engine->submission.callers;
+    for (int i = 0; i < callers->count && i < HORO_CALLERS_MAX && i < capacity; i++) {
+        threads[i] = (uint64_t)callers->threads[i];
+    }
+    const int32_t count = callers->count;
+    (void)pthread_mutex_unlock(&engine->submission.lock);
+    return count;
+}
+
+static int all_wait(const struct hr_engine *engine, const horo_waiting *waits, int32_t count) {
+    for (int32_t i = 0; i < count; i++) {
+        const struct hr_request *request = hr_engine_find_handle(engine, waits[i].handle);
+        if (request == NULL || atomic_load(&request->status) != HORO_IN_PROGRESS) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+/* "'a' (train.py:12) and 'b' (train.py:40)". */
+static void describe(const struct hr_engine *engine, const horo_waiting *waits, int32_t count, char *text,
+                     size_t text_bytes) {
+    size_t used = 0;
+    text[0] = '\0';
+    for (int32_t i = 0; i < count && used < text_bytes; i++) {
+        const struct hr_request *request = hr_engine_find_handle(engine, waits[i].handle);
+        const size_t excess = request->name_bytes < HR_BLOCKED_NAME_MAX ? 0 : request->name_bytes - HR_BLOCKED_NAME_MAX;
+        used += (size_t)snprintf(text + used, text_bytes - used, "%s'%s%s'", i == 0 ? "" : " and ",
+                                 excess == 0 ? "" : "...", request->call.name + excess);
+        if (request->call.team != 0 && used < text_bytes) {
+            used += (size_t)snprintf(text + used, text_bytes - used, " in team %d", (int)request->call.team);
+        }
+        if (waits[i].place[0] != '\0' && used < text_bytes) {
+            used += (size_t)snprintf(text + used, text_bytes - used, " (%s)", waits[i].place);
+        }
+    }
+}
+
+/* Every record that this rank executes in any team ends a request of its own, so what stands here tells of them too. */
+static int is_repeated(const struct hr_engine *engine, const horo_waiting *waits, int32_t count, const char *others) {
+    const struct hr_blocked *blocked = &engine->submission.blocked;
+    if (blocked->count != count || blocked->last_handle != engine->submission.last_handle ||
+        blocked->pending != atomic_load(&engine->submission.pending) || strcmp(blocked->others, others) != 0) {
+        return 0;
+    }
+    for (int32_t i = 0; i < count; i++) {
+        if (blocked->handles[i] != waits[i].handle) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+static void keep(struct hr_engine *engine, const horo_waiting *waits, int32_t count, const char *others) {
+    struct hr_blocked *blocked = &engine->submission.blocked;
+    blocked->count = count;
+    blocked->last_handle = engine->submission.last_handle;
+    blocked->pending = atomic_load(&engine->submission.pending);
+    (void)snprintf(blocked->others, sizeof blocked->others, "%s", others);
+    describe(engine, waits, count, blocked->text, sizeof blocked->text);
+    for (int32_t i = 0; i < count; i++) {
+        blocked->handles[i] = waits[i].handle;
+    }
+    atomic_store(&blocked->is_new, 1);
+    hr_engine_kick(engine);
+}
+
+int hr_engine_report_blocked(struct hr_engine *engine, const horo_waiting *waits, int32_t count, const char *others) {
+    if (count < 0 || count > HORO_WAITING_MAX || engine->node->stall_warning_ns == 0) {
+        return HORO_OK;
+    }
+    char known_others[sizeof engine->submission.blocked.others];
+    (void)snprintf(known_others, sizeof known_others, "%s", others);
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    const int is_news = count > 0 || engine->submission.blocked.count > 0;
+    if (is_news && !is_repeated(engine, waits, count, known_others) && all_wait(engine, waits, count)) {
+        keep(engine, waits, count, known_others);
+    }
+    (void)pthread_mutex_unlock(&engine->submission.lock);
+    return HORO_OK;
+}
+
+/* ---- What the driver tells of it ---- */
+
+static int put_lane(const struct hr_lane *lane, struct hr_buffer *out) {
+    const struct hr_wire_lane head = {
+        .team = (uint32_t)lane->team->number,
+        .members = (uint32_t)lane->team->size,
+        .executed = lane->executor.log_executed,
+        .count = (uint32_t)lane->in_flight.count,
+    };
+    HR_TRY(hr_wire_put_lane(out, &head));
+    const struct hr_request *request = lane->engine->submission.oldest;
+    for (; request != NULL; request = request->newer) {
+        if (request->lane == lane) {
+            HR_TRY(hr_wire_put_hash(out, request->pending_hash));
+        }
+    }
+    return HORO_OK;
+}
+
+/* With the lock held: what is pending, and what the driver has executed, go together. */
+static int put_report(struct hr_engine *engine, struct hr_buffer *out) {
+    const struct hr_blocked *blocked = &engine->submission.blocked;
+    const struct hr_wire_text text = {blocked->text, strlen(blocked->text)};
+    const struct hr_wire_text others = {blocked->others, strlen(blocked->others)};
+    HR_TRY(hr_wire_begin_blocked(out, engine->node->rank, text, others, (uint32_t)engine->lane_count));
+    for (int number = 0; number < HR_TEAMS_MAX; number++) { /* in the order of the message */
+        if (engine->teams[number].is_used && engine->teams[number].lane != NULL) {
+            HR_TRY(put_lane(engine->teams[number].lane, out));
+        }
+    }
+    return HORO_OK;
+}
+
+static int put_none(const struct hr_engine *engine, struct hr_buffer *out) {
+    const struct hr_wire_text none = {NULL, 0};
+    return hr_wire_begin_blocked(out, engine->node->rank, none, none, 0);
+}
+
+static int still_waits(const struct hr_engine *engine) {
+    const struct hr_blocked *blocked = &engine->submission.blocked;
+    int waits = blocked->count > 0 && blocked->last_handle == engine->submission.last_handle;
+    for (int i = 0; i < blocked->count && waits; i++) {
+        const struct hr_request *request = hr_engine_find_handle(engine, blocked->handles[i]);
+        waits = request != NULL && atomic_load(&request->status) == HORO_IN_PROGRESS;
+    }
+    return waits;
+}
+
+static int tell(struct hr_engine *engine, int (*put)(struct hr_engine *engine, struct hr_buffer *out)) {
+    struct hr_lane *world = hr_engine_world(engine);
+    struct hr_buffer own = {0};
+    struct hr_buffer *out = world->is_leader ? &own : &world->announcer.request_out;
+    size_t mark;
+    HR_TRY(hr_frame_begin(out, &mark));
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    int status = put(engine, out);
+    (void)pthread_mutex_unlock(&engine->submission.lock);
+    if (status == HORO_OK) {
+        hr_frame_end(out, mark);
+    }
+    if (status == HORO_OK && world->is_leader) {
+        struct hr_wire_message message;
+        const uint8_t *data;
+        size_t bytes;
+        status = hr_frame_peek(&own, &data, &bytes);
+        status = status == HORO_OK ? hr_wire_decode(data, bytes, &message) : status;
+        status = status == HORO_OK ? hr_leader_note_blocked(world, &message) : status;
+    }
+    hr_buffer_fini(&own);
+    return status;
+}
+
+static int put_what_is(struct hr_engine *engine, struct hr_buffer *out) {
+    struct hr_blocked *blocked = &engine->submission.blocked;
+    atomic_store(&blocked->is_new, 0);
+    blocked->is_told = still_waits(engine);
+    blocked->count = blocked->is_told ? blocked->count : 0;
+    return blocked->is_told ? put_report(engine, out) : put_none(engine, out);
+}
+
+int hr_engine_tell_blocked(struct hr_engine *engine) {
+    HR_TRY(tell(engine, put_what_is));
+    return 1;
+}
+
+/* ---- What leaders make of it ---- */
+
+int hr_leader_note_blocked(struct hr_lane *lane, const struct hr_wire_message *message) {
+    if (lane->team->number != 0 || message->rank >= lane->node->size) {
+        return HORO_ERR_INTERNAL;
+    }
+    if (lane->is_root) {
+        return hr_deadlock_note(&lane->leader.deadlock, lane->node->size, message, hr_now_ns());
+    }
+    size_t mark;
+    struct hr_buffer *out = &lane->leader.links[0].out;
+    HR_TRY(hr_frame_begin(out, &mark));
+    HR_TRY(hr_buffer_append(out, message->bytes, message->byte_count));
+    hr_frame_end(out, mark);
+    return HORO_OK;
+}
+
+int64_t hr_leader_check_deadlock(struct hr_lane *lane, int64_t now_ns) {
+    struct hr_deadlock *deadlock = &lane->leader.deadlock;
+    const int64_t due_ns = hr_deadlock_due_ns(deadlock, SETTLE_NS);
+    if (due_ns == 0 || now_ns < due_ns) {
+        return due_ns;
+    }
+    char text[HR_LAST_WORDS_MAX + 1];
+    switch (hr_deadlock_judge(deadlock, text, sizeof text)) {
+    case HR_VERDICT_NONE: break;
+    case HR_VERDICT_OPEN:
+        hr_log(&lane->node->log, HORO_LOG_WARNING, "all ranks wait and nothing can finish: %s", text);
+        break;
+    case HR_VERDICT_DEADLOCK:
+        hr_node_end(lane->node, HORO_ERR_DEADLOCK, lane->node->rank, text, strlen(text));
+        break;
+    }
+    return 0;
+}

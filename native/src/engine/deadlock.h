@@ -1,0 +1,42 @@
+/*
+ * What rank 0 knows of ranks that are blocked, and whether that is a deadlock. Pure bookkeeping: no socket, no lock.
+ *
+ * Each rank whose threads all wait for requests says so in a BLOCKED message: what is submitted there and not done, in
+ * each team, and how far it has executed that team's log. It is a deadlock when all ranks are blocked, the members of
+ * each team have executed equally much of its log, and no name of a team is submitted by all of its members. For
+ * suppose that any record came about after these reports: take the first one. All members had submitted its name. None
+ * of them did so after its report, since it waited, and no record had ended its wait yet; so the name stands in all
+ * reports, or was executed by somebody before its report, who was then further in the log. So no message that is still
+ * on its way can make this a false alarm, however late it is, but one: that a thread which was not known to use horo
+ * has submitted something, or that a signal handler has ended a wait. A rank takes its report back then, and has
+ * settle_ns for that.
+ */
+#ifndef HR_ENGINE_DEADLOCK_H
+#define HR_ENGINE_DEADLOCK_H
+
+#include "base/buffer.h"
+#include "wire/wire.h"
+
+struct hr_deadlock {
+    int size;                  /* ranks of the job */
+    struct hr_buffer *reports; /* [size] the last message of each rank; empty: it is not blocked */
+    int count;                 /* ranks that are blocked */
+    int is_judged;             /* nothing has changed since the last verdict */
+    int64_t changed_ns;        /* when the last message came */
+};
+
+enum hr_verdict {
+    HR_VERDICT_NONE,     /* something may finish */
+    HR_VERDICT_OPEN,     /* nothing can finish, unless a thread submits something that may */
+    HR_VERDICT_DEADLOCK,
+};
+
+void hr_deadlock_fini(struct hr_deadlock *deadlock);
+/* Takes in a BLOCKED message. HORO_OK, HORO_ERR_RESOURCE, or HORO_ERR_INTERNAL for a rank that there is none. */
+int hr_deadlock_note(struct hr_deadlock *deadlock, int size, const struct hr_wire_message *message, int64_t now_ns);
+/* When there is something to judge, if nothing more comes; 0: not now. */
+int64_t hr_deadlock_due_ns(const struct hr_deadlock *deadlock, int64_t settle_ns);
+/* The verdict, and a sentence for one that is not NONE: "rank 0 waits for 'a' (train.py:12), rank 1 for ...". */
+enum hr_verdict hr_deadlock_judge(struct hr_deadlock *deadlock, char *text, size_t text_bytes);
+
+#endif

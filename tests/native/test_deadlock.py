@@ -1,0 +1,231 @@
+"""Ranks that wait for one another: all are told, whatever the layout, and no rank that may go on is taken for one."""
+
+from __future__ import annotations
+
+import random
+import re
+import threading
+import time
+
+import numpy as np
+import pytest
+from ranks import Group, Rank, run_ranks, wait_for
+from test_teams import Links
+
+from horo import _core
+from horo.errors import DeadlockError, PeerLostError
+
+LAYOUTS = [[2], [3], [1, 1], [2, 2], [1, 1, 1], [1, 2, 1, 1]]
+
+
+class Watch:
+    """Counts how often each rank has told its core what its threads wait for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reports: dict[int, int] = {}
+        report = _core.Context._report_blocked
+
+        def counted(context: _core.Context) -> None:
+            report(context)
+            self.reports[context.rank] = self.reports.get(context.rank, 0) + 1
+
+        monkeypatch.setattr(_core.Context, "_report_blocked", counted)
+
+    def await_more(self, rank: int, count: int) -> None:
+        """Until so many more reports of a rank."""
+        wanted = self.reports.get(rank, 0) + count
+        wait_for(lambda: self.reports.get(rank, 0) >= wanted, timeout_s=60)
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
+    return Watch(monkeypatch)
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports come as soon as a wait lasts a moment: many more, and of states that pass."""
+    monkeypatch.setattr(_core, "_SIGNAL_CHECK_MS", 1)
+    monkeypatch.setattr(_core, "_BLOCKED_AFTER_S", 0.0)
+    monkeypatch.setattr(_core, "_BLOCKED_EVERY_S", 0.0)
+
+
+@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
+def test_all_ranks_are_told_who_waits_for_what(hosts: list[int]) -> None:
+    def body(rank: Rank) -> str:
+        rank.barrier("before")
+        with pytest.raises(DeadlockError) as error:
+            rank.allreduce(np.ones(3), "late" if rank.rank == 1 else "early")
+        with pytest.raises(DeadlockError):
+            rank.barrier("after")
+        return str(error.value)
+
+    texts = run_ranks(body, hosts)
+    size = sum(hosts)
+    place = r"\(ranks\.py:\d+\)"
+    early = "rank 0 waits" if size == 2 else rf"ranks 0, 2{'' if size == 3 else f'-{size - 1}'} wait"
+    pattern = rf"{early} for 'early' {place}, rank 1 for 'late' {place}; has a rank fewer batches\?"
+    assert re.fullmatch(pattern, texts[0]), texts[0]
+    assert set(texts) == {texts[0]}
+
+
+@pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
+def test_ranks_that_wait_in_different_teams_are_told(hosts: list[int]) -> None:
+    links = Links([0] * hosts[0] + [1] * (sum(hosts) - hosts[0]))
+
+    def body(rank: Rank) -> None:
+        sets = [[0, 1], [0, 1]]
+        teams = [rank.context.add_team(r, **links.of(rank.rank, r, n)) for n, r in enumerate(sets)]
+        with pytest.raises(DeadlockError, match=r"rank 0 waits for 'same' in team 1 .*, rank 1 for 'same' in team 2"):
+            rank.barrier("same", team=teams[rank.rank])
+
+    with Group(hosts) as group:
+        group.run(body)
+
+
+@pytest.mark.parametrize("hosts", [[2], [2, 2], [1, 1, 1]], ids=str)
+def test_a_rank_that_computes_is_waited_for(watch: Watch, hosts: list[int]) -> None:
+    def body(rank: Rank) -> None:
+        rank.barrier("before")
+        if rank.rank == 1:
+            watch.await_more(0, 5)
+            rank.barrier("other")
+            return
+        handle = rank.submit("barrier", "other", [])
+        rank.finish(handle)
+
+    run_ranks(body, hosts)
+
+
+def test_a_rank_whose_request_is_not_waited_for_is_waited_for(watch: Watch) -> None:
+    """It has submitted something else and computes; then it waits, and both can go on."""
+
+    def body(rank: Rank) -> None:
+        if rank.rank == 1:
+            handle = rank.submit("barrier", "b", [])
+            watch.await_more(0, 4)
+            rank.barrier("a")
+            rank.finish(handle)
+            return
+        rank.barrier("a")
+        rank.barrier("b")
+
+    run_ranks(body, [2])
+
+
+@pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
+def test_a_thread_that_may_still_submit_makes_it_a_warning(hosts: list[int], capfd: pytest.CaptureFixture[str]) -> None:
+    text = ""
+
+    def reported() -> bool:
+        nonlocal text
+        text += capfd.readouterr().err
+        return "all ranks wait and nothing can finish" in text
+
+    def body(rank: Rank) -> None:
+        if rank.rank == 1:
+            rank.barrier("first")
+            rank.barrier("b")
+            rank.barrier("a")
+            return
+        go = threading.Event()
+
+        def later() -> None:
+            rank.barrier("first")
+            go.wait(60)
+            rank.barrier("b")
+
+        thread = threading.Thread(target=later, name="Later")
+        thread.start()
+        handle = rank.submit("barrier", "a", [])
+        waiter = threading.Thread(target=lambda: (wait_for(reported, 60), go.set()))
+        waiter.start()
+        rank.finish(handle)
+        thread.join()
+        waiter.join()
+
+    run_ranks(body, hosts)
+    said = r"rank 0 waits for 'a' .*, rank 1 for 'b' .*; only thread 'Later' of rank 0 may still submit"
+    assert re.search(said, text)
+
+
+def test_a_thread_that_has_ended_submits_nothing() -> None:
+    def body(rank: Rank) -> None:
+        thread = threading.Thread(target=rank.barrier, args=("first",))
+        thread.start()
+        thread.join()
+        with pytest.raises(DeadlockError):
+            rank.barrier(f"own {rank.rank}")
+
+    run_ranks(body, [2])
+
+
+def test_two_threads_that_wait_are_both_named() -> None:
+    def body(rank: Rank) -> None:
+        errors: list[str] = []
+
+        def wait(name: str) -> None:
+            with pytest.raises(DeadlockError) as error:
+                rank.barrier(name)
+            errors.append(str(error.value))
+
+        threads = [threading.Thread(target=wait, args=(f"{rank.rank}{i}",)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert all(f"'{i}{k}' (" in text for text in errors for i in range(2) for k in range(2)), errors
+
+    run_ranks(body, [2])
+
+
+def test_where_stalls_are_not_looked_for_nothing_is_found(watch: Watch) -> None:
+    def body(rank: Rank) -> None:
+        ended = threading.Thread(target=end_later, args=(rank,))
+        if rank.rank == 0:
+            ended.start()
+        with pytest.raises(PeerLostError, match="enough"):
+            rank.barrier(f"own {rank.rank}")
+
+    def end_later(rank: Rank) -> None:
+        for each in range(rank.size):
+            watch.await_more(each, 6)
+        rank.context.end("enough")
+
+    run_ranks(body, [2], stall_warning_ms=0)
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("hosts", [[3], [2, 1], [1, 1, 1]], ids=str)
+def test_ranks_that_do_the_same_in_any_rhythm_are_never_told(hosts: list[int]) -> None:
+    """Also with requests in any order, by two threads, and in two teams."""
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    links = Links([host for host, count in enumerate(hosts) for _ in range(count)])
+
+    def body(rank: Rank) -> None:
+        plan, own = random.Random(seed), random.Random(f"{seed} {rank.rank}")
+        pair = rank.context.add_team([0, 2], **links.of(rank.rank, [0, 2], 0))
+        for step in range(40):
+            names = [f"{step}.{i}" for i in range(plan.randrange(1, 4))]
+            own.shuffle(names)
+            handles = [rank.submit("barrier", name, []) for name in names]
+            if own.random() < 0.3:
+                pause(own.random() * 0.03)
+            thread = threading.Thread(target=rank.run, args=("barrier", f"t{step}", []))
+            thread.start()
+            for handle in handles:
+                rank.finish(handle)
+            thread.join()
+            if plan.random() < 0.5 and rank.rank != 1:
+                rank.barrier(f"p{step}", team=pair)
+
+    with Group(hosts) as group:
+        group.run(body, timeout_s=120)
+
+
+def pause(seconds: float) -> None:
+    """What the program computes."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        threading.Event().wait(0.001)

@@ -1,0 +1,112 @@
+"""Real ranks that wait for one another end at once and say why; ranks that are late or stopped are waited for."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from jobs import Hororun, make_remote_shell
+from plain_ranks import PlainRanks
+
+everywhere = pytest.mark.parametrize("hosts", ["aa", "ab", "aabb", "abc"])
+
+UNEVEN = """
+import torch
+import horo.torch as hvd
+hvd.init()
+model = torch.nn.Linear(4, 1)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+loader = torch.utils.data.DataLoader(torch.randn(10 - hvd.rank(), 4), num_workers=WORKERS, batch_size=1)
+for batch in loader:
+    optimizer.zero_grad()
+    model(batch).sum().backward()
+    optimizer.step()
+hvd.allreduce(torch.ones(1), name="epoch_loss")
+"""
+BACKWARD, LOSS = 11, 13
+LONG_S = 1.5
+"""A rank that waits so long has said so."""
+
+
+@pytest.fixture
+def hororun(tmp_path: Path) -> Iterator[Hororun]:
+    runner = Hororun(make_remote_shell(tmp_path))
+    yield runner
+    runner.clean_up()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("where", ["localhost:2", "one:1,two:1"])
+@pytest.mark.parametrize("overlap", ["always", "never"])
+def test_a_rank_with_fewer_batches_is_told_and_reported(
+    hororun: Hororun, tmp_path: Path, workers: int, where: str, overlap: str
+) -> None:
+    (tmp_path / "train.py").write_text(UNEVEN.replace("WORKERS", str(workers)))
+    done = hororun.run("-np", "2", "train.py", where=where, cwd=tmp_path, environment={"HORO_OVERLAP": overlap})
+    told = (
+        rf"DeadlockError: rank 0 waits for 'gradient\.(weight|bias)' \(train\.py:{BACKWARD}\), "
+        rf"rank 1 for 'allreduce\.epoch_loss' \(train\.py:{LOSS}\); has a rank fewer batches\?"
+    )
+    assert done.returncode == 1, done.stderr
+    assert len(re.findall(rf"^\[[01]\] horo\._errors\.{told}$", done.stderr, re.MULTILINE)) == 2, done.stderr
+    assert re.search(rf"^hororun: rank [01] on \w+ ended with {told} \(train\.py, line", done.stderr, re.MULTILINE)
+
+
+@everywhere
+def test_all_ranks_end_and_later_calls_fail(tmp_path: Path, hosts: str) -> None:
+    with PlainRanks(tmp_path, hosts) as ranks:
+        ranks.all("start")
+        ranks.all("allreduce", "x")
+        last = len(hosts) - 1
+        for rank in range(len(hosts)):
+            ranks.tell(rank, "allreduce", "own" if rank == last else "other")
+        answers = [ranks.answer(rank) for rank in range(len(hosts))]
+        assert {answer.get("error") for answer in answers} == {"DeadlockError"}, answers
+        assert {answer["lost"] for answer in answers} == {True}
+        assert len({answer["text"] for answer in answers}) == 1
+        assert f"rank {last} for 'own' (plain_rank.py:" in answers[0]["text"]
+        for rank in range(len(hosts)):
+            ranks.tell(rank, "allreduce", "x")
+        assert {ranks.answer(rank)["error"] for rank in range(len(hosts))} == {"DeadlockError"}
+        ranks.all("close")
+        assert set(ranks.finish()) == {0}
+
+
+@everywhere
+def test_a_job_may_start_again_after_it(tmp_path: Path, hosts: str) -> None:
+    with PlainRanks(tmp_path, hosts) as ranks:
+        for _ in range(2):
+            ranks.all("start")
+            for rank in range(len(hosts)):
+                ranks.tell(rank, "allreduce", f"own {rank}")
+            assert {ranks.answer(rank)["error"] for rank in range(len(hosts))} == {"DeadlockError"}
+            ranks.all("close")
+        assert set(ranks.finish()) == {0}
+
+
+@everywhere
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("waits_before", [False, True])
+def test_a_rank_that_is_stopped_is_waited_for(tmp_path: Path, hosts: str, victim: int, waits_before: bool) -> None:
+    """It is stopped while it computes, or while it waits and has said so, for what the others submit only then."""
+    with PlainRanks(tmp_path, hosts) as ranks:
+        ranks.all("start")
+        ranks.all("allreduce", "before")
+        if waits_before:
+            ranks.tell(victim, "allreduce", "x")
+            time.sleep(LONG_S)
+        ranks.kill(victim, signal.SIGSTOP)
+        for rank in range(len(hosts)):
+            if rank != victim or not waits_before:
+                ranks.tell(rank, "allreduce", "x")
+        time.sleep(LONG_S)
+        ranks.kill(victim, signal.SIGCONT)
+        total = float(sum(range(len(hosts) + 1)))
+        assert [ranks.value(rank) for rank in range(len(hosts))] == [[total, total]] * len(hosts)
+        ranks.all("close")
+        assert set(ranks.finish()) == {0}
