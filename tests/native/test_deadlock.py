@@ -144,7 +144,7 @@ def test_a_thread_that_may_still_submit_makes_it_a_warning(hosts: list[int], cap
         thread.join()
         waiter.join()
 
-    run_ranks(body, hosts)
+    run_ranks(body, hosts, stall_warning_ms=1000)
     said = r"rank 0 waits for 'a' .*, rank 1 for 'b' .*; only thread 'Later' of rank 0 may still submit"
     assert re.search(said, text)
 

@@ -24,8 +24,8 @@ class Judge:
     def note(self, message: bytes, now_ns: int = 0) -> int:
         return int(self.lib.shim_deadlock_note(self._self, message, len(message), now_ns))
 
-    def due_ns(self, settle_ns: int) -> int:
-        return int(self.lib.shim_deadlock_due_ns(self._self, settle_ns))
+    def due_ns(self, settle_ns: int, open_ns: int = 0) -> int:
+        return int(self.lib.shim_deadlock_due_ns(self._self, settle_ns, open_ns))
 
     def verdict(self, text_bytes: int = 896) -> tuple[int, str]:
         text = self.ffi.new("char[]", text_bytes)
@@ -93,7 +93,13 @@ def test_a_thread_that_may_submit_leaves_it_open(judges: list[Judge]) -> None:
     judge.note(blocked(0, "'a'", [1]))
     judge.note(blocked(1, "'b'", [2], others="thread 'Loader'"))
     expected = "rank 0 waits for 'a', rank 1 for 'b'; only thread 'Loader' of rank 1 may still submit something"
+    assert judge.due_ns(5, 100) == 5
     assert judge.verdict() == (OPEN, expected)
+    assert judge.due_ns(5, 100) == 100  # until then it may go on
+    assert judge.verdict() == (OPEN, expected)
+    assert judge.due_ns(5, 100) == 0
+    judge.note(blocked(1, "'b'", [2], others="thread 'Loader'"), 7)
+    assert judge.due_ns(5, 100) == 12
 
 
 def test_ranks_that_wait_alike_are_named_together(judges: list[Judge]) -> None:

@@ -60,7 +60,7 @@ def test_a_rank_that_is_late_is_named_also_after_more_names_than_it_can_show(cap
             def reported() -> bool:
                 nonlocal text
                 text += capfd.readouterr().err
-                return "'late' (missing: rank 0 (host0))" in text
+                return "rank 0 (host0) has not submitted 'late'" in text
 
             wait_for(reported)
         rank.barrier("late")

@@ -109,7 +109,7 @@ def test_each_team_has_its_stall_reports(capfd: pytest.CaptureFixture[str]) -> N
     def reported() -> bool:
         nonlocal said
         said += capfd.readouterr().err
-        return all(f"'same' (missing: rank {late} (host0))" in said for late in (1, 3))
+        return all(f"rank {late} (host0) has not submitted 'same'" in said for late in (1, 3))
 
     def body(rank: Rank) -> None:
         sets = [[0, 1], [2, 3]]

@@ -68,7 +68,9 @@ def test_a_rank_that_ends_long_after_its_victim_is_the_cause(hororun: Hororun, w
 
 
 def test_hororun_does_not_wait_for_a_rank_that_goes_on(hororun: Hororun, where: str) -> None:
-    last = "horo.errors.StalledError: rank 0 (h) has not done its part for 3 s"
+    last = (
+        "horo.errors.StalledError: rank 0 (h) has not submitted what others wait for, or not gone on with it, for 3 s"
+    )
     script = f"test $HOROVOD_RANK = 0 && exec sleep 60; echo '{last}' >&2; exit 5"
     done = hororun.run("-np", "2", "--failure-seconds", "0", "--", "sh", "-c", script, where=where)
     assert done.returncode == 5

@@ -271,3 +271,13 @@ int hr_arena_pending_has(const struct hr_arena *arena, int local_rank, uint64_t 
     }
     return atomic_load_explicit(&block->pending_hidden, memory_order_relaxed) != 0 ? -1 : 0;
 }
+
+int hr_arena_pending_any(const struct hr_arena *arena, int local_rank) {
+    const struct hr_arena_block *block = &arena->blocks[local_rank];
+    for (uint32_t place = 0; place < HR_PENDING_MAX; place++) {
+        if (atomic_load_explicit(&block->pending[place], memory_order_relaxed) != 0) {
+            return 1;
+        }
+    }
+    return 0;
+}

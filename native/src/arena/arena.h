@@ -188,5 +188,7 @@ void hr_arena_pending_remove(struct hr_arena *arena, uint32_t place);
  * be told.
  */
 int hr_arena_pending_has(const struct hr_arena *arena, int local_rank, uint64_t name_hash);
+/* Whether the rank has submitted anything that is not done. */
+int hr_arena_pending_any(const struct hr_arena *arena, int local_rank);
 
 #endif

@@ -1,19 +1,12 @@
 #include "engine/agree.h"
 
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "engine/agree_entry.h"
 
-enum { NAMES_IN_REPORT = 6 };
-
 static size_t word_count(const struct hr_agree *agree) {
     return ((size_t)agree->config.member_count + 63) / 64;
-}
-
-static int has_bit(const uint64_t *bits, int index) {
-    return (bits[index / 64] >> (index % 64) & 1) != 0;
 }
 
 static void free_entry(struct hr_agree_entry *entry) {
@@ -131,7 +124,7 @@ static void evict(struct hr_agree *agree, struct hr_agree_entry *entry) {
         return; /* the parent has all it needs; the repeated announcements are ignored as such */
     }
     for (int member = 0; member < agree->config.member_count; member++) {
-        if (has_bit(entry->by_id, member)) {
+        if (hr_agree_has(entry->by_id, member)) {
             entry->announced[member / 64] &= ~(1ull << (member % 64));
             entry->announced_count--;
         }
@@ -198,7 +191,7 @@ uint32_t hr_agree_pick_id(struct hr_agree *agree) {
 
 /* Counts the member in; 0 if it had announced already (a repetition after an eviction). */
 static int count_in(struct hr_agree *agree, struct hr_agree_entry *entry, int member, int by_id, int64_t now_ns) {
-    if (has_bit(entry->announced, member)) {
+    if (hr_agree_has(entry->announced, member)) {
         return 0;
     }
     if (entry->announced_count == 0) {
@@ -313,41 +306,19 @@ int hr_agree_announce_request(struct hr_agree *agree, int member, const struct h
     return HORO_OK;
 }
 
-static void describe_missing(const struct hr_agree *agree, const struct hr_agree_entry *entry, char *out,
-                             size_t out_bytes, int *missing_rank) {
-    size_t used = (size_t)snprintf(out, out_bytes, "'%s' (missing:", entry->name);
-    const char *separator = "";
-    for (int member = 0; member < agree->config.member_count && used < out_bytes; member++) {
-        if (!has_bit(entry->announced, member)) {
-            const int rank = agree->config.rank_of_member[member];
-            *missing_rank = rank;
-            const char *which = member < agree->config.local_count ? "" : "ranks led by ";
-            used += (size_t)snprintf(out + used, out_bytes - used, "%s %srank %d (%s)", separator, which, rank,
-                                     agree->config.host_name_of_rank[rank]);
-            separator = ",";
-        }
-    }
-    if (used < out_bytes) {
-        (void)snprintf(out + used, out_bytes - used, ")");
-    }
-}
-
-int hr_agree_describe_waiting(const struct hr_agree *agree, int64_t now_ns, int64_t age_ns, char *out, size_t out_bytes,
-                              int64_t *since_ns, int *missing_rank) {
+int hr_agree_list_waiting(const struct hr_agree *agree, int64_t now_ns, int64_t age_ns, struct hr_agree_waiting *out,
+                          int capacity) {
     int count = 0;
-    size_t used = 0;
-    out[0] = '\0';
     for (const struct hr_agree_entry *entry = agree->lists[HR_AGREE_WAITING].first; entry != NULL;
          entry = entry->next) {
         if (now_ns - entry->first_ns < age_ns) {
             continue;
         }
-        *since_ns = count == 0 || entry->first_ns < *since_ns ? entry->first_ns : *since_ns;
-        if (count++ < NAMES_IN_REPORT && used + 2 < out_bytes) {
-            used += (size_t)snprintf(out + used, out_bytes - used, "%s", count == 1 ? "" : "; ");
-            describe_missing(agree, entry, out + used, out_bytes - used, missing_rank);
-            used += strlen(out + used);
+        if (count < capacity) {
+            out[count] = (struct hr_agree_waiting){
+                .name = entry->name, .since_ns = entry->first_ns, .announced = entry->announced};
         }
+        count++;
     }
     return count;
 }

@@ -103,13 +103,19 @@ int hr_agree_form_batch(struct hr_agree *agree, struct hr_buffer *out, uint32_t 
 /* Applies a BATCH, RESULT or FAIL record from the parent. Everything complete must have been collected before. */
 int hr_agree_apply(struct hr_agree *agree, const struct hr_wire_message *record);
 
-/*
- * Writes "'name' (missing: rank 1 (h1), ranks led by rank 4 (h2)); ..." for what has been announced by some members but
- * not all for at least age_ns. Returns how many such tensors there are; *since_ns is the oldest one's first
- * announcement, *missing_rank a rank that its text names.
- */
-int hr_agree_describe_waiting(const struct hr_agree *agree, int64_t now_ns, int64_t age_ns, char *out, size_t out_bytes,
-                              int64_t *since_ns, int *missing_rank);
+/* A tensor that some members have announced and others not; valid until the agreement changes. */
+struct hr_agree_waiting {
+    const char *name;
+    int64_t since_ns;          /* its first announcement */
+    const uint64_t *announced; /* bit per member, see hr_agree_has */
+};
+
+static inline int hr_agree_has(const uint64_t *members, int member) {
+    return (members[member / 64] >> (member % 64) & 1) != 0;
+}
+/* What has waited for at least age_ns; the first `capacity` of them are written. Returns how many there are. */
+int hr_agree_list_waiting(const struct hr_agree *agree, int64_t now_ns, int64_t age_ns, struct hr_agree_waiting *out,
+                          int capacity);
 /* Since when some member has waited for others, about; 0 if none does. */
 int64_t hr_agree_waiting_since(const struct hr_agree *agree);
 

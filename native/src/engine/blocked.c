@@ -215,7 +215,7 @@ int hr_leader_note_blocked(struct hr_lane *lane, const struct hr_wire_message *m
 
 int64_t hr_leader_check_deadlock(struct hr_lane *lane, int64_t now_ns) {
     struct hr_deadlock *deadlock = &lane->leader.deadlock;
-    const int64_t due_ns = hr_deadlock_due_ns(deadlock, SETTLE_NS);
+    const int64_t due_ns = hr_deadlock_due_ns(deadlock, SETTLE_NS, lane->node->stall_warning_ns);
     if (due_ns == 0 || now_ns < due_ns) {
         return due_ns;
     }
@@ -223,6 +223,9 @@ int64_t hr_leader_check_deadlock(struct hr_lane *lane, int64_t now_ns) {
     switch (hr_deadlock_judge(deadlock, text, sizeof text)) {
     case HR_VERDICT_NONE: break;
     case HR_VERDICT_OPEN:
+        if (!deadlock->is_judged) {
+            return now_ns + lane->node->stall_warning_ns;
+        }
         hr_log(&lane->node->log, HORO_LOG_WARNING, "all ranks wait and nothing can finish: %s", text);
         break;
     case HR_VERDICT_DEADLOCK:

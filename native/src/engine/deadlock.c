@@ -29,6 +29,7 @@ int hr_deadlock_note(struct hr_deadlock *deadlock, int size, const struct hr_wir
     deadlock->count -= hr_buffer_size(report) > 0;
     hr_buffer_consume(report, hr_buffer_size(report));
     deadlock->is_judged = 0;
+    deadlock->is_open = 0;
     deadlock->changed_ns = now_ns;
     if (message->count == 0) {
         return HORO_OK;
@@ -38,9 +39,9 @@ int hr_deadlock_note(struct hr_deadlock *deadlock, int size, const struct hr_wir
     return HORO_OK;
 }
 
-int64_t hr_deadlock_due_ns(const struct hr_deadlock *deadlock, int64_t settle_ns) {
+int64_t hr_deadlock_due_ns(const struct hr_deadlock *deadlock, int64_t settle_ns, int64_t open_ns) {
     const int is_due = deadlock->count > 0 && deadlock->count == deadlock->size && !deadlock->is_judged;
-    return is_due ? deadlock->changed_ns + settle_ns : 0;
+    return is_due ? deadlock->changed_ns + (deadlock->is_open ? open_ns : settle_ns) : 0;
 }
 
 static struct hr_wire_message report_of(const struct hr_deadlock *deadlock, int rank) {
@@ -230,5 +231,7 @@ enum hr_verdict hr_deadlock_judge(struct hr_deadlock *deadlock, char *text, size
     const struct hr_wire_text others = report_of(deadlock, open).others;
     (void)snprintf(text + used, text_bytes - used, "; only %.*s of rank %d may still submit something",
                    (int)(others.bytes < 64 ? others.bytes : 64), others.data, open);
+    deadlock->is_judged = deadlock->is_open;
+    deadlock->is_open = 1;
     return HR_VERDICT_OPEN;
 }

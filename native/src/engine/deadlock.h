@@ -22,6 +22,7 @@ struct hr_deadlock {
     struct hr_buffer *reports; /* [size] the last message of each rank; empty: it is not blocked */
     int count;                 /* ranks that are blocked */
     int is_judged;             /* nothing has changed since the last verdict */
+    int is_open;               /* which was OPEN, for the first time */
     int64_t changed_ns;        /* when the last message came */
 };
 
@@ -35,8 +36,11 @@ void hr_deadlock_fini(struct hr_deadlock *deadlock);
 /* Takes in a BLOCKED message. HORO_OK, HORO_ERR_RESOURCE, or HORO_ERR_INTERNAL for a rank that there is none. */
 int hr_deadlock_note(struct hr_deadlock *deadlock, int size, const struct hr_wire_message *message, int64_t now_ns);
 /* When there is something to judge, if nothing more comes; 0: not now. */
-int64_t hr_deadlock_due_ns(const struct hr_deadlock *deadlock, int64_t settle_ns);
-/* The verdict, and a sentence for one that is not NONE: "rank 0 waits for 'a' (train.py:12), rank 1 for ...". */
+int64_t hr_deadlock_due_ns(const struct hr_deadlock *deadlock, int64_t settle_ns, int64_t open_ns);
+/*
+ * The verdict, and a sentence for one that is not NONE: "rank 0 waits for 'a' (train.py:12), rank 1 for ...". OPEN comes
+ * twice, and then not again until something changes: what may go on is left open_ns before anybody speaks of it.
+ */
 enum hr_verdict hr_deadlock_judge(struct hr_deadlock *deadlock, char *text, size_t text_bytes);
 
 #endif

@@ -35,8 +35,8 @@ void hr_engine_describe_end(const struct hr_engine *engine, struct hr_abort end,
                        (long long)(node->peer_timeout_ns / 1000000000));
         return;
     case HR_REASON_STALLED:
-        (void)snprintf(text, text_bytes, "%s has not done its part for %g s", who,
-                       (double)node->stall_shutdown_ns / 1e9);
+        (void)snprintf(text, text_bytes, "%s has not submitted what others wait for, or not gone on with it, for %g s",
+                       end.rank == node->rank ? "this rank" : who, (double)node->stall_shutdown_ns / 1e9);
         return;
     case HR_REASON_ENDED: {
         const char *words = hr_arena_last_words(&node->arena, end.rank);

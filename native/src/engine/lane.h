@@ -106,6 +106,7 @@ struct hr_stall {
     int64_t check_ns; /* when to look for stalls again; 0: not known */
     uint64_t moves;   /* what had moved when it last looked */
     int64_t moved_ns; /* when it last found that this had changed */
+    int64_t left_turn_ns; /* when it last left a report to the leader */
 };
 
 struct hr_lane {

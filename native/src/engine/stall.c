@@ -2,64 +2,12 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "engine/engine.h"
+#include "engine/stall.h"
 
 /* While it waits in a batch, a rank looks LOOKS times per period, and is silent once it has missed half of them. */
 enum { LOOKS = 8 };
 
 enum { TEAM_TEXT_BYTES = 32 };
-
-/* The local ranks that have not submitted the name, as text; returns the first of them or -1. */
-static int find_missing(const struct hr_lane *lane, uint64_t pending_hash, char *text, size_t text_bytes) {
-    const struct hr_node *node = lane->node;
-    const struct hr_team *team = lane->team;
-    int first = -1;
-    size_t used = 0;
-    text[0] = '\0';
-    for (int i = 0; i < team->local_size; i++) {
-        if (i != team->local_rank && hr_arena_pending_has(&node->arena, team->index_of_local[i], pending_hash) == 0) {
-            const int rank = team->job_rank[team->rank_of_local[i]];
-            first = first < 0 ? rank : first;
-            if (used < text_bytes) {
-                used += (size_t)snprintf(text + used, text_bytes - used, "%srank %d (%s)", used == 0 ? "" : ", ", rank,
-                                         node->host_name_of_rank[rank]);
-            }
-        }
-    }
-    return first;
-}
-
-/* What waits for local ranks: "'a' (missing: rank 1 (h1)); ..." and the first culprit. Returns how many tensors. */
-static int describe_local(struct hr_lane *lane, int64_t now_ns, char *text, size_t text_bytes, int *culprit,
-                          int64_t *oldest_ns) {
-    int count = 0;
-    size_t used = 0;
-    *culprit = -1;
-    *oldest_ns = now_ns;
-    (void)pthread_mutex_lock(&lane->engine->submission.lock);
-    for (const struct hr_request *request = lane->engine->submission.oldest; request != NULL;
-         request = request->newer) {
-        if (now_ns - request->submit_ns < lane->node->stall_warning_ns) {
-            break;
-        }
-        if (request->lane != lane) {
-            continue;
-        }
-        *oldest_ns = request->submit_ns < *oldest_ns ? request->submit_ns : *oldest_ns;
-        char missing[HR_NAME_TEXT_BYTES];
-        const int rank = find_missing(lane, request->pending_hash, missing, sizeof missing);
-        if (rank < 0) {
-            continue;
-        }
-        *culprit = *culprit < 0 ? rank : *culprit;
-        if (count++ < HR_NAMES_IN_TEXT && used < text_bytes) {
-            used += (size_t)snprintf(text + used, text_bytes - used, "%s'%s' (missing: %s)", count == 1 ? "" : "; ",
-                                     request->call.name, missing);
-        }
-    }
-    (void)pthread_mutex_unlock(&lane->engine->submission.lock);
-    return count;
-}
 
 static int64_t oldest_pending_ns(struct hr_lane *lane) {
     (void)pthread_mutex_lock(&lane->engine->submission.lock);
@@ -100,12 +48,24 @@ static int describe_undecided(struct hr_lane *lane, int64_t now_ns, char *text, 
         *oldest_ns = since_ns < *oldest_ns ? since_ns : *oldest_ns;
         if (count++ < HR_NAMES_IN_TEXT && used < text_bytes) {
             used +=
-                (size_t)snprintf(text + used, text_bytes - used, "%s'%s' (submitted by all here, no answer from %s)",
+                (size_t)snprintf(text + used, text_bytes - used, "%s'%s' (no answer from %s)",
                                  count == 1 ? "" : "; ", request->call.name, who);
         }
     }
     (void)pthread_mutex_unlock(&lane->engine->submission.lock);
     return count;
+}
+
+/*
+ * The leader, where it is at work, knows all that the ranks here have submitted; the others leave the report of a
+ * period to it for a moment.
+ */
+static int leaves_turn(struct hr_lane *lane, int64_t now_ns) {
+    const int leader = lane->team->index_of_local[0];
+    const int leaves = !lane->is_leader && hr_arena_pending_any(&lane->node->arena, leader) &&
+                       now_ns - lane->stall.left_turn_ns >= lane->node->stall_warning_ns;
+    lane->stall.left_turn_ns = leaves ? now_ns : lane->stall.left_turn_ns;
+    return leaves;
 }
 
 /* One report per team, host and period: the first rank to ask gets the turn. */
@@ -125,37 +85,56 @@ static const char *name_team(const struct hr_lane *lane, char *text) {
     return text;
 }
 
-static void report(struct hr_lane *lane, int64_t now_ns) {
+static void log_stalled(struct hr_lane *lane, const struct hr_stalled *stalled, int64_t now_ns) {
+    char lines[HORO_MESSAGE_MAX + HORO_MESSAGE_MAX / 2];
+    char where[TEAM_TEXT_BYTES];
+    char more[2 * TEAM_TEXT_BYTES] = "";
+    hr_stall_describe(lane, stalled, lines, sizeof lines);
+    if (stalled->total > stalled->count) {
+        (void)snprintf(more, sizeof more, " (%d of %d names)", stalled->count, stalled->total);
+    }
+    hr_log(&lane->node->log, HORO_LOG_WARNING,
+           "waiting%s for %lld s for ranks that have not submitted what others have%s; they may be slow or stopped, or "
+           "take another path through the program:%s",
+           name_team(lane, where), (long long)((now_ns - stalled->oldest_ns) / 1000000000), more, lines);
+}
+
+static void log_undecided(struct hr_lane *lane, const char *names, int64_t waited_ns) {
+    char where[TEAM_TEXT_BYTES];
+    hr_log(&lane->node->log, HORO_LOG_WARNING, "waiting%s for %lld s for an answer, all here have submitted: %s",
+           name_team(lane, where), (long long)(waited_ns / 1000000000), names);
+}
+
+/* Returns when to look again. */
+static int64_t report(struct hr_lane *lane, int64_t now_ns) {
     struct hr_node *node = lane->node;
-    char text[HORO_MESSAGE_MAX];
-    int culprit = -1;
-    int64_t oldest_ns = now_ns;
+    char names[HORO_MESSAGE_MAX];
+    struct hr_stalled stalled;
     int periods = 0; /* of patience with ranks of other hosts: those beside the culprit know it better */
-    int count = describe_local(lane, now_ns, text, sizeof text, &culprit, &oldest_ns);
-    if (count == 0 && lane->is_leader) {
-        periods = 1;
-        count = hr_agree_describe_waiting(&lane->leader.agree, now_ns, node->stall_warning_ns, text, sizeof text,
-                                          &oldest_ns, &culprit);
+    hr_stall_find(lane, now_ns, &stalled);
+    const int is_known = stalled.count > 0;
+    if (is_known) {
+        periods = stalled.is_elsewhere;
+    } else if (describe_undecided(lane, now_ns, names, sizeof names, &stalled.culprit, &stalled.oldest_ns, &periods) ==
+               0) {
+        return now_ns + node->stall_warning_ns;
     }
-    if (count == 0) {
-        count = describe_undecided(lane, now_ns, text, sizeof text, &culprit, &oldest_ns, &periods);
-    }
-    if (count == 0) {
-        return;
+    if (is_known && leaves_turn(lane, now_ns)) {
+        return now_ns + node->stall_warning_ns / LOOKS;
     }
     if (take_turn(lane, now_ns)) {
-        char where[TEAM_TEXT_BYTES];
-        hr_log(&node->log, HORO_LOG_WARNING,
-               "waiting%s for %lld s for ranks that have not submitted what others have: %s%s. They may be slow or "
-               "stopped, or take another path through the program",
-               name_team(lane, where), (long long)((now_ns - oldest_ns) / 1000000000), text,
-               count > HR_NAMES_IN_TEXT ? " and more" : "");
+        if (is_known) {
+            log_stalled(lane, &stalled, now_ns);
+        } else {
+            log_undecided(lane, names, now_ns - stalled.oldest_ns);
+        }
     }
     hr_engine_show_events(lane->engine, HORO_LOG_WARNING); /* every rank its own, also those whose turn it is not */
     if (node->stall_shutdown_ns > 0 &&
-        now_ns - oldest_ns >= node->stall_shutdown_ns + periods * node->stall_warning_ns) {
-        hr_node_abort(node, HORO_ERR_STALLED, culprit, HR_REASON_STALLED);
+        now_ns - stalled.oldest_ns >= node->stall_shutdown_ns + periods * node->stall_warning_ns) {
+        hr_node_abort(node, HORO_ERR_STALLED, stalled.culprit, HR_REASON_STALLED);
     }
+    return now_ns + node->stall_warning_ns;
 }
 
 /*
@@ -249,10 +228,10 @@ int64_t hr_lane_check_stall(struct hr_lane *lane, int64_t now_ns) {
         if (since_ns != 0 && now_ns - since_ns >= warning_ns) {
             if (is_executing) {
                 report_batch(lane, now_ns, now_ns - since_ns);
+                lane->stall.check_ns = now_ns + warning_ns;
             } else {
-                report(lane, now_ns);
+                lane->stall.check_ns = report(lane, now_ns);
             }
-            lane->stall.check_ns = now_ns + warning_ns;
         } else {
             lane->stall.check_ns = (since_ns == 0 ? now_ns : since_ns) + warning_ns;
         }

@@ -140,9 +140,14 @@ uint32_t shim_agree_active(const shim_agree *node) {
 }
 
 int shim_agree_describe(const shim_agree *node, int64_t now_ns, int64_t age_ns, char *out, size_t out_bytes) {
-    int64_t since_ns = 0;
-    int missing_rank = -1;
-    return hr_agree_describe_waiting(&node->agree, now_ns, age_ns, out, out_bytes, &since_ns, &missing_rank);
+    struct hr_agree_waiting waiting[1];
+    const int count = hr_agree_list_waiting(&node->agree, now_ns, age_ns, waiting, 1);
+    out[0] = '\0';
+    if (count > 0) {
+        (void)snprintf(out, out_bytes, "%s since %lld of %llu", waiting[0].name, (long long)waiting[0].since_ns,
+                       (unsigned long long)waiting[0].announced[0]);
+    }
+    return count;
 }
 
 static void copy_text(struct hr_wire_text from, char *out, size_t out_bytes) {

@@ -1,0 +1,28 @@
+/* Between the files of the check for stalls: stall.c decides, stall_text.c says who has submitted what. */
+#ifndef HR_ENGINE_STALL_H
+#define HR_ENGINE_STALL_H
+
+#include "engine/engine.h"
+
+/* A name that some members of a team have submitted and others not. */
+struct hr_stalled_name {
+    const char *name;
+    const uint64_t *announced; /* leader: see hr_agree_waiting */
+    uint64_t pending_hash;     /* others */
+};
+
+/* What has waited too long for members of a team, as far as this rank knows: a leader all that others announce. */
+struct hr_stalled {
+    int total, count; /* names, and those that are kept here */
+    struct hr_stalled_name names[HR_NAMES_IN_TEXT];
+    int64_t oldest_ns;
+    int culprit;      /* a rank that has not submitted one of them, of this host if there is one; -1: none */
+    int is_elsewhere; /* it is on another host, where they may know better */
+};
+
+/* Valid until the driver goes on. */
+void hr_stall_find(struct hr_lane *lane, int64_t now_ns, struct hr_stalled *stalled);
+/* A line for each rank of this host, or for those that are alike: "\n  rank 1 (h1) has submitted 'a' and not 'b'". */
+void hr_stall_describe(const struct hr_lane *lane, const struct hr_stalled *stalled, char *text, size_t text_bytes);
+
+#endif
