@@ -11,14 +11,17 @@ import os
 import sys
 import sysconfig
 import threading
+import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import NamedTuple
 
-__all__ = ["Blocked", "Wait", "describe_blocked", "innermost_own", "is_of_horo", "place_of"]
+__all__ = ["Blocked", "Wait", "describe_blocked", "describe_stacks", "innermost_own", "is_of_horo", "place_of"]
 
 _HORO = str(Path(__file__).resolve().parent) + os.sep
+_CALLS_SHOWN = 12
+"""Of a thread; the outer ones say less."""
 _LIBRARIES = tuple(
     {os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
@@ -91,6 +94,20 @@ def describe_blocked(context: object, wait: CodeType, callers: Iterable[int]) ->
     # Backward of a GPU runs hooks in a thread of autograd, for whose end the thread that called backward() waits.
     others += [] if foreign_waits else backward
     return Blocked(waits, f"thread {names.get(others[0], others[0])!r}" if others else "")
+
+
+def describe_stacks(callers: Iterable[int]) -> str:
+    """Where the main thread stands, and those that have called horo: the last calls of each, the innermost last."""
+    frames = sys._current_frames()
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    threads = dict.fromkeys([threading.main_thread().ident, *callers])
+    parts = []
+    for thread in threads:
+        if thread in frames:
+            lines = "".join(traceback.format_stack(frames[thread])[-_CALLS_SHOWN:])
+            parts.append(f"thread {names.get(thread, thread)!r}:\n{lines.rstrip()}")
+    frames.clear()
+    return "\n".join(parts)
 
 
 def _find_wait(frame: FrameType | None, context: object, wait: CodeType) -> Wait | None:

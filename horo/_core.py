@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
 
-from horo._blocked import describe_blocked
+from horo._blocked import describe_blocked, describe_stacks
 from horo._native import ffi, lib
 from horo._request_buffer import DTYPES, OPS, REDUCE_OPS, RequestBuffer, Tensor
 from horo._setup import MpiUse, Setup
@@ -131,6 +134,21 @@ class Context:
         self.size = setup.size
         self._context: Any = out[0]
         self._final_counters: dict[str, int] = {}
+        self._process = os.getpid()
+        self._answers = threading.Thread(target=self._answer_questions, name="horo answers", daemon=True)
+        if setup.stall_warning_ms > 0:
+            with contextlib.suppress(RuntimeError):  # no more threads are to be had: questions stay open
+                self._answers.start()
+
+    def _answer_questions(self) -> None:
+        """Says where the program stands when a rank asks that waits for this one. A thread of its own, which sleeps."""
+        shown = ""
+        while lib.horo_await_question(self._context) == _OK:
+            stacks = describe_stacks(self._callers())
+            text = " as before" if stacks == shown else f"\n{stacks}"
+            logging.getLogger("horo").warning("another rank waits for this one, which stands here:%s", text)
+            shown = stacks
+            lib.horo_answer(self._context)
 
     def submit(self, buffer: RequestBuffer) -> int:
         """Hands one request to the core and returns its handle (positive); never blocks.
@@ -265,11 +283,9 @@ class Context:
 
     def _report_blocked(self) -> None:
         """Tells the core what the threads that use this context wait for."""
-        threads = ffi.new("uint64_t[]", lib.HORO_CALLERS_MAX)
-        count = lib.horo_callers(self._context, threads, lib.HORO_CALLERS_MAX)
-        callers = list(threads[0 : min(count, lib.HORO_CALLERS_MAX)])
+        callers = self._callers()
         blocked = describe_blocked(self, Context._wait_long.__code__, callers)
-        others = blocked.others or ("one of many threads" if count > lib.HORO_CALLERS_MAX else "")
+        others = blocked.others or ("one of many threads" if len(callers) == lib.HORO_CALLERS_MAX else "")
         places = [ffi.new("char[]", wait.place.encode("utf-8", "replace")) for wait in blocked.waits]
         waits = ffi.new("horo_waiting[]", len(places))
         for native, wait, place in zip(waits, blocked.waits, places, strict=True):
@@ -287,6 +303,12 @@ class Context:
             return
         self._wait_and_keep(handle)
         self.release(handle)
+
+    def _callers(self) -> list[int]:
+        """The threads that have called the core, at most HORO_CALLERS_MAX of them."""
+        threads = ffi.new("uint64_t[]", lib.HORO_CALLERS_MAX)
+        count = lib.horo_callers(self._context, threads, lib.HORO_CALLERS_MAX)
+        return list(threads[0 : max(0, min(count, lib.HORO_CALLERS_MAX))])
 
     def release(self, handle: int) -> None:
         """Releases the handle of a finished request."""
@@ -372,6 +394,9 @@ class Context:
     def destroy(self) -> None:
         """Leaves the group and frees everything; idempotent."""
         self._final_counters = self.counters()
+        if self._answers.is_alive() and os.getpid() == self._process:
+            lib.horo_stop_answers(self._context)
+            self._answers.join()
         context, self._context = self._context, ffi.NULL
         lib.horo_destroy(context)
 

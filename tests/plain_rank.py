@@ -7,6 +7,7 @@ Each line it reads is ``[command, argument...]`` in JSON, each line it writes th
 from __future__ import annotations
 
 import array
+import ctypes
 import json
 import os
 import signal
@@ -109,6 +110,10 @@ class Rank:
     def be_hasty(self) -> None:
         """From now on the process ends at once after any error, as a script does that does not catch it."""
         self.hasty = True
+
+    def keep_interpreter(self, seconds: int) -> None:
+        """A call that keeps the interpreter, so that no other thread of Python runs."""
+        ctypes.PyDLL(None).sleep(seconds)
 
     def close(self) -> None:
         """``shutdown()``."""

@@ -407,6 +407,15 @@ HORO_API int horo_finish(horo_context *context, int64_t handle, int32_t timeout_
  */
 HORO_API int horo_report_blocked(horo_context *context, const horo_waiting *waits, int32_t count, const char *others);
 /*
+ * For a thread of the caller's that does nothing else: blocks until a rank that waits for this one asks where its
+ * program stands, HORO_OK, which is to be said in the log and then horo_answer called; or until horo_stop_answers,
+ * HORO_ERR_ABORTED. That thread must have got this before horo_destroy is called. Sleeps until then.
+ */
+HORO_API int horo_await_question(horo_context *context);
+HORO_API void horo_answer(horo_context *context);
+HORO_API void horo_stop_answers(horo_context *context);
+
+/*
  * The threads that have submitted requests or waited for them, as pthread_self() of each; at most `capacity` are
  * written. Returns how many there are, of which those beyond HORO_CALLERS_MAX are not told apart, or as horo_poll.
  */

@@ -4,6 +4,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "arena/question.h"
 #include "base/descriptor.h"
 #include "base/owner.h"
 #include "engine/engine.h"
@@ -11,6 +12,7 @@
 struct horo_context {
     struct hr_node node;
     struct hr_engine engine;
+    _Atomic int has_stopped_answers;
     struct hr_owner owner; /* a forked child has the memory but not the threads */
 };
 
@@ -251,6 +253,23 @@ HORO_API int horo_finish(horo_context *context, int64_t handle, int32_t timeout_
 HORO_API int horo_report_blocked(horo_context *context, const horo_waiting *waits, int32_t count, const char *others) {
     const int status = usable(context);
     return status == HORO_OK ? hr_engine_report_blocked(&context->engine, waits, count, others) : status;
+}
+
+HORO_API int horo_await_question(horo_context *context) {
+    const int status = usable(context);
+    if (status != HORO_OK) {
+        return status;
+    }
+    return hr_arena_await_question(&context->node.arena, &context->has_stopped_answers) ? HORO_OK : HORO_ERR_ABORTED;
+}
+
+HORO_API void horo_answer(horo_context *context) {
+    hr_arena_answer(&context->node.arena);
+}
+
+HORO_API void horo_stop_answers(horo_context *context) {
+    atomic_store(&context->has_stopped_answers, 1);
+    hr_arena_stop_answers(&context->node.arena);
 }
 
 HORO_API int32_t horo_callers(horo_context *context, uint64_t *threads, int32_t capacity) {

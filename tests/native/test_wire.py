@@ -261,6 +261,14 @@ def test_what_is_done_round_trips(wire: Wire, rank: int) -> None:
 
 
 @given(rank=ranks)
+def test_questions_round_trip(wire: Wire, rank: int) -> None:
+    data = wire.written(wire.lib.shim_wire_put_ask, rank)
+    assert data == oracle.ask_message(rank)
+    code, message = wire.decode(data)
+    assert (code, message.type, message.rank) == (OK, oracle.ASK, rank)
+
+
+@given(rank=ranks)
 def test_leaves_round_trip(wire: Wire, rank: int) -> None:
     data = wire.written(wire.lib.shim_wire_put_leave, rank)
     assert data == oracle.leave_message(rank)
@@ -363,7 +371,7 @@ NAME_AT, COUNT_AT, DTYPE_AT, WIRE_AT, NDIM_AT, EXTENT_AT = 25, 27, 31, 32, 33, 3
         {
             "nothing": b"",
             "type 0": b"\0",
-            "unknown type": b"\x0d\0\0\0\0",
+            "unknown type": b"\x0e\0\0\0\0",
             "unknown op": request_bytes(REDUCE, op=(0, "<B", 4)),
             "Adasum's number": request_bytes(REDUCE, reduce_op=(1, "<B", 2)),
             "unknown reduce op": request_bytes(REDUCE, reduce_op=(1, "<B", 6)),
@@ -423,6 +431,7 @@ NAME_AT, COUNT_AT, DTYPE_AT, WIRE_AT, NDIM_AT, EXTENT_AT = 25, 27, 31, 32, 33, 3
             "a lane twice": oracle.blocked_message(1, b"", b"", [oracle.lane(1, 1, 0, [])] * 2),
             "lane of no team": oracle.blocked_message(1, b"", b"", [oracle.lane(64, 1, 0, [])]),
             "lane without members": oracle.blocked_message(1, b"", b"", [oracle.lane(0, 0, 0, [])]),
+            "negative rank asks": oracle.ask_message(-1),
             "negative rank leaves": oracle.leave_message(-1),
             "negative rank is done": oracle.done_message(-1),
             "data of no tensor": oracle.data_message(oracle.DATA, 0, b"x"),

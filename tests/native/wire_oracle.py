@@ -6,7 +6,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-IDS, REQUEST, LOST, LEAVE, BATCH, FAIL, DONE, DATA, RESULT, ROWS, ENDED, BLOCKED = range(1, 13)
+IDS, REQUEST, LOST, LEAVE, BATCH, FAIL, DONE, DATA, RESULT, ROWS, ENDED, BLOCKED, ASK = range(1, 14)
 ALLREDUCE, ALLGATHER, BROADCAST, BARRIER, ADD_TEAM, REMOVE_TEAM = range(6)
 REDUCE_OPS = (0, 1, 3, 4, 5)
 TRANSIENT = 2
@@ -134,6 +134,11 @@ def blocked_message(rank: int, text: bytes, others: bytes, lanes: Sequence[bytes
     return head + struct.pack("<I", len(lanes)) + b"".join(lanes)
 
 
+def ask_message(rank: int) -> bytes:
+    """ASK."""
+    return struct.pack("<Bi", ASK, rank)
+
+
 def leave_message(rank: int) -> bytes:
     """LEAVE."""
     return struct.pack("<Bi", LEAVE, rank)
@@ -187,6 +192,7 @@ def samples() -> dict[str, bytes]:
         "ended-silent": ended_message(0x7FFFFFFF, b"", -44),
         "blocked": blocked_message(2, b"'a' (train.py:12)", b"", [lane(0, 3, 77, [1, 2**64 - 1]), lane(63, 2, 0, [])]),
         "blocked-others": blocked_message(0, b"'a'", b"thread 'Loader'", [lane(0, 1, 1 << 40, [5])]),
+        "ask": ask_message(5),
         "blocked-no-more": blocked_message(0x7FFFFFFF, b"", b"", []),
     }
     return result

@@ -63,6 +63,45 @@ def test_ranks_give_up_a_stopped_one_where_they_are_told_to(tmp_path: Path, host
             assert answer["text"].endswith("; pending here: 'x'"), answer
 
 
+@everywhere
+def test_a_rank_that_is_waited_for_says_where_it_stands(tmp_path: Path, hosts: str, victim: int) -> None:
+    with PlainRanks(tmp_path, hosts, WARN) as ranks:
+        ranks.all("start")
+        ranks.all("allreduce", "x")
+        for rank in range(len(hosts)):
+            if rank != victim:
+                ranks.tell(rank, "allreduce", "x")
+        heading = (
+            rf"horo \[{victim}\] warning: another rank waits for this one, which stands here:\nthread 'MainThread':"
+        )
+        stack = re.compile(rf"{heading}(.|\n)*plain_rank\.py\", line \d+, in main\n +for line in sys\.stdin:")
+        wait_until(lambda: stack.search(ranks.log(victim)), f"{stack} in its log")
+        ranks.tell(victim, "allreduce", "x")
+        total = float(sum(range(len(hosts) + 1)))
+        assert [ranks.value(rank) for rank in range(len(hosts))] == [[total, total]] * len(hosts)
+        ranks.all("close")
+        assert set(ranks.finish()) == {0}
+
+
+@pytest.mark.parametrize(("hosts", "victim"), [("aa", 1), ("aa", 0), ("abb", 1), ("abb", 2)])
+def test_a_rank_whose_interpreter_is_busy_does_not_answer(tmp_path: Path, hosts: str, victim: int) -> None:
+    with PlainRanks(tmp_path, hosts, WARN) as ranks:
+        ranks.all("start")
+        ranks.all("allreduce", "x")
+        ranks.tell(victim, "keep_interpreter", 8)
+        for rank in range(len(hosts)):
+            if rank != victim:
+                ranks.tell(rank, "allreduce", "x")
+        said = f"rank {victim} (host-{hosts[victim]}) does not answer where it stands: its Python interpreter is busy"
+        wait_until(lambda: any(said in ranks.log(rank) for rank in range(len(hosts))), f"{said!r} in a log")
+        assert ranks.value(victim) is None
+        ranks.tell(victim, "allreduce", "x")
+        for rank in range(len(hosts)):
+            ranks.value(rank)
+        ranks.all("close")
+        assert set(ranks.finish()) == {0}
+
+
 def stop_in_mid_batch(folder: Path, hosts: str, victim: int) -> tuple[dict[int, dict[str, Any]], str]:
     """Stops a rank; what the others answer, and their logs. Once more if it was stopped between two operations."""
     for attempt in range(8):

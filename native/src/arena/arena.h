@@ -80,6 +80,10 @@ struct hr_arena_block {
     _Alignas(HR_LINE) _Atomic uint64_t pending[HR_PENDING_MAX]; /* hashes of names submitted and not done, 0: free */
     /* names pending that found no place: while there are any, absence proves nothing */
     _Atomic uint32_t pending_hidden;
+    /* questions, counted by who asks, and those answered; see question.h */
+    _Alignas(HR_LINE) _Atomic uint32_t asked;
+    _Atomic uint32_t answered;
+    _Atomic uint32_t answers; /* there is somebody who does */
     /* 1 + the rank whose last words stand in `words`, 0: none; see last_words.h */
     _Alignas(HR_LINE) _Atomic uint32_t words_of_rank;
     _Atomic uint32_t words_claimed;

@@ -66,6 +66,9 @@ static int handle_message(struct hr_lane *lane, int link_index, const struct hr_
         hr_node_end(lane->node, message->status, message->rank, message->text.data, message->text.bytes);
         return HORO_OK;
     }
+    if (message->type == HR_WIRE_ASK) {
+        return from_parent ? hr_leader_pass_question(lane, message->rank) : HORO_ERR_INTERNAL;
+    }
     if (!from_parent) {
         return hr_leader_announce(lane, member, message, hr_now_ns());
     }

@@ -38,8 +38,8 @@ int hr_deadlock_note(struct hr_deadlock *deadlock, int size, const struct hr_wir
 /* When there is something to judge, if nothing more comes; 0: not now. */
 int64_t hr_deadlock_due_ns(const struct hr_deadlock *deadlock, int64_t settle_ns, int64_t open_ns);
 /*
- * The verdict, and a sentence for one that is not NONE: "rank 0 waits for 'a' (train.py:12), rank 1 for ...". OPEN comes
- * twice, and then not again until something changes: what may go on is left open_ns before anybody speaks of it.
+ * The verdict, and a sentence for one that is not NONE: "rank 0 waits for 'a' (train.py:12), rank 1 for ...". OPEN
+ * comes twice, and then not again until something changes: what may go on is left open_ns before anybody speaks of it.
  */
 enum hr_verdict hr_deadlock_judge(struct hr_deadlock *deadlock, char *text, size_t text_bytes);
 

@@ -107,6 +107,7 @@ struct hr_stall {
     uint64_t moves;   /* what had moved when it last looked */
     int64_t moved_ns; /* when it last found that this had changed */
     int64_t left_turn_ns; /* when it last left a report to the leader */
+    int64_t answers_ns; /* when ranks here that were asked should have answered; 0: none was */
 };
 
 struct hr_lane {
@@ -252,6 +253,11 @@ int hr_gather_prepare(struct hr_request *request, const struct hr_team *team, st
                       size_t text_bytes);
 /* What has become of a request when its batch is done: HORO_OK, or HORO_ERR_USAGE with a sentence. */
 int hr_gather_outcome(const struct hr_request *request, char *text, size_t text_bytes);
+
+/* ---- stall_ask.c ---- */
+
+/* Leader: a leader above asks where the ranks of this subtree stand that wait for nothing. */
+int hr_leader_pass_question(struct hr_lane *lane, int asker);
 
 /* ---- stall.c ---- */
 

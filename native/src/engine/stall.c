@@ -125,6 +125,7 @@ static int64_t report(struct hr_lane *lane, int64_t now_ns) {
     if (take_turn(lane, now_ns)) {
         if (is_known) {
             log_stalled(lane, &stalled, now_ns);
+            hr_stall_ask(lane, &stalled, now_ns);
         } else {
             log_undecided(lane, names, now_ns - stalled.oldest_ns);
         }
@@ -207,7 +208,8 @@ static int64_t look(struct hr_lane *lane, int64_t now_ns) {
     return now_ns + warning_ns / LOOKS;
 }
 
-int64_t hr_lane_check_stall(struct hr_lane *lane, int64_t now_ns) {
+/* As hr_lane_check_stall, but for answers that are waited for. */
+static int64_t check(struct hr_lane *lane, int64_t now_ns) {
     const int64_t warning_ns = lane->node->stall_warning_ns;
     if (warning_ns <= 0) { /* it never looks: its silence means nothing to ranks that do */
         atomic_store_explicit(&lane->node->arena.blocks[lane->node->local_rank].alive_until_ns, INT64_MAX,
@@ -237,4 +239,10 @@ int64_t hr_lane_check_stall(struct hr_lane *lane, int64_t now_ns) {
         }
     }
     return look_ns != 0 && look_ns < lane->stall.check_ns ? look_ns : lane->stall.check_ns;
+}
+
+int64_t hr_lane_check_stall(struct hr_lane *lane, int64_t now_ns) {
+    const int64_t due_ns = check(lane, now_ns);
+    const int64_t answers_ns = hr_stall_check_answers(lane, now_ns);
+    return due_ns == 0 || (answers_ns != 0 && answers_ns < due_ns) ? answers_ns : due_ns;
 }

@@ -22,6 +22,15 @@ struct hr_stalled {
 
 /* Valid until the driver goes on. */
 void hr_stall_find(struct hr_lane *lane, int64_t now_ns, struct hr_stalled *stalled);
+/*
+ * stall_ask.c. Asks those of whom this rank knows that they have not submitted something where they stand: they say it
+ * in their own logs.
+ */
+void hr_stall_ask(struct hr_lane *lane, const struct hr_stalled *stalled, int64_t now_ns);
+/* Names those that should have answered and have not; returns when to look for that, 0: no need. */
+int64_t hr_stall_check_answers(struct hr_lane *lane, int64_t now_ns);
+/* stall_text.c: whether a member, local or a host below, has submitted all of it. */
+int hr_stall_has_all(const struct hr_lane *lane, const struct hr_stalled *stalled, int member);
 /* A line for each rank of this host, or for those that are alike: "\n  rank 1 (h1) has submitted 'a' and not 'b'". */
 void hr_stall_describe(const struct hr_lane *lane, const struct hr_stalled *stalled, char *text, size_t text_bytes);
 

@@ -19,7 +19,8 @@ static int member_count(const struct hr_lane *lane) {
 }
 
 static int rank_of_member(const struct hr_lane *lane, int member) {
-    return lane->is_leader ? lane->leader.member_ranks[member] : lane->team->job_rank[lane->team->rank_of_local[member]];
+    return lane->is_leader ? lane->leader.member_ranks[member]
+                           : lane->team->job_rank[lane->team->rank_of_local[member]];
 }
 
 /* ---- What is looked at ---- */
@@ -90,6 +91,10 @@ static uint32_t submitted_by(const struct hr_lane *lane, const struct hr_stalled
         names |= (uint32_t)has_submitted(lane, &stalled->names[i], member) << i;
     }
     return names;
+}
+
+int hr_stall_has_all(const struct hr_lane *lane, const struct hr_stalled *stalled, int member) {
+    return submitted_by(lane, stalled, member) == (1u << stalled->count) - 1;
 }
 
 static size_t list_names(const struct hr_stalled *stalled, uint32_t names, char *text, size_t text_bytes) {

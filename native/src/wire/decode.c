@@ -287,6 +287,7 @@ static void read_body(struct reader *reader, struct hr_wire_message *message) {
         require(reader, message->rank >= 0 && hr_is_error(message->status));
         break;
     case HR_WIRE_BLOCKED: read_blocked(reader, message); break;
+    case HR_WIRE_ASK:
     case HR_WIRE_LEAVE:
     case HR_WIRE_DONE:
         message->rank = read_i32(reader);

@@ -301,3 +301,7 @@ int hr_wire_end_batch(struct hr_buffer *out, struct hr_wire_rows rows) {
     }
     return finish(out, write_rows(at, rows));
 }
+
+int hr_wire_put_ask(struct hr_buffer *out, int rank) {
+    return put_rank(out, HR_WIRE_ASK, rank);
+}

@@ -13,6 +13,7 @@
  *   LOST     i32 rank, i32 status, u8 reason      (both directions; enum hr_abort_reason; rank -1: nobody knows which)
  *   ENDED    i32 rank, i32 status, str16 text     (both directions; the words of a rank that has ended the group)
  *   BLOCKED  i32 rank, str16 text, str16 others, u32 n, n x lane    (up only; n is 0: the rank is blocked no more)
+ *   ASK      i32 rank                             (down only; the ranks below are asked where they stand)
  *   LEAVE    i32 rank                             (both directions)
  *   DONE     i32 rank                             (both directions)
  *
@@ -58,6 +59,7 @@ enum hr_wire_type {
     HR_WIRE_ROWS = 10,
     HR_WIRE_ENDED = 11,
     HR_WIRE_BLOCKED = 12,
+    HR_WIRE_ASK = 13,
 };
 
 enum {
@@ -113,7 +115,7 @@ struct hr_wire_message {
     enum hr_wire_type type;
     const uint8_t *bytes; /* the whole message */
     size_t byte_count;
-    int rank;   /* LOST (-1: unknown), ENDED, BLOCKED, LEAVE, DONE; REQUEST: the origin */
+    int rank;   /* LOST (-1: unknown), ENDED, BLOCKED, ASK (who asks), LEAVE, DONE; REQUEST: the origin */
     int status; /* LOST, ENDED, FAIL, REQUEST */
     enum hr_abort_reason reason; /* LOST */
     struct hr_wire_text name; /* FAIL */
@@ -176,6 +178,7 @@ int hr_wire_put_ended(struct hr_buffer *out, int rank, int status, struct hr_wir
 /* DATA: an announcement by id, with what it is about; RESULT: a record of one cached tensor, with what all get. */
 int hr_wire_put_data(struct hr_buffer *out, enum hr_wire_type type, uint32_t id, const void *data, size_t bytes);
 int hr_wire_put_leave(struct hr_buffer *out, int rank);
+int hr_wire_put_ask(struct hr_buffer *out, int rank);
 int hr_wire_put_done(struct hr_buffer *out, int rank);
 int hr_wire_put_fail(struct hr_buffer *out, int status, struct hr_wire_text name, struct hr_wire_text text);
 /*

@@ -26,7 +26,8 @@ int shim_agree_apply(shim_agree *node, const void *message, size_t bytes);
 int shim_agree_collect(shim_agree *node, const void **data, size_t *bytes);
 int shim_agree_form_batch(shim_agree *node, const void **data, size_t *bytes);
 
-/* Announcements that are not yet answered; the first tensor that waits, since when, and the bits of who has announced it. */
+/* Announcements that are not yet answered; the first tensor that waits, since when,
+   and the bits of who has announced it. */
 uint32_t shim_agree_active(const shim_agree *node);
 int shim_agree_describe(const shim_agree *node, int64_t now_ns, int64_t age_ns, char *out, size_t out_bytes);
 

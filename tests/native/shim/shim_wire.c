@@ -112,6 +112,11 @@ int64_t shim_wire_put_blocked(int rank, shim_text text, shim_text others, uint32
     return finish(&buffer, result, out, out_bytes);
 }
 
+int64_t shim_wire_put_ask(int rank, void *out, size_t out_bytes) {
+    struct hr_buffer buffer = used_buffer();
+    return finish(&buffer, hr_wire_put_ask(&buffer, rank), out, out_bytes);
+}
+
 int64_t shim_wire_put_leave(int rank, void *out, size_t out_bytes) {
     struct hr_buffer buffer = used_buffer();
     return finish(&buffer, hr_wire_put_leave(&buffer, rank), out, out_bytes);

@@ -54,6 +54,7 @@ int64_t shim_wire_put_ended(int rank, int status, shim_text text, void *out, siz
 /* Lanes of the teams 0, 2, 4 and so on, with 1, 2 and more members, each with so many hashes. */
 int64_t shim_wire_put_blocked(int rank, shim_text text, shim_text others, uint32_t lanes, uint32_t hashes, void *out,
                               size_t out_bytes);
+int64_t shim_wire_put_ask(int rank, void *out, size_t out_bytes);
 int64_t shim_wire_put_leave(int rank, void *out, size_t out_bytes);
 int64_t shim_wire_put_done(int rank, void *out, size_t out_bytes);
 int64_t shim_wire_put_fail(int status, shim_text name, shim_text text, void *out, size_t out_bytes);

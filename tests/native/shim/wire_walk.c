@@ -147,6 +147,7 @@ static int encode_again(const struct hr_wire_message *message, struct hr_buffer 
         touch(message->text);
         return hr_wire_put_ended(out, message->rank, message->status, message->text);
     case HR_WIRE_BLOCKED: return encode_blocked(message, out);
+    case HR_WIRE_ASK: return hr_wire_put_ask(out, message->rank);
     case HR_WIRE_LEAVE: return hr_wire_put_leave(out, message->rank);
     case HR_WIRE_DONE: return hr_wire_put_done(out, message->rank);
     case HR_WIRE_FAIL: return hr_wire_put_fail(out, message->status, message->name, message->text);
