@@ -41,7 +41,8 @@ for again in range(3):
     job = start()
     barrier(job)
     listening = [c for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
-    assert not any(thread.name.startswith("horo") for thread in __import__("threading").enumerate())
+    names = [thread.name for thread in __import__("threading").enumerate() if thread.name.startswith("horo")]
+    assert names == ["horo answers"]  # which listens to nobody
     from mpi4py import MPI
     assert (job.rank, job.size) == (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
     own = [c for c in listening if "horo" in str(c)]
@@ -219,3 +220,26 @@ def test_forked_workers_under_mpi_neither_hang_nor_disturb(mpi_jobs: MpiJobs) ->
     ended = mpi_jobs.run(2, script)
     assert ended.code == 0, ended.errors
     assert ended.lines == ["56.0 3 2.0"] * 2 + ["child this process was forked from ra"] * 2
+
+
+@pytest.mark.parametrize("variable", ["HORO_TRANSPORT", "HORO_CPU_OPERATIONS"])
+def test_ranks_that_wait_for_one_another_are_told(mpi_jobs: MpiJobs, variable: str) -> None:
+    ended = mpi_jobs.run(
+        3,
+        HEAD
+        + """
+from horo.errors import DeadlockError
+from mpi4py import MPI
+os.environ["HORO_HOST_ID"] = str(MPI.COMM_WORLD.rank)
+job = start()
+barrier(job)
+try:
+    handle = job.context.submit(RequestBuffer.of(3, "own" if job.rank == 1 else "other"))
+    job.context.wait(handle)
+except DeadlockError as error:
+    say(str(error).partition(" (")[0])
+job.close()
+""",
+        environ={variable: "mpi"},
+    )
+    assert ended.lines == ["ranks 0, 2 wait for 'other'"] * 3, ended.errors

@@ -50,14 +50,14 @@ def test_all_others_read_the_words_while_they_wait_and_afterwards(hosts: list[in
 def test_long_words_are_cut_and_bytes_that_are_none_are_replaced() -> None:
     def body(rank: Rank) -> str:
         if rank.rank == 0:
-            rank.context.end("x\0" + "\u00e4" * 300)
+            rank.context.end("x\0" + "\u00e4" * 600)
         wait_for(lambda: rank.context.health() is not None)
         return str(rank.context.health())
 
     with Group([1, 1]) as group:
         own, other = group.run(body)
-    assert own == "this rank ended with x " + "\u00e4" * 126 + "\ufffd"
-    assert other == "rank 0 (host0) ended with x " + "\u00e4" * 126 + "\ufffd"
+    assert own == "this rank ended with x " + "\u00e4" * 446 + "\ufffd"
+    assert other == "rank 0 (host0) ended with x " + "\u00e4" * 446 + "\ufffd"
 
 
 @pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)

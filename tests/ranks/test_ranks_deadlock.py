@@ -57,6 +57,46 @@ def test_a_rank_with_fewer_batches_is_told_and_reported(
     assert re.search(rf"^hororun: rank [01] on \w+ ended with {told} \(train\.py, line", done.stderr, re.MULTILINE)
 
 
+LEAVES = """
+import pathlib, signal, time
+from horo._bootstrap.job import start
+from horo._core import OPS, RequestBuffer
+class Late(Exception):
+    pass
+def ring(*_):
+    raise Late
+def submit(name):
+    return job.context.submit(RequestBuffer.of(OPS["barrier"], name))
+job = start()
+if job.rank == 1:
+    signal.signal(signal.SIGALRM, ring)
+    second = submit("second")
+    signal.setitimer(signal.ITIMER_REAL, 1.5)
+    try:
+        job.context.wait(second)
+    except Late:
+        pass
+    pathlib.Path("left").touch()
+    time.sleep(2)
+while not pathlib.Path("left").exists():
+    time.sleep(0.01)
+first = submit("first")
+job.context.finish(first)
+if job.rank == 0:
+    second = submit("second")
+job.context.finish(second)
+job.close()
+"""
+
+
+@pytest.mark.parametrize("where", ["localhost:2", "one:1,two:1"])
+def test_a_wait_that_a_signal_handler_ends_is_taken_back(hororun: Hororun, tmp_path: Path, where: str) -> None:
+    """Rank 1 computes then, while rank 0 waits for what rank 1 will submit."""
+    (tmp_path / "train.py").write_text(LEAVES)
+    done = hororun.run("-np", "2", "train.py", where=where, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
 @everywhere
 def test_all_ranks_end_and_later_calls_fail(tmp_path: Path, hosts: str) -> None:
     with PlainRanks(tmp_path, hosts) as ranks:
