@@ -1,0 +1,86 @@
+"""What is said of ranks that have not submitted what others wait for, and the end of a job because of it."""
+
+from __future__ import annotations
+
+import re
+import threading
+
+import numpy as np
+import pytest
+from ranks import Rank, run_ranks, wait_for
+
+from horo.errors import StalledError
+
+
+@pytest.mark.parametrize("hosts", [[3], [1, 2]], ids=str)
+def test_a_stall_is_reported_with_rank_and_tensor(hosts: list[int], capfd: pytest.CaptureFixture[str]) -> None:
+    seen = threading.Event()
+    text = ""
+
+    def body(rank: Rank) -> None:
+        nonlocal text
+        if rank.rank == 2:
+
+            def reported() -> bool:
+                nonlocal text
+                text += capfd.readouterr().err
+                return re.search(r"rank 2 \(host\d\) has not submitted 'late'", text) is not None
+
+            wait_for(reported)
+            seen.set()
+        rank.allreduce(np.ones(3), "late")
+
+    run_ranks(body, hosts, stall_warning_ms=100)
+    assert seen.is_set()
+    assert re.search(r"rank.* 1\b.*has not submitted", text) is None, text
+
+
+def test_a_stall_ends_the_job_if_so_configured() -> None:
+    def body(rank: Rank) -> None:
+        if rank.rank == 1:
+            wait_for(lambda: rank.context.health() is not None)
+            assert str(rank.context.health()).startswith("this rank has not submitted what others wait for")
+            return
+        with pytest.raises(StalledError, match=r"rank 1 \(host0\) has not submitted what others wait for"):
+            rank.barrier()
+
+    run_ranks(body, [2], stall_warning_ms=50, stall_shutdown_ms=200)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "lines"),
+    [
+        ([2], ["rank 0 (host0) has submitted 'x' and not 'y'", "rank 1 (host0) has submitted 'y' and not 'x'"]),
+        ([3], ["ranks 0, 2 (host0) have submitted 'x' and not 'y'", "rank 1 (host0) has submitted 'y' and not 'x'"]),
+        (
+            [1, 1],
+            [
+                "rank 0 (host0) has submitted 'x' and not 'y'",
+                "the ranks led by rank 1 (host1) have all submitted 'y' and not 'x'",
+            ],
+        ),
+    ],
+    ids=str,
+)
+def test_a_stall_report_says_of_each_rank_what_it_has_submitted(
+    hosts: list[int], lines: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    text, lock, seen = "", threading.Lock(), threading.Event()
+
+    def reported() -> bool:
+        nonlocal text
+        with lock:
+            text += capfd.readouterr().err
+        return all(any(line == each.strip() for each in text.splitlines()) for line in lines)
+
+    def body(rank: Rank) -> None:
+        own, other = ("y", "x") if rank.rank == 1 else ("x", "y")
+        handle = rank.submit("barrier", own, [])
+        if rank.rank == 0:
+            wait_for(reported)
+            seen.set()
+        assert seen.wait(60)
+        rank.barrier(other)
+        rank.finish(handle)
+
+    run_ranks(body, hosts, stall_warning_ms=300)
