@@ -6,8 +6,12 @@ import os
 import tempfile
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 from skips import ways_to_run
+
+hypothesis.settings.register_profile("horo", deadline=None)  # machines that do other things too make single calls slow
+hypothesis.settings.load_profile("horo")
 
 
 def pytest_configure(config: pytest.Config) -> None:

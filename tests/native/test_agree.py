@@ -255,7 +255,7 @@ programs = st.lists(
     program=programs,
     seed=st.integers(0, 1 << 30),
 )
-@settings(max_examples=250, deadline=None, phases=PHASES)
+@settings(max_examples=250, phases=PHASES)
 def test_all_ranks_execute_one_log_and_every_request_ends_once(
     native: ModuleType, hosts: list[int], cache: tuple[int, int], program: list[tuple[str, int]], seed: int
 ) -> None:
@@ -284,7 +284,7 @@ def test_all_ranks_execute_one_log_and_every_request_ends_once(
     rounds=st.tuples(st.sampled_from(["x", "gather x"]), st.lists(st.booleans(), min_size=1, max_size=6)),
     seed=st.integers(0, 1 << 30),
 )
-@settings(max_examples=150, deadline=None, phases=PHASES)
+@settings(max_examples=150, phases=PHASES)
 def test_a_rank_that_means_something_else_fails_everybody_in_that_round_only(
     native: ModuleType, hosts: list[int], capacity: int, rounds: tuple[str, list[bool]], seed: int
 ) -> None:

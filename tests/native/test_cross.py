@@ -345,7 +345,7 @@ def test_infinities_and_nans_are_the_same_bits_everywhere(native: ModuleType, na
         np.testing.assert_array_equal(oracle.is_nan(dtype, data[0]), nan)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_any_reduction_under_any_timing_gives_the_documented_bits(native: ModuleType, data: st.DataObject) -> None:
     algorithm = data.draw(st.sampled_from([RING, DOUBLING]), "algorithm")
@@ -362,7 +362,7 @@ def test_any_reduction_under_any_timing_gives_the_documented_bits(native: Module
     assert same_bits(results, reduced(algorithm, dtype, oracle.SUM, inputs))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_any_broadcast_under_any_timing_gives_the_roots_bits(native: ModuleType, data: st.DataObject) -> None:
     algorithm = data.draw(st.sampled_from([TREE, CHAIN]), "algorithm")
@@ -380,7 +380,7 @@ def test_any_broadcast_under_any_timing_gives_the_roots_bits(native: ModuleType,
     assert sum(sent) == (hosts - 1) * count * 2
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_any_allgather_under_any_timing_gives_every_part_once(native: ModuleType, data: st.DataObject) -> None:
     algorithm = data.draw(st.sampled_from([GATHER_RING, GATHER_DOUBLING]), "algorithm")
@@ -550,7 +550,7 @@ def test_a_member_that_dies_halfway_through_allgathers_fails_the_others(
         assert run_ranks(hosts, body) == [PEER_LOST] * hosts
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_an_allgather_whose_link_is_cut_never_hangs_and_never_gives_a_wrong_result(
     native: ModuleType, data: st.DataObject
@@ -569,7 +569,7 @@ def test_an_allgather_whose_link_is_cut_never_hangs_and_never_gives_a_wrong_resu
     assert same_bits(whole, gathered(parts))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_a_link_cut_at_any_moment_never_hangs_and_never_gives_a_wrong_result(
     native: ModuleType, data: st.DataObject

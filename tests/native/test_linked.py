@@ -61,7 +61,7 @@ def test_the_algorithms_go_to_all_linked_hosts_and_to_no_other(native: ModuleTyp
     assert used == [set(data_peers(host, hosts)) for host in range(hosts)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_no_call_goes_beyond_the_linked_hosts(native: ModuleType, data: st.DataObject) -> None:
     hosts = data.draw(st.integers(2, 32), "hosts")

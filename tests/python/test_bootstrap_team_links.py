@@ -137,7 +137,7 @@ def test_members_are_linked_as_a_job_of_their_own_would_be(
     check_team(outcomes, members, host_of_rank, sockets)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_any_members_on_any_hosts_are_linked(data: st.DataObject) -> None:
     host_of_rank = data.draw(st.lists(st.integers(0, 7), min_size=1, max_size=10), "hosts")
