@@ -62,11 +62,17 @@ def strings(source: str) -> Iterator[str]:
             yield node.value
 
 
-def test_messages_that_the_guide_explains_are_horos() -> None:
-    rows = (ROOT / "docs" / "how-to" / "hpc.md").read_text().partition("## Messages")[2].splitlines()
-    quoted = [row.split("`")[1] for row in rows if row.startswith("| `")]
+def messages_of(page: str) -> list[str]:
+    """What the tables of messages quote first; a row that begins with a program's name quotes that program."""
+    _, _, tables = (ROOT / "docs" / "how-to" / page).read_text().partition("| message |")
+    return [row.split("`")[1] for row in tables.splitlines() if row.startswith("| `")]
+
+
+@pytest.mark.parametrize("page", ["hpc.md", "troubleshooting.md"])
+def test_messages_that_a_guide_explains_are_horos(page: str) -> None:
     files = [*ROOT.glob("horo/**/*.py"), *ROOT.glob("runner/*.py")]
     said = [text for file in files for text in strings(file.read_text())]
     said += [file.read_text() for file in ROOT.glob("native/src/**/*.c")]
+    quoted = messages_of(page)
     assert len(quoted) >= 10
     assert [text for text in quoted if not any(text in each for each in said)] == []

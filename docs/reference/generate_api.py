@@ -1,0 +1,217 @@
+"""Writes api.md from the signatures and docstrings of horo.torch: ``python docs/reference/generate_api.py``."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import horo._errors
+import horo.torch as hvd
+
+PAGE = Path(__file__).with_name("api.md")
+COLUMNS_MAX = 110
+
+HEAD = """\
+# horo.torch
+
+<!-- Generated from the docstrings of horo/torch by docs/reference/generate_api.py; change them there. -->
+
+```python
+import horo.torch as hvd
+```
+
+Every public name, with its arguments, when it returns and what it raises. What differs from
+Horovod's function of the same name is in
+[Move a Horovod script to horo](../how-to/migrate-from-horovod.md#what-differs).
+"""
+
+SECTIONS = (
+    ("Start, end, and who is who", ("horo.torch._state",)),
+    ("Operations on tensors", ("horo.torch.ops", "horo.torch._requests")),
+    ("Training", ("horo.torch.optimizer",)),
+    ("Equal models, optimizers and objects", ("horo.torch.functions",)),
+    ("Compression", ("horo.torch.compression",)),
+    ("Sets of ranks", ("horo.torch.process_sets",)),
+    ("What this installation can do", ("horo.torch.info",)),
+)
+"""Title, and the modules that define what it lists."""
+
+ALL_RANKS = "Blocks until all ranks have called it."
+AT_ONCE = "Returns at once."
+WHEN = {
+    "shutdown": "Does not wait for the other ranks.",
+    "synchronize": "Blocks until the operation is done, that is until all ranks have begun it.",
+}
+"""When a function returns, where its module and its name do not say it."""
+MODULES_OF_COLLECTIVES = {"horo.torch.ops", "horo.torch.functions"}
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [HEAD]
+    left = set(hvd.__all__)
+    for title, modules in SECTIONS:
+        names = [name for name in hvd.__all__ if _home(name) in modules]
+        left -= set(names)
+        parts.append(f"\n## {title}\n")
+        if "horo.torch.ops" in modules:
+            parts.append("\n" + _markdown(_module_text("horo.torch.ops")) + "\n" + _reductions(names))
+            names = [name for name in names if not isinstance(getattr(hvd, name), int)]
+        parts += [_entry(name) for name in sorted(names, key=_position)]
+    if left - {"HorovodInternalError"}:
+        raise SystemExit(f"{sorted(left)}: their modules belong to no section; add them to SECTIONS")
+    return "".join([*parts, _errors()])
+
+
+def _home(name: str) -> str:
+    """The module that defines a public name."""
+    value = getattr(hvd, name)
+    if isinstance(value, int):
+        return "horo.torch.ops"
+    return str(getattr(value, "__module__", None) or type(value).__module__)
+
+
+def _position(name: str) -> tuple[str, int]:
+    """Orders names as their modules do: what belongs together stands together there."""
+    value = getattr(hvd, name)
+    if inspect.isfunction(value) or inspect.isclass(value):
+        return value.__module__, inspect.getsourcelines(value)[1]
+    return _home(name), sys.maxsize
+
+
+def _module_text(module: str) -> str:
+    """A module's docstring without its title."""
+    return (inspect.getdoc(sys.modules[module]) or "").split("\n\n", 1)[1].replace("What they have in common:\n\n", "")
+
+
+def _reductions(names: list[str]) -> str:
+    rows = [f"| `{name}` | {_beside_constant('horo.torch.ops', name)} |\n" for name in names if _is_reduction(name)]
+    return "\nReductions, for `op=`:\n\n| name | result |\n|---|---|\n" + "".join(rows)
+
+
+def _is_reduction(name: str) -> bool:
+    return isinstance(getattr(hvd, name), int)
+
+
+def _beside_constant(module: str, name: str) -> str:
+    """The text under ``name = ...`` in the source, empty if there is none."""
+    body = ast.parse(inspect.getsource(sys.modules[module])).body
+    for statement, following in zip(body, [*body[1:], ast.Pass()], strict=True):
+        target = getattr(statement, "target", None)
+        if isinstance(target, ast.Name) and target.id == name and isinstance(following, ast.Expr):
+            return _inline(str(ast.literal_eval(following.value)))
+    return "element by element"
+
+
+def _entry(name: str) -> str:
+    value = getattr(hvd, name)
+    if inspect.isfunction(value):
+        return f"\n### {name}\n\n{_function(name, value)}"
+    if inspect.isclass(value):
+        return f"\n### {name}\n\n{_class(value)}"
+    return f"\n### {name}\n\n{_beside_constant(_home(name), name)}\n"
+
+
+def _function(name: str, function: Callable[..., Any]) -> str:
+    said = inspect.getdoc(function) or ""
+    when = "" if re.search(r"\b[Bb]locks?\b", said) else f"\n{_when(name, function.__module__)}\n"
+    return f"{_signature(function)}\n{_markdown(said)}\n{when}"
+
+
+def _when(name: str, module: str) -> str:
+    if name in WHEN:
+        return WHEN[name]
+    return ALL_RANKS if module in MODULES_OF_COLLECTIVES and "_async" not in name else AT_ONCE
+
+
+def _class(cls: type[Any]) -> str:
+    parts = [_markdown(inspect.getdoc(cls) or ""), "\n"]
+    members = [(name, member) for name, member in vars(cls).items() if not name.startswith("_")]
+    lines = []
+    for name, member in members:
+        kind = member.fget if isinstance(member, property) else member
+        said = (inspect.getdoc(kind) or "").split("\n\n")[0].replace("\n", " ")
+        brackets = "()" if inspect.isfunction(member) else ""
+        lines.append(f"* `{name}{brackets}`: {_inline(said)}\n")
+    return "".join([*parts, "\n", *lines] if lines else parts)
+
+
+def _signature(function: Callable[..., Any]) -> str:
+    """The signature as it is written: defaults by name, as ``global_process_set``."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    if not isinstance(tree, ast.FunctionDef):
+        raise TypeError(f"{function} is no plain function")
+    returns = f" -> {ast.unparse(tree.returns)}" if tree.returns else ""
+    arguments = list(_arguments(tree.args))
+    line = f"{tree.name}({', '.join(arguments)}){returns}"
+    if len(line) > COLUMNS_MAX:
+        line = f"{tree.name}(\n" + "".join(f"    {argument},\n" for argument in arguments) + f"){returns}"
+    return f"```python\n{line}\n```\n"
+
+
+def _arguments(arguments: ast.arguments) -> Iterator[str]:
+    positional = [*arguments.posonlyargs, *arguments.args]
+    defaults = [None] * (len(positional) - len(arguments.defaults)) + list(arguments.defaults)
+    for argument, default in zip(positional, defaults, strict=True):
+        yield _argument(argument, default)
+    if arguments.vararg or arguments.kwonlyargs:
+        yield "*" + (ast.unparse(arguments.vararg) if arguments.vararg else "")
+    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        yield _argument(argument, default)
+    if arguments.kwarg:
+        yield "**" + ast.unparse(arguments.kwarg)
+
+
+def _argument(argument: ast.arg, default: ast.expr | None) -> str:
+    return ast.unparse(argument) + (f" = {ast.unparse(default)}" if default is not None else "")
+
+
+def _inline(text: str) -> str:
+    return text.replace("``", "`")
+
+
+def _markdown(text: str) -> str:
+    """A docstring: its sections become lists, its paragraphs single lines."""
+    parts = []
+    for block in (
+        _inline(text).replace("See the module's text.", "Ties together what belongs together; see above.").split("\n\n")
+    ):
+        title, _, rest = block.partition("\n")
+        if title in ("Args:", "Returns:", "Raises:"):
+            parts.append(_section(title, textwrap.dedent(rest)))
+        elif block.startswith("- "):
+            items = re.sub(r"\n(?!- )\s*", " ", block).splitlines()
+            parts.append("\n".join("* " + item.removeprefix("- ") for item in items))
+        else:
+            parts.append(block.replace("\n", " "))
+    return "\n\n".join(parts)
+
+
+def _section(title: str, body: str) -> str:
+    entries = re.sub(r"\n\s+", " ", body).splitlines()
+    if title == "Returns:":
+        return f"Returns: {' '.join(entries)}"
+    named = [entry.partition(": ") for entry in entries]
+    head = "Arguments" if title == "Args:" else "Raises"
+    return f"{head}:\n\n" + "\n".join(f"* `{name}`: {said}" for name, _, said in named)
+
+
+def _errors() -> str:
+    tree = (inspect.getdoc(horo._errors) or "").split("\n\n", 1)[1]
+    public = [name for name in horo._errors.__all__ if inspect.isclass(getattr(horo._errors, name))]
+    classes = sorted({getattr(horo._errors, name) for name in public}, key=lambda c: inspect.getsourcelines(c)[1])
+    rows = [f"| `{cls.__name__}` | {_inline(inspect.getdoc(cls) or '')} |\n" for cls in classes]
+    return (
+        "\n## Errors\n\n`HorovodInternalError`, which scripts catch to begin anew, is `GroupError`. "
+        f"The other classes are in `horo._errors`.\n\n```\n{tree}\n```\n\n| class | when |\n|---|---|\n{''.join(rows)}"
+    )
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,128 @@
+"""What the how-to pages tell a reader to type works: Python blocks run, commands are understood, names exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from document_blocks import HOW_TO, Block, blocks_of, python_blocks
+from example_runs import ROOT, launcher, start
+from horo.runner.cli import parse
+from horo.runner.config import JobError
+from horo.runner.options import build_parser
+
+import horo.torch as hvd
+from horo._config import Config, LaunchVariables, MpiVariables, SlurmVariables, TorchrunVariables, variables_of
+
+GROUPS = (Config, LaunchVariables, TorchrunVariables, MpiVariables, SlurmVariables)
+VARIABLES = {name for group in GROUPS for variable in variables_of(group).values() for name in variable.names}
+TORCH_WITHOUT_SCALER = "torch.amp.GradScaler"
+
+# fmt: off
+FOREIGN_OPTIONS = {  # of srun and sbatch, mpirun and mpiexec, containers, torchrun
+    "--mpi", "--cpus-per-task", "--cpu-bind", "--ntasks", "--ntasks-per-node", "--distribution", "--signal",
+    "--requeue", "--kill-on-bad-exit", "--open-mode", "--time", "--bind-to", "--map-by", "--mca",
+    "--allow-run-as-root", "--cleanenv", "--contain", "--bind", "--network", "--ipc", "--env",
+    "--disable-auto-cleanup", "--rdzv-endpoint", "--master-addr", "--max-restarts", "--nnodes", "--pid", "--nv",
+    "--fakeroot", "--sharens",
+}
+# fmt: on
+
+
+def inline_code(text: str) -> list[str]:
+    without_blocks = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    return re.findall(r"(?<!`)`([^`\n]+)`(?!`)", without_blocks)
+
+
+def commands_of(page: Path) -> list[str]:
+    """Every hororun command on the page that is given in full: alone on a line of a block, or in inline code."""
+    lines = [
+        line for block in blocks_of(page) if block.language in {"", "sh", "bash"} for line in block.code.splitlines()
+    ]
+    lines += inline_code(page.read_text(encoding="utf-8"))
+    found = [re.sub(r"^\S*=\S+ ", "", line.strip().removeprefix("$ ")) for line in lines]
+    return [line.rstrip("\\& ") for line in found if re.match(r"(exec )?hororun\s", line) and "..." not in line]
+
+
+def test_blocks_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# a\n```python\nx = 1\n```\n* b\n\n  ```sh fragment\n  hororun -np 2 x\n  ```\n")
+    assert blocks_of(page) == [
+        Block(page, 3, "python", "", "x = 1\n"),
+        Block(page, 8, "sh", "fragment", "hororun -np 2 x\n"),
+    ]
+    assert commands_of(page) == ["hororun -np 2 x"]
+
+
+def test_python_blocks_run_on_two_ranks() -> None:
+    if not hasattr(__import__("torch").amp, "GradScaler"):
+        pytest.skip(f"the pages use {TORCH_WITHOUT_SCALER}, which this torch lacks")
+    blocks = [block for page in HOW_TO for block in python_blocks(page)]
+    assert {block.mark.partition("=")[0] for block in blocks} <= {"", "script", "fragment"}
+    for block in blocks:
+        block.compiled()
+    rank = str(Path(__file__).with_name("document_rank.py"))
+    done = start([*launcher("hororun", 2), rank, *map(str, HOW_TO)])
+    expected = sum(not block.mark for block in blocks)
+    assert expected >= 10
+    assert done.stdout.splitlines()[-1] == f"{expected} blocks"
+
+
+def script(name: str, folder: Path) -> str:
+    (block,) = (b for b in python_blocks(ROOT / "docs" / "how-to" / "from-ddp.md") if b.mark == f"script={name}")
+    path = folder / f"train_{name}.py"
+    path.write_text(f"import os\nos.chdir({str(folder)!r})\n{block.code}")
+    return str(path)
+
+
+def test_the_script_with_ddp_and_the_one_with_horo_print_the_same_loss(tmp_path: Path) -> None:
+    ddp = start([*launcher("torchrun", 2), script("ddp", tmp_path)]).stdout
+    horo = start([*launcher("hororun", 2), script("horo", tmp_path)]).stdout
+    assert re.fullmatch(r"loss \d\.\d{6}\n", horo)
+    assert float(horo.split()[1]) == pytest.approx(float(ddp.split()[1]), abs=2e-6)
+
+
+def test_lines_of_the_horo_script_that_differ_are_marked() -> None:
+    ddp, horo = (b.code for b in python_blocks(ROOT / "docs" / "how-to" / "from-ddp.md") if b.mark.startswith("script"))
+    new = [line for line in horo.splitlines() if line not in ddp.splitlines()]
+    assert new == [line for line in horo.splitlines() if re.search(r" # (changed|new)$", line)]
+
+
+def test_every_hororun_command_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = [(page.name, line) for page in HOW_TO for line in commands_of(page)]
+    assert len(commands) >= 15
+    monkeypatch.chdir(tmp_path)
+    Path("hosts").write_text("h1 slots=4\nh2 slots=4\n")
+    for name in ("DATA", "NAME"):
+        monkeypatch.setenv(name, "x")
+    # A batch job, which gives hosts and slots where a command names none.
+    for name, value in (("LSB_JOBID", "1"), ("LSB_MCPU_HOSTS", "h1 4 h2 4")):
+        monkeypatch.setenv(name, value)
+    wrong = []
+    for page, line in commands:
+        words = shlex.split(line, comments=True)
+        try:
+            parse(words[words.index("hororun") + 1 :])
+        except (JobError, SystemExit) as error:
+            wrong.append(f"{page}: {line}: {error}")
+    assert wrong == []
+
+
+def test_options_variables_and_functions_that_pages_name_exist() -> None:
+    known = {name for action in build_parser()._actions for name in action.option_strings} | FOREIGN_OPTIONS
+    wrong = []
+    for page in HOW_TO:
+        text = page.read_text(encoding="utf-8")
+        for code in inline_code(text):
+            option = re.match(r"--[a-z][a-z-]+", code)
+            if option and option.group() not in known:
+                wrong.append(f"{page.name}: option {option.group()}")
+        wrong += [
+            f"{page.name}: {name}"
+            for name in re.findall(r"\bHORO(?:VOD)?_[A-Z_]*[A-Z]\b", text)
+            if name not in VARIABLES
+        ]
+        wrong += [f"{page.name}: hvd.{name}" for name in re.findall(r"\bhvd\.(\w+)", text) if not hasattr(hvd, name)]
+    assert wrong == []
