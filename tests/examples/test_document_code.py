@@ -26,7 +26,7 @@ FOREIGN_OPTIONS = {  # of srun and sbatch, mpirun and mpiexec, containers, torch
     "--requeue", "--kill-on-bad-exit", "--open-mode", "--time", "--bind-to", "--map-by", "--mca",
     "--allow-run-as-root", "--cleanenv", "--contain", "--bind", "--network", "--ipc", "--env",
     "--disable-auto-cleanup", "--rdzv-endpoint", "--master-addr", "--max-restarts", "--nnodes", "--pid", "--nv",
-    "--fakeroot", "--sharens",
+    "--fakeroot", "--no-capture-output",
 }
 # fmt: on
 
@@ -91,7 +91,7 @@ def test_lines_of_the_horo_script_that_differ_are_marked() -> None:
 
 
 def test_every_hororun_command_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    commands = [(page.name, line) for page in HOW_TO for line in commands_of(page)]
+    commands = [(page, line) for page in HOW_TO for line in commands_of(page)]
     assert len(commands) >= 15
     monkeypatch.chdir(tmp_path)
     Path("hosts").write_text("h1 slots=4\nh2 slots=4\n")
@@ -106,7 +106,9 @@ def test_every_hororun_command_is_understood(tmp_path: Path, monkeypatch: pytest
         try:
             parse(words[words.index("hororun") + 1 :])
         except (JobError, SystemExit) as error:
-            wrong.append(f"{page}: {line}: {error}")
+            if str(error).startswith("no command given") and line in inline_code(page.read_text(encoding="utf-8")):
+                continue  # only names options
+            wrong.append(f"{page.name}: {line}: {error}")
     assert wrong == []
 
 
