@@ -11,6 +11,8 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 HOW_TO = sorted((ROOT / "docs" / "how-to").glob("*.md"))
 
@@ -40,3 +42,8 @@ def blocks_of(page: Path) -> list[Block]:
 
 def python_blocks(page: Path) -> list[Block]:
     return [block for block in blocks_of(page) if block.language == "python"]
+
+
+def runs_here(block: Block) -> bool:
+    """Whether the block is run as it stands, and this torch has what it uses: a scaler for the CPU came with 2.3."""
+    return not block.mark and ("scaler" not in block.code or hasattr(torch.amp, "GradScaler"))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from document_blocks import Block, python_blocks
+from document_blocks import Block, python_blocks, runs_here
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import TensorDataset
@@ -75,7 +75,7 @@ def main() -> None:
             place.mkdir(exist_ok=True)
             os.chdir(place)
             for block in python_blocks(page):
-                if not block.mark:
+                if runs_here(block):
                     run(block)
                     count += 1
         os.chdir("/")
