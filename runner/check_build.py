@@ -51,6 +51,8 @@ def check_build() -> int:
 
 def _init() -> str:
     """Why ``init()`` of a job of one rank fails in this environment; empty: it does not."""
+    if find_spec("torch") is None:
+        return "horo.torch needs PyTorch, which is not installed: pip install torch"
     try:
         from horo._bootstrap.job import start  # noqa: PLC0415 - the launcher must run without the core
         from horo._config import LaunchVariables, environment, variables_of  # noqa: PLC0415

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from jobs import wait_until
+from jobs import TORCH_S, wait_until
 from namespaces import Cluster, ClusterHost
 from plain_ranks import PlainRanks
 
@@ -25,7 +25,7 @@ def results(text: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def alone() -> Iterator[list[str]]:
-    done = subprocess.run(DIGITS, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(DIGITS, capture_output=True, text=True, check=True, timeout=TORCH_S)
     lines = results(done.stdout)
     assert len(lines) == 3
     yield lines
@@ -36,7 +36,7 @@ def test_training_on_two_hosts_gives_the_lines_of_one_process(
     cluster: Cluster, alone: list[str], per_host: int
 ) -> None:
     where = ",".join(f"{host.name}:{per_host}" for host in cluster.hosts)
-    done = cluster.run("-np", str(2 * per_host), "--no-prefix", *DIGITS, where=where)
+    done = cluster.start("-np", str(2 * per_host), "--no-prefix", *DIGITS, where=where).finish(TORCH_S)
     assert done.returncode == 0, done.stderr
     assert results(done.stdout) == alone
 

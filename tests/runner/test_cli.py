@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from horo.runner import check_build
 from horo.runner.cli import main, parse
 from horo.runner.config import Job
 from horo.runner.hosts import Host
@@ -163,3 +164,10 @@ def test_check_build_says_what_is_there_and_where() -> None:
     for part in ("Native core", "PyTorch", "arena", "TCP", "MPI", "NCCL", "ssh"):
         assert part in done.stdout
     assert done.returncode == (0 if "[X] arena" in done.stdout else 1)
+
+
+def test_check_build_fails_without_torch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(check_build, "find_spec", lambda name: None)
+    assert check_build.check_build() == 1
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said == "init() fails here: horo.torch needs PyTorch, which is not installed: pip install torch"
