@@ -15,12 +15,11 @@ from typing import NamedTuple
 
 __all__ = ["Relay", "Seen", "cut_in"]
 
-LENGTH_BYTES = 4
-HEAD_BYTES = 64  # native/src/engine/engine.h: what is shorter is filled up
+LENGTH_BYTES = 4  # in front of each message
 
 
 class Seen(NamedTuple):
-    """What has passed since ``begin``; ``bytes`` without what fills short messages up."""
+    """What has passed since ``begin``."""
 
     messages: int
     bytes: int
@@ -37,15 +36,14 @@ class _End:
     onward: socket.socket
     unread: bytearray = field(default_factory=bytearray)
 
-    def take_message(self) -> tuple[bytes, int] | None:
-        """The first message as it travels, and how long it is with its length in front, if it is all there."""
+    def take_message(self) -> bytes | None:
+        """The first message, with its length in front, if it is all there."""
         size_bytes = LENGTH_BYTES + int.from_bytes(self.unread[:LENGTH_BYTES], "little")
-        travelling = max(HEAD_BYTES, size_bytes)
-        if len(self.unread) < travelling:
+        if len(self.unread) < size_bytes:
             return None
-        message = bytes(self.unread[:travelling])
-        del self.unread[:travelling]
-        return message, size_bytes
+        message = bytes(self.unread[:size_bytes])
+        del self.unread[:size_bytes]
+        return message
 
 
 class Relay(threading.Thread):
@@ -84,9 +82,8 @@ class Relay(threading.Thread):
         try:
             data = end.connection.recv(1 << 16)
             end.unread += data
-            while (taken := end.take_message()) is not None:
-                message, size_bytes = taken
-                self._note(end, size_bytes)
+            while (message := end.take_message()) is not None:
+                self._note(end, len(message))
                 end.onward.sendall(message)
             if not data:
                 end.onward.shutdown(socket.SHUT_WR)

@@ -13,6 +13,7 @@ import sysconfig
 import threading
 import traceback
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import NamedTuple
@@ -22,6 +23,14 @@ __all__ = ["Blocked", "Wait", "describe_blocked", "describe_stacks", "innermost_
 _HORO = str(Path(__file__).resolve().parent) + os.sep
 _CALLS_SHOWN = 12
 """Of a thread; the outer ones say less."""
+_WAITS = tuple(
+    os.path.realpath(sysconfig.get_path("stdlib")) + f"{os.sep}{name}.py"
+    for name in (
+        *("threading", "queue", "selectors", "socket", "socketserver", "subprocess"),
+        *("concurrent/futures/thread", "multiprocessing/connection", "multiprocessing/queues"),
+    )
+)
+"""Where idle threads of libraries wait for work."""
 _LIBRARIES = tuple(
     {os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
@@ -43,15 +52,25 @@ class Blocked(NamedTuple):
     """A thread that does not wait, and so may still submit something; empty: there is none."""
 
 
+@cache
+def _real(file: str) -> str:
+    """Without links; a name that is no path, like ``<string>``, and one that is relative stay as they are."""
+    return os.path.realpath(file) if file.startswith(os.sep) else file
+
+
 def is_of_horo(file: str) -> bool:
     """Whether a file of Python is horo's own."""
-    return os.path.realpath(file).startswith(_HORO)
+    return _real(file).startswith(_HORO)
 
 
 def innermost_own(files: list[str]) -> int | None:
     """Which of these files, from the outermost call to the innermost, is the last one of no library; None: all are."""
-    own = [i for i, file in enumerate(files) if not os.path.realpath(file).startswith((_HORO, *_LIBRARIES))]
+    own = [i for i, file in enumerate(files) if not _is_of_library(file)]
     return own[-1] if own else None
+
+
+def _is_of_library(file: str) -> bool:
+    return file.startswith("<frozen ") or _real(file).startswith((_HORO, *_LIBRARIES))
 
 
 def place_of(frame: FrameType | None) -> str:
@@ -66,26 +85,34 @@ def place_of(frame: FrameType | None) -> str:
     return f"{Path(chosen.f_code.co_filename).name}:{chosen.f_lineno}"
 
 
-def describe_blocked(context: object, wait: CodeType, callers: Iterable[int]) -> Blocked:
+def describe_blocked(context: object, wait: CodeType, callers: Iterable[int], *, is_alone: bool = False) -> Blocked:
     """What the threads do that have called horo.
+
+    In a process that is one rank alone, those that may call it count too: the main thread, and those that run the
+    program's own code; threads of libraries where they do not merely wait for work.
 
     Args:
         context: whose calls count.
         wait: the code inside which a thread waits; it has the locals ``self`` and ``handle``.
         callers: the identifiers of all threads that have called horo, also of those that have ended.
+        is_alone: whether all threads of this process are of this rank.
     """
     frames = sys._current_frames()
     names = {thread.ident: thread.name for thread in threading.enumerate() if not _is_foreign(thread)}
     waits, backward, others = [], [], []
     foreign_waits = False
-    for thread in callers:
-        frame = frames.get(thread)
-        if frame is None:  # it has ended, or runs no Python, as a thread of autograd does between two hooks
-            continue
+    counted: set[int | None] = set(callers)
+    if is_alone:
+        timers = {thread.ident for thread in threading.enumerate() if isinstance(thread, threading.Timer)}
+        counted |= timers | {threading.main_thread().ident}
+    # A caller that is not among these has ended, or runs no Python, as a thread of autograd does between two hooks.
+    for thread, frame in frames.items():
         found = _find_wait(frame, context, wait)
         if found is not None:
             waits.append(found)
-            foreign_waits |= thread not in names
+            foreign_waits |= thread not in names and _is_of_library(_outermost(frame))
+        elif thread not in counted and (not is_alone or _awaits_work(frame)):
+            continue
         elif _is_in_backward(frame):
             backward.append(thread)
         else:
@@ -108,6 +135,25 @@ def describe_stacks(callers: Iterable[int]) -> str:
             parts.append(f"thread {names.get(thread, thread)!r}:\n{lines.rstrip()}")
     frames.clear()
     return "\n".join(parts)
+
+
+def _outermost(frame: FrameType) -> str:
+    while frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code.co_filename
+
+
+def _awaits_work(frame: FrameType) -> bool:
+    """Whether a thread runs code of libraries only and waits where idle workers do, or in horo for questions."""
+    file = frame.f_code.co_filename
+    if _real(file) not in _WAITS and not is_of_horo(file):
+        return False
+    each: FrameType | None = frame
+    while each is not None:
+        if not _is_of_library(each.f_code.co_filename):
+            return False
+        each = each.f_back
+    return True
 
 
 def _find_wait(frame: FrameType | None, context: object, wait: CodeType) -> Wait | None:

@@ -172,6 +172,15 @@ class Config:
         low=0,
         high=1e6,
     )
+    deadlock_time_s: float = _variable(
+        "DEADLOCK_TIME_SECONDS",
+        30.0,
+        "Time for which each rank must have waited for another before DeadlockError ends the job: longer than a signal "
+        "handler that runs meanwhile, to save a checkpoint for example.",
+        unit="s",
+        low=0.1,
+        high=1e6,
+    )
     log_level: str = _variable(
         "LOG_LEVEL",
         "warning",

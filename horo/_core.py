@@ -133,6 +133,10 @@ class Context:
         self.rank = setup.rank
         self.size = setup.size
         self._context: Any = out[0]
+        self.blocked_after_s = _BLOCKED_AFTER_S
+        """How long a thread waits before it says so, after which ranks that wait for one another are found."""
+        self.is_alone = False
+        """Whether this is the only rank in this process, so that all threads here are this rank's."""
         self._final_counters: dict[str, int] = {}
         self._process = os.getpid()
         self._answers = threading.Thread(target=self._answer_questions, name="horo answers", daemon=True)
@@ -144,10 +148,11 @@ class Context:
         """Says where the program stands when a rank asks that waits for this one. A thread of its own, which sleeps."""
         shown = ""
         while lib.horo_await_question(self._context) == _OK:
-            stacks = describe_stacks(self._callers())
-            text = " as before" if stacks == shown else f"\n{stacks}"
-            logging.getLogger("horo").warning("another rank waits for this one, which stands here:%s", text)
-            shown = stacks
+            with contextlib.suppress(Exception):  # of a handler or a filter of the program's
+                stacks = describe_stacks(self._callers())
+                text = " as before" if stacks == shown else f"\n{stacks}"
+                logging.getLogger("horo").warning("another rank waits for this one, which stands here:%s", text)
+                shown = stacks
             lib.horo_answer(self._context)
 
     def submit(self, buffer: RequestBuffer) -> int:
@@ -270,11 +275,12 @@ class Context:
 
         ``describe_blocked`` knows by this frame that its thread waits.
         """
-        look_s = time.monotonic() + _BLOCKED_AFTER_S
+        look_s = time.monotonic() + self.blocked_after_s
         try:
             while (status := lib.horo_wait(self._context, handle, _SIGNAL_CHECK_MS)) == lib.HORO_IN_PROGRESS:
                 if time.monotonic() >= look_s:
-                    self._report_blocked()
+                    with contextlib.suppress(Exception):  # a wait does not fail because of a look at it
+                        self._report_blocked()
                     look_s = time.monotonic() + _BLOCKED_EVERY_S
         except BaseException:  # a signal handler's: what was reported holds no more
             lib.horo_report_blocked(self._context, _NULL, 0, b"")
@@ -284,7 +290,7 @@ class Context:
     def _report_blocked(self) -> None:
         """Tells the core what the threads that use this context wait for."""
         callers = self._callers()
-        blocked = describe_blocked(self, Context._wait_long.__code__, callers)
+        blocked = describe_blocked(self, Context._wait_long.__code__, callers, is_alone=self.is_alone)
         others = blocked.others or ("one of many threads" if len(callers) == lib.HORO_CALLERS_MAX else "")
         places = [ffi.new("char[]", wait.place.encode("utf-8", "replace")) for wait in blocked.waits]
         waits = ffi.new("horo_waiting[]", len(places))
@@ -396,7 +402,8 @@ class Context:
         self._final_counters = self.counters()
         if self._answers.is_alive() and os.getpid() == self._process:
             lib.horo_stop_answers(self._context)
-            self._answers.join()
+            # It may be writing to a stderr that nobody reads, or need a lock of logging that this thread holds.
+            self._answers.join(_ANSWERS_END_S)
         context, self._context = self._context, ffi.NULL
         lib.horo_destroy(context)
 
@@ -440,6 +447,7 @@ def native_mpi(use: MpiUse, keep: list[Any], ffi: Any = ffi) -> Any:
 _SIGNAL_CHECK_MS = 100
 _BLOCKED_AFTER_S = 0.8
 _BLOCKED_EVERY_S = 0.5
+_ANSWERS_END_S = 1.0
 
 
 def _error_buffer() -> Any:

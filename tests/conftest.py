@@ -27,6 +27,13 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["TMPDIR"] = folder.name
 
 
+@pytest.fixture(autouse=True)
+def place_in_a_job() -> Iterator[None]:
+    """A test whose process was a rank does not leave its place to the processes of the next."""
+    yield
+    os.environ.pop("HORO_RANK_PROCESS", None)
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
     yield  # to pytest's own summary, which lists the reasons

@@ -16,7 +16,7 @@ import stat
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn
@@ -174,9 +174,10 @@ def _watch_exit(tell: Callable[[BaseException, str], None]) -> None:
     Exit.__name__ = Exit.__qualname__ = SystemExit.__name__
     Exit.__module__ = SystemExit.__module__
 
+    @wraps(before)
     def leave(status: object = None, /) -> NoReturn:
-        if threading.current_thread() is not threading.main_thread():
-            before(status)  # type: ignore[arg-type]  # ends the thread alone
+        if threading.current_thread() is not threading.main_thread() or isinstance(status, BaseException):
+            before(status)  # type: ignore[arg-type]  # ends the thread alone, or is an exception of the program's
         try:
             before(status)  # type: ignore[arg-type]
         except SystemExit as error:

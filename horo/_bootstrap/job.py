@@ -215,6 +215,7 @@ def start(environ: Mapping[str, str] | None = None, comm: Any = None) -> Job:
     except BaseException:
         close_setup(connection.setup)
         raise
+    job.context.blocked_after_s, job.context.is_alone = config.deadlock_time_s, is_own
     _say_start(launch, connection, time.monotonic() - began)
     return job
 

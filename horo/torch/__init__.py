@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 from horo._absent import explain_imports as _explain_imports
 from horo.errors import (
     AbortedError,
+    DeadlockError,
     GroupError,
     HoroError,
     HorovodInternalError,
@@ -91,6 +92,7 @@ __all__ = [
     "Adasum",
     "Average",
     "Compression",
+    "DeadlockError",
     "DistributedOptimizer",
     "GroupError",
     "HoroError",

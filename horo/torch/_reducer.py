@@ -476,7 +476,8 @@ def _hook_of(reducer: weakref.ref[GradientReducer]) -> Callable[[torch.Tensor], 
 
 
 def _kind(slot: Slot) -> str:
-    assert slot.kind is not None, "named before it is submitted"
+    if slot.kind is None:
+        raise RuntimeError("a gradient is submitted before it has a name")
     return slot.kind
 
 

@@ -264,7 +264,9 @@ HORO_API int horo_await_question(horo_context *context) {
 }
 
 HORO_API void horo_answer(horo_context *context) {
-    hr_arena_answer(&context->node.arena);
+    if (usable(context) == HORO_OK) {
+        hr_arena_answer(&context->node.arena);
+    }
 }
 
 HORO_API void horo_stop_answers(horo_context *context) {

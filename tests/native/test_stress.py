@@ -14,6 +14,8 @@ OPERATIONS = {"": 1500, "address": 300, "thread": 200}[FLAVOUR]
 SCHEDULES = {"": 6, "address": 3, "thread": 2}[FLAVOUR]
 """Each of the tests below takes a few seconds."""
 
+pytestmark = pytest.mark.timeout(300)  # the program is built by the first
+
 DEADLINE_S = {"": 20, "address": 40, "thread": 60}[FLAVOUR]
 
 

@@ -33,6 +33,11 @@ LONG_S = 1.5
 """A rank that waits so long has said so."""
 
 
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HORO_DEADLOCK_TIME_SECONDS", "0.8")
+
+
 @pytest.fixture
 def hororun(tmp_path: Path) -> Iterator[Hororun]:
     runner = Hororun(make_remote_shell(tmp_path))
@@ -53,7 +58,7 @@ def test_a_rank_with_fewer_batches_is_told_and_reported(
         rf"rank 1 for 'allreduce\.epoch_loss' \(train\.py:{LOSS}\); has a rank fewer batches\?"
     )
     assert done.returncode == 1, done.stderr
-    assert len(re.findall(rf"^\[[01]\] horo\._errors\.{told}$", done.stderr, re.MULTILINE)) == 2, done.stderr
+    assert len(re.findall(rf"^\[[01]\] horo\.errors\.{told}$", done.stderr, re.MULTILINE)) == 2, done.stderr
     assert re.search(rf"^hororun: rank [01] on \w+ ended with {told} \(train\.py, line", done.stderr, re.MULTILINE)
 
 
@@ -150,3 +155,52 @@ def test_a_rank_that_is_stopped_is_waited_for(tmp_path: Path, hosts: str, victim
         assert [ranks.value(rank) for rank in range(len(hosts))] == [[total, total]] * len(hosts)
         ranks.all("close")
         assert set(ranks.finish()) == {0}
+
+
+NOT_BLOCKED = {
+    "the main thread computes": """
+import concurrent.futures
+with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    first = pool.submit(hvd.allreduce, torch.ones(1), name="first" if hvd.rank() else "second")
+    wait_until_all_wait()
+    hvd.allreduce(torch.ones(1), name="second" if hvd.rank() else "first")
+    first.result()
+""",
+    "the main thread awaits a timer": """
+import asyncio
+async def main():
+    loop = asyncio.get_running_loop()
+    def reduce(name):
+        return loop.run_in_executor(None, hvd.allreduce, torch.ones(1), None, name)
+    first = reduce("first" if hvd.rank() else "second")
+    await asyncio.sleep(3)
+    await asyncio.gather(first, reduce("second" if hvd.rank() else "first"))
+asyncio.run(main())
+""",
+    "a new thread computes": """
+import threading
+def late():
+    wait_until_all_wait()
+    hvd.allreduce(torch.ones(1), name="second" if hvd.rank() else "first")
+thread = threading.Thread(target=late)
+thread.start()
+hvd.allreduce(torch.ones(1), name="first" if hvd.rank() else "second")
+thread.join()
+""",
+}
+
+
+@pytest.mark.parametrize("script", NOT_BLOCKED.values(), ids=list(NOT_BLOCKED))
+def test_a_thread_that_may_still_submit_something_is_waited_for(hororun: Hororun, tmp_path: Path, script: str) -> None:
+    """Also where it has not called horo before."""
+    head = """
+import time, torch
+import horo.torch as hvd
+hvd.init()
+
+def wait_until_all_wait():
+    time.sleep(3)  # the stimulus: threads that wait report after 0.8 s
+"""
+    (tmp_path / "train.py").write_text(f"{head}{script}print('done')\n")
+    done = hororun.run("-np", "2", "--no-prefix", "train.py", where="localhost:2", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "done\ndone\n"), done.stderr

@@ -4,7 +4,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { TAIL_BYTES = 160 }; /* kept free for the end of the sentence */
+enum {
+    TAIL_BYTES = 160, /* kept free for the end of the sentence */
+    WAITS_MAX = 255,  /* of what a rank says that it waits for; more is not shown */
+};
 
 void hr_deadlock_fini(struct hr_deadlock *deadlock) {
     for (int rank = 0; rank < deadlock->size; rank++) {
@@ -204,7 +207,8 @@ static size_t describe_waits(const struct hr_deadlock *deadlock, char *text, siz
         if (!is_first_of_its_kind(deadlock, rank)) {
             continue;
         }
-        if (used + waits.bytes + TAIL_BYTES + 280 > text_bytes && used > 0) {
+        const size_t bytes = waits.bytes < WAITS_MAX ? waits.bytes : WAITS_MAX;
+        if (used + bytes + TAIL_BYTES + 280 > text_bytes && used > 0) {
             return used + (size_t)snprintf(text + used, text_bytes - used, ", others for something else");
         }
         used += (size_t)snprintf(text + used, text_bytes - used, used == 0 ? "" : ", ");
@@ -212,7 +216,7 @@ static size_t describe_waits(const struct hr_deadlock *deadlock, char *text, siz
         used += name_ranks(deadlock, rank, text + used, text_bytes - used);
         const int is_one = text[begin + 4] == ' ';
         const char *verb = begin > 0 ? "" : (is_one ? " waits" : " wait");
-        used += (size_t)snprintf(text + used, text_bytes - used, "%s for %.*s", verb, (int)waits.bytes, waits.data);
+        used += (size_t)snprintf(text + used, text_bytes - used, "%s for %.*s", verb, (int)bytes, waits.data);
     }
     return used;
 }
