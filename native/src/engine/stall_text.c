@@ -85,6 +85,8 @@ void hr_stall_find(struct hr_lane *lane, int64_t now_ns, struct hr_stalled *stal
 
 /* ---- What is said of it ---- */
 
+enum { MEMBERS_MAX = 256 }; /* more are not shown */
+
 static uint32_t submitted_by(const struct hr_lane *lane, const struct hr_stalled *stalled, int member) {
     uint32_t names = 0;
     for (int i = 0; i < stalled->count; i++) {
@@ -129,7 +131,7 @@ static size_t name_members(const struct hr_lane *lane, const uint32_t *submitted
     char numbers[HR_NAME_TEXT_BYTES];
     size_t used = (size_t)snprintf(numbers, sizeof numbers, "%d", rank);
     int count = 1;
-    for (int member = first + 1; member < lane->team->local_size; member++) {
+    for (int member = first + 1; member < lane->team->local_size && member < MEMBERS_MAX; member++) {
         if (submitted[member] != submitted[first]) {
             continue;
         }
@@ -159,13 +161,14 @@ static size_t write_line(const struct hr_lane *lane, const struct hr_stalled *st
 }
 
 void hr_stall_describe(const struct hr_lane *lane, const struct hr_stalled *stalled, char *text, size_t text_bytes) {
-    enum { MEMBERS_MAX = 256 }; /* more are not shown */
     uint32_t submitted[MEMBERS_MAX];
     const int count = member_count(lane) < MEMBERS_MAX ? member_count(lane) : MEMBERS_MAX;
     size_t used = 0;
     text[0] = '\0';
-    for (int member = 0; member < count && used < text_bytes; member++) {
+    for (int member = 0; member < count; member++) {
         submitted[member] = submitted_by(lane, stalled, member);
+    }
+    for (int member = 0; member < count && used < text_bytes; member++) {
         /* of other hosts only those that lack something: there may be many */
         const int is_whole = submitted[member] == (1u << stalled->count) - 1;
         if ((!is_whole || member < lane->team->local_size) && begins_line(lane, submitted, member)) {
