@@ -240,6 +240,6 @@ except DeadlockError as error:
     say(str(error).partition(" (")[0])
 job.close()
 """,
-        environ={variable: "mpi"},
+        environ={variable: "mpi", "HORO_DEADLOCK_TIME_SECONDS": "0.8"},
     )
     assert ended.lines == ["ranks 0, 2 wait for 'other'"] * 3, ended.errors
