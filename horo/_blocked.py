@@ -12,7 +12,7 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
@@ -75,10 +75,7 @@ def _is_of_library(file: str) -> bool:
 
 def place_of(frame: FrameType | None) -> str:
     """``train.py:12``: the innermost line from this frame outwards that is of no library, else the outermost one."""
-    frames: list[FrameType] = []
-    while frame is not None:
-        frames.insert(0, frame)
-        frame = frame.f_back
+    frames = list(_outwards(frame))[::-1]
     if not frames:
         return ""
     chosen = frames[innermost_own([each.f_code.co_filename for each in frames]) or 0]
@@ -110,7 +107,7 @@ def describe_blocked(context: object, wait: CodeType, callers: Iterable[int], *,
         found = _find_wait(frame, context, wait)
         if found is not None:
             waits.append(found)
-            foreign_waits |= thread not in names and _is_of_library(_outermost(frame))
+            foreign_waits |= thread not in names and _is_of_library([*_outwards(frame)][-1].f_code.co_filename)
         elif thread not in counted and (not is_alone or _awaits_work(frame)):
             continue
         elif _is_in_backward(frame):
@@ -137,30 +134,23 @@ def describe_stacks(callers: Iterable[int]) -> str:
     return "\n".join(parts)
 
 
-def _outermost(frame: FrameType) -> str:
-    while frame.f_back is not None:
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
         frame = frame.f_back
-    return frame.f_code.co_filename
 
 
 def _awaits_work(frame: FrameType) -> bool:
     """Whether a thread runs code of libraries only and waits where idle workers do, or in horo for questions."""
     file = frame.f_code.co_filename
-    if _real(file) not in _WAITS and not is_of_horo(file):
-        return False
-    each: FrameType | None = frame
-    while each is not None:
-        if not _is_of_library(each.f_code.co_filename):
-            return False
-        each = each.f_back
-    return True
+    is_idle = _real(file) in _WAITS or is_of_horo(file)
+    return is_idle and all(_is_of_library(each.f_code.co_filename) for each in _outwards(frame))
 
 
-def _find_wait(frame: FrameType | None, context: object, wait: CodeType) -> Wait | None:
-    while frame is not None:
-        if frame.f_code is wait and frame.f_locals.get("self") is context:
-            return Wait(frame.f_locals["handle"], place_of(frame))
-        frame = frame.f_back
+def _find_wait(frame: FrameType, context: object, wait: CodeType) -> Wait | None:
+    for each in _outwards(frame):
+        if each.f_code is wait and each.f_locals.get("self") is context:
+            return Wait(each.f_locals["handle"], place_of(each))
     return None
 
 

@@ -279,7 +279,7 @@ class Context:
         try:
             while (status := lib.horo_wait(self._context, handle, _SIGNAL_CHECK_MS)) == lib.HORO_IN_PROGRESS:
                 if time.monotonic() >= look_s:
-                    with contextlib.suppress(Exception):  # a wait does not fail because of a look at it
+                    with contextlib.suppress(RecursionError):  # a wait does not fail because of a look at it
                         self._report_blocked()
                     look_s = time.monotonic() + _BLOCKED_EVERY_S
         except BaseException:  # a signal handler's: what was reported holds no more
