@@ -124,7 +124,8 @@ INNER = {
 @pytest.mark.parametrize("way", INNER)
 def test_a_rank_may_start_jobs(tmp_path: Path, way: str) -> None:
     inner = tmp_path / "inner.py"
-    inner.write_text(HEAD + "hvd.init()\nprint('inner', hvd.rank(), hvd.size())\n")
+    # One write per line: torchrun's ranks share a pipe, and print() to an unbuffered stdout writes each word apart.
+    inner.write_text(HEAD + "hvd.init()\nos.write(1, f'inner {hvd.rank()} {hvd.size()}\\n'.encode())\n")
     text = f"""{HEAD}
 hvd.init()
 if hvd.rank() == 0:
