@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
@@ -25,6 +25,7 @@ __all__ = [
     "SlurmVariables",
     "TorchrunVariables",
     "Variable",
+    "drop_variables",
     "environment",
     "misspelt",
     "name_for_children",
@@ -457,6 +458,12 @@ def environment() -> Mapping[str, str]:
 def name_for_children(text: str) -> None:
     """Sets ``HORO_RANK_PROCESS`` in the environment of this process."""
     os.environ["HORO_RANK_PROCESS"] = text
+
+
+def drop_variables(names: Iterable[str]) -> None:
+    """Removes variables from the environment of this process."""
+    for name in names:
+        os.environ.pop(name, None)
 
 
 def misspelt(environ: Mapping[str, str]) -> list[str]:

@@ -35,7 +35,15 @@ from horo._bootstrap.store_interface import Store, prefixed
 from horo._bootstrap.summary import describe_job, describe_rank
 from horo._bootstrap.teams import add_team
 from horo._bootstrap.torch_store import open_torch_store
-from horo._config import Config, LaunchVariables, environment, misspelt, read_config, read_variables
+from horo._config import (
+    Config,
+    LaunchVariables,
+    drop_variables,
+    environment,
+    misspelt,
+    read_config,
+    read_variables,
+)
 from horo._core import Context, arena_bytes, create_memory, create_wake, simd_name, version
 from horo._setup import MpiUse, Setup
 from horo.errors import AbortedError, GroupError, HoroError, InternalError
@@ -194,7 +202,7 @@ def start(environ: Mapping[str, str] | None = None, comm: Any = None) -> Job:
     environ = environment() if environ is None else environ
     config = read_config(environ)
     if is_own:
-        refuse_inherited(environ)
+        drop_variables(refuse_inherited(environ))
     launch = find_launch(environ, config, comm)
     if is_own:
         name_rank(environ, launch)

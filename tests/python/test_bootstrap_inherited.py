@@ -55,6 +55,56 @@ def test_a_child_with_another_place_or_none_is_let_in(
     inherited.refuse_inherited({**child_of(rank, monkeypatch), **own})
 
 
+TORCH_ENV = {**HORORUN, "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+SINCE = [
+    (HORORUN, TORCHRUN, "HORO_STORE HORO_JOB_ID HOROVOD_RANK", "RANK"),
+    (TORCH_ENV, {"MASTER_PORT": "2"}, "HORO_STORE HORO_JOB_ID HOROVOD_RANK", "RANK"),
+    (HORORUN, OPEN_MPI, "HORO_STORE RANK WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    (HORORUN, SLURM, "HORO_STORE RANK", "SLURM_PROCID"),
+    (TORCHRUN, MPICH, "RANK MASTER_ADDR", "PMI_RANK"),
+]
+
+
+@pytest.mark.parametrize(("rank", "since", "dropped", "kept"), SINCE)
+def test_a_place_that_was_given_since_counts_and_those_before_are_dropped(
+    rank: dict[str, str], since: dict[str, str], dropped: str, kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = inherited.refuse_inherited({**child_of(rank, monkeypatch), **since})
+    assert set(dropped.split()) <= names
+    assert kept not in names
+    again = child_of({**rank, **since}, monkeypatch)  # an inner rank that has dropped them: its children are refused
+    with pytest.raises(UsageError, match="inherited"):
+        inherited.refuse_inherited(
+            {name: value for name, value in again.items() if name not in names or "PROC" in name}
+        )
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"LOCAL_RANK": "0"},  # as trainers set it
+        {"RANK": "0"},
+        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+        {"SLURM_JOB_ID": "9", "SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967290"},  # the shell of salloc
+        {"PMI_FD": "0"},
+    ],
+)
+def test_what_is_no_place_among_several_changes_nothing(
+    changed: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UsageError, match="inherited"):
+        inherited.refuse_inherited({**child_of(HORORUN, monkeypatch), **changed})
+
+
+def test_torchs_variables_that_repeat_the_ranks_place_are_none_to_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = {**child_of(HORORUN, monkeypatch), "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+    assert inherited.refuse_inherited(child)
+    monkeypatch.setattr(inherited, "parent_process", os.getpid)
+    with pytest.raises(UsageError, match="inherited"):
+        inherited.refuse_inherited(child)
+    assert inherited.refuse_inherited({**child, "RANK": "0"})
+
+
 def test_variables_hidden_from_a_library_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     child = child_of(HORORUN, monkeypatch)
     del child["RANK"]

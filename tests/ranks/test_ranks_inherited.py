@@ -130,15 +130,51 @@ def test_a_rank_may_start_jobs(tmp_path: Path, way: str) -> None:
 hvd.init()
 if hvd.rank() == 0:
     environment = dict(os.environ)
-    if "hororun" not in {way!r}:
+    if {way!r} == "without variables":
         for name in [*environment]:
-            if name.startswith(("HORO", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")) and not name.endswith("PROCESS"):
+            if name.startswith("HORO") and not name.endswith("PROCESS"):
                 del environment[name]
     subprocess.run({[*INNER[way], str(inner)]!r}, env=environment, check=True)
 hvd.barrier()
 """
     size = 2 if way in ("hororun", "torchrun") else 1
     assert sorted(run(tmp_path / "train.py", text).stdout.splitlines()) == [f"inner {r} {size}" for r in range(size)]
+
+
+BY_HAND = """
+import socket
+hvd.init()
+if hvd.rank() == 1:
+    with socket.socket() as some:
+        some.bind(("127.0.0.1", 0))
+        master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(some.getsockname()[1]), "WORLD_SIZE": "2"}
+    inner = [subprocess.Popen([sys.executable, INNER], env={**os.environ, **master, "RANK": str(r)}) for r in (0, 1)]
+    assert [each.wait() for each in inner] == [0, 0]
+hvd.barrier()
+"""
+
+
+def test_a_rank_may_give_places_by_torchs_variables(tmp_path: Path) -> None:
+    inner = tmp_path / "inner.py"
+    inner.write_text(
+        HEAD
+        + """
+if __name__ == "__main__":
+    for time in range(2):
+        hvd.init()
+        assert "HOROVOD_RANK" not in os.environ and "HORO_HOST_MARK" in os.environ
+        total = hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+        os.write(1, f"inner {hvd.rank()} {hvd.size()} {total}\\n".encode())
+        hvd.shutdown()
+    queue = multiprocessing.get_context("spawn").SimpleQueue()
+    child = multiprocessing.get_context("spawn").Process(target=tell, args=(queue,))
+    child.start()
+    assert f"process {os.getpid()}), has inherited" in queue.get()
+    child.join()
+"""
+    )
+    lines = run(tmp_path / "train.py", HEAD + BY_HAND.replace("INNER", repr(str(inner)))).stdout.splitlines()
+    assert sorted(lines) == ["inner 0 2 2.0"] * 2 + ["inner 1 2 2.0"] * 2
 
 
 def test_a_rank_that_replaces_its_program_is_still_the_rank(tmp_path: Path) -> None:
