@@ -13,6 +13,7 @@ Imports neither torch nor the native core, so that it starts fast (only ``--chec
     placement       hosts, -np -> Slot
     environment     the variables of each rank
     preview         the output of --dry-run
+    stdout          what hororun itself writes there
     check_hosts     the output of --check-hosts; reachability: who can connect to whom
     joining         which ranks have called init()
     launch_method   how an agent is started: launch_ssh and launch_slurm

@@ -10,6 +10,8 @@ from importlib import metadata
 from importlib.util import find_spec
 from typing import NamedTuple
 
+from horo.runner.stdout import show
+
 import horo
 from horo.errors import HoroError
 
@@ -23,7 +25,11 @@ class _Part(NamedTuple):
 
 
 def check_build() -> int:
-    """Prints it; returns 0 when ``init()`` works here, else 1."""
+    """Shows it; returns 0 when ``init()`` works here, else 1.
+
+    Raises:
+        JobError: stdout cannot be written.
+    """
     core = _core()
     no_memory = _memory() if core.present else "needs the core"
     sections = {
@@ -38,14 +44,14 @@ def check_build() -> int:
         "Ways to start ranks elsewhere": [_program("ssh"), _program("srun"), _program("mpirun"), _program("jsrun")],
     }
     failure = _init()
-    print(f"horo {horo.__version__:<34} {_folder('horo')}")
-    print(f"Python {platform.python_version():<32} {sys.executable}")
+    lines = [f"horo {horo.__version__:<34} {_folder('horo')}"]
+    lines.append(f"Python {platform.python_version():<32} {sys.executable}")
     for title, parts in sections.items():
-        print(f"\n{title}:")
-        for part in parts:
-            print(f"    [{'X' if part.present else ' '}] {part.what:<31} {part.where}")
+        lines += ["", f"{title}:"]
+        lines += [f"    [{'X' if part.present else ' '}] {part.what:<31} {part.where}" for part in parts]
     if failure:
-        print(f"\ninit() fails here: {failure}")
+        lines += ["", f"init() fails here: {failure}"]
+    show("\n".join(lines))
     return 1 if failure else 0
 
 

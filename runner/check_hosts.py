@@ -21,6 +21,7 @@ from horo.runner.processes import occupy_standard_streams
 from horo.runner.ranks import reap
 from horo.runner.reachability import listen, unreachable
 from horo.runner.remote import RemoteHost, explain_absence
+from horo.runner.stdout import show
 
 __all__ = ["check_hosts"]
 
@@ -35,7 +36,7 @@ def check_hosts(job: Job, environment: Mapping[str, str]) -> int:
         0 if ranks can be started on all of them; else the code that hororun would exit with for the first that fails.
 
     Raises:
-        JobError: the program that reaches hosts cannot be started here.
+        JobError: the program that reaches hosts cannot be started here, or stdout cannot be written.
     """
     method = launch_method_of(job, environment)
     occupy_standard_streams()
@@ -67,8 +68,7 @@ class _Check:
             self._loop.run_until(lambda: all(each.finished for each in self._remotes.values()))
         if self._signal:
             return 128 + self._signal
-        for host in self._job.hosts:
-            print(f"{host.name}: {self._line(host)}", flush=True)
+        show("\n".join(f"{host.name}: {self._line(host)}" for host in self._job.hosts))
         return next((self._errors[host.name].code for host in self._job.hosts if host.name in self._errors), 0)
 
     def _on_signal(self, number: int) -> None:

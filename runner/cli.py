@@ -7,13 +7,14 @@ import re
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from horo.runner.config import BATCH_GRACE_S, GRACE_S, Job, JobError, Mpi, Output, Ssh
 from horo.runner.hosts import Host, HostsError, parse_host_file, parse_hosts
 from horo.runner.options import build_parser, check_launcher, default_start_timeout, split_command
+from horo.runner.stdout import show
 
 if TYPE_CHECKING:
     import argparse
@@ -30,23 +31,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if job is None:
             from horo.runner.check_build import check_build  # noqa: PLC0415 - looks at the core and at torch
 
-            return _unless_nobody_reads(check_build)
+            return check_build()
         return _run(job)
     except JobError as error:
-        if sys.stderr is not None:
+        reader_left = error.code == 128 + signal.SIGPIPE  # nothing to tell, as with ``| head``
+        if sys.stderr is not None and not reader_left:
             sys.stderr.write(f"hororun: {error}\n")
         return error.code
-
-
-def _unless_nobody_reads(show: Callable[[], int]) -> int:
-    """What ``show`` returns; 141 where its reader has gone, as with ``| head``."""
-    try:
-        code = show()
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python writes what is left when it ends
-        return 128 + signal.SIGPIPE
-    return code
 
 
 def _run(job: Job) -> int:
@@ -59,11 +50,11 @@ def _run(job: Job) -> int:
     if job.check_hosts:
         from horo.runner.check_hosts import check_hosts  # noqa: PLC0415 - --help does without
 
-        return _unless_nobody_reads(lambda: check_hosts(job, os.environ))
+        return check_hosts(job, os.environ)
     if job.dry_run:
         from horo.runner.preview import preview  # noqa: PLC0415 - --help does without
 
-        print(preview(job, os.environ), end="")
+        show(preview(job, os.environ))
         return 0
     from horo.runner.supervise import run_job  # noqa: PLC0415 - --help does without
 

@@ -40,6 +40,7 @@ from horo.runner.processes import (
 )
 from horo.runner.ranks import Event, Exited, HostRanks, Output, reap
 from horo.runner.report import signal_name
+from horo.runner.stdout import explain_stdout, show
 
 from horo._config import LaunchVariables, TorchrunVariables, variables_of
 
@@ -64,7 +65,7 @@ def delegate(job: Job, environment: Mapping[str, str]) -> int:
     job = replace(job, command=_command(job, environment))
     plan = _plan_jsrun(job, environment) if job.launcher == "jsrun" else _plan_mpirun(job, environment)
     if job.dry_run:
-        print(shlex.join(plan.command))
+        show(shlex.join(plan.command))
         return 0
     if job.output.directory is not None:
         _make_folder(job.output.directory)
@@ -110,6 +111,8 @@ class _Delegate:
             self._error = JobError(str(error), error.code)
         self._console.rank_ended(0)
         self._console.flush(wait_for_all=not self._signal)
+        if not self._code:
+            self._on_console()  # the last that was written may have failed
         code = self._conclude()
         if self._overdue:
             self._console.say(
@@ -132,7 +135,8 @@ class _Delegate:
 
     def _on_console(self) -> None:
         if self._console.stdout_error is not None and self._error is None and not self._signal:
-            self._error = JobError("nobody reads stdout any more; the job was ended", 128 + signal.SIGPIPE)
+            error = explain_stdout(self._console.stdout_error)
+            self._error = JobError(f"{error}; the job was ended", error.code)
             self._pause(False)
             self._ranks.terminate()
         if self._paused and not self._console.full:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from horo.runner.config import BINDINGS, EXIT_USAGE, LAUNCHERS
+from horo.runner.stdout import show
 
 from horo import __version__
 
@@ -116,6 +117,16 @@ class _Refuse(argparse.Action):
         self, parser: argparse.ArgumentParser, _given: object, _value: object, option: str | None = None
     ) -> None:
         parser.error(f"{option}: {_REFUSED[option or ''][1]}")
+
+
+class _Show(argparse.Action):
+    """Shows ``const``, or else the help, and ends; argparse's own actions ignore that stdout cannot be written."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, _given: object, _value: object, _option: str | None = None
+    ) -> None:
+        show(self.const or parser.format_help().rstrip("\n"))
+        parser.exit()
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -295,8 +306,10 @@ def _add_tuning(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_information(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("-h", "--help", action="help", help="show this text")
-    group.add_argument("-v", "--version", action="version", version=f"hororun {__version__}", help="show the version")
+    group.add_argument("-h", "--help", action=_Show, nargs=0, help="show this text")
+    group.add_argument(
+        "-v", "--version", action=_Show, nargs=0, const=f"hororun {__version__}", help="show the version"
+    )
     group.add_argument(
         "--check-hosts", action="store_true", help="a line for each host: whether ranks can start there and connect"
     )

@@ -41,7 +41,7 @@ def preview(job: Job, environment: Mapping[str, str]) -> str:
         )
         lines.append(f"{ranks_and_host}: {'started directly' if is_local(host) else shlex.join(method.command(host))}")
     lines += _bindings(job, [by_host.get(index, []) for index, host in enumerate(hosts) if is_local(host)], len(hosts))
-    return "\n".join([*lines, *_commands(job, {is_local(host) for host in hosts}, environment), ""])
+    return "\n".join([*lines, *_commands(job, {is_local(host) for host in hosts}, environment)])
 
 
 def _bindings(job: Job, here: Sequence[Sequence[int]], host_count: int) -> list[str]:

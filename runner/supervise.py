@@ -36,6 +36,7 @@ from horo.runner.processes import (
 from horo.runner.ranks import PASSED_ON, Event, Exited, HostRanks, Noted, Output, reap
 from horo.runner.remote import RemoteHost, explain_absence
 from horo.runner.report import Ending, awaited, exit_code, overdue, ranges, report, root_cause, signal_name
+from horo.runner.stdout import explain_stdout
 
 from horo.errors import HoroError
 
@@ -140,6 +141,8 @@ class _Supervisor:
         if self._store is not None:
             self._store.close()
         self._console.flush(wait_for_all=not self._signal)
+        if not self._signal and not any(ending.failed for ending in self._endings):
+            self._on_console()  # the last that was written may have failed
         if unread_input():
             self._console.say("nothing was read from stdin: that of every rank is /dev/null")
         code = self._conclude()
@@ -373,7 +376,8 @@ class _Supervisor:
 
     def _on_console(self) -> None:
         if self._console.stdout_error is not None and not self._stopping:
-            self._stop_for(JobError("nobody reads stdout any more; the job was ended", 128 + signal.SIGPIPE))
+            error = explain_stdout(self._console.stdout_error)
+            self._stop_for(JobError(f"{error}; the job was ended", error.code))
         if self._paused and not self._console.full:
             self._pause(False)
 

@@ -102,10 +102,34 @@ def test_check_build_fails_where_init_would() -> None:
     assert show("--check-build", **inside).returncode == 0
 
 
-def test_check_build_may_lose_its_reader() -> None:
+SHOWS = [["--help"], ["--version"], ["--check-build"], ["--check-hosts"], ["-np", "1", "--dry-run", "true"]]
+
+
+def onto(stdout: int, words: list[str]) -> tuple[int, bytes]:
+    """Exit code and stderr of a hororun that writes there."""
+    command = [sys.executable, "-m", "horo", *words]
+    done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, check=False, timeout=60)
+    os.close(stdout)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("words", SHOWS, ids=" ".join)
+def test_what_is_shown_may_lose_its_reader(words: list[str]) -> None:
     read_fd, write_fd = os.pipe()
     os.close(read_fd)
-    command = [sys.executable, "-m", "horo", "--check-build"]
-    done = subprocess.run(command, stdout=write_fd, stderr=subprocess.PIPE, check=False, timeout=60)
-    os.close(write_fd)
-    assert (done.returncode, done.stderr) == (141, b"")
+    assert onto(write_fd, words) == (141, b"")
+
+
+@pytest.mark.parametrize("words", [*SHOWS, ["-np", "1", "echo", "x"]], ids=" ".join)
+def test_a_full_disk_behind_stdout_is_named(words: list[str]) -> None:
+    code, said = onto(os.open("/dev/full", os.O_WRONLY), words)
+    assert said.startswith(b"hororun: stdout cannot be written: No space left on device")
+    assert (code, said.count(b"\n")) == (78, 1)
+
+
+@pytest.mark.parametrize("words", SHOWS, ids=" ".join)
+def test_a_closed_stdout_is_named(words: list[str]) -> None:
+    script = ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-m", "horo", *words]
+    done = subprocess.run(script, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr.count("\n")) == (78, 1)
+    assert done.stderr.startswith("hororun: stdout is closed")

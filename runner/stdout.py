@@ -1,0 +1,35 @@
+"""What hororun itself writes to stdout, and what to say when that takes no more."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+
+from horo.runner.config import EXIT_SETUP, JobError
+
+__all__ = ["explain_stdout", "show"]
+
+
+def show(text: str) -> None:
+    """Writes lines to stdout.
+
+    Raises:
+        JobError: they cannot be written.
+    """
+    if sys.stdout is None:
+        raise JobError("stdout is closed, and what was asked for is written there", EXIT_SETUP)
+    try:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python writes what is left when it ends
+        raise explain_stdout(error) from None
+
+
+def explain_stdout(error: OSError) -> JobError:
+    """Why nothing more can be written to stdout."""
+    if error.errno == errno.EPIPE:
+        return JobError("nobody reads stdout any more", 128 + signal.SIGPIPE)
+    return JobError(f"stdout cannot be written: {error.strerror}", EXIT_SETUP)
