@@ -21,7 +21,7 @@ import peers
 import report
 import spaces
 from contest import Contest, ContestError, exit_code
-from horo.runner.environment import KEEP_MEMORY
+from horo.runner.job.environment import KEEP_MEMORY
 from rounds import Case, Plan, Result, describe_probe, play, probe_values
 
 CEILING = peers.ALONE.name

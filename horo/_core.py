@@ -12,9 +12,9 @@ from dataclasses import fields
 from typing import Any, NamedTuple
 
 from horo._blocked import describe_blocked, describe_stacks
+from horo._core_setup import MpiUse, Setup
 from horo._native import ffi, lib
 from horo._request_buffer import DTYPES, OPS, REDUCE_OPS, RequestBuffer, Tensor
-from horo._setup import MpiUse, Setup
 from horo.errors import HoroError, error_from_status
 
 __all__ = [

@@ -2,35 +2,43 @@
 
 Imports neither torch nor the native core, so that it starts fast (only ``--check-build`` looks for both).
 
-    cli             command line -> Job
-    options         the options of the command line, and which launcher each of them is for
-    config          a job as frozen data
-    command         the command of the ranks
-    allocation      hosts and slots from a batch system
-    hosts           -H and host files -> Host
-    launcher        chooses a launcher if the command line does not
-    candidates      the hosts that may get a rank
-    placement       hosts, -np -> Slot
-    environment     the variables of each rank
-    preview         the output of --dry-run
-    stdout          what hororun itself writes there
-    check_hosts     the output of --check-hosts; reachability: who can connect to whom
-    joining         which ranks have called init()
-    launch_method   how an agent is started: launch_ssh and launch_slurm
-    frames          messages between launcher and agent
-    loop            files, signals and timers
-    processes       starts, finds and ends processes; the guard
-    binding         the CPUs of each rank
-    ranks           the ranks of one host
-    remote          the connection to the agent on one host
-    agent           the remote side
-    host_addresses  addresses between the hosts
-    supervise       the whole job
-    misuse          what a user may not have meant
-    notes           what a rank says of its own end
-    output          lines, prefixes, files
-    report          endings -> root cause, text
-    delegate        a job that mpirun or jsrun runs; launch_mpi and launch_jsrun make the commands
+    cli/                     the command line
+        entry                command line -> Job
+        options              the options, and which launcher each of them is for
+        dry_run              the output of --dry-run
+        check_hosts          the output of --check-hosts
+        check_build          the output of --check-build
+    job/                     a whole job
+        placement            hosts, -np -> Slot; candidates: the hosts that may get a rank
+        environment          the variables of each rank
+        host_addresses       addresses between the hosts
+        supervise            starts the ranks, watches and ends them
+        external_launcher    the same for a job that mpirun or jsrun runs
+        remote               the connection to the agent on one host
+        joining              which ranks have called init()
+        console, output      lines, prefixes, files
+        report               endings -> root cause, text
+        misuse               what a user may not have meant
+    start/                   how ranks are started elsewhere
+        allocation           hosts and slots from a batch system
+        launcher             chooses a launcher if the command line does not
+        remote_launcher      how an agent is started: ssh, srun
+        mpirun, jsrun        commands that start all ranks
+    agent/                   one host
+        __main__             the agent
+        messages             between hororun and the agent
+        ranks                the ranks of one host
+        command              the command of the ranks
+        binding              the CPUs of each rank
+        machine              cores, GPUs
+        reachability         who can connect to whom
+        notes                what a rank says of its own end
+    config                   a job as frozen data
+    hosts                    -H and host files -> Host
+    loop                     files, signals and timers
+    network                  addresses and ports of this machine
+    processes                starts, finds and ends processes; the guard
+    stdout                   what hororun itself writes there
 """
 
 from __future__ import annotations

@@ -9,11 +9,11 @@ from typing import Any
 
 from slow_links import Relays
 
-from horo._bootstrap.descriptors import close_all, close_setup
-from horo._bootstrap.grouping import Grouping, control_peers, data_peers, group_ranks
-from horo._bootstrap.handshake import Purpose
+from horo._bootstrap.auth.handshake import Purpose
+from horo._bootstrap.host.descriptors import close_all, close_setup
+from horo._bootstrap.host.grouping import Grouping, control_peers, data_peers, group_ranks
 from horo._core import arena_bytes, create_memory, create_wake
-from horo._setup import Setup
+from horo._core_setup import Setup
 
 __all__ = ["close_setup", "make_setups", "make_team_links"]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from horo._bootstrap.job import Connection, connect
-from horo._bootstrap.launch import detect_launch
-from horo._bootstrap.store import StoreServer
+from horo._bootstrap.launchers.launch import detect_launch
+from horo._bootstrap.store.own import StoreServer
 from horo._config import read_config
 
 __all__ = ["SECRET", "environments", "join_all", "open_descriptors", "run_threads", "serving", "wait_until"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from horo._bootstrap.grouping import Grouping
+from horo._bootstrap.host.grouping import Grouping
 from horo._bootstrap.rendezvous import list_ranks
 
 __all__ = ["Directory", "PeerAddress"]

@@ -13,28 +13,28 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from horo._bootstrap.arena import Arena, join_arena
-from horo._bootstrap.console import prepare_log
-from horo._bootstrap.descriptors import close_all, close_setup
 from horo._bootstrap.directory import Directory, PeerAddress
 from horo._bootstrap.ending import EndNotes, culprit_of, describe_exception, watch_exceptions
-from horo._bootstrap.find import find_launch
-from horo._bootstrap.grouping import Grouping, Link, group_ranks
-from horo._bootstrap.identity import read_identity
-from horo._bootstrap.inherited import name_rank, refuse_inherited
-from horo._bootstrap.launch import Launch, Place
+from horo._bootstrap.host.arena import Arena, join_arena
+from horo._bootstrap.host.descriptors import close_all, close_setup
+from horo._bootstrap.host.grouping import Grouping, Link, group_ranks
+from horo._bootstrap.host.identity import read_identity
+from horo._bootstrap.launchers.detect import find_launch
+from horo._bootstrap.launchers.inherited import name_rank, refuse_inherited
+from horo._bootstrap.launchers.launch import Launch, Place
+from horo._bootstrap.launchers.slurm_store import open_slurm_store
+from horo._bootstrap.launchers.torch_store import open_torch_store
 from horo._bootstrap.links import by_host, connect_hosts
-from horo._bootstrap.mpi_data import check_mpi, mpi_use, plan_mpi
-from horo._bootstrap.mpi_exit import watch_end, watch_loss
-from horo._bootstrap.mpi_launch import MpiWorld, open_mpi_store
+from horo._bootstrap.log import prepare_log
+from horo._bootstrap.mpi.data import check_mpi, mpi_use, plan_mpi
+from horo._bootstrap.mpi.exit import watch_end, watch_loss
+from horo._bootstrap.mpi.world import MpiWorld, open_mpi_store
 from horo._bootstrap.peer_info import PeerInfo, check_agreement, core_count, place_of, places_alike
 from horo._bootstrap.rendezvous import Rendezvous
-from horo._bootstrap.slurm_store import open_slurm_store
-from horo._bootstrap.store import StoreClient
-from horo._bootstrap.store_interface import Store, prefixed
+from horo._bootstrap.store.own import StoreClient
+from horo._bootstrap.store.protocol import Store, prefixed
 from horo._bootstrap.summary import describe_job, describe_rank
 from horo._bootstrap.teams import add_team
-from horo._bootstrap.torch_store import open_torch_store
 from horo._config import (
     Config,
     LaunchVariables,
@@ -45,7 +45,7 @@ from horo._config import (
     read_variables,
 )
 from horo._core import Context, arena_bytes, create_memory, create_wake, simd_name, version
-from horo._setup import MpiUse, Setup
+from horo._core_setup import MpiUse, Setup
 from horo.errors import AbortedError, GroupError, HoroError, InternalError
 
 __all__ = ["Connection", "Job", "connect", "start"]
@@ -190,7 +190,7 @@ def start(environ: Mapping[str, str] | None = None, comm: Any = None) -> Job:
 
     Args:
         environ: instead of this process's environment.
-        comm: which processes form the job, see ``find.find_launch``.
+        comm: which processes form the job, see ``detect.find_launch``.
 
     Raises:
         UsageError: a variable has a bad value, the environment is half there, or ``comm`` is not what it may be.

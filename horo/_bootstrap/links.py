@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from horo._bootstrap.addresses import Endpoint, bind_all, parse_endpoints
-from horo._bootstrap.dial import dial
+from horo._bootstrap.auth.handshake import Claim, HandshakeError, Purpose, Session
 from horo._bootstrap.directory import Directory
-from horo._bootstrap.grouping import Link
-from horo._bootstrap.handshake import Claim, HandshakeError, Purpose, Session
-from horo._bootstrap.interfaces import is_loopback, listen_addresses
-from horo._bootstrap.listener import ListenerThread
+from horo._bootstrap.host.grouping import Link
+from horo._bootstrap.net.addresses import Endpoint, bind_all, parse_endpoints
+from horo._bootstrap.net.dial import dial
+from horo._bootstrap.net.interfaces import is_loopback, listen_addresses
+from horo._bootstrap.net.listener import ListenerThread
 from horo._bootstrap.rendezvous import Rendezvous
 from horo.errors import PeerLostError, TimeoutError
 

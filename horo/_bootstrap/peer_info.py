@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from horo import __version__
-from horo._bootstrap.grouping import Grouping, group_ranks
-from horo._bootstrap.identity import Identity
-from horo._bootstrap.launch import Launch, Place
+from horo._bootstrap.host.grouping import Grouping, group_ranks
+from horo._bootstrap.host.identity import Identity
+from horo._bootstrap.launchers.launch import Launch, Place
 from horo._config import Config, variables_of
 from horo.errors import MismatchError
 

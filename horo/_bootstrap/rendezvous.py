@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Sequence
 
-from horo._bootstrap.store_interface import Store, StoreAbandonedError, StoreTimeoutError
+from horo._bootstrap.store.protocol import Store, StoreAbandonedError, StoreTimeoutError
 from horo.errors import AbortedError, HoroError, MismatchError, PeerLostError, TimeoutError, UsageError
 
 __all__ = ["Rendezvous", "error_of_peer", "kind_and_reason", "list_ranks", "rank_is_missing"]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import horo
-from horo._bootstrap.grouping import Grouping
-from horo._bootstrap.launch import Launch, Place
-from horo._setup import Setup
+from horo._bootstrap.host.grouping import Grouping
+from horo._bootstrap.launchers.launch import Launch, Place
+from horo._core_setup import Setup
 
 __all__ = ["describe_job", "describe_rank"]
 

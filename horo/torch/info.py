@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from horo._bootstrap.mpi_launch import mpi_importable
+from horo._bootstrap.mpi.world import mpi_importable
 from horo.errors import UsageError
 from horo.torch import _state
 

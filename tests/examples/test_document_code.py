@@ -10,8 +10,8 @@ import pytest
 from document_blocks import HOW_TO, Block, blocks_of, python_blocks, runs_here
 from example_runs import ROOT, launcher, start
 from horo.runner.cli import parse
+from horo.runner.cli.options import build_parser
 from horo.runner.config import JobError
-from horo.runner.options import build_parser
 
 import horo.torch as hvd
 from horo._config import Config, LaunchVariables, MpiVariables, SlurmVariables, TorchrunVariables, variables_of

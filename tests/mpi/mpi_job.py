@@ -11,11 +11,11 @@ from typing import Any
 from ranks import Rank
 
 from horo._bootstrap.job import Job, connect
-from horo._bootstrap.launch import detect_launch
-from horo._bootstrap.mpi_calls import mpi_calls
-from horo._bootstrap.store import StoreServer
+from horo._bootstrap.launchers.launch import detect_launch
+from horo._bootstrap.mpi.calls import mpi_calls
+from horo._bootstrap.store.own import StoreServer
 from horo._config import read_config
-from horo._setup import MpiUse, Setup
+from horo._core_setup import MpiUse, Setup
 
 __all__ = ["MODES", "Mode", "MpiRank", "join"]
 

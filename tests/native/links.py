@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 import native_build
 import pytest
 
-from horo._bootstrap.mpi_calls import mpi_calls
+from horo._bootstrap.mpi.calls import mpi_calls
 from horo._core import native_mpi
-from horo._setup import MpiUse
+from horo._core_setup import MpiUse
 
 __all__ = [
     "CLOSED",

@@ -20,7 +20,7 @@ from slow_links import Relay, Relays
 
 from horo import _core
 from horo._core import Context, Tensor
-from horo._setup import Setup
+from horo._core_setup import Setup
 
 __all__ = ["Group", "Rank", "run_ranks", "wait_for"]
 

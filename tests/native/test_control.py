@@ -18,9 +18,9 @@ import slow_links
 from ranks import Group, Rank, describe, wait_for
 
 from horo import _core
-from horo._bootstrap.descriptors import close_all
+from horo._bootstrap.host.descriptors import close_all
 from horo._core import RequestBuffer
-from horo._setup import Setup
+from horo._core_setup import Setup
 from horo.errors import MismatchError, PeerLostError
 
 ROUNDS = int(os.environ.get("HORO_TEST_ROUNDS", "600" if native_build.FLAVOUR else "6000"))

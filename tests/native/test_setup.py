@@ -10,8 +10,8 @@ from weakref import WeakKeyDictionary
 import pytest
 from fabric import close_setup, make_setups
 
-from horo._bootstrap.descriptors import close_all
-from horo._setup import Setup
+from horo._bootstrap.host.descriptors import close_all
+from horo._core_setup import Setup
 
 OK = 0
 _KEPT: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()

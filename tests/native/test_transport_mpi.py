@@ -14,7 +14,7 @@ from fabric import close_setup, make_setups
 from links import CLOSED, NONE, PEER_TIMEOUT_MS, SILENT, Rank, poll_until
 
 from horo._core import Context
-from horo._setup import MPI_FUNCTIONS, MPI_HANDLES, MpiCalls, MpiUse
+from horo._core_setup import MPI_FUNCTIONS, MPI_HANDLES, MpiCalls, MpiUse
 from horo.errors import UsageError
 
 PEER_LOST = -40

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from horo._bootstrap.ending import culprit_of, describe_exception, script_line, shorten_traceback
-from horo._bootstrap.launch import detect_launch
+from horo._bootstrap.launchers.launch import detect_launch
 from horo.errors import InternalError, PeerLostError, UsageError
 
 
@@ -39,7 +39,9 @@ def test_an_exception_without_a_message_is_described_all_the_same() -> None:
 
 def caught(where: Path, error: str) -> BaseException:
     """The error of a script that calls into horo, which raises."""
-    where.write_text(f"from horo._bootstrap.launch import detect_launch\ndef train():\n    {error}\ntrain()\n")
+    where.write_text(
+        f"from horo._bootstrap.launchers.launch import detect_launch\ndef train():\n    {error}\ntrain()\n"
+    )
     try:
         exec(compile(where.read_text(), str(where), "exec"), {})
     except Exception as raised:

@@ -7,9 +7,9 @@ import threading
 import pytest
 from joining import SECRET, open_descriptors, run_threads
 
-from horo._bootstrap.hosted_store import HostedStore, choose_host_addresses
-from horo._bootstrap.interfaces import is_loopback
-from horo._bootstrap.store import StoreClient, StoreServer
+from horo._bootstrap.net.interfaces import is_loopback
+from horo._bootstrap.store.hosted import HostedStore, choose_host_addresses
+from horo._bootstrap.store.own import StoreClient, StoreServer
 from horo.errors import UsageError
 
 
@@ -62,7 +62,7 @@ def test_addresses_are_loopback_where_all_are_near() -> None:
 
 def test_addresses_for_others_leave_loopback_to_those_nearby(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.1.2.3"], "ib0": ["10.9.2.3"]}
-    monkeypatch.setattr("horo._bootstrap.hosted_store.interface_addresses", lambda: found)
+    monkeypatch.setattr("horo._bootstrap.store.hosted.interface_addresses", lambda: found)
     assert choose_host_addresses(None, near=True, far=True) == ["10.1.2.3", "10.9.2.3", "127.0.0.1"]
     far = choose_host_addresses("ib0,lo", near=False, far=True)
     assert far == ["10.9.2.3"]

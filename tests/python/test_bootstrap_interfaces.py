@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from horo._bootstrap import interfaces
-from horo._bootstrap.addresses import bind_all
-from horo._bootstrap.interfaces import (
+from horo._bootstrap.net import interfaces
+from horo._bootstrap.net.addresses import bind_all
+from horo._bootstrap.net.interfaces import (
     interface_addresses,
     is_loopback,
     listen_addresses,

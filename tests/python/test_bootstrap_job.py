@@ -18,17 +18,17 @@ from fabric import close_setup
 from joining import SECRET, environments, join_all, open_descriptors, run_threads, serving, wait_until
 from wiring import check_wiring
 
-from horo._bootstrap import arena as arena_module
-from horo._bootstrap import dial as dial_module
 from horo._bootstrap import job as job_module
 from horo._bootstrap import links as links_module
-from horo._bootstrap.addresses import Endpoint
-from horo._bootstrap.grouping import group_ranks
-from horo._bootstrap.handshake import HandshakeError
+from horo._bootstrap.auth.handshake import HandshakeError
+from horo._bootstrap.host import arena as arena_module
+from horo._bootstrap.host.grouping import group_ranks
 from horo._bootstrap.job import Connection, connect, start
-from horo._bootstrap.launch import Place, detect_launch, subset
+from horo._bootstrap.launchers.launch import Place, detect_launch, subset
+from horo._bootstrap.net import dial as dial_module
+from horo._bootstrap.net.addresses import Endpoint
 from horo._bootstrap.rendezvous import Rendezvous
-from horo._bootstrap.store import StoreClient, StoreServer
+from horo._bootstrap.store.own import StoreClient, StoreServer
 from horo._config import read_config
 from horo._core import RequestBuffer
 from horo.errors import (

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from horo._bootstrap.addresses import Endpoint
-from horo._bootstrap.launch import TorchMaster, detect_launch, subset
+from horo._bootstrap.launchers.launch import TorchMaster, detect_launch, subset
+from horo._bootstrap.net.addresses import Endpoint
 from horo.errors import UsageError
 
 HORORUN = {

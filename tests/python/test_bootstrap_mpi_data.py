@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from horo._bootstrap.grouping import Grouping
-from horo._bootstrap.mpi_data import MpiPlan, check_mpi, plan_mpi
+from horo._bootstrap.host.grouping import Grouping
+from horo._bootstrap.mpi.data import MpiPlan, check_mpi, plan_mpi
 from horo._config import Config
 from horo.errors import UsageError
 

@@ -19,7 +19,7 @@ SECRET = "5a" * 32
 
 SERVER = """
 import sys
-from horo._bootstrap.store import StoreServer
+from horo._bootstrap.store.own import StoreServer
 with StoreServer(sys.argv[1].split(","), bytes.fromhex("5a" * 32)) as server:
     print(",".join(map(str, server.endpoints)), flush=True)
     sys.stdin.read()
@@ -28,7 +28,7 @@ with StoreServer(sys.argv[1].split(","), bytes.fromhex("5a" * 32)) as server:
 RANK = """
 import json, os, socket, sys
 from horo._bootstrap.job import connect
-from horo._bootstrap.launch import detect_launch
+from horo._bootstrap.launchers.launch import detect_launch
 from horo._config import read_config
 connection = connect(detect_launch(os.environ), read_config(os.environ), 1, [])
 setup = connection.setup

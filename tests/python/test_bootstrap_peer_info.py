@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from horo._bootstrap.grouping import group_ranks
-from horo._bootstrap.identity import Identity, read_identity
-from horo._bootstrap.launch import Launch
+from horo._bootstrap.host.grouping import group_ranks
+from horo._bootstrap.host.identity import Identity, read_identity
+from horo._bootstrap.launchers.launch import Launch
 from horo._bootstrap.peer_info import PeerInfo, check_agreement, core_count, place_of, places_alike
 from horo._config import Config
 from horo.errors import MismatchError

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 from joining import SECRET, open_descriptors
 
-from horo._bootstrap.addresses import Endpoint
-from horo._bootstrap.announcement import fetch
-from horo._bootstrap.launch import detect_launch
-from horo._bootstrap.munge import decode, encode
-from horo._bootstrap.secret_file import SecretFile
-from horo._bootstrap.slurm_store import candidate_ports, open_slurm_store
+from horo._bootstrap.auth.credential_file import SecretFile
+from horo._bootstrap.auth.munge import decode, encode
+from horo._bootstrap.launchers.launch import detect_launch
+from horo._bootstrap.launchers.slurm_store import candidate_ports, open_slurm_store
+from horo._bootstrap.net.addresses import Endpoint
+from horo._bootstrap.net.advertisement import fetch
 from horo._config import read_config
 from horo.errors import ResourceError, TimeoutError, UsageError
 

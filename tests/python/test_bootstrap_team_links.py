@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from joining import SECRET, environments, join_all, open_descriptors, run_threads, serving, wait_until
 from wiring import check_links
 
+from horo._bootstrap.auth.handshake import Purpose
 from horo._bootstrap.directory import Directory, PeerAddress
-from horo._bootstrap.grouping import Grouping, group_ranks
-from horo._bootstrap.handshake import Purpose
+from horo._bootstrap.host.grouping import Grouping, group_ranks
 from horo._bootstrap.job import Connection, Job, start
 from horo._bootstrap.links import Links
 from horo._bootstrap.team_links import TeamLinks, _TeamSetup, connect_team

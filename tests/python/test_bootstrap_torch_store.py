@@ -18,9 +18,9 @@ from joining import join_all, wait_until
 from wiring import check_wiring
 
 from horo._bootstrap.job import Connection
-from horo._bootstrap.launch import TorchMaster
-from horo._bootstrap.store_interface import StoreAbandonedError, StoreTimeoutError, prefixed
-from horo._bootstrap.torch_store import TorchStore, open_torch_store
+from horo._bootstrap.launchers.launch import TorchMaster
+from horo._bootstrap.launchers.torch_store import TorchStore, open_torch_store
+from horo._bootstrap.store.protocol import StoreAbandonedError, StoreTimeoutError, prefixed
 from horo.errors import PeerLostError
 
 torch_distributed: Any = pytest.importorskip("torch.distributed")

@@ -16,14 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from joining import open_descriptors, wait_until
 
-from horo._bootstrap import listener as listener_module
-from horo._bootstrap.addresses import Endpoint, bind_all, parse_endpoints
-from horo._bootstrap.dial import dial
-from horo._bootstrap.frames import Opener, Sealer, pack_fields, unpack_fields
-from horo._bootstrap.handshake import Acceptor, Claim, HandshakeError, Purpose, authenticate
-from horo._bootstrap.listener import RefusalLog
-from horo._bootstrap.store import StoreClient, StoreServer
-from horo._bootstrap.store_interface import StoreAbandonedError, StoreTimeoutError, prefixed
+from horo._bootstrap.auth.frames import Opener, Sealer, pack_fields, unpack_fields
+from horo._bootstrap.auth.handshake import Acceptor, Claim, HandshakeError, Purpose, authenticate
+from horo._bootstrap.net import listener as listener_module
+from horo._bootstrap.net.addresses import Endpoint, bind_all, parse_endpoints
+from horo._bootstrap.net.dial import dial
+from horo._bootstrap.net.listener import RefusalLog
+from horo._bootstrap.store.own import StoreClient, StoreServer
+from horo._bootstrap.store.protocol import StoreAbandonedError, StoreTimeoutError, prefixed
 from horo.errors import HorovodInternalError, PeerLostError, ResourceError, UsageError
 
 SECRET = bytes(range(32))

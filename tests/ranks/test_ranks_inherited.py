@@ -182,8 +182,8 @@ def test_a_rank_that_replaces_its_program_is_still_the_rank(tmp_path: Path) -> N
         HEAD
         + """
 if "again" not in sys.argv:
-    from horo._bootstrap.inherited import name_rank
-    from horo._bootstrap.launch import detect_launch
+    from horo._bootstrap.launchers.inherited import name_rank
+    from horo._bootstrap.launchers.launch import detect_launch
     name_rank(os.environ, detect_launch(os.environ))
     assert os.environ["HORO_RANK_PROCESS"]
     os.execv(sys.executable, [sys.executable, __file__, "again"])

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from horo.runner.frames import Frame, FrameReader, Kind, encode, encode_json
+from horo.runner.agent.messages import Frame, FrameReader, Kind, encode, encode_json
 from jobs import Hororun, make_remote_shell, wait_until
 
 from horo import __version__

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from horo.runner.allocation import AllocationError, find_allocation
 from horo.runner.hosts import Host
+from horo.runner.start.allocation import AllocationError, find_allocation
 
 FOLDER = Path(__file__).parent / "allocations"
 

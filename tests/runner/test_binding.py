@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from horo.runner.binding import BindingError, Topology, bind, read_topology, threads
+from horo.runner.agent.binding import BindingError, Topology, bind, read_topology, threads
 from hypothesis import given
 from hypothesis import strategies as st
 from jobs import Hororun

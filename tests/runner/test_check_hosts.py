@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from horo.runner.reachability import listen, unreachable
+from horo.runner.agent.reachability import listen, unreachable
 from jobs import Flags, Hororun, make_remote_shell
 
 from horo import __version__

@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from horo.runner import check_build
-from horo.runner.cli import main, parse
+from horo.runner.cli import check_build, main, parse
 from horo.runner.config import Job
 from horo.runner.hosts import Host
 

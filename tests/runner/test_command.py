@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from horo.runner.agent.command import StartError, with_python
 from horo.runner.cli import main, parse
-from horo.runner.command import StartError, with_python
 from jobs import Hororun
 
 SHOW = "import os, sys\nprint(os.environ['HOROVOD_RANK'], sys.executable, *sys.argv)\n"

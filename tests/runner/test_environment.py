@@ -5,14 +5,14 @@ from __future__ import annotations
 import socket
 
 import pytest
-from horo.runner import host_addresses as host_addresses_module
+from horo.runner.agent.machine import default_slots, gpu_count
 from horo.runner.config import JobError
-from horo.runner.environment import forwarded, parse_exports, places_ranks, rank_variables, tunes_malloc
-from horo.runner.host_addresses import HostAddresses, find_addresses, store_addresses
 from horo.runner.hosts import Host
-from horo.runner.machine import default_slots, gpu_count
+from horo.runner.job import host_addresses as host_addresses_module
+from horo.runner.job.environment import forwarded, parse_exports, places_ranks, rank_variables, tunes_malloc
+from horo.runner.job.host_addresses import HostAddresses, find_addresses, store_addresses
+from horo.runner.job.placement import place
 from horo.runner.network import NetworkError, address_toward, free_port, interface_addresses, is_local, network_identity
-from horo.runner.placement import place
 
 
 def test_a_rank_is_told_its_place_in_both_dialects() -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from horo.runner.allocation import Allocation
 from horo.runner.cli import parse
 from horo.runner.config import Job, JobError
 from horo.runner.hosts import Host
-from horo.runner.launcher import allocated, choose_launcher
+from horo.runner.start.allocation import Allocation
+from horo.runner.start.launcher import allocated, choose_launcher
 
 HOSTS = (Host("a", slots=2), Host("b", slots=2))
 SLURM = Allocation("Slurm", HOSTS, "Slurm job 1")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from horo.runner.cli import main, parse
-from horo.runner.misuse import outer_rank
+from horo.runner.job.misuse import outer_rank
 from jobs import Hororun
 
 from horo._config import misspelt

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from horo.runner.notes import Note, NoteReader, open_pipe
+from horo.runner.agent.notes import Note, NoteReader, open_pipe
 
 from horo._bootstrap.ending import EndNotes
 

@@ -6,7 +6,7 @@ import os
 import threading
 from pathlib import Path
 
-from horo.runner.output import LineSplitter, Piece, Printer, RankFiles, Writer
+from horo.runner.job.output import LineSplitter, Piece, Printer, RankFiles, Writer
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from horo.runner.placement import PlacementError, place
+from horo.runner.job.placement import PlacementError, place
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from horo.runner.notes import Note
-from horo.runner.report import Ending, awaited, exit_code, ranges, report, root_cause
+from horo.runner.agent.binding import ranges
+from horo.runner.agent.notes import Note
+from horo.runner.job.report import Ending, awaited, exit_code, report, root_cause
 from hypothesis import given
 from hypothesis import strategies as st
 

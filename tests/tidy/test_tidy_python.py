@@ -26,7 +26,7 @@ def test_files_and_functions_are_short() -> None:
 
 @pytest.mark.parametrize(
     "check",
-    [tidy_python.check_imports, tidy_python.check_environment, tidy_python.check_all],
+    [tidy_python.check_imports, tidy_python.check_rooms, tidy_python.check_environment, tidy_python.check_all],
     ids=lambda check: check.__name__,
 )
 def test_package_keeps(check: Check) -> None:
@@ -47,9 +47,9 @@ BAD: list[tuple[Check, str, str, str]] = [
     (tidy_python.check_sizes, "horo/a.py", "x = 1\n" * 500, "500 lines"),
     (tidy_python.check_sizes, "tests/a.py", "x = 1\n" * 700, "700 lines"),
     (tidy_python.check_sizes, "horo/a.py", LONG_FUNCTION, "f has 71 lines"),
-    (tidy_python.check_imports, "runner/cli.py", "import torch", "imports torch"),
-    (tidy_python.check_imports, "runner/cli.py", "from horo import _core", "imports horo._core"),
-    (tidy_python.check_imports, "runner/cli.py", "def f():\n    import horo.torch", "must work without torch"),
+    (tidy_python.check_imports, "runner/cli/entry.py", "import torch", "imports torch"),
+    (tidy_python.check_imports, "runner/cli/entry.py", "from horo import _core", "imports horo._core"),
+    (tidy_python.check_imports, "runner/cli/entry.py", "def f():\n    import horo.torch", "must work without torch"),
     (tidy_python.check_imports, "horo/__init__.py", "from .torch import init", "imports horo.torch.init"),
     (
         tidy_python.check_imports,
@@ -72,6 +72,10 @@ BAD: list[tuple[Check, str, str, str]] = [
     (tidy_python.check_imports, "horo/_bootstrap/a.py", "from ..torch import x", "arrows point down"),
     (tidy_python.check_imports, "horo/torch/ops.py", "import horo.runner.cli", "does not know its launcher"),
     (tidy_python.check_imports, "horo/errors.py", "from horo import _config", "bottom"),
+    (tidy_python.check_rooms, "horo/_bootstrap/auth/a.py", "from horo._bootstrap.net import dial", "may import none"),
+    (tidy_python.check_rooms, "horo/_bootstrap/net/a.py", "from ..store.own import x", "net may import auth"),
+    (tidy_python.check_rooms, "runner/agent/a.py", "def f():\n    import horo.runner.job.report", "agent may import"),
+    (tidy_python.check_rooms, "runner/hosts.py", "from horo.runner.config import Job", "hosts may import none"),
     (tidy_python.check_environment, "horo/torch/ops.py", "import os\nos.environ['A']", "ops.py:2"),
     (tidy_python.check_environment, "horo/_core.py", "import os\nos.getenv('A')", "environment"),
     (tidy_python.check_environment, "horo/_core.py", "from os import environ", "environment"),
@@ -92,13 +96,15 @@ GOOD: list[tuple[Check, str, str]] = [
         "horo/a.py",
         'def f():\n    """Title.\n' + "\n    text\n" * 50 + '    """\n    return 1\n',
     ),
-    (tidy_python.check_imports, "runner/cli.py", "def f():\n    from horo import _core"),
-    (tidy_python.check_imports, "runner/cli.py", "if TYPE_CHECKING:\n    import torch"),
+    (tidy_python.check_imports, "runner/cli/entry.py", "def f():\n    from horo import _core"),
+    (tidy_python.check_imports, "runner/cli/entry.py", "if TYPE_CHECKING:\n    import torch"),
     (tidy_python.check_imports, "horo/_core.py", "from horo._native import lib"),
     (tidy_python.check_imports, "horo/torch/ops.py", "import torch\nfrom horo._core import Context"),
     (tidy_python.check_imports, "horo/torchlike.py", "import horo.torchlike_too"),
+    (tidy_python.check_rooms, "horo/_bootstrap/net/a.py", "from ..auth.frames import x\nfrom .dial import dial"),
+    (tidy_python.check_rooms, "horo/_bootstrap/job.py", "from horo._bootstrap.launchers.detect import find_launch"),
     (tidy_python.check_environment, "horo/_config.py", "import os\nos.environ"),
-    (tidy_python.check_environment, "runner/agent.py", "import os\nos.environ"),
+    (tidy_python.check_environment, "runner/agent/__main__.py", "import os\nos.environ"),
     (tidy_python.check_all, "horo/a.py", "import os\n__all__ = ['os']"),
     (tidy_python.check_all, "horo/a.py", '"""Only a docstring."""'),
 ]

@@ -44,6 +44,27 @@ IMPORT_RULES = (
     ImportRule("horo/_config.py", (*TORCH, *CORE), "knobs are read before anything is loaded"),
 )
 
+ROOMS: dict[str, tuple[str, ...]] = {
+    "horo._bootstrap.auth": (),
+    "horo._bootstrap.log": (),
+    "horo._bootstrap.net": ("auth",),
+    "horo._bootstrap.store": ("auth", "net"),
+    "horo._bootstrap.rendezvous": ("store.protocol",),
+    "horo._bootstrap.host": ("auth", "net", "rendezvous"),
+    "horo._bootstrap.mpi": ("host", "net", "store"),
+    "horo._bootstrap.launchers": ("auth", "host", "log", "mpi", "net", "store"),
+    "horo.runner.hosts": (),
+    "horo.runner.loop": (),
+    "horo.runner.processes": (),
+    "horo.runner.config": ("hosts",),
+    "horo.runner.network": ("hosts",),
+    "horo.runner.stdout": ("config", "hosts"),
+    "horo.runner.agent": ("config", "loop", "network", "processes"),
+    "horo.runner.start": ("config", "hosts"),
+    "horo.runner.job": ("agent", "config", "hosts", "loop", "network", "processes", "start", "stdout"),
+}
+"""Per room, a folder or a module, what of the same package it may import. Others may import all."""
+
 
 def check_sizes(path: Path, text: str) -> list[str]:
     """Files under 500 lines (tests: 700), functions of at most 70 (the docstring not counted)."""
@@ -86,17 +107,39 @@ def imports(tree: ast.Module, package: str) -> Iterator[tuple[str, int, bool]]:
 
 def check_imports(path: Path, text: str) -> list[str]:
     """Import directions, by ``IMPORT_RULES``."""
-    parts = path.parent.parts
-    package = ".".join(("horo", *parts) if parts and parts[0] == "runner" else parts)
     found = []
-    for module, line, is_top in imports(ast.parse(text), package):
+    for module, line, is_top in imports(ast.parse(text), _dotted(path.parent)):
         for rule in IMPORT_RULES:
             if not _lies_in(path, rule.where) or any(_lies_in(path, other) for other in rule.unless):
                 continue
-            names_it = any(module == name or module.startswith(f"{name}.") for name in rule.what)
+            names_it = any(_is_within(module, name) for name in rule.what)
             if names_it and (is_top or not rule.lazily):
                 found.append(finding(path, line, f"imports {module}: {rule.why}"))
     return found
+
+
+def check_rooms(path: Path, text: str) -> list[str]:
+    """Which room may import which, by ``ROOMS``."""
+    own = _dotted(path.with_suffix(""))
+    found = []
+    for room, others in ROOMS.items():
+        if not _is_within(own, room):
+            continue
+        package = room.rpartition(".")[0]
+        allowed = (room, *(f"{package}.{other}" for other in others))
+        for module, line, _ in imports(ast.parse(text), _dotted(path.parent)):
+            if _is_within(module, package) and not any(_is_within(module, name) for name in allowed):
+                found.append(finding(path, line, f"imports {module}: {room} may import {', '.join(others) or 'none'}"))
+    return found
+
+
+def _dotted(path: Path) -> str:
+    """The module or package at ``path``."""
+    return ".".join(("horo", *path.parts) if path.parts[:1] == ("runner",) else path.parts)
+
+
+def _is_within(module: str, name: str) -> bool:
+    return module == name or module.startswith(f"{name}.")
 
 
 def _lies_in(path: PurePath, where: str) -> bool:

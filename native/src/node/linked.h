@@ -1,7 +1,7 @@
 /*
  * Which hosts have links with one another: no more than the algorithms need, so that the links of a rank grow with the
- * logarithm of the hosts. horo/_bootstrap/grouping.py says the same in Python; tests hold both, and every algorithm, to
- * it.
+ * logarithm of the hosts. horo/_bootstrap/host/grouping.py says the same in Python; tests hold both, and every
+ * algorithm, to it.
  *
  *  - Control: leaders, along the binomial tree over host numbers. A host's parent is its number without the lowest bit.
  *  - Data: hosts whose numbers are a power of two apart, counted round the ring of all hosts, in one direction or the

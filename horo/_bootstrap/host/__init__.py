@@ -1,0 +1,1 @@
+"""Hosts: which ranks share one, and the memory that they share."""

@@ -1,0 +1,263 @@
+"""The store of a job that srun has started: rank 0 hosts it on the first node of the step.
+
+All ranks derive the same few ports from the name of the start. At one of them rank 0 serves an announcement: the
+addresses of its store. With ``HORO_SECRET`` in the environment, the announcement is signed with that secret. Else rank
+0 draws a secret and puts it into the announcement, which is then a credential of MUNGE. Where MUNGE is not installed,
+addresses and secret are in a file in the user's home instead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from horo._bootstrap.auth import munge
+from horo._bootstrap.auth.credential_file import SecretFile
+from horo._bootstrap.launchers.launch import Launch
+from horo._bootstrap.launchers.slurm_step import SlurmStep
+from horo._bootstrap.net.addresses import Endpoint, bind_all
+from horo._bootstrap.net.advertisement import AnnouncementServer, fetch
+from horo._bootstrap.net.interfaces import LOOPBACK, is_loopback
+from horo._bootstrap.store.hosted import HostedStore, choose_host_addresses
+from horo._bootstrap.store.own import StoreClient, StoreServer
+from horo._config import Config
+from horo.errors import HoroError, InternalError, PeerLostError, ResourceError, TimeoutError, UsageError
+
+__all__ = ["candidate_ports", "open_slurm_store"]
+
+_SECRET_BYTES = 32
+_SIGNATURE_BYTES = 32
+_PORT_COUNT = 8
+_PORT_FIRST, _PORT_END = 10_000, 32_000
+"""Below the range from which systems choose ports for outgoing connections."""
+_STALE_FILE_TIMEOUT_S = 2.0
+"""How long to try the addresses in a file; an earlier start may have left it."""
+
+
+class _StoreInfo(NamedTuple):
+    """The addresses of the store, and the secret if only processes of the same user can read the announcement."""
+
+    name: str
+    endpoints: list[Endpoint]
+    secret: bytes = b""
+
+    def encode(self) -> bytes:
+        return json.dumps({**self._asdict(), "secret": self.secret.hex()}).encode()
+
+
+def _decode(data: bytes, name: str) -> _StoreInfo | None:
+    """The store info of the start ``name``; None if it is damaged or belongs to another start."""
+    try:
+        values = json.loads(data)
+        endpoints = [Endpoint(str(address), int(port)) for address, port in values["endpoints"]]
+        info = _StoreInfo(str(values["name"]), endpoints, bytes.fromhex(values["secret"]))
+    except (ValueError, TypeError, KeyError):
+        return None
+    return info if info.name == name and info.endpoints else None
+
+
+def _sign(secret: bytes, info: bytes) -> bytes:
+    return hmac.digest(secret, b"horo slurm note" + info, "sha256")
+
+
+def candidate_ports(name: str) -> list[int]:
+    """The ports at which rank 0 may announce the start ``name``: equal on all ranks, different for each start."""
+    span = _PORT_END - _PORT_FIRST
+    digest = hashlib.sha512(name.encode()).digest()
+    numbers = [int.from_bytes(digest[start : start + 4], "big") for start in range(0, len(digest), 4)]
+    return list(dict.fromkeys(_PORT_FIRST + number % span for number in numbers))[:_PORT_COUNT]
+
+
+def open_slurm_store(launch: Launch, config: Config, epoch: int) -> tuple[StoreClient, bytes]:
+    """Opens the store that rank 0 hosts for this one start; on rank 0, hosts it.
+
+    Args:
+        launch: of a step of Slurm.
+        config: this rank's settings.
+        epoch: number of this start.
+
+    Returns:
+        A connection to the store, and the secret.
+
+    Raises:
+        TimeoutError: rank 0 was not found in time; the message lists the places.
+        UsageError: there is no way to agree on a secret; the message says how to set one.
+        ResourceError: rank 0 has no address or free port, or the first node's name has no address.
+    """
+    if launch.slurm is None:
+        raise InternalError(f"rank {launch.rank} is not Slurm's")
+    name = f"{launch.job_id}/{epoch}"
+    # Each start has another secret, so that no rank joins the store of another step or of an earlier start.
+    user_secret = launch.secret and hmac.digest(launch.secret, b"horo slurm " + name.encode(), "sha256")
+    if launch.rank == 0:
+        return _host(launch, launch.slurm, config, name, user_secret)
+    return _StoreSearch(launch, launch.slurm, config, name, user_secret).run()
+
+
+# ---- rank 0 ---------------------------------------------------------------------------------------------------------
+
+
+def _host(
+    launch: Launch, step: SlurmStep, config: Config, name: str, user_secret: bytes | None
+) -> tuple[StoreClient, bytes]:
+    secret = user_secret or secrets.token_bytes(_SECRET_BYTES)
+    addresses = choose_host_addresses(config.network_interfaces, near=True, far=len(step.hosts) > 1)
+    server = StoreServer(addresses, secret, on_refused=logging.getLogger("horo").warning)
+    withdraw: Callable[[], None] | None = None
+    try:
+        if user_secret is not None:
+            info = _StoreInfo(name, server.endpoints).encode()
+            signed = _sign(user_secret, info) + info
+            withdraw = _announce(addresses, name, lambda: signed)
+        else:
+            withdraw = _publish_secret(addresses, _StoreInfo(name, server.endpoints, secret))
+        return HostedStore(server, secret, launch.size, config.start_timeout_s, withdraw), secret
+    except BaseException:
+        if withdraw is not None:
+            withdraw()
+        server.close()
+        raise
+
+
+def _announce(addresses: Sequence[str], name: str, make: Callable[[], bytes]) -> Callable[[], None]:
+    """Serves the announcement at the first free port; returns a function that stops it."""
+    failures = []
+    for port in candidate_ports(name):
+        try:
+            return AnnouncementServer(bind_all(addresses, port), make).close
+        except ResourceError as error:
+            failures.append(str(error))
+    raise ResourceError(f"none of the ports of this step is free: {'; '.join(failures)}")
+
+
+def _publish_secret(addresses: Sequence[str], info: _StoreInfo) -> Callable[[], None]:
+    """Publishes addresses and secret to processes of this user; returns a function that withdraws them."""
+    try:
+        munge.decode(munge.encode(b"horo"))
+    except ResourceError as error:
+        return _publish_file(info, str(error))
+    return _announce(addresses, info.name, lambda: munge.encode(info.encode()))
+
+
+def _publish_file(info: _StoreInfo, why: str) -> Callable[[], None]:
+    file = SecretFile(info.name, Path.home())
+    try:
+        file.write(info.encode())
+    except HoroError as error:
+        raise UsageError(
+            f"the ranks of this step cannot agree on a secret: MUNGE cannot be used ({why}), nor the home folder "
+            f"({error}); put this into the batch script before srun: "
+            "export HORO_SECRET=$(python3 -c 'import secrets; print(secrets.token_hex(32))')"
+        ) from error
+    return file.remove
+
+
+# ---- the other ranks ------------------------------------------------------------------------------------------------
+
+
+class _StoreSearch:
+    """One rank's search for rank 0."""
+
+    def __init__(self, launch: Launch, step: SlurmStep, config: Config, name: str, user_secret: bytes | None) -> None:
+        self._launch, self._step, self._name, self._user_secret = launch, step, name, user_secret
+        self._timeout_s = config.start_timeout_s
+        self._deadline = time.monotonic() + self._timeout_s
+        self._file = SecretFile(name, Path.home())
+        self._reason = ""
+        """Why the last announcement or file could not be used."""
+
+    def run(self) -> tuple[StoreClient, bytes]:
+        """The connection to rank 0's store, and the secret."""
+        endpoints: list[Endpoint] = []
+        if self._user_secret is not None or munge.is_installed():
+            ports = candidate_ports(self._name)
+            endpoints = [Endpoint(address, port) for address in self._addresses() for port in ports]
+        found = fetch(endpoints, self._timeout_s, self._read_announcement, self._read_file)
+        if found is None:
+            raise TimeoutError(self._failure())
+        return found
+
+    @property
+    def _may_be_on_any_node(self) -> bool:
+        """Whether rank 0 of the job may be on any node: it is not process 0 of the step."""
+        return self._launch.ranks is not None and self._launch.ranks[0] != 0
+
+    def _addresses(self) -> list[str]:
+        """Numeric addresses of the node of rank 0, or of all nodes where it may be on any of them."""
+        step = self._step
+        addresses = [LOOPBACK] if step.node == 0 or self._may_be_on_any_node else []
+        if len(step.hosts) > 1:
+            for host in step.hosts if self._may_be_on_any_node else step.hosts[:1]:
+                addresses += _resolve(host, optional=bool(addresses))
+        return list(dict.fromkeys(addresses or [LOOPBACK]))
+
+    def _read_announcement(self, announcement: bytes) -> tuple[StoreClient, bytes] | None:
+        if self._user_secret is not None:
+            signature, info = announcement[:_SIGNATURE_BYTES], announcement[_SIGNATURE_BYTES:]
+            if not hmac.compare_digest(signature, _sign(self._user_secret, info)):
+                self._reason = "the process that answered does not know this rank's HORO_SECRET"
+                return None
+            return self._connect(info, self._left_s())
+        try:
+            info = munge.decode(announcement)
+        except ResourceError as error:
+            self._reason = str(error)
+            return None
+        return self._connect(info, self._left_s())
+
+    def _read_file(self) -> tuple[StoreClient, bytes] | None:
+        info = self._file.read() if self._user_secret is None else None
+        return None if info is None else self._connect(info, min(_STALE_FILE_TIMEOUT_S, self._left_s()))
+
+    def _connect(self, data: bytes, timeout_s: float) -> tuple[StoreClient, bytes] | None:
+        info = _decode(data, self._name)
+        if info is None:
+            self._reason = "the announcement of another start was found"
+            return None
+        first, *others = info.endpoints
+        secret = self._user_secret or info.secret
+        try:
+            return StoreClient(*first, secret, timeout_s, others, hosted_by="rank 0"), secret
+        except PeerLostError as error:
+            self._reason = str(error)
+            return None
+
+    def _left_s(self) -> float:
+        return max(self._deadline - time.monotonic(), 0.0)
+
+    def _failure(self) -> str:
+        where = "any node of the step" if self._may_be_on_any_node else self._step.hosts[0]
+        ports = ", ".join(map(str, candidate_ports(self._name)))
+        hint = "HORO_SECRET is set here, so it must be on all ranks alike"
+        if self._user_secret is None:
+            hint = (
+                f"rank 0 offers the job's secret through MUNGE or in {self._file.path}; where ranks have neither in "
+                "common, export HORO_SECRET in the batch script"
+            )
+        reason = f"; the last reason: {self._reason}" if self._reason else ""
+        return (
+            f"rank {self._launch.rank} did not find rank 0 of Slurm's step {self._launch.job_id} on {where} (ports "
+            f"{ports}) within {self._timeout_s:g} s (HORO_START_TIMEOUT): did it start, and does it call init()? "
+            f"{hint}{reason}"
+        )
+
+
+def _resolve(host: str, optional: bool) -> list[str]:
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        if optional:
+            return []
+        raise ResourceError(
+            f"the node {host!r}, which SLURM_STEP_NODELIST names first, has no address here: {error}; rank 0 is there"
+        ) from error
+    numeric = [str(entry[4][0]) for entry in found]
+    return [address for address in numeric if not is_loopback(address)]  # Debian lets a host call itself 127.0.1.1

@@ -1,0 +1,124 @@
+"""torch's TCPStore as the job's store, for jobs started by torchrun. The only module here that needs torch.
+
+Trust: torch's store does not authenticate its clients. Rank 0 puts the job's secret into it unless the user has set
+``HORO_SECRET`` on all nodes, so every process that can reach that store can join the job, as with torch.distributed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from horo._bootstrap.launchers.launch import TorchMaster
+from horo._bootstrap.net.interfaces import route_source
+from horo._bootstrap.store.protocol import StoreAbandonedError, StoreTimeoutError
+from horo.errors import PeerLostError, ResourceError
+
+__all__ = ["TorchStore", "open_torch_store"]
+
+_SLICE_S = 0.5
+"""Longest wait on torch's server before the key ``unless`` is looked at again."""
+
+
+class TorchStore:
+    """``store_interface.Store`` over an object with the methods of ``torch.distributed.Store``."""
+
+    def __init__(self, store: Any, where: str) -> None:
+        self._store = store
+        self._where = where
+
+    def set(self, key: str, value: bytes) -> None:
+        self._call("set", key, value)
+
+    def get_many(self, keys: Sequence[str], timeout_s: float, unless: str | None = None) -> list[bytes]:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            if unless is not None and self._call("check", [unless]):
+                raise StoreAbandonedError(bytes(self._call("get", unless)))
+            if not keys:
+                return []
+            if self._call("check", list(keys)):
+                return [bytes(value) for value in self._call("multi_get", list(keys))]
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise StoreTimeoutError([key for key in keys if not self._call("check", [key])] or list(keys))
+            # A wait that times out raises, in every version of torch another class; check() then tells whether the
+            # store is still there.
+            with contextlib.suppress(RuntimeError):
+                self._store.wait(list(keys), timedelta(seconds=min(left_s, _SLICE_S)))
+
+    def get(self, key: str, timeout_s: float, unless: str | None = None) -> bytes:
+        return self.get_many([key], timeout_s, unless)[0]
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._call("add", key, amount))
+
+    def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self._call("delete_key", key)
+
+    def set_on_disconnect(self, key: str, value: bytes | None) -> None:
+        """Does nothing: torch's store does not detect a lost client. torchrun's agent does, and ends the job."""
+
+    def close(self) -> None:
+        """The connection is kept for the process's next start; torch closes it at exit."""
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        try:
+            return getattr(self._store, method)(*arguments)
+        except RuntimeError as error:
+            raise PeerLostError(f"torch's store at {self._where} is gone: {error}") from error
+
+
+_opened: dict[tuple[int, TorchMaster], TorchStore] = {}
+"""One connection per process and store. Where rank 0 hosts the store, other ranks may need it after rank 0 is done."""
+
+
+def open_torch_store(master: TorchMaster, rank: int, timeout_s: float) -> tuple[TorchStore, str | None]:
+    """Joins torchrun's store, or hosts it on rank 0 where the agent does not.
+
+    Returns:
+        The store, and the numeric address of this machine from which it is reached, None if unknown.
+
+    Raises:
+        ResourceError: torch is not installed. PeerLostError: no store answers at MASTER_ADDR and MASTER_PORT.
+    """
+    key = (os.getpid(), master)
+    where = f"{master.address}:{master.port} (MASTER_ADDR, MASTER_PORT)"
+    if key not in _opened:
+        try:
+            import torch.distributed as torch_distributed  # noqa: PLC0415 - the rest of the bootstrap needs no torch
+        except ImportError as error:
+            raise ResourceError(f"this job was started by torchrun, but torch cannot be imported: {error}") from error
+        try:
+            # multi_tenant: init_process_group(env://) in the same script hosts its store on the same port.
+            store: Any = torch_distributed.TCPStore(  # type: ignore[attr-defined, unused-ignore]
+                master.address,
+                master.port,
+                is_master=rank == 0 and not master.hosted_by_agent,
+                timeout=timedelta(seconds=timeout_s),
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+        except RuntimeError as error:
+            raise PeerLostError(
+                f"torch's store at {where} cannot be reached: {error}. (torch asks a name server about every peer, one "
+                "after the other: where that is slow, raise HORO_START_TIMEOUT or name the hosts in /etc/hosts.)"
+            ) from error
+        _opened[key] = TorchStore(store, where)
+    return _opened[key], _source_towards(master.address)
+
+
+def _source_towards(host: str) -> str | None:
+    # MASTER_ADDR may be a name: torch has just resolved it, so this look-up adds no new dependency on a name server.
+    with contextlib.suppress(OSError):
+        for _, _, _, _, sockaddr in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
+            source = route_source(str(sockaddr[0]))
+            if source is not None:
+                return source
+    return None

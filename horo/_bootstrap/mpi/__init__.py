@@ -1,0 +1,1 @@
+"""Jobs that an MPI has started, through mpi4py."""

@@ -1,0 +1,154 @@
+"""An announcement: bytes that a server sends to every client that connects to one of a few ports.
+
+The server authenticates no client: the announcement must be encrypted or signed if that matters. The clients connect to
+all ports at once and keep waiting on each, since another program may listen at some of them and send nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from horo._bootstrap.net.addresses import Endpoint, socket_address
+from horo.errors import HoroError
+
+__all__ = ["AnnouncementServer", "fetch"]
+
+T = TypeVar("T")
+
+_SEND_TIMEOUT_S = 5.0
+_BYTES_MAX = 1 << 16
+_RETRY_FIRST_S = 0.02
+_RETRY_LAST_S = 0.5
+
+
+class AnnouncementServer:
+    """Sends an announcement to each client that connects, one after the other, until ``close``.
+
+    Args:
+        listeners: the server's from now on.
+        make: returns the announcement for one client. If it raises an error of horo, the error is logged and nothing is
+            sent. Called on a thread.
+    """
+
+    def __init__(self, listeners: Sequence[socket.socket], make: Callable[[], bytes]) -> None:
+        self._listeners = list(listeners)
+        self._make = make
+        self._selector = selectors.DefaultSelector()
+        self._wake_in, self._wake_out = socket.socketpair()
+        for waited in (self._wake_in, *self._listeners):
+            self._selector.register(waited, selectors.EVENT_READ, waited)
+        self._thread = threading.Thread(target=self._run, name="horo-announcements", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stops listening; idempotent."""
+        self._wake_out.close()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                for key, _ in self._selector.select():
+                    if key.data is self._wake_in:
+                        return
+                    self._serve(key.data)
+        finally:
+            self._selector.close()
+            for waited in (self._wake_in, *self._listeners):
+                waited.close()
+
+    def _serve(self, listener: socket.socket) -> None:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return
+        with connection, contextlib.suppress(OSError):
+            connection.settimeout(_SEND_TIMEOUT_S)
+            try:
+                connection.sendall(self._make())
+            except HoroError as error:
+                logging.getLogger("horo").warning("a rank that asked for the job's secret got none: %s", error)
+
+
+@dataclass
+class _Query:
+    """A connection to one endpoint, and the bytes received so far."""
+
+    endpoint: Endpoint
+    connection: socket.socket
+    received: bytearray = field(default_factory=bytearray)
+
+
+def fetch(
+    endpoints: Sequence[Endpoint],
+    timeout_s: float,
+    read: Callable[[bytes], T | None],
+    elsewhere: Callable[[], T | None],
+) -> T | None:
+    """Connects to all endpoints at once, again and again, until one sends a usable announcement.
+
+    Args:
+        endpoints: of the server; another program may listen at some of them.
+        timeout_s: how long to try.
+        read: makes the result from the bytes of one endpoint; None: they are not usable.
+        elsewhere: called between attempts; a result that is not None ends the search.
+
+    Returns:
+        The result of ``read`` or ``elsewhere``; None if neither gave one in time.
+    """
+    deadline, pause_s = time.monotonic() + timeout_s, _RETRY_FIRST_S
+    idle = list(endpoints)
+    with selectors.DefaultSelector() as selector:
+        try:
+            while time.monotonic() < deadline:
+                found = elsewhere()
+                if found is not None:
+                    return found
+                while idle:
+                    _start(idle.pop(), selector)
+                round_end = min(time.monotonic() + pause_s, deadline)
+                while (left_s := round_end - time.monotonic()) > 0:
+                    for key, _ in selector.select(left_s):
+                        query: _Query = key.data
+                        if _receive(query):
+                            continue
+                        selector.unregister(query.connection)
+                        query.connection.close()
+                        idle.append(query.endpoint)
+                        found = read(bytes(query.received)) if query.received else None
+                        if found is not None:
+                            return found
+                pause_s = min(pause_s * 2, _RETRY_LAST_S)
+        finally:
+            for key in list(selector.get_map().values()):
+                key.data.connection.close()
+    return None
+
+
+def _start(endpoint: Endpoint, selector: selectors.BaseSelector) -> None:
+    family, sockaddr = socket_address(*endpoint)
+    connection = socket.socket(family, socket.SOCK_STREAM)
+    connection.setblocking(False)
+    connection.connect_ex(sockaddr)  # its error comes back from recv
+    selector.register(connection, selectors.EVENT_READ, _Query(endpoint, connection))
+
+
+def _receive(query: _Query) -> bool:
+    """Receives available bytes; returns whether more may come."""
+    try:
+        data = query.connection.recv(_BYTES_MAX)
+    except BlockingIOError:
+        return True
+    except OSError:
+        query.received.clear()
+        return False
+    query.received += data
+    return bool(data) and len(query.received) < _BYTES_MAX

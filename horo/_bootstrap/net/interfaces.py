@@ -1,0 +1,105 @@
+"""Which of this machine's addresses lead to the other hosts."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Iterable, Sequence
+
+from horo._bootstrap.net.addresses import socket_address
+from horo.errors import ResourceError, UsageError
+
+__all__ = ["interface_addresses", "is_loopback", "listen_addresses", "route_source", "select_addresses"]
+
+LOOPBACK = "127.0.0.1"
+_DISCARD_PORT = 9
+
+
+def is_loopback(address: str) -> bool:
+    """Whether a numeric address never leaves its machine; an IPv4-mapped IPv6 address counts as IPv4."""
+    parsed = ipaddress.ip_address(address)
+    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
+    return (mapped or parsed).is_loopback
+
+
+def route_source(target: str) -> str | None:
+    """The address of this machine from which packets to ``target`` leave; None without a route. Sends nothing."""
+    family, sockaddr = socket_address(target, _DISCARD_PORT)
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(sockaddr)
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
+
+
+def listen_addresses(
+    own: str | None, remote: Iterable[str | None], same_machine: bool, wanted: str | None
+) -> list[str]:
+    """Where to listen so that all peers get through.
+
+    Args:
+        own: the address from which this rank reaches the store, None if unknown.
+        remote: the same of each peer on another machine.
+        same_machine: whether a peer is on this machine.
+        wanted: the user's choice of interfaces, see ``select_addresses``; decides alone if given.
+
+    Raises:
+        UsageError: no interface matches ``wanted``. ResourceError: no address leads to the other machines.
+    """
+    if wanted is not None:
+        return select_addresses(wanted, interface_addresses())
+    targets = list(dict.fromkeys(remote))
+    sources = [own, *(route_source(target) for target in targets if target is not None and not is_loopback(target))]
+    chosen = list(dict.fromkeys(source for source in sources if source is not None and not is_loopback(source)))
+    if not targets:
+        return [LOOPBACK]
+    if not chosen:
+        raise ResourceError(
+            "no address of this machine is known that leads to the other hosts; name the interface in "
+            "HORO_NETWORK_INTERFACES"
+        )
+    return [*chosen, LOOPBACK] if same_machine else chosen
+
+
+def interface_addresses() -> dict[str, list[str]]:
+    """Numeric addresses of each interface of this machine, without link-local IPv6."""
+    import psutil  # noqa: PLC0415 - only where interfaces are chosen by name
+
+    found: dict[str, list[str]] = {}
+    for name, entries in psutil.net_if_addrs().items():
+        inet = [entry.address for entry in entries if entry.family in {socket.AF_INET, socket.AF_INET6}]
+        found[name] = [address for address in inet if "%" not in address]
+    return found
+
+
+def select_addresses(wanted: str, available: dict[str, list[str]]) -> list[str]:
+    """Addresses that the user's choice names.
+
+    Args:
+        wanted: interface names and networks, comma-separated: ``"eth0,ib0,10.1.0.0/16"``. Those that this machine
+            lacks are passed over, so one text serves hosts with different names.
+        available: addresses by interface.
+
+    Raises:
+        UsageError: nothing matches; lists what there is.
+    """
+    items = [item.strip() for item in wanted.split(",") if item.strip()]
+    chosen: list[str] = []
+    for item in items:
+        if item in available:
+            chosen += available[item]
+        else:
+            chosen += _in_network(item, [address for addresses in available.values() for address in addresses])
+    if not chosen:
+        there = "; ".join(f"{name} {' '.join(addresses)}" for name, addresses in available.items() if addresses)
+        raise UsageError(f"HORO_NETWORK_INTERFACES={wanted!r} matches no interface or address here, which are: {there}")
+    return list(dict.fromkeys(chosen))
+
+
+def _in_network(item: str, addresses: Sequence[str]) -> list[str]:
+    try:
+        network = ipaddress.ip_network(item, strict=False)
+    except ValueError:
+        return []
+    return [address for address in addresses if ipaddress.ip_address(address) in network]

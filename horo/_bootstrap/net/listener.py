@@ -1,0 +1,271 @@
+"""Listening sockets that let members of the job in and nobody else.
+
+Others cost little: a bounded number of unfinished handshakes, each with a deadline, no thread, and one line in the
+log per address and minute. When the places are taken, nothing more is accepted and the oldest handshake gets less time,
+so that members get through a crowd of silent connections.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from horo._bootstrap.auth.handshake import WELCOME, Acceptor, HandshakeError, Session, check_secret
+
+__all__ = ["Listener", "ListenerThread", "RefusalLog"]
+
+HALF_OPEN_MAX = 256
+HANDSHAKE_TIMEOUT_S = 5.0
+CROWDED_TIMEOUT_S = 0.25
+"""Time for a handshake while all places are taken."""
+_NO_DESCRIPTOR_PAUSE_S = 0.1
+_ACCEPTS_PER_TURN = 64
+
+
+class RefusalLog:
+    """Reports refused connections, at most once a minute per address, and remembers a bounded number of addresses."""
+
+    _INTERVAL_S = 60.0
+    _ADDRESSES_MAX = 1024
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report = report
+        self._last: dict[str, tuple[float, int]] = {}
+
+    def refuse(self, address: str, reason: str, now: float) -> None:
+        """Reports one refused connection from ``address``, or counts it for the next report."""
+        last, suppressed = self._last.get(address, (-self._INTERVAL_S, 0))
+        if now - last < self._INTERVAL_S:
+            self._last[address] = (last, suppressed + 1)
+            return
+        if len(self._last) >= self._ADDRESSES_MAX:
+            self._last.clear()
+        self._last[address] = (now, 0)
+        more = f" ({suppressed} more refused since the last report)" if suppressed else ""
+        try:
+            self._report(f"refused a connection from {address}: {reason}{more}")
+        except Exception:  # a reporter must not take the service down with it
+            logging.getLogger("horo").exception("reporting a refused connection failed")
+
+
+@dataclass
+class _HalfOpen:
+    """A connection that has come, at ``since``, and has not proved yet that it knows the secret."""
+
+    connection: socket.socket
+    acceptor: Acceptor
+    address: str
+    since: float
+
+
+class Listener:
+    """Authenticates whoever connects, driven by the selector of its owner.
+
+    The ``data`` of every key registered here is a function without arguments: call it when the key is ready.
+    Call ``expire`` after each turn and sleep no longer than ``timeout_s``. Not thread-safe.
+
+    Args:
+        selector: the owner's; this registers and unregisters its own sockets only.
+        listeners: nonblocking; its own from now on.
+        secret: the job's, at least ``SECRET_BYTES_MIN`` bytes.
+        admit: looks at the session of a proven peer; raises HandshakeError to refuse it.
+        on_peer: gets each admitted, nonblocking connection.
+        on_refused: gets one sentence per refusal that is reported.
+    """
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        listeners: Sequence[socket.socket],
+        secret: bytes,
+        *,
+        admit: Callable[[socket.socket, Session], None],
+        on_peer: Callable[[socket.socket, Session], None],
+        on_refused: Callable[[str], None],
+        half_open_max: int = HALF_OPEN_MAX,
+        deadline_s: float = HANDSHAKE_TIMEOUT_S,
+    ) -> None:
+        check_secret(secret)
+        self._selector = selector
+        self._listeners = list(listeners)
+        self._secret = secret
+        self._admit = admit
+        self._on_peer = on_peer
+        self._log = RefusalLog(on_refused)
+        self._half_open_max = half_open_max
+        self._deadline_s = deadline_s
+        self._half_open: dict[int, _HalfOpen] = {}
+        self._listening = False
+        self._paused_until = 0.0
+        self._listen()
+
+    @property
+    def half_open_count(self) -> int:
+        """Connections whose handshake is not finished."""
+        return len(self._half_open)
+
+    def timeout_s(self, now: float) -> float | None:
+        """Seconds until ``expire`` has something to do; None if it never will by itself."""
+        times = [self._paused_until] if self._paused_until > now else []
+        if self._half_open:
+            oldest = next(iter(self._half_open.values()))
+            times.append(oldest.since + self._handshake_timeout_s())
+        return max(min(times) - now, 0.0) if times else None
+
+    def expire(self, now: float) -> None:
+        """Drops the handshakes whose time is over and listens again where it could not."""
+        for half_open in list(self._half_open.values()):
+            if half_open.since + self._handshake_timeout_s() > now:
+                break
+            self._refuse(half_open, "it did not finish the handshake in time")
+        if not self._listening and now >= self._paused_until and len(self._half_open) < self._half_open_max:
+            self._listen()
+
+    def close(self) -> None:
+        """Closes the listeners and all unfinished handshakes; admitted connections stay their owner's."""
+        self._stop_listening()
+        for half_open in list(self._half_open.values()):
+            self._forget(half_open)
+            half_open.connection.close()
+        for listener in self._listeners:
+            listener.close()
+        self._listeners.clear()
+
+    def _handshake_timeout_s(self) -> float:
+        crowded = len(self._half_open) >= self._half_open_max
+        return min(self._deadline_s, CROWDED_TIMEOUT_S) if crowded else self._deadline_s
+
+    def _listen(self) -> None:
+        self._listening = True
+        for listener in self._listeners:
+            self._selector.register(listener, selectors.EVENT_READ, lambda listener=listener: self._accept(listener))
+
+    def _stop_listening(self) -> None:
+        if self._listening:
+            self._listening = False
+            for listener in self._listeners:
+                self._selector.unregister(listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        for _ in range(_ACCEPTS_PER_TURN):
+            if len(self._half_open) >= self._half_open_max:
+                self._stop_listening()
+                return
+            try:
+                connection, sockaddr = listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}:
+                    self._paused_until = time.monotonic() + _NO_DESCRIPTOR_PAUSE_S
+                    self._stop_listening()
+                return
+            connection.setblocking(False)
+            address = str(sockaddr[0]) if isinstance(sockaddr, tuple) else "this machine"
+            half_open = _HalfOpen(connection, Acceptor(self._secret), address, time.monotonic())
+            self._half_open[connection.fileno()] = half_open
+            self._selector.register(
+                connection, selectors.EVENT_READ, lambda half_open=half_open: self._advance(half_open)
+            )
+
+    def _advance(self, half_open: _HalfOpen) -> None:
+        acceptor = half_open.acceptor
+        try:
+            data = half_open.connection.recv(acceptor.missing_bytes)
+            if not data:
+                self._hang_up(half_open)
+                return
+            reply = acceptor.feed(data)
+            if reply:
+                half_open.connection.sendall(reply)
+            if acceptor.session is not None:
+                self._admit(half_open.connection, acceptor.session)
+                half_open.connection.sendall(WELCOME)
+        except BlockingIOError:
+            return
+        except HandshakeError as error:
+            self._refuse(half_open, str(error), error.reply)
+            return
+        except OSError as error:
+            self._refuse(half_open, f"the connection broke during the handshake ({error.strerror})")
+            return
+        if acceptor.session is not None:
+            self._forget(half_open)
+            self._on_peer(half_open.connection, acceptor.session)
+
+    def _hang_up(self, half_open: _HalfOpen) -> None:
+        # Members that try several addresses of one listener at once hang up on all but the first: no refusal.
+        if half_open.acceptor.started:
+            self._refuse(half_open, "it hung up during the handshake")
+        else:
+            self._forget(half_open)
+            half_open.connection.close()
+
+    def _refuse(self, half_open: _HalfOpen, reason: str, reply: bytes = b"") -> None:
+        self._forget(half_open)
+        if reply:
+            with contextlib.suppress(OSError):
+                half_open.connection.send(reply)
+        half_open.connection.close()
+        self._log.refuse(half_open.address, reason, time.monotonic())
+
+    def _forget(self, half_open: _HalfOpen) -> None:
+        self._selector.unregister(half_open.connection)
+        del self._half_open[half_open.connection.fileno()]
+
+
+class ListenerThread:
+    """A listener with a thread of its own, for owners that have other things to do while peers arrive.
+
+    Args:
+        listeners: nonblocking; its own from now on.
+        secret: the job's.
+        admit: as for ``Listener``, called on the thread.
+        on_peer: as for ``Listener``, called on the thread.
+        on_refused: as for ``Listener``, called on the thread.
+    """
+
+    def __init__(
+        self,
+        listeners: Sequence[socket.socket],
+        secret: bytes,
+        *,
+        admit: Callable[[socket.socket, Session], None],
+        on_peer: Callable[[socket.socket, Session], None],
+        on_refused: Callable[[str], None],
+    ) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._selector.register(self._wake_in, selectors.EVENT_READ, self._stop)
+        self._listener = Listener(
+            self._selector, listeners, secret, admit=admit, on_peer=on_peer, on_refused=on_refused
+        )
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="horo-listener", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stops admitting, ends the thread, closes the listeners; idempotent."""
+        self._wake_out.close()
+        self._thread.join()
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                for key, _ in self._selector.select(self._listener.timeout_s(time.monotonic())):
+                    key.data()
+                self._listener.expire(time.monotonic())
+        finally:
+            self._listener.close()
+            self._wake_in.close()
+            self._selector.close()

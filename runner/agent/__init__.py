@@ -1,0 +1,1 @@
+"""One host: its machine, its ranks, and the agent that starts them where hororun itself does not run."""

@@ -1,0 +1,260 @@
+"""The remote side: ``python -m horo.runner.agent``, run by ssh or srun, spoken to over stdin and stdout.
+
+It sends its host info, receives the job, starts its ranks, and sends back their output and how they end. When its stdin
+ends, when it receives nothing for the agreed time (in which it could run itself), or on SIGTERM, it ends all processes
+and exits. If the agent is killed, its guard ends them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from horo.runner.agent.command import StartError, with_python
+from horo.runner.agent.machine import host_facts
+from horo.runner.agent.messages import MAGIC, Frame, FrameError, FrameReader, Kind, encode, encode_json
+from horo.runner.agent.ranks import PASSED_ON, Event, Exited, HostRanks, Noted, Output, Started, reap
+from horo.runner.agent.reachability import listen, unreachable
+from horo.runner.config import EXIT_SETUP, EXIT_UNREACHABLE
+from horo.runner.loop import Loop, Timer
+from horo.runner.network import NetworkError, connection, free_port, interface_addresses, network_identity
+from horo.runner.processes import Guard, Tree, become_subreaper
+
+__all__ = ["main"]
+
+_READ_BYTES = 1 << 16
+_OUTGOING_MAX_BYTES = 1 << 20
+_JOB_TIMEOUT_S = 600.0
+
+
+def main() -> int:
+    """Runs until the job is over or the launcher gone; returns the exit code."""
+    guard = Guard()
+    become_subreaper()
+    loop = Loop()
+    agent = _Agent(loop, guard)
+    agent.send_host_info()
+    loop.run_until(lambda: agent.over)
+    guard.dismiss()
+    return 0
+
+
+class _Agent:
+    def __init__(self, loop: Loop, guard: Guard) -> None:
+        self._loop = loop
+        self._guard = guard
+        self._ranks: HostRanks | None = None
+        self._frames = FrameReader(magic=False)
+        self._outgoing = bytearray()
+        self._paused = False
+        self._connected = True
+        self._silence_s = _JOB_TIMEOUT_S
+        self._silence_timer: Timer = loop.call_later(self._silence_s, self._on_silence)
+        self._leaving = False
+        self._listener: socket.socket | None = None
+        self._host = socket.gethostname()
+        # Ranks get /dev/null and pipes of their own: 0 and 1 are for nobody but us.
+        self._in, self._out = os.dup(0), os.dup(1)
+        null = os.open(os.devnull, os.O_RDWR)
+        os.dup2(null, 0)
+        os.dup2(2, 1)
+        os.close(null)
+        os.set_blocking(self._in, False)
+        os.set_blocking(self._out, False)
+        loop.watch(self._in, read=self._read)
+        loop.on_stopped(self._restart_silence_timer)  # the launcher may have been stopped, too, and continues later
+        loop.on_signal(signal.SIGCHLD, self._on_child)
+        loop.on_signal(signal.SIGTERM, self._on_end)
+        loop.on_signal(signal.SIGINT, self._on_end)
+        loop.on_signal(signal.SIGHUP, self._on_end)
+        for number in PASSED_ON:
+            loop.on_signal(number, self._pass_on)
+
+    @property
+    def over(self) -> bool:
+        """Whether no rank runs, and all frames have been sent or the launcher is gone."""
+        ranks_are_over = self._ranks.finished if self._ranks else self._leaving
+        return ranks_are_over and not (self._connected and self._outgoing)
+
+    def send_host_info(self) -> None:
+        """Sends the host info: facts about this host that the launcher needs."""
+        host_info = {
+            **host_facts(),
+            "pid": os.getpid(),
+            "connection": connection(os.environ),
+            "network": network_identity(),
+            "free_port": free_port(),
+        }
+        self._send(MAGIC + encode_json(Kind.HOST_INFO, host_info))
+
+    def _read(self) -> None:
+        try:
+            data = os.read(self._in, _READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._leave()
+            return
+        self._restart_silence_timer()
+        try:
+            for frame in self._frames.feed(data):
+                self._handle(frame)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            self._give_up(f"the launcher sent nonsense: {error!r}", EXIT_SETUP)
+
+    def _restart_silence_timer(self) -> None:
+        self._silence_timer.cancel()
+        self._silence_timer = self._loop.call_later(self._silence_s, self._on_silence)
+
+    def _handle(self, frame: Frame) -> None:
+        if frame.kind == Kind.JOB:
+            self._start(frame.json())
+        elif frame.kind == Kind.TERMINATE and self._ranks:
+            self._ranks.terminate()
+        elif frame.kind == Kind.KILL and self._ranks:
+            self._ranks.kill()
+        elif frame.kind == Kind.SIGNAL:
+            self._pass_on(int(frame.json()["number"]))
+        elif frame.kind == Kind.INTERRUPT and self._ranks:
+            self._ranks.interrupt()
+        elif frame.kind == Kind.LISTEN:
+            self._send(encode_json(Kind.LISTENING, self._listen(**frame.json())))
+        elif frame.kind == Kind.REACH:
+            self._send(encode_json(Kind.REACHED, {"failures": unreachable(**frame.json())}))
+        elif frame.kind not in (Kind.PING, Kind.TERMINATE, Kind.KILL, Kind.INTERRUPT):
+            raise FrameError(f"{frame.kind.name} is not for agents")
+
+    def _listen(self, cwd: str, interfaces: list[str]) -> dict[str, Any]:
+        """Opens a port for the other hosts to try, and looks for what ranks would need here."""
+        answer: dict[str, Any] = {"error": "", "code": EXIT_SETUP, "port": 0, "addresses": []}
+        try:
+            if not Path(cwd).is_dir():
+                return {**answer, "error": f"there is no directory {cwd}, in which ranks would start"}
+            addresses = interface_addresses(interfaces) if interfaces else []
+            self._listener = listen()
+        except (NetworkError, OSError) as error:
+            return {**answer, "error": str(error)}
+        return {**answer, "port": self._listener.getsockname()[1], "addresses": addresses}
+
+    def _start(self, job: dict[str, Any]) -> None:
+        if self._ranks is not None:
+            raise FrameError("a second job")
+        self._silence_s = float(job["silence_s"])
+        self._restart_silence_timer()
+        host, cwd, mark = str(job["host"]), str(job["cwd"]), str(job["mark"])
+        self._host = host
+        self._ranks = HostRanks(
+            self._loop,
+            self._guard,
+            Tree(mark, ancestor=os.getpid(), spared={self._guard.pid}),
+            job["grace_s"],
+            self._emit,
+        )
+        common = {**_without(os.environ, job["unset"]), **job["environment"]}
+        environments = {int(rank): {**common, **own} for rank, own in job["ranks"].items()}
+        try:
+            if not Path(cwd).is_dir():
+                raise StartError(
+                    f"host {host} has no directory {cwd}: ranks start in the directory hororun is called from",
+                    EXIT_SETUP,
+                )
+            if job["master_port"]:
+                free_port(int(job["master_port"]))
+            command = with_python(job["command"], cwd, common.get("PATH", os.defpath), host)
+            bind_to, threads_set = str(job["bind_to"]), bool(job["threads_set"])
+            self._ranks.start(command, environments, cwd, host, bind_to=bind_to, threads_set=threads_set)
+        except NetworkError as error:
+            self._give_up(f"host {host}: {error}", EXIT_SETUP)
+        except StartError as error:
+            self._give_up(str(error), error.code)
+
+    def _give_up(self, message: str, code: int) -> None:
+        self._send(encode_json(Kind.FAILED, {"message": message, "code": code}))
+        if self._ranks:
+            self._ranks.kill()
+        self._leaving = True
+
+    def _on_silence(self) -> None:
+        os.write(2, f"nothing was heard of hororun for {self._silence_s:g} s\n".encode())
+        self._leave()
+
+    def _leave(self) -> None:
+        """The launcher is gone: ends the ranks with the usual grace time."""
+        self._connected = False
+        self._leaving = True
+        self._loop.watch(self._in)
+        self._loop.watch(self._out)
+        self._flow()
+        if self._ranks:
+            self._ranks.terminate()
+
+    def _on_end(self, number: int) -> None:
+        if not self._leaving:
+            message = f"host {self._host} ended its ranks: {signal.Signals(number).name} came to the agent there"
+            self._send(encode_json(Kind.FAILED, {"message": message, "code": EXIT_UNREACHABLE}))
+        self._leaving = True
+        if self._ranks:
+            self._ranks.terminate()
+
+    def _pass_on(self, number: int) -> None:
+        if self._ranks and number in PASSED_ON:
+            self._ranks.pass_on(number)
+
+    def _on_child(self, _number: int) -> None:
+        reap([self._ranks.on_child] if self._ranks else [])
+
+    def _emit(self, event: Event) -> None:
+        if isinstance(event, Started):
+            self._send(encode_json(Kind.STARTED, {"pid": event.pid, "cpus": event.cpus}, event.rank))
+        elif isinstance(event, Output):
+            self._send(encode(Kind.STDOUT if event.stream == 1 else Kind.STDERR, event.rank, event.data))
+        elif isinstance(event, Noted):
+            self._send(encode(Kind.NOTE, event.rank, event.data))
+        elif isinstance(event, Exited):
+            end = {"code": event.code, "signal": event.signal, "asked": event.asked, "overdue": event.overdue}
+            self._send(encode_json(Kind.EXITED, end, event.rank))
+
+    def _send(self, data: bytes) -> None:
+        if self._connected:
+            self._outgoing += data
+            self._write()
+
+    def _write(self) -> None:
+        try:
+            while self._outgoing:
+                del self._outgoing[: os.write(self._out, self._outgoing)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._leave()
+            return
+        self._loop.watch(self._out, write=self._write if self._outgoing else None)
+        self._flow()
+
+    def _flow(self) -> None:
+        """Pauses the reading of the ranks' output while the launcher does not read it."""
+        paused = self._connected and len(self._outgoing) > _OUTGOING_MAX_BYTES
+        if paused != self._paused and self._ranks:
+            self._paused = paused
+            self._ranks.pause(paused)
+
+
+def _without(environment: Mapping[str, str], patterns: Sequence[str]) -> dict[str, str]:
+    """``environment`` less the variables that match a pattern."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if not any(fnmatchcase(name, pattern) for pattern in patterns)
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

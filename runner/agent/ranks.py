@@ -1,0 +1,320 @@
+"""The ranks of one host: started, read, signalled and reaped. Used by hororun itself and by its agent elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from horo.runner.agent.binding import BindingError, bind, read_topology, spelled, threads
+from horo.runner.agent.command import EXIT_NOT_EXECUTABLE, StartError, explain_failure
+from horo.runner.agent.notes import PIPE_NAME, open_pipe
+from horo.runner.config import EXIT_SETUP
+from horo.runner.loop import Loop
+from horo.runner.processes import Guard, Tree, send_signal, spawn
+
+__all__ = ["PASSED_ON", "Event", "Exited", "HostRanks", "Noted", "Output", "Started", "reap"]
+
+_READ_BYTES = 65536
+_NOTES = 3
+PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+"""Signals for the ranks: users trap them, and batch systems send them before a job's time is up."""
+_POLL_INTERVAL_S = 0.05
+
+
+@dataclass(frozen=True)
+class Started:
+    """A rank runs; ``cpus``: what it is bound to, in words; empty: nothing."""
+
+    rank: int
+    pid: int
+    cpus: str = ""
+
+
+@dataclass(frozen=True)
+class Output:
+    """A rank wrote ``data`` to its stream 1 (stdout) or 2 (stderr)."""
+
+    rank: int
+    stream: int
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Noted:
+    """A rank wrote ``data`` to its pipe for notes, see ``notes``."""
+
+    rank: int
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Exited:
+    """A rank ended, after all of its output: with ``code``, or killed by ``signal`` (0: it was not).
+
+    ``asked``: it had been told to end before it was seen to have ended. ``overdue``: it was still there when the grace
+    time was over.
+    """
+
+    rank: int
+    code: int
+    signal: int
+    asked: bool
+    overdue: bool = False
+
+
+Event = Started | Output | Noted | Exited
+
+
+@dataclass
+class _Rank:
+    rank: int
+    process: subprocess.Popen[bytes]
+    streams: dict[int, int]  # descriptor -> 1, 2 or _NOTES
+
+
+class HostRanks:
+    """Runs the ranks of one host in a loop and tells ``emit`` what happens.
+
+    The life of it: ``start``, perhaps ``interrupt``, ``terminate`` or ``kill``, until ``finished``: no rank runs and
+    nothing of what they left behind does.
+    """
+
+    def __init__(self, loop: Loop, guard: Guard, tree: Tree, grace_s: float, emit: Callable[[Event], None]) -> None:
+        self._loop = loop
+        self._guard = guard
+        self._tree = tree
+        self._grace_s = grace_s
+        self._emit = emit
+        self._ranks: dict[int, _Rank] = {}  # by pid, those that run
+        self._streams: dict[int, tuple[int, int]] = {}  # descriptor -> rank, stream
+        self._open: list[_Rank] = []  # keeps the pipes of ended ranks: what they left behind may still write
+        self._paused = False
+        self._asked = False
+        self._overdue: set[int] = set()  # pids
+        self._kill_at_s = float("inf")
+        self._told: set[int] = set()  # what ranks left behind and has had its SIGTERM
+        self.finished = False
+
+    def start(
+        self,
+        argv: Sequence[str],
+        environments: Mapping[int, Mapping[str, str]],
+        cwd: str,
+        host: str,
+        *,
+        with_notes: bool = True,
+        bind_to: str = "none",
+        threads_set: bool = True,
+    ) -> None:
+        """Starts one process per rank.
+
+        Args:
+            argv: what each runs.
+            environments: of each rank.
+            cwd: where they start.
+            host: its name, for messages.
+            with_notes: each gets a pipe for notes.
+            bind_to: how ranks are bound to CPUs, see ``binding.bind``.
+            threads_set: the user has set ``OMP_NUM_THREADS``; else that of a bound rank is the number of its CPUs.
+
+        Raises:
+            StartError: the first one that could not be started says why; those before it run.
+        """
+        self._guard.tell(self._tree, self._grace_s)
+        bound = _bind(bind_to, list(environments), host)
+        shares = {} if threads_set else threads(bound)
+        for rank, own in environments.items():
+            cpus = bound.get(rank, frozenset())
+            environment = {**own, "OMP_NUM_THREADS": str(shares[rank])} if rank in shares else own
+            try:
+                process, notes = _spawn(argv, environment, cwd, cpus, with_notes=with_notes)
+            except OSError as error:
+                raise explain_failure(error, argv[0], cwd, host) from error
+            except ValueError as error:  # a NUL byte
+                raise StartError(f"the command cannot be started on {host}: {error}", EXIT_NOT_EXECUTABLE) from error
+            self._tree.sessions.add(process.pid)
+            self._guard.tell(self._tree, self._grace_s)
+            self._watch(rank, process, notes)
+            self._emit(Started(rank, process.pid, spelled(cpus) if cpus else ""))
+
+    def on_child(self, pid: int, status: int) -> None:
+        """A child of this process was reaped; it may be a rank."""
+        rank = self._ranks.pop(pid, None)
+        if rank is None:
+            return
+        for fd, stream in list(rank.streams.items()):
+            while self._read(fd, even_paused=True):
+                pass
+            if stream == _NOTES and fd in self._streams:  # what the rank has left behind may hold the other end
+                self._close(fd)
+        rank.process.returncode = os.waitstatus_to_exitcode(status)
+        code = rank.process.returncode
+        self._tree.sessions.discard(pid)  # the number is free for others now
+        self._guard.tell(self._tree, self._grace_s)
+        self._emit(Exited(rank.rank, max(code, 0), max(-code, 0), self._asked, pid in self._overdue))
+        self._end_remaining_processes()
+
+    def terminate(self) -> None:
+        """SIGTERM to every rank and its process group; SIGKILL after the grace time. Again: nothing new."""
+        if self._asked:
+            return
+        self._asked = True
+        self._terminate_rest()
+
+    def interrupt(self) -> None:
+        """SIGINT to every rank and its process group; after the grace time SIGTERM, after it again SIGKILL."""
+        if self._asked:
+            return
+        self._asked = True
+        self._signal_groups(signal.SIGINT)
+        self._loop.call_later(self._grace_s, self._terminate_rest)
+        self._end_remaining_processes()
+
+    def pass_on(self, number: int) -> None:
+        """A signal that users trap, to every rank and its process group."""
+        self._signal_groups(number)
+
+    def _terminate_rest(self) -> None:
+        if self.finished:
+            return
+        self._signal_groups(signal.SIGTERM)
+        self._kill_at_s = self._loop.now_s + self._grace_s
+        self._loop.call_later(self._grace_s, self._kill_overdue)
+        self._end_remaining_processes()
+
+    def _kill_overdue(self) -> None:
+        self._overdue.update(self._ranks)
+        self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL to all that is left."""
+        if self.finished:
+            return
+        self._asked = True
+        self._kill_at_s = 0.0
+        self._signal_groups(signal.SIGKILL)
+        send_signal(self._tree.find(), signal.SIGKILL)
+        self._end_remaining_processes()
+
+    def pause(self, paused: bool) -> None:
+        """Stops or resumes reading: ranks that write on have to wait once their pipe is full."""
+        self._paused = paused
+        for fd in self._streams:
+            self._listen(fd)
+
+    def close(self) -> None:
+        """Closes what is left open."""
+        for fd in list(self._streams):
+            self._close(fd)
+
+    def _watch(self, rank: int, process: subprocess.Popen[bytes], notes: int | None) -> None:
+        streams = {} if notes is None else {notes: _NOTES}
+        for stream, pipe in ((1, process.stdout), (2, process.stderr)):
+            if pipe is not None:
+                streams[pipe.fileno()] = stream
+        record = _Rank(rank, process, streams)
+        self._ranks[process.pid] = record
+        self._open.append(record)
+        for fd, stream in streams.items():
+            self._streams[fd] = (rank, stream)
+            self._listen(fd)
+
+    def _listen(self, fd: int) -> None:
+        self._loop.watch(fd, read=None if self._paused else lambda: self._read_once(fd))
+
+    def _read_once(self, fd: int) -> None:
+        self._read(fd)
+
+    def _read(self, fd: int, even_paused: bool = False) -> bool:
+        if fd not in self._streams or (self._paused and not even_paused):
+            return False
+        try:
+            data = os.read(fd, _READ_BYTES)
+        except BlockingIOError:
+            return False
+        except OSError:
+            data = b""
+        if not data:
+            self._close(fd)
+            return False
+        rank, stream = self._streams[fd]
+        self._emit(Noted(rank, data) if stream == _NOTES else Output(rank, stream, data))
+        return True
+
+    def _close(self, fd: int) -> None:
+        self._loop.watch(fd)
+        _, stream = self._streams.pop(fd)
+        if stream == _NOTES:
+            os.close(fd)
+        for record in self._open:
+            if record.streams.pop(fd, None) is not None and stream != _NOTES:
+                for pipe in (record.process.stdout, record.process.stderr):
+                    if pipe is not None and not pipe.closed and pipe.fileno() == fd:
+                        pipe.close()
+        self._open = [record for record in self._open if record.streams or record.process.pid in self._ranks]
+
+    def _signal_groups(self, number: int) -> None:
+        for pid in self._ranks:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, number)
+
+    def _end_remaining_processes(self) -> None:
+        """When no rank runs: ends the processes that ranks have left behind, again until none is left."""
+        if self._ranks or self.finished:
+            return
+        found = self._tree.find()
+        if not found:
+            self.close()
+            self.finished = True
+            return
+        if self._kill_at_s == float("inf"):
+            self._kill_at_s = self._loop.now_s + self._grace_s
+        if self._loop.now_s < self._kill_at_s:
+            send_signal(found - self._told, signal.SIGTERM)
+            self._told |= found
+        else:
+            send_signal(found, signal.SIGKILL)
+        self._loop.call_later(_POLL_INTERVAL_S, self._end_remaining_processes)
+
+
+def _bind(how: str, ranks: Sequence[int], host: str) -> dict[int, frozenset[int]]:
+    if how == "none":
+        return {}
+    try:
+        return bind(how, ranks, os.sched_getaffinity(0), read_topology())
+    except BindingError as error:
+        raise StartError(f"host {host}: {error}", EXIT_SETUP) from None
+
+
+def _spawn(
+    argv: Sequence[str], environment: Mapping[str, str], cwd: str, cpus: Collection[int], *, with_notes: bool
+) -> tuple[subprocess.Popen[bytes], int | None]:
+    """A rank, and the read end of its pipe for notes."""
+    if not with_notes:
+        return spawn(argv, environment=environment, cwd=cwd, cpus=cpus), None
+    read_fd, write_fd, name = open_pipe()
+    named = {**environment, PIPE_NAME: name}
+    try:
+        return spawn(argv, environment=named, cwd=cwd, pass_fds=(write_fd,), cpus=cpus), read_fd
+    except BaseException:
+        os.close(read_fd)
+        raise
+    finally:
+        os.close(write_fd)
+
+
+def reap(owners: Sequence[Callable[[int, int], None]]) -> None:
+    """Reaps every child that has ended and tells all ``owners`` its pid and wait status."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        for owner in owners:
+            owner(pid, status)

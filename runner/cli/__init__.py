@@ -1,0 +1,7 @@
+"""The command line of hororun: ``main`` runs it, ``parse`` only reads it."""
+
+from __future__ import annotations
+
+from horo.runner.cli.entry import main, parse
+
+__all__ = ["main", "parse"]

@@ -1,0 +1,72 @@
+"""What ``--dry-run`` shows of a job that agents run: the place of each rank, and the commands that start the agents."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from horo.runner.agent.binding import BindingError, bind, ranges, read_topology, spelled
+from horo.runner.agent.command import StartError, is_for_python, with_python
+from horo.runner.config import EXIT_SETUP, Job, JobError
+from horo.runner.job.candidates import candidates, launch_method_of
+from horo.runner.job.placement import place
+from horo.runner.network import is_local
+
+__all__ = ["preview"]
+
+
+def preview(job: Job, environment: Mapping[str, str]) -> str:
+    """Lines for stdout.
+
+    Raises:
+        JobError: the job could not be started as it is asked for.
+    """
+    hosts = candidates(job, environment)
+    method = launch_method_of(job, environment)
+    lines = [f"hosts from the {job.hosts_from}"] if job.hosts_from else []
+    if all(host.slots is not None for host in hosts):
+        counts = [host.slots or 0 for host in hosts]
+        slots = place(counts, job.size, evenly=job.shares_evenly, oversubscribe=job.oversubscribe)
+        by_host = {index: [slot.rank for slot in slots if slot.host == index] for index in range(len(hosts))}
+    else:
+        by_host = {}
+        lines.append("how the ranks are shared out depends on the hosts: some have to be asked for their slots")
+    for index, host in enumerate(hosts):
+        ranks = by_host.get(index, [])
+        ranks_and_host = (
+            f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)} on {host.name}" if ranks else f"on {host.name}"
+        )
+        lines.append(f"{ranks_and_host}: {'started directly' if is_local(host) else shlex.join(method.command(host))}")
+    lines += _bindings(job, [by_host.get(index, []) for index, host in enumerate(hosts) if is_local(host)], len(hosts))
+    return "\n".join([*lines, *_commands(job, {is_local(host) for host in hosts}, environment)])
+
+
+def _bindings(job: Job, here: Sequence[Sequence[int]], host_count: int) -> list[str]:
+    """Where ranks are bound; ``here``: those of each host that is this one."""
+    if job.bind_to == "none":
+        return []
+    try:
+        bound = [bind(job.bind_to, ranks, os.sched_getaffinity(0), read_topology()) for ranks in here]
+    except BindingError as error:
+        raise JobError(str(error), EXIT_SETUP) from None
+    lines = [f"rank {rank} is bound to {spelled(cpus)}" for each in bound for rank, cpus in each.items()]
+    what = "cores" if job.bind_to == "core" else "NUMA nodes"
+    elsewhere = [f"each rank elsewhere is bound to its share of the {what} there"]
+    return [*lines, *(elsewhere if len(here) < host_count or not any(here) else [])]
+
+
+def _commands(job: Job, local: set[bool], environment: Mapping[str, str]) -> list[str]:
+    """What each rank runs; ``local``: whether there are hosts that are this one, and others."""
+    elsewhere = shlex.join([job.python, *job.command] if is_for_python(job.command) else job.command)
+    if True not in local:
+        return [f"each rank: {elsewhere}"]
+    try:
+        path = environment.get("PATH", os.defpath)
+        here = shlex.join(with_python(job.command, str(Path.cwd()), path, "this host"))
+    except StartError as error:
+        raise JobError(str(error), error.code) from None
+    if local == {True} or here == elsewhere:
+        return [f"each rank: {here}"]
+    return [f"each rank here: {here}", f"each rank elsewhere: {elsewhere}"]

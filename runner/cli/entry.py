@@ -1,0 +1,223 @@
+"""The command line of hororun. Imports little, so that ``--help`` answers at once."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from horo.runner.cli.options import build_parser, check_launcher, default_start_timeout, split_command
+from horo.runner.config import BATCH_GRACE_S, GRACE_S, Job, JobError, Mpi, Output, Ssh
+from horo.runner.hosts import Host, HostsError, parse_host_file, parse_hosts
+from horo.runner.stdout import show
+
+if TYPE_CHECKING:
+    import argparse
+
+    from horo.runner.start.allocation import Allocation
+
+__all__ = ["main", "parse"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs hororun and returns its exit code."""
+    try:
+        job = parse(sys.argv[1:] if arguments is None else arguments)
+        if job is None:
+            from horo.runner.cli.check_build import check_build  # noqa: PLC0415 - looks at the core and at torch
+
+            return check_build()
+        return _run(job)
+    except JobError as error:
+        reader_left = error.code == 128 + signal.SIGPIPE  # nothing to tell, as with ``| head``
+        if sys.stderr is not None and not reader_left:
+            sys.stderr.write(f"hororun: {error}\n")
+        return error.code
+
+
+def _run(job: Job) -> int:
+    if job.launcher in ("mpi", "jsrun"):
+        if job.check_hosts:
+            raise JobError(f"--check-hosts looks at hosts as --launcher ssh and slurm reach them, not {job.launcher}")
+        from horo.runner.job.external_launcher import delegate  # noqa: PLC0415 - --help does without
+
+        return delegate(job, os.environ)
+    if job.check_hosts:
+        from horo.runner.cli.check_hosts import check_hosts  # noqa: PLC0415 - --help does without
+
+        return check_hosts(job, os.environ)
+    if job.dry_run:
+        from horo.runner.cli.dry_run import preview  # noqa: PLC0415 - --help does without
+
+        show(preview(job, os.environ))
+        return 0
+    from horo.runner.job.supervise import run_job  # noqa: PLC0415 - --help does without
+
+    return run_job(job, os.environ)
+
+
+def parse(arguments: Sequence[str]) -> Job | None:
+    """What the command line asks for; None: ``--check-build``.
+
+    Raises:
+        JobError: a value is wrong; names it.
+        SystemExit: ``--help`` and ``--version`` were answered, or an option is unknown or lacks its value.
+    """
+    parser = build_parser()
+    options, command = split_command(parser, arguments)
+    given = parser.parse_args(options)
+    if given.check_build:
+        return None
+    if given.num_proc is not None and given.num_proc < 1:
+        raise JobError(f"-np {given.num_proc}: at least one rank is needed")
+    if given.check_hosts and command:
+        raise JobError(f"--check-hosts starts nothing: leave out the command {command[0]!r}")
+    if given.num_proc is None:
+        _check_order(command)
+    where = _where(given, parser)
+    if command == ["-m"]:
+        raise JobError("-m needs the name of a module, like 'hororun -np 2 -m package.train'")
+    if not command and not given.check_hosts:
+        raise JobError("no command given: say what to run, like 'hororun -np 2 train.py'")
+    return Job(
+        size=where.size,
+        command=tuple(command),
+        hosts=where.hosts,
+        hosts_from=where.source,
+        launcher=where.launcher,
+        oversubscribe=given.oversubscribe,
+        grace_s=where.grace_s if given.grace_seconds is None else given.grace_seconds,
+        failure_s=given.failure_seconds,
+        start_timeout_s=given.start_timeout,
+        host_timeout_s=given.host_timeout,
+        interfaces=tuple(name for value in given.network_interfaces for name in value.split(",") if name),
+        store_port=given.store_port,
+        torch_env=given.torch_env or given.master_port != 0,
+        master_port=given.master_port,
+        bind_to=given.bind_to,
+        keep_memory=not given.no_keep_memory,
+        move_ranks=not given.no_move_ranks,
+        exports=_exports(given),
+        dry_run=given.dry_run,
+        check_hosts=given.check_hosts,
+        python=given.remote_python or sys.executable,
+        ssh=Ssh(
+            program=given.remote_shell,
+            port=given.ssh_port,
+            identity_file=given.ssh_identity_file,
+            arguments=_words("--ssh-args", given.ssh_args),
+        ),
+        mpi=Mpi(
+            program=given.mpirun,
+            arguments=_words("--mpi-args", given.mpi_args),
+            binding=None if given.binding_args is None else _words("--binding-args", given.binding_args),
+            tcp=given.tcp,
+        ),
+        output=Output(
+            prefix=not given.no_prefix,
+            timestamp=given.prefix_timestamp,
+            host=given.prefix_host,
+            directory=given.output_filename,
+            verbose=given.verbose,
+        ),
+    )
+
+
+def _check_order(command: Sequence[str]) -> None:
+    """Raises JobError if the number of ranks was not given but stands after the command."""
+    begins = 2 if command[:1] == ["-m"] else 1
+    for word in command[begins:]:
+        if re.fullmatch(r"(-np?|--num-proc)(=?\d+)?", word):
+            raise JobError(
+                f"{word!r} stands after the command {' '.join(command[:begins])!r} and belongs to it: "
+                "options of hororun come before the command"
+            )
+
+
+class _Where(NamedTuple):
+    size: int
+    hosts: tuple[Host, ...]
+    source: str
+    launcher: str
+    grace_s: float
+
+
+def _where(given: argparse.Namespace, parser: argparse.ArgumentParser) -> _Where:
+    """Hosts, their origin, the number of ranks and the launcher, as far as the command line leaves them open."""
+    from horo.runner.start.launcher import allocated, choose_launcher  # noqa: PLC0415 - --help does without
+
+    named = _hosts(given)
+    allocation = allocated(os.environ, named=named is not None)
+    hosts = named or (allocation.hosts if allocation is not None else (Host("localhost"),))
+    source = allocation.source if allocation is not None and named is None else ""
+    launcher = choose_launcher(given.launcher, hosts, allocation)
+    misfit = check_launcher(parser, given, launcher)
+    if misfit is not None and given.launcher == "auto" and check_launcher(parser, given, "ssh") is None:
+        launcher, misfit = "ssh", None  # an option that only ssh knows has decided
+    if misfit is not None:
+        raise JobError(misfit)
+    grace_s = GRACE_S if allocation is None else BATCH_GRACE_S
+    return _Where(_size(given, allocation if named is None else None), hosts, source, launcher, grace_s)
+
+
+def _size(given: argparse.Namespace, allocation: Allocation | None) -> int:
+    if given.num_proc is not None:
+        return int(given.num_proc)
+    if given.check_hosts:
+        return 1
+    if allocation is None:
+        raise JobError("how many ranks? say -np N (try 'hororun --help')")
+    return allocation.tasks or sum(host.slots or 0 for host in allocation.hosts)
+
+
+def _hosts(given: argparse.Namespace) -> tuple[Host, ...] | None:
+    """What ``-H`` or ``--hostfile`` says, None: neither is there."""
+    try:
+        if given.hosts is not None:
+            return parse_hosts(given.hosts)
+        if given.hostfile is not None:
+            return parse_host_file(Path(given.hostfile).read_text(encoding="utf-8"), given.hostfile)
+    except HostsError as error:
+        raise JobError(str(error)) from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise JobError(f"--hostfile {given.hostfile}: cannot be read: {reason}") from None
+    return None
+
+
+def _exports(given: argparse.Namespace) -> dict[str, str]:
+    from horo.runner.job.environment import parse_exports  # noqa: PLC0415 - needs what --help does not
+
+    exports = {}
+    if given.start_timeout != float(default_start_timeout()):
+        exports["HORO_START_TIMEOUT"] = f"{given.start_timeout:g}"
+    if given.fusion_threshold_mb is not None:
+        exports["HORO_FUSION_THRESHOLD"] = str(given.fusion_threshold_mb << 20)
+    if given.cycle_time_ms is not None:
+        exports["HORO_CYCLE_TIME"] = f"{given.cycle_time_ms:g}"
+    if given.cache_capacity is not None:
+        exports["HORO_CACHE_CAPACITY"] = str(given.cache_capacity)
+    if given.no_stall_check or given.stall_check:
+        exports["HORO_STALL_CHECK_DISABLE"] = "1" if given.no_stall_check else "0"
+    if given.stall_check_warning_time_seconds is not None:
+        exports["HORO_STALL_CHECK_TIME_SECONDS"] = str(given.stall_check_warning_time_seconds)
+    if given.stall_check_shutdown_time_seconds is not None:
+        exports["HORO_STALL_SHUTDOWN_TIME_SECONDS"] = str(given.stall_check_shutdown_time_seconds)
+    if given.log_level is not None:
+        exports["HORO_LOG_LEVEL"] = given.log_level.lower()
+    try:
+        return exports | parse_exports(given.exports, os.environ)
+    except ValueError as error:
+        raise JobError(str(error)) from None
+
+
+def _words(option: str, text: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise JobError(f"{option} {text!r}: {error}") from None

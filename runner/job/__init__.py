@@ -1,0 +1,1 @@
+"""A whole job: placement, environment, supervision, output and report."""

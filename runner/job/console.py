@@ -1,0 +1,117 @@
+"""hororun's stdout and stderr and the files of the ranks, behind one writer."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from horo.runner.config import EXIT_USAGE, JobError, Output
+from horo.runner.job.output import Printer, RankFiles, Writer, colour_wanted, redraw_possible
+from horo.runner.loop import Loop
+
+__all__ = ["Console"]
+
+_FLUSH_TIMEOUT_S = 1.0
+
+
+class Console:
+    """Takes the output of the ranks; ``full`` tells when the ranks have to wait.
+
+    The handler of a signal sets ``interrupted`` to end a ``flush``.
+    """
+
+    def __init__(self, loop: Loop, options: Output, size: int) -> None:
+        self.interrupted = False
+        self._loop = loop
+        self._verbose = options.verbose
+        self._options = options
+        self._files: RankFiles | None = None
+        if options.directory is not None:
+            with self._explained():
+                Path(options.directory).mkdir(parents=True, exist_ok=True)
+        self._complained: set[int] = set()
+        self._writer = Writer(loop.wake)
+        self._printer = Printer(
+            self._writer.put,
+            size,
+            prefix=options.prefix,
+            timestamp=options.timestamp,
+            terminals=frozenset(fd for fd in (1, 2) if redraw_possible(fd)),
+            coloured=frozenset(fd for fd in (1, 2) if colour_wanted(fd)),
+        )
+
+    def place(self, hosts: Sequence[str]) -> None:
+        """Opens the files of the ranks, of which it takes the output from now on; ``hosts``: of each rank.
+
+        Raises:
+            JobError: a file cannot be made.
+        """
+        if self._options.host:
+            self._printer.name_hosts(hosts)
+        if self._options.directory is not None:
+            with self._explained():
+                self._files = RankFiles(self._options.directory, hosts, named=self._options.host)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise JobError(
+                f"--output-filename {self._options.directory}: cannot make {error.filename}: {error.strerror}",
+                EXIT_USAGE,
+            ) from error
+
+    @property
+    def full(self) -> bool:
+        """Whether ranks should wait before they write more."""
+        return self._writer.full
+
+    @property
+    def stdout_error(self) -> OSError | None:
+        """Why stdout takes no more."""
+        return self._writer.failure(1)
+
+    def output(self, rank: int, stream: int, data: bytes) -> None:
+        """A rank wrote ``data`` to stream 1 or 2."""
+        self._printer.feed(rank, stream, data, time.monotonic())
+        if self._files is not None:
+            fd = self._files.fd(rank, stream)
+            self._writer.put(fd, data)
+            self._complain_once(fd)
+
+    def rank_ended(self, rank: int) -> None:
+        """Shows what the rank left unfinished."""
+        self._printer.finish(rank, time.monotonic())
+
+    def say(self, text: str) -> None:
+        """A line of hororun's own."""
+        self._printer.say(f"hororun: {text}\n".encode("utf-8", "surrogateescape"))
+
+    def say_lines(self, lines: bytes) -> None:
+        """Whole lines of hororun's own."""
+        self._printer.say(lines)
+
+    def explain(self, text: str) -> None:
+        """A line that only ``--verbose`` shows."""
+        if self._verbose:
+            self.say(text)
+
+    def flush(self, *, wait_for_all: bool) -> None:
+        """Waits until all is written. Without ``wait_for_all``, waits only briefly, since stdout may be blocked."""
+        self._printer.close()
+        self.interrupted = False  # a signal that ended the job must not suppress the message about it
+        out_of_time: list[bool] = []
+        if not wait_for_all:
+            self._loop.call_later(_FLUSH_TIMEOUT_S, lambda: out_of_time.append(True))
+        self._loop.run_until(lambda: self._writer.idle or bool(out_of_time) or self.interrupted)
+
+    def _complain_once(self, fd: int) -> None:
+        error = self._writer.failure(fd)
+        if error is not None and self._files is not None and fd not in self._complained:
+            self._complained.add(fd)
+            reason = error.strerror or errno.errorcode.get(error.errno or 0, "unknown error")
+            self.say(f"the file of {self._files.name_of(fd)} is incomplete from here on: {reason}")

@@ -1,0 +1,170 @@
+"""The cause of a failure, computed from how each rank ended, and the message about it. Pure."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from horo.runner.agent.binding import ranges
+from horo.runner.agent.notes import Note
+from horo.runner.config import EXIT_UNREACHABLE
+
+__all__ = ["Ending", "awaited", "exit_code", "how_it_ended", "overdue", "report", "root_cause", "signal_name"]
+
+_LAST_LINES = 20
+_POINTS_AT = re.compile(rb"(?:PeerLost|Aborted|Stalled)Error: [^\n]*?\brank (\d+)")
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a rank ended.
+
+    Attributes:
+        rank: its number.
+        host: its host, as given to ``-H``.
+        code: its exit code; 0 when ``signal`` or ``lost`` says more.
+        signal: what killed it; 0: nothing did.
+        asked: it had been told to end before.
+        lost: why its host cannot say how it ended; empty: it could.
+        stderr_tail: the end of its stderr.
+        note: what it said itself.
+        overdue: it did not end in the grace time and was killed.
+    """
+
+    rank: int
+    host: str
+    code: int = 0
+    signal: int = 0
+    asked: bool = False
+    lost: str = ""
+    stderr_tail: bytes = b""
+    note: Note = field(default_factory=Note)
+    overdue: bool = False
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended otherwise than with code 0."""
+        return bool(self.code or self.signal or self.lost)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it failed of itself, although it had been told to end."""
+        return bool(self.lost or self.note.error)
+
+    @property
+    def points_at(self) -> int | None:
+        """The rank that it ended because of, as it says itself or its last words do; None: none."""
+        if self.note.points_at is not None or self.note.error:
+            return self.note.points_at
+        named = _POINTS_AT.findall(self.stderr_tail)
+        return int(named[-1]) if named else None
+
+
+def root_cause(endings: Sequence[Ending]) -> Ending | None:
+    """The failure that caused the others; None: no rank failed of itself.
+
+    It is the first in time (``endings`` are in the order they became known). But a rank that ended because its group
+    did points at another: if that one failed too, and not because hororun told it to, it is the cause, although its end
+    became known later.
+    """
+    failures = {ending.rank: ending for ending in endings if ending.failed and (not ending.asked or ending.is_own)}
+    first = next((ending for ending in endings if ending.failed and not ending.asked), None)
+    if first is None:
+        return next(iter(failures.values()), None)
+    path = _follow(first.rank, {rank: ending.points_at for rank, ending in failures.items()})
+    return failures[path[-1]] if path[-1] in failures else failures[path[-2]]
+
+
+def awaited(endings: Sequence[Ending], notes: Mapping[int, Note]) -> int | None:
+    """The rank that the first failure points at, directly or through others, as long as nothing is known of its end.
+
+    Args:
+        endings: of the ranks that have ended, in the order they became known.
+        notes: what all ranks have said.
+    """
+    first = next((ending for ending in endings if ending.failed and not ending.asked), None)
+    if first is None:
+        return None
+    ended = {ending.rank: ending.points_at for ending in endings}
+    told = {rank: note.points_at for rank, note in notes.items() if note.error and rank not in ended}
+    last = _follow(first.rank, ended | told)[-1]
+    return None if last in ended or last in told else last
+
+
+def _follow(rank: int, points_at: Mapping[int, int | None]) -> list[int]:
+    """The ranks from ``rank`` to the one that points at nobody, that nothing is known of, or that closes a circle."""
+    path = [rank]
+    while (named := points_at.get(path[-1])) is not None and named not in path:
+        path.append(named)
+    return path
+
+
+def exit_code(cause: Ending) -> int:
+    """What hororun exits with for this cause: the rank's code, 128 + its signal, or 69 when its host was lost.
+
+    1 for an exception of a rank that did not come to its end in time and was ended.
+    """
+    if cause.lost:
+        return EXIT_UNREACHABLE
+    if cause.asked and cause.note.error:
+        return 1
+    return 128 + cause.signal if cause.signal else cause.code
+
+
+def report(cause: Ending, endings: Iterable[Ending]) -> bytes:
+    """The cause and one line on how the others ended.
+
+    The cause is the exception and its line in the script, if the rank has said it: its traceback stands above. Else
+    the last lines on its stderr follow.
+    """
+    note = cause.note
+    if note.error and not cause.lost:
+        how = f"ended with {note.error} ({'; '.join(filter(None, (note.where, how_it_ended(cause))))})"
+    else:
+        how = ("was " if cause.lost or cause.signal else "") + how_it_ended(cause)
+    text = f"hororun: rank {cause.rank} on {cause.host} {how}; the job was ended\n".encode("utf-8", "replace")
+    if not note.error:
+        text += _last_lines(cause)
+    groups: dict[str, list[int]] = {}
+    for ending in sorted(endings, key=lambda each: each.rank):
+        if ending.rank != cause.rank:
+            groups.setdefault(how_it_ended(ending), []).append(ending.rank)
+    others = [f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)} {how}" for how, ranks in groups.items()]
+    return text + (f"hororun: the others: {'; '.join(others)}\n".encode() if others else b"")
+
+
+def overdue(endings: Iterable[Ending], grace_s: float) -> str:
+    """A sentence about the ranks that were killed because the grace time was over; empty: none was."""
+    ranks = sorted(ending.rank for ending in endings if ending.overdue)
+    if not ranks:
+        return ""
+    who, were = (f"rank {ranks[0]}", "was") if len(ranks) == 1 else (f"ranks {ranges(ranks)}", "were")
+    return f"{who} did not end within {grace_s:g} s of SIGTERM and {were} killed; --grace-seconds gives more"
+
+
+def _last_lines(cause: Ending) -> bytes:
+    lines = cause.stderr_tail.replace(b"\r\n", b"\n").rstrip(b"\n").split(b"\n")[-_LAST_LINES:]
+    shown = [line.rpartition(b"\r")[2] for line in lines]
+    if not any(line.strip() for line in shown):
+        return b""
+    return b"hororun: its last lines on stderr:\n" + b"".join(b"  | " + line + b"\n" for line in shown)
+
+
+def signal_name(number: int) -> str:
+    """``"SIGSEGV"``; a number the system has no name for becomes ``"signal 60"``."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def how_it_ended(ending: Ending) -> str:
+    """``exited with code 7``, ``killed by SIGSEGV``."""
+    asked = " when told to end" if ending.asked else ""
+    if ending.lost:
+        return f"lost with its host ({ending.lost})"
+    if ending.signal:
+        return f"killed by {signal_name(ending.signal)}{asked}"
+    return f"exited with code {ending.code}{asked}"

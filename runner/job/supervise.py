@@ -1,0 +1,478 @@
+"""The whole job: connect to the hosts, place and start the ranks, forward their output, end them, report the cause."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+import signal
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from horo.runner.agent.binding import ranges
+from horo.runner.agent.command import StartError, with_python
+from horo.runner.agent.machine import core_count, default_slots
+from horo.runner.agent.notes import Note, NoteReader
+from horo.runner.agent.ranks import PASSED_ON, Event, Exited, HostRanks, Noted, Output, reap
+from horo.runner.config import EXIT_USAGE, Job, JobError
+from horo.runner.hosts import Host, written
+from horo.runner.job.candidates import candidates, launch_method_of
+from horo.runner.job.console import Console
+from horo.runner.job.environment import common_variables, forwarded, places_ranks, rank_variables, tunes_malloc
+from horo.runner.job.host_addresses import HostAddresses, find_addresses, store_addresses
+from horo.runner.job.joining import Joining, side_by_side
+from horo.runner.job.misuse import outer_rank, unread_input
+from horo.runner.job.placement import PlacementError, Slot, place
+from horo.runner.job.remote import RemoteHost, explain_absence
+from horo.runner.job.report import Ending, awaited, exit_code, overdue, report, root_cause, signal_name
+from horo.runner.loop import Loop
+from horo.runner.network import NetworkError, free_port, is_local
+from horo.runner.processes import (
+    Guard,
+    Tree,
+    become_subreaper,
+    children_of_this_process,
+    occupy_standard_streams,
+)
+from horo.runner.start.remote_launcher import LaunchMethod
+from horo.runner.stdout import explain_stdout
+
+from horo.errors import HoroError
+
+if TYPE_CHECKING:
+    from horo._bootstrap.store.own import StoreServer
+
+__all__ = ["run_job"]
+
+_STDERR_TAIL_BYTES = 16384
+_REMOTE_ANSWER_TIMEOUT_S = 5.0
+_CAUSE_S = 2.0
+"""How long to wait for the end of the rank that the first failure points at."""
+
+
+def run_job(job: Job, environment: Mapping[str, str]) -> int:
+    """Runs the job to its end, in the main thread.
+
+    Returns:
+        hororun's exit code: 0, the code of the rank that failed first (128 + n for a signal), or what was wrong
+        before any rank ran (see ``docs/reference/hororun.md``).
+
+    Raises:
+        JobError: nothing could be started at all.
+    """
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise JobError("the current directory does not exist any more: ranks would start in it") from None
+    hosts = candidates(job, environment)
+    method = launch_method_of(job, environment)
+    occupy_standard_streams()
+    spared = children_of_this_process()  # a shell that became us by ``exec`` may have left some
+    guard = Guard()  # forked before the first thread
+    become_subreaper()
+    with closing(Loop()) as loop:
+        code = _Supervisor(job, hosts, method, environment, loop, guard=guard, spared=spared | {guard.pid}).run()
+    guard.dismiss()  # not when something went wrong in here: then it has work to do
+    return code
+
+
+class _Supervisor:
+    """State of one job. ``run`` goes through it top down; everything else is called back by the loop."""
+
+    def __init__(
+        self,
+        job: Job,
+        hosts: Sequence[Host],
+        method: LaunchMethod,
+        environment: Mapping[str, str],
+        loop: Loop,
+        *,
+        guard: Guard,
+        spared: set[int],
+    ) -> None:
+        self._job = job
+        self._hosts = hosts
+        self._method = method
+        self._environment = {**environment, **job.exports}
+        self._loop = loop
+        self._guard = guard
+        self._id = secrets.token_hex(16)
+        self._tree = Tree(f"{self._id}.local", ancestor=os.getpid(), spared=spared)
+        self._console = Console(loop, job.output, job.size)
+        self._local: HostRanks | None = None
+        self._remotes: dict[int, RemoteHost] = {}  # by index of the host
+        self._store: StoreServer | None = None
+        self._joining: Joining | None = None
+        self._host_of_rank: dict[int, int] = {}
+        self._names: dict[int, str] = {}
+        self._running: set[int] = set()
+        self._stderr_tails: dict[int, bytes] = {}
+        self._notes: dict[int, NoteReader] = {}
+        self._endings: list[Ending] = []
+        self._failing = False
+        self._reacted = False
+        self._stopping = False
+        self._starting = False
+        self._errors: tuple[JobError, ...] = ()
+        self._signal = 0
+        self._paused = False
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.on_signal(number, self._on_signal)
+        for number in PASSED_ON:
+            loop.on_signal(number, self._pass_on)
+        loop.on_signal(signal.SIGCHLD, self._on_child)
+        loop.on_wake(self._on_console)
+
+    def run(self) -> int:
+        """Runs the job and returns the exit code."""
+        outer = outer_rank(self._environment)
+        if outer:
+            self._console.say(f"warning: this hororun is itself {outer} and starts a whole job of its own")
+        try:
+            self._connect()
+            if not self._stopping:
+                self._launch()
+        except JobError as error:
+            self._stop_for(error)
+        except (PlacementError, StartError, NetworkError, HoroError) as error:
+            self._stop_for(JobError(str(error), getattr(error, "code", EXIT_USAGE)))
+        self._loop.run_until(self._over)
+        if self._store is not None:
+            self._store.close()
+        self._console.flush(wait_for_all=not self._signal)
+        if not self._signal and not any(ending.failed for ending in self._endings):
+            self._on_console()  # the last that was written may have failed
+        if unread_input():
+            self._console.say("nothing was read from stdin: that of every rank is /dev/null")
+        code = self._conclude()
+        late = overdue(self._endings, self._job.grace_s)
+        if late:
+            self._console.say(late)
+        self._console.flush(wait_for_all=False)
+        return code
+
+    # Reaching and starting
+
+    def _connect(self) -> None:
+        """Starts an agent on every host that is not this one and waits until all have answered."""
+        if self._job.hosts_from:
+            self._console.explain(f"hosts from the {self._job.hosts_from}: {written(self._job.hosts)}")
+        for index, host in enumerate(self._hosts):
+            if is_local(host):
+                continue
+            remote = RemoteHost(self._loop, host, self._on_event, self._on_remote)
+            command = remote.connect(self._method, host_timeout_s=self._job.host_timeout_s)
+            self._console.explain(f"{host.name}: {shlex.join(command)}")
+            self._tree.spared.add(remote.pid)
+            self._remotes[index] = remote
+        if not self._remotes:
+            return
+        # Agents would take a stopped launcher for a dead one.
+        self._loop.on_signal(signal.SIGTSTP, self._on_stop_key)
+        self._starting = True
+        over: list[bool] = []
+        timer = self._loop.call_later(self._job.start_timeout_s, lambda: over.append(True))
+        remotes = self._remotes.values()
+        self._loop.run_until(
+            lambda: self._stopping or bool(over) or all(each.host_info or each.error for each in remotes)
+        )
+        timer.cancel()
+        self._starting = False
+        errors = explain_absence(list(remotes), self._method, self._job.start_timeout_s)
+        if errors and not self._stopping:
+            absent = sum(1 for each in remotes if each.error or not each.host_info)
+            if absent > 1:
+                self._console.say(f"{absent} of {len(self._hosts)} hosts cannot be used, and no rank was started")
+            self._stop_for(*errors)
+
+    def _launch(self) -> None:
+        hosts = self._hosts
+        slots = place(
+            [self._slots_of(index, host) for index, host in enumerate(hosts)],
+            self._job.size,
+            evenly=self._job.shares_evenly,
+            oversubscribe=self._job.oversubscribe,
+            source=self._job.hosts_from,
+        )
+        used = {slot.host for slot in slots}
+        for index in self._remotes.keys() - used:
+            self._remotes[index].hang_up()
+        self._host_of_rank = {slot.rank: slot.host for slot in slots}
+        self._names = {slot.rank: hosts[slot.host].name for slot in slots}
+        self._console.place(list(self._names.values()))
+        routes = {
+            index: find_addresses(hosts[index].name, self._remotes[index].host_info or {}, self._job.interfaces)
+            if index in self._remotes
+            else None
+            for index in sorted(used)
+        }
+        self._name_idle_hosts()
+        variables = self._variables(hosts, slots, routes)
+        self._running = set(variables)
+        for index in sorted(used):
+            ranks = {rank: own for rank, own in variables.items() if self._host_of_rank[rank] == index}
+            if index in self._remotes:
+                self._remotes[index].send_job(self._remote_job(hosts[index].name, index, ranks))
+            else:
+                self._start_local(hosts[index].name, ranks)
+
+    def _name_idle_hosts(self) -> None:
+        """Says which hosts get no rank, where the user has left it to hororun how many each may have."""
+        used = set(self._names.values())
+        idle = [host.name for host in self._job.hosts if host.name not in used]
+        if idle and any(host.slots is None for host in self._job.hosts):
+            why = (
+                "there are more hosts than ranks"
+                if self._job.shares_evenly
+                else "the hosts named before have slots for all; say how many ranks each may have, like -H h1:2,h2:2"
+            )
+            self._console.say(f"no rank runs on {', '.join(idle)}: {why}")
+
+    def _slots_of(self, index: int, host: Host) -> int:
+        if host.slots is not None:
+            return host.slots
+        host_info = self._remotes[index].host_info or {}
+        return default_slots(int(host_info["cores"]), int(host_info["gpus"]))
+
+    def _variables(
+        self, hosts: Sequence[Host], slots: Sequence[Slot], routes: Mapping[int, HostAddresses | None]
+    ) -> dict[int, dict[str, str]]:
+        """Opens the key-value server and computes the variables of every rank."""
+        from horo._bootstrap.store.own import StoreServer  # noqa: PLC0415 - --help does without
+
+        addresses, by_host = store_addresses(list(routes.values()))
+        secret = secrets.token_bytes(32)
+        self._store = StoreServer(addresses, secret, self._job.store_port, self._console.say)
+        self._joining = Joining(self._store, secret, self._id)
+        endpoints = {endpoint.address: str(endpoint) for endpoint in self._store.endpoints}
+        self._console.explain(f"key-value server at {', '.join(endpoints.values())}")
+        stores = {
+            index: ",".join(endpoints[address] for address in mine) for index, mine in zip(routes, by_host, strict=True)
+        }
+        common = common_variables(self._id, secret.hex(), self._job.interfaces)
+        first = slots[0].host
+        port = self._master_port(first) if self._job.torch_env else 0
+        first_route = routes[first]
+        told = {}
+        for slot in slots:
+            remote = self._remotes.get(slot.host)
+            master = by_host[list(routes).index(slot.host)][0] if first_route is None else first_route.host
+            told[slot.rank] = common | rank_variables(
+                slot,
+                host=hosts[slot.host].name,
+                mark=self._mark(slot.host),
+                store=stores[slot.host],
+                master=(master, port) if self._job.torch_env else None,
+                cores=core_count() if remote is None else int((remote.host_info or {})["cores"]),
+                threads_set=self._threads_set,
+                keep_memory=self._job.keep_memory and not tunes_malloc(self._environment),
+                move_ranks=self._job.move_ranks and not places_ranks(self._environment),
+            )
+        return told
+
+    def _master_port(self, first_host: int) -> int:
+        remote = self._remotes.get(first_host)
+        if remote is None:
+            return free_port(self._job.master_port)
+        return self._job.master_port or int((remote.host_info or {})["free_port"])
+
+    @property
+    def _threads_set(self) -> bool:
+        return "OMP_NUM_THREADS" in self._environment
+
+    def _mark(self, host: int) -> str:
+        return f"{self._id}.{host}" if host in self._remotes else self._tree.mark
+
+    def _remote_job(self, name: str, index: int, ranks: Mapping[int, Mapping[str, str]]) -> dict[str, Any]:
+        carried = self._method.extra_variables(self._environment)
+        exported = {**forwarded(self._environment), **carried, **self._job.exports}
+        return {
+            "host": name,
+            "mark": self._mark(index),
+            "cwd": str(Path.cwd()),
+            "command": list(self._job.command),
+            "environment": exported,
+            "unset": list(self._method.unset),
+            "ranks": {str(rank): own for rank, own in ranks.items()},
+            "grace_s": self._job.grace_s,
+            "silence_s": self._job.host_timeout_s,
+            "master_port": self._job.master_port if 0 in ranks else 0,
+            "bind_to": self._job.bind_to,
+            "threads_set": self._threads_set,
+        }
+
+    def _start_local(self, name: str, ranks: Mapping[int, Mapping[str, str]]) -> None:
+        if self._local is None:
+            self._local = HostRanks(self._loop, self._guard, self._tree, self._job.grace_s, self._on_event)
+        environments = {rank: {**self._environment, **own} for rank, own in ranks.items()}
+        cwd = str(Path.cwd())
+        command = with_python(self._job.command, cwd, self._environment.get("PATH", os.defpath), name)
+        self._local.start(command, environments, cwd, name, bind_to=self._job.bind_to, threads_set=self._threads_set)
+
+    # What happens
+
+    def _on_event(self, event: Event) -> None:
+        if isinstance(event, Output):
+            self._on_output(event)
+        elif isinstance(event, Noted):
+            self._on_note(event)
+        elif isinstance(event, Exited):
+            self._on_exit(event)
+        else:
+            bound = f", bound to {event.cpus}" if event.cpus else ""
+            self._console.explain(f"rank {event.rank} on {self._names[event.rank]} runs as process {event.pid}{bound}")
+
+    def _on_note(self, event: Noted) -> None:
+        reader = self._notes.setdefault(event.rank, NoteReader())
+        reader.feed(event.data)
+        if self._joining is not None:
+            self._joining.on_note(reader.note)
+        self._stop_if_clear()
+
+    def _on_output(self, event: Output) -> None:
+        if event.stream == 2:
+            tail = self._stderr_tails.get(event.rank, b"")
+            self._stderr_tails[event.rank] = (tail + event.data)[-_STDERR_TAIL_BYTES:]
+        if self._stopping and self._console.full:
+            return  # nothing reads the output, and ranks that wait for a reader cannot end
+        self._console.output(event.rank, event.stream, event.data)
+        if self._console.full and not self._stopping:
+            self._pause(True)
+
+    def _on_exit(self, event: Exited) -> None:
+        self._running.discard(event.rank)
+        self._console.rank_ended(event.rank)
+        asked = event.asked and self._stopping  # else another process ended it
+        self._end(event.rank, code=event.code, signal=event.signal, asked=asked, overdue=event.overdue)
+
+    def _end(
+        self, rank: int, *, code: int = 0, signal: int = 0, asked: bool = False, lost: str = "", overdue: bool = False
+    ) -> None:
+        tail = self._stderr_tails.get(rank, b"")
+        note = self._notes[rank].note if rank in self._notes else Note()
+        ending = Ending(rank, self._names[rank], code, signal, asked, lost, tail, note, overdue)
+        self._endings.append(ending)
+        if self._joining is not None:
+            self._joining.on_end(ending)
+        if ending.failed and not asked:
+            self._fail()
+        self._stop_if_clear()
+
+    def _on_remote(self) -> None:
+        for index, remote in self._remotes.items():
+            if remote.error is not None and not (self._starting and remote.host_info is None):
+                self._stop_for(remote.error)
+            if not remote.finished:
+                continue
+            for rank in sorted(rank for rank in self._running if self._host_of_rank[rank] == index):
+                self._running.discard(rank)
+                self._console.rank_ended(rank)
+                self._end(rank, asked=self._stopping, lost=remote.why_lost)
+
+    def _on_child(self, _number: int) -> None:
+        owners = [remote.on_child for remote in self._remotes.values()]
+        reap([*owners, self._local.on_child] if self._local is not None else owners)
+
+    def _on_console(self) -> None:
+        if self._console.stdout_error is not None and not self._stopping:
+            error = explain_stdout(self._console.stdout_error)
+            self._stop_for(JobError(f"{error}; the job was ended", error.code))
+        if self._paused and not self._console.full:
+            self._pause(False)
+
+    def _on_signal(self, number: int) -> None:
+        if not self._signal and not self._stopping:
+            self._signal = number
+            self._console.interrupted = True
+            self._stop()
+        elif self._stopping:
+            self._signal = self._signal or number
+            self._console.interrupted = True
+            for host in self._places():
+                host.kill()
+
+    def _pass_on(self, number: int) -> None:
+        for host in self._places():
+            host.pass_on(number)
+
+    def _on_stop_key(self, _number: int) -> None:
+        if os.isatty(0):  # else it was no key: Slurm announces so that it will stop all of the job
+            self._console.say("Ctrl-Z does not stop a job on several hosts: they would take a stopped hororun for dead")
+
+    def _pause(self, paused: bool) -> None:
+        self._paused = paused
+        for host in self._places():
+            host.pause(paused)
+
+    # Ending
+
+    def _places(self) -> list[HostRanks | RemoteHost]:
+        return [*self._remotes.values(), *([self._local] if self._local is not None else [])]
+
+    def _stop_for(self, *errors: JobError) -> None:
+        if not self._stopping:
+            self._errors = errors
+        self._stop()
+
+    def _fail(self) -> None:
+        """A rank has failed: the others get a moment to see their error, and so does the cause if that is another."""
+        if self._failing or self._stopping:
+            return
+        self._failing = True
+        self._loop.call_later(self._job.failure_s, self._on_reacted)
+        self._loop.call_later(max(self._job.failure_s, _CAUSE_S), self._stop)
+
+    def _on_reacted(self) -> None:
+        self._reacted = True
+        self._stop_if_clear()
+
+    def _stop_if_clear(self) -> None:
+        """Ends the job once the others have had their moment and it is known who has failed first."""
+        if self._reacted and awaited(self._endings, {rank: each.note for rank, each in self._notes.items()}) is None:
+            self._stop()
+
+    def _stop(self) -> None:
+        """Ends the job on all hosts; later failures are not the cause."""
+        if self._stopping:
+            return
+        self._stopping = True
+        if self._paused:
+            self._pause(False)
+        interrupted = self._signal == signal.SIGINT
+        for host in self._places():
+            if interrupted:
+                host.interrupt()
+            else:
+                host.terminate()
+        grace_s = self._job.grace_s * (2 if interrupted else 1)
+        self._loop.call_later(grace_s + _REMOTE_ANSWER_TIMEOUT_S, self._give_up_hosts)
+
+    def _give_up_hosts(self) -> None:
+        for remote in self._remotes.values():
+            remote.hang_up()
+
+    def _over(self) -> bool:
+        local = self._local is None or self._local.finished
+        return local and all(remote.finished for remote in self._remotes.values())
+
+    def _conclude(self) -> int:
+        """Prints why the job failed, if it did; returns the exit code."""
+        for error in self._errors:
+            self._console.say(str(error))
+        if self._errors:
+            return self._errors[0].code
+        cause = root_cause(self._endings)
+        if self._signal and (cause is None or cause.asked):
+            ended = sorted(ending.rank for ending in self._endings if ending.asked)
+            what = f"ranks {ranges(ended)} were ended" if len(ended) > 1 else "the job was ended"
+            self._console.say(f"{signal_name(self._signal)}: {what}")
+            return 128 + self._signal
+        if cause is None:
+            remark = side_by_side(self._job.command, self._endings, self._store)
+            if remark:
+                self._console.say(remark)
+            return 0
+        self._console.say_lines(report(cause, self._endings))
+        return exit_code(cause)

@@ -1,0 +1,1 @@
+"""How ranks are started elsewhere: allocations, and the commands of ssh, srun, mpirun and jsrun."""

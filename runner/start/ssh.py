@@ -1,0 +1,86 @@
+"""The one ssh command per remote host, and what it means when it fails. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from horo.runner.config import EXIT_UNREACHABLE, JobError, Ssh
+from horo.runner.hosts import Host
+from horo.runner.start.remote_launcher import agent_command, explain_agent, lines_of
+
+__all__ = ["SshLaunchMethod"]
+
+_SSH_FAILED = 255
+_CONNECT_TIMEOUT_MAX_S = 10
+
+
+@dataclass(frozen=True)
+class SshLaunchMethod:
+    """A ``LaunchMethod``: one ssh per host.
+
+    Attributes:
+        ssh: what the user said.
+        python: the Python on remote hosts.
+        start_timeout_s: seconds for all hosts to answer.
+        host_timeout_s: silence after which a host is lost.
+    """
+
+    ssh: Ssh
+    python: str
+    start_timeout_s: float
+    host_timeout_s: float
+    name: str = "ssh"
+    ends_on_sigterm: bool = False
+    unset: tuple[str, ...] = ()
+
+    @property
+    def program(self) -> str:
+        """See ``LaunchMethod``."""
+        return self.ssh.program
+
+    def command(self, host: Host) -> list[str]:
+        """See ``LaunchMethod``. Host keys are checked as the user's ssh is configured to."""
+        alive_s = max(1, round(self.host_timeout_s / 3))
+        options = {
+            "BatchMode": "yes",
+            "ConnectTimeout": str(max(1, min(_CONNECT_TIMEOUT_MAX_S, round(self.start_timeout_s)))),
+            "ServerAliveInterval": str(alive_s),
+            "ServerAliveCountMax": "3",
+            "ControlMaster": "no",  # use a master connection that is there, but leave none behind
+        }
+        command = [self.ssh.program, "-T"]
+        for name, value in options.items():
+            command += ["-o", f"{name}={value}"]
+        port = host.port or self.ssh.port
+        if port is not None:
+            command += ["-p", str(port)]
+        if self.ssh.identity_file is not None:
+            command += ["-i", self.ssh.identity_file]
+        target = f"{host.user}@{host.name}" if host.user is not None else host.name
+        return [*command, *self.ssh.arguments, target, agent_command(self.python)]
+
+    def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """See ``LaunchMethod``."""
+        return dict(environ)
+
+    def extra_variables(self, _environ: Mapping[str, str]) -> dict[str, str]:
+        """See ``LaunchMethod``."""
+        return {}
+
+    def trial_command(self, _host: str) -> str:
+        """See ``LaunchMethod``."""
+        return "ssh"
+
+    def cause(self, lines: Sequence[str]) -> str:
+        """See ``LaunchMethod``: the last line that is no warning."""
+        said = [line for line in lines if not re.match(r"(Warning: |\*\* )", line)]
+        return said[-1] if said else ""
+
+    def explain_failure(self, host: str, code: int, stderr: bytes) -> JobError:
+        """See ``LaunchMethod``."""
+        last = self.cause(lines_of(stderr)).removeprefix("ssh: ") or f"no message, exit code {code}"
+        if code == _SSH_FAILED:
+            return JobError(f"cannot reach host {host}: ssh says: {last}", EXIT_UNREACHABLE)
+        return explain_agent(host, self.python, code, last)

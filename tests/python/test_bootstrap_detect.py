@@ -1,0 +1,358 @@
+"""The launcher that is found when MPI, Slurm and others could have started a process; with a fake MPI."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Mapping
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from horo._bootstrap.launchers import detect as find_module
+from horo._bootstrap.launchers.detect import find_launch
+from horo._bootstrap.mpi import world as mpi_launch
+from horo._bootstrap.mpi.world import MpiLauncherVariable, read_launcher_variable
+from horo._config import read_config
+from horo.errors import ResourceError, UsageError
+
+HYDRA = {"PMI_SIZE": "4", "PMI_RANK": "1"}
+OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1"}
+SRUN = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "1",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NODELIST": "h[1-2]",
+    "SLURM_NODEID": "0",
+}
+HORORUN = {"HORO_RANK": "0", "HORO_SIZE": "2", "HORO_STORE": "127.0.0.1:1", "HORO_SECRET": "ab" * 16}
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+
+
+class Comm:
+    """A communicator as far as these tests need one."""
+
+    __module__ = "mpi4py.MPI"
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+        self._attributes: dict[Any, Any] = {}
+
+    def Get_rank(self) -> int:
+        return self._rank
+
+    def Get_size(self) -> int:
+        return self._size
+
+    def Is_inter(self) -> bool:
+        return False
+
+    def Get_attr(self, key: Any) -> Any:
+        return self._attributes.get(key)
+
+    def Set_attr(self, key: Any, value: Any) -> None:
+        self._attributes[key] = value
+
+    def Ibarrier(self) -> Any:
+        return SimpleNamespace(Test=lambda: True)
+
+    def Dup(self) -> Comm:
+        return Comm(self._rank, self._size)
+
+    def Set_errhandler(self, handler: Any) -> None:
+        self.handler = handler
+
+    @staticmethod
+    def Create_keyval() -> object:
+        return object()
+
+
+class FakeMpi(ModuleType):
+    """``mpi4py.MPI`` in a world of ``size`` ranks."""
+
+    Comm = Comm
+    Exception = RuntimeError
+    COMM_NULL = None
+    THREAD_SINGLE, THREAD_FUNNELED, THREAD_SERIALIZED, THREAD_MULTIPLE = range(4)
+    ERRORS_RETURN = 1
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__("mpi4py.MPI")
+        self.COMM_WORLD = Comm(rank, size)
+        self.finalized, self.initialized = False, True
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def Is_finalized(self) -> bool:
+        return self.finalized
+
+    def Is_initialized(self) -> bool:
+        return self.initialized
+
+    def Query_thread(self) -> int:
+        return 3
+
+    def Get_library_version(self) -> str:
+        return "Fake  MPI 1.0\nmore"
+
+
+def install(monkeypatch: pytest.MonkeyPatch, rank: int, size: int) -> FakeMpi:
+    """Makes ``from mpi4py import MPI`` give a fake one."""
+    mpi, package = FakeMpi(rank, size), ModuleType("mpi4py")
+    package.MPI = mpi  # type: ignore[attr-defined]
+    package.__spec__ = importlib.util.spec_from_loader("mpi4py", None)
+    monkeypatch.setitem(sys.modules, "mpi4py", package)
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", mpi)
+    monkeypatch.setattr(mpi_launch, "watch_exit", lambda module: None)
+    return mpi
+
+
+def find(environ: Mapping[str, str], comm: Any = None) -> Any:
+    return find_launch(environ, read_config(environ), comm)
+
+
+@pytest.fixture
+def no_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mpi_launch, "find_spec", lambda name: None)
+
+
+@pytest.mark.parametrize(
+    ("environ", "variable"),
+    [
+        (OPEN_MPI, MpiLauncherVariable("OMPI_COMM_WORLD_SIZE", "4", 4, 1)),
+        (HYDRA, MpiLauncherVariable("PMI_SIZE", "4", 4, 1)),
+        ({"PMIX_RANK": "2"}, MpiLauncherVariable("PMIX_RANK", "2", None, 2)),
+        ({"OMPI_COMM_WORLD_SIZE": "1", "PMIX_RANK": "0"}, None),
+        ({"PMI_SIZE": "1", "PMI_RANK": "0"}, None),
+        ({"PMI_SIZE": "many"}, None),
+        ({}, None),
+    ],
+)
+def test_launcher_variables_of_mpi(environ: dict[str, str], variable: MpiLauncherVariable | None) -> None:
+    assert read_launcher_variable(environ) == variable
+
+
+@pytest.mark.parametrize("environ", [HYDRA, OPEN_MPI, {"PMIX_RANK": "1"}, {"HOROVOD_CONTROLLER": "mpi"}])
+def test_rank_and_size_come_from_mpi(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    mpi = install(monkeypatch, 1, 4)
+    launch = find(environ)
+    assert (launch.kind, launch.rank, launch.size, launch.mpi.threads_multiple) == ("mpi", 1, 4, True)
+    assert launch.mpi.comm is not mpi.COMM_WORLD
+    assert launch.mpi.comm.handler == mpi.ERRORS_RETURN
+    assert find(environ) == launch  # the same communicator: its starts are counted together
+
+
+@pytest.mark.parametrize(
+    ("environ", "kind"),
+    [({}, "none"), ({"OMPI_COMM_WORLD_SIZE": "1"}, "none"), (SRUN, "slurm"), (HORORUN, "hororun")],
+)
+def test_mpi_is_left_alone_where_it_started_nothing(
+    environ: dict[str, str], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(find_module, "load_mpi", lambda why: pytest.fail("MPI was imported"))
+    assert find(environ).kind == kind
+
+
+@pytest.mark.parametrize(("first", "kind"), [(HORORUN, "hororun"), (TORCHRUN, "torchrun")])
+@pytest.mark.parametrize("controller", ["auto", "gloo"])
+def test_hororun_and_torchrun_come_before_mpi(
+    first: dict[str, str], kind: str, controller: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(find_module, "load_mpi", lambda why: pytest.fail("MPI was imported"))
+    assert find({**OPEN_MPI, **SRUN, **first, "HORO_CONTROLLER": controller}).kind == kind
+
+
+@pytest.mark.parametrize("environ", [HYDRA, OPEN_MPI, {"PMIX_RANK": "3"}])
+def test_another_mpis_mpirun_is_one_sentence_and_not_several_lone_jobs(
+    environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, 0, 1)
+    with pytest.raises(UsageError) as caught:
+        find(environ)
+    variable = next(iter(environ))
+    assert f"{variable}={environ[variable]}, but to mpi4py's MPI (Fake MPI 1.0) this is process 0 of 1" in str(
+        caught.value
+    )
+
+
+def test_missing_mpi4py_under_mpirun_says_what_to_install(no_mpi4py: None) -> None:
+    with pytest.raises(ResourceError, match=r"OMPI_COMM_WORLD_SIZE=4: .*not installed.*pip install mpi4py"):
+        find(OPEN_MPI)
+    with pytest.raises(ResourceError, match=r"HORO_CONTROLLER=mpi: .*pip install mpi4py"):
+        find({"HORO_CONTROLLER": "mpi"})
+
+
+def test_missing_library_shows_what_mpi4py_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = ModuleType("mpi4py")
+    package.__spec__ = importlib.util.spec_from_loader("mpi4py", None)
+
+    def explain(name: str) -> Any:
+        raise RuntimeError("cannot load MPI library\nlibmpi.so: no such file")
+
+    package.__getattr__ = explain  # type: ignore[method-assign]
+    monkeypatch.setitem(sys.modules, "mpi4py", package)
+    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
+    with pytest.raises(ResourceError, match=r"cannot load MPI library; libmpi.so: no such file.*MPI4PY_LIBMPI="):
+        find(HYDRA)
+
+
+def test_mpi_that_is_over_or_has_not_begun_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    mpi = install(monkeypatch, 1, 4)
+    mpi.initialized = False
+    with pytest.raises(UsageError, match=r"call MPI.Init_thread\(MPI.THREAD_MULTIPLE\) before init\(\)"):
+        find(HYDRA)
+    mpi.finalized = True
+    with pytest.raises(UsageError, match="MPI has been finalized in this process"):
+        find(HYDRA)
+
+
+PMI2 = {**SRUN, **HYDRA}
+PMIX = {**SRUN, "PMIX_RANK": "1"}
+
+
+@pytest.mark.parametrize("environ", [PMI2, PMIX])
+def test_under_srun_mpi_is_used_where_it_agrees(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, 1, 4)
+    assert find(environ).kind == "mpi"
+
+
+@pytest.mark.parametrize("environ", [PMI2, PMIX])
+def test_under_srun_a_lone_mpi_is_told_and_slurm_decides(
+    environ: dict[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    install(monkeypatch, 0, 1)
+    launch = find(environ)
+    assert (launch.kind, launch.rank, launch.size) == ("slurm", 1, 4)
+    assert "each is alone to mpi4py's MPI (Fake MPI 1.0)" in caplog.text
+    assert "HORO_CONTROLLER=slurm" in caplog.text
+
+
+def test_under_srun_without_mpi4py_slurm_decides(no_mpi4py: None) -> None:
+    assert find(PMI2).kind == "slurm"
+
+
+def test_under_srun_two_different_sizes_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, 0, 3)
+    with pytest.raises(UsageError, match="PMI_SIZE=4 and Slurm say 4 processes, mpi4py's MPI says 3"):
+        find(PMI2)
+
+
+def test_mpirun_inside_an_allocation_is_not_mistaken_for_srun(monkeypatch: pytest.MonkeyPatch) -> None:
+    # mpirun starts its daemons with srun, one for each node, and their variables reach the ranks.
+    install(monkeypatch, 0, 1)
+    daemons = {**SRUN, "SLURM_STEP_NUM_TASKS": "2"}
+    for environ in ({**daemons, **HYDRA}, {**SRUN, **OPEN_MPI}):
+        with pytest.raises(UsageError, match="the mpirun of another MPI"):
+            find(environ)
+
+
+@pytest.mark.parametrize("step", [{"SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_STEP_ID": "4294967290"}])
+def test_a_shell_that_srun_has_started_is_no_mpi_job(step: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(find_module, "load_mpi", lambda why: pytest.fail("MPI was imported"))
+    assert find({**SRUN, "PMIX_RANK": "0", **step}).kind == "none"
+
+
+@pytest.mark.parametrize("controller", ["gloo", "slurm"])
+def test_the_controller_keeps_mpi_out_under_srun(controller: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(find_module, "load_mpi", lambda why: pytest.fail("MPI was imported"))
+    assert find({**PMI2, "HOROVOD_CONTROLLER": controller}).kind == "slurm"
+
+
+@pytest.mark.parametrize(
+    ("environ", "told"),
+    [
+        ({**OPEN_MPI, "HORO_CONTROLLER": "gloo"}, "OMPI_COMM_WORLD_SIZE=4 says that MPI started this process"),
+        ({**OPEN_MPI, "HORO_CONTROLLER": "slurm"}, "not one of several that srun started"),
+        ({"HORO_CONTROLLER": "slurm"}, "not one of several that srun started"),
+        ({"HORO_CONTROLLER": "hand"}, "HORO_CONTROLLER='hand' is not one of auto, mpi, gloo, slurm"),
+    ],
+)
+def test_a_controller_that_cannot_be_is_an_error(environ: dict[str, str], told: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        find(environ)
+    assert told in str(caught.value)
+
+
+def test_forced_mpi_that_is_alone_among_several_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, 0, 1)
+    with pytest.raises(UsageError, match="to MPI this is a single process, while hororun started 2"):
+        find({**HORORUN, "HORO_CONTROLLER": "mpi"})
+    assert find({"HORO_CONTROLLER": "mpi"}).size == 1
+
+
+def test_a_communicator_decides_whatever_launcher_started_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, 1, 4)
+    some = Comm(0, 2)
+    for environ in ({}, HYDRA, HORORUN):
+        launch = find(environ, some)
+        assert (launch.kind, launch.rank, launch.size) == ("mpi", 0, 2)
+    with pytest.raises(UsageError, match="HORO_CONTROLLER=gloo rules MPI out"):
+        find({"HORO_CONTROLLER": "gloo"}, some)
+
+
+def test_two_communicators_are_two_jobs_and_one_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, 1, 4)
+    one, other = Comm(0, 2), Comm(0, 2)
+    assert find({}, one) == find({}, one)
+    assert find({}, one) != find({}, other)
+
+
+@pytest.mark.parametrize("comm", [3, "01", b"01", {0: 1}, 1.5])
+def test_what_is_no_comm_is_refused_with_its_type(comm: Any) -> None:
+    with pytest.raises(UsageError, match=f"a list of ranks .* not a {type(comm).__name__}"):
+        find({}, comm)
+
+
+def test_a_list_of_ranks_picks_among_those_started() -> None:
+    launch = find({**HORORUN, "HORO_SIZE": "4"}, [2, 0])
+    assert (launch.kind, launch.rank, launch.size) == ("hororun", 1, 2)
+    assert find({**SRUN, "HORO_SECRET": "ab" * 16}, (1,)).size == 1
+    assert find({}, range(1)).size == 1
+
+
+BATCH_SCRIPT = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_NODEID": "0"}
+ALONE = [
+    (BATCH_SCRIPT, "start it with 'srun python train.py' or 'hororun train.py'"),
+    (BATCH_SCRIPT | {"SLURM_STEP_ID": "4294967291"}, "start it with 'srun python train.py' or 'hororun train.py'"),
+    (BATCH_SCRIPT | {"SLURM_PROCID": "2"}, "SLURM_STEP_ID has not reached it"),
+]
+NOT_ALONE_OR_ON_PURPOSE = [
+    {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"},  # the shell of salloc
+    BATCH_SCRIPT | {"SLURM_STEP_ID": "4294967290"},  # the same, where Slurm runs it on a node
+    BATCH_SCRIPT | {"SLURM_NTASKS": "1"},
+    {key: value for key, value in BATCH_SCRIPT.items() if key != "SLURM_NTASKS"},
+    BATCH_SCRIPT | {"SLURM_NTASKS": "x"},
+    BATCH_SCRIPT | {"SLURM_STEP_ID": "3", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1"},  # srun -n 1
+    BATCH_SCRIPT | HORORUN,
+    BATCH_SCRIPT | TORCHRUN,
+    SRUN | {"SLURM_NTASKS": "4"},
+]
+
+
+@pytest.mark.parametrize(("environ", "fact"), ALONE)
+def test_a_process_alone_in_a_slurm_job_of_several_tasks_is_told_what_to_type(
+    environ: dict[str, str], fact: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["code/train.py", "--epochs", "3"])
+    assert find_launch(environ, read_config(environ)).size == 1
+    assert "this process is alone (size 1), but the Slurm job has 4 tasks (SLURM_NTASKS=4)" in caplog.text
+    assert fact in caplog.text
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("environ", NOT_ALONE_OR_ON_PURPOSE)
+def test_nobody_is_told_so_who_is_not_alone_or_wants_to_be(
+    environ: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    find_launch(environ, read_config(environ))
+    find_launch(BATCH_SCRIPT, read_config(BATCH_SCRIPT), comm=[0])
+    assert "alone" not in caplog.text
+
+
+def test_what_is_no_script_is_not_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(sys, "argv", ["-c"])
+    find_launch(BATCH_SCRIPT, read_config(BATCH_SCRIPT))
+    assert "'srun python SCRIPT' or 'hororun SCRIPT'" in caplog.text

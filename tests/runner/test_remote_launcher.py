@@ -1,0 +1,125 @@
+"""The commands that start agents on other hosts, and what their failures mean."""
+
+from __future__ import annotations
+
+import pytest
+from horo.runner.config import Ssh
+from horo.runner.hosts import Host
+from horo.runner.job.environment import without
+from horo.runner.network import connection
+from horo.runner.start.remote_launcher import LaunchMethod
+from horo.runner.start.srun import SrunLaunchMethod, knows_overlap
+from horo.runner.start.ssh import SshLaunchMethod
+
+
+def test_the_ssh_command_asks_nobody_and_trusts_as_configured() -> None:
+    method = SshLaunchMethod(Ssh(port=22, identity_file="/k", arguments=("-v",)), "/a b/python", 30, 30)
+    words = method.command(Host("h1", "me", 2222))
+    assert words[0] == "ssh"
+    assert "BatchMode=yes" in words
+    assert words[words.index("-p") + 1] == "2222"
+    assert words[words.index("-i") + 1] == "/k"
+    assert words[-3:] == ["-v", "me@h1", "cd / && exec '/a b/python' -m horo.runner.agent"]
+    assert not any("StrictHostKeyChecking" in word for word in words)
+
+
+def test_the_srun_command_gives_one_task_all_of_one_host() -> None:
+    command = SrunLaunchMethod("/a b/python").command(Host("h1"))
+    assert command[0] == "srun"
+    options = {"--nodes=1", "--ntasks=1", "--nodelist=h1", "--overlap", "--cpu-bind=none", "--mem=0", "--mpi=none"}
+    assert options <= set(command)
+    assert command[-3:] == ["sh", "-c", "cd / && exec '/a b/python' -m horo.runner.agent"]
+    assert "--unbuffered" not in command  # a terminal between would hold up what is no line
+    assert "--overlap" not in SrunLaunchMethod("p", overlap=False).command(Host("h1"))
+
+
+@pytest.mark.parametrize(
+    ("version", "knows"),
+    [("slurm 20.11.0\n", True), ("slurm 22.05.8", True), ("slurm 20.02.7", False), ("slurm 19.05", False), ("?", True)],
+)
+def test_steps_are_asked_to_overlap_where_slurm_knows_the_word(version: str, knows: bool) -> None:
+    assert knows_overlap(version) is knows
+
+
+SSH = SshLaunchMethod(Ssh(), "/p/python", 30, 30)
+SRUN = SrunLaunchMethod("/p/python")
+EXIT_3 = b"srun: error: h: task 0: Exited with exit code 3\n"
+FAILURES = [
+    (SSH, 255, b"Warning: x\nssh: connect to host h port 22: Connection refused\r\n", 69, "Connection refused"),
+    (SSH, 127, b"sh: 1: exec: /p/python: not found\n", 78, "there is no /p/python"),
+    (SSH, 126, b"sh: 1: exec: /p/python: Permission denied\n", 78, "cannot execute /p/python"),
+    (SSH, 1, b"/p/python: No module named horo.runner\n", 78, "no module horo.runner"),
+    (SSH, 1, b"/p/python: Error (ModuleNotFoundError: No module named 'horo')\n", 78, "no module horo"),
+    (SSH, 3, b"", 70, "code 3"),
+    (
+        SRUN,
+        1,
+        b"srun: error: Unable to create step for job 7: Invalid node name specified\n",
+        69,
+        "srun says: Unable to",
+    ),
+    (SRUN, 1, b"srun: error: Task launch for 1.0 failed on node h: x\nsrun: error: x\n", 69, "failed on node h"),
+    (SRUN, 1, b"srun: lacks support for cpu binding\nsrun: error: Invalid node\nsrun: error: x\n", 69, "says: Invalid"),
+    (SRUN, 1, b"srun: cluster configuration lacks support for cpu binding\n", 70, "h: the agent ended with code 1: no"),
+    (SRUN, 143, b"srun: forcing job termination\n", 69, "srun says: forcing"),
+    (SRUN, 127, b"sh: 1: exec: /p/python: not found\n" + EXIT_3, 78, "there is no /p/python"),
+    (SRUN, 1, b"/p/python: No module named horo.runner\n" + EXIT_3, 78, "no module horo.runner"),
+    (SRUN, 3, EXIT_3, 70, "code 3"),
+    (SRUN, 3, b"slurmstepd: error: x\nbroken\n" + EXIT_3, 70, "code 3: broken"),
+]
+
+
+@pytest.mark.parametrize(("method", "code", "stderr", "exit_code", "fact"), FAILURES)
+def test_a_failure_is_explained_from_stderr(
+    method: LaunchMethod, code: int, stderr: bytes, exit_code: int, fact: str
+) -> None:
+    error = method.explain_failure("h", code, stderr)
+    assert (error.code, fact in str(error)) == (exit_code, True), str(error)
+    assert "host h" in str(error)
+
+
+REMARK = "srun: cluster configuration lacks support for cpu binding"
+CAUSES = [
+    (SRUN, [REMARK], ""),
+    (SRUN, ["srun: error: h: task 0: Killed", REMARK], "srun: error: h: task 0: Killed"),
+    (SRUN, ["srun: error: Node failure on h", "srun: error: h: task 0: Killed", REMARK],
+     "srun: error: Node failure on h"),
+    (SRUN, [REMARK, "slurmstepd: error: *** STEP 7.0 ON h CANCELLED ***", "srun: Job step aborted"],
+     "slurmstepd: error: *** STEP 7.0 ON h CANCELLED ***"),
+    (SRUN, ["nothing was heard of hororun for 4 s", "srun: error: h: task 0: Exited with exit code 1"],
+     "nothing was heard of hororun for 4 s"),
+    (SRUN, [REMARK, "srun: forcing job termination"], "srun: forcing job termination"),
+    (SSH, [], ""),
+    (SSH, ["Connection to h closed by remote host.", "Warning: Permanently added 'h' to the list of known hosts."],
+     "Connection to h closed by remote host."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "lines", "cause"), CAUSES)
+def test_the_line_that_says_why_a_connection_ended_is_found(method: LaunchMethod, lines: list[str], cause: str) -> None:
+    assert method.cause(lines) == cause
+
+
+JOB = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "a,b", "SLURM_SUBMIT_DIR": "/s"}
+
+
+def test_srun_is_not_told_what_was_meant_for_the_job() -> None:
+    environ = {**JOB, "SLURM_CPUS_PER_TASK": "2", "SRUN_CPUS_PER_TASK": "2", "SLURM_CPU_BIND": "cores", "MINE": "1",
+               "SLURM_GPUS": "8", "SSH_CONNECTION": "1 2 3 4", "CUDA_VISIBLE_DEVICES": "0",
+               "SLURM_CONF": "/c"}  # fmt: skip
+    assert SRUN.environment(environ) == {"SLURM_JOB_ID": "7", "SLURM_CONF": "/c", "MINE": "1"}
+
+
+def test_ranks_of_a_slurm_job_find_the_job_and_not_the_step_of_their_agent() -> None:
+    step = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1", "PMI_RANK": "0", "SLURM_JOB_ID": "7",
+            "SLURM_CPUS_ON_NODE": "64", "PATH": "/bin"}  # fmt: skip
+    here = {**JOB, "SLURM_PROCID": "0", "SLURM_CPUS_ON_NODE": "2", "SLURM_JOB_GPUS": "3", "HOME": "/"}
+    found = {**without(step, SRUN.unset), **SRUN.extra_variables(here)}
+    assert found == {**JOB, "SLURM_CPUS_ON_NODE": "64", "PATH": "/bin"}
+
+
+def test_the_agent_knows_over_which_addresses_it_was_started() -> None:
+    assert connection({"SSH_CONNECTION": "1 2 3 4", "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1"}) == "1 2 3 4"
+    assert connection({"SLURM_LAUNCH_NODE_IPADDR": "127.0.0.9"}).split() == ["127.0.0.9", "0", "127.0.0.1", "0"]
+    assert connection({"SLURM_LAUNCH_NODE_IPADDR": "no address"}) == ""
+    assert connection({}) == ""
