@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import mmap
 import os
@@ -10,8 +9,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,13 +23,11 @@ from horo import _core
 from horo._core import Context, Tensor
 from horo._core_setup import Setup
 
-__all__ = ["Group", "Rank", "run_ranks", "wait_for"]
+__all__ = ["Group", "Rank", "run_ranks", "sockets_of", "wait_for"]
 
 T = TypeVar("T")
 
-_libc = ctypes.PyDLL(None)
-"""Its calls keep the GIL."""
-
+_DESCRIPTORS = Path("/proc/self/fd")
 _left_behind: list[Any] = []
 """Groups that hang, with the errors whose frames hold the arrays that their threads may still write to."""
 
@@ -142,7 +141,8 @@ class Group:
         self._mappings: dict[int, mmap.mmap] = {}
         self._teams = teams
         self._errors: list[BaseException] = []
-        self._killed = [threading.Event() for _ in setups]
+        self._gone = [threading.Event() for _ in setups]
+        self._hosts = [setup.host_of_rank[setup.rank] for setup in setups]
         self.contexts: list[Context] = []
         self._ends: list[list[socket.socket]] = []
         self._control: list[list[socket.socket]] = []
@@ -189,20 +189,37 @@ class Group:
             raise errors[0]
         return [results[rank] for rank in chosen]
 
-    def kill(self, rank: int, team_ends: Iterable[int] = ()) -> None:
-        """The others see all streams end without a message, as when the kernel closes them for a dead process; those
-        of teams between hosts are ``team_ends``.
+    def kill(self, rank: int, team_sockets: Collection[str] = ()) -> None:
+        """The others see all streams of a rank end at once and without a message, as when its process dies.
 
-        At once, as far as that goes: the dead rank's engine lives on, and what it hears of the first end it could tell
-        on the last one. A call that lets go of the GIL would leave it milliseconds for that.
+        The rank's engine lives on in this process. If its streams ended one after the other, it could take the first
+        end for the loss of that peer and say so on the next stream. So its descriptors are replaced by a socket that
+        nobody reads before any stream ends. The engine is told of the end last, by when its host knows who died.
+
+        Args:
+            rank: Who dies.
+            team_sockets: Its sockets for teams, as ``sockets_of`` names them.
         """
-        for end in [*(end.fileno() for end in self._ends[rank]), *team_ends]:
-            _libc.shutdown(end, socket.SHUT_WR)
-        self._killed[rank].set()
+        own = {end.fileno() for end in self._ends[rank]}
+        with ExitStack() as opened:
+            mute, far = map(opened.enter_context, socket.socketpair())
+            mute.setblocking(False)
+            streams = [*self._ends[rank]]
+            for fd in _descriptors_of(sockets_of(own) | set(team_sockets)) - own:
+                streams.append(opened.enter_context(socket.socket(fileno=os.dup(fd))))
+                os.dup2(mute.fileno(), fd, inheritable=False)
+            for stream in streams:
+                with suppress(OSError):  # the other end is closed
+                    stream.shutdown(socket.SHUT_RDWR)
+            self._gone[rank].set()
+            host = self._hosts[rank]
+            if any(self._hosts[other] == host and not gone.is_set() for other, gone in enumerate(self._gone)):
+                wait_for(lambda: self.contexts[rank].health() is not None)
+            far.shutdown(socket.SHUT_RDWR)
 
     def await_kill(self, rank: int) -> None:
-        """Until all streams of a rank have ended: its engine lives on here, and between two of them may still speak."""
-        assert self._killed[rank].wait(20)
+        """Until all streams of a rank have ended."""
+        assert self._gone[rank].wait(20)
 
     def say(self, rank: int, data: bytes) -> None:
         """Writes into a leader's first control link, as if the leader had."""
@@ -214,6 +231,7 @@ class Group:
 
     def leave(self, rank: int) -> None:
         """Shuts a rank down, as a process that ends in order does: afterwards its streams are closed."""
+        self._gone[rank].set()
         self.contexts[rank].destroy()
         for end in self._ends[rank]:
             end.close()
@@ -253,6 +271,21 @@ def run_ranks(function: Callable[[Rank], T], hosts: Sequence[int] = (2,), **opti
     """A group for one function."""
     with Group(hosts, **options) as group:
         return group.run(function)
+
+
+def sockets_of(fds: Iterable[int]) -> set[str]:
+    """Names that tell sockets apart, also where their descriptors have been duplicated or closed."""
+    return {str((_DESCRIPTORS / str(fd)).readlink()) for fd in fds}
+
+
+def _descriptors_of(sockets: Collection[str]) -> set[int]:
+    """All descriptors of this process for these sockets."""
+    found = set()
+    for entry in _DESCRIPTORS.iterdir():
+        with suppress(OSError):  # another thread has closed it
+            if str(entry.readlink()) in sockets:
+                found.add(int(entry.name))
+    return found
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = 20) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from fabric import make_team_links
-from ranks import Group, Rank, run_ranks, wait_for
+from ranks import Group, Rank, run_ranks, sockets_of, wait_for
 
 from horo import _core
 from horo._core import Context
@@ -25,6 +25,7 @@ class Links:
         self._sockets = sockets
         self._lock = threading.Lock()
         self._made: dict[tuple[object, tuple[int, ...]], dict[int, dict[str, list[int]]]] = {}
+        self._sockets_of: dict[int, set[str]] = {}
 
     def of(self, rank: int, ranks: Sequence[int], key: object) -> dict[str, list[int]]:
         """``control_fds`` and ``data_fds`` of a member; nothing for who is none, and for members on one host."""
@@ -34,13 +35,17 @@ class Links:
             if (key, tuple(ranks)) not in self._made:
                 made = make_team_links(self._host_of_rank, ranks, sockets=self._sockets)
                 self._made[key, tuple(ranks)] = made
+                for member, by_kind in made.items():
+                    ends = [end for ends in by_kind.values() for end in ends if end >= 0]
+                    self._sockets_of[member] = self._sockets_of.get(member, set()) | sockets_of(ends)
             return self._made[key, tuple(ranks)][rank]
 
-    def ends_of(self, rank: int) -> list[int]:
-        """All descriptors that a rank has got."""
+    def sockets_of(self, rank: int) -> set[str]:
+        """The names of all sockets that a rank has got. The core has duplicated and closed the descriptors, whose
+        numbers may be another rank's by now.
+        """
         with self._lock:
-            taken = [made[rank] for (_, ranks), made in self._made.items() if rank in ranks]
-        return [end for by_kind in taken for ends in by_kind.values() for end in ends if end >= 0]
+            return self._sockets_of.get(rank, set())
 
 
 def hosts_of(hosts: Sequence[int]) -> list[int]:
@@ -338,7 +343,7 @@ def test_a_death_ends_teams_and_is_named_by_all(hosts: list[int], dying: int) ->
         team = rank.context.add_team(pair, **links.of(rank.rank, pair, 1))
         if rank.rank == dying:
             rank.barrier()
-            group.kill(dying, links.ends_of(dying))
+            group.kill(dying, links.sockets_of(dying))
             return "dead"
         handle = rank.submit("barrier", "barrier", [])
         group.await_kill(dying)
@@ -363,7 +368,7 @@ def test_a_removal_that_ends_with_the_group_can_be_asked_for_again(hosts: list[i
     def body(rank: Rank) -> None:
         team = rank.context.add_team([0, 1], **links.of(rank.rank, [0, 1], 0))
         if rank.rank == 1:
-            group.kill(1, links.ends_of(1))
+            group.kill(1, links.sockets_of(1))
             return
         for _ in range(2):
             with pytest.raises(PeerLostError):
