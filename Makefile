@@ -117,11 +117,8 @@ style: build ## ruff: rules and format
 	@$(PY) -m ruff check --quiet --output-format concise .
 	@$(PY) -m ruff format --quiet --check --output-format concise .
 
-# runner/ is installed as horo.runner: mypy sees the package as users do, through links.
 .PHONY: types
 types: build ## mypy, strict
-	@rm -rf build/types && mkdir -p build/types/horo
-	@ln -s $(abspath $(wildcard horo/*)) build/types/horo/ && ln -s $(abspath runner) build/types/horo/runner
 	@$(PY) -m mypy --no-error-summary -p horo
 	@MYPYPATH=native $(PY) -m mypy --no-error-summary setup.py native/build.py native/parallel.py
 	@$(PY) -m mypy --no-error-summary --allow-untyped-calls examples/*.py tests/typed_use.py

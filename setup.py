@@ -9,13 +9,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "native"))  # an isolat
 
 from parallel import CheckedBuild, ParallelBuild
 
-# runner/ is installed as horo.runner: the launcher lives beside the library, not inside it.
-packages = find_packages(include=["horo", "horo.*"])
-packages += ["horo.runner", *(f"horo.runner.{name}" for name in find_packages("runner"))]
-
 setup(
-    packages=packages,
-    package_dir={"horo.runner": "runner"},
+    packages=find_packages(include=["horo", "horo.*"]),  # horo/runner is a link to runner/
     cmdclass={"build": CheckedBuild, "build_ext": ParallelBuild},
     cffi_modules=["native/build.py:ffibuilder"],
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
