@@ -6,7 +6,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -142,7 +142,7 @@ class Child:
         self._control.sendall(framed(message))
 
     def count_answers(self) -> int:
-        """So far; does not wait."""
+        """So far, of any kind; does not wait."""
         while select.select([self._control], [], [], 0)[0]:
             self._received += self._control.recv(1 << 16)
         while len(self._received) >= 4 and (end := 4 + int.from_bytes(self._received[:4], "little")) <= len(
@@ -172,11 +172,11 @@ def child() -> Iterator[Child]:
         child.close()
 
 
-def count_late(child: Child, op: str, arrays: list[np.ndarray], announcement: bytes) -> int:
-    """How many of 200 calls of rank 0 return before their record has been sent."""
+def count_late(child: Child, op: str, arrays: list[np.ndarray], announce: Callable[[int], bytes]) -> int:
+    """How many of 200 calls of rank 0 return before what the other host waits for has been sent."""
     late, before = 0, child.count_answers()
     for step in range(200):
-        child.send(announcement)
+        child.send(announce(step))
         child.rank.run(op, "x", arrays, reduce_op=SUM if arrays else 0)
         late += child.count_answers() - before < step + 1
     return late
@@ -191,11 +191,15 @@ def test_a_caller_that_returns_has_sent_the_record_that_others_wait_for(child: C
     child.send(oracle.request_message(1, 0, b"", oracle.request(oracle.Request("x", op=oracle.BARRIER))))
     child.rank.run("barrier", "x", [])
     wait_for(lambda: child.count_answers() == 1)
-    assert count_late(child, "barrier", [], oracle.ids_message([4])) == 0
+    assert count_late(child, "barrier", [], lambda _: oracle.ids_message([4])) == 0
+
+
+def data_at(place: int) -> bytes:
+    return oracle.data_message(oracle.DATA, 4, ONE, place)
 
 
 def test_a_caller_that_returns_has_sent_the_result_that_others_wait_for(child: Child) -> None:
-    """The same of what a record carries."""
+    """The same of what a record carries, or of AHEAD in its place."""
     array = np.ones(1, np.float32)
     request = oracle.Request("x", reduce_op=SUM, tensors=(oracle.Tensor(7, (1,)),))
     child.send(oracle.request_message(1, 0, b"", oracle.request(request)))
@@ -203,5 +207,6 @@ def test_a_caller_that_returns_has_sent_the_result_that_others_wait_for(child: C
     assert child.exchange(b"\0\0\0\0") == ONE
     wait_for(lambda: child.count_answers() == 1)
     child.rank.finish(handle)
-    assert count_late(child, "allreduce", [array], oracle.data_message(oracle.DATA, 4, ONE)) == 0
+    first, each = (len(framed(message)) for message in (oracle.batch_message([(4, b"x")]), data_at(0)))
+    assert count_late(child, "allreduce", [array], lambda step: data_at(first + step * each)) == 0
     assert array[0] == 201

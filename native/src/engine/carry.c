@@ -20,8 +20,8 @@ static int member_count(const struct hr_lane *lane) {
     return lane->leader.agree.config.member_count;
 }
 
-static uint8_t *data_of(const struct hr_carry *carry, int member) {
-    return carry->data + (size_t)member * HR_CARRIED_MAX;
+uint8_t *hr_carry_data(const struct hr_lane *lane, int member) {
+    return lane->leader.carry.data + (size_t)member * HR_CARRIED_MAX;
 }
 
 static void free_memory(struct hr_carry *carry) {
@@ -31,22 +31,24 @@ static void free_memory(struct hr_carry *carry) {
     *carry = (struct hr_carry){0};
 }
 
-static int has_memory(struct hr_carry *carry, size_t members) {
+int hr_carry_reserve(struct hr_lane *lane) {
+    struct hr_carry *carry = &lane->leader.carry;
+    const size_t members = (size_t)member_count(lane);
     if (carry->data == NULL) {
-        carry->data = malloc(members * HR_CARRIED_MAX);
+        carry->data = malloc((members + 1) * HR_CARRIED_MAX);
         carry->has = calloc(members, sizeof *carry->has);
-        carry->contributions = calloc(members, sizeof *carry->contributions);
+        carry->contributions = calloc(members + 1, sizeof *carry->contributions);
         if (carry->data == NULL || carry->has == NULL || carry->contributions == NULL) {
             free_memory(carry);
         }
     }
-    return carry->data != NULL;
+    return carry->data != NULL ? HORO_OK : HORO_ERR_RESOURCE;
 }
 
 /* Room for a member's data; NULL: it is of no use, or there is no memory for it. */
 static uint8_t *reserve(struct hr_lane *lane, int member, uint32_t id, size_t bytes) {
     struct hr_carry *carry = &lane->leader.carry;
-    if (!has_memory(carry, (size_t)member_count(lane))) {
+    if (hr_carry_reserve(lane) != HORO_OK) {
         return NULL;
     }
     if (carry->id == 0) {
@@ -56,7 +58,7 @@ static uint8_t *reserve(struct hr_lane *lane, int member, uint32_t id, size_t by
     if (bytes <= HR_CARRIED_MAX && carry->id == id && carry->bytes == bytes && !carry->has[member]) {
         carry->has[member] = 1;
         carry->count++;
-        return data_of(carry, member);
+        return hr_carry_data(lane, member);
     }
     return NULL;
 }
@@ -80,23 +82,36 @@ int hr_carry_is_all(const struct hr_lane *lane) {
     return carry->id != 0 && carry->count == member_count(lane) && hr_agree_lone(&lane->leader.agree) == carry->id;
 }
 
-int hr_carry_write(struct hr_lane *lane, struct hr_buffer *out) {
+int hr_carry_lacks_last(const struct hr_lane *lane) {
+    const struct hr_carry *carry = &lane->leader.carry;
+    const int last = member_count(lane) - 1;
+    return carry->id != 0 && carry->count == last && !carry->has[last];
+}
+
+int hr_carry_reduce(struct hr_lane *lane, int count, int is_root, uint8_t *packed) {
     struct hr_carry *carry = &lane->leader.carry;
     const struct hr_request *request = hr_lane_find_id(lane, carry->id); /* this rank is a member, too */
     if (request == NULL || hr_carried_bytes(lane->team, &request->call) != carry->bytes) {
         return HORO_ERR_INTERNAL;
     }
+    hr_carried_reduce(lane->team, &request->call, carry->contributions, count, is_root, packed);
+    return HORO_OK;
+}
+
+int hr_carry_write(struct hr_lane *lane, struct hr_buffer *out) {
+    struct hr_carry *carry = &lane->leader.carry;
     for (int i = 0; i < member_count(lane); i++) {
-        carry->contributions[i] = data_of(carry, i);
+        carry->contributions[i] = hr_carry_data(lane, i);
     }
     if (member_count(lane) > 1) {
-        hr_carried_reduce(lane->team, &request->call, carry->contributions, member_count(lane), lane->is_root,
-                          carry->data);
+        HR_TRY(hr_carry_reduce(lane, member_count(lane), lane->is_root, carry->data));
     }
     hr_agree_take_lone(&lane->leader.agree);
+    carry->is_sent = !lane->is_root;
     size_t mark;
     HR_TRY(hr_frame_begin(out, &mark));
-    HR_TRY(hr_wire_put_data(out, lane->is_root ? HR_WIRE_RESULT : HR_WIRE_DATA, carry->id, carry->data, carry->bytes));
+    HR_TRY(hr_wire_put_data(out, lane->is_root ? HR_WIRE_RESULT : HR_WIRE_DATA, carry->id, lane->leader.log_bytes,
+                            carry->data, carry->bytes));
     hr_frame_end(out, mark);
     return HORO_OK;
 }
@@ -107,6 +122,7 @@ void hr_carry_clear(struct hr_lane *lane) {
         memset(carry->has, 0, (size_t)member_count(lane) * sizeof *carry->has);
         carry->id = 0;
         carry->count = 0;
+        carry->is_sent = 0;
     }
 }
 

@@ -29,11 +29,11 @@ int hr_leader_open_links(struct hr_lane *lane, struct hr_error *error) {
     return HORO_OK;
 }
 
-static int handle_record(struct hr_lane *lane, const struct hr_wire_message *record, const uint8_t *frame,
-                         size_t frame_bytes) {
+int hr_leader_take_record(struct hr_lane *lane, const struct hr_wire_message *record, const uint8_t *frame,
+                          size_t frame_bytes) {
     const int moved = hr_leader_collect(lane); /* before apply, see agree.h */
     HR_TRY(moved);
-    if (lane->leader.log_closed) {
+    if (lane->leader.log_closed || (record->type == HR_WIRE_RESULT && record->at != lane->leader.log_bytes)) {
         return HORO_ERR_INTERNAL;
     }
     if (record->type == HR_WIRE_LEAVE) {
@@ -69,6 +69,10 @@ static int handle_message(struct hr_lane *lane, int link_index, const struct hr_
     if (message->type == HR_WIRE_ASK) {
         return from_parent ? hr_leader_pass_question(lane, message->rank) : HORO_ERR_INTERNAL;
     }
+    if (message->type == (from_parent ? HR_WIRE_RECALL : HR_WIRE_RELEASE) ||
+        (from_parent && message->type == HR_WIRE_AHEAD)) {
+        return hr_ahead_receive(lane, message);
+    }
     if (!from_parent) {
         return hr_leader_announce(lane, member, message, hr_now_ns());
     }
@@ -76,7 +80,7 @@ static int handle_message(struct hr_lane *lane, int link_index, const struct hr_
     case HR_WIRE_BATCH:
     case HR_WIRE_RESULT:
     case HR_WIRE_FAIL:
-    case HR_WIRE_LEAVE: return handle_record(lane, message, frame, frame_bytes);
+    case HR_WIRE_LEAVE: return hr_leader_take_record(lane, message, frame, frame_bytes);
     default: return HORO_ERR_INTERNAL;
     }
 }

@@ -45,12 +45,16 @@ static uint32_t read_u32(struct reader *reader) {
     return hr_load_u32(take(reader, 4));
 }
 
+static uint64_t read_u64(struct reader *reader) {
+    return hr_load_u64(take(reader, 8));
+}
+
 static int32_t read_i32(struct reader *reader) {
     return (int32_t)read_u32(reader);
 }
 
 static double read_f64(struct reader *reader) {
-    const uint64_t bits = hr_load_u64(take(reader, 8));
+    const uint64_t bits = read_u64(reader);
     double value;
     memcpy(&value, &bits, sizeof value);
     return value;
@@ -146,7 +150,7 @@ static void check_tensor(struct reader *reader, int op) {
     require(reader, wire_dtype == 0 || (op == HORO_ALLREDUCE && hr_dtype_narrows(dtype, wire_dtype)));
     int64_t shape[HORO_DIMS_MAX];
     for (int i = 0; i < ndim && !reader->failed; i++) {
-        shape[i] = (int64_t)hr_load_u64(take(reader, 8));
+        shape[i] = (int64_t)read_u64(reader);
     }
     int64_t bytes;
     if (!reader->failed) {
@@ -232,6 +236,7 @@ static void read_cached_rows(struct reader *reader, struct hr_wire_message *mess
 
 static void read_data(struct reader *reader, struct hr_wire_message *message) {
     message->id = read_u32(reader);
+    message->at = read_u64(reader);
     const uint32_t bytes = read_u32(reader);
     require(reader, message->id != 0 && bytes > 0 && bytes <= HR_WIRE_DATA_MAX);
     message->data_bytes = reader->failed ? 0 : bytes;
@@ -294,7 +299,10 @@ static void read_body(struct reader *reader, struct hr_wire_message *message) {
         require(reader, message->rank >= 0);
         break;
     case HR_WIRE_DATA:
-    case HR_WIRE_RESULT: read_data(reader, message); break;
+    case HR_WIRE_RESULT:
+    case HR_WIRE_AHEAD: read_data(reader, message); break;
+    case HR_WIRE_RECALL:
+    case HR_WIRE_RELEASE: message->at = read_u64(reader); break;
     case HR_WIRE_BATCH: read_batch(reader, message); break;
     case HR_WIRE_FAIL:
         message->status = read_i32(reader);

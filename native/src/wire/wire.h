@@ -8,8 +8,10 @@
  *   up the tree (rank -> leader -> parent host)            down the tree (a record of the response log)
  *   IDS      u32 n, n x u32 id                             BATCH    u32 n, n x ref, rows
  *   ROWS     u32 id, rows                                  FAIL     i32 status, str16 name, str16 text
- *   DATA     u32 id, u32 n, n bytes                        RESULT   u32 id, u32 n, n bytes
+ *   DATA     u32 id, u64 at, u32 n, n bytes                RESULT   u32 id, u64 at, u32 n, n bytes
  *   REQUEST  i32 origin, i32 status, str16 text, rows, request
+ *   RELEASE  u64 at                                        AHEAD    u32 id, u64 at, u32 n, n bytes    (no record)
+ *                                                          RECALL   u64 at                            (no record)
  *   LOST     i32 rank, i32 status, u8 reason      (both directions; enum hr_abort_reason; rank -1: nobody knows which)
  *   ENDED    i32 rank, i32 status, str16 text     (both directions; the words of a rank that has ended the group)
  *   BLOCKED  i32 rank, str16 text, str16 others, u32 n, n x lane    (up only; n is 0: the rank is blocked no more)
@@ -17,6 +19,8 @@
  *   LEAVE    i32 rank                             (both directions)
  *   DONE     i32 rank                             (both directions)
  *
+ *   at       between leaders: bytes of the log in front of the record that the sender is waiting for, or that this is;
+ *            from a rank to its leader 0
  *   ref      u32 id, str16 name; an empty name: the cached tensor `id`; else the name, which now gets `id` (0: not
  *            cached)
  *   request  u8 op, u8 reduce_op, u8 transient, i32 root, f64 prescale, f64 postscale, str16 name, u32 n, n x tensor;
@@ -60,6 +64,9 @@ enum hr_wire_type {
     HR_WIRE_ENDED = 11,
     HR_WIRE_BLOCKED = 12,
     HR_WIRE_ASK = 13,
+    HR_WIRE_AHEAD = 14,
+    HR_WIRE_RECALL = 15,
+    HR_WIRE_RELEASE = 16,
 };
 
 enum {
@@ -122,8 +129,9 @@ struct hr_wire_message {
     struct hr_wire_text text; /* FAIL, REQUEST, ENDED, BLOCKED: what it waits for */
     struct hr_wire_text others; /* BLOCKED: a thread that may still submit something; empty: none may */
     uint32_t count;           /* IDS, BATCH, BLOCKED */
-    uint32_t id;              /* DATA, RESULT, ROWS */
-    const uint8_t *data;      /* DATA, RESULT: packed values */
+    uint32_t id;              /* DATA, RESULT, AHEAD, ROWS */
+    uint64_t at;              /* DATA, RESULT, AHEAD, RECALL, RELEASE */
+    const uint8_t *data;      /* DATA, RESULT, AHEAD: packed values */
     size_t data_bytes;        /* at least 1 */
     const uint8_t *items;     /* IDS: walk with hr_wire_id; BATCH: hr_wire_next_ref; BLOCKED: hr_wire_next_lane */
     struct hr_wire_rows rows; /* ROWS, REQUEST, BATCH */
@@ -175,8 +183,14 @@ int hr_wire_put_request(struct hr_buffer *out, int origin, int status, struct hr
                         struct hr_wire_rows rows, const void *request, size_t request_bytes);
 int hr_wire_put_lost(struct hr_buffer *out, int rank, int status, enum hr_abort_reason reason);
 int hr_wire_put_ended(struct hr_buffer *out, int rank, int status, struct hr_wire_text text);
-/* DATA: an announcement by id, with what it is about; RESULT: a record of one cached tensor, with what all get. */
-int hr_wire_put_data(struct hr_buffer *out, enum hr_wire_type type, uint32_t id, const void *data, size_t bytes);
+/*
+ * DATA: an announcement by id, with what it is about; RESULT: a record of one cached tensor, with what all get; AHEAD:
+ * what the root's host has of it, before the other one has announced it (engine/ahead.c).
+ */
+int hr_wire_put_data(struct hr_buffer *out, enum hr_wire_type type, uint32_t id, uint64_t at, const void *data,
+                     size_t bytes);
+/* RECALL or RELEASE. */
+int hr_wire_put_position(struct hr_buffer *out, enum hr_wire_type type, uint64_t at);
 int hr_wire_put_leave(struct hr_buffer *out, int rank);
 int hr_wire_put_ask(struct hr_buffer *out, int rank);
 int hr_wire_put_done(struct hr_buffer *out, int rank);
