@@ -21,8 +21,9 @@ import peers
 import report
 import spaces
 from contest import Contest, ContestError, exit_code
-from horo.runner.job.environment import KEEP_MEMORY
 from rounds import Case, Plan, Result, describe_probe, play, probe_values
+
+from horo.runner.job.environment import KEEP_MEMORY
 
 CEILING = peers.ALONE.name
 KEPT = ", memory kept"

@@ -10,10 +10,9 @@ from importlib import metadata
 from importlib.util import find_spec
 from typing import NamedTuple
 
-from horo.runner.stdout import show
-
 import horo
 from horo.errors import HoroError
+from horo.runner.stdout import show
 
 __all__ = ["check_build"]
 

@@ -8,10 +8,9 @@ import re
 from collections.abc import Sequence
 from typing import NoReturn
 
+from horo import __version__
 from horo.runner.config import BINDINGS, EXIT_USAGE, LAUNCHERS
 from horo.runner.stdout import show
-
-from horo import __version__
 
 __all__ = ["build_parser", "check_launcher", "default_start_timeout", "split_command"]
 

@@ -18,6 +18,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
+from horo._config import LaunchVariables, TorchrunVariables, variables_of
 from horo.runner.agent.command import StartError, with_python
 from horo.runner.agent.machine import core_count
 from horo.runner.agent.ranks import Event, Exited, HostRanks, Output, reap
@@ -41,8 +42,6 @@ from horo.runner.processes import (
 from horo.runner.start.jsrun import jsrun_command
 from horo.runner.start.mpirun import Mpirun, family_of, forwarded_names, mpirun_command, mpirun_variables
 from horo.runner.stdout import explain_stdout, show
-
-from horo._config import LaunchVariables, TorchrunVariables, variables_of
 
 __all__ = ["delegate"]
 

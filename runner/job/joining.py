@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from horo.errors import HoroError
 from horo.runner.agent.command import is_for_python
 from horo.runner.agent.notes import Note
 from horo.runner.job.report import Ending, how_it_ended
-
-from horo.errors import HoroError
 
 if TYPE_CHECKING:
     from horo._bootstrap.store.own import StoreServer

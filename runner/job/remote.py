@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from horo import __version__
 from horo.runner.agent.messages import Frame, FrameError, FrameReader, Kind, encode, encode_json
 from horo.runner.agent.ranks import Event, Exited, Noted, Output, Started
 from horo.runner.config import EXIT_INTERNAL, EXIT_SETUP, EXIT_UNREACHABLE, JobError
@@ -16,8 +17,6 @@ from horo.runner.hosts import Host
 from horo.runner.loop import Loop, Timer
 from horo.runner.processes import spawn
 from horo.runner.start.remote_launcher import LaunchMethod, lines_of
-
-from horo import __version__
 
 __all__ = ["RemoteHost", "explain_absence"]
 

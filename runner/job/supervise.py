@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from horo.errors import HoroError
 from horo.runner.agent.binding import ranges
 from horo.runner.agent.command import StartError, with_python
 from horo.runner.agent.machine import core_count, default_slots
@@ -38,8 +39,6 @@ from horo.runner.processes import (
 )
 from horo.runner.start.remote_launcher import LaunchMethod
 from horo.runner.stdout import explain_stdout
-
-from horo.errors import HoroError
 
 if TYPE_CHECKING:
     from horo._bootstrap.store.own import StoreServer

@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from horo.runner.hosts import Host, is_host_name
-
 from horo._hostlist import parse_counts, parse_host_list
+from horo.runner.hosts import Host, is_host_name
 
 __all__ = ["Allocation", "AllocationError", "find_allocation"]
 

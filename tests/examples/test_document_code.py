@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from document_blocks import HOW_TO, Block, blocks_of, python_blocks, runs_here
 from example_runs import ROOT, launcher, start
-from horo.runner.cli import parse
-from horo.runner.cli.options import build_parser
-from horo.runner.config import JobError
 
 import horo.torch as hvd
 from horo._config import Config, LaunchVariables, MpiVariables, SlurmVariables, TorchrunVariables, variables_of
+from horo.runner.cli import parse
+from horo.runner.cli.options import build_parser
+from horo.runner.config import JobError
 
 GROUPS = (Config, LaunchVariables, TorchrunVariables, MpiVariables, SlurmVariables)
 VARIABLES = {name for group in GROUPS for variable in variables_of(group).values() for name in variable.names}

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from horo.runner.agent.messages import Frame, FrameReader, Kind, encode, encode_json
 from jobs import Hororun, make_remote_shell, wait_until
 
 from horo import __version__
+from horo.runner.agent.messages import Frame, FrameReader, Kind, encode, encode_json
 
 
 class Agent:

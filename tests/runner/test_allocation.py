@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from horo.runner.hosts import Host
 from horo.runner.start.allocation import AllocationError, find_allocation
 

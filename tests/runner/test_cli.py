@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from horo import __version__
 from horo.runner.cli import check_build, main, parse
 from horo.runner.config import Job
 from horo.runner.hosts import Host
-
-from horo import __version__
 
 
 def parsed(line: str) -> Job:

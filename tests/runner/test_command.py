@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from jobs import Hororun
+
 from horo.runner.agent.command import StartError, with_python
 from horo.runner.cli import main, parse
-from jobs import Hororun
 
 SHOW = "import os, sys\nprint(os.environ['HOROVOD_RANK'], sys.executable, *sys.argv)\n"
 

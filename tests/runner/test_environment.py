@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 
 import pytest
+
 from horo.runner.agent.machine import default_slots, gpu_count
 from horo.runner.config import JobError
 from horo.runner.hosts import Host

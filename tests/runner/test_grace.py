@@ -6,8 +6,9 @@ import signal
 from pathlib import Path
 
 import pytest
-from horo.runner.cli import parse
 from jobs import Flags, Hororun
+
+from horo.runner.cli import parse
 
 BATCH = [
     {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "h1", "SLURM_TASKS_PER_NODE": "2"},

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from horo.runner.hosts import Host, HostsError, parse_host_file, parse_hosts
 from hypothesis import given
 from hypothesis import strategies as st
+
+from horo.runner.hosts import Host, HostsError, parse_host_file, parse_hosts
 
 names = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,20}", fullmatch=True)
 addresses = st.ip_addresses(v=6).map(str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from horo.runner.cli import parse
 from horo.runner.config import Job, JobError
 from horo.runner.hosts import Host

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-from horo.runner.agent.messages import MAGIC, Frame, FrameError, FrameReader, Kind, encode, encode_json
 from hypothesis import assume, given
 from hypothesis import strategies as st
+
+from horo.runner.agent.messages import MAGIC, Frame, FrameError, FrameReader, Kind, encode, encode_json
 
 frames = st.lists(st.builds(Frame, st.sampled_from(Kind), st.integers(0, 2**32 - 1), st.binary(max_size=300)))
 

@@ -6,6 +6,7 @@ import shlex
 from dataclasses import replace
 
 import pytest
+
 from horo.runner.config import Job, JobError, Mpi, Output, Ssh
 from horo.runner.hosts import Host
 from horo.runner.start.jsrun import jsrun_command

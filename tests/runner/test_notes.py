@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 
 import pytest
-from horo.runner.agent.notes import Note, NoteReader, open_pipe
 
 from horo._bootstrap.ending import EndNotes
+from horo.runner.agent.notes import Note, NoteReader, open_pipe
 
 
 def read(reader: NoteReader, fd: int) -> Note:

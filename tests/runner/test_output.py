@@ -6,9 +6,10 @@ import os
 import threading
 from pathlib import Path
 
-from horo.runner.job.output import LineSplitter, Piece, Printer, RankFiles, Writer
 from hypothesis import given
 from hypothesis import strategies as st
+
+from horo.runner.job.output import LineSplitter, Piece, Printer, RankFiles, Writer
 
 text = st.lists(st.sampled_from([b"a", b"bc", b"\n", b"\r", b"\r\n", b"\xff\xfe", "é".encode(), b" "])).map(b"".join)
 

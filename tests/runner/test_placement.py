@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from horo.runner.job.placement import PlacementError, place
 from hypothesis import given
 from hypothesis import strategies as st
+
+from horo.runner.job.placement import PlacementError, place
 
 slot_lists = st.lists(st.integers(1, 8), min_size=1, max_size=12)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from horo.runner.config import Ssh
 from horo.runner.hosts import Host
 from horo.runner.job.environment import without

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from horo.runner.agent.binding import ranges
 from horo.runner.agent.notes import Note
 from horo.runner.job.report import Ending, awaited, exit_code, report, root_cause
-from hypothesis import given
-from hypothesis import strategies as st
 
 LOST = b"Traceback ...\nhoro.errors.PeerLostError: allreduce 'w': rank %d (h2) is gone\n"
 
