@@ -5,6 +5,7 @@ Imports neither torch nor the native core, so that it starts fast (only ``--chec
     cli/                     the command line
         entry                command line -> Job
         options              the options, and which launcher each of them is for
+        tuning               the variables that options stand for
         dry_run              the output of --dry-run
         check_hosts          the output of --check-hosts
         check_build          the output of --check-build

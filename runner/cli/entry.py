@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from horo.runner.cli.options import build_parser, check_launcher, default_start_timeout, split_command
+from horo.runner.cli.options import build_parser, check_launcher, split_command
 from horo.runner.config import BATCH_GRACE_S, GRACE_S, Job, JobError, Mpi, Output, Ssh
 from horo.runner.hosts import Host, HostsError, parse_host_file, parse_hosts
 from horo.runner.stdout import show
@@ -68,6 +68,8 @@ def parse(arguments: Sequence[str]) -> Job | None:
         JobError: a value is wrong; names it.
         SystemExit: ``--help`` and ``--version`` were answered, or an option is unknown or lacks its value.
     """
+    from horo.runner.cli.tuning import start_timeout  # noqa: PLC0415 - --help does without
+
     parser = build_parser()
     options, command = split_command(parser, arguments)
     given = parser.parse_args(options)
@@ -93,7 +95,7 @@ def parse(arguments: Sequence[str]) -> Job | None:
         oversubscribe=given.oversubscribe,
         grace_s=where.grace_s if given.grace_seconds is None else given.grace_seconds,
         failure_s=given.failure_seconds,
-        start_timeout_s=given.start_timeout,
+        start_timeout_s=start_timeout(given.start_timeout, os.environ),
         host_timeout_s=given.host_timeout,
         interfaces=tuple(name for value in given.network_interfaces for name in value.split(",") if name),
         store_port=given.store_port,
@@ -191,29 +193,16 @@ def _hosts(given: argparse.Namespace) -> tuple[Host, ...] | None:
 
 
 def _exports(given: argparse.Namespace) -> dict[str, str]:
+    from horo.runner.cli.tuning import check_variables, tuning_variables  # noqa: PLC0415 - --help does without
     from horo.runner.job.environment import parse_exports  # noqa: PLC0415 - needs what --help does not
 
-    exports = {}
-    if given.start_timeout != float(default_start_timeout()):
-        exports["HORO_START_TIMEOUT"] = f"{given.start_timeout:g}"
-    if given.fusion_threshold_mb is not None:
-        exports["HORO_FUSION_THRESHOLD"] = str(given.fusion_threshold_mb << 20)
-    if given.cycle_time_ms is not None:
-        exports["HORO_CYCLE_TIME"] = f"{given.cycle_time_ms:g}"
-    if given.cache_capacity is not None:
-        exports["HORO_CACHE_CAPACITY"] = str(given.cache_capacity)
-    if given.no_stall_check or given.stall_check:
-        exports["HORO_STALL_CHECK_DISABLE"] = "1" if given.no_stall_check else "0"
-    if given.stall_check_warning_time_seconds is not None:
-        exports["HORO_STALL_CHECK_TIME_SECONDS"] = str(given.stall_check_warning_time_seconds)
-    if given.stall_check_shutdown_time_seconds is not None:
-        exports["HORO_STALL_SHUTDOWN_TIME_SECONDS"] = str(given.stall_check_shutdown_time_seconds)
-    if given.log_level is not None:
-        exports["HORO_LOG_LEVEL"] = given.log_level.lower()
+    tuning = tuning_variables(given)
     try:
-        return exports | parse_exports(given.exports, os.environ)
+        exports = parse_exports(given.exports, os.environ)
     except ValueError as error:
         raise JobError(str(error)) from None
+    check_variables(exports)
+    return tuning | exports
 
 
 def _words(option: str, text: str) -> tuple[str, ...]:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from horo import __version__
 from horo.runner.config import BINDINGS, EXIT_USAGE, LAUNCHERS
 from horo.runner.stdout import show
 
-__all__ = ["build_parser", "check_launcher", "default_start_timeout", "split_command"]
+__all__ = ["build_parser", "check_launcher", "split_command"]
 
 _USAGE = "hororun [-np N] [-H h1:4,h2:4 | --hostfile FILE] [options] [--] train.py | -m module | command ..."
 _DESCRIPTION = "Runs N copies of a command, called ranks, on this host or several, and ends them together."
@@ -103,7 +102,6 @@ _REFUSED |= dict.fromkeys(
     (0, "horo's log has no times; --prefix-timestamp puts one before every line"),
 )
 _REFUSED["--thread-affinity"] = (1, "--bind-to core gives each rank its share of the cores; see also --no-move-ranks")
-_LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -190,14 +188,14 @@ def _add_where(group: argparse._ArgumentGroup) -> None:
 def _add_launcher(group: argparse._ArgumentGroup) -> None:
     ways = group.add_mutually_exclusive_group()
     ways.add_argument(
-        "--launcher", choices=LAUNCHERS, default="auto", metavar="WAY",
+        "--launcher", type=_one_of(LAUNCHERS), default="auto", metavar="WAY",
         help="ssh, slurm (srun), mpi (mpirun) or jsrun; default: auto, slurm or jsrun in such a job, else ssh",
     )  # fmt: skip
     ways.add_argument("--gloo", dest="launcher", action="store_const", const="ssh", help="--launcher ssh")
     ways.add_argument("--mpi", dest="launcher", action="store_const", const="mpi", help="--launcher mpi")
     ways.add_argument("--jsrun", dest="launcher", action="store_const", const="jsrun", help="--launcher jsrun")
     group.add_argument(
-        "--bind-to", choices=BINDINGS, default="none", metavar="WHAT",
+        "--bind-to", type=_one_of(BINDINGS), default="none", metavar="WHAT",
         help="core or numa: each rank to its share of its host's cores or NUMA nodes; default: none",
     )  # fmt: skip
     group.add_argument("--dry-run", action="store_true", help="show what would be run and run nothing")
@@ -247,10 +245,6 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--verbose", action="store_true", help="say what hororun does")
 
 
-def default_start_timeout() -> str:
-    return os.environ.get("HORO_START_TIMEOUT") or os.environ.get("HOROVOD_START_TIMEOUT") or "60"
-
-
 def _add_times(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--grace-seconds", type=_seconds, metavar="S", help="from SIGTERM to SIGKILL; default: 5, in batch jobs 25"
@@ -260,7 +254,7 @@ def _add_times(group: argparse._ArgumentGroup) -> None:
         help="from the first failure to SIGTERM, so that the others see their error; default: 1",
     )  # fmt: skip
     group.add_argument(
-        "--start-timeout", type=_positive_seconds, default=default_start_timeout(), metavar="S",
+        "--start-timeout", type=_positive_seconds, metavar="S",
         help="for all hosts to answer, and for init(); default: $HORO_START_TIMEOUT or 60",
     )  # fmt: skip
     group.add_argument(
@@ -301,7 +295,9 @@ def _add_tuning(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--stall-check-shutdown-time-seconds", type=_natural, metavar="S", help="give up after this time; 0: never"
     )
-    group.add_argument("--log-level", type=str.upper, choices=_LOG_LEVELS, help="|".join(_LOG_LEVELS), metavar="LEVEL")
+    group.add_argument(
+        "--log-level", type=str.lower, metavar="LEVEL", help="trace, debug, info, warning (the default), error or off"
+    )
 
 
 def _add_information(group: argparse._ArgumentGroup) -> None:
@@ -338,6 +334,17 @@ def split_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> 
             break
         index += 1 + values.get(word, 0)
     return arguments[:index], arguments[index:]
+
+
+def _one_of(words: Sequence[str]) -> Callable[[str], str]:
+    """For the type of an option; ``choices`` of argparse says it otherwise in each version of Python."""
+
+    def choose(text: str) -> str:
+        if text not in words:
+            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(words)}")
+        return text
+
+    return choose
 
 
 def _integer(text: str) -> int:

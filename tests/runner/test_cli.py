@@ -101,7 +101,12 @@ def test_a_host_file_is_read(tmp_path: Path) -> None:
         ("-np 2 --grace-seconds nan cmd", "nan"),
         ("-np 2 --start-timeout 0 cmd", "0"),
         ("-np 2 --store-port 70000 cmd", "70000"),
-        ("-np 2 --log-level loud cmd", "LOUD"),
+        ("-np 2 --log-level loud cmd", "--log-level: HORO_LOG_LEVEL='loud' is not one of trace, debug, info, warning"),
+        ("-np 2 --launcher rsh cmd", "'rsh' is none of auto, ssh, slurm, mpi, jsrun"),
+        ("-np 2 --bind-to socket cmd", "'socket' is none of core, numa, none"),
+        ("-np 2 --cycle-time-ms 5000 cmd", "--cycle-time-ms: HORO_CYCLE_TIME='5000' is not a number from 0 to 1000 ms"),
+        ("-np 2 --fusion-threshold-mb 2000000 cmd", "--fusion-threshold-mb: HORO_FUSION_THRESHOLD="),
+        ("-np 2 -x HORO_OVERLAP=maybe cmd", "HORO_OVERLAP='maybe' is not one of auto, always, never"),
         ("-np 2 --ssh-args ' cmd", "--ssh-args"),
     ],
 )
@@ -117,6 +122,19 @@ def test_a_wrong_command_line_is_one_sentence_and_exit_code_2(
     assert captured.err.startswith("hororun: ")
     assert captured.err.count("\n") == 1
     assert fault in captured.err
+
+
+@pytest.mark.parametrize("name", ["HORO_START_TIMEOUT", "HOROVOD_START_TIMEOUT"])
+def test_a_start_timeout_of_the_environment_is_named_with_its_variable(
+    name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(name, "7")
+    assert (parsed("-np 1 cmd").start_timeout_s, parsed("-np 1 --start-timeout 3 cmd").start_timeout_s) == (7, 3)
+    monkeypatch.setenv(name, "soon")
+    assert hororun("--help").returncode == 0
+    assert parsed("-np 1 --start-timeout 3 cmd").exports == {"HORO_START_TIMEOUT": "3"}
+    assert main(["-np", "1", "cmd"]) == 2
+    assert capfd.readouterr().err.startswith(f"hororun: {name}='soon' is not a number from 0.1 to")
 
 
 def test_an_unreadable_line_of_a_host_file_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
