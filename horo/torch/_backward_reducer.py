@@ -144,7 +144,7 @@ class BackwardReducer(GradientReducer):
                 "or less often than backward_passes_per_step; call optimizer.synchronize() before "
                 "scaler.step(optimizer)"
             )
-        self._reduce()
+        self._reduce(is_at_step=True)
 
     def reset(self) -> None:
         """As in the base class."""
@@ -168,6 +168,7 @@ class BackwardReducer(GradientReducer):
                 "optimizer.synchronize() before gradients are clipped, or leave compiled autograd out"
             )
         self.follow_session()
+        self.progress.begin()
         nested = is_nested()
         if self._first_run is not None and run > self._first_run and not nested:
             self._refuse_unfinished("backward()")

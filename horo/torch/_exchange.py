@@ -58,29 +58,47 @@ class Exchange(Member):
             self._submit_dense(slot.group.name, members, sync)
             return
         grad = slot.parameter.grad
-        if grad is not None and grad.layout is torch.sparse_coo and not self.options.sparse_as_dense:
-            self._submit_sparse(slot, grad, sync)
+        if grad is not None and self._travels_sparse(slot, grad):
+            slot.was_unused = False
+            self._submit_sparse(slot, grad, sync, self._mark_of(slot))
         else:
             self._submit_dense(slot.name, [slot], sync)
 
-    def _submit_dense(self, name: str, slots: Sequence[Slot], sync: bool) -> None:
-        options = self.options
-        packed = [PackedGradient(slot, options) for slot in slots]
-        key = options, name, sync  # the options too: in a later session another optimizer may have the same name
-        kind = _kind(slots[0])
-        request = start_again(key, packed[0].sent, in_place=True) if len(packed) == 1 else None
-        if request is None:
-            spec = Spec(kind, name, options.op, options.prescale, options.postscale, options.wire)
-            sent = [item.sent for item in packed]
-            request = start_allreduce(sent, spec, in_place=True, sync=sync, key=key)
-        self._set_pending(slots, PendingReduction(request, packed))
+    def _travels_sparse(self, slot: Slot, grad: torch.Tensor) -> bool:
+        return slot.group is None and grad.layout is torch.sparse_coo and not self.options.sparse_as_dense
 
-    def _submit_sparse(self, slot: Slot, grad: torch.Tensor, sync: bool) -> PendingReduction:
+    def _mark_of(self, slot: Slot) -> int:
+        """The mark of the reduction, if ``slot`` has the first gradient, or is in one group with that one."""
+        mark = self.progress.mark
+        if not mark:
+            return 0
+        first = next((other for other in self.slots.values() if other.parameter.requires_grad), slot)
+        return mark if slot is first or (slot.group is not None and slot.group is first.group) else 0
+
+    def _submit_dense(self, name: str, slots: Sequence[Slot], sync: bool) -> None:
+        packed = [PackedGradient(slot, self.options) for slot in slots]
+        self._set_pending(slots, self._send(name, packed, sync, self._mark_of(slots[0])))
+
+    def _send(self, name: str, packed: Sequence[PackedGradient], sync: bool, mark: int) -> PendingReduction:
+        options = self.options
+        sent = [item.sent for item in packed]
+        if mark:
+            sent[0] = sent[0][(None,) * mark]
+        key = options, name, sync, mark  # the options too: in a later session another optimizer may have the same name
+        request = start_again(key, sent[0], in_place=True) if len(packed) == 1 else None
+        if request is None:
+            kind = _kind(packed[0].slot)
+            spec = Spec(kind, name, options.op, options.prescale, options.postscale, options.wire)
+            request = start_allreduce(sent, spec, in_place=True, sync=sync, key=key)
+        return PendingReduction(request, packed, mark)
+
+    def _submit_sparse(self, slot: Slot, grad: torch.Tensor, sync: bool, mark: int = 0) -> PendingReduction:
         own = grad.coalesce()
         scale = self.options.prescale * self.options.postscale / (_state.size() if self.options.op == Average else 1)
+        indices = own.indices().t().contiguous()[(slice(None),) + (None,) * mark]
         # The name is that of the dense form: another rank may send zeros for an unused parameter under that name.
-        request = start_allgather([own.indices().t().contiguous(), own.values()], _kind(slot), slot.name, sync=sync)
-        return self._set_pending([slot], PendingSparseReduction(request, slot, scale))
+        request = start_allgather([indices, own.values()], _kind(slot), slot.name, sync=sync)
+        return self._set_pending([slot], PendingSparseReduction(request, slot, scale, mark))
 
     def _set_pending(self, slots: Sequence[Slot], pending: PendingReduction) -> PendingReduction:
         for slot in slots:
@@ -108,22 +126,30 @@ class Exchange(Member):
         try:
             pending.finish()
         except MismatchError:
-            sparse = self._sparse_again(slot) if slot.group is None else None
-            if sparse is None:
+            again = self._start_again(slot, pending)
+            if again is None:
                 raise
-            sparse.finish()
+            again.finish()
 
-    def _sparse_again(self, slot: Slot) -> PendingReduction | None:
-        """After a mismatch, which every rank gets: tries again if some ranks had rows and the others zeros.
+    def _start_again(self, slot: Slot, pending: PendingReduction) -> PendingReduction | None:
+        """After a mismatch, which every rank gets: tries again if ranks are only at different places of a step, or if
+        some had sparse rows and the others zeros.
 
         A rank sends dense zeros for an unused parameter, since it does not know that the gradient is sparse elsewhere.
         Then all ranks submit sparse rows: those with zeros submit no rows.
+
+        Raises:
+            UsageError: Ranks are in different steps.
         """
+        name = slot.name if slot.group is None else slot.group.name
         grad = slot.parameter.grad
-        sparse_dims = 0 if grad is None or grad.layout is not torch.sparse_coo else grad.sparse_dim()
-        state = torch.tensor([[0 if slot.was_unused else 1, sparse_dims]])
-        everyone = start_allgather([state], _kind(slot), f"{slot.name}.form", sync=True).wait()[0].tensor.tolist()
-        forms = {dims for used, dims in everyone if used}
+        sparse_dims = grad.sparse_dim() if grad is not None and self._travels_sparse(slot, grad) else 0
+        state = torch.tensor([[0 if slot.was_unused else 1, sparse_dims, pending.mark]])
+        everyone = start_allgather([state], _kind(slot), f"{name}.form", sync=True).wait()[0].tensor.tolist()
+        is_apart = self.progress.meet([mark for _, _, mark in everyone])
+        forms = {dims for used, dims, _ in everyone if used}
+        if is_apart and forms <= {0}:
+            return self._send(name, pending.packed, True, 0)
         if len(forms) != 1 or forms == {0}:
             return None
         (dims,) = forms

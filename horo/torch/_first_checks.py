@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import gc
-import zlib
 from collections.abc import Iterable, Sequence
 
 import torch
 
 from horo.errors import UsageError
-from horo.torch._bytes import bytes_of
+from horo.torch._comparison import Comparison, checksum
 from horo.torch._gradients import Slot
-from horo.torch._requests import start_allreduce
-from horo.torch._staging import Spec
-from horo.torch.ops import Max
 
 __all__ = ["ParameterCheck", "refuse_ddp", "refuse_ddp_model"]
 
@@ -25,10 +21,11 @@ class ParameterCheck:
     """
 
     def __init__(self, label: str, slots: Sequence[Slot]) -> None:
-        self._names = [slot.name for slot in slots]
-        sums = torch.tensor([_checksum(slot.parameter) for slot in slots], dtype=torch.int64)
-        spec = Spec(f"{label}.check", "parameters", Max)
-        self.request = start_allreduce([torch.cat([sums, -sums])], spec, sync=True)
+        self._count = len(slots)
+        self._comparison = Comparison(
+            f"{label}.check", "parameters", {slot.name: checksum(slot.parameter) for slot in slots}
+        )
+        self.request = self._comparison.request
 
     def finish(self) -> None:
         """Waits.
@@ -36,13 +33,11 @@ class ParameterCheck:
         Raises:
             UsageError: Ranks have different parameters; the sentence names the first.
         """
-        (found,) = self.request.wait()
-        highest, lowest = found.view(2, -1)
-        different = (highest != -lowest).nonzero().flatten().tolist()
+        different = self._comparison.finish()
         if different:
             raise UsageError(
-                f"parameter {self._names[different[0]]!r} is not equal on all ranks before the first step "
-                f"({len(different)} of {len(self._names)} parameters are not); call "
+                f"parameter {different[0]!r} is not equal on all ranks before the first step "
+                f"({len(different)} of {self._count} parameters are not); call "
                 "hvd.broadcast_parameters(model.state_dict(), root_rank=0) before training begins"
             )
 
@@ -79,7 +74,3 @@ def _refusal(what: str) -> UsageError:
         f"{what} is wrapped in DistributedDataParallel, which averages gradients itself; with DistributedOptimizer "
         "leave the model unwrapped, or use DistributedDataParallel and the plain optimizer"
     )
-
-
-def _checksum(parameter: torch.Tensor) -> int:
-    return zlib.crc32(bytes_of(parameter.detach().contiguous()))

@@ -140,11 +140,12 @@ class PackedGradient(WatchedGradient):
 class PendingReduction:
     """A reduction in progress for the gradients of one or more slots. Its result is written in place."""
 
-    __slots__ = ("packed", "request")
+    __slots__ = ("mark", "packed", "request")
 
-    def __init__(self, request: Request | None, packed: Sequence[PackedGradient]) -> None:
+    def __init__(self, request: Request | None, packed: Sequence[PackedGradient], mark: int = 0) -> None:
         self.request = request
         self.packed = packed
+        self.mark = mark
 
     def finish(self) -> None:
         """Waits, and leaves the results in ``p.grad``.
@@ -180,8 +181,8 @@ class PendingSparseReduction(PendingReduction):
 
     __slots__ = ("_gathered", "scale", "slot")
 
-    def __init__(self, request: Request, slot: Slot, scale: float) -> None:
-        super().__init__(request, ())
+    def __init__(self, request: Request, slot: Slot, scale: float, mark: int) -> None:
+        super().__init__(request, (), mark)
         self._gathered = request
         self.slot = slot
         self.scale = scale
@@ -190,6 +191,7 @@ class PendingSparseReduction(PendingReduction):
         """As ``PendingReduction.finish``."""
         indices, values = (item.tensor for item in self._gathered.wait())
         parameter = self.slot.parameter
+        indices = indices.view(indices.shape[0], indices.shape[-1])  # without its mark
         # Other ranks have checked nothing either, and torch warns unless it is told whether to.
         total = torch.sparse_coo_tensor(indices.t(), values.mul_(self.scale), parameter.shape, check_invariants=True)
         parameter.grad = total.coalesce()

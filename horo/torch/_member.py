@@ -12,6 +12,7 @@ import torch
 from horo.errors import AbortedError, UsageError
 from horo.torch import _state
 from horo.torch._gradients import Slot
+from horo.torch._progress import StepProgress
 
 __all__ = ["Member"]
 
@@ -31,6 +32,7 @@ class Member(abc.ABC):
         self.newer = Newer()
         self.is_reduced = False
         """Whether the gradients of all parameters are averaged, and no step or local backward has followed."""
+        self.progress = StepProgress()
         self._session: _state.Session | None = None
         """The session that it has taken part in last."""
         self._are_named = False
@@ -59,6 +61,7 @@ class Member(abc.ABC):
             self.reset()
             self.is_reduced = False
         self._session = session
+        self.progress = StepProgress()
         self._is_first = True
         self._are_named = False
         for slot in self.slots.values():

@@ -27,6 +27,7 @@ from horo.torch import _state
 from horo.torch._exchange import Exchange
 from horo.torch._first_checks import ParameterCheck, refuse_ddp
 from horo.torch._gradients import Group, ReductionOptions, Slot
+from horo.torch._progress import refuse_different_steps
 from horo.torch._requests import Request
 from horo.torch._spans import span
 from horo.torch._step import ReducingClosure, closure_of, with_closure
@@ -124,21 +125,29 @@ class GradientReducer(Exchange):
 
     # -- the reduction of all gradients ----------------------------------------------------------------------------
 
-    def _reduce(self) -> None:
+    def _reduce(self, is_at_step: bool = False) -> None:
         """Reduces every gradient that is not yet in progress and waits for all.
 
         A parameter without a gradient takes part with zeros, because other ranks may have used it.
+
+        Args:
+            is_at_step: ``step()`` calls, so this rank has had no time to change the result before.
 
         Raises:
             MismatchError: Ranks sent different things for one parameter; the others are reduced.
             UsageError: A gradient was changed while it was being reduced.
             GroupError: A rank is lost or horo was shut down.
         """
-        reduce_together([self])
+        self.progress.is_at_step = is_at_step
+        try:
+            reduce_together([self])
+        finally:
+            self.progress.is_at_step = False
 
     def submit_all(self) -> Request | None:
         """Submits all gradients that are not in progress; returns the last request. Autograd is off."""
         self.follow_session()
+        self.progress.begin()
         self._due = self._active()
         self.name_gradients()
         if self._is_first:
@@ -148,6 +157,7 @@ class GradientReducer(Exchange):
             self._check = ParameterCheck(self.label, self._due)
             last = self._check.request
         self._is_first = False
+        self.progress.reductions += 1
         return last
 
     def finish_all(self) -> None:
@@ -199,6 +209,7 @@ class GradientReducer(Exchange):
                 self.refuse_local()
             else:
                 self.reduce_for_step(optimizer)
+            self._refuse_different_steps()
             return None
         if isinstance(closure, ReducingClosure):
             return None  # a step() that calls the step() of its base class
@@ -207,6 +218,8 @@ class GradientReducer(Exchange):
     def after_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A torch step post-hook."""
         self.is_reduced = False
+        if not (self._skip and self._paused):  # else it is a step of this rank alone
+            self.progress.reductions = 0
 
     def begin_closure(self) -> None:
         """Called before the closure of a step: what it leaves is not reduced, unless it says so."""
@@ -217,7 +230,19 @@ class GradientReducer(Exchange):
         if self._skip:
             self.refuse_local()
         elif not self.is_reduced:
-            self._reduce()
+            self._reduce(is_at_step=True)
+        self._refuse_different_steps()
+
+    def _refuse_different_steps(self) -> None:
+        """Compares gradients, if ranks were not at the same place when they were reduced.
+
+        Raises:
+            UsageError: They are not equal any more.
+        """
+        optimizer = self._optimizer()
+        if self.progress.late and optimizer is not None:
+            late, self.progress.late = self.progress.late, []
+            refuse_different_steps(self.label, self._active(), optimizer.param_groups, late)
 
     def refuse_local(self) -> None:
         """Refuses gradients that are not averaged.

@@ -120,13 +120,17 @@ class StepReducer(GradientReducer):
                 stacklevel=4,
             )
         else:
-            self._reduce()
+            self._reduce(is_at_step=True)
         self._stamp = self._take_stamp() if self._nested else None
 
     def after_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A torch step post-hook."""
         super().after_step(optimizer, args, kwargs)
         self._stamp = None
+
+    def _reduce(self, is_at_step: bool = False) -> None:
+        # In this order of calls every rank reduces at step(); only one that had no backward differs from the others.
+        super()._reduce(is_at_step and not self.is_local)
 
     def _take_stamp(self) -> list[tuple[torch.Tensor, int]]:
         grads = [slot.parameter.grad for slot in self._active()]

@@ -89,9 +89,11 @@ def DistributedOptimizer(
 
     ``backward()`` blocks until all ranks have come to the end of theirs: ranks call ``backward()`` equally often and in
     the same order. Every parameter that requires grad takes part in it, with zeros if this rank did not use it. If a
-    backward uses no parameter of the optimizer at all, this rank takes part at ``step()``. There, gradients that no
-    backward has averaged are averaged too (set by hand, made inside ``no_sync()``). Parameters frozen or thawed later
-    are detected; ranks must freeze and thaw alike. ``step(closure)`` gives the optimizer the mean of the ranks' losses.
+    backward uses no parameter of the optimizer at all, or none is called, this rank takes part at ``step()``. There,
+    gradients that no backward has averaged are averaged too (set by hand, made inside ``no_sync()``). If other ranks
+    have changed theirs by then, as by clipping, that is an error on all; ``synchronize()`` on every rank, before
+    gradients are used, takes part in time. Parameters frozen or thawed later are detected; ranks must freeze and
+    thaw alike. ``step(closure)`` gives the optimizer the mean of the ranks' losses.
 
     The first reduction compares the parameters of all ranks, so that a forgotten ``broadcast_parameters`` is an error.
     Errors of communication come out of ``backward()``: ``MismatchError``, another ``GroupError`` when a rank is lost.

@@ -1,0 +1,55 @@
+"""Compares what must be equal on all ranks, by checksums."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from horo.torch._bytes import bytes_of
+from horo.torch._requests import start_allreduce
+from horo.torch._staging import Spec
+from horo.torch.ops import Max
+
+__all__ = ["Comparison", "checksum", "options_of"]
+
+
+class Comparison:
+    """Compares a checksum of each of several things over all ranks, in one small allreduce."""
+
+    def __init__(self, label: str, name: str, values: Mapping[str, int]) -> None:
+        self._names = sorted(values)
+        sums = torch.tensor([values[name] for name in self._names], dtype=torch.int64)
+        self.request = start_allreduce([torch.cat([sums, -sums])], Spec(label, name, Max), sync=True)
+
+    def finish(self) -> list[str]:
+        """Waits; the names of what is not equal on all ranks."""
+        (found,) = self.request.wait()
+        highest, lowest = found.view(2, -1)
+        return [self._names[index] for index in (highest != -lowest).nonzero().flatten().tolist()]
+
+
+def checksum(value: Any) -> int:
+    """A checksum of a tensor, of a number, or of what is made of them; 0 for what has none."""
+    if isinstance(value, torch.Tensor):
+        if value.layout is torch.sparse_coo:
+            value = value.coalesce()
+            return checksum((value.indices(), value.values()))
+        return zlib.crc32(bytes_of(value.detach().contiguous()))
+    if isinstance(value, (bool, int, float)):
+        return zlib.crc32(repr(float(value)).encode())
+    if isinstance(value, Mapping):
+        return checksum([value[key] for key in sorted(value, key=str)])
+    if isinstance(value, (list, tuple)):
+        return zlib.crc32(b"".join(checksum(item).to_bytes(4, "little") for item in value))
+    return 0
+
+
+def options_of(groups: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """A checksum of the options (``lr`` and others) of each parameter group of an optimizer."""
+    return {
+        f"the options of parameter group {number}": checksum({k: v for k, v in group.items() if k != "params"})
+        for number, group in enumerate(groups)
+    }

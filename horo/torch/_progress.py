@@ -1,0 +1,101 @@
+"""Where a rank is in a training step when it takes part in a reduction; ranks that are not at the same place are found.
+
+All ranks reduce in ``backward()`` (or ``synchronize()``), and mostly once per step. A rank that has skipped a backward
+takes part from ``step()``, when the others have returned and may have changed their gradients; one that has a backward
+more meets the others in their next step. Such a reduction has a mark: its first gradient travels with dimensions of
+length 1 in front of its shape. So ranks at the same place meet at no cost, and others get a mismatch, tell each other
+their marks, and reduce again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from horo.errors import UsageError
+from horo.torch._comparison import Comparison, checksum, options_of
+from horo.torch._gradients import Slot
+
+__all__ = ["StepProgress", "refuse_different_steps"]
+
+_LATER = 1
+"""It is not the first reduction since the last step."""
+_AT_STEP = 2
+"""The reduction began in ``step()``."""
+
+
+class StepProgress:
+    """Where this rank is since its last step."""
+
+    def __init__(self) -> None:
+        self.reductions = 0
+        self.is_at_step = False
+        self.late: list[int] = []
+        """The ranks that took part in the last reduction from ``step()``, if others did not."""
+
+    @property
+    def mark(self) -> int:
+        """How many dimensions the first gradient has more than its parameter; 0 in an ordinary step."""
+        return (_LATER if self.reductions else 0) + (_AT_STEP if self.is_at_step else 0)
+
+    def begin(self) -> None:
+        """Called when a backward or a reduction begins.
+
+        Raises:
+            UsageError: Another rank waits at its step for this one's.
+        """
+        if self.late:
+            raise UsageError(
+                f"{_ranks(self.late)} took part in the last reduction without a backward() and waits in "
+                "optimizer.step(), but this rank computes gradients again without having called it; call backward() "
+                "and step() equally often on all ranks"
+            )
+
+    def meet(self, marks: Sequence[int]) -> bool:
+        """Whether ranks, of which these are the marks, were at different places of the same step.
+
+        Raises:
+            UsageError: They are in different steps.
+        """
+        ahead = [rank for rank, mark in enumerate(marks) if not mark & _LATER]
+        behind = [rank for rank, mark in enumerate(marks) if mark & _LATER]
+        if ahead and behind:
+            raise UsageError(
+                f"{_ranks(behind)} has called backward() once more since its last optimizer.step(), but "
+                f"{_ranks(ahead)} had called step() already, so gradients of different steps were added up; call "
+                "backward() equally often per step on all ranks, or run each inside optimizer.no_sync() and call "
+                "optimizer.synchronize() once per step on every rank"
+            )
+        late = [rank for rank, mark in enumerate(marks) if mark & _AT_STEP]
+        self.late = late if len(late) < len(marks) else []
+        return bool(self.late)
+
+
+def refuse_different_steps(
+    label: str, slots: Iterable[Slot], groups: Iterable[Mapping[str, Any]], late: list[int]
+) -> None:
+    """Compares gradients and options over all ranks, after a reduction that some ranks have joined late.
+
+    Args:
+        label: What the name of the operation begins with.
+        slots: Have the gradients.
+        groups: The parameter groups of the optimizer.
+        late: The late ranks, for the message.
+
+    Raises:
+        UsageError: Ranks would do different steps.
+    """
+    values = {f"the gradient of {slot.name!r}": checksum(slot.parameter.grad) for slot in slots}
+    different = Comparison(f"{label}.check", "step", values | options_of(groups)).finish()
+    if different:
+        verb = "is" if different[0].startswith("the gradient") else "are"
+        raise UsageError(
+            f"{_ranks(late)} took part in the reduction from optimizer.step(), without a backward() before it, when "
+            f"other ranks had their gradients already; now {different[0]} {verb} not equal on all ranks, as after "
+            "clipping: call optimizer.synchronize() on every rank before gradients are used (it does nothing after a "
+            "backward())"
+        )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {', '.join(str(rank) for rank in ranks)}"
