@@ -11,12 +11,10 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from horo.runner.agent.command import StartError, with_python
+from horo.runner.agent.command import StartError, with_python, without
 from horo.runner.agent.machine import host_facts
 from horo.runner.agent.messages import MAGIC, Frame, FrameError, FrameReader, Kind, encode, encode_json
 from horo.runner.agent.ranks import PASSED_ON, Event, Exited, HostRanks, Noted, Output, Started, reap
@@ -158,7 +156,7 @@ class _Agent:
             job["grace_s"],
             self._emit,
         )
-        common = {**_without(os.environ, job["unset"]), **job["environment"]}
+        common = {**without(os.environ, job["unset"]), **job["environment"]}
         environments = {int(rank): {**common, **own} for rank, own in job["ranks"].items()}
         try:
             if not Path(cwd).is_dir():
@@ -245,15 +243,6 @@ class _Agent:
         if paused != self._paused and self._ranks:
             self._paused = paused
             self._ranks.pause(paused)
-
-
-def _without(environment: Mapping[str, str], patterns: Sequence[str]) -> dict[str, str]:
-    """``environment`` less the variables that match a pattern."""
-    return {
-        name: value
-        for name, value in environment.items()
-        if not any(fnmatchcase(name, pattern) for pattern in patterns)
-    }
 
 
 if __name__ == "__main__":

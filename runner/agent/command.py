@@ -1,14 +1,23 @@
-"""The command of the ranks: a program, a Python script or a module, and why a host cannot start it."""
+"""The command of the ranks: a program, a Python script or a module, its environment, and why a host cannot start it."""
 
 from __future__ import annotations
 
 import errno
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 
-__all__ = ["EXIT_NOT_EXECUTABLE", "EXIT_NOT_FOUND", "StartError", "explain_failure", "is_for_python", "with_python"]
+__all__ = [
+    "EXIT_NOT_EXECUTABLE",
+    "EXIT_NOT_FOUND",
+    "StartError",
+    "explain_failure",
+    "is_for_python",
+    "with_python",
+    "without",
+]
 
 EXIT_NOT_EXECUTABLE = 126
 EXIT_NOT_FOUND = 127
@@ -73,3 +82,12 @@ def explain_failure(error: OSError, program: str, cwd: str, host: str) -> StartE
     else:
         message = f"no such file on {host}: {program!r}"
     return StartError(message, EXIT_NOT_FOUND)
+
+
+def without(environment: Mapping[str, str], patterns: Sequence[str]) -> dict[str, str]:
+    """``environment`` less the variables that match a pattern."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if not any(fnmatchcase(name, pattern) for pattern in patterns)
+    }

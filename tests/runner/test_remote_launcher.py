@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from horo.runner.agent.command import without
 from horo.runner.config import Ssh
 from horo.runner.hosts import Host
-from horo.runner.job.environment import without
 from horo.runner.network import connection
 from horo.runner.start.remote_launcher import LaunchMethod
 from horo.runner.start.srun import SrunLaunchMethod, knows_overlap
