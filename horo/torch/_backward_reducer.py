@@ -38,8 +38,9 @@ class BackwardReducer(GradientReducer):
         names: dict[torch.Tensor, str],
         groups: Sequence[Sequence[torch.Tensor]],
     ) -> None:
-        self._accumulators: list[Any] = []
-        """Autograd's nodes that have a hook. A node goes with its hooks when nobody refers to it."""
+        self._accumulators: dict[torch.Tensor, tuple[torch.dtype, Any]] = {}
+        """By parameter, autograd's node that has a hook, and for which dtype it was made. A node goes with its hooks
+        when nobody refers to it, and a parameter that gets another dtype gets another node."""
         super().__init__(optimizer, options, names, groups)
         self._run = -1
         """Autograd's number of the run that called a hook last; -1 outside backward."""
@@ -75,6 +76,8 @@ class BackwardReducer(GradientReducer):
         if run != self._run:
             self._enter(run)
         slot = self.slots[parameter]
+        if slot.summed is not None:
+            _refuse_added(slot)
         if slot.pending is not None:
             raise UsageError(
                 f"the gradient of {slot.name!r} was computed again while it was being reduced: the parameter is used "
@@ -106,6 +109,8 @@ class BackwardReducer(GradientReducer):
         super().finish_all()
         if self.options.op == Sum:
             for slot in self._due:
+                if slot.parameter in self._accumulators:
+                    self._watch_accumulation(slot.parameter)
                 grad = slot.parameter.grad
                 slot.summed = None if grad is None else (weakref.ref(grad), _state.size())
 
@@ -192,11 +197,19 @@ class BackwardReducer(GradientReducer):
     def _hook(self, parameter: Any) -> None:
         super()._hook(parameter)
         if self.options.op == Sum:
-            with torch.enable_grad():
-                edge: Any = parameter.view_as(parameter).grad_fn
-            node = edge.next_functions[0][0]
-            self._accumulators.append(node)
-            self._hooks.append(node.register_prehook(_divider_of(weakref.ref(self), parameter)))
+            self._watch_accumulation(parameter)
+
+    def _watch_accumulation(self, parameter: torch.Tensor) -> None:
+        """Has the sum divided before autograd adds to it."""
+        if parameter in self._accumulators and self._accumulators[parameter][0] is parameter.dtype:
+            return
+        if not parameter.requires_grad:
+            return
+        with torch.enable_grad():
+            edge: Any = parameter.view_as(parameter).grad_fn
+        node = edge.next_functions[0][0]
+        self._accumulators[parameter] = parameter.dtype, node
+        self._hooks.append(node.register_prehook(_divider_of(weakref.ref(self), parameter)))
 
 
 def _divide_sum(slot: Slot) -> None:
@@ -210,10 +223,45 @@ def _divide_sum(slot: Slot) -> None:
             grad.mul_(1 / ranks)
 
 
+def _refuse_replaced(slot: Slot) -> None:
+    """Refuses to add to a gradient of which nobody knows whether it is a sum over the ranks.
+
+    Raises:
+        UsageError: It was replaced since it was summed.
+    """
+    if slot.summed is None:
+        return
+    grad = slot.parameter.grad
+    if grad is not None and grad is not slot.summed[0]():
+        slot.summed = None
+        raise UsageError(
+            f"op=Sum: the gradient of {slot.name!r} was replaced after it was summed over the ranks, and this "
+            "backward() would add to it; change gradients in place (p.grad.copy_(...)), or clear them first by "
+            "optimizer.zero_grad()"
+        )
+
+
+def _refuse_added(slot: Slot) -> None:
+    """Called after autograd has accumulated into a gradient that may be a sum over the ranks still.
+
+    Raises:
+        UsageError: It was, so what it was has been added to undivided.
+    """
+    summed, slot.summed = slot.summed, None
+    if summed is not None and (grad := summed[0]()) is not None and grad is slot.parameter.grad:
+        raise UsageError(
+            f"op=Sum: parameter {slot.name!r} has got another dtype ({slot.parameter.dtype}) since its gradient was "
+            "summed over the ranks, and this backward() has added to that sum; call optimizer.zero_grad() after the "
+            "dtype of a model changes"
+        )
+
+
 def _divider_of(reducer: weakref.ref[BackwardReducer], parameter: torch.Tensor) -> Callable[[Any], None]:
     def divide(_: Any) -> None:
         target = reducer()
         if target is not None:
-            _divide_sum(target.slots[parameter])
+            slot = target.slots[parameter]
+            _refuse_replaced(slot)
+            _divide_sum(slot)
 
     return divide
