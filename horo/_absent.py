@@ -9,7 +9,7 @@ from types import ModuleType
 __all__ = ["explain_imports", "explain_part"]
 
 _PARTS = {"horo._native": "its extension, the native core, is not built", "horo.runner": "it has no launcher"}
-"""What only an installation has."""
+"""Parts that a source folder may lack."""
 
 
 class _Finder:
@@ -41,7 +41,7 @@ def explain_part(name: str) -> str:
         return f"the horo in {package} is not complete ({name} is missing): pip install --force-reinstall horo"
     here = f"{root} holds horo's source, and {_PARTS[name]}"
     others = [folder for folder in map(Path, sys.path) if folder.resolve() != root]
-    hidden = next((folder for folder in others if (folder / "horo" / "runner").is_dir()), None)
+    hidden = next((folder for folder in others if any((folder / "horo").glob("_native*.so"))), None)
     if hidden is not None:
         return (
             f"{here}: it hides the horo that is installed in {hidden}; start from another folder and keep this one off "
