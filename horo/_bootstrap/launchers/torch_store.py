@@ -23,6 +23,10 @@ __all__ = ["TorchStore", "open_torch_store"]
 
 _SLICE_S = 0.5
 """Longest wait on torch's server before the key ``unless`` is looked at again."""
+_LOOK_S = 0.1
+"""Wait for a key that should be there or is not: a look, for versions of torch that have none."""
+_FAILURES = (RuntimeError, TimeoutError)
+"""What calls of torch's store raise: the oldest versions of torch have TimeoutError where others have their own."""
 
 
 class TorchStore:
@@ -38,18 +42,18 @@ class TorchStore:
     def get_many(self, keys: Sequence[str], timeout_s: float, unless: str | None = None) -> list[bytes]:
         deadline = time.monotonic() + timeout_s
         while True:
-            if unless is not None and self._call("check", [unless]):
+            if unless is not None and self._has([unless]):
                 raise StoreAbandonedError(bytes(self._call("get", unless)))
             if not keys:
                 return []
-            if self._call("check", list(keys)):
+            if self._has(keys):
                 return [bytes(value) for value in self._call("multi_get", list(keys))]
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                raise StoreTimeoutError([key for key in keys if not self._call("check", [key])] or list(keys))
-            # A wait that times out raises, in every version of torch another class; check() then tells whether the
-            # store is still there.
-            with contextlib.suppress(RuntimeError):
+                raise StoreTimeoutError([key for key in keys if not self._has([key])] or list(keys))
+            # A wait that times out raises, in every version of torch another class; the next look then tells whether
+            # the store is still there.
+            with contextlib.suppress(*_FAILURES):
                 self._store.wait(list(keys), timedelta(seconds=min(left_s, _SLICE_S)))
 
     def get(self, key: str, timeout_s: float, unless: str | None = None) -> bytes:
@@ -68,10 +72,22 @@ class TorchStore:
     def close(self) -> None:
         """The connection is kept for the process's next start; torch closes it at exit."""
 
+    def _has(self, keys: Sequence[str]) -> bool:
+        """Whether the store has all of them."""
+        if hasattr(self._store, "check"):
+            return bool(self._call("check", list(keys)))
+        # torch 2.1 has no check(), and its compare_set() crashes on a key that is missing.
+        try:
+            self._store.wait(list(keys), timedelta(seconds=_LOOK_S))
+        except _FAILURES:
+            self._call("num_keys")  # fails where the store is gone
+            return False
+        return True
+
     def _call(self, method: str, *arguments: Any) -> Any:
         try:
             return getattr(self._store, method)(*arguments)
-        except RuntimeError as error:
+        except _FAILURES as error:
             raise PeerLostError(f"torch's store at {self._where} is gone: {error}") from error
 
 
@@ -105,7 +121,7 @@ def open_torch_store(master: TorchMaster, rank: int, timeout_s: float) -> tuple[
                 wait_for_workers=False,
                 multi_tenant=True,
             )
-        except RuntimeError as error:
+        except _FAILURES as error:
             raise PeerLostError(
                 f"torch's store at {where} cannot be reached: {error}. (torch asks a name server about every peer, one "
                 "after the other: where that is slow, raise HORO_START_TIMEOUT or name the hosts in /etc/hosts.)"
