@@ -49,6 +49,8 @@ def test_a_code_that_is_not_0_is_heard_with_its_words(
         # what is caught ends nothing
         "\n    try:\n        sys.exit(7)\n    except SystemExit as error:\n        assert error.code == 7",
         "\n    thread = threading.Thread(target=sys.exit, args=(7,))\n    thread.start()\n    thread.join()",
+        # Python 3.12 and later warn of a fork beside torch's threads
+        "\n    import warnings\n    warnings.simplefilter('ignore')"
         "\n    if os.fork() == 0:\n        sys.exit(7)\n    assert os.waitstatus_to_exitcode(os.wait()[1]) == 7",
     ],
 )
