@@ -46,27 +46,42 @@ static double partial_scale_of(const struct hr_team *team, const horo_request *c
     return hr_partial_scale(codec_of(call), hr_operation_of(call->reduce_op), postscale_of(team, call).factor);
 }
 
-void hr_carried_pack(const struct hr_team *team, const horo_request *call, void *packed) {
+static void scale(const struct hr_team *team, const horo_request *call, void *packed, struct hr_scale by) {
     const struct hr_codec *codec = codec_of(call);
-    const struct hr_kernel *kernel = team->node->kernel;
-    const size_t count = value_count(&call->tensors[0], limit_of(team));
-    const double partial = partial_scale_of(team, call);
-    codec->pack(codec, kernel, packed, call->tensors[0].input, count, call->prescale, HR_STORE_ORDINARY);
-    if (partial != 1.0) {
-        codec->scale(codec, kernel, packed, hr_codec_blocks(codec, hr_codec_bytes(codec, count)), hr_scale_by(partial));
+    if (hr_scale_changes(by)) {
+        codec->scale(codec, team->node->kernel, packed, hr_codec_blocks(codec, hr_carried_bytes(team, call)), by);
     }
 }
 
-void hr_carried_reduce(const struct hr_team *team, const horo_request *call, const void *const *contributions,
-                       int count, int is_root, void *packed) {
+static void reduce(const struct hr_team *team, const horo_request *call, const void *const *contributions, int count,
+                   void *packed, double factor) {
     const struct hr_codec *codec = codec_of(call);
-    struct hr_scale scale = hr_scale_by(1.0);
-    if (is_root) {
-        scale = postscale_of(team, call);
-        scale.factor /= partial_scale_of(team, call);
-    }
     codec->reduce(codec, team->node->kernel, hr_operation_of(call->reduce_op), packed, NULL, contributions, count,
-                  hr_codec_blocks(codec, hr_carried_bytes(team, call)), scale, HR_STORE_ORDINARY);
+                  hr_codec_blocks(codec, hr_carried_bytes(team, call)), hr_scale_by(factor), HR_STORE_ORDINARY);
+}
+
+void hr_carried_pack(const struct hr_team *team, const horo_request *call, void *packed) {
+    const struct hr_codec *codec = codec_of(call);
+    const size_t count = value_count(&call->tensors[0], limit_of(team));
+    codec->pack(codec, team->node->kernel, packed, call->tensors[0].input, count, call->prescale, HR_STORE_ORDINARY);
+    if (team->local_size == 1) {
+        scale(team, call, packed, hr_scale_by(partial_scale_of(team, call)));
+    }
+}
+
+void hr_carried_reduce_host(const struct hr_team *team, const horo_request *call, const void *const *contributions,
+                            void *packed) {
+    reduce(team, call, contributions, team->local_size, packed, partial_scale_of(team, call));
+}
+
+void hr_carried_reduce(const struct hr_team *team, const horo_request *call, const void *const *sums, int count,
+                       int is_root, void *packed) {
+    reduce(team, call, sums, count, packed, 1.0);
+    if (is_root) {
+        struct hr_scale postscale = postscale_of(team, call);
+        postscale.factor /= partial_scale_of(team, call);
+        scale(team, call, packed, postscale);
+    }
 }
 
 void hr_carried_unpack(const struct hr_team *team, const horo_request *call, const void *packed) {

@@ -2,6 +2,9 @@
  * The arithmetic of a small allreduce that needs no collective: its data travels up the tree of agreement with the
  * announcements, as packed values, and its result travels down in the record of the log. All functions look at one
  * request of one tensor, of which ranks that have agreed on it have the same but for the memory.
+ *
+ * Each host first takes the sum of its own ranks, and values are scaled and rounded where a collective does that
+ * (two_level.c). So on two hosts a sum has the same bits, whichever way it takes.
  */
 #ifndef HR_BACKEND_CARRIED_H
 #define HR_BACKEND_CARRIED_H
@@ -11,15 +14,19 @@
 /* The packed bytes of the request's values; 0: it cannot be carried, or is too large to be, in this team. */
 size_t hr_carried_bytes(const struct hr_team *team, const horo_request *call);
 
-/* This rank's values, packed. */
+/* This rank's values, packed; where it is alone on its host, they are the host's sum. */
 void hr_carried_pack(const struct hr_team *team, const horo_request *call, void *packed);
 
+/* The host's sum, of what its several ranks have packed, in their order; `packed` may be the first of them. */
+void hr_carried_reduce_host(const struct hr_team *team, const horo_request *call, const void *const *contributions,
+                            void *packed);
+
 /*
- * The reduction of `count` contributions, in the order in which they are given, into `packed`, which may be the first
- * of them; at the root, whose contributions are those of all ranks, also what comes after the reduction.
+ * The sum of `count` sums of hosts, in the order in which they are given, into `packed`, which may be the first of
+ * them; at the root, whose sums are those of all hosts, also what comes after the reduction.
  */
-void hr_carried_reduce(const struct hr_team *team, const horo_request *call, const void *const *contributions,
-                       int count, int is_root, void *packed);
+void hr_carried_reduce(const struct hr_team *team, const horo_request *call, const void *const *sums, int count,
+                       int is_root, void *packed);
 
 /* The result, from the root. Equal on all ranks, to the bit. */
 void hr_carried_unpack(const struct hr_team *team, const horo_request *call, const void *packed);

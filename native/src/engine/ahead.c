@@ -81,10 +81,7 @@ int hr_ahead_go(struct hr_lane *lane) {
     struct hr_leader *leader = &lane->leader;
     const struct hr_carry *carry = &leader->carry;
     if (lane->team->local_size > 1) {
-        for (int i = 0; i < lane->team->local_size; i++) {
-            carry->contributions[i] = hr_carry_data(lane, i);
-        }
-        HR_TRY(hr_carry_reduce(lane, lane->team->local_size, 0, own_sum(lane)));
+        HR_TRY(hr_carry_reduce_host(lane, own_sum(lane)));
     }
     struct hr_buffer *out = &leader->links[0].out;
     size_t mark;

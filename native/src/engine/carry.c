@@ -1,9 +1,9 @@
 /*
  * Small data that travels with the agreement. An operation that is alone in its lane has its data beside its
- * announcement; leaders reduce what their members carry, in the order of the members, and the record of the log brings
- * the result: one trip up the tree and one down, and no collective. Where any member announces without data, or several
- * operations are under way, the data is dropped, and a batch does what it always does: to carry costs bytes, and never
- * decides anything.
+ * announcement; leaders reduce what their ranks carry, then the sums of hosts, in the order of the members, and the
+ * record of the log brings the result: one trip up the tree and one down, and no collective. Where any member announces
+ * without data, or several operations are under way, the data is dropped, and a batch does what it always does: to
+ * carry costs bytes, and never decides anything.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -88,24 +88,55 @@ int hr_carry_lacks_last(const struct hr_lane *lane) {
     return carry->id != 0 && carry->count == last && !carry->has[last];
 }
 
-int hr_carry_reduce(struct hr_lane *lane, int count, int is_root, uint8_t *packed) {
-    struct hr_carry *carry = &lane->leader.carry;
-    const struct hr_request *request = hr_lane_find_id(lane, carry->id); /* this rank is a member, too */
-    if (request == NULL || hr_carried_bytes(lane->team, &request->call) != carry->bytes) {
+/* What this is about; NULL: what was carried is no data of it. */
+static const struct hr_request *find_request(const struct hr_lane *lane) {
+    const struct hr_request *request = hr_lane_find_id(lane, lane->leader.carry.id); /* this rank is a member, too */
+    const int fits = request != NULL && hr_carried_bytes(lane->team, &request->call) == lane->leader.carry.bytes;
+    return fits ? request : NULL;
+}
+
+int hr_carry_reduce_host(struct hr_lane *lane, uint8_t *packed) {
+    const struct hr_request *request = find_request(lane);
+    if (request == NULL) {
         return HORO_ERR_INTERNAL;
     }
-    hr_carried_reduce(lane->team, &request->call, carry->contributions, count, is_root, packed);
+    for (int i = 0; i < lane->team->local_size; i++) {
+        lane->leader.carry.contributions[i] = hr_carry_data(lane, i);
+    }
+    hr_carried_reduce_host(lane->team, &request->call, lane->leader.carry.contributions, packed);
     return HORO_OK;
+}
+
+int hr_carry_reduce(struct hr_lane *lane, int count, int is_root, uint8_t *packed) {
+    const struct hr_request *request = find_request(lane);
+    if (request == NULL) {
+        return HORO_ERR_INTERNAL;
+    }
+    hr_carried_reduce(lane->team, &request->call, lane->leader.carry.contributions, count, is_root, packed);
+    return HORO_OK;
+}
+
+/* The sum of this host and of all below it, in the place of the first member's data. */
+static int reduce_all(struct hr_lane *lane) {
+    const struct hr_carry *carry = &lane->leader.carry;
+    const int local_size = lane->team->local_size;
+    const int children = member_count(lane) - local_size;
+    if (local_size > 1) {
+        HR_TRY(hr_carry_reduce_host(lane, carry->data));
+    }
+    if (children == 0) {
+        return HORO_OK;
+    }
+    carry->contributions[0] = carry->data;
+    for (int i = 0; i < children; i++) {
+        carry->contributions[1 + i] = hr_carry_data(lane, local_size + i);
+    }
+    return hr_carry_reduce(lane, 1 + children, lane->is_root, carry->data);
 }
 
 int hr_carry_write(struct hr_lane *lane, struct hr_buffer *out) {
     struct hr_carry *carry = &lane->leader.carry;
-    for (int i = 0; i < member_count(lane); i++) {
-        carry->contributions[i] = hr_carry_data(lane, i);
-    }
-    if (member_count(lane) > 1) {
-        HR_TRY(hr_carry_reduce(lane, member_count(lane), lane->is_root, carry->data));
-    }
+    HR_TRY(reduce_all(lane));
     hr_agree_take_lone(&lane->leader.agree);
     carry->is_sent = !lane->is_root;
     size_t mark;

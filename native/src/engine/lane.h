@@ -237,7 +237,12 @@ uint8_t *hr_carry_data(const struct hr_lane *lane, int member);
 int hr_carry_lacks_last(const struct hr_lane *lane);
 /* Room for data of another host, where this one has carried none; HORO_OK or HORO_ERR_RESOURCE. */
 int hr_carry_reserve(struct hr_lane *lane);
-/* The sum of the first `count` contributions into `packed`; is_root: with all that comes after. HORO_OK or a status. */
+/* The sum of what the several ranks of this host have carried, into `packed`. HORO_OK or a status. */
+int hr_carry_reduce_host(struct hr_lane *lane, uint8_t *packed);
+/*
+ * The sum of the first `count` contributions, each of hosts, into `packed`; is_root: with all that comes after. HORO_OK
+ * or a status.
+ */
 int hr_carry_reduce(struct hr_lane *lane, int count, int is_root, uint8_t *packed);
 void hr_carry_fini(struct hr_lane *lane);
 
