@@ -1,13 +1,14 @@
 """Whether all threads of this process that use horo wait, and where in the program they do.
 
 Looked at only by a thread that has waited for a while, so that a call that is quick pays nothing. The truth is taken
-from the frames of the threads: a thread waits exactly if it is inside ``Context._wait_long``, also where a signal
-handler runs on top of it.
+from the frames of the threads: a thread waits exactly if it is inside ``Context._wait_long`` and no signal handler runs
+on top of that, which may submit something.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import sysconfig
 import threading
@@ -21,6 +22,8 @@ from typing import NamedTuple
 __all__ = ["Blocked", "Wait", "describe_blocked", "describe_stacks", "innermost_own", "is_of_horo", "place_of"]
 
 _HORO = str(Path(__file__).resolve().parent) + os.sep
+_ALARM_S = 30.0
+"""An alarm that rings within this time may end a wait; one that rings later limits the time of a whole job."""
 _CALLS_SHOWN = 12
 """Of a thread; the outer ones say less."""
 _WAITS = tuple(
@@ -86,7 +89,8 @@ def describe_blocked(context: object, wait: CodeType, callers: Iterable[int], *,
     """What the threads do that have called horo.
 
     In a process that is one rank alone, those that may call it count too: the main thread, and those that run the
-    program's own code; threads of libraries where they do not merely wait for work.
+    program's own code; threads of libraries where they do not merely wait for work; and an alarm that rings soon, whose
+    handler may submit something or end a wait.
 
     Args:
         context: whose calls count.
@@ -104,7 +108,7 @@ def describe_blocked(context: object, wait: CodeType, callers: Iterable[int], *,
         counted |= timers | {threading.main_thread().ident}
     # A caller that is not among these has ended, or runs no Python, as a thread of autograd does between two hooks.
     for thread, frame in frames.items():
-        found = _find_wait(frame, context, wait)
+        found = _find_wait(frame, context, wait, is_looking=thread == threading.get_ident())
         if found is not None:
             waits.append(found)
             foreign_waits |= thread not in names and _is_of_library([*_outwards(frame)][-1].f_code.co_filename)
@@ -117,7 +121,14 @@ def describe_blocked(context: object, wait: CodeType, callers: Iterable[int], *,
     frames.clear()  # it has this function's own, which has it: a circle
     # Backward of a GPU runs hooks in a thread of autograd, for whose end the thread that called backward() waits.
     others += [] if foreign_waits else backward
-    return Blocked(waits, f"thread {names.get(others[0], others[0])!r}" if others else "")
+    if others:
+        return Blocked(waits, f"thread {names.get(others[0], others[0])!r}")
+    return Blocked(waits, "the alarm" if is_alone and _alarm_rings_soon() else "")
+
+
+def _alarm_rings_soon() -> bool:
+    left_s, _ = signal.getitimer(signal.ITIMER_REAL)
+    return 0 < left_s <= _ALARM_S and callable(signal.getsignal(signal.SIGALRM))
 
 
 def describe_stacks(callers: Iterable[int]) -> str:
@@ -147,10 +158,14 @@ def _awaits_work(frame: FrameType) -> bool:
     return is_idle and all(_is_of_library(each.f_code.co_filename) for each in _outwards(frame))
 
 
-def _find_wait(frame: FrameType, context: object, wait: CodeType) -> Wait | None:
+def _find_wait(frame: FrameType, context: object, wait: CodeType, *, is_looking: bool) -> Wait | None:
+    above: FrameType | None = None
     for each in _outwards(frame):
         if each.f_code is wait and each.f_locals.get("self") is context:
-            return Wait(each.f_locals["handle"], place_of(each))
+            # Above it stands code that looks at threads, or what came by itself: a signal handler, a finalizer.
+            is_own = is_looking or above is None or is_of_horo(above.f_code.co_filename)
+            return Wait(each.f_locals["handle"], place_of(each)) if is_own else None
+        above = each
     return None
 
 

@@ -175,9 +175,9 @@ class Config:
     )
     deadlock_time_s: float = _variable(
         "DEADLOCK_TIME_SECONDS",
-        30.0,
-        "Time for which each rank must have waited for another before DeadlockError ends the job: longer than a signal "
-        "handler that runs meanwhile, to save a checkpoint for example.",
+        1.0,
+        "Time for which a rank must have waited for another before it says so; where all have and nothing can finish, "
+        "DeadlockError ends the job in less than a second.",
         unit="s",
         low=0.1,
         high=1e6,

@@ -278,17 +278,18 @@ class Context:
         look_s = time.monotonic() + self.blocked_after_s
         try:
             while (status := lib.horo_wait(self._context, handle, _SIGNAL_CHECK_MS)) == lib.HORO_IN_PROGRESS:
-                if time.monotonic() >= look_s:
+                if lib.horo_blocked_question(self._context) or time.monotonic() >= look_s:
                     with contextlib.suppress(RecursionError):  # a wait does not fail because of a look at it
                         self._report_blocked()
                     look_s = time.monotonic() + _BLOCKED_EVERY_S
         except BaseException:  # a signal handler's: what was reported holds no more
-            lib.horo_report_blocked(self._context, _NULL, 0, b"")
+            lib.horo_report_blocked(self._context, _NULL, 0, 0, b"")
             raise
         return int(status)
 
     def _report_blocked(self) -> None:
         """Tells the core what the threads that use this context wait for."""
+        question = lib.horo_blocked_question(self._context)  # what is seen from here on answers it
         callers = self._callers()
         blocked = describe_blocked(self, Context._wait_long.__code__, callers, is_alone=self.is_alone)
         others = blocked.others or ("one of many threads" if len(callers) == lib.HORO_CALLERS_MAX else "")
@@ -296,7 +297,7 @@ class Context:
         waits = ffi.new("horo_waiting[]", len(places))
         for native, wait, place in zip(waits, blocked.waits, places, strict=True):
             native.handle, native.place = wait.handle, place
-        lib.horo_report_blocked(self._context, waits, len(places), others.encode("utf-8", "replace"))
+        lib.horo_report_blocked(self._context, waits, len(places), question, others.encode("utf-8", "replace"))
 
     def finish(self, handle: int) -> None:
         """``wait`` and ``release`` in one, and quicker than the two; for an allgather only into its outputs.

@@ -307,7 +307,7 @@ enum { HORO_SOCKETS_PER_PEER_MAX = 8, HORO_TEAMS_MAX = 64 };
 enum { HORO_WAITING_MAX = 16, HORO_CALLERS_MAX = 256 };
 enum { HORO_MPI_STATUS_MAX = 128, HORO_MPI_MESSAGE_MAX = 1 << 30 };
 
-/* "0.1.0+abi15": ranks compare it at init and refuse to mix. */
+/* "0.1.0+abi16": ranks compare it at init and refuse to mix. */
 HORO_API const char *horo_version(void);
 HORO_API const char *horo_status_name(int status);
 HORO_API size_t horo_dtype_bytes(int dtype);
@@ -400,12 +400,20 @@ HORO_API int horo_finish(horo_context *context, int64_t handle, int32_t timeout_
 /*
  * The threads of this rank that wait, for some time already: nothing more comes from it until one of these requests is
  * done, unless a thread may still submit something, which `others` names (empty: none may). Rank 0 puts together what
- * all ranks say. Where all wait and nothing can finish, the group ends with HORO_ERR_DEADLOCK; with a thread that may
- * still submit, a warning is logged. A report holds until a request of this rank is submitted or done, and until the
- * next one; count 0 takes it back. Repeating one costs nothing. Ignored: one with a request that is done, or with more
- * than HORO_WAITING_MAX threads, and all where stall_warning_ms is 0. Never blocks. HORO_OK, or as horo_poll.
+ * all ranks say. Where all wait and nothing can finish, it asks all once more, and when they answer the same, the group
+ * ends with HORO_ERR_DEADLOCK; with a thread that may still submit, a warning is logged. `question` is what
+ * horo_blocked_question returned before the threads were looked at. A report holds until a request of this rank is
+ * submitted or done, and until the next one; count 0 takes it back. Repeating one costs nothing. Ignored: one with a
+ * request that is done, or with more than HORO_WAITING_MAX threads, and all where stall_warning_ms is 0. Never blocks.
+ * HORO_OK, or as horo_poll.
  */
-HORO_API int horo_report_blocked(horo_context *context, const horo_waiting *waits, int32_t count, const char *others);
+HORO_API int horo_report_blocked(horo_context *context, const horo_waiting *waits, int32_t count, uint32_t question,
+                                 const char *others);
+/*
+ * The number of a question of rank 0 whether this rank is still blocked, which no report of this rank has answered yet;
+ * 0: there is none. A thread that waits looks for one about as often as signals are to be noticed. Never blocks.
+ */
+HORO_API uint32_t horo_blocked_question(horo_context *context);
 /*
  * For a thread of the caller's that does nothing else: blocks until a rank that waits for this one asks where its
  * program stands, HORO_OK, which is to be said in the log and then horo_answer called; or until horo_stop_answers,

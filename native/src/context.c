@@ -18,7 +18,7 @@ struct horo_context {
 
 /* Changes with anything that ranks must agree on: arena layout, wire format, handshake. */
 HORO_API const char *horo_version(void) {
-    return "0.1.0+abi15";
+    return "0.1.0+abi16";
 }
 
 HORO_API uint64_t horo_arena_bytes(int32_t local_size, uint64_t segment_bytes, int32_t teams) {
@@ -250,9 +250,14 @@ HORO_API int horo_finish(horo_context *context, int64_t handle, int32_t timeout_
     return status == HORO_OK ? horo_release(context, handle) : status;
 }
 
-HORO_API int horo_report_blocked(horo_context *context, const horo_waiting *waits, int32_t count, const char *others) {
+HORO_API int horo_report_blocked(horo_context *context, const horo_waiting *waits, int32_t count, uint32_t question,
+                                 const char *others) {
     const int status = usable(context);
-    return status == HORO_OK ? hr_engine_report_blocked(&context->engine, waits, count, others) : status;
+    return status == HORO_OK ? hr_engine_report_blocked(&context->engine, waits, count, question, others) : status;
+}
+
+HORO_API uint32_t horo_blocked_question(horo_context *context) {
+    return usable(context) == HORO_OK ? hr_engine_blocked_question(&context->engine) : 0;
 }
 
 HORO_API int horo_await_question(horo_context *context) {

@@ -149,6 +149,59 @@ def test_a_thread_that_may_still_submit_makes_it_a_warning(hosts: list[int], cap
     assert re.search(said, text)
 
 
+@pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
+def test_ranks_that_only_poll_are_named_by_the_check_for_stalls(
+    hosts: list[int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What a thread does between two polls, nobody can know: it may submit what is missing, as it does here."""
+    text = ""
+    lock = threading.Lock()
+
+    def is_named() -> bool:
+        nonlocal text
+        with lock:
+            text += capfd.readouterr().err
+            return "waiting for" in text and "'a'" in text
+
+    def body(rank: Rank) -> None:
+        first, second = ("a", "b") if rank.rank == 0 else ("b", "a")
+        handle = rank.submit("barrier", first, [])
+        wait_for(lambda: rank.context.poll(handle) or is_named(), 60)
+        rank.barrier(second)
+        rank.finish(handle)
+
+    run_ranks(body, hosts, stall_warning_ms=500)
+    assert "nothing can finish" not in text
+
+
+@pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
+def test_a_team_that_comes_between_two_reports_hides_no_deadlock(watch: Watch, hosts: list[int]) -> None:
+    links = Links([0] * hosts[0] + [1] * (sum(hosts) - hosts[0]))
+
+    def body(rank: Rank) -> str:
+        errors: list[str] = []
+        rank.barrier("before")  # so this thread is known to use horo
+
+        def wait_early() -> None:
+            with pytest.raises(DeadlockError) as error:
+                rank.barrier(f"early {rank.rank}")
+            errors.append(str(error.value))
+
+        thread = threading.Thread(target=wait_early)
+        thread.start()
+        watch.await_more(rank.rank, 1 + rank.rank)  # the team is there when one rank has reported again, or neither
+        team = rank.context.add_team([0, 1], **links.of(rank.rank, [0, 1], 0))
+        with pytest.raises(DeadlockError):
+            rank.barrier(f"late {rank.rank}", team=team)
+        thread.join()
+        return errors[0]
+
+    with Group(hosts) as group:
+        texts = group.run(body)
+    assert texts[0] == texts[1]
+    assert all(f"'early {r}' (" in texts[0] and f"'late {r}' in team 1 (" in texts[0] for r in range(2)), texts[0]
+
+
 def test_a_thread_that_has_ended_submits_nothing() -> None:
     def body(rank: Rank) -> None:
         thread = threading.Thread(target=rank.barrier, args=("first",))
@@ -214,6 +267,9 @@ def test_ranks_that_do_the_same_in_any_rhythm_are_never_told(hosts: list[int]) -
                 pause(own.random() * 0.03)
             thread = threading.Thread(target=rank.run, args=("barrier", f"t{step}", []))
             thread.start()
+            if step % 8 == 7:  # while the thread waits
+                rank.context.remove_team(pair)
+                pair = rank.context.add_team([0, 2], **links.of(rank.rank, [0, 2], step))
             for handle in handles:
                 rank.finish(handle)
             thread.join()

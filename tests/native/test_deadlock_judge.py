@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 
 import pytest
 import wire_oracle as oracle
 
-NONE, OPEN, DEADLOCK = range(3)
+NONE, OPEN, ASK, DEADLOCK = range(4)
 INTERNAL = -60
 
 
@@ -24,8 +24,11 @@ class Judge:
     def note(self, message: bytes, now_ns: int = 0) -> int:
         return int(self.lib.shim_deadlock_note(self._self, message, len(message), now_ns))
 
-    def due_ns(self, settle_ns: int, open_ns: int = 0) -> int:
-        return int(self.lib.shim_deadlock_due_ns(self._self, settle_ns, open_ns))
+    def due_ns(self, open_ns: int = 0) -> int:
+        return int(self.lib.shim_deadlock_due_ns(self._self, open_ns))
+
+    def question(self) -> int:
+        return int(self.lib.shim_deadlock_question(self._self))
 
     def verdict(self, text_bytes: int = 896) -> tuple[int, str]:
         text = self.ffi.new("char[]", text_bytes)
@@ -45,20 +48,68 @@ def judges(native: ModuleType) -> Iterator[list[Judge]]:
 
 
 def blocked(
-    rank: int, text: str, hashes: Sequence[int], *, executed: int = 7, size: int = 2, others: str = ""
+    rank: int,
+    text: str,
+    hashes: Sequence[int],
+    *,
+    executed: int = 7,
+    size: int = 2,
+    others: str = "",
+    question: int = 0,
 ) -> bytes:
-    return oracle.blocked_message(rank, text.encode(), others.encode(), [oracle.lane(0, size, executed, hashes)])
+    lanes = [oracle.lane(0, size, executed, hashes)]
+    return oracle.blocked_message(rank, text.encode(), others.encode(), lanes, question)
+
+
+def blocked_as(rank: int, text: str, hashed: int, size: int) -> Callable[[int], bytes]:
+    """The report of a rank that waits, by the number of the question that it answers."""
+    return lambda question: blocked(rank, text, [hashed], size=size, question=question)
+
+
+def confirmed(judge: Judge, reports: Sequence[Callable[[int], bytes]]) -> tuple[int, str]:
+    """The verdict when all ranks have reported, and answered as before."""
+    for report in reports:
+        judge.note(report(0))
+    assert judge.verdict() == (ASK, "")
+    for report in reports:
+        judge.note(report(judge.question()))
+    return judge.verdict()
 
 
 def test_two_ranks_that_wait_for_one_another_are_a_deadlock(judges: list[Judge]) -> None:
     judge = judges[0]
     judge.note(blocked(0, "'a' (train.py:12)", [1]), 100)
-    assert judge.due_ns(50) == 0
+    assert judge.due_ns() == 0
     judge.note(blocked(1, "'b' (train.py:13)", [2]), 200)
-    assert judge.due_ns(50) == 250
+    assert judge.due_ns() == 200
+    assert judge.verdict() == (ASK, "")
+    number = judge.question()
+    judge.note(blocked(0, "'a' (train.py:12)", [1], question=number), 300)
+    judge.note(blocked(0, "'a' (train.py:12)", [1], question=number), 301)
+    judge.note(blocked(1, "'b' (train.py:13)", [2], question=number + 1), 302)
+    assert (judge.due_ns(), judge.verdict()) == (0, (NONE, ""))
+    judge.note(blocked(1, "'b' (train.py:13)", [2], question=number), 400)
+    assert judge.due_ns() == 200
     expected = "rank 0 waits for 'a' (train.py:12), rank 1 for 'b' (train.py:13); has a rank fewer batches?"
     assert judge.verdict() == (DEADLOCK, expected)
-    assert judge.due_ns(50) == 0  # until something changes
+    assert judge.due_ns() == 0  # until something changes
+
+
+def test_an_answer_that_says_something_else_ends_the_question(judges: list[Judge]) -> None:
+    judge = judges[0]
+    judge.note(blocked(0, "'a'", [1]))
+    judge.note(blocked(1, "'b'", [2]))
+    assert judge.verdict() == (ASK, "")
+    first = judge.question()
+    judge.note(blocked(0, "'a'", [1], question=first))
+    judge.note(blocked(1, "'c'", [2, 3], question=first))
+    assert judge.verdict() == (ASK, "")
+    second = judge.question()
+    judge.note(blocked(1, "'c'", [2, 3], question=second))
+    judge.note(blocked(0, "'a'", [1], question=first))
+    assert (second != first, judge.verdict()) == (True, (NONE, ""))
+    judge.note(blocked(0, "'a'", [1], question=second))
+    assert judge.verdict()[0] == DEADLOCK
 
 
 @pytest.mark.parametrize(
@@ -83,9 +134,9 @@ def test_a_rank_that_takes_its_report_back_is_not_blocked(judges: list[Judge]) -
     judge.note(blocked(0, "'a'", [1]))
     judge.note(blocked(1, "'b'", [2]))
     judge.note(oracle.blocked_message(1, b"", b"", []))
-    assert judge.due_ns(1) == 0
+    assert judge.due_ns() == 0
     judge.note(blocked(1, "'c'", [3]))
-    assert judge.verdict()[0] == DEADLOCK
+    assert judge.verdict()[0] == ASK
 
 
 def test_a_thread_that_may_submit_leaves_it_open(judges: list[Judge]) -> None:
@@ -93,28 +144,27 @@ def test_a_thread_that_may_submit_leaves_it_open(judges: list[Judge]) -> None:
     judge.note(blocked(0, "'a'", [1]))
     judge.note(blocked(1, "'b'", [2], others="thread 'Loader'"))
     expected = "rank 0 waits for 'a', rank 1 for 'b'; only thread 'Loader' of rank 1 may still submit something"
-    assert judge.due_ns(5, 100) == 5
     assert judge.verdict() == (OPEN, expected)
-    assert judge.due_ns(5, 100) == 100  # until then it may go on
+    assert judge.due_ns(100) == 100  # until then it may go on
     assert judge.verdict() == (OPEN, expected)
-    assert judge.due_ns(5, 100) == 0
-    judge.note(blocked(1, "'b'", [2], others="thread 'Loader'"), 7)
-    assert judge.due_ns(5, 100) == 12
+    assert judge.due_ns(100) == 0
+    judge.note(blocked(1, "'b'", [2], others="thread 'Loader'"), 7)  # which is nothing new
+    assert judge.due_ns(100) == 0
+    judge.note(blocked(1, "'b'", [2], others="thread 'Saver'"), 8)
+    assert judge.due_ns(100) == 8
 
 
 def test_ranks_that_wait_alike_are_named_together(judges: list[Judge]) -> None:
     judge = judges[1]
-    for rank in range(4):
-        judge.note(blocked(rank, "'x'" if rank == 1 else "'y'", [rank == 1], size=4))
-    verdict, text = judge.verdict()
+    verdict, text = confirmed(
+        judge, [blocked_as(rank, "'x'" if rank == 1 else "'y'", rank == 1, 4) for rank in range(4)]
+    )
     assert (verdict, text.partition(";")[0]) == (DEADLOCK, "ranks 0, 2-3 wait for 'y', rank 1 for 'x'")
 
 
 def test_a_long_sentence_is_cut_where_it_may_be(native: ModuleType) -> None:
     judge = Judge(native, 40)
-    for rank in range(40):
-        judge.note(blocked(rank, f"'{'n' * 200}{rank}'", [rank], size=40))
-    verdict, text = judge.verdict()
+    verdict, text = confirmed(judge, [blocked_as(rank, f"'{'n' * 200}{rank}'", rank, 40) for rank in range(40)])
     judge.close()
     assert verdict == DEADLOCK
     assert text.endswith(", others for something else; has a rank fewer batches?")
@@ -125,7 +175,11 @@ def test_a_rank_that_there_is_not_is_refused(judges: list[Judge]) -> None:
 
 
 class Job:
-    """A job of ranks with one thread each: programs, a log per team, and reports that take any time to arrive."""
+    """A job of ranks with one thread each: programs, a log per team, and reports that take any time to arrive.
+
+    Signal handlers run on top of waits for any time, and some submit something when they end. None begins once its rank
+    has answered the question, before which nobody can know of it.
+    """
 
     def __init__(
         self, judge: Judge, rng: random.Random, programs: list[list[tuple[int, int]]], teams: list[list[int]]
@@ -138,10 +192,21 @@ class Job:
         self.logs: list[list[tuple[int, int]]] = [[] for _ in teams]
         self.executed = [[0] * len(teams) for _ in range(size)]
         self.mail: list[deque[bytes]] = [deque() for _ in range(size)]
+        self.has_reported = [False] * size
+        self.in_handler = [False] * size
+        self.asked = [0] * size
+        """The question that has arrived at a rank; 0: none."""
+        self.answered = [0] * size
 
     def step(self, rank: int) -> bool:
         """One thing that this rank does, if it can; whether its program has gone on."""
-        kind = self.rng.randrange(4)
+        kind = self.rng.randrange(6)
+        if kind >= 4:
+            if kind == 4:
+                self.asked[rank] = self.judge.question()
+            else:
+                self.handle(rank)
+            return False
         if kind < 2:
             return self.go_on(rank) if kind == 0 else self.execute(rank)
         if kind == 2:
@@ -152,7 +217,7 @@ class Job:
 
     def go_on(self, rank: int) -> bool:
         """Submits the next request of its program, or begins to wait for one of those that it has submitted."""
-        if self.waits[rank] is not None:
+        if self.waits[rank] is not None or self.in_handler[rank]:
             return False
         has_more = self.at[rank] < len(self.programs[rank])
         if self.pending[rank] and (not has_more or len(self.pending[rank]) > 2 or self.rng.random() < 0.5):
@@ -160,12 +225,29 @@ class Job:
             return True
         if not has_more:
             return False
+        self.submit(rank)
+        return True
+
+    def submit(self, rank: int) -> None:
+        """The next request of its program."""
+        if self.has_reported[rank]:
+            self.mail[rank].append(oracle.blocked_message(rank, b"", b"", []))
+            self.has_reported[rank] = False
         team, name = self.programs[rank][self.at[rank]]
         self.at[rank] += 1
         self.pending[rank].append((team, name))
         if all((team, name) in self.pending[member] for member in self.teams[team]):
             self.logs[team].append((team, name))
-        return True
+
+    def handle(self, rank: int) -> None:
+        """A handler begins on top of a wait, or ends."""
+        if self.in_handler[rank]:
+            self.in_handler[rank] = False
+            if self.at[rank] < len(self.programs[rank]) and self.rng.random() < 0.5:
+                self.submit(rank)
+        elif self.waits[rank] is not None and self.rng.random() < 0.3:
+            question = self.judge.question()
+            self.in_handler[rank] = question == 0 or self.answered[rank] != question
 
     def execute(self, rank: int) -> bool:
         for team, log in enumerate(self.logs):
@@ -179,8 +261,9 @@ class Job:
         return False
 
     def report(self, rank: int) -> None:
-        if self.waits[rank] is None:
+        if self.waits[rank] is None or self.in_handler[rank]:
             return
+        self.has_reported[rank], self.answered[rank] = True, self.asked[rank]
         lanes = [
             oracle.lane(
                 team, len(members), self.executed[rank][team], [name + 1 for t, name in self.pending[rank] if t == team]
@@ -188,11 +271,17 @@ class Job:
             for team, members in enumerate(self.teams)
             if rank in members
         ]
-        self.mail[rank].append(oracle.blocked_message(rank, str(self.waits[rank]).encode(), b"", lanes))
+        text = str(self.waits[rank]).encode()
+        self.mail[rank].append(oracle.blocked_message(rank, text, b"", lanes, self.asked[rank]))
 
     def is_stuck(self) -> bool:
-        """Whether nobody can ever get what it waits for, as one who sees everything knows."""
-        return None not in self.waits and all(
+        """Whether nobody can ever get what it waits for, as one who sees everything knows: no record is left to execute
+        and no handler runs.
+        """
+        return not any(self.in_handler) and None not in self.waits and self.has_executed_all()
+
+    def has_executed_all(self) -> bool:
+        return all(
             self.executed[rank][team] == len(self.logs[team])
             for team, members in enumerate(self.teams)
             for rank in members
@@ -201,12 +290,17 @@ class Job:
     def settle(self) -> None:
         """Everybody goes on as far as possible, says that it waits, and all of that arrives."""
         ranks = range(len(self.programs))
+        self.in_handler = [False] * len(ranks)
         while any(self.go_on(rank) or self.execute(rank) for rank in ranks):
             pass
-        for rank in ranks:
-            self.report(rank)
-            while self.mail[rank]:
-                self.judge.note(self.mail[rank].popleft())
+        for _ in range(2):
+            for rank in ranks:
+                self.asked[rank] = self.judge.question()
+                self.report(rank)
+                while self.mail[rank]:
+                    self.judge.note(self.mail[rank].popleft())
+            if self.judge.verdict()[0] != ASK:
+                break
 
 
 @pytest.mark.parametrize("teams", [[[0, 1, 2]], [[0, 1, 2], [0, 1], [1, 2], [0, 2]]], ids=["one team", "four teams"])
@@ -226,7 +320,7 @@ def test_in_random_jobs_a_verdict_is_true_and_a_deadlock_is_found(native: Module
         job = Job(judge, rng, programs, teams)
         for _ in range(200):
             job.step(rng.randrange(3))
-            assert judge.verdict()[0] == NONE or job.is_stuck(), seed
+            assert judge.verdict()[0] != DEADLOCK or job.is_stuck(), seed
         job.settle()
         assert judge.verdict()[0] == (DEADLOCK if job.is_stuck() else NONE), seed
         found += job.is_stuck()

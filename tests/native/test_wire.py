@@ -286,17 +286,26 @@ def test_last_words_round_trip(wire: Wire, rank: int, status: int, text: bytes) 
     assert (code, message.type, message.rank, message.status) == (OK, oracle.ENDED, rank, status)
 
 
-@given(rank=ranks, text=texts, others=texts, counts=st.tuples(st.integers(0, 32), st.integers(0, 9)))
+@given(question=ids)
+def test_questions_whether_ranks_are_blocked_round_trip(wire: Wire, question: int) -> None:
+    data = wire.written(wire.lib.shim_wire_put_query, question)
+    assert data == oracle.query_message(question)
+    code, message = wire.decode(data)
+    assert (code, message.type, message.question) == (OK, oracle.QUERY, question)
+
+
+@given(rank=ranks, question=ids | st.just(0), text=texts, counts=st.tuples(st.integers(0, 32), st.integers(0, 9)))
 def test_reports_of_blocked_ranks_round_trip(
-    wire: Wire, rank: int, text: bytes, others: bytes, counts: tuple[int, int]
+    wire: Wire, rank: int, question: int, text: bytes, counts: tuple[int, int]
 ) -> None:
-    lanes, hashes = counts
-    data = wire.written(wire.lib.shim_wire_put_blocked, rank, wire.text(text), wire.text(others), lanes, hashes)
+    (lanes, hashes), others = counts, text[::-1]
+    put, texts = wire.lib.shim_wire_put_blocked, (wire.text(text), wire.text(others))
+    data = wire.written(put, rank, question, *texts, lanes, hashes)
     expected = [oracle.lane(2 * i, i + 1, i << 40, [2**64 - 1 - i - k for k in range(hashes)]) for i in range(lanes)]
-    assert data == oracle.blocked_message(rank, text, others, expected)
+    assert data == oracle.blocked_message(rank, text, others, expected, question)
     assert wire.status(data) == OK
     code, message = wire.decode(data)
-    assert (code, message.type, message.rank) == (OK, oracle.BLOCKED, rank)
+    assert (code, message.type, message.rank, message.question) == (OK, oracle.BLOCKED, rank, question)
 
 
 @given(status=errors, name=names | st.just(""), text=texts)
@@ -432,6 +441,7 @@ NAME_AT, COUNT_AT, DTYPE_AT, WIRE_AT, NDIM_AT, EXTENT_AT = 25, 27, 31, 32, 33, 3
             "lane of no team": oracle.blocked_message(1, b"", b"", [oracle.lane(64, 1, 0, [])]),
             "lane without members": oracle.blocked_message(1, b"", b"", [oracle.lane(0, 0, 0, [])]),
             "negative rank asks": oracle.ask_message(-1),
+            "a question without a number": oracle.query_message(0),
             "negative rank leaves": oracle.leave_message(-1),
             "negative rank is done": oracle.done_message(-1),
             "data of no tensor": oracle.data_message(oracle.DATA, 0, b"x"),

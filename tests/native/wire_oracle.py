@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 (
     IDS, REQUEST, LOST, LEAVE, BATCH, FAIL, DONE, DATA, RESULT, ROWS, ENDED, BLOCKED, ASK, AHEAD, RECALL, RELEASE,
-) = range(1, 17)  # fmt: skip
+    QUERY,
+) = range(1, 18)  # fmt: skip
 ALLREDUCE, ALLGATHER, BROADCAST, BARRIER, ADD_TEAM, REMOVE_TEAM = range(6)
 REDUCE_OPS = (0, 1, 3, 4, 5)
 TRANSIENT = 2
@@ -135,15 +136,20 @@ def lane(team: int, members: int, executed: int, hashes: Sequence[int]) -> bytes
     return struct.pack(f"<IIQI{len(hashes)}Q", team, members, executed, len(hashes), *hashes)
 
 
-def blocked_message(rank: int, text: bytes, others: bytes, lanes: Sequence[bytes]) -> bytes:
+def blocked_message(rank: int, text: bytes, others: bytes, lanes: Sequence[bytes], question: int = 0) -> bytes:
     """BLOCKED; the lanes as ``lane`` makes them."""
-    head = struct.pack("<Bi", BLOCKED, rank) + str16(text) + str16(others)
+    head = struct.pack("<BiI", BLOCKED, rank, question) + str16(text) + str16(others)
     return head + struct.pack("<I", len(lanes)) + b"".join(lanes)
 
 
 def ask_message(rank: int) -> bytes:
     """ASK."""
     return struct.pack("<Bi", ASK, rank)
+
+
+def query_message(question: int) -> bytes:
+    """QUERY."""
+    return struct.pack("<BI", QUERY, question)
 
 
 def leave_message(rank: int) -> bytes:
@@ -202,7 +208,9 @@ def samples() -> dict[str, bytes]:
         "ended-silent": ended_message(0x7FFFFFFF, b"", -44),
         "blocked": blocked_message(2, b"'a' (train.py:12)", b"", [lane(0, 3, 77, [1, 2**64 - 1]), lane(63, 2, 0, [])]),
         "blocked-others": blocked_message(0, b"'a'", b"thread 'Loader'", [lane(0, 1, 1 << 40, [5])]),
+        "blocked-answer": blocked_message(1, b"'b'", b"", [lane(0, 2, 9, [7])], 2**32 - 1),
         "ask": ask_message(5),
+        "query": query_message(3),
         "blocked-no-more": blocked_message(0x7FFFFFFF, b"", b"", []),
     }
     return result

@@ -102,6 +102,71 @@ def test_a_wait_that_a_signal_handler_ends_is_taken_back(hororun: Hororun, tmp_p
     assert done.returncode == 0, done.stderr
 
 
+HANDLER = """
+import os, pathlib, signal, time
+from horo._bootstrap.job import start
+from horo._core import OPS, RequestBuffer
+def submit(name):
+    return job.context.submit(RequestBuffer.of(OPS["barrier"], name))
+def save(*_):
+    pathlib.Path("saves").touch()
+    time.sleep(3)  # the stimulus: rank 0 waits and says so meanwhile
+    job.context.finish(submit("saved"))
+job = start()
+if job.rank == 1:
+    signal.signal(signal.SIGUSR1, save)
+    pathlib.Path("pid.part").write_text(str(os.getpid()))
+    pathlib.Path("pid.part").rename("pid")
+else:
+    while not pathlib.Path("pid").exists():
+        time.sleep(0.01)
+    time.sleep(2)  # the stimulus: rank 1 waits and says so
+    os.kill(int(pathlib.Path("pid").read_text()), signal.SIGUSR1)
+    while not pathlib.Path("saves").exists():
+        time.sleep(0.01)
+    job.context.finish(submit("saved"))
+job.context.finish(submit("end"))
+job.close()
+"""
+
+
+@pytest.mark.parametrize("where", ["localhost:2", "one:1,two:1"])
+def test_a_handler_that_runs_on_top_of_a_wait_is_waited_for(hororun: Hororun, tmp_path: Path, where: str) -> None:
+    """It began after its rank had said that it waits, and submits what the other one waits for."""
+    (tmp_path / "train.py").write_text(HANDLER)
+    done = hororun.run("-np", "2", "train.py", where=where, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+ALARM = """
+import signal
+import torch
+import horo.torch as hvd
+class Late(Exception):
+    pass
+def ring(*_):
+    raise Late
+hvd.init()
+if hvd.rank() == 1:
+    signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, 3)
+    try:
+        hvd.allreduce(torch.ones(1), name="second")
+    except Late:
+        pass
+hvd.allreduce(torch.ones(1), name="first")
+if hvd.rank() == 0:
+    hvd.allreduce(torch.ones(1), name="second")
+print("done")
+"""
+
+
+def test_an_alarm_that_may_end_a_wait_is_waited_for(hororun: Hororun, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ALARM)
+    done = hororun.run("-np", "2", "--no-prefix", "train.py", where="localhost:2", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "done\ndone\n"), done.stderr
+
+
 @everywhere
 def test_all_ranks_end_and_later_calls_fail(tmp_path: Path, hosts: str) -> None:
     with PlainRanks(tmp_path, hosts) as ranks:

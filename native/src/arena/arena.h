@@ -55,6 +55,8 @@ struct hr_arena_header {
     _Atomic uint64_t left_rank;
     /* a bit per team: some rank of this host has asked to leave it: its leader must drive */
     _Atomic uint64_t wants_leave;
+    /* the last question whether the ranks here are still blocked; written by the leader, see engine/deadlock.h */
+    _Atomic uint32_t blocked_question;
     /* 1 + where the LEAVE record begins in the log; written by the leader with it; 0: none */
     _Atomic uint64_t leave_at[HR_TEAMS_MAX];
     /* when the last report of a stall in the team was made here */

@@ -4,8 +4,6 @@
 
 #include "engine/engine.h"
 
-#define SETTLE_NS 300000000ll
-
 /* ---- What the caller says. Under the lock. ---- */
 
 void hr_engine_note_caller(struct hr_engine *engine) {
@@ -68,9 +66,11 @@ static void describe(const struct hr_engine *engine, const horo_waiting *waits, 
 }
 
 /* Every record that this rank executes in any team ends a request of its own, so what stands here tells of them too. */
-static int is_repeated(const struct hr_engine *engine, const horo_waiting *waits, int32_t count, const char *others) {
+static int is_repeated(const struct hr_engine *engine, const horo_waiting *waits, int32_t count, uint32_t question,
+                       const char *others) {
     const struct hr_blocked *blocked = &engine->submission.blocked;
-    if (blocked->count != count || blocked->last_handle != engine->submission.last_handle ||
+    const int is_answer = question != 0 && question != atomic_load(&blocked->answered);
+    if (is_answer || blocked->count != count || blocked->last_handle != engine->submission.last_handle ||
         blocked->pending != atomic_load(&engine->submission.pending) || strcmp(blocked->others, others) != 0) {
         return 0;
     }
@@ -82,8 +82,13 @@ static int is_repeated(const struct hr_engine *engine, const horo_waiting *waits
     return 1;
 }
 
-static void keep(struct hr_engine *engine, const horo_waiting *waits, int32_t count, const char *others) {
+static void keep(struct hr_engine *engine, const horo_waiting *waits, int32_t count, uint32_t question,
+                 const char *others) {
     struct hr_blocked *blocked = &engine->submission.blocked;
+    if (question != 0) {
+        atomic_store(&blocked->answered, question);
+    }
+    blocked->question = question;
     blocked->count = count;
     blocked->last_handle = engine->submission.last_handle;
     blocked->pending = atomic_load(&engine->submission.pending);
@@ -96,7 +101,8 @@ static void keep(struct hr_engine *engine, const horo_waiting *waits, int32_t co
     hr_engine_kick(engine);
 }
 
-int hr_engine_report_blocked(struct hr_engine *engine, const horo_waiting *waits, int32_t count, const char *others) {
+int hr_engine_report_blocked(struct hr_engine *engine, const horo_waiting *waits, int32_t count, uint32_t question,
+                             const char *others) {
     if (count < 0 || count > HORO_WAITING_MAX || engine->node->stall_warning_ns == 0) {
         return HORO_OK;
     }
@@ -104,11 +110,17 @@ int hr_engine_report_blocked(struct hr_engine *engine, const horo_waiting *waits
     (void)snprintf(known_others, sizeof known_others, "%s", others);
     (void)pthread_mutex_lock(&engine->submission.lock);
     const int is_news = count > 0 || engine->submission.blocked.count > 0;
-    if (is_news && !is_repeated(engine, waits, count, known_others) && all_wait(engine, waits, count)) {
-        keep(engine, waits, count, known_others);
+    if (is_news && !is_repeated(engine, waits, count, question, known_others) && all_wait(engine, waits, count)) {
+        keep(engine, waits, count, question, known_others);
     }
     (void)pthread_mutex_unlock(&engine->submission.lock);
     return HORO_OK;
+}
+
+uint32_t hr_engine_blocked_question(const struct hr_engine *engine) {
+    /* partner: hr_leader_ask_blocked */
+    const uint32_t asked = atomic_load(&engine->node->arena.header->blocked_question);
+    return asked == atomic_load(&engine->submission.blocked.answered) ? 0 : asked;
 }
 
 /* ---- What the driver tells of it ---- */
@@ -135,7 +147,8 @@ static int put_report(struct hr_engine *engine, struct hr_buffer *out) {
     const struct hr_blocked *blocked = &engine->submission.blocked;
     const struct hr_wire_text text = {blocked->text, strlen(blocked->text)};
     const struct hr_wire_text others = {blocked->others, strlen(blocked->others)};
-    HR_TRY(hr_wire_begin_blocked(out, engine->node->rank, text, others, (uint32_t)engine->lane_count));
+    HR_TRY(hr_wire_begin_blocked(out, engine->node->rank, blocked->question, text, others,
+                                 (uint32_t)engine->lane_count));
     for (int number = 0; number < HR_TEAMS_MAX; number++) { /* in the order of the message */
         if (engine->teams[number].is_used && engine->teams[number].lane != NULL) {
             HR_TRY(put_lane(engine->teams[number].lane, out));
@@ -146,7 +159,7 @@ static int put_report(struct hr_engine *engine, struct hr_buffer *out) {
 
 static int put_none(const struct hr_engine *engine, struct hr_buffer *out) {
     const struct hr_wire_text none = {NULL, 0};
-    return hr_wire_begin_blocked(out, engine->node->rank, none, none, 0);
+    return hr_wire_begin_blocked(out, engine->node->rank, 0, none, none, 0);
 }
 
 static int still_waits(const struct hr_engine *engine) {
@@ -213,15 +226,39 @@ int hr_leader_note_blocked(struct hr_lane *lane, const struct hr_wire_message *m
     return HORO_OK;
 }
 
+int hr_leader_ask_blocked(struct hr_lane *lane, uint32_t question) {
+    if (lane->team->number != 0) {
+        return HORO_ERR_INTERNAL;
+    }
+    /* partner: hr_engine_blocked_question. Who waits looks there from time to time, so nobody is called. */
+    atomic_store(&lane->node->arena.header->blocked_question, question);
+    struct hr_buffer frame = {0};
+    size_t mark;
+    int status = hr_frame_begin(&frame, &mark);
+    status = status == HORO_OK ? hr_wire_put_query(&frame, question) : status;
+    if (status == HORO_OK) {
+        hr_frame_end(&frame, mark);
+        status = hr_leader_send_down(lane, hr_buffer_front(&frame), hr_buffer_size(&frame));
+    }
+    hr_buffer_fini(&frame);
+    return status;
+}
+
 int64_t hr_leader_check_deadlock(struct hr_lane *lane, int64_t now_ns) {
     struct hr_deadlock *deadlock = &lane->leader.deadlock;
-    const int64_t due_ns = hr_deadlock_due_ns(deadlock, SETTLE_NS, lane->node->stall_warning_ns);
+    const int64_t due_ns = hr_deadlock_due_ns(deadlock, lane->node->stall_warning_ns);
     if (due_ns == 0 || now_ns < due_ns) {
         return due_ns;
     }
     char text[HR_LAST_WORDS_MAX + 1];
     switch (hr_deadlock_judge(deadlock, text, sizeof text)) {
     case HR_VERDICT_NONE: break;
+    case HR_VERDICT_ASK:
+        if (hr_leader_ask_blocked(lane, deadlock->question) != HORO_OK) {
+            hr_log(&lane->node->log, HORO_LOG_WARNING,
+                   "no memory to ask whether all ranks wait for one another: they wait until something changes");
+        }
+        break;
     case HR_VERDICT_OPEN:
         if (!deadlock->is_judged) {
             return now_ns + lane->node->stall_warning_ns;

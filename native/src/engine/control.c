@@ -73,6 +73,9 @@ static int handle_message(struct hr_lane *lane, int link_index, const struct hr_
         (from_parent && message->type == HR_WIRE_AHEAD)) {
         return hr_ahead_receive(lane, message);
     }
+    if (message->type == HR_WIRE_QUERY) {
+        return from_parent ? hr_leader_ask_blocked(lane, message->question) : HORO_ERR_INTERNAL;
+    }
     if (!from_parent) {
         return hr_leader_announce(lane, member, message, hr_now_ns());
     }

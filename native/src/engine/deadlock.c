@@ -6,15 +6,31 @@
 
 enum {
     TAIL_BYTES = 160, /* kept free for the end of the sentence */
-    WAITS_MAX = 255,  /* of what a rank says that it waits for; more is not shown */
+    WAITS_MAX = 255,  /* bytes shown of what a rank says that it waits for */
 };
 
 void hr_deadlock_fini(struct hr_deadlock *deadlock) {
     for (int rank = 0; rank < deadlock->size; rank++) {
-        hr_buffer_fini(&deadlock->reports[rank]);
+        hr_buffer_fini(&deadlock->reports[rank].message);
     }
     free(deadlock->reports);
     *deadlock = (struct hr_deadlock){0};
+}
+
+/* All but the number of the question, which stands behind type and rank. */
+static int says_the_same(const struct hr_buffer *before, const struct hr_wire_message *message) {
+    enum { HEAD_BYTES = 1 + 4 + 4 };
+    return message->byte_count > HEAD_BYTES && hr_buffer_size(before) == message->byte_count &&
+           memcmp(hr_buffer_front(before) + HEAD_BYTES, message->bytes + HEAD_BYTES,
+                  message->byte_count - HEAD_BYTES) == 0;
+}
+
+static void note_answer(struct hr_deadlock *deadlock, struct hr_report *report, uint32_t question) {
+    if (question != 0 && question == deadlock->question && question != report->answered) {
+        report->answered = question;
+        deadlock->answers++;
+        deadlock->is_judged = deadlock->answers < deadlock->size;
+    }
 }
 
 int hr_deadlock_note(struct hr_deadlock *deadlock, int size, const struct hr_wire_message *message, int64_t now_ns) {
@@ -28,30 +44,58 @@ int hr_deadlock_note(struct hr_deadlock *deadlock, int size, const struct hr_wir
     if (message->rank >= deadlock->size) {
         return HORO_ERR_INTERNAL;
     }
-    struct hr_buffer *report = &deadlock->reports[message->rank];
-    deadlock->count -= hr_buffer_size(report) > 0;
-    hr_buffer_consume(report, hr_buffer_size(report));
+    struct hr_buffer *last = &deadlock->reports[message->rank].message;
+    if (says_the_same(last, message)) {
+        note_answer(deadlock, &deadlock->reports[message->rank], message->question);
+        return HORO_OK;
+    }
+    deadlock->count -= hr_buffer_size(last) > 0;
+    hr_buffer_consume(last, hr_buffer_size(last));
     deadlock->is_judged = 0;
     deadlock->is_open = 0;
+    deadlock->question = 0;
     deadlock->changed_ns = now_ns;
     if (message->count == 0) {
         return HORO_OK;
     }
-    HR_TRY(hr_buffer_append(report, message->bytes, message->byte_count));
+    HR_TRY(hr_buffer_append(last, message->bytes, message->byte_count));
     deadlock->count++;
     return HORO_OK;
 }
 
-int64_t hr_deadlock_due_ns(const struct hr_deadlock *deadlock, int64_t settle_ns, int64_t open_ns) {
+int64_t hr_deadlock_due_ns(const struct hr_deadlock *deadlock, int64_t open_ns) {
     const int is_due = deadlock->count > 0 && deadlock->count == deadlock->size && !deadlock->is_judged;
-    return is_due ? deadlock->changed_ns + (deadlock->is_open ? open_ns : settle_ns) : 0;
+    return is_due ? deadlock->changed_ns + (deadlock->is_open ? open_ns : 0) : 0;
 }
 
 static struct hr_wire_message report_of(const struct hr_deadlock *deadlock, int rank) {
-    const struct hr_buffer *report = &deadlock->reports[rank];
+    const struct hr_buffer *last = &deadlock->reports[rank].message;
     struct hr_wire_message message;
-    (void)hr_wire_decode(hr_buffer_front(report), hr_buffer_size(report), &message); /* as it has been before */
+    (void)hr_wire_decode(hr_buffer_front(last), hr_buffer_size(last), &message); /* as it has been before */
     return message;
+}
+
+/* A walk over the lanes of all reports; begins as {.deadlock = deadlock}. */
+struct walk {
+    const struct hr_deadlock *deadlock;
+    int rank; /* whose report is next */
+    uint32_t left;
+    const uint8_t *cursor;
+};
+
+/* 0: there is none any more. */
+static int next_lane(struct walk *walk, struct hr_wire_lane *lane) {
+    while (walk->left == 0) {
+        if (walk->rank == walk->deadlock->size) {
+            return 0;
+        }
+        const struct hr_wire_message report = report_of(walk->deadlock, walk->rank++);
+        walk->left = report.count;
+        walk->cursor = report.items;
+    }
+    walk->left--;
+    hr_wire_next_lane(&walk->cursor, lane);
+    return 1;
 }
 
 /* ---- Whether anything can finish ---- */
@@ -78,22 +122,18 @@ struct team {
 /* Adds up what all reports say; 0 if they are not of one state of the logs. */
 static int add_up(const struct hr_deadlock *deadlock, struct team *teams, size_t *names) {
     *names = 0;
-    for (int rank = 0; rank < deadlock->size; rank++) {
-        const struct hr_wire_message report = report_of(deadlock, rank);
-        const uint8_t *cursor = report.items;
-        for (uint32_t i = 0; i < report.count; i++) {
-            struct hr_wire_lane lane;
-            hr_wire_next_lane(&cursor, &lane);
-            struct team *team = &teams[lane.team];
-            if (team->reports++ == 0) {
-                team->members = lane.members;
-                team->executed = lane.executed;
-            }
-            if (team->members != lane.members || team->executed != lane.executed) {
-                return 0;
-            }
-            *names += lane.count;
+    struct walk walk = {.deadlock = deadlock};
+    struct hr_wire_lane lane;
+    while (next_lane(&walk, &lane)) {
+        struct team *team = &teams[lane.team];
+        if (team->reports++ == 0) {
+            team->members = lane.members;
+            team->executed = lane.executed;
         }
+        if (team->members != lane.members || team->executed != lane.executed) {
+            return 0;
+        }
+        *names += lane.count;
     }
     for (int i = 0; i < HORO_TEAMS_MAX; i++) {
         if (teams[i].reports != teams[i].members) {
@@ -104,15 +144,11 @@ static int add_up(const struct hr_deadlock *deadlock, struct team *teams, size_t
 }
 
 static void list(const struct hr_deadlock *deadlock, struct submitted *all) {
-    for (int rank = 0; rank < deadlock->size; rank++) {
-        const struct hr_wire_message report = report_of(deadlock, rank);
-        const uint8_t *cursor = report.items;
-        for (uint32_t i = 0; i < report.count; i++) {
-            struct hr_wire_lane lane;
-            hr_wire_next_lane(&cursor, &lane);
-            for (uint32_t k = 0; k < lane.count; k++) {
-                *all++ = (struct submitted){.hash = hr_wire_hash(&lane, k), .team = lane.team};
-            }
+    struct walk walk = {.deadlock = deadlock};
+    struct hr_wire_lane lane;
+    while (next_lane(&walk, &lane)) {
+        for (uint32_t k = 0; k < lane.count; k++) {
+            *all++ = (struct submitted){.hash = hr_wire_hash(&lane, k), .team = lane.team};
         }
     }
 }
@@ -221,16 +257,31 @@ static size_t describe_waits(const struct hr_deadlock *deadlock, char *text, siz
     return used;
 }
 
+/* All ranks are to be asked, unless they have been. */
+static enum hr_verdict confirm(struct hr_deadlock *deadlock) {
+    if (deadlock->question != 0) {
+        return deadlock->answers == deadlock->size ? HR_VERDICT_DEADLOCK : HR_VERDICT_NONE;
+    }
+    deadlock->last_question = deadlock->last_question == UINT32_MAX ? 1 : deadlock->last_question + 1; /* never 0 */
+    deadlock->question = deadlock->last_question;
+    deadlock->answers = 0;
+    return HR_VERDICT_ASK;
+}
+
 enum hr_verdict hr_deadlock_judge(struct hr_deadlock *deadlock, char *text, size_t text_bytes) {
     deadlock->is_judged = 1;
     if (can_finish(deadlock)) {
         return HR_VERDICT_NONE;
     }
-    const size_t used = describe_waits(deadlock, text, text_bytes);
     const int open = find_open(deadlock);
-    if (open < 0) {
+    const enum hr_verdict verdict = open < 0 ? confirm(deadlock) : HR_VERDICT_OPEN;
+    if (verdict == HR_VERDICT_NONE || verdict == HR_VERDICT_ASK) {
+        return verdict;
+    }
+    const size_t used = describe_waits(deadlock, text, text_bytes);
+    if (verdict == HR_VERDICT_DEADLOCK) {
         (void)snprintf(text + used, text_bytes - used, "; has a rank fewer batches?");
-        return HR_VERDICT_DEADLOCK;
+        return verdict;
     }
     const struct hr_wire_text others = report_of(deadlock, open).others;
     (void)snprintf(text + used, text_bytes - used, "; only %.*s of rank %d may still submit something",

@@ -64,6 +64,8 @@ struct hr_blocked {
     uint32_t pending;    /* and not done then */
     char text[HR_BLOCKED_TEXT_MAX];
     char others[HR_BLOCKED_NAME_MAX];
+    uint32_t question;         /* that this answers; 0: none */
+    _Atomic uint32_t answered; /* the last question that was answered */
     int is_told; /* the driver's: rank 0 knows of it */
 };
 
@@ -193,8 +195,10 @@ int hr_engine_release(struct hr_engine *engine, int64_t handle);
 uint64_t hr_engine_link_bytes(struct hr_engine *engine);
 int hr_engine_health(struct hr_engine *engine, struct hr_error *error);
 
-/* blocked.c: as horo_report_blocked and horo_callers. */
-int hr_engine_report_blocked(struct hr_engine *engine, const horo_waiting *waits, int32_t count, const char *others);
+/* blocked.c: as horo_report_blocked, horo_blocked_question and horo_callers. */
+int hr_engine_report_blocked(struct hr_engine *engine, const horo_waiting *waits, int32_t count, uint32_t question,
+                             const char *others);
+uint32_t hr_engine_blocked_question(const struct hr_engine *engine);
 int32_t hr_engine_callers(struct hr_engine *engine, uint64_t *threads, int32_t capacity);
 
 /* ---- Between the files of the engine ---- */

@@ -210,6 +210,8 @@ void hr_leader_note_records(struct hr_lane *lane, size_t mark);
 /* Not the root: the next record of the log, which has come or is made here, with its frame. */
 int hr_leader_take_record(struct hr_lane *lane, const struct hr_wire_message *record, const uint8_t *frame,
                           size_t frame_bytes);
+/* Frames for all child hosts: HORO_OK or a status. */
+int hr_leader_send_down(struct hr_lane *lane, const void *frames, size_t bytes);
 /* The next record for the log is LEAVE. */
 void hr_leader_close_log(struct hr_lane *lane);
 /* A rank of this subtree wants to leave. */
@@ -271,6 +273,8 @@ int hr_ahead_receive(struct hr_lane *lane, const struct hr_wire_message *message
 
 /* Leader: a BLOCKED message of a rank of this subtree. */
 int hr_leader_note_blocked(struct hr_lane *lane, const struct hr_wire_message *message);
+/* Leader: asks the ranks of this subtree whether they are still blocked. HORO_OK or a status. */
+int hr_leader_ask_blocked(struct hr_lane *lane, uint32_t question);
 /* The root of all ranks: ends the group at a deadlock. Returns when to look again (0: no need). */
 int64_t hr_leader_check_deadlock(struct hr_lane *lane, int64_t now_ns);
 

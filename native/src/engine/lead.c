@@ -184,7 +184,7 @@ static int collect_local(struct hr_lane *lane) {
 
 /* ---- What goes out ---- */
 
-static int send_to_children(struct hr_lane *lane, const void *frames, size_t bytes) {
+int hr_leader_send_down(struct hr_lane *lane, const void *frames, size_t bytes) {
     for (int i = lane->leader.has_parent; i < lane->leader.link_count; i++) {
         if (lane->leader.links[i].open) {
             HR_TRY(hr_buffer_append(&lane->leader.links[i].out, frames, bytes));
@@ -206,7 +206,7 @@ int hr_leader_hand_down(struct hr_lane *lane, size_t mark) {
     const uint8_t *front = hr_buffer_front(&lane->leader.log_out);
     const size_t bytes = hr_buffer_size(&lane->leader.log_out) - mark;
     hr_leader_note_records(lane, mark);
-    return bytes == 0 ? HORO_OK : send_to_children(lane, front + mark, bytes);
+    return bytes == 0 ? HORO_OK : hr_leader_send_down(lane, front + mark, bytes);
 }
 
 /* Behind the LEAVE record nothing is agreed on. */

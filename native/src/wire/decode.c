@@ -246,6 +246,7 @@ static void read_data(struct reader *reader, struct hr_wire_message *message) {
 /* Each team once, in their order. */
 static void read_blocked(struct reader *reader, struct hr_wire_message *message) {
     message->rank = read_i32(reader);
+    message->question = read_u32(reader);
     message->text = read_str16(reader);
     message->others = read_str16(reader);
     message->count = read_u32(reader);
@@ -292,6 +293,10 @@ static void read_body(struct reader *reader, struct hr_wire_message *message) {
         require(reader, message->rank >= 0 && hr_is_error(message->status));
         break;
     case HR_WIRE_BLOCKED: read_blocked(reader, message); break;
+    case HR_WIRE_QUERY:
+        message->question = read_u32(reader);
+        require(reader, message->question != 0);
+        break;
     case HR_WIRE_ASK:
     case HR_WIRE_LEAVE:
     case HR_WIRE_DONE:

@@ -214,14 +214,15 @@ int hr_wire_put_ended(struct hr_buffer *out, int rank, int status, struct hr_wir
     return finish(out, write_str16(write_i32(write_i32(at, rank), status), text));
 }
 
-int hr_wire_begin_blocked(struct hr_buffer *out, int rank, struct hr_wire_text text, struct hr_wire_text others,
-                          uint32_t count) {
-    uint8_t *at = begin(out, 1 + 4 + 2 + str16_bytes(text) + 2 + str16_bytes(others) + 4);
+int hr_wire_begin_blocked(struct hr_buffer *out, int rank, uint32_t question, struct hr_wire_text text,
+                          struct hr_wire_text others, uint32_t count) {
+    uint8_t *at = begin(out, 1 + 4 + 4 + 2 + str16_bytes(text) + 2 + str16_bytes(others) + 4);
     if (at == NULL) {
         return HORO_ERR_RESOURCE;
     }
     *at++ = HR_WIRE_BLOCKED;
-    at = write_str16(write_str16(write_i32(at, rank), text), others);
+    at = hr_store_u32(write_i32(at, rank), question);
+    at = write_str16(write_str16(at, text), others);
     return finish(out, hr_store_u32(at, count));
 }
 
@@ -275,6 +276,15 @@ int hr_wire_put_leave(struct hr_buffer *out, int rank) {
 
 int hr_wire_put_done(struct hr_buffer *out, int rank) {
     return put_rank(out, HR_WIRE_DONE, rank);
+}
+
+int hr_wire_put_query(struct hr_buffer *out, uint32_t question) {
+    uint8_t *at = begin(out, 1 + 4);
+    if (at == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    *at++ = HR_WIRE_QUERY;
+    return finish(out, hr_store_u32(at, question));
 }
 
 int hr_wire_put_fail(struct hr_buffer *out, int status, struct hr_wire_text name, struct hr_wire_text text) {

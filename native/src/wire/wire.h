@@ -14,7 +14,9 @@
  *                                                          RECALL   u64 at                            (no record)
  *   LOST     i32 rank, i32 status, u8 reason      (both directions; enum hr_abort_reason; rank -1: nobody knows which)
  *   ENDED    i32 rank, i32 status, str16 text     (both directions; the words of a rank that has ended the group)
- *   BLOCKED  i32 rank, str16 text, str16 others, u32 n, n x lane    (up only; n is 0: the rank is blocked no more)
+ *   BLOCKED  i32 rank, u32 question, str16 text, str16 others, u32 n, n x lane    (up only; n is 0: the rank is not
+ *            blocked any more; question: the number of the QUERY that this answers, 0: of none)
+ *   QUERY    u32 question                         (down only; whether the ranks below are still blocked; never 0)
  *   ASK      i32 rank                             (down only; the ranks below are asked where they stand)
  *   LEAVE    i32 rank                             (both directions)
  *   DONE     i32 rank                             (both directions)
@@ -67,6 +69,7 @@ enum hr_wire_type {
     HR_WIRE_AHEAD = 14,
     HR_WIRE_RECALL = 15,
     HR_WIRE_RELEASE = 16,
+    HR_WIRE_QUERY = 17,
 };
 
 enum {
@@ -130,6 +133,7 @@ struct hr_wire_message {
     struct hr_wire_text others; /* BLOCKED: a thread that may still submit something; empty: none may */
     uint32_t count;           /* IDS, BATCH, BLOCKED */
     uint32_t id;              /* DATA, RESULT, AHEAD, ROWS */
+    uint32_t question;        /* QUERY, BLOCKED */
     uint64_t at;              /* DATA, RESULT, AHEAD, RECALL, RELEASE */
     const uint8_t *data;      /* DATA, RESULT, AHEAD: packed values */
     size_t data_bytes;        /* at least 1 */
@@ -194,6 +198,7 @@ int hr_wire_put_position(struct hr_buffer *out, enum hr_wire_type type, uint64_t
 int hr_wire_put_leave(struct hr_buffer *out, int rank);
 int hr_wire_put_ask(struct hr_buffer *out, int rank);
 int hr_wire_put_done(struct hr_buffer *out, int rank);
+int hr_wire_put_query(struct hr_buffer *out, uint32_t question);
 int hr_wire_put_fail(struct hr_buffer *out, int status, struct hr_wire_text name, struct hr_wire_text text);
 /*
  * A BATCH is built piece by piece: begin, then one ref after another, then end, into the same buffer with nothing
@@ -204,8 +209,8 @@ int hr_wire_put_ref(struct hr_buffer *out, uint32_t id, struct hr_wire_text name
 int hr_wire_end_batch(struct hr_buffer *out, struct hr_wire_rows rows);
 
 /* A BLOCKED likewise: begin, then `count` times a lane with so many hashes behind it. */
-int hr_wire_begin_blocked(struct hr_buffer *out, int rank, struct hr_wire_text text, struct hr_wire_text others,
-                          uint32_t count);
+int hr_wire_begin_blocked(struct hr_buffer *out, int rank, uint32_t question, struct hr_wire_text text,
+                          struct hr_wire_text others, uint32_t count);
 int hr_wire_put_lane(struct hr_buffer *out, const struct hr_wire_lane *lane);
 int hr_wire_put_hash(struct hr_buffer *out, uint64_t hash);
 
@@ -215,7 +220,7 @@ int hr_wire_put_hash(struct hr_buffer *out, uint64_t hash);
  * count past the limit, a negative rank but for the -1 of LOST, a reason that is none or unknown, a status that is
  * unknown, HORO_OK in LOST, ENDED and FAIL, or HORO_IN_PROGRESS, a request that is not canonical, rows that are written
  * longer than they need to be or are of another operation than an allgather, lanes that are not in the order of their
- * teams, a short or long body. Every item is checked here, so the walks below cannot fail.
+ * teams, a question without a number, a short or long body. Every item is checked here, so the walks below cannot fail.
  */
 int hr_wire_decode(const void *data, size_t bytes, struct hr_wire_message *message);
 int hr_wire_decode_request(const void *data, size_t bytes, struct hr_wire_request *request);

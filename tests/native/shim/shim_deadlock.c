@@ -26,8 +26,12 @@ int shim_deadlock_note(shim_deadlock *self, const void *message, size_t bytes, i
     return status == HORO_OK ? hr_deadlock_note(&self->deadlock, self->size, &decoded, now_ns) : status;
 }
 
-int64_t shim_deadlock_due_ns(const shim_deadlock *self, int64_t settle_ns, int64_t open_ns) {
-    return hr_deadlock_due_ns(&self->deadlock, settle_ns, open_ns);
+int64_t shim_deadlock_due_ns(const shim_deadlock *self, int64_t open_ns) {
+    return hr_deadlock_due_ns(&self->deadlock, open_ns);
+}
+
+uint32_t shim_deadlock_question(const shim_deadlock *self) {
+    return self->deadlock.question;
 }
 
 int shim_deadlock_judge(shim_deadlock *self, char *text, size_t text_bytes) {

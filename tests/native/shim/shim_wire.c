@@ -97,10 +97,10 @@ int64_t shim_wire_put_ended(int rank, int status, shim_text text, void *out, siz
     return finish(&buffer, hr_wire_put_ended(&buffer, rank, status, to_core(text)), out, out_bytes);
 }
 
-int64_t shim_wire_put_blocked(int rank, shim_text text, shim_text others, uint32_t lanes, uint32_t hashes, void *out,
-                              size_t out_bytes) {
+int64_t shim_wire_put_blocked(int rank, uint32_t question, shim_text text, shim_text others, uint32_t lanes,
+                              uint32_t hashes, void *out, size_t out_bytes) {
     struct hr_buffer buffer = used_buffer();
-    int result = hr_wire_begin_blocked(&buffer, rank, to_core(text), to_core(others), lanes);
+    int result = hr_wire_begin_blocked(&buffer, rank, question, to_core(text), to_core(others), lanes);
     for (uint32_t i = 0; i < lanes && result == HORO_OK; i++) {
         const struct hr_wire_lane lane = {
             .team = 2 * i, .members = i + 1, .executed = (uint64_t)i << 40, .count = hashes};
@@ -115,6 +115,11 @@ int64_t shim_wire_put_blocked(int rank, shim_text text, shim_text others, uint32
 int64_t shim_wire_put_ask(int rank, void *out, size_t out_bytes) {
     struct hr_buffer buffer = used_buffer();
     return finish(&buffer, hr_wire_put_ask(&buffer, rank), out, out_bytes);
+}
+
+int64_t shim_wire_put_query(uint32_t question, void *out, size_t out_bytes) {
+    struct hr_buffer buffer = used_buffer();
+    return finish(&buffer, hr_wire_put_query(&buffer, question), out, out_bytes);
 }
 
 int64_t shim_wire_put_leave(int rank, void *out, size_t out_bytes) {
@@ -174,6 +179,7 @@ int shim_wire_decode(const void *data, size_t bytes, shim_wire_message *message)
         .count = decoded.count,
         .items = decoded.items,
         .id = decoded.id,
+        .question = decoded.question,
         .rows = decoded.rows.data,
         .row_count = decoded.rows.count,
         .request = request_from_core(&decoded.request),

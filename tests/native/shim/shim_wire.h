@@ -39,6 +39,7 @@ typedef struct {
     uint32_t count;
     const uint8_t *items;
     uint32_t id;
+    uint32_t question;
     const uint8_t *rows;
     uint32_t row_count;
     shim_wire_request request;
@@ -52,9 +53,10 @@ int64_t shim_wire_put_request(int origin, int status, shim_text text, const int6
 int64_t shim_wire_put_lost(int rank, int status, int reason, void *out, size_t out_bytes);
 int64_t shim_wire_put_ended(int rank, int status, shim_text text, void *out, size_t out_bytes);
 /* Lanes of the teams 0, 2, 4 and so on, with 1, 2 and more members, each with so many hashes. */
-int64_t shim_wire_put_blocked(int rank, shim_text text, shim_text others, uint32_t lanes, uint32_t hashes, void *out,
-                              size_t out_bytes);
+int64_t shim_wire_put_blocked(int rank, uint32_t question, shim_text text, shim_text others, uint32_t lanes,
+                              uint32_t hashes, void *out, size_t out_bytes);
 int64_t shim_wire_put_ask(int rank, void *out, size_t out_bytes);
+int64_t shim_wire_put_query(uint32_t question, void *out, size_t out_bytes);
 int64_t shim_wire_put_leave(int rank, void *out, size_t out_bytes);
 int64_t shim_wire_put_done(int rank, void *out, size_t out_bytes);
 int64_t shim_wire_put_fail(int status, shim_text name, shim_text text, void *out, size_t out_bytes);

@@ -115,7 +115,8 @@ static int encode_batch(const struct hr_wire_message *message, struct hr_buffer 
 static int encode_blocked(const struct hr_wire_message *message, struct hr_buffer *out) {
     touch(message->text);
     touch(message->others);
-    HR_TRY(hr_wire_begin_blocked(out, message->rank, message->text, message->others, message->count));
+    HR_TRY(hr_wire_begin_blocked(out, message->rank, message->question, message->text, message->others,
+                                 message->count));
     const uint8_t *cursor = message->items;
     for (uint32_t i = 0; i < message->count; i++) {
         struct hr_wire_lane lane;
@@ -151,6 +152,7 @@ static int encode_again(const struct hr_wire_message *message, struct hr_buffer 
         return hr_wire_put_ended(out, message->rank, message->status, message->text);
     case HR_WIRE_BLOCKED: return encode_blocked(message, out);
     case HR_WIRE_ASK: return hr_wire_put_ask(out, message->rank);
+    case HR_WIRE_QUERY: return hr_wire_put_query(out, message->question);
     case HR_WIRE_LEAVE: return hr_wire_put_leave(out, message->rank);
     case HR_WIRE_DONE: return hr_wire_put_done(out, message->rank);
     case HR_WIRE_FAIL: return hr_wire_put_fail(out, message->status, message->name, message->text);
