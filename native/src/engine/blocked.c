@@ -1,10 +1,10 @@
-/* A rank says that all its threads wait, and rank 0 finds out whether all ranks do; see deadlock.h. */
+/* The report of a rank whose threads all wait, and the search for a deadlock in those of all ranks; see deadlock.h. */
 #include <stdio.h>
 #include <string.h>
 
 #include "engine/engine.h"
 
-/* ---- What the caller says. Under the lock. ---- */
+/* ---- Callers, and their last report. Under the lock. ---- */
 
 void hr_engine_note_caller(struct hr_engine *engine) {
     struct hr_callers *callers = &engine->submission.callers;
@@ -123,7 +123,7 @@ uint32_t hr_engine_blocked_question(const struct hr_engine *engine) {
     return asked == atomic_load(&engine->submission.blocked.answered) ? 0 : asked;
 }
 
-/* ---- What the driver tells of it ---- */
+/* ---- The message to rank 0, which the driver writes ---- */
 
 static int put_lane(const struct hr_lane *lane, struct hr_buffer *out) {
     const struct hr_wire_lane head = {
@@ -133,16 +133,14 @@ static int put_lane(const struct hr_lane *lane, struct hr_buffer *out) {
         .count = (uint32_t)lane->in_flight.count,
     };
     HR_TRY(hr_wire_put_lane(out, &head));
-    const struct hr_request *request = lane->engine->submission.oldest;
-    for (; request != NULL; request = request->newer) {
-        if (request->lane == lane) {
-            HR_TRY(hr_wire_put_hash(out, request->pending_hash));
-        }
+    const struct hr_request *request = NULL;
+    while ((request = hr_lane_next_pending(lane, request)) != NULL) {
+        HR_TRY(hr_wire_put_hash(out, request->pending_hash));
     }
     return HORO_OK;
 }
 
-/* With the lock held: what is pending, and what the driver has executed, go together. */
+/* With the lock held, so that what is pending and what is executed are of one moment. */
 static int put_report(struct hr_engine *engine, struct hr_buffer *out) {
     const struct hr_blocked *blocked = &engine->submission.blocked;
     const struct hr_wire_text text = {blocked->text, strlen(blocked->text)};
@@ -209,7 +207,7 @@ int hr_engine_tell_blocked(struct hr_engine *engine) {
     return 1;
 }
 
-/* ---- What leaders make of it ---- */
+/* ---- Leaders ---- */
 
 int hr_leader_note_blocked(struct hr_lane *lane, const struct hr_wire_message *message) {
     if (lane->team->number != 0 || message->rank >= lane->node->size) {

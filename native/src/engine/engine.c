@@ -119,6 +119,14 @@ void hr_engine_fini(struct hr_engine *engine) {
     free_parts(engine);
 }
 
+struct hr_request *hr_lane_next_pending(const struct hr_lane *lane, const struct hr_request *last) {
+    struct hr_request *request = last == NULL ? lane->engine->submission.oldest : last->newer;
+    while (request != NULL && request->lane != lane) {
+        request = request->newer;
+    }
+    return request;
+}
+
 struct hr_request *hr_engine_find_handle(const struct hr_engine *engine, int64_t handle) {
     return hr_map_find(&engine->submission.handles, hr_hash_number(handle), (const char *)&handle, sizeof handle);
 }

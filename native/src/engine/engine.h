@@ -238,6 +238,12 @@ int hr_engine_submit_with(struct hr_engine *engine, const horo_request *call, st
 /* engine.c: with the lock held; NULL if there is none. */
 struct hr_request *hr_engine_find_handle(const struct hr_engine *engine, int64_t handle);
 
+/*
+ * engine.c: with the lock held, the requests of a lane that are not done, in the order in which they were submitted:
+ * the one after `last` (NULL: the first); NULL if there is none.
+ */
+struct hr_request *hr_lane_next_pending(const struct hr_lane *lane, const struct hr_request *last);
+
 /* execute.c: marks requests as done, all with one status and sentence. */
 void hr_engine_complete(struct hr_engine *engine, struct hr_request *const *requests, size_t count, int status,
                         const char *text);

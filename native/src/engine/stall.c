@@ -1,4 +1,4 @@
-/* What has waited too long, who is late, and who ends the job for it. */
+/* Requests that have waited too long: which rank is late, and when the job ends for it. */
 #include <stdio.h>
 #include <string.h>
 
@@ -11,10 +11,7 @@ enum { TEAM_TEXT_BYTES = 32 };
 
 static int64_t oldest_pending_ns(struct hr_lane *lane) {
     (void)pthread_mutex_lock(&lane->engine->submission.lock);
-    const struct hr_request *request = lane->engine->submission.oldest;
-    while (request != NULL && request->lane != lane) {
-        request = request->newer;
-    }
+    const struct hr_request *request = hr_lane_next_pending(lane, NULL);
     const int64_t oldest = request == NULL ? 0 : request->submit_ns;
     (void)pthread_mutex_unlock(&lane->engine->submission.lock);
     const int64_t since = lane->is_leader ? hr_agree_waiting_since(&lane->leader.agree) : 0;
@@ -22,9 +19,9 @@ static int64_t oldest_pending_ns(struct hr_lane *lane) {
 }
 
 /*
- * What all ranks here have submitted while the next one on the way to the root of the tree says nothing: it is stopped,
- * or somebody behind it is late. Each level waits one period longer than the one above, so whoever is nearest names the
- * culprit.
+ * What all ranks here have submitted while no answer comes from the next rank on the way to the root of the tree, which
+ * is stopped, or a rank behind it is late. Each level waits one period longer than the one above, so the nearest one
+ * names the culprit.
  */
 static int describe_undecided(struct hr_lane *lane, int64_t now_ns, char *text, size_t text_bytes, int *culprit,
                               int64_t *oldest_ns, int *periods) {
@@ -39,10 +36,10 @@ static int describe_undecided(struct hr_lane *lane, int64_t now_ns, char *text, 
     int count = 0;
     size_t used = 0;
     (void)pthread_mutex_lock(&lane->engine->submission.lock);
-    for (const struct hr_request *request = lane->engine->submission.oldest; request != NULL;
-         request = request->newer) {
+    const struct hr_request *request = NULL;
+    while ((request = hr_lane_next_pending(lane, request)) != NULL) {
         const int64_t since_ns = request->submit_ns > lane->stall.moved_ns ? request->submit_ns : lane->stall.moved_ns;
-        if (request->lane != lane || now_ns - since_ns < *periods * node->stall_warning_ns) {
+        if (now_ns - since_ns < *periods * node->stall_warning_ns) {
             continue;
         }
         *oldest_ns = since_ns < *oldest_ns ? since_ns : *oldest_ns;
@@ -57,8 +54,8 @@ static int describe_undecided(struct hr_lane *lane, int64_t now_ns, char *text, 
 }
 
 /*
- * The leader, where it is at work, knows all that the ranks here have submitted; the others leave the report of a
- * period to it for a moment.
+ * A leader that has requests pending has the announcements of all ranks here, so the others let it make the report of a
+ * period first.
  */
 static int leaves_turn(struct hr_lane *lane, int64_t now_ns) {
     const int leader = lane->team->index_of_local[0];

@@ -1,4 +1,4 @@
-/* Where ranks stand that have not submitted what others wait for: they are asked, and say it in their own logs. */
+/* Questions to ranks that have not submitted what others wait for; each writes where it stands to its own log. */
 #include "arena/question.h"
 #include "engine/stall.h"
 

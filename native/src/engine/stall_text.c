@@ -23,7 +23,7 @@ static int rank_of_member(const struct hr_lane *lane, int member) {
                            : lane->team->job_rank[lane->team->rank_of_local[member]];
 }
 
-/* ---- What is looked at ---- */
+/* ---- Names that have waited too long ---- */
 
 static void add(struct hr_stalled *stalled, struct hr_stalled_name name, int64_t since_ns) {
     stalled->oldest_ns = stalled->total == 0 || since_ns < stalled->oldest_ns ? since_ns : stalled->oldest_ns;
@@ -43,13 +43,11 @@ static int first_missing(const struct hr_lane *lane, const struct hr_stalled_nam
 
 static void find_own(struct hr_lane *lane, int64_t now_ns, struct hr_stalled *stalled) {
     (void)pthread_mutex_lock(&lane->engine->submission.lock);
-    for (const struct hr_request *request = lane->engine->submission.oldest; request != NULL;
-         request = request->newer) {
-        if (now_ns - request->submit_ns < lane->node->stall_warning_ns) {
-            break;
-        }
+    const struct hr_request *request = NULL;
+    while ((request = hr_lane_next_pending(lane, request)) != NULL &&
+           now_ns - request->submit_ns >= lane->node->stall_warning_ns) {
         const struct hr_stalled_name name = {.name = request->call.name, .pending_hash = request->pending_hash};
-        if (request->lane == lane && first_missing(lane, &name) >= 0) {
+        if (first_missing(lane, &name) >= 0) {
             add(stalled, name, request->submit_ns);
         }
     }
@@ -83,7 +81,7 @@ void hr_stall_find(struct hr_lane *lane, int64_t now_ns, struct hr_stalled *stal
     stalled->culprit = missing < 0 ? -1 : rank_of_member(lane, missing);
 }
 
-/* ---- What is said of it ---- */
+/* ---- The text of the report ---- */
 
 enum { MEMBERS_MAX = 256 }; /* more are not shown */
 
