@@ -1,4 +1,4 @@
-"""Slurm's short way to write many hosts and their task counts: ``rack[0-1]n[01-03],x`` and ``2(x3),1``.
+"""Slurm's notation: lists of hosts ``rack[0-1]n[01-03],x``, counts of tasks ``2(x3),1``, numbers of steps.
 
 Pure text; imports nothing heavy, so that the launcher may use it as well as the library.
 """
@@ -8,10 +8,12 @@ from __future__ import annotations
 import itertools
 import re
 
-__all__ = ["HOSTS_MAX", "parse_counts", "parse_host_list"]
+__all__ = ["HOSTS_MAX", "SPECIAL_STEPS", "parse_counts", "parse_host_list"]
 
 HOSTS_MAX = 1 << 16
 """Slurm has no more nodes; a list that names more is damaged."""
+SPECIAL_STEPS = 0xFFFFFFF0
+"""Step numbers from here on are batch scripts and interactive shells, not steps that srun has started."""
 
 _PIECE = re.compile(r"\[([^\[\]]*)\]|([^\[\],]+)")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")

@@ -7,8 +7,11 @@ import os
 import pwd
 import socket
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
+from horo._bootstrap.host.identity import read_identity
+from horo._bootstrap.net.interfaces import connect_source
+from horo._bootstrap.net.interfaces import interface_addresses as addresses_by_interface
+from horo.errors import UsageError
 from horo.runner.hosts import Host
 
 __all__ = [
@@ -64,12 +67,11 @@ def address_toward(peer: str) -> str:
         NetworkError: there is no route.
     """
     try:
-        family, *_, where = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(where)
-            return str(probe.getsockname()[0])
+        return connect_source(peer)
     except OSError as error:
         raise NetworkError(f"this machine has no route to {peer}: {error.strerror}") from None
+    except UsageError as error:
+        raise NetworkError(str(error)) from None
 
 
 def connection(environ: Mapping[str, str]) -> str:
@@ -91,15 +93,8 @@ def interface_addresses(names: Sequence[str]) -> list[str]:
     Raises:
         NetworkError: it has none of them.
     """
-    import psutil  # noqa: PLC0415 - 20 ms that only this option costs
-
-    present = psutil.net_if_addrs()
-    found = [
-        entry.address
-        for name in names
-        for entry in present.get(name, [])
-        if entry.family in (socket.AF_INET, socket.AF_INET6) and "%" not in entry.address
-    ]
+    present = addresses_by_interface()
+    found = [address for name in names for address in present.get(name, [])]
     if not found:
         raise NetworkError(
             f"--network-interfaces {','.join(names)}: none of them has an address here; "
@@ -125,10 +120,8 @@ def free_port(port: int = 0) -> int:
 
 def network_identity() -> str:
     """Equal for two processes exactly when loopback addresses mean the same to both: boot and network namespace."""
-    with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot}.{Path('/proc/self/ns/net').stat().st_ino}"
-    return socket.gethostname()
+    boot_id, network = read_identity(None).machine
+    return f"{boot_id}.{network}"
 
 
 def _user() -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from horo._bootstrap.auth.handshake import SECRET_BYTES
 from horo._bootstrap.directory import Directory, PeerAddress
 from horo._bootstrap.ending import EndNotes, culprit_of, describe_exception, watch_exceptions
 from horo._bootstrap.host.arena import Arena, join_arena
@@ -52,7 +53,6 @@ __all__ = ["Connection", "Job", "connect", "start"]
 
 _ONE_HOST_SEGMENT_BYTES = 1 << 18
 _SEVERAL_HOSTS_SEGMENT_BYTES = 1 << 20
-_SECRET_BYTES = 32
 
 
 @dataclass(frozen=True)
@@ -306,7 +306,7 @@ def _join(start: _Start, secret: bytes | None) -> Connection:
     identity = read_identity(config.host_id)
     meeting.publish("peer info", PeerInfo.of(launch, config, identity, start.address, version()).encode())
     if secret is None and launch.rank == 0:
-        meeting.publish("secret", secrets.token_bytes(_SECRET_BYTES))
+        meeting.publish("secret", secrets.token_bytes(SECRET_BYTES))
     said = meeting.gather("peer info")
     start.forget_earlier()  # not before: a slower rank may have been looking at the end of the last start until now
     infos = check_agreement(said, lambda rank, host: f"rank {rank} ({host})")

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from horo._bootstrap.net.interfaces import LOOPBACK
 from horo.runner.config import EXIT_SETUP, JobError
 from horo.runner.network import (
     NetworkError,
@@ -16,9 +17,7 @@ from horo.runner.network import (
     resolve,
 )
 
-__all__ = ["LOOPBACK", "HostAddresses", "find_addresses", "store_addresses"]
-
-LOOPBACK = "127.0.0.1"
+__all__ = ["HostAddresses", "find_addresses", "store_addresses"]
 
 
 @dataclass(frozen=True)

@@ -239,10 +239,11 @@ class _Supervisor:
         self, hosts: Sequence[Host], slots: Sequence[Slot], routes: Mapping[int, HostAddresses | None]
     ) -> dict[int, dict[str, str]]:
         """Opens the key-value server and computes the variables of every rank."""
-        from horo._bootstrap.store.own import StoreServer  # noqa: PLC0415 - --help does without
+        from horo._bootstrap.auth.handshake import SECRET_BYTES  # noqa: PLC0415 - --help does without
+        from horo._bootstrap.store.own import StoreServer  # noqa: PLC0415
 
         addresses, by_host = store_addresses(list(routes.values()))
-        secret = secrets.token_bytes(32)
+        secret = secrets.token_bytes(SECRET_BYTES)
         self._store = StoreServer(addresses, secret, self._job.store_port, self._console.say)
         self._joining = Joining(self._store, secret, self._id)
         endpoints = {endpoint.address: str(endpoint) for endpoint in self._store.endpoints}

@@ -10,13 +10,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from horo._hostlist import parse_counts, parse_host_list
+from horo._hostlist import SPECIAL_STEPS, parse_counts, parse_host_list
 from horo.runner.hosts import Host, is_host_name
 
 __all__ = ["Allocation", "AllocationError", "find_allocation"]
 
-_SPECIAL_STEPS = 0xFFFFFFF0
-"""Slurm's numbers from here on are batch scripts and interactive shells, not steps that srun was asked for."""
 _WAY_OUT = "name the hosts yourself with -H, or start the job anew"
 
 Read = Callable[[str], str]
@@ -88,7 +86,7 @@ def _slurm_slots(environ: Mapping[str, str], count: int) -> tuple[str, list[int]
     if environ.get("SLURM_TASKS_PER_NODE"):
         tasks = _counts(environ, "SLURM_TASKS_PER_NODE")
         # srun --pty and salloc's shell are steps of one task, which says nothing about how many ranks are wanted.
-        if step is None or (step >= _SPECIAL_STEPS and sum(tasks) == (_number(environ, "SLURM_NTASKS") or sum(tasks))):
+        if step is None or (step >= SPECIAL_STEPS and sum(tasks) == (_number(environ, "SLURM_NTASKS") or sum(tasks))):
             if len(tasks) != count:
                 raise _wrong(environ, "SLURM_TASKS_PER_NODE", f"speaks of {len(tasks)} hosts, and the job has {count}")
             return "SLURM_TASKS_PER_NODE", tasks
@@ -107,7 +105,7 @@ def _slurm_slots(environ: Mapping[str, str], count: int) -> tuple[str, list[int]
 
 def _one_of_many_tasks(environ: Mapping[str, str]) -> None:
     step, tasks = _number(environ, "SLURM_STEP_ID"), _number(environ, "SLURM_STEP_NUM_TASKS")
-    if step is not None and step < _SPECIAL_STEPS and tasks is not None and tasks > 1:
+    if step is not None and step < SPECIAL_STEPS and tasks is not None and tasks > 1:
         raise AllocationError(
             f"SLURM_STEP_NUM_TASKS={tasks}: srun has started {tasks} copies of hororun, and each would run the whole "
             "job: start hororun once, without srun, or the training script itself with srun"

@@ -166,4 +166,4 @@ def test_local_ranks_of_a_job_on_several_hosts_do_not_use_loopback() -> None:
     )
     assert addresses == ["10.0.0.1", "10.1.0.1"]
     assert by_host == [["10.0.0.1", "10.1.0.1"], ["10.0.0.1"], ["10.1.0.1"]]
-    assert store_addresses([None]) == ([host_addresses_module.LOOPBACK], [[host_addresses_module.LOOPBACK]])
+    assert store_addresses([None]) == (["127.0.0.1"], [["127.0.0.1"]])

@@ -23,6 +23,7 @@ from enum import IntEnum
 from horo.errors import HoroError, UsageError
 
 __all__ = [
+    "SECRET_BYTES",
     "SECRET_BYTES_MIN",
     "WELCOME",
     "Acceptor",
@@ -35,6 +36,8 @@ __all__ = [
 ]
 
 SECRET_BYTES_MIN = 16
+SECRET_BYTES = 32
+"""Of a secret that horo makes."""
 WELCOME = b"\x01"
 _MAGIC = b"HORO"
 _VERSION = 2

@@ -6,13 +6,11 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from horo._config import SlurmVariables, read_variables, variables_of
-from horo._hostlist import parse_counts, parse_host_list
+from horo._hostlist import SPECIAL_STEPS, parse_counts, parse_host_list
 from horo.errors import UsageError
 
 __all__ = ["SlurmStep", "is_lone_step", "missed_tasks", "read_step"]
 
-_SPECIAL_STEPS = 0xFFFFFFF0
-"""Steps from here on are batch scripts and interactive shells, not srun's."""
 _INTERACTIVE_STEP = 0xFFFFFFFA
 """The shell of salloc, where Slurm runs that on a node."""
 
@@ -42,7 +40,7 @@ def read_step(environ: Mapping[str, str]) -> SlurmStep | None:
     said = read_variables(SlurmVariables, environ)
     size = _count(said.step_num_tasks if said.step_num_tasks is not None else said.ntasks)
     step = _count(said.step_id)
-    if said.step_id is None or step >= _SPECIAL_STEPS or said.procid is None or size < 2:
+    if said.step_id is None or step >= SPECIAL_STEPS or said.procid is None or size < 2:
         return None
     hosts = _hosts(said)
     rank, node = _number(said, "procid", size), _number(said, "nodeid", len(hosts), missing=0)
@@ -54,7 +52,7 @@ def is_lone_step(environ: Mapping[str, str]) -> bool:
     """Whether Slurm started this process, or the shell around it, as the only one of its step."""
     said = read_variables(SlurmVariables, environ)
     size = _count(said.step_num_tasks if said.step_num_tasks is not None else said.ntasks)
-    return said.step_id is not None and (size == 1 or _count(said.step_id) >= _SPECIAL_STEPS)
+    return said.step_id is not None and (size == 1 or _count(said.step_id) >= SPECIAL_STEPS)
 
 
 def missed_tasks(environ: Mapping[str, str], script: str) -> str:

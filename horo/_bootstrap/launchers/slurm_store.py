@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from horo._bootstrap.auth import munge
 from horo._bootstrap.auth.credential_file import SecretFile
+from horo._bootstrap.auth.handshake import SECRET_BYTES
 from horo._bootstrap.launchers.launch import Launch
 from horo._bootstrap.launchers.slurm_step import SlurmStep
 from horo._bootstrap.net.addresses import Endpoint, bind_all
@@ -33,7 +34,6 @@ from horo.errors import HoroError, InternalError, PeerLostError, ResourceError, 
 
 __all__ = ["candidate_ports", "open_slurm_store"]
 
-_SECRET_BYTES = 32
 _SIGNATURE_BYTES = 32
 _PORT_COUNT = 8
 _PORT_FIRST, _PORT_END = 10_000, 32_000
@@ -108,7 +108,7 @@ def open_slurm_store(launch: Launch, config: Config, epoch: int) -> tuple[StoreC
 def _host(
     launch: Launch, step: SlurmStep, config: Config, name: str, user_secret: bytes | None
 ) -> tuple[StoreClient, bytes]:
-    secret = user_secret or secrets.token_bytes(_SECRET_BYTES)
+    secret = user_secret or secrets.token_bytes(SECRET_BYTES)
     addresses = choose_host_addresses(config.network_interfaces, near=True, far=len(step.hosts) > 1)
     server = StoreServer(addresses, secret, on_refused=logging.getLogger("horo").warning)
     withdraw: Callable[[], None] | None = None
@@ -155,7 +155,7 @@ def _publish_file(info: _StoreInfo, why: str) -> Callable[[], None]:
         raise UsageError(
             f"the ranks of this step cannot agree on a secret: MUNGE cannot be used ({why}), nor the home folder "
             f"({error}); put this into the batch script before srun: "
-            "export HORO_SECRET=$(python3 -c 'import secrets; print(secrets.token_hex(32))')"
+            f"export HORO_SECRET=$(python3 -c 'import secrets; print(secrets.token_hex({SECRET_BYTES}))')"
         ) from error
     return file.remove
 

@@ -21,6 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from horo._bootstrap.auth.handshake import SECRET_BYTES
 from horo._bootstrap.host.grouping import index_among
 from horo._bootstrap.host.identity import read_identity
 from horo._bootstrap.mpi.exit import watch_exit
@@ -47,7 +48,6 @@ __all__ = [
 
 _STORE_INFO_BYTES = 8192
 """Size of the message of rank 0 to all ranks: a few addresses and a secret, or the reason why there are none."""
-_SECRET_BYTES = 32
 _DIGEST_BYTES = 16
 _LEVELS = ("MPI_THREAD_SINGLE", "MPI_THREAD_FUNNELED", "MPI_THREAD_SERIALIZED", "MPI_THREAD_MULTIPLE")
 _POLL_FIRST_S = 0.0001
@@ -330,7 +330,7 @@ def open_mpi_store(world: MpiWorld, config: Config) -> tuple[StoreClient, bytes]
 
 
 def _host(world: MpiWorld, config: Config, near: Sequence[bool]) -> tuple[StoreClient, bytes]:
-    secret = secrets.token_bytes(_SECRET_BYTES)
+    secret = secrets.token_bytes(SECRET_BYTES)
     try:
         addresses = choose_host_addresses(config.network_interfaces, any(near[1:]), not all(near))
         server = StoreServer(addresses, secret, on_refused=logging.getLogger("horo").warning)

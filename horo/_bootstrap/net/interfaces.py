@@ -9,7 +9,15 @@ from collections.abc import Iterable, Sequence
 from horo._bootstrap.net.addresses import socket_address
 from horo.errors import ResourceError, UsageError
 
-__all__ = ["interface_addresses", "is_loopback", "listen_addresses", "route_source", "select_addresses"]
+__all__ = [
+    "LOOPBACK",
+    "connect_source",
+    "interface_addresses",
+    "is_loopback",
+    "listen_addresses",
+    "route_source",
+    "select_addresses",
+]
 
 LOOPBACK = "127.0.0.1"
 _DISCARD_PORT = 9
@@ -23,13 +31,22 @@ def is_loopback(address: str) -> bool:
 
 
 def route_source(target: str) -> str | None:
-    """The address of this machine from which packets to ``target`` leave; None without a route. Sends nothing."""
+    """As ``connect_source``; None without a route."""
+    try:
+        return connect_source(target)
+    except OSError:
+        return None
+
+
+def connect_source(target: str) -> str:
+    """The address of this machine from which packets to ``target``, a numeric address, leave. Sends nothing.
+
+    Raises:
+        OSError: there is no route. UsageError: ``target`` is not a numeric address.
+    """
     family, sockaddr = socket_address(target, _DISCARD_PORT)
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(sockaddr)
-        except OSError:
-            return None
+        probe.connect(sockaddr)
         return str(probe.getsockname()[0])
 
 
