@@ -9,7 +9,6 @@ import pytest
 from horo.runner.agent.machine import default_slots, gpu_count
 from horo.runner.config import JobError
 from horo.runner.hosts import Host
-from horo.runner.job import host_addresses as host_addresses_module
 from horo.runner.job.environment import forwarded, parse_exports, places_ranks, rank_variables, tunes_malloc
 from horo.runner.job.host_addresses import HostAddresses, find_addresses, store_addresses
 from horo.runner.job.placement import place

@@ -25,7 +25,7 @@ from horo._bootstrap.auth.handshake import SECRET_BYTES
 from horo._bootstrap.launchers.launch import Launch
 from horo._bootstrap.launchers.slurm_step import SlurmStep
 from horo._bootstrap.net.addresses import Endpoint, bind_all
-from horo._bootstrap.net.advertisement import AnnouncementServer, fetch
+from horo._bootstrap.net.advertisement import AdvertisementServer, fetch
 from horo._bootstrap.net.interfaces import LOOPBACK, is_loopback
 from horo._bootstrap.store.hosted import HostedStore, choose_host_addresses
 from horo._bootstrap.store.own import StoreClient, StoreServer
@@ -132,7 +132,7 @@ def _announce(addresses: Sequence[str], name: str, make: Callable[[], bytes]) ->
     failures = []
     for port in candidate_ports(name):
         try:
-            return AnnouncementServer(bind_all(addresses, port), make).close
+            return AdvertisementServer(bind_all(addresses, port), make).close
         except ResourceError as error:
             failures.append(str(error))
     raise ResourceError(f"none of the ports of this step is free: {'; '.join(failures)}")

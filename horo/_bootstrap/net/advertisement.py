@@ -1,7 +1,7 @@
-"""An announcement: bytes that a server sends to every client that connects to one of a few ports.
+"""An advertisement: bytes that a server sends to every client that connects to one of a few ports.
 
-The server authenticates no client: the announcement must be encrypted or signed if that matters. The clients connect to
-all ports at once and keep waiting on each, since another program may listen at some of them and send nothing.
+The server authenticates no client: the advertisement must be encrypted or signed if that matters. The clients connect
+to all ports at once and keep waiting on each, since another program may listen at some of them and send nothing.
 """
 
 from __future__ import annotations
@@ -10,16 +10,17 @@ import contextlib
 import logging
 import selectors
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from horo._bootstrap.net.addresses import Endpoint, socket_address
+from horo._bootstrap.net.selector_thread import SelectorThread
 from horo.errors import HoroError
 
-__all__ = ["AnnouncementServer", "fetch"]
+__all__ = ["AdvertisementServer", "fetch"]
 
 T = TypeVar("T")
 
@@ -29,41 +30,30 @@ _RETRY_FIRST_S = 0.02
 _RETRY_LAST_S = 0.5
 
 
-class AnnouncementServer:
-    """Sends an announcement to each client that connects, one after the other, until ``close``.
+class AdvertisementServer:
+    """Sends an advertisement to each client that connects, one after the other, until ``close``.
 
     Args:
         listeners: the server's from now on.
-        make: returns the announcement for one client. If it raises an error of horo, the error is logged and nothing is
-            sent. Called on a thread.
+        make: returns the advertisement for one client. If it raises an error of horo, the error is logged and nothing
+            is sent. Called on a thread.
     """
 
     def __init__(self, listeners: Sequence[socket.socket], make: Callable[[], bytes]) -> None:
         self._listeners = list(listeners)
         self._make = make
-        self._selector = selectors.DefaultSelector()
-        self._wake_in, self._wake_out = socket.socketpair()
-        for waited in (self._wake_in, *self._listeners):
-            self._selector.register(waited, selectors.EVENT_READ, waited)
-        self._thread = threading.Thread(target=self._run, name="horo-announcements", daemon=True)
-        self._thread.start()
+        self._thread = SelectorThread("horo-advertisement")
+        for listener in self._listeners:
+            self._thread.selector.register(listener, selectors.EVENT_READ, partial(self._serve, listener))
+        self._thread.start(on_end=self._close_listeners)
 
     def close(self) -> None:
         """Stops listening; idempotent."""
-        self._wake_out.close()
-        self._thread.join()
+        self._thread.close()
 
-    def _run(self) -> None:
-        try:
-            while True:
-                for key, _ in self._selector.select():
-                    if key.data is self._wake_in:
-                        return
-                    self._serve(key.data)
-        finally:
-            self._selector.close()
-            for waited in (self._wake_in, *self._listeners):
-                waited.close()
+    def _close_listeners(self) -> None:
+        for listener in self._listeners:
+            listener.close()
 
     def _serve(self, listener: socket.socket) -> None:
         try:
@@ -93,7 +83,7 @@ def fetch(
     read: Callable[[bytes], T | None],
     elsewhere: Callable[[], T | None],
 ) -> T | None:
-    """Connects to all endpoints at once, again and again, until one sends a usable announcement.
+    """Connects to all endpoints at once, again and again, until one sends a usable advertisement.
 
     Args:
         endpoints: of the server; another program may listen at some of them.

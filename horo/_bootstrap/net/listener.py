@@ -12,12 +12,12 @@ import errno
 import logging
 import selectors
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from horo._bootstrap.auth.handshake import WELCOME, Acceptor, HandshakeError, Session, check_secret
+from horo._bootstrap.net.selector_thread import SelectorThread
 
 __all__ = ["Listener", "ListenerThread", "RefusalLog"]
 
@@ -241,31 +241,12 @@ class ListenerThread:
         on_peer: Callable[[socket.socket, Session], None],
         on_refused: Callable[[str], None],
     ) -> None:
-        self._selector = selectors.DefaultSelector()
-        self._wake_in, self._wake_out = socket.socketpair()
-        self._selector.register(self._wake_in, selectors.EVENT_READ, self._stop)
-        self._listener = Listener(
-            self._selector, listeners, secret, admit=admit, on_peer=on_peer, on_refused=on_refused
+        self._thread = SelectorThread("horo-listener")
+        listener = Listener(
+            self._thread.selector, listeners, secret, admit=admit, on_peer=on_peer, on_refused=on_refused
         )
-        self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="horo-listener", daemon=True)
-        self._thread.start()
+        self._thread.start(on_end=listener.close, on_turn=listener.expire, timeout_s=listener.timeout_s)
 
     def close(self) -> None:
         """Stops admitting, ends the thread, closes the listeners; idempotent."""
-        self._wake_out.close()
-        self._thread.join()
-
-    def _stop(self) -> None:
-        self._stopping = True
-
-    def _run(self) -> None:
-        try:
-            while not self._stopping:
-                for key, _ in self._selector.select(self._listener.timeout_s(time.monotonic())):
-                    key.data()
-                self._listener.expire(time.monotonic())
-        finally:
-            self._listener.close()
-            self._wake_in.close()
-            self._selector.close()
+        self._thread.close()

@@ -7,7 +7,6 @@ waits on behalf of its clients, so clients do not poll. One thread serves all of
 from __future__ import annotations
 
 import contextlib
-import os
 import selectors
 import socket
 import struct
@@ -22,6 +21,7 @@ from horo._bootstrap.auth.handshake import Claim, HandshakeError, Purpose, Sessi
 from horo._bootstrap.net.addresses import Endpoint, bind_all
 from horo._bootstrap.net.dial import dial
 from horo._bootstrap.net.listener import HALF_OPEN_MAX, HANDSHAKE_TIMEOUT_S, Listener
+from horo._bootstrap.net.selector_thread import SelectorThread
 from horo._bootstrap.store.protocol import StoreAbandonedError, StoreTimeoutError
 from horo.errors import HoroError, PeerLostError, UsageError
 
@@ -104,12 +104,10 @@ class StoreServer:
         self._clients: set[_Client] = set()
         self._waiters: dict[_Client, _Waiter] = {}
         self._waiting: dict[bytes, set[_Client]] = {}
-        self._closing = False
         self._connected_count = 0
         self._clients_changed = threading.Condition()
-        self._selector = selectors.DefaultSelector()
-        self._wake_in, self._wake_out = socket.socketpair()
-        self._selector.register(self._wake_in, selectors.EVENT_READ, self._stop)
+        self._thread = SelectorThread("horo-store")
+        self._selector = self._thread.selector
         self._listener = Listener(
             self._selector,
             listeners,
@@ -120,16 +118,11 @@ class StoreServer:
             half_open_max=half_open_max,
             deadline_s=handshake_timeout_s,
         )
-        self._pid = os.getpid()
-        self._thread = threading.Thread(target=self._run, name="horo-store", daemon=True)
-        self._thread.start()
+        self._thread.start(on_end=self._close_connections, on_turn=self._expire, timeout_s=self._timeout_s)
 
     def close(self) -> None:
         """Stops serving and closes every connection; idempotent."""
-        if self._wake_out.fileno() < 0 or os.getpid() != self._pid:
-            return
-        self._wake_out.close()
-        self._thread.join()
+        self._thread.close()
 
     @property
     def connected_count(self) -> int:
@@ -160,23 +153,10 @@ class StoreServer:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _stop(self) -> None:
-        self._closing = True
-
-    def _run(self) -> None:
-        try:
-            while not self._closing:
-                for key, _ in self._selector.select(self._timeout_s(time.monotonic())):
-                    key.data()
-                now = time.monotonic()
-                self._listener.expire(now)
-                self._expire(now)
-        finally:
-            self._listener.close()
-            for client in list(self._clients):
-                self._drop(client)
-            self._wake_in.close()
-            self._selector.close()
+    def _close_connections(self) -> None:
+        self._listener.close()
+        for client in list(self._clients):
+            self._drop(client)
 
     def _timeout_s(self, now: float) -> float | None:
         deadlines = [waiter.deadline - now for waiter in self._waiters.values()]
@@ -186,6 +166,7 @@ class StoreServer:
         return max(min(deadlines), 0.0) if deadlines else None
 
     def _expire(self, now: float) -> None:
+        self._listener.expire(now)
         for client, waiter in list(self._waiters.items()):
             if waiter.deadline <= now:
                 self._stop_waiting(client)
@@ -208,7 +189,7 @@ class StoreServer:
             self._stop_waiting(client)
             self._selector.unregister(client.connection)
             client.connection.close()
-            if client.on_disconnect is not None and not self._closing:
+            if client.on_disconnect is not None and not self._thread.stopping:
                 key, value = client.on_disconnect
                 self._values.setdefault(key, value)
                 self._key_was_set(key)
