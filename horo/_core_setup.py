@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["MPI_FUNCTIONS", "MPI_HANDLES", "MpiCalls", "MpiUse", "Setup"]
+__all__ = [
+    "MPI_FUNCTIONS",
+    "MPI_HANDLES",
+    "MpiCalls",
+    "MpiUse",
+    "Setup",
+    "close_all",
+    "close_setup",
+    "setup_descriptors",
+]
 
 MPI_FUNCTIONS = (
     "MPI_Issend",
@@ -114,3 +125,21 @@ class Setup:
     arena_memory: int = 0
     arena_memory_bytes: int = 0
     mpi: MpiUse | None = None
+
+
+def setup_descriptors(setup: Setup) -> list[int]:
+    """All open descriptors that ``setup`` would hand over."""
+    numbers = [setup.arena_fd, *setup.wake_fds, *setup.life_fds, *setup.control_fds, *setup.data_fds]
+    return [number for number in numbers if number >= 0]
+
+
+def close_setup(setup: Setup) -> None:
+    """Closes what no context has taken over."""
+    close_all(setup_descriptors(setup))
+
+
+def close_all(numbers: Iterable[int]) -> None:
+    """Closes descriptors; those closed already are ignored."""
+    for number in numbers:
+        with contextlib.suppress(OSError):
+            os.close(number)

@@ -10,7 +10,7 @@ Imports neither torch nor the native core, so that it starts fast (only ``--chec
         check_hosts          the output of --check-hosts
         check_build          the output of --check-build
     job/                     a whole job
-        placement            hosts, -np -> Slot; candidates: the hosts that may get a rank
+        placement            hosts, -np -> the hosts that may get a rank, Slot
         environment          the variables of each rank
         host_addresses       addresses between the hosts
         supervise            starts the ranks, watches and ends them
@@ -32,12 +32,11 @@ Imports neither torch nor the native core, so that it starts fast (only ``--chec
         command              the command of the ranks
         binding              the CPUs of each rank
         machine              cores, GPUs
-        reachability         who can connect to whom
         notes                what a rank says of its own end
     config                   a job as frozen data
     hosts                    -H and host files -> Host
     loop                     files, signals and timers
-    network                  addresses and ports of this machine
+    network                  addresses and ports of this machine; who can connect to whom
     processes                starts, finds and ends processes; the guard
     stdout                   what hororun itself writes there
 """

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from horo._bootstrap.job import Connection, connect
 from horo._bootstrap.launchers.launch import detect_launch
-from horo._bootstrap.store.own import StoreServer
+from horo._bootstrap.store.server import StoreServer
 from horo._config import read_config
 
 __all__ = ["SECRET", "environments", "join_all", "open_descriptors", "run_threads", "serving", "wait_until"]

@@ -19,7 +19,7 @@ from typing import Any
 import cloudpickle  # type: ignore[import-untyped]
 from rank_worker import STACKS_END, serve
 
-from horo._bootstrap.store.own import StoreServer
+from horo._bootstrap.store.server import StoreServer
 
 __all__ = ["RankError", "RankPool"]
 

@@ -17,7 +17,6 @@ from horo._bootstrap.auth.handshake import SECRET_BYTES
 from horo._bootstrap.directory import Directory, PeerAddress
 from horo._bootstrap.ending import EndNotes, culprit_of, describe_exception, watch_exceptions
 from horo._bootstrap.host.arena import Arena, join_arena
-from horo._bootstrap.host.descriptors import close_all, close_setup
 from horo._bootstrap.host.grouping import Grouping, Link, group_ranks
 from horo._bootstrap.host.identity import read_identity
 from horo._bootstrap.launchers.detect import find_launch
@@ -32,7 +31,7 @@ from horo._bootstrap.mpi.exit import watch_end, watch_loss
 from horo._bootstrap.mpi.world import MpiWorld, open_mpi_store
 from horo._bootstrap.peer_info import PeerInfo, check_agreement, core_count, place_of, places_alike
 from horo._bootstrap.rendezvous import Rendezvous
-from horo._bootstrap.store.own import StoreClient
+from horo._bootstrap.store.client import StoreClient
 from horo._bootstrap.store.protocol import Store, prefixed
 from horo._bootstrap.summary import describe_job, describe_rank
 from horo._bootstrap.teams import add_team
@@ -46,7 +45,7 @@ from horo._config import (
     read_variables,
 )
 from horo._core import Context, arena_bytes, create_memory, create_wake, simd_name, version
-from horo._core_setup import MpiUse, Setup
+from horo._core_setup import MpiUse, Setup, close_all, close_setup
 from horo.errors import AbortedError, GroupError, HoroError, InternalError
 
 __all__ = ["Connection", "Job", "connect", "start"]

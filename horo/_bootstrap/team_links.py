@@ -20,11 +20,11 @@ from dataclasses import dataclass
 
 from horo._bootstrap.auth.frames import pack_fields, unpack_fields
 from horo._bootstrap.directory import Directory
-from horo._bootstrap.host.descriptors import close_all
 from horo._bootstrap.host.grouping import Grouping, group_ranks
 from horo._bootstrap.links import Links, by_host
 from horo._bootstrap.net.addresses import Endpoint, parse_endpoints
 from horo._bootstrap.rendezvous import error_of_peer, kind_and_reason, list_ranks
+from horo._core_setup import close_all
 from horo.errors import InternalError, MismatchError, UsageError
 
 __all__ = ["Exchange", "TeamLinks", "connect_team"]

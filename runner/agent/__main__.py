@@ -18,10 +18,17 @@ from horo.runner.agent.command import StartError, with_python, without
 from horo.runner.agent.machine import host_facts
 from horo.runner.agent.messages import MAGIC, Frame, FrameError, FrameReader, Kind, encode, encode_json
 from horo.runner.agent.ranks import PASSED_ON, Event, Exited, HostRanks, Noted, Output, Started, reap
-from horo.runner.agent.reachability import listen, unreachable
 from horo.runner.config import EXIT_SETUP, EXIT_UNREACHABLE
 from horo.runner.loop import Loop, Timer
-from horo.runner.network import NetworkError, connection, free_port, interface_addresses, network_identity
+from horo.runner.network import (
+    NetworkError,
+    connection,
+    free_port,
+    interface_addresses,
+    listen,
+    network_identity,
+    unreachable,
+)
 from horo.runner.processes import Guard, Tree, become_subreaper
 
 __all__ = ["main"]

@@ -11,14 +11,13 @@ from typing import Any
 from horo.runner.agent.machine import host_facts
 from horo.runner.agent.messages import Kind
 from horo.runner.agent.ranks import reap
-from horo.runner.agent.reachability import listen, unreachable
 from horo.runner.config import EXIT_UNREACHABLE, Job, JobError
 from horo.runner.hosts import Host
-from horo.runner.job.candidates import launch_method_of
 from horo.runner.job.host_addresses import HostAddresses, find_addresses
+from horo.runner.job.placement import launch_method_of
 from horo.runner.job.remote import RemoteHost, explain_absence
 from horo.runner.loop import Loop
-from horo.runner.network import NetworkError, interface_addresses, is_local
+from horo.runner.network import NetworkError, interface_addresses, is_local, listen, unreachable
 from horo.runner.processes import occupy_standard_streams
 from horo.runner.start.remote_launcher import LaunchMethod
 from horo.runner.stdout import show

@@ -10,14 +10,13 @@ from pathlib import Path
 from horo.runner.agent.binding import BindingError, bind, ranges, read_topology, spelled
 from horo.runner.agent.command import StartError, is_for_python, with_python
 from horo.runner.config import EXIT_SETUP, Job, JobError
-from horo.runner.job.candidates import candidates, launch_method_of
-from horo.runner.job.placement import place
+from horo.runner.job.placement import candidates, launch_method_of, place
 from horo.runner.network import is_local
 
-__all__ = ["preview"]
+__all__ = ["dry_run"]
 
 
-def preview(job: Job, environment: Mapping[str, str]) -> str:
+def dry_run(job: Job, environment: Mapping[str, str]) -> str:
     """Lines for stdout.
 
     Raises:

@@ -52,9 +52,9 @@ def _run(job: Job) -> int:
 
         return check_hosts(job, os.environ)
     if job.dry_run:
-        from horo.runner.cli.dry_run import preview  # noqa: PLC0415 - --help does without
+        from horo.runner.cli.dry_run import dry_run  # noqa: PLC0415 - --help does without
 
-        show(preview(job, os.environ))
+        show(dry_run(job, os.environ))
         return 0
     from horo.runner.job.supervise import run_job  # noqa: PLC0415 - --help does without
 

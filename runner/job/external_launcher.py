@@ -24,10 +24,9 @@ from horo.runner.agent.machine import core_count
 from horo.runner.agent.ranks import Event, Exited, HostRanks, Output, reap
 from horo.runner.config import EXIT_SETUP, EXIT_USAGE, Job, JobError
 from horo.runner.hosts import written
-from horo.runner.job.candidates import candidates
 from horo.runner.job.console import Console
 from horo.runner.job.environment import FORWARDED, delegated_variables, places_ranks, tunes_malloc
-from horo.runner.job.placement import place
+from horo.runner.job.placement import candidates, place
 from horo.runner.job.report import signal_name
 from horo.runner.loop import Loop
 from horo.runner.processes import (

@@ -13,7 +13,7 @@ from horo.runner.agent.notes import Note
 from horo.runner.job.report import Ending, how_it_ended
 
 if TYPE_CHECKING:
-    from horo._bootstrap.store.own import StoreServer
+    from horo._bootstrap.store.server import StoreServer
 
 __all__ = ["Joining", "side_by_side"]
 
@@ -51,7 +51,7 @@ class Joining:
             return
         self._told = True
         from horo._bootstrap.rendezvous import rank_is_missing  # noqa: PLC0415 - --help does without
-        from horo._bootstrap.store.own import StoreClient  # noqa: PLC0415
+        from horo._bootstrap.store.client import StoreClient  # noqa: PLC0415
 
         absent = self._absent
         reason = f"rank {absent.rank} ({absent.host}) {how_it_ended(absent)} before it called init()"

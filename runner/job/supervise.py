@@ -19,13 +19,12 @@ from horo.runner.agent.notes import Note, NoteReader
 from horo.runner.agent.ranks import PASSED_ON, Event, Exited, HostRanks, Noted, Output, reap
 from horo.runner.config import EXIT_USAGE, Job, JobError
 from horo.runner.hosts import Host, written
-from horo.runner.job.candidates import candidates, launch_method_of
 from horo.runner.job.console import Console
 from horo.runner.job.environment import common_variables, forwarded, places_ranks, rank_variables, tunes_malloc
 from horo.runner.job.host_addresses import HostAddresses, find_addresses, store_addresses
 from horo.runner.job.joining import Joining, side_by_side
 from horo.runner.job.misuse import outer_rank, unread_input
-from horo.runner.job.placement import PlacementError, Slot, place
+from horo.runner.job.placement import PlacementError, Slot, candidates, launch_method_of, place
 from horo.runner.job.remote import RemoteHost, explain_absence
 from horo.runner.job.report import Ending, awaited, exit_code, overdue, report, root_cause, signal_name
 from horo.runner.loop import Loop
@@ -41,7 +40,7 @@ from horo.runner.start.remote_launcher import LaunchMethod
 from horo.runner.stdout import explain_stdout
 
 if TYPE_CHECKING:
-    from horo._bootstrap.store.own import StoreServer
+    from horo._bootstrap.store.server import StoreServer
 
 __all__ = ["run_job"]
 
@@ -240,7 +239,7 @@ class _Supervisor:
     ) -> dict[int, dict[str, str]]:
         """Opens the key-value server and computes the variables of every rank."""
         from horo._bootstrap.auth.handshake import SECRET_BYTES  # noqa: PLC0415 - --help does without
-        from horo._bootstrap.store.own import StoreServer  # noqa: PLC0415
+        from horo._bootstrap.store.server import StoreServer  # noqa: PLC0415
 
         addresses, by_host = store_addresses(list(routes.values()))
         secret = secrets.token_bytes(SECRET_BYTES)

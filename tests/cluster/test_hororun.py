@@ -16,7 +16,7 @@ from namespaces import Cluster
 EXCHANGE = """
 import os
 from horo._bootstrap.net.addresses import parse_endpoints
-from horo._bootstrap.store.own import StoreClient
+from horo._bootstrap.store.client import StoreClient
 
 first, *others = parse_endpoints(os.environ["HORO_STORE"])
 client = StoreClient(first.address, first.port, bytes.fromhex(os.environ["HORO_SECRET"]), 20, others)

@@ -13,7 +13,7 @@ from ranks import Rank
 from horo._bootstrap.job import Job, connect
 from horo._bootstrap.launchers.launch import detect_launch
 from horo._bootstrap.mpi.calls import mpi_calls
-from horo._bootstrap.store.own import StoreServer
+from horo._bootstrap.store.server import StoreServer
 from horo._config import read_config
 from horo._core_setup import MpiUse, Setup
 

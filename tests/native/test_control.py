@@ -18,9 +18,8 @@ import slow_links
 from ranks import Group, Rank, describe, wait_for
 
 from horo import _core
-from horo._bootstrap.host.descriptors import close_all
 from horo._core import RequestBuffer
-from horo._core_setup import Setup
+from horo._core_setup import Setup, close_all
 from horo.errors import MismatchError, PeerLostError
 
 ROUNDS = int(os.environ.get("HORO_TEST_ROUNDS", "600" if native_build.FLAVOUR else "6000"))

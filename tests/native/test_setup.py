@@ -10,8 +10,7 @@ from weakref import WeakKeyDictionary
 import pytest
 from fabric import close_setup, make_setups
 
-from horo._bootstrap.host.descriptors import close_all
-from horo._core_setup import Setup
+from horo._core_setup import Setup, close_all
 
 OK = 0
 _KEPT: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()

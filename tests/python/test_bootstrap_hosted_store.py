@@ -8,8 +8,9 @@ import pytest
 from joining import SECRET, open_descriptors, run_threads
 
 from horo._bootstrap.net.interfaces import is_loopback
+from horo._bootstrap.store.client import StoreClient
 from horo._bootstrap.store.hosted import HostedStore, choose_host_addresses
-from horo._bootstrap.store.own import StoreClient, StoreServer
+from horo._bootstrap.store.server import StoreServer
 from horo.errors import UsageError
 
 

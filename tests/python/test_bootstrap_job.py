@@ -28,7 +28,8 @@ from horo._bootstrap.launchers.launch import Place, detect_launch, subset
 from horo._bootstrap.net import dial as dial_module
 from horo._bootstrap.net.addresses import Endpoint
 from horo._bootstrap.rendezvous import Rendezvous
-from horo._bootstrap.store.own import StoreClient, StoreServer
+from horo._bootstrap.store.client import StoreClient
+from horo._bootstrap.store.server import StoreServer
 from horo._config import read_config
 from horo._core import RequestBuffer
 from horo.errors import (

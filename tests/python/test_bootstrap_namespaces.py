@@ -19,7 +19,7 @@ SECRET = "5a" * 32
 
 SERVER = """
 import sys
-from horo._bootstrap.store.own import StoreServer
+from horo._bootstrap.store.server import StoreServer
 with StoreServer(sys.argv[1].split(","), bytes.fromhex("5a" * 32)) as server:
     print(",".join(map(str, server.endpoints)), flush=True)
     sys.stdin.read()

@@ -22,8 +22,9 @@ from horo._bootstrap.net import listener as listener_module
 from horo._bootstrap.net.addresses import Endpoint, bind_all, parse_endpoints
 from horo._bootstrap.net.dial import dial
 from horo._bootstrap.net.listener import RefusalLog
-from horo._bootstrap.store.own import StoreClient, StoreServer
+from horo._bootstrap.store.client import StoreClient
 from horo._bootstrap.store.protocol import StoreAbandonedError, StoreTimeoutError, prefixed
+from horo._bootstrap.store.server import StoreServer
 from horo.errors import HorovodInternalError, PeerLostError, ResourceError, UsageError
 
 SECRET = bytes(range(32))

@@ -11,7 +11,7 @@ import pytest
 from jobs import Flags, Hororun, make_remote_shell
 
 from horo import __version__
-from horo.runner.agent.reachability import listen, unreachable
+from horo.runner.network import listen, unreachable
 
 
 def test_hosts_that_are_well_are_a_line_each(hororun: Hororun) -> None:

@@ -57,7 +57,7 @@ def test_variables_of_torch_are_set_when_asked_for(hororun: Hororun, where: str,
 EXCHANGE = """
 import os
 from horo._bootstrap.net.addresses import parse_endpoints
-from horo._bootstrap.store.own import StoreClient
+from horo._bootstrap.store.client import StoreClient
 
 first, *others = parse_endpoints(os.environ["HORO_STORE"])
 secret = bytes.fromhex(os.environ["HORO_SECRET"])

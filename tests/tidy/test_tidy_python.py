@@ -73,7 +73,7 @@ BAD: list[tuple[Check, str, str, str]] = [
     (tidy_python.check_imports, "horo/torch/ops.py", "import horo.runner.cli", "does not know its launcher"),
     (tidy_python.check_imports, "horo/errors.py", "from horo import _config", "bottom"),
     (tidy_python.check_rooms, "horo/_bootstrap/auth/a.py", "from horo._bootstrap.net import dial", "may import none"),
-    (tidy_python.check_rooms, "horo/_bootstrap/net/a.py", "from ..store.own import x", "net may import auth"),
+    (tidy_python.check_rooms, "horo/_bootstrap/net/a.py", "from ..store.server import x", "net may import auth"),
     (tidy_python.check_rooms, "runner/agent/a.py", "def f():\n    import horo.runner.job.report", "agent may import"),
     (tidy_python.check_rooms, "runner/hosts.py", "from horo.runner.config import Job", "hosts may import none"),
     (tidy_python.check_environment, "horo/torch/ops.py", "import os\nos.environ['A']", "ops.py:2"),

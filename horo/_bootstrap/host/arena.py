@@ -19,11 +19,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from horo._bootstrap.auth.handshake import Claim, HandshakeError, Purpose, Session, authenticate
-from horo._bootstrap.host.descriptors import close_all
 from horo._bootstrap.host.grouping import Grouping, group_ranks
 from horo._bootstrap.net.listener import ListenerThread
 from horo._bootstrap.rendezvous import Rendezvous
 from horo._core import create_memory, create_wake
+from horo._core_setup import close_all
 from horo.errors import ResourceError
 
 __all__ = ["Arena", "join_arena", "receive_descriptors", "send_descriptors"]

@@ -27,8 +27,9 @@ from horo._bootstrap.launchers.slurm_step import SlurmStep
 from horo._bootstrap.net.addresses import Endpoint, bind_all
 from horo._bootstrap.net.advertisement import AdvertisementServer, fetch
 from horo._bootstrap.net.interfaces import LOOPBACK, is_loopback
+from horo._bootstrap.store.client import StoreClient
 from horo._bootstrap.store.hosted import HostedStore, choose_host_addresses
-from horo._bootstrap.store.own import StoreClient, StoreServer
+from horo._bootstrap.store.server import StoreServer
 from horo._config import Config
 from horo.errors import HoroError, InternalError, PeerLostError, ResourceError, TimeoutError, UsageError
 

@@ -27,8 +27,9 @@ from horo._bootstrap.host.identity import read_identity
 from horo._bootstrap.mpi.exit import watch_exit
 from horo._bootstrap.net.addresses import Endpoint
 from horo._bootstrap.net.interfaces import is_loopback
+from horo._bootstrap.store.client import StoreClient
 from horo._bootstrap.store.hosted import HostedStore, choose_host_addresses
-from horo._bootstrap.store.own import StoreClient, StoreServer
+from horo._bootstrap.store.server import StoreServer
 from horo._config import Config, MpiVariables, read_variables, variables_of
 from horo.errors import HoroError, PeerLostError, ResourceError, TimeoutError, UsageError
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from horo._bootstrap.net.interfaces import LOOPBACK, interface_addresses, is_loopback, select_addresses
-from horo._bootstrap.store.own import StoreClient, StoreServer
+from horo._bootstrap.store.client import StoreClient
+from horo._bootstrap.store.server import StoreServer
 from horo.errors import ResourceError
 
 __all__ = ["HostedStore", "choose_host_addresses"]

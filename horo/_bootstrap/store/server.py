@@ -1,4 +1,4 @@
-"""The job's store: a small authenticated key-value store through which the ranks exchange data while they start.
+"""The server of the job's store: a small authenticated key-value store through which ranks exchange data.
 
 The launcher runs one ``StoreServer``; every rank is a ``StoreClient``. Values are bytes and never unpickled. The server
 waits on behalf of its clients, so clients do not poll. One thread serves all of them.
@@ -6,7 +6,6 @@ waits on behalf of its clients, so clients do not poll. One thread serves all of
 
 from __future__ import annotations
 
-import contextlib
 import selectors
 import socket
 import struct
@@ -14,40 +13,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 
 from horo._bootstrap.auth.frames import PAYLOAD_BYTES_MAX, Opener, Sealer, pack_fields, unpack_fields
-from horo._bootstrap.auth.handshake import Claim, HandshakeError, Purpose, Session, check_secret
+from horo._bootstrap.auth.handshake import HandshakeError, Purpose, Session, check_secret
 from horo._bootstrap.net.addresses import Endpoint, bind_all
-from horo._bootstrap.net.dial import dial
 from horo._bootstrap.net.listener import HALF_OPEN_MAX, HANDSHAKE_TIMEOUT_S, Listener
 from horo._bootstrap.net.selector_thread import SelectorThread
-from horo._bootstrap.store.protocol import StoreAbandonedError, StoreTimeoutError
-from horo.errors import HoroError, PeerLostError, UsageError
+from horo._bootstrap.store.messages import INT64, RECEIVE_BYTES, WAIT_S_MAX, Reply, Request
 
-__all__ = ["KEY_BYTES_MAX", "VALUE_BYTES_MAX", "StoreClient", "StoreServer"]
-
-KEY_BYTES_MAX = 1024
-VALUE_BYTES_MAX = 8 << 20
-_CLIENT_GRACE_S = 10.0
-_WAIT_S_MAX = 1e6
-_RECEIVE_BYTES = 1 << 16
-_INT64 = struct.Struct("!q")
-
-
-class _Request(IntEnum):
-    SET = 1
-    GET = 2
-    ADD = 3
-    DELETE = 4
-    ON_DISCONNECT = 5
-
-
-class _Reply(IntEnum):
-    OK = 0
-    TIMEOUT = 1
-    ABANDONED = 2
-    REFUSED = 3
+__all__ = ["StoreServer"]
 
 
 @dataclass(eq=False)
@@ -171,7 +145,7 @@ class StoreServer:
             if waiter.deadline <= now:
                 self._stop_waiting(client)
                 missing = [key for key in waiter.keys[waiter.position :] if key not in self._values]
-                self._reply(client, _Reply.TIMEOUT, missing)
+                self._reply(client, Reply.TIMEOUT, missing)
 
     def _join(self, connection: socket.socket, session: Session) -> None:
         client = _Client(connection, Opener(session.receive_key), Sealer(session.send_key))
@@ -198,7 +172,7 @@ class StoreServer:
         """Reads requests and sends unsent replies; a client that violates the protocol is dropped."""
         try:
             self._flush(client)
-            data = client.connection.recv(_RECEIVE_BYTES)
+            data = client.connection.recv(RECEIVE_BYTES)
             if not data:
                 self._drop(client)
                 return
@@ -212,33 +186,33 @@ class StoreServer:
             self._drop(client)
 
     def _handle(self, client: _Client, payload: bytes) -> None:
-        request = _Request(payload[0] if payload else 0)
+        request = Request(payload[0] if payload else 0)
         fields = unpack_fields(payload[1:])
-        if request is _Request.SET:
+        if request is Request.SET:
             key, value = fields
             self._values[key] = value
-            self._reply(client, _Reply.OK, [])
+            self._reply(client, Reply.OK, [])
             self._key_was_set(key)
-        elif request is _Request.ADD:
+        elif request is Request.ADD:
             key, amount = fields
             try:
-                total = int(self._values.get(key, b"0")) + _INT64.unpack(amount)[0]
+                total = int(self._values.get(key, b"0")) + INT64.unpack(amount)[0]
             except ValueError:
-                self._reply(client, _Reply.REFUSED, [b"the key holds no integer"])
+                self._reply(client, Reply.REFUSED, [b"the key holds no integer"])
                 return
             self._values[key] = b"%d" % total
-            self._reply(client, _Reply.OK, [self._values[key]])
+            self._reply(client, Reply.OK, [self._values[key]])
             self._key_was_set(key)
-        elif request is _Request.DELETE:
+        elif request is Request.DELETE:
             for key in fields:
                 self._values.pop(key, None)
-            self._reply(client, _Reply.OK, [])
-        elif request is _Request.ON_DISCONNECT:
+            self._reply(client, Reply.OK, [])
+        elif request is Request.ON_DISCONNECT:
             client.on_disconnect = (fields[0], fields[1]) if fields else None
-            self._reply(client, _Reply.OK, [])
+            self._reply(client, Reply.OK, [])
         else:
             timeout_ms, unless, *keys = fields
-            timeout_s = min(_INT64.unpack(timeout_ms)[0] / 1000, _WAIT_S_MAX)
+            timeout_s = min(INT64.unpack(timeout_ms)[0] / 1000, WAIT_S_MAX)
             waiter = _Waiter(keys, unless, time.monotonic() + timeout_s)
             self._waiters[client] = waiter
             self._waiting.setdefault(unless, set()).add(client)
@@ -252,7 +226,7 @@ class StoreServer:
         """Answers a waiting client if all its keys are there, else records the first key that is missing."""
         if waiter.unless in self._values:
             self._stop_waiting(client)
-            self._reply(client, _Reply.ABANDONED, [self._values[waiter.unless]])
+            self._reply(client, Reply.ABANDONED, [self._values[waiter.unless]])
             return
         self._unwatch(client, waiter)
         while waiter.position < len(waiter.keys) and waiter.keys[waiter.position] in self._values:
@@ -268,11 +242,11 @@ class StoreServer:
         values = [self._values.get(key) for key in keys]
         found = [value for value in values if value is not None]
         if len(found) < len(values):
-            self._reply(client, _Reply.REFUSED, [b"a key was deleted while others were awaited with it"])
+            self._reply(client, Reply.REFUSED, [b"a key was deleted while others were awaited with it"])
         elif sum(map(len, found)) + 4 * len(found) > PAYLOAD_BYTES_MAX - 64:
-            self._reply(client, _Reply.REFUSED, [b"the values together are too long for one reply"])
+            self._reply(client, Reply.REFUSED, [b"the values together are too long for one reply"])
         else:
-            self._reply(client, _Reply.OK, found)
+            self._reply(client, Reply.OK, found)
 
     def _unwatch(self, client: _Client, waiter: _Waiter) -> None:
         if waiter.position < len(waiter.keys):
@@ -291,7 +265,7 @@ class StoreServer:
             if not clients:
                 del self._waiting[key]
 
-    def _reply(self, client: _Client, status: _Reply, fields: Sequence[bytes]) -> None:
+    def _reply(self, client: _Client, status: Reply, fields: Sequence[bytes]) -> None:
         client.output += client.sealer.seal(bytes([status]) + pack_fields(fields))
         try:
             self._flush(client)
@@ -315,131 +289,3 @@ def _admit_store_client(connection: socket.socket, session: Session) -> None:
     if session.claim.purpose is not Purpose.STORE:
         raise HandshakeError(f"it wants a {session.claim.purpose.name.lower()} link, this is the store")
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-
-class StoreClient:
-    """A connection to a ``StoreServer``; one request at a time, so one thread's wait delays the others' requests.
-
-    Args:
-        address: numeric address of the server.
-        port: its port.
-        secret: the job's.
-        timeout_s: how long to try to connect.
-        alternatives: further endpoints of the same server; the first that answers is used.
-        hosted_by: the process that runs the server, for messages.
-
-    Raises:
-        PeerLostError: no endpoint answered and knew the secret in time.
-    """
-
-    def __init__(
-        self,
-        address: str,
-        port: int,
-        secret: bytes,
-        timeout_s: float,
-        alternatives: Sequence[Endpoint] = (),
-        *,
-        hosted_by: str = "the launcher",
-    ) -> None:
-        check_secret(secret)
-        endpoints = list(dict.fromkeys([Endpoint(address, port), *alternatives]))
-        try:
-            self._connection, session = dial(endpoints, secret, Claim(Purpose.STORE), timeout_s)
-        except PeerLostError as error:
-            raise PeerLostError(f"the job's store cannot be reached: {error}") from error
-        self._endpoint = Endpoint(*self._connection.getpeername()[:2])
-        self._sealer = Sealer(session.send_key)
-        self._opener = Opener(session.receive_key)
-        self._lock = threading.Lock()
-        self._has_on_disconnect = False
-        self._kept_by = hosted_by
-
-    @property
-    def local_address(self) -> str:
-        """The numeric address of this machine from which the store is reached."""
-        return str(self._connection.getsockname()[0])
-
-    def set(self, key: str, value: bytes) -> None:
-        """As ``Store.set``; at most ``VALUE_BYTES_MAX`` bytes."""
-        if len(value) > VALUE_BYTES_MAX:
-            raise UsageError(f"the value of {key!r} has {len(value)} bytes, at most {VALUE_BYTES_MAX} are allowed")
-        self._call(_Request.SET, [_encode_key(key), value])
-
-    def get_many(self, keys: Sequence[str], timeout_s: float, unless: str | None = None) -> list[bytes]:
-        """As ``Store.get_many``; the server waits, the client does not poll."""
-        timeout_s = min(max(timeout_s, 0.0), _WAIT_S_MAX)
-        timeout_ms = _INT64.pack(int(timeout_s * 1000))
-        encoded = [_encode_key(key) for key in keys]
-        abandon = _encode_key(unless) if unless is not None else b""
-        return self._call(_Request.GET, [timeout_ms, abandon, *encoded], timeout_s)
-
-    def get(self, key: str, timeout_s: float, unless: str | None = None) -> bytes:
-        """As ``Store.get``."""
-        return self.get_many([key], timeout_s, unless)[0]
-
-    def add(self, key: str, amount: int) -> int:
-        """As ``Store.add``."""
-        return int(self._call(_Request.ADD, [_encode_key(key), _INT64.pack(amount)])[0])
-
-    def delete(self, keys: Sequence[str]) -> None:
-        """As ``Store.delete``."""
-        self._call(_Request.DELETE, [_encode_key(key) for key in keys])
-
-    def set_on_disconnect(self, key: str, value: bytes | None) -> None:
-        """As ``Store.set_on_disconnect``."""
-        self._call(_Request.ON_DISCONNECT, [] if value is None else [_encode_key(key), value])
-        self._has_on_disconnect = value is not None
-
-    def close(self) -> None:
-        """Closes the connection; idempotent."""
-        if self._has_on_disconnect and self._connection.fileno() >= 0:
-            with contextlib.suppress(HoroError):
-                self.set_on_disconnect("", None)
-        self._connection.close()
-
-    def __enter__(self) -> StoreClient:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def _call(self, request: _Request, fields: Sequence[bytes], timeout_s: float = 0.0) -> list[bytes]:
-        payload = bytes([request]) + pack_fields(fields)
-        if len(payload) > PAYLOAD_BYTES_MAX:
-            raise UsageError(f"a request of {len(payload)} bytes to the store, at most {PAYLOAD_BYTES_MAX} are allowed")
-        with self._lock:
-            reply = self._exchange(payload, timeout_s)
-        status, values = _Reply(reply[0]), unpack_fields(reply[1:])
-        if status is _Reply.TIMEOUT:
-            raise StoreTimeoutError([value.decode() for value in values])
-        if status is _Reply.ABANDONED:
-            raise StoreAbandonedError(values[0])
-        if status is _Reply.REFUSED:
-            raise UsageError(f"the store at {self._endpoint} refused a request: {values[0].decode()}")
-        return values
-
-    def _exchange(self, payload: bytes, timeout_s: float) -> bytes:
-        try:
-            self._connection.settimeout(timeout_s + _CLIENT_GRACE_S)
-            self._connection.sendall(self._sealer.seal(payload))
-            while True:
-                data = self._connection.recv(_RECEIVE_BYTES)
-                if not data:
-                    raise PeerLostError(f"the job's store at {self._endpoint} is gone: did {self._kept_by} end?")
-                replies = self._opener.feed(data)
-                if replies:
-                    return replies[0]
-        except (OSError, HandshakeError) as error:
-            # The stream may be in the middle of a frame: never use it again.
-            self._connection.close()
-            raise PeerLostError(
-                f"the job's store at {self._endpoint} is gone: {error}; did {self._kept_by} end?"
-            ) from error
-
-
-def _encode_key(key: str) -> bytes:
-    encoded = key.encode()
-    if not 0 < len(encoded) <= KEY_BYTES_MAX:
-        raise UsageError(f"a key of the store has 1 to {KEY_BYTES_MAX} bytes, {key[:64]!r} has {len(encoded)}")
-    return encoded

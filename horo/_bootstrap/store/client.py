@@ -1,0 +1,149 @@
+"""A rank's connection to the job's store."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Sequence
+
+from horo._bootstrap.auth.frames import PAYLOAD_BYTES_MAX, Opener, Sealer, pack_fields, unpack_fields
+from horo._bootstrap.auth.handshake import Claim, HandshakeError, Purpose, check_secret
+from horo._bootstrap.net.addresses import Endpoint
+from horo._bootstrap.net.dial import dial
+from horo._bootstrap.store.messages import (
+    INT64,
+    RECEIVE_BYTES,
+    VALUE_BYTES_MAX,
+    WAIT_S_MAX,
+    Reply,
+    Request,
+    encode_key,
+)
+from horo._bootstrap.store.protocol import StoreAbandonedError, StoreTimeoutError
+from horo.errors import HoroError, PeerLostError, UsageError
+
+__all__ = ["StoreClient"]
+
+_CLIENT_GRACE_S = 10.0
+"""Longest wait for an answer, besides the time that the server may wait itself."""
+
+
+class StoreClient:
+    """A connection to a ``StoreServer``; one request at a time, so one thread's wait delays the others' requests.
+
+    Args:
+        address: numeric address of the server.
+        port: its port.
+        secret: the job's.
+        timeout_s: how long to try to connect.
+        alternatives: further endpoints of the same server; the first that answers is used.
+        hosted_by: the process that runs the server, for messages.
+
+    Raises:
+        PeerLostError: no endpoint answered and knew the secret in time.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        port: int,
+        secret: bytes,
+        timeout_s: float,
+        alternatives: Sequence[Endpoint] = (),
+        *,
+        hosted_by: str = "the launcher",
+    ) -> None:
+        check_secret(secret)
+        endpoints = list(dict.fromkeys([Endpoint(address, port), *alternatives]))
+        try:
+            self._connection, session = dial(endpoints, secret, Claim(Purpose.STORE), timeout_s)
+        except PeerLostError as error:
+            raise PeerLostError(f"the job's store cannot be reached: {error}") from error
+        self._endpoint = Endpoint(*self._connection.getpeername()[:2])
+        self._sealer = Sealer(session.send_key)
+        self._opener = Opener(session.receive_key)
+        self._lock = threading.Lock()
+        self._has_on_disconnect = False
+        self._kept_by = hosted_by
+
+    @property
+    def local_address(self) -> str:
+        """The numeric address of this machine from which the store is reached."""
+        return str(self._connection.getsockname()[0])
+
+    def set(self, key: str, value: bytes) -> None:
+        """As ``Store.set``; at most ``VALUE_BYTES_MAX`` bytes."""
+        if len(value) > VALUE_BYTES_MAX:
+            raise UsageError(f"the value of {key!r} has {len(value)} bytes, at most {VALUE_BYTES_MAX} are allowed")
+        self._call(Request.SET, [encode_key(key), value])
+
+    def get_many(self, keys: Sequence[str], timeout_s: float, unless: str | None = None) -> list[bytes]:
+        """As ``Store.get_many``; the server waits, the client does not poll."""
+        timeout_s = min(max(timeout_s, 0.0), WAIT_S_MAX)
+        timeout_ms = INT64.pack(int(timeout_s * 1000))
+        encoded = [encode_key(key) for key in keys]
+        abandon = encode_key(unless) if unless is not None else b""
+        return self._call(Request.GET, [timeout_ms, abandon, *encoded], timeout_s)
+
+    def get(self, key: str, timeout_s: float, unless: str | None = None) -> bytes:
+        """As ``Store.get``."""
+        return self.get_many([key], timeout_s, unless)[0]
+
+    def add(self, key: str, amount: int) -> int:
+        """As ``Store.add``."""
+        return int(self._call(Request.ADD, [encode_key(key), INT64.pack(amount)])[0])
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """As ``Store.delete``."""
+        self._call(Request.DELETE, [encode_key(key) for key in keys])
+
+    def set_on_disconnect(self, key: str, value: bytes | None) -> None:
+        """As ``Store.set_on_disconnect``."""
+        self._call(Request.ON_DISCONNECT, [] if value is None else [encode_key(key), value])
+        self._has_on_disconnect = value is not None
+
+    def close(self) -> None:
+        """Closes the connection; idempotent."""
+        if self._has_on_disconnect and self._connection.fileno() >= 0:
+            with contextlib.suppress(HoroError):
+                self.set_on_disconnect("", None)
+        self._connection.close()
+
+    def __enter__(self) -> StoreClient:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _call(self, request: Request, fields: Sequence[bytes], timeout_s: float = 0.0) -> list[bytes]:
+        payload = bytes([request]) + pack_fields(fields)
+        if len(payload) > PAYLOAD_BYTES_MAX:
+            raise UsageError(f"a request of {len(payload)} bytes to the store, at most {PAYLOAD_BYTES_MAX} are allowed")
+        with self._lock:
+            reply = self._exchange(payload, timeout_s)
+        status, values = Reply(reply[0]), unpack_fields(reply[1:])
+        if status is Reply.TIMEOUT:
+            raise StoreTimeoutError([value.decode() for value in values])
+        if status is Reply.ABANDONED:
+            raise StoreAbandonedError(values[0])
+        if status is Reply.REFUSED:
+            raise UsageError(f"the store at {self._endpoint} refused a request: {values[0].decode()}")
+        return values
+
+    def _exchange(self, payload: bytes, timeout_s: float) -> bytes:
+        try:
+            self._connection.settimeout(timeout_s + _CLIENT_GRACE_S)
+            self._connection.sendall(self._sealer.seal(payload))
+            while True:
+                data = self._connection.recv(RECEIVE_BYTES)
+                if not data:
+                    raise PeerLostError(f"the job's store at {self._endpoint} is gone: did {self._kept_by} end?")
+                replies = self._opener.feed(data)
+                if replies:
+                    return replies[0]
+        except (OSError, HandshakeError) as error:
+            # The stream may be in the middle of a frame: never use it again.
+            self._connection.close()
+            raise PeerLostError(
+                f"the job's store at {self._endpoint} is gone: {error}; did {self._kept_by} end?"
+            ) from error
