@@ -10,7 +10,7 @@ Imports neither torch nor the native core, so that it starts fast (only ``--chec
         check_hosts          the output of --check-hosts
         check_build          the output of --check-build
     job/                     a whole job
-        placement            hosts, -np -> the hosts that may get a rank, Slot
+        placement            hosts, -np -> the hosts that may get a rank, Placement
         environment          the variables of each rank
         host_addresses       addresses between the hosts
         supervise            starts the ranks, watches and ends them
@@ -19,7 +19,7 @@ Imports neither torch nor the native core, so that it starts fast (only ``--chec
         joining              which ranks have called init()
         console, output      lines, prefixes, files
         report               endings -> root cause, text
-        misuse               what a user may not have meant
+        misuse               likely mistakes of a user
     start/                   how ranks are started elsewhere
         allocation           hosts and slots from a batch system
         launcher             chooses a launcher if the command line does not
@@ -32,7 +32,7 @@ Imports neither torch nor the native core, so that it starts fast (only ``--chec
         command              the command of the ranks
         binding              the CPUs of each rank
         machine              cores, GPUs
-        notes                what a rank says of its own end
+        notes                notes of a rank on its own end
     config                   a job as frozen data
     hosts                    -H and host files -> Host
     loop                     files, signals and timers

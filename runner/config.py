@@ -1,4 +1,4 @@
-"""What a job is: frozen data that the command line fills and everything else reads."""
+"""A job as frozen data: the command line fills it and everything else reads it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = [
     "Job",
     "JobError",
     "Mpi",
-    "Output",
+    "OutputOptions",
     "Ssh",
 ]
 
@@ -27,7 +27,7 @@ BINDINGS = ("core", "numa", "none")
 LAUNCHERS = ("auto", "ssh", "slurm", "mpi", "jsrun")
 
 GRACE_S = 5.0
-"""From SIGTERM to SIGKILL, for someone who waits in front of a terminal."""
+"""From SIGTERM to SIGKILL, where a user waits at a terminal."""
 BATCH_GRACE_S = 25.0
 """The same in a batch job, where ranks write a checkpoint: less than the 30 s that Slurm gives by default (KillWait),
 so that hororun can still say who was killed."""
@@ -84,7 +84,7 @@ class Mpi:
 
 
 @dataclass(frozen=True)
-class Output:
+class OutputOptions:
     """How output appears.
 
     Attributes:
@@ -156,7 +156,7 @@ class Job:
     python: str = ""
     ssh: Ssh = Ssh()
     mpi: Mpi = Mpi()
-    output: Output = Output()
+    output: OutputOptions = OutputOptions()
 
     @property
     def shares_evenly(self) -> bool:

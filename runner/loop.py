@@ -138,7 +138,7 @@ class Loop:
             now = self._selector.get_map().get(key.fd)
             if now is not None and now.data is key.data:
                 key.data(events)
-        # By the clock as it was seen: who is stopped right here finds out at the next look.
+        # By the clock as it was read: a process that is stopped right here notices it in the next turn.
         seen_s = self._seen_s - self._stopped_s
         while self._timers and self._timers[0].due_s <= seen_s:
             timer = heapq.heappop(self._timers)

@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 _BACKLOG = 4096
-"""Nobody accepts: a connection has proven what it should once it waits here."""
+"""No connection is accepted: one that waits here has proven that the port is reachable."""
 _POLL_MS = 100
 
 

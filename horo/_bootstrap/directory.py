@@ -1,4 +1,4 @@
-"""What a rank knows of all ranks of its job: who shares a host with whom, how each is reached, and the job's secret."""
+"""A rank's knowledge of all ranks of its job: their hosts, their addresses, and the job's secret."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ from horo._core import Context, arena_bytes, create_memory, create_wake, simd_na
 from horo._core_setup import MpiUse, Setup, close_all, close_setup
 from horo.errors import AbortedError, GroupError, HoroError, InternalError
 
-__all__ = ["Connection", "Job", "connect", "start"]
+__all__ = ["Connection", "RunningRank", "connect", "start"]
 
 _ONE_HOST_SEGMENT_BYTES = 1 << 18
 _SEVERAL_HOSTS_SEGMENT_BYTES = 1 << 20
@@ -70,7 +70,7 @@ class Connection:
     """Through which the ranks met, if they did."""
 
 
-class Job:
+class RunningRank:
     """One rank of a running job.
 
     Attributes:
@@ -132,7 +132,7 @@ class Job:
         self.context.after_fork()
 
 
-_living: weakref.WeakSet[Job] = weakref.WeakSet()
+_living: weakref.WeakSet[RunningRank] = weakref.WeakSet()
 _losses: list[HoroError] = []
 
 
@@ -184,7 +184,7 @@ _starts: dict[Launch, _Starts] = {}
 """All ranks of a job start equally often, so the count names the start."""
 
 
-def start(environ: Mapping[str, str] | None = None, comm: Any = None) -> Job:
+def start(environ: Mapping[str, str] | None = None, comm: Any = None) -> RunningRank:
     """Joins the job that the environment describes; without a launcher, a job of one rank.
 
     Args:
@@ -192,7 +192,7 @@ def start(environ: Mapping[str, str] | None = None, comm: Any = None) -> Job:
         comm: which processes form the job, see ``detect.find_launch``.
 
     Raises:
-        UsageError: a variable has a bad value, the environment is half there, or ``comm`` is not what it may be.
+        UsageError: a variable has a bad value, the launcher's environment is incomplete, or ``comm`` does not fit.
         MismatchError: ranks differ in version or in settings that must be equal.
         GroupError: a rank is missing, failed, or cannot be reached; the message names it.
         ResourceError: no memory, descriptor or address.
@@ -218,7 +218,7 @@ def start(environ: Mapping[str, str] | None = None, comm: Any = None) -> Job:
     began = time.monotonic()
     connection = connect(launch, config, starts.count, starts.leftovers)
     try:
-        job = Job(connection, notes)
+        job = RunningRank(connection, notes)
     except BaseException:
         close_setup(connection.setup)
         raise
@@ -249,16 +249,16 @@ def connect(launch: Launch, config: Config, epoch: int, leftovers: list[str]) ->
     store, secret, address = _open_store(launch, config, epoch)
     try:
         prefix = f"horo/{launch.job_id}/{epoch}/"
-        meeting = Rendezvous(
+        rendezvous = Rendezvous(
             prefixed(store, prefix), launch.rank, launch.size, launch.host_name, config.start_timeout_s
         )
         try:
-            return _join(_Start(launch, config, epoch, meeting, address, partial(_forget, store, leftovers)), secret)
+            return _join(_Start(launch, config, epoch, rendezvous, address, partial(_forget, store, leftovers)), secret)
         except BaseException as error:
-            meeting.fail(error)
+            rendezvous.fail(error)
             raise
         finally:
-            leftovers += [prefix + key for key in meeting.leftovers]
+            leftovers += [prefix + key for key in rendezvous.leftovers]
     finally:
         store.close()
 
@@ -293,37 +293,37 @@ class _Start:
     launch: Launch
     config: Config
     epoch: int
-    meeting: Rendezvous
+    rendezvous: Rendezvous
     address: str | None
     forget_earlier: Callable[[], None]
 
 
 def _join(start: _Start, secret: bytes | None) -> Connection:
-    launch, config, meeting = start.launch, start.config, start.meeting
-    meeting.enter()
+    launch, config, rendezvous = start.launch, start.config, start.rendezvous
+    rendezvous.enter()
     check_mpi(config, launch.mpi)
     identity = read_identity(config.host_id)
-    meeting.publish("peer info", PeerInfo.of(launch, config, identity, start.address, version()).encode())
+    rendezvous.publish("peer info", PeerInfo.of(launch, config, identity, start.address, version()).encode())
     if secret is None and launch.rank == 0:
-        meeting.publish("secret", secrets.token_bytes(SECRET_BYTES))
-    said = meeting.gather("peer info")
+        rendezvous.publish("secret", secrets.token_bytes(SECRET_BYTES))
+    said = rendezvous.gather("peer info")
     start.forget_earlier()  # not before: a slower rank may have been looking at the end of the last start until now
     infos = check_agreement(said, lambda rank, host: f"rank {rank} ({host})")
     if secret is None:
-        (secret,) = meeting.gather("secret", [0])
-    meeting.host_names.update({rank: info.host for rank, info in enumerate(infos)})
+        (secret,) = rendezvous.gather("secret", [0])
+    rendezvous.host_names.update({rank: info.host for rank, info in enumerate(infos)})
     candidates = group_ranks([info.identity for info in infos]).members(launch.rank)
     segment_bytes = _segment_bytes(config, infos)
     arena, grouping = join_arena(
-        meeting, candidates, secret, start.epoch, lambda count: arena_bytes(count, segment_bytes)
+        rendezvous, candidates, secret, start.epoch, lambda count: arena_bytes(count, segment_bytes)
     )
     try:
         plan = plan_mpi(config, launch.mpi, [info.mpi_threads for info in infos], grouping)
         use = mpi_use(plan, launch.mpi, launch.rank, grouping)
         directory = _directory(start, infos, grouping, secret, data_by_mpi=plan.transport)
-        links = connect_hosts(meeting, directory)
+        links = connect_hosts(rendezvous, directory)
         try:
-            meeting.finish()
+            rendezvous.finish()
         except BaseException:
             links.abort()
             raise

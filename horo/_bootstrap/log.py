@@ -17,7 +17,7 @@ _LEVELS = {
 }
 
 
-class _Console(logging.StreamHandler):  # type: ignore[type-arg]  # not generic at run time before Python 3.11
+class _LogHandler(logging.StreamHandler):  # type: ignore[type-arg]  # not generic at run time before Python 3.11
     """Our own handler, so that a later start can take it away again."""
 
     def __init__(self, rank: int) -> None:
@@ -32,7 +32,7 @@ def prepare_log(level: str, rank: int) -> None:
     """Sets the level of the logger "horo"; gives it a handler only where the program has configured no logging."""
     log = logging.getLogger("horo")
     log.setLevel(_LEVELS[level])
-    for handler in [handler for handler in log.handlers if isinstance(handler, _Console)]:
+    for handler in [handler for handler in log.handlers if isinstance(handler, _LogHandler)]:
         log.removeHandler(handler)
     if not log.hasHandlers():
-        log.addHandler(_Console(rank))
+        log.addHandler(_LogHandler(rank))

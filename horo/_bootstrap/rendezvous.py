@@ -97,7 +97,7 @@ class Rendezvous:
             self._log.warning("%s has waited %.0f s in init(): %s", self.name(self.rank), now - began, late)
 
     def _describe_late(self, missing: Sequence[int]) -> str:
-        """What ranks that are waited for have not done, in the words of whoever wrote their program."""
+        """The step that missing ranks have not done, in the terms of a training script."""
         entered = {f"{_ENTERED}/{rank}": rank for rank in missing}
         absent: list[int] = []
         try:

@@ -1,4 +1,4 @@
-"""What is said about a job once it has started: one line for all ranks, one for each. Pure."""
+"""The log lines about a job that has started: one for the job, one for each rank. Pure."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from horo.torch._compile import keep_from_dynamo
 from horo.torch._request_cache import RequestCache
 
 if TYPE_CHECKING:
-    from horo._bootstrap.job import Job
+    from horo._bootstrap.job import RunningRank
     from horo.torch._backward_reducer import BackwardReducer
     from horo.torch._requests import Request
 
@@ -44,7 +44,7 @@ class Session:
     Requests refer to their session also after its end, so that their calls can raise the right error.
     """
 
-    def __init__(self, job: Job, handle_base: int) -> None:
+    def __init__(self, job: RunningRank, handle_base: int) -> None:
         self.job = job
         self.core = job.context
         self.requests: dict[int, Request] = {}
@@ -170,8 +170,8 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
     Raises:
         UnsupportedError: ``process_sets`` was given.
-        UsageError: The environment is half there, MPI and its launcher disagree, ``comm`` does not fit, or this is a
-            forked child of a rank.
+        UsageError: The launcher's environment is incomplete, MPI and its launcher disagree, ``comm`` does not fit, or
+            this is a forked child of a rank.
         ResourceError: An MPI started the job, but mpi4py or its MPI library is not there.
         GroupError: Not all ranks came, or they do not fit together.
     """

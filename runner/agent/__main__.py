@@ -16,7 +16,7 @@ from typing import Any
 
 from horo.runner.agent.command import StartError, with_python, without
 from horo.runner.agent.machine import host_facts
-from horo.runner.agent.messages import MAGIC, Frame, FrameError, FrameReader, Kind, encode, encode_json
+from horo.runner.agent.messages import MAGIC, Kind, Message, MessageError, MessageReader, encode, encode_json
 from horo.runner.agent.ranks import PASSED_ON, Event, Exited, HostRanks, Noted, Output, Started, reap
 from horo.runner.config import EXIT_SETUP, EXIT_UNREACHABLE
 from horo.runner.loop import Loop, Timer
@@ -55,7 +55,7 @@ class _Agent:
         self._loop = loop
         self._guard = guard
         self._ranks: HostRanks | None = None
-        self._frames = FrameReader(magic=False)
+        self._frames = MessageReader(magic=False)
         self._outgoing = bytearray()
         self._paused = False
         self._connected = True
@@ -119,7 +119,7 @@ class _Agent:
         self._silence_timer.cancel()
         self._silence_timer = self._loop.call_later(self._silence_s, self._on_silence)
 
-    def _handle(self, frame: Frame) -> None:
+    def _handle(self, frame: Message) -> None:
         if frame.kind == Kind.JOB:
             self._start(frame.json())
         elif frame.kind == Kind.TERMINATE and self._ranks:
@@ -135,7 +135,7 @@ class _Agent:
         elif frame.kind == Kind.REACH:
             self._send(encode_json(Kind.REACHED, {"failures": unreachable(**frame.json())}))
         elif frame.kind not in (Kind.PING, Kind.TERMINATE, Kind.KILL, Kind.INTERRUPT):
-            raise FrameError(f"{frame.kind.name} is not for agents")
+            raise MessageError(f"{frame.kind.name} is not for agents")
 
     def _listen(self, cwd: str, interfaces: list[str]) -> dict[str, Any]:
         """Opens a port for the other hosts to try, and looks for what ranks would need here."""
@@ -151,7 +151,7 @@ class _Agent:
 
     def _start(self, job: dict[str, Any]) -> None:
         if self._ranks is not None:
-            raise FrameError("a second job")
+            raise MessageError("a second job")
         self._silence_s = float(job["silence_s"])
         self._restart_silence_timer()
         host, cwd, mark = str(job["host"]), str(job["cwd"]), str(job["mark"])

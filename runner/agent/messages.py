@@ -12,7 +12,7 @@ import struct
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-__all__ = ["MAGIC", "PAYLOAD_MAX_BYTES", "Frame", "FrameError", "FrameReader", "Kind", "encode", "encode_json"]
+__all__ = ["MAGIC", "PAYLOAD_MAX_BYTES", "Kind", "Message", "MessageError", "MessageReader", "encode", "encode_json"]
 
 MAGIC = b"\nhororun agent 1\n"
 PAYLOAD_MAX_BYTES = 64 << 20
@@ -43,7 +43,7 @@ class Kind(IntEnum):
     INTERRUPT = 20  # launcher: SIGINT now, SIGTERM after the grace time, SIGKILL after it again
 
 
-class Frame(NamedTuple):
+class Message(NamedTuple):
     """One message; ``rank`` is 0 where it has no meaning."""
 
     kind: Kind
@@ -54,18 +54,18 @@ class Frame(NamedTuple):
         """The payload as a JSON object.
 
         Raises:
-            FrameError: it is none.
+            MessageError: it is none.
         """
         try:
             value = json.loads(self.payload)
         except ValueError as error:
-            raise FrameError(f"a {self.kind.name} frame is not JSON: {error}") from None
+            raise MessageError(f"a {self.kind.name} frame is not JSON: {error}") from None
         if not isinstance(value, dict):
-            raise FrameError(f"a {self.kind.name} frame is not a JSON object")
+            raise MessageError(f"a {self.kind.name} frame is not a JSON object")
         return value
 
 
-class FrameError(ValueError):
+class MessageError(ValueError):
     """The other side does not speak this protocol."""
 
 
@@ -79,7 +79,7 @@ def encode_json(kind: Kind, value: dict[str, Any], rank: int = 0) -> bytes:
     return encode(kind, rank, json.dumps(value).encode("ascii"))
 
 
-class FrameReader:
+class MessageReader:
     """Cuts a stream of bytes into frames; with ``magic``, drops what comes before :data:`MAGIC`."""
 
     def __init__(self, *, magic: bool) -> None:
@@ -91,11 +91,11 @@ class FrameReader:
         """Whether :data:`MAGIC` has yet to come."""
         return self._waiting
 
-    def feed(self, data: bytes) -> list[Frame]:
+    def feed(self, data: bytes) -> list[Message]:
         """The frames that ``data`` completes.
 
         Raises:
-            FrameError: the bytes are no frame.
+            MessageError: the bytes are no frame.
         """
         self._buffer += data
         if self._waiting and not self._skip_noise():
@@ -105,13 +105,13 @@ class FrameReader:
         while len(self._buffer) - start >= _HEADER.size:
             kind, rank, length = _HEADER.unpack_from(self._buffer, start)
             if kind not in Kind.__members__.values() or length > PAYLOAD_MAX_BYTES:
-                raise FrameError(f"a frame of kind {kind} with {length} bytes is none of ours")
+                raise MessageError(f"a frame of kind {kind} with {length} bytes is none of ours")
             end = start + _HEADER.size + length
             if len(self._buffer) <= end:
                 break
             if self._buffer[end : end + 1] != _END:
-                raise FrameError(f"a {Kind(kind).name} frame of {length} bytes does not end where it should")
-            frames.append(Frame(Kind(kind), rank, bytes(self._buffer[start + _HEADER.size : end])))
+                raise MessageError(f"a {Kind(kind).name} frame of {length} bytes does not end where it should")
+            frames.append(Message(Kind(kind), rank, bytes(self._buffer[start + _HEADER.size : end])))
             start = end + 1
         del self._buffer[:start]
         return frames
@@ -120,7 +120,7 @@ class FrameReader:
         found = self._buffer.find(MAGIC)
         if found < 0:
             if len(self._buffer) > _NOISE_MAX_BYTES:
-                raise FrameError("the remote login shell prints without end")
+                raise MessageError("the remote login shell prints without end")
             return False
         del self._buffer[: found + len(MAGIC)]
         self._waiting = False

@@ -1,4 +1,4 @@
-"""What a rank says of its own end, on a pipe that it got from hororun; ``horo/_bootstrap/ending.py`` writes it."""
+"""Notes of a rank on its own end, on a pipe from hororun; ``horo/_bootstrap/ending.py`` writes it."""
 
 from __future__ import annotations
 

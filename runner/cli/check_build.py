@@ -1,4 +1,4 @@
-"""``hororun --check-build``: what this installation can do, and where each part of it was found."""
+"""``hororun --check-build``: the abilities of this installation, and where each part of it was found."""
 
 from __future__ import annotations
 

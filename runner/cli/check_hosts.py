@@ -14,12 +14,12 @@ from horo.runner.agent.ranks import reap
 from horo.runner.config import EXIT_UNREACHABLE, Job, JobError
 from horo.runner.hosts import Host
 from horo.runner.job.host_addresses import HostAddresses, find_addresses
-from horo.runner.job.placement import launch_method_of
+from horo.runner.job.placement import remote_launcher_of
 from horo.runner.job.remote import RemoteHost, explain_absence
 from horo.runner.loop import Loop
 from horo.runner.network import NetworkError, interface_addresses, is_local, listen, unreachable
 from horo.runner.processes import occupy_standard_streams
-from horo.runner.start.remote_launcher import LaunchMethod
+from horo.runner.start.remote_launcher import RemoteLauncher
 from horo.runner.stdout import show
 
 __all__ = ["check_hosts"]
@@ -37,16 +37,16 @@ def check_hosts(job: Job, environment: Mapping[str, str]) -> int:
     Raises:
         JobError: the program that reaches hosts cannot be started here, or stdout cannot be written.
     """
-    method = launch_method_of(job, environment)
+    launcher = remote_launcher_of(job, environment)
     occupy_standard_streams()
     with closing(Loop()) as loop:
-        return _Check(job, method, loop).run()
+        return _Check(job, launcher, loop).run()
 
 
 class _Check:
-    def __init__(self, job: Job, method: LaunchMethod, loop: Loop) -> None:
+    def __init__(self, job: Job, launcher: RemoteLauncher, loop: Loop) -> None:
         self._job = job
-        self._method = method
+        self._launcher = launcher
         self._loop = loop
         self._signal = 0
         self._errors: dict[str, JobError] = {}
@@ -80,14 +80,14 @@ class _Check:
                 self._remotes[host.name] = RemoteHost(self._loop, host, lambda _event: None, lambda: None)
         try:
             for remote in self._remotes.values():
-                remote.connect(self._method, host_timeout_s=self._job.host_timeout_s)
+                remote.connect(self._launcher, host_timeout_s=self._job.host_timeout_s)
         except JobError:
             started = {name: each for name, each in self._remotes.items() if each.connected}
             self._remotes = started
             raise
         self._wait(lambda remote: remote.host_info is not None)
         for name, remote in self._remotes.items():
-            error = next(iter(explain_absence([remote], self._method, self._job.start_timeout_s)), None)
+            error = next(iter(explain_absence([remote], self._launcher, self._job.start_timeout_s)), None)
             try:
                 if error is None:
                     self._routes[name] = find_addresses(name, remote.host_info or {}, self._job.interfaces)

@@ -10,7 +10,7 @@ from pathlib import Path
 from horo.runner.agent.binding import BindingError, bind, ranges, read_topology, spelled
 from horo.runner.agent.command import StartError, is_for_python, with_python
 from horo.runner.config import EXIT_SETUP, Job, JobError
-from horo.runner.job.placement import candidates, launch_method_of, place
+from horo.runner.job.placement import candidates, place, remote_launcher_of
 from horo.runner.network import is_local
 
 __all__ = ["dry_run"]
@@ -23,12 +23,12 @@ def dry_run(job: Job, environment: Mapping[str, str]) -> str:
         JobError: the job could not be started as it is asked for.
     """
     hosts = candidates(job, environment)
-    method = launch_method_of(job, environment)
+    launcher = remote_launcher_of(job, environment)
     lines = [f"hosts from the {job.hosts_from}"] if job.hosts_from else []
     if all(host.slots is not None for host in hosts):
         counts = [host.slots or 0 for host in hosts]
-        slots = place(counts, job.size, evenly=job.shares_evenly, oversubscribe=job.oversubscribe)
-        by_host = {index: [slot.rank for slot in slots if slot.host == index] for index in range(len(hosts))}
+        placements = place(counts, job.size, evenly=job.shares_evenly, oversubscribe=job.oversubscribe)
+        by_host = {index: [each.rank for each in placements if each.host == index] for index in range(len(hosts))}
     else:
         by_host = {}
         lines.append("how the ranks are shared out depends on the hosts: some have to be asked for their slots")
@@ -37,7 +37,9 @@ def dry_run(job: Job, environment: Mapping[str, str]) -> str:
         ranks_and_host = (
             f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)} on {host.name}" if ranks else f"on {host.name}"
         )
-        lines.append(f"{ranks_and_host}: {'started directly' if is_local(host) else shlex.join(method.command(host))}")
+        lines.append(
+            f"{ranks_and_host}: {'started directly' if is_local(host) else shlex.join(launcher.command(host))}"
+        )
     lines += _bindings(job, [by_host.get(index, []) for index, host in enumerate(hosts) if is_local(host)], len(hosts))
     return "\n".join([*lines, *_commands(job, {is_local(host) for host in hosts}, environment)])
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from horo.runner.cli.options import build_parser, check_launcher, split_command
-from horo.runner.config import BATCH_GRACE_S, GRACE_S, Job, JobError, Mpi, Output, Ssh
+from horo.runner.config import BATCH_GRACE_S, GRACE_S, Job, JobError, Mpi, OutputOptions, Ssh
 from horo.runner.hosts import Host, HostsError, parse_host_file, parse_hosts
 from horo.runner.stdout import show
 
@@ -44,9 +44,9 @@ def _run(job: Job) -> int:
     if job.launcher in ("mpi", "jsrun"):
         if job.check_hosts:
             raise JobError(f"--check-hosts looks at hosts as --launcher ssh and slurm reach them, not {job.launcher}")
-        from horo.runner.job.external_launcher import delegate  # noqa: PLC0415 - --help does without
+        from horo.runner.job.external_launcher import run_external  # noqa: PLC0415 - --help does without
 
-        return delegate(job, os.environ)
+        return run_external(job, os.environ)
     if job.check_hosts:
         from horo.runner.cli.check_hosts import check_hosts  # noqa: PLC0415 - --help does without
 
@@ -120,7 +120,7 @@ def parse(arguments: Sequence[str]) -> Job | None:
             binding=None if given.binding_args is None else _words("--binding-args", given.binding_args),
             tcp=given.tcp,
         ),
-        output=Output(
+        output=OutputOptions(
             prefix=not given.no_prefix,
             timestamp=given.prefix_timestamp,
             host=given.prefix_host,

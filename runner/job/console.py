@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from horo.runner.config import EXIT_USAGE, JobError, Output
+from horo.runner.config import EXIT_USAGE, JobError, OutputOptions
 from horo.runner.job.output import Printer, RankFiles, Writer, colour_wanted, redraw_possible
 from horo.runner.loop import Loop
 
@@ -23,7 +23,7 @@ class Console:
     The handler of a signal sets ``interrupted`` to end a ``flush``.
     """
 
-    def __init__(self, loop: Loop, options: Output, size: int) -> None:
+    def __init__(self, loop: Loop, options: OutputOptions, size: int) -> None:
         self.interrupted = False
         self._loop = loop
         self._verbose = options.verbose

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from horo.runner.job.placement import Slot
+from horo.runner.job.placement import Placement
 from horo.runner.processes import MARK_NAME
 
 __all__ = [
     "FORWARDED",
     "common_variables",
-    "delegated_variables",
+    "external_variables",
     "forwarded",
     "parse_exports",
     "rank_variables",
@@ -94,7 +94,7 @@ def common_variables(job_id: str, secret: str, interfaces: Sequence[str]) -> dic
     return shared
 
 
-def delegated_variables(
+def external_variables(
     interfaces: Sequence[str], *, threads: int | None, keep_memory: bool, move_ranks: bool
 ) -> dict[str, str]:
     """What ranks that another launcher starts have in common.
@@ -124,7 +124,7 @@ def places_ranks(environment: Mapping[str, str]) -> bool:
 
 
 def rank_variables(
-    slot: Slot,
+    placement: Placement,
     *,
     host: str,
     mark: str,
@@ -138,7 +138,7 @@ def rank_variables(
     """The variables of one rank.
 
     Args:
-        slot: its place.
+        placement: its place.
         host: name of its host, as given to ``-H``.
         mark: marks processes of this job on this host.
         store: addresses of the key-value server for its host, ``addr:port[,addr:port...]``.
@@ -152,24 +152,24 @@ def rank_variables(
         MARK_NAME: mark,
         "HORO_STORE": store,
         "HOROVOD_HOSTNAME": host,
-        "HOROVOD_RANK": str(slot.rank),
-        "HOROVOD_SIZE": str(slot.size),
-        "HOROVOD_LOCAL_RANK": str(slot.local_rank),
-        "HOROVOD_LOCAL_SIZE": str(slot.local_size),
-        "HOROVOD_CROSS_RANK": str(slot.cross_rank),
-        "HOROVOD_CROSS_SIZE": str(slot.cross_size),
+        "HOROVOD_RANK": str(placement.rank),
+        "HOROVOD_SIZE": str(placement.size),
+        "HOROVOD_LOCAL_RANK": str(placement.local_rank),
+        "HOROVOD_LOCAL_SIZE": str(placement.local_size),
+        "HOROVOD_CROSS_RANK": str(placement.cross_rank),
+        "HOROVOD_CROSS_SIZE": str(placement.cross_size),
     }
     if master is not None:
         told |= {
-            "RANK": str(slot.rank),
-            "WORLD_SIZE": str(slot.size),
-            "LOCAL_RANK": str(slot.local_rank),
-            "LOCAL_WORLD_SIZE": str(slot.local_size),
+            "RANK": str(placement.rank),
+            "WORLD_SIZE": str(placement.size),
+            "LOCAL_RANK": str(placement.local_rank),
+            "LOCAL_WORLD_SIZE": str(placement.local_size),
             "MASTER_ADDR": master[0],
             "MASTER_PORT": str(master[1]),
         }
     if not threads_set:
-        told["OMP_NUM_THREADS"] = str(max(1, cores // slot.local_size))
+        told["OMP_NUM_THREADS"] = str(max(1, cores // placement.local_size))
     if keep_memory:
         told |= KEEP_MEMORY
     if move_ranks:

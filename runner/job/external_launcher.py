@@ -25,7 +25,7 @@ from horo.runner.agent.ranks import Event, Exited, HostRanks, Output, reap
 from horo.runner.config import EXIT_SETUP, EXIT_USAGE, Job, JobError
 from horo.runner.hosts import written
 from horo.runner.job.console import Console
-from horo.runner.job.environment import FORWARDED, delegated_variables, places_ranks, tunes_malloc
+from horo.runner.job.environment import FORWARDED, external_variables, places_ranks, tunes_malloc
 from horo.runner.job.placement import candidates, place
 from horo.runner.job.report import signal_name
 from horo.runner.loop import Loop
@@ -42,7 +42,7 @@ from horo.runner.start.jsrun import jsrun_command
 from horo.runner.start.mpirun import Mpirun, family_of, forwarded_names, mpirun_command, mpirun_variables
 from horo.runner.stdout import explain_stdout, show
 
-__all__ = ["delegate"]
+__all__ = ["run_external"]
 
 
 class _Plan(NamedTuple):
@@ -51,7 +51,7 @@ class _Plan(NamedTuple):
     environment: dict[str, str]
 
 
-def delegate(job: Job, environment: Mapping[str, str]) -> int:
+def run_external(job: Job, environment: Mapping[str, str]) -> int:
     """Runs the job to its end, in the main thread; or only shows the command (``--dry-run``).
 
     Returns:
@@ -72,12 +72,12 @@ def delegate(job: Job, environment: Mapping[str, str]) -> int:
     guard = Guard()  # forked before the first thread
     become_subreaper()
     with closing(Loop()) as loop:
-        code = _Delegate(job, plan, loop, guard, spared | {guard.pid}).run()
+        code = _ExternalJob(job, plan, loop, guard, spared | {guard.pid}).run()
     guard.dismiss()
     return code
 
 
-class _Delegate:
+class _ExternalJob:
     """Runs one command as the only "rank" of this host, and passes on what it writes as it is."""
 
     def __init__(self, job: Job, plan: _Plan, loop: Loop, guard: Guard, spared: set[int]) -> None:
@@ -185,8 +185,8 @@ def _plan_mpirun(job: Job, environment: Mapping[str, str]) -> _Plan:
         if host.slots is None:
             raise JobError(f"--launcher mpi: how many ranks may host {host.name} have? say it like {host.name}:4")
     counted = [host.slots or 0 for host in hosts]
-    slots = place(counted, job.size, evenly=job.shares_evenly, oversubscribe=job.oversubscribe)
-    counts = Counter(hosts[slot.host].name for slot in slots)
+    placements = place(counted, job.size, evenly=job.shares_evenly, oversubscribe=job.oversubscribe)
+    counts = Counter(hosts[each.host].name for each in placements)
     mpirun = _find_mpirun(job, environment)
     told = _environment(job, environment, max(counts.values())) | mpirun_variables(job, mpirun.family)
     patterns = (*FORWARDED, *forwarded_names(mpirun.family))
@@ -202,7 +202,7 @@ def _environment(job: Job, environment: Mapping[str, str], ranks_per_host: int) 
     groups = (LaunchVariables, TorchrunVariables)
     places = {name for group in groups for variable in variables_of(group).values() for name in variable.names}
     here = {name: value for name, value in environment.items() if name not in places} | dict(job.exports)
-    own = delegated_variables(
+    own = external_variables(
         job.interfaces,
         threads=None if "OMP_NUM_THREADS" in here else max(1, core_count() // ranks_per_host),
         keep_memory=job.keep_memory and not tunes_malloc(here),

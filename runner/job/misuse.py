@@ -1,4 +1,4 @@
-"""What a user may not have meant: input that no rank reads, and a hororun that is a rank itself."""
+"""Likely mistakes of a user: input that no rank reads, and a hororun that is a rank itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks write, as bytes throughout: whole lines with a prefix on the console, every byte in files.
+"""The output of ranks, as bytes throughout: whole lines with a prefix on the console, every byte in files.
 
 A line on the console is never mixed with another one. A line that ends in a lone carriage return, as a progress bar
 writes it, is an *update*: on a terminal it is redrawn in place, elsewhere at most one per second is shown, as a line.

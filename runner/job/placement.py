@@ -10,11 +10,11 @@ from horo.runner.config import EXIT_SETUP, Job, JobError
 from horo.runner.hosts import Host
 from horo.runner.network import is_local
 from horo.runner.processes import ask
-from horo.runner.start.remote_launcher import LaunchMethod
-from horo.runner.start.srun import SrunLaunchMethod, knows_overlap
-from horo.runner.start.ssh import SshLaunchMethod
+from horo.runner.start.remote_launcher import RemoteLauncher
+from horo.runner.start.srun import SrunLauncher, knows_overlap
+from horo.runner.start.ssh import SshLauncher
 
-__all__ = ["PlacementError", "Slot", "candidates", "launch_method_of", "place"]
+__all__ = ["Placement", "PlacementError", "candidates", "place", "remote_launcher_of"]
 
 
 class PlacementError(ValueError):
@@ -22,7 +22,7 @@ class PlacementError(ValueError):
 
 
 @dataclass(frozen=True)
-class Slot:
+class Placement:
     """The place of one rank.
 
     Attributes:
@@ -46,7 +46,7 @@ class Slot:
 
 def place(
     slots: Sequence[int], size: int, *, evenly: bool = False, oversubscribe: bool = False, source: str = ""
-) -> tuple[Slot, ...]:
+) -> tuple[Placement, ...]:
     """Places ``size`` ranks on hosts that have ``slots`` each.
 
     Hosts are filled in order; ``evenly``: all get as many, as far as their slots allow, the first ones one more. With
@@ -69,12 +69,12 @@ def place(
     counts = _share_evenly(slots, size) if evenly else _fill(slots, size)
     each, first = divmod(size - sum(counts), len(slots))
     counts = [count + each + (index < first) for index, count in enumerate(counts)]
-    placed: list[Slot] = []
+    placed: list[Placement] = []
     for host, count in enumerate(counts):
         for local_rank in range(count):
             columns = [other for other, others in enumerate(counts) if others > local_rank]
             placed.append(
-                Slot(len(placed), size, local_rank, count, columns.index(host), len(columns), host),
+                Placement(len(placed), size, local_rank, count, columns.index(host), len(columns), host),
             )
     return tuple(placed)
 
@@ -100,25 +100,25 @@ def _share_evenly(slots: Sequence[int], size: int) -> list[int]:
     return counts
 
 
-def launch_method_of(job: Job, environment: Mapping[str, str]) -> LaunchMethod:
+def remote_launcher_of(job: Job, environment: Mapping[str, str]) -> RemoteLauncher:
     """How agents are started on other hosts.
 
     Raises:
         JobError: there is no srun, and it is needed.
     """
     if job.launcher != "slurm":
-        return SshLaunchMethod(job.ssh, job.python, job.start_timeout_s, job.host_timeout_s)
-    method = SrunLaunchMethod(job.python)
+        return SshLauncher(job.ssh, job.python, job.start_timeout_s, job.host_timeout_s)
+    launcher = SrunLauncher(job.python)
     if all(is_local(host) for host in job.hosts):
-        return method
+        return launcher
     try:
-        version = ask([method.program, "--version"], environment, job.start_timeout_s)
+        version = ask([launcher.program, "--version"], environment, job.start_timeout_s)
     except OSError as error:  # TimeoutError is one
         raise JobError(
             f"--launcher slurm: srun cannot be started: {error.strerror or error}; is Slurm's folder in PATH?",
             EXIT_SETUP,
         ) from error
-    return replace(method, overlap=knows_overlap(version))
+    return replace(launcher, overlap=knows_overlap(version))
 
 
 def candidates(job: Job, environment: Mapping[str, str]) -> list[Host]:
@@ -131,7 +131,7 @@ def candidates(job: Job, environment: Mapping[str, str]) -> list[Host]:
     hosts = [replace(host, slots=here) if host.slots is None and is_local(host) else host for host in job.hosts]
     if all(host.slots is not None for host in hosts):
         try:
-            slots = place(
+            placements = place(
                 [host.slots or 0 for host in hosts],
                 job.size,
                 evenly=job.shares_evenly,
@@ -140,7 +140,7 @@ def candidates(job: Job, environment: Mapping[str, str]) -> list[Host]:
             )
         except PlacementError as error:
             raise JobError(str(error)) from None
-        return hosts[: slots[-1].host + 1]
+        return hosts[: placements[-1].host + 1]
     if job.shares_evenly:
         return hosts[: job.size]
     needed: list[Host] = []

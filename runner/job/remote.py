@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from horo import __version__
-from horo.runner.agent.messages import Frame, FrameError, FrameReader, Kind, encode, encode_json
+from horo.runner.agent.messages import Kind, Message, MessageError, MessageReader, encode, encode_json
 from horo.runner.agent.ranks import Event, Exited, Noted, Output, Started
 from horo.runner.config import EXIT_INTERNAL, EXIT_SETUP, EXIT_UNREACHABLE, JobError
 from horo.runner.hosts import Host
 from horo.runner.loop import Loop, Timer
 from horo.runner.processes import spawn
-from horo.runner.start.remote_launcher import LaunchMethod, lines_of
+from horo.runner.start.remote_launcher import RemoteLauncher, lines_of
 
 __all__ = ["RemoteHost", "explain_absence"]
 
@@ -45,12 +45,12 @@ class RemoteHost:
         self._loop = loop
         self._emit = emit
         self._changed = changed
-        self._frames = FrameReader(magic=True)
+        self._frames = MessageReader(magic=True)
         self._outgoing = bytearray()
         self._stderr = b""
         self._code: int | None = None
         self._process: subprocess.Popen[bytes]
-        self._method: LaunchMethod
+        self._launcher: RemoteLauncher
         self._ping: Timer | None = None
         self._ping_interval_s = 0.0
         self._open: set[int] = set()
@@ -60,27 +60,27 @@ class RemoteHost:
         """Of the program that connects us."""
         return self._process.pid
 
-    def connect(self, method: LaunchMethod, *, host_timeout_s: float) -> list[str]:
+    def connect(self, launcher: RemoteLauncher, *, host_timeout_s: float) -> list[str]:
         """Starts the agent there and returns the command that does.
 
         Raises:
             JobError: the command cannot be started here.
         """
-        command = method.command(self.host)
+        command = launcher.command(self.host)
         try:
             self._process = spawn(
                 command,
-                environment=method.environment(os.environ),
+                environment=launcher.environment(os.environ),
                 stdin=subprocess.PIPE,
-                last_signal=signal.SIGTERM if method.ends_on_sigterm else signal.SIGKILL,
+                last_signal=signal.SIGTERM if launcher.ends_on_sigterm else signal.SIGKILL,
             )
         except OSError as error:
             raise JobError(
-                f"host {self.host.name} needs {method.name}, and {method.program!r} cannot be started here: "
+                f"host {self.host.name} needs {launcher.name}, and {launcher.program!r} cannot be started here: "
                 f"{error.strerror}",
                 EXIT_SETUP,
             ) from error
-        self._method = method
+        self._launcher = launcher
         self.connected = True
         self._ping_interval_s = host_timeout_s / 3
         self._loop.watch(self._stdout, read=self._read_frames)
@@ -127,7 +127,7 @@ class RemoteHost:
     def hang_up(self) -> None:
         """Ends the connection; an agent that still runs ends its ranks."""
         self._hung_up = True
-        if self._method.ends_on_sigterm:
+        if self._launcher.ends_on_sigterm:
             self._signal(signal.SIGTERM)
             self._loop.call_later(_END_TIMEOUT_S, lambda: self._signal(signal.SIGKILL))
         else:
@@ -161,8 +161,8 @@ class RemoteHost:
         """Why the connection ended, in a few words."""
         if self.error is not None:
             return str(self.error)
-        cause = self._method.cause(lines_of(self._stderr))
-        return f"{self._method.name} ended with code {self._code}" + (f": {cause}" if cause else "")
+        cause = self._launcher.cause(lines_of(self._stderr))
+        return f"{self._launcher.name} ended with code {self._code}" + (f": {cause}" if cause else "")
 
     @property
     def _stdout(self) -> int:
@@ -220,7 +220,7 @@ class RemoteHost:
             self._open.discard(fd)
         return data
 
-    def _handle(self, frame: Frame) -> None:
+    def _handle(self, frame: Message) -> None:
         if frame.kind == Kind.HOST_INFO:
             self._on_host_info(frame.json())
         elif frame.kind == Kind.STARTED:
@@ -241,7 +241,7 @@ class RemoteHost:
             failure = frame.json()
             self._fail(JobError(str(failure["message"]), int(failure["code"])))
         else:
-            raise FrameError(f"{frame.kind.name} is not for launchers")
+            raise MessageError(f"{frame.kind.name} is not for launchers")
 
     def _on_host_info(self, host_info: dict[str, Any]) -> None:
         if host_info["version"] != __version__:
@@ -269,7 +269,7 @@ class RemoteHost:
         if self._ping is not None:
             self._ping.cancel()
         if self.host_info is None and self.error is None:
-            self.error = self._method.explain_failure(self.host.name, self._code or 0, self._stderr)
+            self.error = self._launcher.explain_failure(self.host.name, self._code or 0, self._stderr)
         if not self.job_sent and not self._hung_up and self.error is None:
             self.error = JobError(f"host {self.host.name} was lost: {self.why_lost}", EXIT_UNREACHABLE)
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
@@ -282,14 +282,14 @@ class RemoteHost:
         self._changed()
 
 
-def explain_absence(remotes: Sequence[RemoteHost], method: LaunchMethod, timeout_s: float) -> list[JobError]:
+def explain_absence(remotes: Sequence[RemoteHost], launcher: RemoteLauncher, timeout_s: float) -> list[JobError]:
     """Why each of the hosts cannot take part; those that have not answered in time are one sentence, the last."""
     errors = [each.error for each in remotes if each.error is not None]
     silent = [each.host.name for each in remotes if each.error is None and each.host_info is None]
     if silent:
         sentence = (
             f"no answer within {timeout_s:g} s from {', '.join(silent)}: "
-            f"try {method.trial_command(silent[0])} by hand, or give it more time with --start-timeout"
+            f"try {launcher.trial_command(silent[0])} by hand, or give it more time with --start-timeout"
         )
         errors.append(JobError(sentence, EXIT_UNREACHABLE))
     return errors

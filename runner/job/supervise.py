@@ -24,7 +24,7 @@ from horo.runner.job.environment import common_variables, forwarded, places_rank
 from horo.runner.job.host_addresses import HostAddresses, find_addresses, store_addresses
 from horo.runner.job.joining import Joining, side_by_side
 from horo.runner.job.misuse import outer_rank, unread_input
-from horo.runner.job.placement import PlacementError, Slot, candidates, launch_method_of, place
+from horo.runner.job.placement import Placement, PlacementError, candidates, place, remote_launcher_of
 from horo.runner.job.remote import RemoteHost, explain_absence
 from horo.runner.job.report import Ending, awaited, exit_code, overdue, report, root_cause, signal_name
 from horo.runner.loop import Loop
@@ -36,7 +36,7 @@ from horo.runner.processes import (
     children_of_this_process,
     occupy_standard_streams,
 )
-from horo.runner.start.remote_launcher import LaunchMethod
+from horo.runner.start.remote_launcher import RemoteLauncher
 from horo.runner.stdout import explain_stdout
 
 if TYPE_CHECKING:
@@ -65,13 +65,13 @@ def run_job(job: Job, environment: Mapping[str, str]) -> int:
     except FileNotFoundError:
         raise JobError("the current directory does not exist any more: ranks would start in it") from None
     hosts = candidates(job, environment)
-    method = launch_method_of(job, environment)
+    launcher = remote_launcher_of(job, environment)
     occupy_standard_streams()
     spared = children_of_this_process()  # a shell that became us by ``exec`` may have left some
     guard = Guard()  # forked before the first thread
     become_subreaper()
     with closing(Loop()) as loop:
-        code = _Supervisor(job, hosts, method, environment, loop, guard=guard, spared=spared | {guard.pid}).run()
+        code = _Supervisor(job, hosts, launcher, environment, loop, guard=guard, spared=spared | {guard.pid}).run()
     guard.dismiss()  # not when something went wrong in here: then it has work to do
     return code
 
@@ -83,7 +83,7 @@ class _Supervisor:
         self,
         job: Job,
         hosts: Sequence[Host],
-        method: LaunchMethod,
+        launcher: RemoteLauncher,
         environment: Mapping[str, str],
         loop: Loop,
         *,
@@ -92,7 +92,7 @@ class _Supervisor:
     ) -> None:
         self._job = job
         self._hosts = hosts
-        self._method = method
+        self._launcher = launcher
         self._environment = {**environment, **job.exports}
         self._loop = loop
         self._guard = guard
@@ -131,7 +131,7 @@ class _Supervisor:
         try:
             self._connect()
             if not self._stopping:
-                self._launch()
+                self._start_ranks()
         except JobError as error:
             self._stop_for(error)
         except (PlacementError, StartError, NetworkError, HoroError) as error:
@@ -161,7 +161,7 @@ class _Supervisor:
             if is_local(host):
                 continue
             remote = RemoteHost(self._loop, host, self._on_event, self._on_remote)
-            command = remote.connect(self._method, host_timeout_s=self._job.host_timeout_s)
+            command = remote.connect(self._launcher, host_timeout_s=self._job.host_timeout_s)
             self._console.explain(f"{host.name}: {shlex.join(command)}")
             self._tree.spared.add(remote.pid)
             self._remotes[index] = remote
@@ -178,27 +178,27 @@ class _Supervisor:
         )
         timer.cancel()
         self._starting = False
-        errors = explain_absence(list(remotes), self._method, self._job.start_timeout_s)
+        errors = explain_absence(list(remotes), self._launcher, self._job.start_timeout_s)
         if errors and not self._stopping:
             absent = sum(1 for each in remotes if each.error or not each.host_info)
             if absent > 1:
                 self._console.say(f"{absent} of {len(self._hosts)} hosts cannot be used, and no rank was started")
             self._stop_for(*errors)
 
-    def _launch(self) -> None:
+    def _start_ranks(self) -> None:
         hosts = self._hosts
-        slots = place(
+        placements = place(
             [self._slots_of(index, host) for index, host in enumerate(hosts)],
             self._job.size,
             evenly=self._job.shares_evenly,
             oversubscribe=self._job.oversubscribe,
             source=self._job.hosts_from,
         )
-        used = {slot.host for slot in slots}
+        used = {placement.host for placement in placements}
         for index in self._remotes.keys() - used:
             self._remotes[index].hang_up()
-        self._host_of_rank = {slot.rank: slot.host for slot in slots}
-        self._names = {slot.rank: hosts[slot.host].name for slot in slots}
+        self._host_of_rank = {placement.rank: placement.host for placement in placements}
+        self._names = {placement.rank: hosts[placement.host].name for placement in placements}
         self._console.place(list(self._names.values()))
         routes = {
             index: find_addresses(hosts[index].name, self._remotes[index].host_info or {}, self._job.interfaces)
@@ -207,7 +207,7 @@ class _Supervisor:
             for index in sorted(used)
         }
         self._name_idle_hosts()
-        variables = self._variables(hosts, slots, routes)
+        variables = self._variables(hosts, placements, routes)
         self._running = set(variables)
         for index in sorted(used):
             ranks = {rank: own for rank, own in variables.items() if self._host_of_rank[rank] == index}
@@ -235,7 +235,7 @@ class _Supervisor:
         return default_slots(int(host_info["cores"]), int(host_info["gpus"]))
 
     def _variables(
-        self, hosts: Sequence[Host], slots: Sequence[Slot], routes: Mapping[int, HostAddresses | None]
+        self, hosts: Sequence[Host], placements: Sequence[Placement], routes: Mapping[int, HostAddresses | None]
     ) -> dict[int, dict[str, str]]:
         """Opens the key-value server and computes the variables of every rank."""
         from horo._bootstrap.auth.handshake import SECRET_BYTES  # noqa: PLC0415 - --help does without
@@ -251,18 +251,18 @@ class _Supervisor:
             index: ",".join(endpoints[address] for address in mine) for index, mine in zip(routes, by_host, strict=True)
         }
         common = common_variables(self._id, secret.hex(), self._job.interfaces)
-        first = slots[0].host
+        first = placements[0].host
         port = self._master_port(first) if self._job.torch_env else 0
         first_route = routes[first]
         told = {}
-        for slot in slots:
-            remote = self._remotes.get(slot.host)
-            master = by_host[list(routes).index(slot.host)][0] if first_route is None else first_route.host
-            told[slot.rank] = common | rank_variables(
-                slot,
-                host=hosts[slot.host].name,
-                mark=self._mark(slot.host),
-                store=stores[slot.host],
+        for placement in placements:
+            remote = self._remotes.get(placement.host)
+            master = by_host[list(routes).index(placement.host)][0] if first_route is None else first_route.host
+            told[placement.rank] = common | rank_variables(
+                placement,
+                host=hosts[placement.host].name,
+                mark=self._mark(placement.host),
+                store=stores[placement.host],
                 master=(master, port) if self._job.torch_env else None,
                 cores=core_count() if remote is None else int((remote.host_info or {})["cores"]),
                 threads_set=self._threads_set,
@@ -285,7 +285,7 @@ class _Supervisor:
         return f"{self._id}.{host}" if host in self._remotes else self._tree.mark
 
     def _remote_job(self, name: str, index: int, ranks: Mapping[int, Mapping[str, str]]) -> dict[str, Any]:
-        carried = self._method.extra_variables(self._environment)
+        carried = self._launcher.extra_variables(self._environment)
         exported = {**forwarded(self._environment), **carried, **self._job.exports}
         return {
             "host": name,
@@ -293,7 +293,7 @@ class _Supervisor:
             "cwd": str(Path.cwd()),
             "command": list(self._job.command),
             "environment": exported,
-            "unset": list(self._method.unset),
+            "unset": list(self._launcher.unset),
             "ranks": {str(rank): own for rank, own in ranks.items()},
             "grace_s": self._job.grace_s,
             "silence_s": self._job.host_timeout_s,
@@ -428,7 +428,7 @@ class _Supervisor:
         self._stop_if_clear()
 
     def _stop_if_clear(self) -> None:
-        """Ends the job once the others have had their moment and it is known who has failed first."""
+        """Ends the job once the other ranks have had their moment and the rank that failed first is known."""
         if self._reacted and awaited(self._endings, {rank: each.note for rank, each in self._notes.items()}) is None:
             self._stop()
 

@@ -1,4 +1,4 @@
-"""Which hosts and slots a batch system has given to the job that this process belongs to. Pure: reads what it is given.
+"""The hosts and slots that a batch system has given to the job of this process. Pure: reads its arguments.
 
 The formats are those that the vendors document. A slot is what the system calls a task, a process or a slot.
 """

@@ -1,4 +1,4 @@
-"""How the agent is started on another host. A launch method is data and pure functions; ``remote`` runs its command."""
+"""Remote launchers start the agent on another host. Each is data and pure functions; ``remote`` runs its command."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Protocol
 from horo.runner.config import EXIT_INTERNAL, EXIT_SETUP, JobError
 from horo.runner.hosts import Host
 
-__all__ = ["LaunchMethod", "agent_command", "explain_agent", "lines_of"]
+__all__ = ["RemoteLauncher", "agent_command", "explain_agent", "lines_of"]
 
 _NOT_FOUND = 127
 _NOT_EXECUTABLE = 126
 
 
-class LaunchMethod(Protocol):
+class RemoteLauncher(Protocol):
     """One command per host whose stdin and stdout become those of the agent there."""
 
     @property
@@ -46,7 +46,7 @@ class LaunchMethod(Protocol):
         """Variables of this environment for the ranks there, besides those that all remote ranks get."""
 
     def trial_command(self, host: str) -> str:
-        """The command with which a user can test the method by hand."""
+        """The command with which a user can test it by hand."""
 
     def cause(self, lines: Sequence[str]) -> str:
         """Which line of the command's stderr says why it has ended; empty: none does."""

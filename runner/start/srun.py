@@ -11,7 +11,7 @@ from horo.runner.config import EXIT_UNREACHABLE, JobError
 from horo.runner.hosts import Host
 from horo.runner.start.remote_launcher import agent_command, explain_agent, lines_of
 
-__all__ = ["SrunLaunchMethod", "knows_overlap"]
+__all__ = ["SrunLauncher", "knows_overlap"]
 
 _OVERLAP_SINCE = (20, 11)
 _ABOUT_A_STEP = (
@@ -39,8 +39,8 @@ _REMARKS = ("lacks support for cpu binding", "queued and waiting for resources",
 
 
 @dataclass(frozen=True)
-class SrunLaunchMethod:
-    """A ``LaunchMethod``: one step of one task per host, beside what runs in the job already.
+class SrunLauncher:
+    """A ``RemoteLauncher``: one step of one task per host, beside what runs in the job already.
 
     Attributes:
         python: the Python on the hosts.
@@ -56,7 +56,7 @@ class SrunLaunchMethod:
     unset: tuple[str, ...] = (*_ABOUT_A_STEP, *_SAME_NAME_FOR_A_STEP, "SRUN_*", "PMI_*", "PMI2_*", "PMIX_*")
 
     def command(self, host: Host) -> list[str]:
-        """See ``LaunchMethod``.
+        """See ``RemoteLauncher``.
 
         The step must give its one task all that the job has on the host: every core, all memory, all GPUs.
         ``--unbuffered`` is left out on purpose, since it puts a terminal between; frames end in a newline instead.
@@ -76,13 +76,13 @@ class SrunLaunchMethod:
         return [self.program, *options, "sh", "-c", agent_command(self.python)]
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """See ``LaunchMethod``. srun takes many options from variables that were meant for the job."""
+        """See ``RemoteLauncher``. srun takes many options from variables that were meant for the job."""
         return {
             name: value for name, value in environ.items() if name in _FOR_SRUN or not _matches(name, _NOT_FOR_SRUN)
         }
 
     def extra_variables(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """See ``LaunchMethod``: the variables of the Slurm job, so that they are equal on every host."""
+        """See ``RemoteLauncher``: the variables of the Slurm job, so that they are equal on every host."""
         return {
             name: value
             for name, value in environ.items()
@@ -90,11 +90,11 @@ class SrunLaunchMethod:
         }
 
     def trial_command(self, host: str) -> str:
-        """See ``LaunchMethod``."""
+        """See ``RemoteLauncher``."""
         return f"srun --overlap --nodelist={host} hostname"
 
     def cause(self, lines: Sequence[str]) -> str:
-        """See ``LaunchMethod``: Slurm's first error, else the agent's last line, else the end of the task, as srun
+        """See ``RemoteLauncher``: Slurm's first error, else the agent's last line, else the end of the task, as srun
         tells it, else what srun says last."""
         own, others, end = _sorted(lines)
         errors = [line for line in own if re.search(r": (error|fatal): ", line)]
@@ -102,7 +102,7 @@ class SrunLaunchMethod:
         return found[0] if found else ""
 
     def explain_failure(self, host: str, code: int, stderr: bytes) -> JobError:
-        """See ``LaunchMethod``."""
+        """See ``RemoteLauncher``."""
         lines = lines_of(stderr)
         own, others, _ = _sorted(lines)
         if own and not others:

@@ -10,15 +10,15 @@ from horo.runner.config import EXIT_UNREACHABLE, JobError, Ssh
 from horo.runner.hosts import Host
 from horo.runner.start.remote_launcher import agent_command, explain_agent, lines_of
 
-__all__ = ["SshLaunchMethod"]
+__all__ = ["SshLauncher"]
 
 _SSH_FAILED = 255
 _CONNECT_TIMEOUT_MAX_S = 10
 
 
 @dataclass(frozen=True)
-class SshLaunchMethod:
-    """A ``LaunchMethod``: one ssh per host.
+class SshLauncher:
+    """A ``RemoteLauncher``: one ssh per host.
 
     Attributes:
         ssh: what the user said.
@@ -37,11 +37,11 @@ class SshLaunchMethod:
 
     @property
     def program(self) -> str:
-        """See ``LaunchMethod``."""
+        """See ``RemoteLauncher``."""
         return self.ssh.program
 
     def command(self, host: Host) -> list[str]:
-        """See ``LaunchMethod``. Host keys are checked as the user's ssh is configured to."""
+        """See ``RemoteLauncher``. Host keys are checked as the user's ssh is configured to."""
         alive_s = max(1, round(self.host_timeout_s / 3))
         options = {
             "BatchMode": "yes",
@@ -62,24 +62,24 @@ class SshLaunchMethod:
         return [*command, *self.ssh.arguments, target, agent_command(self.python)]
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """See ``LaunchMethod``."""
+        """See ``RemoteLauncher``."""
         return dict(environ)
 
     def extra_variables(self, _environ: Mapping[str, str]) -> dict[str, str]:
-        """See ``LaunchMethod``."""
+        """See ``RemoteLauncher``."""
         return {}
 
     def trial_command(self, _host: str) -> str:
-        """See ``LaunchMethod``."""
+        """See ``RemoteLauncher``."""
         return "ssh"
 
     def cause(self, lines: Sequence[str]) -> str:
-        """See ``LaunchMethod``: the last line that is no warning."""
+        """See ``RemoteLauncher``: the last line that is no warning."""
         said = [line for line in lines if not re.match(r"(Warning: |\*\* )", line)]
         return said[-1] if said else ""
 
     def explain_failure(self, host: str, code: int, stderr: bytes) -> JobError:
-        """See ``LaunchMethod``."""
+        """See ``RemoteLauncher``."""
         last = self.cause(lines_of(stderr)).removeprefix("ssh: ") or f"no message, exit code {code}"
         if code == _SSH_FAILED:
             return JobError(f"cannot reach host {host}: ssh says: {last}", EXIT_UNREACHABLE)

@@ -10,7 +10,7 @@ from typing import Any
 
 from ranks import Rank
 
-from horo._bootstrap.job import Job, connect
+from horo._bootstrap.job import RunningRank, connect
 from horo._bootstrap.launchers.launch import detect_launch
 from horo._bootstrap.mpi.calls import mpi_calls
 from horo._bootstrap.store.server import StoreServer
@@ -49,7 +49,7 @@ MODES = (
 class MpiRank(Rank):
     """One rank with numpy arrays instead of torch tensors, and mpi4py beside it to compare notes."""
 
-    def __init__(self, job: Job, mode: Mode, comm: Any) -> None:
+    def __init__(self, job: RunningRank, mode: Mode, comm: Any) -> None:
         super().__init__(job.context)
         self.job = job
         self.mode = mode
@@ -106,7 +106,7 @@ def join(mode: Mode) -> Iterator[MpiRank]:
         server.close()
     comm = world.Dup()
     setup = replace(connection.setup, mpi=_use(connection.setup, mode, comm))
-    job = Job(replace(connection, setup=setup))
+    job = RunningRank(replace(connection, setup=setup))
     try:
         yield MpiRank(job, mode, world)
     finally:

@@ -85,14 +85,14 @@ def test_size_one_needs_no_store() -> None:
 @pytest.mark.parametrize("missing", ["HOROVOD_RANK", "HOROVOD_SIZE", "HORO_STORE", "HORO_SECRET"])
 def test_each_missing_part_of_hororun_is_named(missing: str) -> None:
     environ = {name: value for name, value in HORORUN.items() if name != missing}
-    with pytest.raises(UsageError, match=f"half there: .* but not .*{missing}") as caught:
+    with pytest.raises(UsageError, match=f"incomplete launcher environment: .* but not .*{missing}") as caught:
         detect_launch(environ)
     assert "ab" * 16 not in str(caught.value)
 
 
 @pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
 def test_each_missing_part_of_torchrun_is_named(missing: str) -> None:
-    with pytest.raises(UsageError, match=f"half there: .* but not {missing}"):
+    with pytest.raises(UsageError, match=f"incomplete launcher environment: .* but not {missing}"):
         detect_launch({name: value for name, value in TORCHRUN.items() if name != missing})
 
 
@@ -100,7 +100,7 @@ def test_each_missing_part_of_torchrun_is_named(missing: str) -> None:
     "lonely", ["HORO_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "RANK", "WORLD_SIZE", "LOCAL_RANK"]
 )
 def test_one_variable_alone_is_never_a_silent_job_of_one(lonely: str) -> None:
-    with pytest.raises(UsageError, match="half there"):
+    with pytest.raises(UsageError, match="incomplete launcher environment"):
         detect_launch({lonely: "1"})
 
 

@@ -19,7 +19,7 @@ from wiring import check_links
 from horo._bootstrap.auth.handshake import Purpose
 from horo._bootstrap.directory import Directory, PeerAddress
 from horo._bootstrap.host.grouping import Grouping, group_ranks
-from horo._bootstrap.job import Connection, Job, start
+from horo._bootstrap.job import Connection, RunningRank, start
 from horo._bootstrap.links import Links
 from horo._bootstrap.team_links import TeamLinks, _TeamSetup, connect_team
 from horo._core import DTYPES, OPS, RequestBuffer, Tensor
@@ -356,7 +356,7 @@ def test_a_started_job_knows_what_its_teams_need(tight: None) -> None:
         close_setup(connection.setup)
 
 
-def gathering(job: Job) -> Callable[[bytes], list[bytes]]:
+def gathering(job: RunningRank) -> Callable[[bytes], list[bytes]]:
     """An exchange by the job's own allgather."""
 
     def exchange(mine: bytes) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""torch's store behind the same seam: the same promises, checked on a real TCPStore."""
+"""torch's store under the same protocol: the same promises, checked on a real TCPStore."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import pytest
 from jobs import Hororun, make_remote_shell, wait_until
 
 from horo import __version__
-from horo.runner.agent.messages import Frame, FrameReader, Kind, encode, encode_json
+from horo.runner.agent.messages import Kind, Message, MessageReader, encode, encode_json
 
 
 class Agent:
@@ -23,14 +23,14 @@ class Agent:
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
         )
-        self._reader = FrameReader(magic=True)
-        self._frames: list[Frame] = []
+        self._reader = MessageReader(magic=True)
+        self._frames: list[Message] = []
 
     def send(self, data: bytes) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(data)
 
-    def frame(self, *kinds: Kind) -> Frame:
+    def frame(self, *kinds: Kind) -> Message:
         """The next frame of one of the kinds."""
         assert self.process.stdout is not None
         while True:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from horo.runner.config import Job, JobError, Mpi, Output, Ssh
+from horo.runner.config import Job, JobError, Mpi, OutputOptions, Ssh
 from horo.runner.hosts import Host
 from horo.runner.start.jsrun import jsrun_command
 from horo.runner.start.mpirun import (
@@ -81,7 +81,7 @@ FULL = replace(
     interfaces=("eth0",),
     ssh=Ssh("rsh", 2222, "/k", ("-v",)),
     mpi=Mpi(arguments=("--more", "1"), binding=("--bind", "core")),
-    output=Output(prefix=False, directory="out"),
+    output=OutputOptions(prefix=False, directory="out"),
 )
 
 
@@ -126,7 +126,7 @@ def test_what_only_variables_say() -> None:
 
 
 def test_time_stamps_where_they_exist() -> None:
-    job = replace(JOB, output=Output(timestamp=True))
+    job = replace(JOB, output=OutputOptions(timestamp=True))
     assert "--output tag,timestamp " in command(Family.OPEN_MPI_5, job)
     assert "--tag-output --timestamp-output " in command(Family.OPEN_MPI_4, job)
     assert "-prepend-timestamp " in command(Family.INTEL, job)
@@ -184,7 +184,7 @@ def test_jsrun_is_told_what_it_has_words_for() -> None:
         JOB,
         launcher="jsrun",
         mpi=Mpi(arguments=("-gpu",), binding=("-b", "rs"), tcp=True),
-        output=Output(directory="o"),
+        output=OutputOptions(directory="o"),
     )
     assert shlex.join(jsrun_command(job)).endswith(
         "-b rs --stdio_stdout o/stdout --stdio_stderr o/stderr --smpiargs '-tcp -gpu' python train.py"

@@ -8,14 +8,14 @@ from horo.runner.agent.command import without
 from horo.runner.config import Ssh
 from horo.runner.hosts import Host
 from horo.runner.network import connection
-from horo.runner.start.remote_launcher import LaunchMethod
-from horo.runner.start.srun import SrunLaunchMethod, knows_overlap
-from horo.runner.start.ssh import SshLaunchMethod
+from horo.runner.start.remote_launcher import RemoteLauncher
+from horo.runner.start.srun import SrunLauncher, knows_overlap
+from horo.runner.start.ssh import SshLauncher
 
 
 def test_the_ssh_command_asks_nobody_and_trusts_as_configured() -> None:
-    method = SshLaunchMethod(Ssh(port=22, identity_file="/k", arguments=("-v",)), "/a b/python", 30, 30)
-    words = method.command(Host("h1", "me", 2222))
+    launcher = SshLauncher(Ssh(port=22, identity_file="/k", arguments=("-v",)), "/a b/python", 30, 30)
+    words = launcher.command(Host("h1", "me", 2222))
     assert words[0] == "ssh"
     assert "BatchMode=yes" in words
     assert words[words.index("-p") + 1] == "2222"
@@ -25,13 +25,13 @@ def test_the_ssh_command_asks_nobody_and_trusts_as_configured() -> None:
 
 
 def test_the_srun_command_gives_one_task_all_of_one_host() -> None:
-    command = SrunLaunchMethod("/a b/python").command(Host("h1"))
+    command = SrunLauncher("/a b/python").command(Host("h1"))
     assert command[0] == "srun"
     options = {"--nodes=1", "--ntasks=1", "--nodelist=h1", "--overlap", "--cpu-bind=none", "--mem=0", "--mpi=none"}
     assert options <= set(command)
     assert command[-3:] == ["sh", "-c", "cd / && exec '/a b/python' -m horo.runner.agent"]
     assert "--unbuffered" not in command  # a terminal between would hold up what is no line
-    assert "--overlap" not in SrunLaunchMethod("p", overlap=False).command(Host("h1"))
+    assert "--overlap" not in SrunLauncher("p", overlap=False).command(Host("h1"))
 
 
 @pytest.mark.parametrize(
@@ -42,8 +42,8 @@ def test_steps_are_asked_to_overlap_where_slurm_knows_the_word(version: str, kno
     assert knows_overlap(version) is knows
 
 
-SSH = SshLaunchMethod(Ssh(), "/p/python", 30, 30)
-SRUN = SrunLaunchMethod("/p/python")
+SSH = SshLauncher(Ssh(), "/p/python", 30, 30)
+SRUN = SrunLauncher("/p/python")
 EXIT_3 = b"srun: error: h: task 0: Exited with exit code 3\n"
 FAILURES = [
     (SSH, 255, b"Warning: x\nssh: connect to host h port 22: Connection refused\r\n", 69, "Connection refused"),
@@ -70,11 +70,11 @@ FAILURES = [
 ]
 
 
-@pytest.mark.parametrize(("method", "code", "stderr", "exit_code", "fact"), FAILURES)
+@pytest.mark.parametrize(("launcher", "code", "stderr", "exit_code", "fact"), FAILURES)
 def test_a_failure_is_explained_from_stderr(
-    method: LaunchMethod, code: int, stderr: bytes, exit_code: int, fact: str
+    launcher: RemoteLauncher, code: int, stderr: bytes, exit_code: int, fact: str
 ) -> None:
-    error = method.explain_failure("h", code, stderr)
+    error = launcher.explain_failure("h", code, stderr)
     assert (error.code, fact in str(error)) == (exit_code, True), str(error)
     assert "host h" in str(error)
 
@@ -96,9 +96,11 @@ CAUSES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("method", "lines", "cause"), CAUSES)
-def test_the_line_that_says_why_a_connection_ended_is_found(method: LaunchMethod, lines: list[str], cause: str) -> None:
-    assert method.cause(lines) == cause
+@pytest.mark.parametrize(("launcher", "lines", "cause"), CAUSES)
+def test_the_line_that_says_why_a_connection_ended_is_found(
+    launcher: RemoteLauncher, lines: list[str], cause: str
+) -> None:
+    assert launcher.cause(lines) == cause
 
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "a,b", "SLURM_SUBMIT_DIR": "/s"}

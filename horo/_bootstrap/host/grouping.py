@@ -1,4 +1,4 @@
-"""Who shares a host with whom, and which ranks are linked to which: pure arithmetic on rank numbers."""
+"""The hosts of the ranks, and the links between ranks: pure arithmetic on rank numbers."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What each launcher tells a process: its rank, the size of the job and the way to the job's store."""
+"""The variables of each launcher: a process's rank, the size of the job, the address of the job's store."""

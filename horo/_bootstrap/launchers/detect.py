@@ -41,7 +41,7 @@ def find_launch(environ: Mapping[str, str], config: Config, comm: Any = None) ->
         comm: None for all processes; a list of their ranks; or a communicator of mpi4py, which then decides alone.
 
     Raises:
-        UsageError: the environment is half there, MPI and its launcher disagree, or ``comm`` is not what it may be.
+        UsageError: the launcher's environment is incomplete, MPI and its launcher disagree, or ``comm`` does not fit.
         ResourceError: MPI is needed but is not there.
         TimeoutError: not all ranks of a communicator came.
     """

@@ -2,9 +2,9 @@
 
 The rule: from its first ``init()`` on, a rank of several names itself in its environment, with its places in the job:
 a digest of the variables of each launcher. A process that finds there another process, with the places that its own
-variables describe, is not that rank. Who was given a place since (by a hororun, torchrun, mpirun or srun that a rank
-has started, or by hand) has other variables of that launcher, and takes that place; what it has inherited of the
-others it drops. Who was started without a launcher's variables has no place, and is let in as well. A rank that
+variables describe, is not that rank. A process that was given a place since (by a hororun, torchrun, mpirun or srun
+that a rank has started, or by hand) has other variables of that launcher, and takes that place; it drops the inherited
+variables of the others. A process without a launcher's variables has no place, and is let in as well. A rank that
 replaces its program by ``exec`` is still the same process. A fork server that was started before ``init()`` does not
 know of it.
 """

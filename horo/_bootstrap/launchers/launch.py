@@ -203,7 +203,7 @@ def _incomplete(group: Any, needed: list[str]) -> UsageError:
     present = [name for name in variables if getattr(group, name) is not None]
     shown = ", ".join(_shown(group, name) for name in present)
     return UsageError(
-        f"the environment of this rank is half there: {shown} set, but not {', '.join(missing)}; start the job with "
+        f"incomplete launcher environment: {shown} set, but not {', '.join(missing)}; start the job with "
         "hororun or torchrun, or unset these variables to run a single process"
     )
 

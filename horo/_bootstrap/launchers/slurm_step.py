@@ -58,8 +58,8 @@ def is_lone_step(environ: Mapping[str, str]) -> bool:
 def missed_tasks(environ: Mapping[str, str], script: str) -> str:
     """A sentence for a process that is alone in a Slurm job of several tasks and may not have meant it; else empty.
 
-    SLURM_PROCID is there in a batch script and in what srun starts, not in the shell of salloc: who types there means
-    one process. ``srun -n 1`` sets SLURM_NTASKS=1. ``script``: what to start, for the sentence.
+    SLURM_PROCID is there in a batch script and in what srun starts, not in the shell of salloc, where a command
+    means one process. ``srun -n 1`` sets SLURM_NTASKS=1. ``script``: what to start, for the sentence.
     """
     said = read_variables(SlurmVariables, environ)
     tasks = _count(said.ntasks)

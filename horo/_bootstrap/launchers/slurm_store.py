@@ -1,8 +1,8 @@
 """The store of a job that srun has started: rank 0 hosts it on the first node of the step.
 
-All ranks derive the same few ports from the name of the start. At one of them rank 0 serves an announcement: the
-addresses of its store. With ``HORO_SECRET`` in the environment, the announcement is signed with that secret. Else rank
-0 draws a secret and puts it into the announcement, which is then a credential of MUNGE. Where MUNGE is not installed,
+All ranks derive the same few ports from the name of the start. At one of them rank 0 serves an advertisement: the
+addresses of its store. With ``HORO_SECRET`` in the environment, the advertisement is signed with that secret. Else rank
+0 draws a secret and puts it into the advertisement, which is then a credential of MUNGE. Where MUNGE is not installed,
 addresses and secret are in a file in the user's home instead.
 """
 
@@ -44,7 +44,7 @@ _STALE_FILE_TIMEOUT_S = 2.0
 
 
 class _StoreInfo(NamedTuple):
-    """The addresses of the store, and the secret if only processes of the same user can read the announcement."""
+    """The addresses of the store, and the secret if only processes of the same user can read the advertisement."""
 
     name: str
     endpoints: list[Endpoint]
@@ -129,7 +129,7 @@ def _host(
 
 
 def _announce(addresses: Sequence[str], name: str, make: Callable[[], bytes]) -> Callable[[], None]:
-    """Serves the announcement at the first free port; returns a function that stops it."""
+    """Serves the advertisement at the first free port; returns a function that stops it."""
     failures = []
     for port in candidate_ports(name):
         try:
@@ -173,7 +173,7 @@ class _StoreSearch:
         self._deadline = time.monotonic() + self._timeout_s
         self._file = SecretFile(name, Path.home())
         self._reason = ""
-        """Why the last announcement or file could not be used."""
+        """Why the last advertisement or file could not be used."""
 
     def run(self) -> tuple[StoreClient, bytes]:
         """The connection to rank 0's store, and the secret."""
@@ -181,7 +181,7 @@ class _StoreSearch:
         if self._user_secret is not None or munge.is_installed():
             ports = candidate_ports(self._name)
             endpoints = [Endpoint(address, port) for address in self._addresses() for port in ports]
-        found = fetch(endpoints, self._timeout_s, self._read_announcement, self._read_file)
+        found = fetch(endpoints, self._timeout_s, self._read_advertisement, self._read_file)
         if found is None:
             raise TimeoutError(self._failure())
         return found
@@ -200,15 +200,15 @@ class _StoreSearch:
                 addresses += _resolve(host, optional=bool(addresses))
         return list(dict.fromkeys(addresses or [LOOPBACK]))
 
-    def _read_announcement(self, announcement: bytes) -> tuple[StoreClient, bytes] | None:
+    def _read_advertisement(self, advertisement: bytes) -> tuple[StoreClient, bytes] | None:
         if self._user_secret is not None:
-            signature, info = announcement[:_SIGNATURE_BYTES], announcement[_SIGNATURE_BYTES:]
+            signature, info = advertisement[:_SIGNATURE_BYTES], advertisement[_SIGNATURE_BYTES:]
             if not hmac.compare_digest(signature, _sign(self._user_secret, info)):
                 self._reason = "the process that answered does not know this rank's HORO_SECRET"
                 return None
             return self._connect(info, self._left_s())
         try:
-            info = munge.decode(announcement)
+            info = munge.decode(advertisement)
         except ResourceError as error:
             self._reason = str(error)
             return None
@@ -221,7 +221,7 @@ class _StoreSearch:
     def _connect(self, data: bytes, timeout_s: float) -> tuple[StoreClient, bytes] | None:
         info = _decode(data, self._name)
         if info is None:
-            self._reason = "the announcement of another start was found"
+            self._reason = "the advertisement of another start was found"
             return None
         first, *others = info.endpoints
         secret = self._user_secret or info.secret

@@ -61,7 +61,7 @@ def dial(
 
 @dataclass
 class _Attempt:
-    """One connection to be made: who asks, until when, and why each address was no good so far."""
+    """One connection to be made: its claim, its deadline, and the failure of each address so far."""
 
     secret: bytes
     claim: Claim

@@ -1,4 +1,4 @@
-"""What the store's clients and its server send each other, as payloads of frames."""
+"""Messages between the store's clients and its server: payloads of frames."""
 
 from __future__ import annotations
 
