@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,6 +42,7 @@ def test_what_mpi_carries(settings: dict[str, str], grouping: Grouping, plan: Mp
 
 
 def test_one_rank_that_may_not_call_mpi_on_threads_keeps_all_on_tcp(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "horo")
     assert plan_mpi(Config(), world(), [True, False], TWO_HOSTS) == MpiPlan()
     assert "by TCP, not by Fake MPI 1.0" in caplog.text
     caplog.clear()

@@ -51,7 +51,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "horo._bootstrap.store": ("auth", "net"),
     "horo._bootstrap.rendezvous": ("store.protocol",),
     "horo._bootstrap.host": ("auth", "net", "rendezvous"),
-    "horo._bootstrap.mpi": ("host", "net", "store"),
+    "horo._bootstrap.mpi": ("auth", "host", "net", "store"),
     "horo._bootstrap.launchers": ("auth", "host", "log", "mpi", "net", "store"),
     "horo.runner.hosts": (),
     "horo.runner.loop": (),
