@@ -130,7 +130,7 @@ class Acceptor:
         """
         self._received += data
         if self._claim is None and not _MAGIC.startswith(self._received[: len(_MAGIC)]):
-            raise HandshakeError("its bytes are no horo handshake")
+            raise HandshakeError("what it sent is no horo handshake")
         if self.missing_bytes > 0:
             return b""
         message, self._received = self._received, b""
