@@ -33,6 +33,7 @@ from horo._bootstrap.peer_info import PeerInfo, check_agreement, core_count, pla
 from horo._bootstrap.rendezvous import Rendezvous
 from horo._bootstrap.store.client import StoreClient
 from horo._bootstrap.store.protocol import Store, prefixed
+from horo._bootstrap.store.signed import signed
 from horo._bootstrap.summary import describe_job, describe_rank
 from horo._bootstrap.teams import add_team
 from horo._config import (
@@ -273,7 +274,8 @@ def _open_store(launch: Launch, config: Config, epoch: int) -> tuple[Store, byte
     """The store, the secret if it is known already, and the address from which the store is reached."""
     if launch.torch_master is not None:
         torch_store, address = open_torch_store(launch.torch_master, launch.started_rank, config.start_timeout_s)
-        return torch_store, launch.secret, address
+        store: Store = torch_store if launch.secret is None else signed(torch_store, launch.secret)
+        return store, launch.secret, address
     if launch.mpi is not None:
         client, secret = open_mpi_store(launch.mpi, config)
     elif launch.slurm is not None:

@@ -83,6 +83,10 @@ class Session:
             raise UsageError(f"{kind}: name must be a string without NUL characters, not {name!r}")
         return f"{kind}.{name}"
 
+    def object_number(self, kind: str, name: str | None) -> int:
+        """How many objects have travelled under this name before."""
+        return next(self._names[f"{kind} object {name}"])
+
     def gradient_kind(self, name: str) -> str:
         """The kind of operation for the gradient of a parameter: each call gives one for another optimizer.
 

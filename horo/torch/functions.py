@@ -11,6 +11,7 @@ import torch
 
 from horo.errors import HoroError, MismatchError, UsageError
 from horo.torch import _state
+from horo.torch._authentic import ObjectKey
 from horo.torch._bytes import bytes_of, tensor_of
 from horo.torch._requests import check_root, run_allreduce, run_broadcast, start_allgather, start_broadcast
 from horo.torch._staging import Spec, check_tensor
@@ -114,6 +115,7 @@ def broadcast_object(
 
     Raises:
         UsageError: There is no rank ``root_rank``; or the root could not pickle its object (there, what pickle raised).
+        MismatchError: What came was changed on the way; nothing of it was unpickled.
     """
     check_process_set(process_set)
     check_root(root_rank, "broadcast_object")
@@ -130,17 +132,20 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
 
     Raises:
         UsageError: A rank could not pickle its object (there, what pickle raised).
+        MismatchError: What came was changed on the way; nothing of it was unpickled.
     """
     check_process_set(process_set)
+    what = "allgather_object"
     failure, payload = _pickle(lambda: obj)
-    request = start_allgather([tensor_of(_flag(failure) + payload)], "allgather_object", name, sync=True)
-    gathered = request.wait()[0]
+    key = ObjectKey(_state.current(), what, name)
+    sealed = key.seal(_state.rank(), _flag(failure) + payload)
+    gathered = start_allgather([tensor_of(sealed)], what, name, sync=True).wait()[0]
     if failure is not None:
         raise failure
-    parts = [bytes_of(part) for part in gathered.tensor.split(gathered.rows)]
+    parts = [key.open(rank, bytes_of(part)) for rank, part in enumerate(gathered.tensor.split(gathered.rows))]
     for rank, part in enumerate(parts):
         if part[0]:
-            raise UsageError(f"allgather_object: rank {rank} could not pickle its object: {bytes(part[1:]).decode()}")
+            raise UsageError(f"{what}: rank {rank} could not pickle its object: {bytes(part[1:]).decode()}")
     return [cloudpickle.loads(part[1:]) for part in parts]
 
 
@@ -231,18 +236,20 @@ def _share(produce: Callable[[], Any], root_rank: int, what: str, name: str | No
             return result
 
         failure, payload = _pickle(keep)
-    header = torch.tensor([len(payload), failure is not None], dtype=torch.int64)
+    key = ObjectKey(_state.current(), what, name)
+    sealed = key.seal(root_rank, _flag(failure) + payload) if is_root else b""
+    header = torch.tensor([len(sealed)], dtype=torch.int64)
     _broadcast_bytes(header, root_rank, what, name, "size")
-    length, failed = header.tolist()
-    data = tensor_of(payload) if is_root else torch.empty(length, dtype=torch.uint8)
+    data = tensor_of(sealed) if is_root else torch.empty(int(header.item()), dtype=torch.uint8)
     _broadcast_bytes(data, root_rank, what, name, "data")
     if failure is not None:
         raise failure
     if is_root:
         return result
-    if failed:
-        raise UsageError(f"{what}: rank {root_rank} could not send its object: {bytes(bytes_of(data)).decode()}")
-    return cloudpickle.loads(bytes_of(data))
+    received = key.open(root_rank, bytes_of(data))
+    if received[0]:
+        raise UsageError(f"{what}: rank {root_rank} could not send its object: {bytes(received[1:]).decode()}")
+    return cloudpickle.loads(received[1:])
 
 
 def _broadcast_bytes(tensor: torch.Tensor, root_rank: int, what: str, name: str | None, part: str) -> None:

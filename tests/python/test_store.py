@@ -276,7 +276,9 @@ def test_wrong_secret_is_refused_on_both_sides_and_logged(server: StoreServer, r
 
 def test_dialer_that_skips_checking_the_server_still_needs_the_secret(server: StoreServer, refusals: list[str]) -> None:
     with raw(server) as connection:
-        connection.sendall(b"HORO\x02\x01\0\0" + bytes(16) + bytes(32))
+        address, port = connection.getpeername()
+        reached = bytes(10) + b"\xff\xff" + socket.inet_aton(address) + port.to_bytes(2, "big")
+        connection.sendall(b"HORO\x03\x01\0\0" + bytes(16) + reached + bytes(32))
         assert len(connection.recv(200)) == 72
         connection.sendall(bytes(32))
         assert connection.recv(1) == b""
@@ -347,12 +349,12 @@ def test_a_claim_that_is_changed_on_the_way_is_no_proof(changed: int) -> None:
 
 def test_other_version_is_named_on_both_sides(server: StoreServer, refusals: list[str]) -> None:
     with raw(server) as connection:
-        connection.sendall(b"HORO\x07\x01\0\0" + bytes(16) + bytes(32))
+        connection.sendall(b"HORO\x07\x01\0\0" + bytes(16) + bytes(18) + bytes(32))
         answer = connection.recv(72, socket.MSG_WAITALL)
-        assert answer[:5] == b"HORO\x02"
+        assert answer[:5] == b"HORO\x03"
         assert answer[40:] == bytes(32)
     wait_until(lambda: bool(refusals))
-    assert "version 7 of the handshake, this side version 2" in refusals[0]
+    assert "version 7 of the handshake, this side version 3" in refusals[0]
 
 
 def test_injected_or_replayed_frames_end_the_connection_not_the_service(server: StoreServer) -> None:

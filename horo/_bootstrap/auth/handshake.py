@@ -1,24 +1,28 @@
 """Mutual proof that both ends of a connection know the job's secret, without sending it.
 
-    dialer   -> acceptor   HELLO    magic, version, purpose, number, from, to, epoch, team, nonce
+    dialer   -> acceptor   HELLO    magic, version, purpose, number, from, to, epoch, team, address, port, nonce
     acceptor -> dialer     ANSWER   magic, version, nonce, MAC("accept")
     dialer   -> acceptor   PROOF    MAC("dial")
     acceptor -> dialer     WELCOME  one byte
 
 Every MAC is HMAC-SHA256 under the job's secret over a label for the role, the whole HELLO and the acceptor's nonce, so
-it is good for one connection, one direction, one purpose, team and number and one pair of ranks only. The acceptor
-reads exactly these bytes: what follows on the connection belongs to its user.
+it is good for one connection, one direction, one purpose, team and number and one pair of ranks only. Address and port
+are those that the dialer has connected to, and the acceptor's own: a process in between, which has one of its own,
+cannot pass the handshake on and keep the connection. The acceptor reads exactly these bytes: what follows on the
+connection belongs to its user.
 """
 
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import secrets
 import socket
 import struct
 import time
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 from horo.errors import HoroError, UsageError
 
@@ -40,10 +44,10 @@ SECRET_BYTES = 32
 """Of a secret that horo makes."""
 WELCOME = b"\x01"
 _MAGIC = b"HORO"
-_VERSION = 2
+_VERSION = 3
 _NONCE_BYTES = 32
 _MAC_BYTES = 32
-_HELLO = struct.Struct("!4sBBBxIIII32s")
+_HELLO = struct.Struct("!4sBBBxIIII16sH32s")
 _ANSWER = struct.Struct("!4sB3x32s32s")
 
 
@@ -100,11 +104,32 @@ def _mac(secret: bytes, label: bytes, transcript: bytes) -> bytes:
     return hmac.digest(secret, b"horo " + label + b"\0" + transcript, "sha256")
 
 
-class Acceptor:
-    """The accepting half without any I/O: feed it what arrives, send what it returns."""
+def _packed(sockaddr: Any) -> tuple[bytes, int]:
+    """Address and port as they travel; zeros for a Unix socket, whose ends are on one host and of one user."""
+    if not isinstance(sockaddr, tuple):
+        return bytes(16), 0
+    address = ipaddress.ip_address(str(sockaddr[0]).partition("%")[0])
+    mapped = bytes(10) + b"\xff\xff" if address.version == 4 else b""
+    return mapped + address.packed, int(sockaddr[1])
 
-    def __init__(self, secret: bytes) -> None:
+
+def _endpoint(packed: bytes, port: int) -> str:
+    """For messages."""
+    address = ipaddress.IPv6Address(packed)
+    return f"{address.ipv4_mapped}:{port}" if address.ipv4_mapped else f"[{address}]:{port}"
+
+
+class Acceptor:
+    """The accepting half without any I/O: feed it what arrives, send what it returns.
+
+    Args:
+        secret: the job's.
+        reached: the socket address at which the dialer has come here, ``getsockname()`` of the connection.
+    """
+
+    def __init__(self, secret: bytes, reached: Any = "") -> None:
         self._secret = secret
+        self._reached = _packed(reached)
         self._received = b""
         self._transcript = b""
         self._claim: Claim | None = None
@@ -140,11 +165,16 @@ class Acceptor:
         return b""
 
     def _answer(self, hello: bytes) -> bytes:
-        _, version, purpose, number, source, target, epoch, team, _ = _HELLO.unpack(hello)
+        _, version, purpose, number, source, target, epoch, team, address, port, _ = _HELLO.unpack(hello)
         if version != _VERSION:
             raise HandshakeError(
                 f"it speaks version {version} of the handshake, this side version {_VERSION}",
                 reply=_ANSWER.pack(_MAGIC, _VERSION, bytes(_NONCE_BYTES), bytes(_MAC_BYTES)),
+            )
+        if (address, port) != self._reached:
+            raise HandshakeError(
+                f"it has connected to {_endpoint(address, port)} and has come out at {_endpoint(*self._reached)}: "
+                "addresses are translated on the way, or another process passes its connection on"
             )
         try:
             self._claim = Claim(Purpose(purpose), source, target, epoch, number, team)
@@ -175,8 +205,9 @@ def authenticate(connection: socket.socket, secret: bytes, claim: Claim, deadlin
         HandshakeError: the acceptor is no member of the job, refused this claim, or was silent until the deadline.
     """
     place = (claim.purpose, claim.number, claim.source, claim.target, claim.epoch, claim.team)
-    hello = _HELLO.pack(_MAGIC, _VERSION, *place, secrets.token_bytes(_NONCE_BYTES))
     try:
+        reached = _packed(connection.getpeername())
+        hello = _HELLO.pack(_MAGIC, _VERSION, *place, *reached, secrets.token_bytes(_NONCE_BYTES))
         connection.sendall(hello)
         answer = _receive(connection, _ANSWER.size, deadline)
         magic, version, nonce, mac = _ANSWER.unpack(answer)
@@ -208,7 +239,8 @@ def _receive(connection: socket.socket, count: int, deadline: float) -> bytes:
         data = connection.recv(count - len(received))
         if not data:
             raise HandshakeError(
-                "what listens there closed the connection during the handshake (another job's secret?)"
+                "what listens there closed the connection during the handshake (another job's secret, or addresses "
+                "that are translated on the way?)"
             )
         received += data
     return received

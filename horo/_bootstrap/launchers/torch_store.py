@@ -2,6 +2,7 @@
 
 Trust: torch's store does not authenticate its clients. Rank 0 puts the job's secret into it unless the user has set
 ``HORO_SECRET`` on all nodes, so every process that can reach that store can join the job, as with torch.distributed.
+With ``HORO_SECRET`` the secret is not in it, and each value carries a MAC (``store.signed``).
 """
 
 from __future__ import annotations

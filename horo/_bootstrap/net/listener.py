@@ -169,7 +169,9 @@ class Listener:
                 return
             connection.setblocking(False)
             address = str(sockaddr[0]) if isinstance(sockaddr, tuple) else "this machine"
-            half_open = _HalfOpen(connection, Acceptor(self._secret), address, time.monotonic())
+            half_open = _HalfOpen(
+                connection, Acceptor(self._secret, connection.getsockname()), address, time.monotonic()
+            )
             self._half_open[connection.fileno()] = half_open
             self._selector.register(
                 connection, selectors.EVENT_READ, lambda half_open=half_open: self._advance(half_open)

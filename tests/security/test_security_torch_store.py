@@ -1,0 +1,162 @@
+"""Under torchrun everybody who reaches torch's store can write to it; with ``HORO_SECRET`` that is of no use."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from fabric import close_setup
+from joining import join_all
+from wiring import check_wiring
+
+from horo._bootstrap.job import Connection
+from horo._bootstrap.launchers.torch_store import TorchStore
+from horo._bootstrap.store.protocol import Store, StoreAbandonedError, prefixed
+from horo._bootstrap.store.signed import signed
+from horo.errors import GroupError, HoroError
+
+torch_distributed: Any = pytest.importorskip("torch.distributed")
+
+SECRET = bytes(range(32)).hex()
+LIMIT_S = 60
+
+
+@pytest.fixture
+def server() -> Any:
+    return torch_distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def client(server: Any) -> Any:
+    return torch_distributed.TCPStore(
+        "127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=10), wait_for_workers=False
+    )
+
+
+def view(server: Any, job: str = "job/1/", secret: str = SECRET) -> Store:
+    return prefixed(signed(TorchStore(client(server), "127.0.0.1"), secret.encode()), job)
+
+
+def test_values_come_as_they_were_set(server: Any) -> None:
+    one, other = view(server), view(server)
+    one.set("a", b"\x00\xff")
+    one.set("empty", b"")
+    assert other.get_many(["a", "empty"], 10) == [b"\x00\xff", b""]
+    assert other.add("n", 2) == 2
+    one.set("failed", b"rank 3")
+    with pytest.raises(StoreAbandonedError) as caught:
+        other.get("never", 10, unless="failed")
+    assert caught.value.value == b"rank 3"
+    other.delete(["a", "empty"])
+    one.close()
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        lambda raw: raw.set("job/1/listen/0", b"10.6.6.6:666"),
+        lambda raw: raw.set("job/1/listen/0", b""),
+        lambda raw: raw.set("job/1/listen/0", bytes(raw.get("job/1/listen/1"))),
+        lambda raw: raw.set("job/1/listen/0", bytes(raw.get("job/0/listen/0"))),
+        lambda raw: raw.set("job/1/listen/0", bytes(raw.get("job/1/listen/0")) + b"x"),
+        lambda raw: raw.set("job/1/listen/0", bytes(raw.get("job/1/listen/0"))[:-1]),
+    ],
+    ids=["replaced", "emptied", "of-another-rank", "of-another-start", "longer", "shorter"],
+)
+def test_a_changed_value_is_refused(server: Any, attack: Callable[[Any], None]) -> None:
+    view(server).set("listen/0", b"10.0.0.1:1000")
+    view(server).set("listen/1", b"10.0.0.2:1000")
+    view(server, "job/0/").set("listen/0", b"10.0.0.3:1000")
+    assert view(server).get("listen/0", 10) == b"10.0.0.1:1000"
+    attack(client(server))
+    with pytest.raises(GroupError, match=r"'job/1/listen/0' .* was not written by a rank of this job"):
+        view(server).get("listen/0", 10)
+
+
+def test_an_invented_failure_is_refused(server: Any) -> None:
+    client(server).set("job/1/failed", "PeerLostError\nrank 1 died")
+    with pytest.raises(GroupError, match="was not written by a rank"):
+        view(server).get("a", 10, unless="failed")
+
+
+def test_nodes_with_different_secrets_are_told_so(server: Any) -> None:
+    view(server).set("a", b"1")
+    with pytest.raises(GroupError, match="is HORO_SECRET the same on all nodes"):
+        view(server, secret=bytes(32).hex()).get("a", 10)
+
+
+def environs(server: Any) -> list[dict[str, str]]:
+    return [
+        {
+            "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port), "TORCHELASTIC_RUN_ID": "r",
+            "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "HORO_HOST_ID": str(rank), "HORO_START_TIMEOUT": "10", "HORO_SECRET": SECRET,
+        }
+        for rank in range(2)
+    ]  # fmt: skip
+
+
+def test_ranks_with_a_secret_start(server: Any) -> None:
+    ends = join_all(environs(server))
+    whole = [end for end in ends if isinstance(end, Connection)]
+    assert len(whole) == 2, ends
+    check_wiring([connection.setup for connection in whole])
+    for connection in whole:
+        close_setup(connection.setup)
+
+
+@pytest.fixture
+def attacker(server: Any) -> Iterator[Callable[[str, bytes], None]]:
+    """Writes a value to a key again and again until the end."""
+    raw, stop = client(server), threading.Event()
+    threads: list[threading.Thread] = []
+
+    def overwrite(key: str, value: bytes) -> None:
+        def run() -> None:
+            while not stop.wait(0.0005):
+                raw.set(key, value)
+
+        threads.append(threading.Thread(target=run))
+        threads[-1].start()
+
+    yield overwrite
+    stop.set()
+    for thread in threads:
+        thread.join(LIMIT_S)
+
+
+def test_an_address_of_the_attackers_is_not_dialed(server: Any, attacker: Callable[[str, bytes], None]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as trap:
+        trap.settimeout(0)
+        where = f"127.0.0.1:{trap.getsockname()[1]}"
+        for prefix in prefixes(server):
+            attacker(f"{prefix}listen/0", where.encode())
+        ends = join_all(environs(server))
+        assert all(isinstance(end, HoroError) for end in ends), ends
+        assert any("was not written by a rank of this job" in str(end) for end in ends)
+        with pytest.raises(BlockingIOError):
+            trap.accept()
+
+
+def prefixes(server: Any) -> list[str]:
+    """Under which a start of this job writes, seen at one that nobody disturbs."""
+    seen: set[str] = set()
+    real = TorchStore.set
+
+    def note(self: TorchStore, key: str, value: bytes) -> None:
+        seen.add(key)
+        real(self, key, value)
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(TorchStore, "set", note)
+    try:
+        for connection in join_all(environs(server)):
+            assert isinstance(connection, Connection), connection
+            close_setup(connection.setup)
+    finally:
+        patch.undo()
+    return sorted({key.partition("listen/")[0] for key in seen if "listen/" in key})
