@@ -34,10 +34,7 @@ class Comparison:
 def checksum(value: Any) -> int:
     """A checksum of a tensor, of a number, or of what is made of them; 0 for what has none."""
     if isinstance(value, torch.Tensor):
-        if value.layout is torch.sparse_coo:
-            value = value.coalesce()
-            return checksum((value.indices(), value.values()))
-        return zlib.crc32(bytes_of(value.detach().contiguous()))
+        return _checksum_of_tensor(value)
     if isinstance(value, (bool, int, float)):
         return zlib.crc32(repr(float(value)).encode())
     if isinstance(value, Mapping):
@@ -45,6 +42,15 @@ def checksum(value: Any) -> int:
     if isinstance(value, (list, tuple)):
         return zlib.crc32(b"".join(checksum(item).to_bytes(4, "little") for item in value))
     return 0
+
+
+def _checksum_of_tensor(tensor: torch.Tensor) -> int:
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce()
+        return checksum((tensor.indices(), tensor.values()))
+    if tensor.layout is not torch.strided or not tensor.is_cpu:
+        return 0
+    return zlib.crc32(bytes_of(tensor.detach().contiguous()))
 
 
 def options_of(groups: Iterable[Mapping[str, Any]]) -> dict[str, int]:

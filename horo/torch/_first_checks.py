@@ -1,4 +1,4 @@
-"""What is checked once, when the gradients of an optimizer are reduced for the first time."""
+"""What is checked once per parameter, when the gradients of an optimizer are reduced for the first time with it."""
 
 from __future__ import annotations
 
@@ -8,37 +8,51 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from horo.errors import UsageError
-from horo.torch._comparison import Comparison, checksum
+from horo.torch._comparison import Comparison, checksum, options_of
 from horo.torch._gradients import Slot
 
-__all__ = ["ParameterCheck", "refuse_ddp", "refuse_ddp_model"]
+__all__ = ["FirstCheck", "refuse_ddp", "refuse_ddp_model"]
+
+_PARAMETER = "parameter "
+_STATE = "state "
 
 
-class ParameterCheck:
-    """Compares a checksum of each parameter over all ranks, in one small allreduce.
+class FirstCheck:
+    """Compares parameters, and what the optimizer knows of each, over all ranks, in one small allreduce.
 
-    Ranks that start from different parameters stay apart for ever, since they add the same gradients to them.
+    Ranks that start from different ones stay apart for ever, since they add the same gradients to them. Frozen
+    parameters are compared too: ranks would compute the gradients of different models.
     """
 
-    def __init__(self, label: str, slots: Sequence[Slot]) -> None:
+    def __init__(self, label: str, slots: Sequence[Slot], optimizer: torch.optim.Optimizer) -> None:
         self._count = len(slots)
-        self._comparison = Comparison(
-            f"{label}.check", "parameters", {slot.name: checksum(slot.parameter) for slot in slots}
-        )
+        self._parameters = {f"{_PARAMETER}{slot.name}": checksum(slot.parameter) for slot in slots}
+        states = {f"{_STATE}{slot.name}": checksum(optimizer.state.get(slot.parameter, {})) for slot in slots}
+        options = [{key: group[key] for key in optimizer.defaults if key in group} for group in optimizer.param_groups]
+        self._comparison = Comparison(f"{label}.check", "parameters", self._parameters | states | options_of(options))
         self.request = self._comparison.request
 
     def finish(self) -> None:
         """Waits.
 
         Raises:
-            UsageError: Ranks have different parameters; the sentence names the first.
+            UsageError: Ranks have different parameters, state or options; the sentence names the first.
         """
         different = self._comparison.finish()
-        if different:
+        parameters = [name for name in different if name in self._parameters]
+        if parameters:
             raise UsageError(
-                f"parameter {different[0]!r} is not equal on all ranks before the first step "
-                f"({len(different)} of {self._count} parameters are not); call "
+                f"parameter {parameters[0].removeprefix(_PARAMETER)!r} is not equal on all ranks before the first step "
+                f"({len(parameters)} of {self._count} parameters are not); call "
                 "hvd.broadcast_parameters(model.state_dict(), root_rank=0) before training begins"
+            )
+        if different:
+            what = different[0]
+            if what.startswith(_STATE):
+                what = f"the optimizer's state of parameter {what.removeprefix(_STATE)!r}"
+            raise UsageError(
+                f"{what}: not equal on all ranks before the first step, so they would do different steps; call "
+                "hvd.broadcast_optimizer_state(optimizer, root_rank=0) before training begins"
             )
 
 

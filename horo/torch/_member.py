@@ -37,8 +37,8 @@ class Member(abc.ABC):
         """The session that it has taken part in last."""
         self._are_named = False
         """Whether all slots have their names in this session."""
-        self._is_first = True
-        """Whether nothing has been reduced in this session."""
+        self._checked = 0
+        """How many parameters, the first ones, have been compared over all ranks in this session."""
 
     @abc.abstractmethod
     def reset(self) -> None:
@@ -62,7 +62,7 @@ class Member(abc.ABC):
             self.is_reduced = False
         self._session = session
         self.progress = StepProgress()
-        self._is_first = True
+        self._checked = 0
         self._are_named = False
         for slot in self.slots.values():
             slot.kind = None
@@ -108,7 +108,7 @@ class Member(abc.ABC):
     def label(self) -> str:
         """What the names of its other operations begin with."""
         self.name_gradients()
-        first = next(iter(self.slots.values()))
+        first = min(self.slots.values(), key=lambda slot: slot.name)  # ranks may have other orders
         return f"{first.kind}.{first.name}"
 
     def _is_ambiguous(self, session: _state.Session) -> bool:

@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from horo.errors import HoroError, UsageError
 from horo.torch import _state
 from horo.torch._exchange import Exchange
-from horo.torch._first_checks import ParameterCheck, refuse_ddp
+from horo.torch._first_checks import FirstCheck, refuse_ddp
 from horo.torch._gradients import Group, ReductionOptions, Slot
 from horo.torch._progress import refuse_different_steps
 from horo.torch._requests import Request
@@ -61,7 +61,7 @@ class GradientReducer(Exchange):
         self.is_local = False
         """Whether a backward has made gradients that are not averaged."""
         self._overlaps = True
-        self._check: ParameterCheck | None = None
+        self._check: FirstCheck | None = None
         self._due: Sequence[Slot] = ()
         """The slots of the reduction in progress."""
         weakref.finalize(self, _remove, self._hooks).atexit = False
@@ -150,13 +150,15 @@ class GradientReducer(Exchange):
         self.progress.begin()
         self._due = self._active()
         self.name_gradients()
-        if self._is_first:
+        fresh = list(self.slots.values())[self._checked :]
+        if fresh:
             refuse_ddp(self._due)
         last = self._submit_rest(self._due)
-        if self._is_first and self._due and _state.size() > 1:
-            self._check = ParameterCheck(self.label, self._due)
+        optimizer = self._optimizer()
+        if fresh and self._due and optimizer is not None and _state.size() > 1:
+            self._check = FirstCheck(self.label, fresh, optimizer)
             last = self._check.request
-        self._is_first = False
+        self._checked = len(self.slots)
         self.progress.reductions += 1
         return last
 

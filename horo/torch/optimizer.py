@@ -95,7 +95,9 @@ def DistributedOptimizer(
     gradients are used, takes part in time. Parameters frozen or thawed later are detected; ranks must freeze and
     thaw alike. ``step(closure)`` gives the optimizer the mean of the ranks' losses.
 
-    The first reduction compares the parameters of all ranks, so that a forgotten ``broadcast_parameters`` is an error.
+    The first reduction compares the parameters of all ranks, frozen ones too, and the optimizer's state and options, so
+    that a forgotten ``broadcast_parameters`` or ``broadcast_optimizer_state`` is an error. So does the first one after
+    ``add_param_group``, for the new parameters. A resumed optimizer is compared when it is used, not when it is loaded.
     Errors of communication come out of ``backward()``: ``MismatchError``, another ``GroupError`` when a rank is lost.
 
     Args:

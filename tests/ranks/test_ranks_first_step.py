@@ -45,6 +45,102 @@ def test_parameters_that_differ_between_ranks_are_named_once(ranks2: RankPool) -
     ranks2.run(check)
 
 
+def test_a_frozen_parameter_that_differs_between_ranks_is_named(ranks2: RankPool) -> None:
+    def check() -> None:
+        model = make_model()
+        model[0].weight.requires_grad_(False)
+        if hvd.rank() == 1:
+            model[0].weight[0, 0] += 1
+        optimizer = sgd(model)
+        with pytest.raises(ValueError, match=r"parameter '0\.weight' is not equal on all ranks.*\(1 of 4"):
+            make_loss(model, hvd.rank()).backward()
+            optimizer.step()
+
+    ranks2.run(check)
+
+
+def test_a_frozen_parameter_that_has_no_checksum_is_passed_over(ranks2: RankPool) -> None:
+    def check() -> None:
+        model = make_model()
+        frozen = torch.nn.Parameter(torch.eye(3).to_sparse_csr(), requires_grad=False)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([frozen, *model.parameters()], lr=0.1))
+        wanted = mean_gradients(model, 2)
+        make_loss(model, hvd.rank()).backward()
+        optimizer.step()
+        assert_close(gradients_of(model), wanted)
+
+    ranks2.run(check)
+
+
+def test_parameters_of_a_group_that_comes_later_are_compared_then(ranks2: RankPool) -> None:
+    def check() -> None:
+        model, later = make_model(), torch.nn.Linear(3, 1).double()
+        with torch.no_grad():
+            later.weight.fill_(1.0)
+            later.bias.fill_(hvd.rank())
+        optimizer = sgd(model)
+        make_loss(model, hvd.rank()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.add_param_group({"params": later.parameters()})
+        with pytest.raises(ValueError, match=r"parameter 'allreduce\.noname\.1\.1' is not equal.*\(1 of 2"):
+            later(model(torch.ones(1, 4, dtype=torch.float64))).sum().backward()
+            optimizer.step()
+
+    ranks2.run(check)
+
+
+@pytest.mark.parametrize("what", ["state", "options"])
+def test_state_or_options_that_one_rank_alone_has_loaded_are_an_error(ranks2: RankPool, what: str) -> None:
+    def check(what: str) -> None:
+        model = make_model()
+        adam = torch.optim.Adam(model.parameters(), lr=0.1)
+        if hvd.rank() == 0:
+            if what == "state":
+                make_loss(model, 0).backward()
+                start = [p.detach().clone() for p in model.parameters()]
+                adam.step()
+                adam.zero_grad()
+                with torch.no_grad():
+                    for parameter, before in zip(model.parameters(), start, strict=True):
+                        parameter.copy_(before)
+            else:
+                adam.param_groups[0]["lr"] = 0.2
+        optimizer = hvd.DistributedOptimizer(adam, model)
+        sentence = {
+            "state": r"the optimizer's state of parameter '0\.bias': not equal.*broadcast_optimizer_state",
+            "options": r"the options of parameter group 0: not equal.*broadcast_optimizer_state",
+        }
+        with pytest.raises(ValueError, match=sentence[what]):
+            make_loss(model, hvd.rank()).backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        for step in range(2):
+            make_loss(model, hvd.rank(), step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for parameter in model.parameters():
+            assert torch.equal(hvd.broadcast(parameter.detach(), 0), parameter)
+
+    ranks2.run(check, what)
+
+
+def test_ranks_whose_optimizers_have_other_orders_compare_by_name(ranks2: RankPool) -> None:
+    def check() -> None:
+        torch.manual_seed(5)
+        layers = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 4), "b": torch.nn.Linear(4, 4)}).double()
+        parameters = list(layers.parameters())
+        order = parameters if hvd.rank() == 0 else parameters[::-1]
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(order, lr=0.1), layers)
+        for _ in range(2):
+            layers["b"](layers["a"](torch.ones(1, 4, dtype=torch.float64))).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    ranks2.run(check)
+
+
 def test_the_check_is_one_request_of_the_first_step(ranks2: RankPool) -> None:
     def check() -> None:
         model = torch.nn.ParameterList(
