@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from enum import IntEnum
 
+from horo._bootstrap.auth.frames import unpack_fields
 from horo.errors import UsageError
 
 __all__ = [
@@ -16,6 +18,7 @@ __all__ = [
     "Reply",
     "Request",
     "encode_key",
+    "read_request",
 ]
 
 KEY_BYTES_MAX = 1024
@@ -51,3 +54,34 @@ def encode_key(key: str) -> bytes:
     if not 0 < len(encoded) <= KEY_BYTES_MAX:
         raise UsageError(f"a key of the store has 1 to {KEY_BYTES_MAX} bytes, {key[:64]!r} has {len(encoded)}")
     return encoded
+
+
+def read_request(payload: bytes) -> tuple[Request, list[bytes]]:
+    """A client's request and its fields, as many and as long as the request has them.
+
+    Raises:
+        ValueError: it is no request of this protocol.
+    """
+    request = Request(payload[0] if payload else 0)
+    fields = unpack_fields(payload[1:])
+    if request is Request.SET or (request is Request.ON_DISCONNECT and fields):
+        _check(len(fields) == 2 and len(fields[1]) <= VALUE_BYTES_MAX)
+        _check_keys(fields[:1])
+    elif request is Request.ADD:
+        _check(len(fields) == 2 and len(fields[1]) == INT64.size)
+        _check_keys(fields[:1])
+    elif request is Request.GET:
+        _check(len(fields) >= 2 and len(fields[0]) == INT64.size and len(fields[1]) <= KEY_BYTES_MAX)
+        _check_keys(fields[2:])
+    else:
+        _check_keys(fields)
+    return request, fields
+
+
+def _check_keys(keys: Sequence[bytes]) -> None:
+    _check(all(0 < len(key) <= KEY_BYTES_MAX for key in keys))
+
+
+def _check(valid: bool) -> None:
+    if not valid:
+        raise ValueError("the fields are not those of the request")

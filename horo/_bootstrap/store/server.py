@@ -6,20 +6,20 @@ waits on behalf of its clients, so clients do not poll. One thread serves all of
 
 from __future__ import annotations
 
+import logging
 import selectors
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from horo._bootstrap.auth.frames import PAYLOAD_BYTES_MAX, Opener, Sealer, pack_fields, unpack_fields
+from horo._bootstrap.auth.frames import PAYLOAD_BYTES_MAX, Opener, Sealer, pack_fields
 from horo._bootstrap.auth.handshake import HandshakeError, Purpose, Session, check_secret
 from horo._bootstrap.net.addresses import Endpoint, bind_all
 from horo._bootstrap.net.listener import HALF_OPEN_MAX, HANDSHAKE_TIMEOUT_S, Listener
 from horo._bootstrap.net.selector_thread import SelectorThread
-from horo._bootstrap.store.messages import INT64, RECEIVE_BYTES, WAIT_S_MAX, Reply, Request
+from horo._bootstrap.store.messages import INT64, RECEIVE_BYTES, WAIT_S_MAX, Reply, Request, read_request
 
 __all__ = ["StoreServer"]
 
@@ -142,7 +142,7 @@ class StoreServer:
     def _expire(self, now: float) -> None:
         self._listener.expire(now)
         for client, waiter in list(self._waiters.items()):
-            if waiter.deadline <= now:
+            if waiter.deadline <= now and self._waiters.get(client) is waiter:
                 self._stop_waiting(client)
                 missing = [key for key in waiter.keys[waiter.position :] if key not in self._values]
                 self._reply(client, Reply.TIMEOUT, missing)
@@ -177,17 +177,21 @@ class StoreServer:
                 self._drop(client)
                 return
             for payload in client.opener.feed(data):
+                if client not in self._clients:
+                    return
                 if client in self._waiters:
                     raise ValueError("a request before the reply to the one before")
                 self._handle(client, payload)
         except BlockingIOError:
             return
-        except (OSError, HandshakeError, ValueError, struct.error):
+        except (OSError, HandshakeError, ValueError):
+            self._drop(client)
+        except Exception:  # one client's error must not end the store of all
+            logging.getLogger("horo").exception("a request to the job's store failed; its client is disconnected")
             self._drop(client)
 
     def _handle(self, client: _Client, payload: bytes) -> None:
-        request = Request(payload[0] if payload else 0)
-        fields = unpack_fields(payload[1:])
+        request, fields = read_request(payload)
         if request is Request.SET:
             key, value = fields
             self._values[key] = value
@@ -220,7 +224,10 @@ class StoreServer:
 
     def _key_was_set(self, key: bytes) -> None:
         for client in list(self._waiting.get(key, ())):
-            self._try_answer(client, self._waiters[client])
+            # Answering one may find another gone, whose value for that event is set then and may answer the rest.
+            waiter = self._waiters.get(client)
+            if waiter is not None:
+                self._try_answer(client, waiter)
 
     def _try_answer(self, client: _Client, waiter: _Waiter) -> None:
         """Answers a waiting client if all its keys are there, else records the first key that is missing."""
