@@ -124,6 +124,8 @@ class BackwardReducer(GradientReducer):
         self._refuse_unfinished(what)
         self._reset_counts()
         self.is_reduced = self.is_local = False
+        for slot in self.slots.values():
+            slot.summed = None
         if len(self.hooked) < len(self.slots):
             self.adopt()  # what was thawed needs its hook before the next backward
 
@@ -232,13 +234,17 @@ def _refuse_replaced(slot: Slot) -> None:
     if slot.summed is None:
         return
     grad = slot.parameter.grad
-    if grad is not None and grad is not slot.summed[0]():
+    if grad is not None and grad is not slot.summed[0]() and not _is_zero(grad):
         slot.summed = None
         raise UsageError(
             f"op=Sum: the gradient of {slot.name!r} was replaced after it was summed over the ranks, and this "
             "backward() would add to it; change gradients in place (p.grad.copy_(...)), or clear them first by "
             "optimizer.zero_grad()"
         )
+
+
+def _is_zero(grad: torch.Tensor) -> bool:
+    return not (grad.coalesce().values() if grad.layout is torch.sparse_coo else grad).any()
 
 
 def _refuse_added(slot: Slot) -> None:

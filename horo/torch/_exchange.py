@@ -32,6 +32,8 @@ class Exchange(Member):
         self.options = options
         self.handles: dict[torch.Tensor, Request | None] = {}
         """What is in progress, or held for ``synchronize`` (None)."""
+        self._marked: Slot | None = None
+        """Whose gradient has the mark of the reduction in progress, if there is one."""
 
     def _submit_rest(self, slots: Sequence[Slot]) -> Request | None:
         """Submits all gradients that are not in progress; returns the last request, which is to be waited for at once.
@@ -68,11 +70,14 @@ class Exchange(Member):
         return slot.group is None and grad.layout is torch.sparse_coo and not self.options.sparse_as_dense
 
     def _mark_of(self, slot: Slot) -> int:
-        """The mark of the reduction, if ``slot`` has the first gradient, or is in one group with that one."""
+        """The mark of the reduction, if ``slot`` has the first gradient by name, or is in one group with that one."""
         mark = self.progress.mark
         if not mark:
             return 0
-        first = next((other for other in self.slots.values() if other.parameter.requires_grad), slot)
+        if self._marked is None:  # by name, since the optimizers of ranks may have other orders
+            trained = [other for other in self.slots.values() if other.parameter.requires_grad]
+            self._marked = min(trained or [slot], key=lambda item: item.name)
+        first = self._marked
         return mark if slot is first or (slot.group is not None and slot.group is first.group) else 0
 
     def _submit_dense(self, name: str, slots: Sequence[Slot], sync: bool) -> None:

@@ -176,7 +176,7 @@ class GradientReducer(Exchange):
             slot.pending = None
             slot.held = None
         self.handles.clear()
-        self._due, self._check = (), None
+        self._due, self._check, self._marked = (), None, None
 
     # -- what depends on when gradients are due --------------------------------------------------------------------
 

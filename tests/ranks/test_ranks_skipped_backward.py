@@ -237,3 +237,20 @@ def test_a_rank_that_uses_sparse_rows_again_after_a_step_without_them_is_known_t
             assert_close([table.weight.detach()], [wanted])
 
     ranks2.run(check)
+
+
+def test_ranks_whose_optimizers_have_other_orders_accumulate(ranks2: RankPool) -> None:
+    def check() -> None:
+        model = make_model()
+        parameters = list(model.parameters())
+        order = parameters if hvd.rank() == 0 else parameters[::-1]
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(order, lr=0.1), model)
+        for step in range(2):
+            optimizer.zero_grad()
+            wanted = [a + b for a, b in zip(*(mean_gradients(model, 2, 2 * step + k) for k in range(2)), strict=True)]
+            for number in range(2):
+                make_loss(model, hvd.rank(), 2 * step + number).backward()
+            assert_close(gradients_of(model), wanted)
+            optimizer.step()
+
+    ranks2.run(check)

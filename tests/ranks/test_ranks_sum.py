@@ -72,3 +72,27 @@ def test_a_backward_that_adds_to_a_gradient_that_was_replaced_is_refused(ranks2:
         assert_close(gradients_of(model), [g / 2 for g in wanted])
 
     ranks2.run(check)
+
+
+@pytest.mark.parametrize("by_model", [False, True])
+def test_a_backward_adds_to_gradients_that_were_set_by_hand_after_older_ones_were_cleared(
+    ranks2: RankPool, by_model: bool
+) -> None:
+    def check(by_model: bool) -> None:
+        model = make_model()
+        optimizer = sgd(model, op=hvd.Sum)
+        for step in range(3):
+            if by_model:
+                model.zero_grad(set_to_none=False)
+            else:
+                optimizer.zero_grad()
+                for parameter in model.parameters():
+                    parameter.grad = torch.full_like(parameter, 1.0 + hvd.rank())
+            wanted = [2 * g + (0 if by_model else 3) for g in mean_gradients(model, 2, step)]
+            make_loss(model, hvd.rank(), step).backward()
+            assert_close(gradients_of(model), wanted)
+            optimizer.step()
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+
+    ranks2.run(check, by_model)
