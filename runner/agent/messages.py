@@ -64,6 +64,11 @@ class Message(NamedTuple):
             raise MessageError(f"a {self.kind.name} frame is not a JSON object")
         return value
 
+    def __repr__(self) -> str:
+        # The payload of JOB holds the secret.
+        shown = f"{len(self.payload)} bytes" if self.kind is Kind.JOB else repr(self.payload)
+        return f"Message({self.kind.name}, rank {self.rank}, {shown})"
+
 
 class MessageError(ValueError):
     """The other side does not speak this protocol."""

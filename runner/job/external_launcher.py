@@ -13,10 +13,9 @@ import signal
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import NamedTuple
 
 from horo._config import LaunchVariables, TorchrunVariables, variables_of
 from horo.runner.agent.command import StartError, with_python
@@ -45,10 +44,12 @@ from horo.runner.stdout import explain_stdout, show
 __all__ = ["run_external"]
 
 
-class _Plan(NamedTuple):
+@dataclass(frozen=True)
+class _Plan:
     name: str
     command: list[str]
-    environment: dict[str, str]
+    environment: dict[str, str] = field(repr=False)
+    """What the user has set is in it, ``HORO_SECRET`` for one."""
 
 
 def run_external(job: Job, environment: Mapping[str, str]) -> int:

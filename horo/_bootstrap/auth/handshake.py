@@ -20,7 +20,7 @@ import secrets
 import socket
 import struct
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
@@ -90,8 +90,8 @@ class Session:
     """A proven connection: what it is for and one key per direction."""
 
     claim: Claim
-    send_key: bytes
-    receive_key: bytes
+    send_key: bytes = field(repr=False)
+    receive_key: bytes = field(repr=False)
 
 
 def check_secret(secret: bytes) -> None:

@@ -16,8 +16,8 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 from horo._bootstrap.auth import munge
 from horo._bootstrap.auth.credential_file import SecretFile
@@ -43,15 +43,16 @@ _STALE_FILE_TIMEOUT_S = 2.0
 """How long to try the addresses in a file; an earlier start may have left it."""
 
 
-class _StoreInfo(NamedTuple):
+@dataclass(frozen=True)
+class _StoreInfo:
     """The addresses of the store, and the secret if only processes of the same user can read the advertisement."""
 
     name: str
     endpoints: list[Endpoint]
-    secret: bytes = b""
+    secret: bytes = field(default=b"", repr=False)
 
     def encode(self) -> bytes:
-        return json.dumps({**self._asdict(), "secret": self.secret.hex()}).encode()
+        return json.dumps({**asdict(self), "secret": self.secret.hex()}).encode()
 
 
 def _decode(data: bytes, name: str) -> _StoreInfo | None:

@@ -8,7 +8,7 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from horo._bootstrap.auth.handshake import Claim, HandshakeError, Session, authenticate
 from horo._bootstrap.net.addresses import Endpoint, socket_address
@@ -63,7 +63,7 @@ def dial(
 class _Attempt:
     """One connection to be made: its claim, its deadline, and the failure of each address so far."""
 
-    secret: bytes
+    secret: bytes = field(repr=False)
     claim: Claim
     deadline: float
     failures: dict[Endpoint, str]
