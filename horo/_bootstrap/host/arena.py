@@ -33,6 +33,9 @@ _CHUNK = 250
 _COUNT = struct.Struct("!I")
 _CREDENTIALS = struct.Struct("3i")
 _EXCHANGE_TIMEOUT_S = 10.0
+_STRANGERS_QUEUED = 512
+"""Connections of other users that may wait to be closed while all members are in the queue."""
+_RETRY_S = 0.001
 _TOPIC = "arena"
 _OUTCOME = "joined"
 
@@ -181,14 +184,14 @@ class _ArenaServer:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             listener.bind(name)
-            listener.listen(len(self._candidates) + 16)
+            listener.listen(len(self._candidates) + _STRANGERS_QUEUED)
             listener.setblocking(False)
         except OSError as error:
             listener.close()
             raise ResourceError(f"cannot listen on an abstract unix socket: {error.strerror}") from error
         log = logging.getLogger("horo")
         self._listener = ListenerThread(
-            [listener], secret, admit=self._admit, on_peer=self._serve, on_refused=log.warning
+            [listener], secret, admit=self._admit, on_peer=self._serve, on_refused=log.warning, screen=_check_user
         )
         return name
 
@@ -210,7 +213,6 @@ class _ArenaServer:
             raise HandshakeError("it looks for somebody else's shared memory")
         if claim.source not in self._candidates or claim.source in self._connections:
             raise HandshakeError(f"rank {claim.source} is not expected here (any more)")
-        _check_user(connection)
 
     def _serve(self, connection: socket.socket, session: Session) -> None:
         try:
@@ -234,7 +236,7 @@ def _receive_arena(
         if not name:
             raise ResourceError("its leader has no socket to pass it over")
         connection.settimeout(_EXCHANGE_TIMEOUT_S)
-        connection.connect(name)
+        _connect(connection, name, deadline)
         _check_user(connection)
         authenticate(connection, secret, claim, deadline)
         connection.settimeout(_EXCHANGE_TIMEOUT_S)
@@ -248,6 +250,22 @@ def _receive_arena(
         connection.close()
         raise
     return received, connection
+
+
+def _connect(connection: socket.socket, name: bytes, deadline: float) -> None:
+    """Connects to an abstract unix socket; tries again while its queue is full, as everybody on the host may fill it.
+
+    Raises:
+        OSError: the queue was full until ``deadline`` (on ``time.monotonic()``), or nobody listens there.
+    """
+    while True:
+        try:
+            connection.connect(name)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(_RETRY_S)
 
 
 def _check_user(connection: socket.socket) -> None:

@@ -78,6 +78,7 @@ class Listener:
         admit: looks at the session of a proven peer; raises HandshakeError to refuse it.
         on_peer: gets each admitted, nonblocking connection.
         on_refused: gets one sentence per refusal that is reported.
+        screen: looks at a connection before anything is read from it; raises HandshakeError to refuse it.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Listener:
         admit: Callable[[socket.socket, Session], None],
         on_peer: Callable[[socket.socket, Session], None],
         on_refused: Callable[[str], None],
+        screen: Callable[[socket.socket], None] = lambda connection: None,
         half_open_max: int = HALF_OPEN_MAX,
         deadline_s: float = HANDSHAKE_TIMEOUT_S,
     ) -> None:
@@ -97,6 +99,7 @@ class Listener:
         self._listeners = list(listeners)
         self._secret = secret
         self._admit = admit
+        self._screen = screen
         self._on_peer = on_peer
         self._log = RefusalLog(on_refused)
         self._half_open_max = half_open_max
@@ -167,15 +170,19 @@ class Listener:
                     self._paused_until = time.monotonic() + _NO_DESCRIPTOR_PAUSE_S
                     self._stop_listening()
                 return
-            connection.setblocking(False)
-            address = str(sockaddr[0]) if isinstance(sockaddr, tuple) else "this machine"
-            half_open = _HalfOpen(
-                connection, Acceptor(self._secret, connection.getsockname()), address, time.monotonic()
-            )
-            self._half_open[connection.fileno()] = half_open
-            self._selector.register(
-                connection, selectors.EVENT_READ, lambda half_open=half_open: self._advance(half_open)
-            )
+            self._take(connection, str(sockaddr[0]) if isinstance(sockaddr, tuple) else "this machine")
+
+    def _take(self, connection: socket.socket, address: str) -> None:
+        connection.setblocking(False)
+        try:
+            self._screen(connection)
+        except HandshakeError as error:
+            connection.close()
+            self._log.refuse(address, str(error), time.monotonic())
+            return
+        half_open = _HalfOpen(connection, Acceptor(self._secret, connection.getsockname()), address, time.monotonic())
+        self._half_open[connection.fileno()] = half_open
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._advance(half_open))
 
     def _advance(self, half_open: _HalfOpen) -> None:
         acceptor = half_open.acceptor
@@ -232,6 +239,7 @@ class ListenerThread:
         admit: as for ``Listener``, called on the thread.
         on_peer: as for ``Listener``, called on the thread.
         on_refused: as for ``Listener``, called on the thread.
+        screen: as for ``Listener``, called on the thread.
     """
 
     def __init__(
@@ -242,10 +250,11 @@ class ListenerThread:
         admit: Callable[[socket.socket, Session], None],
         on_peer: Callable[[socket.socket, Session], None],
         on_refused: Callable[[str], None],
+        screen: Callable[[socket.socket], None] = lambda connection: None,
     ) -> None:
         self._thread = SelectorThread("horo-listener")
         listener = Listener(
-            self._thread.selector, listeners, secret, admit=admit, on_peer=on_peer, on_refused=on_refused
+            self._thread.selector, listeners, secret, admit=admit, on_peer=on_peer, on_refused=on_refused, screen=screen
         )
         self._thread.start(on_end=listener.close, on_turn=listener.expire, timeout_s=listener.timeout_s)
 
