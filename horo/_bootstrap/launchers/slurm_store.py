@@ -1,9 +1,9 @@
 """The store of a job that srun has started: rank 0 hosts it on the first node of the step.
 
 All ranks derive the same few ports from the name of the start. At one of them rank 0 serves an advertisement: the
-addresses of its store. With ``HORO_SECRET`` in the environment, the advertisement is signed with that secret. Else rank
-0 draws a secret and puts it into the advertisement, which is then a credential of MUNGE. Where MUNGE is not installed,
-addresses and secret are in a file in the user's home instead.
+addresses of its store. With ``HORO_SECRET`` in the environment, the ports depend on that secret and the advertisement
+is signed with it. Else rank 0 draws a secret and puts it into the advertisement, which is then a credential of MUNGE.
+Where MUNGE is not installed, or none of the ports is free, what is advertised is in a file in the user's home instead.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from horo._bootstrap.auth.handshake import SECRET_BYTES
 from horo._bootstrap.launchers.launch import Launch
 from horo._bootstrap.launchers.slurm_step import SlurmStep
 from horo._bootstrap.net.addresses import Endpoint, bind_all
-from horo._bootstrap.net.advertisement import AdvertisementServer, fetch
+from horo._bootstrap.net.advertisement import AdvertisementServer, Stock, fetch
 from horo._bootstrap.net.interfaces import LOOPBACK, is_loopback
 from horo._bootstrap.store.client import StoreClient
 from horo._bootstrap.store.hosted import HostedStore, choose_host_addresses
@@ -70,10 +70,14 @@ def _sign(secret: bytes, info: bytes) -> bytes:
     return hmac.digest(secret, b"horo slurm note" + info, "sha256")
 
 
-def candidate_ports(name: str) -> list[int]:
-    """The ports at which rank 0 may announce the start ``name``: equal on all ranks, different for each start."""
+def candidate_ports(name: str, secret: bytes | None = None) -> list[int]:
+    """The ports at which rank 0 may announce the start ``name``: equal on all ranks, different for each start.
+
+    With a secret only who knows it can say which they are, and so occupy them all before the job does.
+    """
     span = _PORT_END - _PORT_FIRST
-    digest = hashlib.sha512(name.encode()).digest()
+    message = b"horo slurm ports " + name.encode()
+    digest = hashlib.sha512(message).digest() if secret is None else hmac.digest(secret, message, "sha512")
     numbers = [int.from_bytes(digest[start : start + 4], "big") for start in range(0, len(digest), 4)]
     return list(dict.fromkeys(_PORT_FIRST + number % span for number in numbers))[:_PORT_COUNT]
 
@@ -118,9 +122,9 @@ def _host(
         if user_secret is not None:
             info = _StoreInfo(name, server.endpoints).encode()
             signed = _sign(user_secret, info) + info
-            withdraw = _announce(addresses, name, lambda: signed)
+            withdraw = _publish_signed(addresses, name, user_secret, signed)
         else:
-            withdraw = _publish_secret(addresses, _StoreInfo(name, server.endpoints, secret))
+            withdraw = _publish_secret(addresses, _StoreInfo(name, server.endpoints, secret), launch.size)
         return HostedStore(server, secret, launch.size, config.start_timeout_s, withdraw), secret
     except BaseException:
         if withdraw is not None:
@@ -129,10 +133,10 @@ def _host(
         raise
 
 
-def _announce(addresses: Sequence[str], name: str, make: Callable[[], bytes]) -> Callable[[], None]:
+def _announce(addresses: Sequence[str], ports: Sequence[int], make: Callable[[], bytes]) -> Callable[[], None]:
     """Serves the advertisement at the first free port; returns a function that stops it."""
     failures = []
-    for port in candidate_ports(name):
+    for port in ports:
         try:
             return AdvertisementServer(bind_all(addresses, port), make).close
         except ResourceError as error:
@@ -140,13 +144,30 @@ def _announce(addresses: Sequence[str], name: str, make: Callable[[], bytes]) ->
     raise ResourceError(f"none of the ports of this step is free: {'; '.join(failures)}")
 
 
-def _publish_secret(addresses: Sequence[str], info: _StoreInfo) -> Callable[[], None]:
-    """Publishes addresses and secret to processes of this user; returns a function that withdraws them."""
+def _publish_signed(addresses: Sequence[str], name: str, secret: bytes, signed: bytes) -> Callable[[], None]:
+    """Publishes signed addresses, in which no secret is; returns a function that withdraws them."""
+    try:
+        return _announce(addresses, candidate_ports(name, secret), lambda: signed)
+    except ResourceError as error:
+        file = SecretFile(name, Path.home())
+        try:
+            file.write(signed)
+        except HoroError as other:
+            raise ResourceError(f"{error}; nor can the home folder be used: {other}") from other
+        return file.remove
+
+
+def _publish_secret(addresses: Sequence[str], info: _StoreInfo, size: int) -> Callable[[], None]:
+    """Publishes addresses and secret to the ``size`` processes of this user; returns a function that withdraws them."""
     try:
         munge.decode(munge.encode(b"horo"))
     except ResourceError as error:
         return _publish_file(info, str(error))
-    return _announce(addresses, info.name, lambda: munge.encode(info.encode()))
+    stock = Stock(lambda: munge.encode(info.encode()), 2 * size)
+    try:
+        return _announce(addresses, candidate_ports(info.name), stock.take)
+    except ResourceError as error:
+        return _publish_file(info, str(error))
 
 
 def _publish_file(info: _StoreInfo, why: str) -> Callable[[], None]:
@@ -180,7 +201,7 @@ class _StoreSearch:
         """The connection to rank 0's store, and the secret."""
         endpoints: list[Endpoint] = []
         if self._user_secret is not None or munge.is_installed():
-            ports = candidate_ports(self._name)
+            ports = candidate_ports(self._name, self._user_secret)
             endpoints = [Endpoint(address, port) for address in self._addresses() for port in ports]
         found = fetch(endpoints, self._timeout_s, self._read_advertisement, self._read_file)
         if found is None:
@@ -203,11 +224,7 @@ class _StoreSearch:
 
     def _read_advertisement(self, advertisement: bytes) -> tuple[StoreClient, bytes] | None:
         if self._user_secret is not None:
-            signature, info = advertisement[:_SIGNATURE_BYTES], advertisement[_SIGNATURE_BYTES:]
-            if not hmac.compare_digest(signature, _sign(self._user_secret, info)):
-                self._reason = "the process that answered does not know this rank's HORO_SECRET"
-                return None
-            return self._connect(info, self._left_s())
+            return self._read_signed(advertisement, self._user_secret, self._left_s())
         try:
             info = munge.decode(advertisement)
         except ResourceError as error:
@@ -216,8 +233,23 @@ class _StoreSearch:
         return self._connect(info, self._left_s())
 
     def _read_file(self) -> tuple[StoreClient, bytes] | None:
-        info = self._file.read() if self._user_secret is None else None
-        return None if info is None else self._connect(info, min(_STALE_FILE_TIMEOUT_S, self._left_s()))
+        timeout_s = min(_STALE_FILE_TIMEOUT_S, self._left_s())
+        if self._user_secret is None:
+            info = self._file.read()
+            return None if info is None else self._connect(info, timeout_s)
+        try:
+            signed = self._file.read()
+        except ResourceError as error:
+            self._reason = str(error)  # rank 0 may well be at one of the ports
+            return None
+        return None if signed is None else self._read_signed(signed, self._user_secret, timeout_s)
+
+    def _read_signed(self, signed: bytes, secret: bytes, timeout_s: float) -> tuple[StoreClient, bytes] | None:
+        signature, info = signed[:_SIGNATURE_BYTES], signed[_SIGNATURE_BYTES:]
+        if not hmac.compare_digest(signature, _sign(secret, info)):
+            self._reason = "the process that answered does not know this rank's HORO_SECRET"
+            return None
+        return self._connect(info, timeout_s)
 
     def _connect(self, data: bytes, timeout_s: float) -> tuple[StoreClient, bytes] | None:
         info = _decode(data, self._name)
@@ -237,7 +269,7 @@ class _StoreSearch:
 
     def _failure(self) -> str:
         where = "any node of the step" if self._may_be_on_any_node else self._step.hosts[0]
-        ports = ", ".join(map(str, candidate_ports(self._name)))
+        ports = ", ".join(map(str, candidate_ports(self._name, self._user_secret)))
         hint = "HORO_SECRET is set here, so it must be on all ranks alike"
         if self._user_secret is None:
             hint = (

@@ -20,7 +20,7 @@ from horo._bootstrap.net.addresses import Endpoint, socket_address
 from horo._bootstrap.net.selector_thread import SelectorThread
 from horo.errors import HoroError
 
-__all__ = ["AdvertisementServer", "fetch"]
+__all__ = ["AdvertisementServer", "Stock", "fetch"]
 
 T = TypeVar("T")
 
@@ -28,6 +28,8 @@ _SEND_TIMEOUT_S = 5.0
 _BYTES_MAX = 1 << 16
 _RETRY_FIRST_S = 0.02
 _RETRY_LAST_S = 0.5
+FRESH_PER_S = 50.0
+"""Advertisements that are made in a second at most, once a stock is used up."""
 
 
 class AdvertisementServer:
@@ -66,6 +68,35 @@ class AdvertisementServer:
                 connection.sendall(self._make())
             except HoroError as error:
                 logging.getLogger("horo").warning("a rank that asked for the job's secret got none: %s", error)
+
+
+class Stock:
+    """Advertisements that are good for one client each, made when clients come, at a bounded rate.
+
+    Once ``count`` are used up, clients that come between two new ones get the same: those for whom it is of no use come
+    again. So a crowd of visitors costs little, and each rank gets a fresh one soon.
+
+    Args:
+        make: returns a new advertisement, or raises an error of horo.
+        count: how many may be made at once.
+        clock: seconds.
+    """
+
+    def __init__(self, make: Callable[[], bytes], count: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._make, self._count, self._clock = make, count, clock
+        self._left, self._since = float(count), clock()
+        self._last = b""
+
+    def take(self) -> bytes:
+        """The advertisement for one client; empty if none could be made and it is too early to try again."""
+        now = self._clock()
+        self._left = min(self._left + (now - self._since) * FRESH_PER_S, self._count)
+        self._since = now
+        if self._left >= 1:
+            self._left -= 1
+            self._last = b""
+            self._last = self._make()
+        return self._last
 
 
 @dataclass
