@@ -28,7 +28,7 @@ class Rank:
     """The commands."""
 
     def __init__(self) -> None:
-        self._job: bootstrap.Job | None = None
+        self._job: bootstrap.RunningRank | None = None
         self._pending: dict[str, tuple[int, array.array[float], array.array[float]]] = {}
         self.hasty = False
 
@@ -42,6 +42,7 @@ class Rank:
     def start_and_die_in(self, where: str, name: str) -> None:
         """``init()``, but SIGKILL where ``name`` of ``where`` (``Rendezvous`` or ``module``) would be called."""
         target: Any = bootstrap.Rendezvous if where == "Rendezvous" else bootstrap
+        getattr(target, name)  # it is there
         setattr(target, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
         self.start()
 
@@ -124,7 +125,7 @@ class Rank:
         os._exit(code)
 
     @property
-    def job(self) -> bootstrap.Job:
+    def job(self) -> bootstrap.RunningRank:
         """The job, once started."""
         if self._job is None:
             raise RuntimeError("start first")

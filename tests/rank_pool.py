@@ -113,6 +113,7 @@ class RankPool:
         endpoint = self._server.endpoints[0]
         for rank in range(self.size):
             environment = {
+                "HORO_DEADLOCK_TIME_SECONDS": "30",  # tests wait for signals and others, for long on a busy machine
                 **self._environment,
                 "HOROVOD_SIZE": str(self.size),
                 "HOROVOD_RANK": str(rank),

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from horo.errors import UsageError
 from horo.torch._comparison import Comparison, checksum, options_of
 from horo.torch._gradients import Slot
@@ -72,7 +74,7 @@ class StepProgress:
 
 
 def refuse_different_steps(
-    label: str, slots: Iterable[Slot], groups: Iterable[Mapping[str, Any]], late: list[int]
+    label: str, slots: Iterable[Slot], groups: Iterable[Mapping[str, Any]], late: list[int], *, as_dense: bool
 ) -> None:
     """Compares gradients and options over all ranks, after a reduction that some ranks have joined late.
 
@@ -81,11 +83,14 @@ def refuse_different_steps(
         slots: Have the gradients.
         groups: The parameter groups of the optimizer.
         late: The late ranks, for the message.
+        as_dense: Gradients are averaged as dense ones: one may be sparse on ranks that have used its parameter only.
 
     Raises:
         UsageError: Ranks would do different steps.
     """
-    values = {f"the gradient of {slot.name!r}": checksum(slot.parameter.grad) for slot in slots}
+    values = {
+        f"the gradient of {slot.name!r}": checksum(_dense(slot) if as_dense else slot.parameter.grad) for slot in slots
+    }
     different = Comparison(f"{label}.check", "step", values | options_of(groups)).finish()
     if different:
         verb = "is" if different[0].startswith("the gradient") else "are"
@@ -95,6 +100,11 @@ def refuse_different_steps(
             "clipping: call optimizer.synchronize() on every rank before gradients are used (it does nothing after a "
             "backward())"
         )
+
+
+def _dense(slot: Slot) -> Any:
+    grad = slot.parameter.grad
+    return grad if grad is None or grad.layout is torch.strided else grad.to_dense()
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -244,7 +244,9 @@ class GradientReducer(Exchange):
         optimizer = self._optimizer()
         if self.progress.late and optimizer is not None:
             late, self.progress.late = self.progress.late, []
-            refuse_different_steps(self.label, self._active(), optimizer.param_groups, late)
+            refuse_different_steps(
+                self.label, self._active(), optimizer.param_groups, late, as_dense=self.options.sparse_as_dense
+            )
 
     def refuse_local(self) -> None:
         """Refuses gradients that are not averaged.

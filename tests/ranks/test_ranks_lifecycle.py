@@ -193,7 +193,7 @@ def test_a_killed_rank_is_an_error_on_all_others_within_seconds(fresh4: RankPool
     for rank in (0, 1, 3):
         text, seconds = results[rank]
         assert "rank 2" in text
-        assert seconds < 10
+        assert seconds < 60
 
 
 def test_a_forked_child_gets_a_clear_error_and_leaves_the_parent_intact(ranks2: RankPool) -> None:

@@ -127,7 +127,7 @@ def test_a_rank_that_dies_right_after_init_is_an_error_of_the_first_call(tmp_pat
         told = [0, 2]
         for rank in told:
             ranks.tell(rank, "start")
-        ranks.tell(1, "start_and_die_in", "module", "Job")
+        ranks.tell(1, "start_and_die_in", "module", "RunningRank")
         ranks.processes[1].wait()
         assert [ranks.value(rank) for rank in told] == [[0, 3], [2, 3]]
         for rank in told:
