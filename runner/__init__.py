@@ -17,7 +17,8 @@ Imports neither torch nor the native core, so that it starts fast (only ``--chec
         external_launcher    the same for a job that mpirun or jsrun runs
         remote               the connection to the agent on one host
         joining              which ranks have called init()
-        console, output      lines, prefixes, files
+        console, output      lines, prefixes
+        rank_files           the files of the ranks
         report               endings -> root cause, text
         misuse               likely mistakes of a user
     start/                   how ranks are started elsewhere

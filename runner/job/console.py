@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from horo.runner.config import EXIT_USAGE, JobError, OutputOptions
-from horo.runner.job.output import Printer, RankFiles, Writer, colour_wanted, redraw_possible
+from horo.runner.job.output import Printer, Writer, colour_wanted, redraw_possible
+from horo.runner.job.rank_files import RankFiles
 from horo.runner.loop import Loop
 
 __all__ = ["Console"]

@@ -1,4 +1,4 @@
-"""The output of ranks, as bytes throughout: whole lines with a prefix on the console, every byte in files.
+"""The output of ranks on the console, as bytes throughout: whole lines with a prefix.
 
 A line on the console is never mixed with another one. A line that ends in a lone carriage return, as a progress bar
 writes it, is an *update*: on a terminal it is redrawn in place, elsewhere at most one per second is shown, as a line.
@@ -12,7 +12,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import NamedTuple
 
 __all__ = [
@@ -20,7 +19,6 @@ __all__ = [
     "LineSplitter",
     "Piece",
     "Printer",
-    "RankFiles",
     "Writer",
     "colour_wanted",
     "redraw_possible",
@@ -174,38 +172,6 @@ class Writer:
                 select.select([], [fd], [])
             except OSError as error:
                 self._failed[fd] = error
-
-
-class RankFiles:
-    """``DIR/rank.N/stdout`` and ``stderr`` for every rank, N padded with zeros; files that are there are replaced.
-
-    Args:
-        directory: DIR.
-        hosts: of each rank; with ``named``, the folders are ``rank.N.HOST``.
-
-    Raises:
-        OSError: one cannot be made.
-    """
-
-    def __init__(self, directory: str, hosts: Sequence[str], *, named: bool) -> None:
-        self._fds: dict[tuple[int, int], int] = {}
-        width = len(str(len(hosts) - 1))
-        for rank, host in enumerate(hosts):
-            folder = Path(directory, f"rank.{rank:0{width}}{f'.{host}' if named else ''}")
-            folder.mkdir(parents=True, exist_ok=True)
-            for stream, name in ((1, "stdout"), (2, "stderr")):
-                flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-                self._fds[rank, stream] = os.open(folder / name, flags, 0o666)
-
-    def fd(self, rank: int, stream: int) -> int:
-        """The descriptor for a stream of a rank."""
-        return self._fds[rank, stream]
-
-    def name_of(self, fd: int) -> str:
-        """Which stream a descriptor is for, in words."""
-        return next(
-            (f"{'stdout' if s == 1 else 'stderr'} of rank {r}" for (r, s), f in self._fds.items() if f == fd), ""
-        )
 
 
 class Printer:

@@ -9,7 +9,8 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from horo.runner.job.output import LineSplitter, Piece, Printer, RankFiles, Writer
+from horo.runner.job.output import LineSplitter, Piece, Printer, Writer
+from horo.runner.job.rank_files import RankFiles
 
 text = st.lists(st.sampled_from([b"a", b"bc", b"\n", b"\r", b"\r\n", b"\xff\xfe", "é".encode(), b" "])).map(b"".join)
 

@@ -1,0 +1,103 @@
+"""The files of the ranks, ``--output-filename``: every byte that a rank writes.
+
+Their folder may lie where others can write, in ``/tmp`` say. Who can plant a link or a FIFO there must neither have
+hororun write into another file of its user nor hold it up nor get to read what ranks write.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = ["RankFiles"]
+
+_FOLDER_MODE = 0o755  # less the umask: not writable by others, whatever the umask is
+
+
+class RankFiles:
+    """``DIR/rank.N/stdout`` and ``stderr`` for every rank, N padded with zeros; files that are there are replaced.
+
+    Args:
+        directory: DIR.
+        hosts: of each rank; with ``named``, the folders are ``rank.N.HOST``.
+
+    Raises:
+        OSError: one cannot be made, or what has its name is not the user's own; its ``filename`` says which one.
+    """
+
+    def __init__(self, directory: str, hosts: Sequence[str], *, named: bool) -> None:
+        self._fds: dict[tuple[int, int], int] = {}
+        width = len(str(len(hosts) - 1))
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        for rank, host in enumerate(hosts):
+            path = Path(directory, f"rank.{rank:0{width}}{f'.{host}' if named else ''}")
+            folder = _own_folder(path)
+            try:
+                for stream, name in ((1, "stdout"), (2, "stderr")):
+                    self._fds[rank, stream] = _own_file(folder, path / name)
+            finally:
+                os.close(folder)
+
+    def fd(self, rank: int, stream: int) -> int:
+        """The descriptor for a stream of a rank."""
+        return self._fds[rank, stream]
+
+    def name_of(self, fd: int) -> str:
+        """Which stream a descriptor is for, in words."""
+        return next(
+            (f"{'stdout' if s == 1 else 'stderr'} of rank {r}" for (r, s), f in self._fds.items() if f == fd), ""
+        )
+
+
+def _own_folder(path: Path) -> int:
+    """A descriptor of the folder, which is made if need be."""
+    if path.is_symlink():
+        raise _refusal(path, "it is a symbolic link; remove it or name another folder")
+    path.mkdir(_FOLDER_MODE, exist_ok=True)
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        status = os.fstat(fd)
+        _check_owner(path, status)
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise _refusal(path, "others can write to it; 'chmod go-w' it or name another folder")
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _own_file(folder: int, path: Path) -> int:
+    """A descriptor of the empty file. Nothing is emptied before it is known to be the user's own."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        fd = os.open(path.name, flags, 0o666, dir_fd=folder)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _refusal(path, "it is a symbolic link; remove it or name another folder") from None
+        if error.errno == errno.ENXIO:  # a FIFO that nobody reads, a socket
+            raise _refusal(path, "it is no regular file; remove it or name another folder") from None
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise _refusal(path, "it is no regular file; remove it or name another folder")
+        _check_owner(path, status)
+        if status.st_nlink != 1:
+            raise _refusal(path, f"it has {status.st_nlink} names (hard links); remove it or name another folder")
+        os.ftruncate(fd, 0)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _check_owner(path: Path, status: os.stat_result) -> None:
+    if status.st_uid != os.geteuid():
+        raise _refusal(path, f"it belongs to user {status.st_uid}, not to you; name another folder")
+
+
+def _refusal(path: Path, why: str) -> OSError:
+    return PermissionError(errno.EPERM, why, str(path))

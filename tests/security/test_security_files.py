@@ -1,0 +1,110 @@
+"""Another user who can write where the files of the ranks go gets nothing written elsewhere and stops nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from horo.runner.job.rank_files import RankFiles
+
+NOBODY = 65534
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+
+
+def prepare(tmp_path: Path) -> tuple[Path, Path]:
+    """The folder of rank 0, and a file of the victim with 5 bytes elsewhere."""
+    folder = tmp_path / "logs" / "rank.0"
+    folder.mkdir(parents=True, mode=0o755)
+    folder.chmod(0o755)
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"12345")
+    secret.chmod(0o600)
+    return folder, secret
+
+
+def open_files(tmp_path: Path) -> RankFiles:
+    return RankFiles(str(tmp_path / "logs"), ["h"], named=False)
+
+
+def test_a_symbolic_link_is_not_followed_and_its_target_keeps_its_bytes(tmp_path: Path) -> None:
+    folder, secret = prepare(tmp_path)
+    (folder / "stdout").symlink_to(secret)
+    with pytest.raises(OSError, match="it is a symbolic link"):
+        open_files(tmp_path)
+    assert secret.read_bytes() == b"12345"
+
+
+def test_a_second_name_of_a_file_is_refused_before_it_is_emptied(tmp_path: Path) -> None:
+    folder, secret = prepare(tmp_path)
+    (folder / "stderr").hardlink_to(secret)
+    with pytest.raises(OSError, match="it has 2 names"):
+        open_files(tmp_path)
+    assert secret.read_bytes() == b"12345"
+
+
+def test_a_fifo_does_not_hold_up_the_start(tmp_path: Path) -> None:
+    folder, _ = prepare(tmp_path)
+    os.mkfifo(folder / "stdout")
+    with pytest.raises(OSError, match="it is no regular file"):
+        open_files(tmp_path)
+    reader = os.open(folder / "stdout", os.O_RDONLY | os.O_NONBLOCK)
+    with pytest.raises(OSError, match="it is no regular file"):
+        open_files(tmp_path)
+    os.close(reader)
+
+
+def test_a_folder_behind_a_symbolic_link_is_refused(tmp_path: Path) -> None:
+    folder, _ = prepare(tmp_path)
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="it is a symbolic link"):
+        open_files(tmp_path)
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+@pytest.mark.parametrize("mode", [0o775, 0o777, 0o1777])
+def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path, mode: int) -> None:
+    folder, _ = prepare(tmp_path)
+    folder.chmod(mode)
+    with pytest.raises(OSError, match="others can write to it; 'chmod go-w' it"):
+        open_files(tmp_path)
+
+
+@needs_root
+@pytest.mark.parametrize("what", ["folder", "file"])
+def test_what_belongs_to_another_user_is_refused(tmp_path: Path, what: str) -> None:
+    folder, _ = prepare(tmp_path)
+    (folder / "stdout").write_bytes(b"12345")
+    os.chown(folder if what == "folder" else folder / "stdout", NOBODY, NOBODY)
+    with pytest.raises(OSError, match=f"it belongs to user {NOBODY}, not to you"):
+        open_files(tmp_path)
+    assert (folder / "stdout").read_bytes() == b"12345"
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o077])
+def test_files_of_an_earlier_job_are_replaced_whatever_the_umask(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        for text in (b"longer", b"new"):
+            os.write(open_files(tmp_path).fd(0, 1), text)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "logs" / "rank.0" / "stdout").read_bytes() == b"new"
+
+
+def test_hororun_says_which_file_it_is_and_what_to_do(tmp_path: Path) -> None:
+    folder, secret = prepare(tmp_path)
+    (folder / "stdout").symlink_to(secret)
+    words = ["-np", "1", "-H", "localhost:1", "--output-filename", str(tmp_path / "logs"), "true"]
+    command = [sys.executable, "-m", "horo.runner", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"hororun: --output-filename {tmp_path}/logs: cannot make {folder}/stdout: "
+        "it is a symbolic link; remove it or name another folder\n"
+    )
+    assert secret.read_bytes() == b"12345"
