@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass, replace
+from typing import TypeGuard
 
 __all__ = ["PIPE_NAME", "Note", "NoteReader", "open_pipe"]
 
 PIPE_NAME = "HORO_END_PIPE"
 _LINE_MAX_BYTES = 1 << 16
+_RANK_MAX = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class NoteReader:
         for line in lines:
             try:
                 values = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(values, dict):
                 self._take(values)
@@ -58,8 +60,12 @@ class NoteReader:
             awaits_all=self.note.awaits_all or values.get("awaits_all") is True,
             error=_text(values.get("error")) or self.note.error,
             where=_text(values.get("where")) or self.note.where,
-            points_at=points_at if isinstance(points_at, int) else self.note.points_at,
+            points_at=points_at if _is_rank(points_at) else self.note.points_at,
         )
+
+
+def _is_rank(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _RANK_MAX
 
 
 def _text(value: object) -> str:

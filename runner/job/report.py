@@ -14,7 +14,8 @@ from horo.runner.config import EXIT_UNREACHABLE
 __all__ = ["Ending", "awaited", "exit_code", "how_it_ended", "overdue", "report", "root_cause", "signal_name"]
 
 _LAST_LINES = 20
-_POINTS_AT = re.compile(rb"(?:PeerLost|Aborted|Stalled)Error: [^\n]*?\brank (\d+)")
+_POINTS_AT = re.compile(rb"(?:PeerLost|Aborted|Stalled)Error: [^\n]{0,1000}?\brank (\d{1,9})\b")
+"""Bounded: a rank may write anything, digits without end too."""
 
 
 @dataclass(frozen=True)
