@@ -37,6 +37,7 @@ Imports neither torch nor the native core, so that it starts fast (only ``--chec
     config                   a job as frozen data
     hosts                    -H and host files -> Host
     loop                     files, signals and timers
+    own_modules              hororun imports nothing from the current directory
     network                  addresses and ports of this machine; who can connect to whom
     processes                starts, finds and ends processes; the guard
     stdout                   what hororun itself writes there
