@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import subprocess
 import time
@@ -30,6 +31,7 @@ __all__ = [
     "children_of_this_process",
     "end_all",
     "occupy_standard_streams",
+    "raise_descriptor_limit",
     "send_signal",
     "spawn",
 ]
@@ -39,6 +41,9 @@ MARK_NAME = "HORO_HOST_MARK"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
+_DESCRIPTORS = 1 << 16
+_own_limits: tuple[int, int] | None = None
+"""Of open files, before ``raise_descriptor_limit``."""
 _POLL_INTERVAL_S = 0.02
 _KILL_DEADLINE_S = 10.0
 _DONE = b"done\n"
@@ -122,6 +127,16 @@ def spawn(
     return process
 
 
+def raise_descriptor_limit() -> None:
+    """Lets this process open as many files as it may, up to a bound; what ``spawn`` starts has the limit of before."""
+    global _own_limits  # noqa: PLW0603 - a limit of the whole process
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        _own_limits = (soft, hard)
+
+
 def _before_exec(number: int, cpus: Collection[int]) -> Callable[[], None]:
     prctl = ctypes.PyDLL(None).prctl  # found before the fork; PyDLL keeps the GIL, so nothing can block in the child
     parent = os.getpid()
@@ -132,6 +147,8 @@ def _before_exec(number: int, cpus: Collection[int]) -> Callable[[], None]:
             os._exit(128 + signal.SIGKILL)
         if cpus:
             os.sched_setaffinity(0, cpus)
+        if _own_limits is not None:
+            resource.setrlimit(resource.RLIMIT_NOFILE, _own_limits)
 
     return in_child
 

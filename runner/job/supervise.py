@@ -35,6 +35,7 @@ from horo.runner.processes import (
     become_subreaper,
     children_of_this_process,
     occupy_standard_streams,
+    raise_descriptor_limit,
 )
 from horo.runner.start.remote_launcher import RemoteLauncher
 from horo.runner.stdout import explain_stdout
@@ -70,6 +71,7 @@ def run_job(job: Job, environment: Mapping[str, str]) -> int:
     spared = children_of_this_process()  # a shell that became us by ``exec`` may have left some
     guard = Guard()  # forked before the first thread
     become_subreaper()
+    raise_descriptor_limit()
     with closing(Loop()) as loop:
         code = _Supervisor(job, hosts, launcher, environment, loop, guard=guard, spared=spared | {guard.pid}).run()
     guard.dismiss()  # not when something went wrong in here: then it has work to do

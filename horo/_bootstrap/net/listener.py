@@ -1,7 +1,8 @@
 """Listening sockets that let members of the job in and nobody else.
 
-Others cost little: a bounded number of unfinished handshakes, each with a deadline, no thread, and one line in the
-log per address and minute. When the places are taken, nothing more is accepted and the oldest handshake gets less time,
+Others cost little: a bounded number of unfinished handshakes, a quarter of the descriptors at most, each with a
+deadline, no thread, and one line in the log per address and minute. No address has all places: its newest connection
+takes the place of a silent one. When all are taken, nothing more is accepted and the oldest handshake gets less time,
 so that members get through a crowd of silent connections.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import resource
 import selectors
 import socket
 import time
@@ -26,7 +28,8 @@ HANDSHAKE_TIMEOUT_S = 5.0
 CROWDED_TIMEOUT_S = 0.25
 """Time for a handshake while all places are taken."""
 _NO_DESCRIPTOR_PAUSE_S = 0.1
-_ACCEPTS_PER_TURN = 64
+_ACCEPTS_PER_TURN = 16
+_LOCAL = "this machine"
 
 
 class RefusalLog:
@@ -78,6 +81,7 @@ class Listener:
         admit: looks at the session of a proven peer; raises HandshakeError to refuse it.
         on_peer: gets each admitted, nonblocking connection.
         on_refused: gets one sentence per refusal that is reported.
+        half_open_max: most connections whose handshake is not finished; fewer where this process may open few files.
         screen: looks at a connection before anything is read from it; raises HandshakeError to refuse it.
     """
 
@@ -102,7 +106,8 @@ class Listener:
         self._screen = screen
         self._on_peer = on_peer
         self._log = RefusalLog(on_refused)
-        self._half_open_max = half_open_max
+        self._half_open_max = _affordable(half_open_max)
+        self._share = max(self._half_open_max * 3 // 4, 1)
         self._deadline_s = deadline_s
         self._half_open: dict[int, _HalfOpen] = {}
         self._listening = False
@@ -170,7 +175,7 @@ class Listener:
                     self._paused_until = time.monotonic() + _NO_DESCRIPTOR_PAUSE_S
                     self._stop_listening()
                 return
-            self._take(connection, str(sockaddr[0]) if isinstance(sockaddr, tuple) else "this machine")
+            self._take(connection, str(sockaddr[0]) if isinstance(sockaddr, tuple) else _LOCAL)
 
     def _take(self, connection: socket.socket, address: str) -> None:
         connection.setblocking(False)
@@ -180,9 +185,17 @@ class Listener:
             connection.close()
             self._log.refuse(address, str(error), time.monotonic())
             return
+        self._make_place(address)
         half_open = _HalfOpen(connection, Acceptor(self._secret, connection.getsockname()), address, time.monotonic())
         self._half_open[connection.fileno()] = half_open
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._advance(half_open))
+
+    def _make_place(self, address: str) -> None:
+        """Refuses a connection from ``address`` if those have their share: a silent one, else the oldest."""
+        same = [each for each in self._half_open.values() if each.address == address]
+        if address != _LOCAL and len(same) >= self._share:
+            silent = next((each for each in same if not each.acceptor.started), same[0])
+            self._refuse(silent, "its address has too many connections that have not finished the handshake")
 
     def _advance(self, half_open: _HalfOpen) -> None:
         acceptor = half_open.acceptor
@@ -228,6 +241,12 @@ class Listener:
     def _forget(self, half_open: _HalfOpen) -> None:
         self._selector.unregister(half_open.connection)
         del self._half_open[half_open.connection.fileno()]
+
+
+def _affordable(count: int) -> int:
+    """At most ``count``, and so few that most descriptors of this process are left for other things."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return count if limit == resource.RLIM_INFINITY else max(min(count, limit // 4), 1)
 
 
 class ListenerThread:
