@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import resource
 import signal
+import struct
 import subprocess
+import termios
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +35,7 @@ __all__ = [
     "end_all",
     "occupy_standard_streams",
     "raise_descriptor_limit",
+    "read_what_is_there",
     "send_signal",
     "spawn",
 ]
@@ -52,6 +56,18 @@ _DONE = b"done\n"
 def become_subreaper() -> None:
     """Makes orphans among the descendants of this process its children."""
     ctypes.PyDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def read_what_is_there(fd: int, read: Callable[[], int]) -> None:
+    """Reads what a pipe holds now; what is written meanwhile, by a process without end perhaps, stays.
+
+    Args:
+        fd: of the pipe.
+        read: reads once and returns how many bytes; 0: there are none.
+    """
+    count = struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, bytes(4)))[0]
+    while count > 0 and (got := read()) > 0:
+        count -= got
 
 
 def occupy_standard_streams() -> None:

@@ -8,13 +8,14 @@ import signal
 import subprocess
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from horo.runner.agent.binding import BindingError, bind, read_topology, spelled, threads
 from horo.runner.agent.command import EXIT_NOT_EXECUTABLE, StartError, explain_failure
 from horo.runner.agent.notes import PIPE_NAME, open_pipe
 from horo.runner.config import EXIT_SETUP
 from horo.runner.loop import Loop
-from horo.runner.processes import Guard, Tree, send_signal, spawn
+from horo.runner.processes import Guard, Tree, read_what_is_there, send_signal, spawn
 
 __all__ = ["PASSED_ON", "Event", "Exited", "HostRanks", "Noted", "Output", "Started", "reap"]
 
@@ -147,8 +148,7 @@ class HostRanks:
         if rank is None:
             return
         for fd, stream in list(rank.streams.items()):
-            while self._read(fd, even_paused=True):
-                pass
+            read_what_is_there(fd, partial(self._read, fd, even_paused=True))
             if stream == _NOTES and fd in self._streams:  # what the rank has left behind may hold the other end
                 self._close(fd)
         rank.process.returncode = os.waitstatus_to_exitcode(status)
@@ -229,21 +229,21 @@ class HostRanks:
     def _read_once(self, fd: int) -> None:
         self._read(fd)
 
-    def _read(self, fd: int, even_paused: bool = False) -> bool:
+    def _read(self, fd: int, even_paused: bool = False) -> int:
         if fd not in self._streams or (self._paused and not even_paused):
-            return False
+            return 0
         try:
             data = os.read(fd, _READ_BYTES)
         except BlockingIOError:
-            return False
+            return 0
         except OSError:
             data = b""
         if not data:
             self._close(fd)
-            return False
+            return 0
         rank, stream = self._streams[fd]
         self._emit(Noted(rank, data) if stream == _NOTES else Output(rank, stream, data))
-        return True
+        return len(data)
 
     def _close(self, fd: int) -> None:
         self._loop.watch(fd)

@@ -32,6 +32,8 @@ _ERASE_LINE = b"\x1b[2K"
 _HIGH_WATER_BYTES = 8 << 20
 _LOW_WATER_BYTES = 1 << 20
 _WRITE_BYTES = 1 << 16
+_ITEM_BYTES = 128
+"""What an entry of the queue takes besides its bytes."""
 
 
 class Piece(NamedTuple):
@@ -46,8 +48,7 @@ class LineSplitter:
 
     def __init__(self, line_max_bytes: int = LINE_MAX_BYTES) -> None:
         self._line_max_bytes = line_max_bytes
-        self._held: list[bytes] = []
-        self._held_bytes = 0
+        self._held = bytearray()
         self._after_return = False
 
     def feed(self, data: bytes) -> list[Piece]:
@@ -73,23 +74,21 @@ class LineSplitter:
                     self._after_return = True
             else:
                 self._hold(part)
-                if self._held_bytes >= self._line_max_bytes:
+                if len(self._held) >= self._line_max_bytes:
                     pieces.append(self._take(update=False))
         return [piece for piece in pieces if piece.text or not piece.update]
 
     def finish(self) -> list[Piece]:
         """The last line, when the stream ended inside it."""
         self._after_return = False
-        return [self._take(update=False)] if self._held_bytes else []
+        return [self._take(update=False)] if self._held else []
 
     def _hold(self, part: bytes) -> None:
-        self._held.append(part)
-        self._held_bytes += len(part)
+        self._held += part
 
     def _take(self, *, update: bool) -> Piece:
-        text = b"".join(self._held)
-        self._held.clear()
-        self._held_bytes = 0
+        text = bytes(self._held)
+        self._held = bytearray()
         return Piece(text, update)
 
 
@@ -112,7 +111,7 @@ class Writer:
 
     def __init__(self, on_change: Callable[[], None]) -> None:
         self._on_change = on_change
-        self._queue: deque[tuple[int, bytes]] = deque()
+        self._queue: deque[tuple[int, bytearray]] = deque()
         self._pending_bytes = 0
         self._failed: dict[int, OSError] = {}
         self._changed = threading.Condition()
@@ -132,7 +131,11 @@ class Writer:
         """Queues ``data``; data for a descriptor that has failed is dropped."""
         if data and fd not in self._failed:
             with self._changed:
-                self._queue.append((fd, data))
+                if self._queue and self._queue[-1][0] == fd and len(self._queue[-1][1]) < _WRITE_BYTES:
+                    self._queue[-1][1].extend(data)  # many small pieces are one entry
+                else:
+                    self._queue.append((fd, bytearray(data)))
+                    self._pending_bytes += _ITEM_BYTES
                 self._pending_bytes += len(data)
                 self._changed.notify()
 
@@ -145,25 +148,16 @@ class Writer:
             with self._changed:
                 while not self._queue:
                     self._changed.wait()
-                fd, data = self._take()
+                fd, data = self._queue.popleft()
             self._write(fd, data)
             with self._changed:
                 before = self._pending_bytes
-                self._pending_bytes -= len(data)
+                self._pending_bytes -= len(data) + _ITEM_BYTES
                 notable = self._pending_bytes <= _LOW_WATER_BYTES < before or self._pending_bytes == 0
             if notable or fd in self._failed:
                 self._on_change()
 
-    def _take(self) -> tuple[int, bytes]:
-        fd, data = self._queue.popleft()
-        parts = [data]
-        taken = len(data)
-        while self._queue and self._queue[0][0] == fd and taken < _WRITE_BYTES:
-            parts.append(self._queue.popleft()[1])
-            taken += len(parts[-1])
-        return fd, b"".join(parts)
-
-    def _write(self, fd: int, data: bytes) -> None:
+    def _write(self, fd: int, data: bytearray) -> None:
         view = memoryview(data)
         while view and fd not in self._failed:
             try:
