@@ -7,6 +7,8 @@ import os
 from dataclasses import dataclass, replace
 from typing import TypeGuard
 
+from horo.runner.printable import printable
+
 __all__ = ["PIPE_NAME", "Note", "NoteReader", "open_pipe"]
 
 PIPE_NAME = "HORO_END_PIPE"
@@ -69,7 +71,7 @@ def _is_rank(value: object) -> TypeGuard[int]:
 
 
 def _text(value: object) -> str:
-    return "".join(c if c.isprintable() else "?" for c in value) if isinstance(value, str) else ""
+    return printable(value) if isinstance(value, str) else ""
 
 
 def open_pipe() -> tuple[int, int, str]:

@@ -18,6 +18,7 @@ from horo.runner.job.placement import remote_launcher_of
 from horo.runner.job.remote import RemoteHost, explain_absence
 from horo.runner.loop import Loop
 from horo.runner.network import NetworkError, interface_addresses, is_local, listen, unreachable
+from horo.runner.printable import printable
 from horo.runner.processes import occupy_standard_streams
 from horo.runner.start.remote_launcher import RemoteLauncher
 from horo.runner.stdout import show
@@ -67,7 +68,7 @@ class _Check:
             self._loop.run_until(lambda: all(each.finished for each in self._remotes.values()))
         if self._signal:
             return 128 + self._signal
-        show("\n".join(f"{host.name}: {self._line(host)}" for host in self._job.hosts))
+        show("\n".join(printable(f"{host.name}: {self._line(host)}") for host in self._job.hosts))
         return next((self._errors[host.name].code for host in self._job.hosts if host.name in self._errors), 0)
 
     def _on_signal(self, number: int) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from horo.runner.cli.options import build_parser, check_launcher, split_command
 from horo.runner.config import BATCH_GRACE_S, GRACE_S, Job, JobError, Mpi, OutputOptions, Ssh
 from horo.runner.hosts import Host, HostsError, parse_host_file, parse_hosts
+from horo.runner.printable import printable_lines
 from horo.runner.stdout import show
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except JobError as error:
         reader_left = error.code == 128 + signal.SIGPIPE  # nothing to tell, as with ``| head``
         if sys.stderr is not None and not reader_left:
-            sys.stderr.write(f"hororun: {error}\n")
+            sys.stderr.write(f"hororun: {printable_lines(str(error))}\n")
         return error.code
 
 

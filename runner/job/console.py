@@ -12,6 +12,7 @@ from horo.runner.config import EXIT_USAGE, JobError, OutputOptions
 from horo.runner.job.output import Printer, Writer, colour_wanted, redraw_possible
 from horo.runner.job.rank_files import RankFiles
 from horo.runner.loop import Loop
+from horo.runner.printable import printable_lines
 
 __all__ = ["Console"]
 
@@ -90,7 +91,7 @@ class Console:
 
     def say(self, text: str) -> None:
         """A line of hororun's own."""
-        self._printer.say(f"hororun: {text}\n".encode("utf-8", "surrogateescape"))
+        self._printer.say(f"hororun: {printable_lines(text)}\n".encode())
 
     def say_lines(self, lines: bytes) -> None:
         """Whole lines of hororun's own."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from horo.runner.agent.binding import ranges
 from horo.runner.agent.notes import Note
 from horo.runner.config import EXIT_UNREACHABLE
+from horo.runner.printable import printable
 
 __all__ = ["Ending", "awaited", "exit_code", "how_it_ended", "overdue", "report", "root_cause", "signal_name"]
 
@@ -125,7 +126,7 @@ def report(cause: Ending, endings: Iterable[Ending]) -> bytes:
         how = f"ended with {note.error} ({'; '.join(filter(None, (note.where, how_it_ended(cause))))})"
     else:
         how = ("was " if cause.lost or cause.signal else "") + how_it_ended(cause)
-    text = f"hororun: rank {cause.rank} on {cause.host} {how}; the job was ended\n".encode("utf-8", "replace")
+    text = printable(f"hororun: rank {cause.rank} on {cause.host} {how}; the job was ended").encode() + b"\n"
     if not note.error:
         text += _last_lines(cause)
     groups: dict[str, list[int]] = {}
@@ -133,7 +134,7 @@ def report(cause: Ending, endings: Iterable[Ending]) -> bytes:
         if ending.rank != cause.rank:
             groups.setdefault(how_it_ended(ending), []).append(ending.rank)
     others = [f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)} {how}" for how, ranks in groups.items()]
-    return text + (f"hororun: the others: {'; '.join(others)}\n".encode() if others else b"")
+    return text + (printable(f"hororun: the others: {'; '.join(others)}").encode() + b"\n" if others else b"")
 
 
 def overdue(endings: Iterable[Ending], grace_s: float) -> str:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from horo.runner.config import EXIT_INTERNAL, EXIT_SETUP, JobError
 from horo.runner.hosts import Host
+from horo.runner.printable import printable
 
 __all__ = ["RemoteLauncher", "agent_command", "explain_agent", "lines_of"]
 
@@ -56,8 +57,8 @@ class RemoteLauncher(Protocol):
 
 
 def lines_of(stderr: bytes) -> list[str]:
-    """The lines in it, without those that are blank."""
-    return [line.strip() for line in stderr.decode("utf-8", "replace").splitlines() if line.strip()]
+    """The lines in it, printable, without those that are blank."""
+    return [printable(line.strip()) for line in stderr.decode("utf-8", "replace").splitlines() if line.strip()]
 
 
 def agent_command(python: str) -> str:

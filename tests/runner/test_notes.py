@@ -52,7 +52,7 @@ def test_what_is_no_note_is_passed_over() -> None:
     assert reader.note == Note()
     reader.feed(b'{"joined": tr')
     reader.feed(b'ue, "error": "a\\u001bb"}\n')
-    assert reader.note == Note(joined=True, error="a?b")
+    assert reader.note == Note(joined=True, error="a\\x1bb")
     reader.feed(b"x" * (1 << 20))
     reader.feed(b'\n{"points_at": 3}\n')
     assert reader.note.points_at == 3
