@@ -29,6 +29,7 @@ Imports neither torch nor the native core, so that it starts fast (only ``--chec
     agent/                   one host
         __main__             the agent
         messages             between hororun and the agent
+        checks               what an agent says, checked where it comes in
         ranks                the ranks of one host
         command              the command of the ranks
         binding              the CPUs of each rank
@@ -39,6 +40,7 @@ Imports neither torch nor the native core, so that it starts fast (only ``--chec
     loop                     files, signals and timers
     own_modules              hororun imports nothing from the current directory
     network                  addresses and ports of this machine; who can connect to whom
+    printable                text from elsewhere in hororun's own lines
     processes                starts, finds and ends processes; the guard
     stdout                   what hororun itself writes there
 """

@@ -58,6 +58,8 @@ class Message(NamedTuple):
         """
         try:
             value = json.loads(self.payload)
+        except RecursionError:
+            raise MessageError(f"a {self.kind.name} frame is nested too deeply") from None
         except ValueError as error:
             raise MessageError(f"a {self.kind.name} frame is not JSON: {error}") from None
         if not isinstance(value, dict):

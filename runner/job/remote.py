@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from horo import __version__
+from horo.runner.agent import checks
 from horo.runner.agent.messages import Kind, Message, MessageError, MessageReader, encode, encode_json
-from horo.runner.agent.ranks import Event, Exited, Noted, Output, Started
+from horo.runner.agent.ranks import Event, Noted, Output
 from horo.runner.config import EXIT_INTERNAL, EXIT_SETUP, EXIT_UNREACHABLE, JobError
 from horo.runner.hosts import Host
 from horo.runner.loop import Loop, Timer
-from horo.runner.processes import spawn
+from horo.runner.processes import read_what_is_there, spawn
 from horo.runner.start.remote_launcher import RemoteLauncher, lines_of
 
 __all__ = ["RemoteHost", "explain_absence"]
@@ -23,6 +24,7 @@ __all__ = ["RemoteHost", "explain_absence"]
 _READ_BYTES = 1 << 18
 _STDERR_TAIL_BYTES = 8192
 _END_TIMEOUT_S = 2.0
+_ANSWERS = {Kind.LISTEN: Kind.LISTENING, Kind.REACH: Kind.REACHED}
 
 
 class RemoteHost:
@@ -42,6 +44,11 @@ class RemoteHost:
         self.answers: dict[Kind, dict[str, Any]] = {}  # to what ``ask`` has asked
         self.connected = False
         self._hung_up = False
+        self._ranks: frozenset[int] = frozenset()  # all that were sent there
+        self._to_start: set[int] = set()  # those of which nothing is known
+        self._to_end: set[int] = set()  # those that have not ended
+        self._asked: set[Kind] = set()  # which answers are due
+        self._refused = False
         self._loop = loop
         self._emit = emit
         self._changed = changed
@@ -92,10 +99,13 @@ class RemoteHost:
     def send_job(self, job: dict[str, Any]) -> None:
         """Tells the agent what to run."""
         self.job_sent = True
+        self._ranks = frozenset(map(int, job["ranks"]))
+        self._to_start, self._to_end = set(self._ranks), set(self._ranks)
         self._send(encode_json(Kind.JOB, job))
 
     def ask(self, kind: Kind, value: dict[str, Any]) -> None:
         """Asks the agent something that is no job; ``answers`` will have what it says."""
+        self._asked.add(_ANSWERS[kind])
         self._send(encode_json(kind, value))
 
     def terminate(self) -> None:
@@ -152,8 +162,8 @@ class RemoteHost:
         self._code = code if code >= 0 else 128 - code
         # Another process may still hold the pipes (a master connection, a proxy): do not wait for it.
         for fd, read in ((self._stdout, self._read_frames), (self._stderr_fd, self._read_stderr)):
-            while fd in self._open and read():
-                pass
+            if fd in self._open:
+                read_what_is_there(fd, read)
         self._finish()
 
     @property
@@ -194,19 +204,23 @@ class RemoteHost:
             self._send(encode(Kind.PING))
         self._ping = self._loop.call_later(self._ping_interval_s, self._send_ping)
 
-    def _read_frames(self) -> bool:
+    def _read_frames(self) -> int:
         data = self._read(self._stdout)
+        if self._refused:
+            return len(data)
         try:
             for frame in self._frames.feed(data):
                 self._handle(frame)
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
+        except MessageError as error:
+            self._refused = True
             self._fail(JobError(f"host {self.host.name}: the agent sent nonsense: {error}", EXIT_INTERNAL))
-        return bool(data)
+            self.hang_up()  # where the next frame begins is unknown; an agent that still runs ends its ranks
+        return len(data)
 
-    def _read_stderr(self) -> bool:
+    def _read_stderr(self) -> int:
         data = self._read(self._stderr_fd)
         self._stderr = (self._stderr + data)[-_STDERR_TAIL_BYTES:]
-        return bool(data)
+        return len(data)
 
     def _read(self, fd: int) -> bytes:
         try:
@@ -221,41 +235,44 @@ class RemoteHost:
         return data
 
     def _handle(self, frame: Message) -> None:
-        if frame.kind == Kind.HOST_INFO:
-            self._on_host_info(frame.json())
+        if frame.kind == Kind.HOST_INFO and self.host_info is None:
+            self._on_host_info(frame)
         elif frame.kind == Kind.STARTED:
-            started = frame.json()
-            self._emit(Started(frame.rank, int(started["pid"]), str(started["cpus"])))
-        elif frame.kind in (Kind.STDOUT, Kind.STDERR):
-            self._emit(Output(frame.rank, 1 if frame.kind == Kind.STDOUT else 2, frame.payload))
+            started = checks.started(frame, self._to_start)
+            self._to_start.discard(frame.rank)
+            self._emit(started)
+        elif frame.kind in (Kind.STDOUT, Kind.STDERR):  # also of what ranks that have ended have left behind
+            stream = 1 if frame.kind == Kind.STDOUT else 2
+            self._emit(Output(checks.rank_of(frame, self._ranks), stream, frame.payload))
         elif frame.kind == Kind.NOTE:
-            self._emit(Noted(frame.rank, frame.payload))
+            self._emit(Noted(checks.rank_of(frame, self._ranks), frame.payload))
         elif frame.kind == Kind.EXITED:
-            end = frame.json()
-            flags = bool(end["asked"]), bool(end["overdue"])
-            self._emit(Exited(frame.rank, int(end["code"]), int(end["signal"]), *flags))
-        elif frame.kind in (Kind.LISTENING, Kind.REACHED):
-            self.answers[frame.kind] = frame.json()
+            exited = checks.exited(frame, self._to_end)
+            self._to_end.discard(frame.rank)
+            self._emit(exited)
+        elif frame.kind in self._asked:
+            self.answers[frame.kind] = (checks.listening if frame.kind == Kind.LISTENING else checks.reached)(frame)
             self._changed()
         elif frame.kind == Kind.FAILED:
-            failure = frame.json()
-            self._fail(JobError(str(failure["message"]), int(failure["code"])))
+            self._fail(JobError(*checks.failure(frame)))
         else:
-            raise MessageError(f"{frame.kind.name} is not for launchers")
+            raise MessageError(f"a {frame.kind.name} frame is not expected")
 
-    def _on_host_info(self, host_info: dict[str, Any]) -> None:
-        if host_info["version"] != __version__:
+    def _on_host_info(self, frame: Message) -> None:
+        version = checks.version(frame)
+        if version != __version__:
             self._fail(
                 JobError(
-                    f"host {self.host.name} has horo {host_info['version']} but this host has {__version__}: "
+                    f"host {self.host.name} has horo {version} but this host has {__version__}: "
                     "install the same version on both",
                     EXIT_SETUP,
                 )
             )
             return
+        host_info = checks.host_info(frame)
         # What was said until now, by a login shell or by srun, is no cause of what happens later.
-        while self._stderr_fd in self._open and self._read_stderr():
-            pass
+        if self._stderr_fd in self._open:
+            read_what_is_there(self._stderr_fd, self._read_stderr)
         self._stderr = b""
         self.host_info = host_info
         self._changed()

@@ -1,0 +1,186 @@
+"""What a hostile or damaged agent sends is refused with a sentence that names its host; hororun goes on to its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jobs import Hororun
+
+from horo import __version__
+from horo.runner.agent import checks
+from horo.runner.agent.messages import MAGIC, Kind, Message, MessageError, encode, encode_json
+from horo.runner.agent.ranks import Exited, Started
+from horo.runner.config import JobError
+from horo.runner.hosts import Host
+from horo.runner.job.remote import RemoteHost
+from horo.runner.loop import Loop
+
+INFO = {
+    "version": __version__, "python": "3.11.1", "cores": 4, "gpus": 0, "pid": 5, "connection": "", "network": "n",
+    "free_port": 4000,
+}  # fmt: skip
+ENDED = {"code": 0, "signal": 0, "asked": False, "overdue": False}
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=5,
+)
+names = [*INFO, *ENDED, "cpus", "message", "error", "port", "addresses", "failures"]
+objects = st.dictionaries(st.sampled_from(names), values) | values
+payloads = objects.map(lambda value: json.dumps(value).encode()) | st.binary(max_size=40)
+
+
+def message(kind: Kind, value: object, rank: int = 0) -> Message:
+    return Message(kind, rank, json.dumps(value).encode())
+
+
+@given(st.sampled_from(Kind), st.integers(0, 2**32 - 1), payloads)
+def test_any_payload_is_right_or_refused(kind: Kind, rank: int, payload: bytes) -> None:
+    frame = Message(kind, rank, payload)
+    for check in (checks.version, checks.host_info, checks.failure, checks.listening, checks.reached):
+        try:
+            check(frame)
+        except MessageError as error:
+            assert str(error).isprintable()
+    for about in (checks.started, checks.exited):
+        try:
+            assert about(frame, {0, 1}).rank in (0, 1)
+        except MessageError as error:
+            assert str(error).isprintable()
+
+
+def test_what_agents_say_is_taken() -> None:
+    assert checks.host_info(message(Kind.HOST_INFO, INFO))["cores"] == 4
+    assert checks.started(message(Kind.STARTED, {"pid": 7, "cpus": "0-3"}, 2), {2}) == Started(2, 7, "0-3")
+    assert checks.exited(message(Kind.EXITED, {**ENDED, "signal": 9}, 2), {2}) == Exited(2, 0, 9, False)
+    assert checks.failure(message(Kind.FAILED, {"message": "no\x1b[2J", "code": 70})) == ("no\\x1b[2J", 70)
+    known = message(Kind.HOST_INFO, {**INFO, "connection": "10.0.0.1 5 10.0.0.2 22"})
+    assert checks.host_info(known)["connection"] == "10.0.0.1 5 10.0.0.2 22"
+    unknown = message(Kind.HOST_INFO, {**INFO, "connection": "UNKNOWN 5 UNKNOWN 22"})
+    assert checks.host_info(unknown)["connection"] == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        (Kind.HOST_INFO, {**INFO, "cores": 0}),
+        (Kind.HOST_INFO, {**INFO, "cores": "4"}),
+        (Kind.HOST_INFO, {**INFO, "gpus": 1 << 40}),
+        (Kind.HOST_INFO, {**INFO, "free_port": 65536}),
+        (Kind.HOST_INFO, {**INFO, "free_port": True}),
+        (Kind.EXITED, {**ENDED, "code": 256}),
+        (Kind.EXITED, {**ENDED, "signal": -9}),
+        (Kind.EXITED, {**ENDED, "asked": 1}),
+        (Kind.FAILED, {"message": "all is well", "code": 0}),
+        (Kind.LISTENING, {"error": "", "code": 70, "port": 1, "addresses": ["name.invalid"]}),
+        (Kind.REACHED, {"failures": {"h": 1}}),
+    ],
+)
+def test_a_number_out_of_range_or_of_another_type_is_refused(kind: Kind, value: object) -> None:
+    check = {
+        Kind.HOST_INFO: checks.host_info, Kind.FAILED: checks.failure, Kind.LISTENING: checks.listening,
+        Kind.REACHED: checks.reached, Kind.EXITED: lambda frame: checks.exited(frame, {0}),
+    }[kind]  # fmt: skip
+    with pytest.raises(MessageError, match=f"a {kind.name} frame has "):
+        check(message(kind, value))
+
+
+class Launcher:
+    """A ``RemoteLauncher`` whose agent is a script."""
+
+    name = "ssh"
+    program = sys.executable
+    ends_on_sigterm = False
+    unset = ()
+
+    def __init__(self, said: Path) -> None:
+        self._said = said
+
+    def command(self, _host: Host) -> list[str]:
+        return ["sh", "-c", f"cat {self._said}; exec sleep 60"]
+
+    def environment(self, environ: dict[str, str]) -> dict[str, str]:
+        return dict(environ)
+
+    def cause(self, lines: list[str]) -> str:
+        return lines[-1] if lines else ""
+
+    def explain_failure(self, host: str, code: int, _stderr: bytes) -> JobError:
+        return JobError(f"{host} {code}")
+
+
+GOOD = MAGIC + encode_json(Kind.HOST_INFO, INFO)
+NONSENSE = {
+    "deep": MAGIC + encode(Kind.HOST_INFO, 0, b"[" * 100000),
+    "digits": MAGIC + encode(Kind.HOST_INFO, 0, b'{"version": ' + b"9" * 5000 + b"}"),
+    "types": MAGIC + encode_json(Kind.HOST_INFO, {**INFO, "cores": [4]}),
+    "missing": MAGIC + encode_json(Kind.HOST_INFO, {"version": __version__}),
+    "twice": GOOD + encode_json(Kind.HOST_INFO, INFO),
+    "for-agents": GOOD + encode(Kind.KILL),
+    "unasked": GOOD + encode_json(Kind.REACHED, {"failures": {}}),
+    "rank-of-another-host": GOOD + encode(Kind.STDOUT, 1, b"I am rank 1\n"),
+    "end-of-another": GOOD + encode_json(Kind.EXITED, ENDED, 1),
+    "ends-twice": GOOD + encode_json(Kind.EXITED, ENDED, 0) * 2,
+    "starts-twice": GOOD + encode_json(Kind.STARTED, {"pid": 5, "cpus": ""}, 0) * 2,
+    "no-frame": GOOD + b"\xff" * 100,
+}
+
+
+@pytest.mark.parametrize("said", NONSENSE.values(), ids=NONSENSE)
+def test_nonsense_ends_the_connection_with_a_sentence_that_names_the_host(tmp_path: Path, said: bytes) -> None:
+    (tmp_path / "said").write_bytes(said)
+    loop = Loop()
+    events: list[object] = []
+    remote = RemoteHost(loop, Host("h7"), events.append, lambda: None)
+
+    def reap(_number: int) -> None:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        remote.on_child(pid, status)
+
+    try:
+        loop.on_signal(signal.SIGCHLD, reap)
+        late: list[bool] = []
+        loop.call_later(30, lambda: late.append(True))
+        remote.connect(Launcher(tmp_path / "said"), host_timeout_s=60)  # type: ignore[arg-type]
+        remote.send_job({"ranks": {"0": {}}})
+        loop.run_until(lambda: remote.finished or bool(late))
+    finally:
+        loop.close()
+    assert remote.finished
+    assert str(remote.error).startswith("host h7: the agent sent nonsense: ")
+    assert str(remote.error).isprintable()
+    assert not any(getattr(event, "rank", 0) for event in events)
+
+
+def test_what_ssh_and_agents_say_moves_no_cursor(tmp_path: Path) -> None:
+    """Neither ssh's last words nor an agent's version nor its sentence have their control characters in hororun's."""
+    evil = "\x1b]0;title\x07\x9b2J\x08\u202e"
+    said = {
+        "ssh": f"printf '%s\\n' 'no route{evil}' >&2; exit 255",
+        "version": "cat said; exec cat",
+        "failed": "cat said; exec cat",
+    }
+    frames = {
+        "version": MAGIC + encode_json(Kind.HOST_INFO, {**INFO, "version": f"9.9{evil}\ud800\nhororun: all is well"}),
+        "failed": GOOD + encode_json(Kind.FAILED, {"message": f"no{evil}\ud800\nhororun: all is well", "code": 70}),
+    }
+    runner = Hororun()
+    shell = tmp_path / "shell"
+    try:
+        for case, script in said.items():
+            shell.write_text(f"#!/bin/sh\ncd {tmp_path}\n{script}\n")
+            shell.chmod(0o755)
+            (tmp_path / "said").write_bytes(frames.get(case, b""))
+            done = runner.run("-np", "1", "--remote-shell", str(shell), "true", where="one:1")
+            assert done.returncode in (69, 70, 78), done.stderr
+            assert done.stderr.removesuffix("\n").isprintable(), (case, done.stderr)
+            assert "\\x1b]0;title\\x07\\x9b2J" in done.stderr, case
+    finally:
+        runner.clean_up()
