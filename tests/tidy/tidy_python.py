@@ -56,12 +56,13 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "horo.runner.hosts": (),
     "horo.runner.loop": (),
     "horo.runner.processes": (),
+    "horo.runner.printable": (),
     "horo.runner.config": ("hosts",),
     "horo.runner.network": ("hosts",),
     "horo.runner.stdout": ("config", "hosts"),
-    "horo.runner.agent": ("config", "loop", "network", "processes"),
-    "horo.runner.start": ("config", "hosts"),
-    "horo.runner.job": ("agent", "config", "hosts", "loop", "network", "processes", "start", "stdout"),
+    "horo.runner.agent": ("config", "loop", "network", "printable", "processes"),
+    "horo.runner.start": ("config", "hosts", "printable"),
+    "horo.runner.job": ("agent", "config", "hosts", "loop", "network", "printable", "processes", "start", "stdout"),
 }
 """Per room, a folder or a module, what of the same package it may import. Others may import all."""
 
