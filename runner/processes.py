@@ -144,13 +144,17 @@ def spawn(
 
 
 def raise_descriptor_limit() -> None:
-    """Lets this process open as many files as it may, up to a bound; what ``spawn`` starts has the limit of before."""
+    """Lets this process open as many files as it may, up to a bound; what ``spawn`` starts has the limit of before.
+
+    Does nothing where the system refuses that, as some containers do.
+    """
     global _own_limits  # noqa: PLW0603 - a limit of the whole process
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        _own_limits = (soft, hard)
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            _own_limits = (soft, hard)
 
 
 def _before_exec(number: int, cpus: Collection[int]) -> Callable[[], None]:

@@ -122,7 +122,14 @@ def check_agreement(messages: Sequence[bytes], name: Callable[[int, str], str]) 
 
 def _check_versions(messages: Sequence[bytes], name: Callable[[int, str], str]) -> None:
     # Only these three entries are relied on: another version may encode the rest differently.
-    versions = [{key: str(json.loads(message).get(key)) for key in ("horo", "core", "host")} for message in messages]
+    try:
+        said = [json.loads(message) for message in messages]
+    except ValueError:  # torch's store: values of ranks with a secret begin with a MAC, see store.signed
+        raise MismatchError(
+            "another rank's entry in the store cannot be read: is HORO_SECRET set on some nodes only? Set it on all, "
+            "to the same value"
+        ) from None
+    versions = [{key: str(entry.get(key)) for key in ("horo", "core", "host")} for entry in said]
     first = versions[0]
     for rank, other in enumerate(versions):
         if (other["horo"], other["core"]) != (first["horo"], first["core"]):

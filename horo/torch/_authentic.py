@@ -41,7 +41,8 @@ class ObjectKey:
         if len(data) == 0 or not hmac.compare_digest(sealed[:_MAC_BYTES], self._mac(rank, data)):
             raise MismatchError(
                 f"{self._what}: what came as the object of rank {rank} was not sent by it for this call. Either it was "
-                "changed on the way, or ranks have made different calls of this name; it was not unpickled"
+                "changed on the way, or an earlier call of this name came about on some ranks only (then use another "
+                "name); it was not unpickled"
             )
         return data
 

@@ -7,12 +7,8 @@ import subprocess
 import sys
 import textwrap
 
-import pytest
-
-from horo._bootstrap.net import listener as listener_module
 from horo._bootstrap.net.addresses import Endpoint
 from horo._bootstrap.store.client import StoreClient
-from horo._bootstrap.store.server import StoreServer
 
 SECRET = bytes(range(32))
 LIMIT = 64
@@ -48,23 +44,6 @@ def test_strangers_do_not_use_up_the_descriptors() -> None:
             server.kill()
             for connection in crowd:
                 connection.close()
-
-
-@pytest.mark.parametrize("crowded", ["127.0.0.1", "127.0.0.2"])
-def test_no_address_keeps_the_others_out(monkeypatch: pytest.MonkeyPatch, crowded: str) -> None:
-    """Not even where a handshake may last for ever."""
-    monkeypatch.setattr(listener_module, "CROWDED_TIMEOUT_S", 600.0)
-    refusals: list[str] = []
-    with StoreServer(
-        ["127.0.0.1"], SECRET, on_refused=refusals.append, half_open_max=8, handshake_timeout_s=600
-    ) as server:
-        endpoint = server.endpoints[0]
-        crowd = [socket.create_connection(endpoint, 30, source_address=(crowded, 0)) for _ in range(100)]
-        with StoreClient(*endpoint, SECRET, 30) as client:
-            client.set("a", b"1")
-        for connection in crowd:
-            connection.close()
-    assert f"{crowded}: its address has too many connections" in refusals[0]
 
 
 def test_hororun_may_open_all_files_and_its_ranks_have_the_limit_of_before() -> None:

@@ -109,6 +109,13 @@ def test_ranks_with_a_secret_start(server: Any) -> None:
         close_setup(connection.setup)
 
 
+def test_a_secret_on_some_nodes_only_is_told_as_that(server: Any) -> None:
+    with_secret, without = environs(server)
+    del without["HORO_SECRET"]
+    ends = join_all([with_secret, without])
+    assert all(isinstance(end, HoroError) and "HORO_SECRET" in str(end) for end in ends), ends
+
+
 @pytest.fixture
 def attacker(server: Any) -> Iterator[Callable[[str, bytes], None]]:
     """Writes a value to a key again and again until the end."""

@@ -1,9 +1,8 @@
 """Listening sockets that let members of the job in and nobody else.
 
 Others cost little: a bounded number of unfinished handshakes, a quarter of the descriptors at most, each with a
-deadline, no thread, and one line in the log per address and minute. No address has all places: its newest connection
-takes the place of a silent one. When all are taken, nothing more is accepted and the oldest handshake gets less time,
-so that members get through a crowd of silent connections.
+deadline, no thread, and one line in the log per address and minute. When the places are taken, nothing more is accepted
+and the oldest handshake gets less time, so that members get through a crowd of silent connections.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ HANDSHAKE_TIMEOUT_S = 5.0
 CROWDED_TIMEOUT_S = 0.25
 """Time for a handshake while all places are taken."""
 _NO_DESCRIPTOR_PAUSE_S = 0.1
-_ACCEPTS_PER_TURN = 16
-_LOCAL = "this machine"
+_ACCEPTS_PER_TURN = 64
 
 
 class RefusalLog:
@@ -107,7 +105,6 @@ class Listener:
         self._on_peer = on_peer
         self._log = RefusalLog(on_refused)
         self._half_open_max = _affordable(half_open_max)
-        self._share = max(self._half_open_max * 3 // 4, 1)
         self._deadline_s = deadline_s
         self._half_open: dict[int, _HalfOpen] = {}
         self._listening = False
@@ -175,7 +172,7 @@ class Listener:
                     self._paused_until = time.monotonic() + _NO_DESCRIPTOR_PAUSE_S
                     self._stop_listening()
                 return
-            self._take(connection, str(sockaddr[0]) if isinstance(sockaddr, tuple) else _LOCAL)
+            self._take(connection, str(sockaddr[0]) if isinstance(sockaddr, tuple) else "this machine")
 
     def _take(self, connection: socket.socket, address: str) -> None:
         connection.setblocking(False)
@@ -185,17 +182,9 @@ class Listener:
             connection.close()
             self._log.refuse(address, str(error), time.monotonic())
             return
-        self._make_place(address)
         half_open = _HalfOpen(connection, Acceptor(self._secret, connection.getsockname()), address, time.monotonic())
         self._half_open[connection.fileno()] = half_open
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._advance(half_open))
-
-    def _make_place(self, address: str) -> None:
-        """Refuses a connection from ``address`` if those have their share: a silent one, else the oldest."""
-        same = [each for each in self._half_open.values() if each.address == address]
-        if address != _LOCAL and len(same) >= self._share:
-            silent = next((each for each in same if not each.acceptor.started), same[0])
-            self._refuse(silent, "its address has too many connections that have not finished the handshake")
 
     def _advance(self, half_open: _HalfOpen) -> None:
         acceptor = half_open.acceptor
