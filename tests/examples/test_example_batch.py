@@ -70,7 +70,7 @@ def messages_of(page: str) -> list[str]:
 
 @pytest.mark.parametrize("page", ["hpc.md", "troubleshooting.md"])
 def test_messages_that_a_guide_explains_are_horos(page: str) -> None:
-    files = [*ROOT.glob("horo/**/*.py"), *ROOT.glob("runner/*.py")]
+    files = [*ROOT.glob("horo/**/*.py"), *ROOT.glob("runner/**/*.py")]
     said = [text for file in files for text in strings(file.read_text())]
     said += [file.read_text() for file in ROOT.glob("native/src/**/*.c")]
     quoted = messages_of(page)
