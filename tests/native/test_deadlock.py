@@ -119,6 +119,7 @@ def test_a_thread_that_may_still_submit_makes_it_a_warning(hosts: list[int], cap
 
     def reported() -> bool:
         nonlocal text
+        threading.Event().wait(0.25)  # seldom: readouterr() loses what comes while it empties its file
         text += capfd.readouterr().err
         return "all ranks wait and nothing can finish" in text
 
@@ -160,6 +161,7 @@ def test_ranks_that_only_poll_are_named_by_the_check_for_stalls(
     def is_named() -> bool:
         nonlocal text
         with lock:
+            threading.Event().wait(0.25)  # seldom: readouterr() loses what comes while it empties its file
             text += capfd.readouterr().err
             return "waiting for" in text and "'a'" in text
 

@@ -121,6 +121,7 @@ def test_a_stall_shows_what_each_rank_did_last(hosts: list[int], capfd: pytest.C
 
             def shown() -> bool:
                 nonlocal text
+                threading.Event().wait(0.25)  # seldom: readouterr() loses what comes while it empties its file
                 text += capfd.readouterr().err
                 return 0 in blocks(text)
 
@@ -147,6 +148,7 @@ def test_events_that_have_been_shown_are_not_shown_again(capfd: pytest.CaptureFi
 
             def reported() -> bool:
                 nonlocal text
+                threading.Event().wait(0.25)  # seldom: readouterr() loses what comes while it empties its file
                 text += capfd.readouterr().err
                 return text.count("waiting for") > 2
 
