@@ -57,11 +57,7 @@ static int put_result(struct hr_lane *lane, uint8_t *first, const uint8_t *secon
     carry->contributions[0] = first;
     carry->contributions[1] = second;
     HR_TRY(hr_carry_reduce(lane, 2, 1, first));
-    size_t mark;
-    HR_TRY(hr_frame_begin(out, &mark));
-    HR_TRY(hr_wire_put_data(out, HR_WIRE_RESULT, carry->id, lane->leader.log_bytes, first, carry->bytes));
-    hr_frame_end(out, mark);
-    return HORO_OK;
+    return hr_carry_put(lane, HR_WIRE_RESULT, first, out);
 }
 
 /* ---- The root ---- */
@@ -83,11 +79,7 @@ int hr_ahead_go(struct hr_lane *lane) {
     if (lane->team->local_size > 1) {
         HR_TRY(hr_carry_reduce_host(lane, own_sum(lane)));
     }
-    struct hr_buffer *out = &leader->links[0].out;
-    size_t mark;
-    HR_TRY(hr_frame_begin(out, &mark));
-    HR_TRY(hr_wire_put_data(out, HR_WIRE_AHEAD, carry->id, leader->log_bytes, own_sum(lane), carry->bytes));
-    hr_frame_end(out, mark);
+    HR_TRY(hr_carry_put(lane, HR_WIRE_AHEAD, own_sum(lane), &leader->links[0].out));
     leader->ahead =
         (struct hr_ahead){.id = carry->id, .bytes = carry->bytes, .last_end = leader->log_bytes + 1};
     return 1;
@@ -103,6 +95,14 @@ int hr_ahead_recall(struct hr_lane *lane) {
 static void end_ahead(struct hr_lane *lane) {
     lane->leader.ahead.id = 0;
     lane->leader.ahead.is_recalled = 0;
+}
+
+int hr_ahead_take_back(struct hr_lane *lane, const struct hr_wire_message *release) {
+    if (!hr_ahead_is_out(lane) || release->at != lane->leader.log_bytes) {
+        return HORO_ERR_INTERNAL;
+    }
+    end_ahead(lane);
+    return HORO_OK;
 }
 
 int hr_ahead_match_data(struct hr_lane *lane, const struct hr_wire_message *message) {
@@ -158,7 +158,7 @@ int hr_ahead_release(struct hr_lane *lane) {
     return put_position(lane, HR_WIRE_RELEASE);
 }
 
-static int keep(struct hr_lane *lane, const struct hr_wire_message *message) {
+int hr_ahead_keep(struct hr_lane *lane, const struct hr_wire_message *message) {
     struct hr_leader *leader = &lane->leader;
     if (lane->team->host_count != 2 || leader->log_closed || leader->ahead.id != 0 ||
         message->at != leader->log_bytes) {
@@ -175,19 +175,6 @@ static int keep(struct hr_lane *lane, const struct hr_wire_message *message) {
     return hr_agree_is_reported(&leader->agree) ? hr_ahead_release(lane) : HORO_OK;
 }
 
-int hr_ahead_receive(struct hr_lane *lane, const struct hr_wire_message *message) {
-    if (message->type == HR_WIRE_RELEASE) {
-        if (!hr_ahead_is_out(lane) || message->at != lane->leader.log_bytes) {
-            return HORO_ERR_INTERNAL;
-        }
-        end_ahead(lane);
-        return HORO_OK;
-    }
-    if (lane->is_root) {
-        return HORO_ERR_INTERNAL;
-    }
-    if (message->type == HR_WIRE_AHEAD) {
-        return keep(lane, message);
-    }
-    return message->at <= lane->leader.log_bytes ? hr_ahead_release(lane) : HORO_ERR_INTERNAL;
+int hr_ahead_give_back(struct hr_lane *lane, const struct hr_wire_message *recall) {
+    return recall->at <= lane->leader.log_bytes ? hr_ahead_release(lane) : HORO_ERR_INTERNAL;
 }

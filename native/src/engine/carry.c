@@ -134,17 +134,21 @@ static int reduce_all(struct hr_lane *lane) {
     return hr_carry_reduce(lane, 1 + children, lane->is_root, carry->data);
 }
 
+int hr_carry_put(const struct hr_lane *lane, enum hr_wire_type type, const uint8_t *data, struct hr_buffer *out) {
+    const struct hr_carry *carry = &lane->leader.carry;
+    size_t mark;
+    HR_TRY(hr_frame_begin(out, &mark));
+    HR_TRY(hr_wire_put_data(out, type, carry->id, lane->leader.log_bytes, data, carry->bytes));
+    hr_frame_end(out, mark);
+    return HORO_OK;
+}
+
 int hr_carry_write(struct hr_lane *lane, struct hr_buffer *out) {
     struct hr_carry *carry = &lane->leader.carry;
     HR_TRY(reduce_all(lane));
     hr_agree_take_lone(&lane->leader.agree);
     carry->is_sent = !lane->is_root;
-    size_t mark;
-    HR_TRY(hr_frame_begin(out, &mark));
-    HR_TRY(hr_wire_put_data(out, lane->is_root ? HR_WIRE_RESULT : HR_WIRE_DATA, carry->id, lane->leader.log_bytes,
-                            carry->data, carry->bytes));
-    hr_frame_end(out, mark);
-    return HORO_OK;
+    return hr_carry_put(lane, lane->is_root ? HR_WIRE_RESULT : HR_WIRE_DATA, carry->data, out);
 }
 
 void hr_carry_clear(struct hr_lane *lane) {

@@ -69,17 +69,18 @@ static int handle_message(struct hr_lane *lane, int link_index, const struct hr_
     if (message->type == HR_WIRE_ASK) {
         return from_parent ? hr_leader_pass_question(lane, message->rank) : HORO_ERR_INTERNAL;
     }
-    if (message->type == (from_parent ? HR_WIRE_RECALL : HR_WIRE_RELEASE) ||
-        (from_parent && message->type == HR_WIRE_AHEAD)) {
-        return hr_ahead_receive(lane, message);
-    }
     if (message->type == HR_WIRE_QUERY) {
         return from_parent ? hr_leader_ask_blocked(lane, message->question) : HORO_ERR_INTERNAL;
+    }
+    if (message->type == HR_WIRE_RELEASE) {
+        return from_parent ? HORO_ERR_INTERNAL : hr_ahead_take_back(lane, message);
     }
     if (!from_parent) {
         return hr_leader_announce(lane, member, message, hr_now_ns());
     }
     switch (message->type) {
+    case HR_WIRE_AHEAD: return hr_ahead_keep(lane, message);
+    case HR_WIRE_RECALL: return hr_ahead_give_back(lane, message);
     case HR_WIRE_BATCH:
     case HR_WIRE_RESULT:
     case HR_WIRE_FAIL:

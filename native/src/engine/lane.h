@@ -246,6 +246,8 @@ int hr_carry_reduce_host(struct hr_lane *lane, uint8_t *packed);
  * or a status.
  */
 int hr_carry_reduce(struct hr_lane *lane, int count, int is_root, uint8_t *packed);
+/* Appends DATA, RESULT or AHEAD with this data, for the next place in the log, framed. HORO_OK or a status. */
+int hr_carry_put(const struct hr_lane *lane, enum hr_wire_type type, const uint8_t *data, struct hr_buffer *out);
 void hr_carry_fini(struct hr_lane *lane);
 
 /* ---- ahead.c: two hosts make the record of a small allreduce alike ---- */
@@ -266,8 +268,10 @@ int hr_ahead_match_data(struct hr_lane *lane, const struct hr_wire_message *mess
 int hr_ahead_match_kept(struct hr_lane *lane);
 /* The other host: gives AHEAD back before it announces something else. HORO_OK or a status. */
 int hr_ahead_release(struct hr_lane *lane);
-/* AHEAD or RECALL from the root, RELEASE from the other host. HORO_OK or a status. */
-int hr_ahead_receive(struct hr_lane *lane, const struct hr_wire_message *message);
+/* AHEAD and RECALL from the root, RELEASE from the other host. HORO_OK or a status. */
+int hr_ahead_keep(struct hr_lane *lane, const struct hr_wire_message *message);
+int hr_ahead_give_back(struct hr_lane *lane, const struct hr_wire_message *recall);
+int hr_ahead_take_back(struct hr_lane *lane, const struct hr_wire_message *release);
 
 /* ---- blocked.c ---- */
 

@@ -218,14 +218,16 @@ static int may_collect(const struct hr_lane *lane) {
 /* What goes to the parent. */
 static int report(struct hr_lane *lane) {
     struct hr_buffer *out = &lane->leader.links[0].out;
-    const struct hr_ahead *ahead = &lane->leader.ahead;
-    if (hr_carry_is_all(lane) && (ahead->id == 0 || ahead->id == lane->leader.carry.id)) {
-        HR_TRY(hr_carry_write(lane, out));
-        return hr_ahead_match_kept(lane);
-    }
     uint32_t frames = 0;
-    HR_TRY(hr_ahead_release(lane));
-    return hr_carry_is_all(lane) ? hr_carry_write(lane, out) : hr_agree_collect(&lane->leader.agree, out, &frames);
+    const int is_carried = hr_carry_is_all(lane);
+    if (!is_carried || lane->leader.ahead.id != lane->leader.carry.id) {
+        HR_TRY(hr_ahead_release(lane));
+    }
+    if (!is_carried) {
+        return hr_agree_collect(&lane->leader.agree, out, &frames);
+    }
+    HR_TRY(hr_carry_write(lane, out));
+    return hr_ahead_match_kept(lane);
 }
 
 int hr_leader_collect(struct hr_lane *lane) {
