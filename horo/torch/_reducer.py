@@ -150,13 +150,13 @@ class GradientReducer(Exchange):
         self.progress.begin()
         self._due = self._active()
         self.name_gradients()
-        fresh = list(self.slots.values())[self._checked :]
-        if fresh:
+        has_unchecked = self._checked < len(self.slots)
+        if has_unchecked:
             refuse_ddp(self._due)
         last = self._submit_rest(self._due)
         optimizer = self._optimizer()
-        if fresh and self._due and optimizer is not None and _state.size() > 1:
-            self._check = FirstCheck(self.label, fresh, optimizer)
+        if has_unchecked and self._due and optimizer is not None and _state.size() > 1:
+            self._check = FirstCheck(self.label, list(self.slots.values())[self._checked :], optimizer)
             last = self._check.request
         self._checked = len(self.slots)
         self.progress.reductions += 1
