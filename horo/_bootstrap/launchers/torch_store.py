@@ -31,7 +31,7 @@ _FAILURES = (RuntimeError, TimeoutError)
 
 
 class TorchStore:
-    """``store_interface.Store`` over an object with the methods of ``torch.distributed.Store``."""
+    """``protocol.Store`` over an object with the methods of ``torch.distributed.Store``."""
 
     def __init__(self, store: Any, where: str) -> None:
         self._store = store
