@@ -33,8 +33,8 @@ submit = {"allreduce": lambda t, n: hvd.allreduce(t, name=n), "async": lambda t,
           "allgather": lambda t, n: hvd.allgather_async(t, name=n)}[sys.argv[1]]
 for trial in range(int(sys.argv[2])):
     try:
-        signal.setitimer(signal.ITIMER_REAL, random.uniform(2e-5, 3e-4))
         i = 0
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(2e-5, 3e-4))
         while True:
             submit(torch.ones(8), f"t{trial}.{i}")
             i += 1
