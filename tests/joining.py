@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TypeVar
 
 from horo._bootstrap.job import Connection, connect
@@ -14,7 +13,7 @@ from horo._bootstrap.launchers.launch import detect_launch
 from horo._bootstrap.store.server import StoreServer
 from horo._config import read_config
 
-__all__ = ["SECRET", "environments", "join_all", "open_descriptors", "run_threads", "serving", "wait_until"]
+__all__ = ["SECRET", "environments", "join_all", "run_threads", "serving", "wait_until"]
 
 SECRET = bytes(range(32))
 
@@ -78,8 +77,3 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
         if time.monotonic() > deadline:
             raise AssertionError("did not happen in time")
         time.sleep(0.005)
-
-
-def open_descriptors() -> int:
-    """How many descriptors this process has open."""
-    return len(list(Path("/proc/self/fd").iterdir()))

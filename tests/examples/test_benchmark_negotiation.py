@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from descriptors import open_descriptors
 from example_runs import ROOT, start
 
 FOLDER = ROOT / "benchmarks"
@@ -85,15 +86,11 @@ def test_the_relay_counts_the_longest_chain() -> None:
     assert not relay.is_alive()
 
 
-def open_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
 def test_a_layout_opens_as_many_descriptors_as_it_says() -> None:
     layout = Layout(3, 4)
-    before = open_files()
+    before = open_descriptors()
     with negotiation.World(layout, relayed=True):
-        opened = open_files() - before
+        opened = len(open_descriptors() - before)
     assert layout.ranks < opened <= layout.descriptors - negotiation.DESCRIPTORS_ASIDE
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 import socket
@@ -14,8 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from descriptors import open_descriptors
 from fabric import close_setup
-from joining import SECRET, environments, join_all, open_descriptors, run_threads, serving, wait_until
+from joining import SECRET, environments, join_all, run_threads, serving, wait_until
 from wiring import check_wiring
 
 from horo._bootstrap import job as job_module
@@ -75,7 +75,7 @@ def test_ranks_that_share_a_label_share_memory_and_the_others_are_linked(host_of
     assert connections[0].setup.host_name_of_rank == [f"name{rank}" for rank in range(len(host_of_rank))]
     check_wiring([connection.setup for connection in connections])
     close_connections(connections)
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 @pytest.mark.parametrize("sockets", [2, 8])
@@ -89,7 +89,7 @@ def test_ranks_may_have_several_streams_for_data(sockets: int) -> None:
     assert {connection.setup.sockets_per_peer for connection in connections} == {sockets}
     check_wiring([connection.setup for connection in connections])
     close_connections(connections)
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 def test_two_lists_of_ranks_are_two_jobs_side_by_side_in_one_store(server: StoreServer) -> None:
@@ -181,7 +181,7 @@ def test_lone_process_needs_no_store_and_leaves_nothing() -> None:
     check_wiring([connection.setup])
     assert (connection.place, connection.is_homogeneous, connection.setup.spin_us) == (Place(0, 1, 0, 1), True, 5)
     close_connections([connection])
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 # --- sharing memory can fail
@@ -261,7 +261,7 @@ def test_wrong_number_of_descriptors_is_refused_without_a_leak(sent: int) -> Non
     with pytest.raises(ResourceError, match="3 descriptors were expected"):
         arena_module.receive_descriptors(far, 3)
     far.close()
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 def test_descriptors_cut_short_are_an_error_without_a_leak() -> None:
@@ -274,7 +274,7 @@ def test_descriptors_cut_short_are_an_error_without_a_leak() -> None:
     with pytest.raises(ResourceError, match="only 250 of 300"):
         arena_module.receive_descriptors(far, 300)
     far.close()
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 # --- ranks that do not come, differ or fail
@@ -294,7 +294,6 @@ def test_rank_that_does_not_come_is_named_to_all(server: StoreServer) -> None:
     assert all("rank 1, rank 3 have not called horo.torch.init() within 0.5 s" in str(error) for error in errors)
     assert any(isinstance(error, TimeoutError) for error in errors)
     del errors
-    gc.collect()
     wait_until(lambda: open_descriptors() <= before)
 
 
@@ -382,7 +381,6 @@ def test_failure_of_one_rank_ends_the_wait_of_the_others_with_its_reason(
         assert isinstance(error, AbortedError)
         assert "rank 0 (name0): HORO_NETWORK_INTERFACES='no-such-interface' matches no interface" in str(error)
     del errors
-    gc.collect()
     wait_until(lambda: open_descriptors() <= before)
 
 
@@ -572,7 +570,7 @@ def test_failed_context_closes_what_it_was_given(monkeypatch: pytest.MonkeyPatch
     before = open_descriptors()
     with pytest.raises(ResourceError, match="no memory"):
         start({})
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 def test_forked_child_is_told_and_its_exit_leaves_the_parent_alone() -> None:

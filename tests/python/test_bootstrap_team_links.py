@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -10,10 +9,11 @@ from itertools import accumulate
 
 import numpy as np
 import pytest
+from descriptors import open_descriptors
 from fabric import close_setup
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from joining import SECRET, environments, join_all, open_descriptors, run_threads, serving, wait_until
+from joining import SECRET, environments, join_all, run_threads, serving, wait_until
 from wiring import check_links
 
 from horo._bootstrap.auth.handshake import Purpose
@@ -114,7 +114,6 @@ def tight() -> Iterator[None]:
     """Nothing is left open."""
     before, threads = open_descriptors(), threading.active_count()
     yield
-    gc.collect()
     wait_until(lambda: open_descriptors() <= before and threading.active_count() <= threads)
 
 
