@@ -7,10 +7,11 @@ import mmap
 import os
 import socket
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +24,7 @@ from horo import _core
 from horo._core import Context, Tensor
 from horo._core_setup import Setup
 
-__all__ = ["Group", "Rank", "run_ranks", "sockets_of", "wait_for"]
+__all__ = ["Group", "Rank", "recorded_stderr", "run_ranks", "sockets_of", "wait_for"]
 
 T = TypeVar("T")
 
@@ -286,6 +287,23 @@ def _descriptors_of(sockets: Collection[str]) -> set[int]:
             if str(entry.readlink()) in sockets:
                 found.add(int(entry.name))
     return found
+
+
+@contextmanager
+def recorded_stderr() -> Iterator[Callable[[], str]]:
+    """Gives a function that returns what has gone to file descriptor 2 so far; at the end that goes where it belongs.
+
+    It may be called while others write: ``capfd.readouterr()`` loses what comes while it empties its file.
+    """
+    kept = os.dup(2)
+    with tempfile.NamedTemporaryFile("ab") as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield lambda: Path(file.name).read_text("utf-8", "replace")
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+            sys.stderr.write(Path(file.name).read_text("utf-8", "replace"))
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = 20) -> None:

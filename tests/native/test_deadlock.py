@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from ranks import Group, Rank, run_ranks, wait_for
+from ranks import Group, Rank, recorded_stderr, run_ranks, wait_for
 from test_teams import Links
 
 from horo import _core
@@ -114,14 +114,9 @@ def test_a_rank_whose_request_is_not_waited_for_is_waited_for(watch: Watch) -> N
 
 
 @pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
-def test_a_thread_that_may_still_submit_makes_it_a_warning(hosts: list[int], capfd: pytest.CaptureFixture[str]) -> None:
-    text = ""
-
+def test_a_thread_that_may_still_submit_makes_it_a_warning(hosts: list[int]) -> None:
     def reported() -> bool:
-        nonlocal text
-        threading.Event().wait(0.25)  # seldom: readouterr() loses what comes while it empties its file
-        text += capfd.readouterr().err
-        return "all ranks wait and nothing can finish" in text
+        return "all ranks wait and nothing can finish" in written()
 
     def body(rank: Rank) -> None:
         if rank.rank == 1:
@@ -145,25 +140,20 @@ def test_a_thread_that_may_still_submit_makes_it_a_warning(hosts: list[int], cap
         thread.join()
         waiter.join()
 
-    run_ranks(body, hosts, stall_warning_ms=1000)
+    with recorded_stderr() as written:
+        run_ranks(body, hosts, stall_warning_ms=1000)
+        text = written()
     said = r"rank 0 waits for 'a' .*, rank 1 for 'b' .*; only thread 'Later' of rank 0 may still submit"
     assert re.search(said, text)
 
 
 @pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
-def test_ranks_that_only_poll_are_named_by_the_check_for_stalls(
-    hosts: list[int], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_that_only_poll_are_named_by_the_check_for_stalls(hosts: list[int]) -> None:
     """What a thread does between two polls, nobody can know: it may submit what is missing, as it does here."""
-    text = ""
-    lock = threading.Lock()
 
     def is_named() -> bool:
-        nonlocal text
-        with lock:
-            threading.Event().wait(0.25)  # seldom: readouterr() loses what comes while it empties its file
-            text += capfd.readouterr().err
-            return "waiting for" in text and "'a'" in text
+        text = written()
+        return "waiting for" in text and "'a'" in text
 
     def body(rank: Rank) -> None:
         first, second = ("a", "b") if rank.rank == 0 else ("b", "a")
@@ -172,7 +162,9 @@ def test_ranks_that_only_poll_are_named_by_the_check_for_stalls(
         rank.barrier(second)
         rank.finish(handle)
 
-    run_ranks(body, hosts, stall_warning_ms=500)
+    with recorded_stderr() as written:
+        run_ranks(body, hosts, stall_warning_ms=500)
+        text = written()
     assert "nothing can finish" not in text
 
 

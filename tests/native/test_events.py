@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from ranks import Group, Rank, run_ranks, wait_for
+from ranks import Group, Rank, recorded_stderr, run_ranks, wait_for
 
 from horo._core import Event
 from horo.errors import AbortedError, MismatchError, PeerLostError, StalledError, UsageError
@@ -110,22 +110,13 @@ def test_many_threads_submit_while_another_reads() -> None:
 
 
 @EVERYWHERE
-def test_a_stall_shows_what_each_rank_did_last(hosts: list[int], capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_stall_shows_what_each_rank_did_last(hosts: list[int]) -> None:
     seen = threading.Barrier(sum(hosts))
-    text = ""
 
     def body(rank: Rank) -> None:
-        nonlocal text
         rank.allreduce(np.ones(1000, np.float32), "done")
         if rank.rank == 1:
-
-            def shown() -> bool:
-                nonlocal text
-                threading.Event().wait(0.25)  # seldom: readouterr() loses what comes while it empties its file
-                text += capfd.readouterr().err
-                return 0 in blocks(text)
-
-            wait_for(shown)
+            wait_for(lambda: 0 in blocks(written()))
         else:
             handle = rank.submit("allreduce", "late", [np.ones(1000, np.float32)], reduce_op=1)
         seen.wait(20)
@@ -134,28 +125,22 @@ def test_a_stall_shows_what_each_rank_did_last(hosts: list[int], capfd: pytest.C
         else:
             rank.finish(handle)
 
-    run_ranks(body, hosts, stall_warning_ms=200)
+    with recorded_stderr() as written:
+        run_ranks(body, hosts, stall_warning_ms=200)
+        text = written()
     assert blocks(text)[0][-2:] == ["finished   allreduce 'done', 3.9 KiB", "submitted  allreduce 'late', 3.9 KiB"]
     assert text.count(f"horo [0] warning: {HEADING}") == 1, text
 
 
-def test_events_that_have_been_shown_are_not_shown_again(capfd: pytest.CaptureFixture[str]) -> None:
-    text = ""
-
+def test_events_that_have_been_shown_are_not_shown_again() -> None:
     def body(rank: Rank) -> None:
-        nonlocal text
         if rank.rank == 1:
-
-            def reported() -> bool:
-                nonlocal text
-                threading.Event().wait(0.25)  # seldom: readouterr() loses what comes while it empties its file
-                text += capfd.readouterr().err
-                return text.count("waiting for") > 2
-
-            wait_for(reported)
+            wait_for(lambda: written().count("waiting for") > 2)
         rank.allreduce(np.ones(3), "late")
 
-    run_ranks(body, [2], stall_warning_ms=100)
+    with recorded_stderr() as written:
+        run_ranks(body, [2], stall_warning_ms=100)
+        text = written()
     assert text.count(f"horo [0] warning: {HEADING}") == 1, text
 
 

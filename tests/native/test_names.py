@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ranks import Rank, run_ranks, wait_for
+from ranks import Rank, recorded_stderr, run_ranks, wait_for
 
 
 @pytest.mark.parametrize("hosts", [[2], [2, 1]], ids=str)
@@ -47,22 +47,16 @@ def test_as_many_names_are_cached_as_the_capacity_says(hosts: list[int]) -> None
     run_ranks(body, hosts, cache_capacity=5000)
 
 
-def test_a_rank_that_is_late_is_named_also_after_more_names_than_it_can_show(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_is_late_is_named_also_after_more_names_than_it_can_show() -> None:
     """The leader is late itself and parked, so rank 1 must tell by what the others show."""
-    text = ""
 
     def body(rank: Rank) -> None:
         handles = [rank.submit("barrier", f"n{i}", []) for i in range(6000)]
         for handle in handles:
             rank.finish(handle)
         if rank.rank == 0:
-
-            def reported() -> bool:
-                nonlocal text
-                text += capfd.readouterr().err
-                return "rank 0 (host0) has not submitted 'late'" in text
-
-            wait_for(reported)
+            wait_for(lambda: "rank 0 (host0) has not submitted 'late'" in written())
         rank.barrier("late")
 
-    run_ranks(body, [3], stall_warning_ms=2000)
+    with recorded_stderr() as written:
+        run_ranks(body, [3], stall_warning_ms=2000)

@@ -7,30 +7,24 @@ import threading
 
 import numpy as np
 import pytest
-from ranks import Rank, run_ranks, wait_for
+from ranks import Rank, recorded_stderr, run_ranks, wait_for
 
 from horo.errors import StalledError
 
 
 @pytest.mark.parametrize("hosts", [[3], [1, 2]], ids=str)
-def test_a_stall_is_reported_with_rank_and_tensor(hosts: list[int], capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_stall_is_reported_with_rank_and_tensor(hosts: list[int]) -> None:
     seen = threading.Event()
-    text = ""
 
     def body(rank: Rank) -> None:
-        nonlocal text
         if rank.rank == 2:
-
-            def reported() -> bool:
-                nonlocal text
-                text += capfd.readouterr().err
-                return re.search(r"rank 2 \(host\d\) has not submitted 'late'", text) is not None
-
-            wait_for(reported)
+            wait_for(lambda: re.search(r"rank 2 \(host\d\) has not submitted 'late'", written()) is not None)
             seen.set()
         rank.allreduce(np.ones(3), "late")
 
-    run_ranks(body, hosts, stall_warning_ms=100)
+    with recorded_stderr() as written:
+        run_ranks(body, hosts, stall_warning_ms=100)
+        text = written()
     assert seen.is_set()
     assert re.search(r"rank.* 1\b.*has not submitted", text) is None, text
 
@@ -62,16 +56,12 @@ def test_a_stall_ends_the_job_if_so_configured() -> None:
     ],
     ids=str,
 )
-def test_a_stall_report_says_of_each_rank_what_it_has_submitted(
-    hosts: list[int], lines: list[str], capfd: pytest.CaptureFixture[str]
-) -> None:
-    text, lock, seen = "", threading.Lock(), threading.Event()
+def test_a_stall_report_says_of_each_rank_what_it_has_submitted(hosts: list[int], lines: list[str]) -> None:
+    seen = threading.Event()
 
     def reported() -> bool:
-        nonlocal text
-        with lock:
-            text += capfd.readouterr().err
-        return all(any(line == each.strip() for each in text.splitlines()) for line in lines)
+        shown = [each.strip() for each in written().splitlines()]
+        return all(line in shown for line in lines)
 
     def body(rank: Rank) -> None:
         own, other = ("y", "x") if rank.rank == 1 else ("x", "y")
@@ -83,4 +73,5 @@ def test_a_stall_report_says_of_each_rank_what_it_has_submitted(
         rank.barrier(other)
         rank.finish(handle)
 
-    run_ranks(body, hosts, stall_warning_ms=300)
+    with recorded_stderr() as written:
+        run_ranks(body, hosts, stall_warning_ms=300)

@@ -9,8 +9,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-import pytest
-from ranks import Group, Rank, wait_for
+from ranks import Group, Rank, recorded_stderr, wait_for
 from test_teams import Links
 
 FOLDER = Path(__file__).resolve().parent
@@ -101,15 +100,13 @@ def test_a_rank_that_led_a_team_between_hosts_parks_again_once_it_is_gone() -> N
     assert wakes[1] == wakes[3] == 0, wakes
 
 
-def test_each_team_has_its_stall_reports(capfd: pytest.CaptureFixture[str]) -> None:
+def test_each_team_has_its_stall_reports() -> None:
     """Under one name, on one host: a report of one team does not stand for another's."""
 
-    seen, said = threading.Event(), ""
+    seen = threading.Event()
 
     def reported() -> bool:
-        nonlocal said
-        said += capfd.readouterr().err
-        return all(f"rank {late} (host0) has not submitted 'same'" in said for late in (1, 3))
+        return all(f"rank {late} (host0) has not submitted 'same'" in written() for late in (1, 3))
 
     def body(rank: Rank) -> None:
         sets = [[0, 1], [2, 3]]
@@ -121,8 +118,9 @@ def test_each_team_has_its_stall_reports(capfd: pytest.CaptureFixture[str]) -> N
             assert seen.wait(20)
         rank.barrier("same", team=teams[rank.rank // 2])
 
-    with Group([4], stall_warning_ms=300) as group:
+    with Group([4], stall_warning_ms=300) as group, recorded_stderr() as written:
         group.run(body)
+        said = written()
     assert "waiting in team 1 for" in said
     assert "waiting in team 2 for" in said
 
