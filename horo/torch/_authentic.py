@@ -2,30 +2,56 @@
 
 To unpickle is to run code. Links between hosts are authenticated when they are made, but carry no MAC afterwards: a
 process between two hosts that can change packets could change an object. So objects carry HMAC-SHA256 under a key that
-is derived from the job's secret, over the start of the job, the operation and its name, how many objects have had that
-name before, the rank that sends, and the bytes.
+is derived from the job's secret, over the operation, its name, what all ranks have said at the begin of the call, the
+rank that sends, and the bytes. Each rank says a fresh nonce: what was sealed in another call fits no key of this one,
+and no rank has to count calls.
 """
 
 from __future__ import annotations
 
 import hmac
+import secrets
+import struct
 
 from horo.errors import MismatchError
-from horo.torch._state import Session
 
-__all__ = ["ObjectKey"]
+__all__ = ["ObjectKey", "make_greeting"]
 
 _MAC_BYTES = 32
+_GREETING = struct.Struct("!16sQ")
+
+
+def make_greeting(payload_bytes: int) -> bytes:
+    """What a rank says at the begin of a call: a fresh nonce, and how many bytes it will seal."""
+    return _GREETING.pack(secrets.token_bytes(16), payload_bytes)
 
 
 class ObjectKey:
-    """Seals and opens what ranks send in one call; each rank makes one per call, in the same order for each name."""
+    """Seals and opens what ranks send in one call.
 
-    def __init__(self, session: Session, what: str, name: str | None) -> None:
-        directory = session.job.directory
-        call = f"horo object\0{directory.epoch}\0{what}\0{session.object_number(what, name)}\0{name or ''}"
+    Args:
+        secret: The job's.
+        what: The operation.
+        name: The user's name of the call; None: an automatic one.
+        rank: Of this process.
+        greeting: What this rank has said.
+        greetings: What came as the greetings of all ranks, in rank order.
+    """
+
+    def __init__(
+        self, secret: bytes, what: str, name: str | None, *, rank: int, greeting: bytes, greetings: bytes
+    ) -> None:
+        place = rank * _GREETING.size
+        # Not what came back as this rank's greeting: the nonce of an earlier call could have been put in its place.
+        self._greetings = greetings[:place] + greeting + greetings[place + _GREETING.size :]
         self._what = what
-        self._key = hmac.digest(directory.secret, call.encode(), "sha256")
+        call = what if name is None else f"{what}.{name}"
+        self._key = hmac.digest(secret, b"horo object\0" + call.encode() + b"\0" + self._greetings, "sha256")
+
+    def sealed_bytes(self, rank: int) -> int:
+        """How many bytes ``rank`` will send."""
+        _, payload_bytes = _GREETING.unpack_from(self._greetings, rank * _GREETING.size)
+        return _MAC_BYTES + int(payload_bytes)
 
     def seal(self, rank: int, data: bytes) -> bytes:
         """The bytes that ``rank`` sends for ``data``."""
@@ -40,9 +66,8 @@ class ObjectKey:
         data = sealed[_MAC_BYTES:]
         if len(data) == 0 or not hmac.compare_digest(sealed[:_MAC_BYTES], self._mac(rank, data)):
             raise MismatchError(
-                f"{self._what}: what came as the object of rank {rank} was not sent by it for this call. Either it was "
-                "changed on the way, or an earlier call of this name came about on some ranks only (then use another "
-                "name); it was not unpickled"
+                f"{self._what}: what came as the object of rank {rank} was not sent by it for this call: it was "
+                "changed on the way, or stems from another call; it was not unpickled"
             )
         return data
 

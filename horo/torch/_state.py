@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from horo.errors import AbortedError, NotInitializedError, UnsupportedError, UsageError
@@ -69,6 +70,7 @@ class Session:
         self.ended = False
         """No call may enter any more: the session is closed, or this is a forked child."""
         self._names: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+        self._orders: defaultdict[str, threading.RLock] = defaultdict(threading.RLock)
         self._forked = False
 
     def name(self, kind: str, name: str | None) -> str:
@@ -83,9 +85,15 @@ class Session:
             raise UsageError(f"{kind}: name must be a string without NUL characters, not {name!r}")
         return f"{kind}.{name}"
 
-    def object_number(self, kind: str, name: str | None) -> int:
-        """How many objects have travelled under this name before."""
-        return next(self._names[f"{kind} object {name}"])
+    def in_order(self, kind: str, name: str | None) -> AbstractContextManager[object]:
+        """Held by a call that does several operations: those of other threads with automatic names come after it.
+
+        Raises:
+            UsageError, AbortedError: As ``raise_ended``.
+        """
+        if self.ended:  # in a forked child, nobody may be left to release the lock
+            self.raise_ended(kind)
+        return self._orders[kind] if name is None else nullcontext()
 
     def gradient_kind(self, name: str) -> str:
         """The kind of operation for the gradient of a parameter: each call gives one for another optimizer.

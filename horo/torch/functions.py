@@ -11,7 +11,7 @@ import torch
 
 from horo.errors import HoroError, MismatchError, UsageError
 from horo.torch import _state
-from horo.torch._authentic import ObjectKey
+from horo.torch._authentic import ObjectKey, make_greeting
 from horo.torch._bytes import bytes_of, tensor_of
 from horo.torch._requests import check_root, run_allreduce, run_broadcast, start_allgather, start_broadcast
 from horo.torch._staging import Spec, check_tensor
@@ -137,9 +137,10 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     check_process_set(process_set)
     what = "allgather_object"
     failure, payload = _pickle(lambda: obj)
-    key = ObjectKey(_state.current(), what, name)
-    sealed = key.seal(_state.rank(), _flag(failure) + payload)
-    gathered = start_allgather([tensor_of(sealed)], what, name, sync=True).wait()[0]
+    with _state.current().in_order(what, name):
+        key = _greet(what, name, 0)
+        sealed = key.seal(_state.rank(), _flag(failure) + payload)
+        gathered = start_allgather([tensor_of(sealed)], what, name, sync=True).wait()[0]
     if failure is not None:
         raise failure
     parts = [key.open(rank, bytes_of(part)) for rank, part in enumerate(gathered.tensor.split(gathered.rows))]
@@ -236,25 +237,31 @@ def _share(produce: Callable[[], Any], root_rank: int, what: str, name: str | No
             return result
 
         failure, payload = _pickle(keep)
-    key = ObjectKey(_state.current(), what, name)
-    sealed = key.seal(root_rank, _flag(failure) + payload) if is_root else b""
-    header = torch.tensor([len(sealed)], dtype=torch.int64)
-    _broadcast_bytes(header, root_rank, what, name, "size")
-    data = tensor_of(sealed) if is_root else torch.empty(int(header.item()), dtype=torch.uint8)
-    _broadcast_bytes(data, root_rank, what, name, "data")
+    payload = _flag(failure) + payload if is_root else b""
+    with _state.current().in_order(what, name):
+        key = _greet(what, name, len(payload))
+        sealed = tensor_of(key.seal(root_rank, payload)) if is_root else None
+        if sealed is None:
+            sealed = torch.empty(key.sealed_bytes(root_rank), dtype=torch.uint8)
+        run_broadcast([sealed], root_rank, what, name, in_place=True)
     if failure is not None:
         raise failure
     if is_root:
         return result
-    received = key.open(root_rank, bytes_of(data))
+    received = key.open(root_rank, bytes_of(sealed))
     if received[0]:
         raise UsageError(f"{what}: rank {root_rank} could not send its object: {bytes(received[1:]).decode()}")
     return cloudpickle.loads(received[1:])
 
 
-def _broadcast_bytes(tensor: torch.Tensor, root_rank: int, what: str, name: str | None, part: str) -> None:
-    full = None if name is None else f"{name}.{part}"
-    run_broadcast([tensor], root_rank, what, full, in_place=True)
+def _greet(what: str, name: str | None, payload_bytes: int) -> ObjectKey:
+    """The key of a call, for which all ranks greet each other."""
+    job = _state.current().job
+    greeting = make_greeting(payload_bytes)
+    part = None if name is None else f"{name}.greeting"
+    came = start_allgather([tensor_of(greeting)], what, part, sync=True).wait()[0].tensor
+    greetings = bytes(bytes_of(came))
+    return ObjectKey(job.directory.secret, what, name, rank=job.rank, greeting=greeting, greetings=greetings)
 
 
 def _pickle(produce: Callable[[], Any]) -> tuple[Exception | None, bytes]:

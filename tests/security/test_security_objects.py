@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rank_pool import RankPool
@@ -30,8 +31,13 @@ class Evil:
         return os.mkdir, (self.path,)
 
 
-@pytest.mark.parametrize("operation", ["broadcast", "allgather"])
-@pytest.mark.parametrize("attack", ["replaced", "without-mac", "replayed", "of-another-rank"])
+OPERATIONS = ["broadcast", "allgather"]
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize(
+    "attack", ["replaced", "without-mac", "replayed", "replayed-with-greetings", "of-another-rank"]
+)
 def test_a_changed_object_is_not_unpickled(ranks2: RankPool, tmp_path: Path, operation: str, attack: str) -> None:
     """What rank 0 has pickled is replaced behind its seal, as by somebody on the link."""
     ran = str(tmp_path / "ran")
@@ -41,14 +47,25 @@ def test_a_changed_object_is_not_unpickled(ranks2: RankPool, tmp_path: Path, ope
 
         from horo.torch import _authentic  # noqa: PLC0415
 
-        real = _authentic.ObjectKey.seal
+        real, real_init = _authentic.ObjectKey.seal, _authentic.ObjectKey.__init__
         evil = b"\0" + cloudpickle.dumps(Evil(ran))
+        seals: list[bytes] = []
         earlier: list[bytes] = []
+        objects = [(rank, bytes(1000)) for rank in range(2)]  # longer than the evil one
+        whole = objects[0] if operation == "broadcast" else objects
 
         def run() -> object:
             if operation == "broadcast":
-                return hvd.broadcast_object(hvd.rank(), root_rank=0, name="x")
-            return hvd.allgather_object(hvd.rank(), name="x")
+                return hvd.broadcast_object(objects[hvd.rank()], root_rank=0, name="x")
+            return hvd.allgather_object(objects[hvd.rank()], name="x")
+
+        def note(self: _authentic.ObjectKey, rank: int, data: bytes) -> bytes:
+            seals.append(real(self, rank, data))
+            return seals[-1]
+
+        def note_greetings(self: _authentic.ObjectKey, *arguments: Any, greetings: bytes, **more: Any) -> None:
+            earlier.append(greetings)
+            real_init(self, *arguments, greetings=greetings, **more)
 
         def tamper(self: _authentic.ObjectKey, rank: int, data: bytes) -> bytes:
             if hvd.rank() != 0:
@@ -56,26 +73,28 @@ def test_a_changed_object_is_not_unpickled(ranks2: RankPool, tmp_path: Path, ope
             return {
                 "replaced": lambda: real(self, rank, data)[:32] + evil,
                 "without-mac": lambda: evil,
-                "replayed": lambda: earlier[0],
+                "replayed": lambda: seals[0],
+                "replayed-with-greetings": lambda: seals[0],
                 "of-another-rank": lambda: real(self, 1 - rank, evil),
-            }[attack]()
+            }[attack]().ljust(32 + len(data), b"\0")
 
-        def note(self: _authentic.ObjectKey, rank: int, data: bytes) -> bytes:
-            earlier.append(real(self, rank, data))
-            return earlier[-1]
+        def tamper_greetings(self: _authentic.ObjectKey, *arguments: Any, greetings: bytes, **more: Any) -> None:
+            if attack == "replayed-with-greetings" and hvd.rank() == 1:
+                greetings = earlier[0]
+            real_init(self, *arguments, greetings=greetings, **more)
 
-        try:
-            _authentic.ObjectKey.seal = note  # type: ignore[method-assign]
-            assert run() == (0 if operation == "broadcast" else [0, 1])
-            _authentic.ObjectKey.seal = tamper  # type: ignore[method-assign]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_authentic.ObjectKey, "seal", note)
+            patch.setattr(_authentic.ObjectKey, "__init__", note_greetings)
+            assert run() == whole
+            patch.setattr(_authentic.ObjectKey, "seal", tamper)
+            patch.setattr(_authentic.ObjectKey, "__init__", tamper_greetings)
             if operation == "broadcast" and hvd.rank() == 0:
-                assert run() == 0
+                assert run() == whole
             else:
                 with pytest.raises(MismatchError, match="the object of rank 0 was not sent by it for this call"):
                     run()
-        finally:
-            _authentic.ObjectKey.seal = real  # type: ignore[method-assign]
-        assert run() == (0 if operation == "broadcast" else [0, 1])
+        assert run() == whole
 
     ranks2.run(check)
     assert not Path(ran).exists()
@@ -86,5 +105,94 @@ def test_objects_without_names_and_of_all_sizes_travel(ranks2: RankPool) -> None
         for size in (0, 1, 31, 1000, 1 << 20):
             assert hvd.broadcast_object(b"x" * size, 1) == b"x" * size
             assert hvd.allgather_object(bytes([hvd.rank()]) * size) == [bytes([rank]) * size for rank in range(2)]
+
+    ranks2.run(check)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_call_that_came_about_on_some_ranks_only_refuses_no_later_one(ranks2: RankPool, operation: str) -> None:
+    """Rank 0 leaves its first call before anything was sent; its second one meets the first one of rank 1."""
+
+    def check() -> None:
+        from horo.torch import _requests  # noqa: PLC0415
+
+        def run(value: int) -> object:
+            if operation == "broadcast":
+                return hvd.broadcast_object(value, root_rank=0, name="left")
+            return hvd.allgather_object(value, name="left")
+
+        if hvd.rank() == 0:
+            patch = pytest.MonkeyPatch()
+
+            def leave(*_: object) -> None:
+                raise KeyboardInterrupt
+
+            with patch.context() as patched:
+                patched.setattr(_requests, "_submit", leave)
+                patched.setattr(_requests, "_execute", leave)
+                with pytest.raises(KeyboardInterrupt):
+                    run(7)
+        for value in (8, 9):
+            assert run(value) == (value if operation == "broadcast" else [value, value])
+
+    ranks2.run(check)
+
+
+def test_calls_without_a_name_and_with_the_name_none_are_not_the_same(ranks2: RankPool) -> None:
+    """Two threads call in another order on each rank."""
+
+    def check() -> None:
+        import threading  # noqa: PLC0415
+        import time  # noqa: PLC0415
+
+        from horo.torch import _state  # noqa: PLC0415
+
+        found: dict[str | None, object] = {}
+
+        def call(name: str | None) -> None:
+            found[name] = hvd.allgather_object((name, hvd.rank()), name=name)
+
+        names: list[str | None] = [None, "None"]
+        threads = [threading.Thread(target=call, args=(name,)) for name in names[:: 1 if hvd.rank() == 0 else -1]]
+        threads[0].start()
+        deadline = time.monotonic() + 60
+        while not _state.current().requests:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        hvd.barrier()
+        threads[1].start()
+        for thread in threads:
+            thread.join(60)
+        assert found == {name: [(name, 0), (name, 1)] for name in names}
+
+    ranks2.run(check)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_threads_may_send_objects_without_names(ranks2: RankPool, operation: str) -> None:
+    """Calls pair in order: which thread gets which object is open, but each object comes once."""
+
+    def check() -> None:
+        import threading  # noqa: PLC0415
+
+        found: list[object] = []
+
+        def call(thread: int) -> None:
+            for number in range(20):
+                value = (hvd.rank(), thread, number)
+                if operation == "broadcast":
+                    found.append(hvd.broadcast_object(value))
+                else:
+                    found.extend(hvd.allgather_object(value))
+
+        threads = [threading.Thread(target=call, args=(number,)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(50)
+        ranks = [0] if operation == "broadcast" else [0, 1]
+        assert sorted(found) == [
+            (rank, thread, number) for rank in ranks for thread in range(3) for number in range(20)
+        ]  # type: ignore[type-var]
 
     ranks2.run(check)
