@@ -64,7 +64,8 @@ def test_all_ranks_are_told_who_waits_for_what(hosts: list[int]) -> None:
     size = sum(hosts)
     place = r"\(ranks\.py:\d+\)"
     early = "rank 0 waits" if size == 2 else rf"ranks 0, 2{'' if size == 3 else f'-{size - 1}'} wait"
-    pattern = rf"{early} for 'early' {place}, rank 1 for 'late' {place}; has a rank fewer batches\?"
+    question = r"has a rank fewer batches, or has it skipped a backward\(\) or step\(\)\?"
+    pattern = rf"{early} for 'early' {place}, rank 1 for 'late' {place}; {question}"
     assert re.fullmatch(pattern, texts[0]), texts[0]
     assert set(texts) == {texts[0]}
 

@@ -13,6 +13,8 @@ import wire_oracle as oracle
 NONE, OPEN, ASK, DEADLOCK = range(4)
 INTERNAL = -60
 
+QUESTION = "has a rank fewer batches, or has it skipped a backward() or step()?"
+
 
 class Judge:
     """``hr_deadlock`` with plain arguments."""
@@ -90,7 +92,7 @@ def test_two_ranks_that_wait_for_one_another_are_a_deadlock(judges: list[Judge])
     assert (judge.due_ns(), judge.verdict()) == (0, (NONE, ""))
     judge.note(blocked(1, "'b' (train.py:13)", [2], question=number), 400)
     assert judge.due_ns() == 200
-    expected = "rank 0 waits for 'a' (train.py:12), rank 1 for 'b' (train.py:13); has a rank fewer batches?"
+    expected = f"rank 0 waits for 'a' (train.py:12), rank 1 for 'b' (train.py:13); {QUESTION}"
     assert judge.verdict() == (DEADLOCK, expected)
     assert judge.due_ns() == 0  # until something changes
 
@@ -167,7 +169,7 @@ def test_a_long_sentence_is_cut_where_it_may_be(native: ModuleType) -> None:
     verdict, text = confirmed(judge, [blocked_as(rank, f"'{'n' * 200}{rank}'", rank, 40) for rank in range(40)])
     judge.close()
     assert verdict == DEADLOCK
-    assert text.endswith(", others for something else; has a rank fewer batches?")
+    assert text.endswith(f", others for something else; {QUESTION}")
 
 
 def test_a_rank_that_there_is_not_is_refused(judges: list[Judge]) -> None:

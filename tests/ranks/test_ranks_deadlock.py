@@ -55,11 +55,49 @@ def test_a_rank_with_fewer_batches_is_told_and_reported(
     done = hororun.run("-np", "2", "train.py", where=where, cwd=tmp_path, environment={"HORO_OVERLAP": overlap})
     told = (
         rf"DeadlockError: rank 0 waits for 'gradient\.(weight|bias)' \(train\.py:{BACKWARD}\), "
-        rf"rank 1 for 'allreduce\.epoch_loss' \(train\.py:{LOSS}\); has a rank fewer batches\?"
+        rf"rank 1 for 'allreduce\.epoch_loss' \(train\.py:{LOSS}\); "
+        r"has a rank fewer batches, or has it skipped a backward\(\) or step\(\)\?"
     )
     assert done.returncode == 1, done.stderr
     assert len(re.findall(rf"^\[[01]\] horo\.errors\.{told}$", done.stderr, re.MULTILINE)) == 2, done.stderr
     assert re.search(rf"^hororun: rank [01] on \w+ ended with {told} \(train\.py, line", done.stderr, re.MULTILINE)
+
+
+GAN = """
+import torch
+import horo.torch as hvd
+hvd.init()
+maker, critic = torch.nn.Linear(2, 3), torch.nn.Linear(3, 1)
+for model in (maker, critic):
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+optimizers = [hvd.DistributedOptimizer(torch.optim.SGD(m.parameters(), lr=0.1), m) for m in (maker, critic)]
+for step in range(2):
+    made = maker(torch.ones(1, 2))
+    optimizers[1].zero_grad()
+    critic(made.detach()).sum().backward()
+    optimizers[1].step()
+    optimizers[0].zero_grad()
+    if step == 0 or hvd.rank() == 0:
+        critic(made).sum().backward()
+    optimizers[0].step()
+"""
+SKIPPED, STEPPED = 16, 17
+
+
+@pytest.mark.parametrize("overlap", ["always", "never"])
+def test_a_rank_that_skips_the_backward_of_one_of_two_models_is_told(
+    hororun: Hororun, tmp_path: Path, overlap: str
+) -> None:
+    """The backward of rank 0 averages the gradients of both models, the step of rank 1 those of one."""
+    (tmp_path / "train.py").write_text(GAN)
+    done = hororun.run("-np", "2", "train.py", cwd=tmp_path, environment={"HORO_OVERLAP": overlap})
+    told = (
+        rf"DeadlockError: rank 0 waits for 'gradient1?\.(weight|bias)[.a-z]*' \(train\.py:{SKIPPED}\), "
+        rf"rank 1 for 'gradient1?\.(weight|bias)[.a-z]*' \(train\.py:{STEPPED}\); "
+        r"has a rank fewer batches, or has it skipped a backward\(\) or step\(\)\?"
+    )
+    assert done.returncode == 1, done.stderr
+    assert len(re.findall(rf"^\[[01]\] horo\.errors\.{told}$", done.stderr, re.MULTILINE)) == 2, done.stderr
 
 
 LEAVES = """

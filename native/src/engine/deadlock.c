@@ -280,7 +280,8 @@ enum hr_verdict hr_deadlock_judge(struct hr_deadlock *deadlock, char *text, size
     }
     const size_t used = describe_waits(deadlock, text, text_bytes);
     if (verdict == HR_VERDICT_DEADLOCK) {
-        (void)snprintf(text + used, text_bytes - used, "; has a rank fewer batches?");
+        (void)snprintf(text + used, text_bytes - used,
+                       "; has a rank fewer batches, or has it skipped a backward() or step()?");
         return verdict;
     }
     const struct hr_wire_text others = report_of(deadlock, open).others;
