@@ -118,9 +118,10 @@ class BackwardReducer(GradientReducer):
         """Called before gradients are cleared.
 
         Raises:
-            UsageError: A backward has not come to its end.
+            UsageError: A backward is in progress, or has not come to its end.
         """
         self.follow_session(forget=True)
+        _refuse_in_backward(what)
         self._refuse_unfinished(what)
         self._reset_counts()
         self.is_reduced = self.is_local = False
@@ -139,9 +140,10 @@ class BackwardReducer(GradientReducer):
         """Called before a step without a closure.
 
         Raises:
-            UsageError: A backward has not come to its end, or a gradient scaler has looked at gradients that are not
-                reduced.
+            UsageError: A backward is in progress or has not come to its end, or a gradient scaler has looked at
+                gradients that are not reduced.
         """
+        _refuse_in_backward("optimizer.step()")
         self._refuse_unfinished("optimizer.step()")
         if self.is_reduced:
             return
@@ -166,6 +168,7 @@ class BackwardReducer(GradientReducer):
         """Called for the first hook of a run, and again when a nested run has ended.
 
         Raises:
+            NotInitializedError: There is no job.
             UsageError: Compiled autograd runs the backward, which has no call at its end.
         """
         if is_autograd_compiled():
@@ -174,6 +177,7 @@ class BackwardReducer(GradientReducer):
                 "DistributedOptimizer(..., gradients_ready='step') or HORO_GRADIENTS_READY=step, and call "
                 "optimizer.synchronize() before gradients are clipped, or leave compiled autograd out"
             )
+        _state.current()  # raises before anything says that a backward is in progress
         self.follow_session()
         self.progress.begin()
         nested = is_nested()
@@ -212,6 +216,19 @@ class BackwardReducer(GradientReducer):
         node = edge.next_functions[0][0]
         self._accumulators[parameter] = parameter.dtype, node
         self._hooks.append(node.register_prehook(_divider_of(weakref.ref(self), parameter)))
+
+
+def _refuse_in_backward(what: str) -> None:
+    """Refuses a call of the optimizer that a hook of autograd makes, when gradients are not averaged.
+
+    Raises:
+        UsageError: A backward is in progress.
+    """
+    if current_run() >= 0:
+        raise UsageError(
+            f"{what} was called inside backward(), by a hook; gradients are averaged when backward() returns, so call "
+            "it after that, or use DistributedOptimizer(..., gradients_ready='step')"
+        )
 
 
 def _divide_sum(slot: Slot) -> None:

@@ -53,6 +53,7 @@ class StepReducer(GradientReducer):
 
         Raises:
             AssertionError: One backward pass too many.
+            NotInitializedError: There is no job.
         """
         if self._session is not _state.session():
             self.follow_session()
@@ -66,6 +67,7 @@ class StepReducer(GradientReducer):
         self.is_reduced, self.is_local = False, True
         if self._paused:
             return
+        _state.current()  # raises before the pass is counted
         slot.passes += 1
         if slot.passes < self.options.passes:
             return

@@ -344,3 +344,23 @@ def test_the_argument_wins_over_the_environment(ranks2: RankPool) -> None:
             sgd(make_model(), gradients_ready="now")
 
     ranks2.run(check)
+
+
+def test_a_hook_that_steps_inside_backward_is_refused(ranks2: RankPool) -> None:
+    def check(call: str) -> None:
+        model = make_model()
+        optimizer = sgd(model)
+        before = [p.detach().clone() for p in model.parameters()]
+        hook = model[0].weight.register_post_accumulate_grad_hook(lambda _: getattr(optimizer, call)())
+        with pytest.raises(ValueError, match=rf"{call}\(\) was called inside backward\(\), by a hook"):
+            make_loss(model, hvd.rank()).backward()
+        hook.remove()
+        assert_close(model.parameters(), before)
+        optimizer.synchronize()  # takes part in what the other rank waits for
+        optimizer.zero_grad()
+        wanted = mean_gradients(model, 2)
+        make_loss(model, hvd.rank()).backward()
+        assert_close(gradients_of(model), wanted)
+
+    ranks2.run(check, "step")
+    ranks2.run(check, "zero_grad")

@@ -228,3 +228,31 @@ def test_ranks_may_take_two_models_in_different_orders(ranks2: RankPool) -> None
             assert_close(gradients_of(model), gradients)
 
     ranks2.run(check)
+
+
+def test_a_hook_may_step_as_soon_as_a_gradient_is_there(ranks2: RankPool) -> None:
+    """An optimizer for each parameter, which steps inside backward, saves the memory of the gradients."""
+
+    def check() -> None:
+        model = make_model()
+        alone = copy.deepcopy(model)
+        optimizers = {
+            parameter: hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.1), [(name, parameter)])
+            for name, parameter in model.named_parameters()
+        }
+
+        def step(parameter: torch.Tensor) -> None:
+            optimizers[parameter].step()
+            optimizers[parameter].zero_grad()
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(step)
+        for number in range(3):
+            wanted = mean_gradients(alone, hvd.size(), number)
+            with torch.no_grad():
+                for parameter, gradient in zip(alone.parameters(), wanted, strict=True):
+                    parameter.sub_(0.1 * gradient)
+            make_loss(model, hvd.rank(), number).backward()
+            assert_close(model.parameters(), alone.parameters())
+
+    ranks2.run(check)

@@ -125,6 +125,34 @@ def test_gradients_of_an_earlier_job_are_reduced_anew(fresh2: RankPool, op: str)
     fresh2.run(check, op)
 
 
+@pytest.mark.parametrize("clears", [True, False])
+def test_a_backward_between_two_jobs_says_so_and_the_next_job_goes_on(fresh2: RankPool, clears: bool) -> None:
+    def check(clears: bool) -> None:
+        hvd.init()
+        model = make_model()
+        optimizer = sgd(model)
+        train(model, optimizer, 0)
+        rank = hvd.rank()
+        hvd.barrier()
+        hvd.shutdown()
+        for _ in range(2):
+            with pytest.raises(hvd.HoroError, match=r"not initialized; call hvd\.init\(\)"):
+                make_loss(model, rank).backward()
+        with pytest.raises(hvd.HoroError, match=r"not initialized; call hvd\.init\(\)"):
+            optimizer.step()
+        if clears:
+            optimizer.zero_grad()
+            hvd.init()
+        else:
+            hvd.init()
+            model.zero_grad()
+        for step in range(1, 3):
+            train(model, optimizer, step)
+        hvd.shutdown()
+
+    fresh2.run(check, clears)
+
+
 def test_parameters_are_compared_again_in_a_new_job(fresh2: RankPool) -> None:
     def check() -> None:
         hvd.init()
