@@ -545,7 +545,8 @@ def test_lone_jobs_start_and_close_a_hundred_times_without_a_leak() -> None:
         )
         job.close()
         job.close()
-    assert (open_descriptors(), threading.active_count()) == before
+    assert open_descriptors() <= before[0]
+    assert threading.active_count() <= before[1]
 
 
 def test_ranks_start_and_close_again_and_again_in_one_process(server: StoreServer) -> None:

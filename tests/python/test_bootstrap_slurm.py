@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from joining import SECRET, open_descriptors
+from descriptors import open_descriptors
+from joining import SECRET
 
 from horo._bootstrap.auth.credential_file import SecretFile
 from horo._bootstrap.auth.munge import decode, encode
@@ -251,7 +252,7 @@ def test_a_node_without_address_is_named(fake_munge: Path, monkeypatch: pytest.M
     before = open_descriptors()
     with pytest.raises(ResourceError, match=r"'no-such-host\.invalid', which SLURM_STEP_NODELIST names first"):
         open_slurm_store(detect_launch(environ), read_config(environ), 1)
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 def test_ports_differ_between_starts_and_are_the_same_for_all_ranks() -> None:
@@ -296,7 +297,7 @@ def test_fetch_takes_the_first_usable_answer_and_leaves_nothing_open() -> None:
     assert fetch(endpoints, 20, lambda data: None, look) == "elsewhere"
     assert fetch(endpoints, 0.1, lambda data: None, lambda: None) is None
     silent.close()
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 def test_a_secret_file_that_others_could_write_is_refused(tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from descriptors import open_descriptors
 from hypothesis import given
 from hypothesis import strategies as st
-from joining import open_descriptors, wait_until
+from joining import wait_until
 
 from horo._bootstrap.auth.frames import Opener, Sealer, pack_fields, unpack_fields
 from horo._bootstrap.auth.handshake import Acceptor, Claim, HandshakeError, Purpose, authenticate
@@ -232,7 +233,8 @@ def test_nothing_is_left_open_after_close() -> None:
     for _ in range(5):
         with StoreServer(["127.0.0.1"], SECRET) as server, client_of(server) as client, raw(server):
             client.set("a", b"")
-    assert (open_descriptors(), threading.active_count()) == before
+    assert open_descriptors() <= before[0]
+    assert threading.active_count() <= before[1]
 
 
 def test_several_addresses_share_one_port_and_the_first_that_answers_serves() -> None:
