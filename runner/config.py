@@ -123,7 +123,6 @@ class Job:
         master_port: ``MASTER_PORT``; 0: any free one.
         bind_to: the CPUs that each rank is bound to, one of ``BINDINGS``.
         keep_memory: whether ranks keep freed memory for the next allocation.
-        move_ranks: whether waiting ranks may leave cores that they share.
         exports: what ``-x`` and the tuning flags add to the environment of every rank.
         dry_run: whether to say what would be run, and run nothing.
         check_hosts: whether to look at all hosts, and run nothing.
@@ -149,7 +148,6 @@ class Job:
     master_port: int = 0
     bind_to: str = "none"
     keep_memory: bool = True
-    move_ranks: bool = True
     exports: Mapping[str, str] = field(default_factory=dict)
     dry_run: bool = False
     check_hosts: bool = False

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from horo._bootstrap.host.identity import read_identity
-from horo._bootstrap.net.interfaces import connect_source
+from horo._bootstrap.net.interfaces import connect_source, select_addresses
 from horo._bootstrap.net.interfaces import interface_addresses as addresses_by_interface
 from horo.errors import UsageError
 from horo.runner.hosts import Host
@@ -97,19 +97,20 @@ def connection(environ: Mapping[str, str]) -> str:
 
 
 def interface_addresses(names: Sequence[str]) -> list[str]:
-    """Numeric addresses of those of the named interfaces that this machine has, link-local ones left out.
+    """Numeric addresses of those of the named interfaces and networks that this machine has, link-local ones left out.
 
     Raises:
         NetworkError: it has none of them.
     """
     present = addresses_by_interface()
-    found = [address for name in names for address in present.get(name, [])]
-    if not found:
+    wanted = ",".join(names)
+    try:
+        return select_addresses(wanted, present)
+    except UsageError:
+        there = "; ".join(f"{name} {' '.join(addresses)}" for name, addresses in present.items() if addresses)
         raise NetworkError(
-            f"--network-interfaces {','.join(names)}: none of them has an address here; "
-            f"this machine has {', '.join(sorted(present))}"
-        )
-    return found
+            f"--network-interfaces {wanted}: none of them has an address here; this machine has {there}"
+        ) from None
 
 
 def free_port(port: int = 0) -> int:

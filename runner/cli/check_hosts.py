@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -81,7 +83,9 @@ class _Check:
                 self._remotes[host.name] = RemoteHost(self._loop, host, lambda _event: None, lambda: None)
         try:
             for remote in self._remotes.values():
-                remote.connect(self._launcher, host_timeout_s=self._job.host_timeout_s)
+                command = remote.connect(self._launcher, host_timeout_s=self._job.host_timeout_s)
+                if self._job.output.verbose and sys.stderr is not None:
+                    sys.stderr.write(printable(f"hororun: {remote.host.name}: {shlex.join(command)}") + "\n")
         except JobError:
             started = {name: each for name, each in self._remotes.items() if each.connected}
             self._remotes = started

@@ -10,6 +10,7 @@ from pathlib import Path
 from horo.runner.agent.binding import BindingError, bind, ranges, read_topology, spelled
 from horo.runner.agent.command import StartError, is_for_python, with_python
 from horo.runner.config import EXIT_SETUP, Job, JobError
+from horo.runner.job.host_addresses import check_interfaces
 from horo.runner.job.placement import candidates, place, remote_launcher_of
 from horo.runner.network import is_local
 
@@ -22,6 +23,7 @@ def dry_run(job: Job, environment: Mapping[str, str]) -> str:
     Raises:
         JobError: the job could not be started as it is asked for.
     """
+    check_interfaces(job.interfaces)
     hosts = candidates(job, environment)
     launcher = remote_launcher_of(job, environment)
     lines = [f"hosts from the {job.hosts_from}"] if job.hosts_from else []

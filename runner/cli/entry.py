@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from horo.runner.cli.options import build_parser, check_launcher, split_command
+from horo.runner.cli.combinations import check_combinations, check_launcher, check_one_host
+from horo.runner.cli.options import CommandLine, build_parser, check_known, split_command
 from horo.runner.config import BATCH_GRACE_S, GRACE_S, Job, JobError, Mpi, OutputOptions, Ssh
 from horo.runner.hosts import Host, HostsError, parse_host_file, parse_hosts
 from horo.runner.printable import printable_lines
@@ -43,8 +44,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(job: Job) -> int:
     if job.launcher in ("mpi", "jsrun"):
-        if job.check_hosts:
-            raise JobError(f"--check-hosts looks at hosts as --launcher ssh and slurm reach them, not {job.launcher}")
         from horo.runner.job.external_launcher import run_external  # noqa: PLC0415 - --help does without
 
         return run_external(job, os.environ)
@@ -72,17 +71,18 @@ def parse(arguments: Sequence[str]) -> Job | None:
     from horo.runner.cli.tuning import start_timeout  # noqa: PLC0415 - --help does without
 
     parser = build_parser()
-    options, command = split_command(parser, arguments)
-    given = parser.parse_args(options)
+    line = split_command(parser, arguments)
+    given, unknown = parser.parse_known_args(line.options)
+    check_known(parser, unknown)
+    command = line.command
+    check_combinations(line.given, command)
     if given.check_build:
         return None
     if given.num_proc is not None and given.num_proc < 1:
         raise JobError(f"-np {given.num_proc}: at least one rank is needed")
-    if given.check_hosts and command:
-        raise JobError(f"--check-hosts starts nothing: leave out the command {command[0]!r}")
     if given.num_proc is None:
         _check_order(command)
-    where = _where(given, parser)
+    where = _where(given, line)
     if command == ["-m"]:
         raise JobError("-m needs the name of a module, like 'hororun -np 2 -m package.train'")
     if not command and not given.check_hosts:
@@ -98,13 +98,12 @@ def parse(arguments: Sequence[str]) -> Job | None:
         failure_s=given.failure_seconds,
         start_timeout_s=start_timeout(given.start_timeout, os.environ),
         host_timeout_s=given.host_timeout,
-        interfaces=tuple(name for value in given.network_interfaces for name in value.split(",") if name),
+        interfaces=tuple(given.network_interfaces),
         store_port=given.store_port,
         torch_env=given.torch_env or given.master_port != 0,
         master_port=given.master_port,
         bind_to=given.bind_to,
         keep_memory=not given.no_keep_memory,
-        move_ranks=not given.no_move_ranks,
         exports=_exports(given),
         dry_run=given.dry_run,
         check_hosts=given.check_hosts,
@@ -150,7 +149,7 @@ class _Where(NamedTuple):
     grace_s: float
 
 
-def _where(given: argparse.Namespace, parser: argparse.ArgumentParser) -> _Where:
+def _where(given: argparse.Namespace, line: CommandLine) -> _Where:
     """Hosts, their origin, the number of ranks and the launcher, as far as the command line leaves them open."""
     from horo.runner.start.launcher import allocated, choose_launcher  # noqa: PLC0415 - --help does without
 
@@ -159,11 +158,13 @@ def _where(given: argparse.Namespace, parser: argparse.ArgumentParser) -> _Where
     hosts = named or (allocation.hosts if allocation is not None else (Host("localhost"),))
     source = allocation.source if allocation is not None and named is None else ""
     launcher = choose_launcher(given.launcher, hosts, allocation)
-    misfit = check_launcher(parser, given, launcher)
-    if misfit is not None and given.launcher == "auto" and check_launcher(parser, given, "ssh") is None:
+    misfit = check_launcher(line.given, launcher)
+    if misfit is not None and given.launcher == "auto" and check_launcher(line.given, "ssh") is None:
         launcher, misfit = "ssh", None  # an option that only ssh knows has decided
     if misfit is not None:
         raise JobError(misfit)
+    if named is None and allocation is None:
+        check_one_host(line.given)
     grace_s = GRACE_S if allocation is None else BATCH_GRACE_S
     return _Where(_size(given, allocation if named is None else None), hosts, source, launcher, grace_s)
 
@@ -194,7 +195,7 @@ def _hosts(given: argparse.Namespace) -> tuple[Host, ...] | None:
 
 
 def _exports(given: argparse.Namespace) -> dict[str, str]:
-    from horo.runner.cli.tuning import check_variables, tuning_variables  # noqa: PLC0415 - --help does without
+    from horo.runner.cli.tuning import check_exports, tuning_variables  # noqa: PLC0415 - --help does without
     from horo.runner.job.environment import parse_exports  # noqa: PLC0415 - needs what --help does not
 
     tuning = tuning_variables(given)
@@ -202,7 +203,7 @@ def _exports(given: argparse.Namespace) -> dict[str, str]:
         exports = parse_exports(given.exports, os.environ)
     except ValueError as error:
         raise JobError(str(error)) from None
-    check_variables(exports)
+    check_exports(exports, given)
     return tuning | exports
 
 

@@ -1,17 +1,18 @@
-"""The options of hororun, and which launcher each is for. Imports little, so that ``--help`` answers at once."""
+"""The options of hororun. Imports little, so that ``--help`` answers at once."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from horo import __version__
 from horo.runner.config import BINDINGS, EXIT_USAGE, LAUNCHERS
 from horo.runner.stdout import show
 
-__all__ = ["build_parser", "check_launcher", "split_command"]
+__all__ = ["CommandLine", "build_parser", "check_known", "split_command"]
 
 _USAGE = "hororun [-np N] [-H h1:4,h2:4 | --hostfile FILE] [options] [--] train.py | -m module | command ..."
 _DESCRIPTION = "Runs N copies of a command, called ranks, on this host or several, and ends them together."
@@ -27,31 +28,6 @@ A script, train.py, and a module, -m package.train, run under the Python of horo
 Exit code: that of the rank that failed first (128 + n for a signal), 130 after Ctrl-C, 2 for a wrong command line,
 126 or 127 when the command cannot be executed or found, 69 when a host cannot be reached or is lost, 78 when a host
 lacks Python, horo or the directory; with --mpi, that of mpirun. All of it: docs/reference/hororun.md"""
-_OWN = frozenset({"ssh", "slurm"})
-_BY_SSH = frozenset({"ssh", "mpi"})
-_FOREIGN = frozenset({"mpi", "jsrun"})
-_FOR = {
-    "bind_to": _OWN,
-    "failure_seconds": _OWN,
-    "host_timeout": _OWN,
-    "remote_python": _OWN,
-    "store_port": _OWN,
-    "master_port": _OWN,
-    "torch_env": _OWN,
-    "ssh_port": _BY_SSH,
-    "ssh_identity_file": _BY_SSH,
-    "ssh_args": _BY_SSH,
-    "remote_shell": _BY_SSH,
-    "mpirun": frozenset({"mpi"}),
-    "mpi_args": _FOREIGN,
-    "binding_args": _FOREIGN,
-    "tcp": _FOREIGN,
-    "network_interfaces": frozenset({"ssh", "slurm", "mpi"}),
-    "prefix_host": _OWN,
-    "prefix_timestamp": frozenset({"ssh", "slurm", "mpi"}),
-    "oversubscribe": frozenset({"ssh", "slurm", "mpi"}),
-}
-"""Options that not every launcher has a use for."""
 _REFUSED = {
     "--disable-cache": (0, "hororun keeps no cache of earlier checks: leave it out"),
     "--gloo-timeout-seconds": (1, "horo has no gloo: see --start-timeout and --stall-check-shutdown-time-seconds"),
@@ -106,6 +82,7 @@ _REFUSED["--thread-affinity"] = (1, "--bind-to core gives each rank its share of
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
+        message = re.sub(r"^argument ([^\s/:]+)\S*: ", r"\1: ", message)  # which lists all spellings of the option
         self.exit(EXIT_USAGE, f"hororun: {message} (try 'hororun --help')\n")
 
 
@@ -114,6 +91,17 @@ class _Refuse(argparse.Action):
         self, parser: argparse.ArgumentParser, _given: object, _value: object, option: str | None = None
     ) -> None:
         parser.error(f"{option}: {_REFUSED[option or ''][1]}")
+
+
+class _Once(argparse.Action):
+    """Stores its value; a second one would replace the first without a word."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, given: argparse.Namespace, value: object, option: str | None = None
+    ) -> None:
+        if getattr(given, self.dest) is not None:
+            parser.error(f"{option} is given twice: name all hosts in one {self.metavar}")
+        setattr(given, self.dest, value)
 
 
 class _Show(argparse.Action):
@@ -151,16 +139,6 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def check_launcher(parser: argparse.ArgumentParser, given: argparse.Namespace, launcher: str) -> str | None:
-    """Which option does not fit the launcher, as a sentence; None: all fit."""
-    for action in parser._actions:
-        fits = _FOR.get(action.dest)
-        if fits is not None and launcher not in fits and getattr(given, action.dest) != action.default:
-            name = next(option for option in action.option_strings if option.startswith("--"))
-            return f"{name} is for --launcher {' and '.join(sorted(fits))}; ranks of this job are started by {launcher}"
-    return None
-
-
 def _add_where(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "-np",
@@ -174,12 +152,14 @@ def _add_where(group: argparse._ArgumentGroup) -> None:
     hosts.add_argument(
         "-H",
         "--hosts",
+        action=_Once,
         metavar="HOSTS",
         help="[user@]host[:slots][:port=P], ...; default: those of the batch job, or this one",
     )
     hosts.add_argument(
-        "--hostfile", "-hostfile", metavar="FILE", help="a host per line: [user@]host [slots=N] [port=P]  # comment"
-    )
+        "--hostfile", "-hostfile", action=_Once, type=_text, metavar="FILE",
+        help="a host per line: [user@]host [slots=N] [port=P]  # comment",
+    )  # fmt: skip
     group.add_argument(
         "--oversubscribe", action="store_true", help="allow more ranks than slots (default slots: GPUs, else cores)"
     )
@@ -207,8 +187,8 @@ def _add_environment(group: argparse._ArgumentGroup) -> None:
         help="set a variable for all ranks; NAME alone: as it is here",
     )  # fmt: skip
     group.add_argument(
-        "--network-interfaces", "--network-interface", action="append", default=[], metavar="A,B",
-        help="use these interfaces instead of those that route to the peers",
+        "--network-interfaces", "--network-interface", action="extend", type=_list, default=[], metavar="A,B",
+        help="use these interfaces or networks (eth0,10.1.0.0/16) instead of those that route to the peers",
     )  # fmt: skip
     group.add_argument(
         "--store-port", type=_port, default=0, metavar="P", help="port where ranks meet; default: a free one"
@@ -240,7 +220,7 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         "--prefix-host", action="store_true", help="begin lines with rank and host; in DIR below: rank.N.HOST"
     )
     group.add_argument(
-        "--output-filename", metavar="DIR", help="also write DIR/rank.N/stdout and stderr, byte for byte"
+        "--output-filename", type=_text, metavar="DIR", help="also write DIR/rank.N/stdout and stderr, byte for byte"
     )
     group.add_argument("--verbose", action="store_true", help="say what hororun does")
 
@@ -265,16 +245,20 @@ def _add_times(group: argparse._ArgumentGroup) -> None:
 
 def _add_ssh(group: argparse._ArgumentGroup) -> None:
     group.add_argument("-p", "--ssh-port", type=_port, metavar="P", help="port of ssh where a host names none")
-    group.add_argument("-i", "--ssh-identity-file", metavar="FILE", help="private key for ssh")
+    group.add_argument("-i", "--ssh-identity-file", type=_text, metavar="FILE", help="private key for ssh")
     group.add_argument("--ssh-args", default="", metavar="'ARGS'", help="further arguments for ssh, as one word")
     group.add_argument(
-        "--remote-shell", default="ssh", metavar="PROGRAM", help="instead of ssh, with the same arguments"
+        "--remote-shell", type=_text, default="ssh", metavar="PROGRAM", help="instead of ssh, with the same arguments"
     )
-    group.add_argument("--remote-python", metavar="PATH", help="Python on remote hosts; default: this one's path")
+    group.add_argument(
+        "--remote-python", type=_text, metavar="PATH", help="Python on remote hosts; default: this one's path"
+    )
 
 
 def _add_mpi(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--mpirun", metavar="PROGRAM", help="default: the first of mpirun and mpiexec in PATH")
+    group.add_argument(
+        "--mpirun", type=_text, metavar="PROGRAM", help="default: the first of mpirun and mpiexec in PATH"
+    )
     group.add_argument("--mpi-args", default="", metavar="'ARGS'", help="further arguments for mpirun, as one word")
     group.add_argument(
         "--binding-args", metavar="'ARGS'", help="how mpirun maps and binds ranks, as one word; default: not bound"
@@ -313,27 +297,56 @@ def _add_information(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def split_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+class CommandLine(NamedTuple):
+    """The words of a command line.
+
+    Attributes:
+        options: those of hororun.
+        command: what the ranks are to run.
+        given: by destination, the options as the user spelt them.
+    """
+
+    options: list[str]
+    command: list[str]
+    given: dict[str, str]
+
+
+def split_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> CommandLine:
     """Cuts before the command: ``-m``, the first word that is neither an option nor the value of one, or after ``--``.
 
     argparse cannot: its remainder swallows unknown options, and differs between versions of Python. Nor does it read
     ``-np2``, which becomes ``-np=2``.
     """
-    values = {
-        name: action.nargs if isinstance(action.nargs, int) else 1
-        for action in parser._actions
-        for name in action.option_strings
-    }
+    actions = {name: action for action in parser._actions for name in action.option_strings}
+    given: dict[str, str] = {}
     arguments = list(arguments)
     index = 0
     while index < len(arguments):
         word = arguments[index] = re.sub(r"^(-np?)(\d+)$", r"\1=\2", arguments[index])
         if word == "--":
-            return arguments[:index], arguments[index + 1 :]
+            return CommandLine(arguments[:index], arguments[index + 1 :], given)
         if not word.startswith("-") or word in ("-", "-m"):
             break
-        index += 1 + values.get(word, 0)
-    return arguments[:index], arguments[index:]
+        index += 1
+        name = next((name for name in (word.partition("=")[0], word[:2]) if name in actions), "")  # -p22 is -p 22
+        if name:
+            action = actions[name]
+            given[action.dest] = name
+            if word == name:
+                index += action.nargs if isinstance(action.nargs, int) else 1
+    return CommandLine(arguments[:index], arguments[index:], given)
+
+
+def check_known(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> None:
+    """Ends hororun if there are words that are no options; ``unknown``: those that argparse did not take."""
+    if not unknown:
+        return
+    word = unknown[0].partition("=")[0]
+    actions = [action for action in parser._actions if action.dest != "refused"]
+    spellings = {name for action in actions for name in action.option_strings}
+    names = sorted(name for name in spellings if f"-{name}" not in spellings)  # Horovod's -hostfile is --hostfile
+    similar = difflib.get_close_matches(word, names, n=1)
+    parser.error(f"there is no option {word!r}" + (f": did you mean {similar[0]}?" if similar else ""))
 
 
 def _one_of(words: Sequence[str]) -> Callable[[str], str]:
@@ -345,6 +358,19 @@ def _one_of(words: Sequence[str]) -> Callable[[str], str]:
         return text
 
     return choose
+
+
+def _text(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("its value is empty")
+    return text
+
+
+def _list(text: str) -> list[str]:
+    items = [item.strip() for item in text.split(",")]
+    if not all(items):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of names separated by commas")
+    return items
 
 
 def _integer(text: str) -> int:

@@ -10,12 +10,12 @@ from horo.runner.processes import MARK_NAME
 
 __all__ = [
     "FORWARDED",
+    "TORCH_VARIABLES",
     "common_variables",
-    "external_variables",
+    "default_variables",
     "forwarded",
     "parse_exports",
     "rank_variables",
-    "tunes_malloc",
 ]
 
 FORWARDED = (
@@ -56,6 +56,9 @@ training step frees all its gradients: getting as many zeroed pages again costs 
 (2.35 and later; older ones ignore the word) to ask for huge pages where the kernel gives them on request, as most do:
 what is kept anyway is then found with fewer misses of the TLB."""
 
+TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What ``--torch-env`` sets."""
+
 MOVE_RANKS = {"HORO_LEAVE_CROWDED_CORES": "1"}
 """Lets waiting ranks leave cores that they share: what hororun starts may expect the cores of its host."""
 
@@ -86,41 +89,23 @@ def parse_exports(items: Sequence[str], environment: Mapping[str, str]) -> dict[
     return exports
 
 
-def common_variables(job_id: str, secret: str, interfaces: Sequence[str]) -> dict[str, str]:
+def common_variables(job_id: str, secret: str) -> dict[str, str]:
     """What all ranks of the job share."""
-    shared = {"HORO_JOB_ID": job_id, "HORO_SECRET": secret, "PYTHONUNBUFFERED": "1"}
-    if interfaces:
-        shared["HORO_NETWORK_INTERFACES"] = ",".join(interfaces)
-    return shared
+    return {"HORO_JOB_ID": job_id, "HORO_SECRET": secret}
 
 
-def external_variables(
-    interfaces: Sequence[str], *, threads: int | None, keep_memory: bool, move_ranks: bool
-) -> dict[str, str]:
-    """What ranks that another launcher starts have in common.
+def default_variables(environment: Mapping[str, str], *, keep_memory: bool) -> dict[str, str]:
+    """What all ranks get unless the user has said otherwise in ``environment``.
 
     Args:
-        interfaces: network interfaces to use; none: those that route to the peers.
-        threads: ``OMP_NUM_THREADS``; None: the user has set it.
+        environment: of hororun, with the values of ``-x``.
         keep_memory: freed memory stays with the process.
-        move_ranks: waiting ranks may leave cores that they share.
     """
-    shared = {"PYTHONUNBUFFERED": "1"}
-    if interfaces:
-        shared["HORO_NETWORK_INTERFACES"] = ",".join(interfaces)
-    if threads is not None:
-        shared["OMP_NUM_THREADS"] = str(threads)
-    return shared | (KEEP_MEMORY if keep_memory else {}) | (MOVE_RANKS if move_ranks else {})
-
-
-def tunes_malloc(environment: Mapping[str, str]) -> bool:
-    """Whether the user has said how malloc is to behave, which then stays."""
-    return "GLIBC_TUNABLES" in environment or any(name.startswith("MALLOC_") for name in environment)
-
-
-def places_ranks(environment: Mapping[str, str]) -> bool:
-    """Whether the user has said if ranks may move from core to core, which then stays."""
-    return any(f"{prefix}_LEAVE_CROWDED_CORES" in environment for prefix in ("HORO", "HOROVOD"))
+    variables = {} if "PYTHONUNBUFFERED" in environment else {"PYTHONUNBUFFERED": "1"}
+    if not any(f"{prefix}_LEAVE_CROWDED_CORES" in environment for prefix in ("HORO", "HOROVOD")):
+        variables |= MOVE_RANKS
+    tunes_malloc = "GLIBC_TUNABLES" in environment or any(name.startswith("MALLOC_") for name in environment)
+    return variables | (KEEP_MEMORY if keep_memory and not tunes_malloc else {})
 
 
 def rank_variables(
@@ -132,8 +117,6 @@ def rank_variables(
     master: tuple[str, int] | None,
     cores: int,
     threads_set: bool,
-    keep_memory: bool,
-    move_ranks: bool,
 ) -> dict[str, str]:
     """The variables of one rank.
 
@@ -145,8 +128,6 @@ def rank_variables(
         master: address and port for ``torch.distributed``; None: its variables are not set.
         cores: of its host; shared out as ``OMP_NUM_THREADS``,
         threads_set: unless the user has set that.
-        keep_memory: freed memory stays with the process.
-        move_ranks: waiting ranks may leave cores that they share.
     """
     told = {
         MARK_NAME: mark,
@@ -160,18 +141,8 @@ def rank_variables(
         "HOROVOD_CROSS_SIZE": str(placement.cross_size),
     }
     if master is not None:
-        told |= {
-            "RANK": str(placement.rank),
-            "WORLD_SIZE": str(placement.size),
-            "LOCAL_RANK": str(placement.local_rank),
-            "LOCAL_WORLD_SIZE": str(placement.local_size),
-            "MASTER_ADDR": master[0],
-            "MASTER_PORT": str(master[1]),
-        }
+        place = (placement.rank, placement.size, placement.local_rank, placement.local_size)
+        told |= dict(zip(TORCH_VARIABLES, map(str, (*place, *master)), strict=True))
     if not threads_set:
         told["OMP_NUM_THREADS"] = str(max(1, cores // placement.local_size))
-    if keep_memory:
-        told |= KEEP_MEMORY
-    if move_ranks:
-        told |= MOVE_RANKS
     return told

@@ -24,10 +24,12 @@ from horo.runner.agent.ranks import Event, Exited, HostRanks, Output, reap
 from horo.runner.config import EXIT_SETUP, EXIT_USAGE, Job, JobError
 from horo.runner.hosts import written
 from horo.runner.job.console import Console
-from horo.runner.job.environment import FORWARDED, external_variables, places_ranks, tunes_malloc
+from horo.runner.job.environment import FORWARDED, default_variables
+from horo.runner.job.host_addresses import check_interfaces
 from horo.runner.job.placement import candidates, place
 from horo.runner.job.report import signal_name
 from horo.runner.loop import Loop
+from horo.runner.network import is_local
 from horo.runner.processes import (
     MARK_NAME,
     Guard,
@@ -61,6 +63,8 @@ def run_external(job: Job, environment: Mapping[str, str]) -> int:
     Raises:
         JobError: the job cannot be started.
     """
+    if all(is_local(host) for host in job.hosts):  # else mpirun may run on a login node, which has others
+        check_interfaces(job.interfaces)
     job = replace(job, command=_command(job, environment))
     plan = _plan_jsrun(job, environment) if job.launcher == "jsrun" else _plan_mpirun(job, environment)
     if job.dry_run:
@@ -203,12 +207,9 @@ def _environment(job: Job, environment: Mapping[str, str], ranks_per_host: int) 
     groups = (LaunchVariables, TorchrunVariables)
     places = {name for group in groups for variable in variables_of(group).values() for name in variable.names}
     here = {name: value for name, value in environment.items() if name not in places} | dict(job.exports)
-    own = external_variables(
-        job.interfaces,
-        threads=None if "OMP_NUM_THREADS" in here else max(1, core_count() // ranks_per_host),
-        keep_memory=job.keep_memory and not tunes_malloc(here),
-        move_ranks=job.move_ranks and not places_ranks(here),
-    )
+    own = default_variables(here, keep_memory=job.keep_memory)
+    if "OMP_NUM_THREADS" not in here:
+        own["OMP_NUM_THREADS"] = str(max(1, core_count() // ranks_per_host))
     return {**here, **own}
 
 

@@ -17,7 +17,7 @@ from horo.runner.network import (
     resolve,
 )
 
-__all__ = ["HostAddresses", "find_addresses", "store_addresses"]
+__all__ = ["HostAddresses", "check_interfaces", "find_addresses", "store_addresses"]
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,26 @@ class HostAddresses:
     host: str
 
 
+def check_interfaces(interfaces: Sequence[str]) -> None:
+    """Checks that this host has one of them; none: that is for hororun to choose.
+
+    Raises:
+        JobError: it has none.
+    """
+    try:
+        if interfaces:
+            interface_addresses(interfaces)
+    except NetworkError as error:
+        raise JobError(str(error), EXIT_SETUP) from None
+
+
 def find_addresses(name: str, host_info: Mapping[str, Any], interfaces: Sequence[str]) -> HostAddresses:
     """Finds the addresses from the agent's host info. Asks a name server only if ssh and srun did not tell them.
 
     Args:
         name: of the host, as given to ``-H``.
         host_info: from the agent.
-        interfaces: of this host, to be used instead of the one that hosts to the peer.
+        interfaces: interfaces and networks of this host, to be used instead of the one that routes to the peer.
 
     Raises:
         JobError: there is no such address.

@@ -20,8 +20,8 @@ from horo.runner.agent.ranks import PASSED_ON, Event, Exited, HostRanks, Noted, 
 from horo.runner.config import EXIT_USAGE, Job, JobError
 from horo.runner.hosts import Host, written
 from horo.runner.job.console import Console
-from horo.runner.job.environment import common_variables, forwarded, places_ranks, rank_variables, tunes_malloc
-from horo.runner.job.host_addresses import HostAddresses, find_addresses, store_addresses
+from horo.runner.job.environment import common_variables, default_variables, forwarded, rank_variables
+from horo.runner.job.host_addresses import HostAddresses, check_interfaces, find_addresses, store_addresses
 from horo.runner.job.joining import Joining, side_by_side
 from horo.runner.job.misuse import outer_rank, unread_input
 from horo.runner.job.placement import Placement, PlacementError, candidates, place, remote_launcher_of
@@ -65,6 +65,7 @@ def run_job(job: Job, environment: Mapping[str, str]) -> int:
         Path.cwd()
     except FileNotFoundError:
         raise JobError("the current directory does not exist any more: ranks would start in it") from None
+    check_interfaces(job.interfaces)
     hosts = candidates(job, environment)
     launcher = remote_launcher_of(job, environment)
     occupy_standard_streams()
@@ -252,7 +253,10 @@ class _Supervisor:
         stores = {
             index: ",".join(endpoints[address] for address in mine) for index, mine in zip(routes, by_host, strict=True)
         }
-        common = common_variables(self._id, secret.hex(), self._job.interfaces)
+        common = {
+            **default_variables(self._environment, keep_memory=self._job.keep_memory),
+            **common_variables(self._id, secret.hex()),
+        }
         first = placements[0].host
         port = self._master_port(first) if self._job.torch_env else 0
         first_route = routes[first]
@@ -268,8 +272,6 @@ class _Supervisor:
                 master=(master, port) if self._job.torch_env else None,
                 cores=core_count() if remote is None else int((remote.host_info or {})["cores"]),
                 threads_set=self._threads_set,
-                keep_memory=self._job.keep_memory and not tunes_malloc(self._environment),
-                move_ranks=self._job.move_ranks and not places_ranks(self._environment),
             )
         return told
 

@@ -185,6 +185,9 @@ def _check(job: Job, family: Family) -> None:
     hydra = family in (Family.MPICH, Family.INTEL)
     if hydra and len(job.interfaces) > 1:
         raise JobError(f"--network-interfaces {','.join(job.interfaces)}: {family.value} takes one only")
+    network = next((name for name in job.interfaces if "/" in name), None)
+    if hydra and network is not None:
+        raise JobError(f"--network-interfaces {network}: {family.value} takes the name of an interface, and no network")
     if job.mpi.tcp and family is not Family.SPECTRUM:
         raise JobError(f"--tcp: only Spectrum MPI knows it, and this is {family.value}: see --mpi-args")
     for word in _ssh_words(job):

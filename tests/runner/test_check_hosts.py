@@ -59,8 +59,11 @@ def test_an_interface_that_is_not_there_is_named(hororun: Hororun) -> None:
 @pytest.mark.parametrize(
     ("words", "fact"),
     [
-        (["--check-hosts", "train.py"], "starts nothing: leave out the command 'train.py'"),
-        (["--check-hosts", "--mpi"], "--check-hosts looks at hosts as --launcher ssh and slurm reach them"),
+        (["--check-hosts", "train.py"], "starts no rank: leave out the command 'train.py'"),
+        (
+            ["--check-hosts", "--mpi"],
+            "--check-hosts is for --launcher slurm and ssh; ranks of this job are started by mpi",
+        ),
     ],
 )
 def test_what_it_does_not_do_is_said(hororun: Hororun, words: list[str], fact: str) -> None:

@@ -32,7 +32,7 @@ def test_options_become_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
         "-np 3 -H a:2,me@b:1:port=2222 --oversubscribe --grace-seconds 1.5 --start-timeout 7 --host-timeout 9 "
         "--network-interfaces e0,e1 --network-interface e2 --store-port 1000 --master-port 1001 -x DATA -x B=2 "
         "--no-keep-memory --no-move-ranks "
-        "-p 23 -i key --ssh-args=-v --remote-shell rsh --remote-python /py --no-prefix --prefix-timestamp "
+        "-p 23 -i key --ssh-args=-v --remote-shell rsh --remote-python /py --prefix-timestamp "
         "--output-filename out --verbose cmd"
     )
     assert job.hosts == (Host("a", slots=2), Host("b", "me", 2222, 1))
@@ -44,35 +44,40 @@ def test_options_become_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
         False,
     )
     assert not job.keep_memory
-    assert not job.move_ranks
     assert parsed("-np 1 cmd").keep_memory
-    assert parsed("-np 1 cmd").move_ranks
-    assert job.exports == {"HORO_START_TIMEOUT": "7", "DATA": "/d", "B": "2"}
+    assert job.exports == {
+        "HORO_START_TIMEOUT": "7",
+        "HORO_LEAVE_CROWDED_CORES": "0",
+        "HORO_NETWORK_INTERFACES": "e0,e1,e2",
+        "DATA": "/d",
+        "B": "2",
+    }
     assert (job.ssh.program, job.ssh.port, job.ssh.identity_file) == ("rsh", 23, "key")
     assert (job.ssh.arguments, job.python) == (("-v",), "/py")
     assert (job.output.prefix, job.output.timestamp, job.output.directory, job.output.verbose) == (
-        False,
+        True,
         True,
         "out",
         True,
     )
+    assert not parsed("-np 1 --no-prefix cmd").output.prefix
 
 
 def test_training_options_become_variables_of_the_ranks() -> None:
     job = parsed(
-        "-np 1 --fusion-threshold-mb 32 --cycle-time-ms 2.5 --cache-capacity 9 --no-stall-check "
+        "-np 1 --fusion-threshold-mb 32 --cycle-time-ms 2.5 --cache-capacity 9 "
         "--stall-check-warning-time-seconds 5 --stall-check-shutdown-time-seconds 50 --log-level debug cmd"
     )
     assert job.exports == {
         "HORO_FUSION_THRESHOLD": str(32 << 20),
         "HORO_CYCLE_TIME": "2.5",
         "HORO_CACHE_CAPACITY": "9",
-        "HORO_STALL_CHECK_DISABLE": "1",
         "HORO_STALL_CHECK_TIME_SECONDS": "5",
         "HORO_STALL_SHUTDOWN_TIME_SECONDS": "50",
         "HORO_LOG_LEVEL": "debug",
     }
-    assert parsed("-np 1 --stall-check cmd").exports["HORO_STALL_CHECK_DISABLE"] == "0"
+    for option, value in (("--stall-check", "0"), ("--no-stall-check", "1")):
+        assert parsed(f"-np 1 {option} cmd").exports["HORO_STALL_CHECK_DISABLE"] == value
 
 
 def test_a_host_file_is_read(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from horo.runner.agent.machine import default_slots, gpu_count
 from horo.runner.config import JobError
 from horo.runner.hosts import Host
-from horo.runner.job.environment import forwarded, parse_exports, places_ranks, rank_variables, tunes_malloc
+from horo.runner.job.environment import default_variables, forwarded, parse_exports, rank_variables
 from horo.runner.job.host_addresses import HostAddresses, find_addresses, store_addresses
 from horo.runner.job.placement import place
 from horo.runner.network import NetworkError, address_toward, free_port, interface_addresses, is_local, network_identity
@@ -25,8 +25,6 @@ def test_a_rank_is_told_its_place_in_both_dialects() -> None:
         master=("10.0.0.1", 6),
         cores=8,
         threads_set=False,
-        keep_memory=True,
-        move_ranks=True,
     )
     assert told == {
         "HORO_HOST_MARK": "m",
@@ -45,10 +43,6 @@ def test_a_rank_is_told_its_place_in_both_dialects() -> None:
         "MASTER_ADDR": "10.0.0.1",
         "MASTER_PORT": "6",
         "OMP_NUM_THREADS": "4",
-        "MALLOC_MMAP_THRESHOLD_": "4294967296",
-        "MALLOC_TRIM_THRESHOLD_": "4294967296",
-        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
-        "HORO_LEAVE_CROWDED_CORES": "1",
     }
 
 
@@ -61,24 +55,35 @@ def test_threads_the_user_has_set_stay() -> None:
         master=None,
         cores=8,
         threads_set=True,
-        keep_memory=False,
-        move_ranks=False,
     )
-    assert not {"OMP_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"} & told.keys()
-    assert "HORO_LEAVE_CROWDED_CORES" not in told
     assert not [name for name in told if not name.startswith("HORO")]
 
 
-@pytest.mark.parametrize("name", ["MALLOC_ARENA_MAX", "GLIBC_TUNABLES"])
-def test_a_user_who_tunes_malloc_is_left_alone(name: str) -> None:
-    assert tunes_malloc({name: "1"})
-    assert not tunes_malloc({"PATH": name})
+KEEP_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": "4294967296",
+    "MALLOC_TRIM_THRESHOLD_": "4294967296",
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+}
+MOVE_RANKS = {"HORO_LEAVE_CROWDED_CORES": "1"}
+UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
 
 
-@pytest.mark.parametrize("name", ["HORO_LEAVE_CROWDED_CORES", "HOROVOD_LEAVE_CROWDED_CORES"])
-def test_a_user_who_says_whether_ranks_move_is_left_alone(name: str) -> None:
-    assert places_ranks({name: "0"})
-    assert not places_ranks({"PATH": name})
+@pytest.mark.parametrize(
+    ("name", "rest"),
+    [
+        ("MALLOC_ARENA_MAX", MOVE_RANKS | UNBUFFERED),
+        ("GLIBC_TUNABLES", MOVE_RANKS | UNBUFFERED),
+        ("HORO_LEAVE_CROWDED_CORES", KEEP_MEMORY | UNBUFFERED),
+        ("HOROVOD_LEAVE_CROWDED_CORES", KEEP_MEMORY | UNBUFFERED),
+        ("PYTHONUNBUFFERED", KEEP_MEMORY | MOVE_RANKS),
+        ("PATH", KEEP_MEMORY | MOVE_RANKS | UNBUFFERED),
+    ],
+)
+def test_a_variable_of_the_user_stays(name: str, rest: dict[str, str]) -> None:
+    assert default_variables({name: "0"}, keep_memory=True) == rest
+    assert default_variables({name: "0"}, keep_memory=False) == {
+        key: value for key, value in rest.items() if key not in KEEP_MEMORY
+    }
 
 
 def test_what_belongs_to_one_host_is_not_forwarded() -> None:

@@ -42,7 +42,7 @@ def test_bytes_that_are_no_text_pass(hororun: Hororun, where: str) -> None:
 
 
 def test_files_of_ranks_hold_every_byte(hororun: Hororun, where: str, tmp_path: Path) -> None:
-    words = ["-np", "2", "--output-filename", str(tmp_path / "logs"), "--no-prefix", "--prefix-timestamp"]
+    words = ["-np", "2", "--output-filename", str(tmp_path / "logs"), "--prefix-timestamp"]
     hororun.run(
         *words, "--", "sh", "-c", r"printf '10%%\r20%%\r\n\377'$HOROVOD_RANK; echo $HOROVOD_RANK >&2", where=where
     )

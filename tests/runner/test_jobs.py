@@ -444,5 +444,5 @@ def test_waiting_ranks_leave_crowded_cores_unless_the_user_says(hororun: Hororun
     print_it = shell("echo $HORO_LEAVE_CROWDED_CORES.")
     environment = {"HORO_LEAVE_CROWDED_CORES": "0"}
     assert hororun.run("-np", "1", *print_it, where=where).stdout == "[0] 1.\n"
-    assert hororun.run("-np", "1", "--no-move-ranks", *print_it, where=where).stdout == "[0] .\n"
+    assert hororun.run("-np", "1", "--no-move-ranks", *print_it, where=where).stdout == "[0] 0.\n"
     assert hororun.run("-np", "1", *print_it, where=where, environment=environment).stdout == "[0] 0.\n"

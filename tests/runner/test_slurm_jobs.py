@@ -139,7 +139,7 @@ def test_an_option_for_ssh_decides_for_ssh(hororun: Hororun, slurm: Slurm) -> No
     assert "ssh -T" in done.stdout
     done = hororun.run("--launcher", "slurm", "-p", "2222", "true", where=None, environment=slurm.environment)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "--ssh-port is for --launcher mpi and ssh" in done.stderr
+    assert "-p is for --launcher mpi and ssh" in done.stderr
 
 
 def test_a_dry_run_shows_ranks_and_commands_and_starts_nothing(hororun: Hororun, slurm: Slurm) -> None:

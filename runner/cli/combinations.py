@@ -1,0 +1,116 @@
+"""Options that make no sense together, or with this launcher, or on one host: each is an error that names them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from horo.runner.config import JobError
+
+__all__ = ["check_combinations", "check_launcher", "check_one_host"]
+
+_OWN = frozenset({"ssh", "slurm"})
+_BY_SSH = frozenset({"ssh", "mpi"})
+_FOREIGN = frozenset({"mpi", "jsrun"})
+_NOT_JSRUN = frozenset({"ssh", "slurm", "mpi"})
+_LAUNCHERS_OF = {
+    "bind_to": _OWN,
+    "failure_seconds": _OWN,
+    "host_timeout": _OWN,
+    "remote_python": _OWN,
+    "store_port": _OWN,
+    "master_port": _OWN,
+    "torch_env": _OWN,
+    "check_hosts": _OWN,
+    "prefix_host": _OWN,
+    "ssh_port": _BY_SSH,
+    "ssh_identity_file": _BY_SSH,
+    "ssh_args": _BY_SSH,
+    "remote_shell": _BY_SSH,
+    "mpirun": frozenset({"mpi"}),
+    "mpi_args": _FOREIGN,
+    "binding_args": _FOREIGN,
+    "tcp": _FOREIGN,
+    "network_interfaces": _NOT_JSRUN,
+    "prefix_timestamp": _NOT_JSRUN,
+    "oversubscribe": _NOT_JSRUN,
+}
+"""The launchers that an option is for, where it is not for all of them."""
+_FOR_REMOTE_HOSTS = (
+    "ssh_port",
+    "ssh_identity_file",
+    "ssh_args",
+    "remote_shell",
+    "remote_python",
+    "host_timeout",
+)
+_FOR_CHECK_HOSTS = frozenset(
+    {
+        "check_hosts",
+        "hosts",
+        "hostfile",
+        "launcher",
+        "network_interfaces",
+        "start_timeout",
+        "verbose",
+        *_FOR_REMOTE_HOSTS,
+    }
+)
+_EXCLUDED = {
+    "prefix_timestamp": "no_prefix",
+    "stall_check_warning_time_seconds": "no_stall_check",
+    "stall_check_shutdown_time_seconds": "no_stall_check",
+}
+"""Options that another one makes useless."""
+
+
+def check_combinations(given: Mapping[str, str], command: Sequence[str]) -> None:
+    """Checks what does not depend on hosts and launcher.
+
+    Args:
+        given: by destination, the options as the user spelt them.
+        command: what the ranks are to run.
+
+    Raises:
+        JobError: one option has no effect beside another; names both.
+    """
+    for alone, allowed, what in (
+        ("check_build", frozenset({"check_build"}), "looks at this installation and starts nothing"),
+        ("check_hosts", _FOR_CHECK_HOSTS, "starts no rank"),
+    ):
+        if alone not in given:
+            continue
+        useless = next((option for name, option in given.items() if name not in allowed), None)
+        if useless is not None:
+            raise JobError(f"{given[alone]} {what}: leave out {useless}")
+        if command:
+            raise JobError(f"{given[alone]} {what}: leave out the command {command[0]!r}")
+    excluded = dict(_EXCLUDED)
+    if "output_filename" not in given:  # its folders are named by it
+        excluded["prefix_host"] = "no_prefix"
+    for name, other in excluded.items():
+        if name in given and other in given:
+            raise JobError(f"{given[name]} has no effect beside {given[other]}: leave out one of them")
+
+
+def check_launcher(given: Mapping[str, str], launcher: str) -> str | None:
+    """Which option does not fit the launcher, as a sentence; None: all fit."""
+    for name, option in given.items():
+        launchers = _LAUNCHERS_OF.get(name)
+        if launchers is not None and launcher not in launchers:
+            names = " and ".join(sorted(launchers))
+            return f"{option} is for --launcher {names}; ranks of this job are started by {launcher}"
+    return None
+
+
+def check_one_host(given: Mapping[str, str]) -> None:
+    """Checks a job for which nobody has named hosts.
+
+    Raises:
+        JobError: an option is for remote hosts only.
+    """
+    for name in _FOR_REMOTE_HOSTS:
+        if name in given:
+            raise JobError(
+                f"{given[name]} is for remote hosts, and this job has none: name them with -H or --hostfile, or leave "
+                "it out"
+            )

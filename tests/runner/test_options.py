@@ -1,0 +1,240 @@
+"""Every option in every kind of job: it has an effect there, or is refused by its name."""
+
+from __future__ import annotations
+
+import pytest
+from jobs import Hororun
+
+from horo.runner.cli import main, parse
+from horo.runner.cli.options import build_parser
+from horo.runner.config import JobError
+
+KINDS = {
+    "one-host": (["-np", "2"], ["cmd"]),
+    "two-hosts": (["-np", "2", "-H", "a:1,b:1"], ["cmd"]),
+    "by-slurm": (["-np", "2", "--launcher", "slurm"], ["cmd"]),
+    "by-mpirun": (["-np", "2", "--launcher", "mpi", "-H", "a:1,b:1"], ["cmd"]),
+    "by-jsrun": (["-np", "2", "--launcher", "jsrun"], ["cmd"]),
+    "check-hosts": (["--check-hosts", "-H", "a:1,b:1"], []),
+    "check-build": (["--check-build"], []),
+}
+"""What stands before the option that is tried, and after it."""
+SLURM = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "a,b", "SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "1(x2)"}
+LSF = {"LSB_JOBID": "1", "LSB_MCPU_HOSTS": "a 1 b 1"}
+
+OWN = {"one-host", "two-hosts", "by-slurm"}
+JOBS = {*OWN, "by-mpirun", "by-jsrun"}
+BY_SSH = {"two-hosts", "by-mpirun", "check-hosts"}
+REMOTE = {"two-hosts", "by-slurm", "check-hosts"}
+NOT_BY_JSRUN = JOBS - {"by-jsrun"}
+EFFECT: dict[str, tuple[str, set[str]]] = {
+    "num_proc": ("-np 2", JOBS),
+    "hosts": ("-H a:1,b:1", JOBS | {"check-hosts"}),
+    "hostfile": ("--hostfile {file}", JOBS | {"check-hosts"}),
+    "oversubscribe": ("--oversubscribe", NOT_BY_JSRUN),
+    "launcher": ("--gloo", {"one-host", "two-hosts", "check-hosts"}),
+    "bind_to": ("--bind-to core", OWN),
+    "dry_run": ("--dry-run", JOBS),
+    "exports": ("-x A=1", JOBS),
+    "network_interfaces": ("--network-interfaces lo", NOT_BY_JSRUN | {"check-hosts"}),
+    "store_port": ("--store-port 5000", OWN),
+    "torch_env": ("--torch-env", OWN),
+    "master_port": ("--master-port 5001", OWN),
+    "no_prefix": ("--no-prefix", JOBS),
+    "prefix_timestamp": ("--prefix-timestamp", NOT_BY_JSRUN),
+    "prefix_host": ("--prefix-host", OWN),
+    "output_filename": ("--output-filename out", JOBS),
+    "verbose": ("--verbose", JOBS | {"check-hosts"}),
+    "grace_seconds": ("--grace-seconds 3", JOBS),
+    "failure_seconds": ("--failure-seconds 3", OWN),
+    "start_timeout": ("--start-timeout 3", JOBS | {"check-hosts"}),
+    "host_timeout": ("--host-timeout 3", REMOTE),
+    "ssh_port": ("-p 2222", BY_SSH),
+    "ssh_identity_file": ("-i key", BY_SSH),
+    "ssh_args": ("--ssh-args=-v", BY_SSH),
+    "remote_shell": ("--remote-shell rsh", BY_SSH),
+    "remote_python": ("--remote-python /py", REMOTE),
+    "mpirun": ("--mpirun m", {"by-mpirun"}),
+    "mpi_args": ("--mpi-args=-v", {"by-mpirun", "by-jsrun"}),
+    "binding_args": ("--binding-args=-v", {"by-mpirun", "by-jsrun"}),
+    "tcp": ("--tcp", {"by-mpirun", "by-jsrun"}),
+    "no_keep_memory": ("--no-keep-memory", JOBS),
+    "no_move_ranks": ("--no-move-ranks", JOBS),
+    "fusion_threshold_mb": ("--fusion-threshold-mb 1", JOBS),
+    "cycle_time_ms": ("--cycle-time-ms 1", JOBS),
+    "cache_capacity": ("--cache-capacity 1", JOBS),
+    "no_stall_check": ("--no-stall-check", JOBS),
+    "stall_check": ("--stall-check", JOBS),
+    "stall_check_warning_time_seconds": ("--stall-check-warning-time-seconds 3", JOBS),
+    "stall_check_shutdown_time_seconds": ("--stall-check-shutdown-time-seconds 3", JOBS),
+    "log_level": ("--log-level info", JOBS),
+    "check_hosts": ("--check-hosts", {"check-hosts"}),
+    "check_build": ("--check-build", {"check-build"}),
+}
+"""An example of each option, and the kinds of jobs in which it has an effect."""
+SHOWN_AT_ONCE = {"help", "version"}
+
+
+def test_every_option_has_a_row() -> None:
+    options = {action.dest for action in build_parser()._actions} - SHOWN_AT_ONCE - {"refused"}
+    assert options == EFFECT.keys()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("option", EFFECT)
+def test_an_option_has_an_effect_or_is_refused_by_name(
+    option: str,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path_factory: pytest.TempPathFactory,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path_factory.mktemp("job")
+    (folder / "hosts").write_text("a slots=1\nb slots=1\n")
+    (folder / "jsrun").write_text("#!/bin/sh\n")
+    (folder / "jsrun").chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
+    for name, value in {"by-slurm": SLURM, "by-jsrun": LSF}.get(kind, {}).items():
+        monkeypatch.setenv(name, value)
+    example, kinds = EFFECT[option]
+    before, after = KINDS[kind]
+    words = example.format(file=folder / "hosts").split()
+    if words[0] == "--hostfile" and "-H" in before:
+        before = [word for word in before if word not in ("-H", "a:1,b:1")]
+    if words[0] in before:  # it makes the job what it is
+        return
+    refusal = ""
+    try:
+        parse([*before, *words, *after])
+    except JobError as error:
+        refusal = str(error)
+    except SystemExit:
+        refusal = capfd.readouterr().err
+    if kind in kinds:
+        assert refusal == ""
+    else:
+        assert words[0].partition("=")[0] in refusal
+
+
+PAIRS = [
+    ("-np 1 --no-prefix --prefix-timestamp cmd", "--prefix-timestamp has no effect beside --no-prefix"),
+    ("-np 1 --no-prefix --prefix-host cmd", "--prefix-host has no effect beside --no-prefix"),
+    (
+        "-np 1 --no-stall-check --stall-check-warning-time-seconds 3 cmd",
+        "--stall-check-warning-time-seconds has no effect beside --no-stall-check",
+    ),
+    (
+        "-np 1 --no-stall-check --stall-check-shutdown-time-seconds 3 cmd",
+        "--stall-check-shutdown-time-seconds has no effect beside --no-stall-check",
+    ),
+    (
+        "-np 1 --stall-check-warning-time-seconds 0 --stall-check-shutdown-time-seconds 3 cmd",
+        "--stall-check-shutdown-time-seconds has no effect beside --stall-check-warning-time-seconds 0",
+    ),
+    ("--check-hosts -np 2", "--check-hosts starts no rank: leave out -np"),
+    ("--check-hosts -n2", "--check-hosts starts no rank: leave out -n"),
+    ("--check-hosts train.py", "--check-hosts starts no rank: leave out the command 'train.py'"),
+    ("--check-hosts --mpi", "--check-hosts is for --launcher slurm and ssh; ranks of this job are started by mpi"),
+    ("-cb -np 2", "-cb looks at this installation and starts nothing: leave out -np"),
+    ("--check-build train.py", "leave out the command 'train.py'"),
+    ("--check-build --check-hosts", "--check-build looks at this installation and starts nothing: leave out --check"),
+    ("-np 1 -p22 cmd", "-p is for remote hosts, and this job has none: name them with -H or --hostfile"),
+    ("-np 1 --log-level info -x HORO_LOG_LEVEL=debug cmd", "--log-level and -x HORO_LOG_LEVEL both set HORO_LOG_LEVEL"),
+    ("-np 1 --log-level info -x HOROVOD_LOG_LEVEL=off cmd", "--log-level and -x HOROVOD_LOG_LEVEL both set"),
+    ("-np 1 --no-move-ranks -x HORO_LEAVE_CROWDED_CORES=1 cmd", "--no-move-ranks and -x HORO_LEAVE_CROWDED_CORES"),
+    ("-np 1 --network-interfaces lo -x HORO_NETWORK_INTERFACES=a cmd", "--network-interfaces and -x HORO_NETWORK"),
+    ("-np 1 -x HOROVOD_RANK=3 cmd", "-x HOROVOD_RANK: hororun sets HOROVOD_RANK for every rank: leave it out"),
+    ("-np 1 -x HORO_SECRET=3 cmd", "-x HORO_SECRET: hororun sets"),
+    ("-np 1 -x HORO_HOST_MARK=3 cmd", "-x HORO_HOST_MARK: hororun sets"),
+    ("-np 1 --torch-env -x RANK=3 cmd", "-x RANK: hororun sets RANK for every rank (--torch-env): leave it out"),
+    ("-np 1 --master-port 5000 -x MASTER_PORT=3 cmd", "-x MASTER_PORT: hororun sets"),
+    ("-np 2 -H a:1 -H b:1 cmd", "-H is given twice: name all hosts in one HOSTS"),
+    ("-np 2 --hostfile a --hostfile b cmd", "--hostfile is given twice: name all hosts in one FILE"),
+    ("-np 2 --network-interfaces a,,b cmd", "--network-interfaces: 'a,,b' is no list of names"),
+]
+
+
+@pytest.mark.parametrize(("line", "sentence"), PAIRS)
+def test_options_that_exclude_each_other_are_both_named(
+    line: str, sentence: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(line.split())
+    except SystemExit as end:
+        code = end.code  # type: ignore[assignment]
+    captured = capfd.readouterr()
+    assert (code, captured.out, captured.err.count("\n")) == (2, "", 1)
+    assert sentence in captured.err
+
+
+@pytest.mark.parametrize("option", ["--output-filename", "--remote-python", "--remote-shell", "--mpirun", "-i"])
+def test_an_empty_value_is_refused(option: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["-np", "1", "-H", "a:1", option, "", "cmd"])
+    assert capfd.readouterr().err.endswith(": its value is empty (try 'hororun --help')\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "similar"),
+    [
+        ("--verbos", "--verbose"),
+        ("--host a", "--hosts"),
+        ("--timestmap", "--prefix-timestamp"),
+        ("--np 2", "-np"),
+        ("--output-file=x", "--output-filename"),
+        ("--qqqqqq", ""),
+    ],
+)
+def test_an_unknown_option_gets_a_similar_one(line: str, similar: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([*line.split(), "cmd"])
+    word = line.split(maxsplit=1)[0].partition("=")[0]
+    hint = f": did you mean {similar}?" if similar else ""
+    assert (end.value.code, capfd.readouterr().err) == (
+        2,
+        f"hororun: there is no option {word!r}{hint} (try 'hororun --help')\n",
+    )
+
+
+def test_an_option_without_its_value_is_named_as_it_is_known(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["-np"])
+    assert capfd.readouterr().err.startswith("hororun: -np: expected one argument")
+
+
+@pytest.mark.parametrize("where", ["localhost:1", "one:1"], ids=["direct", "agents"])
+@pytest.mark.parametrize("words", [["true"], ["--dry-run", "true"]], ids=["run", "dry-run"])
+def test_an_interface_that_is_not_here_is_refused_in_every_job(hororun: Hororun, where: str, words: list[str]) -> None:
+    done = hororun.run("-np", "1", "--network-interfaces", "nosuch0,203.0.113.0/24", *words, where=where)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (78, "", 1)
+    assert (
+        "--network-interfaces nosuch0,203.0.113.0/24: none of them has an address here; this machine has" in done.stderr
+    )
+    assert "lo 127.0.0.1" in done.stderr
+
+
+def test_a_network_is_as_good_as_an_interface(hororun: Hororun) -> None:
+    show = ["--no-prefix", "--", "sh", "-c", "echo $HORO_NETWORK_INTERFACES"]
+    done = hororun.run("-np", "1", "--network-interfaces", "127.0.0.0/8, eth7", *show)
+    assert (done.returncode, done.stdout) == (0, "127.0.0.0/8,eth7\n")
+
+
+def test_ranks_that_shall_stay_do_so_whatever_the_environment_says(hororun: Hororun) -> None:
+    show = ["--no-prefix", "--", "sh", "-c", "echo $HORO_LEAVE_CROWDED_CORES"]
+    environment = {"HORO_LEAVE_CROWDED_CORES": "1"}
+    assert hororun.run("-np", "1", "--no-move-ranks", *show, environment=environment).stdout == "0\n"
+    assert hororun.run("-np", "1", *show, environment={"HORO_LEAVE_CROWDED_CORES": "0"}).stdout == "0\n"
+    assert hororun.run("-np", "1", *show).stdout == "1\n"
+
+
+def test_a_variable_that_hororun_only_suggests_may_be_set(hororun: Hororun) -> None:
+    show = ["--no-prefix", "--", "sh", "-c", "echo ${PYTHONUNBUFFERED-none}"]
+    assert hororun.run("-np", "1", *show).stdout == "1\n"
+    assert hororun.run("-np", "1", "-x", "PYTHONUNBUFFERED=", *show).stdout == "\n"
+
+
+def test_check_hosts_shows_its_commands_when_asked(hororun: Hororun) -> None:
+    done = hororun.run("--check-hosts", "--verbose", where="localhost,one")
+    assert done.returncode == 0
+    assert done.stderr.startswith(f"hororun: one: {hororun.remote_shell} -T ")
+    assert done.stderr.count("\n") == 1
