@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import socket
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from horo._bootstrap.auth.handshake import SECRET_BYTES
 from horo._bootstrap.directory import Directory, PeerAddress
 from horo._bootstrap.ending import EndNotes, culprit_of, describe_exception, watch_exceptions
+from horo._bootstrap.greeting import greet
 from horo._bootstrap.host.arena import Arena, join_arena
 from horo._bootstrap.host.grouping import Grouping, Link, group_ranks
 from horo._bootstrap.host.identity import read_identity
@@ -247,21 +247,29 @@ def connect(launch: Launch, config: Config, epoch: int, leftovers: list[str]) ->
     """
     if launch.size == 1:
         return _alone(launch, config)
-    store, secret, address = _open_store(launch, config, epoch)
+    meeting = partial(_meeting, launch, config, epoch, leftovers)
+    store, secret, address = _open_store(launch, config, epoch, meeting)
     try:
-        prefix = f"horo/{launch.job_id}/{epoch}/"
-        rendezvous = Rendezvous(
-            prefixed(store, prefix), launch.rank, launch.size, launch.host_name, config.start_timeout_s
-        )
-        try:
+        with meeting(store=store) as rendezvous:
             return _join(_Start(launch, config, epoch, rendezvous, address, partial(_forget, store, leftovers)), secret)
-        except BaseException as error:
-            rendezvous.fail(error)
-            raise
-        finally:
-            leftovers += [prefix + key for key in rendezvous.leftovers]
     finally:
         store.close()
+
+
+@contextmanager
+def _meeting(
+    launch: Launch, config: Config, epoch: int, leftovers: list[str], *, store: Store, part: str = ""
+) -> Iterator[Rendezvous]:
+    """A rendezvous for ``part`` of a start; the others are told if an exception ends it."""
+    prefix = f"horo/{launch.job_id}/{epoch}/{part}"
+    rendezvous = Rendezvous(prefixed(store, prefix), launch.rank, launch.size, launch.host_name, config.start_timeout_s)
+    try:
+        yield rendezvous
+    except BaseException as error:
+        rendezvous.fail(error)
+        raise
+    finally:
+        leftovers += [prefix + key for key in rendezvous.leftovers]
 
 
 def _forget(store: Store, leftovers: list[str]) -> None:
@@ -270,12 +278,15 @@ def _forget(store: Store, leftovers: list[str]) -> None:
         leftovers.clear()
 
 
-def _open_store(launch: Launch, config: Config, epoch: int) -> tuple[Store, bytes | None, str | None]:
-    """The store, the secret if it is known already, and the address from which the store is reached."""
+def _open_store(
+    launch: Launch, config: Config, epoch: int, meeting: Callable[..., AbstractContextManager[Rendezvous]]
+) -> tuple[Store, bytes, str | None]:
+    """The store, the secret of this start, and the address from which the store is reached."""
     if launch.torch_master is not None:
-        torch_store, address = open_torch_store(launch.torch_master, launch.started_rank, config.start_timeout_s)
-        store: Store = torch_store if launch.secret is None else signed(torch_store, launch.secret)
-        return store, launch.secret, address
+        store, address = open_torch_store(launch.torch_master, launch.started_rank, config.start_timeout_s)
+        with meeting(store=signed(store, launch.secret), part="greeting/") as rendezvous:
+            secret = greet(rendezvous, launch.secret)
+        return signed(store, secret), secret, address
     if launch.mpi is not None:
         client, secret = open_mpi_store(launch.mpi, config)
     elif launch.slurm is not None:
@@ -300,19 +311,15 @@ class _Start:
     forget_earlier: Callable[[], None]
 
 
-def _join(start: _Start, secret: bytes | None) -> Connection:
+def _join(start: _Start, secret: bytes) -> Connection:
     launch, config, rendezvous = start.launch, start.config, start.rendezvous
     rendezvous.enter()
     check_mpi(config, launch.mpi)
     identity = read_identity(config.host_id)
     rendezvous.publish("peer info", PeerInfo.of(launch, config, identity, start.address, version()).encode())
-    if secret is None and launch.rank == 0:
-        rendezvous.publish("secret", secrets.token_bytes(SECRET_BYTES))
     said = rendezvous.gather("peer info")
     start.forget_earlier()  # not before: a slower rank may have been looking at the end of the last start until now
     infos = check_agreement(said, lambda rank, host: f"rank {rank} ({host})")
-    if secret is None:
-        (secret,) = rendezvous.gather("secret", [0])
     rendezvous.host_names.update({rank: info.host for rank, info in enumerate(infos)})
     candidates = group_ranks([info.identity for info in infos]).members(launch.rank)
     segment_bytes = _segment_bytes(config, infos)

@@ -61,10 +61,7 @@ class PeerInfo:
             core=core,
             host=launch.host_name,
             size=launch.size,
-            settings={
-                **{variables[name].names[0]: getattr(config, name) for name in _SHARED_SETTINGS},
-                "HORO_SECRET (1: set)": int(launch.secret is not None),
-            },
+            settings={variables[name].names[0]: getattr(config, name) for name in _SHARED_SETTINGS},
             identity=identity,
             address=address,
             cpus=sum(1 << cpu for cpu in os.sched_getaffinity(0)),
@@ -122,13 +119,7 @@ def check_agreement(messages: Sequence[bytes], name: Callable[[int, str], str]) 
 
 def _check_versions(messages: Sequence[bytes], name: Callable[[int, str], str]) -> None:
     # Only these three entries are relied on: another version may encode the rest differently.
-    try:
-        said = [json.loads(message) for message in messages]
-    except ValueError:  # torch's store: values of ranks with a secret begin with a MAC, see store.signed
-        raise MismatchError(
-            "another rank's entry in the store cannot be read: is HORO_SECRET set on some nodes only? Set it on all, "
-            "to the same value"
-        ) from None
+    said = [json.loads(message) for message in messages]
     versions = [{key: str(entry.get(key)) for key in ("horo", "core", "host")} for entry in said]
     first = versions[0]
     for rank, other in enumerate(versions):

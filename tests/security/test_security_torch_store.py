@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -72,7 +71,7 @@ def test_a_changed_value_is_refused(server: Any, attack: Callable[[Any], None]) 
     view(server, "job/0/").set("listen/0", b"10.0.0.3:1000")
     assert view(server).get("listen/0", 10) == b"10.0.0.1:1000"
     attack(client(server))
-    with pytest.raises(GroupError, match=r"'job/1/listen/0' .* was not written by a rank of this job"):
+    with pytest.raises(GroupError, match=r"'job/1/listen/0' .* was not written by a rank of this start"):
         view(server).get("listen/0", 10)
 
 
@@ -114,56 +113,57 @@ def test_a_secret_on_some_nodes_only_is_told_as_that(server: Any) -> None:
     del without["HORO_SECRET"]
     ends = join_all([with_secret, without])
     assert all(isinstance(end, HoroError) and "HORO_SECRET" in str(end) for end in ends), ends
+    assert all(str(end).isprintable() for end in ends), ends
+
+
+Tamper = Callable[[str, bytes], bytes]
 
 
 @pytest.fixture
-def attacker(server: Any) -> Iterator[Callable[[str, bytes], None]]:
-    """Writes a value to a key again and again until the end."""
-    raw, stop = client(server), threading.Event()
-    threads: list[threading.Thread] = []
+def tampering() -> Iterator[Callable[[Tamper], None]]:
+    """Puts what a function returns in place of each value that is written to the store."""
+    patch, real = pytest.MonkeyPatch(), TorchStore.set
 
-    def overwrite(key: str, value: bytes) -> None:
-        def run() -> None:
-            while not stop.wait(0.0005):
-                raw.set(key, value)
+    def begin(tamper: Tamper) -> None:
+        patch.setattr(TorchStore, "set", lambda self, key, value: real(self, key, tamper(key, value)))
 
-        threads.append(threading.Thread(target=run))
-        threads[-1].start()
-
-    yield overwrite
-    stop.set()
-    for thread in threads:
-        thread.join(LIMIT_S)
+    yield begin
+    patch.undo()
 
 
-def test_an_address_of_the_attackers_is_not_dialed(server: Any, attacker: Callable[[str, bytes], None]) -> None:
+def test_an_address_of_the_attackers_is_not_dialed(server: Any, tampering: Callable[[Tamper], None]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as trap:
         trap.settimeout(0)
-        where = f"127.0.0.1:{trap.getsockname()[1]}"
-        for prefix in prefixes(server):
-            attacker(f"{prefix}listen/0", where.encode())
+        where = f"127.0.0.1:{trap.getsockname()[1]}".encode()
+        tampering(lambda key, value: value[: -len(where)] + where if key.endswith("listen/0") else value)
         ends = join_all(environs(server))
         assert all(isinstance(end, HoroError) for end in ends), ends
-        assert any("was not written by a rank of this job" in str(end) for end in ends)
+        assert any("was not written by a rank of this start" in str(end) for end in ends)
         with pytest.raises(BlockingIOError):
             trap.accept()
 
 
-def prefixes(server: Any) -> list[str]:
-    """Under which a start of this job writes, seen at one that nobody disturbs."""
-    seen: set[str] = set()
-    real = TorchStore.set
+@pytest.mark.parametrize("replayed", ["listen/0", "/0", ""], ids=["address", "all-of-rank-0", "all"])
+def test_values_of_an_earlier_job_with_the_same_name_and_secret_are_refused(
+    server: Any, tampering: Callable[[Tamper], None], replayed: str
+) -> None:
+    """Somebody has kept what the ranks of the earlier job wrote, and now listens where rank 0 did then."""
+    kept: dict[str, bytes] = {}
 
-    def note(self: TorchStore, key: str, value: bytes) -> None:
-        seen.add(key)
-        real(self, key, value)
+    def keep(key: str, value: bytes) -> bytes:
+        return kept.setdefault(key, value)
 
-    patch = pytest.MonkeyPatch()
-    patch.setattr(TorchStore, "set", note)
-    try:
-        for connection in join_all(environs(server)):
-            assert isinstance(connection, Connection), connection
-            close_setup(connection.setup)
-    finally:
-        patch.undo()
-    return sorted({key.partition("listen/")[0] for key in seen if "listen/" in key})
+    tampering(keep)
+    for connection in join_all(environs(server)):
+        assert isinstance(connection, Connection), connection
+        close_setup(connection.setup)
+    port = next(value for key, value in kept.items() if key.endswith("listen/0")).rpartition(b"127.0.0.1:")[2]
+    later = torch_distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with socket.create_server(("127.0.0.1", int(port))) as trap:
+        trap.settimeout(0)
+        tampering(lambda key, value: kept.get(key, value) if replayed in key else value)
+        ends = join_all(environs(later))
+        assert all(isinstance(end, HoroError) for end in ends), ends
+        assert any("was not written by a rank of this start" in str(end) for end in ends), ends
+        with pytest.raises(BlockingIOError):
+            trap.accept()

@@ -1,8 +1,9 @@
 """torch's TCPStore as the job's store, for jobs started by torchrun. The only module here that needs torch.
 
-Trust: torch's store does not authenticate its clients. Rank 0 puts the job's secret into it unless the user has set
-``HORO_SECRET`` on all nodes, so every process that can reach that store can join the job, as with torch.distributed.
-With ``HORO_SECRET`` the secret is not in it, and each value carries a MAC (``store.signed``).
+Trust: torch's store does not authenticate its clients. The secret of a start is made of nonces of all ranks that are
+in it (``greeting``). Unless the user has set ``HORO_SECRET`` on all nodes, that is all, so every process that can reach
+that store can join the job, as with torch.distributed. With ``HORO_SECRET``, which is not in it, nobody else can derive
+the secret of the start, and each value carries a MAC (``store.signed``).
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
-"""A store that authenticates no client, seen by ranks that share a secret: every value carries a MAC.
+"""A store that authenticates no client, seen by ranks that may share a secret: with one, every value carries a MAC.
 
 The MAC is HMAC-SHA256 under a key derived from the secret, over the key and the value. Keys name the job, the start and
 the rank, so a value cannot be changed, nor moved to another rank, start or job. Counters have no MAC: a client without
 the secret can change them, delete keys and withhold values, and so make a start fail, which ends with an error.
+
+value with a secret     = 1 (u8) | MAC | bytes
+value without a secret  = 0 (u8) | bytes
 """
 
 from __future__ import annotations
@@ -11,19 +14,21 @@ import hmac
 from collections.abc import Sequence
 
 from horo._bootstrap.store.protocol import Store, StoreAbandonedError
-from horo.errors import GroupError
+from horo.errors import GroupError, MismatchError
 
 __all__ = ["signed"]
 
+_PLAIN = b"\x00"
+_SIGNED = b"\x01"
 _MAC_BYTES = 32
 
 
 class _Signed:
     """``protocol.Store`` over another one."""
 
-    def __init__(self, store: Store, secret: bytes) -> None:
+    def __init__(self, store: Store, secret: bytes | None) -> None:
         self._store = store
-        self._key = hmac.digest(secret, b"horo store value\0", "sha256")
+        self._key = secret and hmac.digest(secret, b"horo store value\0", "sha256")
 
     def set(self, key: str, value: bytes) -> None:
         self._store.set(key, self._sign(key, value))
@@ -51,23 +56,31 @@ class _Signed:
         self._store.close()
 
     def _sign(self, key: str, value: bytes) -> bytes:
+        if self._key is None:
+            return _PLAIN + value
         name = key.encode()
-        return hmac.digest(self._key, len(name).to_bytes(4, "big") + name + value, "sha256") + value
+        return _SIGNED + hmac.digest(self._key, len(name).to_bytes(4, "big") + name + value, "sha256") + value
 
-    def _verify(self, key: str, signed_value: bytes) -> bytes:
-        value = signed_value[_MAC_BYTES:]
-        if not hmac.compare_digest(self._sign(key, value), signed_value):
-            raise GroupError(
-                f"the value of {key!r} in the store was not written by a rank of this job with this secret: is "
-                "HORO_SECRET the same on all nodes? If it is, somebody else writes to the store"
+    def _verify(self, key: str, stored: bytes) -> bytes:
+        head = len(_PLAIN) if self._key is None else len(_SIGNED) + _MAC_BYTES
+        value = stored[head:]
+        if hmac.compare_digest(self._sign(key, value), stored):
+            return value
+        if self._key is None and stored.startswith(_SIGNED):
+            raise MismatchError(
+                "HORO_SECRET is set on other nodes of this job, but not on this one; set it on all, to the same value"
             )
-        return value
+        raise GroupError(
+            f"the value of {key!r} in the store was not written by a rank of this start with this secret: is "
+            "HORO_SECRET the same on all nodes, and set on all? If it is, somebody else writes to the store"
+        )
 
 
-def signed(store: Store, secret: bytes) -> Store:
-    """``store`` as ranks with this secret see it.
+def signed(store: Store, secret: bytes | None) -> Store:
+    """``store`` as ranks with this secret see it; None: as those without one do, whose values can be forged.
 
     Raises (when a value is read):
         GroupError: It was not written through ``signed`` under this key with this secret.
+        MismatchError: It was written with a secret, and here is none.
     """
     return _Signed(store, secret)
