@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -17,7 +17,7 @@ from horo.torch._gradients import (
     UnsentReduction,
 )
 from horo.torch._member import Member
-from horo.torch._requests import Request, start_again, start_allgather, start_allreduce
+from horo.torch._requests import Gathered, Request, start_again, start_allgather, start_allreduce
 from horo.torch._staging import Spec
 from horo.torch.ops import Average
 
@@ -113,7 +113,8 @@ class Exchange(Member):
 
     def _finish(self, slots: Sequence[Slot]) -> None:
         """Waits for every pending reduction; then raises the first failure."""
-        failure: Exception | None = None
+        failures: list[HoroError] = []
+        mismatches: dict[PendingReduction, tuple[Slot, MismatchError]] = {}
         done: set[PendingReduction] = set()
         for slot in slots:
             pending = slot.pending
@@ -121,24 +122,54 @@ class Exchange(Member):
                 continue
             done.add(pending)
             try:
-                self._finish_one(slot, pending)
+                pending.finish()
+            except MismatchError as error:
+                mismatches[pending] = slot, error
             except HoroError as error:
-                failure = failure or error
-        if failure is not None:
-            raise failure
+                failures.append(error)
+        if mismatches:
+            failures += self._resolve(mismatches)
+        if failures:
+            raise failures[0]
 
-    def _finish_one(self, slot: Slot, pending: PendingReduction) -> None:
-        try:
-            pending.finish()
-        except MismatchError:
-            again = self._start_again(slot, pending)
+    def _resolve(self, mismatches: Mapping[PendingReduction, tuple[Slot, MismatchError]]) -> list[HoroError]:
+        """After mismatches, which every rank gets: reduces again where ranks have sent one gradient in two forms.
+
+        Each rank submits all its questions before it waits for an answer, since ranks may have the gradients in other
+        orders.
+
+        Returns:
+            What has failed.
+        """
+        failures: list[HoroError] = []
+        repeated: list[PendingReduction] = []
+        questions = [(pending, self._ask_forms(slot, pending)) for pending, (slot, _) in mismatches.items()]
+        for pending, question in questions:
+            slot, mismatch = mismatches[pending]
+            try:
+                again = self._start_again(slot, pending, question.wait()[0])
+            except HoroError as error:
+                failures.append(error)
+                continue
             if again is None:
-                raise
-            again.finish()
+                failures.append(mismatch)
+            else:
+                repeated.append(again)
+        for again in repeated:
+            try:
+                again.finish()
+            except HoroError as error:
+                failures.append(error)
+        return failures
 
-    def _start_again(self, slot: Slot, pending: PendingReduction) -> PendingReduction | None:
-        """After a mismatch, which every rank gets: tries again if ranks are only at different places of a step, or if
-        some had sparse rows and the others zeros.
+    def _ask_forms(self, slot: Slot, pending: PendingReduction) -> Request:
+        """Begins to gather in which form each rank has sent a gradient, or the gradients of a group."""
+        state = torch.tensor([[0 if slot.was_unused else 1, self._sparse_dims(slot), pending.mark]])
+        return start_allgather([state], _kind(slot), f"{_request_name(slot)}.form", sync=True)
+
+    def _start_again(self, slot: Slot, pending: PendingReduction, forms: Gathered) -> PendingReduction | None:
+        """Submits a gradient again if ranks are only at different places of a step, or if some had sparse rows and the
+        others zeros.
 
         A rank sends dense zeros for an unused parameter, since it does not know that the gradient is sparse elsewhere.
         Then all ranks submit sparse rows: those with zeros submit no rows.
@@ -146,25 +177,33 @@ class Exchange(Member):
         Raises:
             UsageError: Ranks are in different steps.
         """
-        name = slot.name if slot.group is None else slot.group.name
-        grad = slot.parameter.grad
-        sparse_dims = grad.sparse_dim() if grad is not None and self._travels_sparse(slot, grad) else 0
-        state = torch.tensor([[0 if slot.was_unused else 1, sparse_dims, pending.mark]])
-        everyone = start_allgather([state], _kind(slot), f"{name}.form", sync=True).wait()[0].tensor.tolist()
+        everyone = forms.tensor.tolist()
         is_apart = self.progress.meet([mark for _, _, mark in everyone])
-        forms = {dims for used, dims, _ in everyone if used}
-        if is_apart and forms <= {0}:
-            return self._send(name, pending.packed, True, 0)
-        if len(forms) != 1 or forms == {0}:
+        sparse_dims = {dims for used, dims, _ in everyone if used}
+        if is_apart and sparse_dims <= {0}:
+            return self._send(_request_name(slot), pending.packed, True, 0)
+        if len(sparse_dims) != 1 or sparse_dims == {0}:
             return None
-        (dims,) = forms
+        grad = slot.parameter.grad
         if slot.was_unused:
-            shape = slot.parameter.shape
-            empty = torch.empty((0, *shape[dims:]), dtype=slot.parameter.dtype)
-            grad = torch.sparse_coo_tensor(
-                torch.empty((dims, 0), dtype=torch.int64), empty, shape, check_invariants=True
-            )
+            grad = _empty_rows(slot.parameter, *sparse_dims)
         return None if grad is None else self._submit_sparse(slot, grad, sync=True)
+
+    def _sparse_dims(self, slot: Slot) -> int:
+        """How many dimensions of its gradient are sparse; 0: it travels as a dense one."""
+        grad = slot.parameter.grad
+        return grad.sparse_dim() if grad is not None and self._travels_sparse(slot, grad) else 0
+
+
+def _empty_rows(parameter: torch.Tensor, sparse_dims: int) -> torch.Tensor:
+    """A sparse gradient without rows."""
+    indices = torch.empty((sparse_dims, 0), dtype=torch.int64)
+    values = torch.empty((0, *parameter.shape[sparse_dims:]), dtype=parameter.dtype)
+    return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=True)
+
+
+def _request_name(slot: Slot) -> str:
+    return slot.name if slot.group is None else slot.group.name
 
 
 def _kind(slot: Slot) -> str:

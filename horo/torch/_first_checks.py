@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import gc
+import zlib
 from collections.abc import Iterable, Sequence
+from typing import NoReturn
 
 import torch
 
-from horo.errors import UsageError
+from horo.errors import MismatchError, UsageError
 from horo.torch._comparison import Comparison, checksum, options_of
 from horo.torch._gradients import Slot
+from horo.torch.functions import allgather_object
 
 __all__ = ["FirstCheck", "refuse_ddp", "refuse_ddp_model"]
 
 _PARAMETER = "parameter "
 _STATE = "state "
+_NAMES = ""
+"""Sorts before all others, so that it stands at the same place on ranks that have different names."""
 
 
 class FirstCheck:
@@ -25,35 +30,79 @@ class FirstCheck:
     """
 
     def __init__(self, label: str, slots: Sequence[Slot], optimizer: torch.optim.Optimizer) -> None:
-        self._count = len(slots)
+        self._label = label
+        self._is_trained = {slot.name: slot.parameter.requires_grad for slot in slots}
+        self._group_count = len(optimizer.param_groups)
         self._parameters = {f"{_PARAMETER}{slot.name}": checksum(slot.parameter) for slot in slots}
         states = {f"{_STATE}{slot.name}": checksum(optimizer.state.get(slot.parameter, {})) for slot in slots}
         options = [{key: group[key] for key in optimizer.defaults if key in group} for group in optimizer.param_groups]
-        self._comparison = Comparison(f"{label}.check", "parameters", self._parameters | states | options_of(options))
+        names = {_NAMES: zlib.crc32(repr(sorted(self._is_trained.items())).encode())}
+        values = names | self._parameters | states | options_of(options)
+        self._comparison = Comparison(f"{label}.check", "parameters", values)
+        self._different: list[str] = []
         self.request = self._comparison.request
 
-    def finish(self) -> None:
-        """Waits.
+    def wait(self) -> None:
+        """Waits for the comparison.
+
+        Raises:
+            UsageError: Ranks have different sets of parameters; the sentence names the first difference.
+        """
+        try:
+            self._different = self._comparison.finish()
+        except MismatchError:  # other numbers of values
+            self._different = [_NAMES]
+        if _NAMES in self._different:
+            self._refuse_different_sets()
+
+    def refuse_different_values(self) -> None:
+        """Says what the comparison has found.
 
         Raises:
             UsageError: Ranks have different parameters, state or options; the sentence names the first.
         """
-        different = self._comparison.finish()
-        parameters = [name for name in different if name in self._parameters]
+        parameters = [name for name in self._different if name in self._parameters]
         if parameters:
             raise UsageError(
                 f"parameter {parameters[0].removeprefix(_PARAMETER)!r} is not equal on all ranks before the first step "
-                f"({len(parameters)} of {self._count} parameters are not); call "
+                f"({len(parameters)} of {len(self._parameters)} parameters are not); call "
                 "hvd.broadcast_parameters(model.state_dict(), root_rank=0) before training begins"
             )
-        if different:
-            what = different[0]
+        if self._different:
+            what = self._different[0]
             if what.startswith(_STATE):
                 what = f"the optimizer's state of parameter {what.removeprefix(_STATE)!r}"
             raise UsageError(
                 f"{what}: not equal on all ranks before the first step, so they would do different steps; call "
                 "hvd.broadcast_optimizer_state(optimizer, root_rank=0) before training begins"
             )
+
+    def _refuse_different_sets(self) -> NoReturn:
+        own = self._is_trained, self._group_count
+        everyone = allgather_object(own, f"{self._label}.check.names")
+        for rank, theirs in enumerate(everyone):
+            difference = _difference(everyone[0], theirs, rank)
+            if difference:
+                break
+        raise UsageError(f"{difference}; make the same model and optimizer on all ranks, and freeze them alike")
+
+
+def _difference(ours: tuple[dict[str, bool], int], theirs: tuple[dict[str, bool], int], rank: int) -> str:
+    """The first difference between the optimizers of rank 0 and another one; empty if there is none.
+
+    Args:
+        ours: Of rank 0: by name of a parameter, whether it requires grad; the number of parameter groups.
+        theirs: Of the other rank.
+        rank: The other one.
+    """
+    words = {None: "not in the optimizer", True: "trained", False: "frozen"}
+    for name in sorted(ours[0].keys() | theirs[0].keys()):
+        here, there = ours[0].get(name), theirs[0].get(name)
+        if here is not there:
+            return f"parameter {name!r} is {words[here]} on rank 0, but {words[there]} on rank {rank}"
+    if ours[1] != theirs[1]:
+        return f"the optimizer has {ours[1]} parameter groups on rank 0, but {theirs[1]} on rank {rank}"
+    return ""
 
 
 def refuse_ddp_model(model: torch.nn.Module) -> None:

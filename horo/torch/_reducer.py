@@ -163,11 +163,17 @@ class GradientReducer(Exchange):
         return last
 
     def finish_all(self) -> None:
-        """Waits for all gradients; then raises the first failure. Autograd is off."""
-        self._finish(self._due)
+        """Waits for all gradients; then raises the first failure. Autograd is off.
+
+        Raises:
+            UsageError: Ranks train different parameters. Gradients that only some have would never come.
+        """
         check, self._check = self._check, None
         if check is not None:
-            check.finish()
+            check.wait()
+        self._finish(self._due)
+        if check is not None:
+            check.refuse_different_values()
 
     def reset(self) -> None:
         """Begins anew: nothing is in progress."""
@@ -348,7 +354,7 @@ def reduce_together(reducers: Sequence[GradientReducer]) -> None:
                     failures[reducer] = error
             with span("horo.synchronize"):
                 wait_last(last)
-            for reducer in reducers:
+            for reducer in _in_shared_order(reducers):
                 try:
                     reducer.finish_all()
                 except HoroError as error:
@@ -361,6 +367,12 @@ def reduce_together(reducers: Sequence[GradientReducer]) -> None:
         reducer.is_local = reducer.is_local and not reducer.is_reduced
     if failures:
         raise next(iter(failures.values()))
+
+
+def _in_shared_order(reducers: Sequence[GradientReducer]) -> Sequence[GradientReducer]:
+    """The order of their first names: ranks may have made the optimizers in different orders, and some may have to ask
+    each other about a gradient before its reduction is finished."""
+    return reducers if len(reducers) < 2 else sorted(reducers, key=lambda reducer: reducer.label)
 
 
 def wait_last(request: Request | None) -> None:

@@ -141,6 +141,43 @@ def test_ranks_whose_optimizers_have_other_orders_compare_by_name(ranks2: RankPo
     ranks2.run(check)
 
 
+@pytest.mark.parametrize(
+    ("what", "sentence"),
+    [
+        ("more", "parameter 'extra' is not in the optimizer on rank 0, but trained on rank 1"),
+        ("fewer", r"parameter '2\.bias' is trained on rank 0, but not in the optimizer on rank 1"),
+        ("renamed", r"parameter '2\.bias' is trained on rank 0, but not in the optimizer on rank 1"),
+        ("frozen", r"parameter '2\.bias' is trained on rank 0, but frozen on rank 1"),
+        ("groups", "the optimizer has 1 parameter groups on rank 0, but 2 on rank 1"),
+    ],
+)
+def test_ranks_that_train_different_parameters_name_the_first(ranks2: RankPool, what: str, sentence: str) -> None:
+    def check(what: str, sentence: str) -> None:
+        model = make_model()
+        named = list(model.named_parameters())
+        last = named[-1][1]
+        if hvd.rank() == 1:
+            if what == "more":
+                named.append(("extra", torch.nn.Parameter(torch.ones(2))))
+            if what == "fewer":
+                named.pop()
+            if what == "renamed":
+                named[-1] = "other", last
+            last.requires_grad_(what != "frozen")
+        groups = [{"params": [p for _, p in named]}]
+        if hvd.rank() == 1 and what == "groups":
+            groups = [{"params": [p]} for _, p in named[:1]] + [{"params": [p for _, p in named[1:]]}]
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(groups, lr=0.1), named)
+        with pytest.raises(ValueError, match=f"{sentence}; make the same model and optimizer on all ranks"):
+            make_loss(model, hvd.rank()).backward()
+            optimizer.step()
+        hvd.barrier()
+        hvd.shutdown()  # a gradient that only one rank has stays in progress
+        hvd.init()
+
+    ranks2.run(check, what, sentence)
+
+
 def test_the_check_is_one_request_of_the_first_step(ranks2: RankPool) -> None:
     def check() -> None:
         model = torch.nn.ParameterList(

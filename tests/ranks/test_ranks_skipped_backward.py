@@ -254,3 +254,40 @@ def test_ranks_whose_optimizers_have_other_orders_accumulate(ranks2: RankPool) -
             optimizer.step()
 
     ranks2.run(check)
+
+
+@pytest.mark.parametrize("pool", ["ranks2_always", "ranks2_never", "ranks2_step", "ranks2_step_never"])
+def test_sparse_gradients_that_a_rank_lacks_are_averaged_where_ranks_have_other_orders(
+    request: pytest.FixtureRequest, pool: str
+) -> None:
+    """Ranks ask each other about two gradients of one optimizer, and about those of two optimizers of one loss."""
+
+    def check() -> None:
+        def make(seed: int) -> torch.nn.ModuleDict:
+            torch.manual_seed(seed)
+            names = [f"t{seed}{k}" for k in range(2)]
+            return torch.nn.ModuleDict({name: torch.nn.Embedding(6, 2, sparse=True) for name in names}).double()
+
+        models = [make(1), make(2)]
+        rank = hvd.rank()
+        optimizers = []
+        for model in models if rank == 0 else models[::-1]:
+            parameters = list(model.parameters())
+            order = parameters if rank == 0 else parameters[::-1]
+            optimizers.append(hvd.DistributedOptimizer(torch.optim.SGD(order, lr=0.1), model))
+        extra = torch.ones(1, requires_grad=True)
+        tables = [table for model in models for table in model.values()]
+        wanted = [table.weight.detach().clone() for table in tables]
+        for step in range(3):
+            rows = torch.tensor([step])
+            used = tables if rank == step % 2 else tables[1::2]  # a backward with no parameter of a model joins later
+            (sum(table(rows).sum() for table in used) + extra.sum()).backward()
+            for optimizer in sorted(optimizers, key=lambda item: item._reducer.label):
+                optimizer.step()
+                optimizer.zero_grad()
+            for number, value in enumerate(wanted):
+                value[step] -= 0.1 if number % 2 else 0.1 / 2
+            assert_close([table.weight.detach() for table in tables], wanted)
+
+    ranks: RankPool = request.getfixturevalue(pool)
+    ranks.run(check)
