@@ -23,8 +23,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batches-per-step", type=int, default=4, help="batches of each rank (default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=16, help="samples per batch (default: %(default)s)")
     arguments = parser.parse_args()
-    if arguments.batches_per_step < 1:
-        parser.error(f"--batches-per-step {arguments.batches_per_step}: at least 1")
+    for option in ("steps", "batches_per_step", "batch_size"):
+        if getattr(arguments, option) < 1:
+            parser.error(f"--{option.replace('_', '-')} {getattr(arguments, option)}: at least 1")
     return arguments
 
 
@@ -52,7 +53,7 @@ def main() -> None:
 
     if hvd.rank() == 0:  # (horo)
         samples = arguments.batches_per_step * arguments.batch_size * hvd.size()
-        print(f"{samples} samples per step: y = {model.weight.item():.3f} x + {model.bias.item():.3f}", flush=True)
+        print(f"{samples} samples per step: y = {model.weight.item():.3f} x {model.bias.item():+.3f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--epochs {arguments.epochs}: at least 1")
     if arguments.batch_size < 1:
         parser.error(f"--batch-size {arguments.batch_size}: at least 1")
+    if not arguments.lr > 0:
+        parser.error(f"--lr {arguments.lr}: more than 0")
     return arguments
 
 

@@ -38,11 +38,19 @@ def judge(scores: torch.Tensor, is_real: bool) -> torch.Tensor:
     return nn.functional.binary_cross_entropy_with_logits(scores, torch.full_like(scores, float(is_real)))
 
 
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Learn a bell curve with mean 4 and standard deviation 0.5.")
     parser.add_argument("--steps", type=int, default=400, help="steps of each model (default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=64, help="samples per step and rank (default: %(default)s)")
     arguments = parser.parse_args()
+    for option in ("steps", "batch_size"):
+        if getattr(arguments, option) < 1:
+            parser.error(f"--{option.replace('_', '-')} {getattr(arguments, option)}: at least 1")
+    return arguments
+
+
+def main() -> None:
+    arguments = parse_arguments()
     hvd.init()  # (horo)
     torch.manual_seed(0)
     generator, critic = build(LATENT), build(1)

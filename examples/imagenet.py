@@ -10,6 +10,7 @@ class under noise. Put your own ``Dataset`` in their place. The lines marked (ho
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--checkpoint", type=Path, help="file to write after each epoch, and to go on from if it is there"
     )
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    for option in ("epochs", "batch_size", "images"):
+        if getattr(arguments, option) < 1:
+            parser.error(f"--{option.replace('_', '-')} {getattr(arguments, option)}: at least 1")
+    if arguments.warmup_epochs < 0:
+        parser.error(f"--warmup-epochs {arguments.warmup_epochs}: at least 0")
+    if not arguments.base_lr > 0:
+        parser.error(f"--base-lr {arguments.base_lr}: more than 0")
+    if arguments.checkpoint is not None and not arguments.checkpoint.parent.is_dir():
+        parser.error(f"--checkpoint {arguments.checkpoint}: there is no folder {arguments.checkpoint.parent}")
+    return arguments
 
 
 def make_images(count: int, classes: int = 10) -> TensorDataset:
@@ -121,6 +132,8 @@ def main() -> None:
         images, num_replicas=hvd.size(), rank=hvd.rank(), drop_last=True
     )
     loader: DataLoader[Any] = DataLoader(images, batch_size=arguments.batch_size, sampler=sampler, drop_last=True)
+    if len(loader) == 0:
+        sys.exit(f"imagenet.py: --images {arguments.images} is less than one batch of {arguments.batch_size} per rank")
     model = build_model()
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=arguments.base_lr, momentum=0.9)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())  # (horo)

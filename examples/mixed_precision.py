@@ -23,6 +23,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="default: %(default)s")
     arguments = parser.parse_args()
+    if arguments.steps < 1:
+        parser.error(f"--steps {arguments.steps}: at least 1")
     if arguments.dtype == "float16" and not hasattr(torch.amp, "GradScaler"):
         sys.exit(f"mixed_precision.py: torch {torch.__version__} has no GradScaler for the CPU: use --dtype bfloat16")
     return arguments

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ def output_of(script: str, *arguments: str, expected_code: int = 0) -> list[str]
 
 
 def numbers(line: str) -> list[float]:
-    return [float(text) for text in re.findall(r"-?\d+\.\d+", line)]
+    return [float(text) for text in re.findall(r"[-+]?\d+\.\d+", line)]
 
 
 def test_a_resumed_job_takes_the_steps_of_one_that_was_not_interrupted(tmp_path: Path) -> None:
@@ -41,9 +43,40 @@ def test_accumulated_gradients_fit_the_line() -> None:
     assert offset == pytest.approx(-1, abs=0.1)
 
 
-def test_bad_number_of_batches_is_named() -> None:
-    said = output_of("accumulation.py", "--batches-per-step", "0", expected_code=2)
-    assert any("--batches-per-step 0: at least 1" in line for line in said)
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("accumulation.py --steps 0", "--steps 0: at least 1"),
+        ("accumulation.py --batches-per-step 0", "--batches-per-step 0: at least 1"),
+        ("accumulation.py --batch-size -1", "--batch-size -1: at least 1"),
+        ("digits.py --lr nan", "--lr nan: more than 0"),
+        ("gan.py --steps 0", "--steps 0: at least 1"),
+        ("gan.py --batch-size 0", "--batch-size 0: at least 1"),
+        ("imagenet.py --epochs 0", "--epochs 0: at least 1"),
+        ("imagenet.py --batch-size 0", "--batch-size 0: at least 1"),
+        ("imagenet.py --images 0", "--images 0: at least 1"),
+        ("imagenet.py --warmup-epochs -1", "--warmup-epochs -1: at least 0"),
+        ("imagenet.py --base-lr -1", "--base-lr -1.0: more than 0"),
+        ("imagenet.py --checkpoint /not/there/run.pt", "--checkpoint /not/there/run.pt: there is no folder /not/there"),
+        ("mixed_precision.py --steps 0", "--steps 0: at least 1"),
+    ],
+)
+def test_bad_arguments_are_named(
+    command: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch")
+    script, *arguments = command.split()
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    example = runpy.run_path(str(ROOT / "examples" / script))
+    with pytest.raises(SystemExit) as ended:
+        example["parse_arguments"]()
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_too_few_images_for_a_batch_of_each_rank_are_named() -> None:
+    said = output_of("imagenet.py", "--images", "63", expected_code=1)
+    assert any("--images 63 is less than one batch of 32 per rank" in line for line in said)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
