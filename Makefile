@@ -47,9 +47,11 @@ $(STAMPS)/native-files: $(STAMPS)/venv FORCE
 .PHONY: FORCE
 FORCE:
 
-$(STAMPS)/requirements: requirements-dev.txt $(STAMPS)/torch-wanted
+# The lock has the hashes of all but torch, whose build is a matter of choice.
+$(STAMPS)/requirements: requirements-dev.txt .ci/requirements-dev.lock $(STAMPS)/torch-wanted
 	@echo "make: installing $(TORCH) and requirements-dev.txt into $(VENV)"
-	@$(PIP) '$(TORCH)' -r requirements-dev.txt
+	@$(PIP) --require-hashes --no-deps -r .ci/requirements-dev.lock
+	@$(PIP) '$(TORCH)' -c requirements-dev.txt
 	@touch $@
 
 $(STAMPS)/build: pyproject.toml setup.py $(NATIVE) $(STAMPS)/requirements $(STAMPS)/native-files
@@ -127,8 +129,8 @@ types: build ## mypy, strict
 .PHONY: lint
 lint: style types ## style and types
 
-$(STAMPS)/release: .ci/requirements.txt $(STAMPS)/requirements
-	@$(PIP) -r $<
+$(STAMPS)/release: .ci/requirements.lock $(STAMPS)/requirements
+	@$(PIP) --require-hashes -r $<
 	@touch $@
 
 # The wheel as users get it, in front of the checkout's own horo; -P: nothing from this folder.
@@ -170,6 +172,25 @@ fuzz: build ## fuzz the wire decoder for FUZZ_SECONDS (needs clang; else replays
 .PHONY: stress
 stress: build ## random schedules over the whole core for STRESS_SECONDS; STRESS_ARGS='--seed 7 --schedules 1'
 	@$(PY) tests/native/stress_build.py $(or $(STRESS_ARGS),--seconds $(STRESS_SECONDS))
+
+# ---- dependencies -------------------------------------------------------------------------------------------------
+
+build/tools/installed: .ci/tools.txt
+	@mkdir -p build && .ci/venv '$(PYTHON)' build/tools
+	@build/tools/bin/python -m pip install -qq --disable-pip-version-check -r $<
+	@touch $@
+
+LOCK := build/tools/bin/uv pip compile --quiet --universal --generate-hashes --no-header --no-annotate
+.PHONY: lock
+lock: build/tools/installed ## the hashes of what is pinned, anew, after a change of requirements-dev.txt
+	@$(LOCK) --python-version 3.10 requirements-dev.txt -o .ci/requirements-dev.lock
+	@$(LOCK) --python-version 3.11 --constraint requirements-dev.txt .ci/requirements.txt -o .ci/requirements.lock
+
+.PHONY: audit
+audit: build/tools/installed ## known vulnerabilities of what is pinned (needs the network)
+	@build/tools/bin/python .ci/audit.py build/tools/bin/pip-audit .ci/requirements-dev.lock .ci/requirements.lock
+
+# -------------------------------------------------------------------------------------------------------------------
 
 .PHONY: clean
 clean: ## remove what was built; the environments stay

@@ -133,3 +133,20 @@ def test_versions_are_read() -> None:
 def test_unmapped_error_is_found_in_both_directions() -> None:
     header = "HORO_ERR_A = -1,\nHORO_ERR_B = -2,"
     assert tidy_text.unmapped_errors(header, '"HORO_ERR_A": X, "HORO_ERR_C": Y') == ["HORO_ERR_B", "HORO_ERR_C"]
+
+
+@pytest.mark.parametrize(
+    ("lock", "pinned"),
+    [("requirements-dev.lock", "requirements-dev.txt"), ("requirements.lock", ".ci/requirements.txt")],
+)
+def test_what_is_pinned_has_hashes(lock: str, pinned: str) -> None:
+    locked = read(".ci", lock)
+    wanted = {tidy_text.pin(line) for line in read(*pinned.split("/")).splitlines() if "==" in line}
+    assert wanted <= set(tidy_text.hashed_pins(locked)), "run `make lock`"
+    assert "://" not in locked
+
+
+def test_a_pin_without_hashes_is_found() -> None:
+    lock = "A_b==1.0 ; python_version >= '3.11' \\\n    --hash=sha256:00\nc==2\n"
+    assert tidy_text.hashed_pins(lock) == ["a-b==1.0"]
+    assert tidy_text.pin('A_b==1.0; python_version >= "3.11"') == "a-b==1.0"

@@ -94,3 +94,14 @@ def unmapped_errors(header: str, errors_module: str) -> list[str]:
     codes = set(re.findall(r"\b(HORO_ERR_\w+)\s*=", header))
     mapped = set(re.findall(r'"(HORO_ERR_\w+)"\s*:', errors_module))
     return sorted(codes ^ mapped)
+
+
+def pin(requirement: str) -> str:
+    """``name==version`` of a line of requirements, with the name as it is compared."""
+    name, _, version = requirement.partition(";")[0].strip().partition("==")
+    return f"{re.sub(r'[-_.]+', '-', name).lower()}=={version.strip()}"
+
+
+def hashed_pins(lock: str) -> list[str]:
+    """The pins of a lock file that have at least one hash."""
+    return [pin(match[1]) for match in re.finditer(r"^([\w.-]+==\S+)[^\\\n]*\\\n\s+--hash=sha256:", lock, re.MULTILINE)]
