@@ -47,6 +47,8 @@ __all__ = ["run_job"]
 
 _STDERR_TAIL_BYTES = 16384
 _REMOTE_ANSWER_TIMEOUT_S = 5.0
+_SILENT_END_S = 2.0
+"""How long after Ctrl-C the user learns that ranks still run."""
 _CAUSE_S = 2.0
 """How long to wait for the end of the rank that the first failure points at."""
 
@@ -123,6 +125,7 @@ class _Supervisor:
             loop.on_signal(number, self._on_signal)
         for number in PASSED_ON:
             loop.on_signal(number, self._pass_on)
+        loop.on_signal(signal.SIGTSTP, self._on_stop_key)
         loop.on_signal(signal.SIGCHLD, self._on_child)
         loop.on_wake(self._on_console)
 
@@ -170,8 +173,6 @@ class _Supervisor:
             self._remotes[index] = remote
         if not self._remotes:
             return
-        # Agents would take a stopped launcher for a dead one.
-        self._loop.on_signal(signal.SIGTSTP, self._on_stop_key)
         self._starting = True
         over: list[bool] = []
         timer = self._loop.call_later(self._job.start_timeout_s, lambda: over.append(True))
@@ -195,7 +196,6 @@ class _Supervisor:
             self._job.size,
             evenly=self._job.shares_evenly,
             oversubscribe=self._job.oversubscribe,
-            source=self._job.hosts_from,
         )
         used = {placement.host for placement in placements}
         for index in self._remotes.keys() - used:
@@ -401,8 +401,20 @@ class _Supervisor:
             host.pass_on(number)
 
     def _on_stop_key(self, _number: int) -> None:
-        if os.isatty(0):  # else it was no key: Slurm announces so that it will stop all of the job
-            self._console.say("Ctrl-Z does not stop a job on several hosts: they would take a stopped hororun for dead")
+        if self._remotes:
+            if os.isatty(0):  # else it was no key: Slurm announces so that it will stop all of the job
+                self._console.say(
+                    "Ctrl-Z does not stop a job with remote hosts: their agents would take hororun for dead"
+                )
+            return
+        self._pass_on(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self._pass_on(signal.SIGCONT)  # this process runs again
+
+    def _say_what_is_awaited(self) -> None:
+        if self._running:
+            who = ranges(sorted(self._running))
+            self._console.say(f"still waiting for the end of ranks {who}; Ctrl-C again kills them")
 
     def _pause(self, paused: bool) -> None:
         self._paused = paused
@@ -449,6 +461,8 @@ class _Supervisor:
                 host.interrupt()
             else:
                 host.terminate()
+        if interrupted and os.isatty(2):
+            self._loop.call_later(_SILENT_END_S, self._say_what_is_awaited)
         grace_s = self._job.grace_s * (2 if interrupted else 1)
         self._loop.call_later(grace_s + _REMOTE_ANSWER_TIMEOUT_S, self._give_up_hosts)
 

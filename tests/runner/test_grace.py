@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 from pathlib import Path
 
 import pytest
-from jobs import Flags, Hororun
+from jobs import Flags, Hororun, wait_until
 
 from horo.runner.cli import parse
 
@@ -71,3 +73,24 @@ def test_ranks_that_a_second_signal_killed_have_had_no_grace_time(hororun: Horor
     flags.wait(["term.0"])
     job.process.send_signal(signal.SIGTERM)
     assert "grace" not in job.finish().stderr
+
+
+def test_on_a_terminal_ctrl_c_tells_which_ranks_are_awaited(hororun: Hororun, where: str, flags: Flags) -> None:
+    terminal, end = os.openpty()
+    os.set_blocking(terminal, False)
+    script = f"test $HOROVOD_RANK = 1 && {{ flag up; exec sleep 600; }}; trap '' INT; {STUBBORN}"
+    job = hororun.start("-np", "3", "--grace-seconds", "1000", *shell(script, flags), where=where, stderr=end)
+    flags.wait([f"up.{rank}" for rank in range(3)])
+    job.process.send_signal(signal.SIGINT)
+    said = bytearray()
+
+    def told() -> bool:
+        with contextlib.suppress(BlockingIOError):
+            said.extend(os.read(terminal, 4096))
+        return b"hororun: still waiting for the end of ranks 0,2; Ctrl-C again kills them" in said
+
+    wait_until(told, "the ranks that run are named")
+    job.process.send_signal(signal.SIGINT)
+    assert job.finish().returncode == 130
+    os.close(terminal)
+    os.close(end)

@@ -171,11 +171,12 @@ def test_signals_that_users_trap_reach_the_ranks(
     hororun: Hororun, where: str, flags: Flags, number: signal.Signals
 ) -> None:
     script = (
-        "import os, signal\ndef flag(name): open(f'"
+        "import os, signal, sys, time\ndef flag(name): open(f'"
         + str(flags.folder)
         + "/{name}.' + os.environ['HOROVOD_RANK'], 'w')\n"
     )
-    script += f"signal.signal({int(number)}, lambda *_: flag('saved'))\nflag('up')\nsignal.pause()\n"
+    script += f"signal.signal({int(number)}, lambda *_: (flag('saved'), sys.exit()))\n"
+    script += "flag('up')\nwhile True: time.sleep(600)\n"
     job = hororun.start("-np", "3", sys.executable, "-c", script, where=where)
     flags.wait(["up.0", "up.1", "up.2"])
     if where.startswith("one"):
@@ -397,7 +398,7 @@ def test_a_command_that_cannot_run_is_one_sentence(hororun: Hororun, where: str,
         "./data.txt": (126, "is not executable"),
         "./bad-line": (127, "an interpreter that does not exist"),
         "./no-line": (126, "neither a program nor a script"),
-        str(tmp_path): (126, "is not executable"),
+        str(tmp_path): (126, "is a folder"),
     }
     for command, (code, fact) in cases.items():
         done = hororun.run("-np", "2", command, where=where, cwd=tmp_path)
