@@ -59,7 +59,12 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     items = [item.strip() for item in text.split(",")]
     if not any(items):
         raise HostsError(f"-H {text!r} names no host: write {_FORM}")
-    return _merge(_parse_item(item) for item in items)
+    if not all(items):
+        raise HostsError(f"-H {text!r} has a comma without a host: write one comma between two hosts")
+    try:
+        return _merge(_parse_item(item) for item in items)
+    except HostsError as error:
+        raise HostsError(f"-H {text!r}: {error}") from None
 
 
 def parse_host_file(text: str, path: str) -> tuple[Host, ...]:
@@ -112,7 +117,7 @@ def _with_key(host: Host, word: str) -> Host:
     if key not in {"slots", "port"} or not equals:
         raise HostsError(f"{word!r} is not understood after the host: only slots=N and port=P are")
     if not re.fullmatch(r"[0-9]{1,9}", value) or int(value) == 0:
-        raise HostsError(f"{key} {value!r} must be a whole number from 1 on")
+        raise HostsError(f"{key} of {host.name}, {value!r}, must be a whole number from 1 on")
     if key == "port":
         if int(value) > 65535:
             raise HostsError(f"port {value} must be at most 65535")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -58,7 +59,7 @@ def with_python(command: Sequence[str], cwd: str, path: str, host: str) -> list[
         if "/" not in name and shutil.which(name, path=path) is not None:
             return list(command)
         if Path(cwd, name).is_dir():
-            raise StartError(f"{name!r} on {host} is a folder", EXIT_NOT_EXECUTABLE)
+            raise StartError(f"{name!r} on {host} is a folder: name a script or a program", EXIT_NOT_EXECUTABLE)
         where = "" if name.startswith("/") else f" in {cwd}"
         raise StartError(f"there is no script {name!r} on {host}{where}", EXIT_NOT_FOUND)
     return [sys.executable, *command]
@@ -66,8 +67,11 @@ def with_python(command: Sequence[str], cwd: str, path: str, host: str) -> list[
 
 def explain_failure(error: OSError, program: str, cwd: str, host: str) -> StartError:
     """Why ``program`` did not start, in the words of a shell's two exit codes."""
+    path = Path(cwd, program)
+    if path.is_dir():
+        return StartError(f"{program!r} on {host} is a folder: name a script or a program", EXIT_NOT_EXECUTABLE)
     reasons = {
-        errno.EACCES: f"{program!r} on {host} is not executable",
+        errno.EACCES: f"{program!r} on {host} is not executable: 'chmod +x {program}', or write its interpreter first",
         errno.ENOEXEC: f"{program!r} on {host} is neither a program nor a script with a #! line",
     }
     if error.errno not in (errno.ENOENT, errno.ENOTDIR):
@@ -77,6 +81,9 @@ def explain_failure(error: OSError, program: str, cwd: str, host: str) -> StartE
         message = f"there is no directory {cwd} on {host}; start hororun from one that exists there"
     elif "/" not in program:
         message = f"command not found on {host}: {program!r} is in no folder of PATH there"
+        if path.is_file():
+            executable = "" if os.access(path, os.X_OK) else f" after 'chmod +x {program}'"
+            message += f"; for the file in {cwd}, write ./{program}{executable}"
     elif Path(cwd, program).exists():
         message = f"{program!r} on {host} names an interpreter that does not exist (its #! line)"
     else:

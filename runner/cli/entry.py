@@ -83,7 +83,9 @@ def parse(arguments: Sequence[str]) -> Job | None:
     if given.num_proc is None:
         _check_order(command)
     where = _where(given, line)
-    if command == ["-m"]:
+    if command[:1] == [""]:
+        raise JobError("the command is an empty word: say what to run, like 'hororun -np 2 train.py'")
+    if command[:1] == ["-m"] and not "".join(command[1:2]):
         raise JobError("-m needs the name of a module, like 'hororun -np 2 -m package.train'")
     if not command and not given.check_hosts:
         raise JobError("no command given: say what to run, like 'hororun -np 2 train.py'")

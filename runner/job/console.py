@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
-from horo.runner.config import EXIT_USAGE, JobError, OutputOptions
+from horo.runner.config import OutputOptions
 from horo.runner.job.output import Printer, Writer, colour_wanted, redraw_possible
-from horo.runner.job.rank_files import RankFiles
+from horo.runner.job.rank_files import RankFiles, explained, make_folder
 from horo.runner.loop import Loop
 from horo.runner.printable import printable_lines
 
@@ -32,8 +30,7 @@ class Console:
         self._options = options
         self._files: RankFiles | None = None
         if options.directory is not None:
-            with self._explained():
-                Path(options.directory).mkdir(parents=True, exist_ok=True)
+            make_folder(options.directory)
         self._complained: set[int] = set()
         self._writer = Writer(loop.wake)
         self._printer = Printer(
@@ -54,18 +51,8 @@ class Console:
         if self._options.host:
             self._printer.name_hosts(hosts)
         if self._options.directory is not None:
-            with self._explained():
+            with explained(self._options.directory):
                 self._files = RankFiles(self._options.directory, hosts, named=self._options.host)
-
-    @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise JobError(
-                f"--output-filename {self._options.directory}: cannot make {error.filename}: {error.strerror}",
-                EXIT_USAGE,
-            ) from error
 
     @property
     def full(self) -> bool:

@@ -21,12 +21,13 @@ from horo._config import LaunchVariables, TorchrunVariables, variables_of
 from horo.runner.agent.command import StartError, with_python
 from horo.runner.agent.machine import core_count
 from horo.runner.agent.ranks import Event, Exited, HostRanks, Output, reap
-from horo.runner.config import EXIT_SETUP, EXIT_USAGE, Job, JobError
+from horo.runner.config import EXIT_SETUP, Job, JobError
 from horo.runner.hosts import written
 from horo.runner.job.console import Console
 from horo.runner.job.environment import FORWARDED, default_variables
 from horo.runner.job.host_addresses import check_interfaces
 from horo.runner.job.placement import candidates, place
+from horo.runner.job.rank_files import make_folder
 from horo.runner.job.report import signal_name
 from horo.runner.loop import Loop
 from horo.runner.network import is_local
@@ -71,7 +72,7 @@ def run_external(job: Job, environment: Mapping[str, str]) -> int:
         show(shlex.join(plan.command))
         return 0
     if job.output.directory is not None:
-        _make_folder(job.output.directory)
+        make_folder(job.output.directory)
     occupy_standard_streams()
     spared = children_of_this_process()
     guard = Guard()  # forked before the first thread
@@ -232,12 +233,3 @@ def _find_mpirun(job: Job, environment: Mapping[str, str]) -> Mpirun:
     except OSError as error:  # TimeoutError is one
         raise JobError(f"{path} cannot be asked for its version: {error.strerror or error}", EXIT_SETUP) from error
     return Mpirun(path, family_of(path, version))
-
-
-def _make_folder(path: str) -> None:
-    try:
-        Path(path).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise JobError(
-            f"--output-filename {path}: cannot make {error.filename}: {error.strerror}", EXIT_USAGE
-        ) from error

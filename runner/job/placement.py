@@ -51,7 +51,7 @@ def place(
 
     Hosts are filled in order; ``evenly``: all get as many, as far as their slots allow, the first ones one more. With
     ``oversubscribe``, ranks beyond the last slot are dealt to the hosts in turn. Hosts that get no rank are
-    left out of every count. ``source`` is the source of the slots, for the message.
+    left out of every count. ``source`` says where the slots come from, for the message.
 
     Raises:
         PlacementError: there are more ranks than slots, or no rank, or no host.
@@ -61,9 +61,9 @@ def place(
     if not slots or min(slots) < 1:
         raise PlacementError("every host needs at least one slot")
     if size > sum(slots) and not oversubscribe:
-        where = f" in the {source}" if source else ""
+        there = f"there {'is 1 slot' if sum(slots) == 1 else f'are {sum(slots)} slots'}"
         raise PlacementError(
-            f"-np {size} asks for {size} ranks but there are {sum(slots)} slots{where}: "
+            f"-np {size} asks for {size} rank{'s' if size > 1 else ''} but {there}{source and f' {source}'}: "
             "name more slots with -H or --hostfile, or allow it with --oversubscribe"
         )
     counts = _share_evenly(slots, size) if evenly else _fill(slots, size)
@@ -127,7 +127,11 @@ def candidates(job: Job, environment: Mapping[str, str]) -> list[Host]:
     Raises:
         JobError: the slots are known and too few.
     """
-    here = default_slots(core_count(), gpu_count(environment))
+    gpus = gpu_count(environment)
+    here = default_slots(core_count(), gpus)
+    source = f"in the {job.hosts_from}" if job.hosts_from else ""
+    if [host.slots for host in job.hosts] == [None]:
+        source = f"on {job.hosts[0].name}, one for each {'GPU' if gpus else 'core'}"
     hosts = [replace(host, slots=here) if host.slots is None and is_local(host) else host for host in job.hosts]
     if all(host.slots is not None for host in hosts):
         try:
@@ -136,7 +140,7 @@ def candidates(job: Job, environment: Mapping[str, str]) -> list[Host]:
                 job.size,
                 evenly=job.shares_evenly,
                 oversubscribe=job.oversubscribe,
-                source=job.hosts_from,
+                source=source,
             )
         except PlacementError as error:
             raise JobError(str(error)) from None

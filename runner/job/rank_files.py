@@ -6,15 +6,45 @@ hororun write into another file of its user nor hold it up nor get to read what 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-__all__ = ["RankFiles"]
+from horo.runner.config import EXIT_USAGE, JobError
+
+__all__ = ["RankFiles", "explained", "make_folder"]
 
 _FOLDER_MODE = 0o755  # less the umask: not writable by others, whatever the umask is
+
+
+@contextlib.contextmanager
+def explained(directory: str) -> Iterator[None]:
+    """Raises JobError in place of an OSError about something below ``directory``."""
+    try:
+        yield
+    except OSError as error:
+        path = Path(error.filename or directory)
+        file = next((each for each in (path, *path.parents) if each.exists() and not each.is_dir()), None)
+        folder_is_file = isinstance(error, FileExistsError | NotADirectoryError) and file is not None
+        fault = (
+            f"{file} is a file, and a folder is needed: name another"
+            if folder_is_file
+            else f"cannot make {path}: {error.strerror}"
+        )
+        raise JobError(f"--output-filename {directory}: {fault}", EXIT_USAGE) from error
+
+
+def make_folder(directory: str) -> None:
+    """Makes the folder, and those that it lies in.
+
+    Raises:
+        JobError: that is not possible.
+    """
+    with explained(directory):
+        Path(directory).mkdir(parents=True, exist_ok=True)
 
 
 class RankFiles:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -40,7 +41,10 @@ def test_a_script_that_is_not_there_is_one_sentence(hororun: Hororun, where: str
             f" in {tmp_path}", "" if name.startswith("/") else f" in {tmp_path}"
         )
     done = hororun.run("-np", "2", "./folder.py", where=where, cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (126, f"hororun: './folder.py' on {host} is a folder\n")
+    assert (done.returncode, done.stderr) == (
+        126,
+        f"hororun: './folder.py' on {host} is a folder: name a script or a program\n",
+    )
 
 
 def test_with_python_looks_at_the_first_word_only(tmp_path: Path) -> None:
@@ -65,6 +69,37 @@ def test_no_message_prints_the_whole_path(hororun: Hororun, where: str) -> None:
     assert done.stderr == f"hororun: command not found on {host}: 'no-such-command' is in no folder of PATH there\n"
 
 
+@pytest.mark.parametrize(
+    ("command", "code", "sentence"),
+    [
+        ("folder", 126, "'folder' on {host} is a folder: name a script or a program"),
+        ("./folder", 126, "'./folder' on {host} is a folder: name a script or a program"),
+        ("plain", 127, "; for the file in {cwd}, write ./plain after 'chmod +x plain'"),
+        ("program", 127, "'program' is in no folder of PATH there; for the file in {cwd}, write ./program"),
+        ("./plain", 126, "'./plain' on {host} is not executable: 'chmod +x ./plain', or write its interpreter first"),
+    ],
+)
+def test_a_command_that_is_nearly_right_is_told_what_is_missing(
+    hororun: Hororun, tmp_path: Path, command: str, code: int, sentence: str
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "plain").touch()
+    (tmp_path / "program").touch(0o755)
+    for host in ("localhost", "one"):
+        done = hororun.run("-np", "1", command, where=f"{host}:1", cwd=tmp_path)
+        assert (done.returncode, done.stderr.count("\n")) == (code, 1)
+        assert done.stderr.endswith(sentence.format(host=host, cwd=tmp_path) + "\n")
+
+
+def test_more_ranks_than_cores_of_this_host_are_explained(capfd: pytest.CaptureFixture[str]) -> None:
+    cores = len(os.sched_getaffinity(0))
+    there = "is 1 slot" if cores == 1 else f"are {cores} slots"
+    for words in ([], ["-H", "localhost"]):
+        assert main(["-np", str(cores + 1), *words, "x"]) == 2
+        said = capfd.readouterr().err
+        assert f"{cores + 1} ranks but there {there} on localhost, one for each core: name more" in said
+
+
 @pytest.mark.parametrize("words", ["-n 2", "-n2", "-np2", "-np=2", "--num-proc 2"])
 def test_the_number_of_ranks_may_be_written_as_other_launchers_have_it(words: str) -> None:
     job = parse([*words.split(), "-H", "a:2", "train.py", "-n7", "-np9"])
@@ -75,13 +110,15 @@ def test_the_number_of_ranks_may_be_written_as_other_launchers_have_it(words: st
 @pytest.mark.parametrize(
     ("line", "fault"),
     [
+        ("-np 2 -- ", "the command is an empty word"),
+        ("-np 2 -m ", "-m needs the name of a module"),
         ("-np 2 -m", "-m needs the name of a module"),
         ("train.py -np 2", "'-np' stands after the command 'train.py' and belongs to it"),
         ("-m train -n2", "'-n2' stands after the command '-m train' and belongs to it"),
     ],
 )
 def test_a_command_line_in_the_wrong_order_is_said(line: str, fault: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(line.split()) == 2
+    assert main(line.split(" ")) == 2
     said = capfd.readouterr().err
     assert fault in said
     assert said.count("\n") == 1

@@ -68,7 +68,10 @@ def test_a_file_that_cannot_be_made_is_named(hororun: Hororun, tmp_path: Path) -
     (tmp_path / "rank.0").touch()
     done = hororun.run("-np", "1", "--output-filename", str(tmp_path), "true")
     assert done.returncode == 2
-    assert done.stderr == f"hororun: --output-filename {tmp_path}: cannot make {tmp_path}/rank.0: File exists\n"
+    assert (
+        done.stderr
+        == f"hororun: --output-filename {tmp_path}: {tmp_path}/rank.0 is a file, and a folder is needed: name another\n"
+    )
 
 
 def test_a_folder_that_cannot_be_made_is_named(hororun: Hororun, tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_too_many_ranks_are_an_error_with_both_numbers_unless_allowed(slots: lis
     with pytest.raises(PlacementError) as error:
         place(slots, size)
     assert f"{size} ranks" in str(error.value)
-    assert f"{sum(slots)} slots" in str(error.value)
+    assert f"{sum(slots)} slot" in str(error.value)
     counts = [0] * len(slots)
     for slot in place(slots, size, oversubscribe=True):
         counts[slot.host] += 1
