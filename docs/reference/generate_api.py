@@ -32,7 +32,7 @@ Horovod's function of the same name is in
 """
 
 SECTIONS = (
-    ("Start, end, and who is who", ("horo.torch._state",)),
+    ("Start, end, and who is who", ("horo.torch._runtime",)),
     ("Operations on tensors", ("horo.torch.ops", "horo.torch._requests")),
     ("Training", ("horo.torch.optimizer",)),
     ("Equal models, optimizers and objects", ("horo.torch.functions",)),

@@ -25,7 +25,7 @@ from horo.errors import TimeoutError as TimeoutError  # not in __all__: Python h
 from horo.torch._missing import explain_missing as _explain_missing
 from horo.torch._missing import raise_missing as _raise_missing
 from horo.torch._require import TORCH_VERSION_MIN as _TORCH_VERSION_MIN  # noqa: F401  (first: says what is missing)
-from horo.torch._state import (
+from horo.torch._runtime import (
     cross_rank,
     cross_size,
     init,

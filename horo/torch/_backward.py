@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from horo.torch import _state
+from horo.torch import _runtime
 from horo.torch._reducer import reduce_together
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def call_at_end(reducer: BackwardReducer) -> None:
 
     It is called in a hook of autograd. What the end raises comes out of ``backward()``.
     """
-    runs = _state.current().backward_runs
+    runs = _runtime.current().backward_runs
     run = current_run()
     reducers = runs.get(run)
     if reducers is None:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from horo.errors import UsageError
-from horo.torch import _state
+from horo.torch import _runtime
 from horo.torch._backward import call_at_end, current_run, is_nested
 from horo.torch._compile import is_autograd_compiled
-from horo.torch._gradients import ReductionOptions, Slot
+from horo.torch._gradients import ParameterState, ReductionOptions
 from horo.torch._reducer import GradientReducer, overlap_pays
 from horo.torch._requests import Request
 from horo.torch._step import scaler_has_looked
@@ -59,7 +59,7 @@ class BackwardReducer(GradientReducer):
             GroupError: A rank is lost or horo was shut down.
         """
         self.newer.refuse(self, "optimizer.synchronize()")
-        self.follow_session()
+        self.follow_runtime()
         if not self.is_reduced or self._first_run is not None:
             self._reduce()
 
@@ -75,20 +75,20 @@ class BackwardReducer(GradientReducer):
         run = current_run()
         if run != self._run:
             self._enter(run)
-        slot = self.slots[parameter]
-        if slot.summed is not None:
-            _refuse_added(slot)
-        if slot.pending is not None:
+        state = self.states[parameter]
+        if state.summed is not None:
+            _refuse_added(state)
+        if state.pending is not None:
             raise UsageError(
-                f"the gradient of {slot.name!r} was computed again while it was being reduced: the parameter is used "
+                f"the gradient of {state.name!r} was computed again while it was being reduced: the parameter is used "
                 "inside and outside a checkpoint with use_reentrant=True; use use_reentrant=False or HORO_OVERLAP=never"
             )
         if not self._overlaps:
             return
-        slot.passes = 1
-        if slot.group is None or self._completes(slot.group, slot, 1):
+        state.passes = 1
+        if state.group is None or self._completes(state.group, state, 1):
             with torch.no_grad():
-                self._submit(slot)
+                self._submit(state)
 
     def end_pass(self) -> bool:
         """Called at the end of the outermost backward; whether gradients are due."""
@@ -98,21 +98,21 @@ class BackwardReducer(GradientReducer):
 
     def submit_all(self) -> Request | None:
         """As in the base class."""
-        if self.options.op == Sum and _state.size() > 1:
-            for slot in self._active():
-                if slot.pending is None:
-                    _divide_sum(slot)
+        if self.options.op == Sum and _runtime.size() > 1:
+            for state in self._active():
+                if state.pending is None:
+                    _divide_sum(state)
         return super().submit_all()
 
     def finish_all(self) -> None:
         """As in the base class."""
         super().finish_all()
         if self.options.op == Sum:
-            for slot in self._due:
-                if slot.parameter in self._accumulators:
-                    self._watch_accumulation(slot.parameter)
-                grad = slot.parameter.grad
-                slot.summed = None if grad is None else (weakref.ref(grad), _state.size())
+            for state in self._due:
+                if state.parameter in self._accumulators:
+                    self._watch_accumulation(state.parameter)
+                grad = state.parameter.grad
+                state.summed = None if grad is None else (weakref.ref(grad), _runtime.size())
 
     def refuse_while_pending(self, what: str) -> None:
         """Called before gradients are cleared.
@@ -120,19 +120,19 @@ class BackwardReducer(GradientReducer):
         Raises:
             UsageError: A backward is in progress, or has not come to its end.
         """
-        self.follow_session(forget=True)
+        self.follow_runtime(forget=True)
         _refuse_in_backward(what)
         self._refuse_unfinished(what)
         self._reset_counts()
         self.is_reduced = self.is_local = False
-        for slot in self.slots.values():
-            slot.summed = None
-        if len(self.hooked) < len(self.slots):
+        for state in self.states.values():
+            state.summed = None
+        if len(self.hooked) < len(self.states):
             self.adopt()  # what was thawed needs its hook before the next backward
 
     def drain(self) -> None:
         """As in the base class. Between backward passes nothing is in progress, and what is averaged stays so."""
-        self.follow_session(forget=True)
+        self.follow_runtime(forget=True)
         if self._first_run is not None:
             super().drain()
 
@@ -177,8 +177,8 @@ class BackwardReducer(GradientReducer):
                 "DistributedOptimizer(..., gradients_ready='step') or HORO_GRADIENTS_READY=step, and call "
                 "optimizer.synchronize() before gradients are clipped, or leave compiled autograd out"
             )
-        _state.current()  # raises before anything says that a backward is in progress
-        self.follow_session()
+        _runtime.current()  # raises before anything says that a backward is in progress
+        self.follow_runtime()
         self.progress.begin()
         nested = is_nested()
         if self._first_run is not None and run > self._first_run and not nested:
@@ -231,30 +231,30 @@ def _refuse_in_backward(what: str) -> None:
         )
 
 
-def _divide_sum(slot: Slot) -> None:
+def _divide_sum(state: ParameterState) -> None:
     """Makes a sum over the ranks this rank's share of it, unless the gradient is another one by now."""
-    summed, slot.summed = slot.summed, None
+    summed, state.summed = state.summed, None
     if summed is None:
         return
     reference, ranks = summed
-    if (grad := reference()) is not None and grad is slot.parameter.grad:
+    if (grad := reference()) is not None and grad is state.parameter.grad:
         with torch.no_grad():
             grad.mul_(1 / ranks)
 
 
-def _refuse_replaced(slot: Slot) -> None:
+def _refuse_replaced(state: ParameterState) -> None:
     """Refuses to add to a gradient of which nobody knows whether it is a sum over the ranks.
 
     Raises:
         UsageError: It was replaced since it was summed.
     """
-    if slot.summed is None:
+    if state.summed is None:
         return
-    grad = slot.parameter.grad
-    if grad is not None and grad is not slot.summed[0]() and not _is_zero(grad):
-        slot.summed = None
+    grad = state.parameter.grad
+    if grad is not None and grad is not state.summed[0]() and not _is_zero(grad):
+        state.summed = None
         raise UsageError(
-            f"op=Sum: the gradient of {slot.name!r} was replaced after it was summed over the ranks, and this "
+            f"op=Sum: the gradient of {state.name!r} was replaced after it was summed over the ranks, and this "
             "backward() would add to it; change gradients in place (p.grad.copy_(...)), or clear them first by "
             "optimizer.zero_grad()"
         )
@@ -264,16 +264,16 @@ def _is_zero(grad: torch.Tensor) -> bool:
     return not (grad.coalesce().values() if grad.layout is torch.sparse_coo else grad).any()
 
 
-def _refuse_added(slot: Slot) -> None:
+def _refuse_added(state: ParameterState) -> None:
     """Called after autograd has accumulated into a gradient that may be a sum over the ranks still.
 
     Raises:
         UsageError: It was, so what it was has been added to undivided.
     """
-    summed, slot.summed = slot.summed, None
-    if summed is not None and (grad := summed[0]()) is not None and grad is slot.parameter.grad:
+    summed, state.summed = state.summed, None
+    if summed is not None and (grad := summed[0]()) is not None and grad is state.parameter.grad:
         raise UsageError(
-            f"op=Sum: parameter {slot.name!r} has got another dtype ({slot.parameter.dtype}) since its gradient was "
+            f"op=Sum: parameter {state.name!r} has got another dtype ({state.parameter.dtype}) since its gradient was "
             "summed over the ranks, and this backward() has added to that sum; call optimizer.zero_grad() after the "
             "dtype of a model changes"
         )
@@ -283,8 +283,8 @@ def _divider_of(reducer: weakref.ref[BackwardReducer], parameter: torch.Tensor) 
     def divide(_: Any) -> None:
         target = reducer()
         if target is not None:
-            slot = target.slots[parameter]
-            _refuse_replaced(slot)
-            _divide_sum(slot)
+            state = target.states[parameter]
+            _refuse_replaced(state)
+            _divide_sum(state)
 
     return divide

@@ -8,7 +8,7 @@ from typing import Any
 
 __all__ = ["is_autograd_compiled", "keep_from_dynamo"]
 
-_TRACED = "horo.torch._state"
+_TRACED = "horo.torch._runtime"
 """``rank()`` and ``size()`` are constants to a compiled function."""
 
 

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from horo.errors import HoroError, MismatchError
-from horo.torch import _state
+from horo.torch import _runtime
 from horo.torch._gradients import (
     PackedGradient,
+    ParameterState,
     PendingReduction,
     PendingSparseReduction,
     ReductionOptions,
-    Slot,
     UnsentReduction,
 )
 from horo.torch._member import Member
@@ -32,99 +32,99 @@ class Exchange(Member):
         self.options = options
         self.handles: dict[torch.Tensor, Request | None] = {}
         """What is in progress, or held for ``synchronize`` (None)."""
-        self._marked: Slot | None = None
+        self._marked: ParameterState | None = None
         """Whose gradient has the mark of the reduction in progress, if there is one."""
 
-    def _submit_rest(self, slots: Sequence[Slot]) -> Request | None:
+    def _submit_rest(self, states: Sequence[ParameterState]) -> Request | None:
         """Submits all gradients that are not in progress; returns the last request, which is to be waited for at once.
 
         The caller drives them: no thread is woken.
         """
-        last: Slot | None = None
-        for slot in slots:
-            if slot.pending is None:
-                self._submit(slot, sync=True)
-                last = slot
+        last: ParameterState | None = None
+        for state in states:
+            if state.pending is None:
+                self._submit(state, sync=True)
+                last = state
         return None if last is None or last.pending is None else last.pending.request
 
-    def _submit(self, slot: Slot, sync: bool = False) -> None:
-        """Submits the request of the slot, or of its group. Autograd is off."""
-        if _state.size() == 1:
-            for member in [slot] if slot.group is None else slot.group.slots:
+    def _submit(self, state: ParameterState, sync: bool = False) -> None:
+        """Submits the request of the state, or of its group. Autograd is off."""
+        if _runtime.size() == 1:
+            for member in [state] if state.group is None else state.group.states:
                 grad = member.parameter.grad if member.held is None else member.held[0]
                 if grad is not None:
                     self._set_pending([member], UnsentReduction(member, grad, _kind(member), self.options))
             return
-        if slot.group is not None:
-            members = [s for s in slot.group.slots if s.parameter.requires_grad or s.held]
-            self._submit_dense(slot.group.name, members, sync)
+        if state.group is not None:
+            members = [s for s in state.group.states if s.parameter.requires_grad or s.held]
+            self._submit_dense(state.group.name, members, sync)
             return
-        grad = slot.parameter.grad
-        if grad is not None and self._travels_sparse(slot, grad):
-            slot.was_unused = False
-            self._submit_sparse(slot, grad, sync, self._mark_of(slot))
+        grad = state.parameter.grad
+        if grad is not None and self._travels_sparse(state, grad):
+            state.was_unused = False
+            self._submit_sparse(state, grad, sync, self._mark_of(state))
         else:
-            self._submit_dense(slot.name, [slot], sync)
+            self._submit_dense(state.name, [state], sync)
 
-    def _travels_sparse(self, slot: Slot, grad: torch.Tensor) -> bool:
-        return slot.group is None and grad.layout is torch.sparse_coo and not self.options.sparse_as_dense
+    def _travels_sparse(self, state: ParameterState, grad: torch.Tensor) -> bool:
+        return state.group is None and grad.layout is torch.sparse_coo and not self.options.sparse_as_dense
 
-    def _mark_of(self, slot: Slot) -> int:
-        """The mark of the reduction, if ``slot`` has the first gradient by name, or is in one group with that one."""
+    def _mark_of(self, state: ParameterState) -> int:
+        """The mark of the reduction, if ``state`` has the first gradient by name, or is in one group with that one."""
         mark = self.progress.mark
         if not mark:
             return 0
         if self._marked is None:  # by name, since the optimizers of ranks may have other orders
-            trained = [other for other in self.slots.values() if other.parameter.requires_grad]
-            self._marked = min(trained or [slot], key=lambda item: item.name)
+            trained = [other for other in self.states.values() if other.parameter.requires_grad]
+            self._marked = min(trained or [state], key=lambda item: item.name)
         first = self._marked
-        return mark if slot is first or (slot.group is not None and slot.group is first.group) else 0
+        return mark if state is first or (state.group is not None and state.group is first.group) else 0
 
-    def _submit_dense(self, name: str, slots: Sequence[Slot], sync: bool) -> None:
-        packed = [PackedGradient(slot, self.options) for slot in slots]
-        self._set_pending(slots, self._send(name, packed, sync, self._mark_of(slots[0])))
+    def _submit_dense(self, name: str, states: Sequence[ParameterState], sync: bool) -> None:
+        packed = [PackedGradient(state, self.options) for state in states]
+        self._set_pending(states, self._send(name, packed, sync, self._mark_of(states[0])))
 
     def _send(self, name: str, packed: Sequence[PackedGradient], sync: bool, mark: int) -> PendingReduction:
         options = self.options
         sent = [item.sent for item in packed]
         if mark:
             sent[0] = sent[0][(None,) * mark]
-        key = options, name, sync, mark  # the options too: in a later session another optimizer may have the same name
+        key = options, name, sync, mark  # the options too: another optimizer may have had the name in an earlier job
         request = start_again(key, sent[0], in_place=True) if len(packed) == 1 else None
         if request is None:
-            kind = _kind(packed[0].slot)
+            kind = _kind(packed[0].state)
             spec = Spec(kind, name, options.op, options.prescale, options.postscale, options.wire)
             request = start_allreduce(sent, spec, in_place=True, sync=sync, key=key)
         return PendingReduction(request, packed, mark)
 
-    def _submit_sparse(self, slot: Slot, grad: torch.Tensor, sync: bool, mark: int = 0) -> PendingReduction:
+    def _submit_sparse(self, state: ParameterState, grad: torch.Tensor, sync: bool, mark: int = 0) -> PendingReduction:
         own = grad.coalesce()
-        scale = self.options.prescale * self.options.postscale / (_state.size() if self.options.op == Average else 1)
+        scale = self.options.prescale * self.options.postscale / (_runtime.size() if self.options.op == Average else 1)
         indices = own.indices().t().contiguous()[(slice(None),) + (None,) * mark]
         # The name is that of the dense form: another rank may send zeros for an unused parameter under that name.
-        request = start_allgather([indices, own.values()], _kind(slot), slot.name, sync=sync)
-        return self._set_pending([slot], PendingSparseReduction(request, slot, scale, mark))
+        request = start_allgather([indices, own.values()], _kind(state), state.name, sync=sync)
+        return self._set_pending([state], PendingSparseReduction(request, state, scale, mark))
 
-    def _set_pending(self, slots: Sequence[Slot], pending: PendingReduction) -> PendingReduction:
-        for slot in slots:
-            slot.pending = pending
-            self.handles[slot.parameter] = pending.request
+    def _set_pending(self, states: Sequence[ParameterState], pending: PendingReduction) -> PendingReduction:
+        for state in states:
+            state.pending = pending
+            self.handles[state.parameter] = pending.request
         return pending
 
-    def _finish(self, slots: Sequence[Slot]) -> None:
+    def _finish(self, states: Sequence[ParameterState]) -> None:
         """Waits for every pending reduction; then raises the first failure."""
         failures: list[HoroError] = []
-        mismatches: dict[PendingReduction, tuple[Slot, MismatchError]] = {}
+        mismatches: dict[PendingReduction, tuple[ParameterState, MismatchError]] = {}
         done: set[PendingReduction] = set()
-        for slot in slots:
-            pending = slot.pending
+        for state in states:
+            pending = state.pending
             if pending is None or pending in done:
                 continue
             done.add(pending)
             try:
                 pending.finish()
             except MismatchError as error:
-                mismatches[pending] = slot, error
+                mismatches[pending] = state, error
             except HoroError as error:
                 failures.append(error)
         if mismatches:
@@ -132,7 +132,7 @@ class Exchange(Member):
         if failures:
             raise failures[0]
 
-    def _resolve(self, mismatches: Mapping[PendingReduction, tuple[Slot, MismatchError]]) -> list[HoroError]:
+    def _resolve(self, mismatches: Mapping[PendingReduction, tuple[ParameterState, MismatchError]]) -> list[HoroError]:
         """After mismatches, which every rank gets: reduces again where ranks have sent one gradient in two forms.
 
         Each rank submits all its questions before it waits for an answer, since ranks may have the gradients in other
@@ -143,11 +143,11 @@ class Exchange(Member):
         """
         failures: list[HoroError] = []
         repeated: list[PendingReduction] = []
-        questions = [(pending, self._ask_forms(slot, pending)) for pending, (slot, _) in mismatches.items()]
+        questions = [(pending, self._ask_forms(state, pending)) for pending, (state, _) in mismatches.items()]
         for pending, question in questions:
-            slot, mismatch = mismatches[pending]
+            state, mismatch = mismatches[pending]
             try:
-                again = self._start_again(slot, pending, question.wait()[0])
+                again = self._start_again(state, pending, question.wait()[0])
             except HoroError as error:
                 failures.append(error)
                 continue
@@ -162,12 +162,14 @@ class Exchange(Member):
                 failures.append(error)
         return failures
 
-    def _ask_forms(self, slot: Slot, pending: PendingReduction) -> Request:
+    def _ask_forms(self, state: ParameterState, pending: PendingReduction) -> Request:
         """Begins to gather in which form each rank has sent a gradient, or the gradients of a group."""
-        state = torch.tensor([[0 if slot.was_unused else 1, self._sparse_dims(slot), pending.mark]])
-        return start_allgather([state], _kind(slot), f"{_request_name(slot)}.form", sync=True)
+        form = torch.tensor([[0 if state.was_unused else 1, self._sparse_dims(state), pending.mark]])
+        return start_allgather([form], _kind(state), f"{_request_name(state)}.form", sync=True)
 
-    def _start_again(self, slot: Slot, pending: PendingReduction, forms: Gathered) -> PendingReduction | None:
+    def _start_again(
+        self, state: ParameterState, pending: PendingReduction, forms: Gathered
+    ) -> PendingReduction | None:
         """Submits a gradient again if ranks are only at different places of a step, or if some had sparse rows and the
         others zeros.
 
@@ -181,18 +183,18 @@ class Exchange(Member):
         is_apart = self.progress.meet([mark for _, _, mark in everyone])
         sparse_dims = {dims for used, dims, _ in everyone if used}
         if is_apart and sparse_dims <= {0}:
-            return self._send(_request_name(slot), pending.packed, True, 0)
+            return self._send(_request_name(state), pending.packed, True, 0)
         if len(sparse_dims) != 1 or sparse_dims == {0}:
             return None
-        grad = slot.parameter.grad
-        if slot.was_unused:
-            grad = _empty_rows(slot.parameter, *sparse_dims)
-        return None if grad is None else self._submit_sparse(slot, grad, sync=True)
+        grad = state.parameter.grad
+        if state.was_unused:
+            grad = _empty_rows(state.parameter, *sparse_dims)
+        return None if grad is None else self._submit_sparse(state, grad, sync=True)
 
-    def _sparse_dims(self, slot: Slot) -> int:
+    def _sparse_dims(self, state: ParameterState) -> int:
         """How many dimensions of its gradient are sparse; 0: it travels as a dense one."""
-        grad = slot.parameter.grad
-        return grad.sparse_dim() if grad is not None and self._travels_sparse(slot, grad) else 0
+        grad = state.parameter.grad
+        return grad.sparse_dim() if grad is not None and self._travels_sparse(state, grad) else 0
 
 
 def _empty_rows(parameter: torch.Tensor, sparse_dims: int) -> torch.Tensor:
@@ -202,11 +204,11 @@ def _empty_rows(parameter: torch.Tensor, sparse_dims: int) -> torch.Tensor:
     return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=True)
 
 
-def _request_name(slot: Slot) -> str:
-    return slot.name if slot.group is None else slot.group.name
+def _request_name(state: ParameterState) -> str:
+    return state.name if state.group is None else state.group.name
 
 
-def _kind(slot: Slot) -> str:
-    if slot.kind is None:
+def _kind(state: ParameterState) -> str:
+    if state.kind is None:
         raise RuntimeError("a gradient is submitted before it has a name")
-    return slot.kind
+    return state.kind

@@ -11,7 +11,7 @@ import torch
 
 from horo.errors import MismatchError, UsageError
 from horo.torch._comparison import Comparison, checksum, options_of
-from horo.torch._gradients import Slot
+from horo.torch._gradients import ParameterState
 from horo.torch.functions import allgather_object
 
 __all__ = ["FirstCheck", "refuse_ddp", "refuse_ddp_model"]
@@ -29,15 +29,17 @@ class FirstCheck:
     parameters are compared too: ranks would compute the gradients of different models.
     """
 
-    def __init__(self, label: str, slots: Sequence[Slot], optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, label: str, states: Sequence[ParameterState], optimizer: torch.optim.Optimizer) -> None:
         self._label = label
-        self._is_trained = {slot.name: slot.parameter.requires_grad for slot in slots}
+        self._is_trained = {state.name: state.parameter.requires_grad for state in states}
         self._group_count = len(optimizer.param_groups)
-        self._parameters = {f"{_PARAMETER}{slot.name}": checksum(slot.parameter) for slot in slots}
-        states = {f"{_STATE}{slot.name}": checksum(optimizer.state.get(slot.parameter, {})) for slot in slots}
+        self._parameters = {f"{_PARAMETER}{state.name}": checksum(state.parameter) for state in states}
+        optimizer_states = {
+            f"{_STATE}{state.name}": checksum(optimizer.state.get(state.parameter, {})) for state in states
+        }
         options = [{key: group[key] for key in optimizer.defaults if key in group} for group in optimizer.param_groups]
         names = {_NAMES: zlib.crc32(repr(sorted(self._is_trained.items())).encode())}
-        values = names | self._parameters | states | options_of(options)
+        values = names | self._parameters | optimizer_states | options_of(options)
         self._comparison = Comparison(f"{label}.check", "parameters", values)
         self._different: list[str] = []
         self.request = self._comparison.request
@@ -116,7 +118,7 @@ def refuse_ddp_model(model: torch.nn.Module) -> None:
             raise _refusal("the model")
 
 
-def refuse_ddp(slots: Iterable[Slot]) -> None:
+def refuse_ddp(states: Iterable[ParameterState]) -> None:
     """Refuses parameters of which a ``DistributedDataParallel`` anywhere in this process averages the gradients.
 
     Raises:
@@ -124,7 +126,7 @@ def refuse_ddp(slots: Iterable[Slot]) -> None:
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return  # there can be none, and the search takes a while
-    names = {slot.parameter: slot.name for slot in slots}
+    names = {state.parameter: state.name for state in states}
     for found in gc.get_objects():
         if issubclass(type(found), torch.nn.parallel.DistributedDataParallel):
             for parameter in found.parameters():

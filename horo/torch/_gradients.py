@@ -15,10 +15,10 @@ from horo.torch.compression import Compressor, split
 __all__ = [
     "Group",
     "PackedGradient",
+    "ParameterState",
     "PendingReduction",
     "PendingSparseReduction",
     "ReductionOptions",
-    "Slot",
     "UnsentReduction",
     "refuse_sparse",
 ]
@@ -47,15 +47,15 @@ class ReductionOptions:
         """What to do about a gradient that was changed while it was being reduced."""
 
 
-class Slot:
-    """One parameter of the optimizer."""
+class ParameterState:
+    """A parameter of the optimizer, and the progress of its gradient in the current step."""
 
     __slots__ = ("group", "held", "kind", "name", "parameter", "passes", "pending", "summed", "was_unused")
 
     def __init__(self, parameter: torch.Tensor, name: str) -> None:
         self.parameter = parameter
         self.name = name
-        self.kind: str | None = None  # of its operation in this session; None before its first reduction
+        self.kind: str | None = None  # of its operation in this job; None before its first reduction
         self.group: Group | None = None
         self.passes = 0  # backward passes since the last reduction
         self.pending: PendingReduction | None = None
@@ -69,23 +69,23 @@ class Slot:
 class Group:
     """Parameters whose gradients are reduced by one request."""
 
-    def __init__(self, name: str, slots: Sequence[Slot]) -> None:
+    def __init__(self, name: str, states: Sequence[ParameterState]) -> None:
         self.name = name
-        self.slots = slots
-        self.waiting: set[Slot] = set()
+        self.states = states
+        self.waiting: set[ParameterState] = set()
 
 
 class WatchedGradient:
     """A gradient that may not be changed while it is being reduced."""
 
-    __slots__ = ("grad", "options", "slot", "version", "was_touched")
+    __slots__ = ("grad", "options", "state", "version", "was_touched")
 
-    def __init__(self, slot: Slot, grad: torch.Tensor, options: ReductionOptions) -> None:
-        self.slot = slot
+    def __init__(self, state: ParameterState, grad: torch.Tensor, options: ReductionOptions) -> None:
+        self.state = state
         self.grad = grad
         self.options = options
         self.version = version = grad._version
-        held = slot.held
+        held = state.held
         self.was_touched = held is not None and (held[0] is not grad or held[1] != version)
 
     def check(self, changes: int) -> None:
@@ -95,9 +95,9 @@ class WatchedGradient:
             UsageError: It was changed more often, or replaced.
         """
         grad = self.grad
-        if self.was_touched or self.slot.parameter.grad is not grad or grad._version != self.version + changes:
+        if self.was_touched or self.state.parameter.grad is not grad or grad._version != self.version + changes:
             raise UsageError(
-                f"the gradient of {self.slot.name!r} was changed while it was being reduced; {self.options.advice}"
+                f"the gradient of {self.state.name!r} was changed while it was being reduced; {self.options.advice}"
             )
 
 
@@ -106,15 +106,15 @@ class PackedGradient(WatchedGradient):
 
     __slots__ = ("changes", "context", "sent")
 
-    def __init__(self, slot: Slot, options: ReductionOptions) -> None:
-        parameter = slot.parameter
+    def __init__(self, state: ParameterState, options: ReductionOptions) -> None:
+        parameter = state.parameter
         grad = parameter.grad
-        slot.was_unused = grad is None
+        state.was_unused = grad is None
         if grad is None:
             grad = parameter.grad = torch.zeros_like(parameter, requires_grad=False)
-        refuse_sparse(slot, grad, options)
+        refuse_sparse(state, grad, options)
         dense = grad.to_dense() if grad.layout is torch.sparse_coo else grad
-        super().__init__(slot, grad, options)
+        super().__init__(state, grad, options)
         self.sent, self.context = options.compression.compress(dense)
         self.changes = 1 if self.sent is grad else _shared_changes(self.sent, dense, grad)
         """How many changes of the gradient are counted when the result is written to what is sent."""
@@ -132,13 +132,13 @@ class PackedGradient(WatchedGradient):
         if reduced is grad:
             return
         if grad.layout is torch.sparse_coo:
-            self.slot.parameter.grad = reduced.to_sparse(grad.sparse_dim()).coalesce()
+            self.state.parameter.grad = reduced.to_sparse(grad.sparse_dim()).coalesce()
         else:
             grad.copy_(reduced)
 
 
 class PendingReduction:
-    """A reduction in progress for the gradients of one or more slots. Its result is written in place."""
+    """A reduction in progress for the gradients of one or more parameters. Its result is written in place."""
 
     __slots__ = ("mark", "packed", "request")
 
@@ -164,12 +164,12 @@ class UnsentReduction(PendingReduction):
 
     __slots__ = ("watched",)
 
-    def __init__(self, slot: Slot, grad: torch.Tensor, kind: str, options: ReductionOptions) -> None:
+    def __init__(self, state: ParameterState, grad: torch.Tensor, kind: str, options: ReductionOptions) -> None:
         super().__init__(None, ())
-        if slot.group is not None:
-            refuse_sparse(slot, grad, options)
-        check_tensor(grad._values() if grad.layout is torch.sparse_coo else grad, kind, slot.name)
-        self.watched = WatchedGradient(slot, grad, options)
+        if state.group is not None:
+            refuse_sparse(state, grad, options)
+        check_tensor(grad._values() if grad.layout is torch.sparse_coo else grad, kind, state.name)
+        self.watched = WatchedGradient(state, grad, options)
 
     def finish(self) -> None:
         """As ``PendingReduction.finish``."""
@@ -179,18 +179,18 @@ class UnsentReduction(PendingReduction):
 class PendingSparseReduction(PendingReduction):
     """A request that gathers the rows of a sparse gradient from all ranks: their concatenation is the sum."""
 
-    __slots__ = ("_gathered", "scale", "slot")
+    __slots__ = ("_gathered", "scale", "state")
 
-    def __init__(self, request: Request, slot: Slot, scale: float, mark: int) -> None:
+    def __init__(self, request: Request, state: ParameterState, scale: float, mark: int) -> None:
         super().__init__(request, (), mark)
         self._gathered = request
-        self.slot = slot
+        self.state = state
         self.scale = scale
 
     def finish(self) -> None:
         """As ``PendingReduction.finish``."""
         indices, values = (item.tensor for item in self._gathered.wait())
-        parameter = self.slot.parameter
+        parameter = self.state.parameter
         indices = indices.view(indices.shape[0], indices.shape[-1])  # without its mark
         # Other ranks have checked nothing either, and torch warns unless it is told whether to.
         total = torch.sparse_coo_tensor(indices.t(), values.mul_(self.scale), parameter.shape, check_invariants=True)
@@ -211,8 +211,8 @@ def _shared_changes(sent: torch.Tensor, dense: torch.Tensor, grad: torch.Tensor)
     return grad._version - before
 
 
-def refuse_sparse(slot: Slot, grad: torch.Tensor, options: ReductionOptions) -> None:
+def refuse_sparse(state: ParameterState, grad: torch.Tensor, options: ReductionOptions) -> None:
     if grad.layout is torch.sparse_coo and not options.sparse_as_dense:
         raise UnsupportedError(
-            f"the gradient of {slot.name!r} is sparse: leave the parameter out of groups=, or use sparse_as_dense=True"
+            f"the gradient of {state.name!r} is sparse: leave the parameter out of groups=, or use sparse_as_dense=True"
         )

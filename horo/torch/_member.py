@@ -10,8 +10,8 @@ import weakref
 import torch
 
 from horo.errors import AbortedError, UsageError
-from horo.torch import _state
-from horo.torch._gradients import Slot
+from horo.torch import _runtime
+from horo.torch._gradients import ParameterState
 from horo.torch._progress import StepProgress
 
 __all__ = ["Member"]
@@ -25,7 +25,7 @@ class Member(abc.ABC):
     """
 
     def __init__(self) -> None:
-        self.slots: dict[torch.Tensor, Slot] = {}
+        self.states: dict[torch.Tensor, ParameterState] = {}
         """By parameter."""
         self.order = next(_orders)
         """Its place among all reducers of this process."""
@@ -33,18 +33,18 @@ class Member(abc.ABC):
         self.is_reduced = False
         """Whether the gradients of all parameters are averaged, and no step or local backward has followed."""
         self.progress = StepProgress()
-        self._session: _state.Session | None = None
-        """The session that it has taken part in last."""
+        self._runtime: _runtime.Runtime | None = None
+        """The runtime of the job that it has taken part in last."""
         self._are_named = False
-        """Whether all slots have their names in this session."""
+        """Whether the gradients of all parameters have their names in this job."""
         self._checked = 0
-        """How many parameters, the first ones, have been compared over all ranks in this session."""
+        """How many parameters, the first ones, have been compared over all ranks in this job."""
 
     @abc.abstractmethod
     def reset(self) -> None:
         """Begins anew: nothing is in progress."""
 
-    def follow_session(self, *, forget: bool = False) -> None:
+    def follow_runtime(self, *, forget: bool = False) -> None:
         """Begins anew if the job is another one than before: nobody waits for what was in progress there.
 
         Args:
@@ -53,19 +53,19 @@ class Member(abc.ABC):
         Raises:
             AbortedError: Gradients were in progress, and are not to be forgotten.
         """
-        session = _state.session()
-        if session is self._session:
+        runtime = _runtime.find()
+        if runtime is self._runtime:
             return
-        was_pending = any(slot.pending is not None for slot in self.slots.values())
-        if self._session is not None:
+        was_pending = any(state.pending is not None for state in self.states.values())
+        if self._runtime is not None:
             self.reset()
             self.is_reduced = False
-        self._session = session
+        self._runtime = runtime
         self.progress = StepProgress()
         self._checked = 0
         self._are_named = False
-        for slot in self.slots.values():
-            slot.kind = None
+        for state in self.states.values():
+            state.kind = None
         if was_pending and not forget:
             raise AbortedError(
                 "horo was shut down while gradients were being reduced, so they may be half of this rank and half of "
@@ -73,51 +73,51 @@ class Member(abc.ABC):
             )
 
     def name_gradients(self) -> None:
-        """Gives all gradients their names in this session."""
+        """Gives all gradients their names in this job."""
         if self._are_named:
             return
-        session = _state.current()
-        for slot in self.slots.values():
-            if slot.kind is None:
-                slot.kind = session.gradient_kind(slot.name)
+        runtime = _runtime.current()
+        for state in self.states.values():
+            if state.kind is None:
+                state.kind = runtime.gradient_kind(state.name)
         self._are_named = True
 
     def may_submit(self) -> bool:
         """Whether hooks may submit gradients: names are given, or can be whatever the order of the hooks is."""
         if self._are_named:
             return True
-        if self._is_ambiguous(_state.current()):
+        if self._is_ambiguous(_runtime.current()):
             return False
         self.name_gradients()
         return True
 
     def claim_parameters(self) -> None:
         """Tells the older of each two reducers with a common parameter about the newer."""
-        own = self.slots.keys()
+        own = self.states.keys()
         for other in list(_members):
-            if other is not self and not own.isdisjoint(other.slots):
+            if other is not self and not own.isdisjoint(other.states):
                 older, newer = sorted((self, other), key=lambda item: item.order)
                 older.newer.add(newer)
         _members.add(self)
 
-    def names_to_come(self, session: _state.Session) -> set[str]:
-        """The names that its gradients have still to get in a session."""
-        return {slot.name for slot in self.slots.values() if slot.kind is None or self._session is not session}
+    def names_to_come(self, runtime: _runtime.Runtime) -> set[str]:
+        """The names that its gradients have still to get in the job of ``runtime``."""
+        return {state.name for state in self.states.values() if state.kind is None or self._runtime is not runtime}
 
     @property
     def label(self) -> str:
         """What the names of its other operations begin with."""
         self.name_gradients()
-        first = min(self.slots.values(), key=lambda slot: slot.name)  # ranks may have other orders
+        first = min(self.states.values(), key=lambda state: state.name)  # ranks may have other orders
         return f"{first.kind}.{first.name}"
 
-    def _is_ambiguous(self, session: _state.Session) -> bool:
-        """Whether another reducer has no names yet in this session, but will have some that this one has.
+    def _is_ambiguous(self, runtime: _runtime.Runtime) -> bool:
+        """Whether another reducer has no names yet in this job, but will have some that this one has.
 
         Then the order of the first hook calls must not decide which gets which: ranks may differ in it.
         """
-        names = {slot.name for slot in self.slots.values()}
-        return any(other is not self and not names.isdisjoint(other.names_to_come(session)) for other in list(_members))
+        names = {state.name for state in self.states.values()}
+        return any(other is not self and not names.isdisjoint(other.names_to_come(runtime)) for other in list(_members))
 
 
 class Newer:
@@ -158,7 +158,7 @@ class Newer:
             return
         others = [other for reference in self._found if (other := reference()) is not None]
         common = next(
-            slot.name for other in others for parameter, slot in own.slots.items() if parameter in other.slots
+            state.name for other in others for parameter, state in own.states.items() if parameter in other.states
         )
         raise UsageError(
             f"{what}: parameter {common!r} is also in a DistributedOptimizer that was made later, and only that one "

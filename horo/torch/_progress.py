@@ -16,7 +16,7 @@ import torch
 
 from horo.errors import UsageError
 from horo.torch._comparison import Comparison, checksum, options_of
-from horo.torch._gradients import Slot
+from horo.torch._gradients import ParameterState
 
 __all__ = ["StepProgress", "refuse_different_steps"]
 
@@ -74,13 +74,18 @@ class StepProgress:
 
 
 def refuse_different_steps(
-    label: str, slots: Iterable[Slot], groups: Iterable[Mapping[str, Any]], late: list[int], *, as_dense: bool
+    label: str,
+    states: Iterable[ParameterState],
+    groups: Iterable[Mapping[str, Any]],
+    late: list[int],
+    *,
+    as_dense: bool,
 ) -> None:
     """Compares gradients and options over all ranks, after a reduction that some ranks have joined late.
 
     Args:
         label: What the name of the operation begins with.
-        slots: Have the gradients.
+        states: Have the gradients.
         groups: The parameter groups of the optimizer.
         late: The late ranks, for the message.
         as_dense: Gradients are averaged as dense ones: one may be sparse on ranks that have used its parameter only.
@@ -89,7 +94,8 @@ def refuse_different_steps(
         UsageError: Ranks would do different steps.
     """
     values = {
-        f"the gradient of {slot.name!r}": checksum(_dense(slot) if as_dense else slot.parameter.grad) for slot in slots
+        f"the gradient of {state.name!r}": checksum(_dense(state) if as_dense else state.parameter.grad)
+        for state in states
     }
     different = Comparison(f"{label}.check", "step", values | options_of(groups)).finish()
     if different:
@@ -102,8 +108,8 @@ def refuse_different_steps(
         )
 
 
-def _dense(slot: Slot) -> Any:
-    grad = slot.parameter.grad
+def _dense(state: ParameterState) -> Any:
+    grad = state.parameter.grad
     return grad if grad is None or grad.layout is torch.strided else grad.to_dense()
 
 

@@ -23,10 +23,10 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from horo.errors import HoroError, UsageError
-from horo.torch import _state
+from horo.torch import _runtime
 from horo.torch._exchange import Exchange
 from horo.torch._first_checks import FirstCheck, refuse_ddp
-from horo.torch._gradients import Group, ReductionOptions, Slot
+from horo.torch._gradients import Group, ParameterState, ReductionOptions
 from horo.torch._progress import refuse_different_steps
 from horo.torch._requests import Request
 from horo.torch._spans import span
@@ -62,8 +62,8 @@ class GradientReducer(Exchange):
         """Whether a backward has made gradients that are not averaged."""
         self._overlaps = True
         self._check: FirstCheck | None = None
-        self._due: Sequence[Slot] = ()
-        """The slots of the reduction in progress."""
+        self._due: Sequence[ParameterState] = ()
+        """The parameters of the reduction in progress."""
         weakref.finalize(self, _remove, self._hooks).atexit = False
         self.adopt()
         self._groups = [self._make_group(index, members) for index, members in enumerate(groups)]
@@ -111,14 +111,14 @@ class GradientReducer(Exchange):
 
     def drain(self) -> None:
         """Finishes all reductions that are in progress or held, and starts no others."""
-        self.follow_session(forget=True)
-        slots = list(self.slots.values())
+        self.follow_runtime(forget=True)
+        states = list(self.states.values())
         try:
             if self.handles:
                 self.name_gradients()
             with torch.no_grad():
-                wait_last(self._submit_rest([slot for slot in slots if slot.held is not None]))
-                self._finish(slots)
+                wait_last(self._submit_rest([state for state in states if state.held is not None]))
+                self._finish(states)
         finally:
             self.reset()
             self.is_reduced = False
@@ -146,19 +146,19 @@ class GradientReducer(Exchange):
 
     def submit_all(self) -> Request | None:
         """Submits all gradients that are not in progress; returns the last request. Autograd is off."""
-        self.follow_session()
+        self.follow_runtime()
         self.progress.begin()
         self._due = self._active()
         self.name_gradients()
-        has_unchecked = self._checked < len(self.slots)
+        has_unchecked = self._checked < len(self.states)
         if has_unchecked:
             refuse_ddp(self._due)
         last = self._submit_rest(self._due)
         optimizer = self._optimizer()
-        if has_unchecked and self._due and optimizer is not None and _state.size() > 1:
-            self._check = FirstCheck(self.label, list(self.slots.values())[self._checked :], optimizer)
+        if has_unchecked and self._due and optimizer is not None and _runtime.size() > 1:
+            self._check = FirstCheck(self.label, list(self.states.values())[self._checked :], optimizer)
             last = self._check.request
-        self._checked = len(self.slots)
+        self._checked = len(self.states)
         self.progress.reductions += 1
         return last
 
@@ -178,9 +178,9 @@ class GradientReducer(Exchange):
     def reset(self) -> None:
         """Begins anew: nothing is in progress."""
         self._reset_counts()
-        for slot in self.slots.values():
-            slot.pending = None
-            slot.held = None
+        for state in self.states.values():
+            state.pending = None
+            state.held = None
         self.handles.clear()
         self._due, self._check, self._marked = (), None, None
 
@@ -210,7 +210,7 @@ class GradientReducer(Exchange):
         if self._skip and self._paused:
             return None
         self.newer.refuse(self, "optimizer.step()")
-        self.follow_session()
+        self.follow_runtime()
         closure = closure_of(args, kwargs)
         if closure is None:
             if self._skip:
@@ -269,26 +269,26 @@ class GradientReducer(Exchange):
 
     # -- parameters ------------------------------------------------------------------------------------------------
 
-    def adopt(self) -> list[Slot]:
-        """Makes a slot for every parameter that the optimizer has by now and hooks those that require grad."""
+    def adopt(self) -> list[ParameterState]:
+        """Makes a state for every parameter that the optimizer has by now and hooks those that require grad."""
         optimizer = self._optimizer()
         if optimizer is None:
             return []
-        slots = []
+        states = []
         is_larger = False
         for number, group in enumerate(optimizer.param_groups):
             for index, parameter in enumerate(group["params"]):
-                slot = self.slots.get(parameter)
-                if slot is None:
+                state = self.states.get(parameter)
+                if state is None:
                     name = self.names.setdefault(parameter, f"allreduce.noname.{number}.{index}")
-                    slot = self.slots[parameter] = Slot(parameter, name)
+                    state = self.states[parameter] = ParameterState(parameter, name)
                     self._are_named, is_larger = False, True
                 if parameter.requires_grad and parameter not in self.hooked:
                     self._hook(parameter)
-                slots.append(slot)
+                states.append(state)
         if is_larger:
             self.claim_parameters()
-        return slots
+        return states
 
     def copy_for(self, optimizer: torch.optim.Optimizer, twins: dict[torch.Tensor, torch.Tensor]) -> GradientReducer:
         """One of the same kind, with the same options, for a copy of the optimizer.
@@ -298,41 +298,41 @@ class GradientReducer(Exchange):
             twins: The parameters of the copy by those of this one's.
         """
         names = {twins[parameter]: name for parameter, name in self.names.items() if parameter in twins}
-        groups = [[twins[slot.parameter] for slot in group.slots] for group in self._groups]
+        groups = [[twins[state.parameter] for state in group.states] for group in self._groups]
         return type(self)(optimizer, copy.copy(self.options), names, groups)
 
     def _hook(self, parameter: Any) -> None:
         self.hooked.add(parameter)
         self._hooks.append(parameter.register_post_accumulate_grad_hook(_hook_of(weakref.ref(self))))
 
-    def _active(self) -> list[Slot]:
-        """The slots that take part in this step, in an order that all ranks share."""
-        return [slot for slot in self.adopt() if slot.parameter.requires_grad or slot.pending or slot.held]
+    def _active(self) -> list[ParameterState]:
+        """The parameters that take part in this step, in an order that all ranks share."""
+        return [state for state in self.adopt() if state.parameter.requires_grad or state.pending or state.held]
 
     def _make_group(self, index: int, members: Sequence[torch.Tensor]) -> Group:
-        slots = [self.slots[parameter] for parameter in self.slots if any(parameter is member for member in members)]
-        group = Group(f"group{index}.{slots[0].name}", slots)
-        for slot in slots:
-            slot.group = group
-            if slot.parameter.requires_grad:
-                group.waiting.add(slot)
+        states = [self.states[parameter] for parameter in self.states if any(parameter is member for member in members)]
+        group = Group(f"group{index}.{states[0].name}", states)
+        for state in states:
+            state.group = group
+            if state.parameter.requires_grad:
+                group.waiting.add(state)
         return group
 
     # -- what is expected before the next reduction ----------------------------------------------------------------
 
-    def _completes(self, group: Group, slot: Slot, passes: int) -> bool:
-        """Whether the gradient of ``slot`` was the last missing one of its group, with ``passes`` of each expected."""
-        group.waiting.discard(slot)
+    def _completes(self, group: Group, state: ParameterState, passes: int) -> bool:
+        """Whether the gradient of ``state`` was the last missing one of its group, with ``passes`` of each expected."""
+        group.waiting.discard(state)
         # A member thawed since the last step is not in `waiting`, but autograd may still write to it.
         return not group.waiting and all(
-            member.passes >= passes for member in group.slots if member.parameter.requires_grad
+            member.passes >= passes for member in group.states if member.parameter.requires_grad
         )
 
     def _reset_counts(self) -> None:
-        for slot in self.slots.values():
-            slot.passes = 0
+        for state in self.states.values():
+            state.passes = 0
         for group in self._groups:
-            group.waiting = {slot for slot in group.slots if slot.parameter.requires_grad}
+            group.waiting = {state for state in group.states if state.parameter.requires_grad}
 
 
 def reduce_together(reducers: Sequence[GradientReducer]) -> None:
@@ -386,7 +386,7 @@ def overlap_pays() -> bool:
 
     They are if a network carries them meanwhile, or if cores are idle. Ranks may decide differently.
     """
-    job = _state.current().job
+    job = _runtime.current().job
     if job.overlap != "auto":
         return job.overlap == "always"
     return len(job.hosts) > 1 or job.size * torch.get_num_threads() < job.cores

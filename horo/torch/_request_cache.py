@@ -139,7 +139,7 @@ class CachedRequest:
 
 
 class RequestCache:
-    """The requests of a session by key. When it is full, a new request rarely replaces others: the oldest."""
+    """The requests of one job by key. When it is full, a new request rarely replaces others: the oldest."""
 
     def __init__(self, name: Callable[[str, str | None], str]) -> None:
         self._name = name

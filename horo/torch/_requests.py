@@ -9,7 +9,7 @@ import torch
 
 from horo import _core
 from horo.errors import AbortedError, HoroError, UsageError
-from horo.torch import _state
+from horo.torch import _runtime
 from horo.torch._request_cache import CachedRequest
 from horo.torch._spans import begin_span, end_span, profiling, span
 from horo.torch._staging import Spec, StagedTensors, count_change, describe
@@ -45,26 +45,26 @@ class Gathered(NamedTuple):
 class Request:
     """One operation in progress. ``wait`` must be called once; it returns the result."""
 
-    __slots__ = ("_finish", "_handle", "_memory", "_session", "label", "number", "public")
+    __slots__ = ("_finish", "_handle", "_memory", "_runtime", "label", "number", "public")
 
     def __init__(
         self,
-        session: _state.Session,
+        runtime: _runtime.Runtime,
         handle: int,
         label: str,
         memory: Any,
         finish: Callable[[_core.Context, int, Any], Any],
     ) -> None:
-        self._session = session
+        self._runtime = runtime
         self._handle = handle
         self._memory = memory  # the core's until the request is done
         self._finish = finish
         self.label = label
-        self.number = number = session.handle_base + handle
-        """The public number of the request; unique over all sessions of the process."""
+        self.number = number = runtime.handle_base + handle
+        """The public number of the request; unique over all jobs of the process."""
         self.public = False
         """Whether ``synchronize`` may find it."""
-        session.requests[number] = self
+        runtime.requests[number] = self
 
     def publish(self, shape: Callable[[Any], Any]) -> None:
         """Lets ``synchronize`` find it; ``shape`` makes of its result what ``wait`` returns then."""
@@ -74,14 +74,14 @@ class Request:
 
     def done(self) -> bool:
         """Whether ``wait`` would return at once; never blocks."""
-        session, call = self._session, object()
+        runtime, call = self._runtime, object()
         try:
-            session.active_calls[call] = None
-            if session.ended:
-                session.raise_ended(self.label)
-            return session.core.poll(self._handle)
+            runtime.active_calls[call] = None
+            if runtime.ended:
+                runtime.raise_ended(self.label)
+            return runtime.core.poll(self._handle)
         finally:
-            session.active_calls.pop(call, None)
+            runtime.active_calls.pop(call, None)
 
     def wait(self) -> Any:
         """Blocks until the operation is done and returns its result.
@@ -92,37 +92,37 @@ class Request:
         Raises:
             HoroError: The error of the operation.
         """
-        session, call = self._session, object()
+        runtime, call = self._runtime, object()
         try:
-            session.active_calls[call] = None
-            if session.ended:
-                session.raise_ended(self.label)
+            runtime.active_calls[call] = None
+            if runtime.ended:
+                runtime.raise_ended(self.label)
             try:
-                result = self._finish(session.core, self._handle, self._memory)
+                result = self._finish(runtime.core, self._handle, self._memory)
             except HoroError:
-                if not session.core.in_progress(self._handle):  # else it is a signal handler's
-                    session.requests.pop(self.number, None)
+                if not runtime.core.in_progress(self._handle):  # else it is a signal handler's
+                    runtime.requests.pop(self.number, None)
                 raise
         finally:
-            session.active_calls.pop(call, None)
-        session.requests.pop(self.number, None)
+            runtime.active_calls.pop(call, None)
+        runtime.requests.pop(self.number, None)
         return result
 
     def wait_done(self) -> None:
         """Blocks until the operation is done or has failed; ``wait`` then returns at once."""
-        session, call = self._session, object()
+        runtime, call = self._runtime, object()
         try:
-            session.active_calls[call] = None
-            if session.ended:
-                session.raise_ended(self.label)
+            runtime.active_calls[call] = None
+            if runtime.ended:
+                runtime.raise_ended(self.label)
             try:
-                session.core.wait(self._handle)
+                runtime.core.wait(self._handle)
             except HoroError:
-                if session.core.in_progress(self._handle):  # a signal handler's
+                if runtime.core.in_progress(self._handle):  # a signal handler's
                     raise
                 return  # wait() raises it
         finally:
-            session.active_calls.pop(call, None)
+            runtime.active_calls.pop(call, None)
 
 
 def repeat(key: Hashable, tensor: torch.Tensor, *, in_place: bool) -> torch.Tensor | None:
@@ -136,15 +136,15 @@ def repeat(key: Hashable, tensor: torch.Tensor, *, in_place: bool) -> torch.Tens
     Returns:
         The tensor with the result. None, and nothing is done, where there is no such call.
     """
-    session = _state.current()
-    cached = session.request_cache.take(key)
+    runtime = _runtime.current()
+    cached = runtime.request_cache.take(key)
     if cached is None:
         return None
     try:
         output = cached.set_tensor(tensor, in_place)
         if output is None:
             return None
-        _execute(session, cached, (tensor, output))
+        _execute(runtime, cached, (tensor, output))
     finally:
         cached.idle.append(None)
     if in_place:
@@ -154,8 +154,8 @@ def repeat(key: Hashable, tensor: torch.Tensor, *, in_place: bool) -> torch.Tens
 
 def start_again(key: Hashable, tensor: torch.Tensor, *, in_place: bool) -> Request | None:
     """As ``repeat``, but begins it: the result of the request is the tensor."""
-    session = _state.current()
-    cached = session.request_cache.take(key)
+    runtime = _runtime.current()
+    cached = runtime.request_cache.take(key)
     if cached is None:
         return None
     try:
@@ -163,8 +163,8 @@ def start_again(key: Hashable, tensor: torch.Tensor, *, in_place: bool) -> Reque
         if output is None:
             return None
         if in_place:
-            return _submit(session, cached, tensor, _finish_in_place)
-        return _submit(session, cached, (tensor, output), _finish_output)
+            return _submit(runtime, cached, tensor, _finish_in_place)
+        return _submit(runtime, cached, (tensor, output), _finish_output)
     finally:
         cached.idle.append(None)
 
@@ -261,13 +261,13 @@ def start_allgather(tensors: Sequence[torch.Tensor], kind: str, name: str | None
 
 def run_barrier() -> None:
     """Waits until all ranks have come here."""
-    session = _state.current()
-    cached = session.request_cache.take(_BARRIER)
+    runtime = _runtime.current()
+    cached = runtime.request_cache.take(_BARRIER)
     if cached is None:
         _run([], _BARRIER, False, _BARRIER)
         return
     try:
-        _execute(session, cached, None)
+        _execute(runtime, cached, None)
     finally:
         cached.idle.append(None)
 
@@ -312,7 +312,7 @@ def check_root(root_rank: int, what: str) -> None:
     Raises:
         UsageError: ``root_rank`` is not from 0 to size - 1.
     """
-    size = _state.size()
+    size = _runtime.size()
     if not isinstance(root_rank, int) or not 0 <= root_rank < size:
         raise UsageError(f"{what}: root_rank {root_rank!r} is not a rank of this job (0 to {size - 1})")
 
@@ -326,27 +326,27 @@ def _start(
     finish: Callable[[_core.Context, int, Any], Any] | None = None,
     key: Hashable = None,
 ) -> Request:
-    session = _state.current()
-    cached = session.request_cache.take_or_create(key or (spec, sync), spec, sync, len(tensors))
+    runtime = _runtime.current()
+    cached = runtime.request_cache.take_or_create(key or (spec, sync), spec, sync, len(tensors))
     try:
-        return _submit(session, cached, cached.set_tensors(tensors, in_place), finish or _finish_staged)
+        return _submit(runtime, cached, cached.set_tensors(tensors, in_place), finish or _finish_staged)
     finally:
         cached.idle.append(None)
 
 
 def _run(tensors: Sequence[torch.Tensor], spec: Spec, in_place: bool, key: Hashable = None) -> tuple[torch.Tensor, ...]:
-    session = _state.current()
-    cached = session.request_cache.take_or_create(key or (spec, True), spec, True, len(tensors))
+    runtime = _runtime.current()
+    cached = runtime.request_cache.take_or_create(key or (spec, True), spec, True, len(tensors))
     try:
         staged = cached.set_tensors(tensors, in_place)
-        _execute(session, cached, staged)
+        _execute(runtime, cached, staged)
     finally:
         cached.idle.append(None)
     return staged.results()
 
 
 def _submit(
-    session: _state.Session,
+    runtime: _runtime.Runtime,
     cached: CachedRequest,
     memory: Any,
     finish: Callable[[_core.Context, int, Any], Any],
@@ -355,42 +355,42 @@ def _submit(
     shown = begin_span(cached.collective, label) if profiling._is_profiler_enabled else None
     last_handle[0] = 0
     try:
-        session.active_calls[cached] = memory
-        if session.ended:
-            session.raise_ended(label)
-        if session.abandoned:
-            session.release_abandoned()
-        return Request(session, session.core.submit(cached.buffer), label, memory, finish)
+        runtime.active_calls[cached] = memory
+        if runtime.ended:
+            runtime.raise_ended(label)
+        if runtime.abandoned:
+            runtime.release_abandoned()
+        return Request(runtime, runtime.core.submit(cached.buffer), label, memory, finish)
     except BaseException:
         if handle := last_handle[0]:
-            session.abandoned[handle] = memory  # up to here nothing is called, so no signal handler runs
-            session.requests.pop(session.handle_base + handle, None)
-            session.release_abandoned()
+            runtime.abandoned[handle] = memory  # up to here nothing is called, so no signal handler runs
+            runtime.requests.pop(runtime.handle_base + handle, None)
+            runtime.release_abandoned()
         raise
     finally:
-        session.active_calls.pop(cached, None)
+        runtime.active_calls.pop(cached, None)
         if shown is not None:
             end_span(shown)
 
 
-def _execute(session: _state.Session, cached: CachedRequest, memory: object) -> None:
+def _execute(runtime: _runtime.Runtime, cached: CachedRequest, memory: object) -> None:
     label, last_handle = cached.label(), cached.buffer.last_handle
     shown = begin_span(cached.collective, label) if profiling._is_profiler_enabled else None
     last_handle[0] = 0
     try:
-        session.active_calls[cached] = memory
-        if session.ended:
-            session.raise_ended(label)
-        if session.abandoned:
-            session.release_abandoned()
-        session.core.run(cached.buffer)
+        runtime.active_calls[cached] = memory
+        if runtime.ended:
+            runtime.raise_ended(label)
+        if runtime.abandoned:
+            runtime.release_abandoned()
+        runtime.core.run(cached.buffer)
     except BaseException:
         if handle := last_handle[0]:
-            session.abandoned[handle] = memory  # up to here nothing is called, so no signal handler runs
-            session.release_abandoned()
+            runtime.abandoned[handle] = memory  # up to here nothing is called, so no signal handler runs
+            runtime.release_abandoned()
         raise
     finally:
-        session.active_calls.pop(cached, None)
+        runtime.active_calls.pop(cached, None)
         if shown is not None:
             end_span(shown)
 
@@ -431,10 +431,10 @@ def _take_one(core: _core.Context, handle: int, index: int, tensor: torch.Tensor
 
 
 def _lookup(handle: int) -> Request:
-    session = _state.current()
-    request = session.requests.get(handle)
+    runtime = _runtime.current()
+    request = runtime.requests.get(handle)
     if request is not None and request.public:
         return request
-    if isinstance(handle, int) and 0 < handle <= session.handle_base:
+    if isinstance(handle, int) and 0 < handle <= runtime.handle_base:
         raise AbortedError(f"Handle {handle} was created before horo was shut down.")
     raise UsageError(f"Handle {handle} was not created or has been cleared.")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from horo.torch import _state
+from horo.torch import _runtime
 from horo.torch._requests import run_allreduce
 from horo.torch._staging import Spec
 from horo.torch.ops import Average
@@ -37,7 +37,7 @@ class ReducingClosure:
         self._reducer.begin_closure()
         loss = self._closure()
         self._reducer.end_closure()
-        if _state.size() == 1:
+        if _runtime.size() == 1:
             return loss
         spec = Spec("closure", f"{self._reducer.label}.loss", Average)
         if isinstance(loss, torch.Tensor) and loss.is_floating_point():

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from horo.errors import UsageError
-from horo.torch import _state
+from horo.torch import _runtime
 from horo.torch._gradients import ReductionOptions, refuse_sparse
 from horo.torch._reducer import GradientReducer, overlap_pays
 from horo.torch._step import scaler_has_looked
@@ -45,7 +45,7 @@ class StepReducer(GradientReducer):
             GroupError: A rank is lost or horo was shut down.
         """
         self.newer.refuse(self, "optimizer.synchronize()")
-        self.follow_session()
+        self.follow_runtime()
         self._reduce()
 
     def gradient_ready(self, parameter: torch.Tensor) -> None:
@@ -55,35 +55,35 @@ class StepReducer(GradientReducer):
             AssertionError: One backward pass too many.
             NotInitializedError: There is no job.
         """
-        if self._session is not _state.session():
-            self.follow_session()
-        slot = self.slots[parameter]
-        if slot.pending or slot.held or (slot.passes >= self.options.passes and not self._paused):
+        if self._runtime is not _runtime.find():
+            self.follow_runtime()
+        state = self.states[parameter]
+        if state.pending or state.held or (state.passes >= self.options.passes and not self._paused):
             raise AssertionError(
-                f"the gradient of {slot.name!r} was computed more often than backward_passes_per_step="
+                f"the gradient of {state.name!r} was computed more often than backward_passes_per_step="
                 f"{self.options.passes} before optimizer.step(); raise backward_passes_per_step to accumulate locally, "
                 "or run the passes before the last, and those for another optimizer, inside optimizer.no_sync()"
             )
         self.is_reduced, self.is_local = False, True
         if self._paused:
             return
-        _state.current()  # raises before the pass is counted
-        slot.passes += 1
-        if slot.passes < self.options.passes:
+        _runtime.current()  # raises before the pass is counted
+        state.passes += 1
+        if state.passes < self.options.passes:
             return
         if not self.handles:
             # the number of torch's threads may have changed since the last step
             self._overlaps = overlap_pays() and self.may_submit()
         if not self._overlaps:
             grad = parameter.grad
-            if slot.group is not None and grad is not None:
-                refuse_sparse(slot, grad, self.options)
-            slot.held = (grad, 0 if grad is None else grad._version)
+            if state.group is not None and grad is not None:
+                refuse_sparse(state, grad, self.options)
+            state.held = (grad, 0 if grad is None else grad._version)
             self.handles[parameter] = None
             return
-        if slot.group is None or self._completes(slot.group, slot, self.options.passes):
+        if state.group is None or self._completes(state.group, state, self.options.passes):
             with torch.no_grad():
-                self._submit(slot)
+                self._submit(state)
 
     def refuse_while_pending(self, what: str) -> None:
         """Raises if a call would remove gradients that the core still uses.
@@ -91,7 +91,7 @@ class StepReducer(GradientReducer):
         Raises:
             AssertionError: A reduction is in progress.
         """
-        self.follow_session(forget=True)
+        self.follow_runtime(forget=True)
         if self.handles:
             raise AssertionError(
                 f"{what} was called after backward() but before optimizer.step() or optimizer.synchronize(), "
@@ -135,5 +135,5 @@ class StepReducer(GradientReducer):
         super()._reduce(is_at_step and not self.is_local)
 
     def _take_stamp(self) -> list[tuple[torch.Tensor, int]]:
-        grads = [slot.parameter.grad for slot in self._active()]
+        grads = [state.parameter.grad for state in self._active()]
         return [(grad, grad._version) for grad in grads if grad is not None]

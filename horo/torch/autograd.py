@@ -18,7 +18,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from horo import _core
-from horo.torch import _state
+from horo.torch import _runtime
 from horo.torch._requests import run_allreduce, run_broadcast, start_allgather
 from horo.torch._staging import Spec
 from horo.torch.compression import narrow
@@ -172,7 +172,7 @@ class _Allgather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kind: str, name: str | None, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         gathered = start_allgather(tensors, kind, name, sync=True).wait()
-        rank = _state.rank()
+        rank = _runtime.rank()
         ctx.name = name
         ctx.floating = _floating(tensors)
         ctx.rows = [(sum(item.rows[:rank]), item.rows[rank]) for item in gathered]
@@ -200,4 +200,4 @@ class _Broadcast(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         spec = Spec("broadcast", _derive(ctx.name, "grad"), _AVERAGE)
         averaged = allreduce_all(grads, spec)[0]
-        return (averaged if _state.rank() == ctx.root_rank else torch.zeros_like(averaged)), None, None
+        return (averaged if _runtime.rank() == ctx.root_rank else torch.zeros_like(averaged)), None, None

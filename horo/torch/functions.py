@@ -10,7 +10,7 @@ import cloudpickle  # type: ignore[import-untyped]
 import torch
 
 from horo.errors import HoroError, MismatchError, UsageError
-from horo.torch import _state
+from horo.torch import _runtime
 from horo.torch._authentic import ObjectKey, make_greeting
 from horo.torch._bytes import bytes_of, tensor_of
 from horo.torch._requests import check_root, run_allreduce, run_broadcast, start_allgather, start_broadcast
@@ -94,7 +94,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     _agree(_describe_groups(optimizer), what)
     tensors: list[torch.Tensor] = []
     structure = _share(lambda: _take_apart(optimizer, tensors, what), root_rank, what, None)
-    if _state.rank() != root_rank:
+    if _runtime.rank() != root_rank:
         _put_together(optimizer, structure, tensors)
     _overwrite(tensors, root_rank, what)
 
@@ -137,9 +137,9 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     check_process_set(process_set)
     what = "allgather_object"
     failure, payload = _pickle(lambda: obj)
-    with _state.current().in_order(what, name):
+    with _runtime.current().in_order(what, name):
         key = _greet(what, name, 0)
-        sealed = key.seal(_state.rank(), _flag(failure) + payload)
+        sealed = key.seal(_runtime.rank(), _flag(failure) + payload)
         gathered = start_allgather([tensor_of(sealed)], what, name, sync=True).wait()[0]
     if failure is not None:
         raise failure
@@ -225,7 +225,7 @@ def _chunks(tensors: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
 
 def _share(produce: Callable[[], Any], root_rank: int, what: str, name: str | None) -> Any:
     """The root's ``produce()`` on all ranks. What fails at the root fails everywhere, with no rank left waiting."""
-    is_root = _state.rank() == root_rank
+    is_root = _runtime.rank() == root_rank
     result = None
     failure: Exception | None = None
     payload = b""
@@ -238,7 +238,7 @@ def _share(produce: Callable[[], Any], root_rank: int, what: str, name: str | No
 
         failure, payload = _pickle(keep)
     payload = _flag(failure) + payload if is_root else b""
-    with _state.current().in_order(what, name):
+    with _runtime.current().in_order(what, name):
         key = _greet(what, name, len(payload))
         sealed = tensor_of(key.seal(root_rank, payload)) if is_root else None
         if sealed is None:
@@ -256,7 +256,7 @@ def _share(produce: Callable[[], Any], root_rank: int, what: str, name: str | No
 
 def _greet(what: str, name: str | None, payload_bytes: int) -> ObjectKey:
     """The key of a call, for which all ranks greet each other."""
-    job = _state.current().job
+    job = _runtime.current().job
     greeting = make_greeting(payload_bytes)
     part = None if name is None else f"{name}.greeting"
     came = start_allgather([tensor_of(greeting)], what, part, sync=True).wait()[0].tensor
@@ -276,7 +276,7 @@ def _flag(failure: Exception | None) -> bytes:
     return b"\0" if failure is None else b"\1"
 
 
-class _Slot(NamedTuple):
+class _Placeholder(NamedTuple):
     """Where a tensor was in a structure that travels without its tensors."""
 
     position: int
@@ -308,7 +308,7 @@ def _take_apart(optimizer: torch.optim.Optimizer, tensors: list[torch.Tensor], w
         if isinstance(value, torch.Tensor):
             check_tensor(value, f"{what}: the root's state")
             tensors.append(value)
-            return _Slot(len(tensors) - 1, tuple(value.shape), value.dtype)
+            return _Placeholder(len(tensors) - 1, tuple(value.shape), value.dtype)
         return _map_children(value, strip)
 
     options = [
@@ -323,7 +323,7 @@ def _put_together(optimizer: torch.optim.Optimizer, structure: _Structure, tenso
     found: dict[int, torch.Tensor] = {}
 
     def fill(value: Any, present: Any, like: torch.Tensor | None) -> Any:
-        if isinstance(value, _Slot):
+        if isinstance(value, _Placeholder):
             found[value.position] = _home(value, present, like)
             return found[value.position]
         children = present if isinstance(present, dict) else {}
@@ -342,13 +342,16 @@ def _put_together(optimizer: torch.optim.Optimizer, structure: _Structure, tenso
     tensors.extend(found[index] for index in range(len(found)))
 
 
-def _home(slot: _Slot, present: Any, like: torch.Tensor | None) -> torch.Tensor:
+def _home(placeholder: _Placeholder, present: Any, like: torch.Tensor | None) -> torch.Tensor:
     """Memory for a tensor of the root: the one already here if it fits, else a new one laid out as its parameter."""
-    if isinstance(present, torch.Tensor) and (tuple(present.shape), present.dtype) == (slot.shape, slot.dtype):
+    if isinstance(present, torch.Tensor) and (tuple(present.shape), present.dtype) == (
+        placeholder.shape,
+        placeholder.dtype,
+    ):
         return present
-    if like is not None and tuple(like.shape) == slot.shape:
-        return torch.empty_like(like, dtype=slot.dtype, requires_grad=False)
-    return torch.empty(slot.shape, dtype=slot.dtype)
+    if like is not None and tuple(like.shape) == placeholder.shape:
+        return torch.empty_like(like, dtype=placeholder.dtype, requires_grad=False)
+    return torch.empty(placeholder.shape, dtype=placeholder.dtype)
 
 
 def _map_children(value: Any, function: Callable[[Any], Any]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from horo._bootstrap.mpi.world import mpi_importable
 from horo.errors import UsageError
-from horo.torch import _state
+from horo.torch import _runtime
 
 __all__ = [
     "ccl_built",
@@ -27,7 +27,7 @@ def mpi_threads_supported() -> bool:
         NotInitializedError: Before ``init()``.
         UsageError: The ranks of this job did not start through MPI.
     """
-    world = _state.current().job.mpi
+    world = _runtime.current().job.mpi
     if world is None:
         raise UsageError("mpi_threads_supported(): the ranks of this job did not start through MPI; see mpi_enabled()")
     return world.threads_multiple
@@ -35,7 +35,7 @@ def mpi_threads_supported() -> bool:
 
 def mpi_enabled() -> bool:
     """Whether the ranks of this job started through MPI; False before ``init()``."""
-    return _state.is_under_mpi()
+    return _runtime.is_under_mpi()
 
 
 def mpi_built() -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from horo.errors import HorovodInternalError
 from horo.torch._missing import raise_missing
-from horo.torch._state import (
+from horo.torch._runtime import (
     cross_rank,
     cross_size,
     init,

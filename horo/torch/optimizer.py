@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from horo.errors import UnsupportedError, UsageError
-from horo.torch import _state
+from horo.torch import _runtime
 from horo.torch._attach import attach, find_duplicates
 from horo.torch._backward_reducer import BackwardReducer
 from horo.torch._compile import keep_from_dynamo
@@ -142,7 +142,7 @@ def DistributedOptimizer(
         raise UsageError(f"gradients_ready must be 'backward' or 'step', not {gradients_ready!r}")
     names = _names(optimizer, named_parameters)
     grouped = _grouped(optimizer, groups)
-    reducer = _REDUCERS[gradients_ready or _state.current().job.gradients_ready]
+    reducer = _REDUCERS[gradients_ready or _runtime.current().job.gradients_ready]
     options = ReductionOptions(
         op,
         compression,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from horo.errors import UnsupportedError
-from horo.torch import _state
+from horo.torch import _runtime
 
 __all__ = ["ProcessSet", "check_process_set", "global_process_set"]
 
@@ -26,19 +26,19 @@ class ProcessSet:
     @property
     def ranks(self) -> list[int] | None:
         """The ranks of the set in rising order; None before ``init()``."""
-        return list(range(_state.size())) if _state.is_initialized() else None
+        return list(range(_runtime.size())) if _runtime.is_initialized() else None
 
     def size(self) -> int | None:
         """How many ranks the set has; None before ``init()``."""
-        return _state.size() if _state.is_initialized() else None
+        return _runtime.size() if _runtime.is_initialized() else None
 
     def rank(self) -> int | None:
         """This process's position in the set; None before ``init()``."""
-        return _state.rank() if _state.is_initialized() else None
+        return _runtime.rank() if _runtime.is_initialized() else None
 
     def included(self) -> bool | None:
         """Whether this process belongs to the set; None before ``init()``."""
-        return True if _state.is_initialized() else None
+        return True if _runtime.is_initialized() else None
 
     def __repr__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"

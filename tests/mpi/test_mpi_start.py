@@ -139,7 +139,7 @@ def watched(*arguments, **named):
     return build(*arguments, **named)
 job_module._setup = watched
 import torch, horo.torch as hvd
-from horo.torch import _state
+from horo.torch import _runtime
 hvd.init()
 total = hvd.allreduce(torch.ones(100_000), op=hvd.Sum, name="x").sum().item()
 print(rank, hvd.local_rank(), hvd.cross_rank(), hvd.cross_size(), total, data_links[0])

@@ -332,7 +332,7 @@ def test_an_optimizer_is_wrapped_once_and_must_be_one(alone: None) -> None:
 def test_num_groups_is_a_deprecated_name_of_groups(alone: None) -> None:
     with pytest.warns(DeprecationWarning, match="num_groups= is deprecated"):
         optimizer = _wrap(_parameters(5), num_groups=2)
-    assert [len(group.slots) for group in optimizer._reducer._groups] == [2, 3]
+    assert [len(group.states) for group in optimizer._reducer._groups] == [2, 3]
 
 
 def test_an_optimizer_alone_trains_as_usual(alone: None) -> None:

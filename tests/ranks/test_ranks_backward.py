@@ -14,7 +14,7 @@ from small_model import assert_close, gradients_of, make_batch, make_loss, make_
 from torch.utils.checkpoint import checkpoint
 
 import horo.torch as hvd
-from horo.torch import _state
+from horo.torch import _runtime
 
 
 @pytest.fixture(params=["ranks2_always", "ranks2_never"])
@@ -25,7 +25,7 @@ def ranks2(request: pytest.FixtureRequest) -> RankPool:
 
 
 def _requests() -> int:
-    return _state.current().core.counters()["requests"]
+    return _runtime.current().core.counters()["requests"]
 
 
 def test_gradients_are_averaged_when_backward_returns_and_no_call_averages_them_again(ranks2: RankPool) -> None:
@@ -133,7 +133,7 @@ def test_a_nested_backward_exchanges_nothing_before_the_outermost_ends(ranks2: R
 
 def test_a_parameter_inside_and_outside_a_reentrant_checkpoint_is_right_or_refused(ranks2: RankPool) -> None:
     def check() -> None:
-        always = _state.current().job.overlap == "always"
+        always = _runtime.current().job.overlap == "always"
         layer = torch.nn.Linear(4, 4).double()
         optimizer = sgd(layer)
         batch = make_batch(hvd.rank()).requires_grad_()
@@ -171,7 +171,7 @@ def test_a_hook_that_changes_gradients_comes_before_the_reduction_or_is_refused(
         hook(late)
         make_loss(early, hvd.rank()).backward()
         assert_close(gradients_of(early), wanted)
-        if _state.current().job.overlap == "always":
+        if _runtime.current().job.overlap == "always":
             with pytest.raises(ValueError, match="register hooks that change gradients before DistributedOptimizer"):
                 make_loss(late, hvd.rank()).backward()
         else:
@@ -235,7 +235,7 @@ def test_a_backward_that_an_exception_has_ended_is_named_by_the_next_call(ranks2
             with pytest.raises(RuntimeError, match="broken in the middle"):
                 model[2](_Broken.apply(model[0](make_batch(0)))).square().mean().backward()
             calls = [optimizer.zero_grad, optimizer.step]
-            if _state.current().job.overlap == "never":  # else it would touch gradients that are being reduced
+            if _runtime.current().job.overlap == "never":  # else it would touch gradients that are being reduced
                 calls.append(make_loss(model, 0).backward)
             for call in calls:
                 with pytest.raises(ValueError, match=r"the backward\(\) before did not come to its end"):
@@ -298,8 +298,8 @@ def test_ctrl_c_comes_out_of_a_backward_that_waits(ranks2: RankPool) -> None:
             signal.signal(signal.SIGALRM, before)
             deadline = time.monotonic() + 30
             hvd.barrier()
-            while any(request.label.startswith("gradient") for request in _state.current().requests.values()):
-                for request in list(_state.current().requests.values()):
+            while any(request.label.startswith("gradient") for request in _runtime.current().requests.values()):
+                for request in list(_runtime.current().requests.values()):
                     request.wait()
                 assert time.monotonic() < deadline
         else:

@@ -10,7 +10,7 @@ from rank_pool import RankPool
 from small_model import assert_close, gradients_of, make_loss, make_model, mean_gradients, sgd
 
 import horo.torch as hvd
-from horo.torch import _state
+from horo.torch import _runtime
 
 
 @pytest.fixture(params=["ranks2_always", "ranks2_never", "ranks2_step"])
@@ -191,11 +191,11 @@ def test_the_check_is_one_request_of_the_first_step(ranks2: RankPool) -> None:
         optimizer = sgd(model)
         counts = []
         for _ in range(3):
-            before = _state.current().core.counters()["requests"]
+            before = _runtime.current().core.counters()["requests"]
             torch.stack([p.float().sum() for p in model]).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-            counts.append(_state.current().core.counters()["requests"] - before)
+            counts.append(_runtime.current().core.counters()["requests"] - before)
         assert counts == [5, 4, 4]
 
     ranks2.run(check)

@@ -41,12 +41,12 @@ def test_parameters_and_buffers_become_the_roots(ranks: RankPool) -> None:
 
 def test_many_tensors_travel_in_few_requests(ranks2: RankPool) -> None:
     def check() -> None:
-        from horo.torch import _state  # noqa: PLC0415
+        from horo.torch import _runtime  # noqa: PLC0415
 
         tensors = [torch.full((10,), float(hvd.rank())) for _ in range(500)]
-        before = _state.current().core.counters()["requests"]
+        before = _runtime.current().core.counters()["requests"]
         hvd.broadcast_parameters(tensors, root_rank=1)
-        assert _state.current().core.counters()["requests"] - before <= 2
+        assert _runtime.current().core.counters()["requests"] - before <= 2
         assert all(torch.equal(t, torch.ones(10)) for t in tensors)
 
     ranks2.run(check)

@@ -15,18 +15,18 @@ import torch
 from rank_pool import RankPool
 
 import horo.torch as hvd
-from horo.torch import _state
+from horo.torch import _runtime
 
 _TIMER = """
 import random, signal, sys
 import torch, horo.torch as hvd
-from horo.torch import _state
+from horo.torch import _runtime
 
 def handler(*_):
     raise KeyboardInterrupt
 
 hvd.init()
-session = _state.current()
+runtime = _runtime.current()
 signal.signal(signal.SIGALRM, handler)
 submit = {"allreduce": lambda t, n: hvd.allreduce(t, name=n), "async": lambda t, n: hvd.allreduce_async(t, name=n),
           "grouped": lambda t, n: hvd.grouped_allreduce_async([t, t], name=n),
@@ -40,16 +40,16 @@ for trial in range(int(sys.argv[2])):
             i += 1
     except KeyboardInterrupt:
         pass
-    assert not session.active_calls
-    owned = {request._handle for request in session.requests.values()} | set(session.abandoned)
-    for handle in range(1, session.core.counters()["requests"] + 1)[-i - 2:]:
+    assert not runtime.active_calls
+    owned = {request._handle for request in runtime.requests.values()} | set(runtime.abandoned)
+    for handle in range(1, runtime.core.counters()["requests"] + 1)[-i - 2:]:
         if handle not in owned:
             try:
-                session.core.poll(handle)
+                runtime.core.poll(handle)
             except ValueError:
                 continue  # finished and forgotten
             raise AssertionError(f"trial {trial}: nobody owns the memory of request {handle}")
-    for request in list(session.requests.values()):
+    for request in list(runtime.requests.values()):
         request.wait()
     again = [torch.zeros(8) for _ in range(20)]  # where memory has become free, they take it
 assert hvd.allreduce(torch.full((8,), 3.0), op=hvd.Sum).tolist() == [3.0] * 8
@@ -112,7 +112,7 @@ _FORMS: dict[str, Callable[[torch.Tensor, str], Any]] = {
 @pytest.mark.parametrize("form", _FORMS)
 def test_memory_stays_wherever_the_interrupt_comes(ranks2: RankPool, form: str, warm: bool) -> None:
     def check() -> None:
-        call, session = _FORMS[form], _state.current()
+        call, runtime = _FORMS[form], _runtime.current()
         waits = form.startswith("sync")
         places = 5 if waits else 100  # a wait has no end
 
@@ -132,23 +132,23 @@ def test_memory_stays_wherever_the_interrupt_comes(ranks2: RankPool, form: str, 
         more = True
         while more and len(names) < places:
             names.append(f"{form}.{len(names)}")
-            before = session.core.counters()["requests"]
+            before = runtime.core.counters()["requests"]
             tensor = torch.ones(8)
             memory = weakref.ref(tensor)
             more = _interrupted(lambda: call(tensor, names[-1]), len(names) - 1)  # noqa: B023
             del tensor
             gc.collect()  # frames that the exception has kept
-            assert not session.active_calls, names[-1]
-            assert session.core.counters()["requests"] == before + 1
-            assert session.core.in_progress(before + 1)
+            assert not runtime.active_calls, names[-1]
+            assert runtime.core.counters()["requests"] == before + 1
+            assert runtime.core.in_progress(before + 1)
             assert memory() is not None, f"{names[-1]}: the memory is gone while the core works on it"
         assert len(names) >= 5
         hvd.broadcast_object(names)
-        for request in list(session.requests.values()):
+        for request in list(runtime.requests.values()):
             request.wait()
         deadline = time.monotonic() + 10
-        while session.abandoned and time.monotonic() < deadline:
-            session.release_abandoned()
-        assert not session.abandoned
+        while runtime.abandoned and time.monotonic() < deadline:
+            runtime.release_abandoned()
+        assert not runtime.abandoned
 
     ranks2.run(check)

@@ -121,7 +121,7 @@ def test_a_backward_that_broke_in_an_ended_job_is_forgotten(fresh2: RankPool, ov
     fresh2.run(check, overlap)
 
 
-def test_a_handle_stands_for_one_call_of_one_session(fresh2: RankPool) -> None:
+def test_a_handle_stands_for_one_call_of_one_job(fresh2: RankPool) -> None:
     def check() -> None:
         stale: list[int] = []
         for _ in range(3):
@@ -259,10 +259,10 @@ def test_data_loader_workers_come_and_go_during_training(ranks2: RankPool) -> No
 
 
 def _until_a_call_waits() -> None:
-    from horo.torch import _state  # noqa: PLC0415
+    from horo.torch import _runtime  # noqa: PLC0415
 
     deadline = time.monotonic() + 10
-    while not _state.current().active_calls and time.monotonic() < deadline:
+    while not _runtime.current().active_calls and time.monotonic() < deadline:
         time.sleep(0.001)
 
 

@@ -12,7 +12,7 @@ import torch
 from rank_pool import RankPool
 
 import horo.torch as hvd
-from horo.torch import _state
+from horo.torch import _runtime
 
 
 def test_a_name_serves_tensors_that_look_different_from_call_to_call(ranks: RankPool) -> None:
@@ -127,7 +127,7 @@ def test_more_names_than_are_kept_go_on_working(ranks2: RankPool) -> None:
             assert all(t.item() == 1 for t in hvd.grouped_allreduce(group, op=hvd.Max, name="few"))
             result = hvd.grouped_allreduce(many, op=hvd.Max, name="too many")
             assert [t.item() for t in result] == list(range(41_000))
-        return len(_state.current().request_cache._kept)
+        return len(_runtime.current().request_cache._kept)
 
     kept = ranks2.run(check)
     assert all(1000 < count < 4000 for count in kept), kept
@@ -137,14 +137,14 @@ def test_a_few_more_names_than_are_kept_do_not_oust_one_another(
     ranks2: RankPool,
 ) -> None:
     def check() -> int:
-        _state.current().request_cache.clear()
+        _runtime.current().request_cache.clear()
         tensor, names = torch.ones(2), [f"around {index}" for index in range(4500)]
         for name in names:
             hvd.allreduce_(tensor, op=hvd.Max, name=name)
-        kept = dict(_state.current().request_cache._kept)
+        kept = dict(_runtime.current().request_cache._kept)
         for name in names:
             hvd.allreduce_(tensor, op=hvd.Max, name=name)
-        return sum(_state.current().request_cache._kept.get(key) is cached for key, cached in kept.items())
+        return sum(_runtime.current().request_cache._kept.get(key) is cached for key, cached in kept.items())
 
     assert all(count > 3000 for count in ranks2.run(check))
 
@@ -171,7 +171,7 @@ def test_what_horo_does_for_itself_has_no_public_handle(ranks2_always: RankPool)
             torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), gradients_ready="step"
         )
         model(torch.ones(1, 3)).sum().backward()
-        numbers = list(_state.current().requests)
+        numbers = list(_runtime.current().requests)
         assert numbers
         for number in numbers:
             for ask in (hvd.poll, hvd.synchronize):

@@ -8,7 +8,7 @@ from rank_pool import RankPool
 from small_model import assert_close, gradients_of, make_loss, make_model, mean_gradients, sgd
 
 import horo.torch as hvd
-from horo.torch import _state
+from horo.torch import _runtime
 from horo.torch._backward_reducer import BackwardReducer
 
 
@@ -209,11 +209,11 @@ def test_who_comes_late_costs_requests_only_in_its_own_step(ranks2: RankPool) ->
         counts = []
         for step in range(6):
             optimizer.zero_grad()
-            before = _state.current().core.counters()["requests"]
+            before = _runtime.current().core.counters()["requests"]
             if step % 3 == 0 or (step % 3 == 1 and hvd.rank() == 0):
                 make_loss(model, hvd.rank(), step).backward()
             optimizer.step()
-            counts.append(_state.current().core.counters()["requests"] - before)
+            counts.append(_runtime.current().core.counters()["requests"] - before)
         # the first gradient again, what each rank has sent for it, and the comparison
         assert counts == [4, 7, 4, 4, 7, 4]
 

@@ -145,7 +145,7 @@ def test_calls_without_a_name_and_with_the_name_none_are_not_the_same(ranks2: Ra
         import threading  # noqa: PLC0415
         import time  # noqa: PLC0415
 
-        from horo.torch import _state  # noqa: PLC0415
+        from horo.torch import _runtime  # noqa: PLC0415
 
         found: dict[str | None, object] = {}
 
@@ -156,7 +156,7 @@ def test_calls_without_a_name_and_with_the_name_none_are_not_the_same(ranks2: Ra
         threads = [threading.Thread(target=call, args=(name,)) for name in names[:: 1 if hvd.rank() == 0 else -1]]
         threads[0].start()
         deadline = time.monotonic() + 60
-        while not _state.current().requests:
+        while not _runtime.current().requests:
             assert time.monotonic() < deadline
             time.sleep(0.001)
         hvd.barrier()

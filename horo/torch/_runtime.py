@@ -1,4 +1,4 @@
-"""The job this process belongs to: begun by ``init``, ended by ``shutdown``."""
+"""The job to which this process belongs, from ``init`` to ``shutdown``."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ if TYPE_CHECKING:
     from horo.torch._requests import Request
 
 __all__ = [
-    "Session",
+    "Runtime",
     "cross_rank",
     "cross_size",
     "current",
+    "find",
     "init",
     "is_homogeneous",
     "is_initialized",
@@ -33,16 +34,15 @@ __all__ = [
     "local_rank",
     "local_size",
     "rank",
-    "session",
     "shutdown",
     "size",
 ]
 
 
-class Session:
-    """The time from one ``init`` to ``shutdown``: the job, its open requests and its counters of names.
+class Runtime:
+    """Everything that exists from one ``init`` to ``shutdown``: the job, its open requests, its counters of names.
 
-    Requests refer to their session also after its end, so that their calls can raise the right error.
+    Requests refer to their runtime also after its end, so that their calls can raise the right error.
     """
 
     def __init__(self, job: RunningRank, handle_base: int) -> None:
@@ -56,7 +56,7 @@ class Session:
         self.request_cache = RequestCache(self.name)
         """Requests for calls with the same arguments as an earlier call."""
         self.handle_base = handle_base
-        """The number of a request is this plus the core's handle. Lower numbers belong to earlier sessions."""
+        """The number of a request is this plus the core's handle. Lower numbers belong to earlier jobs."""
         self._gradient_names: Counter[str] = Counter()
         """How many gradients of optimizers have had a name."""
         self.backward_runs: dict[int, weakref.WeakSet[BackwardReducer]] = {}
@@ -68,7 +68,7 @@ class Session:
         A signal handler may raise wherever Python calls or has called a function. So a call stores itself here by an
         assignment inside ``try``, then checks ``ended``, and pops itself in ``finally``, whether it is there or not."""
         self.ended = False
-        """No call may enter any more: the session is closed, or this is a forked child."""
+        """No call may enter any more: the runtime is closed, or this is a forked child."""
         self._names: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
         self._orders: defaultdict[str, threading.RLock] = defaultdict(threading.RLock)
         self._forked = False
@@ -156,14 +156,14 @@ class Session:
 
 
 class _Process:
-    """The state of this process: at most one session at a time."""
+    """The state of this process: at most one runtime at a time."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.session: Session | None = None
+        self.runtime: Runtime | None = None
         self.registered = False
         self.handle_base = 0
-        """Handles up to this number belong to earlier sessions. No handle is used twice, so an old one is an error."""
+        """Handles up to this number belong to earlier jobs. No handle is used twice, so an old one is an error."""
 
 
 _process = _Process()
@@ -191,13 +191,13 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         raise UnsupportedError(f"init(process_sets={process_sets!r}): only process_sets=None is supported yet")
     keep_from_dynamo()
     with _process.lock:
-        if _process.session is not None:
-            if _process.session.forked:
+        if _process.runtime is not None:
+            if _process.runtime.forked:
                 raise UsageError("init(): this process was forked from a rank; start ranks as new processes instead")
             return
         from horo._bootstrap.job import start  # noqa: PLC0415  (the bootstrap is needed only here)
 
-        _process.session = Session(start(comm=comm), _process.handle_base)
+        _process.runtime = Runtime(start(comm=comm), _process.handle_base)
         if not _process.registered:
             _process.registered = True
             atexit.register(_at_exit)
@@ -213,34 +213,34 @@ def shutdown() -> None:
         UsageError: Another thread is inside an operation of horo.
     """
     with _process.lock:
-        session = _process.session
-        if session is None:
+        runtime = _process.runtime
+        if runtime is None:
             return
-        if not session.forked:
-            _process.handle_base = session.close()
-        _process.session = None
+        if not runtime.forked:
+            _process.handle_base = runtime.close()
+        _process.runtime = None
 
 
 def is_initialized() -> bool:
     """Whether ``init()`` has been called and ``shutdown()`` has not."""
-    return _process.session is not None
+    return _process.runtime is not None
 
 
-def current() -> Session:
-    """The session of this process.
+def current() -> Runtime:
+    """The runtime of this process.
 
     Raises:
         NotInitializedError: There is none.
     """
-    session = _process.session
-    if session is None:
+    runtime = _process.runtime
+    if runtime is None:
         raise NotInitializedError("horo is not initialized; call hvd.init() first")
-    return session
+    return runtime
 
 
-def session() -> Session | None:
-    """The session of this process, if there is one."""
-    return _process.session
+def find() -> Runtime | None:
+    """The runtime of this process, if there is one."""
+    return _process.runtime
 
 
 def rank() -> int:
@@ -279,8 +279,8 @@ def cross_size() -> int:
 
 def is_under_mpi() -> bool:
     """Whether this process is in a job whose rendezvous used MPI; False before ``init()``."""
-    session = _process.session
-    return session is not None and session.job.mpi is not None
+    runtime = _process.runtime
+    return runtime is not None and runtime.job.mpi is not None
 
 
 def is_homogeneous() -> bool:
@@ -298,5 +298,5 @@ def _at_exit() -> None:
 
 def _after_fork_in_child() -> None:
     _process.lock = threading.Lock()
-    if _process.session is not None:
-        _process.session.mark_forked()
+    if _process.runtime is not None:
+        _process.runtime.mark_forked()
