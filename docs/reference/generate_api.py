@@ -33,7 +33,7 @@ Horovod's function of the same name is in
 
 SECTIONS = (
     ("Start, end, and who is who", ("horo.torch._runtime",)),
-    ("Operations on tensors", ("horo.torch.ops", "horo.torch._requests")),
+    ("Operations on tensors", ("horo.torch.ops", "horo.torch.collectives", "horo.torch._requests")),
     ("Training", ("horo.torch.optimizer",)),
     ("Equal models, optimizers and objects", ("horo.torch.functions",)),
     ("Compression", ("horo.torch.compression",)),
@@ -41,15 +41,9 @@ SECTIONS = (
     ("What this installation can do", ("horo.torch.info",)),
 )
 """Title, and the modules that define what it lists."""
+_MODULES = [module for _, modules in SECTIONS for module in modules]
 
-ALL_RANKS = "Blocks until all ranks have called it."
 AT_ONCE = "Returns at once."
-WHEN = {
-    "shutdown": "Does not wait for the other ranks.",
-    "synchronize": "Blocks until the operation is done, that is until all ranks have begun it.",
-}
-"""When a function returns, where its module and its name do not say it."""
-MODULES_OF_COLLECTIVES = {"horo.torch.ops", "horo.torch.functions"}
 
 
 def page() -> str:
@@ -78,12 +72,12 @@ def _home(name: str) -> str:
     return str(getattr(value, "__module__", None) or type(value).__module__)
 
 
-def _position(name: str) -> tuple[str, int]:
+def _position(name: str) -> tuple[int, int]:
     """Orders names as their modules do: what belongs together stands together there."""
     value = getattr(hvd, name)
     if inspect.isfunction(value) or inspect.isclass(value):
-        return value.__module__, inspect.getsourcelines(value)[1]
-    return _home(name), sys.maxsize
+        return _MODULES.index(value.__module__), inspect.getsourcelines(value)[1]
+    return _MODULES.index(_home(name)), sys.maxsize
 
 
 def _module_text(module: str) -> str:
@@ -113,22 +107,16 @@ def _beside_constant(module: str, name: str) -> str:
 def _entry(name: str) -> str:
     value = getattr(hvd, name)
     if inspect.isfunction(value):
-        return f"\n### {name}\n\n{_function(name, value)}"
+        return f"\n### {name}\n\n{_function(value)}"
     if inspect.isclass(value):
         return f"\n### {name}\n\n{_class(value)}"
     return f"\n### {name}\n\n{_beside_constant(_home(name), name)}\n"
 
 
-def _function(name: str, function: Callable[..., Any]) -> str:
+def _function(function: Callable[..., Any]) -> str:
     said = inspect.getdoc(function) or ""
-    when = "" if re.search(r"\b[Bb]locks?\b", said) else f"\n{_when(name, function.__module__)}\n"
-    return f"{_signature(function)}\n{_markdown(said)}\n{when}"
-
-
-def _when(name: str, module: str) -> str:
-    if name in WHEN:
-        return WHEN[name]
-    return ALL_RANKS if module in MODULES_OF_COLLECTIVES and "_async" not in name else AT_ONCE
+    says_when = re.search(r"\b([Bb]locks?|returns? at once)\b", said, re.IGNORECASE)
+    return f"{_signature(function)}\n{_markdown(said)}\n" + ("" if says_when else f"\n{AT_ONCE}\n")
 
 
 def _class(cls: type[Any]) -> str:
@@ -180,11 +168,11 @@ def _inline(text: str) -> str:
 def _markdown(text: str) -> str:
     """A docstring: its sections become lists, its paragraphs single lines."""
     parts = []
-    for block in (
-        _inline(text).replace("See the module's text.", "Ties together what belongs together; see above.").split("\n\n")
-    ):
+    for block in _inline(text).split("\n\n"):
         title, _, rest = block.partition("\n")
-        if title in ("Args:", "Returns:", "Raises:"):
+        if title == "Example:":
+            parts.append(f"```python\n{textwrap.dedent(rest)}\n```")
+        elif title in ("Args:", "Returns:", "Raises:"):
             parts.append(_section(title, textwrap.dedent(rest)))
         elif block.startswith("- "):
             items = re.sub(r"\n(?!- )\s*", " ", block).splitlines()
@@ -196,6 +184,8 @@ def _markdown(text: str) -> str:
 
 def _section(title: str, body: str) -> str:
     entries = re.sub(r"\n\s+", " ", body).splitlines()
+    if title == "Raises:" and entries[0].startswith("As "):
+        return f"Raises: {entries[0][0].lower()}{entries[0][1:]}"
     if title == "Returns:":
         return f"Returns: {' '.join(entries)}"
     named = [entry.partition(": ") for entry in entries]

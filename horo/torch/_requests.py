@@ -18,6 +18,7 @@ __all__ = [
     "Gathered",
     "Request",
     "check_root",
+    "first_of",
     "poll",
     "publish",
     "repeat",
@@ -278,12 +279,26 @@ def publish(request: Request, shape: Callable[[Any], Any]) -> int:
     return request.number
 
 
+def first_of(results: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """The result of a request with one tensor, for ``publish``."""
+    return results[0]
+
+
 def poll(handle: int) -> bool:
-    """Whether ``synchronize(handle)`` would return at once; never blocks.
+    """Whether an asynchronous operation is done, so that ``synchronize(handle)`` would return at once.
+
+    Returns at once; never blocks.
+
+    Args:
+        handle: What an asynchronous operation has returned.
 
     Raises:
-        ValueError: The handle is unknown or was synchronized already.
+        UsageError: The handle is unknown or was synchronized already.
         AbortedError: ``shutdown()`` came before it was synchronized.
+
+    Example:
+        handle = hvd.allreduce_async(torch.ones(3))
+        print("done" if hvd.poll(handle) else "in progress")
     """
     return _lookup(handle).done()
 
@@ -291,13 +306,22 @@ def poll(handle: int) -> bool:
 def synchronize(handle: int) -> Any:
     """Waits for an asynchronous operation and returns its result; the handle is gone afterwards, also if this raises.
 
+    Blocks until the operation is done, that is until all ranks have begun it.
+
+    Args:
+        handle: What an asynchronous operation has returned.
+
     Returns:
         The tensor, or for the grouped forms the tuple of tensors.
 
     Raises:
-        ValueError: The handle is unknown or was synchronized already.
+        UsageError: The handle is unknown or was synchronized already.
         MismatchError: Ranks submitted different things under one name.
         GroupError: A rank is lost or horo was shut down.
+
+    Example:
+        handle = hvd.allreduce_async(torch.ones(3), op=hvd.Sum)
+        total = hvd.synchronize(handle)  # on 2 ranks [2., 2., 2.]
     """
     request = _lookup(handle)
     if not profiling._is_profiler_enabled:

@@ -186,6 +186,10 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
             this is a forked child of a rank.
         ResourceError: An MPI started the job, but mpi4py or its MPI library is not there.
         GroupError: Not all ranks came, or they do not fit together.
+
+    Example:
+        hvd.init()
+        print(f"rank {hvd.rank()} of {hvd.size()}")
     """
     if process_sets is not None:
         raise UnsupportedError(f"init(process_sets={process_sets!r}): only process_sets=None is supported yet")
@@ -205,12 +209,17 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
 
 def shutdown() -> None:
-    """Leaves the job; pending operations, here and on other ranks, fail with ``AbortedError``. Idempotent.
+    """Leaves the job; pending operations, here and on other ranks, fail with ``AbortedError``.
 
-    ``init()`` may follow.
+    Does not block: it does not wait for the other ranks. A second call does nothing; ``init()`` may follow. It happens
+    by itself when the process ends.
 
     Raises:
         UsageError: Another thread is inside an operation of horo.
+
+    Example:
+        hvd.barrier()  # the others have finished their operations, too
+        hvd.shutdown()
     """
     with _process.lock:
         runtime = _process.runtime
@@ -222,7 +231,12 @@ def shutdown() -> None:
 
 
 def is_initialized() -> bool:
-    """Whether ``init()`` has been called and ``shutdown()`` has not."""
+    """Whether ``init()`` has been called and ``shutdown()`` has not. Returns at once and raises nothing.
+
+    Example:
+        if not hvd.is_initialized():
+            hvd.init()
+    """
     return _process.runtime is not None
 
 
@@ -244,36 +258,80 @@ def find() -> Runtime | None:
 
 
 def rank() -> int:
-    """This process's number in the job, from 0.
+    """This process's number in the job, from 0. Returns at once.
 
     Raises:
-        NotInitializedError: Before ``init()``; so do all functions below.
+        NotInitializedError: Before ``init()``.
+
+    Example:
+        if hvd.rank() == 0:
+            print("only one rank prints this")
     """
     return current().job.rank
 
 
 def size() -> int:
-    """How many ranks the job has."""
+    """How many ranks the job has. Returns at once.
+
+    Raises:
+        NotInitializedError: Before ``init()``.
+
+    Example:
+        learning_rate = 0.01 * hvd.size()
+        print(f"{hvd.size()} ranks, learning rate {learning_rate}")
+    """
     return current().job.size
 
 
 def local_rank() -> int:
-    """This process's number among the ranks of its host, from 0."""
+    """This process's number among the ranks of its host, from 0. Returns at once.
+
+    Raises:
+        NotInitializedError: Before ``init()``.
+
+    Example:
+        if hvd.local_rank() == 0:
+            print("once per host, as to download data")
+    """
     return current().job.local_rank
 
 
 def local_size() -> int:
-    """How many ranks this host has."""
+    """How many ranks this host has. Returns at once.
+
+    Raises:
+        NotInitializedError: Before ``init()``.
+
+    Example:
+        threads = max(1, (os.cpu_count() or 1) // hvd.local_size())
+        torch.set_num_threads(threads)
+    """
     return current().job.local_size
 
 
 def cross_rank() -> int:
-    """The number of this host among the hosts that have a rank of this ``local_rank``, from 0."""
+    """The number of this host among the hosts that have a rank of this ``local_rank``, from 0. Returns at once.
+
+    Raises:
+        NotInitializedError: Before ``init()``.
+
+    Example:
+        host, place = hvd.cross_rank(), hvd.local_rank()
+        print(f"host {host}, place {place} on it")
+    """
     return current().job.cross_rank
 
 
 def cross_size() -> int:
-    """How many hosts have a rank of this ``local_rank``."""
+    """How many hosts have a rank of this ``local_rank``. Returns at once.
+
+    Raises:
+        NotInitializedError: Before ``init()``.
+
+    Example:
+        if hvd.cross_size() > 1:
+            print("a network carries gradients")
+    """
     return current().job.cross_size
 
 
@@ -284,7 +342,15 @@ def is_under_mpi() -> bool:
 
 
 def is_homogeneous() -> bool:
-    """Whether every host has equally many ranks."""
+    """Whether every host has equally many ranks. Returns at once.
+
+    Raises:
+        NotInitializedError: Before ``init()``.
+
+    Example:
+        if not hvd.is_homogeneous():
+            print("some hosts have fewer ranks")
+    """
     return current().job.is_homogeneous
 
 

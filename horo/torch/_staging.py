@@ -11,7 +11,7 @@ from torch.autograd.graph import increment_version
 from horo import _core
 from horo.errors import UnsupportedError, UsageError
 
-__all__ = ["Spec", "StagedTensors", "check_tensor", "count_change", "describe", "pack", "stage"]
+__all__ = ["Spec", "StagedTensors", "check_tensor", "count_change", "describe", "list_tensors", "pack", "stage"]
 
 _NARROWED = (torch.float32, torch.float64)
 """Dtypes that can be sent as a 16-bit float."""
@@ -163,6 +163,20 @@ def check_tensor(tensor: torch.Tensor, kind: str, name: str | None = None) -> No
     else:
         return
     raise UnsupportedError(f"{describe(kind, name)}: {reason}")
+
+
+def list_tensors(tensors: Sequence[torch.Tensor], what: str) -> list[torch.Tensor]:
+    """The tensors of a group.
+
+    Raises:
+        UsageError: It is one tensor, or empty.
+    """
+    if isinstance(tensors, torch.Tensor):
+        raise UsageError(f"{what}: expected a list of tensors, not one tensor")
+    listed = list(tensors)
+    if not listed:
+        raise UsageError(f"{what}: the list of tensors is empty")
+    return listed
 
 
 def _check_graph(tensor: torch.Tensor, spec: Spec) -> None:

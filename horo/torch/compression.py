@@ -81,7 +81,19 @@ class BF16Compressor(Compressor):
 
 
 class Compression:
-    """The choices for ``compression=``."""
+    """The choices for ``compression=``: what is sent instead of a tensor.
+
+    - ``none``: the tensor itself, the default.
+    - ``fp16``: float32 and float64 tensors travel as float16, half or a quarter of the bytes; a value of 65520 or more
+      becomes infinite.
+    - ``bf16``: they travel as bfloat16, which has the range of float32 and 8 bits of precision.
+
+    The result has the dtype of the tensor. Other dtypes travel as they are.
+
+    Example:
+        x = torch.full((2,), float(hvd.rank()))
+        mean = hvd.allreduce(x, compression=hvd.Compression.bf16)  # on 2 ranks [0.5, 0.5]
+    """
 
     none = NoneCompressor
     fp16 = FP16Compressor

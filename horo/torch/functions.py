@@ -33,14 +33,24 @@ _CHUNK_BYTES = 64 << 20
 def broadcast_parameters(params: Any, root_rank: int) -> None:
     """Overwrites parameters (and buffers) on every rank with those of ``root_rank``.
 
+    Blocks until all ranks have called it.
+
     Args:
         params: ``model.state_dict()`` (taken in order of the keys), ``model.named_parameters()``, or any other
-            iterable of ``(name, tensor)`` pairs or of tensors. Names, shapes and dtypes are the same on all ranks.
-        root_rank: The rank whose values count.
+            iterable of ``(name, tensor)`` pairs or of tensors, in CPU memory, of any shapes and of dtypes that
+            ``allreduce`` takes. Names, shapes and dtypes are the same on all ranks.
+        root_rank: The rank whose values all get; equal on all ranks.
 
     Raises:
         UsageError: ``params`` is something else or has an entry that is no tensor, or there is no rank ``root_rank``.
+        UnsupportedError: A tensor is on another device or has another layout or dtype.
         MismatchError: Ranks have different parameters; names the first that differs. Nothing was overwritten.
+        GroupError: A rank is lost or has shut down.
+        NotInitializedError: Before ``init()``.
+
+    Example:
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     """
     what = "broadcast_parameters"
     named = _named_tensors(params)
@@ -58,8 +68,19 @@ def average_buffers(model: torch.nn.Module) -> None:
     the data. Floating ones become the mean over the ranks, others (counts, masks) become those of rank 0. Buffers that
     are not in the state of the model stay as they are. Call it before evaluating or saving, not in every step.
 
+    Args:
+        model: Its buffers have the same names, shapes and dtypes on all ranks.
+
     Raises:
+        UnsupportedError: A buffer is on another device than the CPU, or has a layout or dtype that ``allreduce`` does
+            not take.
         MismatchError: Ranks have different buffers; names the first that differs. Nothing was overwritten.
+        GroupError: A rank is lost or has shut down.
+        NotInitializedError: Before ``init()``.
+
+    Example:
+        hvd.average_buffers(model)
+        model.eval()
     """
     what = "average_buffers"
     kept = model.state_dict(keep_vars=True).keys()
@@ -77,16 +98,23 @@ def average_buffers(model: torch.nn.Module) -> None:
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
     """Gives every rank the optimizer state of ``root_rank``: state tensors and values, and all options such as ``lr``.
 
-    State that a rank lacks is created, state that the root lacks is dropped; no optimizer step is taken.
+    Blocks until all ranks have called it. State that a rank lacks is created, state that the root lacks is dropped; no
+    optimizer step is taken.
 
     Args:
         optimizer: Any torch optimizer, wrapped or not, with the same parameter groups on all ranks.
-        root_rank: The rank whose state counts.
+        root_rank: The rank whose state all get; equal on all ranks.
         model: Accepted because Horovod takes it; nothing needs it here.
 
     Raises:
         UsageError: There is no rank ``root_rank``, or the root's state cannot be sent.
         MismatchError: Ranks have different parameter groups; nothing has changed.
+        GroupError: A rank is lost or has shut down.
+        NotInitializedError: Before ``init()``.
+
+    Example:
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     """
     del model
     what = "broadcast_optimizer_state"
@@ -104,10 +132,12 @@ def broadcast_object(
 ) -> Any:
     """Gives every rank the object of ``root_rank``, pickled with cloudpickle.
 
+    Blocks until all ranks have called it.
+
     Args:
         obj: Any picklable object; ignored on other ranks.
-        root_rank: The rank whose object counts.
-        name: Ties the call together across ranks; None pairs calls in order.
+        root_rank: The rank whose object all get; equal on all ranks.
+        name: Connects the calls of all ranks; equal on all. None: calls without a name are connected in their order.
         process_set: ``global_process_set``.
 
     Returns:
@@ -116,6 +146,12 @@ def broadcast_object(
     Raises:
         UsageError: There is no rank ``root_rank``; or the root could not pickle its object (there, what pickle raised).
         MismatchError: What came was changed on the way; nothing of it was unpickled.
+        GroupError: A rank is lost or has shut down.
+        NotInitializedError: Before ``init()``.
+
+    Example:
+        settings = {"epochs": 3} if hvd.rank() == 0 else None
+        settings = hvd.broadcast_object(settings)  # on all ranks {"epochs": 3}
     """
     check_process_set(process_set)
     check_root(root_rank, "broadcast_object")
@@ -125,14 +161,25 @@ def broadcast_object(
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
     """Gives every rank the objects of all ranks, in rank order, pickled with cloudpickle.
 
+    Blocks until all ranks have called it.
+
     Args:
-        obj: Any picklable object.
-        name: Ties the call together across ranks; None pairs calls in order.
+        obj: Any picklable object; objects of different ranks may be of different types.
+        name: Connects the calls of all ranks; equal on all. None: calls without a name are connected in their order.
         process_set: ``global_process_set``.
+
+    Returns:
+        One object per rank.
 
     Raises:
         UsageError: A rank could not pickle its object (there, what pickle raised).
         MismatchError: What came was changed on the way; nothing of it was unpickled.
+        GroupError: A rank is lost or has shut down.
+        NotInitializedError: Before ``init()``.
+
+    Example:
+        hosts = hvd.allgather_object(os.uname().nodename)
+        print(hosts[0], "is the host of rank 0")
     """
     check_process_set(process_set)
     what = "allgather_object"

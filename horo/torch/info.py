@@ -21,11 +21,15 @@ __all__ = [
 
 
 def mpi_threads_supported() -> bool:
-    """Whether MPI may be called from several threads at once (``MPI_THREAD_MULTIPLE``).
+    """Whether MPI may be called from several threads at once (``MPI_THREAD_MULTIPLE``). Returns at once.
 
     Raises:
         NotInitializedError: Before ``init()``.
         UsageError: The ranks of this job did not start through MPI.
+
+    Example:
+        if hvd.mpi_enabled():
+            print(hvd.mpi_threads_supported())
     """
     world = _runtime.current().job.mpi
     if world is None:

@@ -22,6 +22,17 @@ from horo.torch._runtime import (
     shutdown,
     size,
 )
+from horo.torch.collectives import (
+    allgather,
+    allgather_async,
+    barrier,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    grouped_allgather,
+    grouped_allgather_async,
+)
 from horo.torch.compression import Compression
 from horo.torch.info import (
     ccl_built,
@@ -42,19 +53,10 @@ from horo.torch.ops import (
     Min,
     Product,
     Sum,
-    allgather,
-    allgather_async,
     allreduce,
     allreduce_,
     allreduce_async,
     allreduce_async_,
-    barrier,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    grouped_allgather,
-    grouped_allgather_async,
     grouped_allreduce,
     grouped_allreduce_,
     grouped_allreduce_async,

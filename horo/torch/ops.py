@@ -1,14 +1,14 @@
 # ruff: noqa: PLR0917  (the order of arguments is Horovod's)
-"""Collective operations on tensors.
+"""Reductions over all ranks: a tensor of each rank becomes one result, which all ranks get.
 
 What they have in common:
 
 - Tensors live on the CPU, are dense, of any shape and strides, and of a dtype that the core knows (uint8, int8, int16,
   int32, int64, float16, bfloat16, float32, float64, bool).
-- ``name`` ties together what belongs together across ranks. Without one, operations of a kind pair up in the order in
-  which each rank starts them. A name can be in progress only once at a time.
-- Forms ending in ``_async`` return an integer for ``poll`` and ``synchronize``; until then the tensor belongs to horo.
-  Forms with a trailing ``_`` write into their input and are not differentiable; the synchronous others are.
+- ``name`` connects the calls of all ranks. Calls without a name are connected in the order in which each rank makes
+  them, for each kind of operation. A name can be in use once at a time.
+- Forms that end in ``_async`` return an integer for ``poll`` and ``synchronize``; until then the tensor must not be
+  changed. Forms with a trailing ``_`` write into their input and are not differentiable; the synchronous others are.
 - Every function raises ``NotInitializedError`` before ``init()``, ``UnsupportedError`` for what the core cannot work
   on, ``UsageError`` (a ValueError) for other bad arguments, ``MismatchError`` when ranks disagree about a tensor, and
   another ``GroupError`` (alias ``HorovodInternalError``) when a rank is lost. Asynchronous forms raise the last two
@@ -25,20 +25,17 @@ import torch
 from horo import _core
 from horo.errors import UnsupportedError, UsageError
 from horo.torch._requests import (
+    first_of,
     poll,
     publish,
     repeat,
     repeat_async,
     run_allreduce,
-    run_barrier,
-    run_broadcast,
-    start_allgather,
     start_allreduce,
-    start_broadcast,
     synchronize,
 )
-from horo.torch._staging import Spec
-from horo.torch.autograd import allgather_all, allreduce_all, broadcast_one
+from horo.torch._staging import Spec, list_tensors
+from horo.torch.autograd import allreduce_all
 from horo.torch.compression import Compression, Compressor, split
 from horo.torch.process_sets import ProcessSet, check_process_set, global_process_set
 
@@ -49,19 +46,10 @@ __all__ = [
     "Min",
     "Product",
     "Sum",
-    "allgather",
-    "allgather_async",
     "allreduce",
     "allreduce_",
     "allreduce_async",
     "allreduce_async_",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
-    "grouped_allgather",
-    "grouped_allgather_async",
     "grouped_allreduce",
     "grouped_allreduce_",
     "grouped_allreduce_async",
@@ -92,10 +80,13 @@ def allreduce(
 ) -> torch.Tensor:
     """Combines the tensors of all ranks element by element; differentiable.
 
+    Blocks until all ranks have called it.
+
     Args:
-        tensor: Same shape and dtype on all ranks.
+        tensor: ``[...]`` in CPU memory, dense; uint8, int8, int16, int32, int64, float16, bfloat16, float32, float64 or
+            bool. Same shape and dtype on all ranks.
         average: Deprecated; True is ``op=Average``, False is ``op=Sum``.
-        name: See the module's text.
+        name: Connects the calls of all ranks; equal on all. None: calls without a name are connected in their order.
         compression: What is sent instead of the tensor, e.g. ``Compression.bf16``.
         op: ``Average`` (the default), ``Sum``, ``Min``, ``Max`` or ``Product``.
         prescale_factor: Multiplied in before the reduction.
@@ -104,6 +95,17 @@ def allreduce(
 
     Returns:
         A new contiguous tensor of the same shape and dtype.
+
+    Raises:
+        UsageError: ``tensor`` is no tensor, or another argument is wrong.
+        UnsupportedError: Another device, layout or dtype, or ``op=Adasum``.
+        MismatchError: Ranks gave other shapes, dtypes or options under one name.
+        GroupError: A rank is lost or has shut down.
+        NotInitializedError: Before ``init()``.
+
+    Example:
+        x = torch.full((2,), float(hvd.rank()))
+        mean = hvd.allreduce(x)  # on 2 ranks [0.5, 0.5]
     """
     key = _cache_key("allreduce", average, prescale_factor, postscale_factor, name, op, process_set, compression)
     again = repeat(key, tensor, in_place=False)
@@ -117,24 +119,6 @@ def allreduce(
     return compressor.decompress(allreduce_all([sent], spec, key)[0], context)
 
 
-def allreduce_async(
-    tensor: torch.Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> int:
-    """Begins what ``allreduce`` does, without compression and not differentiable; returns a handle."""
-    key = _cache_key("allreduce_async", average, prescale_factor, postscale_factor, name, op, process_set)
-    handle = repeat_async(key, tensor, in_place=False)
-    if handle is None:
-        spec = _spec("allreduce", average, name, op, prescale_factor, postscale_factor, process_set)
-        handle = publish(start_allreduce([tensor], spec, key=key), _first)
-    return handle
-
-
 def allreduce_(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -144,13 +128,60 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """As ``allreduce``, into ``tensor`` itself, which it returns."""
+    """As ``allreduce``, but writes into ``tensor`` itself; not differentiable.
+
+    Blocks until all ranks have called it.
+
+    Args:
+        tensor: As for ``allreduce``; no tensor that autograd has computed.
+        average, name, op, prescale_factor, postscale_factor, process_set: As for ``allreduce``.
+
+    Returns:
+        ``tensor``.
+
+    Raises:
+        As ``allreduce``.
+
+    Example:
+        x = torch.full((2,), float(hvd.rank()))
+        hvd.allreduce_(x, op=hvd.Sum)  # on 2 ranks x is [1., 1.] now
+    """
     key = _cache_key("allreduce_", average, prescale_factor, postscale_factor, name, op, process_set)
     again = repeat(key, tensor, in_place=True)
     if again is not None:
         return again
     spec = _spec("allreduce", average, name, op, prescale_factor, postscale_factor, process_set)
     return run_allreduce([tensor], spec, in_place=True, key=key)[0]
+
+
+def allreduce_async(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begins what ``allreduce`` does and returns at once; without compression, not differentiable.
+
+    Args:
+        tensor: As for ``allreduce``. It must not be changed before ``synchronize``.
+        average, name, op, prescale_factor, postscale_factor, process_set: As for ``allreduce``.
+
+    Returns:
+        A handle for ``poll`` and ``synchronize``; the latter returns a new tensor.
+
+    Raises:
+        As ``allreduce``; ``MismatchError`` and ``GroupError`` come out of ``synchronize``.
+
+    Example:
+        handle = hvd.allreduce_async(torch.full((2,), float(hvd.rank())))
+        mean = hvd.synchronize(handle)  # on 2 ranks [0.5, 0.5]
+    """
+    return _begin_allreduce(
+        "allreduce_async", tensor, False, average, name, op, prescale_factor, postscale_factor, process_set
+    )
 
 
 def allreduce_async_(
@@ -162,13 +193,25 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begins what ``allreduce_`` does; returns a handle."""
-    key = _cache_key("allreduce_async_", average, prescale_factor, postscale_factor, name, op, process_set)
-    handle = repeat_async(key, tensor, in_place=True)
-    if handle is None:
-        spec = _spec("allreduce", average, name, op, prescale_factor, postscale_factor, process_set)
-        handle = publish(start_allreduce([tensor], spec, in_place=True, key=key), _first)
-    return handle
+    """Begins what ``allreduce_`` does and returns at once.
+
+    Args:
+        tensor: As for ``allreduce_``. It must not be read or changed before ``synchronize``.
+        average, name, op, prescale_factor, postscale_factor, process_set: As for ``allreduce``.
+
+    Returns:
+        A handle for ``poll`` and ``synchronize``; the latter returns ``tensor``.
+
+    Raises:
+        As ``allreduce``; ``MismatchError`` and ``GroupError`` come out of ``synchronize``.
+
+    Example:
+        x = torch.full((2,), float(hvd.rank()))
+        hvd.synchronize(hvd.allreduce_async_(x))  # on 2 ranks x is [0.5, 0.5] now
+    """
+    return _begin_allreduce(
+        "allreduce_async_", tensor, True, average, name, op, prescale_factor, postscale_factor, process_set
+    )
 
 
 def grouped_allreduce(
@@ -181,26 +224,29 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """As ``allreduce`` for several tensors (of any dtypes) that start together, all or none; differentiable."""
+    """As ``allreduce`` for several tensors, in one operation; differentiable.
+
+    Blocks until all ranks have called it.
+
+    Args:
+        tensors: Each as for ``allreduce``, of any dtypes; equally many on all ranks.
+        average, name, compression, op, prescale_factor, postscale_factor, process_set: As for ``allreduce``.
+
+    Returns:
+        For each tensor a new contiguous one of the same shape and dtype.
+
+    Raises:
+        As ``allreduce``; ``UsageError`` also if ``tensors`` is empty.
+
+    Example:
+        x = torch.full((2,), float(hvd.rank()))
+        mean, square = hvd.grouped_allreduce([x, x * x])  # on 2 ranks [0.5, 0.5] twice
+    """
     wire, compressor = split(compression)
     spec = _spec("grouped_allreduce", average, name, op, prescale_factor, postscale_factor, process_set, wire)
-    sent = [compressor.compress(tensor) for tensor in _some(tensors, spec.kind)]
+    sent = [compressor.compress(tensor) for tensor in list_tensors(tensors, spec.kind)]
     reduced = allreduce_all([tensor for tensor, _ in sent], spec)
     return [compressor.decompress(tensor, context) for tensor, (_, context) in zip(reduced, sent, strict=True)]
-
-
-def grouped_allreduce_async(
-    tensors: Sequence[torch.Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> int:
-    """Begins what ``grouped_allreduce`` does, without compression and not differentiable; returns one handle."""
-    spec = _spec("grouped_allreduce", average, name, op, prescale_factor, postscale_factor, process_set)
-    return publish(start_allreduce(_some(tensors, spec.kind), spec), tuple)
 
 
 def grouped_allreduce_(
@@ -212,9 +258,55 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """As ``grouped_allreduce``, into ``tensors`` themselves, which it returns."""
+    """As ``grouped_allreduce``, but writes into ``tensors`` themselves; not differentiable.
+
+    Blocks until all ranks have called it.
+
+    Args:
+        tensors: Each as for ``allreduce_``; equally many on all ranks.
+        average, name, op, prescale_factor, postscale_factor, process_set: As for ``allreduce``.
+
+    Returns:
+        ``tensors``, in a list.
+
+    Raises:
+        As ``grouped_allreduce``.
+
+    Example:
+        x, y = torch.full((2,), float(hvd.rank())), torch.ones(1)
+        hvd.grouped_allreduce_([x, y], op=hvd.Sum)  # on 2 ranks x is [1., 1.] and y is [2.] now
+    """
     spec = _spec("grouped_allreduce", average, name, op, prescale_factor, postscale_factor, process_set)
-    return list(run_allreduce(_some(tensors, spec.kind), spec, in_place=True))
+    return list(run_allreduce(list_tensors(tensors, spec.kind), spec, in_place=True))
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begins what ``grouped_allreduce`` does and returns at once; without compression, not differentiable.
+
+    Args:
+        tensors: As for ``grouped_allreduce``. They must not be changed before ``synchronize``.
+        average, name, op, prescale_factor, postscale_factor, process_set: As for ``allreduce``.
+
+    Returns:
+        One handle for ``poll`` and ``synchronize``; the latter returns a tuple of new tensors.
+
+    Raises:
+        As ``grouped_allreduce``; ``MismatchError`` and ``GroupError`` come out of ``synchronize``.
+
+    Example:
+        handle = hvd.grouped_allreduce_async([torch.ones(2), torch.zeros(3)], op=hvd.Sum)
+        ones, zeros = hvd.synchronize(handle)  # on 2 ranks [2., 2.] and [0., 0., 0.]
+    """
+    spec = _spec("grouped_allreduce", average, name, op, prescale_factor, postscale_factor, process_set)
+    return publish(start_allreduce(list_tensors(tensors, spec.kind), spec), tuple)
 
 
 def grouped_allreduce_async_(
@@ -226,119 +318,27 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begins what ``grouped_allreduce_`` does; returns one handle."""
+    """Begins what ``grouped_allreduce_`` does and returns at once.
+
+    Args:
+        tensors: As for ``grouped_allreduce_``. They must not be read or changed before ``synchronize``.
+        average, name, op, prescale_factor, postscale_factor, process_set: As for ``allreduce``.
+
+    Returns:
+        One handle for ``poll`` and ``synchronize``; the latter returns a tuple of ``tensors``.
+
+    Raises:
+        As ``grouped_allreduce``; ``MismatchError`` and ``GroupError`` come out of ``synchronize``.
+
+    Example:
+        x = torch.full((2,), float(hvd.rank()))
+        hvd.synchronize(hvd.grouped_allreduce_async_([x]))  # on 2 ranks x is [0.5, 0.5] now
+    """
     spec = _spec("grouped_allreduce", average, name, op, prescale_factor, postscale_factor, process_set)
-    return publish(start_allreduce(_some(tensors, spec.kind), spec, in_place=True), tuple)
+    return publish(start_allreduce(list_tensors(tensors, spec.kind), spec, in_place=True), tuple)
 
 
-def allgather(
-    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> torch.Tensor:
-    """Concatenates the tensors of all ranks along their first dimension, in rank order; differentiable.
-
-    Args:
-        tensor: ``[rows, ...]``; the number of rows may differ by rank, the rest is equal.
-        name: See the module's text.
-        process_set: ``global_process_set``.
-
-    Returns:
-        ``[sum of rows, ...]``.
-    """
-    check_process_set(process_set)
-    return allgather_all([tensor], "allgather", name)[0]
-
-
-def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
-    """Begins what ``allgather`` does, not differentiable; returns a handle."""
-    check_process_set(process_set)
-    request = start_allgather([tensor], "allgather", name)
-    return publish(request, lambda gathered: gathered[0].tensor)
-
-
-def grouped_allgather(
-    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
-) -> tuple[torch.Tensor, ...]:
-    """As ``allgather`` for several tensors that start together, all or none; differentiable."""
-    check_process_set(process_set)
-    return allgather_all(_some(tensors, "grouped_allgather"), "grouped_allgather", name)
-
-
-def grouped_allgather_async(
-    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
-) -> int:
-    """Begins what ``grouped_allgather`` does, not differentiable; returns one handle."""
-    check_process_set(process_set)
-    kind = "grouped_allgather"
-    request = start_allgather(_some(tensors, kind), kind, name)
-    return publish(request, lambda gathered: tuple(item.tensor for item in gathered))
-
-
-def broadcast(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> torch.Tensor:
-    """Gives every rank the tensor of ``root_rank``; differentiable.
-
-    Args:
-        tensor: Same shape and dtype on all ranks.
-        root_rank: The rank whose values count.
-        name: See the module's text.
-        process_set: ``global_process_set``.
-
-    Returns:
-        A new contiguous tensor.
-    """
-    key = "broadcast", name, root_rank, process_set
-    again = repeat(key, tensor, in_place=False)
-    if again is not None:
-        return again
-    check_process_set(process_set)
-    return broadcast_one(tensor, root_rank, name, key)
-
-
-def broadcast_async(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> int:
-    """Begins what ``broadcast`` does, not differentiable; returns a handle."""
-    key = "broadcast_async", name, root_rank, process_set
-    handle = repeat_async(key, tensor, in_place=False)
-    if handle is None:
-        check_process_set(process_set)
-        handle = publish(start_broadcast([tensor], root_rank, "broadcast", name, key=key), _first)
-    return handle
-
-
-def broadcast_(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> torch.Tensor:
-    """As ``broadcast``, into ``tensor`` itself, which it returns."""
-    key = "broadcast_", name, root_rank, process_set
-    again = repeat(key, tensor, in_place=True)
-    if again is not None:
-        return again
-    check_process_set(process_set)
-    return run_broadcast([tensor], root_rank, "broadcast", name, in_place=True, key=key)[0]
-
-
-def broadcast_async_(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> int:
-    """Begins what ``broadcast_`` does; returns a handle."""
-    key = "broadcast_async_", name, root_rank, process_set
-    handle = repeat_async(key, tensor, in_place=True)
-    if handle is None:
-        check_process_set(process_set)
-        request = start_broadcast([tensor], root_rank, "broadcast", name, in_place=True, key=key)
-        handle = publish(request, _first)
-    return handle
-
-
-def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Returns when all ranks have called it."""
-    check_process_set(process_set)
-    run_barrier()
-
-
-def resolve_op(op: int | None, average: bool | None = None) -> int:
+def resolve_op(op: int | None, average: bool | None = None, stacklevel: int = 4) -> int:
     """The reduction that ``op`` and the deprecated ``average`` ask for.
 
     Raises:
@@ -348,7 +348,9 @@ def resolve_op(op: int | None, average: bool | None = None) -> int:
     if average is not None:
         if op is not None:
             raise UsageError("op and average were both given; op replaces average, pass only op")
-        warnings.warn("average= is deprecated; use op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=4)
+        warnings.warn(
+            "average= is deprecated; use op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=stacklevel
+        )
         return Average if average else Sum
     if op is None:
         return Average
@@ -368,6 +370,25 @@ def _cache_key(
     return None  # average= warns
 
 
+def _begin_allreduce(
+    function: str,
+    tensor: torch.Tensor,
+    in_place: bool,
+    average: bool | None,
+    name: str | None,
+    op: int | None,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: ProcessSet,
+) -> int:
+    key = _cache_key(function, average, prescale_factor, postscale_factor, name, op, process_set)
+    handle = repeat_async(key, tensor, in_place=in_place)
+    if handle is not None:
+        return handle
+    spec = _spec("allreduce", average, name, op, prescale_factor, postscale_factor, process_set, stacklevel=5)
+    return publish(start_allreduce([tensor], spec, in_place=in_place, key=key), first_of)
+
+
 def _spec(
     kind: str,
     average: bool | None,
@@ -377,19 +398,7 @@ def _spec(
     postscale_factor: float,
     process_set: ProcessSet,
     wire: torch.dtype | None = None,
+    stacklevel: int = 4,
 ) -> Spec:
     check_process_set(process_set)
-    return Spec(kind, name, resolve_op(op, average), float(prescale_factor), float(postscale_factor), wire)
-
-
-def _some(tensors: Sequence[torch.Tensor], what: str) -> list[torch.Tensor]:
-    if isinstance(tensors, torch.Tensor):
-        raise UsageError(f"{what}: expected a list of tensors, not one tensor")
-    listed = list(tensors)
-    if not listed:
-        raise UsageError(f"{what}: the list of tensors is empty")
-    return listed
-
-
-def _first(results: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    return results[0]
+    return Spec(kind, name, resolve_op(op, average, stacklevel), float(prescale_factor), float(postscale_factor), wire)

@@ -32,9 +32,10 @@ _REDUCERS: dict[str, type[GradientReducer]] = {"backward": BackwardReducer, "ste
 if TYPE_CHECKING:
 
     class Distributed(torch.optim.Optimizer, Any):  # type: ignore[misc, unused-ignore]
-        """What type checkers are told of: the optimizer, with what it has gained. It exists for them only.
+        """The type of a distributed optimizer, for type checkers only: at run time, the optimizer keeps its class.
 
-        They have no word for "its own class and more". By ``Any`` it passes for its own class, and has its attributes.
+        A type checker cannot say "the class of the argument, with more methods". By ``Any`` it passes for every class
+        of optimizer, and has the attributes of each.
         """
 
         op: int
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
         backward_passes_per_step: int
 
         def synchronize(self) -> None:
-            """Averages what no backward has averaged."""
+            """Averages the gradients that no backward has averaged; blocks until all ranks take part."""
 
         def skip_synchronize(self) -> AbstractContextManager[None]:
             """A context in which ``step()`` takes gradients as they are."""
@@ -104,7 +105,8 @@ def DistributedOptimizer(
         optimizer: Any ``torch.optim.Optimizer``.
         named_parameters: ``model.named_parameters()``, or the model itself; names tie gradients together and appear in
             messages. Without it, names come from positions.
-        compression: What is sent instead of a gradient, e.g. ``Compression.bf16``.
+        compression: What is sent instead of a gradient, e.g. ``Compression.bf16``. Gradients have the dtypes that
+            ``allreduce`` takes.
         backward_passes_per_step: How many backward passes accumulate locally before gradients are averaged. They are
             added up, not divided.
         op: ``Average`` or ``Sum``.
@@ -123,6 +125,10 @@ def DistributedOptimizer(
         NotInitializedError: Before ``init()``.
         UsageError: An argument is wrong; the sentence names it.
         UnsupportedError: ``op`` or ``process_set`` is not supported yet.
+
+    Example:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     """
     keep_from_dynamo()
     check_process_set(process_set)

@@ -14,6 +14,10 @@ class ProcessSet:
     """A set of ranks that communicate among themselves.
 
     Only ``global_process_set`` exists for now; making another one raises ``UnsupportedError``.
+
+    Example:
+        everyone = hvd.global_process_set.ranks
+        print(everyone)  # on 2 ranks [0, 1]
     """
 
     process_set_id: int | None

@@ -1,0 +1,284 @@
+"""Collective operations that move tensors without combining them: allgather, broadcast and barrier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from horo.torch._requests import (
+    first_of,
+    publish,
+    repeat,
+    repeat_async,
+    run_barrier,
+    run_broadcast,
+    start_allgather,
+    start_broadcast,
+)
+from horo.torch._staging import list_tensors
+from horo.torch.autograd import allgather_all, broadcast_one
+from horo.torch.process_sets import ProcessSet, check_process_set, global_process_set
+
+__all__ = [
+    "allgather",
+    "allgather_async",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "grouped_allgather",
+    "grouped_allgather_async",
+]
+
+
+def allgather(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """Concatenates the tensors of all ranks along their first dimension, in rank order; differentiable.
+
+    Blocks until all ranks have called it.
+
+    Args:
+        tensor: ``[rows, ...]`` in CPU memory, dense, of a dtype that ``allreduce`` takes. The number of rows may
+            differ by rank; dtype and the other dimensions are equal on all ranks.
+        name: Connects the calls of all ranks; equal on all. None: calls without a name are connected in their order.
+        process_set: ``global_process_set``.
+
+    Returns:
+        ``[sum of rows, ...]``, new memory, same dtype.
+
+    Raises:
+        UsageError: ``tensor`` is no tensor or has no dimension.
+        UnsupportedError: Another device, layout or dtype.
+        MismatchError: Ranks gave other dtypes or dimensions under one name.
+        GroupError: A rank is lost or has shut down.
+        NotInitializedError: Before ``init()``.
+
+    Example:
+        rows = torch.full((hvd.rank() + 1, 2), hvd.rank())
+        everyone = hvd.allgather(rows)  # on 2 ranks [3, 2]: one row of 0, two rows of 1
+    """
+    check_process_set(process_set)
+    return allgather_all([tensor], "allgather", name)[0]
+
+
+def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
+    """Begins what ``allgather`` does and returns at once; not differentiable.
+
+    Args:
+        tensor: As for ``allgather``. It must not be changed before ``synchronize``.
+        name: As for ``allgather``. A name can be in use once at a time.
+        process_set: ``global_process_set``.
+
+    Returns:
+        A handle for ``poll`` and ``synchronize``; the latter returns ``[sum of rows, ...]``.
+
+    Raises:
+        As ``allgather``; ``MismatchError`` and ``GroupError`` come out of ``synchronize``.
+
+    Example:
+        handle = hvd.allgather_async(torch.full((1, 2), hvd.rank()))
+        everyone = hvd.synchronize(handle)  # on 2 ranks [[0, 0], [1, 1]]
+    """
+    check_process_set(process_set)
+    request = start_allgather([tensor], "allgather", name)
+    return publish(request, lambda gathered: gathered[0].tensor)
+
+
+def grouped_allgather(
+    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> tuple[torch.Tensor, ...]:
+    """As ``allgather`` for several tensors, in one operation; differentiable.
+
+    Blocks until all ranks have called it.
+
+    Args:
+        tensors: Each as for ``allgather``, of any dtypes; equally many on all ranks.
+        name: As for ``allgather``, for the whole group.
+        process_set: ``global_process_set``.
+
+    Returns:
+        For each tensor ``[sum of rows, ...]``.
+
+    Raises:
+        As ``allgather``; ``UsageError`` also if ``tensors`` is empty.
+
+    Example:
+        x = torch.full((1, 2), hvd.rank())
+        rows, labels = hvd.grouped_allgather([x, x[:, 0]])  # on 2 ranks [2, 2] and [2]
+    """
+    check_process_set(process_set)
+    kind = "grouped_allgather"
+    return allgather_all(list_tensors(tensors, kind), kind, name)
+
+
+def grouped_allgather_async(
+    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Begins what ``grouped_allgather`` does and returns at once; not differentiable.
+
+    Args:
+        tensors: As for ``grouped_allgather``. They must not be changed before ``synchronize``.
+        name: As for ``allgather_async``.
+        process_set: ``global_process_set``.
+
+    Returns:
+        One handle for ``poll`` and ``synchronize``; the latter returns a tuple of tensors.
+
+    Raises:
+        As ``grouped_allgather``; ``MismatchError`` and ``GroupError`` come out of ``synchronize``.
+
+    Example:
+        handle = hvd.grouped_allgather_async([torch.ones(1), torch.zeros(2)])
+        ones, zeros = hvd.synchronize(handle)  # on 2 ranks [2] and [4]
+    """
+    check_process_set(process_set)
+    kind = "grouped_allgather"
+    request = start_allgather(list_tensors(tensors, kind), kind, name)
+    return publish(request, lambda gathered: tuple(item.tensor for item in gathered))
+
+
+def broadcast(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """Gives every rank the tensor of ``root_rank``; differentiable.
+
+    Blocks until all ranks have called it.
+
+    Args:
+        tensor: ``[...]`` in CPU memory, dense, of a dtype that ``allreduce`` takes; same shape and dtype on all ranks.
+        root_rank: The rank whose values all get; equal on all ranks.
+        name: Connects the calls of all ranks; equal on all. None: calls without a name are connected in their order.
+        process_set: ``global_process_set``.
+
+    Returns:
+        A new contiguous tensor of the same shape and dtype.
+
+    Raises:
+        UsageError: ``tensor`` is no tensor, or there is no rank ``root_rank``.
+        UnsupportedError: Another device, layout or dtype.
+        MismatchError: Ranks gave other shapes, dtypes or roots under one name.
+        GroupError: A rank is lost or has shut down.
+        NotInitializedError: Before ``init()``.
+
+    Example:
+        x = torch.full((2,), hvd.rank())
+        y = hvd.broadcast(x, root_rank=0)  # on all ranks [0, 0]
+    """
+    key = "broadcast", name, root_rank, process_set
+    again = repeat(key, tensor, in_place=False)
+    if again is not None:
+        return again
+    check_process_set(process_set)
+    return broadcast_one(tensor, root_rank, name, key)
+
+
+def broadcast_(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """As ``broadcast``, but writes into ``tensor`` itself; not differentiable.
+
+    Blocks until all ranks have called it.
+
+    Args:
+        tensor: As for ``broadcast``; no tensor that autograd has computed.
+        root_rank: As for ``broadcast``.
+        name: As for ``broadcast``.
+        process_set: ``global_process_set``.
+
+    Returns:
+        ``tensor``.
+
+    Raises:
+        As ``broadcast``.
+
+    Example:
+        x = torch.full((2,), hvd.rank())
+        hvd.broadcast_(x, root_rank=0)  # now x is [0, 0] on all ranks
+    """
+    key = "broadcast_", name, root_rank, process_set
+    again = repeat(key, tensor, in_place=True)
+    if again is not None:
+        return again
+    check_process_set(process_set)
+    return run_broadcast([tensor], root_rank, "broadcast", name, in_place=True, key=key)[0]
+
+
+def broadcast_async(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Begins what ``broadcast`` does and returns at once; not differentiable.
+
+    Args:
+        tensor: As for ``broadcast``. It must not be changed before ``synchronize``.
+        root_rank: As for ``broadcast``.
+        name: As for ``broadcast``. A name can be in use once at a time.
+        process_set: ``global_process_set``.
+
+    Returns:
+        A handle for ``poll`` and ``synchronize``; the latter returns a new tensor.
+
+    Raises:
+        As ``broadcast``; ``MismatchError`` and ``GroupError`` come out of ``synchronize``.
+
+    Example:
+        handle = hvd.broadcast_async(torch.full((2,), hvd.rank()), root_rank=0)
+        y = hvd.synchronize(handle)  # on all ranks [0, 0]
+    """
+    return _begin_broadcast("broadcast_async", tensor, root_rank, name, process_set, False)
+
+
+def broadcast_async_(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Begins what ``broadcast_`` does and returns at once.
+
+    Args:
+        tensor: As for ``broadcast_``. It must not be read or changed before ``synchronize``.
+        root_rank: As for ``broadcast``.
+        name: As for ``broadcast_async``.
+        process_set: ``global_process_set``.
+
+    Returns:
+        A handle for ``poll`` and ``synchronize``; the latter returns ``tensor``.
+
+    Raises:
+        As ``broadcast``; ``MismatchError`` and ``GroupError`` come out of ``synchronize``.
+
+    Example:
+        x = torch.full((2,), hvd.rank())
+        hvd.synchronize(hvd.broadcast_async_(x, root_rank=0))  # now x is [0, 0] on all ranks
+    """
+    return _begin_broadcast("broadcast_async_", tensor, root_rank, name, process_set, True)
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Blocks until all ranks have called it.
+
+    Args:
+        process_set: ``global_process_set``.
+
+    Raises:
+        GroupError: A rank is lost or has shut down.
+        NotInitializedError: Before ``init()``.
+
+    Example:
+        hvd.barrier()
+        print(f"rank {hvd.rank()} goes on after all have come")
+    """
+    check_process_set(process_set)
+    run_barrier()
+
+
+def _begin_broadcast(  # noqa: PLR0917  (keywords would cost time)
+    function: str, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet, in_place: bool
+) -> int:
+    key = function, name, root_rank, process_set
+    handle = repeat_async(key, tensor, in_place=in_place)
+    if handle is not None:
+        return handle
+    check_process_set(process_set)
+    request = start_broadcast([tensor], root_rank, "broadcast", name, in_place=in_place, key=key)
+    return publish(request, first_of)
