@@ -6,7 +6,6 @@ already, and only the addresses in it change.
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Callable, Hashable, Sequence
 
@@ -23,9 +22,6 @@ _WEIGHT_MAX = 40_000
 """Most tensors of all requests in a cache. With the objects of torch and Python for a shape, they take under 8 MiB."""
 _REQUEST_WEIGHT = 10
 """Weight of a request itself, in tensors."""
-_REPLACEMENT_INTERVAL = 32
-"""In a full cache, only one new request in so many replaces older ones. If each did, a step with slightly more requests
-than fit would never find one: each would have been replaced just before its next use."""
 
 
 def address_of(tensor: torch.Tensor, shape: torch.Size | None, dtype: torch.dtype | None) -> int:
@@ -139,7 +135,7 @@ class CachedRequest:
 
 
 class RequestCache:
-    """The requests of one job by key. When it is full, a new request rarely replaces others: the oldest."""
+    """The requests of one job by key. When it is full, it is emptied: room for more requests than a step has."""
 
     def __init__(self, name: Callable[[str, str | None], str]) -> None:
         self._name = name
@@ -194,9 +190,8 @@ class RequestCache:
         if cached.weight > _WEIGHT_MAX:
             return
         with self._lock:
-            if self._weight + cached.weight > _WEIGHT_MAX and random.randrange(_REPLACEMENT_INTERVAL):
-                return
-            while self._kept and self._weight + cached.weight > _WEIGHT_MAX:
-                self._weight -= self._kept.pop(next(iter(self._kept))).weight
+            if self._weight + cached.weight > _WEIGHT_MAX:
+                self._kept.clear()
+                self._weight = 0
             if self._kept.setdefault(key, cached) is cached:
                 self._weight += cached.weight
