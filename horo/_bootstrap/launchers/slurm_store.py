@@ -61,9 +61,10 @@ def _decode(data: bytes, name: str) -> _StoreInfo | None:
         values = json.loads(data)
         endpoints = [Endpoint(str(address), int(port)) for address, port in values["endpoints"]]
         info = _StoreInfo(str(values["name"]), endpoints, bytes.fromhex(values["secret"]))
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
-    return info if info.name == name and info.endpoints else None
+    usable = info.endpoints and all(0 < endpoint.port < 65536 for endpoint in info.endpoints)
+    return info if info.name == name and usable else None
 
 
 def _sign(secret: bytes, info: bytes) -> bytes:

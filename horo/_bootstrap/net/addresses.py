@@ -57,7 +57,7 @@ def _parse_endpoint(item: str, text: str) -> Endpoint:
         address = address[1:-1]
     elif ":" in address:
         colon = ""
-    valid = colon and port.isascii() and port.isdigit() and 0 < int(port) < 65536
+    valid = colon and port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 65536
     try:
         ipaddress.ip_address(address)
     except ValueError:
