@@ -10,7 +10,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
-from jobs import Flags, wait_until
+from jobs import TORCH_S, Flags, wait_until
 from namespaces import Cluster
 
 EXCHANGE = """
@@ -52,6 +52,18 @@ def test_ranks_run_where_they_should_and_know_it(cluster: Cluster) -> None:
         f"2 {b.name} {b.name} 0 1 {a.address}",
         f"3 {b.name} {b.name} 1 1 {a.address}",
     ]
+
+
+def test_a_script_runs_on_two_hosts_as_the_readme_says(cluster: Cluster, tmp_path: Path) -> None:
+    a, b = cluster.hosts
+    (tmp_path / "train.py").write_text(
+        "import os\nfrom horo._bootstrap.job import start\n"
+        "start().close()\nprint(os.environ['HOROVOD_RANK'], os.environ['HOROVOD_HOSTNAME'])\n"
+    )
+    job = cluster.start("-np", "8", "--no-prefix", "train.py", where=f"{a.name}:4,{b.name}:4", cwd=tmp_path)
+    done = job.finish(TORCH_S)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(done.stdout.splitlines()) == [f"{rank} {(a, b)[rank // 4].name}" for rank in range(8)]
 
 
 def test_rank_0_on_the_other_host_is_where_all_others_look(cluster: Cluster) -> None:
