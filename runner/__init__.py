@@ -1,10 +1,11 @@
-"""hororun: places ranks on hosts, starts them, forwards their output, ends them and says why.
+"""hororun: places ranks on hosts, starts them, forwards their output, ends them and reports the cause.
 
 Imports neither torch nor the native core, so that it starts fast (only ``--check-build`` looks for both).
 
     cli/                     the command line
         entry                command line -> Job
-        options              the options, and which launcher each of them is for
+        options              the options
+        combinations         options that have no effect together
         tuning               the variables that options stand for
         dry_run              the output of --dry-run
         check_hosts          the output of --check-hosts
@@ -20,20 +21,18 @@ Imports neither torch nor the native core, so that it starts fast (only ``--chec
         console, output      lines, prefixes
         rank_files           the files of the ranks
         report               endings -> root cause, text
-        misuse               likely mistakes of a user
     start/                   how ranks are started elsewhere
         allocation           hosts and slots from a batch system
         launcher             chooses a launcher if the command line does not
         remote_launcher      how an agent is started: ssh, srun
-        mpirun, jsrun        commands that start all ranks
+        mpirun               commands that start all ranks: mpirun, jsrun
     agent/                   one host
         __main__             the agent
         messages             between hororun and the agent
-        checks               what an agent says, checked where it comes in
+        checks               checks of the messages of an agent
         ranks                the ranks of one host
         command              the command of the ranks
-        binding              the CPUs of each rank
-        machine              cores, GPUs
+        machine              cores, NUMA nodes, GPUs; the CPUs of each rank
         notes                notes of a rank on its own end
     config                   a job as frozen data
     hosts                    -H and host files -> Host
@@ -42,7 +41,7 @@ Imports neither torch nor the native core, so that it starts fast (only ``--chec
     network                  addresses and ports of this machine; who can connect to whom
     printable                text from elsewhere in hororun's own lines
     processes                starts, finds and ends processes; the guard
-    stdout                   what hororun itself writes there
+    stdout                   hororun's own text on stdout
 """
 
 from __future__ import annotations

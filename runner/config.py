@@ -38,7 +38,7 @@ EXIT_UNREACHABLE = 69
 EXIT_INTERNAL = 70
 """The agent or hororun itself failed."""
 EXIT_SETUP = 78
-"""A host was reached but lacks something: Python, horo, this version of it, the directory."""
+"""A host was reached but lacks Python, horo, this version of it, or the directory."""
 
 
 class JobError(Exception):
@@ -68,7 +68,7 @@ class Ssh:
 
 @dataclass(frozen=True)
 class Mpi:
-    """What the user said about mpirun, or about jsrun.
+    """Options for mpirun, or for jsrun.
 
     Attributes:
         program: the program; None: the first of ``mpirun`` and ``mpiexec`` in PATH.
@@ -85,14 +85,14 @@ class Mpi:
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """How output appears.
+    """Form and place of the output.
 
     Attributes:
         prefix: whether each line begins with its rank.
         timestamp: whether each prefix has the time.
         host: whether each prefix, and each folder in ``directory``, has the host.
         directory: where each rank's output is written as well.
-        verbose: whether hororun says what it does.
+        verbose: whether hororun tells its steps.
     """
 
     prefix: bool = True
@@ -108,8 +108,8 @@ class Job:
 
     Attributes:
         size: number of ranks.
-        command: what every rank runs.
-        hosts: where; ``localhost`` when neither the user nor a batch system named any.
+        command: of every rank.
+        hosts: of the ranks; ``localhost`` when neither the user nor a batch system named any.
         hosts_from: the source of the host list, for messages; empty: the user.
         launcher: how ranks are started, one of ``LAUNCHERS`` without ``"auto"``.
         oversubscribe: whether more ranks than slots are allowed.
@@ -123,13 +123,13 @@ class Job:
         master_port: ``MASTER_PORT``; 0: any free one.
         bind_to: the CPUs that each rank is bound to, one of ``BINDINGS``.
         keep_memory: whether ranks keep freed memory for the next allocation.
-        exports: what ``-x`` and the tuning flags add to the environment of every rank.
-        dry_run: whether to say what would be run, and run nothing.
+        exports: variables of ``-x`` and of the tuning options for every rank.
+        dry_run: whether to show the commands, and run nothing.
         check_hosts: whether to look at all hosts, and run nothing.
         python: the Python on remote hosts.
         ssh: how hosts are reached by ssh.
-        mpi: what mpirun is told.
-        output: how output appears.
+        mpi: options for mpirun.
+        output: form and place of the output.
     """
 
     size: int

@@ -36,9 +36,10 @@ class Timer:
 
 
 class Loop:
-    """Calls back what is ready. All methods but ``wake`` belong to the thread that runs the loop.
+    """Calls back for descriptors that are ready, signals and timers.
 
-    Signal handlers of the process are the loop's while it is open; it must be made in the main thread.
+    All methods but ``wake`` belong to the thread that runs the loop. Signal handlers of the process are the loop's
+    while it is open; it must be made in the main thread.
     """
 
     def __init__(self) -> None:
@@ -111,7 +112,7 @@ class Loop:
         return time.monotonic() - self._stopped_s
 
     def wake(self) -> None:
-        """From any thread: makes the loop call what ``on_wake`` was given."""
+        """From any thread: makes the loop call the function that ``on_wake`` was given."""
         try:
             os.write(self._wake_write, b"\0")
         except (BlockingIOError, OSError):

@@ -9,7 +9,7 @@ __all__ = ["leave_out_current_directory"]
 
 
 def leave_out_current_directory() -> None:
-    """Takes away what ``python -m`` has put before ``sys.path``. The ranks' own Python is not concerned."""
+    """Removes the entry that ``python -m`` has put before ``sys.path``. The ranks' own Python keeps it."""
     if sys.flags.isolated or getattr(sys.flags, "safe_path", False):
         return  # then it has put nothing there
     try:

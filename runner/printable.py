@@ -8,7 +8,7 @@ _ESCAPED_BYTE = range(0xDC80, 0xDD00)
 
 
 def printable(text: str) -> str:
-    """``text`` with each character that a terminal acts on, or that is no character, as ``\\x1b`` or ``\\u202e``."""
+    """``text`` with each control character, and each byte that is no character, as ``\\x1b`` or ``\\u202e``."""
     return text if text.isprintable() else "".join(c if c.isprintable() else _escaped(c) for c in text)
 
 

@@ -1,9 +1,9 @@
 """The only module that starts, finds and ends processes.
 
-Three mechanisms end all processes of a job on a host, whatever dies first:
+Three mechanisms end all processes of a job on a host, in whatever order they die:
 
 * Every process of a job carries ``HORO_HOST_MARK`` in its environment, every rank leads its own session, and the
-  process that starts them is their *subreaper*: what a rank leaves behind becomes its child and is found.
+  process that starts them is their *subreaper*: processes that a rank leaves behind become its children.
 * A :class:`Guard`, forked before the first rank, ends all of that when its parent is gone, even by SIGKILL.
 * The kernel sends SIGKILL to every rank whose parent died (``PR_SET_PDEATHSIG``), should the guard be gone too.
 """
@@ -16,6 +16,7 @@ import fcntl
 import os
 import resource
 import signal
+import stat
 import struct
 import subprocess
 import termios
@@ -38,6 +39,7 @@ __all__ = [
     "read_what_is_there",
     "send_signal",
     "spawn",
+    "unread_input",
 ]
 
 MARK_NAME = "HORO_HOST_MARK"
@@ -59,15 +61,31 @@ def become_subreaper() -> None:
 
 
 def read_what_is_there(fd: int, read: Callable[[], int]) -> None:
-    """Reads what a pipe holds now; what is written meanwhile, by a process without end perhaps, stays.
+    """Reads the bytes that a pipe holds now; those that are written meanwhile stay.
 
     Args:
         fd: of the pipe.
         read: reads once and returns how many bytes; 0: there are none.
     """
-    count = struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, bytes(4)))[0]
+    count = _waiting_bytes(fd)
     while count > 0 and (got := read()) > 0:
         count -= got
+
+
+def unread_input() -> bool:
+    """Whether stdin is a pipe or a file with something in it."""
+    try:
+        status = os.fstat(0)
+        if stat.S_ISREG(status.st_mode):
+            return status.st_size > os.lseek(0, 0, os.SEEK_CUR)
+        return stat.S_ISFIFO(status.st_mode) and _waiting_bytes(0) > 0
+    except OSError:
+        return False
+
+
+def _waiting_bytes(fd: int) -> int:
+    """How many bytes a pipe holds now."""
+    return int(struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, bytes(4)))[0])
 
 
 def occupy_standard_streams() -> None:
@@ -80,7 +98,7 @@ def occupy_standard_streams() -> None:
 
 
 def ask(argv: Sequence[str], environment: Mapping[str, str], timeout_s: float) -> str:
-    """What a program prints, on stdout and stderr together, whatever its exit code.
+    """The output of a program, on stdout and stderr together, whatever its exit code.
 
     Raises:
         OSError: it cannot be started.
@@ -144,7 +162,7 @@ def spawn(
 
 
 def raise_descriptor_limit() -> None:
-    """Lets this process open as many files as it may, up to a bound; what ``spawn`` starts has the limit of before.
+    """Lets this process open as many files as it may, up to a bound; processes of ``spawn`` get the limit of before.
 
     Does nothing where the system refuses that, as some containers do.
     """
@@ -175,7 +193,7 @@ def _before_exec(number: int, cpus: Collection[int]) -> Callable[[], None]:
 
 @dataclass
 class Tree:
-    """What belongs to a job on this host.
+    """The processes of a job on this host.
 
     Attributes:
         mark: value of ``HORO_HOST_MARK`` in the environment of its processes.

@@ -1,4 +1,4 @@
-"""What hororun itself writes to stdout, and what to say when that takes no more."""
+"""hororun's own text on stdout, and the sentence for a stdout that takes no more."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def show(text: str) -> None:
 
 
 def explain_stdout(error: OSError) -> JobError:
-    """Why nothing more can be written to stdout."""
+    """The sentence about a stdout that takes no more."""
     if error.errno == errno.EPIPE:
         return JobError("nobody reads stdout any more", 128 + signal.SIGPIPE)
     return JobError(f"stdout cannot be written: {error.strerror}", EXIT_SETUP)

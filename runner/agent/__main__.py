@@ -17,7 +17,7 @@ from typing import Any
 from horo.runner.agent.command import StartError, with_python, without
 from horo.runner.agent.machine import host_facts
 from horo.runner.agent.messages import MAGIC, Kind, Message, MessageError, MessageReader, encode, encode_json
-from horo.runner.agent.ranks import PASSED_ON, Event, Exited, HostRanks, Noted, Output, Started, reap
+from horo.runner.agent.ranks import PASSED_ON, Event, Exited, HostRanks, Noted, Started, Wrote, reap
 from horo.runner.config import EXIT_SETUP, EXIT_UNREACHABLE
 from horo.runner.loop import Loop, Timer
 from horo.runner.network import (
@@ -55,7 +55,7 @@ class _Agent:
         self._loop = loop
         self._guard = guard
         self._ranks: HostRanks | None = None
-        self._frames = MessageReader(magic=False)
+        self._messages = MessageReader(magic=False)
         self._outgoing = bytearray()
         self._paused = False
         self._connected = True
@@ -83,7 +83,7 @@ class _Agent:
 
     @property
     def over(self) -> bool:
-        """Whether no rank runs, and all frames have been sent or the launcher is gone."""
+        """Whether no rank runs, and all messages have been sent or the launcher is gone."""
         ranks_are_over = self._ranks.finished if self._ranks else self._leaving
         return ranks_are_over and not (self._connected and self._outgoing)
 
@@ -110,35 +110,35 @@ class _Agent:
             return
         self._restart_silence_timer()
         try:
-            for frame in self._frames.feed(data):
-                self._handle(frame)
+            for message in self._messages.feed(data):
+                self._handle(message)
         except (AttributeError, LookupError, TypeError, ValueError) as error:
-            self._give_up(f"the launcher sent nonsense: {error!r}", EXIT_SETUP)
+            self._give_up(f"hororun sent an invalid message: {error!r}", EXIT_SETUP)
 
     def _restart_silence_timer(self) -> None:
         self._silence_timer.cancel()
         self._silence_timer = self._loop.call_later(self._silence_s, self._on_silence)
 
-    def _handle(self, frame: Message) -> None:
-        if frame.kind == Kind.JOB:
-            self._start(frame.json())
-        elif frame.kind == Kind.TERMINATE and self._ranks:
+    def _handle(self, message: Message) -> None:
+        if message.kind == Kind.JOB:
+            self._start(message.json())
+        elif message.kind == Kind.TERMINATE and self._ranks:
             self._ranks.terminate()
-        elif frame.kind == Kind.KILL and self._ranks:
+        elif message.kind == Kind.KILL and self._ranks:
             self._ranks.kill()
-        elif frame.kind == Kind.SIGNAL:
-            self._pass_on(int(frame.json()["number"]))
-        elif frame.kind == Kind.INTERRUPT and self._ranks:
+        elif message.kind == Kind.SIGNAL:
+            self._pass_on(int(message.json()["number"]))
+        elif message.kind == Kind.INTERRUPT and self._ranks:
             self._ranks.interrupt()
-        elif frame.kind == Kind.LISTEN:
-            self._send(encode_json(Kind.LISTENING, self._listen(**frame.json())))
-        elif frame.kind == Kind.REACH:
-            self._send(encode_json(Kind.REACHED, {"failures": unreachable(**frame.json())}))
-        elif frame.kind not in (Kind.PING, Kind.TERMINATE, Kind.KILL, Kind.INTERRUPT):
-            raise MessageError(f"{frame.kind.name} is not for agents")
+        elif message.kind == Kind.LISTEN:
+            self._send(encode_json(Kind.LISTENING, self._listen(**message.json())))
+        elif message.kind == Kind.REACH:
+            self._send(encode_json(Kind.REACHED, {"failures": unreachable(**message.json())}))
+        elif message.kind not in (Kind.PING, Kind.TERMINATE, Kind.KILL, Kind.INTERRUPT):
+            raise MessageError(f"{message.kind.name} is not for agents")
 
     def _listen(self, cwd: str, interfaces: list[str]) -> dict[str, Any]:
-        """Opens a port for the other hosts to try, and looks for what ranks would need here."""
+        """Opens a port for the other hosts to try, and checks the directory and the interfaces of the ranks."""
         answer: dict[str, Any] = {"error": "", "code": EXIT_SETUP, "port": 0, "addresses": []}
         try:
             if not Path(cwd).is_dir():
@@ -219,7 +219,7 @@ class _Agent:
     def _emit(self, event: Event) -> None:
         if isinstance(event, Started):
             self._send(encode_json(Kind.STARTED, {"pid": event.pid, "cpus": event.cpus}, event.rank))
-        elif isinstance(event, Output):
+        elif isinstance(event, Wrote):
             self._send(encode(Kind.STDOUT if event.stream == 1 else Kind.STDERR, event.rank, event.data))
         elif isinstance(event, Noted):
             self._send(encode(Kind.NOTE, event.rank, event.data))

@@ -1,4 +1,4 @@
-"""What an agent says, checked once where it comes in: its host may run anything, and hororun acts on these values."""
+"""Checks of the messages of an agent, made once at their arrival: its host may run any program instead."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def rank_of(message: Message, ranks: Collection[int]) -> int:
         MessageError: it is none of ``ranks``.
     """
     if message.rank not in ranks:
-        raise MessageError(f"a {message.kind.name} frame is about rank {message.rank}, which is not there")
+        raise MessageError(f"a {message.kind.name} message is about rank {message.rank}, which is not there")
     return message.rank
 
 
 def version(message: Message) -> str:
-    """The version of horo in a HOST_INFO frame. The rest of it may be as that version has it.
+    """The version of horo in a HOST_INFO message. The rest of it may be as that version has it.
 
     Raises:
         MessageError: there is none.
@@ -45,7 +45,7 @@ def version(message: Message) -> str:
 
 
 def host_info(message: Message) -> dict[str, Any]:
-    """The values of a HOST_INFO frame; ``connection`` is empty where no addresses can be learnt from it.
+    """The values of a HOST_INFO message; ``connection`` is empty where no addresses can be learnt from it.
 
     Raises:
         MessageError: one is missing or out of its range.
@@ -66,7 +66,7 @@ def host_info(message: Message) -> dict[str, Any]:
 
 
 def started(message: Message, ranks: Collection[int]) -> Started:
-    """The event of a STARTED frame.
+    """The event of a STARTED message.
 
     Raises:
         MessageError: it is none for one of ``ranks``.
@@ -76,7 +76,7 @@ def started(message: Message, ranks: Collection[int]) -> Started:
 
 
 def exited(message: Message, ranks: Collection[int]) -> Exited:
-    """The event of an EXITED frame.
+    """The event of an EXITED message.
 
     Raises:
         MessageError: it is none for one of ``ranks``.
@@ -87,7 +87,7 @@ def exited(message: Message, ranks: Collection[int]) -> Exited:
 
 
 def failure(message: Message) -> tuple[str, int]:
-    """The sentence and the exit code of a FAILED frame.
+    """The sentence and the exit code of a FAILED message.
 
     Raises:
         MessageError: it has none.
@@ -97,7 +97,7 @@ def failure(message: Message) -> tuple[str, int]:
 
 
 def listening(message: Message) -> dict[str, Any]:
-    """The values of a LISTENING frame.
+    """The values of a LISTENING message.
 
     Raises:
         MessageError: one is missing or out of its range.
@@ -112,7 +112,7 @@ def listening(message: Message) -> dict[str, Any]:
 
 
 def reached(message: Message) -> dict[str, Any]:
-    """The values of a REACHED frame.
+    """The values of a REACHED message.
 
     Raises:
         MessageError: one is missing or of another type.
@@ -122,13 +122,13 @@ def reached(message: Message) -> dict[str, Any]:
 
 def _values(message: Message, checks: Mapping[str, _Check]) -> dict[str, Any]:
     if len(message.payload) > _JSON_MAX_BYTES:
-        raise MessageError(f"a {message.kind.name} frame has {len(message.payload)} bytes")
+        raise MessageError(f"a {message.kind.name} message has {len(message.payload)} bytes")
     values = message.json()
     for name, is_right in checks.items():
         if name not in values:
-            raise MessageError(f"a {message.kind.name} frame has no {name!r}")
+            raise MessageError(f"a {message.kind.name} message has no {name!r}")
         if not is_right(values[name]):
-            raise MessageError(f"a {message.kind.name} frame has {name} = {printable(repr_shortened(values[name]))}")
+            raise MessageError(f"a {message.kind.name} message has {name} = {printable(repr_shortened(values[name]))}")
     return {name: values[name] for name in checks}
 
 

@@ -25,7 +25,7 @@ EXIT_NOT_FOUND = 127
 
 
 class StartError(Exception):
-    """The command cannot be started; ``code`` is what a shell would exit with (126 or 127)."""
+    """The command cannot be started; ``code`` is the exit code of a shell for it (126 or 127)."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -44,7 +44,7 @@ def with_python(command: Sequence[str], cwd: str, path: str, host: str) -> list[
     is no file in the directory but a program in PATH is that program.
 
     Args:
-        command: what the user said.
+        command: as the user gave it.
         cwd: where ranks start.
         path: their PATH.
         host: for messages.
@@ -66,7 +66,7 @@ def with_python(command: Sequence[str], cwd: str, path: str, host: str) -> list[
 
 
 def explain_failure(error: OSError, program: str, cwd: str, host: str) -> StartError:
-    """Why ``program`` did not start, in the words of a shell's two exit codes."""
+    """The reason why ``program`` did not start, with the exit code that a shell would give."""
     path = Path(cwd, program)
     if path.is_dir():
         return StartError(f"{program!r} on {host} is a folder: name a script or a program", EXIT_NOT_EXECUTABLE)

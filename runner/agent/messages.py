@@ -1,6 +1,6 @@
 """Messages between hororun and its agent on a remote host, over the two pipes of one ssh or srun.
 
-A frame is kind (1 byte), rank (4 bytes), length of the payload (4 bytes), payload, a newline; numbers in network
+A message is kind (1 byte), rank (4 bytes), length of the payload (4 bytes), payload, a newline; numbers in network
 order. The newline is for srun, which holds back what looks to it like a line without an end. The agent writes
 :data:`MAGIC` first, because a login shell may print something before the agent runs.
 """
@@ -22,7 +22,7 @@ _END = b"\n"
 
 
 class Kind(IntEnum):
-    """The kinds of frames. The comments name the sender."""
+    """The kinds of messages. The comments name the sender."""
 
     HOST_INFO = 1  # agent: JSON, facts about its host; once, first
     STARTED = 2  # agent: JSON, pid of the rank
@@ -59,11 +59,11 @@ class Message(NamedTuple):
         try:
             value = json.loads(self.payload)
         except RecursionError:
-            raise MessageError(f"a {self.kind.name} frame is nested too deeply") from None
+            raise MessageError(f"a {self.kind.name} message is nested too deeply") from None
         except ValueError as error:
-            raise MessageError(f"a {self.kind.name} frame is not JSON: {error}") from None
+            raise MessageError(f"a {self.kind.name} message is not JSON: {error}") from None
         if not isinstance(value, dict):
-            raise MessageError(f"a {self.kind.name} frame is not a JSON object")
+            raise MessageError(f"a {self.kind.name} message is not a JSON object")
         return value
 
     def __repr__(self) -> str:
@@ -77,17 +77,17 @@ class MessageError(ValueError):
 
 
 def encode(kind: Kind, rank: int = 0, payload: bytes = b"") -> bytes:
-    """One frame as bytes."""
+    """One message as bytes."""
     return _HEADER.pack(kind, rank, len(payload)) + payload + _END
 
 
 def encode_json(kind: Kind, value: dict[str, Any], rank: int = 0) -> bytes:
-    """One frame with a JSON object; bytes of the environment that are no text survive as surrogates."""
+    """One message with a JSON object; bytes of the environment that are no text survive as surrogates."""
     return encode(kind, rank, json.dumps(value).encode("ascii"))
 
 
 class MessageReader:
-    """Cuts a stream of bytes into frames; with ``magic``, drops what comes before :data:`MAGIC`."""
+    """Cuts a stream of bytes into messages; with ``magic``, drops what comes before :data:`MAGIC`."""
 
     def __init__(self, *, magic: bool) -> None:
         self._buffer = bytearray()
@@ -99,29 +99,29 @@ class MessageReader:
         return self._waiting
 
     def feed(self, data: bytes) -> list[Message]:
-        """The frames that ``data`` completes.
+        """The messages that ``data`` completes.
 
         Raises:
-            MessageError: the bytes are no frame.
+            MessageError: the bytes are no message.
         """
         self._buffer += data
         if self._waiting and not self._skip_noise():
             return []
-        frames = []
+        messages = []
         start = 0
         while len(self._buffer) - start >= _HEADER.size:
             kind, rank, length = _HEADER.unpack_from(self._buffer, start)
             if kind not in Kind.__members__.values() or length > PAYLOAD_MAX_BYTES:
-                raise MessageError(f"a frame of kind {kind} with {length} bytes is none of ours")
+                raise MessageError(f"a message of kind {kind} with {length} bytes is none of ours")
             end = start + _HEADER.size + length
             if len(self._buffer) <= end:
                 break
             if self._buffer[end : end + 1] != _END:
-                raise MessageError(f"a {Kind(kind).name} frame of {length} bytes does not end where it should")
-            frames.append(Message(Kind(kind), rank, bytes(self._buffer[start + _HEADER.size : end])))
+                raise MessageError(f"a {Kind(kind).name} message of {length} bytes does not end where it should")
+            messages.append(Message(Kind(kind), rank, bytes(self._buffer[start + _HEADER.size : end])))
             start = end + 1
         del self._buffer[:start]
-        return frames
+        return messages
 
     def _skip_noise(self) -> bool:
         found = self._buffer.find(MAGIC)

@@ -18,7 +18,7 @@ _RANK_MAX = (1 << 31) - 1
 
 @dataclass(frozen=True)
 class Note:
-    """All that a rank has said.
+    """The notes of a rank, put together.
 
     Attributes:
         joined: it has called ``init()``.
@@ -36,7 +36,7 @@ class Note:
 
 
 class NoteReader:
-    """Reads the lines of one rank; what is no note is passed over, since any program may inherit the pipe."""
+    """Reads the lines of one rank; other lines than notes are passed over, since any program may inherit the pipe."""
 
     def __init__(self) -> None:
         self.note = Note()

@@ -10,14 +10,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from horo.runner.agent.binding import BindingError, bind, read_topology, spelled, threads
 from horo.runner.agent.command import EXIT_NOT_EXECUTABLE, StartError, explain_failure
+from horo.runner.agent.machine import BindingError, bind, read_topology, spelled, threads
 from horo.runner.agent.notes import PIPE_NAME, open_pipe
 from horo.runner.config import EXIT_SETUP
 from horo.runner.loop import Loop
 from horo.runner.processes import Guard, Tree, read_what_is_there, send_signal, spawn
 
-__all__ = ["PASSED_ON", "Event", "Exited", "HostRanks", "Noted", "Output", "Started", "reap"]
+__all__ = ["PASSED_ON", "Event", "Exited", "HostRanks", "Noted", "Started", "Wrote", "reap"]
 
 _READ_BYTES = 65536
 _NOTES = 3
@@ -36,7 +36,7 @@ class Started:
 
 
 @dataclass(frozen=True)
-class Output:
+class Wrote:
     """A rank wrote ``data`` to its stream 1 (stdout) or 2 (stderr)."""
 
     rank: int
@@ -67,7 +67,7 @@ class Exited:
     overdue: bool = False
 
 
-Event = Started | Output | Noted | Exited
+Event = Started | Wrote | Noted | Exited
 
 
 @dataclass
@@ -78,10 +78,10 @@ class _Rank:
 
 
 class HostRanks:
-    """Runs the ranks of one host in a loop and tells ``emit`` what happens.
+    """Runs the ranks of one host in a loop and passes each event to ``emit``.
 
-    The life of it: ``start``, perhaps ``interrupt``, ``terminate`` or ``kill``, until ``finished``: no rank runs and
-    nothing of what they left behind does.
+    Calls in order: ``start``, perhaps ``interrupt``, ``terminate`` or ``kill``, until ``finished``: no rank runs, and
+    no process that they have left behind.
     """
 
     def __init__(self, loop: Loop, guard: Guard, tree: Tree, grace_s: float, emit: Callable[[Event], None]) -> None:
@@ -114,12 +114,12 @@ class HostRanks:
         """Starts one process per rank.
 
         Args:
-            argv: what each runs.
+            argv: the command of each.
             environments: of each rank.
             cwd: where they start.
             host: its name, for messages.
             with_notes: each gets a pipe for notes.
-            bind_to: how ranks are bound to CPUs, see ``binding.bind``.
+            bind_to: how ranks are bound to CPUs, see ``machine.bind``.
             threads_set: the user has set ``OMP_NUM_THREADS``; else that of a bound rank is the number of its CPUs.
 
         Raises:
@@ -207,7 +207,7 @@ class HostRanks:
             self._listen(fd)
 
     def close(self) -> None:
-        """Closes what is left open."""
+        """Closes the descriptors that are open."""
         for fd in list(self._streams):
             self._close(fd)
 
@@ -242,7 +242,7 @@ class HostRanks:
             self._close(fd)
             return 0
         rank, stream = self._streams[fd]
-        self._emit(Noted(rank, data) if stream == _NOTES else Output(rank, stream, data))
+        self._emit(Noted(rank, data) if stream == _NOTES else Wrote(rank, stream, data))
         return len(data)
 
     def _close(self, fd: int) -> None:

@@ -55,7 +55,7 @@ def check_build() -> int:
 
 
 def _init() -> str:
-    """Why ``init()`` of a job of one rank fails in this environment; empty: it does not."""
+    """The reason why ``init()`` of a job of one rank fails in this environment; empty: it does not."""
     if find_spec("torch") is None:
         return "horo.torch needs PyTorch, which is not installed: pip install torch"
     try:
@@ -86,7 +86,7 @@ def _core() -> _Part:
 
 
 def _memory() -> str:
-    """Why this kernel gives no memory that ranks can share; empty: it does."""
+    """The reason why this kernel gives no memory that ranks can share; empty: it does."""
     from horo._core import create_memory  # noqa: PLC0415 - the launcher must run without the core
 
     try:

@@ -77,7 +77,7 @@ class _Check:
         self._signal = number
 
     def _connect(self) -> None:
-        """Starts an agent on every other host, and learns what it can."""
+        """Starts an agent on every other host and reads its host info."""
         for host in self._job.hosts:
             if not is_local(host):
                 self._remotes[host.name] = RemoteHost(self._loop, host, lambda _event: None, lambda: None)
@@ -110,7 +110,7 @@ class _Check:
         timer.cancel()
 
     def _ask(self, kind: Kind, answer: Kind, values: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Sends each of these hosts its values; returns the answers. Who gives none has an error then."""
+        """Sends each of these hosts its values; returns the answers. A host that gives none has an error then."""
         for name, value in values.items():
             self._remotes[name].ask(kind, value)
         self._wait(lambda remote: remote.host.name not in values or answer in remote.answers)

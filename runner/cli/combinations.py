@@ -64,11 +64,11 @@ _EXCLUDED = {
 
 
 def check_combinations(given: Mapping[str, str], command: Sequence[str]) -> None:
-    """Checks what does not depend on hosts and launcher.
+    """Checks the options without regard to hosts and launcher.
 
     Args:
         given: by destination, the options as the user spelt them.
-        command: what the ranks are to run.
+        command: of the ranks.
 
     Raises:
         JobError: one option has no effect beside another; names both.

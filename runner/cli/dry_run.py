@@ -1,4 +1,4 @@
-"""What ``--dry-run`` shows of a job that agents run: the place of each rank, and the commands that start the agents."""
+"""The output of ``--dry-run``: the place of each rank, and the commands that start agents on other hosts."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from horo.runner.agent.binding import BindingError, bind, ranges, read_topology, spelled
 from horo.runner.agent.command import StartError, is_for_python, with_python
+from horo.runner.agent.machine import BindingError, bind, ranges, read_topology, spelled
 from horo.runner.config import EXIT_SETUP, Job, JobError
 from horo.runner.job.host_addresses import check_interfaces
 from horo.runner.job.placement import candidates, place, remote_launcher_of
@@ -61,7 +61,7 @@ def _bindings(job: Job, here: Sequence[Sequence[int]], host_count: int) -> list[
 
 
 def _commands(job: Job, local: set[bool], environment: Mapping[str, str]) -> list[str]:
-    """What each rank runs; ``local``: whether there are hosts that are this one, and others."""
+    """The command of each rank; ``local``: whether there are hosts that are this one, and others."""
     elsewhere = shlex.join([job.python, *job.command] if is_for_python(job.command) else job.command)
     if True not in local:
         return [f"each rank: {elsewhere}"]

@@ -62,7 +62,7 @@ def _run(job: Job) -> int:
 
 
 def parse(arguments: Sequence[str]) -> Job | None:
-    """What the command line asks for; None: ``--check-build``.
+    """The job that the command line asks for; None: ``--check-build``.
 
     Raises:
         JobError: a value is wrong; names it.
@@ -182,7 +182,7 @@ def _size(given: argparse.Namespace, allocation: Allocation | None) -> int:
 
 
 def _hosts(given: argparse.Namespace) -> tuple[Host, ...] | None:
-    """What ``-H`` or ``--hostfile`` says, None: neither is there."""
+    """The hosts of ``-H`` or ``--hostfile``; None: neither is there."""
     try:
         if given.hosts is not None:
             return parse_hosts(given.hosts)

@@ -34,7 +34,7 @@ _REFUSED = {
     "--mpi-threads-disable": (0, "horo's core is a thread of its own and asks MPI for what it needs: leave it out"),
     "--no-mpi-threads-disable": (0, "horo always asks MPI for the threads it needs: leave it out"),
 }
-"""What users of horovodrun know and horo has no use for, with the number of values and the reason."""
+"""Options of horovodrun that horo has no use for, with the number of values and the reason."""
 _NOT_YET = "not in this version of horo: leave it out"
 _REFUSED |= {
     name: (values, f"{what}, which is {_NOT_YET}")
@@ -302,7 +302,7 @@ class CommandLine(NamedTuple):
 
     Attributes:
         options: those of hororun.
-        command: what the ranks are to run.
+        command: of the ranks.
         given: by destination, the options as the user spelt them.
     """
 

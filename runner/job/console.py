@@ -61,7 +61,7 @@ class Console:
 
     @property
     def stdout_error(self) -> OSError | None:
-        """Why stdout takes no more."""
+        """The error after which stdout takes no more; None: there was none."""
         return self._writer.failure(1)
 
     def output(self, rank: int, stream: int, data: bytes) -> None:
@@ -73,7 +73,7 @@ class Console:
             self._complain_once(fd)
 
     def rank_ended(self, rank: int) -> None:
-        """Shows what the rank left unfinished."""
+        """Shows the unfinished lines of the rank."""
         self._printer.finish(rank, time.monotonic())
 
     def say(self, text: str) -> None:

@@ -14,6 +14,7 @@ __all__ = [
     "common_variables",
     "default_variables",
     "forwarded",
+    "outer_rank",
     "parse_exports",
     "rank_variables",
 ]
@@ -51,16 +52,16 @@ KEEP_MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
-"""Tells glibc to keep what is freed for the next allocation. By default it gives large blocks back to the kernel, and a
+"""Tells glibc to keep freed memory for the next allocation. By default it gives large blocks back to the kernel, and a
 training step frees all its gradients: getting as many zeroed pages again costs more than to exchange them. And tells it
 (2.35 and later; older ones ignore the word) to ask for huge pages where the kernel gives them on request, as most do:
-what is kept anyway is then found with fewer misses of the TLB."""
+the memory that is kept then causes fewer misses of the TLB."""
 
 TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What ``--torch-env`` sets."""
+"""The variables of ``--torch-env``."""
 
 MOVE_RANKS = {"HORO_LEAVE_CROWDED_CORES": "1"}
-"""Lets waiting ranks leave cores that they share: what hororun starts may expect the cores of its host."""
+"""Lets waiting ranks leave cores that they share: ranks of hororun may expect the cores of their host."""
 
 
 def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
@@ -68,6 +69,13 @@ def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value for name, value in environment.items() if any(fnmatchcase(name, pattern) for pattern in FORWARDED)
     }
+
+
+def outer_rank(environment: Mapping[str, str]) -> str:
+    """Which rank of another hororun's job this process is, in words; empty: none."""
+    if "HORO_JOB_ID" not in environment or "HOROVOD_RANK" not in environment:
+        return ""
+    return f"rank {environment['HOROVOD_RANK']} of another hororun's job"
 
 
 def parse_exports(items: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
@@ -90,12 +98,12 @@ def parse_exports(items: Sequence[str], environment: Mapping[str, str]) -> dict[
 
 
 def common_variables(job_id: str, secret: str) -> dict[str, str]:
-    """What all ranks of the job share."""
+    """The variables that all ranks of the job share."""
     return {"HORO_JOB_ID": job_id, "HORO_SECRET": secret}
 
 
 def default_variables(environment: Mapping[str, str], *, keep_memory: bool) -> dict[str, str]:
-    """What all ranks get unless the user has said otherwise in ``environment``.
+    """The variables that all ranks get unless ``environment`` has them already.
 
     Args:
         environment: of hororun, with the values of ``-x``.

@@ -1,4 +1,4 @@
-"""A job in the hands of another launcher, mpirun or jsrun: its command, its environment, its end.
+"""A job that another launcher runs, mpirun or jsrun: its command, its environment, its end.
 
 The ranks start as ranks of MPI: hororun sets neither their numbers nor the address of a store.
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 from horo._config import LaunchVariables, TorchrunVariables, variables_of
 from horo.runner.agent.command import StartError, with_python
 from horo.runner.agent.machine import core_count
-from horo.runner.agent.ranks import Event, Exited, HostRanks, Output, reap
+from horo.runner.agent.ranks import Event, Exited, HostRanks, Wrote, reap
 from horo.runner.config import EXIT_SETUP, Job, JobError
 from horo.runner.hosts import written
 from horo.runner.job.console import Console
@@ -40,8 +40,14 @@ from horo.runner.processes import (
     children_of_this_process,
     occupy_standard_streams,
 )
-from horo.runner.start.jsrun import jsrun_command
-from horo.runner.start.mpirun import Mpirun, family_of, forwarded_names, mpirun_command, mpirun_variables
+from horo.runner.start.mpirun import (
+    Mpirun,
+    family_of,
+    forwarded_names,
+    jsrun_command,
+    mpirun_command,
+    mpirun_variables,
+)
 from horo.runner.stdout import explain_stdout, show
 
 __all__ = ["run_external"]
@@ -52,7 +58,7 @@ class _Plan:
     name: str
     command: list[str]
     environment: dict[str, str] = field(repr=False)
-    """What the user has set is in it, ``HORO_SECRET`` for one."""
+    """Not shown: it has the variables of the user, ``HORO_SECRET`` for one."""
 
 
 def run_external(job: Job, environment: Mapping[str, str]) -> int:
@@ -84,7 +90,7 @@ def run_external(job: Job, environment: Mapping[str, str]) -> int:
 
 
 class _ExternalJob:
-    """Runs one command as the only "rank" of this host, and passes on what it writes as it is."""
+    """Runs one command as the only "rank" of this host, and passes on its output unchanged."""
 
     def __init__(self, job: Job, plan: _Plan, loop: Loop, guard: Guard, spared: set[int]) -> None:
         self._job = job
@@ -130,7 +136,7 @@ class _ExternalJob:
         if isinstance(event, Exited):
             self._code = 128 + event.signal if event.signal else event.code
             self._overdue = event.overdue
-        elif isinstance(event, Output):
+        elif isinstance(event, Wrote):
             if self._console.full and (self._signal or self._error is not None):
                 return  # nothing reads the output, and a process that waits for a reader cannot end
             self._console.output(0, event.stream, event.data)
@@ -173,7 +179,7 @@ class _ExternalJob:
 
 
 def _command(job: Job, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """What each rank runs; a script or a module by this Python, which the other hosts must have at the same path."""
+    """The command of each rank; a script or a module by this Python, which other hosts must have at the same path."""
     try:
         return tuple(with_python(job.command, str(Path.cwd()), environment.get("PATH", os.defpath), "this host"))
     except StartError as error:

@@ -33,7 +33,7 @@ _HIGH_WATER_BYTES = 8 << 20
 _LOW_WATER_BYTES = 1 << 20
 _WRITE_BYTES = 1 << 16
 _ITEM_BYTES = 128
-"""What an entry of the queue takes besides its bytes."""
+"""Memory of an entry of the queue besides its bytes."""
 
 
 class Piece(NamedTuple):
@@ -140,7 +140,7 @@ class Writer:
                 self._changed.notify()
 
     def failure(self, fd: int) -> OSError | None:
-        """Why a descriptor takes no more."""
+        """The error after which a descriptor takes no more; None: there was none."""
         return self._failed.get(fd)
 
     def _run(self) -> None:
@@ -169,7 +169,7 @@ class Writer:
 
 
 class Printer:
-    """Turns what ranks write into what the console shows.
+    """Turns the output of ranks into lines of the console.
 
     Args:
         write: takes a stream (1 or 2) and bytes.
@@ -222,7 +222,7 @@ class Printer:
         self._write(2, self._erase(2) + text)
 
     def close(self) -> None:
-        """Shows what unfinished lines are left and leaves the cursor on a line of its own."""
+        """Shows the unfinished lines that are left and leaves the cursor on a line of its own."""
         for rank in sorted({rank for rank, _ in self._splitters}):
             self.finish(rank, float("inf"))
         if self._update_is_shown:

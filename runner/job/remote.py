@@ -12,7 +12,7 @@ from typing import Any
 from horo import __version__
 from horo.runner.agent import checks
 from horo.runner.agent.messages import Kind, Message, MessageError, MessageReader, encode, encode_json
-from horo.runner.agent.ranks import Event, Noted, Output
+from horo.runner.agent.ranks import Event, Noted, Wrote
 from horo.runner.config import EXIT_INTERNAL, EXIT_SETUP, EXIT_UNREACHABLE, JobError
 from horo.runner.hosts import Host
 from horo.runner.loop import Loop, Timer
@@ -25,14 +25,15 @@ _READ_BYTES = 1 << 18
 _STDERR_TAIL_BYTES = 8192
 _END_TIMEOUT_S = 2.0
 _ANSWERS = {Kind.LISTEN: Kind.LISTENING, Kind.REACH: Kind.REACHED}
+_CHECKS = {Kind.LISTENING: checks.listening, Kind.REACHED: checks.reached}
 
 
 class RemoteHost:
     """The connection to the agent on one host.
 
-    ``host_info`` is what the agent has sent about its host, None before. ``error`` is why the host cannot take part,
-    None while it can. ``finished``: the connection is over, and nothing more will come. After each change of these,
-    ``changed`` is called; for each event of a rank, ``emit``.
+    ``host_info``: the facts that the agent has sent about its host, None before. ``error``: the reason why the host
+    cannot take part, None while it can. ``finished``: the connection is over, and nothing more will come. ``changed``
+    is called after each change of these, ``emit`` for each event of a rank.
     """
 
     def __init__(self, loop: Loop, host: Host, emit: Callable[[Event], None], changed: Callable[[], None]) -> None:
@@ -52,7 +53,7 @@ class RemoteHost:
         self._loop = loop
         self._emit = emit
         self._changed = changed
-        self._frames = MessageReader(magic=True)
+        self._messages = MessageReader(magic=True)
         self._outgoing = bytearray()
         self._stderr = b""
         self._code: int | None = None
@@ -90,7 +91,7 @@ class RemoteHost:
         self._launcher = launcher
         self.connected = True
         self._ping_interval_s = host_timeout_s / 3
-        self._loop.watch(self._stdout, read=self._read_frames)
+        self._loop.watch(self._stdout, read=self._read_messages)
         self._loop.watch(self._stderr_fd, read=self._read_stderr)
         self._open = {self._stdout, self._stderr_fd}
         self._send_ping()
@@ -104,7 +105,7 @@ class RemoteHost:
         self._send(encode_json(Kind.JOB, job))
 
     def ask(self, kind: Kind, value: dict[str, Any]) -> None:
-        """Asks the agent something that is no job; ``answers`` will have what it says."""
+        """Asks the agent a question that is no job; its answer comes into ``answers``."""
         self._asked.add(_ANSWERS[kind])
         self._send(encode_json(kind, value))
 
@@ -151,7 +152,7 @@ class RemoteHost:
     def pause(self, paused: bool) -> None:
         """Stops or resumes reading; the agent and its ranks wait when pipes are full."""
         if self._stdout in self._open:
-            self._loop.watch(self._stdout, read=None if paused else self._read_frames)
+            self._loop.watch(self._stdout, read=None if paused else self._read_messages)
 
     def on_child(self, pid: int, status: int) -> None:
         """A child of this process was reaped; it may be our ssh."""
@@ -161,14 +162,14 @@ class RemoteHost:
         self._process.returncode = code
         self._code = code if code >= 0 else 128 - code
         # Another process may still hold the pipes (a master connection, a proxy): do not wait for it.
-        for fd, read in ((self._stdout, self._read_frames), (self._stderr_fd, self._read_stderr)):
+        for fd, read in ((self._stdout, self._read_messages), (self._stderr_fd, self._read_stderr)):
             if fd in self._open:
                 read_what_is_there(fd, read)
         self._finish()
 
     @property
     def why_lost(self) -> str:
-        """Why the connection ended, in a few words."""
+        """The reason for the end of the connection, in a few words."""
         if self.error is not None:
             return str(self.error)
         cause = self._launcher.cause(lines_of(self._stderr))
@@ -200,21 +201,21 @@ class RemoteHost:
         self._loop.watch(pipe.fileno(), write=self._write if self._outgoing else None)
 
     def _send_ping(self) -> None:
-        if not self._outgoing:  # other frames serve as a ping too
+        if not self._outgoing:  # other messages serve as a ping too
             self._send(encode(Kind.PING))
         self._ping = self._loop.call_later(self._ping_interval_s, self._send_ping)
 
-    def _read_frames(self) -> int:
+    def _read_messages(self) -> int:
         data = self._read(self._stdout)
         if self._refused:
             return len(data)
         try:
-            for frame in self._frames.feed(data):
-                self._handle(frame)
+            for message in self._messages.feed(data):
+                self._handle(message)
         except MessageError as error:
             self._refused = True
-            self._fail(JobError(f"host {self.host.name}: the agent sent nonsense: {error}", EXIT_INTERNAL))
-            self.hang_up()  # where the next frame begins is unknown; an agent that still runs ends its ranks
+            self._fail(JobError(f"host {self.host.name}: the agent sent an invalid message: {error}", EXIT_INTERNAL))
+            self.hang_up()  # where the next message begins is unknown; an agent that still runs ends its ranks
         return len(data)
 
     def _read_stderr(self) -> int:
@@ -234,32 +235,32 @@ class RemoteHost:
             self._open.discard(fd)
         return data
 
-    def _handle(self, frame: Message) -> None:
-        if frame.kind == Kind.HOST_INFO and self.host_info is None:
-            self._on_host_info(frame)
-        elif frame.kind == Kind.STARTED:
-            started = checks.started(frame, self._to_start)
-            self._to_start.discard(frame.rank)
+    def _handle(self, message: Message) -> None:
+        if message.kind == Kind.HOST_INFO and self.host_info is None:
+            self._on_host_info(message)
+        elif message.kind == Kind.STARTED:
+            started = checks.started(message, self._to_start)
+            self._to_start.discard(message.rank)
             self._emit(started)
-        elif frame.kind in (Kind.STDOUT, Kind.STDERR):  # also of what ranks that have ended have left behind
-            stream = 1 if frame.kind == Kind.STDOUT else 2
-            self._emit(Output(checks.rank_of(frame, self._ranks), stream, frame.payload))
-        elif frame.kind == Kind.NOTE:
-            self._emit(Noted(checks.rank_of(frame, self._ranks), frame.payload))
-        elif frame.kind == Kind.EXITED:
-            exited = checks.exited(frame, self._to_end)
-            self._to_end.discard(frame.rank)
+        elif message.kind in (Kind.STDOUT, Kind.STDERR):  # also of what ranks that have ended have left behind
+            stream = 1 if message.kind == Kind.STDOUT else 2
+            self._emit(Wrote(checks.rank_of(message, self._ranks), stream, message.payload))
+        elif message.kind == Kind.NOTE:
+            self._emit(Noted(checks.rank_of(message, self._ranks), message.payload))
+        elif message.kind == Kind.EXITED:
+            exited = checks.exited(message, self._to_end)
+            self._to_end.discard(message.rank)
             self._emit(exited)
-        elif frame.kind in self._asked:
-            self.answers[frame.kind] = (checks.listening if frame.kind == Kind.LISTENING else checks.reached)(frame)
+        elif message.kind in self._asked:
+            self.answers[message.kind] = _CHECKS[message.kind](message)
             self._changed()
-        elif frame.kind == Kind.FAILED:
-            self._fail(JobError(*checks.failure(frame)))
+        elif message.kind == Kind.FAILED:
+            self._fail(JobError(*checks.failure(message)))
         else:
-            raise MessageError(f"a {frame.kind.name} frame is not expected")
+            raise MessageError(f"a {message.kind.name} message is not expected")
 
-    def _on_host_info(self, frame: Message) -> None:
-        version = checks.version(frame)
+    def _on_host_info(self, message: Message) -> None:
+        version = checks.version(message)
         if version != __version__:
             self._fail(
                 JobError(
@@ -269,8 +270,8 @@ class RemoteHost:
                 )
             )
             return
-        host_info = checks.host_info(frame)
-        # What was said until now, by a login shell or by srun, is no cause of what happens later.
+        host_info = checks.host_info(message)
+        # Output of a login shell or of srun until now is no cause of a later failure.
         if self._stderr_fd in self._open:
             read_what_is_there(self._stderr_fd, self._read_stderr)
         self._stderr = b""
@@ -300,7 +301,7 @@ class RemoteHost:
 
 
 def explain_absence(remotes: Sequence[RemoteHost], launcher: RemoteLauncher, timeout_s: float) -> list[JobError]:
-    """Why each of the hosts cannot take part; those that have not answered in time are one sentence, the last."""
+    """The reasons why hosts cannot take part; those that have not answered in time share the last sentence."""
     errors = [each.error for each in remotes if each.error is not None]
     silent = [each.host.name for each in remotes if each.error is None and each.host_info is None]
     if silent:

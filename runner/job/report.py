@@ -7,7 +7,7 @@ import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from horo.runner.agent.binding import ranges
+from horo.runner.agent.machine import ranges
 from horo.runner.agent.notes import Note
 from horo.runner.config import EXIT_UNREACHABLE
 from horo.runner.printable import printable
@@ -27,11 +27,11 @@ class Ending:
         rank: its number.
         host: its host, as given to ``-H``.
         code: its exit code; 0 when ``signal`` or ``lost`` says more.
-        signal: what killed it; 0: nothing did.
+        signal: the signal that killed it; 0: none did.
         asked: it had been told to end before.
-        lost: why its host cannot say how it ended; empty: it could.
+        lost: the reason why its host cannot tell its end; empty: it could.
         stderr_tail: the end of its stderr.
-        note: what it said itself.
+        note: its own words about its end.
         overdue: it did not end in the grace time and was killed.
     """
 
@@ -84,7 +84,7 @@ def awaited(endings: Sequence[Ending], notes: Mapping[int, Note]) -> int | None:
 
     Args:
         endings: of the ranks that have ended, in the order they became known.
-        notes: what all ranks have said.
+        notes: of all ranks.
     """
     first = next((ending for ending in endings if ending.failed and not ending.asked), None)
     if first is None:
@@ -104,7 +104,7 @@ def _follow(rank: int, points_at: Mapping[int, int | None]) -> list[int]:
 
 
 def exit_code(cause: Ending) -> int:
-    """What hororun exits with for this cause: the rank's code, 128 + its signal, or 69 when its host was lost.
+    """hororun's exit code for this cause: the rank's code, 128 + its signal, or 69 when its host was lost.
 
     1 for an exception of a rank that did not come to its end in time and was ended.
     """

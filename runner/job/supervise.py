@@ -12,18 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from horo.errors import HoroError
-from horo.runner.agent.binding import ranges
 from horo.runner.agent.command import StartError, with_python
-from horo.runner.agent.machine import core_count, default_slots
+from horo.runner.agent.machine import core_count, default_slots, ranges
 from horo.runner.agent.notes import Note, NoteReader
-from horo.runner.agent.ranks import PASSED_ON, Event, Exited, HostRanks, Noted, Output, reap
+from horo.runner.agent.ranks import PASSED_ON, Event, Exited, HostRanks, Noted, Wrote, reap
 from horo.runner.config import EXIT_USAGE, Job, JobError
 from horo.runner.hosts import Host, written
 from horo.runner.job.console import Console
-from horo.runner.job.environment import common_variables, default_variables, forwarded, rank_variables
+from horo.runner.job.environment import common_variables, default_variables, forwarded, outer_rank, rank_variables
 from horo.runner.job.host_addresses import HostAddresses, check_interfaces, find_addresses, store_addresses
 from horo.runner.job.joining import Joining, side_by_side
-from horo.runner.job.misuse import outer_rank, unread_input
 from horo.runner.job.placement import Placement, PlacementError, candidates, place, remote_launcher_of
 from horo.runner.job.remote import RemoteHost, explain_absence
 from horo.runner.job.report import Ending, awaited, exit_code, overdue, report, root_cause, signal_name
@@ -36,6 +34,7 @@ from horo.runner.processes import (
     children_of_this_process,
     occupy_standard_streams,
     raise_descriptor_limit,
+    unread_input,
 )
 from horo.runner.start.remote_launcher import RemoteLauncher
 from horo.runner.stdout import explain_stdout
@@ -317,7 +316,7 @@ class _Supervisor:
     # What happens
 
     def _on_event(self, event: Event) -> None:
-        if isinstance(event, Output):
+        if isinstance(event, Wrote):
             self._on_output(event)
         elif isinstance(event, Noted):
             self._on_note(event)
@@ -334,7 +333,7 @@ class _Supervisor:
             self._joining.on_note(reader.note)
         self._stop_if_clear()
 
-    def _on_output(self, event: Output) -> None:
+    def _on_output(self, event: Wrote) -> None:
         if event.stream == 2:
             tail = self._stderr_tails.get(event.rank, b"")
             self._stderr_tails[event.rank] = (tail + event.data)[-_STDERR_TAIL_BYTES:]

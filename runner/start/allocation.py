@@ -1,6 +1,6 @@
 """The hosts and slots that a batch system has given to the job of this process. Pure: reads its arguments.
 
-The formats are those that the vendors document. A slot is what the system calls a task, a process or a slot.
+The formats are those that the vendors document. A slot is a task, a process or a slot of the system.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Read = Callable[[str], str]
 
 
 class AllocationError(ValueError):
-    """What the batch system said cannot be understood; the message names the variable and its value."""
+    """A variable of the batch system cannot be understood; the message names it and its value."""
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """What a batch system has given.
+    """Hosts and slots that a batch system has given.
 
     Attributes:
         system: ``"Slurm"``, ``"LSF"``, ``"PBS"`` or ``"SGE"``.

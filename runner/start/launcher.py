@@ -1,4 +1,4 @@
-"""Where a job runs and how its ranks are started, when the command line leaves that open."""
+"""Hosts and launcher of a job, where the command line leaves them open."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Find = Callable[[str], str | None]
 
 
 def allocated(environ: Mapping[str, str], *, named: bool) -> Allocation | None:
-    """What a batch system has given to this job; None: nothing.
+    """The allocation that this job has from a batch system; None: it has none.
 
     Args:
         environ: of this process.
@@ -41,7 +41,7 @@ def choose_launcher(asked: str, hosts: Sequence[Host], allocation: Allocation | 
     the hosts are those of the job; else ssh.
 
     Raises:
-        JobError: what was asked for does not fit here.
+        JobError: the launcher that was asked for does not work here.
     """
     system = allocation.system if allocation is not None else ""
     given = {host.name for host in allocation.hosts} if allocation is not None else set()

@@ -1,4 +1,4 @@
-"""The mpirun command for each family of MPI, from what the user said. Pure.
+"""The command that starts all ranks by mpirun, for each family of MPI, or by jsrun. Pure.
 
 Variables go by name only: their values are in mpirun's own environment, never on a command line.
 """
@@ -6,6 +6,7 @@ Variables go by name only: their values are in mpirun's own environment, never o
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -13,7 +14,7 @@ from enum import Enum
 from horo.runner.config import EXIT_SETUP, Job, JobError
 from horo.runner.hosts import Host, is_host_name
 
-__all__ = ["Family", "Mpirun", "family_of", "forwarded_names", "mpirun_command", "mpirun_variables"]
+__all__ = ["Family", "Mpirun", "family_of", "forwarded_names", "jsrun_command", "mpirun_command", "mpirun_variables"]
 
 
 class Family(Enum):
@@ -32,7 +33,7 @@ class Mpirun:
 
     Attributes:
         path: its absolute path, by which Open MPI finds itself on other hosts.
-        family: what it understands.
+        family: the one whose options it knows.
     """
 
     path: str
@@ -68,14 +69,14 @@ def mpirun_command(
     """The whole command.
 
     Args:
-        job: what the user said.
-        mpirun: what starts the ranks.
+        job: the job as the user wants it.
+        mpirun: the program that starts the ranks.
         counts: ranks per host, in order.
         names: variables to pass on.
         root: whether the user is root; Open MPI refuses root without an option.
 
     Raises:
-        JobError: something cannot be said to this mpirun; names the option.
+        JobError: this mpirun has no words for an option; names it.
     """
     _check(job, mpirun.family)
     if mpirun.family is Family.INTEL:
@@ -85,8 +86,40 @@ def mpirun_command(
     return _open_mpi(job, mpirun, counts, names, root=root)
 
 
+def jsrun_command(job: Job) -> list[str]:
+    """The jsrun command of an LSF job, by IBM's documentation: one resource set per host, with all its cores and GPUs.
+
+    The hosts of such machines are given as a whole, and their slots count cores: ranks are spread, not filled in.
+
+    Raises:
+        JobError: the ranks cannot be spread evenly.
+    """
+    hosts = min(len(job.hosts), job.size)
+    each, left = divmod(job.size, hosts)
+    if left:
+        raise JobError(
+            f"-np {job.size}: jsrun starts as many ranks on each of the {hosts} hosts of the job: say a multiple of "
+            f"{hosts}"
+        )
+    words = ["jsrun", "--nrs", str(hosts), "--rs_per_host", "1", "--tasks_per_rs", str(each)]
+    words += ["--cpu_per_rs", "ALL_CPUS", "--gpu_per_rs", "ALL_GPUS"]
+    words += ("--bind", "none") if job.mpi.binding is None else job.mpi.binding
+    if job.output.directory is not None:
+        words += [
+            "--stdio_stdout",
+            f"{job.output.directory}/stdout",
+            "--stdio_stderr",
+            f"{job.output.directory}/stderr",
+        ]
+    elif job.output.prefix:
+        words += ["--stdio_mode", "prepended"]
+    of_mpi = [*(["-tcp"] if job.mpi.tcp else []), *job.mpi.arguments]
+    words += ["--smpiargs", shlex.join(of_mpi)] if of_mpi else []
+    return [*words, *job.command]
+
+
 def mpirun_variables(job: Job, family: Family) -> dict[str, str]:
-    """What this mpirun takes from its environment alone."""
+    """Variables by which this mpirun takes options that it has no words for."""
     ssh = " ".join(_ssh_words(job))
     if family is Family.MPICH:
         return {"HYDRA_LAUNCHER_EXTRA_ARGS": ssh} if ssh else {}
@@ -163,7 +196,7 @@ def _intel(job: Job, mpirun: Mpirun, counts: Mapping[str, int], names: Sequence[
 
 
 def _hydra(job: Job, names: Sequence[str]) -> list[str]:
-    """What the Hydras of MPICH and Intel have in common."""
+    """The words that are common to the Hydras of MPICH and Intel."""
     words = []
     if _ssh_words(job) or job.ssh.program != "ssh":
         words += ["-launcher", "ssh"]

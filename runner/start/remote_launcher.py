@@ -50,10 +50,10 @@ class RemoteLauncher(Protocol):
         """The command with which a user can test it by hand."""
 
     def cause(self, lines: Sequence[str]) -> str:
-        """Which line of the command's stderr says why it has ended; empty: none does."""
+        """The line of the command's stderr with the reason for its end; empty: there is none."""
 
     def explain_failure(self, host: str, code: int, stderr: bytes) -> JobError:
-        """Why the command ended with ``code`` (128 + n for a signal) before the agent sent its host info."""
+        """The reason why the command ended with ``code`` (128 + n for a signal) before the agent sent its host info."""
 
 
 def lines_of(stderr: bytes) -> list[str]:
@@ -67,7 +67,7 @@ def agent_command(python: str) -> str:
 
 
 def explain_agent(host: str, python: str, code: int, last: str) -> JobError:
-    """Why the agent itself, or the shell that was to start it, ended with ``code``; ``last``: its last line."""
+    """The reason why the agent, or the shell that was to start it, ended with ``code``; ``last``: its last line."""
     if code in (_NOT_FOUND, _NOT_EXECUTABLE):
         problem = "there is no" if code == _NOT_FOUND else "cannot execute"
         return JobError(

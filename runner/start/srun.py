@@ -1,4 +1,4 @@
-"""The one srun command per remote host of a Slurm job, and what it means when it fails. Pure."""
+"""The srun command for a remote host of a Slurm job, and the explanation of its failure. Pure."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _FOR_SRUN = ("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_CONF", "SLURM_CONF_SERVER", "
 _NOT_FOR_SRUN = ("SLURM_*", "SRUN_*", "SSH_CONNECTION", "SSH_CLIENT", "SSH_TTY", "CUDA_VISIBLE_DEVICES")
 
 _REMARKS = ("lacks support for cpu binding", "queued and waiting for resources", "has been allocated resources")
-"""What srun says of steps that run well, too."""
+"""Parts of messages that srun also writes about steps that run well."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class SrunLauncher:
         """See ``RemoteLauncher``.
 
         The step must give its one task all that the job has on the host: every core, all memory, all GPUs.
-        ``--unbuffered`` is left out on purpose, since it puts a terminal between; frames end in a newline instead.
+        ``--unbuffered`` is left out on purpose, since it puts a terminal between; messages end in a newline instead.
         """
         options = [
             "--nodes=1",
@@ -118,7 +118,7 @@ def knows_overlap(version: str) -> bool:
 
 
 def _sorted(lines: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """What Slurm says, what others say, and how srun says that its task has ended; harmless remarks are left out."""
+    """The lines of Slurm, those of others, and srun's lines about the end of its task; harmless ones are left out."""
     said = [line for line in lines if not any(remark in line for remark in _REMARKS)]
     by_slurm = [line for line in said if re.match(r"(srun|slurmstepd)[:-]", line)]
     end = [line for line in by_slurm if "task 0:" in line]

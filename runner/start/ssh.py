@@ -1,4 +1,4 @@
-"""The one ssh command per remote host, and what it means when it fails. Pure."""
+"""The ssh command for a remote host, and the explanation of its failure. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SshLauncher:
     """A ``RemoteLauncher``: one ssh per host.
 
     Attributes:
-        ssh: what the user said.
+        ssh: the options of the user.
         python: the Python on remote hosts.
         start_timeout_s: seconds for all hosts to answer.
         host_timeout_s: silence after which a host is lost.

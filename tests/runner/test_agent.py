@@ -24,23 +24,23 @@ class Agent:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
         )
         self._reader = MessageReader(magic=True)
-        self._frames: list[Message] = []
+        self._messages: list[Message] = []
 
     def send(self, data: bytes) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(data)
 
-    def frame(self, *kinds: Kind) -> Message:
-        """The next frame of one of the kinds."""
+    def message(self, *kinds: Kind) -> Message:
+        """The next message of one of the kinds."""
         assert self.process.stdout is not None
         while True:
-            while self._frames:
-                frame = self._frames.pop(0)
-                if frame.kind in kinds:
-                    return frame
+            while self._messages:
+                message = self._messages.pop(0)
+                if message.kind in kinds:
+                    return message
             data = os.read(self.process.stdout.fileno(), 65536)
             assert data, f"the agent ended before {kinds}"
-            self._frames += self._reader.feed(data)
+            self._messages += self._reader.feed(data)
 
     def job(self, script: str = "exec sleep 300", **changed: object) -> None:
         value = {
@@ -69,7 +69,7 @@ def gone(pid: int) -> bool:
 
 
 def test_it_says_what_its_host_is(agent: Agent) -> None:
-    host_info = agent.frame(Kind.HOST_INFO).json()
+    host_info = agent.message(Kind.HOST_INFO).json()
     assert host_info["version"] == __version__
     assert host_info["cores"] == len(os.sched_getaffinity(0))
     assert 0 < host_info["free_port"] < 65536
@@ -77,20 +77,20 @@ def test_it_says_what_its_host_is(agent: Agent) -> None:
 
 def test_it_runs_a_rank_and_sends_its_output_before_its_end(agent: Agent) -> None:
     agent.job("echo out; echo err >&2; exit 5")
-    seen = [agent.frame(Kind.STDOUT, Kind.STDERR, Kind.EXITED) for _ in range(3)]
-    assert sorted(frame.payload for frame in seen[:2]) == [b"err\n", b"out\n"]
+    seen = [agent.message(Kind.STDOUT, Kind.STDERR, Kind.EXITED) for _ in range(3)]
+    assert sorted(message.payload for message in seen[:2]) == [b"err\n", b"out\n"]
     assert seen[2].json() == {"code": 5, "signal": 0, "asked": False, "overdue": False}
     assert agent.process.wait(30) == 0
 
 
 def test_ranks_do_not_find_what_they_shall_not(agent: Agent) -> None:
     agent.job(environment={"PATH": "/given"}, unset=["PATH", "HO*"], command=["/bin/sh", "-c", "echo $PATH.$HOME."])
-    assert agent.frame(Kind.STDOUT).payload == b"/given..\n"
+    assert agent.message(Kind.STDOUT).payload == b"/given..\n"
 
 
 def test_it_ends_its_ranks_when_nobody_listens_any_more(agent: Agent) -> None:
     agent.job("trap '' TERM; while :; do sleep 0.1; done")
-    pid = agent.frame(Kind.STARTED).json()["pid"]
+    pid = agent.message(Kind.STARTED).json()["pid"]
     agent.process.stdin.close()  # type: ignore[union-attr]
     assert agent.process.wait(30) == 0
     assert gone(pid)
@@ -98,23 +98,23 @@ def test_it_ends_its_ranks_when_nobody_listens_any_more(agent: Agent) -> None:
 
 def test_it_ends_its_ranks_when_nothing_is_heard_for_the_time_agreed(agent: Agent) -> None:
     agent.job(silence_s=0.3)
-    pid = agent.frame(Kind.STARTED).json()["pid"]
+    pid = agent.message(Kind.STARTED).json()["pid"]
     assert agent.process.wait(30) == 0
     assert gone(pid)
 
 
 def test_it_ends_its_ranks_on_sigterm_and_says_so(agent: Agent) -> None:
     agent.job()
-    agent.frame(Kind.STARTED)
+    agent.message(Kind.STARTED)
     agent.process.terminate()
-    assert "SIGTERM came to the agent" in agent.frame(Kind.FAILED).json()["message"]
-    assert agent.frame(Kind.EXITED).json() == {"code": 0, "signal": 15, "asked": True, "overdue": False}
+    assert "SIGTERM came to the agent" in agent.message(Kind.FAILED).json()["message"]
+    assert agent.message(Kind.EXITED).json() == {"code": 0, "signal": 15, "asked": True, "overdue": False}
     assert agent.process.wait(30) == 0
 
 
 def test_its_guard_ends_its_ranks_when_it_is_killed(agent: Agent) -> None:
     agent.job("(trap '' TERM HUP; exec setsid sleep 300) & exec sleep 300")
-    pid = agent.frame(Kind.STARTED).json()["pid"]
+    pid = agent.message(Kind.STARTED).json()["pid"]
     agent.process.kill()
     wait_until(lambda: gone(pid), "the rank is gone")
 
@@ -125,28 +125,28 @@ def test_its_guard_ends_its_ranks_when_it_is_killed(agent: Agent) -> None:
         ({"cwd": "/no/such/folder"}, "no directory /no/such/folder"),
         ({"command": ["no-such-command"]}, "command not found on h: 'no-such-command'"),
         ({"command": ["x\0y"]}, "cannot be started"),
-        ({"ranks": {"zero": {}}}, "nonsense"),
-        ({"ranks": None}, "nonsense"),
-        ({"command": []}, "nonsense"),
+        ({"ranks": {"zero": {}}}, "an invalid message"),
+        ({"ranks": None}, "an invalid message"),
+        ({"command": []}, "an invalid message"),
     ],
 )
 def test_it_says_why_a_job_cannot_run(agent: Agent, changed: dict[str, object], fact: str) -> None:
     agent.job(**changed)
-    assert fact in agent.frame(Kind.FAILED).json()["message"]
+    assert fact in agent.message(Kind.FAILED).json()["message"]
     assert agent.process.wait(30) == 0
 
 
 @pytest.mark.parametrize("nonsense", [b"GET / HTTP/1.1\r\n\r\n", encode(Kind.HOST_INFO), encode(Kind.JOB, 0, b"{}")])
 def test_nonsense_ends_it(agent: Agent, nonsense: bytes) -> None:
     agent.send(nonsense)
-    assert "nonsense" in agent.frame(Kind.FAILED).json()["message"]
+    assert "an invalid message" in agent.message(Kind.FAILED).json()["message"]
     assert agent.process.wait(30) == 0
 
 
 def test_orders_before_a_job_and_pings_are_harmless(agent: Agent) -> None:
     agent.send(encode(Kind.PING) + encode(Kind.TERMINATE) + encode(Kind.KILL))
     agent.job("exit 0")
-    assert agent.frame(Kind.EXITED).json()["code"] == 0
+    assert agent.message(Kind.EXITED).json()["code"] == 0
 
 
 def test_a_login_shell_that_talks_is_borne(hororun: Hororun, tmp_path: Path) -> None:
@@ -169,7 +169,11 @@ def python_that(tmp_path: Path, code: str) -> str:
     [
         ("import horo; horo.__version__ = '9.9'", 78, f"has horo 9.9 but this host has {__version__}"),
         ("sys.modules['horo'] = None", 78, "has no module horo"),
-        ("sys.stdout.write('\\nhororun agent 1\\nwhat?' * 9); sys.stdout.flush()", 70, "the agent sent nonsense"),
+        (
+            "sys.stdout.write('\\nhororun agent 1\\nwhat?' * 9); sys.stdout.flush()",
+            70,
+            "the agent sent an invalid message",
+        ),
         ("sys.exit(3)", 70, "the agent ended with code 3"),
         ("import os; os.kill(os.getpid(), 11)", 70, "the agent ended with code 139"),
     ],

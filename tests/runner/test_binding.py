@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jobs import Hororun
 
-from horo.runner.agent.binding import BindingError, Topology, bind, read_topology, threads
+from horo.runner.agent.machine import BindingError, Topology, bind, read_topology, threads
 
 # Two sockets of four cores with two threads each, numbered as Linux does: siblings are 8 apart.
 CORES = tuple(frozenset({cpu, cpu + 8}) for cpu in range(8))

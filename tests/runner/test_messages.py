@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from horo.runner.agent.messages import MAGIC, Kind, Message, MessageError, MessageReader, encode, encode_json
 
-frames = st.lists(st.builds(Message, st.sampled_from(Kind), st.integers(0, 2**32 - 1), st.binary(max_size=300)))
+messages = st.lists(st.builds(Message, st.sampled_from(Kind), st.integers(0, 2**32 - 1), st.binary(max_size=300)))
 
 
-@given(frames, st.binary(max_size=50), st.lists(st.integers(1, 40)))
-def test_frames_survive_any_cutting_and_noise_before(sent: list[Message], noise: bytes, cuts: list[int]) -> None:
+@given(messages, st.binary(max_size=50), st.lists(st.integers(1, 40)))
+def test_messages_survive_any_cutting_and_noise_before(sent: list[Message], noise: bytes, cuts: list[int]) -> None:
     assume((noise + MAGIC).find(MAGIC) == len(noise))
-    stream = noise + MAGIC + b"".join(encode(*frame) for frame in sent)
+    stream = noise + MAGIC + b"".join(encode(*message) for message in sent)
     reader = MessageReader(magic=True)
     got: list[Message] = []
     for size in [*cuts, len(stream)]:
@@ -26,18 +26,18 @@ def test_frames_survive_any_cutting_and_noise_before(sent: list[Message], noise:
     assert got == sent
 
 
-def test_every_frame_ends_its_line_and_one_that_does_not_is_an_error() -> None:
-    frame = encode(Kind.STDOUT, 3, b"no end")
-    assert frame.endswith(b"\n")
+def test_every_message_ends_its_line_and_one_that_does_not_is_an_error() -> None:
+    message = encode(Kind.STDOUT, 3, b"no end")
+    assert message.endswith(b"\n")
     with pytest.raises(MessageError, match="does not end where it should"):
-        MessageReader(magic=False).feed(frame[:-1] + b"x")
+        MessageReader(magic=False).feed(message[:-1] + b"x")
 
 
 @given(st.binary(max_size=2000))
-def test_any_bytes_are_frames_or_an_error(data: bytes) -> None:
+def test_any_bytes_are_messages_or_an_error(data: bytes) -> None:
     try:
-        for frame in MessageReader(magic=False).feed(data):
-            frame.json()
+        for message in MessageReader(magic=False).feed(data):
+            message.json()
     except MessageError:
         pass
 

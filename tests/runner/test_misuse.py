@@ -12,7 +12,7 @@ from jobs import Hororun
 
 from horo._config import misspelt
 from horo.runner.cli import main, parse
-from horo.runner.job.misuse import outer_rank
+from horo.runner.job.environment import outer_rank
 
 
 def test_input_that_nobody_reads_is_said(hororun: Hororun, tmp_path: Path) -> None:

@@ -9,12 +9,12 @@ import pytest
 
 from horo.runner.config import Job, JobError, Mpi, OutputOptions, Ssh
 from horo.runner.hosts import Host
-from horo.runner.start.jsrun import jsrun_command
 from horo.runner.start.mpirun import (
     Family,
     Mpirun,
     family_of,
     forwarded_names,
+    jsrun_command,
     mpirun_command,
     mpirun_variables,
 )

@@ -43,15 +43,15 @@ def message(kind: Kind, value: object, rank: int = 0) -> Message:
 
 @given(st.sampled_from(Kind), st.integers(0, 2**32 - 1), payloads)
 def test_any_payload_is_right_or_refused(kind: Kind, rank: int, payload: bytes) -> None:
-    frame = Message(kind, rank, payload)
+    message = Message(kind, rank, payload)
     for check in (checks.version, checks.host_info, checks.failure, checks.listening, checks.reached):
         try:
-            check(frame)
+            check(message)
         except MessageError as error:
             assert str(error).isprintable()
     for about in (checks.started, checks.exited):
         try:
-            assert about(frame, {0, 1}).rank in (0, 1)
+            assert about(message, {0, 1}).rank in (0, 1)
         except MessageError as error:
             assert str(error).isprintable()
 
@@ -86,9 +86,9 @@ def test_what_agents_say_is_taken() -> None:
 def test_a_number_out_of_range_or_of_another_type_is_refused(kind: Kind, value: object) -> None:
     check = {
         Kind.HOST_INFO: checks.host_info, Kind.FAILED: checks.failure, Kind.LISTENING: checks.listening,
-        Kind.REACHED: checks.reached, Kind.EXITED: lambda frame: checks.exited(frame, {0}),
+        Kind.REACHED: checks.reached, Kind.EXITED: lambda message: checks.exited(message, {0}),
     }[kind]  # fmt: skip
-    with pytest.raises(MessageError, match=f"a {kind.name} frame has "):
+    with pytest.raises(MessageError, match=f"a {kind.name} message has "):
         check(message(kind, value))
 
 
@@ -129,7 +129,7 @@ NONSENSE = {
     "end-of-another": GOOD + encode_json(Kind.EXITED, ENDED, 1),
     "ends-twice": GOOD + encode_json(Kind.EXITED, ENDED, 0) * 2,
     "starts-twice": GOOD + encode_json(Kind.STARTED, {"pid": 5, "cpus": ""}, 0) * 2,
-    "no-frame": GOOD + b"\xff" * 100,
+    "no-message": GOOD + b"\xff" * 100,
 }
 
 
@@ -154,7 +154,7 @@ def test_nonsense_ends_the_connection_with_a_sentence_that_names_the_host(tmp_pa
     finally:
         loop.close()
     assert remote.finished
-    assert str(remote.error).startswith("host h7: the agent sent nonsense: ")
+    assert str(remote.error).startswith("host h7: the agent sent an invalid message: ")
     assert str(remote.error).isprintable()
     assert not any(getattr(event, "rank", 0) for event in events)
 
@@ -167,7 +167,7 @@ def test_what_ssh_and_agents_say_moves_no_cursor(tmp_path: Path) -> None:
         "version": "cat said; exec cat",
         "failed": "cat said; exec cat",
     }
-    frames = {
+    messages = {
         "version": MAGIC + encode_json(Kind.HOST_INFO, {**INFO, "version": f"9.9{evil}\ud800\nhororun: all is well"}),
         "failed": GOOD + encode_json(Kind.FAILED, {"message": f"no{evil}\ud800\nhororun: all is well", "code": 70}),
     }
@@ -177,7 +177,7 @@ def test_what_ssh_and_agents_say_moves_no_cursor(tmp_path: Path) -> None:
         for case, script in said.items():
             shell.write_text(f"#!/bin/sh\ncd {tmp_path}\n{script}\n")
             shell.chmod(0o755)
-            (tmp_path / "said").write_bytes(frames.get(case, b""))
+            (tmp_path / "said").write_bytes(messages.get(case, b""))
             done = runner.run("-np", "1", "--remote-shell", str(shell), "true", where="one:1")
             assert done.returncode in (69, 70, 78), done.stderr
             assert done.stderr.removesuffix("\n").isprintable(), (case, done.stderr)
