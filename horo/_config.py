@@ -392,8 +392,8 @@ class TorchrunVariables:
     restart_count: int | None = _foreign(
         "TORCHELASTIC_RESTART_COUNT", int, "How often the job was restarted; part of the names of its keys.", low=0
     )
-    use_agent_store: str | None = _foreign(
-        "TORCHELASTIC_USE_AGENT_STORE", str, "`True`: the agent hosts torch's store, otherwise rank 0 does."
+    use_agent_store: bool | None = _foreign(
+        "TORCHELASTIC_USE_AGENT_STORE", bool, "1 or `True`: the agent hosts torch's store; otherwise rank 0 does."
     )
 
 

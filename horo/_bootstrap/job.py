@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import time
@@ -456,7 +457,7 @@ def _setup(
     segment_bytes: int,
     mpi: MpiUse | None = None,
 ) -> Setup:
-    checked = not config.stall_check_disable
+    checked = not config.stall_check_disable  # times are rounded up: 0 means that there is no limit
     return Setup(
         rank=rank,
         size=grouping.size,
@@ -471,9 +472,9 @@ def _setup(
         fusion_bytes=config.fusion_threshold,
         cache_capacity=config.cache_capacity,
         spin_us=config.spin_us,
-        cycle_time_us=round(config.cycle_time_ms * 1000),
-        stall_warning_ms=round(config.stall_check_time_s * 1000) if checked else 0,
-        stall_shutdown_ms=round(config.stall_shutdown_time_s * 1000) if checked else 0,
+        cycle_time_us=math.ceil(config.cycle_time_ms * 1000),
+        stall_warning_ms=math.ceil(config.stall_check_time_s * 1000) if checked else 0,
+        stall_shutdown_ms=math.ceil(config.stall_shutdown_time_s * 1000) if checked else 0,
         peer_timeout_ms=round(config.peer_timeout_s * 1000),
         log_level=config.log_level_number,
         sockets_per_peer=config.sockets_per_peer,

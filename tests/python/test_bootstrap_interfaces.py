@@ -59,12 +59,18 @@ def test_names_and_networks_choose_what_this_machine_has() -> None:
     assert select_addresses("192.168.7.3", AVAILABLE) == ["192.168.7.3"]
 
 
-@pytest.mark.parametrize("wanted", ["eth9", "172.16.0.0/12", "down0", ",", "10.1/x"])
+@pytest.mark.parametrize("wanted", ["eth9", "172.16.0.0/12", "down0", ","])
 def test_choice_that_matches_nothing_lists_what_there_is(wanted: str) -> None:
     with pytest.raises(UsageError) as caught:
         select_addresses(wanted, AVAILABLE)
     assert f"HORO_NETWORK_INTERFACES={wanted!r} matches no interface or address here" in str(caught.value)
     assert "lo 127.0.0.1 ::1; eth0 192.168.7.3; ib0 10.1.4.3 fd00:7::3" in str(caught.value)
+
+
+@pytest.mark.parametrize("item", ["10.1/x", "10.1.0.0/33", "eth0/1"])
+def test_a_network_that_is_none_is_named_even_beside_an_interface(item: str) -> None:
+    with pytest.raises(UsageError, match=f"'{item}' is not a network; a network is written like 10.1.0.0/16"):
+        select_addresses(f"eth0,{item}", AVAILABLE)
 
 
 def test_choice_by_the_user_decides_alone() -> None:

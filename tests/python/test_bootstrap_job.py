@@ -156,6 +156,15 @@ def test_settings_reach_the_core_in_its_units(server: StoreServer) -> None:
     close_connections(connections)
 
 
+def test_the_shortest_times_are_not_no_limit() -> None:
+    """0 turns the stall check off; less than half a millisecond does not."""
+    times = {"HORO_STALL_CHECK_TIME_SECONDS": "0.0001", "HORO_STALL_SHUTDOWN_TIME_SECONDS": "0.0001"}
+    (connection,) = whole(join_all([{**times, "HORO_CYCLE_TIME": "0.0001"}]))
+    setup = connection.setup
+    assert (setup.stall_warning_ms, setup.stall_shutdown_ms, setup.cycle_time_us) == (1, 1, 1)
+    close_connections([connection])
+
+
 def test_stall_check_can_be_disabled_altogether() -> None:
     environ = {"HOROVOD_STALL_CHECK_DISABLE": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "7"}
     (connection,) = whole(join_all([environ]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from dataclasses import fields
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from horo._config import (
     Config,
     LaunchVariables,
     TorchrunVariables,
+    Variable,
     read_config,
     read_variables,
     variables_of,
@@ -63,6 +65,48 @@ def test_bad_value_names_variable_value_and_what_is_allowed(name: str, value: st
         read_config({name: value})
     assert str(caught.value).startswith(f"{name}=")
     assert told in str(caught.value)
+
+
+EVERY = [(group, variable) for group in GROUPS for variable in variables_of(group).values()]
+
+
+def edges(variable: Variable) -> tuple[list[str], list[str]]:
+    """Values just inside of what the variable allows, and values outside."""
+    if variable.choices:
+        return list(variable.choices), ["nonsense", "0"]
+    if variable.kind is bool:
+        return ["0", "1"], ["2", "-1", "maybe"]
+    if variable.kind is bytes:
+        return ["ab" * int(variable.low)], ["ab" * int(variable.low - 1), "xy" * int(variable.low)]
+    if variable.kind is str:
+        return ["any text"], []
+    step = variable.multiple_of
+    inside = [f"{edge:.15g}" for edge in (variable.low, variable.high) if math.isfinite(edge)]
+    outside = ["x", "1 2", f"{variable.low - step:.15g}"]
+    outside += [f"{variable.high + step:.15g}"] if math.isfinite(variable.high) else []
+    outside += [f"{variable.low + 1:.15g}"] if step > 1 else []
+    outside += ["1.5"] if variable.kind is int else ["nan", "inf"]
+    return inside, outside
+
+
+@pytest.mark.parametrize(
+    ("group", "variable", "name"),
+    [pytest.param(group, variable, name, id=name) for group, variable in EVERY for name in variable.names],
+)
+def test_every_variable_takes_what_it_allows_and_refuses_the_rest(
+    group: type[object], variable: Variable, name: str
+) -> None:
+    field = next(key for key, each in variables_of(group).items() if each is variable)
+    inside, outside = edges(variable)
+    for text in inside:
+        value = getattr(read_variables(group, {name: text}), field)
+        assert value is not None
+        assert isinstance(value, variable.kind)
+    for text in outside:
+        with pytest.raises(UsageError) as caught:
+            read_variables(group, {name: text})
+        shown = f"{name} ({len(text)} characters)" if variable.secret else f"{name}={text!r}"
+        assert str(caught.value) == f"{shown} is not {variable.allowed()}"
 
 
 def test_the_longest_times_fit_the_milliseconds_of_the_core() -> None:

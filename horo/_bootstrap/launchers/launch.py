@@ -172,7 +172,7 @@ def _from_torchrun(torch: TorchrunVariables, host_name: str) -> Launch:
     if torch.world_size > 1:
         if torch.master_addr is None or torch.master_port is None:
             raise _incomplete(torch, ["master_addr", "master_port"])
-        master = TorchMaster(torch.master_addr, torch.master_port, torch.use_agent_store == "True")
+        master = TorchMaster(torch.master_addr, torch.master_port, bool(torch.use_agent_store))
     return Launch(
         "torchrun",
         torch.rank,

@@ -99,7 +99,7 @@ def select_addresses(wanted: str, available: dict[str, list[str]]) -> list[str]:
         available: addresses by interface.
 
     Raises:
-        UsageError: nothing matches; lists what there is.
+        UsageError: nothing matches; lists what there is. Or an item with a slash is no network.
     """
     items = [item.strip() for item in wanted.split(",") if item.strip()]
     chosen: list[str] = []
@@ -118,5 +118,9 @@ def _in_network(item: str, addresses: Sequence[str]) -> list[str]:
     try:
         network = ipaddress.ip_network(item, strict=False)
     except ValueError:
+        if "/" in item:  # no name of an interface either, on any machine
+            raise UsageError(
+                f"HORO_NETWORK_INTERFACES: {item!r} is not a network; a network is written like 10.1.0.0/16"
+            ) from None
         return []
     return [address for address in addresses if ipaddress.ip_address(address) in network]
