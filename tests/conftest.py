@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 
@@ -19,6 +20,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Open MPI's mpirun fails where an earlier one with its process id was killed and left its folder.
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # Of a background job of a script: what tests start would inherit it, and tests type Ctrl-C.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if "PYTEST_XDIST_WORKER" in os.environ:
         return  # it has that of the process that started it
     tempfile.gettempdir()  # remembered: this process and its workers go on with the folder that they were given

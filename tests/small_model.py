@@ -5,12 +5,27 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 
 import horo.torch as hvd
 from horo.torch.optimizer import Distributed
 
-__all__ = ["assert_close", "gradients_of", "make_batch", "make_loss", "make_model", "mean_gradients", "sgd"]
+__all__ = [
+    "assert_close",
+    "gradients_of",
+    "make_batch",
+    "make_loss",
+    "make_model",
+    "mean_gradients",
+    "needs_cpu_scaler",
+    "sgd",
+]
+
+needs_cpu_scaler = pytest.mark.skipif(
+    not hasattr(torch.amp, "GradScaler"),
+    reason="torch has a GradScaler for the CPU from 2.3 on (`make test TORCH=torch==2.13.0`)",
+)
 
 
 def make_model(seed: int = 3) -> torch.nn.Sequential:

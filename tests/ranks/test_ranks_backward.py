@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 import torch
 from rank_pool import RankPool
-from small_model import assert_close, gradients_of, make_batch, make_loss, make_model, mean_gradients, sgd
+from small_model import (
+    assert_close,
+    gradients_of,
+    make_batch,
+    make_loss,
+    make_model,
+    mean_gradients,
+    needs_cpu_scaler,
+    sgd,
+)
 from torch.utils.checkpoint import checkpoint
 
 import horo.torch as hvd
@@ -313,6 +322,7 @@ def test_ctrl_c_comes_out_of_a_backward_that_waits(ranks2: RankPool) -> None:
     ranks2.run(check)
 
 
+@needs_cpu_scaler
 def test_a_scaler_that_looked_at_gradients_of_this_rank_only_is_an_error(ranks2: RankPool) -> None:
     def check() -> None:
         model = make_model()

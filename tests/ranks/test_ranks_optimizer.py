@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from rank_pool import RankPool
-from small_model import assert_close, gradients_of, make_loss, make_model, mean_gradients, sgd
+from small_model import assert_close, gradients_of, make_loss, make_model, mean_gradients, needs_cpu_scaler, sgd
 
 import horo.torch as hvd
 
@@ -153,6 +153,7 @@ def test_schedulers_made_before_or_after_work_without_a_warning(ranks2: RankPool
     ranks2.run(check)
 
 
+@needs_cpu_scaler
 def test_a_gradient_scaler_agrees_on_overflow_and_steps_as_alone(ranks2: RankPool) -> None:
     def check() -> None:
         n, r = hvd.size(), hvd.rank()

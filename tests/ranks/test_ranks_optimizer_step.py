@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 from rank_pool import RankPool
-from small_model import assert_close, gradients_of, make_loss, make_model, mean_gradients, sgd
+from small_model import assert_close, gradients_of, make_loss, make_model, mean_gradients, needs_cpu_scaler, sgd
 
 import horo.torch as hvd
 
@@ -27,6 +27,7 @@ def ranks(request: pytest.FixtureRequest) -> RankPool:
     return pool
 
 
+@needs_cpu_scaler
 def test_unscaling_gradients_under_way_is_an_error_not_a_wrong_step(ranks2: RankPool) -> None:
     def check() -> None:
         for fused in (False, True):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from rank_pool import RankPool
-from small_model import make_batch, make_model
+from small_model import make_batch, make_model, needs_cpu_scaler
 from torch.utils.checkpoint import checkpoint
 
 import horo.torch as hvd
@@ -388,7 +388,7 @@ LOOPS: list[Callable[[Side], Iterator[Tensors]]] = [
     parameters_of_some_ranks,
     parameters_of_some_ranks_in_groups,
     retained_graph,
-    scaler,
+    pytest.param(scaler, marks=needs_cpu_scaler),
     second_order,
     sharpness_aware,
     sparse,

@@ -126,11 +126,12 @@ def test_hosts_that_are_named_win(hororun: Hororun, slurm: Slurm) -> None:
     done = hororun.run("-np", "2", *shell("echo $HOROVOD_HOSTNAME"), where="two:2", environment=slurm.environment)
     assert done.stdout == "[0] two\n[1] two\n", done.stderr
     assert len(slurm.calls()) == 1
-    done = hororun.run(
-        "-np", "1", "true", where="elsewhere:1", environment={**slurm.environment, "HOME": "/nonexistent"}
-    )
+    ssh = slurm.folder / "ssh"
+    ssh.write_text("#!/bin/sh\necho no such host >&2; exit 255\n")
+    ssh.chmod(0o755)
+    done = hororun.run("-np", "1", "true", where="elsewhere:1", environment=slurm.environment)
     assert done.returncode == 69  # not of the job: ssh was tried
-    assert "cannot reach host elsewhere: ssh says" in done.stderr
+    assert "cannot reach host elsewhere: ssh says: no such host" in done.stderr
     assert len(slurm.calls()) == 1
 
 
