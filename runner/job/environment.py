@@ -72,10 +72,15 @@ def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def outer_rank(environment: Mapping[str, str]) -> str:
-    """Which rank of another hororun's job this process is, in words; empty: none."""
-    if "HORO_JOB_ID" not in environment or "HOROVOD_RANK" not in environment:
-        return ""
-    return f"rank {environment['HOROVOD_RANK']} of another hororun's job"
+    """The rank of another launcher's job that this process is, in words; empty: it is none, or alone in that job."""
+    if "HORO_JOB_ID" in environment and "HOROVOD_RANK" in environment:
+        return f"rank {environment['HOROVOD_RANK']} of another hororun's job"
+    torchrun = ("torchrun", "RANK", "WORLD_SIZE") if "TORCHELASTIC_RUN_ID" in environment else None
+    mpiruns = (("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("mpirun", "PMI_RANK", "PMI_SIZE"))
+    for launcher, rank, size in filter(None, (torchrun, *mpiruns)):
+        if rank in environment and environment.get(size, "1") != "1":
+            return f"rank {environment[rank]} of a job of {launcher}"
+    return ""
 
 
 def parse_exports(items: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:

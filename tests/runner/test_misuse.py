@@ -42,6 +42,20 @@ def test_a_hororun_in_a_hororun_warns(hororun: Hororun, where: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("environment", "rank"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2"}, "rank 1 of a job of torchrun"),
+        ({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}, "rank 3 of a job of mpirun"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "rank 0 of a job of mpirun"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, ""),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, ""),
+    ],
+)
+def test_a_hororun_below_another_launcher_is_known(environment: dict[str, str], rank: str) -> None:
+    assert outer_rank(environment) == rank
+
+
+@pytest.mark.parametrize(
     ("line", "reason"),
     [
         ("--timeline-filename t.json", "a timeline, which is not in this version of horo"),
