@@ -103,7 +103,11 @@ def test_a_rank_whose_interpreter_is_busy_does_not_answer(tmp_path: Path, hosts:
 
 
 def stop_in_mid_batch(folder: Path, hosts: str, victim: int) -> tuple[dict[int, dict[str, Any]], str]:
-    """Stops a rank; what the others answer, and their logs. Once more if it was stopped between two operations."""
+    """Stops a rank; what the others answer, and their logs. Once more if it was stopped between two operations.
+
+    It may be between two operations for a rank of its host, while another host waits for it in the middle of one.
+    """
+    stopped = f"waiting for rank {victim} (host-{hosts[victim]}) in the middle of an operation"
     for attempt in range(8):
         with PlainRanks(folder, hosts, GIVE_UP) as ranks:
             ranks.all("start")
@@ -112,7 +116,7 @@ def stop_in_mid_batch(folder: Path, hosts: str, victim: int) -> tuple[dict[int, 
             ranks.kill(victim, signal.SIGSTOP)
             answers = {rank: ranks.answer(rank) for rank in range(len(hosts)) if rank != victim}
             logs = logs_of_others(ranks, victim)
-        if "in the middle of an operation" in logs:
+        if stopped in logs:
             return answers, logs
     raise AssertionError(f"never stopped in the middle of an operation: {answers}, {logs}")
 
