@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import zlib
-from collections.abc import Iterable, Sequence
-from typing import NoReturn
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 
@@ -35,7 +35,7 @@ class FirstCheck:
         self._group_count = len(optimizer.param_groups)
         self._parameters = {f"{_PARAMETER}{state.name}": checksum(state.parameter) for state in states}
         optimizer_states = {
-            f"{_STATE}{state.name}": checksum(optimizer.state.get(state.parameter, {})) for state in states
+            f"{_STATE}{state.name}": checksum(_there(optimizer.state.get(state.parameter, {}))) for state in states
         }
         options = [{key: group[key] for key in optimizer.defaults if key in group} for group in optimizer.param_groups]
         names = {_NAMES: zlib.crc32(repr(sorted(self._is_trained.items())).encode())}
@@ -116,6 +116,11 @@ def refuse_ddp_model(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, torch.nn.parallel.DistributedDataParallel):
             raise _refusal("the model")
+
+
+def _there(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What a parameter's state has: SGD of torch 2.1 and 2.2 notes after a step that it has no momentum."""
+    return {name: value for name, value in state.items() if value is not None}
 
 
 def refuse_ddp(states: Iterable[ParameterState]) -> None:

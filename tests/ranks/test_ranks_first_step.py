@@ -45,6 +45,23 @@ def test_parameters_that_differ_between_ranks_are_named_once(ranks2: RankPool) -
     ranks2.run(check)
 
 
+def test_a_state_without_value_is_as_no_state(ranks2: RankPool) -> None:
+    """SGD of torch 2.1 writes it in its first step; a rank that goes on may meet one that begins."""
+
+    def check() -> None:
+        model = make_model()
+        optimizer = sgd(model)
+        if hvd.rank() == 1:
+            for parameter in model.parameters():
+                optimizer.state[parameter]["momentum_buffer"] = None
+        wanted = mean_gradients(model, 2)
+        make_loss(model, hvd.rank()).backward()
+        optimizer.step()
+        assert_close(gradients_of(model), wanted)
+
+    ranks2.run(check)
+
+
 def test_a_frozen_parameter_that_differs_between_ranks_is_named(ranks2: RankPool) -> None:
     def check() -> None:
         model = make_model()

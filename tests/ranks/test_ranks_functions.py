@@ -177,7 +177,9 @@ def test_optimizer_state_becomes_the_roots_and_parameters_do_not_move(
     for state in states[:-1]:
         assert _same(state, states[-1])
     assert float(states[0]["param_groups"][0]["lr"]) == pytest.approx(0.05)
-    assert bool(states[0]["state"]) == (name != "stateless")
+    # SGD of torch 2.1 and 2.2 notes that it has no momentum.
+    values = [value for state in states[0]["state"].values() for value in state.values() if value is not None]
+    assert bool(values) == (name != "stateless")
 
 
 def test_optimizers_with_other_groups_are_refused(ranks2: RankPool) -> None:
