@@ -1,4 +1,4 @@
-"""Modules that are not there: an import that finds none says why, where horo knows more than Python does."""
+"""Gives the failed import of a missing module an error that states the reason and the remedy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PARTS = {"horo._native": "its extension, the native core, is not built", "horo.
 
 
 class _Finder:
-    """Raises ImportError for a module that ``explain`` has a sentence about; finds nothing."""
+    """An import finder that finds no module. Raises ImportError if ``explain`` returns a message for the module."""
 
     def __init__(self, explain: Callable[[str], str]) -> None:
         self._explain = explain
@@ -25,12 +25,12 @@ class _Finder:
 
 
 def explain_imports(explain: Callable[[str], str]) -> None:
-    """From now on ``explain`` is asked about modules that were found nowhere: for a sentence, or an empty one."""
+    """Registers ``explain``: from a missing module's name it makes the message of the ImportError, or an empty text."""
     sys.meta_path.append(_Finder(explain))
 
 
 def explain_part(name: str) -> str:
-    """Why a part of horo is missing, and what to type."""
+    """The reason why a part of horo is missing, and the command that installs it; empty for any other module."""
     if name not in _PARTS:
         return ""
     from pathlib import Path  # noqa: PLC0415 - import horo stays light

@@ -1,8 +1,8 @@
-"""Whether all threads of this process that use horo wait, and where in the program they do.
+"""Finds out whether all threads of this process that use horo wait, and at which lines of the program.
 
-Looked at only by a thread that has waited for a while, so that a call that is quick pays nothing. The truth is taken
-from the frames of the threads: a thread waits exactly if it is inside ``Context._wait_long`` and no signal handler runs
-on top of that, which may submit something.
+Only a thread that has already waited for a while does this, so it costs a quick call nothing. The source is the frames
+of the threads: a thread waits exactly if it is inside ``Context._wait_long`` and no signal handler, which may submit a
+request, runs on top of that.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ __all__ = ["Blocked", "Wait", "describe_blocked", "describe_stacks", "innermost_
 
 _HORO = str(Path(__file__).resolve().parent) + os.sep
 _ALARM_S = 30.0
-"""An alarm that rings within this time may end a wait; one that rings later limits the time of a whole job."""
+"""A SIGALRM that is due within this time may end a wait; a later one limits the time of a whole job."""
 _CALLS_SHOWN = 12
-"""Of a thread; the outer ones say less."""
+"""The innermost calls that are listed for each thread; the outer ones help less."""
 _WAITS = tuple(
     os.path.realpath(sysconfig.get_path("stdlib")) + f"{os.sep}{name}.py"
     for name in (
@@ -33,7 +33,7 @@ _WAITS = tuple(
         *("concurrent/futures/thread", "multiprocessing/connection", "multiprocessing/queues"),
     )
 )
-"""Where idle threads of libraries wait for work."""
+"""Modules in which idle threads of libraries wait for work."""
 _LIBRARIES = tuple(
     {os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
@@ -44,30 +44,30 @@ class Wait(NamedTuple):
 
     handle: int
     place: str
-    """The line of the program: ``train.py:12``; empty: there is none."""
+    """The line of the program, such as ``train.py:12``; empty: there is none."""
 
 
 class Blocked(NamedTuple):
-    """What threads do that have called horo."""
+    """The state of the threads that have called horo."""
 
     waits: list[Wait]
     others: str
-    """A thread that does not wait, and so may still submit something; empty: there is none."""
+    """A thread that does not wait, so that it may still submit a request; empty: there is none."""
 
 
 @cache
 def _real(file: str) -> str:
-    """Without links; a name that is no path, like ``<string>``, and one that is relative stay as they are."""
+    """The path without symbolic links; a relative path, or a name that is no path (``<string>``), is unchanged."""
     return os.path.realpath(file) if file.startswith(os.sep) else file
 
 
 def is_of_horo(file: str) -> bool:
-    """Whether a file of Python is horo's own."""
+    """Whether a Python file belongs to horo."""
     return _real(file).startswith(_HORO)
 
 
 def innermost_own(files: list[str]) -> int | None:
-    """Which of these files, from the outermost call to the innermost, is the last one of no library; None: all are."""
+    """Index of the last of these files that belongs to no library; None if all do. The outermost call comes first."""
     own = [i for i, file in enumerate(files) if not _is_of_library(file)]
     return own[-1] if own else None
 
@@ -77,7 +77,7 @@ def _is_of_library(file: str) -> bool:
 
 
 def place_of(frame: FrameType | None) -> str:
-    """``train.py:12``: the innermost line from this frame outwards that is of no library, else the outermost one."""
+    """The innermost line outside libraries, from this frame outwards, else the outermost line: ``train.py:12``."""
     frames = list(_outwards(frame))[::-1]
     if not frames:
         return ""
@@ -86,17 +86,17 @@ def place_of(frame: FrameType | None) -> str:
 
 
 def describe_blocked(context: object, wait: CodeType, callers: Iterable[int], *, is_alone: bool = False) -> Blocked:
-    """What the threads do that have called horo.
+    """Describes the state of the threads that have called horo.
 
-    In a process that is one rank alone, those that may call it count too: the main thread, and those that run the
-    program's own code; threads of libraries where they do not merely wait for work; and an alarm that rings soon, whose
-    handler may submit something or end a wait.
+    In a process with only one rank, the threads that may call horo count too: the main thread, threads that run the
+    program's own code, and threads of libraries that do not merely wait for work. A SIGALRM that is due soon counts as
+    well, since its handler may submit a request or end a wait.
 
     Args:
-        context: whose calls count.
+        context: the context whose calls count.
         wait: the code inside which a thread waits; it has the locals ``self`` and ``handle``.
         callers: the identifiers of all threads that have called horo, also of those that have ended.
-        is_alone: whether all threads of this process are of this rank.
+        is_alone: whether all threads of this process belong to this rank.
     """
     frames = sys._current_frames()
     names = {thread.ident: thread.name for thread in threading.enumerate() if not _is_foreign(thread)}
@@ -106,7 +106,7 @@ def describe_blocked(context: object, wait: CodeType, callers: Iterable[int], *,
     if is_alone:
         timers = {thread.ident for thread in threading.enumerate() if isinstance(thread, threading.Timer)}
         counted |= timers | {threading.main_thread().ident}
-    # A caller that is not among these has ended, or runs no Python, as a thread of autograd does between two hooks.
+    # A caller without a frame has ended or runs no Python now; a thread of autograd runs none between two hooks.
     for thread, frame in frames.items():
         found = _find_wait(frame, context, wait, is_looking=thread == threading.get_ident())
         if found is not None:
@@ -118,8 +118,8 @@ def describe_blocked(context: object, wait: CodeType, callers: Iterable[int], *,
             backward.append(thread)
         else:
             others.append(thread)
-    frames.clear()  # it has this function's own, which has it: a circle
-    # Backward of a GPU runs hooks in a thread of autograd, for whose end the thread that called backward() waits.
+    frames.clear()  # it holds this function's frame, which refers to it: a reference cycle
+    # On a GPU, hooks run in a thread of autograd, and the thread that called backward() waits for its end.
     others += [] if foreign_waits else backward
     if others:
         return Blocked(waits, f"thread {names.get(others[0], others[0])!r}")
@@ -132,7 +132,7 @@ def _alarm_rings_soon() -> bool:
 
 
 def describe_stacks(callers: Iterable[int]) -> str:
-    """Where the main thread stands, and those that have called horo: the last calls of each, the innermost last."""
+    """The stacks of the main thread and of the threads that have called horo: the last calls, the innermost last."""
     frames = sys._current_frames()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     threads = dict.fromkeys([threading.main_thread().ident, *callers])
@@ -152,7 +152,7 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _awaits_work(frame: FrameType) -> bool:
-    """Whether a thread runs code of libraries only and waits where idle workers do, or in horo for questions."""
+    """Whether a thread runs code of libraries only and waits as an idle worker, or in horo for a request of stacks."""
     file = frame.f_code.co_filename
     is_idle = _real(file) in _WAITS or is_of_horo(file)
     return is_idle and all(_is_of_library(each.f_code.co_filename) for each in _outwards(frame))
@@ -162,7 +162,7 @@ def _find_wait(frame: FrameType, context: object, wait: CodeType, *, is_looking:
     above: FrameType | None = None
     for each in _outwards(frame):
         if each.f_code is wait and each.f_locals.get("self") is context:
-            # Above it stands code that looks at threads, or what came by itself: a signal handler, a finalizer.
+            # The frame above belongs to this inspection, or to asynchronous code: a signal handler, a finalizer.
             is_own = is_looking or above is None or is_of_horo(above.f_code.co_filename)
             return Wait(each.f_locals["handle"], place_of(each)) if is_own else None
         above = each
@@ -174,5 +174,5 @@ def _is_in_backward(frame: FrameType) -> bool:
 
 
 def _is_foreign(thread: threading.Thread) -> bool:
-    """Whether it was begun by another library than Python's ``threading``."""
+    """Whether the thread was not started through Python's ``threading``."""
     return isinstance(thread, threading._DummyThread)

@@ -1,8 +1,8 @@
-"""Every variable that horo reads, and the only reader of the environment.
+"""Declares every environment variable that horo reads; the library reads the environment only here.
 
-Each variable is a field of one of the frozen dataclasses below; name, kind, unit, default, range and meaning stand
-with the field, and ``docs/reference/environment.md`` is generated from them. ``HORO_X`` wins over ``HOROVOD_X``; an
-empty value counts as not set.
+Each variable is a field of one of the frozen dataclasses below, with its name, kind, unit, default, range and meaning.
+``docs/reference/environment.md`` is generated from them. ``HORO_X`` takes precedence over ``HOROVOD_X``. An empty value
+counts as not set.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Variable:
     secret: bool = False
 
     def allowed(self) -> str:
-        """What a value may be, as a phrase."""
+        """The allowed values, as a phrase."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
         if self.kind is bool:
@@ -114,20 +114,20 @@ class Variable:
 
 
 def _variable(name: str, default: Any, meaning: str, **details: Any) -> Any:
-    """A field that horo owns: ``HORO_name``, then ``HOROVOD_name``."""
+    """A field for a variable of horo: ``HORO_name`` or, if that is not set, ``HOROVOD_name``."""
     kind = details.pop("kind", type(default))
     variable = Variable((f"HORO_{name}", f"HOROVOD_{name}"), kind, default, meaning, **details)
     return field(default=default, metadata={"variable": variable})
 
 
 def _foreign(name: str, kind: type, meaning: str, **details: Any) -> Any:
-    """A field that another program sets under exactly this name."""
+    """A field for a variable that another program sets under exactly this name."""
     return field(default=None, metadata={"variable": Variable((name,), kind, None, meaning, **details)})
 
 
 @dataclass(frozen=True)
 class Config:
-    """What a user may tune."""
+    """The settings of the user."""
 
     fusion_threshold: int = _variable(
         "FUSION_THRESHOLD",
@@ -305,7 +305,7 @@ _COUNT = {"kind": int, "low": 1, "high": (1 << 31) - 1}
 
 @dataclass(frozen=True)
 class LaunchVariables:
-    """What hororun tells each rank."""
+    """The variables that hororun sets for each rank."""
 
     rank: int | None = _variable("RANK", None, "Number of this process in the job.", **_RANK)
     size: int | None = _variable("SIZE", None, "Processes in the job.", **_COUNT)
@@ -379,7 +379,7 @@ class LaunchVariables:
 
 @dataclass(frozen=True)
 class TorchrunVariables:
-    """What torchrun tells each rank."""
+    """The variables that torchrun sets for each rank."""
 
     rank: int | None = _foreign("RANK", int, "Number of this process in the job.", low=0, high=(1 << 31) - 1)
     world_size: int | None = _foreign("WORLD_SIZE", int, "Processes in the job.", low=1, high=(1 << 31) - 1)
@@ -399,7 +399,7 @@ class TorchrunVariables:
 
 @dataclass(frozen=True)
 class MpiVariables:
-    """Signs that an MPI started this process. Texts: a lone process is not stopped by what others left behind."""
+    """The variables that the launcher of an MPI sets. Texts, so that stale values do not stop a lone process."""
 
     ompi_size: str | None = _foreign("OMPI_COMM_WORLD_SIZE", str, "Processes, said by Open MPI's mpirun.")
     ompi_rank: str | None = _foreign("OMPI_COMM_WORLD_RANK", str, "Number, said by Open MPI's mpirun.")
@@ -410,7 +410,7 @@ class MpiVariables:
 
 @dataclass(frozen=True)
 class SlurmVariables:
-    """What Slurm says. Texts, since much of it is also set where nothing was started by srun."""
+    """The variables that Slurm sets. Texts, since many are also set in processes that srun did not start."""
 
     job_id: str | None = _foreign("SLURM_JOB_ID", str, "Number of the job; part of its name.")
     step_id: str | None = _foreign("SLURM_STEP_ID", str, "Number of the step; part of the job's name.")
@@ -432,12 +432,12 @@ _Group = TypeVar("_Group")
 
 
 def variables_of(group: type[Any]) -> dict[str, Variable]:
-    """The variable behind each field of one of ``GROUPS``."""
+    """The variables of one of ``GROUPS``, by field name."""
     return {item.name: item.metadata["variable"] for item in fields(group)}
 
 
 def read_variables(group: type[_Group], environ: Mapping[str, str]) -> _Group:
-    """One of ``GROUPS`` as ``environ`` has it.
+    """Reads one of ``GROUPS`` from ``environ``.
 
     Raises:
         UsageError: a value is not what its variable allows.
@@ -446,7 +446,7 @@ def read_variables(group: type[_Group], environ: Mapping[str, str]) -> _Group:
 
 
 def read_config(environ: Mapping[str, str]) -> Config:
-    """The tunable part of ``environ``; raises UsageError as ``read_variables`` does."""
+    """Reads the user's settings from ``environ``; raises UsageError as ``read_variables`` does."""
     return read_variables(Config, environ)
 
 
@@ -467,7 +467,7 @@ def drop_variables(names: Iterable[str]) -> None:
 
 
 def misspelt(environ: Mapping[str, str]) -> list[str]:
-    """A sentence for each variable whose name is almost, but not quite, that of one that horo reads."""
+    """A warning for each variable whose name resembles that of a variable that horo reads, but is not equal."""
     known = [
         name.removeprefix("HORO_") for group in GROUPS for each in variables_of(group).values() for name in each.names
     ]

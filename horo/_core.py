@@ -1,4 +1,4 @@
-"""One Python object around one ``horo_context``. Only this module and ``_request_buffer.py`` touch cffi."""
+"""Binds the native core: one Python object per ``horo_context``. Only ``_request_buffer.py`` uses cffi as well."""
 
 from __future__ import annotations
 
@@ -94,11 +94,11 @@ class Event(NamedTuple):
     op: str
     """One of ``OPS``; empty for the end of the group."""
     name: str
-    """Of the request, the end of it where it is long; of a batch, of its first request."""
+    """Name of the request, only its end if it is long; for a batch, the name of its first request."""
     bytes: int
     team: int
     number: int
-    """Of a batch: its requests; at the end of the group: the rank at fault, or -1."""
+    """For a batch: the count of its requests; for the end of the group: the rank at fault, or -1."""
     status: str
     """Why a request or the group failed: ``"HORO_ERR_MISMATCH"``; else empty."""
 
@@ -109,11 +109,11 @@ _NULL, _submit, _run, _finish = ffi.NULL, lib.horo_submit, lib.horo_run, lib.hor
 
 
 class Context:
-    """One rank. Thread-safe, except that nothing may run during or after ``destroy``."""
+    """The native context of one rank. Thread-safe, except that no method may run during or after ``destroy``."""
 
     def __init__(self, setup: Setup) -> None:
         names = [ffi.new("char[]", name.encode()) for name in setup.host_name_of_rank]
-        keep: list[Any] = []  # what the pointers in native point to lives until horo_create has copied it
+        keep: list[Any] = []  # keeps the targets of the pointers in native alive until horo_create has copied them
         native = ffi.new("horo_setup *")
         for item in fields(setup):
             value = getattr(setup, item.name)
@@ -134,21 +134,21 @@ class Context:
         self.size = setup.size
         self._context: Any = out[0]
         self.blocked_after_s = _BLOCKED_AFTER_S
-        """How long a thread waits before it says so, after which ranks that wait for one another are found."""
+        """Seconds for which a thread waits before it reports that; deadlocks between ranks are found in the reports."""
         self.is_alone = False
-        """Whether this is the only rank in this process, so that all threads here are this rank's."""
+        """Whether this is the only rank in this process, so that all threads of the process belong to it."""
         self._final_counters: dict[str, int] = {}
         self._process = os.getpid()
         self._answers = threading.Thread(target=self._answer_questions, name="horo answers", daemon=True)
         if setup.stall_warning_ms > 0:
-            with contextlib.suppress(RuntimeError):  # no more threads are to be had: questions stay open
+            with contextlib.suppress(RuntimeError):  # no thread can be started: requests for stacks stay unanswered
                 self._answers.start()
 
     def _answer_questions(self) -> None:
-        """Says where the program stands when a rank asks that waits for this one. A thread of its own, which sleeps."""
+        """Logs the stacks of the program when a rank that waits for this one requests them. Runs on its own thread."""
         shown = ""
         while lib.horo_await_question(self._context) == _OK:
-            with contextlib.suppress(Exception):  # of a handler or a filter of the program's
+            with contextlib.suppress(Exception):  # an error in a log handler or filter of the program
                 stacks = describe_stacks(self._callers())
                 text = " as before" if stacks == shown else f"\n{stacks}"
                 logging.getLogger("horo").warning("another rank waits for this one, which stands here:%s", text)
@@ -161,7 +161,7 @@ class Context:
         The memory of the tensors must stay valid until the request is finished; the buffer can be used again at once.
 
         Raises:
-            UsageError, ResourceError, GroupError: as the native core says.
+            UsageError, ResourceError, GroupError: as ``horo_submit`` of the native core.
         """
         if _submit(self._context, buffer.request, buffer.handle_out, _NULL, 0) != _OK:
             self._submit_again(buffer)
@@ -189,21 +189,21 @@ class Context:
     def add_team(
         self, ranks: Sequence[int], *, control_fds: Sequence[int] | None = None, data_fds: Sequence[int] | None = None
     ) -> int:
-        """Adds a set of ranks that do collectives among themselves; all ranks call it, members and others.
+        """Adds a team, which is a set of ranks that do collectives among themselves; all ranks of the job call it.
 
-        Blocks, with the GIL released, until all have. Calls one after the other.
+        Blocks, with the GIL released, until all ranks have called it. Only one call may be in progress at a time.
 
         Args:
-            ranks: of the job, ascending; the same on all ranks.
+            ranks: ranks of the job, ascending; the same on all ranks.
             control_fds, data_fds: for members on several hosts, as in ``horo_team_setup``. They are taken over, also
-                where this raises.
+                if this raises.
 
         Returns:
             The number of the team, the same on all ranks.
 
         Raises:
-            HoroError: what the native core says; MismatchError where the ranks differ.
-            BaseException: what a signal handler raised, as from ``wait``.
+            HoroError: the error of the native core; MismatchError if the ranks differ.
+            BaseException: the exception of a signal handler, as from ``wait``.
         """
         keep = [ffi.new("int32_t[]", list(part)) for part in (ranks, control_fds or (), data_fds or ())]
         native = ffi.new("horo_team_setup *")
@@ -226,30 +226,30 @@ class Context:
         """Removes a team; all ranks call it, and nothing of the team may be pending. Blocks as ``add_team`` does.
 
         Raises:
-            HoroError: what the native core says; UsageError where the team does not exist or is at work here,
-                MismatchError where the ranks name different teams.
-            BaseException: what a signal handler raised, as from ``wait``.
+            HoroError: the error of the native core; UsageError if the team does not exist or has pending requests here,
+                MismatchError if the ranks name different teams.
+            BaseException: the exception of a signal handler, as from ``wait``.
         """
         out, error = ffi.new("int64_t *"), _error_buffer()
         _check(lib.horo_remove_team(self._context, team, out, error, _MESSAGE_MAX), error)
         self.finish(out[0])
 
     def _wait_and_keep(self, handle: int) -> None:
-        """``wait`` that releases the handle where its request failed."""
+        """As ``wait``, but releases the handle if its request failed."""
         try:
             self.wait(handle)
-        except HoroError:  # raised by the core; after one from a signal handler, the request stays in progress
+        except HoroError:  # an error of the core; after an exception of a signal handler, the request stays in progress
             self.release_if_done(handle)
             raise
 
     def poll(self, handle: int) -> bool:
-        """Whether the request is finished, well or badly; never blocks.
+        """Whether the request is finished, successfully or not; never blocks.
 
         Raises:
             UsageError: There is no such handle.
         """
         status = lib.horo_poll(self._context, handle)
-        if status == lib.HORO_ERR_USAGE:  # which may be the error of the request
+        if status == lib.HORO_ERR_USAGE:  # this may be the error of the request itself
             error = _error_buffer()
             _check(lib.horo_error(self._context, handle, error, _MESSAGE_MAX), error)
         return bool(status != lib.HORO_IN_PROGRESS)
@@ -261,8 +261,8 @@ class Context:
 
         Raises:
             HoroError: the error of the request.
-            BaseException: what a signal handler raised (KeyboardInterrupt after Ctrl-C). The request goes on in the
-                background, and its memory must stay valid until it is done.
+            BaseException: the exception of a signal handler (KeyboardInterrupt after Ctrl-C). The request continues in
+                the background, and its memory must stay valid until it is done.
         """
         status = lib.horo_wait(self._context, handle, _SIGNAL_CHECK_MS)
         if status == lib.HORO_IN_PROGRESS:
@@ -271,25 +271,25 @@ class Context:
             raise error_from_status(_STATUS_NAMES[status], self._message(handle))
 
     def _wait_long(self, handle: int) -> int:
-        """Waits on, and tells the core from time to time where this thread stands; a status that is not "in progress".
+        """Continues a wait and reports it to the core at intervals; returns a status that is not "in progress".
 
-        ``describe_blocked`` knows by this frame that its thread waits.
+        ``describe_blocked`` recognizes a waiting thread by the frame of this function.
         """
         look_s = time.monotonic() + self.blocked_after_s
         try:
             while (status := lib.horo_wait(self._context, handle, _SIGNAL_CHECK_MS)) == lib.HORO_IN_PROGRESS:
                 if lib.horo_blocked_question(self._context) or time.monotonic() >= look_s:
-                    with contextlib.suppress(RecursionError):  # a wait does not fail because of a look at it
+                    with contextlib.suppress(RecursionError):  # a wait must not fail because of its report
                         self._report_blocked()
                     look_s = time.monotonic() + _BLOCKED_EVERY_S
-        except BaseException:  # a signal handler's: what was reported holds no more
+        except BaseException:  # from a signal handler: the report is no longer true
             lib.horo_report_blocked(self._context, _NULL, 0, 0, b"")
             raise
         return int(status)
 
     def _report_blocked(self) -> None:
-        """Tells the core what the threads that use this context wait for."""
-        question = lib.horo_blocked_question(self._context)  # what is seen from here on answers it
+        """Reports to the core the requests for which the threads of this context wait."""
+        question = lib.horo_blocked_question(self._context)  # frames that are read from here on answer it
         callers = self._callers()
         blocked = describe_blocked(self, Context._wait_long.__code__, callers, is_alone=self.is_alone)
         others = blocked.others or ("one of many threads" if len(callers) == lib.HORO_CALLERS_MAX else "")
@@ -304,7 +304,7 @@ class Context:
 
         Raises:
             HoroError: the error of the request; its handle is released.
-            BaseException: what a signal handler raised, as from ``wait``; then the handle stays valid.
+            BaseException: the exception of a signal handler, as from ``wait``; then the handle stays valid.
         """
         if _finish(self._context, handle, _SIGNAL_CHECK_MS) == _OK:
             return
@@ -342,8 +342,8 @@ class Context:
         """The gathered tensor ``index`` of a finished allgather.
 
         Returns:
-            A writable buffer over the bytes (they live as long as the buffer), None where they went into its output;
-            and the first extent of each member of the team that it was in, which may be gone.
+            A writable buffer over the bytes, which live as long as the buffer, or None if they are in the tensor's
+            output; and the first extent of each member of the request's team. The team may have been removed since.
         """
         data = ffi.new("void **")
         size = ffi.new("int64_t *")
@@ -366,7 +366,7 @@ class Context:
     def counters(self) -> dict[str, int]:
         """Counts since creation by the names of ``horo_counters``: requests, batches, bytes, link_bytes, sleeps, ...
 
-        After ``destroy`` those of the end.
+        After ``destroy``: the final counts.
         """
         if self._context == _NULL:
             return dict(self._final_counters)
@@ -375,7 +375,7 @@ class Context:
         return {name: int(getattr(native, name)) for name, _ in ffi.typeof("horo_counters").fields or ()}
 
     def events(self) -> list[Event]:
-        """The last events of this rank, the oldest first: some hundred. Thread-safe; never blocks.
+        """The last events of this rank, at most ``HORO_EVENTS_MAX``, the oldest first. Thread-safe; never blocks.
 
         Raises:
             UsageError: after ``destroy``, or in a forked child.
@@ -392,7 +392,7 @@ class Context:
             lib.horo_after_fork(self._context)
 
     def end(self, words: str) -> None:
-        """Ends the group for all ranks: the program of this rank has ended with an error, which ``words`` describe.
+        """Ends the group for all ranks, since the program of this rank has ended with the error in ``words``.
 
         Does nothing where the group has ended already.
         """
@@ -403,7 +403,7 @@ class Context:
         self._final_counters = self.counters()
         if self._answers.is_alive() and os.getpid() == self._process:
             lib.horo_stop_answers(self._context)
-            # It may be writing to a stderr that nobody reads, or need a lock of logging that this thread holds.
+            # The thread may block in a write to a full stderr, or on a lock of logging that this thread holds.
             self._answers.join(_ANSWERS_END_S)
         context, self._context = self._context, ffi.NULL
         lib.horo_destroy(context)
@@ -428,7 +428,7 @@ def _event(native: Any) -> Event:
 
 
 def native_mpi(use: MpiUse, keep: list[Any], ffi: Any = ffi) -> Any:
-    """A ``horo_mpi`` made by ``ffi``; what it points to is put into ``keep``."""
+    """Makes a ``horo_mpi`` with ``ffi``; the memory that it points to is appended to ``keep``."""
     native = ffi.new("horo_mpi *")
     calls = use.calls
     native.handle_bytes, native.status_bytes = calls.handle_bytes, calls.status_bytes

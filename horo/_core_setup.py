@@ -35,7 +35,7 @@ MPI_FUNCTIONS = (
     "MPI_Error_string",
     "MPI_Finalized",
 )
-"""What the core calls, in the order of ``enum horo_mpi_function``."""
+"""The functions that the core calls, in the order of ``enum horo_mpi_function``."""
 
 MPI_HANDLES = (
     "BYTE",
@@ -61,12 +61,12 @@ MPI_HANDLES = (
 
 @dataclass(frozen=True)
 class MpiCalls:
-    """One MPI as it is loaded in this process, in the words of ``horo_mpi`` in ``native/include/horo.h``."""
+    """The MPI that is loaded in this process; the fields are those of ``horo_mpi`` in ``native/include/horo.h``."""
 
     handle_bytes: int
     status_bytes: int
     rank: int
-    """This process in the communicator."""
+    """Number of this process in the communicator."""
     size: int
     communicator: int
     """Made for horo alone; it must live until the context is destroyed."""
@@ -79,7 +79,7 @@ class MpiCalls:
 
 @dataclass(frozen=True)
 class MpiUse:
-    """What a rank does by MPI: move data between hosts, run whole collectives, or both."""
+    """The use of MPI by a rank: to move data between hosts, to run whole collectives, or both."""
 
     calls: MpiCalls
     transport: bool = False
@@ -87,15 +87,15 @@ class MpiUse:
     rank_of_host: Sequence[int] = ()
     """By host, for the transport: the rank of the communicator to exchange data with; -1 for none."""
     send_tags: Sequence[int] = ()
-    """By host; empty: all 0. Tags by peer let several ranks share one number, which tests do."""
+    """By host; empty: all 0. Different tags let several ranks share one rank of the communicator, as in tests."""
     recv_tags: Sequence[int] = ()
     message_bytes: int = 1 << 30
-    """Most bytes in one call of MPI, whose counts are 32-bit; equal on all ranks."""
+    """Most bytes in one call of MPI, since its counts are 32-bit; equal on all ranks."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Everything a context needs, in the words of ``horo_setup`` in ``native/include/horo.h``.
+    """The input of a context; the fields are those of ``horo_setup`` in ``native/include/horo.h``.
 
     A *host* is a set of ranks that share one arena, numbered by its lowest rank. Descriptors belong to the
     context once it exists; -1 means none.
@@ -111,7 +111,7 @@ class Setup:
     life_fds: Sequence[int]
     control_fds: Sequence[int]
     data_fds: Sequence[int]
-    """Number ``i`` to a host is at ``host * sockets_per_peer + i``; empty: no links, and what moves data fails."""
+    """Socket ``i`` to a host is at ``host * sockets_per_peer + i``; empty: no links, operations that move data fail."""
     fusion_bytes: int = 128 << 20
     cache_capacity: int = 4096
     spin_us: int = 1000
@@ -128,13 +128,13 @@ class Setup:
 
 
 def setup_descriptors(setup: Setup) -> list[int]:
-    """All open descriptors that ``setup`` would hand over."""
+    """All open descriptors of ``setup``."""
     numbers = [setup.arena_fd, *setup.wake_fds, *setup.life_fds, *setup.control_fds, *setup.data_fds]
     return [number for number in numbers if number >= 0]
 
 
 def close_setup(setup: Setup) -> None:
-    """Closes what no context has taken over."""
+    """Closes the descriptors of a setup that no context has taken over."""
     close_all(setup_descriptors(setup))
 
 

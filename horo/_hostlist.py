@@ -1,6 +1,6 @@
-"""Slurm's notation: lists of hosts ``rack[0-1]n[01-03],x``, counts of tasks ``2(x3),1``, numbers of steps.
+"""Parses Slurm's notation of host lists, ``rack[0-1]n[01-03],x``, and of task counts, ``2(x3),1``.
 
-Pure text; imports nothing heavy, so that the launcher may use it as well as the library.
+Pure functions on text. The module imports nothing heavy, so that the launcher can use it as well as the library.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 __all__ = ["HOSTS_MAX", "SPECIAL_STEPS", "parse_counts", "parse_host_list"]
 
 HOSTS_MAX = 1 << 16
-"""Slurm has no more nodes; a list that names more is damaged."""
+"""Most nodes of a Slurm cluster; a list that names more is damaged."""
 SPECIAL_STEPS = 0xFFFFFFF0
 """Step numbers from here on are batch scripts and interactive shells, not steps that srun has started."""
 
@@ -21,14 +21,14 @@ _COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 
 def parse_host_list(text: str) -> list[str]:
-    """The hosts of a list in Slurm's notation, in its order; of several brackets in a name the last runs fastest.
+    """The hosts of a list in Slurm's notation, in its order; of several brackets in a name the last varies fastest.
 
     Args:
-        text: names separated by commas; brackets hold numbers and ranges, whose first number says how many digits all
-            have: ``h[1-3,07-10],x``.
+        text: names separated by commas; brackets hold numbers and ranges. The first number of a range determines the
+            number of digits of all: ``h[1-3,07-10],x``.
 
     Raises:
-        ValueError: the text is no such list, or names more than ``HOSTS_MAX`` hosts; says what is wrong.
+        ValueError: the text is no such list, or names more than ``HOSTS_MAX`` hosts; the message names the part.
     """
     hosts: list[str] = []
     for entry in _split(text):
@@ -46,7 +46,7 @@ def parse_counts(text: str) -> list[int]:
     """The tasks on each host as Slurm writes them: ``2(x3),1`` is ``[2, 2, 2, 1]``.
 
     Raises:
-        ValueError: the text is nothing of the kind.
+        ValueError: the text is no list of counts.
     """
     counts: list[int] = []
     for item in text.split(","):
@@ -74,7 +74,7 @@ def _split(text: str) -> list[str]:
 
 
 def _pieces(entry: str, text: str) -> list[list[str]]:
-    """What may stand at each place of one entry: one text outside of brackets, several numbers for brackets."""
+    """The alternatives for each piece of one entry: one text outside of brackets, several numbers for brackets."""
     pieces, end = [], 0
     for found in _PIECE.finditer(entry):
         if found.start() != end:

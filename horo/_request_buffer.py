@@ -55,9 +55,9 @@ class Tensor(NamedTuple):
     shape: tuple[int, ...]
     dtype: int
     wire_dtype: int = 0
-    """Number of the dtype that it travels as; 0: its own."""
+    """Number of the dtype in which it is sent; 0: its own."""
     output_bytes: int = 0
-    """Of an allgather into its outputs."""
+    """Bytes of the output, for an allgather into its outputs only."""
 
 
 _REQUEST = "P4i2dP2i0P"
@@ -113,7 +113,7 @@ class RequestBuffer:
         """``rows``: the words of all tensors. The first two words of each tensor are its addresses."""
         self._name_at = self._address + _NAME_AT
         self._long_name: Any = None  # memory of a long name
-        self._tensors: Any = None  # more than one, or one with many extents
+        self._tensors: Any = None  # memory of several tensors, or of one with many extents
         self.request = ffi.cast("horo_request *", self._memory)
         self.handle_out = ffi.cast("int64_t *", self._address + _HANDLE_AT)
         self.last_handle = self._view[_HANDLE_AT:].cast("q")
@@ -148,9 +148,9 @@ class RequestBuffer:
             tensors: none for a barrier.
             reduce_op, root_rank, prescale, postscale: as in ``horo_request``.
             sync: the caller waits at once.
-            transient: the name will not come again.
-            into: an allgather whose results go into the outputs of its tensors, which say how long those are.
-            team: whose members do it, as ``Context.add_team`` numbers it; 0: all ranks.
+            transient: no later request has this name.
+            into: for an allgather: its results go into the outputs of its tensors, of ``output_bytes`` each.
+            team: number of the team from ``Context.add_team`` whose members take part; 0: all ranks.
         """
         flags = (_SYNC if sync else 0) | (_TRANSIENT if transient else 0) | (_INTO if into else 0)
         address = self._address

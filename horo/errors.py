@@ -1,4 +1,4 @@
-"""The errors of horo, grouped by what is damaged. ``horo.torch`` has the same names.
+"""The errors of horo, grouped by the extent of the damage. ``horo.torch`` has the same names.
 
 HoroError(RuntimeError)
 ├── UsageError               the caller is wrong, nothing has changed (also a ValueError)
@@ -9,7 +9,7 @@ HoroError(RuntimeError)
 ├── GroupError               a peer or a link is gone: rebuild the group (= HorovodInternalError)
 │   ├── PeerLostError
 │   ├── StalledError
-│   ├── DeadlockError        every rank waits for what another has not submitted
+│   ├── DeadlockError        every rank waits for a request that another has not submitted
 │   ├── TimeoutError
 │   └── AbortedError
 └── InternalError            a bug in horo
@@ -72,11 +72,11 @@ class PeerLostError(GroupError):
 
 
 class StalledError(GroupError):
-    """A rank did not submit what the others wait for within the time allowed."""
+    """Within the time allowed, a rank did not submit a request for which the others wait."""
 
 
 class DeadlockError(GroupError):
-    """Every rank waits for what another one has not submitted, so that none can go on; it says who waits for what."""
+    """Every rank waits for a request that another has not submitted; the message names the ranks and the requests."""
 
 
 class TimeoutError(GroupError):

@@ -1,4 +1,4 @@
-"""A rank's knowledge of all ranks of its job: their hosts, their addresses, and the job's secret."""
+"""The hosts and addresses of all ranks of a job, and the job's secret."""
 
 from __future__ import annotations
 
@@ -13,36 +13,39 @@ __all__ = ["Directory", "PeerAddress"]
 
 @dataclass(frozen=True)
 class PeerAddress:
-    """What decides how to reach a rank."""
+    """The machine and the address of a rank, for connections to it."""
 
     machine: tuple[str, int]
-    """Equal where loopback leads from one to the other."""
+    """Equal for two ranks that can connect over loopback."""
     address: str | None
-    """From where it reaches the store; None if unknown."""
+    """Local address of the rank's connection to the store; None if unknown."""
 
 
 @dataclass(frozen=True)
 class Directory:
-    """Enough to make authenticated links to any rank, at the start and later. Equal on all ranks but for ``rank``."""
+    """The data that a rank needs to make authenticated links to any other rank, at the start and later.
+
+    Equal on all ranks, except for ``rank`` and the settings of this rank.
+    """
 
     rank: int
-    """Of this process."""
+    """Rank of this process."""
     grouping: Grouping
     peers: Sequence[PeerAddress] = field(repr=False)
     """By rank."""
     host_names: Sequence[str] = field(repr=False)
     """By rank, for messages."""
     secret: bytes = field(repr=False)
-    """The job's; empty in a job of one rank, which has nobody to prove it to."""
+    """The job's secret; empty in a job of one rank, which makes no connections."""
     epoch: int
-    """Number of this start; part of what is proven."""
+    """Number of this start; the handshake covers it."""
     timeout_s: float
     """Longest wait for a connection without any progress (``HORO_START_TIMEOUT``)."""
     interfaces: str | None = None
-    """The user's choice of interfaces here, see ``interfaces.select_addresses``."""
+    """The user's choice of interfaces on this host, see ``interfaces.select_addresses``."""
     sockets_per_peer: int = 1
     data_by_mpi: bool = False
-    """Data needs no links."""
+    """Whether MPI carries the data, so that data needs no links."""
 
     @property
     def data_sockets(self) -> int:
@@ -50,7 +53,7 @@ class Directory:
         return 0 if self.data_by_mpi else self.sockets_per_peer
 
     def name(self, rank: int) -> str:
-        """``rank 3 (h2)``."""
+        """The rank with its host name: ``rank 3 (h2)``."""
         return f"rank {rank} ({self.host_names[rank]})"
 
     def names(self, ranks: Sequence[int]) -> str:

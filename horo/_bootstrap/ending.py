@@ -1,9 +1,9 @@
-"""The end of a rank by an exception: the other ranks and hororun are told which, and its traceback is kept short.
+"""Reports the exception that ends a rank to the other ranks and to hororun, and shortens its traceback.
 
-Python calls ``sys.excepthook`` with the exception that ends the main thread. The hook that was there before prints the
-traceback first. For ``SystemExit`` Python calls no hook and only asks for its ``code``: so ``sys.exit`` raises one that
-notices who asks. (``raise SystemExit(7)`` goes unnoticed and ends a rank as a shutdown does.) hororun reads notes, a
-line of JSON each, from a pipe that it has given to the rank.
+Python calls ``sys.excepthook`` with the exception that ends the main thread. The hook that was set before prints the
+traceback first. For ``SystemExit`` Python calls no hook and only reads its ``code``: so ``sys.exit`` raises a subclass
+that detects a read by the interpreter. (``raise SystemExit(7)`` is not detected and ends a rank as a shutdown does.)
+hororun reads messages, one line of JSON each, from a pipe that it has passed to the rank.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _CULPRIT = re.compile(r"rank (\d+)\b")
 
 
 class EndNotes:
-    """The pipe to hororun.
+    """Messages to hororun about the end of this rank, sent over a pipe.
 
     Args:
         end_pipe: the value of ``HORO_END_PIPE``; None: there is none, and nothing is written.
-        ranks: the numbers that hororun has for the ranks of this job, where they are others.
+        ranks: hororun's numbers of the ranks of this job, if they differ from the job's own.
     """
 
     def __init__(self, end_pipe: str | None, ranks: tuple[int, ...] | None = None) -> None:
@@ -44,20 +44,20 @@ class EndNotes:
         fd, _, inode = (end_pipe or "").partition(":")
         with contextlib.suppress(OSError, ValueError):
             status = os.fstat(int(fd))
-            # What stands between hororun and this process may have closed it, and the number may be another file's.
+            # A program between hororun and this process may have closed it, and the number may be that of another file.
             if stat.S_ISFIFO(status.st_mode) and status.st_ino == int(inode):
                 self._fd = int(fd)
 
     def joined(self) -> None:
-        """``init()`` was called."""
+        """Reports that ``init()`` was called."""
         self._write({"joined": True, "awaits_all": self._ranks is None})
 
     def ended(self, error: str, where: str, culprit: int | None) -> None:
-        """An exception ends this rank; ``culprit``: the rank that ended the group before, if one has."""
+        """Reports that an exception ends this rank; ``culprit``: the rank that ended the group before, if any."""
         self._write({"error": error, "where": where, "points_at": self._number(culprit)})
 
     def lost(self, culprit: int | None) -> None:
-        """``culprit`` has ended the group."""
+        """Reports that ``culprit`` has ended the group; None: reports nothing."""
         if culprit is not None:
             self._write({"points_at": self._number(culprit)})
 
@@ -71,15 +71,15 @@ class EndNotes:
 
 
 def culprit_of(health: HoroError | None) -> int | None:
-    """The rank that the core's sentence about the end of the group blames; None: it blames none."""
-    if health is None or isinstance(health, DeadlockError):  # which names all ranks, and none as the cause
+    """The rank that the core's message about the end of the group names as the cause; None: it names none."""
+    if health is None or isinstance(health, DeadlockError):  # a deadlock names all ranks, and none as the cause
         return None
     found = _CULPRIT.match(str(health))
     return int(found[1]) if found is not None else None
 
 
 def describe_exception(error: BaseException) -> str:
-    """``ValueError: bad sample in shard 7``: one line of printable characters, cut where it is long."""
+    """The exception as one line of printable characters, cut if it is long: ``ValueError: bad sample in shard 7``."""
     try:
         message = str(error)
     except Exception:
@@ -92,7 +92,7 @@ def describe_exception(error: BaseException) -> str:
 
 
 def script_line(traceback: TracebackType | None) -> str:
-    """``train.py, line 7``: the innermost line that is of no library, else the innermost one; empty: there is none."""
+    """The innermost line outside libraries, else the innermost line: ``train.py, line 7``. Empty: there is none."""
     places = []
     while traceback is not None:
         places.append((traceback.tb_frame.f_code.co_filename, traceback.tb_lineno))
@@ -109,9 +109,9 @@ def _innermost(places: Sequence[tuple[str, int]]) -> str:
 
 
 def shorten_traceback(error: BaseException) -> None:
-    """Cuts the frames inside horo off the end of the traceback of an error that horo raises about others.
+    """Removes the frames inside horo from the end of the traceback of an error that horo raises about other ranks.
 
-    Where the error was made says nothing to who reads it: the last line shown is the call of horo in the script.
+    The place inside horo does not help the user: the last line of the traceback is then the call of horo in the script.
     """
     if not isinstance(error, HoroError) or isinstance(error, InternalError):
         return
@@ -126,11 +126,10 @@ def shorten_traceback(error: BaseException) -> None:
 
 @cache
 def watch_exceptions(tell: Callable[[BaseException, str], None]) -> None:
-    """From now on, ``tell`` is called with the exception that ends this process, and ``script_line`` of it.
+    """Registers ``tell``, which is called with the exception that ends this process and with its ``script_line``.
 
-    Its traceback has been printed then.
-
-    A ``SystemExit`` counts where ``sys.exit`` was called in the main thread with a code that is not 0.
+    The traceback of the exception has been printed by then. A ``SystemExit`` counts if ``sys.exit`` was called in the
+    main thread with a code that is not 0.
     """
     before, process = sys.excepthook, os.getpid()
 
@@ -152,12 +151,12 @@ def _watch_exit(tell: Callable[[BaseException, str], None]) -> None:
     before, code_of = sys.exit, SystemExit.__dict__["code"]
 
     class Exit(SystemExit):
-        """A ``SystemExit`` in all that a program sees of it, but for its type."""
+        """A ``SystemExit`` that differs from the original only in its type."""
 
         where = ""
 
         def _code(self) -> object:
-            """The interpreter asks for it, from no frame of Python, when this exception ends the process."""
+            """The interpreter reads it, from no frame of Python, when this exception ends the process."""
             code: object = code_of.__get__(self)
             if _has_no_caller(2) and code is not None and not (isinstance(code, int) and code == 0):
                 tell(self, self.where)
@@ -177,7 +176,7 @@ def _watch_exit(tell: Callable[[BaseException, str], None]) -> None:
     @wraps(before)
     def leave(status: object = None, /) -> NoReturn:
         if threading.current_thread() is not threading.main_thread() or isinstance(status, BaseException):
-            before(status)  # type: ignore[arg-type]  # ends the thread alone, or is an exception of the program's
+            before(status)  # type: ignore[arg-type]  # ends the thread alone, or is an exception of the program
         try:
             before(status)  # type: ignore[arg-type]
         except SystemExit as error:
@@ -189,7 +188,7 @@ def _watch_exit(tell: Callable[[BaseException, str], None]) -> None:
 
 
 def _line_of_frame(frame: FrameType | None) -> str:
-    """As ``script_line``; while Python ends, the exception does not have its traceback."""
+    """As ``script_line``, but from a frame: while Python exits, the exception has no traceback."""
     places = []
     while frame is not None:
         places.append((frame.f_code.co_filename, frame.f_lineno))

@@ -1,8 +1,7 @@
-"""The first thing that ranks tell each other in a store that authenticates no client: a fresh nonce of each.
+"""Derives the secret of a start from fresh nonces of all ranks, in a store that authenticates no client.
 
-``HORO_SECRET`` may serve several jobs, or one that is started again and again under the same name. What was written, or
-proven in a handshake, in another start must be worth nothing in this one, also if somebody has kept it and puts it
-into the store again.
+``HORO_SECRET`` may serve several jobs, or one that is started repeatedly under the same name. A value or a proof from
+another start must not be valid in this one, even if an attacker has recorded it and writes it to the store again.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ _NONCE_BYTES = 32
 
 
 def greet(rendezvous: Rendezvous, secret: bytes | None) -> bytes:
-    """Waits for the nonces of all ranks, and makes from them the secret of this start.
+    """Waits for the nonces of all ranks, and derives the secret of this start from them.
 
-    Each rank uses its own nonce as it has drawn it, not as it stands in the store: whoever changes one brings ranks to
-    different secrets, and nobody can bring a rank to one of an earlier start.
+    Each rank uses its own nonce as drawn, not as read from the store: a changed nonce gives the ranks different
+    secrets, and no change of the store can give a rank the secret of an earlier start.
 
     Args:
-        rendezvous: of this purpose only.
-        secret: of the job; None: the nonces alone make it, so who can read the store knows it.
+        rendezvous: a rendezvous for this purpose only.
+        secret: the job's secret. None: only the nonces determine the result, so each reader of the store can derive it.
 
     Raises:
-        As ``Rendezvous.gather``, and as the store does where a value has a wrong MAC.
+        As ``Rendezvous.gather``, and as the store if a value has a wrong MAC.
     """
     rendezvous.enter()
     nonce = secrets.token_bytes(_NONCE_BYTES)

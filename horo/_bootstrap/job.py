@@ -1,4 +1,4 @@
-"""From an environment to a running rank: ``start`` does everything that ``init()`` promises."""
+"""Starts a rank: ``start`` takes an environment and returns a running rank, as ``init()`` promises."""
 
 from __future__ import annotations
 
@@ -69,24 +69,24 @@ class Connection:
     gradients_ready: str
     directory: Directory = field(repr=False)
     mpi: MpiWorld | None = None
-    """Through which the ranks met, if they did."""
+    """The MPI world of the job; None if the ranks did not start through MPI."""
 
 
 class RunningRank:
     """One rank of a running job.
 
     Attributes:
-        context: the native rank.
-        rank, size: in the job.
+        context: the native context.
+        rank, size: rank and size in the job.
         local_rank, local_size, cross_rank, cross_size: among the hosts, as the launcher counts them.
         is_homogeneous: whether all hosts have equally many ranks.
         hosts: the ranks of each host, that is of each set of ranks that share memory.
-        host_names: by rank.
-        cores: on which the ranks of this host may run, together.
+        host_names: host names by rank.
+        cores: number of cores on which the ranks of this host may run, together.
         overlap: the user's choice for ``HORO_OVERLAP``.
         gradients_ready: the user's choice for ``HORO_GRADIENTS_READY``.
-        directory: of all ranks, with the job's secret: what ``team_links`` needs to make more links.
-        mpi: through which the ranks met, None where they met otherwise.
+        directory: addresses of all ranks and the job's secret; ``team_links`` needs them to make more links.
+        mpi: the MPI world of the job; None if the ranks did not start through MPI.
     """
 
     def __init__(self, connection: Connection, notes: EndNotes | None = None) -> None:
@@ -111,7 +111,7 @@ class RunningRank:
         _living.add(self)
 
     def close(self) -> None:
-        """Leaves the job: says goodbye to the peers and frees all; idempotent. Does nothing in a forked child."""
+        """Leaves the job, announces that to the peers, frees everything; idempotent. Does nothing in a forked child."""
         if not self._closed and os.getpid() == self._pid:
             self._closed = True
             _living.discard(self)
@@ -120,12 +120,12 @@ class RunningRank:
             self.context.destroy()
 
     def add_team(self, ranks: Sequence[int]) -> int:
-        """Adds a set of ranks that do collectives among themselves; all ranks of the job call it, see ``teams``."""
+        """Adds a team of ranks that do collectives among themselves; all ranks of the job call it, see ``teams``."""
         self._teams_begun += 1
         return add_team(self.context, self.directory, self._teams_begun, ranks)
 
     def note_loss(self) -> None:
-        """Under MPI, remembers for the end of the process that a peer is lost."""
+        """Under MPI, records the loss of a peer for the exit handler."""
         health = self.context.health() if self.mpi is not None else None
         if isinstance(health, GroupError) and not isinstance(health, AbortedError):
             _losses.append(health)
@@ -145,17 +145,17 @@ def _find_loss() -> HoroError | None:
 
 
 _end_notes: list[EndNotes] = []
-"""Of the last start."""
+"""Only those of the last start."""
 
 
 def _on_exception(error: BaseException, where: str) -> None:
-    """An exception ends this process."""
+    """Reports the exception that ends this process."""
     culprits = [culprit_of(job.context.health()) for job in _living]
     culprit = next((rank for rank in culprits if rank is not None), None)
     text = describe_exception(error)
     _end_notes[-1].ended(text, where, culprit)
     if isinstance(error, KeyboardInterrupt):
-        return  # Ctrl-C comes to all ranks: each has its own, and leaves
+        return  # Ctrl-C reaches all ranks: each gets its own, and leaves
     for job in list(_living):
         job.context.end(text)
 
@@ -176,14 +176,14 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 @dataclass
 class _Starts:
-    """How often this rank has started in this process, and what the last start left in the store."""
+    """The number of starts of this rank in this process, and the keys that the last start left in the store."""
 
     count: int = 0
     leftovers: list[str] = field(default_factory=list)
 
 
 _starts: dict[Launch, _Starts] = {}
-"""All ranks of a job start equally often, so the count names the start."""
+"""All ranks of a job start equally often, so the count identifies the start."""
 
 
 def start(environ: Mapping[str, str] | None = None, comm: Any = None) -> RunningRank:
@@ -191,7 +191,7 @@ def start(environ: Mapping[str, str] | None = None, comm: Any = None) -> Running
 
     Args:
         environ: instead of this process's environment.
-        comm: which processes form the job, see ``detect.find_launch``.
+        comm: the processes that form the job, see ``detect.find_launch``.
 
     Raises:
         UsageError: a variable has a bad value, the launcher's environment is incomplete, or ``comm`` does not fit.
@@ -237,14 +237,14 @@ def _say_start(launch: Launch, connection: Connection, seconds: float) -> None:
 
 
 def connect(launch: Launch, config: Config, epoch: int, leftovers: list[str]) -> Connection:
-    """Everything of ``start`` before the context.
+    """Does all steps of ``start`` before the context exists.
 
     Args:
-        launch: who this process is.
-        config: its settings.
+        launch: the launcher's facts about this process.
+        config: settings of this process.
         epoch: number of this start of the job, equal on all ranks.
-        leftovers: keys of this rank from its earlier starts, deleted once all ranks are in this one; its keys of this
-            start that stay are put in.
+        leftovers: keys of this rank from its earlier starts, deleted once all ranks are in this one; keys of this start
+            that stay in the store are appended.
     """
     if launch.size == 1:
         return _alone(launch, config)
@@ -261,7 +261,7 @@ def connect(launch: Launch, config: Config, epoch: int, leftovers: list[str]) ->
 def _meeting(
     launch: Launch, config: Config, epoch: int, leftovers: list[str], *, store: Store, part: str = ""
 ) -> Iterator[Rendezvous]:
-    """A rendezvous for ``part`` of a start; the others are told if an exception ends it."""
+    """A rendezvous for ``part`` of a start; an exception that ends it is published to the other ranks."""
     prefix = f"horo/{launch.job_id}/{epoch}/{part}"
     rendezvous = Rendezvous(prefixed(store, prefix), launch.rank, launch.size, launch.host_name, config.start_timeout_s)
     try:
@@ -302,7 +302,7 @@ def _open_store(
 
 @dataclass(frozen=True)
 class _Start:
-    """What the parts of one start have in common."""
+    """The values that all steps of one start need."""
 
     launch: Launch
     config: Config
@@ -319,7 +319,7 @@ def _join(start: _Start, secret: bytes) -> Connection:
     identity = read_identity(config.host_id)
     rendezvous.publish("peer info", PeerInfo.of(launch, config, identity, start.address, version()).encode())
     said = rendezvous.gather("peer info")
-    start.forget_earlier()  # not before: a slower rank may have been looking at the end of the last start until now
+    start.forget_earlier()  # not before: until now a slower rank may have read keys of the last start
     infos = check_agreement(said, lambda rank, host: f"rank {rank} ({host})")
     rendezvous.host_names.update({rank: info.host for rank, info in enumerate(infos)})
     candidates = group_ranks([info.identity for info in infos]).members(launch.rank)
@@ -438,7 +438,7 @@ def _alone(launch: Launch, config: Config) -> Connection:
 
 
 def _segment_bytes(config: Config, infos: Sequence[PeerInfo]) -> int:
-    """Within a host, what passes should stay in the cache; between hosts, few large pieces keep the link busy."""
+    """Within a host, segments are small, to stay in the cache; between hosts, they are large, to keep the link busy."""
     if config.segment_bytes is not None:
         return config.segment_bytes
     machines = {info.identity for info in infos}

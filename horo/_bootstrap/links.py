@@ -1,7 +1,7 @@
-"""Streams between hosts: a tree of leaders for agreement, and links between owners of equal index for data.
+"""Makes the streams between hosts: a tree of leaders for agreement, and links between owners of equal index for data.
 
-Which hosts have them with which, ``grouping`` says. The rank on the higher host dials. Every listener closes once all
-links of the job stand.
+``grouping`` computes the pairs of hosts that have links. The rank on the higher host dials. Every listener is closed
+once all links of the job are made.
 """
 
 from __future__ import annotations
@@ -27,39 +27,39 @@ __all__ = ["LinkGroup", "Links", "by_host", "connect_hosts"]
 
 _TOPIC = "listen"
 _SLICE_S = 0.5
-"""Longest attempt or wait before looking whether another rank has failed meanwhile."""
+"""Longest attempt or wait between two checks whether another rank has failed."""
 
 
 class LinkGroup(Protocol):
-    """Those who make links together, seen by one of them; a ``Rendezvous`` is one."""
+    """The ranks that make links together, from the view of one of them; implemented by ``Rendezvous``."""
 
     @property
     def rank(self) -> int:
-        """Of this process."""
+        """Rank of this process."""
 
     @property
     def timeout_s(self) -> float:
         """Longest wait without any progress."""
 
     def check(self) -> None:
-        """Raises if it is known that links can come about no more."""
+        """Raises if the links can no longer be made, for example since another rank has failed."""
 
     def name(self, rank: int) -> str:
-        """A rank for messages."""
+        """Name of a rank, for messages."""
 
     def names(self, ranks: Sequence[int]) -> str:
-        """Several ranks for messages."""
+        """Names of several ranks, for messages."""
 
 
 class Links:
     """The streams of this rank to other hosts: ``listen``, ``dial``, ``wait``, then ``finish``; ``abort`` at any time.
 
     Args:
-        group: who makes them.
-        directory: of the job.
-        links: of this rank; peers by their rank in the job.
-        own_host: by the number that the links count hosts by.
-        team: for which team they are, 0: all ranks; part of what is proven.
+        group: the ranks that make the links.
+        directory: the directory of the job.
+        links: the links of this rank; a peer is a rank of the job.
+        own_host: number of this rank's host, in the numbering of ``links``.
+        team: number of the team that gets the links; 0: all ranks. The handshake covers it.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Links:
         self._dialed: dict[Link, socket.socket] = {}
 
     def listen(self) -> list[Endpoint]:
-        """Accepts the links from higher hosts; returns where, an empty list if there are none.
+        """Starts to accept the links from higher hosts; returns the endpoints, an empty list if there are none.
 
         Raises:
             UsageError, ResourceError: as ``listen_addresses`` and ``bind_all``.
@@ -85,7 +85,7 @@ class Links:
         return self._incoming.listen(self._directory.secret, addresses)
 
     def dial(self, find: Callable[[int], Sequence[Endpoint]]) -> None:
-        """Connects to those on lower hosts; ``find`` says where a rank listens, and may wait for that.
+        """Connects to the peers on lower hosts; ``find`` returns the endpoints of a rank, and may wait for them.
 
         Raises:
             TimeoutError: a rank could not be reached; names it and its addresses. Others: as ``find`` and
@@ -98,31 +98,31 @@ class Links:
             self._dialed[link] = _dial_link(self._group, claim, find(link.peer), self._directory)
 
     def wait(self) -> None:
-        """Returns once those on higher hosts have connected; raises TimeoutError if one does not come."""
+        """Waits until the peers on higher hosts have connected; raises TimeoutError if one does not."""
         self._incoming.wait()
 
     def finish(self) -> dict[Link, socket.socket]:
-        """A nonblocking, close-on-exec TCP socket per link, the caller's. Call it once all ranks have connected."""
+        """Hands a nonblocking, close-on-exec TCP socket per link to the caller, once all ranks have connected."""
         connected = {**self._dialed, **self._incoming.close()}
         for connection in connected.values():
             connection.setblocking(False)
         return connected
 
     def abort(self) -> None:
-        """Closes everything."""
+        """Closes all listeners and sockets."""
         for connection in (*self._dialed.values(), *self._incoming.close().values()):
             connection.close()
 
 
 def connect_hosts(rendezvous: Rendezvous, directory: Directory) -> Links:
-    """Connects this rank to all those it has links to in the job.
+    """Makes all links of this rank in the job.
 
     Args:
-        rendezvous: where addresses are published.
-        directory: the same on all ranks.
+        rendezvous: publishes the addresses.
+        directory: the directory of the job.
 
     Raises:
-        TimeoutError: a rank could not be reached, or did not come; names it and its addresses.
+        TimeoutError: a rank could not be reached, or did not connect; names it and its addresses.
         AbortedError, UsageError, ResourceError: as ``Rendezvous.gather`` and ``listen_addresses``.
     """
     grouping, rank = directory.grouping, directory.rank
@@ -147,7 +147,7 @@ def connect_hosts(rendezvous: Rendezvous, directory: Directory) -> Links:
 def by_host(
     connected: Mapping[Link, socket.socket], host_count: int, sockets_per_peer: int
 ) -> tuple[list[int], list[int]]:
-    """The descriptors of sockets, which are the caller's from now on, as ``Setup`` wants them: control and data."""
+    """Detaches the descriptors of the sockets, in the order of ``Setup``: control and data. The caller owns them."""
     control, data = [-1] * host_count, [-1] * host_count * sockets_per_peer
     for link, connection in connected.items():
         if link.purpose is Purpose.CONTROL:
@@ -180,7 +180,7 @@ def _dial_link(group: LinkGroup, claim: Claim, endpoints: Sequence[Endpoint], di
 
 
 class _IncomingLinks:
-    """The links that ranks of higher hosts make to this one."""
+    """The links that ranks on higher hosts make to this rank."""
 
     def __init__(self, group: LinkGroup, awaited: Sequence[Link], epoch: int, team: int) -> None:
         self._group = group
@@ -192,7 +192,7 @@ class _IncomingLinks:
         self._connected: dict[Link, socket.socket] = {}
 
     def listen(self, secret: bytes, addresses: Sequence[str]) -> list[Endpoint]:
-        """Starts to accept them; where."""
+        """Starts to accept the links; returns the endpoints."""
         listeners = bind_all(addresses)
         self._endpoints = [Endpoint(*listener.getsockname()[:2]) for listener in listeners]
         log = logging.getLogger("horo")
@@ -202,7 +202,7 @@ class _IncomingLinks:
         return self._endpoints
 
     def wait(self) -> None:
-        """Returns once all are there; raises TimeoutError after ``timeout_s`` without progress."""
+        """Waits for all links; raises TimeoutError after ``timeout_s`` without progress."""
         timeout_s = self._group.timeout_s
         missing: list[Link] = []
         deadline = time.monotonic() + timeout_s
@@ -227,7 +227,7 @@ class _IncomingLinks:
                 )
 
     def close(self) -> dict[Link, socket.socket]:
-        """Closes the listeners; the connections are the caller's."""
+        """Closes the listeners and hands the connections to the caller."""
         if self._listener is not None:
             self._listener.close()
         connected, self._connected = self._connected, {}

@@ -7,7 +7,7 @@ import logging
 __all__ = ["prepare_log"]
 
 _LEVELS = {
-    "trace": logging.DEBUG,  # finer messages are the core's alone
+    "trace": logging.DEBUG,  # only the core has finer messages
     "debug": logging.DEBUG,
     "info": logging.INFO,
     "warning": logging.WARNING,
@@ -18,7 +18,7 @@ _LEVELS = {
 
 
 class _LogHandler(logging.StreamHandler):  # type: ignore[type-arg]  # not generic at run time before Python 3.11
-    """Our own handler, so that a later start can take it away again."""
+    """A handler of horo's own, so that a later start can remove it."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()

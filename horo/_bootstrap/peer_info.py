@@ -1,4 +1,4 @@
-"""Peer info: each rank publishes it first; parts of it must be equal on all ranks."""
+"""Peer info: the data about a rank that it publishes first; parts must be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def check_agreement(messages: Sequence[bytes], name: Callable[[int, str], str]) 
 
     Args:
         messages: encoded peer info, by rank.
-        name: gives a rank's name for messages from its number and host.
+        name: makes a rank's name for messages from its number and host.
 
     Raises:
         MismatchError: two ranks differ in version, job size or a shared setting; names both, their hosts and values.
@@ -152,7 +152,7 @@ def places_alike(peers: Sequence[PeerInfo], arenas: Grouping) -> bool:
 
 
 def _nodes(peers: Sequence[PeerInfo], arenas: Grouping) -> Grouping:
-    """The launcher's hosts where it numbers them; two may share a machine, and one may have several arenas."""
+    """The launcher's hosts if it numbers them; two may share a machine, and one may have several arenas."""
     if any(peer.node is None for peer in peers):
         return arenas
     return group_ranks([peer.node for peer in peers])

@@ -21,18 +21,18 @@ _ERRORS_OF_ALL_RANKS: dict[str, type[HoroError]] = {error.__name__: error for er
 
 
 def rank_is_missing(job_id: str, reason: str) -> tuple[str, bytes]:
-    """The key and the value that end the first start of a job for all ranks: one of them will not come."""
+    """The key and the value that end the first start of a job on all ranks, since one rank cannot join."""
     return f"horo/{job_id}/1/{_FAILED}", f"{PeerLostError.__name__}\n{reason}".encode("utf-8", "replace")
 
 
 class Rendezvous:
-    """One start of one job, seen by one rank.
+    """One start of one job, from the view of one rank.
 
     Args:
-        store: seen through a namespace of its own for this start.
-        rank: of this process.
-        size: of the job.
-        host_name: for messages.
+        store: a view of the store with a namespace for this start.
+        rank: rank of this process.
+        size: size of the job.
+        host_name: name of this host, for messages.
         timeout_s: longest wait without any progress.
     """
 
@@ -163,6 +163,6 @@ def error_of_peer(kind: str, message: str) -> HoroError:
 
 
 def list_ranks(names: Sequence[str]) -> str:
-    """Joins names; beyond eight only their number."""
+    """Joins at most eight names and the number of the rest."""
     more = f" and {len(names) - _SHOWN_MAX} more" if len(names) > _SHOWN_MAX else ""
     return ", ".join(names[:_SHOWN_MAX]) + more

@@ -1,4 +1,4 @@
-"""The log lines about a job that has started: one for the job, one for each rank. Pure."""
+"""Makes the log lines about a job that has started: one for the job, one for each rank. Pure functions."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _HOSTS_MAX = 8
 
 
 def describe_job(setup: Setup, launch: Launch, core: str, simd: str) -> str:
-    """Version, size, hosts, launcher and what carries the data.
+    """Version, size, hosts, launcher and transport of the data.
 
     Args:
-        setup: of any rank.
-        launch: who started it.
+        setup: the setup of any rank.
+        launch: the launch of the job.
         core: version of the native core.
-        simd: what it computes with.
+        simd: instruction set of the core.
     """
     launcher = {"none": "nobody", "mpi": "MPI", "slurm": "Slurm"}.get(launch.kind, launch.kind)
     ranks = "1 rank"
@@ -45,13 +45,13 @@ def _data(setup: Setup) -> str:
 
 
 def describe_rank(setup: Setup, place: Place, process: int, cores: int, seconds: float) -> str:
-    """Where a rank is, and what it has.
+    """The place of a rank, its cores and its segments.
 
     Args:
-        setup, place: the rank's.
-        process: its id.
-        cores: of its host, for all ranks there.
-        seconds: how long its start took.
+        setup, place: setup and place of the rank.
+        process: id of its process.
+        cores: number of cores on its host, for all ranks there.
+        seconds: duration of its start.
     """
     host = setup.host_name_of_rank[setup.rank]
     return (

@@ -1,14 +1,13 @@
-"""Links for a team, which is some ranks of a job, made while the job runs.
+"""Makes the links of a team, which is some ranks of a job, while the job runs.
 
-A team numbers its own: a member's rank there is its position among the members, hosts are numbered by their lowest
-member, and a member's local index is its position among the members on its host. Links are those that a job of these
-ranks would have. All ranks of the job take part in two exchanges, members or not, so that all know whether the team has
-its links:
+A team has its own numbers: a member's rank is its position among the members, hosts are numbered by their lowest
+member, and a member's local index is its position among the members on its host. The links are those that a job of
+these ranks would have. All ranks of the job take part in two exchanges, members or not, so that all get one result:
 
-1. Every rank says of which team it speaks; members that wait for others say where they listen. Then members connect.
-2. Every rank says whether it has all its links.
+1. Every rank sends a digest of the team; members that accept links also send their endpoints. Then members connect.
+2. Every rank reports whether it has all its links.
 
-Whoever fails says so in the exchange that is next, and every rank raises: nobody keeps links that others lack.
+A rank that fails reports its error in the next exchange, and every rank raises: no rank keeps links that others lack.
 """
 
 from __future__ import annotations
@@ -30,30 +29,30 @@ from horo.errors import InternalError, MismatchError, UsageError
 __all__ = ["Exchange", "TeamLinks", "connect_team"]
 
 Exchange = Callable[[bytes], Sequence[bytes]]
-"""A collective of all ranks of the job: takes what this rank says, returns what each has said, by rank. May raise."""
+"""A collective of all ranks of the job: takes this rank's message, returns the messages of all, by rank. May raise."""
 
 _NUMBER_MAX = (1 << 32) - 1
 
 
 @dataclass(frozen=True)
 class TeamLinks:
-    """A member's place in a team and its links there, which are the caller's; ``close`` closes them all."""
+    """A member's place in a team and its links there, which the caller owns; ``close`` closes them all."""
 
     number: int
-    """The team's, in the job."""
+    """Number of the team in the job."""
     members: tuple[int, ...]
     """Ranks of the job, ascending."""
     rank: int
     """This process's position among them."""
     grouping: Grouping
-    """Of the members, by position."""
+    """Hosts of the members, by position."""
     control_fds: list[int]
     """By host of the team, as in ``Setup``; -1 for none."""
     data_fds: list[int]
-    """Number ``i`` to a host of the team is at ``host * sockets_per_peer + i``, as in ``Setup``; -1 for none."""
+    """Socket ``i`` to a host of the team is at ``host * sockets_per_peer + i``, as in ``Setup``; -1 for none."""
 
     def close(self) -> None:
-        """Closes all descriptors. Not after something else, such as the core, has taken them over."""
+        """Closes all descriptors. It must not be called after another owner, such as the core, has taken them over."""
         close_all(number for number in (*self.control_fds, *self.data_fds) if number >= 0)
 
 
@@ -64,25 +63,25 @@ def connect_team(
     exchange: Exchange,
     check: Callable[[], None] = lambda: None,
 ) -> TeamLinks | None:
-    """Makes the links of a team. All ranks of the job call it at once with the same team; members and others alike.
+    """Makes the links of a team. All ranks of the job, members or not, call it at the same time with the same team.
 
     Waits for connections at most ``directory.timeout_s`` without progress, and for an exchange as long as that takes.
 
     Args:
-        directory: of the job.
-        number: 1 to 2^32 - 1; no other team of this start has or had it, or is being made under it.
+        directory: the directory of the job.
+        number: 1 to 2^32 - 1, used for no other team of this start.
         members: ranks of the job, ascending.
-        exchange: called twice, or once where the first ends it.
+        exchange: called twice, or once if the first step fails.
         check: called every few seconds or more often while connections are awaited; raises to give up.
 
     Returns:
         This rank's place and links; None on a rank that is no member.
 
     Raises:
-        TimeoutError: a member could not be reached, or did not come; names it and its addresses.
-        MismatchError: ranks speak of different teams.
-        UsageError, ResourceError: the team or the addresses to listen on cannot be.
-        AbortedError, PeerLostError: another rank failed; says which and why.
+        TimeoutError: a member could not be reached, or did not connect; names it and its addresses.
+        MismatchError: ranks have passed different teams.
+        UsageError, ResourceError: the team is not valid, or there is no address to listen on.
+        AbortedError, PeerLostError: another rank failed; the message names it and the reason.
         Others: as ``exchange`` and ``check``. Nothing is left open then.
     """
     setup = _TeamSetup(directory, number, members, check)
@@ -96,7 +95,7 @@ def connect_team(
 
 
 class _TeamSetup:
-    """One rank's part in making one team's links. It is the ``LinkGroup`` of its ``Links``."""
+    """The steps of one rank that make the links of one team. It is the ``LinkGroup`` of its ``Links``."""
 
     def __init__(self, directory: Directory, number: int, members: Sequence[int], check: Callable[[], None]) -> None:
         self.rank, self.timeout_s = directory.rank, directory.timeout_s
@@ -113,7 +112,7 @@ class _TeamSetup:
         self._endpoints: list[list[Endpoint]] = []
 
     def exchange(self, exchange: Exchange, step: Callable[[], bytes]) -> list[bytes]:
-        """Does ``step`` here; what the ranks' steps have returned. An error anywhere is one here."""
+        """Runs ``step`` and returns the results of all ranks. Raises if the step failed on any rank."""
         try:
             mine = pack_fields([b"", step()])
         except BaseException as error:
@@ -134,7 +133,7 @@ class _TeamSetup:
         return [value for _, value in answers]
 
     def listen(self) -> bytes:
-        """What this rank says first: of which team it speaks, and where it listens."""
+        """Starts to listen; returns this rank's first message, with a digest of the team and the endpoints."""
         self._check_team()
         host_of_rank = self._directory.grouping.host_of_rank
         self._grouping = group_ranks([host_of_rank[member] for member in self._members])
@@ -152,7 +151,7 @@ class _TeamSetup:
         return pack_fields([team, self._told.encode(), ",".join(map(str, endpoints)).encode()])
 
     def receive(self, said: Sequence[bytes]) -> None:
-        """Takes in what all ranks have said first; the same on all ranks, so an error is one on all."""
+        """Checks and stores the first messages of all ranks. All ranks have the same ones, so all raise or none."""
         words = [unpack_fields(word) for word in said]
         for rank, (team, told, _) in enumerate(words):
             if team != words[0][0]:
@@ -170,7 +169,7 @@ class _TeamSetup:
         return b""
 
     def finish(self) -> TeamLinks | None:
-        """Ends the listening."""
+        """Stops listening; returns the links, None on a rank that is no member."""
         if self._links is None:
             return None
         control, data = by_host(self._links.finish(), len(self._grouping.hosts), self._directory.sockets_per_peer)
@@ -178,7 +177,7 @@ class _TeamSetup:
         return TeamLinks(self._number, self._members, place, self._grouping, control, data)
 
     def abort(self) -> None:
-        """Closes everything."""
+        """Closes all listeners and sockets."""
         if self._links is not None:
             self._links.abort()
 

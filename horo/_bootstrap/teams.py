@@ -1,4 +1,4 @@
-"""Teams of a running job: links between the members where they are on several hosts, then the core's agreement."""
+"""Adds teams to a running job: makes links if the members are on several hosts, then adds the team to the core."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ def add_team(context: Context, directory: Directory, number: int, ranks: Sequenc
     """Adds a team. All ranks of the job call it, members and others, in the same order for several teams; blocks.
 
     Args:
-        context, directory: of the job.
-        number: of this call, from 1: all ranks count their calls.
+        context, directory: context and directory of the job.
+        number: number of this call, from 1; equal on all ranks, since each counts its calls.
         ranks: the members' ranks in the job, ascending.
 
     Returns:
         The core's number of the team, for ``RequestBuffer.fill`` and ``Context.remove_team``; the same on all ranks.
 
     Raises:
-        HoroError: as ``connect_team`` and ``Context.add_team``; an error on one rank is one on all.
+        HoroError: as ``connect_team`` and ``Context.add_team``; if one rank raises, all do.
     """
     step = iter(("listen", "connect"))
     links = connect_team(
@@ -46,7 +46,7 @@ def _check(context: Context) -> None:
 
 
 def _exchange(context: Context, name: str, mine: bytes) -> list[bytes]:
-    """What every rank says, by rank: an allgather of bytes."""
+    """The messages of all ranks, by rank: an allgather of bytes."""
     data = array("B", mine)
     tensor = Tensor(data.buffer_info()[0], 0, (len(mine),), DTYPES["uint8"])
     handle = context.submit(RequestBuffer.of(OPS["allgather"], name, [tensor], transient=True))

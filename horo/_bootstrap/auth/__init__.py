@@ -1,1 +1,1 @@
-"""The job's secret: proof that both ends know it, frames with a MAC, and credentials that bring it to the ranks."""
+"""Authentication by the job's secret: the handshake, frames with a MAC, credentials that carry the secret."""

@@ -21,8 +21,8 @@ class SecretFile:
     """The file of one start. Other users can read neither the file nor its folder.
 
     Args:
-        name: of the start; unique.
-        home: of the user.
+        name: unique name of the start.
+        home: home directory of the user.
     """
 
     def __init__(self, name: str, home: Path) -> None:
@@ -60,7 +60,7 @@ class SecretFile:
         """
         try:
             self._check_folder()
-            os.listdir(self._folder)  # noqa: PTH208 - makes NFS look again instead of remembering that nothing was there
+            os.listdir(self._folder)  # noqa: PTH208 - makes NFS discard a cached answer that there is no file
             descriptor = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:
             return None

@@ -1,4 +1,4 @@
-"""Length-prefixed frames, each with a MAC over its place in the order: nothing can be injected, replayed or reordered.
+"""Length-prefixed frames, each with a MAC over its sequence number: none can be injected, replayed or reordered.
 
 frame   = length (u32) | payload | HMAC-SHA256(key of this direction, sequence (u64) | payload)
 fields  = count (u32) | count x (length (u32) | bytes)
@@ -43,7 +43,7 @@ class Opener:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Takes what arrived and returns the payloads that are complete now.
+        """Takes received bytes and returns the payloads that are complete now.
 
         Raises:
             HandshakeError: a frame is too long or its MAC is wrong; the connection is of no more use.

@@ -1,4 +1,4 @@
-"""Mutual proof that both ends of a connection know the job's secret, without sending it.
+"""Mutual authentication of both ends of a connection by the job's secret, which is never sent.
 
     dialer   -> acceptor   HELLO    magic, version, purpose, number, from, to, epoch, team, address, port, nonce
     acceptor -> dialer     ANSWER   magic, version, nonce, MAC("accept")
@@ -6,10 +6,10 @@
     acceptor -> dialer     WELCOME  one byte
 
 Every MAC is HMAC-SHA256 under the job's secret over a label for the role, the whole HELLO and the acceptor's nonce, so
-it is good for one connection, one direction, one purpose, team and number and one pair of ranks only. Address and port
-are those that the dialer has connected to, and the acceptor's own: a process in between, which has one of its own,
-cannot pass the handshake on and keep the connection. The acceptor reads exactly these bytes: what follows on the
-connection belongs to its user.
+it is valid for one connection, one direction, one purpose, team and number and one pair of ranks only. Address and port
+are those to which the dialer has connected, and must equal the acceptor's own: a process in between has another address
+and therefore cannot relay the handshake and keep the connection. The acceptor reads exactly these bytes: all that
+follow on the connection belong to its user.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
 
 SECRET_BYTES_MIN = 16
 SECRET_BYTES = 32
-"""Of a secret that horo makes."""
+"""Length of a secret that horo makes."""
 WELCOME = b"\x01"
 _MAGIC = b"HORO"
 _VERSION = 3
@@ -52,9 +52,9 @@ _ANSWER = struct.Struct("!4sB3x32s32s")
 
 
 class HandshakeError(HoroError):
-    """The other end is not a member of this job, or not the one it should be.
+    """The other end is not a member of this job, or not the expected one.
 
-    ``reply`` is what to send before closing, so that the other end can name the reason too.
+    ``reply`` is the message to send before closing the connection, so that the other end can name the reason too.
     """
 
     def __init__(self, message: str, reply: bytes = b"") -> None:
@@ -63,7 +63,7 @@ class HandshakeError(HoroError):
 
 
 class Purpose(IntEnum):
-    """What a connection is for; part of what is proven."""
+    """The purpose of a connection; the MACs cover it."""
 
     STORE = 1
     ARENA = 2
@@ -73,21 +73,21 @@ class Purpose(IntEnum):
 
 @dataclass(frozen=True)
 class Claim:
-    """What the dialer says about the connection, bound into every MAC."""
+    """The dialer's description of the connection; every MAC covers it."""
 
     purpose: Purpose
     source: int = 0
     target: int = 0
     epoch: int = 0
     number: int = 0
-    """Of the connection among those with this purpose between these ranks; at most 255."""
+    """Number of the connection among those with this purpose between these ranks; at most 255."""
     team: int = 0
     """The team whose connection it is; 0: all ranks of the job."""
 
 
 @dataclass(frozen=True)
 class Session:
-    """A proven connection: what it is for and one key per direction."""
+    """The result of a handshake: the claim that was proven, and one key per direction."""
 
     claim: Claim
     send_key: bytes = field(repr=False)
@@ -105,7 +105,7 @@ def _mac(secret: bytes, label: bytes, transcript: bytes) -> bytes:
 
 
 def _packed(sockaddr: Any) -> tuple[bytes, int]:
-    """Address and port as they travel; zeros for a Unix socket, whose ends are on one host and of one user."""
+    """Address and port in the form of HELLO; zeros for a Unix socket, whose ends are on one host and of one user."""
     if not isinstance(sockaddr, tuple):
         return bytes(16), 0
     address = ipaddress.ip_address(str(sockaddr[0]).partition("%")[0])
@@ -114,17 +114,17 @@ def _packed(sockaddr: Any) -> tuple[bytes, int]:
 
 
 def _endpoint(packed: bytes, port: int) -> str:
-    """For messages."""
+    """Address and port as text, for messages."""
     address = ipaddress.IPv6Address(packed)
     return f"{address.ipv4_mapped}:{port}" if address.ipv4_mapped else f"[{address}]:{port}"
 
 
 class Acceptor:
-    """The accepting half without any I/O: feed it what arrives, send what it returns.
+    """The accepting side of the handshake, without I/O: the caller feeds received bytes and sends returned bytes.
 
     Args:
-        secret: the job's.
-        reached: the socket address at which the dialer has come here, ``getsockname()`` of the connection.
+        secret: the job's secret.
+        reached: the local address of the connection, from ``getsockname()``.
     """
 
     def __init__(self, secret: bytes, reached: Any = "") -> None:
@@ -134,7 +134,7 @@ class Acceptor:
         self._transcript = b""
         self._claim: Claim | None = None
         self.session: Session | None = None
-        """Set once the dialer has proven itself; WELCOME is then the caller's to send."""
+        """Set once the dialer is authenticated; the caller then sends WELCOME."""
 
     @property
     def started(self) -> bool:
@@ -143,12 +143,12 @@ class Acceptor:
 
     @property
     def missing_bytes(self) -> int:
-        """How many bytes may be read next; reading more would take what belongs to the connection's user."""
+        """Most bytes to read next; further bytes belong to the user of the connection."""
         whole = _HELLO.size if self._claim is None else _MAC_BYTES
         return whole - len(self._received)
 
     def feed(self, data: bytes) -> bytes:
-        """Takes at most ``missing_bytes`` bytes and returns what to send now.
+        """Takes at most ``missing_bytes`` received bytes and returns the bytes to send now.
 
         Raises:
             HandshakeError: the dialer is no member of the job.
@@ -195,14 +195,14 @@ class Acceptor:
 
 
 def authenticate(connection: socket.socket, secret: bytes, claim: Claim, deadline: float) -> Session:
-    """The dialing half on a connected socket.
+    """The dialing side of the handshake, on a connected socket.
 
     Args:
         connection: any stream socket; its timeout is changed.
         deadline: on ``time.monotonic()``.
 
     Raises:
-        HandshakeError: the acceptor is no member of the job, refused this claim, or was silent until the deadline.
+        HandshakeError: the acceptor is no member of the job, refused this claim, or did not answer by the deadline.
     """
     place = (claim.purpose, claim.number, claim.source, claim.target, claim.epoch, claim.team)
     try:

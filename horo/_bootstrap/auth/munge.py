@@ -1,7 +1,7 @@
 """Credentials of MUNGE, the authentication service of most Slurm sites.
 
 Only a process of the same user can decode a credential, on any host of the cluster. The decoder learns which user made
-it. So neither a client nor a server of another user learns the secret.
+it. So neither a client nor a server of another user obtains the secret.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Hosts: which ranks share one, and the memory that they share."""
+"""Hosts: the assignment of ranks to hosts, and the shared memory of each host."""

@@ -1,8 +1,8 @@
 """The arena: one host's shared memory. The lowest rank creates it and sends it to the other ranks of the host.
 
 Candidates are ranks with equal identity. Their leader listens on an abstract unix socket of random name. It sends the
-memory and all wake-up descriptors to each authenticated member. The connections stay open, so that each end sees the
-death of the other. Each member publishes whether it has received the memory, so that all ranks compute the same
+memory and all wake-up descriptors to each authenticated member. The connections stay open, so that each end detects
+the death of the other. Each member publishes whether it has received the memory, so that all ranks compute the same
 grouping. A member that cannot receive it becomes a host of its own.
 """
 
@@ -61,14 +61,14 @@ def join_arena(
     """Shares memory with as many of ``candidates`` as possible.
 
     Args:
-        rendezvous: through which socket names and outcomes are published.
+        rendezvous: publishes the name of the leader's socket and the result of each member.
         candidates: ascending ranks that may be on this host, this one included.
-        secret: the job's.
-        epoch: number of this start; part of the authentication.
-        bytes_for: bytes of shared memory for a number of ranks.
+        secret: the job's secret.
+        epoch: number of this start; the handshake covers it.
+        bytes_for: returns the bytes of shared memory for a number of ranks.
 
     Returns:
-        This rank's part, indexed by local index in the final grouping of the job, and that grouping.
+        This rank's arena, whose lists follow the local index in the final grouping of the job, and that grouping.
 
     Raises:
         ResourceError: there is not even memory for this rank alone. GroupError: as ``Rendezvous.gather``.
@@ -196,14 +196,14 @@ class _ArenaServer:
         return name
 
     def stop(self) -> dict[int, socket.socket]:
-        """Ends serving; the connections by rank, now the caller's."""
+        """Stops serving; returns the connections by rank, which the caller then owns."""
         if self._listener is not None:
             self._listener.close()
         connections, self._connections = self._connections, {}
         return connections
 
     def close(self) -> None:
-        """Ends serving and closes the connections."""
+        """Stops serving and closes the connections."""
         for connection in self.stop().values():
             connection.close()
 
@@ -228,7 +228,7 @@ class _ArenaServer:
 def _receive_arena(
     name: bytes, secret: bytes, claim: Claim, count: int, byte_count: int
 ) -> tuple[list[int], socket.socket]:
-    """The leader's descriptors (memory, then ``count`` wake-ups) and the connection that they came over."""
+    """Receives the leader's descriptors: memory, then ``count`` wake-ups. Returns them and the connection."""
     deadline = time.monotonic() + _EXCHANGE_TIMEOUT_S
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     received: list[int] = []
@@ -253,10 +253,10 @@ def _receive_arena(
 
 
 def _connect(connection: socket.socket, name: bytes, deadline: float) -> None:
-    """Connects to an abstract unix socket; tries again while its queue is full, as everybody on the host may fill it.
+    """Connects to an abstract unix socket. Retries while its queue is full: any process on the host may fill it.
 
     Raises:
-        OSError: the queue was full until ``deadline`` (on ``time.monotonic()``), or nobody listens there.
+        OSError: the queue was full until ``deadline`` (on ``time.monotonic()``), or no process listens there.
     """
     while True:
         try:

@@ -1,4 +1,4 @@
-"""The hosts of the ranks, and the links between ranks: pure arithmetic on rank numbers."""
+"""Computes the hosts of the ranks and the links between ranks: pure arithmetic on rank numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Grouping", "Link", "control_peers", "data_peers", "group_ranks", "in
 
 
 class Link(NamedTuple):
-    """One stream between two hosts, seen from one of its ends."""
+    """One stream between two hosts, from the view of one end."""
 
     purpose: Purpose
     host: int
@@ -24,12 +24,12 @@ class Link(NamedTuple):
     peer: int
     """Rank at the other end."""
     number: int = 0
-    """Among the streams with this purpose between the two."""
+    """Number among the streams with this purpose between the two."""
 
 
 @dataclass(frozen=True)
 class Grouping:
-    """Ranks in hosts: sets of ranks that share one arena, numbered by their lowest rank."""
+    """The assignment of ranks to hosts. A host is a set of ranks that share one arena, numbered by its lowest rank."""
 
     host_of_rank: tuple[int, ...]
 
@@ -48,7 +48,7 @@ class Grouping:
 
     @cached_property
     def owner_count(self) -> int:
-        """Local indices below this have a rank on every host and so a share of the traffic between hosts."""
+        """Local indices below this exist on every host; their ranks, the owners, share the traffic between hosts."""
         return min(map(len, self.hosts))
 
     def members(self, rank: int) -> tuple[int, ...]:
@@ -62,7 +62,7 @@ class Grouping:
     def links(self, rank: int, data_sockets: int = 1) -> list[Link]:
         """All streams that ``rank`` has to other hosts: control links of leaders, then data links of owners.
 
-        ``data_sockets`` is how many a data link consists of; 0: no links for data.
+        ``data_sockets`` is the number of streams of a data link; 0: no links for data.
         """
         host, index, count = self.host_of_rank[rank], self.local_index(rank), len(self.hosts)
         found = []
@@ -84,7 +84,7 @@ def group_ranks(key_of_rank: Sequence[Hashable]) -> Grouping:
 
 
 def index_among(ranks: Sequence[Any], own: int, size: int) -> tuple[int, tuple[int, ...]]:
-    """This rank's place in a list of ranks, and the list as integers.
+    """This rank's index in a list of ranks, and the list as integers.
 
     Raises:
         UsageError: ``ranks`` names no or unknown ranks, one twice, or not this one.
@@ -110,7 +110,7 @@ def control_peers(host: int, count: int) -> list[int]:
     """The hosts, of ``count``, to whose leaders the leader of ``host`` has a link: its parent and its children.
 
     They form the binomial tree rooted at host 0: the parent is the number with the lowest set bit cleared. Its depth is
-    at most log2(count) + 1. ``native/src/node/linked.h`` says the same to the core.
+    at most log2(count) + 1. ``native/src/node/linked.h`` has the same rule for the core.
     """
     peers = [host & (host - 1)] if host else []
     bit = 1
@@ -123,9 +123,9 @@ def control_peers(host: int, count: int) -> list[int]:
 def data_peers(host: int, count: int) -> list[int]:
     """The hosts, of ``count``, with which the owners on ``host`` exchange data, ascending.
 
-    Those a power of two away, counted round the ring of hosts in either direction: the algorithms between hosts go no
-    other way, whatever the operation and its root. ``native/src/node/linked.h`` says the same to the core, which
-    refuses to start without them.
+    Their distance round the ring of hosts, in either direction, is a power of two: the algorithms between hosts use no
+    other links, whatever the operation and its root. ``native/src/node/linked.h`` has the same rule for the core, which
+    refuses to start without these links.
     """
     distances = [1 << bit for bit in range((count - 1).bit_length())]
     return sorted({(host + sign * distance) % count for distance in distances for sign in (1, -1)})

@@ -19,14 +19,14 @@ class Identity:
 
     boot_id: str
     network: int
-    """Inode of the network namespace: abstract sockets and loopback end at its border."""
+    """Inode of the network namespace: abstract sockets and loopback connect only processes in the same one."""
     uid: int
     label: str
     """The user's ``HORO_HOST_ID``, else empty."""
 
     @property
     def machine(self) -> tuple[str, int]:
-        """Equal where loopback leads from one process to the other."""
+        """Equal for two processes that can connect over loopback."""
         return self.boot_id, self.network
 
 
@@ -35,7 +35,7 @@ def read_identity(label: str | None) -> Identity:
     try:
         boot_id = _BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:
-        # Only a candidate's key: a sandbox without this file still has to pass descriptors to share memory.
+        # The key only makes candidates: in a sandbox without this file, ranks must still pass descriptors.
         boot_id = "host name " + socket.gethostname()
     try:
         network = _NETWORK.stat().st_ino

@@ -1,4 +1,4 @@
-"""Finds the launcher of this process. Asks MPI if an MPI seems to be the launcher."""
+"""Finds the launcher of this process. Queries MPI if an MPI seems to be the launcher."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def find_launch(environ: Mapping[str, str], config: Config, comm: Any = None) ->
     """Finds the launcher of this process, and the processes that form the job.
 
     Args:
-        environ: of this process.
-        config: its settings.
-        comm: None for all processes; a list of their ranks; or a communicator of mpi4py, which then decides alone.
+        environ: environment of this process.
+        config: settings of this process.
+        comm: None for all processes; a list of their ranks; or a communicator of mpi4py, whose processes form the job.
 
     Raises:
         UsageError: the launcher's environment is incomplete, MPI and its launcher disagree, or ``comm`` does not fit.
         ResourceError: MPI is needed but is not there.
-        TimeoutError: not all ranks of a communicator came.
+        TimeoutError: not all ranks of a communicator called this in time.
     """
     if is_communicator(comm):
         return _from_communicator(environ, config, comm)
@@ -87,7 +87,7 @@ def _mpi_launch(environ: Mapping[str, str], world: MpiWorld, ranks: tuple[int, .
 
 
 def _detect(environ: Mapping[str, str], config: Config) -> Any:
-    """The launch, or the module ``mpi4py.MPI`` where MPI knows it."""
+    """The launch, or the module ``mpi4py.MPI`` if MPI is the launcher."""
     variable = read_launcher_variable(environ)
     if config.controller == "mpi":
         mpi = load_mpi("HORO_CONTROLLER=mpi")

@@ -1,12 +1,15 @@
-"""Processes that a rank starts inherit its launcher's variables: they are refused, or they would be that rank again.
+"""Refuses processes that inherit a launcher's variables from a rank: they would join the job as that rank again.
 
-The rule: from its first ``init()`` on, a rank of several names itself in its environment, with its places in the job:
-a digest of the variables of each launcher. A process that finds there another process, with the places that its own
-variables describe, is not that rank. A process that was given a place since (by a hororun, torchrun, mpirun or srun
-that a rank has started, or by hand) has other variables of that launcher, and takes that place; it drops the inherited
-variables of the others. A process without a launcher's variables has no place, and is let in as well. A rank that
-replaces its program by ``exec`` is still the same process. A fork server that was started before ``init()`` does not
-know of it.
+From its first ``init()`` on, a rank of several records its process and its places in a variable of its environment. A
+place is a digest of the variables of one launcher. The rules for a process with such a record:
+
+* The record names another process, and the places are those of this process's own variables: it is refused.
+* A place differs, since a hororun, torchrun, mpirun or srun below a rank, or the user, has set it: the process takes
+  that place and drops the inherited variables of the other launchers.
+* The process has no launcher's variables, so no place: it is accepted.
+* A rank that replaces its program by ``exec`` is still the same process.
+
+A fork server that was started before ``init()`` has no record.
 """
 
 from __future__ import annotations
@@ -41,32 +44,32 @@ _MARK = re.compile(
     rf"rank=(\d+) process=(\d+) started=(\d+) hororun=({_PLACE}) torch=({_PLACE}) others=({_PLACE}) socket=(\d+)"
 )
 _JOBS_OF_MPI = ("PMIX_NAMESPACE", "PMI_FD", "PMI_PORT", "PMI_ID", "PMI_JOBID")
-"""What differs between two jobs of MPI. Not all that a launcher sets: MPI itself adds variables when it begins, which
-its children inherit."""
+"""Variables that differ between two jobs of MPI. Other variables do not count: MPI itself adds some at its start, which
+child processes inherit."""
 
 
 class _Places(NamedTuple):
-    """A digest of the variables by which each launcher gives a process its place, in the order in which they count.
+    """For each launcher, a digest of the variables that set the place of a process; in order of precedence.
 
-    ``-``: that launcher has given none among several.
+    ``-``: that launcher has set no place among several.
     """
 
     hororun: str
     torch: str
     others: str
-    """Of MPI and Slurm."""
+    """Digest for MPI and Slurm."""
 
 
 class _Rank(NamedTuple):
-    """A rank as its environment names it."""
+    """A rank as recorded in its environment."""
 
     rank: int
     process: int
     started: int
-    """When, in the kernel's ticks since it was booted: process ids come again."""
+    """Start time in the kernel's ticks since boot, since process ids are reused."""
     places: _Places
     socket: int
-    """Inode of the connection to an MPI's launcher whose number ``PMI_FD`` says; 0: none is open."""
+    """Inode of the socket to an MPI's launcher, whose descriptor is in ``PMI_FD``; 0: none is open."""
 
 
 def refuse_inherited(environ: Mapping[str, str]) -> frozenset[str]:
@@ -93,7 +96,7 @@ def refuse_inherited(environ: Mapping[str, str]) -> frozenset[str]:
         return frozenset()
     if own.places.torch not in ("-", named.places.torch) and not _repeats_place(environ):
         return _names(LaunchVariables)
-    # MPICH's mpirun numbers descriptors alike in every job.
+    # MPICH's mpirun uses the same descriptor numbers in every job.
     is_elsewhere = own.places.others != named.places.others or own.socket not in (0, named.socket)
     if own.places.others != "-" and is_elsewhere:
         return _names(LaunchVariables) | _names(TorchrunVariables)
@@ -107,7 +110,7 @@ def refuse_inherited(environ: Mapping[str, str]) -> frozenset[str]:
 
 
 def name_rank(environ: Mapping[str, str], launch: Launch) -> None:
-    """Names this process, a rank, in its environment; a job of one needs no place and may be begun by anybody."""
+    """Records this rank in its environment, except in a job of one: any process may start one of those."""
     if launch.size > 1 or launch.ranks is not None:
         own = _own(launch.rank, environ)
         places = " ".join(f"{launcher}={place}" for launcher, place in own.places._asdict().items())
@@ -121,7 +124,7 @@ def _own(rank: int, environ: Mapping[str, str]) -> _Rank:
 def _places(environ: Mapping[str, str]) -> _Places:
     own, torch = variables_of(LaunchVariables), variables_of(TorchrunVariables)
     by_own = [name for field in ("rank", "store", "job_id") for name in own[field].names]
-    # Not the local rank: trainers set it for themselves.
+    # Not the local rank: training scripts set it themselves.
     by_torch = [torch[field].names[0] for field in ("rank", "world_size", "master_addr", "master_port")]
     by_torch += [torch[field].names[0] for field in ("run_id", "restart_count")]
     by_others = [*_names(MpiVariables), *_names(SlurmVariables), *_JOBS_OF_MPI]
@@ -142,7 +145,7 @@ def _is_of_several(environ: Mapping[str, str]) -> bool:
 
 
 def _repeats_place(environ: Mapping[str, str]) -> bool:
-    """Whether a script under hororun has itself set torch's variables, and this is a worker of its own."""
+    """Whether this is a worker of a script under hororun that has set torch's variables itself."""
     own, torch = read_variables(LaunchVariables, environ), read_variables(TorchrunVariables, environ)
     alike = (own.rank, own.size) == (torch.rank, torch.world_size)
     return alike and torch.run_id is None and parent_process() is not None

@@ -1,6 +1,6 @@
 """The launcher of this process and its variables: hororun, torchrun, Slurm or none. For MPI see ``detect``.
 
-An incomplete environment is an error: otherwise a rank would take itself for a single process and train alone.
+An incomplete environment is an error: otherwise a rank would run as a single process and train alone.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Launch:
     slurm: SlurmStep | None = None
     mpi: MpiWorld | None = None
     ranks: tuple[int, ...] | None = None
-    """The numbers of this job's ranks among the processes that were started, where it is not all of them."""
+    """The numbers of this job's ranks among the started processes; None if the job has all of them."""
 
     @property
     def started_rank(self) -> int:

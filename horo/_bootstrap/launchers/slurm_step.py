@@ -1,4 +1,4 @@
-"""The Slurm step of this process, from its variables. Pure."""
+"""Reads the Slurm step of this process from its variables. Pure functions."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class SlurmStep(NamedTuple):
     rank: int
     size: int
     name: str
-    """Job, step and how often Slurm has started the job again: unlike every other step's on this cluster."""
+    """Number of the job, of the step, and of restarts of the job; unique on this cluster."""
     hosts: tuple[str, ...]
     """Nodes of the step; process 0 is on the first, whatever the distribution."""
     node: int
     """Number of this process's node among them."""
     node_name: str | None
     local: tuple[int, int] | None
-    """Local rank and size, where Slurm says both."""
+    """Local rank and size; None if Slurm does not set both."""
 
 
 def read_step(environ: Mapping[str, str]) -> SlurmStep | None:
@@ -56,10 +56,10 @@ def is_lone_step(environ: Mapping[str, str]) -> bool:
 
 
 def missed_tasks(environ: Mapping[str, str], script: str) -> str:
-    """A sentence for a process that is alone in a Slurm job of several tasks and may not have meant it; else empty.
+    """A warning for a process that runs alone in a Slurm job of several tasks, possibly by mistake; else empty.
 
-    SLURM_PROCID is there in a batch script and in what srun starts, not in the shell of salloc, where a command
-    means one process. ``srun -n 1`` sets SLURM_NTASKS=1. ``script``: what to start, for the sentence.
+    SLURM_PROCID is set in a batch script and in processes that srun starts. It is not set in the shell of salloc, where
+    a command means one process. ``srun -n 1`` sets SLURM_NTASKS=1. ``script``: name of the script, for the warning.
     """
     said = read_variables(SlurmVariables, environ)
     tasks = _count(said.ntasks)

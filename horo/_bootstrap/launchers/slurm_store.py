@@ -3,7 +3,7 @@
 All ranks derive the same few ports from the name of the start. At one of them rank 0 serves an advertisement: the
 addresses of its store. With ``HORO_SECRET`` in the environment, the ports depend on that secret and the advertisement
 is signed with it. Else rank 0 draws a secret and puts it into the advertisement, which is then a credential of MUNGE.
-Where MUNGE is not installed, or none of the ports is free, what is advertised is in a file in the user's home instead.
+If MUNGE is not installed, or none of the ports is free, a file in the user's home has this content instead.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ def _sign(secret: bytes, info: bytes) -> bytes:
 
 
 def candidate_ports(name: str, secret: bytes | None = None) -> list[int]:
-    """The ports at which rank 0 may announce the start ``name``: equal on all ranks, different for each start.
+    """The ports at which rank 0 may advertise the start ``name``: equal on all ranks, different for each start.
 
-    With a secret only who knows it can say which they are, and so occupy them all before the job does.
+    With a secret, only its holders can compute the ports, so no other process can occupy all of them beforehand.
     """
     span = _PORT_END - _PORT_FIRST
     message = b"horo slurm ports " + name.encode()
@@ -87,7 +87,7 @@ def open_slurm_store(launch: Launch, config: Config, epoch: int) -> tuple[StoreC
     """Opens the store that rank 0 hosts for this one start; on rank 0, hosts it.
 
     Args:
-        launch: of a step of Slurm.
+        launch: a launch by Slurm.
         config: this rank's settings.
         epoch: number of this start.
 
@@ -146,7 +146,7 @@ def _announce(addresses: Sequence[str], ports: Sequence[int], make: Callable[[],
 
 
 def _publish_signed(addresses: Sequence[str], name: str, secret: bytes, signed: bytes) -> Callable[[], None]:
-    """Publishes signed addresses, in which no secret is; returns a function that withdraws them."""
+    """Publishes signed addresses, which contain no secret; returns a function that withdraws them."""
     try:
         return _announce(addresses, candidate_ports(name, secret), lambda: signed)
     except ResourceError as error:
@@ -241,7 +241,7 @@ class _StoreSearch:
         try:
             signed = self._file.read()
         except ResourceError as error:
-            self._reason = str(error)  # rank 0 may well be at one of the ports
+            self._reason = str(error)  # rank 0 may still serve the advertisement at one of the ports
             return None
         return None if signed is None else self._read_signed(signed, self._user_secret, timeout_s)
 
@@ -295,4 +295,4 @@ def _resolve(host: str, optional: bool) -> list[str]:
             f"the node {host!r}, which SLURM_STEP_NODELIST names first, has no address here: {error}; rank 0 is there"
         ) from error
     numeric = [str(entry[4][0]) for entry in found]
-    return [address for address in numeric if not is_loopback(address)]  # Debian lets a host call itself 127.0.1.1
+    return [address for address in numeric if not is_loopback(address)]  # on Debian, a host's own name is 127.0.1.1

@@ -1,9 +1,9 @@
 """torch's TCPStore as the job's store, for jobs started by torchrun. The only module here that needs torch.
 
-Trust: torch's store does not authenticate its clients. The secret of a start is made of nonces of all ranks that are
-in it (``greeting``). Unless the user has set ``HORO_SECRET`` on all nodes, that is all, so every process that can reach
-that store can join the job, as with torch.distributed. With ``HORO_SECRET``, which is not in it, nobody else can derive
-the secret of the start, and each value carries a MAC (``store.signed``).
+Trust: torch's store does not authenticate its clients. The secret of a start is derived from nonces of all ranks, which
+are in the store (``greeting``). Unless the user has set ``HORO_SECRET`` on all nodes, every process that can reach the
+store can therefore join the job, as with torch.distributed. ``HORO_SECRET`` is not in the store: with it, no other
+process can derive the secret of the start, and each value carries a MAC (``store.signed``).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from horo.errors import PeerLostError, ResourceError
 __all__ = ["TorchStore", "open_torch_store"]
 
 _SLICE_S = 0.5
-"""Longest wait on torch's server before the key ``unless`` is looked at again."""
+"""Longest wait on torch's server before the key ``unless`` is checked again."""
 _LOOK_S = 0.1
-"""Wait for a key that should be there or is not: a look, for versions of torch that have none."""
+"""Wait for a key as a check whether it exists, for versions of torch without ``check``."""
 _FAILURES = (RuntimeError, TimeoutError)
-"""What calls of torch's store raise: the oldest versions of torch have TimeoutError where others have their own."""
+"""Exceptions of torch's store: the oldest versions of torch raise TimeoutError where others raise their own class."""
 
 
 class TorchStore:
@@ -53,8 +53,8 @@ class TorchStore:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise StoreTimeoutError([key for key in keys if not self._has([key])] or list(keys))
-            # A wait that times out raises, in every version of torch another class; the next look then tells whether
-            # the store is still there.
+            # A wait that times out raises, and the class depends on the version of torch. The next check raises if the
+            # store is gone.
             with contextlib.suppress(*_FAILURES):
                 self._store.wait(list(keys), timedelta(seconds=min(left_s, _SLICE_S)))
 
@@ -94,11 +94,11 @@ class TorchStore:
 
 
 _opened: dict[tuple[int, TorchMaster], TorchStore] = {}
-"""One connection per process and store. Where rank 0 hosts the store, other ranks may need it after rank 0 is done."""
+"""One connection per process and store. If rank 0 hosts the store, other ranks may need it after rank 0 is done."""
 
 
 def open_torch_store(master: TorchMaster, rank: int, timeout_s: float) -> tuple[TorchStore, str | None]:
-    """Joins torchrun's store, or hosts it on rank 0 where the agent does not.
+    """Joins torchrun's store; hosts it on rank 0 if the agent does not.
 
     Returns:
         The store, and the numeric address of this machine from which it is reached, None if unknown.

@@ -1,4 +1,4 @@
-"""The MPI that mpi4py has loaded, as addresses and handles for the core: horo itself is linked with none."""
+"""Finds addresses and handles of the MPI that mpi4py has loaded, for the core: horo itself is linked with no MPI."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["mpi_calls"]
 
 
 def mpi_calls(comm: Any) -> MpiCalls:
-    """What the core needs to use ``comm``.
+    """The addresses and handles that the core needs to use ``comm``.
 
     Args:
         comm: an mpi4py ``Intracomm`` made for horo alone (a duplicate), whose ranks are numbered as horo's. From now on
@@ -53,7 +53,7 @@ def _unsigned(address: int) -> int:
 
 
 def _address(mpi: Any, name: str) -> int:
-    """Of a function in the library that mpi4py's own module is linked with."""
+    """Address of a function in the library that mpi4py's own module is linked with."""
     try:
         function = getattr(ctypes.CDLL(mpi.__file__), name)
     except AttributeError:

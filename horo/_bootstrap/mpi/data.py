@@ -1,4 +1,4 @@
-"""What of a job's data MPI carries: decided from the settings, the MPI's thread level and the hosts."""
+"""Decides which data of a job MPI carries, from the settings, the MPI's thread level and the hosts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HOW = (
 
 
 class MpiPlan(NamedTuple):
-    """The same on all ranks."""
+    """The data that MPI carries; the same on all ranks."""
 
     transport: bool = False
     """Data between hosts."""
@@ -31,7 +31,7 @@ class MpiPlan(NamedTuple):
 
 
 def check_mpi(config: Config, world: MpiWorld | None) -> None:
-    """Raises UsageError where the settings ask for an MPI that this rank does not have, or may not use on threads."""
+    """Raises UsageError if the settings require an MPI that this rank does not have, or may not use on threads."""
     for variable, value in (("HORO_TRANSPORT", config.transport), ("HORO_CPU_OPERATIONS", config.cpu_operations)):
         if value == "mpi" and world is None:
             raise UsageError(
@@ -46,13 +46,13 @@ def check_mpi(config: Config, world: MpiWorld | None) -> None:
 
 
 def plan_mpi(config: Config, world: MpiWorld | None, threads: Sequence[bool], grouping: Grouping) -> MpiPlan:
-    """What MPI carries.
+    """Decides which data MPI carries.
 
     Args:
         config: settings that are equal on all ranks and have passed ``check_mpi`` there.
-        world: of this rank, None where ranks did not start through MPI.
+        world: the communicator of this job; None if its ranks did not start through MPI.
         threads: by rank, whether MPI may be called from any thread.
-        grouping: of the job.
+        grouping: the hosts of the job.
     """
     if world is None:
         return MpiPlan()
@@ -69,7 +69,7 @@ def plan_mpi(config: Config, world: MpiWorld | None, threads: Sequence[bool], gr
 
 
 def mpi_use(plan: MpiPlan, world: MpiWorld | None, rank: int, grouping: Grouping) -> MpiUse | None:
-    """The plan as the core takes it; None where MPI carries nothing.
+    """The plan in the form of the core's input; None if MPI carries nothing.
 
     Raises:
         ResourceError: the MPI lacks something that horo needs; names it.

@@ -1,8 +1,8 @@
-"""The end of a process under MPI: if ``MPI_Finalize`` would wait for ever, ``MPI_Abort`` ends the job.
+"""Handles the end of a process under MPI: if ``MPI_Finalize`` would wait for ever, ``MPI_Abort`` ends the job.
 
-mpi4py finalizes MPI after everything that Python runs at exit, and that waits for all ranks. So what is registered here
-runs before, and steps in where a rank of the job is gone or this one ends with an exception: then some rank will not
-come, and the job would hang without a message.
+mpi4py calls ``MPI_Finalize`` after all exit handlers of Python, and ``MPI_Finalize`` waits for all ranks. The handler
+that is registered here runs before it, and acts if a rank of the job is lost or this one ends with an exception. Then
+not all ranks would call ``MPI_Finalize``, and the job would hang without a message.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from horo.errors import HoroError
 __all__ = ["watch_end", "watch_exit", "watch_loss"]
 
 _FLUSH_PAUSE_S = 0.3
-"""From the last message of a rank to ``MPI_Abort``. mpirun may lose output that comes together with the abort. And if
-mpirun has seen a process die, it ends the job by itself in this time; after a second request to end, Open MPI 5.0's
-sometimes never does."""
+"""Time from the last message of a rank to ``MPI_Abort``. mpirun may lose output that arrives together with the abort.
+If mpirun has detected the death of a process, it ends the job by itself in this time; after a second request to end,
+the mpirun of Open MPI 5.0 sometimes never ends."""
 
 _loss_finders: list[Callable[[], HoroError | None]] = []
 
 
 @cache
 def watch_exit(mpi: Any) -> None:
-    """Handles the end of this process from now on.
+    """Registers the exit handler of this process.
 
     Args:
         mpi: the module ``mpi4py.MPI``.
@@ -40,19 +40,19 @@ def watch_exit(mpi: Any) -> None:
 
 @cache
 def watch_end(mpi: Any, close: Callable[[], None]) -> None:
-    """``close`` will be called if the script finalizes MPI while horo still uses it.
+    """Registers ``close``, which is called if the script finalizes MPI while horo still uses it.
 
     Args:
         mpi: the module ``mpi4py.MPI``.
         close: ends all use of MPI; idempotent.
     """
-    # MPI_Finalize first frees COMM_SELF, whose attributes go with it: the hook that the standard has for this.
+    # MPI_Finalize first frees COMM_SELF and so deletes its attributes: the standard's hook for this purpose.
     keyval = mpi.Comm.Create_keyval(delete_fn=lambda comm, keyval, value: close())
     mpi.COMM_SELF.Set_attr(keyval, True)
 
 
 def watch_loss(find_loss: Callable[[], HoroError | None]) -> None:
-    """``find_loss`` will be asked at exit which peer has been lost."""
+    """Registers ``find_loss``, which the exit handler calls; it returns the error of a lost peer, or None."""
     if find_loss not in _loss_finders:
         _loss_finders.append(find_loss)
 

@@ -1,7 +1,7 @@
-"""Jobs that an MPI has started, through mpi4py. It is imported here only, and only if MPI is needed.
+"""Starts the ranks of a job that an MPI has started, through mpi4py, which is imported only if MPI is needed.
 
-MPI gives the ranks their numbers. It sends the address and the secret of a store that rank 0 hosts to all ranks. After
-that such a job starts like every other job.
+The ranks get their numbers from MPI. ``MPI_Bcast`` sends the address and the secret of a store that rank 0 hosts to all
+ranks. After that such a job starts like every other job.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class MpiLauncherVariable(NamedTuple):
     name: str
     value: str
     size: int | None
-    """Processes in the job, None where the variable does not tell."""
+    """Processes in the job; None if the variable has no count."""
     rank: int | None
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ class MpiLauncherVariable(NamedTuple):
 
 
 def read_launcher_variable(environ: Mapping[str, str]) -> MpiLauncherVariable | None:
-    """Whether an MPI started this process as one of several; None if not."""
+    """The variable by which an MPI started this process as one of several; None if there is none."""
     said = read_variables(MpiVariables, environ)
     names = {field: variable.names[0] for field, variable in variables_of(MpiVariables).items()}
     for size, rank in (("ompi_size", "ompi_rank"), ("pmi_size", "pmi_rank")):
@@ -104,11 +104,11 @@ def load_mpi(why: str) -> Any:
     """The module ``mpi4py.MPI``, in which MPI is running.
 
     Args:
-        why: the reason why MPI is needed, for the begin of a message.
+        why: the reason why MPI is needed, for the start of a message.
 
     Raises:
         ResourceError: mpi4py is not installed or finds no MPI library.
-        UsageError: MPI is over already or has not begun.
+        UsageError: MPI is already finalized or not yet initialized.
     """
     if not mpi_importable():
         raise ResourceError(
@@ -135,7 +135,7 @@ def load_mpi(why: str) -> Any:
 
 
 def _library_hint() -> str:
-    """Where the library of the mpirun in PATH is, if it can be seen."""
+    """Path of the library of the mpirun in PATH; a placeholder if it is not found."""
     mpirun = shutil.which("mpirun") or shutil.which("mpiexec")
     folder = Path(mpirun).parent.parent / "lib" if mpirun else None
     for library in sorted(folder.glob("libmpi.so*"), reverse=True) if folder is not None else ():
@@ -168,10 +168,10 @@ class MpiWorld:
 
     Attributes:
         mpi: the module ``mpi4py.MPI``.
-        comm: errors are returned on it.
-        rank, size: in it.
+        comm: the communicator; it returns errors.
+        rank, size: rank and size in the communicator.
         library: name and version of the MPI.
-        thread_level: in MPI's words.
+        thread_level: MPI's name of the level, such as ``MPI_THREAD_MULTIPLE``.
         threads_multiple: whether MPI may be called from several threads at once.
     """
 
@@ -188,17 +188,17 @@ class MpiWorld:
         self._arrival: Any = None
 
     def await_all(self, timeout_s: float) -> None:
-        """Returns once all ranks have called this.
+        """Waits until all ranks have called this.
 
         Raises:
-            TimeoutError: not all were within ``timeout_s``.
+            TimeoutError: not all ranks did within ``timeout_s``.
         """
         self._arrival = self._arrival or self.comm.Ibarrier()
         _await(self._arrival, timeout_s, self.size)
         self._arrival = None
 
     def gather(self, value: bytes) -> list[bytes]:
-        """The equally long values of all ranks."""
+        """The values of all ranks, which have equal length."""
         own, all_values = bytearray(value), bytearray(len(value) * self.size)
         self.comm.Allgather([own, self.mpi.BYTE], [all_values, self.mpi.BYTE])
         return [bytes(all_values[start : start + len(value)]) for start in range(0, len(all_values), len(value))]
@@ -211,15 +211,15 @@ class MpiWorld:
 
 
 _worlds: dict[tuple[int, ...], MpiWorld] = {}
-"""Of lists of ranks. That of a communicator hangs on it as an attribute, so that a new one is not taken for an old."""
+"""Worlds of lists of ranks. The world of a communicator is an MPI attribute of it, since handles are reused."""
 
 
 def world_of(mpi: Any, comm: Any, timeout_s: float) -> MpiWorld:
-    """horo's copy of a communicator, made when it is first asked for. All its ranks must call this.
+    """horo's copy of a communicator, made at the first call. All its ranks must call this.
 
     Raises:
         UsageError: it is no communicator of this process within one group.
-        TimeoutError: not all ranks came within ``timeout_s``.
+        TimeoutError: not all ranks called this within ``timeout_s``.
         PeerLostError: MPI failed.
     """
     if comm == mpi.COMM_NULL:
@@ -276,7 +276,7 @@ def _mpi_errors(mpi: Any) -> Iterator[None]:
 
 @contextmanager
 def _ended_after(mpi: Any, timeout_s: float, what: str) -> Iterator[None]:
-    """Ends the job if MPI, which has no call with a deadline for this, is not done in time."""
+    """Ends the job if MPI is not done in time, since MPI has no call with a deadline for this."""
 
     def end() -> None:
         logging.getLogger("horo").error(
@@ -311,7 +311,8 @@ def open_mpi_store(world: MpiWorld, config: Config) -> tuple[StoreClient, bytes]
     """Opens the store that rank 0 hosts for this one start; MPI sends its address and a fresh secret to all ranks.
 
     Raises:
-        TimeoutError: not all ranks came. ResourceError: rank 0 has no address. PeerLostError: MPI failed.
+        TimeoutError: not all ranks called this in time. ResourceError: rank 0 has no address.
+        PeerLostError: MPI failed.
     """
     timeout_s = config.start_timeout_s
     with _mpi_errors(world.mpi):

@@ -1,1 +1,1 @@
-"""Addresses, interfaces and connections. Knows the handshake, and nothing of ranks or stores."""
+"""Addresses, interfaces and connections. Depends on the handshake, but neither on ranks nor on stores."""

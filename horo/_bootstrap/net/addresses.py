@@ -1,4 +1,4 @@
-"""Numeric network addresses: checked, formatted, bound. Nothing here ever asks a name server."""
+"""Checks, formats and binds numeric network addresses. No function here uses a name server."""
 
 from __future__ import annotations
 

@@ -29,14 +29,14 @@ _BYTES_MAX = 1 << 16
 _RETRY_FIRST_S = 0.02
 _RETRY_LAST_S = 0.5
 FRESH_PER_S = 50.0
-"""Advertisements that are made in a second at most, once a stock is used up."""
+"""Most advertisements that are made per second once a stock is used up."""
 
 
 class AdvertisementServer:
     """Sends an advertisement to each client that connects, one after the other, until ``close``.
 
     Args:
-        listeners: the server's from now on.
+        listeners: listening sockets, which the server closes.
         make: returns the advertisement for one client. If it raises an error of horo, the error is logged and nothing
             is sent. Called on a thread.
     """
@@ -71,15 +71,15 @@ class AdvertisementServer:
 
 
 class Stock:
-    """Advertisements that are good for one client each, made when clients come, at a bounded rate.
+    """Makes advertisements that are valid for one client each, on demand and at a bounded rate.
 
-    Once ``count`` are used up, clients that come between two new ones get the same: those for whom it is of no use come
-    again. So a crowd of visitors costs little, and each rank gets a fresh one soon.
+    Once ``count`` are used up, clients that connect between two new ones get the same advertisement; a client that
+    cannot use it connects again. So many connections cost little, and each rank gets a fresh advertisement soon.
 
     Args:
         make: returns a new advertisement, or raises an error of horo.
-        count: how many may be made at once.
-        clock: seconds.
+        count: most advertisements that are made at once.
+        clock: returns seconds.
     """
 
     def __init__(self, make: Callable[[], bytes], count: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -117,7 +117,7 @@ def fetch(
     """Connects to all endpoints at once, again and again, until one sends a usable advertisement.
 
     Args:
-        endpoints: of the server; another program may listen at some of them.
+        endpoints: endpoints of the server; another program may listen at some of them.
         timeout_s: how long to try.
         read: makes the result from the bytes of one endpoint; None: they are not usable.
         elsewhere: called between attempts; a result that is not None ends the search.

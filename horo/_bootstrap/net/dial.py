@@ -1,4 +1,4 @@
-"""Connecting to a member of the job that is known by several addresses."""
+"""Connects to a member of the job that has several addresses."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from horo.errors import PeerLostError
 __all__ = ["dial"]
 
 _HANDSHAKE_S = 10.0
-"""Longer than an acceptor waits for a handshake, so that a busy one is not given up halfway."""
+"""Longer than an acceptor waits for a handshake, so that a dialer does not give up first if the acceptor is busy."""
 _ATTEMPT_S = 3.0
-"""A lost packet of a connection attempt is sent again after 1 s."""
+"""Long enough for a retransmission: a lost packet of a connection attempt is sent again after 1 s."""
 _RETRY_FIRST_S = 0.02
 _RETRY_LAST_S = 0.5
 
@@ -31,16 +31,16 @@ def dial(
     timeout_s: float,
     check: Callable[[], None] | None = None,
 ) -> tuple[socket.socket, Session]:
-    """Connects to the first of ``endpoints`` that answers and proves itself; tries again until the time is over.
+    """Connects to the first of ``endpoints`` that answers and authenticates itself; retries until the time is over.
 
-    All addresses are dialed at once, so one that swallows packets delays nobody. A handshake that has begun may take
-    longer than ``timeout_s``. ``check`` is called between attempts and may raise to give up.
+    All addresses are dialed at once, so one that drops packets does not delay the others. A handshake that has begun
+    may take longer than ``timeout_s``. ``check`` is called between attempts and may raise to give up.
 
     Returns:
         A blocking, close-on-exec stream socket without timeout and its session.
 
     Raises:
-        PeerLostError: none did within ``timeout_s``; says for each address what happened last.
+        PeerLostError: none did within ``timeout_s``; the message has the last failure of each address.
     """
     deadline = time.monotonic() + timeout_s
     pause_s = _RETRY_FIRST_S
@@ -70,7 +70,7 @@ class _Attempt:
 
 
 def _race(endpoints: Sequence[Endpoint], attempt: _Attempt) -> tuple[socket.socket, Session] | None:
-    """One attempt at all addresses at once; notes in ``failures`` why each one failed."""
+    """One attempt at all addresses at once; records in ``failures`` why each one failed."""
     selector = selectors.DefaultSelector()
     pending: dict[Endpoint, socket.socket] = {}
     try:
@@ -116,7 +116,7 @@ def _prove(endpoint: Endpoint, connection: socket.socket, attempt: _Attempt) -> 
         if code:
             attempt.failures[endpoint] = os.strerror(code)
         elif connection.getsockname() == connection.getpeername():
-            attempt.failures[endpoint] = os.strerror(errno.ECONNREFUSED)  # TCP's self-connect: nobody listens there
+            attempt.failures[endpoint] = os.strerror(errno.ECONNREFUSED)  # TCP's self-connect: no process listens there
         else:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             session = authenticate(connection, attempt.secret, attempt.claim, time.monotonic() + _HANDSHAKE_S)

@@ -1,4 +1,4 @@
-"""Which of this machine's addresses lead to the other hosts."""
+"""Chooses the addresses of this machine that lead to the other hosts."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _DISCARD_PORT = 9
 
 
 def is_loopback(address: str) -> bool:
-    """Whether a numeric address never leaves its machine; an IPv4-mapped IPv6 address counts as IPv4."""
+    """Whether a numeric address is one of loopback; an IPv4-mapped IPv6 address counts as IPv4."""
     parsed = ipaddress.ip_address(address)
     mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
     return (mapped or parsed).is_loopback
 
 
 def route_source(target: str) -> str | None:
-    """As ``connect_source``; None without a route."""
+    """As ``connect_source``, but None without a route."""
     try:
         return connect_source(target)
     except OSError:
@@ -39,7 +39,7 @@ def route_source(target: str) -> str | None:
 
 
 def connect_source(target: str) -> str:
-    """The address of this machine from which packets to ``target``, a numeric address, leave. Sends nothing.
+    """The source address of packets from this machine to ``target``, a numeric address. Sends nothing.
 
     Raises:
         OSError: there is no route. UsageError: ``target`` is not a numeric address.
@@ -53,13 +53,13 @@ def connect_source(target: str) -> str:
 def listen_addresses(
     own: str | None, remote: Iterable[str | None], same_machine: bool, wanted: str | None
 ) -> list[str]:
-    """Where to listen so that all peers get through.
+    """The addresses to listen on so that all peers can connect.
 
     Args:
-        own: the address from which this rank reaches the store, None if unknown.
+        own: the local address of this rank's connection to the store, None if unknown.
         remote: the same of each peer on another machine.
         same_machine: whether a peer is on this machine.
-        wanted: the user's choice of interfaces, see ``select_addresses``; decides alone if given.
+        wanted: the user's choice of interfaces, see ``select_addresses``; if given, the other arguments do not count.
 
     Raises:
         UsageError: no interface matches ``wanted``. ResourceError: no address leads to the other machines.
@@ -91,15 +91,15 @@ def interface_addresses() -> dict[str, list[str]]:
 
 
 def select_addresses(wanted: str, available: dict[str, list[str]]) -> list[str]:
-    """Addresses that the user's choice names.
+    """Selects addresses by the user's choice.
 
     Args:
         wanted: interface names and networks, comma-separated: ``"eth0,ib0,10.1.0.0/16"``. Those that this machine
-            lacks are passed over, so one text serves hosts with different names.
+            lacks are ignored, so one text serves hosts with different names.
         available: addresses by interface.
 
     Raises:
-        UsageError: nothing matches; lists what there is. Or an item with a slash is no network.
+        UsageError: nothing matches (the message lists the addresses), or an item with a slash is no network.
     """
     items = [item.strip() for item in wanted.split(",") if item.strip()]
     chosen: list[str] = []

@@ -1,8 +1,8 @@
-"""Listening sockets that let members of the job in and nobody else.
+"""Listening sockets that accept members of the job only.
 
-Others cost little: a bounded number of unfinished handshakes, a quarter of the descriptors at most, each with a
-deadline, no thread, and one line in the log per address and minute. When the places are taken, nothing more is accepted
-and the oldest handshake gets less time, so that members get through a crowd of silent connections.
+Other connections cost little: the number of unfinished handshakes is bounded, and they use a quarter of the descriptors
+at most. Each has a deadline and no thread, and the log gets one line per address and minute. At the bound, no further
+connection is accepted and the oldest handshake gets less time, so that many silent connections cannot keep members out.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ __all__ = ["Listener", "ListenerThread", "RefusalLog"]
 HALF_OPEN_MAX = 256
 HANDSHAKE_TIMEOUT_S = 5.0
 CROWDED_TIMEOUT_S = 0.25
-"""Time for a handshake while all places are taken."""
+"""Time for a handshake while the number of unfinished handshakes is at its bound."""
 _NO_DESCRIPTOR_PAUSE_S = 0.1
 _ACCEPTS_PER_TURN = 64
 
 
 class RefusalLog:
-    """Reports refused connections, at most once a minute per address, and remembers a bounded number of addresses."""
+    """Reports refused connections, at most once a minute per address, for a bounded number of addresses."""
 
     _INTERVAL_S = 60.0
     _ADDRESSES_MAX = 1024
@@ -52,13 +52,13 @@ class RefusalLog:
         more = f" ({suppressed} more refused since the last report)" if suppressed else ""
         try:
             self._report(f"refused a connection from {address}: {reason}{more}")
-        except Exception:  # a reporter must not take the service down with it
+        except Exception:  # an error in a report must not end the service
             logging.getLogger("horo").exception("reporting a refused connection failed")
 
 
 @dataclass
 class _HalfOpen:
-    """A connection that has come, at ``since``, and has not proved yet that it knows the secret."""
+    """A connection that was accepted at ``since`` and is not yet authenticated."""
 
     connection: socket.socket
     acceptor: Acceptor
@@ -67,20 +67,20 @@ class _HalfOpen:
 
 
 class Listener:
-    """Authenticates whoever connects, driven by the selector of its owner.
+    """Authenticates all connections; the selector of its owner drives it.
 
     The ``data`` of every key registered here is a function without arguments: call it when the key is ready.
     Call ``expire`` after each turn and sleep no longer than ``timeout_s``. Not thread-safe.
 
     Args:
-        selector: the owner's; this registers and unregisters its own sockets only.
-        listeners: nonblocking; its own from now on.
-        secret: the job's, at least ``SECRET_BYTES_MIN`` bytes.
-        admit: looks at the session of a proven peer; raises HandshakeError to refuse it.
-        on_peer: gets each admitted, nonblocking connection.
-        on_refused: gets one sentence per refusal that is reported.
-        half_open_max: most connections whose handshake is not finished; fewer where this process may open few files.
-        screen: looks at a connection before anything is read from it; raises HandshakeError to refuse it.
+        selector: the owner's selector; this registers and unregisters its own sockets only.
+        listeners: nonblocking listening sockets, which this object closes.
+        secret: the job's secret, at least ``SECRET_BYTES_MIN`` bytes.
+        admit: checks the session of an authenticated peer; raises HandshakeError to refuse it.
+        on_peer: called with each admitted, nonblocking connection.
+        on_refused: called with one sentence per refusal that is reported.
+        half_open_max: most connections whose handshake is not finished; fewer if this process may open few files.
+        screen: checks a connection before anything is read from it; raises HandshakeError to refuse it.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Listener:
         return len(self._half_open)
 
     def timeout_s(self, now: float) -> float | None:
-        """Seconds until ``expire`` has something to do; None if it never will by itself."""
+        """Seconds until the next call of ``expire`` is due; None if none is."""
         times = [self._paused_until] if self._paused_until > now else []
         if self._half_open:
             oldest = next(iter(self._half_open.values()))
@@ -125,7 +125,7 @@ class Listener:
         return max(min(times) - now, 0.0) if times else None
 
     def expire(self, now: float) -> None:
-        """Drops the handshakes whose time is over and listens again where it could not."""
+        """Refuses the handshakes whose time is over, and resumes listening if it was paused."""
         for half_open in list(self._half_open.values()):
             if half_open.since + self._handshake_timeout_s() > now:
                 break
@@ -134,7 +134,7 @@ class Listener:
             self._listen()
 
     def close(self) -> None:
-        """Closes the listeners and all unfinished handshakes; admitted connections stay their owner's."""
+        """Closes the listeners and all unfinished handshakes; admitted connections stay open."""
         self._stop_listening()
         for half_open in list(self._half_open.values()):
             self._forget(half_open)
@@ -212,7 +212,7 @@ class Listener:
             self._on_peer(half_open.connection, acceptor.session)
 
     def _hang_up(self, half_open: _HalfOpen) -> None:
-        # Members that try several addresses of one listener at once hang up on all but the first: no refusal.
+        # Members dial several addresses of one listener at once and close all connections but the first: no refusal.
         if half_open.acceptor.started:
             self._refuse(half_open, "it hung up during the handshake")
         else:
@@ -233,17 +233,17 @@ class Listener:
 
 
 def _affordable(count: int) -> int:
-    """At most ``count``, and so few that most descriptors of this process are left for other things."""
+    """At most ``count``, and at most a quarter of this process's descriptors, so that most are left for other uses."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return count if limit == resource.RLIM_INFINITY else max(min(count, limit // 4), 1)
 
 
 class ListenerThread:
-    """A listener with a thread of its own, for owners that have other things to do while peers arrive.
+    """A listener with a thread of its own, for owners that do other work while peers connect.
 
     Args:
-        listeners: nonblocking; its own from now on.
-        secret: the job's.
+        listeners: nonblocking listening sockets, which this object closes.
+        secret: the job's secret.
         admit: as for ``Listener``, called on the thread.
         on_peer: as for ``Listener``, called on the thread.
         on_refused: as for ``Listener``, called on the thread.

@@ -1,4 +1,4 @@
-"""A thread that waits for sockets."""
+"""A thread that waits for sockets and calls their functions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SelectorThread:
     the thread.
 
     Args:
-        name: of the thread.
+        name: name of the thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -40,9 +40,9 @@ class SelectorThread:
         """Starts the thread, which calls all three.
 
         Args:
-            on_end: once, at the end: closes what is registered.
-            on_turn: after each turn, with the time.
-            timeout_s: from the time to the longest wait in seconds; None: until a socket is ready.
+            on_end: called once, at the end; closes the registered sockets.
+            on_turn: called after each turn with the time.
+            timeout_s: called with the time; returns the longest wait in seconds. None: until a socket is ready.
         """
         self._on_end, self._on_turn, self._timeout_s = on_end, on_turn, timeout_s
         self._thread.start()

@@ -25,7 +25,7 @@ from horo.errors import HoroError, PeerLostError, UsageError
 __all__ = ["StoreClient"]
 
 _CLIENT_GRACE_S = 10.0
-"""Longest wait for an answer, besides the time that the server may wait itself."""
+"""Longest wait for an answer, in addition to the time for which the server itself may wait."""
 
 
 class StoreClient:
@@ -33,14 +33,14 @@ class StoreClient:
 
     Args:
         address: numeric address of the server.
-        port: its port.
-        secret: the job's.
+        port: port of the server.
+        secret: the job's secret.
         timeout_s: how long to try to connect.
         alternatives: further endpoints of the same server; the first that answers is used.
         hosted_by: the process that runs the server, for messages.
 
     Raises:
-        PeerLostError: no endpoint answered and knew the secret in time.
+        PeerLostError: no endpoint answered and authenticated itself in time.
     """
 
     def __init__(

@@ -19,8 +19,8 @@ class HostedStore(StoreClient):
     """Rank 0's connection to the store that it hosts; ``close`` ends the store after all others have disconnected.
 
     Args:
-        server: from now on this object's.
-        secret: the job's.
+        server: the server, which this object closes.
+        secret: the job's secret.
         size: ranks of the job.
         timeout_s: longest wait for them to disconnect.
         withdraw: removes the store's address from the place where rank 0 has published it.

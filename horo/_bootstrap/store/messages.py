@@ -25,7 +25,7 @@ KEY_BYTES_MAX = 1024
 VALUE_BYTES_MAX = 8 << 20
 WAIT_S_MAX = 1e6
 RECEIVE_BYTES = 1 << 16
-"""Taken from a connection at once."""
+"""Most bytes that are read from a connection at once."""
 INT64 = struct.Struct("!q")
 
 
@@ -49,7 +49,7 @@ class Reply(IntEnum):
 
 
 def encode_key(key: str) -> bytes:
-    """A key as the server holds it; raises UsageError for one that is empty or too long."""
+    """A key in the form of the server; raises UsageError for one that is empty or too long."""
     encoded = key.encode()
     if not 0 < len(encoded) <= KEY_BYTES_MAX:
         raise UsageError(f"a key of the store has 1 to {KEY_BYTES_MAX} bytes, {key[:64]!r} has {len(encoded)}")
@@ -57,7 +57,7 @@ def encode_key(key: str) -> bytes:
 
 
 def read_request(payload: bytes) -> tuple[Request, list[bytes]]:
-    """A client's request and its fields, as many and as long as the request has them.
+    """Decodes a client's request and its fields, and checks their number and lengths.
 
     Raises:
         ValueError: it is no request of this protocol.

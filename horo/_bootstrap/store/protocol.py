@@ -50,7 +50,7 @@ class Store(Protocol):
         """Deletes keys; missing keys are ignored."""
 
     def set_on_disconnect(self, key: str, value: bytes | None) -> None:
-        """Tells the store which value to set if this client disconnects without ``close``; None: no value.
+        """Registers a value that the store sets if this client disconnects without ``close``; None: no value.
 
         A key that exists already keeps its value. Best effort: torch's store cannot detect a lost client, so there the
         launcher has to end a job whose rank died.

@@ -50,9 +50,9 @@ class StoreServer:
 
     Args:
         addresses: numeric IPv4 or IPv6 addresses of this machine, all bound at once, on one port where possible.
-        secret: the job's, at least 16 bytes.
+        secret: the job's secret, at least 16 bytes.
         port: 0 lets the system choose.
-        on_refused: gets one sentence for a refused connection, at most once a minute per address; called on the
+        on_refused: called with one sentence for a refused connection, at most once a minute per address, on the
             server's thread. None: refused connections are not reported.
         half_open_max: most connections whose handshake is not finished.
         handshake_timeout_s: longest time for a handshake.
@@ -224,7 +224,7 @@ class StoreServer:
 
     def _key_was_set(self, key: bytes) -> None:
         for client in list(self._waiting.get(key, ())):
-            # Answering one may find another gone, whose value for that event is set then and may answer the rest.
+            # A reply can detect that another client is gone: its ``on_disconnect`` is then set and may answer the rest.
             waiter = self._waiters.get(client)
             if waiter is not None:
                 self._try_answer(client, waiter)

@@ -1,4 +1,4 @@
-"""A store that authenticates no client, seen by ranks that may share a secret: with one, every value carries a MAC.
+"""Adds a MAC to every value in a store that authenticates no client, if the ranks share a secret.
 
 The MAC is HMAC-SHA256 under a key derived from the secret, over the key and the value. Keys name the job, the start and
 the rank, so a value cannot be changed, nor moved to another rank, start or job. Counters have no MAC: a client without
@@ -24,7 +24,7 @@ _MAC_BYTES = 32
 
 
 class _Signed:
-    """``protocol.Store`` over another one."""
+    """A ``protocol.Store`` that signs and verifies the values of another one."""
 
     def __init__(self, store: Store, secret: bytes | None) -> None:
         self._store = store
@@ -77,10 +77,10 @@ class _Signed:
 
 
 def signed(store: Store, secret: bytes | None) -> Store:
-    """``store`` as ranks with this secret see it; None: as those without one do, whose values can be forged.
+    """A view of ``store`` for ranks with this secret; None: a view without MACs, whose values can be forged.
 
     Raises (when a value is read):
-        GroupError: It was not written through ``signed`` under this key with this secret.
-        MismatchError: It was written with a secret, and here is none.
+        GroupError: the value was not written through ``signed`` under this key with this secret.
+        MismatchError: the value was written with a secret, and this rank has none.
     """
     return _Signed(store, secret)
