@@ -103,10 +103,7 @@ class _TeamSetup:
         self._directory = directory
         self._number = number
         self._members = tuple(members)
-        self._told = (
-            f"the process set of the ranks {list_ranks([str(member) for member in self._members])} "
-            f"(number {number} to be added)"
-        )
+        self._told = f"team {number} of the ranks {list_ranks([str(member) for member in self._members])}"
         self._grouping = Grouping(())
         self._links: Links | None = None
         self._endpoints: list[list[Endpoint]] = []
@@ -156,8 +153,8 @@ class _TeamSetup:
         for rank, (team, told, _) in enumerate(words):
             if team != words[0][0]:
                 raise MismatchError(
-                    f"{self.name(0)} adds {words[0][1].decode()}, {self.name(rank)} adds "
-                    f"{told.decode()}; all ranks must add the same process sets in the same order"
+                    f"{self.name(0)} makes the links of {words[0][1].decode()}, {self.name(rank)} those of "
+                    f"{told.decode()}; all ranks must make the same teams in the same order"
                 )
         self._endpoints = [parse_endpoints(where.decode()) if where else [] for _, _, where in words]
 

@@ -87,7 +87,7 @@ from horo.torch.ops import (
     synchronize,
 )
 from horo.torch.optimizer import DistributedOptimizer
-from horo.torch.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from horo.torch.process_sets import ProcessSet, global_process_set
 
 __all__ = [
     "AbortedError",
@@ -112,7 +112,6 @@ __all__ = [
     "Sum",
     "UnsupportedError",
     "UsageError",
-    "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -154,7 +153,6 @@ __all__ = [
     "nccl_built",
     "poll",
     "rank",
-    "remove_process_set",
     "rocm_built",
     "shutdown",
     "size",

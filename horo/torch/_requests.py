@@ -217,14 +217,13 @@ def start_broadcast(
     *,
     in_place: bool = False,
     key: Hashable = None,
-    team: int = 0,
 ) -> Request:
     """Begins to copy the root's ``tensors`` to all ranks; the result is the tuple of copies.
 
     Raises:
-        UsageError: ``root_rank`` is no rank of the team.
+        UsageError: ``root_rank`` is no rank of the job.
     """
-    return _start(tensors, _broadcast_spec(root_rank, kind, name, team), in_place, False, key=key)
+    return _start(tensors, _broadcast_spec(root_rank, kind, name), in_place, False, key=key)
 
 
 def run_broadcast(
@@ -235,20 +234,17 @@ def run_broadcast(
     *,
     in_place: bool = False,
     key: Hashable = None,
-    team: int = 0,
 ) -> tuple[torch.Tensor, ...]:
     """What ``start_broadcast`` begins, done at once; returns the copies."""
-    return _run(tensors, _broadcast_spec(root_rank, kind, name, team), in_place, key)
+    return _run(tensors, _broadcast_spec(root_rank, kind, name), in_place, key)
 
 
-def _broadcast_spec(root_rank: int, kind: str, name: str | None, team: int) -> Spec:
-    check_root(root_rank, describe(kind, name), team)
-    return Spec(kind, name, root_rank=root_rank, collective="broadcast", team=team)
+def _broadcast_spec(root_rank: int, kind: str, name: str | None) -> Spec:
+    check_root(root_rank, describe(kind, name))
+    return Spec(kind, name, root_rank=root_rank, collective="broadcast")
 
 
-def start_allgather(
-    tensors: Sequence[torch.Tensor], kind: str, name: str | None, *, sync: bool = False, team: int = 0
-) -> Request:
+def start_allgather(tensors: Sequence[torch.Tensor], kind: str, name: str | None, *, sync: bool = False) -> Request:
     """Begins to concatenate ``tensors`` of all ranks along their first dimension.
 
     Returns:
@@ -261,16 +257,15 @@ def start_allgather(
         if isinstance(tensor, torch.Tensor) and tensor.dim() == 0:
             what = describe(kind, name)
             raise UsageError(f"{what}: a scalar has no first dimension to gather along; use tensor.reshape(1)")
-    return _start(tensors, Spec(kind, name, collective="allgather", team=team), False, sync, finish=_finish_gathered)
+    return _start(tensors, Spec(kind, name, collective="allgather"), False, sync, finish=_finish_gathered)
 
 
-def run_barrier(team: int = 0) -> None:
-    """Waits until all ranks of the team have come here."""
+def run_barrier() -> None:
+    """Waits until all ranks have come here."""
     runtime = _runtime.current()
-    spec = _BARRIER if team == 0 else _BARRIER._replace(team=team)
-    cached = runtime.request_cache.take(spec)
+    cached = runtime.request_cache.take(_BARRIER)
     if cached is None:
-        _run([], spec, False, spec)
+        _run([], _BARRIER, False, _BARRIER)
         return
     try:
         _execute(runtime, cached, None)
@@ -335,18 +330,15 @@ def synchronize(handle: int) -> Any:
         return request.wait()
 
 
-def check_root(root_rank: int, what: str, team: int = 0) -> None:
-    """Refuses what is no rank of the team.
+def check_root(root_rank: int, what: str) -> None:
+    """Refuses what is no rank of the job.
 
     Raises:
-        UsageError: ``root_rank``, a number in the job, is none of its members'.
+        UsageError: ``root_rank`` is not from 0 to size - 1.
     """
-    ranks = _runtime.current().teams[team].ranks
-    if isinstance(root_rank, int) and root_rank in ranks:
-        return
-    if team == 0:
-        raise UsageError(f"{what}: root_rank {root_rank!r} is not a rank of this job (0 to {len(ranks) - 1})")
-    raise UsageError(f"{what}: root_rank {root_rank!r} is not a member of the process set, whose ranks are {ranks}")
+    size = _runtime.size()
+    if not isinstance(root_rank, int) or not 0 <= root_rank < size:
+        raise UsageError(f"{what}: root_rank {root_rank!r} is not a rank of this job (0 to {size - 1})")
 
 
 def _start(

@@ -8,11 +8,11 @@ import os
 import threading
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from horo.errors import AbortedError, NotInitializedError, UsageError
+from horo.errors import AbortedError, NotInitializedError, UnsupportedError, UsageError
 from horo.torch._compile import keep_from_dynamo
 from horo.torch._request_cache import RequestCache
 
@@ -20,11 +20,9 @@ if TYPE_CHECKING:
     from horo._bootstrap.job import RunningRank
     from horo.torch._backward_reducer import BackwardReducer
     from horo.torch._requests import Request
-    from horo.torch.process_sets import ProcessSet
 
 __all__ = [
     "Runtime",
-    "Team",
     "cross_rank",
     "cross_size",
     "current",
@@ -41,22 +39,8 @@ __all__ = [
 ]
 
 
-class Team(NamedTuple):
-    """The members of a process set that this process belongs to."""
-
-    ranks: tuple[int, ...]
-    """In the job, ascending."""
-    rank: int
-    """This process's position among them."""
-
-    @property
-    def size(self) -> int:
-        """How many members it has."""
-        return len(self.ranks)
-
-
 class Runtime:
-    """The time from one ``init`` to ``shutdown``: the job, its open requests and its counters of names.
+    """Everything that exists from one ``init`` to ``shutdown``: the job, its open requests, its counters of names.
 
     Requests refer to their runtime also after its end, so that their calls can raise the right error.
     """
@@ -72,14 +56,9 @@ class Runtime:
         self.request_cache = RequestCache(self.name)
         """Requests for calls with the same arguments as an earlier call."""
         self.handle_base = handle_base
-        """The number of a request is this plus the core's handle. Lower numbers belong to earlier runtimes."""
-        self.teams = {0: Team(tuple(range(job.size)), job.rank)}
-        """Those that this process belongs to, by the core's number; 0 has all ranks."""
-        self.process_sets: dict[int, ProcessSet] = {}
-        """Those that were added, by the core's number."""
-        self._changing_teams = threading.Lock()
-        self._gradient_names: Counter[tuple[int, str]] = Counter()
-        """How many gradients of optimizers have had a name, by the core's number of their team and that name."""
+        """The number of a request is this plus the core's handle. Lower numbers belong to earlier jobs."""
+        self._gradient_names: Counter[str] = Counter()
+        """How many gradients of optimizers have had a name."""
         self.backward_runs: dict[int, weakref.WeakSet[BackwardReducer]] = {}
         """The reducers that each run of autograd concerns, by its number, until its end."""
         self.active_calls: dict[object, object] = {}
@@ -90,23 +69,23 @@ class Runtime:
         assignment inside ``try``, then checks ``ended``, and pops itself in ``finally``, whether it is there or not."""
         self.ended = False
         """No call may enter any more: the runtime is closed, or this is a forked child."""
-        self._names: defaultdict[tuple[int, str], Iterator[int]] = defaultdict(itertools.count)
-        self._orders: defaultdict[tuple[int, str], threading.RLock] = defaultdict(threading.RLock)
+        self._names: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+        self._orders: defaultdict[str, threading.RLock] = defaultdict(threading.RLock)
         self._forked = False
 
-    def name(self, kind: str, name: str | None, team: int = 0) -> str:
+    def name(self, kind: str, name: str | None) -> str:
         """The name on the wire of one operation.
 
-        Automatic names count per team and kind of operation, so ranks that issue the same operations in the same
+        Automatic names count per kind of operation, so ranks that issue the same operations in the same
         order agree on them whatever else they have done.
         """
         if name is None:
-            return f"{kind}.noname.{next(self._names[team, kind])}"
+            return f"{kind}.noname.{next(self._names[kind])}"
         if not isinstance(name, str) or "\0" in name:
             raise UsageError(f"{kind}: name must be a string without NUL characters, not {name!r}")
         return f"{kind}.{name}"
 
-    def in_order(self, kind: str, name: str | None, team: int = 0) -> AbstractContextManager[object]:
+    def in_order(self, kind: str, name: str | None) -> AbstractContextManager[object]:
         """Held by a call that does several operations: those of other threads with automatic names come after it.
 
         Raises:
@@ -114,56 +93,16 @@ class Runtime:
         """
         if self.ended:  # in a forked child, nobody may be left to release the lock
             self.raise_ended(kind)
-        return self._orders[team, kind] if name is None else nullcontext()
+        return self._orders[kind] if name is None else nullcontext()
 
-    def add_team(self, ranks: Sequence[int]) -> int:
-        """Adds a set of ranks, ascending; all ranks call it. Its number, the same on all ranks.
-
-        Raises:
-            HoroError: As ``RunningRank.add_team``.
-        """
-        call = object()
-        try:
-            self.active_calls[call] = None
-            if self.ended:
-                self.raise_ended("add_process_set()")
-            with self._changing_teams:
-                number = self.job.add_team(ranks)
-        finally:
-            self.active_calls.pop(call, None)
-        if self.job.rank in ranks:
-            self.teams[number] = Team(tuple(ranks), ranks.index(self.job.rank))
-        return number
-
-    def remove_team(self, number: int) -> None:
-        """Removes a set of ranks; all ranks call it. Another one may get its number.
-
-        Raises:
-            HoroError: As ``Context.remove_team``.
-        """
-        call = object()
-        try:
-            self.active_calls[call] = None
-            if self.ended:
-                self.raise_ended("remove_process_set()")
-            with self._changing_teams:
-                self.core.remove_team(number)
-        finally:
-            self.active_calls.pop(call, None)
-        self.teams.pop(number, None)
-        self.request_cache.clear()
-        for counters in (self._names, self._orders, self._gradient_names):
-            for key in [key for key in counters if key[0] == number]:
-                del counters[key]
-
-    def gradient_kind(self, name: str, team: int = 0) -> str:
+    def gradient_kind(self, name: str) -> str:
         """The kind of operation for the gradient of a parameter: each call gives one for another optimizer.
 
         Equal names of two models stay distinct by a number. Names that do not collide have none, so an optimizer that
         only one rank has does not shift those of others.
         """
-        number = self._gradient_names[team, name]
-        self._gradient_names[team, name] = number + 1
+        number = self._gradient_names[name]
+        self._gradient_names[name] = number + 1
         return f"gradient{number}" if number else "gradient"
 
     def raise_ended(self, operation: str) -> NoReturn:
@@ -204,7 +143,6 @@ class Runtime:
         self.requests.clear()
         self.abandoned.clear()
         self.request_cache.clear()
-        self.process_sets.clear()
         return last_number
 
     def mark_forked(self) -> None:
@@ -240,14 +178,12 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         comm: Which processes form the job. None: all that were started. A list of their ranks: those, numbered by
             their place in the list; each of them calls ``init`` with the same list, the others do not call it.
             A communicator of mpi4py: its ranks, whoever started them.
-        process_sets: Sets of ranks to register at once, as by ``add_process_set``: a list of ``ProcessSet`` or of lists
-            of ranks, the same on all ranks. ``"dynamic"`` (Horovod's word for sets that come later) is as None: they
-            may always come.
+        process_sets: Only None for now.
 
     Raises:
-        UsageError: The launcher's environment is incomplete, MPI and its launcher disagree, ``comm`` or
-            ``process_sets`` does not fit, this is a forked child of a rank, or ``process_sets`` came after the first
-            ``init()``.
+        UnsupportedError: ``process_sets`` was given.
+        UsageError: The launcher's environment is incomplete, MPI and its launcher disagree, ``comm`` does not fit, or
+            this is a forked child of a rank.
         ResourceError: An MPI started the job, but mpi4py or its MPI library is not there.
         GroupError: Not all ranks came, or they do not fit together.
 
@@ -255,14 +191,13 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         hvd.init()
         print(f"rank {hvd.rank()} of {hvd.size()}")
     """
-    added = _listed(process_sets)
+    if process_sets is not None:
+        raise UnsupportedError(f"init(process_sets={process_sets!r}): only process_sets=None is supported yet")
     keep_from_dynamo()
     with _process.lock:
         if _process.runtime is not None:
             if _process.runtime.forked:
                 raise UsageError("init(): this process was forked from a rank; start ranks as new processes instead")
-            if added:
-                raise UsageError("init(process_sets=...): horo is initialized already; use hvd.add_process_set()")
             return
         from horo._bootstrap.job import start  # noqa: PLC0415  (the bootstrap is needed only here)
 
@@ -271,28 +206,6 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
             _process.registered = True
             atexit.register(_at_exit)
             os.register_at_fork(after_in_child=_after_fork_in_child)
-    if added:
-        _register(added)
-
-
-def _listed(process_sets: Any) -> list[ProcessSet]:
-    from horo.torch.process_sets import ProcessSet  # noqa: PLC0415  (it imports this module)
-
-    if process_sets is None or process_sets == "dynamic":
-        return []
-    if isinstance(process_sets, (str, ProcessSet)) or not isinstance(process_sets, Iterable):
-        raise UsageError(f"init(process_sets={process_sets!r}): expected a list of process sets, or 'dynamic'")
-    return [item if isinstance(item, ProcessSet) else ProcessSet(item) for item in process_sets]
-
-
-def _register(process_sets: list[ProcessSet]) -> None:
-    from horo.torch.process_sets import register_all  # noqa: PLC0415  (it imports this module)
-
-    try:
-        register_all(current(), process_sets)
-    except BaseException:
-        shutdown()
-        raise
 
 
 def shutdown() -> None:

@@ -63,8 +63,6 @@ class Spec(NamedTuple):
     root_rank: int = 0
     collective: str = "allreduce"
     """The operation of the core by its name in ``_core.OPS``."""
-    team: int = 0
-    """The core's number of the ranks that take part."""
 
 
 class StagedTensors(NamedTuple):

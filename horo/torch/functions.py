@@ -16,7 +16,7 @@ from horo.torch._bytes import bytes_of, tensor_of
 from horo.torch._requests import check_root, run_allreduce, run_broadcast, start_allgather, start_broadcast
 from horo.torch._staging import Spec, check_tensor
 from horo.torch.ops import Average
-from horo.torch.process_sets import ProcessSet, global_process_set, resolve_process_set
+from horo.torch.process_sets import ProcessSet, check_process_set, global_process_set
 
 __all__ = [
     "allgather_object",
@@ -121,7 +121,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     check_root(root_rank, what)
     _agree(_describe_groups(optimizer), what)
     tensors: list[torch.Tensor] = []
-    structure = _share(lambda: _take_apart(optimizer, tensors, what), root_rank, what, None, 0)
+    structure = _share(lambda: _take_apart(optimizer, tensors, what), root_rank, what, None)
     if _runtime.rank() != root_rank:
         _put_together(optimizer, structure, tensors)
     _overwrite(tensors, root_rank, what)
@@ -136,9 +136,9 @@ def broadcast_object(
 
     Args:
         obj: Any picklable object; ignored on other ranks.
-        root_rank: The rank whose object all get, by its number in the job also in a process set; equal on all ranks.
+        root_rank: The rank whose object all get; equal on all ranks.
         name: Connects the calls of all ranks; equal on all. None: calls without a name are connected in their order.
-        process_set: The ranks that take part; others do not call it.
+        process_set: ``global_process_set``.
 
     Returns:
         ``obj`` itself at the root, a copy elsewhere.
@@ -153,10 +153,9 @@ def broadcast_object(
         settings = {"epochs": 3} if hvd.rank() == 0 else None
         settings = hvd.broadcast_object(settings)  # on all ranks {"epochs": 3}
     """
-    what = "broadcast_object"
-    team = resolve_process_set(process_set, what)
-    check_root(root_rank, what, team)
-    return _share(lambda: obj, root_rank, what, name, team)
+    check_process_set(process_set)
+    check_root(root_rank, "broadcast_object")
+    return _share(lambda: obj, root_rank, "broadcast_object", name)
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
@@ -167,7 +166,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     Args:
         obj: Any picklable object; objects of different ranks may be of different types.
         name: Connects the calls of all ranks; equal on all. None: calls without a name are connected in their order.
-        process_set: The ranks that take part; others do not call it.
+        process_set: ``global_process_set``.
 
     Returns:
         One object per rank.
@@ -182,19 +181,17 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
         hosts = hvd.allgather_object(os.uname().nodename)
         print(hosts[0], "is the host of rank 0")
     """
+    check_process_set(process_set)
     what = "allgather_object"
-    team = resolve_process_set(process_set, what)
     failure, payload = _pickle(lambda: obj)
-    with _runtime.current().in_order(what, name, team):
-        key = _greet(what, name, 0, team)
+    with _runtime.current().in_order(what, name):
+        key = _greet(what, name, 0)
         sealed = key.seal(_runtime.rank(), _flag(failure) + payload)
-        gathered = start_allgather([tensor_of(sealed)], what, name, sync=True, team=team).wait()[0]
+        gathered = start_allgather([tensor_of(sealed)], what, name, sync=True).wait()[0]
     if failure is not None:
         raise failure
-    ranks = _runtime.current().teams[team].ranks
-    sent = zip(ranks, gathered.tensor.split(gathered.rows), strict=True)
-    parts = [key.open(rank, bytes_of(part)) for rank, part in sent]
-    for rank, part in zip(ranks, parts, strict=True):
+    parts = [key.open(rank, bytes_of(part)) for rank, part in enumerate(gathered.tensor.split(gathered.rows))]
+    for rank, part in enumerate(parts):
         if part[0]:
             raise UsageError(f"{what}: rank {rank} could not pickle its object: {bytes(part[1:]).decode()}")
     return [cloudpickle.loads(part[1:]) for part in parts]
@@ -273,7 +270,7 @@ def _chunks(tensors: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
         yield chunk
 
 
-def _share(produce: Callable[[], Any], root_rank: int, what: str, name: str | None, team: int) -> Any:
+def _share(produce: Callable[[], Any], root_rank: int, what: str, name: str | None) -> Any:
     """The root's ``produce()`` on all ranks. What fails at the root fails everywhere, with no rank left waiting."""
     is_root = _runtime.rank() == root_rank
     result = None
@@ -288,12 +285,12 @@ def _share(produce: Callable[[], Any], root_rank: int, what: str, name: str | No
 
         failure, payload = _pickle(keep)
     payload = _flag(failure) + payload if is_root else b""
-    with _runtime.current().in_order(what, name, team):
-        key = _greet(what, name, len(payload), team)
+    with _runtime.current().in_order(what, name):
+        key = _greet(what, name, len(payload))
         sealed = tensor_of(key.seal(root_rank, payload)) if is_root else None
         if sealed is None:
             sealed = torch.empty(key.sealed_bytes(root_rank), dtype=torch.uint8)
-        run_broadcast([sealed], root_rank, what, name, in_place=True, team=team)
+        run_broadcast([sealed], root_rank, what, name, in_place=True)
     if failure is not None:
         raise failure
     if is_root:
@@ -304,16 +301,14 @@ def _share(produce: Callable[[], Any], root_rank: int, what: str, name: str | No
     return cloudpickle.loads(received[1:])
 
 
-def _greet(what: str, name: str | None, payload_bytes: int, team: int) -> ObjectKey:
-    """The key of a call, for which all ranks of the team greet each other."""
-    runtime = _runtime.current()
+def _greet(what: str, name: str | None, payload_bytes: int) -> ObjectKey:
+    """The key of a call, for which all ranks greet each other."""
+    job = _runtime.current().job
     greeting = make_greeting(payload_bytes)
     part = None if name is None else f"{name}.greeting"
-    came = start_allgather([tensor_of(greeting)], what, part, sync=True, team=team).wait()[0].tensor
+    came = start_allgather([tensor_of(greeting)], what, part, sync=True).wait()[0].tensor
     greetings = bytes(bytes_of(came))
-    ranks = runtime.teams[team].ranks
-    secret, rank = runtime.job.directory.secret, runtime.job.rank
-    return ObjectKey(secret, what, name, rank=rank, ranks=ranks, greeting=greeting, greetings=greetings)
+    return ObjectKey(job.directory.secret, what, name, rank=job.rank, greeting=greeting, greetings=greetings)
 
 
 def _pickle(produce: Callable[[], Any]) -> tuple[Exception | None, bytes]:

@@ -199,7 +199,7 @@ def test_there_are_at_most_64_teams() -> None:
     def body(rank: Rank) -> None:
         teams = [rank.context.add_team([i % 2]) for i in range(63)]
         assert teams == list(range(1, 64))
-        with pytest.raises(UsageError, match="there are 64 process sets already"):
+        with pytest.raises(UsageError, match="there are 64 teams already"):
             rank.context.add_team([0, 1])
         rank.context.remove_team(17)
         assert rank.context.add_team([0, 1]) == 17
@@ -214,12 +214,12 @@ def test_ranks_that_ask_for_different_teams_hear_it_and_go_on() -> None:
         with pytest.raises(MismatchError, match=r"rank 0 \(.*\) sent the ranks \[0, 1\], rank 1 .* the ranks \[1\]"):
             rank.context.add_team([1] if rank.rank == 1 else [0, 1])
         first, second = rank.context.add_team([0, 1]), rank.context.add_team([0, 1])
-        with pytest.raises(MismatchError, match=r"rank 0 .* sent process set 1, rank 1 .* sent process set 2"):
+        with pytest.raises(MismatchError, match=r"rank 0 .* sent team 1, rank 1 .* sent team 2"):
             rank.context.remove_team(second if rank.rank == 1 else first)
         for team in (0, first, second):
             assert (rank.allreduce(np.ones(5, np.float32), team=team) == 2).all()
         rank.context.remove_team(first)
-        with pytest.raises(UsageError, match="process set 1 does not exist"):
+        with pytest.raises(UsageError, match="team 1 does not exist"):
             rank.allreduce(np.ones(5, np.float32), team=first)
 
     run_ranks(body, [2])
@@ -274,8 +274,8 @@ def test_a_rank_that_removes_a_team_at_work_is_told() -> None:
 
 
 BAD = {
-    "no rank": ([], "a process set of 0 ranks is impossible"),
-    "too many": ([0, 1, 2], "a process set of 3 ranks is impossible in a job of 2"),
+    "no rank": ([], "a team of 0 ranks is impossible"),
+    "too many": ([0, 1, 2], "a team of 3 ranks is impossible in a job of 2"),
     "order": ([1, 0], "must be ascending"),
     "twice": ([0, 0], "must be ascending"),
     "unknown": ([0, 7], "from 0 to 1"),
@@ -299,18 +299,18 @@ def test_what_a_team_cannot_do_is_refused() -> None:
     def body(rank: Rank) -> None:
         team = rank.context.add_team([1, 2])
         if rank.rank == 0:
-            with pytest.raises(UsageError, match="rank 0 is no member of process set 1"):
+            with pytest.raises(UsageError, match="rank 0 is no member of team 1"):
                 rank.barrier(team=team)
         else:
-            with pytest.raises(UsageError, match="root rank 0 is no member of process set 1"):
+            with pytest.raises(UsageError, match="root rank 0 is no member of team 1"):
                 rank.broadcast(np.ones(1, np.float32), 0, team=team)
         for unknown in (-1, 5, 64, 10**6):
-            with pytest.raises(UsageError, match=f"process set {unknown} does not exist"):
+            with pytest.raises(UsageError, match=f"team {unknown} does not exist"):
                 rank.barrier(team=unknown)
         for unknown in (-1, 5, 64):
             with pytest.raises(UsageError, match="does not exist"):
                 rank.context.remove_team(unknown)
-        with pytest.raises(UsageError, match="process set 0 has all ranks"):
+        with pytest.raises(UsageError, match="team 0 has all ranks"):
             rank.context.remove_team(0)
 
     run_ranks(body, [3])

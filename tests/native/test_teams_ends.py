@@ -121,8 +121,8 @@ def test_each_team_has_its_stall_reports() -> None:
     with Group([4], stall_warning_ms=300) as group, recorded_stderr() as written:
         group.run(body)
         said = written()
-    assert "waiting in process set 1 for" in said
-    assert "waiting in process set 2 for" in said
+    assert "waiting in team 1 for" in said
+    assert "waiting in team 2 for" in said
 
 
 FORK = """

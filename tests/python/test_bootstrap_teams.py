@@ -44,7 +44,7 @@ def test_ranks_that_mean_different_teams_are_told_and_go_on(tmp_path: Path, host
         for rank in range(2):
             answer = ranks.answer(rank)
             assert answer["error"] == "MismatchError"
-            assert "adds the process set of the ranks 0, 1" in answer["text"]
+            assert "makes the links of team 1 of the ranks 0, 1" in answer["text"]
         assert ranks.all("add_team", [0, 1]) == [1, 1]
         assert ranks.all("sum_in", 1, "x", 1000) == [wanted([0, 1])] * 2
         assert ranks.finish() == [0, 0]

@@ -84,12 +84,12 @@ static void describe_use(const struct hr_wire_request *request, char *text) {
 }
 
 /*
- * "the ranks [0, 2, 4]" or "process set 3"; of many ranks those round the first that differs: what reads as equal
- * explains nothing.
+ * "the ranks [0, 2, 4]" or "team 3"; of many ranks those round the first that differs: what reads as equal explains
+ * nothing.
  */
 static void describe_team(const struct hr_wire_request *request, uint32_t difference, char *text) {
     if (request->op == HORO_REMOVE_TEAM) {
-        (void)snprintf(text, VALUE_BYTES, "process set %d", hr_wire_value(request, 0));
+        (void)snprintf(text, VALUE_BYTES, "team %d", hr_wire_value(request, 0));
         return;
     }
     const uint32_t begin = difference < RANKS_IN_TEXT ? 0 : difference - 2;

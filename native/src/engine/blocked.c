@@ -57,7 +57,7 @@ static void describe(const struct hr_engine *engine, const horo_waiting *waits, 
         used += (size_t)snprintf(text + used, text_bytes - used, "%s'%s%s'", i == 0 ? "" : " and ",
                                  excess == 0 ? "" : "...", request->call.name + excess);
         if (request->call.team != 0 && used < text_bytes) {
-            used += (size_t)snprintf(text + used, text_bytes - used, " in process set %d", (int)request->call.team);
+            used += (size_t)snprintf(text + used, text_bytes - used, " in team %d", (int)request->call.team);
         }
         if (waits[i].place[0] != '\0' && used < text_bytes) {
             used += (size_t)snprintf(text + used, text_bytes - used, " (%s)", waits[i].place);

@@ -73,11 +73,11 @@ static int take_turn(struct hr_lane *lane, int64_t now_ns) {
            atomic_compare_exchange_strong(last, &seen, (uint64_t)now_ns);
 }
 
-/* " in process set 3"; nothing for that of all ranks. Returns text, which has TEAM_TEXT_BYTES. */
+/* " in team 3"; nothing for that of all ranks. Returns text, which has TEAM_TEXT_BYTES. */
 static const char *name_team(const struct hr_lane *lane, char *text) {
     text[0] = '\0';
     if (lane->team->number != 0) {
-        (void)snprintf(text, TEAM_TEXT_BYTES, " in process set %d", lane->team->number);
+        (void)snprintf(text, TEAM_TEXT_BYTES, " in team %d", lane->team->number);
     }
     return text;
 }

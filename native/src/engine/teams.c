@@ -29,13 +29,13 @@ static int submit(struct hr_engine *engine, int op, const int32_t *values, int c
 
 int hr_engine_check_team(const struct hr_engine *engine, const int32_t *ranks, int size, struct hr_error *error) {
     if (size < 1 || size > engine->node->size) {
-        return hr_fail(error, HORO_ERR_USAGE, "a process set of %d ranks is impossible in a job of %d", size,
+        return hr_fail(error, HORO_ERR_USAGE, "a team of %d ranks is impossible in a job of %d", size,
                        engine->node->size);
     }
     for (int i = 0; i < size; i++) {
         if (ranks[i] < 0 || ranks[i] >= engine->node->size || (i > 0 && ranks[i] <= ranks[i - 1])) {
             return hr_fail(error, HORO_ERR_USAGE,
-                           "the ranks of a process set must be ascending and from 0 to %d, but number %d of them is %d",
+                           "the ranks of a team must be ascending and from 0 to %d, but number %d of them is %d",
                            engine->node->size - 1, i, ranks[i]);
         }
     }
@@ -59,21 +59,19 @@ int hr_engine_add_team(struct hr_engine *engine, const int32_t *ranks, int size,
 static int begin_removal(const struct hr_engine *engine, int team, struct hr_error *error) {
     if (team <= 0 || team >= HR_TEAMS_MAX || !engine->teams[team].is_used) {
         return hr_fail(error, HORO_ERR_USAGE,
-                       team == 0 ? "process set 0 has all ranks and cannot be removed"
-                                 : "process set %d does not exist",
-                       team);
+                       team == 0 ? "team 0 has all ranks and cannot be removed" : "team %d does not exist", team);
     }
     struct hr_lane *lane = engine->teams[team].lane;
     if (lane == NULL) {
         return HORO_OK;
     }
     if (lane->refuses_requests) {
-        return hr_fail(error, HORO_ERR_USAGE, "process set %d is being removed already", team);
+        return hr_fail(error, HORO_ERR_USAGE, "team %d is being removed already", team);
     }
     if (lane->in_flight.count > 0) {
         return hr_fail(error, HORO_ERR_USAGE,
-                       "process set %d cannot be removed: %zu of its operations are not done on rank %d; wait for them",
-                       team, lane->in_flight.count, engine->node->rank);
+                       "team %d cannot be removed: %zu of its operations are not done on rank %d; wait for them", team,
+                       lane->in_flight.count, engine->node->rank);
     }
     lane->refuses_requests = 1;
     return HORO_OK;
@@ -182,7 +180,7 @@ static int add(struct hr_engine *engine, struct hr_request *request, int team, i
         return HR_TASK_BLOCKED;
     }
     if (lane != NULL && hr_lane_open(lane, team, &error) != HORO_OK) { /* the others have begun to use it */
-        hr_log(&engine->node->log, HORO_LOG_ERROR, "process set %d: %s", team, error.text);
+        hr_log(&engine->node->log, HORO_LOG_ERROR, "team %d: %s", team, error.text);
         return error.code;
     }
     (void)pthread_mutex_lock(&engine->submission.lock);
@@ -240,8 +238,7 @@ int hr_engine_change_teams(struct hr_engine *engine, struct hr_request *request,
             return add(engine, request, team, has_local_member(engine, &decoded));
         }
         (void)snprintf(text, text_bytes,
-                       "there are %d process sets already, and no more are possible: remove one that is not needed",
-                       team);
+                       "there are %d teams already, and no more are possible: remove one that is not needed", team);
         *outcome = HORO_ERR_USAGE;
         return HR_TASK_DONE;
     }
