@@ -195,6 +195,7 @@ if hvd.rank() == 1:
 hvd.allreduce(torch.ones(1), name="first")
 if hvd.rank() == 0:
     hvd.allreduce(torch.ones(1), name="second")
+hvd.barrier()  # rank 1 has left its wait for "second", so it must not end before that is done
 print("done")
 """
 
