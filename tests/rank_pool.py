@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
+import pytest
 from rank_worker import STACKS_END, serve
 
 from horo._bootstrap.store.server import StoreServer
 
-__all__ = ["RankError", "RankPool"]
+__all__ = ["RankError", "RankPool", "one_of"]
 
 # Ranks are forked from a process that has imported torch once and nothing else has happened in.
 _context = multiprocessing.get_context("forkserver")
@@ -179,3 +180,14 @@ class RankPool:
 
     def _log(self, rank: int) -> str:
         return self._log_path(rank).read_text(errors="replace")
+
+
+def one_of(*names: str) -> Any:
+    """A fixture that is one pool after the other: those of the fixtures with these names."""
+
+    @pytest.fixture(params=names)
+    def pool(request: pytest.FixtureRequest) -> RankPool:
+        found: RankPool = request.getfixturevalue(request.param)
+        return found
+
+    return pool

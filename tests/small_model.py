@@ -20,6 +20,7 @@ __all__ = [
     "mean_gradients",
     "needs_cpu_scaler",
     "sgd",
+    "train",
 ]
 
 needs_cpu_scaler = pytest.mark.skipif(
@@ -61,3 +62,12 @@ def assert_close(found: Any, wanted: Any) -> None:
 
 def sgd(model: torch.nn.Module, **options: Any) -> Distributed:
     return hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), **options)
+
+
+def train(model: torch.nn.Module, optimizer: Any, step: int) -> None:
+    """One step, compared with the gradients of one process that has the batches of all ranks."""
+    wanted = mean_gradients(model, hvd.size(), step)
+    make_loss(model, hvd.rank(), step).backward()
+    optimizer.step()
+    assert_close(gradients_of(model), wanted)
+    optimizer.zero_grad()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool
+from rank_pool import RankPool, one_of
 from small_model import (
     assert_close,
     gradients_of,
@@ -25,12 +25,8 @@ from torch.utils.checkpoint import checkpoint
 import horo.torch as hvd
 from horo.torch import _runtime
 
-
-@pytest.fixture(params=["ranks2_always", "ranks2_never"])
-def ranks2(request: pytest.FixtureRequest) -> RankPool:
-    """Two ranks that reduce gradients while backward runs, then two that do it at its end."""
-    pool: RankPool = request.getfixturevalue(request.param)
-    return pool
+ranks2 = one_of("ranks2_always", "ranks2_never")
+"""Two ranks that reduce gradients while backward runs, then two that do it at its end."""
 
 
 def _requests() -> int:

@@ -6,18 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool
+from rank_pool import RankPool, one_of
 from small_model import assert_close, gradients_of, make_loss, make_model, mean_gradients, sgd
 
 import horo.torch as hvd
 from horo.torch import _runtime
 
-
-@pytest.fixture(params=["ranks2_always", "ranks2_never", "ranks2_step"])
-def ranks2(request: pytest.FixtureRequest) -> RankPool:
-    """Two ranks that reduce while backward runs, two that do it at its end, two in Horovod's order of calls."""
-    pool: RankPool = request.getfixturevalue(request.param)
-    return pool
+ranks2 = one_of("ranks2_always", "ranks2_never", "ranks2_step")
+"""Two ranks that reduce while backward runs, two that do it at its end, two in Horovod's order of calls."""
 
 
 def test_parameters_that_differ_between_ranks_are_named_once(ranks2: RankPool) -> None:

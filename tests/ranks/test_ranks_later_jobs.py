@@ -7,17 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool
-from small_model import assert_close, gradients_of, make_loss, make_model, mean_gradients, sgd
+from rank_pool import RankPool, one_of
+from small_model import assert_close, gradients_of, make_loss, make_model, mean_gradients, sgd, train
 
 import horo.torch as hvd
 
-
-@pytest.fixture(params=["ranks2_always", "ranks2_never", "ranks2_step", "ranks2_step_never"])
-def ranks2(request: pytest.FixtureRequest) -> RankPool:
-    """Two ranks in each order of calls, which reduce gradients during backward or after it."""
-    pool: RankPool = request.getfixturevalue(request.param)
-    return pool
+ranks2 = one_of("ranks2_always", "ranks2_never", "ranks2_step", "ranks2_step_never")
+"""Two ranks in each order of calls, which reduce gradients during backward or after it."""
 
 
 @pytest.fixture(params=["backward", "step"])
@@ -26,15 +22,6 @@ def fresh2(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     pool = RankPool(2, init=False, environment={"HORO_GRADIENTS_READY": request.param, "HORO_OVERLAP": "always"})
     yield pool
     pool.close()
-
-
-def train(model: torch.nn.Module, optimizer: Any, step: int) -> None:
-    """One step, compared with the gradients of one process that has the batches of all ranks."""
-    wanted = mean_gradients(model, hvd.size(), step)
-    make_loss(model, hvd.rank(), step).backward()
-    optimizer.step()
-    assert_close(gradients_of(model), wanted)
-    optimizer.zero_grad()
 
 
 def again() -> None:

@@ -12,24 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool
+from rank_pool import RankPool, one_of
 from small_model import assert_close, gradients_of, make_loss, make_model, mean_gradients, needs_cpu_scaler, sgd
 
 import horo.torch as hvd
 
-
-@pytest.fixture(params=["ranks2_always", "ranks2_never", "ranks2_step"])
-def ranks2(request: pytest.FixtureRequest) -> RankPool:
-    """Two ranks that reduce while backward runs, two that do it at its end, two in Horovod's order of calls."""
-    pool: RankPool = request.getfixturevalue(request.param)
-    return pool
+ranks2 = one_of("ranks2_always", "ranks2_never", "ranks2_step")
+"""Two ranks that reduce while backward runs, two that do it at its end, two in Horovod's order of calls."""
 
 
-@pytest.fixture(params=["ranks2_always", "ranks2_never", "ranks2_step", "ranks4_always", "ranks4_step_never"])
-def ranks(request: pytest.FixtureRequest) -> RankPool:
-    """Two ranks and four, in several ways."""
-    pool: RankPool = request.getfixturevalue(request.param)
-    return pool
+ranks = one_of("ranks2_always", "ranks2_never", "ranks2_step", "ranks4_always", "ranks4_step_never")
+"""Two ranks and four, in several ways."""
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

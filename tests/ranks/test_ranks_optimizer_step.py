@@ -7,24 +7,17 @@ import warnings
 
 import pytest
 import torch
-from rank_pool import RankPool
+from rank_pool import RankPool, one_of
 from small_model import assert_close, gradients_of, make_loss, make_model, mean_gradients, needs_cpu_scaler, sgd
 
 import horo.torch as hvd
 
-
-@pytest.fixture(params=["ranks1_step", "ranks1_step_never", "ranks2_step", "ranks2_step_never"])
-def ranks2(request: pytest.FixtureRequest) -> RankPool:
-    """One rank and two that reduce gradients while backward runs, then others that do it afterwards."""
-    pool: RankPool = request.getfixturevalue(request.param)
-    return pool
+ranks2 = one_of("ranks1_step", "ranks1_step_never", "ranks2_step", "ranks2_step_never")
+"""One rank and two that reduce gradients while backward runs, then others that do it afterwards."""
 
 
-@pytest.fixture(params=["ranks2_step", "ranks2_step_never", "ranks4_step_never"])
-def ranks(request: pytest.FixtureRequest) -> RankPool:
-    """Two ranks both ways, and four."""
-    pool: RankPool = request.getfixturevalue(request.param)
-    return pool
+ranks = one_of("ranks2_step", "ranks2_step_never", "ranks4_step_never")
+"""Two ranks both ways, and four."""
 
 
 @needs_cpu_scaler

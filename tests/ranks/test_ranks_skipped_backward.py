@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rank_pool import RankPool
+from rank_pool import RankPool, one_of
 from small_model import assert_close, gradients_of, make_loss, make_model, mean_gradients, sgd
 
 import horo.torch as hvd
 from horo.torch import _runtime
 from horo.torch._backward_reducer import BackwardReducer
 
-
-@pytest.fixture(params=["ranks2_always", "ranks2_never"])
-def ranks2(request: pytest.FixtureRequest) -> RankPool:
-    """Two ranks that reduce gradients while backward runs, then two that do it at its end."""
-    pool: RankPool = request.getfixturevalue(request.param)
-    return pool
+ranks2 = one_of("ranks2_always", "ranks2_never")
+"""Two ranks that reduce gradients while backward runs, then two that do it at its end."""
 
 
 @pytest.fixture(params=["ranks2_always", "ranks2_never", "ranks2_step", "ranks2_step_never"])

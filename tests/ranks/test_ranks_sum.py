@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rank_pool import RankPool
+from rank_pool import RankPool, one_of
 from small_model import assert_close, gradients_of, make_loss, make_model, mean_gradients, sgd
 
 import horo.torch as hvd
 
-
-@pytest.fixture(params=["ranks2_always", "ranks2_never"])
-def ranks2(request: pytest.FixtureRequest) -> RankPool:
-    """Two ranks that reduce gradients while backward runs, then two that do it at its end."""
-    pool: RankPool = request.getfixturevalue(request.param)
-    return pool
+ranks2 = one_of("ranks2_always", "ranks2_never")
+"""Two ranks that reduce gradients while backward runs, then two that do it at its end."""
 
 
 def test_several_passes_are_summed_once_after_the_model_has_another_dtype(ranks2: RankPool) -> None:

@@ -6,23 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool
+from rank_pool import RankPool, one_of
 
 import horo.torch as hvd
 
-
-@pytest.fixture(params=["ranks2_always", "ranks2_never"])
-def ranks2(request: pytest.FixtureRequest) -> RankPool:
-    """Two ranks that reduce gradients while backward runs, then two that do it afterwards."""
-    pool: RankPool = request.getfixturevalue(request.param)
-    return pool
+ranks2 = one_of("ranks2_always", "ranks2_never")
+"""Two ranks that reduce gradients while backward runs, then two that do it afterwards."""
 
 
-@pytest.fixture(params=["ranks2_always", "ranks2_never", "ranks4_always", "ranks4_never"])
-def ranks(request: pytest.FixtureRequest) -> RankPool:
-    """Two ranks and four, each both ways."""
-    pool: RankPool = request.getfixturevalue(request.param)
-    return pool
+ranks = one_of("ranks2_always", "ranks2_never", "ranks4_always", "ranks4_never")
+"""Two ranks and four, each both ways."""
 
 
 STEPS = 50

@@ -6,19 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool
+from rank_pool import RankPool, one_of
 from small_model import assert_close, gradients_of, make_batch, make_loss, make_model, mean_gradients, sgd
 
 import horo.torch as hvd
 from horo.torch._backward_reducer import BackwardReducer
 from horo.torch.compression import Compressor
 
-
-@pytest.fixture(params=["ranks2_always", "ranks2_never", "ranks2_step", "ranks2_step_never"])
-def ranks2(request: pytest.FixtureRequest) -> RankPool:
-    """Two ranks in each order of calls, which reduce gradients during backward or after it."""
-    pool: RankPool = request.getfixturevalue(request.param)
-    return pool
+ranks2 = one_of("ranks2_always", "ranks2_never", "ranks2_step", "ranks2_step_never")
+"""Two ranks in each order of calls, which reduce gradients during backward or after it."""
 
 
 @pytest.fixture(params=["ranks2_step", "ranks2_step_never"])
