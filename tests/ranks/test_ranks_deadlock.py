@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,6 +46,14 @@ def hororun(tmp_path: Path) -> Iterator[Hororun]:
     runner.clean_up()
 
 
+def assert_both_are_told(done: subprocess.CompletedProcess[str], waits: str) -> str:
+    """Both ranks end with the error, whose pattern is returned; ``waits``: a pattern for what they wait for."""
+    told = rf"DeadlockError: {waits}; has a rank fewer batches, or has it skipped a backward\(\) or step\(\)\?"
+    assert done.returncode == 1, done.stderr
+    assert len(re.findall(rf"^\[[01]\] horo\.errors\.{told}$", done.stderr, re.MULTILINE)) == 2, done.stderr
+    return told
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("where", ["localhost:2", "one:1,two:1"])
 @pytest.mark.parametrize("overlap", ["always", "never"])
@@ -53,13 +62,11 @@ def test_a_rank_with_fewer_batches_is_told_and_reported(
 ) -> None:
     (tmp_path / "train.py").write_text(UNEVEN.replace("WORKERS", str(workers)))
     done = hororun.run("-np", "2", "train.py", where=where, cwd=tmp_path, environment={"HORO_OVERLAP": overlap})
-    told = (
-        rf"DeadlockError: rank 0 waits for 'gradient\.(weight|bias)' \(train\.py:{BACKWARD}\), "
-        rf"rank 1 for 'allreduce\.epoch_loss' \(train\.py:{LOSS}\); "
-        r"has a rank fewer batches, or has it skipped a backward\(\) or step\(\)\?"
+    told = assert_both_are_told(
+        done,
+        rf"rank 0 waits for 'gradient\.(weight|bias)' \(train\.py:{BACKWARD}\), "
+        rf"rank 1 for 'allreduce\.epoch_loss' \(train\.py:{LOSS}\)",
     )
-    assert done.returncode == 1, done.stderr
-    assert len(re.findall(rf"^\[[01]\] horo\.errors\.{told}$", done.stderr, re.MULTILINE)) == 2, done.stderr
     assert re.search(rf"^hororun: rank [01] on \w+ ended with {told} \(train\.py, line", done.stderr, re.MULTILINE)
 
 
@@ -91,13 +98,11 @@ def test_a_rank_that_skips_the_backward_of_one_of_two_models_is_told(
     """The backward of rank 0 averages the gradients of both models, the step of rank 1 those of one."""
     (tmp_path / "train.py").write_text(GAN)
     done = hororun.run("-np", "2", "train.py", cwd=tmp_path, environment={"HORO_OVERLAP": overlap})
-    told = (
-        rf"DeadlockError: rank 0 waits for 'gradient1?\.(weight|bias)[.a-z]*' \(train\.py:{SKIPPED}\), "
-        rf"rank 1 for 'gradient1?\.(weight|bias)[.a-z]*' \(train\.py:{STEPPED}\); "
-        r"has a rank fewer batches, or has it skipped a backward\(\) or step\(\)\?"
+    assert_both_are_told(
+        done,
+        rf"rank 0 waits for 'gradient1?\.(weight|bias)[.a-z]*' \(train\.py:{SKIPPED}\), "
+        rf"rank 1 for 'gradient1?\.(weight|bias)[.a-z]*' \(train\.py:{STEPPED}\)",
     )
-    assert done.returncode == 1, done.stderr
-    assert len(re.findall(rf"^\[[01]\] horo\.errors\.{told}$", done.stderr, re.MULTILINE)) == 2, done.stderr
 
 
 LEAVES = """
