@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -114,7 +114,7 @@ class Exchange(Member):
     def _finish(self, states: Sequence[ParameterState]) -> None:
         """Waits for every pending reduction; then raises the first failure."""
         failures: list[HoroError] = []
-        mismatches: dict[PendingReduction, tuple[ParameterState, MismatchError]] = {}
+        mismatches: list[tuple[ParameterState, PendingReduction, MismatchError]] = []
         done: set[PendingReduction] = set()
         for state in states:
             pending = state.pending
@@ -124,15 +124,14 @@ class Exchange(Member):
             try:
                 pending.finish()
             except MismatchError as error:
-                mismatches[pending] = state, error
+                mismatches.append((state, pending, error))
             except HoroError as error:
                 failures.append(error)
-        if mismatches:
-            failures += self._resolve(mismatches)
+        failures += self._resolve(mismatches)
         if failures:
             raise failures[0]
 
-    def _resolve(self, mismatches: Mapping[PendingReduction, tuple[ParameterState, MismatchError]]) -> list[HoroError]:
+    def _resolve(self, mismatches: Sequence[tuple[ParameterState, PendingReduction, MismatchError]]) -> list[HoroError]:
         """After mismatches, which every rank gets: reduces again where ranks have sent one gradient in two forms.
 
         Each rank submits all its questions before it waits for an answer, since ranks may have the gradients in other
@@ -143,9 +142,8 @@ class Exchange(Member):
         """
         failures: list[HoroError] = []
         repeated: list[PendingReduction] = []
-        questions = [(pending, self._ask_forms(state, pending)) for pending, (state, _) in mismatches.items()]
-        for pending, question in questions:
-            state, mismatch = mismatches[pending]
+        questions = [self._ask_forms(state, pending) for state, pending, _ in mismatches]
+        for (state, pending, mismatch), question in zip(mismatches, questions, strict=True):
             try:
                 again = self._start_again(state, pending, question.wait()[0])
             except HoroError as error:

@@ -89,6 +89,11 @@ class FirstCheck:
         raise UsageError(f"{difference}; make the same model and optimizer on all ranks, and freeze them alike")
 
 
+def _there(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What a parameter's state has: SGD of torch 2.1 and 2.2 notes after a step that it has no momentum."""
+    return {name: value for name, value in state.items() if value is not None}
+
+
 def _difference(ours: tuple[dict[str, bool], int], theirs: tuple[dict[str, bool], int], rank: int) -> str:
     """The first difference between the optimizers of rank 0 and another one; empty if there is none.
 
@@ -116,11 +121,6 @@ def refuse_ddp_model(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, torch.nn.parallel.DistributedDataParallel):
             raise _refusal("the model")
-
-
-def _there(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What a parameter's state has: SGD of torch 2.1 and 2.2 notes after a step that it has no momentum."""
-    return {name: value for name, value in state.items() if value is not None}
 
 
 def refuse_ddp(states: Iterable[ParameterState]) -> None:

@@ -287,8 +287,9 @@ def _share(produce: Callable[[], Any], root_rank: int, what: str, name: str | No
     payload = _flag(failure) + payload if is_root else b""
     with _runtime.current().in_order(what, name):
         key = _greet(what, name, len(payload))
-        sealed = tensor_of(key.seal(root_rank, payload)) if is_root else None
-        if sealed is None:
+        if is_root:
+            sealed = tensor_of(key.seal(root_rank, payload))
+        else:
             sealed = torch.empty(key.sealed_bytes(root_rank), dtype=torch.uint8)
         run_broadcast([sealed], root_rank, what, name, in_place=True)
     if failure is not None:
