@@ -24,13 +24,13 @@ from typing import NoReturn
 from horo._blocked import innermost_own, is_of_horo
 from horo.errors import DeadlockError, HoroError, InternalError
 
-__all__ = ["EndNotes", "culprit_of", "describe_exception", "script_line", "shorten_traceback", "watch_exceptions"]
+__all__ = ["EndReporter", "culprit_of", "describe_exception", "script_line", "shorten_traceback", "watch_exceptions"]
 
 _TEXT_MAX = 200
 _CULPRIT = re.compile(r"rank (\d+)\b")
 
 
-class EndNotes:
+class EndReporter:
     """Messages to hororun about the end of this rank, sent over a pipe.
 
     Args:

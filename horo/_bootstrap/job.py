@@ -15,8 +15,7 @@ from functools import partial
 from typing import Any
 
 from horo._bootstrap.directory import Directory, PeerAddress
-from horo._bootstrap.ending import EndNotes, culprit_of, describe_exception, watch_exceptions
-from horo._bootstrap.greeting import greet
+from horo._bootstrap.ending import EndReporter, culprit_of, describe_exception, watch_exceptions
 from horo._bootstrap.host.arena import Arena, join_arena
 from horo._bootstrap.host.grouping import Grouping, Link, group_ranks
 from horo._bootstrap.host.identity import read_identity
@@ -32,6 +31,7 @@ from horo._bootstrap.mpi.exit import watch_end, watch_loss
 from horo._bootstrap.mpi.world import MpiWorld, open_mpi_store
 from horo._bootstrap.peer_info import PeerInfo, check_agreement, core_count, place_of, places_alike
 from horo._bootstrap.rendezvous import Rendezvous
+from horo._bootstrap.start_secret import derive_start_secret
 from horo._bootstrap.store.client import StoreClient
 from horo._bootstrap.store.protocol import Store, prefixed
 from horo._bootstrap.store.signed import signed
@@ -89,7 +89,7 @@ class RunningRank:
         mpi: the MPI world of the job; None if the ranks did not start through MPI.
     """
 
-    def __init__(self, connection: Connection, notes: EndNotes | None = None) -> None:
+    def __init__(self, connection: Connection, reporter: EndReporter | None = None) -> None:
         setup = connection.setup
         self.context = Context(setup)
         self.rank, self.size = setup.rank, setup.size
@@ -104,7 +104,7 @@ class RunningRank:
             watch_loss(_find_loss)
             watch_end(self.mpi.mpi, _close_all)
         self.host_names = tuple(setup.host_name_of_rank)
-        self._notes = notes or EndNotes(None)
+        self._reporter = reporter or EndReporter(None)
         self._pid = os.getpid()
         self._closed = False
         self._teams_begun = 0
@@ -116,7 +116,7 @@ class RunningRank:
             self._closed = True
             _living.discard(self)
             self.note_loss()
-            self._notes.lost(culprit_of(self.context.health()))
+            self._reporter.lost(culprit_of(self.context.health()))
             self.context.destroy()
 
     def add_team(self, ranks: Sequence[int]) -> int:
@@ -144,7 +144,7 @@ def _find_loss() -> HoroError | None:
     return _losses[0] if _losses else None
 
 
-_end_notes: list[EndNotes] = []
+_end_reporters: list[EndReporter] = []
 """Only those of the last start."""
 
 
@@ -153,7 +153,7 @@ def _on_exception(error: BaseException, where: str) -> None:
     culprits = [culprit_of(job.context.health()) for job in _living]
     culprit = next((rank for rank in culprits if rank is not None), None)
     text = describe_exception(error)
-    _end_notes[-1].ended(text, where, culprit)
+    _end_reporters[-1].ended(text, where, culprit)
     if isinstance(error, KeyboardInterrupt):
         return  # Ctrl-C reaches all ranks: each gets its own, and leaves
     for job in list(_living):
@@ -211,16 +211,16 @@ def start(environ: Mapping[str, str] | None = None, comm: Any = None) -> Running
     if launch.rank == 0:
         for sentence in misspelt(environ):
             logging.getLogger("horo").warning(sentence)
-    notes = EndNotes(read_variables(LaunchVariables, environ).end_pipe, launch.ranks)
-    notes.joined()
-    _end_notes[:] = [notes]
+    reporter = EndReporter(read_variables(LaunchVariables, environ).end_pipe, launch.ranks)
+    reporter.joined()
+    _end_reporters[:] = [reporter]
     watch_exceptions(_on_exception)
     starts = _starts.setdefault(launch, _Starts())
     starts.count += 1
     began = time.monotonic()
     connection = connect(launch, config, starts.count, starts.leftovers)
     try:
-        job = RunningRank(connection, notes)
+        job = RunningRank(connection, reporter)
     except BaseException:
         close_setup(connection.setup)
         raise
@@ -248,17 +248,17 @@ def connect(launch: Launch, config: Config, epoch: int, leftovers: list[str]) ->
     """
     if launch.size == 1:
         return _alone(launch, config)
-    meeting = partial(_meeting, launch, config, epoch, leftovers)
-    store, secret, address = _open_store(launch, config, epoch, meeting)
+    open_rendezvous = partial(_open_rendezvous, launch, config, epoch, leftovers)
+    store, secret, address = _open_store(launch, config, epoch, open_rendezvous)
     try:
-        with meeting(store=store) as rendezvous:
+        with open_rendezvous(store=store) as rendezvous:
             return _join(_Start(launch, config, epoch, rendezvous, address, partial(_forget, store, leftovers)), secret)
     finally:
         store.close()
 
 
 @contextmanager
-def _meeting(
+def _open_rendezvous(
     launch: Launch, config: Config, epoch: int, leftovers: list[str], *, store: Store, part: str = ""
 ) -> Iterator[Rendezvous]:
     """A rendezvous for ``part`` of a start; an exception that ends it is published to the other ranks."""
@@ -280,13 +280,13 @@ def _forget(store: Store, leftovers: list[str]) -> None:
 
 
 def _open_store(
-    launch: Launch, config: Config, epoch: int, meeting: Callable[..., AbstractContextManager[Rendezvous]]
+    launch: Launch, config: Config, epoch: int, open_rendezvous: Callable[..., AbstractContextManager[Rendezvous]]
 ) -> tuple[Store, bytes, str | None]:
     """The store, the secret of this start, and the address from which the store is reached."""
     if launch.torch_master is not None:
         store, address = open_torch_store(launch.torch_master, launch.started_rank, config.start_timeout_s)
-        with meeting(store=signed(store, launch.secret), part="greeting/") as rendezvous:
-            secret = greet(rendezvous, launch.secret)
+        with open_rendezvous(store=signed(store, launch.secret), part="nonces/") as rendezvous:
+            secret = derive_start_secret(rendezvous, launch.secret)
         return signed(store, secret), secret, address
     if launch.mpi is not None:
         client, secret = open_mpi_store(launch.mpi, config)

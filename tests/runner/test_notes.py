@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from horo._bootstrap.ending import EndNotes
+from horo._bootstrap.ending import EndReporter
 from horo.runner.agent.notes import Note, NoteReader, open_pipe
 
 
@@ -17,7 +17,7 @@ def read(reader: NoteReader, fd: int) -> Note:
 
 def test_a_note_arrives_as_it_was_written() -> None:
     read_fd, write_fd, name = open_pipe()
-    reader, notes = NoteReader(), EndNotes(name, ranks=(4, 6))
+    reader, notes = NoteReader(), EndReporter(name, ranks=(4, 6))
     notes.joined()
     assert read(reader, read_fd) == Note(joined=True)
     notes.lost(1)
@@ -37,7 +37,7 @@ def test_a_number_that_is_another_file_by_now_is_not_written_to() -> None:
     inode = name.partition(":")[2]
     other_read, other_write = os.pipe()
     for wrong in (None, "", "x", name.partition(":")[0], f"{other_write}:{inode}", f"0:{inode}", f"99999:{inode}"):
-        EndNotes(wrong).joined()
+        EndReporter(wrong).joined()
     for fd in (read_fd, other_read):
         os.set_blocking(fd, False)
         with pytest.raises(BlockingIOError):

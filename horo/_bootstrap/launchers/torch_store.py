@@ -1,8 +1,8 @@
 """torch's TCPStore as the job's store, for jobs started by torchrun. The only module here that needs torch.
 
 Trust: torch's store does not authenticate its clients. The secret of a start is derived from nonces of all ranks, which
-are in the store (``greeting``). Unless the user has set ``HORO_SECRET`` on all nodes, every process that can reach the
-store can therefore join the job, as with torch.distributed. ``HORO_SECRET`` is not in the store: with it, no other
+are in the store (``start_secret``). Unless the user has set ``HORO_SECRET`` on all nodes, every process that can reach
+the store can therefore join the job, as with torch.distributed. ``HORO_SECRET`` is not in the store: with it, no other
 process can derive the secret of the start, and each value carries a MAC (``store.signed``).
 """
 

@@ -11,13 +11,13 @@ import secrets
 
 from horo._bootstrap.rendezvous import Rendezvous
 
-__all__ = ["greet"]
+__all__ = ["derive_start_secret"]
 
 _TOPIC = "nonce"
 _NONCE_BYTES = 32
 
 
-def greet(rendezvous: Rendezvous, secret: bytes | None) -> bytes:
+def derive_start_secret(rendezvous: Rendezvous, secret: bytes | None) -> bytes:
     """Waits for the nonces of all ranks, and derives the secret of this start from them.
 
     Each rank uses its own nonce as drawn, not as read from the store: a changed nonce gives the ranks different
