@@ -120,9 +120,11 @@ def _variable(name: str, default: Any, meaning: str, **details: Any) -> Any:
     return field(default=default, metadata={"variable": variable})
 
 
-def _foreign(name: str, kind: type, meaning: str, **details: Any) -> Any:
-    """A field for a variable that another program sets under exactly this name."""
-    return field(default=None, metadata={"variable": Variable((name,), kind, None, meaning, **details)})
+def _exactly(name: str, kind: type, meaning: str, **details: Any) -> Any:
+    """A field for a variable that has only this name: another program's, or one that Horovod does not have."""
+    default = details.pop("default", None)
+    variable = Variable((name,), kind, default, meaning, **details)
+    return field(default=default, repr=not variable.secret, metadata={"variable": variable})
 
 
 @dataclass(frozen=True)
@@ -240,13 +242,21 @@ class Config:
         "job and its cores are all computing, else always.",
         choices=("auto", "always", "never"),
     )
-    gradients_ready: str = _variable(
+    gradients_ready: str | None = _variable(
         "GRADIENTS_READY",
-        "backward",
+        None,
         "When gradients are averaged, unless `DistributedOptimizer(gradients_ready=)` says it: `backward`, when "
         "`backward()` returns, or `step`, at `synchronize()` or `step()`, as in Horovod, where touching them before is "
-        "an error.",
+        "an error. Not set: `backward`; with `HORO_HOROVOD`, `step`.",
+        kind=str,
         choices=("backward", "step"),
+    )
+    horovod: bool = _exactly(
+        "HORO_HOROVOD",
+        bool,
+        "1: the job's scripts are written for Horovod. `hororun --horovod` and `python -m horo.horovod` set it, "
+        "and let Python find horo as `horovod`.",
+        default=False,
     )
     cpu_operations: str = _variable(
         "CPU_OPERATIONS",
@@ -298,6 +308,11 @@ class Config:
         """``log_level`` as ``enum horo_log_level``."""
         return LOG_LEVELS.index("off" if self.log_level == "fatal" else self.log_level)
 
+    @property
+    def gradients_ready_default(self) -> str:
+        """``gradients_ready``, or what it is where the user has not said it."""
+        return self.gradients_ready or ("step" if self.horovod else "backward")
+
 
 _RANK = {"kind": int, "low": 0, "high": (1 << 31) - 1}
 _COUNT = {"kind": int, "low": 1, "high": (1 << 31) - 1}
@@ -316,64 +331,36 @@ class LaunchVariables:
     )
     cross_size: int | None = _variable("CROSS_SIZE", None, "Hosts that have a process of this local rank.", **_COUNT)
     hostname: str | None = _variable("HOSTNAME", None, "This host's name as the user wrote it, for messages.", kind=str)
-    store: str | None = field(
-        default=None,
-        metadata={
-            "variable": Variable(
-                ("HORO_STORE",),
-                str,
-                None,
-                "Where the job meets: `ADDRESS:PORT`, or several that lead to the same store, comma-separated; "
-                "addresses are numeric, IPv6 in brackets.",
-            )
-        },
+    store: str | None = _exactly(
+        "HORO_STORE",
+        str,
+        "Where the job meets: `ADDRESS:PORT`, or several that lead to the same store, comma-separated; addresses "
+        "are numeric, IPv6 in brackets.",
     )
-    secret: bytes | None = field(
-        default=None,
-        repr=False,
-        metadata={
-            "variable": Variable(
-                ("HORO_SECRET",),
-                bytes,
-                None,
-                "The job's secret, which authenticates every connection; never put it on a command line. May be "
-                "exported in a batch script for plain `srun` and `torchrun`, equal on all ranks.",
-                low=16,
-                secret=True,
-            )
-        },
+    secret: bytes | None = _exactly(
+        "HORO_SECRET",
+        bytes,
+        "The job's secret, which authenticates every connection; never put it on a command line. May be exported "
+        "in a batch script for plain `srun` and `torchrun`, equal on all ranks.",
+        low=16,
+        secret=True,
     )
-    job_id: str | None = field(
-        default=None,
-        metadata={
-            "variable": Variable(
-                ("HORO_JOB_ID",), str, None, "Name of the job, the namespace of its keys in the store."
-            )
-        },
+    job_id: str | None = _exactly(
+        "HORO_JOB_ID",
+        str,
+        "Name of the job, the namespace of its keys in the store.",
     )
-    end_pipe: str | None = field(
-        default=None,
-        metadata={
-            "variable": Variable(
-                ("HORO_END_PIPE",),
-                str,
-                None,
-                "Where this rank says what ended it: descriptor and inode of a pipe to `hororun`.",
-            )
-        },
+    end_pipe: str | None = _exactly(
+        "HORO_END_PIPE",
+        str,
+        "Where this rank says what ended it: descriptor and inode of a pipe to `hororun`.",
     )
 
-    rank_process: str | None = field(
-        default=None,
-        metadata={
-            "variable": Variable(
-                ("HORO_RANK_PROCESS",),
-                str,
-                None,
-                "Set by `init()` in a rank's own process, for those that it starts: they have inherited its place, and "
-                "their `init()` is refused.",
-            )
-        },
+    rank_process: str | None = _exactly(
+        "HORO_RANK_PROCESS",
+        str,
+        "Set by `init()` in a rank's own process, for those that it starts: they have inherited its place, and "
+        "their `init()` is refused.",
     )
 
 
@@ -381,18 +368,18 @@ class LaunchVariables:
 class TorchrunVariables:
     """The variables that torchrun sets for each rank."""
 
-    rank: int | None = _foreign("RANK", int, "Number of this process in the job.", low=0, high=(1 << 31) - 1)
-    world_size: int | None = _foreign("WORLD_SIZE", int, "Processes in the job.", low=1, high=(1 << 31) - 1)
-    local_rank: int | None = _foreign("LOCAL_RANK", int, "Number of this process on its host.", low=0)
-    local_world_size: int | None = _foreign("LOCAL_WORLD_SIZE", int, "Processes of the job on this host.", low=1)
-    group_rank: int | None = _foreign("GROUP_RANK", int, "Number of this host's agent.", low=0)
-    master_addr: str | None = _foreign("MASTER_ADDR", str, "Host of torch's store.")
-    master_port: int | None = _foreign("MASTER_PORT", int, "Port of torch's store.", low=1, high=65535)
-    run_id: str | None = _foreign("TORCHELASTIC_RUN_ID", str, "Name of the job; part of the names of its keys.")
-    restart_count: int | None = _foreign(
+    rank: int | None = _exactly("RANK", int, "Number of this process in the job.", low=0, high=(1 << 31) - 1)
+    world_size: int | None = _exactly("WORLD_SIZE", int, "Processes in the job.", low=1, high=(1 << 31) - 1)
+    local_rank: int | None = _exactly("LOCAL_RANK", int, "Number of this process on its host.", low=0)
+    local_world_size: int | None = _exactly("LOCAL_WORLD_SIZE", int, "Processes of the job on this host.", low=1)
+    group_rank: int | None = _exactly("GROUP_RANK", int, "Number of this host's agent.", low=0)
+    master_addr: str | None = _exactly("MASTER_ADDR", str, "Host of torch's store.")
+    master_port: int | None = _exactly("MASTER_PORT", int, "Port of torch's store.", low=1, high=65535)
+    run_id: str | None = _exactly("TORCHELASTIC_RUN_ID", str, "Name of the job; part of the names of its keys.")
+    restart_count: int | None = _exactly(
         "TORCHELASTIC_RESTART_COUNT", int, "How often the job was restarted; part of the names of its keys.", low=0
     )
-    use_agent_store: bool | None = _foreign(
+    use_agent_store: bool | None = _exactly(
         "TORCHELASTIC_USE_AGENT_STORE", bool, "1 or `True`: the agent hosts torch's store; otherwise rank 0 does."
     )
 
@@ -401,29 +388,29 @@ class TorchrunVariables:
 class MpiVariables:
     """The variables that the launcher of an MPI sets. Texts, so that stale values do not stop a lone process."""
 
-    ompi_size: str | None = _foreign("OMPI_COMM_WORLD_SIZE", str, "Processes, said by Open MPI's mpirun.")
-    ompi_rank: str | None = _foreign("OMPI_COMM_WORLD_RANK", str, "Number, said by Open MPI's mpirun.")
-    pmi_size: str | None = _foreign("PMI_SIZE", str, "Processes, said by MPICH, Intel MPI or `srun --mpi=pmi2`.")
-    pmi_rank: str | None = _foreign("PMI_RANK", str, "Number, said by MPICH, Intel MPI or `srun --mpi=pmi2`.")
-    pmix_rank: str | None = _foreign("PMIX_RANK", str, "Number, said by PRRTE or `srun --mpi=pmix`.")
+    ompi_size: str | None = _exactly("OMPI_COMM_WORLD_SIZE", str, "Processes, said by Open MPI's mpirun.")
+    ompi_rank: str | None = _exactly("OMPI_COMM_WORLD_RANK", str, "Number, said by Open MPI's mpirun.")
+    pmi_size: str | None = _exactly("PMI_SIZE", str, "Processes, said by MPICH, Intel MPI or `srun --mpi=pmi2`.")
+    pmi_rank: str | None = _exactly("PMI_RANK", str, "Number, said by MPICH, Intel MPI or `srun --mpi=pmi2`.")
+    pmix_rank: str | None = _exactly("PMIX_RANK", str, "Number, said by PRRTE or `srun --mpi=pmix`.")
 
 
 @dataclass(frozen=True)
 class SlurmVariables:
     """The variables that Slurm sets. Texts, since many are also set in processes that srun did not start."""
 
-    job_id: str | None = _foreign("SLURM_JOB_ID", str, "Number of the job; part of its name.")
-    step_id: str | None = _foreign("SLURM_STEP_ID", str, "Number of the step; part of the job's name.")
-    restart_count: str | None = _foreign("SLURM_RESTART_COUNT", str, "How often Slurm has started the job again.")
-    procid: str | None = _foreign("SLURM_PROCID", str, "Number of this process in the step.")
-    step_num_tasks: str | None = _foreign("SLURM_STEP_NUM_TASKS", str, "Processes in the step.")
-    ntasks: str | None = _foreign("SLURM_NTASKS", str, "Processes, where the variable before is missing.")
-    localid: str | None = _foreign("SLURM_LOCALID", str, "Number of this process on its node.")
-    nodeid: str | None = _foreign("SLURM_NODEID", str, "Number of this node in the step.")
-    step_tasks_per_node: str | None = _foreign("SLURM_STEP_TASKS_PER_NODE", str, "Processes on each node: `2(x3),1`.")
-    step_nodelist: str | None = _foreign("SLURM_STEP_NODELIST", str, "Nodes of the step; the first has process 0.")
-    job_nodelist: str | None = _foreign("SLURM_JOB_NODELIST", str, "Nodes, where the variable before is missing.")
-    nodename: str | None = _foreign("SLURMD_NODENAME", str, "Slurm's name of this node.")
+    job_id: str | None = _exactly("SLURM_JOB_ID", str, "Number of the job; part of its name.")
+    step_id: str | None = _exactly("SLURM_STEP_ID", str, "Number of the step; part of the job's name.")
+    restart_count: str | None = _exactly("SLURM_RESTART_COUNT", str, "How often Slurm has started the job again.")
+    procid: str | None = _exactly("SLURM_PROCID", str, "Number of this process in the step.")
+    step_num_tasks: str | None = _exactly("SLURM_STEP_NUM_TASKS", str, "Processes in the step.")
+    ntasks: str | None = _exactly("SLURM_NTASKS", str, "Processes, where the variable before is missing.")
+    localid: str | None = _exactly("SLURM_LOCALID", str, "Number of this process on its node.")
+    nodeid: str | None = _exactly("SLURM_NODEID", str, "Number of this node in the step.")
+    step_tasks_per_node: str | None = _exactly("SLURM_STEP_TASKS_PER_NODE", str, "Processes on each node: `2(x3),1`.")
+    step_nodelist: str | None = _exactly("SLURM_STEP_NODELIST", str, "Nodes of the step; the first has process 0.")
+    job_nodelist: str | None = _exactly("SLURM_JOB_NODELIST", str, "Nodes, where the variable before is missing.")
+    nodename: str | None = _exactly("SLURMD_NODENAME", str, "Slurm's name of this node.")
 
 
 GROUPS: tuple[type[Any], ...] = (Config, LaunchVariables, TorchrunVariables, MpiVariables, SlurmVariables)

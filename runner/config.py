@@ -124,6 +124,7 @@ class Job:
         bind_to: the CPUs that each rank is bound to, one of ``BINDINGS``.
         keep_memory: whether ranks keep freed memory for the next allocation.
         exports: variables of ``-x`` and of the tuning options for every rank.
+        passed_over: a sentence for each option of horovodrun that does nothing here.
         dry_run: whether to show the commands, and run nothing.
         check_hosts: whether to look at all hosts, and run nothing.
         python: the Python on remote hosts.
@@ -149,6 +150,7 @@ class Job:
     bind_to: str = "none"
     keep_memory: bool = True
     exports: Mapping[str, str] = field(default_factory=dict)
+    passed_over: tuple[str, ...] = ()
     dry_run: bool = False
     check_hosts: bool = False
     python: str = ""

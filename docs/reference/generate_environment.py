@@ -14,6 +14,7 @@ from horo._config import (
     Variable,
     variables_of,
 )
+from horo._passed_over import PASSED_OVER
 
 PAGE = Path(__file__).with_name("environment.md")
 
@@ -53,6 +54,15 @@ SECTIONS: tuple[tuple[type[Any], str, str], ...] = (
     ),
 )
 
+PASSED = """
+## Horovod's variables that do nothing
+
+Rank 0 warns of those that are set, unless to 0.
+
+| variable | because |
+|---|---|
+"""
+
 
 def page() -> str:
     """The whole page."""
@@ -60,6 +70,8 @@ def page() -> str:
     for group, title, remark in SECTIONS:
         parts.append(f"\n## {title}\n\n{remark}\n\n| variable | allowed | default | meaning |\n|---|---|---|---|\n")
         parts += [_row(variable) for variable in variables_of(group).values()]
+    parts.append(PASSED)
+    parts += [f"| `{name}` | {why} |\n" for name, why in PASSED_OVER.items()]
     return "".join(parts)
 
 

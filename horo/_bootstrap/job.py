@@ -48,6 +48,7 @@ from horo._config import (
 )
 from horo._core import Context, arena_bytes, create_memory, create_wake, simd_name, version
 from horo._core_setup import MpiUse, Setup, close_all, close_setup
+from horo._passed_over import passed_over
 from horo.errors import AbortedError, GroupError, HoroError, InternalError
 
 __all__ = ["Connection", "RunningRank", "connect", "start"]
@@ -84,7 +85,7 @@ class RunningRank:
         host_names: host names by rank.
         cores: number of cores on which the ranks of this host may run, together.
         overlap: the user's choice for ``HORO_OVERLAP``.
-        gradients_ready: the user's choice for ``HORO_GRADIENTS_READY``.
+        gradients_ready: ``HORO_GRADIENTS_READY``, or its default.
         directory: addresses of all ranks and the job's secret; ``team_links`` needs them to make more links.
         mpi: the MPI world of the job; None if the ranks did not start through MPI.
     """
@@ -209,7 +210,7 @@ def start(environ: Mapping[str, str] | None = None, comm: Any = None) -> Running
         name_rank(environ, launch)
     prepare_log(config.log_level, launch.rank)
     if launch.rank == 0:
-        for sentence in misspelt(environ):
+        for sentence in (*misspelt(environ), *passed_over(environ)):
             logging.getLogger("horo").warning(sentence)
     reporter = EndReporter(read_variables(LaunchVariables, environ).end_pipe, launch.ranks)
     reporter.joined()
@@ -347,7 +348,7 @@ def _join(start: _Start, secret: bytes) -> Connection:
         grouping.hosts,
         core_count([infos[rank] for rank in grouping.members(launch.rank)]),
         start.config.overlap,
-        start.config.gradients_ready,
+        start.config.gradients_ready_default,
         directory,
         launch.mpi,
     )
@@ -431,7 +432,7 @@ def _alone(launch: Launch, config: Config) -> Connection:
         grouping.hosts,
         cores,
         config.overlap,
-        config.gradients_ready,
+        config.gradients_ready_default,
         directory,
         launch.mpi,
     )

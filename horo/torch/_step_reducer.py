@@ -117,7 +117,7 @@ class StepReducer(GradientReducer):
             )
         if self.is_reduced:
             warnings.warn(
-                "optimizer.step() was called after optimizer.synchronize() but outside optimizer.skip_synchronize(); "
+                "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(); "
                 "put it inside, so that it is clear that gradients are not to be reduced again",
                 stacklevel=4,
             )

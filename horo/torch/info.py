@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from horo._bootstrap.mpi.world import mpi_importable
 from horo.errors import UsageError
+from horo.horovod import is_installed
 from horo.torch import _runtime
 
 __all__ = [
@@ -48,13 +49,13 @@ def mpi_built() -> bool:
 
 
 def gloo_enabled() -> bool:
-    """False: horo has transports of its own."""
-    return False
+    """Whether there are transports besides MPI under Horovod's names (``hororun --horovod``); horo has no gloo."""
+    return is_installed() and not mpi_enabled()
 
 
 def gloo_built() -> bool:
-    """False: horo has transports of its own."""
-    return False
+    """True under Horovod's names (``hororun --horovod``): scripts ask for a transport besides MPI so. Else False."""
+    return is_installed()
 
 
 def nccl_built() -> int:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from horo.horovod.environment import is_switched_on, with_horovod
 from horo.runner.agent.command import EXIT_NOT_EXECUTABLE, StartError, explain_failure
 from horo.runner.agent.machine import BindingError, bind, read_topology, spelled, threads
 from horo.runner.agent.notes import PIPE_NAME, open_pipe
@@ -131,6 +132,8 @@ class HostRanks:
         for rank, own in environments.items():
             cpus = bound.get(rank, frozenset())
             environment = {**own, "OMP_NUM_THREADS": str(shares[rank])} if rank in shares else own
+            if is_switched_on(environment):
+                environment = with_horovod(environment)
             try:
                 process, notes = _spawn(argv, environment, cwd, cpus, with_notes=with_notes)
             except OSError as error:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from horo.runner.cli.entry import main, parse
+from horo.runner.cli.entry import main, main_for_horovod, parse
 
-__all__ = ["main", "parse"]
+__all__ = ["main", "main_for_horovod", "parse"]

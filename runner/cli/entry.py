@@ -23,23 +23,35 @@ if TYPE_CHECKING:
 
     from horo.runner.start.allocation import Allocation
 
-__all__ = ["main", "parse"]
+__all__ = ["main", "main_for_horovod", "parse"]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs hororun and returns its exit code."""
+def main(arguments: Sequence[str] | None = None, *, for_horovod: bool = False) -> int:
+    """Runs hororun, or horovodrun, and returns its exit code."""
     try:
-        job = parse(sys.argv[1:] if arguments is None else arguments)
+        job = parse(sys.argv[1:] if arguments is None else arguments, for_horovod=for_horovod)
         if job is None:
             from horo.runner.cli.check_build import check_build  # noqa: PLC0415 - looks at the core and at torch
 
             return check_build()
+        for sentence in job.passed_over:
+            _say(f"warning: {sentence}")
         return _run(job)
     except JobError as error:
         reader_left = error.code == 128 + signal.SIGPIPE  # nothing to tell, as with ``| head``
-        if sys.stderr is not None and not reader_left:
-            sys.stderr.write(f"hororun: {printable_lines(str(error))}\n")
+        if not reader_left:
+            _say(str(error))
         return error.code
+
+
+def _say(text: str) -> None:
+    if sys.stderr is not None:
+        sys.stderr.write(f"hororun: {printable_lines(text)}\n")
+
+
+def main_for_horovod() -> int:
+    """Runs horovodrun, which is ``hororun --horovod``, and returns its exit code."""
+    return main(for_horovod=True)
 
 
 def _run(job: Job) -> int:
@@ -61,8 +73,12 @@ def _run(job: Job) -> int:
     return run_job(job, os.environ)
 
 
-def parse(arguments: Sequence[str]) -> Job | None:
+def parse(arguments: Sequence[str], *, for_horovod: bool = False) -> Job | None:
     """The job that the command line asks for; None: ``--check-build``.
+
+    Args:
+        arguments: of hororun.
+        for_horovod: as if ``--horovod`` were among them.
 
     Raises:
         JobError: a value is wrong; names it.
@@ -72,7 +88,9 @@ def parse(arguments: Sequence[str]) -> Job | None:
 
     parser = build_parser()
     line = split_command(parser, arguments)
+    parser.for_horovod = for_horovod or "horovod" in line.given
     given, unknown = parser.parse_known_args(line.options)
+    given.horovod = parser.for_horovod
     check_known(parser, unknown)
     command = line.command
     check_combinations(line.given, command)
@@ -107,6 +125,7 @@ def parse(arguments: Sequence[str]) -> Job | None:
         bind_to=given.bind_to,
         keep_memory=not given.no_keep_memory,
         exports=_exports(given),
+        passed_over=parser.passed_over,
         dry_run=given.dry_run,
         check_hosts=given.check_hosts,
         python=given.remote_python or sys.executable,

@@ -78,9 +78,17 @@ _REFUSED |= dict.fromkeys(
     (0, "horo's log has no times; --prefix-timestamp puts one before every line"),
 )
 _REFUSED["--thread-affinity"] = (1, "--bind-to core gives each rank its share of the cores; see also --no-move-ranks")
+_ESSENTIAL = ("a timeline", "an elastic job", "a configuration file")
+"""What a job cannot do without where an option asks for it. The other refused options are passed over for scripts of
+Horovod (``--horovod``), with a warning: they only tune."""
 
 
 class _Parser(argparse.ArgumentParser):
+    for_horovod = False
+    """Whether options that only tune Horovod are passed over."""
+    passed_over: tuple[str, ...] = ()
+    """A sentence for each of them."""
+
     def error(self, message: str) -> NoReturn:
         message = re.sub(r"^argument ([^\s/:]+)\S*: ", r"\1: ", message)  # which lists all spellings of the option
         self.exit(EXIT_USAGE, f"hororun: {message} (try 'hororun --help')\n")
@@ -90,7 +98,11 @@ class _Refuse(argparse.Action):
     def __call__(
         self, parser: argparse.ArgumentParser, _given: object, _value: object, option: str | None = None
     ) -> None:
-        parser.error(f"{option}: {_REFUSED[option or ''][1]}")
+        reason = _REFUSED[option or ""][1]
+        if isinstance(parser, _Parser) and parser.for_horovod and not reason.startswith(_ESSENTIAL):
+            parser.passed_over += (f"{option} does nothing here: {reason.removesuffix(': leave it out')}",)
+        else:
+            parser.error(f"{option}: {reason}")
 
 
 class _Once(argparse.Action):
@@ -114,7 +126,7 @@ class _Show(argparse.Action):
         parser.exit()
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> _Parser:
     """All options; the command is split off before."""
     parser = _Parser(
         prog="hororun",
@@ -178,6 +190,11 @@ def _add_launcher(group: argparse._ArgumentGroup) -> None:
         "--bind-to", type=_one_of(BINDINGS), default="none", metavar="WHAT",
         help="core or numa: each rank to its share of its host's cores or NUMA nodes; default: none",
     )  # fmt: skip
+    group.add_argument(
+        "--horovod",
+        action="store_true",
+        help="for a script written for Horovod: 'import horovod.torch' gives horo.torch",
+    )
     group.add_argument("--dry-run", action="store_true", help="show what would be run and run nothing")
 
 

@@ -54,6 +54,7 @@ def _said(given: argparse.Namespace) -> dict[str, tuple[str, Any]]:
             given.stall_check_shutdown_time_seconds,
         ),
         "--log-level": ("HORO_LOG_LEVEL", given.log_level),
+        "--horovod": ("HORO_HOROVOD", 1 if given.horovod else None),
         "--no-move-ranks": ("HORO_LEAVE_CROWDED_CORES", 0 if given.no_move_ranks else None),
         "--network-interfaces": ("HORO_NETWORK_INTERFACES", ",".join(given.network_interfaces) or None),
     }

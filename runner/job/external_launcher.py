@@ -18,6 +18,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from horo._config import LaunchVariables, TorchrunVariables, variables_of
+from horo.horovod.environment import is_switched_on, with_horovod
 from horo.runner.agent.command import StartError, with_python
 from horo.runner.agent.machine import core_count
 from horo.runner.agent.ranks import Event, Exited, HostRanks, Wrote, reap
@@ -217,7 +218,8 @@ def _environment(job: Job, environment: Mapping[str, str], ranks_per_host: int) 
     own = default_variables(here, keep_memory=job.keep_memory)
     if "OMP_NUM_THREADS" not in here:
         own["OMP_NUM_THREADS"] = str(max(1, core_count() // ranks_per_host))
-    return {**here, **own}
+    told = {**here, **own}
+    return with_horovod(told) if is_switched_on(told) else told
 
 
 def _find_mpirun(job: Job, environment: Mapping[str, str]) -> Mpirun:

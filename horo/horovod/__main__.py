@@ -1,0 +1,40 @@
+"""``python -m horo.horovod train.py``: Python with horo under Horovod's names.
+
+What follows is what ``python`` takes: a script or ``-m module``, and its arguments.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from horo._config import environment
+from horo.horovod.environment import with_horovod
+
+__all__ = ["main"]
+
+_USAGE = """usage: python -m horo.horovod train.py [arguments] | -m module [arguments] | -c code
+
+Runs a script that was written for Horovod with horo, unchanged: 'import horovod.torch' gives horo.torch."""
+
+
+def main() -> int:
+    """Replaces this process by a Python that runs the script; returns only if it cannot."""
+    words = sys.argv[1:]
+    if words[:1] in (["-h"], ["--help"]):
+        print(_USAGE)
+        return 0
+    if not words or (words[0].startswith("-") and words[0] not in ("-m", "-c")):
+        sys.stderr.write(_USAGE + "\n")
+        return 2
+    if sys.flags.ignore_environment:
+        sys.stderr.write("horo.horovod: this Python ignores PYTHONPATH (-I, -E): leave that out\n")
+        return 2
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    os.execve(sys.executable, [sys.executable, *flags, *words], with_horovod(environment()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""This folder is put before ``PYTHONPATH``, so that ``import horovod`` finds the module in it."""
