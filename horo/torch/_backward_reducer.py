@@ -29,6 +29,7 @@ class BackwardReducer(GradientReducer):
     number before autograd adds to it, so that the next sum has it once.
     """
 
+    leaves_unused = True
     advice = "register hooks that change gradients before DistributedOptimizer, or set HORO_OVERLAP=never"
 
     def __init__(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 
@@ -15,6 +16,7 @@ from horo.torch._gradients import (
     PendingSparseReduction,
     ReductionOptions,
     UnsentReduction,
+    UnusedGradient,
 )
 from horo.torch._member import Member
 from horo.torch._requests import Gathered, Request, start_again, start_allgather, start_allreduce
@@ -26,6 +28,9 @@ __all__ = ["Exchange"]
 
 class Exchange(Member):
     """The reductions of a reducer that are in progress."""
+
+    leaves_unused: ClassVar[bool]
+    """Whether the gradient of a parameter that no rank has used stays None; else it becomes zeros."""
 
     def __init__(self, options: ReductionOptions) -> None:
         super().__init__()
@@ -81,10 +86,17 @@ class Exchange(Member):
         return mark if state is first or (state.group is not None and state.group is first.group) else 0
 
     def _submit_dense(self, name: str, states: Sequence[ParameterState], sync: bool) -> None:
-        packed = [PackedGradient(state, self.options) for state in states]
+        packed = [self._pack(state) for state in states]
         self._set_pending(states, self._send(name, packed, sync, self._mark_of(states[0])))
 
-    def _send(self, name: str, packed: Sequence[PackedGradient], sync: bool, mark: int) -> PendingReduction:
+    def _pack(self, state: ParameterState) -> PackedGradient | UnusedGradient:
+        if state.parameter.grad is None and self.leaves_unused and not state.varies:
+            return UnusedGradient(state)
+        return PackedGradient(state, self.options)
+
+    def _send(
+        self, name: str, packed: Sequence[PackedGradient | UnusedGradient], sync: bool, mark: int
+    ) -> PendingReduction:
         options = self.options
         sent = [item.sent for item in packed]
         if mark:
@@ -161,33 +173,56 @@ class Exchange(Member):
         return failures
 
     def _ask_forms(self, state: ParameterState, pending: PendingReduction) -> Request:
-        """Begins to gather in which form each rank has sent a gradient, or the gradients of a group."""
-        form = torch.tensor([[0 if state.was_unused else 1, self._sparse_dims(state), pending.mark]])
-        return start_allgather([form], _kind(state), f"{_request_name(state)}.form", sync=True)
+        """Begins to gather in which form each rank has sent a gradient, or each gradient of a group."""
+        states = [item.state for item in pending.packed] or [state]
+        forms = [[0 if item.was_unused else 1, self._sparse_dims(item), pending.mark] for item in states]
+        return start_allgather([torch.tensor(forms)], _kind(state), f"{_request_name(state)}.form", sync=True)
 
     def _start_again(
         self, state: ParameterState, pending: PendingReduction, forms: Gathered
     ) -> PendingReduction | None:
-        """Submits a gradient again if ranks are only at different places of a step, or if some had sparse rows and the
-        others zeros.
+        """Submits a gradient again if ranks are only at different places of a step, if only some have used its
+        parameter, or if some had sparse rows and the others nothing.
 
-        A rank sends dense zeros for an unused parameter, since it does not know that the gradient is sparse elsewhere.
-        Then all ranks submit sparse rows: those with zeros submit no rows.
+        In the last case all ranks submit sparse rows: those that have not used the parameter submit no rows.
 
         Raises:
             UsageError: Ranks are in different steps.
         """
-        everyone = forms.tensor.tolist()
-        is_apart = self.progress.meet([mark for _, _, mark in everyone])
-        sparse_dims = {dims for used, dims, _ in everyone if used}
-        if is_apart and sparse_dims <= {0}:
-            return self._send(_request_name(state), pending.packed, True, 0)
-        if len(sparse_dims) != 1 or sparse_dims == {0}:
+        if len(set(forms.rows)) != 1:
+            return None  # groups of different lengths
+        everyone = forms.tensor.view(len(forms.rows), -1, 3)  # of each rank and gradient: used, sparse dimensions, mark
+        marks = everyone[:, 0, 2].tolist()
+        is_apart = any(marks) and self.progress.meet(marks)
+        is_used = everyone[:, :, 0].bool()
+        sparse_dims = set(everyone[:, 0, 1][is_used[:, 0]].tolist())
+        if sparse_dims <= {0}:
+            was_new = self._note_use(pending, is_used)
+            if not is_apart and not was_new:
+                return None
+            packed = [self._pack(item.state) if isinstance(item, UnusedGradient) else item for item in pending.packed]
+            return self._send(_request_name(state), packed, True, 0)
+        if len(sparse_dims) != 1:
             return None
         grad = state.parameter.grad
         if state.was_unused:
             grad = _empty_rows(state.parameter, *sparse_dims)
         return None if grad is None else self._submit_sparse(state, grad, sync=True)
+
+    def _note_use(self, pending: PendingReduction, is_used: torch.Tensor) -> bool:
+        """Notes which parameters only some ranks have used, for which zeros are sent from now on; whether one is new.
+
+        Args:
+            pending: The reduction of their gradients.
+            is_used: By rank and gradient.
+        """
+        if not self.leaves_unused:
+            return False
+        differs = (is_used.any(0) & ~is_used.all(0)).tolist()
+        fresh = [item.state for item, new in zip(pending.packed, differs, strict=True) if new and not item.state.varies]
+        for state in fresh:
+            state.varies = True
+        return bool(fresh)
 
     def _sparse_dims(self, state: ParameterState) -> int:
         """How many dimensions of its gradient are sparse; 0: it travels as a dense one."""

@@ -20,8 +20,11 @@ __all__ = [
     "PendingSparseReduction",
     "ReductionOptions",
     "UnsentReduction",
+    "UnusedGradient",
     "refuse_sparse",
 ]
+
+_UNUSED_DIMENSIONS = 16
 
 
 class ReductionOptions:
@@ -50,7 +53,7 @@ class ReductionOptions:
 class ParameterState:
     """A parameter of the optimizer, and the progress of its gradient in the current step."""
 
-    __slots__ = ("group", "held", "kind", "name", "parameter", "passes", "pending", "summed", "was_unused")
+    __slots__ = ("group", "held", "kind", "name", "parameter", "passes", "pending", "summed", "varies", "was_unused")
 
     def __init__(self, parameter: torch.Tensor, name: str) -> None:
         self.parameter = parameter
@@ -63,7 +66,8 @@ class ParameterState:
         self.held: tuple[torch.Tensor | None, int] | None = None
         # the gradient, if it is a sum over ranks since backward, and over how many
         self.summed: tuple[weakref.ref[torch.Tensor], int] | None = None
-        self.was_unused = False  # the pending reduction has zeros for an unused parameter
+        self.was_unused = False  # no gradient of this rank is in the pending reduction
+        self.varies = False  # in some step of this job, some ranks have used it and others have not
 
 
 class Group:
@@ -137,12 +141,32 @@ class PackedGradient(WatchedGradient):
             grad.copy_(reduced)
 
 
+class UnusedGradient:
+    """A parameter without a gradient during a reduction: what is sent tells the other ranks so.
+
+    If all have sent the same, nobody has used the parameter. Else ranks get a mismatch.
+    """
+
+    __slots__ = ("sent", "state")
+
+    def __init__(self, state: ParameterState) -> None:
+        state.was_unused = True
+        self.state = state
+        # One element in more dimensions than any gradient has, also with a mark: a used one never looks like this.
+        self.sent = torch.zeros((1,) * _UNUSED_DIMENSIONS, dtype=state.parameter.dtype)
+
+    def unpack(self) -> None:
+        """Nobody has used the parameter: ``p.grad`` stays None."""
+
+
 class PendingReduction:
     """A reduction in progress for the gradients of one or more parameters. Its result is written in place."""
 
     __slots__ = ("mark", "packed", "request")
 
-    def __init__(self, request: Request | None, packed: Sequence[PackedGradient], mark: int = 0) -> None:
+    def __init__(
+        self, request: Request | None, packed: Sequence[PackedGradient | UnusedGradient], mark: int = 0
+    ) -> None:
         self.request = request
         self.packed = packed
         self.mark = mark

@@ -66,6 +66,7 @@ class Member(abc.ABC):
         self._are_named = False
         for state in self.states.values():
             state.kind = None
+            state.varies = False
         if was_pending and not forget:
             raise AbortedError(
                 "horo was shut down while gradients were being reduced, so they may be half of this rank and half of "

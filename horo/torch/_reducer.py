@@ -2,7 +2,7 @@
 
 Steps for a gradient: autograd accumulates it and calls our hook on the parameter. The hook submits the gradient to the
 core (in place where its memory allows), if no more is expected for it. When all gradients are due, those without a hook
-call (of unused or thawed parameters) are submitted too, as zeros or as they are. Then all are waited for, and the
+call (of unused or thawed parameters) are submitted too, as unused or as they are. Then all are waited for, and the
 results are in ``p.grad``. A subclass decides what is expected, and when gradients are due.
 
 Where one host runs the whole job and every core computes, an exchange during backward gains nothing: it takes the cores
@@ -31,6 +31,7 @@ from horo.torch._progress import refuse_different_steps
 from horo.torch._requests import Request
 from horo.torch._spans import span
 from horo.torch._step import ReducingClosure, closure_of, with_closure
+from horo.torch._usage import UsageCheck
 
 __all__ = ["GradientReducer", "overlap_pays", "reduce_together"]
 
@@ -62,6 +63,7 @@ class GradientReducer(Exchange):
         """Whether a backward has made gradients that are not averaged."""
         self._overlaps = True
         self._check: FirstCheck | None = None
+        self._usage: UsageCheck | None = None
         self._due: Sequence[ParameterState] = ()
         """The parameters of the reduction in progress."""
         weakref.finalize(self, _remove, self._hooks).atexit = False
@@ -128,7 +130,7 @@ class GradientReducer(Exchange):
     def _reduce(self, is_at_step: bool = False) -> None:
         """Reduces every gradient that is not yet in progress and waits for all.
 
-        A parameter without a gradient takes part with zeros, because other ranks may have used it.
+        A parameter without a gradient takes part too, because other ranks may have used it.
 
         Args:
             is_at_step: ``step()`` calls, so this rank has had no time to change the result before.
@@ -158,6 +160,10 @@ class GradientReducer(Exchange):
         if has_unchecked and self._due and optimizer is not None and _runtime.size() > 1:
             self._check = FirstCheck(self.label, list(self.states.values())[self._checked :], optimizer)
             last = self._check.request
+        varying = [state for state in self._due if state.varies]
+        if varying:
+            self._usage = UsageCheck(self.label, varying)
+            last = self._usage.request
         self._checked = len(self.states)
         self.progress.reductions += 1
         return last
@@ -169,9 +175,14 @@ class GradientReducer(Exchange):
             UsageError: Ranks train different parameters. Gradients that only some have would never come.
         """
         check, self._check = self._check, None
+        usage, self._usage = self._usage, None
         if check is not None:
             check.wait()
-        self._finish(self._due)
+        try:
+            self._finish(self._due)
+        finally:
+            if usage is not None:
+                usage.finish()
         if check is not None:
             check.refuse_different_values()
 
@@ -182,7 +193,7 @@ class GradientReducer(Exchange):
             state.pending = None
             state.held = None
         self.handles.clear()
-        self._due, self._check, self._marked = (), None, None
+        self._due, self._check, self._usage, self._marked = (), None, None, None
 
     # -- what depends on when gradients are due --------------------------------------------------------------------
 

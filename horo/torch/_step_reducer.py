@@ -20,6 +20,7 @@ __all__ = ["StepReducer"]
 class StepReducer(GradientReducer):
     """Gradients are due at ``synchronize()`` or ``step()``; what touches them before is an error."""
 
+    leaves_unused = False  # as Horovod
     advice = (
         "call optimizer.synchronize() before you clip, unscale or replace gradients, then optimizer.step() inside "
         "optimizer.skip_synchronize()"

@@ -89,12 +89,13 @@ def DistributedOptimizer(
     ``shutdown()`` and ``init()``. Of several over one parameter, the newest averages its gradient.
 
     ``backward()`` blocks until all ranks have come to the end of theirs: ranks call ``backward()`` equally often and in
-    the same order. Every parameter that requires grad takes part in it, with zeros if this rank did not use it. If a
-    backward uses no parameter of the optimizer at all, or none is called, this rank takes part at ``step()``. There,
-    gradients that no backward has averaged are averaged too (set by hand, made inside ``no_sync()``). If other ranks
-    have changed theirs by then, as by clipping, that is an error on all; ``synchronize()`` on every rank, before
-    gradients are used, takes part in time. Parameters frozen or thawed later are detected; ranks must freeze and
-    thaw alike. ``step(closure)`` gives the optimizer the mean of the ranks' losses.
+    the same order. Every parameter that requires grad takes part in it, with zeros if this rank did not use it. Where
+    no rank did, ``p.grad`` stays None (zeros with ``gradients_ready="step"``, as in Horovod). If a backward uses no
+    parameter of the optimizer at all, or none is called, this rank takes part at ``step()``. There, gradients that no
+    backward has averaged are averaged too (set by hand, made inside ``no_sync()``). If other ranks have changed theirs
+    by then, as by clipping, that is an error on all; ``synchronize()`` on every rank, before gradients are used, takes
+    part in time. Parameters frozen or thawed later are detected; ranks must freeze and thaw alike. ``step(closure)``
+    gives the optimizer the mean of the ranks' losses.
 
     The first reduction compares the parameters of all ranks, frozen ones too, and the optimizer's state and options, so
     that a forgotten ``broadcast_parameters`` or ``broadcast_optimizer_state`` is an error. So does the first one after

@@ -46,9 +46,10 @@ def loss_of(output: torch.Tensor) -> torch.Tensor:
 
 
 def state_of(model: torch.nn.Module) -> Tensors:
-    """Copies of parameters and gradients."""
-    grads = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
-    return [p.detach().clone() for p in model.parameters()] + grads
+    """Copies of parameters and gradients, and which gradients are None."""
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense().clone() for p in model.parameters()]
+    is_none = torch.tensor([p.grad is None for p in model.parameters()])
+    return [p.detach().clone() for p in model.parameters()] + grads + [is_none]
 
 
 def momentum(model: torch.nn.Module, **options: Any) -> torch.optim.SGD:

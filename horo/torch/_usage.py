@@ -1,0 +1,35 @@
+"""Which parameters no rank has used in a step, among those in which ranks have differed before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from horo.torch._gradients import ParameterState
+from horo.torch._requests import start_allreduce
+from horo.torch._staging import Spec
+from horo.torch.ops import Max
+
+__all__ = ["UsageCheck"]
+
+
+class UsageCheck:
+    """Tells the ranks of each other's use of parameters, in one small allreduce beside that of the gradients.
+
+    Args:
+        label: What the name of the operation begins with.
+        states: The same ones on all ranks. Their gradients are being reduced, as zeros where this rank has none.
+    """
+
+    def __init__(self, label: str, states: Iterable[ParameterState]) -> None:
+        self._states = sorted(states, key=lambda state: state.name)  # ranks may have other orders
+        used = torch.tensor([not state.was_unused for state in self._states], dtype=torch.uint8)
+        self.request = start_allreduce([used], Spec(f"{label}.check", "usage", Max), sync=True)
+
+    def finish(self) -> None:
+        """Waits, and takes the zeros away where no rank has used the parameter."""
+        (used,) = self.request.wait()
+        for state, is_used in zip(self._states, used.tolist(), strict=True):
+            if not is_used:
+                state.parameter.grad = None
