@@ -27,6 +27,7 @@ MPI_FUNCTIONS = (
     "MPI_Iallreduce",
     "MPI_Ibcast",
     "MPI_Iallgatherv",
+    "MPI_Ireduce_scatter",
     "MPI_Type_contiguous",
     "MPI_Type_commit",
     "MPI_Type_free",

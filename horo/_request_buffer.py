@@ -35,6 +35,7 @@ OPS: dict[str, int] = {
     "allgather": lib.HORO_ALLGATHER,
     "broadcast": lib.HORO_BROADCAST,
     "barrier": lib.HORO_BARRIER,
+    "reducescatter": lib.HORO_REDUCESCATTER,
 }
 """Number of each operation on tensors by its name."""
 

@@ -65,7 +65,8 @@ enum horo_op {
     HORO_BARRIER = 3,
     HORO_ADD_TEAM = 4,    /* horo_add_team and horo_remove_team only */
     HORO_REMOVE_TEAM = 5,
-    HORO_OP_COUNT = 6,
+    HORO_REDUCESCATTER = 6,
+    HORO_OP_COUNT = 7,
 };
 
 /* The numbers are Horovod's; 2 is kept free for Adasum. */
@@ -105,18 +106,20 @@ typedef struct {
 
 /* One dense, contiguous tensor. Memory stays the caller's and must live until the request is done. */
 typedef struct {
-    const void *input;   /* allgather, allreduce: input; broadcast: the root's data (may equal output) */
+    const void *input;   /* of each rank; broadcast: the root's data (may equal output) */
     /*
-     * Result; may equal input. Allgather: horo allocates the result, unless HORO_SUBMIT_INTO says that it goes here,
-     * all of output_bytes; the input may be this rank's place in it and overlaps it nowhere else. If the result has
-     * other than output_bytes, the request fails on this rank alone, with HORO_ERR_USAGE, when all have done their
-     * part; nothing is written to that output.
+     * Result; may equal input. Reducescatter: the rows that fall to this rank, apart from the input unless it is alone
+     * in the team; the rows are cut among the members in their order, the first ones have one more where they cannot
+     * have equally many. Allgather: horo allocates the result, unless HORO_SUBMIT_INTO says that it goes here, all of
+     * output_bytes; the input may be this rank's place in it and overlaps it nowhere else. If the result has other than
+     * output_bytes, the request fails on this rank alone, with HORO_ERR_USAGE, when all have done their part; nothing
+     * is written to that output.
      */
     void *output;
     const int64_t *shape; /* ndim extents, copied by horo_submit */
     int32_t ndim;         /* 0 for a scalar */
     int32_t dtype;        /* enum horo_dtype */
-    int32_t wire_dtype;   /* 0: travels as it is; allreduce of float32 and float64: HORO_FLOAT16 or HORO_BFLOAT16 */
+    int32_t wire_dtype;   /* 0: travels as it is; a reduction of float32 and float64: HORO_FLOAT16 or HORO_BFLOAT16 */
     int64_t output_bytes; /* allgather with HORO_SUBMIT_INTO; else not looked at */
 } horo_tensor;
 
@@ -127,11 +130,11 @@ typedef struct {
 typedef struct {
     const char *name; /* UTF-8, at most HORO_NAME_MAX bytes; equal on all ranks */
     int32_t op;        /* enum horo_op */
-    int32_t reduce_op; /* allreduce only, else 0 */
+    int32_t reduce_op; /* allreduce and reducescatter only, else 0 */
     int32_t root_rank; /* broadcast only, else 0: of the job, in every team */
     int32_t flags;     /* enum horo_submit_flags */
-    double prescale;   /* allreduce: multiplied in before the reduction, 1.0 for none */
-    double postscale;  /* allreduce: multiplied in after it (AVERAGE divides by size as well) */
+    double prescale;   /* of a reduction: multiplied in before it, 1.0 for none */
+    double postscale;  /* of a reduction: multiplied in after it (AVERAGE divides by size as well) */
     const horo_tensor *tensors;
     int32_t tensor_count; /* 0 for barrier */
     int32_t team;         /* whose members do it; 0: all ranks */
@@ -160,14 +163,15 @@ enum horo_mpi_function {
     HORO_MPI_IALLREDUCE = 5,
     HORO_MPI_IBCAST = 6,
     HORO_MPI_IALLGATHERV = 7,
-    HORO_MPI_TYPE_CONTIGUOUS = 8,
-    HORO_MPI_TYPE_COMMIT = 9,
-    HORO_MPI_TYPE_FREE = 10,
-    HORO_MPI_OP_CREATE = 11,
-    HORO_MPI_OP_FREE = 12,
-    HORO_MPI_ERROR_STRING = 13,
-    HORO_MPI_FINALIZED = 14,
-    HORO_MPI_FUNCTION_COUNT = 15,
+    HORO_MPI_IREDUCE_SCATTER = 8,
+    HORO_MPI_TYPE_CONTIGUOUS = 9,
+    HORO_MPI_TYPE_COMMIT = 10,
+    HORO_MPI_TYPE_FREE = 11,
+    HORO_MPI_OP_CREATE = 12,
+    HORO_MPI_OP_FREE = 13,
+    HORO_MPI_ERROR_STRING = 14,
+    HORO_MPI_FINALIZED = 15,
+    HORO_MPI_FUNCTION_COUNT = 16,
 };
 
 /* Handles of MPI by their names there, in the order of horo_mpi.handles. */
@@ -207,7 +211,7 @@ typedef struct {
     int32_t rank, size;     /* mine in the communicator, and how many there are */
     uint64_t communicator;  /* handles by value, the lower bytes count */
     uint64_t in_place;      /* MPI_IN_PLACE */
-    uint64_t functions[15]; /* HORO_MPI_FUNCTION_COUNT addresses */
+    uint64_t functions[16]; /* HORO_MPI_FUNCTION_COUNT addresses */
     uint64_t handles[17];   /* HORO_MPI_HANDLE_COUNT */
     /* transport: [hosts] whom data goes to there, by number in the communicator; -1: nobody */
     const int32_t *rank_of_host;
@@ -307,7 +311,7 @@ enum { HORO_SOCKETS_PER_PEER_MAX = 8, HORO_TEAMS_MAX = 64 };
 enum { HORO_WAITING_MAX = 16, HORO_CALLERS_MAX = 256 };
 enum { HORO_MPI_STATUS_MAX = 128, HORO_MPI_MESSAGE_MAX = 1 << 30 };
 
-/* "0.1.0+abi16": ranks compare it at init and refuse to mix. */
+/* "0.1.0+abi17": ranks compare it at init and refuse to mix. */
 HORO_API const char *horo_version(void);
 HORO_API const char *horo_status_name(int status);
 HORO_API size_t horo_dtype_bytes(int dtype);

@@ -147,6 +147,42 @@ def test_many_tensors_at_once_are_fused(rank: MpiRank) -> None:
         assert np.array_equal(array, expected(rank.size, array.size, "sum", "float32"))
 
 
+def scattered(rank: MpiRank, whole: np.ndarray) -> np.ndarray:
+    """The rows of this rank: the first ranks have one more."""
+    return np.array_split(whole, rank.size)[rank.rank]
+
+
+@pytest.mark.parametrize("op", sorted(OPS))
+@pytest.mark.parametrize("dtype", sorted(NUMPY_OF_DTYPE))
+def test_reducescatter_of_every_dtype_and_operation(rank: MpiRank, dtype: str, op: str) -> None:
+    for count in COUNTS:
+        array = values(rank.rank, count, op, dtype)
+        wanted = scattered(rank, expected(rank.size, count, op, dtype))
+        output = np.zeros_like(wanted)
+        reduce_op = _core.REDUCE_OPS[op]
+        rank.finish(
+            rank.submit("reducescatter", f"s {dtype} {op} {count}", [array], outputs=[output], reduce_op=reduce_op)
+        )
+        assert np.array_equal(output, wanted)
+        assert np.array_equal(array, values(rank.rank, count, op, dtype))
+
+
+@pytest.mark.parametrize("wire", [None, "float16"])
+def test_reducescatter_of_a_group_with_factors(rank: MpiRank, wire: str | None) -> None:
+    kinds = [("float32", 3, 2), ("float64", 7000, 5), ("float32", 0, 4), ("float32", 1_000_003, 1), ("float64", 1, 9)]
+    arrays = [values(rank.rank, rows * columns, "sum", dtype).reshape(rows, columns) for dtype, rows, columns in kinds]
+    wanted = [
+        scattered(rank, expected(rank.size, array.size, "sum", str(array.dtype)).reshape(array.shape) * 6 / rank.size)
+        for array in arrays
+    ]
+    outputs = [np.zeros(part.shape, array.dtype) for part, array in zip(wanted, arrays, strict=True)]
+    options = {"reduce_op": _core.REDUCE_OPS["average"], "prescale": 2.0, "postscale": 3.0}
+    wires = [wire] * len(arrays)
+    rank.finish(rank.submit("reducescatter", f"group {wire}", arrays, outputs=outputs, wires=wires, **options))
+    for output, part in zip(outputs, wanted, strict=True):
+        assert np.allclose(output, part, rtol=2e-3 if wire else 1e-6)
+
+
 @pytest.mark.parametrize("count", [0, 1, 1000, 300_001])
 def test_broadcast_from_every_rank(rank: MpiRank, count: int) -> None:
     for root in range(rank.size):

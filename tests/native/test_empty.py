@@ -37,6 +37,7 @@ def test_a_tensor_without_elements_is_reduced_and_broadcast(hosts: list[int], sh
     def body(rank: Rank) -> None:
         for step in range(2):  # in full, then by id
             run(rank, "allreduce", "x", shape, reduce_op=step)
+            run(rank, "reducescatter", "s", shape, reduce_op=step)
             run(rank, "broadcast", "b", shape)
 
     run_ranks(body, hosts)
@@ -57,6 +58,7 @@ def test_rows_without_elements_are_gathered(hosts: list[int]) -> None:
     [
         ("allreduce", (HUGE, HUGE), 1),
         ("broadcast", (1, 1 << 61), 1),
+        ("reducescatter", (HUGE, HUGE), 1),
         ("allreduce", (0, -1), 1),
         ("allgather", (0, HUGE, HUGE), 2),
         ("allgather", (HUGE, HUGE), 1),

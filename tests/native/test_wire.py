@@ -126,7 +126,7 @@ tensors = (plain_tensors | narrowed_tensors).filter(fits)
 requests = st.builds(
     Request,
     name=names,
-    op=st.integers(0, 3),
+    op=st.sampled_from([*range(4), oracle.REDUCESCATTER]),
     reduce_op=st.sampled_from(oracle.REDUCE_OPS),
     transient=st.booleans(),
     root_rank=st.integers(0, 2**31 - 1),
@@ -147,18 +147,18 @@ def canonical(request: Request) -> Request:
         Tensor(
             t.dtype,
             (0, *t.shape[1:]) if t.shape and request.op == oracle.ALLGATHER else t.shape,
-            t.wire_dtype if request.op == oracle.ALLREDUCE else 0,
+            t.wire_dtype if request.op in oracle.REDUCTIONS else 0,
         )
         for t in request.tensors
     )
     return Request(
         request.name,
         request.op,
-        request.reduce_op if request.op == oracle.ALLREDUCE else 0,
+        request.reduce_op if request.op in oracle.REDUCTIONS else 0,
         request.transient,
         request.root_rank if request.op == oracle.BROADCAST else 0,
-        request.prescale if request.op == oracle.ALLREDUCE else 1.0,
-        request.postscale if request.op == oracle.ALLREDUCE else 1.0,
+        request.prescale if request.op in oracle.REDUCTIONS else 1.0,
+        request.postscale if request.op in oracle.REDUCTIONS else 1.0,
         tensors,
     )
 
@@ -515,7 +515,7 @@ def test_a_text_that_is_too_long_for_its_length_field_is_cut(wire: Wire) -> None
 
 
 @given(
-    op=st.integers(0, 3),
+    op=st.sampled_from([*range(4), oracle.REDUCESCATTER]),
     tensor=st.builds(Tensor, dtype=st.integers(0, 9), shape=st.lists(extents | st.just(-1), max_size=5).map(tuple)),
 )
 def test_the_bytes_of_a_shape_are_exact_or_refused(wire: Wire, op: int, tensor: Tensor) -> None:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
     IDS, REQUEST, LOST, LEAVE, BATCH, FAIL, DONE, DATA, RESULT, ROWS, ENDED, BLOCKED, ASK, AHEAD, RECALL, RELEASE,
     QUERY,
 ) = range(1, 18)  # fmt: skip
-ALLREDUCE, ALLGATHER, BROADCAST, BARRIER, ADD_TEAM, REMOVE_TEAM = range(6)
+ALLREDUCE, ALLGATHER, BROADCAST, BARRIER, ADD_TEAM, REMOVE_TEAM, REDUCESCATTER = range(7)
+REDUCTIONS = (ALLREDUCE, REDUCESCATTER)
 REDUCE_OPS = (0, 1, 3, 4, 5)
 TRANSIENT = 2
 ERRORS = (*range(-5, 0), -21, -20, *range(-44, -39), -60)
@@ -55,13 +56,13 @@ def str16(text: bytes) -> bytes:
 def tensor(value: Tensor, *, op: int) -> bytes:
     """One tensor; the first extent of an allgather is written as 0."""
     shape = (0, *value.shape[1:]) if op == ALLGATHER and value.shape else value.shape
-    wire_dtype = value.wire_dtype if op == ALLREDUCE else 0
+    wire_dtype = value.wire_dtype if op in REDUCTIONS else 0
     return struct.pack(f"<BBB{len(shape)}q", value.dtype, wire_dtype, len(shape), *shape)
 
 
 def request(value: Request) -> bytes:
     """The canonical form: what means nothing for the operation has its fixed value."""
-    reduces = value.op == ALLREDUCE
+    reduces = value.op in REDUCTIONS
     head = struct.pack(
         "<BBBidd",
         value.op,
@@ -178,6 +179,7 @@ def samples() -> dict[str, bytes]:
         "allgather": Request("gather/é", op=ALLGATHER, tensors=(Tensor(4, (9, 3)), Tensor(5, ()))),
         "broadcast": Request("b", op=BROADCAST, root_rank=3, transient=True, tensors=(Tensor(0, (0, 5)),)),
         "barrier": Request("barrier.0", op=BARRIER),
+        "reducescatter": Request("s", op=REDUCESCATTER, reduce_op=3, postscale=2.0, tensors=(Tensor(7, (5, 2), 6),)),
         "add-team": team_request(ADD_TEAM, [0, 2, 5]),
         "remove-team": team_request(REMOVE_TEAM, [3]),
         "many-dims": Request("d", reduce_op=5, tensors=(Tensor(9, (1,) * DIMS_MAX),)),

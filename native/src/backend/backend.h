@@ -16,9 +16,9 @@
 struct hr_operand {
     const void *input;
     void *output;
-    size_t bytes;
+    size_t bytes; /* of the input; of a reduce-scatter the output has the rows that fall to this rank */
     int dtype;
-    int wire_dtype; /* allreduce: travels as this 16-bit float; 0: as it is */
+    int wire_dtype; /* of a reduction: travels as this 16-bit float; 0: as it is */
 };
 
 /* The result of an allgather for one tensor, ready to be written before the work begins. */
@@ -34,13 +34,13 @@ struct hr_gathered {
  * over.
  */
 struct hr_work {
-    int op;        /* HORO_ALLREDUCE, HORO_BROADCAST or HORO_ALLGATHER */
-    int reduce_op; /* allreduce; may be AVERAGE */
+    int op;        /* one that moves data */
+    int reduce_op; /* of a reduction; may be AVERAGE */
     int root_rank; /* broadcast */
-    double prescale, postscale; /* allreduce */
+    double prescale, postscale; /* of a reduction */
     const struct hr_operand *operands;
     size_t count;
-    /* allgather: [count] bytes per row: the product of the other extents times the element */
+    /* [count] bytes per row: the product of the other extents times the element */
     const size_t *row_bytes;
     struct hr_gathered *results; /* allgather: [count] */
 };

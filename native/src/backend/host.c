@@ -4,10 +4,10 @@
 #include "backend/operands.h"
 #include "collective/collective.h"
 
-/* Scratch of one allgather. */
-struct gathering {
+/* Scratch of one allgather or reduce-scatter: the parts of all ranks. */
+struct parts {
     struct hr_fused *by_rank;
-    size_t *offsets;
+    size_t *offsets; /* allgather */
 };
 
 struct host_backend {
@@ -16,12 +16,13 @@ struct host_backend {
     struct hr_pieces pieces;
     struct hr_work work;
     struct hr_kinds kinds;
-    struct gathering gathering;
+    struct parts parts;
     struct hr_task *task; /* the step that runs; NULL: none */
     union {
         struct hr_allreduce allreduce;
         struct hr_broadcast broadcast;
         struct hr_allgather allgather;
+        struct hr_reducescatter reducescatter;
     } run;
 };
 
@@ -29,7 +30,38 @@ static struct host_backend *host_of(struct hr_backend *backend) {
     return (struct host_backend *)backend;
 }
 
-/* ---- Allreduce: one vector after the other ---- */
+static void end_parts(struct host_backend *host) {
+    free(host->parts.by_rank);
+    free(host->parts.offsets);
+    host->parts = (struct parts){0};
+}
+
+static int begin_parts(struct host_backend *host) {
+    struct parts *parts = &host->parts;
+    parts->by_rank = calloc((size_t)host->team->size, sizeof *parts->by_rank);
+    parts->offsets = calloc(host->work.count, sizeof *parts->offsets);
+    if (parts->by_rank == NULL || parts->offsets == NULL) {
+        end_parts(host);
+        return HORO_ERR_RESOURCE;
+    }
+    return HORO_OK;
+}
+
+/* ---- Reductions: one vector after the other ---- */
+
+static int begin_rows(struct host_backend *host) {
+    struct hr_fused *by_rank = host->parts.by_rank;
+    const struct hr_work *work = &host->work;
+    if (!hr_kinds_next_rows(&host->kinds, host->pieces.at, by_rank)) {
+        end_parts(host);
+        return HR_TASK_DONE;
+    }
+    host->task = NULL;
+    HR_TRY(hr_reducescatter_begin(&host->run.reducescatter, host->team, by_rank, hr_operation_of(work->reduce_op),
+                                  work->prescale, hr_postscale_of(work, by_rank[0].codec->dtype, host->team->size)));
+    host->task = &host->run.reducescatter.segments.task;
+    return HR_TASK_MOVED;
+}
 
 static int begin_kind(struct host_backend *host) {
     struct hr_fused fused;
@@ -46,40 +78,27 @@ static int begin_kind(struct host_backend *host) {
 
 /* ---- Allgather ---- */
 
-static void end_gathering(struct host_backend *host) {
-    free(host->gathering.by_rank);
-    free(host->gathering.offsets);
-    host->gathering = (struct gathering){0};
-}
-
 /* For each rank, its contributions to all tensors as one vector with the places here as outputs. */
 static void place_contributions(const struct host_backend *host) {
     const struct hr_work *work = &host->work;
-    const struct gathering *gathering = &host->gathering;
+    const struct parts *parts = &host->parts;
     for (int r = 0; r < host->team->size; r++) {
         struct hr_piece *pieces = host->pieces.at + (size_t)r * work->count;
-        struct hr_fused *theirs = &gathering->by_rank[r];
+        struct hr_fused *theirs = &parts->by_rank[r];
         *theirs = (struct hr_fused){.pieces = pieces, .codec = hr_codec_find(HORO_UINT8, 0)};
         for (size_t i = 0; i < work->count; i++) {
             const struct hr_gathered *result = &work->results[i];
             const size_t bytes = (size_t)result->first_dims[r] * work->row_bytes[i];
-            hr_fuse_append(theirs, pieces, work->operands[i].input, (char *)result->data + gathering->offsets[i],
-                           bytes);
-            gathering->offsets[i] += bytes;
+            hr_fuse_append(theirs, pieces, work->operands[i].input, (char *)result->data + parts->offsets[i], bytes);
+            parts->offsets[i] += bytes;
         }
     }
 }
 
 static int begin_gathering(struct host_backend *host) {
-    struct gathering *gathering = &host->gathering;
-    gathering->by_rank = calloc((size_t)host->team->size, sizeof *gathering->by_rank);
-    gathering->offsets = calloc(host->work.count, sizeof *gathering->offsets);
-    if (gathering->by_rank == NULL || gathering->offsets == NULL) {
-        end_gathering(host);
-        return HORO_ERR_RESOURCE;
-    }
+    HR_TRY(begin_parts(host));
     place_contributions(host);
-    HR_TRY(hr_allgather_begin(&host->run.allgather, host->team, gathering->by_rank));
+    HR_TRY(hr_allgather_begin(&host->run.allgather, host->team, host->parts.by_rank));
     host->task = &host->run.allgather.segments.task;
     return HORO_OK;
 }
@@ -88,14 +107,23 @@ static int begin_gathering(struct host_backend *host) {
 
 static int host_begin(struct hr_backend *backend, const struct hr_work *work) {
     struct host_backend *host = host_of(backend);
-    const size_t parts = work->op == HORO_ALLGATHER ? (size_t)host->team->size : 1;
+    const int has_parts = work->op == HORO_ALLGATHER || work->op == HORO_REDUCESCATTER;
     host->work = *work;
+    if (work->op == HORO_REDUCESCATTER && host->team->size == 1) {
+        host->work.op = HORO_ALLREDUCE;
+    }
     host->task = NULL;
-    HR_TRY(hr_pieces_reserve(&host->pieces, parts * work->count));
-    switch (work->op) {
-    case HORO_ALLREDUCE:
-        host->kinds = (struct hr_kinds){.operands = work->operands, .count = work->count};
-        return begin_kind(host) < 0 ? HORO_ERR_RESOURCE : HORO_OK;
+    host->kinds = (struct hr_kinds){.operands = work->operands,
+                                    .count = work->count,
+                                    .row_bytes = work->row_bytes,
+                                    .rank = host->team->rank,
+                                    .size = host->team->size};
+    HR_TRY(hr_pieces_reserve(&host->pieces, (has_parts ? (size_t)host->team->size : 1) * work->count));
+    switch (host->work.op) {
+    case HORO_ALLREDUCE: return begin_kind(host) < 0 ? HORO_ERR_RESOURCE : HORO_OK;
+    case HORO_REDUCESCATTER:
+        HR_TRY(begin_parts(host));
+        return begin_rows(host) < 0 ? HORO_ERR_RESOURCE : HORO_OK;
     case HORO_BROADCAST: {
         const struct hr_fused fused = hr_fuse_bytes(host->pieces.at, work->operands, work->count);
         hr_broadcast_begin(&host->run.broadcast, host->team, &fused, work->root_rank);
@@ -112,7 +140,10 @@ static int begin_next(struct host_backend *host) {
     if (host->work.op == HORO_ALLREDUCE) {
         return begin_kind(host);
     }
-    end_gathering(host);
+    if (host->work.op == HORO_REDUCESCATTER) {
+        return begin_rows(host);
+    }
+    end_parts(host);
     return HR_TASK_DONE;
 }
 
@@ -131,7 +162,7 @@ static void host_cancel(struct hr_backend *backend) {
     if (host->work.op == HORO_ALLGATHER && atomic_load(&host->team->node->mpi.stranded) != 0) {
         hr_gathered_disown(host->work.results, host->work.count);
     }
-    end_gathering(host);
+    end_parts(host);
 }
 
 static int host_is_ending(const struct hr_backend *backend) {
@@ -143,7 +174,7 @@ static void host_destroy(struct hr_backend *backend) {
     struct host_backend *host = host_of(backend);
     if (host != NULL) {
         hr_pieces_fini(&host->pieces);
-        end_gathering(host);
+        end_parts(host);
         free(host);
     }
 }

@@ -9,9 +9,9 @@
  */
 #include <stdlib.h>
 
-#include "backend/operands.h"
-#include "backend/reduction.h"
+#include "backend/mpi_backend.h"
 #include "base/cut.h"
+#include "base/op.h"
 #include "collective/collective.h"
 
 enum {
@@ -21,62 +21,14 @@ enum {
 
 #define POLL_WITHIN_NS 20000ll /* as the transport: an algorithm of MPI goes on only when it is called */
 
-/* One stretch of memory on its way. */
-struct transfer {
-    int op; /* HORO_ALLREDUCE, HORO_BROADCAST or HORO_ALLGATHER: the contributions of all ranks one after the other */
-    char *data;
-    size_t bytes; /* broadcast within an allgather: of the rank that is root now */
-    size_t at;    /* handed to MPI so far */
-    int root;
-    int ranks_left; /* allgather beyond what one call reaches: ranks whose parts are still to be broadcast */
-};
-
-/* The factors of one reduction: pre is multiplied in before it, post after. */
-struct factors {
-    double pre;
-    struct hr_scale post;
-};
-
-/* Scratch of one allgather. */
-struct gathering {
-    size_t *bytes; /* [size] */
-    int *counts;   /* [size] */
-    int *offsets;  /* [size] */
-    size_t next;   /* operand */
-};
-
-struct mpi_backend {
-    struct hr_backend base;
-    struct hr_team *team;
-    struct hr_mpi *mpi;
-    struct hr_reductions reductions;
-    struct hr_pieces pieces;
-    char *scratch;
-    size_t scratch_bytes;
-
-    struct hr_work work;
-    struct hr_kinds kinds;
-    struct hr_fused fused; /* allreduce: the kind that is being reduced; broadcast: everything */
-    size_t fused_at;       /* how much of it has travelled, the current transfer included */
-    int is_packed;         /* the current transfer is from and to scratch */
-    struct transfer transfer;
-    struct gathering gathering;
-    int has_call; /* `request` is with MPI */
-    uint64_t request;
-};
-
-static struct mpi_backend *mpi_of(struct hr_backend *backend) {
-    return (struct mpi_backend *)backend;
-}
-
-static size_t smaller(size_t a, size_t b) {
-    return a < b ? a : b;
+static struct hr_mpi_backend *mpi_of(struct hr_backend *backend) {
+    return (struct hr_mpi_backend *)backend;
 }
 
 /* ---- Calls ---- */
 
 /* MPI does not say who is gone: other ranks may. */
-static int report(struct mpi_backend *self, int code) {
+static int report(struct hr_mpi_backend *self, int code) {
     char text[TEXT_BYTES];
     hr_mpi_describe(self->mpi, code, text, sizeof text);
     hr_log(&self->team->node->log, HORO_LOG_ERROR, "a collective of MPI failed: %s", text);
@@ -84,7 +36,7 @@ static int report(struct mpi_backend *self, int code) {
     return HORO_ERR_PEER_LOST;
 }
 
-static int called(struct mpi_backend *self, int code) {
+static int called(struct hr_mpi_backend *self, int code) {
     if (code != 0) {
         return report(self, code);
     }
@@ -93,35 +45,45 @@ static int called(struct mpi_backend *self, int code) {
     return HR_TASK_MOVED;
 }
 
-static int call_allreduce(struct mpi_backend *self) {
-    struct transfer *transfer = &self->transfer;
+static int call_allreduce(struct hr_mpi_backend *self) {
+    struct hr_mpi_transfer *transfer = &self->transfer;
     const struct hr_codec *codec = self->fused.codec;
     const struct hr_reduction how =
         hr_reductions_find(&self->reductions, self->mpi, codec->wire_dtype, hr_operation_of(self->work.reduce_op));
     const size_t element = codec->block_bytes;
     const size_t most = (size_t)self->mpi->calls.message_bytes / element * element;
-    const size_t step = smaller(transfer->bytes - transfer->at, most);
+    const size_t step = hr_smaller(transfer->bytes - transfer->at, most);
     char *data = transfer->data + transfer->at;
     transfer->at += step;
     return called(self,
                   self->mpi->ops->iallreduce(self->mpi, data, (int)(step / element), how.type, how.op, &self->request));
 }
 
-static int call_broadcast(struct mpi_backend *self) {
-    struct transfer *transfer = &self->transfer;
-    const size_t step = smaller(transfer->bytes - transfer->at, (size_t)self->mpi->calls.message_bytes);
+static int call_reduce_scatter(struct hr_mpi_backend *self) {
+    struct hr_mpi_transfer *transfer = &self->transfer;
+    const struct hr_reduction how =
+        hr_reductions_find(&self->reductions, self->mpi, self->parts.by_rank[0].codec->wire_dtype,
+                           hr_operation_of(self->work.reduce_op));
+    transfer->at = transfer->bytes;
+    return called(self, self->mpi->ops->ireduce_scatter(self->mpi, transfer->data, self->parts.counts, how.type, how.op,
+                                                        &self->request));
+}
+
+static int call_broadcast(struct hr_mpi_backend *self) {
+    struct hr_mpi_transfer *transfer = &self->transfer;
+    const size_t step = hr_smaller(transfer->bytes - transfer->at, (size_t)self->mpi->calls.message_bytes);
     char *data = transfer->data + transfer->at;
     transfer->at += step;
     return called(self, self->mpi->ops->ibcast(self->mpi, data, step, transfer->root, &self->request));
 }
 
 /* The next call of the current transfer: HR_TASK_MOVED, HR_TASK_DONE if there is none, or a status. */
-static int call_next(struct mpi_backend *self) {
-    struct transfer *transfer = &self->transfer;
+static int call_next(struct hr_mpi_backend *self) {
+    struct hr_mpi_transfer *transfer = &self->transfer;
     while (transfer->at == transfer->bytes && transfer->ranks_left > 0) { /* the part of the next rank lies behind */
         transfer->data += transfer->bytes;
         transfer->root = self->team->size - transfer->ranks_left--;
-        transfer->bytes = self->gathering.bytes[transfer->root];
+        transfer->bytes = self->parts.bytes[transfer->root];
         transfer->at = 0;
     }
     if (transfer->at == transfer->bytes) {
@@ -133,29 +95,32 @@ static int call_next(struct mpi_backend *self) {
     if (transfer->op == HORO_BROADCAST) {
         return call_broadcast(self);
     }
+    if (transfer->op == HORO_REDUCESCATTER) {
+        return call_reduce_scatter(self);
+    }
     transfer->at = transfer->bytes;
-    return called(self, self->mpi->ops->iallgatherv(self->mpi, transfer->data, self->gathering.counts,
-                                                    self->gathering.offsets, &self->request));
+    return called(self, self->mpi->ops->iallgatherv(self->mpi, transfer->data, self->parts.counts,
+                                                    self->parts.offsets, &self->request));
 }
 
 /* ---- Transfers of fused vectors ---- */
 
-static int travels_alone(const struct mpi_backend *self, const struct hr_piece *piece) {
+static int travels_alone(const struct hr_mpi_backend *self, const struct hr_piece *piece) {
     const struct hr_fused *fused = &self->fused;
     return hr_codec_is_plain(fused->codec) && (fused->count == 1 || piece->bytes >= self->team->tuning.mpi_alone);
 }
 
 /* How much from `offset` on is packed together. */
-static size_t packed_bytes(const struct mpi_backend *self, size_t offset) {
+static size_t packed_bytes(const struct hr_mpi_backend *self, size_t offset) {
     const struct hr_fused *fused = &self->fused;
     size_t end = offset;
     for (size_t i = hr_fused_find(fused, offset); i < fused->count && !travels_alone(self, &fused->pieces[i]); i++) {
         end = fused->pieces[i].offset + fused->pieces[i].bytes;
     }
-    return smaller(end - offset, self->team->tuning.mpi_packed);
+    return hr_smaller(end - offset, self->team->tuning.mpi_packed);
 }
 
-static int reserve_scratch(struct mpi_backend *self, size_t bytes) {
+int hr_mpi_reserve_scratch(struct hr_mpi_backend *self, size_t bytes) {
     const size_t wanted = hr_round_up(bytes, SCRATCH_ALIGNMENT);
     if (wanted <= self->scratch_bytes) {
         return HORO_OK;
@@ -166,19 +131,19 @@ static int reserve_scratch(struct mpi_backend *self, size_t bytes) {
     return self->scratch == NULL ? HORO_ERR_RESOURCE : HORO_OK;
 }
 
-static struct factors factors_of(const struct mpi_backend *self) {
-    const struct hr_scale post = hr_postscale_of(&self->work, self->fused.codec->dtype, self->team->size);
-    const double partial = hr_partial_scale(self->fused.codec, hr_operation_of(self->work.reduce_op), post.factor);
-    return (struct factors){self->work.prescale * partial, {post.factor / partial, post.divisor}};
+struct hr_mpi_factors hr_mpi_factors_of(const struct hr_mpi_backend *self, const struct hr_codec *codec) {
+    const struct hr_scale post = hr_postscale_of(&self->work, codec->dtype, self->team->size);
+    const double partial = hr_partial_scale(codec, hr_operation_of(self->work.reduce_op), post.factor);
+    return (struct hr_mpi_factors){self->work.prescale * partial, {post.factor / partial, post.divisor}};
 }
 
 /* Whether this rank's own data goes into what travels. */
-static int contributes(const struct mpi_backend *self) {
+static int contributes(const struct hr_mpi_backend *self) {
     return self->work.op == HORO_ALLREDUCE || self->team->rank == self->work.root_rank;
 }
 
 /* A tensor that travels alone. */
-static void begin_piece(struct mpi_backend *self, const struct hr_piece *piece) {
+static void begin_piece(struct hr_mpi_backend *self, const struct hr_piece *piece) {
     const struct hr_fused *fused = &self->fused;
     self->is_packed = 0;
     self->transfer.bytes = piece->bytes;
@@ -187,7 +152,7 @@ static void begin_piece(struct mpi_backend *self, const struct hr_piece *piece) 
         self->transfer.data = contributes(self) ? (char *)(uintptr_t)piece->input : piece->output;
         return;
     }
-    const struct factors factors = factors_of(self);
+    const struct hr_mpi_factors factors = hr_mpi_factors_of(self, fused->codec);
     if (piece->output != piece->input || factors.pre != 1.0) {
         hr_fused_pack(fused, piece->offset, piece->bytes, piece->output, self->team->node->kernel, factors.pre,
                       HR_STORE_ORDINARY);
@@ -195,9 +160,9 @@ static void begin_piece(struct mpi_backend *self, const struct hr_piece *piece) 
     self->transfer.data = piece->output;
 }
 
-static int begin_packed(struct mpi_backend *self, size_t bytes) {
-    const double scale = self->work.op == HORO_ALLREDUCE ? factors_of(self).pre : 1.0;
-    HR_TRY(reserve_scratch(self, bytes));
+static int begin_packed(struct hr_mpi_backend *self, size_t bytes) {
+    const double scale = self->work.op == HORO_ALLREDUCE ? hr_mpi_factors_of(self, self->fused.codec).pre : 1.0;
+    HR_TRY(hr_mpi_reserve_scratch(self, bytes));
     self->is_packed = 1;
     self->transfer.bytes = bytes;
     self->transfer.data = self->scratch;
@@ -209,11 +174,14 @@ static int begin_packed(struct mpi_backend *self, size_t bytes) {
 }
 
 /* The transfer is over: scale and unpack what has come. */
-static void end_transfer(struct mpi_backend *self) {
-    const struct transfer *transfer = &self->transfer;
+static void end_transfer(struct hr_mpi_backend *self) {
+    const struct hr_mpi_transfer *transfer = &self->transfer;
+    if (transfer->op == HORO_REDUCESCATTER && transfer->bytes > 0) {
+        hr_mpi_end_of_scatter(self);
+    }
     const struct hr_kernel *kernel = self->team->node->kernel;
     if (self->work.op == HORO_ALLREDUCE && transfer->bytes > 0) {
-        const struct hr_scale scale = factors_of(self).post;
+        const struct hr_scale scale = hr_mpi_factors_of(self, self->fused.codec).post;
         if (hr_scale_changes(scale)) {
             const struct hr_codec *codec = self->fused.codec;
             codec->scale(codec, kernel, transfer->data, hr_codec_blocks(codec, transfer->bytes), scale);
@@ -222,12 +190,12 @@ static void end_transfer(struct mpi_backend *self) {
     if (self->is_packed && (self->work.op == HORO_ALLREDUCE || !contributes(self))) {
         hr_fused_unpack(&self->fused, self->fused_at - transfer->bytes, transfer->bytes, transfer->data, kernel);
     }
-    self->transfer = (struct transfer){0};
+    self->transfer = (struct hr_mpi_transfer){0};
     self->is_packed = 0;
 }
 
 /* The next transfer of the vector, or of the next kind: HR_TASK_MOVED, HR_TASK_DONE if there is none, or a status. */
-static int begin_of_fused(struct mpi_backend *self) {
+static int begin_of_fused(struct hr_mpi_backend *self) {
     while (self->fused_at == self->fused.bytes) {
         if (self->work.op == HORO_BROADCAST || !hr_kinds_next(&self->kinds, self->pieces.at, &self->fused)) {
             return HR_TASK_DONE;
@@ -238,7 +206,7 @@ static int begin_of_fused(struct mpi_backend *self) {
         self->fused_at = 0;
     }
     const struct hr_piece *piece = &self->fused.pieces[hr_fused_find(&self->fused, self->fused_at)];
-    self->transfer = (struct transfer){.op = self->work.op, .root = self->work.root_rank};
+    self->transfer = (struct hr_mpi_transfer){.op = self->work.op, .root = self->work.root_rank};
     if (travels_alone(self, piece)) {
         begin_piece(self, piece);
     } else {
@@ -248,98 +216,35 @@ static int begin_of_fused(struct mpi_backend *self) {
     return HR_TASK_MOVED;
 }
 
-/* ---- Transfers of an allgather ---- */
-
-static void end_gathering(struct mpi_backend *self) {
-    struct gathering *gathering = &self->gathering;
-    free(gathering->bytes);
-    if (atomic_load(&self->mpi->stranded) == 0) { /* else MPI may still look at them */
-        free(gathering->counts);
-        free(gathering->offsets);
-    }
-    *gathering = (struct gathering){0};
-}
-
-/*
- * data: the contributions of all ranks one after the other, of which mine is there; gathering->bytes says how long each
- * is.
- */
-static void begin_gather(struct mpi_backend *self, char *data) {
-    const struct gathering *gathering = &self->gathering;
-    const size_t most = (size_t)self->mpi->calls.message_bytes;
-    size_t total = 0;
-    for (int r = 0; r < self->team->size; r++) {
-        gathering->counts[r] = (int)smaller(gathering->bytes[r], most);
-        gathering->offsets[r] = (int)smaller(total, most);
-        total += gathering->bytes[r];
-    }
-    if (total <= most) {
-        self->transfer = (struct transfer){.op = HORO_ALLGATHER, .data = data, .bytes = total};
-    } else { /* beyond what 32-bit offsets reach */
-        self->transfer = (struct transfer){.op = HORO_BROADCAST, .data = data, .ranks_left = self->team->size};
-    }
-}
-
-static void begin_operand(struct mpi_backend *self, size_t i) {
-    const struct hr_gathered *result = &self->work.results[i];
-    char *mine = result->data;
-    for (int r = 0; r < self->team->size; r++) {
-        self->gathering.bytes[r] = (size_t)result->first_dims[r] * self->work.row_bytes[i];
-        mine += r < self->team->rank ? self->gathering.bytes[r] : 0;
-    }
-    if (self->gathering.bytes[self->team->rank] > 0 && mine != self->work.operands[i].input) {
-        self->team->node->kernel->copy(mine, self->work.operands[i].input, self->gathering.bytes[self->team->rank],
-                                       HR_STORE_ORDINARY);
-    }
-    begin_gather(self, result->data);
-}
-
-static int begin_of_gather(struct mpi_backend *self) {
-    struct gathering *gathering = &self->gathering;
-    if (gathering->next == self->work.count) {
-        end_gathering(self);
-        return HR_TASK_DONE;
-    }
-    begin_operand(self, gathering->next++);
-    return HR_TASK_MOVED;
-}
-
 /* ---- The table ---- */
 
-static int begin_gathering(struct mpi_backend *self) {
-    const size_t size = (size_t)self->team->size;
-    self->gathering = (struct gathering){
-        .bytes = calloc(size, sizeof(size_t)),
-        .counts = calloc(size, sizeof(int)),
-        .offsets = calloc(size, sizeof(int)),
-    };
-    const struct gathering *gathering = &self->gathering;
-    if (gathering->bytes == NULL || gathering->counts == NULL || gathering->offsets == NULL) {
-        end_gathering(self);
-        return HORO_ERR_RESOURCE;
-    }
-    return HORO_OK;
-}
-
 static int mpi_begin(struct hr_backend *backend, const struct hr_work *work) {
-    struct mpi_backend *self = mpi_of(backend);
+    struct hr_mpi_backend *self = mpi_of(backend);
     self->work = *work;
-    self->transfer = (struct transfer){0};
+    self->transfer = (struct hr_mpi_transfer){0};
     self->fused = (struct hr_fused){0};
     self->fused_at = 0;
-    HR_TRY(hr_pieces_reserve(&self->pieces, work->count));
-    if (work->op == HORO_ALLGATHER) {
-        return begin_gathering(self);
+    if (work->op == HORO_REDUCESCATTER && self->team->size == 1) {
+        self->work.op = HORO_ALLREDUCE;
     }
-    if (work->op == HORO_ALLREDUCE) {
-        self->kinds = (struct hr_kinds){.operands = work->operands, .count = work->count};
+    self->kinds = (struct hr_kinds){.operands = work->operands,
+                                    .count = work->count,
+                                    .row_bytes = work->row_bytes,
+                                    .rank = self->team->rank,
+                                    .size = self->team->size};
+    const int scatters = self->work.op == HORO_REDUCESCATTER;
+    HR_TRY(hr_pieces_reserve(&self->pieces, (scatters ? (size_t)self->team->size : 1) * work->count));
+    if (scatters || work->op == HORO_ALLGATHER) {
+        return hr_mpi_begin_parts(self);
+    }
+    if (hr_op_reduces(work->op)) {
         return HORO_OK;
     }
     self->fused = hr_fuse_bytes(self->pieces.at, work->operands, work->count);
     return HORO_OK;
 }
 
-static int test_call(struct mpi_backend *self) {
+static int test_call(struct hr_mpi_backend *self) {
     int done = 0;
     const int code = self->mpi->ops->test(self->mpi, &self->request, &done);
     if (done || code != 0) {
@@ -354,15 +259,23 @@ static int test_call(struct mpi_backend *self) {
     return done ? HR_TASK_MOVED : HR_TASK_BLOCKED;
 }
 
+static int begin_transfer(struct hr_mpi_backend *self) {
+    switch (self->work.op) {
+    case HORO_ALLGATHER: return hr_mpi_begin_of_gather(self);
+    case HORO_REDUCESCATTER: return hr_mpi_begin_of_scatter(self);
+    default: return begin_of_fused(self);
+    }
+}
+
 static int mpi_progress(struct hr_backend *backend) {
-    struct mpi_backend *self = mpi_of(backend);
+    struct hr_mpi_backend *self = mpi_of(backend);
     if (self->has_call) {
         return test_call(self);
     }
     int moved = call_next(self);
     if (moved == HR_TASK_DONE) {
         end_transfer(self);
-        moved = self->work.op == HORO_ALLGATHER ? begin_of_gather(self) : begin_of_fused(self);
+        moved = begin_transfer(self);
     }
     if (moved == HR_TASK_DONE && self->work.op == HORO_BROADCAST && contributes(self)) {
         hr_fused_copy(&self->fused, self->team->node->kernel);
@@ -372,14 +285,14 @@ static int mpi_progress(struct hr_backend *backend) {
 
 /* A collective of MPI can be neither cancelled nor forgotten. */
 static void mpi_cancel(struct hr_backend *backend) {
-    struct mpi_backend *self = mpi_of(backend);
+    struct hr_mpi_backend *self = mpi_of(backend);
     atomic_fetch_add_explicit(&self->mpi->stranded, (uint64_t)self->has_call, memory_order_relaxed);
     self->has_call = 0;
     self->team->node->poll_within_ns = 0;
     if (self->work.op == HORO_ALLGATHER && atomic_load(&self->mpi->stranded) != 0) {
         hr_gathered_disown(self->work.results, self->work.count);
     }
-    end_gathering(self);
+    hr_mpi_end_parts(self);
 }
 
 static int mpi_is_ending(const struct hr_backend *backend) {
@@ -388,7 +301,7 @@ static int mpi_is_ending(const struct hr_backend *backend) {
 }
 
 static void mpi_destroy(struct hr_backend *backend) {
-    struct mpi_backend *self = (struct mpi_backend *)backend;
+    struct hr_mpi_backend *self = (struct hr_mpi_backend *)backend;
     if (self == NULL) {
         return;
     }
@@ -420,7 +333,7 @@ struct hr_backend *hr_mpi_backend_create(struct hr_team *team, struct hr_error *
             team->rank, team->size, calls->rank, calls->size);
         return NULL;
     }
-    struct mpi_backend *self = calloc(1, sizeof *self);
+    struct hr_mpi_backend *self = calloc(1, sizeof *self);
     if (self == NULL) {
         (void)hr_fail(error, HORO_ERR_RESOURCE, "out of memory for a context");
         return NULL;

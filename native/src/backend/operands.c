@@ -39,6 +39,17 @@ static int kind_of(const struct hr_operand *operand) {
     return operand->dtype + HORO_DTYPE_COUNT * (wire == 0 ? 0 : wire == HORO_FLOAT16 ? 1 : 2);
 }
 
+/* The least one that is not done; KIND_COUNT behind the last one. */
+static int next_kind(struct hr_kinds *kinds) {
+    int least = KIND_COUNT;
+    for (size_t i = 0; i < kinds->count; i++) {
+        const int kind = kind_of(&kinds->operands[i]);
+        least = kind >= kinds->next && kind < least ? kind : least;
+    }
+    kinds->next = least + 1;
+    return least;
+}
+
 static struct hr_fused fuse_kind(struct hr_piece *pieces, const struct hr_operand *operands, size_t count, int kind) {
     struct hr_fused fused = {.pieces = pieces};
     for (size_t i = 0; i < count; i++) {
@@ -53,17 +64,41 @@ static struct hr_fused fuse_kind(struct hr_piece *pieces, const struct hr_operan
 }
 
 int hr_kinds_next(struct hr_kinds *kinds, struct hr_piece *pieces, struct hr_fused *fused) {
-    int least = KIND_COUNT;
-    for (size_t i = 0; i < kinds->count; i++) {
-        const int kind = kind_of(&kinds->operands[i]);
-        least = kind >= kinds->next && kind < least ? kind : least;
-    }
-    if (least == KIND_COUNT) {
+    const int kind = next_kind(kinds);
+    if (kind == KIND_COUNT) {
         return 0;
     }
-    kinds->next = least + 1;
-    *fused = fuse_kind(pieces, kinds->operands, kinds->count, least);
+    *fused = fuse_kind(pieces, kinds->operands, kinds->count, kind);
     return 1;
+}
+
+/* Of all operands of a kind, the rows that fall to rank r. */
+static struct hr_fused fuse_rows(const struct hr_kinds *kinds, struct hr_piece *pieces, int kind, int r) {
+    struct hr_fused fused = {.pieces = pieces};
+    for (size_t i = 0; i < kinds->count; i++) {
+        const struct hr_operand *operand = &kinds->operands[i];
+        const size_t row_bytes = kinds->row_bytes[i];
+        if (kind_of(operand) != kind) {
+            continue;
+        }
+        fused.codec = hr_codec_find(operand->dtype, operand->wire_dtype);
+        if (operand->bytes > 0) {
+            size_t first;
+            size_t rows;
+            hr_part(operand->bytes / row_bytes, (size_t)kinds->size, (size_t)r, &first, &rows);
+            hr_fuse_append(&fused, pieces, (const char *)operand->input + first * row_bytes,
+                           r == kinds->rank ? operand->output : NULL, rows * row_bytes / fused.codec->element_bytes);
+        }
+    }
+    return fused;
+}
+
+int hr_kinds_next_rows(struct hr_kinds *kinds, struct hr_piece *pieces, struct hr_fused *by_rank) {
+    const int kind = next_kind(kinds);
+    for (int r = 0; r < kinds->size && kind < KIND_COUNT; r++) {
+        by_rank[r] = fuse_rows(kinds, pieces + (size_t)r * kinds->count, kind, r);
+    }
+    return kind < KIND_COUNT;
 }
 
 struct hr_fused hr_fuse_bytes(struct hr_piece *pieces, const struct hr_operand *operands, size_t count) {

@@ -19,12 +19,14 @@ void hr_pieces_fini(struct hr_pieces *pieces);
 void hr_fuse_append(struct hr_fused *fused, struct hr_piece *pieces, const void *input, void *output, size_t count);
 
 /*
- * The operands of an allreduce kind by kind: those of equal dtype and wire dtype are one vector. Zeroed, then the first
- * two set.
+ * The operands of a reduction kind by kind: those of equal dtype and wire dtype are one vector. Zeroed, then the first
+ * two set, and all for hr_kinds_next_rows.
  */
 struct hr_kinds {
     const struct hr_operand *operands;
     size_t count;
+    const size_t *row_bytes; /* [count] */
+    int rank, size;
     int next; /* private */
 };
 /*
@@ -32,6 +34,11 @@ struct hr_kinds {
  * last one.
  */
 int hr_kinds_next(struct hr_kinds *kinds, struct hr_piece *pieces, struct hr_fused *fused);
+/*
+ * The same for a reduce-scatter: by_rank[size] are the rows that fall to each rank, of which those of `rank` have
+ * outputs. `pieces` has room for all operands of each.
+ */
+int hr_kinds_next_rows(struct hr_kinds *kinds, struct hr_piece *pieces, struct hr_fused *by_rank);
 
 /* AVERAGE is a sum and a factor. */
 static inline int hr_operation_of(int reduce_op) {

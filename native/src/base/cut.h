@@ -4,6 +4,10 @@
 
 #include <stddef.h>
 
+static inline size_t hr_smaller(size_t a, size_t b) {
+    return a < b ? a : b;
+}
+
 static inline size_t hr_divide_up(size_t count, size_t by) {
     return count / by + (count % by != 0);
 }

@@ -12,9 +12,9 @@ size_t hr_dtype_bytes(int dtype);
 const char *hr_dtype_name(int dtype);
 /* bool is none. */
 int hr_dtype_is_integer(int dtype);
-/* Whether allreduce offers this combination; bool has no AVERAGE. */
+/* Whether reductions offer this combination; bool has no AVERAGE. */
 int hr_dtype_reducible(int dtype, int reduce_op);
-/* Whether allreduce can send values of `dtype` as `wire_dtype`: a 16-bit float for a wider one. */
+/* Whether reductions can send values of `dtype` as `wire_dtype`: a 16-bit float for a wider one. */
 int hr_dtype_narrows(int dtype, int wire_dtype);
 
 #endif

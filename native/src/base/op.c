@@ -10,8 +10,17 @@ const char *hr_op_name(int op) {
         [HORO_BARRIER] = "barrier",
         [HORO_ADD_TEAM] = "add team",
         [HORO_REMOVE_TEAM] = "remove team",
+        [HORO_REDUCESCATTER] = "reducescatter",
     };
     return op >= 0 && op < HORO_OP_COUNT ? names[op] : "unknown operation";
+}
+
+int hr_op_reduces(int op) {
+    return op == HORO_ALLREDUCE || op == HORO_REDUCESCATTER;
+}
+
+int hr_op_needs_rows(int op) {
+    return op == HORO_ALLGATHER || op == HORO_REDUCESCATTER;
 }
 
 int hr_op_is_of_teams(int op) {

@@ -5,6 +5,12 @@
 /* "allreduce"; "unknown operation" for an unknown one. */
 const char *hr_op_name(int op);
 
+/* Whether it combines values, so that it has a reduction, factors, and dtypes to travel as. */
+int hr_op_reduces(int op);
+
+/* Whether a tensor of it has a first extent, which is cut or joined: scalars have none. */
+int hr_op_needs_rows(int op);
+
 /* Whether it changes which teams there are, and moves no data. */
 int hr_op_is_of_teams(int op);
 

@@ -44,6 +44,27 @@ struct hr_allgather {
     struct hr_cross_part *parts; /* [HR_SEGMENTS_TRAVELLING_MAX][host_count] */
 };
 
+struct hr_reducescatter {
+    struct hr_segments segments;
+    const struct hr_fused *by_rank;
+    const struct hr_codec *codec;
+    int reduce_op;
+    double prescale;
+    double partial_scale; /* several hosts: as in struct hr_stages */
+    struct hr_scale postscale;
+    enum hr_store store;
+    size_t unit; /* of shares */
+    int owners;
+    size_t region_bytes;        /* of each owner in a slot */
+    size_t piece_scratch_bytes; /* several hosts: for the pieces of one segment that travels, */
+    size_t scratch_bytes;       /* and for its parts as well */
+    /* One run over the slots after the other, each for as many ranks as have room there at once. */
+    const int *members; /* whose parts this run moves, in order of hosts */
+    int member_count;
+    int next_member; /* place of the first rank of the next run in team->rank_by_host */
+    size_t share_count;
+};
+
 /*
  * outputs = postscale * reduce over ranks of (prescale * inputs). reduce_op is SUM, MIN, MAX or PRODUCT. An input may
  * be its output. fused->codec packs (prescale * inputs) and reduces the blocks, and outputs are what it unpacks; where
@@ -70,5 +91,15 @@ void hr_broadcast_begin(struct hr_broadcast *run, struct hr_team *team, const st
  * carries all that is not its receiver's own, once. HORO_OK or HORO_ERR_RESOURCE.
  */
 int hr_allgather_begin(struct hr_allgather *run, struct hr_team *team, const struct hr_fused *by_rank);
+
+/*
+ * by_rank[r] describes the values that rank r gets the sum of, the same on all ranks: my inputs, and in
+ * by_rank[team->rank] the outputs, which overlap no input. Factors and codec as of hr_allreduce_begin; on one host each
+ * value is that of an allreduce, to the bit. The caller keeps by_rank. Not for a team of one rank: there it is an
+ * allreduce. Per rank and byte of its inputs on one host of p ranks: copies (p-1)/p in, reads and writes 1/p. HORO_OK
+ * or HORO_ERR_RESOURCE.
+ */
+int hr_reducescatter_begin(struct hr_reducescatter *run, struct hr_team *team, const struct hr_fused *by_rank,
+                           int reduce_op, double prescale, struct hr_scale postscale);
 
 #endif

@@ -30,10 +30,13 @@ enum {
     HR_CROSS_ALIGNMENT = 64, /* of scratch */
 };
 
-/* Where one member's bytes of an allgather are: its own, which travel, and those of the others, which come. */
+/*
+ * Where one member's part is. Of an allgather: its own, which travels, and those of the others, which come. Of a
+ * reduce-scatter: what I have of each; of the others' it is undefined afterwards.
+ */
 struct hr_cross_part {
     char *data;
-    size_t bytes; /* equal on all members; may be 0, and then data NULL */
+    size_t bytes; /* whole blocks; equal on all members; may be 0, and then data NULL */
 };
 
 struct hr_cross_call {
@@ -43,10 +46,10 @@ struct hr_cross_call {
     void *data;     /* in place */
     const struct hr_codec *codec; /* whose blocks the data is; nothing is cut within one */
     size_t count;   /* blocks; may be 0 */
-    int reduce_op;    /* SUM, MIN, MAX, PRODUCT; allreduce only */
-    const struct hr_kernel *kernel; /* allreduce only */
+    int reduce_op;    /* SUM, MIN, MAX, PRODUCT; allreduce and reduce-scatter only */
+    const struct hr_kernel *kernel; /* allreduce and reduce-scatter only */
     int root_host;    /* broadcast only */
-    /* allgather only, instead of data and count: [host_count], bytes; the caller keeps them */
+    /* allgather and reduce-scatter only, instead of data and count: [host_count]; the caller keeps them */
     const struct hr_cross_part *parts;
     size_t piece_bytes; /* pipeline piece; equal on all members */
     void *scratch;    /* at least ops->scratch_bytes(...), aligned to HR_CROSS_ALIGNMENT; may be NULL if that is 0 */
@@ -127,5 +130,10 @@ extern const struct hr_cross_ops hr_cross_gather_ring;
  * data.
  */
 extern const struct hr_cross_ops hr_cross_gather_doubling;
+/*
+ * Reduce-scatter round a ring: h-1 steps, each link carries every part but one once (Patarasuk & Yuan 2009). For large
+ * data; small data travels by hr_cross_doubling, of which each member takes its part.
+ */
+extern const struct hr_cross_ops hr_cross_scatter_ring;
 
 #endif

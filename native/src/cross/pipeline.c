@@ -18,6 +18,7 @@ static int call_is_valid(const struct hr_cross_call *call) {
            call->piece_bytes > 0;
 }
 
+/* In blocks. */
 static size_t longest_part(const struct hr_cross *state) {
     if (state->call.parts == NULL) {
         return hr_divide_up(state->call.count, state->plan.part_count);
@@ -26,7 +27,7 @@ static size_t longest_part(const struct hr_cross *state) {
     for (size_t i = 0; i < state->plan.part_count; i++) {
         longest = state->call.parts[i].bytes > longest ? state->call.parts[i].bytes : longest;
     }
-    return longest;
+    return hr_codec_blocks(state->call.codec, longest);
 }
 
 int hr_pipeline_begin(struct hr_cross *state, const struct hr_cross_ops *ops, const struct hr_cross_call *call,
@@ -60,13 +61,14 @@ static struct span span_of(const struct hr_cross *state, size_t part, size_t pie
     size_t part_count;
     size_t begin;
     size_t count;
+    const size_t block_bytes = state->call.codec->block_bytes;
     if (state->call.parts != NULL) {
-        hr_part(state->call.parts[part].bytes, state->piece_count, piece, &begin, &count);
-        return (struct span){count == 0 ? NULL : state->call.parts[part].data + begin, count, count};
+        const struct hr_cross_part *theirs = &state->call.parts[part];
+        hr_part(hr_codec_blocks(state->call.codec, theirs->bytes), state->piece_count, piece, &begin, &count);
+        return (struct span){count == 0 ? NULL : theirs->data + begin * block_bytes, count, count * block_bytes};
     }
     hr_part(state->call.count, state->plan.part_count, part, &part_begin, &part_count);
     hr_part(part_count, state->piece_count, piece, &begin, &count);
-    const size_t block_bytes = state->call.codec->block_bytes;
     char *data = (char *)state->call.data + (part_begin + begin) * block_bytes;
     return (struct span){data, count, count * block_bytes};
 }

@@ -4,6 +4,7 @@
 
 #include "base/dtype.h"
 #include "base/little_endian.h"
+#include "base/op.h"
 #include "engine/agree_entry.h"
 
 enum {
@@ -180,7 +181,7 @@ static int may_share(const struct hr_agree_kind *a, const struct hr_agree_kind *
     if (a->op == HORO_BROADCAST) {
         return a->root_rank == b->root_rank; /* moved as bytes */
     }
-    return a->op == HORO_ALLREDUCE && a->dtypes >= 0 && a->dtypes == b->dtypes && a->reduce_op == b->reduce_op &&
+    return hr_op_reduces(a->op) && a->dtypes >= 0 && a->dtypes == b->dtypes && a->reduce_op == b->reduce_op &&
            a->prescale == b->prescale && a->postscale == b->postscale;
 }
 

@@ -43,20 +43,19 @@ static int check_tensor(const horo_request *call, const horo_tensor *tensor, str
         return hr_fail(error, HORO_ERR_UNSUPPORTED, "%s '%s': %d dimensions; at most %d are supported", op, call->name,
                        tensor->ndim, HORO_DIMS_MAX);
     }
-    if (call->op == HORO_ALLGATHER && tensor->ndim == 0) {
-        return hr_fail(error, HORO_ERR_USAGE,
-                       "allgather '%s': a scalar has no first dimension to concatenate along; reshape it to [1]",
-                       call->name);
+    if (hr_op_needs_rows(call->op) && tensor->ndim == 0) {
+        return hr_fail(error, HORO_ERR_USAGE, "%s '%s': a scalar has no first dimension to %s along; reshape it to [1]",
+                       op, call->name, call->op == HORO_ALLGATHER ? "concatenate" : "split");
     }
-    if (call->op == HORO_ALLREDUCE && !hr_dtype_reducible(tensor->dtype, call->reduce_op)) {
-        return hr_fail(error, HORO_ERR_UNSUPPORTED, "allreduce '%s': this op is not offered for %s", call->name,
+    if (hr_op_reduces(call->op) && !hr_dtype_reducible(tensor->dtype, call->reduce_op)) {
+        return hr_fail(error, HORO_ERR_UNSUPPORTED, "%s '%s': this op is not offered for %s", op, call->name,
                        hr_dtype_name(tensor->dtype));
     }
     if (tensor->wire_dtype != 0 &&
-        (call->op != HORO_ALLREDUCE || !hr_dtype_narrows(tensor->dtype, tensor->wire_dtype))) {
+        (!hr_op_reduces(call->op) || !hr_dtype_narrows(tensor->dtype, tensor->wire_dtype))) {
         return hr_fail(
             error, HORO_ERR_UNSUPPORTED,
-            "%s '%s': %s cannot travel as %s; only an allreduce of float32 or float64 can, as float16 or bfloat16", op,
+            "%s '%s': %s cannot travel as %s; only a reduction of float32 or float64 can, as float16 or bfloat16", op,
             call->name, hr_dtype_name(tensor->dtype), hr_dtype_name(tensor->wire_dtype));
     }
     if (tensor->dtype == HORO_BOOL && (call->prescale != 1.0 || call->postscale != 1.0)) {

@@ -110,6 +110,17 @@ static int call_iallgatherv(const struct hr_mpi *mpi, void *data, const int *cou
     return code;
 }
 
+typedef int ireduce_scatter_function(const void *, void *, const int *, HANDLE, HANDLE, HANDLE, HANDLE *);
+
+static int call_ireduce_scatter(const struct hr_mpi *mpi, void *data, const int *counts, uint64_t type, uint64_t op,
+                                uint64_t *request) {
+    HANDLE handle = TO_HANDLE(0);
+    const int code = FUNCTION(mpi, HORO_MPI_IREDUCE_SCATTER, ireduce_scatter_function)(
+        in_place(mpi), data, counts, TO_HANDLE(type), TO_HANDLE(op), communicator(mpi), &handle);
+    *request = TO_VALUE(handle);
+    return code;
+}
+
 typedef int contiguous_function(int, HANDLE, HANDLE *);
 
 static int call_type_create(const struct hr_mpi *mpi, int bytes, uint64_t *type) {
@@ -148,6 +159,7 @@ const struct hr_mpi_ops TABLE = {
     .iallreduce = call_iallreduce,
     .ibcast = call_ibcast,
     .iallgatherv = call_iallgatherv,
+    .ireduce_scatter = call_ireduce_scatter,
     .type_create = call_type_create,
     .type_free = call_type_free,
     .op_create = call_op_create,

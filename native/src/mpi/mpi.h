@@ -35,6 +35,9 @@ struct hr_mpi_ops {
     int (*ibcast)(const struct hr_mpi *mpi, void *data, size_t bytes, int root, uint64_t *request);
     /* In bytes; both arrays must live until the request is done. */
     int (*iallgatherv)(const struct hr_mpi *mpi, void *data, const int *counts, const int *offsets, uint64_t *request);
+    /* In elements of the type; my part comes to the beginning of the data. The array must live likewise. */
+    int (*ireduce_scatter)(const struct hr_mpi *mpi, void *data, const int *counts, uint64_t type, uint64_t op,
+                           uint64_t *request);
 
     /* A type of so many bytes that MPI knows nothing about. */
     int (*type_create)(const struct hr_mpi *mpi, int bytes, uint64_t *type);

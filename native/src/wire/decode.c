@@ -147,7 +147,7 @@ static void check_tensor(struct reader *reader, int op) {
     const int wire_dtype = read_u8(reader);
     const int ndim = read_u8(reader);
     require(reader, dtype < HORO_DTYPE_COUNT && ndim <= HORO_DIMS_MAX);
-    require(reader, wire_dtype == 0 || (op == HORO_ALLREDUCE && hr_dtype_narrows(dtype, wire_dtype)));
+    require(reader, wire_dtype == 0 || (hr_op_reduces(op) && hr_dtype_narrows(dtype, wire_dtype)));
     int64_t shape[HORO_DIMS_MAX];
     for (int i = 0; i < ndim && !reader->failed; i++) {
         shape[i] = (int64_t)read_u64(reader);
@@ -162,7 +162,7 @@ static void check_tensor(struct reader *reader, int op) {
 /* A field that means nothing for the operation has its one canonical value. */
 static int is_canonical(const struct hr_wire_request *request) {
     const double one = 1.0;
-    const int reduces = request->op == HORO_ALLREDUCE;
+    const int reduces = hr_op_reduces(request->op);
     return (reduces || (request->reduce_op == 0 && memcmp(&request->prescale, &one, sizeof one) == 0 &&
                         memcmp(&request->postscale, &one, sizeof one) == 0)) &&
            (request->op == HORO_BROADCAST || request->root_rank == 0);

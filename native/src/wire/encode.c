@@ -93,7 +93,7 @@ static uint8_t *write_values(uint8_t *at, const horo_tensor *tensor) {
 
 static uint8_t *write_tensor(uint8_t *at, const horo_tensor *tensor, int op) {
     *at++ = (uint8_t)tensor->dtype;
-    *at++ = (uint8_t)(op == HORO_ALLREDUCE ? tensor->wire_dtype : 0);
+    *at++ = (uint8_t)(hr_op_reduces(op) ? tensor->wire_dtype : 0);
     *at++ = (uint8_t)tensor->ndim;
     for (int32_t i = 0; i < tensor->ndim; i++) {
         const int free_extent = op == HORO_ALLGATHER && i == 0;
@@ -112,7 +112,7 @@ int hr_wire_encode_request(struct hr_buffer *out, const horo_request *request) {
     /*
      * A field that means nothing for this operation gets one fixed value, so that it cannot make two requests differ.
      */
-    const int reduces = request->op == HORO_ALLREDUCE;
+    const int reduces = hr_op_reduces(request->op);
     *at++ = (uint8_t)request->op;
     *at++ = (uint8_t)(reduces ? request->reduce_op : 0);
     *at++ = (request->flags & HORO_SUBMIT_TRANSIENT) != 0;

@@ -39,8 +39,8 @@
  *   str16    u16 bytes, UTF-8 without a terminator
  *
  * A request's bytes are canonical: two requests agree exactly when their bytes are equal. Fields that mean nothing for
- * the operation have one fixed value: reduce_op 0 and factors 1.0 unless it is an allreduce, root 0 unless it is a
- * broadcast, wire dtype 0 unless the tensor is converted to travel. An id is never 0, a request's name never empty, and
+ * the operation have one fixed value: reduce_op 0 and factors 1.0 unless it reduces, root 0 unless it is a broadcast,
+ * wire dtype 0 unless the tensor is converted to travel. An id is never 0, a request's name never empty, and
  * no name holds a NUL.
  */
 #ifndef HR_WIRE_WIRE_H

@@ -17,9 +17,10 @@ enum { RUNNING_MAX = 2, PARTS_MAX = 32 };
 static const uint64_t TURNS_MAX = 20000000;
 
 static const struct hr_cross_ops *algorithm_of(const shim_cross_call *call) {
-    static const struct hr_cross_ops *const table[] = {&hr_cross_ring,        &hr_cross_doubling,
-                                                       &hr_cross_tree,        &hr_cross_chain,
-                                                       &hr_cross_gather_ring, &hr_cross_gather_doubling};
+    static const struct hr_cross_ops *const table[] = {
+        &hr_cross_ring,        &hr_cross_doubling,        &hr_cross_tree,         &hr_cross_chain,
+        &hr_cross_gather_ring, &hr_cross_gather_doubling, &hr_cross_scatter_ring,
+    };
     return table[call->algorithm];
 }
 

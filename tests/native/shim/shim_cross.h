@@ -14,6 +14,7 @@ enum shim_algorithm {
     SHIM_CHAIN = 3,
     SHIM_GATHER_RING = 4,
     SHIM_GATHER_DOUBLING = 5,
+    SHIM_SCATTER_RING = 6,
 };
 
 typedef struct {
@@ -24,7 +25,8 @@ typedef struct {
     int reduce_op;
     int root_host;
     size_t piece_bytes;
-    const size_t *part_bytes; /* allgather only: [host_count], at most 32; they lie one behind the other in the data */
+    /* allgather and reduce-scatter only: [host_count], at most 32; they lie one behind the other in the data */
+    const size_t *part_bytes;
 } shim_cross_call;
 
 /* One part of `part_count` nearly equal ones. */

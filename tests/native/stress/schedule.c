@@ -86,6 +86,8 @@ static void choose_scales(struct chance *chance, struct operation *operation) {
 static void choose_reduction(struct chance *chance, const struct limits *limits, struct operation *operation) {
     static const int32_t ops[] = {HORO_SUM, HORO_SUM, HORO_SUM, HORO_AVERAGE, HORO_MIN, HORO_MAX, HORO_PRODUCT};
     operation->reduce_op = ANY_OF(chance, ops);
+    operation->op = chance_once_in(chance, 4) ? HORO_REDUCESCATTER : HORO_ALLREDUCE;
+    operation->apart |= operation->op == HORO_REDUCESCATTER;
     operation->tensor_count = chance_once_in(chance, 4) ? 2 + (int)chance_below(chance, TENSORS_MAX - 1) : 1;
     for (int i = 0; i < operation->tensor_count; i++) {
         operation->counts[i] = choose_count(chance, limits, limits->elements);
@@ -106,7 +108,6 @@ static void choose_operation(struct chance *chance, const struct schedule *sched
     operation->apart = (int)chance_below(chance, 2);
     const uint32_t kind = chance_below(chance, limits->moving ? 18 : 20);
     if (kind < 14) {
-        operation->op = HORO_ALLREDUCE;
         choose_reduction(chance, limits, operation);
     } else if (kind < 16) {
         operation->op = HORO_BROADCAST;
@@ -259,7 +260,10 @@ static void describe_change(const struct schedule *schedule, const struct operat
 
 void operation_describe(const struct schedule *schedule, const struct operation *operation, char *text,
                         size_t text_bytes) {
-    static const char *const ops[] = {"allreduce", "allgather", "broadcast", "barrier"};
+    static const char *const ops[HORO_OP_COUNT] = {
+        [HORO_ALLREDUCE] = "allreduce", [HORO_ALLGATHER] = "allgather",         [HORO_BROADCAST] = "broadcast",
+        [HORO_BARRIER] = "barrier",     [HORO_REDUCESCATTER] = "reducescatter",
+    };
     static const char *const differences[] = {"", ", another shape on rank ", ", another dtype on rank "};
     if (operation_changes_teams(operation)) {
         describe_change(schedule, operation, text, text_bytes);

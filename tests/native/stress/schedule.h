@@ -43,7 +43,7 @@ struct operation {
     int tensor_count;
     int64_t counts[TENSORS_MAX]; /* elements; allgather: most rows of a rank */
     int64_t columns;             /* allgather: elements of a row */
-    int apart;                   /* the outputs are not the inputs */
+    int apart;                   /* the outputs are not the inputs; reducescatter: always */
     enum difference difference;
     int differs; /* the rank that submits something else */
     int subject; /* add, remove: which team */
@@ -104,6 +104,10 @@ static inline int team_has(const struct team *team, int rank) {
         }
     }
     return 0;
+}
+
+static inline int operation_reduces(const struct operation *operation) {
+    return operation->op == HORO_ALLREDUCE || operation->op == HORO_REDUCESCATTER;
 }
 
 static inline int operation_changes_teams(const struct operation *operation) {

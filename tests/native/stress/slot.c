@@ -86,7 +86,7 @@ static horo_request describe_call(const struct rank *rank, const struct slot *sl
     return (horo_request){
         .name = operation->name,
         .op = operation->op,
-        .reduce_op = operation->op == HORO_ALLREDUCE ? operation->reduce_op : 0,
+        .reduce_op = operation_reduces(operation) ? operation->reduce_op : 0,
         .root_rank = operation->root_rank,
         .flags = operation->flags | flags | (gathers_into(operation) ? HORO_SUBMIT_INTO : 0),
         .prescale = operation->prescale,
@@ -176,7 +176,7 @@ static void check_tensors(struct rank *rank, struct slot *slot) {
         double got;
         double wanted;
         const struct team *team = team_of(rank, operation);
-        if (!values_check(operation, team, i, slot->tensors[i].output, &at, &got, &wanted)) {
+        if (!values_check(operation, team, i, rank->number, slot->tensors[i].output, &at, &got, &wanted)) {
             rank_fail(rank, slot->number, "tensor %d is %.17g at %lld, it must be %.17g", i, got, (long long)at,
                       wanted);
         }

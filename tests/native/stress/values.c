@@ -80,7 +80,7 @@ static int is_factor(const struct operation *operation, int rank) {
 }
 
 static int is_product(const struct operation *operation) {
-    return operation->op == HORO_ALLREDUCE && operation->reduce_op == HORO_PRODUCT;
+    return operation_reduces(operation) && operation->reduce_op == HORO_PRODUCT;
 }
 
 static int element(const struct operation *operation, int tensor, int rank, int64_t at) {
@@ -146,7 +146,7 @@ static double expect(const struct operation *operation, const struct team *team,
 
 /* Only the division of an average rounds. */
 static double tolerance(const struct operation *operation, double wanted) {
-    if (operation->op != HORO_ALLREDUCE || operation->reduce_op != HORO_AVERAGE) {
+    if (!operation_reduces(operation) || operation->reduce_op != HORO_AVERAGE) {
         return 0;
     }
     switch (operation->dtype) {
@@ -169,15 +169,34 @@ static int64_t looks(int64_t count) {
     return count <= LOOK_AT_ALL ? count : 3 * LOOKS;
 }
 
-int values_check(const struct operation *operation, const struct team *team, int tensor, const void *memory,
+struct part {
+    int64_t first, count;
+};
+
+/* Of a reducescatter, the rows that fall to a rank: the first members have one more. Of all else, all elements. */
+static struct part part_of(const struct operation *operation, const struct team *team, int tensor, int rank) {
+    struct part part = {0, operation->counts[tensor]};
+    if (operation->op == HORO_REDUCESCATTER) {
+        for (int i = 0; i < team->size; i++) {
+            part.first += i == 0 ? 0 : part.count;
+            part.count = (operation->counts[tensor] + team->size - 1 - i) / team->size;
+            if (team->ranks[i] == rank) {
+                break;
+            }
+        }
+    }
+    return part;
+}
+
+int values_check(const struct operation *operation, const struct team *team, int tensor, int rank, const void *memory,
                  int64_t *at, double *got, double *wanted) {
     const struct answer answer = summarize(operation, team, tensor);
     struct chance chance = {operation->salt};
-    const int64_t count = operation->counts[tensor];
-    for (int64_t step = 0; step < looks(count); step++) {
-        *at = look(&chance, count, step);
+    const struct part part = part_of(operation, team, tensor, rank);
+    for (int64_t step = 0; step < looks(part.count); step++) {
+        *at = look(&chance, part.count, step);
         *got = load(operation->dtype, memory, *at);
-        *wanted = expect(operation, team, tensor, &answer, *at);
+        *wanted = expect(operation, team, tensor, &answer, part.first + *at);
         if (!(fabs(*got - *wanted) <= tolerance(operation, *wanted))) {
             return 0;
         }

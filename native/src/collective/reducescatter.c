@@ -1,0 +1,310 @@
+/*
+ * Reduce-scatter. The part of every rank is cut into `share_count` shares; a segment takes one of them of each rank on
+ * one host, and of each rank and owner on several. On all ranks the same share lies at the same place of the slot.
+ *
+ * On one host the ranks show what they have of one another's shares, and each reduces its own straight from its private
+ * memory and the others' slots into its output.
+ *
+ * On several, share j belongs to segment j / owners and to owner j % owners, and lies in the region of that owner in
+ * the slot: all shares there, in order of their hosts one behind the other. An owner reduces its region over its host,
+ * into its own slot; then with its like on the other hosts, so that it has the shares of its own host's ranks; and each
+ * rank takes its own out of the slots of the owners. So all links carry the same, and each all but one host's part of
+ * it once.
+ */
+#include "collective/collective.h"
+#include "collective/two_level.h"
+
+static struct hr_reducescatter *run_of(struct hr_segments *segments) {
+    return (struct hr_reducescatter *)segments; /* its first member */
+}
+
+static char *slot_of(const struct hr_reducescatter *run, int local_rank, size_t k) {
+    return hr_team_slot(run->segments.team, local_rank, hr_segments_parity(&run->segments, k));
+}
+
+/* Whether this rank's own contribution is read from its slot, too: see local/stages.c. */
+static int packs_own(const struct hr_reducescatter *run) {
+    return run->prescale != 1.0 || !hr_codec_is_plain(run->codec);
+}
+
+/* Goes through the shares of one region in one segment: whose it is, which bytes of that rank's part, where it lies. */
+struct walk {
+    const struct hr_reducescatter *run;
+    size_t index; /* of the share in each part */
+    int next;     /* of run->members */
+    int rank;
+    struct hr_range share;
+    size_t at; /* in the slot */
+};
+
+static struct walk walk_begin(const struct hr_reducescatter *run, size_t k, int owner) {
+    return (struct walk){
+        .run = run,
+        .index = k * (size_t)run->owners + (size_t)owner,
+        .at = (size_t)owner * run->region_bytes,
+    };
+}
+
+/* 1, or 0 behind the last one. */
+static int walk_on(struct walk *walk) {
+    const struct hr_reducescatter *run = walk->run;
+    if (walk->next == run->member_count) {
+        return 0;
+    }
+    walk->at += walk->share.bytes;
+    walk->rank = run->members[walk->next++];
+    walk->share = hr_units(run->unit, run->by_rank[walk->rank].bytes, walk->index, run->share_count);
+    return 1;
+}
+
+static void pack(const struct hr_reducescatter *run, const struct walk *walk, char *slot) {
+    hr_fused_pack(&run->by_rank[walk->rank], walk->share.offset, walk->share.bytes, slot + walk->at,
+                  run->segments.team->node->kernel, run->prescale, run->store);
+}
+
+/* One share over the ranks of this host: into the outputs, or else into my slot. */
+static void reduce_share(const struct hr_reducescatter *run, size_t k, const struct walk *walk, int to_outputs,
+                         struct hr_scale scale) {
+    struct hr_team *team = run->segments.team;
+    const struct hr_fused *part = &run->by_rank[walk->rank];
+    size_t offset = walk->share.offset;
+    size_t left = walk->share.bytes;
+    size_t at = walk->at;
+    for (size_t i = left == 0 ? 0 : hr_fused_find(part, offset); left > 0; i++) {
+        const struct hr_piece *piece = &part->pieces[i];
+        const size_t skip = offset - piece->offset;
+        const size_t bytes = piece->bytes - skip < left ? piece->bytes - skip : left;
+        for (int r = 0; r < team->local_size; r++) {
+            team->sources[r] =
+                r == team->local_rank && !packs_own(run) ? piece->input + skip : slot_of(run, r, k) + at;
+        }
+        char *target = to_outputs ? piece->output + skip : slot_of(run, team->local_rank, k) + at;
+        run->codec->reduce(run->codec, team->node->kernel, run->reduce_op, target, NULL, team->sources,
+                           team->local_size, hr_codec_blocks(run->codec, bytes), scale, HR_STORE_ORDINARY);
+        offset += bytes;
+        at += bytes;
+        left -= bytes;
+    }
+}
+
+/* ---- One host ---- */
+
+static void fill(struct hr_segments *segments, size_t k) {
+    const struct hr_reducescatter *run = run_of(segments);
+    struct hr_team *team = segments->team;
+    struct walk walk = walk_begin(run, k, 0);
+    while (walk_on(&walk)) {
+        if (walk.rank != team->rank || packs_own(run)) {
+            pack(run, &walk, slot_of(run, team->local_rank, k));
+        }
+    }
+    hr_team_arrive(team, HR_PHASE_FILLED, hr_segments_parity(segments, k));
+}
+
+static void drain(struct hr_segments *segments, size_t k) {
+    const struct hr_reducescatter *run = run_of(segments);
+    struct hr_team *team = segments->team;
+    const int to_outputs = hr_codec_is_plain(run->codec);
+    struct walk walk = walk_begin(run, k, 0);
+    while (walk_on(&walk)) {
+        if (walk.rank != team->rank) {
+            continue;
+        }
+        reduce_share(run, k, &walk, to_outputs, run->postscale);
+        if (!to_outputs) {
+            hr_fused_unpack(&run->by_rank[team->rank], walk.share.offset, walk.share.bytes,
+                            slot_of(run, team->local_rank, k) + walk.at, team->node->kernel);
+        }
+    }
+    hr_team_arrive(team, HR_PHASE_DRAINED, hr_segments_parity(segments, k));
+}
+
+static const struct hr_segments_ops one_host = {.fill = fill, .drain = drain};
+
+/* ---- Several hosts ---- */
+
+static int owns(const struct hr_reducescatter *run) {
+    return run->segments.team->local_rank < run->owners;
+}
+
+static void fill_regions(struct hr_segments *segments, size_t k) {
+    const struct hr_reducescatter *run = run_of(segments);
+    struct hr_team *team = segments->team;
+    for (int owner = 0; owner < run->owners; owner++) {
+        struct walk walk = walk_begin(run, k, owner);
+        while ((owner != team->local_rank || packs_own(run)) && walk_on(&walk)) {
+            pack(run, &walk, slot_of(run, team->local_rank, k));
+        }
+    }
+    hr_team_arrive(team, HR_PHASE_FILLED, hr_segments_parity(segments, k));
+}
+
+static void reduce_region(struct hr_segments *segments, size_t k) {
+    const struct hr_reducescatter *run = run_of(segments);
+    struct walk walk = walk_begin(run, k, segments->team->local_rank);
+    while (owns(run) && walk_on(&walk)) {
+        reduce_share(run, k, &walk, 0, hr_scale_by(run->partial_scale));
+    }
+}
+
+/* What a region of so many bytes travels by. */
+static const struct hr_cross_ops *cross_of(const struct hr_tuning *tuning, size_t bytes) {
+    return bytes <= tuning->doubling ? &hr_cross_doubling : &hr_cross_scatter_ring;
+}
+
+static int begin(struct hr_segments *segments, size_t k, struct hr_cross *cross) {
+    const struct hr_reducescatter *run = run_of(segments);
+    const struct hr_team *team = segments->team;
+    char *scratch = team->cross_scratch + k % HR_SEGMENTS_TRAVELLING_MAX * run->scratch_bytes;
+    struct hr_cross_part *parts = (struct hr_cross_part *)(void *)(scratch + run->piece_scratch_bytes);
+    for (int host = 0; host < team->host_count; host++) {
+        parts[host] = (struct hr_cross_part){0};
+    }
+    char *slot = slot_of(run, team->local_rank, k);
+    struct walk walk = walk_begin(run, k, team->local_rank);
+    char *region = slot + walk.at;
+    while (walk_on(&walk)) {
+        struct hr_cross_part *part = &parts[team->host_of_rank[walk.rank]];
+        part->data = part->bytes == 0 ? slot + walk.at : part->data;
+        part->bytes += walk.share.bytes;
+    }
+    const size_t bytes = (size_t)(slot + walk.at + walk.share.bytes - region);
+    const struct hr_cross_ops *ops = cross_of(&team->tuning, bytes);
+    const int has_parts = ops == &hr_cross_scatter_ring;
+    const struct hr_cross_call call = {
+        .transport = team->transport,
+        .host = team->host,
+        .host_count = team->host_count,
+        .data = has_parts ? NULL : region,
+        .codec = run->codec,
+        .count = has_parts ? 0 : hr_codec_blocks(run->codec, bytes),
+        .parts = has_parts ? parts : NULL,
+        .reduce_op = run->reduce_op,
+        .kernel = team->node->kernel,
+        .piece_bytes = team->tuning.piece,
+        .scratch = scratch,
+    };
+    return ops->begin(cross, &call);
+}
+
+static void finish(struct hr_segments *segments, size_t k) {
+    const struct hr_reducescatter *run = run_of(segments);
+    struct hr_team *team = segments->team;
+    struct walk walk = walk_begin(run, k, team->local_rank);
+    while (owns(run) && hr_scale_changes(run->postscale) && walk_on(&walk)) {
+        if (team->host_of_rank[walk.rank] == team->host) {
+            run->codec->scale(run->codec, team->node->kernel, slot_of(run, team->local_rank, k) + walk.at,
+                              hr_codec_blocks(run->codec, walk.share.bytes), run->postscale);
+        }
+    }
+    hr_team_arrive(team, HR_PHASE_REDUCED, hr_segments_parity(segments, k));
+}
+
+static void drain_regions(struct hr_segments *segments, size_t k) {
+    const struct hr_reducescatter *run = run_of(segments);
+    struct hr_team *team = segments->team;
+    for (int owner = 0; owner < run->owners; owner++) {
+        struct walk walk = walk_begin(run, k, owner);
+        while (walk_on(&walk)) {
+            if (walk.rank == team->rank) {
+                hr_fused_unpack(&run->by_rank[walk.rank], walk.share.offset, walk.share.bytes,
+                                slot_of(run, owner, k) + walk.at, team->node->kernel);
+            }
+        }
+    }
+    hr_team_arrive(team, HR_PHASE_DRAINED, hr_segments_parity(segments, k));
+}
+
+static const struct hr_segments_ops several_hosts = {
+    .fill = fill_regions, .reduce = reduce_region, .begin = begin, .finish = finish, .drain = drain_regions};
+
+/* ---- The task ---- */
+
+/*
+ * The parts of the next ranks in the order of hosts: of all, unless there are so many that a slot has no room for a
+ * unit of each.
+ */
+static void begin_next_run(struct hr_reducescatter *run) {
+    struct hr_team *team = run->segments.team;
+    const size_t units = run->region_bytes / run->unit;
+    const size_t ranks_left = (size_t)(team->size - run->next_member);
+    run->members = team->rank_by_host + run->next_member;
+    run->member_count = (int)(ranks_left < units ? ranks_left : units);
+    run->next_member += run->member_count;
+    size_t longest = 0;
+    for (int i = 0; i < run->member_count; i++) {
+        const size_t part = hr_divide_up(run->by_rank[run->members[i]].bytes, run->unit);
+        longest = part > longest ? part : longest;
+    }
+    const size_t share_units = units / (size_t)run->member_count;
+    const size_t count = hr_divide_up(longest, share_units * (size_t)run->owners);
+    run->share_count = count * (size_t)run->owners;
+    run->segments = (struct hr_segments){
+        .team = team,
+        .ops = team->host_count == 1 ? &one_host : &several_hosts,
+        .carries = owns(run),
+        .drain_phase = team->host_count == 1 ? HR_PHASE_FILLED : HR_PHASE_REDUCED,
+    };
+    hr_segments_begin(&run->segments, count);
+}
+
+/* One run after the other. */
+static int progress(struct hr_task *task) {
+    struct hr_reducescatter *run = (struct hr_reducescatter *)task;
+    const int moved = hr_segments_progress(task);
+    if (moved != HR_TASK_DONE || run->next_member == run->segments.team->size) {
+        return moved;
+    }
+    begin_next_run(run);
+    task->progress = progress;
+    return HR_TASK_MOVED;
+}
+
+/* Room for two regions that travel: pieces that come, and where the parts are. */
+static int reserve_scratch(struct hr_reducescatter *run) {
+    struct hr_team *team = run->segments.team;
+    const struct hr_tuning *tuning = &team->tuning;
+    const size_t block_bytes = run->codec->block_bytes;
+    const size_t small_most = run->region_bytes < tuning->doubling ? run->region_bytes : tuning->doubling;
+    const size_t small = hr_cross_doubling.scratch_bytes(team->host_count, block_bytes, small_most, tuning->piece);
+    const size_t large =
+        hr_cross_scatter_ring.scratch_bytes(team->host_count, block_bytes, run->region_bytes, tuning->piece);
+    run->piece_scratch_bytes = hr_round_up(small > large ? small : large, HR_CROSS_ALIGNMENT);
+    run->scratch_bytes = hr_round_up(run->piece_scratch_bytes + (size_t)team->host_count * sizeof(struct hr_cross_part),
+                                     HR_CROSS_ALIGNMENT);
+    return hr_segments_reserve_scratch(team, HR_SEGMENTS_TRAVELLING_MAX * run->scratch_bytes);
+}
+
+int hr_reducescatter_begin(struct hr_reducescatter *run, struct hr_team *team, const struct hr_fused *by_rank,
+                           int reduce_op, double prescale, struct hr_scale postscale) {
+    const struct hr_codec *codec = by_rank[0].codec;
+    const size_t unit = hr_share_unit(codec->block_bytes);
+    const size_t units = team->tuning.segment / unit;
+    const int owners_most = team->host_count == 1 ? 1 : team->owner_count;
+    const int owners = units < (size_t)owners_most ? (int)units : owners_most;
+    size_t total = 0;
+    for (int r = 0; r < team->size; r++) {
+        total += by_rank[r].bytes;
+    }
+    *run = (struct hr_reducescatter){
+        .segments = {.team = team},
+        .by_rank = by_rank,
+        .codec = codec,
+        .reduce_op = reduce_op,
+        .prescale = prescale,
+        .partial_scale = 1.0,
+        .postscale = postscale,
+        .store = hr_store_choose(team, total),
+        .unit = unit,
+        .owners = owners,
+        .region_bytes = units / (size_t)owners * unit,
+    };
+    if (team->host_count > 1) {
+        run->partial_scale = hr_partial_scale(codec, reduce_op, postscale.factor);
+        run->postscale.factor /= run->partial_scale;
+        HR_TRY(reserve_scratch(run));
+    }
+    begin_next_run(run);
+    run->segments.task.progress = progress;
+    return HORO_OK;
+}
