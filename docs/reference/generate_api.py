@@ -33,7 +33,10 @@ Horovod's function of the same name is in
 
 SECTIONS = (
     ("Start, end, and who is who", ("horo.torch._runtime",)),
-    ("Operations on tensors", ("horo.torch.ops", "horo.torch.collectives", "horo.torch._requests")),
+    (
+        "Operations on tensors",
+        ("horo.torch.ops", "horo.torch.scatter", "horo.torch.collectives", "horo.torch._requests"),
+    ),
     ("Training", ("horo.torch.optimizer",)),
     ("Equal models, optimizers and objects", ("horo.torch.functions",)),
     ("Compression", ("horo.torch.compression",)),

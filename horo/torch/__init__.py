@@ -88,6 +88,12 @@ from horo.torch.ops import (
 )
 from horo.torch.optimizer import DistributedOptimizer
 from horo.torch.process_sets import ProcessSet, global_process_set
+from horo.torch.scatter import (
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    reducescatter,
+    reducescatter_async,
+)
 
 __all__ = [
     "AbortedError",
@@ -142,6 +148,8 @@ __all__ = [
     "grouped_allreduce_",
     "grouped_allreduce_async",
     "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "init",
     "is_homogeneous",
     "is_initialized",
@@ -153,6 +161,8 @@ __all__ = [
     "nccl_built",
     "poll",
     "rank",
+    "reducescatter",
+    "reducescatter_async",
     "rocm_built",
     "shutdown",
     "size",

@@ -8,7 +8,6 @@ from typing import NoReturn
 __all__ = ["explain_missing", "raise_missing"]
 
 _SETS = "without process sets all ranks work together; hvd.init(comm=[0, 1]) makes a job of some of the ranks"
-_SCATTER = "use allreduce, and take this rank's rows of the result"
 _EXCHANGE = "use allgather, and take this rank's part of what each rank gives"
 INSTEAD = {
     "SyncBatchNorm": "each rank normalizes by its own part of the batch; call hvd.average_buffers(model) before "
@@ -18,12 +17,8 @@ INSTEAD = {
     "alltoall": _EXCHANGE,
     "alltoall_async": _EXCHANGE,
     "elastic": "save checkpoints, and start again from the last one after a HorovodInternalError",
-    "grouped_reducescatter": _SCATTER,
-    "grouped_reducescatter_async": _SCATTER,
     "join": "give all ranks equally many batches: cut them by itertools.islice at the smallest number, which an "
     "allreduce with op=hvd.Min finds",
-    "reducescatter": _SCATTER,
-    "reducescatter_async": _SCATTER,
     "remove_process_set": _SETS,
     "sparse_allreduce_async": "DistributedOptimizer takes sparse gradients; elsewhere allgather indices and values",
     "start_timeline": "a stall or a loss shows the last events of each rank by itself",

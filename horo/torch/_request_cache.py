@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 
 from horo import _core
-from horo.torch._staging import Spec, StagedTensors, pack, stage
+from horo.torch._staging import Spec, StagedTensors, make_outputs, pack, stage
 
 __all__ = ["CachedRequest", "RequestCache", "address_of"]
 
@@ -96,7 +96,7 @@ class CachedRequest:
         if in_place or self._spec.collective == "allgather":
             self.buffer.set_addresses(sources, sources)
             return StagedTensors(tensors, tensors, tensors)
-        outputs = [torch.empty_like(tensor) for tensor in tensors]
+        outputs = make_outputs(tensors, self._spec)
         self.buffer.set_addresses(sources, [output.data_ptr() for output in outputs])
         return StagedTensors(tensors, tensors, outputs)
 

@@ -26,10 +26,12 @@ __all__ = [
     "run_allreduce",
     "run_barrier",
     "run_broadcast",
+    "run_reducescatter",
     "start_again",
     "start_allgather",
     "start_allreduce",
     "start_broadcast",
+    "start_reducescatter",
     "synchronize",
 ]
 
@@ -258,6 +260,36 @@ def start_allgather(tensors: Sequence[torch.Tensor], kind: str, name: str | None
             what = describe(kind, name)
             raise UsageError(f"{what}: a scalar has no first dimension to gather along; use tensor.reshape(1)")
     return _start(tensors, Spec(kind, name, collective="allgather"), False, sync, finish=_finish_gathered)
+
+
+def start_reducescatter(tensors: Sequence[torch.Tensor], spec: Spec) -> Request:
+    """Begins to reduce ``tensors`` with those of the other ranks, of which each rank gets some rows.
+
+    Args:
+        tensors: Dense CPU tensors with at least one dimension.
+        spec: The reduction, with the ``place`` of this rank.
+
+    Returns:
+        A request whose result is the tuple of this rank's rows.
+
+    Raises:
+        UsageError: A tensor has no dimension.
+    """
+    _check_rows(tensors, spec)
+    return _start(tensors, spec, False, False)
+
+
+def run_reducescatter(tensors: Sequence[torch.Tensor], spec: Spec) -> tuple[torch.Tensor, ...]:
+    """What ``start_reducescatter`` begins, done at once; returns this rank's rows."""
+    _check_rows(tensors, spec)
+    return _run(tensors, spec, False)
+
+
+def _check_rows(tensors: Sequence[torch.Tensor], spec: Spec) -> None:
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and tensor.dim() == 0:
+            what = describe(spec.kind, spec.name)
+            raise UsageError(f"{what}: a scalar has no first dimension to split along; use allreduce")
 
 
 def run_barrier() -> None:

@@ -11,7 +11,18 @@ from torch.autograd.graph import increment_version
 from horo import _core
 from horo.errors import UnsupportedError, UsageError
 
-__all__ = ["Spec", "StagedTensors", "check_tensor", "count_change", "describe", "list_tensors", "pack", "stage"]
+__all__ = [
+    "Spec",
+    "StagedTensors",
+    "check_tensor",
+    "count_change",
+    "describe",
+    "list_tensors",
+    "make_outputs",
+    "pack",
+    "share_of_rows",
+    "stage",
+]
 
 _NARROWED = (torch.float32, torch.float64)
 """Dtypes that can be sent as a 16-bit float."""
@@ -63,6 +74,8 @@ class Spec(NamedTuple):
     root_rank: int = 0
     collective: str = "allreduce"
     """The operation of the core by its name in ``_core.OPS``."""
+    place: tuple[int, int] = (0, 1)
+    """For a reducescatter: number of this rank among those that take part, and how many they are."""
 
 
 class StagedTensors(NamedTuple):
@@ -107,7 +120,25 @@ def stage(tensors: Sequence[torch.Tensor], spec: Spec, in_place: bool) -> Staged
     inputs = [_source(tensor, spec, in_place) for tensor in tensors]
     if in_place or spec.collective == "allgather":
         return StagedTensors(tensors, inputs, inputs)
-    return StagedTensors(tensors, inputs, [torch.empty(s.shape, dtype=s.dtype, device=s.device) for s in inputs])
+    return StagedTensors(tensors, inputs, make_outputs(inputs, spec))
+
+
+def make_outputs(inputs: Sequence[torch.Tensor], spec: Spec) -> list[torch.Tensor]:
+    """New contiguous tensors for the results of an operation that is not in place, and no allgather."""
+    if spec.collective == "reducescatter":
+        return [_empty_share(tensor, *spec.place) for tensor in inputs]
+    return [torch.empty(s.shape, dtype=s.dtype, device=s.device) for s in inputs]
+
+
+def share_of_rows(rows: int, rank: int, size: int) -> tuple[int, int]:
+    """The first row that a reducescatter gives a rank, and how many: the first ranks get one more."""
+    base, longer = divmod(rows, size)
+    return rank * base + min(rank, longer), base + (rank < longer)
+
+
+def _empty_share(tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    _, rows = share_of_rows(tensor.shape[0], rank, size)
+    return torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
 
 
 def pack(staged: StagedTensors, spec: Spec) -> list[_core.Tensor]:

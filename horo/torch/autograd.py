@@ -23,7 +23,7 @@ from horo.torch._requests import run_allreduce, run_broadcast, start_allgather
 from horo.torch._staging import Spec
 from horo.torch.compression import narrow
 
-__all__ = ["allgather_all", "allreduce_all", "broadcast_one"]
+__all__ = ["allgather_all", "allreduce_all", "broadcast_one", "needs_graph"]
 
 _AVERAGE = _core.REDUCE_OPS["average"]
 _SUM = _core.REDUCE_OPS["sum"]
@@ -35,7 +35,7 @@ def allreduce_all(tensors: Sequence[torch.Tensor], spec: Spec, key: Hashable = N
 
     ``key``: for a later ``repeat`` of a tensor that needs no graph.
     """
-    if not _needs_graph(tensors):
+    if not needs_graph(tensors):
         return run_allreduce(tensors, spec, key=key)
     if spec.reduce_op in (_AVERAGE, _SUM):
         return _returned(_apply(_LinearAllreduce, spec, *tensors))
@@ -53,7 +53,7 @@ def allreduce_all(tensors: Sequence[torch.Tensor], spec: Spec, key: Hashable = N
 
 def allgather_all(tensors: Sequence[torch.Tensor], kind: str, name: str | None) -> tuple[torch.Tensor, ...]:
     """Gathers tensors in one request; differentiable where an input requires grad."""
-    if not _needs_graph(tensors):
+    if not needs_graph(tensors):
         gathered = start_allgather(tensors, kind, name, sync=True).wait()
         return tuple(item.tensor for item in gathered)
     return _returned(_apply(_Allgather, kind, name, *tensors))
@@ -61,13 +61,14 @@ def allgather_all(tensors: Sequence[torch.Tensor], kind: str, name: str | None) 
 
 def broadcast_one(tensor: torch.Tensor, root_rank: int, name: str | None, key: Hashable = None) -> torch.Tensor:
     """Copies the root's tensor to all ranks; differentiable where the input requires grad. ``key`` as above."""
-    if not _needs_graph([tensor]):
+    if not needs_graph([tensor]):
         return run_broadcast([tensor], root_rank, "broadcast", name, key=key)[0]
     result: torch.Tensor = _apply(_Broadcast, tensor, root_rank, name)
     return result
 
 
-def _needs_graph(tensors: Sequence[Any]) -> bool:
+def needs_graph(tensors: Sequence[Any]) -> bool:
+    """Whether autograd is to follow an operation on these."""
     return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
 
 

@@ -66,6 +66,12 @@ from horo.torch.ops import (
 )
 from horo.torch.ops import resolve_op as handle_average_backwards_compatibility
 from horo.torch.process_sets import ProcessSet, global_process_set
+from horo.torch.scatter import (
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    reducescatter,
+    reducescatter_async,
+)
 
 __all__ = [
     "Adasum",
@@ -102,6 +108,8 @@ __all__ = [
     "grouped_allreduce_",
     "grouped_allreduce_async",
     "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "handle_average_backwards_compatibility",
     "init",
     "is_homogeneous",
@@ -114,6 +122,8 @@ __all__ = [
     "nccl_built",
     "poll",
     "rank",
+    "reducescatter",
+    "reducescatter_async",
     "rocm_built",
     "shutdown",
     "size",

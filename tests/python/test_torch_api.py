@@ -20,14 +20,15 @@ from horo.errors import NotInitializedError, UnsupportedError, UsageError
 
 EXPORTS = (
     "AbortedError Adasum Average Compression DeadlockError DistributedOptimizer GroupError HoroError "
-    "HorovodInternalError InternalError Max Min MismatchError NotInitializedError PeerLostError ProcessSet "
-    "Product ResourceError StalledError Sum UnsupportedError UsageError allgather allgather_async "
-    "allgather_object allreduce allreduce_ allreduce_async allreduce_async_ average_buffers barrier broadcast "
-    "broadcast_ broadcast_async broadcast_async_ broadcast_object broadcast_optimizer_state broadcast_parameters "
-    "ccl_built cross_rank cross_size cuda_built ddl_built global_process_set gloo_built gloo_enabled "
-    "grouped_allgather grouped_allgather_async grouped_allreduce grouped_allreduce_ grouped_allreduce_async "
-    "grouped_allreduce_async_ init is_homogeneous is_initialized local_rank local_size mpi_built mpi_enabled "
-    "mpi_threads_supported nccl_built poll rank rocm_built shutdown size synchronize"
+    "HorovodInternalError InternalError Max Min MismatchError NotInitializedError PeerLostError ProcessSet Product "
+    "ResourceError StalledError Sum UnsupportedError UsageError allgather allgather_async allgather_object allreduce "
+    "allreduce_ allreduce_async allreduce_async_ average_buffers barrier broadcast broadcast_ broadcast_async "
+    "broadcast_async_ broadcast_object broadcast_optimizer_state broadcast_parameters ccl_built cross_rank cross_size "
+    "cuda_built ddl_built global_process_set gloo_built gloo_enabled grouped_allgather grouped_allgather_async "
+    "grouped_allreduce grouped_allreduce_ grouped_allreduce_async grouped_allreduce_async_ grouped_reducescatter "
+    "grouped_reducescatter_async init is_homogeneous is_initialized local_rank local_size mpi_built mpi_enabled "
+    "mpi_threads_supported nccl_built poll rank reducescatter reducescatter_async rocm_built shutdown size "
+    "synchronize"
 )
 
 REDUCE = "tensor average name op prescale_factor postscale_factor process_set"
@@ -49,6 +50,10 @@ ARGUMENTS = {
     "broadcast_": "tensor root_rank name process_set",
     "broadcast_async": "tensor root_rank name process_set",
     "broadcast_async_": "tensor root_rank name process_set",
+    "reducescatter": "tensor name compression op process_set prescale_factor postscale_factor",
+    "reducescatter_async": "tensor name op process_set prescale_factor postscale_factor",
+    "grouped_reducescatter": "tensors name compression op process_set prescale_factor postscale_factor",
+    "grouped_reducescatter_async": "tensors name op process_set prescale_factor postscale_factor",
     "barrier": "process_set",
     "poll": "handle",
     "synchronize": "handle",

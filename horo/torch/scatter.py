@@ -1,0 +1,177 @@
+# ruff: noqa: PLR0917  (the order of arguments is Horovod's)
+"""Reductions of which each rank gets some rows: half the bytes of an ``allreduce``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from horo.torch import _runtime
+from horo.torch._requests import first_of, publish, start_reducescatter
+from horo.torch._staging import Spec, list_tensors
+from horo.torch.autograd_scatter import reducescatter_all
+from horo.torch.compression import Compression, Compressor, split
+from horo.torch.ops import Average, resolve_op
+from horo.torch.process_sets import ProcessSet, check_process_set, global_process_set
+
+__all__ = ["grouped_reducescatter", "grouped_reducescatter_async", "reducescatter", "reducescatter_async"]
+
+
+def reducescatter(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int | None = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> torch.Tensor:
+    """Combines the tensors of all ranks element by element and gives each rank its rows of the result; differentiable.
+
+    Blocks until all ranks have called it.
+
+    Args:
+        tensor: ``[rows, ...]`` in CPU memory, dense, of a dtype that ``allreduce`` takes; same shape and dtype on all
+            ranks. The rows are cut among the ranks in their order; where they do not divide evenly, the first ranks
+            get one more.
+        name: Connects the calls of all ranks; equal on all. None: calls without a name are connected in their order.
+        compression: What is sent instead of the tensor, e.g. ``Compression.bf16``.
+        op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``.
+        process_set: ``global_process_set``.
+        prescale_factor: Multiplied in before the reduction.
+        postscale_factor: Multiplied in after it.
+
+    Returns:
+        ``[rows of this rank, ...]``, new memory, same dtype. Followed by ``allgather`` it is what ``allreduce`` gives;
+        so is the gradient of both together.
+
+    Raises:
+        UsageError: ``tensor`` is no tensor or has no dimension, or another argument is wrong.
+        UnsupportedError: Another device, layout or dtype, or ``op=Adasum``.
+        MismatchError: Ranks gave other shapes, dtypes or options under one name.
+        GroupError: A rank is lost or has shut down.
+        NotInitializedError: Before ``init()``.
+
+    Example:
+        x = torch.full((3, 2), float(hvd.rank()))
+        mine = hvd.reducescatter(x, op=hvd.Sum)  # on 2 ranks 1.; [2, 2] on rank 0, [1, 2] on rank 1
+    """
+    wire, compressor = split(compression)
+    spec = _spec("reducescatter", name, op, process_set, prescale_factor, postscale_factor, wire)
+    sent, context = compressor.compress(tensor)
+    return compressor.decompress(reducescatter_all([sent], spec)[0], context)
+
+
+def reducescatter_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: int | None = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Begins what ``reducescatter`` does and returns at once; without compression, not differentiable.
+
+    Args:
+        tensor: As for ``reducescatter``. It must not be changed before ``synchronize``.
+        name: As for ``reducescatter``. A name can be in use once at a time.
+        op, process_set, prescale_factor, postscale_factor: As for ``reducescatter``.
+
+    Returns:
+        A handle for ``poll`` and ``synchronize``; the latter returns ``[rows of this rank, ...]``.
+
+    Raises:
+        As ``reducescatter``; ``MismatchError`` and ``GroupError`` come out of ``synchronize``.
+
+    Example:
+        handle = hvd.reducescatter_async(torch.full((4,), float(hvd.rank())))
+        mine = hvd.synchronize(handle)  # on 2 ranks [0.5, 0.5]
+    """
+    spec = _spec("reducescatter", name, op, process_set, prescale_factor, postscale_factor)
+    return publish(start_reducescatter([tensor], spec), first_of)
+
+
+def grouped_reducescatter(
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int | None = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[torch.Tensor]:
+    """As ``reducescatter`` for several tensors, in one operation; differentiable.
+
+    Blocks until all ranks have called it.
+
+    Args:
+        tensors: Each as for ``reducescatter``, of any dtypes; equally many on all ranks.
+        name, compression, op, process_set, prescale_factor, postscale_factor: As for ``reducescatter``.
+
+    Returns:
+        For each tensor ``[rows of this rank, ...]``.
+
+    Raises:
+        As ``reducescatter``; ``UsageError`` also if ``tensors`` is empty.
+
+    Example:
+        x = torch.full((4,), float(hvd.rank()))
+        mean, square = hvd.grouped_reducescatter([x, x * x])  # on 2 ranks [0.5, 0.5] twice
+    """
+    wire, compressor = split(compression)
+    spec = _spec("grouped_reducescatter", name, op, process_set, prescale_factor, postscale_factor, wire)
+    sent = [compressor.compress(tensor) for tensor in list_tensors(tensors, spec.kind)]
+    reduced = reducescatter_all([tensor for tensor, _ in sent], spec)
+    return [compressor.decompress(tensor, context) for tensor, (_, context) in zip(reduced, sent, strict=True)]
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    op: int | None = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Begins what ``grouped_reducescatter`` does and returns at once; without compression, not differentiable.
+
+    Args:
+        tensors: As for ``grouped_reducescatter``. They must not be changed before ``synchronize``.
+        name: As for ``reducescatter_async``.
+        op, process_set, prescale_factor, postscale_factor: As for ``reducescatter``.
+
+    Returns:
+        One handle for ``poll`` and ``synchronize``; the latter returns a tuple of tensors.
+
+    Raises:
+        As ``grouped_reducescatter``; ``MismatchError`` and ``GroupError`` come out of ``synchronize``.
+
+    Example:
+        handle = hvd.grouped_reducescatter_async([torch.ones(2), torch.zeros(4)], op=hvd.Sum)
+        ones, zeros = hvd.synchronize(handle)  # on 2 ranks [2.] and [0., 0.]
+    """
+    spec = _spec("grouped_reducescatter", name, op, process_set, prescale_factor, postscale_factor)
+    return publish(start_reducescatter(list_tensors(tensors, spec.kind), spec), tuple)
+
+
+def _spec(
+    kind: str,
+    name: str | None,
+    op: int | None,
+    process_set: ProcessSet,
+    prescale_factor: float,
+    postscale_factor: float,
+    wire: torch.dtype | None = None,
+) -> Spec:
+    check_process_set(process_set)
+    return Spec(
+        kind,
+        name,
+        resolve_op(op),
+        float(prescale_factor),
+        float(postscale_factor),
+        wire,
+        collective="reducescatter",
+        place=(_runtime.rank(), _runtime.size()),
+    )
