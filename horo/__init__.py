@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from horo._absent import explain_imports, explain_part
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from horo.runner.call import run
+
+__all__ = ["__version__", "run"]
 
 __version__ = "0.1.0"
 
 explain_imports(explain_part)
+
+
+def __getattr__(name: str) -> Any:
+    if name != "run":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from horo.runner.call import run  # noqa: PLC0415 - import horo stays light
+
+    return run

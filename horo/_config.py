@@ -19,6 +19,7 @@ from horo.errors import UsageError
 __all__ = [
     "GROUPS",
     "LOG_LEVELS",
+    "CallVariables",
     "Config",
     "LaunchVariables",
     "MpiVariables",
@@ -413,7 +414,24 @@ class SlurmVariables:
     nodename: str | None = _exactly("SLURMD_NODENAME", str, "Slurm's name of this node.")
 
 
-GROUPS: tuple[type[Any], ...] = (Config, LaunchVariables, TorchrunVariables, MpiVariables, SlurmVariables)
+@dataclass(frozen=True)
+class CallVariables:
+    """The variables that ``horo.run`` sets for each rank."""
+
+    store: str | None = _exactly("HORO_CALL_STORE", str, "Where the function is: `ADDRESS:PORT`, or several.")
+    secret: bytes | None = _exactly(
+        "HORO_CALL_SECRET", bytes, "Authenticates the connection to it.", low=16, secret=True
+    )
+
+
+GROUPS: tuple[type[Any], ...] = (
+    Config,
+    LaunchVariables,
+    CallVariables,
+    TorchrunVariables,
+    MpiVariables,
+    SlurmVariables,
+)
 
 _Group = TypeVar("_Group")
 

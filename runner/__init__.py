@@ -34,6 +34,10 @@ Imports neither torch nor the native core, so that it starts fast (only ``--chec
         command              the command of the ranks
         machine              cores, NUMA nodes, GPUs; the CPUs of each rank
         notes                notes of a rank on its own end
+    call/                    horo.run: a function in every rank
+        parent               the caller: hororun, results, exceptions
+        __main__             a rank
+        values               what goes between them
     config                   a job as frozen data
     hosts                    -H and host files -> Host
     loop                     files, signals and timers

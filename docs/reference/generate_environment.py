@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from horo._config import (
+    CallVariables,
     Config,
     LaunchVariables,
     MpiVariables,
@@ -35,6 +36,7 @@ SECTIONS: tuple[tuple[type[Any], str, str], ...] = (
         "on all ranks.",
     ),
     (LaunchVariables, "Set by `hororun`", "Scripts may read them. Do not set them by hand."),
+    (CallVariables, "Set by `horo.run`", "For the ranks that it starts."),
     (
         TorchrunVariables,
         "Set by `torchrun`",

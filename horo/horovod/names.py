@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, spec_from_loader
 from types import ModuleType
+from typing import Any
 
 __all__ = ["HOROVOD_VERSION", "install", "is_installed"]
 
@@ -22,6 +23,7 @@ _MODULES = {
     "horovod.common.exceptions": "horo.horovod.exceptions",
     "horovod.common.process_sets": "horo.torch.process_sets",
     "horovod.common.util": "horo.horovod.util",
+    "horovod.runner": "horo.runner.call",
 }
 _TORCH = "horovod.torch"
 
@@ -59,7 +61,7 @@ def _target_of(name: str) -> str:
         return _MODULES.get(name, "horo.torch")
     if not name.startswith(_TORCH + "."):
         raise ModuleNotFoundError(
-            f"there is no {name}: {__package__} stands in for horovod here and has horovod.torch and "
+            f"there is no {name}: {__package__} stands in for horovod here and has horovod.torch, horovod.run and "
             f"{', '.join(sorted(_MODULES))}",
             name=name,
         )
@@ -72,6 +74,15 @@ def _target_of(name: str) -> str:
     if text:
         raise ImportError(text, name=name)
     return ""
+
+
+def _lazily(name: str) -> Any:
+    """The attributes of the package ``horovod`` that are not modules."""
+    if name != "run":
+        raise AttributeError(f"module 'horovod' has no attribute {name!r}")
+    from horo.runner.call import run  # noqa: PLC0415 - a script of Horovod's seldom needs it
+
+    return run
 
 
 def _package(name: str, doc: str) -> ModuleType:
@@ -104,5 +115,6 @@ def install() -> None:
         )
     sys.meta_path.insert(0, _Finder())
     root = _package("horovod", "horo under Horovod's name.")
+    root.__getattr__ = _lazily  # type: ignore[method-assign]
     root.__version__ = HOROVOD_VERSION  # type: ignore[attr-defined]
     root.common = _package("horovod.common", "Modules of Horovod that do not belong to one framework.")  # type: ignore[attr-defined]

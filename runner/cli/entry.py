@@ -7,7 +7,7 @@ import re
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -73,12 +73,15 @@ def _run(job: Job) -> int:
     return run_job(job, os.environ)
 
 
-def parse(arguments: Sequence[str], *, for_horovod: bool = False) -> Job | None:
+def parse(
+    arguments: Sequence[str], *, for_horovod: bool = False, environment: Mapping[str, str] | None = None
+) -> Job | None:
     """The job that the command line asks for; None: ``--check-build``.
 
     Args:
         arguments: of hororun.
         for_horovod: as if ``--horovod`` were among them.
+        environment: of hororun; None: that of this process.
 
     Raises:
         JobError: a value is wrong; names it.
@@ -86,6 +89,7 @@ def parse(arguments: Sequence[str], *, for_horovod: bool = False) -> Job | None:
     """
     from horo.runner.cli.tuning import start_timeout  # noqa: PLC0415 - --help does without
 
+    environment = os.environ if environment is None else environment
     parser = build_parser()
     line = split_command(parser, arguments)
     parser.for_horovod = for_horovod or "horovod" in line.given
@@ -100,7 +104,7 @@ def parse(arguments: Sequence[str], *, for_horovod: bool = False) -> Job | None:
         raise JobError(f"-np {given.num_proc}: at least one rank is needed")
     if given.num_proc is None:
         _check_order(command)
-    where = _where(given, line)
+    where = _where(given, line, environment)
     if command[:1] == [""]:
         raise JobError("the command is an empty word: say what to run, like 'hororun -np 2 train.py'")
     if command[:1] == ["-m"] and not "".join(command[1:2]):
@@ -116,7 +120,7 @@ def parse(arguments: Sequence[str], *, for_horovod: bool = False) -> Job | None:
         oversubscribe=given.oversubscribe,
         grace_s=where.grace_s if given.grace_seconds is None else given.grace_seconds,
         failure_s=given.failure_seconds,
-        start_timeout_s=start_timeout(given.start_timeout, os.environ),
+        start_timeout_s=start_timeout(given.start_timeout, environment),
         host_timeout_s=given.host_timeout,
         interfaces=tuple(given.network_interfaces),
         store_port=given.store_port,
@@ -124,7 +128,7 @@ def parse(arguments: Sequence[str], *, for_horovod: bool = False) -> Job | None:
         master_port=given.master_port,
         bind_to=given.bind_to,
         keep_memory=not given.no_keep_memory,
-        exports=_exports(given),
+        exports=_exports(given, environment),
         passed_over=parser.passed_over,
         dry_run=given.dry_run,
         check_hosts=given.check_hosts,
@@ -170,12 +174,12 @@ class _Where(NamedTuple):
     grace_s: float
 
 
-def _where(given: argparse.Namespace, line: CommandLine) -> _Where:
+def _where(given: argparse.Namespace, line: CommandLine, environment: Mapping[str, str]) -> _Where:
     """Hosts, their origin, the number of ranks and the launcher, as far as the command line leaves them open."""
     from horo.runner.start.launcher import allocated, choose_launcher  # noqa: PLC0415 - --help does without
 
     named = _hosts(given)
-    allocation = allocated(os.environ, named=named is not None)
+    allocation = allocated(environment, named=named is not None)
     hosts = named or (allocation.hosts if allocation is not None else (Host("localhost"),))
     source = allocation.source if allocation is not None and named is None else ""
     launcher = choose_launcher(given.launcher, hosts, allocation)
@@ -215,13 +219,13 @@ def _hosts(given: argparse.Namespace) -> tuple[Host, ...] | None:
     return None
 
 
-def _exports(given: argparse.Namespace) -> dict[str, str]:
+def _exports(given: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, str]:
     from horo.runner.cli.tuning import check_exports, tuning_variables  # noqa: PLC0415 - --help does without
     from horo.runner.job.environment import parse_exports  # noqa: PLC0415 - needs what --help does not
 
     tuning = tuning_variables(given)
     try:
-        exports = parse_exports(given.exports, os.environ)
+        exports = parse_exports(given.exports, environment)
     except ValueError as error:
         raise JobError(str(error)) from None
     check_exports(exports, given)

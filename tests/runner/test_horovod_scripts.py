@@ -152,6 +152,11 @@ def test_a_horovod_that_is_imported_stays(tmp_path: Path, old_script: str) -> No
     assert installed == "False"
 
 
+def test_horovod_run_is_horo_run(tmp_path: Path) -> None:
+    code = "import horo, horovod; from horovod.runner import run; print(horovod.run is horo.run is run)"
+    assert run_python(["-m", "horo.horovod", "-c", code], tmp_path).stdout == "True\n"
+
+
 def test_the_names_can_be_had_by_a_call(tmp_path: Path) -> None:
     use = "import horovod.common.util as u; print(u.num_rank_is_power_2(6))"
     code = f"import horo.horovod as h; h.install(); h.install(); {use}"

@@ -1,0 +1,7 @@
+"""``horo.run``: calls a function in ranks that hororun starts, and returns what it has returned there."""
+
+from __future__ import annotations
+
+from horo.runner.call.parent import run
+
+__all__ = ["run"]

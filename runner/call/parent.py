@@ -1,0 +1,305 @@
+"""The caller's side of ``horo.run``: a store with the function, a hororun, and the outcomes of its ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, TYPE_CHECKING, Any, TextIO
+
+from horo.errors import GroupError, HoroError, UnsupportedError, UsageError
+from horo.runner.call.values import CALL, Call, Outcome, get, outcome_key, put
+
+if TYPE_CHECKING:
+    from horo._bootstrap.store.server import StoreServer
+    from horo.runner.config import Job
+
+__all__ = ["run"]
+
+_CONNECT_S = 10.0
+_REPORT_LINES_MAX = 20
+_ELASTIC = (
+    *("min_num_proc", "max_num_proc", "slots", "reset_limit", "cooldown_range"),
+    *("host_discovery_script", "min_np", "max_np"),
+)
+
+
+def run(  # noqa: PLR0917 - the order of arguments is Horovod's
+    func: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int = 1,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    slots: int | None = None,
+    reset_limit: int | None = None,
+    cooldown_range: Sequence[int] | None = None,
+    hosts: str | None = None,
+    hostfile: str | None = None,
+    host_discovery_script: str | None = None,
+    start_timeout: float | None = None,
+    ssh_port: int | None = None,
+    ssh_identity_file: str | None = None,
+    disable_cache: bool | None = None,
+    output_filename: str | None = None,
+    verbose: object = None,
+    use_gloo: bool | None = None,
+    use_mpi: bool | None = None,
+    mpi_args: str | None = None,
+    network_interface: str | None = None,
+    network_interfaces: str | Sequence[str] | None = None,
+    executable: str | None = None,
+    np: int | None = None,
+    min_np: int | None = None,
+    max_np: int | None = None,
+    *,
+    options: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """Calls ``func(*args, **kwargs)`` in ranks that hororun starts; blocks until all have ended.
+
+    Works in scripts, at a prompt and in notebooks. ``func`` calls ``hvd.init()`` itself. It is pickled with
+    cloudpickle, so it may be one of ``__main__``. What ranks print appears here, each line after its rank.
+
+    Args:
+        func: The function, called once in each rank, in a process of its own.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        num_proc: Number of ranks.
+        hosts: As ``hororun -H``: ``"h1:4,h2:4"``. None: this host, or those of the batch job.
+        hostfile: As ``hororun --hostfile``.
+        start_timeout: As ``hororun --start-timeout``, in seconds.
+        ssh_port: As ``hororun --ssh-port``.
+        ssh_identity_file: As ``hororun --ssh-identity-file``.
+        output_filename: As ``hororun --output-filename``.
+        verbose: If true, hororun says what it does.
+        use_gloo: True: ``hororun --gloo``.
+        use_mpi: True: ``hororun --mpi``.
+        mpi_args: As ``hororun --mpi-args``.
+        network_interfaces: As ``hororun --network-interfaces``: a list, or names separated by commas.
+        executable: The Python of the ranks. None: the one of hororun on each host.
+        disable_cache: Taken and ignored: there is no cache of earlier checks.
+        network_interface: Another name of ``network_interfaces``.
+        np: Another name of ``num_proc``.
+        min_num_proc, max_num_proc, slots, reset_limit, cooldown_range, host_discovery_script, min_np, max_np: For
+            elastic jobs, which this version does not have.
+        options: Further options of hororun, such as ``["--oversubscribe"]``.
+        env: Variables for the ranks beside those of this process.
+
+    Returns:
+        What ``func`` has returned, in rank order.
+
+    Raises:
+        Exception: What ``func`` has raised in the rank that failed first, with the rank's traceback as its cause.
+        UsageError: An option is wrong; the message is hororun's.
+        UnsupportedError: Options of elastic jobs, or ``func`` or an argument that cannot be pickled.
+        HoroError: A rank ended without a result; the message has hororun's report.
+
+    Example:
+        def rank_and_size(factor):
+            import horo.torch as hvd
+            hvd.init()
+            return hvd.rank() * factor, hvd.size()
+
+        results = horo.run(rank_and_size, (10,), np=1)  # [(0, 1)]
+    """
+    given = locals()
+    _refuse_elastic(given)
+    if not callable(func):
+        raise UsageError(f"horo.run: {func!r} is not a function")
+    if use_gloo and use_mpi:
+        raise UsageError("use_gloo and use_mpi are both true: choose one of them")
+    interfaces = network_interfaces or network_interface or ()
+    words = _words(
+        {
+            "--num-proc": num_proc if np is None else np,
+            "--hosts": hosts,
+            "--hostfile": hostfile,
+            "--start-timeout": start_timeout,
+            "--ssh-port": ssh_port,
+            "--ssh-identity-file": ssh_identity_file,
+            "--output-filename": output_filename,
+            "--verbose": bool(verbose),
+            "--gloo": use_gloo,
+            "--mpi": use_mpi,
+            "--mpi-args": mpi_args,
+            "--network-interfaces": interfaces if isinstance(interfaces, str) else ",".join(interfaces),
+        }
+    )
+    command = ["-m", "horo.runner.call"] if executable is None else [executable, "-m", "horo.runner.call"]
+    words = [*words, *options, "-x", "HORO_CALL_STORE", "-x", "HORO_CALL_SECRET", "--", *command]
+    call = _pickled(func, args, kwargs or {})
+    secret = secrets.token_bytes(32)
+    environment = {**os.environ, **(env or {}), "HORO_CALL_STORE": "127.0.0.1:1", "HORO_CALL_SECRET": secret.hex()}
+    job = _parsed(words, environment)
+    with _serve(job, secret) as server:
+        environment["HORO_CALL_STORE"] = ",".join(map(str, server.endpoints))
+        with _client(server, secret) as store:
+            put(store, CALL, call)
+            code, report = _run_hororun(words, environment)
+            outcomes = [_outcome(store, rank) for rank in range(job.size)]
+    return _results(outcomes, code, report)
+
+
+def _refuse_elastic(given: Mapping[str, object]) -> None:
+    named = next((name for name in _ELASTIC if given[name] is not None), None)
+    if named is not None:
+        raise UnsupportedError(
+            f"horo.run({named}=...) asks for an elastic job, which this version of horo does not have"
+        )
+
+
+def _words(values: Mapping[str, object]) -> list[str]:
+    words: list[str] = []
+    for name, value in values.items():
+        if value is True:
+            words.append(name)
+        elif value is not None and value is not False and value != "":
+            words.append(f"{name}={value}")
+    return words
+
+
+def _pickled(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    import cloudpickle  # type: ignore[import-untyped]  # noqa: PLC0415 - hororun does without
+
+    try:
+        function = cloudpickle.dumps((func, tuple(args), dict(kwargs)))
+    except Exception as error:
+        name = getattr(func, "__qualname__", repr(func))
+        raise UnsupportedError(f"horo.run: {name} or an argument of it cannot be pickled: {error}") from error
+    return Call(function, [folder or os.getcwd() for folder in sys.path])  # noqa: PTH109 - as Python writes it
+
+
+def _parsed(words: Sequence[str], environment: Mapping[str, str]) -> Job:
+    """The job that hororun will make of these words, so that a wrong one is an error of this call."""
+    from horo.runner.cli import parse  # noqa: PLC0415
+    from horo.runner.config import JobError  # noqa: PLC0415
+
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            job = parse(words, environment=environment)
+    except (JobError, SystemExit) as error:
+        text = said.getvalue().removeprefix("hororun: ").strip() or str(error)
+        raise UsageError(f"horo.run: {text}") from None
+    if job is None or job.dry_run or job.check_hosts:
+        raise UsageError(f"horo.run: options={list(words)} starts no ranks")
+    return job
+
+
+def _serve(job: Job, secret: bytes) -> StoreServer:
+    from horo._bootstrap.store.hosted import choose_host_addresses  # noqa: PLC0415
+    from horo._bootstrap.store.server import StoreServer  # noqa: PLC0415
+    from horo.runner.network import is_local  # noqa: PLC0415
+
+    far = not all(is_local(host) for host in job.hosts)
+    return StoreServer(choose_host_addresses(",".join(job.interfaces) or None, near=True, far=far), secret)
+
+
+def _client(server: StoreServer, secret: bytes) -> Any:
+    from horo._bootstrap.store.client import StoreClient  # noqa: PLC0415
+
+    first, *others = reversed(server.endpoints)  # loopback is last
+    return StoreClient(first.address, first.port, secret, _CONNECT_S, others, hosted_by="horo.run")
+
+
+def _run_hororun(words: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
+    """Runs hororun to its end; its exit code, and what it has said by itself."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "horo.runner", *words],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C comes to this process alone, as in a notebook, and is passed on
+    )
+    report: deque[str] = deque(maxlen=_REPORT_LINES_MAX)
+    assert process.stdout is not None and process.stderr is not None
+    pumps = [
+        threading.Thread(target=_pump, args=(process.stdout, sys.stdout, None), daemon=True),
+        threading.Thread(target=_pump, args=(process.stderr, sys.stderr, report), daemon=True),
+    ]
+    for pump in pumps:
+        pump.start()
+    try:
+        _wait(process)
+    finally:
+        for pump in pumps:
+            pump.join()
+    return process.returncode, "\n".join(report)
+
+
+def _wait(process: subprocess.Popen[bytes]) -> None:
+    """Waits for the end. An exception, such as KeyboardInterrupt, ends the job first; a second one ends it at once."""
+    try:
+        process.wait()
+    except BaseException:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait()
+        except BaseException:
+            process.send_signal(signal.SIGTERM)
+            process.wait()
+            raise
+        raise
+
+
+def _pump(source: IO[bytes], sink: TextIO | None, report: deque[str] | None) -> None:
+    """Copies lines to a stream of this process, which in a notebook is not its descriptor; keeps hororun's own."""
+    for raw in source:
+        line = raw.decode("utf-8", "replace")
+        if report is not None and line.startswith("hororun: "):
+            report.append(line.rstrip("\n"))
+        if sink is not None:
+            with contextlib.suppress(OSError, ValueError):  # it is closed: the job goes on
+                sink.write(line)
+                sink.flush()
+
+
+def _outcome(store: Any, rank: int) -> Outcome | None:
+    from horo._bootstrap.store.protocol import StoreTimeoutError  # noqa: PLC0415
+
+    try:
+        outcome: Outcome = get(store, outcome_key(rank), 0.0)
+    except StoreTimeoutError:
+        return None
+    return outcome
+
+
+def _results(outcomes: Sequence[Outcome | None], code: int, report: str) -> list[Any]:
+    """The results in rank order.
+
+    Raises:
+        Exception: of a rank, rather one of the script than one that tells of another rank's end.
+        HoroError: a rank has left neither a result nor an exception.
+    """
+    import pickle  # noqa: PLC0415
+
+    failed = [(rank, each) for rank, each in enumerate(outcomes) if each is not None and each.result is None]
+    errors = [(rank, each, _error_of(rank, each)) for rank, each in failed]
+    errors.sort(key=lambda each: (isinstance(each[2], GroupError), each[0]))
+    for rank, outcome, error in errors:
+        raise error from HoroError(f"in rank {rank} ({outcome.host}):\n{outcome.text}")
+    silent = [rank for rank, outcome in enumerate(outcomes) if outcome is None]
+    if silent or code:
+        who = f"rank {silent[0]} ended without a result" if silent else "a rank failed after it had given its result"
+        raise HoroError(f"horo.run: {who}; hororun's exit code is {code}" + (f"\n{report}" if report else ""))
+    return [pickle.loads(each.result) for each in outcomes if each is not None and each.result is not None]
+
+
+def _error_of(rank: int, outcome: Outcome) -> BaseException:
+    import pickle  # noqa: PLC0415
+
+    if outcome.error is not None:
+        with contextlib.suppress(Exception):  # its class does not take its own arguments, say
+            error = pickle.loads(outcome.error)
+            if isinstance(error, BaseException):
+                return error
+    return HoroError(f"rank {rank} ended with {outcome.text.strip().splitlines()[-1]}")

@@ -1,0 +1,198 @@
+"""horo.run: a function is called in every rank; results, exceptions and interrupts come back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from jobs import DEADLINE_S, TORCH_S, Hororun, make_remote_shell, marked_processes, wait_until
+
+import horo
+from horo.errors import GroupError, HoroError, UnsupportedError, UsageError
+from horo.runner.call.parent import _results
+from horo.runner.call.values import Outcome
+
+OVERSUBSCRIBE = ["--oversubscribe"]
+
+
+def own_rank() -> int:
+    return int(os.environ["HOROVOD_RANK"])
+
+
+def test_results_come_in_rank_order() -> None:
+    def power(base: int, *, exponent: int) -> tuple[int, int]:
+        return own_rank(), base**exponent
+
+    assert horo.run(power, (2,), {"exponent": 5}, np=3, options=OVERSUBSCRIBE) == [(0, 32), (1, 32), (2, 32)]
+
+
+def test_ranks_behind_an_agent_and_large_values(tmp_path: Path) -> None:
+    shell = make_remote_shell(tmp_path)
+    data = bytes(range(256)) * 40_000  # 10 MB, more than a value of the store
+
+    results = horo.run(
+        lambda sent: (sent[::-1], os.environ["HOROVOD_HOSTNAME"]),
+        (data,),
+        num_proc=2,
+        hosts="one:1,two:1",
+        options=["--remote-shell", shell],
+    )
+    assert results == [(data[::-1], "one"), (data[::-1], "two")]
+
+
+def test_ranks_work_together() -> None:
+    def total() -> float:
+        import torch  # noqa: PLC0415
+
+        import horo.torch as hvd  # noqa: PLC0415
+
+        hvd.init()
+        return float(hvd.allreduce(torch.tensor(hvd.rank() + 1.0), op=hvd.Sum))
+
+    assert horo.run(total, np=2, options=OVERSUBSCRIBE) == [3.0, 3.0]
+
+
+class OddError(Exception):
+    """Cannot be made from its own arguments."""
+
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(f"{first} and {second}")
+
+
+def test_an_exception_is_raised_here_with_the_ranks_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        if own_rank() == 1:
+            raise ZeroDivisionError("bad sample")
+
+    with pytest.raises(ZeroDivisionError, match="bad sample") as caught:
+        horo.run(fail, np=2, options=OVERSUBSCRIBE)
+    assert isinstance(caught.value.__cause__, HoroError)
+    lines = str(caught.value.__cause__).splitlines()
+    assert lines[0].startswith("in rank 1 (")
+    assert lines[-1] == "ZeroDivisionError: bad sample"
+    assert 'raise ZeroDivisionError("bad sample")' in "\n".join(lines)
+
+
+def test_an_exception_that_cannot_be_pickled_is_told_in_words() -> None:
+    def fail() -> None:
+        raise OddError(1, 2)
+
+    with pytest.raises(HoroError, match=r"^rank 0 ended with .*OddError: 1 and 2$"):
+        horo.run(fail, np=1)
+
+
+ENDS = [
+    ("sys.exit(0)", "rank 0 ended with SystemExit: 0"),
+    ("os._exit(5)", "horo.run: rank 0 ended without a result; hororun's exit code is 5\nhororun: rank 0"),
+    ("os.kill(os.getpid(), 9)", "horo.run: rank 0 ended without a result; hororun's exit code is 137\nhororun: rank 0"),
+]
+
+
+@pytest.mark.parametrize(("code", "text"), ENDS, ids=[code for code, _ in ENDS])
+def test_a_rank_that_ends_without_a_result(code: str, text: str) -> None:
+    with pytest.raises(HoroError) as caught:
+        horo.run(exec, (f"import os, sys\n{code}", {}), np=1)
+    assert str(caught.value).startswith(text)
+
+
+def test_the_error_of_the_script_comes_before_that_of_its_victims() -> None:
+    def failure(error: Exception) -> Outcome:
+        import pickle  # noqa: PLC0415
+
+        return Outcome(None, pickle.dumps(error), f"{type(error).__name__}: {error}\n", "h1")
+
+    with pytest.raises(ValueError, match="the cause"):
+        _results([failure(GroupError("rank 1 is gone")), failure(ValueError("the cause")), None], 1, "")
+    with pytest.raises(GroupError):
+        _results([failure(GroupError("rank 1 is gone")), None], 1, "")
+
+
+WRONG = [
+    ({"np": 0}, UsageError, "horo.run: -np 0: at least one rank is needed"),
+    ({"hosts": "a:b:c"}, UsageError, "horo.run: "),
+    ({"hosts": "a:1", "hostfile": "x"}, UsageError, "horo.run: "),
+    ({"options": ["--nothing"]}, UsageError, "horo.run: there is no option '--nothing'"),
+    ({"options": ["--dry-run"]}, UsageError, "horo.run: options="),
+    ({"use_gloo": True, "use_mpi": True}, UsageError, "use_gloo and use_mpi are both true"),
+    ({"min_np": 1}, UnsupportedError, "horo.run(min_np=...) asks for an elastic job"),
+    ({"args": (threading.Lock(),)}, UnsupportedError, "horo.run: own_rank or an argument of it cannot be pickled: "),
+    ({"func": "f"}, UsageError, "horo.run: 'f' is not a function"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "kind", "text"), WRONG, ids=[str(next(iter(each[0]))) for each in WRONG])
+def test_a_wrong_argument_is_named(arguments: dict[str, object], kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind) as caught:
+        horo.run(**{"func": own_rank, **arguments})  # type: ignore[arg-type]
+    assert str(caught.value).startswith(text)
+
+
+SCRIPT = """
+import sys, time
+import helper
+import horo
+
+def work(folder):
+    import os, pathlib
+    print("begins", os.environ["HOROVOD_RANK"], helper.WORD)
+    pathlib.Path(folder, "began" + os.environ["HOROVOD_RANK"]).touch()
+    if helper.WAITS:
+        time.sleep(600)
+    return helper.WORD
+
+if __name__ == "__main__":
+    print(horo.run(work, (sys.argv[1],), np=2, options=["--oversubscribe", "--grace-seconds", "5"]))
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    """A script of its own folder, which imports its neighbour, there and in the ranks."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "helper.py").write_text("WORD = 'neighbour'\nWAITS = False\n")
+    (tmp_path / "scripts" / "script.py").write_text(SCRIPT)
+    return tmp_path / "scripts" / "script.py"
+
+
+def test_a_function_of_main_finds_the_modules_beside_its_script(script: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=TORCH_S,
+        check=True,
+    )
+    *said, results = done.stdout.splitlines()
+    assert sorted(said) == ["[0] begins 0 neighbour", "[1] begins 1 neighbour"]
+    assert results == "['neighbour', 'neighbour']"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGKILL, -signal.SIGKILL)])
+def test_nothing_is_left_when_the_caller_is_ended(
+    script: Path, tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    (script.parent / "helper.py").write_text("WORD = ''\nWAITS = True\n")
+    runner = Hororun()
+    launched = runner.launch([sys.executable, str(script), str(tmp_path)], cwd=tmp_path)
+    try:
+        wait_until(
+            lambda: all((tmp_path / f"began{rank}").exists() for rank in (0, 1)), "both ranks", deadline_s=TORCH_S
+        )
+        os.kill(launched.process.pid, number)
+        assert launched.process.wait(DEADLINE_S) == code
+        wait_until(lambda: not marked_processes(launched.mark), "nothing left")
+    finally:
+        runner.clean_up()
+
+
+def test_the_rank_side_alone_says_what_it_is_for() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "horo.runner.call"], capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    assert (done.returncode, done.stderr) == (1, "horo.runner.call is for horo.run alone: its variables are not set\n")
