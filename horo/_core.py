@@ -20,6 +20,7 @@ from horo.errors import HoroError, error_from_status
 __all__ = [
     "DTYPES",
     "EVENTS",
+    "NAME_MAX",
     "OPS",
     "REDUCE_OPS",
     "Context",
@@ -33,6 +34,9 @@ __all__ = [
     "simd_name",
     "version",
 ]
+
+NAME_MAX: int = lib.HORO_NAME_MAX
+"""Most bytes of the name of an operation."""
 
 EVENTS: dict[int, str] = {
     getattr(lib, f"HORO_EVENT_{name.upper()}"): name

@@ -18,12 +18,12 @@ from horo.errors import MismatchError
 __all__ = ["ObjectKey", "make_greeting"]
 
 _MAC_BYTES = 32
-_GREETING = struct.Struct("!16sQ")
+_GREETING = struct.Struct("!16sQI")
 
 
-def make_greeting(payload_bytes: int) -> bytes:
-    """What a rank says at the begin of a call: a fresh nonce, and how many bytes it will seal."""
-    return _GREETING.pack(secrets.token_bytes(16), payload_bytes)
+def make_greeting(payload_bytes: int, root_rank: int) -> bytes:
+    """What a rank says at the begin of a call: a fresh nonce, how many bytes it will seal, and whose object all get."""
+    return _GREETING.pack(secrets.token_bytes(16), payload_bytes, root_rank)
 
 
 class ObjectKey:
@@ -50,8 +50,22 @@ class ObjectKey:
 
     def sealed_bytes(self, rank: int) -> int:
         """How many bytes ``rank`` will send."""
-        _, payload_bytes = _GREETING.unpack_from(self._greetings, rank * _GREETING.size)
+        _, payload_bytes, _ = _GREETING.unpack_from(self._greetings, rank * _GREETING.size)
         return _MAC_BYTES + int(payload_bytes)
+
+    def refuse_different_roots(self) -> None:
+        """Compares what all ranks have said.
+
+        Raises:
+            MismatchError: They have named different roots.
+        """
+        roots = [root for _, _, root in _GREETING.iter_unpack(self._greetings)]
+        for rank, root in enumerate(roots):
+            if root != roots[0]:
+                raise MismatchError(
+                    f"{self._what}: root_rank is {roots[0]} on rank 0, but {root} on rank {rank}; give the same one on "
+                    "all ranks"
+                )
 
     def seal(self, rank: int, data: bytes) -> bytes:
         """The bytes that ``rank`` sends for ``data``."""

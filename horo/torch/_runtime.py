@@ -85,6 +85,16 @@ class Runtime:
             raise UsageError(f"{kind}: name must be a string without NUL characters, not {name!r}")
         return f"{kind}.{name}"
 
+    def same_number(self, kind: str, like: str) -> None:
+        """Gives the next automatic name of ``kind`` the number of the last one of ``like``.
+
+        So the operations of one call have equal numbers, also after a call that was interrupted between them. The
+        caller is ``in_order``.
+        """
+        number = next(self._names[like]) - 1
+        self._names[like] = itertools.count(number + 1)
+        self._names[kind] = itertools.count(number)
+
     def in_order(self, kind: str, name: str | None) -> AbstractContextManager[object]:
         """Held by a call that does several operations: those of other threads with automatic names come after it.
 

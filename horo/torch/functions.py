@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import cloudpickle  # type: ignore[import-untyped]
 import torch
 
+from horo import _core
 from horo.errors import HoroError, MismatchError, UsageError
 from horo.torch import _runtime
 from horo.torch._authentic import ObjectKey, make_greeting
@@ -144,8 +145,10 @@ def broadcast_object(
         ``obj`` itself at the root, a copy elsewhere.
 
     Raises:
-        UsageError: There is no rank ``root_rank``; or the root could not pickle its object (there, what pickle raised).
-        MismatchError: What came was changed on the way; nothing of it was unpickled.
+        UsageError: There is no rank ``root_rank``; the name is too long; or the root could not pickle its object
+            (there, what pickle raised).
+        MismatchError: Ranks have named different roots; or what came was changed on the way, and nothing of it was
+            unpickled.
         GroupError: A rank is lost or has shut down.
         NotInitializedError: Before ``init()``.
 
@@ -172,7 +175,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
         One object per rank.
 
     Raises:
-        UsageError: A rank could not pickle its object (there, what pickle raised).
+        UsageError: The name is too long; or a rank could not pickle its object (there, what pickle raised).
         MismatchError: What came was changed on the way; nothing of it was unpickled.
         GroupError: A rank is lost or has shut down.
         NotInitializedError: Before ``init()``.
@@ -185,7 +188,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     what = "allgather_object"
     failure, payload = _pickle(lambda: obj)
     with _runtime.current().in_order(what, name):
-        key = _greet(what, name, 0)
+        key = _greet(what, name, 0, 0)
         sealed = key.seal(_runtime.rank(), _flag(failure) + payload)
         gathered = start_allgather([tensor_of(sealed)], what, name, sync=True).wait()[0]
     if failure is not None:
@@ -286,7 +289,7 @@ def _share(produce: Callable[[], Any], root_rank: int, what: str, name: str | No
         failure, payload = _pickle(keep)
     payload = _flag(failure) + payload if is_root else b""
     with _runtime.current().in_order(what, name):
-        key = _greet(what, name, len(payload))
+        key = _greet(what, name, len(payload), root_rank)
         if is_root:
             sealed = tensor_of(key.seal(root_rank, payload))
         else:
@@ -302,14 +305,30 @@ def _share(produce: Callable[[], Any], root_rank: int, what: str, name: str | No
     return cloudpickle.loads(received[1:])
 
 
-def _greet(what: str, name: str | None, payload_bytes: int) -> ObjectKey:
-    """The key of a call, for which all ranks greet each other."""
-    job = _runtime.current().job
-    greeting = make_greeting(payload_bytes)
-    part = None if name is None else f"{name}.greeting"
-    came = start_allgather([tensor_of(greeting)], what, part, sync=True).wait()[0].tensor
+def _greet(what: str, name: str | None, payload_bytes: int, root_rank: int) -> ObjectKey:
+    """The key of a call, for which all ranks greet each other. An automatic name comes to stand for the whole call.
+
+    Raises:
+        UsageError: The name is too long.
+        MismatchError: Ranks have named different roots.
+    """
+    runtime = _runtime.current()
+    job = runtime.job
+    greeting = make_greeting(payload_bytes, root_rank)
+    kind = f"{what}-greeting"
+    if name is not None:
+        runtime.name(what, name)  # refuses what is no name
+        size, longest = len(name.encode()), _core.NAME_MAX - len(kind) - 1
+        if size > longest:
+            raise UsageError(f"{what}: the name has {size} bytes; at most {longest} are allowed")
+    request = start_allgather([tensor_of(greeting)], kind, name, sync=True)
+    if name is None:
+        runtime.same_number(what, kind)
+    came = request.wait()[0].tensor
     greetings = bytes(bytes_of(came))
-    return ObjectKey(job.directory.secret, what, name, rank=job.rank, greeting=greeting, greetings=greetings)
+    key = ObjectKey(job.directory.secret, what, name, rank=job.rank, greeting=greeting, greetings=greetings)
+    key.refuse_different_roots()
+    return key
 
 
 def _pickle(produce: Callable[[], Any]) -> tuple[Exception | None, bytes]:

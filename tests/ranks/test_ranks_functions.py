@@ -10,7 +10,7 @@ import torch
 from rank_pool import RankPool
 
 import horo.torch as hvd
-from horo.errors import MismatchError
+from horo.errors import MismatchError, UsageError
 
 
 def _model(seed: int) -> torch.nn.Module:
@@ -232,6 +232,75 @@ def test_an_object_that_cannot_be_pickled_leaves_nobody_waiting(ranks2: RankPool
         with pytest.raises(wanted, match=text):
             hvd.allgather_object(odd)
         assert hvd.allgather_object(hvd.rank()) == [0, 1]
+
+    ranks2.run(check)
+
+
+@pytest.mark.parametrize("operation", ["broadcast", "allgather"])
+def test_a_call_that_was_left_between_its_halves_refuses_no_later_one(operation: str) -> None:
+    """Rank 0 leaves before it sends its object, rank 1 when it has sent its part, as by signal handlers that raise."""
+
+    def check() -> None:
+        from horo.torch import functions  # noqa: PLC0415
+        from horo.torch._requests import start_broadcast  # noqa: PLC0415
+
+        class LeftError(Exception):
+            pass
+
+        def run() -> Any:
+            return hvd.broadcast_object(8) if operation == "broadcast" else hvd.allgather_object(8)
+
+        real = functions.start_allgather
+        calls = []
+
+        def leave(*arguments: Any, **options: Any) -> Any:
+            calls.append(arguments)
+            if operation == "allgather" and len(calls) == 1:
+                return real(*arguments, **options)
+            if hvd.rank() == 1:
+                (start_broadcast if operation == "broadcast" else real)(*arguments, **options)
+            raise LeftError
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(functions, "run_broadcast" if operation == "broadcast" else "start_allgather", leave)
+            with pytest.raises(LeftError):
+                run()
+        for _ in range(3):
+            assert run() == (8 if operation == "broadcast" else [8, 8])
+
+    pool = RankPool(2)
+    try:
+        pool.run(check)
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize("name", [None, "settings"])
+def test_different_roots_of_an_object_are_named(ranks2: RankPool, name: str | None) -> None:
+    def check(name: str | None) -> None:
+        r = hvd.rank()
+        for own in ("x", "x" * (r + 1)):
+            with pytest.raises(MismatchError) as caught:
+                hvd.broadcast_object(own, root_rank=r, name=name)
+            assert str(caught.value) == (
+                "broadcast_object: root_rank is 0 on rank 0, but 1 on rank 1; give the same one on all ranks"
+            )
+        assert hvd.broadcast_object(r, 1, name) == 1
+
+    ranks2.run(check, name)
+
+
+def test_a_name_that_is_too_long_is_refused_in_the_words_of_the_call(ranks2: RankPool) -> None:
+    def check() -> None:
+        for call in (hvd.broadcast_object, hvd.allgather_object):
+            for name in ("x" * 2000, "\u00e9" * 505):
+                with pytest.raises(UsageError) as caught:
+                    call(1, name=name)
+                size = len(name.encode())
+                assert str(caught.value) == f"{call.__name__}: the name has {size} bytes; at most 997 are allowed"
+            assert call(1, name="\u00e9" * 498) in (1, [1, 1])
+            with pytest.raises(UsageError, match=f"{call.__name__}: name must be a string without NUL"):
+                call(1, name="a\0b")
 
     ranks2.run(check)
 
