@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -43,3 +45,44 @@ def test_reference_of_the_api_is_current() -> None:
     spec.loader.exec_module(module)
     written = Path(module.PAGE).read_text(encoding="utf-8")
     assert written == module.page(), f"run python {path.relative_to(ROOT)}"
+
+
+def parity_findings(page: str, is_there: Callable[[str, str], bool]) -> list[str]:
+    """Rows of the parity page whose state is none of its words, or that name no test, or one that is not there."""
+    found = []
+    for row in re.findall(r"^\| (.+) \|$", page, re.MULTILINE):
+        cells = [cell.strip() for cell in row.split(" | ")]
+        if cells[:2] == ["Horovod", "here"]:
+            continue
+        state, tests = cells[1], re.findall(r"`(tests/[^`:]+)::(\w+)`", cells[-1])
+        if state not in ("same", "better", "later", "not planned"):
+            found.append(f"{cells[0]}: {state!r} is no state")
+        elif state in ("same", "better") and not tests:
+            found.append(f"{cells[0]}: no test is named")
+        found += [f"{cells[0]}: there is no {file}::{name}" for file, name in tests if not is_there(file, name)]
+    return found
+
+
+def has_test(file: str, name: str) -> bool:
+    path = ROOT / file
+    return path.is_file() and f"def {name}(" in path.read_text(encoding="utf-8")
+
+
+def test_what_is_said_to_be_as_in_horovod_has_a_test() -> None:
+    page = (DOCS / "reference" / "horovod-parity.md").read_text(encoding="utf-8")
+    assert page.count("| better |") > 20
+    assert parity_findings(page, has_test) == []
+
+
+WRONG_ROWS = [
+    ("| a | same | how | words |", "a: no test is named"),
+    ("| a | perhaps | how | `tests/a.py::test_b` |", "a: 'perhaps' is no state"),
+    ("| a | better | how | `tests/a.py::test_c` |", "a: there is no tests/a.py::test_c"),
+]
+
+
+@pytest.mark.parametrize(("row", "finding"), WRONG_ROWS, ids=[finding for _, finding in WRONG_ROWS])
+def test_a_row_without_its_test_is_found(row: str, finding: str) -> None:
+    assert parity_findings(
+        f"| Horovod | here | how | shown by |\n|---|---|---|---|\n{row}\n", lambda _, name: name == "test_b"
+    ) == [finding]
