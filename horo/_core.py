@@ -15,7 +15,7 @@ from horo._blocked import describe_blocked, describe_stacks
 from horo._core_setup import MpiUse, Setup
 from horo._native import ffi, lib
 from horo._request_buffer import DTYPES, OPS, REDUCE_OPS, RequestBuffer, Tensor
-from horo.errors import HoroError, error_from_status
+from horo.errors import AbortedError, HoroError, error_from_status
 
 __all__ = [
     "DTYPES",
@@ -28,6 +28,7 @@ __all__ = [
     "RequestBuffer",
     "Tensor",
     "arena_bytes",
+    "change_name",
     "create_memory",
     "create_wake",
     "native_mpi",
@@ -45,13 +46,18 @@ EVENTS: dict[int, str] = {
 """Name of each kind of event by its number."""
 
 _OP_NAMES = {number: name for name, number in OPS.items()}
-_OP_NAMES |= {lib.HORO_ADD_TEAM: "add team", lib.HORO_REMOVE_TEAM: "remove team"}
+_OP_NAMES |= {lib.HORO_ADD_TEAM: "add_process_set", lib.HORO_REMOVE_TEAM: "remove_process_set"}
 _STATUS_NAMES: dict[int, str] = {getattr(lib, name): name for name in dir(lib) if name.startswith("HORO_ERR_")}
 
 
 def version() -> str:
     """Version of the native core with its protocol number; ranks must agree on it."""
     return _text(lib.horo_version())
+
+
+def change_name() -> str:
+    """The name of the requests that add or remove a team."""
+    return _text(lib.horo_change_name())
 
 
 def simd_name() -> str:
@@ -141,6 +147,8 @@ class Context:
         """Seconds for which a thread waits before it reports that; deadlocks between ranks are found in the reports."""
         self.is_alone = False
         """Whether this is the only rank in this process, so that all threads of the process belong to it."""
+        self._given_up: threading.Thread | None = None
+        self._kept: dict[int, object] = {}
         self._final_counters: dict[str, int] = {}
         self._process = os.getpid()
         self._answers = threading.Thread(target=self._answer_questions, name="horo answers", daemon=True)
@@ -195,7 +203,8 @@ class Context:
     ) -> int:
         """Adds a team, which is a set of ranks that do collectives among themselves; all ranks of the job call it.
 
-        Blocks, with the GIL released, until all ranks have called it. Only one call may be in progress at a time.
+        Blocks, with the GIL released, until all ranks have called it. Only one call, of this or of ``remove_team``, may
+        be in progress at a time.
 
         Args:
             ranks: ranks of the job, ascending; the same on all ranks.
@@ -203,7 +212,7 @@ class Context:
                 if this raises.
 
         Returns:
-            The number of the team, the same on all ranks.
+            The id of the team, the same on all ranks, and never that of another team.
 
         Raises:
             HoroError: the error of the native core; MismatchError if the ranks differ.
@@ -282,6 +291,8 @@ class Context:
         look_s = time.monotonic() + self.blocked_after_s
         try:
             while (status := lib.horo_wait(self._context, handle, _SIGNAL_CHECK_MS)) == lib.HORO_IN_PROGRESS:
+                if threading.current_thread() is self._given_up:
+                    raise AbortedError("horo was shut down")
                 if lib.horo_blocked_question(self._context) or time.monotonic() >= look_s:
                     with contextlib.suppress(RecursionError):  # a wait must not fail because of its report
                         self._report_blocked()
@@ -337,6 +348,17 @@ class Context:
             return False
         lib.horo_release(self._context, handle)
         return True
+
+    def release_or_keep(self, handle: int, memory: object) -> None:
+        """Releases the handle if its request is finished; else keeps ``memory`` until the request is. Never blocks."""
+        self._kept[handle] = memory
+        for kept in list(self._kept):
+            if self.release_if_done(kept):
+                self._kept.pop(kept, None)
+
+    def give_up_waits(self, thread: threading.Thread) -> None:
+        """Ends the waits of a thread, now and later, with AbortedError within a moment. One thread per context."""
+        self._given_up = thread
 
     def in_progress(self, handle: int) -> bool:
         """Whether the request is not finished yet, so that the core may use its memory; never blocks or raises."""
@@ -411,6 +433,7 @@ class Context:
             self._answers.join(_ANSWERS_END_S)
         context, self._context = self._context, ffi.NULL
         lib.horo_destroy(context)
+        self._kept.clear()
 
     def _message(self, handle: int) -> str:
         error = _error_buffer()

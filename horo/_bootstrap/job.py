@@ -122,8 +122,10 @@ class RunningRank:
 
     def add_team(self, ranks: Sequence[int]) -> int:
         """Adds a team of ranks that do collectives among themselves; all ranks of the job call it, see ``teams``."""
+        return add_team(self.context, self.directory, self._teams_begun + 1, ranks, self._begin_team)
+
+    def _begin_team(self) -> None:
         self._teams_begun += 1
-        return add_team(self.context, self.directory, self._teams_begun, ranks)
 
     def note_loss(self) -> None:
         """Under MPI, records the loss of a peer for the exit handler."""

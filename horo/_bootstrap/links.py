@@ -21,7 +21,7 @@ from horo._bootstrap.net.dial import dial
 from horo._bootstrap.net.interfaces import is_loopback, listen_addresses
 from horo._bootstrap.net.listener import ListenerThread
 from horo._bootstrap.rendezvous import Rendezvous
-from horo.errors import PeerLostError, TimeoutError
+from horo.errors import PeerLostError, ResourceError, TimeoutError
 
 __all__ = ["LinkGroup", "Links", "by_host", "connect_hosts"]
 
@@ -170,6 +170,8 @@ def _dial_link(group: LinkGroup, claim: Claim, endpoints: Sequence[Endpoint], di
         endpoints = [endpoint for endpoint in endpoints if not is_loopback(endpoint.address)] or endpoints
     try:
         connection, _ = dial(endpoints, directory.secret, claim, group.timeout_s, group.check)
+    except OSError as error:  # of this process: too many open files
+        raise ResourceError(f"{group.name(claim.target)} could not be dialed: {error}") from error
     except PeerLostError as error:
         raise TimeoutError(
             f"{group.name(claim.target)} could not be reached from {group.name(group.rank)} "

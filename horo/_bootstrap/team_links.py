@@ -2,10 +2,11 @@
 
 A team has its own numbers: a member's rank is its position among the members, hosts are numbered by their lowest
 member, and a member's local index is its position among the members on its host. The links are those that a job of
-these ranks would have. All ranks of the job take part in two exchanges, members or not, so that all get one result:
+these ranks would have. All ranks of the job take part in the exchanges, members or not, so that all get one result:
 
 1. Every rank sends a digest of the team; members that accept links also send their endpoints. Then members connect.
-2. Every rank reports whether it has all its links.
+2. Every rank reports whether it has all its links, again and again until all have: a rank that still waits for links
+   takes part twice a second.
 
 A rank that fails reports its error in the next exchange, and every rank raises: no rank keeps links that others lack.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -24,7 +26,7 @@ from horo._bootstrap.links import Links, by_host
 from horo._bootstrap.net.addresses import Endpoint, parse_endpoints
 from horo._bootstrap.rendezvous import error_of_peer, kind_and_reason, list_ranks
 from horo._core_setup import close_all
-from horo.errors import InternalError, MismatchError, UsageError
+from horo.errors import InternalError, MismatchError, TimeoutError, UsageError
 
 __all__ = ["Exchange", "TeamLinks", "connect_team"]
 
@@ -32,6 +34,9 @@ Exchange = Callable[[bytes], Sequence[bytes]]
 """A collective of all ranks of the job: takes this rank's message, returns the messages of all, by rank. May raise."""
 
 _NUMBER_MAX = (1 << 32) - 1
+_WAITS, _DONE = b"waits", b"done"
+_REPORT_S = 0.5
+"""How often a rank that waits for links reports so, and hears whether another has failed."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,7 @@ def connect_team(
         directory: the directory of the job.
         number: 1 to 2^32 - 1, used for no other team of this start.
         members: ranks of the job, ascending.
-        exchange: called twice, or once if the first step fails.
+        exchange: called at least twice, or once if the first step fails.
         check: called every few seconds or more often while connections are awaited; raises to give up.
 
     Returns:
@@ -84,10 +89,10 @@ def connect_team(
         AbortedError, PeerLostError: another rank failed; the message names it and the reason.
         Others: as ``exchange`` and ``check``. Nothing is left open then.
     """
-    setup = _TeamSetup(directory, number, members, check)
+    setup = _TeamSetup(directory, number, members, exchange, check)
     try:
-        setup.receive(setup.exchange(exchange, setup.listen))
-        setup.exchange(exchange, setup.connect)
+        setup.listen()
+        setup.connect()
     except BaseException:
         setup.abort()
         raise
@@ -97,39 +102,75 @@ def connect_team(
 class _TeamSetup:
     """The steps of one rank that make the links of one team. It is the ``LinkGroup`` of its ``Links``."""
 
-    def __init__(self, directory: Directory, number: int, members: Sequence[int], check: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        directory: Directory,
+        number: int,
+        members: Sequence[int],
+        exchange: Exchange,
+        check: Callable[[], None],
+    ) -> None:
         self.rank, self.timeout_s = directory.rank, directory.timeout_s
-        self.name, self.names, self.check = directory.name, directory.names, check
+        self.name, self.names = directory.name, directory.names
+        self._exchange, self._check = exchange, check
+        self._has_failed = False
+        self._report_s = 0.0
         self._directory = directory
         self._number = number
         self._members = tuple(members)
-        self._told = f"team {number} of the ranks {list_ranks([str(member) for member in self._members])}"
+        self._told = f"the process set of the ranks {list_ranks([str(member) for member in self._members])}"
         self._grouping = Grouping(())
         self._links: Links | None = None
         self._endpoints: list[list[Endpoint]] = []
 
-    def exchange(self, exchange: Exchange, step: Callable[[], bytes]) -> list[bytes]:
+    def listen(self) -> None:
+        """Starts to listen, and exchanges the endpoints."""
+        self._receive(self._share(self._begin_to_listen))
+
+    def connect(self) -> None:
+        """Makes the links; returns when all ranks have theirs."""
+        self._report_s = time.monotonic() + _REPORT_S
+        said = self._share(self._make_links)
+        while any(word != _DONE for word in said):
+            said = self._share(lambda: _DONE)
+
+    def check(self) -> None:
+        """Between two attempts, or in a wait: raises if the links are given up, since another rank has failed."""
+        self._check()
+        if time.monotonic() >= self._report_s:
+            self._results(self._exchange(pack_fields([b"", _WAITS])))
+            self._report_s = time.monotonic() + _REPORT_S
+
+    def _share(self, step: Callable[[], bytes]) -> list[bytes]:
         """Runs ``step`` and returns the results of all ranks. Raises if the step failed on any rank."""
         try:
             mine = pack_fields([b"", step()])
         except BaseException as error:
-            kind, reason = kind_and_reason(error)
-            with contextlib.suppress(Exception):  # the others may have failed too; this rank's own error counts here
-                exchange(pack_fields([kind.encode(), reason.encode()]))
+            if not self._has_failed:
+                kind, reason = kind_and_reason(error)
+                with contextlib.suppress(Exception):  # the others may have failed too, but this error counts here
+                    self._exchange(pack_fields([kind.encode(), reason.encode()]))
             raise
-        answers = [unpack_fields(answer) for answer in exchange(mine)]
-        if len(answers) != len(self._directory.peers):
-            raise InternalError(f"{len(answers)} of {len(self._directory.peers)} ranks have answered")
-        for rank, (failed, value) in enumerate(answers):
-            if failed:
-                reason = value.decode("utf-8", "replace")
-                raise error_of_peer(
-                    failed.decode("utf-8", "replace"),
-                    f"the links of {self._told} were given up because another rank failed: {self.name(rank)}: {reason}",
-                )
-        return [value for _, value in answers]
+        return self._results(self._exchange(mine))
 
-    def listen(self) -> bytes:
+    def _results(self, answers: Sequence[bytes]) -> list[bytes]:
+        """What all ranks have said; raises the error of one that has failed, if there is any."""
+        words = [unpack_fields(answer) for answer in answers]
+        if len(words) != len(self._directory.peers):
+            raise InternalError(f"{len(words)} of {len(self._directory.peers)} ranks have answered")
+        failures = [(rank, failed.decode("utf-8", "replace")) for rank, (failed, _) in enumerate(words) if failed]
+        if failures:
+            self._has_failed = True
+            # A rank that has waited in vain says less than one that knows why.
+            rank, kind = min(failures, key=lambda failure: failure[1] == TimeoutError.__name__)
+            reason = words[rank][1].decode("utf-8", "replace")
+            raise error_of_peer(
+                kind,
+                f"the links of {self._told} were given up because another rank failed: {self.name(rank)}: {reason}",
+            )
+        return [value for _, value in words]
+
+    def _begin_to_listen(self) -> bytes:
         """Starts to listen; returns this rank's first message, with a digest of the team and the endpoints."""
         self._check_team()
         host_of_rank = self._directory.grouping.host_of_rank
@@ -147,23 +188,23 @@ class _TeamSetup:
         team = hashlib.sha256(repr((self._number, self._members)).encode()).digest()
         return pack_fields([team, self._told.encode(), ",".join(map(str, endpoints)).encode()])
 
-    def receive(self, said: Sequence[bytes]) -> None:
+    def _receive(self, said: Sequence[bytes]) -> None:
         """Checks and stores the first messages of all ranks. All ranks have the same ones, so all raise or none."""
         words = [unpack_fields(word) for word in said]
         for rank, (team, told, _) in enumerate(words):
             if team != words[0][0]:
                 raise MismatchError(
-                    f"{self.name(0)} makes the links of {words[0][1].decode()}, {self.name(rank)} those of "
-                    f"{told.decode()}; all ranks must make the same teams in the same order"
+                    f"{self.name(0)} adds {words[0][1].decode()}, {self.name(rank)} adds "
+                    f"{told.decode()}; all ranks must add the same process sets in the same order"
                 )
         self._endpoints = [parse_endpoints(where.decode()) if where else [] for _, _, where in words]
 
-    def connect(self) -> bytes:
+    def _make_links(self) -> bytes:
         """Makes this rank's links."""
         if self._links is not None:
             self._links.dial(self._endpoints.__getitem__)
             self._links.wait()
-        return b""
+        return _DONE
 
     def finish(self) -> TeamLinks | None:
         """Stops listening; returns the links, None on a rank that is no member."""

@@ -3,37 +3,44 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from horo._bootstrap.directory import Directory
+from horo._bootstrap.rendezvous import list_ranks
 from horo._bootstrap.team_links import connect_team
-from horo._core import DTYPES, OPS, Context, RequestBuffer, Tensor
+from horo._core import DTYPES, OPS, Context, RequestBuffer, Tensor, change_name
 
 __all__ = ["add_team"]
 
 
-def add_team(context: Context, directory: Directory, number: int, ranks: Sequence[int]) -> int:
+def add_team(
+    context: Context, directory: Directory, number: int, ranks: Sequence[int], begin: Callable[[], None]
+) -> int:
     """Adds a team. All ranks of the job call it, members and others, in the same order for several teams; blocks.
 
     Args:
         context, directory: context and directory of the job.
-        number: number of this call, from 1; equal on all ranks, since each counts its calls.
+        number: number of this call, from 1, equal on all ranks.
         ranks: the members' ranks in the job, ascending.
+        begin: called when all ranks are known to have made this call, so that each can count them.
 
     Returns:
-        The core's number of the team, for ``RequestBuffer.fill`` and ``Context.remove_team``; the same on all ranks.
+        The core's id of the team, for ``RequestBuffer.fill`` and ``Context.remove_team``; the same on all ranks.
 
     Raises:
         HoroError: as ``connect_team`` and ``Context.add_team``; if one rank raises, all do.
     """
-    step = iter(("listen", "connect"))
-    links = connect_team(
-        directory,
-        number,
-        ranks,
-        lambda mine: _exchange(context, f"horo.team.{number}.{next(step)}", mine),
-        lambda: _check(context),
-    )
+    name = change_name()  # of the first exchange: where another rank removes a team, both hear of it
+
+    def exchange(mine: bytes) -> list[bytes]:
+        nonlocal name
+        said = _exchange(context, name, mine)
+        if name == change_name():
+            begin()
+            name = f"add_process_set for the ranks {list_ranks([str(rank) for rank in ranks])}"
+        return said
+
+    links = connect_team(directory, number, ranks, exchange, lambda: _check(context))
     if links is None or len(links.grouping.hosts) == 1:
         return context.add_team(ranks)
     return context.add_team(ranks, control_fds=links.control_fds, data_fds=links.data_fds)
@@ -55,7 +62,7 @@ def _exchange(context: Context, name: str, mine: bytes) -> list[bytes]:
         gathered, lengths = context.take_result(handle, 0)
         whole = bytes(gathered)
     finally:
-        context.release_if_done(handle)
+        context.release_or_keep(handle, data)  # an exception may have ended the wait
     said = []
     for length in lengths:
         said.append(whole[:length])

@@ -137,7 +137,7 @@ typedef struct {
     double postscale;  /* of a reduction: multiplied in after it (AVERAGE divides by size as well) */
     const horo_tensor *tensors;
     int32_t tensor_count; /* 0 for barrier */
-    int32_t team;         /* whose members do it; 0: all ranks */
+    int32_t team;         /* whose members do it, by its id; 0: all ranks */
 } horo_request;
 
 /* A set of ranks to do collectives among themselves, beside all others. */
@@ -301,13 +301,13 @@ typedef struct {
     int32_t event;   /* enum horo_event_kind */
     int32_t op;      /* enum horo_op; LEFT, LOST: -1 */
     int32_t status;  /* FAILED, LOST: enum horo_status; else HORO_OK */
-    int32_t team;    /* of the request; 0: all ranks */
+    int32_t team;    /* number of the request's; 0: all ranks */
     int32_t number;  /* BEGUN: requests in the batch; LEFT, LOST: the rank at fault, -1: not known; else 0 */
     char name[36];   /* of the request; of one longer than 32 bytes "..." and its end; LEFT, LOST: empty */
 } horo_event;
 
 enum { HORO_NAME_MAX = 1023, HORO_MESSAGE_MAX = 1024, HORO_DIMS_MAX = 64, HORO_EVENTS_MAX = 1024 };
-enum { HORO_SOCKETS_PER_PEER_MAX = 8, HORO_TEAMS_MAX = 64 };
+enum { HORO_SOCKETS_PER_PEER_MAX = 8, HORO_TEAMS_MAX = 64, HORO_TEAM_ID_STEP = 256 };
 enum { HORO_WAITING_MAX = 16, HORO_CALLERS_MAX = 256 };
 enum { HORO_MPI_STATUS_MAX = 128, HORO_MPI_MESSAGE_MAX = 1 << 30 };
 
@@ -374,16 +374,22 @@ HORO_API int horo_run(horo_context *context, const horo_request *request, int32_
  * operation: on the same ranks, or the same team. Neither blocks; wait for the handle as for that of horo_submit. Teams
  * run side by side, none waits for another.
  *
- * One add at a time, and one remove: a second one is refused while the first is pending, and threads that race would
- * have the ranks wait for one another. add: horo_added_team says the number when the handle is done. At most
- * HORO_TEAMS_MAX teams at a time; numbers are used again. On HORO_OK the context owns the descriptors, else the caller
- * still does. remove: HORO_ERR_USAGE for a team that does not exist, 0, or one in which something is pending here.
- * Nothing can be submitted to it from then on, unless the ranks do not agree.
+ * One change at a time: a second one is refused while the first is pending. Both have one name, horo_change_name(), so
+ * ranks that differ in the order of their changes get HORO_ERR_MISMATCH.
+ *
+ * A team has a number, from 0 to HORO_TEAMS_MAX - 1, which the next team gets once it has been removed, and an id,
+ * which no other team of the job ever has: the number, and HORO_TEAM_ID_STEP for each team that had the number before.
+ *
+ * add: horo_added_team says the id when the handle is done. HORO_ERR_RESOURCE where there are HORO_TEAMS_MAX teams. On
+ * HORO_OK the context owns the descriptors, else the caller still does. remove: HORO_ERR_USAGE for a team that does not
+ * exist (any more), 0, or one in which something is pending here. Nothing can be submitted to it from then on, unless
+ * the ranks do not agree.
  */
+HORO_API const char *horo_change_name(void);
 HORO_API int horo_add_team(horo_context *context, const horo_team_setup *setup, int64_t *handle, char *error,
                            size_t error_bytes);
 HORO_API int horo_remove_team(horo_context *context, int32_t team, int64_t *handle, char *error, size_t error_bytes);
-/* The number of the team that has been added; HORO_ERR_USAGE for any other handle. */
+/* The id of the team that has been added; HORO_ERR_USAGE for any other handle. */
 HORO_API int horo_added_team(horo_context *context, int64_t handle);
 
 /* HORO_IN_PROGRESS, HORO_OK or the error of the request. Never blocks. */

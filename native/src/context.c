@@ -6,6 +6,7 @@
 
 #include "arena/question.h"
 #include "base/descriptor.h"
+#include "base/op.h"
 #include "base/owner.h"
 #include "engine/engine.h"
 
@@ -19,6 +20,10 @@ struct horo_context {
 /* Changes with anything that ranks must agree on: arena layout, wire format, handshake. */
 HORO_API const char *horo_version(void) {
     return "0.1.0+abi17";
+}
+
+HORO_API const char *horo_change_name(void) {
+    return HR_CHANGE_NAME;
 }
 
 HORO_API uint64_t horo_arena_bytes(int32_t local_size, uint64_t segment_bytes, int32_t teams) {

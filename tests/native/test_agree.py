@@ -530,7 +530,10 @@ def test_teams_that_differ_read_as_different(
         Request("t", op=ADD_TEAM, transient=True, tensors=(Tensor(INT32, (len(ranks),)),)) for ranks in (one, other)
     ]
     text = mismatch(native, requests[0], requests[1], values)
-    assert text.endswith(f"'t': rank 0 (h) sent the ranks {expected[0]}, rank 1 (h) sent the ranks {expected[1]}")
+    calls = [
+        f"(h) {verb}add_process_set for the ranks {said}" for verb, said in zip(("calls ", ""), expected, strict=True)
+    ]
+    assert text.startswith(f"rank 0 {calls[0]}, rank 1 {calls[1]}; all ranks must add and remove the same")
 
 
 def test_a_name_that_only_one_rank_gave_is_told_as_that(native: ModuleType) -> None:

@@ -77,7 +77,8 @@ def test_ranks_that_wait_in_different_teams_are_told(hosts: list[int]) -> None:
     def body(rank: Rank) -> None:
         sets = [[0, 1], [0, 1]]
         teams = [rank.context.add_team(r, **links.of(rank.rank, r, n)) for n, r in enumerate(sets)]
-        with pytest.raises(DeadlockError, match=r"rank 0 waits for 'same' in team 1 .*, rank 1 for 'same' in team 2"):
+        told = r"rank 0 waits for 'same' in process set 1 \(ranks 0, 1\) .*, rank 1 for 'same' in process set 2"
+        with pytest.raises(DeadlockError, match=told):
             rank.barrier("same", team=teams[rank.rank])
 
     with Group(hosts) as group:
@@ -194,7 +195,9 @@ def test_a_team_that_comes_between_two_reports_hides_no_deadlock(watch: Watch, h
     with Group(hosts) as group:
         texts = group.run(body)
     assert texts[0] == texts[1]
-    assert all(f"'early {r}' (" in texts[0] and f"'late {r}' in team 1 (" in texts[0] for r in range(2)), texts[0]
+    for r in range(2):
+        assert f"'early {r}' (" in texts[0]
+        assert f"'late {r}' in process set 1 (ranks 0, 1) (" in texts[0]
 
 
 def test_a_thread_that_has_ended_submits_nothing() -> None:

@@ -12,7 +12,7 @@ from ranks import Group, Rank, run_ranks, sockets_of, wait_for
 
 from horo import _core
 from horo._core import Context
-from horo.errors import AbortedError, GroupError, MismatchError, PeerLostError, UsageError
+from horo.errors import AbortedError, GroupError, MismatchError, PeerLostError, ResourceError, UsageError
 
 HOSTS = ([4], [2, 2], [1, 1, 1, 1], [3, 1], [1, 3])
 
@@ -151,7 +151,7 @@ def test_a_team_has_its_own_numbers_in_the_flight_recorder() -> None:
             events = [event for event in rank.context.events() if event.name == "inside"]
             assert [event.event for event in events] == ["submitted", "agreed", "begun", "ended"]
             assert {event.team for event in events} == {team}
-        assert "add team" in {event.op for event in rank.context.events()}
+        assert "add_process_set" in {event.op for event in rank.context.events()}
 
     run_ranks(body, [3])
 
@@ -181,7 +181,13 @@ def test_numbers_are_used_again_and_nothing_of_the_former_team_is_left(hosts: li
             ranks, others = sets[step % 4], sets[(step // 4 + 1) % 4]
             team = rank.context.add_team(ranks, **links.of(rank.rank, ranks, (step, 0)))
             other = rank.context.add_team(others, **links.of(rank.rank, others, (step, 1)))
-            assert (team, other) == (1, 2)
+            assert (team, other) == (1 + step * 256, 2 + step * 256)  # the ids are not
+            if step > 0:
+                for former in (team - 256, other - 256):
+                    with pytest.raises(UsageError, match=f"'x': process set {former % 256} has been removed"):
+                        rank.allreduce(np.ones(1, np.float32), "x", team=former)
+                    with pytest.raises(UsageError, match=f"process set {former % 256} has been removed"):
+                        rank.context.remove_team(former)
             if rank.rank in ranks:
                 check_all(rank, team, ranks, step)
             if rank.rank in others:
@@ -199,11 +205,11 @@ def test_there_are_at_most_64_teams() -> None:
     def body(rank: Rank) -> None:
         teams = [rank.context.add_team([i % 2]) for i in range(63)]
         assert teams == list(range(1, 64))
-        with pytest.raises(UsageError, match="there are 64 teams already"):
+        with pytest.raises(ResourceError, match="there are 64 process sets already"):
             rank.context.add_team([0, 1])
         rank.context.remove_team(17)
-        assert rank.context.add_team([0, 1]) == 17
-        rank.allreduce(np.ones(4, np.float32), team=17)
+        assert rank.context.add_team([0, 1]) == 17 + 256
+        rank.allreduce(np.ones(4, np.float32), team=17 + 256)
 
     with Group([2], segment_bytes=4096, teams=64) as group:
         group.run(body)
@@ -211,15 +217,17 @@ def test_there_are_at_most_64_teams() -> None:
 
 def test_ranks_that_ask_for_different_teams_hear_it_and_go_on() -> None:
     def body(rank: Rank) -> None:
-        with pytest.raises(MismatchError, match=r"rank 0 \(.*\) sent the ranks \[0, 1\], rank 1 .* the ranks \[1\]"):
+        with pytest.raises(MismatchError, match=r"rank 0 .* calls add_process_set for .* \[0, 1\], rank 1 .*\[1\]"):
             rank.context.add_team([1] if rank.rank == 1 else [0, 1])
         first, second = rank.context.add_team([0, 1]), rank.context.add_team([0, 1])
-        with pytest.raises(MismatchError, match=r"rank 0 .* sent team 1, rank 1 .* sent team 2"):
+        with pytest.raises(MismatchError, match=r"calls remove_process_set for process set 1, rank 1 .* set 2;"):
             rank.context.remove_team(second if rank.rank == 1 else first)
+        with pytest.raises(MismatchError, match=r"0 .* remove_process_set for process set 1, rank 1 .* add_pr"):
+            rank.context.remove_team(first) if rank.rank == 0 else rank.context.add_team([0, 1])
         for team in (0, first, second):
             assert (rank.allreduce(np.ones(5, np.float32), team=team) == 2).all()
         rank.context.remove_team(first)
-        with pytest.raises(UsageError, match="team 1 does not exist"):
+        with pytest.raises(UsageError, match="process set 1 has been removed"):
             rank.allreduce(np.ones(5, np.float32), team=first)
 
     run_ranks(body, [2])
@@ -241,8 +249,8 @@ def test_a_team_that_came_to_nothing_goes_while_others_come_and_go() -> None:
         for step in range(30):
             first.wait(30)
             team = rank.context.add_team([0, 1], **links.of(rank.rank, [0, 1], ("agree", step)))
-            second.wait(30)
             rank.context.remove_team(team)
+            second.wait(30)
 
     def body(rank: Rank) -> None:
         thread = threading.Thread(target=differ, args=(rank,))
@@ -261,7 +269,7 @@ def test_a_rank_that_removes_a_team_at_work_is_told() -> None:
         array = np.ones(3, np.float32)
         if rank.rank == 0:
             handle = rank.submit("allreduce", "x", [array], reduce_op=_core.REDUCE_OPS["sum"], team=team)
-            with pytest.raises(UsageError, match="1 of its operations are not done on rank 0"):
+            with pytest.raises(UsageError, match=r"set 1 \(ranks 0, 1\) cannot be removed: 1 of its operations are"):
                 rank.context.remove_team(team)
             rank.barrier()
             rank.finish(handle)
@@ -274,8 +282,8 @@ def test_a_rank_that_removes_a_team_at_work_is_told() -> None:
 
 
 BAD = {
-    "no rank": ([], "a team of 0 ranks is impossible"),
-    "too many": ([0, 1, 2], "a team of 3 ranks is impossible in a job of 2"),
+    "no rank": ([], "a process set of 0 ranks is impossible"),
+    "too many": ([0, 1, 2], "a process set of 3 ranks is impossible in a job of 2"),
     "order": ([1, 0], "must be ascending"),
     "twice": ([0, 0], "must be ascending"),
     "unknown": ([0, 7], "from 0 to 1"),
@@ -299,18 +307,18 @@ def test_what_a_team_cannot_do_is_refused() -> None:
     def body(rank: Rank) -> None:
         team = rank.context.add_team([1, 2])
         if rank.rank == 0:
-            with pytest.raises(UsageError, match="rank 0 is no member of team 1"):
+            with pytest.raises(UsageError, match="rank 0 is no member of process set 1"):
                 rank.barrier(team=team)
         else:
-            with pytest.raises(UsageError, match="root rank 0 is no member of team 1"):
+            with pytest.raises(UsageError, match=r"root rank 0 is no member of process set 1 \(ranks 1, 2\)"):
                 rank.broadcast(np.ones(1, np.float32), 0, team=team)
         for unknown in (-1, 5, 64, 10**6):
-            with pytest.raises(UsageError, match=f"team {unknown} does not exist"):
+            with pytest.raises(UsageError, match=f"process set {unknown} does not exist"):
                 rank.barrier(team=unknown)
         for unknown in (-1, 5, 64):
             with pytest.raises(UsageError, match="does not exist"):
                 rank.context.remove_team(unknown)
-        with pytest.raises(UsageError, match="team 0 has all ranks"):
+        with pytest.raises(UsageError, match="process set 0 has all ranks"):
             rank.context.remove_team(0)
 
     run_ranks(body, [3])

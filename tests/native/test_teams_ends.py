@@ -121,8 +121,8 @@ def test_each_team_has_its_stall_reports() -> None:
     with Group([4], stall_warning_ms=300) as group, recorded_stderr() as written:
         group.run(body)
         said = written()
-    assert "waiting in team 1 for" in said
-    assert "waiting in team 2 for" in said
+    assert "waiting in process set 1 (ranks 0, 1) for" in said
+    assert "waiting in process set 2 (ranks 2, 3) for" in said
 
 
 FORK = """
@@ -163,7 +163,7 @@ def test_a_result_outlives_its_team() -> None:
         handle = rank.submit("allgather", "g", [np.full((rank.rank + 1, 2), rank.rank, np.int64)], team=team)
         rank.context.wait(handle)
         rank.context.remove_team(team)
-        assert rank.context.add_team([1]) == team
+        assert rank.context.add_team([1]) % 256 == team
         data, rows = rank.context.take_result(handle, 0)
         rank.context.release(handle)
         assert rows == [1, 2, 3]

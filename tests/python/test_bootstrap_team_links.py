@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from joining import SECRET, environments, join_all, run_threads, serving, wait_until
 from wiring import check_links
 
+from horo._bootstrap.auth.frames import pack_fields
 from horo._bootstrap.auth.handshake import Purpose
 from horo._bootstrap.directory import Directory, PeerAddress
 from horo._bootstrap.host.grouping import Grouping, group_ranks
@@ -23,7 +25,7 @@ from horo._bootstrap.job import Connection, RunningRank, start
 from horo._bootstrap.links import Links
 from horo._bootstrap.team_links import TeamLinks, _TeamSetup, connect_team
 from horo._core import DTYPES, OPS, RequestBuffer, Tensor
-from horo.errors import AbortedError, HoroError, MismatchError, PeerLostError, TimeoutError, UsageError
+from horo.errors import AbortedError, HoroError, MismatchError, PeerLostError, ResourceError, TimeoutError, UsageError
 
 Outcome = TeamLinks | BaseException | None
 
@@ -189,8 +191,9 @@ def test_a_connection_of_one_team_does_not_pass_for_one_of_another(tight: None) 
     near, far = directories([0, 1], timeout_s=0.3)
     to_far, to_near = near.grouping.links(0)[0], far.grouping.links(1)[0]
     assert to_far.purpose is Purpose.CONTROL
-    listening = Links(_TeamSetup(near, 1, [0, 1], lambda: None), near, [to_far], 0, team=1)
-    dialing = Links(_TeamSetup(far, 2, [0, 1], lambda: None), far, [to_near], 1, team=2)
+    waiting = [pack_fields([b"", b"waits"])] * 2
+    listening = Links(_TeamSetup(near, 1, [0, 1], lambda _: waiting, lambda: None), near, [to_far], 0, team=1)
+    dialing = Links(_TeamSetup(far, 2, [0, 1], lambda _: waiting, lambda: None), far, [to_near], 1, team=2)
     endpoints = listening.listen()
     with pytest.raises(TimeoutError, match=r"rank 0 \(h0\) could not be reached from rank 1 \(h1\)"):
         dialing.dial(lambda rank: endpoints)
@@ -206,9 +209,7 @@ def test_a_member_with_another_secret_is_an_error_on_all_ranks(tight: None) -> N
     known[2] = replace(known[2], secret=bytes(reversed(SECRET)))
     errors = failures(connect_all(known, [0, 2, 3]))
     assert isinstance(errors[1], AbortedError)
-    assert "team 7 of the ranks 0, 2, 3 were given up because another rank failed: rank 0 (h0): rank 2 (h2)" in str(
-        errors[1]
-    )
+    assert "the ranks 0, 2, 3 were given up because another rank failed: rank 0 (h0): rank 2 (h2)" in str(errors[1])
     assert isinstance(errors[2], TimeoutError)
     assert "rank 0 (h0) could not be reached from rank 2 (h2) (HORO_START_TIMEOUT)" in str(errors[2])
     assert "does not know the job's secret" in str(errors[2])
@@ -248,6 +249,37 @@ def test_a_member_that_never_connects_is_named_to_all(tight: None) -> None:
     assert isinstance(errors[0], TimeoutError)
     for error in errors:
         assert "rank 1 (h1) did not connect to rank 0 (h0) at 127.0.0.1:" in str(error)
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_rank_that_cannot_connect_tells_its_own_reason_to_all(
+    tight: None, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    """Long before the timeout of 20 s, at which the others would speak of a firewall."""
+    real = Links.dial
+
+    def dial(self: Links, find: Callable[[int], object]) -> None:
+        if self._directory.rank == failing:
+            raise OSError(errno.EMFILE, "Too many open files")
+        real(self, find)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Links, "dial", dial)
+    outcomes = connect_all(directories([0, 1, 2, 3]), [0, 1, 2])
+    assert isinstance(outcomes[failing], OSError)
+    for outcome in outcomes[:failing] + outcomes[failing + 1 :]:
+        assert isinstance(outcome, AbortedError)
+        assert f"rank {failing} (h{failing}): OSError: [Errno {errno.EMFILE}] Too many open files" in str(outcome)
+
+
+def test_a_rank_without_descriptors_says_whom_it_could_not_dial(tight: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("horo._bootstrap.links.dial", refuse)
+    errors = failures(connect_all(directories([0, 1]), [0, 1]))
+    assert isinstance(errors[1], ResourceError)
+    for error in errors:
+        assert f"rank 0 (h0) could not be dialed: [Errno {errno.EMFILE}] Too many open files" in str(error)
 
 
 @pytest.mark.parametrize("missing_exchange", [1, 2])
@@ -301,7 +333,7 @@ def test_an_interrupt_on_one_rank_is_heard_of_by_the_others(tight: None, monkeyp
 
 def test_ranks_that_speak_of_different_teams_all_hear_it(tight: None) -> None:
     known, board = directories([0, 1, 2]), Board(3)
-    teams = [(1, [0, 1]), (1, [0, 1]), (2, [0, 1])]
+    teams = [(1, [0, 1]), (1, [0, 1]), (1, [0, 2])]
 
     def maker(rank: int) -> Callable[[], TeamLinks | None]:
         number, members = teams[rank]
@@ -309,7 +341,8 @@ def test_ranks_that_speak_of_different_teams_all_hear_it(tight: None) -> None:
 
     for error in failures(run_threads([maker(rank) for rank in range(3)])):
         assert isinstance(error, MismatchError)
-        assert "rank 0 (h0) makes the links of team 1 of the ranks 0, 1, rank 2 (h2) those of team 2" in str(error)
+        told = "rank 0 (h0) adds the process set of the ranks 0, 1, rank 2 (h2) adds the process set of the ranks 0, 2"
+        assert told in str(error)
 
 
 @pytest.mark.parametrize(

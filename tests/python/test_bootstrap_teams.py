@@ -30,8 +30,8 @@ def test_teams_are_added_used_and_removed_without_a_trace(tmp_path: Path, hosts:
         for number in range(1, 6):
             ranks.all("remove_team", number)
         assert ranks.all("descriptors") == before
-        assert ranks.all("add_team", [0, 2]) == [1] * 4
-        assert ranks.all("sum_in", 1, "again", 5000, ranks=[0, 2]) == [wanted([0, 2])] * 2
+        assert ranks.all("add_team", [0, 2]) == [1 + 256] * 4
+        assert ranks.all("sum_in", 1 + 256, "again", 5000, ranks=[0, 2]) == [wanted([0, 2])] * 2
         assert ranks.finish() == [0] * 4
 
 
@@ -44,9 +44,20 @@ def test_ranks_that_mean_different_teams_are_told_and_go_on(tmp_path: Path, host
         for rank in range(2):
             answer = ranks.answer(rank)
             assert answer["error"] == "MismatchError"
-            assert "makes the links of team 1 of the ranks 0, 1" in answer["text"]
+            assert "adds the process set of the ranks 0, 1" in answer["text"]
         assert ranks.all("add_team", [0, 1]) == [1, 1]
         assert ranks.all("sum_in", 1, "x", 1000) == [wanted([0, 1])] * 2
+        for adding in range(2):
+            ranks.tell(adding, "add_team", [0, 1])
+            ranks.tell(1 - adding, "remove_team", 1)
+            for rank in range(2):
+                answer = ranks.answer(rank)
+                assert answer["error"] == "MismatchError"
+                assert "all ranks must add and remove the same process sets in the same order" in answer["text"]
+                assert f"rank {adding} (" in answer["text"].partition("add_process_set")[0]
+        assert ranks.all("add_team", [0, 1]) == [2, 2]
+        assert ranks.all("sum_in", 1, "y", 1000) == [wanted([0, 1])] * 2
+        assert ranks.all("sum_in", 2, "z", 1000) == [wanted([0, 1])] * 2
         assert ranks.finish() == [0, 0]
 
 

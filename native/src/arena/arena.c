@@ -113,7 +113,7 @@ static int grow(const struct hr_arena *arena, size_t bytes, struct hr_error *err
     if (arena->fd < 0) {
         return bytes <= arena->memory_bytes
                    ? HORO_OK
-                   : hr_fail(error, HORO_ERR_RESOURCE, "arena memory of %zu bytes has no room for another team",
+                   : hr_fail(error, HORO_ERR_RESOURCE, "arena memory of %zu bytes has no room for another process set",
                              arena->memory_bytes);
     }
     if (fstat(arena->fd, &status) == 0 && (uint64_t)status.st_size >= bytes) {

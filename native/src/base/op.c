@@ -8,8 +8,8 @@ const char *hr_op_name(int op) {
         [HORO_ALLGATHER] = "allgather",
         [HORO_BROADCAST] = "broadcast",
         [HORO_BARRIER] = "barrier",
-        [HORO_ADD_TEAM] = "add team",
-        [HORO_REMOVE_TEAM] = "remove team",
+        [HORO_ADD_TEAM] = "add_process_set",
+        [HORO_REMOVE_TEAM] = "remove_process_set",
         [HORO_REDUCESCATTER] = "reducescatter",
     };
     return op >= 0 && op < HORO_OP_COUNT ? names[op] : "unknown operation";

@@ -84,17 +84,23 @@ static void describe_use(const struct hr_wire_request *request, char *text) {
 }
 
 /*
- * "the ranks [0, 2, 4]" or "team 3"; of many ranks those round the first that differs: what reads as equal explains
- * nothing.
+ * "add_process_set for the ranks [0, 2, 4]" or "remove_process_set for process set 3"; of many ranks those round the
+ * first that differs: what reads as equal explains nothing.
  */
-static void describe_team(const struct hr_wire_request *request, uint32_t difference, char *text) {
+static void describe_change(const struct hr_wire_request *request, uint32_t difference, char *text) {
     if (request->op == HORO_REMOVE_TEAM) {
-        (void)snprintf(text, VALUE_BYTES, "team %d", hr_wire_value(request, 0));
+        (void)snprintf(text, VALUE_BYTES, "%s for process set %d", hr_op_name(request->op),
+                       hr_wire_value(request, 0) % HORO_TEAM_ID_STEP);
+        return;
+    }
+    if (request->op != HORO_ADD_TEAM) { /* how it begins where members are on several hosts */
+        (void)snprintf(text, VALUE_BYTES, "%s", hr_op_name(HORO_ADD_TEAM));
         return;
     }
     const uint32_t begin = difference < RANKS_IN_TEXT ? 0 : difference - 2;
     const uint32_t end = request->value_count - begin <= RANKS_IN_TEXT ? request->value_count : begin + RANKS_IN_TEXT;
-    size_t used = (size_t)snprintf(text, VALUE_BYTES, "the ranks [%s", begin == 0 ? "" : "..., ");
+    size_t used = (size_t)snprintf(text, VALUE_BYTES, "%s for the ranks [%s", hr_op_name(request->op),
+                                   begin == 0 ? "" : "..., ");
     for (uint32_t i = begin; i < end; i++) {
         used +=
             (size_t)snprintf(text + used, VALUE_BYTES - used, i == begin ? "%d" : ", %d", hr_wire_value(request, i));
@@ -115,13 +121,13 @@ static void describe_difference(const struct hr_wire_request *a, const struct hr
                                 char *a_text, char *b_text) {
     uint32_t index = 0;
     prefix[0] = '\0';
-    if (a->op != b->op) {
+    if (hr_op_is_of_teams(a->op) || hr_op_is_of_teams(b->op)) {
+        const uint32_t difference = a->op == b->op ? first_difference(a, b) : 0;
+        describe_change(a, difference, a_text);
+        describe_change(b, difference, b_text);
+    } else if (a->op != b->op) {
         (void)snprintf(a_text, VALUE_BYTES, "%s", hr_op_name(a->op));
         (void)snprintf(b_text, VALUE_BYTES, "%s", hr_op_name(b->op));
-    } else if (hr_op_is_of_teams(a->op)) {
-        const uint32_t difference = first_difference(a, b);
-        describe_team(a, difference, a_text);
-        describe_team(b, difference, b_text);
     } else if (a->tensor_count != b->tensor_count) {
         (void)snprintf(a_text, VALUE_BYTES, "%u tensor%s", a->tensor_count, a->tensor_count == 1 ? "" : "s");
         (void)snprintf(b_text, VALUE_BYTES, "%u tensor%s", b->tensor_count, b->tensor_count == 1 ? "" : "s");
@@ -156,6 +162,14 @@ void hr_agree_mismatch_text(const struct hr_agree_config *config, const struct h
     char a_text[VALUE_BYTES];
     char b_text[VALUE_BYTES];
     describe_difference(&a, &b, prefix, a_text, b_text);
+    if (hr_op_is_of_teams(a.op) || hr_op_is_of_teams(b.op)) {
+        (void)snprintf(out, out_bytes,
+                       "rank %d (%s) calls %s, rank %d (%s) %s; all ranks must add and remove the same process sets in "
+                       "the same order",
+                       low->rank, config->host_name_of_rank[low->rank], a_text, high->rank,
+                       config->host_name_of_rank[high->rank], b_text);
+        return;
+    }
     const char *verb = a.op == HORO_BROADCAST && strncmp(a_text, "root", 4) == 0 ? "named" : "sent";
     (void)snprintf(out, out_bytes, "%s '%.*s': %srank %d (%s) %s %s, rank %d (%s) %s %s", hr_op_name(a.op),
                    (int)(a.name.bytes < 200 ? a.name.bytes : 200), a.name.data, prefix, low->rank,

@@ -2,6 +2,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "base/op.h"
 #include "engine/engine.h"
 
 /* ---- Callers, and their last report. Under the lock. ---- */
@@ -46,18 +47,29 @@ static int all_wait(const struct hr_engine *engine, const horo_waiting *waits, i
     return 1;
 }
 
+/* Of a change of teams, the function that was called: it may begin by an allgather. */
+static const char *told_name(const struct hr_request *request) {
+    if (strcmp(request->call.name, HR_CHANGE_NAME) != 0) {
+        return request->call.name;
+    }
+    return hr_op_name(request->call.op == HORO_REMOVE_TEAM ? HORO_REMOVE_TEAM : HORO_ADD_TEAM);
+}
+
 /* "'a' (train.py:12) and 'b' (train.py:40)". */
 static void describe(const struct hr_engine *engine, const horo_waiting *waits, int32_t count, char *text,
                      size_t text_bytes) {
+    char name[HR_TEAM_NAME_BYTES];
     size_t used = 0;
     text[0] = '\0';
     for (int32_t i = 0; i < count && used < text_bytes; i++) {
         const struct hr_request *request = hr_engine_find_handle(engine, waits[i].handle);
-        const size_t excess = request->name_bytes < HR_BLOCKED_NAME_MAX ? 0 : request->name_bytes - HR_BLOCKED_NAME_MAX;
+        const char *told = told_name(request);
+        const size_t bytes = strlen(told);
+        const size_t excess = bytes < HR_BLOCKED_NAME_MAX ? 0 : bytes - HR_BLOCKED_NAME_MAX;
         used += (size_t)snprintf(text + used, text_bytes - used, "%s'%s%s'", i == 0 ? "" : " and ",
-                                 excess == 0 ? "" : "...", request->call.name + excess);
+                                 excess == 0 ? "" : "...", told + excess);
         if (request->call.team != 0 && used < text_bytes) {
-            used += (size_t)snprintf(text + used, text_bytes - used, " in team %d", (int)request->call.team);
+            used += (size_t)snprintf(text + used, text_bytes - used, " in %s", hr_team_name(request->lane->team, name));
         }
         if (waits[i].place[0] != '\0' && used < text_bytes) {
             used += (size_t)snprintf(text + used, text_bytes - used, " (%s)", waits[i].place);

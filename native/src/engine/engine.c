@@ -64,6 +64,9 @@ static int init_parts(struct hr_engine *engine, struct hr_team *world, struct hr
         return status;
     }
     HR_TRY(hr_lane_create(engine, world, backend, &engine->lanes[0], error));
+    for (int number = 0; number < HR_TEAMS_MAX; number++) {
+        engine->teams[number].id = number;
+    }
     engine->teams[0] = (struct hr_team_place){.is_used = 1, .has_local = 1, .lane = engine->lanes[0]};
     engine->lane_count = 1;
     return start_thread(engine, error);

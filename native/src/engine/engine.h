@@ -139,6 +139,7 @@ struct hr_counts {
 /* What a rank knows of each team, also of those that it is no member of. */
 struct hr_team_place {
     int is_used;
+    int32_t id;         /* of the team, or of the next one; negative: the number has no more ids */
     int has_local;      /* there are members on this host */
     uint32_t cleanings; /* of its partition that all removals executed here come to, see hr_partition_leave */
     struct hr_lane *lane; /* NULL: this rank is no member. Written by the driver under the lock of submission */
@@ -183,7 +184,7 @@ int hr_engine_check_team(const struct hr_engine *engine, const int32_t *ranks, i
  */
 int hr_engine_add_team(struct hr_engine *engine, const int32_t *ranks, int size, struct hr_team *team,
                        struct hr_backend *backend, int64_t *handle, struct hr_error *error);
-int hr_engine_remove_team(struct hr_engine *engine, int team, int64_t *handle, struct hr_error *error);
+int hr_engine_remove_team(struct hr_engine *engine, int32_t team, int64_t *handle, struct hr_error *error);
 int hr_engine_added_team(struct hr_engine *engine, int64_t handle);
 int hr_engine_poll(struct hr_engine *engine, int64_t handle);
 int hr_engine_wait(struct hr_engine *engine, int64_t handle, int32_t timeout_ms);
@@ -249,6 +250,13 @@ void hr_engine_complete(struct hr_engine *engine, struct hr_request *const *requ
                         const char *text);
 /* The same for one, with the lock held; the caller wakes waiters. */
 void hr_engine_complete_locked(struct hr_engine *engine, struct hr_request *request, int status, const char *text);
+
+/*
+ * teams.c: with the lock held, the place of the team that has this id. NULL, with *error set: it does not exist, or has
+ * been removed; `name` is that of the request which wants it, NULL for none.
+ */
+const struct hr_team_place *hr_engine_find_team(const struct hr_engine *engine, int32_t id, const char *name,
+                                                struct hr_error *error);
 
 /*
  * teams.c: the batch of an operation of teams, as hr_task.progress; HR_TASK_DONE with the status of the request in

@@ -23,7 +23,7 @@ int hr_lane_create(struct hr_engine *engine, struct hr_team *team, struct hr_bac
                    struct hr_error *error) {
     struct hr_lane *created = calloc(1, sizeof *created);
     if (created == NULL) {
-        (void)hr_fail(error, HORO_ERR_RESOURCE, "out of memory for a team of %d ranks", team->size);
+        (void)hr_fail(error, HORO_ERR_RESOURCE, "out of memory for a process set of %d ranks", team->size);
         hr_backend_destroy(backend);
         hr_team_destroy(team);
         return HORO_ERR_RESOURCE;
@@ -51,17 +51,18 @@ int hr_lane_create(struct hr_engine *engine, struct hr_team *team, struct hr_bac
     return HORO_OK;
 }
 
-int hr_lane_open(struct hr_lane *lane, int number, struct hr_error *error) {
+int hr_lane_open(struct hr_lane *lane, int32_t id, struct hr_error *error) {
     struct hr_node *node = lane->node;
     struct hr_team *team = lane->team;
-    team->number = number;
-    HR_TRY(hr_partition_map(&node->arena, number, &team->partition, error));
+    team->id = id;
+    team->number = hr_team_number(id);
+    HR_TRY(hr_partition_map(&node->arena, team->number, &team->partition, error));
     if (team->transport != NULL) {
         if (hr_node_add_transport(node, team->transport, team->host_count) != HORO_OK) {
             return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for links to %d hosts", team->host_count);
         }
     }
-    hr_partition_join(&node->arena, number);
+    hr_partition_join(&node->arena, team->number);
     return HORO_OK;
 }
 

@@ -140,12 +140,12 @@ struct hr_lane {
 
 /*
  * A lane takes over its team and backend, also where it fails. The team has its links, if it needs any. The world's is
- * open; another lane is opened by the driver, when all ranks have agreed on its number. HORO_OK, or a status with
+ * open; another lane is opened by the driver, when all ranks have agreed on its id. HORO_OK, or a status with
  * *error set.
  */
 int hr_lane_create(struct hr_engine *engine, struct hr_team *team, struct hr_backend *backend, struct hr_lane **lane,
                    struct hr_error *error);
-int hr_lane_open(struct hr_lane *lane, int number, struct hr_error *error);
+int hr_lane_open(struct hr_lane *lane, int32_t id, struct hr_error *error);
 /* The driver, when the team is removed: nothing more is moved on its links, and its partition is left. */
 void hr_lane_close(struct hr_lane *lane);
 /* Closes its links too. */

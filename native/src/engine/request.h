@@ -33,7 +33,7 @@ struct hr_request {
     struct hr_gathered *gathered; /* allgather: [tensor_count] */
     int misfit;                   /* 1 + the first tensor whose output is not as long as its result; 0: there is none */
     struct hr_lane *new_lane;     /* add team: this rank's part in it; NULL: it has none, or the engine has taken it */
-    int team_added;               /* add team: its number, once done; else -1 */
+    int team_added;               /* add team: its id, once done; else -1 */
     int team_size;                /* of its own team */
 };
 

@@ -7,7 +7,7 @@
 /* While it waits in a batch, a rank looks LOOKS times per period, and is silent once it has missed half of them. */
 enum { LOOKS = 8 };
 
-enum { TEAM_TEXT_BYTES = 32 };
+enum { TEAM_TEXT_BYTES = HR_TEAM_NAME_BYTES + 8 };
 
 static int64_t oldest_pending_ns(struct hr_lane *lane) {
     (void)pthread_mutex_lock(&lane->engine->submission.lock);
@@ -73,11 +73,12 @@ static int take_turn(struct hr_lane *lane, int64_t now_ns) {
            atomic_compare_exchange_strong(last, &seen, (uint64_t)now_ns);
 }
 
-/* " in team 3"; nothing for that of all ranks. Returns text, which has TEAM_TEXT_BYTES. */
+/* " in process set 3"; nothing for that of all ranks. Returns text, which has TEAM_TEXT_BYTES. */
 static const char *name_team(const struct hr_lane *lane, char *text) {
+    char name[HR_TEAM_NAME_BYTES];
     text[0] = '\0';
     if (lane->team->number != 0) {
-        (void)snprintf(text, TEAM_TEXT_BYTES, " in team %d", lane->team->number);
+        (void)snprintf(text, TEAM_TEXT_BYTES, " in %s", hr_team_name(lane->team, name));
     }
     return text;
 }
@@ -85,7 +86,7 @@ static const char *name_team(const struct hr_lane *lane, char *text) {
 static void log_stalled(struct hr_lane *lane, const struct hr_stalled *stalled, int64_t now_ns) {
     char lines[HORO_MESSAGE_MAX + HORO_MESSAGE_MAX / 2];
     char where[TEAM_TEXT_BYTES];
-    char more[2 * TEAM_TEXT_BYTES] = "";
+    char more[64] = "";
     hr_stall_describe(lane, stalled, lines, sizeof lines);
     if (stalled->total > stalled->count) {
         (void)snprintf(more, sizeof more, " (%d of %d names)", stalled->count, stalled->total);

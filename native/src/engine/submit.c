@@ -5,22 +5,25 @@
 /* The lane of the request's team; with the lock held. */
 static int find_lane(const struct hr_engine *engine, struct hr_request *request, struct hr_error *error) {
     const horo_request *call = &request->call;
-    const int exists = call->team >= 0 && call->team < HR_TEAMS_MAX && engine->teams[call->team].is_used;
-    struct hr_lane *lane = exists ? engine->teams[call->team].lane : NULL;
-    if (lane == NULL) {
-        return exists ? hr_fail(error, HORO_ERR_USAGE, "'%s': rank %d is no member of team %d", call->name,
-                                engine->node->rank, call->team)
-                      : hr_fail(error, HORO_ERR_USAGE, "'%s': team %d does not exist", call->name, call->team);
+    const struct hr_team_place *place = hr_engine_find_team(engine, call->team, call->name, error);
+    if (place == NULL) {
+        return error->code;
     }
+    struct hr_lane *lane = place->lane;
+    if (lane == NULL) {
+        return hr_fail(error, HORO_ERR_USAGE, "'%s': rank %d is no member of process set %d", call->name,
+                       engine->node->rank, hr_team_number(call->team));
+    }
+    char name[HR_TEAM_NAME_BYTES];
     if (lane->refuses_requests) {
-        return hr_fail(error, HORO_ERR_USAGE, "'%s': team %d is being removed", call->name, call->team);
+        return hr_fail(error, HORO_ERR_USAGE, "'%s': %s is being removed", call->name, hr_team_name(lane->team, name));
     }
     if (call->op == HORO_BROADCAST && hr_team_member(lane->team, call->root_rank) < 0) {
         return call->team == 0
                    ? hr_fail(error, HORO_ERR_USAGE, "broadcast '%s': root rank %d does not exist; ranks are 0 to %d",
                              call->name, call->root_rank, lane->team->size - 1)
-                   : hr_fail(error, HORO_ERR_USAGE, "broadcast '%s': root rank %d is no member of team %d", call->name,
-                             call->root_rank, call->team);
+                   : hr_fail(error, HORO_ERR_USAGE, "broadcast '%s': root rank %d is no member of %s", call->name,
+                             call->root_rank, hr_team_name(lane->team, name));
     }
     request->lane = lane;
     request->team_size = lane->team->size;

@@ -1,6 +1,6 @@
 /*
  * Adding and removing teams: operations of all ranks, agreed on in the log of the world, so that every rank gives a new
- * team the same number and lets go of a removed one at the same place. A rank that announces a removal has nothing
+ * team the same id and lets go of a removed one at the same place. A rank that announces a removal has nothing
  * pending in the team; so when all have, nothing of it is left to be done anywhere.
  */
 #include <stdio.h>
@@ -16,7 +16,7 @@ static int submit(struct hr_engine *engine, int op, const int32_t *values, int c
     const int64_t extent = count;
     const horo_tensor tensor = {.input = values, .shape = &extent, .ndim = 1, .dtype = HORO_INT32};
     const horo_request call = {
-        .name = op == HORO_ADD_TEAM ? "horo.add_team" : "horo.remove_team",
+        .name = HR_CHANGE_NAME,
         .op = op,
         .flags = HORO_SUBMIT_TRANSIENT,
         .prescale = 1.0,
@@ -29,13 +29,13 @@ static int submit(struct hr_engine *engine, int op, const int32_t *values, int c
 
 int hr_engine_check_team(const struct hr_engine *engine, const int32_t *ranks, int size, struct hr_error *error) {
     if (size < 1 || size > engine->node->size) {
-        return hr_fail(error, HORO_ERR_USAGE, "a team of %d ranks is impossible in a job of %d", size,
+        return hr_fail(error, HORO_ERR_USAGE, "a process set of %d ranks is impossible in a job of %d", size,
                        engine->node->size);
     }
     for (int i = 0; i < size; i++) {
         if (ranks[i] < 0 || ranks[i] >= engine->node->size || (i > 0 && ranks[i] <= ranks[i - 1])) {
             return hr_fail(error, HORO_ERR_USAGE,
-                           "the ranks of a team must be ascending and from 0 to %d, but number %d of them is %d",
+                           "the ranks of a process set must be ascending and from 0 to %d, but number %d of them is %d",
                            engine->node->size - 1, i, ranks[i]);
         }
     }
@@ -55,38 +55,57 @@ int hr_engine_add_team(struct hr_engine *engine, const int32_t *ranks, int size,
     return status;
 }
 
-/* With the lock held: from here on nothing can be submitted to the team. */
-static int begin_removal(const struct hr_engine *engine, int team, struct hr_error *error) {
-    if (team <= 0 || team >= HR_TEAMS_MAX || !engine->teams[team].is_used) {
-        return hr_fail(error, HORO_ERR_USAGE,
-                       team == 0 ? "team 0 has all ranks and cannot be removed" : "team %d does not exist", team);
+const struct hr_team_place *hr_engine_find_team(const struct hr_engine *engine, int32_t id, const char *name,
+                                                struct hr_error *error) {
+    const int number = id < 0 ? -1 : hr_team_number(id);
+    const int fits = number >= 0 && number < HR_TEAMS_MAX;
+    const struct hr_team_place *place = fits ? &engine->teams[number] : NULL;
+    if (fits && place->is_used && place->id == id) {
+        return place;
     }
-    struct hr_lane *lane = engine->teams[team].lane;
+    const int is_gone = fits && (place->id < 0 || id < place->id);
+    (void)hr_fail(error, HORO_ERR_USAGE, "%s%s%sprocess set %d %s", name == NULL ? "" : "'", name == NULL ? "" : name,
+                  name == NULL ? "" : "': ", is_gone ? number : id, is_gone ? "has been removed" : "does not exist");
+    return NULL;
+}
+
+/* With the lock held: from here on nothing can be submitted to the team. */
+static int begin_removal(const struct hr_engine *engine, int32_t id, struct hr_error *error) {
+    if (id == 0) {
+        return hr_fail(error, HORO_ERR_USAGE, "process set 0 has all ranks and cannot be removed");
+    }
+    const struct hr_team_place *place = hr_engine_find_team(engine, id, NULL, error);
+    if (place == NULL) {
+        return error->code;
+    }
+    struct hr_lane *lane = place->lane;
     if (lane == NULL) {
         return HORO_OK;
     }
+    char name[HR_TEAM_NAME_BYTES];
     if (lane->refuses_requests) {
-        return hr_fail(error, HORO_ERR_USAGE, "team %d is being removed already", team);
+        return hr_fail(error, HORO_ERR_USAGE, "%s is being removed already", hr_team_name(lane->team, name));
     }
     if (lane->in_flight.count > 0) {
         return hr_fail(error, HORO_ERR_USAGE,
-                       "team %d cannot be removed: %zu of its operations are not done on rank %d; wait for them", team,
-                       lane->in_flight.count, engine->node->rank);
+                       "%s cannot be removed: %zu of its operations are not done on rank %d; wait for them",
+                       hr_team_name(lane->team, name), lane->in_flight.count, engine->node->rank);
     }
     lane->refuses_requests = 1;
     return HORO_OK;
 }
 
 /* It could not even be submitted. */
-static void take_back_removal(struct hr_engine *engine, int team) {
+static void take_back_removal(struct hr_engine *engine, int32_t id) {
     (void)pthread_mutex_lock(&engine->submission.lock);
-    if (engine->teams[team].lane != NULL) {
-        engine->teams[team].lane->refuses_requests = 0;
+    struct hr_lane *lane = engine->teams[hr_team_number(id)].lane;
+    if (lane != NULL) {
+        lane->refuses_requests = 0;
     }
     (void)pthread_mutex_unlock(&engine->submission.lock);
 }
 
-int hr_engine_remove_team(struct hr_engine *engine, int team, int64_t *handle, struct hr_error *error) {
+int hr_engine_remove_team(struct hr_engine *engine, int32_t team, int64_t *handle, struct hr_error *error) {
     (void)pthread_mutex_lock(&engine->submission.lock);
     const int begun = begin_removal(engine, team, error);
     (void)pthread_mutex_unlock(&engine->submission.lock);
@@ -118,8 +137,10 @@ static int first_value(const struct hr_request *request) {
 
 /* The lane whose team the request removes; NULL: there is none on this rank. */
 static struct hr_lane *lane_removed_by(const struct hr_engine *engine, const struct hr_request *request) {
-    const int team = request->call.op == HORO_REMOVE_TEAM ? first_value(request) : 0;
-    return team > 0 && team < HR_TEAMS_MAX ? engine->teams[team].lane : NULL;
+    struct hr_error error = {0};
+    const int32_t id = request->call.op == HORO_REMOVE_TEAM ? first_value(request) : 0;
+    const struct hr_team_place *place = id > 0 ? hr_engine_find_team(engine, id, NULL, &error) : NULL;
+    return place == NULL ? NULL : place->lane;
 }
 
 void hr_engine_expect_removal(struct hr_engine *engine, const struct hr_request *request) {
@@ -146,7 +167,7 @@ void hr_engine_reopen_team(struct hr_engine *engine, const struct hr_request *re
 /* The lowest number that is free; HR_TEAMS_MAX: none is. */
 static int free_number(const struct hr_engine *engine) {
     int team = 1;
-    while (team < HR_TEAMS_MAX && engine->teams[team].is_used) {
+    while (team < HR_TEAMS_MAX && (engine->teams[team].is_used || engine->teams[team].id < 0)) {
         team++;
     }
     return team;
@@ -179,13 +200,13 @@ static int add(struct hr_engine *engine, struct hr_request *request, int team, i
     if (has_local && atomic_load(&engine->node->arena.header->cleanings[team]) != place->cleanings) {
         return HR_TASK_BLOCKED;
     }
-    if (lane != NULL && hr_lane_open(lane, team, &error) != HORO_OK) { /* the others have begun to use it */
-        hr_log(&engine->node->log, HORO_LOG_ERROR, "team %d: %s", team, error.text);
+    if (lane != NULL && hr_lane_open(lane, place->id, &error) != HORO_OK) { /* the others have begun to use it */
+        hr_log(&engine->node->log, HORO_LOG_ERROR, "process set %d: %s", team, error.text);
         return error.code;
     }
     (void)pthread_mutex_lock(&engine->submission.lock);
     request->new_lane = NULL;
-    request->team_added = team;
+    request->team_added = place->id;
     place->is_used = 1;
     place->has_local = has_local;
     place->lane = lane;
@@ -215,6 +236,7 @@ static void remove_team(struct hr_engine *engine, int team) {
     (void)pthread_mutex_lock(&engine->submission.lock);
     place->cleanings += place->has_local != 0;
     place->is_used = 0;
+    place->id = place->id <= INT32_MAX - HORO_TEAM_ID_STEP ? place->id + HORO_TEAM_ID_STEP : -1;
     place->lane = NULL;
     if (lane != NULL) {
         forget(engine, lane);
@@ -238,14 +260,16 @@ int hr_engine_change_teams(struct hr_engine *engine, struct hr_request *request,
             return add(engine, request, team, has_local_member(engine, &decoded));
         }
         (void)snprintf(text, text_bytes,
-                       "there are %d teams already, and no more are possible: remove one that is not needed", team);
-        *outcome = HORO_ERR_USAGE;
+                       "there are %d process sets already, and no more are possible: remove one that is not needed",
+                       team);
+        *outcome = HORO_ERR_RESOURCE;
         return HR_TASK_DONE;
     }
-    const int team = hr_wire_value(&decoded, 0);
-    if (team >= HR_TEAMS_MAX || !engine->teams[team].is_used) { /* it was there when the ranks asked */
+    struct hr_error error = {0};
+    const int32_t id = hr_wire_value(&decoded, 0);
+    if (id == 0 || hr_engine_find_team(engine, id, NULL, &error) == NULL) { /* it was there when the ranks asked */
         return HORO_ERR_INTERNAL;
     }
-    remove_team(engine, team);
+    remove_team(engine, hr_team_number(id));
     return HR_TASK_DONE;
 }

@@ -1,6 +1,7 @@
 #include "node/team.h"
 
 #include <limits.h>
+#include <stdio.h>
 #include <stdlib.h>
 
 static int check(int rank, int size, const int32_t *host_of_rank, struct hr_error *error) {
@@ -141,6 +142,17 @@ int hr_team_member(const struct hr_team *team, int job_rank) {
         }
     }
     return low < team->size && team->job_rank[low] == job_rank ? low : -1;
+}
+
+const char *hr_team_name(const struct hr_team *team, char *text) {
+    enum { SHOWN = 8, TAIL_BYTES = 8 };
+    size_t used = (size_t)snprintf(text, HR_TEAM_NAME_BYTES, "process set %d (rank%s ", team->number,
+                                   team->size == 1 ? "" : "s");
+    for (int i = 0; i < team->size && i < SHOWN && used + TAIL_BYTES < HR_TEAM_NAME_BYTES; i++) {
+        used += (size_t)snprintf(text + used, HR_TEAM_NAME_BYTES - used, i == 0 ? "%d" : ", %d", team->job_rank[i]);
+    }
+    (void)snprintf(text + used, HR_TEAM_NAME_BYTES - used, team->size > SHOWN ? ", ...)" : ")");
+    return text;
 }
 
 void hr_team_wake_all(const struct hr_team *team) {

@@ -49,7 +49,8 @@ extern const struct hr_tuning hr_tuning_defaults;
 
 struct hr_team {
     struct hr_node *node;
-    int number; /* 0: all ranks */
+    int32_t id; /* 0: all ranks */
+    int number; /* as hr_team_number(id) */
     struct hr_tuning tuning;
     struct hr_partition partition;
     struct hr_transport *transport; /* NULL: all members are on one host */
@@ -99,6 +100,16 @@ int hr_team_init_some(struct hr_team *team, const struct hr_team *world, const i
 void hr_team_fini(struct hr_team *team);
 /* The same, and frees the team itself, which was malloc'ed. NULL is allowed. */
 void hr_team_destroy(struct hr_team *team);
+
+/* The number that is in an id: an index that the next team gets when this one has been removed. */
+static inline int hr_team_number(int32_t id) {
+    return id % HORO_TEAM_ID_STEP;
+}
+
+enum { HR_TEAM_NAME_BYTES = 160 };
+
+/* "process set 1 (ranks 0, 2, 3)", the first few of many. Returns text, which has HR_TEAM_NAME_BYTES. */
+const char *hr_team_name(const struct hr_team *team, char *text);
 
 /* The member that has this rank in the job; -1: none has. */
 int hr_team_member(const struct hr_team *team, int job_rank);
