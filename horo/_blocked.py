@@ -13,11 +13,13 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import NamedTuple
+
+from horo._deputy import DeputyCall
 
 __all__ = ["Blocked", "Wait", "describe_blocked", "describe_stacks", "innermost_own", "is_of_horo", "place_of"]
 
@@ -100,8 +102,8 @@ def describe_blocked(context: object, wait: CodeType, callers: Iterable[int], *,
     """
     frames = sys._current_frames()
     names = {thread.ident: thread.name for thread in threading.enumerate() if not _is_foreign(thread)}
-    waits, backward, others = [], [], []
-    foreign_waits = False
+    waits, backward, others, principals = [], [], [], []
+    foreign_waits = has_deputy = False
     counted: set[int | None] = set(callers)
     if is_alone:
         timers = {thread.ident for thread in threading.enumerate() if isinstance(thread, threading.Timer)}
@@ -109,8 +111,12 @@ def describe_blocked(context: object, wait: CodeType, callers: Iterable[int], *,
     # A caller without a frame has ended or runs no Python now; a thread of autograd runs none between two hooks.
     for thread, frame in frames.items():
         found = _find_wait(frame, context, wait, is_looking=thread == threading.get_ident())
-        if found is not None:
-            waits.append(found)
+        if frame.f_code is DeputyCall.wait.__code__:
+            principals.append(thread)
+        elif found is not None:
+            call = _find_call(frame)
+            has_deputy |= call is not None
+            waits.append(found if call is None else found._replace(place=_place_of_principal(frames, call)))
             foreign_waits |= thread not in names and _is_of_library([*_outwards(frame)][-1].f_code.co_filename)
         elif thread not in counted and (not is_alone or _awaits_work(frame)):
             continue
@@ -118,6 +124,7 @@ def describe_blocked(context: object, wait: CodeType, callers: Iterable[int], *,
             backward.append(thread)
         else:
             others.append(thread)
+    others += [] if has_deputy else principals  # the thread that does their calls does not wait: it may finish one
     frames.clear()  # it holds this function's frame, which refers to it: a reference cycle
     # On a GPU, hooks run in a thread of autograd, and the thread that called backward() waits for its end.
     others += [] if foreign_waits else backward
@@ -167,6 +174,17 @@ def _find_wait(frame: FrameType, context: object, wait: CodeType, *, is_looking:
             return Wait(each.f_locals["handle"], place_of(each)) if is_own else None
         above = each
     return None
+
+
+def _find_call(frame: FrameType) -> object | None:
+    """The call of another thread that this one does."""
+    return next((each.f_locals["self"] for each in _outwards(frame) if each.f_code is DeputyCall.run.__code__), None)
+
+
+def _place_of_principal(frames: Mapping[int, FrameType], call: object) -> str:
+    """The line of the program that waits for a call; empty if none does any more."""
+    principals = (each for each in frames.values() if each.f_code is DeputyCall.wait.__code__)
+    return next((place_of(each) for each in principals if each.f_locals["self"] is call), "")
 
 
 def _is_in_backward(frame: FrameType) -> bool:

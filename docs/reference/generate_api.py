@@ -35,7 +35,7 @@ SECTIONS = (
     ("Start, end, and who is who", ("horo.torch._runtime",)),
     (
         "Operations on tensors",
-        ("horo.torch.ops", "horo.torch.scatter", "horo.torch.collectives", "horo.torch._requests"),
+        ("horo.torch.ops", "horo.torch.scatter", "horo.torch.collectives", "horo.torch._handles"),
     ),
     ("Training", ("horo.torch.optimizer",)),
     ("Equal models, optimizers and objects", ("horo.torch.functions",)),

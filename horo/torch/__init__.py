@@ -87,7 +87,7 @@ from horo.torch.ops import (
     synchronize,
 )
 from horo.torch.optimizer import DistributedOptimizer
-from horo.torch.process_sets import ProcessSet, global_process_set
+from horo.torch.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from horo.torch.scatter import (
     grouped_reducescatter,
     grouped_reducescatter_async,
@@ -118,6 +118,7 @@ __all__ = [
     "Sum",
     "UnsupportedError",
     "UsageError",
+    "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -163,6 +164,7 @@ __all__ = [
     "rank",
     "reducescatter",
     "reducescatter_async",
+    "remove_process_set",
     "rocm_built",
     "shutdown",
     "size",

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hmac
 import secrets
 import struct
+from collections.abc import Sequence
 
 from horo.errors import MismatchError
 
@@ -33,24 +34,36 @@ class ObjectKey:
         secret: The job's.
         what: The operation.
         name: The user's name of the call; None: an automatic one.
-        rank: Of this process.
+        rank: Of this process, in the job.
+        ranks: Those that take part, in the job, ascending.
         greeting: What this rank has said.
-        greetings: What came as the greetings of all ranks, in rank order.
+        greetings: What came as the greetings of these ranks, in this order.
     """
 
     def __init__(
-        self, secret: bytes, what: str, name: str | None, *, rank: int, greeting: bytes, greetings: bytes
+        self,
+        secret: bytes,
+        what: str,
+        name: str | None,
+        *,
+        rank: int,
+        ranks: Sequence[int],
+        greeting: bytes,
+        greetings: bytes,
     ) -> None:
-        place = rank * _GREETING.size
+        self._ranks = ranks
+        place = ranks.index(rank) * _GREETING.size
         # Not what came back as this rank's greeting: the nonce of an earlier call could have been put in its place.
         self._greetings = greetings[:place] + greeting + greetings[place + _GREETING.size :]
         self._what = what
         call = what if name is None else f"{what}.{name}"
-        self._key = hmac.digest(secret, b"horo object\0" + call.encode() + b"\0" + self._greetings, "sha256")
+        members = ",".join(map(str, ranks))
+        said = f"{call}\0{members}\0".encode() + self._greetings
+        self._key = hmac.digest(secret, b"horo object\0" + said, "sha256")
 
     def sealed_bytes(self, rank: int) -> int:
         """How many bytes ``rank`` will send."""
-        _, payload_bytes, _ = _GREETING.unpack_from(self._greetings, rank * _GREETING.size)
+        _, payload_bytes, _ = _GREETING.unpack_from(self._greetings, self._ranks.index(rank) * _GREETING.size)
         return _MAC_BYTES + int(payload_bytes)
 
     def refuse_different_roots(self) -> None:
@@ -60,11 +73,11 @@ class ObjectKey:
             MismatchError: They have named different roots.
         """
         roots = [root for _, _, root in _GREETING.iter_unpack(self._greetings)]
-        for rank, root in enumerate(roots):
+        for rank, root in zip(self._ranks, roots, strict=True):
             if root != roots[0]:
                 raise MismatchError(
-                    f"{self._what}: root_rank is {roots[0]} on rank 0, but {root} on rank {rank}; give the same one on "
-                    "all ranks"
+                    f"{self._what}: root_rank is {roots[0]} on rank {self._ranks[0]}, but {root} on rank {rank}; "
+                    "give the same one on all ranks"
                 )
 
     def seal(self, rank: int, data: bytes) -> bytes:

@@ -45,7 +45,7 @@ class CachedRequest:
 
     __slots__ = ("_label", "_name", "_signatures", "_spec", "_sync", "buffer", "dtype", "idle", "shape", "weight")
 
-    def __init__(self, spec: Spec, sync: bool, name: Callable[[str, str | None], str], tensor_count: int) -> None:
+    def __init__(self, spec: Spec, sync: bool, name: Callable[[str, str | None, int], str], tensor_count: int) -> None:
         self._spec = spec
         self._sync = sync
         self._name = name
@@ -59,7 +59,7 @@ class CachedRequest:
         self.weight = _REQUEST_WEIGHT + tensor_count
         self._label = ""
         if spec.name is not None:
-            self._label = name(spec.kind, spec.name)
+            self._label = name(spec.kind, spec.name, spec.team)
             self.buffer.set_name(self._label)
 
     @property
@@ -103,7 +103,7 @@ class CachedRequest:
     def label(self) -> str:
         """Its name on the wire. An automatic name is counted here: call this only when nothing can be refused."""
         if self._spec.name is None:
-            self._label = self._name(self._spec.kind, None)
+            self._label = self._name(self._spec.kind, None, self._spec.team)
             self.buffer.set_name(self._label)
         return self._label
 
@@ -128,6 +128,7 @@ class CachedRequest:
             postscale=spec.postscale,
             sync=self._sync,
             transient=spec.name is None,
+            team=spec.team,
         )
         self._signatures = [(source.shape, source.dtype) for source in staged.inputs]
         self.shape, self.dtype = self._signatures[0] if len(self._signatures) == 1 else (None, None)
@@ -137,7 +138,7 @@ class CachedRequest:
 class RequestCache:
     """The requests of one job by key. When it is full, it is emptied: room for more requests than a step has."""
 
-    def __init__(self, name: Callable[[str, str | None], str]) -> None:
+    def __init__(self, name: Callable[[str, str | None, int], str]) -> None:
         self._name = name
         self._kept: dict[Hashable, CachedRequest] = {}
         self._weight = 0

@@ -8,19 +8,16 @@ from typing import Any, NamedTuple
 import torch
 
 from horo import _core
-from horo.errors import AbortedError, HoroError, UsageError
+from horo.errors import HoroError, UsageError
 from horo.torch import _runtime
 from horo.torch._request_cache import CachedRequest
-from horo.torch._spans import begin_span, end_span, profiling, span
+from horo.torch._spans import begin_span, end_span, profiling
 from horo.torch._staging import Spec, StagedTensors, count_change, describe
 
 __all__ = [
     "Gathered",
     "Request",
     "check_root",
-    "first_of",
-    "poll",
-    "publish",
     "repeat",
     "repeat_async",
     "run_allreduce",
@@ -32,7 +29,6 @@ __all__ = [
     "start_allreduce",
     "start_broadcast",
     "start_reducescatter",
-    "synchronize",
 ]
 
 _BARRIER = Spec("barrier", None, collective="barrier")
@@ -219,13 +215,14 @@ def start_broadcast(
     *,
     in_place: bool = False,
     key: Hashable = None,
+    team: int = 0,
 ) -> Request:
     """Begins to copy the root's ``tensors`` to all ranks; the result is the tuple of copies.
 
     Raises:
-        UsageError: ``root_rank`` is no rank of the job.
+        UsageError: ``root_rank`` is no rank of the team.
     """
-    return _start(tensors, _broadcast_spec(root_rank, kind, name), in_place, False, key=key)
+    return _start(tensors, _broadcast_spec(root_rank, kind, name, team), in_place, False, key=key)
 
 
 def run_broadcast(
@@ -236,17 +233,20 @@ def run_broadcast(
     *,
     in_place: bool = False,
     key: Hashable = None,
+    team: int = 0,
 ) -> tuple[torch.Tensor, ...]:
     """What ``start_broadcast`` begins, done at once; returns the copies."""
-    return _run(tensors, _broadcast_spec(root_rank, kind, name), in_place, key)
+    return _run(tensors, _broadcast_spec(root_rank, kind, name, team), in_place, key)
 
 
-def _broadcast_spec(root_rank: int, kind: str, name: str | None) -> Spec:
-    check_root(root_rank, describe(kind, name))
-    return Spec(kind, name, root_rank=root_rank, collective="broadcast")
+def _broadcast_spec(root_rank: int, kind: str, name: str | None, team: int) -> Spec:
+    check_root(root_rank, describe(kind, name), team)
+    return Spec(kind, name, root_rank=root_rank, collective="broadcast", team=team)
 
 
-def start_allgather(tensors: Sequence[torch.Tensor], kind: str, name: str | None, *, sync: bool = False) -> Request:
+def start_allgather(
+    tensors: Sequence[torch.Tensor], kind: str, name: str | None, *, sync: bool = False, team: int = 0
+) -> Request:
     """Begins to concatenate ``tensors`` of all ranks along their first dimension.
 
     Returns:
@@ -259,7 +259,7 @@ def start_allgather(tensors: Sequence[torch.Tensor], kind: str, name: str | None
         if isinstance(tensor, torch.Tensor) and tensor.dim() == 0:
             what = describe(kind, name)
             raise UsageError(f"{what}: a scalar has no first dimension to gather along; use tensor.reshape(1)")
-    return _start(tensors, Spec(kind, name, collective="allgather"), False, sync, finish=_finish_gathered)
+    return _start(tensors, Spec(kind, name, collective="allgather", team=team), False, sync, finish=_finish_gathered)
 
 
 def start_reducescatter(tensors: Sequence[torch.Tensor], spec: Spec) -> Request:
@@ -292,12 +292,13 @@ def _check_rows(tensors: Sequence[torch.Tensor], spec: Spec) -> None:
             raise UsageError(f"{what}: a scalar has no first dimension to split along; use allreduce")
 
 
-def run_barrier() -> None:
-    """Waits until all ranks have come here."""
+def run_barrier(team: int = 0) -> None:
+    """Waits until all ranks of the team have come here."""
     runtime = _runtime.current()
-    cached = runtime.request_cache.take(_BARRIER)
+    spec = _BARRIER if team == 0 else _BARRIER._replace(team=team)
+    cached = runtime.request_cache.take(spec)
     if cached is None:
-        _run([], _BARRIER, False, _BARRIER)
+        _run([], spec, False, spec)
         return
     try:
         _execute(runtime, cached, None)
@@ -305,72 +306,18 @@ def run_barrier() -> None:
         cached.idle.append(None)
 
 
-def publish(request: Request, shape: Callable[[Any], Any]) -> int:
-    """An integer handle for a request; ``shape`` turns its result into what ``synchronize`` returns."""
-    request.publish(shape)
-    return request.number
-
-
-def first_of(results: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """The result of a request with one tensor, for ``publish``."""
-    return results[0]
-
-
-def poll(handle: int) -> bool:
-    """Whether an asynchronous operation is done, so that ``synchronize(handle)`` would return at once.
-
-    Returns at once; never blocks.
-
-    Args:
-        handle: What an asynchronous operation has returned.
+def check_root(root_rank: int, what: str, team: int = 0) -> None:
+    """Refuses what is no rank of the team.
 
     Raises:
-        UsageError: The handle is unknown or was synchronized already.
-        AbortedError: ``shutdown()`` came before it was synchronized.
-
-    Example:
-        handle = hvd.allreduce_async(torch.ones(3))
-        print("done" if hvd.poll(handle) else "in progress")
+        UsageError: ``root_rank``, a number in the job, is none of its members'.
     """
-    return _lookup(handle).done()
-
-
-def synchronize(handle: int) -> Any:
-    """Waits for an asynchronous operation and returns its result; the handle is gone afterwards, also if this raises.
-
-    Blocks until the operation is done, that is until all ranks have begun it.
-
-    Args:
-        handle: What an asynchronous operation has returned.
-
-    Returns:
-        The tensor, or for the grouped forms the tuple of tensors.
-
-    Raises:
-        UsageError: The handle is unknown or was synchronized already.
-        MismatchError: Ranks submitted different things under one name.
-        GroupError: A rank is lost or horo was shut down.
-
-    Example:
-        handle = hvd.allreduce_async(torch.ones(3), op=hvd.Sum)
-        total = hvd.synchronize(handle)  # on 2 ranks [2., 2., 2.]
-    """
-    request = _lookup(handle)
-    if not profiling._is_profiler_enabled:
-        return request.wait()
-    with span(f"horo.synchronize {request.label}"):
-        return request.wait()
-
-
-def check_root(root_rank: int, what: str) -> None:
-    """Refuses what is no rank of the job.
-
-    Raises:
-        UsageError: ``root_rank`` is not from 0 to size - 1.
-    """
-    size = _runtime.size()
-    if not isinstance(root_rank, int) or not 0 <= root_rank < size:
-        raise UsageError(f"{what}: root_rank {root_rank!r} is not a rank of this job (0 to {size - 1})")
+    ranks = _runtime.current().teams.find(team).ranks
+    if isinstance(root_rank, int) and root_rank in ranks:
+        return
+    if team == 0:
+        raise UsageError(f"{what}: root_rank {root_rank!r} is not a rank of this job (0 to {len(ranks) - 1})")
+    raise UsageError(f"{what}: root_rank {root_rank!r} is not a member of the process set, whose ranks are {ranks}")
 
 
 def _start(
@@ -484,13 +431,3 @@ def _take_one(core: _core.Context, handle: int, index: int, tensor: torch.Tensor
     if len(buffer) == 0:
         return Gathered(torch.empty(shape, dtype=tensor.dtype), rows)
     return Gathered(torch.frombuffer(buffer, dtype=tensor.dtype).view(shape), rows)
-
-
-def _lookup(handle: int) -> Request:
-    runtime = _runtime.current()
-    request = runtime.requests.get(handle)
-    if request is not None and request.public:
-        return request
-    if isinstance(handle, int) and 0 < handle <= runtime.handle_base:
-        raise AbortedError(f"Handle {handle} was created before horo was shut down.")
-    raise UsageError(f"Handle {handle} was not created or has been cleared.")

@@ -8,18 +8,21 @@ import os
 import threading
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from horo.errors import AbortedError, NotInitializedError, UnsupportedError, UsageError
+from horo._deputy import DeputyCall
+from horo.errors import AbortedError, NotInitializedError, UsageError
 from horo.torch._compile import keep_from_dynamo
 from horo.torch._request_cache import RequestCache
+from horo.torch._teams import Teams
 
 if TYPE_CHECKING:
     from horo._bootstrap.job import RunningRank
     from horo.torch._backward_reducer import BackwardReducer
     from horo.torch._requests import Request
+    from horo.torch.process_sets import ProcessSet
 
 __all__ = [
     "Runtime",
@@ -40,7 +43,7 @@ __all__ = [
 
 
 class Runtime:
-    """Everything that exists from one ``init`` to ``shutdown``: the job, its open requests, its counters of names.
+    """The time from one ``init`` to ``shutdown``: the job, its open requests and its counters of names.
 
     Requests refer to their runtime also after its end, so that their calls can raise the right error.
     """
@@ -56,9 +59,11 @@ class Runtime:
         self.request_cache = RequestCache(self.name)
         """Requests for calls with the same arguments as an earlier call."""
         self.handle_base = handle_base
-        """The number of a request is this plus the core's handle. Lower numbers belong to earlier jobs."""
-        self._gradient_names: Counter[str] = Counter()
-        """How many gradients of optimizers have had a name."""
+        """The number of a request is this plus the core's handle. Lower numbers belong to earlier runtimes."""
+        self.teams = Teams(job, self._forget_team)
+        """Its process sets."""
+        self._gradient_names: Counter[tuple[int, str]] = Counter()
+        """How many gradients of optimizers have had a name, by the id of their team and that name."""
         self.backward_runs: dict[int, weakref.WeakSet[BackwardReducer]] = {}
         """The reducers that each run of autograd concerns, by its number, until its end."""
         self.active_calls: dict[object, object] = {}
@@ -69,33 +74,33 @@ class Runtime:
         assignment inside ``try``, then checks ``ended``, and pops itself in ``finally``, whether it is there or not."""
         self.ended = False
         """No call may enter any more: the runtime is closed, or this is a forked child."""
-        self._names: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
-        self._orders: defaultdict[str, threading.RLock] = defaultdict(threading.RLock)
+        self._names: defaultdict[tuple[int, str], Iterator[int]] = defaultdict(itertools.count)
+        self._orders: defaultdict[tuple[int, str], threading.RLock] = defaultdict(threading.RLock)
         self._forked = False
 
-    def name(self, kind: str, name: str | None) -> str:
+    def name(self, kind: str, name: str | None, team: int = 0) -> str:
         """The name on the wire of one operation.
 
-        Automatic names count per kind of operation, so ranks that issue the same operations in the same
+        Automatic names count per team and kind of operation, so ranks that issue the same operations in the same
         order agree on them whatever else they have done.
         """
         if name is None:
-            return f"{kind}.noname.{next(self._names[kind])}"
+            return f"{kind}.noname.{next(self._names[team, kind])}"
         if not isinstance(name, str) or "\0" in name:
             raise UsageError(f"{kind}: name must be a string without NUL characters, not {name!r}")
         return f"{kind}.{name}"
 
-    def same_number(self, kind: str, like: str) -> None:
+    def same_number(self, kind: str, like: str, team: int = 0) -> None:
         """Gives the next automatic name of ``kind`` the number of the last one of ``like``.
 
         So the operations of one call have equal numbers, also after a call that was interrupted between them. The
         caller is ``in_order``.
         """
-        number = next(self._names[like]) - 1
-        self._names[like] = itertools.count(number + 1)
-        self._names[kind] = itertools.count(number)
+        number = next(self._names[team, like]) - 1
+        self._names[team, like] = itertools.count(number + 1)
+        self._names[team, kind] = itertools.count(number)
 
-    def in_order(self, kind: str, name: str | None) -> AbstractContextManager[object]:
+    def in_order(self, kind: str, name: str | None, team: int = 0) -> AbstractContextManager[object]:
         """Held by a call that does several operations: those of other threads with automatic names come after it.
 
         Raises:
@@ -103,16 +108,45 @@ class Runtime:
         """
         if self.ended:  # in a forked child, nobody may be left to release the lock
             self.raise_ended(kind)
-        return self._orders[kind] if name is None else nullcontext()
+        return self._orders[team, kind] if name is None else nullcontext()
 
-    def gradient_kind(self, name: str) -> str:
+    def change_teams(self, what: str, step: Callable[[DeputyCall], Any]) -> Any:
+        """Does a step that adds or removes teams; blocks until it is done, see ``Teams.change``.
+
+        Raises:
+            UsageError, AbortedError: As ``raise_ended``.
+            BaseException: As ``Teams.change``.
+        """
+
+        def guarded(call: DeputyCall) -> Any:
+            try:
+                self.active_calls[call] = None
+                if self.ended:
+                    self.raise_ended(what)
+                return step(call)
+            finally:
+                self.active_calls.pop(call, None)
+
+        if self.ended:  # in a forked child, the thread that is to do it would wait for one that is not there
+            self.raise_ended(what)
+        return self.teams.change(what, guarded)
+
+    def _forget_team(self, team: int) -> None:
+        """Drops what is kept of a removed team; since its id is never used again, nothing depends on this."""
+        self.request_cache.clear()
+        for counters in (self._names, self._orders, self._gradient_names):
+            for key in list(counters):
+                if key[0] == team:
+                    counters.pop(key, None)
+
+    def gradient_kind(self, name: str, team: int = 0) -> str:
         """The kind of operation for the gradient of a parameter: each call gives one for another optimizer.
 
         Equal names of two models stay distinct by a number. Names that do not collide have none, so an optimizer that
         only one rank has does not shift those of others.
         """
-        number = self._gradient_names[name]
-        self._gradient_names[name] = number + 1
+        number = self._gradient_names[team, name]
+        self._gradient_names[team, name] = number + 1
         return f"gradient{number}" if number else "gradient"
 
     def raise_ended(self, operation: str) -> NoReturn:
@@ -145,9 +179,13 @@ class Runtime:
             UsageError: a thread (or the code that a signal handler interrupted) is inside an operation.
         """
         self.ended = True  # before the next line: a call that enters between the two is refused
-        if self.active_calls:
+        calls = list(self.active_calls)
+        left = [call for call in calls if isinstance(call, DeputyCall) and call.is_left]
+        if len(left) < len(calls):
             self.ended = False
             raise UsageError("shutdown() was called while another thread waits in an operation of horo")
+        for call in left:
+            self.teams.give_up(call)
         last_number = self.handle_base + self.core.counters()["requests"]
         self.job.close()
         self.requests.clear()
@@ -188,12 +226,14 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         comm: Which processes form the job. None: all that were started. A list of their ranks: those, numbered by
             their place in the list; each of them calls ``init`` with the same list, the others do not call it.
             A communicator of mpi4py: its ranks, whoever started them.
-        process_sets: Only None for now.
+        process_sets: Sets of ranks to register at once, as by ``add_process_set``: a list of ``ProcessSet`` or of lists
+            of ranks, the same on all ranks. ``"dynamic"`` (Horovod's word for sets that come later) is as None: they
+            may always come.
 
     Raises:
-        UnsupportedError: ``process_sets`` was given.
-        UsageError: The launcher's environment is incomplete, MPI and its launcher disagree, ``comm`` does not fit, or
-            this is a forked child of a rank.
+        UsageError: The launcher's environment is incomplete, MPI and its launcher disagree, ``comm`` or
+            ``process_sets`` does not fit, this is a forked child of a rank, or ``process_sets`` came after the first
+            ``init()``.
         ResourceError: An MPI started the job, but mpi4py or its MPI library is not there.
         GroupError: Not all ranks came, or they do not fit together.
 
@@ -201,13 +241,14 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         hvd.init()
         print(f"rank {hvd.rank()} of {hvd.size()}")
     """
-    if process_sets is not None:
-        raise UnsupportedError(f"init(process_sets={process_sets!r}): only process_sets=None is supported yet")
+    added = _listed(process_sets)
     keep_from_dynamo()
     with _process.lock:
         if _process.runtime is not None:
             if _process.runtime.forked:
                 raise UsageError("init(): this process was forked from a rank; start ranks as new processes instead")
+            if added:
+                raise UsageError("init(process_sets=...): horo is initialized already; use hvd.add_process_set()")
             return
         from horo._bootstrap.job import start  # noqa: PLC0415  (the bootstrap is needed only here)
 
@@ -216,6 +257,28 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
             _process.registered = True
             atexit.register(_at_exit)
             os.register_at_fork(after_in_child=_after_fork_in_child)
+    if added:
+        _register(added)
+
+
+def _listed(process_sets: Any) -> list[ProcessSet]:
+    from horo.torch.process_sets import ProcessSet  # noqa: PLC0415  (it imports this module)
+
+    if process_sets is None or process_sets == "dynamic":
+        return []
+    if isinstance(process_sets, (str, ProcessSet)) or not isinstance(process_sets, Iterable):
+        raise UsageError(f"init(process_sets={process_sets!r}): expected a list of process sets, or 'dynamic'")
+    return [item if isinstance(item, ProcessSet) else ProcessSet(item) for item in process_sets]
+
+
+def _register(process_sets: list[ProcessSet]) -> None:
+    from horo.torch.process_sets import register_all  # noqa: PLC0415  (it imports this module)
+
+    try:
+        register_all(current(), process_sets)
+    except BaseException:
+        shutdown()
+        raise
 
 
 def shutdown() -> None:

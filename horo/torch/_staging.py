@@ -74,6 +74,8 @@ class Spec(NamedTuple):
     root_rank: int = 0
     collective: str = "allreduce"
     """The operation of the core by its name in ``_core.OPS``."""
+    team: int = 0
+    """The core's number of the ranks that take part."""
     place: tuple[int, int] = (0, 1)
     """For a reducescatter: number of this rank among those that take part, and how many they are."""
 

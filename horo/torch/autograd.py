@@ -44,26 +44,30 @@ def allreduce_all(tensors: Sequence[torch.Tensor], spec: Spec, key: Hashable = N
         results = allreduce_all(rounded, spec._replace(wire=None))
         return tuple(result.to(tensor.dtype) for result, tensor in zip(results, tensors, strict=True))
     # The factors stay outside, so that the functions below compare and divide exactly what was reduced.
-    plain = Spec(spec.kind, spec.name, spec.reduce_op)
+    plain = Spec(spec.kind, spec.name, spec.reduce_op, team=spec.team)
     function = _ProductAllreduce if spec.reduce_op == _PRODUCT else _ExtremeAllreduce
     scaled = [tensor if spec.prescale == 1.0 else tensor * spec.prescale for tensor in tensors]
     results = _returned(_apply(function, plain, *scaled))
     return tuple(result if spec.postscale == 1.0 else result * spec.postscale for result in results)
 
 
-def allgather_all(tensors: Sequence[torch.Tensor], kind: str, name: str | None) -> tuple[torch.Tensor, ...]:
+def allgather_all(
+    tensors: Sequence[torch.Tensor], kind: str, name: str | None, team: int = 0
+) -> tuple[torch.Tensor, ...]:
     """Gathers tensors in one request; differentiable where an input requires grad."""
     if not needs_graph(tensors):
-        gathered = start_allgather(tensors, kind, name, sync=True).wait()
+        gathered = start_allgather(tensors, kind, name, sync=True, team=team).wait()
         return tuple(item.tensor for item in gathered)
-    return _returned(_apply(_Allgather, kind, name, *tensors))
+    return _returned(_apply(_Allgather, kind, name, team, *tensors))
 
 
-def broadcast_one(tensor: torch.Tensor, root_rank: int, name: str | None, key: Hashable = None) -> torch.Tensor:
+def broadcast_one(
+    tensor: torch.Tensor, root_rank: int, name: str | None, key: Hashable = None, team: int = 0
+) -> torch.Tensor:
     """Copies the root's tensor to all ranks; differentiable where the input requires grad. ``key`` as above."""
     if not needs_graph([tensor]):
-        return run_broadcast([tensor], root_rank, "broadcast", name, key=key)[0]
-    result: torch.Tensor = _apply(_Broadcast, tensor, root_rank, name)
+        return run_broadcast([tensor], root_rank, "broadcast", name, key=key, team=team)[0]
+    result: torch.Tensor = _apply(_Broadcast, tensor, root_rank, name, team)
     return result
 
 
@@ -86,7 +90,7 @@ def _derive(name: str | None, suffix: str) -> str | None:
 
 def _derived(spec: Spec, suffix: str, reduce_op: int) -> Spec:
     """The spec, without factors, of a reduction that the gradient of this one needs."""
-    return Spec(spec.kind, _derive(spec.name, suffix), reduce_op)
+    return Spec(spec.kind, _derive(spec.name, suffix), reduce_op, team=spec.team)
 
 
 def _floating(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -171,34 +175,34 @@ class _ProductAllreduce(torch.autograd.Function):
 
 class _Allgather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, kind: str, name: str | None, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        gathered = start_allgather(tensors, kind, name, sync=True).wait()
-        rank = _runtime.rank()
-        ctx.name = name
+    def forward(ctx: Any, kind: str, name: str | None, team: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        gathered = start_allgather(tensors, kind, name, sync=True, team=team).wait()
+        rank = _runtime.current().teams.find(team).rank
+        ctx.name, ctx.team = name, team
         ctx.floating = _floating(tensors)
         ctx.rows = [(sum(item.rows[:rank]), item.rows[rank]) for item in gathered]
         return tuple(item.tensor for item in gathered)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        spec = Spec("allgather", _derive(ctx.name, "grad"), _AVERAGE)
+        spec = Spec("allgather", _derive(ctx.name, "grad"), _AVERAGE, team=ctx.team)
         averaged = allreduce_all([grads[index] for index in ctx.floating], spec)
         results: list[torch.Tensor | None] = [None] * len(grads)
         for index, result in zip(ctx.floating, averaged, strict=True):
             first, count = ctx.rows[index]
             results[index] = result.narrow(0, first, count)
-        return (None, None, *results)
+        return (None, None, None, *results)
 
 
 class _Broadcast(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, team: int) -> torch.Tensor:
         ctx.root_rank = root_rank
-        ctx.name = name
-        return run_broadcast([tensor], root_rank, "broadcast", name)[0]
+        ctx.name, ctx.team = name, team
+        return run_broadcast([tensor], root_rank, "broadcast", name, team=team)[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        spec = Spec("broadcast", _derive(ctx.name, "grad"), _AVERAGE)
+        spec = Spec("broadcast", _derive(ctx.name, "grad"), _AVERAGE, team=ctx.team)
         averaged = allreduce_all(grads, spec)[0]
-        return (averaged if _runtime.rank() == ctx.root_rank else torch.zeros_like(averaged)), None, None
+        return (averaged if _runtime.rank() == ctx.root_rank else torch.zeros_like(averaged)), None, None, None

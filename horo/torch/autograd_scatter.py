@@ -51,7 +51,7 @@ def _apply(function: Any, spec: Spec, tensors: Sequence[torch.Tensor]) -> tuple[
 def _gather(ctx: Any, tensors: Sequence[torch.Tensor], suffix: str) -> tuple[torch.Tensor, ...]:
     """The rows of all ranks."""
     name = None if ctx.spec.name is None else f"{ctx.spec.name}.{suffix}"
-    return allgather_all(tensors, ctx.spec.kind, name)
+    return allgather_all(tensors, ctx.spec.kind, name, ctx.spec.team)
 
 
 def _spread(ctx: Any, gradients: Sequence[torch.Tensor], count: int) -> tuple[torch.Tensor | None, ...]:
@@ -106,7 +106,7 @@ class _OtherReducescatter(torch.autograd.Function):
 
 def _reduce(ctx: Any, tensors: Sequence[torch.Tensor], suffix: str, reduce_op: int) -> tuple[torch.Tensor, ...]:
     name = None if ctx.spec.name is None else f"{ctx.spec.name}.{suffix}"
-    return run_allreduce(tensors, Spec(ctx.spec.kind, name, reduce_op))
+    return run_allreduce(tensors, Spec(ctx.spec.kind, name, reduce_op, team=ctx.spec.team))
 
 
 def _extreme_weights(ctx: Any, own: Sequence[torch.Tensor]) -> list[torch.Tensor]:

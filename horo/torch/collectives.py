@@ -6,19 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from horo.torch._requests import (
-    first_of,
-    publish,
-    repeat,
-    repeat_async,
-    run_barrier,
-    run_broadcast,
-    start_allgather,
-    start_broadcast,
-)
+from horo.torch._handles import first_of, publish
+from horo.torch._requests import repeat, repeat_async, run_barrier, run_broadcast, start_allgather, start_broadcast
 from horo.torch._staging import list_tensors
 from horo.torch.autograd import allgather_all, broadcast_one
-from horo.torch.process_sets import ProcessSet, check_process_set, global_process_set
+from horo.torch.process_sets import ProcessSet, global_process_set, resolve_process_set
 
 __all__ = [
     "allgather",
@@ -44,7 +36,7 @@ def allgather(
         tensor: ``[rows, ...]`` in CPU memory, dense, of a dtype that ``allreduce`` takes. The number of rows may
             differ by rank; dtype and the other dimensions are equal on all ranks.
         name: Connects the calls of all ranks; equal on all. None: calls without a name are connected in their order.
-        process_set: ``global_process_set``.
+        process_set: The ranks that take part; others do not call it.
 
     Returns:
         ``[sum of rows, ...]``, new memory, same dtype.
@@ -60,8 +52,7 @@ def allgather(
         rows = torch.full((hvd.rank() + 1, 2), hvd.rank())
         everyone = hvd.allgather(rows)  # on 2 ranks [3, 2]: one row of 0, two rows of 1
     """
-    check_process_set(process_set)
-    return allgather_all([tensor], "allgather", name)[0]
+    return allgather_all([tensor], "allgather", name, resolve_process_set(process_set, "allgather"))[0]
 
 
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
@@ -70,7 +61,7 @@ def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: 
     Args:
         tensor: As for ``allgather``. It must not be changed before ``synchronize``.
         name: As for ``allgather``. A name can be in use once at a time.
-        process_set: ``global_process_set``.
+        process_set: The ranks that take part; others do not call it.
 
     Returns:
         A handle for ``poll`` and ``synchronize``; the latter returns ``[sum of rows, ...]``.
@@ -82,8 +73,7 @@ def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: 
         handle = hvd.allgather_async(torch.full((1, 2), hvd.rank()))
         everyone = hvd.synchronize(handle)  # on 2 ranks [[0, 0], [1, 1]]
     """
-    check_process_set(process_set)
-    request = start_allgather([tensor], "allgather", name)
+    request = start_allgather([tensor], "allgather", name, team=resolve_process_set(process_set, "allgather"))
     return publish(request, lambda gathered: gathered[0].tensor)
 
 
@@ -97,7 +87,7 @@ def grouped_allgather(
     Args:
         tensors: Each as for ``allgather``, of any dtypes; equally many on all ranks.
         name: As for ``allgather``, for the whole group.
-        process_set: ``global_process_set``.
+        process_set: The ranks that take part; others do not call it.
 
     Returns:
         For each tensor ``[sum of rows, ...]``.
@@ -109,9 +99,8 @@ def grouped_allgather(
         x = torch.full((1, 2), hvd.rank())
         rows, labels = hvd.grouped_allgather([x, x[:, 0]])  # on 2 ranks [2, 2] and [2]
     """
-    check_process_set(process_set)
     kind = "grouped_allgather"
-    return allgather_all(list_tensors(tensors, kind), kind, name)
+    return allgather_all(list_tensors(tensors, kind), kind, name, resolve_process_set(process_set, kind))
 
 
 def grouped_allgather_async(
@@ -122,7 +111,7 @@ def grouped_allgather_async(
     Args:
         tensors: As for ``grouped_allgather``. They must not be changed before ``synchronize``.
         name: As for ``allgather_async``.
-        process_set: ``global_process_set``.
+        process_set: The ranks that take part; others do not call it.
 
     Returns:
         One handle for ``poll`` and ``synchronize``; the latter returns a tuple of tensors.
@@ -134,9 +123,9 @@ def grouped_allgather_async(
         handle = hvd.grouped_allgather_async([torch.ones(1), torch.zeros(2)])
         ones, zeros = hvd.synchronize(handle)  # on 2 ranks [2] and [4]
     """
-    check_process_set(process_set)
     kind = "grouped_allgather"
-    request = start_allgather(list_tensors(tensors, kind), kind, name)
+    team = resolve_process_set(process_set, kind)
+    request = start_allgather(list_tensors(tensors, kind), kind, name, team=team)
     return publish(request, lambda gathered: tuple(item.tensor for item in gathered))
 
 
@@ -149,9 +138,9 @@ def broadcast(
 
     Args:
         tensor: ``[...]`` in CPU memory, dense, of a dtype that ``allreduce`` takes; same shape and dtype on all ranks.
-        root_rank: The rank whose values all get; equal on all ranks.
+        root_rank: The rank whose values all get, by its number in the job also in a process set; equal on all ranks.
         name: Connects the calls of all ranks; equal on all. None: calls without a name are connected in their order.
-        process_set: ``global_process_set``.
+        process_set: The ranks that take part; others do not call it.
 
     Returns:
         A new contiguous tensor of the same shape and dtype.
@@ -171,8 +160,7 @@ def broadcast(
     again = repeat(key, tensor, in_place=False)
     if again is not None:
         return again
-    check_process_set(process_set)
-    return broadcast_one(tensor, root_rank, name, key)
+    return broadcast_one(tensor, root_rank, name, key, resolve_process_set(process_set, "broadcast"))
 
 
 def broadcast_(
@@ -186,7 +174,7 @@ def broadcast_(
         tensor: As for ``broadcast``; no tensor that autograd has computed.
         root_rank: As for ``broadcast``.
         name: As for ``broadcast``.
-        process_set: ``global_process_set``.
+        process_set: The ranks that take part; others do not call it.
 
     Returns:
         ``tensor``.
@@ -202,8 +190,8 @@ def broadcast_(
     again = repeat(key, tensor, in_place=True)
     if again is not None:
         return again
-    check_process_set(process_set)
-    return run_broadcast([tensor], root_rank, "broadcast", name, in_place=True, key=key)[0]
+    team = resolve_process_set(process_set, "broadcast")
+    return run_broadcast([tensor], root_rank, "broadcast", name, in_place=True, key=key, team=team)[0]
 
 
 def broadcast_async(
@@ -215,7 +203,7 @@ def broadcast_async(
         tensor: As for ``broadcast``. It must not be changed before ``synchronize``.
         root_rank: As for ``broadcast``.
         name: As for ``broadcast``. A name can be in use once at a time.
-        process_set: ``global_process_set``.
+        process_set: The ranks that take part; others do not call it.
 
     Returns:
         A handle for ``poll`` and ``synchronize``; the latter returns a new tensor.
@@ -239,7 +227,7 @@ def broadcast_async_(
         tensor: As for ``broadcast_``. It must not be read or changed before ``synchronize``.
         root_rank: As for ``broadcast``.
         name: As for ``broadcast_async``.
-        process_set: ``global_process_set``.
+        process_set: The ranks that take part; others do not call it.
 
     Returns:
         A handle for ``poll`` and ``synchronize``; the latter returns ``tensor``.
@@ -258,7 +246,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Blocks until all ranks have called it.
 
     Args:
-        process_set: ``global_process_set``.
+        process_set: The ranks that take part; others do not call it.
 
     Raises:
         GroupError: A rank is lost or has shut down.
@@ -268,8 +256,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
         hvd.barrier()
         print(f"rank {hvd.rank()} goes on after all have come")
     """
-    check_process_set(process_set)
-    run_barrier()
+    run_barrier(resolve_process_set(process_set, "barrier"))
 
 
 def _begin_broadcast(  # noqa: PLR0917  (keywords would cost time)
@@ -279,6 +266,6 @@ def _begin_broadcast(  # noqa: PLR0917  (keywords would cost time)
     handle = repeat_async(key, tensor, in_place=in_place)
     if handle is not None:
         return handle
-    check_process_set(process_set)
-    request = start_broadcast([tensor], root_rank, "broadcast", name, in_place=in_place, key=key)
+    team = resolve_process_set(process_set, "broadcast")
+    request = start_broadcast([tensor], root_rank, "broadcast", name, in_place=in_place, key=key, team=team)
     return publish(request, first_of)

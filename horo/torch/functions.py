@@ -17,7 +17,7 @@ from horo.torch._bytes import bytes_of, tensor_of
 from horo.torch._requests import check_root, run_allreduce, run_broadcast, start_allgather, start_broadcast
 from horo.torch._staging import Spec, check_tensor
 from horo.torch.ops import Average
-from horo.torch.process_sets import ProcessSet, check_process_set, global_process_set
+from horo.torch.process_sets import ProcessSet, global_process_set, resolve_process_set
 
 __all__ = [
     "allgather_object",
@@ -122,7 +122,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     check_root(root_rank, what)
     _agree(_describe_groups(optimizer), what)
     tensors: list[torch.Tensor] = []
-    structure = _share(lambda: _take_apart(optimizer, tensors, what), root_rank, what, None)
+    structure = _share(lambda: _take_apart(optimizer, tensors, what), root_rank, what, None, 0)
     if _runtime.rank() != root_rank:
         _put_together(optimizer, structure, tensors)
     _overwrite(tensors, root_rank, what)
@@ -137,9 +137,9 @@ def broadcast_object(
 
     Args:
         obj: Any picklable object; ignored on other ranks.
-        root_rank: The rank whose object all get; equal on all ranks.
+        root_rank: The rank whose object all get, by its number in the job also in a process set; equal on all ranks.
         name: Connects the calls of all ranks; equal on all. None: calls without a name are connected in their order.
-        process_set: ``global_process_set``.
+        process_set: The ranks that take part; others do not call it.
 
     Returns:
         ``obj`` itself at the root, a copy elsewhere.
@@ -156,9 +156,10 @@ def broadcast_object(
         settings = {"epochs": 3} if hvd.rank() == 0 else None
         settings = hvd.broadcast_object(settings)  # on all ranks {"epochs": 3}
     """
-    check_process_set(process_set)
-    check_root(root_rank, "broadcast_object")
-    return _share(lambda: obj, root_rank, "broadcast_object", name)
+    what = "broadcast_object"
+    team = resolve_process_set(process_set, what)
+    check_root(root_rank, what, team)
+    return _share(lambda: obj, root_rank, what, name, team)
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
@@ -169,7 +170,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     Args:
         obj: Any picklable object; objects of different ranks may be of different types.
         name: Connects the calls of all ranks; equal on all. None: calls without a name are connected in their order.
-        process_set: ``global_process_set``.
+        process_set: The ranks that take part; others do not call it.
 
     Returns:
         One object per rank.
@@ -184,17 +185,19 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
         hosts = hvd.allgather_object(os.uname().nodename)
         print(hosts[0], "is the host of rank 0")
     """
-    check_process_set(process_set)
     what = "allgather_object"
+    team = resolve_process_set(process_set, what)
     failure, payload = _pickle(lambda: obj)
-    with _runtime.current().in_order(what, name):
-        key = _greet(what, name, 0, 0)
+    with _runtime.current().in_order(what, name, team):
+        key = _greet(what, name, 0, 0, team)
         sealed = key.seal(_runtime.rank(), _flag(failure) + payload)
-        gathered = start_allgather([tensor_of(sealed)], what, name, sync=True).wait()[0]
+        gathered = start_allgather([tensor_of(sealed)], what, name, sync=True, team=team).wait()[0]
     if failure is not None:
         raise failure
-    parts = [key.open(rank, bytes_of(part)) for rank, part in enumerate(gathered.tensor.split(gathered.rows))]
-    for rank, part in enumerate(parts):
+    ranks = _runtime.current().teams.find(team).ranks
+    sent = zip(ranks, gathered.tensor.split(gathered.rows), strict=True)
+    parts = [key.open(rank, bytes_of(part)) for rank, part in sent]
+    for rank, part in zip(ranks, parts, strict=True):
         if part[0]:
             raise UsageError(f"{what}: rank {rank} could not pickle its object: {bytes(part[1:]).decode()}")
     return [cloudpickle.loads(part[1:]) for part in parts]
@@ -273,7 +276,7 @@ def _chunks(tensors: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
         yield chunk
 
 
-def _share(produce: Callable[[], Any], root_rank: int, what: str, name: str | None) -> Any:
+def _share(produce: Callable[[], Any], root_rank: int, what: str, name: str | None, team: int) -> Any:
     """The root's ``produce()`` on all ranks. What fails at the root fails everywhere, with no rank left waiting."""
     is_root = _runtime.rank() == root_rank
     result = None
@@ -288,13 +291,13 @@ def _share(produce: Callable[[], Any], root_rank: int, what: str, name: str | No
 
         failure, payload = _pickle(keep)
     payload = _flag(failure) + payload if is_root else b""
-    with _runtime.current().in_order(what, name):
-        key = _greet(what, name, len(payload), root_rank)
+    with _runtime.current().in_order(what, name, team):
+        key = _greet(what, name, len(payload), root_rank, team)
         if is_root:
             sealed = tensor_of(key.seal(root_rank, payload))
         else:
             sealed = torch.empty(key.sealed_bytes(root_rank), dtype=torch.uint8)
-        run_broadcast([sealed], root_rank, what, name, in_place=True)
+        run_broadcast([sealed], root_rank, what, name, in_place=True, team=team)
     if failure is not None:
         raise failure
     if is_root:
@@ -305,8 +308,8 @@ def _share(produce: Callable[[], Any], root_rank: int, what: str, name: str | No
     return cloudpickle.loads(received[1:])
 
 
-def _greet(what: str, name: str | None, payload_bytes: int, root_rank: int) -> ObjectKey:
-    """The key of a call, for which all ranks greet each other. An automatic name comes to stand for the whole call.
+def _greet(what: str, name: str | None, payload_bytes: int, root_rank: int, team: int) -> ObjectKey:
+    """The key of a call, for which all ranks of the team greet each other. An automatic name stands for the whole call.
 
     Raises:
         UsageError: The name is too long.
@@ -321,12 +324,13 @@ def _greet(what: str, name: str | None, payload_bytes: int, root_rank: int) -> O
         size, longest = len(name.encode()), _core.NAME_MAX - len(kind) - 1
         if size > longest:
             raise UsageError(f"{what}: the name has {size} bytes; at most {longest} are allowed")
-    request = start_allgather([tensor_of(greeting)], kind, name, sync=True)
+    request = start_allgather([tensor_of(greeting)], kind, name, sync=True, team=team)
     if name is None:
-        runtime.same_number(what, kind)
+        runtime.same_number(what, kind, team)
     came = request.wait()[0].tensor
     greetings = bytes(bytes_of(came))
-    key = ObjectKey(job.directory.secret, what, name, rank=job.rank, greeting=greeting, greetings=greetings)
+    ranks, secret = runtime.teams.find(team).ranks, job.directory.secret
+    key = ObjectKey(secret, what, name, rank=job.rank, ranks=ranks, greeting=greeting, greetings=greetings)
     key.refuse_different_roots()
     return key
 

@@ -24,20 +24,12 @@ import torch
 
 from horo import _core
 from horo.errors import UnsupportedError, UsageError
-from horo.torch._requests import (
-    first_of,
-    poll,
-    publish,
-    repeat,
-    repeat_async,
-    run_allreduce,
-    start_allreduce,
-    synchronize,
-)
+from horo.torch._handles import first_of, poll, publish, synchronize
+from horo.torch._requests import repeat, repeat_async, run_allreduce, start_allreduce
 from horo.torch._staging import Spec, list_tensors
 from horo.torch.autograd import allreduce_all
 from horo.torch.compression import Compression, Compressor, split
-from horo.torch.process_sets import ProcessSet, check_process_set, global_process_set
+from horo.torch.process_sets import ProcessSet, global_process_set, resolve_process_set
 
 __all__ = [
     "Adasum",
@@ -91,7 +83,7 @@ def allreduce(
         op: ``Average`` (the default), ``Sum``, ``Min``, ``Max`` or ``Product``.
         prescale_factor: Multiplied in before the reduction.
         postscale_factor: Multiplied in after it.
-        process_set: ``global_process_set``.
+        process_set: The ranks that take part; others do not call it.
 
     Returns:
         A new contiguous tensor of the same shape and dtype.
@@ -400,5 +392,6 @@ def _spec(
     wire: torch.dtype | None = None,
     stacklevel: int = 4,
 ) -> Spec:
-    check_process_set(process_set)
-    return Spec(kind, name, resolve_op(op, average, stacklevel), float(prescale_factor), float(postscale_factor), wire)
+    team = resolve_process_set(process_set, kind)
+    reduce_op = resolve_op(op, average, stacklevel)
+    return Spec(kind, name, reduce_op, float(prescale_factor), float(postscale_factor), wire, team=team)

@@ -22,7 +22,7 @@ from horo.torch._reducer import GradientReducer
 from horo.torch._step_reducer import StepReducer
 from horo.torch.compression import Compression, Compressor
 from horo.torch.ops import Average, Sum, resolve_op
-from horo.torch.process_sets import ProcessSet, check_process_set, global_process_set
+from horo.torch.process_sets import ProcessSet, global_process_set
 
 __all__ = ["Distributed", "DistributedOptimizer"]
 
@@ -132,7 +132,10 @@ def DistributedOptimizer(
         optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     """
     keep_from_dynamo()
-    check_process_set(process_set)
+    if process_set is not global_process_set:
+        raise UnsupportedError(
+            f"DistributedOptimizer: process_set={process_set!r}: only global_process_set is supported yet"
+        )
     _check_optimizer(optimizer)
     if resolve_op(op) not in (Average, Sum):
         raise UnsupportedError(f"DistributedOptimizer: op={op} is not supported; use hvd.Average or hvd.Sum")

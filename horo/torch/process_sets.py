@@ -1,67 +1,293 @@
-"""Sets of ranks. For now there is one: all ranks of the job."""
+"""Sets of ranks that do collectives among themselves, several at once and independently of each other.
+
+A process set is a team of the core. Every function that takes ``process_set`` then concerns its members only: they
+agree, wait and average among themselves, and other ranks go on with what they do.
+
+A set is registered exactly if ``Teams.sets`` has it under its id. The core gives no id twice, so what was begun in a
+set that has been removed since, such as a backward, can meet no other set.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import operator
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
-from horo.errors import UnsupportedError
+from horo.errors import UnsupportedError, UsageError
 from horo.torch import _runtime
+from horo.torch._teams import public_id
 
-__all__ = ["ProcessSet", "check_process_set", "global_process_set"]
+if TYPE_CHECKING:
+    from horo._deputy import DeputyCall
+
+__all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_process_set", "resolve_process_set"]
 
 
 class ProcessSet:
-    """A set of ranks that communicate among themselves.
+    """Some ranks of the job. It can be used once ``init(process_sets=...)`` or ``add_process_set`` has registered it.
 
-    Only ``global_process_set`` exists for now; making another one raises ``UnsupportedError``.
+    ``copy.copy`` and ``copy.deepcopy`` return the object itself, so that a copy of an optimizer uses the same set. A
+    pickled set becomes one of the same ranks that is not registered.
+
+    Args:
+        ranks_or_comm: The members' ranks in the job, in any order.
+
+    Raises:
+        UsageError: They are not integers, or one is there twice, or there is none.
+        UnsupportedError: A communicator of MPI was given; give the ranks of its members.
 
     Example:
-        everyone = hvd.global_process_set.ranks
-        print(everyone)  # on 2 ranks [0, 1]
+        evens = hvd.ProcessSet(range(0, hvd.size(), 2))
+        if hvd.size() > 1:  # a set of all ranks is there already
+            hvd.add_process_set(evens)  # on all ranks
+            if evens.included():
+                mean = hvd.allreduce(torch.ones(3), process_set=evens)
+            hvd.remove_process_set(evens)  # on all ranks
     """
 
-    process_set_id: int | None
+    def __init__(self, ranks_or_comm: Iterable[int]) -> None:
+        if hasattr(ranks_or_comm, "Get_rank"):
+            raise UnsupportedError(
+                "ProcessSet: a communicator of MPI is not supported; give the ranks of its members, as "
+                "comm.allgather(hvd.rank()) finds them"
+            )
+        try:
+            found = sorted(operator.index(rank) for rank in ranks_or_comm)
+        except TypeError:
+            raise UsageError(f"ProcessSet({ranks_or_comm!r}): expected the ranks of the members, as integers") from None
+        if not found or found[0] < 0 or len(set(found)) != len(found):
+            raise UsageError(f"ProcessSet({found}): a process set has one or more ranks from 0, each once")
+        self._ranks = found
+        self._team = 0
 
-    def __init__(self, ranks_or_comm: Any) -> None:
-        raise UnsupportedError(
-            f"ProcessSet({ranks_or_comm!r}): process sets other than global_process_set are not supported yet"
-        )
+    @property
+    def process_set_id(self) -> int | None:
+        """Its number in the job, the same on all ranks. None while it is not registered, and after ``shutdown()``."""
+        team = self.team_in(_runtime.find())
+        return None if team is None else public_id(team)
 
     @property
     def ranks(self) -> list[int] | None:
-        """The ranks of the set in rising order; None before ``init()``."""
-        return list(range(_runtime.size())) if _runtime.is_initialized() else None
+        """The ranks of the members in rising order; of ``global_process_set``, None before ``init()``."""
+        return list(self._ranks)
+
+    @property
+    def mpi_comm(self) -> None:
+        """None; Horovod has the communicator of MPI here that a set was made of."""
+        return
 
     def size(self) -> int | None:
-        """How many ranks the set has; None before ``init()``."""
-        return _runtime.size() if _runtime.is_initialized() else None
+        """How many members it has; None while it is not registered."""
+        return None if self.process_set_id is None else len(self._ranks)
 
     def rank(self) -> int | None:
-        """This process's position in the set; None before ``init()``."""
-        return _runtime.rank() if _runtime.is_initialized() else None
+        """This process's position among the members; None while the set is not registered.
+
+        Raises:
+            UsageError: This process is no member.
+        """
+        if self.process_set_id is None:
+            return None
+        if not self.included():
+            raise UsageError(f"rank {_runtime.rank()} is not a member of {self}")
+        return self._ranks.index(_runtime.rank())
 
     def included(self) -> bool | None:
-        """Whether this process belongs to the set; None before ``init()``."""
-        return True if _runtime.is_initialized() else None
+        """Whether this process is a member.
+
+        Raises:
+            NotInitializedError: Before ``init()``. (``global_process_set`` gives None then.)
+        """
+        return _runtime.rank() in self._ranks
 
     def __repr__(self) -> str:
-        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
+
+    def __copy__(self) -> ProcessSet:
+        return self
+
+    def __deepcopy__(self, memo: object) -> ProcessSet:
+        return self
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        return ProcessSet, (self._ranks,)
+
+    def team_in(self, runtime: _runtime.Runtime | None) -> int | None:
+        """The core's id of the set in a job; None where it is not registered there."""
+        # What another job has under this id is another object.
+        return self._team if runtime is not None and runtime.teams.sets.get(self._team) is self else None
+
+    def _register(self, runtime: _runtime.Runtime, what: str, call: DeputyCall) -> ProcessSet:
+        """Adds the set to the job of ``runtime``; all ranks come here with the same set. What is registered then."""
+        for team, other in list(runtime.teams.sets.items()):
+            if other.ranks == self._ranks and runtime.teams.was_left(other):
+                runtime.teams.sets[team] = self
+                self._team = team
+                return self
+        refuse_registered([*runtime.teams.sets.values(), self], what)
+        self._team = runtime.teams.add(self, self._ranks, call)
+        return self
+
+    def _unregister(self, runtime: _runtime.Runtime) -> bool:
+        """Removes the set from the job of ``runtime``; all ranks come here with the same set."""
+        team = self.team_in(runtime)
+        if team is None:
+            return False
+        runtime.teams.remove(team)
+        return True
 
 
 class _GlobalProcessSet(ProcessSet):
+    """All ranks of the job, whichever that is."""
+
     def __init__(self) -> None:
-        self.process_set_id = 0
+        pass
+
+    @property
+    def process_set_id(self) -> int:
+        return 0
+
+    @property
+    def ranks(self) -> list[int] | None:
+        return list(range(_runtime.size())) if _runtime.is_initialized() else None
+
+    def size(self) -> int | None:
+        return _runtime.size() if _runtime.is_initialized() else None
+
+    def rank(self) -> int | None:
+        return _runtime.rank() if _runtime.is_initialized() else None
+
+    def included(self) -> bool | None:
+        return True if _runtime.is_initialized() else None
+
+    def __reduce__(self) -> str:
+        return "global_process_set"
+
+    def team_in(self, runtime: _runtime.Runtime | None) -> int:
+        return 0
 
 
 global_process_set: ProcessSet = _GlobalProcessSet()
 """All ranks of the job."""
 
 
-def check_process_set(process_set: ProcessSet) -> None:
-    """Refuses everything but ``global_process_set``.
+def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
+    """Registers a process set. All ranks of the job call it, members and others, with the same ranks.
+
+    Blocks until all have; operations in progress go on meanwhile. Calls of several threads are done one after the
+    other, so threads must come in the same order on all ranks. An exception of a signal handler ends the wait, and the
+    set is added all the same when the other ranks come: another call with its ranks then returns it. Horovod needs
+    ``HOROVOD_DYNAMIC_PROCESS_SETS=1`` for this function; horo does not.
+
+    A rank that leaves the job, by ``shutdown()`` or at the end of its script, ends the operations of its sets, too.
+
+    Args:
+        process_set: A set that is not registered, or the ranks of its members.
+
+    Returns:
+        The set, with its ``process_set_id``.
 
     Raises:
-        UnsupportedError: another value was given.
+        NotInitializedError: Before ``init()``.
+        UsageError: There is a set of these ranks already, or the job has no such rank. Nothing has changed.
+        MismatchError: Ranks gave different sets, or another removes one.
+        ResourceError: There are 63 sets already, or no thread can be started.
+        GroupError: A rank is lost, or members cannot be connected.
+
+    Example:
+        if hvd.size() > 1:  # a set of all ranks is there already
+            first = hvd.add_process_set([0])
+            print("a member" if first.included() else "none")
+            hvd.remove_process_set(first)
     """
-    if process_set is not global_process_set:
-        raise UnsupportedError(f"process_set={process_set!r}: only global_process_set is supported yet")
+    runtime, what = _runtime.current(), "add_process_set()"
+    added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    registered: ProcessSet = runtime.change_teams(what, lambda call: added._register(runtime, what, call))
+    return registered
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Removes a process set; all ranks of the job call it, when none of them has an operation of the set in progress.
+
+    Blocks until all have. The object can be added again. An exception of a signal handler ends the wait, and the set is
+    removed all the same when the other ranks come.
+
+    Args:
+        process_set: The set.
+
+    Returns:
+        False, and nothing is done, where it is ``global_process_set`` or not registered.
+
+    Raises:
+        NotInitializedError: Before ``init()``.
+        UsageError: ``process_set`` is no process set, or this rank has an operation of it in progress.
+        MismatchError: Ranks gave different sets, or another adds one.
+        ResourceError: No thread can be started.
+        GroupError: A rank is lost.
+
+    Example:
+        if hvd.size() > 1:  # a set of all ranks is there already
+            last = hvd.add_process_set([hvd.size() - 1])
+            hvd.remove_process_set(last)
+    """
+    runtime = _runtime.current()
+    if not isinstance(process_set, ProcessSet):
+        raise UsageError(f"remove_process_set(): expected a ProcessSet, not {process_set!r}")
+    if process_set is global_process_set:
+        return False
+    removed: bool = runtime.change_teams("remove_process_set()", lambda _: process_set._unregister(runtime))
+    return removed
+
+
+def register_all(runtime: _runtime.Runtime, process_sets: list[ProcessSet]) -> None:
+    """Registers the sets that ``init`` was given.
+
+    Raises:
+        UsageError: A set is there twice, or cannot be; says which.
+        MismatchError: Ranks gave different sets.
+    """
+    what = "init(process_sets=...)"
+    refuse_registered(process_sets, what)
+
+    def register(call: DeputyCall) -> None:
+        for item in process_sets:
+            item._register(runtime, what, call)
+
+    runtime.change_teams(what, register)
+
+
+def refuse_registered(process_sets: list[ProcessSet], what: str) -> None:
+    """Refuses the first set that has the ranks of one before it, or of all ranks.
+
+    Raises:
+        UsageError: There is one.
+    """
+    known = [list(range(_runtime.size()))]
+    for item in process_sets:
+        if item.ranks in known:
+            raise UsageError(f"{what}: {item} is a duplicate: there is a process set of these ranks already")
+        if item.ranks is not None and item.ranks[-1] >= _runtime.size():
+            raise UsageError(f"{what}: {item} has a rank that a job of {_runtime.size()} ranks does not have")
+        known.append(item.ranks or [])
+
+
+def resolve_process_set(process_set: ProcessSet, what: str) -> int:
+    """The core's id of the team that an operation is to be done in.
+
+    Raises:
+        NotInitializedError: Before ``init()``, except for ``global_process_set``.
+        UsageError: ``process_set`` is no process set, is not registered, or this process is no member.
+    """
+    if process_set is global_process_set:
+        return 0
+    if not isinstance(process_set, ProcessSet):
+        raise UsageError(f"{what}: process_set must be a ProcessSet, not {process_set!r}")
+    team = process_set.team_in(_runtime.current())
+    if team is None:
+        raise UsageError(
+            f"{what}: {process_set} does not exist in this job or has not been registered; call hvd.add_process_set() "
+            "on all ranks first"
+        )
+    if not process_set.included():
+        raise UsageError(f"{what}: rank {_runtime.rank()} is not a member of {process_set}")
+    return team

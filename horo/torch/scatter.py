@@ -8,12 +8,13 @@ from collections.abc import Sequence
 import torch
 
 from horo.torch import _runtime
-from horo.torch._requests import first_of, publish, start_reducescatter
+from horo.torch._handles import first_of, publish
+from horo.torch._requests import start_reducescatter
 from horo.torch._staging import Spec, list_tensors
 from horo.torch.autograd_scatter import reducescatter_all
 from horo.torch.compression import Compression, Compressor, split
 from horo.torch.ops import Average, resolve_op
-from horo.torch.process_sets import ProcessSet, check_process_set, global_process_set
+from horo.torch.process_sets import ProcessSet, global_process_set, resolve_process_set
 
 __all__ = ["grouped_reducescatter", "grouped_reducescatter_async", "reducescatter", "reducescatter_async"]
 
@@ -38,7 +39,7 @@ def reducescatter(
         name: Connects the calls of all ranks; equal on all. None: calls without a name are connected in their order.
         compression: What is sent instead of the tensor, e.g. ``Compression.bf16``.
         op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``.
-        process_set: ``global_process_set``.
+        process_set: The ranks that take part; others do not call it.
         prescale_factor: Multiplied in before the reduction.
         postscale_factor: Multiplied in after it.
 
@@ -164,7 +165,8 @@ def _spec(
     postscale_factor: float,
     wire: torch.dtype | None = None,
 ) -> Spec:
-    check_process_set(process_set)
+    team = resolve_process_set(process_set, kind)
+    members = _runtime.current().teams.find(team)
     return Spec(
         kind,
         name,
@@ -173,5 +175,6 @@ def _spec(
         float(postscale_factor),
         wire,
         collective="reducescatter",
-        place=(_runtime.rank(), _runtime.size()),
+        team=team,
+        place=(members.rank, members.size),
     )

@@ -20,15 +20,15 @@ from horo.errors import NotInitializedError, UnsupportedError, UsageError
 
 EXPORTS = (
     "AbortedError Adasum Average Compression DeadlockError DistributedOptimizer GroupError HoroError "
-    "HorovodInternalError InternalError Max Min MismatchError NotInitializedError PeerLostError ProcessSet Product "
-    "ResourceError StalledError Sum UnsupportedError UsageError allgather allgather_async allgather_object allreduce "
-    "allreduce_ allreduce_async allreduce_async_ average_buffers barrier broadcast broadcast_ broadcast_async "
-    "broadcast_async_ broadcast_object broadcast_optimizer_state broadcast_parameters ccl_built cross_rank cross_size "
-    "cuda_built ddl_built global_process_set gloo_built gloo_enabled grouped_allgather grouped_allgather_async "
-    "grouped_allreduce grouped_allreduce_ grouped_allreduce_async grouped_allreduce_async_ grouped_reducescatter "
-    "grouped_reducescatter_async init is_homogeneous is_initialized local_rank local_size mpi_built mpi_enabled "
-    "mpi_threads_supported nccl_built poll rank reducescatter reducescatter_async rocm_built shutdown size "
-    "synchronize"
+    "HorovodInternalError InternalError Max Min MismatchError NotInitializedError PeerLostError ProcessSet "
+    "Product ResourceError StalledError Sum UnsupportedError UsageError add_process_set allgather "
+    "allgather_async allgather_object allreduce allreduce_ allreduce_async allreduce_async_ average_buffers "
+    "barrier broadcast broadcast_ broadcast_async broadcast_async_ broadcast_object broadcast_optimizer_state "
+    "broadcast_parameters ccl_built cross_rank cross_size cuda_built ddl_built global_process_set gloo_built "
+    "gloo_enabled grouped_allgather grouped_allgather_async grouped_allreduce grouped_allreduce_ "
+    "grouped_allreduce_async grouped_allreduce_async_ grouped_reducescatter grouped_reducescatter_async init "
+    "is_homogeneous is_initialized local_rank local_size mpi_built mpi_enabled mpi_threads_supported nccl_built "
+    "poll rank reducescatter reducescatter_async remove_process_set rocm_built shutdown size synchronize"
 )
 
 REDUCE = "tensor average name op prescale_factor postscale_factor process_set"
@@ -164,10 +164,46 @@ def test_a_process_that_does_not_call_shutdown_ends_well() -> None:
     assert (result.returncode, result.stdout, result.stderr) == (0, "1\n", "")
 
 
-def test_init_refuses_what_is_not_offered_yet() -> None:
-    with pytest.raises(UnsupportedError, match=r"init\(process_sets=\[0\]\)"):
-        hvd.init(process_sets=[0])
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([0], r"ProcessSet\(0\): expected the ranks of the members, as integers"),
+        ("static", r"init\(process_sets='static'\): expected a list of process sets, or 'dynamic'"),
+        (3, r"init\(process_sets=3\): expected a list of process sets, or 'dynamic'"),
+        ([[0]], r"init\(process_sets=...\): ProcessSet\(.*ranks=\[0\].*\) is a duplicate"),
+        ([[0, 1]], r"ranks=\[0, 1\].* has a rank that a job of 1 ranks does not have"),
+        ([[0, 0]], r"ProcessSet\(\[0, 0\]\): a process set has one or more ranks from 0, each once"),
+        ([[-1]], r"ProcessSet\(\[-1\]\): a process set has one or more ranks from 0, each once"),
+        ([[]], r"ProcessSet\(\[\]\): a process set has one or more ranks from 0, each once"),
+        ([["a"]], r"ProcessSet\(\['a'\]\): expected the ranks"),
+    ],
+)
+def test_process_sets_that_cannot_be_are_refused_by_init(given: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hvd.init(process_sets=given)
     assert not hvd.is_initialized()
+
+
+def test_a_process_alone_may_say_that_process_sets_come_later() -> None:
+    hvd.init(process_sets="dynamic")
+    try:
+        with pytest.raises(ValueError, match="there is a process set of these ranks already"):
+            hvd.add_process_set([0])
+        with pytest.raises(ValueError, match="horo is initialized already; use"):
+            hvd.init(process_sets=[[0]])
+    finally:
+        hvd.shutdown()
+    with pytest.raises(NotInitializedError):
+        hvd.add_process_set([0])
+
+
+def test_a_communicator_is_no_process_set() -> None:
+    class Comm:
+        def Get_rank(self) -> int:
+            return 0
+
+    with pytest.raises(UnsupportedError, match="a communicator of MPI is not supported; give the ranks"):
+        hvd.ProcessSet(Comm())  # type: ignore[arg-type]
 
 
 def test_a_list_of_the_only_rank_is_a_job_and_another_list_is_none() -> None:
@@ -181,7 +217,7 @@ def test_a_list_of_the_only_rank_is_a_job_and_another_list_is_none() -> None:
     hvd.shutdown()
 
 
-def test_process_sets_are_the_global_one_only(alone: None) -> None:
+def test_what_is_no_process_set_is_refused(alone: None) -> None:
     assert hvd.global_process_set.process_set_id == 0
     assert hvd.global_process_set.ranks == [0]
     assert (hvd.global_process_set.size(), hvd.global_process_set.rank(), hvd.global_process_set.included()) == (
@@ -189,8 +225,6 @@ def test_process_sets_are_the_global_one_only(alone: None) -> None:
         0,
         True,
     )
-    with pytest.raises(UnsupportedError, match=r"ProcessSet\(\[0\]\)"):
-        hvd.ProcessSet([0])
     other: Any = object()
     for call in (
         lambda: hvd.allreduce(torch.ones(1), process_set=other),
@@ -199,7 +233,7 @@ def test_process_sets_are_the_global_one_only(alone: None) -> None:
         lambda: hvd.barrier(process_set=other),
         lambda: hvd.DistributedOptimizer(torch.optim.SGD([torch.ones(1)], lr=1.0), process_set=other),
     ):
-        with pytest.raises(UnsupportedError, match="only global_process_set is supported"):
+        with pytest.raises(ValueError, match="process_set"):
             call()
 
 

@@ -6,6 +6,7 @@ import inspect
 import os
 import re
 import textwrap
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -34,7 +35,14 @@ def test_a_function_says_what_it_takes_raises_and_when_it_returns(name: str) -> 
     assert name in EXAMPLES
 
 
-def test_examples_run_on_two_ranks(ranks2: RankPool) -> None:
+@pytest.fixture(params=[1, 2])
+def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    pool = RankPool(request.param)
+    yield pool
+    pool.close()
+
+
+def test_examples_run_on_one_rank_and_on_two(ranks: RankPool) -> None:
     def check(examples: dict[str, str]) -> None:
         for name, code in examples.items():
             model = make_model()
@@ -48,4 +56,4 @@ def test_examples_run_on_two_ranks(ranks2: RankPool) -> None:
     for name in EXAMPLES:
         rest = (inspect.getdoc(getattr(hvd, name)) or "").split("Example:\n")[1]
         codes[name] = textwrap.dedent(rest)
-    ranks2.run(check, codes)
+    ranks.run(check, codes)

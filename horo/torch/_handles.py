@@ -1,0 +1,82 @@
+"""The integer handles of asynchronous operations, which ``poll`` and ``synchronize`` take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from horo.errors import AbortedError, UsageError
+from horo.torch import _runtime
+from horo.torch._requests import Request
+from horo.torch._spans import profiling, span
+
+__all__ = ["first_of", "poll", "publish", "synchronize"]
+
+
+def publish(request: Request, shape: Callable[[Any], Any]) -> int:
+    """An integer handle for a request; ``shape`` turns its result into what ``synchronize`` returns."""
+    request.publish(shape)
+    return request.number
+
+
+def first_of(results: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """The result of a request with one tensor, for ``publish``."""
+    return results[0]
+
+
+def poll(handle: int) -> bool:
+    """Whether an asynchronous operation is done, so that ``synchronize(handle)`` would return at once.
+
+    Returns at once; never blocks.
+
+    Args:
+        handle: What an asynchronous operation has returned.
+
+    Raises:
+        UsageError: The handle is unknown or was synchronized already.
+        AbortedError: ``shutdown()`` came before it was synchronized.
+
+    Example:
+        handle = hvd.allreduce_async(torch.ones(3))
+        print("done" if hvd.poll(handle) else "in progress")
+    """
+    return _lookup(handle).done()
+
+
+def synchronize(handle: int) -> Any:
+    """Waits for an asynchronous operation and returns its result; the handle is gone afterwards, also if this raises.
+
+    Blocks until the operation is done, that is until all ranks have begun it.
+
+    Args:
+        handle: What an asynchronous operation has returned.
+
+    Returns:
+        The tensor, or for the grouped forms the tuple of tensors.
+
+    Raises:
+        UsageError: The handle is unknown or was synchronized already.
+        MismatchError: Ranks submitted different things under one name.
+        GroupError: A rank is lost or horo was shut down.
+
+    Example:
+        handle = hvd.allreduce_async(torch.ones(3), op=hvd.Sum)
+        total = hvd.synchronize(handle)  # on 2 ranks [2., 2., 2.]
+    """
+    request = _lookup(handle)
+    if not profiling._is_profiler_enabled:
+        return request.wait()
+    with span(f"horo.synchronize {request.label}"):
+        return request.wait()
+
+
+def _lookup(handle: int) -> Request:
+    runtime = _runtime.current()
+    request = runtime.requests.get(handle)
+    if request is not None and request.public:
+        return request
+    if isinstance(handle, int) and 0 < handle <= runtime.handle_base:
+        raise AbortedError(f"Handle {handle} was created before horo was shut down.")
+    raise UsageError(f"Handle {handle} was not created or has been cleared.")

@@ -1,0 +1,110 @@
+"""The process sets of a running job, and their changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from horo._deputy import Deputies, DeputyCall
+from horo.errors import UsageError
+
+if TYPE_CHECKING:
+    from horo._bootstrap.job import RunningRank
+    from horo.torch.process_sets import ProcessSet
+
+__all__ = ["Team", "Teams", "public_id"]
+
+_ID_STEP = 256
+
+
+def public_id(team: int) -> int:
+    """The ``process_set_id`` of the team that has this id. Another team may have it later, but never the same id."""
+    return team % _ID_STEP
+
+
+class Team(NamedTuple):
+    """The members of a process set that this process belongs to."""
+
+    ranks: tuple[int, ...]
+    """In the job, ascending."""
+    rank: int
+    """This process's position among them."""
+
+    @property
+    def size(self) -> int:
+        """How many members it has."""
+        return len(self.ranks)
+
+
+class Teams:
+    """Those of a job, by their ids in the core. All that changes them runs in one place, one change after the other.
+
+    Args:
+        job: The job.
+        forget: Called with the id of each team that has been removed.
+    """
+
+    def __init__(self, job: RunningRank, forget: Callable[[int], None]) -> None:
+        self._job = job
+        self._forget = forget
+        self._members = {0: Team(tuple(range(job.size)), job.rank)}
+        self._deputies = Deputies()
+        self._left: dict[ProcessSet, DeputyCall] = {}
+        self.sets: dict[int, ProcessSet] = {}
+        """The process sets that are registered; others are not, whatever they were. Without that of all ranks."""
+
+    def find(self, team: int) -> Team:
+        """The members of a team that this process belongs to.
+
+        Raises:
+            UsageError: It has been removed.
+        """
+        found = self._members.get(team)
+        if found is None:
+            raise UsageError(f"process set {public_id(team)} has been removed")
+        return found
+
+    def change(self, what: str, step: Callable[[DeputyCall], Any]) -> Any:
+        """Does a step that changes teams, when all changes before it are done; blocks until then.
+
+        Raises:
+            ResourceError: No thread can be started.
+            BaseException: What the step raises; or the exception of a signal handler, and then the step goes on.
+        """
+        return self._deputies.do(what, step)
+
+    def add(self, process_set: ProcessSet, ranks: Sequence[int], call: DeputyCall) -> int:
+        """Within a step, adds a team; all ranks come here with the same ranks, ascending. Its id is the same on all.
+
+        Raises:
+            HoroError: As ``RunningRank.add_team``.
+        """
+        team = self._job.add_team(ranks)
+        if self._job.rank in ranks:
+            self._members[team] = Team(tuple(ranks), ranks.index(self._job.rank))
+        self.sets[team] = process_set
+        self._left[process_set] = call
+        return team
+
+    def remove(self, team: int) -> None:
+        """Within a step, removes a team; all ranks come here with the same one.
+
+        Raises:
+            HoroError: As ``Context.remove_team``.
+        """
+        self._job.context.remove_team(team)
+        self._members.pop(team, None)
+        self._left.pop(self.sets.pop(team), None)
+        self._forget(team)
+
+    def was_left(self, process_set: ProcessSet) -> bool:
+        """Whether an exception has ended the wait of the call that added this set. Asked once: False from then on."""
+        call = self._left.pop(process_set, None)
+        return call is not None and call.is_left
+
+    def give_up(self, call: DeputyCall) -> None:
+        """Ends a change that nobody waits for, when the job ends; blocks for a moment."""
+        thread = call.thread
+        if thread is not None:
+            self._job.context.give_up_waits(thread)
+            thread.join()

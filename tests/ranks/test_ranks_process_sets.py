@@ -1,0 +1,279 @@
+"""Process sets: some ranks of a job among themselves, several sets at once, on one host and on several."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import RankPool
+
+import horo.torch as hvd
+from horo.errors import MismatchError
+
+SETS = [[0, 1], [2, 3], [0, 2], [1, 2, 3], [3]]
+
+
+@pytest.fixture(scope="module", params=[4, 2, 1], ids=["4 a host", "2 a host", "1 a host"])
+def four(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    """Four ranks of which so many are on each host, in a job that begins without process sets."""
+
+    def begin(ranks_per_host: int) -> None:
+        number = int(os.environ["HOROVOD_RANK"]) // ranks_per_host
+        os.environ["HORO_HOST_ID"] = f"host {number}"
+        hvd.init()
+
+    pool = RankPool(4, init=False)
+    pool.run(begin, request.param)
+    yield pool
+    pool.close()
+
+
+def ranks_sum(ranks: list[int], factor: float = 1.0) -> float:
+    return sum((rank + 1) * factor for rank in ranks)
+
+
+def test_every_operation_concerns_the_members_only(four: RankPool) -> None:
+    def operations(members: Any, ranks: list[int], shift: int) -> None:
+        own, count = float(hvd.rank() + 1), len(ranks)
+        for name in (None, "named", "named"):  # twice: as a new request and as a repeated one
+            tensor = torch.full((5,), own)
+            assert hvd.allreduce(tensor, process_set=members, name=name).tolist() == [ranks_sum(ranks) / count] * 5
+            assert hvd.allreduce_(tensor, op=hvd.Sum, process_set=members, name=name).tolist() == [ranks_sum(ranks)] * 5
+            handle = hvd.allreduce_async(torch.full((3,), own), op=hvd.Max, process_set=members, name=name)
+            assert hvd.synchronize(handle).tolist() == [max(ranks) + 1.0] * 3
+            grouped = hvd.grouped_allreduce(
+                [torch.full((2,), own), torch.full((2,), int(own))], op=hvd.Min, process_set=members, name=name
+            )
+            assert [item.tolist() for item in grouped] == [[min(ranks) + 1.0] * 2, [min(ranks) + 1] * 2]
+            rows = torch.full((hvd.rank() + 1, 2), own)
+            gathered = hvd.allgather(rows, process_set=members, name=name)
+            assert gathered[:, 0].tolist() == [rank + 1.0 for rank in ranks for _ in range(rank + 1)]
+            rows = torch.full((2 * count + 1, 2), own)
+            mine = 3 if ranks[0] == hvd.rank() else 2  # the first member has the row that is left over
+            scattered = hvd.reducescatter(rows, op=hvd.Sum, process_set=members, name=name)
+            assert scattered.tolist() == [[ranks_sum(ranks)] * 2] * mine
+            for root in ranks:
+                sent = hvd.broadcast(torch.full((4,), own), root, process_set=members, name=name)
+                assert sent.tolist() == [root + 1.0] * 4
+            tensor = torch.full((shift + 70_000,), own)
+            hvd.broadcast_(tensor, ranks[-1], process_set=members, name=name)
+            assert set(tensor.tolist()) == {ranks[-1] + 1.0}
+            hvd.barrier(process_set=members)
+            assert hvd.broadcast_object({"of": hvd.rank()}, ranks[-1], name, members) == {"of": ranks[-1]}
+            assert hvd.allgather_object("x" * hvd.rank(), name, members) == ["x" * rank for rank in ranks]
+
+    def check() -> None:
+        added = [hvd.add_process_set(ranks) for ranks in SETS]
+        assert [members.process_set_id for members in added] == list(range(1, len(SETS) + 1))
+        for shift, (members, ranks) in enumerate(zip(added, SETS, strict=True)):
+            if members.included():
+                assert members.rank() == ranks.index(hvd.rank())
+                operations(members, ranks, shift)
+        operations(hvd.global_process_set, [0, 1, 2, 3], 0)
+        for members in reversed(added):
+            assert hvd.remove_process_set(members)
+            assert members.process_set_id is None
+            assert not hvd.remove_process_set(members)
+
+    four.run(check)
+
+
+def test_a_set_waits_neither_for_other_ranks_nor_for_other_sets(four: RankPool) -> None:
+    """Rank 0 is in the barrier of all, rank 1 in an operation of a set whose other member has not come."""
+
+    def check() -> None:
+        pair, work = hvd.add_process_set([1, 3]), hvd.add_process_set([2, 3])
+        if hvd.rank() == 1:
+            assert hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=pair).item() == 2
+        if work.included():
+            for size in (1, 1000, 300_000):
+                for _ in range(20):
+                    assert hvd.allreduce(torch.ones(size), op=hvd.Sum, process_set=work)[-1].item() == 2
+        if hvd.rank() == 3:
+            assert hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=pair).item() == 2
+        hvd.barrier()
+        assert hvd.remove_process_set(pair)
+        assert hvd.remove_process_set(work)
+
+    four.run(check)
+
+
+def test_gradients_follow_the_operations_of_a_set(four: RankPool) -> None:
+    def check() -> None:
+        members = hvd.add_process_set([1, 2, 3])
+        if members.included():
+            for op, wanted in ((hvd.Sum, 3.0 * 9), (hvd.Average, 9.0)):  # losses weigh 2 + 3 + 4
+                tensor = torch.full((2,), float(hvd.rank()), requires_grad=True)
+                (hvd.allreduce(tensor, op=op, process_set=members) * (hvd.rank() + 1)).sum().backward()
+                assert tensor.grad is not None
+                assert tensor.grad.tolist() == pytest.approx([wanted / 3] * 2)
+            for op, holder in ((hvd.Max, 3), (hvd.Min, 1)):
+                tensor = torch.full((2,), float(hvd.rank()), requires_grad=True)
+                (hvd.allreduce(tensor, op=op, process_set=members) * (hvd.rank() + 1)).sum().backward()
+                assert tensor.grad is not None
+                assert tensor.grad.tolist() == [9.0 if hvd.rank() == holder else 0.0] * 2
+            tensor = torch.full((2,), float(hvd.rank()), requires_grad=True)
+            hvd.allreduce(tensor, op=hvd.Product, process_set=members).sum().backward()
+            assert tensor.grad is not None
+            assert tensor.grad.tolist() == pytest.approx([3 * 6 / hvd.rank()] * 2)
+            rows = torch.ones((hvd.rank(), 2), requires_grad=True)
+            weights = torch.arange(6.0).reshape(6, 1) * (hvd.rank() + 1)  # 1 + 2 + 3 rows
+            (hvd.allgather(rows, process_set=members) * weights).sum().backward()
+            first = {1: 0, 2: 1, 3: 3}[hvd.rank()]
+            assert rows.grad is not None
+            assert rows.grad[:, 0].tolist() == pytest.approx([3.0 * (first + row) for row in range(hvd.rank())])
+            for op, wanted in ((hvd.Average, 1.0), (hvd.Sum, 3.0), (hvd.Max, 3.0 * (hvd.rank() == 3))):
+                rows = torch.full((3, 2), float(hvd.rank()), requires_grad=True)
+                hvd.reducescatter(rows, op=op, process_set=members).sum().backward()
+                assert rows.grad is not None
+                assert rows.grad.tolist() == [[wanted] * 2] * 3
+            tensor = torch.ones(2, requires_grad=True)
+            (hvd.broadcast(tensor, 2, process_set=members) * (hvd.rank() + 1)).sum().backward()
+            assert tensor.grad is not None
+            assert tensor.grad.tolist() == [3.0 if hvd.rank() == 2 else 0.0] * 2
+        hvd.remove_process_set(members)
+
+    four.run(check)
+
+
+def test_what_does_not_fit_is_refused_and_the_job_goes_on(four: RankPool) -> None:
+    def check() -> None:
+        members = hvd.add_process_set([2, 1])
+        assert members.ranks == [1, 2]
+        assert str(members) == "ProcessSet(process_set_id=1, ranks=[1, 2], mpi_comm=None)"
+        with pytest.raises(ValueError, match=r"ranks=\[1, 2\].* is a duplicate: there is a process set of these ranks"):
+            hvd.add_process_set([1, 2])
+        with pytest.raises(ValueError, match="has a rank that a job of 4 ranks does not have"):
+            hvd.add_process_set([1, 4])
+        other = hvd.ProcessSet([0, 1])
+        calls = [
+            lambda given: hvd.allreduce(torch.ones(1), process_set=given),
+            lambda given: hvd.allreduce_async_(torch.ones(1), process_set=given),
+            lambda given: hvd.grouped_allreduce([torch.ones(1)], process_set=given),
+            lambda given: hvd.allgather(torch.ones(1), process_set=given),
+            lambda given: hvd.grouped_allgather_async([torch.ones(1)], process_set=given),
+            lambda given: hvd.broadcast(torch.ones(1), 1, process_set=given),
+            lambda given: hvd.reducescatter(torch.ones(4), process_set=given),
+            lambda given: hvd.barrier(process_set=given),
+            lambda given: hvd.broadcast_object(1, 1, process_set=given),
+            lambda given: hvd.allgather_object(1, process_set=given),
+        ]
+        for call in calls:
+            with pytest.raises(ValueError, match=r"ProcessSet\(process_set_id=None, .* has not been registered"):
+                call(other)
+            if not members.included():
+                with pytest.raises(ValueError, match=f"rank {hvd.rank()} is not a member of ProcessSet"):
+                    call(members)
+        if members.included():
+            with pytest.raises(ValueError, match=r"root_rank 0 is not a member of the process set, whose ranks are"):
+                hvd.broadcast(torch.ones(1), 0, process_set=members)
+            with pytest.raises(ValueError, match="root_rank 3 is not a member"):
+                hvd.broadcast_object(1, 3, process_set=members)
+        else:
+            with pytest.raises(ValueError, match="is not a member"):
+                members.rank()
+        assert (members.size(), members.included()) == (2, hvd.rank() in {1, 2})
+        assert (other.size(), other.rank(), other.included()) == (None, None, hvd.rank() < 2)
+        assert not hvd.remove_process_set(hvd.global_process_set)
+        assert not hvd.remove_process_set(other)
+        with pytest.raises(MismatchError, match="all ranks must add the same process sets"):
+            hvd.add_process_set([0, hvd.rank()] if hvd.rank() else [0, 3])
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 4
+        assert hvd.remove_process_set(members)
+
+    four.run(check)
+
+
+def test_a_number_is_used_again_and_nothing_of_the_old_set_is(four: RankPool) -> None:
+    """Automatic names, repeated requests and counters of the removed set must not meet those of the next."""
+
+    def check() -> None:
+        for turn, ranks in enumerate(([0, 1], [1, 2], [0, 3], [2, 3], [0, 1])):
+            members = hvd.add_process_set(ranks)
+            assert members.process_set_id == 1
+            if members.included():
+                for _ in range(turn + 1):
+                    total = hvd.allreduce(torch.full((2,), hvd.rank() + 1.0), op=hvd.Sum, process_set=members)
+                    assert total.tolist() == [ranks_sum(ranks)] * 2
+                    hvd.barrier(process_set=members)
+                    assert hvd.allgather_object(hvd.rank(), process_set=members) == ranks
+            hvd.remove_process_set(members)
+        again = hvd.ProcessSet([0, 1])
+        for _ in range(3):
+            assert hvd.add_process_set(again) is again
+            assert again.process_set_id == 1
+            assert hvd.remove_process_set(again)
+
+    four.run(check)
+
+
+def test_a_set_with_an_operation_in_progress_is_not_removed(four: RankPool) -> None:
+    def check() -> None:
+        members = hvd.add_process_set([0, 1])
+        handle = None
+        if hvd.rank() == 0:
+            handle = hvd.allreduce_async(torch.ones(2), process_set=members, name="pending")
+            with pytest.raises(ValueError, match="operations are not done on rank 0; wait for them"):
+                hvd.remove_process_set(members)
+            assert members.process_set_id == 1
+        hvd.barrier()
+        if hvd.rank() == 1:
+            handle = hvd.allreduce_async(torch.ones(2), process_set=members, name="pending")
+        if handle is not None:
+            assert hvd.synchronize(handle).tolist() == [1, 1]
+        assert hvd.remove_process_set(members)
+
+    four.run(check)
+
+
+@pytest.mark.parametrize("form", ["sets", "lists", "dynamic"])
+def test_init_registers_sets_each_time(form: str) -> None:
+    def check() -> None:
+        members = [hvd.ProcessSet([0]), hvd.ProcessSet([1, 2])]
+        assert [item.process_set_id for item in members] == [None, None]
+        for _ in range(3):
+            hvd.init(process_sets={"sets": members, "lists": [[0], (2, 1)], "dynamic": "dynamic"}[form])
+            if form == "sets":
+                assert [item.process_set_id for item in members] == [1, 2]
+                for item in members:
+                    if item.included():
+                        total = hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=item)
+                        assert total.item() == len(item.ranks or [])
+            elif form == "lists":
+                with pytest.raises(ValueError, match="is a duplicate"):
+                    hvd.add_process_set([1, 2])
+            assert hvd.add_process_set([0, 2]).process_set_id == (1 if form == "dynamic" else 3)
+            hvd.shutdown()
+            assert [item.process_set_id for item in members] == [None, None]
+            assert [item.size() for item in members] == [None, None]
+
+    pool = RankPool(3, init=False)
+    try:
+        pool.run(check)
+    finally:
+        pool.close()
+
+
+def test_ranks_that_name_different_sets_to_init_are_told(ranks2_plain: RankPool) -> None:
+    def check() -> None:
+        with pytest.raises(MismatchError, match="all ranks must add the same process sets"):
+            hvd.init(process_sets=[[hvd_rank()]])
+        assert not hvd.is_initialized()
+        hvd.init(process_sets=[[0]])
+        hvd.shutdown()
+
+    def hvd_rank() -> int:
+        return int(os.environ["HOROVOD_RANK"])
+
+    ranks2_plain.run(check)
+
+
+@pytest.fixture
+def ranks2_plain() -> Iterator[RankPool]:
+    """Two ranks that have not called ``init()``."""
+    pool = RankPool(2, init=False)
+    yield pool
+    pool.close()
