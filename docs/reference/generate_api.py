@@ -35,9 +35,9 @@ SECTIONS = (
     ("Start, end, and who is who", ("horo.torch._runtime",)),
     (
         "Operations on tensors",
-        ("horo.torch.ops", "horo.torch.scatter", "horo.torch.collectives", "horo.torch._handles"),
+        ("horo.torch.ops", "horo.torch.scatter", "horo.torch.sparse", "horo.torch.collectives", "horo.torch._handles"),
     ),
-    ("Training", ("horo.torch.optimizer",)),
+    ("Training", ("horo.torch.optimizer", "horo.torch.sync_batch_norm")),
     ("Equal models, optimizers and objects", ("horo.torch.functions",)),
     ("Compression", ("horo.torch.compression",)),
     ("Sets of ranks", ("horo.torch.process_sets",)),

@@ -94,6 +94,8 @@ from horo.torch.scatter import (
     reducescatter,
     reducescatter_async,
 )
+from horo.torch.sparse import sparse_allreduce_async
+from horo.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "AbortedError",
@@ -116,6 +118,7 @@ __all__ = [
     "ResourceError",
     "StalledError",
     "Sum",
+    "SyncBatchNorm",
     "UnsupportedError",
     "UsageError",
     "add_process_set",
@@ -168,6 +171,7 @@ __all__ = [
     "rocm_built",
     "shutdown",
     "size",
+    "sparse_allreduce_async",
     "synchronize",
 ]
 

@@ -9,15 +9,12 @@ __all__ = ["explain_missing", "raise_missing"]
 
 _EXCHANGE = "use allgather, and take this rank's part of what each rank gives"
 INSTEAD = {
-    "SyncBatchNorm": "each rank normalizes by its own part of the batch; call hvd.average_buffers(model) before "
-    "evaluating or saving",
     "_check_has_gpu": "use torch.cuda.is_available()",
     "alltoall": _EXCHANGE,
     "alltoall_async": _EXCHANGE,
     "elastic": "save checkpoints, and start again from the last one after a HorovodInternalError",
     "join": "give all ranks equally many batches: cut them by itertools.islice at the smallest number, which an "
     "allreduce with op=hvd.Min finds",
-    "sparse_allreduce_async": "DistributedOptimizer takes sparse gradients; elsewhere allgather indices and values",
     "start_timeline": "a stall or a loss shows the last events of each rank by itself",
     "stop_timeline": "a stall or a loss shows the last events of each rank by itself",
 }

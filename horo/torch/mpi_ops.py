@@ -72,6 +72,7 @@ from horo.torch.scatter import (
     reducescatter,
     reducescatter_async,
 )
+from horo.torch.sparse import sparse_allreduce_async
 
 __all__ = [
     "Adasum",
@@ -127,6 +128,7 @@ __all__ = [
     "rocm_built",
     "shutdown",
     "size",
+    "sparse_allreduce_async",
     "synchronize",
 ]
 
