@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from horo.errors import UsageError
+from horo.torch._compile import keep_step_hooks
 from horo.torch._reducer import GradientReducer
 
 __all__ = ["attach", "find_duplicates"]
@@ -19,6 +20,7 @@ __all__ = ["attach", "find_duplicates"]
 
 def attach(optimizer: Any, reducer: GradientReducer, process_set: Any) -> None:
     """Gives the optimizer its reducer: torch's own hooks around ``step``, and methods on this one object."""
+    keep_step_hooks(optimizer)
     optimizer.register_step_pre_hook(reducer.before_step)
     optimizer.register_step_post_hook(reducer.after_step)
     intercepted = _Intercepted(optimizer, reducer)
@@ -64,6 +66,7 @@ class _Intercepted:
             AssertionError: They are being reduced.
         """
         self._reducer.refuse_while_pending("zero_grad()")
+        self._reducer.keep_step_hooks()
         self._inner("zero_grad")(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -180,6 +180,7 @@ class BackwardReducer(GradientReducer):
             )
         _runtime.current()  # raises before anything says that a backward is in progress
         self.follow_runtime()
+        self.keep_step_hooks()
         self.progress.begin()
         nested = is_nested()
         if self._first_run is not None and run > self._first_run and not nested:

@@ -6,8 +6,12 @@ import functools
 import sys
 from typing import Any
 
-__all__ = ["is_autograd_compiled", "keep_from_dynamo"]
+import torch
 
+__all__ = ["is_autograd_compiled", "keep_from_dynamo", "keep_step_hooks"]
+
+_HOOKED_STEP = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
+"""The code that calls the hooks of a step, then the step."""
 _TRACED = "horo.torch._runtime"
 """``rank()`` and ``size()`` are constants to a compiled function."""
 
@@ -28,6 +32,24 @@ def is_autograd_compiled() -> bool:
     module = sys.modules.get("torch._dynamo.compiled_autograd")
     enabled = getattr(module, "compiled_autograd_enabled", False)  # older torch knows only this
     return bool(getattr(module, "in_compiled_autograd_region", enabled))
+
+
+def keep_step_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Has ``step`` call its hooks again, if torch.compile has ended that.
+
+    When torch.compile is used for the first time, torch 2.1 takes the hooks away from all classes of ``torch.optim``
+    and marks their ``step`` as hooked, so that nothing hooks it again.
+    """
+    kind: Any = type(optimizer)
+    step = kind.step
+    if not getattr(step, "hooked", False):
+        return
+    while step is not None:
+        if getattr(step, "__code__", None) is _HOOKED_STEP:
+            return
+        step = getattr(step, "__wrapped__", None)
+    kind.step = torch.optim.Optimizer.profile_hook_step(kind.step)
+    kind.step.hooked = True
 
 
 @functools.cache

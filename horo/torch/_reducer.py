@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from horo.errors import HoroError, UsageError
 from horo.torch import _runtime
+from horo.torch._compile import keep_step_hooks
 from horo.torch._exchange import Exchange
 from horo.torch._first_checks import FirstCheck, refuse_ddp
 from horo.torch._gradients import Group, ParameterState, ReductionOptions
@@ -239,6 +240,12 @@ class GradientReducer(Exchange):
         self.is_reduced = False
         if not (self._skip and self._paused):  # else it is a step of this rank alone
             self.progress.reductions = 0
+
+    def keep_step_hooks(self) -> None:
+        """Called now and then before a step: torch.compile may have been used meanwhile."""
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            keep_step_hooks(optimizer)
 
     def begin_closure(self) -> None:
         """Called before the closure of a step: what it leaves is not reduced, unless it says so."""

@@ -73,6 +73,7 @@ class StepReducer(GradientReducer):
         if state.passes < self.options.passes:
             return
         if not self.handles:
+            self.keep_step_hooks()
             # the number of torch's threads may have changed since the last step
             self._overlaps = overlap_pays() and self.may_submit()
         if not self._overlaps:

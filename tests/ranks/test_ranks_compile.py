@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from rank_pool import RankPool, one_of
-from small_model import assert_close, gradients_of, make_batch, make_loss, make_model, mean_gradients, sgd
+from small_model import assert_close, gradients_of, make_batch, make_loss, make_model, mean_gradients, sgd, train
 
 import horo.torch as hvd
 from horo.torch._backward_reducer import BackwardReducer
@@ -68,7 +68,40 @@ def test_a_compiled_model_trains_as_alone(ranks2: RankPool) -> None:
     ranks2.run(check, deadline_s=DEADLINE_S)
 
 
+def test_a_step_whose_hooks_torch_has_taken_away_calls_them_again(ranks2: RankPool) -> None:
+    """As torch 2.1 does for its own classes when torch.compile is used for the first time."""
+
+    class Descent(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {"lr": 0.1})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for parameter in self.param_groups[0]["params"]:
+                parameter.sub_(parameter.grad, alpha=0.1)
+
+    def check() -> None:
+        kind: Any = Descent
+        model, other = make_model(), make_model()
+        optimizer: Any = hvd.DistributedOptimizer(kind(model.parameters()), model.named_parameters())
+        for number in range(4):
+            if number in {1, 2}:
+                kind.step = kind.step.__wrapped__
+                kind.step.hooked = True
+            if number == 2:
+                optimizer = hvd.DistributedOptimizer(kind(other.parameters()), other.named_parameters())
+                model = other
+            train(model, optimizer, number)
+
+    ranks2.run(check, deadline_s=DEADLINE_S)
+
+
 def test_compiled_autograd_works_in_horovods_order_and_is_refused_in_the_other(ranks2: RankPool) -> None:
+    from torch._dynamo import compiled_autograd  # noqa: PLC0415
+
+    if not hasattr(compiled_autograd, "_enable"):
+        pytest.skip("this torch has another compiled autograd (`make test TORCH=torch==2.13.0`)")
+
     def check() -> None:
         from torch._dynamo import compiled_autograd  # noqa: PLC0415
 
