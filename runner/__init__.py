@@ -7,6 +7,7 @@ Imports neither torch nor the native core, so that it starts fast (only ``--chec
         options              the options
         combinations         options that have no effect together
         tuning               the variables that options stand for
+        config_file          options from a YAML file
         dry_run              the output of --dry-run
         check_hosts          the output of --check-hosts
         check_build          the output of --check-build

@@ -94,6 +94,11 @@ def parse(
     line = split_command(parser, arguments)
     parser.for_horovod = for_horovod or "horovod" in line.given
     given, unknown = parser.parse_known_args(line.options)
+    if given.config_file is not None and not unknown:
+        line = _with_file(parser, line, given.config_file)
+        parser.for_horovod |= "horovod" in line.given
+        parser.passed_over = ()
+        given, unknown = parser.parse_known_args(line.options)
     given.horovod = parser.for_horovod
     check_known(parser, unknown)
     command = line.command
@@ -153,6 +158,20 @@ def parse(
             verbose=given.verbose,
         ),
     )
+
+
+def _with_file(parser: argparse.ArgumentParser, line: CommandLine, path: str) -> CommandLine:
+    """The command line with the options of ``--config-file`` before its own."""
+    from horo.runner.cli.config_file import config_words  # noqa: PLC0415 - --help does without
+
+    spellings = {
+        name: each.dest
+        for each in parser._actions
+        for name in each.option_strings
+        if each.dest not in ("refused", "config_file")
+    }
+    added = split_command(parser, config_words(path, line.given, spellings))
+    return CommandLine(added.options + line.options, line.command, {**line.given, **added.given})
 
 
 def _check_order(command: Sequence[str]) -> None:

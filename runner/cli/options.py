@@ -60,7 +60,6 @@ _REFUSED |= {
             "--blacklist-cooldown-range": 2,
             "--host-discovery-script": 1,
         },
-        "a configuration file": {"--config-file": 1},
         "a GPU path": {"--num-nccl-streams": 1},
     }.items()
     for name, values in names.items()
@@ -78,7 +77,7 @@ _REFUSED |= dict.fromkeys(
     (0, "horo's log has no times; --prefix-timestamp puts one before every line"),
 )
 _REFUSED["--thread-affinity"] = (1, "--bind-to core gives each rank its share of the cores; see also --no-move-ranks")
-_ESSENTIAL = ("a timeline", "an elastic job", "a configuration file")
+_ESSENTIAL = ("a timeline", "an elastic job")
 """What a job cannot do without where an option asks for it. The other refused options are passed over for scripts of
 Horovod (``--horovod``), with a warning: they only tune."""
 
@@ -284,6 +283,9 @@ def _add_mpi(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_tuning(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--config-file", type=_text, metavar="FILE", help="take options from YAML in Horovod's form; those here win"
+    )
     group.add_argument("--no-keep-memory", action="store_true", help="let malloc return freed memory to the kernel")
     group.add_argument("--no-move-ranks", action="store_true", help="leave waiting ranks on the cores they are on")
     group.add_argument("--fusion-threshold-mb", type=_natural, metavar="MB", help="fuse tensors up to this size")

@@ -227,7 +227,7 @@ def test_horovodrun_is_installed_and_is_hororun_for_horovod(tmp_path: Path) -> N
     ]
 
 
-ESSENTIAL = {"--timeline-filename", "--timeline-mark-cycles", "--no-timeline-mark-cycles", "--config-file"}
+ESSENTIAL = {"--timeline-filename", "--timeline-mark-cycles", "--no-timeline-mark-cycles"}
 
 
 @pytest.mark.parametrize("option", _REFUSED)

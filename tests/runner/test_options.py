@@ -59,6 +59,7 @@ EFFECT: dict[str, tuple[str, set[str]]] = {
     "mpi_args": ("--mpi-args=-v", {"by-mpirun", "by-jsrun"}),
     "binding_args": ("--binding-args=-v", {"by-mpirun", "by-jsrun"}),
     "tcp": ("--tcp", {"by-mpirun", "by-jsrun"}),
+    "config_file": ("--config-file {yaml}", JOBS),
     "no_keep_memory": ("--no-keep-memory", JOBS),
     "no_move_ranks": ("--no-move-ranks", JOBS),
     "fusion_threshold_mb": ("--fusion-threshold-mb 1", JOBS),
@@ -92,6 +93,7 @@ def test_an_option_has_an_effect_or_is_refused_by_name(
 ) -> None:
     folder = tmp_path_factory.mktemp("job")
     (folder / "hosts").write_text("a slots=1\nb slots=1\n")
+    (folder / "options.yaml").write_text("params: {cycle_time_ms: 2}\n")
     (folder / "jsrun").write_text("#!/bin/sh\n")
     (folder / "jsrun").chmod(0o755)
     monkeypatch.setenv("PATH", str(folder))
@@ -99,7 +101,7 @@ def test_an_option_has_an_effect_or_is_refused_by_name(
         monkeypatch.setenv(name, value)
     example, kinds = EFFECT[option]
     before, after = KINDS[kind]
-    words = example.format(file=folder / "hosts").split()
+    words = example.format(file=folder / "hosts", yaml=folder / "options.yaml").split()
     if words[0] == "--hostfile" and "-H" in before:
         before = [word for word in before if word not in ("-H", "a:1,b:1")]
     if words[0] in before:  # it makes the job what it is

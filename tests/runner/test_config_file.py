@@ -1,0 +1,115 @@
+"""``--config-file``: a YAML file stands for options."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from horo.runner.cli import parse
+from horo.runner.config import Job, JobError
+from horo.runner.hosts import Host
+
+HOROVODS = """
+controller: mpi
+params:
+  fusion_threshold_mb: 32
+  cycle_time_ms: 2.5
+  cache_capacity: 16
+stall_check:
+  enabled: true
+  warning_time_seconds: 30
+  shutdown_time_seconds: 60
+logging:
+  level: INFO
+"""
+SET = {
+    "HORO_FUSION_THRESHOLD": str(32 << 20),
+    "HORO_CYCLE_TIME": "2.5",
+    "HORO_CACHE_CAPACITY": "16",
+    "HORO_STALL_CHECK_DISABLE": "0",
+    "HORO_STALL_CHECK_TIME_SECONDS": "30",
+    "HORO_STALL_SHUTDOWN_TIME_SECONDS": "60",
+    "HORO_LOG_LEVEL": "info",
+}
+
+
+def parsed(folder: Path, text: str, *words: str) -> Job:
+    (folder / "job.yaml").write_text(text)
+    job = parse(["-np", "2", *words, "--config-file", str(folder / "job.yaml"), "cmd"])
+    assert job is not None
+    return job
+
+
+def test_a_file_in_horovods_form_is_options(tmp_path: Path) -> None:
+    job = parsed(tmp_path, HOROVODS)
+    assert job.exports == SET
+    assert job.launcher == "mpi"
+    assert parsed(tmp_path, "stall_check: {enabled: false}").exports == {"HORO_STALL_CHECK_DISABLE": "1"}
+    assert parsed(tmp_path, "").exports == parsed(tmp_path, "params:\n").exports == {}
+
+
+def test_options_of_the_command_line_win(tmp_path: Path) -> None:
+    words = ["--gloo", "--fusion-threshold-mb", "1", "--no-stall-check", "--log-level", "error"]
+    text = "controller: mpi\nparams: {fusion_threshold_mb: 2}\nstall_check: {enabled: true}\nlogging: {level: info}"
+    job = parsed(tmp_path, text, *words)
+    assert job.launcher == "ssh"
+    wanted = {"HORO_FUSION_THRESHOLD": str(1 << 20), "HORO_STALL_CHECK_DISABLE": "1", "HORO_LOG_LEVEL": "error"}
+    assert job.exports == wanted
+
+
+def test_any_option_can_be_named(tmp_path: Path) -> None:
+    text = (
+        "options:\n  hosts: a:1,b:1\n  bind_to: core\n  oversubscribe: true\n  no-prefix: false\n  grace_seconds: 9\n"
+    )
+    job = parsed(tmp_path, text)
+    assert job.hosts == (Host("a", slots=1), Host("b", slots=1))
+    assert (job.bind_to, job.oversubscribe, job.output.prefix, job.grace_s) == ("core", True, True, 9)
+    assert parsed(tmp_path, text, "-H", "c:2").hosts == (Host("c", slots=2),)
+
+
+def test_what_only_tunes_is_passed_over_for_horovod(tmp_path: Path) -> None:
+    text = "params: {hierarchical_allreduce: false}\nautotune: {enabled: true, log_file: x}\noptions: {horovod: true}"
+    job = parsed(tmp_path, text)
+    assert [sentence.split()[0] for sentence in job.passed_over] == [
+        "--no-hierarchical-allreduce",
+        "--autotune",
+        "--autotune-log-file",
+    ]
+    assert job.exports == {"HORO_HOROVOD": "1"}
+
+
+WRONG = [
+    ("parms: {a: 1}", "'parms' is no section: did you mean 'params'?"),
+    ("params: {cycle_time: 1}", "'cycle_time' is no key of params: did you mean 'cycle_time_ms'?"),
+    ("params: [1]", "params is no mapping of names to values"),
+    ("- a", "the file is no mapping of names to values"),
+    ("params: {cache_capacity: true}", "params: cache_capacity: True is no value of --cache-capacity"),
+    ("stall_check: {enabled: 3}", "stall_check: enabled: 3 is neither true nor false"),
+    ("controller: ccl", "controller: 'ccl' is neither 'gloo' nor 'mpi'"),
+    ("options: {bindto: core}", "'--bindto' is no option: did you mean '--bind-to'?"),
+    ("options: {config_file: x}", "'--config-file' is no option"),
+    ("a: [", "cannot be read: while parsing"),
+]
+
+
+@pytest.mark.parametrize(("text", "sentence"), WRONG, ids=[text for text, _ in WRONG])
+def test_what_is_wrong_is_named(text: str, sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(JobError) as caught:
+        parsed(tmp_path, text)
+    assert str(caught.value).startswith(f"--config-file {tmp_path}/job.yaml: {sentence}")
+
+
+def test_a_value_that_its_option_refuses_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parsed(tmp_path, "params: {cache_capacity: many}")
+    assert "--cache-capacity: 'many' is not a whole number" in capsys.readouterr().err
+
+
+def test_a_file_that_is_not_there_and_a_yaml_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(JobError, match="no-file: cannot be read: No such file or directory"):
+        parse(["-np", "1", "--config-file", "no-file", "cmd"])
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(JobError, match="--config-file needs PyYAML: pip install pyyaml"):
+        parsed(tmp_path, "")
