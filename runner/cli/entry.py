@@ -90,17 +90,7 @@ def parse(
     from horo.runner.cli.tuning import start_timeout  # noqa: PLC0415 - --help does without
 
     environment = os.environ if environment is None else environment
-    parser = build_parser()
-    line = split_command(parser, arguments)
-    parser.for_horovod = for_horovod or "horovod" in line.given
-    given, unknown = parser.parse_known_args(line.options)
-    if given.config_file is not None and not unknown:
-        line = _with_file(parser, line, given.config_file)
-        parser.for_horovod |= "horovod" in line.given
-        parser.passed_over = ()
-        given, unknown = parser.parse_known_args(line.options)
-    given.horovod = parser.for_horovod
-    check_known(parser, unknown)
+    given, line, passed_over = _read(arguments, for_horovod)
     command = line.command
     check_combinations(line.given, command)
     if given.check_build:
@@ -134,7 +124,7 @@ def parse(
         bind_to=given.bind_to,
         keep_memory=not given.no_keep_memory,
         exports=_exports(given, environment),
-        passed_over=parser.passed_over,
+        passed_over=passed_over,
         dry_run=given.dry_run,
         check_hosts=given.check_hosts,
         python=given.remote_python or sys.executable,
@@ -158,6 +148,22 @@ def parse(
             verbose=given.verbose,
         ),
     )
+
+
+def _read(arguments: Sequence[str], for_horovod: bool) -> tuple[argparse.Namespace, CommandLine, tuple[str, ...]]:
+    """The values of all options, the words, and a sentence for each option that is passed over."""
+    parser = build_parser()
+    line = split_command(parser, arguments)
+    parser.for_horovod = for_horovod or "horovod" in line.given
+    given, unknown = parser.parse_known_args(line.options)
+    if given.config_file is not None and not unknown:
+        line = _with_file(parser, line, given.config_file)
+        parser.for_horovod |= "horovod" in line.given
+        parser.passed_over = ()
+        given, unknown = parser.parse_known_args(line.options)
+    given.horovod = parser.for_horovod
+    check_known(parser, unknown)
+    return given, line, parser.passed_over
 
 
 def _with_file(parser: argparse.ArgumentParser, line: CommandLine, path: str) -> CommandLine:
