@@ -99,7 +99,7 @@ class BackwardReducer(GradientReducer):
 
     def submit_all(self) -> Request | None:
         """As in the base class."""
-        if self.options.op == Sum and _runtime.size() > 1:
+        if self.options.op == Sum and self.size > 1:
             for state in self._active():
                 if state.pending is None:
                     _divide_sum(state)
@@ -113,7 +113,7 @@ class BackwardReducer(GradientReducer):
                 if state.parameter in self._accumulators:
                     self._watch_accumulation(state.parameter)
                 grad = state.parameter.grad
-                state.summed = None if grad is None else (weakref.ref(grad), _runtime.size())
+                state.summed = None if grad is None else (weakref.ref(grad), self.size)
 
     def refuse_while_pending(self, what: str) -> None:
         """Called before gradients are cleared.

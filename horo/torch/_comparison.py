@@ -17,12 +17,12 @@ __all__ = ["Comparison", "checksum", "options_of"]
 
 
 class Comparison:
-    """Compares a checksum of each of several things over all ranks, in one small allreduce."""
+    """Compares a checksum of each of several things over all ranks of a team, in one small allreduce."""
 
-    def __init__(self, label: str, name: str, values: Mapping[str, int]) -> None:
+    def __init__(self, label: str, name: str, values: Mapping[str, int], team: int) -> None:
         self._names = sorted(values)
         sums = torch.tensor([values[name] for name in self._names], dtype=torch.int64)
-        self.request = start_allreduce([torch.cat([sums, -sums])], Spec(label, name, Max), sync=True)
+        self.request = start_allreduce([torch.cat([sums, -sums])], Spec(label, name, Max, team=team), sync=True)
 
     def finish(self) -> list[str]:
         """Waits; the names of what is not equal on all ranks."""

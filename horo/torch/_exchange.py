@@ -33,7 +33,7 @@ class Exchange(Member):
     """Whether the gradient of a parameter that no rank has used stays None; else it becomes zeros."""
 
     def __init__(self, options: ReductionOptions) -> None:
-        super().__init__()
+        super().__init__(options.process_set)
         self.options = options
         self.handles: dict[torch.Tensor, Request | None] = {}
         """What is in progress, or held for ``synchronize`` (None)."""
@@ -54,7 +54,7 @@ class Exchange(Member):
 
     def _submit(self, state: ParameterState, sync: bool = False) -> None:
         """Submits the request of the state, or of its group. Autograd is off."""
-        if _runtime.size() == 1:
+        if self.size == 1:
             for member in [state] if state.group is None else state.group.states:
                 grad = member.parameter.grad if member.held is None else member.held[0]
                 if grad is not None:
@@ -101,20 +101,21 @@ class Exchange(Member):
         sent = [item.sent for item in packed]
         if mark:
             sent[0] = sent[0][(None,) * mark]
-        key = options, name, sync, mark  # the options too: another optimizer may have had the name in an earlier job
+        # The options too: another optimizer may have had the name in an earlier job.
+        key = self.team, options, name, sync, mark
         request = start_again(key, sent[0], in_place=True) if len(packed) == 1 else None
         if request is None:
             kind = _kind(packed[0].state)
-            spec = Spec(kind, name, options.op, options.prescale, options.postscale, options.wire)
+            spec = Spec(kind, name, options.op, options.prescale, options.postscale, options.wire, team=self.team)
             request = start_allreduce(sent, spec, in_place=True, sync=sync, key=key)
         return PendingReduction(request, packed, mark)
 
     def _submit_sparse(self, state: ParameterState, grad: torch.Tensor, sync: bool, mark: int = 0) -> PendingReduction:
         own = grad.coalesce()
-        scale = self.options.prescale * self.options.postscale / (_runtime.size() if self.options.op == Average else 1)
+        scale = self.options.prescale * self.options.postscale / (self.size if self.options.op == Average else 1)
         indices = own.indices().t().contiguous()[(slice(None),) + (None,) * mark]
         # The name is that of the dense form: another rank may send zeros for an unused parameter under that name.
-        request = start_allgather([indices, own.values()], _kind(state), state.name, sync=sync)
+        request = start_allgather([indices, own.values()], _kind(state), state.name, sync=sync, team=self.team)
         return self._set_pending([state], PendingSparseReduction(request, state, scale, mark))
 
     def _set_pending(self, states: Sequence[ParameterState], pending: PendingReduction) -> PendingReduction:
@@ -176,7 +177,8 @@ class Exchange(Member):
         """Begins to gather in which form each rank has sent a gradient, or each gradient of a group."""
         states = [item.state for item in pending.packed] or [state]
         forms = [[0 if item.was_unused else 1, self._sparse_dims(item), pending.mark] for item in states]
-        return start_allgather([torch.tensor(forms)], _kind(state), f"{_request_name(state)}.form", sync=True)
+        name = f"{_request_name(state)}.form"
+        return start_allgather([torch.tensor(forms)], _kind(state), name, sync=True, team=self.team)
 
     def _start_again(
         self, state: ParameterState, pending: PendingReduction, forms: Gathered
@@ -193,7 +195,7 @@ class Exchange(Member):
             return None  # groups of different lengths
         everyone = forms.tensor.view(len(forms.rows), -1, 3)  # of each rank and gradient: used, sparse dimensions, mark
         marks = everyone[:, 0, 2].tolist()
-        is_apart = any(marks) and self.progress.meet(marks)
+        is_apart = any(marks) and self.progress.meet(marks, _runtime.current().teams.find(self.team).ranks)
         is_used = everyone[:, :, 0].bool()
         sparse_dims = set(everyone[:, 0, 1][is_used[:, 0]].tolist())
         if sparse_dims <= {0}:

@@ -13,6 +13,7 @@ from horo.errors import MismatchError, UsageError
 from horo.torch._comparison import Comparison, checksum, options_of
 from horo.torch._gradients import ParameterState
 from horo.torch.functions import allgather_object
+from horo.torch.process_sets import ProcessSet, global_process_set, resolve_process_set
 
 __all__ = ["FirstCheck", "refuse_ddp", "refuse_ddp_model"]
 
@@ -29,8 +30,11 @@ class FirstCheck:
     parameters are compared too: ranks would compute the gradients of different models.
     """
 
-    def __init__(self, label: str, states: Sequence[ParameterState], optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, label: str, states: Sequence[ParameterState], optimizer: torch.optim.Optimizer, process_set: ProcessSet
+    ) -> None:
         self._label = label
+        self._process_set = process_set
         self._is_trained = {state.name: state.parameter.requires_grad for state in states}
         self._group_count = len(optimizer.param_groups)
         self._parameters = {f"{_PARAMETER}{state.name}": checksum(state.parameter) for state in states}
@@ -40,7 +44,8 @@ class FirstCheck:
         options = [{key: group[key] for key in optimizer.defaults if key in group} for group in optimizer.param_groups]
         names = {_NAMES: zlib.crc32(repr(sorted(self._is_trained.items())).encode())}
         values = names | self._parameters | optimizer_states | options_of(options)
-        self._comparison = Comparison(f"{label}.check", "parameters", values)
+        team = resolve_process_set(process_set, "DistributedOptimizer")
+        self._comparison = Comparison(f"{label}.check", "parameters", values, team)
         self._different: list[str] = []
         self.request = self._comparison.request
 
@@ -68,7 +73,7 @@ class FirstCheck:
             raise UsageError(
                 f"parameter {parameters[0].removeprefix(_PARAMETER)!r} is not equal on all ranks before the first step "
                 f"({len(parameters)} of {len(self._parameters)} parameters are not); call "
-                "hvd.broadcast_parameters(model.state_dict(), root_rank=0) before training begins"
+                f"hvd.broadcast_parameters(model.state_dict(), {self._root()}) before training begins"
             )
         if self._different:
             what = self._different[0]
@@ -76,14 +81,21 @@ class FirstCheck:
                 what = f"the optimizer's state of parameter {what.removeprefix(_STATE)!r}"
             raise UsageError(
                 f"{what}: not equal on all ranks before the first step, so they would do different steps; call "
-                "hvd.broadcast_optimizer_state(optimizer, root_rank=0) before training begins"
+                f"hvd.broadcast_optimizer_state(optimizer, {self._root()}) before training begins"
             )
+
+    def _root(self) -> str:
+        """The arguments of a broadcast to the ranks that take part."""
+        if self._process_set is global_process_set:
+            return "root_rank=0"
+        return f"root_rank={(self._process_set.ranks or [0])[0]}, process_set=..."
 
     def _refuse_different_sets(self) -> NoReturn:
         own = self._is_trained, self._group_count
-        everyone = allgather_object(own, f"{self._label}.check.names")
-        for rank, theirs in enumerate(everyone):
-            difference = _difference(everyone[0], theirs, rank)
+        everyone = allgather_object(own, f"{self._label}.check.names", self._process_set)
+        ranks = self._process_set.ranks or []
+        for rank, theirs in zip(ranks, everyone, strict=True):
+            difference = _difference(everyone[0], theirs, ranks[0], rank)
             if difference:
                 break
         raise UsageError(f"{difference}; make the same model and optimizer on all ranks, and freeze them alike")
@@ -94,21 +106,20 @@ def _there(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if value is not None}
 
 
-def _difference(ours: tuple[dict[str, bool], int], theirs: tuple[dict[str, bool], int], rank: int) -> str:
-    """The first difference between the optimizers of rank 0 and another one; empty if there is none.
+def _difference(ours: tuple[dict[str, bool], int], theirs: tuple[dict[str, bool], int], first: int, rank: int) -> str:
+    """The first difference between the optimizers of two ranks; empty if there is none.
 
     Args:
-        ours: Of rank 0: by name of a parameter, whether it requires grad; the number of parameter groups.
-        theirs: Of the other rank.
-        rank: The other one.
+        ours: Of the rank ``first``: by name of a parameter, whether it requires grad; the number of parameter groups.
+        theirs: Of the other rank, ``rank``.
     """
     words = {None: "not in the optimizer", True: "trained", False: "frozen"}
     for name in sorted(ours[0].keys() | theirs[0].keys()):
         here, there = ours[0].get(name), theirs[0].get(name)
         if here is not there:
-            return f"parameter {name!r} is {words[here]} on rank 0, but {words[there]} on rank {rank}"
+            return f"parameter {name!r} is {words[here]} on rank {first}, but {words[there]} on rank {rank}"
     if ours[1] != theirs[1]:
-        return f"the optimizer has {ours[1]} parameter groups on rank 0, but {theirs[1]} on rank {rank}"
+        return f"the optimizer has {ours[1]} parameter groups on rank {first}, but {theirs[1]} on rank {rank}"
     return ""
 
 

@@ -11,6 +11,7 @@ from horo.errors import UnsupportedError, UsageError
 from horo.torch._requests import Request
 from horo.torch._staging import check_tensor, count_change
 from horo.torch.compression import Compressor, split
+from horo.torch.process_sets import ProcessSet
 
 __all__ = [
     "Group",
@@ -39,6 +40,7 @@ class ReductionOptions:
         sparse_as_dense: bool,
         passes: int,
         advice: str,
+        process_set: ProcessSet,
     ) -> None:
         self.op = op
         self.wire, self.compression = split(compression)
@@ -48,6 +50,8 @@ class ReductionOptions:
         self.passes = passes
         self.advice = advice
         """What to do about a gradient that was changed while it was being reduced."""
+        self.process_set = process_set
+        """The ranks that take part. A rank that is no member uses its gradients as they are."""
 
 
 class ParameterState:

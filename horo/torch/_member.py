@@ -13,6 +13,7 @@ from horo.errors import AbortedError, UsageError
 from horo.torch import _runtime
 from horo.torch._gradients import ParameterState
 from horo.torch._progress import StepProgress
+from horo.torch.process_sets import ProcessSet, refuse_unregistered
 
 __all__ = ["Member"]
 
@@ -24,7 +25,10 @@ class Member(abc.ABC):
     has made or copied or kept from an earlier job does not shift them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, process_set: ProcessSet) -> None:
+        self._process_set = process_set
+        self._team: int | None = None
+        """The id of the process set in the core; None while it is not registered."""
         self.states: dict[torch.Tensor, ParameterState] = {}
         """By parameter."""
         self.order = next(_orders)
@@ -45,22 +49,27 @@ class Member(abc.ABC):
         """Begins anew: nothing is in progress."""
 
     def follow_runtime(self, *, forget: bool = False) -> None:
-        """Begins anew if the job is another one than before: nobody waits for what was in progress there.
+        """Begins anew if the job is another one than before, or the process set was removed and added again: nobody
+        waits for what was in progress there.
 
         Args:
             forget: Gradients are about to be cleared.
 
         Raises:
             AbortedError: Gradients were in progress, and are not to be forgotten.
+            UsageError: The process set is not registered, and gradients are not to be forgotten.
         """
         runtime = _runtime.find()
-        if runtime is self._runtime:
+        team = self._process_set.team_in(runtime)
+        if team is None and runtime is not None and not forget:
+            refuse_unregistered(self._process_set, "DistributedOptimizer")
+        if runtime is self._runtime and team == self._team:
             return
         was_pending = any(state.pending is not None for state in self.states.values())
         if self._runtime is not None:
             self.reset()
             self.is_reduced = False
-        self._runtime = runtime
+        self._runtime, self._team = runtime, team
         self.progress = StepProgress()
         self._checked = 0
         self._are_named = False
@@ -73,6 +82,32 @@ class Member(abc.ABC):
                 "all; call optimizer.zero_grad() and compute them again"
             )
 
+    @property
+    def team(self) -> int:
+        """The id of the process set in the core.
+
+        Raises:
+            UsageError: It is not registered.
+        """
+        if self._team is None:
+            refuse_unregistered(self._process_set, "DistributedOptimizer")
+        return self._team
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether its process set was registered when it was used last."""
+        return self._team is not None
+
+    @property
+    def size(self) -> int:
+        """How many ranks take part; 1 on a rank that is no member of the process set.
+
+        Raises:
+            NotInitializedError: There is no job.
+            UsageError: The process set is not registered.
+        """
+        return _runtime.current().teams.size_for(self.team)
+
     def name_gradients(self) -> None:
         """Gives all gradients their names in this job."""
         if self._are_named:
@@ -80,7 +115,7 @@ class Member(abc.ABC):
         runtime = _runtime.current()
         for state in self.states.values():
             if state.kind is None:
-                state.kind = runtime.gradient_kind(state.name)
+                state.kind = runtime.gradient_kind(state.name, self.team)
         self._are_named = True
 
     def may_submit(self) -> bool:
@@ -102,7 +137,7 @@ class Member(abc.ABC):
         _members.add(self)
 
     def names_to_come(self, runtime: _runtime.Runtime) -> set[str]:
-        """The names that its gradients have still to get in the job of ``runtime``."""
+        """The names that its gradients have still to get in the job of ``runtime``, each unique in its process set."""
         return {state.name for state in self.states.values() if state.kind is None or self._runtime is not runtime}
 
     @property
@@ -118,7 +153,8 @@ class Member(abc.ABC):
         Then the order of the first hook calls must not decide which gets which: ranks may differ in it.
         """
         names = {state.name for state in self.states.values()}
-        return any(other is not self and not names.isdisjoint(other.names_to_come(runtime)) for other in list(_members))
+        others = (other for other in list(_members) if other is not self and other._process_set is self._process_set)
+        return any(not names.isdisjoint(other.names_to_come(runtime)) for other in others)
 
 
 class Newer:

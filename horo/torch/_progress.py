@@ -53,14 +53,14 @@ class StepProgress:
                 "and step() equally often on all ranks"
             )
 
-    def meet(self, marks: Sequence[int]) -> bool:
-        """Whether ranks, of which these are the marks, were at different places of the same step.
+    def meet(self, marks: Sequence[int], ranks: Sequence[int]) -> bool:
+        """Whether these ranks, of which those are the marks, were at different places of the same step.
 
         Raises:
             UsageError: They are in different steps.
         """
-        ahead = [rank for rank, mark in enumerate(marks) if not mark & _LATER]
-        behind = [rank for rank, mark in enumerate(marks) if mark & _LATER]
+        ahead = [rank for rank, mark in zip(ranks, marks, strict=True) if not mark & _LATER]
+        behind = [rank for rank, mark in zip(ranks, marks, strict=True) if mark & _LATER]
         if ahead and behind:
             raise UsageError(
                 f"{_ranks(behind)} has called backward() once more since its last optimizer.step(), but "
@@ -68,7 +68,7 @@ class StepProgress:
                 "backward() equally often per step on all ranks, or run each inside optimizer.no_sync() and call "
                 "optimizer.synchronize() once per step on every rank"
             )
-        late = [rank for rank, mark in enumerate(marks) if mark & _AT_STEP]
+        late = [rank for rank, mark in zip(ranks, marks, strict=True) if mark & _AT_STEP]
         self.late = late if len(late) < len(marks) else []
         return bool(self.late)
 
@@ -79,6 +79,7 @@ def refuse_different_steps(
     groups: Iterable[Mapping[str, Any]],
     late: list[int],
     *,
+    team: int,
     as_dense: bool,
 ) -> None:
     """Compares gradients and options over all ranks, after a reduction that some ranks have joined late.
@@ -88,6 +89,7 @@ def refuse_different_steps(
         states: Have the gradients.
         groups: The parameter groups of the optimizer.
         late: The late ranks, for the message.
+        team: The ranks that take part.
         as_dense: Gradients are averaged as dense ones: one may be sparse on ranks that have used its parameter only.
 
     Raises:
@@ -97,7 +99,7 @@ def refuse_different_steps(
         f"the gradient of {state.name!r}": checksum(_dense(state) if as_dense else state.parameter.grad)
         for state in states
     }
-    different = Comparison(f"{label}.check", "step", values | options_of(groups)).finish()
+    different = Comparison(f"{label}.check", "step", values | options_of(groups), team).finish()
     if different:
         verb = "is" if different[0].startswith("the gradient") else "are"
         raise UsageError(

@@ -158,12 +158,14 @@ class GradientReducer(Exchange):
             refuse_ddp(self._due)
         last = self._submit_rest(self._due)
         optimizer = self._optimizer()
-        if has_unchecked and self._due and optimizer is not None and _runtime.size() > 1:
-            self._check = FirstCheck(self.label, list(self.states.values())[self._checked :], optimizer)
+        if has_unchecked and self._due and optimizer is not None and self.size > 1:
+            self._check = FirstCheck(
+                self.label, list(self.states.values())[self._checked :], optimizer, self.options.process_set
+            )
             last = self._check.request
         varying = [state for state in self._due if state.varies]
         if varying:
-            self._usage = UsageCheck(self.label, varying)
+            self._usage = UsageCheck(self.label, self.team, varying)
             last = self._usage.request
         self._checked = len(self.states)
         self.progress.reductions += 1
@@ -268,8 +270,9 @@ class GradientReducer(Exchange):
         optimizer = self._optimizer()
         if self.progress.late and optimizer is not None:
             late, self.progress.late = self.progress.late, []
+            as_dense = self.options.sparse_as_dense
             refuse_different_steps(
-                self.label, self._active(), optimizer.param_groups, late, as_dense=self.options.sparse_as_dense
+                self.label, self._active(), optimizer.param_groups, late, team=self.team, as_dense=as_dense
             )
 
     def refuse_local(self) -> None:
@@ -388,9 +391,12 @@ def reduce_together(reducers: Sequence[GradientReducer]) -> None:
 
 
 def _in_shared_order(reducers: Sequence[GradientReducer]) -> Sequence[GradientReducer]:
-    """The order of their first names: ranks may have made the optimizers in different orders, and some may have to ask
-    each other about a gradient before its reduction is finished."""
-    return reducers if len(reducers) < 2 else sorted(reducers, key=lambda reducer: reducer.label)
+    """The order of their first names, and of their teams: ranks may have made the optimizers in different orders, and
+    some may have to ask each other about a gradient before its reduction is finished."""
+    if len(reducers) < 2:
+        return reducers
+    registered = [reducer for reducer in reducers if reducer.is_registered]  # others have submitted nothing
+    return sorted(registered, key=lambda reducer: (reducer.label, reducer.team))
 
 
 def wait_last(request: Request | None) -> None:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from horo.torch import _runtime
 from horo.torch._requests import run_allreduce
 from horo.torch._staging import Spec
 from horo.torch.ops import Average
@@ -37,9 +36,9 @@ class ReducingClosure:
         self._reducer.begin_closure()
         loss = self._closure()
         self._reducer.end_closure()
-        if _runtime.size() == 1:
+        if self._reducer.size == 1:
             return loss
-        spec = Spec("closure", f"{self._reducer.label}.loss", Average)
+        spec = Spec("closure", f"{self._reducer.label}.loss", Average, team=self._reducer.team)
         if isinstance(loss, torch.Tensor) and loss.is_floating_point():
             return run_allreduce([loss.detach()], spec)[0]
         if isinstance(loss, float):

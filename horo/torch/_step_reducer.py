@@ -56,8 +56,7 @@ class StepReducer(GradientReducer):
             AssertionError: One backward pass too many.
             NotInitializedError: There is no job.
         """
-        if self._runtime is not _runtime.find():
-            self.follow_runtime()
+        self.follow_runtime()
         state = self.states[parameter]
         if state.pending or state.held or (state.passes >= self.options.passes and not self._paused):
             raise AssertionError(

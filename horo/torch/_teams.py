@@ -64,6 +64,11 @@ class Teams:
             raise UsageError(f"process set {public_id(team)} has been removed")
         return found
 
+    def size_for(self, team: int) -> int:
+        """How many members a team has, for one of them; 1 for another rank, and after its removal."""
+        found = self._members.get(team)
+        return 1 if found is None else found.size
+
     def change(self, what: str, step: Callable[[DeputyCall], Any]) -> Any:
         """Does a step that changes teams, when all changes before it are done; blocks until then.
 

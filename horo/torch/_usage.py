@@ -19,13 +19,14 @@ class UsageCheck:
 
     Args:
         label: What the name of the operation begins with.
-        states: The same ones on all ranks. Their gradients are being reduced, as zeros where this rank has none.
+        team: The ranks that take part.
+        states: The same ones on all of them. Their gradients are being reduced, as zeros where this rank has none.
     """
 
-    def __init__(self, label: str, states: Iterable[ParameterState]) -> None:
+    def __init__(self, label: str, team: int, states: Iterable[ParameterState]) -> None:
         self._states = sorted(states, key=lambda state: state.name)  # ranks may have other orders
         used = torch.tensor([not state.was_unused for state in self._states], dtype=torch.uint8)
-        self.request = start_allreduce([used], Spec(f"{label}.check", "usage", Max), sync=True)
+        self.request = start_allreduce([used], Spec(f"{label}.check", "usage", Max, team=team), sync=True)
 
     def finish(self) -> None:
         """Waits, and takes the zeros away where no rank has used the parameter."""

@@ -31,7 +31,7 @@ _CHUNK_BYTES = 64 << 20
 """Tensors that travel as one request: large enough to make requests rare, small enough to overlap them."""
 
 
-def broadcast_parameters(params: Any, root_rank: int) -> None:
+def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = global_process_set) -> None:
     """Overwrites parameters (and buffers) on every rank with those of ``root_rank``.
 
     Blocks until all ranks have called it.
@@ -40,7 +40,8 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
         params: ``model.state_dict()`` (taken in order of the keys), ``model.named_parameters()``, or any other
             iterable of ``(name, tensor)`` pairs or of tensors, in CPU memory, of any shapes and of dtypes that
             ``allreduce`` takes. Names, shapes and dtypes are the same on all ranks.
-        root_rank: The rank whose values all get; equal on all ranks.
+        root_rank: The rank whose values all get, by its number in the job also in a process set; equal on all ranks.
+        process_set: The ranks that take part; others do not call it.
 
     Raises:
         UsageError: ``params`` is something else or has an entry that is no tensor, or there is no rank ``root_rank``.
@@ -54,23 +55,26 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     """
     what = "broadcast_parameters"
+    team = resolve_process_set(process_set, what)
     named = _named_tensors(params)
-    check_root(root_rank, what)
+    check_root(root_rank, what, team)
     for name, tensor in named:
         check_tensor(tensor, what, name)
-    _agree([f"{name!r} {_shape(tensor)}" for name, tensor in named], what)
-    _overwrite([tensor for _, tensor in named], root_rank, what)
+    _agree([f"{name!r} {_shape(tensor)}" for name, tensor in named], what, process_set)
+    _overwrite([tensor for _, tensor in named], root_rank, what, team)
 
 
-def average_buffers(model: torch.nn.Module) -> None:
+def average_buffers(model: torch.nn.Module, process_set: ProcessSet = global_process_set) -> None:
     """Makes the buffers of ``model`` equal on all ranks; blocks until all ranks have called it.
 
     Buffers such as the running statistics of BatchNorm are no parameters: each rank computes them from its part of
-    the data. Floating ones become the mean over the ranks, others (counts, masks) become those of rank 0. Buffers that
-    are not in the state of the model stay as they are. Call it before evaluating or saving, not in every step.
+    the data. Floating ones become the mean over the ranks, others (counts, masks) become those of the first rank.
+    Buffers that are not in the state of the model stay as they are. Call it before evaluating or saving, not in every
+    step.
 
     Args:
         model: Its buffers have the same names, shapes and dtypes on all ranks.
+        process_set: The ranks that take part; others do not call it.
 
     Raises:
         UnsupportedError: A buffer is on another device than the CPU, or has a layout or dtype that ``allreduce`` does
@@ -84,19 +88,26 @@ def average_buffers(model: torch.nn.Module) -> None:
         model.eval()
     """
     what = "average_buffers"
+    team = resolve_process_set(process_set, what)
     kept = model.state_dict(keep_vars=True).keys()
     named = [(name, buffer) for name, buffer in model.named_buffers() if name in kept]
     for name, buffer in named:
         check_tensor(buffer, what, name)
-    _agree([f"{name!r} {_shape(buffer)}" for name, buffer in named], what)
+    _agree([f"{name!r} {_shape(buffer)}" for name, buffer in named], what, process_set)
     averaged = [buffer for _, buffer in named if buffer.is_floating_point()]
     if averaged:
         with torch.no_grad():
-            run_allreduce(averaged, Spec(what, None, Average), in_place=True)
-    _overwrite([buffer for _, buffer in named if not buffer.is_floating_point()], 0, what)
+            run_allreduce(averaged, Spec(what, None, Average, team=team), in_place=True)
+    first = _runtime.current().teams.find(team).ranks[0]
+    _overwrite([buffer for _, buffer in named if not buffer.is_floating_point()], first, what, team)
 
 
-def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    root_rank: int,
+    model: Any = None,
+    process_set: ProcessSet = global_process_set,
+) -> None:
     """Gives every rank the optimizer state of ``root_rank``: state tensors and values, and all options such as ``lr``.
 
     Blocks until all ranks have called it. State that a rank lacks is created, state that the root lacks is dropped; no
@@ -104,8 +115,9 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
 
     Args:
         optimizer: Any torch optimizer, wrapped or not, with the same parameter groups on all ranks.
-        root_rank: The rank whose state all get; equal on all ranks.
+        root_rank: The rank whose state all get, by its number in the job also in a process set; equal on all ranks.
         model: Accepted because Horovod takes it; nothing needs it here.
+        process_set: The ranks that take part; others do not call it.
 
     Raises:
         UsageError: There is no rank ``root_rank``, or the root's state cannot be sent.
@@ -119,13 +131,14 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     """
     del model
     what = "broadcast_optimizer_state"
-    check_root(root_rank, what)
-    _agree(_describe_groups(optimizer), what)
+    team = resolve_process_set(process_set, what)
+    check_root(root_rank, what, team)
+    _agree(_describe_groups(optimizer), what, process_set)
     tensors: list[torch.Tensor] = []
-    structure = _share(lambda: _take_apart(optimizer, tensors, what), root_rank, what, None, 0)
+    structure = _share(lambda: _take_apart(optimizer, tensors, what), root_rank, what, None, team)
     if _runtime.rank() != root_rank:
         _put_together(optimizer, structure, tensors)
-    _overwrite(tensors, root_rank, what)
+    _overwrite(tensors, root_rank, what, team)
 
 
 def broadcast_object(
@@ -228,30 +241,32 @@ def _shape(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def _agree(lines: Sequence[str], what: str) -> None:
+def _agree(lines: Sequence[str], what: str, process_set: ProcessSet) -> None:
     """Checks that all ranks describe what follows alike: one small message, and the whole text only if not."""
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).digest()
     own = torch.tensor([int.from_bytes(digest, "little", signed=True)])
-    everyone = start_allgather([own], what, None, sync=True).wait()[0].tensor
+    team = resolve_process_set(process_set, what)
+    everyone = start_allgather([own], what, None, sync=True, team=team).wait()[0].tensor
     if bool((everyone == own).all()):
         # Either all ranks come to this conclusion or none: equality with everyone is the same fact everywhere.
         return
-    texts = allgather_object(list(lines))
-    for rank, text in enumerate(texts):
+    texts = allgather_object(list(lines), process_set=process_set)
+    ranks = process_set.ranks or []
+    for rank, text in zip(ranks, texts, strict=True):
         if text != texts[0]:
             index = next((i for i, (a, b) in enumerate(zip(texts[0], text, strict=False)) if a != b), None)
             if index is None:
                 index = min(len(texts[0]), len(text))
             ours, theirs = (t[index] if index < len(t) else "nothing more" for t in (texts[0], text))
-            raise MismatchError(f"{what}: entry {index} is {ours} on rank 0, {theirs} on rank {rank}")
+            raise MismatchError(f"{what}: entry {index} is {ours} on rank {ranks[0]}, {theirs} on rank {rank}")
 
 
-def _overwrite(tensors: Sequence[torch.Tensor], root_rank: int, what: str) -> None:
+def _overwrite(tensors: Sequence[torch.Tensor], root_rank: int, what: str, team: int) -> None:
     """Broadcasts into tensors in a few large requests."""
     requests = []
     with torch.no_grad():
         for chunk in _chunks(tensors):
-            requests.append(start_broadcast(chunk, root_rank, what, None, in_place=True))
+            requests.append(start_broadcast(chunk, root_rank, what, None, in_place=True, team=team))
         failure = None
         for request in requests:
             try:

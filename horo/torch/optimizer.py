@@ -22,7 +22,7 @@ from horo.torch._reducer import GradientReducer
 from horo.torch._step_reducer import StepReducer
 from horo.torch.compression import Compression, Compressor
 from horo.torch.ops import Average, Sum, resolve_op
-from horo.torch.process_sets import ProcessSet, global_process_set
+from horo.torch.process_sets import ProcessSet, global_process_set, refuse_unregistered
 
 __all__ = ["Distributed", "DistributedOptimizer"]
 
@@ -116,7 +116,8 @@ def DistributedOptimizer(
         groups: Gradients that travel together: a number of groups of about equal length, or lists of parameters
             (others travel alone).
         sparse_as_dense: Average sparse gradients as dense ones; else their rows are gathered.
-        process_set: ``global_process_set``.
+        process_set: The ranks that take part. On other ranks, gradients stay as they are, and nothing is sent: the
+            optimizer steps as one of a job of one rank. Several optimizers may have different sets, which may overlap.
         gradients_ready: ``"backward"``: as above. ``"step"``: Horovod's order of calls, in which gradients are in
             flight from backward to ``synchronize()`` or ``step()``. To clear or change them in between is an error, and
             after ``synchronize()``, ``step()`` belongs inside ``skip_synchronize()``. None: what
@@ -125,17 +126,14 @@ def DistributedOptimizer(
     Raises:
         NotInitializedError: Before ``init()``.
         UsageError: An argument is wrong; the sentence names it.
-        UnsupportedError: ``op`` or ``process_set`` is not supported yet.
+        UnsupportedError: ``op`` is not supported yet.
 
     Example:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     """
     keep_from_dynamo()
-    if process_set is not global_process_set:
-        raise UnsupportedError(
-            f"DistributedOptimizer: process_set={process_set!r}: only global_process_set is supported yet"
-        )
+    _check_process_set(process_set)
     _check_optimizer(optimizer)
     if resolve_op(op) not in (Average, Sum):
         raise UnsupportedError(f"DistributedOptimizer: op={op} is not supported; use hvd.Average or hvd.Sum")
@@ -160,9 +158,19 @@ def DistributedOptimizer(
         sparse_as_dense=sparse_as_dense,
         passes=backward_passes_per_step,
         advice=reducer.advice,
+        process_set=process_set,
     )
     attach(optimizer, reducer(optimizer, options, names, grouped), process_set)
     return cast("Distributed", optimizer)
+
+
+def _check_process_set(process_set: Any) -> None:
+    if process_set is global_process_set:
+        return
+    if not isinstance(process_set, ProcessSet):
+        raise UsageError(f"DistributedOptimizer: process_set must be a ProcessSet, not {process_set!r}")
+    if process_set.team_in(_runtime.current()) is None:
+        refuse_unregistered(process_set, "DistributedOptimizer")
 
 
 def _check_optimizer(optimizer: Any) -> None:

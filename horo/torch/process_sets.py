@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from horo.errors import UnsupportedError, UsageError
 from horo.torch import _runtime
@@ -271,6 +271,20 @@ def refuse_registered(process_sets: list[ProcessSet], what: str) -> None:
         known.append(item.ranks or [])
 
 
+def refuse_unregistered(process_set: ProcessSet, what: str) -> NoReturn:
+    """Refuses an operation in a set that is not registered.
+
+    Raises:
+        NotInitializedError: Before ``init()``.
+        UsageError: Else.
+    """
+    _runtime.current()
+    raise UsageError(
+        f"{what}: {process_set} does not exist in this job or has not been registered; call hvd.add_process_set() "
+        "on all ranks first"
+    )
+
+
 def resolve_process_set(process_set: ProcessSet, what: str) -> int:
     """The core's id of the team that an operation is to be done in.
 
@@ -284,10 +298,7 @@ def resolve_process_set(process_set: ProcessSet, what: str) -> int:
         raise UsageError(f"{what}: process_set must be a ProcessSet, not {process_set!r}")
     team = process_set.team_in(_runtime.current())
     if team is None:
-        raise UsageError(
-            f"{what}: {process_set} does not exist in this job or has not been registered; call hvd.add_process_set() "
-            "on all ranks first"
-        )
+        refuse_unregistered(process_set, what)
     if not process_set.included():
         raise UsageError(f"{what}: rank {_runtime.rank()} is not a member of {process_set}")
     return team
