@@ -28,6 +28,7 @@ MPI_FUNCTIONS = (
     "MPI_Ibcast",
     "MPI_Iallgatherv",
     "MPI_Ireduce_scatter",
+    "MPI_Ialltoallv",
     "MPI_Type_contiguous",
     "MPI_Type_commit",
     "MPI_Type_free",

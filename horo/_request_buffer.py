@@ -36,6 +36,7 @@ OPS: dict[str, int] = {
     "broadcast": lib.HORO_BROADCAST,
     "barrier": lib.HORO_BARRIER,
     "reducescatter": lib.HORO_REDUCESCATTER,
+    "alltoall": lib.HORO_ALLTOALL,
 }
 """Number of each operation on tensors by its name."""
 
@@ -58,13 +59,15 @@ class Tensor(NamedTuple):
     wire_dtype: int = 0
     """Number of the dtype in which it is sent; 0: its own."""
     output_bytes: int = 0
-    """Bytes of the output, for an allgather into its outputs only."""
+    """Bytes of the output, for an allgather or alltoall into its outputs only."""
+    splits: tuple[int, ...] = ()
+    """For an alltoall: rows of the input for each member of the team, one behind the other, all rows together."""
 
 
 _REQUEST = "P4i2dP2i0P"
 """``horo_request``: name, op, reduce_op, root_rank, flags, prescale, postscale, tensors, tensor_count, team."""
-_TENSOR = "PPPiiiq"
-"""``horo_tensor``: input, output, shape, ndim, dtype, wire_dtype, output_bytes.
+_TENSOR = "PPPiiiiqP"
+"""``horo_tensor``: input, output, shape, ndim, dtype, wire_dtype, split_count, output_bytes, splits.
 
 Packing is much quicker than filling cdata.
 """
@@ -155,13 +158,13 @@ class RequestBuffer:
         """
         flags = (_SYNC if sync else 0) | (_TRANSIENT if transient else 0) | (_INTO if into else 0)
         address = self._address
-        if len(tensors) == 1 and (ndim := len(tensors[0].shape)) <= _DIMS_USUAL:
-            source, target, shape, dtype, wire_dtype, output_bytes = tensors[0]
+        if len(tensors) == 1 and (ndim := len(tensors[0].shape)) <= _DIMS_USUAL and not tensors[0].splits:
+            source, target, shape, dtype, wire_dtype, output_bytes, _ = tensors[0]
             self.rows = self._lone_row
             _single(ndim).pack_into(
                 self._view, 0,
                 self._name_at, op, reduce_op, root_rank, flags, prescale, postscale, address + _TENSORS_AT, 1, team,
-                source, target, address + _EXTENTS_AT, ndim, dtype, wire_dtype, output_bytes,
+                source, target, address + _EXTENTS_AT, ndim, dtype, wire_dtype, 0, output_bytes, 0,
                 *shape,
             )  # fmt: skip
             return
@@ -198,16 +201,21 @@ class RequestBuffer:
 
 
 def _pack(tensors: Sequence[Tensor]) -> Any:
-    """An array of ``horo_tensor``, with the extents of all of them behind it."""
-    extents = list(itertools.chain.from_iterable([tensor.shape for tensor in tensors]))
+    """An array of ``horo_tensor``, with the extents of all of them behind it, and the splits of each behind its own."""
+    extents = list(itertools.chain.from_iterable([(*tensor.shape, *tensor.splits) for tensor in tensors]))
     rows = len(tensors) * _LONE_TENSOR.size
     memory = ffi.new("int64_t[]", rows // 8 + len(extents))
     view = ffi.buffer(memory)
     struct.pack_into(f"@{len(extents)}q", view, rows, *extents)
     extents_at = int(ffi.cast("uintptr_t", memory)) + rows
     packed = []
-    for source, target, shape, dtype, wire_dtype, output_bytes in tensors:
-        packed.append(_LONE_TENSOR.pack(source, target, extents_at, len(shape), dtype, wire_dtype, output_bytes))
-        extents_at += 8 * len(shape)
+    for source, target, shape, dtype, wire_dtype, output_bytes, splits in tensors:
+        splits_at = extents_at + 8 * len(shape)
+        packed.append(
+            _LONE_TENSOR.pack(
+                source, target, extents_at, len(shape), dtype, wire_dtype, len(splits), output_bytes, splits_at
+            )
+        )
+        extents_at = splits_at + 8 * len(splits)
     view[:rows] = b"".join(packed)
     return memory

@@ -66,7 +66,8 @@ enum horo_op {
     HORO_ADD_TEAM = 4,    /* horo_add_team and horo_remove_team only */
     HORO_REMOVE_TEAM = 5,
     HORO_REDUCESCATTER = 6,
-    HORO_OP_COUNT = 7,
+    HORO_ALLTOALL = 7,
+    HORO_OP_COUNT = 8,
 };
 
 /* The numbers are Horovod's; 2 is kept free for Adasum. */
@@ -92,7 +93,7 @@ enum horo_submit_flags {
     HORO_SUBMIT_SYNC = 1,
     /* The name is used once (an automatic name): keep no entry for it in the response cache. */
     HORO_SUBMIT_TRANSIENT = 2,
-    /* An allgather: its results go into the outputs of its tensors, see horo_tensor. Of this rank alone. */
+    /* An allgather or alltoall: its results go into the outputs of its tensors, see horo_tensor. Of this rank alone. */
     HORO_SUBMIT_INTO = 4,
 };
 
@@ -110,17 +111,22 @@ typedef struct {
     /*
      * Result; may equal input. Reducescatter: the rows that fall to this rank, apart from the input unless it is alone
      * in the team; the rows are cut among the members in their order, the first ones have one more where they cannot
-     * have equally many. Allgather: horo allocates the result, unless HORO_SUBMIT_INTO says that it goes here, all of
-     * output_bytes; the input may be this rank's place in it and overlaps it nowhere else. If the result has other than
-     * output_bytes, the request fails on this rank alone, with HORO_ERR_USAGE, when all have done their part; nothing
-     * is written to that output.
+     * have equally many. Allgather, alltoall: horo allocates the result, unless HORO_SUBMIT_INTO says that it goes
+     * here, all of output_bytes; the input of an allgather may be this rank's place in it, else they do not overlap. If
+     * the result has other than output_bytes, the request fails on this rank alone, with HORO_ERR_USAGE, when all have
+     * done their part; nothing is written to that output.
      */
     void *output;
     const int64_t *shape; /* ndim extents, copied by horo_submit */
     int32_t ndim;         /* 0 for a scalar */
     int32_t dtype;        /* enum horo_dtype */
     int32_t wire_dtype;   /* 0: travels as it is; a reduction of float32 and float64: HORO_FLOAT16 or HORO_BFLOAT16 */
-    int64_t output_bytes; /* allgather with HORO_SUBMIT_INTO; else not looked at */
+    int32_t split_count;  /* alltoall: members of the team; else not looked at */
+    int64_t output_bytes; /* with HORO_SUBMIT_INTO; else not looked at */
+    /*
+     * alltoall: rows of the input for each member, one behind the other, all shape[0] together; copied by horo_submit
+     */
+    const int64_t *splits;
 } horo_tensor;
 
 /*
@@ -164,14 +170,15 @@ enum horo_mpi_function {
     HORO_MPI_IBCAST = 6,
     HORO_MPI_IALLGATHERV = 7,
     HORO_MPI_IREDUCE_SCATTER = 8,
-    HORO_MPI_TYPE_CONTIGUOUS = 9,
-    HORO_MPI_TYPE_COMMIT = 10,
-    HORO_MPI_TYPE_FREE = 11,
-    HORO_MPI_OP_CREATE = 12,
-    HORO_MPI_OP_FREE = 13,
-    HORO_MPI_ERROR_STRING = 14,
-    HORO_MPI_FINALIZED = 15,
-    HORO_MPI_FUNCTION_COUNT = 16,
+    HORO_MPI_IALLTOALLV = 9,
+    HORO_MPI_TYPE_CONTIGUOUS = 10,
+    HORO_MPI_TYPE_COMMIT = 11,
+    HORO_MPI_TYPE_FREE = 12,
+    HORO_MPI_OP_CREATE = 13,
+    HORO_MPI_OP_FREE = 14,
+    HORO_MPI_ERROR_STRING = 15,
+    HORO_MPI_FINALIZED = 16,
+    HORO_MPI_FUNCTION_COUNT = 17,
 };
 
 /* Handles of MPI by their names there, in the order of horo_mpi.handles. */
@@ -211,7 +218,7 @@ typedef struct {
     int32_t rank, size;     /* mine in the communicator, and how many there are */
     uint64_t communicator;  /* handles by value, the lower bytes count */
     uint64_t in_place;      /* MPI_IN_PLACE */
-    uint64_t functions[16]; /* HORO_MPI_FUNCTION_COUNT addresses */
+    uint64_t functions[17]; /* HORO_MPI_FUNCTION_COUNT addresses */
     uint64_t handles[17];   /* HORO_MPI_HANDLE_COUNT */
     /* transport: [hosts] whom data goes to there, by number in the communicator; -1: nobody */
     const int32_t *rank_of_host;
@@ -311,7 +318,7 @@ enum { HORO_SOCKETS_PER_PEER_MAX = 8, HORO_TEAMS_MAX = 64, HORO_TEAM_ID_STEP = 2
 enum { HORO_WAITING_MAX = 16, HORO_CALLERS_MAX = 256 };
 enum { HORO_MPI_STATUS_MAX = 128, HORO_MPI_MESSAGE_MAX = 1 << 30 };
 
-/* "0.1.0+abi17": ranks compare it at init and refuse to mix. */
+/* "0.1.0+abi18": ranks compare it at init and refuse to mix. */
 HORO_API const char *horo_version(void);
 HORO_API const char *horo_status_name(int status);
 HORO_API size_t horo_dtype_bytes(int dtype);
@@ -402,8 +409,8 @@ HORO_API int horo_poll(horo_context *context, int64_t handle);
 HORO_API int horo_wait(horo_context *context, int64_t handle, int32_t timeout_ms);
 
 /*
- * horo_wait and, after HORO_OK, horo_release at once. Of an allgather the first extents are lost, and what horo has
- * allocated: only with HORO_SUBMIT_INTO.
+ * horo_wait and, after HORO_OK, horo_release at once. Of an allgather or alltoall the first extents are lost, and what
+ * horo has allocated: only with HORO_SUBMIT_INTO.
  */
 HORO_API int horo_finish(horo_context *context, int64_t handle, int32_t timeout_ms);
 
@@ -446,9 +453,10 @@ HORO_API int32_t horo_callers(horo_context *context, uint64_t *threads, int32_t 
 HORO_API int horo_error(horo_context *context, int64_t handle, char *error, size_t error_bytes);
 
 /*
- * After an allgather: the result of tensor `index` of the request. *rows is the first extent of the result and
- * first_dims (room for as many values as the team has members) each rank's share of it. The memory passes to the
- * caller: horo_free. Where it is the caller's already (HORO_SUBMIT_INTO), *data is NULL, and *bytes what was written.
+ * After an allgather or alltoall: the result of tensor `index` of the request. *rows is the first extent of the result
+ * and first_dims (room for as many values as the team has members) how many of them come from each rank. The memory
+ * passes to the caller: horo_free. Where it is the caller's already (HORO_SUBMIT_INTO), *data is NULL, and *bytes what
+ * was written.
  */
 HORO_API int horo_take_result(horo_context *context, int64_t handle, int32_t index, void **data, int64_t *bytes,
                               int64_t *first_dims);

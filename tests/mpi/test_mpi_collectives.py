@@ -183,6 +183,21 @@ def test_reducescatter_of_a_group_with_factors(rank: MpiRank, wire: str | None) 
         assert np.allclose(output, part, rtol=2e-3 if wire else 1e-6)
 
 
+@pytest.mark.parametrize("rows", [0, 1, 300, 100_000])
+def test_alltoall_of_unequal_splits(rank: MpiRank, rows: int) -> None:
+    splits = [[rows * ((s + 2 * d) % 3) for d in range(rank.size)] for s in range(rank.size)]
+    array = np.concatenate([np.full((n, 3), 10 * rank.rank + d, np.int16) for d, n in enumerate(splits[rank.rank])])
+    tensor = Tensor(array.ctypes.data, 0, array.shape, _core.DTYPES["int16"], splits=tuple(splits[rank.rank]))
+    for _ in range(2):
+        handle = rank.context.submit(RequestBuffer.of(_core.OPS["alltoall"], f"exchange {rows}", [tensor]))
+        rank.context.wait(handle)
+        data, received = rank.context.take_result(handle, 0)
+        rank.context.release(handle)
+        wanted = [np.full((splits[s][rank.rank], 3), 10 * s + rank.rank, np.int16) for s in range(rank.size)]
+        assert received == [len(part) for part in wanted]
+        assert np.array_equal(np.frombuffer(data, np.int16).reshape(-1, 3), np.concatenate(wanted))
+
+
 @pytest.mark.parametrize("count", [0, 1, 1000, 300_001])
 def test_broadcast_from_every_rank(rank: MpiRank, count: int) -> None:
     for root in range(rank.size):

@@ -63,6 +63,7 @@ def test_rows_without_elements_are_gathered(hosts: list[int]) -> None:
         ("allgather", (0, HUGE, HUGE), 2),
         ("allgather", (HUGE, HUGE), 1),
         ("allgather", (0, -1, 0), 1),
+        ("alltoall", (0, HUGE, HUGE), 2),
     ],
 )
 def test_a_shape_of_too_many_bytes_is_refused_where_it_is_submitted(

@@ -172,7 +172,7 @@ CALLS = MpiCalls(
         (MpiUse(CALLS, message_bytes=(1 << 30) + 1), "8 to 1073741824 bytes, not 1073741825"),
         (MpiUse(CALLS, message_bytes=7), "8 to 1073741824 bytes, not 7"),
         (MpiUse(replace(CALLS, rank=2)), "rank 2 of an MPI communicator of 2 does not exist"),
-        (MpiUse(replace(CALLS, functions=[1, 1, 0, *[1] * 13])), "the address of MPI_Test is missing"),
+        (MpiUse(replace(CALLS, functions=[1, 1, 0, *[1] * 14])), "the address of MPI_Test is missing"),
         (MpiUse(CALLS, transport=True), "no ranks of other hosts are given"),
         (
             MpiUse(CALLS, transport=True, rank_of_host=[-1, 2]),

@@ -112,7 +112,7 @@ def fits(tensor: Tensor, op: int = oracle.ALLREDUCE) -> bool:
     """Empty however large the other extents are; but each row of an allgather fits, whoever has some."""
     row = Tensor(tensor.dtype, tensor.shape[1:])
     return (0 in tensor.shape or math.prod(tensor.shape, start=oracle.ITEM_BYTES[tensor.dtype]) <= INT64_MAX) and (
-        op != oracle.ALLGATHER or fits(row)
+        op not in oracle.TELL_ROWS or fits(row)
     )
 
 
@@ -126,7 +126,7 @@ tensors = (plain_tensors | narrowed_tensors).filter(fits)
 requests = st.builds(
     Request,
     name=names,
-    op=st.sampled_from([*range(4), oracle.REDUCESCATTER]),
+    op=st.sampled_from([*range(4), oracle.REDUCESCATTER, oracle.ALLTOALL]),
     reduce_op=st.sampled_from(oracle.REDUCE_OPS),
     transient=st.booleans(),
     root_rank=st.integers(0, 2**31 - 1),
@@ -146,7 +146,7 @@ def canonical(request: Request) -> Request:
     tensors = tuple(
         Tensor(
             t.dtype,
-            (0, *t.shape[1:]) if t.shape and request.op == oracle.ALLGATHER else t.shape,
+            (0, *t.shape[1:]) if t.shape and request.op in oracle.TELL_ROWS else t.shape,
             t.wire_dtype if request.op in oracle.REDUCTIONS else 0,
         )
         for t in request.tensors
@@ -196,7 +196,7 @@ def test_request_messages_round_trip(
     wire: Wire, request: Request, head: tuple[int, int, bytes], values: list[int]
 ) -> None:
     origin, status, text = head
-    values = values if request.op == oracle.ALLGATHER else []
+    values = values if request.op in oracle.TELL_ROWS else []
     body = oracle.request(request)
     arguments = (origin, status, wire.text(text), *wire.rows(values), wire.ffi.from_buffer(body), len(body))
     data = wire.written(wire.lib.shim_wire_put_request, *arguments)
@@ -515,7 +515,7 @@ def test_a_text_that_is_too_long_for_its_length_field_is_cut(wire: Wire) -> None
 
 
 @given(
-    op=st.sampled_from([*range(4), oracle.REDUCESCATTER]),
+    op=st.sampled_from([*range(4), oracle.REDUCESCATTER, oracle.ALLTOALL]),
     tensor=st.builds(Tensor, dtype=st.integers(0, 9), shape=st.lists(extents | st.just(-1), max_size=5).map(tuple)),
 )
 def test_the_bytes_of_a_shape_are_exact_or_refused(wire: Wire, op: int, tensor: Tensor) -> None:

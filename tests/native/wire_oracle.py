@@ -10,7 +10,8 @@ from dataclasses import dataclass
     IDS, REQUEST, LOST, LEAVE, BATCH, FAIL, DONE, DATA, RESULT, ROWS, ENDED, BLOCKED, ASK, AHEAD, RECALL, RELEASE,
     QUERY,
 ) = range(1, 18)  # fmt: skip
-ALLREDUCE, ALLGATHER, BROADCAST, BARRIER, ADD_TEAM, REMOVE_TEAM, REDUCESCATTER = range(7)
+ALLREDUCE, ALLGATHER, BROADCAST, BARRIER, ADD_TEAM, REMOVE_TEAM, REDUCESCATTER, ALLTOALL = range(8)
+TELL_ROWS = (ALLGATHER, ALLTOALL)
 REDUCTIONS = (ALLREDUCE, REDUCESCATTER)
 REDUCE_OPS = (0, 1, 3, 4, 5)
 TRANSIENT = 2
@@ -54,8 +55,8 @@ def str16(text: bytes) -> bytes:
 
 
 def tensor(value: Tensor, *, op: int) -> bytes:
-    """One tensor; the first extent of an allgather is written as 0."""
-    shape = (0, *value.shape[1:]) if op == ALLGATHER and value.shape else value.shape
+    """One tensor; the first extent of what tells rows is written as 0."""
+    shape = (0, *value.shape[1:]) if op in TELL_ROWS and value.shape else value.shape
     wire_dtype = value.wire_dtype if op in REDUCTIONS else 0
     return struct.pack(f"<BBB{len(shape)}q", value.dtype, wire_dtype, len(shape), *shape)
 
@@ -180,6 +181,7 @@ def samples() -> dict[str, bytes]:
         "broadcast": Request("b", op=BROADCAST, root_rank=3, transient=True, tensors=(Tensor(0, (0, 5)),)),
         "barrier": Request("barrier.0", op=BARRIER),
         "reducescatter": Request("s", op=REDUCESCATTER, reduce_op=3, postscale=2.0, tensors=(Tensor(7, (5, 2), 6),)),
+        "alltoall": Request("x", op=ALLTOALL, tensors=(Tensor(1, (7, 2)),)),
         "add-team": team_request(ADD_TEAM, [0, 2, 5]),
         "remove-team": team_request(REMOVE_TEAM, [3]),
         "many-dims": Request("d", reduce_op=5, tensors=(Tensor(9, (1,) * DIMS_MAX),)),
@@ -198,6 +200,7 @@ def samples() -> dict[str, bytes]:
         "batch-none": batch_message([]),
         "batch": batch_message([(1, b""), (2, b"named"), (0, b"uncached")]),
         "request-rows": request_message(1, 0, b"", request(requests["allgather"]), [9, 1 << 40]),
+        "request-splits": request_message(0, 0, b"", request(requests["alltoall"]), [3, 0, 4]),
         "batch-rows": batch_message([(1, b"")], [0, 127, 128, 2**63 - 1]),
         "rows": rows_message(4097, [7]),
         "lost-unknown": lost_message(-1, -41, 4),

@@ -21,12 +21,12 @@ struct hr_operand {
     int wire_dtype; /* of a reduction: travels as this 16-bit float; 0: as it is */
 };
 
-/* The result of an allgather for one tensor, ready to be written before the work begins. */
+/* The result of an allgather or alltoall for one tensor, ready to be written before the work begins. */
 struct hr_gathered {
     void *data;
     int is_given; /* data is the caller's; else malloc'ed */
     int64_t bytes;
-    int64_t *first_dims; /* [size] rows of each rank */
+    int64_t *first_dims; /* [size] rows from each rank */
 };
 
 /*
@@ -42,7 +42,9 @@ struct hr_work {
     size_t count;
     /* [count] bytes per row: the product of the other extents times the element */
     const size_t *row_bytes;
-    struct hr_gathered *results; /* allgather: [count] */
+    struct hr_gathered *results; /* allgather, alltoall: [count] */
+    /* alltoall: [size][count][size] rows that each rank has of each tensor for each rank; no sum of bytes overflows */
+    const int64_t *splits;
 };
 
 struct hr_backend;

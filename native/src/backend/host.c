@@ -2,12 +2,13 @@
 #include <stdlib.h>
 
 #include "backend/operands.h"
+#include "base/op.h"
 #include "collective/collective.h"
 
-/* Scratch of one allgather or reduce-scatter: the parts of all ranks. */
+/* Scratch of what has a part for each rank. */
 struct parts {
-    struct hr_fused *by_rank;
-    size_t *offsets; /* allgather */
+    struct hr_fused *by_rank; /* [size]; alltoall: what goes to each, and behind it what comes from each */
+    size_t *offsets;          /* allgather: [count]; alltoall: [size * size] bytes from each to each */
 };
 
 struct host_backend {
@@ -23,6 +24,7 @@ struct host_backend {
         struct hr_broadcast broadcast;
         struct hr_allgather allgather;
         struct hr_reducescatter reducescatter;
+        struct hr_alltoall alltoall;
     } run;
 };
 
@@ -38,8 +40,10 @@ static void end_parts(struct host_backend *host) {
 
 static int begin_parts(struct host_backend *host) {
     struct parts *parts = &host->parts;
-    parts->by_rank = calloc((size_t)host->team->size, sizeof *parts->by_rank);
-    parts->offsets = calloc(host->work.count, sizeof *parts->offsets);
+    const size_t size = (size_t)host->team->size;
+    const int exchanges = host->work.op == HORO_ALLTOALL;
+    parts->by_rank = calloc(exchanges ? 2 * size : size, sizeof *parts->by_rank);
+    parts->offsets = calloc(exchanges ? size * size : host->work.count, sizeof *parts->offsets);
     if (parts->by_rank == NULL || parts->offsets == NULL) {
         end_parts(host);
         return HORO_ERR_RESOURCE;
@@ -103,11 +107,23 @@ static int begin_gathering(struct host_backend *host) {
     return HORO_OK;
 }
 
+/* ---- Alltoall ---- */
+
+static int begin_exchange(struct host_backend *host) {
+    HR_TRY(begin_parts(host));
+    struct hr_team *team = host->team;
+    struct hr_fused *to = host->parts.by_rank;
+    struct hr_fused *from = to + team->size;
+    hr_fuse_splits(&host->work, team->rank, team->size, host->pieces.at, to, from, host->parts.offsets);
+    HR_TRY(hr_alltoall_begin(&host->run.alltoall, team, to, from, host->parts.offsets));
+    host->task = &host->run.alltoall.segments.task;
+    return HORO_OK;
+}
+
 /* ---- The table ---- */
 
 static int host_begin(struct hr_backend *backend, const struct hr_work *work) {
     struct host_backend *host = host_of(backend);
-    const int has_parts = work->op == HORO_ALLGATHER || work->op == HORO_REDUCESCATTER;
     host->work = *work;
     if (work->op == HORO_REDUCESCATTER && host->team->size == 1) {
         host->work.op = HORO_ALLREDUCE;
@@ -118,7 +134,7 @@ static int host_begin(struct hr_backend *backend, const struct hr_work *work) {
                                     .row_bytes = work->row_bytes,
                                     .rank = host->team->rank,
                                     .size = host->team->size};
-    HR_TRY(hr_pieces_reserve(&host->pieces, (has_parts ? (size_t)host->team->size : 1) * work->count));
+    HR_TRY(hr_pieces_reserve(&host->pieces, hr_vectors_of(host->work.op, host->team->size) * work->count));
     switch (host->work.op) {
     case HORO_ALLREDUCE: return begin_kind(host) < 0 ? HORO_ERR_RESOURCE : HORO_OK;
     case HORO_REDUCESCATTER:
@@ -131,6 +147,7 @@ static int host_begin(struct hr_backend *backend, const struct hr_work *work) {
         return HORO_OK;
     }
     case HORO_ALLGATHER: return begin_gathering(host);
+    case HORO_ALLTOALL: return begin_exchange(host);
     default: return HORO_ERR_INTERNAL;
     }
 }
@@ -159,7 +176,7 @@ static void host_cancel(struct hr_backend *backend) {
         host->task->cancel(host->task);
         host->task = NULL;
     }
-    if (host->work.op == HORO_ALLGATHER && atomic_load(&host->team->node->mpi.stranded) != 0) {
+    if (hr_op_tells_rows(host->work.op) && atomic_load(&host->team->node->mpi.stranded) != 0) {
         hr_gathered_disown(host->work.results, host->work.count);
     }
     end_parts(host);

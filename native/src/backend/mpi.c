@@ -99,6 +99,13 @@ static int call_next(struct hr_mpi_backend *self) {
         return call_reduce_scatter(self);
     }
     transfer->at = transfer->bytes;
+    if (transfer->op == HORO_ALLTOALL) {
+        const int size = self->team->size;
+        const struct hr_mpi_blocks sent = {transfer->data, self->parts.counts, self->parts.offsets};
+        const struct hr_mpi_blocks received = {transfer->received, self->parts.counts + size,
+                                               self->parts.offsets + size};
+        return called(self, self->mpi->ops->ialltoallv(self->mpi, &sent, &received, &self->request));
+    }
     return called(self, self->mpi->ops->iallgatherv(self->mpi, transfer->data, self->parts.counts,
                                                     self->parts.offsets, &self->request));
 }
@@ -179,6 +186,9 @@ static void end_transfer(struct hr_mpi_backend *self) {
     if (transfer->op == HORO_REDUCESCATTER && transfer->bytes > 0) {
         hr_mpi_end_of_scatter(self);
     }
+    if (transfer->op == HORO_ALLTOALL) {
+        hr_mpi_end_of_exchange(self);
+    }
     const struct hr_kernel *kernel = self->team->node->kernel;
     if (self->work.op == HORO_ALLREDUCE && transfer->bytes > 0) {
         const struct hr_scale scale = hr_mpi_factors_of(self, self->fused.codec).post;
@@ -232,9 +242,8 @@ static int mpi_begin(struct hr_backend *backend, const struct hr_work *work) {
                                     .row_bytes = work->row_bytes,
                                     .rank = self->team->rank,
                                     .size = self->team->size};
-    const int scatters = self->work.op == HORO_REDUCESCATTER;
-    HR_TRY(hr_pieces_reserve(&self->pieces, (scatters ? (size_t)self->team->size : 1) * work->count));
-    if (scatters || work->op == HORO_ALLGATHER) {
+    HR_TRY(hr_pieces_reserve(&self->pieces, hr_vectors_of(self->work.op, self->team->size) * work->count));
+    if (self->work.op == HORO_REDUCESCATTER || hr_op_tells_rows(work->op)) {
         return hr_mpi_begin_parts(self);
     }
     if (hr_op_reduces(work->op)) {
@@ -263,6 +272,7 @@ static int begin_transfer(struct hr_mpi_backend *self) {
     switch (self->work.op) {
     case HORO_ALLGATHER: return hr_mpi_begin_of_gather(self);
     case HORO_REDUCESCATTER: return hr_mpi_begin_of_scatter(self);
+    case HORO_ALLTOALL: return hr_mpi_begin_of_exchange(self);
     default: return begin_of_fused(self);
     }
 }
@@ -289,7 +299,7 @@ static void mpi_cancel(struct hr_backend *backend) {
     atomic_fetch_add_explicit(&self->mpi->stranded, (uint64_t)self->has_call, memory_order_relaxed);
     self->has_call = 0;
     self->team->node->poll_within_ns = 0;
-    if (self->work.op == HORO_ALLGATHER && atomic_load(&self->mpi->stranded) != 0) {
+    if (hr_op_tells_rows(self->work.op) && atomic_load(&self->mpi->stranded) != 0) {
         hr_gathered_disown(self->work.results, self->work.count);
     }
     hr_mpi_end_parts(self);

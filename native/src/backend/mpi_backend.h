@@ -7,8 +7,9 @@
 
 /* One stretch of memory on its way. */
 struct hr_mpi_transfer {
-    int op; /* HORO_ALLGATHER and HORO_REDUCESCATTER: of the parts of all ranks, one behind the other */
+    int op; /* what has a part for each rank: the parts lie one behind the other */
     char *data;
+    char *received; /* alltoall: where what comes goes */
     size_t bytes; /* broadcast within an allgather: of the rank that is root now */
     size_t at;    /* handed to MPI so far */
     int root;
@@ -23,11 +24,11 @@ struct hr_mpi_factors {
 
 /* Scratch of what has a part for each rank. */
 struct hr_mpi_parts {
-    size_t *bytes; /* [size] */
-    int *counts;   /* [size] */
-    int *offsets;  /* [size] */
-    size_t next;   /* allgather: operand; reduce-scatter: share of the kind */
-    /* reduce-scatter: the kind that is being reduced, [size], and of how many shares each part consists */
+    size_t *bytes; /* [size]; alltoall: [size * size], from each to each */
+    int *counts;   /* [size]; alltoall: what goes to each, and behind it what comes from each */
+    int *offsets;  /* likewise */
+    size_t next;   /* allgather: operand; else share: of the kind that is being reduced, or of everything */
+    /* reduce-scatter: the kind that is being reduced, [size]; alltoall: what goes to each, and behind it what comes */
     struct hr_fused *by_rank;
     size_t share_count;
 };
@@ -57,13 +58,15 @@ int hr_mpi_reserve_scratch(struct hr_mpi_backend *self, size_t bytes);
 /* Of reductions with a codec. */
 struct hr_mpi_factors hr_mpi_factors_of(const struct hr_mpi_backend *self, const struct hr_codec *codec);
 
-/* mpi_parts.c: before and after an allgather or a reduce-scatter. begin: HORO_OK or HORO_ERR_RESOURCE. */
+/* mpi_parts.c: before and after what has a part for each rank. begin: HORO_OK or HORO_ERR_RESOURCE. */
 int hr_mpi_begin_parts(struct hr_mpi_backend *self);
 void hr_mpi_end_parts(struct hr_mpi_backend *self);
 /* The next transfer: HR_TASK_MOVED, HR_TASK_DONE if there is none, or a status. */
 int hr_mpi_begin_of_gather(struct hr_mpi_backend *self);
 int hr_mpi_begin_of_scatter(struct hr_mpi_backend *self);
-/* A transfer of a reduce-scatter is over: scales and unpacks what has come. */
+int hr_mpi_begin_of_exchange(struct hr_mpi_backend *self);
+/* A transfer of the latter two is over: scales and unpacks what has come. */
 void hr_mpi_end_of_scatter(struct hr_mpi_backend *self);
+void hr_mpi_end_of_exchange(struct hr_mpi_backend *self);
 
 #endif

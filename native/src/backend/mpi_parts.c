@@ -18,11 +18,13 @@ void hr_mpi_end_parts(struct hr_mpi_backend *self) {
 
 int hr_mpi_begin_parts(struct hr_mpi_backend *self) {
     const size_t size = (size_t)self->team->size;
+    const int exchanges = self->work.op == HORO_ALLTOALL;
+    const size_t ways = exchanges ? 2 : 1;
     self->parts = (struct hr_mpi_parts){
-        .bytes = calloc(size, sizeof(size_t)),
-        .counts = calloc(size, sizeof(int)),
-        .offsets = calloc(size, sizeof(int)),
-        .by_rank = calloc(size, sizeof(struct hr_fused)),
+        .bytes = calloc(exchanges ? size * size : size, sizeof(size_t)),
+        .counts = calloc(ways * size, sizeof(int)),
+        .offsets = calloc(ways * size, sizeof(int)),
+        .by_rank = calloc(ways * size, sizeof(struct hr_fused)),
     };
     const struct hr_mpi_parts *parts = &self->parts;
     if (parts->bytes == NULL || parts->counts == NULL || parts->offsets == NULL ||
@@ -145,4 +147,99 @@ void hr_mpi_end_of_scatter(struct hr_mpi_backend *self) {
         mine->codec->scale(mine->codec, kernel, self->scratch, hr_codec_blocks(mine->codec, share.bytes), scale);
     }
     hr_fused_unpack(mine, share.offset, share.bytes, self->scratch, kernel);
+}
+
+/* ---- Transfers of an alltoall: a share of what each rank has for each other ---- */
+
+/* What s has for d that travels. */
+static size_t bytes_between(const struct hr_mpi_backend *self, int s, int d) {
+    return s == d ? 0 : self->parts.bytes[(size_t)s * (size_t)self->team->size + (size_t)d];
+}
+
+/* What one rank sends or gets, the more of the two, where that is the most of all ranks. */
+static size_t busiest(const struct hr_mpi_backend *self) {
+    size_t most = 0;
+    for (int r = 0; r < self->team->size; r++) {
+        size_t sent = 0;
+        size_t received = 0;
+        for (int other = 0; other < self->team->size; other++) {
+            sent += bytes_between(self, r, other);
+            received += bytes_between(self, other, r);
+        }
+        most = sent > most ? sent : most;
+        most = received > most ? received : most;
+    }
+    return most;
+}
+
+static void begin_exchange(struct hr_mpi_backend *self) {
+    struct hr_mpi_parts *parts = &self->parts;
+    struct hr_team *team = self->team;
+    struct hr_fused *to = parts->by_rank;
+    struct hr_fused *from = to + team->size;
+    hr_fuse_splits(&self->work, team->rank, team->size, self->pieces.at, to, from, parts->bytes);
+    for (size_t i = 0; i < to[team->rank].count; i++) { /* what I have for myself: the pieces of both are alike */
+        const struct hr_piece *piece = &to[team->rank].pieces[i];
+        team->node->kernel->copy(from[team->rank].pieces[i].output, piece->input, piece->bytes, HR_STORE_ORDINARY);
+    }
+    const size_t most = hr_smaller(team->tuning.mpi_packed, (size_t)self->mpi->calls.message_bytes);
+    parts->share_count = hr_divide_up(busiest(self), most);
+}
+
+static struct hr_range exchanged(const struct hr_mpi_backend *self, size_t index, int s, int d) {
+    return hr_units(1, bytes_between(self, s, d), index, self->parts.share_count);
+}
+
+/* What I send lies in front of what I get. */
+static void place_share(struct hr_mpi_backend *self, size_t index, size_t *sent, size_t *received) {
+    const struct hr_mpi_parts *parts = &self->parts;
+    const int size = self->team->size;
+    const int me = self->team->rank;
+    *sent = 0;
+    *received = 0;
+    for (int r = 0; r < size; r++) {
+        const size_t out = exchanged(self, index, me, r).bytes;
+        const size_t in = exchanged(self, index, r, me).bytes;
+        parts->counts[r] = (int)out;
+        parts->counts[size + r] = (int)in;
+        parts->offsets[r] = (int)*sent;
+        parts->offsets[size + r] = (int)*received;
+        *sent += out;
+        *received += in;
+    }
+}
+
+int hr_mpi_begin_of_exchange(struct hr_mpi_backend *self) {
+    struct hr_mpi_parts *parts = &self->parts;
+    if (parts->next == 0) {
+        begin_exchange(self);
+    }
+    if (parts->next == parts->share_count) {
+        hr_mpi_end_parts(self);
+        return HR_TASK_DONE;
+    }
+    const size_t index = parts->next++;
+    size_t sent;
+    size_t received;
+    place_share(self, index, &sent, &received);
+    HR_TRY(hr_mpi_reserve_scratch(self, sent + received + 1));
+    for (int r = 0; r < self->team->size; r++) {
+        const struct hr_range share = exchanged(self, index, self->team->rank, r);
+        hr_fused_pack(&parts->by_rank[r], share.offset, share.bytes, self->scratch + parts->offsets[r],
+                      self->team->node->kernel, 1.0, HR_STORE_ORDINARY);
+    }
+    /* one byte more: also a rank that neither sends nor gets anything makes the call */
+    self->transfer = (struct hr_mpi_transfer){
+        .op = HORO_ALLTOALL, .data = self->scratch, .received = self->scratch + sent, .bytes = sent + received + 1};
+    return HR_TASK_MOVED;
+}
+
+void hr_mpi_end_of_exchange(struct hr_mpi_backend *self) {
+    const struct hr_mpi_parts *parts = &self->parts;
+    const int size = self->team->size;
+    for (int r = 0; r < size; r++) {
+        const struct hr_range share = exchanged(self, parts->next - 1, r, self->team->rank);
+        hr_fused_unpack(&parts->by_rank[size + r], share.offset, share.bytes,
+                        self->transfer.received + parts->offsets[size + r], self->team->node->kernel);
+    }
 }

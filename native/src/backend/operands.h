@@ -11,6 +11,8 @@ struct hr_pieces {
     size_t capacity;
 };
 
+/* How many vectors are made of the tensors of an operation: each needs a piece for each tensor. */
+size_t hr_vectors_of(int op, int size);
 /* HORO_OK or HORO_ERR_RESOURCE, which changes nothing. */
 int hr_pieces_reserve(struct hr_pieces *pieces, size_t count);
 void hr_pieces_fini(struct hr_pieces *pieces);
@@ -54,6 +56,13 @@ static inline struct hr_scale hr_postscale_of(const struct hr_work *work, int dt
 
 /* All operands as bytes. */
 struct hr_fused hr_fuse_bytes(struct hr_piece *pieces, const struct hr_operand *operands, size_t count);
+
+/*
+ * What this rank has for each, to[size], what it gets from each, from[size], and bytes[s * size + d] of rank s for rank
+ * d. `pieces` has room for all operands, twice for each rank.
+ */
+void hr_fuse_splits(const struct hr_work *work, int rank, int size, struct hr_piece *pieces, struct hr_fused *to,
+                    struct hr_fused *from, size_t *bytes);
 
 /* Memory for a result whose bytes are known. HORO_OK or HORO_ERR_RESOURCE. */
 int hr_gathered_allocate(struct hr_gathered *result);

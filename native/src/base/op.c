@@ -11,6 +11,7 @@ const char *hr_op_name(int op) {
         [HORO_ADD_TEAM] = "add_process_set",
         [HORO_REMOVE_TEAM] = "remove_process_set",
         [HORO_REDUCESCATTER] = "reducescatter",
+        [HORO_ALLTOALL] = "alltoall",
     };
     return op >= 0 && op < HORO_OP_COUNT ? names[op] : "unknown operation";
 }
@@ -19,8 +20,12 @@ int hr_op_reduces(int op) {
     return op == HORO_ALLREDUCE || op == HORO_REDUCESCATTER;
 }
 
+int hr_op_tells_rows(int op) {
+    return op == HORO_ALLGATHER || op == HORO_ALLTOALL;
+}
+
 int hr_op_needs_rows(int op) {
-    return op == HORO_ALLGATHER || op == HORO_REDUCESCATTER;
+    return hr_op_tells_rows(op) || op == HORO_REDUCESCATTER;
 }
 
 int hr_op_is_of_teams(int op) {

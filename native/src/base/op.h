@@ -8,6 +8,12 @@ const char *hr_op_name(int op);
 /* Whether it combines values, so that it has a reduction, factors, and dtypes to travel as. */
 int hr_op_reduces(int op);
 
+/*
+ * Whether each rank tells all others of rows, which may differ by rank and time, and gets results whose size comes of
+ * them.
+ */
+int hr_op_tells_rows(int op);
+
 /* Whether a tensor of it has a first extent, which is cut or joined: scalars have none. */
 int hr_op_needs_rows(int op);
 

@@ -41,7 +41,30 @@ struct hr_allgather {
     int owners;
     size_t share_count;
     const struct hr_cross_ops *cross;
+    struct hr_traffic *traffic;  /* [host_count] */
     struct hr_cross_part *parts; /* [HR_SEGMENTS_TRAVELLING_MAX][host_count] */
+};
+
+/* What passes the slots of one host, in how many streams. */
+struct hr_traffic {
+    size_t bytes;
+    size_t streams;
+};
+
+struct hr_alltoall {
+    struct hr_segments segments;
+    const struct hr_fused *to;
+    const struct hr_fused *from;
+    const size_t *bytes;
+    enum hr_store store;
+    size_t unit; /* of shares */
+    int owners;
+    size_t share_count;
+    size_t *streams;             /* [host_count * host_count] bytes from each host to each */
+    size_t *starts;              /* [host_count] where my bytes begin in the stream from my host to each */
+    size_t *places;              /* [size] where those of each rank for me begin in the stream from its host to mine */
+    struct hr_traffic *traffic;  /* [host_count] */
+    struct hr_cross_part *parts; /* [HR_SEGMENTS_TRAVELLING_MAX][host_count * host_count] */
 };
 
 struct hr_reducescatter {
@@ -91,6 +114,15 @@ void hr_broadcast_begin(struct hr_broadcast *run, struct hr_team *team, const st
  * carries all that is not its receiver's own, once. HORO_OK or HORO_ERR_RESOURCE.
  */
 int hr_allgather_begin(struct hr_allgather *run, struct hr_team *team, const struct hr_fused *by_rank);
+
+/*
+ * to[r] has my inputs for rank r, and from[r] the outputs of what comes from it; bytes[s * size + d] of rank s for rank
+ * d, the same on all ranks. The caller keeps all three. Inputs and outputs overlap nowhere. Per byte for another rank
+ * of the host: one copy in and one out; between hosts each link carries the bytes of each pair of hosts whose way it is
+ * on. HORO_OK or HORO_ERR_RESOURCE.
+ */
+int hr_alltoall_begin(struct hr_alltoall *run, struct hr_team *team, const struct hr_fused *to,
+                      const struct hr_fused *from, const size_t *bytes);
 
 /*
  * by_rank[r] describes the values that rank r gets the sum of, the same on all ranks: my inputs, and in

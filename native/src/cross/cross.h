@@ -28,11 +28,12 @@
 enum {
     HR_CROSS_WINDOW = 8,     /* ios in flight per direction, at most */
     HR_CROSS_ALIGNMENT = 64, /* of scratch */
+    HR_CROSS_HOPS_MAX = 32,  /* between any two hosts */
 };
 
 /*
- * Where one member's part is. Of an allgather: its own, which travels, and those of the others, which come. Of a
- * reduce-scatter: what I have of each; of the others' it is undefined afterwards.
+ * Where one member's part is. Of an all-to-all see below. Of an allgather: its own, which travels, and those of the
+ * others, which come. Of a reduce-scatter: what I have of each; of the others' it is undefined afterwards.
  */
 struct hr_cross_part {
     char *data;
@@ -49,7 +50,7 @@ struct hr_cross_call {
     int reduce_op;    /* SUM, MIN, MAX, PRODUCT; allreduce and reduce-scatter only */
     const struct hr_kernel *kernel; /* allreduce and reduce-scatter only */
     int root_host;    /* broadcast only */
-    /* allgather and reduce-scatter only, instead of data and count: [host_count]; the caller keeps them */
+    /* allgather, reduce-scatter and all-to-all only, instead of data and count: [host_count]; the caller keeps them */
     const struct hr_cross_part *parts;
     size_t piece_bytes; /* pipeline piece; equal on all members */
     void *scratch;    /* at least ops->scratch_bytes(...), aligned to HR_CROSS_ALIGNMENT; may be NULL if that is 0 */
@@ -135,5 +136,15 @@ extern const struct hr_cross_ops hr_cross_gather_doubling;
  * data; small data travels by hr_cross_doubling, of which each member takes its part.
  */
 extern const struct hr_cross_ops hr_cross_scatter_ring;
+/*
+ * All-to-all of parts[origin * host_count + destination], [host_count * host_count]: mine are here, those for me come,
+ * and those whose way leads over this host come and go on; data is NULL for all others. Each takes as few hops as there
+ * are powers of two in its way.
+ */
+extern const struct hr_cross_ops hr_cross_exchange;
+/*
+ * Between which hosts such a part goes on its way: writes their numbers, at most HR_CROSS_HOPS_MAX, and says how many.
+ */
+int hr_cross_way(int host_count, int origin, int destination, int *hosts);
 
 #endif

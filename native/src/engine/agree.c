@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/op.h"
 #include "engine/agree_entry.h"
 
 static size_t word_count(const struct hr_agree *agree) {
@@ -279,6 +280,14 @@ static int compare_in(struct hr_agree *agree, struct hr_agree_entry *entry, cons
     return HORO_OK;
 }
 
+/* By each rank. */
+static uint64_t rows_told(const struct hr_agree *agree, const struct hr_wire_request *request) {
+    if (!hr_op_tells_rows(request->op)) {
+        return 0;
+    }
+    return (uint64_t)request->tensor_count * (request->op == HORO_ALLTOALL ? (uint64_t)agree->config.team_size : 1);
+}
+
 int hr_agree_announce_request(struct hr_agree *agree, int member, const struct hr_wire_message *message,
                               int64_t now_ns) {
     if (message->type != HR_WIRE_REQUEST || message->rank < 0 || message->rank >= agree->config.rank_count) {
@@ -294,7 +303,7 @@ int hr_agree_announce_request(struct hr_agree *agree, int member, const struct h
     if (!count_in(agree, entry, member, 0, now_ns)) {
         return HORO_OK;
     }
-    const uint32_t gathers = message->request.op == HORO_ALLGATHER ? message->request.tensor_count : 0;
+    const uint64_t gathers = rows_told(agree, &message->request);
     const struct hr_agree_copy request = {(uint8_t *)(uintptr_t)message->request.bytes, message->request.byte_count,
                                           message->rank, gathers};
     HR_TRY(hr_agree_note_rows(agree, entry, member, message->status == HORO_OK ? gathers : 0, message->rows));

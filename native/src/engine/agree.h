@@ -31,6 +31,7 @@ struct hr_agree_config {
     const int *rank_of_member;            /* [member_count] the rank itself, or the leader of the child host */
     const int *ranks_of_member;           /* [member_count] how many it speaks for */
     const char *const *host_name_of_rank; /* for messages; indexed by rank */
+    int team_size;                        /* how many rows an alltoall has for each tensor and rank */
     int rank_count;                       /* all ranks: ids of ranks in messages are checked against it */
     uint32_t capacity;                    /* cached tensors; 0: none */
     /* root: with all slots taken, how many new names it takes on average to evict one */

@@ -9,7 +9,7 @@ struct hr_agree_copy {
     uint8_t *bytes;
     size_t count;
     int rank;
-    uint32_t gathers; /* the tensors of an allgather; 0: it is another operation */
+    uint64_t gathers; /* how many rows each rank tells: of an allgather or alltoall; 0: it is another operation */
 };
 
 /* Of a member, in the bytes of its entry. */
@@ -47,7 +47,7 @@ struct hr_agree_entry {
     uint64_t *by_id;                 /* bit per member: announced by id */
     int failure;                     /* status, 0: none so far */
     char *failure_text;
-    struct hr_buffer rows;                /* allgather: of all members that have announced it, as they did */
+    struct hr_buffer rows;                /* of all members that have announced it, as they did */
     struct hr_agree_rows *rows_of_member; /* [member_count]; NULL: it never was one */
     int64_t first_ns;                /* first announcement of this round */
     struct hr_agree_kind kind; /* set when it becomes READY */
@@ -76,11 +76,12 @@ int hr_agree_assign(struct hr_agree *agree, struct hr_agree_entry *entry, uint32
 /* Root: an id for a new entry: in an unused slot, or now and then in that of the one idle longest; else 0. */
 uint32_t hr_agree_pick_id(struct hr_agree *agree);
 /*
- * agree_rows.c. note: those of a member, which has announced so many tensors of an allgather (0: another operation);
+ * agree_rows.c. note: those of a member, each of whose ranks tells so many (0: another operation than an allgather or
+ * alltoall);
  * HORO_ERR_INTERNAL for any other number of them. check: whether those of all can travel together; HORO_ERR_USAGE with
  * a sentence. join: all of them in the order of the members, valid until the next join; none of another operation.
  */
-int hr_agree_note_rows(const struct hr_agree *agree, struct hr_agree_entry *entry, int member, uint32_t gathers,
+int hr_agree_note_rows(const struct hr_agree *agree, struct hr_agree_entry *entry, int member, uint64_t gathers,
                        struct hr_wire_rows rows);
 int hr_agree_check_rows(const struct hr_agree *agree, const struct hr_agree_entry *entry, char *text,
                         size_t text_bytes);

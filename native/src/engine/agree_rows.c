@@ -1,12 +1,15 @@
-/* The first extents of an allgather, from the announcements of the members to the record: who gives how many rows. */
+/*
+ * The rows of an allgather or alltoall, from the announcements of the members to the record: who gives how many rows.
+ */
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "base/op.h"
 #include "engine/agree_entry.h"
 
-int hr_agree_note_rows(const struct hr_agree *agree, struct hr_agree_entry *entry, int member, uint32_t gathers,
+int hr_agree_note_rows(const struct hr_agree *agree, struct hr_agree_entry *entry, int member, uint64_t gathers,
                        struct hr_wire_rows rows) {
-    if (rows.count != (uint64_t)gathers * (uint64_t)agree->config.ranks_of_member[member]) {
+    if (rows.count != gathers * (uint64_t)agree->config.ranks_of_member[member]) {
         return HORO_ERR_INTERNAL;
     }
     if (rows.count == 0) {
@@ -49,15 +52,18 @@ int hr_agree_check_rows(const struct hr_agree *agree, const struct hr_agree_entr
     if (bytes + request->count <= HR_WIRE_REQUEST_MAX) {
         return HORO_OK;
     }
+    struct hr_wire_request call = {0};
+    (void)hr_wire_decode_request(request->bytes, request->count, &call); /* it was decoded when it came */
     (void)snprintf(text, text_bytes,
-                   "allgather '%s': the first extents of its %u tensors on %d ranks take %zu bytes with its "
-                   "description; at most %d can travel as one request: submit the tensors as several groups",
-                   entry->name, request->gathers, rank_count(agree), bytes + request->count, HR_WIRE_REQUEST_MAX);
+                   "%s '%s': the %s of its %u tensors on %d ranks take %zu bytes with its description; at most %d can "
+                   "travel as one request: submit the tensors as several groups",
+                   hr_op_name(call.op), entry->name, call.op == HORO_ALLTOALL ? "splits" : "first extents",
+                   call.tensor_count, rank_count(agree), bytes + request->count, HR_WIRE_REQUEST_MAX);
     return HORO_ERR_USAGE;
 }
 
 int hr_agree_join_rows(struct hr_agree *agree, const struct hr_agree_entry *entry, struct hr_wire_rows *joined) {
-    const uint32_t gathers = hr_agree_request(entry)->gathers;
+    const uint64_t gathers = hr_agree_request(entry)->gathers;
     *joined = (struct hr_wire_rows){0};
     if (gathers == 0) {
         return HORO_OK;
@@ -69,6 +75,7 @@ int hr_agree_join_rows(struct hr_agree *agree, const struct hr_agree_entry *entr
         const struct hr_agree_rows *theirs = &entry->rows_of_member[member];
         HR_TRY(hr_buffer_append(out, rows + theirs->at, theirs->bytes));
     }
-    *joined = (struct hr_wire_rows){hr_buffer_front(out), hr_buffer_size(out), gathers * (uint32_t)rank_count(agree)};
+    *joined = (struct hr_wire_rows){hr_buffer_front(out), hr_buffer_size(out),
+                                    (uint32_t)(gathers * (uint64_t)rank_count(agree))};
     return HORO_OK;
 }

@@ -23,11 +23,11 @@ static const char *reduce_name(int reduce_op) {
     }
 }
 
-/* The first extent of an allgather may differ by rank and is not part of the request. */
+/* The first extent of an allgather or alltoall may differ by rank and is not part of the request. */
 static void describe(const struct hr_wire_tensor *tensor, int op, char *text) {
     (void)hr_wire_describe_tensor(tensor, text, VALUE_BYTES);
     char *first = strchr(text, '[');
-    if (op == HORO_ALLGATHER && first != NULL && first[1] == '0') {
+    if (hr_op_tells_rows(op) && first != NULL && first[1] == '0') {
         first[1] = '*';
     }
 }

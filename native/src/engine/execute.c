@@ -124,6 +124,7 @@ static int begin_batch(struct hr_lane *lane) {
         .count = batch->operand_count,
         .row_bytes = batch->row_bytes,
         .results = batch->requests[0]->gathered,
+        .splits = batch->requests[0]->splits,
     };
     HR_TRY(lane->backend->ops->begin(lane->backend, &work));
     return HR_TASK_MOVED;
@@ -226,10 +227,10 @@ static int execute_batch(struct hr_lane *lane, const struct hr_wire_message *rec
         lane->executor.state = HR_EXECUTION_CHANGING;
         return HORO_OK;
     }
-    if (op != HORO_ALLGATHER && record->rows.count > 0) {
+    if (!hr_op_tells_rows(op) && record->rows.count > 0) {
         return HORO_ERR_INTERNAL;
     }
-    if (op == HORO_ALLGATHER) {
+    if (hr_op_tells_rows(op)) {
         char text[HORO_MESSAGE_MAX];
         const int status = batch->request_count == 1 ? hr_gather_prepare(batch->requests[0], lane->team, record->rows,
                                                                          text, sizeof text)

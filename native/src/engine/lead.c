@@ -56,6 +56,7 @@ static int init_agreement(struct hr_lane *lane, uint64_t fusion_bytes) {
         .rank_of_member = lane->leader.member_ranks,
         .ranks_of_member = lane->leader.ranks_of_member,
         .host_name_of_rank = (const char *const *)node->host_name_of_rank,
+        .team_size = lane->team->size,
         .rank_count = node->size,
         .capacity = lane->announcer.capacity,
         .evict_one_in = EVICT_ONE_IN,

@@ -14,7 +14,7 @@ static int impossible_dimension(const horo_request *call, const horo_tensor *ten
             return d;
         }
     }
-    const int first = call->op == HORO_ALLGATHER && tensor->shape[0] == 0;
+    const int first = hr_op_tells_rows(call->op) && tensor->shape[0] == 0;
     int d = first;
     int64_t bytes;
     while (hr_wire_shape_bytes(tensor->shape + first, d - first + 1, tensor->dtype, &bytes) == HORO_OK) {
@@ -64,6 +64,27 @@ static int check_tensor(const horo_request *call, const horo_tensor *tensor, str
     return check_shape(call, tensor, error);
 }
 
+/* How many there are is compared with the team when that is known. */
+static int check_splits(const horo_request *call, const horo_tensor *tensor, struct hr_error *error) {
+    int64_t left = tensor->shape[0];
+    for (int i = 0; i < tensor->split_count && tensor->splits != NULL; i++) {
+        if (tensor->splits[i] < 0) {
+            return hr_fail(error, HORO_ERR_USAGE, "alltoall '%s': split %d is %lld; it must be 0 or more", call->name,
+                           i, (long long)tensor->splits[i]);
+        }
+        if (tensor->splits[i] > left) {
+            return hr_fail(error, HORO_ERR_USAGE,
+                           "alltoall '%s': the splits up to number %d are more than the %lld rows of the tensor",
+                           call->name, i, (long long)tensor->shape[0]);
+        }
+        left -= tensor->splits[i];
+    }
+    return left == 0 && tensor->splits != NULL
+               ? HORO_OK
+               : hr_fail(error, HORO_ERR_USAGE, "alltoall '%s': %lld of the %lld rows of the tensor are in no split",
+                         call->name, (long long)left, (long long)tensor->shape[0]);
+}
+
 static int check_call(const horo_request *call, struct hr_error *error) {
     if (call->op < 0 || call->op >= HORO_OP_COUNT) {
         return hr_fail(error, HORO_ERR_UNSUPPORTED, "operation number %d is not known", call->op);
@@ -80,6 +101,7 @@ static int check_call(const horo_request *call, struct hr_error *error) {
     }
     for (int i = 0; i < call->tensor_count; i++) {
         HR_TRY(check_tensor(call, &call->tensors[i], error));
+        HR_TRY(call->op == HORO_ALLTOALL ? check_splits(call, &call->tensors[i], error) : HORO_OK);
     }
     return HORO_OK;
 }
@@ -96,11 +118,15 @@ static int check_size(const horo_request *call, size_t byte_count, struct hr_err
         hr_op_name(call->op), call->name, call->tensor_count, byte_count, HR_WIRE_REQUEST_MAX);
 }
 
+static size_t splits_of(const horo_request *call, int i) {
+    return call->op == HORO_ALLTOALL ? (size_t)call->tensors[i].split_count : 0;
+}
+
 /* Everything in one allocation; the last parts, of byte_count and row_bytes, are for what travels. */
 static int copy_call(const horo_request *call, size_t byte_count, size_t row_bytes, struct hr_request **out) {
     size_t dims = 0;
     for (int i = 0; i < call->tensor_count; i++) {
-        dims += (size_t)call->tensors[i].ndim;
+        dims += (size_t)call->tensors[i].ndim + splits_of(call, i);
     }
     const size_t count = (size_t)call->tensor_count;
     const size_t name_bytes = strlen(call->name);
@@ -126,6 +152,10 @@ static int copy_call(const horo_request *call, size_t byte_count, size_t row_byt
         tensors[i].shape = shape;
         for (int d = 0; d < tensors[i].ndim; d++) {
             *shape++ = call->tensors[i].shape[d];
+        }
+        tensors[i].splits = shape;
+        for (size_t d = 0; d < splits_of(call, (int)i); d++) {
+            *shape++ = call->tensors[i].splits[d];
         }
         int64_t bytes = 0; /* it has been checked */
         (void)hr_wire_shape_bytes(tensors[i].shape, tensors[i].ndim, tensors[i].dtype, &bytes);
@@ -159,7 +189,7 @@ int hr_request_create(const horo_request *call, struct hr_request **request, str
     if (status == HORO_OK) {
         status = encode(copy);
     }
-    if (status == HORO_OK && call->op == HORO_ALLGATHER) {
+    if (status == HORO_OK && hr_op_tells_rows(call->op)) {
         copy->gathered = calloc((size_t)call->tensor_count, sizeof *copy->gathered);
         status = copy->gathered == NULL ? HORO_ERR_RESOURCE : HORO_OK;
     }
@@ -182,6 +212,7 @@ void hr_request_destroy(struct hr_request *request) {
         free(request->gathered[0].first_dims); /* those of all, see gather.c */
     }
     free(request->gathered);
+    free(request->splits);
     if (request->new_lane != NULL) {
         hr_lane_destroy(request->new_lane);
     }

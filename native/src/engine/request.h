@@ -11,7 +11,7 @@
 
 struct hr_lane;
 
-/* One allocation, plus the results of an allgather and the text of an error. */
+/* One allocation, plus the results of an allgather or alltoall and the text of an error. */
 struct hr_request {
     struct hr_request *next;          /* in the submit queue */
     struct hr_request *older, *newer; /* among those not done */
@@ -27,10 +27,11 @@ struct hr_request {
     int64_t submit_ns;
     uint8_t *bytes; /* canonical form on the wire; points into this allocation */
     size_t byte_count;
-    struct hr_wire_rows rows;     /* allgather: what this rank gives; in this allocation, too */
+    struct hr_wire_rows rows;     /* allgather, alltoall: what this rank tells; in this allocation, too */
     uint32_t announced_id;        /* driver: announced by this id, 0: in full */
     uint32_t pending_place;       /* driver: in the arena's table, HR_NOT_ANNOUNCED while in the queue */
-    struct hr_gathered *gathered; /* allgather: [tensor_count] */
+    struct hr_gathered *gathered; /* allgather, alltoall: [tensor_count] */
+    int64_t *splits;              /* alltoall: those of all ranks, as in struct hr_work */
     int misfit;                   /* 1 + the first tensor whose output is not as long as its result; 0: there is none */
     struct hr_lane *new_lane;     /* add team: this rank's part in it; NULL: it has none, or the engine has taken it */
     int team_added;               /* add team: its id, once done; else -1 */

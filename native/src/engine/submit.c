@@ -25,6 +25,12 @@ static int find_lane(const struct hr_engine *engine, struct hr_request *request,
                    : hr_fail(error, HORO_ERR_USAGE, "broadcast '%s': root rank %d is no member of %s", call->name,
                              call->root_rank, hr_team_name(lane->team, name));
     }
+    for (int i = 0; i < call->tensor_count && call->op == HORO_ALLTOALL; i++) {
+        if (call->tensors[i].split_count != lane->team->size) {
+            return hr_fail(error, HORO_ERR_USAGE, "alltoall '%s': %d splits; %d ranks take part", call->name,
+                           call->tensors[i].split_count, lane->team->size);
+        }
+    }
     request->lane = lane;
     request->team_size = lane->team->size;
     return HORO_OK;

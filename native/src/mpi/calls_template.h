@@ -121,6 +121,20 @@ static int call_ireduce_scatter(const struct hr_mpi *mpi, void *data, const int 
     return code;
 }
 
+typedef int ialltoallv_function(const void *, const int *, const int *, HANDLE, void *, const int *, const int *,
+                                HANDLE, HANDLE, HANDLE *);
+
+static int call_ialltoallv(const struct hr_mpi *mpi, const struct hr_mpi_blocks *sent,
+                           const struct hr_mpi_blocks *received, uint64_t *request) {
+    HANDLE handle = TO_HANDLE(0);
+    HANDLE byte = known(mpi, HORO_MPI_BYTE);
+    const int code = FUNCTION(mpi, HORO_MPI_IALLTOALLV, ialltoallv_function)(
+        sent->data, sent->counts, sent->offsets, byte, received->data, received->counts, received->offsets, byte,
+        communicator(mpi), &handle);
+    *request = TO_VALUE(handle);
+    return code;
+}
+
 typedef int contiguous_function(int, HANDLE, HANDLE *);
 
 static int call_type_create(const struct hr_mpi *mpi, int bytes, uint64_t *type) {
@@ -160,6 +174,7 @@ const struct hr_mpi_ops TABLE = {
     .ibcast = call_ibcast,
     .iallgatherv = call_iallgatherv,
     .ireduce_scatter = call_ireduce_scatter,
+    .ialltoallv = call_ialltoallv,
     .type_create = call_type_create,
     .type_free = call_type_free,
     .op_create = call_op_create,

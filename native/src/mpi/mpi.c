@@ -15,6 +15,7 @@ static const char *const function_names[HORO_MPI_FUNCTION_COUNT] = {
     [HORO_MPI_IBCAST] = "MPI_Ibcast",
     [HORO_MPI_IALLGATHERV] = "MPI_Iallgatherv",
     [HORO_MPI_IREDUCE_SCATTER] = "MPI_Ireduce_scatter",
+    [HORO_MPI_IALLTOALLV] = "MPI_Ialltoallv",
     [HORO_MPI_TYPE_CONTIGUOUS] = "MPI_Type_contiguous",
     [HORO_MPI_TYPE_COMMIT] = "MPI_Type_commit",
     [HORO_MPI_TYPE_FREE] = "MPI_Type_free",

@@ -21,6 +21,13 @@ struct hr_mpi;
 /* in and inout hold *count elements: inout[i] = in[i] op inout[i]. `type` is not looked at. */
 typedef void hr_mpi_reducer(void *in, void *inout, int *count, void *type);
 
+/* A block of bytes for each rank, or from each. */
+struct hr_mpi_blocks {
+    void *data;
+    const int *counts;
+    const int *offsets;
+};
+
 struct hr_mpi_ops {
     /* Done when the receiver has begun to receive: what is done needs no further call of mine to arrive. */
     int (*issend)(const struct hr_mpi *mpi, const void *data, size_t bytes, int rank, int tag, uint64_t *request);
@@ -30,7 +37,7 @@ struct hr_mpi_ops {
     int (*cancel)(const struct hr_mpi *mpi, uint64_t *request);
     int (*request_free)(const struct hr_mpi *mpi, uint64_t *request);
 
-    /* All in place. */
+    /* In place, but for the last one. */
     int (*iallreduce)(const struct hr_mpi *mpi, void *data, int count, uint64_t type, uint64_t op, uint64_t *request);
     int (*ibcast)(const struct hr_mpi *mpi, void *data, size_t bytes, int root, uint64_t *request);
     /* In bytes; both arrays must live until the request is done. */
@@ -38,6 +45,10 @@ struct hr_mpi_ops {
     /* In elements of the type; my part comes to the beginning of the data. The array must live likewise. */
     int (*ireduce_scatter)(const struct hr_mpi *mpi, void *data, const int *counts, uint64_t type, uint64_t op,
                            uint64_t *request);
+
+    /* Not in place; both arrays of each must live likewise. */
+    int (*ialltoallv)(const struct hr_mpi *mpi, const struct hr_mpi_blocks *sent, const struct hr_mpi_blocks *received,
+                      uint64_t *request);
 
     /* A type of so many bytes that MPI knows nothing about. */
     int (*type_create)(const struct hr_mpi *mpi, int bytes, uint64_t *type);

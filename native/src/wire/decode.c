@@ -135,7 +135,7 @@ int hr_wire_shape_bytes(const int64_t *shape, int ndim, int dtype, int64_t *byte
 }
 
 int hr_wire_tensor_bytes(int op, const int64_t *shape, int ndim, int dtype, int64_t *bytes) {
-    if (op == HORO_ALLGATHER && ndim > 0) {
+    if (hr_op_tells_rows(op) && ndim > 0) {
         int64_t row_bytes;
         HR_TRY(hr_wire_shape_bytes(shape + 1, ndim - 1, dtype, &row_bytes));
     }
@@ -155,7 +155,7 @@ static void check_tensor(struct reader *reader, int op) {
     int64_t bytes;
     if (!reader->failed) {
         require(reader, hr_wire_tensor_bytes(op, shape, ndim, dtype, &bytes) == HORO_OK);
-        require(reader, op != HORO_ALLGATHER || ndim == 0 || shape[0] == 0);
+        require(reader, !hr_op_tells_rows(op) || ndim == 0 || shape[0] == 0);
     }
 }
 
@@ -277,7 +277,7 @@ static void read_body(struct reader *reader, struct hr_wire_message *message) {
         message->rows = read_rows(reader);
         require(reader, message->rank >= 0 && (message->status == HORO_OK || hr_is_error(message->status)));
         read_request(reader, &message->request);
-        require(reader, message->rows.count == 0 || message->request.op == HORO_ALLGATHER);
+        require(reader, message->rows.count == 0 || hr_op_tells_rows(message->request.op));
         break;
     case HR_WIRE_ROWS: read_cached_rows(reader, message); break;
     case HR_WIRE_LOST:

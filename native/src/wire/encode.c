@@ -96,7 +96,7 @@ static uint8_t *write_tensor(uint8_t *at, const horo_tensor *tensor, int op) {
     *at++ = (uint8_t)(hr_op_reduces(op) ? tensor->wire_dtype : 0);
     *at++ = (uint8_t)tensor->ndim;
     for (int32_t i = 0; i < tensor->ndim; i++) {
-        const int free_extent = op == HORO_ALLGATHER && i == 0;
+        const int free_extent = hr_op_tells_rows(op) && i == 0;
         at = hr_store_u64(at, free_extent ? 0 : (uint64_t)tensor->shape[i]);
     }
     return at;
@@ -130,23 +130,41 @@ int hr_wire_encode_request(struct hr_buffer *out, const horo_request *request) {
     return finish(out, at);
 }
 
+/* What a rank tells of a tensor: how many rows it has, or how many it has for each rank. */
+static const int64_t *rows_of(const horo_request *request, int32_t i, int32_t *count) {
+    const horo_tensor *tensor = &request->tensors[i];
+    *count = request->op == HORO_ALLTOALL ? tensor->split_count : 1;
+    return request->op == HORO_ALLTOALL ? tensor->splits : tensor->shape;
+}
+
 size_t hr_wire_rows_bytes(const horo_request *request) {
     size_t bytes = 0;
-    for (int32_t i = 0; i < request->tensor_count && request->op == HORO_ALLGATHER; i++) {
-        bytes += var_bytes((uint64_t)request->tensors[i].shape[0]);
+    for (int32_t i = 0; i < request->tensor_count && hr_op_tells_rows(request->op); i++) {
+        int32_t count;
+        const int64_t *rows = rows_of(request, i, &count);
+        for (int32_t r = 0; r < count; r++) {
+            bytes += var_bytes((uint64_t)rows[r]);
+        }
     }
     return bytes;
 }
 
 struct hr_wire_rows hr_wire_encode_rows(const horo_request *request, uint8_t *room) {
     uint8_t *at = room;
-    if (request->op != HORO_ALLGATHER) {
+    struct hr_wire_rows written = {.data = room};
+    if (!hr_op_tells_rows(request->op)) {
         return (struct hr_wire_rows){0};
     }
     for (int32_t i = 0; i < request->tensor_count; i++) {
-        at = write_var(at, (uint64_t)request->tensors[i].shape[0]);
+        int32_t count;
+        const int64_t *rows = rows_of(request, i, &count);
+        for (int32_t r = 0; r < count; r++) {
+            at = write_var(at, (uint64_t)rows[r]);
+        }
+        written.count += (uint32_t)count;
     }
-    return (struct hr_wire_rows){room, (size_t)(at - room), (uint32_t)request->tensor_count};
+    written.bytes = (size_t)(at - room);
+    return written;
 }
 
 int hr_wire_put_ids(struct hr_buffer *out, const uint32_t *ids, uint32_t count) {

@@ -28,13 +28,13 @@
  *   request  u8 op, u8 reduce_op, u8 transient, i32 root, f64 prescale, f64 postscale, str16 name, u32 n, n x tensor;
  *            of teams: one tensor, int32 [m], and m x i32, its values: the ranks of a team to add, the number of one
  *            to remove
- *   tensor   u8 dtype, u8 wire dtype, u8 ndim, ndim x i64 extent; allgather: the first extent is written as 0, it may
- *            differ by rank
+ *   tensor   u8 dtype, u8 wire dtype, u8 ndim, ndim x i64 extent; allgather, alltoall: the first extent is written as
+ *            0, it may differ by rank
  *   lane     u32 team, u32 members of it, u64 bytes of its log executed, u32 n, n x u64: the hash of each name that is
  *            submitted to it and not done
- *   rows     var n, n x var: the first extents of an allgather, of each rank tensor by tensor; of all ranks whom the
- *            sender speaks for, host by host. n is 0 for all other operations, and not in ROWS, which is the
- *            announcement of a cached allgather
+ *   rows     var n, n x var: the first extents of an allgather, of each rank tensor by tensor; of an alltoall in the
+ *            place of each those for rank 0, 1 ..., which add up to it; of all ranks whom the sender speaks for, host
+ *            by host. n is 0 for all other operations, and not in ROWS, which is the announcement of a cached one
  *   var      0 to 2^63 - 1, seven bits per byte, the lowest first; all bytes but the last one have the highest bit set
  *   str16    u16 bytes, UTF-8 without a terminator
  *
@@ -160,8 +160,9 @@ struct hr_wire_ref {
  */
 int hr_wire_shape_bytes(const int64_t *shape, int ndim, int dtype, int64_t *bytes);
 /*
- * The same for a tensor of an operation. One row of an allgather (all extents but the first) must fit by itself, also
- * where this rank has none: another may have some. What decode refuses, and so what the engine must not let in.
+ * The same for a tensor of an operation. One row of an allgather or alltoall (all extents but the first) must fit by
+ * itself, also where this rank has none: another may have some. What decode refuses, and so what the engine must not
+ * let in.
  */
 int hr_wire_tensor_bytes(int op, const int64_t *shape, int ndim, int dtype, int64_t *bytes);
 
@@ -173,7 +174,7 @@ size_t hr_wire_request_bytes(const horo_request *request);
  */
 int hr_wire_encode_request(struct hr_buffer *out, const horo_request *request);
 
-/* The first extents of an allgather's tensors here, written to room of rows_bytes; none for other operations. */
+/* What this rank tells of rows, written to room of rows_bytes; nothing for operations that tell none. */
 size_t hr_wire_rows_bytes(const horo_request *request);
 struct hr_wire_rows hr_wire_encode_rows(const horo_request *request, uint8_t *room);
 
@@ -219,8 +220,8 @@ int hr_wire_put_hash(struct hr_buffer *out, uint64_t hash);
  * hr_wire_tensor_bytes refuses, a wire dtype that does not go with dtype and operation, a name that is too long, a
  * count past the limit, a negative rank but for the -1 of LOST, a reason that is none or unknown, a status that is
  * unknown, HORO_OK in LOST, ENDED and FAIL, or HORO_IN_PROGRESS, a request that is not canonical, rows that are written
- * longer than they need to be or are of another operation than an allgather, lanes that are not in the order of their
- * teams, a question without a number, a short or long body. Every item is checked here, so the walks below cannot fail.
+ * longer than they need to be or are of an operation that tells none, lanes that are not in the order of their teams,
+ * a question without a number, a short or long body. Every item is checked here, so the walks below cannot fail.
  */
 int hr_wire_decode(const void *data, size_t bytes, struct hr_wire_message *message);
 int hr_wire_decode_request(const void *data, size_t bytes, struct hr_wire_request *request);

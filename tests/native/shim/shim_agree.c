@@ -43,6 +43,7 @@ shim_agree *shim_agree_create(int is_root, int member_count, int local_count, co
         .rank_of_member = node->ranks,
         .ranks_of_member = node->counts,
         .host_name_of_rank = (const char *const *)node->host_names,
+        .team_size = rank_count,
         .rank_count = rank_count,
         .capacity = capacity,
         .evict_one_in = evict_one_in,

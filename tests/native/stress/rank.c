@@ -57,7 +57,7 @@ static uint32_t list_mine(struct rank *rank, const struct bunch *bunch, uint32_t
 }
 
 static int may_run(const struct operation *operation) {
-    return operation->op != HORO_ALLGATHER && !operation_changes_teams(operation);
+    return !operation_tells_rows(operation) && !operation_changes_teams(operation);
 }
 
 /* Submits all that is this rank's, or for one that goes some of it; returns how many. */

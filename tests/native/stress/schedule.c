@@ -106,7 +106,7 @@ static void choose_operation(struct chance *chance, const struct schedule *sched
     operation->team = team_number;
     operation->dtype = ANY_OF(chance, dtypes);
     operation->apart = (int)chance_below(chance, 2);
-    const uint32_t kind = chance_below(chance, limits->moving ? 18 : 20);
+    const uint32_t kind = chance_below(chance, limits->moving ? 20 : 22);
     if (kind < 14) {
         choose_reduction(chance, limits, operation);
     } else if (kind < 16) {
@@ -117,6 +117,11 @@ static void choose_operation(struct chance *chance, const struct schedule *sched
         operation->op = HORO_ALLGATHER;
         operation->columns = 1 + chance_below(chance, 5);
         operation->counts[0] = choose_count(chance, limits, 1 + limits->elements / team->size / operation->columns);
+    } else if (kind < 20) {
+        operation->op = HORO_ALLTOALL;
+        operation->columns = 1 + chance_below(chance, 5);
+        const int64_t pairs = (int64_t)team->size * team->size;
+        operation->counts[0] = choose_count(chance, limits, 1 + limits->elements / pairs / operation->columns);
     } else {
         operation->op = HORO_BARRIER;
         operation->tensor_count = 0;
@@ -263,6 +268,7 @@ void operation_describe(const struct schedule *schedule, const struct operation 
     static const char *const ops[HORO_OP_COUNT] = {
         [HORO_ALLREDUCE] = "allreduce", [HORO_ALLGATHER] = "allgather",         [HORO_BROADCAST] = "broadcast",
         [HORO_BARRIER] = "barrier",     [HORO_REDUCESCATTER] = "reducescatter",
+        [HORO_ALLTOALL] = "alltoall",
     };
     static const char *const differences[] = {"", ", another shape on rank ", ", another dtype on rank "};
     if (operation_changes_teams(operation)) {

@@ -41,8 +41,8 @@ struct operation {
     int32_t op, reduce_op, root_rank, dtype, flags;
     double prescale, postscale;
     int tensor_count;
-    int64_t counts[TENSORS_MAX]; /* elements; allgather: most rows of a rank */
-    int64_t columns;             /* allgather: elements of a row */
+    int64_t counts[TENSORS_MAX]; /* elements; allgather: most rows of a rank; alltoall: for each other */
+    int64_t columns;             /* allgather, alltoall: elements of a row */
     int apart;                   /* the outputs are not the inputs; reducescatter: always */
     enum difference difference;
     int differs; /* the rank that submits something else */
@@ -108,6 +108,11 @@ static inline int team_has(const struct team *team, int rank) {
 
 static inline int operation_reduces(const struct operation *operation) {
     return operation->op == HORO_ALLREDUCE || operation->op == HORO_REDUCESCATTER;
+}
+
+/* What comes out is as long as the ranks say that it is. */
+static inline int operation_tells_rows(const struct operation *operation) {
+    return operation->op == HORO_ALLGATHER || operation->op == HORO_ALLTOALL;
 }
 
 static inline int operation_changes_teams(const struct operation *operation) {

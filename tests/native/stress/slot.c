@@ -25,14 +25,20 @@ static void shape_tensor(const struct rank *rank, struct slot *slot, int i) {
     const struct operation *operation = slot->operation;
     const int wrong = operation->differs == rank->number && operation->difference == DIFFERENCE_SHAPE && i == 0;
     slot->shapes[i][0] = operation->counts[i] + wrong;
-    if (operation->op == HORO_ALLGATHER) {
-        slot->shapes[i][0] = values_rows(operation, rank->number);
+    const struct team *team = team_of(rank, operation);
+    if (operation_tells_rows(operation)) {
+        slot->shapes[i][0] = values_rows(operation, team, rank->number);
+    }
+    for (int r = 0; r < team->size && operation->op == HORO_ALLTOALL; r++) {
+        slot->splits[r] = values_rows_for(operation, rank->number, team->ranks[r]);
     }
     slot->shapes[i][1] = operation->columns + wrong;
     slot->tensors[i] = (horo_tensor){
         .shape = slot->shapes[i],
-        .ndim = operation->op == HORO_ALLGATHER ? 2 : 1,
+        .ndim = operation_tells_rows(operation) ? 2 : 1,
         .dtype = slot->dtype,
+        .split_count = team->size,
+        .splits = slot->splits,
     };
 }
 
@@ -41,15 +47,15 @@ static int64_t elements_of(const struct slot *slot, int i) {
 }
 
 static int gathers_into(const struct operation *operation) {
-    return operation->op == HORO_ALLGATHER && operation->apart;
+    return operation_tells_rows(operation) && operation->apart;
 }
 
-/* Of an allgather, from all ranks. */
+/* From all ranks. */
 static size_t result_bytes(const struct rank *rank, const struct operation *operation) {
     const struct team *team = team_of(rank, operation);
     int64_t rows = 0;
     for (int i = 0; i < team->size; i++) {
-        rows += values_rows(operation, team->ranks[i]);
+        rows += values_rows_for(operation, team->ranks[i], rank->number);
     }
     return (size_t)(rows * operation->columns) * horo_dtype_bytes(operation->dtype);
 }
@@ -171,7 +177,7 @@ void slot_begin(struct rank *rank, struct slot *slot, size_t number, enum haste 
 
 static void check_tensors(struct rank *rank, struct slot *slot) {
     const struct operation *operation = slot->operation;
-    for (int i = 0; i < operation->tensor_count && operation->op != HORO_ALLGATHER; i++) {
+    for (int i = 0; i < operation->tensor_count && !operation_tells_rows(operation); i++) {
         int64_t at;
         double got;
         double wanted;
@@ -200,11 +206,13 @@ static void take_gathered(struct rank *rank, struct slot *slot) {
         int64_t at;
         double got;
         double wanted;
-        if (rows[i] != values_rows(operation, team->ranks[i]) || place + rows[i] * row_bytes > bytes) {
+        const int64_t told = values_rows_for(operation, team->ranks[i], rank->number);
+        if (rows[i] != told || place + rows[i] * row_bytes > bytes) {
             rank_fail(rank, slot->number, "%lld rows of rank %d, within %lld bytes", (long long)rows[i], team->ranks[i],
                       (long long)bytes);
         }
-        if (!values_check_part(operation, team->ranks[i], (const char *)gathered + place, &at, &got, &wanted)) {
+        if (!values_check_part(operation, team, team->ranks[i], rank->number, (const char *)gathered + place, &at, &got,
+                               &wanted)) {
             rank_fail(rank, slot->number, "the part of rank %d is %.17g at %lld, it must be %.17g", team->ranks[i], got,
                       (long long)at, wanted);
         }
@@ -219,7 +227,7 @@ static void take_gathered(struct rank *rank, struct slot *slot) {
 static void release(struct rank *rank, struct slot *slot) {
     if (slot->status != HORO_OK) {
         (void)horo_error(rank->context, slot->handle, slot->sentence, sizeof slot->sentence);
-    } else if (slot->operation->op == HORO_ALLGATHER) {
+    } else if (operation_tells_rows(slot->operation)) {
         take_gathered(rank, slot);
     } else if (slot->operation->op == HORO_ADD_TEAM) {
         note_number(rank, slot);
@@ -233,7 +241,7 @@ static void release(struct rank *rank, struct slot *slot) {
 void slot_await(struct rank *rank, struct slot *slot, uint32_t way) {
     atomic_store(&rank->operation, slot->number);
     atomic_store(&rank->phase, PHASE_WAIT);
-    const int gives = slot->operation->op == HORO_ALLGATHER || slot->operation->op == HORO_ADD_TEAM;
+    const int gives = operation_tells_rows(slot->operation) || slot->operation->op == HORO_ADD_TEAM;
     const int finishes = way == 0 && !gives;
     while (slot->handle != 0 && slot->status == HORO_IN_PROGRESS) {
         if (finishes) {

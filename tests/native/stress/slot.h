@@ -13,6 +13,7 @@ struct slot {
     int dtype;
     horo_tensor tensors[TENSORS_MAX];
     int64_t shapes[TENSORS_MAX][2];
+    int64_t splits[RANKS_MAX]; /* alltoall */
     char *memory; /* of all tensors; the owner of the slot frees it */
     char sentence[HORO_MESSAGE_MAX];
 };

@@ -90,13 +90,23 @@ static int element(const struct operation *operation, int tensor, int rank, int6
     return common(operation, tensor, at) + offset(operation, tensor, rank);
 }
 
-int64_t values_rows(const struct operation *operation, int rank) {
-    return (int64_t)(chance_mix(operation->salt, (uint64_t)rank + 1000) % (uint64_t)(operation->counts[0] + 1));
+int64_t values_rows_for(const struct operation *operation, int rank, int other) {
+    const uint64_t pair = operation->op == HORO_ALLTOALL ? (uint64_t)(other + 1) * RANKS_MAX : 0;
+    return (int64_t)(chance_mix(operation->salt, pair + (uint64_t)rank + 1000) % (uint64_t)(operation->counts[0] + 1));
 }
 
-int64_t values_count(const struct operation *operation, int tensor, int rank) {
-    return operation->op == HORO_ALLGATHER ? values_rows(operation, rank) * operation->columns
-                                           : operation->counts[tensor];
+/* Those that a rank has for the members in front of `other`. */
+static int64_t rows_before(const struct operation *operation, const struct team *team, int rank, int other) {
+    int64_t rows = 0;
+    for (int i = 0; i < team->size && team->ranks[i] < other; i++) {
+        rows += values_rows_for(operation, rank, team->ranks[i]);
+    }
+    return rows;
+}
+
+int64_t values_rows(const struct operation *operation, const struct team *team, int rank) {
+    return operation->op == HORO_ALLTOALL ? rows_before(operation, team, rank, RANKS_MAX)
+                                          : values_rows_for(operation, rank, 0);
 }
 
 void values_fill(const struct operation *operation, int tensor, int rank, int dtype, int64_t count, void *memory) {
@@ -204,14 +214,16 @@ int values_check(const struct operation *operation, const struct team *team, int
     return 1;
 }
 
-int values_check_part(const struct operation *operation, int rank, const void *memory, int64_t *at, double *got,
-                      double *wanted) {
+int values_check_part(const struct operation *operation, const struct team *team, int rank, int other,
+                      const void *memory, int64_t *at, double *got, double *wanted) {
     struct chance chance = {operation->salt};
-    const int64_t count = values_count(operation, 0, rank);
+    const int64_t count = values_rows_for(operation, rank, other) * operation->columns;
+    const int is_for_one = operation->op == HORO_ALLTOALL;
+    const int64_t first = is_for_one ? rows_before(operation, team, rank, other) * operation->columns : 0;
     for (int64_t step = 0; step < looks(count); step++) {
         *at = look(&chance, count, step);
         *got = load(operation->dtype, memory, *at);
-        *wanted = element(operation, 0, rank, *at);
+        *wanted = element(operation, 0, rank, first + *at);
         if (*got != *wanted) {
             return 0;
         }

@@ -7,9 +7,11 @@
 
 #include "schedule.h"
 
-/* Elements that a rank hands over in a tensor; for an allgather rows * columns. */
-int64_t values_count(const struct operation *operation, int tensor, int rank);
-int64_t values_rows(const struct operation *operation, int rank);
+/*
+ * Rows of an allgather or alltoall that a rank has, and of those that it has for another one; for all, of an allgather.
+ */
+int64_t values_rows(const struct operation *operation, const struct team *team, int rank);
+int64_t values_rows_for(const struct operation *operation, int rank, int other);
 
 /* The input of a rank. */
 void values_fill(const struct operation *operation, int tensor, int rank, int dtype, int64_t count, void *memory);
@@ -20,8 +22,8 @@ void values_fill(const struct operation *operation, int tensor, int rank, int dt
  */
 int values_check(const struct operation *operation, const struct team *team, int tensor, int rank, const void *memory,
                  int64_t *at, double *got, double *wanted);
-/* The same for an allgather: the part of one rank. */
-int values_check_part(const struct operation *operation, int rank, const void *memory, int64_t *at, double *got,
-                      double *wanted);
+/* The same for an allgather or alltoall: what comes from one rank for another. */
+int values_check_part(const struct operation *operation, const struct team *team, int rank, int other,
+                      const void *memory, int64_t *at, double *got, double *wanted);
 
 #endif

@@ -1,0 +1,221 @@
+"""All-to-all: each rank gets what every other has for it, in the order of the ranks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from ranks import Group, Rank, describe, run_ranks, wait_for
+from test_gather import LAYOUTS
+from test_teams import Links
+
+from horo import _core
+from horo.errors import MismatchError, PeerLostError, UsageError
+
+over_every_layout = pytest.mark.parametrize("host_of_rank", [[0], *LAYOUTS.values()], ids=["1", *LAYOUTS.keys()])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How many rows of how many columns each has for each, and what is in them."""
+
+    rows: list[list[int]]
+    columns: int = 1
+    dtype: type = np.int32
+
+    def block(self, origin: int, destination: int) -> np.ndarray:
+        """Other values in each, and in each row."""
+        rows = self.rows[origin][destination]
+        values = np.arange(rows * self.columns) % 97 + 7 * origin + 3 * destination
+        return values.reshape(rows, self.columns).astype(self.dtype)
+
+    def given(self, rank: int) -> np.ndarray:
+        return np.concatenate([self.block(rank, other) for other in range(len(self.rows))])
+
+    def wanted(self, rank: int) -> np.ndarray:
+        return np.concatenate([self.block(other, rank) for other in range(len(self.rows))])
+
+
+def submit(rank: Rank, plans: Sequence[Plan], number: int, name: str, **options: int) -> int:
+    """``number``: of this rank among those of the plan. The inputs live as long as the handle."""
+    inputs = [plan.given(number) for plan in plans]
+    tensors = [
+        tensor._replace(splits=tuple(plan.rows[number]))
+        for tensor, plan in zip(describe(inputs, inputs), plans, strict=True)
+    ]
+    handle = rank.context.submit(_core.RequestBuffer.of(_core.OPS["alltoall"], name, tensors, **options))
+    rank._kept[handle] = inputs, inputs
+    return handle
+
+
+def check(rank: Rank, plans: Sequence[Plan], name: str = "a", number: int | None = None, **options: int) -> None:
+    place = rank.rank if number is None else number
+    handle = submit(rank, plans, place, name, **options)
+    rank.context.wait(handle)
+    for i, plan in enumerate(plans):
+        data, received = rank.context.take_result(handle, i)
+        assert received == [rows[place] for rows in plan.rows]
+        wanted = plan.wanted(place)
+        assert np.array_equal(np.frombuffer(data, plan.dtype).reshape(wanted.shape), wanted)
+    rank.finish(handle)
+
+
+def random_plan(size: int, seed: int, dtype: type = np.int32) -> Plan:
+    """Any numbers of rows, many of them none."""
+    draw = random.Random(seed)
+    choices = draw.choice([[0, 1, 2], [0, 0, 0, 5000], [3], [0, 1, 700, 129], [1, 64, 65]])
+    return Plan([[draw.choice(choices) for _ in range(size)] for _ in range(size)], draw.choice([1, 2, 5]), dtype)
+
+
+@over_every_layout
+@pytest.mark.parametrize("segment_bytes", [1 << 12, 1 << 18])
+def test_any_splits_over_any_layout(host_of_rank: list[int], segment_bytes: int) -> None:
+    def body(rank: Rank) -> None:
+        for step in range(12):
+            check(rank, [random_plan(rank.size, step)])
+        check(rank, [Plan([[0] * rank.size] * rank.size)])
+
+    run_ranks(body, host_of_rank=host_of_rank, segment_bytes=segment_bytes)
+
+
+@pytest.mark.parametrize("hosts", [*range(2, 14), 16, 17, 23], ids=lambda hosts: f"{hosts} hosts")
+def test_every_host_reaches_every_other(hosts: int) -> None:
+    """Also those without a link, over others."""
+    layout = [*range(hosts), 0, hosts - 1]
+
+    def body(rank: Rank) -> None:
+        check(rank, [Plan([[1 + (s + 2 * d) % 5 for d in range(rank.size)] for s in range(rank.size)], 11)])
+        check(rank, [Plan([[300] * rank.size] * rank.size)])
+
+    run_ranks(body, host_of_rank=layout, spin_us=0)
+
+
+@pytest.mark.parametrize("hosts", [[3], [1, 1], [2, 1, 2], [1] * 7], ids=str)
+def test_one_may_have_everything_for_one(hosts: list[int]) -> None:
+    size = sum(hosts)
+
+    def body(rank: Rank) -> None:
+        for origin in range(size):
+            rows = [[0] * size for _ in range(size)]
+            rows[origin][(origin + 2) % size] = 50_000
+            check(rank, [Plan(rows)])
+
+    run_ranks(body, hosts, segment_bytes=1 << 12)
+
+
+@over_every_layout
+def test_groups_of_any_dtypes(host_of_rank: list[int]) -> None:
+    def body(rank: Rank) -> None:
+        for step in range(4):
+            check(rank, [random_plan(rank.size, 10 * step + i, t) for i, t in enumerate((np.uint8, np.float64, bool))])
+
+    run_ranks(body, host_of_rank=host_of_rank, segment_bytes=1 << 12)
+
+
+@pytest.mark.parametrize("hosts", [[70], [33, 32]], ids=str)
+def test_many_ranks(hosts: list[int]) -> None:
+    def body(rank: Rank) -> None:
+        for step in range(3):
+            check(rank, [random_plan(rank.size, step)])
+
+    run_ranks(body, hosts, segment_bytes=1 << 12, spin_us=0)
+
+
+def test_teams_exchange_each_in_the_order_of_its_members() -> None:
+    host_of_rank = [0, 1, 2, 0, 1, 2, 0]
+    teams = [[0, 1, 2, 4, 6], [1, 2, 5], [0, 3, 6]]
+    links = Links(host_of_rank)
+
+    def body(rank: Rank) -> None:
+        for members in teams:
+            team = rank.context.add_team(members, **links.of(rank.rank, members, 0))
+            for step in range(4 if rank.rank in members else 0):
+                check(rank, [random_plan(len(members), step)], number=members.index(rank.rank), team=team)
+
+    run_ranks(body, host_of_rank=host_of_rank)
+
+
+def test_results_go_into_memory_that_the_caller_gives() -> None:
+    plan = Plan([[1, 2, 3], [4, 0, 1], [0, 0, 2]], 3)
+
+    def body(rank: Rank) -> None:
+        given, output = plan.given(rank.rank), np.full_like(plan.wanted(rank.rank), 99)
+        (tensor,) = describe([given], [output])
+        tensor = tensor._replace(splits=tuple(plan.rows[rank.rank]))
+        rank.context.run(_core.RequestBuffer.of(_core.OPS["alltoall"], "a", [tensor], sync=True, into=True))
+        assert np.array_equal(output, plan.wanted(rank.rank))
+
+    run_ranks(body, [2, 1])
+
+
+@pytest.mark.parametrize(
+    ("splits", "said"),
+    [
+        ((1, 1), "2 splits; 3 ranks take part"),
+        ((1, 1, 1, 1), "4 splits; 3 ranks take part"),
+        ((2, -1, 3), "split 1 is -1; it must be 0 or more"),
+        ((2, 2, 2), "the splits up to number 1 are more than the .* rows of the tensor"),
+        ((1, 0, 1), "1 of the 3 rows of the tensor are in no split"),
+        ((), "3 of the 3 rows of the tensor are in no split"),
+    ],
+)
+def test_wrong_splits_are_refused_where_they_are_submitted(splits: tuple[int, ...], said: str) -> None:
+    def body(rank: Rank) -> None:
+        array = np.ones((sum(splits) if len(splits) in (2, 4) else 3, 2), np.float32)
+        (tensor,) = describe([array], [array])
+        with pytest.raises(UsageError, match=f"alltoall 'a': {said}"):
+            rank.context.submit(_core.RequestBuffer.of(_core.OPS["alltoall"], "a", [tensor._replace(splits=splits)]))
+        check(rank, [random_plan(3, 1)])
+
+    run_ranks(body, [3])
+
+
+@pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
+def test_different_rows_and_operations_are_named_on_all_ranks(hosts: list[int]) -> None:
+    def body(rank: Rank) -> None:
+        odd = rank.rank == 1
+        with pytest.raises(MismatchError, match=r"alltoall 'a': rank 0 .* int32 \[\*, 1\], rank 1 .* int32 \[\*, 2\]"):
+            check(rank, [Plan([[1, 2], [3, 4]], 1 + odd)])
+        with pytest.raises(MismatchError, match=r"'a': rank 0 .* alltoall, rank 1 .* allgather"):
+            if odd:
+                rank.allgather(np.ones((1, 1), np.int32), "a")
+            else:
+                check(rank, [Plan([[1, 2], [3, 4]])])
+        check(rank, [random_plan(2, 3)])
+
+    run_ranks(body, hosts)
+
+
+@pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
+def test_more_rows_than_a_result_can_have_are_refused_on_all_ranks(hosts: list[int]) -> None:
+    def body(rank: Rank) -> None:
+        tensor = _core.Tensor(64, 64, (1 << 62, 1), _core.DTYPES["uint8"], splits=(0, 1 << 62))
+        handle = rank.context.submit(_core.RequestBuffer.of(_core.OPS["alltoall"], "huge", [tensor]))
+        with pytest.raises(UsageError, match=r"alltoall 'huge': the rows of all 2 ranks .* larger than"):
+            rank.context.wait(handle)
+        rank.context.release(handle)
+        check(rank, [random_plan(2, 4)])
+
+    run_ranks(body, hosts)
+
+
+@pytest.mark.parametrize(("hosts", "victim"), [([2], 1), ([1, 1], 1), ([2, 2], 3), ([1] * 7, 2)], ids=str)
+def test_a_rank_that_dies_in_the_middle_is_named(hosts: list[int], victim: int) -> None:
+    size = sum(hosts)
+    plan = Plan([[60_000] * size] * size)
+    with Group(hosts, segment_bytes=1 << 12) as group:
+
+        def body(rank: Rank) -> None:
+            if rank.rank == victim:
+                submit(rank, [plan], victim, "a")
+                wait_for(lambda: rank.context.counters()["requests"] > 0)
+                group.kill(victim)
+                return
+            with pytest.raises(PeerLostError, match=f"rank {victim} "):
+                for _ in range(1_000_000):
+                    check(rank, [plan])
+
+        group.run(body)
