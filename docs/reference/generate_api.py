@@ -35,7 +35,14 @@ SECTIONS = (
     ("Start, end, and who is who", ("horo.torch._runtime",)),
     (
         "Operations on tensors",
-        ("horo.torch.ops", "horo.torch.scatter", "horo.torch.sparse", "horo.torch.collectives", "horo.torch._handles"),
+        (
+            "horo.torch.ops",
+            "horo.torch.scatter",
+            "horo.torch.sparse",
+            "horo.torch.collectives",
+            "horo.torch.exchange",
+            "horo.torch._handles",
+        ),
     ),
     ("Training", ("horo.torch.optimizer", "horo.torch.sync_batch_norm")),
     ("Equal models, optimizers and objects", ("horo.torch.functions",)),

@@ -49,6 +49,7 @@ from horo.torch.collectives import (
     grouped_allgather_async,
 )
 from horo.torch.compression import Compression
+from horo.torch.exchange import alltoall, alltoall_async
 from horo.torch.functions import (
     allgather_object,
     average_buffers,
@@ -129,6 +130,8 @@ __all__ = [
     "allreduce_",
     "allreduce_async",
     "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
     "average_buffers",
     "barrier",
     "broadcast",

@@ -7,11 +7,8 @@ from typing import NoReturn
 
 __all__ = ["explain_missing", "raise_missing"]
 
-_EXCHANGE = "use allgather, and take this rank's part of what each rank gives"
 INSTEAD = {
     "_check_has_gpu": "use torch.cuda.is_available()",
-    "alltoall": _EXCHANGE,
-    "alltoall_async": _EXCHANGE,
     "elastic": "save checkpoints, and start again from the last one after a HorovodInternalError",
     "join": "give all ranks equally many batches: cut them by itertools.islice at the smallest number, which an "
     "allreduce with op=hvd.Min finds",

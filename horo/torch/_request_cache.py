@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 
 from horo import _core
-from horo.torch._staging import Spec, StagedTensors, make_outputs, pack, stage
+from horo.torch._staging import GATHERING, Spec, StagedTensors, make_outputs, pack, stage
 
 __all__ = ["CachedRequest", "RequestCache", "address_of"]
 
@@ -93,7 +93,7 @@ class CachedRequest:
         sources = self._sources(tensors)
         if sources is None:
             return self._fill(tensors, in_place)
-        if in_place or self._spec.collective == "allgather":
+        if in_place or self._spec.collective in GATHERING:
             self.buffer.set_addresses(sources, sources)
             return StagedTensors(tensors, tensors, tensors)
         outputs = make_outputs(tensors, self._spec)

@@ -12,7 +12,7 @@ from horo.errors import HoroError, UsageError
 from horo.torch import _runtime
 from horo.torch._request_cache import CachedRequest
 from horo.torch._spans import begin_span, end_span, profiling
-from horo.torch._staging import Spec, StagedTensors, count_change, describe
+from horo.torch._staging import Spec, StagedTensors, as_bytes, count_change, describe
 
 __all__ = [
     "Gathered",
@@ -27,6 +27,7 @@ __all__ = [
     "start_again",
     "start_allgather",
     "start_allreduce",
+    "start_alltoall",
     "start_broadcast",
     "start_reducescatter",
 ]
@@ -35,7 +36,7 @@ _BARRIER = Spec("barrier", None, collective="barrier")
 
 
 class Gathered(NamedTuple):
-    """One result of an allgather: the rows of all ranks in rank order, and how many each rank gave."""
+    """One result of an allgather or alltoall: the rows from all ranks in rank order, and how many came from each."""
 
     tensor: torch.Tensor
     rows: list[int]
@@ -260,6 +261,26 @@ def start_allgather(
             what = describe(kind, name)
             raise UsageError(f"{what}: a scalar has no first dimension to gather along; use tensor.reshape(1)")
     return _start(tensors, Spec(kind, name, collective="allgather", team=team), False, sync, finish=_finish_gathered)
+
+
+def start_alltoall(tensor: torch.Tensor, spec: Spec, *, sync: bool = False) -> Request:
+    """Begins to give each rank some rows of ``tensor``; the result is ``Gathered``, of the rows from each rank.
+
+    Args:
+        tensor: Dense CPU tensor with at least one dimension, of any dtype.
+        spec: The operation, with the splits of all rows of ``tensor``.
+        sync: The caller waits at once.
+    """
+    carried = as_bytes(tensor, spec.kind, spec.name)
+    dtype, shape = tensor.dtype, tensor.shape[1:]
+
+    def finish(core: _core.Context, handle: int, staged: StagedTensors) -> Gathered:
+        (gathered,) = _finish_gathered(core, handle, staged)
+        return Gathered(gathered.tensor.view(dtype).view(sum(gathered.rows), *shape), gathered.rows)
+
+    runtime = _runtime.current()
+    cached = runtime.request_cache.take_or_create(None, spec, sync, 1)  # splits change, and would fill the cache
+    return _submit(runtime, cached, cached.set_tensors([carried], False), finish)
 
 
 def start_reducescatter(tensors: Sequence[torch.Tensor], spec: Spec) -> Request:

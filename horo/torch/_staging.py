@@ -12,8 +12,10 @@ from horo import _core
 from horo.errors import UnsupportedError, UsageError
 
 __all__ = [
+    "GATHERING",
     "Spec",
     "StagedTensors",
+    "as_bytes",
     "check_tensor",
     "count_change",
     "describe",
@@ -23,6 +25,9 @@ __all__ = [
     "share_of_rows",
     "stage",
 ]
+
+GATHERING = ("allgather", "alltoall")
+"""Operations for which the core allocates the results: it knows their sizes last."""
 
 _NARROWED = (torch.float32, torch.float64)
 """Dtypes that can be sent as a 16-bit float."""
@@ -76,6 +81,8 @@ class Spec(NamedTuple):
     """The operation of the core by its name in ``_core.OPS``."""
     team: int = 0
     """The core's number of the ranks that take part."""
+    splits: tuple[int, ...] = ()
+    """For an alltoall: rows of its tensor for each rank, all of them together."""
     place: tuple[int, int] = (0, 1)
     """For a reducescatter: number of this rank among those that take part, and how many they are."""
 
@@ -88,7 +95,7 @@ class StagedTensors(NamedTuple):
     inputs: Sequence[torch.Tensor]
     """The same or contiguous copies."""
     outputs: Sequence[torch.Tensor]
-    """``inputs`` itself for an operation in place, and for an allgather, for which the core allocates the results."""
+    """``inputs`` itself for an operation in place, and for those of ``GATHERING``."""
 
     def results(self) -> tuple[torch.Tensor, ...]:
         """The results; in place, the user's tensors, with autograd told that they have changed."""
@@ -120,13 +127,13 @@ def stage(tensors: Sequence[torch.Tensor], spec: Spec, in_place: bool) -> Staged
         UsageError, UnsupportedError: The operation cannot be done with one of them.
     """
     inputs = [_source(tensor, spec, in_place) for tensor in tensors]
-    if in_place or spec.collective == "allgather":
+    if in_place or spec.collective in GATHERING:
         return StagedTensors(tensors, inputs, inputs)
     return StagedTensors(tensors, inputs, make_outputs(inputs, spec))
 
 
 def make_outputs(inputs: Sequence[torch.Tensor], spec: Spec) -> list[torch.Tensor]:
-    """New contiguous tensors for the results of an operation that is not in place, and no allgather."""
+    """New contiguous tensors for the results of an operation that is not in place, and none of ``GATHERING``."""
     if spec.collective == "reducescatter":
         return [_empty_share(tensor, *spec.place) for tensor in inputs]
     return [torch.empty(s.shape, dtype=s.dtype, device=s.device) for s in inputs]
@@ -151,7 +158,12 @@ def pack(staged: StagedTensors, spec: Spec) -> list[_core.Tensor]:
         dtype = source.dtype
         rows.append(
             _core.Tensor(
-                source.data_ptr(), target.data_ptr(), source.shape, _DTYPES[dtype], wire if dtype in _NARROWED else 0
+                source.data_ptr(),
+                target.data_ptr(),
+                source.shape,
+                _DTYPES[dtype],
+                wire if dtype in _NARROWED else 0,
+                splits=spec.splits,
             )
         )
     return rows
@@ -196,6 +208,28 @@ def check_tensor(tensor: torch.Tensor, kind: str, name: str | None = None) -> No
     else:
         return
     raise UnsupportedError(f"{describe(kind, name)}: {reason}")
+
+
+def as_bytes(tensor: torch.Tensor, kind: str, name: str | None = None) -> torch.Tensor:
+    """A tensor for an operation that only moves it: itself, or for a dtype that the core does not know, its bytes.
+
+    Args:
+        tensor: From the user.
+        kind: The operation, for the message.
+        name: Its name, for the message.
+
+    Returns:
+        ``tensor``, or uint8 ``[..., bytes of an element]``.
+
+    Raises:
+        UnsupportedError: No bytes can be had of it.
+    """
+    if tensor.dtype in _DTYPES or tensor.layout is not torch.strided or not tensor.is_cpu:
+        return tensor
+    try:
+        return tensor.detach().resolve_conj().resolve_neg().contiguous().unsqueeze(-1).view(torch.uint8)
+    except RuntimeError:
+        raise UnsupportedError(f"{describe(kind, name)}: dtype {tensor.dtype} is not supported") from None
 
 
 def list_tensors(tensors: Sequence[torch.Tensor], what: str) -> list[torch.Tensor]:

@@ -2,7 +2,8 @@
 
 Every rank computes a loss of its own, so gradients need a convention for what the job as a whole minimises:
 
-- allreduce: the *sum* of all ranks' losses. The gradient of ``Sum`` is ``Sum``, of ``Average`` is ``Average``.
+- allreduce and alltoall: the *sum* of all ranks' losses. The gradient of ``Sum`` is ``Sum``, of ``Average``
+  ``Average``.
 - allgather and broadcast: the *mean* of all ranks' losses, because ``DistributedOptimizer`` averages and Horovod's
   scripts count on it: the gradient is the averaged one (of one's own rows; at the root).
 
@@ -19,11 +20,11 @@ from torch.autograd.function import once_differentiable
 
 from horo import _core
 from horo.torch import _runtime
-from horo.torch._requests import run_allreduce, run_broadcast, start_allgather
+from horo.torch._requests import Gathered, run_allreduce, run_broadcast, start_allgather, start_alltoall
 from horo.torch._staging import Spec
 from horo.torch.compression import narrow
 
-__all__ = ["allgather_all", "allreduce_all", "broadcast_one", "needs_graph"]
+__all__ = ["allgather_all", "allreduce_all", "alltoall_one", "broadcast_one", "needs_graph"]
 
 _AVERAGE = _core.REDUCE_OPS["average"]
 _SUM = _core.REDUCE_OPS["sum"]
@@ -69,6 +70,14 @@ def broadcast_one(
         return run_broadcast([tensor], root_rank, "broadcast", name, key=key, team=team)[0]
     result: torch.Tensor = _apply(_Broadcast, tensor, root_rank, name, team)
     return result
+
+
+def alltoall_one(tensor: torch.Tensor, spec: Spec) -> Gathered:
+    """Gives each rank its rows of the tensor; differentiable where the input requires grad."""
+    if not needs_graph([tensor]):
+        return start_alltoall(tensor, spec, sync=True).wait()  # type: ignore[no-any-return]  # it is that
+    result, rows = _apply(_Alltoall, spec, tensor)
+    return Gathered(result, rows)
 
 
 def needs_graph(tensors: Sequence[Any]) -> bool:
@@ -192,6 +201,20 @@ class _Allgather(torch.autograd.Function):
             first, count = ctx.rows[index]
             results[index] = result.narrow(0, first, count)
         return (None, None, None, *results)
+
+
+class _Alltoall(torch.autograd.Function):
+    """What came from a rank goes back to it."""
+
+    @staticmethod
+    def forward(ctx: Any, spec: Spec, tensor: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+        result, rows = start_alltoall(tensor, spec, sync=True).wait()
+        ctx.back = spec._replace(name=_derive(spec.name, "grad"), splits=tuple(rows))
+        return result, rows
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, _: None) -> tuple[None, torch.Tensor]:
+        return None, alltoall_one(grad, ctx.back).tensor
 
 
 class _Broadcast(torch.autograd.Function):

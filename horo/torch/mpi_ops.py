@@ -34,6 +34,7 @@ from horo.torch.collectives import (
     grouped_allgather_async,
 )
 from horo.torch.compression import Compression
+from horo.torch.exchange import alltoall, alltoall_async
 from horo.torch.info import (
     ccl_built,
     cuda_built,
@@ -90,6 +91,8 @@ __all__ = [
     "allreduce_",
     "allreduce_async",
     "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
     "barrier",
     "broadcast",
     "broadcast_",

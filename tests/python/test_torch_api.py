@@ -20,16 +20,16 @@ from horo.errors import NotInitializedError, UnsupportedError, UsageError
 
 EXPORTS = (
     "AbortedError Adasum Average Compression DeadlockError DistributedOptimizer GroupError HoroError "
-    "HorovodInternalError InternalError Max Min MismatchError NotInitializedError PeerLostError ProcessSet "
-    "Product ResourceError StalledError Sum SyncBatchNorm UnsupportedError UsageError add_process_set allgather "
-    "allgather_async allgather_object allreduce allreduce_ allreduce_async allreduce_async_ average_buffers "
-    "barrier broadcast broadcast_ broadcast_async broadcast_async_ broadcast_object broadcast_optimizer_state "
-    "broadcast_parameters ccl_built cross_rank cross_size cuda_built ddl_built global_process_set gloo_built "
-    "gloo_enabled grouped_allgather grouped_allgather_async grouped_allreduce grouped_allreduce_ "
-    "grouped_allreduce_async grouped_allreduce_async_ grouped_reducescatter grouped_reducescatter_async init "
-    "is_homogeneous is_initialized local_rank local_size mpi_built mpi_enabled mpi_threads_supported nccl_built "
-    "poll rank reducescatter reducescatter_async remove_process_set rocm_built shutdown size sparse_allreduce_async "
-    "synchronize"
+    "HorovodInternalError InternalError Max Min MismatchError NotInitializedError PeerLostError ProcessSet Product "
+    "ResourceError StalledError Sum SyncBatchNorm UnsupportedError UsageError add_process_set allgather "
+    "allgather_async allgather_object allreduce allreduce_ allreduce_async allreduce_async_ alltoall alltoall_async "
+    "average_buffers barrier broadcast broadcast_ broadcast_async broadcast_async_ broadcast_object "
+    "broadcast_optimizer_state broadcast_parameters ccl_built cross_rank cross_size cuda_built ddl_built "
+    "global_process_set gloo_built gloo_enabled grouped_allgather grouped_allgather_async grouped_allreduce "
+    "grouped_allreduce_ grouped_allreduce_async grouped_allreduce_async_ grouped_reducescatter "
+    "grouped_reducescatter_async init is_homogeneous is_initialized local_rank local_size mpi_built mpi_enabled "
+    "mpi_threads_supported nccl_built poll rank reducescatter reducescatter_async remove_process_set rocm_built "
+    "shutdown size sparse_allreduce_async synchronize"
 )
 
 REDUCE = "tensor average name op prescale_factor postscale_factor process_set"
@@ -57,6 +57,8 @@ ARGUMENTS = {
     "grouped_reducescatter_async": "tensors name op process_set prescale_factor postscale_factor",
     "sparse_allreduce_async": "tensor name op process_set",
     "SyncBatchNorm": "num_features eps momentum affine track_running_stats process_set factory",
+    "alltoall": "tensor splits name process_set",
+    "alltoall_async": "tensor splits name process_set",
     "barrier": "process_set",
     "poll": "handle",
     "synchronize": "handle",

@@ -55,6 +55,10 @@ def test_every_operation_concerns_the_members_only(four: RankPool) -> None:
             mine = 3 if ranks[0] == hvd.rank() else 2  # the first member has the row that is left over
             scattered = hvd.reducescatter(rows, op=hvd.Sum, process_set=members, name=name)
             assert scattered.tolist() == [[ranks_sum(ranks)] * 2] * mine
+            blocks = torch.tensor([10 * hvd.rank() + other for other in ranks for _ in range(other + 1)])
+            got, received = hvd.alltoall(blocks, [other + 1 for other in ranks], name, members)
+            assert got.tolist() == [10 * rank + hvd.rank() for rank in ranks for _ in range(hvd.rank() + 1)]
+            assert received.tolist() == [hvd.rank() + 1] * count
             for root in ranks:
                 sent = hvd.broadcast(torch.full((4,), own), root, process_set=members, name=name)
                 assert sent.tolist() == [root + 1.0] * 4
@@ -157,6 +161,7 @@ def test_what_does_not_fit_is_refused_and_the_job_goes_on(four: RankPool) -> Non
             lambda given: hvd.grouped_allgather_async([torch.ones(1)], process_set=given),
             lambda given: hvd.broadcast(torch.ones(1), 1, process_set=given),
             lambda given: hvd.reducescatter(torch.ones(4), process_set=given),
+            lambda given: hvd.alltoall(torch.ones(4), process_set=given),
             lambda given: hvd.barrier(process_set=given),
             lambda given: hvd.broadcast_object(1, 1, process_set=given),
             lambda given: hvd.allgather_object(1, process_set=given),

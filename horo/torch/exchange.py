@@ -1,0 +1,127 @@
+"""All-to-all: each rank gives every rank some rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from horo.errors import UsageError
+from horo.torch import _runtime
+from horo.torch._handles import publish
+from horo.torch._requests import Gathered, start_alltoall
+from horo.torch._staging import Spec, check_tensor, describe
+from horo.torch.autograd import alltoall_one
+from horo.torch.process_sets import ProcessSet, global_process_set, resolve_process_set
+
+__all__ = ["alltoall", "alltoall_async"]
+
+
+def alltoall(
+    tensor: torch.Tensor,
+    splits: torch.Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Gives each rank some rows of the tensor, and gets rows from each; differentiable.
+
+    Blocks until all ranks have called it.
+
+    Args:
+        tensor: ``[rows, ...]`` in CPU memory, dense, of any dtype. The number of rows may differ by rank; dtype and the
+            other dimensions are equal on all ranks.
+        splits: How many rows go to each rank, in rank order: as many integers as there are ranks, a list or a 1-D
+            tensor. Their sum is at most the number of rows; what is left goes to nobody. None: equally many for all.
+        name: Connects the calls of all ranks; equal on all. None: calls without a name are connected in their order.
+        process_set: The ranks that take part; others do not call it.
+
+    Returns:
+        ``[rows for this rank, ...]``, new memory, same dtype: those from rank 0, then from rank 1 and so on. With
+        ``splits``, a pair of that and of how many rows came from each rank, int32 ``[size]``.
+
+    Raises:
+        UsageError: ``tensor`` is no tensor or has no dimension, or the splits do not fit it or the number of ranks.
+        UnsupportedError: Another device or layout.
+        MismatchError: Ranks gave other dtypes or dimensions under one name.
+        GroupError: A rank is lost or has shut down.
+        NotInitializedError: Before ``init()``.
+
+    Example:
+        rows = torch.full((2 * hvd.size(),), hvd.rank())
+        mine, counts = hvd.alltoall(rows, splits=[2] * hvd.size())  # on 2 ranks [0, 0, 1, 1] and [2, 2]
+    """
+    sent, spec = _call(tensor, splits, name, process_set)
+    result = alltoall_one(sent, spec)
+    return result.tensor if splits is None else _pair(result)
+
+
+def alltoall_async(
+    tensor: torch.Tensor,
+    splits: torch.Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begins what ``alltoall`` does and returns at once; not differentiable.
+
+    Args:
+        tensor: As for ``alltoall``. It must not be changed before ``synchronize``.
+        splits: As for ``alltoall``.
+        name: As for ``alltoall``. A name can be in use once at a time.
+        process_set: As for ``alltoall``.
+
+    Returns:
+        A handle for ``poll`` and ``synchronize``; the latter returns the pair, also without ``splits``.
+
+    Raises:
+        As ``alltoall``; ``MismatchError`` and ``GroupError`` come out of ``synchronize``.
+
+    Example:
+        handle = hvd.alltoall_async(torch.tensor([0, 1]))
+        mine, counts = hvd.synchronize(handle)  # on 2 ranks [0, 0] on rank 0, [1, 1] on rank 1
+    """
+    return publish(start_alltoall(*_call(tensor, splits, name, process_set)), _pair)
+
+
+def _pair(gathered: Gathered) -> tuple[torch.Tensor, torch.Tensor]:
+    return gathered.tensor, torch.tensor(gathered.rows, dtype=torch.int32)
+
+
+def _call(
+    tensor: torch.Tensor, splits: torch.Tensor | Sequence[int] | None, name: str | None, process_set: ProcessSet
+) -> tuple[torch.Tensor, Spec]:
+    what = describe("alltoall", name)
+    team = resolve_process_set(process_set, "alltoall")
+    size = _runtime.current().teams.find(team).size
+    if not isinstance(tensor, torch.Tensor):
+        check_tensor(tensor, "alltoall", name)
+    if tensor.dim() == 0:
+        raise UsageError(f"{what}: a scalar has no first dimension to split along; use tensor.reshape(1)")
+    counts = _even_splits(tensor.shape[0], size, what) if splits is None else _given_splits(splits, what)
+    if len(counts) != size:
+        raise UsageError(f"{what}: {len(counts)} splits; {size} ranks take part")
+    if least := [count for count in counts if count < 0]:
+        raise UsageError(f"{what}: split {least[0]} is negative")
+    total = sum(counts)
+    if total > tensor.shape[0]:
+        raise UsageError(f"{what}: the splits are {total} rows together; the tensor has {tensor.shape[0]}")
+    sent = tensor if total == tensor.shape[0] else tensor[:total]
+    return sent, Spec("alltoall", name, collective="alltoall", team=team, splits=tuple(counts))
+
+
+def _even_splits(rows: int, size: int, what: str) -> list[int]:
+    if rows % size:
+        raise UsageError(f"{what}: {rows} rows cannot be split evenly among {size} ranks; pass splits")
+    return [rows // size] * size
+
+
+def _given_splits(splits: torch.Tensor | Sequence[int], what: str) -> list[int]:
+    given = splits if isinstance(splits, torch.Tensor) else list(splits)
+    if isinstance(given, torch.Tensor):
+        if given.dim() != 1 or given.is_floating_point() or given.is_complex() or given.dtype is torch.bool:
+            raise UsageError(
+                f"{what}: splits is {given.dtype} {list(given.shape)}; it must be a 1-D tensor of integers"
+            )
+        given = given.tolist()
+    if wrong := [count for count in given if not isinstance(count, int) or isinstance(count, bool)]:
+        raise UsageError(f"{what}: split {wrong[0]!r} is no integer")
+    return given
