@@ -45,6 +45,7 @@ def leave(call: Callable[[], Any]) -> None:
 
     def handler(*_: object) -> None:
         if _runtime.current().active_calls:  # it has begun
+            signal.setitimer(signal.ITIMER_REAL, 0)  # once: the next one might come outside the call
             raise _LeftError
 
     before = signal.signal(signal.SIGALRM, handler)
