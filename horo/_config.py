@@ -32,6 +32,7 @@ __all__ = [
     "name_for_children",
     "read_config",
     "read_variables",
+    "set_variables",
     "variables_of",
 ]
 
@@ -463,6 +464,11 @@ def environment() -> Mapping[str, str]:
 def name_for_children(text: str) -> None:
     """Sets ``HORO_RANK_PROCESS`` in the environment of this process."""
     os.environ["HORO_RANK_PROCESS"] = text
+
+
+def set_variables(variables: Mapping[str, str]) -> None:
+    """Sets variables in the environment of this process."""
+    os.environ.update(variables)
 
 
 def drop_variables(names: Iterable[str]) -> None:

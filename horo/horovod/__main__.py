@@ -25,7 +25,7 @@ def main() -> int:
     if words[:1] in (["-h"], ["--help"]):
         print(_USAGE)
         return 0
-    if not words or (words[0].startswith("-") and words[0] not in ("-m", "-c")):
+    if not words:
         sys.stderr.write(_USAGE + "\n")
         return 2
     if sys.flags.ignore_environment:

@@ -14,6 +14,9 @@ from importlib.util import find_spec, spec_from_loader
 from types import ModuleType
 from typing import Any
 
+from horo._config import environment, set_variables
+from horo.horovod.environment import with_horovod
+
 __all__ = ["HOROVOD_VERSION", "install", "is_installed"]
 
 HOROVOD_VERSION = "0.28.1"
@@ -52,7 +55,7 @@ class _Finder:
 
 
 def _target_of(name: str) -> str:
-    """The module of horo that has this name of Horovod; empty: horo.torch has no such submodule.
+    """The module of horo that has this name of Horovod; empty: there is none.
 
     Raises:
         ImportError: Horovod may have it, and horo does not.
@@ -60,11 +63,7 @@ def _target_of(name: str) -> str:
     if name == _TORCH or name in _MODULES:
         return _MODULES.get(name, "horo.torch")
     if not name.startswith(_TORCH + "."):
-        raise ModuleNotFoundError(
-            f"there is no {name}: {__package__} stands in for horovod here and has horovod.torch, horovod.run and "
-            f"{', '.join(sorted(_MODULES))}",
-            name=name,
-        )
+        return ""  # horovod.tensorflow, say: as if it were not installed
     own = name.replace("horovod", "horo", 1)
     if find_spec(own) is not None:
         return own
@@ -101,7 +100,9 @@ def is_installed() -> bool:
 
 
 def install() -> None:
-    """Makes ``import horovod`` and its modules give those of horo in this process; a second call does nothing.
+    """Makes ``import horovod`` and its modules give those of horo, in this process and in those that it starts.
+
+    A second call does nothing.
 
     Raises:
         ImportError: another Horovod is imported already.
@@ -114,6 +115,7 @@ def install() -> None:
             f"horovod is imported already, from {before.__file__}: call horo.horovod.install() before", name="horovod"
         )
     sys.meta_path.insert(0, _Finder())
+    set_variables(with_horovod(environment()))
     root = _package("horovod", "horo under Horovod's name.")
     root.__getattr__ = _lazily  # type: ignore[method-assign]
     root.__version__ = HOROVOD_VERSION  # type: ignore[attr-defined]

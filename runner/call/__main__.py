@@ -14,11 +14,12 @@ from collections.abc import Mapping
 
 import cloudpickle  # type: ignore[import-untyped]
 
+from horo._bootstrap.ending import describe_exception
 from horo._bootstrap.net.addresses import parse_endpoints
 from horo._bootstrap.store.client import StoreClient
-from horo._config import CallVariables, LaunchVariables, MpiVariables, read_variables
-from horo.errors import HoroError
-from horo.runner.call.values import CALL, Call, Outcome, get, outcome_key, put
+from horo._config import CallVariables, MpiVariables, drop_variables, environment, read_variables
+from horo.errors import HoroError, UnsupportedError
+from horo.runner.call.values import CALL, FAILURES, Call, Outcome, get, outcome_key, put
 
 __all__ = ["main"]
 
@@ -30,23 +31,36 @@ _over = threading.Event()
 
 def main() -> None:
     """Ends as the function does: an exception of it ends this process, and hororun ends the job."""
-    call = read_variables(CallVariables, os.environ)
+    call = read_variables(CallVariables, environment())
     if call.store is None or call.secret is None:
         sys.exit("horo.runner.call is for horo.run alone: its variables are not set")
-    rank = _rank(os.environ)
+    rank, process = _rank(environment()), os.getpid()
     with _connect(call) as store, _connect(call) as watched:
         threading.Thread(target=_end_with_caller, args=(watched,), daemon=True).start()
         wanted: Call = get(store, CALL, _CONNECT_S)
-        sys.path += [folder for folder in wanted.path if folder not in sys.path]
+        drop_variables(wanted.hidden)
+        own = [folder for folder in sys.path if folder not in wanted.front]
+        sys.path[:] = [*wanted.front, *own, *(folder for folder in wanted.back if folder not in own)]
         try:
-            func, args, kwargs = cloudpickle.loads(wanted.function)
-            outcome = Outcome(cloudpickle.dumps(func(*args, **kwargs)), None, "", socket.gethostname())
+            outcome = _call(wanted, rank)
         except BaseException as error:
-            outcome = _failure(error)
+            if os.getpid() == process:
+                outcome = _failure(error, store.add(FAILURES, 1))
             raise
         finally:
-            put(store, outcome_key(rank), outcome)
-            _over.set()
+            if os.getpid() == process:  # else a process that the function has forked
+                put(store, outcome_key(rank), outcome)
+                _over.set()
+
+
+def _call(wanted: Call, rank: int) -> Outcome:
+    func, args, kwargs = cloudpickle.loads(wanted.function)
+    result = func(*args, **kwargs)
+    try:
+        return Outcome(cloudpickle.dumps(result), None, "", "", socket.gethostname(), 0)
+    except Exception as error:
+        what = f"what {getattr(func, '__qualname__', func)!s} has returned in rank {rank}, a {type(result).__name__},"
+        raise UnsupportedError(f"horo.run: {what} cannot be pickled: {error}") from error
 
 
 def _connect(call: CallVariables) -> StoreClient:
@@ -56,9 +70,9 @@ def _connect(call: CallVariables) -> StoreClient:
 
 def _rank(environ: Mapping[str, str]) -> int:
     """The number of this process: from hororun, or from the MPI that hororun has used."""
-    own = read_variables(LaunchVariables, environ).rank
+    own = environ.get("HOROVOD_RANK")  # what hororun sets; HORO_RANK may be one of the user's
     if own is not None:
-        return own
+        return int(own)
     mpi = read_variables(MpiVariables, environ)
     return int(mpi.ompi_rank or mpi.pmi_rank or mpi.pmix_rank or 0)
 
@@ -72,14 +86,16 @@ def _end_with_caller(store: StoreClient) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _failure(error: BaseException) -> Outcome:
-    text = "".join(traceback.format_exception(error))
+def _failure(error: BaseException, order: int) -> Outcome:
+    text = summary = describe_exception(error)
+    with contextlib.suppress(Exception):  # a class without a module, say
+        text = "".join(traceback.format_exception(error))
     pickled = None
     if isinstance(error, Exception):  # SystemExit would end the caller
         with contextlib.suppress(Exception):
             pickled = cloudpickle.dumps(error)
             pickle.loads(pickled)
-    return Outcome(None, pickled, text, socket.gethostname())
+    return Outcome(None, pickled, text, summary, socket.gethostname(), order)
 
 
 if __name__ == "__main__":

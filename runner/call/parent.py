@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import pickle
 import secrets
 import signal
 import subprocess
@@ -12,10 +13,11 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO, TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from horo.errors import GroupError, HoroError, UnsupportedError, UsageError
 from horo.runner.call.values import CALL, Call, Outcome, get, outcome_key, put
+from horo.runner.config import EXIT_USAGE
 
 if TYPE_CHECKING:
     from horo._bootstrap.store.server import StoreServer
@@ -97,8 +99,8 @@ def run(  # noqa: PLR0917 - the order of arguments is Horovod's
         What ``func`` has returned, in rank order.
 
     Raises:
-        Exception: What ``func`` has raised in the rank that failed first, with the rank's traceback as its cause.
-        UsageError: An option is wrong; the message is hororun's.
+        Exception: What ``func`` has raised in the rank that raised first, with the rank's traceback as its cause.
+        UsageError: An argument is wrong; the message is hororun's.
         UnsupportedError: Options of elastic jobs, or ``func`` or an argument that cannot be pickled.
         HoroError: A rank ended without a result; the message has hororun's report.
 
@@ -112,8 +114,9 @@ def run(  # noqa: PLR0917 - the order of arguments is Horovod's
     """
     given = locals()
     _refuse_elastic(given)
-    if not callable(func):
-        raise UsageError(f"horo.run: {func!r} is not a function")
+    if np is not None and num_proc not in (1, np):
+        raise UsageError(f"horo.run: num_proc={num_proc} and np={np} are two names of one argument: give one of them")
+    _check(func, args, kwargs, options, env or {}, num_proc if np is None else np)
     if use_gloo and use_mpi:
         raise UsageError("use_gloo and use_mpi are both true: choose one of them")
     interfaces = network_interfaces or network_interface or ()
@@ -130,15 +133,16 @@ def run(  # noqa: PLR0917 - the order of arguments is Horovod's
             "--gloo": use_gloo,
             "--mpi": use_mpi,
             "--mpi-args": mpi_args,
-            "--network-interfaces": interfaces if isinstance(interfaces, str) else ",".join(interfaces),
+            "--network-interfaces": (interfaces if isinstance(interfaces, str) else ",".join(interfaces)) or None,
         }
     )
     command = ["-m", "horo.runner.call"] if executable is None else [executable, "-m", "horo.runner.call"]
-    words = [*words, *options, "-x", "HORO_CALL_STORE", "-x", "HORO_CALL_SECRET", "--", *command]
     call = _pickled(func, args, kwargs or {})
     secret = secrets.token_bytes(32)
-    environment = {**os.environ, **(env or {}), "HORO_CALL_STORE": "127.0.0.1:1", "HORO_CALL_SECRET": secret.hex()}
+    words, environment = _call_of_hororun(words, options, command, env or {}, secret)
     job = _parsed(words, environment)
+    if job.command != tuple(command):
+        raise UsageError(f"horo.run: options={list(options)} has a word that is no option of hororun")
     with _serve(job, secret) as server:
         environment["HORO_CALL_STORE"] = ",".join(map(str, server.endpoints))
         with _client(server, secret) as store:
@@ -146,6 +150,34 @@ def run(  # noqa: PLR0917 - the order of arguments is Horovod's
             code, report = _run_hororun(words, environment)
             outcomes = [_outcome(store, rank) for rank in range(job.size)]
     return _results(outcomes, code, report)
+
+
+def _call_of_hororun(
+    words: Sequence[str], options: Sequence[str], command: Sequence[str], env: Mapping[str, str], secret: bytes
+) -> tuple[list[str], dict[str, str]]:
+    """Command line and environment of hororun; where the store is comes later."""
+    exports = [word for name in (*env, "HORO_CALL_STORE", "HORO_CALL_SECRET") for word in ("-x", name)]
+    environment = {**os.environ, **env, "HORO_CALL_STORE": "127.0.0.1:1", "HORO_CALL_SECRET": secret.hex()}
+    environment.setdefault("PYTHONSAFEPATH", "1")  # imports nothing from the current directory, from Python 3.11 on
+    return [*words, *options, *exports, "--", *command], environment
+
+
+def _check(  # noqa: PLR0917
+    func: object, args: object, kwargs: object, options: object, env: Mapping[str, str], count: object
+) -> None:
+    if not callable(func):
+        raise UsageError(f"horo.run: {func!r} is not a function")
+    if not isinstance(args, (tuple, list)):
+        raise UsageError(f"horo.run: args={args!r} is no tuple of positional arguments")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise UsageError(f"horo.run: kwargs={kwargs!r} is no mapping of names to arguments")
+    if isinstance(options, str):
+        raise UsageError(f"horo.run: options={options!r} is one text: give a list of words")
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise UsageError(f"horo.run: {count!r} is no number of ranks")
+    for name, value in env.items():
+        if not isinstance(name, str) or not isinstance(value, str) or "=" in name or not name:
+            raise UsageError(f"horo.run: env: {name!r}={value!r} is no variable: names and values are texts")
 
 
 def _refuse_elastic(given: Mapping[str, object]) -> None:
@@ -161,7 +193,7 @@ def _words(values: Mapping[str, object]) -> list[str]:
     for name, value in values.items():
         if value is True:
             words.append(name)
-        elif value is not None and value is not False and value != "":
+        elif value is not None and value is not False:
             words.append(f"{name}={value}")
     return words
 
@@ -174,7 +206,17 @@ def _pickled(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     except Exception as error:
         name = getattr(func, "__qualname__", repr(func))
         raise UnsupportedError(f"horo.run: {name} or an argument of it cannot be pickled: {error}") from error
-    return Call(function, [folder or os.getcwd() for folder in sys.path])  # noqa: PTH109 - as Python writes it
+    folders = [folder or _current_directory() for folder in sys.path]
+    own = next((index for index, folder in enumerate(folders) if folder.startswith((sys.prefix, sys.base_prefix))), 0)
+    hidden = ["HORO_CALL_SECRET", *(["PYTHONSAFEPATH"] if "PYTHONSAFEPATH" not in os.environ else [])]
+    return Call(function, folders[:own], folders[own:], hidden)
+
+
+def _current_directory() -> str:
+    try:
+        return os.getcwd()  # noqa: PTH109 - as Python writes it
+    except FileNotFoundError:
+        raise UsageError("horo.run: the current directory does not exist any more") from None
 
 
 def _parsed(words: Sequence[str], environment: Mapping[str, str]) -> Job:
@@ -182,15 +224,14 @@ def _parsed(words: Sequence[str], environment: Mapping[str, str]) -> Job:
     from horo.runner.cli import parse  # noqa: PLC0415
     from horo.runner.config import JobError  # noqa: PLC0415
 
-    said = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
-            job = parse(words, environment=environment)
-    except (JobError, SystemExit) as error:
-        text = said.getvalue().removeprefix("hororun: ").strip() or str(error)
-        raise UsageError(f"horo.run: {text}") from None
+        job = parse(words, environment=environment, raising=True)
+    except JobError as error:
+        raise UsageError(f"horo.run: {error}") from None
+    except SystemExit:  # --help
+        job = None
     if job is None or job.dry_run or job.check_hosts:
-        raise UsageError(f"horo.run: options={list(words)} starts no ranks")
+        raise UsageError("horo.run: options= has one with which hororun starts no ranks")
     return job
 
 
@@ -212,15 +253,12 @@ def _client(server: StoreServer, secret: bytes) -> Any:
 
 def _run_hororun(words: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
     """Runs hororun to its end; its exit code, and what it has said by itself."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "horo.runner", *words],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C comes to this process alone, as in a notebook, and is passed on
-    )
-    report: deque[str] = deque(maxlen=_REPORT_LINES_MAX)
+    from horo.runner.processes import spawn  # noqa: PLC0415
+
+    # In a session of its own: Ctrl-C comes to this process alone, as in a notebook, and is passed on.
+    command = [sys.executable, "-m", "horo.runner", *words]
+    process = spawn(command, environment=environment, cwd=_current_directory(), last_signal=signal.SIGTERM)
+    report = _Report()
     assert process.stdout is not None and process.stderr is not None
     pumps = [
         threading.Thread(target=_pump, args=(process.stdout, sys.stdout, None), daemon=True),
@@ -233,7 +271,21 @@ def _run_hororun(words: Sequence[str], environment: Mapping[str, str]) -> tuple[
     finally:
         for pump in pumps:
             pump.join()
-    return process.returncode, "\n".join(report)
+    return process.returncode, report.text()
+
+
+class _Report:
+    """What hororun has said by itself, or the last lines on stderr if it has said nothing."""
+
+    def __init__(self) -> None:
+        self._own: deque[str] = deque(maxlen=_REPORT_LINES_MAX)
+        self._last: deque[str] = deque(maxlen=_REPORT_LINES_MAX)
+
+    def add(self, line: str) -> None:
+        (self._own if line.startswith(("hororun: ", "  | ")) else self._last).append(line.rstrip("\n"))
+
+    def text(self) -> str:
+        return "\n".join(self._own or self._last)
 
 
 def _wait(process: subprocess.Popen[bytes]) -> None:
@@ -251,16 +303,18 @@ def _wait(process: subprocess.Popen[bytes]) -> None:
         raise
 
 
-def _pump(source: IO[bytes], sink: TextIO | None, report: deque[str] | None) -> None:
-    """Copies lines to a stream of this process, which in a notebook is not its descriptor; keeps hororun's own."""
-    for raw in source:
-        line = raw.decode("utf-8", "replace")
-        if report is not None and line.startswith("hororun: "):
-            report.append(line.rstrip("\n"))
-        if sink is not None:
-            with contextlib.suppress(OSError, ValueError):  # it is closed: the job goes on
-                sink.write(line)
-                sink.flush()
+def _pump(source: Any, sink: TextIO | None, report: _Report | None) -> None:
+    """Copies lines to a stream of this process, which in a notebook is not its descriptor."""
+    os.set_blocking(source.fileno(), True)
+    with io.BufferedReader(source) as lines:
+        for raw in lines:
+            line = raw.decode("utf-8", "replace")
+            if report is not None:
+                report.add(line)
+            if sink is not None:
+                with contextlib.suppress(OSError, ValueError):  # it is closed: the job goes on
+                    sink.write(line)
+                    sink.flush()
 
 
 def _outcome(store: Any, rank: int) -> Outcome | None:
@@ -277,29 +331,37 @@ def _results(outcomes: Sequence[Outcome | None], code: int, report: str) -> list
     """The results in rank order.
 
     Raises:
-        Exception: of a rank, rather one of the script than one that tells of another rank's end.
+        Exception: of the rank that failed first, rather one of the script than one that tells of another rank's end.
+        UsageError: hororun has refused the job.
         HoroError: a rank has left neither a result nor an exception.
     """
-    import pickle  # noqa: PLC0415
-
     failed = [(rank, each) for rank, each in enumerate(outcomes) if each is not None and each.result is None]
     errors = [(rank, each, _error_of(rank, each)) for rank, each in failed]
-    errors.sort(key=lambda each: (isinstance(each[2], GroupError), each[0]))
+    errors.sort(key=lambda each: (isinstance(each[2], GroupError), each[1].order))
     for rank, outcome, error in errors:
         raise error from HoroError(f"in rank {rank} ({outcome.host}):\n{outcome.text}")
+    if code:
+        kind = UsageError if code == EXIT_USAGE and not any(outcomes) else HoroError
+        raise kind(f"horo.run: hororun ended with exit code {code}\n{report}".rstrip())
     silent = [rank for rank, outcome in enumerate(outcomes) if outcome is None]
-    if silent or code:
-        who = f"rank {silent[0]} ended without a result" if silent else "a rank failed after it had given its result"
-        raise HoroError(f"horo.run: {who}; hororun's exit code is {code}" + (f"\n{report}" if report else ""))
-    return [pickle.loads(each.result) for each in outcomes if each is not None and each.result is not None]
+    if silent:
+        raise HoroError(f"horo.run: rank {silent[0]} ended without a result and with exit code 0, as os._exit(0) does")
+    return [_result_of(rank, each) for rank, each in enumerate(outcomes) if each is not None]
+
+
+def _result_of(rank: int, outcome: Outcome) -> Any:
+    try:
+        return pickle.loads(outcome.result or b"")
+    except Exception as error:
+        raise HoroError(
+            f"horo.run: the result of rank {rank} cannot be unpickled here: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _error_of(rank: int, outcome: Outcome) -> BaseException:
-    import pickle  # noqa: PLC0415
-
     if outcome.error is not None:
         with contextlib.suppress(Exception):  # its class does not take its own arguments, say
             error = pickle.loads(outcome.error)
             if isinstance(error, BaseException):
                 return error
-    return HoroError(f"rank {rank} ended with {outcome.text.strip().splitlines()[-1]}")
+    return HoroError(f"rank {rank} ended with {outcome.summary}")

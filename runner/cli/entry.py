@@ -74,7 +74,11 @@ def _run(job: Job) -> int:
 
 
 def parse(
-    arguments: Sequence[str], *, for_horovod: bool = False, environment: Mapping[str, str] | None = None
+    arguments: Sequence[str],
+    *,
+    for_horovod: bool = False,
+    environment: Mapping[str, str] | None = None,
+    raising: bool = False,
 ) -> Job | None:
     """The job that the command line asks for; None: ``--check-build``.
 
@@ -82,6 +86,7 @@ def parse(
         arguments: of hororun.
         for_horovod: as if ``--horovod`` were among them.
         environment: of hororun; None: that of this process.
+        raising: an unknown option, or one without its value, is a JobError, too.
 
     Raises:
         JobError: a value is wrong; names it.
@@ -90,7 +95,7 @@ def parse(
     from horo.runner.cli.tuning import start_timeout  # noqa: PLC0415 - --help does without
 
     environment = os.environ if environment is None else environment
-    given, line, passed_over = _read(arguments, for_horovod)
+    given, line, passed_over = _read(arguments, for_horovod, raising)
     command = line.command
     check_combinations(line.given, command)
     if given.check_build:
@@ -150,9 +155,12 @@ def parse(
     )
 
 
-def _read(arguments: Sequence[str], for_horovod: bool) -> tuple[argparse.Namespace, CommandLine, tuple[str, ...]]:
+def _read(
+    arguments: Sequence[str], for_horovod: bool, raising: bool
+) -> tuple[argparse.Namespace, CommandLine, tuple[str, ...]]:
     """The values of all options, the words, and a sentence for each option that is passed over."""
     parser = build_parser()
+    parser.raising = raising
     line = split_command(parser, arguments)
     parser.for_horovod = for_horovod or "horovod" in line.given
     given, unknown = parser.parse_known_args(line.options)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn
 
 from horo import __version__
-from horo.runner.config import BINDINGS, EXIT_USAGE, LAUNCHERS
+from horo.runner.config import BINDINGS, EXIT_USAGE, LAUNCHERS, JobError
 from horo.runner.stdout import show
 
 __all__ = ["CommandLine", "build_parser", "check_known", "split_command"]
@@ -87,9 +87,13 @@ class _Parser(argparse.ArgumentParser):
     """Whether options that only tune Horovod are passed over."""
     passed_over: tuple[str, ...] = ()
     """A sentence for each of them."""
+    raising = False
+    """Whether an error is raised, and does not end the program."""
 
     def error(self, message: str) -> NoReturn:
         message = re.sub(r"^argument ([^\s/:]+)\S*: ", r"\1: ", message)  # which lists all spellings of the option
+        if self.raising:
+            raise JobError(message)
         self.exit(EXIT_USAGE, f"hororun: {message} (try 'hororun --help')\n")
 
 

@@ -64,6 +64,8 @@ class Joining:
 
 def side_by_side(command: Sequence[str], endings: Sequence[Ending], store: StoreServer | None) -> str:
     """A sentence about a job of several Python ranks that ended well without ever calling ``init()``; else empty."""
+    if "horo.runner.call" in command:
+        return ""  # horo.run: its function may have another purpose
     runs_python = is_for_python(command) or Path(command[0]).name.startswith("python")
     none_came = store is not None and store.connected_count == 0 and not any(each.note.joined for each in endings)
     if len(endings) < 2 or not runs_python or not none_came or any(each.failed for each in endings):

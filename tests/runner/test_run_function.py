@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -88,8 +89,11 @@ def test_an_exception_that_cannot_be_pickled_is_told_in_words() -> None:
 
 ENDS = [
     ("sys.exit(0)", "rank 0 ended with SystemExit: 0"),
-    ("os._exit(5)", "horo.run: rank 0 ended without a result; hororun's exit code is 5\nhororun: rank 0"),
-    ("os.kill(os.getpid(), 9)", "horo.run: rank 0 ended without a result; hororun's exit code is 137\nhororun: rank 0"),
+    ("os._exit(5)", "horo.run: hororun ended with exit code 5\nhororun: rank 0"),
+    ("os.kill(os.getpid(), 9)", "horo.run: hororun ended with exit code 137\nhororun: rank 0"),
+    ("os._exit(0)", "horo.run: rank 0 ended without a result and with exit code 0, as os._exit(0) does"),
+    ("raise type('OddError', (BaseException,), {})('x')", "rank 0 ended with OddError: x"),
+    ("raise KeyboardInterrupt", "rank 0 ended with KeyboardInterrupt"),
 ]
 
 
@@ -101,15 +105,17 @@ def test_a_rank_that_ends_without_a_result(code: str, text: str) -> None:
 
 
 def test_the_error_of_the_script_comes_before_that_of_its_victims() -> None:
-    def failure(error: Exception) -> Outcome:
-        import pickle  # noqa: PLC0415
-
-        return Outcome(None, pickle.dumps(error), f"{type(error).__name__}: {error}\n", "h1")
+    def failure(error: Exception, order: int) -> Outcome:
+        return Outcome(None, pickle.dumps(error), f"{type(error).__name__}: {error}\n", str(error), "h1", order)
 
     with pytest.raises(ValueError, match="the cause"):
-        _results([failure(GroupError("rank 1 is gone")), failure(ValueError("the cause")), None], 1, "")
+        _results([failure(GroupError("rank 1 is gone"), 1), failure(ValueError("the cause"), 2), None], 1, "")
+    with pytest.raises(ValueError, match="the cause"):
+        _results([failure(RuntimeError("training failed"), 2), failure(ValueError("the cause"), 1), None], 1, "")
     with pytest.raises(GroupError):
-        _results([failure(GroupError("rank 1 is gone")), None], 1, "")
+        _results([failure(GroupError("rank 1 is gone"), 1), None], 1, "")
+    with pytest.raises(UsageError, match="more ranks than slots"):
+        _results([None], 2, "hororun: more ranks than slots")
 
 
 WRONG = [
@@ -117,11 +123,19 @@ WRONG = [
     ({"hosts": "a:b:c"}, UsageError, "horo.run: "),
     ({"hosts": "a:1", "hostfile": "x"}, UsageError, "horo.run: "),
     ({"options": ["--nothing"]}, UsageError, "horo.run: there is no option '--nothing'"),
-    ({"options": ["--dry-run"]}, UsageError, "horo.run: options="),
+    ({"options": ["--dry-run"]}, UsageError, "horo.run: options= has one with which hororun starts no ranks"),
     ({"use_gloo": True, "use_mpi": True}, UsageError, "use_gloo and use_mpi are both true"),
     ({"min_np": 1}, UnsupportedError, "horo.run(min_np=...) asks for an elastic job"),
     ({"args": (threading.Lock(),)}, UnsupportedError, "horo.run: own_rank or an argument of it cannot be pickled: "),
     ({"func": "f"}, UsageError, "horo.run: 'f' is not a function"),
+    ({"args": 5}, UsageError, "horo.run: args=5 is no tuple"),
+    ({"kwargs": [1]}, UsageError, "horo.run: kwargs=[1] is no mapping"),
+    ({"env": {"A": 1}}, UsageError, "horo.run: env: 'A'=1 is no variable"),
+    ({"np": True}, UsageError, "horo.run: True is no number of ranks"),
+    ({"num_proc": 3, "np": 2}, UsageError, "horo.run: num_proc=3 and np=2 are two names of one argument"),
+    ({"options": "--oversubscribe"}, UsageError, "horo.run: options='--oversubscribe' is one text"),
+    ({"options": ["sleep"]}, UsageError, "horo.run: options=['sleep'] has a word that is no option of hororun"),
+    ({"hosts": ""}, UsageError, "horo.run: "),
 ]
 
 
@@ -130,6 +144,41 @@ def test_a_wrong_argument_is_named(arguments: dict[str, object], kind: type[Exce
     with pytest.raises(kind) as caught:
         horo.run(**{"func": own_rank, **arguments})  # type: ignore[arg-type]
     assert str(caught.value).startswith(text)
+
+
+def test_a_result_that_cannot_travel_is_told() -> None:
+    with pytest.raises(UnsupportedError, match=r"what .*lock.* has returned in rank 0, a lock, cannot be pickled"):
+        horo.run(threading.Lock, np=1)
+
+
+def test_variables_reach_other_hosts(tmp_path: Path) -> None:
+    shell = tmp_path / "shell"
+    shell.write_text('#!/bin/sh\nfor command; do :; done\nexec env -i PATH="$PATH" sh -c "$command"\n')
+    shell.chmod(0o755)
+    options = ["--remote-shell", str(shell)]
+    assert horo.run(lambda: os.environ["GIVEN"], np=1, hosts="far:1", env={"GIVEN": "x"}, options=options) == ["x"]
+
+
+def test_a_process_that_the_function_forks_has_no_outcome() -> None:
+    def fork() -> str:
+        pid = os.fork()
+        if pid == 0:
+            sys.exit(0)
+        os.waitpid(pid, 0)
+        return "the parent's"
+
+    assert horo.run(fork, np=1) == ["the parent's"]
+
+
+def test_threads_of_the_caller_may_run_at_once() -> None:
+    before = sys.stderr
+    results: list[list[int]] = []
+    threads = [threading.Thread(target=lambda: results.append(horo.run(own_rank, np=1))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (results, sys.stderr) == ([[0]] * 3, before)
 
 
 SCRIPT = """
@@ -142,11 +191,13 @@ def work(folder):
     print("begins", os.environ["HOROVOD_RANK"], helper.WORD)
     pathlib.Path(folder, "began" + os.environ["HOROVOD_RANK"]).touch()
     if helper.WAITS:
+        import signal
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(600)
     return helper.WORD
 
 if __name__ == "__main__":
-    print(horo.run(work, (sys.argv[1],), np=2, options=["--oversubscribe", "--grace-seconds", "5"]))
+    print(horo.run(work, (sys.argv[1],), np=2, options=["--oversubscribe", "--grace-seconds", "1"]))
 """
 
 
@@ -171,6 +222,20 @@ def test_a_function_of_main_finds_the_modules_beside_its_script(script: Path, tm
     *said, results = done.stdout.splitlines()
     assert sorted(said) == ["[0] begins 0 neighbour", "[1] begins 1 neighbour"]
     assert results == "['neighbour', 'neighbour']"
+
+
+def test_modules_are_those_of_the_caller_and_none_from_the_current_directory(tmp_path: Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "packaging.py").write_text("WHO = 'beside the script'\n")
+    code = "import horo\ndef who():\n    import packaging\n    return packaging.WHO\nprint(horo.run(who, np=1))\n"
+    (tmp_path / "scripts" / "script.py").write_text(code)
+    if sys.version_info >= (3, 11):
+        for name in ("packaging", "cloudpickle", "horo"):
+            (tmp_path / f"{name}.py").write_text("raise SystemExit('from the current directory')\n")
+    done = subprocess.run(
+        [sys.executable, "scripts/script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=TORCH_S, check=True
+    )
+    assert (done.stdout, done.stderr) == ("['beside the script']\n", "")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGKILL, -signal.SIGKILL)])
