@@ -106,11 +106,12 @@ void teams_change(struct chance *chance, const struct limits *limits, struct sch
                   struct live_teams *live) {
     const size_t room = limits->operations - schedule->operation_count;
     const int is_early = schedule->operation_count < EARLY_OPERATIONS;
-    if (schedule->teams_at_once == 0 || room < 4) { /* both kinds, and something behind them */
+    if (schedule->teams_at_once == 0 || room < 4) { /* a change, and something behind it */
         return;
     }
     if (live->count > 0 && chance_once_in(chance, 2 * schedule->churn)) {
         take_away(chance, limits, schedule, bunch, live);
+        return; /* one change at a time: the ranks submit those of a bunch in any order */
     }
     const int may_come = live->count < schedule->teams_at_once && schedule->team_count + 2 <= TEAMS_MAX;
     if (may_come && chance_once_in(chance, is_early ? 2 : schedule->churn)) {

@@ -19,7 +19,7 @@ struct live_teams {
     enum fate fates[LIVE_MAX];
 };
 
-/* The operations of the next bunch that add or remove a team, if any; at most one of each. */
+/* The operation of the next bunch that adds or removes a team, if any: two at a time are refused. */
 void teams_change(struct chance *chance, const struct limits *limits, struct schedule *schedule, struct bunch *bunch,
                   struct live_teams *live);
 /* The bunch is made. */
