@@ -283,14 +283,22 @@ class Context:
         if status != lib.HORO_OK:
             raise error_from_status(_STATUS_NAMES[status], self._message(handle))
 
-    def _wait_long(self, handle: int) -> int:
-        """Continues a wait and reports it to the core at intervals; returns a status that is not "in progress".
+    def wait_any(self, handles: Sequence[int]) -> None:
+        """Blocks, as ``wait``, until one of several requests is finished, successfully or not."""
+        if self._wait_long(handles[0], handles[1:]) == lib.HORO_IN_PROGRESS:
+            lib.horo_report_blocked(self._context, _NULL, 0, 0, b"")  # no report of this wait is true any longer
+
+    def _wait_long(self, handle: int, others: Sequence[int] = ()) -> int:
+        """Continues a wait and reports it to the core at intervals; "in progress": one of ``others`` is finished.
 
         ``describe_blocked`` recognizes a waiting thread by the frame of this function.
         """
         look_s = time.monotonic() + self.blocked_after_s
+        check_ms = _OTHERS_CHECK_MS if others else _SIGNAL_CHECK_MS
         try:
-            while (status := lib.horo_wait(self._context, handle, _SIGNAL_CHECK_MS)) == lib.HORO_IN_PROGRESS:
+            while (status := lib.horo_wait(self._context, handle, check_ms)) == lib.HORO_IN_PROGRESS:
+                if not all(map(self.in_progress, others)):
+                    break
                 if threading.current_thread() is self._given_up:
                     raise AbortedError("horo was shut down")
                 if lib.horo_blocked_question(self._context) or time.monotonic() >= look_s:
@@ -472,7 +480,7 @@ def native_mpi(use: MpiUse, keep: list[Any], ffi: Any = ffi) -> Any:
     return native
 
 
-_SIGNAL_CHECK_MS = 100
+_SIGNAL_CHECK_MS, _OTHERS_CHECK_MS = 100, 2
 _BLOCKED_AFTER_S = 0.8
 _BLOCKED_EVERY_S = 0.5
 _ANSWERS_END_S = 1.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -105,9 +105,9 @@ class BackwardReducer(GradientReducer):
                     _divide_sum(state)
         return super().submit_all()
 
-    def finish_all(self) -> None:
+    def finish_all(self) -> Iterator[Request]:
         """As in the base class."""
-        super().finish_all()
+        yield from super().finish_all()
         if self.options.op == Sum:
             for state in self._due:
                 if state.parameter in self._accumulators:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import ClassVar
 
 import torch
@@ -124,8 +124,12 @@ class Exchange(Member):
             self.handles[state.parameter] = pending.request
         return pending
 
-    def _finish(self, states: Sequence[ParameterState]) -> None:
-        """Waits for every pending reduction; then raises the first failure."""
+    def _finish(self, states: Sequence[ParameterState]) -> Iterator[Request]:
+        """Waits for every pending reduction; then raises the first failure.
+
+        Yields:
+            Each request before it waits for it, so that the caller can do something else until it is done.
+        """
         failures: list[HoroError] = []
         mismatches: list[tuple[ParameterState, PendingReduction, MismatchError]] = []
         done: set[PendingReduction] = set()
@@ -134,21 +138,28 @@ class Exchange(Member):
             if pending is None or pending in done:
                 continue
             done.add(pending)
+            if pending.request is not None:
+                yield pending.request
             try:
                 pending.finish()
             except MismatchError as error:
                 mismatches.append((state, pending, error))
             except HoroError as error:
                 failures.append(error)
-        failures += self._resolve(mismatches)
+        failures += yield from self._resolve(mismatches)
         if failures:
             raise failures[0]
 
-    def _resolve(self, mismatches: Sequence[tuple[ParameterState, PendingReduction, MismatchError]]) -> list[HoroError]:
+    def _resolve(
+        self, mismatches: Sequence[tuple[ParameterState, PendingReduction, MismatchError]]
+    ) -> Generator[Request, None, list[HoroError]]:
         """After mismatches, which every rank gets: reduces again where ranks have sent one gradient in two forms.
 
         Each rank submits all its questions before it waits for an answer, since ranks may have the gradients in other
         orders.
+
+        Yields:
+            As ``_finish``.
 
         Returns:
             What has failed.
@@ -157,6 +168,7 @@ class Exchange(Member):
         repeated: list[PendingReduction] = []
         questions = [self._ask_forms(state, pending) for state, pending, _ in mismatches]
         for (state, pending, mismatch), question in zip(mismatches, questions, strict=True):
+            yield question
             try:
                 again = self._start_again(state, pending, question.wait()[0])
             except HoroError as error:
@@ -167,6 +179,8 @@ class Exchange(Member):
             else:
                 repeated.append(again)
         for again in repeated:
+            if again.request is not None:
+                yield again.request
             try:
                 again.finish()
             except HoroError as error:

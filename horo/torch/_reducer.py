@@ -29,7 +29,7 @@ from horo.torch._exchange import Exchange
 from horo.torch._first_checks import FirstCheck, refuse_ddp
 from horo.torch._gradients import Group, ParameterState, ReductionOptions
 from horo.torch._progress import refuse_different_steps
-from horo.torch._requests import Request
+from horo.torch._requests import Request, wait_any
 from horo.torch._spans import span
 from horo.torch._step import ReducingClosure, closure_of, with_closure
 from horo.torch._usage import UsageCheck
@@ -121,7 +121,8 @@ class GradientReducer(Exchange):
                 self.name_gradients()
             with torch.no_grad():
                 wait_last(self._submit_rest([state for state in states if state.held is not None]))
-                self._finish(states)
+                for _ in self._finish(states):
+                    pass
         finally:
             self.reset()
             self.is_reduced = False
@@ -171,8 +172,11 @@ class GradientReducer(Exchange):
         self.progress.reductions += 1
         return last
 
-    def finish_all(self) -> None:
+    def finish_all(self) -> Iterator[Request]:
         """Waits for all gradients; then raises the first failure. Autograd is off.
+
+        Yields:
+            Each request before it waits for it.
 
         Raises:
             UsageError: Ranks train different parameters. Gradients that only some have would never come.
@@ -180,12 +184,18 @@ class GradientReducer(Exchange):
         check, self._check = self._check, None
         usage, self._usage = self._usage, None
         if check is not None:
+            yield check.request
             check.wait()
+        failure: HoroError | None = None
         try:
-            self._finish(self._due)
-        finally:
-            if usage is not None:
-                usage.finish()
+            yield from self._finish(self._due)
+        except HoroError as error:
+            failure = error
+        if usage is not None:
+            yield usage.request
+            usage.finish()
+        if failure is not None:
+            raise failure
         if check is not None:
             check.refuse_different_values()
 
@@ -359,7 +369,8 @@ class GradientReducer(Exchange):
 def reduce_together(reducers: Sequence[GradientReducer]) -> None:
     """Reduces the gradients of several optimizers. All are submitted before any is waited for.
 
-    So ranks do not wait for each other in a circle if they come to the optimizers in different orders.
+    So ranks do not wait for each other in a circle if they come to the optimizers in different orders. Nor do they if
+    the gradients of one need a second round while others are still waited for.
 
     Raises:
         HoroError: The first failure; the other gradients are reduced.
@@ -374,12 +385,11 @@ def reduce_together(reducers: Sequence[GradientReducer]) -> None:
                 except HoroError as error:
                     failures[reducer] = error
             with span("horo.synchronize"):
-                wait_last(last)
-            for reducer in _in_shared_order(reducers):
-                try:
-                    reducer.finish_all()
-                except HoroError as error:
-                    failures.setdefault(reducer, error)
+                if len(reducers) == 1:
+                    wait_last(last)
+                # Those that are not registered have submitted nothing.
+                taking_part = reducers if len(reducers) == 1 else [item for item in reducers if item.is_registered]
+                _finish_together({reducer: reducer.finish_all() for reducer in taking_part}, failures)
     finally:
         for reducer in reducers:
             reducer.reset()
@@ -390,13 +400,25 @@ def reduce_together(reducers: Sequence[GradientReducer]) -> None:
         raise next(iter(failures.values()))
 
 
-def _in_shared_order(reducers: Sequence[GradientReducer]) -> Sequence[GradientReducer]:
-    """The order of their first names, and of their teams: ranks may have made the optimizers in different orders, and
-    some may have to ask each other about a gradient before its reduction is finished."""
-    if len(reducers) < 2:
-        return reducers
-    registered = [reducer for reducer in reducers if reducer.is_registered]  # others have submitted nothing
-    return sorted(registered, key=lambda reducer: (reducer.label, reducer.team))
+def _finish_together(
+    steps: dict[GradientReducer, Iterator[Request]], failures: dict[GradientReducer, HoroError]
+) -> None:
+    """Goes on with each reducer as soon as the request is done for which it waits; adds what fails to ``failures``."""
+    waiting: dict[GradientReducer, Request | None] = dict.fromkeys(steps)
+    while waiting:
+        requests = [request for request in waiting.values() if request is not None]
+        if len(requests) == len(waiting) > 1:
+            wait_any(requests)
+        for reducer, request in list(waiting.items()):
+            if request is not None and len(waiting) > 1 and not request.is_done():
+                continue
+            try:
+                waiting[reducer] = next(steps[reducer])
+            except StopIteration:
+                del waiting[reducer]
+            except HoroError as error:
+                failures.setdefault(reducer, error)
+                del waiting[reducer]
 
 
 def wait_last(request: Request | None) -> None:

@@ -30,6 +30,7 @@ __all__ = [
     "start_alltoall",
     "start_broadcast",
     "start_reducescatter",
+    "wait_any",
 ]
 
 _BARRIER = Spec("barrier", None, collective="barrier")
@@ -83,6 +84,10 @@ class Request:
         finally:
             runtime.active_calls.pop(call, None)
 
+    def is_done(self) -> bool:
+        """Whether the operation is done or has failed; never blocks or raises."""
+        return not self._runtime.core.in_progress(self._handle)
+
     def wait(self) -> Any:
         """Blocks until the operation is done and returns its result.
 
@@ -123,6 +128,23 @@ class Request:
                 return  # wait() raises it
         finally:
             runtime.active_calls.pop(call, None)
+
+
+def wait_any(requests: Sequence[Request]) -> None:
+    """Blocks until one of several requests is done or has failed; all are of one job.
+
+    Raises:
+        AbortedError: The job has ended.
+    """
+    first, call = requests[0], object()
+    runtime = first._runtime
+    try:
+        runtime.active_calls[call] = None
+        if runtime.ended:
+            runtime.raise_ended(first.label)
+        runtime.core.wait_any([request._handle for request in requests])
+    finally:
+        runtime.active_calls.pop(call, None)
 
 
 def repeat(key: Hashable, tensor: torch.Tensor, *, in_place: bool) -> torch.Tensor | None:
