@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from horo.runner.agent.machine import core_count, default_slots, gpu_count
@@ -14,7 +14,7 @@ from horo.runner.start.remote_launcher import RemoteLauncher
 from horo.runner.start.srun import SrunLauncher, knows_overlap
 from horo.runner.start.ssh import SshLauncher
 
-__all__ = ["Placement", "PlacementError", "candidates", "place", "remote_launcher_of"]
+__all__ = ["Placement", "PlacementError", "candidates", "explain_idle_hosts", "place", "remote_launcher_of"]
 
 
 class PlacementError(ValueError):
@@ -153,3 +153,22 @@ def candidates(job: Job, environment: Mapping[str, str]) -> list[Host]:
         if sum(each.slots or 1 for each in needed) >= job.size and not job.oversubscribe:
             break
     return needed
+
+
+def explain_idle_hosts(job: Job, used: Iterable[str]) -> str:
+    """Which hosts get no rank, where the user has left it to hororun how many each may have; empty: all get one.
+
+    Args:
+        job: the job.
+        used: names of the hosts that get one.
+    """
+    names = set(used)
+    idle = [host.name for host in job.hosts if host.name not in names]
+    if not idle or all(host.slots is not None for host in job.hosts):
+        return ""
+    why = (
+        "there are more hosts than ranks"
+        if job.shares_evenly
+        else "the hosts named before have slots for all; say how many ranks each may have, like -H h1:2,h2:2"
+    )
+    return f"no rank runs on {', '.join(idle)}: {why}"

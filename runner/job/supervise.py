@@ -22,7 +22,14 @@ from horo.runner.job.console import Console
 from horo.runner.job.environment import common_variables, default_variables, forwarded, outer_rank, rank_variables
 from horo.runner.job.host_addresses import HostAddresses, check_interfaces, find_addresses, store_addresses
 from horo.runner.job.joining import Joining, side_by_side
-from horo.runner.job.placement import Placement, PlacementError, candidates, place, remote_launcher_of
+from horo.runner.job.placement import (
+    Placement,
+    PlacementError,
+    candidates,
+    explain_idle_hosts,
+    place,
+    remote_launcher_of,
+)
 from horo.runner.job.remote import RemoteHost, explain_absence
 from horo.runner.job.report import Ending, awaited, exit_code, overdue, report, root_cause, signal_name
 from horo.runner.loop import Loop
@@ -208,7 +215,9 @@ class _Supervisor:
             else None
             for index in sorted(used)
         }
-        self._name_idle_hosts()
+        idle = explain_idle_hosts(self._job, self._names.values())
+        if idle:
+            self._console.say(idle)
         variables = self._variables(hosts, placements, routes)
         self._running = set(variables)
         for index in sorted(used):
@@ -217,18 +226,6 @@ class _Supervisor:
                 self._remotes[index].send_job(self._remote_job(hosts[index].name, index, ranks))
             else:
                 self._start_local(hosts[index].name, ranks)
-
-    def _name_idle_hosts(self) -> None:
-        """Says which hosts get no rank, where the user has left it to hororun how many each may have."""
-        used = set(self._names.values())
-        idle = [host.name for host in self._job.hosts if host.name not in used]
-        if idle and any(host.slots is None for host in self._job.hosts):
-            why = (
-                "there are more hosts than ranks"
-                if self._job.shares_evenly
-                else "the hosts named before have slots for all; say how many ranks each may have, like -H h1:2,h2:2"
-            )
-            self._console.say(f"no rank runs on {', '.join(idle)}: {why}")
 
     def _slots_of(self, index: int, host: Host) -> int:
         if host.slots is not None:
