@@ -1,8 +1,10 @@
-"""Horovod's variables for which horo has no use: ``init()`` warns of those that are set."""
+"""Variables that do nothing: ``init()`` warns of those that are set."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+
+from horo._config import Config, Variable, variables_of
 
 __all__ = ["PASSED_OVER", "passed_over"]
 
@@ -47,9 +49,23 @@ _OFF = frozenset({"", "0", "false", "no", "off"})
 
 
 def passed_over(environ: Mapping[str, str]) -> list[str]:
-    """A sentence for each variable of Horovod that is set, unless to 0 or to nothing, and that horo does not read."""
-    return [
+    """A sentence for each variable of Horovod that is set, unless to 0 or to nothing, and that horo does not read.
+
+    And for the times of stall checks, where these are switched off.
+    """
+    sentences = [
         f"{name} does nothing here: {why}"
         for name, why in PASSED_OVER.items()
         if environ.get(name, "").strip().lower() not in _OFF
     ]
+    variables = variables_of(Config)
+    switch = _set_name(variables["stall_check_disable"], environ)
+    if switch and environ[switch].strip().lower() not in _OFF:
+        times = (_set_name(variables[field], environ) for field in ("stall_check_time_s", "stall_shutdown_time_s"))
+        sentences += [f"{name} does nothing beside {switch}={environ[switch]}" for name in times if name]
+    return sentences
+
+
+def _set_name(variable: Variable, environ: Mapping[str, str]) -> str:
+    """The name under which a variable is set; empty: it is not."""
+    return next((name for name in variable.names if environ.get(name)), "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
+from horo._config import LaunchVariables, TorchrunVariables, variables_of
 from horo.runner.job.placement import Placement
 from horo.runner.processes import MARK_NAME
 
@@ -14,6 +15,7 @@ __all__ = [
     "common_variables",
     "default_variables",
     "forwarded",
+    "inherited",
     "outer_rank",
     "parse_exports",
     "rank_variables",
@@ -81,6 +83,16 @@ def outer_rank(environment: Mapping[str, str]) -> str:
         if rank in environment and environment.get(size, "1") != "1":
             return f"rank {environment[rank]} of a job of {launcher}"
     return ""
+
+
+def inherited(environment: Mapping[str, str]) -> dict[str, str]:
+    """The part of ``environment`` that ranks inherit: all but the place that another launcher has given this process.
+
+    torchrun's variables go only where torchrun has set them: users set ``MASTER_ADDR`` themselves, too.
+    """
+    groups = (LaunchVariables, *([TorchrunVariables] if "TORCHELASTIC_RUN_ID" in environment else []))
+    places = {name for group in groups for variable in variables_of(group).values() for name in variable.names}
+    return {name: value for name, value in environment.items() if name not in places}
 
 
 def parse_exports(items: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:

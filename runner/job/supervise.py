@@ -19,7 +19,14 @@ from horo.runner.agent.ranks import PASSED_ON, Event, Exited, HostRanks, Noted, 
 from horo.runner.config import EXIT_USAGE, Job, JobError
 from horo.runner.hosts import Host, written
 from horo.runner.job.console import Console
-from horo.runner.job.environment import common_variables, default_variables, forwarded, outer_rank, rank_variables
+from horo.runner.job.environment import (
+    common_variables,
+    default_variables,
+    forwarded,
+    inherited,
+    outer_rank,
+    rank_variables,
+)
 from horo.runner.job.host_addresses import HostAddresses, check_interfaces, find_addresses, store_addresses
 from horo.runner.job.joining import Joining, side_by_side
 from horo.runner.job.placement import (
@@ -104,7 +111,8 @@ class _Supervisor:
         self._job = job
         self._hosts = hosts
         self._launcher = launcher
-        self._environment = {**environment, **job.exports}
+        self._outer_rank = outer_rank({**environment, **job.exports})
+        self._environment = {**inherited(environment), **job.exports}
         self._loop = loop
         self._guard = guard
         self._id = secrets.token_hex(16)
@@ -137,9 +145,8 @@ class _Supervisor:
 
     def run(self) -> int:
         """Runs the job and returns the exit code."""
-        outer = outer_rank(self._environment)
-        if outer:
-            self._console.say(f"warning: this hororun is itself {outer} and starts a whole job of its own")
+        if self._outer_rank:
+            self._console.say(f"warning: this hororun is itself {self._outer_rank} and starts a whole job of its own")
         try:
             self._connect()
             if not self._stopping:

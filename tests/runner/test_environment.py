@@ -9,7 +9,7 @@ import pytest
 from horo.runner.agent.machine import default_slots, gpu_count
 from horo.runner.config import JobError
 from horo.runner.hosts import Host
-from horo.runner.job.environment import default_variables, forwarded, parse_exports, rank_variables
+from horo.runner.job.environment import default_variables, forwarded, inherited, parse_exports, rank_variables
 from horo.runner.job.host_addresses import HostAddresses, find_addresses, store_addresses
 from horo.runner.job.placement import place
 from horo.runner.network import NetworkError, address_toward, free_port, interface_addresses, is_local, network_identity
@@ -84,6 +84,12 @@ def test_a_variable_of_the_user_stays(name: str, rest: dict[str, str]) -> None:
     assert default_variables({name: "0"}, keep_memory=False) == {
         key: value for key, value in rest.items() if key not in KEEP_MEMORY
     }
+
+
+def test_ranks_inherit_no_place_of_another_job() -> None:
+    mine = {"HORO_RANK": "7", "HOROVOD_SIZE": "9", "PATH": "p", "RANK": "3", "MASTER_ADDR": "h"}
+    assert inherited(mine) == {"PATH": "p", "RANK": "3", "MASTER_ADDR": "h"}
+    assert inherited(mine | {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "4"}) == {"PATH": "p"}
 
 
 def test_what_belongs_to_one_host_is_not_forwarded() -> None:

@@ -202,6 +202,15 @@ def test_variables_that_do_nothing_are_named() -> None:
     assert not read & PASSED_OVER.keys()
 
 
+def test_times_of_stall_checks_that_are_off_are_named() -> None:
+    times = {"HORO_STALL_CHECK_TIME_SECONDS": "5", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "9"}
+    assert passed_over(times | {"HOROVOD_STALL_CHECK_DISABLE": "0"}) == []
+    assert passed_over(times | {"HOROVOD_STALL_CHECK_DISABLE": "1"}) == [
+        "HORO_STALL_CHECK_TIME_SECONDS does nothing beside HOROVOD_STALL_CHECK_DISABLE=1",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS does nothing beside HOROVOD_STALL_CHECK_DISABLE=1",
+    ]
+
+
 def test_rank_0_names_them_at_the_start(hororun: Hororun, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("from horo._bootstrap.job import start\nstart().close()\n")
     done = hororun.run("-np", "2", "train.py", cwd=tmp_path, environment={"HOROVOD_TIMELINE": "/tmp/x"})
