@@ -30,6 +30,7 @@ __all__ = [
     "environment",
     "misspelt",
     "name_for_children",
+    "names_of",
     "read_config",
     "read_variables",
     "set_variables",
@@ -442,6 +443,11 @@ def variables_of(group: type[Any]) -> dict[str, Variable]:
     return {item.name: item.metadata["variable"] for item in fields(group)}
 
 
+def names_of(*groups: type[Any]) -> frozenset[str]:
+    """All names under which the variables of some of ``GROUPS`` may be set."""
+    return frozenset(name for group in groups for each in variables_of(group).values() for name in each.names)
+
+
 def read_variables(group: type[_Group], environ: Mapping[str, str]) -> _Group:
     """Reads one of ``GROUPS`` from ``environ``.
 
@@ -479,9 +485,7 @@ def drop_variables(names: Iterable[str]) -> None:
 
 def misspelt(environ: Mapping[str, str]) -> list[str]:
     """A warning for each variable whose name resembles that of a variable that horo reads, but is not equal."""
-    known = [
-        name.removeprefix("HORO_") for group in GROUPS for each in variables_of(group).values() for name in each.names
-    ]
+    known = [name.removeprefix("HORO_") for name in sorted(names_of(*GROUPS))]
     known.append("HOST_MARK")  # hororun's own
     sentences = []
     for name in sorted(environ):

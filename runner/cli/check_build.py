@@ -60,9 +60,9 @@ def _init() -> str:
         return "horo.torch needs PyTorch, which is not installed: pip install torch"
     try:
         from horo._bootstrap.job import start  # noqa: PLC0415 - the launcher must run without the core
-        from horo._config import LaunchVariables, environment, variables_of  # noqa: PLC0415
+        from horo._config import LaunchVariables, environment, names_of  # noqa: PLC0415
 
-        launch = {name for variable in variables_of(LaunchVariables).values() for name in variable.names}
+        launch = names_of(LaunchVariables)
         kept = {name: value for name, value in environment().items() if name.startswith("HORO") and name not in launch}
         start({**kept, "HORO_CONTROLLER": "gloo"}).close()
     except (ImportError, OSError, HoroError) as error:

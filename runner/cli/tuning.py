@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from horo._config import Config, LaunchVariables, Variable, variables_of
+from horo._config import Config, LaunchVariables, Variable, names_of, variables_of
 from horo.errors import UsageError
 from horo.runner.config import JobError
 
@@ -69,16 +69,16 @@ def check_exports(exports: Mapping[str, str], given: argparse.Namespace) -> None
     from horo.runner.job.environment import TORCH_VARIABLES  # noqa: PLC0415 - --help does without
     from horo.runner.processes import MARK_NAME  # noqa: PLC0415
 
-    own = {MARK_NAME, *(name for variable in variables_of(LaunchVariables).values() for name in variable.names)}
+    own = {MARK_NAME, *names_of(LaunchVariables)}
     torch = TORCH_VARIABLES if given.torch_env or given.master_port else ()
     for name in exports:
         if name in own or name in torch:
             raise JobError(
                 f"-x {name}: hororun sets {name} for every rank{' (--torch-env)' * (name in torch)}: leave it out"
             )
-    names_of = {variable.names[0]: variable.names for variable in variables_of(Config).values()}
+    spellings = {variable.names[0]: variable.names for variable in variables_of(Config).values()}
     for option, (variable, value) in _said(given).items():
-        twice = next((name for name in names_of[variable] if name in exports), None)
+        twice = next((name for name in spellings[variable] if name in exports), None)
         if value is not None and twice is not None:
             raise JobError(f"{option} and -x {twice} both set {variable}: leave out one of them")
     _check(exports, "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from horo._config import LaunchVariables, TorchrunVariables, variables_of
+from horo._config import LaunchVariables, TorchrunVariables, names_of
 from horo.runner.job.placement import Placement
 from horo.runner.processes import MARK_NAME
 
@@ -90,8 +90,7 @@ def inherited(environment: Mapping[str, str]) -> dict[str, str]:
 
     torchrun's variables go only where torchrun has set them: users set ``MASTER_ADDR`` themselves, too.
     """
-    groups = (LaunchVariables, *([TorchrunVariables] if "TORCHELASTIC_RUN_ID" in environment else []))
-    places = {name for group in groups for variable in variables_of(group).values() for name in variable.names}
+    places = names_of(LaunchVariables, *([TorchrunVariables] if "TORCHELASTIC_RUN_ID" in environment else []))
     return {name: value for name, value in environment.items() if name not in places}
 
 

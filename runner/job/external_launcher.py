@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from horo._config import LaunchVariables, TorchrunVariables, variables_of
+from horo._config import LaunchVariables, TorchrunVariables, names_of
 from horo.horovod.environment import is_switched_on, with_horovod
 from horo.runner.agent.command import StartError, with_python
 from horo.runner.agent.machine import core_count
@@ -212,8 +212,7 @@ def _plan_mpirun(job: Job, environment: Mapping[str, str]) -> _Plan:
 
 def _environment(job: Job, environment: Mapping[str, str], ranks_per_host: int) -> dict[str, str]:
     """This environment without the variables of a rank of another job, and with those that ranks of this job share."""
-    groups = (LaunchVariables, TorchrunVariables)
-    places = {name for group in groups for variable in variables_of(group).values() for name in variable.names}
+    places = names_of(LaunchVariables, TorchrunVariables)
     here = {name: value for name, value in environment.items() if name not in places} | dict(job.exports)
     own = default_variables(here, keep_memory=job.keep_memory)
     if "OMP_NUM_THREADS" not in here:

@@ -11,12 +11,12 @@ from document_blocks import HOW_TO, Block, blocks_of, python_blocks, runs_here
 from example_runs import ROOT, launcher, start
 
 import horo.torch as hvd
-from horo._config import GROUPS, variables_of
+from horo._config import GROUPS, names_of
 from horo.runner.cli import parse
 from horo.runner.cli.options import build_parser
 from horo.runner.config import JobError
 
-VARIABLES = {name for group in GROUPS for variable in variables_of(group).values() for name in variable.names}
+VARIABLES = names_of(*GROUPS)
 
 # fmt: off
 FOREIGN_OPTIONS = {  # of srun and sbatch, mpirun and mpiexec, containers, torchrun

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from ranks import Group, Rank, describe, run_ranks, wait_for
 from test_gather import LAYOUTS
-from test_teams import Links
+from test_teams import run_in_teams
 
 from horo import _core
 from horo.errors import HoroError, MismatchError, PeerLostError, UsageError
@@ -126,17 +126,10 @@ def test_many_ranks(hosts: list[int]) -> None:
 
 
 def test_teams_exchange_each_in_the_order_of_its_members() -> None:
-    host_of_rank = [0, 1, 2, 0, 1, 2, 0]
-    teams = [[0, 1, 2, 4, 6], [1, 2, 5], [0, 3, 6]]
-    links = Links(host_of_rank)
+    def step(rank: Rank, members: list[int], team: int, number: int) -> None:
+        check(rank, [random_plan(len(members), number)], number=members.index(rank.rank), team=team)
 
-    def body(rank: Rank) -> None:
-        for members in teams:
-            team = rank.context.add_team(members, **links.of(rank.rank, members, 0))
-            for step in range(4 if rank.rank in members else 0):
-                check(rank, [random_plan(len(members), step)], number=members.index(rank.rank), team=team)
-
-    run_ranks(body, host_of_rank=host_of_rank)
+    run_in_teams(step)
 
 
 def test_results_go_into_memory_that_the_caller_gives() -> None:

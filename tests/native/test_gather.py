@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from ranks import Group, Rank, describe, run_ranks, wait_for
-from test_teams import Links
+from test_teams import run_in_teams
 
 from horo import _core
 from horo.errors import MismatchError, PeerLostError, UsageError
@@ -210,18 +210,7 @@ def test_as_many_rows_as_a_result_can_have_are_counted() -> None:
 
 
 def test_teams_gather_each_in_the_order_of_its_members() -> None:
-    host_of_rank = [0, 1, 2, 0, 1, 2, 0]
-    teams = [[0, 1, 2, 4, 6], [1, 2, 5], [0, 3, 6]]
-
-    links = Links(host_of_rank)
-
-    def body(rank: Rank) -> None:
-        for members in teams:
-            team = rank.context.add_team(members, **links.of(rank.rank, members, 0))
-            for step in range(4 if rank.rank in members else 0):
-                check_group(rank, step, 3, members, team=team)
-
-    run_ranks(body, host_of_rank=host_of_rank)
+    run_in_teams(lambda rank, members, team, step: check_group(rank, step, 3, members, team=team))
 
 
 @pytest.mark.parametrize(("hosts", "victim"), [([1, 1], 1), ([2, 2], 3), ([1, 1, 1], 2)], ids=str)

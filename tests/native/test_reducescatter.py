@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ranks import NUMPY_OF_DTYPE, Group, Rank, run_ranks, wait_for
-from test_teams import Links
+from test_teams import run_in_teams
 
 from horo import _core
 from horo.errors import HoroError, MismatchError, PeerLostError, UnsupportedError, UsageError
@@ -177,20 +177,13 @@ def test_more_ranks_than_a_slot_has_lines(hosts: list[int]) -> None:
 
 
 def test_teams_scatter_each_in_the_order_of_its_members() -> None:
-    host_of_rank = [0, 1, 2, 0, 1, 2, 0]
-    teams = [[0, 1, 2, 4, 6], [1, 2, 5], [0, 3, 6]]
-    links = Links(host_of_rank)
+    def step(rank: Rank, members: list[int], team: int, number: int) -> None:
+        rows = 11 + 997 * number
+        place = members.index(rank.rank), len(members)
+        (got,) = scatter(rank, [np.arange(rows) * rank.rank], place=place, team=team)
+        assert np.array_equal(got, sum(members) * np.arange(rows)[rows_of(rows, place[1], place[0])])
 
-    def body(rank: Rank) -> None:
-        for members in teams:
-            team = rank.context.add_team(members, **links.of(rank.rank, members, 0))
-            for step in range(4 if rank.rank in members else 0):
-                rows = 11 + 997 * step
-                place = members.index(rank.rank), len(members)
-                (got,) = scatter(rank, [np.arange(rows) * rank.rank], place=place, team=team)
-                assert np.array_equal(got, sum(members) * np.arange(rows)[rows_of(rows, place[1], place[0])])
-
-    run_ranks(body, host_of_rank=host_of_rank)
+    run_in_teams(step)
 
 
 @pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -46,6 +46,20 @@ class Links:
         """
         with self._lock:
             return self._sockets_of.get(rank, set())
+
+
+def run_in_teams(step: Callable[[Rank, list[int], int, int], None]) -> None:
+    """Calls ``step(rank, members, team, number)`` four times on each member of teams that overlap, over three hosts."""
+    host_of_rank = [0, 1, 2, 0, 1, 2, 0]
+    links = Links(host_of_rank)
+
+    def body(rank: Rank) -> None:
+        for members in ([0, 1, 2, 4, 6], [1, 2, 5], [0, 3, 6]):
+            team = rank.context.add_team(members, **links.of(rank.rank, members, 0))
+            for number in range(4 if rank.rank in members else 0):
+                step(rank, members, team, number)
+
+    run_ranks(body, host_of_rank=host_of_rank)
 
 
 def hosts_of(hosts: Sequence[int]) -> list[int]:

@@ -21,7 +21,7 @@ import stat
 from collections.abc import Mapping
 from multiprocessing import parent_process
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from horo._bootstrap.launchers.launch import Launch
 from horo._bootstrap.launchers.slurm_step import is_lone_step
@@ -32,6 +32,7 @@ from horo._config import (
     SlurmVariables,
     TorchrunVariables,
     name_for_children,
+    names_of,
     read_variables,
     variables_of,
 )
@@ -95,11 +96,11 @@ def refuse_inherited(environ: Mapping[str, str]) -> frozenset[str]:
     if own.places.hororun not in ("-", named.places.hororun):
         return frozenset()
     if own.places.torch not in ("-", named.places.torch) and not _repeats_place(environ):
-        return _names(LaunchVariables)
+        return names_of(LaunchVariables)
     # MPICH's mpirun uses the same descriptor numbers in every job.
     is_elsewhere = own.places.others != named.places.others or own.socket not in (0, named.socket)
     if own.places.others != "-" and is_elsewhere:
-        return _names(LaunchVariables) | _names(TorchrunVariables)
+        return names_of(LaunchVariables, TorchrunVariables)
     raise UsageError(
         f"init(): this process ({own.process}) was started by rank {named.rank} (process {named.process}), has "
         "inherited its environment and is not a rank itself; only the rank's own process can communicate. A worker "
@@ -127,7 +128,7 @@ def _places(environ: Mapping[str, str]) -> _Places:
     # Not the local rank: training scripts set it themselves.
     by_torch = [torch[field].names[0] for field in ("rank", "world_size", "master_addr", "master_port")]
     by_torch += [torch[field].names[0] for field in ("run_id", "restart_count")]
-    by_others = [*_names(MpiVariables), *_names(SlurmVariables), *_JOBS_OF_MPI]
+    by_others = [*names_of(MpiVariables, SlurmVariables), *_JOBS_OF_MPI]
     return _Places(
         _digest(environ, by_own),
         _digest(environ, by_torch) if environ.get("RANK") and environ.get("WORLD_SIZE") else "-",
@@ -149,10 +150,6 @@ def _repeats_place(environ: Mapping[str, str]) -> bool:
     own, torch = read_variables(LaunchVariables, environ), read_variables(TorchrunVariables, environ)
     alike = (own.rank, own.size) == (torch.rank, torch.world_size)
     return alike and torch.run_id is None and parent_process() is not None
-
-
-def _names(group: type[Any]) -> frozenset[str]:
-    return frozenset(name for variable in variables_of(group).values() for name in variable.names)
 
 
 def _digest(environ: Mapping[str, str], names: list[str]) -> str:
