@@ -43,6 +43,7 @@ OPS: dict[str, int] = {
 REDUCE_OPS: dict[str, int] = {
     "average": lib.HORO_AVERAGE,
     "sum": lib.HORO_SUM,
+    "adasum": lib.HORO_ADASUM,
     "min": lib.HORO_MIN,
     "max": lib.HORO_MAX,
     "product": lib.HORO_PRODUCT,

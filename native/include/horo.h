@@ -70,10 +70,11 @@ enum horo_op {
     HORO_OP_COUNT = 8,
 };
 
-/* The numbers are Horovod's; 2 is kept free for Adasum. */
+/* The numbers are Horovod's. */
 enum horo_reduce_op {
     HORO_AVERAGE = 0,
     HORO_SUM = 1,
+    HORO_ADASUM = 2, /* allreduce of floats: tensor by tensor, pairs of ranks as a tree, see backend/adasum.h */
     HORO_MIN = 3,
     HORO_MAX = 4,
     HORO_PRODUCT = 5,
@@ -318,7 +319,7 @@ enum { HORO_SOCKETS_PER_PEER_MAX = 8, HORO_TEAMS_MAX = 64, HORO_TEAM_ID_STEP = 2
 enum { HORO_WAITING_MAX = 16, HORO_CALLERS_MAX = 256 };
 enum { HORO_MPI_STATUS_MAX = 128, HORO_MPI_MESSAGE_MAX = 1 << 30 };
 
-/* "0.1.0+abi18": ranks compare it at init and refuse to mix. */
+/* "0.1.0+abi19": ranks compare it at init and refuse to mix. */
 HORO_API const char *horo_version(void);
 HORO_API const char *horo_status_name(int status);
 HORO_API size_t horo_dtype_bytes(int dtype);

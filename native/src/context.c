@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include "arena/question.h"
+#include "backend/adasum.h"
 #include "base/descriptor.h"
 #include "base/op.h"
 #include "base/owner.h"
@@ -19,7 +20,7 @@ struct horo_context {
 
 /* Changes with anything that ranks must agree on: arena layout, wire format, handshake. */
 HORO_API const char *horo_version(void) {
-    return "0.1.0+abi18";
+    return "0.1.0+abi19";
 }
 
 HORO_API const char *horo_change_name(void) {
@@ -74,7 +75,8 @@ static int create_parts(struct horo_context *context, const horo_setup *setup, s
     struct hr_team *world = NULL;
     HR_TRY(create_places(&context->node, setup, &world, error));
     const int by_mpi = setup->mpi != NULL && setup->mpi->is_backend;
-    struct hr_backend *backend = by_mpi ? hr_mpi_backend_create(world, error) : hr_host_backend_create(world);
+    struct hr_backend *inner = by_mpi ? hr_mpi_backend_create(world, error) : hr_host_backend_create(world);
+    struct hr_backend *backend = hr_adasum_create(world, inner);
     int status = HORO_OK;
     if (backend == NULL) {
         status = hr_fail(error, HORO_ERR_RESOURCE, "out of memory for a context");
@@ -170,7 +172,7 @@ static int create_team(horo_context *context, const horo_team_setup *setup, stru
     if (status == HORO_OK && created->host_count > 1) {
         status = hr_node_connect_team(&context->node, created, setup->control_fds, setup->data_fds, error);
     }
-    *backend = status == HORO_OK ? hr_host_backend_create(created) : NULL;
+    *backend = status == HORO_OK ? hr_adasum_create(created, hr_host_backend_create(created)) : NULL;
     if (status == HORO_OK && *backend == NULL) {
         status = hr_fail(error, HORO_ERR_RESOURCE, "out of memory for a team of %d ranks", setup->size);
     }

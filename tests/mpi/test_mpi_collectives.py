@@ -6,6 +6,7 @@ import os
 
 import numpy as np
 import pytest
+from adasum_oracle import adasum, tolerance
 from mpi_job import MpiRank
 from ranks import NUMPY_OF_DTYPE
 
@@ -145,6 +146,22 @@ def test_many_tensors_at_once_are_fused(rank: MpiRank) -> None:
     for handle, array in zip(handles, arrays, strict=True):
         rank.finish(handle)
         assert np.array_equal(array, expected(rank.size, array.size, "sum", "float32"))
+
+
+@pytest.mark.parametrize(("dtype", "digits"), [("float16", 11), ("float32", 24), ("float64", 52)])
+def test_adasum_of_each_tensor(rank: MpiRank, dtype: str, digits: int) -> None:
+    counts = [1, 7, 0, 1000, 70_001]
+    seeds = [[[r, n] for n in counts] for r in range(rank.size)]
+    inputs = [[np.random.default_rng(seed).standard_normal(seed[1]).astype(dtype) for seed in row] for row in seeds]
+    arrays = [array.copy() for array in inputs[rank.rank]]
+    rank.finish(rank.submit("allreduce", f"adasum {dtype}", arrays, reduce_op=_core.REDUCE_OPS["adasum"]))
+    for i, array in enumerate(arrays):
+        vectors = [mine[i] for mine in inputs]
+        assert np.abs(array - adasum(vectors)).max(initial=0) <= tolerance(vectors, digits)
+        assert_same_bits(rank, array)
+    lone = values(0, 5000, "sum", dtype)  # equal on all ranks
+    rank.allreduce(lone, name=f"adasum of equal {dtype}", op="adasum", prescale=2.0, postscale=0.25)
+    assert np.array_equal(lone, values(0, 5000, "sum", dtype) / 2)
 
 
 def scattered(rank: MpiRank, whole: np.ndarray) -> np.ndarray:

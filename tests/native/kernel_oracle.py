@@ -134,6 +134,35 @@ def convert(to: Dtype, origin: Dtype, values: Array, scale: float = 1.0) -> Arra
         return stored_form(to, wide.astype(np.float32) if to.is_half else wide)
 
 
+def convert_values(dtype: Dtype, values: Array) -> Array:
+    """Any floats as stored values of a floating dtype."""
+    return stored_form(dtype, values.astype(np.float32) if dtype.is_half else values)
+
+
+def dots(dtype: Dtype, a: Array, b: Array) -> Array:
+    """The sums of hr_kernel.dots: eight running ones take the elements in turn, and are added in their order."""
+    result = np.zeros(3)
+    step = 1024 if dtype.is_half else max(len(a), 1)
+    for i in range(0, len(a), step):
+        x, y = (compute_form(dtype, v[i : i + step]).astype(np.float64) for v in (a, b))
+        for number, products in enumerate((x * y, x * x, y * y)):
+            lanes = np.zeros(8)
+            for at in range(0, len(products), 8):
+                part = products[at : at + 8]
+                lanes[: len(part)] += part
+            for lane in lanes:
+                result[number] += lane
+    return result
+
+
+def combine_pair(dtype: Dtype, a: Array, b: Array, factors: tuple[float, float]) -> Array:
+    """The result of hr_kernel.combine as stored values."""
+    with np.errstate(all="ignore"):
+        x, y = (compute_form(dtype, v).astype(np.float64) for v in (a, b))
+        value = x * factors[0] + y * factors[1]
+        return stored_form(dtype, value if dtype.name == "float64" else value.astype(np.float32))
+
+
 def nan_and_nan(dtype: Dtype, op: int, sources: Sequence[Array]) -> Array:
     """Where a sum or product adds or multiplies two NaN, as bool: the result is NaN, and no more is promised."""
     both_nan = np.zeros(len(sources[0]), dtype=bool)

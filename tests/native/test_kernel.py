@@ -68,6 +68,16 @@ class Kernel:
         arguments = (self._address(out), self._address(slot), self._address(src), src.nbytes, store)
         assert self._lib.shim_kernel_exchange(self._level, *arguments) == 0
 
+    def dots(self, dtype: Dtype, a: Array, b: Array, before: Sequence[float] = (0, 0, 0)) -> Array:
+        sums = np.array(before, np.float64)
+        arguments = (self._address(a), self._address(b), len(a), self._ffi.cast("double *", sums.ctypes.data))
+        assert self._lib.shim_kernel_dots(self._level, dtype.code, *arguments) == 0
+        return sums
+
+    def combine(self, dtype: Dtype, a: Array, b: Array, factors: tuple[float, float]) -> None:
+        arguments = (self._address(a), self._address(b), len(a), *factors)
+        assert self._lib.shim_kernel_combine(self._level, dtype.code, *arguments) == 0
+
 
 @pytest.fixture(params=[*LEVELS, "best"])
 def kernel(request: pytest.FixtureRequest, native: ModuleType) -> Kernel:
@@ -492,3 +502,57 @@ def test_streaming_to_an_address_that_can_never_be_aligned_still_works(kernel: K
     dst, copy = Guarded(dtype, 100, 0), Guarded(dtype, 100, 3)
     kernel.reduce(dtype, oracle.SUM, [values, values], dst.array, copy=copy.array, store=STREAM)
     assert (copy.array == 2 * values).all() and copy.is_intact()
+
+
+FLOATS = [name for name, dtype in DTYPES.items() if dtype.is_float]
+
+
+@pytest.mark.parametrize("dtype_name", FLOATS)
+def test_scalar_products_add_in_one_order_on_every_level(kernel: Kernel, dtype_name: str) -> None:
+    dtype = DTYPES[dtype_name]
+    for count in (*COUNTS, 1023, 1024, 1025, 3001):
+        for misalign_bytes in (0, dtype.storage.itemsize):
+            rng = np.random.default_rng([13, dtype.code, count])
+            values = [oracle.convert_values(dtype, rng.standard_normal(count)) for _ in range(2)]
+            a, b = (placed(dtype, value, misalign_bytes) for value in values)
+            assert (kernel.dots(dtype, a, b) == oracle.dots(dtype, a, b)).all(), count
+            assert (a == values[0]).all() and (b == values[1]).all()
+
+
+def test_scalar_products_are_in_double_and_are_added_to_what_was_there(kernel: Kernel) -> None:
+    large = np.full(9, 2.0**100, np.float32)  # its square is beyond float32
+    assert kernel.dots(DTYPES["float32"], large, -large, (2.0**200, 0, 1)).tolist() == [
+        -8 * 2.0**200,
+        9 * 2.0**200,
+        9 * 2.0**200,
+    ]
+    halves = np.full(3000, 60000, np.float16)
+    assert kernel.dots(DTYPES["float16"], halves, halves).tolist() == [3000 * 60000.0**2] * 3
+
+
+def test_scalar_products_carry_what_is_not_finite(kernel: Kernel) -> None:
+    for dtype_name in ("float16", "float32", "float64"):
+        dtype = DTYPES[dtype_name]
+        for at in (0, 13, 29):
+            a, b = np.ones(30, dtype.storage), np.ones(30, dtype.storage)
+            a[at] = np.inf
+            assert kernel.dots(dtype, a, b).tolist() == [np.inf, np.inf, 30]
+            b[at] = np.nan
+            sums = kernel.dots(dtype, a, b)
+            assert np.isnan(sums[[0, 2]]).all() and sums[1] == np.inf
+
+
+@pytest.mark.parametrize("dtype_name", FLOATS)
+def test_a_pair_is_combined_in_double_and_rounded(kernel: Kernel, dtype_name: str) -> None:
+    dtype = DTYPES[dtype_name]
+    for count in (*COUNTS, 1023, 1024, 1025, 3001):
+        for misalign_bytes in (0, dtype.storage.itemsize):
+            rng = np.random.default_rng([17, dtype.code, count])
+            a, b = (random_values(dtype, count, rng) for _ in range(2))
+            for factors in ((1.0, 1.0), (0.5, 0.5), (0.3, -1.7)):
+                room = Guarded(dtype, count, misalign_bytes)
+                room.array[:] = a
+                other = placed(dtype, b, misalign_bytes)
+                kernel.combine(dtype, room.array, other, factors)
+                assert room.is_intact() and oracle.bits(other).tolist() == oracle.bits(b).tolist()
+                assert_bits(dtype, room.array, oracle.combine_pair(dtype, a, b, factors), (count, factors))

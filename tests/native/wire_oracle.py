@@ -13,7 +13,8 @@ from dataclasses import dataclass
 ALLREDUCE, ALLGATHER, BROADCAST, BARRIER, ADD_TEAM, REMOVE_TEAM, REDUCESCATTER, ALLTOALL = range(8)
 TELL_ROWS = (ALLGATHER, ALLTOALL)
 REDUCTIONS = (ALLREDUCE, REDUCESCATTER)
-REDUCE_OPS = (0, 1, 3, 4, 5)
+REDUCE_OPS = (0, 1, 2, 3, 4, 5)
+ADASUM = 2
 TRANSIENT = 2
 ERRORS = (*range(-5, 0), -21, -20, *range(-44, -39), -60)
 """Status codes that travel."""
@@ -177,6 +178,7 @@ def samples() -> dict[str, bytes]:
         "average": Request("a", tensors=(Tensor(8, ()),)),
         "group": Request("g", reduce_op=4, tensors=tuple(Tensor(d, (d + 1, 2)) for d in range(10))),
         "compressed": Request("c", reduce_op=1, tensors=(Tensor(7, (64,), 6), Tensor(8, (2, 3), 5), Tensor(4, (5,)))),
+        "adasum": Request("delta.0", reduce_op=ADASUM, postscale=0.5, tensors=(Tensor(7, (9,), 6), Tensor(8, (2, 3)))),
         "allgather": Request("gather/é", op=ALLGATHER, tensors=(Tensor(4, (9, 3)), Tensor(5, ()))),
         "broadcast": Request("b", op=BROADCAST, root_rank=3, transient=True, tensors=(Tensor(0, (0, 5)),)),
         "barrier": Request("barrier.0", op=BARRIER),

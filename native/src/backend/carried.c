@@ -28,7 +28,8 @@ static size_t limit_of(const struct hr_team *team) {
 }
 
 size_t hr_carried_bytes(const struct hr_team *team, const horo_request *call) {
-    if (call->op != HORO_ALLREDUCE || call->tensor_count != 1 || team->host_count == 1) {
+    if (call->op != HORO_ALLREDUCE || call->reduce_op == HORO_ADASUM || call->tensor_count != 1 ||
+        team->host_count == 1) {
         return 0;
     }
     const size_t most = limit_of(team);

@@ -34,6 +34,7 @@ int hr_dtype_reducible(int dtype, int reduce_op) {
     }
     switch (reduce_op) {
     case HORO_AVERAGE: return dtype != HORO_BOOL;
+    case HORO_ADASUM: return !hr_dtype_is_integer(dtype) && dtype != HORO_BOOL;
     case HORO_SUM:
     case HORO_MIN:
     case HORO_MAX:

@@ -16,6 +16,7 @@ static const char *reduce_name(int reduce_op) {
     switch (reduce_op) {
     case HORO_AVERAGE: return "Average";
     case HORO_SUM: return "Sum";
+    case HORO_ADASUM: return "Adasum";
     case HORO_MIN: return "Min";
     case HORO_MAX: return "Max";
     case HORO_PRODUCT: return "Product";

@@ -68,6 +68,19 @@ struct hr_kernel {
     void (*convert)(int dst_dtype, void *dst, int src_dtype, const void *src, size_t count, double factor,
                     enum hr_store store);
 
+    /*
+     * Of floats: adds a.b, a.a and b.b to sums[0], [1] and [2], in double. Each product of two float32 is exact there.
+     * Eight running sums take the elements in turn, and are added up in their order at the end of a block (of 1024
+     * elements of 16 bits, of all of the wider ones): equal bits on every level.
+     */
+    void (*dots)(int dtype, const void *a, const void *b, size_t count, double *sums);
+
+    /*
+     * Of floats: a[i] = a_factor * a[i] + b_factor * b[i], in double, rounded once to float32 and from there to 16
+     * bits. a and b do not overlap.
+     */
+    void (*combine)(int dtype, void *a, const void *b, size_t count, double a_factor, double b_factor);
+
     /* memcpy; dst and src do not overlap. */
     void (*copy)(void *dst, const void *src, size_t bytes, enum hr_store store);
 

@@ -142,6 +142,49 @@ void hr_level_convert(const struct hr_level *level, int dst_dtype, void *dst, in
     }
 }
 
+static void widen_block(const struct hr_level *level, int dtype, const uint8_t *src, size_t count, float *block) {
+    const void *const source = src;
+    const struct hr_span span = {.copy = (uint8_t *)block, .src = &source, .src_count = 1, .end = count, .scale = 1.0};
+    level->convert[HORO_FLOAT32][dtype](&span);
+}
+
+void hr_level_dots(const struct hr_level *level, int dtype, const void *a, const void *b, size_t count, double *sums) {
+    if (element_bytes(dtype) > 2) {
+        level->dots[dtype](a, b, count, sums);
+        return;
+    }
+    float x[BLOCK_BYTES / sizeof(float)];
+    float y[BLOCK_BYTES / sizeof(float)];
+    size_t step;
+    for (size_t i = 0; i < count; i += step) {
+        step = smaller(BLOCK_BYTES / sizeof *x, count - i);
+        widen_block(level, dtype, (const uint8_t *)a + i * element_bytes(dtype), step, x);
+        widen_block(level, dtype, (const uint8_t *)b + i * element_bytes(dtype), step, y);
+        level->dots[HORO_FLOAT32]((const uint8_t *)x, (const uint8_t *)y, step, sums);
+    }
+}
+
+void hr_level_combine(const struct hr_level *level, int dtype, void *a, const void *b, size_t count, double a_factor,
+                      double b_factor) {
+    if (element_bytes(dtype) > 2) {
+        level->combine[dtype](a, b, count, a_factor, b_factor);
+        return;
+    }
+    float x[BLOCK_BYTES / sizeof(float)];
+    float y[BLOCK_BYTES / sizeof(float)];
+    const void *const narrowed = x;
+    size_t step;
+    for (size_t i = 0; i < count; i += step) {
+        step = smaller(BLOCK_BYTES / sizeof *x, count - i);
+        uint8_t *at = (uint8_t *)a + i * element_bytes(dtype);
+        widen_block(level, dtype, at, step, x);
+        widen_block(level, dtype, (const uint8_t *)b + i * element_bytes(dtype), step, y);
+        level->combine[HORO_FLOAT32]((uint8_t *)x, (const uint8_t *)y, step, a_factor, b_factor);
+        const struct hr_span span = {.copy = at, .src = &narrowed, .src_count = 1, .end = step, .scale = 1.0};
+        level->convert[dtype][HORO_FLOAT32](&span);
+    }
+}
+
 HR_INLINE int64_t scale_integer(int dtype, int64_t value, struct hr_scale scale, int64_t low, int64_t high) {
     if (scale.factor == 1.0) {
         /* In 32 bits where they hold the value: a division of 64 takes several times as long on many machines. */

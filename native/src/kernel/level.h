@@ -32,6 +32,9 @@ struct hr_level {
     /* [to][from]: the one source of the span into its copy; between float32 and 16-bit floats only. */
     void (*convert[HORO_DTYPE_COUNT][HORO_DTYPE_COUNT])(const struct hr_span *span);
     void (*copy)(void *dst, const void *src, size_t bytes, enum hr_store store);
+    /* Of float32 and float64 only; made of pair_template.h. */
+    void (*dots[HORO_DTYPE_COUNT])(const uint8_t *a, const uint8_t *b, size_t count, double *sums);
+    void (*combine[HORO_DTYPE_COUNT])(uint8_t *a, const uint8_t *b, size_t count, double a_factor, double b_factor);
 };
 
 extern const struct hr_level hr_level_scalar;
@@ -45,6 +48,10 @@ void hr_level_scale(const struct hr_level *level, int dtype, void *dst, const vo
 
 void hr_level_convert(const struct hr_level *level, int dst_dtype, void *dst, int src_dtype, const void *src,
                       size_t count, double scale, enum hr_store store);
+
+void hr_level_dots(const struct hr_level *level, int dtype, const void *a, const void *b, size_t count, double *sums);
+void hr_level_combine(const struct hr_level *level, int dtype, void *a, const void *b, size_t count, double a_factor,
+                      double b_factor);
 
 /* dst[i] = scale * src[i] for integers, as kernel.h says. */
 void hr_scale_integers(int dtype, void *dst, const void *src, size_t count, struct hr_scale scale);
@@ -122,7 +129,13 @@ extern const struct hr_kernel hr_kernel_neon;
                               enum hr_store store) {                                                                   \
         hr_level_convert(&level, dst_dtype, dst, src_dtype, src, count, scale, store);                                 \
     }                                                                                                                  \
-    linkage const struct hr_kernel symbol = {level_name,    level_reduce, level_scale,                                 \
-                                             level_convert, level_copy,   level_exchange};
+    static void level_dots(int dtype, const void *a, const void *b, size_t count, double *sums) {                      \
+        hr_level_dots(&level, dtype, a, b, count, sums);                                                               \
+    }                                                                                                                  \
+    static void level_combine(int dtype, void *a, const void *b, size_t count, double a_factor, double b_factor) {     \
+        hr_level_combine(&level, dtype, a, b, count, a_factor, b_factor);                                              \
+    }                                                                                                                  \
+    linkage const struct hr_kernel symbol = {level_name, level_reduce,  level_scale, level_convert,                    \
+                                             level_dots, level_combine, level_copy,  level_exchange};
 
 #endif

@@ -142,8 +142,13 @@ static void level_exchange(void *out, void *slot, const void *in, size_t bytes, 
     }
 }
 
-const struct hr_level hr_level_scalar = {
-    .reduce = HR_ALL_OPS_TABLE, .convert = HR_CONVERSIONS_TABLE, .copy = level_copy};
+#include "kernel/pair_template.h"
+
+const struct hr_level hr_level_scalar = {.reduce = HR_ALL_OPS_TABLE,
+                                         .convert = HR_CONVERSIONS_TABLE,
+                                         .copy = level_copy,
+                                         .dots = HR_DOTS_TABLE,
+                                         .combine = HR_COMBINE_TABLE};
 
 HR_DEFINE_KERNEL(static, kernel, "scalar", hr_level_scalar)
 

@@ -377,4 +377,10 @@ static void level_exchange(void *out, void *slot, const void *in, size_t bytes, 
     exchange_bytes(to + at, between + at, from + at, bytes - at);
 }
 
-static const struct hr_level level = {.reduce = HR_ALL_OPS_TABLE, .convert = HR_CONVERSIONS_TABLE, .copy = level_copy};
+#include "kernel/pair_template.h"
+
+static const struct hr_level level = {.reduce = HR_ALL_OPS_TABLE,
+                                      .convert = HR_CONVERSIONS_TABLE,
+                                      .copy = level_copy,
+                                      .dots = HR_DOTS_TABLE,
+                                      .combine = HR_COMBINE_TABLE};

@@ -112,8 +112,8 @@ static enum hr_abort_reason read_reason(struct reader *reader) {
 }
 
 static int is_reduce_op(int value) {
-    return value == HORO_AVERAGE || value == HORO_SUM || value == HORO_MIN || value == HORO_MAX ||
-           value == HORO_PRODUCT;
+    return value == HORO_AVERAGE || value == HORO_SUM || value == HORO_ADASUM || value == HORO_MIN ||
+           value == HORO_MAX || value == HORO_PRODUCT;
 }
 
 int hr_wire_shape_bytes(const int64_t *shape, int ndim, int dtype, int64_t *bytes) {
@@ -159,12 +159,13 @@ static void check_tensor(struct reader *reader, int op) {
     }
 }
 
-/* A field that means nothing for the operation has its one canonical value. */
+/* A field that means nothing for the operation has its one canonical value, and no other has a meaning it lacks. */
 static int is_canonical(const struct hr_wire_request *request) {
     const double one = 1.0;
     const int reduces = hr_op_reduces(request->op);
     return (reduces || (request->reduce_op == 0 && memcmp(&request->prescale, &one, sizeof one) == 0 &&
                         memcmp(&request->postscale, &one, sizeof one) == 0)) &&
+           (request->op == HORO_ALLREDUCE || request->reduce_op != HORO_ADASUM) &&
            (request->op == HORO_BROADCAST || request->root_rank == 0);
 }
 

@@ -44,6 +44,25 @@ int shim_kernel_convert(const char *level, int dst_dtype, void *dst, int src_dty
     return 0;
 }
 
+int shim_kernel_dots(const char *level, int dtype, const void *a, const void *b, size_t count, double *sums) {
+    const struct hr_kernel *kernel = find(level);
+    if (kernel == NULL) {
+        return -1;
+    }
+    kernel->dots(dtype, a, b, count, sums);
+    return 0;
+}
+
+int shim_kernel_combine(const char *level, int dtype, void *a, const void *b, size_t count, double a_factor,
+                        double b_factor) {
+    const struct hr_kernel *kernel = find(level);
+    if (kernel == NULL) {
+        return -1;
+    }
+    kernel->combine(dtype, a, b, count, a_factor, b_factor);
+    return 0;
+}
+
 int shim_kernel_copy(const char *level, void *dst, const void *src, size_t bytes, int store) {
     const struct hr_kernel *kernel = find(level);
     if (kernel == NULL) {

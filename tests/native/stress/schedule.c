@@ -70,10 +70,14 @@ static int64_t choose_count(struct chance *chance, const struct limits *limits, 
     return count == 0 && limits->moving ? 1 : count;
 }
 
+static int has_floats(const struct operation *operation) {
+    return operation->dtype == HORO_FLOAT16 || operation->dtype == HORO_BFLOAT16 || operation->dtype == HORO_FLOAT32 ||
+           operation->dtype == HORO_FLOAT64;
+}
+
 static void choose_scales(struct chance *chance, struct operation *operation) {
     static const double factors[] = {0.25, 0.5, 2.0};
-    const int is_float = operation->dtype == HORO_FLOAT16 || operation->dtype == HORO_BFLOAT16 ||
-                         operation->dtype == HORO_FLOAT32 || operation->dtype == HORO_FLOAT64;
+    const int is_float = has_floats(operation);
     if (!chance_once_in(chance, 4) || operation->dtype == HORO_UINT8) {
         return;
     }
@@ -84,9 +88,13 @@ static void choose_scales(struct chance *chance, struct operation *operation) {
 }
 
 static void choose_reduction(struct chance *chance, const struct limits *limits, struct operation *operation) {
-    static const int32_t ops[] = {HORO_SUM, HORO_SUM, HORO_SUM, HORO_AVERAGE, HORO_MIN, HORO_MAX, HORO_PRODUCT};
+    static const int32_t ops[] = {HORO_SUM, HORO_SUM, HORO_SUM, HORO_AVERAGE, HORO_MIN, HORO_MAX, HORO_PRODUCT,
+                                  HORO_ADASUM};
     operation->reduce_op = ANY_OF(chance, ops);
     operation->op = chance_once_in(chance, 4) ? HORO_REDUCESCATTER : HORO_ALLREDUCE;
+    if (operation->reduce_op == HORO_ADASUM && (operation->op != HORO_ALLREDUCE || !has_floats(operation))) {
+        operation->reduce_op = HORO_SUM;
+    }
     operation->apart |= operation->op == HORO_REDUCESCATTER;
     operation->tensor_count = chance_once_in(chance, 4) ? 2 + (int)chance_below(chance, TENSORS_MAX - 1) : 1;
     for (int i = 0; i < operation->tensor_count; i++) {
@@ -128,6 +136,9 @@ static void choose_operation(struct chance *chance, const struct schedule *sched
     }
     if (operation->tensor_count > 0 && team->size > 1 && chance_once_in(chance, 40) && !limits->moving) {
         operation->difference = chance_once_in(chance, 2) ? DIFFERENCE_SHAPE : DIFFERENCE_DTYPE;
+        if (operation->op == HORO_ALLREDUCE && operation->reduce_op == HORO_ADASUM) {
+            operation->difference = DIFFERENCE_SHAPE; /* another dtype may be one that is refused at once */
+        }
         operation->differs = team->ranks[chance_below(chance, (uint32_t)team->size)];
     }
 }

@@ -79,6 +79,10 @@ static int is_factor(const struct operation *operation, int rank) {
     return rank >= first && rank < first + FACTORS;
 }
 
+static int is_adasum(const struct operation *operation) {
+    return operation->op == HORO_ALLREDUCE && operation->reduce_op == HORO_ADASUM;
+}
+
 static int is_product(const struct operation *operation) {
     return operation_reduces(operation) && operation->reduce_op == HORO_PRODUCT;
 }
@@ -86,6 +90,9 @@ static int is_product(const struct operation *operation) {
 static int element(const struct operation *operation, int tensor, int rank, int64_t at) {
     if (is_product(operation)) {
         return is_factor(operation, rank) ? 1 + common(operation, tensor, at) % 2 : 1;
+    }
+    if (is_adasum(operation)) { /* equal vectors give themselves, whatever the tree */
+        return common(operation, tensor, at);
     }
     return common(operation, tensor, at) + offset(operation, tensor, rank);
 }
@@ -146,6 +153,7 @@ static double expect(const struct operation *operation, const struct team *team,
     const double base = common(operation, tensor, at);
     const double scale = operation->prescale * operation->postscale;
     switch (operation->reduce_op) {
+    case HORO_ADASUM: return base * scale;
     case HORO_MIN: return (base + answer->least) * scale;
     case HORO_MAX: return (base + answer->most) * scale;
     case HORO_PRODUCT: return ldexp(1.0, (int)base % 2 * answer->factors) * scale;

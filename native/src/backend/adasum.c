@@ -1,0 +1,383 @@
+#include "backend/adasum.h"
+
+#include <float.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "backend/operands.h"
+#include "base/cut.h"
+
+enum {
+    TURN_BYTES = 1 << 18, /* of values, worked on in one turn of the driver's loop */
+    ALIGNMENT = 64,
+    PRODUCTS = 3, /* a.b, a.a, b.b */
+};
+
+/* In this order, for the kinds of the batch one after the other; the middle three for each level of the tree. */
+enum stage {
+    PACK,
+    SCATTER, /* alltoall */
+    MULTIPLY,
+    SUM, /* allreduce */
+    COMBINE,
+    GATHER, /* allgather */
+    UNPACK,
+};
+
+struct adasum {
+    struct hr_backend base;
+    struct hr_backend_ops ops;
+    struct hr_backend *inner;
+    struct hr_team *team;
+
+    int runs; /* the work begun last is an Adasum: else it is inner's */
+    struct hr_work work;
+    struct hr_kinds kinds;
+    struct hr_pieces pieces;
+    enum stage stage;
+
+    /* Of one kind. Counts are of values as they travel. */
+    struct hr_fused fused;
+    size_t width;            /* bytes of a value */
+    size_t count;
+    size_t first, own_count; /* my share */
+    int is_packed;           /* what is sent, and the result, lie in `packed`; else in the only tensor itself */
+    size_t at;               /* values done in this stage, of the current pair */
+    int low;                 /* the lower rank of the current pair, whose share becomes what comes of both */
+    int distance;            /* to the upper one */
+
+    /* One allocation. */
+    struct hr_gathered memory;
+    char *packed;          /* [count] */
+    char *shares;          /* [size][own_count] mine, of the vector of each rank */
+    double *sums;          /* [pairs of a level][tensors][PRODUCTS] */
+    int64_t *splits;       /* [size][size] */
+    int64_t *own_counts;   /* [size] */
+    int64_t *share_counts; /* [size] */
+
+    /* What inner is told. */
+    struct hr_operand operand;
+    size_t row_bytes;
+    struct hr_gathered result;
+};
+
+static struct adasum *adasum_of(struct hr_backend *backend) {
+    return (struct adasum *)backend;
+}
+
+/* ---- Memory ---- */
+
+static size_t place(size_t *at, size_t bytes) {
+    const size_t here = *at;
+    *at += hr_round_up(bytes, ALIGNMENT);
+    return here;
+}
+
+static int allocate(struct adasum *self) {
+    const size_t size = (size_t)self->team->size;
+    size_t bytes = 0;
+    const size_t packed = place(&bytes, self->is_packed ? self->count * self->width : 0);
+    const size_t shares = place(&bytes, size * self->own_count * self->width);
+    const size_t sums = place(&bytes, size / 2 * self->fused.count * PRODUCTS * sizeof *self->sums);
+    const size_t splits = place(&bytes, size * size * sizeof *self->splits);
+    const size_t own_counts = place(&bytes, size * sizeof *self->own_counts);
+    const size_t share_counts = place(&bytes, size * sizeof *self->share_counts);
+    self->memory = (struct hr_gathered){.bytes = (int64_t)bytes};
+    HR_TRY(hr_gathered_allocate(&self->memory));
+    char *data = self->memory.data;
+    self->packed = data + packed;
+    self->shares = data + shares;
+    self->sums = (double *)(void *)(data + sums);
+    self->splits = (int64_t *)(void *)(data + splits);
+    self->own_counts = (int64_t *)(void *)(data + own_counts);
+    self->share_counts = (int64_t *)(void *)(data + share_counts);
+    return HORO_OK;
+}
+
+static void free_memory(struct adasum *self) {
+    free(self->memory.data);
+    self->memory = (struct hr_gathered){0};
+}
+
+/* ---- What inner does ---- */
+
+static const char *sent(const struct adasum *self) {
+    return self->is_packed ? self->packed : self->fused.pieces[0].input;
+}
+
+static char *received(const struct adasum *self) {
+    return self->is_packed ? self->packed : self->fused.pieces[0].output;
+}
+
+static int begin_inner(struct adasum *self, enum stage stage, struct hr_work work) {
+    work.operands = &self->operand;
+    work.count = 1;
+    work.row_bytes = &self->row_bytes;
+    work.results = &self->result;
+    work.prescale = 1.0;
+    work.postscale = 1.0;
+    self->stage = stage;
+    self->at = 0;
+    HR_TRY(self->inner->ops->begin(self->inner, &work));
+    return HR_TASK_MOVED;
+}
+
+static int begin_scatter(struct adasum *self) {
+    const size_t size = (size_t)self->team->size;
+    for (size_t r = 0; r < size; r++) {
+        size_t begin;
+        size_t length;
+        hr_part(self->count, size, r, &begin, &length);
+        self->own_counts[r] = (int64_t)self->own_count;
+        self->share_counts[r] = (int64_t)length;
+        for (size_t s = 0; s < size; s++) {
+            self->splits[s * size + r] = (int64_t)length;
+        }
+    }
+    self->operand = (struct hr_operand){.input = sent(self), .bytes = self->count * self->width, .dtype = HORO_UINT8};
+    self->row_bytes = self->width;
+    self->result = (struct hr_gathered){.data = self->shares,
+                                        .is_given = 1,
+                                        .bytes = (int64_t)(size * self->own_count * self->width),
+                                        .first_dims = self->own_counts};
+    return begin_inner(self, SCATTER, (struct hr_work){.op = HORO_ALLTOALL, .splits = self->splits});
+}
+
+static int begin_sum(struct adasum *self) {
+    const size_t pairs = hr_divide_up((size_t)(self->team->size - self->distance), 2 * (size_t)self->distance);
+    const size_t bytes = pairs * self->fused.count * PRODUCTS * sizeof *self->sums;
+    self->operand =
+        (struct hr_operand){.input = self->sums, .output = self->sums, .bytes = bytes, .dtype = HORO_FLOAT64};
+    self->row_bytes = bytes;
+    return begin_inner(self, SUM, (struct hr_work){.op = HORO_ALLREDUCE, .reduce_op = HORO_SUM});
+}
+
+/* The root of the tree is the first share. */
+static int begin_gather(struct adasum *self) {
+    const struct hr_scale scale = hr_scale_by(self->work.postscale);
+    if (hr_scale_changes(scale)) {
+        const struct hr_codec *codec = self->fused.codec;
+        codec->scale(codec, self->team->node->kernel, self->shares, self->own_count, scale);
+    }
+    self->operand =
+        (struct hr_operand){.input = self->shares, .bytes = self->own_count * self->width, .dtype = HORO_UINT8};
+    self->row_bytes = self->width;
+    self->result = (struct hr_gathered){.data = received(self),
+                                        .is_given = 1,
+                                        .bytes = (int64_t)(self->count * self->width),
+                                        .first_dims = self->share_counts};
+    return begin_inner(self, GATHER, (struct hr_work){.op = HORO_ALLGATHER});
+}
+
+/* ---- Arithmetic: each function does what fits one turn, and says whether there is more ---- */
+
+static int pack(struct adasum *self) {
+    const size_t bytes = self->count * self->width;
+    const size_t step = hr_smaller(TURN_BYTES, bytes - self->at);
+    hr_fused_pack(&self->fused, self->at, step, self->packed + self->at, self->team->node->kernel,
+                  self->work.prescale, HR_STORE_ORDINARY);
+    self->at += step;
+    return self->at < bytes;
+}
+
+static int unpack(struct adasum *self) {
+    const size_t bytes = self->count * self->width;
+    const size_t step = hr_smaller(TURN_BYTES, bytes - self->at);
+    hr_fused_unpack(&self->fused, self->at, step, self->packed + self->at, self->team->node->kernel);
+    self->at += step;
+    return self->at < bytes;
+}
+
+/* Below that, a vector counts as zero, which has no direction. As in Horovod; of its square, too. */
+static double factor_of(double product, double square) {
+    return square >= sqrt(DBL_MIN) ? 1.0 - product / (2.0 * square) : 1.0;
+}
+
+/* Of the pair: `count` values of one tensor, from self->at on. */
+static void work_on(const struct adasum *self, size_t tensor, size_t count) {
+    const struct hr_kernel *kernel = self->team->node->kernel;
+    const int dtype = self->fused.codec->wire_dtype;
+    const size_t low = (size_t)self->low;
+    const size_t distance = (size_t)self->distance;
+    char *a = self->shares + (low * self->own_count + self->at) * self->width;
+    const char *b = a + distance * self->own_count * self->width;
+    double *sums = self->sums + (low / (2 * distance) * self->fused.count + tensor) * PRODUCTS;
+    if (self->stage == MULTIPLY) {
+        kernel->dots(dtype, a, b, count, sums);
+    } else {
+        kernel->combine(dtype, a, b, count, factor_of(sums[0], sums[1]), factor_of(sums[0], sums[2]));
+    }
+}
+
+/* All pairs of the level. */
+static int work_on_pairs(struct adasum *self) {
+    const struct hr_fused *fused = &self->fused;
+    size_t left = TURN_BYTES / self->width;
+    while (left > 0 && self->own_count > 0 && self->low + self->distance < self->team->size) {
+        const size_t place_of_value = (self->first + self->at) * self->width;
+        const size_t tensor = hr_fused_find(fused, place_of_value);
+        const struct hr_piece *piece = &fused->pieces[tensor];
+        const size_t of_tensor = (piece->offset + piece->bytes - place_of_value) / self->width;
+        const size_t step = hr_smaller(hr_smaller(of_tensor, self->own_count - self->at), left);
+        work_on(self, tensor, step);
+        self->at += step;
+        left -= step;
+        if (self->at == self->own_count) {
+            self->at = 0;
+            self->low += 2 * self->distance;
+        }
+    }
+    return self->own_count > 0 && self->low + self->distance < self->team->size;
+}
+
+static void begin_pairs(struct adasum *self, enum stage stage) {
+    self->stage = stage;
+    self->at = 0;
+    self->low = 0;
+    if (stage == MULTIPLY) {
+        memset(self->sums, 0, (size_t)self->team->size / 2 * self->fused.count * PRODUCTS * sizeof *self->sums);
+    }
+}
+
+/* ---- The stages ---- */
+
+/* HR_TASK_MOVED; HR_TASK_DONE behind the last kind; or a status. */
+static int begin_kind(struct adasum *self) {
+    free_memory(self);
+    do {
+        if (!hr_kinds_next(&self->kinds, self->pieces.at, &self->fused)) {
+            return HR_TASK_DONE;
+        }
+    } while (self->fused.bytes == 0);
+    const struct hr_codec *codec = self->fused.codec;
+    if (codec->wire_dtype == HR_CODEC_OPAQUE) {
+        return HORO_ERR_INTERNAL; /* no kernel can multiply its blocks */
+    }
+    self->width = codec->block_bytes;
+    self->count = self->fused.bytes / self->width;
+    self->is_packed = self->fused.count > 1 || !hr_codec_is_plain(codec) || self->work.prescale != 1.0;
+    hr_part(self->count, (size_t)self->team->size, (size_t)self->team->rank, &self->first, &self->own_count);
+    self->distance = 1;
+    self->stage = PACK;
+    self->at = 0;
+    HR_TRY(allocate(self));
+    return self->is_packed ? HR_TASK_MOVED : begin_scatter(self);
+}
+
+/* What follows a collective of inner that is over. */
+static int end_inner(struct adasum *self) {
+    switch (self->stage) {
+    case SCATTER: begin_pairs(self, MULTIPLY); return HR_TASK_MOVED;
+    case SUM: begin_pairs(self, COMBINE); return HR_TASK_MOVED;
+    default: break;
+    }
+    if (!self->is_packed) {
+        return begin_kind(self);
+    }
+    self->stage = UNPACK;
+    self->at = 0;
+    return HR_TASK_MOVED;
+}
+
+static int end_level(struct adasum *self) {
+    self->distance *= 2;
+    if (self->distance >= self->team->size) {
+        return begin_gather(self);
+    }
+    begin_pairs(self, MULTIPLY);
+    return HR_TASK_MOVED;
+}
+
+static int adasum_progress(struct hr_backend *backend) {
+    struct adasum *self = adasum_of(backend);
+    if (!self->runs) {
+        return self->inner->ops->progress(self->inner);
+    }
+    switch (self->stage) {
+    case PACK: return pack(self) ? HR_TASK_MOVED : begin_scatter(self);
+    case MULTIPLY: return work_on_pairs(self) ? HR_TASK_MOVED : begin_sum(self);
+    case COMBINE: return work_on_pairs(self) ? HR_TASK_MOVED : end_level(self);
+    case UNPACK: return unpack(self) ? HR_TASK_MOVED : begin_kind(self);
+    case SCATTER:
+    case SUM:
+    case GATHER: break;
+    }
+    const int moved = self->inner->ops->progress(self->inner);
+    return moved == HR_TASK_DONE ? end_inner(self) : moved;
+}
+
+/* ---- The table ---- */
+
+static int adasum_begin(struct hr_backend *backend, const struct hr_work *work) {
+    struct adasum *self = adasum_of(backend);
+    const int is_adasum = work->reduce_op == HORO_ADASUM && work->op == HORO_ALLREDUCE;
+    self->runs = is_adasum && self->team->size > 1;
+    self->work = *work;
+    if (!self->runs) {
+        self->work.reduce_op = is_adasum ? HORO_SUM : work->reduce_op; /* of one rank: its own, scaled */
+        return self->inner->ops->begin(self->inner, &self->work);
+    }
+    self->kinds = (struct hr_kinds){.operands = work->operands,
+                                    .count = work->count,
+                                    .row_bytes = work->row_bytes,
+                                    .rank = self->team->rank,
+                                    .size = self->team->size};
+    HR_TRY(hr_pieces_reserve(&self->pieces, work->count));
+    const int begun = begin_kind(self);
+    self->runs = begun != HR_TASK_DONE;
+    if (begun == HR_TASK_DONE) { /* no values at all: inner is done with that at once */
+        self->work.reduce_op = HORO_SUM;
+        return self->inner->ops->begin(self->inner, &self->work);
+    }
+    return begun < 0 ? begun : HORO_OK;
+}
+
+static void adasum_cancel(struct hr_backend *backend) {
+    struct adasum *self = adasum_of(backend);
+    const int is_with_inner = self->stage == SCATTER || self->stage == SUM || self->stage == GATHER;
+    if (!self->runs || is_with_inner) {
+        self->inner->ops->cancel(self->inner);
+    }
+    if (atomic_load(&self->team->node->mpi.stranded) != 0) {
+        hr_gathered_disown(&self->memory, 1);
+    }
+    free_memory(self);
+}
+
+static int adasum_is_ending(const struct hr_backend *backend) {
+    const struct adasum *self = (const struct adasum *)backend;
+    if (self->runs && (self->stage != GATHER || self->fused.count < self->work.count)) {
+        return 0; /* also with several kinds, whose last one has fewer tensors */
+    }
+    return self->inner->ops->is_ending(self->inner);
+}
+
+static void adasum_destroy(struct hr_backend *backend) {
+    struct adasum *self = adasum_of(backend);
+    hr_backend_destroy(self->inner);
+    hr_pieces_fini(&self->pieces);
+    free_memory(self);
+    free(self);
+}
+
+struct hr_backend *hr_adasum_create(struct hr_team *team, struct hr_backend *inner) {
+    struct adasum *self = inner == NULL ? NULL : calloc(1, sizeof *self);
+    if (self == NULL) {
+        hr_backend_destroy(inner);
+        return NULL;
+    }
+    self->ops = (struct hr_backend_ops){
+        .name = inner->ops->name,
+        .carries = inner->ops->carries,
+        .begin = adasum_begin,
+        .progress = adasum_progress,
+        .cancel = adasum_cancel,
+        .is_ending = adasum_is_ending,
+        .destroy = adasum_destroy,
+    };
+    self->base.ops = &self->ops;
+    self->inner = inner;
+    self->team = team;
+    return &self->base;
+}
