@@ -91,7 +91,7 @@ def parse_arguments() -> argparse.Namespace:
     if arguments.num_warmup_batches < 0:
         parser.error(f"--num-warmup-batches {arguments.num_warmup_batches}: at least 0")
     if arguments.use_adasum:
-        parser.error("--use-adasum: this version of horo has no Adasum")
+        parser.error("--use-adasum: the optimizer of this version of horo has no Adasum")
     if torch.cuda.is_available() and not arguments.no_cuda:
         parser.error("this version of horo exchanges host memory only; add --no-cuda")
     return arguments

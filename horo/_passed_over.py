@@ -28,7 +28,7 @@ PASSED_OVER = {
     "HOROVOD_THREAD_AFFINITY": "hororun --bind-to core gives each rank its share of the cores",
     "HOROVOD_MPI_THREADS_DISABLE": "horo asks MPI for the threads that it needs",
     "HOROVOD_DISABLE_GROUP_FUSION": "tensors of a group travel in batches like all others",
-    "HOROVOD_ADASUM_MPI_CHUNK_SIZE": "this version of horo has no Adasum",
+    "HOROVOD_ADASUM_MPI_CHUNK_SIZE": "horo cuts what Adasum sends as it does for all operations",
     "HOROVOD_DYNAMIC_PROCESS_SETS": "process sets may come and go without it",
     "HOROVOD_ELASTIC": "this version of horo has no elastic jobs",
     "HOROVOD_ELASTIC_TIMEOUT": "this version of horo has no elastic jobs",

@@ -19,13 +19,15 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from horo import _core
+from horo.errors import UnsupportedError
 from horo.torch import _runtime
 from horo.torch._requests import Gathered, run_allreduce, run_broadcast, start_allgather, start_alltoall
-from horo.torch._staging import Spec
+from horo.torch._staging import Spec, describe
 from horo.torch.compression import narrow
 
 __all__ = ["allgather_all", "allreduce_all", "alltoall_one", "broadcast_one", "needs_graph"]
 
+_ADASUM = _core.REDUCE_OPS["adasum"]
 _AVERAGE = _core.REDUCE_OPS["average"]
 _SUM = _core.REDUCE_OPS["sum"]
 _PRODUCT = _core.REDUCE_OPS["product"]
@@ -35,11 +37,19 @@ def allreduce_all(tensors: Sequence[torch.Tensor], spec: Spec, key: Hashable = N
     """Reduces tensors in one request; differentiable where an input requires grad.
 
     ``key``: for a later ``repeat`` of a tensor that needs no graph.
+
+    Raises:
+        UnsupportedError: Adasum, whose gradient would need the vectors of all ranks, of an input that requires grad.
     """
     if not needs_graph(tensors):
         return run_allreduce(tensors, spec, key=key)
     if spec.reduce_op in (_AVERAGE, _SUM):
         return _returned(_apply(_LinearAllreduce, spec, *tensors))
+    if spec.reduce_op == _ADASUM:
+        raise UnsupportedError(
+            f"{describe(spec.kind, spec.name)}: op=Adasum has no gradient; call it on tensor.detach(), inside "
+            "torch.no_grad(), or use op=hvd.Average"
+        )
     if spec.wire is not None:  # what the functions below compare and divide has to be rounded already
         rounded = [narrow(tensor, spec.wire)[0] for tensor in tensors]
         results = allreduce_all(rounded, spec._replace(wire=None))

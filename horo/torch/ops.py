@@ -23,7 +23,7 @@ from collections.abc import Hashable, Sequence
 import torch
 
 from horo import _core
-from horo.errors import UnsupportedError, UsageError
+from horo.errors import UsageError
 from horo.torch._handles import first_of, poll, publish, synchronize
 from horo.torch._requests import repeat, repeat_async, run_allreduce, start_allreduce
 from horo.torch._staging import Spec, list_tensors
@@ -53,8 +53,8 @@ __all__ = [
 Average: int = _core.REDUCE_OPS["average"]
 """The sum divided by the number of ranks; integers are rounded towards zero."""
 Sum: int = _core.REDUCE_OPS["sum"]
-Adasum: int = 2
-"""Not supported yet."""
+Adasum: int = _core.REDUCE_OPS["adasum"]
+"""Of floats, each tensor by itself, pairs of ranks as a tree: a (1 - a.b / 2|a|^2) + b (1 - a.b / 2|b|^2)."""
 Min: int = _core.REDUCE_OPS["min"]
 Max: int = _core.REDUCE_OPS["max"]
 Product: int = _core.REDUCE_OPS["product"]
@@ -80,7 +80,7 @@ def allreduce(
         average: Deprecated; True is ``op=Average``, False is ``op=Sum``.
         name: Connects the calls of all ranks; equal on all. None: calls without a name are connected in their order.
         compression: What is sent instead of the tensor, e.g. ``Compression.bf16``.
-        op: ``Average`` (the default), ``Sum``, ``Min``, ``Max`` or ``Product``.
+        op: ``Average`` (the default), ``Sum``, ``Min``, ``Max``, ``Product``, or ``Adasum`` of floats.
         prescale_factor: Multiplied in before the reduction.
         postscale_factor: Multiplied in after it.
         process_set: The ranks that take part; others do not call it.
@@ -90,7 +90,7 @@ def allreduce(
 
     Raises:
         UsageError: ``tensor`` is no tensor, or another argument is wrong.
-        UnsupportedError: Another device, layout or dtype, or ``op=Adasum``.
+        UnsupportedError: Another device, layout or dtype, or one that ``op`` is not for; or the gradient of ``Adasum``.
         MismatchError: Ranks gave other shapes, dtypes or options under one name.
         GroupError: A rank is lost or has shut down.
         NotInitializedError: Before ``init()``.
@@ -335,7 +335,6 @@ def resolve_op(op: int | None, average: bool | None = None, stacklevel: int = 4)
 
     Raises:
         UsageError: Both are given, or ``op`` is none of horo's.
-        UnsupportedError: ``Adasum``.
     """
     if average is not None:
         if op is not None:
@@ -346,10 +345,8 @@ def resolve_op(op: int | None, average: bool | None = None, stacklevel: int = 4)
         return Average if average else Sum
     if op is None:
         return Average
-    if op == Adasum:
-        raise UnsupportedError("op=Adasum is not supported yet")
-    if op not in (Average, Sum, Min, Max, Product):
-        raise UsageError(f"op={op!r} is not a reduction; use hvd.Average, Sum, Min, Max or Product")
+    if op not in (Average, Sum, Adasum, Min, Max, Product):
+        raise UsageError(f"op={op!r} is not a reduction; use hvd.Average, Sum, Min, Max, Product or Adasum")
     return op
 
 

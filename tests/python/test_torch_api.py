@@ -290,7 +290,9 @@ def test_tensors_that_cannot_be_sent_are_described(alone: None, tensor: Any, mes
 BAD_CALLS: list[tuple[Callable[[], Any], str]] = [
     (lambda: hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum), "op and average were both given"),
     (lambda: hvd.allreduce(torch.ones(1), op=9), "op=9 is not a reduction"),
-    (lambda: hvd.allreduce(torch.ones(1), op=hvd.Adasum), "op=Adasum is not supported yet"),
+    (lambda: hvd.allreduce(torch.ones(1, dtype=torch.int32), op=hvd.Adasum), "this op is not offered for int32"),
+    (lambda: hvd.allreduce(torch.ones(1, requires_grad=True), op=hvd.Adasum), "op=Adasum has no gradient"),
+    (lambda: hvd.reducescatter(torch.ones(1), op=hvd.Adasum), "op Adasum is offered by allreduce only"),
     (lambda: hvd.allreduce(torch.ones(1), name=3), "allreduce: name must be a string"),  # type: ignore[arg-type]
     (lambda: hvd.allreduce(torch.ones(1), name="a\0b"), "without NUL characters"),
     (lambda: hvd.allgather(torch.ones(())), "a scalar has no first dimension"),
@@ -345,7 +347,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"named_parameters": [("a", OWN[0]), ("a", OWN[1])]}, "names more than once: a"),
     ({"named_parameters": [("a", OWN[0])]}, r"lacks parameter 1 of group 0 of the optimizer, of shape \[2\]"),
     ({"backward_passes_per_step": 0}, "backward_passes_per_step must be positive, not 0"),
-    ({"op": hvd.Adasum}, "op=Adasum is not supported yet"),
+    ({"op": hvd.Adasum}, "op=2 is not supported; use hvd.Average or hvd.Sum"),
     ({"op": hvd.Max}, "op=4 is not supported; use hvd.Average or hvd.Sum"),
     ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, "gradient_predivide_factor needs op=Average"),
     ({"gradients_ready": "now"}, "gradients_ready must be 'backward' or 'step', not 'now'"),

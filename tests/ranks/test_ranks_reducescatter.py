@@ -69,7 +69,7 @@ def test_what_is_wrong_is_said(ranks2: RankPool) -> None:
             hvd.reducescatter(torch.tensor(1.0))
         with pytest.raises(ValueError, match=r"grouped_reducescatter: the list of tensors is empty"):
             hvd.grouped_reducescatter([])
-        with pytest.raises(UnsupportedError, match=r"op=Adasum is not supported yet"):
+        with pytest.raises(UnsupportedError, match=r"op Adasum is offered by allreduce only"):
             hvd.reducescatter(torch.ones(2), op=hvd.Adasum)
         with pytest.raises(MismatchError, match=r"rank 0 .* float32 \[2\], rank 1 .* float32 \[3\]"):
             hvd.reducescatter(torch.ones(2 + hvd.rank()), name="rows")
