@@ -83,15 +83,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--num-batches-per-iter", type=int, default=10, help="steps per measurement")
     parser.add_argument("--num-iters", type=int, default=10, help="measurements")
     parser.add_argument("--no-cuda", action="store_true", help="stay on the CPU")
-    parser.add_argument("--use-adasum", action="store_true", help="combine gradients by Adasum (not in this version)")
+    parser.add_argument("--use-adasum", action="store_true", help="combine the steps of ranks by Adasum")
     arguments = parser.parse_args()
     for option in ("batch_size", "image_size", "num_batches_per_iter", "num_iters"):
         if getattr(arguments, option) < 1:
             parser.error(f"--{option.replace('_', '-')} {getattr(arguments, option)}: at least 1")
     if arguments.num_warmup_batches < 0:
         parser.error(f"--num-warmup-batches {arguments.num_warmup_batches}: at least 0")
-    if arguments.use_adasum:
-        parser.error("--use-adasum: the optimizer of this version of horo has no Adasum")
     if torch.cuda.is_available() and not arguments.no_cuda:
         parser.error("this version of horo exchanges host memory only; add --no-cuda")
     return arguments
@@ -100,10 +98,12 @@ def parse_arguments() -> argparse.Namespace:
 def prepare_step(arguments: argparse.Namespace) -> Callable[[], None]:
     """Builds model, optimizer and one random batch; returns a function that takes one training step."""
     model = build_model(arguments.model)
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * hvd.size())
+    lr_scale = 1 if arguments.use_adasum else hvd.size()  # steps that differ add up with Adasum
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * lr_scale)
     compression = hvd.Compression.fp16 if arguments.fp16_allreduce else hvd.Compression.none
+    op = hvd.Adasum if arguments.use_adasum else hvd.Average
     optimizer = hvd.DistributedOptimizer(
-        optimizer, named_parameters=model.named_parameters(), compression=compression, op=hvd.Average
+        optimizer, named_parameters=model.named_parameters(), compression=compression, op=op
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)

@@ -13,12 +13,13 @@ import torch
 
 from horo.errors import UsageError
 from horo.torch._compile import keep_step_hooks
+from horo.torch._delta_reducer import DeltaReducer
 from horo.torch._reducer import GradientReducer
 
 __all__ = ["attach", "find_duplicates"]
 
 
-def attach(optimizer: Any, reducer: GradientReducer, process_set: Any) -> None:
+def attach(optimizer: Any, reducer: GradientReducer | DeltaReducer, process_set: Any) -> None:
     """Gives the optimizer its reducer: torch's own hooks around ``step``, and methods on this one object."""
     keep_step_hooks(optimizer)
     optimizer.register_step_pre_hook(reducer.before_step)
@@ -52,7 +53,7 @@ class _Intercepted:
     would keep its hooks on the model until the next garbage collection.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, reducer: GradientReducer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, reducer: GradientReducer | DeltaReducer) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._reducer = reducer
         self._before = {name: vars(optimizer)[name] for name in self.names if name in vars(optimizer)}

@@ -31,15 +31,23 @@ class FirstCheck:
     """
 
     def __init__(
-        self, label: str, states: Sequence[ParameterState], optimizer: torch.optim.Optimizer, process_set: ProcessSet
+        self,
+        label: str,
+        states: Sequence[ParameterState],
+        optimizer: torch.optim.Optimizer,
+        process_set: ProcessSet,
+        *,
+        has_own_state: bool = False,
     ) -> None:
+        """``has_own_state``: what the optimizer knows of each parameter may differ, as ranks step by themselves."""
         self._label = label
         self._process_set = process_set
         self._is_trained = {state.name: state.parameter.requires_grad for state in states}
         self._group_count = len(optimizer.param_groups)
         self._parameters = {f"{_PARAMETER}{state.name}": checksum(state.parameter) for state in states}
         optimizer_states = {
-            f"{_STATE}{state.name}": checksum(_there(optimizer.state.get(state.parameter, {}))) for state in states
+            f"{_STATE}{state.name}": checksum(_there(optimizer.state.get(state.parameter, {})))
+            for state in ([] if has_own_state else states)
         }
         options = [{key: group[key] for key in optimizer.defaults if key in group} for group in optimizer.param_groups]
         names = {_NAMES: zlib.crc32(repr(sorted(self._is_trained.items())).encode())}

@@ -16,12 +16,13 @@ from horo.torch import _runtime
 from horo.torch._attach import attach, find_duplicates
 from horo.torch._backward_reducer import BackwardReducer
 from horo.torch._compile import keep_from_dynamo
+from horo.torch._delta_reducer import DeltaReducer
 from horo.torch._first_checks import refuse_ddp_model
 from horo.torch._gradients import ReductionOptions
 from horo.torch._reducer import GradientReducer
 from horo.torch._step_reducer import StepReducer
 from horo.torch.compression import Compression, Compressor
-from horo.torch.ops import Average, Sum, resolve_op
+from horo.torch.ops import Adasum, Average, Sum, resolve_op
 from horo.torch.process_sets import ProcessSet, global_process_set, refuse_unregistered
 
 __all__ = ["Distributed", "DistributedOptimizer"]
@@ -110,7 +111,9 @@ def DistributedOptimizer(
             ``allreduce`` takes.
         backward_passes_per_step: How many backward passes accumulate locally before gradients are averaged. They are
             added up, not divided.
-        op: ``Average`` or ``Sum``.
+        op: ``Average``, ``Sum`` or ``Adasum``. With ``Adasum``, gradients stay those of this rank: ``step()`` lets the
+            optimizer step by them, combines the steps of all ranks and blocks until that is done. Its state (momentum)
+            is each rank's own then; parameters are equal on all ranks. Each rank calls ``step()`` equally often.
         gradient_predivide_factor: Splits the averaging: divide by it before the sum, by size over it after.
         num_groups: Deprecated name of an integer ``groups``.
         groups: Gradients that travel together: a number of groups of about equal length, or lists of parameters
@@ -126,7 +129,7 @@ def DistributedOptimizer(
     Raises:
         NotInitializedError: Before ``init()``.
         UsageError: An argument is wrong; the sentence names it.
-        UnsupportedError: ``op`` is not supported yet.
+        UnsupportedError: ``op`` is another one, or ``Adasum`` for complex parameters.
 
     Example:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -135,8 +138,8 @@ def DistributedOptimizer(
     keep_from_dynamo()
     _check_process_set(process_set)
     _check_optimizer(optimizer)
-    if resolve_op(op) not in (Average, Sum):
-        raise UnsupportedError(f"DistributedOptimizer: op={op} is not supported; use hvd.Average or hvd.Sum")
+    if resolve_op(op) not in (Average, Sum, Adasum):
+        raise UnsupportedError(f"DistributedOptimizer: op={op} is not supported; use hvd.Average, Sum or Adasum")
     if gradient_predivide_factor != 1.0 and op != Average:
         raise UsageError("gradient_predivide_factor needs op=Average")
     if not gradient_predivide_factor > 0:
@@ -150,18 +153,36 @@ def DistributedOptimizer(
         raise UsageError(f"gradients_ready must be 'backward' or 'step', not {gradients_ready!r}")
     names = _names(optimizer, named_parameters)
     grouped = _grouped(optimizer, groups)
-    reducer = _REDUCERS[gradients_ready or _runtime.current().job.gradients_ready]
+    kind = _REDUCERS[gradients_ready or _runtime.current().job.gradients_ready]
     options = ReductionOptions(
         op,
         compression,
         float(gradient_predivide_factor),
         sparse_as_dense=sparse_as_dense,
         passes=backward_passes_per_step,
-        advice=reducer.advice,
+        advice=kind.advice,
         process_set=process_set,
     )
-    attach(optimizer, reducer(optimizer, options, names, grouped), process_set)
+    if op == Adasum:
+        _check_adasum(optimizer, groups, gradients_ready)
+        attach(optimizer, DeltaReducer(optimizer, options, names), process_set)
+    else:
+        attach(optimizer, kind(optimizer, options, names, grouped), process_set)
     return cast("Distributed", optimizer)
+
+
+def _check_adasum(optimizer: torch.optim.Optimizer, groups: Any, gradients_ready: str | None) -> None:
+    for given, what in ((groups, "groups"), (gradients_ready, "gradients_ready")):
+        if given:
+            raise UsageError(
+                f"DistributedOptimizer: {what}={given!r} is about gradients, and op=Adasum combines the steps of ranks "
+                f"instead; leave {what} out"
+            )
+    for number, parameter in enumerate(_parameters(optimizer)):
+        if parameter.requires_grad and parameter.is_complex():
+            raise UnsupportedError(
+                f"DistributedOptimizer: parameter {number} is of {parameter.dtype}; op=Adasum is for real floats"
+            )
 
 
 def _check_process_set(process_set: Any) -> None:

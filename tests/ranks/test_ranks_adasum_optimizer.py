@@ -1,0 +1,293 @@
+"""``DistributedOptimizer(op=hvd.Adasum)``: each rank steps by itself, and Adasum combines the steps."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from adasum_oracle import adasum
+from rank_pool import RankPool
+
+import horo.torch as hvd
+from horo.errors import DeadlockError, GroupError, UnsupportedError, UsageError
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.05),
+    "lbfgs": lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=3),
+}
+
+
+def _model(seed: int = 0) -> torch.nn.Sequential:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)).double()
+
+
+def _batch(rank: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(5, 3, generator=generator, dtype=torch.float64)
+
+
+def _step(model: torch.nn.Module, optimizer: Any, rank: int, step: int) -> None:
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(_batch(rank, step)).square().mean()
+        loss.backward()
+        return loss
+
+    if isinstance(optimizer, torch.optim.LBFGS):
+        optimizer.step(closure)
+    else:
+        closure()
+        optimizer.step()
+
+
+def _expected(make: Callable[[Any], torch.optim.Optimizer], ranks: list[int], steps: int) -> list[torch.Tensor]:
+    """One process plays all ranks: copies of the model step apart, and the oracle combines their steps."""
+    models = [_model() for _ in ranks]
+    optimizers = [make(model.parameters()) for model in models]
+    for step in range(steps):
+        starts = [parameter.detach().clone() for parameter in models[0].parameters()]
+        for model, optimizer, rank in zip(models, optimizers, ranks, strict=True):
+            _step(model, optimizer, rank, step)
+        with torch.no_grad():
+            for start, *moved in zip(starts, *(model.parameters() for model in models), strict=True):
+                deltas = [(parameter - start).flatten().numpy() for parameter in moved]
+                result = start + torch.from_numpy(adasum(deltas)).view_as(start)
+                for parameter in moved:
+                    parameter.copy_(result)
+    return [parameter.detach() for parameter in models[0].parameters()]
+
+
+def _assert_equal_on_all(model: torch.nn.Module) -> None:
+    told = hvd.allgather_object([parameter.tolist() for parameter in model.parameters()])
+    assert all(each == told[0] for each in told)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_it_is_the_oracle_of_the_steps_of_all_ranks(ranks: RankPool, kind: str) -> None:
+    def check(kind: str) -> None:
+        model = _model()
+        optimizer = hvd.DistributedOptimizer(
+            OPTIMIZERS[kind](model.parameters()), named_parameters=model.named_parameters(), op=hvd.Adasum
+        )
+        for step in range(4):
+            _step(model, optimizer, hvd.rank(), step)
+            _assert_equal_on_all(model)
+        for parameter, wanted in zip(
+            model.parameters(), _expected(OPTIMIZERS[kind], list(range(hvd.size())), 4), strict=True
+        ):
+            torch.testing.assert_close(parameter.detach(), wanted, rtol=1e-9, atol=1e-12)
+
+    ranks.run(check, kind)
+
+
+def test_several_passes_scheduler_state_and_a_deep_copy(ranks2: RankPool) -> None:
+    def check() -> None:
+        model = _model()
+        optimizer = hvd.DistributedOptimizer(
+            OPTIMIZERS["sgd"](model.parameters()), op=hvd.Adasum, backward_passes_per_step=2
+        )
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        for step in range(3):
+            optimizer.zero_grad()
+            for part in range(2):
+                with optimizer.no_sync():
+                    model(_batch(hvd.rank(), 10 * step + part)).square().mean().backward()
+            optimizer.synchronize()
+            assert model[0].weight.grad.tolist() != hvd.broadcast(model[0].weight.grad, 1).tolist() or hvd.rank() == 1
+            optimizer.step()
+            scheduler.step()
+            _assert_equal_on_all(model)
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        twin, its_optimizer = copy.deepcopy((model, optimizer))
+        for trained, using in ((model, optimizer), (twin, its_optimizer)):
+            _step(trained, using, hvd.rank(), 7)
+            _assert_equal_on_all(trained)
+        for own, others in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(own, others)
+        optimizer.set_backward_passes_per_step(3)
+        assert optimizer.backward_passes_per_step == 3
+        with pytest.raises(AssertionError, match=r"Skipping synchronization is not supported when using Adasum"):
+            optimizer.skip_synchronize()
+
+    ranks2.run(check)
+
+
+def test_frozen_unused_new_and_sparse_parameters(ranks2: RankPool) -> None:
+    def check() -> None:
+        torch.manual_seed(1)
+        model = torch.nn.ModuleDict(
+            {
+                "table": torch.nn.Embedding(6, 3, sparse=True),
+                "used": torch.nn.Linear(3, 2),
+                "rarely": torch.nn.Linear(3, 2),
+                "never": torch.nn.Linear(3, 2),
+                "frozen": torch.nn.Linear(3, 2).requires_grad_(False),
+                "later": torch.nn.Linear(2, 2),
+            }
+        )
+        later = list(model["later"].parameters())
+        first = [p for name, p in model.named_parameters() if not name.startswith("later")]
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(first, lr=0.1), named_parameters=model.named_parameters(), op=hvd.Adasum
+        )
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        for step in range(4):
+            if step == 2:
+                optimizer.add_param_group({"params": later})
+            rows = model["table"](torch.tensor([hvd.rank(), 2]))
+            out = model["used"](rows) + model["frozen"](rows)
+            if step >= 2:
+                out = model["later"](out)
+            if hvd.rank() == 0:
+                out = out + model["rarely"](rows)
+            optimizer.zero_grad()
+            out.square().mean().backward()
+            optimizer.step()
+            _assert_equal_on_all(model)
+        moved = {name.split(".")[0] for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+        assert moved == {"table", "used", "rarely", "later"}
+        assert model["never"].weight.grad is None
+
+    ranks2.run(check)
+
+
+def test_it_travels_compressed_and_by_a_compressor_of_ones_own(ranks2: RankPool) -> None:
+    def check() -> None:
+        class Halved(hvd.Compression.none):  # type: ignore[name-defined, misc]
+            @staticmethod
+            def compress(tensor: torch.Tensor) -> Any:
+                return tensor / 2, 2
+
+            @staticmethod
+            def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+                return tensor * ctx
+
+        results = []
+        for compression in (hvd.Compression.none, hvd.Compression.bf16, hvd.Compression.fp16, Halved):
+            model = _model()
+            optimizer = hvd.DistributedOptimizer(
+                OPTIMIZERS["sgd"](model.parameters()), compression=compression, op=hvd.Adasum
+            )
+            _step(model, optimizer, hvd.rank(), 0)
+            _assert_equal_on_all(model)
+            results.append(torch.nn.utils.parameters_to_vector(model.parameters()).detach())
+        plain, bf16, fp16, halved = results
+        start = torch.nn.utils.parameters_to_vector(_model().parameters()).detach()
+        most = (plain - start).abs().max().item()
+        assert 0 < (bf16 - plain).abs().max().item() < most / 64
+        assert 0 < (fp16 - plain).abs().max().item() < most / 500
+        torch.testing.assert_close(halved, plain, rtol=1e-12, atol=1e-14)
+
+    ranks2.run(check)
+
+
+def test_the_members_of_a_process_set_step_together_and_others_alone(ranks: RankPool) -> None:
+    def check() -> None:
+        members = [0, 3] if hvd.size() > 2 else [0]  # a set of all ranks is there already
+        part = hvd.add_process_set(members)
+        model = _model()
+        optimizer = hvd.DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()), op=hvd.Adasum, process_set=part)
+        for step in range(3):
+            _step(model, optimizer, hvd.rank(), step)
+        together = members if hvd.rank() in members else [hvd.rank()]
+        for parameter, wanted in zip(model.parameters(), _expected(OPTIMIZERS["sgd"], together, 3), strict=True):
+            torch.testing.assert_close(parameter.detach(), wanted, rtol=1e-9, atol=1e-12)
+        hvd.remove_process_set(part)
+        with pytest.raises(UsageError, match="has not been registered"):
+            _step(model, optimizer, hvd.rank(), 9)
+
+    ranks.run(check)
+
+
+def test_two_optimizers_over_models_with_equal_names(ranks2: RankPool) -> None:
+    def check() -> None:
+        models = [_model(seed) for seed in range(2)]
+        optimizers = [
+            hvd.DistributedOptimizer(OPTIMIZERS["sgd"](m.parameters()), named_parameters=m, op=op)
+            for m, op in zip(models, (hvd.Adasum, hvd.Average), strict=True)
+        ]
+        for step, (model, optimizer) in itertools.product(range(2), zip(models, optimizers, strict=True)):
+            _step(model, optimizer, hvd.rank(), step)
+            _assert_equal_on_all(model)
+
+    ranks2.run(check)
+
+
+def test_ranks_that_begin_apart_are_told(ranks2: RankPool) -> None:
+    def check() -> None:
+        model = _model(hvd.rank())
+        optimizer = hvd.DistributedOptimizer(
+            OPTIMIZERS["sgd"](model.parameters()), named_parameters=model, op=hvd.Adasum
+        )
+        before = model[0].weight.detach().clone()
+        with pytest.raises(
+            UsageError, match=r"parameter '0\.(weight|bias)' is not equal on all ranks before the first"
+        ):
+            _step(model, optimizer, hvd.rank(), 0)
+        assert torch.equal(model[0].weight, before)
+        hvd.broadcast_parameters(model.state_dict(), 0)
+        _step(model, optimizer, hvd.rank(), 0)
+        _assert_equal_on_all(model)
+
+    ranks2.run(check)
+
+
+def test_a_grad_scaler_is_refused(ranks2: RankPool) -> None:
+    def check() -> None:
+        model = _model().float()
+        optimizer = hvd.DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()), op=hvd.Adasum)
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(model(_batch(0, 0).float()).square().mean()).backward()
+        with pytest.raises(UnsupportedError, match="a GradScaler skips the steps of one rank alone"):
+            scaler.step(optimizer)
+
+    if not hasattr(torch.amp, "GradScaler"):
+        pytest.skip("torch before 2.3 has no GradScaler for the CPU")
+    ranks2.run(check)
+
+
+def test_a_step_that_one_rank_leaves_out_is_an_error_and_parameters_stand_where_they_were() -> None:
+    def check() -> None:
+        model = _model()
+        optimizer = hvd.DistributedOptimizer(
+            OPTIMIZERS["sgd"](model.parameters()), named_parameters=model, op=hvd.Adasum
+        )
+        _step(model, optimizer, hvd.rank(), 0)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        with pytest.raises((DeadlockError, GroupError)):
+            if hvd.rank() == 0:
+                _step(model, optimizer, 0, 1)
+            else:
+                hvd.allreduce(torch.ones(1), name="loss")
+        for parameter, start in zip(model.parameters(), before, strict=True):
+            assert torch.equal(parameter, start)
+
+    pool = RankPool(2)
+    try:
+        pool.run(check)
+    finally:
+        pool.close()
+
+
+def test_a_later_job_goes_on_with_the_same_optimizer() -> None:
+    def check() -> None:
+        model = _model()
+        optimizer = hvd.DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()), op=hvd.Adasum)
+        _step(model, optimizer, hvd.rank(), 0)
+        hvd.barrier()
+        hvd.shutdown()
+        hvd.init()
+        _step(model, optimizer, hvd.rank(), 1)
+        _assert_equal_on_all(model)
+
+    pool = RankPool(2)
+    try:
+        pool.run(check)
+    finally:
+        pool.close()
