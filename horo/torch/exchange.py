@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable
+from typing import SupportsIndex
 
 import torch
 
@@ -19,7 +21,7 @@ __all__ = ["alltoall", "alltoall_async"]
 
 def alltoall(
     tensor: torch.Tensor,
-    splits: torch.Tensor | Sequence[int] | None = None,
+    splits: torch.Tensor | Iterable[SupportsIndex] | None = None,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -30,8 +32,9 @@ def alltoall(
     Args:
         tensor: ``[rows, ...]`` in CPU memory, dense, of any dtype. The number of rows may differ by rank; dtype and the
             other dimensions are equal on all ranks.
-        splits: How many rows go to each rank, in rank order: as many integers as there are ranks, a list or a 1-D
-            tensor. Their sum is at most the number of rows; what is left goes to nobody. None: equally many for all.
+        splits: How many rows go to each rank, in rank order: as many integers as there are ranks, a list, an array or a
+            1-D tensor. Their sum is at most the number of rows; what is left goes to nobody. None: equally many for
+            all.
         name: Connects the calls of all ranks; equal on all. None: calls without a name are connected in their order.
         process_set: The ranks that take part; others do not call it.
 
@@ -57,7 +60,7 @@ def alltoall(
 
 def alltoall_async(
     tensor: torch.Tensor,
-    splits: torch.Tensor | Sequence[int] | None = None,
+    splits: torch.Tensor | Iterable[SupportsIndex] | None = None,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
@@ -87,7 +90,10 @@ def _pair(gathered: Gathered) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _call(
-    tensor: torch.Tensor, splits: torch.Tensor | Sequence[int] | None, name: str | None, process_set: ProcessSet
+    tensor: torch.Tensor,
+    splits: torch.Tensor | Iterable[SupportsIndex] | None,
+    name: str | None,
+    process_set: ProcessSet,
 ) -> tuple[torch.Tensor, Spec]:
     what = describe("alltoall", name)
     team = resolve_process_set(process_set, "alltoall")
@@ -114,14 +120,25 @@ def _even_splits(rows: int, size: int, what: str) -> list[int]:
     return [rows // size] * size
 
 
-def _given_splits(splits: torch.Tensor | Sequence[int], what: str) -> list[int]:
-    given = splits if isinstance(splits, torch.Tensor) else list(splits)
-    if isinstance(given, torch.Tensor):
-        if given.dim() != 1 or given.is_floating_point() or given.is_complex() or given.dtype is torch.bool:
+def _given_splits(splits: torch.Tensor | Iterable[SupportsIndex], what: str) -> list[int]:
+    if isinstance(splits, torch.Tensor):
+        if splits.dim() != 1 or splits.is_floating_point() or splits.is_complex() or splits.dtype is torch.bool:
             raise UsageError(
-                f"{what}: splits is {given.dtype} {list(given.shape)}; it must be a 1-D tensor of integers"
+                f"{what}: splits is {splits.dtype} {list(splits.shape)}; it must be a 1-D tensor of integers"
             )
-        given = given.tolist()
-    if wrong := [count for count in given if not isinstance(count, int) or isinstance(count, bool)]:
-        raise UsageError(f"{what}: split {wrong[0]!r} is no integer")
-    return given
+        return [int(count) for count in splits.tolist()]
+    try:
+        given = list(splits)
+    except TypeError:
+        raise UsageError(f"{what}: splits is {splits!r}; it must be one integer for each rank, as a list") from None
+    return [_as_count(count, what) for count in given]
+
+
+def _as_count(count: object, what: str) -> int:
+    """A number of rows; those of numpy are some, too."""
+    try:
+        if isinstance(count, bool):
+            raise TypeError
+        return operator.index(count)  # type: ignore[arg-type]
+    except TypeError:
+        raise UsageError(f"{what}: split {count!r} is no integer") from None

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from rank_pool import RankPool
@@ -70,6 +74,17 @@ def test_forms_and_names(ranks2: RankPool) -> None:
     ranks2.run(check)
 
 
+@pytest.mark.parametrize("make", [np.array, lambda counts: [np.int64(count) for count in counts], iter])
+def test_splits_are_any_integers_in_rank_order(ranks2: RankPool, make: Callable[[list[int]], Any]) -> None:
+    def check(make: Callable[[list[int]], Any]) -> None:
+        r = hvd.rank()
+        got, rows = hvd.alltoall(torch.arange(3) + 10 * r, make([1, 2]))
+        assert got.tolist() == ([0, 10] if r == 0 else [1, 2, 11, 12])
+        assert rows.tolist() == [1 + r] * 2
+
+    ranks2.run(check, make)
+
+
 def test_what_is_wrong_is_said(ranks2: RankPool) -> None:
     def check() -> None:
         x = torch.ones(3, 2)
@@ -78,6 +93,9 @@ def test_what_is_wrong_is_said(ranks2: RankPool) -> None:
             ([4, -1], r"alltoall: split -1 is negative"),
             ([2, 2], r"alltoall: the splits are 4 rows together; the tensor has 3"),
             ([1, 1.5], r"alltoall: split 1\.5 is no integer"),
+            ([True, 1], r"alltoall: split True is no integer"),
+            (np.ones(2), r"alltoall: split .*1\.0.* is no integer"),
+            (3, r"alltoall: splits is 3; it must be one integer for each rank, as a list"),
             (torch.ones(2), r"alltoall: splits is torch\.float32 \[2\]; it must be a 1-D tensor of integers"),
             (torch.ones(2, 1, dtype=torch.int32), r"alltoall: splits is torch\.int32 \[2, 1\]"),
             (None, r"alltoall: 3 rows cannot be split evenly among 2 ranks; pass splits"),
