@@ -9,10 +9,11 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import Any
 
 from horo._blocked import describe_blocked, describe_stacks
 from horo._core_setup import MpiUse, Setup
+from horo._event import Event
 from horo._native import ffi, lib
 from horo._request_buffer import DTYPES, OPS, REDUCE_OPS, RequestBuffer, Tensor
 from horo.errors import AbortedError, HoroError, error_from_status
@@ -92,25 +93,6 @@ def create_wake() -> int:
     out, error = ffi.new("int32_t *"), _error_buffer()
     _check(lib.horo_create_wake(out, error, lib.HORO_MESSAGE_MAX), error)
     return int(out[0])
-
-
-class Event(NamedTuple):
-    """One entry of the flight recorder; see ``horo_event`` in ``horo.h``."""
-
-    time_ns: int
-    """On the clock of ``time.monotonic_ns``."""
-    event: str
-    """One of ``EVENTS``."""
-    op: str
-    """One of ``OPS``; empty for the end of the group."""
-    name: str
-    """Name of the request, only its end if it is long; for a batch, the name of its first request."""
-    bytes: int
-    team: int
-    number: int
-    """For a batch: the count of its requests; for the end of the group: the rank at fault, or -1."""
-    status: str
-    """Why a request or the group failed: ``"HORO_ERR_MISMATCH"``; else empty."""
 
 
 _MESSAGE_MAX = lib.HORO_MESSAGE_MAX
@@ -419,6 +401,24 @@ class Context:
         if count < 0:
             raise error_from_status(_STATUS_NAMES[count], self._message(0))
         return [_event(native[i]) for i in range(count)]
+
+    def start_timeline(self, path: str, *, about: str = "", marks_batches: bool = False) -> None:
+        """Writes what this rank does from now on into a file of Chrome's trace events; see ``horo_start_timeline``.
+
+        Raises:
+            UsageError: one is being written already, or the file cannot be.
+        """
+        error = _error_buffer()
+        status = lib.horo_start_timeline(
+            self._context, os.fsencode(path), about.encode(), marks_batches, error, _MESSAGE_MAX
+        )
+        _check(status, error)
+
+    def stop_timeline(self) -> None:
+        """Writes what is left and closes the file. Does nothing where no timeline is written."""
+        status = lib.horo_stop_timeline(self._context)
+        if status != _OK:
+            raise error_from_status(_STATUS_NAMES[status], self._message(0))
 
     def after_fork(self) -> None:
         """In a forked child: closes the parent's descriptors; every later call raises UsageError."""

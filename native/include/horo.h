@@ -310,7 +310,9 @@ typedef struct {
     int32_t op;      /* enum horo_op; LEFT, LOST: -1 */
     int32_t status;  /* FAILED, LOST: enum horo_status; else HORO_OK */
     int32_t team;    /* number of the request's; 0: all ranks */
-    int32_t number;  /* BEGUN: requests in the batch; LEFT, LOST: the rank at fault, -1: not known; else 0 */
+    /* BEGUN: requests in the batch; LEFT, LOST: the rank at fault, -1: not known; else 0, or, of a request while a
+       timeline is written, a hash of its name */
+    int32_t number;
     char name[36];   /* of the request; of one longer than 32 bytes "..." and its end; LEFT, LOST: empty */
 } horo_event;
 
@@ -478,5 +480,18 @@ HORO_API void horo_read_counters(horo_context *context, horo_counters *counters)
  * HORO_ERR_FORKED.
  */
 HORO_API int32_t horo_read_events(horo_context *context, horo_event *events, int32_t capacity);
+
+/*
+ * Starts to write what this rank does from now on into a file, as Chrome's trace events, a JSON array that is whole
+ * after each write; a thread of horo's own does that, at least every 50 ms. `about` is put into the arguments of its
+ * first event: members of a JSON object, or empty. marks_batches: an event also for each batch that begins. What was
+ * in the file is lost.
+ *
+ * HORO_ERR_USAGE with a sentence: one is being written already, or the file cannot be. stop: writes what is left;
+ * nothing where there is none. horo_destroy does that as well.
+ */
+HORO_API int horo_start_timeline(horo_context *context, const char *path, const char *about, int32_t marks_batches,
+                                 char *error, size_t error_bytes);
+HORO_API int horo_stop_timeline(horo_context *context);
 
 #endif

@@ -9,11 +9,13 @@
 #include "base/descriptor.h"
 #include "base/op.h"
 #include "base/owner.h"
+#include "base/timeline.h"
 #include "engine/engine.h"
 
 struct horo_context {
     struct hr_node node;
     struct hr_engine engine;
+    struct hr_timeline timeline;
     _Atomic int has_stopped_answers;
     struct hr_owner owner; /* a forked child has the memory but not the threads */
 };
@@ -101,6 +103,7 @@ HORO_API int horo_create(const horo_setup *setup, horo_context **context, char *
         return status;
     }
     hr_node_own(&created->node, setup);
+    hr_timeline_init(&created->timeline, &created->node.recorder, &created->node.log);
     hr_owner_init(&created->owner);
     *context = created;
     return HORO_OK;
@@ -111,6 +114,7 @@ HORO_API void horo_destroy(horo_context *context) {
         return; /* in a forked child everything belongs to the parent */
     }
     hr_engine_fini(&context->engine);
+    hr_timeline_fini(&context->timeline); /* it shows the end, too */
     hr_node_fini(&context->node);
     hr_owner_fini(&context->owner);
     free(context);
@@ -123,6 +127,7 @@ HORO_API void horo_end(horo_context *context, const char *words) {
 }
 
 HORO_API void horo_after_fork(horo_context *context) {
+    hr_timeline_after_fork(&context->timeline);
     hr_engine_close_links(&context->engine);
     hr_node_close_fds(&context->node);
     /* else this child's own parent was forked too: the number is another file's by now */
@@ -342,6 +347,25 @@ HORO_API int horo_health(horo_context *context, char *error, size_t error_bytes)
 HORO_API int32_t horo_read_events(horo_context *context, horo_event *events, int32_t capacity) {
     HR_TRY(usable(context));
     return capacity < 0 ? HORO_ERR_USAGE : (int32_t)hr_recorder_read(&context->node.recorder, events, (size_t)capacity);
+}
+
+HORO_API int horo_start_timeline(horo_context *context, const char *path, const char *about, int32_t marks_batches,
+                                 char *error, size_t error_bytes) {
+    struct hr_error failure = {0};
+    int status = check_process(context, &failure);
+    if (status == HORO_OK) {
+        status = hr_timeline_start(&context->timeline, path, about, marks_batches, &failure);
+    }
+    if (status != HORO_OK) {
+        copy_error(&failure, error, error_bytes);
+    }
+    return status;
+}
+
+HORO_API int horo_stop_timeline(horo_context *context) {
+    HR_TRY(usable(context));
+    hr_timeline_stop(&context->timeline);
+    return HORO_OK;
 }
 
 HORO_API void horo_read_counters(horo_context *context, horo_counters *counters) {

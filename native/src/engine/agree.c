@@ -190,6 +190,17 @@ uint32_t hr_agree_pick_id(struct hr_agree *agree) {
     return oldest == NULL || oldest->id > UINT32_MAX - capacity ? 0 : oldest->id + capacity;
 }
 
+/* For the coordinator's timeline. */
+static void note_announced(const struct hr_agree *agree, const struct hr_agree_entry *entry, int member) {
+    hr_recorder_add(agree->config.recorder, &(struct hr_event){
+                                                .event = HR_EVENT_ANNOUNCED,
+                                                .op = -1,
+                                                .team = agree->config.team_number,
+                                                .number = (int32_t)entry->name_hash,
+                                                .bytes = agree->config.rank_of_member[member],
+                                            });
+}
+
 /* Counts the member in; 0 if it had announced already (a repetition after an eviction). */
 static int count_in(struct hr_agree *agree, struct hr_agree_entry *entry, int member, int by_id, int64_t now_ns) {
     if (hr_agree_has(entry->announced, member)) {
@@ -205,6 +216,9 @@ static int count_in(struct hr_agree *agree, struct hr_agree_entry *entry, int me
         entry->by_id[member / 64] |= 1ull << (member % 64);
     }
     entry->announced_count++;
+    if (agree->config.recorder != NULL && hr_recorder_is_traced(agree->config.recorder)) {
+        note_announced(agree, entry, member);
+    }
     return 1;
 }
 

@@ -22,6 +22,7 @@
 
 #include "base/buffer.h"
 #include "base/map.h"
+#include "base/recorder.h"
 #include "wire/wire.h"
 
 struct hr_agree_config {
@@ -37,6 +38,8 @@ struct hr_agree_config {
     /* root: with all slots taken, how many new names it takes on average to evict one */
     uint32_t evict_one_in;
     uint64_t fusion_bytes;                /* most bytes in one batch of several tensors */
+    struct hr_recorder *recorder;         /* root: gets announcements while a timeline is written; NULL: none */
+    int team_number;                      /* for that */
 };
 
 struct hr_agree_entry; /* private to agree*.c */

@@ -289,6 +289,8 @@ void hr_engine_describe_end(const struct hr_engine *engine, struct hr_abort end,
 void hr_engine_note_submitted(struct hr_engine *engine, struct hr_request *request);
 /* Requests that are over; before they can be released. */
 void hr_engine_note_done(struct hr_engine *engine, struct hr_request *const *requests, size_t count, int status);
+/* For a timeline: the record of the log that is executed; before its batch is noted. */
+void hr_lane_note_record(const struct hr_lane *lane, int moves_data);
 /* A batch whose record has been taken out of the log: what has been agreed on, and that it begins. */
 void hr_engine_note_batch(struct hr_engine *engine, struct hr_request *const *requests, size_t count, uint64_t bytes);
 /* The end of the group, once. Any thread. */

@@ -221,6 +221,7 @@ static int refuse_batch(struct hr_lane *lane, const char *text) {
 static int execute_batch(struct hr_lane *lane, const struct hr_wire_message *record) {
     HR_TRY(load_batch(lane, record));
     const struct hr_batch *batch = lane->executor.batch;
+    hr_lane_note_record(lane, batch->operand_count > 0);
     hr_engine_note_batch(lane->engine, batch->requests, batch->request_count, batch->bytes);
     const int op = batch->request_count == 0 ? HORO_BARRIER : batch->requests[0]->call.op;
     if (hr_op_is_of_teams(op)) {
@@ -258,6 +259,7 @@ static int execute_result(struct hr_lane *lane, const struct hr_wire_message *re
     if (hr_carried_bytes(lane->team, &request->call) != record->data_bytes) {
         return HORO_ERR_INTERNAL;
     }
+    hr_lane_note_record(lane, 0);
     hr_engine_note_batch(lane->engine, &request, 1, (uint64_t)request->data_bytes);
     hr_carried_unpack(lane->team, &request->call, record->data);
     count_batch(lane, 1, (uint64_t)request->data_bytes);

@@ -29,7 +29,7 @@ static int ranks_below(const struct hr_team *team, int host) {
 }
 
 static int init_agreement(struct hr_lane *lane, uint64_t fusion_bytes) {
-    const struct hr_node *node = lane->node;
+    struct hr_node *node = lane->node;
     const struct hr_team *team = lane->team;
     const int children = lane->leader.link_count - lane->leader.has_parent;
     const int members = team->local_size + children;
@@ -61,6 +61,8 @@ static int init_agreement(struct hr_lane *lane, uint64_t fusion_bytes) {
         .capacity = lane->announcer.capacity,
         .evict_one_in = EVICT_ONE_IN,
         .fusion_bytes = fusion_bytes,
+        .recorder = lane->is_root ? &node->recorder : NULL,
+        .team_number = team->number,
     };
     return hr_agree_init(&lane->leader.agree, &config);
 }

@@ -1,0 +1,26 @@
+"""An entry of the flight recorder, as plain values."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["Event"]
+
+
+class Event(NamedTuple):
+    """One entry of the flight recorder; see ``horo_event`` in ``horo.h``."""
+
+    time_ns: int
+    """On the clock of ``time.monotonic_ns``."""
+    event: str
+    """One of ``horo._core.EVENTS``."""
+    op: str
+    """One of ``horo._core.OPS``; empty for the end of the group."""
+    name: str
+    """Name of the request, only its end if it is long; for a batch, the name of its first request."""
+    bytes: int
+    team: int
+    number: int
+    """For a batch: the count of its requests; for the end of the group: the rank at fault, or -1."""
+    status: str
+    """Why a request or the group failed: ``"HORO_ERR_MISMATCH"``; else empty."""
