@@ -67,7 +67,8 @@ enum horo_op {
     HORO_REMOVE_TEAM = 5,
     HORO_REDUCESCATTER = 6,
     HORO_ALLTOALL = 7,
-    HORO_OP_COUNT = 8,
+    HORO_JOIN = 8, /* horo_join only */
+    HORO_OP_COUNT = 9,
 };
 
 /* The numbers are Horovod's; 2 is kept free for Adasum. */
@@ -318,7 +319,7 @@ enum { HORO_SOCKETS_PER_PEER_MAX = 8, HORO_TEAMS_MAX = 64, HORO_TEAM_ID_STEP = 2
 enum { HORO_WAITING_MAX = 16, HORO_CALLERS_MAX = 256 };
 enum { HORO_MPI_STATUS_MAX = 128, HORO_MPI_MESSAGE_MAX = 1 << 30 };
 
-/* "0.1.0+abi18": ranks compare it at init and refuse to mix. */
+/* "0.1.0+abi19": ranks compare it at init and refuse to mix. */
 HORO_API const char *horo_version(void);
 HORO_API const char *horo_status_name(int status);
 HORO_API size_t horo_dtype_bytes(int dtype);
@@ -398,6 +399,21 @@ HORO_API int horo_add_team(horo_context *context, const horo_team_setup *setup, 
 HORO_API int horo_remove_team(horo_context *context, int32_t team, int64_t *handle, char *error, size_t error_bytes);
 /* The id of the team that has been added; HORO_ERR_USAGE for any other handle. */
 HORO_API int horo_added_team(horo_context *context, int64_t handle);
+
+/*
+ * This rank has nothing more to submit to a team until all of its members have said so too, which is when the handle is
+ * done. Meanwhile the engine takes part in what the others do, with values that change no result: zeros, for min, max
+ * and product what leaves the others' values as they are, and no rows of an allgather. Of a broadcast it drops what
+ * comes. What no rank can do for another fails on all ranks, with HORO_ERR_USAGE: a broadcast from a rank that has
+ * joined, reducescatter, alltoall, changes of teams, and min, max and product with a prescale. What this rank has
+ * submitted before goes on; nothing can be submitted to the team before the handle is done, not even a second join.
+ * HORO_ERR_USAGE where a change of teams is pending here. Does not block; wait for the handle as for that of
+ * horo_submit.
+ */
+HORO_API const char *horo_join_name(void);
+HORO_API int horo_join(horo_context *context, int32_t team, int64_t *handle, char *error, size_t error_bytes);
+/* The rank, by its number in the job, that joined last; HORO_ERR_USAGE for any handle but one of horo_join, done. */
+HORO_API int horo_joined_last(horo_context *context, int64_t handle);
 
 /* HORO_IN_PROGRESS, HORO_OK or the error of the request. Never blocks. */
 HORO_API int horo_poll(horo_context *context, int64_t handle);

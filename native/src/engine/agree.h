@@ -11,6 +11,9 @@
  * Records of the log (wire/wire.h) come back down and are applied by everybody in the same order; they alone change
  * ids.
  *
+ * A member that has announced JOIN, which a child host does when all of its subtree has, has nothing more to announce
+ * until all members have. Until then it counts as if it had announced whatever another one does (agree_join.c).
+ *
  * Ids grow; slot = id % capacity. The root alone chooses them. A new id in a slot evicts the slot's former owner
  * everywhere at that position of the log. An announcement by an id that has been evicted meanwhile is stale: it is
  * ignored here and made again, in full, by its rank.
@@ -30,6 +33,7 @@ struct hr_agree_config {
     int local_count;                      /* the first members are local ranks, the others child hosts */
     const int *rank_of_member;            /* [member_count] the rank itself, or the leader of the child host */
     const int *ranks_of_member;           /* [member_count] how many it speaks for */
+    const int *member_of_rank;            /* [rank_count] who speaks here for a rank; -1: nobody */
     const char *const *host_name_of_rank; /* for messages; indexed by rank */
     int team_size;                        /* how many rows an alltoall has for each tensor and rank */
     int rank_count;                       /* all ranks: ids of ranks in messages are checked against it */
@@ -55,8 +59,15 @@ struct hr_agree_list {
     struct hr_agree_entry *first, *last;
 };
 
+/* From the first announcement of JOIN until its round ends. */
+struct hr_agree_joined {
+    struct hr_agree_entry *entry; /* NULL: nobody here has joined */
+    int is_known;                 /* some rank below has, its member perhaps not wholly; it needs requests in full */
+};
+
 struct hr_agree {
     struct hr_agree_config config;
+    struct hr_agree_joined joined;
     struct hr_map entries;            /* by name */
     struct hr_agree_entry **slots;    /* [capacity] by id % capacity */
     struct hr_agree_list lists[HR_AGREE_STATES]; /* every entry is in that of its state, the one longest in it first */
@@ -112,8 +123,15 @@ int64_t hr_agree_ready_since(const struct hr_agree *agree, uint64_t *bytes);
 /* Root: appends the next BATCH record, framed, and applies it; 0 or 1 in *frames. */
 int hr_agree_form_batch(struct hr_agree *agree, struct hr_buffer *out, uint32_t *frames);
 
-/* Applies a BATCH, RESULT or FAIL record from the parent. Everything complete must have been collected before. */
+/* Applies a BATCH, RESULT, FAIL or REQUEST record from the parent. Everything complete must have been collected before. */
 int hr_agree_apply(struct hr_agree *agree, const struct hr_wire_message *record);
+
+/*
+ * agree_join.c. Some rank of this subtree has joined. And: something has moved here, so those who wait for others to
+ * join have no reason to doubt that they will.
+ */
+void hr_agree_note_joined(struct hr_agree *agree);
+void hr_agree_excuse_join(struct hr_agree *agree, int64_t now_ns);
 
 /* A tensor that some members have announced and others not; valid until the agreement changes. */
 struct hr_agree_waiting {

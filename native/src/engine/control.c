@@ -84,6 +84,7 @@ static int handle_message(struct hr_lane *lane, int link_index, const struct hr_
     case HR_WIRE_BATCH:
     case HR_WIRE_RESULT:
     case HR_WIRE_FAIL:
+    case HR_WIRE_REQUEST:
     case HR_WIRE_LEAVE: return hr_leader_take_record(lane, message, frame, frame_bytes);
     default: return HORO_ERR_INTERNAL;
     }

@@ -95,6 +95,7 @@ struct hr_leader {
     struct hr_agree agree;
     int *member_ranks;
     int *ranks_of_member;         /* [members] that each speaks for */
+    int *member_of_rank;          /* [ranks of the job] see struct hr_agree_config */
     struct hr_buffer *request_in; /* [local_size] frames from local ranks */
     struct hr_buffer log_out;     /* frames for the log ring */
     uint64_t log_bytes;           /* of all records so far, those in log_out among them */

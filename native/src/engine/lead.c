@@ -9,21 +9,48 @@
 /* higher: more hits where names are many times the capacity; lower: new names are cached sooner */
 enum { EVICT_ONE_IN = 32 };
 
+/* A rank of this subtree has joined; the root hears of it before it hears of anything that others then do without it. */
+static int note_joined(struct hr_lane *lane, int rank) {
+    hr_agree_note_joined(&lane->leader.agree);
+    if (lane->is_root) {
+        return HORO_OK;
+    }
+    size_t mark;
+    struct hr_buffer *out = &lane->leader.links[0].out;
+    HR_TRY(hr_frame_begin(out, &mark));
+    HR_TRY(hr_wire_put_joined(out, rank));
+    hr_frame_end(out, mark);
+    return HORO_OK;
+}
+
+/* The request of a member; that of a child host to join has been told of by its ranks. */
+static int announce_request(struct hr_lane *lane, int member, const struct hr_wire_message *message, int64_t now_ns) {
+    if (message->request.op == HORO_JOIN && member < lane->team->local_size) {
+        HR_TRY(note_joined(lane, message->rank));
+    }
+    return hr_agree_announce_request(&lane->leader.agree, member, message, now_ns);
+}
+
 int hr_lane_announce_own(struct hr_lane *lane, const struct hr_request *request, uint32_t id) {
     if (id != 0) {
         return hr_agree_announce_id(&lane->leader.agree, 0, id, request->rows, request->submit_ns);
     }
     struct hr_wire_message message = {.type = HR_WIRE_REQUEST, .rank = lane->node->rank, .rows = request->rows};
     HR_TRY(hr_wire_decode_request(request->bytes, request->byte_count, &message.request));
+    HR_TRY(request->call.op == HORO_JOIN ? note_joined(lane, lane->node->rank) : HORO_OK);
     return hr_agree_announce_request(&lane->leader.agree, 0, &message, request->submit_ns);
 }
 
 /* On a host and all those below it in the tree, which are the ones up to the next of its parent's (node/linked.h). */
-static int ranks_below(const struct hr_team *team, int host) {
+static int ranks_below(struct hr_lane *lane, int host, int member) {
+    const struct hr_team *team = lane->team;
     const int end = host + (host & -host);
     int count = 0;
-    for (int h = host; h < end && h < team->host_count; h++) {
-        count += team->host_size[h];
+    for (int rank = 0; rank < team->size; rank++) {
+        if (team->host_of_rank[rank] >= host && team->host_of_rank[rank] < end) {
+            lane->leader.member_of_rank[team->job_rank[rank]] = member;
+            count++;
+        }
     }
     return count;
 }
@@ -39,14 +66,22 @@ static int init_agreement(struct hr_lane *lane, uint64_t fusion_bytes) {
     if (lane->leader.member_ranks == NULL || lane->leader.ranks_of_member == NULL || lane->leader.request_in == NULL) {
         return HORO_ERR_RESOURCE;
     }
+    lane->leader.member_of_rank = malloc((size_t)node->size * sizeof *lane->leader.member_of_rank);
+    if (lane->leader.member_of_rank == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    for (int rank = 0; rank < node->size; rank++) {
+        lane->leader.member_of_rank[rank] = -1;
+    }
     for (int i = 0; i < members; i++) {
         if (i < team->local_size) {
             lane->leader.member_ranks[i] = team->job_rank[team->rank_of_local[i]];
             lane->leader.ranks_of_member[i] = 1;
+            lane->leader.member_of_rank[lane->leader.member_ranks[i]] = i;
         } else {
             const struct hr_link *link = &lane->leader.links[lane->leader.has_parent + i - team->local_size];
             lane->leader.member_ranks[i] = link->leader_rank;
-            lane->leader.ranks_of_member[i] = ranks_below(team, link->host);
+            lane->leader.ranks_of_member[i] = ranks_below(lane, link->host, i);
         }
     }
     const struct hr_agree_config config = {
@@ -55,6 +90,7 @@ static int init_agreement(struct hr_lane *lane, uint64_t fusion_bytes) {
         .local_count = team->local_size,
         .rank_of_member = lane->leader.member_ranks,
         .ranks_of_member = lane->leader.ranks_of_member,
+        .member_of_rank = lane->leader.member_of_rank,
         .host_name_of_rank = (const char *const *)node->host_name_of_rank,
         .team_size = lane->team->size,
         .rank_count = node->size,
@@ -82,6 +118,7 @@ void hr_lane_fini_leader(struct hr_lane *lane) {
     free(lane->leader.request_in);
     free(lane->leader.member_ranks);
     free(lane->leader.ranks_of_member);
+    free(lane->leader.member_of_rank);
     hr_buffer_fini(&lane->leader.log_out);
     hr_carry_fini(lane);
     hr_deadlock_fini(&lane->leader.deadlock);
@@ -127,7 +164,9 @@ int hr_leader_announce(struct hr_lane *lane, int member, const struct hr_wire_me
     }
     case HR_WIRE_ROWS:
         return hr_agree_announce_id(&lane->leader.agree, member, message->id, message->rows, now_ns);
-    case HR_WIRE_REQUEST: return hr_agree_announce_request(&lane->leader.agree, member, message, now_ns);
+    case HR_WIRE_REQUEST: return announce_request(lane, member, message, now_ns);
+    case HR_WIRE_JOINED:
+        return member < lane->team->local_size ? HORO_ERR_INTERNAL : note_joined(lane, message->rank);
     case HR_WIRE_BLOCKED: return hr_leader_note_blocked(lane, message);
     case HR_WIRE_LEAVE:
         return message->rank < lane->node->size ? hr_leader_note_leaver(lane, message->rank) : HORO_ERR_INTERNAL;

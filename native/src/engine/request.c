@@ -94,7 +94,7 @@ static int check_call(const horo_request *call, struct hr_error *error) {
         return hr_fail(error, HORO_ERR_USAGE, "%s: the name has %zu bytes; 1 to %d are allowed", hr_op_name(call->op),
                        name_bytes, HORO_NAME_MAX);
     }
-    const int wrong_count = call->op == HORO_BARRIER ? call->tensor_count != 0 : call->tensor_count < 1;
+    const int wrong_count = hr_op_has_tensors(call->op) ? call->tensor_count < 1 : call->tensor_count != 0;
     if (wrong_count || call->tensor_count > HR_WIRE_TENSORS_MAX) {
         return hr_fail(error, HORO_ERR_USAGE, "%s '%s': %d tensors", hr_op_name(call->op), call->name,
                        call->tensor_count);

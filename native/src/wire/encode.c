@@ -149,6 +149,10 @@ size_t hr_wire_rows_bytes(const horo_request *request) {
     return bytes;
 }
 
+struct hr_wire_rows hr_wire_encode_row(int64_t row, uint8_t *room) {
+    return (struct hr_wire_rows){.data = room, .bytes = (size_t)(write_var(room, (uint64_t)row) - room), .count = 1};
+}
+
 struct hr_wire_rows hr_wire_encode_rows(const horo_request *request, uint8_t *room) {
     uint8_t *at = room;
     struct hr_wire_rows written = {.data = room};
@@ -294,6 +298,10 @@ int hr_wire_put_leave(struct hr_buffer *out, int rank) {
 
 int hr_wire_put_done(struct hr_buffer *out, int rank) {
     return put_rank(out, HR_WIRE_DONE, rank);
+}
+
+int hr_wire_put_joined(struct hr_buffer *out, int rank) {
+    return put_rank(out, HR_WIRE_JOINED, rank);
 }
 
 int hr_wire_put_query(struct hr_buffer *out, uint32_t question) {

@@ -20,6 +20,10 @@
  *   ASK      i32 rank                             (down only; the ranks below are asked where they stand)
  *   LEAVE    i32 rank                             (both directions)
  *   DONE     i32 rank                             (both directions)
+ *   JOINED   i32 rank                             (up only; this rank has joined, all of its subtree need not have)
+ *
+ * REQUEST is a record too, with its origin and no rows: what a BATCH behind it has by name, where a rank has joined,
+ * which has not submitted it.
  *
  *   at       between leaders: bytes of the log in front of the record that the sender is waiting for, or that this is;
  *            from a rank to its leader 0
@@ -34,7 +38,8 @@
  *            submitted to it and not done
  *   rows     var n, n x var: the first extents of an allgather, of each rank tensor by tensor; of an alltoall in the
  *            place of each those for rank 0, 1 ..., which add up to it; of all ranks whom the sender speaks for, host
- *            by host. n is 0 for all other operations, and not in ROWS, which is the announcement of a cached one
+ *            by host. n is 0 for all other operations, and not in ROWS, which is the announcement of a cached one.
+ *            In the BATCH of a join: the rank that joined last, by its number in the job
  *   var      0 to 2^63 - 1, seven bits per byte, the lowest first; all bytes but the last one have the highest bit set
  *   str16    u16 bytes, UTF-8 without a terminator
  *
@@ -70,6 +75,7 @@ enum hr_wire_type {
     HR_WIRE_RECALL = 15,
     HR_WIRE_RELEASE = 16,
     HR_WIRE_QUERY = 17,
+    HR_WIRE_JOINED = 18,
 };
 
 enum {
@@ -125,7 +131,7 @@ struct hr_wire_message {
     enum hr_wire_type type;
     const uint8_t *bytes; /* the whole message */
     size_t byte_count;
-    int rank;   /* LOST (-1: unknown), ENDED, BLOCKED, ASK (who asks), LEAVE, DONE; REQUEST: the origin */
+    int rank;   /* LOST (-1: unknown), ENDED, BLOCKED, ASK (who asks), LEAVE, DONE, JOINED; REQUEST: the origin */
     int status; /* LOST, ENDED, FAIL, REQUEST */
     enum hr_abort_reason reason; /* LOST */
     struct hr_wire_text name; /* FAIL */
@@ -174,6 +180,8 @@ size_t hr_wire_request_bytes(const horo_request *request);
  */
 int hr_wire_encode_request(struct hr_buffer *out, const horo_request *request);
 
+/* One row as it travels; `room` has HR_WIRE_VAR_MAX bytes. */
+struct hr_wire_rows hr_wire_encode_row(int64_t row, uint8_t *room);
 /* What this rank tells of rows, written to room of rows_bytes; nothing for operations that tell none. */
 size_t hr_wire_rows_bytes(const horo_request *request);
 struct hr_wire_rows hr_wire_encode_rows(const horo_request *request, uint8_t *room);
@@ -199,6 +207,7 @@ int hr_wire_put_position(struct hr_buffer *out, enum hr_wire_type type, uint64_t
 int hr_wire_put_leave(struct hr_buffer *out, int rank);
 int hr_wire_put_ask(struct hr_buffer *out, int rank);
 int hr_wire_put_done(struct hr_buffer *out, int rank);
+int hr_wire_put_joined(struct hr_buffer *out, int rank);
 int hr_wire_put_query(struct hr_buffer *out, uint32_t question);
 int hr_wire_put_fail(struct hr_buffer *out, int status, struct hr_wire_text name, struct hr_wire_text text);
 /*
