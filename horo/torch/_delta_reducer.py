@@ -20,8 +20,7 @@ from horo.torch._compile import keep_step_hooks
 from horo.torch._first_checks import FirstCheck, refuse_ddp
 from horo.torch._gradients import ParameterState, ReductionOptions
 from horo.torch._member import Member
-from horo.torch._request import Request
-from horo.torch._requests import start_allreduce
+from horo.torch._requests import Request, start_allreduce
 from horo.torch._spans import span
 from horo.torch._staging import Spec
 from horo.torch._step import scaler_has_looked

@@ -19,8 +19,7 @@ from horo.torch._gradients import (
     UnusedGradient,
 )
 from horo.torch._member import Member
-from horo.torch._request import Request
-from horo.torch._requests import Gathered, start_again, start_allgather, start_allreduce
+from horo.torch._requests import Gathered, Request, start_again, start_allgather, start_allreduce
 from horo.torch._staging import Spec
 from horo.torch.ops import Average
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from horo.errors import UnsupportedError, UsageError
-from horo.torch._request import Request
+from horo.torch._requests import Request
 from horo.torch._staging import check_tensor, count_change
 from horo.torch.compression import Compressor, split
 from horo.torch.process_sets import ProcessSet

@@ -9,7 +9,7 @@ import torch
 
 from horo.errors import AbortedError, UsageError
 from horo.torch import _runtime
-from horo.torch._request import Request
+from horo.torch._requests import Request
 from horo.torch._spans import profiling, span
 
 __all__ = ["first_of", "poll", "publish", "synchronize"]
@@ -17,7 +17,8 @@ __all__ = ["first_of", "poll", "publish", "synchronize"]
 
 def publish(request: Request, shape: Callable[[Any], Any]) -> int:
     """An integer handle for a request; ``shape`` turns its result into what ``synchronize`` returns."""
-    return request.publish(shape)
+    request.publish(shape)
+    return request.number
 
 
 def first_of(results: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -28,7 +29,7 @@ def first_of(results: tuple[torch.Tensor, ...]) -> torch.Tensor:
 def poll(handle: int) -> bool:
     """Whether an asynchronous operation is done, so that ``synchronize(handle)`` would return at once.
 
-    Returns at once; never blocks. Once it has returned True, another operation may have the name of this one.
+    Returns at once; never blocks.
 
     Args:
         handle: What an asynchronous operation has returned.
@@ -41,11 +42,7 @@ def poll(handle: int) -> bool:
         handle = hvd.allreduce_async(torch.ones(3))
         print("done" if hvd.poll(handle) else "in progress")
     """
-    request = _lookup(handle)
-    done = request.done()
-    if done:
-        request.free_name()
-    return done
+    return _lookup(handle).done()
 
 
 def synchronize(handle: int) -> Any:

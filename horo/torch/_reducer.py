@@ -29,7 +29,7 @@ from horo.torch._exchange import Exchange
 from horo.torch._first_checks import FirstCheck, refuse_ddp
 from horo.torch._gradients import Group, ParameterState, ReductionOptions
 from horo.torch._progress import refuse_different_steps
-from horo.torch._request import Request, wait_any
+from horo.torch._requests import Request, wait_any
 from horo.torch._spans import span
 from horo.torch._step import ReducingClosure, closure_of, with_closure
 from horo.torch._usage import UsageCheck

@@ -43,19 +43,7 @@ def address_of(tensor: torch.Tensor, shape: torch.Size | None, dtype: torch.dtyp
 class CachedRequest:
     """A request without its addresses and, if it has an automatic name, without its name."""
 
-    __slots__ = (
-        "_label",
-        "_name",
-        "_signatures",
-        "_spec",
-        "_sync",
-        "buffer",
-        "dtype",
-        "idle",
-        "shape",
-        "taken_name",
-        "weight",
-    )
+    __slots__ = ("_label", "_name", "_signatures", "_spec", "_sync", "buffer", "dtype", "idle", "shape", "weight")
 
     def __init__(self, spec: Spec, sync: bool, name: Callable[[str, str | None, int], str], tensor_count: int) -> None:
         self._spec = spec
@@ -70,11 +58,8 @@ class CachedRequest:
         self.buffer = _core.RequestBuffer()
         self.weight = _REQUEST_WEIGHT + tensor_count
         self._label = ""
-        self.taken_name: tuple[int, str] | None = None
-        """Key of its name in ``Runtime.taken_names``; None for an automatic name."""
         if spec.name is not None:
             self._label = name(spec.kind, spec.name, spec.team)
-            self.taken_name = spec.team, self._label
             self.buffer.set_name(self._label)
 
     @property

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 
 from horo import _core
 from horo.errors import HoroError, UsageError
 from horo.torch import _runtime
-from horo.torch._request import Request
 from horo.torch._request_cache import CachedRequest
 from horo.torch._spans import begin_span, end_span, profiling
 from horo.torch._staging import Spec, StagedTensors, as_bytes, count_change, describe
 
 __all__ = [
     "Gathered",
+    "Request",
     "check_root",
     "repeat",
     "repeat_async",
@@ -30,6 +30,7 @@ __all__ = [
     "start_alltoall",
     "start_broadcast",
     "start_reducescatter",
+    "wait_any",
 ]
 
 _BARRIER = Spec("barrier", None, collective="barrier")
@@ -40,6 +41,110 @@ class Gathered(NamedTuple):
 
     tensor: torch.Tensor
     rows: list[int]
+
+
+class Request:
+    """One operation in progress. ``wait`` must be called once; it returns the result."""
+
+    __slots__ = ("_finish", "_handle", "_memory", "_runtime", "label", "number", "public")
+
+    def __init__(
+        self,
+        runtime: _runtime.Runtime,
+        handle: int,
+        label: str,
+        memory: Any,
+        finish: Callable[[_core.Context, int, Any], Any],
+    ) -> None:
+        self._runtime = runtime
+        self._handle = handle
+        self._memory = memory  # the core's until the request is done
+        self._finish = finish
+        self.label = label
+        self.number = number = runtime.handle_base + handle
+        """The public number of the request; unique over all jobs of the process."""
+        self.public = False
+        """Whether ``synchronize`` may find it."""
+        runtime.requests[number] = self
+
+    def publish(self, shape: Callable[[Any], Any]) -> None:
+        """Lets ``synchronize`` find it; ``shape`` makes of its result what ``wait`` returns then."""
+        finish = self._finish
+        self._finish = lambda core, handle, memory: shape(finish(core, handle, memory))
+        self.public = True
+
+    def done(self) -> bool:
+        """Whether ``wait`` would return at once; never blocks."""
+        runtime, call = self._runtime, object()
+        try:
+            runtime.active_calls[call] = None
+            if runtime.ended:
+                runtime.raise_ended(self.label)
+            return runtime.core.poll(self._handle)
+        finally:
+            runtime.active_calls.pop(call, None)
+
+    def is_done(self) -> bool:
+        """Whether the operation is done or has failed; never blocks or raises."""
+        return not self._runtime.core.in_progress(self._handle)
+
+    def wait(self) -> Any:
+        """Blocks until the operation is done and returns its result.
+
+        A KeyboardInterrupt (or another exception from a signal handler) leaves the request in progress: its memory is
+        kept, and ``wait`` may be called again.
+
+        Raises:
+            HoroError: The error of the operation.
+        """
+        runtime, call = self._runtime, object()
+        try:
+            runtime.active_calls[call] = None
+            if runtime.ended:
+                runtime.raise_ended(self.label)
+            try:
+                result = self._finish(runtime.core, self._handle, self._memory)
+            except HoroError:
+                if not runtime.core.in_progress(self._handle):  # else it is a signal handler's
+                    runtime.requests.pop(self.number, None)
+                raise
+        finally:
+            runtime.active_calls.pop(call, None)
+        runtime.requests.pop(self.number, None)
+        return result
+
+    def wait_done(self) -> None:
+        """Blocks until the operation is done or has failed; ``wait`` then returns at once."""
+        runtime, call = self._runtime, object()
+        try:
+            runtime.active_calls[call] = None
+            if runtime.ended:
+                runtime.raise_ended(self.label)
+            try:
+                runtime.core.wait(self._handle)
+            except HoroError:
+                if runtime.core.in_progress(self._handle):  # a signal handler's
+                    raise
+                return  # wait() raises it
+        finally:
+            runtime.active_calls.pop(call, None)
+
+
+def wait_any(requests: Sequence[Request]) -> None:
+    """Blocks until one of several requests is done or has failed; all are of one job.
+
+    Raises:
+        AbortedError: The job has ended.
+    """
+    first, call = requests[0], object()
+    runtime = first._runtime
+    try:
+        runtime.active_calls[call] = None
+        if runtime.ended:
+            runtime.raise_ended(first.label)
+        runtime.core.wait_any([request._handle for request in requests])
+    finally:
+        runtime.active_calls.pop(call, None)
 
 
 def repeat(key: Hashable, tensor: torch.Tensor, *, in_place: bool) -> torch.Tensor | None:
@@ -91,7 +196,8 @@ def repeat_async(key: Hashable, tensor: torch.Tensor, *, in_place: bool) -> int 
     request = start_again(key, tensor, in_place=in_place)
     if request is None:
         return None
-    return request.publish()
+    request.public = True
+    return request.number
 
 
 def start_allreduce(
@@ -300,9 +406,7 @@ def _submit(
             runtime.raise_ended(label)
         if runtime.abandoned:
             runtime.release_abandoned()
-        if cached.taken_name in runtime.taken_names:
-            _refuse_name(label)
-        return Request(runtime, runtime.core.submit(cached.buffer), label, memory, finish, taken_name=cached.taken_name)
+        return Request(runtime, runtime.core.submit(cached.buffer), label, memory, finish)
     except BaseException:
         if handle := last_handle[0]:
             runtime.abandoned[handle] = memory  # up to here nothing is called, so no signal handler runs
@@ -325,8 +429,6 @@ def _execute(runtime: _runtime.Runtime, cached: CachedRequest, memory: object) -
             runtime.raise_ended(label)
         if runtime.abandoned:
             runtime.release_abandoned()
-        if cached.taken_name in runtime.taken_names:
-            _refuse_name(label)
         runtime.core.run(cached.buffer)
     except BaseException:
         if handle := last_handle[0]:
@@ -337,13 +439,6 @@ def _execute(runtime: _runtime.Runtime, cached: CachedRequest, memory: object) -
         runtime.active_calls.pop(cached, None)
         if shown is not None:
             end_span(shown)
-
-
-def _refuse_name(label: str) -> NoReturn:
-    raise UsageError(
-        f"'{label}': a tensor of this name is being processed already; call synchronize() with its handle first, or "
-        "use another name"
-    )
 
 
 def _finish_staged(core: _core.Context, handle: int, staged: StagedTensors) -> tuple[torch.Tensor, ...]:

@@ -21,7 +21,7 @@ from horo.torch._teams import Teams
 if TYPE_CHECKING:
     from horo._bootstrap.job import RunningRank
     from horo.torch._backward_reducer import BackwardReducer
-    from horo.torch._request import Request
+    from horo.torch._requests import Request
     from horo.torch.process_sets import ProcessSet
 
 __all__ = [
@@ -53,8 +53,6 @@ class Runtime:
         self.core = job.context
         self.requests: dict[int, Request] = {}
         """The requests that are not finished, by number. They own the memory that the core reads and writes."""
-        self.taken_names: dict[tuple[int, str], int] = {}
-        """The names of public handles, by the id of their team and the name on the wire, with the request's number."""
         self.abandoned: dict[int, object] = {}
         """Memory of calls that an exception from a signal handler has left while the core may still use the memory. By
         the core's handle, which is stored nowhere else."""

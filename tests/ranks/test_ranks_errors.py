@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from jobs import wait_until
 from rank_pool import RankPool
 
 import horo.torch as hvd
@@ -88,50 +85,6 @@ def test_a_name_in_flight_is_refused_and_the_first_use_is_untouched(ranks2: Rank
             hvd.broadcast_object(None)
         assert hvd.synchronize(handle) is tensor
         assert tensor.tolist() == [2.0] * 3
-
-    ranks2.run(check)
-
-
-def test_a_name_is_taken_until_its_handle_is_synchronized_polled_or_gone(ranks2: RankPool) -> None:
-    def check() -> None:
-        refused = pytest.raises(ValueError, match=r"'allreduce\.taken': a tensor of this name is being processed")
-        for free in ("synchronize", "poll", "garbage", "copy"):
-            tensor = torch.ones(3)
-            handle = hvd.allreduce_async_(tensor, name="taken", op=hvd.Sum)
-            hvd.barrier()  # it is done on all ranks: requests of a rank are done in their order
-            del tensor
-            copied = copy.copy(handle)
-            assert handle == copied > 0
-            with refused:
-                hvd.allreduce_async(torch.ones(3), name="taken")
-            with refused:
-                hvd.allreduce(torch.ones(3), name="taken")
-            if free == "copy":
-                copied = None
-                with refused:
-                    hvd.allreduce(torch.ones(3), name="taken")
-            if free == "poll":
-                wait_until(functools.partial(hvd.poll, copied), "the operation is done", deadline_s=60)
-            if free in {"synchronize", "copy"}:
-                assert hvd.synchronize(handle).tolist() == [2.0] * 3
-            if free == "garbage":
-                del handle
-            assert hvd.allreduce(torch.ones(1), name="taken").tolist() == [1.0]
-            assert hvd.synchronize(hvd.allreduce_async(torch.ones(1), name="taken")).tolist() == [1.0]
-            hvd.barrier()
-
-    ranks2.run(check)
-
-
-def test_an_old_handle_does_not_free_the_name_of_a_later_operation(ranks2: RankPool) -> None:
-    def check() -> None:
-        first = hvd.allreduce_async(torch.ones(1), name="again", op=hvd.Sum)
-        wait_until(lambda: hvd.poll(first), "the first is done", deadline_s=60)
-        second = hvd.allreduce_async(torch.ones(1), name="again", op=hvd.Sum)
-        assert hvd.synchronize(first).tolist() == [2.0]
-        with pytest.raises(ValueError, match=r"'allreduce\.again': a tensor of this name"):
-            hvd.allreduce(torch.ones(1), name="again")
-        assert hvd.synchronize(second).tolist() == [2.0]
 
     ranks2.run(check)
 
