@@ -9,13 +9,13 @@ from typing import Any
 
 import pictures
 import report
-from allreduce import Rates
 from measured import Document, Row, grouped, median_of, ratio_of, states_of, values_of
 from pictures import Curve
+from sizes import ALLREDUCE, OPERATIONS, Operation, Rates
 
 STATE_TEXTS = {"": "", "sharing": ", cores sharing a cache", "apart": ", cores sharing no cache"}
 # Columns of a table that say nothing to a reader of the page.
-HIDDEN = {"case", "idle_cpu_percent", "name", "count", "calls", "wrong", "algbw", "ratio", "iterations"}
+HIDDEN = {"case", "operation", "idle_cpu_percent", "name", "count", "calls", "wrong", "algbw", "ratio", "iterations"}
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def allreduce(document: Document, folder: Path) -> Chapter:
         curves = [bandwidth_curve(name, found, state) for (name,), found in by_contestant.items()]
         path = folder / f"{file}.svg"
         pictures.draw_curves(path, curves, x="bytes", y="bus bandwidth, GB/s", title=title, x_in_bytes=True)
-        lines += [picture(folder, file, f"Bandwidth, {title}"), "", *allreduce_table(rows, state), ""]
+        lines += [picture(folder, file, f"Bandwidth, {title}"), "", *size_table(rows, state), ""]
         ahead += sizes_ahead(rows, state, f"allreduce of {dtype}, {ranks} ranks{document.where}{STATE_TEXTS[state]}")
     lines.append(
         "Time of one call on the slowest rank, median of the rounds; the band in the picture is from the fastest to\n"
@@ -88,7 +88,7 @@ def horo_of(rows: Sequence[Row]) -> Row | None:
     return next((row for row in rows if row["contestant"] == "horo"), None)
 
 
-def allreduce_table(rows: Sequence[Row], state: str) -> list[str]:
+def size_table(rows: Sequence[Row], state: str, operation: Operation = ALLREDUCE) -> list[str]:
     names = [key[0] for key in grouped(rows, "contestant")]
     table = []
     for (size,), found in grouped(rows, "bytes").items():
@@ -97,7 +97,7 @@ def allreduce_table(rows: Sequence[Row], state: str) -> list[str]:
         cells = [report.time_text(times[name]) if name in times else "" for name in names]
         cells = [f"**{cell}**" if name == fastest else cell for name, cell in zip(names, cells, strict=True)]
         horo, best = horo_of(found), best_peer(found, state)
-        busbw = Rates.of(size, horo["ranks"], times["horo"]).busbw if horo else 0.0
+        busbw = Rates.of(size, horo["ranks"], times["horo"], operation).busbw if horo else 0.0
         ratio = f"{ratio_of(best, horo, state):.2f}" if horo and best else ""
         table.append([report.size_text(size), *cells, report.three_digits(busbw), ratio])
     return markdown_table(["size", *names, "horo, GB/s", "best peer / horo"], table)
@@ -111,6 +111,23 @@ def sizes_ahead(rows: Sequence[Row], state: str, what: str) -> list[str]:
         if horo and best and (ratio := ratio_of(best, horo, state)) < 1:
             found.append(f"{report.size_text(size)} ({best['contestant']}, {1 / ratio:.1f} times as fast)")
     return [f"* {what}: {', '.join(found)}"] if found else []
+
+
+# ---- the other collectives -------------------------------------------------------------------------------------------
+
+
+def collectives(document: Document, folder: Path) -> Chapter:
+    """One table per operation and state of the cores."""
+    del folder
+    dtype, ranks = document.rows[0]["dtype"], document.rows[0]["ranks"]
+    lines, ahead = [f"## Other collectives: {dtype}, {ranks} ranks{document.where}", ""], []
+    for (name,), rows in grouped(document.rows, "operation").items():
+        operation = OPERATIONS[name]
+        for state in states_of(rows):
+            lines += [f"### {name}{STATE_TEXTS[state]}", "", *size_table(rows, state, operation), ""]
+            ahead += sizes_ahead(rows, state, f"{name} of {dtype}, {ranks} ranks{document.where}{STATE_TEXTS[state]}")
+    lines.append("Sizes are those of the largest tensor on one rank. Columns as of an allreduce.")
+    return Chapter(lines, ahead)
 
 
 # ---- training step ---------------------------------------------------------------------------------------------------
@@ -235,6 +252,7 @@ def cell_of(key: str, value: Any) -> str:
 
 MAKERS: dict[str, Callable[[Document, Path], Chapter]] = {
     "allreduce": allreduce,
+    "collectives": collectives,
     "training_step": training_step,
     "negotiation": negotiation,
 }

@@ -41,6 +41,18 @@ BENCHMARKS = (
         "allreduce",
         ("--hosts", "2", "--min", "4K", "--max", "64M", "--step", "16", "--peers", BETWEEN_HOSTS),
     ),
+    Benchmark("collectives-np2", "collectives"),
+    Benchmark("collectives-np4", "collectives", ("--np", "4")),
+    Benchmark(
+        "collectives-hosts2",
+        "collectives",
+        ("--hosts", "2", "--min", "4K", "--step", "16", "--peers", "horo,gloo,openmpi,mpich"),
+    ),
+    Benchmark(
+        "collectives-hosts2-np4",
+        "collectives",
+        ("--np", "4", "--hosts", "2", "--min", "4K", "--step", "16", "--peers", "horo,gloo,openmpi,mpich"),
+    ),
     Benchmark("latency", "latency"),
     Benchmark("small_tensors", "small_tensors"),
     Benchmark("training_step", "training_step"),

@@ -46,8 +46,9 @@ def parse_arguments() -> argparse.Namespace:
 def load() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Training images [n, 1, 8, 8] in 0..1 with labels [n], then those to test on; shuffled by a fixed seed."""
     digits = load_digits()
-    images = torch.tensor(digits.images / 16.0).unsqueeze(1)
-    labels = torch.tensor(digits.target)
+    # by lists: older builds of torch cannot read arrays of numpy 2
+    images = torch.tensor((digits.images / 16.0).tolist(), dtype=torch.float64).unsqueeze(1)
+    labels = torch.tensor(digits.target.tolist())
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     train, test = order[TEST_IMAGES:], order[:TEST_IMAGES]
     return images[train], labels[train], images[test], labels[test]

@@ -108,10 +108,10 @@ def train_epoch(
     optimizer: torch.optim.Optimizer,
     loader: DataLoader[Any],
     arguments: argparse.Namespace,
-) -> torch.Tensor:
-    """Returns the mean loss over all ranks."""
+) -> float:
+    """Returns the mean loss over all images of all ranks."""
     model.train()
-    total = torch.zeros(())
+    averages = hvd.MetricAverage("loss")  # (horo)
     for step, (images, labels) in enumerate(loader):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(epoch + step / len(loader), arguments)
@@ -119,8 +119,8 @@ def train_epoch(
         loss = nn.functional.cross_entropy(model(images), labels)
         loss.backward()
         optimizer.step()
-        total += loss.detach()
-    return hvd.allreduce(total / len(loader), name="loss")  # (horo)
+        averages.update(len(labels), loss=loss)  # (horo)
+    return averages.compute()["loss"]  # (horo)
 
 
 def main() -> None:

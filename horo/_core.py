@@ -1,4 +1,4 @@
-"""Binds the native core: one Python object per ``horo_context``. Only ``_request_buffer.py`` uses cffi as well."""
+"""Binds the native core: one Python object per ``horo_context``."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import Any
 
 from horo._blocked import describe_blocked, describe_stacks
-from horo._core_setup import MpiUse, Setup
+from horo._core_setup import KNOBS, Setup, close_all, native_setup, native_team
+from horo._event import Event, event_of
 from horo._native import ffi, lib
 from horo._request_buffer import DTYPES, OPS, REDUCE_OPS, RequestBuffer, Tensor
-from horo.errors import AbortedError, HoroError, error_from_status
+from horo.errors import AbortedError, HoroError, UnsupportedError, UsageError, error_from_status
 
 __all__ = [
     "DTYPES",
@@ -31,7 +31,6 @@ __all__ = [
     "change_name",
     "create_memory",
     "create_wake",
-    "native_mpi",
     "simd_name",
     "version",
 ]
@@ -46,7 +45,7 @@ EVENTS: dict[int, str] = {
 """Name of each kind of event by its number."""
 
 _OP_NAMES = {number: name for name, number in OPS.items()}
-_OP_NAMES |= {lib.HORO_ADD_TEAM: "add_process_set", lib.HORO_REMOVE_TEAM: "remove_process_set"}
+_OP_NAMES |= {lib.HORO_ADD_TEAM: "add_process_set", lib.HORO_REMOVE_TEAM: "remove_process_set", lib.HORO_JOIN: "join"}
 _STATUS_NAMES: dict[int, str] = {getattr(lib, name): name for name in dir(lib) if name.startswith("HORO_ERR_")}
 
 
@@ -94,25 +93,6 @@ def create_wake() -> int:
     return int(out[0])
 
 
-class Event(NamedTuple):
-    """One entry of the flight recorder; see ``horo_event`` in ``horo.h``."""
-
-    time_ns: int
-    """On the clock of ``time.monotonic_ns``."""
-    event: str
-    """One of ``EVENTS``."""
-    op: str
-    """One of ``OPS``; empty for the end of the group."""
-    name: str
-    """Name of the request, only its end if it is long; for a batch, the name of its first request."""
-    bytes: int
-    team: int
-    number: int
-    """For a batch: the count of its requests; for the end of the group: the rank at fault, or -1."""
-    status: str
-    """Why a request or the group failed: ``"HORO_ERR_MISMATCH"``; else empty."""
-
-
 _MESSAGE_MAX = lib.HORO_MESSAGE_MAX
 _OK = lib.HORO_OK
 _NULL, _submit, _run, _finish = ffi.NULL, lib.horo_submit, lib.horo_run, lib.horo_finish  # looked up once, not per call
@@ -122,21 +102,8 @@ class Context:
     """The native context of one rank. Thread-safe, except that no method may run during or after ``destroy``."""
 
     def __init__(self, setup: Setup) -> None:
-        names = [ffi.new("char[]", name.encode()) for name in setup.host_name_of_rank]
         keep: list[Any] = []  # keeps the targets of the pointers in native alive until horo_create has copied them
-        native = ffi.new("horo_setup *")
-        for item in fields(setup):
-            value = getattr(setup, item.name)
-            if item.name == "host_name_of_rank":
-                value = ffi.new("char *[]", names)
-            elif item.name in {"host_of_rank", "wake_fds", "life_fds", "control_fds", "data_fds"}:
-                value = ffi.new("int32_t[]", list(value)) if value else ffi.NULL
-            elif item.name == "arena_memory":
-                value = ffi.cast("void *", value)
-            elif item.name == "mpi":
-                value = ffi.NULL if value is None else native_mpi(value, keep)
-            keep.append(value)
-            setattr(native, item.name, value)
+        native = native_setup(setup, keep, ffi)
         out = ffi.new("horo_context **")
         error = _error_buffer()
         _check(lib.horo_create(native, out, error, lib.HORO_MESSAGE_MAX), error)
@@ -182,6 +149,9 @@ class Context:
     def run(self, buffer: RequestBuffer) -> None:
         """``submit`` and ``finish`` in one, and quicker than the two; for an allgather only into its outputs.
 
+        Of a buffer that ``offers``: if ``last_handle`` is not 0 afterwards, the request is done, and a result that did
+        not fit is there for ``take_result``, then ``release``.
+
         If a signal handler raises, the request stays in progress, and its memory must stay valid.
 
         Raises:
@@ -191,12 +161,23 @@ class Context:
             return
         if buffer.last_handle[0] == 0:
             self._submit_again(buffer)
-        self.finish(buffer.last_handle[0])
+        if buffer.offers:
+            self._wait_and_keep(buffer.last_handle[0])
+        else:
+            self.finish(buffer.last_handle[0])
 
     def _submit_again(self, buffer: RequestBuffer) -> None:
-        """Submits a refused request again with a buffer for the message. A refused request has changed nothing."""
+        """Submits a refused request again with a buffer for the message, and tells the other members of it."""
         error = _error_buffer()
-        _check(_submit(self._context, buffer.request, buffer.handle_out, error, _MESSAGE_MAX), error)
+        status = _submit(self._context, buffer.request, buffer.handle_out, error, _MESSAGE_MAX)
+        if status in {lib.HORO_ERR_USAGE, lib.HORO_ERR_UNSUPPORTED, lib.HORO_ERR_RESOURCE}:
+            lib.horo_refuse(self._context, buffer.request.team, buffer.request.name, status, error)
+        _check(status, error)
+
+    def refuse(self, team: int, name: str, reason: UsageError) -> None:
+        """Lets calls of this name on other ranks fail, too; see ``horo_refuse``. Never blocks or raises."""
+        status = lib.HORO_ERR_UNSUPPORTED if isinstance(reason, UnsupportedError) else lib.HORO_ERR_USAGE
+        lib.horo_refuse(self._context, team, name.encode("utf-8", "replace"), status, _as_words(str(reason)))
 
     def add_team(
         self, ranks: Sequence[int], *, control_fds: Sequence[int] | None = None, data_fds: Sequence[int] | None = None
@@ -218,17 +199,11 @@ class Context:
             HoroError: the error of the native core; MismatchError if the ranks differ.
             BaseException: the exception of a signal handler, as from ``wait``.
         """
-        keep = [ffi.new("int32_t[]", list(part)) for part in (ranks, control_fds or (), data_fds or ())]
-        native = ffi.new("horo_team_setup *")
-        native.ranks, native.size = keep[0], len(ranks)
-        native.control_fds = ffi.NULL if control_fds is None else keep[1]
-        native.data_fds = ffi.NULL if data_fds is None else keep[2]
+        native, _keep = native_team(ranks, control_fds, data_fds, ffi)
         out, error = ffi.new("int64_t *"), _error_buffer()
         status = lib.horo_add_team(self._context, native, out, error, _MESSAGE_MAX)
         if status != _OK:
-            for descriptor in (*keep[1], *keep[2]):
-                if descriptor >= 0:
-                    os.close(descriptor)
+            close_all((*(control_fds or ()), *(data_fds or ())))
         _check(status, error)
         self._wait_and_keep(out[0])
         team = int(lib.horo_added_team(self._context, out[0]))
@@ -246,6 +221,24 @@ class Context:
         out, error = ffi.new("int64_t *"), _error_buffer()
         _check(lib.horo_remove_team(self._context, team, out, error, _MESSAGE_MAX), error)
         self.finish(out[0])
+
+    def start_join(self, team: int, buffer: RequestBuffer | None = None) -> int:
+        """Joins a team: submits nothing more until all members have joined, and then the handle is finished.
+
+        Meanwhile the core takes part in the operations of the others. Never blocks. ``buffer.last_handle`` receives the
+        handle before a signal handler can run.
+
+        Raises:
+            UsageError: this rank has joined and others have not, is no member, or waits for a change of teams.
+            HoroError: as ``submit``.
+        """
+        buffer, error = buffer or RequestBuffer(), _error_buffer()
+        _check(lib.horo_join(self._context, team, buffer.handle_out, error, _MESSAGE_MAX), error)
+        return int(buffer.last_handle[0])
+
+    def joined_last(self, handle: int) -> int:
+        """The rank that joined last, by a handle of ``start_join`` that is finished; negative for any other."""
+        return int(lib.horo_joined_last(self._context, handle))
 
     def _wait_and_keep(self, handle: int) -> None:
         """As ``wait``, but releases the handle if its request failed."""
@@ -285,20 +278,18 @@ class Context:
 
     def wait_any(self, handles: Sequence[int]) -> None:
         """Blocks, as ``wait``, until one of several requests is finished, successfully or not."""
-        if self._wait_long(handles[0], handles[1:]) == lib.HORO_IN_PROGRESS:
-            lib.horo_report_blocked(self._context, _NULL, 0, 0, b"")  # no report of this wait is true any longer
+        self._wait_long(handles[0], handles[1:])
+        lib.horo_report_blocked(self._context, _NULL, 0, 0, b"")  # no report of this wait is true any longer
 
     def _wait_long(self, handle: int, others: Sequence[int] = ()) -> int:
-        """Continues a wait and reports it to the core at intervals; "in progress": one of ``others`` is finished.
+        """Continues a wait, for one request or for any of several, and reports it to the core at intervals.
 
         ``describe_blocked`` recognizes a waiting thread by the frame of this function.
         """
         look_s = time.monotonic() + self.blocked_after_s
-        check_ms = _OTHERS_CHECK_MS if others else _SIGNAL_CHECK_MS
+        handles = ffi.new("int64_t[]", [handle, *others])
         try:
-            while (status := lib.horo_wait(self._context, handle, check_ms)) == lib.HORO_IN_PROGRESS:
-                if not all(map(self.in_progress, others)):
-                    break
+            while (status := self._wait_once(handles)) == lib.HORO_IN_PROGRESS:
                 if threading.current_thread() is self._given_up:
                     raise AbortedError("horo was shut down")
                 if lib.horo_blocked_question(self._context) or time.monotonic() >= look_s:
@@ -309,6 +300,11 @@ class Context:
             lib.horo_report_blocked(self._context, _NULL, 0, 0, b"")
             raise
         return int(status)
+
+    def _wait_once(self, handles: Any) -> int:
+        if len(handles) == 1:
+            return int(lib.horo_wait(self._context, handles[0], _SIGNAL_CHECK_MS))
+        return int(lib.horo_wait_any(self._context, handles, len(handles), _SIGNAL_CHECK_MS))
 
     def _report_blocked(self) -> None:
         """Reports to the core the requests for which the threads of this context wait."""
@@ -397,6 +393,15 @@ class Context:
         status = lib.horo_health(self._context, error, lib.HORO_MESSAGE_MAX)
         return None if status == lib.HORO_OK else error_from_status(_STATUS_NAMES[status], _text(error))
 
+    def tuning(self) -> tuple[dict[str, int], bool]:
+        """What this rank's next operation of all ranks runs with, by the names in ``KNOBS``, and whether it stays so.
+
+        All are 0 without autotuning.
+        """
+        values, is_final = ffi.new("uint64_t[]", len(KNOBS)), ffi.new("int32_t *")
+        _check(lib.horo_read_tuning(self._context, values, is_final), _error_buffer())
+        return dict(zip(KNOBS, values, strict=True)), bool(is_final[0])
+
     def counters(self) -> dict[str, int]:
         """Counts since creation by the names of ``horo_counters``: requests, batches, bytes, link_bytes, sleeps, ...
 
@@ -418,7 +423,25 @@ class Context:
         count = lib.horo_read_events(self._context, native, lib.HORO_EVENTS_MAX)
         if count < 0:
             raise error_from_status(_STATUS_NAMES[count], self._message(0))
-        return [_event(native[i]) for i in range(count)]
+        return [event_of(native[i], _text(native[i].name), EVENTS, _OP_NAMES, _STATUS_NAMES) for i in range(count)]
+
+    def start_timeline(self, path: str, *, about: str = "", marks_batches: bool = False) -> None:
+        """Writes what this rank does from now on into a file of Chrome's trace events; see ``horo_start_timeline``.
+
+        Raises:
+            UsageError: one is being written already, or the file cannot be.
+        """
+        error = _error_buffer()
+        status = lib.horo_start_timeline(
+            self._context, os.fsencode(path), about.encode(), marks_batches, error, _MESSAGE_MAX
+        )
+        _check(status, error)
+
+    def stop_timeline(self) -> None:
+        """Writes what is left and closes the file. Does nothing where no timeline is written."""
+        status = lib.horo_stop_timeline(self._context)
+        if status != _OK:
+            raise error_from_status(_STATUS_NAMES[status], self._message(0))
 
     def after_fork(self) -> None:
         """In a forked child: closes the parent's descriptors; every later call raises UsageError."""
@@ -430,7 +453,7 @@ class Context:
 
         Does nothing where the group has ended already.
         """
-        lib.horo_end(self._context, words.encode("utf-8", "replace").replace(b"\0", b" "))
+        lib.horo_end(self._context, _as_words(words))
 
     def destroy(self) -> None:
         """Leaves the group and frees everything; idempotent."""
@@ -449,38 +472,7 @@ class Context:
         return _text(error)
 
 
-def _event(native: Any) -> Event:
-    return Event(
-        native.time_ns,
-        EVENTS[native.event],
-        _OP_NAMES.get(native.op, ""),
-        _text(native.name),
-        native.bytes,
-        native.team,
-        native.number,
-        _STATUS_NAMES.get(native.status, ""),
-    )
-
-
-def native_mpi(use: MpiUse, keep: list[Any], ffi: Any = ffi) -> Any:
-    """Makes a ``horo_mpi`` with ``ffi``; the memory that it points to is appended to ``keep``."""
-    native = ffi.new("horo_mpi *")
-    calls = use.calls
-    native.handle_bytes, native.status_bytes = calls.handle_bytes, calls.status_bytes
-    native.rank, native.size = calls.rank, calls.size
-    native.message_bytes = use.message_bytes
-    native.is_transport, native.is_backend = use.transport, use.collectives
-    native.communicator, native.in_place = calls.communicator, calls.in_place
-    native.functions, native.handles = list(calls.functions), list(calls.handles)
-    for name in ("rank_of_host", "send_tags", "recv_tags"):
-        values = getattr(use, name)
-        if values:
-            keep.append(ffi.new("int32_t[]", list(values)))
-            setattr(native, name, keep[-1])
-    return native
-
-
-_SIGNAL_CHECK_MS, _OTHERS_CHECK_MS = 100, 2
+_SIGNAL_CHECK_MS = 100
 _BLOCKED_AFTER_S = 0.8
 _BLOCKED_EVERY_S = 0.5
 _ANSWERS_END_S = 1.0
@@ -488,6 +480,10 @@ _ANSWERS_END_S = 1.0
 
 def _error_buffer() -> Any:
     return ffi.new("char[]", lib.HORO_MESSAGE_MAX)
+
+
+def _as_words(text: str) -> bytes:
+    return text.encode("utf-8", "replace").replace(b"\0", b" ")
 
 
 def _text(chars: Any) -> str:

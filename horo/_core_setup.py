@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 __all__ = [
+    "KNOBS",
     "MPI_FUNCTIONS",
     "MPI_HANDLES",
+    "Autotune",
     "MpiCalls",
     "MpiUse",
     "Setup",
     "close_all",
     "close_setup",
+    "native_autotune",
+    "native_mpi",
+    "native_setup",
+    "native_team",
     "setup_descriptors",
 ]
 
@@ -59,6 +66,27 @@ MPI_HANDLES = (
     "LAND",
 )
 """Handles that the core needs by their names in mpi4py, in the order of ``enum horo_mpi_handle``."""
+
+
+KNOBS = ("segment", "piece", "sockets", "fusion", "doubling", "carried", "cycle", "overlap")
+"""What autotuning may change, in the order of ``enum horo_knob``."""
+
+
+@dataclass(frozen=True)
+class Autotune:
+    """A search for better values while the job runs; the fields are those of ``horo_autotune``."""
+
+    start: Mapping[str, int] = field(default_factory=dict)
+    """What the job begins with, by the names in ``KNOBS``; what is missing is the core's own default."""
+    defaults: Mapping[str, int] = field(default_factory=dict)
+    """What it would begin with if the user had set nothing, likewise."""
+    warmup_samples: int = 3
+    steps_per_sample: int = 10
+    max_samples: int = 40
+    log_fd: int = -1
+    """Of rank 0, where samples are written as CSV; it belongs to the context once that exists."""
+    shuffle: int = 0
+    """For tests: the seed of random values, others after every batch."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +142,7 @@ class Setup:
     control_fds: Sequence[int]
     data_fds: Sequence[int]
     """Socket ``i`` to a host is at ``host * sockets_per_peer + i``; empty: no links, operations that move data fail."""
+    direct_bytes: int = 1 << 17
     fusion_bytes: int = 128 << 20
     cache_capacity: int = 4096
     spin_us: int = 1000
@@ -127,11 +156,76 @@ class Setup:
     arena_memory: int = 0
     arena_memory_bytes: int = 0
     mpi: MpiUse | None = None
+    autotune: Autotune | None = None
+
+
+def native_mpi(use: MpiUse, keep: list[Any], ffi: Any) -> Any:
+    """Makes a ``horo_mpi`` with ``ffi``; the memory that it points to is appended to ``keep``."""
+    native = ffi.new("horo_mpi *")
+    calls = use.calls
+    native.handle_bytes, native.status_bytes = calls.handle_bytes, calls.status_bytes
+    native.rank, native.size = calls.rank, calls.size
+    native.message_bytes = use.message_bytes
+    native.is_transport, native.is_backend = use.transport, use.collectives
+    native.communicator, native.in_place = calls.communicator, calls.in_place
+    native.functions, native.handles = list(calls.functions), list(calls.handles)
+    for name in ("rank_of_host", "send_tags", "recv_tags"):
+        values = getattr(use, name)
+        if values:
+            keep.append(ffi.new("int32_t[]", list(values)))
+            setattr(native, name, keep[-1])
+    return native
+
+
+def native_autotune(autotune: Autotune, ffi: Any) -> Any:
+    """Makes a ``horo_autotune`` with ``ffi``."""
+    unset = (1 << 64) - 1
+    native = ffi.new("horo_autotune *")
+    native.start = [autotune.start.get(knob, unset) for knob in KNOBS]
+    native.defaults = [autotune.defaults.get(knob, unset) for knob in KNOBS]
+    for name in ("warmup_samples", "steps_per_sample", "max_samples", "log_fd", "shuffle"):
+        setattr(native, name, getattr(autotune, name))
+    return native
+
+
+def native_setup(setup: Setup, keep: list[Any], ffi: Any) -> Any:
+    """Makes a ``horo_setup`` with ``ffi``; the memory that it points to is appended to ``keep``."""
+    names = [ffi.new("char[]", name.encode()) for name in setup.host_name_of_rank]
+    native = ffi.new("horo_setup *")
+    for item in fields(setup):
+        value = getattr(setup, item.name)
+        if item.name == "host_name_of_rank":
+            value = ffi.new("char *[]", names)
+        elif item.name in {"host_of_rank", "wake_fds", "life_fds", "control_fds", "data_fds"}:
+            value = ffi.new("int32_t[]", list(value)) if value else ffi.NULL
+        elif item.name == "arena_memory":
+            value = ffi.cast("void *", value)
+        elif item.name == "mpi":
+            value = ffi.NULL if value is None else native_mpi(value, keep, ffi)
+        elif item.name == "autotune":
+            value = ffi.NULL if value is None else native_autotune(value, ffi)
+        keep.append(value)
+        setattr(native, item.name, value)
+    keep.append(names)
+    return native
+
+
+def native_team(
+    ranks: Sequence[int], control_fds: Sequence[int] | None, data_fds: Sequence[int] | None, ffi: Any
+) -> tuple[Any, list[Any]]:
+    """A ``horo_team_setup``, and the memory that it points to."""
+    keep = [ffi.new("int32_t[]", list(part)) for part in (ranks, control_fds or (), data_fds or ())]
+    native = ffi.new("horo_team_setup *")
+    native.ranks, native.size = keep[0], len(ranks)
+    native.control_fds = ffi.NULL if control_fds is None else keep[1]
+    native.data_fds = ffi.NULL if data_fds is None else keep[2]
+    return native, keep
 
 
 def setup_descriptors(setup: Setup) -> list[int]:
     """All open descriptors of ``setup``."""
-    numbers = [setup.arena_fd, *setup.wake_fds, *setup.life_fds, *setup.control_fds, *setup.data_fds]
+    log = -1 if setup.autotune is None else setup.autotune.log_fd
+    numbers = [setup.arena_fd, *setup.wake_fds, *setup.life_fds, *setup.control_fds, *setup.data_fds, log]
     return [number for number in numbers if number >= 0]
 
 

@@ -26,9 +26,26 @@ DTYPES: dict[str, int] = {
         "HORO_FLOAT32",
         "HORO_FLOAT64",
         "HORO_BOOL",
+        "HORO_UINT16",
+        "HORO_UINT32",
+        "HORO_UINT64",
+        "HORO_COMPLEX32",
+        "HORO_COMPLEX64",
+        "HORO_COMPLEX128",
+        "HORO_FLOAT8_E4M3FN",
+        "HORO_FLOAT8_E5M2",
+        "HORO_FLOAT8_E4M3FNUZ",
+        "HORO_FLOAT8_E5M2FNUZ",
+        "HORO_FLOAT8_E8M0FNU",
+        "HORO_FLOAT4_E2M1FN_X2",
+        "HORO_BITS8",
+        "HORO_BITS16",
+        "HORO_BITS1X8",
+        "HORO_BITS2X4",
+        "HORO_BITS4X2",
     )
 }
-"""Number of each dtype by its torch name (``"float32"``)."""
+"""Number of each dtype by its torch name (``"float32"``); not every torch has all of them."""
 
 OPS: dict[str, int] = {
     "allreduce": lib.HORO_ALLREDUCE,
@@ -65,8 +82,8 @@ class Tensor(NamedTuple):
     """For an alltoall: rows of the input for each member of the team, one behind the other, all rows together."""
 
 
-_REQUEST = "P4i2dP2i0P"
-"""``horo_request``: name, op, reduce_op, root_rank, flags, prescale, postscale, tensors, tensor_count, team."""
+_REQUEST = "P4i2dP3iQ"
+"""``horo_request``: name, op, reduce_op, root_rank, flags, scales, tensors, tensor_count, team, device, stream."""
 _TENSOR = "PPPiiiiqP"
 """``horo_tensor``: input, output, shape, ndim, dtype, wire_dtype, split_count, output_bytes, splits.
 
@@ -84,7 +101,8 @@ _DIMS_USUAL, _NAME_USUAL = 8, 64
 _NAME_AT = _EXTENTS_AT + 8 * _DIMS_USUAL
 _HANDLE_AT = _NAME_AT + _NAME_USUAL
 _BUFFER_WORDS = (_HANDLE_AT + 8) // 8
-_SYNC, _TRANSIENT, _INTO = lib.HORO_SUBMIT_SYNC, lib.HORO_SUBMIT_TRANSIENT, lib.HORO_SUBMIT_INTO
+_SYNC, _TRANSIENT = lib.HORO_SUBMIT_SYNC, lib.HORO_SUBMIT_TRANSIENT
+_INTO, _OFFER = lib.HORO_SUBMIT_INTO, lib.HORO_SUBMIT_OFFER
 
 
 @functools.cache
@@ -106,6 +124,7 @@ class RequestBuffer:
         "_view",
         "handle_out",
         "last_handle",
+        "offers",
         "request",
         "rows",
     )
@@ -123,6 +142,8 @@ class RequestBuffer:
         self.handle_out = ffi.cast("int64_t *", self._address + _HANDLE_AT)
         self.last_handle = self._view[_HANDLE_AT:].cast("q")
         """Its only item is the handle that the core wrote in the last call."""
+        self.offers = False
+        """As the argument of ``fill``."""
 
     @classmethod
     def of(cls, op: int, name: str, tensors: Sequence[Tensor] = (), **options: Any) -> RequestBuffer:
@@ -144,7 +165,10 @@ class RequestBuffer:
         sync: bool = False,
         transient: bool = False,
         into: bool = False,
+        offers: bool = False,
         team: int = 0,
+        device: int = 0,
+        stream: int = 0,
     ) -> None:
         """Writes everything but the name.
 
@@ -155,9 +179,14 @@ class RequestBuffer:
             sync: the caller waits at once.
             transient: no later request has this name.
             into: for an allgather: its results go into the outputs of its tensors, of ``output_bytes`` each.
+            offers: the same, but a result of another size goes into memory of the core.
             team: number of the team from ``Context.add_team`` whose members take part; 0: all ranks.
+            device: 0: tensors in host memory; n + 1: in that of GPU n.
+            stream: of that GPU: the CUDA stream behind whose work the values are taken.
         """
-        flags = (_SYNC if sync else 0) | (_TRANSIENT if transient else 0) | (_INTO if into else 0)
+        flags = (_SYNC if sync else 0) | (_TRANSIENT if transient else 0)
+        flags |= (_INTO if into else 0) | (_OFFER if offers else 0)
+        self.offers = offers
         address = self._address
         if len(tensors) == 1 and (ndim := len(tensors[0].shape)) <= _DIMS_USUAL and not tensors[0].splits:
             source, target, shape, dtype, wire_dtype, output_bytes, _ = tensors[0]
@@ -165,6 +194,7 @@ class RequestBuffer:
             _single(ndim).pack_into(
                 self._view, 0,
                 self._name_at, op, reduce_op, root_rank, flags, prescale, postscale, address + _TENSORS_AT, 1, team,
+                device, stream,
                 source, target, address + _EXTENTS_AT, ndim, dtype, wire_dtype, 0, output_bytes, 0,
                 *shape,
             )  # fmt: skip
@@ -175,6 +205,7 @@ class RequestBuffer:
         _LONE_REQUEST.pack_into(
             self._view, 0,
             self._name_at, op, reduce_op, root_rank, flags, prescale, postscale, tensors_at, len(tensors), team,
+            device, stream,
         )  # fmt: skip
 
     def set_name(self, name: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from cffi import FFI
 
 ROOT = Path(__file__).resolve().parent.parent
-HEADER = ROOT / "native" / "include" / "horo.h"
+HEADERS = [ROOT / "native" / "include" / name for name in ("horo.h", "horo_gpu.h")]
 
 COMPILE_FLAGS = [
     "-std=gnu11",
@@ -21,7 +21,7 @@ COMPILE_FLAGS = [
 ]
 # For development and CI; an installation must not fail because a newer compiler knows a new warning.
 WARNING_FLAGS = ["-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror"]
-LINK_FLAGS = ["-pthread"]
+LINK_FLAGS = ["-pthread", "-ldl"]  # dlopen is in a library of its own up to glibc 2.33
 
 
 def declarations(header: str) -> str:
@@ -41,10 +41,10 @@ def headers() -> list[str]:
 
 
 ffibuilder = FFI()
-ffibuilder.cdef(declarations(HEADER.read_text(encoding="utf-8")))
+ffibuilder.cdef("\n".join(declarations(header.read_text(encoding="utf-8")) for header in HEADERS))
 ffibuilder.set_source(
     "horo._native",
-    '#include "horo.h"',
+    "\n".join(f'#include "{header.name}"' for header in HEADERS),
     sources=sources(),
     depends=headers(),
     include_dirs=["native/include", "native/src"],

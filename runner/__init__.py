@@ -40,7 +40,7 @@ Imports neither torch nor the native core, so that it starts fast (only ``--chec
         __main__             a rank
         values               what goes between them
     config                   a job as frozen data
-    hosts                    -H and host files -> Host
+    hosts                    -H and host files -> HostSpec
     loop                     files, signals and timers
     own_modules              hororun imports nothing from the current directory
     network                  addresses and ports of this machine; who can connect to whom

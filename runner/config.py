@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from horo.runner.hosts import Host
+from horo.runner.hosts import HostSpec
 
 __all__ = [
     "BATCH_GRACE_S",
@@ -21,6 +21,7 @@ __all__ = [
     "Mpi",
     "OutputOptions",
     "Ssh",
+    "TimelineMerge",
 ]
 
 BINDINGS = ("core", "numa", "none")
@@ -103,6 +104,19 @@ class OutputOptions:
 
 
 @dataclass(frozen=True)
+class TimelineMerge:
+    """The timelines of all ranks in one file, at the end.
+
+    Attributes:
+        out: the file to write.
+        pattern: of the ranks' files, with ``{rank}`` in it.
+    """
+
+    out: str
+    pattern: str
+
+
+@dataclass(frozen=True)
 class Job:
     """One run of hororun.
 
@@ -124,6 +138,7 @@ class Job:
         bind_to: the CPUs that each rank is bound to, one of ``BINDINGS``.
         keep_memory: whether ranks keep freed memory for the next allocation.
         exports: variables of ``-x`` and of the tuning options for every rank.
+        sources: where the values of tuning options come from, by variable, for ``hvd.config()``.
         passed_over: a sentence for each option of horovodrun that does nothing here.
         dry_run: whether to show the commands, and run nothing.
         check_hosts: whether to look at all hosts, and run nothing.
@@ -131,11 +146,12 @@ class Job:
         ssh: how hosts are reached by ssh.
         mpi: options for mpirun.
         output: form and place of the output.
+        timelines: what to do with the ranks' timelines at the end; None: nothing.
     """
 
     size: int
     command: tuple[str, ...]
-    hosts: tuple[Host, ...] = (Host("localhost"),)
+    hosts: tuple[HostSpec, ...] = (HostSpec("localhost"),)
     hosts_from: str = ""
     launcher: str = "ssh"
     oversubscribe: bool = False
@@ -150,6 +166,7 @@ class Job:
     bind_to: str = "none"
     keep_memory: bool = True
     exports: Mapping[str, str] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict)
     passed_over: tuple[str, ...] = ()
     dry_run: bool = False
     check_hosts: bool = False
@@ -157,6 +174,7 @@ class Job:
     ssh: Ssh = Ssh()
     mpi: Mpi = Mpi()
     output: OutputOptions = OutputOptions()
+    timelines: TimelineMerge | None = None
 
     @property
     def shares_evenly(self) -> bool:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-__all__ = ["Host", "HostsError", "is_host_name", "parse_host_file", "parse_hosts", "written"]
+__all__ = ["HostSpec", "HostsError", "is_host_name", "parse_host_file", "parse_hosts", "written"]
 
 
 class HostsError(ValueError):
@@ -19,8 +19,8 @@ class HostsError(ValueError):
 
 
 @dataclass(frozen=True)
-class Host:
-    """One machine.
+class HostSpec:
+    """A host as the user names it.
 
     Attributes:
         name: what ``HOROVOD_HOSTNAME`` says and ssh connects to: a host name, an ssh alias, a numeric address.
@@ -50,7 +50,7 @@ def is_host_name(text: str) -> bool:
     return re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", text) is not None
 
 
-def parse_hosts(text: str) -> tuple[Host, ...]:
+def parse_hosts(text: str) -> tuple[HostSpec, ...]:
     """The value of ``-H``: hosts separated by commas, in order; a host named twice gets the sum of its slots.
 
     Raises:
@@ -67,13 +67,13 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
         raise HostsError(f"-H {text!r}: {error}") from None
 
 
-def parse_host_file(text: str, path: str) -> tuple[Host, ...]:
+def parse_host_file(text: str, path: str) -> tuple[HostSpec, ...]:
     """The text of a host file; ``path`` is for messages.
 
     Raises:
         HostsError: a line is not a host (the message has its number and text), or there is none.
     """
-    hosts: list[Host] = []
+    hosts: list[HostSpec] = []
     for number, line in enumerate(text.splitlines(), start=1):
         content = line.split("#", 1)[0].strip()
         if not content:
@@ -87,32 +87,32 @@ def parse_host_file(text: str, path: str) -> tuple[Host, ...]:
     return tuple(hosts)
 
 
-def written(hosts: Iterable[Host]) -> str:
+def written(hosts: Iterable[HostSpec]) -> str:
     """Hosts and their slots as one would write them after ``-H``."""
     return ",".join(host.name if host.slots is None else f"{host.name}:{host.slots}" for host in hosts)
 
 
-def _parse_line(content: str) -> Host:
+def _parse_line(content: str) -> HostSpec:
     first, *words = content.split()
-    host = Host(first) if words and _BARE_IPV6.fullmatch(first) else _parse_item(first)
+    host = HostSpec(first) if words and _BARE_IPV6.fullmatch(first) else _parse_item(first)
     for word in words:
         host = _with_key(host, word)
     return host
 
 
-def _parse_item(item: str) -> Host:
+def _parse_item(item: str) -> HostSpec:
     if _BARE_IPV6.fullmatch(item.rpartition("@")[2]):
         raise HostsError(f"{item!r} could end in an address or in slots: write the address in brackets, [::1]:4")
     match = _HOST.fullmatch(item)
     if match is None:
         raise HostsError(f"{item!r} is not a host: write {_FORM}")
-    host = Host(match["address"] or match["name"], user=match["user"])
+    host = HostSpec(match["address"] or match["name"], user=match["user"])
     for word in match["rest"].split(":")[1:]:
         host = _with_key(host, word if "=" in word else f"slots={word}")
     return host
 
 
-def _with_key(host: Host, word: str) -> Host:
+def _with_key(host: HostSpec, word: str) -> HostSpec:
     key, equals, value = word.partition("=")
     if key not in {"slots", "port"} or not equals:
         raise HostsError(f"{word!r} is not understood after the host: only slots=N and port=P are")
@@ -129,8 +129,8 @@ def _with_key(host: Host, word: str) -> Host:
     return replace(host, slots=int(value))
 
 
-def _merge(hosts: Iterable[Host]) -> tuple[Host, ...]:
-    merged: dict[str, Host] = {}
+def _merge(hosts: Iterable[HostSpec]) -> tuple[HostSpec, ...]:
+    merged: dict[str, HostSpec] = {}
     for host in hosts:
         earlier = merged.get(host.name)
         if earlier is None:

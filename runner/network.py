@@ -15,7 +15,7 @@ from horo._bootstrap.host.identity import read_identity
 from horo._bootstrap.net.interfaces import connect_source, select_addresses
 from horo._bootstrap.net.interfaces import interface_addresses as addresses_by_interface
 from horo.errors import UsageError
-from horo.runner.hosts import Host
+from horo.runner.hosts import HostSpec
 
 __all__ = [
     "NetworkError",
@@ -40,7 +40,7 @@ class NetworkError(Exception):
     """An address, interface or port is not there; the message names it."""
 
 
-def is_local(host: Host) -> bool:
+def is_local(host: HostSpec) -> bool:
     """Whether ranks for ``host`` can be started directly: it is this machine, this user, and names no ssh port."""
     if host.port is not None or (host.user is not None and host.user != _user()):
         return False

@@ -15,6 +15,7 @@ from pathlib import Path
 
 __all__ = [
     "DEADLINE_S",
+    "IMPORT_TORCH_SILENTLY",
     "TORCH_S",
     "Flags",
     "Hororun",
@@ -27,6 +28,12 @@ __all__ = [
 DEADLINE_S = 30.0
 TORCH_S = 90.0
 """A deadline for what imports torch several times on a machine that does other things, too."""
+IMPORT_TORCH_SILENTLY = """import io, sys
+sys.stderr = io.StringIO()
+import torch
+sys.stderr = sys.__stderr__
+"""
+"""For scripts of which every line on stderr counts: beside numpy 2, torch before 2.3 begins with a warning."""
 _REMOTE_SHELL = """#!/bin/sh
 # Stands in for ssh: runs the last argument, the command, on this machine.
 for command; do :; done

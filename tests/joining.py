@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from horo._bootstrap.job import Connection, connect
-from horo._bootstrap.launchers.launch import detect_launch
+from horo._bootstrap.launchers.environment import read_launch
 from horo._bootstrap.store.server import StoreServer
 from horo._config import read_config
 
@@ -65,7 +65,7 @@ def join_all(environs: Sequence[Mapping[str, str]], epoch: int = 1) -> list[Conn
     """``connect`` for every environment at once."""
 
     def joiner(environ: Mapping[str, str]) -> Callable[[], Connection]:
-        return lambda: connect(detect_launch(environ), read_config(environ), epoch, [])
+        return lambda: connect(read_launch(environ), read_config(environ), epoch, [])
 
     return run_threads([joiner(environ) for environ in environs])
 

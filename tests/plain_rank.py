@@ -93,6 +93,15 @@ class Rank:
         self.submit(name, count)
         return self.wait(name)
 
+    def join(self) -> int:
+        """Answers the rank that joined last."""
+        handle = self.job.context.start_join(0)
+        try:
+            self.job.context.wait(handle)
+            return self.job.context.joined_last(handle)
+        finally:
+            self.job.context.release(handle)
+
     def repeat(self, name: str, count: int, times: int) -> list[float]:
         """Many of one tensor, with next to nothing between two of them; the first is told at once."""
         values = array.array("f", [self.job.rank + 1.0]) * count
@@ -112,9 +121,11 @@ class Rank:
         """From now on the process ends at once after any error, as a script does that does not catch it."""
         self.hasty = True
 
-    def keep_interpreter(self, seconds: int) -> None:
-        """A call that keeps the interpreter, so that no other thread of Python runs."""
-        ctypes.PyDLL(None).sleep(seconds)
+    def keep_interpreter(self, fifo: str) -> None:
+        """A call that keeps the interpreter until a byte comes, so that no other thread of Python runs."""
+        pipe = os.open(fifo, os.O_RDWR)  # which, unlike opening for reading alone, waits for nobody
+        ctypes.PyDLL(None).read(pipe, ctypes.create_string_buffer(1), 1)
+        os.close(pipe)
 
     def close(self) -> None:
         """``shutdown()``."""

@@ -12,6 +12,7 @@ import horo.torch as hvd
 from horo.torch.optimizer import Distributed
 
 __all__ = [
+    "FailingSgd",
     "assert_close",
     "gradients_of",
     "make_batch",
@@ -71,3 +72,19 @@ def train(model: torch.nn.Module, optimizer: Any, step: int) -> None:
     optimizer.step()
     assert_close(gradients_of(model), wanted)
     optimizer.zero_grad()
+
+
+class FailingSgd(torch.optim.Optimizer):
+    """SGD that raises once, when it has moved the first parameter."""
+
+    def __init__(self, parameters: Any, at: int) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.calls, self.at = 0, at
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.calls += 1
+        with torch.no_grad():
+            for number, parameter in enumerate(self.param_groups[0]["params"]):
+                if number == 1 and self.calls == self.at:
+                    raise RuntimeError("in the middle of a step")
+                parameter.sub_(0.1 * parameter.grad)

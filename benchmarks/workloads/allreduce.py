@@ -23,9 +23,9 @@ def fill_pattern(values: Any, factor: int) -> None:
         values[place::PERIOD] = factor * (place + 1)
 
 
-def count_wrong(values: Any, factor: int) -> int:
-    """How many elements differ from what ``fill_pattern(values, factor)`` writes."""
-    return sum(int((values[place::PERIOD] != factor * (place + 1)).sum()) for place in range(PERIOD))
+def count_wrong(values: Any, factor: int, first: int = 0) -> int:
+    """How many elements differ from what ``fill_pattern`` writes with ``factor``, from element ``first`` on."""
+    return sum(int((values[place::PERIOD] != factor * ((first + place) % PERIOD + 1)).sum()) for place in range(PERIOD))
 
 
 def prepare(library: Library, parameters: dict[str, Any]) -> Work:

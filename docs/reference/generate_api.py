@@ -32,7 +32,7 @@ Horovod's function of the same name is in
 """
 
 SECTIONS = (
-    ("Start, end, and who is who", ("horo.torch._runtime",)),
+    ("Start, end, and who is who", ("horo.torch._runtime", "horo.torch._topology")),
     (
         "Operations on tensors",
         (
@@ -44,10 +44,14 @@ SECTIONS = (
             "horo.torch._handles",
         ),
     ),
-    ("Training", ("horo.torch.optimizer", "horo.torch.sync_batch_norm")),
+    (
+        "Training",
+        ("horo.torch.optimizer", "horo.torch.sync_batch_norm", "horo.torch.metrics", "horo.torch.schedules"),
+    ),
     ("Equal models, optimizers and objects", ("horo.torch.functions",)),
     ("Compression", ("horo.torch.compression",)),
     ("Sets of ranks", ("horo.torch.process_sets",)),
+    ("Timeline", ("horo.torch.timeline",)),
     ("What this installation can do", ("horo.torch.info",)),
 )
 """Title, and the modules that define what it lists."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import socket
 import time
@@ -16,12 +15,13 @@ from typing import Any
 
 from horo._bootstrap.directory import Directory, PeerAddress
 from horo._bootstrap.ending import EndReporter, culprit_of, describe_exception, watch_exceptions
+from horo._bootstrap.gpu_libraries import tell_difference
 from horo._bootstrap.host.arena import Arena, join_arena
 from horo._bootstrap.host.grouping import Grouping, Link, group_ranks
 from horo._bootstrap.host.identity import read_identity
-from horo._bootstrap.launchers.detect import find_launch
+from horo._bootstrap.launchers.detect import detect_launch
+from horo._bootstrap.launchers.environment import Launch, Place
 from horo._bootstrap.launchers.inherited import name_rank, refuse_inherited
-from horo._bootstrap.launchers.launch import Launch, Place
 from horo._bootstrap.launchers.slurm_store import open_slurm_store
 from horo._bootstrap.launchers.torch_store import open_torch_store
 from horo._bootstrap.links import by_host, connect_hosts
@@ -29,32 +29,33 @@ from horo._bootstrap.log import prepare_log
 from horo._bootstrap.mpi.data import check_mpi, mpi_use, plan_mpi
 from horo._bootstrap.mpi.exit import watch_end, watch_loss
 from horo._bootstrap.mpi.world import MpiWorld, open_mpi_store
-from horo._bootstrap.peer_info import PeerInfo, check_agreement, core_count, place_of, places_alike
+from horo._bootstrap.net.interfaces import check_interfaces
+from horo._bootstrap.peer_info import PeerInfo, check_agreement, core_count, machine_count, place_of, places_alike
 from horo._bootstrap.rendezvous import Rendezvous
+from horo._bootstrap.setup import setup_of
 from horo._bootstrap.start_secret import derive_start_secret
 from horo._bootstrap.store.client import StoreClient
 from horo._bootstrap.store.protocol import Store, prefixed
 from horo._bootstrap.store.signed import signed
 from horo._bootstrap.summary import describe_job, describe_rank
 from horo._bootstrap.teams import add_team
-from horo._config import (
-    Config,
-    LaunchVariables,
-    drop_variables,
-    environment,
-    misspelt,
-    read_config,
-    read_variables,
+from horo._bootstrap.timeline import begin_timeline
+from horo._bootstrap.tuning import (
+    check_log,
+    search_of,
+    slot_bytes,
+    sockets_to_open,
+    tuned_overlap,
+    tuned_settings,
 )
+from horo._config import Config, LaunchVariables, drop_variables, environment, read_config, read_variables
 from horo._core import Context, arena_bytes, create_memory, create_wake, simd_name, version
 from horo._core_setup import MpiUse, Setup, close_all, close_setup
-from horo._passed_over import passed_over
+from horo._passed_over import misspelt, passed_over
+from horo._settings import Settings, settings_of
 from horo.errors import AbortedError, GroupError, HoroError, InternalError
 
 __all__ = ["Connection", "RunningRank", "connect", "start"]
-
-_ONE_HOST_SEGMENT_BYTES = 1 << 18
-_SEVERAL_HOSTS_SEGMENT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -84,20 +85,26 @@ class RunningRank:
         hosts: the ranks of each host, that is of each set of ranks that share memory.
         host_names: host names by rank.
         cores: number of cores on which the ranks of this host may run, together.
-        overlap: the user's choice for ``HORO_OVERLAP``.
+        overlap: the user's choice for ``HORO_OVERLAP``, or what autotuning has come to; see ``overlap_now``.
         gradients_ready: ``HORO_GRADIENTS_READY``, or its default.
         directory: addresses of all ranks and the job's secret; ``team_links`` needs them to make more links.
         mpi: the MPI world of the job; None if the ranks did not start through MPI.
+        settings: those in force at the start; see ``settings_now``.
     """
 
-    def __init__(self, connection: Connection, reporter: EndReporter | None = None) -> None:
+    def __init__(
+        self, connection: Connection, reporter: EndReporter | None = None, settings: Settings | None = None
+    ) -> None:
         setup = connection.setup
+        self.settings = settings or Settings({}, {})
         self.context = Context(setup)
         self.rank, self.size = setup.rank, setup.size
         self.local_rank, self.local_size, self.cross_rank, self.cross_size = connection.place
         self.is_homogeneous = connection.is_homogeneous
         self.hosts = connection.hosts
         self.cores, self.overlap = connection.cores, connection.overlap
+        self._tunes_overlap = setup.autotune is not None
+        self._tuned_from = None if setup.autotune is None else setup.autotune.start
         self.gradients_ready = connection.gradients_ready
         self.directory = connection.directory
         self.mpi = connection.mpi
@@ -110,6 +117,23 @@ class RunningRank:
         self._closed = False
         self._teams_begun = 0
         _living.add(self)
+
+    def overlap_now(self) -> str:
+        """What holds for the next backward."""
+        if self._tunes_overlap:
+            self.overlap, self._tunes_overlap = tuned_overlap(self.context, self.overlap)
+        return self.overlap
+
+    @property
+    def is_tuned(self) -> bool:
+        """Whether autotuning may change settings."""
+        return self._tuned_from is not None
+
+    def settings_now(self) -> Settings:
+        """The settings with what autotuning has put in force by now on this rank. The caller keeps the context open."""
+        if self._tuned_from is None:
+            return self.settings
+        return self.settings.tuned(tuned_settings(self.context, self._tuned_from))
 
     def close(self) -> None:
         """Leaves the job, announces that to the peers, frees everything; idempotent. Does nothing in a forked child."""
@@ -189,30 +213,34 @@ _starts: dict[Launch, _Starts] = {}
 """All ranks of a job start equally often, so the count identifies the start."""
 
 
-def start(environ: Mapping[str, str] | None = None, comm: Any = None) -> RunningRank:
+def start(
+    environ: Mapping[str, str] | None = None, comm: Any = None, arguments: Mapping[str, Any] | None = None
+) -> RunningRank:
     """Joins the job that the environment describes; without a launcher, a job of one rank.
 
     Args:
         environ: instead of this process's environment.
-        comm: the processes that form the job, see ``detect.find_launch``.
+        comm: the processes that form the job, see ``detect.detect_launch``.
+        arguments: settings that come before those of the environment.
 
     Raises:
-        UsageError: a variable has a bad value, the launcher's environment is incomplete, or ``comm`` does not fit.
+        UsageError: a variable or an argument is wrong, the launcher's environment incomplete, or ``comm`` unfit.
         MismatchError: ranks differ in version or in settings that must be equal.
         GroupError: a rank is missing, failed, or cannot be reached; the message names it.
         ResourceError: no memory, descriptor or address.
     """
     is_own = environ is None
     environ = environment() if environ is None else environ
-    config = read_config(environ)
+    arguments = arguments or {}
+    config = read_config(environ, arguments)
     if is_own:
         drop_variables(refuse_inherited(environ))
-    launch = find_launch(environ, config, comm)
+    launch = detect_launch(environ, config, comm)
     if is_own:
         name_rank(environ, launch)
     prepare_log(config.log_level, launch.rank)
     if launch.rank == 0:
-        for sentence in (*misspelt(environ), *passed_over(environ)):
+        for sentence in (*misspelt(environ), *passed_over(environ, arguments)):
             logging.getLogger("horo").warning(sentence)
     reporter = EndReporter(read_variables(LaunchVariables, environ).end_pipe, launch.ranks)
     reporter.joined()
@@ -223,13 +251,19 @@ def start(environ: Mapping[str, str] | None = None, comm: Any = None) -> Running
     began = time.monotonic()
     connection = connect(launch, config, starts.count, starts.leftovers)
     try:
-        job = RunningRank(connection, reporter)
+        chosen = {"segment_bytes": _first_segment(connection.setup), "gradients_ready": connection.gradients_ready}
+        job = RunningRank(connection, reporter, settings_of(config, chosen))
     except BaseException:
         close_setup(connection.setup)
         raise
     job.context.blocked_after_s, job.context.is_alone = config.deadlock_time_s, is_own
     _say_start(launch, connection, time.monotonic() - began)
+    begin_timeline(job, config)
     return job
+
+
+def _first_segment(setup: Setup) -> int:
+    return setup.segment_bytes if setup.autotune is None else setup.autotune.start["segment"]
 
 
 def _say_start(launch: Launch, connection: Connection, seconds: float) -> None:
@@ -319,14 +353,17 @@ def _join(start: _Start, secret: bytes) -> Connection:
     launch, config, rendezvous = start.launch, start.config, start.rendezvous
     rendezvous.enter()
     check_mpi(config, launch.mpi)
+    check_interfaces(config.network_interfaces, config.told("network_interfaces"))
+    check_log(config, launch.rank)
     identity = read_identity(config.host_id)
     rendezvous.publish("peer info", PeerInfo.of(launch, config, identity, start.address, version()).encode())
     said = rendezvous.gather("peer info")
     start.forget_earlier()  # not before: until now a slower rank may have read keys of the last start
     infos = check_agreement(said, lambda rank, host: f"rank {rank} ({host})")
     rendezvous.host_names.update({rank: info.host for rank, info in enumerate(infos)})
+    tell_difference(launch.rank, [(info.host, info.gpu) for info in infos])
     candidates = group_ranks([info.identity for info in infos]).members(launch.rank)
-    segment_bytes = _segment_bytes(config, infos)
+    segment_bytes = slot_bytes(config, machine_count(infos))
     arena, grouping = join_arena(
         rendezvous, candidates, secret, start.epoch, lambda count: arena_bytes(count, segment_bytes)
     )
@@ -368,7 +405,7 @@ def _directory(
         epoch=start.epoch,
         timeout_s=start.config.start_timeout_s,
         interfaces=start.config.network_interfaces,
-        sockets_per_peer=start.config.sockets_per_peer,
+        sockets_per_peer=sockets_to_open(start.config),
         data_by_mpi=data_by_mpi,
     )
 
@@ -382,8 +419,9 @@ def _build_setup(
     *,
     use: MpiUse | None,
 ) -> Setup:
-    control, data = by_host(links, len(grouping.hosts), start.config.sockets_per_peer)
-    return _setup(
+    control, data = by_host(links, len(grouping.hosts), sockets_to_open(start.config))
+    machines = machine_count(infos)
+    return setup_of(
         start.config,
         rank=start.launch.rank,
         names=[info.host for info in infos],
@@ -391,29 +429,31 @@ def _build_setup(
         arena=arena,
         control=control,
         data=data,
-        segment_bytes=_segment_bytes(start.config, infos),
+        segment_bytes=slot_bytes(start.config, machines),
         mpi=use,
+        autotune=search_of(start.config, start.launch.rank, machines),
     )
 
 
 def _alone(launch: Launch, config: Config) -> Connection:
     """A job of one rank: memory and a wake-up descriptor of its own, no store, no socket."""
+    check_interfaces(config.network_interfaces, config.told("network_interfaces"))
     grouping = Grouping((0,))
-    segment_bytes = _segment_bytes(config, [])
+    segment_bytes = slot_bytes(config, 1)
     memory = create_memory(arena_bytes(1, segment_bytes))
     try:
         arena = Arena(memory, [create_wake()], [-1])
     except BaseException:
         close_all([memory])
         raise
-    setup = _setup(
+    setup = setup_of(
         config,
         rank=0,
         names=[launch.host_name],
         grouping=grouping,
         arena=arena,
         control=[-1],
-        data=[-1] * config.sockets_per_peer,
+        data=[-1] * sockets_to_open(config),
         segment_bytes=segment_bytes,
     )
     directory = Directory(
@@ -424,63 +464,10 @@ def _alone(launch: Launch, config: Config) -> Connection:
         secret=b"",
         epoch=0,
         timeout_s=config.start_timeout_s,
-        sockets_per_peer=config.sockets_per_peer,
+        sockets_per_peer=sockets_to_open(config),
     )
     cores = len(os.sched_getaffinity(0))
+    ready = config.gradients_ready_default
     return Connection(
-        setup,
-        Place(0, 1, 0, 1),
-        True,
-        grouping.hosts,
-        cores,
-        config.overlap,
-        config.gradients_ready_default,
-        directory,
-        launch.mpi,
-    )
-
-
-def _segment_bytes(config: Config, infos: Sequence[PeerInfo]) -> int:
-    """Within a host, segments are small, to stay in the cache; between hosts, they are large, to keep the link busy."""
-    if config.segment_bytes is not None:
-        return config.segment_bytes
-    machines = {info.identity for info in infos}
-    return _SEVERAL_HOSTS_SEGMENT_BYTES if len(machines) > 1 else _ONE_HOST_SEGMENT_BYTES
-
-
-def _setup(
-    config: Config,
-    *,
-    rank: int,
-    names: list[str],
-    grouping: Grouping,
-    arena: Arena,
-    control: list[int],
-    data: list[int],
-    segment_bytes: int,
-    mpi: MpiUse | None = None,
-) -> Setup:
-    checked = not config.stall_check_disable  # times are rounded up: 0 means that there is no limit
-    return Setup(
-        rank=rank,
-        size=grouping.size,
-        host_of_rank=grouping.host_of_rank,
-        host_name_of_rank=names,
-        arena_fd=arena.memory,
-        segment_bytes=segment_bytes,
-        wake_fds=arena.wakes,
-        life_fds=arena.lives,
-        control_fds=control,
-        data_fds=data,
-        fusion_bytes=config.fusion_threshold,
-        cache_capacity=config.cache_capacity,
-        spin_us=config.spin_us,
-        cycle_time_us=math.ceil(config.cycle_time_ms * 1000),
-        stall_warning_ms=math.ceil(config.stall_check_time_s * 1000) if checked else 0,
-        stall_shutdown_ms=math.ceil(config.stall_shutdown_time_s * 1000) if checked else 0,
-        peer_timeout_ms=round(config.peer_timeout_s * 1000),
-        log_level=config.log_level_number,
-        sockets_per_peer=config.sockets_per_peer,
-        leaves_crowded_cores=config.leave_crowded_cores,
-        mpi=mpi,
+        setup, Place(0, 1, 0, 1), True, grouping.hosts, cores, config.overlap, ready, directory, launch.mpi
     )

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from horo._bootstrap.auth.handshake import Claim, HandshakeError, Purpose, Session
+from horo._bootstrap.auth.handshake import Claim, HandshakeError, HandshakeResult, Purpose
 from horo._bootstrap.directory import Directory
 from horo._bootstrap.host.grouping import Link
 from horo._bootstrap.net.addresses import Endpoint, bind_all, parse_endpoints
@@ -235,8 +235,8 @@ class _IncomingLinks:
         connected, self._connected = self._connected, {}
         return connected
 
-    def _admit(self, connection: socket.socket, session: Session) -> None:
-        claim = session.claim
+    def _admit(self, connection: socket.socket, handshake: HandshakeResult) -> None:
+        claim = handshake.claim
         if claim.target != self._group.rank or (claim.epoch, claim.team) != self._start:
             raise HandshakeError(f"it looks for rank {claim.target} (start {claim.epoch}, team {claim.team})")
         link = self._links.get((claim.purpose, claim.source, claim.number))
@@ -245,8 +245,8 @@ class _IncomingLinks:
             raise HandshakeError(f"no {kind} link (number {claim.number}) from rank {claim.source} is expected here")
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def _take(self, connection: socket.socket, session: Session) -> None:
-        claim = session.claim
+    def _take(self, connection: socket.socket, handshake: HandshakeResult) -> None:
+        claim = handshake.claim
         link = self._links[claim.purpose, claim.source, claim.number]
         with self._changed:
             # A dialer that has waited too long for the last byte of the handshake dials again: the connection that it

@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from horo import __version__
+from horo._bootstrap.gpu_libraries import GpuLibraries, find_gpu_libraries
 from horo._bootstrap.host.grouping import Grouping, group_ranks
 from horo._bootstrap.host.identity import Identity
-from horo._bootstrap.launchers.launch import Launch, Place
-from horo._config import Config, variables_of
+from horo._bootstrap.launchers.environment import Launch, Place
+from horo._config import Config
 from horo.errors import MismatchError
 
-__all__ = ["PeerInfo", "check_agreement", "core_count", "place_of", "places_alike"]
+__all__ = ["PeerInfo", "check_agreement", "core_count", "machine_count", "place_of", "places_alike"]
 
 _SHARED_SETTINGS = (
     "segment_bytes",
@@ -23,6 +24,9 @@ _SHARED_SETTINGS = (
     "cpu_operations",
     "transport",
     "sockets_per_peer",
+    "single_copy",
+    "autotune",
+    "gradients_ready",
 )
 
 
@@ -39,7 +43,9 @@ class PeerInfo:
     size: int
     """Size of the job, from this rank's environment."""
     settings: dict[str, int | str | None]
-    """Values that must be equal on all ranks, by variable; None: not set."""
+    """Values that must be equal on all ranks, by the setting's name; None: not set."""
+    sources: dict[str, str]
+    """Where each of these values comes from."""
     identity: Identity
     address: str | None
     """Local address of this rank's connection to the store."""
@@ -51,23 +57,30 @@ class PeerInfo:
     """Number of the host from the launcher."""
     mpi_threads: bool
     """Whether this rank has an MPI with ``MPI_THREAD_MULTIPLE``."""
+    gpu: GpuLibraries
+    """The libraries for GPUs that this process can use."""
 
     @classmethod
     def of(cls, launch: Launch, config: Config, identity: Identity, address: str | None, core: str) -> PeerInfo:
         """The peer info of this process."""
-        variables = variables_of(Config)
+        sources = {name: config.source(name) for name in _SHARED_SETTINGS}
+        if config.gradients_ready is None and config.horovod:
+            sources["gradients_ready"] = config.source("horovod")
+        settings = {name: getattr(config, name) for name in _SHARED_SETTINGS}
         return cls(
             horo=__version__,
             core=core,
             host=launch.host_name,
             size=launch.size,
-            settings={variables[name].names[0]: getattr(config, name) for name in _SHARED_SETTINGS},
+            settings={**settings, "gradients_ready": config.gradients_ready_default},
+            sources=sources,
             identity=identity,
             address=address,
             cpus=sum(1 << cpu for cpu in os.sched_getaffinity(0)),
             local=launch.local,
             node=launch.node,
             mpi_threads=launch.mpi is not None and launch.mpi.threads_multiple,
+            gpu=find_gpu_libraries(),
         )
 
     def encode(self) -> bytes:
@@ -88,6 +101,7 @@ class PeerInfo:
                 **values,
                 "identity": Identity(**values["identity"]),
                 "cpus": int(values["cpus"], 16),
+                "gpu": GpuLibraries(*values["gpu"]),
                 "local": None if local is None else (int(local[0]), int(local[1])),
             }
         )
@@ -107,14 +121,20 @@ def check_agreement(messages: Sequence[bytes], name: Callable[[int, str], str]) 
     peers = [PeerInfo.decode(message) for message in messages]
     first = peers[0]
     for rank, peer in enumerate(peers):
-        for variable, value in {"the job's size": first.size, **first.settings}.items():
-            other = peer.size if variable == "the job's size" else peer.settings[variable]
-            if other != value:
-                raise MismatchError(
-                    f"{variable} is {value} on {name(0, first.host)} and {other} on {name(rank, peer.host)}; it must "
-                    "be equal on all ranks"
-                )
+        ranks = name(0, first.host), name(rank, peer.host)
+        if peer.size != first.size:
+            raise _mismatch("the job's size", ranks, (first.size, peer.size))
+        for setting, value in first.settings.items():
+            if peer.settings[setting] != value:
+                values = [f"{each.settings[setting]} ({each.sources[setting]})" for each in (first, peer)]
+                raise _mismatch(f"the setting {setting}", ranks, values)
     return peers
+
+
+def _mismatch(what: str, ranks: Sequence[str], values: Sequence[object]) -> MismatchError:
+    return MismatchError(
+        f"{what} is {values[0]} on {ranks[0]} and {values[1]} on {ranks[1]}; it must be equal on all ranks"
+    )
 
 
 def _check_versions(messages: Sequence[bytes], name: Callable[[int, str], str]) -> None:
@@ -137,6 +157,11 @@ def core_count(peers: Sequence[PeerInfo]) -> int:
     for peer in peers:
         mask |= peer.cpus
     return mask.bit_count()
+
+
+def machine_count(infos: Sequence[PeerInfo]) -> int:
+    """The machines that the ranks are on, whether or not those of one can share memory."""
+    return len({info.identity for info in infos})
 
 
 def place_of(launch: Launch, peers: Sequence[PeerInfo], arenas: Grouping) -> Place:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import horo
 from horo._bootstrap.host.grouping import Grouping
-from horo._bootstrap.launchers.launch import Launch, Place
+from horo._bootstrap.launchers.environment import Launch, Place
 from horo._core_setup import Setup
 
 __all__ = ["describe_job", "describe_rank"]

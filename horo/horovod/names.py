@@ -29,6 +29,8 @@ _MODULES = {
     "horovod.runner": "horo.runner.call",
 }
 _TORCH = "horovod.torch"
+_ELASTIC = ("horovod.common.elastic", "horovod.runner.elastic")
+"""Modules of elastic jobs: they are there when ``horovod.torch.elastic`` is."""
 
 
 class _Loader:
@@ -62,6 +64,8 @@ def _target_of(name: str) -> str:
     """
     if name == _TORCH or name in _MODULES:
         return _MODULES.get(name, "horo.torch")
+    if name.startswith(_ELASTIC):
+        name = f"{_TORCH}.elastic"
     if not name.startswith(_TORCH + "."):
         return ""  # horovod.tensorflow, say: as if it were not installed
     own = name.replace("horovod", "horo", 1)

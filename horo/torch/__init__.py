@@ -24,17 +24,15 @@ from horo.errors import (
 from horo.errors import TimeoutError as TimeoutError  # not in __all__: Python has an error of this name
 from horo.torch._missing import explain_missing as _explain_missing
 from horo.torch._missing import raise_missing as _raise_missing
-from horo.torch._require import TORCH_VERSION_MIN as _TORCH_VERSION_MIN  # noqa: F401  (first: says what is missing)
-from horo.torch._runtime import (
+from horo.torch._require import TORCH_VERSION_MIN as _TORCH_VERSION_MIN  # noqa: F401  (first: its error names what is missing)
+from horo.torch._runtime import config, init, is_initialized, shutdown
+from horo.torch._topology import (
     cross_rank,
     cross_size,
-    init,
     is_homogeneous,
-    is_initialized,
     local_rank,
     local_size,
     rank,
-    shutdown,
     size,
 )
 from horo.torch.collectives import (
@@ -47,6 +45,7 @@ from horo.torch.collectives import (
     broadcast_async_,
     grouped_allgather,
     grouped_allgather_async,
+    join,
 )
 from horo.torch.compression import Compression
 from horo.torch.exchange import alltoall, alltoall_async
@@ -69,6 +68,7 @@ from horo.torch.info import (
     nccl_built,
     rocm_built,
 )
+from horo.torch.metrics import MetricAverage
 from horo.torch.ops import (
     Adasum,
     Average,
@@ -95,8 +95,10 @@ from horo.torch.scatter import (
     reducescatter,
     reducescatter_async,
 )
+from horo.torch.schedules import LearningRateWarmup
 from horo.torch.sparse import sparse_allreduce_async
 from horo.torch.sync_batch_norm import SyncBatchNorm
+from horo.torch.timeline import start_timeline, stop_timeline
 
 __all__ = [
     "AbortedError",
@@ -109,7 +111,9 @@ __all__ = [
     "HoroError",
     "HorovodInternalError",
     "InternalError",
+    "LearningRateWarmup",
     "Max",
+    "MetricAverage",
     "Min",
     "MismatchError",
     "NotInitializedError",
@@ -142,6 +146,7 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "ccl_built",
+    "config",
     "cross_rank",
     "cross_size",
     "cuda_built",
@@ -160,6 +165,7 @@ __all__ = [
     "init",
     "is_homogeneous",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
     "mpi_built",
@@ -175,6 +181,8 @@ __all__ = [
     "shutdown",
     "size",
     "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]
 

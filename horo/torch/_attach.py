@@ -15,6 +15,7 @@ from horo.errors import UsageError
 from horo.torch._compile import keep_step_hooks
 from horo.torch._delta_reducer import DeltaReducer
 from horo.torch._reducer import GradientReducer
+from horo.torch._step import UndoingStep
 
 __all__ = ["attach", "find_duplicates"]
 
@@ -24,6 +25,8 @@ def attach(optimizer: Any, reducer: GradientReducer | DeltaReducer, process_set:
     keep_step_hooks(optimizer)
     optimizer.register_step_pre_hook(reducer.before_step)
     optimizer.register_step_post_hook(reducer.after_step)
+    if isinstance(reducer, DeltaReducer):
+        optimizer.step = UndoingStep(optimizer, reducer.undo_step)
     intercepted = _Intercepted(optimizer, reducer)
     for name in intercepted.names:
         setattr(optimizer, name, getattr(intercepted, name))

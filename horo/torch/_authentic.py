@@ -2,9 +2,9 @@
 
 To unpickle is to run code. Links between hosts are authenticated when they are made, but carry no MAC afterwards: a
 process between two hosts that can change packets could change an object. So objects carry HMAC-SHA256 under a key that
-is derived from the job's secret, over the operation, its name, what all ranks have said at the begin of the call, the
-rank that sends, and the bytes. Each rank says a fresh nonce: what was sealed in another call fits no key of this one,
-and no rank has to count calls.
+is derived from the job's secret, the operation, its name and the headers that all ranks exchange at the begin of the
+call; it covers the rank that sends, and the bytes. Each header has a fresh nonce: a MAC of another call is not valid in
+this one, and no rank has to count calls.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from collections.abc import Sequence
 
 from horo.errors import MismatchError
 
-__all__ = ["ObjectKey", "make_greeting"]
+__all__ = ["ObjectKey", "make_header"]
 
 _MAC_BYTES = 32
-_GREETING = struct.Struct("!16sQI")
+_HEADER = struct.Struct("!16sQI")
 
 
-def make_greeting(payload_bytes: int, root_rank: int) -> bytes:
-    """What a rank says at the begin of a call: a fresh nonce, how many bytes it will seal, and whose object all get."""
-    return _GREETING.pack(secrets.token_bytes(16), payload_bytes, root_rank)
+def make_header(payload_bytes: int, root_rank: int) -> bytes:
+    """A rank's header of a call: a fresh nonce, the number of bytes that it will seal, and the root."""
+    return _HEADER.pack(secrets.token_bytes(16), payload_bytes, root_rank)
 
 
 class ObjectKey:
@@ -36,8 +36,8 @@ class ObjectKey:
         name: The user's name of the call; None: an automatic one.
         rank: Of this process, in the job.
         ranks: Those that take part, in the job, ascending.
-        greeting: What this rank has said.
-        greetings: What came as the greetings of these ranks, in this order.
+        header: Of this rank, as it was made.
+        headers: Those of all these ranks as they were received, in this order.
     """
 
     def __init__(
@@ -48,35 +48,36 @@ class ObjectKey:
         *,
         rank: int,
         ranks: Sequence[int],
-        greeting: bytes,
-        greetings: bytes,
+        header: bytes,
+        headers: bytes,
     ) -> None:
-        self._ranks = ranks
-        place = ranks.index(rank) * _GREETING.size
-        # Not what came back as this rank's greeting: the nonce of an earlier call could have been put in its place.
-        self._greetings = greetings[:place] + greeting + greetings[place + _GREETING.size :]
+        self.ranks = ranks
+        """Those that take part."""
+        place = ranks.index(rank) * _HEADER.size
+        # This rank's own header, not the received one: somebody could have replaced it by that of an earlier call.
+        self._headers = headers[:place] + header + headers[place + _HEADER.size :]
         self._what = what
         call = what if name is None else f"{what}.{name}"
         members = ",".join(map(str, ranks))
-        said = f"{call}\0{members}\0".encode() + self._greetings
-        self._key = hmac.digest(secret, b"horo object\0" + said, "sha256")
+        context = f"{call}\0{members}\0".encode() + self._headers
+        self._key = hmac.digest(secret, b"horo object\0" + context, "sha256")
 
     def sealed_bytes(self, rank: int) -> int:
         """How many bytes ``rank`` will send."""
-        _, payload_bytes, _ = _GREETING.unpack_from(self._greetings, self._ranks.index(rank) * _GREETING.size)
+        _, payload_bytes, _ = _HEADER.unpack_from(self._headers, self.ranks.index(rank) * _HEADER.size)
         return _MAC_BYTES + int(payload_bytes)
 
     def refuse_different_roots(self) -> None:
-        """Compares what all ranks have said.
+        """Compares the roots in the headers.
 
         Raises:
             MismatchError: They have named different roots.
         """
-        roots = [root for _, _, root in _GREETING.iter_unpack(self._greetings)]
-        for rank, root in zip(self._ranks, roots, strict=True):
+        roots = [root for _, _, root in _HEADER.iter_unpack(self._headers)]
+        for rank, root in zip(self.ranks, roots, strict=True):
             if root != roots[0]:
                 raise MismatchError(
-                    f"{self._what}: root_rank is {roots[0]} on rank {self._ranks[0]}, but {root} on rank {rank}; "
+                    f"{self._what}: root_rank is {roots[0]} on rank {self.ranks[0]}, but {root} on rank {rank}; "
                     "give the same one on all ranks"
                 )
 

@@ -14,7 +14,7 @@ from horo.torch._backward import call_at_end, current_run, is_nested
 from horo.torch._compile import is_autograd_compiled
 from horo.torch._gradients import ParameterState, ReductionOptions
 from horo.torch._reducer import GradientReducer, overlap_pays
-from horo.torch._requests import Request
+from horo.torch._request import Request
 from horo.torch._step import scaler_has_looked
 from horo.torch.ops import Sum
 
@@ -75,7 +75,7 @@ class BackwardReducer(GradientReducer):
             return
         run = current_run()
         if run != self._run:
-            self._enter(run)
+            self._enter(run, parameter)
         state = self.states[parameter]
         if state.summed is not None:
             _refuse_added(state)
@@ -165,7 +165,7 @@ class BackwardReducer(GradientReducer):
         super()._reset_counts()
         self._passes = 0
 
-    def _enter(self, run: int) -> None:
+    def _enter(self, run: int, parameter: torch.Tensor) -> None:
         """Called for the first hook of a run, and again when a nested run has ended.
 
         Raises:
@@ -178,7 +178,7 @@ class BackwardReducer(GradientReducer):
                 "DistributedOptimizer(..., gradients_ready='step') or HORO_GRADIENTS_READY=step, and call "
                 "optimizer.synchronize() before gradients are clipped, or leave compiled autograd out"
             )
-        _runtime.current()  # raises before anything says that a backward is in progress
+        _runtime.current()  # raises before a backward is noted as in progress
         self.follow_runtime()
         self.keep_step_hooks()
         self.progress.begin()
@@ -189,7 +189,7 @@ class BackwardReducer(GradientReducer):
             self._first_run = run
         self._run = run
         # A gradient that a nested run has made may be added to by the next one.
-        overlaps = self._passes + 1 >= self.options.passes and not nested and overlap_pays()
+        overlaps = self._passes + 1 >= self.options.passes and not nested and overlap_pays(parameter)
         self._overlaps = overlaps and self.may_submit()
         call_at_end(self)
 
@@ -245,7 +245,7 @@ def _divide_sum(state: ParameterState) -> None:
 
 
 def _refuse_replaced(state: ParameterState) -> None:
-    """Refuses to add to a gradient of which nobody knows whether it is a sum over the ranks.
+    """Refuses to add to a gradient that may or may not be a sum over the ranks.
 
     Raises:
         UsageError: It was replaced since it was summed.

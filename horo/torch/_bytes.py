@@ -10,7 +10,7 @@ __all__ = ["bytes_of", "tensor_of"]
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a dense, contiguous tensor in host memory, which lives as long as the view."""
+    """The memory of a dense, contiguous tensor in host memory. It stays allocated as long as the view exists."""
     count = tensor.numel() * tensor.element_size()
     if count == 0:
         return memoryview(b"")

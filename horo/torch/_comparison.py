@@ -48,9 +48,9 @@ def _checksum_of_tensor(tensor: torch.Tensor) -> int:
     if tensor.layout is torch.sparse_coo:
         tensor = tensor.coalesce()
         return checksum((tensor.indices(), tensor.values()))
-    if tensor.layout is not torch.strided or not tensor.is_cpu:
+    if tensor.layout is not torch.strided or not (tensor.is_cpu or tensor.is_cuda):
         return 0
-    return zlib.crc32(bytes_of(tensor.detach().contiguous()))
+    return zlib.crc32(bytes_of(tensor.detach().cpu().contiguous()))
 
 
 def options_of(groups: Iterable[Mapping[str, Any]]) -> dict[str, int]:

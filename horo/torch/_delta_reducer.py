@@ -3,24 +3,26 @@
 Before ``step()`` the parameters are copied. The optimizer steps by the gradients of this rank; what it has moved each
 parameter by is combined with that of the other ranks by Adasum, and the result is added to the copy. So momentum and
 the like are each rank's own, and parameters are equal on all ranks after each step.
+
+A step that raises leaves the parameters as they were before it, and it has not taken place: the next call of ``step()``
+does it. Where other ranks may have got its result already, since an exception of a signal handler has ended the wait
+for it, that call ends the exchange in progress with that result. Momentum and the like keep what they were given.
 """
 
 from __future__ import annotations
 
 import copy
-import weakref
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NoReturn
 
 import torch
 
-from horo.errors import HoroError, UnsupportedError, UsageError
-from horo.torch._compile import keep_step_hooks
+from horo.errors import HoroError, ResourceError, UnsupportedError
 from horo.torch._first_checks import FirstCheck, refuse_ddp
 from horo.torch._gradients import ParameterState, ReductionOptions
 from horo.torch._member import Member
-from horo.torch._requests import Request, start_allreduce
+from horo.torch._request import Request
+from horo.torch._requests import find_left, start_allreduce
 from horo.torch._spans import span
 from horo.torch._staging import Spec
 from horo.torch._step import scaler_has_looked
@@ -31,17 +33,25 @@ __all__ = ["DeltaReducer"]
 class DeltaReducer(Member):
     """Combines the steps that ranks take. It stands where a ``GradientReducer`` does, and hooks no parameter."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, options: ReductionOptions, names: dict[Any, str]) -> None:
-        super().__init__(options.process_set)
-        self.options = options
-        self.names = names
-        self.hooked: set[torch.Tensor] = set()
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, options: ReductionOptions, names: dict[torch.Tensor, str]
+    ) -> None:
+        super().__init__(optimizer, options, names)
         self.handles: dict[torch.Tensor, Any] = {}
-        self._optimizer = weakref.ref(optimizer)
         self._starts: dict[ParameterState, torch.Tensor] = {}
-        """What the parameters were before the step in progress."""
-        self._requests: list[Request] = []
-        """Those of a step that an exception of a signal handler has left; finished before the next step."""
+        """What the parameters were before the step in progress, or before one that has not come to its end."""
+        self._sent: list[tuple[torch.Tensor, Any]] = []
+        """What is exchanged of each of them, with the compressor's context; empty before the exchange."""
+        self._requests: list[Request | HoroError] = []
+        """Those of the exchange, which leave their results in what is sent; or why one was refused."""
+        self._failures: list[HoroError | None] = []
+        """Of the requests that are done: the error, if there is one."""
+        self._has_failed = False
+        """Whether the exchange has failed on all ranks, else an exception that is this rank's alone has ended it."""
+        self._is_nested = sum("step" in vars(cls) for cls in type(optimizer).__mro__) > 2
+        """Whether a ``step()`` may call that of its base class, around which these hooks are as well."""
+        self._depth = 0
+        """How many such calls are in progress."""
         self.adopt()
 
     # -- what the user calls ---------------------------------------------------------------------------------------
@@ -61,19 +71,6 @@ class DeltaReducer(Member):
         """A context that changes nothing: backward accumulates locally here, whether inside or not."""
         return nullcontext()
 
-    def set_backward_passes_per_step(self, passes: int) -> None:
-        """Sets what the attribute says; gradients accumulate locally until ``step()``, however many passes come.
-
-        Raises:
-            UsageError: ``passes`` is not positive.
-        """
-        if passes <= 0:
-            raise UsageError(f"backward_passes_per_step must be positive, not {passes}")
-        self.options.passes = passes
-        optimizer: Any = self._optimizer()
-        if optimizer is not None:
-            optimizer.backward_passes_per_step = passes
-
     # -- around step() ---------------------------------------------------------------------------------------------
 
     def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -84,9 +81,12 @@ class DeltaReducer(Member):
             UsageError: Parameters are not equal on all ranks before the first step, or an optimizer that was made
                 later has some of them.
         """
+        if self._depth and self._is_nested:
+            self._depth += 1
+            return
         self.newer.refuse(self, "optimizer.step()")
+        self.settle_join()
         self.follow_runtime()
-        self.drain()
         if self.size == 1:
             return
         if scaler_has_looked(optimizer):
@@ -94,10 +94,32 @@ class DeltaReducer(Member):
                 "optimizer.step(): a GradScaler skips the steps of one rank alone, for which the others would wait "
                 "with op=Adasum; use bfloat16, or op=Average"
             )
+        if self._sent:  # the step begins where the one before did, and ends as that one
+            self._move_back()
+        else:
+            self._begin()
+        self._depth = 1
+
+    def _begin(self) -> None:
+        self._move_back()
+        self.drain()
         states = [state for state in self.adopt() if _takes_part(state.parameter)]
         self._compare(states)
         with torch.no_grad():
             self._starts = {state: state.parameter.detach().clone() for state in states}
+
+    def _move_back(self) -> None:
+        """Undoes what a step that has not come to its end has done to the parameters."""
+        with torch.no_grad():
+            for state, start in self._starts.items():
+                state.parameter.detach().copy_(start)
+
+    def undo_step(self) -> None:
+        """Called when a step has raised: parameters are where they were before it, and what changes them then stays."""
+        self._depth = 0
+        self._move_back()
+        if not self._sent:
+            self._starts = {}
 
     def after_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A torch step post-hook: blocks until the steps of all ranks are combined.
@@ -106,47 +128,77 @@ class DeltaReducer(Member):
             MismatchError: Ranks moved different parameters under one name; all stand where they were before the step.
             GroupError: A rank is lost or horo was shut down; likewise.
         """
-        starts, self._starts = self._starts, {}
-        if not starts:
+        self._depth = max(0, self._depth - 1)
+        if not self._starts or self._depth:  # the step of which this is a part goes on to move parameters
             return
-        with torch.no_grad():
-            try:
-                for state, moved in zip(starts, self._combined(starts), strict=True):
-                    state.parameter.detach().copy_(starts[state].add_(moved))
-            except BaseException:
-                for state, start in starts.items():
-                    state.parameter.detach().copy_(start)
-                raise
+        try:
+            with torch.no_grad():
+                for (state, start), moved in zip(self._starts.items(), self._combined(), strict=True):
+                    state.parameter.detach().copy_(start + moved)
+        except BaseException:
+            self._move_back()
+            if self._has_failed:
+                self.drain()
+            raise
+        self._forget()
 
-    def _combined(self, starts: dict[ParameterState, torch.Tensor]) -> list[torch.Tensor]:
-        """What the parameters have moved by on all ranks together."""
-        compressor, contexts = self.options.compression, []
-        for state, start in starts.items():
-            sent, context = compressor.compress(state.parameter.detach() - start)
-            contexts.append(context)
+    def _combined(self) -> list[torch.Tensor]:
+        """What the parameters have moved by on all ranks together; goes on where an earlier call was interrupted."""
+        compressor = self.options.compression
+        if not self._sent:
+            moved = (state.parameter.detach() - start for state, start in self._starts.items())
+            # Contiguous, so that the results are there as soon as a request is done.
+            self._sent = [(sent.contiguous(), context) for sent, context in map(compressor.compress, moved)]
+        self._submit()
+        with span("horo.synchronize"):
+            self._finish()
+        for failure in self._failures:
+            if failure is not None:
+                self._has_failed = True
+                raise failure
+        return [compressor.decompress(result, context) for result, context in self._sent]
+
+    def _submit(self) -> None:
+        """Also what follows a refused one: the other ranks, whose call of that name fails, have submitted it."""
+        for state, (sent, _) in list(zip(self._starts, self._sent, strict=True))[len(self._requests) :]:
             spec = Spec(
                 state.kind or "", f"{state.name}.delta", self.options.op, wire=self.options.wire, team=self.team
             )
-            self._requests.append(start_allreduce([sent], spec, in_place=True))
-        with span("horo.synchronize"):
-            self._requests[-1].wait_done()
-            results = list(self._finish())
-        for result in results:
-            if isinstance(result, HoroError):
-                raise result
-        return [compressor.decompress(*pair) for pair in zip(results, contexts, strict=True)]
-
-    def _finish(self) -> Iterator[Any]:
-        """The result of each request, or its error."""
-        while self._requests:
             try:
-                result = self._requests[0].wait()[0]
-            except HoroError as error:
-                if not self._requests[0].is_done():  # it is a signal handler's
+                self._requests.append(start_allreduce([sent], spec, in_place=True))
+            except BaseException as error:
+                left = find_left(sent)
+                if left is not None:  # an exception of a signal handler came after the submission
+                    self._requests += [] if left in self._requests else [left]
                     raise
-                result = error
-            self._requests.pop(0)
-            yield result
+                if not isinstance(error, HoroError):
+                    raise
+                self._requests.append(error)
+
+    def _finish(self) -> None:
+        """Waits for all requests. What it does may be done twice, since a signal handler may raise anywhere in it."""
+        if len(self._failures) < len(self._requests) and isinstance(self._requests[-1], Request):
+            self._requests[-1].failure()  # one wait instead of many
+        while len(self._failures) < len(self._requests):
+            request = self._requests[len(self._failures)]
+            self._failures.append(request.failure() if isinstance(request, Request) else request)
+        for number, request in enumerate(self._requests):
+            if isinstance(request, Request):
+                self._take(number, request)
+
+    def _take(self, number: int, request: Request) -> None:
+        if self._failures[number] is not None:
+            with suppress(HoroError):  # that one
+                request.wait()
+        elif not request.is_released():
+            try:
+                request.wait()
+            except ResourceError as error:  # a GPU
+                self._failures[number] = error
+
+    def _forget(self) -> None:
+        self._starts, self._sent, self._requests, self._failures = {}, [], [], []
+        self._has_failed = False
 
     def _compare(self, states: list[ParameterState]) -> None:
         self.name_gradients()
@@ -155,54 +207,35 @@ class DeltaReducer(Member):
         if not fresh or optimizer is None:
             return
         refuse_ddp(states)
-        check = FirstCheck(self.label, fresh, optimizer, self.options.process_set, has_own_state=True)
+        check = FirstCheck(
+            self.label,
+            fresh,
+            optimizer,
+            self.options.process_set,
+            has_own_state=True,
+            is_after_join=self.has_joined,
+        )
         check.wait()
         check.refuse_different_values()
         self._checked = len(self.states)
 
-    # -- what an optimizer asks of its reducer ---------------------------------------------------------------------
+    # -- called by the optimizer's hooks ------------------------------------------------------------------------------
 
     def refuse_while_pending(self, what: str) -> None:
         """Refuses nothing: no gradient is ever in progress."""
 
-    def keep_step_hooks(self) -> None:
-        """Called now and then before a step: torch.compile may have been used meanwhile."""
-        optimizer = self._optimizer()
-        if optimizer is not None:
-            keep_step_hooks(optimizer)
-
     def drain(self) -> None:
-        """Waits for what a step that was interrupted has left; its results are dropped."""
-        for _ in self._finish():
-            pass
+        """Waits for what a step has left, whose results are dropped: the next step is one from the beginning."""
+        self._finish()
+        self._forget()
 
     def reset(self) -> None:
         """Begins anew in another job: what was in progress there has ended with it."""
-        self._requests.clear()
-        self._starts.clear()
-
-    def adopt(self) -> list[ParameterState]:
-        """Makes a state for every parameter that the optimizer has by now; returns all."""
-        optimizer = self._optimizer()
-        if optimizer is None:
-            return []
-        is_larger = False
-        for number, group in enumerate(optimizer.param_groups):
-            for index, parameter in enumerate(group["params"]):
-                if parameter not in self.states:
-                    name = self.names.setdefault(parameter, f"allreduce.noname.{number}.{index}")
-                    self.states[parameter] = ParameterState(parameter, name)
-                    self._are_named, is_larger = False, True
-                if parameter.requires_grad:
-                    self.hooked.add(parameter)
-        if is_larger:
-            self.claim_parameters()
-        return list(self.states.values())
+        self._forget()
 
     def copy_for(self, optimizer: torch.optim.Optimizer, twins: dict[torch.Tensor, torch.Tensor]) -> DeltaReducer:
         """One with the same options for a copy of the optimizer; ``twins``: its parameters by those of this one."""
-        names = {twins[parameter]: name for parameter, name in self.names.items() if parameter in twins}
-        return type(self)(optimizer, copy.copy(self.options), names)
+        return type(self)(optimizer, copy.copy(self.options), self.names_for(twins))
 
 
 def _takes_part(parameter: torch.Tensor) -> bool:

@@ -19,7 +19,8 @@ from horo.torch._gradients import (
     UnusedGradient,
 )
 from horo.torch._member import Member
-from horo.torch._requests import Gathered, Request, start_again, start_allgather, start_allreduce
+from horo.torch._request import Request
+from horo.torch._requests import Gathered, start_again, start_allgather, start_allreduce
 from horo.torch._staging import Spec
 from horo.torch.ops import Average
 
@@ -32,9 +33,10 @@ class Exchange(Member):
     leaves_unused: ClassVar[bool]
     """Whether the gradient of a parameter that no rank has used stays None; else it becomes zeros."""
 
-    def __init__(self, options: ReductionOptions) -> None:
-        super().__init__(options.process_set)
-        self.options = options
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, options: ReductionOptions, names: dict[torch.Tensor, str]
+    ) -> None:
+        super().__init__(optimizer, options, names)
         self.handles: dict[torch.Tensor, Request | None] = {}
         """What is in progress, or held for ``synchronize`` (None)."""
         self._marked: ParameterState | None = None
@@ -205,11 +207,12 @@ class Exchange(Member):
         Raises:
             UsageError: Ranks are in different steps.
         """
-        if len(set(forms.rows)) != 1:
+        ranks = forms.present(_runtime.current().teams.find(self.team).ranks)
+        if len(set(forms.rows) - {0}) != 1:
             return None  # groups of different lengths
-        everyone = forms.tensor.view(len(forms.rows), -1, 3)  # of each rank and gradient: used, sparse dimensions, mark
+        everyone = forms.tensor.view(len(ranks), -1, 3)  # of each rank and gradient: used, sparse dimensions, mark
         marks = everyone[:, 0, 2].tolist()
-        is_apart = any(marks) and self.progress.meet(marks, _runtime.current().teams.find(self.team).ranks)
+        is_apart = any(marks) and self.progress.meet(marks, ranks)
         is_used = everyone[:, :, 0].bool()
         sparse_dims = set(everyone[:, 0, 1][is_used[:, 0]].tolist())
         if sparse_dims <= {0}:
@@ -241,7 +244,7 @@ class Exchange(Member):
         return bool(fresh)
 
     def _sparse_dims(self, state: ParameterState) -> int:
-        """How many dimensions of its gradient are sparse; 0: it travels as a dense one."""
+        """How many dimensions of its gradient are sparse; 0: it is sent as a dense one."""
         grad = state.parameter.grad
         return grad.sparse_dim() if grad is not None and self._travels_sparse(state, grad) else 0
 

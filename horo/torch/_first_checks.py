@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -10,9 +11,10 @@ from typing import Any, NoReturn
 import torch
 
 from horo.errors import MismatchError, UsageError
+from horo.horovod import is_installed
 from horo.torch._comparison import Comparison, checksum, options_of
 from horo.torch._gradients import ParameterState
-from horo.torch.functions import allgather_object
+from horo.torch.functions import gather_objects
 from horo.torch.process_sets import ProcessSet, global_process_set, resolve_process_set
 
 __all__ = ["FirstCheck", "refuse_ddp", "refuse_ddp_model"]
@@ -24,7 +26,7 @@ _NAMES = ""
 
 
 class FirstCheck:
-    """Compares parameters, and what the optimizer knows of each, over all ranks, in one small allreduce.
+    """Compares parameters, and the optimizer's state of each, over all ranks, in one small allreduce.
 
     Ranks that start from different ones stay apart for ever, since they add the same gradients to them. Frozen
     parameters are compared too: ranks would compute the gradients of different models.
@@ -38,8 +40,19 @@ class FirstCheck:
         process_set: ProcessSet,
         *,
         has_own_state: bool = False,
+        is_after_join: bool = False,
     ) -> None:
-        """``has_own_state``: what the optimizer knows of each parameter may differ, as ranks step by themselves."""
+        """Begins the comparison.
+
+        Args:
+            label: What the name of the operation begins with.
+            states: The parameters.
+            optimizer: Has them, and its options and state of them.
+            process_set: The ranks that take part.
+            has_own_state: The optimizer's state of a parameter may differ between ranks, as each steps by itself.
+            is_after_join: Ranks have joined before. As in Horovod, they may go on with what they have: it is a warning.
+        """
+        self._is_after_join = is_after_join
         self._label = label
         self._process_set = process_set
         self._is_trained = {state.name: state.parameter.requires_grad for state in states}
@@ -73,24 +86,41 @@ class FirstCheck:
     def refuse_different_values(self) -> None:
         """Says what the comparison has found.
 
+        Under Horovod's names it is a warning: Horovod lets ranks start from different parameters.
+
         Raises:
             UsageError: Ranks have different parameters, state or options; the sentence names the first.
         """
+        if self._different and self._is_after_join:
+            warnings.warn(
+                f"{self._different[0]!r} is not equal on all ranks after join(): ranks that joined early have missed "
+                "steps of the others; call hvd.broadcast_parameters(model.state_dict(), last) and "
+                "hvd.broadcast_optimizer_state(optimizer, last) with last = hvd.join(), the rank that joined last",
+                stacklevel=2,
+            )
+            return
+        if not self._different:
+            return
+        if not is_installed():
+            raise UsageError(self._first_difference())
+        warnings.warn(self._first_difference(), stacklevel=2)
+
+    def _first_difference(self) -> str:
+        """The first difference, and what to call."""
         parameters = [name for name in self._different if name in self._parameters]
         if parameters:
-            raise UsageError(
+            return (
                 f"parameter {parameters[0].removeprefix(_PARAMETER)!r} is not equal on all ranks before the first step "
                 f"({len(parameters)} of {len(self._parameters)} parameters are not); call "
                 f"hvd.broadcast_parameters(model.state_dict(), {self._root()}) before training begins"
             )
-        if self._different:
-            what = self._different[0]
-            if what.startswith(_STATE):
-                what = f"the optimizer's state of parameter {what.removeprefix(_STATE)!r}"
-            raise UsageError(
-                f"{what}: not equal on all ranks before the first step, so they would do different steps; call "
-                f"hvd.broadcast_optimizer_state(optimizer, {self._root()}) before training begins"
-            )
+        what = self._different[0]
+        if what.startswith(_STATE):
+            what = f"the optimizer's state of parameter {what.removeprefix(_STATE)!r}"
+        return (
+            f"{what}: not equal on all ranks before the first step, so they would do different steps; call "
+            f"hvd.broadcast_optimizer_state(optimizer, {self._root()}) before training begins"
+        )
 
     def _root(self) -> str:
         """The arguments of a broadcast to the ranks that take part."""
@@ -100,10 +130,10 @@ class FirstCheck:
 
     def _refuse_different_sets(self) -> NoReturn:
         own = self._is_trained, self._group_count
-        everyone = allgather_object(own, f"{self._label}.check.names", self._process_set)
-        ranks = self._process_set.ranks or []
-        for rank, theirs in zip(ranks, everyone, strict=True):
-            difference = _difference(everyone[0], theirs, ranks[0], rank)
+        everyone = gather_objects(own, f"{self._label}.check.names", self._process_set)
+        first = next(iter(everyone))
+        for rank, theirs in everyone.items():
+            difference = _difference(everyone[first], theirs, first, rank)
             if difference:
                 break
         raise UsageError(f"{difference}; make the same model and optimizer on all ranks, and freeze them alike")

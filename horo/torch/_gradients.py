@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from horo.errors import UnsupportedError, UsageError
-from horo.torch._requests import Request
+from horo.torch._request import Request
 from horo.torch._staging import check_tensor, count_change
 from horo.torch.compression import Compressor, split
 from horo.torch.process_sets import ProcessSet
@@ -146,7 +146,7 @@ class PackedGradient(WatchedGradient):
 
 
 class UnusedGradient:
-    """A parameter without a gradient during a reduction: what is sent tells the other ranks so.
+    """A parameter without a gradient during a reduction. The tensor that is sent shows this to the other ranks.
 
     If all have sent the same, nobody has used the parameter. Else ranks get a mismatch.
     """
@@ -157,7 +157,7 @@ class UnusedGradient:
         state.was_unused = True
         self.state = state
         # One element in more dimensions than any gradient has, also with a mark: a used one never looks like this.
-        self.sent = torch.zeros((1,) * _UNUSED_DIMENSIONS, dtype=state.parameter.dtype)
+        self.sent = state.parameter.detach().new_zeros((1,) * _UNUSED_DIMENSIONS)
 
     def unpack(self) -> None:
         """Nobody has used the parameter: ``p.grad`` stays None."""
@@ -196,7 +196,7 @@ class UnsentReduction(PendingReduction):
         super().__init__(None, ())
         if state.group is not None:
             refuse_sparse(state, grad, options)
-        check_tensor(grad._values() if grad.layout is torch.sparse_coo else grad, kind, state.name)
+        check_tensor(grad._values() if grad.layout is torch.sparse_coo else grad, kind, state.name, reduced=True)
         self.watched = WatchedGradient(state, grad, options)
 
     def finish(self) -> None:
@@ -220,7 +220,7 @@ class PendingSparseReduction(PendingReduction):
         indices, values = (item.tensor for item in self._gathered.wait())
         parameter = self.state.parameter
         indices = indices.view(indices.shape[0], indices.shape[-1])  # without its mark
-        # Other ranks have checked nothing either, and torch warns unless it is told whether to.
+        # Other ranks have checked nothing either, and torch warns unless the choice is passed.
         total = torch.sparse_coo_tensor(indices.t(), values.mul_(self.scale), parameter.shape, check_invariants=True)
         parameter.grad = total.coalesce()
 

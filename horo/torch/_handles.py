@@ -9,7 +9,7 @@ import torch
 
 from horo.errors import AbortedError, UsageError
 from horo.torch import _runtime
-from horo.torch._requests import Request
+from horo.torch._request import Request
 from horo.torch._spans import profiling, span
 
 __all__ = ["first_of", "poll", "publish", "synchronize"]
@@ -17,8 +17,7 @@ __all__ = ["first_of", "poll", "publish", "synchronize"]
 
 def publish(request: Request, shape: Callable[[Any], Any]) -> int:
     """An integer handle for a request; ``shape`` turns its result into what ``synchronize`` returns."""
-    request.publish(shape)
-    return request.number
+    return request.publish(shape)
 
 
 def first_of(results: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -29,7 +28,7 @@ def first_of(results: tuple[torch.Tensor, ...]) -> torch.Tensor:
 def poll(handle: int) -> bool:
     """Whether an asynchronous operation is done, so that ``synchronize(handle)`` would return at once.
 
-    Returns at once; never blocks.
+    Returns at once; never blocks. Once it has returned True, another operation may have the name of this one.
 
     Args:
         handle: What an asynchronous operation has returned.
@@ -42,7 +41,11 @@ def poll(handle: int) -> bool:
         handle = hvd.allreduce_async(torch.ones(3))
         print("done" if hvd.poll(handle) else "in progress")
     """
-    return _lookup(handle).done()
+    request = _lookup(handle)
+    done = request.done()
+    if done:
+        request.free_name()
+    return done
 
 
 def synchronize(handle: int) -> Any:
@@ -77,6 +80,6 @@ def _lookup(handle: int) -> Request:
     request = runtime.requests.get(handle)
     if request is not None and request.public:
         return request
-    if isinstance(handle, int) and 0 < handle <= runtime.handle_base:
+    if isinstance(handle, int) and _runtime.FIRST_HANDLE_BASE < handle <= runtime.handle_base:
         raise AbortedError(f"Handle {handle} was created before horo was shut down.")
     raise UsageError(f"Handle {handle} was not created or has been cleared.")

@@ -6,14 +6,16 @@ import abc
 import gc
 import itertools
 import weakref
+from typing import Any
 
 import torch
 
 from horo.errors import AbortedError, UsageError
 from horo.torch import _runtime
-from horo.torch._gradients import ParameterState
+from horo.torch._compile import keep_step_hooks
+from horo.torch._gradients import ParameterState, ReductionOptions
 from horo.torch._progress import StepProgress
-from horo.torch.process_sets import ProcessSet, refuse_unregistered
+from horo.torch.process_sets import refuse_unregistered
 
 __all__ = ["Member"]
 
@@ -25,8 +27,16 @@ class Member(abc.ABC):
     has made or copied or kept from an earlier job does not shift them.
     """
 
-    def __init__(self, process_set: ProcessSet) -> None:
-        self._process_set = process_set
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, options: ReductionOptions, names: dict[torch.Tensor, str]
+    ) -> None:
+        self.options = options
+        self.names = names
+        """By parameter, equal on all ranks; those that the user has not named get one from their place."""
+        self.hooked: set[torch.Tensor] = set()
+        """The parameters that have been seen to require grad."""
+        self._optimizer = weakref.ref(optimizer)
+        self._process_set = options.process_set
         self._team: int | None = None
         """The id of the process set in the core; None while it is not registered."""
         self.states: dict[torch.Tensor, ParameterState] = {}
@@ -39,6 +49,13 @@ class Member(abc.ABC):
         self.progress = StepProgress()
         self._runtime: _runtime.Runtime | None = None
         """The runtime of the job that it has taken part in last."""
+        self._rounds = 0
+        """How often all ranks of the job had joined when it took part last."""
+        runtime = _runtime.find()
+        self._made_in = None if runtime is None else weakref.ref(runtime)
+        """The runtime of the job in which it was made, if any."""
+        self._made_after = 0 if runtime is None else runtime.joining.rounds
+        """How often all ranks of that job had joined then."""
         self._are_named = False
         """Whether the gradients of all parameters have their names in this job."""
         self._checked = 0
@@ -47,6 +64,58 @@ class Member(abc.ABC):
     @abc.abstractmethod
     def reset(self) -> None:
         """Begins anew: nothing is in progress."""
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Changes how many backward passes accumulate locally, from the next one on.
+
+        Raises:
+            UsageError: ``passes`` is not positive.
+        """
+        if passes <= 0:
+            raise UsageError(f"backward_passes_per_step must be positive, not {passes}")
+        self.options.passes = passes
+        optimizer: Any = self._optimizer()
+        if optimizer is not None:
+            optimizer.backward_passes_per_step = passes
+
+    def keep_step_hooks(self) -> None:
+        """Called now and then before a step: torch.compile may have been used meanwhile."""
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            keep_step_hooks(optimizer)
+
+    def adopt(self) -> list[ParameterState]:
+        """Makes a state for every parameter that the optimizer has by now, and hooks those that require grad.
+
+        Returns:
+            The states, in the optimizer's order.
+        """
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return []
+        states = []
+        is_larger = False
+        for number, group in enumerate(optimizer.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                state = self.states.get(parameter)
+                if state is None:
+                    name = self.names.setdefault(parameter, f"allreduce.noname.{number}.{index}")
+                    state = self.states[parameter] = ParameterState(parameter, name)
+                    self._are_named, is_larger = False, True
+                if parameter.requires_grad and parameter not in self.hooked:
+                    self._hook(parameter)
+                states.append(state)
+        if is_larger:
+            self.claim_parameters()
+        return states
+
+    def _hook(self, parameter: torch.Tensor) -> None:
+        """Called once for each parameter that is found to require grad."""
+        self.hooked.add(parameter)
+
+    def names_for(self, twins: dict[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, str]:
+        """The names for a copy of the optimizer; ``twins``: its parameters by those of this one."""
+        return {twins[parameter]: name for parameter, name in self.names.items() if parameter in twins}
 
     def follow_runtime(self, *, forget: bool = False) -> None:
         """Begins anew if the job is another one than before, or the process set was removed and added again: nobody
@@ -63,24 +132,55 @@ class Member(abc.ABC):
         team = self._process_set.team_in(runtime)
         if team is None and runtime is not None and not forget:
             refuse_unregistered(self._process_set, "DistributedOptimizer")
-        if runtime is self._runtime and team == self._team:
-            return
+        rounds = 0 if runtime is None else runtime.joining.rounds
         was_pending = any(state.pending is not None for state in self.states.values())
+        if runtime is self._runtime and team == self._team:
+            if rounds != self._rounds and not was_pending:  # what is pending was begun before, and is done
+                self._begin_anew(rounds)
+            return
         if self._runtime is not None:
             self.reset()
             self.is_reduced = False
         self._runtime, self._team = runtime, team
+        self._begin_anew(rounds)
+        if was_pending and not forget:
+            raise AbortedError(
+                "horo was shut down while gradients were being reduced, so they may be half of this rank and half of "
+                "all; call optimizer.zero_grad() and compute them again"
+            )
+
+    def settle_join(self) -> None:
+        """Before gradients are submitted: ends a join that an exception has left, if all ranks have joined by now.
+
+        The submission would do that, too, but then gradients would have names of before the end of the round.
+
+        Raises:
+            UsageError: This rank has joined, and others have not.
+        """
+        runtime = _runtime.find()
+        if runtime is None or not runtime.is_joining:
+            return
+        team = self._process_set.team_in(runtime)
+        if team is not None and runtime.teams.size_for(team) == 1:  # nothing will be submitted
+            runtime.joining.settle()
+        else:
+            runtime.joining.settle_before("the gradients of a DistributedOptimizer")
+
+    def _begin_anew(self, rounds: int) -> None:
+        """Forgets what ranks have told each other: some of them may have been in another job, or joined."""
+        self._rounds = rounds
         self.progress = StepProgress()
         self._checked = 0
         self._are_named = False
         for state in self.states.values():
             state.kind = None
             state.varies = False
-        if was_pending and not forget:
-            raise AbortedError(
-                "horo was shut down while gradients were being reduced, so they may be half of this rank and half of "
-                "all; call optimizer.zero_grad() and compute them again"
-            )
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether ranks have joined in this job since it was made, so that some may have missed steps of others."""
+        is_job_of_making = self._made_in is not None and self._made_in() is self._runtime
+        return self._rounds > (self._made_after if is_job_of_making else 0)
 
     @property
     def team(self) -> int:
@@ -120,9 +220,12 @@ class Member(abc.ABC):
 
     def may_submit(self) -> bool:
         """Whether hooks may submit gradients: names are given, or can be whatever the order of the hooks is."""
+        runtime = _runtime.current()
+        if runtime.is_joining:  # the names may be those of before the join
+            return False
         if self._are_named:
             return True
-        if self._is_ambiguous(_runtime.current()):
+        if self._is_ambiguous(runtime):
             return False
         self.name_gradients()
         return True

@@ -1,4 +1,4 @@
-"""Names of Horovod that are not there: asking for one, or importing it, says so and names another way."""
+"""Names of Horovod that are not there: using or importing one is an error that names another way."""
 
 from __future__ import annotations
 
@@ -10,10 +10,6 @@ __all__ = ["explain_missing", "raise_missing"]
 INSTEAD = {
     "_check_has_gpu": "use torch.cuda.is_available()",
     "elastic": "save checkpoints, and start again from the last one after a HorovodInternalError",
-    "join": "give all ranks equally many batches: cut them by itertools.islice at the smallest number, which an "
-    "allreduce with op=hvd.Min finds",
-    "start_timeline": "a stall or a loss shows the last events of each rank by itself",
-    "stop_timeline": "a stall or a loss shows the last events of each rank by itself",
 }
 """What to do instead, for each name of ``horovod.torch`` that is missing."""
 _INSIDE = {

@@ -24,12 +24,11 @@ from torch.utils.hooks import RemovableHandle
 
 from horo.errors import HoroError, UsageError
 from horo.torch import _runtime
-from horo.torch._compile import keep_step_hooks
 from horo.torch._exchange import Exchange
 from horo.torch._first_checks import FirstCheck, refuse_ddp
 from horo.torch._gradients import Group, ParameterState, ReductionOptions
 from horo.torch._progress import refuse_different_steps
-from horo.torch._requests import Request, wait_any
+from horo.torch._request import Request, wait_any
 from horo.torch._spans import span
 from horo.torch._step import ReducingClosure, closure_of, with_closure
 from horo.torch._usage import UsageCheck
@@ -53,10 +52,7 @@ class GradientReducer(Exchange):
         names: dict[torch.Tensor, str],
         groups: Sequence[Sequence[torch.Tensor]],
     ) -> None:
-        super().__init__(options)
-        self.names = names
-        self.hooked: set[torch.Tensor] = set()
-        self._optimizer = weakref.ref(optimizer)
+        super().__init__(optimizer, options, names)
         self._hooks: list[RemovableHandle] = []
         self._paused = False
         self._skip = False
@@ -104,13 +100,8 @@ class GradientReducer(Exchange):
         Raises:
             UsageError: ``passes`` is not positive.
         """
-        if passes <= 0:
-            raise UsageError(f"backward_passes_per_step must be positive, not {passes}")
-        self.options.passes = passes
+        super().set_backward_passes_per_step(passes)
         self._reset_counts()
-        optimizer = self._optimizer()
-        if optimizer is not None:
-            optimizer.backward_passes_per_step = passes  # type: ignore[attr-defined]
 
     def drain(self) -> None:
         """Finishes all reductions that are in progress or held, and starts no others."""
@@ -150,6 +141,7 @@ class GradientReducer(Exchange):
 
     def submit_all(self) -> Request | None:
         """Submits all gradients that are not in progress; returns the last request. Autograd is off."""
+        self.settle_join()
         self.follow_runtime()
         self.progress.begin()
         self._due = self._active()
@@ -161,7 +153,11 @@ class GradientReducer(Exchange):
         optimizer = self._optimizer()
         if has_unchecked and self._due and optimizer is not None and self.size > 1:
             self._check = FirstCheck(
-                self.label, list(self.states.values())[self._checked :], optimizer, self.options.process_set
+                self.label,
+                list(self.states.values())[self._checked :],
+                optimizer,
+                self.options.process_set,
+                is_after_join=self.has_joined,
             )
             last = self._check.request
         varying = [state for state in self._due if state.varies]
@@ -253,14 +249,8 @@ class GradientReducer(Exchange):
         if not (self._skip and self._paused):  # else it is a step of this rank alone
             self.progress.reductions = 0
 
-    def keep_step_hooks(self) -> None:
-        """Called now and then before a step: torch.compile may have been used meanwhile."""
-        optimizer = self._optimizer()
-        if optimizer is not None:
-            keep_step_hooks(optimizer)
-
     def begin_closure(self) -> None:
-        """Called before the closure of a step: what it leaves is not reduced, unless it says so."""
+        """Called before a step's closure: its gradients count as not reduced, unless it calls ``synchronize()``."""
         self.is_reduced = False
 
     def end_closure(self) -> None:
@@ -300,27 +290,6 @@ class GradientReducer(Exchange):
 
     # -- parameters ------------------------------------------------------------------------------------------------
 
-    def adopt(self) -> list[ParameterState]:
-        """Makes a state for every parameter that the optimizer has by now and hooks those that require grad."""
-        optimizer = self._optimizer()
-        if optimizer is None:
-            return []
-        states = []
-        is_larger = False
-        for number, group in enumerate(optimizer.param_groups):
-            for index, parameter in enumerate(group["params"]):
-                state = self.states.get(parameter)
-                if state is None:
-                    name = self.names.setdefault(parameter, f"allreduce.noname.{number}.{index}")
-                    state = self.states[parameter] = ParameterState(parameter, name)
-                    self._are_named, is_larger = False, True
-                if parameter.requires_grad and parameter not in self.hooked:
-                    self._hook(parameter)
-                states.append(state)
-        if is_larger:
-            self.claim_parameters()
-        return states
-
     def copy_for(self, optimizer: torch.optim.Optimizer, twins: dict[torch.Tensor, torch.Tensor]) -> GradientReducer:
         """One of the same kind, with the same options, for a copy of the optimizer.
 
@@ -328,12 +297,11 @@ class GradientReducer(Exchange):
             optimizer: The copy.
             twins: The parameters of the copy by those of this one's.
         """
-        names = {twins[parameter]: name for parameter, name in self.names.items() if parameter in twins}
         groups = [[twins[state.parameter] for state in group.states] for group in self._groups]
-        return type(self)(optimizer, copy.copy(self.options), names, groups)
+        return type(self)(optimizer, copy.copy(self.options), self.names_for(twins), groups)
 
     def _hook(self, parameter: Any) -> None:
-        self.hooked.add(parameter)
+        super()._hook(parameter)
         self._hooks.append(parameter.register_post_accumulate_grad_hook(_hook_of(weakref.ref(self))))
 
     def _active(self) -> list[ParameterState]:
@@ -427,15 +395,17 @@ def wait_last(request: Request | None) -> None:
         request.wait_done()
 
 
-def overlap_pays() -> bool:
+def overlap_pays(parameter: torch.Tensor) -> bool:
     """Whether gradients are best reduced while backward still runs.
 
-    They are if a network carries them meanwhile, or if cores are idle. Ranks may decide differently.
+    They are if a network carries them meanwhile, or if cores are idle, as while a GPU computes. Ranks may decide
+    differently.
     """
     job = _runtime.current().job
-    if job.overlap != "auto":
-        return job.overlap == "always"
-    return len(job.hosts) > 1 or job.size * torch.get_num_threads() < job.cores
+    overlap = job.overlap_now()
+    if overlap != "auto":
+        return overlap == "always"
+    return len(job.hosts) > 1 or not parameter.is_cpu or job.size * torch.get_num_threads() < job.cores
 
 
 def _hook_of(reducer: weakref.ref[GradientReducer]) -> Callable[[torch.Tensor], None]:

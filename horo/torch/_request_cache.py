@@ -12,9 +12,10 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 
 from horo import _core
+from horo.torch._devices import current_stream
 from horo.torch._staging import GATHERING, Spec, StagedTensors, make_outputs, pack, stage
 
-__all__ = ["CachedRequest", "RequestCache", "address_of"]
+__all__ = ["CachedRequest", "RequestCache", "address_of", "taken_name"]
 
 _Tensor, _strided = torch.Tensor, torch.strided  # looked up once, not per tensor
 
@@ -22,6 +23,9 @@ _WEIGHT_MAX = 40_000
 """Most tensors of all requests in a cache. With the objects of torch and Python for a shape, they take under 8 MiB."""
 _REQUEST_WEIGHT = 10
 """Weight of a request itself, in tensors."""
+
+_OFFERED_BYTES_MAX = (1 << 22) - 1
+"""Largest result of an allgather or alltoall for which memory is offered: the core asks for huge pages above."""
 
 
 def address_of(tensor: torch.Tensor, shape: torch.Size | None, dtype: torch.dtype | None) -> int:
@@ -40,26 +44,52 @@ def address_of(tensor: torch.Tensor, shape: torch.Size | None, dtype: torch.dtyp
     return 0
 
 
+def taken_name(team: int, label: str) -> str:
+    """The key of ``Runtime.taken_names`` for a name on the wire. A label begins with a letter."""
+    return label if team == 0 else f"{team}/{label}"
+
+
 class CachedRequest:
     """A request without its addresses and, if it has an automatic name, without its name."""
 
-    __slots__ = ("_label", "_name", "_signatures", "_spec", "_sync", "buffer", "dtype", "idle", "shape", "weight")
+    __slots__ = (
+        "_label",
+        "_name",
+        "_output_shape",
+        "_signatures",
+        "_spec",
+        "_sync",
+        "buffer",
+        "device",
+        "dtype",
+        "idle",
+        "shape",
+        "taken_name",
+        "weight",
+    )
 
     def __init__(self, spec: Spec, sync: bool, name: Callable[[str, str | None, int], str], tensor_count: int) -> None:
         self._spec = spec
         self._sync = sync
         self._name = name
         self._signatures: Sequence[tuple[torch.Size, torch.dtype]] | None = None
+        self._output_shape: torch.Size | None = None
+        """Shape of its result if it has only one and is not in place; None: that of its tensor."""
         self.shape: torch.Size | None = None
         """Shape of its tensor, if it has only one; None before the first call."""
         self.dtype: torch.dtype | None = None
+        self.device: torch.device | None = None
+        """The GPU that its tensors are on; None: they are in host memory."""
         self.idle: list[None] = []
         """Empty while a call uses the request; the call appends None when it is done. The fastest lock in Python."""
         self.buffer = _core.RequestBuffer()
         self.weight = _REQUEST_WEIGHT + tensor_count
         self._label = ""
+        self.taken_name: str | None = None
+        """Key of its name in ``Runtime.taken_names``; None for an automatic name."""
         if spec.name is not None:
             self._label = name(spec.kind, spec.name, spec.team)
+            self.taken_name = taken_name(spec.team, self._label)
             self.buffer.set_name(self._label)
 
     @property
@@ -80,9 +110,36 @@ class CachedRequest:
         if in_place:
             rows[0] = rows[1] = address
             return tensor
-        output = torch.empty_like(tensor)
+        shape = self._output_shape
+        output = torch.empty_like(tensor) if shape is None else torch.empty(shape, dtype=self.dtype)
         rows[0], rows[1] = address, output.data_ptr()
         return output
+
+    def expect(self, tensor: torch.Tensor, result: torch.Tensor) -> None:
+        """Notes the result of an allgather or alltoall of ``tensor``.
+
+        Where the last one was of the same shape and dtype too, the request is made ready to offer memory for such a
+        result: ``set_tensor`` succeeds from then on.
+        """
+        seen = [(tensor.shape, tensor.dtype), (result.shape, result.dtype)]
+        is_second, self._signatures = seen == self._signatures, seen
+        self.shape = self.dtype = None
+        bytes_offered = result.numel() * result.element_size()
+        if (
+            not is_second
+            or not 0 < bytes_offered <= _OFFERED_BYTES_MAX
+            or tensor.is_complex()  # the next one may be conjugated lazily
+            or not address_of(tensor, tensor.shape, tensor.dtype)
+        ):
+            return
+        (packed,) = pack(StagedTensors([tensor], [tensor], [result]), self._spec)
+        self.device = None
+        self._fill_buffer([packed._replace(output_bytes=bytes_offered)], offers=True)
+        self.shape, self.dtype, self._output_shape = tensor.shape, tensor.dtype, result.shape
+
+    def forget(self) -> None:
+        """After a result that did not fit: ``set_tensor`` fails until ``expect`` has been called twice."""
+        self._signatures = self.shape = self.dtype = None
 
     def set_tensors(self, tensors: Sequence[torch.Tensor], in_place: bool) -> StagedTensors:
         """Sets the tensors of the request.
@@ -119,20 +176,32 @@ class CachedRequest:
         self._signatures = None
         spec = self._spec
         staged = stage(tensors, spec, in_place)
+        self.device = staged.device
+        self._fill_buffer(pack(staged, spec))
+        if self.device is not None or any(source.is_complex() for source in staged.inputs):
+            self.shape = self.dtype = None  # a stream may change, and a complex tensor be conjugated lazily
+            return staged
+        self._signatures = [(source.shape, source.dtype) for source in staged.inputs]
+        self.shape, self.dtype = self._signatures[0] if len(self._signatures) == 1 else (None, None)
+        self._output_shape = staged.outputs[0].shape if self.collective == "reducescatter" else None
+        return staged
+
+    def _fill_buffer(self, tensors: Sequence[_core.Tensor], *, offers: bool = False) -> None:
+        spec, device = self._spec, self.device
         self.buffer.fill(
             _core.OPS[spec.collective],
-            pack(staged, spec),
+            tensors,
             reduce_op=spec.reduce_op,
             root_rank=spec.root_rank,
             prescale=spec.prescale,
             postscale=spec.postscale,
             sync=self._sync,
             transient=spec.name is None,
+            offers=offers,
             team=spec.team,
+            device=0 if device is None else device.index + 1,
+            stream=0 if device is None else current_stream(device),
         )
-        self._signatures = [(source.shape, source.dtype) for source in staged.inputs]
-        self.shape, self.dtype = self._signatures[0] if len(self._signatures) == 1 else (None, None)
-        return staged
 
 
 class RequestCache:

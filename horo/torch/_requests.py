@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from horo import _core
-from horo.errors import HoroError, UsageError
+from horo.errors import HoroError, NotInitializedError, UsageError
 from horo.torch import _runtime
+from horo.torch._devices import finish_on, to_device, use_gpus
+from horo.torch._request import Request, left_request
 from horo.torch._request_cache import CachedRequest
 from horo.torch._spans import begin_span, end_span, profiling
-from horo.torch._staging import Spec, StagedTensors, as_bytes, count_change, describe
+from horo.torch._staging import Spec, StagedTensors, count_change, describe, list_tensors
 
 __all__ = [
     "Gathered",
-    "Request",
     "check_root",
+    "expect_again",
+    "find_left",
+    "list_group",
     "repeat",
     "repeat_async",
+    "repeat_gathered",
     "run_allreduce",
     "run_barrier",
     "run_broadcast",
@@ -30,7 +36,8 @@ __all__ = [
     "start_alltoall",
     "start_broadcast",
     "start_reducescatter",
-    "wait_any",
+    "tell_refused",
+    "telling",
 ]
 
 _BARRIER = Spec("barrier", None, collective="barrier")
@@ -42,109 +49,9 @@ class Gathered(NamedTuple):
     tensor: torch.Tensor
     rows: list[int]
 
-
-class Request:
-    """One operation in progress. ``wait`` must be called once; it returns the result."""
-
-    __slots__ = ("_finish", "_handle", "_memory", "_runtime", "label", "number", "public")
-
-    def __init__(
-        self,
-        runtime: _runtime.Runtime,
-        handle: int,
-        label: str,
-        memory: Any,
-        finish: Callable[[_core.Context, int, Any], Any],
-    ) -> None:
-        self._runtime = runtime
-        self._handle = handle
-        self._memory = memory  # the core's until the request is done
-        self._finish = finish
-        self.label = label
-        self.number = number = runtime.handle_base + handle
-        """The public number of the request; unique over all jobs of the process."""
-        self.public = False
-        """Whether ``synchronize`` may find it."""
-        runtime.requests[number] = self
-
-    def publish(self, shape: Callable[[Any], Any]) -> None:
-        """Lets ``synchronize`` find it; ``shape`` makes of its result what ``wait`` returns then."""
-        finish = self._finish
-        self._finish = lambda core, handle, memory: shape(finish(core, handle, memory))
-        self.public = True
-
-    def done(self) -> bool:
-        """Whether ``wait`` would return at once; never blocks."""
-        runtime, call = self._runtime, object()
-        try:
-            runtime.active_calls[call] = None
-            if runtime.ended:
-                runtime.raise_ended(self.label)
-            return runtime.core.poll(self._handle)
-        finally:
-            runtime.active_calls.pop(call, None)
-
-    def is_done(self) -> bool:
-        """Whether the operation is done or has failed; never blocks or raises."""
-        return not self._runtime.core.in_progress(self._handle)
-
-    def wait(self) -> Any:
-        """Blocks until the operation is done and returns its result.
-
-        A KeyboardInterrupt (or another exception from a signal handler) leaves the request in progress: its memory is
-        kept, and ``wait`` may be called again.
-
-        Raises:
-            HoroError: The error of the operation.
-        """
-        runtime, call = self._runtime, object()
-        try:
-            runtime.active_calls[call] = None
-            if runtime.ended:
-                runtime.raise_ended(self.label)
-            try:
-                result = self._finish(runtime.core, self._handle, self._memory)
-            except HoroError:
-                if not runtime.core.in_progress(self._handle):  # else it is a signal handler's
-                    runtime.requests.pop(self.number, None)
-                raise
-        finally:
-            runtime.active_calls.pop(call, None)
-        runtime.requests.pop(self.number, None)
-        return result
-
-    def wait_done(self) -> None:
-        """Blocks until the operation is done or has failed; ``wait`` then returns at once."""
-        runtime, call = self._runtime, object()
-        try:
-            runtime.active_calls[call] = None
-            if runtime.ended:
-                runtime.raise_ended(self.label)
-            try:
-                runtime.core.wait(self._handle)
-            except HoroError:
-                if runtime.core.in_progress(self._handle):  # a signal handler's
-                    raise
-                return  # wait() raises it
-        finally:
-            runtime.active_calls.pop(call, None)
-
-
-def wait_any(requests: Sequence[Request]) -> None:
-    """Blocks until one of several requests is done or has failed; all are of one job.
-
-    Raises:
-        AbortedError: The job has ended.
-    """
-    first, call = requests[0], object()
-    runtime = first._runtime
-    try:
-        runtime.active_calls[call] = None
-        if runtime.ended:
-            runtime.raise_ended(first.label)
-        runtime.core.wait_any([request._handle for request in requests])
-    finally:
-        runtime.active_calls.pop(call, None)
+    def present(self, ranks: Sequence[int]) -> list[int]:
+        """Those of all ``ranks`` that have given rows, where only ranks that have joined give none."""
+        return [rank for rank, rows in zip(ranks, self.rows, strict=True) if rows]
 
 
 def repeat(key: Hashable, tensor: torch.Tensor, *, in_place: bool) -> torch.Tensor | None:
@@ -174,6 +81,42 @@ def repeat(key: Hashable, tensor: torch.Tensor, *, in_place: bool) -> torch.Tens
     return output
 
 
+def repeat_gathered(key: Hashable, tensor: torch.Tensor) -> torch.Tensor | None:
+    """As ``repeat``, of an allgather or alltoall for which ``expect_again`` was called.
+
+    It offers memory for a result like the last one; where the other ranks give other rows now, the result is in memory
+    of the core.
+    """
+    runtime = _runtime.current()
+    cached = runtime.request_cache.take(key)
+    if cached is None:
+        return None
+    try:
+        output = cached.set_tensor(tensor, False)
+        if output is None:
+            return None
+        _execute(runtime, cached, (tensor, output))
+        if handle := cached.buffer.last_handle[0]:  # it did not fit, or the wait took long
+            buffer, rows = runtime.core.take_result(handle, 0)
+            if buffer is not None:
+                cached.forget()
+                output = _gathered(buffer, rows, tensor).tensor
+        return output
+    finally:
+        if output is not None and (handle := cached.buffer.last_handle[0]):
+            runtime.core.release_if_done(handle)
+        cached.idle.append(None)
+
+
+def expect_again(key: Hashable, spec: Spec, tensor: torch.Tensor, result: torch.Tensor) -> None:
+    """Makes ready for a later ``repeat_gathered`` with ``key``, after an allgather or alltoall of one tensor."""
+    cached = _runtime.current().request_cache.take_or_create(key, spec, True, 1)
+    try:
+        cached.expect(tensor, result)
+    finally:
+        cached.idle.append(None)
+
+
 def start_again(key: Hashable, tensor: torch.Tensor, *, in_place: bool) -> Request | None:
     """As ``repeat``, but begins it: the result of the request is the tensor."""
     runtime = _runtime.current()
@@ -196,8 +139,7 @@ def repeat_async(key: Hashable, tensor: torch.Tensor, *, in_place: bool) -> int 
     request = start_again(key, tensor, in_place=in_place)
     if request is None:
         return None
-    request.public = True
-    return request.number
+    return request.publish()
 
 
 def start_allreduce(
@@ -211,7 +153,7 @@ def start_allreduce(
     """Begins to reduce ``tensors`` with those of the other ranks, element by element.
 
     Args:
-        tensors: Dense CPU tensors of any shape and strides.
+        tensors: Dense tensors of any shape and strides.
         spec: The reduction.
         in_place: Write the results into ``tensors``, else into new contiguous tensors.
         sync: The caller waits at once.
@@ -221,6 +163,11 @@ def start_allreduce(
         A request whose result is the tuple of reduced tensors.
     """
     return _start(tensors, spec, in_place, sync, key=key)
+
+
+def find_left(tensor: torch.Tensor) -> Request | None:
+    """The request that ``start_allreduce`` has submitted for ``tensor``, though an exception has ended that call."""
+    return left_request(tensor, _finish_staged)
 
 
 def run_allreduce(
@@ -263,8 +210,10 @@ def run_broadcast(
 
 
 def _broadcast_spec(root_rank: int, kind: str, name: str | None, team: int) -> Spec:
-    check_root(root_rank, describe(kind, name), team)
-    return Spec(kind, name, root_rank=root_rank, collective="broadcast", team=team)
+    spec = Spec(kind, name, root_rank=root_rank, collective="broadcast", team=team)
+    with telling(spec):
+        check_root(root_rank, describe(kind, name), team)
+    return spec
 
 
 def start_allgather(
@@ -278,38 +227,37 @@ def start_allgather(
     Raises:
         UsageError: A tensor has no dimension.
     """
-    for tensor in tensors:
-        if isinstance(tensor, torch.Tensor) and tensor.dim() == 0:
-            what = describe(kind, name)
-            raise UsageError(f"{what}: a scalar has no first dimension to gather along; use tensor.reshape(1)")
-    return _start(tensors, Spec(kind, name, collective="allgather", team=team), False, sync, finish=_finish_gathered)
+    spec = Spec(kind, name, collective="allgather", team=team)
+    _check_rows(tensors, spec, "gather along; use tensor.reshape(1)")
+    return _start(tensors, spec, False, sync, finish=_finish_gathered)
 
 
 def start_alltoall(tensor: torch.Tensor, spec: Spec, *, sync: bool = False) -> Request:
     """Begins to give each rank some rows of ``tensor``; the result is ``Gathered``, of the rows from each rank.
 
     Args:
-        tensor: Dense CPU tensor with at least one dimension, of any dtype.
+        tensor: Dense tensor with at least one dimension, of any dtype.
         spec: The operation, with the splits of all rows of ``tensor``.
         sync: The caller waits at once.
     """
-    carried = as_bytes(tensor, spec.kind, spec.name)
-    dtype, shape = tensor.dtype, tensor.shape[1:]
 
     def finish(core: _core.Context, handle: int, staged: StagedTensors) -> Gathered:
-        (gathered,) = _finish_gathered(core, handle, staged)
-        return Gathered(gathered.tensor.view(dtype).view(sum(gathered.rows), *shape), gathered.rows)
+        return _finish_gathered(core, handle, staged)[0]
 
     runtime = _runtime.current()
-    cached = runtime.request_cache.take_or_create(None, spec, sync, 1)  # splits change, and would fill the cache
-    return _submit(runtime, cached, cached.set_tensors([carried], False), finish)
+    key = (spec, sync) if len(set(spec.splits)) == 1 else None  # others change, and would fill the cache
+    cached = runtime.request_cache.take_or_create(key, spec, sync, 1)
+    try:
+        return _submit(runtime, cached, _stage(cached, spec, [tensor], False), finish)
+    finally:
+        cached.idle.append(None)
 
 
 def start_reducescatter(tensors: Sequence[torch.Tensor], spec: Spec) -> Request:
     """Begins to reduce ``tensors`` with those of the other ranks, of which each rank gets some rows.
 
     Args:
-        tensors: Dense CPU tensors with at least one dimension.
+        tensors: Dense tensors with at least one dimension.
         spec: The reduction, with the ``place`` of this rank.
 
     Returns:
@@ -318,21 +266,62 @@ def start_reducescatter(tensors: Sequence[torch.Tensor], spec: Spec) -> Request:
     Raises:
         UsageError: A tensor has no dimension.
     """
-    _check_rows(tensors, spec)
+    _check_rows(tensors, spec, "split along; use allreduce")
     return _start(tensors, spec, False, False)
 
 
-def run_reducescatter(tensors: Sequence[torch.Tensor], spec: Spec) -> tuple[torch.Tensor, ...]:
+def run_reducescatter(tensors: Sequence[torch.Tensor], spec: Spec, key: Hashable = None) -> tuple[torch.Tensor, ...]:
     """What ``start_reducescatter`` begins, done at once; returns this rank's rows."""
-    _check_rows(tensors, spec)
-    return _run(tensors, spec, False)
+    _check_rows(tensors, spec, "split along; use allreduce")
+    return _run(tensors, spec, False, key)
 
 
-def _check_rows(tensors: Sequence[torch.Tensor], spec: Spec) -> None:
+def _check_rows(tensors: Sequence[torch.Tensor], spec: Spec, needs: str) -> None:
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor) and tensor.dim() == 0:
-            what = describe(spec.kind, spec.name)
-            raise UsageError(f"{what}: a scalar has no first dimension to split along; use allreduce")
+            error = UsageError(f"{describe(spec.kind, spec.name)}: a scalar has no first dimension to {needs}")
+            tell_refused(spec, error)
+            raise error
+
+
+def tell_refused(spec: Spec, error: UsageError) -> None:
+    """Lets the call that is refused with ``error`` fail on the other ranks of the process set, too.
+
+    They would wait for this rank. An automatic name is used up, as those of the others are. Never blocks; without
+    effect on who has made no such call.
+    """
+    runtime, call = _runtime.current(), object()
+    try:
+        runtime.active_calls[call] = None
+        if not runtime.ended and not isinstance(error, NotInitializedError):
+            with contextlib.suppress(UsageError):  # of the name
+                runtime.core.refuse(spec.team, runtime.name(spec.kind, spec.name, spec.team), error)
+    finally:
+        runtime.active_calls.pop(call, None)
+
+
+@contextlib.contextmanager
+def telling(spec: Spec) -> Iterator[None]:
+    """Calls ``tell_refused`` with the UsageError that ends it; of ``spec``, kind, name and team have to be right."""
+    try:
+        yield
+    except UsageError as error:
+        tell_refused(spec, error)
+        raise
+
+
+def list_group(tensors: Sequence[torch.Tensor], spec: Spec) -> list[torch.Tensor]:
+    """``list_tensors`` for an operation, which fails on the other ranks, too, where it is refused."""
+    with telling(spec):
+        return list_tensors(tensors, spec.kind)
+
+
+def _stage(cached: CachedRequest, spec: Spec, tensors: Sequence[torch.Tensor], in_place: bool) -> StagedTensors:
+    try:  # not `telling`, which takes a microsecond
+        return cached.set_tensors(tensors, in_place)
+    except UsageError as error:
+        tell_refused(spec, error)
+        raise
 
 
 def run_barrier(team: int = 0) -> None:
@@ -375,7 +364,7 @@ def _start(
     runtime = _runtime.current()
     cached = runtime.request_cache.take_or_create(key or (spec, sync), spec, sync, len(tensors))
     try:
-        return _submit(runtime, cached, cached.set_tensors(tensors, in_place), finish or _finish_staged)
+        return _submit(runtime, cached, _stage(cached, spec, tensors, in_place), finish or _finish_staged)
     finally:
         cached.idle.append(None)
 
@@ -384,11 +373,15 @@ def _run(tensors: Sequence[torch.Tensor], spec: Spec, in_place: bool, key: Hasha
     runtime = _runtime.current()
     cached = runtime.request_cache.take_or_create(key or (spec, True), spec, True, len(tensors))
     try:
-        staged = cached.set_tensors(tensors, in_place)
-        _execute(runtime, cached, staged)
+        staged = _stage(cached, spec, tensors, in_place)
+        if staged.device is None:
+            _execute(runtime, cached, staged)
+            return staged.results()
+        request = _submit(runtime, cached, staged, _finish_staged)
     finally:
         cached.idle.append(None)
-    return staged.results()
+    results: tuple[torch.Tensor, ...] = request.wait()
+    return results
 
 
 def _submit(
@@ -406,7 +399,14 @@ def _submit(
             runtime.raise_ended(label)
         if runtime.abandoned:
             runtime.release_abandoned()
-        return Request(runtime, runtime.core.submit(cached.buffer), label, memory, finish)
+        if runtime.is_joining:
+            runtime.joining.settle_before(f"'{label}'")
+        if cached.taken_name in runtime.taken_names:
+            _check_name(runtime.taken_names[cached.taken_name])
+        if cached.device is not None and not runtime.uses_gpus:
+            use_gpus(runtime.core)
+            runtime.uses_gpus = True
+        return Request(runtime, runtime.core.submit(cached.buffer), label, memory, finish, cached.taken_name)
     except BaseException:
         if handle := last_handle[0]:
             runtime.abandoned[handle] = memory  # up to here nothing is called, so no signal handler runs
@@ -429,6 +429,10 @@ def _execute(runtime: _runtime.Runtime, cached: CachedRequest, memory: object) -
             runtime.raise_ended(label)
         if runtime.abandoned:
             runtime.release_abandoned()
+        if runtime.is_joining:
+            runtime.joining.settle_before(f"'{label}'")
+        if cached.taken_name in runtime.taken_names:
+            _check_name(runtime.taken_names[cached.taken_name])
         runtime.core.run(cached.buffer)
     except BaseException:
         if handle := last_handle[0]:
@@ -441,8 +445,20 @@ def _execute(runtime: _runtime.Runtime, cached: CachedRequest, memory: object) -
             end_span(shown)
 
 
+def _check_name(owner: Request) -> None:
+    if owner.is_held():
+        raise UsageError(
+            f"'{owner.label}': a tensor of this name is being processed already; call synchronize() with its handle "
+            "first, or use another name"
+        )
+    owner.free_name()
+
+
 def _finish_staged(core: _core.Context, handle: int, staged: StagedTensors) -> tuple[torch.Tensor, ...]:
-    core.finish(handle)
+    if staged.device is None:
+        core.finish(handle)
+    else:
+        finish_on(staged.device, core, handle, staged.outputs)
     return staged.results()
 
 
@@ -469,8 +485,11 @@ def _finish_gathered(core: _core.Context, handle: int, staged: StagedTensors) ->
 
 
 def _take_one(core: _core.Context, handle: int, index: int, tensor: torch.Tensor) -> Gathered:
-    buffer, rows = core.take_result(handle, index)
+    return _gathered(*core.take_result(handle, index), tensor)
+
+
+def _gathered(buffer: Any, rows: list[int], tensor: torch.Tensor) -> Gathered:
     shape = (sum(rows), *tensor.shape[1:])
     if len(buffer) == 0:
-        return Gathered(torch.empty(shape, dtype=tensor.dtype), rows)
-    return Gathered(torch.frombuffer(buffer, dtype=tensor.dtype).view(shape), rows)
+        return Gathered(to_device(torch.empty(shape, dtype=tensor.dtype), tensor), rows)
+    return Gathered(to_device(torch.frombuffer(buffer, dtype=tensor.dtype).view(shape), tensor), rows)

@@ -10,36 +10,39 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from horo._config import check_arguments
 from horo._deputy import DeputyCall
 from horo.errors import AbortedError, NotInitializedError, UsageError
 from horo.torch._compile import keep_from_dynamo
-from horo.torch._request_cache import RequestCache
+from horo.torch._joining import Joining
+from horo.torch._request_cache import RequestCache, taken_name
 from horo.torch._teams import Teams
 
 if TYPE_CHECKING:
     from horo._bootstrap.job import RunningRank
+    from horo._settings import Settings
     from horo.torch._backward_reducer import BackwardReducer
-    from horo.torch._requests import Request
+    from horo.torch._request import Request
     from horo.torch.process_sets import ProcessSet
 
 __all__ = [
+    "FIRST_HANDLE_BASE",
     "Runtime",
-    "cross_rank",
-    "cross_size",
+    "config",
     "current",
     "find",
     "init",
-    "is_homogeneous",
     "is_initialized",
-    "is_under_mpi",
-    "local_rank",
-    "local_size",
-    "rank",
     "shutdown",
-    "size",
 ]
+
+
+_Result = TypeVar("_Result")
+
+FIRST_HANDLE_BASE = 2**20
+"""Below the first handle. Python has one object for all uses of a small integer, so nobody could see a handle's end."""
 
 
 class Runtime:
@@ -53,15 +56,20 @@ class Runtime:
         self.core = job.context
         self.requests: dict[int, Request] = {}
         """The requests that are not finished, by number. They own the memory that the core reads and writes."""
+        self.taken_names: dict[str | None, Request] = {}
+        """The requests of public handles that have a name, by ``CachedRequest.taken_name``; not all are still held."""
         self.abandoned: dict[int, object] = {}
         """Memory of calls that an exception from a signal handler has left while the core may still use the memory. By
         the core's handle, which is stored nowhere else."""
+        self.uses_gpus = False  # else requests may be on GPUs
         self.request_cache = RequestCache(self.name)
         """Requests for calls with the same arguments as an earlier call."""
         self.handle_base = handle_base
         """The number of a request is this plus the core's handle. Lower numbers belong to earlier runtimes."""
         self.teams = Teams(job, self._forget_team)
         """Its process sets."""
+        self.is_joining = False  # else a call of join() has not returned, or was interrupted: operations settle it
+        self.joining = Joining(self)
         self._gradient_names: Counter[tuple[int, str]] = Counter()
         """How many gradients of optimizers have had a name, by the id of their team and that name."""
         self.backward_runs: dict[int, weakref.WeakSet[BackwardReducer]] = {}
@@ -85,9 +93,11 @@ class Runtime:
         order agree on them whatever else they have done.
         """
         if name is None:
+            if self.is_joining:  # the number would be one of before the join
+                self.joining.settle_before(kind)
             return f"{kind}.noname.{next(self._names[team, kind])}"
-        if not isinstance(name, str) or "\0" in name:
-            raise UsageError(f"{kind}: name must be a string without NUL characters, not {name!r}")
+        if not isinstance(name, str) or "\0" in name or name.encode(errors="ignore").decode() != name:
+            raise UsageError(f"{kind}: name must be a string without NUL characters and lone surrogates, not {name!r}")
         return f"{kind}.{name}"
 
     def same_number(self, kind: str, like: str, team: int = 0) -> None:
@@ -110,6 +120,21 @@ class Runtime:
             self.raise_ended(kind)
         return self._orders[team, kind] if name is None else nullcontext()
 
+    def inside(self, what: str, step: Callable[[], _Result]) -> _Result:
+        """Does a step while the context is kept open.
+
+        Raises:
+            UsageError, AbortedError: As ``raise_ended``.
+        """
+        call = object()
+        try:
+            self.active_calls[call] = None
+            if self.ended:
+                self.raise_ended(what)
+            return step()
+        finally:
+            self.active_calls.pop(call, None)
+
     def change_teams(self, what: str, step: Callable[[DeputyCall], Any]) -> Any:
         """Does a step that adds or removes teams; blocks until it is done, see ``Teams.change``.
 
@@ -129,11 +154,22 @@ class Runtime:
 
         if self.ended:  # in a forked child, the thread that is to do it would wait for one that is not there
             self.raise_ended(what)
+        if self.is_joining:
+            self.joining.settle_before(what)
         return self.teams.change(what, guarded)
+
+    def restart_names(self) -> None:
+        """After a join: ranks that joined early have counted less than others."""
+        self._names.clear()
+        self._gradient_names.clear()
+        self.request_cache.clear()  # for gradients it has names of before
 
     def _forget_team(self, team: int) -> None:
         """Drops what is kept of a removed team; since its id is never used again, nothing depends on this."""
         self.request_cache.clear()
+        for name in list(self.taken_names):
+            if name is not None and name.startswith(taken_name(team, "")):
+                self.taken_names.pop(name, None)
         for counters in (self._names, self._orders, self._gradient_names):
             for key in list(counters):
                 if key[0] == team:
@@ -210,14 +246,14 @@ class _Process:
         self.lock = threading.Lock()
         self.runtime: Runtime | None = None
         self.registered = False
-        self.handle_base = 0
+        self.handle_base = FIRST_HANDLE_BASE
         """Handles up to this number belong to earlier jobs. No handle is used twice, so an old one is an error."""
 
 
 _process = _Process()
 
 
-def init(comm: Any = None, process_sets: Any = None) -> None:
+def init(comm: Any = None, process_sets: Any = None, **settings: Any) -> None:
     """Joins the job that the launcher (hororun, mpirun, srun, torchrun) has started; without one, a job of size 1.
 
     Blocks until all ranks have come. Does nothing if the process is in a job already. ``shutdown()`` happens at exit.
@@ -229,11 +265,13 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         process_sets: Sets of ranks to register at once, as by ``add_process_set``: a list of ``ProcessSet`` or of lists
             of ranks, the same on all ranks. ``"dynamic"`` (Horovod's word for sets that come later) is as None: they
             may always come.
+        settings: Settings by their names, such as ``cycle_time_ms=1``; they come before those of the environment. All
+            names are in the reference of the environment, and in ``hvd.config()``. None: as if it were not given.
 
     Raises:
-        UsageError: The launcher's environment is incomplete, MPI and its launcher disagree, ``comm`` or
-            ``process_sets`` does not fit, this is a forked child of a rank, or ``process_sets`` came after the first
-            ``init()``.
+        UsageError: The launcher's environment is incomplete, MPI and its launcher disagree, ``comm``,
+            ``process_sets`` or a setting does not fit, this is a forked child of a rank, or ``process_sets`` or another
+            value of a setting came after the first ``init()``.
         ResourceError: An MPI started the job, but mpi4py or its MPI library is not there.
         GroupError: Not all ranks came, or they do not fit together.
 
@@ -249,16 +287,23 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
                 raise UsageError("init(): this process was forked from a rank; start ranks as new processes instead")
             if added:
                 raise UsageError("init(process_sets=...): horo is initialized already; use hvd.add_process_set()")
+            _check_unchanged(settings, _process.runtime.job.settings)
             return
         from horo._bootstrap.job import start  # noqa: PLC0415  (the bootstrap is needed only here)
 
-        _process.runtime = Runtime(start(comm=comm), _process.handle_base)
+        _process.runtime = Runtime(start(comm=comm, arguments=settings), _process.handle_base)
         if not _process.registered:
             _process.registered = True
             atexit.register(_at_exit)
             os.register_at_fork(after_in_child=_after_fork_in_child)
     if added:
         _register(added)
+
+
+def _check_unchanged(wanted: dict[str, Any], settings: Settings) -> None:
+    for name, value in check_arguments(wanted).items():
+        if value != settings[name]:
+            raise UsageError(f"init({name}={wanted[name]!r}): horo is initialized already; call hvd.shutdown() before")
 
 
 def _listed(process_sets: Any) -> list[ProcessSet]:
@@ -279,6 +324,32 @@ def _register(process_sets: list[ProcessSet]) -> None:
     except BaseException:
         shutdown()
         raise
+
+
+def config() -> Settings:
+    """The settings that are in force in this job, and where each comes from. Returns at once.
+
+    Returns:
+        A mapping from names to values. The names are those of the arguments of ``init()``; only ``horovod`` is no
+        argument: ``hororun --horovod`` sets it. Printed, it is a table with the sources;
+        ``config().source(name)`` is one of them: ``"init()"``, the name of an environment variable,
+        ``"hororun --OPTION"``, ``"file NAME"`` for a file of ``hororun --config-file``, ``"default"``, or
+        ``"autotune"``: it has another value in force than the job began with. The mapping itself does not change later;
+        the next call returns what is in force then.
+
+    Raises:
+        NotInitializedError: Before ``init()``.
+        UsageError: In a forked child of a rank whose job is autotuned.
+        AbortedError: After ``shutdown()`` in another thread.
+
+    Example:
+        settings = hvd.config()
+        print(settings["cycle_time_ms"], settings.source("cycle_time_ms"))
+        print(settings)
+    """
+    runtime = current()
+    job = runtime.job
+    return runtime.inside("config", job.settings_now) if job.is_tuned else job.settings
 
 
 def shutdown() -> None:
@@ -328,103 +399,6 @@ def current() -> Runtime:
 def find() -> Runtime | None:
     """The runtime of this process, if there is one."""
     return _process.runtime
-
-
-def rank() -> int:
-    """This process's number in the job, from 0. Returns at once.
-
-    Raises:
-        NotInitializedError: Before ``init()``.
-
-    Example:
-        if hvd.rank() == 0:
-            print("only one rank prints this")
-    """
-    return current().job.rank
-
-
-def size() -> int:
-    """How many ranks the job has. Returns at once.
-
-    Raises:
-        NotInitializedError: Before ``init()``.
-
-    Example:
-        learning_rate = 0.01 * hvd.size()
-        print(f"{hvd.size()} ranks, learning rate {learning_rate}")
-    """
-    return current().job.size
-
-
-def local_rank() -> int:
-    """This process's number among the ranks of its host, from 0. Returns at once.
-
-    Raises:
-        NotInitializedError: Before ``init()``.
-
-    Example:
-        if hvd.local_rank() == 0:
-            print("once per host, as to download data")
-    """
-    return current().job.local_rank
-
-
-def local_size() -> int:
-    """How many ranks this host has. Returns at once.
-
-    Raises:
-        NotInitializedError: Before ``init()``.
-
-    Example:
-        threads = max(1, (os.cpu_count() or 1) // hvd.local_size())
-        torch.set_num_threads(threads)
-    """
-    return current().job.local_size
-
-
-def cross_rank() -> int:
-    """The number of this host among the hosts that have a rank of this ``local_rank``, from 0. Returns at once.
-
-    Raises:
-        NotInitializedError: Before ``init()``.
-
-    Example:
-        host, place = hvd.cross_rank(), hvd.local_rank()
-        print(f"host {host}, place {place} on it")
-    """
-    return current().job.cross_rank
-
-
-def cross_size() -> int:
-    """How many hosts have a rank of this ``local_rank``. Returns at once.
-
-    Raises:
-        NotInitializedError: Before ``init()``.
-
-    Example:
-        if hvd.cross_size() > 1:
-            print("a network carries gradients")
-    """
-    return current().job.cross_size
-
-
-def is_under_mpi() -> bool:
-    """Whether this process is in a job whose rendezvous used MPI; False before ``init()``."""
-    runtime = _process.runtime
-    return runtime is not None and runtime.job.mpi is not None
-
-
-def is_homogeneous() -> bool:
-    """Whether every host has equally many ranks. Returns at once.
-
-    Raises:
-        NotInitializedError: Before ``init()``.
-
-    Example:
-        if not hvd.is_homogeneous():
-            print("some hosts have fewer ranks")
-    """
-    return current().job.is_homogeneous
 
 
 def _at_exit() -> None:

@@ -11,7 +11,7 @@ from torch.autograd import profiler
 __all__ = ["begin_span", "end_span", "profiling", "span"]
 
 profiling: Any = profiler if hasattr(profiler, "_is_profiler_enabled") else SimpleNamespace(_is_profiler_enabled=False)
-"""Its ``_is_profiler_enabled`` says whether a profiler runs in this process."""
+"""Its ``_is_profiler_enabled`` is true while a profiler runs in this process."""
 
 
 def span(name: str) -> AbstractContextManager[Any]:

@@ -10,15 +10,16 @@ from torch.autograd.graph import increment_version
 
 from horo import _core
 from horo.errors import UnsupportedError, UsageError
+from horo.torch._devices import new_empty, place
 
 __all__ = [
     "GATHERING",
     "Spec",
     "StagedTensors",
-    "as_bytes",
     "check_tensor",
     "count_change",
     "describe",
+    "is_reducible",
     "list_tensors",
     "make_outputs",
     "pack",
@@ -27,16 +28,21 @@ __all__ = [
 ]
 
 GATHERING = ("allgather", "alltoall")
-"""Operations for which the core allocates the results: it knows their sizes last."""
+"""Operations for which the core allocates the results, because their sizes depend on the other ranks."""
+
+_REDUCING = ("allreduce", "reducescatter")
 
 _NARROWED = (torch.float32, torch.float64)
 """Dtypes that can be sent as a 16-bit float."""
 
-_DTYPES: dict[torch.dtype, int] = {getattr(torch, name): number for name, number in _core.DTYPES.items()}
+_DTYPES: dict[torch.dtype, int] = {
+    getattr(torch, name): number for name, number in _core.DTYPES.items() if hasattr(torch, name)
+}
+_REDUCIBLE_END = 1 + _core.DTYPES["bool"]
 
 
 def _find_counter() -> Callable[[Sequence[torch.Tensor]], None]:
-    """The function that tells autograd that tensors have changed.
+    """The function that marks tensors as changed for autograd.
 
     Every torch has ``increment_version``, but not every one accepts several tensors or tensors of inference mode. If it
     does, the internal function takes half the time.
@@ -96,9 +102,11 @@ class StagedTensors(NamedTuple):
     """The same or contiguous copies."""
     outputs: Sequence[torch.Tensor]
     """``inputs`` itself for an operation in place, and for those of ``GATHERING``."""
+    device: torch.device | None = None
+    """The GPU that ``inputs`` and ``outputs`` are on; None: they are in host memory."""
 
     def results(self) -> tuple[torch.Tensor, ...]:
-        """The results; in place, the user's tensors, with autograd told that they have changed."""
+        """The results; in place, the user's tensors, marked as changed for autograd."""
         if self.outputs is not self.inputs:
             return tuple(self.outputs)
         if self.inputs is self.tensors:
@@ -119,24 +127,27 @@ def stage(tensors: Sequence[torch.Tensor], spec: Spec, in_place: bool) -> Staged
     """Finds memory for an operation on ``tensors``.
 
     Args:
-        tensors: Dense CPU tensors of any shape and strides.
+        tensors: Dense tensors of any shape and strides, in host memory or on GPUs.
         spec: The operation.
         in_place: Write the results into ``tensors``, else into new contiguous tensors.
 
     Raises:
         UsageError, UnsupportedError: The operation cannot be done with one of them.
     """
-    inputs = [_source(tensor, spec, in_place) for tensor in tensors]
+    inputs: Sequence[torch.Tensor] = [_source(tensor, spec, in_place) for tensor in tensors]
+    device = None
+    if not all(tensor.is_cpu for tensor in inputs):
+        device, inputs = place(inputs, describe(spec.kind, spec.name), in_place=in_place)
     if in_place or spec.collective in GATHERING:
-        return StagedTensors(tensors, inputs, inputs)
-    return StagedTensors(tensors, inputs, make_outputs(inputs, spec))
+        return StagedTensors(tensors, inputs, inputs, device)
+    return StagedTensors(tensors, inputs, make_outputs(inputs, spec), device)
 
 
 def make_outputs(inputs: Sequence[torch.Tensor], spec: Spec) -> list[torch.Tensor]:
     """New contiguous tensors for the results of an operation that is not in place, and none of ``GATHERING``."""
     if spec.collective == "reducescatter":
         return [_empty_share(tensor, *spec.place) for tensor in inputs]
-    return [torch.empty(s.shape, dtype=s.dtype, device=s.device) for s in inputs]
+    return [new_empty(source, source.shape) for source in inputs]
 
 
 def share_of_rows(rows: int, rank: int, size: int) -> tuple[int, int]:
@@ -147,7 +158,7 @@ def share_of_rows(rows: int, rank: int, size: int) -> tuple[int, int]:
 
 def _empty_share(tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:
     _, rows = share_of_rows(tensor.shape[0], rank, size)
-    return torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
+    return new_empty(tensor, (rows, *tensor.shape[1:]))
 
 
 def pack(staged: StagedTensors, spec: Spec) -> list[_core.Tensor]:
@@ -170,28 +181,34 @@ def pack(staged: StagedTensors, spec: Spec) -> list[_core.Tensor]:
 
 
 def _source(tensor: torch.Tensor, spec: Spec, in_place: bool) -> torch.Tensor:
-    check_tensor(tensor, spec.kind, spec.name)
+    check_tensor(tensor, spec.kind, spec.name, reduced=spec.collective in _REDUCING)
     if in_place and tensor.requires_grad:
         _check_graph(tensor, spec)
-    if tensor.is_contiguous() and not tensor.is_neg():
+    if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
         source = tensor
     else:
         if in_place:
             _check_strides(tensor, spec)
-        source = tensor.detach().resolve_neg().contiguous()
+        source = tensor.detach().resolve_conj().resolve_neg().contiguous()
     if source.data_ptr() == 0 and source.numel() > 0:
         what = describe(spec.kind, spec.name)
         raise UnsupportedError(f"{what}: the tensor ({type(tensor).__name__}) has no memory of its own")
     return source
 
 
-def check_tensor(tensor: torch.Tensor, kind: str, name: str | None = None) -> None:
+def is_reducible(dtype: torch.dtype) -> bool:
+    """Whether ``Sum`` takes such tensors; others can be moved only."""
+    return dtype.is_complex or _DTYPES.get(dtype, _REDUCIBLE_END) < _REDUCIBLE_END
+
+
+def check_tensor(tensor: torch.Tensor, kind: str, name: str | None = None, *, reduced: bool = False) -> None:
     """Refuses a tensor that the core cannot work on.
 
     Args:
         tensor: From the user.
         kind: The operation, for the message.
         name: Its name, for the message.
+        reduced: The operation calculates with the values; else it only moves them.
 
     Raises:
         UsageError: Not a tensor.
@@ -201,35 +218,24 @@ def check_tensor(tensor: torch.Tensor, kind: str, name: str | None = None) -> No
         raise UsageError(f"{describe(kind, name)}: expected a torch.Tensor, not {type(tensor).__name__}")
     if tensor.layout is not torch.strided:
         reason = f"{tensor.layout} tensors are not supported here; use tensor.to_dense()"
-    elif not tensor.is_cpu:
-        reason = f"the tensor is on {tensor.device}; only CPU tensors are supported yet"
+    elif not (tensor.is_cpu or tensor.is_cuda):
+        reason = f"the tensor is on {tensor.device}; tensors on the CPU and on CUDA devices are supported"
     elif tensor.dtype not in _DTYPES:
-        reason = f"dtype {tensor.dtype} is not supported; use one of {', '.join(_core.DTYPES)}"
+        reason = f"dtype {tensor.dtype} is not supported; {_instead_of(tensor)}"
+    elif reduced and not is_reducible(tensor.dtype):
+        reason = (
+            f"dtype {tensor.dtype} cannot be reduced; allgather, alltoall and broadcast move it, and for a reduction "
+            "convert the tensor to another dtype"
+        )
     else:
         return
     raise UnsupportedError(f"{describe(kind, name)}: {reason}")
 
 
-def as_bytes(tensor: torch.Tensor, kind: str, name: str | None = None) -> torch.Tensor:
-    """A tensor for an operation that only moves it: itself, or for a dtype that the core does not know, its bytes.
-
-    Args:
-        tensor: From the user.
-        kind: The operation, for the message.
-        name: Its name, for the message.
-
-    Returns:
-        ``tensor``, or uint8 ``[..., bytes of an element]``.
-
-    Raises:
-        UnsupportedError: No bytes can be had of it.
-    """
-    if tensor.dtype in _DTYPES or tensor.layout is not torch.strided or not tensor.is_cpu:
-        return tensor
-    try:
-        return tensor.detach().resolve_conj().resolve_neg().contiguous().unsqueeze(-1).view(torch.uint8)
-    except RuntimeError:
-        raise UnsupportedError(f"{describe(kind, name)}: dtype {tensor.dtype} is not supported") from None
+def _instead_of(tensor: torch.Tensor) -> str:
+    if tensor.is_quantized:
+        return "use tensor.int_repr(), and send its scale and zero point with it"
+    return "convert the tensor to another dtype"
 
 
 def list_tensors(tensors: Sequence[torch.Tensor], what: str) -> list[torch.Tensor]:

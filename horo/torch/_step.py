@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +17,7 @@ from horo.torch.ops import Average
 if TYPE_CHECKING:
     from horo.torch._reducer import GradientReducer
 
-__all__ = ["ReducingClosure", "closure_of", "scaler_has_looked", "with_closure"]
+__all__ = ["ReducingClosure", "UndoingStep", "closure_of", "scaler_has_looked", "with_closure"]
 
 _SCALER_FRAMES = 12
 """How far up the stack a GradScaler can be: torch's and a scheduler's wrappers of ``step`` lie between."""
@@ -46,9 +48,44 @@ class ReducingClosure:
         return loss
 
 
+class UndoingStep:
+    """The ``step`` of one optimizer, which undoes what it has done when it raises.
+
+    Torch has no hook for that. It stands where a bound method does, and refers to the optimizer weakly; schedulers wrap
+    its ``__func__``.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, undo: Callable[[], None]) -> None:
+        inner: Any = vars(optimizer).get("step")  # a scheduler's
+        self._optimizer = weakref.ref(optimizer)
+
+        def step(own: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return type(own).step(own, *args, **kwargs) if inner is None else inner(*args, **kwargs)
+            except BaseException:
+                undo()
+                raise
+
+        kind: Any = type(optimizer)
+        functools.update_wrapper(self, kind.step if inner is None else inner)
+        self.__func__ = functools.wraps(kind.step)(step)
+
+    @property
+    def __self__(self) -> torch.optim.Optimizer | None:
+        """As of a bound method."""
+        return self._optimizer()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__func__(self.__self__, *args, **kwargs)
+
+
 def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The closure among the arguments that torch passes to a step pre-hook (the optimizer first), or None."""
-    return kwargs.get("closure", args[1] if len(args) > 1 else None)
+    """The closure among the arguments that torch passes to a step pre-hook (the optimizer first), or None.
+
+    An optimizer may have a ``step`` whose first argument is something else, such as a number.
+    """
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    return closure if callable(closure) else None
 
 
 def with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], closure: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -74,7 +74,7 @@ class StepReducer(GradientReducer):
         if not self.handles:
             self.keep_step_hooks()
             # the number of torch's threads may have changed since the last step
-            self._overlaps = overlap_pays() and self.may_submit()
+            self._overlaps = overlap_pays(parameter) and self.may_submit()
         if not self._overlaps:
             grad = parameter.grad
             if state.group is not None and grad is not None:

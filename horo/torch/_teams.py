@@ -64,6 +64,10 @@ class Teams:
             raise UsageError(f"process set {public_id(team)} has been removed")
         return found
 
+    def own(self) -> list[int]:
+        """The ids of all teams that this process belongs to, that of all ranks first."""
+        return list(self._members)
+
     def size_for(self, team: int) -> int:
         """How many members a team has, for one of them; 1 for another rank, and after its removal."""
         found = self._members.get(team)

@@ -20,12 +20,12 @@ from torch.autograd.function import once_differentiable
 
 from horo import _core
 from horo.errors import UnsupportedError
-from horo.torch import _runtime
+from horo.torch import _runtime, _topology
 from horo.torch._requests import Gathered, run_allreduce, run_broadcast, start_allgather, start_alltoall
 from horo.torch._staging import Spec, describe
 from horo.torch.compression import narrow
 
-__all__ = ["allgather_all", "allreduce_all", "alltoall_one", "broadcast_one", "needs_graph"]
+__all__ = ["allgather_all", "allreduce_all", "alltoall_one", "broadcast_one", "floating", "needs_graph"]
 
 _ADASUM = _core.REDUCE_OPS["adasum"]
 _AVERAGE = _core.REDUCE_OPS["average"]
@@ -112,8 +112,9 @@ def _derived(spec: Spec, suffix: str, reduce_op: int) -> Spec:
     return Spec(spec.kind, _derive(spec.name, suffix), reduce_op, team=spec.team)
 
 
-def _floating(tensors: Sequence[torch.Tensor]) -> list[int]:
-    return [index for index, tensor in enumerate(tensors) if tensor.is_floating_point()]
+def floating(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """The indices of those that can have a gradient: floats and complex numbers."""
+    return [index for index, tensor in enumerate(tensors) if tensor.is_floating_point() or tensor.is_complex()]
 
 
 class _LinearAllreduce(torch.autograd.Function):
@@ -122,7 +123,7 @@ class _LinearAllreduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, spec: Spec, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.spec = spec
-        ctx.floating = _floating(tensors)
+        ctx.floating = floating(tensors)
         return run_allreduce(tensors, spec)
 
     @staticmethod
@@ -143,7 +144,7 @@ class _ExtremeAllreduce(torch.autograd.Function):
     def forward(ctx: Any, spec: Spec, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         results = run_allreduce(tensors, spec)
         ctx.spec = spec
-        ctx.floating = _floating(tensors)
+        ctx.floating = floating(tensors)
         ctx.save_for_backward(*(tensors[index] == results[index] for index in ctx.floating))
         return results
 
@@ -171,7 +172,7 @@ class _ProductAllreduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, spec: Spec, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.spec = spec
-        ctx.floating = _floating(tensors)
+        ctx.floating = floating(tensors)
         ctx.save_for_backward(*(tensors[index] for index in ctx.floating))
         return run_allreduce(tensors, spec)
 
@@ -198,7 +199,7 @@ class _Allgather(torch.autograd.Function):
         gathered = start_allgather(tensors, kind, name, sync=True, team=team).wait()
         rank = _runtime.current().teams.find(team).rank
         ctx.name, ctx.team = name, team
-        ctx.floating = _floating(tensors)
+        ctx.floating = floating(tensors)
         ctx.rows = [(sum(item.rows[:rank]), item.rows[rank]) for item in gathered]
         return tuple(item.tensor for item in gathered)
 
@@ -238,4 +239,4 @@ class _Broadcast(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         spec = Spec("broadcast", _derive(ctx.name, "grad"), _AVERAGE, team=ctx.team)
         averaged = allreduce_all(grads, spec)[0]
-        return (averaged if _runtime.rank() == ctx.root_rank else torch.zeros_like(averaged)), None, None, None
+        return (averaged if _topology.rank() == ctx.root_rank else torch.zeros_like(averaged)), None, None, None

@@ -7,7 +7,7 @@ ranks. In the backward pass all ranks communicate again, see ``horo.torch.autogr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from horo import _core
 from horo.torch._requests import run_allreduce, run_reducescatter
 from horo.torch._staging import Spec
-from horo.torch.autograd import allgather_all, needs_graph
+from horo.torch.autograd import allgather_all, floating, needs_graph
 from horo.torch.compression import narrow
 
 __all__ = ["reducescatter_all"]
@@ -26,10 +26,13 @@ _SUM = _core.REDUCE_OPS["sum"]
 _PRODUCT = _core.REDUCE_OPS["product"]
 
 
-def reducescatter_all(tensors: Sequence[torch.Tensor], spec: Spec) -> tuple[torch.Tensor, ...]:
-    """Reduces tensors in one request and returns this rank's rows; differentiable where an input requires grad."""
+def reducescatter_all(tensors: Sequence[torch.Tensor], spec: Spec, key: Hashable = None) -> tuple[torch.Tensor, ...]:
+    """Reduces tensors in one request and returns this rank's rows; differentiable where an input requires grad.
+
+    ``key``: for a later ``repeat`` of a tensor that needs no graph.
+    """
     if not needs_graph(tensors):
-        return run_reducescatter(tensors, spec)
+        return run_reducescatter(tensors, spec, key)
     if spec.reduce_op in (_AVERAGE, _SUM):
         return _apply(_LinearReducescatter, spec, tensors)
     if spec.wire is not None:  # what is compared and divided has to be rounded already
@@ -68,7 +71,7 @@ class _LinearReducescatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, spec: Spec, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.spec = spec
-        ctx.floating = [index for index, tensor in enumerate(tensors) if tensor.is_floating_point()]
+        ctx.floating = floating(tensors)
         return run_reducescatter(tensors, spec)
 
     @staticmethod
@@ -90,7 +93,7 @@ class _OtherReducescatter(torch.autograd.Function):
     def forward(ctx: Any, spec: Spec, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         results = run_reducescatter(tensors, spec)
         ctx.spec = spec
-        ctx.floating = [index for index, tensor in enumerate(tensors) if tensor.is_floating_point()]
+        ctx.floating = floating(tensors)
         chosen = [(tensors[index], results[index]) for index in ctx.floating]
         ctx.save_for_backward(*(tensor for tensor, _ in chosen), *(result for _, result in chosen))
         return results

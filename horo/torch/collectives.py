@@ -1,4 +1,4 @@
-"""Collective operations that move tensors without combining them: allgather, broadcast and barrier."""
+"""Collective operations that combine no values: allgather, broadcast, barrier; and ``join``, which leaves them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,21 @@ from collections.abc import Sequence
 
 import torch
 
+from horo.torch import _runtime
 from horo.torch._handles import first_of, publish
-from horo.torch._requests import repeat, repeat_async, run_barrier, run_broadcast, start_allgather, start_broadcast
-from horo.torch._staging import list_tensors
-from horo.torch.autograd import allgather_all, broadcast_one
+from horo.torch._requests import (
+    expect_again,
+    list_group,
+    repeat,
+    repeat_async,
+    repeat_gathered,
+    run_barrier,
+    run_broadcast,
+    start_allgather,
+    start_broadcast,
+)
+from horo.torch._staging import Spec
+from horo.torch.autograd import allgather_all, broadcast_one, needs_graph
 from horo.torch.process_sets import ProcessSet, global_process_set, resolve_process_set
 
 __all__ = [
@@ -22,6 +33,7 @@ __all__ = [
     "broadcast_async_",
     "grouped_allgather",
     "grouped_allgather_async",
+    "join",
 ]
 
 
@@ -33,8 +45,8 @@ def allgather(
     Blocks until all ranks have called it.
 
     Args:
-        tensor: ``[rows, ...]`` in CPU memory, dense, of a dtype that ``allreduce`` takes. The number of rows may
-            differ by rank; dtype and the other dimensions are equal on all ranks.
+        tensor: ``[rows, ...]`` on CPU or GPU, dense, of any dtype that is not quantized: complex, float8 and uint64,
+            too. The number of rows may differ by rank; dtype and the other dimensions are equal on all ranks.
         name: Connects the calls of all ranks; equal on all. None: calls without a name are connected in their order.
         process_set: The ranks that take part; others do not call it.
 
@@ -52,7 +64,15 @@ def allgather(
         rows = torch.full((hvd.rank() + 1, 2), hvd.rank())
         everyone = hvd.allgather(rows)  # on 2 ranks [3, 2]: one row of 0, two rows of 1
     """
-    return allgather_all([tensor], "allgather", name, resolve_process_set(process_set, "allgather"))[0]
+    key = "allgather", name, process_set
+    again = repeat_gathered(key, tensor)
+    if again is not None:
+        return again
+    team = resolve_process_set(process_set, "allgather")
+    result = allgather_all([tensor], "allgather", name, team)[0]
+    if not needs_graph([tensor]):
+        expect_again(key, Spec("allgather", name, collective="allgather", team=team), tensor, result)
+    return result
 
 
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
@@ -99,8 +119,8 @@ def grouped_allgather(
         x = torch.full((1, 2), hvd.rank())
         rows, labels = hvd.grouped_allgather([x, x[:, 0]])  # on 2 ranks [2, 2] and [2]
     """
-    kind = "grouped_allgather"
-    return allgather_all(list_tensors(tensors, kind), kind, name, resolve_process_set(process_set, kind))
+    spec = _gathering(name, process_set)
+    return allgather_all(list_group(tensors, spec), spec.kind, name, spec.team)
 
 
 def grouped_allgather_async(
@@ -123,10 +143,14 @@ def grouped_allgather_async(
         handle = hvd.grouped_allgather_async([torch.ones(1), torch.zeros(2)])
         ones, zeros = hvd.synchronize(handle)  # on 2 ranks [2] and [4]
     """
-    kind = "grouped_allgather"
-    team = resolve_process_set(process_set, kind)
-    request = start_allgather(list_tensors(tensors, kind), kind, name, team=team)
+    spec = _gathering(name, process_set)
+    request = start_allgather(list_group(tensors, spec), spec.kind, name, team=spec.team)
     return publish(request, lambda gathered: tuple(item.tensor for item in gathered))
+
+
+def _gathering(name: str | None, process_set: ProcessSet) -> Spec:
+    kind = "grouped_allgather"
+    return Spec(kind, name, collective="allgather", team=resolve_process_set(process_set, kind))
 
 
 def broadcast(
@@ -137,7 +161,8 @@ def broadcast(
     Blocks until all ranks have called it.
 
     Args:
-        tensor: ``[...]`` in CPU memory, dense, of a dtype that ``allreduce`` takes; same shape and dtype on all ranks.
+        tensor: ``[...]`` on CPU or GPU, dense, of any dtype that is not quantized: complex, float8 and uint64, too.
+            Same shape and dtype on all ranks.
         root_rank: The rank whose values all get, by its number in the job also in a process set; equal on all ranks.
         name: Connects the calls of all ranks; equal on all. None: calls without a name are connected in their order.
         process_set: The ranks that take part; others do not call it.
@@ -257,6 +282,52 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
         print(f"rank {hvd.rank()} goes on after all have come")
     """
     run_barrier(resolve_process_set(process_set, "barrier"))
+
+
+def join(device: int = -1) -> int:
+    """Lets the other ranks go on without this one, which has run out of data; blocks until all ranks have joined.
+
+    Until then this rank takes part in what the others do, with values that change no result: zeros in sums, averages
+    and Adasum, the neutral element in ``Min``, ``Max`` and ``Product``, no rows in ``allgather``. ``Average`` divides
+    by the number of all ranks, joined ones included, as Horovod does. This holds for all process sets that this rank is
+    a member of. What this rank has begun before goes on; it can begin nothing more.
+
+    The model and the optimizer of a rank that joins early have missed the steps of the others: give all ranks those of
+    the rank that joined last before they go on training.
+
+    What no rank can do for another raises ``UsageError`` on the ranks that call it, and they can go on:
+    ``reducescatter``, ``alltoall``, ``add_process_set``, ``remove_process_set``, ``broadcast`` from a rank that has
+    joined, and ``Min``, ``Max`` or ``Product`` with a ``prescale_factor``.
+
+    An exception of a signal handler, such as Ctrl-C, ends the wait. The rank has joined all the same: another call goes
+    on to wait, and other operations are refused until all ranks have joined.
+
+    This wait never ends the job as a stall does, however long the others need; it is reported if nothing moves.
+
+    Args:
+        device: Accepted because Horovod takes it, for the GPU that its zeros are made on; nothing needs it here.
+
+    Returns:
+        The rank that joined last; the same on all ranks.
+
+    Raises:
+        UsageError: A thread of this rank adds or removes a process set.
+        GroupError: A rank is lost or has shut down.
+        NotInitializedError: Before ``init()``.
+
+    Example:
+        model = torch.nn.Linear(1, 1)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+        for _ in range(2 + hvd.rank()):  # ranks have different numbers of batches
+            optimizer.zero_grad()
+            model(torch.ones(1)).sum().backward()
+            optimizer.step()
+        last = hvd.join()
+        hvd.broadcast_parameters(model.state_dict(), root_rank=last)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=last)
+    """
+    del device
+    return _runtime.current().joining.run()
 
 
 def _begin_broadcast(  # noqa: PLR0917  (keywords would cost time)

@@ -11,9 +11,9 @@ import torch
 from horo.errors import UsageError
 from horo.torch import _runtime
 from horo.torch._handles import publish
-from horo.torch._requests import Gathered, start_alltoall
+from horo.torch._requests import Gathered, expect_again, repeat_gathered, start_alltoall, telling
 from horo.torch._staging import Spec, check_tensor, describe
-from horo.torch.autograd import alltoall_one
+from horo.torch.autograd import alltoall_one, needs_graph
 from horo.torch.process_sets import ProcessSet, global_process_set, resolve_process_set
 
 __all__ = ["alltoall", "alltoall_async"]
@@ -30,8 +30,8 @@ def alltoall(
     Blocks until all ranks have called it.
 
     Args:
-        tensor: ``[rows, ...]`` in CPU memory, dense, of any dtype. The number of rows may differ by rank; dtype and the
-            other dimensions are equal on all ranks.
+        tensor: ``[rows, ...]`` on CPU or GPU, dense, of any dtype that is not quantized. The number of rows may differ
+            by rank; dtype and the other dimensions are equal on all ranks.
         splits: How many rows go to each rank, in rank order: as many integers as there are ranks, a list, an array or a
             1-D tensor. Their sum is at most the number of rows; what is left goes to nobody. None: equally many for
             all.
@@ -53,9 +53,17 @@ def alltoall(
         rows = torch.full((2 * hvd.size(),), hvd.rank())
         mine, counts = hvd.alltoall(rows, splits=[2] * hvd.size())  # on 2 ranks [0, 0, 1, 1] and [2, 2]
     """
+    key = "alltoall", name, process_set
+    again = repeat_gathered(key, tensor) if splits is None else None
+    if again is not None:
+        return again
     sent, spec = _call(tensor, splits, name, process_set)
     result = alltoall_one(sent, spec)
-    return result.tensor if splits is None else _pair(result)
+    if splits is not None:
+        return _pair(result)
+    if not needs_graph([tensor]):
+        expect_again(key, spec, tensor, result.tensor)
+    return result.tensor
 
 
 def alltoall_async(
@@ -95,11 +103,20 @@ def _call(
     name: str | None,
     process_set: ProcessSet,
 ) -> tuple[torch.Tensor, Spec]:
-    what = describe("alltoall", name)
-    team = resolve_process_set(process_set, "alltoall")
-    size = _runtime.current().teams.find(team).size
+    spec = Spec("alltoall", name, collective="alltoall", team=resolve_process_set(process_set, "alltoall"))
+    with telling(spec):
+        counts = _counts(tensor, splits, spec)
+    total = sum(counts)
+    sent = tensor if total == tensor.shape[0] else tensor[:total]
+    return sent, spec._replace(splits=tuple(counts))
+
+
+def _counts(tensor: torch.Tensor, splits: torch.Tensor | Iterable[SupportsIndex] | None, spec: Spec) -> list[int]:
+    """The rows for each rank."""
+    what = describe("alltoall", spec.name)
+    size = _runtime.current().teams.find(spec.team).size
     if not isinstance(tensor, torch.Tensor):
-        check_tensor(tensor, "alltoall", name)
+        check_tensor(tensor, "alltoall", spec.name)
     if tensor.dim() == 0:
         raise UsageError(f"{what}: a scalar has no first dimension to split along; use tensor.reshape(1)")
     counts = _even_splits(tensor.shape[0], size, what) if splits is None else _given_splits(splits, what)
@@ -110,8 +127,7 @@ def _call(
     total = sum(counts)
     if total > tensor.shape[0]:
         raise UsageError(f"{what}: the splits are {total} rows together; the tensor has {tensor.shape[0]}")
-    sent = tensor if total == tensor.shape[0] else tensor[:total]
-    return sent, Spec("alltoall", name, collective="alltoall", team=team, splits=tuple(counts))
+    return counts
 
 
 def _even_splits(rows: int, size: int, what: str) -> list[int]:

@@ -11,11 +11,20 @@ import torch
 
 from horo import _core
 from horo.errors import HoroError, MismatchError, UsageError
-from horo.torch import _runtime
-from horo.torch._authentic import ObjectKey, make_greeting
+from horo.torch import _runtime, _topology
+from horo.torch._authentic import ObjectKey, make_header
 from horo.torch._bytes import bytes_of, tensor_of
-from horo.torch._requests import check_root, run_allreduce, run_broadcast, start_allgather, start_broadcast
-from horo.torch._staging import Spec, check_tensor
+from horo.torch._pickling import pickled
+from horo.torch._requests import (
+    Gathered,
+    check_root,
+    run_allreduce,
+    run_broadcast,
+    start_allgather,
+    start_broadcast,
+    telling,
+)
+from horo.torch._staging import Spec, check_tensor, is_reducible
 from horo.torch.ops import Average
 from horo.torch.process_sets import ProcessSet, global_process_set, resolve_process_set
 
@@ -38,14 +47,14 @@ def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = 
 
     Args:
         params: ``model.state_dict()`` (taken in order of the keys), ``model.named_parameters()``, or any other
-            iterable of ``(name, tensor)`` pairs or of tensors, in CPU memory, of any shapes and of dtypes that
-            ``allreduce`` takes. Names, shapes and dtypes are the same on all ranks.
+            iterable of ``(name, tensor)`` pairs or of tensors, on CPU or GPU, of any shapes and of dtypes that
+            ``broadcast`` takes. Names, shapes and dtypes are the same on all ranks.
         root_rank: The rank whose values all get, by its number in the job also in a process set; equal on all ranks.
         process_set: The ranks that take part; others do not call it.
 
     Raises:
         UsageError: ``params`` is something else or has an entry that is no tensor, or there is no rank ``root_rank``.
-        UnsupportedError: A tensor is on another device or has another layout or dtype.
+        UnsupportedError: A tensor is neither on the CPU nor on a CUDA device, or has another layout or dtype.
         MismatchError: Ranks have different parameters; names the first that differs. Nothing was overwritten.
         GroupError: A rank is lost or has shut down.
         NotInitializedError: Before ``init()``.
@@ -56,10 +65,11 @@ def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = 
     """
     what = "broadcast_parameters"
     team = resolve_process_set(process_set, what)
-    named = _named_tensors(params)
-    check_root(root_rank, what, team)
-    for name, tensor in named:
-        check_tensor(tensor, what, name)
+    with telling(_first(what, team)):
+        named = _named_tensors(params)
+        check_root(root_rank, what, team)
+        for name, tensor in named:
+            check_tensor(tensor, what, name)
     _agree([f"{name!r} {_shape(tensor)}" for name, tensor in named], what, process_set)
     _overwrite([tensor for _, tensor in named], root_rank, what, team)
 
@@ -68,7 +78,8 @@ def average_buffers(model: torch.nn.Module, process_set: ProcessSet = global_pro
     """Makes the buffers of ``model`` equal on all ranks; blocks until all ranks have called it.
 
     Buffers such as the running statistics of BatchNorm are no parameters: each rank computes them from its part of
-    the data. Floating ones become the mean over the ranks, others (counts, masks) become those of the first rank.
+    the data. Floating and complex ones become the mean over the ranks, others (counts, masks, float8) become those of
+    the first rank.
     Buffers that are not in the state of the model stay as they are. Call it before evaluating or saving, not in every
     step.
 
@@ -77,8 +88,7 @@ def average_buffers(model: torch.nn.Module, process_set: ProcessSet = global_pro
         process_set: The ranks that take part; others do not call it.
 
     Raises:
-        UnsupportedError: A buffer is on another device than the CPU, or has a layout or dtype that ``allreduce`` does
-            not take.
+        UnsupportedError: A buffer is neither on the CPU nor on a CUDA device, is sparse or is quantized.
         MismatchError: Ranks have different buffers; names the first that differs. Nothing was overwritten.
         GroupError: A rank is lost or has shut down.
         NotInitializedError: Before ``init()``.
@@ -91,15 +101,17 @@ def average_buffers(model: torch.nn.Module, process_set: ProcessSet = global_pro
     team = resolve_process_set(process_set, what)
     kept = model.state_dict(keep_vars=True).keys()
     named = [(name, buffer) for name, buffer in model.named_buffers() if name in kept]
-    for name, buffer in named:
-        check_tensor(buffer, what, name)
-    _agree([f"{name!r} {_shape(buffer)}" for name, buffer in named], what, process_set)
-    averaged = [buffer for _, buffer in named if buffer.is_floating_point()]
-    if averaged:
+    with telling(_first(what, team)):
+        for name, buffer in named:
+            check_tensor(buffer, what, name)
+    ranks = _agree([f"{name!r} {_shape(buffer)}" for name, buffer in named], what, process_set)
+    inexact = [b for _, b in named if (b.is_floating_point() or b.is_complex()) and is_reducible(b.dtype)]
+    if inexact:
         with torch.no_grad():
-            run_allreduce(averaged, Spec(what, None, Average, team=team), in_place=True)
-    first = _runtime.current().teams.find(team).ranks[0]
-    _overwrite([buffer for _, buffer in named if not buffer.is_floating_point()], first, what, team)
+            scale = _runtime.current().teams.size_for(team) / len(ranks)  # Average divides by all, joined ones too
+            run_allreduce(inexact, Spec(what, None, Average, postscale=scale, team=team), in_place=True)
+    averaged = set(map(id, inexact))
+    _overwrite([buffer for _, buffer in named if id(buffer) not in averaged], ranks[0], what, team)
 
 
 def broadcast_optimizer_state(
@@ -132,11 +144,12 @@ def broadcast_optimizer_state(
     del model
     what = "broadcast_optimizer_state"
     team = resolve_process_set(process_set, what)
-    check_root(root_rank, what, team)
+    with telling(_first(what, team)):
+        check_root(root_rank, what, team)
     _agree(_describe_groups(optimizer), what, process_set)
     tensors: list[torch.Tensor] = []
     structure = _share(lambda: _take_apart(optimizer, tensors, what), root_rank, what, None, team)
-    if _runtime.rank() != root_rank:
+    if _topology.rank() != root_rank:
         _put_together(optimizer, structure, tensors)
     _overwrite(tensors, root_rank, what, team)
 
@@ -171,7 +184,8 @@ def broadcast_object(
     """
     what = "broadcast_object"
     team = resolve_process_set(process_set, what)
-    check_root(root_rank, what, team)
+    with telling(_first(f"{what}-header", team)._replace(name=name)):
+        check_root(root_rank, what, team)
     return _share(lambda: obj, root_rank, what, name, team)
 
 
@@ -186,7 +200,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
         process_set: The ranks that take part; others do not call it.
 
     Returns:
-        One object per rank.
+        One object per rank; none of ranks that have joined.
 
     Raises:
         UsageError: The name is too long; or a rank could not pickle its object (there, what pickle raised).
@@ -198,22 +212,26 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
         hosts = hvd.allgather_object(os.uname().nodename)
         print(hosts[0], "is the host of rank 0")
     """
+    return list(gather_objects(obj, name, process_set).values())
+
+
+def gather_objects(obj: Any, name: str | None, process_set: ProcessSet) -> dict[int, Any]:
+    """What ``allgather_object`` gathers, by rank."""
     what = "allgather_object"
     team = resolve_process_set(process_set, what)
     failure, payload = _pickle(lambda: obj)
     with _runtime.current().in_order(what, name, team):
-        key = _greet(what, name, 0, 0, team)
-        sealed = key.seal(_runtime.rank(), _flag(failure) + payload)
+        key = _exchange_headers(what, name, 0, 0, team)
+        sealed = key.seal(_topology.rank(), _flag(failure) + payload)
         gathered = start_allgather([tensor_of(sealed)], what, name, sync=True, team=team).wait()[0]
     if failure is not None:
         raise failure
-    ranks = _runtime.current().teams.find(team).ranks
-    sent = zip(ranks, gathered.tensor.split(gathered.rows), strict=True)
+    sent = zip(key.ranks, gathered.tensor.split([rows for rows in gathered.rows if rows]), strict=True)
     parts = [key.open(rank, bytes_of(part)) for rank, part in sent]
-    for rank, part in zip(ranks, parts, strict=True):
+    for rank, part in zip(key.ranks, parts, strict=True):
         if part[0]:
             raise UsageError(f"{what}: rank {rank} could not pickle its object: {bytes(part[1:]).decode()}")
-    return [cloudpickle.loads(part[1:]) for part in parts]
+    return {rank: cloudpickle.loads(part[1:]) for rank, part in zip(key.ranks, parts, strict=True)}
 
 
 def _named_tensors(params: Any) -> list[tuple[str, torch.Tensor]]:
@@ -241,24 +259,35 @@ def _shape(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def _agree(lines: Sequence[str], what: str, process_set: ProcessSet) -> None:
-    """Checks that all ranks describe what follows alike: one small message, and the whole text only if not."""
+def _first(what: str, team: int) -> Spec:
+    """The first operation of a call, by which the other ranks hear that this one has refused it."""
+    return Spec(what, None, collective="allgather", team=team)
+
+
+def _agree(lines: Sequence[str], what: str, process_set: ProcessSet) -> list[int]:
+    """Checks that all ranks describe what follows alike: one small message, and the whole text only if not.
+
+    Returns:
+        Those ranks of the set that take part, as none does that has joined.
+    """
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).digest()
     own = torch.tensor([int.from_bytes(digest, "little", signed=True)])
     team = resolve_process_set(process_set, what)
-    everyone = start_allgather([own], what, None, sync=True, team=team).wait()[0].tensor
-    if bool((everyone == own).all()):
+    everyone: Gathered = start_allgather([own], what, None, sync=True, team=team).wait()[0]
+    ranks = everyone.present(_runtime.current().teams.find(team).ranks)
+    if bool((everyone.tensor == own).all()):
         # Either all ranks come to this conclusion or none: equality with everyone is the same fact everywhere.
-        return
-    texts = allgather_object(list(lines), process_set=process_set)
-    ranks = process_set.ranks or []
-    for rank, text in zip(ranks, texts, strict=True):
-        if text != texts[0]:
-            index = next((i for i, (a, b) in enumerate(zip(texts[0], text, strict=False)) if a != b), None)
+        return ranks
+    texts = gather_objects(list(lines), None, process_set)
+    first = texts[ranks[0]]
+    for rank, text in texts.items():
+        if text != first:
+            index = next((i for i, (a, b) in enumerate(zip(first, text, strict=False)) if a != b), None)
             if index is None:
-                index = min(len(texts[0]), len(text))
-            ours, theirs = (t[index] if index < len(t) else "nothing more" for t in (texts[0], text))
+                index = min(len(first), len(text))
+            ours, theirs = (t[index] if index < len(t) else "nothing more" for t in (first, text))
             raise MismatchError(f"{what}: entry {index} is {ours} on rank {ranks[0]}, {theirs} on rank {rank}")
+    return ranks
 
 
 def _overwrite(tensors: Sequence[torch.Tensor], root_rank: int, what: str, team: int) -> None:
@@ -293,7 +322,7 @@ def _chunks(tensors: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
 
 def _share(produce: Callable[[], Any], root_rank: int, what: str, name: str | None, team: int) -> Any:
     """The root's ``produce()`` on all ranks. What fails at the root fails everywhere, with no rank left waiting."""
-    is_root = _runtime.rank() == root_rank
+    is_root = _topology.rank() == root_rank
     result = None
     failure: Exception | None = None
     payload = b""
@@ -307,7 +336,9 @@ def _share(produce: Callable[[], Any], root_rank: int, what: str, name: str | No
         failure, payload = _pickle(keep)
     payload = _flag(failure) + payload if is_root else b""
     with _runtime.current().in_order(what, name, team):
-        key = _greet(what, name, len(payload), root_rank, team)
+        key = _exchange_headers(what, name, len(payload), root_rank, team)
+        if root_rank not in key.ranks:
+            raise UsageError(f"{what}: its root, rank {root_rank}, has joined and sends nothing; choose another rank")
         if is_root:
             sealed = tensor_of(key.seal(root_rank, payload))
         else:
@@ -323,8 +354,8 @@ def _share(produce: Callable[[], Any], root_rank: int, what: str, name: str | No
     return cloudpickle.loads(received[1:])
 
 
-def _greet(what: str, name: str | None, payload_bytes: int, root_rank: int, team: int) -> ObjectKey:
-    """The key of a call, for which all ranks of the team greet each other. An automatic name stands for the whole call.
+def _exchange_headers(what: str, name: str | None, payload_bytes: int, root_rank: int, team: int) -> ObjectKey:
+    """The key of a call, made from the headers of all ranks of the team. An automatic name stands for the whole call.
 
     Raises:
         UsageError: The name is too long.
@@ -332,28 +363,28 @@ def _greet(what: str, name: str | None, payload_bytes: int, root_rank: int, team
     """
     runtime = _runtime.current()
     job = runtime.job
-    greeting = make_greeting(payload_bytes, root_rank)
-    kind = f"{what}-greeting"
+    header = make_header(payload_bytes, root_rank)
+    kind = f"{what}-header"
     if name is not None:
         runtime.name(what, name)  # refuses what is no name
         size, longest = len(name.encode()), _core.NAME_MAX - len(kind) - 1
         if size > longest:
             raise UsageError(f"{what}: the name has {size} bytes; at most {longest} are allowed")
-    request = start_allgather([tensor_of(greeting)], kind, name, sync=True, team=team)
+    request = start_allgather([tensor_of(header)], kind, name, sync=True, team=team)
     if name is None:
         runtime.same_number(what, kind, team)
-    came = request.wait()[0].tensor
-    greetings = bytes(bytes_of(came))
-    ranks, secret = runtime.teams.find(team).ranks, job.directory.secret
-    key = ObjectKey(secret, what, name, rank=job.rank, ranks=ranks, greeting=greeting, greetings=greetings)
+    came: Gathered = request.wait()[0]
+    headers = bytes(bytes_of(came.tensor))
+    ranks, secret = came.present(runtime.teams.find(team).ranks), job.directory.secret
+    key = ObjectKey(secret, what, name, rank=job.rank, ranks=ranks, header=header, headers=headers)
     key.refuse_different_roots()
     return key
 
 
 def _pickle(produce: Callable[[], Any]) -> tuple[Exception | None, bytes]:
-    """The pickled object; or the exception and its text, so that other ranks can be told."""
+    """The pickled object; or the exception, and its text for the other ranks."""
     try:
-        return None, cloudpickle.dumps(produce())
+        return None, pickled(produce())
     except Exception as error:  # whatever a user's __reduce__ raises
         return error, f"{type(error).__name__}: {error}".encode(errors="replace")
 
@@ -363,11 +394,13 @@ def _flag(failure: Exception | None) -> bytes:
 
 
 class _Placeholder(NamedTuple):
-    """Where a tensor was in a structure that travels without its tensors."""
+    """The place of a tensor in a structure that is sent without its tensors."""
 
     position: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+    is_beside: bool
+    """On the device of the parameter whose state it is, at the root."""
 
 
 class _Structure(NamedTuple):
@@ -390,17 +423,18 @@ def _describe_groups(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def _take_apart(optimizer: torch.optim.Optimizer, tensors: list[torch.Tensor], what: str) -> _Structure:
-    def strip(value: Any) -> Any:
+    def strip(value: Any, like: torch.Tensor | None) -> Any:
         if isinstance(value, torch.Tensor):
             check_tensor(value, f"{what}: the root's state")
             tensors.append(value)
-            return _Placeholder(len(tensors) - 1, tuple(value.shape), value.dtype)
-        return _map_children(value, strip)
+            is_beside = like is not None and value.device == like.device
+            return _Placeholder(len(tensors) - 1, tuple(value.shape), value.dtype, is_beside)
+        return _map_children(value, lambda item: strip(item, like))
 
     options = [
-        {key: strip(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+        {key: strip(value, None) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
     ]
-    state = [strip(dict(optimizer.state[p])) if p in optimizer.state else None for p in _parameters(optimizer)]
+    state = [strip(dict(optimizer.state[p]), p) if p in optimizer.state else None for p in _parameters(optimizer)]
     return _Structure(options, state)
 
 
@@ -435,9 +469,11 @@ def _home(placeholder: _Placeholder, present: Any, like: torch.Tensor | None) ->
         placeholder.dtype,
     ):
         return present
-    if like is not None and tuple(like.shape) == placeholder.shape:
+    if like is None or not placeholder.is_beside:
+        return torch.empty(placeholder.shape, dtype=placeholder.dtype)
+    if tuple(like.shape) == placeholder.shape:
         return torch.empty_like(like, dtype=placeholder.dtype, requires_grad=False)
-    return torch.empty(placeholder.shape, dtype=placeholder.dtype)
+    return like.detach().new_empty(placeholder.shape, dtype=placeholder.dtype)
 
 
 def _map_children(value: Any, function: Callable[[Any], Any]) -> Any:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from horo._bootstrap.gpu_libraries import find_cuda, find_nccl
 from horo._bootstrap.mpi.world import mpi_importable
-from horo.errors import UsageError
+from horo.errors import ResourceError, UsageError
 from horo.horovod import is_installed
-from horo.torch import _runtime
+from horo.torch import _runtime, _topology
 
 __all__ = [
     "ccl_built",
@@ -40,7 +41,7 @@ def mpi_threads_supported() -> bool:
 
 def mpi_enabled() -> bool:
     """Whether the ranks of this job started through MPI; False before ``init()``."""
-    return _runtime.is_under_mpi()
+    return _topology.is_under_mpi()
 
 
 def mpi_built() -> bool:
@@ -59,8 +60,15 @@ def gloo_built() -> bool:
 
 
 def nccl_built() -> int:
-    """The version of NCCL, 0 for none: not yet."""
-    return 0
+    """The version of the NCCL that this process can use, by NCCL's numbering: 22304 is 2.23.4; 0: there is none.
+
+    It is found at run time: loaded by torch, from the package nvidia-nccl, or installed on the system.
+    ``hororun --check-build`` says where, or why not. No operation uses it yet.
+    """
+    try:
+        return find_nccl().version
+    except ResourceError:
+        return 0
 
 
 def ddl_built() -> bool:
@@ -74,8 +82,15 @@ def ccl_built() -> bool:
 
 
 def cuda_built() -> bool:
-    """Whether tensors in CUDA memory can be used: not yet."""
-    return False
+    """Whether this process can use a CUDA driver, which is found at run time; it is not initialized for this.
+
+    ``hororun --check-build`` says where it is, or why there is none. Tensors on GPUs are copied by it.
+    """
+    try:
+        find_cuda()
+    except ResourceError:
+        return False
+    return True
 
 
 def rocm_built() -> bool:

@@ -10,16 +10,14 @@ from typing import TYPE_CHECKING, NoReturn
 
 from horo.errors import HorovodInternalError
 from horo.torch._missing import raise_missing
-from horo.torch._runtime import (
+from horo.torch._runtime import init, is_initialized, shutdown
+from horo.torch._topology import (
     cross_rank,
     cross_size,
-    init,
     is_homogeneous,
-    is_initialized,
     local_rank,
     local_size,
     rank,
-    shutdown,
     size,
 )
 from horo.torch.collectives import (
@@ -32,6 +30,7 @@ from horo.torch.collectives import (
     broadcast_async_,
     grouped_allgather,
     grouped_allgather_async,
+    join,
 )
 from horo.torch.compression import Compression
 from horo.torch.exchange import alltoall, alltoall_async
@@ -74,6 +73,7 @@ from horo.torch.scatter import (
     reducescatter_async,
 )
 from horo.torch.sparse import sparse_allreduce_async
+from horo.torch.timeline import start_timeline, stop_timeline
 
 __all__ = [
     "Adasum",
@@ -118,6 +118,7 @@ __all__ = [
     "init",
     "is_homogeneous",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
     "mpi_built",
@@ -132,6 +133,8 @@ __all__ = [
     "shutdown",
     "size",
     "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]
 

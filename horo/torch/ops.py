@@ -3,8 +3,11 @@
 
 What they have in common:
 
-- Tensors live on the CPU, are dense, of any shape and strides, and of a dtype that the core knows (uint8, int8, int16,
-  int32, int64, float16, bfloat16, float32, float64, bool).
+- Tensors are on the CPU or on a CUDA device, dense, of any shape and strides, and of a dtype that the core knows
+  (uint8, int8, int16, int32, int64, float16, bfloat16, float32, float64, bool). Ranks may have them on different
+  devices. Those on a GPU are taken behind the work on torch's current stream, which waits for the results in its turn;
+  they travel through host memory, so the thread that waits is blocked until the ranks have exchanged them. Operations
+  cannot be captured into CUDA graphs.
 - ``name`` connects the calls of all ranks. Calls without a name are connected in the order in which each rank makes
   them, for each kind of operation. A name can be in use once at a time.
 - Forms that end in ``_async`` return an integer for ``poll`` and ``synchronize``; until then the tensor must not be
@@ -25,8 +28,8 @@ import torch
 from horo import _core
 from horo.errors import UsageError
 from horo.torch._handles import first_of, poll, publish, synchronize
-from horo.torch._requests import repeat, repeat_async, run_allreduce, start_allreduce
-from horo.torch._staging import Spec, list_tensors
+from horo.torch._requests import list_group, repeat, repeat_async, run_allreduce, start_allreduce, telling
+from horo.torch._staging import Spec
 from horo.torch.autograd import allreduce_all
 from horo.torch.compression import Compression, Compressor, split
 from horo.torch.process_sets import ProcessSet, global_process_set, resolve_process_set
@@ -75,8 +78,8 @@ def allreduce(
     Blocks until all ranks have called it.
 
     Args:
-        tensor: ``[...]`` in CPU memory, dense; uint8, int8, int16, int32, int64, float16, bfloat16, float32, float64 or
-            bool. Same shape and dtype on all ranks.
+        tensor: ``[...]`` on CPU or GPU, dense; uint8, int8, int16, int32, int64, float16, bfloat16, float32, float64,
+            bool (without ``Average``), or complex (``Average`` and ``Sum``). Same shape and dtype on all ranks.
         average: Deprecated; True is ``op=Average``, False is ``op=Sum``.
         name: Connects the calls of all ranks; equal on all. None: calls without a name are connected in their order.
         compression: What is sent instead of the tensor, e.g. ``Compression.bf16``.
@@ -103,8 +106,8 @@ def allreduce(
     again = repeat(key, tensor, in_place=False)
     if again is not None:
         return again
-    wire, compressor = split(compression)
-    spec = _spec("allreduce", average, name, op, prescale_factor, postscale_factor, process_set, wire)
+    spec = _spec("allreduce", average, name, op, prescale_factor, postscale_factor, process_set)
+    spec, compressor = split_for(spec, compression)
     if compressor is not Compression.none:
         key = None
     sent, context = compressor.compress(tensor)
@@ -234,9 +237,9 @@ def grouped_allreduce(
         x = torch.full((2,), float(hvd.rank()))
         mean, square = hvd.grouped_allreduce([x, x * x])  # on 2 ranks [0.5, 0.5] twice
     """
-    wire, compressor = split(compression)
-    spec = _spec("grouped_allreduce", average, name, op, prescale_factor, postscale_factor, process_set, wire)
-    sent = [compressor.compress(tensor) for tensor in list_tensors(tensors, spec.kind)]
+    spec = _spec("grouped_allreduce", average, name, op, prescale_factor, postscale_factor, process_set)
+    spec, compressor = split_for(spec, compression)
+    sent = [compressor.compress(tensor) for tensor in list_group(tensors, spec)]
     reduced = allreduce_all([tensor for tensor, _ in sent], spec)
     return [compressor.decompress(tensor, context) for tensor, (_, context) in zip(reduced, sent, strict=True)]
 
@@ -269,7 +272,7 @@ def grouped_allreduce_(
         hvd.grouped_allreduce_([x, y], op=hvd.Sum)  # on 2 ranks x is [1., 1.] and y is [2.] now
     """
     spec = _spec("grouped_allreduce", average, name, op, prescale_factor, postscale_factor, process_set)
-    return list(run_allreduce(list_tensors(tensors, spec.kind), spec, in_place=True))
+    return list(run_allreduce(list_group(tensors, spec), spec, in_place=True))
 
 
 def grouped_allreduce_async(
@@ -298,7 +301,7 @@ def grouped_allreduce_async(
         ones, zeros = hvd.synchronize(handle)  # on 2 ranks [2., 2.] and [0., 0., 0.]
     """
     spec = _spec("grouped_allreduce", average, name, op, prescale_factor, postscale_factor, process_set)
-    return publish(start_allreduce(list_tensors(tensors, spec.kind), spec), tuple)
+    return publish(start_allreduce(list_group(tensors, spec), spec), tuple)
 
 
 def grouped_allreduce_async_(
@@ -327,7 +330,7 @@ def grouped_allreduce_async_(
         hvd.synchronize(hvd.grouped_allreduce_async_([x]))  # on 2 ranks x is [0.5, 0.5] now
     """
     spec = _spec("grouped_allreduce", average, name, op, prescale_factor, postscale_factor, process_set)
-    return publish(start_allreduce(list_tensors(tensors, spec.kind), spec, in_place=True), tuple)
+    return publish(start_allreduce(list_group(tensors, spec), spec, in_place=True), tuple)
 
 
 def resolve_op(op: int | None, average: bool | None = None, stacklevel: int = 4) -> int:
@@ -353,7 +356,7 @@ def resolve_op(op: int | None, average: bool | None = None, stacklevel: int = 4)
 def _cache_key(
     function: str, average: bool | None, prescale_factor: float, postscale_factor: float, *others: object
 ) -> Hashable:
-    """What ``repeat`` knows a call by. None for one that must be looked at each time: a factor may be a tensor."""
+    """The key of a call for ``repeat``; None if it must be checked each time, since a factor may be a tensor."""
     if average is None and type(prescale_factor) is float and type(postscale_factor) is float:
         return function, prescale_factor, postscale_factor, others
     return None  # average= warns
@@ -386,9 +389,20 @@ def _spec(
     prescale_factor: float,
     postscale_factor: float,
     process_set: ProcessSet,
-    wire: torch.dtype | None = None,
     stacklevel: int = 4,
 ) -> Spec:
     team = resolve_process_set(process_set, kind)
-    reduce_op = resolve_op(op, average, stacklevel)
-    return Spec(kind, name, reduce_op, float(prescale_factor), float(postscale_factor), wire, team=team)
+    spec = Spec(kind, name, 0, float(prescale_factor), float(postscale_factor), team=team)
+    with telling(spec):
+        return spec._replace(reduce_op=resolve_op(op, average, stacklevel))
+
+
+def split_for(spec: Spec, compression: type[Compressor]) -> tuple[Spec, type[Compressor]]:
+    """``split`` for an operation: how it travels is in the spec then.
+
+    Raises:
+        UsageError: It is no compressor; the call of the other ranks fails, too.
+    """
+    with telling(spec):
+        wire, compressor = split(compression)
+    return spec._replace(wire=wire), compressor

@@ -113,7 +113,9 @@ def DistributedOptimizer(
             added up, not divided.
         op: ``Average``, ``Sum`` or ``Adasum``. With ``Adasum``, gradients stay those of this rank: ``step()`` lets the
             optimizer step by them, combines the steps of all ranks and blocks until that is done. Its state (momentum)
-            is each rank's own then; parameters are equal on all ranks. Each rank calls ``step()`` equally often.
+            is each rank's own then; parameters are equal on all ranks. Each rank calls ``step()`` equally often. A
+            ``step()`` that raises leaves parameters as they were before it, though not that state; the next call does
+            the step, or ends the exchange that an exception of a signal handler has left.
         gradient_predivide_factor: Splits the averaging: divide by it before the sum, by size over it after.
         num_groups: Deprecated name of an integer ``groups``.
         groups: Gradients that travel together: a number of groups of about equal length, or lists of parameters

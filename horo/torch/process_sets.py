@@ -10,11 +10,11 @@ set that has been removed since, such as a backward, can meet no other set.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from horo.errors import UnsupportedError, UsageError
-from horo.torch import _runtime
+from horo.errors import UsageError
+from horo.torch import _runtime, _topology
 from horo.torch._teams import public_id
 
 if TYPE_CHECKING:
@@ -30,11 +30,12 @@ class ProcessSet:
     pickled set becomes one of the same ranks that is not registered.
 
     Args:
-        ranks_or_comm: The members' ranks in the job, in any order.
+        ranks_or_comm: The members' ranks in the job, in any order. Or a communicator of mpi4py, such as
+            ``MPI.COMM_WORLD.Split(...)`` gives: then each process gives its own, and all the sets that come of them
+            are registered together. ``MPI.COMM_NULL`` on a process that is in none.
 
     Raises:
         UsageError: They are not integers, or one is there twice, or there is none.
-        UnsupportedError: A communicator of MPI was given; give the ranks of its members.
 
     Example:
         evens = hvd.ProcessSet(range(0, hvd.size(), 2))
@@ -45,12 +46,14 @@ class ProcessSet:
             hvd.remove_process_set(evens)  # on all ranks
     """
 
-    def __init__(self, ranks_or_comm: Iterable[int]) -> None:
+    def __init__(self, ranks_or_comm: Any) -> None:
+        self._comm: Any = None
+        self._together: list[ProcessSet] = []
+        """The sets that were registered together with this one, this one among them."""
+        self._team = 0
         if hasattr(ranks_or_comm, "Get_rank"):
-            raise UnsupportedError(
-                "ProcessSet: a communicator of MPI is not supported; give the ranks of its members, as "
-                "comm.allgather(hvd.rank()) finds them"
-            )
+            self._comm, self._ranks = ranks_or_comm, []
+            return
         try:
             found = sorted(operator.index(rank) for rank in ranks_or_comm)
         except TypeError:
@@ -58,7 +61,6 @@ class ProcessSet:
         if not found or found[0] < 0 or len(set(found)) != len(found):
             raise UsageError(f"ProcessSet({found}): a process set has one or more ranks from 0, each once")
         self._ranks = found
-        self._team = 0
 
     @property
     def process_set_id(self) -> int | None:
@@ -68,13 +70,14 @@ class ProcessSet:
 
     @property
     def ranks(self) -> list[int] | None:
-        """The ranks of the members in rising order; of ``global_process_set``, None before ``init()``."""
-        return list(self._ranks)
+        """The ranks of the members in rising order; of ``global_process_set``, None before ``init()``. Of a set of a
+        communicator, None until it is registered."""
+        return list(self._ranks) or None
 
     @property
-    def mpi_comm(self) -> None:
-        """None; Horovod has the communicator of MPI here that a set was made of."""
-        return
+    def mpi_comm(self) -> Any:
+        """The communicator of mpi4py that the set was made of; else None."""
+        return self._comm
 
     def size(self) -> int | None:
         """How many members it has; None while it is not registered."""
@@ -89,8 +92,8 @@ class ProcessSet:
         if self.process_set_id is None:
             return None
         if not self.included():
-            raise UsageError(f"rank {_runtime.rank()} is not a member of {self}")
-        return self._ranks.index(_runtime.rank())
+            raise UsageError(f"rank {_topology.rank()} is not a member of {self}")
+        return self._ranks.index(_topology.rank())
 
     def included(self) -> bool | None:
         """Whether this process is a member.
@@ -98,7 +101,7 @@ class ProcessSet:
         Raises:
             NotInitializedError: Before ``init()``. (``global_process_set`` gives None then.)
         """
-        return _runtime.rank() in self._ranks
+        return _topology.rank() in self._ranks
 
     def __repr__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
@@ -112,13 +115,43 @@ class ProcessSet:
     def __reduce__(self) -> str | tuple[Any, ...]:
         return ProcessSet, (self._ranks,)
 
+    def find_members(self) -> list[list[int]]:
+        """The ranks of this set; of a communicator, those of all sets that come of it, for which all ranks ask at once.
+
+        Raises:
+            GroupError: A rank is lost.
+        """
+        if self._comm is None:
+            return [self._ranks]
+        from horo.torch.functions import allgather_object  # noqa: PLC0415  (it imports this module)
+
+        own = sorted(self._comm.allgather(_topology.rank())) if self._comm else []  # COMM_NULL is false
+        found = sorted({tuple(ranks) for ranks in allgather_object(own, name="process set of a communicator") if ranks})
+        self._ranks = own or (list(found[0]) if len(found) == 1 else [])
+        return [list(ranks) for ranks in found]
+
     def team_in(self, runtime: _runtime.Runtime | None) -> int | None:
         """The core's id of the set in a job; None where it is not registered there."""
         # What another job has under this id is another object.
         return self._team if runtime is not None and runtime.teams.sets.get(self._team) is self else None
 
-    def _register(self, runtime: _runtime.Runtime, what: str, call: DeputyCall) -> ProcessSet:
-        """Adds the set to the job of ``runtime``; all ranks come here with the same set. What is registered then."""
+    def _register(
+        self, runtime: _runtime.Runtime, what: str, call: DeputyCall, members: Sequence[list[int]]
+    ) -> ProcessSet:
+        """Adds the set to the job of ``runtime``; all ranks come here with the same ``find_members()``.
+
+        Returns:
+            What is registered then.
+        """
+        if self._comm is None:
+            return self._register_one(runtime, what, call)
+        self._together = [self if ranks == self._ranks else ProcessSet(ranks) for ranks in members]
+        refuse_registered([*runtime.teams.sets.values(), *self._together], what)
+        for item in self._together:
+            item._register_one(runtime, what, call)
+        return self
+
+    def _register_one(self, runtime: _runtime.Runtime, what: str, call: DeputyCall) -> ProcessSet:
         for team, other in list(runtime.teams.sets.items()):
             if other.ranks == self._ranks and runtime.teams.was_left(other):
                 runtime.teams.sets[team] = self
@@ -130,18 +163,18 @@ class ProcessSet:
 
     def _unregister(self, runtime: _runtime.Runtime) -> bool:
         """Removes the set from the job of ``runtime``; all ranks come here with the same set."""
-        team = self.team_in(runtime)
-        if team is None:
-            return False
-        runtime.teams.remove(team)
-        return True
+        together, self._together = self._together, []
+        found = [team for item in together or [self] if (team := item.team_in(runtime)) is not None]
+        for team in found:
+            runtime.teams.remove(team)
+        return bool(found)
 
 
 class _GlobalProcessSet(ProcessSet):
     """All ranks of the job, whichever that is."""
 
     def __init__(self) -> None:
-        pass
+        self._comm = None
 
     @property
     def process_set_id(self) -> int:
@@ -149,13 +182,13 @@ class _GlobalProcessSet(ProcessSet):
 
     @property
     def ranks(self) -> list[int] | None:
-        return list(range(_runtime.size())) if _runtime.is_initialized() else None
+        return list(range(_topology.size())) if _runtime.is_initialized() else None
 
     def size(self) -> int | None:
-        return _runtime.size() if _runtime.is_initialized() else None
+        return _topology.size() if _runtime.is_initialized() else None
 
     def rank(self) -> int | None:
-        return _runtime.rank() if _runtime.is_initialized() else None
+        return _topology.rank() if _runtime.is_initialized() else None
 
     def included(self) -> bool | None:
         return True if _runtime.is_initialized() else None
@@ -171,7 +204,7 @@ global_process_set: ProcessSet = _GlobalProcessSet()
 """All ranks of the job."""
 
 
-def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
+def add_process_set(process_set: ProcessSet | Iterable[int] | Any) -> ProcessSet:
     """Registers a process set. All ranks of the job call it, members and others, with the same ranks.
 
     Blocks until all have; operations in progress go on meanwhile. Calls of several threads are done one after the
@@ -182,7 +215,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     A rank that leaves the job, by ``shutdown()`` or at the end of its script, ends the operations of its sets, too.
 
     Args:
-        process_set: A set that is not registered, or the ranks of its members.
+        process_set: A set that is not registered, or the ranks of its members, or a communicator, see ``ProcessSet``.
 
     Returns:
         The set, with its ``process_set_id``.
@@ -202,7 +235,8 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     """
     runtime, what = _runtime.current(), "add_process_set()"
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    registered: ProcessSet = runtime.change_teams(what, lambda call: added._register(runtime, what, call))
+    members = added.find_members()
+    registered: ProcessSet = runtime.change_teams(what, lambda call: added._register(runtime, what, call, members))
     return registered
 
 
@@ -247,11 +281,12 @@ def register_all(runtime: _runtime.Runtime, process_sets: list[ProcessSet]) -> N
         MismatchError: Ranks gave different sets.
     """
     what = "init(process_sets=...)"
-    refuse_registered(process_sets, what)
+    members = {item: item.find_members() for item in process_sets}
+    refuse_registered([item for item in process_sets if item.mpi_comm is None], what)
 
     def register(call: DeputyCall) -> None:
         for item in process_sets:
-            item._register(runtime, what, call)
+            item._register(runtime, what, call, members[item])
 
     runtime.change_teams(what, register)
 
@@ -262,12 +297,12 @@ def refuse_registered(process_sets: list[ProcessSet], what: str) -> None:
     Raises:
         UsageError: There is one.
     """
-    known = [list(range(_runtime.size()))]
+    known = [list(range(_topology.size()))]
     for item in process_sets:
         if item.ranks in known:
             raise UsageError(f"{what}: {item} is a duplicate: there is a process set of these ranks already")
-        if item.ranks is not None and item.ranks[-1] >= _runtime.size():
-            raise UsageError(f"{what}: {item} has a rank that a job of {_runtime.size()} ranks does not have")
+        if item.ranks is not None and item.ranks[-1] >= _topology.size():
+            raise UsageError(f"{what}: {item} has a rank that a job of {_topology.size()} ranks does not have")
         known.append(item.ranks or [])
 
 
@@ -300,5 +335,5 @@ def resolve_process_set(process_set: ProcessSet, what: str) -> int:
     if team is None:
         refuse_unregistered(process_set, what)
     if not process_set.included():
-        raise UsageError(f"{what}: rank {_runtime.rank()} is not a member of {process_set}")
+        raise UsageError(f"{what}: rank {_topology.rank()} is not a member of {process_set}")
     return team

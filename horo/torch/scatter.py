@@ -9,11 +9,11 @@ import torch
 
 from horo.torch import _runtime
 from horo.torch._handles import first_of, publish
-from horo.torch._requests import start_reducescatter
-from horo.torch._staging import Spec, list_tensors
+from horo.torch._requests import list_group, repeat, start_reducescatter, telling
+from horo.torch._staging import Spec
 from horo.torch.autograd_scatter import reducescatter_all
-from horo.torch.compression import Compression, Compressor, split
-from horo.torch.ops import Average, resolve_op
+from horo.torch.compression import Compression, Compressor
+from horo.torch.ops import Average, resolve_op, split_for
 from horo.torch.process_sets import ProcessSet, global_process_set, resolve_process_set
 
 __all__ = ["grouped_reducescatter", "grouped_reducescatter_async", "reducescatter", "reducescatter_async"]
@@ -33,7 +33,7 @@ def reducescatter(
     Blocks until all ranks have called it.
 
     Args:
-        tensor: ``[rows, ...]`` in CPU memory, dense, of a dtype that ``allreduce`` takes; same shape and dtype on all
+        tensor: ``[rows, ...]`` on CPU or GPU, dense, of a dtype that ``allreduce`` takes; same shape and dtype on all
             ranks. The rows are cut among the ranks in their order; where they do not divide evenly, the first ranks
             get one more.
         name: Connects the calls of all ranks; equal on all. None: calls without a name are connected in their order.
@@ -58,10 +58,17 @@ def reducescatter(
         x = torch.full((3, 2), float(hvd.rank()))
         mine = hvd.reducescatter(x, op=hvd.Sum)  # on 2 ranks 1.; [2, 2] on rank 0, [1, 2] on rank 1
     """
-    wire, compressor = split(compression)
-    spec = _spec("reducescatter", name, op, process_set, prescale_factor, postscale_factor, wire)
+    key = None  # a factor may be a tensor
+    if type(prescale_factor) is float and type(postscale_factor) is float:
+        key = "reducescatter", name, compression, op, process_set, prescale_factor, postscale_factor
+    again = repeat(key, tensor, in_place=False)
+    if again is not None:
+        return again
+    spec = _spec("reducescatter", name, op, process_set, prescale_factor, postscale_factor)
+    spec, compressor = split_for(spec, compression)
     sent, context = compressor.compress(tensor)
-    return compressor.decompress(reducescatter_all([sent], spec)[0], context)
+    results = reducescatter_all([sent], spec, key if compressor is Compression.none else None)
+    return compressor.decompress(results[0], context)
 
 
 def reducescatter_async(
@@ -120,9 +127,9 @@ def grouped_reducescatter(
         x = torch.full((4,), float(hvd.rank()))
         mean, square = hvd.grouped_reducescatter([x, x * x])  # on 2 ranks [0.5, 0.5] twice
     """
-    wire, compressor = split(compression)
-    spec = _spec("grouped_reducescatter", name, op, process_set, prescale_factor, postscale_factor, wire)
-    sent = [compressor.compress(tensor) for tensor in list_tensors(tensors, spec.kind)]
+    spec = _spec("grouped_reducescatter", name, op, process_set, prescale_factor, postscale_factor)
+    spec, compressor = split_for(spec, compression)
+    sent = [compressor.compress(tensor) for tensor in list_group(tensors, spec)]
     reduced = reducescatter_all([tensor for tensor, _ in sent], spec)
     return [compressor.decompress(tensor, context) for tensor, (_, context) in zip(reduced, sent, strict=True)]
 
@@ -153,7 +160,7 @@ def grouped_reducescatter_async(
         ones, zeros = hvd.synchronize(handle)  # on 2 ranks [2.] and [0., 0.]
     """
     spec = _spec("grouped_reducescatter", name, op, process_set, prescale_factor, postscale_factor)
-    return publish(start_reducescatter(list_tensors(tensors, spec.kind), spec), tuple)
+    return publish(start_reducescatter(list_group(tensors, spec), spec), tuple)
 
 
 def _spec(
@@ -163,18 +170,18 @@ def _spec(
     process_set: ProcessSet,
     prescale_factor: float,
     postscale_factor: float,
-    wire: torch.dtype | None = None,
 ) -> Spec:
     team = resolve_process_set(process_set, kind)
     members = _runtime.current().teams.find(team)
-    return Spec(
+    spec = Spec(
         kind,
         name,
-        resolve_op(op),
+        0,
         float(prescale_factor),
         float(postscale_factor),
-        wire,
         collective="reducescatter",
         team=team,
         place=(members.rank, members.size),
     )
+    with telling(spec):
+        return spec._replace(reduce_op=resolve_op(op))

@@ -10,8 +10,8 @@ import torch
 from horo import _core
 from horo.errors import MismatchError, UnsupportedError, UsageError
 from horo.torch._handles import publish, synchronize
-from horo.torch._requests import Gathered, start_allgather
-from horo.torch._staging import describe
+from horo.torch._requests import Gathered, start_allgather, telling
+from horo.torch._staging import Spec, describe
 from horo.torch.ops import resolve_op
 from horo.torch.process_sets import ProcessSet, global_process_set, resolve_process_set
 
@@ -31,7 +31,7 @@ def sparse_allreduce_async(
     """Begins to add up the sparse tensors of all ranks, and returns at once; not differentiable.
 
     Args:
-        tensor: A sparse tensor in COO form in CPU memory, whose values have a dtype that ``allgather`` takes. Shape,
+        tensor: A sparse tensor in COO form on CPU or GPU, whose values have a dtype that ``allgather`` takes. Shape,
             dtype and number of sparse dimensions are equal on all ranks; the number of values may differ.
         name: Connects the calls of all ranks; equal on all. None: calls without a name are connected in their order.
         op: ``Average`` (the default) or ``Sum``.
@@ -52,26 +52,33 @@ def sparse_allreduce_async(
         total = hvd.sparse_allreduce_async(x, name="x", op=hvd.Sum)()  # on 2 ranks [1., 1., 0., 0.]
     """
     what = describe(_KIND, name)
-    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
-        given = f"a tensor with layout {tensor.layout}" if isinstance(tensor, torch.Tensor) else repr(tensor)
-        raise UsageError(f"{what}: expected a sparse tensor in COO form, not {given}; allreduce takes dense ones")
-    op = resolve_op(op)
-    if op not in (_AVERAGE, _SUM):
-        raise UnsupportedError(f"{what}: op={op} is neither Average nor Sum: only these are defined for sparse tensors")
     team = resolve_process_set(process_set, what)
+    with telling(Spec(_KIND, name, collective="allgather", team=team)):
+        op = _check(tensor, op, what)
     scale = process_set.size() if op == _AVERAGE else None
     tensor = tensor.detach()
-    shape = torch.tensor([[tensor.sparse_dim(), *tensor.shape]])
+    shape = tensor._indices().new_tensor([[tensor.sparse_dim(), *tensor.shape]])
     rows = [tensor._indices().t().contiguous(), tensor._values(), shape]
     request = start_allgather(rows, _KIND, name, team=team)
     members = process_set.ranks or [0]
     return partial(synchronize, publish(request, partial(_combined, what, list(tensor.shape), members, scale)))
 
 
+def _check(tensor: torch.Tensor, op: int | None, what: str) -> int:
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
+        given = f"a tensor with layout {tensor.layout}" if isinstance(tensor, torch.Tensor) else repr(tensor)
+        raise UsageError(f"{what}: expected a sparse tensor in COO form, not {given}; allreduce takes dense ones")
+    op = resolve_op(op)
+    if op not in (_AVERAGE, _SUM):
+        raise UnsupportedError(f"{what}: op={op} is neither Average nor Sum: only these are defined for sparse tensors")
+    return op
+
+
 def _combined(
     what: str, shape: list[int], members: list[int], scale: int | None, gathered: Sequence[Gathered]
 ) -> torch.Tensor:
     indices, values, shapes = (each.tensor for each in gathered)
+    members = gathered[2].present(members)
     first = shapes[0].tolist()
     for rank, other in zip(members, shapes.tolist(), strict=True):
         if other != first:

@@ -30,7 +30,7 @@ class SyncBatchNorm(_BatchNorm):
     order. Ranks may have different numbers of samples, or none. In evaluation, and for a set of one rank, it is
     ``torch.nn.BatchNorm``, and communicates nothing.
 
-    The input is ``[N, C, ...]`` in CPU memory, floating point. Statistics are those of torch, added up in float64.
+    The input is ``[N, C, ...]`` on CPU or GPU, floating point. Statistics are those of torch, added up in float64.
 
     Args:
         num_features: C.
@@ -42,7 +42,7 @@ class SyncBatchNorm(_BatchNorm):
 
     Raises:
         UsageError: In forward: the input has fewer than two dimensions, or one value per channel in all.
-        UnsupportedError: In forward: the input is not in CPU memory or not floating point.
+        UnsupportedError: In forward: the input is on another device, or not floating point.
         MismatchError: In forward: ranks have different numbers of channels.
         GroupError: A rank is lost or has shut down.
         NotInitializedError: In forward, before ``init()``.
@@ -73,10 +73,10 @@ class SyncBatchNorm(_BatchNorm):
         if not self.training or self.process_set.size() == 1:
             result: torch.Tensor = super().forward(input)
             return result
-        if input.device.type != "cpu" or not input.is_floating_point():
+        if not (input.is_cpu or input.is_cuda) or not input.is_floating_point():
             raise UnsupportedError(
                 f"SyncBatchNorm: the input is a {input.dtype} tensor on {input.device}; it takes floating point "
-                "tensors in CPU memory"
+                "tensors on the CPU and on CUDA devices"
             )
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
@@ -177,7 +177,7 @@ def _gather_statistics(values: torch.Tensor, team: int) -> _Statistics:
     """
     channels = values.shape[1]
     count = values.numel() // channels if channels else 0
-    own = torch.zeros(1, 2 * channels + 1, dtype=torch.float64)
+    own = values.new_zeros(1, 2 * channels + 1, dtype=torch.float64)
     own[0, -1] = count
     if count:
         variance, mean = torch.var_mean(_precise(values), dim=_others(values), correction=0)

@@ -45,17 +45,15 @@ enum horo_status {
 };
 
 enum horo_dtype {
-    HORO_UINT8 = 0,
-    HORO_INT8 = 1,
-    HORO_INT16 = 2,
-    HORO_INT32 = 3,
-    HORO_INT64 = 4,
-    HORO_FLOAT16 = 5,
-    HORO_BFLOAT16 = 6,
-    HORO_FLOAT32 = 7,
-    HORO_FLOAT64 = 8,
-    HORO_BOOL = 9,
-    HORO_DTYPE_COUNT = 10,
+    HORO_UINT8 = 0, HORO_INT8 = 1, HORO_INT16 = 2, HORO_INT32 = 3, HORO_INT64 = 4, HORO_FLOAT16 = 5, HORO_BFLOAT16 = 6,
+    HORO_FLOAT32 = 7, HORO_FLOAT64 = 8, HORO_BOOL = 9,
+    HORO_DTYPE_COUNT = 10, /* of those above, whose values are calculated with */
+    /* Those below are moved; SUM and AVERAGE take complex numbers as pairs of floats. */
+    HORO_UINT16 = 10, HORO_UINT32 = 11, HORO_UINT64 = 12, HORO_COMPLEX32 = 13, HORO_COMPLEX64 = 14,
+    HORO_COMPLEX128 = 15, HORO_FLOAT8_E4M3FN = 16, HORO_FLOAT8_E5M2 = 17, HORO_FLOAT8_E4M3FNUZ = 18,
+    HORO_FLOAT8_E5M2FNUZ = 19, HORO_FLOAT8_E8M0FNU = 20, HORO_FLOAT4_E2M1FN_X2 = 21, HORO_BITS8 = 22, HORO_BITS16 = 23,
+    HORO_BITS1X8 = 24, HORO_BITS2X4 = 25, HORO_BITS4X2 = 26,
+    HORO_ANY_DTYPE_COUNT = 27,
 };
 
 enum horo_op {
@@ -63,11 +61,10 @@ enum horo_op {
     HORO_ALLGATHER = 1,
     HORO_BROADCAST = 2,
     HORO_BARRIER = 3,
-    HORO_ADD_TEAM = 4,    /* horo_add_team and horo_remove_team only */
-    HORO_REMOVE_TEAM = 5,
-    HORO_REDUCESCATTER = 6,
-    HORO_ALLTOALL = 7,
-    HORO_OP_COUNT = 8,
+    HORO_ADD_TEAM = 4, HORO_REMOVE_TEAM = 5, /* horo_add_team and horo_remove_team only */
+    HORO_REDUCESCATTER = 6, HORO_ALLTOALL = 7,
+    HORO_JOIN = 8, /* horo_join only */
+    HORO_OP_COUNT = 9,
 };
 
 /* The numbers are Horovod's. */
@@ -96,6 +93,8 @@ enum horo_submit_flags {
     HORO_SUBMIT_TRANSIENT = 2,
     /* An allgather or alltoall: its results go into the outputs of its tensors, see horo_tensor. Of this rank alone. */
     HORO_SUBMIT_INTO = 4,
+    /* The same, but a result of other than output_bytes goes into memory of horo: then horo_run leaves the handle. */
+    HORO_SUBMIT_OFFER = 8,
 };
 
 typedef struct horo_context horo_context;
@@ -123,7 +122,7 @@ typedef struct {
     int32_t dtype;        /* enum horo_dtype */
     int32_t wire_dtype;   /* 0: travels as it is; a reduction of float32 and float64: HORO_FLOAT16 or HORO_BFLOAT16 */
     int32_t split_count;  /* alltoall: members of the team; else not looked at */
-    int64_t output_bytes; /* with HORO_SUBMIT_INTO; else not looked at */
+    int64_t output_bytes; /* with HORO_SUBMIT_INTO or _OFFER; else not looked at */
     /*
      * alltoall: rows of the input for each member, one behind the other, all shape[0] together; copied by horo_submit
      */
@@ -145,6 +144,8 @@ typedef struct {
     const horo_tensor *tensors;
     int32_t tensor_count; /* 0 for barrier */
     int32_t team;         /* whose members do it, by its id; 0: all ranks */
+    int32_t device;       /* 0: the tensors are in host memory; n + 1: in that of GPU n, see horo_use_cuda */
+    uint64_t stream;      /* of that GPU: the caller's current CUDA stream; values are taken behind what is on it now */
 } horo_request;
 
 /* A set of ranks to do collectives among themselves, beside all others. */
@@ -162,46 +163,19 @@ typedef struct {
 
 /* What horo calls of MPI, in the order of horo_mpi.functions: HORO_MPI_ISSEND stands for MPI_Issend. */
 enum horo_mpi_function {
-    HORO_MPI_ISSEND = 0,
-    HORO_MPI_IRECV = 1,
-    HORO_MPI_TEST = 2,
-    HORO_MPI_CANCEL = 3,
-    HORO_MPI_REQUEST_FREE = 4,
-    HORO_MPI_IALLREDUCE = 5,
-    HORO_MPI_IBCAST = 6,
-    HORO_MPI_IALLGATHERV = 7,
-    HORO_MPI_IREDUCE_SCATTER = 8,
-    HORO_MPI_IALLTOALLV = 9,
-    HORO_MPI_TYPE_CONTIGUOUS = 10,
-    HORO_MPI_TYPE_COMMIT = 11,
-    HORO_MPI_TYPE_FREE = 12,
-    HORO_MPI_OP_CREATE = 13,
-    HORO_MPI_OP_FREE = 14,
-    HORO_MPI_ERROR_STRING = 15,
-    HORO_MPI_FINALIZED = 16,
+    HORO_MPI_ISSEND = 0, HORO_MPI_IRECV = 1, HORO_MPI_TEST = 2, HORO_MPI_CANCEL = 3, HORO_MPI_REQUEST_FREE = 4,
+    HORO_MPI_IALLREDUCE = 5, HORO_MPI_IBCAST = 6, HORO_MPI_IALLGATHERV = 7, HORO_MPI_IREDUCE_SCATTER = 8,
+    HORO_MPI_IALLTOALLV = 9, HORO_MPI_TYPE_CONTIGUOUS = 10, HORO_MPI_TYPE_COMMIT = 11, HORO_MPI_TYPE_FREE = 12,
+    HORO_MPI_OP_CREATE = 13, HORO_MPI_OP_FREE = 14, HORO_MPI_ERROR_STRING = 15, HORO_MPI_FINALIZED = 16,
     HORO_MPI_FUNCTION_COUNT = 17,
 };
 
 /* Handles of MPI by their names there, in the order of horo_mpi.handles. */
 enum horo_mpi_handle {
-    HORO_MPI_BYTE = 0,
-    HORO_MPI_UINT8_T = 1,
-    HORO_MPI_INT8_T = 2,
-    HORO_MPI_UINT16_T = 3,
-    HORO_MPI_INT16_T = 4,
-    HORO_MPI_UINT32_T = 5,
-    HORO_MPI_INT32_T = 6,
-    HORO_MPI_UINT64_T = 7,
-    HORO_MPI_INT64_T = 8,
-    HORO_MPI_FLOAT = 9,
-    HORO_MPI_DOUBLE = 10,
-    HORO_MPI_SUM = 11,
-    HORO_MPI_PROD = 12,
-    HORO_MPI_MIN = 13,
-    HORO_MPI_MAX = 14,
-    HORO_MPI_LOR = 15,
-    HORO_MPI_LAND = 16,
-    HORO_MPI_HANDLE_COUNT = 17,
+    HORO_MPI_BYTE = 0, HORO_MPI_UINT8_T = 1, HORO_MPI_INT8_T = 2, HORO_MPI_UINT16_T = 3, HORO_MPI_INT16_T = 4,
+    HORO_MPI_UINT32_T = 5, HORO_MPI_INT32_T = 6, HORO_MPI_UINT64_T = 7, HORO_MPI_INT64_T = 8,
+    HORO_MPI_FLOAT = 9, HORO_MPI_DOUBLE = 10, HORO_MPI_SUM = 11, HORO_MPI_PROD = 12, HORO_MPI_MIN = 13,
+    HORO_MPI_MAX = 14, HORO_MPI_LOR = 15, HORO_MPI_LAND = 16, HORO_MPI_HANDLE_COUNT = 17,
 };
 
 /*
@@ -228,6 +202,27 @@ typedef struct {
 } horo_mpi;
 
 /*
+ * What may change while a job runs. SEGMENT: bytes, at most a slot, multiples of 4096; PIECE: bytes sent, received and
+ * reduced at once between hosts; SOCKETS: in use, of those for data to each peer; FUSION: as fusion_bytes; DOUBLING:
+ * most bytes of a share that hosts reduce by recursive doubling; CARRIED: of a lone tensor that is announced with its
+ * data; CYCLE: as cycle_time_us; OVERLAP, for Python: gradients travel 1: behind backward, 2: meanwhile, 0: as set
+ */
+enum horo_knob {
+    HORO_KNOB_SEGMENT = 0, HORO_KNOB_PIECE = 1, HORO_KNOB_SOCKETS = 2, HORO_KNOB_FUSION = 3, HORO_KNOB_DOUBLING = 4,
+    HORO_KNOB_CARRIED = 5, HORO_KNOB_CYCLE = 6, HORO_KNOB_OVERLAP = 7, HORO_KNOB_COUNT = 8,
+    HORO_KNOB_LIMIT = 1 << 30, /* of every value; in horo_autotune, a larger one stands for the core's own default */
+};
+
+/* An on-line search for better values of all knobs, see engine/search.h. Equal on all ranks, but for log_fd. */
+typedef struct {
+    uint64_t start[8], defaults[8]; /* HORO_KNOB_COUNT: the job begins with; what a job begins with where nobody says */
+    int32_t warmup_samples, steps_per_sample; /* samples that do not count; 1 to 1000 */
+    int32_t max_samples;            /* points to be measured before the end */
+    int32_t log_fd;                 /* rank 0: where each sample is written, as CSV; the context's; else -1 */
+    uint32_t shuffle;               /* for tests, not 0: after every batch a random point, from this seed, for ever */
+} horo_autotune;
+
+/*
  * What the bootstrap hands over: who is where, the mapped-to-be arena and connected descriptors.
  * "Host" here means a set of ranks that share one arena; hosts are numbered by their lowest rank, and the
  * lowest rank of a host is its leader. `local index` is the position among the ranks of a host, in rank order.
@@ -243,7 +238,7 @@ typedef struct {
     void *arena_memory; /* not NULL: the arena, mapped already and outliving the context; for ranks that
                            are threads of one process; arena_fd is not looked at then */
     uint64_t arena_memory_bytes;          /* how long it is: room for teams to come, see horo_arena_bytes */
-    uint64_t segment_bytes;               /* size of one arena slot; equal on all ranks */
+    uint64_t segment_bytes;               /* of one arena slot, and of segments without autotune; equal on all ranks */
     /* [ranks on this host] eventfds, nonblocking, by local index, own one included */
     const int32_t *wake_fds;
     const int32_t *life_fds;    /* [ranks on this host] stream sockets whose EOF means death; the leader has one per
@@ -257,6 +252,7 @@ typedef struct {
                                 host * sockets_per_peer + i at both ends; else -1. NULL: no links, and what moves data
                                 fails */
     int32_t sockets_per_peer;             /* for data, 1 to HORO_SOCKETS_PER_PEER_MAX; 0: one; equal on all ranks */
+    uint64_t direct_bytes; /* moves on one host, from so many on, read the others' memory; 0: never; equal on all */
     uint64_t fusion_bytes;                /* most bytes fused into one batch; 0: no fusion */
     int32_t cache_capacity;               /* entries of the response cache; 0: off */
     int32_t spin_us;                      /* longest spin before sleeping; spinning gives way to others */
@@ -266,9 +262,9 @@ typedef struct {
     int32_t peer_timeout_ms;              /* silence on a link with work pending after which the peer is lost */
     int32_t log_level;                    /* enum horo_log_level */
     int32_t leaves_crowded_cores; /* 1: a thread that waits on a core which other ranks use moves to one that fewer use,
-                                     by sched_setaffinity, and has its affinity back at once; 0: threads are left where
-                                     they are */
+                                     by sched_setaffinity, and has its affinity back at once; 0: it stays */
     const horo_mpi *mpi;                  /* NULL: none */
+    const horo_autotune *autotune;        /* NULL: what is set above and the core's own values are kept */
 } horo_setup;
 
 /* Counters since creation; for tests, benchmarks and reports. */
@@ -310,16 +306,15 @@ typedef struct {
     int32_t op;      /* enum horo_op; LEFT, LOST: -1 */
     int32_t status;  /* FAILED, LOST: enum horo_status; else HORO_OK */
     int32_t team;    /* number of the request's; 0: all ranks */
-    int32_t number;  /* BEGUN: requests in the batch; LEFT, LOST: the rank at fault, -1: not known; else 0 */
+    /* BEGUN: requests in the batch; LEFT, LOST: the rank at fault, -1: not known; else 0, or, of a request while a
+       timeline is written, a hash of its name */
+    int32_t number;
     char name[36];   /* of the request; of one longer than 32 bytes "..." and its end; LEFT, LOST: empty */
 } horo_event;
-
 enum { HORO_NAME_MAX = 1023, HORO_MESSAGE_MAX = 1024, HORO_DIMS_MAX = 64, HORO_EVENTS_MAX = 1024 };
 enum { HORO_SOCKETS_PER_PEER_MAX = 8, HORO_TEAMS_MAX = 64, HORO_TEAM_ID_STEP = 256 };
-enum { HORO_WAITING_MAX = 16, HORO_CALLERS_MAX = 256 };
-enum { HORO_MPI_STATUS_MAX = 128, HORO_MPI_MESSAGE_MAX = 1 << 30 };
-
-/* "0.1.0+abi19": ranks compare it at init and refuse to mix. */
+enum { HORO_WAITING_MAX = 16, HORO_CALLERS_MAX = 256, HORO_MPI_STATUS_MAX = 128, HORO_MPI_MESSAGE_MAX = 1 << 30 };
+/* "0.1.0+abi22": ranks compare it at init and refuse to mix. */
 HORO_API const char *horo_version(void);
 HORO_API const char *horo_status_name(int status);
 HORO_API size_t horo_dtype_bytes(int dtype);
@@ -361,18 +356,22 @@ HORO_API void horo_destroy(horo_context *context);
  * Does nothing where the group has ended already, and in a forked child.
  */
 HORO_API void horo_end(horo_context *context, const char *words);
-
-/* In a forked child: closes the child's copies of all descriptors; every later call says HORO_ERR_FORKED. */
+/* In a forked child: closes its copies of all descriptors; every later call says HORO_ERR_FORKED. */
 HORO_API void horo_after_fork(horo_context *context);
-
 /* Never blocks. On HORO_OK *handle is positive and must be given to horo_release once. Else see horo_error. */
 HORO_API int horo_submit(horo_context *context, const horo_request *request, int64_t *handle, char *error,
                          size_t error_bytes);
 
 /*
+ * A call of this rank was refused: those of others by its name fail with `status` (USAGE, UNSUPPORTED, RESOURCE), this
+ * rank and the reason. Never blocks, and nothing waits for it. Does nothing where the name is pending here.
+ */
+HORO_API int horo_refuse(horo_context *context, int32_t team, const char *name, int32_t status, const char *reason);
+
+/*
  * horo_submit (give it HORO_SUBMIT_SYNC), horo_wait and, after HORO_OK, horo_release at once, since the ways in and out
- * are most of what a small operation costs. *handle is 0 unless one is left to be waited for, asked for its error and
- * released.
+ * are most of what a small operation costs. *handle is 0 unless one is left: after HORO_OK, for results that did not
+ * fit what was offered (HORO_SUBMIT_OFFER), else to be waited for and asked for its error; and to be released.
  */
 HORO_API int horo_run(horo_context *context, const horo_request *request, int32_t timeout_ms, int64_t *handle,
                       char *error, size_t error_bytes);
@@ -399,22 +398,24 @@ HORO_API int horo_add_team(horo_context *context, const horo_team_setup *setup, 
 HORO_API int horo_remove_team(horo_context *context, int32_t team, int64_t *handle, char *error, size_t error_bytes);
 /* The id of the team that has been added; HORO_ERR_USAGE for any other handle. */
 HORO_API int horo_added_team(horo_context *context, int64_t handle);
-
+/* Done when all members have joined. Until then this rank submits nothing to the team, and stands in: engine/join.c. */
+HORO_API int horo_join(horo_context *context, int32_t team, int64_t *handle, char *error, size_t error_bytes);
+/* Once it is done: the rank of the job that joined last. HORO_ERR_USAGE for any other handle. */
+HORO_API int horo_joined_last(horo_context *context, int64_t handle);
 /* HORO_IN_PROGRESS, HORO_OK or the error of the request. Never blocks. */
 HORO_API int horo_poll(horo_context *context, int64_t handle);
-
 /*
  * As horo_poll, but waits up to timeout_ms first; returns HORO_IN_PROGRESS early when a signal interrupted the wait,
  * so that Python can run its handlers. The request goes on meanwhile, driven by the background thread.
  */
 HORO_API int horo_wait(horo_context *context, int64_t handle, int32_t timeout_ms);
-
+/* Waits likewise until any of several requests is done or has failed: HORO_OK; an unknown handle counts as done. */
+HORO_API int horo_wait_any(horo_context *context, const int64_t *handles, int32_t count, int32_t timeout_ms);
 /*
  * horo_wait and, after HORO_OK, horo_release at once. Of an allgather or alltoall the first extents are lost, and what
  * horo has allocated: only with HORO_SUBMIT_INTO.
  */
 HORO_API int horo_finish(horo_context *context, int64_t handle, int32_t timeout_ms);
-
 /*
  * The threads of this rank that wait, for some time already: nothing more comes from it until one of these requests is
  * done, unless a thread may still submit something, which `others` names (empty: none may). Rank 0 puts together what
@@ -462,12 +463,14 @@ HORO_API int horo_error(horo_context *context, int64_t handle, char *error, size
 HORO_API int horo_take_result(horo_context *context, int64_t handle, int32_t index, void **data, int64_t *bytes,
                               int64_t *first_dims);
 HORO_API void horo_free(void *data);
-
 /* Forgets a finished handle. A pending one is refused with HORO_ERR_USAGE. */
 HORO_API int horo_release(horo_context *context, int64_t handle);
 
 /* HORO_OK while the group is whole; after a loss the status and sentence that every request now gets. */
 HORO_API int horo_health(horo_context *context, char *error, size_t error_bytes);
+
+/* What the next operation of all ranks runs with, by enum horo_knob; all 0: as ever. *is_final: it stays so. */
+HORO_API int horo_read_tuning(horo_context *context, uint64_t *values, int32_t *is_final);
 
 HORO_API void horo_read_counters(horo_context *context, horo_counters *counters);
 
@@ -478,5 +481,18 @@ HORO_API void horo_read_counters(horo_context *context, horo_counters *counters)
  * HORO_ERR_FORKED.
  */
 HORO_API int32_t horo_read_events(horo_context *context, horo_event *events, int32_t capacity);
+
+/*
+ * Starts to write what this rank does from now on into a file, as Chrome's trace events, a JSON array that is whole
+ * after each write; a thread of horo's own does that every 50 ms. `about` is put into the arguments of its first event:
+ * members of a JSON object, or empty. marks_batches: an event also for each batch that begins. What was in the file is
+ * lost, but where it is being written already it goes on, and only marks_batches changes; another file is closed first.
+ *
+ * HORO_ERR_USAGE with a sentence: the file cannot be written; what is being written goes on. stop: writes what is left;
+ * nothing where there is none. horo_destroy does that as well. Neither waits for other ranks.
+ */
+HORO_API int horo_start_timeline(horo_context *context, const char *path, const char *about, int32_t marks_batches,
+                                 char *error, size_t error_bytes);
+HORO_API int horo_stop_timeline(horo_context *context);
 
 #endif

@@ -9,18 +9,20 @@
 #include "base/descriptor.h"
 #include "base/op.h"
 #include "base/owner.h"
+#include "base/timeline.h"
 #include "engine/engine.h"
 
 struct horo_context {
     struct hr_node node;
     struct hr_engine engine;
+    struct hr_timeline timeline;
     _Atomic int has_stopped_answers;
     struct hr_owner owner; /* a forked child has the memory but not the threads */
 };
 
 /* Changes with anything that ranks must agree on: arena layout, wire format, handshake. */
 HORO_API const char *horo_version(void) {
-    return "0.1.0+abi19";
+    return "0.1.0+abi22";
 }
 
 HORO_API const char *horo_change_name(void) {
@@ -101,6 +103,8 @@ HORO_API int horo_create(const horo_setup *setup, horo_context **context, char *
         return status;
     }
     hr_node_own(&created->node, setup);
+    hr_timeline_init(&created->timeline, &created->node.recorder, &created->node.log);
+    hr_engine_own_log(&created->engine, setup);
     hr_owner_init(&created->owner);
     *context = created;
     return HORO_OK;
@@ -111,6 +115,7 @@ HORO_API void horo_destroy(horo_context *context) {
         return; /* in a forked child everything belongs to the parent */
     }
     hr_engine_fini(&context->engine);
+    hr_timeline_fini(&context->timeline); /* it shows the end, too */
     hr_node_fini(&context->node);
     hr_owner_fini(&context->owner);
     free(context);
@@ -123,8 +128,10 @@ HORO_API void horo_end(horo_context *context, const char *words) {
 }
 
 HORO_API void horo_after_fork(horo_context *context) {
+    hr_timeline_after_fork(&context->timeline);
     hr_engine_close_links(&context->engine);
     hr_node_close_fds(&context->node);
+    hr_engine_close_log(&context->engine);
     /* else this child's own parent was forked too: the number is another file's by now */
     if (context->engine.driver.kick_fd >= 0) {
         (void)close(context->engine.driver.kick_fd);
@@ -231,15 +238,41 @@ HORO_API int horo_remove_team(horo_context *context, int32_t team, int64_t *hand
     return status;
 }
 
+HORO_API int horo_join(horo_context *context, int32_t team, int64_t *handle, char *error, size_t error_bytes) {
+    struct hr_error failure = {0};
+    int status = check_process(context, &failure);
+    if (status == HORO_OK) {
+        status = hr_engine_join(&context->engine, team, handle, &failure);
+    }
+    if (status != HORO_OK) {
+        copy_error(&failure, error, error_bytes);
+    }
+    return status;
+}
+
 static int usable(const horo_context *context) {
     struct hr_error failure;
     failure.code = HORO_OK;
     return check_process(context, &failure);
 }
 
+HORO_API int horo_refuse(horo_context *context, int32_t team, const char *name, int32_t status, const char *reason) {
+    const int outcome = usable(context);
+    return outcome == HORO_OK ? hr_engine_refuse(&context->engine, team, name, status, reason) : outcome;
+}
+
+/* A request whose values never come from the GPU ends here, since nobody else looks. */
+static int check_staged(horo_context *context, int64_t handle, int status) {
+    if (status != HORO_IN_PROGRESS || atomic_load_explicit(&context->engine.stager, memory_order_relaxed) == NULL) {
+        return status;
+    }
+    hr_engine_check_staged(&context->engine, handle);
+    return hr_engine_poll(&context->engine, handle);
+}
+
 HORO_API int horo_poll(horo_context *context, int64_t handle) {
     const int status = usable(context);
-    return status == HORO_OK ? hr_engine_poll(&context->engine, handle) : status;
+    return status == HORO_OK ? check_staged(context, handle, hr_engine_poll(&context->engine, handle)) : status;
 }
 
 HORO_API int horo_added_team(horo_context *context, int64_t handle) {
@@ -247,9 +280,50 @@ HORO_API int horo_added_team(horo_context *context, int64_t handle) {
     return status == HORO_OK ? hr_engine_added_team(&context->engine, handle) : status;
 }
 
+HORO_API int horo_joined_last(horo_context *context, int64_t handle) {
+    const int status = usable(context);
+    return status == HORO_OK ? hr_engine_joined_last(&context->engine, handle) : status;
+}
+
 HORO_API int horo_wait(horo_context *context, int64_t handle, int32_t timeout_ms) {
     const int status = usable(context);
-    return status == HORO_OK ? hr_engine_wait(&context->engine, handle, timeout_ms) : status;
+    return status == HORO_OK ? check_staged(context, handle, hr_engine_wait(&context->engine, handle, timeout_ms))
+                             : status;
+}
+
+HORO_API int horo_use_cuda(horo_context *context, const char *const *paths, int32_t path_count, char *error,
+                           size_t error_bytes) {
+    struct hr_error failure = {0};
+    int status = check_process(context, &failure);
+    if (status == HORO_OK) {
+        const size_t count = path_count < 0 ? 0 : (size_t)path_count;
+        status = hr_engine_use_cuda(&context->engine, paths, count, &failure);
+    }
+    copy_error(&failure, error, error_bytes);
+    return status;
+}
+
+HORO_API int horo_copy_back(horo_context *context, int64_t handle, uint64_t stream, char *error, size_t error_bytes) {
+    struct hr_error failure = {0};
+    int status = check_process(context, &failure);
+    if (status == HORO_OK) {
+        status = hr_engine_copy_back(&context->engine, handle, stream, &failure);
+    }
+    copy_error(&failure, error, error_bytes);
+    return status;
+}
+
+HORO_API int horo_wait_any(horo_context *context, const int64_t *handles, int32_t count, int32_t timeout_ms) {
+    int status = usable(context);
+    if (status == HORO_OK) {
+        status = hr_engine_wait_any(&context->engine, handles, count, timeout_ms);
+    }
+    for (int32_t i = 0; i < count && status == HORO_IN_PROGRESS; i++) {
+        if (check_staged(context, handles[i], HORO_IN_PROGRESS) != HORO_IN_PROGRESS) {
+            status = HORO_OK;
+        }
+    }
+    return status;
 }
 
 HORO_API int horo_finish(horo_context *context, int64_t handle, int32_t timeout_ms) {
@@ -295,7 +369,12 @@ HORO_API int horo_run(horo_context *context, const horo_request *request, int32_
                       char *error, size_t error_bytes) {
     *handle = 0;
     HR_TRY(horo_submit(context, request, handle, error, error_bytes));
-    const int status = horo_finish(context, *handle, timeout_ms);
+    int status = horo_wait(context, *handle, timeout_ms);
+    if (status != HORO_OK || ((request->flags & HORO_SUBMIT_OFFER) != 0 &&
+                              hr_engine_holds_results(&context->engine, *handle))) {
+        return status;
+    }
+    status = horo_release(context, *handle);
     if (status == HORO_OK) {
         *handle = 0;
     }
@@ -342,6 +421,31 @@ HORO_API int horo_health(horo_context *context, char *error, size_t error_bytes)
 HORO_API int32_t horo_read_events(horo_context *context, horo_event *events, int32_t capacity) {
     HR_TRY(usable(context));
     return capacity < 0 ? HORO_ERR_USAGE : (int32_t)hr_recorder_read(&context->node.recorder, events, (size_t)capacity);
+}
+
+HORO_API int horo_start_timeline(horo_context *context, const char *path, const char *about, int32_t marks_batches,
+                                 char *error, size_t error_bytes) {
+    struct hr_error failure = {0};
+    int status = check_process(context, &failure);
+    if (status == HORO_OK) {
+        status = hr_timeline_start(&context->timeline, path, about, marks_batches, &failure);
+    }
+    if (status != HORO_OK) {
+        copy_error(&failure, error, error_bytes);
+    }
+    return status;
+}
+
+HORO_API int horo_stop_timeline(horo_context *context) {
+    HR_TRY(usable(context));
+    hr_timeline_stop(&context->timeline);
+    return HORO_OK;
+}
+
+HORO_API int horo_read_tuning(horo_context *context, uint64_t *values, int32_t *is_final) {
+    HR_TRY(usable(context));
+    hr_engine_read_tuning(&context->engine, values, is_final);
+    return HORO_OK;
 }
 
 HORO_API void horo_read_counters(horo_context *context, horo_counters *counters) {

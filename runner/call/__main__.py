@@ -11,19 +11,21 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import cloudpickle  # type: ignore[import-untyped]
 
 from horo._bootstrap.ending import describe_exception
-from horo._bootstrap.net.addresses import parse_endpoints
-from horo._bootstrap.store.client import StoreClient
 from horo._config import CallVariables, MpiVariables, drop_variables, environment, read_variables
 from horo.errors import HoroError, UnsupportedError
-from horo.runner.call.values import CALL, FAILURES, Call, Outcome, get, outcome_key, put
+from horo.runner.call.values import CALL, FAILURES, Call, Outcome, connect, get, outcome_key, put, result_key
+
+if TYPE_CHECKING:
+    from horo._bootstrap.store.client import StoreClient
 
 __all__ = ["main"]
 
-_CONNECT_S = 60.0
+_CALL_S = 60.0
 _FOREVER_S = 1e6
 _NEVER = "never"
 _over = threading.Event()
@@ -35,14 +37,14 @@ def main() -> None:
     if call.store is None or call.secret is None:
         sys.exit("horo.runner.call is for horo.run alone: its variables are not set")
     rank, process = _rank(environment()), os.getpid()
-    with _connect(call) as store, _connect(call) as watched:
+    with connect(call.store, call.secret) as store, connect(call.store, call.secret) as watched:
         threading.Thread(target=_end_with_caller, args=(watched,), daemon=True).start()
-        wanted: Call = get(store, CALL, _CONNECT_S)
+        wanted: Call = get(store, CALL, _CALL_S)
         drop_variables(wanted.hidden)
         own = [folder for folder in sys.path if folder not in wanted.front]
         sys.path[:] = [*wanted.front, *own, *(folder for folder in wanted.back if folder not in own)]
         try:
-            outcome = _call(wanted, rank)
+            outcome = _call(store, wanted, rank, process)
         except BaseException as error:
             if os.getpid() == process:
                 outcome = _failure(error, store.add(FAILURES, 1))
@@ -53,19 +55,19 @@ def main() -> None:
                 _over.set()
 
 
-def _call(wanted: Call, rank: int) -> Outcome:
+def _call(store: StoreClient, wanted: Call, rank: int, process: int) -> Outcome:
     func, args, kwargs = cloudpickle.loads(wanted.function)
     result = func(*args, **kwargs)
-    try:
-        return Outcome(cloudpickle.dumps(result), None, "", "", socket.gethostname(), 0)
-    except Exception as error:
-        what = f"what {getattr(func, '__qualname__', func)!s} has returned in rank {rank}, a {type(result).__name__},"
-        raise UnsupportedError(f"horo.run: {what} cannot be pickled: {error}") from error
-
-
-def _connect(call: CallVariables) -> StoreClient:
-    first, *others = parse_endpoints(call.store or "")
-    return StoreClient(first.address, first.port, call.secret or b"", _CONNECT_S, others, hosted_by="horo.run")
+    if os.getpid() == process:
+        try:
+            put(store, result_key(rank), result, cloudpickle.Pickler)
+        except (HoroError, OSError):
+            raise
+        except Exception as error:
+            name = getattr(func, "__qualname__", func)
+            what = f"what {name!s} has returned in rank {rank}, a {type(result).__name__},"
+            raise UnsupportedError(f"horo.run: {what} cannot be pickled: {error}") from error
+    return Outcome(True, None, "", "", socket.gethostname(), 0)
 
 
 def _rank(environ: Mapping[str, str]) -> int:
@@ -95,7 +97,7 @@ def _failure(error: BaseException, order: int) -> Outcome:
         with contextlib.suppress(Exception):
             pickled = cloudpickle.dumps(error)
             pickle.loads(pickled)
-    return Outcome(None, pickled, text, summary, socket.gethostname(), order)
+    return Outcome(False, pickled, text, summary, socket.gethostname(), order)
 
 
 if __name__ == "__main__":

@@ -15,17 +15,18 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
+from horo._bootstrap.store.protocol import StoreTimeoutError
 from horo.errors import GroupError, HoroError, UnsupportedError, UsageError
-from horo.runner.call.values import CALL, Call, Outcome, get, outcome_key, put
+from horo.runner.call.values import CALL, Call, Outcome, connect, get, outcome_key, put, result_key
 from horo.runner.config import EXIT_USAGE
 
 if TYPE_CHECKING:
+    from horo._bootstrap.store.client import StoreClient
     from horo._bootstrap.store.server import StoreServer
     from horo.runner.config import Job
 
-__all__ = ["run"]
+__all__ = ["check_outcomes", "run"]
 
-_CONNECT_S = 10.0
 _REPORT_LINES_MAX = 20
 _ELASTIC = (
     *("min_num_proc", "max_num_proc", "slots", "reset_limit", "cooldown_range"),
@@ -145,11 +146,11 @@ def run(  # noqa: PLR0917 - the order of arguments is Horovod's
         raise UsageError(f"horo.run: options={list(options)} has a word that is no option of hororun")
     with _serve(job, secret) as server:
         environment["HORO_CALL_STORE"] = ",".join(map(str, server.endpoints))
-        with _client(server, secret) as store:
+        with connect(",".join(map(str, reversed(server.endpoints))), secret) as store:  # loopback is last
             put(store, CALL, call)
+            del call
             code, report = _run_hororun(words, environment)
-            outcomes = [_outcome(store, rank) for rank in range(job.size)]
-    return _results(outcomes, code, report)
+            return _results(store, job.size, code, report)
 
 
 def _call_of_hororun(
@@ -236,19 +237,12 @@ def _parsed(words: Sequence[str], environment: Mapping[str, str]) -> Job:
 
 
 def _serve(job: Job, secret: bytes) -> StoreServer:
-    from horo._bootstrap.store.hosted import choose_host_addresses  # noqa: PLC0415
+    from horo._bootstrap.store.served import choose_server_addresses  # noqa: PLC0415
     from horo._bootstrap.store.server import StoreServer  # noqa: PLC0415
     from horo.runner.network import is_local  # noqa: PLC0415
 
     far = not all(is_local(host) for host in job.hosts)
-    return StoreServer(choose_host_addresses(",".join(job.interfaces) or None, near=True, far=far), secret)
-
-
-def _client(server: StoreServer, secret: bytes) -> Any:
-    from horo._bootstrap.store.client import StoreClient  # noqa: PLC0415
-
-    first, *others = reversed(server.endpoints)  # loopback is last
-    return StoreClient(first.address, first.port, secret, _CONNECT_S, others, hosted_by="horo.run")
+    return StoreServer(choose_server_addresses(",".join(job.interfaces) or None, near=True, far=far), secret)
 
 
 def _run_hororun(words: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
@@ -317,8 +311,13 @@ def _pump(source: Any, sink: TextIO | None, report: _Report | None) -> None:
                     sink.flush()
 
 
-def _outcome(store: Any, rank: int) -> Outcome | None:
-    from horo._bootstrap.store.protocol import StoreTimeoutError  # noqa: PLC0415
+def _results(store: StoreClient, size: int, code: int, report: str) -> list[Any]:
+    """In rank order; raises as ``check_outcomes``."""
+    check_outcomes([_outcome(store, rank) for rank in range(size)], code, report)
+    return [_result(store, rank) for rank in range(size)]
+
+
+def _outcome(store: StoreClient, rank: int) -> Outcome | None:
 
     try:
         outcome: Outcome = get(store, outcome_key(rank), 0.0)
@@ -327,15 +326,15 @@ def _outcome(store: Any, rank: int) -> Outcome | None:
     return outcome
 
 
-def _results(outcomes: Sequence[Outcome | None], code: int, report: str) -> list[Any]:
-    """The results in rank order.
+def check_outcomes(outcomes: Sequence[Outcome | None], code: int, report: str) -> None:
+    """Returns if every rank has a result.
 
     Raises:
         Exception: of the rank that failed first, rather one of the script than one that tells of another rank's end.
         UsageError: hororun has refused the job.
         HoroError: a rank has left neither a result nor an exception.
     """
-    failed = [(rank, each) for rank, each in enumerate(outcomes) if each is not None and each.result is None]
+    failed = [(rank, each) for rank, each in enumerate(outcomes) if each is not None and not each.has_result]
     errors = [(rank, each, _error_of(rank, each)) for rank, each in failed]
     errors.sort(key=lambda each: (isinstance(each[2], GroupError), each[1].order))
     for rank, outcome, error in errors:
@@ -346,12 +345,11 @@ def _results(outcomes: Sequence[Outcome | None], code: int, report: str) -> list
     silent = [rank for rank, outcome in enumerate(outcomes) if outcome is None]
     if silent:
         raise HoroError(f"horo.run: rank {silent[0]} ended without a result and with exit code 0, as os._exit(0) does")
-    return [_result_of(rank, each) for rank, each in enumerate(outcomes) if each is not None]
 
 
-def _result_of(rank: int, outcome: Outcome) -> Any:
+def _result(store: StoreClient, rank: int) -> Any:
     try:
-        return pickle.loads(outcome.result or b"")
+        return get(store, result_key(rank), 0.0, once=True)
     except Exception as error:
         raise HoroError(
             f"horo.run: the result of rank {rank} cannot be unpickled here: {type(error).__name__}: {error}"

@@ -6,13 +6,18 @@ import os
 import platform
 import shutil
 import sys
+from collections.abc import Callable
+from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import horo
 from horo.errors import HoroError
 from horo.runner.stdout import show
+
+if TYPE_CHECKING:
+    from horo._core_libraries import Library
 
 __all__ = ["check_build"]
 
@@ -38,20 +43,34 @@ def check_build() -> int:
             _Part(not no_memory, "arena (ranks on one host)", no_memory or "memfd of this kernel"),
             _Part(core.present, "TCP (between hosts)", "sockets of this kernel" if core.present else "needs the core"),
             _mpi(),
-            _Part(False, "NCCL", "not in this version"),
         ],
+        "Libraries for GPUs (tensors on GPUs: not yet)": _gpu_libraries(),
         "Ways to start ranks elsewhere": [_program("ssh"), _program("srun"), _program("mpirun"), _program("jsrun")],
     }
+    sections["Settings from the environment"] = _settings()
     failure = _init()
     lines = [f"horo {horo.__version__:<34} {_folder('horo')}"]
     lines.append(f"Python {platform.python_version():<32} {sys.executable}")
-    for title, parts in sections.items():
+    for title, parts in ((title, parts) for title, parts in sections.items() if parts):
         lines += ["", f"{title}:"]
         lines += [f"    [{'X' if part.present else ' '}] {part.what:<31} {part.where}" for part in parts]
     if failure:
         lines += ["", f"init() fails here: {failure}"]
     show("\n".join(lines))
     return 1 if failure else 0
+
+
+def _settings() -> list[_Part]:
+    """The settings that environment variables have changed here; a wrong value is said by ``_init``."""
+    from horo._config import environment, read_config  # noqa: PLC0415 - for this option only
+    from horo._settings import settings_of  # noqa: PLC0415
+
+    try:
+        settings = settings_of(read_config(environment()))
+    except HoroError:
+        return []
+    changed = [name for name in settings if settings.source(name) != "default"]
+    return [_Part(True, f"{name} {settings[name]}", settings.source(name)) for name in changed]
 
 
 def _init() -> str:
@@ -110,6 +129,25 @@ def _mpi() -> _Part:
         return _Part(True, f"MPI (mpi4py {metadata.version('mpi4py')})", _folder("mpi4py"))
     except metadata.PackageNotFoundError:
         return _Part(False, "MPI", "needs mpi4py: pip install mpi4py")
+
+
+def _gpu_libraries() -> list[_Part]:
+    """Initializes the CUDA driver, if there is one: this process ends soon."""
+    try:
+        from horo._bootstrap.gpu_libraries import find_cuda, find_nccl  # noqa: PLC0415 - as _core
+    except (ImportError, OSError):
+        return [_Part(False, name, "needs the core") for name in ("CUDA driver", "NCCL")]
+    finders: dict[str, Callable[[], Library]] = {"CUDA driver": partial(find_cuda, initializes=True), "NCCL": find_nccl}
+    parts = []
+    for name, find in finders.items():
+        try:
+            found = find()
+        except HoroError as error:
+            parts.append(_Part(False, name, str(error)))
+        else:
+            devices = f", {found.device_count} devices" if found.device_count >= 0 else ""
+            parts.append(_Part(True, f"{found.name}{devices}", found.path))
+    return parts
 
 
 def _folder(package: str) -> str:

@@ -14,7 +14,7 @@ from horo.runner.agent.machine import host_facts
 from horo.runner.agent.messages import Kind
 from horo.runner.agent.ranks import reap
 from horo.runner.config import EXIT_UNREACHABLE, Job, JobError
-from horo.runner.hosts import Host
+from horo.runner.hosts import HostSpec
 from horo.runner.job.host_addresses import HostAddresses, find_addresses
 from horo.runner.job.placement import remote_launcher_of
 from horo.runner.job.remote import RemoteHost, explain_absence
@@ -168,7 +168,7 @@ class _Check:
             reasons = "; ".join(f"{peer} ({reason})" for peer, reason in failures.items())
             self._errors.setdefault(name, JobError(f"cannot connect to {reasons}", EXIT_UNREACHABLE))
 
-    def _line(self, host: Host) -> str:
+    def _line(self, host: HostSpec) -> str:
         if host.name in self._errors:
             return str(self._errors[host.name])
         remote = self._remotes.get(host.name)

@@ -7,9 +7,10 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from horo._config import Config, Option, variables_of
 from horo.runner.config import JobError
 
-__all__ = ["config_words"]
+__all__ = ["SECTIONS", "config_words"]
 
 
 class _Key(NamedTuple):
@@ -28,45 +29,51 @@ class _Key(NamedTuple):
     unless: tuple[str, ...] = ()
 
 
-def _valued(option: str) -> _Key:
-    return _Key(option, unless=(option.strip("-").replace("-", "_"),))
-
-
 def _switch(option: str) -> _Key:
     return _Key(true=option, false=option.replace("--", "--no-", 1), unless=("refused",))
 
 
-_SECTIONS: dict[str, dict[str, _Key]] = {
+_REFUSED: dict[str, dict[str, _Key]] = {
     "params": {
-        "fusion_threshold_mb": _valued("--fusion-threshold-mb"),
-        "cycle_time_ms": _valued("--cycle-time-ms"),
-        "cache_capacity": _valued("--cache-capacity"),
         "hierarchical_allreduce": _switch("--hierarchical-allreduce"),
         "hierarchical_allgather": _switch("--hierarchical-allgather"),
         "torus_allreduce": _switch("--torus-allreduce"),
     },
-    "autotune": {
-        "enabled": _Key(true="--autotune"),
-        "log_file": _Key("--autotune-log-file"),
-        "warmup_samples": _Key("--autotune-warmup-samples"),
-        "steps_per_sample": _Key("--autotune-steps-per-sample"),
-        "bayes_opt_max_samples": _Key("--autotune-bayes-opt-max-samples"),
-        "gaussian_process_noise": _Key("--autotune-gaussian-process-noise"),
-    },
-    "timeline": {"filename": _Key("--timeline-filename"), "mark_cycles": _Key(true="--timeline-mark-cycles")},
-    "stall_check": {
-        "enabled": _Key(true="--stall-check", false="--no-stall-check", unless=("stall_check", "no_stall_check")),
-        "warning_time_seconds": _valued("--stall-check-warning-time-seconds"),
-        "shutdown_time_seconds": _valued("--stall-check-shutdown-time-seconds"),
-    },
+    "autotune": {"gaussian_process_noise": _Key("--autotune-gaussian-process-noise")},
     "library_options": {
         "mpi_threads_disable": _Key(true="--mpi-threads-disable"),
         "num_nccl_streams": _Key("--num-nccl-streams"),
         "thread_affinity": _Key("--thread-affinity"),
         "gloo_timeout_seconds": _Key("--gloo-timeout-seconds"),
     },
-    "logging": {"level": _valued("--log-level"), "with_timestamp": _Key(true="--log-with-timestamp")},
+    "logging": {"with_timestamp": _Key(true="--log-with-timestamp")},
 }
+"""Keys of Horovod that stand for options that horo refuses, each with its reason."""
+
+
+def _sections() -> dict[str, dict[str, _Key]]:
+    """Horovod's keys by section: those of the table of settings, and the refused ones."""
+    sections: dict[str, dict[str, _Key]] = {}
+    for variable in variables_of(Config).values():
+        for option in variable.options:
+            if option.key:
+                section, key = option.key.split(": ")
+                keys = sections.setdefault(section, {})
+                keys[key] = _with(keys.get(key, _Key()), option)
+    for section, refused in _REFUSED.items():
+        sections.setdefault(section, {}).update(refused)
+    return sections
+
+
+def _with(key: _Key, option: Option) -> _Key:
+    """The key, which stands for this option, too."""
+    key = key._replace(unless=(*key.unless, option.destination))
+    if option.metavar:
+        return key._replace(option=option.name)
+    return key._replace(true=option.name) if option.stands_for else key._replace(false=option.name)
+
+
+SECTIONS = _sections()
 _LAUNCHER = ("launcher",)
 
 
@@ -89,7 +96,7 @@ def config_words(path: str, given: Collection[str], spellings: Mapping[str, str]
         elif section == "options":
             words += file.options(content, spellings)
         else:
-            keys = file.known(section, _SECTIONS, "section", also=("controller", "options"))
+            keys = file.known(section, SECTIONS, "section", also=("controller", "options"))
             for name, value in file.mapping(content, section).items():
                 words += file.words(f"{section}: {name}", file.known(name, keys, f"key of {section}"), value)
     return words
@@ -105,10 +112,14 @@ class _File:
         except ImportError:
             raise JobError("--config-file needs PyYAML: pip install pyyaml") from None
         try:
-            content = yaml.safe_load(Path(self._path).read_text(encoding="utf-8"))
+            text = Path(self._path).read_text(encoding="utf-8")
+            repeated = _repeated_key(yaml.compose(text, Loader=yaml.SafeLoader))
+            content = yaml.safe_load(text)
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
             raise self.error(f"cannot be read: {reason}") from None
+        if repeated:
+            raise self.error(repeated)
         return self.mapping({} if content is None else content, "the file")
 
     def error(self, text: str) -> JobError:
@@ -134,8 +145,12 @@ class _File:
 
     def options(self, content: object, spellings: Mapping[str, str]) -> list[str]:
         words: list[str] = []
+        seen: set[str] = set()
         for name, value in self.mapping(content, "options").items():
             option = f"--{name.replace('_', '-')}"
+            if option in seen:
+                raise self.error(f"options: {name}: {option!r} is there twice")
+            seen.add(option)
             destination = self.known(option, spellings, "option")
             words += self.words(f"options: {name}", _any_form(option, value, (destination,)), value)
         return words
@@ -154,6 +169,28 @@ class _File:
 
     def _replaced(self, destinations: Sequence[str]) -> bool:
         return any(each in self._given for each in destinations)
+
+
+def _repeated_key(root: Any) -> str:
+    """A sentence about a key that a mapping of a YAML document has twice, of which YAML would drop one; empty: none."""
+    nodes, known = [root], {id(root)}
+    while nodes:
+        node = nodes.pop()
+        if node is None or isinstance(node.value, str):
+            continue
+        lines: dict[tuple[str, str], int] = {}
+        for item in node.value:
+            key, value = item if isinstance(item, tuple) else (None, item)
+            if key is not None and isinstance(key.value, str):
+                line = key.start_mark.line + 1
+                if (key.tag, key.value) in lines:
+                    first = lines[key.tag, key.value]
+                    return f"line {line}: {key.value!r} is there twice, first in line {first}"
+                lines[key.tag, key.value] = line
+            if id(value) not in known:  # an alias may lead back
+                known.add(id(value))
+                nodes.append(value)
+    return ""
 
 
 def _any_form(option: str, value: object, unless: tuple[str, ...]) -> _Key:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from horo.runner.cli.combinations import check_combinations, check_launcher, check_one_host
 from horo.runner.cli.options import CommandLine, build_parser, check_known, split_command
 from horo.runner.config import BATCH_GRACE_S, GRACE_S, Job, JobError, Mpi, OutputOptions, Ssh
-from horo.runner.hosts import Host, HostsError, parse_host_file, parse_hosts
+from horo.runner.hosts import HostsError, HostSpec, parse_host_file, parse_hosts
 from horo.runner.printable import printable_lines
 from horo.runner.stdout import show
 
@@ -36,7 +36,11 @@ def main(arguments: Sequence[str] | None = None, *, for_horovod: bool = False) -
             return check_build()
         for sentence in job.passed_over:
             _say(f"warning: {sentence}")
-        return _run(job)
+        if job.timelines is None or job.dry_run:
+            return _run(job)
+        from horo.runner.job.timelines import run_and_merge  # noqa: PLC0415 - --help does without
+
+        return run_and_merge(job.timelines, job.size, lambda: _run(job), _say)
     except JobError as error:
         reader_left = error.code == 128 + signal.SIGPIPE  # nothing to tell, as with ``| head``
         if not reader_left:
@@ -92,7 +96,7 @@ def parse(
         JobError: a value is wrong; names it.
         SystemExit: ``--help`` and ``--version`` were answered, or an option is unknown or lacks its value.
     """
-    from horo.runner.cli.tuning import start_timeout  # noqa: PLC0415 - --help does without
+    from horo.runner.cli.tuning import start_timeout, timeline_merge, tuning_sources  # noqa: PLC0415 - --help does without
 
     environment = os.environ if environment is None else environment
     given, line, passed_over = _read(arguments, for_horovod, raising)
@@ -111,6 +115,8 @@ def parse(
         raise JobError("-m needs the name of a module, like 'hororun -np 2 -m package.train'")
     if not command and not given.check_hosts:
         raise JobError("no command given: say what to run, like 'hororun -np 2 train.py'")
+    exports, useless = _exports(given, environment)
+    timelines = timeline_merge(given, {**environment, **exports})
     return Job(
         size=where.size,
         command=tuple(command),
@@ -128,8 +134,9 @@ def parse(
         master_port=given.master_port,
         bind_to=given.bind_to,
         keep_memory=not given.no_keep_memory,
-        exports=_exports(given, environment),
-        passed_over=passed_over,
+        exports=exports,
+        sources=tuning_sources(given, line.from_file, given.config_file),
+        passed_over=(*passed_over, *useless),
         dry_run=given.dry_run,
         check_hosts=given.check_hosts,
         python=given.remote_python or sys.executable,
@@ -145,13 +152,18 @@ def parse(
             binding=None if given.binding_args is None else _words("--binding-args", given.binding_args),
             tcp=given.tcp,
         ),
-        output=OutputOptions(
-            prefix=not given.no_prefix,
-            timestamp=given.prefix_timestamp,
-            host=given.prefix_host,
-            directory=given.output_filename,
-            verbose=given.verbose,
-        ),
+        output=_output(given),
+        timelines=timelines,
+    )
+
+
+def _output(given: argparse.Namespace) -> OutputOptions:
+    return OutputOptions(
+        prefix=not given.no_prefix,
+        timestamp=given.prefix_timestamp,
+        host=given.prefix_host,
+        directory=given.output_filename,
+        verbose=given.verbose,
     )
 
 
@@ -185,7 +197,8 @@ def _with_file(parser: argparse.ArgumentParser, line: CommandLine, path: str) ->
         if each.dest not in ("refused", "config_file")
     }
     added = split_command(parser, config_words(path, line.given, spellings))
-    return CommandLine(added.options + line.options, line.command, {**line.given, **added.given})
+    given = {**line.given, **added.given}
+    return CommandLine(added.options + line.options, line.command, given, frozenset(added.given))
 
 
 def _check_order(command: Sequence[str]) -> None:
@@ -201,7 +214,7 @@ def _check_order(command: Sequence[str]) -> None:
 
 class _Where(NamedTuple):
     size: int
-    hosts: tuple[Host, ...]
+    hosts: tuple[HostSpec, ...]
     source: str
     launcher: str
     grace_s: float
@@ -213,7 +226,7 @@ def _where(given: argparse.Namespace, line: CommandLine, environment: Mapping[st
 
     named = _hosts(given)
     allocation = allocated(environment, named=named is not None)
-    hosts = named or (allocation.hosts if allocation is not None else (Host("localhost"),))
+    hosts = named or (allocation.hosts if allocation is not None else (HostSpec("localhost"),))
     source = allocation.source if allocation is not None and named is None else ""
     launcher = choose_launcher(given.launcher, hosts, allocation)
     misfit = check_launcher(line.given, launcher)
@@ -237,7 +250,7 @@ def _size(given: argparse.Namespace, allocation: Allocation | None) -> int:
     return allocation.tasks or sum(host.slots or 0 for host in allocation.hosts)
 
 
-def _hosts(given: argparse.Namespace) -> tuple[Host, ...] | None:
+def _hosts(given: argparse.Namespace) -> tuple[HostSpec, ...] | None:
     """The hosts of ``-H`` or ``--hostfile``; None: neither is there."""
     try:
         if given.hosts is not None:
@@ -252,8 +265,9 @@ def _hosts(given: argparse.Namespace) -> tuple[Host, ...] | None:
     return None
 
 
-def _exports(given: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, str]:
-    from horo.runner.cli.tuning import check_exports, tuning_variables  # noqa: PLC0415 - --help does without
+def _exports(given: argparse.Namespace, environment: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The variables for all ranks, and sentences about options that do nothing, as they may for Horovod's scripts."""
+    from horo.runner.cli.tuning import check_exports, tuning_variables, useless_marks  # noqa: PLC0415 - not --help
     from horo.runner.job.environment import parse_exports  # noqa: PLC0415 - needs what --help does not
 
     tuning = tuning_variables(given)
@@ -262,7 +276,10 @@ def _exports(given: argparse.Namespace, environment: Mapping[str, str]) -> dict[
     except ValueError as error:
         raise JobError(str(error)) from None
     check_exports(exports, given)
-    return tuning | exports
+    useless = useless_marks(given, {**environment, **tuning, **exports})
+    if useless and not given.horovod:
+        raise JobError(f"--timeline-mark-cycles has no effect: {useless}: add that, or leave this out")
+    return tuning | exports, (f"--timeline-mark-cycles does nothing here: {useless}",) if useless else ()
 
 
 def _words(option: str, text: str) -> tuple[str, ...]:

@@ -6,9 +6,12 @@ import argparse
 import difflib
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+import horo
 from horo import __version__
+from horo._config import Config, Option, Variable, variables_of
 from horo.runner.config import BINDINGS, EXIT_USAGE, LAUNCHERS, JobError
 from horo.runner.stdout import show
 
@@ -27,8 +30,10 @@ A script, train.py, and a module, -m package.train, run under the Python of horo
 
 Exit code: that of the rank that failed first (128 + n for a signal), 130 after Ctrl-C, 2 for a wrong command line,
 126 or 127 when the command cannot be executed or found, 69 when a host cannot be reached or is lost, 78 when a host
-lacks Python, horo or the directory; with --mpi, that of mpirun. All of it: docs/reference/hororun.md"""
+lacks Python, horo or the directory; with --mpi, that of mpirun. All of it:
+{page}"""
 _REFUSED = {
+    "--autotune-gaussian-process-noise": (1, "horo's search has no Gaussian process: leave it out"),
     "--disable-cache": (0, "hororun keeps no cache of earlier checks: leave it out"),
     "--gloo-timeout-seconds": (1, "horo has no gloo: see --start-timeout and --stall-check-shutdown-time-seconds"),
     "--mpi-threads-disable": (0, "horo's core is a thread of its own and asks MPI for what it needs: leave it out"),
@@ -39,16 +44,6 @@ _NOT_YET = "not in this version of horo: leave it out"
 _REFUSED |= {
     name: (values, f"{what}, which is {_NOT_YET}")
     for what, names in {
-        "a timeline": {"--timeline-filename": 1, "--timeline-mark-cycles": 0, "--no-timeline-mark-cycles": 0},
-        "autotuning": {
-            "--autotune": 0,
-            "--no-autotune": 0,
-            "--autotune-log-file": 1,
-            "--autotune-warmup-samples": 1,
-            "--autotune-steps-per-sample": 1,
-            "--autotune-bayes-opt-max-samples": 1,
-            "--autotune-gaussian-process-noise": 1,
-        },
         "an elastic job": {
             "--min-np": 1,
             "--min-num-proc": 1,
@@ -77,7 +72,7 @@ _REFUSED |= dict.fromkeys(
     (0, "horo's log has no times; --prefix-timestamp puts one before every line"),
 )
 _REFUSED["--thread-affinity"] = (1, "--bind-to core gives each rank its share of the cores; see also --no-move-ranks")
-_ESSENTIAL = ("a timeline", "an elastic job")
+_ESSENTIAL = ("an elastic job",)
 """What a job cannot do without where an option asks for it. The other refused options are passed over for scripts of
 Horovod (``--horovod``), with a warning: they only tune."""
 
@@ -135,7 +130,7 @@ def build_parser() -> _Parser:
         prog="hororun",
         usage=_USAGE,
         description=_DESCRIPTION,
-        epilog=_EPILOG,
+        epilog=_EPILOG.replace("{page}", str(Path(horo.__file__).with_name("hororun.md"))),
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=38, width=100),
         allow_abbrev=False,
         add_help=False,
@@ -242,6 +237,10 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--output-filename", type=_text, metavar="DIR", help="also write DIR/rank.N/stdout and stderr, byte for byte"
     )
+    group.add_argument(
+        "--timeline-merge", type=_text, metavar="FILE",
+        help="at the end, put the timelines of all ranks into one file; with --timeline-filename 't-{rank}.json'",
+    )  # fmt: skip
     group.add_argument("--verbose", action="store_true", help="say what hororun does")
 
 
@@ -291,20 +290,32 @@ def _add_tuning(group: argparse._ArgumentGroup) -> None:
         "--config-file", type=_text, metavar="FILE", help="take options from YAML in Horovod's form; those here win"
     )
     group.add_argument("--no-keep-memory", action="store_true", help="let malloc return freed memory to the kernel")
-    group.add_argument("--no-move-ranks", action="store_true", help="leave waiting ranks on the cores they are on")
-    group.add_argument("--fusion-threshold-mb", type=_natural, metavar="MB", help="fuse tensors up to this size")
-    group.add_argument("--cycle-time-ms", type=_seconds, metavar="MS", help="wait so long for more tensors to fuse")
-    group.add_argument("--cache-capacity", type=_natural, metavar="N", help="responses remembered; 0: none")
-    stall = group.add_mutually_exclusive_group()
-    stall.add_argument("--no-stall-check", action="store_true", help="never warn about ranks that fall behind")
-    stall.add_argument("--stall-check", action="store_true", help="warn (the default), whatever the environment says")
-    group.add_argument("--stall-check-warning-time-seconds", type=_natural, metavar="S", help="warn after this time")
-    group.add_argument(
-        "--stall-check-shutdown-time-seconds", type=_natural, metavar="S", help="give up after this time; 0: never"
-    )
-    group.add_argument(
-        "--log-level", type=str.lower, metavar="LEVEL", help="trace, debug, info, warning (the default), error or off"
-    )
+    for variable in variables_of(Config).values():
+        _add_options(group, variable)
+
+
+def _add_options(group: argparse._ArgumentGroup, variable: Variable) -> None:
+    """The options that only set this variable; the value of one is the text of the variable."""
+    own = [option for option in variable.options if not option.is_shared]
+    place = group.add_mutually_exclusive_group() if len(own) > 1 else group
+    for option in own:
+        if option.metavar:
+            place.add_argument(
+                option.name, type=_text_for(variable, option), metavar=option.metavar, help=option.meaning
+            )
+        else:
+            place.add_argument(option.name, action="store_true", help=option.meaning)
+
+
+def _text_for(variable: Variable, option: Option) -> Callable[[str], str]:
+    def convert(text: str) -> str:
+        try:
+            return variable.text_of_option(option, _text(text))
+        except ValueError:
+            allowed = variable.of_option(option).allowed()
+            raise argparse.ArgumentTypeError(f"{text!r} is not {allowed}") from None
+
+    return convert
 
 
 def _add_information(group: argparse._ArgumentGroup) -> None:
@@ -327,11 +338,13 @@ class CommandLine(NamedTuple):
         options: those of hororun.
         command: of the ranks.
         given: by destination, the options as the user spelt them.
+        from_file: destinations of those that ``--config-file`` stands for.
     """
 
     options: list[str]
     command: list[str]
     given: dict[str, str]
+    from_file: frozenset[str] = frozenset()
 
 
 def split_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> CommandLine:
@@ -401,13 +414,6 @@ def _integer(text: str) -> int:
         return int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-
-
-def _natural(text: str) -> int:
-    number = _integer(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{text} is less than 0")
-    return number
 
 
 def _port(text: str) -> int:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from horo._config import Config, LaunchVariables, Variable, names_of, variables_of
+from horo._config import Config, LaunchVariables, Option, Variable, names_of, variables_of
 from horo.errors import UsageError
-from horo.runner.config import JobError
+from horo.runner.config import JobError, TimelineMerge
 
 if TYPE_CHECKING:
     import argparse
 
-__all__ = ["check_exports", "start_timeout", "tuning_variables"]
+__all__ = ["check_exports", "start_timeout", "timeline_merge", "tuning_sources", "tuning_variables", "useless_marks"]
 
 
 def tuning_variables(given: argparse.Namespace) -> dict[str, str]:
@@ -21,43 +21,43 @@ def tuning_variables(given: argparse.Namespace) -> dict[str, str]:
     Raises:
         JobError: horo does not take a value, or an option makes another one useless; names the option.
     """
-    if given.stall_check_warning_time_seconds == 0 and given.stall_check_shutdown_time_seconds is not None:
+    if given.stall_check_warning_time_seconds == "0" and given.stall_check_shutdown_time_seconds is not None:
         raise JobError(
             "--stall-check-shutdown-time-seconds has no effect beside --stall-check-warning-time-seconds 0: leave out "
             "one of them"
         )
     variables = {}
-    for option, (name, value) in _said(given).items():
-        if value is not None:
-            text = f"{value:.15g}" if isinstance(value, float) else str(value)
-            _check({name: text}, f"{option}: ")
-            variables[name] = text
+    for option, name, text in _given(given):
+        _check({name: text}, f"{option.name}: ")
+        variables[name] = text
     return variables
 
 
-def _said(given: argparse.Namespace) -> dict[str, tuple[str, Any]]:
-    """The variable of each option and its value; None: the option is not there."""
-    megabytes = given.fusion_threshold_mb
+def tuning_sources(given: argparse.Namespace, from_file: Collection[str], path: str | None) -> dict[str, str]:
+    """Where the variables of ``tuning_variables`` have their values from, as ``hvd.config()`` says it.
+
+    Args:
+        given: the values of all options.
+        from_file: destinations of the options that a file stands for.
+        path: of the file.
+    """
     return {
-        "--start-timeout": ("HORO_START_TIMEOUT", given.start_timeout),
-        "--fusion-threshold-mb": ("HORO_FUSION_THRESHOLD", None if megabytes is None else megabytes << 20),
-        "--cycle-time-ms": ("HORO_CYCLE_TIME", given.cycle_time_ms),
-        "--cache-capacity": ("HORO_CACHE_CAPACITY", given.cache_capacity),
-        "--no-stall-check": ("HORO_STALL_CHECK_DISABLE", 1 if given.no_stall_check else None),
-        "--stall-check": ("HORO_STALL_CHECK_DISABLE", 0 if given.stall_check else None),
-        "--stall-check-warning-time-seconds": (
-            "HORO_STALL_CHECK_TIME_SECONDS",
-            given.stall_check_warning_time_seconds,
-        ),
-        "--stall-check-shutdown-time-seconds": (
-            "HORO_STALL_SHUTDOWN_TIME_SECONDS",
-            given.stall_check_shutdown_time_seconds,
-        ),
-        "--log-level": ("HORO_LOG_LEVEL", given.log_level),
-        "--horovod": ("HORO_HOROVOD", 1 if given.horovod else None),
-        "--no-move-ranks": ("HORO_LEAVE_CROWDED_CORES", 0 if given.no_move_ranks else None),
-        "--network-interfaces": ("HORO_NETWORK_INTERFACES", ",".join(given.network_interfaces) or None),
+        name: f"file {path}" if option.destination in from_file else f"hororun {option.name}"
+        for option, name, _ in _given(given)
     }
+
+
+def _given(given: argparse.Namespace) -> Iterator[tuple[Option, str, str]]:
+    """Each option that is there, with its variable and the text that this gets."""
+    for variable in variables_of(Config).values():
+        for option in variable.options:
+            value = getattr(given, option.destination)
+            if not option.metavar:
+                value = option.value if value else None
+            elif isinstance(value, list):
+                value = ",".join(value) or None
+            if value is not None:
+                yield option, variable.names[0], f"{value:.15g}" if isinstance(value, float) else value
 
 
 def check_exports(exports: Mapping[str, str], given: argparse.Namespace) -> None:
@@ -77,11 +77,47 @@ def check_exports(exports: Mapping[str, str], given: argparse.Namespace) -> None
                 f"-x {name}: hororun sets {name} for every rank{' (--torch-env)' * (name in torch)}: leave it out"
             )
     spellings = {variable.names[0]: variable.names for variable in variables_of(Config).values()}
-    for option, (variable, value) in _said(given).items():
+    for option, variable, _ in _given(given):
         twice = next((name for name in spellings[variable] if name in exports), None)
-        if value is not None and twice is not None:
-            raise JobError(f"{option} and -x {twice} both set {variable}: leave out one of them")
+        if twice is not None:
+            raise JobError(f"{option.name} and -x {twice} both set {variable}: leave out one of them")
     _check(exports, "")
+
+
+def useless_marks(given: argparse.Namespace, environ: Mapping[str, str]) -> str:
+    """Why ``--timeline-mark-cycles`` does nothing; empty: it is not there, or there is a timeline.
+
+    Args:
+        given: the values of all options.
+        environ: that of the ranks.
+    """
+    is_there = variables_of(Config)["timeline"].set_name(environ) != ""
+    return "no --timeline-filename asks for a timeline" if given.timeline_mark_cycles and not is_there else ""
+
+
+def timeline_merge(given: argparse.Namespace, environ: Mapping[str, str]) -> TimelineMerge | None:
+    """What ``--timeline-merge`` asks for.
+
+    Args:
+        given: the values of all options.
+        environ: that of the ranks.
+
+    Raises:
+        JobError: ranks do not write a timeline each.
+    """
+    from horo._bootstrap.timeline import RANK_MARK  # noqa: PLC0415 - --help does without
+
+    if given.timeline_merge is None:
+        return None
+    setting = variables_of(Config)["timeline"]
+    pattern = _read(setting, environ, "")
+    if pattern is None or RANK_MARK not in pattern:
+        asked = "no timeline is asked for" if pattern is None else f"{setting.set_name(environ)}={pattern} is of rank 0"
+        raise JobError(
+            f"--timeline-merge {given.timeline_merge} has no effect: {asked}; add --timeline-filename "
+            f"'t-{RANK_MARK}.json', by which each rank writes a file"
+        )
+    return TimelineMerge(given.timeline_merge, pattern)
 
 
 def start_timeout(given: float | None, environ: Mapping[str, str]) -> float:

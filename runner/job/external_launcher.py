@@ -18,6 +18,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from horo._config import LaunchVariables, TorchrunVariables, names_of
+from horo._sources import encode_sources
 from horo.horovod.environment import is_switched_on, with_horovod
 from horo.runner.agent.command import StartError, with_python
 from horo.runner.agent.machine import core_count
@@ -213,7 +214,8 @@ def _plan_mpirun(job: Job, environment: Mapping[str, str]) -> _Plan:
 def _environment(job: Job, environment: Mapping[str, str], ranks_per_host: int) -> dict[str, str]:
     """This environment without the variables of a rank of another job, and with those that ranks of this job share."""
     places = names_of(LaunchVariables, TorchrunVariables)
-    here = {name: value for name, value in environment.items() if name not in places} | dict(job.exports)
+    here = {name: value for name, value in environment.items() if name not in places}
+    here |= {**job.exports, **encode_sources(job.exports, job.sources)}
     own = default_variables(here, keep_memory=job.keep_memory)
     if "OMP_NUM_THREADS" not in here:
         own["OMP_NUM_THREADS"] = str(max(1, core_count() // ranks_per_host))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from horo.runner.agent.machine import core_count, default_slots, gpu_count
 from horo.runner.config import EXIT_SETUP, Job, JobError
-from horo.runner.hosts import Host
+from horo.runner.hosts import HostSpec
 from horo.runner.network import is_local
 from horo.runner.processes import ask
 from horo.runner.start.remote_launcher import RemoteLauncher
@@ -121,7 +121,7 @@ def remote_launcher_of(job: Job, environment: Mapping[str, str]) -> RemoteLaunch
     return replace(launcher, overlap=knows_overlap(version))
 
 
-def candidates(job: Job, environment: Mapping[str, str]) -> list[Host]:
+def candidates(job: Job, environment: Mapping[str, str]) -> list[HostSpec]:
     """The hosts that may get a rank, in order; of remote ones, slots may still be unknown.
 
     Raises:
@@ -147,7 +147,7 @@ def candidates(job: Job, environment: Mapping[str, str]) -> list[Host]:
         return hosts[: placements[-1].host + 1]
     if job.shares_evenly:
         return hosts[: job.size]
-    needed: list[Host] = []
+    needed: list[HostSpec] = []
     for host in hosts:
         needed.append(host)
         if sum(each.slots or 1 for each in needed) >= job.size and not job.oversubscribe:

@@ -14,7 +14,7 @@ from horo.runner.agent import checks
 from horo.runner.agent.messages import Kind, Message, MessageError, MessageReader, encode, encode_json
 from horo.runner.agent.ranks import Event, Noted, Wrote
 from horo.runner.config import EXIT_INTERNAL, EXIT_SETUP, EXIT_UNREACHABLE, JobError
-from horo.runner.hosts import Host
+from horo.runner.hosts import HostSpec
 from horo.runner.loop import Loop, Timer
 from horo.runner.processes import read_what_is_there, spawn
 from horo.runner.start.remote_launcher import RemoteLauncher, lines_of
@@ -36,7 +36,7 @@ class RemoteHost:
     is called after each change of these, ``emit`` for each event of a rank.
     """
 
-    def __init__(self, loop: Loop, host: Host, emit: Callable[[Event], None], changed: Callable[[], None]) -> None:
+    def __init__(self, loop: Loop, host: HostSpec, emit: Callable[[Event], None], changed: Callable[[], None]) -> None:
         self.host = host
         self.host_info: dict[str, Any] | None = None
         self.error: JobError | None = None

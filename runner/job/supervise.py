@@ -11,13 +11,14 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from horo._sources import encode_sources
 from horo.errors import HoroError
 from horo.runner.agent.command import StartError, with_python
 from horo.runner.agent.machine import core_count, default_slots, ranges
 from horo.runner.agent.notes import Note, NoteReader
 from horo.runner.agent.ranks import PASSED_ON, Event, Exited, HostRanks, Noted, Wrote, reap
 from horo.runner.config import EXIT_USAGE, Job, JobError
-from horo.runner.hosts import Host, written
+from horo.runner.hosts import HostSpec, written
 from horo.runner.job.console import Console
 from horo.runner.job.environment import (
     common_variables,
@@ -100,7 +101,7 @@ class _Supervisor:
     def __init__(
         self,
         job: Job,
-        hosts: Sequence[Host],
+        hosts: Sequence[HostSpec],
         launcher: RemoteLauncher,
         environment: Mapping[str, str],
         loop: Loop,
@@ -112,7 +113,7 @@ class _Supervisor:
         self._hosts = hosts
         self._launcher = launcher
         self._outer_rank = outer_rank({**environment, **job.exports})
-        self._environment = {**inherited(environment), **job.exports}
+        self._environment = {**inherited(environment), **job.exports, **encode_sources(job.exports, job.sources)}
         self._loop = loop
         self._guard = guard
         self._id = secrets.token_hex(16)
@@ -234,14 +235,14 @@ class _Supervisor:
             else:
                 self._start_local(hosts[index].name, ranks)
 
-    def _slots_of(self, index: int, host: Host) -> int:
+    def _slots_of(self, index: int, host: HostSpec) -> int:
         if host.slots is not None:
             return host.slots
         host_info = self._remotes[index].host_info or {}
         return default_slots(int(host_info["cores"]), int(host_info["gpus"]))
 
     def _variables(
-        self, hosts: Sequence[Host], placements: Sequence[Placement], routes: Mapping[int, HostAddresses | None]
+        self, hosts: Sequence[HostSpec], placements: Sequence[Placement], routes: Mapping[int, HostAddresses | None]
     ) -> dict[int, dict[str, str]]:
         """Opens the key-value server and computes the variables of every rank."""
         from horo._bootstrap.auth.handshake import SECRET_BYTES  # noqa: PLC0415 - --help does without

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from horo._hostlist import SPECIAL_STEPS, parse_counts, parse_host_list
-from horo.runner.hosts import Host, is_host_name
+from horo.runner.hosts import HostSpec, is_host_name
 
 __all__ = ["Allocation", "AllocationError", "find_allocation"]
 
@@ -37,7 +37,7 @@ class Allocation:
     """
 
     system: str
-    hosts: tuple[Host, ...]
+    hosts: tuple[HostSpec, ...]
     source: str
     tasks: int | None = None
 
@@ -169,7 +169,7 @@ def _mcpu_hosts(environ: Mapping[str, str]) -> list[tuple[str, int]]:
     return list(zip(words[::2], map(int, words[1::2]), strict=True))
 
 
-def _without_launch_node(environ: Mapping[str, str], hosts: tuple[Host, ...]) -> tuple[Host, ...]:
+def _without_launch_node(environ: Mapping[str, str], hosts: tuple[HostSpec, ...]) -> tuple[HostSpec, ...]:
     """Where CSM allocates (the machines with jsrun), the first host only runs the job's script, in one slot."""
     others = hosts[1:]
     if environ.get("CSM_ALLOCATION_ID") and hosts[0].slots == 1 and others:
@@ -211,7 +211,7 @@ def _sge(environ: Mapping[str, str], read: Read) -> Allocation | None:
 # Common to all
 
 
-def _hosts(pairs: Iterable[tuple[str, int]], said: str) -> tuple[Host, ...]:
+def _hosts(pairs: Iterable[tuple[str, int]], said: str) -> tuple[HostSpec, ...]:
     """Adds up the slots of hosts that come more than once; keeps their order."""
     slots: dict[str, int] = {}
     for name, count in pairs:
@@ -220,7 +220,7 @@ def _hosts(pairs: Iterable[tuple[str, int]], said: str) -> tuple[Host, ...]:
         slots[name] = slots.get(name, 0) + count
     if not slots:
         raise AllocationError(f"{said} names no host: {_WAY_OUT}")
-    return tuple(Host(name, slots=count) for name, count in slots.items())
+    return tuple(HostSpec(name, slots=count) for name, count in slots.items())
 
 
 def _text(environ: Mapping[str, str], name: str, read: Read) -> str:

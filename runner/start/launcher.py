@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from horo.runner.config import JobError
-from horo.runner.hosts import Host
+from horo.runner.hosts import HostSpec
 from horo.runner.start.allocation import Allocation, AllocationError, find_allocation
 
 __all__ = ["allocated", "choose_launcher"]
@@ -34,7 +34,9 @@ def allocated(environ: Mapping[str, str], *, named: bool) -> Allocation | None:
         raise JobError(str(error)) from None
 
 
-def choose_launcher(asked: str, hosts: Sequence[Host], allocation: Allocation | None, find: Find = shutil.which) -> str:
+def choose_launcher(
+    asked: str, hosts: Sequence[HostSpec], allocation: Allocation | None, find: Find = shutil.which
+) -> str:
     """The launcher for ``--launcher asked``: never ``"auto"``.
 
     Within a Slurm job, ``auto`` is srun for hosts that belong to it; within an LSF job, jsrun where that exists and
@@ -60,7 +62,7 @@ def choose_launcher(asked: str, hosts: Sequence[Host], allocation: Allocation | 
     return asked
 
 
-def _check_slurm(hosts: Sequence[Host], system: str) -> None:
+def _check_slurm(hosts: Sequence[HostSpec], system: str) -> None:
     if system != "Slurm":
         raise JobError(
             "--launcher slurm: this is no Slurm job (SLURM_JOB_ID and SLURM_JOB_NODELIST are not set): get one with "
@@ -71,7 +73,7 @@ def _check_slurm(hosts: Sequence[Host], system: str) -> None:
             raise JobError(f"--launcher slurm: host {host.name} is named with a user or a port, which only ssh knows")
 
 
-def _check_jsrun(hosts: Sequence[Host], allocation: Allocation | None, find: Find) -> None:
+def _check_jsrun(hosts: Sequence[HostSpec], allocation: Allocation | None, find: Find) -> None:
     if allocation is None or allocation.system != "LSF":
         raise JobError("--launcher jsrun: this is no LSF job (LSB_JOBID and its hosts are not set): get one with bsub")
     if tuple(hosts) != allocation.hosts:

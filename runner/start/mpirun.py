@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from horo.runner.config import EXIT_SETUP, Job, JobError
-from horo.runner.hosts import Host, is_host_name
+from horo.runner.hosts import HostSpec, is_host_name
 
 __all__ = ["Family", "Mpirun", "family_of", "forwarded_names", "jsrun_command", "mpirun_command", "mpirun_variables"]
 
@@ -230,7 +230,7 @@ def _check(job: Job, family: Family) -> None:
             )
 
 
-def _check_host(host: Host) -> None:
+def _check_host(host: HostSpec) -> None:
     if host.user is not None or host.port is not None:
         raise JobError(
             f"--launcher mpi: mpirun takes no user and no port of a single host, as {host.name} has: write them into "

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from horo.runner.config import EXIT_INTERNAL, EXIT_SETUP, JobError
-from horo.runner.hosts import Host
+from horo.runner.hosts import HostSpec
 from horo.runner.printable import printable
 
 __all__ = ["RemoteLauncher", "agent_command", "explain_agent", "lines_of"]
@@ -37,7 +37,7 @@ class RemoteLauncher(Protocol):
     def unset(self) -> tuple[str, ...]:
         """Patterns of variables that ranks must not take over from the agent."""
 
-    def command(self, host: Host) -> list[str]:
+    def command(self, host: HostSpec) -> list[str]:
         """The command. It holds no secret: those go over the agent's stdin."""
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:

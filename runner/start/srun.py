@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from horo.runner.config import EXIT_UNREACHABLE, JobError
-from horo.runner.hosts import Host
+from horo.runner.hosts import HostSpec
 from horo.runner.start.remote_launcher import agent_command, explain_agent, lines_of
 
 __all__ = ["SrunLauncher", "knows_overlap"]
@@ -55,7 +55,7 @@ class SrunLauncher:
     ends_on_sigterm: bool = True
     unset: tuple[str, ...] = (*_ABOUT_A_STEP, *_SAME_NAME_FOR_A_STEP, "SRUN_*", "PMI_*", "PMI2_*", "PMIX_*")
 
-    def command(self, host: Host) -> list[str]:
+    def command(self, host: HostSpec) -> list[str]:
         """See ``RemoteLauncher``.
 
         The step must give its one task all that the job has on the host: every core, all memory, all GPUs.

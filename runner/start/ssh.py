@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from horo.runner.config import EXIT_UNREACHABLE, JobError, Ssh
-from horo.runner.hosts import Host
+from horo.runner.hosts import HostSpec
 from horo.runner.start.remote_launcher import agent_command, explain_agent, lines_of
 
 __all__ = ["SshLauncher"]
@@ -40,7 +40,7 @@ class SshLauncher:
         """See ``RemoteLauncher``."""
         return self.ssh.program
 
-    def command(self, host: Host) -> list[str]:
+    def command(self, host: HostSpec) -> list[str]:
         """See ``RemoteLauncher``. Host keys are checked as the user's ssh is configured to."""
         alive_s = max(1, round(self.host_timeout_s / 3))
         options = {

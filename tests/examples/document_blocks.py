@@ -15,6 +15,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 HOW_TO = sorted((ROOT / "docs" / "how-to").glob("*.md"))
+PAGES = [ROOT / "README.md", *HOW_TO, ROOT / "docs" / "reference" / "hororun.md"]
+"""What a user reads and copies from; ``docs/reference/api.md`` is made of docstrings, whose examples run elsewhere."""
 
 
 class Block(NamedTuple):

@@ -20,6 +20,7 @@ SHORT = ["--max", "4K", "--step", "32", "--rounds", "2", "--turn-ms", "1", "--pe
 sys.path.insert(0, str(FOLDER))
 import allreduce  # noqa: E402  (benchmarks/allreduce.py)
 import report  # noqa: E402  (benchmarks/report.py)
+import sizes  # noqa: E402  (benchmarks/sizes.py)
 import spaces  # noqa: E402  (benchmarks/spaces.py)
 from contest import Turn  # noqa: E402  (benchmarks/contest.py)
 from rounds import Case, Heat, Result  # noqa: E402  (benchmarks/rounds.py)
@@ -65,11 +66,11 @@ def test_sums_are_right_in_other_dtypes_and_on_four_ranks(dtype: str) -> None:
 
 
 def test_rates_follow_the_formulas() -> None:
-    rates = allreduce.Rates.of(4_000_000, 4, 2000.0)
+    rates = sizes.Rates.of(4_000_000, 4, 2000.0)
     assert rates.algbw == pytest.approx(2.0)  # 4 MB in 2 ms
     assert rates.busbw == pytest.approx(3.0)  # times 2 * 3 / 4
-    assert allreduce.bus_factor(2) == 1.0
-    assert allreduce.bus_factor(1) == 0.0
+    assert sizes.ALLREDUCE.bus_factor(2) == 1.0
+    assert sizes.ALLREDUCE.bus_factor(1) == 0.0
 
 
 def result_of(heats: list[tuple[float, float]], wrong: dict[str, str]) -> Result:
@@ -86,7 +87,7 @@ def result_of(heats: list[tuple[float, float]], wrong: dict[str, str]) -> Result
 
 
 def test_the_table_says_who_was_wrong_who_was_faster_and_who_was_left_out() -> None:
-    table = allreduce.as_table([result_of([(10.0, 30.0)], {"horo": "rank 1: 3 of 1024 elements"})], 2, "bfloat16")
+    table = sizes.as_table([result_of([(10.0, 30.0)], {"horo": "rank 1: 3 of 1024 elements"})], 2, "bfloat16")
     horo, gloo, mpich = table.splitlines()[2:5]
     assert horo.endswith("WRONG: rank 1: 3 of 1024 elements")
     assert gloo.split()[-2:] == ["3.00", "ok"]
@@ -106,7 +107,7 @@ def test_every_element_of_a_sum_is_compared(make: Any, count: int) -> None:
 
 
 def test_equal_numbers_of_elements_are_one_size() -> None:
-    assert [case.parameters["bytes"] for case in allreduce.make_cases(1, 64, 2, "int64")] == [8, 16, 32, 64]
+    assert [case.parameters["bytes"] for case in sizes.make_cases([1, 2, 4, 8, 16, 32, 64], "int64")] == [8, 16, 32, 64]
 
 
 @pytest.mark.parametrize(("text", "size"), [("4", 4), ("64K", 65536), ("64m", 64 << 20), ("2G", 2 << 30)])

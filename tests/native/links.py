@@ -15,8 +15,7 @@ import native_build
 import pytest
 
 from horo._bootstrap.mpi.calls import mpi_calls
-from horo._core import native_mpi
-from horo._core_setup import MpiUse
+from horo._core_setup import MpiUse, native_mpi
 
 __all__ = [
     "CLOSED",

@@ -38,16 +38,23 @@ if FLAVOUR not in SANITIZE_FLAGS:
     raise ValueError(f"HORO_SANITIZE is {FLAVOUR!r}, it must be empty, address or thread")
 
 
-def _inputs() -> list[Path]:
+def inputs() -> list[Path]:
+    """What the module is made from."""
     folders = [ROOT / "native", SHIM]
     found = sorted(p for folder in folders for p in folder.rglob("*") if p.suffix in {".c", ".h", ".py"})
     return [Path(__file__), *found]
 
 
+def core_objects() -> list[Path]:
+    """The core's object files in the module, compiled if anything has changed: for other programs of this flavour."""
+    folder = build().parent
+    return [folder / (ROOT / source).relative_to("/").with_suffix(".o") for source in native_build.sources()]
+
+
 def build() -> Path:
     """Compiles if anything has changed; safe under pytest-xdist. Returns the path of the module."""
     digest = hashlib.sha256(FLAVOUR.encode())
-    for path in _inputs():
+    for path in inputs():
         digest.update(path.read_bytes())
     folder = ROOT / "build" / f"native-test-{FLAVOUR or 'plain'}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -75,7 +82,7 @@ def load() -> ModuleType:
 
 def _compile(folder: Path, flags: list[str]) -> None:
     ffi = FFI()
-    headers = [native_build.HEADER, *sorted(SHIM.glob("shim_*.h"))]
+    headers = [*native_build.HEADERS, *sorted(SHIM.glob("shim_*.h"))]
     ffi.cdef("\n".join(native_build.declarations(h.read_text(encoding="utf-8")) for h in headers))
     ffi.set_source(
         "_native_test",

@@ -17,14 +17,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import pytest
 from fabric import make_setups
 from slow_links import Relay, Relays
 
 from horo import _core
 from horo._core import Context, Tensor
 from horo._core_setup import Setup
+from horo.errors import HoroError, PeerLostError
 
-__all__ = ["Group", "Rank", "recorded_stderr", "run_ranks", "sockets_of", "wait_for"]
+__all__ = ["Group", "Rank", "dies_in_the_middle", "recorded_stderr", "run_ranks", "sockets_of", "wait_for"]
 
 T = TypeVar("T")
 
@@ -272,6 +274,27 @@ def run_ranks(function: Callable[[Rank], T], hosts: Sequence[int] = (2,), **opti
     """A group for one function."""
     with Group(hosts, **options) as group:
         return group.run(function)
+
+
+def dies_in_the_middle(
+    hosts: Sequence[int], victim: int, submit: Callable[[Rank], int], run: Callable[[Rank], None]
+) -> None:
+    """Rank ``victim`` dies after it has called ``submit``; the others repeat ``run`` until they learn of that."""
+    with Group(hosts, segment_bytes=1 << 12) as group:
+
+        def body(rank: Rank) -> None:
+            if rank.rank == victim:
+                handle = submit(rank)
+                wait_for(lambda: rank.context.counters()["requests"] > 0)
+                group.kill(victim)
+                with suppress(HoroError):  # its engine lives on and uses the tensors until then
+                    rank.finish(handle)
+                return
+            with pytest.raises(PeerLostError, match=f"rank {victim} "):
+                for _ in range(1_000_000):
+                    run(rank)
+
+        group.run(body)
 
 
 def sockets_of(fds: Iterable[int]) -> set[str]:

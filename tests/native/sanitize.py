@@ -29,8 +29,11 @@ OPTIONS = {
     "TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1:history_size=4:intercept_tls_get_addr=0:"
     f"suppressions='{FOLDER / 'thread.supp'}'",
 }
-IN_ONE_THREAD = ("test_agree.py", "test_kernel.py", "test_wire.py")
+IN_ONE_THREAD = ("test_agree.py", "test_kernel.py", "test_shares.py", "test_wire.py")
 """Pure parts: without a second thread there is no race to find, and they take a quarter of the time."""
+NOTHING_SHARED = ("test_codec.py", "test_cross.py", "test_cross_scatter.py")
+"""Ranks are threads, but each has its own memory, and they have in common what ``test_transport.py`` checks alone: the
+transport. The same exchanges run in one process with shared memory in ``test_engine.py`` and its neighbours."""
 ADDR_NO_RANDOMIZE = 0x0040000
 
 
@@ -81,7 +84,8 @@ def main(arguments: list[str]) -> None:
         # Its shadow memory has fixed places, which a kernel with many random bits of mmap may have taken.
         ctypes.CDLL(None).personality(ADDR_NO_RANDOMIZE)
     # --capture=sys leaves descriptor 2 alone: the report of a run that ends on the spot must not end in a buffer.
-    everything = [str(FOLDER), *(f"--ignore={FOLDER / name}" for name in IN_ONE_THREAD if sanitizer == "thread")]
+    left_out = (*IN_ONE_THREAD, *NOTHING_SHARED) if sanitizer == "thread" else ()
+    everything = [str(FOLDER), *(f"--ignore={FOLDER / name}" for name in left_out)]
     pytest = [sys.executable, "-m", "pytest", "--capture=sys", *(rest or everything)]
     os.execve(sys.executable, pytest, env)
 

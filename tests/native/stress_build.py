@@ -3,7 +3,7 @@
 Its options stand in tests/native/stress/main.c.
 
 It is the core and the files of tests/native/stress in one program, without Python. HORO_SANITIZE chooses the flavour,
-as it does for the tests.
+as it does for the tests, with whose module it shares the core's object files.
 """
 
 from __future__ import annotations
@@ -27,35 +27,31 @@ __all__ = ["build", "environment", "main"]
 STRESS = Path(__file__).resolve().parent / "stress"
 
 
-def _sources() -> list[Path]:
-    return [*(ROOT / name for name in native_build.native_build.sources()), *sorted(STRESS.glob("*.c"))]
-
-
 def _digest() -> str:
     """Of everything that the program is made from."""
-    headers = [*(ROOT / "native").rglob("*.h"), *STRESS.glob("*.h")]
     digest = hashlib.sha256(FLAVOUR.encode())
-    for path in [Path(__file__), ROOT / "native" / "build.py", *_sources(), *sorted(headers)]:
+    own = [path for path in STRESS.iterdir() if path.suffix in {".c", ".h"}]
+    for path in [Path(__file__), *native_build.inputs(), *sorted(own)]:
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
 def _compile(folder: Path, program: Path) -> None:
-    """All files at once; raises subprocess.CalledProcessError, the compiler has printed why."""
+    """All own files at once; raises subprocess.CalledProcessError, the compiler has printed why."""
     compiler = os.environ.get("CC", "cc").split()
     wanted = native_build.native_build
-    named = [flag for flag in wanted.COMPILE_FLAGS if flag != "-fvisibility=hidden"]  # so that stacks have names
-    flags = [*named, "-g", *wanted.WARNING_FLAGS, *SANITIZE_FLAGS[FLAVOUR]]
+    flags = [*wanted.COMPILE_FLAGS, "-g", *wanted.WARNING_FLAGS, *SANITIZE_FLAGS[FLAVOUR]]
     flags += ["-O2", f"-I{ROOT / 'native/include'}", f"-I{ROOT / 'native/src'}"]
 
     def compile_one(source: Path) -> str:
-        made = folder / f"{'_'.join(source.relative_to(ROOT).parts)}.o"
+        made = folder / f"{source.stem}.o"
         subprocess.run([*compiler, *flags, "-c", str(source), "-o", str(made)], check=True, timeout=300)
         return str(made)
 
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        objects = list(pool.map(compile_one, _sources()))
-    link = [*compiler, *SANITIZE_FLAGS[FLAVOUR], *objects, "-pthread", "-lm", "-rdynamic", "-o", str(program)]
+        own = list(pool.map(compile_one, sorted(STRESS.glob("*.c"))))
+    objects = [*own, *map(str, native_build.core_objects())]
+    link = [*compiler, *SANITIZE_FLAGS[FLAVOUR], *objects, "-pthread", "-lm", "-ldl", "-o", str(program)]
     subprocess.run(link, check=True, timeout=120)
 
 

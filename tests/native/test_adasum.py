@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import kernel_oracle as oracle
 import numpy as np
 import pytest
 from adasum_oracle import adasum, tolerance
-from ranks import Group, Rank, run_ranks, wait_for
+from ranks import Rank, dies_in_the_middle, run_ranks
 from test_teams import run_in_teams
 
 from horo import _core
 from horo._core import RequestBuffer, Tensor
-from horo.errors import HoroError, MismatchError, PeerLostError, UnsupportedError
+from horo.errors import MismatchError, UnsupportedError
 
 LAYOUTS = {
     "1": [0],
@@ -274,18 +273,8 @@ def test_different_ops_are_named(hosts: list[int]) -> None:
 @pytest.mark.parametrize("tensors", [1, 2])
 def test_a_rank_that_dies_in_the_middle_is_named(hosts: list[int], victim: int, tensors: int) -> None:
     arrays = [[np.ones(1 << 19, np.float32) for _ in range(tensors)] for _ in range(sum(hosts))]
-    with Group(hosts, segment_bytes=1 << 12) as group:
 
-        def body(rank: Rank) -> None:
-            if rank.rank == victim:
-                handle = rank.submit("allreduce", "s", arrays[rank.rank], reduce_op=OP)
-                wait_for(lambda: rank.context.counters()["requests"] > 0)
-                group.kill(victim)
-                with suppress(HoroError):  # its engine lives on and writes the output until then
-                    rank.finish(handle)
-                return
-            with pytest.raises(PeerLostError, match=f"rank {victim} "):
-                for _ in range(1_000_000):
-                    rank.finish(rank.submit("allreduce", "s", arrays[rank.rank], reduce_op=OP))
+    def submit(rank: Rank) -> int:
+        return rank.submit("allreduce", "s", arrays[rank.rank], reduce_op=OP)
 
-        group.run(body)
+    dies_in_the_middle(hosts, victim, submit, lambda rank: rank.finish(submit(rank)))

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
+import native_build
 import numpy as np
 import pytest
-from ranks import Group, Rank, describe, run_ranks, wait_for
+from ranks import Rank, describe, dies_in_the_middle, run_ranks
 from test_gather import LAYOUTS
 from test_teams import run_in_teams
 
 from horo import _core
-from horo.errors import HoroError, MismatchError, PeerLostError, UsageError
+from horo.errors import MismatchError, UsageError
 
+ways = pytest.mark.parametrize("direct_bytes", [0, 1], ids=["by slots", "direct"])
 over_every_layout = pytest.mark.parametrize("host_of_rank", [[0], *LAYOUTS.values()], ids=["1", *LAYOUTS.keys()])
 
 
@@ -73,13 +74,14 @@ def random_plan(size: int, seed: int, dtype: type = np.int32) -> Plan:
 
 @over_every_layout
 @pytest.mark.parametrize("segment_bytes", [1 << 12, 1 << 18])
-def test_any_splits_over_any_layout(host_of_rank: list[int], segment_bytes: int) -> None:
+@ways
+def test_any_splits_over_any_layout(host_of_rank: list[int], segment_bytes: int, direct_bytes: int) -> None:
     def body(rank: Rank) -> None:
         for step in range(12):
             check(rank, [random_plan(rank.size, step)])
         check(rank, [Plan([[0] * rank.size] * rank.size)])
 
-    run_ranks(body, host_of_rank=host_of_rank, segment_bytes=segment_bytes)
+    run_ranks(body, host_of_rank=host_of_rank, segment_bytes=segment_bytes, direct_bytes=direct_bytes)
 
 
 @pytest.mark.parametrize("hosts", [*range(2, 14), 16, 17, 23], ids=lambda hosts: f"{hosts} hosts")
@@ -95,7 +97,8 @@ def test_every_host_reaches_every_other(hosts: int) -> None:
 
 
 @pytest.mark.parametrize("hosts", [[3], [1, 1], [2, 1, 2], [1] * 7], ids=str)
-def test_one_may_have_everything_for_one(hosts: list[int]) -> None:
+@ways
+def test_one_may_have_everything_for_one(hosts: list[int], direct_bytes: int) -> None:
     size = sum(hosts)
 
     def body(rank: Rank) -> None:
@@ -104,25 +107,29 @@ def test_one_may_have_everything_for_one(hosts: list[int]) -> None:
             rows[origin][(origin + 2) % size] = 50_000
             check(rank, [Plan(rows)])
 
-    run_ranks(body, hosts, segment_bytes=1 << 12)
+    run_ranks(body, hosts, segment_bytes=1 << 12, direct_bytes=direct_bytes)
 
 
 @over_every_layout
-def test_groups_of_any_dtypes(host_of_rank: list[int]) -> None:
+@ways
+def test_groups_of_any_dtypes(host_of_rank: list[int], direct_bytes: int) -> None:
     def body(rank: Rank) -> None:
         for step in range(4):
             check(rank, [random_plan(rank.size, 10 * step + i, t) for i, t in enumerate((np.uint8, np.float64, bool))])
 
-    run_ranks(body, host_of_rank=host_of_rank, segment_bytes=1 << 12)
+    run_ranks(body, host_of_rank=host_of_rank, segment_bytes=1 << 12, direct_bytes=direct_bytes)
 
 
 @pytest.mark.parametrize("hosts", [[70], [33, 32]], ids=str)
-def test_many_ranks(hosts: list[int]) -> None:
+@ways
+def test_many_ranks(hosts: list[int], direct_bytes: int) -> None:
+    steps = 1 if native_build.FLAVOUR else 3  # so many threads share one interpreter that a sanitizer slows down
+
     def body(rank: Rank) -> None:
-        for step in range(3):
+        for step in range(steps):
             check(rank, [random_plan(rank.size, step)])
 
-    run_ranks(body, hosts, segment_bytes=1 << 12, spin_us=0)
+    run_ranks(body, hosts, segment_bytes=1 << 12, spin_us=0, direct_bytes=direct_bytes)
 
 
 def test_teams_exchange_each_in_the_order_of_its_members() -> None:
@@ -200,18 +207,4 @@ def test_more_rows_than_a_result_can_have_are_refused_on_all_ranks(hosts: list[i
 def test_a_rank_that_dies_in_the_middle_is_named(hosts: list[int], victim: int) -> None:
     size = sum(hosts)
     plan = Plan([[60_000] * size] * size)
-    with Group(hosts, segment_bytes=1 << 12) as group:
-
-        def body(rank: Rank) -> None:
-            if rank.rank == victim:
-                handle = submit(rank, [plan], victim, "a")
-                wait_for(lambda: rank.context.counters()["requests"] > 0)
-                group.kill(victim)
-                with suppress(HoroError):  # its engine lives on and reads the input until then
-                    rank.finish(handle)
-                return
-            with pytest.raises(PeerLostError, match=f"rank {victim} "):
-                for _ in range(1_000_000):
-                    check(rank, [plan])
-
-        group.run(body)
+    dies_in_the_middle(hosts, victim, lambda rank: submit(rank, [plan], victim, "a"), lambda rank: check(rank, [plan]))

@@ -159,14 +159,14 @@ def test_a_thread_that_may_submit_leaves_it_open(judges: list[Judge]) -> None:
 def test_ranks_that_wait_alike_are_named_together(judges: list[Judge]) -> None:
     judge = judges[1]
     verdict, text = confirmed(
-        judge, [blocked_as(rank, "'x'" if rank == 1 else "'y'", rank == 1, 4) for rank in range(4)]
+        judge, [blocked_as(rank, "'x'" if rank == 1 else "'y'", 1 + (rank == 1), 4) for rank in range(4)]
     )
     assert (verdict, text.partition(";")[0]) == (DEADLOCK, "ranks 0, 2-3 wait for 'y', rank 1 for 'x'")
 
 
 def test_a_long_sentence_is_cut_where_it_may_be(native: ModuleType) -> None:
     judge = Judge(native, 40)
-    verdict, text = confirmed(judge, [blocked_as(rank, f"'{'n' * 200}{rank}'", rank, 40) for rank in range(40)])
+    verdict, text = confirmed(judge, [blocked_as(rank, f"'{'n' * 200}{rank}'", rank + 1, 40) for rank in range(40)])
     judge.close()
     assert verdict == DEADLOCK
     assert text.endswith(f", others for something else; {QUESTION}")
@@ -328,3 +328,30 @@ def test_in_random_jobs_a_verdict_is_true_and_a_deadlock_is_found(native: Module
         found += job.is_stuck()
         judge.close()
     assert found > 10, seed
+
+
+ALL_NAMES, JOIN = 0, 9
+"""The hash that stands for all names, and that of the request to join."""
+
+
+@pytest.mark.parametrize(
+    ("submitted", "can_finish"),
+    [
+        ([[1], [1], [1]], True),
+        ([[1], [2], [1]], False),
+        ([[1], [1], [ALL_NAMES, JOIN]], True),
+        ([[1], [3], [ALL_NAMES, JOIN]], False),
+        ([[1, 2], [2], [2]], True),
+        ([[ALL_NAMES, JOIN], [ALL_NAMES, JOIN], [ALL_NAMES, JOIN]], True),
+        ([[ALL_NAMES, JOIN, 1], [2], [ALL_NAMES, JOIN]], True),  # what the only other one has submitted
+        ([[ALL_NAMES, JOIN, 1], [1], [2]], False),
+    ],
+)
+def test_a_rank_that_has_joined_has_submitted_every_name(
+    judges: list[Judge], submitted: list[list[int]], can_finish: bool
+) -> None:
+    """Beside rank 3, which has joined."""
+    reports = [*submitted, [ALL_NAMES, JOIN]]
+    for rank, hashes in enumerate(reports):
+        judges[1].note(blocked(rank, f"'{rank}'", hashes, size=4))
+    assert judges[1].verdict() == ((NONE, "") if can_finish else (ASK, ""))

@@ -153,7 +153,7 @@ def test_a_stall_that_ends_the_job_shows_the_events(capfd: pytest.CaptureFixture
         with pytest.raises(StalledError):
             rank.barrier("late")
 
-    run_ranks(body, [2], stall_warning_ms=50, stall_shutdown_ms=200)
+    run_ranks(body, [2], stall_warning_ms=300, stall_shutdown_ms=1000)
     text = capfd.readouterr().err
     assert text.count(f"horo [0] error: {HEADING}") == 1, text
     assert blocks(text)[0][-3:] == [

@@ -92,7 +92,10 @@ def test_an_allgather_takes_one_message_up_and_one_down() -> None:
 
 @over_every_layout
 @pytest.mark.parametrize("cache_capacity", [0, 1, 64])
-def test_first_extents_may_differ_each_time_under_one_name(host_of_rank: list[int], cache_capacity: int) -> None:
+@pytest.mark.parametrize("direct_bytes", [0, 1], ids=["by slots", "direct"])
+def test_first_extents_may_differ_each_time_under_one_name(
+    host_of_rank: list[int], cache_capacity: int, direct_bytes: int
+) -> None:
     """Two names: with room for one of them, the other one is announced in full each time."""
 
     def body(rank: Rank) -> None:
@@ -101,11 +104,12 @@ def test_first_extents_may_differ_each_time_under_one_name(host_of_rank: list[in
             check_group(rank, step, 4)
         assert (counters(rank)["cache_hits"] > 0) == (cache_capacity > 0)
 
-    run_ranks(body, host_of_rank=host_of_rank, cache_capacity=cache_capacity)
+    run_ranks(body, host_of_rank=host_of_rank, cache_capacity=cache_capacity, direct_bytes=direct_bytes)
 
 
 @pytest.mark.parametrize("hosts", [[3], [1, 1], [2, 1, 2]], ids=str)
-def test_a_group_may_have_thousands_of_tensors(hosts: list[int]) -> None:
+@pytest.mark.parametrize("direct_bytes", [0, 1], ids=["by slots", "direct"])
+def test_a_group_may_have_thousands_of_tensors(hosts: list[int], direct_bytes: int) -> None:
     """Their extents take more bytes than a ring to the leader and one to the ranks have."""
     count = 40_000
 
@@ -120,11 +124,12 @@ def test_a_group_may_have_thousands_of_tensors(hosts: list[int]) -> None:
                 assert bytes(data) == bytes([i % 100]) * sum(first_dims)
             rank.context.release(handle)
 
-    run_ranks(body, hosts)
+    run_ranks(body, hosts, direct_bytes=direct_bytes)
 
 
 @pytest.mark.parametrize("hosts", [[2], [2, 2], [1, 2, 1]], ids=str)
-def test_allgathers_among_other_operations_in_any_order(hosts: list[int]) -> None:
+@pytest.mark.parametrize("direct_bytes", [0, 1], ids=["by slots", "direct"])
+def test_allgathers_among_other_operations_in_any_order(hosts: list[int], direct_bytes: int) -> None:
     def body(rank: Rank) -> None:
         order = random.Random(rank.rank)
         for step in range(8):
@@ -151,7 +156,7 @@ def test_allgathers_among_other_operations_in_any_order(hosts: list[int]) -> Non
                     assert (arrays[name] == sum(range(rank.size))).all()
                 rank.context.release(handle)
 
-    run_ranks(body, hosts)
+    run_ranks(body, hosts, direct_bytes=direct_bytes)
 
 
 @pytest.mark.parametrize("hosts", [[1, 1], [2, 2], [1, 1, 1]], ids=str)
@@ -246,7 +251,8 @@ def whole(size: int, step: int, index: int) -> np.ndarray:
 
 
 @over_every_layout
-def test_results_go_into_memory_that_the_caller_gives(host_of_rank: list[int]) -> None:
+@pytest.mark.parametrize("direct_bytes", [0, 1], ids=["by slots", "direct"])
+def test_results_go_into_memory_that_the_caller_gives(host_of_rank: list[int], direct_bytes: int) -> None:
     def body(rank: Rank) -> None:
         for step in range(5):
             inputs = [part(rank.rank, step, i) for i in range(4)]
@@ -261,12 +267,13 @@ def test_results_go_into_memory_that_the_caller_gives(host_of_rank: list[int]) -
                 assert np.array_equal(outputs[i], whole(rank.size, step, i))
             rank.context.release(handle)
 
-    run_ranks(body, host_of_rank=host_of_rank)
+    run_ranks(body, host_of_rank=host_of_rank, direct_bytes=direct_bytes)
 
 
 @pytest.mark.parametrize("hosts", [[1], [3], [1, 1], [2, 2], [1, 1, 1]], ids=str)
 @pytest.mark.parametrize("rows", [3, 100_000])
-def test_the_input_may_be_its_own_place_in_the_result(hosts: list[int], rows: int) -> None:
+@pytest.mark.parametrize("direct_bytes", [0, 1], ids=["by slots", "direct"])
+def test_the_input_may_be_its_own_place_in_the_result(hosts: list[int], rows: int, direct_bytes: int) -> None:
     def body(rank: Rank) -> None:
         for step in range(2):
             output = np.full((rank.size * rows, 2), -1, np.int64)
@@ -275,7 +282,7 @@ def test_the_input_may_be_its_own_place_in_the_result(hosts: list[int], rows: in
             run_into(rank, "g", mine, output)
             assert (output[:, 1] == np.repeat(np.arange(rank.size), rows) + step).all()
 
-    run_ranks(body, hosts)
+    run_ranks(body, hosts, direct_bytes=direct_bytes)
 
 
 def run_into(rank: Rank, name: str, mine: np.ndarray, output: np.ndarray) -> None:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import pytest
-from ranks import NUMPY_OF_DTYPE, Group, Rank, run_ranks, wait_for
+from ranks import NUMPY_OF_DTYPE, Rank, dies_in_the_middle, run_ranks
 from test_teams import run_in_teams
 
 from horo import _core
-from horo.errors import HoroError, MismatchError, PeerLostError, UnsupportedError, UsageError
+from horo.errors import MismatchError, UnsupportedError, UsageError
 
 LAYOUTS = {
     "1": [0],
@@ -220,19 +219,12 @@ def test_what_cannot_be_done_is_refused() -> None:
 @pytest.mark.parametrize(("hosts", "victim"), [([2], 1), ([1, 1], 1), ([2, 2], 3), ([1, 1, 1], 2)], ids=str)
 def test_a_rank_that_dies_in_the_middle_is_named(hosts: list[int], victim: int) -> None:
     arrays = [np.ones((1 << 19, 2), np.float32) for _ in range(sum(hosts))]
-    with Group(hosts, segment_bytes=1 << 12) as group:
 
-        def body(rank: Rank) -> None:
-            if rank.rank == victim:
-                outputs = [np.zeros((1 << 19, 2), np.float32)]
-                handle = rank.submit("reducescatter", "s", [arrays[rank.rank]], outputs=outputs, reduce_op=1)
-                wait_for(lambda: rank.context.counters()["requests"] > 0)
-                group.kill(victim)
-                with suppress(HoroError):  # its engine lives on and writes the output until then
-                    rank.finish(handle)
-                return
-            with pytest.raises(PeerLostError, match=f"rank {victim} "):
-                for _ in range(1_000_000):
-                    scatter(rank, [arrays[rank.rank]])
+    def submit(rank: Rank) -> int:
+        outputs = [np.zeros((1 << 19, 2), np.float32)]
+        return rank.submit("reducescatter", "s", [arrays[rank.rank]], outputs=outputs, reduce_op=1)
 
-        group.run(body)
+    def run(rank: Rank) -> None:
+        scatter(rank, [arrays[rank.rank]])
+
+    dies_in_the_middle(hosts, victim, submit, run)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ranks import Group, Rank
+from ranks import Group, Rank, describe
 
 from horo import _core, _request_buffer
 from horo._core import ffi, lib
@@ -48,6 +48,69 @@ def test_run_does_what_submit_wait_and_release_do(hosts: list[int]) -> None:
             rank.run("barrier", "barrier", [])
 
     with Group(hosts) as group:
+        group.run(body)
+
+
+@pytest.mark.parametrize("hosts", [[1], [2], [2, 1]], ids=str)
+@pytest.mark.parametrize("spin_us", [0, 1000])
+def test_a_result_goes_into_the_memory_that_is_offered_if_it_fits(hosts: list[int], spin_us: int) -> None:
+    """Else the handle of the request, which is done, is left, and the result is to be taken."""
+
+    def body(rank: Rank) -> None:
+        for turn, rows in enumerate([3, 4, 3, 0, 2]):  # of rank 0; the offer is for 3 rows of each
+            mine = np.full((rows if rank.rank == 0 else 3, 2), 10 * turn + rank.rank, np.int32)
+            wanted = np.concatenate(
+                [np.full((rows, 2), 10 * turn)] + [np.full((3, 2), 10 * turn + r) for r in range(1, rank.size)]
+            )
+            output = np.full((3 * rank.size, 2), -1, np.int32)
+            (tensor,) = describe([mine], [output])
+            buffer = _core.RequestBuffer.of(_core.OPS["allgather"], "g", [tensor], sync=True, offers=True)
+            rank.context.run(buffer)
+            handle = buffer.last_handle[0]
+            if rows == 3:
+                assert handle == 0
+                assert np.array_equal(output, wanted)
+                continue
+            data, first_dims = rank.context.take_result(handle, 0)
+            assert first_dims == [rows] + [3] * (rank.size - 1)
+            assert np.array_equal(np.frombuffer(data, np.int32).reshape(-1, 2), wanted)
+            assert np.all(output == -1)
+            rank.context.release(handle)
+            with pytest.raises(UsageError):
+                rank.context.poll(handle)
+
+    with Group(hosts, spin_us=spin_us) as group:
+        group.run(body)
+
+
+@pytest.mark.parametrize("check_ms", [0, 1])
+@pytest.mark.parametrize("rows", [3, 4])
+def test_a_wait_that_ends_early_goes_on_until_the_result_is_there(
+    monkeypatch: pytest.MonkeyPatch, check_ms: int, rows: int
+) -> None:
+    """The way out and in again by which signal handlers run."""
+    monkeypatch.setattr(_core, "_SIGNAL_CHECK_MS", check_ms)
+
+    def body(rank: Rank) -> None:
+        for turn in range(50):
+            mine = np.full((rows, 2), 10 * turn + rank.rank, np.int32)
+            output = np.full((3 * rank.size, 2), -1, np.int32)
+            (tensor,) = describe([mine], [output])
+            buffer = _core.RequestBuffer.of(_core.OPS["allgather"], "g", [tensor], sync=True, offers=True)
+            rank.context.run(buffer)
+            handle = buffer.last_handle[0]
+            if handle:
+                data, _ = rank.context.take_result(handle, 0)
+                output = output if data is None else np.frombuffer(data, np.int32).reshape(-1, 2)
+                rank.context.release(handle)
+            wanted = np.repeat(np.arange(rank.size, dtype=np.int32) + 10 * turn, rows)
+            assert np.array_equal(output, np.stack([wanted, wanted], 1))
+            rank.run("barrier", "b", [])
+            ones = np.ones(3, np.float32)
+            rank.run("allreduce", "x", [ones], reduce_op=SUM)
+            assert np.all(ones == rank.size)
+
+    with Group([3]) as group:
         group.run(body)
 
 

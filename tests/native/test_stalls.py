@@ -17,10 +17,17 @@ def test_a_stall_is_reported_with_rank_and_tensor(hosts: list[int]) -> None:
     seen = threading.Event()
 
     def body(rank: Rank) -> None:
+        array = np.ones(3)
+        # Rank 1 has submitted before anybody can wait for it.
+        handle = rank.submit("allreduce", "late", [array], reduce_op=1) if rank.rank == 1 else None
+        rank.barrier("rank 1 has submitted")
         if rank.rank == 2:
             wait_for(lambda: re.search(r"rank 2 \(host\d\) has not submitted 'late'", written()) is not None)
             seen.set()
-        rank.allreduce(np.ones(3), "late")
+        if handle is None:
+            rank.allreduce(array, "late")
+        else:
+            rank.finish(handle)
 
     with recorded_stderr() as written:
         run_ranks(body, hosts, stall_warning_ms=100)

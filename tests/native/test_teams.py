@@ -144,6 +144,7 @@ def test_a_team_waits_for_nobody_else(hosts: list[int]) -> None:
             for step in range(20):
                 check_all(rank, team, [1, 2], step)
             assert not rank.context.poll(handle)
+            rank.barrier(team=team)  # rank 1 has looked, too, before rank 0 may go on
             if rank.rank == 2:
                 assert not rank.context.poll(waiting)
                 done.set()

@@ -9,8 +9,11 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 from ranks import Group, Rank, recorded_stderr, wait_for
 from test_teams import Links
+
+from horo.errors import PeerLostError
 
 FOLDER = Path(__file__).resolve().parent
 
@@ -100,6 +103,24 @@ def test_a_rank_that_led_a_team_between_hosts_parks_again_once_it_is_gone() -> N
     assert wakes[1] == wakes[3] == 0, wakes
 
 
+def test_the_end_of_the_group_names_the_process_set_of_what_is_pending() -> None:
+    submitted = threading.Barrier(3)
+
+    def body(rank: Rank) -> None:
+        team = rank.context.add_team([0, 1])
+        if rank.rank == 2:
+            submitted.wait()
+            group.kill(2)
+            return
+        handle = rank.submit("barrier", f"of {rank.rank}", [], team=team)
+        submitted.wait()
+        with pytest.raises(PeerLostError, match=rf"pending here: 'of {rank.rank}' \(process set 1\)$"):
+            rank.finish(handle)
+
+    with Group([3]) as group:
+        group.run(body)
+
+
 def test_each_team_has_its_stall_reports() -> None:
     """Under one name, on one host: a report of one team does not stand for another's."""
 
@@ -129,6 +150,8 @@ FORK = """
 import os
 from ranks import Group
 from test_teams import Links
+
+from horo.errors import PeerLostError
 from horo._core import ffi, lib
 
 group = Group([1, 1])

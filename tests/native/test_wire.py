@@ -15,6 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from wire_oracle import Request, Tensor
 
+from horo import _core
+
 OK, RESOURCE, INTERNAL = 0, -20, -60
 ROOM_BYTES = 1 << 17
 INT64_MAX = 2**63 - 1
@@ -299,6 +301,15 @@ def test_questions_whether_ranks_are_blocked_round_trip(wire: Wire, question: in
     assert (code, message.type, message.question) == (OK, oracle.QUERY, question)
 
 
+@given(final=st.integers(0, 1), values=st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=64))
+def test_changes_of_the_tuning_round_trip(wire: Wire, final: int, values: list[int]) -> None:
+    data = wire.written(wire.lib.shim_wire_put_tune, final, values, len(values))
+    assert data == oracle.tune_message(values, final)
+    assert wire.status(data) == OK
+    code, message = wire.decode(data)
+    assert (code, message.type, message.count) == (OK, oracle.TUNE, len(values))
+
+
 @given(rank=ranks, question=ids | st.just(0), text=texts, counts=st.tuples(st.integers(0, 32), st.integers(0, 9)))
 def test_reports_of_blocked_ranks_round_trip(
     wire: Wire, rank: int, question: int, text: bytes, counts: tuple[int, int]
@@ -396,7 +407,7 @@ NAME_AT, COUNT_AT, DTYPE_AT, WIRE_AT, NDIM_AT, EXTENT_AT = 25, 27, 31, 32, 33, 3
             "factor of a broadcast": request_bytes(BROADCAST, prescale=(7, "<d", 2.0)),
             "rows of an allgather": request_bytes(GATHER, extent=(EXTENT_AT, "<q", 2)),
             "NUL in a name": request_bytes(REDUCE, name=(NAME_AT, "<B", 0)),
-            "unknown dtype": request_bytes(REDUCE, dtype=(DTYPE_AT, "<B", 10)),
+            "unknown dtype": request_bytes(REDUCE, dtype=(DTYPE_AT, "<B", 1 + max(_core.DTYPES.values()))),
             "float32 as float32": request_bytes(REDUCE, wire=(WIRE_AT, "<B", 7)),
             "float32 as int8": request_bytes(REDUCE, wire=(WIRE_AT, "<B", 1)),
             "int64 as float16": request_bytes(REDUCE, dtype=(DTYPE_AT, "<B", 4), wire=(WIRE_AT, "<B", 5)),
@@ -447,6 +458,11 @@ NAME_AT, COUNT_AT, DTYPE_AT, WIRE_AT, NDIM_AT, EXTENT_AT = 25, 27, 31, 32, 33, 3
             "lane without members": oracle.blocked_message(1, b"", b"", [oracle.lane(0, 0, 0, [])]),
             "negative rank asks": oracle.ask_message(-1),
             "a question without a number": oracle.query_message(0),
+            "a tuning without values": oracle.tune_message([]),
+            "a tuning of too many values": oracle.tune_message([1] * 65),
+            "a tuning that is more than final": oracle.tune_message([1], 2),
+            "fewer values than said": oracle.tune_message([1, 2])[:-1],
+            "more values than said": oracle.tune_message([1, 2]) + b"x",
             "negative rank leaves": oracle.leave_message(-1),
             "negative rank is done": oracle.done_message(-1),
             "data of no tensor": oracle.data_message(oracle.DATA, 0, b"x"),

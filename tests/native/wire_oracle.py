@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 (
     IDS, REQUEST, LOST, LEAVE, BATCH, FAIL, DONE, DATA, RESULT, ROWS, ENDED, BLOCKED, ASK, AHEAD, RECALL, RELEASE,
-    QUERY,
-) = range(1, 18)  # fmt: skip
-ALLREDUCE, ALLGATHER, BROADCAST, BARRIER, ADD_TEAM, REMOVE_TEAM, REDUCESCATTER, ALLTOALL = range(8)
+    QUERY, JOINED, TUNE,
+) = range(1, 20)  # fmt: skip
+ALLREDUCE, ALLGATHER, BROADCAST, BARRIER, ADD_TEAM, REMOVE_TEAM, REDUCESCATTER, ALLTOALL, JOIN = range(9)
 TELL_ROWS = (ALLGATHER, ALLTOALL)
 REDUCTIONS = (ALLREDUCE, REDUCESCATTER)
 REDUCE_OPS = (0, 1, 2, 3, 4, 5)
@@ -129,6 +129,11 @@ def done_message(rank: int) -> bytes:
     return struct.pack("<Bi", DONE, rank)
 
 
+def joined_message(rank: int) -> bytes:
+    """JOINED."""
+    return struct.pack("<Bi", JOINED, rank)
+
+
 def ended_message(rank: int, text: bytes, status: int = -40) -> bytes:
     """ENDED."""
     return struct.pack("<Bii", ENDED, rank, status) + str16(text)
@@ -153,6 +158,11 @@ def ask_message(rank: int) -> bytes:
 def query_message(question: int) -> bytes:
     """QUERY."""
     return struct.pack("<BI", QUERY, question)
+
+
+def tune_message(values: Sequence[int], final: int = 0) -> bytes:
+    """TUNE."""
+    return struct.pack(f"<BBI{len(values)}Q", TUNE, final, len(values), *values)
 
 
 def leave_message(rank: int) -> bytes:
@@ -184,6 +194,7 @@ def samples() -> dict[str, bytes]:
         "barrier": Request("barrier.0", op=BARRIER),
         "reducescatter": Request("s", op=REDUCESCATTER, reduce_op=3, postscale=2.0, tensors=(Tensor(7, (5, 2), 6),)),
         "alltoall": Request("x", op=ALLTOALL, tensors=(Tensor(1, (7, 2)),)),
+        "join": Request("join.noname", op=JOIN, transient=True),
         "add-team": team_request(ADD_TEAM, [0, 2, 5]),
         "remove-team": team_request(REMOVE_TEAM, [3]),
         "many-dims": Request("d", reduce_op=5, tensors=(Tensor(9, (1,) * DIMS_MAX),)),
@@ -197,6 +208,9 @@ def samples() -> dict[str, bytes]:
         "lost-last-reason": lost_message(0x7FFFFFFF, -60, REASONS[-1]),
         "leave": leave_message(7),
         "done": done_message(7),
+        "joined": joined_message(3),
+        "batch-join": batch_message([(0, b"join.noname")], [300]),
+        "blocked-joined": blocked_message(1, b"'join.noname'", b"", [lane(0, 2, 9, [0, 5])]),
         "fail": fail_message(-3, b"layer.weight", b"allreduce 'layer.weight': rank 0 and rank 1 disagree"),
         "fail-empty": fail_message(-60, b"", b""),
         "batch-none": batch_message([]),
@@ -219,5 +233,7 @@ def samples() -> dict[str, bytes]:
         "ask": ask_message(5),
         "query": query_message(3),
         "blocked-no-more": blocked_message(0x7FFFFFFF, b"", b"", []),
+        "tune": tune_message([1 << 20, 1 << 17, 1, 128 << 20, 1 << 16, 0, 2**64 - 1, 2]),
+        "tune-final": tune_message([7], 1),
     }
     return result

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from horo._bootstrap.launchers import detect as find_module
-from horo._bootstrap.launchers.detect import find_launch
+from horo._bootstrap.launchers import detect as detect_module
+from horo._bootstrap.launchers.detect import detect_launch
 from horo._bootstrap.mpi import world as mpi_launch
 from horo._bootstrap.mpi.world import MpiLauncherVariable, read_launcher_variable
 from horo._config import read_config
@@ -111,7 +111,7 @@ def install(monkeypatch: pytest.MonkeyPatch, rank: int, size: int) -> FakeMpi:
 
 
 def find(environ: Mapping[str, str], comm: Any = None) -> Any:
-    return find_launch(environ, read_config(environ), comm)
+    return detect_launch(environ, read_config(environ), comm)
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def test_rank_and_size_come_from_mpi(environ: dict[str, str], monkeypatch: pytes
 def test_mpi_is_left_alone_where_it_started_nothing(
     environ: dict[str, str], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(find_module, "load_mpi", lambda why: pytest.fail("MPI was imported"))
+    monkeypatch.setattr(detect_module, "load_mpi", lambda why: pytest.fail("MPI was imported"))
     assert find(environ).kind == kind
 
 
@@ -161,7 +161,7 @@ def test_mpi_is_left_alone_where_it_started_nothing(
 def test_hororun_and_torchrun_come_before_mpi(
     first: dict[str, str], kind: str, controller: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(find_module, "load_mpi", lambda why: pytest.fail("MPI was imported"))
+    monkeypatch.setattr(detect_module, "load_mpi", lambda why: pytest.fail("MPI was imported"))
     assert find({**OPEN_MPI, **SRUN, **first, "HORO_CONTROLLER": controller}).kind == kind
 
 
@@ -251,13 +251,13 @@ def test_mpirun_inside_an_allocation_is_not_mistaken_for_srun(monkeypatch: pytes
 
 @pytest.mark.parametrize("step", [{"SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_STEP_ID": "4294967290"}])
 def test_a_shell_that_srun_has_started_is_no_mpi_job(step: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(find_module, "load_mpi", lambda why: pytest.fail("MPI was imported"))
+    monkeypatch.setattr(detect_module, "load_mpi", lambda why: pytest.fail("MPI was imported"))
     assert find({**SRUN, "PMIX_RANK": "0", **step}).kind == "none"
 
 
 @pytest.mark.parametrize("controller", ["gloo", "slurm"])
 def test_the_controller_keeps_mpi_out_under_srun(controller: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(find_module, "load_mpi", lambda why: pytest.fail("MPI was imported"))
+    monkeypatch.setattr(detect_module, "load_mpi", lambda why: pytest.fail("MPI was imported"))
     assert find({**PMI2, "HOROVOD_CONTROLLER": controller}).kind == "slurm"
 
 
@@ -291,6 +291,17 @@ def test_a_communicator_decides_whatever_launcher_started_the_process(monkeypatc
         assert (launch.kind, launch.rank, launch.size) == ("mpi", 0, 2)
     with pytest.raises(UsageError, match="HORO_CONTROLLER=gloo rules MPI out"):
         find({"HORO_CONTROLLER": "gloo"}, some)
+
+
+def test_an_argument_that_rules_a_launcher_out_is_named_as_one(no_mpi4py: None) -> None:
+    for environ, controller, told in [
+        ({}, "mpi", "mpi'): ranks that MPI starts need mpi4py"),
+        ({}, "slurm", "slurm'), but this process is not one of several that srun started"),
+        (OPEN_MPI, "gloo", "gloo'), but OMPI_COMM_WORLD_SIZE=4 says that MPI started this process"),
+    ]:
+        with pytest.raises((UsageError, ResourceError)) as caught:
+            detect_launch(environ, read_config(environ, {"controller": controller}))
+        assert str(caught.value).startswith(f"init(controller='{told}")
 
 
 def test_two_communicators_are_two_jobs_and_one_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,7 +348,7 @@ def test_a_process_alone_in_a_slurm_job_of_several_tasks_is_told_what_to_type(
     environ: dict[str, str], fact: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["code/train.py", "--epochs", "3"])
-    assert find_launch(environ, read_config(environ)).size == 1
+    assert detect_launch(environ, read_config(environ)).size == 1
     assert "this process is alone (size 1), but the Slurm job has 4 tasks (SLURM_NTASKS=4)" in caplog.text
     assert fact in caplog.text
     assert len(caplog.records) == 1
@@ -347,12 +358,12 @@ def test_a_process_alone_in_a_slurm_job_of_several_tasks_is_told_what_to_type(
 def test_nobody_is_told_so_who_is_not_alone_or_wants_to_be(
     environ: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    find_launch(environ, read_config(environ))
-    find_launch(BATCH_SCRIPT, read_config(BATCH_SCRIPT), comm=[0])
+    detect_launch(environ, read_config(environ))
+    detect_launch(BATCH_SCRIPT, read_config(BATCH_SCRIPT), comm=[0])
     assert "alone" not in caplog.text
 
 
 def test_what_is_no_script_is_not_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(sys, "argv", ["-c"])
-    find_launch(BATCH_SCRIPT, read_config(BATCH_SCRIPT))
+    detect_launch(BATCH_SCRIPT, read_config(BATCH_SCRIPT))
     assert "'srun python SCRIPT' or 'hororun SCRIPT'" in caplog.text

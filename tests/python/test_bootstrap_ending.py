@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from horo._bootstrap.ending import culprit_of, describe_exception, script_line, shorten_traceback
-from horo._bootstrap.launchers.launch import detect_launch
+from horo._bootstrap.launchers.environment import read_launch
 from horo.errors import InternalError, PeerLostError, UsageError
 
 
@@ -40,7 +40,7 @@ def test_an_exception_without_a_message_is_described_all_the_same() -> None:
 def caught(where: Path, error: str) -> BaseException:
     """The error of a script that calls into horo, which raises."""
     where.write_text(
-        f"from horo._bootstrap.launchers.launch import detect_launch\ndef train():\n    {error}\ntrain()\n"
+        f"from horo._bootstrap.launchers.environment import read_launch\ndef train():\n    {error}\ntrain()\n"
     )
     try:
         exec(compile(where.read_text(), str(where), "exec"), {})
@@ -50,13 +50,13 @@ def caught(where: Path, error: str) -> BaseException:
 
 
 def test_the_line_of_the_script_is_named(tmp_path: Path) -> None:
-    error = caught(tmp_path / "train.py", "detect_launch({'HORO_RANK': '0'})")
+    error = caught(tmp_path / "train.py", "read_launch({'HORO_RANK': '0'})")
     assert script_line(error.__traceback__) == "train.py, line 3"
     assert script_line(None) == ""
 
 
 def test_frames_of_horo_are_cut_off_the_end_of_its_errors(tmp_path: Path) -> None:
-    error = caught(tmp_path / "train.py", "detect_launch({'HORO_RANK': '0'})")
+    error = caught(tmp_path / "train.py", "read_launch({'HORO_RANK': '0'})")
     assert isinstance(error, UsageError)
     assert traceback.extract_tb(error.__traceback__)[-1].name == "_from_hororun"
     shorten_traceback(error)
@@ -67,7 +67,7 @@ def test_frames_stay_where_they_say_something(tmp_path: Path) -> None:
     for kind in (InternalError, ValueError):
         error = kind("x")
         try:
-            detect_launch(_Raising(error))  # type: ignore[arg-type]
+            read_launch(_Raising(error))  # type: ignore[arg-type]
         except kind:
             shorten_traceback(error)
         assert len(traceback.extract_tb(error.__traceback__)) > 2

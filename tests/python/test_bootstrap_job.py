@@ -24,7 +24,7 @@ from horo._bootstrap.auth.handshake import HandshakeError
 from horo._bootstrap.host import arena as arena_module
 from horo._bootstrap.host.grouping import group_ranks
 from horo._bootstrap.job import Connection, connect, start
-from horo._bootstrap.launchers.launch import Place, detect_launch, subset
+from horo._bootstrap.launchers.environment import Place, read_launch, subset
 from horo._bootstrap.net import dial as dial_module
 from horo._bootstrap.net.addresses import Endpoint
 from horo._bootstrap.rendezvous import Rendezvous
@@ -96,7 +96,7 @@ def test_two_lists_of_ranks_are_two_jobs_side_by_side_in_one_store(server: Store
     lists = {0: [2, 0], 2: [2, 0], 1: [1, 3], 3: [1, 3]}
 
     def joiner(rank: int, environ: dict[str, str]) -> Callable[[], Connection]:
-        return lambda: connect(subset(detect_launch(environ), lists[rank]), read_config(environ), 1, [])
+        return lambda: connect(subset(read_launch(environ), lists[rank]), read_config(environ), 1, [])
 
     environs = environments(server, 4, {"HOROVOD_LOCAL_SIZE": "4"})
     for rank, environ in enumerate(environs):
@@ -350,16 +350,16 @@ def test_other_version_is_named_on_every_rank(server: StoreServer, monkeypatch: 
         ("HOROVOD_CPU_OPERATIONS", "host"),
         ("HORO_TRANSPORT", "tcp"),
         ("HORO_SOCKETS_PER_PEER", "2"),
+        ("HOROVOD_GRADIENTS_READY", "step"),
     ],
 )
 def test_settings_that_must_be_equal_are_compared(server: StoreServer, variable: str, value: str) -> None:
     environs = environments(server, 3)
     environs[2][variable] = value
-    name = "HORO_" + variable.partition("_")[2]
     for error in told(join_all(environs)):
         assert isinstance(error, MismatchError)
-        assert name in str(error)
-        assert f"and {value} on rank 2 (name2)" in str(error)
+        assert re.search(r"the setting [a-z_]+ is \S+ \(default\) on rank 0 \(name0\) and", str(error))
+        assert f"and {value} ({variable}) on rank 2 (name2)" in str(error)
 
 
 def test_ranks_that_disagree_about_the_size_both_get_the_error(server: StoreServer) -> None:
@@ -499,7 +499,7 @@ def test_nothing_of_past_starts_piles_up_in_the_store(server: StoreServer) -> No
     for epoch in range(1, 5):
 
         def joiner(rank: int, epoch: int = epoch) -> Connection:
-            launch = detect_launch(environs[rank])
+            launch = read_launch(environs[rank])
             return job_module.connect(launch, read_config(environs[rank]), epoch, leftovers[rank])
 
         close_connections(whole(run_threads([lambda rank=rank: joiner(rank) for rank in range(3)])))  # type: ignore[misc]

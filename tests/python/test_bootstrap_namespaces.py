@@ -28,9 +28,9 @@ with StoreServer(sys.argv[1].split(","), bytes.fromhex("5a" * 32)) as server:
 RANK = """
 import json, os, socket, sys
 from horo._bootstrap.job import connect
-from horo._bootstrap.launchers.launch import detect_launch
+from horo._bootstrap.launchers.environment import read_launch
 from horo._config import read_config
-connection = connect(detect_launch(os.environ), read_config(os.environ), 1, [])
+connection = connect(read_launch(os.environ), read_config(os.environ), 1, [])
 setup = connection.setup
 addresses = {}
 for kind, numbers in (("control", setup.control_fds), ("data", setup.data_fds)):

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from horo._bootstrap.host.grouping import group_ranks
 from horo._bootstrap.host.identity import Identity, read_identity
-from horo._bootstrap.launchers.launch import Launch
+from horo._bootstrap.launchers.environment import Launch
 from horo._bootstrap.peer_info import PeerInfo, check_agreement, core_count, place_of, places_alike
-from horo._config import Config
+from horo._config import Config, read_config
 from horo.errors import MismatchError
 
 PEER_INFO = PeerInfo.of(Launch("none", 0, 1, "h\u00f6st"), Config(), read_identity("label"), "fd00::1", "1+abi1")
@@ -42,6 +42,17 @@ def test_other_version_is_named_even_if_it_encodes_everything_else_differently()
     assert "rank 0 (h\u00f6st) runs horo 0.1.0 (core 1+abi1), rank 2 (h2) runs horo 9.0 (core 9.0+abi7)" in str(
         caught.value
     )
+
+
+def test_a_default_that_another_setting_gives_is_compared_and_names_that() -> None:
+    launch = Launch("none", 0, 1, "h")
+    configs = [read_config({}), read_config({"HORO_HOROVOD": "1"}), read_config({}, {"gradients_ready": "backward"})]
+    plain, horovod, same = (PeerInfo.of(launch, each, read_identity(None), None, "1").encode() for each in configs)
+    check_agreement([plain, same], name)
+    with pytest.raises(MismatchError) as caught:
+        check_agreement([plain, horovod], name)
+    expected = "gradients_ready is backward (default) on rank 0 (h) and step (HORO_HOROVOD) on rank 1 (h); it must be"
+    assert expected in str(caught.value)
 
 
 def test_cores_of_ranks_bound_apart_add_up() -> None:

@@ -18,7 +18,7 @@ from joining import SECRET
 
 from horo._bootstrap.auth.credential_file import SecretFile
 from horo._bootstrap.auth.munge import decode, encode
-from horo._bootstrap.launchers.launch import detect_launch
+from horo._bootstrap.launchers.environment import read_launch
 from horo._bootstrap.launchers.slurm_store import candidate_ports, open_slurm_store
 from horo._bootstrap.net.addresses import Endpoint
 from horo._bootstrap.net.advertisement import fetch
@@ -251,7 +251,7 @@ def test_a_node_without_address_is_named(fake_munge: Path, monkeypatch: pytest.M
     environ = {**step(1, [0, 1]), "SLURM_STEP_NODELIST": "no-such-host.invalid,h2"}
     before = open_descriptors()
     with pytest.raises(ResourceError, match=r"'no-such-host\.invalid', which SLURM_STEP_NODELIST names first"):
-        open_slurm_store(detect_launch(environ), read_config(environ), 1)
+        open_slurm_store(read_launch(environ), read_config(environ), 1)
     assert open_descriptors() <= before
 
 
@@ -340,10 +340,10 @@ def test_some_ranks_of_a_step_form_a_job(comm: list[int], fake_munge: Path, tmp_
 
 def test_a_secret_that_is_too_short_is_refused() -> None:
     with pytest.raises(UsageError, match="HORO_SECRET"):
-        detect_launch({**step(0, [0, 0]), "HORO_SECRET": "ab"})
+        read_launch({**step(0, [0, 0]), "HORO_SECRET": "ab"})
 
 
 def test_timeouts_are_what_horo_calls_them() -> None:
     environ = {**step(1, [0, 0]), "HORO_SECRET": SECRET.hex(), "HORO_START_TIMEOUT": "0.1"}
     with pytest.raises(TimeoutError, match="did it start, and does it call init"):
-        open_slurm_store(detect_launch(environ), read_config(environ), 1)
+        open_slurm_store(read_launch(environ), read_config(environ), 1)

@@ -18,7 +18,7 @@ from joining import join_all, wait_until
 from wiring import check_wiring
 
 from horo._bootstrap.job import Connection
-from horo._bootstrap.launchers.launch import TorchMaster
+from horo._bootstrap.launchers.environment import TorchMaster
 from horo._bootstrap.launchers.torch_store import TorchStore, open_torch_store
 from horo._bootstrap.store.protocol import StoreAbandonedError, StoreTimeoutError, prefixed
 from horo.errors import PeerLostError

@@ -171,7 +171,8 @@ def test_every_variable_is_described_once_and_belongs_to_one_group() -> None:
             assert variable.meaning.endswith(".")
             names += variable.names
     assert len(names) == len(set(names))
-    assert all(item.default == variables_of(Config)[item.name].default for item in fields(Config))
+    assert all(each.default == getattr(Config(), name) for name, each in variables_of(Config).items())
+    assert {item.name for item in fields(Config)} - variables_of(Config).keys() == {"sources"}
 
 
 def test_reference_page_is_current() -> None:
@@ -181,4 +182,6 @@ def test_reference_page_is_current() -> None:
         raise AssertionError(path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert module.PAGE.read_text(encoding="utf-8") == module.page(), f"run python {path.relative_to(ROOT)}"
+    hint = f"run python {path.relative_to(ROOT)}"
+    assert module.PAGE.read_text(encoding="utf-8") == module.page(), hint
+    assert module.OPTIONS_PAGE.read_text(encoding="utf-8") == module.options_page(), hint

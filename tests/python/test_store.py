@@ -362,12 +362,12 @@ def test_other_version_is_named_on_both_sides(server: StoreServer, refusals: lis
 def test_injected_or_replayed_frames_end_the_connection_not_the_service(server: StoreServer) -> None:
     session_frames = []
     for tamper in ("replay", "garbage", "huge", "malformed"):
-        connection, session = dial(server.endpoints, SECRET, Claim(Purpose.STORE), 5)
+        connection, handshake = dial(server.endpoints, SECRET, Claim(Purpose.STORE), 5)
         connection.settimeout(10)
-        sealer = Sealer(session.send_key)
+        sealer = Sealer(handshake.send_key)
         frame = sealer.seal(b"\x01" + pack_fields([b"k", tamper.encode()]))
         connection.sendall(frame)
-        opener = Opener(session.receive_key)
+        opener = Opener(handshake.receive_key)
         replies: list[bytes] = []
         while not replies:
             replies = opener.feed(connection.recv(100))
@@ -435,8 +435,8 @@ def test_listening_stops_without_descriptors_and_goes_on_later(monkeypatch: pyte
         selector,
         [full],
         SECRET,
-        admit=lambda connection, session: None,
-        on_peer=lambda connection, session: admitted.append(connection),
+        admit=lambda connection, handshake: None,
+        on_peer=lambda connection, handshake: admitted.append(connection),
         on_refused=lambda sentence: None,
     )
     dialed: list[socket.socket] = []
@@ -510,7 +510,7 @@ def test_acceptor_never_lets_noise_in(pieces: list[bytes]) -> None:
             acceptor.feed(piece[: acceptor.missing_bytes])
         except HandshakeError:
             break
-    assert acceptor.session is None
+    assert acceptor.result is None
 
 
 def test_endpoints_are_read_as_written() -> None:

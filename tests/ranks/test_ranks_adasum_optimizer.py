@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import copy
 import itertools
+import signal
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from adasum_oracle import adasum
 from rank_pool import RankPool
+from small_model import FailingSgd
 
 import horo.torch as hvd
-from horo.errors import DeadlockError, GroupError, UnsupportedError, UsageError
+from horo.errors import DeadlockError, GroupError, HoroError, UnsupportedError, UsageError
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01),
@@ -56,8 +61,9 @@ def _expected(make: Callable[[Any], torch.optim.Optimizer], ranks: list[int], st
             _step(model, optimizer, rank, step)
         with torch.no_grad():
             for start, *moved in zip(starts, *(model.parameters() for model in models), strict=True):
-                deltas = [(parameter - start).flatten().numpy() for parameter in moved]
-                result = start + torch.from_numpy(adasum(deltas)).view_as(start)
+                # Lists: torch before 2.3 knows no array of numpy 2.
+                deltas = [np.array((parameter - start).flatten().tolist()) for parameter in moved]
+                result = start + torch.tensor(adasum(deltas).tolist(), dtype=torch.float64).view_as(start)
                 for parameter in moved:
                     parameter.copy_(result)
     return [parameter.detach() for parameter in models[0].parameters()]
@@ -267,12 +273,159 @@ def test_a_step_that_one_rank_leaves_out_is_an_error_and_parameters_stand_where_
                 hvd.allreduce(torch.ones(1), name="loss")
         for parameter, start in zip(model.parameters(), before, strict=True):
             assert torch.equal(parameter, start)
+        with pytest.raises(GroupError):  # the group has ended: the next call says why, and changes nothing either
+            _step(model, optimizer, hvd.rank(), 1)
+        for parameter, start in zip(model.parameters(), before, strict=True):
+            assert torch.equal(parameter, start)
 
-    pool = RankPool(2)
+    pool = RankPool(2, environment={"HORO_DEADLOCK_TIME_SECONDS": "1"})
     try:
         pool.run(check)
     finally:
         pool.close()
+
+
+class _Around(torch.optim.SGD):
+    """Moves parameters before and after the step of its base class, by other amounts on each rank."""
+
+    def step(self, closure: Any = None) -> Any:
+        for amount in (0.01, 0.02):
+            if amount == 0.02:
+                super().step(closure)
+            with torch.no_grad():
+                for parameter in self.param_groups[0]["params"]:
+                    parameter.sub_(amount * (1 + hvd.rank()) * parameter.grad)
+
+
+def test_the_step_of_a_base_class_is_a_part_of_that_of_its_subclass(ranks2: RankPool) -> None:
+    def check() -> None:
+        model = _model()
+        torch.optim.SGD(_model().parameters(), lr=0.1)  # torch has hooks around a step from its first optimizer on
+        optimizer = hvd.DistributedOptimizer(_Around(model.parameters(), lr=0.1), model, op=hvd.Adasum)
+        start = [parameter.detach().clone() for parameter in model.parameters()]
+        sum(parameter.sum() for parameter in model.parameters()).backward()
+        optimizer.step()  # by 0.13 and 0.16, in the same direction: their mean
+        _assert_equal_on_all(model)
+        _assert_equal(model.parameters(), [parameter - 0.145 for parameter in start])
+        _step(model, optimizer, hvd.rank(), 1)
+        _assert_equal_on_all(model)
+
+    ranks2.run(check)
+
+
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def _assert_equal(parameters: Any, expected: list[torch.Tensor]) -> None:
+    for parameter, wanted in zip(parameters, expected, strict=True):
+        torch.testing.assert_close(parameter.detach(), wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_a_step_whose_optimizer_raises_is_done_when_it_is_called_again(ranks2: RankPool) -> None:
+    def check() -> None:
+        model, rank = _model(), hvd.rank()
+        inner = FailingSgd(model.parameters(), at=2 if rank == 0 else 0)
+        optimizer = hvd.DistributedOptimizer(inner, named_parameters=model, op=hvd.Adasum)
+        _step(model, optimizer, rank, 0)
+        if rank == 0:
+            with pytest.raises(RuntimeError, match="in the middle of a step"):
+                _step(model, optimizer, rank, 1)
+            optimizer.step()
+        else:
+            _step(model, optimizer, rank, 1)
+        _step(model, optimizer, rank, 2)
+        _assert_equal_on_all(model)
+        _assert_equal(model.parameters(), _expected(_sgd, [0, 1], 3))
+
+    ranks2.run(check)
+
+
+def test_a_closure_that_raises_leaves_parameters_where_they_were(ranks2: RankPool) -> None:
+    def check() -> None:
+        model, rank = _model(), hvd.rank()
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3), named_parameters=model, op=hvd.Adasum
+        )
+        _step(model, optimizer, rank, 0)
+        if rank == 0:
+            before, calls = [parameter.detach().clone() for parameter in model.parameters()], []
+
+            def closure() -> torch.Tensor:
+                calls.append(1)
+                if len(calls) == 2:
+                    moved = [not torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True)]
+                    assert any(moved)
+                    raise KeyError("no such batch")
+                optimizer.zero_grad()
+                loss = model(_batch(rank, 1)).square().mean()
+                loss.backward()
+                return loss
+
+            with pytest.raises(KeyError, match="no such batch"):
+                optimizer.step(closure)
+            _assert_equal(model.parameters(), before)
+        _step(model, optimizer, rank, 1)
+        _assert_equal_on_all(model)
+        _step(model, optimizer, rank, 2)
+        _assert_equal_on_all(model)
+
+    ranks2.run(check)
+
+
+def test_what_is_loaded_after_a_step_that_has_raised_is_not_undone(ranks2: RankPool) -> None:
+    def check() -> None:
+        model, rank = _model(), hvd.rank()
+        inner = FailingSgd(model.parameters(), at=1)
+        optimizer = hvd.DistributedOptimizer(inner, named_parameters=model, op=hvd.Adasum)
+        with pytest.raises(RuntimeError, match="in the middle of a step"):
+            _step(model, optimizer, rank, 0)
+        model.load_state_dict(_model(seed=1).state_dict())
+        optimizer.load_state_dict(optimizer.state_dict())
+        start = [parameter.detach().clone() for parameter in model.parameters()]
+        optimizer.zero_grad()
+        sum(parameter.sum() for parameter in model.parameters()).backward()
+        optimizer.step()  # equal steps of all ranks: their mean
+        _assert_equal(model.parameters(), [parameter - 0.1 for parameter in start])
+
+    ranks2.run(check)
+
+
+class _Stop(HoroError):
+    """So that it is told apart from errors of the exchange."""
+
+
+def test_a_step_that_is_interrupted_is_ended_by_the_next_call(ranks2: RankPool, tmp_path: Path) -> None:
+    def stop(*_: object) -> None:
+        raise _Stop
+
+    def check(flag: Path) -> None:
+        model, rank = _model(), hvd.rank()
+        optimizer = hvd.DistributedOptimizer(_sgd(model.parameters()), named_parameters=model, op=hvd.Adasum)
+        _step(model, optimizer, rank, 0)
+        if rank == 0:
+            before = [parameter.detach().clone() for parameter in model.parameters()]
+            handler = signal.signal(signal.SIGALRM, stop)
+            signal.setitimer(signal.ITIMER_REAL, 0.5)
+            with pytest.raises(_Stop):
+                _step(model, optimizer, rank, 1)
+            signal.signal(signal.SIGALRM, handler)
+            _assert_equal(model.parameters(), before)
+            flag.touch()
+            _step(model, optimizer, rank, 1)
+        else:
+            deadline = time.monotonic() + 60
+            while not flag.exists():
+                assert time.monotonic() < deadline
+                time.sleep(0.005)
+            _step(model, optimizer, rank, 1)
+        _assert_equal_on_all(model)
+        _assert_equal(model.parameters(), _expected(_sgd, [0, 1], 2))
+        _step(model, optimizer, rank, 2)
+        _assert_equal_on_all(model)
+        _assert_equal(model.parameters(), _expected(_sgd, [0, 1], 3))
+
+    ranks2.run(check, tmp_path / "interrupted")
 
 
 def test_a_later_job_goes_on_with_the_same_optimizer() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from interrupts import interrupt
 from rank_pool import RankPool, one_of
 from small_model import (
     assert_close,
@@ -295,15 +296,15 @@ def test_ctrl_c_comes_out_of_a_backward_that_waits(ranks2: RankPool) -> None:
     def check() -> None:
         model = make_model()
         optimizer = sgd(model)
+
+        def are_submitted() -> bool:
+            return any(request.label.startswith("gradient") for request in _runtime.current().requests.values())
+
         if hvd.rank() == 0:
-            before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-            signal.setitimer(signal.ITIMER_REAL, 0.2)
-            with pytest.raises(KeyboardInterrupt):
-                make_loss(model, 0).backward()
-            signal.signal(signal.SIGALRM, before)
+            interrupt(lambda: make_loss(model, 0).backward(), KeyboardInterrupt, are_submitted, 0.2)
             deadline = time.monotonic() + 30
             hvd.barrier()
-            while any(request.label.startswith("gradient") for request in _runtime.current().requests.values()):
+            while are_submitted():
                 for request in list(_runtime.current().requests.values()):
                     request.wait()
                 assert time.monotonic() < deadline

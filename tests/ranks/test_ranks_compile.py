@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from typing import Any
 
@@ -51,6 +53,28 @@ def test_compiled_functions_that_communicate_warn_of_nothing(ranks2: RankPool) -
         assert not [text for text in texts if "Dynamo" in text or "horo" in text], texts
 
     ranks2.run(check, deadline_s=DEADLINE_S)
+
+
+_LATE = """
+import sys, torch, horo.torch as hvd
+hvd.init()
+assert "torch._dynamo" not in sys.modules
+
+@torch.compile(backend="eager")
+def collective(x):
+    return hvd.synchronize(hvd.allreduce_async(x * 2, op=hvd.Sum, name="late")) + 1
+
+for _ in range(3):
+    assert collective(torch.ones(3)).tolist() == [3.0] * 3
+"""
+
+
+def test_torch_compile_that_is_loaded_after_init_warns_of_nothing() -> None:
+    """Without an optimizer, nothing has loaded it before."""
+    command = [sys.executable, "-W", "always", "-c", _LATE]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "Dynamo" not in ended.stderr and "horo" not in ended.stderr, ended.stderr
 
 
 def test_a_compiled_model_trains_as_alone(ranks2: RankPool) -> None:

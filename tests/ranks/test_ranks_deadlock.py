@@ -30,13 +30,13 @@ for batch in loader:
 hvd.allreduce(torch.ones(1), name="epoch_loss")
 """
 BACKWARD, LOSS = 11, 13
-LONG_S = 1.5
+LONG_S = 0.8
 """A rank that waits so long has said so."""
 
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HORO_DEADLOCK_TIME_SECONDS", "0.8")
+    monkeypatch.setenv("HORO_DEADLOCK_TIME_SECONDS", "0.4")
 
 
 @pytest.fixture
@@ -54,9 +54,15 @@ def assert_both_are_told(done: subprocess.CompletedProcess[str], waits: str) -> 
     return told
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("where", ["localhost:2", "one:1,two:1"])
-@pytest.mark.parametrize("overlap", ["always", "never"])
+@pytest.mark.parametrize(
+    ("workers", "where", "overlap"),  # each value of one with each value of another
+    [
+        (0, "localhost:2", "always"),
+        (0, "one:1,two:1", "never"),
+        (1, "localhost:2", "never"),
+        (1, "one:1,two:1", "always"),
+    ],
+)
 def test_a_rank_with_fewer_batches_is_told_and_reported(
     hororun: Hororun, tmp_path: Path, workers: int, where: str, overlap: str
 ) -> None:
@@ -153,7 +159,7 @@ def submit(name):
     return job.context.submit(RequestBuffer.of(OPS["barrier"], name))
 def save(*_):
     pathlib.Path("saves").touch()
-    time.sleep(3)  # the stimulus: rank 0 waits and says so meanwhile
+    time.sleep(1.5)  # the stimulus: rank 0 waits and says so meanwhile
     job.context.finish(submit("saved"))
 job = start()
 if job.rank == 1:
@@ -163,7 +169,7 @@ if job.rank == 1:
 else:
     while not pathlib.Path("pid").exists():
         time.sleep(0.01)
-    time.sleep(2)  # the stimulus: rank 1 waits and says so
+    time.sleep(1)  # the stimulus: rank 1 waits and says so
     os.kill(int(pathlib.Path("pid").read_text()), signal.SIGUSR1)
     while not pathlib.Path("saves").exists():
         time.sleep(0.01)
@@ -282,7 +288,7 @@ async def main():
     def reduce(name):
         return loop.run_in_executor(None, hvd.allreduce, torch.ones(1), None, name)
     first = reduce("first" if hvd.rank() else "second")
-    await asyncio.sleep(3)
+    await asyncio.sleep(1.5)
     await asyncio.gather(first, reduce("second" if hvd.rank() else "first"))
 asyncio.run(main())
 """,
@@ -308,7 +314,7 @@ import horo.torch as hvd
 hvd.init()
 
 def wait_until_all_wait():
-    time.sleep(3)  # the stimulus: threads that wait report after 0.8 s
+    time.sleep(1.5)  # the stimulus: threads that wait report after 0.4 s
 """
     (tmp_path / "train.py").write_text(f"{head}{script}print('done')\n")
     done = hororun.run("-np", "2", "--no-prefix", "train.py", where="localhost:2", cwd=tmp_path)

@@ -196,8 +196,8 @@ def test_state_that_the_root_cannot_send_fails_everywhere(ranks2: RankPool) -> N
     def check() -> None:
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
         if hvd.rank() == 0:
-            optimizer.param_groups[0]["odd"] = torch.ones(1, dtype=torch.complex64)
-        with pytest.raises(ValueError, match="complex64"):
+            optimizer.param_groups[0]["odd"] = torch.eye(2).to_sparse()
+        with pytest.raises(ValueError, match="sparse"):
             hvd.broadcast_optimizer_state(optimizer, 0)
         assert hvd.broadcast_object(hvd.rank(), 1) == 1
 
@@ -297,7 +297,7 @@ def test_a_name_that_is_too_long_is_refused_in_the_words_of_the_call(ranks2: Ran
                 with pytest.raises(UsageError) as caught:
                     call(1, name=name)
                 size = len(name.encode())
-                assert str(caught.value) == f"{call.__name__}: the name has {size} bytes; at most 997 are allowed"
+                assert str(caught.value) == f"{call.__name__}: the name has {size} bytes; at most 999 are allowed"
             assert call(1, name="\u00e9" * 498) in (1, [1, 1])
             with pytest.raises(UsageError, match=f"{call.__name__}: name must be a string without NUL"):
                 call(1, name="a\0b")

@@ -16,9 +16,9 @@ ranks2 = one_of("ranks2_always", "ranks2_never", "ranks2_step", "ranks2_step_nev
 """Two ranks in each order of calls, which reduce gradients during backward or after it."""
 
 
-@pytest.fixture(params=["backward", "step"])
-def fresh2(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    """Two ranks that have not called ``init()``."""
+@pytest.fixture(scope="module", params=["backward", "step"])
+def idle2(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    """Two ranks that are in no job: each test calls ``init()``, and ends with ``shutdown()``."""
     pool = RankPool(2, init=False, environment={"HORO_GRADIENTS_READY": request.param, "HORO_OVERLAP": "always"})
     yield pool
     pool.close()
@@ -30,7 +30,7 @@ def again() -> None:
     hvd.init()
 
 
-def test_an_optimizer_goes_on_after_shutdown_and_init_beside_a_new_one(fresh2: RankPool) -> None:
+def test_an_optimizer_goes_on_after_shutdown_and_init_beside_a_new_one(idle2: RankPool) -> None:
     def check() -> None:
         hvd.init()
         model = make_model()
@@ -52,10 +52,10 @@ def test_an_optimizer_goes_on_after_shutdown_and_init_beside_a_new_one(fresh2: R
                 optimizer.zero_grad()
         hvd.shutdown()
 
-    fresh2.run(check)
+    idle2.run(check)
 
 
-def test_a_rank_that_goes_on_meets_one_that_begins(fresh2: RankPool) -> None:
+def test_a_rank_that_goes_on_meets_one_that_begins(idle2: RankPool) -> None:
     """What an elastic job does: survivors keep their optimizers, and new ranks make theirs."""
 
     def check() -> None:
@@ -86,11 +86,11 @@ def test_a_rank_that_goes_on_meets_one_that_begins(fresh2: RankPool) -> None:
                 train(model, optimizer, step)
         hvd.shutdown()
 
-    fresh2.run(check)
+    idle2.run(check)
 
 
 @pytest.mark.parametrize("op", ["average", "sum"])
-def test_gradients_of_an_earlier_job_are_reduced_anew(fresh2: RankPool, op: str) -> None:
+def test_gradients_of_an_earlier_job_are_reduced_anew(idle2: RankPool, op: str) -> None:
     def check(op: str) -> None:
         hvd.init()
         model = make_model()
@@ -109,11 +109,11 @@ def test_gradients_of_an_earlier_job_are_reduced_anew(fresh2: RankPool, op: str)
         optimizer.zero_grad()
         optimizer.load_state_dict(optimizer.state_dict())
 
-    fresh2.run(check, op)
+    idle2.run(check, op)
 
 
 @pytest.mark.parametrize("clears", [True, False])
-def test_a_backward_between_two_jobs_says_so_and_the_next_job_goes_on(fresh2: RankPool, clears: bool) -> None:
+def test_a_backward_between_two_jobs_says_so_and_the_next_job_goes_on(idle2: RankPool, clears: bool) -> None:
     def check(clears: bool) -> None:
         hvd.init()
         model = make_model()
@@ -137,10 +137,10 @@ def test_a_backward_between_two_jobs_says_so_and_the_next_job_goes_on(fresh2: Ra
             train(model, optimizer, step)
         hvd.shutdown()
 
-    fresh2.run(check, clears)
+    idle2.run(check, clears)
 
 
-def test_parameters_are_compared_again_in_a_new_job(fresh2: RankPool) -> None:
+def test_parameters_are_compared_again_in_a_new_job(idle2: RankPool) -> None:
     def check() -> None:
         hvd.init()
         model = make_model()
@@ -155,7 +155,7 @@ def test_parameters_are_compared_again_in_a_new_job(fresh2: RankPool) -> None:
             optimizer.step()
         hvd.shutdown()
 
-    fresh2.run(check)
+    idle2.run(check)
 
 
 def test_an_optimizer_more_on_one_rank_shifts_no_names(ranks2: RankPool) -> None:

@@ -9,11 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from jobs import IMPORT_TORCH_SILENTLY
 
 from horo import __version__
 
 SCRIPT = "import os\nos.environ.update({extra!r}.get(os.environ.get('HOROVOD_RANK'), {{}}))\n"
-SCRIPT += "import horo.torch as hvd\nhvd.init()\nhvd.barrier()\nhvd.shutdown()\n"
+SCRIPT += IMPORT_TORCH_SILENTLY + "import horo.torch as hvd\nhvd.init()\nhvd.barrier()\nhvd.shutdown()\n"
 START = (
     rf"horo \[0\] info: horo {re.escape(__version__)} \(core {re.escape(__version__)}\+abi\d+, \w+\): "
     r"{size}, started by {launcher}; {data}"

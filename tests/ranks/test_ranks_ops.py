@@ -163,6 +163,22 @@ def test_async_operations_complete_in_any_order_of_waiting(ranks: RankPool) -> N
     ranks.run(check)
 
 
+def poll_before_the_others_have_come() -> list[bool]:
+    found = []
+    handle = hvd.allreduce_async(torch.ones(3), name="late") if hvd.rank() == 0 else None
+    if handle is not None:
+        found = [hvd.poll(handle) for _ in range(3)]
+    hvd.broadcast_object("go on", root_rank=0)  # the others come to their part only now
+    if handle is None:
+        handle = hvd.allreduce_async(torch.ones(3), name="late")
+    hvd.synchronize(handle)
+    return found
+
+
+def test_poll_is_false_before_the_other_ranks_have_come(ranks: RankPool) -> None:
+    assert ranks.run(poll_before_the_others_have_come) == [[False] * 3, *([[]] * (ranks.size - 1))]
+
+
 def test_poll_turns_true_and_a_handle_is_used_once(ranks2: RankPool) -> None:
     def check() -> None:
         handle = hvd.allreduce_async(torch.ones(4))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import pickle
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from interrupts import interrupt
 from rank_pool import RankPool
 
 import horo.torch as hvd
@@ -42,20 +42,7 @@ class _LeftError(Exception):
 
 def leave(call: Callable[[], Any]) -> None:
     """Does a call that waits for other ranks, and leaves the wait by an exception of a signal handler."""
-
-    def handler(*_: object) -> None:
-        if _runtime.current().active_calls:  # it has begun
-            signal.setitimer(signal.ITIMER_REAL, 0)  # once: the next one might come outside the call
-            raise _LeftError
-
-    before = signal.signal(signal.SIGALRM, handler)
-    signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)
-    try:
-        with pytest.raises(_LeftError):
-            call()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+    interrupt(call, _LeftError, lambda: bool(_runtime.current().active_calls), 0.01)
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -285,5 +272,63 @@ def test_a_full_table_is_no_error_of_usage(three: RankPool) -> None:
             hvd.add_process_set([0, 1])
         for team in teams:
             runtime.change_teams("test", lambda _, team=team: runtime.core.remove_team(team))
+
+    three.run(check)
+
+
+# ---- Communicators ----
+
+
+class Communicator:
+    """As far as a process set needs one of mpi4py: the ranks of the job that have the same color."""
+
+    def __init__(self, color: int | None) -> None:
+        colors = hvd.allgather_object(color)
+        self._ranks = [rank for rank, other in enumerate(colors) if other == color and color is not None]
+
+    def __bool__(self) -> bool:
+        return bool(self._ranks)  # MPI.COMM_NULL is false
+
+    def Get_rank(self) -> int:
+        return self._ranks.index(hvd.rank())
+
+    def allgather(self, value: int) -> list[int]:
+        assert value == hvd.rank()
+        return self._ranks[::-1]
+
+
+def test_communicators_of_a_split_are_registered_and_removed_together(three: RankPool) -> None:
+    def check() -> None:
+        comm = Communicator(hvd.rank() % 2)
+        own = hvd.ProcessSet(comm)
+        assert (own.ranks, own.process_set_id) == (None, None)
+        for _ in range(2):
+            assert hvd.add_process_set(own) is own
+            assert own.ranks == ([0, 2] if hvd.rank() % 2 == 0 else [1])
+            assert own.process_set_id == 1 + hvd.rank() % 2
+            assert str(own) == f"ProcessSet(process_set_id={own.process_set_id}, ranks={own.ranks}, mpi_comm={comm})"
+            assert hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=own).item() == len(own.ranks or [])
+            with pytest.raises(UsageError, match="is a duplicate"):
+                hvd.add_process_set([0, 2])
+            assert hvd.remove_process_set(own)
+            assert own.process_set_id is None
+
+    three.run(check)
+
+
+def test_a_process_that_is_in_no_communicator_takes_part_in_the_change(three: RankPool) -> None:
+    def check() -> None:
+        pair = hvd.add_process_set(hvd.ProcessSet(Communicator(0 if hvd.rank() < 2 else None)))
+        assert (pair.ranks, pair.included()) == ([0, 1], hvd.rank() < 2)
+        if pair.included():
+            assert hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=pair).item() == 2
+        assert hvd.remove_process_set(pair)
+        hvd.shutdown()
+        begin(3)
+        split = hvd.ProcessSet(Communicator(hvd.rank() // 2))
+        hvd.shutdown()
+        hvd.init(process_sets=[split])
+        assert split.ranks == ([0, 1] if hvd.rank() < 2 else [2])
+        assert hvd.remove_process_set(split)
 
     three.run(check)

@@ -277,7 +277,7 @@ def test_members_are_given_equal_parameters_state_and_buffers(four: RankPool) ->
             for call in (
                 lambda: hvd.broadcast_parameters([], 1, process_set=members),
                 lambda: hvd.average_buffers(torch.nn.Linear(1, 1), process_set=members),
-                lambda: hvd.broadcast_optimizer_state(torch.optim.SGD([torch.ones(1)]), 1, process_set=members),
+                lambda: hvd.broadcast_optimizer_state(torch.optim.SGD([torch.ones(1)], 0.1), 1, process_set=members),
             ):
                 with pytest.raises(UsageError, match="rank 0 is not a member of"):
                     call()

@@ -12,6 +12,7 @@ import torch
 from rank_pool import RankPool
 
 import horo.torch as hvd
+from horo import _core
 from horo.torch import _runtime
 
 
@@ -47,6 +48,98 @@ def test_the_memory_of_each_call_is_used_and_no_other(ranks: RankPool) -> None:
         assert len({tensor.data_ptr() for tensor in [tensors[0], *outputs]}) == 4
 
     ranks.run(check)
+
+
+def test_gathered_results_have_the_rows_of_each_call(ranks: RankPool) -> None:
+    """The third call alike offers memory for a result as large as before; others may give other rows by then."""
+
+    def check() -> None:
+        r, n = hvd.rank(), hvd.size()
+        for name in ("rows", None):
+            for turn, rows in enumerate([2, 2, 2, 2, 5, 2, 2, 2, 0, 0, 0, 2, 2, 2]):
+                mine = [rows if rank == n - 1 else 2 for rank in range(n)]  # the last rank alone changes
+                given = torch.full((mine[r], 3), 10.0 * turn + r)
+                whole = torch.cat([torch.full((mine[s], 3), 10.0 * turn + s) for s in range(n)])
+                assert torch.equal(hvd.allgather(given, name=name), whole)
+                even = torch.arange(n * 2.0).reshape(n, 2) + 100 * r + turn
+                got = hvd.alltoall(even, name=name and f"{name} for all")
+                assert torch.equal(got, torch.stack([torch.arange(2.0) + 2 * r + 100 * s + turn for s in range(n)]))
+                share = hvd.reducescatter(even, op=hvd.Sum, name=name and f"{name} of sums")
+                assert torch.equal(share, sum(torch.arange(2.0) + 2 * r + 100 * s + turn for s in range(n))[None])
+
+    ranks.run(check)
+
+
+def test_an_exchange_of_other_splits_on_another_rank_gives_its_rows(ranks2: RankPool) -> None:
+    """Rank 1 gives rank 0 more and less than before; rank 0's own splits and tensor stay the same."""
+
+    def check() -> None:
+        even = torch.arange(4.0)
+        for turn in range(12):
+            if hvd.rank() == 0:
+                got = hvd.alltoall(even, name="uneven")
+                to_me = 2 if turn % 4 else turn % 3
+                assert got.tolist() == [0.0, 1.0, *[float(turn)] * to_me]
+            else:
+                to_other = 2 if turn % 4 else turn % 3
+                got, rows = hvd.alltoall(torch.full((to_other + 1,), float(turn)), [to_other, 1], name="uneven")
+                assert (got.tolist(), rows.tolist()) == ([2.0, 3.0, float(turn)], [2, 1])
+
+    ranks2.run(check)
+
+
+def test_gathered_results_are_new_memory_each_time(ranks2: RankPool) -> None:
+    def check() -> None:
+        given, seen = torch.ones(2, 300), []
+        for _ in range(5):
+            seen += [hvd.allgather(given, name="g"), hvd.alltoall(given, name="a"), hvd.reducescatter(given, name="s")]
+        assert len({tensor.data_ptr() for tensor in [given, *seen]}) == 16
+        assert all(bool((tensor == 1).all()) for tensor in seen)
+        references = [weakref.ref(tensor) for tensor in [given, *seen]]
+        del given, seen
+        gc.collect()
+        assert [reference() for reference in references] == [None] * 16
+
+    ranks2.run(check)
+
+
+def test_gathered_dtypes_and_graphs_change_from_call_to_call(ranks2: RankPool) -> None:
+    def check() -> None:
+        grid = torch.arange(8.0).reshape(2, 4)
+        large = torch.ones(2, 1 << 19)  # results of 8 MiB, for which no memory is offered
+        looks = [grid] * 3 + [grid.double()] * 3 + [grid.to(torch.complex64)] * 3 + [grid.bool()] * 3 + [large] * 3
+        for given in [*looks, grid.t().contiguous().t(), grid.t(), *looks]:
+            assert torch.equal(hvd.allgather(given, name="g"), torch.cat([given, given]))
+            if given.shape[0] == 2:
+                row = given[hvd.rank()]
+                assert torch.equal(hvd.alltoall(given, name="a"), torch.stack([row, row]))
+        for _ in range(4):
+            leaf = torch.ones(2, 4, requires_grad=True)
+            (hvd.allgather(leaf, name="g").sum() + hvd.alltoall(leaf, name="a").sum()).backward()
+            assert leaf.grad is not None and leaf.grad.shape == leaf.shape
+            hvd.allgather(grid, name="g"), hvd.alltoall(grid, name="a")
+
+    ranks2.run(check)
+
+
+def test_gathered_results_come_after_waits_of_any_length(ranks2: RankPool) -> None:
+    """A wait ends now and then for signal handlers, and goes on."""
+
+    def check() -> None:
+        kept = _core._SIGNAL_CHECK_MS
+        try:
+            for check_ms in (0, 1, 0):
+                _core._SIGNAL_CHECK_MS = check_ms
+                for turn in range(60):
+                    rows = 3 if turn % 20 else 2  # of rank 1
+                    mine = torch.full((rows if hvd.rank() else 2, 2), turn + hvd.rank())
+                    wanted = [turn] * 2 + [turn + 1] * rows
+                    assert hvd.allgather(mine, name="late")[:, 0].tolist() == wanted
+                    assert hvd.alltoall(mine[:2], name="later")[:, 1].tolist() == [turn, turn + 1]
+        finally:
+            _core._SIGNAL_CHECK_MS = kept
+
+    ranks2.run(check)
 
 
 def test_every_call_counts_as_one_change_for_autograd(ranks2: RankPool) -> None:

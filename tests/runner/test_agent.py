@@ -214,10 +214,10 @@ def test_all_hosts_that_cannot_be_used_are_named_each_with_its_reason(hororun: H
 
 def test_a_host_that_is_silent_and_one_that_fails_are_both_named(hororun: Hororun, tmp_path: Path) -> None:
     hororun.remote_shell = make_remote_shell(tmp_path, 'case "$*" in *" one "*) exec sleep 60;; *) exit 255;; esac')
-    done = hororun.run("-np", "2", "--start-timeout", "1", "true", where="one:1,two:1")
+    done = hororun.run("-np", "2", "--start-timeout", "2", "true", where="one:1,two:1")
     assert done.returncode == 69
     assert "hororun: 2 of 2 hosts cannot be used" in done.stderr
-    assert "hororun: no answer within 1 s from one" in done.stderr
+    assert "hororun: no answer within 2 s from one" in done.stderr
     assert "hororun: cannot reach host two" in done.stderr
 
 

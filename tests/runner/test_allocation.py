@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from horo.runner.hosts import Host
+from horo.runner.hosts import HostSpec
 from horo.runner.start.allocation import AllocationError, find_allocation
 
 FOLDER = Path(__file__).parent / "allocations"
@@ -136,4 +136,4 @@ def test_a_batch_host_is_left_out_only_where_csm_allocates() -> None:
     environ = {**recorded("lsf-csm"), "CSM_ALLOCATION_ID": ""}
     found = find_allocation(environ, read)
     assert found is not None
-    assert found.hosts[0] == Host("batch2", slots=1)
+    assert found.hosts[0] == HostSpec("batch2", slots=1)

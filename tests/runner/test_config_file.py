@@ -9,7 +9,7 @@ import pytest
 
 from horo.runner.cli import parse
 from horo.runner.config import Job, JobError
-from horo.runner.hosts import Host
+from horo.runner.hosts import HostSpec
 
 HOROVODS = """
 controller: mpi
@@ -17,6 +17,9 @@ params:
   fusion_threshold_mb: 32
   cycle_time_ms: 2.5
   cache_capacity: 16
+timeline:
+  filename: /tmp/timeline.json
+  mark_cycles: true
 stall_check:
   enabled: true
   warning_time_seconds: 30
@@ -28,6 +31,8 @@ SET = {
     "HORO_FUSION_THRESHOLD": str(32 << 20),
     "HORO_CYCLE_TIME": "2.5",
     "HORO_CACHE_CAPACITY": "16",
+    "HORO_TIMELINE": "/tmp/timeline.json",
+    "HORO_TIMELINE_MARK_CYCLES": "1",
     "HORO_STALL_CHECK_DISABLE": "0",
     "HORO_STALL_CHECK_TIME_SECONDS": "30",
     "HORO_STALL_SHUTDOWN_TIME_SECONDS": "60",
@@ -64,18 +69,17 @@ def test_any_option_can_be_named(tmp_path: Path) -> None:
         "options:\n  hosts: a:1,b:1\n  bind_to: core\n  oversubscribe: true\n  no-prefix: false\n  grace_seconds: 9\n"
     )
     job = parsed(tmp_path, text)
-    assert job.hosts == (Host("a", slots=1), Host("b", slots=1))
+    assert job.hosts == (HostSpec("a", slots=1), HostSpec("b", slots=1))
     assert (job.bind_to, job.oversubscribe, job.output.prefix, job.grace_s) == ("core", True, True, 9)
-    assert parsed(tmp_path, text, "-H", "c:2").hosts == (Host("c", slots=2),)
+    assert parsed(tmp_path, text, "-H", "c:2").hosts == (HostSpec("c", slots=2),)
 
 
 def test_what_only_tunes_is_passed_over_for_horovod(tmp_path: Path) -> None:
-    text = "params: {hierarchical_allreduce: false}\nautotune: {enabled: true, log_file: x}\noptions: {horovod: true}"
+    text = "params: {hierarchical_allreduce: false}\nautotune: {gaussian_process_noise: 0.8}\noptions: {horovod: true}"
     job = parsed(tmp_path, text)
     assert [sentence.split()[0] for sentence in job.passed_over] == [
         "--no-hierarchical-allreduce",
-        "--autotune",
-        "--autotune-log-file",
+        "--autotune-gaussian-process-noise",
     ]
     assert job.exports == {"HORO_HOROVOD": "1"}
 
@@ -90,6 +94,10 @@ WRONG = [
     ("controller: ccl", "controller: 'ccl' is neither 'gloo' nor 'mpi'"),
     ("options: {bindto: core}", "'--bindto' is no option: did you mean '--bind-to'?"),
     ("options: {config_file: x}", "'--config-file' is no option"),
+    ("params: {cache_capacity: 1, cache_capacity: 2}", "line 1: 'cache_capacity' is there twice, first in line 1"),
+    ("timeline:\n  filename: a\nlogging:\ntimeline: {}", "line 4: 'timeline' is there twice, first in line 1"),
+    ("options: [{np: 1}, {np: 1, 'np': 2}]", "line 1: 'np' is there twice"),
+    ("options:\n  bind_to: core\n  bind-to: numa", "options: bind-to: '--bind-to' is there twice"),
     ("a: [", "cannot be read: while parsing"),
 ]
 
@@ -104,7 +112,7 @@ def test_what_is_wrong_is_named(text: str, sentence: str, tmp_path: Path) -> Non
 def test_a_value_that_its_option_refuses_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parsed(tmp_path, "params: {cache_capacity: many}")
-    assert "--cache-capacity: 'many' is not a whole number" in capsys.readouterr().err
+    assert "--cache-capacity: 'many' is not an integer from 0 to 1048576" in capsys.readouterr().err
 
 
 def test_a_file_that_is_not_there_and_a_yaml_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from horo.runner.agent.machine import default_slots, gpu_count
 from horo.runner.config import JobError
-from horo.runner.hosts import Host
+from horo.runner.hosts import HostSpec
 from horo.runner.job.environment import default_variables, forwarded, inherited, parse_exports, rank_variables
 from horo.runner.job.host_addresses import HostAddresses, find_addresses, store_addresses
 from horo.runner.job.placement import place
@@ -121,11 +121,11 @@ def test_slots_default_to_gpus_then_cores() -> None:
 
 def test_names_of_this_machine_are_local_and_others_are_not() -> None:
     for name in ("localhost", "127.0.0.1", "::1", socket.gethostname()):
-        assert is_local(Host(name))
-    assert not is_local(Host("192.0.2.1"))
-    assert not is_local(Host("no-such-host.invalid"))
-    assert not is_local(Host("localhost", port=2222))
-    assert not is_local(Host("localhost", user="somebody-else"))
+        assert is_local(HostSpec(name))
+    assert not is_local(HostSpec("192.0.2.1"))
+    assert not is_local(HostSpec("no-such-host.invalid"))
+    assert not is_local(HostSpec("localhost", port=2222))
+    assert not is_local(HostSpec("localhost", user="somebody-else"))
 
 
 def test_addresses_and_ports_that_are_not_there_are_named() -> None:

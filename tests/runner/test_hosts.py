@@ -6,16 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from horo.runner.hosts import Host, HostsError, parse_host_file, parse_hosts
+from horo.runner.hosts import HostsError, HostSpec, parse_host_file, parse_hosts
 
 names = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,20}", fullmatch=True)
 addresses = st.ip_addresses(v=6).map(str)
 users = st.none() | st.from_regex(r"[a-z_][a-z0-9_.-]{0,10}", fullmatch=True)
 numbers = st.none() | st.integers(1, 65535)
-hosts = st.lists(st.builds(Host, names | addresses, users, numbers, numbers), min_size=1, unique_by=lambda h: h.name)
+hosts = st.lists(
+    st.builds(HostSpec, names | addresses, users, numbers, numbers), min_size=1, unique_by=lambda h: h.name
+)
 
 
-def written(host: Host) -> str:
+def written(host: HostSpec) -> str:
     name = f"[{host.name}]" if ":" in host.name else host.name
     user = f"{host.user}@" if host.user is not None else ""
     slots = f":{host.slots}" if host.slots is not None else ""
@@ -23,14 +25,14 @@ def written(host: Host) -> str:
     return f"{user}{name}{slots}{port}"
 
 
-def written_line(host: Host) -> str:
-    words = [written(Host(host.name, host.user))]
+def written_line(host: HostSpec) -> str:
+    words = [written(HostSpec(host.name, host.user))]
     words += [f"slots={host.slots}"] * (host.slots is not None) + [f"port={host.port}"] * (host.port is not None)
     return " ".join(words) + "   # a comment"
 
 
 @given(hosts)
-def test_what_is_written_is_read(many: list[Host]) -> None:
+def test_what_is_written_is_read(many: list[HostSpec]) -> None:
     assert parse_hosts(",".join(map(written, many))) == tuple(many)
     assert parse_host_file("# hosts\n\n" + "\n".join(map(written_line, many)) + "\n", "f") == tuple(many)
 
@@ -45,12 +47,12 @@ def test_any_text_is_hosts_or_a_sentence(text: str) -> None:
 
 
 def test_a_host_named_twice_gets_the_sum_of_its_slots() -> None:
-    assert parse_hosts("h1:2,h2:1,h1:3") == (Host("h1", slots=5), Host("h2", slots=1))
-    assert parse_host_file("h1 slots=2\nh1 slots=3", "f") == (Host("h1", slots=5),)
+    assert parse_hosts("h1:2,h2:1,h1:3") == (HostSpec("h1", slots=5), HostSpec("h2", slots=1))
+    assert parse_host_file("h1 slots=2\nh1 slots=3", "f") == (HostSpec("h1", slots=5),)
 
 
 def test_a_bare_ipv6_address_is_understood_where_it_is_unambiguous() -> None:
-    assert parse_host_file("fd00::1 slots=4\n", "f") == (Host("fd00::1", slots=4),)
+    assert parse_host_file("fd00::1 slots=4\n", "f") == (HostSpec("fd00::1", slots=4),)
     with pytest.raises(HostsError, match="brackets"):
         parse_hosts("fd00::1")
 

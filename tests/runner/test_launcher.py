@@ -6,15 +6,15 @@ import pytest
 
 from horo.runner.cli import parse
 from horo.runner.config import Job, JobError
-from horo.runner.hosts import Host
+from horo.runner.hosts import HostSpec
 from horo.runner.start.allocation import Allocation
 from horo.runner.start.launcher import allocated, choose_launcher
 
-HOSTS = (Host("a", slots=2), Host("b", slots=2))
+HOSTS = (HostSpec("a", slots=2), HostSpec("b", slots=2))
 SLURM = Allocation("Slurm", HOSTS, "Slurm job 1")
 LSF = Allocation("LSF", HOSTS, "LSF job 1")
 PBS = Allocation("PBS", HOSTS, "PBS job 1")
-LOCAL = (Host("localhost"),)
+LOCAL = (HostSpec("localhost"),)
 
 
 def anything(name: str) -> str:
@@ -34,16 +34,16 @@ def nothing(_name: str) -> None:
         (HOSTS, SLURM, False, "ssh"),
         (HOSTS[1:], SLURM, True, "slurm"),
         (LOCAL, SLURM, True, "slurm"),
-        ((Host("c"),), SLURM, True, "ssh"),
-        ((Host("a", user="me"),), SLURM, True, "ssh"),
-        ((Host("a", port=22),), SLURM, True, "ssh"),
+        ((HostSpec("c"),), SLURM, True, "ssh"),
+        ((HostSpec("a", user="me"),), SLURM, True, "ssh"),
+        ((HostSpec("a", port=22),), SLURM, True, "ssh"),
         (HOSTS, LSF, True, "jsrun"),
         (HOSTS, LSF, False, "ssh"),
         (HOSTS[1:], LSF, True, "ssh"),
         (HOSTS, PBS, True, "ssh"),
     ],
 )
-def test_auto(hosts: tuple[Host, ...], allocation: Allocation | None, there: bool, chosen: str) -> None:
+def test_auto(hosts: tuple[HostSpec, ...], allocation: Allocation | None, there: bool, chosen: str) -> None:
     assert choose_launcher("auto", hosts, allocation, anything if there else nothing) == chosen
 
 
@@ -58,7 +58,7 @@ def test_what_is_asked_for_is_done(asked: str) -> None:
     [
         ("slurm", HOSTS, None, True, "this is no Slurm job"),
         ("slurm", HOSTS, LSF, True, "this is no Slurm job"),
-        ("slurm", (Host("a", user="me"),), SLURM, True, "host a is named with a user or a port"),
+        ("slurm", (HostSpec("a", user="me"),), SLURM, True, "host a is named with a user or a port"),
         ("jsrun", HOSTS, None, True, "this is no LSF job"),
         ("jsrun", HOSTS, SLURM, True, "this is no LSF job"),
         ("jsrun", HOSTS[1:], LSF, True, "leave out -H"),
@@ -66,7 +66,7 @@ def test_what_is_asked_for_is_done(asked: str) -> None:
     ],
 )
 def test_what_does_not_fit_is_refused(
-    asked: str, hosts: tuple[Host, ...], allocation: Allocation | None, there: bool, fault: str
+    asked: str, hosts: tuple[HostSpec, ...], allocation: Allocation | None, there: bool, fault: str
 ) -> None:
     with pytest.raises(JobError, match=fault):
         choose_launcher(asked, hosts, allocation, anything if there else nothing)
@@ -109,10 +109,10 @@ def test_a_batch_job_gives_hosts_and_ranks(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("LSB_JOBID", "5")
     monkeypatch.setenv("LSB_MCPU_HOSTS", "a 2 b 1")
     job = parsed("--launcher ssh cmd")
-    assert (job.size, job.hosts) == (3, (Host("a", slots=2), Host("b", slots=1)))
+    assert (job.size, job.hosts) == (3, (HostSpec("a", slots=2), HostSpec("b", slots=1)))
     assert job.hosts_from == "LSF job 5 (LSB_MCPU_HOSTS=a 2 b 1)"
     job = parsed("--launcher ssh -np 2 -H c:2 cmd")
-    assert (job.size, job.hosts, job.hosts_from) == (2, (Host("c", slots=2),), "")
+    assert (job.size, job.hosts, job.hosts_from) == (2, (HostSpec("c", slots=2),), "")
     with pytest.raises(JobError, match="how many ranks"):
         parse(["-H", "c:2", "cmd"])
 

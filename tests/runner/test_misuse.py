@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from jobs import Hororun
 
-from horo._config import misspelt
+from horo._passed_over import misspelt
 from horo.runner.cli import main, parse
 from horo.runner.job.environment import outer_rank
 
@@ -58,8 +58,7 @@ def test_a_hororun_below_another_launcher_is_known(environment: dict[str, str], 
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("--timeline-filename t.json", "a timeline, which is not in this version of horo"),
-        ("--autotune", "autotuning, which is not in this version"),
+        ("--autotune-gaussian-process-noise 0.8", "no Gaussian process"),
         ("--min-np 2", "an elastic job, which is not in this version"),
         ("--blacklist-cooldown-range 1 2", "an elastic job"),
         ("--no-hierarchical-allreduce", "inside each host first by itself"),
@@ -105,6 +104,14 @@ def show(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command, capture_output=True, text=True, check=False, timeout=60, env={**os.environ, **environment}
     )
+
+
+def test_check_build_shows_what_the_environment_has_set() -> None:
+    lines = show("--check-build", HOROVOD_CYCLE_TIME="2", HORO_LOG_LEVEL="").stdout.splitlines()
+    assert [line.split() for line in lines if "HOROVOD_" in line] == [
+        ["[X]", "cycle_time_ms", "2.0", "HOROVOD_CYCLE_TIME"]
+    ]
+    assert "Settings from the environment:" in lines
 
 
 def test_check_build_fails_where_init_would() -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from horo.runner.config import Job, JobError, Mpi, OutputOptions, Ssh
-from horo.runner.hosts import Host
+from horo.runner.hosts import HostSpec
 from horo.runner.start.mpirun import (
     Family,
     Mpirun,
@@ -19,7 +19,7 @@ from horo.runner.start.mpirun import (
     mpirun_variables,
 )
 
-HOSTS = (Host("h1", slots=2), Host("h2", slots=2))
+HOSTS = (HostSpec("h1", slots=2), HostSpec("h2", slots=2))
 JOB = Job(size=4, command=("python", "train.py"), hosts=HOSTS, launcher="mpi")
 TWO = {"h1": 2, "h2": 2}
 ALL = list(Family)
@@ -150,9 +150,9 @@ def test_spectrum_alone_knows_tcp() -> None:
 @pytest.mark.parametrize(
     ("changed", "fault"),
     [
-        ({"hosts": (Host("h1", user="me"),)}, "no user and no port .* h1"),
-        ({"hosts": (Host("h1", port=23),)}, "no user and no port .* h1"),
-        ({"hosts": (Host("fd00::1"),)}, "fd00::1 is neither"),
+        ({"hosts": (HostSpec("h1", user="me"),)}, "no user and no port .* h1"),
+        ({"hosts": (HostSpec("h1", port=23),)}, "no user and no port .* h1"),
+        ({"hosts": (HostSpec("fd00::1"),)}, "fd00::1 is neither"),
         ({"ssh": Ssh(identity_file="/a b")}, "cuts arguments for ssh at spaces, and '/a b'"),
     ],
 )

@@ -6,7 +6,7 @@ import pytest
 
 from horo.runner.agent.command import without
 from horo.runner.config import Ssh
-from horo.runner.hosts import Host
+from horo.runner.hosts import HostSpec
 from horo.runner.network import connection
 from horo.runner.start.remote_launcher import RemoteLauncher
 from horo.runner.start.srun import SrunLauncher, knows_overlap
@@ -15,7 +15,7 @@ from horo.runner.start.ssh import SshLauncher
 
 def test_the_ssh_command_asks_nobody_and_trusts_as_configured() -> None:
     launcher = SshLauncher(Ssh(port=22, identity_file="/k", arguments=("-v",)), "/a b/python", 30, 30)
-    words = launcher.command(Host("h1", "me", 2222))
+    words = launcher.command(HostSpec("h1", "me", 2222))
     assert words[0] == "ssh"
     assert "BatchMode=yes" in words
     assert words[words.index("-p") + 1] == "2222"
@@ -25,13 +25,13 @@ def test_the_ssh_command_asks_nobody_and_trusts_as_configured() -> None:
 
 
 def test_the_srun_command_gives_one_task_all_of_one_host() -> None:
-    command = SrunLauncher("/a b/python").command(Host("h1"))
+    command = SrunLauncher("/a b/python").command(HostSpec("h1"))
     assert command[0] == "srun"
     options = {"--nodes=1", "--ntasks=1", "--nodelist=h1", "--overlap", "--cpu-bind=none", "--mem=0", "--mpi=none"}
     assert options <= set(command)
     assert command[-3:] == ["sh", "-c", "cd / && exec '/a b/python' -m horo.runner.agent"]
     assert "--unbuffered" not in command  # a terminal between would hold up what is no line
-    assert "--overlap" not in SrunLauncher("p", overlap=False).command(Host("h1"))
+    assert "--overlap" not in SrunLauncher("p", overlap=False).command(HostSpec("h1"))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from jobs import DEADLINE_S, TORCH_S, Hororun, make_remote_shell, marked_process
 
 import horo
 from horo.errors import GroupError, HoroError, UnsupportedError, UsageError
-from horo.runner.call.parent import _results
+from horo.runner.call.parent import check_outcomes
 from horo.runner.call.values import Outcome
 
 OVERSUBSCRIBE = ["--oversubscribe"]
@@ -106,16 +106,16 @@ def test_a_rank_that_ends_without_a_result(code: str, text: str) -> None:
 
 def test_the_error_of_the_script_comes_before_that_of_its_victims() -> None:
     def failure(error: Exception, order: int) -> Outcome:
-        return Outcome(None, pickle.dumps(error), f"{type(error).__name__}: {error}\n", str(error), "h1", order)
+        return Outcome(False, pickle.dumps(error), f"{type(error).__name__}: {error}\n", str(error), "h1", order)
 
     with pytest.raises(ValueError, match="the cause"):
-        _results([failure(GroupError("rank 1 is gone"), 1), failure(ValueError("the cause"), 2), None], 1, "")
+        check_outcomes([failure(GroupError("rank 1 is gone"), 1), failure(ValueError("the cause"), 2), None], 1, "")
     with pytest.raises(ValueError, match="the cause"):
-        _results([failure(RuntimeError("training failed"), 2), failure(ValueError("the cause"), 1), None], 1, "")
+        check_outcomes([failure(RuntimeError("training failed"), 2), failure(ValueError("the cause"), 1), None], 1, "")
     with pytest.raises(GroupError):
-        _results([failure(GroupError("rank 1 is gone"), 1), None], 1, "")
+        check_outcomes([failure(GroupError("rank 1 is gone"), 1), None], 1, "")
     with pytest.raises(UsageError, match="more ranks than slots"):
-        _results([None], 2, "hororun: more ranks than slots")
+        check_outcomes([None], 2, "hororun: more ranks than slots")
 
 
 WRONG = [

@@ -18,7 +18,7 @@ from horo.runner.agent import checks
 from horo.runner.agent.messages import MAGIC, Kind, Message, MessageError, encode, encode_json
 from horo.runner.agent.ranks import Exited, Started
 from horo.runner.config import JobError
-from horo.runner.hosts import Host
+from horo.runner.hosts import HostSpec
 from horo.runner.job.remote import RemoteHost
 from horo.runner.loop import Loop
 
@@ -103,7 +103,7 @@ class Launcher:
     def __init__(self, said: Path) -> None:
         self._said = said
 
-    def command(self, _host: Host) -> list[str]:
+    def command(self, _host: HostSpec) -> list[str]:
         return ["sh", "-c", f"cat {self._said}; exec sleep 60"]
 
     def environment(self, environ: dict[str, str]) -> dict[str, str]:
@@ -138,7 +138,7 @@ def test_nonsense_ends_the_connection_with_a_sentence_that_names_the_host(tmp_pa
     (tmp_path / "said").write_bytes(said)
     loop = Loop()
     events: list[object] = []
-    remote = RemoteHost(loop, Host("h7"), events.append, lambda: None)
+    remote = RemoteHost(loop, HostSpec("h7"), events.append, lambda: None)
 
     def reap(_number: int) -> None:
         pid, status = os.waitpid(-1, os.WNOHANG)

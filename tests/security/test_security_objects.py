@@ -35,9 +35,7 @@ OPERATIONS = ["broadcast", "allgather"]
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize(
-    "attack", ["replaced", "without-mac", "replayed", "replayed-with-greetings", "of-another-rank"]
-)
+@pytest.mark.parametrize("attack", ["replaced", "without-mac", "replayed", "replayed-with-headers", "of-another-rank"])
 def test_a_changed_object_is_not_unpickled(ranks2: RankPool, tmp_path: Path, operation: str, attack: str) -> None:
     """What rank 0 has pickled is replaced behind its seal, as by somebody on the link."""
     ran = str(tmp_path / "ran")
@@ -63,9 +61,9 @@ def test_a_changed_object_is_not_unpickled(ranks2: RankPool, tmp_path: Path, ope
             seals.append(real(self, rank, data))
             return seals[-1]
 
-        def note_greetings(self: _authentic.ObjectKey, *arguments: Any, greetings: bytes, **more: Any) -> None:
-            earlier.append(greetings)
-            real_init(self, *arguments, greetings=greetings, **more)
+        def note_headers(self: _authentic.ObjectKey, *arguments: Any, headers: bytes, **more: Any) -> None:
+            earlier.append(headers)
+            real_init(self, *arguments, headers=headers, **more)
 
         def tamper(self: _authentic.ObjectKey, rank: int, data: bytes) -> bytes:
             if hvd.rank() != 0:
@@ -74,21 +72,21 @@ def test_a_changed_object_is_not_unpickled(ranks2: RankPool, tmp_path: Path, ope
                 "replaced": lambda: real(self, rank, data)[:32] + evil,
                 "without-mac": lambda: evil,
                 "replayed": lambda: seals[0],
-                "replayed-with-greetings": lambda: seals[0],
+                "replayed-with-headers": lambda: seals[0],
                 "of-another-rank": lambda: real(self, 1 - rank, evil),
             }[attack]().ljust(32 + len(data), b"\0")
 
-        def tamper_greetings(self: _authentic.ObjectKey, *arguments: Any, greetings: bytes, **more: Any) -> None:
-            if attack == "replayed-with-greetings" and hvd.rank() == 1:
-                greetings = earlier[0]
-            real_init(self, *arguments, greetings=greetings, **more)
+        def tamper_headers(self: _authentic.ObjectKey, *arguments: Any, headers: bytes, **more: Any) -> None:
+            if attack == "replayed-with-headers" and hvd.rank() == 1:
+                headers = earlier[0]
+            real_init(self, *arguments, headers=headers, **more)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(_authentic.ObjectKey, "seal", note)
-            patch.setattr(_authentic.ObjectKey, "__init__", note_greetings)
+            patch.setattr(_authentic.ObjectKey, "__init__", note_headers)
             assert run() == whole
             patch.setattr(_authentic.ObjectKey, "seal", tamper)
-            patch.setattr(_authentic.ObjectKey, "__init__", tamper_greetings)
+            patch.setattr(_authentic.ObjectKey, "__init__", tamper_headers)
             if operation == "broadcast" and hvd.rank() == 0:
                 assert run() == whole
             else:

@@ -94,7 +94,7 @@ def test_a_relayed_handshake_is_refused(endpoint: Endpoint, refusals: list[str],
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 def test_the_address_that_was_dialed_is_proven(address: str) -> None:
-    """Whoever writes the acceptor's own address into the greeting has to know the secret."""
+    """Whoever writes the acceptor's own address into its HELLO has to know the secret."""
     try:
         server = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
     except OSError:

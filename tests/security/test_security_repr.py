@@ -15,7 +15,7 @@ import pytest
 
 import horo._bootstrap
 import horo.runner
-from horo._bootstrap.auth.handshake import Acceptor, Claim, Purpose, Session
+from horo._bootstrap.auth.handshake import Acceptor, Claim, HandshakeResult, Purpose
 from horo._bootstrap.launchers.slurm_store import _StoreInfo
 from horo._bootstrap.net.addresses import Endpoint
 from horo._bootstrap.net.dial import _Attempt
@@ -30,7 +30,7 @@ SAID = re.compile("|".join(re.escape(text) for text in (SECRET.decode(), SECRET.
 @pytest.mark.parametrize(
     "holder",
     [
-        Session(CLAIM, SECRET, SECRET),
+        HandshakeResult(CLAIM, SECRET, SECRET),
         Acceptor(SECRET),
         _Attempt(SECRET, CLAIM, 0.0, {}),
         _StoreInfo("job/1", [Endpoint("10.0.0.1", 4711)], SECRET),
@@ -62,7 +62,7 @@ def fields_in_a_repr() -> Iterator[str]:
 
 def test_no_field_that_is_named_for_a_secret_is_in_a_repr() -> None:
     shown = set(fields_in_a_repr())
-    assert "Session.claim" in shown
+    assert "HandshakeResult.claim" in shown
     secret = re.compile(r".*\.(\w*secret|\w+_key|key|environment|token)")
-    # of Variable: whether a variable is one
-    assert {name for name in shown if secret.fullmatch(name)} - {"Variable.secret"} == set()
+    # of Variable: whether a variable is one; of Option: its key in a configuration file
+    assert {name for name in shown if secret.fullmatch(name)} - {"Variable.secret", "Option.key"} == set()

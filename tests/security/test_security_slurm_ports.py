@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from horo._bootstrap.launchers import slurm_store
-from horo._bootstrap.launchers.launch import Launch, detect_launch
+from horo._bootstrap.launchers.environment import Launch, read_launch
 from horo._bootstrap.launchers.slurm_store import candidate_ports, open_slurm_store
 from horo._config import Config, read_config
 from horo.errors import ResourceError
@@ -29,7 +29,7 @@ def step(rank: int, **extra: str) -> tuple[Launch, Config]:
         "SLURM_NTASKS": "2", "SLURM_LOCALID": str(rank), "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "2",
         "SLURM_STEP_NODELIST": "localhost", "HORO_START_TIMEOUT": "30", **extra,
     }  # fmt: skip
-    return detect_launch(environ), read_config(environ)
+    return read_launch(environ), read_config(environ)
 
 
 def start(**extra: str) -> list[bytes]:

@@ -65,7 +65,7 @@ def test_wheel_is_one_abi3_extension_and_all_modules(built: tuple[Path, Path]) -
         names = [name for name in wheel.namelist() if ".dist-info/" not in name]
     modules = {str(path.relative_to(ROOT)) for path in below("horo", suffixes=(".py", ".typed"))}
     modules |= {f"horo/{path.relative_to(ROOT)}" for path in below("runner", suffixes=(".py",))}
-    assert sorted(names) == sorted(modules | {"horo/_native.abi3.so", "horo/py.typed"})
+    assert sorted(names) == sorted(modules | {"horo/_native.abi3.so", "horo/hororun.md", "horo/py.typed"})
 
 
 def test_wheel_has_no_symbols_for_a_debugger(extension: Path) -> None:
@@ -89,7 +89,8 @@ def test_extension_has_no_variables_that_can_change(extension: Path) -> None:
 
 
 def test_extension_exports_only_the_public_header(extension: Path) -> None:
-    header = (ROOT / "native" / "include" / "horo.h").read_text(encoding="utf-8")
+    headers = sorted((ROOT / "native" / "include").glob("*.h"))
+    header = "\n".join(path.read_text(encoding="utf-8") for path in headers)
     assert tidy_binary.stray_exports(readelf("--dyn-syms", extension), header) == []
 
 

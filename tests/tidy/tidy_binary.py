@@ -8,7 +8,7 @@ import re
 _KNOWN_VARIABLES = re.compile(
     r"_cffi_\w+|__cpu_\w+|completed\.\d+|__dso_handle|__TMC_END__|_edata|_end|__bss_start|__data_start"
 )
-_LIBRARIES = re.compile(r"libc\.so\.\d+|libpthread\.so\.\d+|ld-linux[\w-]*\.so\.\d+|libm\.so\.\d+")
+_LIBRARIES = re.compile(r"libc\.so\.\d+|libpthread\.so\.\d+|libdl\.so\.\d+|ld-linux[\w-]*\.so\.\d+|libm\.so\.\d+")
 
 
 def mutable_variables(sections: str, symbols: str) -> list[str]:

@@ -33,8 +33,8 @@ __all__ = [
     "Acceptor",
     "Claim",
     "HandshakeError",
+    "HandshakeResult",
     "Purpose",
-    "Session",
     "authenticate",
     "check_secret",
 ]
@@ -86,7 +86,7 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Session:
+class HandshakeResult:
     """The result of a handshake: the claim that was proven, and one key per direction."""
 
     claim: Claim
@@ -133,7 +133,7 @@ class Acceptor:
         self._received = b""
         self._transcript = b""
         self._claim: Claim | None = None
-        self.session: Session | None = None
+        self.result: HandshakeResult | None = None
         """Set once the dialer is authenticated; the caller then sends WELCOME."""
 
     @property
@@ -187,14 +187,14 @@ class Acceptor:
     def _finish(self, proof: bytes) -> None:
         if self._claim is None or not hmac.compare_digest(proof, _mac(self._secret, b"dial", self._transcript)):
             raise HandshakeError("it does not know the job's secret")
-        self.session = Session(
+        self.result = HandshakeResult(
             self._claim,
             send_key=_mac(self._secret, b"acceptor key", self._transcript),
             receive_key=_mac(self._secret, b"dialer key", self._transcript),
         )
 
 
-def authenticate(connection: socket.socket, secret: bytes, claim: Claim, deadline: float) -> Session:
+def authenticate(connection: socket.socket, secret: bytes, claim: Claim, deadline: float) -> HandshakeResult:
     """The dialing side of the handshake, on a connected socket.
 
     Args:
@@ -225,7 +225,7 @@ def authenticate(connection: socket.socket, secret: bytes, claim: Claim, deadlin
         raise HandshakeError("what listens there did not finish the handshake in time") from error
     except OSError as error:
         raise HandshakeError(f"the connection broke during the handshake ({error.strerror})") from error
-    return Session(
+    return HandshakeResult(
         claim,
         send_key=_mac(secret, b"dialer key", transcript),
         receive_key=_mac(secret, b"acceptor key", transcript),

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from horo._bootstrap.auth.handshake import Claim, HandshakeError, Purpose, Session, authenticate
+from horo._bootstrap.auth.handshake import Claim, HandshakeError, HandshakeResult, Purpose, authenticate
 from horo._bootstrap.host.grouping import Grouping, group_ranks
 from horo._bootstrap.net.listener import ListenerThread
 from horo._bootstrap.rendezvous import Rendezvous
@@ -207,14 +207,14 @@ class _ArenaServer:
         for connection in self.stop().values():
             connection.close()
 
-    def _admit(self, connection: socket.socket, session: Session) -> None:
-        claim = session.claim
+    def _admit(self, connection: socket.socket, handshake: HandshakeResult) -> None:
+        claim = handshake.claim
         if claim.purpose is not Purpose.ARENA or claim.target != self._leader or claim.epoch != self._epoch:
             raise HandshakeError("it looks for somebody else's shared memory")
         if claim.source not in self._candidates or claim.source in self._connections:
             raise HandshakeError(f"rank {claim.source} is not expected here (any more)")
 
-    def _serve(self, connection: socket.socket, session: Session) -> None:
+    def _serve(self, connection: socket.socket, handshake: HandshakeResult) -> None:
         try:
             connection.settimeout(_EXCHANGE_TIMEOUT_S)
             send_descriptors(connection, self._descriptors)
@@ -222,7 +222,7 @@ class _ArenaServer:
         except OSError:
             connection.close()  # the member sees this and publishes it
             return
-        self._connections[session.claim.source] = connection
+        self._connections[handshake.claim.source] = connection
 
 
 def _receive_arena(

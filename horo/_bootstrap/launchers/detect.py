@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from horo._bootstrap.launchers.launch import Launch, detect_launch, slurm_launch, subset
+from horo._bootstrap.launchers.environment import Launch, read_launch, read_slurm_launch, subset
 from horo._bootstrap.launchers.slurm_step import is_lone_step, missed_tasks
 from horo._bootstrap.log import prepare_log
 from horo._bootstrap.mpi.world import (
@@ -27,12 +27,12 @@ from horo._bootstrap.mpi.world import (
 from horo._config import Config, LaunchVariables, read_variables
 from horo.errors import ResourceError, UsageError
 
-__all__ = ["find_launch"]
+__all__ = ["detect_launch"]
 
 _INSTEAD = "HORO_CONTROLLER=slurm says so without asking MPI"
 
 
-def find_launch(environ: Mapping[str, str], config: Config, comm: Any = None) -> Launch:
+def detect_launch(environ: Mapping[str, str], config: Config, comm: Any = None) -> Launch:
     """Finds the launcher of this process, and the processes that form the job.
 
     Args:
@@ -73,7 +73,8 @@ def _warn_if_alone(environ: Mapping[str, str], config: Config) -> None:
 def _from_communicator(environ: Mapping[str, str], config: Config, comm: Any) -> Launch:
     why = "init(comm=...)"
     if config.controller not in {"auto", "mpi"}:
-        raise UsageError(f"{why} with a communicator of mpi4py, but HORO_CONTROLLER={config.controller} rules MPI out")
+        told = config.told("controller")
+        raise UsageError(f"{why} with a communicator of mpi4py, but {told} rules MPI out")
     mpi = load_mpi(why)
     variable = read_launcher_variable(environ)
     if variable is not None:
@@ -90,25 +91,25 @@ def _detect(environ: Mapping[str, str], config: Config) -> Any:
     """The launch, or the module ``mpi4py.MPI`` if MPI is the launcher."""
     variable = read_launcher_variable(environ)
     if config.controller == "mpi":
-        mpi = load_mpi("HORO_CONTROLLER=mpi")
-        _check_forced(mpi, variable, environ)
+        mpi = load_mpi(config.told("controller"))
+        _check_forced(mpi, variable, environ, config.told("controller"))
         return mpi
     if config.controller == "slurm":
-        launch = slurm_launch(environ)
+        launch = read_slurm_launch(environ)
         if launch is None:
             raise UsageError(
-                "HORO_CONTROLLER=slurm, but this process is not one of several that srun started: SLURM_STEP_ID, "
-                "SLURM_PROCID and SLURM_STEP_NUM_TASKS do not say so"
+                f"{config.told('controller')}, but this process is not one of several that srun started: "
+                "SLURM_STEP_ID, SLURM_PROCID and SLURM_STEP_NUM_TASKS do not say so"
             )
         return launch
-    launch = detect_launch(environ)
+    launch = read_launch(environ)
     if launch.kind in {"hororun", "torchrun"} or variable is None or (variable.size is None and is_lone_step(environ)):
         return launch
     if config.controller == "gloo":
         if launch.kind == "none":
             raise UsageError(
-                f"HORO_CONTROLLER=gloo, but {variable} says that MPI started this process, and nothing else tells "
-                "ranks of each other; unset HORO_CONTROLLER, or start the job with hororun, torchrun or srun"
+                f"{config.told('controller')}, but {variable} says that MPI started this process, and nothing else "
+                "tells ranks of each other; leave it out, or start the job with hororun, torchrun or srun"
             )
         return launch
     if launch.slurm is not None and _is_set_by_srun(variable, launch):
@@ -118,16 +119,16 @@ def _detect(environ: Mapping[str, str], config: Config) -> Any:
     return mpi
 
 
-def _check_forced(mpi: Any, variable: MpiLauncherVariable | None, environ: Mapping[str, str]) -> None:
-    """With HORO_CONTROLLER=mpi, a world of one rank is an error if another launcher has started several processes."""
+def _check_forced(mpi: Any, variable: MpiLauncherVariable | None, environ: Mapping[str, str], told: str) -> None:
+    """With ``controller="mpi"``, a world of one rank is an error if another launcher has started several processes."""
     if variable is not None:
         check_world_size(mpi, variable)
     elif mpi.COMM_WORLD.Get_size() == 1:
-        launch = detect_launch(environ)
+        launch = read_launch(environ)
         if launch.size > 1:
             raise UsageError(
-                f"HORO_CONTROLLER=mpi, but to MPI this is a single process, while {launch.kind} started {launch.size}; "
-                "start the job with mpirun, or unset HORO_CONTROLLER"
+                f"{told}, but to MPI this is a single process, while {launch.kind} started {launch.size}; "
+                "start the job with mpirun, or leave it out"
             )
 
 

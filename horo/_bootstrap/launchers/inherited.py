@@ -23,7 +23,7 @@ from multiprocessing import parent_process
 from pathlib import Path
 from typing import NamedTuple
 
-from horo._bootstrap.launchers.launch import Launch
+from horo._bootstrap.launchers.environment import Launch
 from horo._bootstrap.launchers.slurm_step import is_lone_step
 from horo._bootstrap.mpi.world import read_launcher_variable
 from horo._config import (

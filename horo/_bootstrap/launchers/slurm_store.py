@@ -1,4 +1,4 @@
-"""The store of a job that srun has started: rank 0 hosts it on the first node of the step.
+"""The store of a job that srun has started: rank 0 serves it on the first node of the step.
 
 All ranks derive the same few ports from the name of the start. At one of them rank 0 serves an advertisement: the
 addresses of its store. With ``HORO_SECRET`` in the environment, the ports depend on that secret and the advertisement
@@ -22,13 +22,13 @@ from pathlib import Path
 from horo._bootstrap.auth import munge
 from horo._bootstrap.auth.credential_file import SecretFile
 from horo._bootstrap.auth.handshake import SECRET_BYTES
-from horo._bootstrap.launchers.launch import Launch
+from horo._bootstrap.launchers.environment import Launch
 from horo._bootstrap.launchers.slurm_step import SlurmStep
 from horo._bootstrap.net.addresses import Endpoint, bind_all
 from horo._bootstrap.net.advertisement import AdvertisementServer, Stock, fetch
 from horo._bootstrap.net.interfaces import LOOPBACK, is_loopback
 from horo._bootstrap.store.client import StoreClient
-from horo._bootstrap.store.hosted import HostedStore, choose_host_addresses
+from horo._bootstrap.store.served import ServedStore, choose_server_addresses
 from horo._bootstrap.store.server import StoreServer
 from horo._config import Config
 from horo.errors import HoroError, InternalError, PeerLostError, ResourceError, TimeoutError, UsageError
@@ -84,7 +84,7 @@ def candidate_ports(name: str, secret: bytes | None = None) -> list[int]:
 
 
 def open_slurm_store(launch: Launch, config: Config, epoch: int) -> tuple[StoreClient, bytes]:
-    """Opens the store that rank 0 hosts for this one start; on rank 0, hosts it.
+    """Opens the store that rank 0 serves for this one start; on rank 0, starts the server.
 
     Args:
         launch: a launch by Slurm.
@@ -116,7 +116,8 @@ def _host(
     launch: Launch, step: SlurmStep, config: Config, name: str, user_secret: bytes | None
 ) -> tuple[StoreClient, bytes]:
     secret = user_secret or secrets.token_bytes(SECRET_BYTES)
-    addresses = choose_host_addresses(config.network_interfaces, near=True, far=len(step.hosts) > 1)
+    told = config.told("network_interfaces")
+    addresses = choose_server_addresses(config.network_interfaces, near=True, far=len(step.hosts) > 1, told=told)
     server = StoreServer(addresses, secret, on_refused=logging.getLogger("horo").warning)
     withdraw: Callable[[], None] | None = None
     try:
@@ -126,7 +127,7 @@ def _host(
             withdraw = _publish_signed(addresses, name, user_secret, signed)
         else:
             withdraw = _publish_secret(addresses, _StoreInfo(name, server.endpoints, secret), launch.size)
-        return HostedStore(server, secret, launch.size, config.start_timeout_s, withdraw), secret
+        return ServedStore(server, secret, launch.size, config.start_timeout_s, withdraw), secret
     except BaseException:
         if withdraw is not None:
             withdraw()
@@ -260,7 +261,7 @@ class _StoreSearch:
         first, *others = info.endpoints
         secret = self._user_secret or info.secret
         try:
-            return StoreClient(*first, secret, timeout_s, others, hosted_by="rank 0"), secret
+            return StoreClient(*first, secret, timeout_s, others, served_by="rank 0"), secret
         except PeerLostError as error:
             self._reason = str(error)
             return None

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from horo._bootstrap.launchers.launch import TorchMaster
+from horo._bootstrap.launchers.environment import TorchMaster
 from horo._bootstrap.net.interfaces import route_source
 from horo._bootstrap.store.protocol import StoreAbandonedError, StoreTimeoutError
 from horo.errors import PeerLostError, ResourceError
@@ -94,11 +94,11 @@ class TorchStore:
 
 
 _opened: dict[tuple[int, TorchMaster], TorchStore] = {}
-"""One connection per process and store. If rank 0 hosts the store, other ranks may need it after rank 0 is done."""
+"""One connection per process and store. If rank 0 serves the store, other ranks may need it after rank 0 is done."""
 
 
 def open_torch_store(master: TorchMaster, rank: int, timeout_s: float) -> tuple[TorchStore, str | None]:
-    """Joins torchrun's store; hosts it on rank 0 if the agent does not.
+    """Joins torchrun's store; serves it on rank 0 if the agent does not.
 
     Returns:
         The store, and the numeric address of this machine from which it is reached, None if unknown.
@@ -118,7 +118,7 @@ def open_torch_store(master: TorchMaster, rank: int, timeout_s: float) -> tuple[
             store: Any = torch_distributed.TCPStore(  # type: ignore[attr-defined, unused-ignore]
                 master.address,
                 master.port,
-                is_master=rank == 0 and not master.hosted_by_agent,
+                is_master=rank == 0 and not master.served_by_agent,
                 timeout=timedelta(seconds=timeout_s),
                 wait_for_workers=False,
                 multi_tenant=True,

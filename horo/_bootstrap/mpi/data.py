@@ -32,15 +32,15 @@ class MpiPlan(NamedTuple):
 
 def check_mpi(config: Config, world: MpiWorld | None) -> None:
     """Raises UsageError if the settings require an MPI that this rank does not have, or may not use on threads."""
-    for variable, value in (("HORO_TRANSPORT", config.transport), ("HORO_CPU_OPERATIONS", config.cpu_operations)):
+    for name, value in (("transport", config.transport), ("cpu_operations", config.cpu_operations)):
         if value == "mpi" and world is None:
             raise UsageError(
-                f"{variable}=mpi, but the ranks of this job did not start through MPI; start it with mpirun or pass a "
-                f"communicator of mpi4py to init(comm=...), or unset {variable}"
+                f"{config.told(name)}, but the ranks of this job did not start through MPI; start it with mpirun or "
+                f"pass a communicator of mpi4py to init(comm=...), or do not set {name}"
             )
         if value == "mpi" and world is not None and not world.threads_multiple:
             raise UsageError(
-                f"{variable}=mpi, but {world.library} runs with {world.thread_level}, and horo calls MPI from a "
+                f"{config.told(name)}, but {world.library} runs with {world.thread_level}, and horo calls MPI from a "
                 f"thread of its own: {_HOW}"
             )
 

@@ -28,7 +28,7 @@ from horo._bootstrap.mpi.exit import watch_exit
 from horo._bootstrap.net.addresses import Endpoint
 from horo._bootstrap.net.interfaces import is_loopback
 from horo._bootstrap.store.client import StoreClient
-from horo._bootstrap.store.hosted import HostedStore, choose_host_addresses
+from horo._bootstrap.store.served import ServedStore, choose_server_addresses
 from horo._bootstrap.store.server import StoreServer
 from horo._config import Config, MpiVariables, read_variables, variables_of
 from horo.errors import HoroError, PeerLostError, ResourceError, TimeoutError, UsageError
@@ -328,13 +328,14 @@ def open_mpi_store(world: MpiWorld, config: Config) -> tuple[StoreClient, bytes]
     near = machines[world.rank] == machines[0]
     first, *others = [endpoint for endpoint in endpoints if is_loopback(endpoint.address) == near]
     secret = bytes.fromhex(info["secret"])
-    return StoreClient(*first, secret, timeout_s, others, hosted_by="rank 0"), secret
+    return StoreClient(*first, secret, timeout_s, others, served_by="rank 0"), secret
 
 
 def _host(world: MpiWorld, config: Config, near: Sequence[bool]) -> tuple[StoreClient, bytes]:
     secret = secrets.token_bytes(SECRET_BYTES)
     try:
-        addresses = choose_host_addresses(config.network_interfaces, any(near[1:]), not all(near))
+        told = config.told("network_interfaces")
+        addresses = choose_server_addresses(config.network_interfaces, any(near[1:]), not all(near), told)
         server = StoreServer(addresses, secret, on_refused=logging.getLogger("horo").warning)
     except HoroError as error:
         world.broadcast(json.dumps({"error": str(error)[: _STORE_INFO_BYTES // 2]}).encode())
@@ -342,7 +343,7 @@ def _host(world: MpiWorld, config: Config, near: Sequence[bool]) -> tuple[StoreC
     info = {"endpoints": server.endpoints, "secret": secret.hex()}
     try:
         world.broadcast(json.dumps(info).encode())
-        return HostedStore(server, secret, world.size, config.start_timeout_s), secret
+        return ServedStore(server, secret, world.size, config.start_timeout_s), secret
     except BaseException:
         server.close()
         raise

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from horo._bootstrap.auth.handshake import Claim, HandshakeError, Session, authenticate
+from horo._bootstrap.auth.handshake import Claim, HandshakeError, HandshakeResult, authenticate
 from horo._bootstrap.net.addresses import Endpoint, socket_address
 from horo.errors import PeerLostError
 
@@ -30,14 +30,14 @@ def dial(
     claim: Claim,
     timeout_s: float,
     check: Callable[[], None] | None = None,
-) -> tuple[socket.socket, Session]:
+) -> tuple[socket.socket, HandshakeResult]:
     """Connects to the first of ``endpoints`` that answers and authenticates itself; retries until the time is over.
 
     All addresses are dialed at once, so one that drops packets does not delay the others. A handshake that has begun
     may take longer than ``timeout_s``. ``check`` is called between attempts and may raise to give up.
 
     Returns:
-        A blocking, close-on-exec stream socket without timeout and its session.
+        A blocking, close-on-exec stream socket without timeout, and the result of the handshake.
 
     Raises:
         PeerLostError: none did within ``timeout_s``; the message has the last failure of each address.
@@ -69,7 +69,7 @@ class _Attempt:
     failures: dict[Endpoint, str]
 
 
-def _race(endpoints: Sequence[Endpoint], attempt: _Attempt) -> tuple[socket.socket, Session] | None:
+def _race(endpoints: Sequence[Endpoint], attempt: _Attempt) -> tuple[socket.socket, HandshakeResult] | None:
     """One attempt at all addresses at once; records in ``failures`` why each one failed."""
     selector = selectors.DefaultSelector()
     pending: dict[Endpoint, socket.socket] = {}
@@ -88,9 +88,9 @@ def _race(endpoints: Sequence[Endpoint], attempt: _Attempt) -> tuple[socket.sock
             for key, _ in ready:
                 connection = pending.pop(key.data)
                 selector.unregister(connection)
-                session = _prove(key.data, connection, attempt)
-                if session is not None:
-                    return connection, session
+                handshake = _prove(key.data, connection, attempt)
+                if handshake is not None:
+                    return connection, handshake
         return None
     finally:
         for connection in pending.values():
@@ -110,7 +110,7 @@ def _start(endpoint: Endpoint, failures: dict[Endpoint, str]) -> socket.socket |
     return None
 
 
-def _prove(endpoint: Endpoint, connection: socket.socket, attempt: _Attempt) -> Session | None:
+def _prove(endpoint: Endpoint, connection: socket.socket, attempt: _Attempt) -> HandshakeResult | None:
     try:
         code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code:
@@ -119,9 +119,9 @@ def _prove(endpoint: Endpoint, connection: socket.socket, attempt: _Attempt) -> 
             attempt.failures[endpoint] = os.strerror(errno.ECONNREFUSED)  # TCP's self-connect: no process listens there
         else:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            session = authenticate(connection, attempt.secret, attempt.claim, time.monotonic() + _HANDSHAKE_S)
+            handshake = authenticate(connection, attempt.secret, attempt.claim, time.monotonic() + _HANDSHAKE_S)
             connection.settimeout(None)
-            return session
+            return handshake
     except HandshakeError as error:
         attempt.failures[endpoint] = str(error)
     except OSError as error:

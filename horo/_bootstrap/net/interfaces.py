@@ -11,6 +11,7 @@ from horo.errors import ResourceError, UsageError
 
 __all__ = [
     "LOOPBACK",
+    "check_interfaces",
     "connect_source",
     "interface_addresses",
     "is_loopback",
@@ -90,37 +91,50 @@ def interface_addresses() -> dict[str, list[str]]:
     return found
 
 
-def select_addresses(wanted: str, available: dict[str, list[str]]) -> list[str]:
+def check_interfaces(wanted: str | None, told: str) -> None:
+    """Checks the user's choice also where no other host has to be reached, so that a wrong one is found early.
+
+    Args:
+        wanted, told: as for ``select_addresses``.
+
+    Raises:
+        UsageError: as ``select_addresses``.
+    """
+    if wanted is not None:
+        select_addresses(wanted, interface_addresses(), told)
+
+
+def select_addresses(wanted: str, available: dict[str, list[str]], told: str = "") -> list[str]:
     """Selects addresses by the user's choice.
 
     Args:
         wanted: interface names and networks, comma-separated: ``"eth0,ib0,10.1.0.0/16"``. Those that this machine
             lacks are ignored, so one text serves hosts with different names.
         available: addresses by interface.
+        told: the choice in messages, as the user has set it.
 
     Raises:
         UsageError: nothing matches (the message lists the addresses), or an item with a slash is no network.
     """
+    told = told or f"HORO_NETWORK_INTERFACES={wanted!r}"
     items = [item.strip() for item in wanted.split(",") if item.strip()]
     chosen: list[str] = []
     for item in items:
         if item in available:
             chosen += available[item]
         else:
-            chosen += _in_network(item, [address for addresses in available.values() for address in addresses])
+            chosen += _in_network(item, [address for addresses in available.values() for address in addresses], told)
     if not chosen:
         there = "; ".join(f"{name} {' '.join(addresses)}" for name, addresses in available.items() if addresses)
-        raise UsageError(f"HORO_NETWORK_INTERFACES={wanted!r} matches no interface or address here, which are: {there}")
+        raise UsageError(f"{told} matches no interface or address here, which are: {there}")
     return list(dict.fromkeys(chosen))
 
 
-def _in_network(item: str, addresses: Sequence[str]) -> list[str]:
+def _in_network(item: str, addresses: Sequence[str], told: str) -> list[str]:
     try:
         network = ipaddress.ip_network(item, strict=False)
     except ValueError:
         if "/" in item:  # no name of an interface either, on any machine
-            raise UsageError(
-                f"HORO_NETWORK_INTERFACES: {item!r} is not a network; a network is written like 10.1.0.0/16"
-            ) from None
+            raise UsageError(f"{told}: {item!r} is not a network; a network is written like 10.1.0.0/16") from None
         return []
     return [address for address in addresses if ipaddress.ip_address(address) in network]

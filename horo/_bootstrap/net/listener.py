@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from horo._bootstrap.auth.handshake import WELCOME, Acceptor, HandshakeError, Session, check_secret
+from horo._bootstrap.auth.handshake import WELCOME, Acceptor, HandshakeError, HandshakeResult, check_secret
 from horo._bootstrap.net.selector_thread import SelectorThread
 
 __all__ = ["Listener", "ListenerThread", "RefusalLog"]
@@ -76,7 +76,7 @@ class Listener:
         selector: the owner's selector; this registers and unregisters its own sockets only.
         listeners: nonblocking listening sockets, which this object closes.
         secret: the job's secret, at least ``SECRET_BYTES_MIN`` bytes.
-        admit: checks the session of an authenticated peer; raises HandshakeError to refuse it.
+        admit: checks what an authenticated peer claims; raises HandshakeError to refuse it.
         on_peer: called with each admitted, nonblocking connection.
         on_refused: called with one sentence per refusal that is reported.
         half_open_max: most connections whose handshake is not finished; fewer if this process may open few files.
@@ -89,8 +89,8 @@ class Listener:
         listeners: Sequence[socket.socket],
         secret: bytes,
         *,
-        admit: Callable[[socket.socket, Session], None],
-        on_peer: Callable[[socket.socket, Session], None],
+        admit: Callable[[socket.socket, HandshakeResult], None],
+        on_peer: Callable[[socket.socket, HandshakeResult], None],
         on_refused: Callable[[str], None],
         screen: Callable[[socket.socket], None] = lambda connection: None,
         half_open_max: int = HALF_OPEN_MAX,
@@ -196,8 +196,8 @@ class Listener:
             reply = acceptor.feed(data)
             if reply:
                 half_open.connection.sendall(reply)
-            if acceptor.session is not None:
-                self._admit(half_open.connection, acceptor.session)
+            if acceptor.result is not None:
+                self._admit(half_open.connection, acceptor.result)
                 half_open.connection.sendall(WELCOME)
         except BlockingIOError:
             return
@@ -207,9 +207,9 @@ class Listener:
         except OSError as error:
             self._refuse(half_open, f"the connection broke during the handshake ({error.strerror})")
             return
-        if acceptor.session is not None:
+        if acceptor.result is not None:
             self._forget(half_open)
-            self._on_peer(half_open.connection, acceptor.session)
+            self._on_peer(half_open.connection, acceptor.result)
 
     def _hang_up(self, half_open: _HalfOpen) -> None:
         # Members dial several addresses of one listener at once and close all connections but the first: no refusal.
@@ -255,8 +255,8 @@ class ListenerThread:
         listeners: Sequence[socket.socket],
         secret: bytes,
         *,
-        admit: Callable[[socket.socket, Session], None],
-        on_peer: Callable[[socket.socket, Session], None],
+        admit: Callable[[socket.socket, HandshakeResult], None],
+        on_peer: Callable[[socket.socket, HandshakeResult], None],
         on_refused: Callable[[str], None],
         screen: Callable[[socket.socket], None] = lambda connection: None,
     ) -> None:

@@ -37,7 +37,7 @@ class StoreClient:
         secret: the job's secret.
         timeout_s: how long to try to connect.
         alternatives: further endpoints of the same server; the first that answers is used.
-        hosted_by: the process that runs the server, for messages.
+        served_by: the process that runs the server, for messages.
 
     Raises:
         PeerLostError: no endpoint answered and authenticated itself in time.
@@ -51,20 +51,20 @@ class StoreClient:
         timeout_s: float,
         alternatives: Sequence[Endpoint] = (),
         *,
-        hosted_by: str = "the launcher",
+        served_by: str = "the launcher",
     ) -> None:
         check_secret(secret)
         endpoints = list(dict.fromkeys([Endpoint(address, port), *alternatives]))
         try:
-            self._connection, session = dial(endpoints, secret, Claim(Purpose.STORE), timeout_s)
+            self._connection, handshake = dial(endpoints, secret, Claim(Purpose.STORE), timeout_s)
         except PeerLostError as error:
             raise PeerLostError(f"the job's store cannot be reached: {error}") from error
         self._endpoint = Endpoint(*self._connection.getpeername()[:2])
-        self._sealer = Sealer(session.send_key)
-        self._opener = Opener(session.receive_key)
+        self._sealer = Sealer(handshake.send_key)
+        self._opener = Opener(handshake.receive_key)
         self._lock = threading.Lock()
         self._has_on_disconnect = False
-        self._kept_by = hosted_by
+        self._served_by = served_by
 
     @property
     def local_address(self) -> str:
@@ -137,7 +137,7 @@ class StoreClient:
             while True:
                 data = self._connection.recv(RECEIVE_BYTES)
                 if not data:
-                    raise PeerLostError(f"the job's store at {self._endpoint} is gone: did {self._kept_by} end?")
+                    raise PeerLostError(f"the job's store at {self._endpoint} is gone: did {self._served_by} end?")
                 replies = self._opener.feed(data)
                 if replies:
                     return replies[0]
@@ -145,5 +145,5 @@ class StoreClient:
             # The stream may be in the middle of a frame: never use it again.
             self._connection.close()
             raise PeerLostError(
-                f"the job's store at {self._endpoint} is gone: {error}; did {self._kept_by} end?"
+                f"the job's store at {self._endpoint} is gone: {error}; did {self._served_by} end?"
             ) from error

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from horo._bootstrap.auth.frames import PAYLOAD_BYTES_MAX, Opener, Sealer, pack_fields
-from horo._bootstrap.auth.handshake import HandshakeError, Purpose, Session, check_secret
+from horo._bootstrap.auth.handshake import HandshakeError, HandshakeResult, Purpose, check_secret
 from horo._bootstrap.net.addresses import Endpoint, bind_all
 from horo._bootstrap.net.listener import HALF_OPEN_MAX, HANDSHAKE_TIMEOUT_S, Listener
 from horo._bootstrap.net.selector_thread import SelectorThread
@@ -147,8 +147,8 @@ class StoreServer:
                 missing = [key for key in waiter.keys[waiter.position :] if key not in self._values]
                 self._reply(client, Reply.TIMEOUT, missing)
 
-    def _join(self, connection: socket.socket, session: Session) -> None:
-        client = _Client(connection, Opener(session.receive_key), Sealer(session.send_key))
+    def _join(self, connection: socket.socket, handshake: HandshakeResult) -> None:
+        client = _Client(connection, Opener(handshake.receive_key), Sealer(handshake.send_key))
         with self._clients_changed:
             self._clients.add(client)
             self._connected_count += 1
@@ -292,7 +292,7 @@ class StoreServer:
             self._selector.modify(client.connection, events, key.data)
 
 
-def _admit_store_client(connection: socket.socket, session: Session) -> None:
-    if session.claim.purpose is not Purpose.STORE:
-        raise HandshakeError(f"it wants a {session.claim.purpose.name.lower()} link, this is the store")
+def _admit_store_client(connection: socket.socket, handshake: HandshakeResult) -> None:
+    if handshake.claim.purpose is not Purpose.STORE:
+        raise HandshakeError(f"it wants a {handshake.claim.purpose.name.lower()} link, this is the store")
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

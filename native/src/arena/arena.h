@@ -29,6 +29,7 @@ enum {
     HR_LOG_RING_BYTES = 1 << 18,     /* a power of two */
     HR_PHASE_COUNT = 6,
     HR_LAST_WORDS_MAX = 895, /* bytes */
+    HR_PROOF_WORDS = 2,
 };
 
 /* Why the group ended; kept in one word so that it can be set once by compare-and-swap. */
@@ -86,6 +87,10 @@ struct hr_arena_block {
     _Alignas(HR_LINE) _Atomic uint32_t asked;
     _Atomic uint32_t answered;
     _Atomic uint32_t answers; /* there is somebody who does */
+    /* for those who read its memory, see node/peer_memory.h; process 0: nobody can */
+    _Alignas(HR_LINE) _Atomic int32_t process;
+    _Atomic uint64_t proof_at;
+    _Atomic uint64_t proof[HR_PROOF_WORDS];
     /* 1 + the rank whose last words stand in `words`, 0: none; see last_words.h */
     _Alignas(HR_LINE) _Atomic uint32_t words_of_rank;
     _Atomic uint32_t words_claimed;
@@ -106,6 +111,7 @@ struct hr_partition_header {
 struct hr_partition_block {
     _Alignas(HR_LINE) _Atomic uint64_t log_read; /* bytes of the log taken out; the leader waits for the slowest */
     _Atomic uint32_t wants_room;                 /* its request ring was full: the leader wakes it after reading */
+    _Atomic uint64_t reads_peers; /* whether it can read all members' memory, see collective/direct.c; 0: not tried */
     struct hr_ring_head requests;
     _Alignas(HR_LINE) _Atomic uint64_t requests_read; /* written by the leader */
 };

@@ -14,17 +14,6 @@ enum {
     PRODUCTS = 3, /* a.b, a.a, b.b */
 };
 
-/* In this order, for the kinds of the batch one after the other; the middle three for each level of the tree. */
-enum stage {
-    PACK,
-    SCATTER, /* alltoall */
-    MULTIPLY,
-    SUM, /* allreduce */
-    COMBINE,
-    GATHER, /* allgather */
-    UNPACK,
-};
-
 struct adasum {
     struct hr_backend base;
     struct hr_backend_ops ops;
@@ -35,7 +24,8 @@ struct adasum {
     struct hr_work work;
     struct hr_kinds kinds;
     struct hr_pieces pieces;
-    enum stage stage;
+    /* In their order, for the kinds of the batch one after the other; the middle three for each level of the tree. */
+    enum hr_adasum_phase stage;
 
     /* Of one kind. Counts are of values as they travel. */
     struct hr_fused fused;
@@ -64,6 +54,18 @@ struct adasum {
 
 static struct adasum *adasum_of(struct hr_backend *backend) {
     return (struct adasum *)backend;
+}
+
+static void enter(struct adasum *self, enum hr_adasum_phase stage) {
+    struct hr_recorder *recorder = &self->team->node->recorder;
+    self->stage = stage;
+    self->at = 0;
+    if (hr_recorder_is_traced(recorder)) {
+        hr_recorder_add(recorder, &(struct hr_event){.event = HR_EVENT_PHASE,
+                                                     .op = HORO_ALLREDUCE,
+                                                     .team = self->team->number,
+                                                     .number = (int32_t)stage});
+    }
 }
 
 /* ---- Memory ---- */
@@ -110,15 +112,14 @@ static char *received(const struct adasum *self) {
     return self->is_packed ? self->packed : self->fused.pieces[0].output;
 }
 
-static int begin_inner(struct adasum *self, enum stage stage, struct hr_work work) {
+static int begin_inner(struct adasum *self, enum hr_adasum_phase stage, struct hr_work work) {
     work.operands = &self->operand;
     work.count = 1;
     work.row_bytes = &self->row_bytes;
     work.results = &self->result;
     work.prescale = 1.0;
     work.postscale = 1.0;
-    self->stage = stage;
-    self->at = 0;
+    enter(self, stage);
     HR_TRY(self->inner->ops->begin(self->inner, &work));
     return HR_TASK_MOVED;
 }
@@ -141,7 +142,7 @@ static int begin_scatter(struct adasum *self) {
                                         .is_given = 1,
                                         .bytes = (int64_t)(size * self->own_count * self->width),
                                         .first_dims = self->own_counts};
-    return begin_inner(self, SCATTER, (struct hr_work){.op = HORO_ALLTOALL, .splits = self->splits});
+    return begin_inner(self, HR_ADASUM_SCATTER, (struct hr_work){.op = HORO_ALLTOALL, .splits = self->splits});
 }
 
 static int begin_sum(struct adasum *self) {
@@ -150,7 +151,7 @@ static int begin_sum(struct adasum *self) {
     self->operand =
         (struct hr_operand){.input = self->sums, .output = self->sums, .bytes = bytes, .dtype = HORO_FLOAT64};
     self->row_bytes = bytes;
-    return begin_inner(self, SUM, (struct hr_work){.op = HORO_ALLREDUCE, .reduce_op = HORO_SUM});
+    return begin_inner(self, HR_ADASUM_SUM, (struct hr_work){.op = HORO_ALLREDUCE, .reduce_op = HORO_SUM});
 }
 
 /* The root of the tree is the first share. */
@@ -167,7 +168,7 @@ static int begin_gather(struct adasum *self) {
                                         .is_given = 1,
                                         .bytes = (int64_t)(self->count * self->width),
                                         .first_dims = self->share_counts};
-    return begin_inner(self, GATHER, (struct hr_work){.op = HORO_ALLGATHER});
+    return begin_inner(self, HR_ADASUM_GATHER, (struct hr_work){.op = HORO_ALLGATHER});
 }
 
 /* ---- Arithmetic: each function does what fits one turn, and says whether there is more ---- */
@@ -203,7 +204,7 @@ static void work_on(const struct adasum *self, size_t tensor, size_t count) {
     char *a = self->shares + (low * self->own_count + self->at) * self->width;
     const char *b = a + distance * self->own_count * self->width;
     double *sums = self->sums + (low / (2 * distance) * self->fused.count + tensor) * PRODUCTS;
-    if (self->stage == MULTIPLY) {
+    if (self->stage == HR_ADASUM_MULTIPLY) {
         kernel->dots(dtype, a, b, count, sums);
     } else {
         kernel->combine(dtype, a, b, count, factor_of(sums[0], sums[1]), factor_of(sums[0], sums[2]));
@@ -231,11 +232,10 @@ static int work_on_pairs(struct adasum *self) {
     return self->own_count > 0 && self->low + self->distance < self->team->size;
 }
 
-static void begin_pairs(struct adasum *self, enum stage stage) {
-    self->stage = stage;
-    self->at = 0;
+static void begin_pairs(struct adasum *self, enum hr_adasum_phase stage) {
+    enter(self, stage);
     self->low = 0;
-    if (stage == MULTIPLY) {
+    if (stage == HR_ADASUM_MULTIPLY) {
         memset(self->sums, 0, (size_t)self->team->size / 2 * self->fused.count * PRODUCTS * sizeof *self->sums);
     }
 }
@@ -259,24 +259,27 @@ static int begin_kind(struct adasum *self) {
     self->is_packed = self->fused.count > 1 || !hr_codec_is_plain(codec) || self->work.prescale != 1.0;
     hr_part(self->count, (size_t)self->team->size, (size_t)self->team->rank, &self->first, &self->own_count);
     self->distance = 1;
-    self->stage = PACK;
+    self->stage = HR_ADASUM_PACK;
     self->at = 0;
     HR_TRY(allocate(self));
-    return self->is_packed ? HR_TASK_MOVED : begin_scatter(self);
+    if (!self->is_packed) {
+        return begin_scatter(self);
+    }
+    enter(self, HR_ADASUM_PACK);
+    return HR_TASK_MOVED;
 }
 
 /* What follows a collective of inner that is over. */
 static int end_inner(struct adasum *self) {
     switch (self->stage) {
-    case SCATTER: begin_pairs(self, MULTIPLY); return HR_TASK_MOVED;
-    case SUM: begin_pairs(self, COMBINE); return HR_TASK_MOVED;
+    case HR_ADASUM_SCATTER: begin_pairs(self, HR_ADASUM_MULTIPLY); return HR_TASK_MOVED;
+    case HR_ADASUM_SUM: begin_pairs(self, HR_ADASUM_COMBINE); return HR_TASK_MOVED;
     default: break;
     }
     if (!self->is_packed) {
         return begin_kind(self);
     }
-    self->stage = UNPACK;
-    self->at = 0;
+    enter(self, HR_ADASUM_UNPACK);
     return HR_TASK_MOVED;
 }
 
@@ -285,7 +288,7 @@ static int end_level(struct adasum *self) {
     if (self->distance >= self->team->size) {
         return begin_gather(self);
     }
-    begin_pairs(self, MULTIPLY);
+    begin_pairs(self, HR_ADASUM_MULTIPLY);
     return HR_TASK_MOVED;
 }
 
@@ -295,13 +298,13 @@ static int adasum_progress(struct hr_backend *backend) {
         return self->inner->ops->progress(self->inner);
     }
     switch (self->stage) {
-    case PACK: return pack(self) ? HR_TASK_MOVED : begin_scatter(self);
-    case MULTIPLY: return work_on_pairs(self) ? HR_TASK_MOVED : begin_sum(self);
-    case COMBINE: return work_on_pairs(self) ? HR_TASK_MOVED : end_level(self);
-    case UNPACK: return unpack(self) ? HR_TASK_MOVED : begin_kind(self);
-    case SCATTER:
-    case SUM:
-    case GATHER: break;
+    case HR_ADASUM_PACK: return pack(self) ? HR_TASK_MOVED : begin_scatter(self);
+    case HR_ADASUM_MULTIPLY: return work_on_pairs(self) ? HR_TASK_MOVED : begin_sum(self);
+    case HR_ADASUM_COMBINE: return work_on_pairs(self) ? HR_TASK_MOVED : end_level(self);
+    case HR_ADASUM_UNPACK: return unpack(self) ? HR_TASK_MOVED : begin_kind(self);
+    case HR_ADASUM_SCATTER:
+    case HR_ADASUM_SUM:
+    case HR_ADASUM_GATHER: break;
     }
     const int moved = self->inner->ops->progress(self->inner);
     return moved == HR_TASK_DONE ? end_inner(self) : moved;
@@ -335,7 +338,8 @@ static int adasum_begin(struct hr_backend *backend, const struct hr_work *work) 
 
 static void adasum_cancel(struct hr_backend *backend) {
     struct adasum *self = adasum_of(backend);
-    const int is_with_inner = self->stage == SCATTER || self->stage == SUM || self->stage == GATHER;
+    const int is_with_inner =
+        self->stage == HR_ADASUM_SCATTER || self->stage == HR_ADASUM_SUM || self->stage == HR_ADASUM_GATHER;
     if (!self->runs || is_with_inner) {
         self->inner->ops->cancel(self->inner);
     }
@@ -347,7 +351,7 @@ static void adasum_cancel(struct hr_backend *backend) {
 
 static int adasum_is_ending(const struct hr_backend *backend) {
     const struct adasum *self = (const struct adasum *)backend;
-    if (self->runs && (self->stage != GATHER || self->fused.count < self->work.count)) {
+    if (self->runs && (self->stage != HR_ADASUM_GATHER || self->fused.count < self->work.count)) {
         return 0; /* also with several kinds, whose last one has fewer tensors */
     }
     return self->inner->ops->is_ending(self->inner);

@@ -1,6 +1,7 @@
 #include "backend/carried.h"
 
 #include "backend/operands.h"
+#include "base/dtype.h"
 #include "collective/collective.h"
 #include "kernel/codec.h"
 
@@ -21,21 +22,18 @@ static size_t value_count(const horo_tensor *tensor, size_t most) {
 }
 
 /* The leader reduces what all ranks of its host carry, one after the other, where a collective would share that out. */
-static size_t limit_of(const struct hr_team *team) {
-    const size_t share = team->tuning.carried_per_host / (size_t)team->largest_host;
-    const size_t most = share < team->tuning.carried ? share : team->tuning.carried;
-    return most < HR_CARRIED_MAX ? most : HR_CARRIED_MAX;
+int hr_carried_pays(const struct hr_team *team, size_t bytes) {
+    return bytes <= team->tuning.carried && bytes <= team->tuning.carried_per_host / (size_t)team->largest_host;
 }
 
 size_t hr_carried_bytes(const struct hr_team *team, const horo_request *call) {
     if (call->op != HORO_ALLREDUCE || call->reduce_op == HORO_ADASUM || call->tensor_count != 1 ||
-        team->host_count == 1) {
+        team->host_count == 1 || hr_dtype_is_complex(call->tensors[0].dtype)) {
         return 0;
     }
-    const size_t most = limit_of(team);
-    const size_t count = value_count(&call->tensors[0], most);
+    const size_t count = value_count(&call->tensors[0], HR_CARRIED_MAX);
     const size_t bytes = count == 0 ? 0 : hr_codec_bytes(codec_of(call), count);
-    return bytes <= most ? bytes : 0;
+    return bytes <= HR_CARRIED_MAX ? bytes : 0;
 }
 
 static struct hr_scale postscale_of(const struct hr_team *team, const horo_request *call) {
@@ -63,7 +61,7 @@ static void reduce(const struct hr_team *team, const horo_request *call, const v
 
 void hr_carried_pack(const struct hr_team *team, const horo_request *call, void *packed) {
     const struct hr_codec *codec = codec_of(call);
-    const size_t count = value_count(&call->tensors[0], limit_of(team));
+    const size_t count = value_count(&call->tensors[0], HR_CARRIED_MAX);
     codec->pack(codec, team->node->kernel, packed, call->tensors[0].input, count, call->prescale, HR_STORE_ORDINARY);
     if (team->local_size == 1) {
         scale(team, call, packed, hr_scale_by(partial_scale_of(team, call)));
@@ -88,5 +86,5 @@ void hr_carried_reduce(const struct hr_team *team, const horo_request *call, con
 void hr_carried_unpack(const struct hr_team *team, const horo_request *call, const void *packed) {
     const struct hr_codec *codec = codec_of(call);
     codec->unpack(codec, team->node->kernel, call->tensors[0].output, packed,
-                  value_count(&call->tensors[0], limit_of(team)));
+                  value_count(&call->tensors[0], HR_CARRIED_MAX));
 }

@@ -11,8 +11,13 @@
 
 #include "backend/backend.h"
 
-/* The packed bytes of the request's values; 0: it cannot be carried, or is too large to be, in this team. */
+/*
+ * The packed bytes of the request's values; 0: it cannot be carried, or is too large to be, in this team, whatever its
+ * tuning: that may change between the announcements of a tensor and its record.
+ */
 size_t hr_carried_bytes(const struct hr_team *team, const horo_request *call);
+/* Whether so many are few enough to be announced with their tensor. */
+int hr_carried_pays(const struct hr_team *team, size_t bytes);
 
 /* This rank's values, packed; where it is alone on its host, they are the host's sum. */
 void hr_carried_pack(const struct hr_team *team, const horo_request *call, void *packed);

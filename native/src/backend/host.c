@@ -4,12 +4,16 @@
 #include "backend/operands.h"
 #include "base/op.h"
 #include "collective/collective.h"
+#include "collective/direct.h"
 
 /* Scratch of what has a part for each rank. */
 struct parts {
     struct hr_fused *by_rank; /* [size]; alltoall: what goes to each, and behind it what comes from each */
     size_t *offsets;          /* allgather: [count]; alltoall: [size * size] bytes from each to each */
 };
+
+/* How a move is made: by the slots, or from the others' memory, which is tried first. */
+enum way { WAY_SLOTS, WAY_TRY, WAY_READ };
 
 struct host_backend {
     struct hr_backend base;
@@ -18,8 +22,13 @@ struct host_backend {
     struct hr_work work;
     struct hr_kinds kinds;
     struct parts parts;
-    struct hr_task *task; /* the step that runs; NULL: none */
+    struct hr_fused fused; /* of a broadcast */
+    size_t moved_bytes;    /* what the largest tensor of a rank has, of an operation that moves data */
+    struct hr_task *task;  /* the step that runs; NULL: none */
+    enum way way;          /* of a move */
     union {
+        struct hr_probe probe;
+        struct hr_direct direct;
         struct hr_allreduce allreduce;
         struct hr_broadcast broadcast;
         struct hr_allgather allgather;
@@ -99,24 +108,83 @@ static void place_contributions(const struct host_backend *host) {
     }
 }
 
-static int begin_gathering(struct host_backend *host) {
+/* ---- Moves: broadcast, allgather, alltoall ---- */
+
+/* Makes the vectors. */
+static int lay_out_move(struct host_backend *host) {
+    const struct hr_work *work = &host->work;
+    const int size = host->team->size;
+    host->moved_bytes = 0;
+    if (work->op == HORO_BROADCAST) {
+        host->fused = hr_fuse_bytes(host->pieces.at, work->operands, work->count);
+        host->moved_bytes = host->fused.bytes;
+        return HORO_OK;
+    }
     HR_TRY(begin_parts(host));
-    place_contributions(host);
-    HR_TRY(hr_allgather_begin(&host->run.allgather, host->team, host->parts.by_rank));
-    host->task = &host->run.allgather.segments.task;
+    struct hr_fused *by_rank = host->parts.by_rank;
+    if (work->op == HORO_ALLGATHER) {
+        place_contributions(host);
+        for (int r = 0; r < size; r++) {
+            host->moved_bytes += by_rank[r].bytes;
+        }
+        return HORO_OK;
+    }
+    hr_fuse_splits(work, host->team->rank, size, host->pieces.at, by_rank, by_rank + size, host->parts.offsets);
+    for (int pair = 0; pair < size * size; pair++) {
+        host->moved_bytes += host->parts.offsets[pair] / (size_t)size;
+    }
     return HORO_OK;
 }
 
-/* ---- Alltoall ---- */
+static struct hr_move move_of(const struct host_backend *host) {
+    const struct hr_fused *by_rank = host->parts.by_rank;
+    const int rank = host->team->rank;
+    const size_t tensors = host->work.count;
+    switch (host->work.op) {
+    case HORO_BROADCAST: return (struct hr_move){&host->fused, 1, &host->fused, host->work.root_rank, tensors};
+    case HORO_ALLGATHER: return (struct hr_move){&by_rank[rank], 1, by_rank, -1, tensors};
+    default: return (struct hr_move){by_rank, host->team->size, by_rank + host->team->size, -1, tensors};
+    }
+}
 
-static int begin_exchange(struct host_backend *host) {
-    HR_TRY(begin_parts(host));
+/* Through the slots, and between hosts. */
+static int begin_passing(struct host_backend *host) {
+    const struct hr_fused *by_rank = host->parts.by_rank;
+    switch (host->work.op) {
+    case HORO_BROADCAST:
+        hr_broadcast_begin(&host->run.broadcast, host->team, &host->fused, host->work.root_rank);
+        host->task = &host->run.broadcast.segments.task;
+        return HORO_OK;
+    case HORO_ALLGATHER:
+        HR_TRY(hr_allgather_begin(&host->run.allgather, host->team, by_rank));
+        host->task = &host->run.allgather.segments.task;
+        return HORO_OK;
+    default:
+        HR_TRY(hr_alltoall_begin(&host->run.alltoall, host->team, by_rank, by_rank + host->team->size,
+                                 host->parts.offsets));
+        host->task = &host->run.alltoall.segments.task;
+        return HORO_OK;
+    }
+}
+
+/* The first one that would read the others' memory finds out whether all can. */
+static int begin_move(struct host_backend *host) {
     struct hr_team *team = host->team;
-    struct hr_fused *to = host->parts.by_rank;
-    struct hr_fused *from = to + team->size;
-    hr_fuse_splits(&host->work, team->rank, team->size, host->pieces.at, to, from, host->parts.offsets);
-    HR_TRY(hr_alltoall_begin(&host->run.alltoall, team, to, from, host->parts.offsets));
-    host->task = &host->run.alltoall.segments.task;
+    const struct hr_move move = move_of(host);
+    host->task = NULL;
+    host->way = WAY_SLOTS;
+    if (!hr_direct_pays(team, &move, host->moved_bytes)) {
+        return begin_passing(host);
+    }
+    if (team->reads_peers == 0) {
+        host->way = WAY_TRY;
+        hr_probe_begin(&host->run.probe, team);
+        host->task = &host->run.probe.task;
+    } else {
+        host->way = WAY_READ;
+        hr_direct_begin(&host->run.direct, team, &move);
+        host->task = &host->run.direct.task;
+    }
     return HORO_OK;
 }
 
@@ -129,6 +197,7 @@ static int host_begin(struct hr_backend *backend, const struct hr_work *work) {
         host->work.op = HORO_ALLREDUCE;
     }
     host->task = NULL;
+    host->way = WAY_SLOTS;
     host->kinds = (struct hr_kinds){.operands = work->operands,
                                     .count = work->count,
                                     .row_bytes = work->row_bytes,
@@ -140,14 +209,11 @@ static int host_begin(struct hr_backend *backend, const struct hr_work *work) {
     case HORO_REDUCESCATTER:
         HR_TRY(begin_parts(host));
         return begin_rows(host) < 0 ? HORO_ERR_RESOURCE : HORO_OK;
-    case HORO_BROADCAST: {
-        const struct hr_fused fused = hr_fuse_bytes(host->pieces.at, work->operands, work->count);
-        hr_broadcast_begin(&host->run.broadcast, host->team, &fused, work->root_rank);
-        host->task = &host->run.broadcast.segments.task;
-        return HORO_OK;
-    }
-    case HORO_ALLGATHER: return begin_gathering(host);
-    case HORO_ALLTOALL: return begin_exchange(host);
+    case HORO_BROADCAST:
+    case HORO_ALLGATHER:
+    case HORO_ALLTOALL:
+        HR_TRY(lay_out_move(host));
+        return begin_move(host);
     default: return HORO_ERR_INTERNAL;
     }
 }
@@ -159,6 +225,10 @@ static int begin_next(struct host_backend *host) {
     }
     if (host->work.op == HORO_REDUCESCATTER) {
         return begin_rows(host);
+    }
+    if (host->way == WAY_TRY || (host->way == WAY_READ && host->team->reads_peers < 0)) {
+        const int status = begin_move(host);
+        return status == HORO_OK ? HR_TASK_MOVED : status;
     }
     end_parts(host);
     return HR_TASK_DONE;

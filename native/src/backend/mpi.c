@@ -288,7 +288,7 @@ static int mpi_progress(struct hr_backend *backend) {
         moved = begin_transfer(self);
     }
     if (moved == HR_TASK_DONE && self->work.op == HORO_BROADCAST && contributes(self)) {
-        hr_fused_copy(&self->fused, self->team->node->kernel);
+        hr_fused_copy(&self->fused, 0, self->fused.bytes, self->team->node->kernel, HR_STORE_ORDINARY);
     }
     return moved;
 }

@@ -5,15 +5,24 @@ struct dtype {
     size_t bytes;
 };
 
-static const struct dtype dtypes[HORO_DTYPE_COUNT] = {
+static const struct dtype dtypes[HORO_ANY_DTYPE_COUNT] = {
     [HORO_UINT8] = {"uint8", 1},       [HORO_INT8] = {"int8", 1},       [HORO_INT16] = {"int16", 2},
     [HORO_INT32] = {"int32", 4},       [HORO_INT64] = {"int64", 8},     [HORO_FLOAT16] = {"float16", 2},
     [HORO_BFLOAT16] = {"bfloat16", 2}, [HORO_FLOAT32] = {"float32", 4}, [HORO_FLOAT64] = {"float64", 8},
     [HORO_BOOL] = {"bool", 1},
+    [HORO_UINT16] = {"uint16", 2}, [HORO_UINT32] = {"uint32", 4},
+    [HORO_UINT64] = {"uint64", 8}, [HORO_COMPLEX32] = {"complex32", 4},
+    [HORO_COMPLEX64] = {"complex64", 8}, [HORO_COMPLEX128] = {"complex128", 16},
+    [HORO_FLOAT8_E4M3FN] = {"float8_e4m3fn", 1}, [HORO_FLOAT8_E5M2] = {"float8_e5m2", 1},
+    [HORO_FLOAT8_E4M3FNUZ] = {"float8_e4m3fnuz", 1}, [HORO_FLOAT8_E5M2FNUZ] = {"float8_e5m2fnuz", 1},
+    [HORO_FLOAT8_E8M0FNU] = {"float8_e8m0fnu", 1}, [HORO_FLOAT4_E2M1FN_X2] = {"float4_e2m1fn_x2", 1},
+    [HORO_BITS8] = {"bits8", 1}, [HORO_BITS16] = {"bits16", 2},
+    [HORO_BITS1X8] = {"bits1x8", 1}, [HORO_BITS2X4] = {"bits2x4", 1},
+    [HORO_BITS4X2] = {"bits4x2", 1},
 };
 
 static int is_known(int dtype) {
-    return dtype >= 0 && dtype < HORO_DTYPE_COUNT;
+    return dtype >= 0 && dtype < HORO_ANY_DTYPE_COUNT;
 }
 
 size_t hr_dtype_bytes(int dtype) {
@@ -28,8 +37,24 @@ int hr_dtype_is_integer(int dtype) {
     return dtype >= HORO_UINT8 && dtype <= HORO_INT64;
 }
 
+int hr_dtype_is_complex(int dtype) {
+    return dtype >= HORO_COMPLEX32 && dtype <= HORO_COMPLEX128;
+}
+
+int hr_dtype_real(int dtype) {
+    switch (dtype) {
+    case HORO_COMPLEX32: return HORO_FLOAT16;
+    case HORO_COMPLEX64: return HORO_FLOAT32;
+    case HORO_COMPLEX128: return HORO_FLOAT64;
+    default: return dtype;
+    }
+}
+
 int hr_dtype_reducible(int dtype, int reduce_op) {
-    if (!is_known(dtype)) {
+    if (hr_dtype_is_complex(dtype)) {
+        return reduce_op == HORO_SUM || reduce_op == HORO_AVERAGE;
+    }
+    if (dtype < 0 || dtype >= HORO_DTYPE_COUNT) {
         return 0;
     }
     switch (reduce_op) {

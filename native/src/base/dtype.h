@@ -12,7 +12,10 @@ size_t hr_dtype_bytes(int dtype);
 const char *hr_dtype_name(int dtype);
 /* bool is none. */
 int hr_dtype_is_integer(int dtype);
-/* Whether reductions offer this combination; bool has no AVERAGE. */
+int hr_dtype_is_complex(int dtype);
+/* The dtype of the two parts of a complex number; any other dtype is its own. */
+int hr_dtype_real(int dtype);
+/* Whether reductions offer this combination; bool has no AVERAGE, complex numbers have SUM and AVERAGE only. */
 int hr_dtype_reducible(int dtype, int reduce_op);
 /* Whether reductions can send values of `dtype` as `wire_dtype`: a 16-bit float for a wider one. */
 int hr_dtype_narrows(int dtype, int wire_dtype);

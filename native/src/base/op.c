@@ -12,6 +12,7 @@ const char *hr_op_name(int op) {
         [HORO_REMOVE_TEAM] = "remove_process_set",
         [HORO_REDUCESCATTER] = "reducescatter",
         [HORO_ALLTOALL] = "alltoall",
+        [HORO_JOIN] = "join",
     };
     return op >= 0 && op < HORO_OP_COUNT ? names[op] : "unknown operation";
 }
@@ -22,6 +23,10 @@ int hr_op_reduces(int op) {
 
 int hr_op_tells_rows(int op) {
     return op == HORO_ALLGATHER || op == HORO_ALLTOALL;
+}
+
+int hr_op_has_tensors(int op) {
+    return op != HORO_BARRIER && op != HORO_JOIN;
 }
 
 int hr_op_needs_rows(int op) {

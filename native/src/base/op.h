@@ -14,6 +14,12 @@ int hr_op_reduces(int op);
  */
 int hr_op_tells_rows(int op);
 
+/* Whether it moves data, or says which teams there are; else all that there is to it is that all have submitted it. */
+int hr_op_has_tensors(int op);
+
+/* The name of the requests to join. */
+#define HR_JOIN_NAME "join.noname"
+
 /* Whether a tensor of it has a first extent, which is cut or joined: scalars have none. */
 int hr_op_needs_rows(int op);
 

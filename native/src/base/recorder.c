@@ -1,7 +1,9 @@
 #include "base/recorder.h"
 
-#include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+
+#include "base/cut.h"
 
 enum { OP_NONE = 15 };
 
@@ -10,19 +12,33 @@ static const char cut_mark[] = "...";
 _Static_assert(sizeof(struct hr_record) == 64, "a record is one cache line");
 _Static_assert(sizeof ((horo_event *)0)->name > HR_RECORDER_NAME_BYTES, "a name fits with its end");
 
+enum { MEMORY_BYTES = HR_RECORDER_TRACED_RECORDS * sizeof(struct hr_record) };
+
 int hr_recorder_init(struct hr_recorder *recorder) {
-    *recorder = (struct hr_recorder){.created = hr_tick_sample()};
-    recorder->records = aligned_alloc(_Alignof(struct hr_record), HR_RECORDER_RECORDS * sizeof *recorder->records);
-    if (recorder->records == NULL) {
+    *recorder = (struct hr_recorder){.created = hr_tick_sample(), .mask = HR_RECORDER_RECORDS - 1};
+    /* pages are touched only when used */
+    void *memory = mmap(NULL, MEMORY_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) {
         return HORO_ERR_RESOURCE;
     }
-    memset((void *)recorder->records, 0, HR_RECORDER_RECORDS * sizeof *recorder->records);
+    recorder->records = memory;
     return HORO_OK;
 }
 
 void hr_recorder_fini(struct hr_recorder *recorder) {
-    free((void *)recorder->records);
-    recorder->records = NULL;
+    if (recorder->records != NULL) {
+        (void)munmap((void *)recorder->records, MEMORY_BYTES);
+        recorder->records = NULL;
+    }
+}
+
+void hr_recorder_trace(struct hr_recorder *recorder, int is_traced) {
+    const int records = is_traced ? HR_RECORDER_TRACED_RECORDS : HR_RECORDER_RECORDS;
+    atomic_store_explicit(&recorder->mask, (uint64_t)records - 1, memory_order_relaxed);
+}
+
+static struct hr_record *record_at(const struct hr_recorder *recorder, uint64_t place) {
+    return &recorder->records[place & atomic_load_explicit(&recorder->mask, memory_order_relaxed)];
 }
 
 /* The end of a name tells more than its beginning, which many share. Filled up with zeros. */
@@ -54,9 +70,8 @@ static uint64_t pack(const struct hr_event *event) {
  * The words are stored with release and loaded with acquire: whoever has seen a word of a record also sees that it is
  * being written. A fence would do the same, but ThreadSanitizer does not know fences.
  */
-void hr_recorder_add(struct hr_recorder *recorder, const struct hr_event *event) {
-    const uint64_t place = atomic_fetch_add_explicit(&recorder->next, 1, memory_order_relaxed);
-    struct hr_record *record = &recorder->records[place % HR_RECORDER_RECORDS];
+static void write_at(const struct hr_recorder *recorder, uint64_t place, const struct hr_event *event) {
+    struct hr_record *record = record_at(recorder, place);
     const uint64_t writing = 2 * place + 1;
     uint64_t seen = atomic_load_explicit(&record->mark, memory_order_relaxed);
     /* Partner: the release of the last store below, by the one before. */
@@ -67,7 +82,7 @@ void hr_recorder_add(struct hr_recorder *recorder, const struct hr_event *event)
     }
     uint64_t words[HR_RECORDER_NAME_WORDS];
     cut_name(event->name, event->name_bytes, words);
-    /* Partners of all these: the loads in hr_recorder_look. */
+    /* Partners of all these: the loads in read_at. */
     atomic_store_explicit(&record->ticks, event->ticks != 0 ? event->ticks : hr_ticks(), memory_order_release);
     atomic_store_explicit(&record->bytes, (uint64_t)event->bytes, memory_order_release);
     atomic_store_explicit(&record->what, pack(event), memory_order_release);
@@ -75,6 +90,29 @@ void hr_recorder_add(struct hr_recorder *recorder, const struct hr_event *event)
         atomic_store_explicit(&record->name[i], words[i], memory_order_release);
     }
     atomic_store_explicit(&record->mark, writing + 1, memory_order_release);
+}
+
+void hr_recorder_add(struct hr_recorder *recorder, const struct hr_event *event) {
+    write_at(recorder, atomic_fetch_add_explicit(&recorder->next, 1, memory_order_relaxed), event);
+}
+
+void hr_recorder_add_text(struct hr_recorder *recorder, uint32_t hash, const char *text, size_t text_bytes) {
+    const size_t parts = hr_divide_up(text_bytes, HR_RECORDER_NAME_BYTES);
+    const uint64_t place = atomic_fetch_add_explicit(&recorder->next, parts, memory_order_relaxed);
+    const uint64_t ticks = hr_ticks();
+    for (size_t i = 0; i < parts; i++) {
+        const size_t offset = i * HR_RECORDER_NAME_BYTES;
+        write_at(recorder, place + i,
+                 &(struct hr_event){
+                     .ticks = ticks,
+                     .event = HR_EVENT_TEXT,
+                     .op = -1,
+                     .number = (int32_t)hash,
+                     .bytes = (int64_t)((uint64_t)text_bytes << 32 | offset),
+                     .name = text + offset,
+                     .name_bytes = hr_smaller(text_bytes - offset, HR_RECORDER_NAME_BYTES),
+                 });
+    }
 }
 
 static void unpack(uint64_t what, horo_event *event) {
@@ -86,10 +124,10 @@ static void unpack(uint64_t what, horo_event *event) {
     event->number = (int32_t)(uint32_t)(what >> 32);
 }
 
-int hr_recorder_look(const struct hr_recorder *recorder, struct hr_tick_sample now, uint64_t place, horo_event *event) {
-    const struct hr_record *record = &recorder->records[place % HR_RECORDER_RECORDS];
+static int read_at(const struct hr_recorder *recorder, const struct hr_record *record, struct hr_tick_sample now,
+                   uint64_t place, horo_event *event) {
     const uint64_t stands = 2 * place + 2;
-    /* partners: the stores in hr_recorder_add */
+    /* partners: the stores in write_at */
     if (atomic_load_explicit(&record->mark, memory_order_acquire) != stands) {
         return 0;
     }
@@ -109,13 +147,56 @@ int hr_recorder_look(const struct hr_recorder *recorder, struct hr_tick_sample n
     return 1;
 }
 
+/* A record that was written before the ring changed its size is where that size puts it. */
+int hr_recorder_look(const struct hr_recorder *recorder, struct hr_tick_sample now, uint64_t place, horo_event *event) {
+    const struct hr_record *records = recorder->records;
+    return read_at(recorder, &records[place % HR_RECORDER_RECORDS], now, place, event) ||
+           read_at(recorder, &records[place % HR_RECORDER_TRACED_RECORDS], now, place, event);
+}
+
+struct hr_recorder_tail hr_recorder_end(const struct hr_recorder *recorder) {
+    return (struct hr_recorder_tail){.place = atomic_load_explicit(&recorder->next, memory_order_relaxed)};
+}
+
+void hr_recorder_begin_look(struct hr_recorder_tail *tail) {
+    tail->given_up = tail->awaited;
+    tail->awaited = 0;
+    tail->now = hr_tick_sample();
+}
+
+int hr_recorder_next(const struct hr_recorder *recorder, struct hr_recorder_tail *tail, horo_event *event,
+                     uint64_t *lost) {
+    for (;;) {
+        const uint64_t end = atomic_load_explicit(&recorder->next, memory_order_relaxed);
+        const uint64_t records = atomic_load_explicit(&recorder->mask, memory_order_relaxed) + 1;
+        if (tail->place >= end) {
+            return 0;
+        }
+        if (end - tail->place > records) {
+            *lost += end - records - tail->place;
+            tail->place = end - records;
+        }
+        if (hr_recorder_look(recorder, tail->now, tail->place, event)) {
+            tail->place++;
+            return 1;
+        }
+        const uint64_t mark = atomic_load_explicit(&record_at(recorder, tail->place)->mark, memory_order_relaxed);
+        if (mark < 2 * tail->place + 2 && tail->given_up != tail->place + 1) {
+            tail->awaited = tail->place + 1;
+            return 0;
+        }
+        tail->place++;
+        (*lost)++;
+    }
+}
+
 size_t hr_recorder_read(const struct hr_recorder *recorder, horo_event *events, size_t capacity) {
     const struct hr_tick_sample now = hr_tick_sample();
     const uint64_t end = atomic_load_explicit(&recorder->next, memory_order_relaxed);
     const size_t most = capacity < HR_RECORDER_RECORDS ? capacity : HR_RECORDER_RECORDS;
     size_t count = 0;
     for (uint64_t place = end > most ? end - most : 0; place < end; place++) {
-        count += hr_recorder_look(recorder, now, place, &events[count]) != 0;
+        count += hr_recorder_look(recorder, now, place, &events[count]) && events[count].event <= HORO_EVENT_LOST;
     }
     return count;
 }

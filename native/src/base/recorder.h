@@ -17,14 +17,41 @@
 
 enum {
     HR_RECORDER_RECORDS = HORO_EVENTS_MAX, /* a power of two */
+    HR_RECORDER_TRACED_RECORDS = 1 << 16, /* while it is traced; what lies between takes no memory before */
     HR_RECORDER_NAME_BYTES = 32,
     HR_RECORDER_NAME_WORDS = HR_RECORDER_NAME_BYTES / 8,
 };
 
+/* For timelines alone, behind those of enum horo_event_kind. Requests are told apart by the lower half of a hash. */
+enum hr_traced_kind {
+    /* coordinator: a rank, in bytes, is ready for a request; number: hash */
+    HR_EVENT_ANNOUNCED = HORO_EVENT_LOST + 1,
+    /* part of a text about a request; bytes: offset, and from bit 32 on the length of all; number: hash */
+    HR_EVENT_TEXT,
+    /* of the batch whose AGREED come next; bytes: where its record ends in the log of the team; number: enum hr_via */
+    HR_EVENT_RECORD,
+    /* of the batch of a team that moves data: its next phase begins; number: enum hr_adasum_phase */
+    HR_EVENT_PHASE,
+};
+
+/* Of an Adasum, see backend/adasum.h. */
+enum hr_adasum_phase {
+    HR_ADASUM_PACK,
+    HR_ADASUM_SCATTER, /* alltoall */
+    HR_ADASUM_MULTIPLY,
+    HR_ADASUM_SUM, /* allreduce of the products */
+    HR_ADASUM_COMBINE,
+    HR_ADASUM_GATHER, /* allgather */
+    HR_ADASUM_UNPACK,
+};
+
+/* What moves the data of a batch. */
+enum hr_via { HR_VIA_NONE, HR_VIA_SHM, HR_VIA_TCP, HR_VIA_MPI };
+
 /* What is written; see horo_event. */
 struct hr_event {
     uint64_t ticks; /* when; 0: now */
-    int32_t event; /* enum horo_event_kind */
+    int32_t event; /* enum horo_event_kind, hr_traced_kind */
     int32_t op;    /* enum horo_op; -1: none */
     int32_t status;
     int32_t team;
@@ -44,7 +71,8 @@ struct hr_record {
 };
 
 struct hr_recorder {
-    struct hr_record *records; /* [HR_RECORDER_RECORDS] */
+    struct hr_record *records; /* [HR_RECORDER_TRACED_RECORDS] */
+    _Atomic uint64_t mask;     /* a place and this: the index of its record; one less than a number of records */
     struct hr_tick_sample created;
     _Atomic uint64_t next;            /* place; their sequence does not end */
     _Atomic uint64_t described;       /* places that hr_recorder_describe has looked at */
@@ -58,7 +86,29 @@ void hr_recorder_fini(struct hr_recorder *recorder);
 /* Of a name that is too long the end is kept. Any thread. */
 void hr_recorder_add(struct hr_recorder *recorder, const struct hr_event *event);
 
-/* The last records, at most `capacity`, the oldest first; returns how many. Any thread. */
+/* A text that belongs to a request, in parts; for timelines. Any thread. */
+void hr_recorder_add_text(struct hr_recorder *recorder, uint32_t hash, const char *text, size_t text_bytes);
+
+/* Whether a timeline is written: events of hr_traced_kind are wanted, and requests' hashes in `number`. */
+static inline int hr_recorder_is_traced(const struct hr_recorder *recorder) {
+    return atomic_load_explicit(&recorder->mask, memory_order_relaxed) != HR_RECORDER_RECORDS - 1;
+}
+void hr_recorder_trace(struct hr_recorder *recorder, int is_traced);
+
+/* A reader of all events from a place on, in their order. One thread at a time. */
+struct hr_recorder_tail {
+    uint64_t place;    /* of the next one */
+    uint64_t awaited;  /* 1 + the place that was still being written; 0: none */
+    uint64_t given_up; /* 1 + one that was so in the last look already: its event is lost */
+    struct hr_tick_sample now;
+};
+struct hr_recorder_tail hr_recorder_end(const struct hr_recorder *recorder);
+/* Begins a look, in which next returns 1 with an event until there is none. *lost grows by those that were missed. */
+void hr_recorder_begin_look(struct hr_recorder_tail *tail);
+int hr_recorder_next(const struct hr_recorder *recorder, struct hr_recorder_tail *tail, horo_event *event,
+                     uint64_t *lost);
+
+/* The last records of horo_event_kind, at most `capacity`, the oldest first; returns how many. Any thread. */
 size_t hr_recorder_read(const struct hr_recorder *recorder, horo_event *events, size_t capacity);
 
 /*

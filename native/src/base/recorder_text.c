@@ -27,7 +27,8 @@ static int collect(const struct hr_recorder *recorder, struct hr_tick_sample now
     int count = 0;
     for (uint64_t place = end; place > begin; place--) {
         horo_event event;
-        if (!hr_recorder_look(recorder, now, place - 1, &event) || event.event == HORO_EVENT_AGREED) {
+        if (!hr_recorder_look(recorder, now, place - 1, &event) || event.event == HORO_EVENT_AGREED ||
+            event.event > HORO_EVENT_LOST) {
             continue;
         }
         if (count == 0 || !joins(&runs[count - 1], &event)) {

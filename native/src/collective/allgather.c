@@ -20,16 +20,20 @@ static void fill(struct hr_segments *segments, size_t k) {
     hr_fused_pack(mine, part.offset, part.bytes, hr_team_slot(team, team->local_rank, parity), team->node->kernel, 1.0,
                   run->store);
     hr_team_arrive(team, HR_PHASE_FILLED, parity);
+    /* now that its inputs are in the cache */
+    hr_fused_copy(mine, part.offset, part.bytes, team->node->kernel, run->result_store);
 }
 
 static void drain(struct hr_segments *segments, size_t k) {
     const struct hr_allgather *run = (struct hr_allgather *)segments;
     struct hr_team *team = segments->team;
     const unsigned parity = hr_segments_parity(segments, k);
-    for (int i = 0; i < team->local_size; i++) {
-        const struct hr_fused *theirs = &run->by_rank[team->rank_of_local[i]];
-        const struct hr_range part = i == team->local_rank ? (struct hr_range){0} : part_of(team, theirs, k);
-        hr_fused_unpack(theirs, part.offset, part.bytes, hr_team_slot(team, i, parity), team->node->kernel);
+    for (int i = 1; i < team->local_size; i++) { /* each rank begins with another, so that not all read one slot */
+        const int from = (team->local_rank + i) % team->local_size;
+        const struct hr_fused *theirs = &run->by_rank[team->rank_of_local[from]];
+        const struct hr_range part = part_of(team, theirs, k);
+        hr_fused_take(theirs, part.offset, part.bytes, hr_team_slot(team, from, parity), team->node->kernel,
+                      run->result_store);
     }
     hr_team_arrive(team, HR_PHASE_DRAINED, parity);
 }
@@ -42,12 +46,17 @@ int hr_allgather_begin(struct hr_allgather *run, struct hr_team *team, const str
         return hr_two_level_gather_begin(run);
     }
     size_t count = 0;
+    size_t total = 0;
     for (int r = 0; r < team->size && team->size > 1; r++) {
         const size_t segments = hr_divide_up(by_rank[r].bytes, team->tuning.segment);
         count = segments > count ? segments : count;
+        total += by_rank[r].bytes;
     }
-    hr_fused_copy(&by_rank[team->rank], team->node->kernel);
-    run->store = hr_store_choose(team, by_rank[team->rank].bytes);
+    if (count == 0) { /* of one rank */
+        hr_fused_copy(&by_rank[team->rank], 0, by_rank[team->rank].bytes, team->node->kernel, HR_STORE_ORDINARY);
+    }
+    run->store = hr_store_choose_for_move(team, by_rank[team->rank].bytes);
+    run->result_store = hr_store_choose_for_result(team, total);
     run->segments.ops = &one_host;
     run->segments.drain_phase = HR_PHASE_FILLED;
     hr_segments_begin(&run->segments, count);

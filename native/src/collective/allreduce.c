@@ -16,9 +16,12 @@ static struct hr_allreduce *run_of(struct hr_segments *segments) {
 static void learn_store(struct hr_allreduce *run, size_t k) {
     struct hr_stages *stages = &run->stages;
     const size_t bytes = hr_stages_segment(stages, k).bytes;
+    struct hr_store_costs *costs = &stages->team->allreduce_stores;
     const int64_t now_ns = hr_now_ns();
-    hr_store_learn(stages->team, stages->store, bytes, now_ns - run->measured_ns);
-    stages->store = hr_store_choose(stages->team, bytes);
+    if (bytes >= stages->team->tuning.stream) {
+        hr_store_learn(costs, stages->store, bytes, now_ns - run->measured_ns);
+    }
+    stages->store = hr_store_choose(stages->team, costs, bytes);
     run->measured_ns = now_ns;
 }
 
@@ -164,7 +167,7 @@ int hr_allreduce_begin(struct hr_allreduce *run, struct hr_team *team, const str
         .owners = fused->bytes <= team->tuning.flat ? 1 : team->owner_count,
         .unit = hr_share_unit(fused->codec->block_bytes),
         .segment_bytes = hr_segment_bytes(team, fused->codec),
-        .store = hr_store_choose(team, fused->bytes),
+        .store = hr_store_choose(team, &team->allreduce_stores, fused->bytes),
         .first = team->segment,
     };
     if (team->size == 1 && fused->bytes > 0) {

@@ -1,328 +1,127 @@
 /*
- * All-to-all. What the ranks of one host have for those of another, or for one another, is a *stream*: of each sender
- * in turn what it has for each receiver, both in the order of their ranks. Every stream is cut into `share_count`
- * shares, an equal number for each owner and segment: share j belongs to segment j / owners and lies in the slot of
- * owner j % owners. There lie, one behind the other, the shares of the streams from this host to each host, this one
- * included; then those from each other host to this one; then those that only pass here.
- *
- * So the ranks of a host write what they have into the slots of the owners, each owner exchanges with its like on the
- * other hosts, and each rank takes what is for it out of the slots. Since streams are cut and not what one rank has for
- * one other, a slot is full however unequal that is, and it does not matter how many ranks there are.
+ * All-to-all over one arena; over several it is two_level_exchange.c. What a rank has for another is cut into as many
+ * shares as there are segments. In each segment a rank shows its share for each of the others in its slot, one behind
+ * the other, and takes out of their slots what is there for it. So all are at work in every segment, however many ranks
+ * there are.
  *
  * What a rank has for itself never passes a slot.
  */
 #include "collective/collective.h"
-
-#include <string.h>
-
-#include "base/cut.h"
+#include "collective/two_level.h"
 
 static struct hr_alltoall *run_of(struct hr_segments *segments) {
     return (struct hr_alltoall *)segments; /* its first member */
 }
 
-/* The share of a stream in one slot, and where it lies there. */
-struct window {
-    struct hr_range range; /* of the stream */
-    char *data;
-};
-
-/* Goes through the shares in one slot. */
-struct layout {
-    const struct hr_alltoall *run;
-    size_t index; /* of the shares */
-    char *at;
-};
-
-static struct layout layout_of(const struct hr_alltoall *run, size_t k, int owner) {
-    return (struct layout){
-        .run = run,
-        .index = k * (size_t)run->owners + (size_t)owner,
-        .at = hr_team_slot(run->segments.team, owner, hr_segments_parity(&run->segments, k)),
-    };
+/* The share of what s has for d in segment k. */
+static struct hr_range share_of(const struct hr_alltoall *run, int s, int d, size_t k) {
+    return hr_units(run->unit, hr_alltoall_bytes(run, s, d), k, run->share_count);
 }
 
-static struct window next_window(struct layout *layout, int origin, int destination) {
-    const struct hr_alltoall *run = layout->run;
-    const size_t place = (size_t)origin * (size_t)run->segments.team->host_count + (size_t)destination;
-    const struct hr_range range = hr_units(run->unit, run->streams[place], layout->index, run->share_count);
-    const struct window window = {range, layout->at};
-    layout->at += range.bytes;
-    return window;
-}
-
-/*
- * The part of [begin, begin + bytes) of the stream that is in the window: its offset from `begin`, and how long it is.
- */
-static struct hr_range overlap(const struct window *window, size_t begin, size_t bytes) {
-    const size_t first = window->range.offset > begin ? window->range.offset : begin;
-    const size_t window_end = window->range.offset + window->range.bytes;
-    const size_t end = hr_smaller(window_end, begin + bytes);
-    return first < end ? (struct hr_range){first - begin, end - first} : (struct hr_range){0};
-}
-
-static char *place_in(const struct window *window, size_t begin, struct hr_range part) {
-    return window->data + (begin + part.offset - window->range.offset);
-}
-
-/* What s has for d that travels. */
-static size_t bytes_of(const struct hr_alltoall *run, int s, int d) {
-    return s == d ? 0 : run->bytes[(size_t)s * (size_t)run->segments.team->size + (size_t)d];
-}
-
-/* Place in team->rank_by_host of the first rank of the next host. */
-static int skip_host(const struct hr_team *team, int host, int first) {
-    return first + team->host_size[host];
-}
-
-/* ---- The stages ---- */
-
-static void fill_window(const struct hr_alltoall *run, const struct window *window, int destination, int first) {
-    const struct hr_team *team = run->segments.team;
-    size_t begin = run->starts[destination];
-    for (int i = first; i < skip_host(team, destination, first); i++) {
-        const int rank = team->rank_by_host[i];
-        const struct hr_range part = overlap(window, begin, bytes_of(run, team->rank, rank));
-        if (part.bytes > 0) {
-            hr_fused_pack(&run->to[rank], part.offset, part.bytes, place_in(window, begin, part), team->node->kernel,
-                          1.0, run->store);
-        }
-        begin += bytes_of(run, team->rank, rank);
-    }
-}
-
-static void fill(struct hr_segments *segments, size_t k) {
+static void show(struct hr_segments *segments, size_t k) {
     const struct hr_alltoall *run = run_of(segments);
     struct hr_team *team = segments->team;
-    for (int owner = 0; owner < run->owners; owner++) {
-        struct layout layout = layout_of(run, k, owner);
-        for (int host = 0, first = 0; host < team->host_count; host++) {
-            const struct window window = next_window(&layout, team->host, host);
-            fill_window(run, &window, host, first);
-            first = skip_host(team, host, first);
-        }
+    const unsigned parity = hr_segments_parity(segments, k);
+    char *slot = hr_team_slot(team, team->local_rank, parity);
+    for (int i = 1; i < team->size; i++) {
+        const int to = (team->rank + i) % team->size;
+        const struct hr_range share = share_of(run, team->rank, to, k);
+        hr_fused_pack(&run->to[to], share.offset, share.bytes, slot + run->starts[to], team->node->kernel, 1.0,
+                      run->store);
     }
-    hr_team_arrive(team, HR_PHASE_FILLED, hr_segments_parity(segments, k));
+    hr_team_arrive(team, HR_PHASE_FILLED, parity);
 }
 
-static void drain_window(const struct hr_alltoall *run, const struct window *window, int origin, int first) {
-    const struct hr_team *team = run->segments.team;
-    for (int i = first; i < skip_host(team, origin, first); i++) {
-        const int rank = team->rank_by_host[i];
-        const size_t begin = run->places[rank];
-        const struct hr_range part = overlap(window, begin, bytes_of(run, rank, team->rank));
-        if (part.bytes > 0) {
-            hr_fused_unpack(&run->from[rank], part.offset, part.bytes, place_in(window, begin, part),
-                            team->node->kernel);
-        }
-    }
-}
-
-static void drain(struct hr_segments *segments, size_t k) {
+/* Each rank begins with another, so that not all read the same slot. */
+static void take(struct hr_segments *segments, size_t k) {
     const struct hr_alltoall *run = run_of(segments);
     struct hr_team *team = segments->team;
-    for (int owner = 0; owner < run->owners; owner++) {
-        struct layout layout = layout_of(run, k, owner);
-        struct window own = {0};
-        for (int host = 0; host < team->host_count; host++) {
-            const struct window window = next_window(&layout, team->host, host);
-            own = host == team->host ? window : own;
-        }
-        for (int host = 0, first = 0; host < team->host_count; host++) {
-            const struct window window = host == team->host ? own : next_window(&layout, host, team->host);
-            drain_window(run, &window, host, first);
-            first = skip_host(team, host, first);
-        }
+    const unsigned parity = hr_segments_parity(segments, k);
+    for (int i = 1; i < team->size; i++) {
+        const int from = (team->rank + i) % team->size;
+        const struct hr_range share = share_of(run, from, team->rank, k);
+        hr_fused_take(&run->from[from], share.offset, share.bytes,
+                      hr_team_slot(team, from, parity) + run->places[from], team->node->kernel, run->result_store);
     }
-    hr_team_arrive(team, HR_PHASE_DRAINED, hr_segments_parity(segments, k));
+    hr_team_arrive(team, HR_PHASE_DRAINED, parity);
 }
 
-/* Whether a stream of other hosts passes the slots of this one. */
-static int passes(const struct hr_team *team, int origin, int destination) {
-    int hosts[HR_CROSS_HOPS_MAX];
-    const int count = hr_cross_way(team->host_count, origin, destination, hosts);
-    for (int i = 0; i < count; i++) {
-        if (hosts[i] == team->host) {
-            return 1;
-        }
-    }
-    return 0;
-}
-
-/* All parts are as long as on every host; those that come here or pass here have a place. */
-static void lay_out(const struct hr_alltoall *run, size_t k, struct hr_cross_part *parts) {
-    const struct hr_team *team = run->segments.team;
-    const int h = team->host_count;
-    struct layout layout = layout_of(run, k, team->local_rank);
-    for (int i = 0; i < h; i++) {
-        const struct window window = next_window(&layout, team->host, i);
-        parts[team->host * h + i] = (struct hr_cross_part){window.data, window.range.bytes};
-    }
-    for (int i = 0; i < h; i++) {
-        if (i != team->host) {
-            const struct window window = next_window(&layout, i, team->host);
-            parts[i * h + team->host] = (struct hr_cross_part){window.data, window.range.bytes};
-        }
-    }
-    for (int origin = 0; origin < h; origin++) {
-        for (int destination = 0; destination < h; destination++) {
-            if (origin == team->host || destination == team->host) {
-                continue;
-            }
-            struct layout before = layout;
-            const struct window window = next_window(&layout, origin, destination);
-            const int is_here = passes(team, origin, destination);
-            layout = is_here ? layout : before;
-            parts[origin * h + destination] = (struct hr_cross_part){is_here ? window.data : NULL, window.range.bytes};
-        }
-    }
-    for (int i = 0; i < h; i++) { /* what stays on its host does not travel */
-        parts[i * h + i] = (struct hr_cross_part){0};
-    }
-}
-
-static int begin(struct hr_segments *segments, size_t k, struct hr_cross *cross) {
-    const struct hr_alltoall *run = run_of(segments);
-    const struct hr_team *team = segments->team;
-    const size_t pairs = (size_t)team->host_count * (size_t)team->host_count;
-    struct hr_cross_part *parts = run->parts + k % HR_SEGMENTS_TRAVELLING_MAX * pairs;
-    lay_out(run, k, parts);
-    const struct hr_cross_call call = {
-        .transport = team->transport,
-        .host = team->host,
-        .host_count = team->host_count,
-        .parts = parts,
-        .codec = hr_codec_find(HORO_UINT8, 0),
-        .piece_bytes = team->tuning.piece,
-    };
-    return hr_cross_exchange.begin(cross, &call);
-}
-
-static void finish(struct hr_segments *segments, size_t k) {
-    hr_team_arrive(segments->team, HR_PHASE_REDUCED, hr_segments_parity(segments, k));
-}
-
-static const struct hr_segments_ops one_host = {.fill = fill, .drain = drain};
-static const struct hr_segments_ops several_hosts = {.fill = fill, .begin = begin, .finish = finish, .drain = drain};
+static const struct hr_segments_ops one_host = {.fill = show, .drain = take};
 
 /* ---- The beginning ---- */
 
-static size_t reserve(size_t *at, size_t bytes) {
-    const size_t place = *at;
-    *at += hr_round_up(bytes, HR_CROSS_ALIGNMENT);
-    return place;
-}
-
-/* The tables of a run stay in the scratch of the team until the next collective begins. */
-static int reserve_tables(struct hr_alltoall *run) {
-    struct hr_team *team = run->segments.team;
-    const size_t hosts = (size_t)team->host_count;
-    const size_t pairs = hosts * hosts;
+/* What the shares for the ranks below `end` take of the slot of s, as if each were as long as any of its kind. */
+static size_t room_for(const struct hr_alltoall *run, int s, int end, size_t count) {
     size_t bytes = 0;
-    const size_t parts = reserve(&bytes, HR_SEGMENTS_TRAVELLING_MAX * pairs * sizeof *run->parts);
-    const size_t streams = reserve(&bytes, pairs * sizeof *run->streams);
-    const size_t starts = reserve(&bytes, hosts * sizeof *run->starts);
-    const size_t places = reserve(&bytes, (size_t)team->size * sizeof *run->places);
-    const size_t traffic = reserve(&bytes, hosts * sizeof *run->traffic);
-    HR_TRY(hr_segments_reserve_scratch(team, bytes));
-    memset(team->cross_scratch, 0, bytes);
-    run->parts = (struct hr_cross_part *)(void *)(team->cross_scratch + parts);
-    run->streams = (size_t *)(void *)(team->cross_scratch + streams);
-    run->starts = (size_t *)(void *)(team->cross_scratch + starts);
-    run->places = (size_t *)(void *)(team->cross_scratch + places);
-    run->traffic = (struct hr_traffic *)(void *)(team->cross_scratch + traffic);
-    return HORO_OK;
-}
-
-/* Of all streams, in their order: how long they are, and where in them what I have and what I get. */
-static void measure_streams(struct hr_alltoall *run) {
-    const struct hr_team *team = run->segments.team;
-    for (int i = 0; i < team->size; i++) {
-        const int s = team->rank_by_host[i];
-        for (int j = 0; j < team->size; j++) {
-            const int d = team->rank_by_host[j];
-            const int to = team->host_of_rank[d];
-            size_t *stream = &run->streams[(size_t)team->host_of_rank[s] * (size_t)team->host_count + (size_t)to];
-            if (s == team->rank && (j == 0 || to != team->host_of_rank[team->rank_by_host[j - 1]])) {
-                run->starts[to] = *stream;
-            }
-            if (d == team->rank) {
-                run->places[s] = *stream;
-            }
-            *stream += bytes_of(run, s, d);
-        }
+    for (int d = 0; d < end; d++) {
+        bytes += hr_divide_up(hr_divide_up(hr_alltoall_bytes(run, s, d), run->unit), count) * run->unit;
     }
-}
-
-/* What passes the slots of a host: the bytes of all streams, and how many streams there are. */
-static void note_traffic(const struct hr_alltoall *run, int host, size_t bytes) {
-    run->traffic[host].bytes += bytes;
-    run->traffic[host].streams++;
-}
-
-static void measure_traffic(const struct hr_alltoall *run) {
-    const int h = run->segments.team->host_count;
-    for (int origin = 0; origin < h; origin++) {
-        for (int destination = 0; destination < h; destination++) {
-            const size_t bytes = run->streams[origin * h + destination];
-            int hosts[HR_CROSS_HOPS_MAX];
-            const int count = hr_cross_way(h, origin, destination, hosts);
-            note_traffic(run, origin, bytes);
-            if (destination != origin) {
-                note_traffic(run, destination, bytes);
-            }
-            for (int i = 0; i < count; i++) {
-                note_traffic(run, hosts[i], bytes);
-            }
-        }
-    }
+    return bytes;
 }
 
 /*
- * So many segments that all shares find room in the slots of every host; a share is at most two units longer than the
- * mean. HORO_ERR_RESOURCE for so many hosts that a slot has no room for that.
+ * So many segments that what each rank shows fits its slot; a share is at most two units longer than the mean.
+ * HORO_ERR_RESOURCE for so many ranks that a slot has no room for that.
  */
-static int count_segments(struct hr_alltoall *run, size_t *count) {
+static int cut_shares(struct hr_alltoall *run, size_t *count) {
     const struct hr_team *team = run->segments.team;
     const size_t segment = team->tuning.segment;
-    size_t streams = 0;
-    size_t bytes = 0;
-    for (int host = 0; host < team->host_count; host++) {
-        streams = run->traffic[host].streams > streams ? run->traffic[host].streams : streams;
-        bytes = run->traffic[host].bytes > bytes ? run->traffic[host].bytes : bytes;
-    }
-    run->unit = 2 * streams * HR_LINE <= segment / 2 ? HR_LINE : 1;
-    const size_t rounding = 2 * streams * run->unit;
+    const size_t others = (size_t)team->size - 1;
+    size_t most = 0;
+    run->unit = 2 * others * HR_LINE <= segment / 2 ? HR_LINE : 1;
+    const size_t rounding = 2 * others * run->unit;
     if (rounding >= segment) {
         return HORO_ERR_RESOURCE;
     }
-    *count = hr_divide_up(bytes, (segment - rounding) * (size_t)run->owners);
+    for (int s = 0; s < team->size; s++) {
+        size_t bytes = 0;
+        for (int d = 0; d < team->size; d++) {
+            bytes += hr_alltoall_bytes(run, s, d);
+        }
+        most = bytes > most ? bytes : most;
+    }
+    *count = hr_divide_up(most, segment); /* enough where all is even */
+    for (int s = 0; s < team->size && *count > 0; s++) {
+        if (room_for(run, s, team->size, *count) > segment) {
+            *count = hr_divide_up(most, segment - rounding);
+            break;
+        }
+    }
+    return HORO_OK;
+}
+
+static int begin_on_one_host(struct hr_alltoall *run) {
+    struct hr_team *team = run->segments.team;
+    const size_t size = (size_t)team->size;
+    size_t count;
+    HR_TRY(cut_shares(run, &count));
+    HR_TRY(hr_segments_reserve_scratch(team, 2 * size * sizeof *run->starts));
+    run->starts = (size_t *)(void *)team->cross_scratch;
+    run->places = run->starts + size;
+    run->share_count = count;
+    for (int r = 0; r < team->size && count > 0; r++) {
+        run->starts[r] = room_for(run, team->rank, r, count);
+        run->places[r] = room_for(run, r, team->rank, count);
+    }
+    run->store = hr_store_choose_for_move(team, run->to[team->rank].bytes);
+    run->segments.ops = &one_host;
+    run->segments.drain_phase = HR_PHASE_FILLED;
+    hr_segments_begin(&run->segments, count);
     return HORO_OK;
 }
 
 int hr_alltoall_begin(struct hr_alltoall *run, struct hr_team *team, const struct hr_fused *to,
                       const struct hr_fused *from, const size_t *bytes) {
     *run = (struct hr_alltoall){.segments = {.team = team}, .to = to, .from = from, .bytes = bytes};
-    HR_TRY(reserve_tables(run));
-    measure_streams(run);
-    size_t total = 0;
-    for (int i = 0; i < team->host_count * team->host_count; i++) {
-        total += run->streams[i];
-    }
-    size_t count;
-    run->owners = total <= team->tuning.gather_spread ? 1 : team->owner_count;
-    measure_traffic(run);
-    HR_TRY(count_segments(run, &count));
-    run->share_count = count * (size_t)run->owners;
-    run->store = hr_store_choose(team, total / (size_t)team->size);
-    run->segments.ops = team->host_count == 1 ? &one_host : &several_hosts;
-    run->segments.carries = team->local_rank < run->owners;
-    run->segments.drain_phase = team->host_count == 1 ? HR_PHASE_FILLED : HR_PHASE_REDUCED;
     const struct hr_fused *mine = &to[team->rank];
+    size_t received = 0;
+    for (int r = 0; r < team->size; r++) {
+        received += from[r].bytes;
+    }
+    run->result_store = hr_store_choose_for_result(team, received);
     for (size_t i = 0; i < mine->count; i++) { /* the pieces of both are alike: it is the same rows */
         team->node->kernel->copy(from[team->rank].pieces[i].output, mine->pieces[i].input, mine->pieces[i].bytes,
-                                 HR_STORE_ORDINARY);
+                                 run->result_store);
     }
-    hr_segments_begin(&run->segments, count);
-    return HORO_OK;
+    return team->host_count == 1 ? begin_on_one_host(run) : hr_two_level_exchange_begin(run);
 }

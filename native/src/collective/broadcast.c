@@ -39,16 +39,10 @@ static int begin(struct hr_segments *segments, size_t k, struct hr_cross *cross)
     const struct hr_broadcast *run = run_of(segments);
     const struct hr_team *team = segments->team;
     const struct hr_range share = hr_share(HR_LINE, segment_of(run, k).bytes, team->local_rank, run->owners);
-    const struct hr_cross_call call = {
-        .transport = team->transport,
-        .host = team->host,
-        .host_count = team->host_count,
-        .data = share_data(run, team->local_rank, k, share.offset),
-        .codec = run->fused.codec,
-        .count = share.bytes,
-        .root_host = run->root_host,
-        .piece_bytes = team->tuning.piece,
-    };
+    struct hr_cross_call call = hr_cross_call_of(team, run->fused.codec);
+    call.data = share_data(run, team->local_rank, k, share.offset);
+    call.count = share.bytes;
+    call.root_host = run->root_host;
     const struct hr_cross_ops *ops = run->fused.bytes <= team->tuning.tree ? &hr_cross_tree : &hr_cross_chain;
     return ops->begin(cross, &call);
 }
@@ -63,8 +57,8 @@ static void drain(struct hr_segments *segments, size_t k) {
     const struct hr_range segment = segment_of(run, k);
     for (int owner = 0; owner < run->owners && team->rank != run->root_rank; owner++) {
         const struct hr_range share = hr_share(HR_LINE, segment.bytes, owner, run->owners);
-        hr_fused_unpack(&run->fused, segment.offset + share.offset, share.bytes,
-                        share_data(run, owner, k, share.offset), team->node->kernel);
+        hr_fused_take(&run->fused, segment.offset + share.offset, share.bytes,
+                      share_data(run, owner, k, share.offset), team->node->kernel, run->result_store);
     }
     hr_team_arrive(segments->team, HR_PHASE_DRAINED, hr_segments_parity(segments, k));
 }
@@ -79,13 +73,15 @@ void hr_broadcast_begin(struct hr_broadcast *run, struct hr_team *team, const st
         .root_rank = root_rank,
         .root_host = team->host_of_rank[root_rank],
         .owners = team->owner_count,
-        .store = hr_store_choose(team, fused->bytes),
+        .store = hr_store_choose_for_move(team, fused->bytes),
+        .result_store = hr_store_choose_for_result(team, fused->bytes),
     };
     while (team->host == run->root_host && team->rank_of_local[run->root_local] != root_rank) {
         run->root_local++;
     }
     if (team->rank == root_rank) {
-        hr_fused_copy(fused, team->node->kernel); /* the root's own result never travels */
+        /* the root's own result never travels */
+        hr_fused_copy(fused, 0, fused->bytes, team->node->kernel, run->result_store);
     }
     run->segments.ops = team->host_count == 1 ? &one_host : &several_hosts;
     run->segments.carries = team->local_rank < run->owners;

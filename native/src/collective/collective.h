@@ -28,16 +28,25 @@ struct hr_broadcast {
     int root_local; /* local index of the root on its host; only used there */
     int owners;
     enum hr_store store;
+    enum hr_store result_store;
+};
+
+/*
+ * Whose parts pass the slots now, in order of hosts: of all ranks, unless there are more than have room there at once.
+ * Then one run over the slots follows the other.
+ */
+struct hr_members {
+    const int *ranks;
+    int count;
+    int next; /* place in team->rank_by_host of the first rank of the next run */
 };
 
 struct hr_allgather {
     struct hr_segments segments;
     const struct hr_fused *by_rank;
     enum hr_store store;
-    /* Between hosts: one run over the slots after the other, each for as many ranks as have room there at once. */
-    const int *members; /* whose parts this run moves, in order of hosts */
-    int member_count;
-    int next_member; /* place of the first rank of the next run in team->rank_by_host */
+    enum hr_store result_store; /* on one host */
+    struct hr_members members;  /* between hosts */
     int owners;
     size_t share_count;
     const struct hr_cross_ops *cross;
@@ -57,14 +66,19 @@ struct hr_alltoall {
     const struct hr_fused *from;
     const size_t *bytes;
     enum hr_store store;
+    enum hr_store result_store; /* on one host */
     size_t unit; /* of shares */
-    int owners;
     size_t share_count;
+    /* One host: [size] where what I have for each rank begins in my slot. Else: [host_count] in the stream to each. */
+    size_t *starts;
+    size_t *places; /* [size] where what each rank has for me begins in its slot; else in the stream from its host */
+    /* Between hosts: */
+    int owners;
     size_t *streams;             /* [host_count * host_count] bytes from each host to each */
-    size_t *starts;              /* [host_count] where my bytes begin in the stream from my host to each */
-    size_t *places;              /* [size] where those of each rank for me begin in the stream from its host to mine */
     struct hr_traffic *traffic;  /* [host_count] */
     struct hr_cross_part *parts; /* [HR_SEGMENTS_TRAVELLING_MAX][host_count * host_count] */
+    char *scratch;               /* [HR_SEGMENTS_TRAVELLING_MAX] of scratch_bytes */
+    size_t scratch_bytes;
 };
 
 struct hr_reducescatter {
@@ -76,15 +90,14 @@ struct hr_reducescatter {
     double partial_scale; /* several hosts: as in struct hr_stages */
     struct hr_scale postscale;
     enum hr_store store;
-    size_t unit; /* of shares */
+    size_t total_bytes;
+    int64_t measured_ns; /* one host: when the measuring of the current segment began */
+    size_t unit;         /* of shares */
     int owners;
     size_t region_bytes;        /* of each owner in a slot */
     size_t piece_scratch_bytes; /* several hosts: for the pieces of one segment that travels, */
     size_t scratch_bytes;       /* and for its parts as well */
-    /* One run over the slots after the other, each for as many ranks as have room there at once. */
-    const int *members; /* whose parts this run moves, in order of hosts */
-    int member_count;
-    int next_member; /* place of the first rank of the next run in team->rank_by_host */
+    struct hr_members members;
     size_t share_count;
 };
 

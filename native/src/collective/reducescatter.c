@@ -31,7 +31,7 @@ static int packs_own(const struct hr_reducescatter *run) {
 struct walk {
     const struct hr_reducescatter *run;
     size_t index; /* of the share in each part */
-    int next;     /* of run->members */
+    int next;     /* of run->members.ranks */
     int rank;
     struct hr_range share;
     size_t at; /* in the slot */
@@ -48,11 +48,11 @@ static struct walk walk_begin(const struct hr_reducescatter *run, size_t k, int 
 /* 1, or 0 behind the last one. */
 static int walk_on(struct walk *walk) {
     const struct hr_reducescatter *run = walk->run;
-    if (walk->next == run->member_count) {
+    if (walk->next == run->members.count) {
         return 0;
     }
     walk->at += walk->share.bytes;
-    walk->rank = run->members[walk->next++];
+    walk->rank = run->members.ranks[walk->next++];
     walk->share = hr_units(run->unit, run->by_rank[walk->rank].bytes, walk->index, run->share_count);
     return 1;
 }
@@ -89,10 +89,24 @@ static void reduce_share(const struct hr_reducescatter *run, size_t k, const str
 
 /* ---- One host ---- */
 
+/* Of segment k, which is done; not of a last one that is shorter than the others. */
+static void learn_store(struct hr_reducescatter *run, size_t k, size_t bytes) {
+    struct hr_store_costs *costs = &run->segments.team->scatter_stores;
+    const int64_t now_ns = hr_now_ns();
+    if (run->total_bytes >= run->segments.team->tuning.stream && (k == 0 || k + 1 < run->segments.count)) {
+        hr_store_learn(costs, run->store, bytes, now_ns - run->measured_ns);
+    }
+    run->store = hr_store_choose(run->segments.team, costs, run->total_bytes);
+    run->measured_ns = now_ns;
+}
+
 static void fill(struct hr_segments *segments, size_t k) {
-    const struct hr_reducescatter *run = run_of(segments);
+    struct hr_reducescatter *run = run_of(segments);
     struct hr_team *team = segments->team;
     struct walk walk = walk_begin(run, k, 0);
+    if (k == 0) {
+        run->measured_ns = hr_now_ns();
+    }
     while (walk_on(&walk)) {
         if (walk.rank != team->rank || packs_own(run)) {
             pack(run, &walk, slot_of(run, team->local_rank, k));
@@ -102,11 +116,13 @@ static void fill(struct hr_segments *segments, size_t k) {
 }
 
 static void drain(struct hr_segments *segments, size_t k) {
-    const struct hr_reducescatter *run = run_of(segments);
+    struct hr_reducescatter *run = run_of(segments);
     struct hr_team *team = segments->team;
     const int to_outputs = hr_codec_is_plain(run->codec);
     struct walk walk = walk_begin(run, k, 0);
+    size_t bytes = 0;
     while (walk_on(&walk)) {
+        bytes += walk.share.bytes;
         if (walk.rank != team->rank) {
             continue;
         }
@@ -117,9 +133,8 @@ static void drain(struct hr_segments *segments, size_t k) {
         }
     }
     hr_team_arrive(team, HR_PHASE_DRAINED, hr_segments_parity(segments, k));
+    learn_store(run, k, bytes);
 }
-
-static const struct hr_segments_ops one_host = {.fill = fill, .drain = drain};
 
 /* ---- Several hosts ---- */
 
@@ -171,19 +186,12 @@ static int begin(struct hr_segments *segments, size_t k, struct hr_cross *cross)
     const size_t bytes = (size_t)(slot + walk.at + walk.share.bytes - region);
     const struct hr_cross_ops *ops = cross_of(&team->tuning, bytes);
     const int has_parts = ops == &hr_cross_scatter_ring;
-    const struct hr_cross_call call = {
-        .transport = team->transport,
-        .host = team->host,
-        .host_count = team->host_count,
-        .data = has_parts ? NULL : region,
-        .codec = run->codec,
-        .count = has_parts ? 0 : hr_codec_blocks(run->codec, bytes),
-        .parts = has_parts ? parts : NULL,
-        .reduce_op = run->reduce_op,
-        .kernel = team->node->kernel,
-        .piece_bytes = team->tuning.piece,
-        .scratch = scratch,
-    };
+    struct hr_cross_call call = hr_cross_call_of(team, run->codec);
+    call.data = has_parts ? NULL : region;
+    call.count = has_parts ? 0 : hr_codec_blocks(run->codec, bytes);
+    call.parts = has_parts ? parts : NULL;
+    call.reduce_op = run->reduce_op;
+    call.scratch = scratch;
     return ops->begin(cross, &call);
 }
 
@@ -215,28 +223,32 @@ static void drain_regions(struct hr_segments *segments, size_t k) {
     hr_team_arrive(team, HR_PHASE_DRAINED, hr_segments_parity(segments, k));
 }
 
-static const struct hr_segments_ops several_hosts = {
-    .fill = fill_regions, .reduce = reduce_region, .begin = begin, .finish = finish, .drain = drain_regions};
-
 /* ---- The task ---- */
 
-/*
- * The parts of the next ranks in the order of hosts: of all, unless there are so many that a slot has no room for a
- * unit of each.
- */
-static void begin_next_run(struct hr_reducescatter *run) {
-    struct hr_team *team = run->segments.team;
+static int begin_next_run(struct hr_segments *segments);
+
+static const struct hr_segments_ops one_host = {.fill = fill, .drain = drain, .follow = begin_next_run};
+static const struct hr_segments_ops several_hosts = {.fill = fill_regions,
+                                                     .reduce = reduce_region,
+                                                     .begin = begin,
+                                                     .finish = finish,
+                                                     .drain = drain_regions,
+                                                     .follow = begin_next_run};
+
+/* Of as many ranks as a slot has room for a unit of each. */
+static int begin_next_run(struct hr_segments *segments) {
+    struct hr_reducescatter *run = run_of(segments);
+    struct hr_team *team = segments->team;
     const size_t units = run->region_bytes / run->unit;
-    const size_t ranks_left = (size_t)(team->size - run->next_member);
-    run->members = team->rank_by_host + run->next_member;
-    run->member_count = (int)(ranks_left < units ? ranks_left : units);
-    run->next_member += run->member_count;
+    if (!hr_members_advance(&run->members, team, units)) {
+        return 0;
+    }
     size_t longest = 0;
-    for (int i = 0; i < run->member_count; i++) {
-        const size_t part = hr_divide_up(run->by_rank[run->members[i]].bytes, run->unit);
+    for (int i = 0; i < run->members.count; i++) {
+        const size_t part = hr_divide_up(run->by_rank[run->members.ranks[i]].bytes, run->unit);
         longest = part > longest ? part : longest;
     }
-    const size_t share_units = units / (size_t)run->member_count;
+    const size_t share_units = units / (size_t)run->members.count;
     const size_t count = hr_divide_up(longest, share_units * (size_t)run->owners);
     run->share_count = count * (size_t)run->owners;
     run->segments = (struct hr_segments){
@@ -246,18 +258,7 @@ static void begin_next_run(struct hr_reducescatter *run) {
         .drain_phase = team->host_count == 1 ? HR_PHASE_FILLED : HR_PHASE_REDUCED,
     };
     hr_segments_begin(&run->segments, count);
-}
-
-/* One run after the other. */
-static int progress(struct hr_task *task) {
-    struct hr_reducescatter *run = (struct hr_reducescatter *)task;
-    const int moved = hr_segments_progress(task);
-    if (moved != HR_TASK_DONE || run->next_member == run->segments.team->size) {
-        return moved;
-    }
-    begin_next_run(run);
-    task->progress = progress;
-    return HR_TASK_MOVED;
+    return 1;
 }
 
 /* Room for two regions that travel: pieces that come, and where the parts are. */
@@ -294,7 +295,8 @@ int hr_reducescatter_begin(struct hr_reducescatter *run, struct hr_team *team, c
         .prescale = prescale,
         .partial_scale = 1.0,
         .postscale = postscale,
-        .store = hr_store_choose(team, total),
+        .store = hr_store_choose(team, &team->scatter_stores, total),
+        .total_bytes = total,
         .unit = unit,
         .owners = owners,
         .region_bytes = units / (size_t)owners * unit,
@@ -304,7 +306,6 @@ int hr_reducescatter_begin(struct hr_reducescatter *run, struct hr_team *team, c
         run->postscale.factor /= run->partial_scale;
         HR_TRY(reserve_scratch(run));
     }
-    begin_next_run(run);
-    run->segments.task.progress = progress;
+    (void)begin_next_run(&run->segments);
     return HORO_OK;
 }

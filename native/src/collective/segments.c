@@ -148,13 +148,17 @@ static int advance_between_hosts(struct hr_segments *segments) {
 
 /* ---- The task ---- */
 
-int hr_segments_progress(struct hr_task *task) {
+static int progress(struct hr_task *task) {
     struct hr_segments *segments = segments_of(task);
-    if (segments->drained == segments->count) {
-        return HR_TASK_DONE;
+    if (segments->drained < segments->count) {
+        const int moved =
+            segments->ops->begin == NULL ? advance_on_one_host(segments) : advance_between_hosts(segments);
+        if (moved != HR_TASK_MOVED || segments->drained < segments->count) {
+            return moved;
+        }
     }
-    const int moved = segments->ops->begin == NULL ? advance_on_one_host(segments) : advance_between_hosts(segments);
-    return moved == HR_TASK_MOVED && segments->drained == segments->count ? HR_TASK_DONE : moved;
+    const int follows = segments->ops != NULL && segments->ops->follow != NULL && segments->ops->follow(segments);
+    return follows ? HR_TASK_MOVED : HR_TASK_DONE;
 }
 
 static void cancel(struct hr_task *task) {
@@ -172,7 +176,7 @@ static int is_ending(const struct hr_task *task) {
 }
 
 void hr_segments_begin(struct hr_segments *segments, size_t count) {
-    segments->task = (struct hr_task){.progress = hr_segments_progress, .cancel = cancel, .is_ending = is_ending};
+    segments->task = (struct hr_task){.progress = progress, .cancel = cancel, .is_ending = is_ending};
     segments->count = count;
     segments->first = segments->team->segment;
     segments->team->segment += count;

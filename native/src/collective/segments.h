@@ -38,6 +38,11 @@ struct hr_segments_ops {
     void (*drain)(struct hr_segments *segments, size_t k);  /* arrives at HR_PHASE_DRAINED */
     /* drain of k, then fill of k + 2, in one pass; NULL: they are two. On one host. */
     void (*exchange)(struct hr_segments *segments, size_t k);
+    /*
+     * Asked when all segments are drained: hr_segments_begin of what follows, and 1; 0 if nothing does. NULL: nothing
+     * ever does.
+     */
+    int (*follow)(struct hr_segments *segments);
 };
 
 /* The first member of every collective that runs so. Zeroed but for the first group of fields. */
@@ -65,8 +70,17 @@ static inline unsigned hr_segments_parity(const struct hr_segments *segments, si
  */
 void hr_segments_begin(struct hr_segments *segments, size_t count);
 
-/* As hr_task.progress: what hr_segments_begin sets. */
-int hr_segments_progress(struct hr_task *task);
+/* What all calls between the hosts of a team have in common. */
+static inline struct hr_cross_call hr_cross_call_of(const struct hr_team *team, const struct hr_codec *codec) {
+    return (struct hr_cross_call){
+        .transport = team->transport,
+        .host = team->host,
+        .host_count = team->host_count,
+        .codec = codec,
+        .kernel = team->node->kernel,
+        .piece_bytes = team->tuning.piece,
+    };
+}
 
 /*
  * Makes team->cross_scratch at least so large, while nothing travels: what was in it is lost. HORO_OK or

@@ -43,6 +43,14 @@ static int reserve_scratch(struct hr_allreduce *run) {
     return hr_segments_reserve_scratch(team, at_once * run->scratch_bytes);
 }
 
+int hr_members_advance(struct hr_members *members, const struct hr_team *team, size_t at_once) {
+    const size_t left = (size_t)(team->size - members->next);
+    members->ranks = team->rank_by_host + members->next;
+    members->count = (int)(left < at_once ? left : at_once);
+    members->next += members->count;
+    return members->count;
+}
+
 /* The piece of which segment k is a part, if it travels without a slot; else NULL. What is packed needs one. */
 static const struct hr_piece *whole_piece(const struct hr_stages *call, size_t k) {
     if (call->team->local_size > 1 || !hr_codec_is_plain(call->fused->codec) || call->partial_scale != 1.0) {
@@ -84,19 +92,12 @@ static int begin(struct hr_segments *segments, size_t k, struct hr_cross *cross)
     const struct hr_stages *call = &run->stages;
     const struct hr_team *team = call->team;
     const struct hr_range share = own_share(call, k);
-    const struct hr_cross_call cross_call = {
-        .transport = team->transport,
-        .host = team->host,
-        .host_count = team->host_count,
-        .data = travelling(call, k),
-        .codec = call->fused->codec,
-        .count = hr_codec_blocks(call->fused->codec, share.bytes),
-        .reduce_op = call->reduce_op,
-        .kernel = team->node->kernel,
-        .piece_bytes = team->tuning.piece,
-        .scratch =
-            team->cross_scratch + (segments->count == 1 ? 0 : k % HR_SEGMENTS_TRAVELLING_MAX * run->scratch_bytes),
-    };
+    struct hr_cross_call cross_call = hr_cross_call_of(team, call->fused->codec);
+    cross_call.data = travelling(call, k);
+    cross_call.count = hr_codec_blocks(call->fused->codec, share.bytes);
+    cross_call.reduce_op = call->reduce_op;
+    cross_call.scratch =
+        team->cross_scratch + (segments->count == 1 ? 0 : k % HR_SEGMENTS_TRAVELLING_MAX * run->scratch_bytes);
     return hr_two_level_cross(&team->tuning, share.bytes)->begin(cross, &cross_call);
 }
 

@@ -1,4 +1,4 @@
-/* The parts of allreduce and allgather that are for several hosts. */
+/* What collectives on several hosts, or in several runs over the slots, share. */
 #ifndef HR_COLLECTIVE_TWO_LEVEL_H
 #define HR_COLLECTIVE_TWO_LEVEL_H
 
@@ -17,7 +17,18 @@ const struct hr_cross_ops *hr_two_level_cross(const struct hr_tuning *tuning, si
 size_t hr_two_level_scratch_bytes(const struct hr_tuning *tuning, int host_count, int owners, size_t block_bytes,
                                   size_t segment_bytes);
 
+/* The next ranks, at most so many (>= 1) at once; 0 if all have had their run. */
+int hr_members_advance(struct hr_members *members, const struct hr_team *team, size_t at_once);
+
 /* Begins what hr_allgather_begin has filled in. HORO_OK or HORO_ERR_RESOURCE. */
 int hr_two_level_gather_begin(struct hr_allgather *run);
+
+/* What s has for d that passes a slot. */
+static inline size_t hr_alltoall_bytes(const struct hr_alltoall *run, int s, int d) {
+    return s == d ? 0 : run->bytes[(size_t)s * (size_t)run->segments.team->size + (size_t)d];
+}
+
+/* Begins what hr_alltoall_begin has filled in. HORO_OK or HORO_ERR_RESOURCE. */
+int hr_two_level_exchange_begin(struct hr_alltoall *run);
 
 #endif

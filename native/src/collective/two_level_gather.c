@@ -46,7 +46,7 @@ struct walk {
     const struct hr_allgather *run;
     size_t k;
     int owner;
-    int next; /* of run->members */
+    int next; /* of run->members.ranks */
     size_t slot_offset;
     int rank;
     struct hr_range share;
@@ -57,11 +57,11 @@ struct walk {
 /* 1, or 0 behind the last one. */
 static int walk_on(struct walk *walk) {
     const struct hr_allgather *run = walk->run;
-    if (walk->next == run->member_count) {
+    if (walk->next == run->members.count) {
         return 0;
     }
     walk->slot_offset += walk->share.bytes;
-    walk->rank = run->members[walk->next++];
+    walk->rank = run->members.ranks[walk->next++];
     const size_t index = walk->k * (size_t)run->owners + (size_t)walk->owner;
     walk->share = hr_units(HR_LINE, run->by_rank[walk->rank].bytes, index, run->share_count);
     char *direct = direct_place(run, walk->rank, walk->share);
@@ -99,14 +99,8 @@ static int begin(struct hr_segments *segments, size_t k, struct hr_cross *cross)
         part->data = part->bytes == 0 ? walk.place : part->data;
         part->bytes += walk.share.bytes;
     }
-    const struct hr_cross_call call = {
-        .transport = team->transport,
-        .host = team->host,
-        .host_count = team->host_count,
-        .parts = parts,
-        .codec = hr_codec_find(HORO_UINT8, 0),
-        .piece_bytes = team->tuning.piece,
-    };
+    struct hr_cross_call call = hr_cross_call_of(team, hr_codec_find(HORO_UINT8, 0));
+    call.parts = parts;
     return run->cross->begin(cross, &call);
 }
 
@@ -128,38 +122,38 @@ static void drain(struct hr_segments *segments, size_t k) {
     hr_team_arrive(segments->team, HR_PHASE_DRAINED, parity(run, k));
 }
 
-static const struct hr_segments_ops several_hosts = {.fill = fill, .begin = begin, .finish = finish, .drain = drain};
-
 /* How much of all parts one segment takes. */
 static size_t segment_bytes(const struct hr_allgather *run) {
     const struct hr_team *team = run->segments.team;
     int needs_slots = team->size > team->host_count;
-    for (int i = 0; i < run->member_count; i++) {
-        needs_slots |= run->by_rank[run->members[i]].count > 1;
+    for (int i = 0; i < run->members.count; i++) {
+        needs_slots |= run->by_rank[run->members.ranks[i]].count > 1;
     }
-    return needs_slots ? (team->tuning.segment - (size_t)run->member_count * ROUNDING_BYTES) * (size_t)run->owners
-                       : (size_t)run->member_count * team->tuning.gather_lone;
+    return needs_slots ? (team->tuning.segment - (size_t)run->members.count * ROUNDING_BYTES) * (size_t)run->owners
+                       : (size_t)run->members.count * team->tuning.gather_lone;
 }
 
-/* So many ranks that half of a slot is enough for all the rounding; nearly always that is everybody. */
-static int members_at_once(const struct hr_team *team, int left) {
-    const size_t at_once = team->tuning.segment / (2 * ROUNDING_BYTES);
-    return (size_t)left < at_once ? left : (int)at_once;
-}
+static int begin_next_run(struct hr_segments *segments);
 
-/* The parts of the next ranks in the order of hosts. */
-static void begin_next_run(struct hr_allgather *run) {
-    struct hr_team *team = run->segments.team;
+static const struct hr_segments_ops several_hosts = {
+    .fill = fill, .begin = begin, .finish = finish, .drain = drain, .follow = begin_next_run};
+
+/* Of so many ranks that half of a slot is enough for all the rounding; nearly always that is everybody. */
+static int begin_next_run(struct hr_segments *segments) {
+    struct hr_allgather *run = run_of(segments);
+    struct hr_team *team = segments->team;
     size_t total = 0;
-    run->members = team->rank_by_host + run->next_member;
-    run->member_count = members_at_once(team, team->size - run->next_member);
-    run->next_member += run->member_count;
-    for (int i = 0; i < run->member_count; i++) {
-        total += run->by_rank[run->members[i]].bytes;
+    if (!hr_members_advance(&run->members, team, team->tuning.segment / (2 * ROUNDING_BYTES))) {
+        return 0;
+    }
+    for (int i = 0; i < run->members.count; i++) {
+        total += run->by_rank[run->members.ranks[i]].bytes;
     }
     run->owners = total <= team->tuning.gather_spread ? 1 : team->owner_count;
     run->cross = total <= team->tuning.gather_doubling ? &hr_cross_gather_doubling : &hr_cross_gather_ring;
-    run->store = team->local_size == 1 ? HR_STORE_ORDINARY : hr_store_choose(team, run->by_rank[team->rank].bytes);
+    run->store = team->local_size == 1
+                     ? HR_STORE_ORDINARY
+                     : hr_store_choose(team, &team->allreduce_stores, run->by_rank[team->rank].bytes);
     const size_t count = hr_divide_up(total, segment_bytes(run));
     run->share_count = count * (size_t)run->owners;
     run->segments = (struct hr_segments){
@@ -169,18 +163,7 @@ static void begin_next_run(struct hr_allgather *run) {
         .drain_phase = HR_PHASE_REDUCED,
     };
     hr_segments_begin(&run->segments, count);
-}
-
-/* One run after the other. */
-static int progress(struct hr_task *task) {
-    struct hr_allgather *run = (struct hr_allgather *)task;
-    const int moved = hr_segments_progress(task);
-    if (moved != HR_TASK_DONE || run->next_member == run->segments.team->size) {
-        return moved;
-    }
-    begin_next_run(run);
-    task->progress = progress;
-    return HR_TASK_MOVED;
+    return 1;
 }
 
 int hr_two_level_gather_begin(struct hr_allgather *run) {
@@ -188,7 +171,6 @@ int hr_two_level_gather_begin(struct hr_allgather *run) {
     HR_TRY(hr_segments_reserve_scratch(
         team, HR_SEGMENTS_TRAVELLING_MAX * (size_t)team->host_count * sizeof(struct hr_cross_part)));
     run->parts = (struct hr_cross_part *)(void *)team->cross_scratch;
-    begin_next_run(run);
-    run->segments.task.progress = progress;
+    (void)begin_next_run(&run->segments);
     return HORO_OK;
 }

@@ -37,45 +37,33 @@ static void doubling_step(const struct hr_cross *state, int index, struct hr_ste
     step->after = index - known;
 }
 
-/* Everything is received where it belongs. */
-static size_t no_scratch(int host_count, size_t block_bytes, size_t bytes, size_t piece_bytes) {
-    (void)host_count;
-    (void)block_bytes;
-    (void)bytes;
-    (void)piece_bytes;
-    return 0;
-}
-
-static void ring_plan(const struct hr_cross_call *call, struct hr_plan *plan) {
+static int ring_plan(const struct hr_cross_call *call, struct hr_plan *plan) {
     plan->step_count = call->host_count - 1;
     plan->part_count = (size_t)call->host_count;
     plan->step = ring_step;
+    return hr_cross_has_byte_parts(call) ? HORO_OK : HORO_ERR_INTERNAL;
 }
 
-static void doubling_plan(const struct hr_cross_call *call, struct hr_plan *plan) {
-    ring_plan(call, plan);
+static int doubling_plan(const struct hr_cross_call *call, struct hr_plan *plan) {
+    const int status = ring_plan(call, plan);
     plan->step = doubling_step;
-}
-
-static int gather_begin(struct hr_cross *state, const struct hr_cross_ops *ops, const struct hr_cross_call *call,
-                        hr_plan_maker *make_plan) {
-    if (call->parts == NULL || call->codec == NULL || call->codec->block_bytes != 1) {
-        *state = (struct hr_cross){.ops = ops, .call = *call, .status = HORO_ERR_INTERNAL};
-        return HORO_ERR_INTERNAL;
-    }
-    return hr_pipeline_begin(state, ops, call, make_plan);
+    return status;
 }
 
 static int ring_begin(struct hr_cross *state, const struct hr_cross_call *call) {
-    return gather_begin(state, &hr_cross_gather_ring, call, ring_plan);
+    return hr_pipeline_begin(state, &hr_cross_gather_ring, call, ring_plan);
 }
 
 static int doubling_begin(struct hr_cross *state, const struct hr_cross_call *call) {
-    return gather_begin(state, &hr_cross_gather_doubling, call, doubling_plan);
+    return hr_pipeline_begin(state, &hr_cross_gather_doubling, call, doubling_plan);
 }
 
-const struct hr_cross_ops hr_cross_gather_ring = {
-    .name = "gather ring", .scratch_bytes = no_scratch, .begin = ring_begin, .progress = hr_pipeline_progress};
+const struct hr_cross_ops hr_cross_gather_ring = {.name = "gather ring",
+                                                  .scratch_bytes = hr_pipeline_no_scratch,
+                                                  .begin = ring_begin,
+                                                  .progress = hr_pipeline_progress};
 
-const struct hr_cross_ops hr_cross_gather_doubling = {
-    .name = "gather doubling", .scratch_bytes = no_scratch, .begin = doubling_begin, .progress = hr_pipeline_progress};
+const struct hr_cross_ops hr_cross_gather_doubling = {.name = "gather doubling",
+                                                      .scratch_bytes = hr_pipeline_no_scratch,
+                                                      .begin = doubling_begin,
+                                                      .progress = hr_pipeline_progress};

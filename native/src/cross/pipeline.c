@@ -13,6 +13,18 @@ size_t hr_pipeline_scratch_bytes(size_t block_bytes, size_t part_bytes, size_t p
     return HR_CROSS_WINDOW * align_up(piece);
 }
 
+size_t hr_pipeline_no_scratch(int host_count, size_t block_bytes, size_t bytes, size_t piece_bytes) {
+    (void)host_count;
+    (void)block_bytes;
+    (void)bytes;
+    (void)piece_bytes;
+    return 0;
+}
+
+int hr_cross_has_byte_parts(const struct hr_cross_call *call) {
+    return call->parts != NULL && call->codec->block_bytes == 1;
+}
+
 static int call_is_valid(const struct hr_cross_call *call) {
     return call->host_count >= 2 && call->host >= 0 && call->host < call->host_count && call->codec != NULL &&
            call->piece_bytes > 0;
@@ -33,11 +45,10 @@ static size_t longest_part(const struct hr_cross *state) {
 int hr_pipeline_begin(struct hr_cross *state, const struct hr_cross_ops *ops, const struct hr_cross_call *call,
                       hr_plan_maker *make_plan) {
     *state = (struct hr_cross){.ops = ops, .call = *call, .status = HORO_IN_PROGRESS, .lost_host = -1};
-    if (!call_is_valid(call)) {
+    if (!call_is_valid(call) || make_plan(call, &state->plan) != HORO_OK) {
         state->status = HORO_ERR_INTERNAL;
         return state->status;
     }
-    make_plan(call, &state->plan);
     const size_t block_bytes = call->codec->block_bytes;
     const size_t piece_blocks = call->piece_bytes < block_bytes ? 1 : hr_codec_blocks(call->codec, call->piece_bytes);
     const size_t part_blocks = longest_part(state);

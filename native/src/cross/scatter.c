@@ -25,17 +25,14 @@ static size_t ring_scratch_bytes(int host_count, size_t block_bytes, size_t byte
     return hr_pipeline_scratch_bytes(block_bytes, bytes, piece_bytes);
 }
 
-static void ring_plan(const struct hr_cross_call *call, struct hr_plan *plan) {
+static int ring_plan(const struct hr_cross_call *call, struct hr_plan *plan) {
     plan->step_count = call->host_count - 1;
     plan->part_count = (size_t)call->host_count;
     plan->step = ring_step;
+    return call->parts != NULL ? HORO_OK : HORO_ERR_INTERNAL;
 }
 
 static int ring_begin(struct hr_cross *state, const struct hr_cross_call *call) {
-    if (call->parts == NULL) {
-        *state = (struct hr_cross){.ops = &hr_cross_scatter_ring, .call = *call, .status = HORO_ERR_INTERNAL};
-        return HORO_ERR_INTERNAL;
-    }
     return hr_pipeline_begin(state, &hr_cross_scatter_ring, call, ring_plan);
 }
 

@@ -57,16 +57,14 @@ static void chain_step(const struct hr_cross *state, int index, struct hr_step *
     }
 }
 
-/* Everything is received where it belongs. */
-static size_t no_scratch(int host_count, size_t block_bytes, size_t bytes, size_t piece_bytes) {
-    (void)host_count;
-    (void)block_bytes;
-    (void)bytes;
-    (void)piece_bytes;
-    return 0;
+static int root_is_member(const struct hr_cross_call *call) {
+    return call->root_host >= 0 && call->root_host < call->host_count;
 }
 
-static void tree_plan(const struct hr_cross_call *call, struct hr_plan *plan) {
+static int tree_plan(const struct hr_cross_call *call, struct hr_plan *plan) {
+    if (!root_is_member(call)) {
+        return HORO_ERR_INTERNAL;
+    }
     const int v = place_of(call);
     int children = 0;
     while (child_distance(v, call->host_count, children) > 0) {
@@ -75,34 +73,34 @@ static void tree_plan(const struct hr_cross_call *call, struct hr_plan *plan) {
     plan->step_count = (v != 0) + children;
     plan->part_count = 1;
     plan->step = tree_step;
+    return HORO_OK;
 }
 
-static void chain_plan(const struct hr_cross_call *call, struct hr_plan *plan) {
+static int chain_plan(const struct hr_cross_call *call, struct hr_plan *plan) {
+    if (!root_is_member(call)) {
+        return HORO_ERR_INTERNAL;
+    }
     const int v = place_of(call);
     plan->step_count = (v != 0) + (v != call->host_count - 1);
     plan->part_count = 1;
     plan->step = chain_step;
-}
-
-static int broadcast_begin(struct hr_cross *state, const struct hr_cross_ops *ops, const struct hr_cross_call *call,
-                           hr_plan_maker *make_plan) {
-    if (call->root_host < 0 || call->root_host >= call->host_count) {
-        *state = (struct hr_cross){.ops = ops, .call = *call, .status = HORO_ERR_INTERNAL};
-        return HORO_ERR_INTERNAL;
-    }
-    return hr_pipeline_begin(state, ops, call, make_plan);
+    return HORO_OK;
 }
 
 static int tree_begin(struct hr_cross *state, const struct hr_cross_call *call) {
-    return broadcast_begin(state, &hr_cross_tree, call, tree_plan);
+    return hr_pipeline_begin(state, &hr_cross_tree, call, tree_plan);
 }
 
 static int chain_begin(struct hr_cross *state, const struct hr_cross_call *call) {
-    return broadcast_begin(state, &hr_cross_chain, call, chain_plan);
+    return hr_pipeline_begin(state, &hr_cross_chain, call, chain_plan);
 }
 
-const struct hr_cross_ops hr_cross_tree = {
-    .name = "tree", .scratch_bytes = no_scratch, .begin = tree_begin, .progress = hr_pipeline_progress};
+const struct hr_cross_ops hr_cross_tree = {.name = "tree",
+                                           .scratch_bytes = hr_pipeline_no_scratch,
+                                           .begin = tree_begin,
+                                           .progress = hr_pipeline_progress};
 
-const struct hr_cross_ops hr_cross_chain = {
-    .name = "chain", .scratch_bytes = no_scratch, .begin = chain_begin, .progress = hr_pipeline_progress};
+const struct hr_cross_ops hr_cross_chain = {.name = "chain",
+                                            .scratch_bytes = hr_pipeline_no_scratch,
+                                            .begin = chain_begin,
+                                            .progress = hr_pipeline_progress};

@@ -71,14 +71,15 @@ void hr_agree_link(struct hr_agree *agree, struct hr_agree_entry *entry, enum hr
 
 static struct hr_agree_entry *create_entry(struct hr_agree *agree, struct hr_wire_text name) {
     const size_t words = word_count(agree);
-    struct hr_agree_entry *entry = calloc(1, sizeof *entry + 2 * words * sizeof *entry->announced + name.bytes + 1);
+    struct hr_agree_entry *entry = calloc(1, sizeof *entry + 3 * words * sizeof *entry->announced + name.bytes + 1);
     if (entry == NULL) {
         return NULL;
     }
     entry->id_rank = -1;
     entry->announced = (uint64_t *)(void *)(entry + 1);
     entry->by_id = entry->announced + words;
-    entry->name = (char *)(entry->by_id + words);
+    entry->stood_in = entry->by_id + words;
+    entry->name = (char *)(entry->stood_in + words);
     memcpy(entry->name, name.data, name.bytes);
     entry->name[name.bytes] = '\0';
     entry->name_bytes = name.bytes;
@@ -91,8 +92,13 @@ static struct hr_agree_entry *create_entry(struct hr_agree *agree, struct hr_wir
     return entry;
 }
 
+struct hr_agree_entry *hr_agree_find_or_create(struct hr_agree *agree, struct hr_wire_text name) {
+    struct hr_agree_entry *entry = hr_agree_find(agree, name);
+    return entry == NULL ? create_entry(agree, name) : entry;
+}
+
 static void clear_round(struct hr_agree *agree, struct hr_agree_entry *entry) {
-    agree->active -= entry->state != HR_AGREE_IDLE;
+    agree->active -= entry->state != HR_AGREE_IDLE && entry->state != HR_AGREE_REFUSED;
     free(entry->current.bytes);
     free(entry->failure_text);
     entry->current = (struct hr_agree_copy){0};
@@ -104,6 +110,10 @@ static void clear_round(struct hr_agree *agree, struct hr_agree_entry *entry) {
     hr_buffer_consume(&entry->rows, hr_buffer_size(&entry->rows));
     memset(entry->announced, 0, word_count(agree) * sizeof *entry->announced);
     memset(entry->by_id, 0, word_count(agree) * sizeof *entry->by_id);
+    memset(entry->stood_in, 0, word_count(agree) * sizeof *entry->stood_in);
+    if (entry == agree->joined.entry) {
+        agree->joined = (struct hr_agree_joined){0};
+    }
     hr_agree_move(agree, entry, HR_AGREE_IDLE);
 }
 
@@ -132,7 +142,7 @@ static void evict(struct hr_agree *agree, struct hr_agree_entry *entry) {
     }
     memset(entry->by_id, 0, word_count(agree) * sizeof *entry->by_id);
     entry->id_rank = -1;
-    if (entry->state != HR_AGREE_IDLE) {
+    if (entry->state != HR_AGREE_IDLE && entry->state != HR_AGREE_REFUSED) {
         hr_agree_move(agree, entry, HR_AGREE_WAITING);
     }
     if (entry->announced_count == 0) {
@@ -183,35 +193,65 @@ uint32_t hr_agree_pick_id(struct hr_agree *agree) {
     if (agree->slots_used < capacity) {
         return capacity + agree->slots_used++;
     }
-    if (!draw(agree, agree->config.evict_one_in)) {
+    /* what has been announced by id by a rank that joins is not to be announced again, see join.c */
+    if (agree->joined.is_known || !draw(agree, agree->config.evict_one_in)) {
         return 0;
     }
     const struct hr_agree_entry *oldest = agree->lists[HR_AGREE_IDLE].first;
     return oldest == NULL || oldest->id > UINT32_MAX - capacity ? 0 : oldest->id + capacity;
 }
 
+/* For the coordinator's timeline. */
+static void note_announced(const struct hr_agree *agree, const struct hr_agree_entry *entry, int member) {
+    hr_recorder_add(agree->config.recorder, &(struct hr_event){
+                                                .event = HR_EVENT_ANNOUNCED,
+                                                .op = -1,
+                                                .team = agree->config.team_number,
+                                                .number = (int32_t)entry->name_hash,
+                                                .bytes = agree->config.rank_of_member[member],
+                                            });
+}
+
+/* Its round begins, for those who refuse it or for those who wait; of the latter a request is kept, if there is one. */
+static void begin_round(struct hr_agree *agree, struct hr_agree_entry *entry, enum hr_agree_state state,
+                        int64_t now_ns) {
+    free(entry->current.bytes);
+    entry->current = (struct hr_agree_copy){0};
+    entry->first_ns = now_ns;
+    hr_agree_move(agree, entry, state);
+    agree->active += state == HR_AGREE_WAITING;
+    hr_agree_count_joined(agree, entry);
+}
+
+enum how { IN_FULL, BY_ID, AS_REFUSED };
+
 /* Counts the member in; 0 if it had announced already (a repetition after an eviction). */
-static int count_in(struct hr_agree *agree, struct hr_agree_entry *entry, int member, int by_id, int64_t now_ns) {
+static int count_in(struct hr_agree *agree, struct hr_agree_entry *entry, int member, enum how how, int64_t now_ns) {
     if (hr_agree_has(entry->announced, member)) {
         return 0;
     }
-    if (entry->announced_count == 0) {
-        entry->first_ns = now_ns;
-        hr_agree_move(agree, entry, HR_AGREE_WAITING);
-        agree->active++;
+    if (entry->state == HR_AGREE_IDLE || (entry->state == HR_AGREE_REFUSED && how != AS_REFUSED)) {
+        begin_round(agree, entry, how == AS_REFUSED ? HR_AGREE_REFUSED : HR_AGREE_WAITING, now_ns);
     }
     entry->announced[member / 64] |= 1ull << (member % 64);
-    if (by_id) {
+    if (how == BY_ID) {
         entry->by_id[member / 64] |= 1ull << (member % 64);
     }
     entry->announced_count++;
+    if (agree->config.recorder != NULL && hr_recorder_is_traced(agree->config.recorder)) {
+        note_announced(agree, entry, member);
+    }
     return 1;
 }
 
-static void complete_if_all(struct hr_agree *agree, struct hr_agree_entry *entry) {
-    if (entry->state == HR_AGREE_WAITING && entry->announced_count == agree->config.member_count) {
+int hr_agree_complete_if_all(struct hr_agree *agree, struct hr_agree_entry *entry) {
+    if ((entry->state == HR_AGREE_WAITING || entry->state == HR_AGREE_REFUSED) &&
+        entry->announced_count == agree->config.member_count) {
+        agree->active += entry->state == HR_AGREE_REFUSED;
+        HR_TRY(hr_agree_stand_in(agree, entry));
         hr_agree_move(agree, entry, HR_AGREE_COMPLETE);
     }
+    return HORO_OK;
 }
 
 int hr_agree_set_failure(struct hr_agree_entry *entry, int status, const char *text, size_t bytes) {
@@ -237,7 +277,7 @@ static int note_mismatch(struct hr_agree *agree, struct hr_agree_entry *entry, c
 
 int hr_agree_announce_id(struct hr_agree *agree, int member, uint32_t id, struct hr_wire_rows rows, int64_t now_ns) {
     struct hr_agree_entry *entry = hr_agree_find_id(agree, id);
-    if (entry == NULL || !count_in(agree, entry, member, 1, now_ns)) {
+    if (entry == NULL || !count_in(agree, entry, member, BY_ID, now_ns)) {
         return HORO_OK; /* stale */
     }
     HR_TRY(hr_agree_note_rows(agree, entry, member, entry->known.gathers, rows));
@@ -251,7 +291,17 @@ int hr_agree_announce_id(struct hr_agree *agree, int member, uint32_t id, struct
         const struct hr_agree_copy mine = {entry->known.bytes, entry->known.count, rank, entry->known.gathers};
         HR_TRY(note_mismatch(agree, entry, &entry->current, &mine));
     }
-    complete_if_all(agree, entry);
+    return hr_agree_complete_if_all(agree, entry);
+}
+
+int hr_agree_keep(struct hr_agree_entry *entry, const struct hr_agree_copy *request) {
+    uint8_t *bytes = malloc(request->count);
+    if (bytes == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    memcpy(bytes, request->bytes, request->count);
+    free(entry->current.bytes);
+    entry->current = (struct hr_agree_copy){bytes, request->count, request->rank, request->gathers};
     return HORO_OK;
 }
 
@@ -269,19 +319,10 @@ static int compare_in(struct hr_agree *agree, struct hr_agree_entry *entry, cons
         (other->count != request->count || memcmp(other->bytes, request->bytes, request->count) != 0)) {
         HR_TRY(note_mismatch(agree, entry, other, request));
     }
-    if (entry->current.bytes == NULL) {
-        uint8_t *bytes = malloc(request->count);
-        if (bytes == NULL) {
-            return HORO_ERR_RESOURCE;
-        }
-        memcpy(bytes, request->bytes, request->count);
-        entry->current = (struct hr_agree_copy){bytes, request->count, request->rank, request->gathers};
-    }
-    return HORO_OK;
+    return entry->current.bytes == NULL ? hr_agree_keep(entry, request) : HORO_OK;
 }
 
-/* By each rank. */
-static uint64_t rows_told(const struct hr_agree *agree, const struct hr_wire_request *request) {
+uint64_t hr_agree_rows_told(const struct hr_agree *agree, const struct hr_wire_request *request) {
     if (!hr_op_tells_rows(request->op)) {
         return 0;
     }
@@ -293,26 +334,30 @@ int hr_agree_announce_request(struct hr_agree *agree, int member, const struct h
     if (message->type != HR_WIRE_REQUEST || message->rank < 0 || message->rank >= agree->config.rank_count) {
         return HORO_ERR_INTERNAL;
     }
-    struct hr_agree_entry *entry = hr_agree_find(agree, message->request.name);
+    struct hr_agree_entry *entry = hr_agree_find_or_create(agree, message->request.name);
     if (entry == NULL) {
-        entry = create_entry(agree, message->request.name);
-        if (entry == NULL) {
-            return HORO_ERR_RESOURCE;
-        }
+        return HORO_ERR_RESOURCE;
     }
-    if (!count_in(agree, entry, member, 0, now_ns)) {
+    const int is_refusal = message->status != HORO_OK && message->request.op == HORO_BARRIER;
+    if (!count_in(agree, entry, member, is_refusal ? AS_REFUSED : IN_FULL, now_ns)) {
         return HORO_OK;
     }
-    const uint64_t gathers = rows_told(agree, &message->request);
+    const uint64_t gathers = hr_agree_rows_told(agree, &message->request);
     const struct hr_agree_copy request = {(uint8_t *)(uintptr_t)message->request.bytes, message->request.byte_count,
                                           message->rank, gathers};
     HR_TRY(hr_agree_note_rows(agree, entry, member, message->status == HORO_OK ? gathers : 0, message->rows));
     if (message->status != HORO_OK) {
         HR_TRY(hr_agree_set_failure(entry, message->status, message->text.data, message->text.bytes));
     }
-    HR_TRY(compare_in(agree, entry, &request));
-    complete_if_all(agree, entry);
-    return HORO_OK;
+    if (!is_refusal) {
+        HR_TRY(compare_in(agree, entry, &request));
+    } else if (entry->current.bytes == NULL && entry->state == HR_AGREE_REFUSED) {
+        HR_TRY(hr_agree_keep(entry, &request)); /* which tells the parent that nobody waits */
+    }
+    if (message->request.op == HORO_JOIN) {
+        HR_TRY(hr_agree_note_join(agree, entry, message->rank));
+    }
+    return hr_agree_complete_if_all(agree, entry);
 }
 
 int hr_agree_list_waiting(const struct hr_agree *agree, int64_t now_ns, int64_t age_ns, struct hr_agree_waiting *out,

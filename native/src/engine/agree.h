@@ -11,6 +11,12 @@
  * Records of the log (wire/wire.h) come back down and are applied by everybody in the same order; they alone change
  * ids.
  *
+ * A member that has announced JOIN, which a child host does when all of its subtree has, has nothing more to announce
+ * until all members have. Until then it counts as if it had announced whatever another one does (agree_join.c).
+ *
+ * A REQUEST with a status, in the form of a barrier, is a refusal (refusal.c): the tensor fails for all when all have
+ * announced it, and until then nobody waits for what only refusals are there of.
+ *
  * Ids grow; slot = id % capacity. The root alone chooses them. A new id in a slot evicts the slot's former owner
  * everywhere at that position of the log. An announcement by an id that has been evicted meanwhile is stale: it is
  * ignored here and made again, in full, by its rank.
@@ -22,6 +28,7 @@
 
 #include "base/buffer.h"
 #include "base/map.h"
+#include "base/recorder.h"
 #include "wire/wire.h"
 
 struct hr_agree_config {
@@ -30,6 +37,7 @@ struct hr_agree_config {
     int local_count;                      /* the first members are local ranks, the others child hosts */
     const int *rank_of_member;            /* [member_count] the rank itself, or the leader of the child host */
     const int *ranks_of_member;           /* [member_count] how many it speaks for */
+    const int *member_of_rank;            /* [rank_count] who speaks here for a rank; -1: nobody */
     const char *const *host_name_of_rank; /* for messages; indexed by rank */
     int team_size;                        /* how many rows an alltoall has for each tensor and rank */
     int rank_count;                       /* all ranks: ids of ranks in messages are checked against it */
@@ -37,12 +45,15 @@ struct hr_agree_config {
     /* root: with all slots taken, how many new names it takes on average to evict one */
     uint32_t evict_one_in;
     uint64_t fusion_bytes;                /* most bytes in one batch of several tensors */
+    struct hr_recorder *recorder;         /* root: gets announcements while a timeline is written; NULL: none */
+    int team_number;                      /* for that */
 };
 
 struct hr_agree_entry; /* private to agree*.c */
 
 enum hr_agree_state {
     HR_AGREE_IDLE,     /* nobody has announced it (kept because it has an id) */
+    HR_AGREE_REFUSED,  /* members have, all of which have refused it, so nobody waits for the others */
     HR_AGREE_WAITING,  /* some members have */
     HR_AGREE_COMPLETE, /* all have: to be queued or reported */
     HR_AGREE_REPORTED, /* sent to the parent (not root) */
@@ -55,13 +66,20 @@ struct hr_agree_list {
     struct hr_agree_entry *first, *last;
 };
 
+/* From the first announcement of JOIN until its round ends. */
+struct hr_agree_joined {
+    struct hr_agree_entry *entry; /* NULL: nobody here has joined */
+    int is_known;                 /* some rank below has, its member perhaps not wholly; it needs requests in full */
+};
+
 struct hr_agree {
     struct hr_agree_config config;
+    struct hr_agree_joined joined;
     struct hr_map entries;            /* by name */
     struct hr_agree_entry **slots;    /* [capacity] by id % capacity */
     struct hr_agree_list lists[HR_AGREE_STATES]; /* every entry is in that of its state, the one longest in it first */
     uint64_t ready_bytes;
-    uint32_t active;                  /* entries that anybody has announced this round */
+    uint32_t active;                  /* entries that somebody waits for this round */
     uint32_t slots_used;              /* root: slots that have had an owner; from then on they always have one */
     struct hr_buffer joined_rows;     /* scratch */
     uint64_t random;                  /* root: the last random number, see hr_agree_pick_id */
@@ -112,8 +130,15 @@ int64_t hr_agree_ready_since(const struct hr_agree *agree, uint64_t *bytes);
 /* Root: appends the next BATCH record, framed, and applies it; 0 or 1 in *frames. */
 int hr_agree_form_batch(struct hr_agree *agree, struct hr_buffer *out, uint32_t *frames);
 
-/* Applies a BATCH, RESULT or FAIL record from the parent. Everything complete must have been collected before. */
+/* Applies a BATCH, RESULT, FAIL, REQUEST or JOINED record from the parent. Collect what is complete before. */
 int hr_agree_apply(struct hr_agree *agree, const struct hr_wire_message *record);
+
+/*
+ * agree_join.c. Some rank of this subtree has joined. And: something has moved here, so those who wait for others to
+ * join have no reason to doubt that they will.
+ */
+void hr_agree_note_joined(struct hr_agree *agree);
+void hr_agree_excuse_join(struct hr_agree *agree, int64_t now_ns);
 
 /* A tensor that some members have announced and others not; valid until the agreement changes. */
 struct hr_agree_waiting {

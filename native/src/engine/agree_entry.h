@@ -45,6 +45,7 @@ struct hr_agree_entry {
     int announced_count;
     uint64_t *announced;             /* bit per member */
     uint64_t *by_id;                 /* bit per member: announced by id */
+    uint64_t *stood_in;              /* bit per member: counts as announced, since it has joined */
     int failure;                     /* status, 0: none so far */
     char *failure_text;
     struct hr_buffer rows;                /* of all members that have announced it, as they did */
@@ -86,6 +87,24 @@ int hr_agree_note_rows(const struct hr_agree *agree, struct hr_agree_entry *entr
 int hr_agree_check_rows(const struct hr_agree *agree, const struct hr_agree_entry *entry, char *text,
                         size_t text_bytes);
 int hr_agree_join_rows(struct hr_agree *agree, const struct hr_agree_entry *entry, struct hr_wire_rows *joined);
+/* agree.c: puts an entry that all members have announced among the complete ones. HORO_OK or HORO_ERR_RESOURCE. */
+int hr_agree_complete_if_all(struct hr_agree *agree, struct hr_agree_entry *entry);
+/*
+ * agree_join.c. count_joined: those members that have joined count as announced, in an entry that has just been
+ * announced. stand_in: what that means for it, once it is complete: no rows of them, or a failure. note_join: a member
+ * has announced JOIN, which is this entry. All HORO_OK or HORO_ERR_RESOURCE. has_all_joined: not the root, all of this
+ * subtree has, and the parent knows. describe: the parent tells of a request that this subtree has not announced.
+ */
+void hr_agree_count_joined(struct hr_agree *agree, struct hr_agree_entry *entry);
+int hr_agree_stand_in(struct hr_agree *agree, struct hr_agree_entry *entry);
+int hr_agree_note_join(struct hr_agree *agree, struct hr_agree_entry *entry, int rank);
+int hr_agree_has_all_joined(const struct hr_agree *agree);
+int hr_agree_describe(struct hr_agree *agree, const struct hr_wire_message *message);
+/* agree.c: the entry of a name, a new one where there is none; NULL: no memory. Keeps the request as this round's. */
+/* How many rows each rank tells. */
+uint64_t hr_agree_rows_told(const struct hr_agree *agree, const struct hr_wire_request *request);
+struct hr_agree_entry *hr_agree_find_or_create(struct hr_agree *agree, struct hr_wire_text name);
+int hr_agree_keep(struct hr_agree_entry *entry, const struct hr_agree_copy *request);
 /* agree.c: the entry fails, for all, unless it has failed already. HORO_OK or HORO_ERR_RESOURCE. */
 int hr_agree_set_failure(struct hr_agree_entry *entry, int status, const char *text, size_t bytes);
 /* One sentence on how two requests of the same name differ. */

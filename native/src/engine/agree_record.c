@@ -115,7 +115,7 @@ static struct hr_agree_kind kind_of(const struct hr_agree_entry *entry) {
         if (__builtin_add_overflow(kind.bytes, (uint64_t)bytes, &kind.bytes)) {
             kind.bytes = UINT64_MAX; /* as large as can be: it shares a batch with nothing */
         }
-        const int dtypes = tensor.dtype + HORO_DTYPE_COUNT * tensor.wire_dtype;
+        const int dtypes = tensor.dtype + HORO_ANY_DTYPE_COUNT * tensor.wire_dtype;
         kind.dtypes = kind.dtypes == HR_AGREE_NO_DTYPE || kind.dtypes == dtypes ? dtypes : HR_AGREE_MIXED_DTYPES;
     }
     return kind;
@@ -155,6 +155,10 @@ int hr_agree_collect(struct hr_agree *agree, struct hr_buffer *out, uint32_t *fr
         }
         hr_agree_move(agree, entry, HR_AGREE_REPORTED);
         entry->reported_full = entry->current.bytes != NULL || entry->failure != 0;
+        if (entry == agree->joined.entry) { /* which means: nothing comes behind it */
+            HR_TRY(put_ids(out, ids, id_count, frames));
+            id_count = 0;
+        }
         if (entry->reported_full) {
             HR_TRY(put_request(agree, out, entry));
             (*frames)++;
@@ -224,10 +228,32 @@ int64_t hr_agree_ready_since(const struct hr_agree *agree, uint64_t *bytes) {
     return first == NULL ? 0 : first->first_ns;
 }
 
+static int is_known_by_id(const struct hr_agree_entry *entry) {
+    return entry->id != 0 && entry->current.bytes == NULL;
+}
+
+/* A rank that has joined and has not submitted what comes by name learns of it by a REQUEST in front of it. */
+static int describe_chosen(const struct hr_agree *agree, struct hr_buffer *out) {
+    const struct hr_wire_text no_text = {NULL, 0};
+    const struct hr_wire_rows no_rows = {0};
+    for (const struct hr_agree_entry *entry = agree->lists[HR_AGREE_CHOSEN].first;
+         agree->joined.is_known && entry != NULL; entry = entry->next) {
+        size_t mark;
+        if (entry == agree->joined.entry || is_known_by_id(entry)) {
+            continue;
+        }
+        const struct hr_agree_copy *request = hr_agree_request(entry);
+        HR_TRY(hr_frame_begin(out, &mark));
+        HR_TRY(hr_wire_put_request(out, request->rank, HORO_OK, no_text, no_rows, request->bytes, request->count));
+        hr_frame_end(out, mark);
+    }
+    return HORO_OK;
+}
+
 /* One ref; a tensor that is new or has changed gets an id with it. */
 static int put_entry(struct hr_agree *agree, struct hr_agree_entry *entry, struct hr_buffer *out) {
     const struct hr_wire_text none = {NULL, 0};
-    if (entry->id != 0 && entry->current.bytes == NULL) {
+    if (is_known_by_id(entry)) {
         return hr_wire_put_ref(out, entry->id, none);
     }
     uint32_t id = 0;
@@ -247,12 +273,17 @@ int hr_agree_form_batch(struct hr_agree *agree, struct hr_buffer *out, uint32_t 
     }
     const uint32_t count = choose_batch(agree);
     size_t mark;
+    HR_TRY(describe_chosen(agree, out));
     HR_TRY(hr_frame_begin(out, &mark));
     HR_TRY(hr_wire_begin_batch(out, count));
     struct hr_agree_entry *entry;
     struct hr_wire_rows rows = {0}; /* an allgather shares its batch with none */
+    uint8_t last[HR_WIRE_VAR_MAX];
+    if (agree->lists[HR_AGREE_CHOSEN].first == agree->joined.entry) {
+        rows = hr_wire_encode_row(agree->joined.entry->current.rank, last);
+    }
     while ((entry = agree->lists[HR_AGREE_CHOSEN].first) != NULL) {
-        HR_TRY(hr_agree_join_rows(agree, entry, &rows));
+        HR_TRY(entry == agree->joined.entry ? HORO_OK : hr_agree_join_rows(agree, entry, &rows));
         HR_TRY(put_entry(agree, entry, out));
         hr_agree_reset(agree, entry);
     }
@@ -300,6 +331,9 @@ void hr_agree_take(struct hr_agree *agree, uint32_t id) {
 static int apply_ref(struct hr_agree *agree, const struct hr_wire_ref *ref) {
     struct hr_agree_entry *entry =
         ref->name.bytes == 0 ? hr_agree_find_id(agree, ref->id) : hr_agree_find(agree, ref->name);
+    if (entry != NULL && entry->state == HR_AGREE_IDLE && ref->name.bytes == 0 && hr_agree_has_all_joined(agree)) {
+        return HORO_OK;
+    }
     if (entry == NULL || entry->state != HR_AGREE_REPORTED) {
         return HORO_ERR_INTERNAL; /* nothing runs here that this subtree has not announced */
     }
@@ -319,10 +353,19 @@ int hr_agree_apply(struct hr_agree *agree, const struct hr_wire_message *record)
     }
     if (record->type == HR_WIRE_FAIL) {
         struct hr_agree_entry *entry = hr_agree_find(agree, record->name);
+        if ((entry == NULL || entry->state == HR_AGREE_IDLE) && hr_agree_has_all_joined(agree)) {
+            return HORO_OK;
+        }
         if (entry == NULL || entry->state != HR_AGREE_REPORTED) {
             return HORO_ERR_INTERNAL;
         }
         hr_agree_reset(agree, entry);
+        return HORO_OK;
+    }
+    if (record->type == HR_WIRE_REQUEST) {
+        return hr_agree_describe(agree, record);
+    }
+    if (record->type == HR_WIRE_JOINED) {
         return HORO_OK;
     }
     if (record->type == HR_WIRE_RESULT) {

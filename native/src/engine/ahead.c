@@ -66,7 +66,7 @@ int hr_ahead_may_go(const struct hr_lane *lane) {
     const struct hr_leader *leader = &lane->leader;
     return lane->is_root && lane->team->host_count == 2 && leader->ahead.id == 0 &&
            leader->ahead.last_end != leader->log_bytes + 1 && leader->leaver == 0 && leader->cycle_ns == 0 &&
-           leader->links[0].open && hr_carry_lacks_last(lane) &&
+           !leader->tuning.is_due && leader->links[0].open && hr_carry_lacks_last(lane) &&
            hr_agree_lacks_only(&leader->agree, other_host(lane)) == leader->carry.id;
 }
 

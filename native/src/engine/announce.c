@@ -23,8 +23,7 @@ static void tell_leader(struct hr_lane *lane) {
     hr_team_wake_leader(lane->team);
 }
 
-/* In full, through my request ring; the next flush takes it there. */
-static int announce_full(struct hr_lane *lane, struct hr_request *request) {
+int hr_lane_announce_full(struct hr_lane *lane, struct hr_request *request) {
     request->announced_id = 0;
     if (lane->is_leader) {
         return hr_lane_announce_own(lane, request, 0);
@@ -113,11 +112,18 @@ static int announce_id(struct hr_lane *lane, struct hr_request *request, struct 
 }
 
 int hr_lane_announce_request(struct hr_lane *lane, struct hr_request *request) {
+    if (request->call.op == HORO_JOIN) {
+        return hr_lane_begin_join(lane, request);
+    }
+    if (hr_lane_is_refused(lane, request)) {
+        request->is_held = 1;
+        return HORO_OK;
+    }
     struct hr_known *known =
         hr_map_find(&lane->announcer.known, request->name_hash, request->call.name, request->name_bytes);
     const int same = known != NULL && known->byte_count == request->byte_count &&
                      memcmp(known->bytes, request->bytes, request->byte_count) == 0;
-    HR_TRY(same ? announce_id(lane, request, known) : announce_full(lane, request));
+    HR_TRY(same ? announce_id(lane, request, known) : hr_lane_announce_full(lane, request));
     return hr_buffer_size(&lane->announcer.request_out) < FLUSH_BYTES ? HORO_OK : hr_lane_flush_requests(lane);
 }
 
@@ -141,6 +147,10 @@ int hr_engine_announce(struct hr_engine *engine) {
             status = worse(status, hr_lane_write_ids(lane));
         }
         lane = request->lane;
+        if (request->refused != 0) {
+            status = worse(status, hr_lane_announce_refusal(lane, request));
+            continue;
+        }
         hr_engine_expect_removal(engine, request);
         request->pending_place = hr_arena_pending_add(&engine->node->arena, request->pending_hash);
         if (status >= 0) { /* the others are no longer in the queue either, and fail with the group */
@@ -192,7 +202,7 @@ static int forget(struct hr_lane *lane, struct hr_known *known) {
     (void)hr_map_remove(&lane->announcer.known, known->name_hash, known->name, known->name_bytes);
     lane->announcer.known_slots[known->id % lane->announcer.capacity] = NULL;
     free(known);
-    return pending == NULL ? HORO_OK : announce_full(lane, pending);
+    return pending == NULL ? HORO_OK : hr_lane_announce_full(lane, pending);
 }
 
 static int create_known(struct hr_lane *lane, const struct hr_request *request, uint32_t id) {
@@ -247,14 +257,22 @@ int hr_lane_resolve(struct hr_lane *lane, const struct hr_wire_ref *ref, struct 
     if (ref->name.bytes > 0) {
         *request = hr_lane_find_name(lane, ref->name);
         if (*request == NULL) {
+            *request = hr_lane_find_stand_in(lane, ref->name);
+        }
+        if (*request == NULL) {
             return HORO_ERR_INTERNAL;
         }
         return ref->id == 0 ? HORO_OK : learn(lane, *request, ref->id);
     }
-    *request = hr_lane_find_id(lane, ref->id);
-    if (*request == NULL) {
+    const uint32_t capacity = lane->announcer.capacity;
+    struct hr_known *known = capacity == 0 ? NULL : lane->announcer.known_slots[ref->id % capacity];
+    if (known == NULL || known->id != ref->id) {
         return HORO_ERR_INTERNAL;
     }
-    lane->announcer.known_slots[ref->id % lane->announcer.capacity]->pending = NULL;
+    if (known->pending == NULL) {
+        return hr_lane_make_stand_in(lane, known->bytes, known->byte_count, request);
+    }
+    *request = known->pending;
+    known->pending = NULL;
     return HORO_OK;
 }

@@ -40,7 +40,8 @@ int32_t hr_engine_callers(struct hr_engine *engine, uint64_t *threads, int32_t c
 static int all_wait(const struct hr_engine *engine, const horo_waiting *waits, int32_t count) {
     for (int32_t i = 0; i < count; i++) {
         const struct hr_request *request = hr_engine_find_handle(engine, waits[i].handle);
-        if (request == NULL || atomic_load(&request->status) != HORO_IN_PROGRESS) {
+        /* one whose values are on their way from a GPU is going to be announced */
+        if (request == NULL || atomic_load(&request->status) != HORO_IN_PROGRESS || !request->is_queued) {
             return 0;
         }
     }
@@ -77,13 +78,14 @@ static void describe(const struct hr_engine *engine, const horo_waiting *waits, 
     }
 }
 
-/* Every record that this rank executes in any team ends a request of its own, so what stands here tells of them too. */
+/* Every record that this rank executes in any team ends a request of its own, or is counted as one that does not. */
 static int is_repeated(const struct hr_engine *engine, const horo_waiting *waits, int32_t count, uint32_t question,
                        const char *others) {
     const struct hr_blocked *blocked = &engine->submission.blocked;
     const int is_answer = question != 0 && question != atomic_load(&blocked->answered);
     if (is_answer || blocked->count != count || blocked->last_handle != engine->submission.last_handle ||
-        blocked->pending != atomic_load(&engine->submission.pending) || strcmp(blocked->others, others) != 0) {
+        blocked->pending != atomic_load(&engine->submission.pending) ||
+        blocked->passed != engine->submission.passed || strcmp(blocked->others, others) != 0) {
         return 0;
     }
     for (int32_t i = 0; i < count; i++) {
@@ -104,6 +106,7 @@ static void keep(struct hr_engine *engine, const horo_waiting *waits, int32_t co
     blocked->count = count;
     blocked->last_handle = engine->submission.last_handle;
     blocked->pending = atomic_load(&engine->submission.pending);
+    blocked->passed = engine->submission.passed;
     (void)snprintf(blocked->others, sizeof blocked->others, "%s", others);
     describe(engine, waits, count, blocked->text, sizeof blocked->text);
     for (int32_t i = 0; i < count; i++) {
@@ -142,9 +145,10 @@ static int put_lane(const struct hr_lane *lane, struct hr_buffer *out) {
         .team = (uint32_t)lane->team->number,
         .members = (uint32_t)lane->team->size,
         .executed = lane->executor.log_executed,
-        .count = (uint32_t)lane->in_flight.count,
+        .count = (uint32_t)lane->in_flight.count + (lane->is_joining != 0),
     };
     HR_TRY(hr_wire_put_lane(out, &head));
+    HR_TRY(lane->is_joining ? hr_wire_put_hash(out, HR_WIRE_ALL_NAMES) : HORO_OK);
     const struct hr_request *request = NULL;
     while ((request = hr_lane_next_pending(lane, request)) != NULL) {
         HR_TRY(hr_wire_put_hash(out, request->pending_hash));
@@ -174,7 +178,8 @@ static int put_none(const struct hr_engine *engine, struct hr_buffer *out) {
 
 static int still_waits(const struct hr_engine *engine) {
     const struct hr_blocked *blocked = &engine->submission.blocked;
-    int waits = blocked->count > 0 && blocked->last_handle == engine->submission.last_handle;
+    int waits = blocked->count > 0 && blocked->last_handle == engine->submission.last_handle &&
+                blocked->passed == engine->submission.passed;
     for (int i = 0; i < blocked->count && waits; i++) {
         const struct hr_request *request = hr_engine_find_handle(engine, blocked->handles[i]);
         waits = request != NULL && atomic_load(&request->status) == HORO_IN_PROGRESS;

@@ -39,7 +39,7 @@ int hr_leader_take_record(struct hr_lane *lane, const struct hr_wire_message *re
     if (record->type == HR_WIRE_LEAVE) {
         hr_leader_close_log(lane);
         lane->leader.leaver = record->rank + 1;
-    } else {
+    } else if (record->type != HR_WIRE_TUNE) {
         HR_TRY(hr_agree_apply(&lane->leader.agree, record));
     }
     const size_t mark = hr_buffer_size(&lane->leader.log_out);
@@ -84,6 +84,9 @@ static int handle_message(struct hr_lane *lane, int link_index, const struct hr_
     case HR_WIRE_BATCH:
     case HR_WIRE_RESULT:
     case HR_WIRE_FAIL:
+    case HR_WIRE_REQUEST:
+    case HR_WIRE_JOINED:
+    case HR_WIRE_TUNE:
     case HR_WIRE_LEAVE: return hr_leader_take_record(lane, message, frame, frame_bytes);
     default: return HORO_ERR_INTERNAL;
     }

@@ -7,7 +7,8 @@
  * suppose that any record came about after these reports: take the first one. All members had submitted its name. None
  * of them did so after its report, since it waited, and no record had ended its wait yet; so the name stands in all
  * reports, or was executed by somebody before its report, who was then further in the log. So no message that is still
- * on its way can make this a false alarm, however late it is.
+ * on its way can make this a false alarm, however late it is. A member that has joined counts as one that has submitted
+ * every name: it stays joined until a record of that team comes about.
  *
  * What that leaves out is a signal handler that runs on top of a wait, and then submits something or raises. So rank 0
  * asks all ranks once more (QUERY), and each answers with a report of what it does now, which it cannot while a handler

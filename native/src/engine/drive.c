@@ -45,6 +45,8 @@ static int is_quiet(const struct hr_lane *lane) {
 
 static int turn_lane(struct hr_lane *lane) {
     lane->is_due = 0;
+    const int joined = hr_lane_go_on_joining(lane);
+    HR_TRY(joined);
     const int flushed = hr_lane_flush_requests(lane);
     HR_TRY(flushed);
     const int led = lane->is_leader ? hr_lane_lead(lane) : 0;
@@ -55,7 +57,7 @@ static int turn_lane(struct hr_lane *lane) {
     if (lane->team->transport != NULL) {
         lane->team->transport->is_quiet = lane->is_quiet;
     }
-    return flushed || led || executed;
+    return joined || flushed || led || executed;
 }
 
 /* From CLOSING on every message counts. */
@@ -281,6 +283,16 @@ int hr_engine_is_called(const struct hr_engine *engine) {
     return 0;
 }
 
+/* A refusal is not pending once it is among the frames for the leader. */
+static int has_told_all(const struct hr_engine *engine) {
+    for (int i = 0; i < engine->lane_count; i++) {
+        if (hr_buffer_size(&engine->lanes[i]->announcer.request_out) > 0) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
 static int may_return(const struct hr_engine *engine, const struct hr_request *until) {
     if (until != NULL) {
         return atomic_load(&until->status) != HORO_IN_PROGRESS;
@@ -289,7 +301,7 @@ static int may_return(const struct hr_engine *engine, const struct hr_request *u
         return engine->driver.stage == HR_ENGINE_ENDED && atomic_load(&engine->submission.pending) == 0;
     }
     return !atomic_load(&engine->driver.serves_hosts) && !hr_engine_is_called(engine) &&
-           atomic_load(&engine->submission.pending) == 0;
+           atomic_load(&engine->submission.pending) == 0 && has_told_all(engine);
 }
 
 /* Whether a caller may take over from the thread, now that nothing moves: where it serves other hosts. */

@@ -33,12 +33,14 @@ static void free_parts(struct hr_engine *engine) {
     for (int i = engine->lane_count - 1; i >= 0; i--) {
         hr_lane_destroy(engine->lanes[i]);
     }
+    hr_engine_fini_tuning(engine);
     hr_map_fini(&engine->submission.handles);
     free(engine->driver.sleep.fds);
     if (engine->driver.kick_fd >= 0) {
         (void)close(engine->driver.kick_fd);
     }
     (void)pthread_cond_destroy(&engine->submission.done);
+    (void)pthread_mutex_destroy(&engine->staging_lock);
     (void)pthread_mutex_destroy(&engine->submission.lock);
 }
 
@@ -49,10 +51,11 @@ static void init_sync(struct hr_engine *engine) {
     (void)pthread_cond_init(&engine->submission.done, &attributes);
     (void)pthread_condattr_destroy(&attributes);
     (void)pthread_mutex_init(&engine->submission.lock, NULL);
+    (void)pthread_mutex_init(&engine->staging_lock, NULL);
 }
 
 static int init_parts(struct hr_engine *engine, struct hr_team *world, struct hr_backend *backend,
-                      struct hr_error *error) {
+                      const horo_setup *setup, struct hr_error *error) {
     engine->driver.kick_fd = -1;
     int status = hr_descriptor_event(&engine->driver.kick_fd, error);
     if (status == HORO_OK && hr_sleep_reserve(&engine->driver.sleep, (size_t)engine->node->local_size + 2) != HORO_OK) {
@@ -69,6 +72,7 @@ static int init_parts(struct hr_engine *engine, struct hr_team *world, struct hr
     }
     engine->teams[0] = (struct hr_team_place){.is_used = 1, .has_local = 1, .lane = engine->lanes[0]};
     engine->lane_count = 1;
+    HR_TRY(hr_engine_init_tuning(engine, setup, error));
     return start_thread(engine, error);
 }
 
@@ -87,7 +91,7 @@ int hr_engine_init(struct hr_engine *engine, struct hr_team *world, struct hr_ba
     };
     engine->submission.queue_tail = &engine->submission.queue_head;
     init_sync(engine);
-    const int status = init_parts(engine, world, backend, error);
+    const int status = init_parts(engine, world, backend, setup, error);
     if (status != HORO_OK) {
         hr_node_close_fds(node);
         free_parts(engine);
@@ -119,6 +123,7 @@ void hr_engine_fini(struct hr_engine *engine) {
     for (size_t i = 0; i < engine->submission.handles.capacity; i++) {
         hr_request_destroy(engine->submission.handles.slots[i].value);
     }
+    hr_engine_end_cuda(engine);
     free_parts(engine);
 }
 
@@ -236,6 +241,31 @@ int hr_engine_wait(struct hr_engine *engine, int64_t handle, int32_t timeout_ms)
     return status;
 }
 
+/* With the lock held. */
+static int is_any_done(const struct hr_engine *engine, const int64_t *handles, int32_t count) {
+    for (int32_t i = 0; i < count; i++) {
+        const struct hr_request *request = hr_engine_find_handle(engine, handles[i]);
+        if (request == NULL || atomic_load(&request->status) != HORO_IN_PROGRESS) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+/* The background thread drives meanwhile: a caller would drive for one request, and sleep while another is done. */
+int hr_engine_wait_any(struct hr_engine *engine, const int64_t *handles, int32_t count, int32_t timeout_ms) {
+    const int64_t deadline_ns = hr_now_ns() + (int64_t)timeout_ms * 1000000;
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    hr_engine_note_caller(engine);
+    int done;
+    while (!(done = is_any_done(engine, handles, count)) && hr_now_ns() < deadline_ns) {
+        kick_if_idle(engine);
+        wait_for_driver(engine, deadline_ns);
+    }
+    (void)pthread_mutex_unlock(&engine->submission.lock);
+    return done ? HORO_OK : HORO_IN_PROGRESS;
+}
+
 int hr_engine_error(struct hr_engine *engine, int64_t handle, char *text, size_t text_bytes) {
     (void)pthread_mutex_lock(&engine->submission.lock);
     const struct hr_request *request = hr_engine_find_handle(engine, handle);
@@ -267,6 +297,17 @@ int hr_engine_take(struct hr_engine *engine, int64_t handle, int32_t index, void
     }
     (void)pthread_mutex_unlock(&engine->submission.lock);
     return status;
+}
+
+int hr_engine_holds_results(struct hr_engine *engine, int64_t handle) {
+    int holds = 0;
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    const struct hr_request *request = hr_engine_find_handle(engine, handle);
+    for (int i = 0; request != NULL && request->gathered != NULL && i < request->call.tensor_count; i++) {
+        holds |= !request->gathered[i].is_given;
+    }
+    (void)pthread_mutex_unlock(&engine->submission.lock);
+    return holds;
 }
 
 int hr_engine_release(struct hr_engine *engine, int64_t handle) {

@@ -62,6 +62,7 @@ struct hr_blocked {
     int64_t handles[HORO_WAITING_MAX];
     int64_t last_handle; /* submitted then, */
     uint32_t pending;    /* and not done then */
+    uint64_t passed;     /* as in struct hr_submission, then */
     char text[HR_BLOCKED_TEXT_MAX];
     char others[HR_BLOCKED_NAME_MAX];
     uint32_t question;         /* that this answers; 0: none */
@@ -77,6 +78,7 @@ struct hr_submission {
     struct hr_request *oldest, *newest; /* of those not done, in the order in which they were submitted */
     struct hr_map handles;              /* handle -> request not released */
     int64_t last_handle;
+    uint64_t passed; /* records executed that ended no request of this rank */
     _Atomic uint32_t queued;  /* requests in the queue */
     _Atomic uint32_t pending; /* requests submitted and not done */
     struct hr_blocked blocked;
@@ -145,6 +147,17 @@ struct hr_team_place {
     struct hr_lane *lane; /* NULL: this rank is no member. Written by the driver under the lock of submission */
 };
 
+struct hr_tuner;
+
+/* What operations run with where a search may change it; see tuning.c. */
+struct hr_tuned {
+    int is_on; /* else the lanes keep what they were made with */
+    uint64_t settled[HORO_KNOB_COUNT]; /* the driver's: of teams to come, what a search begins with and ends with */
+    uint64_t values[HORO_KNOB_COUNT];  /* of the world; under the lock */
+    int is_final;                      /* likewise */
+    struct hr_tuner *tuner;            /* rank 0, as long as it searches; the driver's */
+};
+
 struct hr_engine {
     struct hr_node *node;
     uint64_t fusion_bytes;
@@ -158,6 +171,9 @@ struct hr_engine {
     int lane_count;
     uint64_t gone_link_bytes; /* of teams that have been removed; under the lock */
     struct hr_counts counts;
+    struct hr_tuned tuned;
+    pthread_mutex_t staging_lock;
+    struct hr_stager *_Atomic stager; /* of tensors on GPUs; NULL: none may come */
 };
 
 static inline struct hr_lane *hr_engine_world(const struct hr_engine *engine) {
@@ -175,6 +191,11 @@ void hr_engine_close_links(struct hr_engine *engine);
 void hr_engine_fini(struct hr_engine *engine);
 
 int hr_engine_submit(struct hr_engine *engine, const horo_request *request, int64_t *handle, struct hr_error *error);
+/* refusal.c: as horo_refuse. */
+int hr_engine_refuse(struct hr_engine *engine, int32_t team, const char *name, int32_t status, const char *reason);
+/* For a caller that has the lock of submissions. */
+int hr_engine_refuse_locked(struct hr_engine *engine, int32_t team, const char *name, int32_t status,
+                            const char *reason);
 /* teams.c */
 /* Whether there can be a team of these ranks. */
 int hr_engine_check_team(const struct hr_engine *engine, const int32_t *ranks, int size, struct hr_error *error);
@@ -186,15 +207,26 @@ int hr_engine_add_team(struct hr_engine *engine, const int32_t *ranks, int size,
                        struct hr_backend *backend, int64_t *handle, struct hr_error *error);
 int hr_engine_remove_team(struct hr_engine *engine, int32_t team, int64_t *handle, struct hr_error *error);
 int hr_engine_added_team(struct hr_engine *engine, int64_t handle);
+/* join.c: as horo_join and horo_joined_last. */
+int hr_engine_join(struct hr_engine *engine, int32_t team, int64_t *handle, struct hr_error *error);
+int hr_engine_joined_last(struct hr_engine *engine, int64_t handle);
 int hr_engine_poll(struct hr_engine *engine, int64_t handle);
 int hr_engine_wait(struct hr_engine *engine, int64_t handle, int32_t timeout_ms);
+int hr_engine_wait_any(struct hr_engine *engine, const int64_t *handles, int32_t count, int32_t timeout_ms);
 int hr_engine_error(struct hr_engine *engine, int64_t handle, char *text, size_t text_bytes);
 int hr_engine_take(struct hr_engine *engine, int64_t handle, int32_t index, void **data, int64_t *bytes,
                    int64_t *first_dims);
 int hr_engine_release(struct hr_engine *engine, int64_t handle);
+/* Whether results of a request that has ended well lie in memory that the core has allocated, to be taken. */
+int hr_engine_holds_results(struct hr_engine *engine, int64_t handle);
 /* Of data, handed to the links of all teams, those that are gone included. Any thread. */
 uint64_t hr_engine_link_bytes(struct hr_engine *engine);
 int hr_engine_health(struct hr_engine *engine, struct hr_error *error);
+
+/* tuning.c: as horo_read_tuning; the log of samples becomes the engine's; closes it, in a forked child too. */
+void hr_engine_read_tuning(struct hr_engine *engine, uint64_t *values, int32_t *is_final);
+void hr_engine_own_log(struct hr_engine *engine, const horo_setup *setup);
+void hr_engine_close_log(struct hr_engine *engine);
 
 /* blocked.c: as horo_report_blocked, horo_blocked_question and horo_callers. */
 int hr_engine_report_blocked(struct hr_engine *engine, const horo_waiting *waits, int32_t count, uint32_t question,
@@ -236,6 +268,22 @@ int hr_engine_announce(struct hr_engine *engine);
 /* submit.c: new_lane is the request's with HORO_OK, else the caller's. */
 int hr_engine_submit_with(struct hr_engine *engine, const horo_request *call, struct hr_lane *new_lane, int64_t *handle,
                           struct hr_error *error);
+/* With the lock held: it can be announced. */
+void hr_engine_queue(struct hr_engine *engine, struct hr_request *request);
+
+/* staged.c: requests with tensors on GPUs */
+/* As horo_use_cuda and horo_copy_back. */
+int hr_engine_use_cuda(struct hr_engine *engine, const char *const *paths, size_t path_count, struct hr_error *error);
+int hr_engine_copy_back(struct hr_engine *engine, int64_t handle, uint64_t stream, struct hr_error *error);
+/* Before submission: begins to copy its values to the host, where the request has them then. Without the lock. */
+int hr_engine_stage(struct hr_engine *engine, struct hr_request *request, struct hr_error *error);
+/* After submission: it gets into the queue when the values are there. Without the lock. */
+void hr_engine_launch(struct hr_engine *engine, struct hr_request *request, int64_t handle);
+/* Ends it if the values never come. Without the lock. */
+void hr_engine_check_staged(struct hr_engine *engine, int64_t handle);
+/* After all requests are gone. */
+void hr_engine_end_cuda(struct hr_engine *engine);
+
 /* engine.c: with the lock held; NULL if there is none. */
 struct hr_request *hr_engine_find_handle(const struct hr_engine *engine, int64_t handle);
 
@@ -284,11 +332,26 @@ int hr_engine_fail_all(struct hr_engine *engine);
 /* The sentence for the end of the node, without what was pending. */
 void hr_engine_describe_end(const struct hr_engine *engine, struct hr_abort end, char *text, size_t text_bytes);
 
+/* tuning.c */
+/* Before anything drives. The world begins with the start of the search. HORO_OK or a status with *error set. */
+int hr_engine_init_tuning(struct hr_engine *engine, const horo_setup *setup, struct hr_error *error);
+void hr_engine_fini_tuning(struct hr_engine *engine);
+/* A TUNE record of this lane's log. HORO_OK or HORO_ERR_INTERNAL. */
+int hr_engine_execute_tuning(struct hr_engine *engine, struct hr_lane *lane, const struct hr_wire_message *record);
+/* These requests of the world are done. */
+static inline int hr_engine_is_searching(const struct hr_engine *engine) {
+    return engine->tuned.tuner != NULL;
+}
+void hr_engine_measure(struct hr_engine *engine, struct hr_lane *lane, struct hr_request *const *requests,
+                       size_t count);
+
 /* events.c: what the flight recorder gets, and when it is shown. */
 /* A request that has been put into the queue; with the lock held. */
 void hr_engine_note_submitted(struct hr_engine *engine, struct hr_request *request);
 /* Requests that are over; before they can be released. */
 void hr_engine_note_done(struct hr_engine *engine, struct hr_request *const *requests, size_t count, int status);
+/* For a timeline: the record of the log that is executed; before its batch is noted. */
+void hr_lane_note_record(const struct hr_lane *lane, int moves_data);
 /* A batch whose record has been taken out of the log: what has been agreed on, and that it begins. */
 void hr_engine_note_batch(struct hr_engine *engine, struct hr_request *const *requests, size_t count, uint64_t bytes);
 /* The end of the group, once. Any thread. */

@@ -1,10 +1,15 @@
 /* What the flight recorder gets from the engine, and when it is shown. */
+#include <stdio.h>
+#include <string.h>
+
+#include "base/dtype.h"
 #include "engine/engine.h"
 
 enum { LINES = 16, TEXT_BYTES = 2 * HORO_MESSAGE_MAX - 128 }; /* of a line of the log, less its head */
 
 static void note_all(struct hr_engine *engine, int event, struct hr_request *const *requests, size_t count, int status,
                      uint64_t ticks) {
+    const int is_traced = hr_recorder_is_traced(&engine->node->recorder);
     for (size_t i = 0; i < count; i++) {
         hr_recorder_add(&engine->node->recorder, &(struct hr_event){
                                                      .ticks = ticks,
@@ -12,6 +17,7 @@ static void note_all(struct hr_engine *engine, int event, struct hr_request *con
                                                      .op = requests[i]->call.op,
                                                      .status = status,
                                                      .team = hr_team_number(requests[i]->call.team),
+                                                     .number = is_traced ? (int32_t)requests[i]->name_hash : 0,
                                                      .bytes = requests[i]->data_bytes,
                                                      .name = requests[i]->call.name,
                                                      .name_bytes = requests[i]->name_bytes,
@@ -19,12 +25,65 @@ static void note_all(struct hr_engine *engine, int event, struct hr_request *con
     }
 }
 
+/*
+ * For a timeline: the team's id, name, dtype and shape of the first tensor, and "adasum" or nothing, each with a
+ * terminator.
+ */
+static void describe(struct hr_engine *engine, const struct hr_request *request) {
+    char text[HORO_NAME_MAX + 48 + HORO_DIMS_MAX * 22];
+    size_t at = (size_t)snprintf(text, sizeof text, "%d", (int)request->call.team) + 1;
+    memcpy(text + at, request->call.name, request->name_bytes + 1);
+    at += request->name_bytes + 1;
+    if (request->call.tensor_count > 0) {
+        const horo_tensor *tensor = &request->call.tensors[0];
+        at += (size_t)snprintf(text + at, sizeof text - at, "%s", hr_dtype_name(tensor->dtype)) + 1;
+        text[at++] = '[';
+        for (int i = 0; i < tensor->ndim; i++) {
+            const char *comma = i == 0 ? "" : ", ";
+            at += (size_t)snprintf(text + at, sizeof text - at, "%s%lld", comma, (long long)tensor->shape[i]);
+        }
+        text[at++] = ']';
+        text[at++] = '\0';
+        at += (size_t)snprintf(text + at, sizeof text - at, "%s",
+                               request->call.reduce_op == HORO_ADASUM ? "adasum" : "") + 1;
+    }
+    hr_recorder_add_text(&engine->node->recorder, (uint32_t)request->name_hash, text, at);
+}
+
 void hr_engine_note_submitted(struct hr_engine *engine, struct hr_request *request) {
+    if (hr_recorder_is_traced(&engine->node->recorder)) {
+        describe(engine, request);
+    }
     note_all(engine, HORO_EVENT_SUBMITTED, &request, 1, HORO_OK, hr_ticks());
 }
 
 void hr_engine_note_done(struct hr_engine *engine, struct hr_request *const *requests, size_t count, int status) {
     note_all(engine, status == HORO_OK ? HORO_EVENT_ENDED : HORO_EVENT_FAILED, requests, count, status, hr_ticks());
+}
+
+static int via(const struct hr_lane *lane, int moves_data) {
+    if (!moves_data) {
+        return HR_VIA_NONE;
+    }
+    const struct hr_transport *transport = lane->team->transport;
+    const char *name = transport == NULL ? "" : transport->ops->name;
+    if (strcmp(lane->backend->ops->name, "mpi") == 0 || strcmp(name, "mpi") == 0) {
+        return HR_VIA_MPI;
+    }
+    return transport == NULL ? HR_VIA_SHM : HR_VIA_TCP;
+}
+
+void hr_lane_note_record(const struct hr_lane *lane, int moves_data) {
+    struct hr_recorder *recorder = &lane->node->recorder;
+    if (hr_recorder_is_traced(recorder)) {
+        hr_recorder_add(recorder, &(struct hr_event){
+                                      .event = HR_EVENT_RECORD,
+                                      .op = -1,
+                                      .team = lane->team->number,
+                                      .number = via(lane, moves_data),
+                                      .bytes = (int64_t)(lane->executor.log_executed + lane->executor.record_bytes),
+                                  });
+    }
 }
 
 void hr_engine_note_batch(struct hr_engine *engine, struct hr_request *const *requests, size_t count, uint64_t bytes) {

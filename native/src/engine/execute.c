@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "backend/carried.h"
+#include "base/dtype.h"
 #include "base/op.h"
 #include "engine/engine.h"
 
@@ -68,7 +69,7 @@ static void add_operand(struct hr_batch *batch, const horo_tensor *tensor) {
         .input = tensor->input,
         .output = tensor->output,
         .bytes = (size_t)bytes,
-        .dtype = tensor->dtype,
+        .dtype = hr_dtype_real(tensor->dtype),
         .wire_dtype = tensor->wire_dtype,
     };
     batch->row_bytes[i] = (size_t)row_bytes;
@@ -111,7 +112,7 @@ static int begin_batch(struct hr_lane *lane) {
     }
     /* what may share a batch agrees in all that is looked at here */
     const horo_request *call = &batch->requests[0]->call;
-    if (call->op == HORO_BARRIER) {
+    if (!hr_op_has_tensors(call->op)) {
         return HR_TASK_DONE;
     }
     const struct hr_work work = {
@@ -159,6 +160,9 @@ static void end_batch(struct hr_lane *lane) {
     const int status = hr_gather_outcome(batch->requests[0], text, sizeof text);
     count_batch(lane, batch->operand_count, batch->bytes);
     end_record(lane);
+    if (hr_engine_is_searching(lane->engine)) {
+        hr_engine_measure(lane->engine, lane, batch->requests, batch->request_count);
+    }
     hr_engine_complete(lane->engine, batch->requests, batch->request_count, status, status == HORO_OK ? NULL : text);
 }
 
@@ -218,16 +222,31 @@ static int refuse_batch(struct hr_lane *lane, const char *text) {
     return HORO_OK;
 }
 
+/* Of a join the record says who joined last. */
+static int note_last(struct hr_lane *lane, const struct hr_wire_message *record) {
+    const struct hr_batch *batch = lane->executor.batch;
+    const uint8_t *cursor = record->rows.data;
+    const int64_t last = record->rows.count == 1 ? hr_wire_next_row(&cursor) : -1;
+    if (batch->request_count != 1 || last < 0 || last >= lane->node->size) {
+        return HORO_ERR_INTERNAL;
+    }
+    batch->requests[0]->joined_last = (int)last;
+    return HORO_OK;
+}
+
 static int execute_batch(struct hr_lane *lane, const struct hr_wire_message *record) {
     HR_TRY(load_batch(lane, record));
     const struct hr_batch *batch = lane->executor.batch;
+    hr_lane_note_record(lane, batch->operand_count > 0);
     hr_engine_note_batch(lane->engine, batch->requests, batch->request_count, batch->bytes);
     const int op = batch->request_count == 0 ? HORO_BARRIER : batch->requests[0]->call.op;
     if (hr_op_is_of_teams(op)) {
         lane->executor.state = HR_EXECUTION_CHANGING;
         return HORO_OK;
     }
-    if (!hr_op_tells_rows(op) && record->rows.count > 0) {
+    if (op == HORO_JOIN) {
+        HR_TRY(note_last(lane, record));
+    } else if (!hr_op_tells_rows(op) && record->rows.count > 0) {
         return HORO_ERR_INTERNAL;
     }
     if (hr_op_tells_rows(op)) {
@@ -258,18 +277,36 @@ static int execute_result(struct hr_lane *lane, const struct hr_wire_message *re
     if (hr_carried_bytes(lane->team, &request->call) != record->data_bytes) {
         return HORO_ERR_INTERNAL;
     }
+    hr_lane_note_record(lane, 0);
     hr_engine_note_batch(lane->engine, &request, 1, (uint64_t)request->data_bytes);
     hr_carried_unpack(lane->team, &request->call, record->data);
     count_batch(lane, 1, (uint64_t)request->data_bytes);
     end_record(lane);
+    if (hr_engine_is_searching(lane->engine)) {
+        hr_engine_measure(lane->engine, lane, &request, 1);
+    }
     hr_engine_complete(lane->engine, &request, 1, HORO_OK, NULL);
     return HORO_OK;
 }
 
+/* One that ends no request of this rank: what it has said of itself before, and of how far it is, holds no more. */
+static void pass_record(struct hr_lane *lane) {
+    end_record(lane);
+    (void)pthread_mutex_lock(&lane->engine->submission.lock);
+    lane->engine->submission.passed++;
+    (void)pthread_mutex_unlock(&lane->engine->submission.lock);
+}
+
 static int execute_fail(struct hr_lane *lane, const struct hr_wire_message *record) {
-    struct hr_request *request = hr_lane_find_name(lane, record->name);
+    const int refused = hr_lane_end_refusal(lane, record->name);
+    HR_TRY(refused);
+    struct hr_request *request = refused ? NULL : hr_lane_find_name(lane, record->name);
     if (request == NULL) {
-        return HORO_ERR_INTERNAL;
+        if (!refused && !lane->announcer.join.has_joined) {
+            return HORO_ERR_INTERNAL;
+        }
+        pass_record(lane);
+        return HORO_OK;
     }
     char text[HORO_MESSAGE_MAX];
     const size_t bytes = record->text.bytes < sizeof text - 1 ? record->text.bytes : sizeof text - 1;
@@ -278,6 +315,12 @@ static int execute_fail(struct hr_lane *lane, const struct hr_wire_message *reco
     hr_engine_expect_no_removal(lane->engine, request);
     end_record(lane);
     hr_engine_complete(lane->engine, &request, 1, record->status, text);
+    return HORO_OK;
+}
+
+static int execute_tuning(struct hr_lane *lane, const struct hr_wire_message *record) {
+    HR_TRY(hr_engine_execute_tuning(lane->engine, lane, record));
+    pass_record(lane);
     return HORO_OK;
 }
 
@@ -315,7 +358,16 @@ static int execute_record(struct hr_lane *lane, const struct hr_wire_message *re
     case HR_WIRE_BATCH: return execute_batch(lane, record);
     case HR_WIRE_RESULT: return execute_result(lane, record);
     case HR_WIRE_FAIL: return execute_fail(lane, record);
+    case HR_WIRE_TUNE: return execute_tuning(lane, record);
     case HR_WIRE_LEAVE: return execute_leave(lane, record);
+    case HR_WIRE_REQUEST:
+        HR_TRY(hr_lane_describe_stand_in(lane, &record->request));
+        pass_record(lane);
+        return HORO_OK;
+    case HR_WIRE_JOINED:
+        HR_TRY(hr_lane_execute_joined(lane, record->rank));
+        pass_record(lane);
+        return HORO_OK;
     default: return HORO_ERR_INTERNAL;
     }
 }
@@ -385,6 +437,9 @@ void hr_engine_complete_locked(struct hr_engine *engine, struct hr_request *requ
     if (status != HORO_OK) {
         hr_engine_reopen_team(engine, request);
     }
+    if (request->call.op == HORO_JOIN) {
+        hr_lane_end_join(request->lane);
+    }
     request->error_text = text == NULL ? NULL : strdup(text);
     atomic_fetch_sub(&engine->submission.pending, 1);
     atomic_store(&request->status, status); /* last: from here on the caller may release it */
@@ -395,7 +450,12 @@ void hr_engine_complete(struct hr_engine *engine, struct hr_request *const *requ
     hr_engine_note_done(engine, requests, count, status);
     (void)pthread_mutex_lock(&engine->submission.lock);
     for (size_t i = 0; i < count; i++) {
-        hr_engine_complete_locked(engine, requests[i], status, text);
+        if (requests[i]->stand_in != NULL) {
+            hr_lane_end_stand_in(requests[i]->lane, requests[i]);
+            engine->submission.passed++;
+        } else {
+            hr_engine_complete_locked(engine, requests[i], status, text);
+        }
     }
     if (engine->submission.waiters > 0) {
         (void)pthread_cond_broadcast(&engine->submission.done);

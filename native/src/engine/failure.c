@@ -68,8 +68,12 @@ static void describe_pending(struct hr_engine *engine, char *text, size_t text_b
     text[0] = '\0';
     for (const struct hr_request *request = engine->submission.oldest; request != NULL; request = request->newer) {
         if (count++ < HR_NAMES_IN_TEXT && used < text_bytes) {
-            used +=
-                (size_t)snprintf(text + used, text_bytes - used, "%s'%s'", count == 1 ? "" : ", ", request->call.name);
+            char where[32] = "";
+            if (request->call.team != 0) {
+                (void)snprintf(where, sizeof where, " (process set %d)", request->call.team % HORO_TEAM_ID_STEP);
+            }
+            used += (size_t)snprintf(text + used, text_bytes - used, "%s'%s'%s", count == 1 ? "" : ", ",
+                                     request->call.name, where);
         }
     }
     if (count > HR_NAMES_IN_TEXT && used < text_bytes) {
@@ -88,6 +92,9 @@ int hr_engine_fail_all(struct hr_engine *engine) {
     hr_engine_describe_end(engine, end, why, sizeof why);
     hr_engine_show_end(engine);
     (void)pthread_mutex_lock(&engine->submission.lock);
+    for (const struct hr_request *queued = engine->submission.queue_head; queued != NULL; queued = queued->next) {
+        atomic_fetch_sub(&engine->submission.pending, queued->refused != 0); /* which its lane frees */
+    }
     engine->submission.queue_head = NULL;
     engine->submission.queue_tail = &engine->submission.queue_head;
     atomic_store(&engine->submission.queued, 0);

@@ -119,11 +119,12 @@ static const char *which(const struct hr_request *request, int i, char *out, siz
 static int place(struct hr_request *request, int i) {
     struct hr_gathered *result = &request->gathered[i];
     const horo_tensor *tensor = &request->call.tensors[i];
-    if ((request->call.flags & HORO_SUBMIT_INTO) == 0) {
+    const int insists = (request->call.flags & HORO_SUBMIT_INTO) != 0;
+    if (!insists && (request->call.flags & HORO_SUBMIT_OFFER) == 0) {
         return hr_gathered_allocate(result);
     }
     if (tensor->output_bytes != result->bytes) {
-        request->misfit = request->misfit == 0 ? i + 1 : request->misfit;
+        request->misfit = insists && request->misfit == 0 ? i + 1 : request->misfit;
         return hr_gathered_allocate(result);
     }
     result->data = tensor->output;

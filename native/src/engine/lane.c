@@ -11,8 +11,10 @@ static void free_parts(struct hr_lane *lane) {
     }
     hr_lane_free_known(lane);
     hr_lane_free_batch(lane);
+    hr_lane_free_stand_ins(lane);
     hr_buffer_fini(&lane->announcer.request_out);
     hr_buffer_fini(&lane->executor.log_in);
+    hr_lane_drop_refusals(lane);
     hr_map_fini(&lane->in_flight);
     hr_backend_destroy(lane->backend);
     hr_team_destroy(lane->team);
@@ -63,6 +65,9 @@ int hr_lane_open(struct hr_lane *lane, int32_t id, struct hr_error *error) {
         }
     }
     hr_partition_join(&node->arena, team->number);
+    if (lane->engine->tuned.is_on && hr_lane_tune(lane, lane->engine->tuned.settled) != HORO_OK) {
+        return hr_fail(error, HORO_ERR_INTERNAL, "its ranks cannot run with what all ranks run with");
+    }
     return HORO_OK;
 }
 

@@ -34,6 +34,13 @@ enum { HR_IDS_MAX = 256 }; /* in one message of a local rank */
  * ---- Announcer: what this rank tells its leader, and what it remembers of names that have an id. The driver's. ----
  */
 
+/* Of this rank; see join.c. */
+struct hr_joining {
+    struct hr_request *held; /* the JOIN that is to be announced */
+    int is_heard;            /* the record JOINED of this rank has been executed */
+    int has_joined;          /* JOIN is announced */
+};
+
 struct hr_announcer {
     struct hr_map known;
     struct hr_known **known_slots; /* [capacity] */
@@ -42,6 +49,7 @@ struct hr_announcer {
     uint32_t id_count;
     uint32_t ids[HR_IDS_MAX];     /* announced, not yet among these frames */
     int has_asked_to_leave;       /* LEAVE is among them, or has gone */
+    struct hr_joining join;
 };
 
 /* ---- Executor: the log, record by record. The driver's. ---- */
@@ -91,16 +99,26 @@ struct hr_ahead {
     uint64_t last_end; /* the root: 1 + the position of the last one; 0: there was none */
 };
 
+/* What the root of a team has chosen, to be written into the log in front of the next batch. */
+struct hr_due_tuning {
+    int is_due;
+    int is_final;
+    uint64_t values[HORO_KNOB_COUNT];
+};
+
 struct hr_leader {
     struct hr_agree agree;
     int *member_ranks;
     int *ranks_of_member;         /* [members] that each speaks for */
+    int *member_of_rank;          /* [ranks of the job] see struct hr_agree_config */
     struct hr_buffer *request_in; /* [local_size] frames from local ranks */
     struct hr_buffer log_out;     /* frames for the log ring */
     uint64_t log_bytes;           /* of all records so far, those in log_out among them */
     struct hr_carry carry;
     struct hr_ahead ahead;
+    struct hr_due_tuning tuning;
     struct hr_deadlock deadlock; /* the root of all ranks */
+    struct hr_buffer joined_ranks; /* the root: ints, of which no record has been written yet */
     uint64_t announced_seen;
     struct hr_link *links;        /* parent first if there is one, then children */
     int link_count;
@@ -117,6 +135,8 @@ struct hr_stall {
     int64_t check_ns; /* when to look for stalls again; 0: not known */
     uint64_t moves;   /* what had moved when it last looked */
     int64_t moved_ns; /* when it last found that this had changed */
+    uint64_t all_moves;   /* of all lanes; followed while somebody here has joined the team */
+    int64_t all_moved_ns;
     int64_t left_turn_ns; /* when it last left a report to the leader */
     int64_t answers_ns; /* when ranks here that were asked should have answered; 0: none was */
 };
@@ -128,8 +148,12 @@ struct hr_lane {
     struct hr_backend *backend;
     int is_leader, is_root; /* of the team: on this host, of all */
     int refuses_requests;    /* nothing can be submitted any more; under the lock of submission */
+    _Atomic int is_joining;  /* nor until all ranks have joined; written under that lock */
     struct hr_map in_flight; /* name -> request submitted and not done; under the lock of submission */
     _Atomic uint32_t pending; /* how many; written under that lock */
+    struct hr_map refused;    /* name -> refusals, see refusal.c, the first one; likewise */
+    _Atomic size_t refused_bytes; /* of all of them; written under that lock */
+    struct hr_map stand_ins; /* name -> request that stands in for one; the driver's */
     int is_quiet; /* the driver's: when its turn ended, nothing was under way here for this rank */
     int is_due;   /* the driver's: a look has found something to do */
     struct hr_announcer announcer;
@@ -162,6 +186,8 @@ static inline uint64_t hr_lane_moves(const struct hr_lane *lane) {
 int hr_lane_announce_request(struct hr_lane *lane, struct hr_request *request);
 /* Ends a row of such calls. */
 int hr_lane_write_ids(struct hr_lane *lane);
+/* In full; the next flush takes it to the leader. */
+int hr_lane_announce_full(struct hr_lane *lane, struct hr_request *request);
 int hr_lane_flush_requests(struct hr_lane *lane);
 /* What a BATCH ref does to this rank's knowledge; *request is what it stands for. */
 int hr_lane_resolve(struct hr_lane *lane, const struct hr_wire_ref *ref, struct hr_request **request);
@@ -171,6 +197,51 @@ int hr_lane_ask_to_leave(struct hr_lane *lane, int leaver);
 struct hr_request *hr_lane_find_id(const struct hr_lane *lane, uint32_t id);
 struct hr_request *hr_lane_find_name(struct hr_lane *lane, struct hr_wire_text name);
 void hr_lane_free_known(struct hr_lane *lane);
+
+/* ---- refusal.c ---- */
+
+/* Instead of a request. HORO_OK or a status. */
+int hr_lane_announce_refusal(struct hr_lane *lane, const struct hr_request *refusal);
+/* Whether the request has to wait for the record of a refusal. */
+int hr_lane_is_refused(struct hr_lane *lane, const struct hr_request *request);
+/*
+ * The record FAIL of a name: 1 if it ends a refusal of this rank, and then announces what was held because of that; 0;
+ * or a status.
+ */
+int hr_lane_end_refusal(struct hr_lane *lane, struct hr_wire_text name);
+void hr_lane_drop_refusals(struct hr_lane *lane);
+
+/* ---- join.c ---- */
+
+/* The request to join: announces it, or that it will be. */
+int hr_lane_begin_join(struct hr_lane *lane, struct hr_request *request);
+/* Announces the one that is held, if it may go. 1 if it did, 0, or a status. */
+int hr_lane_go_on_joining(struct hr_lane *lane);
+/* The record JOINED. HORO_OK or a status. */
+int hr_lane_execute_joined(struct hr_lane *lane, int rank);
+/* The request to join is over, well or not; with the lock of submission held. */
+void hr_lane_end_join(struct hr_lane *lane);
+/* Leader: a rank of this subtree joins; the root hears of it before it hears of what others then do without it. */
+int hr_leader_note_joined(struct hr_lane *lane, int rank);
+/* The root: whether there are records JOINED to write; writes them: 1 or a status. */
+int hr_leader_may_tell_joined(const struct hr_lane *lane);
+int hr_leader_tell_joined(struct hr_lane *lane);
+
+/* ---- stand_in.c: requests of a rank that has joined, for those of others ---- */
+
+/*
+ * Makes one from the canonical bytes of theirs, for the record that comes next; the lane's until end. HORO_OK,
+ * HORO_ERR_RESOURCE, or HORO_ERR_INTERNAL where this rank has not joined, or nobody can stand in.
+ */
+int hr_lane_make_stand_in(struct hr_lane *lane, const void *bytes, size_t byte_count, struct hr_request **request);
+/* The record REQUEST: makes one, unless this rank has submitted it itself. As make. */
+int hr_lane_describe_stand_in(struct hr_lane *lane, const struct hr_wire_request *request);
+/* The one of this name; NULL: there is none. */
+struct hr_request *hr_lane_find_stand_in(const struct hr_lane *lane, struct hr_wire_text name);
+void hr_lane_end_stand_in(struct hr_lane *lane, struct hr_request *request);
+void hr_stand_in_destroy(struct hr_request *request);
+/* When nothing touches their memory any more. */
+void hr_lane_free_stand_ins(struct hr_lane *lane);
 
 /* ---- lead.c and control.c: what a leader does besides; 1 if something moved, 0 if not, or a status ---- */
 
@@ -217,6 +288,13 @@ void hr_leader_close_log(struct hr_lane *lane);
 /* A rank of this subtree wants to leave. */
 int hr_leader_note_leaver(struct hr_lane *lane, int rank);
 int hr_lane_announce_own(struct hr_lane *lane, const struct hr_request *request, uint32_t id);
+
+/* ---- tuning.c ---- */
+
+/* Runs with these values from now on, between two tasks. HORO_OK, or HORO_ERR_INTERNAL for impossible ones. */
+int hr_lane_tune(struct hr_lane *lane, const uint64_t *values);
+/* The root: writes what is due. HORO_OK or a status. */
+int hr_leader_write_tuning(struct hr_lane *lane);
 
 /* ---- carry.c ---- */
 

@@ -19,17 +19,21 @@ int hr_lane_announce_own(struct hr_lane *lane, const struct hr_request *request,
 }
 
 /* On a host and all those below it in the tree, which are the ones up to the next of its parent's (node/linked.h). */
-static int ranks_below(const struct hr_team *team, int host) {
+static int ranks_below(struct hr_lane *lane, int host, int member) {
+    const struct hr_team *team = lane->team;
     const int end = host + (host & -host);
     int count = 0;
-    for (int h = host; h < end && h < team->host_count; h++) {
-        count += team->host_size[h];
+    for (int rank = 0; rank < team->size; rank++) {
+        if (team->host_of_rank[rank] >= host && team->host_of_rank[rank] < end) {
+            lane->leader.member_of_rank[team->job_rank[rank]] = member;
+            count++;
+        }
     }
     return count;
 }
 
 static int init_agreement(struct hr_lane *lane, uint64_t fusion_bytes) {
-    const struct hr_node *node = lane->node;
+    struct hr_node *node = lane->node;
     const struct hr_team *team = lane->team;
     const int children = lane->leader.link_count - lane->leader.has_parent;
     const int members = team->local_size + children;
@@ -39,14 +43,22 @@ static int init_agreement(struct hr_lane *lane, uint64_t fusion_bytes) {
     if (lane->leader.member_ranks == NULL || lane->leader.ranks_of_member == NULL || lane->leader.request_in == NULL) {
         return HORO_ERR_RESOURCE;
     }
+    lane->leader.member_of_rank = malloc((size_t)node->size * sizeof *lane->leader.member_of_rank);
+    if (lane->leader.member_of_rank == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    for (int rank = 0; rank < node->size; rank++) {
+        lane->leader.member_of_rank[rank] = -1;
+    }
     for (int i = 0; i < members; i++) {
         if (i < team->local_size) {
             lane->leader.member_ranks[i] = team->job_rank[team->rank_of_local[i]];
             lane->leader.ranks_of_member[i] = 1;
+            lane->leader.member_of_rank[lane->leader.member_ranks[i]] = i;
         } else {
             const struct hr_link *link = &lane->leader.links[lane->leader.has_parent + i - team->local_size];
             lane->leader.member_ranks[i] = link->leader_rank;
-            lane->leader.ranks_of_member[i] = ranks_below(team, link->host);
+            lane->leader.ranks_of_member[i] = ranks_below(lane, link->host, i);
         }
     }
     const struct hr_agree_config config = {
@@ -55,12 +67,15 @@ static int init_agreement(struct hr_lane *lane, uint64_t fusion_bytes) {
         .local_count = team->local_size,
         .rank_of_member = lane->leader.member_ranks,
         .ranks_of_member = lane->leader.ranks_of_member,
+        .member_of_rank = lane->leader.member_of_rank,
         .host_name_of_rank = (const char *const *)node->host_name_of_rank,
         .team_size = lane->team->size,
         .rank_count = node->size,
         .capacity = lane->announcer.capacity,
         .evict_one_in = EVICT_ONE_IN,
         .fusion_bytes = fusion_bytes,
+        .recorder = lane->is_root ? &node->recorder : NULL,
+        .team_number = team->number,
     };
     return hr_agree_init(&lane->leader.agree, &config);
 }
@@ -82,7 +97,9 @@ void hr_lane_fini_leader(struct hr_lane *lane) {
     free(lane->leader.request_in);
     free(lane->leader.member_ranks);
     free(lane->leader.ranks_of_member);
+    free(lane->leader.member_of_rank);
     hr_buffer_fini(&lane->leader.log_out);
+    hr_buffer_fini(&lane->leader.joined_ranks);
     hr_carry_fini(lane);
     hr_deadlock_fini(&lane->leader.deadlock);
     hr_agree_fini(&lane->leader.agree);
@@ -128,6 +145,8 @@ int hr_leader_announce(struct hr_lane *lane, int member, const struct hr_wire_me
     case HR_WIRE_ROWS:
         return hr_agree_announce_id(&lane->leader.agree, member, message->id, message->rows, now_ns);
     case HR_WIRE_REQUEST: return hr_agree_announce_request(&lane->leader.agree, member, message, now_ns);
+    case HR_WIRE_JOINED:
+        return message->rank < lane->node->size ? hr_leader_note_joined(lane, message->rank) : HORO_ERR_INTERNAL;
     case HR_WIRE_BLOCKED: return hr_leader_note_blocked(lane, message);
     case HR_WIRE_LEAVE:
         return message->rank < lane->node->size ? hr_leader_note_leaver(lane, message->rank) : HORO_ERR_INTERNAL;
@@ -299,7 +318,8 @@ static int may_close(const struct hr_lane *lane) {
 /* A record is due that has to wait for the answer to AHEAD, and nobody has asked for that. */
 static int may_recall(const struct hr_lane *lane) {
     return hr_ahead_is_out(lane) && !lane->leader.ahead.is_recalled &&
-           (lane->leader.leaver != 0 || hr_agree_is_complete(&lane->leader.agree));
+           (lane->leader.leaver != 0 || hr_agree_is_complete(&lane->leader.agree) ||
+            hr_buffer_size(&lane->leader.joined_ranks) > 0);
 }
 
 void hr_leader_close_log(struct hr_lane *lane) {
@@ -330,6 +350,9 @@ static int form_batches(struct hr_lane *lane) {
     if (may_recall(lane)) {
         return hr_ahead_recall(lane);
     }
+    if (hr_leader_may_tell_joined(lane)) {
+        return hr_leader_tell_joined(lane);
+    }
     if (may_close(lane)) {
         HR_TRY(close_log(lane));
         return 1;
@@ -337,6 +360,7 @@ static int form_batches(struct hr_lane *lane) {
     if (!may_form_batch(lane, &due_ns)) {
         return 0;
     }
+    HR_TRY(lane->leader.tuning.is_due ? hr_leader_write_tuning(lane) : HORO_OK);
     HR_TRY(write_batches(lane, lane->team->host_count > 1)); /* between hosts what is ready goes at once */
     return 1;
 }
@@ -407,7 +431,8 @@ int hr_lane_has_lead_work(struct hr_lane *lane) {
     const struct hr_partition_header *header = lane->team->partition.header;
     int64_t due_ns;
     if (atomic_load(&header->announced) != lane->leader.announced_seen || may_collect(lane) ||
-        may_close(lane) || may_recall(lane) || hr_ahead_may_go(lane) || may_form_batch(lane, &due_ns)) {
+        hr_leader_may_tell_joined(lane) || may_close(lane) || may_recall(lane) || hr_ahead_may_go(lane) ||
+        may_form_batch(lane, &due_ns)) {
         return 1;
     }
     if (hr_buffer_size(&lane->leader.log_out) > 0 &&

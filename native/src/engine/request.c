@@ -4,7 +4,9 @@
 #include <string.h>
 
 #include "base/clock.h"
+#include "base/dtype.h"
 #include "base/op.h"
+#include "device/staging.h"
 #include "engine/engine.h"
 
 /* Of a shape that is refused: the first negative extent, or else the one from which on the bytes are too many. */
@@ -33,9 +35,25 @@ static int check_shape(const horo_request *call, const horo_tensor *tensor, stru
                    call->name, (long long)tensor->shape[d], d);
 }
 
+static int refuse_reduction(const horo_request *call, const horo_tensor *tensor, struct hr_error *error) {
+    const int dtype = tensor->dtype;
+    const char *instead = "convert the tensor to another dtype";
+    if (hr_dtype_is_complex(dtype)) {
+        instead = "complex numbers can be reduced with Sum or Average";
+    } else if (dtype >= HORO_DTYPE_COUNT) {
+        instead = "allgather, alltoall and broadcast move it; to reduce it, convert the tensor to another dtype";
+    } else if (dtype == HORO_BOOL && call->reduce_op == HORO_AVERAGE) {
+        instead = "bool can be reduced with Sum, Max (any), Min or Product (all)";
+    } else if (call->reduce_op == HORO_ADASUM) {
+        instead = "Adasum is for floats";
+    }
+    return hr_fail(error, HORO_ERR_UNSUPPORTED, "%s '%s': this op is not offered for %s; %s", hr_op_name(call->op),
+                   call->name, hr_dtype_name(dtype), instead);
+}
+
 static int check_tensor(const horo_request *call, const horo_tensor *tensor, struct hr_error *error) {
     const char *op = hr_op_name(call->op);
-    if (tensor->dtype < 0 || tensor->dtype >= HORO_DTYPE_COUNT) {
+    if (tensor->dtype < 0 || tensor->dtype >= HORO_ANY_DTYPE_COUNT) {
         return hr_fail(error, HORO_ERR_UNSUPPORTED, "%s '%s': dtype number %d is not known", op, call->name,
                        tensor->dtype);
     }
@@ -51,8 +69,7 @@ static int check_tensor(const horo_request *call, const horo_tensor *tensor, str
         return hr_fail(error, HORO_ERR_UNSUPPORTED, "%s '%s': op Adasum is offered by allreduce only", op, call->name);
     }
     if (hr_op_reduces(call->op) && !hr_dtype_reducible(tensor->dtype, call->reduce_op)) {
-        return hr_fail(error, HORO_ERR_UNSUPPORTED, "%s '%s': this op is not offered for %s", op, call->name,
-                       hr_dtype_name(tensor->dtype));
+        return refuse_reduction(call, tensor, error);
     }
     if (tensor->wire_dtype != 0 &&
         (!hr_op_reduces(call->op) || !hr_dtype_narrows(tensor->dtype, tensor->wire_dtype))) {
@@ -97,7 +114,7 @@ static int check_call(const horo_request *call, struct hr_error *error) {
         return hr_fail(error, HORO_ERR_USAGE, "%s: the name has %zu bytes; 1 to %d are allowed", hr_op_name(call->op),
                        name_bytes, HORO_NAME_MAX);
     }
-    const int wrong_count = call->op == HORO_BARRIER ? call->tensor_count != 0 : call->tensor_count < 1;
+    const int wrong_count = hr_op_has_tensors(call->op) ? call->tensor_count < 1 : call->tensor_count != 0;
     if (wrong_count || call->tensor_count > HR_WIRE_TENSORS_MAX) {
         return hr_fail(error, HORO_ERR_USAGE, "%s '%s': %d tensors", hr_op_name(call->op), call->name,
                        call->tensor_count);
@@ -168,8 +185,7 @@ static int copy_call(const horo_request *call, size_t byte_count, size_t row_byt
     request->call.name = name;
     request->call.tensors = tensors;
     request->name_hash = hr_hash(name, name_bytes);
-    request->pending_hash = request->name_hash ^ ((uint64_t)call->team << 32 | (uint64_t)call->team);
-    request->pending_hash += request->pending_hash == 0; /* 0 is a free place */
+    request->pending_hash = hr_request_pending_hash(request->name_hash, call->team);
     atomic_init(&request->status, HORO_IN_PROGRESS);
     *out = request;
     return HORO_OK;
@@ -219,6 +235,7 @@ void hr_request_destroy(struct hr_request *request) {
     if (request->new_lane != NULL) {
         hr_lane_destroy(request->new_lane);
     }
+    hr_staging_release(request->staging);
     free(request->error_text);
     free(request);
 }

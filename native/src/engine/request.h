@@ -9,7 +9,14 @@
 
 #define HR_NOT_ANNOUNCED UINT32_MAX
 
+/* Of a name in a team. Never 0, which is a free place in the arena's table and stands for all names in a report. */
+static inline uint64_t hr_request_pending_hash(uint64_t name_hash, int32_t team) {
+    const uint64_t hash = name_hash ^ ((uint64_t)team << 32 | (uint64_t)team);
+    return hash + (hash == 0);
+}
+
 struct hr_lane;
+struct hr_staging;
 
 /* One allocation, plus the results of an allgather or alltoall and the text of an error. */
 struct hr_request {
@@ -32,10 +39,17 @@ struct hr_request {
     uint32_t pending_place;       /* driver: in the arena's table, HR_NOT_ANNOUNCED while in the queue */
     struct hr_gathered *gathered; /* allgather, alltoall: [tensor_count] */
     int64_t *splits;              /* alltoall: those of all ranks, as in struct hr_work */
+    int refused;                  /* a refusal, see refusal.c: the status; its reason is error_text */
+    int is_held;                  /* driver: to be announced when a refusal of its name has been agreed on */
     int misfit;                   /* 1 + the first tensor whose output is not as long as its result; 0: there is none */
+    void *stand_in;               /* the memory of its tensors, where it stands in for one of a rank that has joined */
+    int joined_last;              /* join: the rank that joined last, once done */
     struct hr_lane *new_lane;     /* add team: this rank's part in it; NULL: it has none, or the engine has taken it */
     int team_added;               /* add team: its id, once done; else -1 */
-    int team_size;                /* of its own team */
+    int team_size, team_rank;     /* of its own team, and of this rank there */
+    int is_queued;                /* under the lock: it has been in the queue */
+    int is_returned;              /* under the lock: results are on their way to the GPU */
+    struct hr_staging *staging;   /* of tensors on a GPU; NULL: they are in host memory */
 };
 
 /* What this rank knows of a tensor with an id, in one allocation. Driver only. */

@@ -2,6 +2,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "engine/drive.h"
 #include "engine/stall.h"
 
 /* While it waits in a batch, a rank looks LOOKS times per period, and is silent once it has missed half of them. */
@@ -12,7 +13,7 @@ enum { TEAM_TEXT_BYTES = HR_TEAM_NAME_BYTES + 8 };
 static int64_t oldest_pending_ns(struct hr_lane *lane) {
     (void)pthread_mutex_lock(&lane->engine->submission.lock);
     const struct hr_request *request = hr_lane_next_pending(lane, NULL);
-    const int64_t oldest = request == NULL ? 0 : request->submit_ns;
+    const int64_t oldest = request == NULL ? 0 : hr_stall_waits_since(lane, request);
     (void)pthread_mutex_unlock(&lane->engine->submission.lock);
     const int64_t since = lane->is_leader ? hr_agree_waiting_since(&lane->leader.agree) : 0;
     return since != 0 && (oldest == 0 || since < oldest) ? since : oldest;
@@ -23,16 +24,17 @@ static int64_t oldest_pending_ns(struct hr_lane *lane) {
  * is stopped, or a rank behind it is late. Each level waits one period longer than the one above, so the nearest one
  * names the culprit.
  */
-static int describe_undecided(struct hr_lane *lane, int64_t now_ns, char *text, size_t text_bytes, int *culprit,
-                              int64_t *oldest_ns, int *periods) {
+static int describe_undecided(struct hr_lane *lane, int64_t now_ns, char *text, size_t text_bytes,
+                              struct hr_stalled *stalled, int *periods) {
     const struct hr_node *node = lane->node;
     if (lane->is_root) {
         return 0;
     }
     *periods = (lane->is_leader ? 1 : 2) + __builtin_popcount((unsigned)lane->team->host); /* the tree is binomial */
-    *culprit = lane->is_leader ? lane->leader.links[0].leader_rank : lane->team->job_rank[lane->team->rank_of_local[0]];
+    stalled->culprit =
+        lane->is_leader ? lane->leader.links[0].leader_rank : lane->team->job_rank[lane->team->rank_of_local[0]];
     char who[HR_NAME_TEXT_BYTES];
-    (void)hr_node_name_rank(node, *culprit, who, sizeof who);
+    (void)hr_node_name_rank(node, stalled->culprit, who, sizeof who);
     int count = 0;
     size_t used = 0;
     (void)pthread_mutex_lock(&lane->engine->submission.lock);
@@ -42,7 +44,10 @@ static int describe_undecided(struct hr_lane *lane, int64_t now_ns, char *text, 
         if (now_ns - since_ns < *periods * node->stall_warning_ns) {
             continue;
         }
-        *oldest_ns = since_ns < *oldest_ns ? since_ns : *oldest_ns;
+        stalled->oldest_ns = since_ns < stalled->oldest_ns ? since_ns : stalled->oldest_ns;
+        if (request->call.op != HORO_JOIN && since_ns < stalled->blocked_ns) {
+            stalled->blocked_ns = since_ns;
+        }
         if (count++ < HR_NAMES_IN_TEXT && used < text_bytes) {
             used +=
                 (size_t)snprintf(text + used, text_bytes - used, "%s'%s' (no answer from %s)",
@@ -113,8 +118,7 @@ static int64_t report(struct hr_lane *lane, int64_t now_ns) {
     const int is_known = stalled.count > 0;
     if (is_known) {
         periods = stalled.is_elsewhere;
-    } else if (describe_undecided(lane, now_ns, names, sizeof names, &stalled.culprit, &stalled.oldest_ns, &periods) ==
-               0) {
+    } else if (describe_undecided(lane, now_ns, names, sizeof names, &stalled, &periods) == 0) {
         return now_ns + node->stall_warning_ns;
     }
     if (is_known && leaves_turn(lane, now_ns)) {
@@ -130,7 +134,7 @@ static int64_t report(struct hr_lane *lane, int64_t now_ns) {
     }
     hr_engine_show_events(lane->engine, HORO_LOG_WARNING); /* every rank its own, also those whose turn it is not */
     if (node->stall_shutdown_ns > 0 &&
-        now_ns - stalled.oldest_ns >= node->stall_shutdown_ns + periods * node->stall_warning_ns) {
+        now_ns - stalled.blocked_ns >= node->stall_shutdown_ns + periods * node->stall_warning_ns) {
         hr_node_abort(node, HORO_ERR_STALLED, stalled.culprit, HR_REASON_STALLED);
     }
     return now_ns + node->stall_warning_ns;
@@ -184,12 +188,31 @@ static void report_batch(struct hr_lane *lane, int64_t now_ns, int64_t waited_ns
     }
 }
 
+/* Those who have joined have not waited in vain for as long as something moves. */
+static void excuse_joined(struct hr_lane *lane, int64_t now_ns) {
+    struct hr_stall *stall = &lane->stall;
+    const int is_told = lane->is_leader && lane->leader.agree.joined.entry != NULL;
+    if (!lane->is_joining && !is_told) {
+        return;
+    }
+    const uint64_t moves = hr_drive_moves(lane->engine);
+    if (moves == stall->all_moves) {
+        return;
+    }
+    stall->all_moves = moves;
+    stall->all_moved_ns = now_ns;
+    if (is_told) {
+        hr_agree_excuse_join(&lane->leader.agree, now_ns);
+    }
+}
+
 /*
  * Notes what has moved since the last look, and shows the ranks here that this one is alive. Returns when to look
  * again; 0: any time.
  */
 static int64_t look(struct hr_lane *lane, int64_t now_ns) {
     struct hr_stall *stall = &lane->stall;
+    excuse_joined(lane, now_ns);
     const uint64_t moves = hr_lane_moves(lane);
     _Atomic int64_t *alive_until_ns = &lane->node->arena.blocks[lane->node->local_rank].alive_until_ns;
     const int is_executing = lane->executor.state != HR_EXECUTION_IDLE;

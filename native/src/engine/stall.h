@@ -16,9 +16,19 @@ struct hr_stalled {
     int total, count; /* names, and those that are kept here */
     struct hr_stalled_name names[HR_NAMES_IN_TEXT];
     int64_t oldest_ns;
+    int64_t blocked_ns; /* since when one of them has waited that is no JOIN; the time of the report if none has */
     int culprit;      /* a rank that has not submitted one of them, of this host if there is one; -1: none */
     int is_elsewhere; /* it is on another host, where they may know better */
 };
+
+/*
+ * Since when a request waits in vain: to join while something moves, in whatever team, is to wait for what the others
+ * have left to do. They may also have to do what needs nobody, so a JOIN is reported, and never ends the job.
+ */
+static inline int64_t hr_stall_waits_since(const struct hr_lane *lane, const struct hr_request *request) {
+    const int is_excused = request->call.op == HORO_JOIN && lane->stall.all_moved_ns > request->submit_ns;
+    return is_excused ? lane->stall.all_moved_ns : request->submit_ns;
+}
 
 /* Valid until the driver goes on. */
 void hr_stall_find(struct hr_lane *lane, int64_t now_ns, struct hr_stalled *stalled);
@@ -29,8 +39,11 @@ void hr_stall_find(struct hr_lane *lane, int64_t now_ns, struct hr_stalled *stal
 void hr_stall_ask(struct hr_lane *lane, const struct hr_stalled *stalled, int64_t now_ns);
 /* Names those that should have answered and have not; returns when to look for that, 0: no need. */
 int64_t hr_stall_check_answers(struct hr_lane *lane, int64_t now_ns);
-/* stall_text.c: whether a member, local or a host below, has submitted all of it. */
-int hr_stall_has_all(const struct hr_lane *lane, const struct hr_stalled *stalled, int member);
+/*
+ * stall_text.c: whether a member, local or a host below, has not submitted all of it. Who has only not joined may wait
+ * itself for a rank that is late: that does not count beside other names, nor of a local rank that has submitted any.
+ */
+int hr_stall_is_waited_for(const struct hr_lane *lane, const struct hr_stalled *stalled, int member);
 /* A line for each rank of this host, or for those that are alike: "\n  rank 1 (h1) has submitted 'a' and not 'b'". */
 void hr_stall_describe(const struct hr_lane *lane, const struct hr_stalled *stalled, char *text, size_t text_bytes);
 

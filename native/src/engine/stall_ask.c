@@ -23,12 +23,12 @@ void hr_stall_ask(struct hr_lane *lane, const struct hr_stalled *stalled, int64_
         return; /* one question at a time */
     }
     for (int member = 0; member < team->local_size; member++) {
-        if (!hr_stall_has_all(lane, stalled, member)) {
+        if (hr_stall_is_waited_for(lane, stalled, member)) {
             hr_arena_ask(&lane->node->arena, team->index_of_local[member]);
         }
     }
     for (int i = lane->leader.has_parent; i < lane->leader.link_count; i++) {
-        if (!hr_stall_has_all(lane, stalled, team->local_size + i - lane->leader.has_parent)) {
+        if (hr_stall_is_waited_for(lane, stalled, team->local_size + i - lane->leader.has_parent)) {
             ask_below(lane, i, lane->node->rank);
         }
     }

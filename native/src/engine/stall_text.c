@@ -2,8 +2,20 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "base/op.h"
+#include "engine/agree_entry.h"
 #include "engine/engine.h"
 #include "engine/stall.h"
+
+/* Whether a member has joined: of a host below, whether all of its ranks and of those below it have. */
+static int has_joined(const struct hr_lane *lane, int member) {
+    if (lane->is_leader) {
+        const struct hr_agree_entry *join = lane->leader.agree.joined.entry;
+        return join != NULL && hr_agree_has(join->announced, member);
+    }
+    const uint64_t hash = hr_request_pending_hash(hr_hash(HR_JOIN_NAME, sizeof HR_JOIN_NAME - 1), lane->team->id);
+    return hr_arena_pending_has(&lane->node->arena, lane->team->index_of_local[member], hash) != 0;
+}
 
 /* Whether a local rank, or a host below, has submitted the name; what cannot be told counts as submitted. */
 static int has_submitted(const struct hr_lane *lane, const struct hr_stalled_name *name, int member) {
@@ -11,7 +23,8 @@ static int has_submitted(const struct hr_lane *lane, const struct hr_stalled_nam
         return hr_agree_has(name->announced, member);
     }
     return member == lane->team->local_rank ||
-           hr_arena_pending_has(&lane->node->arena, lane->team->index_of_local[member], name->pending_hash) != 0;
+           hr_arena_pending_has(&lane->node->arena, lane->team->index_of_local[member], name->pending_hash) != 0 ||
+           has_joined(lane, member);
 }
 
 static int member_count(const struct hr_lane *lane) {
@@ -25,8 +38,15 @@ static int rank_of_member(const struct hr_lane *lane, int member) {
 
 /* ---- Names that have waited too long ---- */
 
+static int is_join(const struct hr_stalled_name *name) {
+    return strcmp(name->name, HR_JOIN_NAME) == 0;
+}
+
 static void add(struct hr_stalled *stalled, struct hr_stalled_name name, int64_t since_ns) {
     stalled->oldest_ns = stalled->total == 0 || since_ns < stalled->oldest_ns ? since_ns : stalled->oldest_ns;
+    if (!is_join(&name) && since_ns < stalled->blocked_ns) {
+        stalled->blocked_ns = since_ns;
+    }
     if (stalled->total++ < HR_NAMES_IN_TEXT) {
         stalled->names[stalled->count++] = name;
     }
@@ -45,10 +65,10 @@ static void find_own(struct hr_lane *lane, int64_t now_ns, struct hr_stalled *st
     (void)pthread_mutex_lock(&lane->engine->submission.lock);
     const struct hr_request *request = NULL;
     while ((request = hr_lane_next_pending(lane, request)) != NULL &&
-           now_ns - request->submit_ns >= lane->node->stall_warning_ns) {
+           now_ns - hr_stall_waits_since(lane, request) >= lane->node->stall_warning_ns) {
         const struct hr_stalled_name name = {.name = request->call.name, .pending_hash = request->pending_hash};
         if (first_missing(lane, &name) >= 0) {
-            add(stalled, name, request->submit_ns);
+            add(stalled, name, hr_stall_waits_since(lane, request));
         }
     }
     (void)pthread_mutex_unlock(&lane->engine->submission.lock);
@@ -65,18 +85,45 @@ static void find_announced(const struct hr_lane *lane, int64_t now_ns, struct hr
     stalled->total = total;
 }
 
+/* A request of the leader's own behind a refused one, where nobody but those who refuse has announced the name. */
+static void find_held(struct hr_lane *lane, int64_t now_ns, struct hr_stalled *stalled) {
+    (void)pthread_mutex_lock(&lane->engine->submission.lock);
+    const struct hr_request *request = NULL;
+    while ((request = hr_lane_next_pending(lane, request)) != NULL &&
+           now_ns - request->submit_ns >= lane->node->stall_warning_ns) {
+        const struct hr_wire_text name = {request->call.name, request->name_bytes};
+        const struct hr_agree_entry *entry = request->is_held ? hr_agree_find(&lane->leader.agree, name) : NULL;
+        if (entry != NULL && entry->state == HR_AGREE_REFUSED) {
+            add(stalled, (struct hr_stalled_name){.name = entry->name, .announced = entry->announced},
+                request->submit_ns);
+        }
+    }
+    (void)pthread_mutex_unlock(&lane->engine->submission.lock);
+}
+
+/*
+ * Of all that have not submitted something: to join, or anything else. Who has not joined may wait itself for a rank
+ * that is late with something else.
+ */
+static int first_missing_of(const struct hr_lane *lane, const struct hr_stalled *stalled, int joins) {
+    int missing = -1; /* local ranks come first, and are known better */
+    for (int i = 0; i < stalled->count; i++) {
+        const int member = is_join(&stalled->names[i]) == joins ? first_missing(lane, &stalled->names[i]) : -1;
+        missing = member >= 0 && (missing < 0 || member < missing) ? member : missing;
+    }
+    return missing;
+}
+
 void hr_stall_find(struct hr_lane *lane, int64_t now_ns, struct hr_stalled *stalled) {
-    *stalled = (struct hr_stalled){.culprit = -1, .oldest_ns = now_ns};
+    *stalled = (struct hr_stalled){.culprit = -1, .oldest_ns = now_ns, .blocked_ns = now_ns};
     if (lane->is_leader) {
         find_announced(lane, now_ns, stalled);
+        find_held(lane, now_ns, stalled);
     } else {
         find_own(lane, now_ns, stalled);
     }
-    int missing = -1; /* local ranks come first, and are known better */
-    for (int i = 0; i < stalled->count; i++) {
-        const int member = first_missing(lane, &stalled->names[i]);
-        missing = missing < 0 || member < missing ? member : missing;
-    }
+    int missing = first_missing_of(lane, stalled, 0);
+    missing = missing < 0 ? first_missing_of(lane, stalled, 1) : missing;
     stalled->is_elsewhere = missing >= lane->team->local_size;
     stalled->culprit = missing < 0 ? -1 : rank_of_member(lane, missing);
 }
@@ -85,16 +132,37 @@ void hr_stall_find(struct hr_lane *lane, int64_t now_ns, struct hr_stalled *stal
 
 enum { MEMBERS_MAX = 256 }; /* more are not shown */
 
+#define HAS_JOINED (1u << 31) /* beside the names */
+
 static uint32_t submitted_by(const struct hr_lane *lane, const struct hr_stalled *stalled, int member) {
     uint32_t names = 0;
     for (int i = 0; i < stalled->count; i++) {
         names |= (uint32_t)has_submitted(lane, &stalled->names[i], member) << i;
     }
-    return names;
+    return has_joined(lane, member) ? names | HAS_JOINED : names;
 }
 
-int hr_stall_has_all(const struct hr_lane *lane, const struct hr_stalled *stalled, int member) {
-    return submitted_by(lane, stalled, member) == (1u << stalled->count) - 1;
+static int is_whole(const struct hr_stalled *stalled, uint32_t submitted) {
+    return (submitted & ~HAS_JOINED) == (1u << stalled->count) - 1;
+}
+
+static uint32_t joins_of(const struct hr_stalled *stalled) {
+    uint32_t joins = 0;
+    for (int i = 0; i < stalled->count; i++) {
+        joins |= (uint32_t)is_join(&stalled->names[i]) << i;
+    }
+    return joins;
+}
+
+int hr_stall_is_waited_for(const struct hr_lane *lane, const struct hr_stalled *stalled, int member) {
+    const uint32_t submitted = submitted_by(lane, stalled, member);
+    const uint32_t joins = joins_of(stalled);
+    if (!is_whole(stalled, joins)) {
+        return !is_whole(stalled, submitted | joins);
+    }
+    return !is_whole(stalled, submitted) &&
+           (member >= lane->team->local_size ||
+            !hr_arena_pending_any(&lane->node->arena, lane->team->index_of_local[member]));
 }
 
 static size_t list_names(const struct hr_stalled *stalled, uint32_t names, char *text, size_t text_bytes) {
@@ -153,6 +221,9 @@ static size_t write_line(const struct hr_lane *lane, const struct hr_stalled *st
     const size_t had = list_names(stalled, submitted[member], have, sizeof have);
     const size_t lacked = list_names(stalled, ~submitted[member], lack, sizeof lack);
     (void)name_members(lane, submitted, member, who, sizeof who);
+    if ((submitted[member] & HAS_JOINED) != 0) {
+        return (size_t)snprintf(text, text_bytes, "\n  %s joined", who);
+    }
     const char *middle = had > 0 ? (lacked > 0 ? " and not " : "") : "";
     const char *verb = had > 0 ? "submitted" : "not submitted";
     return (size_t)snprintf(text, text_bytes, "\n  %s %s %s%s%s", who, verb, have, middle, lack);
@@ -168,8 +239,8 @@ void hr_stall_describe(const struct hr_lane *lane, const struct hr_stalled *stal
     }
     for (int member = 0; member < count && used < text_bytes; member++) {
         /* of other hosts only those that lack something: there may be many */
-        const int is_whole = submitted[member] == (1u << stalled->count) - 1;
-        if ((!is_whole || member < lane->team->local_size) && begins_line(lane, submitted, member)) {
+        if ((!is_whole(stalled, submitted[member]) || member < lane->team->local_size) &&
+            begins_line(lane, submitted, member)) {
             used += write_line(lane, stalled, submitted, member, text + used, text_bytes - used);
         }
     }

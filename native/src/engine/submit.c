@@ -1,4 +1,6 @@
 /* Submitting a request: from the caller to the queue of the driver. */
+#include <string.h>
+
 #include "base/op.h"
 #include "engine/engine.h"
 
@@ -18,6 +20,12 @@ static int find_lane(const struct hr_engine *engine, struct hr_request *request,
     if (lane->refuses_requests) {
         return hr_fail(error, HORO_ERR_USAGE, "'%s': %s is being removed", call->name, hr_team_name(lane->team, name));
     }
+    if (lane->is_joining) {
+        return hr_fail(error, HORO_ERR_USAGE,
+                       "'%s': rank %d has joined; it can submit nothing before all ranks have joined, which is when "
+                       "join returns",
+                       call->name, engine->node->rank);
+    }
     if (call->op == HORO_BROADCAST && hr_team_member(lane->team, call->root_rank) < 0) {
         return call->team == 0
                    ? hr_fail(error, HORO_ERR_USAGE, "broadcast '%s': root rank %d does not exist; ranks are 0 to %d",
@@ -33,7 +41,16 @@ static int find_lane(const struct hr_engine *engine, struct hr_request *request,
     }
     request->lane = lane;
     request->team_size = lane->team->size;
+    request->team_rank = lane->team->rank;
     return HORO_OK;
+}
+
+void hr_engine_queue(struct hr_engine *engine, struct hr_request *request) {
+    request->next = NULL;
+    *engine->submission.queue_tail = request;
+    engine->submission.queue_tail = &request->next;
+    request->is_queued = 1;
+    atomic_fetch_add(&engine->submission.queued, 1);
 }
 
 /* With the lock held. */
@@ -61,13 +78,14 @@ static int enqueue(struct hr_engine *engine, struct hr_request *request, struct 
         return hr_fail(error, HORO_ERR_RESOURCE, "'%s': out of memory", name);
     }
     engine->submission.last_handle++;
+    request->lane->is_joining = request->call.op == HORO_JOIN;
     request->older = engine->submission.newest;
     *(engine->submission.newest == NULL ? &engine->submission.oldest : &engine->submission.newest->newer) = request;
     engine->submission.newest = request;
-    *engine->submission.queue_tail = request;
-    engine->submission.queue_tail = &request->next;
+    if (request->staging == NULL) {
+        hr_engine_queue(engine, request);
+    }
     hr_engine_note_submitted(engine, request);
-    atomic_fetch_add(&engine->submission.queued, 1);
     atomic_fetch_add(&engine->submission.pending, 1);
     atomic_store_explicit(&request->lane->pending, (uint32_t)in_flight->count, memory_order_relaxed);
     atomic_fetch_add_explicit(&engine->counts.requests, 1, memory_order_relaxed);
@@ -87,6 +105,10 @@ int hr_engine_submit_with(struct hr_engine *engine, const horo_request *call, st
     }
     struct hr_request *request = NULL;
     HR_TRY(hr_request_create(call, &request, error));
+    if (call->device != 0 && hr_engine_stage(engine, request, error) != HORO_OK) {
+        hr_request_destroy(request);
+        return error->code;
+    }
     (void)pthread_mutex_lock(&engine->submission.lock);
     const int status = enqueue(engine, request, error);
     if (status == HORO_OK) {
@@ -100,13 +122,18 @@ int hr_engine_submit_with(struct hr_engine *engine, const horo_request *call, st
     (void)pthread_mutex_unlock(&engine->submission.lock);
     if (status != HORO_OK) {
         hr_request_destroy(request);
+    } else if (call->device != 0) {
+        hr_engine_launch(engine, request, *handle);
     }
     return status;
 }
 
 int hr_engine_submit(struct hr_engine *engine, const horo_request *call, int64_t *handle, struct hr_error *error) {
-    if (hr_op_is_of_teams(call->op)) {
+    if (hr_op_is_of_teams(call->op) || call->op == HORO_JOIN) {
         return hr_fail(error, HORO_ERR_UNSUPPORTED, "operation number %d has a function of its own", call->op);
+    }
+    if (call->name != NULL && strcmp(call->name, HR_JOIN_NAME) == 0) {
+        return hr_fail(error, HORO_ERR_USAGE, "'%s' is the name of joining; use another name", call->name);
     }
     return hr_engine_submit_with(engine, call, NULL, handle, error);
 }

@@ -58,7 +58,7 @@ static const struct hr_codec narrowing[2][2] = {
 
 const struct hr_codec *hr_codec_find(int dtype, int wire_dtype) {
     if (wire_dtype == 0) {
-        return hr_dtype_bytes(dtype) == 0 ? NULL : &plain[dtype];
+        return dtype >= 0 && dtype < HORO_DTYPE_COUNT ? &plain[dtype] : NULL;
     }
     return hr_dtype_narrows(dtype, wire_dtype) ? &narrowing[dtype == HORO_FLOAT64][wire_dtype == HORO_BFLOAT16] : NULL;
 }

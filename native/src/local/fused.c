@@ -62,13 +62,31 @@ void hr_fused_unpack(const struct hr_fused *fused, size_t offset, size_t bytes, 
     }
 }
 
-void hr_fused_copy(const struct hr_fused *fused, const struct hr_kernel *kernel) {
-    for (size_t i = 0; i < fused->count; i++) {
+/* outputs = source, or inputs where it is NULL. */
+static void put(const struct hr_fused *fused, size_t offset, size_t bytes, const char *source,
+                const struct hr_kernel *kernel, enum hr_store store) {
+    for (size_t i = bytes == 0 ? 0 : hr_fused_find(fused, offset); bytes > 0; i++) {
         const struct hr_piece *piece = &fused->pieces[i];
-        if (piece->output != piece->input) {
-            kernel->copy(piece->output, piece->input, piece->bytes, HR_STORE_ORDINARY);
+        const size_t skip = offset - piece->offset;
+        const size_t part = piece->bytes - skip < bytes ? piece->bytes - skip : bytes;
+        const char *from = source != NULL ? source : piece->input + skip;
+        if (from != piece->output + skip) {
+            kernel->copy(piece->output + skip, from, part, store);
         }
+        source = source != NULL ? source + part : NULL;
+        offset += part;
+        bytes -= part;
     }
+}
+
+void hr_fused_take(const struct hr_fused *fused, size_t offset, size_t bytes, const char *source,
+                   const struct hr_kernel *kernel, enum hr_store store) {
+    put(fused, offset, bytes, source, kernel, store);
+}
+
+void hr_fused_copy(const struct hr_fused *fused, size_t offset, size_t bytes, const struct hr_kernel *kernel,
+                   enum hr_store store) {
+    put(fused, offset, bytes, NULL, kernel, store);
 }
 
 void hr_fused_exchange(const struct hr_fused *fused, size_t out_offset, size_t in_offset, size_t bytes, char *slot,

@@ -8,26 +8,26 @@ enum {
     RISE_SHIFT = 3,
 };
 
-enum hr_store hr_store_choose(struct hr_team *team, size_t bytes) {
-    if (bytes < team->tuning.stream || team->store_choices < WARM_UP) {
+enum hr_store hr_store_choose(const struct hr_team *team, const struct hr_store_costs *costs, size_t bytes) {
+    if (bytes < team->tuning.stream || costs->passes < WARM_UP) {
         return HR_STORE_ORDINARY;
     }
     for (int store = 0; store < 2; store++) {
-        if (team->store_cost[store] == 0) {
+        if (costs->of[store] == 0) {
             return (enum hr_store)store;
         }
     }
     /* Where streaming pays it pays several times over; a small lead is noise. */
-    const int cheaper = team->store_cost[HR_STORE_STREAM] * 4 < team->store_cost[HR_STORE_ORDINARY] * 3;
-    return (enum hr_store)(team->store_choices % TRY_OTHER_EVERY == 0 ? !cheaper : cheaper);
+    const int cheaper = costs->of[HR_STORE_STREAM] * 4 < costs->of[HR_STORE_ORDINARY] * 3;
+    return (enum hr_store)(costs->passes % TRY_OTHER_EVERY == 0 ? !cheaper : cheaper);
 }
 
-void hr_store_learn(struct hr_team *team, enum hr_store store, size_t bytes, int64_t elapsed_ns) {
-    if (bytes < team->tuning.stream || ++team->store_choices <= WARM_UP) {
+void hr_store_learn(struct hr_store_costs *costs, enum hr_store store, size_t bytes, int64_t elapsed_ns) {
+    if (++costs->passes <= WARM_UP) {
         return;
     }
     const int64_t cost = elapsed_ns * 1000 / (int64_t)bytes + 1;
-    int64_t *estimate = &team->store_cost[store];
+    int64_t *estimate = &costs->of[store];
     if (*estimate == 0) {
         *estimate = cost;
     } else if (cost < *estimate) {
@@ -36,4 +36,11 @@ void hr_store_learn(struct hr_team *team, enum hr_store store, size_t bytes, int
         const int64_t rise = cost < 2 * *estimate ? cost - *estimate : *estimate;
         *estimate += (rise >> RISE_SHIFT) + 1;
     }
+}
+
+enum hr_store hr_store_choose_for_move(const struct hr_team *team, size_t bytes) {
+    const int64_t *of = team->allreduce_stores.of;
+    const int is_dear = of[HR_STORE_ORDINARY] > 0 && of[HR_STORE_STREAM] * 3 > of[HR_STORE_ORDINARY] * 4;
+    const int is_small = bytes < team->tuning.moved_stream;
+    return team->host_count > 1 || is_small || is_dear ? HR_STORE_ORDINARY : HR_STORE_STREAM;
 }

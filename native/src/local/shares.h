@@ -55,8 +55,25 @@ static inline struct hr_range hr_segment(size_t segment_bytes, size_t bytes, siz
  * Whether to store into slots past the cache. Cores that share a cache want ordinary stores, cores that do not are
  * several times faster with streaming ones, and a virtual machine may change from one to the other within seconds; so
  * both are measured on the segments as they pass, the cheaper one is used, and the other is tried again now and then.
+ * Each collective has costs of its own. `bytes`: of the whole vector.
  */
-enum hr_store hr_store_choose(struct hr_team *team, size_t bytes);
-void hr_store_learn(struct hr_team *team, enum hr_store store, size_t bytes, int64_t elapsed_ns);
+enum hr_store hr_store_choose(const struct hr_team *team, const struct hr_store_costs *costs, size_t bytes);
+/* A segment of a vector for which the choice was made has taken so long. */
+void hr_store_learn(struct hr_store_costs *costs, enum hr_store store, size_t bytes, int64_t elapsed_ns);
+
+/*
+ * The same of what is only moved on one host. Nothing but a copy follows, so streaming stores cost little where they
+ * are not the best, and save much where they are: they are the choice unless allreduces have found them dear here.
+ */
+enum hr_store hr_store_choose_for_move(const struct hr_team *team, size_t bytes);
+
+/*
+ * How to store what is moved on one host to results of `bytes` on each rank, which nobody has read or written just
+ * before. More than a cache holds is stored past it: else each line would first be read from memory.
+ */
+static inline enum hr_store hr_store_choose_for_result(const struct hr_team *team, size_t bytes) {
+    const int is_large = bytes >= team->tuning.result_stream / (size_t)team->local_size;
+    return team->host_count == 1 && is_large ? HR_STORE_STREAM : HR_STORE_ORDINARY;
+}
 
 #endif

@@ -55,6 +55,7 @@ struct hr_node {
     unsigned looks; /* of hr_node_progress */
     int looks_at_all; /* before a sleep */
     int is_core_wanted; /* the last yield of a wait has let somebody else run */
+    uint64_t proof[HR_PROOF_WORDS]; /* see peer_memory.h */
     struct hr_mpi mpi;              /* without ops: none */
     const struct hr_kernel *kernel;
     int *wake_fds;         /* [local_size] */

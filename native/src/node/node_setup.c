@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include "node/linked.h"
+#include "node/peer_memory.h"
 
 static int copy_places(struct hr_node *node, const horo_setup *setup, const struct hr_team *world) {
     node->local_rank = world->local_rank;
@@ -235,6 +236,8 @@ int hr_node_init(struct hr_node *node, const horo_setup *setup, struct hr_team *
         node->wake_fds[i] = setup->wake_fds[i];
         atomic_store(&node->life_fds[i], i == node->local_rank ? -1 : setup->life_fds[i]);
     }
+    world->tuning.direct = (size_t)setup->direct_bytes;
+    hr_peer_memory_show(node);
     hr_partition_join(&node->arena, world->number);
     atomic_store(&node->arena.blocks[node->local_rank].state, HR_MEMBER_PRESENT);
     return HORO_OK;

@@ -72,6 +72,9 @@ static void place(struct hr_team *team, const int32_t *host_of_rank) {
 const struct hr_tuning hr_tuning_defaults = {
     .flat = HR_FLAT_MAX,
     .stream = 1 << 18,
+    .moved_stream = 1 << 14,
+    .result_stream = 1 << 25,
+    .direct_most = 1 << 25,
     .piece = 1 << 17,
     .doubling = 1 << 16,
     .tree = 1 << 18,
@@ -104,7 +107,9 @@ int hr_team_init(struct hr_team *team, struct hr_node *node, int rank, int size,
 
 int hr_team_init_some(struct hr_team *team, const struct hr_team *world, const int32_t *job_ranks, int size,
                       struct hr_error *error) {
-    *team = (struct hr_team){.node = world->node, .tuning = world->tuning, .size = size};
+    *team = (struct hr_team){.node = world->node, .tuning = hr_tuning_defaults, .size = size};
+    team->tuning.segment = world->node->arena.segment_bytes;
+    team->tuning.direct = world->tuning.direct;
     /* 1 + their numbers here; then that of each rank */
     int32_t *hosts = calloc((size_t)world->host_count + (size_t)size, sizeof *hosts);
     if (!allocate(team, (size_t)size) || hosts == NULL) {

@@ -26,6 +26,10 @@ struct hr_tuning {
     size_t flat;            /* allreduce on one host: up to here everybody reduces everything; at most HR_FLAT_MAX */
     /* from here on it may pay to store into slots past the cache: below, what was stored is still in it */
     size_t stream;
+    size_t moved_stream;    /* the same of what is only moved */
+    size_t result_stream;   /* of all ranks of a host: from here on results of moves are stored past the cache */
+    size_t direct;          /* moves on one host: from here on straight from the other rank's memory; 0: never */
+    size_t direct_most;     /* up to here, of all ranks of the host: results past the cache take less time above */
     size_t piece;           /* of what travels between hosts: sent, received and reduced at once */
     size_t doubling;        /* allreduce between hosts, per share: latency counts up to here, bandwidth above */
     /* broadcast between hosts: up to here a tree, few hops; above a chain, each link carries the data once */
@@ -46,6 +50,12 @@ enum { HR_FLAT_MAX = 4096, HR_CARRIED_MAX = 1 << 14 };
 
 /* But for `segment`, which is 0. */
 extern const struct hr_tuning hr_tuning_defaults;
+
+/* What is known of ordinary stores into slots, and of those past the cache; see hr_store_choose. */
+struct hr_store_costs {
+    int64_t of[2];   /* smoothed picoseconds per byte with each enum hr_store; 0: not tried */
+    uint64_t passes; /* that were measured */
+};
 
 struct hr_team {
     struct hr_node *node;
@@ -76,11 +86,12 @@ struct hr_team {
     struct hr_abort suspect;           /* whom a task has lost; see struct hr_task */
     /* travelled, so far, between hosts: whoever wants to know whether time passes idly compares it */
     uint64_t pieces;
+    int reads_peers;                   /* members can read each other's memory; 0: not tried, -1: not all can */
     const void **sources;              /* [local_size] scratch for the kernels */
     char *cross_scratch;
     size_t cross_scratch_bytes;
-    int64_t store_cost[2];  /* smoothed picoseconds per byte with each enum hr_store; 0: not tried */
-    uint64_t store_choices; /* passes that were measured */
+    struct hr_store_costs allreduce_stores;
+    struct hr_store_costs scatter_stores;
 };
 
 /*

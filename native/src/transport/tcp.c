@@ -42,7 +42,8 @@ struct link {
 struct tcp {
     struct hr_transport base;
     int host_count;
-    int data_sockets; /* per peer */
+    int data_sockets; /* per peer, */
+    int used_sockets; /* of which so many are in use */
     int link_count;
     int watching;
     int abandoned[HR_CHANNEL_COUNT];
@@ -229,7 +230,7 @@ static int link_to_post(struct tcp *tcp, int peer, enum hr_channel channel, enum
     if (tcp->abandoned[channel]) {
         return HORO_ERR_ABORTED;
     }
-    const int count = socket_count(tcp, channel);
+    const int count = channel == HR_CHANNEL_CONTROL ? 1 : tcp->used_sockets;
     if (count > 1) {
         index += take_turn(direction == SEND ? &link->send_turn : &link->recv_turn, count, bytes);
         link = &tcp->links[index];
@@ -294,6 +295,18 @@ static void tcp_watch(struct hr_transport *transport, int enabled) {
     }
 }
 
+static void tcp_use_sockets(struct hr_transport *transport, int count) {
+    struct tcp *tcp = tcp_of(transport);
+    if (count < 1 || count > tcp->data_sockets) {
+        return;
+    }
+    tcp->used_sockets = count;
+    for (int peer = 0; peer < tcp->host_count; peer++) {
+        struct link *link = &tcp->links[first_link(tcp, peer, HR_CHANNEL_DATA)];
+        link->send_turn = link->recv_turn = count - 1; /* so that the next io takes the first */
+    }
+}
+
 static void tcp_abandon(struct hr_transport *transport, enum hr_channel channel) {
     struct tcp *tcp = tcp_of(transport);
     tcp->abandoned[channel] = 1;
@@ -326,6 +339,7 @@ static const struct hr_transport_ops tcp_ops = {
     .sleep_fds = tcp_sleep_fds,
     .loss = tcp_loss,
     .watch = tcp_watch,
+    .use_sockets = tcp_use_sockets,
     .abandon = tcp_abandon,
     .destroy = tcp_destroy,
 };
@@ -411,7 +425,7 @@ static struct tcp *tcp_allocate(int host_count, int data_sockets) {
     }
     tcp->base.ops = &tcp_ops;
     tcp->host_count = host_count;
-    tcp->data_sockets = data_sockets;
+    tcp->data_sockets = tcp->used_sockets = data_sockets;
     tcp->link_count = (int)link_count;
     tcp->busy = busy;
     return tcp;

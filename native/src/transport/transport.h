@@ -98,6 +98,12 @@ struct hr_transport_ops {
     void (*watch)(struct hr_transport *transport, int enabled);
 
     /*
+     * From the next io on, data takes so many of its sockets to each peer, from the first one on; at both ends alike,
+     * and while nothing is posted for data. NULL: it has no sockets for data.
+     */
+    void (*use_sockets)(struct hr_transport *transport, int count);
+
+    /*
      * Gives a channel up after an error in the middle of a transfer: fails all its posted ios, so that their memory is
      * free, and refuses later ones. Peers are told nothing and see no end of the link: they shall learn the true cause
      * by other ways. (MPI may keep some memory: see hr_mpi_transport_create.)

@@ -146,7 +146,7 @@ static void check_tensor(struct reader *reader, int op) {
     const int dtype = read_u8(reader);
     const int wire_dtype = read_u8(reader);
     const int ndim = read_u8(reader);
-    require(reader, dtype < HORO_DTYPE_COUNT && ndim <= HORO_DIMS_MAX);
+    require(reader, dtype < HORO_ANY_DTYPE_COUNT && ndim <= HORO_DIMS_MAX);
     require(reader, wire_dtype == 0 || (hr_op_reduces(op) && hr_dtype_narrows(dtype, wire_dtype)));
     int64_t shape[HORO_DIMS_MAX];
     for (int i = 0; i < ndim && !reader->failed; i++) {
@@ -268,6 +268,14 @@ static void read_blocked(struct reader *reader, struct hr_wire_message *message)
     }
 }
 
+static void read_tune(struct reader *reader, struct hr_wire_message *message) {
+    message->is_final = read_u8(reader);
+    message->count = read_u32(reader);
+    message->items = reader->at;
+    require(reader, message->is_final <= 1 && message->count > 0 && message->count <= HR_WIRE_KNOBS_MAX);
+    (void)take(reader, reader->failed ? 0 : 8 * (size_t)message->count);
+}
+
 static void read_body(struct reader *reader, struct hr_wire_message *message) {
     switch (message->type) {
     case HR_WIRE_IDS: read_ids(reader, message); break;
@@ -301,6 +309,7 @@ static void read_body(struct reader *reader, struct hr_wire_message *message) {
     case HR_WIRE_ASK:
     case HR_WIRE_LEAVE:
     case HR_WIRE_DONE:
+    case HR_WIRE_JOINED:
         message->rank = read_i32(reader);
         require(reader, message->rank >= 0);
         break;
@@ -310,6 +319,7 @@ static void read_body(struct reader *reader, struct hr_wire_message *message) {
     case HR_WIRE_RECALL:
     case HR_WIRE_RELEASE: message->at = read_u64(reader); break;
     case HR_WIRE_BATCH: read_batch(reader, message); break;
+    case HR_WIRE_TUNE: read_tune(reader, message); break;
     case HR_WIRE_FAIL:
         message->status = read_i32(reader);
         message->name = read_name(reader);
@@ -349,6 +359,10 @@ int hr_wire_decode_request(const void *data, size_t bytes, struct hr_wire_reques
 
 uint32_t hr_wire_id(const struct hr_wire_message *message, uint32_t index) {
     return hr_load_u32(message->items + 4 * (size_t)index);
+}
+
+uint64_t hr_wire_knob(const struct hr_wire_message *message, uint32_t index) {
+    return hr_load_u64(message->items + 8 * (size_t)index);
 }
 
 int hr_wire_value(const struct hr_wire_request *request, uint32_t index) {

@@ -149,6 +149,10 @@ size_t hr_wire_rows_bytes(const horo_request *request) {
     return bytes;
 }
 
+struct hr_wire_rows hr_wire_encode_row(int64_t row, uint8_t *room) {
+    return (struct hr_wire_rows){.data = room, .bytes = (size_t)(write_var(room, (uint64_t)row) - room), .count = 1};
+}
+
 struct hr_wire_rows hr_wire_encode_rows(const horo_request *request, uint8_t *room) {
     uint8_t *at = room;
     struct hr_wire_rows written = {.data = room};
@@ -296,6 +300,10 @@ int hr_wire_put_done(struct hr_buffer *out, int rank) {
     return put_rank(out, HR_WIRE_DONE, rank);
 }
 
+int hr_wire_put_joined(struct hr_buffer *out, int rank) {
+    return put_rank(out, HR_WIRE_JOINED, rank);
+}
+
 int hr_wire_put_query(struct hr_buffer *out, uint32_t question) {
     uint8_t *at = begin(out, 1 + 4);
     if (at == NULL) {
@@ -303,6 +311,20 @@ int hr_wire_put_query(struct hr_buffer *out, uint32_t question) {
     }
     *at++ = HR_WIRE_QUERY;
     return finish(out, hr_store_u32(at, question));
+}
+
+int hr_wire_put_tune(struct hr_buffer *out, int is_final, const uint64_t *values, uint32_t count) {
+    uint8_t *at = count == 0 || count > HR_WIRE_KNOBS_MAX ? NULL : begin(out, 1 + 1 + 4 + 8 * (size_t)count);
+    if (at == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    *at++ = HR_WIRE_TUNE;
+    *at++ = is_final != 0;
+    at = hr_store_u32(at, count);
+    for (uint32_t i = 0; i < count; i++) {
+        at = hr_store_u64(at, values[i]);
+    }
+    return finish(out, at);
 }
 
 int hr_wire_put_fail(struct hr_buffer *out, int status, struct hr_wire_text name, struct hr_wire_text text) {

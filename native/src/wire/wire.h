@@ -18,8 +18,14 @@
  *            blocked any more; question: the number of the QUERY that this answers, 0: of none)
  *   QUERY    u32 question                         (down only; whether the ranks below are still blocked; never 0)
  *   ASK      i32 rank                             (down only; the ranks below are asked where they stand)
+ *                                                          TUNE     u8 is final, u32 n, n x u64 value of a knob
  *   LEAVE    i32 rank                             (both directions)
  *   DONE     i32 rank                             (both directions)
+ *   JOINED   i32 rank                             (up: this rank joins, all of its subtree need not; a record: the root
+ *            knows of it)
+ *
+ * REQUEST is a record too, with its origin and no rows: what a BATCH behind it has by name, where a rank has joined,
+ * which has not submitted it.
  *
  *   at       between leaders: bytes of the log in front of the record that the sender is waiting for, or that this is;
  *            from a rank to its leader 0
@@ -31,10 +37,11 @@
  *   tensor   u8 dtype, u8 wire dtype, u8 ndim, ndim x i64 extent; allgather, alltoall: the first extent is written as
  *            0, it may differ by rank
  *   lane     u32 team, u32 members of it, u64 bytes of its log executed, u32 n, n x u64: the hash of each name that is
- *            submitted to it and not done
+ *            submitted to it and not done; 0: the rank has joined, which stands for all names
  *   rows     var n, n x var: the first extents of an allgather, of each rank tensor by tensor; of an alltoall in the
  *            place of each those for rank 0, 1 ..., which add up to it; of all ranks whom the sender speaks for, host
- *            by host. n is 0 for all other operations, and not in ROWS, which is the announcement of a cached one
+ *            by host. n is 0 for all other operations, and not in ROWS, which is the announcement of a cached one.
+ *            In the BATCH of a join: the rank that joined last, by its number in the job
  *   var      0 to 2^63 - 1, seven bits per byte, the lowest first; all bytes but the last one have the highest bit set
  *   str16    u16 bytes, UTF-8 without a terminator
  *
@@ -70,6 +77,8 @@ enum hr_wire_type {
     HR_WIRE_RECALL = 15,
     HR_WIRE_RELEASE = 16,
     HR_WIRE_QUERY = 17,
+    HR_WIRE_JOINED = 18,
+    HR_WIRE_TUNE = 19,
 };
 
 enum {
@@ -77,7 +86,9 @@ enum {
     HR_WIRE_TENSORS_MAX = 1 << 20,
     HR_WIRE_TEXT_MAX = UINT16_MAX,
     HR_WIRE_DATA_MAX = 1 << 16,
+    HR_WIRE_KNOBS_MAX = 64,
     HR_WIRE_VAR_MAX = 9, /* bytes */
+    HR_WIRE_ALL_NAMES = 0, /* the hash of no name, see lane */
     /*
      * Of a request's canonical form, and of that and its rows: a REQUEST message holds it together with the longest
      * text.
@@ -125,19 +136,21 @@ struct hr_wire_message {
     enum hr_wire_type type;
     const uint8_t *bytes; /* the whole message */
     size_t byte_count;
-    int rank;   /* LOST (-1: unknown), ENDED, BLOCKED, ASK (who asks), LEAVE, DONE; REQUEST: the origin */
+    int rank;   /* LOST (-1: unknown), ENDED, BLOCKED, ASK (who asks), LEAVE, DONE, JOINED; REQUEST: the origin */
     int status; /* LOST, ENDED, FAIL, REQUEST */
     enum hr_abort_reason reason; /* LOST */
     struct hr_wire_text name; /* FAIL */
     struct hr_wire_text text; /* FAIL, REQUEST, ENDED, BLOCKED: what it waits for */
     struct hr_wire_text others; /* BLOCKED: a thread that may still submit something; empty: none may */
-    uint32_t count;           /* IDS, BATCH, BLOCKED */
+    int is_final;             /* TUNE: no other follows */
+    uint32_t count;           /* IDS, BATCH, BLOCKED, TUNE */
     uint32_t id;              /* DATA, RESULT, AHEAD, ROWS */
     uint32_t question;        /* QUERY, BLOCKED */
     uint64_t at;              /* DATA, RESULT, AHEAD, RECALL, RELEASE */
     const uint8_t *data;      /* DATA, RESULT, AHEAD: packed values */
     size_t data_bytes;        /* at least 1 */
-    const uint8_t *items;     /* IDS: walk with hr_wire_id; BATCH: hr_wire_next_ref; BLOCKED: hr_wire_next_lane */
+    const uint8_t *items;     /* IDS: walk with hr_wire_id; BATCH: hr_wire_next_ref; BLOCKED: hr_wire_next_lane;
+                               * TUNE: hr_wire_knob */
     struct hr_wire_rows rows; /* ROWS, REQUEST, BATCH */
     struct hr_wire_request request;
 };
@@ -174,6 +187,8 @@ size_t hr_wire_request_bytes(const horo_request *request);
  */
 int hr_wire_encode_request(struct hr_buffer *out, const horo_request *request);
 
+/* One row as it travels; `room` has HR_WIRE_VAR_MAX bytes. */
+struct hr_wire_rows hr_wire_encode_row(int64_t row, uint8_t *room);
 /* What this rank tells of rows, written to room of rows_bytes; nothing for operations that tell none. */
 size_t hr_wire_rows_bytes(const horo_request *request);
 struct hr_wire_rows hr_wire_encode_rows(const horo_request *request, uint8_t *room);
@@ -199,7 +214,10 @@ int hr_wire_put_position(struct hr_buffer *out, enum hr_wire_type type, uint64_t
 int hr_wire_put_leave(struct hr_buffer *out, int rank);
 int hr_wire_put_ask(struct hr_buffer *out, int rank);
 int hr_wire_put_done(struct hr_buffer *out, int rank);
+int hr_wire_put_joined(struct hr_buffer *out, int rank);
 int hr_wire_put_query(struct hr_buffer *out, uint32_t question);
+/* At most HR_WIRE_KNOBS_MAX values. */
+int hr_wire_put_tune(struct hr_buffer *out, int is_final, const uint64_t *values, uint32_t count);
 int hr_wire_put_fail(struct hr_buffer *out, int status, struct hr_wire_text name, struct hr_wire_text text);
 /*
  * A BATCH is built piece by piece: begin, then one ref after another, then end, into the same buffer with nothing
@@ -227,6 +245,7 @@ int hr_wire_decode(const void *data, size_t bytes, struct hr_wire_message *messa
 int hr_wire_decode_request(const void *data, size_t bytes, struct hr_wire_request *request);
 
 uint32_t hr_wire_id(const struct hr_wire_message *message, uint32_t index);
+uint64_t hr_wire_knob(const struct hr_wire_message *message, uint32_t index);
 int hr_wire_value(const struct hr_wire_request *request, uint32_t index);
 /* Each reads the item at *cursor (start with message->items, request->tensors or rows->data) and moves it on. */
 void hr_wire_next_ref(const uint8_t **cursor, struct hr_wire_ref *ref);

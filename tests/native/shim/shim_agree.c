@@ -12,6 +12,7 @@ struct shim_agree {
     struct hr_agree agree;
     int *ranks;
     int *counts;
+    int *member_of_rank;
     char **host_names;
     int rank_count;
     struct hr_buffer out;
@@ -27,14 +28,22 @@ shim_agree *shim_agree_create(int is_root, int member_count, int local_count, co
     node->rank_count = rank_count;
     node->ranks = calloc((size_t)member_count, sizeof *node->ranks);
     node->counts = calloc((size_t)member_count, sizeof *node->counts);
+    node->member_of_rank = calloc((size_t)rank_count, sizeof *node->member_of_rank);
     node->host_names = calloc((size_t)rank_count, sizeof *node->host_names);
-    if (node->ranks == NULL || node->counts == NULL || node->host_names == NULL) {
+    if (node->ranks == NULL || node->counts == NULL || node->member_of_rank == NULL || node->host_names == NULL) {
         return NULL;
     }
     memcpy(node->ranks, rank_of_member, (size_t)member_count * sizeof *node->ranks);
     memcpy(node->counts, ranks_of_member, (size_t)member_count * sizeof *node->counts);
     for (int r = 0; r < rank_count; r++) {
         node->host_names[r] = strdup("h");
+        node->member_of_rank[r] = -1;
+    }
+    /* ranks follow one another within a host and the hosts below it, as the tests number them */
+    for (int i = 0; i < member_count; i++) {
+        for (int r = rank_of_member[i]; r < rank_count && r < rank_of_member[i] + ranks_of_member[i]; r++) {
+            node->member_of_rank[r] = i;
+        }
     }
     const struct hr_agree_config config = {
         .is_root = is_root,
@@ -42,6 +51,7 @@ shim_agree *shim_agree_create(int is_root, int member_count, int local_count, co
         .local_count = local_count,
         .rank_of_member = node->ranks,
         .ranks_of_member = node->counts,
+        .member_of_rank = node->member_of_rank,
         .host_name_of_rank = (const char *const *)node->host_names,
         .team_size = rank_count,
         .rank_count = rank_count,
@@ -61,6 +71,7 @@ void shim_agree_destroy(shim_agree *node) {
     free((void *)node->host_names);
     free(node->ranks);
     free(node->counts);
+    free(node->member_of_rank);
     free(node);
 }
 

@@ -122,6 +122,11 @@ int64_t shim_wire_put_query(uint32_t question, void *out, size_t out_bytes) {
     return finish(&buffer, hr_wire_put_query(&buffer, question), out, out_bytes);
 }
 
+int64_t shim_wire_put_tune(int is_final, const uint64_t *values, uint32_t count, void *out, size_t out_bytes) {
+    struct hr_buffer buffer = used_buffer();
+    return finish(&buffer, hr_wire_put_tune(&buffer, is_final, values, count), out, out_bytes);
+}
+
 int64_t shim_wire_put_leave(int rank, void *out, size_t out_bytes) {
     struct hr_buffer buffer = used_buffer();
     return finish(&buffer, hr_wire_put_leave(&buffer, rank), out, out_bytes);

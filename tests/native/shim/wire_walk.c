@@ -130,6 +130,15 @@ static int encode_blocked(const struct hr_wire_message *message, struct hr_buffe
     return HORO_OK;
 }
 
+static int encode_tune(const struct hr_wire_message *message, struct hr_buffer *out) {
+    uint64_t values[HR_WIRE_KNOBS_MAX];
+    REQUIRE(message->count > 0 && message->count <= HR_WIRE_KNOBS_MAX);
+    for (uint32_t i = 0; i < message->count; i++) {
+        values[i] = hr_wire_knob(message, i);
+    }
+    return hr_wire_put_tune(out, message->is_final, values, message->count);
+}
+
 static int encode_again(const struct hr_wire_message *message, struct hr_buffer *out) {
     switch (message->type) {
     case HR_WIRE_IDS: return encode_ids(message, out);
@@ -153,7 +162,9 @@ static int encode_again(const struct hr_wire_message *message, struct hr_buffer 
     case HR_WIRE_BLOCKED: return encode_blocked(message, out);
     case HR_WIRE_ASK: return hr_wire_put_ask(out, message->rank);
     case HR_WIRE_QUERY: return hr_wire_put_query(out, message->question);
+    case HR_WIRE_TUNE: return encode_tune(message, out);
     case HR_WIRE_LEAVE: return hr_wire_put_leave(out, message->rank);
+    case HR_WIRE_JOINED: return hr_wire_put_joined(out, message->rank);
     case HR_WIRE_DONE: return hr_wire_put_done(out, message->rank);
     case HR_WIRE_FAIL: return hr_wire_put_fail(out, message->status, message->name, message->text);
     }

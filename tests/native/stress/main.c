@@ -53,6 +53,7 @@ static void print_stacks(void) {
     if (tasks == NULL || sigaction(SIGUSR2, &action, NULL) != 0) {
         return;
     }
+    (void)fprintf(stderr, "stacks of all threads; `addr2line -fe PROGRAM +0x...` tells the function of an address:\n");
     const pid_t own = (pid_t)syscall(SYS_gettid);
     for (const struct dirent *entry = readdir(tasks); entry != NULL; entry = readdir(tasks)) {
         const pid_t thread = (pid_t)atoi(entry->d_name);

@@ -43,14 +43,17 @@ static void place_ranks(struct chance *chance, int hosts_most, struct schedule *
 static void choose_options(struct chance *chance, struct schedule *schedule) {
     static const uint64_t segments[] = {4096, 8192, 1 << 16, 1 << 18};
     static const uint64_t fusions[] = {0, 4096, 1 << 16, 1 << 20, 128 << 20};
+    static const uint64_t directs[] = {0, 1, 1, 4096, 1 << 16};
     static const int32_t capacities[] = {0, 4, 64, 4096};
     static const int32_t spins[] = {0, 50, 1000};
     static const int32_t cycles[] = {0, 0, 0, 100, 500};
     schedule->segment_bytes = ANY_OF(chance, segments);
     schedule->fusion_bytes = ANY_OF(chance, fusions);
+    schedule->direct_bytes = ANY_OF(chance, directs);
     schedule->cache_capacity = ANY_OF(chance, capacities);
     schedule->spin_us = ANY_OF(chance, spins);
     schedule->cycle_time_us = ANY_OF(chance, cycles);
+    schedule->shuffle = chance_once_in(chance, 2) ? 1 + chance_below(chance, 1 << 30) : 0;
 }
 
 static void choose_ending(struct chance *chance, int together, struct schedule *schedule) {
@@ -244,13 +247,13 @@ void schedule_describe(const struct schedule *schedule, char *text, size_t text_
                        schedule->bunch_count);
     }
     (void)snprintf(text, text_bytes,
-                   "hosts [%s]%s, teams %d, at once %d, segment %llu, fusion %llu, cache %d, spin %d us, cycle %d us, "
-                   "%zu operations; %s%s",
+                   "hosts [%s]%s, teams %d, at once %d, segment %llu, direct %llu, fusion %llu, cache %d, spin %d us, "
+                   "cycle %d us, shuffle %u, %zu operations; %s%s",
                    hosts, schedule->host_count > 1 && schedule->host_of_rank[1] != 0 ? " in turn" : "",
                    schedule->team_count, schedule->teams_at_once, (unsigned long long)schedule->segment_bytes,
-                   (unsigned long long)schedule->fusion_bytes,
-                   schedule->cache_capacity, schedule->spin_us, schedule->cycle_time_us, schedule->operation_count, who,
-                   endings[schedule->ending]);
+                   (unsigned long long)schedule->direct_bytes, (unsigned long long)schedule->fusion_bytes,
+                   schedule->cache_capacity, schedule->spin_us, schedule->cycle_time_us, schedule->shuffle,
+                   schedule->operation_count, who, endings[schedule->ending]);
 }
 
 static void describe_team(const struct schedule *schedule, int number, char *text, size_t text_bytes) {

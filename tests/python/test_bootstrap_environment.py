@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from horo._bootstrap.launchers.launch import TorchMaster, detect_launch, subset
+from horo._bootstrap.launchers.environment import TorchMaster, read_launch, subset
 from horo._bootstrap.net.addresses import Endpoint
 from horo.errors import UsageError
 
@@ -52,13 +52,13 @@ SLURM = {
 
 
 def test_no_launcher_is_a_job_of_one() -> None:
-    launch = detect_launch({"PATH": "/bin", "MASTER_ADDR": "localhost", "MASTER_PORT": "1", "HORO_JOB_ID": "x"})
+    launch = read_launch({"PATH": "/bin", "MASTER_ADDR": "localhost", "MASTER_PORT": "1", "HORO_JOB_ID": "x"})
     assert (launch.kind, launch.rank, launch.size, launch.host_name) == ("none", 0, 1, socket.gethostname())
 
 
 def test_hororun_is_understood_and_comes_before_torchs_variables() -> None:
     for environ in (HORORUN, {**HORORUN, **TORCHRUN, "RANK": "0"}):
-        launch = detect_launch(environ)
+        launch = read_launch(environ)
         assert (launch.kind, launch.rank, launch.size, launch.host_name) == ("hororun", 5, 8, "h2")
         assert (launch.local, launch.cross, launch.node, launch.job_id) == ((1, 4), (1, 2), None, "j17")
         assert launch.endpoints == (Endpoint("10.0.0.1", 4711), Endpoint("fd00::1", 4711))
@@ -67,33 +67,33 @@ def test_hororun_is_understood_and_comes_before_torchs_variables() -> None:
 
 
 def test_torchrun_is_understood() -> None:
-    launch = detect_launch(TORCHRUN)
+    launch = read_launch(TORCHRUN)
     assert (launch.kind, launch.rank, launch.size, launch.local, launch.node) == ("torchrun", 5, 8, (1, 4), 1)
     assert launch.torch_master == TorchMaster("h1", 29500, True)
     assert launch.job_id == "run7/2"
     plain = {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    launch = detect_launch(plain)
+    launch = read_launch(plain)
     assert launch.torch_master == TorchMaster("h1", 29500, False)
     assert (launch.local, launch.node, launch.job_id) == (None, None, "none/0")
 
 
 def test_size_one_needs_no_store() -> None:
-    assert detect_launch({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "1"}).size == 1
-    assert detect_launch({"RANK": "0", "WORLD_SIZE": "1"}).torch_master is None
+    assert read_launch({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "1"}).size == 1
+    assert read_launch({"RANK": "0", "WORLD_SIZE": "1"}).torch_master is None
 
 
 @pytest.mark.parametrize("missing", ["HOROVOD_RANK", "HOROVOD_SIZE", "HORO_STORE", "HORO_SECRET"])
 def test_each_missing_part_of_hororun_is_named(missing: str) -> None:
     environ = {name: value for name, value in HORORUN.items() if name != missing}
     with pytest.raises(UsageError, match=f"incomplete launcher environment: .* but not .*{missing}") as caught:
-        detect_launch(environ)
+        read_launch(environ)
     assert "ab" * 16 not in str(caught.value)
 
 
 @pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
 def test_each_missing_part_of_torchrun_is_named(missing: str) -> None:
     with pytest.raises(UsageError, match=f"incomplete launcher environment: .* but not {missing}"):
-        detect_launch({name: value for name, value in TORCHRUN.items() if name != missing})
+        read_launch({name: value for name, value in TORCHRUN.items() if name != missing})
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_each_missing_part_of_torchrun_is_named(missing: str) -> None:
 )
 def test_one_variable_alone_is_never_a_silent_job_of_one(lonely: str) -> None:
     with pytest.raises(UsageError, match="incomplete launcher environment"):
-        detect_launch({lonely: "1"})
+        read_launch({lonely: "1"})
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_one_variable_alone_is_never_a_silent_job_of_one(lonely: str) -> None:
 )
 def test_contradictions_of_hororun_are_named(changes: dict[str, str], told: str) -> None:
     with pytest.raises(UsageError) as caught:
-        detect_launch({**HORORUN, **changes})
+        read_launch({**HORORUN, **changes})
     assert told in str(caught.value)
 
 
@@ -135,24 +135,24 @@ def test_contradictions_of_hororun_are_named(changes: dict[str, str], told: str)
 )
 def test_contradictions_of_torchrun_are_named(changes: dict[str, str], told: str) -> None:
     with pytest.raises(UsageError) as caught:
-        detect_launch({**TORCHRUN, **changes})
+        read_launch({**TORCHRUN, **changes})
     assert told in str(caught.value)
 
 
 def test_slurm_is_understood_and_comes_last() -> None:
-    launch = detect_launch(SLURM)
+    launch = read_launch(SLURM)
     assert (launch.kind, launch.rank, launch.size, launch.local, launch.node) == ("slurm", 5, 8, (1, 4), 1)
     assert (launch.job_id, launch.secret) == ("712.3.0", None)
     assert launch.slurm is not None
     assert (launch.slurm.hosts, launch.slurm.node_name) == (("h1", "h2"), "h2")
-    assert detect_launch({**SLURM, "HORO_SECRET": "ab" * 16}).secret == b"\xab" * 16
-    assert detect_launch({**SLURM, **HORORUN}).kind == "hororun"
-    assert detect_launch({**SLURM, **TORCHRUN}).kind == "torchrun"
+    assert read_launch({**SLURM, "HORO_SECRET": "ab" * 16}).secret == b"\xab" * 16
+    assert read_launch({**SLURM, **HORORUN}).kind == "hororun"
+    assert read_launch({**SLURM, **TORCHRUN}).kind == "torchrun"
 
 
 def test_slurm_step_without_its_own_count_and_nodes_takes_the_jobs() -> None:
     environ = {name: value for name, value in SLURM.items() if not name.startswith("SLURM_STEP_")}
-    launch = detect_launch({**environ, "SLURM_STEP_ID": "0", "SLURM_JOB_NODELIST": "a,b"})
+    launch = read_launch({**environ, "SLURM_STEP_ID": "0", "SLURM_JOB_NODELIST": "a,b"})
     assert launch.slurm is not None
     assert (launch.size, launch.slurm.hosts, launch.local) == (8, ("a", "b"), None)
 
@@ -171,12 +171,12 @@ def test_slurm_step_without_its_own_count_and_nodes_takes_the_jobs() -> None:
 )
 def test_damage_in_what_slurm_says_is_named(changes: dict[str, str], told: str) -> None:
     with pytest.raises(UsageError) as caught:
-        detect_launch({**SLURM, **changes})
+        read_launch({**SLURM, **changes})
     assert told in str(caught.value)
 
 
 def test_a_subset_is_numbered_by_its_list_and_has_a_name_of_its_own() -> None:
-    launch = detect_launch(HORORUN)
+    launch = read_launch(HORORUN)
     some = subset(launch, [7, 5, 2])
     assert (some.rank, some.size, some.started_rank, some.ranks) == (1, 3, 5, (7, 5, 2))
     assert (some.local, some.cross, some.endpoints) == (None, None, launch.endpoints)
@@ -198,16 +198,16 @@ def test_a_subset_is_numbered_by_its_list_and_has_a_name_of_its_own() -> None:
 )
 def test_a_list_that_cannot_be_a_job_is_refused(ranks: list[Any], told: str) -> None:
     with pytest.raises(UsageError) as caught:
-        subset(detect_launch(HORORUN), ranks)
+        subset(read_launch(HORORUN), ranks)
     assert told in str(caught.value)
 
 
 def test_a_subset_needs_rank_0_where_that_hosts_torchs_store() -> None:
-    hosted = detect_launch({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "False"})
-    assert subset(hosted, [5, 0]).size == 2
+    unserved = read_launch({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "False"})
+    assert subset(unserved, [5, 0]).size == 2
     with pytest.raises(UsageError, match="rank 0 does, so it must be among the ranks"):
-        subset(hosted, [5, 1])
-    assert subset(detect_launch(TORCHRUN), [5, 1]).rank == 0
+        subset(unserved, [5, 1])
+    assert subset(read_launch(TORCHRUN), [5, 1]).rank == 0
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_a_subset_needs_rank_0_where_that_hosts_torchs_store() -> None:
     ],
 )
 def test_plain_python_inside_an_allocation_is_a_job_of_one(environ: dict[str, str]) -> None:
-    assert detect_launch(environ).kind == "none"
+    assert read_launch(environ).kind == "none"
 
 
 names = st.sampled_from(sorted({*HORORUN, *TORCHRUN, *SLURM}))
@@ -233,7 +233,7 @@ values = st.sampled_from(["", "0", "1", "2", "-1", "x", "10.0.0.1:1", "ab" * 16,
 @given(st.dictionaries(names, values))
 def test_any_environment_is_understood_or_a_usage_error(environ: dict[str, str]) -> None:
     try:
-        launch = detect_launch(environ)
+        launch = read_launch(environ)
     except UsageError:
         return
     assert 0 <= launch.rank < launch.size

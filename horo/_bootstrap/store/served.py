@@ -1,4 +1,4 @@
-"""A store that rank 0 hosts while the job starts, if no launcher hosts one."""
+"""A store that rank 0 serves while the job starts, if no launcher serves one."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from horo._bootstrap.store.client import StoreClient
 from horo._bootstrap.store.server import StoreServer
 from horo.errors import ResourceError
 
-__all__ = ["HostedStore", "choose_host_addresses"]
+__all__ = ["ServedStore", "choose_server_addresses"]
 
 _CONNECT_TIMEOUT_S = 5.0
 """How long a failed start stays visible to ranks that have not connected yet."""
 
 
-class HostedStore(StoreClient):
-    """Rank 0's connection to the store that it hosts; ``close`` ends the store after all others have disconnected.
+class ServedStore(StoreClient):
+    """Rank 0's connection to the store that it serves; ``close`` ends the store after all others have disconnected.
 
     Args:
         server: the server, which this object closes.
@@ -46,13 +46,14 @@ class HostedStore(StoreClient):
         self._withdraw()
 
 
-def choose_host_addresses(wanted: str | None, near: bool, far: bool) -> list[str]:
+def choose_server_addresses(wanted: str | None, near: bool, far: bool, told: str = "") -> list[str]:
     """Addresses on which rank 0 listens for ranks on this machine (``near``) and on other machines (``far``).
 
     Args:
         wanted: the user's choice of interfaces, see ``interfaces.select_addresses``.
         near: include loopback.
         far: include the addresses of the machine.
+        told: as for ``interfaces.select_addresses``.
 
     Raises:
         UsageError: no interface matches ``wanted``. ResourceError: this machine has no address that others could reach.
@@ -61,7 +62,7 @@ def choose_host_addresses(wanted: str | None, near: bool, far: bool) -> list[str
     if far:
         available = interface_addresses()
         found = [address for addresses in available.values() for address in addresses]
-        found = found if wanted is None else select_addresses(wanted, available)
+        found = found if wanted is None else select_addresses(wanted, available, told)
         chosen = [address for address in found if not is_loopback(address)]
         if not chosen:
             raise ResourceError("this machine has no network address that the other hosts could reach")

@@ -10,7 +10,7 @@ from joining import SECRET, run_threads
 
 from horo._bootstrap.net.interfaces import is_loopback
 from horo._bootstrap.store.client import StoreClient
-from horo._bootstrap.store.hosted import HostedStore, choose_host_addresses
+from horo._bootstrap.store.served import ServedStore, choose_server_addresses
 from horo._bootstrap.store.server import StoreServer
 from horo.errors import UsageError
 
@@ -19,8 +19,8 @@ def test_hosting_ends_when_all_others_have_disconnected_and_withdraws_the_addres
     before = open_descriptors()
     withdrawn: list[str] = []
     server = StoreServer(["127.0.0.1"], SECRET)
-    own = HostedStore(server, SECRET, 3, 60, lambda: withdrawn.append("address"))
-    others = [StoreClient(*server.endpoints[0], SECRET, 10, hosted_by="rank 0") for _ in range(2)]
+    own = ServedStore(server, SECRET, 3, 60, lambda: withdrawn.append("address"))
+    others = [StoreClient(*server.endpoints[0], SECRET, 10, served_by="rank 0") for _ in range(2)]
     closing = threading.Thread(target=own.close)
     closing.start()
     others[0].close()
@@ -56,24 +56,24 @@ def test_late_clients_that_connect_and_disconnect_end_the_wait() -> None:
 
 
 def test_addresses_are_loopback_where_all_are_near() -> None:
-    assert choose_host_addresses(None, near=True, far=False) == ["127.0.0.1"]
-    assert choose_host_addresses(None, near=False, far=False) == ["127.0.0.1"]
+    assert choose_server_addresses(None, near=True, far=False) == ["127.0.0.1"]
+    assert choose_server_addresses(None, near=False, far=False) == ["127.0.0.1"]
     with pytest.raises(UsageError, match="no-such-interface"):
-        choose_host_addresses("no-such-interface", near=True, far=True)
+        choose_server_addresses("no-such-interface", near=True, far=True)
 
 
 def test_addresses_for_others_leave_loopback_to_those_nearby(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.1.2.3"], "ib0": ["10.9.2.3"]}
-    monkeypatch.setattr("horo._bootstrap.store.hosted.interface_addresses", lambda: found)
-    assert choose_host_addresses(None, near=True, far=True) == ["10.1.2.3", "10.9.2.3", "127.0.0.1"]
-    far = choose_host_addresses("ib0,lo", near=False, far=True)
+    monkeypatch.setattr("horo._bootstrap.store.served.interface_addresses", lambda: found)
+    assert choose_server_addresses(None, near=True, far=True) == ["10.1.2.3", "10.9.2.3", "127.0.0.1"]
+    far = choose_server_addresses("ib0,lo", near=False, far=True)
     assert far == ["10.9.2.3"]
     assert not any(map(is_loopback, far))
 
 
 def test_the_host_of_a_store_that_is_gone_is_named() -> None:
     server = StoreServer(["127.0.0.1"], SECRET)
-    client = StoreClient(*server.endpoints[0], SECRET, 10, hosted_by="rank 0")
+    client = StoreClient(*server.endpoints[0], SECRET, 10, served_by="rank 0")
     server.close()
     with pytest.raises(Exception, match="did rank 0 end"):
         client.set("key", b"")

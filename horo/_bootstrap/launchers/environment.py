@@ -1,4 +1,4 @@
-"""The launcher of this process and its variables: hororun, torchrun, Slurm or none. For MPI see ``detect``.
+"""What the environment says about the launcher of this process: hororun, torchrun, Slurm or none.
 
 An incomplete environment is an error: otherwise a rank would run as a single process and train alone.
 """
@@ -20,7 +20,7 @@ from horo.errors import UsageError
 if TYPE_CHECKING:
     from horo._bootstrap.mpi.world import MpiWorld
 
-__all__ = ["Launch", "Place", "TorchMaster", "detect_launch", "slurm_launch", "subset"]
+__all__ = ["Launch", "Place", "TorchMaster", "read_launch", "read_slurm_launch", "subset"]
 
 
 class Place(NamedTuple):
@@ -37,7 +37,7 @@ class TorchMaster(NamedTuple):
 
     address: str
     port: int
-    hosted_by_agent: bool
+    served_by_agent: bool
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class Launch:
         return self.rank if self.ranks is None else self.ranks[self.rank]
 
 
-def detect_launch(environ: Mapping[str, str]) -> Launch:
-    """Finds the launcher of this process, except MPI.
+def read_launch(environ: Mapping[str, str]) -> Launch:
+    """Reads from the environment which launcher has started this process; ``detect`` also asks MPI.
 
     Raises:
         UsageError: variables of a launcher are missing, contradict each other or are no numbers; names them.
@@ -84,10 +84,10 @@ def detect_launch(environ: Mapping[str, str]) -> Launch:
     torchrun_names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID")
     if any(environ.get(name) for name in torchrun_names):
         return replace(_from_torchrun(read_variables(TorchrunVariables, environ), host_name), secret=own.secret)
-    return slurm_launch(environ) or Launch("none", 0, 1, host_name)
+    return read_slurm_launch(environ) or Launch("none", 0, 1, host_name)
 
 
-def slurm_launch(environ: Mapping[str, str]) -> Launch | None:
+def read_slurm_launch(environ: Mapping[str, str]) -> Launch | None:
     """The launch from Slurm's variables; None if srun did not start this process as one of several.
 
     Raises:
@@ -118,9 +118,9 @@ def subset(launch: Launch, ranks: Sequence[Any]) -> Launch:
     """
     index, chosen = index_among(ranks, launch.rank, launch.size)
     master = launch.torch_master
-    if master is not None and not master.hosted_by_agent and 0 not in chosen:
+    if master is not None and not master.served_by_agent and 0 not in chosen:
         raise UsageError(
-            f"init(comm={list(chosen)}): where torchrun's agent does not host the store, rank 0 does, so it must be "
+            f"init(comm={list(chosen)}): where torchrun's agent does not serve the store, rank 0 does, so it must be "
             "among the ranks"
         )
     digest = hashlib.sha256(repr(chosen).encode()).hexdigest()[:16]

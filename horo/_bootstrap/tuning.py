@@ -1,0 +1,116 @@
+"""What operations of a job begin with, and the search for something better while it runs (``HORO_AUTOTUNE``)."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from horo._config import Config
+from horo._core import Context
+from horo._core_setup import Autotune
+from horo.errors import UsageError
+
+__all__ = [
+    "check_log",
+    "first_segment_bytes",
+    "search_of",
+    "slot_bytes",
+    "sockets_to_open",
+    "tuned_overlap",
+    "tuned_settings",
+]
+
+_ONE_HOST_SEGMENT_BYTES = 1 << 18
+_SEVERAL_HOSTS_SEGMENT_BYTES = 1 << 20
+_LARGEST_SEGMENT_BYTES = 1 << 22
+"""That a search may come to, unless the job begins with a larger one; pages of slots that are not used take nothing."""
+_MOST_SOCKETS = 4
+"""Per peer, likewise; each that is not used takes a connection."""
+_OVERLAPS = {1: "never", 2: "always"}
+_SETTINGS = {
+    "segment": "segment_bytes",
+    "sockets": "sockets_per_peer",
+    "fusion": "fusion_threshold",
+    "cycle": "cycle_time_ms",
+    "overlap": "overlap",
+}
+"""By the names in ``KNOBS``, what the user may set; the others have no setting."""
+
+
+def first_segment_bytes(config: Config, machines: int) -> int:
+    """Within a host, segments are small, to stay in the cache; between hosts, they are large, to keep the link busy."""
+    if config.segment_bytes is not None:
+        return config.segment_bytes
+    return _SEVERAL_HOSTS_SEGMENT_BYTES if machines > 1 else _ONE_HOST_SEGMENT_BYTES
+
+
+def slot_bytes(config: Config, machines: int) -> int:
+    """The room for a segment."""
+    first = first_segment_bytes(config, machines)
+    return max(first, _LARGEST_SEGMENT_BYTES) if config.autotune else first
+
+
+def sockets_to_open(config: Config) -> int:
+    """The connections for data between two ranks of different hosts."""
+    return max(config.sockets_per_peer, _MOST_SOCKETS) if config.autotune else config.sockets_per_peer
+
+
+def check_log(config: Config, rank: int) -> None:
+    """Raises UsageError where rank 0 could not write ``HORO_AUTOTUNE_LOG``; before the ranks connect."""
+    if config.autotune and rank == 0 and config.autotune_log is not None:
+        os.close(_open_log(config))
+
+
+def _open_log(config: Config) -> int:
+    try:
+        return os.open(str(config.autotune_log), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise UsageError(f"{config.told('autotune_log')} cannot be written on rank 0: {error.strerror}") from None
+
+
+def search_of(config: Config, rank: int, machines: int) -> Autotune | None:
+    """The search of a job; None: there is none. On rank 0 its log is open, and the caller's."""
+    if not config.autotune:
+        return None
+    log = config.autotune_log if rank == 0 else None
+    default = replace(config, segment_bytes=None, sockets_per_peer=1, fusion_threshold=128 << 20, cycle_time_ms=0.0)
+    return Autotune(
+        start=_values(config, machines),
+        defaults=_values(default, machines),
+        warmup_samples=config.autotune_warmup_samples,
+        steps_per_sample=config.autotune_steps_per_sample,
+        max_samples=config.autotune_max_samples,
+        log_fd=-1 if log is None else _open_log(config),
+    )
+
+
+def _values(config: Config, machines: int) -> dict[str, int]:
+    """By the names of ``KNOBS``. Gradients that travel at the end of backward never travel meanwhile by a search."""
+    overlaps = config.overlap == "always" or (config.overlap == "auto" and machines > 1)
+    return {
+        "segment": first_segment_bytes(config, machines),
+        "sockets": config.sockets_per_peer,
+        "fusion": min(config.fusion_threshold, 1 << 30),
+        "cycle": math.ceil(config.cycle_time_ms * 1000),
+        "overlap": 2 if overlaps else 0,
+    }
+
+
+def tuned_overlap(context: Context, configured: str) -> tuple[str, bool]:
+    """What stands for ``HORO_OVERLAP`` now, and whether that may still change."""
+    values, is_final = context.tuning()
+    return _OVERLAPS.get(values["overlap"], configured), not is_final
+
+
+def tuned_settings(context: Context, start: Mapping[str, int]) -> dict[str, Any]:
+    """The settings whose values are others now than those in ``start``, with which the search began."""
+    values, _ = context.tuning()
+    changed = {knob: value for knob, value in values.items() if knob in start and value != start[knob]}
+    return {_SETTINGS[knob]: _setting(knob, value) for knob, value in changed.items()}
+
+
+def _setting(knob: str, value: int) -> Any:
+    return value / 1000 if knob == "cycle" else _OVERLAPS[value] if knob == "overlap" else value

@@ -1,0 +1,82 @@
+"""Libraries for GPUs, as the core finds them in this process or loads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from horo._native import ffi, lib
+from horo.errors import error_from_status
+
+if TYPE_CHECKING:
+    from horo._core import Context
+
+__all__ = ["Library", "copy_back", "find_library", "use_cuda"]
+
+_KINDS = {"cuda": lib.HORO_LIBRARY_CUDA, "nccl": lib.HORO_LIBRARY_NCCL}
+_STATUS_NAMES = {getattr(lib, name): name for name in dir(lib) if name.startswith("HORO_ERR_")}
+
+
+class Library(NamedTuple):
+    """A library that this process can use; see ``horo_library`` in ``horo_gpu.h``."""
+
+    name: str
+    """With its version: ``"NCCL 2.23.4"``."""
+    version: int
+    path: str
+    device_count: int
+    """Of a CUDA driver that has been initialized: devices that this process sees; else -1."""
+
+
+def find_library(kind: str, paths: Sequence[str], *, initializes: bool = False) -> Library:
+    """Takes the library that this process has loaded, or loads the first of ``paths`` that can be used.
+
+    Args:
+        kind: ``"cuda"`` or ``"nccl"``.
+        paths: files, or names for the system's loader.
+        initializes: initialize the CUDA driver, too; children that this process forks cannot use CUDA then.
+
+    Raises:
+        ResourceError: there is none of use; says of every place why.
+    """
+    names = [ffi.new("char[]", path.encode()) for path in paths]
+    found, error = ffi.new("horo_library *"), ffi.new("char[]", lib.HORO_MESSAGE_MAX)
+    status = lib.horo_find_library(
+        _KINDS[kind], ffi.new("char *[]", names), len(names), initializes, found, error, lib.HORO_MESSAGE_MAX
+    )
+    _check(status, error)
+    return Library(_text(found.name), int(found.version), _text(found.path), int(found.device_count))
+
+
+def use_cuda(context: Context, paths: Sequence[str]) -> None:
+    """Lets requests of the context have tensors on GPUs; see ``horo_use_cuda``. Blocks until the driver is initialized.
+
+    Raises:
+        ResourceError: there is no driver of use; says of every place why.
+    """
+    names = [ffi.new("char[]", path.encode()) for path in paths]
+    error = ffi.new("char[]", lib.HORO_MESSAGE_MAX)
+    _check(
+        lib.horo_use_cuda(context._context, ffi.new("char *[]", names), len(names), error, lib.HORO_MESSAGE_MAX),
+        error,
+    )
+
+
+def copy_back(context: Context, handle: int, stream: int) -> None:
+    """Begins to copy the results of a finished request to the GPU, and makes ``stream`` wait for them; never blocks.
+
+    Raises:
+        UsageError: it has no tensors on a GPU, or has no result.
+        ResourceError: the driver refuses.
+    """
+    error = ffi.new("char[]", lib.HORO_MESSAGE_MAX)
+    _check(lib.horo_copy_back(context._context, handle, stream, error, lib.HORO_MESSAGE_MAX), error)
+
+
+def _check(status: int, error: Any) -> None:
+    if status != lib.HORO_OK:
+        raise error_from_status(_STATUS_NAMES[status], _text(error))
+
+
+def _text(chars: Any) -> str:
+    return bytes(ffi.string(chars)).decode("utf-8", "replace")

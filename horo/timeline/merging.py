@@ -1,0 +1,123 @@
+"""Puts the timelines of several ranks into one: a process of the format for each rank, a thread for each tensor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from horo.timeline.clocks import Alignment, align
+from horo.timeline.reading import Timeline, TimelineError, read_timeline
+
+__all__ = ["merge"]
+
+
+def merge(out: str, paths: Sequence[str]) -> list[str]:
+    """Writes one file that has what is in those of ``paths``, with times on the clock of the lowest rank.
+
+    Args:
+        out: the file to write; what is in it is lost, but a timeline of a rank is not overwritten.
+        paths: of files of different ranks of one job, each written with ``{rank}`` in its path.
+
+    Returns:
+        Sentences for the user: what was written, and how exactly the clocks are aligned.
+
+    Raises:
+        TimelineError: a file is no timeline, two do not belong together, or ``out`` cannot be written.
+    """
+    if any(Path(out).resolve() == Path(path).resolve() for path in paths):
+        raise TimelineError(f"{out}: is among the files to be merged; name another one for the result")
+    _keep_timeline(out)
+    timelines = sorted((read_timeline(path) for path in paths), key=lambda timeline: timeline.rank)
+    _check(timelines)
+    alignments = align(timelines)
+    begin_us = min(each.began_us + alignments[each.clock].at(each.began_us) for each in timelines)
+    heads = [head for timeline in timelines for head in _heads(timeline)]
+    heads[0]["args"]["start_time_since_epoch_in_micros"] = int(
+        timelines[0].began_epoch_us + begin_us - timelines[0].began_us
+    )
+    timed = [event for each in timelines for event in _timed(each, alignments[each.clock], begin_us)]
+    timed.sort(key=lambda event: float(event["ts"]))  # what is of one rank stays in its order
+    lines = ",\n".join(json.dumps(event, ensure_ascii=False) for event in (*heads, *timed))
+    try:
+        Path(out).write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+    except OSError as error:
+        raise TimelineError(f"{out}: cannot be written: {error.strerror}") from None
+    ranks = "1 rank" if len(timelines) == 1 else f"{len(timelines)} ranks"
+    return [f"{out}: {ranks}, {len(timed)} events", *_remarks(timelines, alignments)]
+
+
+def _keep_timeline(out: str) -> None:
+    """Of ``merge t-*.json`` the first file would be the result. An earlier result may be replaced."""
+    try:
+        rank = read_timeline(out).rank
+    except TimelineError:
+        return
+    raise TimelineError(f"{out}: is the timeline of rank {rank}; name the file for the result first")
+
+
+def _check(timelines: Sequence[Timeline]) -> None:
+    if not timelines:
+        raise TimelineError("no files to merge")
+    for one, other in pairwise(timelines):
+        if one.rank == other.rank:
+            raise TimelineError(f"{one.path} and {other.path}: both are of rank {one.rank}")
+        if one.size != other.size:
+            raise TimelineError(
+                f"{one.path} and {other.path}: are of two jobs, of {one.size} and of {other.size} ranks"
+            )
+
+
+def _heads(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    def metadata(name: str, row: int, member: str, value: str | int) -> dict[str, Any]:
+        return {"name": name, "ph": "M", "pid": timeline.rank, "tid": row, "args": {member: value}}
+
+    yield metadata("process_name", 0, "name", f"rank {timeline.rank} on {timeline.host}")
+    yield metadata("process_sort_index", 0, "sort_index", timeline.rank)
+    yield metadata("thread_name", 0, "name", "marks")
+    for event in timeline.events:
+        if event.get("ph") == "M" and event["pid"] != 0 and event["name"] == "process_name":
+            yield metadata("thread_name", event["pid"], "name", event["args"]["name"])
+            yield metadata("thread_sort_index", event["pid"], "sort_index", event["pid"])
+
+
+def _timed(timeline: Timeline, alignment: Alignment, begin_us: float) -> Iterator[dict[str, Any]]:
+    latest_us = 0.0
+    open_rows: dict[int, int] = {}
+    for event in timeline.events:
+        if event.get("ph") not in ("B", "E", "X", "i"):
+            continue
+        row = event["pid"]
+        time_us = event["ts"] + timeline.began_us
+        latest_us = max(latest_us, round(time_us + alignment.at(time_us) - begin_us, 3))
+        open_rows[row] = open_rows.get(row, 0) + {"B": 1, "E": -1}.get(event["ph"], 0)
+        moved = {**event, "ts": latest_us, "pid": timeline.rank, "tid": row}
+        if event["ph"] == "i":
+            moved["s"] = "p"  # of its rank, where it was of all in that rank's file
+        yield moved
+    for row, count in open_rows.items():  # of a file that was left while its rank was at work
+        for _ in range(count):
+            yield {"ph": "E", "ts": latest_us, "pid": timeline.rank, "tid": row}
+
+
+def _remarks(timelines: Sequence[Timeline], alignments: dict[str, Alignment]) -> Iterator[str]:
+    for timeline in timelines:
+        if timeline.is_torn:
+            yield f"{timeline.path}: its end was not written; what was there is in the result"
+    reference = timelines[0]
+    hosts = {timeline.clock: timeline.host for timeline in reversed(timelines)}
+    for clock, alignment in alignments.items():
+        if clock == reference.clock:
+            continue
+        if alignment.within_us is None:
+            yield (
+                f"{hosts[clock]}: shares no operation with the other files; its times are as right as the dates of "
+                f"{reference.host} and {hosts[clock]}"
+            )
+        else:
+            yield f"{hosts[clock]}: its times are right to {alignment.within_us:.1f} us, beside {reference.host}"
+    missing = timelines[0].size - len(timelines)
+    if missing:
+        yield f"{missing} of {timelines[0].size} ranks are not among the files"

@@ -1,0 +1,91 @@
+"""Tensors on GPUs: which one a request is on, and the streams of torch that its values and results are ordered by.
+
+Nothing here waits for a GPU. The current stream of torch is an address, so that the core is not linked with torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from horo import _core
+from horo._bootstrap.gpu_libraries import CUDA_PLACES
+from horo._core_libraries import copy_back, use_cuda
+from horo.errors import HoroError, UnsupportedError
+
+__all__ = ["current_stream", "finish_on", "new_empty", "place", "to_device", "use_gpus"]
+
+
+def place(
+    tensors: Sequence[torch.Tensor], what: str, *, in_place: bool
+) -> tuple[torch.device | None, Sequence[torch.Tensor]]:
+    """Where a request is whose tensors are not all in host memory.
+
+    Args:
+        tensors: Contiguous tensors in host memory or on GPUs.
+        what: The operation, for the message.
+        in_place: Results are written into the tensors.
+
+    Returns:
+        The GPU that all are on, and the tensors. Else None, and the tensors or copies of them, all in host memory; this
+        waits for the GPUs, and only happens to calls such as ``broadcast_parameters``.
+
+    Raises:
+        UnsupportedError: They are on several devices, and results would be, too.
+    """
+    devices = list(dict.fromkeys(tensor.device for tensor in tensors))
+    if len(devices) == 1:
+        return devices[0], tensors
+    if not in_place:
+        raise UnsupportedError(
+            f"{what}: its tensors are on {' and '.join(map(str, devices))}; those of one call must be on one device, "
+            "unless it writes into them"
+        )
+    return None, [tensor if tensor.is_cpu else tensor.cpu() for tensor in tensors]
+
+
+def use_gpus(core: _core.Context) -> None:
+    """Lets requests be on GPUs, before the first of them; again, it does nothing.
+
+    Raises:
+        ResourceError: There is no CUDA driver of use.
+    """
+    use_cuda(core, CUDA_PLACES)
+
+
+def current_stream(device: torch.device) -> int:
+    """The address of torch's current stream of a GPU; 0 is the default stream."""
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+def finish_on(device: torch.device, core: _core.Context, handle: int, outputs: Sequence[torch.Tensor]) -> None:
+    """Waits until a request is done, and has the current stream of its GPU wait for the results; releases the handle.
+
+    The outputs may be freed at any time afterwards: torch gives their memory to others only behind that stream.
+
+    Raises:
+        HoroError: The error of the request, or the driver refuses.
+    """
+    stream = torch.cuda.current_stream(device)
+    try:
+        core.wait(handle)
+        copy_back(core, handle, int(stream.cuda_stream))
+    except HoroError:  # raised by the core; after one from a signal handler, the request stays in progress
+        core.release_if_done(handle)
+        raise
+    for output in outputs:
+        output.record_stream(stream)
+    core.release(handle)
+
+
+def new_empty(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """A new contiguous tensor with the dtype and device of another one."""
+    if like.is_cpu:
+        return torch.empty(shape, dtype=like.dtype)
+    return like.new_empty(shape)
+
+
+def to_device(result: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A result in host memory, where another tensor is: itself, or a copy behind the current stream."""
+    return result if like.is_cpu else like.new_empty(result.shape).copy_(result)

@@ -1,0 +1,205 @@
+"""One request to the core, from its submission until its result is taken."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from horo import _core
+from horo.errors import AbortedError, HoroError, UsageError
+from horo.torch import _runtime
+
+__all__ = ["Request", "left_request", "wait_any"]
+
+
+class Request:
+    """One operation in progress. ``wait`` must be called once; it returns the result."""
+
+    __slots__ = ("_finish", "_handle", "_memory", "_runtime", "_taken_name", "label", "number", "public")
+
+    def __init__(  # noqa: PLR0917  (keywords take time here)
+        self,
+        runtime: _runtime.Runtime,
+        handle: int,
+        label: str,
+        memory: Any,
+        finish: Callable[[_core.Context, int, Any], Any],
+        taken_name: str | None,
+    ) -> None:
+        """``taken_name``: what ``CachedRequest.taken_name`` says."""
+        self._runtime = runtime
+        self._taken_name = taken_name
+        self._handle = handle
+        self._memory = memory  # the core's until the request is done
+        self._finish = finish
+        self.label = label
+        self.number = number = runtime.handle_base + handle
+        """The public number of the request; unique over all jobs of the process."""
+        self.public = False
+        """Whether ``synchronize`` may find it."""
+        runtime.requests[number] = self
+
+    def publish(self, shape: Callable[[Any], Any] | None = None) -> int:
+        """Lets ``synchronize`` find it; ``shape`` makes of its result what ``wait`` returns then.
+
+        A name is taken from here until ``wait`` returns, ``free_name`` is called or the handle is garbage, whether the
+        operation is done or not. So a second use of a name is refused always, not only if it is quick.
+
+        Returns:
+            Its public handle.
+        """
+        if shape is not None:
+            finish = self._finish
+            self._finish = lambda core, handle, memory: shape(finish(core, handle, memory))
+        self.public = True
+        if self._taken_name is not None:
+            self._runtime.taken_names[self._taken_name] = self
+        return self.number
+
+    def free_name(self) -> None:
+        """Lets another operation have its name, once this one is done."""
+        taken = self._runtime.taken_names
+        if self._taken_name is not None and taken.get(self._taken_name) is self:
+            taken.pop(self._taken_name, None)
+
+    def is_held(self) -> bool:
+        """Whether somebody else has the very object ``number``, so that ``synchronize`` may still come.
+
+        A finalizer would be told of its end, but a signal handler may raise in there, and Python drops what is raised.
+        """
+        return _count_references(self) > _OWN_REFERENCES
+
+    def done(self) -> bool:
+        """Whether ``wait`` would return at once; never blocks."""
+        runtime, call = self._runtime, object()
+        try:
+            runtime.active_calls[call] = None
+            if runtime.ended:
+                runtime.raise_ended(self.label)
+            return runtime.core.poll(self._handle)
+        finally:
+            runtime.active_calls.pop(call, None)
+
+    def is_done(self) -> bool:
+        """Whether the operation is done or has failed; never blocks or raises."""
+        return not self._runtime.core.in_progress(self._handle)
+
+    def wait(self) -> Any:
+        """Blocks until the operation is done and returns its result.
+
+        A KeyboardInterrupt (or another exception from a signal handler) leaves the request in progress: its memory is
+        kept, and ``wait`` may be called again.
+
+        Raises:
+            HoroError: The error of the operation.
+        """
+        runtime, call = self._runtime, object()
+        try:
+            runtime.active_calls[call] = None
+            if runtime.ended:
+                runtime.raise_ended(self.label)
+            try:
+                result = self._finish(runtime.core, self._handle, self._memory)
+            except HoroError:
+                if not runtime.core.in_progress(self._handle):  # else it is a signal handler's
+                    runtime.requests.pop(self.number, None)
+                    self.free_name()
+                raise
+        finally:
+            runtime.active_calls.pop(call, None)
+        runtime.requests.pop(self.number, None)
+        if self._taken_name is not None:
+            self.free_name()
+        return result
+
+    def failure(self) -> HoroError | None:
+        """Blocks until the operation is done or has failed; its error, if it has. ``wait`` is still to be called.
+
+        Unlike ``wait`` it may be called again, so that an exception of a signal handler loses nothing.
+        """
+        try:
+            return self._runtime.inside(self.label, self._failure)
+        except HoroError as error:
+            if not self._runtime.ended:  # a signal handler's
+                raise
+            return error
+
+    def is_released(self) -> bool:
+        """Whether ``wait`` has taken the result of an operation that has not failed, even if it did not return."""
+        try:
+            self.done()
+        except (UsageError, AbortedError):
+            return True
+        return False
+
+    def wait_done(self) -> None:
+        """Blocks until the operation is done or has failed; ``wait`` then returns at once, or raises the error."""
+        self._runtime.inside(self.label, self._failure)
+
+    def _failure(self) -> HoroError | None:
+        core = self._runtime.core
+        try:
+            core.wait(self._handle)
+        except HoroError as error:
+            if core.in_progress(self._handle):  # a signal handler's
+                raise
+            return error
+        return None
+
+
+def _count_references(request: Request) -> int:
+    return sys.getrefcount(request.number)
+
+
+def _count_own_references() -> int:
+    """What ``_count_references`` gives where only the request and the list of requests refer to its number."""
+    request = Request.__new__(Request)
+    request.number = _runtime.FIRST_HANDLE_BASE + 1
+    requests = {request.number: request}
+    count = _count_references(request)
+    requests.clear()
+    return count
+
+
+_OWN_REFERENCES = _count_own_references()
+
+
+def left_request(tensor: Any, finish: Callable[[_core.Context, int, Any], Any]) -> Request | None:
+    """The request of ``tensor`` whose submission an exception of a signal handler has ended, if it was submitted.
+
+    Args:
+        tensor: One of the tensors of ``StagedTensors``.
+        finish: As for ``Request``.
+    """
+    runtime = _runtime.current()
+    for request in list(runtime.requests.values()):
+        if _is_memory_of(request._memory, tensor):
+            return request
+    for handle, memory in list(runtime.abandoned.items()):
+        if _is_memory_of(memory, tensor):
+            left = Request(runtime, handle, "allreduce", memory, finish, None)
+            runtime.abandoned.pop(handle, None)
+            return left
+    return None
+
+
+def _is_memory_of(memory: Any, tensor: Any) -> bool:
+    return any(each is tensor for each in getattr(memory, "tensors", ()))
+
+
+def wait_any(requests: Sequence[Request]) -> None:
+    """Blocks until one of several requests is done or has failed; all are of one job.
+
+    Raises:
+        AbortedError: The job has ended.
+    """
+    first, call = requests[0], object()
+    runtime = first._runtime
+    try:
+        runtime.active_calls[call] = None
+        if runtime.ended:
+            runtime.raise_ended(first.label)
+        runtime.core.wait_any([request._handle for request in requests])
+    finally:
+        runtime.active_calls.pop(call, None)

@@ -1,0 +1,46 @@
+/* The part of the core's interface that has to do with GPUs; see horo.h. */
+#ifndef HORO_GPU_H
+#define HORO_GPU_H
+
+/* cffi: skip */
+#include "horo.h"
+/* cffi: end */
+
+/* Libraries for GPUs, which horo finds where it runs: none is needed to build it. */
+enum horo_library_kind {
+    HORO_LIBRARY_CUDA = 0, /* the driver, libcuda.so.1 */
+    HORO_LIBRARY_NCCL = 1, /* libnccl.so.2 */
+};
+
+typedef struct {
+    int32_t version;      /* as the library numbers itself: 12040 is CUDA 12.4, 22304 is NCCL 2.23.4 */
+    int32_t device_count; /* of a driver that has been initialized: devices that this process sees; else -1 */
+    char name[32];        /* "NCCL 2.23.4" */
+    char path[1024];      /* of the file, cut to fit */
+} horo_library;
+
+/*
+ * Finds a library (enum horo_library_kind) that is loaded in this process already, or else loads the first of `paths`
+ * that can be used: it has all functions that horo calls, and is new enough. It stays loaded until the process ends.
+ * `initializes`: the driver is initialized, too; children that this process forks cannot use CUDA then. Blocks for as
+ * long as that takes. HORO_OK, or HORO_ERR_RESOURCE with a sentence that says of every place why it is of no use.
+ */
+HORO_API int horo_find_library(int kind, const char *const *paths, int32_t path_count, int32_t initializes,
+                               horo_library *found, char *error, size_t error_bytes);
+
+/*
+ * Lets requests have tensors in the memory of GPUs: loads the CUDA driver as horo_find_library does, and initializes
+ * it. Does nothing where that has been done. Such a request is announced when its values have been copied to pinned
+ * host memory, and from then on is as others. HORO_OK, or HORO_ERR_RESOURCE with a sentence.
+ */
+HORO_API int horo_use_cuda(horo_context *context, const char *const *paths, int32_t path_count, char *error,
+                           size_t error_bytes);
+/*
+ * Begins to copy the results of a request that is done well to their outputs on the GPU, and makes `stream` of that GPU
+ * wait for them. Before horo_release; a second call only makes its stream wait, too. Does not wait itself. Those of an
+ * allgather or alltoall are in host memory: horo_take_result. HORO_OK, or HORO_ERR_USAGE or HORO_ERR_RESOURCE with a
+ * sentence.
+ */
+HORO_API int horo_copy_back(horo_context *context, int64_t handle, uint64_t stream, char *error, size_t error_bytes);
+
+#endif

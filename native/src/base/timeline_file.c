@@ -1,0 +1,116 @@
+/* The file of a timeline. */
+#include <errno.h>
+#include <fcntl.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "base/timeline.h"
+
+enum { WRITE_BYTES = 4096, EVENT_BYTES = 8192 };
+
+static const char closing[] = "\n]\n";
+
+static int is_same_file(const struct stat *status, int fd) {
+    struct stat other;
+    return fd >= 0 && fstat(fd, &other) == 0 && other.st_dev == status->st_dev && other.st_ino == status->st_ino;
+}
+
+int hr_trace_open(struct hr_trace_file *file, const char *path, int written, struct hr_error *error) {
+    *file = (struct hr_trace_file){.fd = -1, .end = 1, .is_empty = 1};
+    /* nonblocking: the open of a pipe that nobody reads would wait */
+    const int fd = open(path, O_WRONLY | O_CREAT | O_CLOEXEC | O_NONBLOCK, 0666);
+    if (fd < 0) {
+        return hr_fail(error, HORO_ERR_USAGE, "the timeline '%.512s' cannot be written: %s", path, strerror(errno));
+    }
+    struct stat status;
+    if (fstat(fd, &status) != 0 || !S_ISREG(status.st_mode)) {
+        (void)close(fd);
+        return hr_fail(error, HORO_ERR_USAGE, "the timeline '%.512s' cannot be written: it is no regular file", path);
+    }
+    if (is_same_file(&status, written)) {
+        (void)close(fd);
+        return HORO_OK;
+    }
+    if (ftruncate(fd, 0) != 0 || pwrite(fd, "[\n]\n", 4, 0) != 4) {
+        const int reason = errno;
+        (void)close(fd);
+        return hr_fail(error, HORO_ERR_USAGE, "the timeline '%.512s' cannot be written: %s", path, strerror(reason));
+    }
+    file->fd = fd;
+    return HORO_OK;
+}
+
+void hr_trace_close(struct hr_trace_file *file) {
+    if (file->fd >= 0) {
+        (void)close(file->fd);
+        file->fd = -1;
+    }
+    hr_buffer_fini(&file->text);
+}
+
+void hr_trace_put(struct hr_trace_file *file, const char *format, ...) {
+    char event[EVENT_BYTES];
+    va_list arguments;
+    va_start(arguments, format);
+    const int length = vsnprintf(event, sizeof event, format, arguments);
+    va_end(arguments);
+    const uint32_t bytes = (uint32_t)length;
+    if (file->error == 0 && length > 0 && (size_t)length < sizeof event &&
+        hr_buffer_reserve(&file->text, sizeof bytes + bytes) == HORO_OK) {
+        (void)hr_buffer_append(&file->text, &bytes, sizeof bytes);
+        (void)hr_buffer_append(&file->text, event, bytes);
+    }
+}
+
+/* The file is whole again as it was, if it can be: no byte more is needed for that. */
+static int give_up(struct hr_trace_file *file, int reason) {
+    const ssize_t closed = pwrite(file->fd, closing, sizeof closing - 1, file->end);
+    if (closed == sizeof closing - 1) {
+        (void)!ftruncate(file->fd, file->end + closed);
+    }
+    file->error = reason;
+    hr_buffer_consume(&file->text, hr_buffer_size(&file->text));
+    return 0;
+}
+
+/* Events that fit, at least one, and the end of the array; returns the bytes without that end. */
+static size_t fill(struct hr_trace_file *file, char *out) {
+    size_t at = 0;
+    for (uint32_t bytes; hr_buffer_size(&file->text) > 0;) {
+        const uint8_t *front = hr_buffer_front(&file->text);
+        memcpy(&bytes, front, sizeof bytes);
+        if (at > 0 && at + bytes + 2 + sizeof closing > WRITE_BYTES) {
+            break;
+        }
+        if (!file->is_empty) {
+            out[at++] = ',';
+        }
+        out[at++] = '\n';
+        memcpy(out + at, front + sizeof bytes, bytes);
+        at += bytes;
+        file->is_empty = 0;
+        hr_buffer_consume(&file->text, sizeof bytes + bytes);
+    }
+    return at;
+}
+
+int hr_trace_flush(struct hr_trace_file *file) {
+    while (file->error == 0 && hr_buffer_size(&file->text) > 0) {
+        char out[EVENT_BYTES + 8];
+        const size_t bytes = fill(file, out);
+        memcpy(out + bytes, closing, sizeof closing - 1);
+        const size_t whole = bytes + sizeof closing - 1;
+        ssize_t written;
+        do {
+            written = pwrite(file->fd, out, whole, file->end);
+        } while (written < 0 && errno == EINTR);
+        if (written != (ssize_t)whole) {
+            return give_up(file, written < 0 ? errno : ENOSPC);
+        }
+        file->end += (int64_t)bytes;
+    }
+    return file->error == 0;
+}

@@ -1,0 +1,240 @@
+#include "collective/direct.h"
+
+#include <string.h>
+
+#include "local/shares.h"
+
+enum { READ_AT_ONCE = 1 << 19 }; /* bytes, before the driver looks at other things */
+
+/* ---- Whether it can be done ---- */
+
+/* What a member tells of its tries, in one word: who could not be read, and why. */
+enum { TOLD_YES = 1, TOLD_NO = 2, TOLD_BITS = 8, TOLD_RANK_SHIFT = 32 };
+
+static _Atomic uint64_t *told_by(const struct hr_team *team, int local_rank) {
+    return &team->partition.blocks[team->index_of_local[local_rank]].reads_peers;
+}
+
+static void tell(const struct hr_team *team, uint64_t told) {
+    atomic_store(told_by(team, team->local_rank), told);
+}
+
+static uint64_t refusal(int peer, int error) {
+    return TOLD_NO | (uint64_t)error << TOLD_BITS | (uint64_t)peer << TOLD_RANK_SHIFT;
+}
+
+static uint64_t try_all(const struct hr_team *team) {
+    for (int i = 0; i < team->local_size; i++) {
+        const int error = hr_peer_memory_read(team->node, team->index_of_local[i], NULL, 0);
+        if (error != 0) {
+            return refusal(i, error);
+        }
+    }
+    return TOLD_YES;
+}
+
+static void log_way(const struct hr_team *team, int teller, uint64_t told) {
+    char name[HR_TEAM_NAME_BYTES];
+    (void)hr_team_name(team, name);
+    if (told == TOLD_YES) {
+        hr_log(&team->node->log, HORO_LOG_INFO, "%s: large moves read the memory of the other ranks", name);
+        return;
+    }
+    hr_log(&team->node->log, HORO_LOG_INFO,
+           "%s: large moves pass shared memory, since rank %d cannot read the memory of rank %d: %s", name,
+           team->job_rank[teller], team->job_rank[(int)(told >> TOLD_RANK_SHIFT)],
+           strerror((int)((told & UINT32_MAX) >> TOLD_BITS)));
+}
+
+/* All have told before the last arrival, and nobody tells anything else before all have been here. */
+static void conclude(struct hr_team *team) {
+    int teller = 0;
+    uint64_t told = atomic_load(told_by(team, 0)); /* partner: tell */
+    while (told == TOLD_YES && ++teller < team->local_size) {
+        told = atomic_load(told_by(team, teller));
+    }
+    const int reads = told == TOLD_YES ? 1 : -1;
+    if (reads != team->reads_peers && team->local_rank == 0) {
+        log_way(team, teller, told);
+    }
+    team->reads_peers = reads;
+}
+
+static int probe(struct hr_task *task) {
+    struct hr_probe *self = (struct hr_probe *)task; /* its first member */
+    struct hr_team *team = self->team;
+    if (!self->has_told) {
+        tell(team, try_all(team));
+        hr_team_arrive(team, HR_PHASE_REDUCED, 0);
+        self->has_told = 1;
+        return HR_TASK_MOVED;
+    }
+    if (team->reads_peers != 0) {
+        return HR_TASK_DONE;
+    }
+    if (!hr_team_reached(team, HR_PHASE_REDUCED, 0)) {
+        return HR_TASK_BLOCKED;
+    }
+    conclude(team);
+    return HR_TASK_DONE;
+}
+
+static void cancel(struct hr_task *task) {
+    (void)task; /* nothing is posted anywhere */
+}
+
+static int probe_is_ending(const struct hr_task *task) {
+    (void)task;
+    return 0;
+}
+
+void hr_probe_begin(struct hr_probe *self, struct hr_team *team) {
+    *self = (struct hr_probe){
+        .task = {.progress = probe, .cancel = cancel, .is_ending = probe_is_ending},
+        .team = team,
+    };
+}
+
+/* ---- Moving ---- */
+
+enum stage { STAGE_SHOW, STAGE_KEEP, STAGE_READ, STAGE_END };
+
+int hr_direct_pays(const struct hr_team *team, const struct hr_move *move, size_t bytes) {
+    const size_t lists = (size_t)move->shown_count;
+    const size_t room = team->tuning.segment / sizeof(uint64_t);
+    return team->host_count == 1 && team->size > 1 && team->reads_peers >= 0 && team->tuning.direct > 0 &&
+           bytes >= team->tuning.direct && bytes <= team->tuning.direct_most / (size_t)team->local_size &&
+           move->tensors <= room / lists;
+}
+
+static int shows(const struct hr_direct *run, int rank) {
+    return run->move.root_rank < 0 || run->move.root_rank == rank;
+}
+
+static const struct hr_fused *shown_to(const struct hr_direct *run, int rank) {
+    return &run->move.shown[run->move.shown_count == 1 ? 0 : rank];
+}
+
+static const struct hr_fused *part_from(const struct hr_direct *run, int rank) {
+    return &run->move.from[run->move.root_rank < 0 ? rank : 0];
+}
+
+/* Where the addresses of what a member shows to another begin in its slot. */
+static _Atomic uint64_t *addresses(const struct hr_direct *run, int from, int to) {
+    const struct hr_team *team = run->team;
+    const size_t list = run->move.shown_count == 1 ? 0 : (size_t)to;
+    char *slot = hr_team_slot(team, from, run->parity); /* all are on one host: rank and local index are the same */
+    return (_Atomic uint64_t *)(void *)slot + list * run->move.tensors;
+}
+
+static void show(const struct hr_direct *run) {
+    const struct hr_team *team = run->team;
+    for (int to = 0; to < run->move.shown_count && shows(run, team->rank); to++) {
+        const struct hr_fused *vector = &run->move.shown[to];
+        _Atomic uint64_t *at = addresses(run, team->rank, to);
+        for (size_t i = 0; i < vector->count; i++) { /* partner: hr_team_arrive */
+            atomic_store_explicit(&at[i], (uint64_t)(uintptr_t)vector->pieces[i].input, memory_order_relaxed);
+        }
+    }
+}
+
+/* What I have for myself. */
+static void keep(const struct hr_direct *run) {
+    const struct hr_team *team = run->team;
+    const struct hr_fused *mine = shown_to(run, team->rank);
+    const struct hr_fused *results = part_from(run, team->rank);
+    size_t received = 0;
+    for (int r = 0; r < team->size; r++) {
+        received += part_from(run, r)->bytes;
+    }
+    const enum hr_store store = hr_store_choose_for_result(team, received);
+    for (size_t i = 0; i < results->count && shows(run, team->rank); i++) { /* the pieces of both are alike */
+        if (results->pieces[i].output != mine->pieces[i].input) {
+            team->node->kernel->copy(results->pieces[i].output, mine->pieces[i].input, results->pieces[i].bytes, store);
+        }
+    }
+}
+
+/* Collects what is to be read next of a peer's part, and moves on; returns how many ranges. */
+static int collect(struct hr_direct *run, int from, struct hr_peer_range *ranges) {
+    const struct hr_fused *part = part_from(run, from);
+    const _Atomic uint64_t *at = addresses(run, from, run->team->rank);
+    size_t room = READ_AT_ONCE;
+    int count = 0;
+    while (run->piece < part->count && count < HR_PEER_RANGES_MAX && room > 0) {
+        const struct hr_piece *piece = &part->pieces[run->piece];
+        const size_t left = piece->bytes - run->skip;
+        const size_t bytes = left < room ? left : room;
+        const uint64_t address = atomic_load_explicit(&at[run->piece], memory_order_relaxed);
+        ranges[count++] = (struct hr_peer_range){piece->output + run->skip, address + run->skip, bytes};
+        room -= bytes;
+        run->skip = bytes == left ? 0 : run->skip + bytes;
+        run->piece += bytes == left;
+    }
+    return count;
+}
+
+/* Each rank begins with another, so that not all read the same memory. */
+static int read_next(struct hr_direct *run) {
+    struct hr_team *team = run->team;
+    struct hr_peer_range ranges[HR_PEER_RANGES_MAX];
+    const int from = (team->rank + 1 + run->peer) % team->size;
+    const int count = shows(run, from) ? collect(run, from, ranges) : 0;
+    int error = 0;
+    if (count > 0) {
+        error = hr_peer_memory_read(team->node, team->index_of_local[from], ranges, count);
+    } else {
+        run->piece = run->skip = 0;
+        run->peer++;
+    }
+    if (error != 0) { /* all will do it again by the slots; if that rank is gone, its life line ends the wait there */
+        tell(team, refusal(from, error));
+    }
+    if (error != 0 || run->peer == team->size - 1) {
+        hr_team_arrive(team, HR_PHASE_DRAINED, run->parity);
+        run->stage = STAGE_END;
+    }
+    return HR_TASK_MOVED;
+}
+
+static int progress(struct hr_task *task) {
+    struct hr_direct *run = (struct hr_direct *)task; /* its first member */
+    struct hr_team *team = run->team;
+    switch ((enum stage)run->stage) {
+    case STAGE_SHOW: /* once the slot is nobody's any more */
+        if (!hr_team_reached(team, HR_PHASE_DRAINED, run->parity)) {
+            return HR_TASK_BLOCKED;
+        }
+        show(run);
+        hr_team_arrive(team, HR_PHASE_FILLED, run->parity);
+        run->stage = STAGE_KEEP;
+        return HR_TASK_MOVED;
+    case STAGE_KEEP:
+        keep(run);
+        run->stage = STAGE_READ;
+        return HR_TASK_MOVED;
+    case STAGE_READ:
+        return hr_team_reached(team, HR_PHASE_FILLED, run->parity) ? read_next(run) : HR_TASK_BLOCKED;
+    case STAGE_END: /* until all have read, nobody's memory is the caller's again */
+        if (!hr_team_reached(team, HR_PHASE_DRAINED, run->parity)) {
+            return HR_TASK_BLOCKED;
+        }
+        conclude(team);
+        return HR_TASK_DONE;
+    }
+    return HORO_ERR_INTERNAL;
+}
+
+static int is_ending(const struct hr_task *task) {
+    return ((const struct hr_direct *)task)->stage == STAGE_END;
+}
+
+void hr_direct_begin(struct hr_direct *run, struct hr_team *team, const struct hr_move *move) {
+    *run = (struct hr_direct){
+        .task = {.progress = progress, .cancel = cancel, .is_ending = is_ending},
+        .team = team,
+        .move = *move,
+        .parity = (unsigned)(team->segment & 1),
+    };
+    team->segment++; /* its addresses take the place of one segment */
+}

@@ -1,0 +1,58 @@
+#include "device/blocks.h"
+
+#include <stdlib.h>
+
+static void free_parts(struct hr_block *block) {
+    const struct hr_cuda *cuda = block->device->cuda;
+    if (block->data != NULL) {
+        (void)cuda->host_free(block->data);
+    }
+    if (block->copied_in != NULL) {
+        (void)cuda->event_destroy(block->copied_in);
+    }
+    if (block->copied_out != NULL) {
+        (void)cuda->event_destroy(block->copied_out);
+    }
+    free(block);
+}
+
+static int fill(struct hr_block *block, struct hr_error *error) {
+    const struct hr_cuda *cuda = block->device->cuda;
+    void *data = NULL;
+    struct hr_error refusal = {0};
+    if (hr_cuda_check(cuda, cuda->host_alloc(&data, block->bytes, HR_CUDA_HOST_PORTABLE), "cuMemHostAlloc",
+                      &refusal) != HORO_OK) {
+        return hr_fail(error, HORO_ERR_RESOURCE, "no %zu bytes of pinned memory: %s", block->bytes, refusal.text);
+    }
+    block->data = data;
+    HR_TRY(hr_cuda_check(cuda, cuda->event_create(&block->copied_in, HR_CUDA_EVENT_DISABLE_TIMING), "cuEventCreate",
+                         error));
+    return hr_cuda_check(cuda, cuda->event_create(&block->copied_out, HR_CUDA_EVENT_DISABLE_TIMING), "cuEventCreate",
+                         error);
+}
+
+int hr_block_create(struct hr_device *device, size_t bytes, struct hr_block **block, struct hr_error *error) {
+    struct hr_block *made = calloc(1, sizeof *made);
+    if (made == NULL) {
+        return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for tensors on a GPU");
+    }
+    made->device = device;
+    made->bytes = bytes;
+    const int status = fill(made, error);
+    if (status != HORO_OK) {
+        free_parts(made);
+        return status;
+    }
+    *block = made;
+    return HORO_OK;
+}
+
+void hr_block_destroy(struct hr_block *block) {
+    struct hr_error ignored = {0};
+    struct hr_device_visit visit;
+    const struct hr_device *device = block->device;
+    if (hr_device_enter(device, &visit, &ignored) == HORO_OK) {
+        free_parts(block);
+        hr_device_leave(device, &visit);
+    }
+}

@@ -1,0 +1,20 @@
+/* Pinned memory of a stager; between its files. */
+#ifndef HR_DEVICE_BLOCKS_H
+#define HR_DEVICE_BLOCKS_H
+
+#include "device/staging.h"
+
+/* The device, opened where it has not been used yet. HORO_OK or as hr_staging_create. */
+int hr_stager_device(struct hr_stager *stager, int number, struct hr_device **device, struct hr_error *error);
+
+/* A block of at least so many bytes that no copy uses. The caller has entered the device. */
+int hr_stager_take_block(struct hr_stager *stager, struct hr_device *device, size_t bytes, struct hr_block **block,
+                         struct hr_error *error);
+/* Copies may use it still: it is used again when they are done. */
+void hr_stager_give_block(struct hr_stager *stager, struct hr_block *block);
+
+/* The caller has entered the device. HORO_OK, or HORO_ERR_RESOURCE with a sentence that names the size. */
+int hr_block_create(struct hr_device *device, size_t bytes, struct hr_block **block, struct hr_error *error);
+void hr_block_destroy(struct hr_block *block);
+
+#endif

@@ -1,0 +1,34 @@
+/* A GPU of this process, with streams of horo's own on it, on which its copies run beside the program's work. */
+#ifndef HR_DEVICE_DEVICE_H
+#define HR_DEVICE_DEVICE_H
+
+#include "device/cuda.h"
+
+struct hr_device {
+    const struct hr_cuda *cuda;
+    int number; /* as torch counts: of the devices that this process sees */
+    int handle; /* the driver's */
+    void *context; /* the primary one, which torch uses; retained */
+    void *to_host, *to_device; /* streams of highest priority, one for each direction of copies */
+};
+
+/* HORO_OK, or HORO_ERR_RESOURCE with a sentence and nothing left behind. */
+int hr_device_open(struct hr_device *device, const struct hr_cuda *cuda, int number, struct hr_error *error);
+/* What still runs on its streams goes on to its end. */
+void hr_device_close(struct hr_device *device);
+
+/* What a thread had before it entered a device. */
+struct hr_device_visit {
+    int capture_mode;
+};
+
+/*
+ * Between the two, calls of this thread are for this device, whatever its current context was and will be again, and
+ * end no capture of a CUDA graph: the program may capture one on a stream of its own, on this thread or another, in
+ * the mode "global", in which any call that is not part of it, such as cuEventQuery, would make it fail. HORO_OK, or
+ * HORO_ERR_RESOURCE with a sentence; then there is nothing to leave.
+ */
+int hr_device_enter(const struct hr_device *device, struct hr_device_visit *visit, struct hr_error *error);
+void hr_device_leave(const struct hr_device *device, const struct hr_device_visit *visit);
+
+#endif

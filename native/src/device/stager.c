@@ -1,0 +1,219 @@
+/* The GPUs of a context and their pinned memory. */
+#include <stdlib.h>
+#include <time.h>
+
+#include "base/clock.h"
+#include "device/blocks.h"
+#include "device/staging.h"
+
+enum {
+    IDLE_BYTES_MAX = 256 << 20, /* idle memory stays pinned up to this: to pin new memory takes milliseconds */
+    LOOKS = 4,                  /* at idle memory that a copy may use still, before new memory is pinned */
+};
+
+int hr_stager_create(const char *const *paths, size_t path_count, void *owner, hr_staging_ready *on_ready,
+                     struct hr_stager **stager, struct hr_error *error) {
+    struct hr_stager *made = calloc(1, sizeof *made);
+    if (made == NULL) {
+        return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for the use of GPUs");
+    }
+    int status = hr_cuda_load(&made->cuda, paths, path_count, &made->library, error);
+    if (status == HORO_OK) {
+        status = hr_cuda_initialize(&made->cuda, &made->library.device_count, error);
+    }
+    if (status != HORO_OK) {
+        free(made);
+        return status;
+    }
+    pthread_condattr_t attributes;
+    (void)pthread_condattr_init(&attributes);
+    (void)pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    (void)pthread_cond_init(&made->drained, &attributes);
+    (void)pthread_condattr_destroy(&attributes);
+    (void)pthread_mutex_init(&made->lock, NULL);
+    (void)pthread_mutex_init(&made->opening, NULL);
+    made->owner = owner;
+    made->on_ready = on_ready;
+    *stager = made;
+    return HORO_OK;
+}
+
+/* The caller has entered the device. Not under the lock, as all calls of CUDA: see hr_staging_launch. */
+static int is_done(const struct hr_block *block) {
+    const struct hr_cuda *cuda = block->device->cuda;
+    return cuda->event_query(block->copied_in) != HR_CUDA_NOT_READY &&
+           (!block->is_out || cuda->event_query(block->copied_out) != HR_CUDA_NOT_READY);
+}
+
+static int can_go(const struct hr_block *block) {
+    struct hr_error ignored = {0};
+    struct hr_device_visit visit;
+    int done = 0;
+    if (hr_device_enter(block->device, &visit, &ignored) == HORO_OK) {
+        done = is_done(block);
+        hr_device_leave(block->device, &visit);
+    }
+    return done;
+}
+
+/* With the lock held: until nothing is launched, or the time is over. After a failure nothing of it is called. */
+static void drain(struct hr_stager *stager, int64_t until_ns) {
+    const struct timespec until = {.tv_sec = until_ns / 1000000000, .tv_nsec = until_ns % 1000000000};
+    while (stager->launched > 0 && !atomic_load(&stager->is_broken) && hr_now_ns() < until_ns) {
+        (void)pthread_cond_timedwait(&stager->drained, &stager->lock, &until);
+    }
+}
+
+/* Until no copy uses it, or the time is over; then it stays, as where its device cannot be asked. */
+static void destroy_when_done(struct hr_block *block, int64_t until_ns) {
+    const struct timespec look = {.tv_nsec = 100000}; /* there is no wait for an event that ends by itself */
+    struct hr_error ignored = {0};
+    struct hr_device_visit visit;
+    if (hr_device_enter(block->device, &visit, &ignored) != HORO_OK) {
+        return;
+    }
+    int done;
+    while (!(done = is_done(block)) && hr_now_ns() < until_ns) {
+        (void)nanosleep(&look, NULL);
+    }
+    hr_device_leave(block->device, &visit);
+    if (done) {
+        hr_block_destroy(block);
+    }
+}
+
+void hr_stager_close(struct hr_stager *stager, int timeout_ms) {
+    const int64_t until_ns = hr_now_ns() + (int64_t)timeout_ms * 1000000;
+    (void)pthread_mutex_lock(&stager->lock);
+    stager->owner = NULL;
+    drain(stager, until_ns);
+    const int is_free = stager->launched == 0;
+    (void)pthread_mutex_unlock(&stager->lock);
+    if (!is_free) {
+        return; /* the driver may call a function with it at any time */
+    }
+    while (stager->idle != NULL) {
+        struct hr_block *block = stager->idle;
+        stager->idle = block->next;
+        destroy_when_done(block, until_ns);
+    }
+    for (int i = 0; i < HR_DEVICES_MAX; i++) {
+        if (stager->devices[i] != NULL) {
+            hr_device_close(stager->devices[i]);
+            free(stager->devices[i]);
+        }
+    }
+    (void)pthread_cond_destroy(&stager->drained);
+    (void)pthread_mutex_destroy(&stager->lock);
+    (void)pthread_mutex_destroy(&stager->opening);
+    free(stager);
+}
+
+/* With opening held. */
+static int open_device(struct hr_stager *stager, int number, struct hr_error *error) {
+    if (number < 0 || number >= stager->library.device_count || number >= HR_DEVICES_MAX) {
+        return hr_fail(error, HORO_ERR_USAGE, "there is no device %d; this process sees %d", number,
+                       stager->library.device_count);
+    }
+    if (stager->devices[number] != NULL) {
+        return HORO_OK;
+    }
+    struct hr_device *device = malloc(sizeof *device);
+    if (device == NULL) {
+        return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for the use of a GPU");
+    }
+    const int status = hr_device_open(device, &stager->cuda, number, error);
+    if (status != HORO_OK) {
+        free(device);
+        return status;
+    }
+    stager->devices[number] = device;
+    return HORO_OK;
+}
+
+int hr_stager_device(struct hr_stager *stager, int number, struct hr_device **device, struct hr_error *error) {
+    (void)pthread_mutex_lock(&stager->opening);
+    const int status = open_device(stager, number, error);
+    if (status == HORO_OK) {
+        *device = stager->devices[number];
+    }
+    (void)pthread_mutex_unlock(&stager->opening);
+    return status;
+}
+
+/* The smallest idle one that is large enough and not more than four times as large; NULL: there is none. */
+static struct hr_block *take_fitting(struct hr_stager *stager, const struct hr_device *device, size_t bytes) {
+    struct hr_block **best = NULL;
+    (void)pthread_mutex_lock(&stager->lock);
+    for (struct hr_block **link = &stager->idle; *link != NULL; link = &(*link)->next) {
+        const struct hr_block *block = *link;
+        if (block->device == device && block->bytes >= bytes && block->bytes / 4 <= bytes &&
+            (best == NULL || block->bytes < (*best)->bytes)) {
+            best = link;
+        }
+    }
+    struct hr_block *taken = best == NULL ? NULL : *best;
+    if (taken != NULL) {
+        *best = taken->next;
+        stager->idle_bytes -= taken->bytes;
+    }
+    (void)pthread_mutex_unlock(&stager->lock);
+    return taken;
+}
+
+static void put_idle(struct hr_stager *stager, struct hr_block *blocks) {
+    (void)pthread_mutex_lock(&stager->lock);
+    while (blocks != NULL) {
+        struct hr_block *block = blocks;
+        blocks = block->next;
+        block->next = stager->idle;
+        stager->idle = block;
+        stager->idle_bytes += block->bytes;
+    }
+    (void)pthread_mutex_unlock(&stager->lock);
+}
+
+int hr_stager_take_block(struct hr_stager *stager, struct hr_device *device, size_t bytes, struct hr_block **block,
+                         struct hr_error *error) {
+    struct hr_block *busy = NULL;
+    struct hr_block *taken;
+    for (int i = 0; (taken = take_fitting(stager, device, bytes)) != NULL && !is_done(taken) && i < LOOKS; i++) {
+        taken->next = busy;
+        busy = taken;
+        taken = NULL;
+    }
+    put_idle(stager, busy);
+    *block = taken;
+    return taken != NULL ? HORO_OK : hr_block_create(device, bytes, block, error);
+}
+
+/* All that is idle, where it is too much; else NULL. */
+static struct hr_block *take_excess(struct hr_stager *stager) {
+    struct hr_block *all = NULL;
+    (void)pthread_mutex_lock(&stager->lock);
+    if (stager->idle_bytes > IDLE_BYTES_MAX) {
+        all = stager->idle;
+        stager->idle = NULL;
+        stager->idle_bytes = 0;
+    }
+    (void)pthread_mutex_unlock(&stager->lock);
+    return all;
+}
+
+void hr_stager_give_block(struct hr_stager *stager, struct hr_block *block) {
+    block->next = NULL;
+    put_idle(stager, block);
+    struct hr_block *kept = NULL;
+    size_t kept_bytes = 0;
+    for (struct hr_block *each = take_excess(stager), *after; each != NULL; each = after) {
+        after = each->next;
+        if (kept_bytes + each->bytes > IDLE_BYTES_MAX && can_go(each)) {
+            hr_block_destroy(each);
+        } else {
+            kept_bytes += each->bytes;
+            each->next = kept;
+            kept = each;
+        }
+    }
+    put_idle(stager, kept);
+}

@@ -1,0 +1,203 @@
+#include "device/staging.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/cut.h"
+#include "device/blocks.h"
+
+static size_t place(struct hr_staged_tensor *tensors, size_t count) {
+    size_t bytes = 0;
+    for (size_t i = 0; i < count; i++) {
+        tensors[i].offset = bytes;
+        bytes += hr_round_up(tensors[i].room, HR_STAGED_ALIGNMENT);
+    }
+    return bytes == 0 ? HR_STAGED_ALIGNMENT : bytes;
+}
+
+static int refuse_capture(const struct hr_cuda *cuda, void *stream, struct hr_error *error) {
+    int state = 0;
+    HR_TRY(hr_cuda_check(cuda, cuda->stream_is_capturing(stream, &state), "cuStreamIsCapturing", error));
+    return state == 0 ? HORO_OK
+                      : hr_fail(error, HORO_ERR_USAGE,
+                                "the current stream is being captured into a CUDA graph; horo's operations cannot be "
+                                "part of a graph: call them outside of it");
+}
+
+/* Behind what is on `stream` now, `other` goes on. */
+static int follow(const struct hr_cuda *cuda, void *event, void *stream, void *other, struct hr_error *error) {
+    HR_TRY(hr_cuda_check(cuda, cuda->event_record(event, stream), "cuEventRecord", error));
+    return hr_cuda_check(cuda, cuda->stream_wait_event(other, event, 0), "cuStreamWaitEvent", error);
+}
+
+/* copied_in serves for both: a stream that has been told to wait for an event waits for its record of that time. */
+static int copy_in(const struct hr_staging *staging, void *stream, struct hr_error *error) {
+    const struct hr_device *device = staging->device;
+    const struct hr_cuda *cuda = device->cuda;
+    HR_TRY(follow(cuda, staging->block->copied_in, stream, device->to_host, error));
+    for (size_t i = 0; i < staging->count; i++) {
+        const struct hr_staged_tensor *tensor = &staging->tensors[i];
+        if (tensor->source_bytes > 0) {
+            HR_TRY(hr_cuda_check(cuda,
+                                 cuda->copy_to_host(hr_staging_host(staging, i), tensor->source, tensor->source_bytes,
+                                                    device->to_host),
+                                 "cuMemcpyDtoHAsync", error));
+        }
+    }
+    return hr_cuda_check(cuda, cuda->event_record(staging->block->copied_in, device->to_host), "cuEventRecord", error);
+}
+
+static int begin(struct hr_staging *staging, void *stream, struct hr_error *error) {
+    struct hr_device *device = staging->device;
+    const size_t bytes = place(staging->tensors, staging->count);
+    HR_TRY(refuse_capture(device->cuda, stream, error));
+    HR_TRY(hr_stager_take_block(staging->stager, device, bytes, &staging->block, error));
+    staging->block->is_out = 0;
+    return copy_in(staging, stream, error);
+}
+
+int hr_staging_create(struct hr_stager *stager, int device, void *stream, struct hr_staged_tensor *tensors,
+                      size_t count, struct hr_staging **staging, struct hr_error *error) {
+    struct hr_device *opened;
+    HR_TRY(hr_stager_device(stager, device, &opened, error));
+    struct hr_staging *made = calloc(1, sizeof *made + count * sizeof *tensors);
+    if (made == NULL) {
+        return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for tensors on a GPU");
+    }
+    made->stager = stager;
+    made->device = opened;
+    atomic_init(&made->references, 1);
+    made->count = count;
+    memcpy(made->tensors, tensors, count * sizeof *tensors);
+    struct hr_device_visit visit;
+    int status = hr_device_enter(opened, &visit, error);
+    if (status == HORO_OK) {
+        status = begin(made, stream, error);
+        hr_device_leave(opened, &visit);
+    }
+    if (status != HORO_OK) {
+        hr_staging_release(made);
+        return status;
+    }
+    *staging = made;
+    return HORO_OK;
+}
+
+void hr_staging_keep(struct hr_staging *staging) {
+    atomic_fetch_add(&staging->references, 1);
+}
+
+void hr_staging_drop(struct hr_staging *staging) {
+    if (atomic_fetch_sub(&staging->references, 1) == 1) {
+        if (staging->block != NULL) {
+            hr_stager_give_block(staging->stager, staging->block);
+        }
+        free(staging);
+    }
+}
+
+void hr_staging_release(struct hr_staging *staging) {
+    if (staging != NULL) {
+        (void)pthread_mutex_lock(&staging->stager->lock);
+        staging->request = NULL;
+        (void)pthread_mutex_unlock(&staging->stager->lock);
+        hr_staging_drop(staging);
+    }
+}
+
+/* Here CUDA must not be called, so a block whose request is gone is only put back. */
+static void on_copied(void *data) {
+    struct hr_staging *staging = data;
+    struct hr_stager *stager = staging->stager;
+    (void)pthread_mutex_lock(&stager->lock);
+    atomic_store(&staging->is_ready, 1);
+    if (staging->request != NULL && stager->owner != NULL) {
+        stager->on_ready(stager->owner, staging);
+    }
+    if (atomic_fetch_sub(&staging->references, 1) == 1) {
+        staging->block->next = stager->idle;
+        stager->idle = staging->block;
+        stager->idle_bytes += staging->block->bytes;
+        free(staging);
+    }
+    stager->launched--;
+    (void)pthread_cond_broadcast(&stager->drained);
+    (void)pthread_mutex_unlock(&stager->lock);
+}
+
+int hr_staging_launch(struct hr_staging *staging, void *request, struct hr_error *error) {
+    struct hr_stager *stager = staging->stager;
+    const struct hr_cuda *cuda = staging->device->cuda;
+    struct hr_device_visit visit;
+    HR_TRY(hr_device_enter(staging->device, &visit, error));
+    (void)pthread_mutex_lock(&stager->lock);
+    staging->request = request;
+    hr_staging_keep(staging);
+    stager->launched++;
+    (void)pthread_mutex_unlock(&stager->lock);
+    /* not under the lock: the driver may hold one of its own while it calls on_copied */
+    const int status = hr_cuda_check(cuda, cuda->launch_host_function(staging->device->to_host, on_copied, staging),
+                                     "cuLaunchHostFunc", error);
+    hr_device_leave(staging->device, &visit);
+    if (status != HORO_OK) {
+        (void)pthread_mutex_lock(&stager->lock);
+        stager->launched--;
+        (void)pthread_mutex_unlock(&stager->lock);
+        hr_staging_drop(staging);
+    }
+    return status;
+}
+
+int hr_staging_check(struct hr_staging *staging, struct hr_error *error) {
+    const struct hr_cuda *cuda = staging->device->cuda;
+    if (atomic_load(&staging->is_ready)) {
+        return HORO_OK;
+    }
+    struct hr_device_visit visit;
+    HR_TRY(hr_device_enter(staging->device, &visit, error));
+    const int code = cuda->event_query(staging->block->copied_in);
+    hr_device_leave(staging->device, &visit);
+    const int status = code == HR_CUDA_NOT_READY ? HORO_OK : hr_cuda_check(cuda, code, "the copy from the GPU", error);
+    if (status != HORO_OK) {
+        atomic_store(&staging->stager->is_broken, 1);
+    }
+    return status;
+}
+
+static int copy_out(const struct hr_staging *staging, const size_t *bytes, void *stream, struct hr_error *error) {
+    const struct hr_device *device = staging->device;
+    const struct hr_cuda *cuda = device->cuda;
+    /* targets may be in use up to where the request was submitted, also where nothing was copied in */
+    HR_TRY(hr_cuda_check(cuda, cuda->stream_wait_event(device->to_device, staging->block->copied_in, 0),
+                         "cuStreamWaitEvent", error));
+    for (size_t i = 0; i < staging->count; i++) {
+        const struct hr_staged_tensor *tensor = &staging->tensors[i];
+        if (bytes[i] > 0) {
+            HR_TRY(hr_cuda_check(cuda,
+                                 cuda->copy_to_device(tensor->target,
+                                                      (char *)hr_staging_host(staging, i) + tensor->result_at, bytes[i],
+                                                      device->to_device),
+                                 "cuMemcpyHtoDAsync", error));
+        }
+    }
+    return follow(cuda, staging->block->copied_out, device->to_device, stream, error);
+}
+
+int hr_staging_copy_back(struct hr_staging *staging, const size_t *bytes, void *stream, struct hr_error *error) {
+    struct hr_device_visit visit;
+    HR_TRY(hr_device_enter(staging->device, &visit, error));
+    const int status = copy_out(staging, bytes, stream, error);
+    staging->block->is_out = status == HORO_OK;
+    hr_device_leave(staging->device, &visit);
+    return status;
+}
+
+int hr_staging_follow(const struct hr_staging *staging, void *stream, struct hr_error *error) {
+    const struct hr_cuda *cuda = staging->device->cuda;
+    struct hr_device_visit visit;
+    HR_TRY(hr_device_enter(staging->device, &visit, error));
+    const int status = hr_cuda_check(cuda, cuda->stream_wait_event(stream, staging->block->copied_out, 0),
+                                     "cuStreamWaitEvent", error);
+    hr_device_leave(staging->device, &visit);
+    return status;
+}

@@ -1,0 +1,125 @@
+/*
+ * Tensors on a GPU, for collectives that work on host memory: their values are copied to pinned host memory before the
+ * request is announced, and results back once it is done. The thread that submits and the one that takes the results
+ * only begin copies; none of this waits for the GPU.
+ *
+ *     state     | what has happened                              | what comes next
+ *     ----------+------------------------------------------------+------------------------------------------------
+ *     created   | copies to the host are on horo's stream,       | hr_staging_launch
+ *               | behind the caller's stream                     |
+ *     launched  | a function of the host is behind them          | the driver calls it, from a thread of its own
+ *     ready     | the values are on the host: on_ready           | the collective; hr_staging_copy_back
+ *     returned  | copies to the device are on horo's stream, and | hr_staging_release; the memory is used again
+ *               | the caller's stream waits for them             | when they are done
+ *
+ * A staging belongs to the request and to the call that has been launched, and is gone when both have let go.
+ */
+#ifndef HR_DEVICE_STAGING_H
+#define HR_DEVICE_STAGING_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+
+#include "device/device.h"
+
+enum { HR_DEVICES_MAX = 64, HR_STAGED_ALIGNMENT = 64 };
+
+struct hr_staging;
+
+/* Called with the stager's lock held, from a thread of the driver, which must not call CUDA. */
+typedef void hr_staging_ready(void *owner, struct hr_staging *staging);
+
+/* Pinned memory with the events that tell when copies no longer use it. */
+struct hr_block {
+    struct hr_block *next;
+    struct hr_device *device; /* whose events they are */
+    char *data;
+    size_t bytes;
+    void *copied_in, *copied_out;
+    int is_out; /* copied_out has been recorded for its last use */
+};
+
+/* All GPUs of a context, and the pinned memory that is not in use. */
+struct hr_stager {
+    struct hr_cuda cuda;
+    horo_library library;
+    pthread_mutex_t opening; /* held while a device is opened */
+    struct hr_device *devices[HR_DEVICES_MAX]; /* by number; those that have been used */
+    pthread_mutex_t lock;    /* of what follows; nobody calls CUDA with it, since CUDA calls a function that takes it */
+    pthread_cond_t drained;
+    struct hr_block *idle;
+    size_t idle_bytes;
+    int launched; /* functions of the host that have not been called yet */
+    _Atomic int is_broken; /* a copy has failed: they may never be called */
+    void *owner;  /* NULL: closed */
+    hr_staging_ready *on_ready;
+};
+
+/* One tensor of a request. */
+struct hr_staged_tensor {
+    uint64_t source, target; /* on the device */
+    size_t source_bytes;     /* to be copied to the host; 0: this rank's values do not count */
+    size_t room;             /* in host memory, for the values and for the result */
+    size_t result_at;        /* where in the room the result is */
+    size_t offset;           /* of it in the block */
+};
+
+struct hr_staging {
+    struct hr_stager *stager;
+    struct hr_device *device;
+    struct hr_block *block;
+    void *request;               /* the owner's */
+    _Atomic int is_ready;
+    _Atomic int references;
+    size_t count;
+    struct hr_staged_tensor tensors[];
+};
+
+/*
+ * Loads and initializes the driver from one of the paths. HORO_OK, or HORO_ERR_RESOURCE with a sentence. The stager
+ * must be closed.
+ */
+int hr_stager_create(const char *const *paths, size_t path_count, void *owner, hr_staging_ready *on_ready,
+                     struct hr_stager **stager, struct hr_error *error);
+/*
+ * No on_ready is called from now on. Waits up to timeout_ms for what has been launched and for copies; if that is not
+ * enough, what the driver still holds is never freed.
+ */
+void hr_stager_close(struct hr_stager *stager, int timeout_ms);
+
+/*
+ * Begins to copy `count` tensors to the host, behind what is on `stream` of the device now. Fills in their offsets.
+ * HORO_OK, HORO_ERR_USAGE (no such device; a stream that is being captured) or HORO_ERR_RESOURCE, with a sentence and
+ * nothing left behind. Any thread; blocks for as long as pinning new memory takes.
+ */
+int hr_staging_create(struct hr_stager *stager, int device, void *stream, struct hr_staged_tensor *tensors,
+                      size_t count, struct hr_staging **staging, struct hr_error *error);
+
+static inline void *hr_staging_host(const struct hr_staging *staging, size_t tensor) {
+    return staging->block->data + staging->tensors[tensor].offset;
+}
+
+/* on_ready is called once, later, for `request`, unless hr_staging_release comes first. HORO_OK or as create. */
+int hr_staging_launch(struct hr_staging *staging, void *request, struct hr_error *error);
+
+/*
+ * Whether the copies to the host have failed: then on_ready never comes. HORO_OK, or HORO_ERR_RESOURCE with a sentence.
+ */
+int hr_staging_check(struct hr_staging *staging, struct hr_error *error);
+
+/*
+ * Begins to copy `bytes[i]` of tensor i to its target, and makes `stream` wait for that. Once, when ready. HORO_OK or
+ * as create.
+ */
+int hr_staging_copy_back(struct hr_staging *staging, const size_t *bytes, void *stream, struct hr_error *error);
+/* After hr_staging_copy_back: another stream waits for what that has begun, too. HORO_OK or as create. */
+int hr_staging_follow(const struct hr_staging *staging, void *stream, struct hr_error *error);
+
+/* The request lets go: on_ready does not come any more. NULL is allowed. Not with a lock that on_ready takes. */
+void hr_staging_release(struct hr_staging *staging);
+
+/* For a call that uses it while the request may let go. */
+void hr_staging_keep(struct hr_staging *staging);
+void hr_staging_drop(struct hr_staging *staging);
+
+#endif

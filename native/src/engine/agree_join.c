@@ -1,0 +1,158 @@
+/*
+ * Ranks that have joined, in the agreement. A member that has announced JOIN counts as announced for whatever another
+ * one announces. What the job needs of it, it does when the record comes (stand_in.c); what it cannot do for another
+ * rank is refused here, and fails like a difference between requests: on all ranks, with a sentence.
+ */
+#include <stdio.h>
+#include <string.h>
+
+#include "base/op.h"
+#include "engine/agree_entry.h"
+
+static size_t word_count(const struct hr_agree *agree) {
+    return ((size_t)agree->config.member_count + 63) / 64;
+}
+
+void hr_agree_note_joined(struct hr_agree *agree) {
+    agree->joined.is_known = 1;
+}
+
+void hr_agree_count_joined(struct hr_agree *agree, struct hr_agree_entry *entry) {
+    if (agree->joined.entry == NULL || entry == agree->joined.entry) {
+        return;
+    }
+    for (size_t word = 0; word < word_count(agree); word++) {
+        const uint64_t others = agree->joined.entry->announced[word] & ~entry->announced[word];
+        entry->stood_in[word] |= others;
+        entry->announced[word] |= others;
+        entry->announced_count += __builtin_popcountll(others);
+    }
+}
+
+static int is_scaled_badly(const struct hr_wire_request *request) {
+    const int is_sum = request->reduce_op != HORO_MIN && request->reduce_op != HORO_MAX &&
+                       request->reduce_op != HORO_PRODUCT;
+    return request->op == HORO_ALLREDUCE && !is_sum && request->prescale != 1.0;
+}
+
+/* What a rank that has joined cannot do; empty: it can. */
+static void refuse(const struct hr_agree *agree, const struct hr_agree_entry *entry, int rank, char *text,
+                   size_t text_bytes) {
+    struct hr_wire_request request = {0};
+    const struct hr_agree_copy *copy = hr_agree_request(entry);
+    (void)hr_wire_decode_request(copy->bytes, copy->count, &request); /* it was decoded when it came */
+    text[0] = '\0';
+    const char *op = hr_op_name(request.op);
+    if (request.op == HORO_REDUCESCATTER) {
+        (void)snprintf(text, text_bytes,
+                       "%s '%s': rank %d has joined, and the rows that fall to it would be lost; use an allreduce, or "
+                       "let all ranks take part before they join",
+                       op, entry->name, rank);
+    } else if (request.op == HORO_ALLTOALL) {
+        (void)snprintf(text, text_bytes,
+                       "%s '%s': rank %d has joined and can neither send nor receive rows; let all ranks take part "
+                       "before they join",
+                       op, entry->name, rank);
+    } else if (hr_op_is_of_teams(request.op)) {
+        (void)snprintf(text, text_bytes, "%s: rank %d has joined, and all ranks must call it; call it before or after",
+                       op, rank);
+    } else if (is_scaled_badly(&request)) {
+        (void)snprintf(text, text_bytes,
+                       "%s '%s': rank %d has joined, and a min, max or product cannot leave it out where there is a "
+                       "prescale factor, which is %g; scale the tensor before",
+                       op, entry->name, rank, request.prescale);
+    } else if (request.op == HORO_BROADCAST) {
+        const int root = request.root_rank < agree->config.rank_count ? request.root_rank : -1;
+        const int member = root < 0 ? -1 : agree->config.member_of_rank[root];
+        if (member >= 0 && hr_agree_has(entry->stood_in, member)) {
+            (void)snprintf(text, text_bytes,
+                           "%s '%s': its root, rank %d, has joined and sends nothing; choose a rank that has not, or "
+                           "broadcast when all have",
+                           op, entry->name, root);
+        }
+    }
+}
+
+/* So many values of 0, one byte each. */
+static int add_no_rows(const struct hr_agree *agree, struct hr_agree_entry *entry, int member, uint64_t gathers) {
+    static const uint8_t zeros[256];
+    size_t left = (size_t)gathers * (size_t)agree->config.ranks_of_member[member];
+    const struct hr_wire_rows none = {.data = zeros, .bytes = 0, .count = (uint32_t)left};
+    HR_TRY(hr_agree_note_rows(agree, entry, member, gathers, none));
+    for (entry->rows_of_member[member].bytes = left; left > 0;) {
+        const size_t bytes = left < sizeof zeros ? left : sizeof zeros;
+        HR_TRY(hr_buffer_append(&entry->rows, zeros, bytes));
+        left -= bytes;
+    }
+    return HORO_OK;
+}
+
+int hr_agree_stand_in(struct hr_agree *agree, struct hr_agree_entry *entry) {
+    char text[HORO_MESSAGE_MAX];
+    const uint64_t gathers = hr_agree_request(entry)->gathers;
+    for (int member = 0; member < agree->config.member_count && entry->failure == 0; member++) {
+        if (!hr_agree_has(entry->stood_in, member)) {
+            continue;
+        }
+        refuse(agree, entry, agree->config.rank_of_member[member], text, sizeof text);
+        if (text[0] != '\0') {
+            HR_TRY(hr_agree_set_failure(entry, HORO_ERR_USAGE, text, strlen(text)));
+        } else if (gathers > 0) {
+            HR_TRY(add_no_rows(agree, entry, member, gathers));
+        }
+    }
+    return HORO_OK;
+}
+
+/* What waited for this member only is complete before JOIN can be, and so goes before it; what was refused, too. */
+int hr_agree_note_join(struct hr_agree *agree, struct hr_agree_entry *entry, int rank) {
+    static const enum hr_agree_state open[] = {HR_AGREE_REFUSED, HR_AGREE_WAITING};
+    struct hr_agree_entry *next;
+    agree->joined.entry = entry;
+    agree->joined.is_known = 1;
+    entry->current.rank = rank; /* the last one so far */
+    for (size_t i = 0; i < sizeof open / sizeof *open; i++) {
+        for (struct hr_agree_entry *other = agree->lists[open[i]].first; other != NULL; other = next) {
+            next = other->next;
+            hr_agree_count_joined(agree, other);
+            if (other != entry) {
+                HR_TRY(hr_agree_complete_if_all(agree, other));
+            }
+        }
+    }
+    return HORO_OK;
+}
+
+int hr_agree_has_all_joined(const struct hr_agree *agree) {
+    return agree->joined.entry != NULL && agree->joined.entry->state == HR_AGREE_REPORTED;
+}
+
+int hr_agree_describe(struct hr_agree *agree, const struct hr_wire_message *message) {
+    struct hr_agree_entry *entry = hr_agree_find(agree, message->request.name);
+    if (entry != NULL && entry->state == HR_AGREE_REPORTED) {
+        return HORO_OK;
+    }
+    if ((entry != NULL && entry->state != HR_AGREE_IDLE) || !hr_agree_has_all_joined(agree) ||
+        message->status != HORO_OK) {
+        return HORO_ERR_INTERNAL;
+    }
+    entry = hr_agree_find_or_create(agree, message->request.name);
+    if (entry == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    const struct hr_agree_copy request = {(uint8_t *)(uintptr_t)message->request.bytes, message->request.byte_count,
+                                          message->rank, hr_agree_rows_told(agree, &message->request)};
+    HR_TRY(hr_agree_keep(entry, &request));
+    hr_agree_move(agree, entry, HR_AGREE_REPORTED);
+    entry->reported_full = 1;
+    agree->active++;
+    return HORO_OK;
+}
+
+void hr_agree_excuse_join(struct hr_agree *agree, int64_t now_ns) {
+    struct hr_agree_entry *entry = agree->joined.entry;
+    if (entry != NULL && entry->state == HR_AGREE_WAITING) {
+        entry->first_ns = now_ns;
+        hr_agree_move(agree, entry, HR_AGREE_WAITING); /* behind those that have waited longer */
+    }
+}

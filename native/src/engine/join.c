@@ -1,0 +1,162 @@
+/*
+ * Joining: what a rank does that has nothing more to submit to a team. The agreement counts it in for the others
+ * (agree_join.c), and it takes part in what they do by stand-ins (stand_in.c): with values that change no result, which
+ * are zeros, and for min, max and product what leaves the others' values as they are. An average is over all ranks.
+ * An allgather has no rows of it; of a broadcast it drops what comes. What no rank can do for another fails on all that
+ * have submitted it, with HORO_ERR_USAGE: a broadcast from a rank that has joined, reducescatter, alltoall, changes of
+ * teams, and min, max and product with a prescale. What a rank has submitted before it joined goes on.
+ *
+ *     the rank          JOINED to its leader, and so to the root, which from then on writes down in full what has no
+ *                       id, and evicts no id
+ *     the root          the record JOINED: no eviction comes behind it until all have joined
+ *     the rank          the request JOIN, in full, once it has executed that record, or nothing of it is pending by id
+ *     all have          the record BATCH of the request, as of any other, with the rank that joined last
+ *
+ * The JOIN waits for the record because of evictions under way. What this rank has announced by an id that is evicted
+ * meanwhile, it announces again; were its JOIN in front of that, others might have done the operation without it, and
+ * the repeated announcement would begin a round that nobody wants.
+ */
+#include <string.h>
+
+#include "base/op.h"
+#include "engine/engine.h"
+
+/* ---- The callers' side, with the lock held ---- */
+
+static int check_join(const struct hr_engine *engine, int32_t team, struct hr_error *error) {
+    const struct hr_lane *world = hr_engine_world(engine);
+    const struct hr_team_place *place = hr_engine_find_team(engine, team, HR_JOIN_NAME, error);
+    if (place == NULL) {
+        return error->code;
+    }
+    if (hr_map_find(&world->in_flight, hr_hash(HR_CHANGE_NAME, sizeof HR_CHANGE_NAME - 1), HR_CHANGE_NAME,
+                    sizeof HR_CHANGE_NAME - 1) != NULL) {
+        return hr_fail(error, HORO_ERR_USAGE,
+                       "join: a change of process sets is pending on rank %d, and all ranks must take part in it; "
+                       "join when it is done",
+                       engine->node->rank);
+    }
+    return HORO_OK;
+}
+
+int hr_engine_join(struct hr_engine *engine, int32_t team, int64_t *handle, struct hr_error *error) {
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    const int status = check_join(engine, team, error);
+    (void)pthread_mutex_unlock(&engine->submission.lock);
+    HR_TRY(status);
+    const horo_request call = {
+        .name = HR_JOIN_NAME,
+        .op = HORO_JOIN,
+        .flags = HORO_SUBMIT_TRANSIENT,
+        .team = team,
+        .prescale = 1.0,
+        .postscale = 1.0,
+    };
+    return hr_engine_submit_with(engine, &call, NULL, handle, error);
+}
+
+int hr_engine_joined_last(struct hr_engine *engine, int64_t handle) {
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    const struct hr_request *request = hr_engine_find_handle(engine, handle);
+    const int is_known = request != NULL && request->call.op == HORO_JOIN && atomic_load(&request->status) == HORO_OK;
+    const int rank = is_known ? request->joined_last : HORO_ERR_USAGE;
+    (void)pthread_mutex_unlock(&engine->submission.lock);
+    return rank;
+}
+
+/* ---- Announcer ---- */
+
+static int tell_of_joining(struct hr_lane *lane) {
+    if (lane->is_leader) {
+        return hr_leader_note_joined(lane, lane->node->rank);
+    }
+    size_t mark;
+    HR_TRY(hr_frame_begin(&lane->announcer.request_out, &mark));
+    HR_TRY(hr_wire_put_joined(&lane->announcer.request_out, lane->node->rank));
+    hr_frame_end(&lane->announcer.request_out, mark);
+    return HORO_OK;
+}
+
+/* Whether this rank may still have something to announce: what is held, or what an eviction makes it announce again. */
+static int has_to_announce(const struct hr_lane *lane) {
+    const int is_heard = lane->announcer.join.is_heard;
+    int found = 0;
+    (void)pthread_mutex_lock(&lane->engine->submission.lock);
+    const struct hr_request *request = NULL;
+    while (!found && (request = hr_lane_next_pending(lane, request)) != NULL) {
+        found = request->is_held || (!is_heard && request->announced_id != 0);
+    }
+    (void)pthread_mutex_unlock(&lane->engine->submission.lock);
+    return found;
+}
+
+int hr_lane_begin_join(struct hr_lane *lane, struct hr_request *request) {
+    HR_TRY(hr_lane_write_ids(lane)); /* what was submitted before is announced before */
+    lane->announcer.join = (struct hr_joining){.held = request};
+    HR_TRY(tell_of_joining(lane));
+    const int announced = hr_lane_go_on_joining(lane);
+    return announced < 0 ? announced : HORO_OK;
+}
+
+int hr_lane_go_on_joining(struct hr_lane *lane) {
+    struct hr_joining *join = &lane->announcer.join;
+    if (join->held == NULL || has_to_announce(lane)) {
+        return 0;
+    }
+    struct hr_request *request = join->held;
+    join->held = NULL;
+    join->has_joined = 1;
+    HR_TRY(hr_lane_announce_full(lane, request));
+    return 1;
+}
+
+int hr_lane_execute_joined(struct hr_lane *lane, int rank) {
+    if (rank >= lane->node->size) {
+        return HORO_ERR_INTERNAL;
+    }
+    if (rank == lane->node->rank) {
+        lane->announcer.join.is_heard = 1;
+    }
+    return HORO_OK;
+}
+
+void hr_lane_end_join(struct hr_lane *lane) {
+    lane->is_joining = 0;
+    lane->announcer.join = (struct hr_joining){0};
+}
+
+/* ---- Leaders ---- */
+
+int hr_leader_note_joined(struct hr_lane *lane, int rank) {
+    hr_agree_note_joined(&lane->leader.agree);
+    if (lane->is_root) {
+        return hr_buffer_append(&lane->leader.joined_ranks, &rank, sizeof rank);
+    }
+    size_t mark;
+    struct hr_buffer *out = &lane->leader.links[0].out;
+    HR_TRY(hr_frame_begin(out, &mark));
+    HR_TRY(hr_wire_put_joined(out, rank));
+    hr_frame_end(out, mark);
+    return HORO_OK;
+}
+
+int hr_leader_may_tell_joined(const struct hr_lane *lane) {
+    return hr_buffer_size(&lane->leader.joined_ranks) > 0 && !lane->leader.log_closed && !hr_ahead_is_out(lane);
+}
+
+int hr_leader_tell_joined(struct hr_lane *lane) {
+    struct hr_buffer *ranks = &lane->leader.joined_ranks;
+    struct hr_buffer *out = &lane->leader.log_out;
+    const size_t begin = hr_buffer_size(out);
+    while (hr_buffer_size(ranks) > 0) {
+        size_t mark;
+        int rank;
+        memcpy(&rank, hr_buffer_front(ranks), sizeof rank);
+        HR_TRY(hr_frame_begin(out, &mark));
+        HR_TRY(hr_wire_put_joined(out, rank));
+        hr_frame_end(out, mark);
+        hr_buffer_consume(ranks, sizeof rank);
+    }
+    HR_TRY(hr_leader_hand_down(lane, begin));
+    return 1;
+}

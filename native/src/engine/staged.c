@@ -1,0 +1,212 @@
+/*
+ * Requests whose tensors are on a GPU. They are submitted as all others, with the memory of a staging in place of their
+ * tensors', but get into the queue only when the values are there: until then the rank has not announced them.
+ */
+#include <stdlib.h>
+
+#include "base/cut.h"
+#include "base/op.h"
+#include "device/staging.h"
+#include "engine/engine.h"
+
+enum { CLOSE_MS = 5000 };
+
+/* From a thread of the driver. The request is in progress: what is over has let go of its staging. */
+static void on_ready(void *owner, struct hr_staging *staging) {
+    struct hr_engine *engine = owner;
+    struct hr_request *request = staging->request;
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    if (atomic_load(&request->status) == HORO_IN_PROGRESS) {
+        hr_engine_queue(engine, request);
+        hr_engine_kick(engine);
+    }
+    (void)pthread_mutex_unlock(&engine->submission.lock);
+}
+
+int hr_engine_use_cuda(struct hr_engine *engine, const char *const *paths, size_t path_count, struct hr_error *error) {
+    (void)pthread_mutex_lock(&engine->staging_lock);
+    struct hr_stager *made = NULL;
+    int status = HORO_OK;
+    if (atomic_load(&engine->stager) == NULL) {
+        status = hr_stager_create(paths, path_count, engine, on_ready, &made, error);
+    }
+    if (made != NULL) {
+        atomic_store(&engine->stager, made);
+    }
+    (void)pthread_mutex_unlock(&engine->staging_lock);
+    return status;
+}
+
+void hr_engine_end_cuda(struct hr_engine *engine) {
+    struct hr_stager *stager = atomic_exchange(&engine->stager, NULL);
+    if (stager != NULL) {
+        hr_stager_close(stager, CLOSE_MS);
+    }
+}
+
+/* Whether the collective needs the values of this rank. */
+static int counts_here(const struct hr_engine *engine, const horo_request *call) {
+    return call->op != HORO_BROADCAST || call->root_rank == engine->node->rank;
+}
+
+static int refuse(const horo_request *call, struct hr_error *error) {
+    if (call->op == HORO_BARRIER) {
+        return hr_fail(error, HORO_ERR_USAGE, "barrier '%s' has no tensor, so no device", call->name);
+    }
+    if ((call->flags & HORO_SUBMIT_INTO) != 0) {
+        return hr_fail(error, HORO_ERR_UNSUPPORTED,
+                       "%s '%s': results cannot go into outputs on a GPU; take them from the host",
+                       hr_op_name(call->op), call->name);
+    }
+    return HORO_OK;
+}
+
+/* One piece of host memory for values and result, but for a reduce-scatter, whose result lies behind the values. */
+static void describe(const struct hr_engine *engine, const horo_request *call, struct hr_staged_tensor *staged) {
+    for (int i = 0; i < call->tensor_count; i++) {
+        const horo_tensor *tensor = &call->tensors[i];
+        int64_t bytes = 0; /* it has been checked */
+        (void)hr_wire_shape_bytes(tensor->shape, tensor->ndim, tensor->dtype, &bytes);
+        const size_t room = hr_round_up((size_t)bytes, HR_STAGED_ALIGNMENT);
+        staged[i] = (struct hr_staged_tensor){
+            .source = (uint64_t)(uintptr_t)tensor->input,
+            .target = (uint64_t)(uintptr_t)tensor->output,
+            .source_bytes = counts_here(engine, call) ? (size_t)bytes : 0,
+            .room = call->op == HORO_REDUCESCATTER ? 2 * room : room,
+            .result_at = call->op == HORO_REDUCESCATTER ? room : 0,
+        };
+    }
+}
+
+static void substitute(struct hr_request *request) {
+    horo_tensor *tensors = (horo_tensor *)(void *)(request + 1); /* those of its call, see request.c */
+    for (int i = 0; i < request->call.tensor_count; i++) {
+        char *host = hr_staging_host(request->staging, (size_t)i);
+        tensors[i].input = host;
+        tensors[i].output = host + request->staging->tensors[i].result_at;
+    }
+}
+
+int hr_engine_stage(struct hr_engine *engine, struct hr_request *request, struct hr_error *error) {
+    const horo_request *call = &request->call;
+    struct hr_stager *stager = atomic_load(&engine->stager);
+    HR_TRY(refuse(call, error));
+    if (stager == NULL) {
+        return hr_fail(error, HORO_ERR_USAGE, "%s '%s': a tensor on a GPU, and horo_use_cuda has not been called",
+                       hr_op_name(call->op), call->name);
+    }
+    struct hr_staged_tensor *staged = calloc((size_t)call->tensor_count, sizeof *staged);
+    if (staged == NULL) {
+        return hr_fail(error, HORO_ERR_RESOURCE, "%s '%s': out of memory", hr_op_name(call->op), call->name);
+    }
+    describe(engine, call, staged);
+    struct hr_error reason = {0};
+    const int status = hr_staging_create(stager, call->device - 1, (void *)(uintptr_t)call->stream, staged,
+                                         (size_t)call->tensor_count, &request->staging, &reason);
+    free(staged);
+    if (status != HORO_OK) {
+        return hr_fail(error, status, "%s '%s': %s", hr_op_name(call->op), call->name, reason.text);
+    }
+    substitute(request);
+    return HORO_OK;
+}
+
+/* A request that has failed before it was announced. The other ranks wait for it: they are told. */
+static void fail(struct hr_engine *engine, int64_t handle, int status, const char *text) {
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    struct hr_request *request = hr_engine_find_handle(engine, handle);
+    if (request != NULL && atomic_load(&request->status) == HORO_IN_PROGRESS && !request->is_queued) {
+        hr_engine_complete_locked(engine, request, status, text);
+        /* before anybody can submit the name again */
+        (void)hr_engine_refuse_locked(engine, request->call.team, request->call.name, status, text);
+        (void)pthread_cond_broadcast(&engine->submission.done);
+    }
+    (void)pthread_mutex_unlock(&engine->submission.lock);
+}
+
+void hr_engine_launch(struct hr_engine *engine, struct hr_request *request, int64_t handle) {
+    struct hr_error error = {0};
+    if (hr_staging_launch(request->staging, request, &error) != HORO_OK) {
+        fail(engine, handle, error.code, error.text);
+    }
+}
+
+void hr_engine_check_staged(struct hr_engine *engine, int64_t handle) {
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    struct hr_request *request = hr_engine_find_handle(engine, handle);
+    struct hr_staging *staging = request == NULL || request->is_queued ? NULL : request->staging;
+    if (staging != NULL) {
+        hr_staging_keep(staging);
+    }
+    (void)pthread_mutex_unlock(&engine->submission.lock);
+    if (staging == NULL) {
+        return;
+    }
+    struct hr_error error = {0};
+    if (hr_staging_check(staging, &error) != HORO_OK) {
+        fail(engine, handle, error.code, error.text);
+    }
+    hr_staging_drop(staging);
+}
+
+/* The bytes of each result, of a request that is done. */
+static void measure(const struct hr_request *request, size_t *bytes) {
+    for (int i = 0; i < request->call.tensor_count; i++) {
+        const horo_tensor *tensor = &request->call.tensors[i];
+        int64_t all = 0;
+        size_t first;
+        size_t rows;
+        (void)hr_wire_shape_bytes(tensor->shape, tensor->ndim, tensor->dtype, &all);
+        bytes[i] = hr_op_tells_rows(request->call.op) ? 0 : (size_t)all; /* those are taken from the host */
+        if (request->call.op == HORO_REDUCESCATTER && all > 0) {
+            hr_part((size_t)tensor->shape[0], (size_t)request->team_size, (size_t)request->team_rank, &first, &rows);
+            bytes[i] = (size_t)all / (size_t)tensor->shape[0] * rows;
+        }
+    }
+}
+
+/* With the lock held. */
+static int begin_return(struct hr_request *request, int64_t handle, int *is_repeated, struct hr_error *error) {
+    if (request == NULL || request->staging == NULL) {
+        return hr_fail(error, HORO_ERR_USAGE, "handle %lld has no tensors on a GPU", (long long)handle);
+    }
+    if (atomic_load(&request->status) != HORO_OK) {
+        return hr_fail(error, HORO_ERR_USAGE, "'%s' has no results for the GPU: it is not done, or has failed",
+                       request->call.name);
+    }
+    *is_repeated = request->is_returned;
+    request->is_returned = 1;
+    hr_staging_keep(request->staging);
+    return HORO_OK;
+}
+
+static int return_results(const struct hr_request *request, void *stream, struct hr_error *error) {
+    struct hr_staging *staging = request->staging;
+    size_t *bytes = calloc(staging->count, sizeof *bytes);
+    if (bytes == NULL) {
+        return hr_fail(error, HORO_ERR_RESOURCE, "'%s': out of memory", request->call.name);
+    }
+    measure(request, bytes);
+    const int status = hr_staging_copy_back(staging, bytes, stream, error);
+    free(bytes);
+    return status;
+}
+
+int hr_engine_copy_back(struct hr_engine *engine, int64_t handle, uint64_t stream, struct hr_error *error) {
+    int is_repeated = 0;
+    void *target = (void *)(uintptr_t)stream;
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    struct hr_request *request = hr_engine_find_handle(engine, handle);
+    int status = begin_return(request, handle, &is_repeated, error);
+    (void)pthread_mutex_unlock(&engine->submission.lock);
+    HR_TRY(status);
+    struct hr_staging *staging = request->staging;
+    status = is_repeated ? hr_staging_follow(staging, target, error) : return_results(request, target, error);
+    if (status != HORO_OK && !is_repeated) {
+        (void)pthread_mutex_lock(&engine->submission.lock);
+        request->is_returned = 0;
+        (void)pthread_mutex_unlock(&engine->submission.lock);
+    }
+    hr_staging_drop(staging);
+    return status;
+}

@@ -1,0 +1,141 @@
+"""Tensors on a double of a GPU, for a torch without CUDA.
+
+A ``GpuTensor`` says that it is on a CUDA device, and gives the double's address. Operations of torch on it happen at
+once, in host memory behind that address; what horo and the double do happens on streams. It shows what horo.torch does
+with tensors on GPUs, not what torch does with them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["Gpu", "GpuTensor", "Stream", "load"]
+
+_NOT_READY = 600
+_DEADLINE_S = 60.0
+
+
+class Stream:
+    """What ``torch.cuda.current_stream`` returns."""
+
+    def __init__(self, address: int) -> None:
+        self.cuda_stream = address
+
+
+class GpuTensor(torch.Tensor):
+    """A tensor that horo takes for one on a GPU."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    gpu: Gpu
+    address: int
+    number: int
+
+    @property
+    def is_cpu(self) -> bool:
+        return False
+
+    @property
+    def is_cuda(self) -> bool:
+        return True
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", self.number)
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def new_empty(self, shape: Sequence[int], **_: Any) -> GpuTensor:  # type: ignore[override]
+        return self.gpu.put(torch.empty(shape, dtype=self.dtype), self.number)
+
+    def detach(self) -> GpuTensor:
+        return _present(super().detach(), self.gpu, self.address, self.number)
+
+    def cpu(self) -> torch.Tensor:  # type: ignore[override]
+        return self.as_subclass(torch.Tensor).clone()
+
+    def record_stream(self, stream: Stream) -> None:  # type: ignore[override]
+        self.gpu.recorded.append((self.address, stream.cuda_stream))
+
+
+def _present(tensor: torch.Tensor, gpu: Gpu, address: int, number: int) -> GpuTensor:
+    shown = tensor.as_subclass(GpuTensor)
+    shown.gpu, shown.address, shown.number = gpu, address, number
+    return shown
+
+
+class Gpu:
+    """The double in this process, which stands in place of the system's driver from then on."""
+
+    def __init__(self, path: str) -> None:
+        self.lib = ctypes.CDLL(path)
+        self.lib.double_alloc.restype = ctypes.c_uint64
+        self.lib.double_address.restype = ctypes.c_void_p
+        self.lib.cuInit(0)
+        self.stream = 0
+        """torch's current stream."""
+        self.recorded: list[tuple[int, int]] = []
+        """What was passed to ``record_stream``: the address of the tensor, and the stream."""
+
+    def current_stream(self, device: torch.device) -> Stream:
+        return Stream(self.stream)
+
+    def put(self, tensor: torch.Tensor, number: int = 0) -> GpuTensor:
+        """A contiguous copy on the device."""
+        size = tensor.numel() * tensor.element_size()
+        address = int(self.lib.double_alloc(ctypes.c_size_t(max(size, 1))))
+        memory = (ctypes.c_ubyte * max(size, 1)).from_address(self.lib.double_address(ctypes.c_uint64(address)))
+        whole = torch.frombuffer(memory, dtype=torch.uint8)[:size].view(tensor.dtype).view(tensor.shape)
+        return _present(whole.copy_(tensor.detach()), self, address, number)
+
+    def make_stream(self) -> int:
+        out = ctypes.c_void_p()
+        assert self.lib.cuStreamCreateWithPriority(ctypes.byref(out), 0, 0) == 0
+        return int(out.value or 0)
+
+    def add(self, tensor: torch.Tensor, value: float) -> None:
+        """A kernel on the current stream that adds to float32 values."""
+        self.lib.double_add(
+            ctypes.c_void_p(self.stream),
+            ctypes.c_uint64(tensor.data_ptr()),
+            ctypes.c_size_t(tensor.numel() * 4),
+            ctypes.c_float(value),
+        )
+
+    def hold(self) -> ctypes.c_int:
+        """What comes behind it on the current stream waits until ``open`` is called with the result."""
+        gate = ctypes.c_int(0)
+        self.lib.double_hold(ctypes.c_void_p(self.stream), ctypes.byref(gate))
+        return gate
+
+    def open(self, gate: ctypes.c_int) -> None:
+        self.lib.double_open(ctypes.byref(gate))
+
+    def capture(self, is_capturing: bool) -> None:
+        self.lib.double_capture(ctypes.c_void_p(self.stream), int(is_capturing))
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The values behind all that is on the current stream."""
+        event, ignored = ctypes.c_void_p(), ctypes.c_void_p()
+        self.lib.cuCtxPushCurrent_v2(ctypes.c_void_p(1))
+        assert self.lib.cuEventCreate(ctypes.byref(event), 0) == 0
+        assert self.lib.cuEventRecord(event, ctypes.c_void_p(self.stream)) == 0
+        deadline = time.monotonic() + _DEADLINE_S
+        while self.lib.cuEventQuery(event) == _NOT_READY:
+            assert time.monotonic() < deadline
+        self.lib.cuCtxPopCurrent_v2(ctypes.byref(ignored))
+        return tensor.cpu()
+
+
+@functools.cache
+def load(path: str) -> Gpu:
+    """Loads the double, and has torch's current stream be one of it."""
+    gpu = Gpu(path)
+    torch.cuda.current_stream = gpu.current_stream  # type: ignore[assignment]
+    return gpu

@@ -1,0 +1,39 @@
+"""Signal handlers that end a call of this process by an exception, once the call is where the test wants it."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+__all__ = ["interrupt"]
+
+
+def interrupt(
+    call: Callable[[], Any], error: type[BaseException], is_there: Callable[[], bool], every_s: float = 0.05
+) -> None:
+    """Does ``call()``, which a signal handler must end by ``error``.
+
+    Args:
+        call: What waits for other ranks.
+        error: What the handler raises, and ``call()`` with it.
+        is_there: Looked at every ``every_s`` seconds, in the handler: whether the call has come to where it may end.
+            However slow the machine is, it does not end before.
+        every_s: Long enough that a call that is there is also where it waits.
+    """
+
+    def handler(*_: object) -> None:
+        if is_there():
+            signal.setitimer(signal.ITIMER_REAL, 0)  # once: the next one might come outside the call
+            raise error
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        with pytest.raises(error):
+            signal.setitimer(signal.ITIMER_REAL, every_s, every_s)
+            call()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -1,0 +1,479 @@
+/*
+ * A double of the CUDA driver: the functions that horo calls, with host memory behind them. Each stream is a thread
+ * that does what has been put on it, one after the other. Memory of the device is mapped twice: where horo knows it, no
+ * access is allowed, so a processor that touches it ends the process; copies go through the other mapping.
+ *
+ * Compiled for each test with what it is to do:
+ *   VERSION       what cuDriverGetVersion says; 12040 where it is not given
+ *   VERSION_CODE  what cuDriverGetVersion returns
+ *   INIT_CODE     what cuInit returns
+ *   DEVICES       how many there are; 2 where it is not given
+ *   LACKS_INIT    there is no cuInit
+ *   DELAYS        before each piece of work a stream gives way up to so many times, by chance; 0 where it is not given
+ * The functions that begin with "double" are for tests.
+ */
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <sched.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#ifndef VERSION
+#define VERSION 12040
+#endif
+#ifndef VERSION_CODE
+#define VERSION_CODE 0
+#endif
+#ifndef INIT_CODE
+#define INIT_CODE 0
+#endif
+#ifndef DEVICES
+#define DEVICES 2
+#endif
+#ifndef DELAYS
+#define DELAYS 0
+#endif
+
+enum { INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 100, INVALID_CONTEXT = 201,
+       NOT_READY = 600, LAUNCH_FAILED = 719, CAPTURE_UNSUPPORTED = 900 };
+enum { MEMORY_BYTES = 64 << 20, CONTEXTS_MAX = 16 };
+
+struct event {
+    uint64_t recorded, done; /* records asked for, and records reached */
+    int code;
+};
+
+struct work {
+    struct work *next;
+    void (*run)(struct work *work);
+    struct event *event;
+    uint64_t number;
+    void *target;
+    const void *source;
+    size_t bytes;
+    void (*function)(void *);
+    void *data;
+    float value;
+};
+
+struct stream {
+    pthread_t thread;
+    struct work *head, **tail;
+    int is_busy, is_ending, is_capturing;
+    unsigned seed;
+    int code; /* after a failure nothing is done any more, as on a device */
+};
+
+static struct stream *default_stream; /* what NULL means */
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
+static int is_initialized;
+static char *hidden, *open_memory; /* the two mappings */
+static size_t used;
+static unsigned seeds = 1;
+static int host_allocs, host_frees, streams, contexts, events, host_limit = 1 << 30, copies, fails_at;
+static __thread int entered, capture_mode;
+static int captures, spoiled; /* streams that are being captured; whether a call has ended a capture */
+
+/* In the mode "global", which is 0, such a call ends the capture of any stream. */
+static int is_unsafe(void) {
+    pthread_mutex_lock(&lock);
+    const int found = captures > 0 && capture_mode != 2;
+    spoiled |= found;
+    pthread_mutex_unlock(&lock);
+    return found ? CAPTURE_UNSUPPORTED : 0;
+}
+
+static void init_memory(void) {
+    const int file = memfd_create("double", 0);
+    if (ftruncate(file, MEMORY_BYTES) != 0) {
+        abort();
+    }
+    hidden = mmap(NULL, MEMORY_BYTES, PROT_NONE, MAP_SHARED, file, 0);
+    open_memory = mmap(NULL, MEMORY_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    close(file);
+}
+
+/* The open mapping of memory of the device; NULL: it is none. */
+static char *opened(uint64_t address, size_t bytes) {
+    const uint64_t first = (uint64_t)(uintptr_t)hidden;
+    const int is_inside = hidden != NULL && address >= first && address + bytes <= first + used;
+    return is_inside ? open_memory + (address - first) : NULL;
+}
+
+/* ---- Streams ---- */
+
+static void *run_stream(void *data) {
+    struct stream *stream = data;
+    pthread_mutex_lock(&lock);
+    while (!stream->is_ending || stream->head != NULL) {
+        struct work *work = stream->head;
+        if (work == NULL) {
+            pthread_cond_wait(&changed, &lock);
+            continue;
+        }
+        stream->head = work->next;
+        stream->tail = stream->head == NULL ? &stream->head : stream->tail;
+        pthread_mutex_unlock(&lock);
+        for (int i = DELAYS == 0 ? 0 : (int)(rand_r(&stream->seed) % (DELAYS + 1)); i > 0; i--) {
+            sched_yield();
+        }
+        work->data = work->function == NULL ? stream : work->data;
+        work->run(work);
+        free(work);
+        pthread_mutex_lock(&lock);
+    }
+    pthread_mutex_unlock(&lock);
+    free(stream);
+    return NULL;
+}
+
+static int make_stream(struct stream **out) {
+    struct stream *stream = calloc(1, sizeof *stream);
+    stream->tail = &stream->head;
+    stream->seed = seeds++;
+    if (pthread_create(&stream->thread, NULL, run_stream, stream) != 0) {
+        return OUT_OF_MEMORY;
+    }
+    pthread_detach(stream->thread);
+    *out = stream;
+    return 0;
+}
+
+static int put(void *to, struct work work) {
+    struct stream *stream = to == NULL ? default_stream : to;
+    struct work *copy = malloc(sizeof *copy);
+    *copy = work;
+    copy->next = NULL;
+    pthread_mutex_lock(&lock);
+    *stream->tail = copy;
+    stream->tail = &copy->next;
+    pthread_cond_broadcast(&changed);
+    pthread_mutex_unlock(&lock);
+    return 0;
+}
+
+int cuStreamCreateWithPriority(struct stream **out, unsigned flags, int priority) {
+    (void)flags, (void)priority;
+    if (is_unsafe()) {
+        return CAPTURE_UNSUPPORTED;
+    }
+    pthread_mutex_lock(&lock);
+    const int code = make_stream(out);
+    streams += code == 0;
+    pthread_mutex_unlock(&lock);
+    return code;
+}
+
+int cuStreamDestroy_v2(struct stream *stream) {
+    pthread_mutex_lock(&lock);
+    stream->is_ending = 1;
+    streams--;
+    pthread_cond_broadcast(&changed);
+    pthread_mutex_unlock(&lock);
+    return 0;
+}
+
+int cuStreamIsCapturing(const struct stream *stream, int *state) {
+    *state = (stream == NULL ? default_stream : stream)->is_capturing;
+    return 0;
+}
+
+int cuThreadExchangeStreamCaptureMode(int *mode) {
+    const int before = capture_mode;
+    capture_mode = *mode;
+    *mode = before;
+    return 0;
+}
+
+/* ---- Events ---- */
+
+int cuEventCreate(struct event **event, unsigned flags) {
+    (void)flags;
+    *event = calloc(1, sizeof **event);
+    pthread_mutex_lock(&lock);
+    events++;
+    pthread_mutex_unlock(&lock);
+    return 0;
+}
+
+int cuEventDestroy_v2(struct event *event) {
+    (void)event; /* a stream may wait for it still */
+    pthread_mutex_lock(&lock);
+    events--;
+    pthread_mutex_unlock(&lock);
+    return 0;
+}
+
+static void reach(struct work *work) {
+    const struct stream *stream = work->data;
+    pthread_mutex_lock(&lock);
+    work->event->done = work->number > work->event->done ? work->number : work->event->done;
+    work->event->code = stream->code;
+    pthread_cond_broadcast(&changed);
+    pthread_mutex_unlock(&lock);
+}
+
+static void await_event(struct work *work) {
+    pthread_mutex_lock(&lock);
+    while (work->event->done < work->number) {
+        pthread_cond_wait(&changed, &lock);
+    }
+    pthread_mutex_unlock(&lock);
+}
+
+int cuEventRecord(struct event *event, void *stream) {
+    pthread_mutex_lock(&lock);
+    const uint64_t number = ++event->recorded;
+    pthread_mutex_unlock(&lock);
+    return put(stream, (struct work){.run = reach, .event = event, .number = number});
+}
+
+int cuStreamWaitEvent(void *stream, struct event *event, unsigned flags) {
+    (void)flags;
+    pthread_mutex_lock(&lock);
+    const uint64_t number = event->recorded;
+    pthread_mutex_unlock(&lock);
+    return put(stream, (struct work){.run = await_event, .event = event, .number = number});
+}
+
+int cuEventQuery(const struct event *event) {
+    pthread_mutex_lock(&lock);
+    const int code = event->done < event->recorded ? NOT_READY : event->code;
+    pthread_mutex_unlock(&lock);
+    return is_unsafe() ? CAPTURE_UNSUPPORTED : entered > 0 ? code : INVALID_CONTEXT;
+}
+
+/* ---- Memory ---- */
+
+int cuMemHostAlloc(void **data, size_t bytes, unsigned flags) {
+    (void)flags;
+    if (bytes > (size_t)host_limit) {
+        return OUT_OF_MEMORY;
+    }
+    if (is_unsafe()) {
+        return CAPTURE_UNSUPPORTED;
+    }
+    *data = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
+    pthread_mutex_lock(&lock);
+    host_allocs++;
+    pthread_mutex_unlock(&lock);
+    return 0;
+}
+
+int cuMemFreeHost(void *data) {
+    (void)is_unsafe();
+    free(data);
+    pthread_mutex_lock(&lock);
+    host_frees++;
+    pthread_mutex_unlock(&lock);
+    return 0;
+}
+
+static void copy(struct work *work) {
+    struct stream *stream = work->data;
+    pthread_mutex_lock(&lock);
+    if (++copies == fails_at) {
+        stream->code = LAUNCH_FAILED;
+    }
+    const int works = stream->code == 0;
+    pthread_mutex_unlock(&lock);
+    if (works) {
+        memcpy(work->target, work->source, work->bytes);
+    }
+}
+
+int cuMemcpyDtoHAsync_v2(void *host, uint64_t device, size_t bytes, void *stream) {
+    const char *source = opened(device, bytes);
+    return source == NULL ? INVALID_VALUE
+                          : put(stream, (struct work){.run = copy, .target = host, .source = source, .bytes = bytes});
+}
+
+int cuMemcpyHtoDAsync_v2(uint64_t device, const void *host, size_t bytes, void *stream) {
+    char *target = opened(device, bytes);
+    return target == NULL ? INVALID_VALUE
+                          : put(stream, (struct work){.run = copy, .target = target, .source = host, .bytes = bytes});
+}
+
+static void call(struct work *work) {
+    work->function(work->data);
+}
+
+/* As on a device, a function behind a failure is not called. */
+static void call_unless_failed(struct work *work) {
+    struct work inner = *(struct work *)(void *)work->source;
+    const struct stream *stream = work->data;
+    free((void *)work->source);
+    if (stream->code == 0) {
+        call(&inner);
+    }
+}
+
+int cuLaunchHostFunc(void *stream, void (*function)(void *), void *data) {
+    struct work *inner = malloc(sizeof *inner);
+    *inner = (struct work){.function = function, .data = data};
+    return put(stream, (struct work){.run = call_unless_failed, .source = inner});
+}
+
+/* ---- Devices ---- */
+
+int cuDriverGetVersion(int *version) {
+    *version = VERSION;
+    return VERSION_CODE;
+}
+
+#ifdef LACKS_INIT
+#define cuInit double_init
+#endif
+int cuInit(unsigned flags) {
+    (void)flags;
+    pthread_mutex_lock(&lock);
+    is_initialized = INIT_CODE == 0;
+    if (hidden == NULL) {
+        init_memory();
+        (void)make_stream(&default_stream);
+    }
+    pthread_mutex_unlock(&lock);
+    return INIT_CODE;
+}
+
+int cuDeviceGetCount(int *count) {
+    *count = DEVICES;
+    return is_initialized ? 0 : NOT_INITIALIZED;
+}
+
+int cuDeviceGet(int *device, int number) {
+    *device = number;
+    return number < DEVICES ? 0 : INVALID_VALUE;
+}
+
+int cuDevicePrimaryCtxRetain(void **context, int device) {
+    static char names[CONTEXTS_MAX];
+    pthread_mutex_lock(&lock);
+    contexts++;
+    pthread_mutex_unlock(&lock);
+    *context = &names[device];
+    return 0;
+}
+
+int cuDevicePrimaryCtxRelease_v2(int device) {
+    (void)device;
+    pthread_mutex_lock(&lock);
+    contexts--;
+    pthread_mutex_unlock(&lock);
+    return 0;
+}
+
+int cuCtxPushCurrent_v2(void *context) {
+    entered += context != NULL;
+    return 0;
+}
+
+int cuCtxPopCurrent_v2(void **context) {
+    *context = NULL;
+    entered--;
+    return 0;
+}
+
+int cuCtxGetStreamPriorityRange(int *least, int *greatest) {
+    *least = 0;
+    *greatest = -5;
+    return 0;
+}
+
+int cuGetErrorString(int code, const char **text) {
+    *text = code == NO_DEVICE ? "no CUDA-capable device is detected"
+            : code == OUT_OF_MEMORY ? "out of memory"
+            : code == LAUNCH_FAILED ? "unspecified launch failure"
+                                    : NULL;
+    return *text == NULL;
+}
+
+/* ---- For tests ---- */
+
+uint64_t double_alloc(size_t bytes) {
+    pthread_mutex_lock(&lock);
+    const uint64_t address = (uint64_t)(uintptr_t)(hidden + used);
+    used += (bytes + 511) / 512 * 512;
+    pthread_mutex_unlock(&lock);
+    return address;
+}
+
+/* Where a test may touch memory of the device. */
+void *double_address(uint64_t address) {
+    return opened(address, 0);
+}
+
+/* Not in the order of any stream. */
+void double_write(uint64_t address, const void *data, size_t bytes) {
+    memcpy(opened(address, bytes), data, bytes);
+}
+
+void double_read(uint64_t address, void *data, size_t bytes) {
+    memcpy(data, opened(address, bytes), bytes);
+}
+
+static void add(struct work *work) {
+    float *values = work->target;
+    for (size_t i = 0; i < work->bytes / sizeof *values; i++) {
+        values[i] += work->value;
+    }
+}
+
+/* A kernel on a stream: adds to each float. */
+int double_add(void *stream, uint64_t address, size_t bytes, float value) {
+    return put(stream, (struct work){.run = add, .target = opened(address, bytes), .bytes = bytes, .value = value});
+}
+
+static void hold(struct work *work) {
+    pthread_mutex_lock(&lock);
+    while (!*(volatile int *)work->target) {
+        pthread_cond_wait(&changed, &lock);
+    }
+    pthread_mutex_unlock(&lock);
+}
+
+/* What comes behind it on the stream waits until double_open is called with the gate. */
+int double_hold(void *stream, int *gate) {
+    return put(stream, (struct work){.run = hold, .target = gate});
+}
+
+void double_open(int *gate) {
+    pthread_mutex_lock(&lock);
+    *gate = 1;
+    pthread_cond_broadcast(&changed);
+    pthread_mutex_unlock(&lock);
+}
+
+/* At the end: whether another call has ended the capture. */
+int double_capture(struct stream *stream, int is_capturing) {
+    (stream == NULL ? default_stream : stream)->is_capturing = is_capturing;
+    pthread_mutex_lock(&lock);
+    captures += is_capturing ? 1 : -1;
+    const int was_spoiled = spoiled;
+    spoiled = captures > 0 ? spoiled : 0;
+    pthread_mutex_unlock(&lock);
+    return was_spoiled;
+}
+
+/* Copy number `copy` from now on fails, and all that follows on its stream; pinned memory: up to `host` bytes. */
+void double_fail(int copy_number, int host) {
+    pthread_mutex_lock(&lock);
+    fails_at = copy_number == 0 ? 0 : copies + copy_number;
+    host_limit = host;
+    pthread_mutex_unlock(&lock);
+}
+
+/* Streams, contexts, events and pieces of pinned memory that exist. */
+void double_count(int *counts) {
+    pthread_mutex_lock(&lock);
+    counts[0] = streams;
+    counts[1] = contexts;
+    counts[2] = events;
+    counts[3] = host_allocs - host_frees;
+    counts[4] = host_allocs;
+    pthread_mutex_unlock(&lock);
+}

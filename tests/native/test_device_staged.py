@@ -1,0 +1,432 @@
+"""Tensors on a GPU go through pinned host memory. A double of the driver stands for it, whose memory no processor may
+touch: one that does ends the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from doubles import CUDA, build_double
+from ranks import Group, Rank, describe, wait_for
+
+from horo import _core
+from horo._core_libraries import copy_back, use_cuda
+from horo.errors import GroupError, ResourceError, UsageError
+
+_names = count()
+
+
+class Gpu:
+    """The double, as the program that calls horo sees it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.is_broken = False
+        self.lib = ctypes.CDLL(str(path))
+        self.lib.double_alloc.restype = ctypes.c_uint64
+        self.lib.cuInit(0)
+
+    def put(self, array: np.ndarray) -> int:
+        """The address of a copy on the device."""
+        address = int(self.lib.double_alloc(ctypes.c_size_t(max(array.nbytes, 1))))
+        self.lib.double_write(
+            ctypes.c_uint64(address), array.ctypes.data_as(ctypes.c_void_p), ctypes.c_size_t(array.nbytes)
+        )
+        return address
+
+    def get(self, address: int, like: np.ndarray) -> np.ndarray:
+        """What is at the address, whether anything still writes there or not."""
+        array = np.empty_like(like)
+        self.lib.double_read(
+            ctypes.c_uint64(address), array.ctypes.data_as(ctypes.c_void_p), ctypes.c_size_t(array.nbytes)
+        )
+        return array
+
+    def stream(self) -> int:
+        out = ctypes.c_void_p()
+        assert self.lib.cuStreamCreateWithPriority(ctypes.byref(out), 0, 0) == 0
+        return int(out.value or 0)
+
+    def add(self, stream: int, address: int, array: np.ndarray, value: float) -> None:
+        """A kernel that adds to float32 values."""
+        self.lib.double_add(
+            ctypes.c_void_p(stream), ctypes.c_uint64(address), ctypes.c_size_t(array.nbytes), ctypes.c_float(value)
+        )
+
+    def synchronize(self, stream: int) -> None:
+        event = ctypes.c_void_p()
+        self.lib.cuCtxPushCurrent_v2(ctypes.c_void_p(1))
+        assert self.lib.cuEventCreate(ctypes.byref(event), 0) == 0
+        assert self.lib.cuEventRecord(event, ctypes.c_void_p(stream)) == 0
+        wait_for(lambda: self.lib.cuEventQuery(event) != 600)
+        self.lib.cuEventDestroy_v2(event)
+        self.lib.cuCtxPopCurrent_v2(ctypes.byref(event))
+
+    def close(self, stream: int) -> None:
+        self.lib.cuStreamDestroy_v2(ctypes.c_void_p(stream))
+
+    def capture(self, stream: int, is_begun: bool) -> int:
+        """Begins or ends to capture a graph; at the end, whether a call of others has spoiled it."""
+        return int(self.lib.double_capture(ctypes.c_void_p(stream), int(is_begun)))
+
+    def fail(self, copy: int = 0, host_bytes: int = 1 << 30) -> None:
+        self.lib.double_fail(copy, host_bytes)
+
+    def counts(self) -> dict[str, int]:
+        numbers = (ctypes.c_int * 5)()
+        self.lib.double_count(numbers)
+        return dict(zip(("streams", "contexts", "events", "pinned", "pinned_ever"), numbers, strict=True))
+
+
+@pytest.fixture
+def gpu(tmp_path: Path) -> Iterator[Gpu]:
+    """A driver of its own for each test, which has nothing left at the end."""
+    found = Gpu(build_double(CUDA, tmp_path, soname=f"double-staged-{next(_names)}.so", DELAYS=20))
+    yield found
+    left = found.counts()
+    del left["pinned_ever"]
+    if found.is_broken:  # the driver may still call a function of horo's, so what that uses stays
+        return
+    assert left == {"streams": 0, "contexts": 0, "events": 0, "pinned": 0}
+
+
+class OnGpu:
+    """A rank whose arrays are on the device; device 0, one stream of the program's."""
+
+    def __init__(self, rank: Rank, gpu: Gpu, *, default_stream: bool = False) -> None:
+        use_cuda(rank.context, [str(gpu.path)])
+        self.rank, self.gpu, self.context = rank, gpu, rank.context
+        self.stream = 0 if default_stream else gpu.stream()
+
+    def submit(self, op: str, name: str, array: np.ndarray, output: np.ndarray | None = None, **options: Any) -> Any:
+        """Starts it; returns the handle, and where the values and the result are on the device."""
+        source = self.gpu.put(array)
+        target = source if output is None else self.gpu.put(output)
+        (tensor,) = describe([array], [array if output is None else output])
+        splits = tuple(options.pop("splits", ()))
+        tensor = tensor._replace(input=source, output=target, splits=splits)
+        options = {"device": 1, "stream": self.stream, **options}
+        return self.context.submit(_core.RequestBuffer.of(_core.OPS[op], name, [tensor], **options)), source, target
+
+    def finish(self, handle: int) -> None:
+        """Until the program's stream waits for the results."""
+        self.context.wait(handle)
+        copy_back(self.context, handle, self.stream)
+        self.context.release(handle)
+
+    def allreduce(self, array: np.ndarray, name: str = "x") -> np.ndarray:
+        handle, _, target = self.submit("allreduce", name, array, reduce_op=_core.REDUCE_OPS["sum"])
+        self.finish(handle)
+        self.gpu.synchronize(self.stream)
+        return self.gpu.get(target, array)
+
+    def gathered(self, handle: int, like: np.ndarray) -> np.ndarray:
+        self.context.wait(handle)
+        data, _ = self.context.take_result(handle, 0)
+        self.context.release(handle)
+        return np.frombuffer(data, like.dtype)
+
+    def close(self) -> None:
+        if self.stream:
+            self.gpu.close(self.stream)
+
+
+HOSTS = [(2,), (1, 1), (2, 1)]
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+@pytest.mark.parametrize("length", [0, 1, 1000, 300_001])
+def test_values_are_taken_behind_the_programs_work_and_it_goes_on_behind_the_result(
+    gpu: Gpu, hosts: tuple[int, ...], length: int
+) -> None:
+    def body(rank: Rank) -> np.ndarray:
+        own = OnGpu(rank, gpu)
+        array = np.full(length, rank.rank, np.float32)
+        gate = ctypes.c_int(0)
+        gpu.lib.double_hold(ctypes.c_void_p(own.stream), ctypes.byref(gate))
+        handle, source, target = own.submit("allreduce", "x", array, reduce_op=_core.REDUCE_OPS["sum"])
+        assert not rank.context.poll(handle)
+        gpu.lib.double_open(ctypes.byref(gate))
+        own.finish(handle)
+        gpu.add(own.stream, target, array, 0.5)
+        again, _, _ = own.submit("allreduce", "barrier", np.zeros(1, np.float32), reduce_op=1)
+        own.finish(again)
+        gpu.synchronize(own.stream)
+        own.close()
+        return gpu.get(source, array)
+
+    with Group(hosts) as group:
+        results = group.run(body)
+    size = sum(hosts)
+    for result in results:
+        np.testing.assert_array_equal(result, np.full(length, size * (size - 1) / 2 + 0.5, np.float32))
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+def test_every_collective_with_ranks_on_gpus_and_ranks_on_processors(gpu: Gpu, hosts: tuple[int, ...]) -> None:
+    size = sum(hosts)
+    rows = [np.arange(3 * (r + 1), dtype=np.int64) + 100 * r for r in range(size)]
+    shared = [np.arange(7, dtype=np.float64) * (r + 1) for r in range(size)]
+
+    def body(rank: Rank) -> list[np.ndarray]:
+        mine, all_ranks = rank.rank, range(size)
+        device = OnGpu(rank, gpu) if mine != 1 else None
+        splits = {"splits": (1,) * size}
+        own_rows = len(np.array_split(np.arange(7), size)[mine])
+        calls: list[tuple[str, np.ndarray, np.ndarray | None, dict[str, Any]]] = [
+            ("allreduce", shared[mine].copy(), None, {"reduce_op": _core.REDUCE_OPS["average"], "prescale": 2.0}),
+            ("allreduce", shared[mine].copy(), None, {"reduce_op": _core.REDUCE_OPS["adasum"]}),
+            ("broadcast", shared[mine].copy(), None, {"root_rank": size - 1}),
+            ("reducescatter", shared[mine].copy(), np.zeros(own_rows), {"reduce_op": _core.REDUCE_OPS["sum"]}),
+            ("allgather", rows[mine], None, {}),
+            ("alltoall", np.array([10 * mine + other for other in all_ranks]), None, splits),
+        ]
+        found = []
+        for number, (op, array, output, options) in enumerate(calls):
+            result = array if output is None else output
+            gathers = op in ("allgather", "alltoall")
+            if device is not None:
+                handle, _, target = device.submit(op, f"{op} {number}", array, output, **options)
+                if gathers:
+                    found.append(device.gathered(handle, array))
+                    continue
+                device.finish(handle)
+                gpu.synchronize(device.stream)
+                found.append(gpu.get(target, result))
+                continue
+            (tensor,) = describe([array], [result])
+            tensor = tensor._replace(splits=options.pop("splits", ()))
+            handle = rank.context.submit(_core.RequestBuffer.of(_core.OPS[op], f"{op} {number}", [tensor], **options))
+            rank.context.wait(handle)
+            found.append(np.frombuffer(rank.context.take_result(handle, 0)[0], array.dtype) if gathers else result)
+            rank.context.release(handle)
+        if device is not None:
+            device.close()
+        return found
+
+    with Group(hosts) as group:
+        results = group.run(body)
+    total = np.arange(7) * (size * (size + 1) / 2)
+    for mine, (mean, adasum, copied, share, gathered, exchanged) in enumerate(results):
+        np.testing.assert_allclose(mean, 2 * total / size)
+        np.testing.assert_array_equal(adasum, results[0][1])
+        np.testing.assert_array_equal(copied, shared[-1])
+        np.testing.assert_array_equal(share, np.array_split(total, size)[mine])
+        np.testing.assert_array_equal(gathered, np.concatenate(rows))
+        np.testing.assert_array_equal(exchanged, [10 * other + mine for other in range(size)])
+
+
+def test_the_default_stream_is_one_like_others(gpu: Gpu) -> None:
+    def body(rank: Rank) -> np.ndarray:
+        return OnGpu(rank, gpu, default_stream=True).allreduce(np.full(100, rank.rank + 1, np.float32))
+
+    with Group((2,)) as group:
+        for result in group.run(body):
+            np.testing.assert_array_equal(result, np.full(100, 3, np.float32))
+
+
+def test_many_at_once_use_pinned_memory_again(gpu: Gpu) -> None:
+    def body(rank: Rank) -> None:
+        own = OnGpu(rank, gpu)
+        for _ in range(5):
+            arrays = [np.full(5000, number + rank.rank, np.float32) for number in range(8)]
+            begun = [own.submit("allreduce", f"g{i}", array, reduce_op=1) for i, array in enumerate(arrays)]
+            for handle, _, _ in begun:
+                own.finish(handle)
+            gpu.synchronize(own.stream)
+            for number, (_, source, _) in enumerate(begun):
+                np.testing.assert_array_equal(gpu.get(source, arrays[0]), np.full(5000, 2 * number + 1, np.float32))
+        own.close()
+
+    with Group((2,)) as group:
+        group.run(body)
+    assert gpu.counts()["pinned_ever"] <= 2 * 2 * 8
+
+
+def test_bad_calls_are_refused_with_a_sentence_and_change_nothing(gpu: Gpu) -> None:
+    def body(rank: Rank) -> None:
+        array = np.ones(4, np.float32)
+        (tensor,) = describe([array], [array])
+        request = _core.RequestBuffer.of(_core.OPS["allreduce"], "x", [tensor], reduce_op=1, device=1)
+        with pytest.raises(UsageError, match="horo_use_cuda has not been called"):
+            rank.context.submit(request)
+        own = OnGpu(rank, gpu)
+        with pytest.raises(UsageError, match="there is no device 6; this process sees 2"):
+            own.submit("allreduce", "x", array, device=7)
+        gpu.capture(own.stream, True)
+        with pytest.raises(UsageError, match="'x': the current stream is being captured into a CUDA graph"):
+            own.submit("allreduce", "x", array)
+        gpu.capture(own.stream, False)
+        gpu.fail(host_bytes=0)
+        with pytest.raises(
+            ResourceError, match=r"'x': no 64 bytes of pinned memory: cuMemHostAlloc failed with code 2"
+        ):
+            own.submit("allreduce", "x", array)
+        gpu.fail()
+        handle, _, _ = own.submit("allreduce", "x", array, reduce_op=1)
+        own.context.wait(handle)
+        copy_back(own.context, handle, own.stream)
+        copy_back(own.context, handle, 0)  # another stream waits, too
+        own.context.release(handle)
+        with pytest.raises(UsageError, match="has no tensors on a GPU"):
+            copy_back(own.context, handle, own.stream)
+        np.testing.assert_array_equal(own.allreduce(array), array)
+        own.close()
+
+    with Group((1,)) as group:
+        group.run(body)
+
+
+def test_a_graph_that_is_captured_meanwhile_stays_whole(gpu: Gpu) -> None:
+    """The program captures on a stream of its own, in the mode in which any other call ends the capture."""
+
+    captured = gpu.stream()
+
+    def body(rank: Rank) -> None:
+        own = OnGpu(rank, gpu)
+        rank.barrier()
+        if rank.rank == 0:
+            gpu.capture(captured, True)
+        rank.barrier()
+        for size in (10, 100_000, 10):  # horo opens the device, and takes memory, now
+            handle, _, _ = own.submit("allreduce", f"x{size}", np.ones(size, np.float32), reduce_op=1)
+            own.finish(handle)
+        rank.barrier()
+        if rank.rank == 0:
+            assert gpu.capture(captured, False) == 0
+        rank.barrier()
+        own.close()
+
+    with Group((2,)) as group:
+        group.run(body)
+    gpu.close(captured)
+
+
+def test_a_rank_without_pinned_memory_fails_the_call_on_all(gpu: Gpu) -> None:
+    reason = r"allreduce 'x': no 64 bytes of pinned memory: cuMemHostAlloc failed with code 2: out of memory"
+
+    def body(rank: Rank) -> None:
+        own = OnGpu(rank, gpu)
+        array = np.ones(4, np.float32)
+        if rank.rank == 0:
+            gpu.fail(host_bytes=0)
+            with pytest.raises(ResourceError, match=reason):
+                own.submit("allreduce", "x", array, reduce_op=1)
+            gpu.fail()
+        else:
+            with pytest.raises(ResourceError, match=r"rank 0 \(.*\) has refused it: " + reason):
+                rank.allreduce(array, "x")
+        np.testing.assert_array_equal(own.allreduce(array), np.full(4, 2, np.float32))
+        own.close()
+
+    with Group((1, 1)) as group:
+        group.run(body)
+
+
+def test_values_that_never_come_on_one_rank_fail_the_call_on_all(gpu: Gpu) -> None:
+    reason = "the copy from the GPU failed with code 719: unspecified launch failure"
+
+    def body(rank: Rank) -> None:
+        own = OnGpu(rank, gpu)
+        gpu.is_broken = True
+        if rank.rank == 0:
+            gpu.fail(copy=1)
+            handle, _, _ = own.submit("allreduce", "x", np.ones(4, np.float32), reduce_op=1)
+            with pytest.raises(ResourceError, match=reason):
+                rank.context.wait(handle)
+            rank.context.release(handle)
+        else:
+            with pytest.raises(ResourceError, match=r"rank 0 \(.*\) has refused it: " + reason):
+                rank.allreduce(np.ones(4, np.float32), "x")
+        own.close()
+        assert rank.allreduce(np.ones(2)).tolist() == [2, 2]
+
+    with Group((1, 1)) as group:
+        group._leaks = True  # type: ignore[attr-defined]
+        group.run(body)
+
+
+def test_a_driver_that_cannot_be_used_is_told(gpu: Gpu, tmp_path: Path) -> None:
+    broken = build_double(CUDA, tmp_path / "broken", soname="double-broken.so", INIT_CODE=100)
+    with Group((1,)) as group, pytest.raises(ResourceError, match="no CUDA-capable device is detected"):
+        use_cuda(group.contexts[0], [str(broken)])
+
+
+@pytest.mark.parametrize("way", ["wait", "wait_any", "poll"])
+def test_values_that_never_come_fail_the_request(gpu: Gpu, way: str) -> None:
+    def body(rank: Rank) -> None:
+        own = OnGpu(rank, gpu)
+        gpu.is_broken = True
+        gpu.fail(copy=1)
+        handle, _, _ = own.submit("allreduce", "x", np.ones(4, np.float32), reduce_op=1)
+        if way == "wait_any":
+            rank.context.wait_any([handle, handle])
+        elif way == "poll":
+            wait_for(lambda: rank.context.poll(handle))
+        with pytest.raises(
+            ResourceError, match="the copy from the GPU failed with code 719: unspecified launch failure"
+        ):
+            while True:
+                rank.context.wait(handle)
+        rank.context.release(handle)
+        own.close()
+        assert rank.allreduce(np.ones(2)).tolist() == [1, 1]
+
+    with Group((1,)) as group:
+        group._leaks = True  # type: ignore[attr-defined]
+        group.run(body)
+
+
+def test_a_rank_that_leaves_while_values_are_on_their_way_waits_for_the_driver(gpu: Gpu) -> None:
+    gate = ctypes.c_int(0)
+
+    def body(rank: Rank) -> OnGpu:
+        own = OnGpu(rank, gpu)
+        gpu.lib.double_hold(ctypes.c_void_p(own.stream), ctypes.byref(gate))
+        own.submit("allreduce", "x", np.ones(4, np.float32), reduce_op=1)
+        return own
+
+    group = Group((2,))
+    owners = group.run(body)
+    leaving = threading.Thread(target=group.destroy)
+    leaving.start()
+    gpu.lib.double_open(ctypes.byref(gate))
+    leaving.join(60)
+    assert not leaving.is_alive()
+    for own in owners:
+        own.close()
+
+
+def test_a_loss_ends_requests_whose_values_are_still_on_their_way(gpu: Gpu) -> None:
+    """Such a request has not been announced; its values come when nobody wants them any more."""
+    gate = ctypes.c_int(0)
+    submitted = threading.Event()
+
+    def body(rank: Rank) -> OnGpu:
+        own = OnGpu(rank, gpu)
+        if rank.rank == 1:
+            submitted.wait(60)
+            rank.context.end("ValueError: bad batch")
+            return own
+        gpu.lib.double_hold(ctypes.c_void_p(own.stream), ctypes.byref(gate))
+        handle, _, _ = own.submit("allreduce", "x", np.ones(4, np.float32), reduce_op=1)
+        submitted.set()
+        with pytest.raises(GroupError, match="bad batch"):
+            own.context.wait(handle)
+        with pytest.raises(UsageError, match="has no results for the GPU: it is not done, or has failed"):
+            copy_back(own.context, handle, own.stream)
+        own.context.release(handle)
+        gpu.lib.double_open(ctypes.byref(gate))
+        gpu.synchronize(own.stream)
+        return own
+
+    with Group((2,)) as group:
+        for own in group.run(body):
+            own.close()

@@ -1,0 +1,521 @@
+"""Ranks that join: what the others do without them, what nobody can do for them, and who joined last."""
+
+from __future__ import annotations
+
+import random
+import re
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from ranks import NUMPY_OF_DTYPE, Group, Rank, recorded_stderr, run_ranks, wait_for
+
+from horo import _core
+from horo.errors import AbortedError, DeadlockError, PeerLostError, UsageError
+
+LAYOUTS = [[1], [2], [3], [4], [8], [1, 1], [2, 2], [1, 2], [2, 1, 3], [1, 1, 1, 1]]
+SEVERAL = [hosts for hosts in LAYOUTS if sum(hosts) > 1]
+SUM, ADASUM = _core.REDUCE_OPS["sum"], _core.REDUCE_OPS["adasum"]
+
+
+def join(rank: Rank, team: int = 0) -> int:
+    """Joins and waits; the rank that joined last."""
+    return finish_join(rank, rank.context.start_join(team))
+
+
+def finish_join(rank: Rank, handle: int) -> int:
+    rank.context.wait(handle)
+    last = rank.context.joined_last(handle)
+    rank.context.release(handle)
+    return last
+
+
+def joins_first(rank: Rank, joined: int) -> int | None:
+    """The first ``joined`` ranks join; the others go on when all of these count as joined, which they find out by an
+    operation of their own; its handle, or None for the others."""
+    if rank.rank < joined:
+        return rank.context.start_join(0)
+    rank.barrier("they have joined")
+    return None
+
+
+def there(rank: Rank, joined: int) -> list[int]:
+    return list(range(joined, rank.size))
+
+
+def end_join(rank: Rank, handle: int | None) -> int:
+    return join(rank) if handle is None else finish_join(rank, handle)
+
+
+# ---- What the others do ----
+
+
+@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
+@pytest.mark.parametrize("cache", [0, 2, 64])
+def test_ranks_leave_one_after_the_other_and_the_rest_go_on(hosts: list[int], cache: int) -> None:
+    """Rank r has r steps in the first epoch, the other way round in the second, and so on."""
+    counts = [1, 700, 40_000]
+
+    def body(rank: Rank) -> None:
+        for epoch in range(6):
+            ends = [r if epoch % 2 == 0 else rank.size - 1 - r for r in range(rank.size)]
+            for step in range(ends[rank.rank]):
+                active = [r for r, end in enumerate(ends) if end > step]
+                arrays = [np.arange(count, dtype=np.float64) + rank.rank for count in counts]
+                handles = [rank.submit("allreduce", f"x{len(array)}", [array], reduce_op=SUM) for array in arrays]
+                for handle, array in zip(handles, arrays, strict=True):
+                    rank.finish(handle)
+                    assert np.array_equal(np.arange(len(array)) * len(active) + sum(active), array)
+            assert join(rank) in range(rank.size)
+
+    run_ranks(body, hosts, cache_capacity=cache)
+
+
+@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
+def test_all_are_told_who_joined_last(hosts: list[int]) -> None:
+    """The last one joins when it alone has been able to reduce something, by which all others have joined."""
+
+    def body(rank: Rank) -> None:
+        for last in [*range(rank.size), 0]:
+            if rank.rank == last:
+                assert rank.allreduce(np.full(3, 7.0), "alone")[0] == 7.0
+            assert join(rank) == last
+
+    run_ranks(body, hosts)
+
+
+@pytest.mark.parametrize("hosts", [[2], [3], [1, 1], [2, 2], [2, 1, 3]], ids=str)
+@pytest.mark.parametrize("dtype", sorted(NUMPY_OF_DTYPE))
+def test_values_of_joined_ranks_change_no_reduction(hosts: list[int], dtype: str) -> None:
+    reducers = {"sum": np.add, "min": np.minimum, "max": np.maximum, "product": np.multiply}
+
+    def body(rank: Rank) -> None:
+        kind = NUMPY_OF_DTYPE[dtype]
+        rng = np.random.default_rng(3)
+        low = 0 if dtype.startswith("u") or dtype == "bool" else -3
+        inputs = [rng.integers(low, 4, 3000).astype(kind) for _ in range(rank.size)]
+        handle = joins_first(rank, 1)
+        for _ in range(2 if handle is None else 0):  # by name, by id
+            for op, reducer in reducers.items():
+                for count in (3, 3000):
+                    expected = reducer.reduce([inputs[r][:count] for r in there(rank, 1)], dtype=kind)
+                    result = rank.allreduce(inputs[rank.rank][:count].copy(), f"{op}{count}", op)
+                    assert np.array_equal(expected, result), (op, count)
+        end_join(rank, handle)
+
+    run_ranks(body, hosts)
+
+
+@pytest.mark.parametrize("hosts", [[2], [3], [1, 1], [2, 2]], ids=str)
+@pytest.mark.parametrize("wire", ["float16", "bfloat16"])
+def test_neutral_values_are_so_in_the_form_in_which_they_travel(hosts: list[int], wire: str) -> None:
+    def body(rank: Rank) -> None:
+        handle = joins_first(rank, 1)
+        for op in ("sum", "min", "max", "product") if handle is None else ():
+            array = np.full(5000, -2.0 if op == "max" else 2.0, np.float32)
+            rank.finish(rank.submit("allreduce", op, [array], wires=[wire], reduce_op=_core.REDUCE_OPS[op]))
+            left = rank.size - 1
+            assert np.all(array == {"sum": 2.0 * left, "min": 2.0, "max": -2.0, "product": 2.0**left}[op]), op
+        end_join(rank, handle)
+
+    run_ranks(body, hosts)
+
+
+@pytest.mark.parametrize("hosts", SEVERAL, ids=str)
+def test_average_divides_by_all_ranks(hosts: list[int]) -> None:
+    """As Horovod does: those that have joined count as zeros."""
+
+    def body(rank: Rank) -> None:
+        handle = joins_first(rank, 1)
+        if handle is None:
+            result = rank.allreduce(np.full(4, float(rank.size)), "mean", "average", prescale=2.0, postscale=4.0)
+            assert np.all(result == 8.0 * (rank.size - 1))
+        end_join(rank, handle)
+
+    run_ranks(body, hosts)
+
+
+@pytest.mark.parametrize("hosts", [[2], [3], [4], [1, 1], [2, 1]], ids=str)
+def test_adasum_of_one_rank_that_is_left_is_its_own_vector(hosts: list[int]) -> None:
+    def body(rank: Rank) -> None:
+        handle = joins_first(rank, rank.size - 1)
+        if handle is None:
+            for count in (1, 1000):
+                own = np.arange(count, dtype=np.float64) + 1
+                for _ in range(2):
+                    assert np.allclose(own, rank.allreduce(own.copy(), f"a{count}", "adasum"), rtol=1e-12)
+        end_join(rank, handle)
+
+    run_ranks(body, hosts)
+
+
+@pytest.mark.parametrize("hosts", SEVERAL, ids=str)
+@pytest.mark.parametrize("cache", [0, 64])
+def test_an_allgather_has_no_rows_of_joined_ranks(hosts: list[int], cache: int) -> None:
+    def body(rank: Rank) -> None:
+        joined = rank.size // 2
+        handle = joins_first(rank, joined)
+        for turn in range(3 if handle is None else 0):
+            for count in (0, 1, 3000):
+                rows = [0 if r < joined else r % 2 + turn + count for r in range(rank.size)]
+                own = np.full((rows[rank.rank], 3), rank.rank, np.int32)
+                gathered, first_dims = rank.allgather(own, f"g{count}")
+                assert first_dims == rows
+                assert np.array_equal(np.repeat(np.arange(rank.size), rows), gathered[:, 0])
+        end_join(rank, handle)
+
+    run_ranks(body, hosts, cache_capacity=cache)
+
+
+@pytest.mark.parametrize("hosts", SEVERAL, ids=str)
+def test_broadcasts_barriers_and_groups_go_on(hosts: list[int]) -> None:
+    def body(rank: Rank) -> None:
+        joined = rank.size // 2
+        handle = joins_first(rank, joined)
+        for turn in range(3 if handle is None else 0):
+            for root in there(rank, joined):
+                for count in (2, 20_000):
+                    array = np.full(count, float(rank.rank + turn))
+                    assert np.all(rank.broadcast(array, root, f"b{count}.{root}") == root + turn)
+            rank.barrier(f"barrier{turn}")
+            group = [np.full(n, rank.rank + 1, kind) for n, kind in ((3, np.float32), (5000, np.int64), (0, np.uint8))]
+            rank.finish(rank.submit("allreduce", "group", group, reduce_op=SUM))
+            wanted = sum(r + 1 for r in there(rank, joined))
+            assert all(np.all(array == wanted) for array in group)
+        end_join(rank, handle)
+
+    run_ranks(body, hosts)
+
+
+@pytest.mark.parametrize("hosts", SEVERAL, ids=str)
+def test_a_single_operation_runs_where_its_data_would_travel_with_the_agreement(hosts: list[int]) -> None:
+    """Small, alone and known by id, as a loss is; before, while and after ranks have joined."""
+
+    def body(rank: Rank) -> None:
+        for joined in (0, 1, 0, rank.size - 1, 0):
+            handle = joins_first(rank, joined)
+            for turn in range(20 if handle is None else 0):
+                array = np.full(2, float(rank.rank + turn))
+                rank.run("allreduce", "loss", [array], reduce_op=SUM)
+                assert np.all(array == sum(r + turn for r in there(rank, joined)))
+            end_join(rank, handle)
+
+    run_ranks(body, hosts)
+
+
+@pytest.mark.parametrize("hosts", [[2], [3], [1, 1], [2, 2], [1, 2]], ids=str)
+@pytest.mark.parametrize("cache", [0, 3, 64])
+def test_what_a_rank_has_submitted_before_it_joins_is_done_with_its_values(hosts: list[int], cache: int) -> None:
+    """Also where each rank has something else pending, that no other one submits."""
+
+    def body(rank: Rank) -> None:
+        for turn in range(4):
+            mine = np.full(10, float(rank.rank + 1))
+            common = np.full(10, float(rank.rank + 1))
+            extra = np.full(10, float(rank.rank + 1))
+            handles = [rank.submit("allreduce", "common", [common], reduce_op=SUM)]
+            handles.append(rank.submit("allreduce", f"of rank {rank.rank}", [mine], reduce_op=SUM))
+            if rank.rank > 0:
+                handles.append(rank.submit("allreduce", "of some", [extra], reduce_op=SUM))
+            joined = rank.context.start_join(0)
+            assert finish_join(rank, joined) in range(rank.size)
+            for handle in handles:
+                assert rank.context.poll(handle), "it stands before the join in the log"
+                rank.finish(handle)
+            all_ranks = rank.size * (rank.size + 1) / 2
+            assert np.all(common == all_ranks)
+            assert np.all(mine == rank.rank + 1), turn
+            assert rank.rank == 0 or np.all(extra == all_ranks - 1)
+
+    run_ranks(body, hosts, cache_capacity=cache)
+
+
+@pytest.mark.parametrize("hosts", [[2], [3], [2, 2], [1, 1, 1]], ids=str)
+@pytest.mark.parametrize("seed", range(6))
+def test_a_small_cache_is_evicted_while_ranks_join(hosts: list[int], seed: int) -> None:
+    """Ranks have operations pending by id when they join, and others bring new names all the time."""
+
+    def body(rank: Rank) -> None:
+        for epoch in range(8):
+            plan = random.Random(seed * 100 + epoch)
+            ends = [plan.randrange(12) for _ in range(rank.size)]
+            order = random.Random(seed * 1000 + epoch * 10 + rank.rank)
+            pending = []
+            for step in range(max(ends)):
+                names = [f"n{plan.randrange(9)}.{i}" for i in range(3)]
+                if step >= ends[rank.rank]:
+                    break
+                order.shuffle(names)
+                for name in names:
+                    array = np.full(4, float(rank.rank + 1))
+                    pending.append((step, rank.submit("allreduce", name, [array], reduce_op=SUM), array))
+                if step + 1 < ends[rank.rank]:
+                    check(rank, pending, ends)
+            handle = rank.context.start_join(0)  # with those of the last step pending
+            assert finish_join(rank, handle) in range(rank.size)
+            check(rank, pending, ends)
+
+    def check(rank: Rank, pending: list[tuple[int, int, np.ndarray]], ends: list[int]) -> None:
+        for step, handle, array in pending:
+            rank.finish(handle)
+            assert np.all(array == sum(r + 1 for r, end in enumerate(ends) if end > step))
+        pending.clear()
+
+    run_ranks(body, hosts, cache_capacity=4)
+
+
+def test_every_team_is_joined_by_itself() -> None:
+    with Group([4]) as group:
+        teams = [[0, 1, 2], [1, 3]]
+
+        def body(rank: Rank) -> None:
+            ids = [rank.context.add_team(members) for members in teams]
+            mine = [number for number, members in zip(ids, teams, strict=True) if rank.rank in members]
+            handles = []
+            if rank.rank == 1:
+                handles = [rank.context.start_join(team) for team in mine]
+                assert rank.allreduce(np.ones(2), "w")[0] == 4.0
+            else:
+                assert rank.allreduce(np.ones(2), "w")[0] == 4.0
+                for number, members in zip(ids, teams, strict=True):
+                    if rank.rank in members:
+                        assert rank.allreduce(np.ones(2), "x", team=number)[0] == len(members) - 1
+                handles = [rank.context.start_join(team) for team in mine]
+            for handle in handles:
+                assert finish_join(rank, handle) != 1
+            for number in ids:
+                rank.context.remove_team(number)
+
+        group.run(body)
+
+
+# ---- What nobody can do for another rank ----
+
+
+def refuse(rank: Rank, submit: Callable[[], int], *words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        rank.finish(submit())
+    for word in words:
+        assert word in str(caught.value), caught.value
+
+
+@pytest.mark.parametrize("hosts", SEVERAL, ids=str)
+@pytest.mark.parametrize("cache", [0, 64])
+def test_what_a_joined_rank_cannot_do_fails_on_the_others_and_the_job_goes_on(hosts: list[int], cache: int) -> None:
+    def body(rank: Rank) -> None:
+        for _ in range(2):
+            handle = joins_first(rank, 1)
+            if handle is None:
+                refuse(
+                    rank,
+                    lambda: rank.submit(
+                        "reducescatter", "rs", [np.zeros((rank.size, 2))], outputs=[np.zeros((1, 2))], reduce_op=SUM
+                    ),
+                    "reducescatter 'rs': rank 0 has joined",
+                )
+                refuse(
+                    rank,
+                    lambda: rank.submit("broadcast", "b", [np.zeros(3)], root_rank=0),
+                    "broadcast 'b': its root, rank 0, has joined",
+                )
+                for op in ("min", "max", "product"):
+                    refuse(
+                        rank,
+                        lambda op=op: rank.submit(  # type: ignore[misc]
+                            "allreduce", op, [np.zeros(3)], reduce_op=_core.REDUCE_OPS[op], prescale=0.5
+                        ),
+                        f"allreduce '{op}': rank 0 has joined",
+                        "0.5",
+                    )
+                with pytest.raises(UsageError, match="add_process_set: rank 0 has joined"):
+                    rank.context.add_team([0])
+                assert rank.allreduce(np.ones(2), "after")[0] == rank.size - 1
+            end_join(rank, handle)
+            assert rank.allreduce(np.ones(2), "all")[0] == rank.size
+
+    run_ranks(body, hosts, cache_capacity=cache)
+
+
+def test_an_alltoall_is_refused() -> None:
+    def body(rank: Rank) -> None:
+        handle = joins_first(rank, 1)
+        if handle is None:
+            array = np.zeros(2)
+            tensor = _core.Tensor(array.ctypes.data, 0, (2,), _core.DTYPES["float64"])._replace(splits=(1, 1))
+            request = rank.context.submit(_core.RequestBuffer.of(_core.OPS["alltoall"], "a", [tensor]))
+            with pytest.raises(UsageError, match="alltoall 'a': rank 0 has joined"):
+                rank.context.wait(request)
+            rank.context.release(request)
+        end_join(rank, handle)
+
+    run_ranks(body, [2])
+
+
+def test_a_rank_that_has_joined_can_submit_nothing() -> None:
+    def body(rank: Rank) -> None:
+        handle = joins_first(rank, 1)
+        if handle is not None:
+            with pytest.raises(UsageError, match="'x': rank 0 has joined"):
+                rank.submit("allreduce", "x", [np.ones(1)], reduce_op=SUM)
+            with pytest.raises(UsageError, match="rank 0 has joined"):
+                rank.context.start_join(0)
+            with pytest.raises(UsageError, match="rank 0 has joined"):
+                rank.context.add_team([0])
+            assert rank.context.joined_last(handle) < 0
+        else:
+            rank.barrier("later")
+        end_join(rank, handle)
+        assert rank.allreduce(np.ones(2))[0] == 2.0
+        assert rank.context.joined_last(rank.submit("barrier", "no join", [])) < 0
+
+    run_ranks(body, [2])
+
+
+def test_the_name_of_joining_is_taken() -> None:
+    def body(rank: Rank) -> None:
+        with pytest.raises(UsageError, match="is the name of joining"):
+            rank.submit("allreduce", "join.noname", [np.ones(1)], reduce_op=SUM)
+        with pytest.raises(UsageError, match="does not exist"):
+            rank.context.start_join(3)
+
+    run_ranks(body, [1])
+
+
+def test_a_rank_that_adds_a_team_cannot_join() -> None:
+    """All ranks must take part in that."""
+    with Group([2]) as group:
+        submitted = threading.Event()
+
+        def body(rank: Rank) -> None:
+            if rank.rank == 1:
+                submitted.wait(20)
+                rank.context.add_team([0, 1])
+                return
+            adder = threading.Thread(target=rank.context.add_team, args=([0, 1],))
+            adder.start()
+            wait_for(lambda: bool(rank.context.counters()["requests"]))
+            with pytest.raises(UsageError, match="a change of process sets is pending"):
+                rank.context.start_join(0)
+            submitted.set()
+            adder.join()
+
+        group.run(body)
+        group.run(join)
+
+
+# ---- Ends ----
+
+
+@pytest.mark.parametrize("hosts", [[2], [3], [1, 1], [2, 2], [1, 1, 1]], ids=str)
+def test_a_rank_that_dies_ends_the_wait_of_those_that_have_joined(hosts: list[int]) -> None:
+    dead = sum(hosts) - 1
+    with Group(hosts) as group:
+
+        def body(rank: Rank) -> None:
+            if rank.rank == dead:
+                rank.allreduce(np.ones(40_000), "x")
+                group.kill(dead)
+                return
+            handle = rank.context.start_join(0)
+            with pytest.raises(PeerLostError, match=f"rank {dead}"):
+                rank.context.wait(handle)
+            assert rank.context.joined_last(handle) < 0
+            rank.context.release(handle)
+
+        group.run(body)
+
+
+@pytest.mark.parametrize("hosts", [[2], [1, 1], [2, 2]], ids=str)
+def test_a_rank_that_shuts_down_ends_the_wait_of_those_that_have_joined(hosts: list[int]) -> None:
+    leaver = sum(hosts) - 1
+    with Group(hosts) as group:
+
+        def body(rank: Rank) -> None:
+            if rank.rank == leaver:
+                rank.allreduce(np.ones(40_000), "x")
+                group.leave(leaver)
+                return
+            handle = rank.context.start_join(0)
+            with pytest.raises(AbortedError, match=f"rank {leaver}"):
+                rank.context.wait(handle)
+            rank.context.release(handle)
+
+        group.run(body)
+
+
+@pytest.mark.parametrize("hosts", [[2], [3], [1, 1], [2, 2]], ids=str)
+def test_ranks_may_end_in_the_middle_of_what_joined_ones_do_for_them(hosts: list[int]) -> None:
+    """The memory of stand-ins is freed with the engine."""
+    dead = sum(hosts) - 1
+    with Group(hosts) as group:
+
+        def body(rank: Rank) -> None:
+            if rank.rank == 0:
+                handle = rank.context.start_join(0)
+                with pytest.raises(PeerLostError):
+                    rank.context.wait(handle)
+                rank.context.release(handle)
+                return
+            rank.barrier("joined")
+            with pytest.raises(PeerLostError):
+                for step in range(10_000):
+                    if rank.rank == dead and step == 20:
+                        rank.submit("allreduce", "x", [np.ones(3_000_000)], reduce_op=SUM)
+                        group.kill(dead)
+                    rank.allreduce(np.ones(3_000_000), "y" if rank.rank == dead and step >= 20 else "x")
+
+        group.run(body)
+
+
+@pytest.mark.parametrize("hosts", [[3], [1, 2], [1, 1, 1]], ids=str)
+def test_ranks_that_wait_for_one_another_while_one_has_joined_are_a_deadlock(hosts: list[int]) -> None:
+    def body(rank: Rank) -> str:
+        rank.context.blocked_after_s = 0.05
+        if rank.rank == 0:
+            handle = rank.context.start_join(0)
+        else:
+            rank.barrier("joined")
+            rank.allreduce(np.ones(3), "step")
+            handle = rank.submit("allreduce", "x" if rank.rank == 1 else "y", [np.ones(1)], reduce_op=SUM)
+        with pytest.raises(DeadlockError) as caught:
+            rank.context.wait(handle)
+        return str(caught.value)
+
+    for text in run_ranks(body, hosts):
+        assert "rank 0 waits for 'join.noname'" in text
+        assert "'x'" in text
+        assert "'y'" in text
+
+
+@pytest.mark.parametrize("hosts", [[3], [1, 2]], ids=str)
+def test_a_report_of_a_stall_tells_who_has_joined(hosts: list[int]) -> None:
+    def body(rank: Rank) -> None:
+        handle = joins_first(rank, 1)
+        if rank.rank == 2:
+            wait_for(lambda: re.search(r"rank 2 \(host\d\) has not submitted .*'late'", written()) is not None)
+        if rank.rank > 0:
+            rank.allreduce(np.ones(3), "late")
+        end_join(rank, handle)
+
+    with recorded_stderr() as written:
+        run_ranks(body, hosts, stall_warning_ms=300)
+        text = written()
+    reports = text.split("waiting for")
+    assert all("rank 0 (host0) has joined" in report for report in reports if "rank 0" in report), text
+    assert "rank 0 (host0) has joined" in text or hosts != [3], text
+
+
+def test_to_wait_for_ranks_that_go_on_is_no_stall() -> None:
+    def body(rank: Rank) -> None:
+        handle = joins_first(rank, 1)
+        if handle is None:
+            pause = threading.Event()
+            for _ in range(20):
+                rank.allreduce(np.ones(3), "x")
+                pause.wait(0.1)
+        end_join(rank, handle)
+
+    with recorded_stderr() as written:
+        run_ranks(body, [2], stall_warning_ms=1500)
+        assert "waiting" not in written()

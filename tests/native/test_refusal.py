@@ -1,0 +1,153 @@
+"""A call that is refused on one rank: it fails on all that make it, and nobody waits for one that nobody makes."""
+
+from __future__ import annotations
+
+import re
+import threading
+
+import numpy as np
+import pytest
+from ranks import Rank, recorded_stderr, run_ranks, wait_for
+
+from horo import _core
+from horo.errors import StalledError, UnsupportedError, UsageError
+
+LAYOUTS = [[1], [2], [3], [1, 1], [2, 2], [1, 2], [2, 1, 3], [1, 1, 1, 1]]
+ADASUM = _core.REDUCE_OPS["adasum"]
+
+
+def call(rank: Rank, name: str, dtype: type = np.float32) -> np.ndarray:
+    return rank.allreduce(np.ones(2, dtype), name, "adasum" if dtype is np.int32 else "sum")
+
+
+def refused(rank: Rank, name: str, who: int, dtype: type = np.float32) -> None:
+    """A call that rank ``who`` has refused, by the sentence that all get."""
+    with pytest.raises(UnsupportedError) as caught:
+        call(rank, name, np.int32 if rank.rank == who else dtype)
+    reason = f"allreduce '{name}': this op is not offered for int32; Adasum is for floats"
+    text = str(caught.value)
+    assert text == reason if rank.rank == who else re.fullmatch(rf"rank {who} \(.+\) has refused it: {reason}", text)
+
+
+@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
+@pytest.mark.parametrize("cache", [0, 2, 64])
+def test_all_get_the_reason_of_the_one_that_refuses_and_go_on(hosts: list[int], cache: int) -> None:
+    def body(rank: Rank) -> None:
+        for turn in range(3 * rank.size):
+            refused(rank, "x", turn % rank.size)
+            assert call(rank, "x").tolist() == [rank.size] * 2
+            assert call(rank, f"y{turn % 5}").tolist() == [rank.size] * 2
+
+    run_ranks(body, hosts, cache_capacity=cache)
+
+
+@pytest.mark.parametrize("hosts", [[2], [1, 1], [2, 1, 3]], ids=str)
+def test_where_all_refuse_each_has_its_own_reason_and_nothing_is_left(hosts: list[int]) -> None:
+    def body(rank: Rank) -> None:
+        for _ in range(3):
+            with pytest.raises(UnsupportedError, match=r"^allreduce 'x': this op"):
+                call(rank, "x", np.int32)
+        assert call(rank, "x").tolist() == [rank.size] * 2
+
+    run_ranks(body, hosts)
+
+
+@pytest.mark.parametrize("hosts", [[2], [3], [1, 1], [2, 1, 3]], ids=str)
+def test_calls_of_one_name_keep_their_order(hosts: list[int]) -> None:
+    """Rank 0 is two refused calls and a good one ahead before the others make the first."""
+    ahead = threading.Event()
+
+    def body(rank: Rank) -> None:
+        if rank.rank > 0:
+            assert ahead.wait(60)
+            refused(rank, "x", 0)
+            refused(rank, "x", 0)
+            assert call(rank, "x").tolist() == [rank.size] * 2
+            return
+        refused(rank, "x", 0)
+        refused(rank, "x", 0)
+        values = np.ones(2, np.float32)
+        handle = rank.submit("allreduce", "x", [values], reduce_op=_core.REDUCE_OPS["sum"])
+        ahead.set()
+        rank.finish(handle)
+        assert values.tolist() == [rank.size] * 2
+
+    run_ranks(body, hosts)
+
+
+@pytest.mark.parametrize("hosts", [[2], [1, 1], [2, 1, 3]], ids=str)
+def test_what_only_one_refuses_is_waited_for_by_nobody(hosts: list[int]) -> None:
+    """No report of a stall, no wake-up, no end of the job, and the rank goes on with other names."""
+
+    def body(rank: Rank) -> None:
+        if rank.rank == rank.size - 1:
+            for number in range(300):  # more than are told
+                with pytest.raises(UnsupportedError):
+                    call(rank, f"{number} {'long' * 200}", np.int32)
+            with pytest.raises(UsageError, match="bytes"):
+                call(rank, "n" * 5000)
+        assert call(rank, "x").tolist() == [rank.size] * 2
+        before = rank.context.counters()["sleeps"]
+        if rank.rank == 0:  # the others' wait is looked at for stalls meanwhile
+            with recorded_stderr() as text:
+                wait_for(lambda: "rank" in text() and "'late'" in text())
+                assert "long" not in text()
+        rank.barrier("late")
+        assert rank.context.counters()["sleeps"] >= before
+        assert call(rank, "x").tolist() == [rank.size] * 2
+
+    run_ranks(body, hosts, stall_warning_ms=100, stall_shutdown_ms=0)
+
+
+@pytest.mark.parametrize("hosts", [[2], [3], [1, 1], [2, 2]], ids=str)
+@pytest.mark.parametrize("who", [[0], [1], [0, 1]], ids=str)
+def test_a_call_behind_a_refused_one_is_waited_for(hosts: list[int], who: list[int]) -> None:
+    """The others make neither: a stall is reported, and ends the job."""
+    late = sorted(set(range(sum(hosts))) - set(who))
+    ended = [threading.Event() for _ in who]
+
+    def body(rank: Rank) -> None:
+        if rank.rank in late:
+            assert all(event.wait(60) for event in ended)
+            return
+        refused(rank, "x", rank.rank)
+        with pytest.raises(StalledError, match="has not submitted what others wait for"):
+            call(rank, "x")
+        ended[who.index(rank.rank)].set()
+
+    if late:
+        run_ranks(body, hosts, stall_warning_ms=100, stall_shutdown_ms=200)
+
+
+@pytest.mark.parametrize("hosts", [[2], [3], [1, 1], [2, 1, 3]], ids=str)
+@pytest.mark.parametrize("is_joined_first", [False, True])
+def test_beside_ranks_that_join(hosts: list[int], is_joined_first: bool) -> None:
+    """The last rank refuses what nobody calls, and what nobody but ranks that have joined is missing for."""
+
+    def body(rank: Rank) -> int:
+        for _ in range(3):
+            last = rank.size - 1
+            if rank.rank == last:
+                with pytest.raises(UnsupportedError):
+                    call(rank, "x", np.int32)
+                if is_joined_first:
+                    rank.barrier("b")  # alone, once the others have joined
+                    with pytest.raises(UnsupportedError):
+                        call(rank, "x", np.int32)
+            handle = rank.context.start_join(0)
+            rank.context.wait(handle)
+            rank.context.release(handle)
+            assert call(rank, "y").tolist() == [rank.size] * 2
+        return 0
+
+    run_ranks(body, hosts)
+
+
+def test_a_rank_that_shuts_down_with_refusals_open_does_so_in_order() -> None:
+    def body(rank: Rank) -> None:
+        if rank.rank == 1:
+            with pytest.raises(UnsupportedError):
+                call(rank, "x", np.int32)
+
+    run_ranks(body, [2])
+    run_ranks(body, [1, 1])

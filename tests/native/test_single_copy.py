@@ -1,0 +1,101 @@
+"""Moves on one host that read the other ranks' memory: which way is in force, and from where to where it is used."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from ranks import Group, Rank, recorded_stderr, run_ranks
+from test_teams import Links
+
+from horo.errors import PeerLostError
+
+INFO = 2
+"""Of ``log_level``."""
+READS = "large moves read the memory of the other ranks"
+
+
+def gather(rank: Rank, count: int, turn: int = 0, name: str = "g") -> None:
+    gathered, _ = rank.allgather(np.full(count, rank.rank + 10 * turn, np.int32), name)
+    assert np.array_equal(gathered, np.repeat(np.arange(rank.size, dtype=np.int32) + 10 * turn, count))
+
+
+def test_the_first_large_move_tells_the_way_once() -> None:
+    def body(rank: Rank) -> None:
+        gather(rank, 1000)
+        rank.barrier()
+        if rank.rank == 0:
+            assert READS not in said()
+        rank.barrier("after the look")
+        for turn in range(3):
+            gather(rank, 1 << 18, turn)
+            assert rank.broadcast(np.full(1 << 19, rank.rank), 1)[-1] == 1
+
+    with recorded_stderr() as said:
+        run_ranks(body, [3], direct_bytes=1 << 20, log_level=INFO)
+        assert said().count(READS) == 1
+
+
+def test_none_is_read_where_that_is_turned_off_and_between_hosts() -> None:
+    with recorded_stderr() as said:
+        for hosts, direct_bytes in (([2], 0), ([1, 1], 1), ([2, 1], 1)):
+            run_ranks(lambda rank: gather(rank, 1 << 17), hosts, direct_bytes=direct_bytes, log_level=INFO)
+        assert "large moves" not in said()
+
+
+def test_a_team_on_one_of_several_hosts_reads() -> None:
+    """Its members are not the first ranks of their host."""
+    host_of_rank = [0, 1, 0, 1, 1]
+    links = Links(host_of_rank)
+
+    def body(rank: Rank) -> None:
+        members = [3, 4]
+        team = rank.context.add_team(members, **links.of(rank.rank, members, 0))
+        for turn in range(4 if rank.rank in members else 0):
+            handle = rank.submit(
+                "broadcast", "b", [array := np.full(5000, rank.rank)], root_rank=3 + turn % 2, team=team
+            )
+            rank.finish(handle)
+            assert np.all(array == 3 + turn % 2)
+
+    with recorded_stderr() as said:
+        run_ranks(body, host_of_rank=host_of_rank, direct_bytes=1, log_level=INFO)
+        assert said().count(f"process set 1 (ranks 3, 4): {READS}") == 1
+
+
+@pytest.mark.parametrize("count", [2, 33, 64, 500, 600])
+def test_groups_of_more_tensors_than_one_read_or_one_slot_takes(count: int) -> None:
+    """512 addresses fit a slot."""
+
+    def body(rank: Rank) -> None:
+        for turn in range(3):
+            arrays = [np.full(1 + i % 7 * 100, rank.rank * 1000 + i + turn, np.int32) for i in range(count)]
+            handle = rank.submit("broadcast", "group", arrays, root_rank=turn % rank.size)
+            rank.finish(handle)
+            for i, array in enumerate(arrays):
+                assert np.all(array == turn % rank.size * 1000 + i + turn)
+
+    run_ranks(body, [3], segment_bytes=4096, direct_bytes=1)
+
+
+def test_moves_by_either_way_and_sums_take_turns_over_the_same_slots() -> None:
+    def body(rank: Rank) -> None:
+        for turn in range(40):
+            gather(rank, [100, 3000, 20_000][turn % 3], turn)
+            total = rank.allreduce(np.full([10, 30_000][turn % 2], turn, np.float32))
+            assert np.all(total == turn * rank.size)
+
+    run_ranks(body, [3], segment_bytes=4096, direct_bytes=1 << 14)
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_ranks_that_wait_for_the_addresses_of_one_that_is_gone_are_told(victim: int) -> None:
+    def body(rank: Rank) -> None:
+        if rank.rank == victim:
+            group.kill(victim)
+            return
+        with pytest.raises(PeerLostError, match=rf"rank {victim} \(host0\) is gone"):
+            gather(rank, 5000, 1)
+
+    with Group([3], direct_bytes=1) as group:
+        group.run(lambda rank: gather(rank, 5000))
+        group.run(body)

@@ -1,0 +1,266 @@
+"""A timeline of the core: a whole array of Chrome's trace events at every moment, with Horovod's names."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import threading
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from ranks import Group, Rank, run_ranks, wait_for
+from trace_events import parse_timeline, rows_of
+
+from horo import _core
+from horo.errors import MismatchError, UsageError
+
+
+@pytest.mark.parametrize(("hosts", "via"), [([2], "SHM"), ([1, 1], "TCP")], ids=str)
+def test_an_allreduce_is_negotiated_and_then_moves_data(tmp_path: Path, hosts: list[int], via: str) -> None:
+    path = tmp_path / "t.json"
+
+    def body(rank: Rank) -> None:
+        rank.barrier("first")
+        if rank.rank == 0:
+            rank.context.start_timeline(str(path))
+        rank.barrier("second")
+        rank.allreduce(np.ones((50, 1000), np.float32), "x")
+        rank.barrier("third")
+        if rank.rank == 0:
+            rank.context.stop_timeline()
+
+    run_ranks(body, hosts)
+    events = parse_timeline(path)
+    assert rows_of(events)["x"] == ["NEGOTIATE_ALLREDUCE", "ALLREDUCE", f"  {via}_ALLREDUCE"]
+    assert rows_of(events)["third"] == ["NEGOTIATE_BARRIER", "BARRIER"]
+    pid = next(e["pid"] for e in events if e["ph"] == "M" and e["args"].get("name") == "x")
+    (last,) = [e["args"] for e in events if e["ph"] == "E" and e["pid"] == pid and "args" in e]
+    assert (last["dtype"], last["shape"], last["bytes"]) == ("float32", "[50, 1000]", 200_000)
+    assert {e["name"] for e in events if e["ph"] == "X"} <= {"0", "1"}
+
+
+LEVEL = ["    ADASUM_DOT_PRODUCTS", "    ADASUM_SUM_OF_PRODUCTS", "    ADASUM_COMBINE"]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "via", "levels"), [([2], "SHM", 1), ([1, 1], "TCP", 1), ([3], "SHM", 2), ([2, 3], "TCP", 3)], ids=str
+)
+def test_an_adasum_has_its_phases(tmp_path: Path, hosts: list[int], via: str, levels: int) -> None:
+    path = tmp_path / "t.json"
+    op = _core.REDUCE_OPS["adasum"]
+
+    def body(rank: Rank) -> None:
+        rank.barrier("first")
+        if rank.rank == 0:
+            rank.context.start_timeline(str(path))
+        rank.barrier("second")
+        ones, one = np.ones((50, 1000), np.float32), np.ones(1, np.float16)
+        rank.finish(rank.submit("allreduce", "alone", [ones], outputs=[np.empty_like(ones)], reduce_op=op))
+        rank.finish(rank.submit("allreduce", "two", [ones, ones], outputs=[ones * 0, ones * 0], reduce_op=op))
+        rank.finish(rank.submit("allreduce", "mixed", [ones, one], outputs=[ones * 0, one * 0], reduce_op=op))
+        rank.allreduce(ones, "alone")
+        if rank.rank == 0:
+            rank.context.stop_timeline()
+
+    run_ranks(body, hosts)
+    head = ["NEGOTIATE_ADASUM", "ADASUM", f"  {via}_ADASUM_ALLREDUCE"]
+    work = ["    ADASUM_ALLTOALL", *LEVEL * levels, "    ADASUM_ALLGATHER"]
+    packed = ["    MEMCPY_IN_FUSION_BUFFER", *work, "    MEMCPY_OUT_FUSION_BUFFER"]
+    rows = rows_of(parse_timeline(path))
+    plain = ["NEGOTIATE_ALLREDUCE", "ALLREDUCE", f"  {via}_ALLREDUCE"]
+    assert rows["alone"] == [*head, *work, *plain]
+    assert rows["two"] == [*head, *packed]
+    assert rows["mixed"] == [*head, *work, *work]
+
+
+def test_names_are_whole_and_escaped(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    names = [
+        'quote"back\\slash\nline\ttab\x01',
+        "gr\u00f6\u00dfe \U0001f600",
+        "n" * 1000,
+        "a" * 40 + ".w",
+        "b" * 40 + ".w",
+    ]
+    with Group([1]) as group:
+        rank = Rank(group.contexts[0])
+        rank.context.start_timeline(str(path))
+        for name in names:
+            rank.allreduce(np.ones(3), name)
+        rank.context.stop_timeline()
+    assert {*names} <= rows_of(parse_timeline(path)).keys()
+
+
+def test_automatic_names_share_a_row(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    with Group([1]) as group:
+        rank = Rank(group.contexts[0])
+        rank.context.start_timeline(str(path))
+        for number in range(50):
+            rank.allreduce(np.ones(3), f"allreduce.noname.{number}")
+        rank.context.stop_timeline()
+    found = rows_of(parse_timeline(path))
+    assert found.keys() == {"allreduce.noname"}
+    assert found["allreduce.noname"].count("ALLREDUCE") == 50
+
+
+def test_the_file_is_whole_at_every_moment(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    is_over = threading.Event()
+    seen: list[int] = []
+
+    def read() -> None:
+        descriptor = os.open(path, os.O_RDONLY)
+        while not is_over.wait(0.002):
+            text, again = (os.pread(descriptor, 1 << 28, 0) for _ in range(2))
+            if text == again:  # else a write fell into the reading
+                seen.append(len(json.loads(text)))
+        os.close(descriptor)
+
+    with Group([2]) as group:
+        group.contexts[0].start_timeline(str(path), marks_batches=True)
+        reader = threading.Thread(target=read)
+        reader.start()
+
+        def body(rank: Rank) -> None:
+            for hundred in range(5):
+                sizes = len(set(seen))
+                for step in range(100):
+                    rank.allreduce(np.ones(10), f"x{step % 10}")
+                if rank.rank == 0 and hundred < 3:  # on a busy machine the reader would see the end only
+                    wait_for(lambda sizes=sizes: len(set(seen)) > sizes)
+
+        group.run(body)
+        events = 500 * 8
+        wait_for(lambda: bool(seen) and seen[-1] > events)
+        is_over.set()
+        reader.join()
+        assert len(set(seen)) > 2
+        group.contexts[0].stop_timeline()
+    found = parse_timeline(path)
+    assert sum(event["ph"] == "i" for event in found) == 500
+    assert {event["name"] for event in found if event["ph"] == "i"} == {"CYCLE_START"}
+    assert sum(len(each) for each in rows_of(found).values()) == 500 * 3
+
+
+def test_a_request_that_fails_is_ended_with_its_error(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+
+    def body(rank: Rank) -> None:
+        if rank.rank == 0:
+            rank.context.start_timeline(str(path))
+        with pytest.raises(MismatchError):
+            rank.allreduce(np.ones(3 + rank.rank), "x")
+        if rank.rank == 0:
+            rank.context.stop_timeline()
+
+    run_ranks(body, [2])
+    events = parse_timeline(path)
+    assert rows_of(events)["x"] == ["NEGOTIATE_ALLREDUCE"]
+    assert [e["args"]["error"] for e in events if e["ph"] == "E" and "args" in e] == ["mismatch"]
+
+
+def test_started_and_stopped_a_hundred_times_it_leaves_nothing(tmp_path: Path) -> None:
+    def counts() -> tuple[int, int]:
+        return len(list(Path("/proc/self/fd").iterdir())), len(list(Path("/proc/self/task").iterdir()))
+
+    with Group([1]) as group:
+        context = group.contexts[0]
+        context.start_timeline(str(tmp_path / "first"))
+        context.stop_timeline()
+        before = counts()
+        for number in range(100):
+            path = tmp_path / str(number % 3)
+            context.start_timeline(str(path))
+            Rank(context).allreduce(np.ones(3), "x")
+            context.stop_timeline()
+            context.stop_timeline()
+            assert rows_of(parse_timeline(path))["x"][-1] == "  SHM_ALLREDUCE"
+        wait_for(lambda: counts() == before)
+        assert [event.event for event in context.events()[-4:]] == ["submitted", "agreed", "begun", "ended"]
+
+
+def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with Group([1]) as group:
+        context = group.contexts[0]
+        context.start_timeline(str(tmp_path / "t"))
+        (tmp_path / "folder").mkdir()
+        os.mkfifo(tmp_path / "pipe")
+        for path, reason in (
+            (tmp_path / "none" / "t", "No such file"),
+            (Path("/dev/null"), "no regular file"),
+            (tmp_path / "folder", "Is a directory"),
+            (tmp_path / "pipe", "No such device"),
+            (tmp_path / ("n" * 300), "File name too long"),
+        ):
+            with pytest.raises(UsageError, match=f"'{path}' cannot be written.*{reason}"):
+                context.start_timeline(str(path))
+        Rank(context).allreduce(np.ones(3), "x")
+        context.stop_timeline()
+    assert "x" in rows_of(parse_timeline(tmp_path / "t"))  # it has gone on
+
+
+def test_a_start_with_the_same_file_goes_on_and_with_another_one_there(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    (tmp_path / "link").symlink_to(first)
+    with Group([1]) as group:
+        rank = Rank(group.contexts[0])
+        rank.context.start_timeline(str(first))
+        rank.allreduce(np.ones(3), "a")
+        wait_for(lambda: b"SHM_ALLREDUCE" in first.read_bytes())
+        rank.context.start_timeline(str(tmp_path / "link"), marks_batches=True)
+        rank.allreduce(np.ones(3), "b")
+        rank.context.start_timeline(str(second))
+        rank.allreduce(np.ones(3), "c")
+        rank.context.stop_timeline()
+    events = parse_timeline(first)
+    assert rows_of(events).keys() == {"a", "b"}
+    assert sum(event["name"] == "CYCLE_START" for event in events if event["ph"] == "i") == 1
+    assert rows_of(parse_timeline(second)).keys() == {"c"}
+
+
+def test_more_than_the_ring_holds_is_said_to_be_lost(native: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    recorder = native.lib.shim_recorder_create()
+    try:
+        assert native.lib.shim_recorder_write_timeline(recorder, os.fsencode(path), 1_000_000) == 0
+    finally:
+        native.lib.shim_recorder_destroy(recorder)
+    events = parse_timeline(path)
+    lost = sum(event["args"]["count"] for event in events if event.get("name") == "EVENTS_LOST")
+    ended = sum(event["ph"] == "E" and "args" in event for event in events)
+    assert lost > 0
+    assert 0 < ended <= (2_000_000 - lost + 1) // 2 + sum(event.get("name") == "EVENTS_LOST" for event in events)
+
+
+def test_a_full_disk_ends_the_timeline_with_a_warning_and_nothing_else(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "t.json"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Group([1]) as group:
+        rank = Rank(group.contexts[0])
+        rank.context.start_timeline(str(path))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+        try:
+            for _ in range(200):
+                assert rank.allreduce(np.ones(3), "x")[0] == 1
+            rank.context.stop_timeline()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert 15_000 < path.stat().st_size <= 20_000
+    assert len(json.loads(path.read_text())) > 100
+    assert capfd.readouterr().err.count("warning: the timeline ends here, since it cannot be written") == 1
+
+
+def test_the_end_of_the_group_is_shown(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    with Group([1]) as group:
+        rank = Rank(group.contexts[0])
+        rank.context.start_timeline(str(path))
+        rank.allreduce(np.ones(3), "x")
+    last = parse_timeline(path)[-1]
+    assert (last["name"], last["args"]) == ("HORO_END", {"rank": 0, "reason": "shutdown"})

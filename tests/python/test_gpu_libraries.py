@@ -1,0 +1,146 @@
+"""What a process has of libraries for GPUs, shown with doubles of them: no GPU is needed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from doubles import CUDA, NCCL, build_double
+
+from horo._bootstrap.gpu_libraries import GpuLibraries, describe_difference, nccl_places
+from horo._bootstrap.host.identity import read_identity
+from horo._bootstrap.launchers.environment import Launch
+from horo._bootstrap.peer_info import PeerInfo, check_agreement
+from horo._config import Config
+
+TOLD = "import horo.torch as hvd; print(hvd.cuda_built(), hvd.nccl_built())"
+PEER = PeerInfo.of(Launch("none", 0, 1, "h1"), Config(), read_identity(None), None, "1+abi1")
+BOTH = GpuLibraries("CUDA driver 12.4", "NCCL 2.23.4")
+
+
+def with_libraries(*folders: Path, packages: Path | None = None) -> dict[str, str]:
+    """An environment whose loader finds libraries in ``folders``, and whose Python finds ``packages``."""
+    added = {"LD_LIBRARY_PATH": ":".join(map(str, folders))}
+    if packages is not None:
+        added["PYTHONPATH"] = str(packages)
+    return {**os.environ, **added}
+
+
+def run(*words: str, env: Mapping[str, str]) -> str:
+    done = subprocess.run(
+        [sys.executable, *words], env=dict(env), capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0 or "--check-build" in words, done.stderr
+    return done.stdout
+
+
+def line_of(shown: str, what: str) -> str:
+    (line,) = (line for line in shown.splitlines() if what in line)
+    return line.strip()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Both libraries on the system."""
+    found = tmp_path_factory.mktemp("system")
+    build_double(CUDA, found)
+    build_double(NCCL, found)
+    return found
+
+
+def test_the_systems_libraries_are_found(folder: Path) -> None:
+    assert run("-c", TOLD, env=with_libraries(folder)) == "True 22304\n"
+
+
+def test_nccl_of_a_python_package_goes_before_the_systems(folder: Path, tmp_path: Path) -> None:
+    build_double(NCCL, tmp_path / "nvidia" / "nccl" / "lib", VERSION=22703)
+    assert run("-c", TOLD, env=with_libraries(folder, packages=tmp_path)) == "True 22703\n"
+
+
+def test_nccl_that_torch_has_loaded_goes_before_all(folder: Path, tmp_path: Path) -> None:
+    build_double(NCCL, tmp_path / "nvidia" / "nccl" / "lib", VERSION=22703)
+    loaded = build_double(NCCL, tmp_path / "loaded", VERSION=22105)
+    code = f"import ctypes; ctypes.CDLL({str(loaded)!r}); {TOLD}"
+    assert run("-c", code, env=with_libraries(folder, packages=tmp_path)) == "True 22105\n"
+
+
+def test_what_cannot_be_used_is_not_built(tmp_path: Path) -> None:
+    build_double(CUDA, tmp_path, LACKS_INIT=1)
+    build_double(NCCL, tmp_path, VERSION=20000)
+    assert run("-c", TOLD, env=with_libraries(tmp_path)) == "False 0\n"
+
+
+def test_asking_does_not_initialize_the_driver(tmp_path: Path) -> None:
+    build_double(CUDA, tmp_path, INIT_CODE=100)
+    assert run("-c", TOLD, env=with_libraries(tmp_path)).startswith("True")
+
+
+def test_check_build_says_what_was_found_and_where(folder: Path) -> None:
+    shown = run("-m", "horo.runner", "--check-build", env=with_libraries(folder))
+    assert "Libraries for GPUs (tensors on GPUs: not yet):" in shown
+    assert line_of(shown, "CUDA driver").split() == [
+        "[X]",
+        *["CUDA", "driver", "12.4,", "2", "devices"],
+        str(folder / CUDA),
+    ]
+    assert line_of(shown, "NCCL").split() == ["[X]", "NCCL", "2.23.4", str(folder / NCCL)]
+
+
+def test_check_build_says_why_not(tmp_path: Path) -> None:
+    build_double(CUDA, tmp_path, INIT_CODE=100)
+    build_double(NCCL, tmp_path, VERSION=20000)
+    shown = run("-m", "horo.runner", "--check-build", env=with_libraries(tmp_path))
+    cuda, nccl = line_of(shown, "CUDA driver"), line_of(shown, "NCCL")
+    assert cuda.startswith("[ ] CUDA driver ")
+    assert cuda.endswith("cuInit failed with code 100: no CUDA-capable device is detected")
+    assert nccl.startswith("[ ] NCCL ")
+    assert f"{tmp_path / NCCL} is NCCL 2.0.0; horo needs 2.18.1" in nccl
+
+
+def test_the_systems_nccl_is_the_last_place_to_look(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert nccl_places()[-1] == NCCL
+    file = tmp_path / "nvidia" / "nccl" / "lib" / NCCL
+    file.parent.mkdir(parents=True)
+    file.touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert str(file) in nccl_places()[:-1]
+
+
+def test_what_a_rank_has_survives_the_store() -> None:
+    peer = replace(PEER, gpu=BOTH)
+    assert check_agreement([peer.encode()], lambda rank, host: f"rank {rank} ({host})") == [peer]
+
+
+def test_ranks_that_differ_get_a_sentence() -> None:
+    both, one, none = ("h1", BOTH), ("h2", GpuLibraries("CUDA driver 12.4")), ("h3", GpuLibraries())
+    assert describe_difference([both, both]) == ""
+    assert describe_difference([both, both, one]) == (
+        "ranks have different libraries for GPUs: rank 0 (h1) has CUDA driver 12.4 and NCCL 2.23.4, rank 2 (h2) has "
+        "CUDA driver 12.4"
+    )
+    assert describe_difference([none, both, one, one]).endswith(
+        "rank 0 (h3) has none, rank 1 (h1) has CUDA driver 12.4 and NCCL 2.23.4; 2 more differ from rank 0"
+    )
+
+
+def test_a_job_whose_ranks_differ_is_told_of_it(folder: Path) -> None:
+    code = "import horo.torch as hvd; hvd.init(); print(hvd.size())"
+    # Only rank 1 has the libraries: its own process puts them there before it loads anything.
+    script = f"import ctypes, os\nif os.environ['HOROVOD_RANK'] == '1': ctypes.CDLL({str(folder / CUDA)!r})\n{code}"
+    words = [sys.executable, "-m", "horo.runner", "-np", "2", "--oversubscribe", sys.executable, "-c", script]
+    done = subprocess.run(
+        words,
+        env={**os.environ, "HORO_LOG_LEVEL": "info"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 (" in done.stderr
+    assert "has CUDA driver 12.4" in done.stderr

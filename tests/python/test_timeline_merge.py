@@ -1,0 +1,198 @@
+"""Merging timelines: rows and times of several ranks in one file, whatever their clocks say."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trace_events import parse_timeline
+
+from horo.timeline import TimelineError, merge
+
+Clock = Callable[[float], float]
+"""What a clock shows, in microseconds, at a true time."""
+
+
+def write(path: Path, rank: int, clock: str, shows: Clock, steps: Sequence[Sequence[float]], *, size: int = 2) -> str:
+    """A timeline of allreduces; of each: when this rank has submitted it, begun it and ended it, in true time."""
+    zero = shows(0.0)
+    head = {"name": f"rank {rank}", "start_time_since_epoch_in_micros": 10**15, "monotonic_ns": int(zero * 1000)}
+    head |= {"rank": rank, "size": size, "host": f"h{clock}", "clock": clock}
+    events: list[dict[str, Any]] = [
+        {"name": "process_name", "ph": "M", "pid": 0, "tid": 0, "args": head},
+        {"name": "process_name", "ph": "M", "pid": 1, "tid": 0, "args": {"name": "x"}},
+    ]
+
+    def add(kind: str, true_us: float, name: str = "", **args: Any) -> None:
+        event = {"ph": kind, "ts": round(shows(true_us) - zero, 3), "pid": 1, "tid": 0}
+        events.append(event | ({"name": name} if name else {}) | ({"args": args} if args else {}))
+
+    for number, (submitted, begun, ended) in enumerate(steps):
+        add("B", submitted, "NEGOTIATE_ALLREDUCE")
+        add("E", begun)
+        add("B", begun, "ALLREDUCE")
+        add("B", begun, "TCP_ALLREDUCE")
+        add("E", ended)
+        add("E", ended, team=0, record=100 * number + 40)
+    lines = ",\n".join(json.dumps(event) for event in events)
+    path.write_text(f"[\n{lines}\n]\n")
+    return str(path)
+
+
+def steps_of(ranks: int, count: int, every_us: float, seed: int = 1) -> list[list[tuple[float, float, float]]]:
+    """True times of allreduces, by rank: a rank begins when all have submitted, and ends when all have begun."""
+    draw = random.Random(seed)
+    found: list[list[tuple[float, float, float]]] = [[] for _ in range(ranks)]
+    for number in range(count):
+        submitted = [1000 + number * every_us + draw.uniform(0, 300) for _ in range(ranks)]
+        begun = [max(submitted) + draw.uniform(20, 200) for _ in range(ranks)]
+        for rank in range(ranks):
+            found[rank].append((submitted[rank], begun[rank], max(begun) + draw.uniform(20, 200)))
+    return found
+
+
+def begins(events: Sequence[dict[str, Any]], rank: int) -> list[float]:
+    return [event["ts"] for event in events if event["ph"] == "B" and event["pid"] == rank]
+
+
+def errors_of(out: Path, ranks: int, steps: list[list[tuple[float, float, float]]]) -> list[float]:
+    """How far off each beginning is, relative to rank 0's first one."""
+    events = parse_timeline(out)
+    true_zero, zero = steps[0][0][0], begins(events, 0)[0]
+    return [
+        (shown - zero) - (true - true_zero)
+        for rank in range(ranks)
+        for shown, true in zip(begins(events, rank), (t for s, b, _ in steps[rank] for t in (s, b, b)), strict=True)
+    ]
+
+
+def test_ranks_of_one_clock_keep_their_times_and_get_a_process_each(tmp_path: Path) -> None:
+    steps = steps_of(3, 20, 1000)
+    files = [write(tmp_path / f"{rank}", rank, "a", lambda t: t + 5e9, steps[rank], size=3) for rank in range(3)]
+    said = merge(str(tmp_path / "out"), files[::-1])
+    assert said == [f"{tmp_path / 'out'}: 3 ranks, 360 events"]
+    assert max(abs(error) for error in errors_of(tmp_path / "out", 3, steps)) < 0.01
+    events = parse_timeline(tmp_path / "out")
+    names = {event["pid"]: event["args"]["name"] for event in events if event.get("name") == "process_name"}
+    assert names == {rank: f"rank {rank} on ha" for rank in range(3)}
+
+
+@pytest.mark.parametrize("offset_us", [0.0, 3e6, -7.25e11])
+def test_clocks_that_differ_are_aligned_by_what_the_ranks_did_together(tmp_path: Path, offset_us: float) -> None:
+    steps = steps_of(2, 200, 1000)
+    files = [
+        write(tmp_path / "0", 0, "a", lambda t: t + 8e11, steps[0]),
+        write(tmp_path / "1", 1, "b", lambda t: t + 8e11 + offset_us, steps[1]),
+    ]
+    _, remark = merge(str(tmp_path / "out"), files)
+    assert remark.startswith("hb: its times are right to ")
+    within = float(remark.split("right to ")[1].split(" us")[0])
+    assert within < 60  # the closest of 200 pairs, of delays from 20 to 200 us
+    errors = errors_of(tmp_path / "out", 2, steps)
+    assert max(abs(error) for error in errors) <= within + 0.1
+
+
+def test_a_clock_that_runs_faster_is_followed(tmp_path: Path) -> None:
+    steps = steps_of(2, 3000, 10_000)  # half a minute, in which 100 ppm make 3 ms
+    files = [
+        write(tmp_path / "0", 0, "a", lambda t: t, steps[0]),
+        write(tmp_path / "1", 1, "b", lambda t: 1e9 + t * 1.0001, steps[1]),
+    ]
+    merge(str(tmp_path / "out"), files)
+    errors = errors_of(tmp_path / "out", 2, steps)
+    assert max(abs(error) for error in errors) < 250  # a second's drift beside the bounds of its records
+
+
+def test_a_third_machine_may_share_operations_with_the_second_only(tmp_path: Path) -> None:
+    steps = steps_of(3, 50, 1000)
+    files = [write(tmp_path / f"{rank}", rank, "abc"[rank], lambda t: t, steps[rank], size=3) for rank in range(3)]
+    for rank, team in ((0, 1), (2, 2)):  # rank 0 is in team 1 alone, rank 2 in team 2, rank 1 in both by turns
+        text = Path(files[rank]).read_text()
+        Path(files[rank]).write_text(text.replace('"team": 0', f'"team": {team}'))
+    lines = Path(files[1]).read_text().splitlines(keepends=True)
+    ends = [index for index, line in enumerate(lines) if '"team": 0' in line]
+    for place, index in enumerate(ends):
+        lines[index] = lines[index].replace('"team": 0', f'"team": {1 + place % 2}')
+    Path(files[1]).write_text("".join(lines))
+    said = merge(str(tmp_path / "out"), files)
+    assert [line.split(":")[0] for line in said[1:]] == ["hb", "hc"]
+    assert all("right to" in line for line in said[1:])
+    assert max(abs(error) for error in errors_of(tmp_path / "out", 3, steps)) < 150
+
+
+def test_without_a_shared_operation_the_date_decides_and_that_is_said(tmp_path: Path) -> None:
+    steps = steps_of(2, 5, 1000)
+    files = [
+        write(tmp_path / "0", 0, "a", lambda t: t, steps[0]),
+        write(tmp_path / "1", 1, "b", lambda t: t + 1e9, []),
+    ]
+    said = merge(str(tmp_path / "out"), files)
+    assert said[1] == "hb: shares no operation with the other files; its times are as right as the dates of ha and hb"
+    parse_timeline(tmp_path / "out")
+
+
+def test_a_file_whose_end_was_not_written_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    steps = steps_of(2, 10, 1000)
+    files = [write(tmp_path / f"{rank}", rank, "a", lambda t: t, steps[rank]) for rank in range(2)]
+    whole = Path(files[1]).read_text()
+    Path(files[1]).write_text(whole[: len(whole) * 2 // 3])
+    said = merge(str(tmp_path / "out"), files)
+    assert f"{files[1]}: its end was not written; what was there is in the result" in said
+    assert len(begins(parse_timeline(tmp_path / "out"), 1)) > 10
+
+
+def test_files_that_do_not_belong_together_are_named(tmp_path: Path) -> None:
+    first = write(tmp_path / "0", 0, "a", lambda t: t, [])
+    second = write(tmp_path / "1", 1, "a", lambda t: t, [])
+    again = write(tmp_path / "again", 0, "a", lambda t: t, [])
+    other = write(tmp_path / "other", 3, "a", lambda t: t, [], size=4)
+    (tmp_path / "no").write_text("[]")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    out = str(tmp_path / "out")
+    for files, text in (
+        ([first, again], f"{first} and {again}: both are of rank 0"),
+        ([first, other], f"{first} and {other}: are of two jobs, of 2 and of 4 ranks"),
+        ([first, str(tmp_path / "no")], f"{tmp_path / 'no'}: is no timeline of a rank of horo"),
+        ([str(tmp_path / "binary")], "it is not text"),
+        ([str(tmp_path / "none")], f"{tmp_path / 'none'}: cannot be read: No such file or directory"),
+    ):
+        with pytest.raises(TimelineError, match=text.replace("(", "\\(")):
+            merge(out, files)
+        assert not Path(out).exists()
+    with pytest.raises(TimelineError, match=f"{second}: is among the files to be merged"):
+        merge(second, [first, str(tmp_path / "." / "1")])
+    with pytest.raises(TimelineError, match=f"{first}: is the timeline of rank 0; name the file for the result first"):
+        merge(first, [second])
+    merge(out, [first, second])
+    merge(out, [first, second])  # an earlier result
+    with pytest.raises(TimelineError, match="cannot be written: No such file or directory"):
+        merge(str(tmp_path / "none" / "out"), [first, second])
+
+
+def test_the_command_merges_and_says_what_is_wrong(tmp_path: Path) -> None:
+    first = write(tmp_path / "0", 0, "a", lambda t: t, steps_of(2, 3, 1000)[0])
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-X", "importtime", "-m", "horo.timeline", *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    done = run("merge", str(tmp_path / "out"), first)
+    assert done.returncode == 0
+    assert done.stdout.splitlines() == [
+        f"{tmp_path / 'out'}: 1 rank, 18 events",
+        "1 of 2 ranks are not among the files",
+    ]
+    assert not {"torch", "horo._core", "numpy"} & {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    parse_timeline(tmp_path / "out")
+    failed = run("merge", str(tmp_path / "out"), str(tmp_path / "none"))
+    assert (failed.returncode, failed.stdout) == (1, "")
+    assert (
+        failed.stderr.splitlines()[-1]
+        == f"horo.timeline: {tmp_path / 'none'}: cannot be read: No such file or directory"
+    )

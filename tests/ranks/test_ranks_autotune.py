@@ -1,0 +1,112 @@
+"""Autotuning in jobs of real processes: its variables, its log, and a training in the midst of it."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import RankError, RankPool
+from small_model import make_loss, make_model, sgd
+
+import horo.torch as hvd
+from horo.torch import _runtime
+
+SEARCH = {
+    "HORO_AUTOTUNE": "1",
+    "HOROVOD_AUTOTUNE_WARMUP_SAMPLES": "1",
+    "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE": "2",
+    "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": "20",
+    "HORO_OVERLAP": "always",
+}
+
+
+def train(steps: int) -> tuple[list[torch.Tensor], bool]:
+    """The parameters after each step, and whether the search is over."""
+    model = make_model()
+    optimizer = sgd(model)
+    after = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        make_loss(model, hvd.rank(), step % 7).backward()
+        optimizer.step()
+        after.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    return after, _runtime.current().job.context.tuning()[1]
+
+
+def test_a_training_is_the_same_on_all_ranks_in_every_step_of_a_search(tmp_path: Path) -> None:
+    log = tmp_path / "autotune.csv"
+    pool = RankPool(2, environment={**SEARCH, "HOROVOD_AUTOTUNE_LOG": str(log)})
+    try:
+        (first, is_over), (second, is_over_there) = pool.run(train, 400)
+    finally:
+        pool.close()
+    assert is_over
+    assert is_over_there
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    rows = list(csv.DictReader(log.open()))
+    assert rows[-1]["stage"] == "best"
+    assert {row["overlap"] for row in rows} == {"always", "never"}
+
+
+def test_a_job_that_begins_again_searches_again(tmp_path: Path) -> None:
+    log = tmp_path / "autotune.csv"
+
+    def twice() -> list[bool]:
+        over = [train(400)[1]]
+        hvd.shutdown()
+        hvd.init()
+        assert not _runtime.current().job.context.tuning()[1]
+        over.append(train(400)[1])
+        return over
+
+    pool = RankPool(2, environment={**SEARCH, "HORO_AUTOTUNE_LOG": str(log)})
+    try:
+        assert pool.run(twice) == [[True, True]] * 2
+    finally:
+        pool.close()
+    assert [row["stage"] for row in csv.DictReader(log.open())].count("best") == 1
+
+
+def test_config_shows_what_the_search_has_put_in_force() -> None:
+    def watch() -> list[tuple[list[tuple[Any, str]], list[Any]]]:
+        seen = []
+        model = make_model()
+        optimizer = sgd(model)
+        for step in range(400):
+            settings = hvd.config()
+            seen.append(
+                (
+                    [(settings[name], settings.source(name)) for name in ("segment_bytes", "overlap", "spin_us")],
+                    [_runtime.current().job.context.tuning()[0][knob] for knob in ("segment", "overlap")],
+                )
+            )
+            optimizer.zero_grad()
+            make_loss(model, hvd.rank(), step % 7).backward()
+            optimizer.step()
+        hvd.init(segment_bytes=256 << 10)  # as it was set: no change
+        return seen
+
+    pool = RankPool(2, environment=SEARCH)
+    try:
+        both = pool.run(watch)
+    finally:
+        pool.close()
+    for seen in both:
+        assert seen[0][0] == [(256 << 10, "default"), ("always", "HORO_OVERLAP"), (1000, "default")]
+        for (segment, overlap, spin), (native_segment, native_overlap) in seen:
+            is_first = native_segment == 256 << 10
+            assert segment == (native_segment, "default" if is_first else "autotune")
+            assert overlap == (("always", "HORO_OVERLAP") if native_overlap == 2 else ("never", "autotune"))
+            assert spin == (1000, "default")
+        assert {segment[1] for (segment, _, _), _ in seen} == {"default", "autotune"}
+        assert {overlap[1] for (_, overlap, _), _ in seen} == {"HORO_OVERLAP", "autotune"}
+
+
+def test_a_log_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "absent" / "autotune.csv"
+    pool = RankPool(2, environment={**SEARCH, "HORO_AUTOTUNE_LOG": str(path)})
+    with pytest.raises(RankError, match=r"HORO_AUTOTUNE_LOG='.*' cannot be written on rank 0: No such file"):
+        pool.run(train, 1)

@@ -1,0 +1,204 @@
+"""Tensors on GPUs in all functions of ``horo.torch``. A double stands for the GPU: see ``gpu_double``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import gpu_double
+import pytest
+import torch
+from doubles import CUDA, build_double
+from rank_pool import RankPool
+
+import horo.torch as hvd
+from horo.errors import ResourceError, UnsupportedError, UsageError
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    """Two ranks of this module's own: each gets the double."""
+    pool = RankPool(2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def double(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(build_double(CUDA, tmp_path_factory.mktemp("double"), DELAYS=20))
+
+
+def test_values_are_taken_behind_the_current_stream_which_waits_for_the_results(pool: RankPool, double: str) -> None:
+    def check(path: str) -> None:
+        gpu = gpu_double.load(path)
+        for stream in (0, gpu.make_stream()):
+            gpu.stream = stream
+            gate = gpu.hold()
+            x, y = gpu.put(torch.full((1000,), float(hvd.rank()))), gpu.put(torch.ones(5, 3))
+            gpu.add(x, 1.0)
+            handles = [hvd.allreduce_async_(x, op=hvd.Sum), hvd.allreduce_async(y, op=hvd.Sum, name="y")]
+            assert not any(map(hvd.poll, handles))
+            gpu.open(gate)
+            results = [hvd.synchronize(handle) for handle in handles]
+            assert results[0] is x and results[1].device == torch.device("cuda", 0)
+            gpu.add(x, 0.5)
+            assert torch.equal(gpu.read(x), torch.full((1000,), 3.5))
+            assert torch.equal(gpu.read(results[1]), torch.full((5, 3), 2.0))
+            assert [(result.data_ptr(), gpu.stream) for result in results] == gpu.recorded[-2:]
+        gpu.stream = 0
+
+    pool.run(check, double)
+
+
+def test_the_stream_that_waits_is_the_one_of_synchronize(pool: RankPool, double: str) -> None:
+    def check(path: str) -> None:
+        gpu = gpu_double.load(path)
+        x = gpu.put(torch.ones(70_000))
+        handle = hvd.allreduce_async_(x, op=hvd.Sum)
+        gpu.stream = gpu.make_stream()
+        hvd.synchronize(handle)
+        gpu.add(x, 1.0)
+        assert torch.equal(gpu.read(x), torch.full((70_000,), 3.0))
+        gpu.stream = 0
+
+    pool.run(check, double)
+
+
+@pytest.mark.parametrize("on_gpu", [(0, 1), (0,), (1,)], ids=str)
+def test_reductions(pool: RankPool, double: str, on_gpu: tuple[int, ...]) -> None:
+    def check(path: str, on_gpu: tuple[int, ...]) -> None:
+        gpu, r = gpu_double.load(path), hvd.rank()
+        put: Any = gpu.put if r in on_gpu else torch.Tensor.clone
+        own = torch.tensor([1.0, 2.0, 3.0]) * (r + 1)
+        for op, expected in ((hvd.Sum, [3, 6, 9]), (hvd.Average, [1.5, 3, 4.5]), (hvd.Max, [2, 4, 6])):
+            for dtype in (torch.float32, torch.bfloat16, torch.int64 if op != hvd.Average else torch.float64):
+                result = hvd.allreduce(put(own.to(dtype)), op=op)
+                assert result.is_cuda == (r in on_gpu)
+                assert gpu.read(result).tolist() == expected, (op, dtype)
+        x = put(own)
+        assert hvd.allreduce_(x, op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.5) is x
+        assert gpu.read(x).tolist() == [3, 6, 9]
+        narrow = hvd.allreduce(put(own), op=hvd.Sum, compression=hvd.Compression.fp16)
+        assert gpu.read(narrow).tolist() == [3, 6, 9]
+        adasum = hvd.allreduce(put(own), op=hvd.Adasum)
+        assert gpu.read(adasum).tolist() == [1.5, 3, 4.5]  # of parallel vectors, their mean
+        group = hvd.grouped_allreduce([put(own), put(torch.ones(2, 0)), put(own[:1])], op=hvd.Sum)
+        assert [gpu.read(one).tolist() for one in group] == [[3, 6, 9], [[], []], [3]]
+        rows = hvd.reducescatter(put(torch.arange(10.0).view(5, 2)), op=hvd.Sum)
+        assert torch.equal(gpu.read(rows), 2 * torch.arange(10.0).view(5, 2)[slice(0, 3) if r == 0 else slice(3, 5)])
+
+    pool.run(check, double, on_gpu)
+
+
+@pytest.mark.parametrize("on_gpu", [(0, 1), (0,), (1,)], ids=str)
+def test_moves(pool: RankPool, double: str, on_gpu: tuple[int, ...]) -> None:
+    def check(path: str, on_gpu: tuple[int, ...]) -> None:
+        gpu, r = gpu_double.load(path), hvd.rank()
+        put: Any = gpu.put if r in on_gpu else torch.Tensor.clone
+        for root in (0, 1):
+            sent = put(torch.full((3,), r + 1))
+            assert gpu.read(hvd.broadcast(sent, root)).tolist() == [root + 1] * 3
+            hvd.broadcast_(sent, root)
+            assert gpu.read(sent).tolist() == [root + 1] * 3
+        gathered = hvd.allgather(put(torch.full((r + 1, 2), r)))
+        assert gathered.is_cuda == (r in on_gpu)
+        assert gpu.read(gathered).tolist() == [[0, 0], [1, 1], [1, 1]]
+        assert gpu.read(hvd.allgather(put(torch.empty(0, 2)))).shape == (0, 2)
+        received, splits = hvd.alltoall(put(torch.arange(3) + 10 * r), torch.tensor([1, 2]))
+        assert gpu.read(received).tolist() == ([0, 10] if r == 0 else [1, 2, 11, 12])
+        assert splits.tolist() == [r + 1, r + 1]
+        named = {"a": put(torch.full((2, 2), float(r))), "b": torch.full((3,), r), "c": put(torch.tensor(r))}
+        hvd.broadcast_parameters(named, root_rank=1)
+        assert [gpu.read(one).sum().item() for one in named.values()] == [4, 3, 1]
+
+    pool.run(check, double, on_gpu)
+
+
+def test_an_optimizer_averages_gradients_on_gpus(pool: RankPool, double: str) -> None:
+    def check(path: str) -> list[list[float]]:
+        gpu = gpu_double.load(path)
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
+        plain = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
+        plain.load_state_dict(model.state_dict())
+        alone = torch.optim.SGD(plain.parameters(), lr=0.5, momentum=0.9)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9), named_parameters=model.named_parameters()
+        )
+        for parameter in model.parameters():
+            parameter.grad = gpu.put(torch.zeros_like(parameter))
+        for step in range(4):
+            whole = torch.randn(8, 4)
+            optimizer.zero_grad(set_to_none=False)
+            model(whole[hvd.rank() :: 2]).square().mean().backward()
+            for parameter in model.parameters():
+                assert parameter.grad is not None and parameter.grad.is_cuda, step
+                gpu.read(parameter.grad)  # the step of this torch does not follow streams
+            optimizer.step()
+            alone.zero_grad()
+            plain(whole).square().mean().backward()
+            alone.step()
+        for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine, other)
+        return [parameter.flatten().tolist() for parameter in model.parameters()]
+
+    first, second = pool.run(check, double)
+    assert first == second
+
+
+def test_what_cannot_be_done_is_refused_and_the_next_call_works(pool: RankPool, double: str) -> None:
+    def check(path: str) -> None:
+        gpu = gpu_double.load(path)
+        gpu.capture(True)
+        with pytest.raises(UsageError, match="current stream is being captured into a CUDA graph"):
+            hvd.allreduce(gpu.put(torch.ones(2)))
+        gpu.capture(False)
+        gpu.lib.double_fail(0, 0)
+        size = 5 << 20
+        with pytest.raises(ResourceError, match=rf"no {size} bytes of pinned memory: .* out of memory"):
+            hvd.allreduce(gpu.put(torch.ones(size // 4)), name="large")
+        gpu.lib.double_fail(0, 1 << 30)
+        with pytest.raises(UnsupportedError, match="its tensors are on cuda:0 and cpu; those of one call must be"):
+            hvd.grouped_allreduce([gpu.put(torch.ones(2)), torch.ones(2)])
+        with pytest.raises(UsageError, match="there is no device 7; this process sees 2"):
+            hvd.allreduce(gpu.put(torch.ones(2), 7))
+        x, y = gpu.put(torch.ones(2)), torch.ones(2)
+        hvd.grouped_allreduce_([x, y], op=hvd.Sum)
+        assert gpu.read(x).tolist() == y.tolist() == [2, 2]
+        assert gpu.read(hvd.allreduce(gpu.put(torch.ones(2), 1), op=hvd.Sum)).tolist() == [2, 2]
+
+    pool.run(check, double)
+
+
+def test_it_works_again_after_shutdown_and_init(pool: RankPool, double: str) -> None:
+    def check(path: str) -> None:
+        gpu = gpu_double.load(path)
+        assert gpu.read(hvd.allreduce(gpu.put(torch.ones(2)), op=hvd.Sum)).tolist() == [2, 2]
+        gate = gpu.hold()
+        handle = hvd.allreduce_async(gpu.put(torch.ones(2)), name="left")
+        assert not hvd.poll(handle)
+        hvd.barrier()
+        gpu.open(gate)
+        hvd.shutdown()
+        hvd.init()
+        assert gpu.read(hvd.allreduce(gpu.put(torch.ones(2)), op=hvd.Sum)).tolist() == [2, 2]
+
+    pool.run(check, double)
+
+
+def test_without_a_driver_the_places_are_named(ranks2: RankPool) -> None:
+    def check() -> None:
+        class Elsewhere(torch.Tensor):
+            __torch_function__ = torch._C._disabled_torch_function_impl
+            is_cpu, is_cuda, device = False, True, torch.device("cuda", 0)
+
+        kept = torch.cuda.current_stream
+        torch.cuda.current_stream = lambda device=None: gpu_double.Stream(0)  # type: ignore[assignment,misc,return-value]
+        try:
+            with pytest.raises(ResourceError, match=r"no usable CUDA driver: libcuda\.so\.1"):
+                hvd.allreduce_(torch.ones(2).as_subclass(Elsewhere), name="x")
+        finally:
+            torch.cuda.current_stream = kept
+        assert hvd.allreduce(torch.ones(2), name="x", op=hvd.Sum).tolist() == [2, 2]
+
+    ranks2.run(check)

@@ -1,0 +1,186 @@
+"""Metrics are averaged over all samples of all ranks, and the learning rate rises to that of all ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from rank_pool import RankPool
+
+hvd = pytest.importorskip("horo.torch")
+
+
+def uneven_means() -> tuple[dict[str, float], dict[str, float], int]:
+    import torch  # noqa: PLC0415
+
+    averages = hvd.MetricAverage("loss", "accuracy", "never")
+    for batch in range(hvd.rank()):  # rank 0 has none, rank 1 one, ...
+        averages.update(batch + 1, loss=torch.tensor(float(hvd.rank()), requires_grad=True), accuracy=batch)
+    averages.update(0, loss=math.nan, accuracy=torch.tensor([math.inf]))
+    before = hvd._runtime.current().core.counters()["requests"]
+    first = averages.compute()
+    requests = hvd._runtime.current().core.counters()["requests"] - before
+    averages.reset()
+    averages.update(accuracy=torch.tensor([[4]], dtype=torch.int64) + hvd.rank())
+    return first, averages.compute(), requests
+
+
+def test_means_are_over_all_samples_of_all_ranks(ranks: RankPool) -> None:
+    results = ranks.run(uneven_means)
+    weights = {rank: [batch + 1 for batch in range(rank)] for rank in range(ranks.size)}
+    total = sum(sum(own) for own in weights.values())
+    loss = sum(rank * sum(own) for rank, own in weights.items()) / total
+    accuracy = sum(batch * weight for own in weights.values() for batch, weight in enumerate(own)) / total
+    for first, second, requests in results:
+        assert first["loss"] == pytest.approx(loss, rel=1e-12)
+        assert first["accuracy"] == pytest.approx(accuracy, rel=1e-12)
+        assert math.isnan(first["never"])
+        assert list(first) == ["loss", "accuracy", "never"]
+        assert second["accuracy"] == 4 + (ranks.size - 1) / 2
+        assert math.isnan(second["loss"])
+        assert requests == 1
+    assert len({tuple(map(repr, first.values())) for first, _, _ in results}) == 1
+
+
+def means_of_a_set() -> Any:
+    evens = hvd.add_process_set(range(0, hvd.size(), 2))
+    averages = hvd.MetricAverage("x", process_set=evens)
+    averages.update(x=hvd.rank())
+    found = averages.compute() if evens.included() else None
+    hvd.remove_process_set(evens)
+    return found
+
+
+def test_a_process_set_averages_among_its_members(ranks4: RankPool) -> None:
+    assert ranks4.run(means_of_a_set) == [{"x": 1.0}, None, {"x": 1.0}, None]
+
+
+def test_what_is_wrong_with_a_metric_is_named() -> None:
+    import torch  # noqa: PLC0415
+
+    for names in ((), ("a", "a"), ("a", ""), (1,)):
+        with pytest.raises(hvd.UsageError, match="expected the names of the metrics, each once"):
+            hvd.MetricAverage(*names)
+    averages = hvd.MetricAverage("loss")
+    with pytest.raises(hvd.UsageError, match=r"update\(los=...\): its metrics are loss"):
+        averages.update(los=1)
+    with pytest.raises(hvd.UsageError, match=r"a tensor of shape \[2\] is not one number"):
+        averages.update(loss=torch.ones(2))
+    for weight in (-1, math.nan, math.inf):
+        with pytest.raises(hvd.UsageError, match="a weight is a number from 0 on"):
+            averages.update(weight, loss=1)
+    with pytest.raises(hvd.NotInitializedError):
+        averages.compute()
+
+
+def test_an_update_that_fails_counts_nothing_and_names_metric_and_value() -> None:
+    import torch  # noqa: PLC0415
+
+    averages = hvd.MetricAverage("a", "b")
+    wrong = [("x", "'x'"), ("1", "'1'"), (None, "None"), ([1], "[1]"), (10**400, "1000")]
+    for value, shown in [*wrong, (torch.ones(1) * 1j, "a tensor of torch.complex")]:
+        with pytest.raises(hvd.UsageError) as caught:
+            averages.update(1, a=1, b=value)
+        assert f"update(b=...): {shown}" in str(caught.value)
+        assert str(caught.value).endswith(" is not one number")
+    tensors = [(torch.ones(2), "a tensor of shape [2]"), (-torch.ones(1), "-1")]
+    for weight, shown in [*tensors, ("1", "'1'"), (None, "None")]:
+        with pytest.raises(hvd.UsageError) as caught:
+            averages.update(weight, a=1)
+        assert f"update({shown}, ...): a weight is a number from 0 on" in str(caught.value)
+    hvd.init()
+    try:
+        assert all(math.isnan(mean) for mean in averages.compute().values())
+        averages.update(torch.tensor([2]), a=3)
+        assert averages.compute()["a"] == 3
+    finally:
+        hvd.shutdown()
+
+
+def rates(steps: int, calls: int, beside: bool = False) -> list[float]:
+    import torch  # noqa: PLC0415
+
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5 * hvd.size(), momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(optimizer, model)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    warmup = hvd.LearningRateWarmup(optimizer, steps)
+    decay = torch.optim.lr_scheduler.MultiStepLR(optimizer, [steps + 1]) if beside else None
+    found = []
+    for _ in range(calls):
+        found.append(optimizer.param_groups[0]["lr"])
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        warmup.step()
+        if decay is not None:
+            decay.step()
+    return found
+
+
+def test_the_rate_rises_from_that_of_one_rank_to_that_of_all(ranks: RankPool) -> None:
+    size = ranks.size
+    expected = [0.5 * (1 + (size - 1) * min(1.0, step / 4)) for step in range(7)]
+    for found in ranks.run(rates, 4, 7):
+        assert found == pytest.approx(expected, rel=1e-9)
+    for found in ranks.run(rates, 0, 2):
+        assert found == pytest.approx([0.5 * size] * 2)
+    expected = [0.5 * (1 + (size - 1) * min(1.0, step / 4)) * (0.1 if step >= 5 else 1) for step in range(7)]
+    for found in ranks.run(rates, 4, 7, True):
+        assert found == pytest.approx(expected, rel=1e-9)
+
+
+def resumed_rates() -> tuple[list[float], list[float]]:
+    import torch  # noqa: PLC0415
+
+    def make() -> tuple[Any, Any]:
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5 * hvd.size())
+        return optimizer, hvd.LearningRateWarmup(optimizer, 5)
+
+    def go_on(optimizer: Any, warmup: Any, count: int) -> list[float]:
+        found = []
+        for _ in range(count):
+            optimizer.step()
+            warmup.step()
+            found.append(optimizer.param_groups[0]["lr"])
+        return found
+
+    whole = go_on(*make(), 8)
+    optimizer, warmup = make()
+    begun = go_on(optimizer, warmup, 3)
+    saved = optimizer.state_dict(), warmup.state_dict()
+    optimizer, warmup = make()
+    optimizer.load_state_dict(saved[0])
+    warmup.load_state_dict(saved[1])
+    return whole, begun + go_on(optimizer, warmup, 5)
+
+
+def test_a_warmup_goes_on_from_its_state(ranks2: RankPool) -> None:
+    for whole, parts in ranks2.run(resumed_rates):
+        assert parts == pytest.approx(whole, rel=1e-12)
+        assert whole[-1] == pytest.approx(1.0)
+
+
+def rates_in_a_set() -> float:
+    import torch  # noqa: PLC0415
+
+    first = hvd.add_process_set([0, 1, 2])
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=3.0)
+    hvd.LearningRateWarmup(optimizer, 5, process_set=first)
+    hvd.remove_process_set(first)
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def test_a_process_set_has_as_many_ranks_as_it_has(ranks4: RankPool) -> None:
+    assert ranks4.run(rates_in_a_set) == pytest.approx([1.0, 1.0, 1.0, 3.0])
+
+
+def test_what_is_wrong_with_a_warmup_is_named() -> None:
+    import torch  # noqa: PLC0415
+
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    for steps in (-1, 2.5, "5", None):
+        with pytest.raises(hvd.UsageError, match=r"LearningRateWarmup\(steps=.*from 0 on"):
+            hvd.LearningRateWarmup(optimizer, steps)
+    with pytest.raises(hvd.NotInitializedError):
+        hvd.LearningRateWarmup(optimizer, 5)

@@ -1,0 +1,358 @@
+"""Timelines of real jobs: who writes which file, when, and what happens to it when things go wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from rank_pool import RankPool
+from trace_events import check_events, names_of_rows, parse_timeline, rows_of
+
+import horo.torch as hvd
+from horo.timeline import merge
+
+DEADLINE_S = 30.0
+ADASUM_PHASES = ("ALLTOALL", "DOT_PRODUCTS", "SUM_OF_PRODUCTS", "COMBINE", "ALLGATHER")
+STEP = ["NEGOTIATE_ALLREDUCE", "ALLREDUCE", "  SHM_ALLREDUCE"]
+
+
+@pytest.fixture
+def fresh2() -> Iterator[RankPool]:
+    """Two ranks that have not called ``init()``."""
+    pool = RankPool(2, init=False)
+    yield pool
+    pool.close()
+
+
+def wait_for_text(path: Path, word: str) -> str:
+    """The file, once it has the word."""
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        text = path.read_text() if path.exists() else ""
+        if word in text:
+            return text
+        if time.monotonic() > deadline:
+            raise AssertionError(f"no {word} in {path}: {text[-500:]}")
+        time.sleep(0.005)
+
+
+def test_rank_0_writes_what_all_have_done_with_horovods_names(ranks2: RankPool, tmp_path: Path) -> None:
+    def check(path: Path) -> None:
+        hvd.start_timeline(str(path), mark_cycles=True)
+        hvd.barrier()
+        hvd.allreduce(torch.ones(5, 1000), name="x")
+        hvd.allgather(torch.ones(hvd.rank() + 1), name="x")
+        hvd.broadcast(torch.ones(3), 0, name="x")
+        hvd.alltoall(torch.ones(4), name="x")
+        hvd.reducescatter(torch.ones(4), name="x")
+        hvd.allreduce(torch.ones(2), op=hvd.Adasum, name="y")
+        hvd.stop_timeline()
+        hvd.barrier()
+
+    ranks2.run(check, tmp_path / "t.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["t.json"]
+    events = parse_timeline(tmp_path / "t.json")
+    rows = rows_of(events)
+    for kind in ("allreduce", "allgather", "broadcast", "alltoall", "reducescatter"):
+        phase = kind.upper()
+        assert rows[f"{kind}.x"] == [f"NEGOTIATE_{phase}", phase, f"  SHM_{phase}"], rows
+    assert rows["allreduce.y"][:3] == ["NEGOTIATE_ADASUM", "ADASUM", "  SHM_ADASUM_ALLREDUCE"], rows
+    assert rows["allreduce.y"][3:] == [f"    ADASUM_{phase}" for phase in ADASUM_PHASES], rows
+    assert sum(event["ph"] == "i" and event["name"] == "CYCLE_START" for event in events) >= 6
+    head = events[0]["args"]
+    assert head["start_time_since_epoch_in_micros"] == pytest.approx(time.time() * 1e6, abs=3600e6)
+    assert (head["rank"], head["size"]) == (0, 2)
+    # Both ranks are shown as ready within the negotiation of what both have submitted.
+    ready = {event["name"] for event in events if event["ph"] == "X"}
+    assert ready == {"0", "1"}
+
+
+def test_a_training_step_is_on_the_timeline_within_a_moment(ranks2: RankPool, tmp_path: Path) -> None:
+    def check(path: Path) -> None:
+        hvd.start_timeline(path)
+        model = torch.nn.Linear(20, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+        model(torch.ones(2, 20)).sum().backward()
+        optimizer.step()
+        hvd.barrier()
+        if hvd.rank() == 0:  # nobody has stopped it
+            wait_for_text(path, "weight")
+            wait_for_text(path, "NEGOTIATE_BARRIER")
+        hvd.stop_timeline()
+        hvd.barrier()
+
+    ranks2.run(check, tmp_path / "t.json")
+    rows = rows_of(parse_timeline(tmp_path / "t.json"))
+    for name in ("weight", "bias"):
+        (row,) = (steps for key, steps in rows.items() if key.endswith(name))
+        assert row == STEP
+
+
+def test_every_rank_writes_a_file_of_its_own_and_they_merge(ranks4: RankPool, tmp_path: Path) -> None:
+    def check(path: str) -> None:
+        hvd.start_timeline(path)
+        for step in range(10):
+            hvd.allreduce(torch.ones(1000), name=f"t{step % 2}")
+        hvd.barrier()
+        hvd.stop_timeline()
+
+    ranks4.run(check, str(tmp_path / "t-{rank}.json"))
+    files = [tmp_path / f"t-{rank}.json" for rank in range(4)]
+    assert sorted(tmp_path.iterdir()) == files
+    for rank, path in enumerate(files):
+        events = parse_timeline(path)
+        assert events[0]["args"]["rank"] == rank
+        assert rows_of(events)["allreduce.t1"] == STEP * 5
+    out = tmp_path / "all.json"
+    said = merge(str(out), [str(path) for path in files])
+    assert len(said) == 1
+    merged = parse_timeline(out)
+    names = names_of_rows(merged)
+    assert [names[rank].split(" on ")[0] for rank in range(4)] == [f"rank {rank}" for rank in range(4)]
+    # No rank begins an operation before the last has submitted it: on one host, clocks are the same.
+    begun, submitted = [[[e["ts"] for e in merged if e["ph"] == "B" and e["pid"] == rank and e["name"] == name]
+                         for rank in range(4)] for name in ("ALLREDUCE", "NEGOTIATE_ALLREDUCE")]  # fmt: skip
+    assert all(len(times) == 10 for times in begun + submitted)
+    for step in range(10):
+        slack_us = 50  # two looks at the processor's counter are set against two of the clock
+        assert min(times[step] for times in begun) > max(times[step] for times in submitted) - slack_us
+
+
+def test_operations_of_process_sets_have_rows_of_their_own(tmp_path: Path) -> None:
+    def work(folder: Path) -> None:
+        one, two = hvd.add_process_set([2]), hvd.add_process_set([0, 1])
+        hvd.start_timeline(f"{folder}/{{rank}}.json")
+        hvd.allreduce(torch.ones(3), name="x")
+        for each in (one, two):
+            if each.included():
+                hvd.allreduce(torch.ones(3), name="x", process_set=each)
+        hvd.barrier()
+        hvd.remove_process_set(two)
+        again = hvd.add_process_set([0, 1])
+        assert again.process_set_id == 2
+        if again.included():
+            hvd.allreduce(torch.ones(3), name="x", process_set=again)
+        hvd.barrier()
+        hvd.stop_timeline()
+
+    pool = RankPool(3)
+    try:
+        pool.run(work, tmp_path)
+    finally:
+        pool.close()
+    first, second, third = (parse_timeline(tmp_path / f"{rank}.json") for rank in range(3))
+    small = STEP[:2]  # their data may go with the announcement, or not
+    for events in (first, second):
+        rows = rows_of(events)
+        assert rows["allreduce.x"][:2] == small
+        assert [step for step in rows["process set 2: allreduce.x"] if step in small] == small * 2
+        assert "process set 1: allreduce.x" not in rows
+    assert "process set 2: allreduce.x" not in rows_of(third)
+    assert rows_of(third)["process set 1: allreduce.x"][:2] == small
+    teams = [[e["args"]["team"] for e in events if "record" in e.get("args", ())] for events in (first, second)]
+    assert teams[0] == teams[1]
+    assert len({*teams[0]}) == 3  # the set that has got the number of another one is told from it
+
+
+def test_the_variable_starts_one_at_each_init_and_no_file_replaces_another(fresh2: RankPool, tmp_path: Path) -> None:
+    def check(path: str) -> None:
+        os.environ["HOROVOD_TIMELINE"] = path
+        os.environ["HOROVOD_TIMELINE_MARK_CYCLES"] = "1"
+        for number in range(3):
+            hvd.init()
+            hvd.allreduce(torch.ones(3), name=f"n{number}")
+            hvd.barrier()
+            hvd.shutdown()
+
+    fresh2.run(check, str(tmp_path / "t.json"))
+    files = [tmp_path / name for name in ("t.json", "t.2.json", "t.3.json")]
+    assert sorted(tmp_path.iterdir()) == sorted(files)
+    for number, path in enumerate(files):
+        events = parse_timeline(path)
+        assert rows_of(events)[f"allreduce.n{number}"] == STEP
+        assert {"CYCLE_START", "HORO_END"} <= {event.get("name") for event in events}
+
+
+def test_horovods_word_dynamic_writes_nothing_before_a_start(fresh2: RankPool, tmp_path: Path) -> None:
+    def check(folder: Path) -> None:
+        os.chdir(folder)
+        os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"
+        hvd.init()
+        hvd.allreduce(torch.ones(3), name="before")
+        hvd.barrier()
+        assert list(folder.iterdir()) == []
+        hvd.barrier()
+        hvd.start_timeline("t.json")
+        hvd.start_timeline("t.json")  # as in Horovod's own tests
+        hvd.allreduce(torch.ones(3), name="x")
+        hvd.stop_timeline()
+        hvd.stop_timeline()
+        hvd.barrier()
+        hvd.shutdown()
+
+    fresh2.run(check, tmp_path)
+    assert "allreduce.x" in rows_of(parse_timeline(tmp_path / "t.json"))
+
+
+def test_a_path_that_cannot_be_written_is_refused_and_the_job_goes_on(ranks2: RankPool, tmp_path: Path) -> None:
+    def check(path: str) -> None:
+        if hvd.rank() == 0:
+            with pytest.raises(hvd.UsageError, match=f"the timeline '{path}' cannot be written: No such file"):
+                hvd.start_timeline(path)
+        else:
+            hvd.start_timeline(path)  # it writes none
+        for wrong in ("", "a\0b", 3, None, b"bytes"):
+            with pytest.raises(ValueError, match=r"start_timeline\(file_path=.*expected the path of a file"):
+                hvd.start_timeline(wrong)  # type: ignore[arg-type]
+        hvd.stop_timeline()  # there is none
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2
+
+    ranks2.run(check, str(tmp_path / "none" / "t.json"))
+
+
+def test_a_variable_with_such_a_path_fails_init_by_its_name(fresh2: RankPool, tmp_path: Path) -> None:
+    def check(path: str) -> None:
+        os.environ["HORO_TIMELINE"] = path
+        with pytest.raises(hvd.UsageError, match=f"HORO_TIMELINE: the timeline '.*{hvd_rank()}.*' cannot be written"):
+            hvd.init()
+        assert not hvd.is_initialized()
+        os.environ["HORO_TIMELINE"] = ""
+        hvd.init()
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2
+        hvd.barrier()
+        hvd.shutdown()
+
+    def hvd_rank() -> str:
+        return os.environ["HOROVOD_RANK"]
+
+    fresh2.run(check, str(tmp_path / "none" / "{rank}.json"))
+
+
+def test_before_init_both_say_to_call_it(fresh2: RankPool) -> None:
+    def check() -> None:
+        for call in (lambda: hvd.start_timeline("/tmp/t"), hvd.stop_timeline):
+            with pytest.raises(ValueError, match=r"call hvd\.init\(\) first"):
+                call()
+
+    fresh2.run(check)
+
+
+def test_a_forked_child_is_refused_and_leaves_the_file_alone(ranks2: RankPool, tmp_path: Path) -> None:
+    def check(path: Path) -> None:
+        hvd.start_timeline(path)
+        hvd.barrier()
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                hvd.start_timeline(path)
+            except hvd.UsageError:
+                try:
+                    hvd.stop_timeline()
+                except hvd.UsageError:
+                    code = 0
+            os._exit(code)
+        assert os.waitpid(child, 0) == (child, 0)
+        hvd.allreduce(torch.ones(3), name="after")
+        hvd.stop_timeline()
+        hvd.barrier()
+
+    ranks2.run(check, tmp_path / "t.json")
+    assert rows_of(parse_timeline(tmp_path / "t.json"))["allreduce.after"] == STEP
+
+
+def test_a_rank_that_is_killed_leaves_a_whole_file(tmp_path: Path) -> None:
+    def work(path: str) -> None:
+        if hvd.rank() == 0:
+            hvd.start_timeline(path)
+            hvd.barrier()
+            for step in range(1 << 30):
+                hvd.allreduce(torch.ones(100), name=f"t{step % 50}")
+                # The size, not the number of steps: thousands of steps may fit between two writes.
+                if step % 100 == 0 and Path(path).stat().st_size > 300_000:
+                    os.kill(os.getpid(), signal.SIGKILL)
+        hvd.start_timeline(path.replace(".json", "-1.json"))
+        hvd.barrier()
+        with pytest.raises(hvd.PeerLostError):
+            for step in range(1 << 30):
+                hvd.allreduce(torch.ones(100), name=f"t{step % 50}")
+
+    for turn in range(3):
+        path = tmp_path / f"{turn}.json"
+        pool = RankPool(2)
+        try:
+            pool.run_each(work, [(str(path),)] * 2, lost=[0])
+        finally:
+            pool.close()
+        events = parse_timeline(path, is_ended=False)
+        assert len(events) > 1000
+        assert rows_of(events)["allreduce.t0"][:3] == STEP
+
+
+def test_the_loss_of_a_rank_is_the_end_of_the_others_timeline(tmp_path: Path) -> None:
+    def work(path: str) -> None:
+        hvd.start_timeline(path)
+        hvd.barrier()
+        if hvd.rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(hvd.PeerLostError):
+            hvd.allreduce(torch.ones(3), name="x")
+        wait_for_text(Path(path), "HORO_END")
+
+    pool = RankPool(2)
+    try:
+        pool.run_each(work, [(str(tmp_path / "t"),)] * 2, lost=[1])
+    finally:
+        pool.close()
+    events = parse_timeline(tmp_path / "t")
+    (end,) = (event for event in events if event.get("name") == "HORO_END")
+    assert end["args"] == {"rank": 1, "reason": "peer lost"}
+    assert rows_of(events)["allreduce.x"] == ["NEGOTIATE_ALLREDUCE"]
+
+
+def test_training_goes_on_when_the_disk_is_full(ranks2: RankPool, tmp_path: Path) -> None:
+    def check(path: Path) -> int:
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        hvd.start_timeline(path)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, before[1]))
+        try:
+            for _ in range(500):
+                assert hvd.allreduce(torch.ones(3), op=hvd.Sum, name="x")[0] == 2
+            hvd.stop_timeline()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        hvd.barrier()
+        hvd.start_timeline(path)  # there is room again
+        hvd.allreduce(torch.ones(3), name="again")
+        hvd.stop_timeline()
+        hvd.barrier()
+        return path.stat().st_size
+
+    ranks2.run(check, tmp_path / "t.json")
+    assert rows_of(parse_timeline(tmp_path / "t.json")).keys() >= {"allreduce.again"}
+
+
+def test_the_file_is_whole_whenever_it_is_looked_at(ranks2: RankPool, tmp_path: Path) -> None:
+    def check(path: Path) -> int:
+        hvd.start_timeline(path)
+        seen = 0
+        for step in range(2000):
+            hvd.allreduce(torch.ones(3), name=f"t{step % 7}")
+            if hvd.rank() == 0 and step % 20 == 0:
+                text, again = path.read_bytes(), path.read_bytes()
+                if text == again:  # else a write fell into the reading
+                    json.loads(text)
+                    check_events(text, is_ended=False)
+                    seen += 1
+        hvd.stop_timeline()
+        return seen
+
+    assert ranks2.run(check, tmp_path / "t.json")[0] > 10

@@ -1,0 +1,106 @@
+"""Objects of ``horo.run`` pass through the store in pieces: whole, once, and without copies of their size."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import tracemalloc
+from typing import Any, cast
+
+import cloudpickle  # type: ignore[import-untyped]
+import pytest
+
+from horo._bootstrap.store.client import StoreClient
+from horo._bootstrap.store.protocol import StoreTimeoutError
+from horo.runner.call.values import get, put
+
+PIECE = 4 << 20
+
+
+class Store:
+    """A store in this process that notes what it is asked."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.order: list[str] = []
+
+    def set(self, key: str, value: bytes) -> None:
+        assert 0 < len(value) <= PIECE
+        self.values[key] = value
+        self.order.append(key)
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        if key not in self.values:
+            raise StoreTimeoutError([key])
+        return self.values[key]
+
+    def delete(self, keys: list[str]) -> None:
+        for key in keys:
+            self.values.pop(key, None)
+
+
+def client(store: object) -> StoreClient:
+    return cast(StoreClient, store)
+
+
+@pytest.mark.parametrize("size", [0, 1, 5000, PIECE - 20, PIECE, 3 * PIECE + 7])
+def test_an_object_of_any_size_comes_back(size: int) -> None:
+    store = Store()
+    value = {"data": bytes(range(256)) * (size // 256) + b"x" * (size % 256), "more": [1, "two", None]}
+    put(client(store), "key", value)
+    assert store.order[-1] == "key"  # a reader sees all or nothing
+    assert get(client(store), "key", 0.0) == value == get(client(store), "key", 0.0, once=True)
+    assert list(store.values) == ["key"]
+
+
+def test_an_object_that_cannot_be_pickled_leaves_nothing() -> None:
+    store = Store()
+    with pytest.raises(TypeError, match="lock"):
+        put(client(store), "key", [bytes(2 * PIECE), threading.Lock()], cloudpickle.Pickler)
+    assert store.order != []
+    assert store.values == {}
+
+
+class Sink(Store):
+    """Takes pieces and forgets them."""
+
+    def set(self, key: str, value: bytes) -> None:
+        self.order.append(key)
+
+
+class Source(Store):
+    """Gives the pieces of a pickled object of zeros without having them all."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.head = pickle.dumps(bytes(size))[:40]
+        self.count = -(-len(pickle.dumps(bytes(size))) // PIECE)
+        self.tail = pickle.dumps(bytes(size))[(self.count - 1) * PIECE :]
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        _, _, index = key.partition("/")
+        if not index:
+            return b"%d" % self.count
+        if int(index) == self.count - 1:
+            return self.tail
+        return self.head + bytes(PIECE - len(self.head)) if index == "0" else bytes(PIECE)
+
+
+def peak_of(work: Any) -> int:
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_neither_side_holds_a_large_object_twice() -> None:
+    size = 16 * PIECE
+    value, sink = bytes(size), Sink()
+    assert peak_of(lambda: put(client(sink), "key", value)) < 4 * PIECE
+    assert len(sink.order) == 18
+    source = Source(size)
+    found: list[bytes] = []
+    assert peak_of(lambda: found.append(get(client(source), "key", 0.0))) < size + 6 * PIECE
+    assert found == [value]

@@ -1,0 +1,217 @@
+"""Timelines that hororun is asked for, as a user of Horovod asks for them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jobs import TORCH_S, Hororun
+from trace_events import parse_timeline, rows_of
+
+from horo.runner.cli import parse
+from horo.runner.config import JobError, TimelineMerge
+from horo.runner.job.timelines import run_and_merge
+from horo.timeline import merge
+
+TRAIN = """
+import torch
+import horo.torch as hvd
+
+hvd.init()
+for step in range(200):
+    hvd.allreduce(torch.ones(100_000), name=f"t{step % 4}")
+hvd.barrier()
+hvd.shutdown()
+"""
+IN_ANOTHER_TIME = """#!/bin/sh
+if [ "$HOROVOD_RANK" = 1 ]; then
+    export HORO_HOST_ID=another
+    exec unshare --time --monotonic 86400 --fork "$@"
+fi
+exec "$@"
+"""
+"""The monotonic clock of rank 1 is a day ahead, and it shares no memory with rank 0."""
+
+
+def exports_of(*words: str, environment: dict[str, str] | None = None) -> dict[str, str]:
+    job = parse(["-np", "2", *words, "cmd"], environment=environment or {})
+    assert job is not None
+    assert job.passed_over == ()
+    return job.exports
+
+
+def test_options_become_variables_of_the_ranks() -> None:
+    words = ("--timeline-filename", "t.json")
+    assert exports_of(*words) == {"HORO_TIMELINE": "t.json"}
+    assert exports_of(*words, "--timeline-mark-cycles") == {
+        "HORO_TIMELINE": "t.json",
+        "HORO_TIMELINE_MARK_CYCLES": "1",
+    }
+    assert exports_of("--no-timeline-mark-cycles") == {"HORO_TIMELINE_MARK_CYCLES": "0"}
+    marks = {"HORO_TIMELINE_MARK_CYCLES": "1"}
+    assert exports_of("--timeline-mark-cycles", environment={"HOROVOD_TIMELINE": "t.json"}) == marks
+    assert exports_of("--timeline-mark-cycles", "-x", "HORO_TIMELINE=t") == {"HORO_TIMELINE": "t", **marks}
+
+
+def test_marks_without_a_timeline_are_refused_or_in_a_script_of_horovods_passed_over() -> None:
+    with pytest.raises(JobError, match="--timeline-mark-cycles has no effect: no --timeline-filename asks for a time"):
+        exports_of("--timeline-mark-cycles")
+    job = parse(["-np", "2", "--timeline-mark-cycles", "cmd"], for_horovod=True, environment={})
+    assert job is not None
+    assert job.passed_over == ("--timeline-mark-cycles does nothing here: no --timeline-filename asks for a timeline",)
+
+
+@pytest.mark.parametrize("line", ["--timeline-filename=", "--timeline-mark-cycles --no-timeline-mark-cycles"])
+def test_values_that_make_no_sense_are_refused(line: str) -> None:
+    with pytest.raises((JobError, SystemExit)):
+        exports_of(*line.split())
+
+
+def test_rank_0_writes_the_file_where_hororun_was_called(hororun: Hororun, where: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    words = ["-np", "2", "--timeline-filename", "t.json", "--timeline-mark-cycles", "train.py"]
+    done = hororun.start(*words, where=where, cwd=tmp_path).finish(TORCH_S)
+    assert (done.returncode, done.stderr) == (0, "")
+    events = parse_timeline(tmp_path / "t.json")
+    assert rows_of(events)["allreduce.t3"] == ["NEGOTIATE_ALLREDUCE", "ALLREDUCE", "  SHM_ALLREDUCE"] * 50
+    assert sum(event.get("name") == "CYCLE_START" for event in events) >= 200
+    assert [path.name for path in tmp_path.iterdir() if "json" in path.name] == ["t.json"]
+
+
+def test_the_timelines_of_all_ranks_are_merged_at_the_end(hororun: Hororun, where: str, tmp_path: Path) -> None:
+    for fails in (0, 1):
+        (tmp_path / "train.py").write_text(f"{TRAIN}\nraise SystemExit({fails} * 7)\n")
+        words = ["-np", "2", "--timeline-filename", "t-{rank}.json", "--timeline-merge", "all.json", "train.py"]
+        done = hororun.start(*words, where=where, cwd=tmp_path).finish(TORCH_S)
+        assert done.returncode == fails * 7
+        (said,) = (line for line in done.stderr.splitlines() if "all.json" in line)
+        assert re.fullmatch(r"hororun: all\.json: 2 ranks, \d+ events", said)
+        assert fails or done.stderr.count("\n") == 1
+        events = parse_timeline(tmp_path / "all.json")
+        assert sum(each["ph"] == "B" and each["name"] == "SHM_ALLREDUCE" for each in events) == 400
+        (tmp_path / "all.json").unlink()
+
+
+def a_timeline(path: Path, rank: int) -> None:
+    head = {"rank": rank, "size": 4, "host": "h", "clock": "c", "monotonic_ns": 0}
+    head["start_time_since_epoch_in_micros"] = 10**15
+    path.write_text(json.dumps([{"name": "process_name", "ph": "M", "pid": 0, "tid": 0, "args": head}]))
+
+
+def test_what_is_on_other_hosts_or_of_an_earlier_job_is_named(tmp_path: Path) -> None:
+    wanted = TimelineMerge(str(tmp_path / "all.json"), str(tmp_path / "t-{rank}.json"))
+    for rank in (1, 2):
+        a_timeline(tmp_path / f"t-{rank}.json", rank)
+    said: list[str] = []
+
+    def run() -> int:
+        for rank in (0, 2):
+            (tmp_path / f"t-{rank}.json").unlink(missing_ok=True)
+            a_timeline(tmp_path / f"t-{rank}.json", rank)
+        return 3
+
+    assert run_and_merge(wanted, 4, run, said.append) == 3
+    assert said[:2] == [f"{tmp_path}/all.json: 2 ranks, 0 events", "2 of 4 ranks are not among the files"]
+    assert said[2] == (
+        f"--timeline-merge: ranks 1,3 have not written {tmp_path}/t-{{rank}}.json in the files of this host: where a "
+        "rank has called init() on a host with files of its own, copy its timeline from there, then "
+        f"python -m horo.timeline merge {tmp_path}/all.json {tmp_path}/t-*.json"
+    )
+    (tmp_path / "all.json").unlink()
+    said.clear()
+    assert run_and_merge(wanted, 1, lambda: 0, said.append) == 0  # no timeline at all
+    assert said[0].startswith("--timeline-merge: rank 0 has not written ")
+    assert not (tmp_path / "all.json").exists()
+
+
+def test_a_merge_that_fails_or_is_interrupted_leaves_the_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = TimelineMerge(str(tmp_path / "all.json"), str(tmp_path / "t-{rank}.json"))
+    said: list[str] = []
+
+    def run() -> int:
+        (tmp_path / "t-0.json").write_text("[]" + " " * len(said))
+        return 5
+
+    assert run_and_merge(wanted, 1, run, said.append) == 5
+    assert said == [f"--timeline-merge: {tmp_path}/t-0.json: is no timeline of a rank of horo"]
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("horo.runner.job.timelines.merge", interrupted)
+    assert run_and_merge(wanted, 1, run, said.append) == 5
+    assert said[1].startswith("--timeline-merge: interrupted; later: python -m horo.timeline merge ")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("", "no timeline is asked for; add --timeline-filename 't-{rank}.json'"),
+        ("--timeline-filename t.json", "HORO_TIMELINE=t.json is of rank 0; add --timeline-filename"),
+        ("-x HOROVOD_TIMELINE=t.json", "HOROVOD_TIMELINE=t.json is of rank 0; add"),
+    ],
+)
+def test_a_merge_without_a_timeline_of_each_rank_is_refused(words: str, sentence: str) -> None:
+    with pytest.raises(JobError) as caught:
+        parse(["-np", "2", "--timeline-merge", "all.json", *words.split(), "cmd"], environment={})
+    assert str(caught.value).startswith(f"--timeline-merge all.json has no effect: {sentence}")
+    job = parse(["-np", "2", "--timeline-merge", "a", "cmd"], environment={"HOROVOD_TIMELINE": "t{rank}"})
+    assert job is not None
+    assert job.timelines == TimelineMerge("a", "t{rank}")
+
+
+def test_a_result_that_cannot_be_written_is_refused_before_the_job(tmp_path: Path) -> None:
+    pattern = str(tmp_path / "t-{rank}.json")
+    for out, reason in (
+        (tmp_path / "none" / "all.json", f"there is no folder '{tmp_path}/none'"),
+        (tmp_path, "is a folder; name a file for the result"),
+        (tmp_path / "t-1.json", "is the timeline of one rank; name another file for the result"),
+    ):
+        with pytest.raises(JobError) as caught:
+            run_and_merge(TimelineMerge(str(out), pattern), 2, lambda: pytest.fail("it ran"), lambda _: None)
+        assert str(caught.value) == f"--timeline-merge {out}: {reason}"
+
+
+def test_a_path_that_cannot_be_written_ends_the_job_with_its_sentence(hororun: Hororun, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    words = ["-np", "2", "--timeline-filename", f"{tmp_path}/none/t.json", "train.py"]
+    done = hororun.start(*words, cwd=tmp_path).finish(TORCH_S)
+    assert done.returncode == 1
+    sentence = f"HORO_TIMELINE: the timeline '{tmp_path}/none/t.json' cannot be written: No such file or directory"
+    (report,) = (line for line in done.stderr.splitlines() if line.startswith("hororun: rank"))
+    assert report.startswith(f"hororun: rank 0 on localhost ended with UsageError: {sentence}")
+
+
+def test_clocks_of_two_machines_are_aligned(hororun: Hororun, tmp_path: Path) -> None:
+    time = ["unshare", "--time", "--monotonic", "86400", "--fork", "true"]
+    if shutil.which("unshare") is None or subprocess.run(time, check=False, capture_output=True).returncode != 0:
+        pytest.skip("a time namespace needs `unshare --time` and the right to make one")
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "start").write_text(IN_ANOTHER_TIME)
+    (tmp_path / "start").chmod(0o755)
+    words = ["-np", "2", "--timeline-filename", "t-{rank}.json", "./start", sys.executable, "train.py"]
+    done = hororun.start(*words, cwd=tmp_path).finish(TORCH_S)
+    assert (done.returncode, done.stderr) == (0, "")
+    files = [tmp_path / f"t-{rank}.json" for rank in range(2)]
+    heads = [json.loads(path.read_text())[0]["args"] for path in files]
+    assert heads[1]["monotonic_ns"] - heads[0]["monotonic_ns"] > 80_000e9
+    assert heads[0]["clock"] != heads[1]["clock"]
+    said = merge(str(tmp_path / "all.json"), [str(path) for path in files])
+    assert "its times are right to " in said[1]
+    within_us = float(said[1].split("right to ")[1].split(" us")[0])
+    events = parse_timeline(tmp_path / "all.json")
+    submitted, begun = (
+        [[event["ts"] for event in events if event["ph"] == "B" and event["pid"] == rank and event["name"] == name]
+         for rank in range(2)]
+        for name in ("NEGOTIATE_ALLREDUCE", "ALLREDUCE")
+    )  # fmt: skip
+    assert len(submitted[0]) == len(submitted[1]) == 200
+    for step in range(200):  # what must be so on one clock is so up to the bound that merge has named
+        assert min(times[step] for times in begun) >= max(times[step] for times in submitted) - within_us - 1
