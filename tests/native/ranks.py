@@ -266,7 +266,10 @@ def _run_all(threads: Sequence[threading.Thread], timeout_s: float) -> bool:
         thread.join(max(0.0, end - time.monotonic()))
     if not any(thread.is_alive() for thread in threads):
         return True
-    faulthandler.dump_traceback(sys.stderr, all_threads=True)
+    with tempfile.TemporaryFile() as stacks:  # pytest's sys.stderr has no descriptor
+        faulthandler.dump_traceback(stacks, all_threads=True)
+        stacks.seek(0)
+        sys.stderr.write(stacks.read().decode())
     return False
 
 

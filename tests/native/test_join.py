@@ -353,6 +353,8 @@ def test_an_alltoall_is_refused() -> None:
 
 
 def test_a_rank_that_has_joined_can_submit_nothing() -> None:
+    is_refused = threading.Event()
+
     def body(rank: Rank) -> None:
         handle = joins_first(rank, 1)
         if handle is not None:
@@ -363,8 +365,9 @@ def test_a_rank_that_has_joined_can_submit_nothing() -> None:
             with pytest.raises(UsageError, match="rank 0 has joined"):
                 rank.context.add_team([0])
             assert rank.context.joined_last(handle) < 0
+            is_refused.set()
         else:
-            rank.barrier("later")
+            assert is_refused.wait(20)  # rank 0 joins until the last rank does
         end_join(rank, handle)
         assert rank.allreduce(np.ones(2))[0] == 2.0
         assert rank.context.joined_last(rank.submit("barrier", "no join", [])) < 0
