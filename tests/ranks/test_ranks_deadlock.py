@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jobs import Hororun, make_remote_shell
+from jobs import TORCH_S, Hororun, make_remote_shell
 from plain_ranks import PlainRanks
 
 everywhere = pytest.mark.parametrize("hosts", ["aa", "ab", "aabb", "abc"])
@@ -67,7 +67,9 @@ def test_a_rank_with_fewer_batches_is_told_and_reported(
     hororun: Hororun, tmp_path: Path, workers: int, where: str, overlap: str
 ) -> None:
     (tmp_path / "train.py").write_text(UNEVEN.replace("WORKERS", str(workers)))
-    done = hororun.run("-np", "2", "train.py", where=where, cwd=tmp_path, environment={"HORO_OVERLAP": overlap})
+    done = hororun.start(
+        "-np", "2", "train.py", where=where, cwd=tmp_path, environment={"HORO_OVERLAP": overlap}
+    ).finish(TORCH_S)
     told = assert_both_are_told(
         done,
         rf"rank 0 waits for 'gradient\.(weight|bias)' \(train\.py:{BACKWARD}\), "
@@ -103,7 +105,7 @@ def test_a_rank_that_skips_the_backward_of_one_of_two_models_is_told(
 ) -> None:
     """The backward of rank 0 averages the gradients of both models, the step of rank 1 those of one."""
     (tmp_path / "train.py").write_text(GAN)
-    done = hororun.run("-np", "2", "train.py", cwd=tmp_path, environment={"HORO_OVERLAP": overlap})
+    done = hororun.start("-np", "2", "train.py", cwd=tmp_path, environment={"HORO_OVERLAP": overlap}).finish(TORCH_S)
     assert_both_are_told(
         done,
         rf"rank 0 waits for 'gradient1?\.(weight|bias)[.a-z]*' \(train\.py:{SKIPPED}\), "
@@ -147,7 +149,7 @@ job.close()
 def test_a_wait_that_a_signal_handler_ends_is_taken_back(hororun: Hororun, tmp_path: Path, where: str) -> None:
     """Rank 1 computes then, while rank 0 waits for what rank 1 will submit."""
     (tmp_path / "train.py").write_text(LEAVES)
-    done = hororun.run("-np", "2", "train.py", where=where, cwd=tmp_path)
+    done = hororun.start("-np", "2", "train.py", where=where, cwd=tmp_path).finish(TORCH_S)
     assert done.returncode == 0, done.stderr
 
 
@@ -183,7 +185,7 @@ job.close()
 def test_a_handler_that_runs_on_top_of_a_wait_is_waited_for(hororun: Hororun, tmp_path: Path, where: str) -> None:
     """It began after its rank had said that it waits, and submits what the other one waits for."""
     (tmp_path / "train.py").write_text(HANDLER)
-    done = hororun.run("-np", "2", "train.py", where=where, cwd=tmp_path)
+    done = hororun.start("-np", "2", "train.py", where=where, cwd=tmp_path).finish(TORCH_S)
     assert done.returncode == 0, done.stderr
 
 
@@ -213,7 +215,7 @@ print("done")
 
 def test_an_alarm_that_may_end_a_wait_is_waited_for(hororun: Hororun, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(ALARM)
-    done = hororun.run("-np", "2", "--no-prefix", "train.py", where="localhost:2", cwd=tmp_path)
+    done = hororun.start("-np", "2", "--no-prefix", "train.py", where="localhost:2", cwd=tmp_path).finish(TORCH_S)
     assert (done.returncode, done.stdout) == (0, "done\ndone\n"), done.stderr
 
 
@@ -317,5 +319,5 @@ def wait_until_all_wait():
     time.sleep(1.5)  # the stimulus: threads that wait report after 0.4 s
 """
     (tmp_path / "train.py").write_text(f"{head}{script}print('done')\n")
-    done = hororun.run("-np", "2", "--no-prefix", "train.py", where="localhost:2", cwd=tmp_path)
+    done = hororun.start("-np", "2", "--no-prefix", "train.py", where="localhost:2", cwd=tmp_path).finish(TORCH_S)
     assert (done.returncode, done.stdout) == (0, "done\ndone\n"), done.stderr

@@ -146,9 +146,9 @@ def test_memory_stays_wherever_the_interrupt_comes(ranks2: RankPool, form: str, 
         hvd.broadcast_object(names)
         for request in list(runtime.requests.values()):
             request.wait()
-        deadline = time.monotonic() + 10
-        while runtime.abandoned and time.monotonic() < deadline:
+        deadline = time.monotonic() + 50
+        while runtime.abandoned:  # until rank 1 has taken part in all
             runtime.release_abandoned()
-        assert not runtime.abandoned
+            assert time.monotonic() < deadline
 
     ranks2.run(check)

@@ -171,7 +171,7 @@ def test_a_killed_rank_is_an_error_on_all_others_within_seconds(fresh4: RankPool
             if hvd.rank() == 2:
                 os.kill(os.getpid(), signal.SIGKILL)  # others may still be on their way out of the barrier
             if where == "idle":
-                while time.monotonic() < start + 20:
+                while True:
                     hvd.allreduce(torch.ones(1), name="next")
             elif where == "waiting":
                 hvd.synchronize(hvd.allreduce_async(torch.ones(1 << 20), name="large"))
