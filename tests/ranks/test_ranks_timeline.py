@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import signal
@@ -345,12 +344,11 @@ def test_the_file_is_whole_whenever_it_is_looked_at(ranks2: RankPool, tmp_path: 
     def check(path: Path) -> int:
         hvd.start_timeline(path)
         seen = 0
-        for step in range(2000):
+        for step in range(600):
             hvd.allreduce(torch.ones(3), name=f"t{step % 7}")
-            if hvd.rank() == 0 and step % 20 == 0:
+            if hvd.rank() == 0 and step % 6 == 0:
                 text, again = path.read_bytes(), path.read_bytes()
                 if text == again:  # else a write fell into the reading
-                    json.loads(text)
                     check_events(text, is_ended=False)
                     seen += 1
         hvd.stop_timeline()
