@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,8 +20,10 @@ __all__ = [
     "Flags",
     "Hororun",
     "Launched",
+    "kill_all",
     "make_remote_shell",
     "marked_processes",
+    "parent_of",
     "wait_until",
 ]
 
@@ -62,6 +64,20 @@ def marked_processes(mark: str) -> dict[int, str]:
     return found
 
 
+def parent_of(pid: int) -> int:
+    """The parent of a process; 0 if it is gone."""
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0
+
+
+def kill_all(pids: Iterable[int], number: signal.Signals = signal.SIGKILL) -> None:
+    """Sends all a signal, those also that end because another one has got it."""
+    for pid in list(pids):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
 @dataclass
 class Launched:
     """One hororun that runs."""
@@ -86,9 +102,7 @@ class Launched:
 
     def kill(self) -> None:
         """Ends whatever a test that failed has left."""
-        for pid in marked_processes(self.mark):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill_all(marked_processes(self.mark))
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(DEADLINE_S)
         for pipe in (self.process.stdout, self.process.stderr):

@@ -10,7 +10,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
-from jobs import TORCH_S, Flags, wait_until
+from jobs import TORCH_S, Flags, kill_all, parent_of, wait_until
 from namespaces import Cluster
 
 EXCHANGE = """
@@ -134,15 +134,10 @@ def test_a_connection_that_is_cut_leaves_nothing_on_either_host(cluster: Cluster
         "agent": [pid for pid in cluster.processes(b, "horo.runner.agent") if b"sshd" in command(parent_of(pid))],
     }[side]
     assert victims
-    for pid in victims:
-        os.kill(pid, signal.SIGKILL)
+    kill_all(victims)
     done = finish()
     assert done.returncode == 69
     assert f"rank 2 on {b.name} was lost with its host" in done.stderr
-
-
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def command(pid: int) -> bytes:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import Flags, Hororun, Launched, make_remote_shell, wait_until
+from jobs import Flags, Hororun, Launched, kill_all, make_remote_shell, parent_of, wait_until
 
 
 def shell(script: str, flags: Flags | None = None) -> list[str]:
@@ -232,8 +232,7 @@ def test_kill_9_of_hororun_leaves_nothing(hororun: Hororun, where: str, flags: F
 def test_kill_9_of_hororun_and_its_guard_leaves_no_rank(hororun: Hororun, flags: Flags) -> None:
     job = hororun.start("-np", "2", *shell("trap '' TERM; flag up; while :; do sleep 0.1; done", flags))
     flags.wait(["up.0", "up.1"])
-    for pid in job.processes("horo.runner"):
-        os.kill(pid, signal.SIGKILL)
+    kill_all(job.processes("horo.runner"))
     job.process.wait()
     job.nothing_is_left()
 
@@ -243,8 +242,7 @@ def test_kill_9_of_an_agent_leaves_nothing_and_is_reported(hororun: Hororun, fla
         "-np", "3", "--grace-seconds", "0.2", *shell(STUBBORN, flags), where="one:2,two:2", stderr=-1
     )  # fmt: skip
     flags.wait(["up.0", "up.1", "up.2"])
-    agents = [pid for pid in job.processes("horo.runner.agent") if parent(pid) == job.process.pid]
-    os.kill(max(agents), signal.SIGKILL)
+    os.kill(max(agents(job)), signal.SIGKILL)
     done = job.finish()
     assert done.returncode == 69
     assert "was lost with its host (ssh ended with code 137" in done.stderr
@@ -253,9 +251,7 @@ def test_kill_9_of_an_agent_leaves_nothing_and_is_reported(hororun: Hororun, fla
 def test_an_agent_that_is_told_to_end_ends_the_job(hororun: Hororun, flags: Flags) -> None:
     job = hororun.start("-np", "2", *shell("flag up; exec sleep 60", flags), where="one:2")
     flags.wait(["up.0", "up.1"])
-    for pid in job.processes("horo.runner.agent"):
-        if parent(pid) == job.process.pid:
-            os.kill(pid, signal.SIGTERM)
+    kill_all(agents(job), signal.SIGTERM)
     done = job.finish()
     assert done.returncode == 69
     assert done.stderr == "hororun: host one ended its ranks: SIGTERM came to the agent there\n"
@@ -268,9 +264,7 @@ def test_a_host_lost_while_another_is_awaited_ends_the_start(hororun: Hororun, t
     )
     job = hororun.start("-np", "2", "--start-timeout", "1000", "true", where="one:1,two:1")
     wait_until(lambda: said.exists() and b'"version"' in said.read_bytes(), "the host info is on its way")
-    for pid in job.processes("horo.runner.agent"):
-        if parent(parent(pid)) == job.process.pid:
-            os.kill(pid, signal.SIGKILL)
+    kill_all(behind_a_shell(job, "horo.runner.agent"))
     done = job.finish()
     assert done.returncode == 69
     assert "host one was lost" in done.stderr
@@ -289,11 +283,12 @@ def test_what_is_said_before_the_agent_runs_is_no_cause_of_its_loss(
 
 
 def agents(job: Launched) -> list[int]:
-    return [pid for pid in job.processes("horo.runner.agent") if parent(pid) == job.process.pid]
+    return [pid for pid in job.processes("horo.runner.agent") if parent_of(pid) == job.process.pid]
 
 
-def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+def behind_a_shell(job: Launched, word: str) -> list[int]:
+    """Processes with the word that a shell has started which hororun has started."""
+    return [pid for pid in job.processes(word) if parent_of(parent_of(pid)) == job.process.pid]
 
 
 def test_a_cut_connection_ends_the_ranks_behind_it(hororun: Hororun, tmp_path: Path, flags: Flags) -> None:
@@ -301,9 +296,7 @@ def test_a_cut_connection_ends_the_ranks_behind_it(hororun: Hororun, tmp_path: P
     hororun.remote_shell = make_remote_shell(tmp_path, 'cat | sh -c "$command" | cat; exit')
     job = hororun.start("-np", "2", "--grace-seconds", "0.2", *shell(STUBBORN, flags), where="one:2")
     flags.wait(["up.0", "up.1"])
-    for pid in job.processes("cat"):
-        if parent(parent(pid)) == job.process.pid:
-            os.kill(pid, signal.SIGKILL)
+    kill_all(behind_a_shell(job, "cat"))
     done = job.finish()
     assert done.returncode == 69
     assert "rank 0 on one was lost with its host" in done.stderr
