@@ -52,12 +52,13 @@ class Rendezvous:
         Raises:
             UsageError: another process has this rank as well.
         """
-        key = f"{_ENTERED}/{self.rank}"
+        key = f"{_ENTERED} count/{self.rank}"  # a counter is no value that others could read, see store.signed
         self.leftovers.append(key)
         if self._store.add(key, 1) > 1:
             raise UsageError(f"{self.name(self.rank)} was started twice: two processes of this job have this rank")
         died = f"{PeerLostError.__name__}\n{self.name(self.rank)} died while init() was running"
         self._store.set_on_disconnect(_FAILED, died.encode())
+        self.publish(_ENTERED, b"")
 
     def publish(self, topic: str, value: bytes) -> None:
         """Sends this rank's value to all ranks."""

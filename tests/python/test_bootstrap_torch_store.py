@@ -14,13 +14,15 @@ from typing import Any
 
 import pytest
 from fabric import close_setup
-from joining import join_all, wait_until
+from joining import join_all, run_threads, wait_until
 from wiring import check_wiring
 
 from horo._bootstrap.job import Connection
 from horo._bootstrap.launchers.environment import TorchMaster
 from horo._bootstrap.launchers.torch_store import TorchStore, open_torch_store
+from horo._bootstrap.rendezvous import Rendezvous
 from horo._bootstrap.store.protocol import StoreAbandonedError, StoreTimeoutError, prefixed
+from horo._bootstrap.store.signed import signed
 from horo.errors import PeerLostError
 
 torch_distributed: Any = pytest.importorskip("torch.distributed")
@@ -136,6 +138,31 @@ def test_ranks_of_torchrun_start_through_the_agents_store(torch_server: Any) -> 
     assert not whole[0].is_homogeneous
     for connection in whole:
         close_setup(connection.setup)
+
+
+@pytest.mark.parametrize("secret", ["", "5a" * 32], ids=["without a secret", "with a secret"])
+def test_a_rank_that_waits_long_for_one_that_has_begun_says_so_and_goes_on(
+    torch_server: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, secret: str
+) -> None:
+    monkeypatch.setattr("horo._bootstrap.rendezvous._WARNING_INTERVAL_S", 0.05)
+    said = "rank 0 has begun init() but not come through it"
+    real = Rendezvous.publish
+
+    def publish(self: Rendezvous, topic: str, value: bytes) -> None:
+        if (self.rank, topic) == (0, "topic"):
+            wait_until(lambda: said in caplog.text)
+        real(self, topic, value)
+
+    monkeypatch.setattr(Rendezvous, "publish", publish)
+    stores = [signed(client_of(torch_server), secret.encode() or None) for _ in range(2)]
+    ranks = [Rendezvous(store, rank, 2, "h", 20) for rank, store in enumerate(stores)]
+
+    def gather(rank: Rendezvous) -> list[bytes]:
+        rank.enter()
+        rank.publish("topic", b"%d" % rank.rank)
+        return rank.gather("topic")
+
+    assert run_threads([lambda rank=rank: gather(rank) for rank in ranks]) == [[b"0", b"1"]] * 2  # type: ignore[misc]
 
 
 def test_real_torchrun_starts_ranks_twice_over(tmp_path: Path) -> None:
