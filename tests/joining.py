@@ -8,7 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
+import pytest
+
 from horo._bootstrap.job import Connection, connect
+from horo._bootstrap.launchers import torch_store
 from horo._bootstrap.launchers.environment import read_launch
 from horo._bootstrap.store.server import StoreServer
 from horo._config import read_config
@@ -61,13 +64,31 @@ def run_threads(functions: Sequence[Callable[[], T]]) -> list[T | BaseException]
     return results
 
 
+class _OfThreads(threading.local):
+    """Each thread's own connections to torch's store, as of a process: in one, a call waits for that of another."""
+
+    def __init__(self) -> None:
+        self._opened: dict[object, object] = {}
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._opened
+
+    def __getitem__(self, key: object) -> object:
+        return self._opened[key]
+
+    def __setitem__(self, key: object, store: object) -> None:
+        self._opened[key] = store
+
+
 def join_all(environs: Sequence[Mapping[str, str]], epoch: int = 1) -> list[Connection | BaseException]:
     """``connect`` for every environment at once."""
 
     def joiner(environ: Mapping[str, str]) -> Callable[[], Connection]:
         return lambda: connect(read_launch(environ), read_config(environ), epoch, [])
 
-    return run_threads([joiner(environ) for environ in environs])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_store, "_opened", _OfThreads())
+        return run_threads([joiner(environ) for environ in environs])
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
