@@ -1,0 +1,27 @@
+"""The choice of cases for runs under a sanitizer."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from cases import spread
+
+
+@pytest.mark.parametrize("sizes", [(3, 4), (2, 3, 7), (40,), (5, 1, 5)], ids=str)
+@pytest.mark.parametrize("most", [1, 6, 12, 1000])
+def test_every_value_of_every_parameter_occurs(sizes: tuple[int, ...], most: int) -> None:
+    combinations = list(itertools.product(*map(range, sizes)))
+    cases = [(f"test[{values}]", {f"p{i}": value for i, value in enumerate(values)}) for values in combinations]
+    chosen = spread(cases, most)
+    taken = [values for name, values in cases if name in chosen]
+    for i, size in enumerate(sizes):
+        assert {values[f"p{i}"] for values in taken} == set(range(size))
+    assert len(chosen) >= min(most, len(cases))
+    assert len(chosen) <= max(most, sum(sizes))
+    assert chosen == spread(cases[::-1], most), "the order of the cases makes no difference"
+
+
+def test_few_cases_are_all_taken() -> None:
+    cases = [(f"test[{i}]", {"p": 0}) for i in range(12)]
+    assert spread(cases, 12) == {name for name, _ in cases}
