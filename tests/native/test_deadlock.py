@@ -126,15 +126,17 @@ def test_a_thread_that_may_still_submit_makes_it_a_warning(hosts: list[int]) -> 
             rank.barrier("b")
             rank.barrier("a")
             return
-        go = threading.Event()
+        is_known, go = threading.Event(), threading.Event()
 
         def later() -> None:
             rank.barrier("first")
+            is_known.set()
             go.wait(60)
             rank.barrier("b")
 
         thread = threading.Thread(target=later, name="Later")
         thread.start()
+        assert is_known.wait(20)  # else nobody can know that it is to come
         handle = rank.submit("barrier", "a", [])
         waiter = threading.Thread(target=lambda: (wait_for(reported, 60), go.set()))
         waiter.start()
@@ -212,10 +214,14 @@ def test_a_thread_that_has_ended_submits_nothing() -> None:
 
 
 def test_two_threads_that_wait_are_both_named() -> None:
+    are_known = threading.Barrier(4)
+
     def body(rank: Rank) -> None:
         errors: list[str] = []
 
         def wait(name: str) -> None:
+            rank.barrier(f"known {name[1:]}")
+            are_known.wait(20)  # else one is a deadlock without the other
             with pytest.raises(DeadlockError) as error:
                 rank.barrier(name)
             errors.append(str(error.value))
