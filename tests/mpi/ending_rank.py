@@ -31,12 +31,11 @@ def die(rank: MpiRank) -> None:
     """Rank 1 is killed; what the other is told goes to the socket EAR if there is one, and it leaves without MPI."""
     # mpirun does not end a survivor that has left its process group.
     faulthandler.dump_traceback_later(DEADLINE_S, exit=True)
-    work(rank)
-    if rank.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
     try:
         while True:
             work(rank)
+            if rank.rank == 1:  # which the other may hear in the middle of what is done here
+                os.kill(os.getpid(), signal.SIGKILL)
     except GroupError as error:
         if len(sys.argv) > 2:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as mouth:

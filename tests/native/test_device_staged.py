@@ -311,6 +311,7 @@ def test_a_graph_that_is_captured_meanwhile_stays_whole(gpu: Gpu) -> None:
 
 def test_a_rank_without_pinned_memory_fails_the_call_on_all(gpu: Gpu) -> None:
     reason = r"allreduce 'x': no 64 bytes of pinned memory: cuMemHostAlloc failed with code 2: out of memory"
+    has_memory = threading.Event()  # the driver is one for both
 
     def body(rank: Rank) -> None:
         own = OnGpu(rank, gpu)
@@ -320,9 +321,11 @@ def test_a_rank_without_pinned_memory_fails_the_call_on_all(gpu: Gpu) -> None:
             with pytest.raises(ResourceError, match=reason):
                 own.submit("allreduce", "x", array, reduce_op=1)
             gpu.fail()
+            has_memory.set()
         else:
             with pytest.raises(ResourceError, match=r"rank 0 \(.*\) has refused it: " + reason):
                 rank.allreduce(array, "x")
+            assert has_memory.wait(20)
         np.testing.assert_array_equal(own.allreduce(array), np.full(4, 2, np.float32))
         own.close()
 

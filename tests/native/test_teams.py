@@ -387,9 +387,11 @@ def test_a_death_ends_teams_and_is_named_by_all(hosts: list[int], dying: int) ->
 def test_a_removal_that_ends_with_the_group_can_be_asked_for_again(hosts: list[int]) -> None:
     """The answer is that of every call then, not that the removal is under way."""
     links = Links(hosts_of(hosts))
+    is_there = threading.Barrier(2)
 
     def body(rank: Rank) -> None:
         team = rank.context.add_team([0, 1], **links.of(rank.rank, [0, 1], 0))
+        is_there.wait(20)
         if rank.rank == 1:
             group.kill(1, links.sockets_of(1))
             return
