@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = """
-import os, signal, sys, threading
+import os, signal, sys, threading, time
 import numpy as np
 from fabric import close_setup, make_setups
 from ranks import Rank
@@ -31,17 +31,34 @@ def reduce():
         rank.allreduce(data, sync=True)
 for _ in range(2):
     reduce()
+begun, handled, calls = threading.Event(), threading.Event(), 0
+def handle(*_):
+    print("handled", flush=True)
+    handled.set()
 if sys.argv[1] == "handled":
-    signal.signal(signal.SIGINT, lambda *_: print("handled", flush=True))
-threading.Timer(0.05, lambda: os.kill(child, signal.SIGSTOP)).start()
-threading.Timer(0.6, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-if sys.argv[1] == "handled":
-    threading.Timer(1.2, lambda: os.kill(child, signal.SIGCONT)).start()
-    threading.Timer(1.6, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+    signal.signal(signal.SIGINT, handle)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+def signals():
+    begun.wait()
+    time.sleep(0.05)
+    os.kill(child, signal.SIGSTOP)
+    before = None
+    while before != calls:  # until the main thread is in the call that does not end
+        before = calls
+        time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGINT)
+    if sys.argv[1] == "handled":
+        handled.wait()
+        os.kill(child, signal.SIGCONT)
+        while calls < before + 2:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+threading.Thread(target=signals, daemon=True).start()
 try:
+    begun.set()
     while True:
         reduce()
+        calls += 1
 except KeyboardInterrupt:
     print("interrupted", flush=True)
 finally:
