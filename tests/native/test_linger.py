@@ -72,16 +72,20 @@ def test_the_thread_parks_beside_a_stream_of_calls_that_drive() -> None:
     """Lingering ends when its time is over, whoever drives meanwhile; then the next request has to wake the thread."""
     thread_spin_s = 0.001
 
+    def wakes_after_calls(rank: Rank, seconds: float) -> int:
+        submit_and_poll(rank)
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            rank.run("barrier", "y", [])
+        before = wakes(rank)
+        submit_and_poll(rank)
+        return wakes(rank) - before
+
     def body(rank: Rank) -> None:
         for _ in range(5):
             submit_until_woken(rank, 1)
-            submit_and_poll(rank)
-            end = time.monotonic() + 50 * thread_spin_s
-            while time.monotonic() < end:
-                rank.run("barrier", "y", [])
-            before = wakes(rank)
-            submit_and_poll(rank)
-            assert wakes(rank) == before + 1
+            # On a busy machine it takes the thread a while to come to its end.
+            assert any(wakes_after_calls(rank, factor * 50 * thread_spin_s) == 1 for factor in (1, 2, 4, 8, 16, 32))
 
     with Group([1], spin_us=round(20 * thread_spin_s * 1e6)) as group:
         group.run(body)
