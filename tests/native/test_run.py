@@ -53,8 +53,11 @@ def test_run_does_what_submit_wait_and_release_do(hosts: list[int]) -> None:
 
 @pytest.mark.parametrize("hosts", [[1], [2], [2, 1]], ids=str)
 @pytest.mark.parametrize("spin_us", [0, 1000])
-def test_a_result_goes_into_the_memory_that_is_offered_if_it_fits(hosts: list[int], spin_us: int) -> None:
+def test_a_result_goes_into_the_memory_that_is_offered_if_it_fits(
+    monkeypatch: pytest.MonkeyPatch, hosts: list[int], spin_us: int
+) -> None:
     """Else the handle of the request, which is done, is left, and the result is to be taken."""
+    monkeypatch.setattr(_core, "_SIGNAL_CHECK_MS", 60_000)  # after so long a wait the handle is left, too
 
     def body(rank: Rank) -> None:
         for turn, rows in enumerate([3, 4, 3, 0, 2]):  # of rank 0; the offer is for 3 rows of each
