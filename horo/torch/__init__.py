@@ -57,6 +57,7 @@ from horo.torch.functions import (
     broadcast_parameters,
 )
 from horo.torch.info import (
+    _check_has_gpu,  # noqa: F401 - scripts of Horovod call it
     ccl_built,
     cuda_built,
     ddl_built,

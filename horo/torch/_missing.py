@@ -8,14 +8,9 @@ from typing import NoReturn
 __all__ = ["explain_missing", "raise_missing"]
 
 INSTEAD = {
-    "_check_has_gpu": "use torch.cuda.is_available()",
     "elastic": "save checkpoints, and start again from the last one after a HorovodInternalError",
 }
 """What to do instead, for each name of ``horovod.torch`` that is missing."""
-_INSIDE = {
-    "_basics": "its functions are those of horo.torch: hvd.size() for _basics.size()",
-    "_handle_map": "hvd.poll and hvd.synchronize take the handles",
-}
 _PACKAGE = "horo.torch."
 
 
@@ -29,9 +24,8 @@ def raise_missing(module: ModuleType, name: str) -> NoReturn:
     Raises:
         AttributeError: always, so that ``hasattr`` is False.
     """
-    known = INSTEAD if module.__name__ == "horo.torch" else INSTEAD | _INSIDE
-    if name in known:
-        text = _sentence(module.__name__.replace("horo", "horovod", 1), name, known[name])
+    if name in INSTEAD:
+        text = _sentence(module.__name__.replace("horo", "horovod", 1), name, INSTEAD[name])
     else:
         text = f"module {module.__name__!r} has no attribute {name!r}"
     raise AttributeError(text, name=name, obj=module)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from horo._bootstrap.gpu_libraries import find_cuda, find_nccl
 from horo._bootstrap.mpi.world import mpi_importable
 from horo.errors import ResourceError, UsageError
@@ -96,3 +98,8 @@ def cuda_built() -> bool:
 def rocm_built() -> bool:
     """Whether tensors in ROCm memory can be used: no."""
     return False
+
+
+def _check_has_gpu() -> bool:
+    """Whether torch sees a GPU."""
+    return torch.cuda.is_available()

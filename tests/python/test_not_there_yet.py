@@ -83,7 +83,7 @@ HOROVOD = [
     "mpi_ops",
 ]
 """All that ``horovod.torch`` has."""
-MISSING = [name for name in HOROVOD if name not in {*hvd.__all__, "mpi_ops"}]
+MISSING = [name for name in HOROVOD if name not in {*hvd.__all__, "mpi_ops", "_check_has_gpu"}]
 NO_OPERATIONS = [
     "elastic",
     "SyncBatchNorm",
@@ -137,10 +137,9 @@ def test_what_horovod_does_not_have_either_is_pythons_own_error() -> None:
         importlib.import_module("horo.torch.no_such_module")
 
 
-@pytest.mark.parametrize(("name", "instead"), [("_check_has_gpu", "is_available"), ("elastic", "checkpoint")])
-def test_where_there_is_another_way_it_is_named(name: str, instead: str) -> None:
-    with pytest.raises(AttributeError, match=instead):
-        getattr(hvd, name)
+def test_where_there_is_another_way_it_is_named() -> None:
+    with pytest.raises(AttributeError, match="checkpoint"):
+        hvd.elastic  # noqa: B018
 
 
 def test_a_script_that_ends_by_one_shows_the_sentence() -> None:
@@ -164,8 +163,5 @@ def test_mpi_ops_has_what_only_horovods_has() -> None:
     assert hvd.mpi_ops.is_homogeneous is hvd.is_homogeneous
     assert hvd.mpi_ops.handle_average_backwards_compatibility(hvd.Sum, None) == hvd.Sum
     assert hvd.mpi_ops.handle_average_backwards_compatibility(None, None) == hvd.Average
-    for name in ("_basics", "_handle_map"):
-        with pytest.raises(AttributeError, match=rf"horovod\.torch\.mpi_ops has '{name}'"):
-            getattr(hvd.mpi_ops, name)
     with pytest.raises(AttributeError, match=r"^module 'horo\.torch\.mpi_ops' has no attribute 'x'"):
         hvd.mpi_ops.x  # noqa: B018

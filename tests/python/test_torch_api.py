@@ -147,6 +147,35 @@ def test_shutdown_before_init_and_twice_does_nothing() -> None:
     assert not hvd.is_initialized()
 
 
+def test_whether_there_is_a_gpu_is_what_torch_says() -> None:
+    assert hvd._check_has_gpu() is torch.cuda.is_available()
+
+
+def test_horovods_object_behind_its_functions_has_them() -> None:
+    basics = hvd.mpi_ops._basics
+    with pytest.raises(NotInitializedError):
+        basics.size()
+    basics.init(process_sets=[])
+    assert (basics.is_initialized(), basics.size(), basics.local_rank(), basics.is_homogeneous()) == (True, 1, 0, True)
+    assert (basics.nccl_built(), basics.gloo_built()) == (hvd.nccl_built(), hvd.gloo_built())
+    assert basics._get_process_set_ids_and_ranks() == {0: [0]}
+    basics.shutdown()
+    assert not hvd.is_initialized()
+
+
+def test_handles_that_are_not_synchronized_are_in_horovods_map(alone: None) -> None:
+    pending = hvd.mpi_ops._handle_map
+    assert not pending
+    first, second = (hvd.allreduce_async(torch.ones(1), name=name) for name in ("first", "second"))
+    assert {**pending} == {first: "allreduce.first", second: "allreduce.second"}
+    hvd.synchronize(first)
+    assert (list(pending), first in pending, len(pending)) == ([second], False, 1)
+    with pytest.raises(KeyError):
+        pending[first]
+    hvd.shutdown()
+    assert not pending
+
+
 def test_a_plain_process_is_a_job_of_one(alone: None) -> None:
     assert (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()) == (
         0,
