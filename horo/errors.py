@@ -2,7 +2,7 @@
 
 HoroError(RuntimeError)
 ├── UsageError               the caller is wrong, nothing has changed (also a ValueError)
-│   ├── NotInitializedError
+│   ├── NotInitializedError  (also a HorovodInternalError)
 │   ├── MismatchError        ranks disagree about a tensor (also a HorovodInternalError)
 │   └── UnsupportedError
 ├── ResourceError            this process lacks something
@@ -43,10 +43,6 @@ class UsageError(HoroError, ValueError):
     """The caller is wrong; nothing has changed, neither here nor on other ranks."""
 
 
-class NotInitializedError(UsageError):
-    """horo was used before ``init()`` or after ``shutdown()``."""
-
-
 class UnsupportedError(UsageError):
     """This dtype, device or combination is not offered."""
 
@@ -61,6 +57,10 @@ class GroupError(HoroError):
 
 HorovodInternalError = GroupError
 """The name Horovod scripts catch."""
+
+
+class NotInitializedError(UsageError, GroupError):
+    """horo was used before ``init()`` or after ``shutdown()``."""
 
 
 class MismatchError(UsageError, GroupError):

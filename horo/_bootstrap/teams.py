@@ -9,7 +9,7 @@ from horo._bootstrap.directory import Directory
 from horo._bootstrap.rendezvous import list_ranks
 from horo._bootstrap.team_links import connect_team
 from horo._core import DTYPES, OPS, Context, RequestBuffer, Tensor, change_name
-from horo.errors import UsageError
+from horo.errors import MismatchError
 
 __all__ = ["add_team"]
 
@@ -66,7 +66,7 @@ def _exchange(context: Context, name: str, mine: bytes) -> list[bytes]:
         context.release_or_keep(handle, data)  # an exception may have ended the wait
     if 0 in lengths:
         joined = ", ".join(str(rank) for rank, length in enumerate(lengths) if length == 0)
-        raise UsageError(
+        raise MismatchError(
             f"add_process_set: rank {joined} has joined, and all ranks must call it; call it before or after"
         )
     said = []

@@ -295,7 +295,7 @@ def join(device: int = -1) -> int:
     The model and the optimizer of a rank that joins early have missed the steps of the others: give all ranks those of
     the rank that joined last before they go on training.
 
-    What no rank can do for another raises ``UsageError`` on the ranks that call it, and they can go on:
+    What no rank can do for another raises ``MismatchError`` on the ranks that call it, and they can go on:
     ``reducescatter``, ``alltoall``, ``add_process_set``, ``remove_process_set``, ``broadcast`` from a rank that has
     joined, and ``Min``, ``Max`` or ``Product`` with a ``prescale_factor``.
 

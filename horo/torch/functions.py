@@ -338,7 +338,9 @@ def _share(produce: Callable[[], Any], root_rank: int, what: str, name: str | No
     with _runtime.current().in_order(what, name, team):
         key = _exchange_headers(what, name, len(payload), root_rank, team)
         if root_rank not in key.ranks:
-            raise UsageError(f"{what}: its root, rank {root_rank}, has joined and sends nothing; choose another rank")
+            raise MismatchError(
+                f"{what}: its root, rank {root_rank}, has joined and sends nothing; choose another rank"
+            )
         if is_root:
             sealed = tensor_of(key.seal(root_rank, payload))
         else:

@@ -14,7 +14,7 @@ import pytest
 from ranks import NUMPY_OF_DTYPE, Group, Rank, recorded_stderr, run_ranks, wait_for
 
 from horo import _core
-from horo.errors import AbortedError, DeadlockError, PeerLostError, UsageError
+from horo.errors import AbortedError, DeadlockError, MismatchError, PeerLostError, UsageError
 
 LAYOUTS = [[1], [2], [3], [4], [8], [1, 1], [2, 2], [1, 2], [2, 1, 3], [1, 1, 1, 1]]
 SEVERAL = [hosts for hosts in LAYOUTS if sum(hosts) > 1]
@@ -296,7 +296,7 @@ def test_every_team_is_joined_by_itself() -> None:
 
 
 def refuse(rank: Rank, submit: Callable[[], int], *words: str) -> None:
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(MismatchError) as caught:
         rank.finish(submit())
     for word in words:
         assert word in str(caught.value), caught.value
@@ -330,7 +330,7 @@ def test_what_a_joined_rank_cannot_do_fails_on_the_others_and_the_job_goes_on(ho
                         f"allreduce '{op}': rank 0 has joined",
                         "0.5",
                     )
-                with pytest.raises(UsageError, match="add_process_set: rank 0 has joined"):
+                with pytest.raises(MismatchError, match="add_process_set: rank 0 has joined"):
                     rank.context.add_team([0])
                 assert rank.allreduce(np.ones(2), "after")[0] == rank.size - 1
             end_join(rank, handle)
@@ -346,7 +346,7 @@ def test_an_alltoall_is_refused() -> None:
             array = np.zeros(2)
             tensor = _core.Tensor(array.ctypes.data, 0, (2,), _core.DTYPES["float64"])._replace(splits=(1, 1))
             request = rank.context.submit(_core.RequestBuffer.of(_core.OPS["alltoall"], "a", [tensor]))
-            with pytest.raises(UsageError, match="alltoall 'a': rank 0 has joined"):
+            with pytest.raises(MismatchError, match="alltoall 'a': rank 0 has joined"):
                 rank.context.wait(request)
             rank.context.release(request)
         end_join(rank, handle)

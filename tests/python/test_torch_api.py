@@ -135,6 +135,7 @@ def test_everything_before_init_says_to_call_init(call: Callable[[], Any]) -> No
     with pytest.raises(NotInitializedError, match=r"call hvd\.init\(\) first") as caught:
         call()
     assert isinstance(caught.value, ValueError)
+    assert isinstance(caught.value, hvd.HorovodInternalError)
 
 
 def test_shutdown_before_init_and_twice_does_nothing() -> None:

@@ -303,7 +303,7 @@ def test_what_no_rank_can_do_for_another_is_an_error_and_the_job_goes_on(ranks4:
         }
         if hvd.rank() != 0:
             for pattern, call in calls.items():
-                with pytest.raises(hvd.UsageError, match=pattern):
+                with pytest.raises(hvd.MismatchError, match=pattern):
                     call()
                 assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 3.0
         hvd.join()

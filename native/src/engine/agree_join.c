@@ -96,7 +96,7 @@ int hr_agree_stand_in(struct hr_agree *agree, struct hr_agree_entry *entry) {
         }
         refuse(agree, entry, agree->config.rank_of_member[member], text, sizeof text);
         if (text[0] != '\0') {
-            HR_TRY(hr_agree_set_failure(entry, HORO_ERR_USAGE, text, strlen(text)));
+            HR_TRY(hr_agree_set_failure(entry, HORO_ERR_MISMATCH, text, strlen(text)));
         } else if (gathers > 0) {
             HR_TRY(add_no_rows(agree, entry, member, gathers));
         }

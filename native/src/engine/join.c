@@ -3,8 +3,8 @@
  * (agree_join.c), and it takes part in what they do by stand-ins (stand_in.c): with values that change no result, which
  * are zeros, and for min, max and product what leaves the others' values as they are. An average is over all ranks.
  * An allgather has no rows of it; of a broadcast it drops what comes. What no rank can do for another fails on all that
- * have submitted it, with HORO_ERR_USAGE: a broadcast from a rank that has joined, reducescatter, alltoall, changes of
- * teams, and min, max and product with a prescale. What a rank has submitted before it joined goes on.
+ * have submitted it, with HORO_ERR_MISMATCH: a broadcast from a rank that has joined, reducescatter, alltoall, changes
+ * of teams, and min, max and product with a prescale. What a rank has submitted before it joined goes on.
  *
  *     the rank          JOINED to its leader, and so to the root, which from then on writes down in full what has no
  *                       id, and evicts no id
