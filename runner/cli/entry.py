@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from horo.horovod.environment import is_switched_on
 from horo.runner.cli.combinations import check_combinations, check_launcher, check_one_host
 from horo.runner.cli.options import CommandLine, build_parser, check_known, split_command
 from horo.runner.config import BATCH_GRACE_S, GRACE_S, Job, JobError, Mpi, OutputOptions, Ssh
@@ -123,7 +124,7 @@ def parse(
         hosts=where.hosts,
         hosts_from=where.source,
         launcher=where.launcher,
-        oversubscribe=given.oversubscribe,
+        oversubscribe=given.oversubscribe or _fits_any_number(given, where, environment),
         grace_s=where.grace_s if given.grace_seconds is None else given.grace_seconds,
         failure_s=given.failure_seconds,
         start_timeout_s=start_timeout(given.start_timeout, environment),
@@ -155,6 +156,12 @@ def parse(
         output=_output(given),
         timelines=timelines,
     )
+
+
+def _fits_any_number(given: argparse.Namespace, where: _Where, environment: Mapping[str, str]) -> bool:
+    """Whether this host, for which nobody has asked, takes as many ranks as are asked for: Horovod's default."""
+    is_here = given.hosts is None and given.hostfile is None and not where.source
+    return is_here and (given.horovod or is_switched_on(environment))
 
 
 def _output(given: argparse.Namespace) -> OutputOptions:

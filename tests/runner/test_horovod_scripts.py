@@ -105,6 +105,22 @@ def test_ranks_may_start_from_different_parameters_as_with_horovod(hororun: Horo
         assert sum("parameter 'bias' is not equal on all ranks before the first step" in line for line in lines) == 1
 
 
+def test_this_host_takes_any_number_of_ranks_as_with_horovod(hororun: Hororun) -> None:
+    size = str((os.cpu_count() or 1) + 1)
+    words = ["-np", size, "--no-prefix", "printenv", "HOROVOD_SIZE"]
+    done = hororun.launch([sys.executable, "-m", "horo.runner", "--horovod", *words]).finish()
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{size}\n" * int(size), "")
+    for before, environment, expected in (
+        (["--horovod"], {}, True),
+        ([], {"HORO_HOROVOD": "1"}, True),
+        ([], {}, False),
+        (["--horovod", "-H", "localhost:1"], {}, False),
+    ):
+        job = parse([*before, *words], environment={"PATH": os.environ["PATH"], **environment})
+        assert job is not None
+        assert job.oversubscribe is expected
+
+
 def test_without_the_option_horovod_is_what_is_installed(hororun: Hororun, tmp_path: Path, old_script: str) -> None:
     (tmp_path / "train.py").write_text("import horovod\n")
     environment = {"PYTHONPATH": str(tmp_path / "installed")}
