@@ -187,6 +187,7 @@ def _read(
         line = _with_file(parser, line, given.config_file)
         parser.for_horovod |= "horovod" in line.given
         parser.passed_over = ()
+        parser.file, parser.from_file = given.config_file, line.from_file
         given, unknown = parser.parse_known_args(line.options)
     given.horovod = parser.for_horovod
     check_known(parser, unknown)

@@ -84,9 +84,16 @@ class _Parser(argparse.ArgumentParser):
     """A sentence for each of them."""
     raising = False
     """Whether an error is raised, and does not end the program."""
+    file = ""
+    """Of ``--config-file``."""
+    from_file: frozenset[str] = frozenset()
+    """The destinations of the options that it has."""
 
     def error(self, message: str) -> NoReturn:
         message = re.sub(r"^argument ([^\s/:]+)\S*: ", r"\1: ", message)  # which lists all spellings of the option
+        action = self._option_string_actions.get(message.partition(":")[0])
+        if action is not None and action.dest in self.from_file:
+            message = f"--config-file {self.file}: {message}"
         if self.raising:
             raise JobError(message)
         self.exit(EXIT_USAGE, f"hororun: {message} (try 'hororun --help')\n")

@@ -112,7 +112,14 @@ def test_what_is_wrong_is_named(text: str, sentence: str, tmp_path: Path) -> Non
 def test_a_value_that_its_option_refuses_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parsed(tmp_path, "params: {cache_capacity: many}")
-    assert "--cache-capacity: 'many' is not an integer from 0 to 1048576" in capsys.readouterr().err
+    file = f"hororun: --config-file {tmp_path}/job.yaml: "
+    assert f"{file}--cache-capacity: 'many' is not an integer from 0 to 1048576" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parsed(tmp_path, "params: {torus_allreduce: true}")
+    assert f"{file}--torus-allreduce: horo reduces inside each host first" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parsed(tmp_path, "params: {cache_capacity: 3}", "--cycle-time-ms", "slow")
+    assert "hororun: --cycle-time-ms: 'slow' is not a number" in capsys.readouterr().err
 
 
 def test_a_file_that_is_not_there_and_a_yaml_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
