@@ -4,10 +4,10 @@
 What they have in common:
 
 - Tensors are on the CPU or on a CUDA device, dense, of any shape and strides, and of a dtype that the core knows
-  (uint8, int8, int16, int32, int64, float16, bfloat16, float32, float64, bool). Ranks may have them on different
-  devices. Those on a GPU are taken behind the work on torch's current stream, which waits for the results in its turn;
-  they travel through host memory, so the thread that waits is blocked until the ranks have exchanged them. Operations
-  cannot be captured into CUDA graphs.
+  (uint8, int8, int16, int32, int64, float16, bfloat16, float32, float64, bool, complex). Ranks may have them on
+  different devices. Those on a GPU are taken behind the work on torch's current stream, which waits for the results in
+  its turn; they travel through host memory, so the thread that waits is blocked until the ranks have exchanged them.
+  Operations cannot be captured into CUDA graphs.
 - ``name`` connects the calls of all ranks. Calls without a name are connected in the order in which each rank makes
   them, for each kind of operation. A name can be in use once at a time.
 - Forms that end in ``_async`` return an integer for ``poll`` and ``synchronize``; until then the tensor must not be
