@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from horo._bootstrap.gpu_libraries import find_cuda, find_nccl
-from horo._bootstrap.mpi.world import mpi_importable
+from horo._bootstrap.mpi.world import why_no_mpi
 from horo.errors import ResourceError, UsageError
 from horo.horovod import is_installed
 from horo.torch import _runtime, _topology
@@ -47,8 +47,8 @@ def mpi_enabled() -> bool:
 
 
 def mpi_built() -> bool:
-    """Whether MPI can be used here: mpi4py is installed. horo is built without MPI, and this starts none."""
-    return mpi_importable()
+    """Whether MPI can be used here: mpi4py is installed and finds the library of an MPI. This starts none."""
+    return not why_no_mpi()
 
 
 def gloo_enabled() -> bool:

@@ -124,11 +124,17 @@ def _torch() -> _Part:
 
 
 def _mpi() -> _Part:
-    """By its metadata: importing it would start MPI."""
+    """By its metadata, and the library that it finds: importing it would start MPI."""
     try:
-        return _Part(True, f"MPI (mpi4py {metadata.version('mpi4py')})", _folder("mpi4py"))
+        what = f"MPI (mpi4py {metadata.version('mpi4py')})"
     except metadata.PackageNotFoundError:
         return _Part(False, "MPI", "needs mpi4py: pip install mpi4py")
+    try:
+        from horo._bootstrap.mpi.world import why_no_mpi  # noqa: PLC0415 - as _core
+    except (ImportError, OSError):
+        return _Part(False, what, "needs the core")
+    reason = why_no_mpi()
+    return _Part(not reason, what, reason or _folder("mpi4py"))
 
 
 def _gpu_libraries() -> list[_Part]:

@@ -199,6 +199,24 @@ def test_missing_library_shows_what_mpi4py_said(monkeypatch: pytest.MonkeyPatch)
         find(HYDRA)
 
 
+def test_whether_there_is_an_mpi_is_known_without_starting_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mpi_launch, "mpi_importable", lambda: True)
+    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
+
+    def explain(name: str) -> Any:
+        raise RuntimeError("cannot load MPI library\nlibmpi.so: no such file\nlibmpi.so.12: no such file")
+
+    monkeypatch.setattr(mpi_launch, "find_spec", explain)
+    said = "mpi4py finds no MPI library (cannot load MPI library; libmpi.so: no such file)"
+    assert mpi_launch.why_no_mpi() == said
+    monkeypatch.setattr(mpi_launch, "find_spec", lambda name: object())
+    assert not mpi_launch.why_no_mpi()
+    monkeypatch.setattr(mpi_launch, "mpi_importable", lambda: False)
+    assert mpi_launch.why_no_mpi() == "needs mpi4py: pip install mpi4py"
+    install(monkeypatch, 0, 1)
+    assert not mpi_launch.why_no_mpi()
+
+
 def test_mpi_that_is_over_or_has_not_begun_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     mpi = install(monkeypatch, 1, 4)
     mpi.initialized = False

@@ -12,6 +12,7 @@ import json
 import logging
 import secrets
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,6 +44,7 @@ __all__ = [
     "mpi_importable",
     "open_mpi_store",
     "read_launcher_variable",
+    "why_no_mpi",
     "world_of",
     "world_of_ranks",
 ]
@@ -98,6 +100,19 @@ def mpi_importable() -> bool:
         return find_spec("mpi4py") is not None
     except (ImportError, ValueError):
         return False
+
+
+def why_no_mpi() -> str:
+    """Why ``mpi4py.MPI`` cannot be imported, as far as that is known without starting MPI; empty: it can."""
+    if "mpi4py.MPI" in sys.modules:
+        return ""
+    if not mpi_importable():
+        return "needs mpi4py: pip install mpi4py"
+    try:
+        found = find_spec("mpi4py.MPI")  # a mpi4py that is for every MPI looks for its library here
+    except (ImportError, RuntimeError, OSError) as error:
+        return f"mpi4py finds no MPI library ({'; '.join(str(error).splitlines()[:2])})"
+    return "" if found else "this mpi4py has no module MPI"
 
 
 def load_mpi(why: str) -> Any:
