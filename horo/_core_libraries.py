@@ -11,7 +11,7 @@ from horo.errors import error_from_status
 if TYPE_CHECKING:
     from horo._core import Context
 
-__all__ = ["Library", "copy_back", "find_library", "use_cuda"]
+__all__ = ["Library", "copy_back", "find_library", "use_cuda", "use_nccl"]
 
 _KINDS = {"cuda": lib.HORO_LIBRARY_CUDA, "nccl": lib.HORO_LIBRARY_NCCL}
 _STATUS_NAMES = {getattr(lib, name): name for name in dir(lib) if name.startswith("HORO_ERR_")}
@@ -58,6 +58,22 @@ def use_cuda(context: Context, paths: Sequence[str]) -> None:
     error = ffi.new("char[]", lib.HORO_MESSAGE_MAX)
     _check(
         lib.horo_use_cuda(context._context, ffi.new("char *[]", names), len(names), error, lib.HORO_MESSAGE_MAX),
+        error,
+    )
+
+
+def use_nccl(context: Context, paths: Sequence[str]) -> None:
+    """Lets NCCL do what it can of requests with tensors on GPUs, once all ranks have had one; see ``horo_use_nccl``.
+
+    Where a rank has no NCCL of use, that is logged when all ranks have told one another.
+
+    Raises:
+        UsageError: ``use_cuda`` has not been called.
+    """
+    names = [ffi.new("char[]", path.encode()) for path in paths]
+    error = ffi.new("char[]", lib.HORO_MESSAGE_MAX)
+    _check(
+        lib.horo_use_nccl(context._context, ffi.new("char *[]", names), len(names), error, lib.HORO_MESSAGE_MAX),
         error,
     )
 

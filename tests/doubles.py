@@ -12,7 +12,7 @@ _SOURCES = Path(__file__).resolve().parent / "native" / "doubles"
 CUDA, NCCL = "libcuda.so.1", "libnccl.so.2"
 
 
-def build_double(library: str, folder: Path, *, soname: str | None = None, **defines: int) -> Path:
+def build_double(library: str, folder: Path, *, soname: str | None = None, **defines: int | str) -> Path:
     """Compiles a double.
 
     Args:

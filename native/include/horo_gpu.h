@@ -6,6 +6,9 @@
 #include "horo.h"
 /* cffi: end */
 
+/* Besides enum horo_submit_flags; horo sets it by itself: the tensors are on GPUs, and NCCL does it on all ranks. */
+enum { HORO_SUBMIT_BY_NCCL = 256 };
+
 /* Libraries for GPUs, which horo finds where it runs: none is needed to build it. */
 enum horo_library_kind {
     HORO_LIBRARY_CUDA = 0, /* the driver, libcuda.so.1 */
@@ -34,6 +37,16 @@ HORO_API int horo_find_library(int kind, const char *const *paths, int32_t path_
  * host memory, and from then on is as others. HORO_OK, or HORO_ERR_RESOURCE with a sentence.
  */
 HORO_API int horo_use_cuda(horo_context *context, const char *const *paths, int32_t path_count, char *error,
+                           size_t error_bytes);
+/*
+ * Lets NCCL do what it can of requests of all ranks with tensors on GPUs: allreduce, broadcast and reducescatter.
+ * Behind horo_use_cuda, on all ranks or on none; does nothing where that has been done. The first such request of each
+ * rank chooses its GPU, and these requests wait until all ranks have had one. Where one of them cannot use NCCL, they
+ * are as after horo_use_cuda alone, and rank 0 logs why. Else the request is done once it is on a stream of the GPU;
+ * horo_copy_back makes the caller's stream wait for its end. HORO_OK, or HORO_ERR_USAGE or HORO_ERR_RESOURCE with a
+ * sentence; a lack of NCCL is none.
+ */
+HORO_API int horo_use_nccl(horo_context *context, const char *const *paths, int32_t path_count, char *error,
                            size_t error_bytes);
 /*
  * Begins to copy the results of a request that is done well to their outputs on the GPU, and makes `stream` of that GPU

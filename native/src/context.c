@@ -22,7 +22,7 @@ struct horo_context {
 
 /* Changes with anything that ranks must agree on: arena layout, wire format, handshake. */
 HORO_API const char *horo_version(void) {
-    return "0.1.0+abi22";
+    return "0.1.0+abi23";
 }
 
 HORO_API const char *horo_change_name(void) {
@@ -298,6 +298,18 @@ HORO_API int horo_use_cuda(horo_context *context, const char *const *paths, int3
     if (status == HORO_OK) {
         const size_t count = path_count < 0 ? 0 : (size_t)path_count;
         status = hr_engine_use_cuda(&context->engine, paths, count, &failure);
+    }
+    copy_error(&failure, error, error_bytes);
+    return status;
+}
+
+HORO_API int horo_use_nccl(horo_context *context, const char *const *paths, int32_t path_count, char *error,
+                           size_t error_bytes) {
+    struct hr_error failure = {0};
+    int status = check_process(context, &failure);
+    if (status == HORO_OK) {
+        const size_t count = path_count < 0 ? 0 : (size_t)path_count;
+        status = hr_engine_use_nccl(&context->engine, paths, count, &failure);
     }
     copy_error(&failure, error, error_bytes);
     return status;

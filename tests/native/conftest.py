@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import native_build
 import pytest
 from cases import CASES_UNDER_A_SANITIZER, spread
+from doubles import CUDA, NCCL, build_double
 from pytest import Config, Function, Item
 
 if native_build.FLAVOUR:
     # All of the core under the sanitizer: what it cannot see, that of the installed module, it would report as races.
     sys.modules["horo._native"] = native_build.load()
+
+from device_group import Gpu, Nccl
+from ranks import wait_for
+
+_names = count()
 
 
 @pytest.fixture(scope="session")
@@ -40,3 +50,36 @@ def pytest_collection_modifyitems(config: Config, items: list[Item]) -> None:
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture
+def gpu(tmp_path: Path) -> Iterator[Gpu]:
+    """A driver of its own for each test, which has nothing left at the end."""
+    found = Gpu(build_double(CUDA, tmp_path, soname=f"double-nccl-cuda-{next(_names)}.so", DELAYS=20, DEVICES=8))
+    yield found
+    left = found.counts()
+    del left["pinned_ever"]
+    assert left == {"streams": 0, "contexts": 0, "events": 0, "pinned": 0}
+
+
+@pytest.fixture
+def make_nccl(gpu: Gpu, tmp_path: Path) -> Iterator[Callable[..., Nccl]]:
+    """Builds NCCL over that driver; at the end nothing is left of it, and it has been used in order."""
+    made = []
+
+    def build(**defines: Any) -> Nccl:
+        number = next(_names)
+        options = {"CUDA_DOUBLE": f'"{gpu.path}"', "DELAYS": 5, **defines}
+        made.append(Nccl(build_double(NCCL, tmp_path / str(number), soname=f"double-nccl-{number}.so", **options)))
+        return made[-1]
+
+    yield build
+    for each in made:
+        wait_for(lambda each=each: each.counts()["comms"] == 0)  # type: ignore[misc]  # its kernels may end later
+        counts = each.counts()
+        assert [counts[name] for name in ("comms", "misuses", "scales", "mismatches")] == [0, 0, 0, 0]
+
+
+@pytest.fixture
+def nccl(make_nccl: Callable[..., Nccl]) -> Nccl:
+    return make_nccl()

@@ -536,6 +536,14 @@ def test_teams_that_differ_read_as_different(
     assert text.startswith(f"rank 0 {calls[0]}, rank 1 {calls[1]}; all ranks must add and remove the same")
 
 
+def test_a_tensor_that_is_nccls_on_one_rank_only_is_told_as_that(native: ModuleType) -> None:
+    text = mismatch(native, Request("x", reduce_op=1), Request("x", reduce_op=1, by_nccl=True))
+    assert text == (
+        "allreduce 'x': rank 0 (h) sent it in host memory or on another GPU, "
+        "rank 1 (h) sent it on the GPU that NCCL uses"
+    )
+
+
 def test_a_name_that_only_one_rank_gave_is_told_as_that(native: ModuleType) -> None:
     text = mismatch(native, Request("x", reduce_op=1), Request("x", reduce_op=1, transient=True))
     assert text == (

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from device_group import Gpu, OnGpu
 from doubles import CUDA, build_double
 from ranks import Group, Rank, describe, wait_for
 
@@ -21,68 +22,6 @@ from horo._core_libraries import copy_back, use_cuda
 from horo.errors import GroupError, ResourceError, UsageError
 
 _names = count()
-
-
-class Gpu:
-    """The double, as the program that calls horo sees it."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.is_broken = False
-        self.lib = ctypes.CDLL(str(path))
-        self.lib.double_alloc.restype = ctypes.c_uint64
-        self.lib.cuInit(0)
-
-    def put(self, array: np.ndarray) -> int:
-        """The address of a copy on the device."""
-        address = int(self.lib.double_alloc(ctypes.c_size_t(max(array.nbytes, 1))))
-        self.lib.double_write(
-            ctypes.c_uint64(address), array.ctypes.data_as(ctypes.c_void_p), ctypes.c_size_t(array.nbytes)
-        )
-        return address
-
-    def get(self, address: int, like: np.ndarray) -> np.ndarray:
-        """What is at the address, whether anything still writes there or not."""
-        array = np.empty_like(like)
-        self.lib.double_read(
-            ctypes.c_uint64(address), array.ctypes.data_as(ctypes.c_void_p), ctypes.c_size_t(array.nbytes)
-        )
-        return array
-
-    def stream(self) -> int:
-        out = ctypes.c_void_p()
-        assert self.lib.cuStreamCreateWithPriority(ctypes.byref(out), 0, 0) == 0
-        return int(out.value or 0)
-
-    def add(self, stream: int, address: int, array: np.ndarray, value: float) -> None:
-        """A kernel that adds to float32 values."""
-        self.lib.double_add(
-            ctypes.c_void_p(stream), ctypes.c_uint64(address), ctypes.c_size_t(array.nbytes), ctypes.c_float(value)
-        )
-
-    def synchronize(self, stream: int) -> None:
-        event = ctypes.c_void_p()
-        self.lib.cuCtxPushCurrent_v2(ctypes.c_void_p(1))
-        assert self.lib.cuEventCreate(ctypes.byref(event), 0) == 0
-        assert self.lib.cuEventRecord(event, ctypes.c_void_p(stream)) == 0
-        wait_for(lambda: self.lib.cuEventQuery(event) != 600)
-        self.lib.cuEventDestroy_v2(event)
-        self.lib.cuCtxPopCurrent_v2(ctypes.byref(event))
-
-    def close(self, stream: int) -> None:
-        self.lib.cuStreamDestroy_v2(ctypes.c_void_p(stream))
-
-    def capture(self, stream: int, is_begun: bool) -> int:
-        """Begins or ends to capture a graph; at the end, whether a call of others has spoiled it."""
-        return int(self.lib.double_capture(ctypes.c_void_p(stream), int(is_begun)))
-
-    def fail(self, copy: int = 0, host_bytes: int = 1 << 30) -> None:
-        self.lib.double_fail(copy, host_bytes)
-
-    def counts(self) -> dict[str, int]:
-        numbers = (ctypes.c_int * 5)()
-        self.lib.double_count(numbers)
-        return dict(zip(("streams", "contexts", "events", "pinned", "pinned_ever"), numbers, strict=True))
 
 
 @pytest.fixture
@@ -95,47 +34,6 @@ def gpu(tmp_path: Path) -> Iterator[Gpu]:
     if found.is_broken:  # the driver may still call a function of horo's, so what that uses stays
         return
     assert left == {"streams": 0, "contexts": 0, "events": 0, "pinned": 0}
-
-
-class OnGpu:
-    """A rank whose arrays are on the device; device 0, one stream of the program's."""
-
-    def __init__(self, rank: Rank, gpu: Gpu, *, default_stream: bool = False) -> None:
-        use_cuda(rank.context, [str(gpu.path)])
-        self.rank, self.gpu, self.context = rank, gpu, rank.context
-        self.stream = 0 if default_stream else gpu.stream()
-
-    def submit(self, op: str, name: str, array: np.ndarray, output: np.ndarray | None = None, **options: Any) -> Any:
-        """Starts it; returns the handle, and where the values and the result are on the device."""
-        source = self.gpu.put(array)
-        target = source if output is None else self.gpu.put(output)
-        (tensor,) = describe([array], [array if output is None else output])
-        splits = tuple(options.pop("splits", ()))
-        tensor = tensor._replace(input=source, output=target, splits=splits)
-        options = {"device": 1, "stream": self.stream, **options}
-        return self.context.submit(_core.RequestBuffer.of(_core.OPS[op], name, [tensor], **options)), source, target
-
-    def finish(self, handle: int) -> None:
-        """Until the program's stream waits for the results."""
-        self.context.wait(handle)
-        copy_back(self.context, handle, self.stream)
-        self.context.release(handle)
-
-    def allreduce(self, array: np.ndarray, name: str = "x") -> np.ndarray:
-        handle, _, target = self.submit("allreduce", name, array, reduce_op=_core.REDUCE_OPS["sum"])
-        self.finish(handle)
-        self.gpu.synchronize(self.stream)
-        return self.gpu.get(target, array)
-
-    def gathered(self, handle: int, like: np.ndarray) -> np.ndarray:
-        self.context.wait(handle)
-        data, _ = self.context.take_result(handle, 0)
-        self.context.release(handle)
-        return np.frombuffer(data, like.dtype)
-
-    def close(self) -> None:
-        if self.stream:
-            self.gpu.close(self.stream)
 
 
 HOSTS = [(2,), (1, 1), (2, 1)]

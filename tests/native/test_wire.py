@@ -55,7 +55,7 @@ class Wire:
             "op": request.op,
             "reduce_op": request.reduce_op,
             "root_rank": request.root_rank,
-            "flags": oracle.TRANSIENT if request.transient else 0,
+            "flags": oracle.TRANSIENT * request.transient | oracle.BY_NCCL * request.by_nccl,
             "prescale": request.prescale,
             "postscale": request.postscale,
             "tensors": tensors,
@@ -131,6 +131,7 @@ requests = st.builds(
     op=st.sampled_from([*range(4), oracle.REDUCESCATTER, oracle.ALLTOALL]),
     reduce_op=st.sampled_from(oracle.REDUCE_OPS),
     transient=st.booleans(),
+    by_nccl=st.booleans(),
     root_rank=st.integers(0, 2**31 - 1),
     prescale=st.floats(),
     postscale=st.floats(),
@@ -163,6 +164,7 @@ def canonical(request: Request) -> Request:
         request.op,
         request.reduce_op if request.op in oracle.REDUCTIONS else 0,
         request.transient,
+        request.by_nccl and request.op in oracle.MOVE_DATA,
         request.root_rank if request.op == oracle.BROADCAST else 0,
         request.prescale if request.op in oracle.REDUCTIONS else 1.0,
         request.postscale if request.op in oracle.REDUCTIONS else 1.0,
@@ -181,6 +183,7 @@ def test_a_request_is_written_in_its_canonical_form_and_read_back(wire: Wire, re
         decoded.op,
         decoded.reduce_op,
         bool(decoded.transient),
+        bool(decoded.by_nccl),
         decoded.root_rank,
         decoded.prescale,
         decoded.postscale,
@@ -386,6 +389,7 @@ def named(cases: dict[str, bytes]) -> list[Any]:
 REDUCE = Request("ab", reduce_op=1, tensors=(Tensor(7, (2, 3)),))
 BROADCAST = Request("ab", op=oracle.BROADCAST, root_rank=1, tensors=(Tensor(7, (2, 3)),))
 GATHER = Request("ab", op=oracle.ALLGATHER, tensors=(Tensor(7, (2, 3)),))
+BARRIER = Request("ab", op=oracle.BARRIER)
 ADD = oracle.team_request(oracle.ADD_TEAM, [1, 2, 3])
 NAME_AT, COUNT_AT, DTYPE_AT, WIRE_AT, NDIM_AT, EXTENT_AT = 25, 27, 31, 32, 33, 34
 
@@ -400,7 +404,8 @@ NAME_AT, COUNT_AT, DTYPE_AT, WIRE_AT, NDIM_AT, EXTENT_AT = 25, 27, 31, 32, 33, 3
             "unknown op": request_bytes(REDUCE, op=(0, "<B", 4)),
             "Adasum of a reduce-scatter": request_bytes(REDUCE, op=(0, "<B", 6), reduce_op=(1, "<B", 2)),
             "unknown reduce op": request_bytes(REDUCE, reduce_op=(1, "<B", 6)),
-            "transient 2": request_bytes(REDUCE, transient=(2, "<B", 2)),
+            "flags 4": request_bytes(REDUCE, flags=(2, "<B", 4)),
+            "a barrier by NCCL": request_bytes(BARRIER, flags=(2, "<B", 2)),
             "negative root": request_bytes(BROADCAST, root=(3, "<i", -1)),
             "root of an allreduce": request_bytes(REDUCE, root=(3, "<i", 1)),
             "reduce op of a broadcast": request_bytes(BROADCAST, reduce_op=(1, "<B", 1)),

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 ALLREDUCE, ALLGATHER, BROADCAST, BARRIER, ADD_TEAM, REMOVE_TEAM, REDUCESCATTER, ALLTOALL, JOIN = range(9)
 TELL_ROWS = (ALLGATHER, ALLTOALL)
 REDUCTIONS = (ALLREDUCE, REDUCESCATTER)
+MOVE_DATA = (ALLREDUCE, ALLGATHER, BROADCAST, REDUCESCATTER, ALLTOALL)
 REDUCE_OPS = (0, 1, 2, 3, 4, 5)
 ADASUM = 2
-TRANSIENT = 2
+TRANSIENT, BY_NCCL = 2, 256
 ERRORS = (*range(-5, 0), -21, -20, *range(-44, -39), -60)
 """Status codes that travel."""
 REASONS = range(1, 7)
@@ -42,6 +43,7 @@ class Request:
     op: int = ALLREDUCE
     reduce_op: int = 0
     transient: bool = False
+    by_nccl: bool = False
     root_rank: int = 0
     prescale: float = 1.0
     postscale: float = 1.0
@@ -69,7 +71,7 @@ def request(value: Request) -> bytes:
         "<BBBidd",
         value.op,
         value.reduce_op if reduces else 0,
-        value.transient,
+        value.transient | (value.by_nccl and value.op in MOVE_DATA) << 1,
         value.root_rank if value.op == BROADCAST else 0,
         value.prescale if reduces else 1.0,
         value.postscale if reduces else 1.0,
@@ -191,6 +193,7 @@ def samples() -> dict[str, bytes]:
         "adasum": Request("delta.0", reduce_op=ADASUM, postscale=0.5, tensors=(Tensor(7, (9,), 6), Tensor(8, (2, 3)))),
         "allgather": Request("gather/é", op=ALLGATHER, tensors=(Tensor(4, (9, 3)), Tensor(5, ()))),
         "broadcast": Request("b", op=BROADCAST, root_rank=3, transient=True, tensors=(Tensor(0, (0, 5)),)),
+        "by NCCL": Request("n", reduce_op=1, by_nccl=True, tensors=(Tensor(7, (3,)),)),
         "barrier": Request("barrier.0", op=BARRIER),
         "reducescatter": Request("s", op=REDUCESCATTER, reduce_op=3, postscale=2.0, tensors=(Tensor(7, (5, 2), 6),)),
         "alltoall": Request("x", op=ALLTOALL, tensors=(Tensor(1, (7, 2)),)),

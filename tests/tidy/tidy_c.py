@@ -31,7 +31,7 @@ MAY_INCLUDE: dict[str, set[str]] = {
     "local": {"base", "kernel", "arena", "node"},
     "cross": {"base", "kernel", "transport"},
     "collective": {"base", "kernel", "arena", "mpi", "transport", "node", "local", "cross"},
-    "backend": {"base", "kernel", "arena", "mpi", "transport", "node", "local", "collective"},
+    "backend": {"base", "kernel", "arena", "mpi", "transport", "node", "local", "collective", "device"},
     "engine": {"base", "kernel", "wire", "arena", "mpi", "transport", "node", "collective", "backend", "device"},
 }
 ROOT_FILES = {"context.c"}

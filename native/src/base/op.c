@@ -36,3 +36,7 @@ int hr_op_needs_rows(int op) {
 int hr_op_is_of_teams(int op) {
     return op == HORO_ADD_TEAM || op == HORO_REMOVE_TEAM;
 }
+
+int hr_op_moves_data(int op) {
+    return hr_op_has_tensors(op) && !hr_op_is_of_teams(op);
+}

@@ -20,11 +20,17 @@ int hr_op_has_tensors(int op);
 /* The name of the requests to join. */
 #define HR_JOIN_NAME "join.noname"
 
+/* The name of the request by which ranks tell one another what they have of NCCL. */
+#define HR_NCCL_NAME "horo.nccl"
+
 /* Whether a tensor of it has a first extent, which is cut or joined: scalars have none. */
 int hr_op_needs_rows(int op);
 
 /* Whether it changes which teams there are, and moves no data; and the name of the requests for it. */
 #define HR_CHANGE_NAME "add_process_set or remove_process_set"
 int hr_op_is_of_teams(int op);
+
+/* Whether it moves data. */
+int hr_op_moves_data(int op);
 
 #endif

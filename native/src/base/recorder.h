@@ -46,7 +46,7 @@ enum hr_adasum_phase {
 };
 
 /* What moves the data of a batch. */
-enum hr_via { HR_VIA_NONE, HR_VIA_SHM, HR_VIA_TCP, HR_VIA_MPI };
+enum hr_via { HR_VIA_NONE, HR_VIA_SHM, HR_VIA_TCP, HR_VIA_MPI, HR_VIA_NCCL };
 
 /* What is written; see horo_event. */
 struct hr_event {

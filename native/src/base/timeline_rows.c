@@ -41,7 +41,8 @@ static const char *const phase_names[] = {
     [HR_ADASUM_GATHER] = "ADASUM_ALLGATHER",
     [HR_ADASUM_UNPACK] = "MEMCPY_OUT_FUSION_BUFFER",
 };
-static const char *const via_names[] = {[HR_VIA_SHM] = "SHM", [HR_VIA_TCP] = "TCP", [HR_VIA_MPI] = "MPI"};
+static const char *const via_names[] = {[HR_VIA_SHM] = "SHM", [HR_VIA_TCP] = "TCP", [HR_VIA_MPI] = "MPI",
+                                       [HR_VIA_NCCL] = "NCCL"};
 
 void hr_timeline_rows_fini(struct hr_timeline_rows *rows) {
     for (struct hr_timeline_row *row = rows->rows, *next; row != NULL; row = next) {

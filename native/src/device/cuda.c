@@ -8,6 +8,7 @@ static const struct hr_symbol symbols[] = {
     {"cuGetErrorString", offsetof(struct hr_cuda, get_error_string)},
     {"cuDeviceGetCount", offsetof(struct hr_cuda, device_get_count)},
     {"cuDeviceGet", offsetof(struct hr_cuda, device_get)},
+    {"cuDeviceGetUuid_v2", offsetof(struct hr_cuda, device_get_uuid)},
     {"cuDevicePrimaryCtxRetain", offsetof(struct hr_cuda, primary_context_retain)},
     {"cuDevicePrimaryCtxRelease_v2", offsetof(struct hr_cuda, primary_context_release)},
     {"cuCtxPushCurrent_v2", offsetof(struct hr_cuda, context_push)},

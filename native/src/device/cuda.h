@@ -11,6 +11,7 @@
 enum {
     HR_CUDA_OK = 0,
     HR_CUDA_NOT_READY = 600,
+    HR_CUDA_UUID_BYTES = 16,
     HR_CUDA_VERSION_LEAST = 11040, /* the first that tells the parts of a divided GPU (MIG) apart */
 };
 
@@ -28,6 +29,7 @@ struct hr_cuda {
     int (*get_error_string)(int code, const char **text);
     int (*device_get_count)(int *count);
     int (*device_get)(int *device, int number);
+    int (*device_get_uuid)(char *uuid, int device); /* HR_CUDA_UUID_BYTES; each part of a divided GPU has its own */
     int (*primary_context_retain)(void **context, int device);
     int (*primary_context_release)(int device);
     int (*context_push)(void *context);

@@ -27,13 +27,23 @@ void hr_device_leave(const struct hr_device *device, const struct hr_device_visi
     restore(device->cuda, visit);
 }
 
-static int create_stream(const struct hr_device *device, void **stream, struct hr_error *error) {
+int hr_device_create_stream(const struct hr_device *device, void **stream, struct hr_error *error) {
     const struct hr_cuda *cuda = device->cuda;
     int least = 0;
     int greatest = 0;
     HR_TRY(hr_cuda_check(cuda, cuda->priority_range(&least, &greatest), "cuCtxGetStreamPriorityRange", error));
     return hr_cuda_check(cuda, cuda->stream_create(stream, HR_CUDA_STREAM_NON_BLOCKING, greatest),
                          "cuStreamCreateWithPriority", error);
+}
+
+int hr_device_refuse_capture(const struct hr_device *device, void *stream, struct hr_error *error) {
+    const struct hr_cuda *cuda = device->cuda;
+    int state = 0;
+    HR_TRY(hr_cuda_check(cuda, cuda->stream_is_capturing(stream, &state), "cuStreamIsCapturing", error));
+    return state == 0 ? HORO_OK
+                      : hr_fail(error, HORO_ERR_USAGE,
+                                "the current stream is being captured into a CUDA graph; horo's operations cannot be "
+                                "part of a graph: call them outside of it");
 }
 
 int hr_device_open(struct hr_device *device, const struct hr_cuda *cuda, int number, struct hr_error *error) {
@@ -44,8 +54,8 @@ int hr_device_open(struct hr_device *device, const struct hr_cuda *cuda, int num
     struct hr_device_visit visit;
     int status = hr_device_enter(device, &visit, error);
     if (status == HORO_OK) {
-        status = create_stream(device, &device->to_host, error);
-        status = status == HORO_OK ? create_stream(device, &device->to_device, error) : status;
+        status = hr_device_create_stream(device, &device->to_host, error);
+        status = status == HORO_OK ? hr_device_create_stream(device, &device->to_device, error) : status;
         hr_device_leave(device, &visit);
     }
     if (status != HORO_OK) {

@@ -5,6 +5,21 @@
 static const struct hr_symbol symbols[] = {
     {"ncclGetVersion", offsetof(struct hr_nccl, get_version)},
     {"ncclGetErrorString", offsetof(struct hr_nccl, get_error_string)},
+    {"ncclGetLastError", offsetof(struct hr_nccl, get_last_error)},
+    {"ncclGetUniqueId", offsetof(struct hr_nccl, get_unique_id)},
+    {"ncclCommInitRankConfig", offsetof(struct hr_nccl, comm_init_rank_config)},
+    {"ncclCommGetAsyncError", offsetof(struct hr_nccl, comm_get_async_error)},
+    {"ncclCommFinalize", offsetof(struct hr_nccl, comm_finalize)},
+    {"ncclCommDestroy", offsetof(struct hr_nccl, comm_destroy)},
+    {"ncclCommAbort", offsetof(struct hr_nccl, comm_abort)},
+    {"ncclGroupStart", offsetof(struct hr_nccl, group_start)},
+    {"ncclGroupEnd", offsetof(struct hr_nccl, group_end)},
+    {"ncclAllReduce", offsetof(struct hr_nccl, all_reduce)},
+    {"ncclBroadcast", offsetof(struct hr_nccl, broadcast)},
+    {"ncclReduce", offsetof(struct hr_nccl, reduce)},
+    {"ncclReduceScatter", offsetof(struct hr_nccl, reduce_scatter)},
+    {"ncclRedOpCreatePreMulSum", offsetof(struct hr_nccl, red_op_create_pre_mul_sum)},
+    {"ncclRedOpDestroy", offsetof(struct hr_nccl, red_op_destroy)},
 };
 
 static int version_of(const void *table, int *version, struct hr_error *error) {
@@ -32,4 +47,15 @@ static const struct hr_library_kind kind = {
 int hr_nccl_load(struct hr_nccl *nccl, const char *const *paths, size_t path_count, horo_library *found,
                  struct hr_error *error) {
     return hr_library_load(&kind, paths, path_count, nccl, found, error);
+}
+
+int hr_nccl_check(const struct hr_nccl *nccl, int code, const char *function, const void *comm,
+                  struct hr_error *error) {
+    if (code == HR_NCCL_OK || code == HR_NCCL_IN_PROGRESS) {
+        return HORO_OK;
+    }
+    const char *last = nccl->get_last_error(comm);
+    const int has_more = last != NULL && last[0] != '\0';
+    return hr_fail(error, HORO_ERR_RESOURCE, "%s failed with code %d: %s%s%.300s%s", function, code,
+                   nccl->get_error_string(code), has_more ? " (" : "", has_more ? last : "", has_more ? ")" : "");
 }

@@ -15,15 +15,6 @@ static size_t place(struct hr_staged_tensor *tensors, size_t count) {
     return bytes == 0 ? HR_STAGED_ALIGNMENT : bytes;
 }
 
-static int refuse_capture(const struct hr_cuda *cuda, void *stream, struct hr_error *error) {
-    int state = 0;
-    HR_TRY(hr_cuda_check(cuda, cuda->stream_is_capturing(stream, &state), "cuStreamIsCapturing", error));
-    return state == 0 ? HORO_OK
-                      : hr_fail(error, HORO_ERR_USAGE,
-                                "the current stream is being captured into a CUDA graph; horo's operations cannot be "
-                                "part of a graph: call them outside of it");
-}
-
 /* Behind what is on `stream` now, `other` goes on. */
 static int follow(const struct hr_cuda *cuda, void *event, void *stream, void *other, struct hr_error *error) {
     HR_TRY(hr_cuda_check(cuda, cuda->event_record(event, stream), "cuEventRecord", error));
@@ -31,10 +22,13 @@ static int follow(const struct hr_cuda *cuda, void *event, void *stream, void *o
 }
 
 /* copied_in serves for both: a stream that has been told to wait for an event waits for its record of that time. */
-static int copy_in(const struct hr_staging *staging, void *stream, struct hr_error *error) {
+static int copy_in(const struct hr_staging *staging, void *stream, const struct hr_mark *behind,
+                   struct hr_error *error) {
     const struct hr_device *device = staging->device;
     const struct hr_cuda *cuda = device->cuda;
-    HR_TRY(follow(cuda, staging->block->copied_in, stream, device->to_host, error));
+    HR_TRY(behind == NULL ? follow(cuda, staging->block->copied_in, stream, device->to_host, error)
+                          : hr_cuda_check(cuda, cuda->stream_wait_event(device->to_host, behind->event, 0),
+                                          "cuStreamWaitEvent", error));
     for (size_t i = 0; i < staging->count; i++) {
         const struct hr_staged_tensor *tensor = &staging->tensors[i];
         if (tensor->source_bytes > 0) {
@@ -47,17 +41,18 @@ static int copy_in(const struct hr_staging *staging, void *stream, struct hr_err
     return hr_cuda_check(cuda, cuda->event_record(staging->block->copied_in, device->to_host), "cuEventRecord", error);
 }
 
-static int begin(struct hr_staging *staging, void *stream, struct hr_error *error) {
+static int begin(struct hr_staging *staging, void *stream, const struct hr_mark *behind, struct hr_error *error) {
     struct hr_device *device = staging->device;
     const size_t bytes = place(staging->tensors, staging->count);
-    HR_TRY(refuse_capture(device->cuda, stream, error));
+    HR_TRY(behind == NULL ? hr_device_refuse_capture(device, stream, error) : HORO_OK);
     HR_TRY(hr_stager_take_block(staging->stager, device, bytes, &staging->block, error));
     staging->block->is_out = 0;
-    return copy_in(staging, stream, error);
+    return copy_in(staging, stream, behind, error);
 }
 
-int hr_staging_create(struct hr_stager *stager, int device, void *stream, struct hr_staged_tensor *tensors,
-                      size_t count, struct hr_staging **staging, struct hr_error *error) {
+int hr_staging_create(struct hr_stager *stager, int device, void *stream, const struct hr_mark *behind,
+                      struct hr_staged_tensor *tensors, size_t count, struct hr_staging **staging,
+                      struct hr_error *error) {
     struct hr_device *opened;
     HR_TRY(hr_stager_device(stager, device, &opened, error));
     struct hr_staging *made = calloc(1, sizeof *made + count * sizeof *tensors);
@@ -72,7 +67,7 @@ int hr_staging_create(struct hr_stager *stager, int device, void *stream, struct
     struct hr_device_visit visit;
     int status = hr_device_enter(opened, &visit, error);
     if (status == HORO_OK) {
-        status = begin(made, stream, error);
+        status = begin(made, stream, behind, error);
         hr_device_leave(opened, &visit);
     }
     if (status != HORO_OK) {

@@ -20,7 +20,7 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
-#include "device/device.h"
+#include "device/mark.h"
 
 enum { HR_DEVICES_MAX = 64, HR_STAGED_ALIGNMENT = 64 };
 
@@ -88,12 +88,14 @@ int hr_stager_create(const char *const *paths, size_t path_count, void *owner, h
 void hr_stager_close(struct hr_stager *stager, int timeout_ms);
 
 /*
- * Begins to copy `count` tensors to the host, behind what is on `stream` of the device now. Fills in their offsets.
- * HORO_OK, HORO_ERR_USAGE (no such device; a stream that is being captured) or HORO_ERR_RESOURCE, with a sentence and
- * nothing left behind. Any thread; blocks for as long as pinning new memory takes.
+ * Begins to copy `count` tensors to the host, behind what is on `stream` of the device now or, where that is not
+ * NULL, `behind` a mark of the device. Fills in their offsets. HORO_OK, HORO_ERR_USAGE (no such device; a stream that
+ * is being captured) or HORO_ERR_RESOURCE, with a sentence and nothing left behind. Any thread; blocks for as long as
+ * pinning new memory takes.
  */
-int hr_staging_create(struct hr_stager *stager, int device, void *stream, struct hr_staged_tensor *tensors,
-                      size_t count, struct hr_staging **staging, struct hr_error *error);
+int hr_staging_create(struct hr_stager *stager, int device, void *stream, const struct hr_mark *behind,
+                      struct hr_staged_tensor *tensors, size_t count, struct hr_staging **staging,
+                      struct hr_error *error);
 
 static inline void *hr_staging_host(const struct hr_staging *staging, size_t tensor) {
     return staging->block->data + staging->tensors[tensor].offset;

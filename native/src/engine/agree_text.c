@@ -79,6 +79,11 @@ static int same_factors(const struct hr_wire_request *a, const struct hr_wire_re
            memcmp(&a->postscale, &b->postscale, sizeof a->postscale) == 0;
 }
 
+static void describe_way(const struct hr_wire_request *request, char *text) {
+    (void)snprintf(text, VALUE_BYTES, "%s", request->by_nccl ? "it on the GPU that NCCL uses"
+                                                             : "it in host memory or on another GPU");
+}
+
 static void describe_use(const struct hr_wire_request *request, char *text) {
     (void)snprintf(text, VALUE_BYTES, "%s", request->transient ? "it under an automatic name"
                                                                : "it under a name that the caller gave");
@@ -144,6 +149,9 @@ static void describe_difference(const struct hr_wire_request *a, const struct hr
         describe_root(b, b_text);
     } else if (!same_factors(a, b)) {
         describe_factors(a, b, a_text, b_text);
+    } else if (a->by_nccl != b->by_nccl) {
+        describe_way(a, a_text);
+        describe_way(b, b_text);
     } else {
         describe_use(a, a_text);
         describe_use(b, b_text);

@@ -86,6 +86,7 @@ static int turn_running(struct hr_engine *engine) {
     HR_TRY(announced);
     HR_TRY(leave_other_teams(engine));
     int moved = told > 0 || announced > 0;
+    moved |= hr_engine_turn_nccl(engine);
     for (int i = 0; i < engine->lane_count; i++) { /* the world's may add and remove others behind it */
         if (hr_drive_skips(engine, i)) {
             continue;
@@ -134,6 +135,7 @@ static void begin_ending(struct hr_engine *engine) {
         hr_lane_cancel(engine->lanes[i]);
         engine->lanes[i]->executor.outcome = 0;
     }
+    hr_engine_leave_nccl(engine, hr_drive_is_aborted(engine));
     engine->driver.stage = HR_ENGINE_ENDING;
     engine->driver.flush_ns = hr_now_ns() + FLUSH_MS * 1000000ll;
 }
@@ -200,7 +202,9 @@ static int turn_ending(struct hr_engine *engine) {
             flushed = all < 0 ? flushed : flushed && all;
         }
     }
-    if (!flushed && hr_now_ns() < engine->driver.flush_ns) {
+    /* what has failed may be freed by the program: first, the GPU lets go of it */
+    if ((!flushed || (hr_drive_is_aborted(engine) && !hr_engine_is_nccl_quiet(engine))) &&
+        hr_now_ns() < engine->driver.flush_ns) {
         return 0;
     }
     atomic_store(&engine->driver.serves_hosts, 0);
@@ -301,7 +305,7 @@ static int may_return(const struct hr_engine *engine, const struct hr_request *u
         return engine->driver.stage == HR_ENGINE_ENDED && atomic_load(&engine->submission.pending) == 0;
     }
     return !atomic_load(&engine->driver.serves_hosts) && !hr_engine_is_called(engine) &&
-           atomic_load(&engine->submission.pending) == 0 && has_told_all(engine);
+           atomic_load(&engine->submission.pending) == 0 && !hr_engine_is_nccl_busy(engine) && has_told_all(engine);
 }
 
 /* Whether a caller may take over from the thread, now that nothing moves: where it serves other hosts. */

@@ -53,7 +53,7 @@ static int has_work(struct hr_node *node, void *arg) {
     case HR_ENGINE_RUNNING: break;
     }
     if (hr_drive_is_aborted(engine) || hr_drive_has_ended_logs(engine) || atomic_load(&engine->submission.queued) > 0 ||
-        hr_engine_has_blocked(engine) ||
+        hr_engine_has_blocked(engine) || hr_engine_nccl_has_work(engine) ||
         (atomic_load(&engine->driver.stop) && !hr_engine_world(engine)->announcer.has_asked_to_leave)) {
         return 1;
     }

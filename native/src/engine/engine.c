@@ -118,6 +118,7 @@ void hr_engine_fini(struct hr_engine *engine) {
     (void)pthread_mutex_unlock(&engine->submission.lock);
     hr_node_wake(engine->node, engine->node->local_rank);
     (void)pthread_join(engine->driver.thread, NULL);
+    hr_engine_end_nccl(engine);
     hr_engine_close_links(engine); /* which let go of what is posted before its memory is freed */
     hr_node_close_fds(engine->node);
     for (size_t i = 0; i < engine->submission.handles.capacity; i++) {
@@ -192,7 +193,8 @@ static void drive_as_caller(struct hr_engine *engine, const struct hr_request *r
     driver->who = HR_DRIVER_NONE;
     const int leaves_links = atomic_load(&driver->serves_hosts) &&
                              (!driver->looks_soon || hr_drive_any_leader(engine, hr_leader_sends_left));
-    if (atomic_load(&engine->submission.pending) > 0 || leaves_links || hr_engine_is_called(engine)) {
+    if (atomic_load(&engine->submission.pending) > 0 || leaves_links || hr_engine_is_nccl_busy(engine) ||
+        hr_engine_is_called(engine)) {
         hr_engine_kick(engine);
     }
     if (engine->submission.waiters > 0) {

@@ -174,6 +174,7 @@ struct hr_engine {
     struct hr_tuned tuned;
     pthread_mutex_t staging_lock;
     struct hr_stager *_Atomic stager; /* of tensors on GPUs; NULL: none may come */
+    struct hr_by_nccl *_Atomic by_nccl; /* NULL: all of them are staged */
 };
 
 static inline struct hr_lane *hr_engine_world(const struct hr_engine *engine) {
@@ -281,8 +282,39 @@ int hr_engine_stage(struct hr_engine *engine, struct hr_request *request, struct
 void hr_engine_launch(struct hr_engine *engine, struct hr_request *request, int64_t handle);
 /* Ends it if the values never come. Without the lock. */
 void hr_engine_check_staged(struct hr_engine *engine, int64_t handle);
+/* One that waited for NCCL, which is not to be: the same by the driver, behind the request's mark. Without the lock. */
+void hr_engine_stage_held(struct hr_engine *engine, struct hr_request *request, int64_t handle);
 /* After all requests are gone. */
 void hr_engine_end_cuda(struct hr_engine *engine);
+
+/* by_nccl.c: requests that NCCL does, see by_nccl.h */
+/* As horo_use_nccl. */
+int hr_engine_use_nccl(struct hr_engine *engine, const char *const *paths, size_t path_count, struct hr_error *error);
+/* Before submission: gives the request a mark if NCCL may do it. HORO_OK or a status. Without the lock. */
+int hr_engine_mark_for_nccl(struct hr_engine *engine, struct hr_request *request, struct hr_error *error);
+/* With the lock held: a request with a mark, into the queue or to those that are held. */
+void hr_engine_queue_for_nccl(struct hr_engine *engine, struct hr_request *request);
+/* With the lock held: the requests that are held end with the group. */
+void hr_engine_drop_held(struct hr_engine *engine);
+/* Driver: 1 if something moved, else 0; whether there is something to do. */
+int hr_engine_turn_nccl(struct hr_engine *engine);
+int hr_engine_nccl_has_work(struct hr_engine *engine);
+/* Whether something may run on a GPU that somebody has to look after. Any thread. */
+int hr_engine_is_nccl_busy(const struct hr_engine *engine);
+/* Driver: what does a batch of such requests, behind their marks; NULL: this rank cannot, so no rank could. */
+struct hr_backend *hr_engine_begin_nccl(struct hr_engine *engine, struct hr_request *const *requests, size_t count);
+/* It is all on the stream: the marks are behind it now. 0 where that fails, which ends the group. */
+int hr_engine_end_nccl_batch(struct hr_engine *engine, struct hr_request *const *requests, size_t count);
+/*
+ * Driver: the group ends. What runs on the GPU ends by itself, unless the group has been aborted: then, whether the GPU
+ * has let go of all memory of requests.
+ */
+void hr_engine_leave_nccl(struct hr_engine *engine, int is_aborted);
+int hr_engine_is_nccl_quiet(struct hr_engine *engine);
+/* When nobody drives any more. */
+void hr_engine_end_nccl(struct hr_engine *engine);
+/* With the lock held: all ranks have joined. */
+void hr_engine_retry_nccl(struct hr_engine *engine);
 
 /* engine.c: with the lock held; NULL if there is none. */
 struct hr_request *hr_engine_find_handle(const struct hr_engine *engine, int64_t handle);
@@ -351,7 +383,7 @@ void hr_engine_note_submitted(struct hr_engine *engine, struct hr_request *reque
 /* Requests that are over; before they can be released. */
 void hr_engine_note_done(struct hr_engine *engine, struct hr_request *const *requests, size_t count, int status);
 /* For a timeline: the record of the log that is executed; before its batch is noted. */
-void hr_lane_note_record(const struct hr_lane *lane, int moves_data);
+void hr_lane_note_record(const struct hr_lane *lane, int moves_data, int by_nccl);
 /* A batch whose record has been taken out of the log: what has been agreed on, and that it begins. */
 void hr_engine_note_batch(struct hr_engine *engine, struct hr_request *const *requests, size_t count, uint64_t bytes);
 /* The end of the group, once. Any thread. */

@@ -73,14 +73,14 @@ static int via(const struct hr_lane *lane, int moves_data) {
     return transport == NULL ? HR_VIA_SHM : HR_VIA_TCP;
 }
 
-void hr_lane_note_record(const struct hr_lane *lane, int moves_data) {
+void hr_lane_note_record(const struct hr_lane *lane, int moves_data, int by_nccl) {
     struct hr_recorder *recorder = &lane->node->recorder;
     if (hr_recorder_is_traced(recorder)) {
         hr_recorder_add(recorder, &(struct hr_event){
                                       .event = HR_EVENT_RECORD,
                                       .op = -1,
                                       .team = lane->team->number,
-                                      .number = via(lane, moves_data),
+                                      .number = by_nccl ? HR_VIA_NCCL : via(lane, moves_data),
                                       .bytes = (int64_t)(lane->executor.log_executed + lane->executor.record_bytes),
                                   });
     }

@@ -127,7 +127,15 @@ static int begin_batch(struct hr_lane *lane) {
         .results = batch->requests[0]->gathered,
         .splits = batch->requests[0]->splits,
     };
-    HR_TRY(lane->backend->ops->begin(lane->backend, &work));
+    struct hr_backend *backend = lane->backend;
+    if (hr_request_is_by_nccl(batch->requests[0])) {
+        backend = hr_engine_begin_nccl(lane->engine, batch->requests, batch->request_count);
+    }
+    if (backend == NULL) {
+        return HORO_ERR_INTERNAL;
+    }
+    lane->executor.backend = backend;
+    HR_TRY(backend->ops->begin(backend, &work));
     return HR_TASK_MOVED;
 }
 
@@ -160,7 +168,7 @@ static void end_batch(struct hr_lane *lane) {
     const int status = hr_gather_outcome(batch->requests[0], text, sizeof text);
     count_batch(lane, batch->operand_count, batch->bytes);
     end_record(lane);
-    if (hr_engine_is_searching(lane->engine)) {
+    if (hr_engine_is_searching(lane->engine) && !hr_request_is_by_nccl(batch->requests[0])) {
         hr_engine_measure(lane->engine, lane, batch->requests, batch->request_count);
     }
     hr_engine_complete(lane->engine, batch->requests, batch->request_count, status, status == HORO_OK ? NULL : text);
@@ -171,7 +179,7 @@ static void end_batch(struct hr_lane *lane) {
  * So other ranks get a moment to tell of the cause before this one names the suspect. Silence is nobody else's doing.
  */
 static int suspect(struct hr_lane *lane) {
-    lane->backend->ops->cancel(lane->backend);
+    lane->executor.backend->ops->cancel(lane->executor.backend);
     lane->executor.state = HR_EXECUTION_LOST;
     lane->executor.confirm_ns =
         hr_now_ns() + (lane->team->suspect.reason == HR_REASON_LINK ? CONFIRM_MS * 1000000ll : 0);
@@ -187,11 +195,23 @@ static int confirm(struct hr_lane *lane) {
     return 1;
 }
 
+/* One of NCCL goes on on the GPU. 0: that has failed, and the group is about to end. */
+static int may_end_batch(struct hr_lane *lane) {
+    const struct hr_batch *batch = lane->executor.batch;
+    return !hr_request_is_by_nccl(batch->requests[0]) ||
+           hr_engine_end_nccl_batch(lane->engine, batch->requests, batch->request_count);
+}
+
 static int progress_batch(struct hr_lane *lane) {
-    const int moved = lane->backend->ops->progress(lane->backend);
+    const int moved = lane->executor.backend->ops->progress(lane->executor.backend);
     switch (moved) {
     case HR_TASK_BLOCKED: return 0;
-    case HR_TASK_DONE: end_batch(lane); break;
+    case HR_TASK_DONE:
+        if (!may_end_batch(lane)) {
+            return 0;
+        }
+        end_batch(lane);
+        break;
     case HR_TASK_MOVED: break;
     case HORO_ERR_PEER_LOST: return suspect(lane);
     default: return moved < 0 ? moved : HORO_ERR_INTERNAL;
@@ -237,7 +257,8 @@ static int note_last(struct hr_lane *lane, const struct hr_wire_message *record)
 static int execute_batch(struct hr_lane *lane, const struct hr_wire_message *record) {
     HR_TRY(load_batch(lane, record));
     const struct hr_batch *batch = lane->executor.batch;
-    hr_lane_note_record(lane, batch->operand_count > 0);
+    hr_lane_note_record(lane, batch->operand_count > 0,
+                        batch->request_count > 0 && hr_request_is_by_nccl(batch->requests[0]));
     hr_engine_note_batch(lane->engine, batch->requests, batch->request_count, batch->bytes);
     const int op = batch->request_count == 0 ? HORO_BARRIER : batch->requests[0]->call.op;
     if (hr_op_is_of_teams(op)) {
@@ -277,7 +298,7 @@ static int execute_result(struct hr_lane *lane, const struct hr_wire_message *re
     if (hr_carried_bytes(lane->team, &request->call) != record->data_bytes) {
         return HORO_ERR_INTERNAL;
     }
-    hr_lane_note_record(lane, 0);
+    hr_lane_note_record(lane, 0, 0);
     hr_engine_note_batch(lane->engine, &request, 1, (uint64_t)request->data_bytes);
     hr_carried_unpack(lane->team, &request->call, record->data);
     count_batch(lane, 1, (uint64_t)request->data_bytes);
@@ -400,13 +421,14 @@ int hr_lane_execute(struct hr_lane *lane) {
 
 void hr_lane_cancel(struct hr_lane *lane) {
     if (lane->executor.state == HR_EXECUTION_RUNNING) {
-        lane->backend->ops->cancel(lane->backend);
+        lane->executor.backend->ops->cancel(lane->executor.backend);
     }
     lane->executor.state = HR_EXECUTION_IDLE;
 }
 
 int hr_lane_is_ending_batch(const struct hr_lane *lane) {
-    return lane->executor.state == HR_EXECUTION_RUNNING && lane->backend->ops->is_ending(lane->backend);
+    const struct hr_backend *backend = lane->executor.backend;
+    return lane->executor.state == HR_EXECUTION_RUNNING && backend->ops->is_ending(backend);
 }
 
 static void forget_announcement(const struct hr_request *request) {
@@ -439,6 +461,7 @@ void hr_engine_complete_locked(struct hr_engine *engine, struct hr_request *requ
     }
     if (request->call.op == HORO_JOIN) {
         hr_lane_end_join(request->lane);
+        hr_engine_retry_nccl(engine);
     }
     request->error_text = text == NULL ? NULL : strdup(text);
     atomic_fetch_sub(&engine->submission.pending, 1);

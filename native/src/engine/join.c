@@ -77,14 +77,18 @@ static int tell_of_joining(struct hr_lane *lane) {
     return HORO_OK;
 }
 
-/* Whether this rank may still have something to announce: what is held, or what an eviction makes it announce again. */
+/*
+ * Whether this rank may still have something to announce: what is held, what waits for values from a GPU or for NCCL,
+ * or what an eviction makes it announce again.
+ */
 static int has_to_announce(const struct hr_lane *lane) {
     const int is_heard = lane->announcer.join.is_heard;
     int found = 0;
     (void)pthread_mutex_lock(&lane->engine->submission.lock);
     const struct hr_request *request = NULL;
     while (!found && (request = hr_lane_next_pending(lane, request)) != NULL) {
-        found = request->is_held || (!is_heard && request->announced_id != 0);
+        found = request->is_held || request->pending_place == HR_NOT_ANNOUNCED ||
+                (!is_heard && request->announced_id != 0);
     }
     (void)pthread_mutex_unlock(&lane->engine->submission.lock);
     return found;

@@ -73,6 +73,7 @@ struct hr_executor {
     uint64_t record_bytes;  /* of the record that is being executed */
     int has_executed_leave; /* the last record of the log */
     struct hr_batch *batch; /* scratch of execute.c */
+    struct hr_backend *backend; /* whose task the batch is: the lane's, or that of NCCL */
 };
 
 /* ---- Leader: the agreement on one host, and its links to other hosts. The driver's; unused on other ranks. ---- */

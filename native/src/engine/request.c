@@ -220,6 +220,11 @@ int hr_request_create(const horo_request *call, struct hr_request **request, str
     return HORO_OK;
 }
 
+void hr_request_set_by_nccl(struct hr_request *request) {
+    request->call.flags |= HORO_SUBMIT_BY_NCCL;
+    (void)encode(request); /* into the room that it has already */
+}
+
 void hr_request_destroy(struct hr_request *request) {
     if (request == NULL) {
         return;
@@ -236,6 +241,7 @@ void hr_request_destroy(struct hr_request *request) {
         hr_lane_destroy(request->new_lane);
     }
     hr_staging_release(request->staging);
+    hr_mark_drop(request->mark);
     free(request->error_text);
     free(request);
 }

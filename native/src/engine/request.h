@@ -5,6 +5,7 @@
 #include <stdatomic.h>
 
 #include "backend/backend.h"
+#include "horo_gpu.h"
 #include "wire/wire.h"
 
 #define HR_NOT_ANNOUNCED UINT32_MAX
@@ -17,6 +18,7 @@ static inline uint64_t hr_request_pending_hash(uint64_t name_hash, int32_t team)
 
 struct hr_lane;
 struct hr_staging;
+struct hr_mark;
 
 /* One allocation, plus the results of an allgather or alltoall and the text of an error. */
 struct hr_request {
@@ -49,7 +51,9 @@ struct hr_request {
     int team_size, team_rank;     /* of its own team, and of this rank there */
     int is_queued;                /* under the lock: it has been in the queue */
     int is_returned;              /* under the lock: results are on their way to the GPU */
-    struct hr_staging *staging;   /* of tensors on a GPU; NULL: they are in host memory */
+    struct hr_staging *staging;   /* of tensors on a GPU; NULL: they are in host memory, or NCCL does it */
+    /* by NCCL: behind the caller's work when it was submitted, and behind its results once it is done */
+    struct hr_mark *mark;
 };
 
 /* What this rank knows of a tensor with an id, in one allocation. Driver only. */
@@ -69,5 +73,10 @@ struct hr_known {
  */
 int hr_request_create(const horo_request *call, struct hr_request **request, struct hr_error *error);
 void hr_request_destroy(struct hr_request *request);
+/* Before it is announced: that NCCL does it. */
+void hr_request_set_by_nccl(struct hr_request *request);
+static inline int hr_request_is_by_nccl(const struct hr_request *request) {
+    return (request->call.flags & HORO_SUBMIT_BY_NCCL) != 0;
+}
 
 #endif

@@ -101,8 +101,8 @@ int hr_engine_stage(struct hr_engine *engine, struct hr_request *request, struct
     }
     describe(engine, call, staged);
     struct hr_error reason = {0};
-    const int status = hr_staging_create(stager, call->device - 1, (void *)(uintptr_t)call->stream, staged,
-                                         (size_t)call->tensor_count, &request->staging, &reason);
+    const int status = hr_staging_create(stager, call->device - 1, (void *)(uintptr_t)call->stream, request->mark,
+                                         staged, (size_t)call->tensor_count, &request->staging, &reason);
     free(staged);
     if (status != HORO_OK) {
         return hr_fail(error, status, "%s '%s': %s", hr_op_name(call->op), call->name, reason.text);
@@ -129,6 +129,17 @@ void hr_engine_launch(struct hr_engine *engine, struct hr_request *request, int6
     if (hr_staging_launch(request->staging, request, &error) != HORO_OK) {
         fail(engine, handle, error.code, error.text);
     }
+}
+
+void hr_engine_stage_held(struct hr_engine *engine, struct hr_request *request, int64_t handle) {
+    struct hr_error error = {0};
+    if (hr_engine_stage(engine, request, &error) != HORO_OK) {
+        fail(engine, handle, error.code, error.text);
+        return;
+    }
+    hr_mark_drop(request->mark);
+    request->mark = NULL;
+    hr_engine_launch(engine, request, handle);
 }
 
 void hr_engine_check_staged(struct hr_engine *engine, int64_t handle) {
@@ -167,12 +178,16 @@ static void measure(const struct hr_request *request, size_t *bytes) {
 
 /* With the lock held. */
 static int begin_return(struct hr_request *request, int64_t handle, int *is_repeated, struct hr_error *error) {
-    if (request == NULL || request->staging == NULL) {
+    if (request == NULL || (request->staging == NULL && request->mark == NULL)) {
         return hr_fail(error, HORO_ERR_USAGE, "handle %lld has no tensors on a GPU", (long long)handle);
     }
     if (atomic_load(&request->status) != HORO_OK) {
         return hr_fail(error, HORO_ERR_USAGE, "'%s' has no results for the GPU: it is not done, or has failed",
                        request->call.name);
+    }
+    if (request->mark != NULL) {
+        hr_mark_keep(request->mark);
+        return HORO_OK;
     }
     *is_repeated = request->is_returned;
     request->is_returned = 1;
@@ -198,8 +213,14 @@ int hr_engine_copy_back(struct hr_engine *engine, int64_t handle, uint64_t strea
     (void)pthread_mutex_lock(&engine->submission.lock);
     struct hr_request *request = hr_engine_find_handle(engine, handle);
     int status = begin_return(request, handle, &is_repeated, error);
+    struct hr_mark *mark = status == HORO_OK ? request->mark : NULL;
     (void)pthread_mutex_unlock(&engine->submission.lock);
     HR_TRY(status);
+    if (mark != NULL) {
+        status = hr_mark_await(mark, target, error);
+        hr_mark_drop(mark);
+        return status;
+    }
     struct hr_staging *staging = request->staging;
     status = is_repeated ? hr_staging_follow(staging, target, error) : return_results(request, target, error);
     if (status != HORO_OK && !is_repeated) {

@@ -107,7 +107,7 @@ static int decode_tensors(const struct hr_wire_request *request, struct draft *d
         .op = request->op,
         .reduce_op = request->reduce_op,
         .root_rank = request->root_rank,
-        .flags = request->transient ? HORO_SUBMIT_TRANSIENT : 0,
+        .flags = (request->transient ? HORO_SUBMIT_TRANSIENT : 0) | (request->by_nccl ? HORO_SUBMIT_BY_NCCL : 0),
         .prescale = request->prescale,
         .postscale = request->postscale,
         .tensors = draft->tensors,

@@ -82,7 +82,9 @@ static int enqueue(struct hr_engine *engine, struct hr_request *request, struct 
     request->older = engine->submission.newest;
     *(engine->submission.newest == NULL ? &engine->submission.oldest : &engine->submission.newest->newer) = request;
     engine->submission.newest = request;
-    if (request->staging == NULL) {
+    if (request->mark != NULL) {
+        hr_engine_queue_for_nccl(engine, request);
+    } else if (request->staging == NULL) {
         hr_engine_queue(engine, request);
     }
     hr_engine_note_submitted(engine, request);
@@ -90,6 +92,17 @@ static int enqueue(struct hr_engine *engine, struct hr_request *request, struct 
     atomic_store_explicit(&request->lane->pending, (uint32_t)in_flight->count, memory_order_relaxed);
     atomic_fetch_add_explicit(&engine->counts.requests, 1, memory_order_relaxed);
     return HORO_OK;
+}
+
+/* Its tensors: NCCL's or, if it is not to have them, on their way to the host. */
+static int place_on_gpu(struct hr_engine *engine, struct hr_request *request, struct hr_error *error) {
+    struct hr_error reason = {0};
+    const horo_request *call = &request->call;
+    const int status = hr_engine_mark_for_nccl(engine, request, &reason);
+    if (status != HORO_OK) {
+        return hr_fail(error, status, "%s '%s': %s", hr_op_name(call->op), call->name, reason.text);
+    }
+    return request->mark != NULL ? HORO_OK : hr_engine_stage(engine, request, error);
 }
 
 int hr_engine_submit_with(struct hr_engine *engine, const horo_request *call, struct hr_lane *new_lane, int64_t *handle,
@@ -105,10 +118,11 @@ int hr_engine_submit_with(struct hr_engine *engine, const horo_request *call, st
     }
     struct hr_request *request = NULL;
     HR_TRY(hr_request_create(call, &request, error));
-    if (call->device != 0 && hr_engine_stage(engine, request, error) != HORO_OK) {
+    if (call->device != 0 && place_on_gpu(engine, request, error) != HORO_OK) {
         hr_request_destroy(request);
         return error->code;
     }
+    const int is_staged = request->staging != NULL; /* the driver may stage it from here on, if it is held */
     (void)pthread_mutex_lock(&engine->submission.lock);
     const int status = enqueue(engine, request, error);
     if (status == HORO_OK) {
@@ -122,7 +136,7 @@ int hr_engine_submit_with(struct hr_engine *engine, const horo_request *call, st
     (void)pthread_mutex_unlock(&engine->submission.lock);
     if (status != HORO_OK) {
         hr_request_destroy(request);
-    } else if (call->device != 0) {
+    } else if (is_staged) {
         hr_engine_launch(engine, request, *handle);
     }
     return status;
@@ -134,6 +148,10 @@ int hr_engine_submit(struct hr_engine *engine, const horo_request *call, int64_t
     }
     if (call->name != NULL && strcmp(call->name, HR_JOIN_NAME) == 0) {
         return hr_fail(error, HORO_ERR_USAGE, "'%s' is the name of joining; use another name", call->name);
+    }
+    if ((call->name != NULL && strcmp(call->name, HR_NCCL_NAME) == 0) || (call->flags & HORO_SUBMIT_BY_NCCL) != 0) {
+        return hr_fail(error, HORO_ERR_USAGE, "'%s': what NCCL does is for horo to say; use another name",
+                       call->name == NULL ? "" : call->name);
     }
     return hr_engine_submit_with(engine, call, NULL, handle, error);
 }

@@ -146,7 +146,8 @@ static void rest(struct hr_engine *engine) {
 static int must_drive(const struct hr_engine *engine) {
     const struct hr_driver *driver = &engine->driver;
     return driver->who == HR_DRIVER_NONE && !driver->has_yielded &&
-           (driver->must_look || atomic_load(&engine->submission.pending) > 0 || hr_engine_is_called(engine));
+           (driver->must_look || atomic_load(&engine->submission.pending) > 0 || hr_engine_is_nccl_busy(engine) ||
+            hr_engine_is_called(engine));
 }
 
 static void drive_as_thread(struct hr_engine *engine) {

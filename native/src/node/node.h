@@ -70,6 +70,7 @@ struct hr_node {
     int64_t stall_warning_ns;  /* 0: never */
     int64_t stall_shutdown_ns; /* 0: never */
     int64_t poll_within_ns;    /* a condition is waited for that no event tells of: the longest sleep; 0: none is */
+    int64_t nccl_within_ns;    /* the same of NCCL and its GPU */
     int watching;              /* the transport, if there is one, supervises its links */
     struct hr_log log;
     struct hr_recorder recorder;

@@ -9,6 +9,7 @@
  *   INIT_CODE     what cuInit returns
  *   DEVICES       how many there are; 2 where it is not given
  *   LACKS_INIT    there is no cuInit
+ *   LACKS_UUID    there is no cuDeviceGetUuid_v2
  *   DELAYS        before each piece of work a stream gives way up to so many times, by chance; 0 where it is not given
  * The functions that begin with "double" are for tests.
  */
@@ -76,6 +77,7 @@ static size_t used;
 static unsigned seeds = 1;
 static int host_allocs, host_frees, streams, contexts, events, host_limit = 1 << 30, copies, fails_at;
 static __thread int entered, capture_mode;
+static __thread int entered_devices[8]; /* of the contexts that are pushed; the last one is current */
 static int captures, spoiled; /* streams that are being captured; whether a call has ended a capture */
 
 /* In the mode "global", which is 0, such a call ends the capture of any stream. */
@@ -350,8 +352,18 @@ int cuDeviceGet(int *device, int number) {
     return number < DEVICES ? 0 : INVALID_VALUE;
 }
 
+#ifdef LACKS_UUID
+#define cuDeviceGetUuid_v2 double_uuid
+#endif
+int cuDeviceGetUuid_v2(char *uuid, int device) {
+    memcpy(uuid, "a double's GPU 0", 16);
+    uuid[15] = (char)('0' + device);
+    return is_initialized ? 0 : NOT_INITIALIZED;
+}
+
+static char names[CONTEXTS_MAX]; /* of contexts, by device */
+
 int cuDevicePrimaryCtxRetain(void **context, int device) {
-    static char names[CONTEXTS_MAX];
     pthread_mutex_lock(&lock);
     contexts++;
     pthread_mutex_unlock(&lock);
@@ -368,6 +380,8 @@ int cuDevicePrimaryCtxRelease_v2(int device) {
 }
 
 int cuCtxPushCurrent_v2(void *context) {
+    const char *name = context;
+    entered_devices[entered % 8] = name >= names && name < names + CONTEXTS_MAX ? (int)(name - names) : 0;
     entered += context != NULL;
     return 0;
 }
@@ -402,7 +416,12 @@ uint64_t double_alloc(size_t bytes) {
     return address;
 }
 
-/* Where a test may touch memory of the device. */
+/* The device whose context is current on this thread; -1: none is. */
+int double_current(void) {
+    return entered > 0 ? entered_devices[(entered - 1) % 8] : -1;
+}
+
+/* Where a test may touch memory of the device; NULL: it is none. */
 void *double_address(uint64_t address) {
     return opened(address, 0);
 }

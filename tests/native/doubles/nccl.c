@@ -1,14 +1,131 @@
 /*
- * A double of NCCL. Compiled for each test with what it is to do:
+ * A double of NCCL, on the memory and the streams of the double of the CUDA driver. Ranks are threads of one process,
+ * or processes: they meet in a file beside this library, which all of them map. What is launched runs on its stream, in
+ * its order, and waits there for the other ranks, as a kernel does. Nothing blocks: whoever has begun something polls.
+ *
+ * Compiled for each test with what it is to do:
  *   VERSION       what ncclGetVersion says; 22304 where it is not given
  *   VERSION_CODE  what ncclGetVersion returns
+ *   LACKS_ABORT   there is no ncclCommAbort
+ *   CUDA_DOUBLE   the path of the double of the driver; without it nothing but the version can be asked
+ *   DELAYS        whatever is polled needs up to so many looks more, by chance; 0 where it is not given
+ * The functions that begin with "double" are for tests.
  */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
 #ifndef VERSION
 #define VERSION 22304
 #endif
 #ifndef VERSION_CODE
 #define VERSION_CODE 0
 #endif
+#ifndef DELAYS
+#define DELAYS 0
+#endif
+
+#include "nccl_run.h"
+
+/* One mapping serves all ranks of a process. */
+struct mapping {
+    struct mapping *next;
+    unique_id id;
+    struct clique *clique;
+    int users;
+};
+
+/* ---- Failures that tests ask for ---- */
+
+enum place { AT_ID, AT_INIT, AT_CONNECT, AT_CALL, AT_GROUP_END, AT_RUN, AT_HANG, AT_SCALE, AT_LATE_CONNECT,
+             AT_LATE_LAUNCH, PLACES };
+
+static struct {
+    int left, code; /* at the left-th time from now on; 0: never */
+} failures[PLACES][RANKS_MAX];
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static struct mapping *mappings;
+static int comms, aborts, destroys, misuses, scales, launched;
+static __thread int group_depth, group_code;
+static __thread struct work *group, **group_tail;
+
+/* With the lock held. */
+static int fails(enum place place, int rank) {
+    return failures[place][rank].left > 0 && --failures[place][rank].left == 0 ? failures[place][rank].code : 0;
+}
+
+static int misuse(int code) {
+    misuses++;
+    return code;
+}
+
+/* ---- The double of the driver ---- */
+
+static struct {
+    int (*launch)(void *stream, void (*function)(void *data), void *data);
+    char *(*address)(uint64_t address);
+    int (*current)(void);
+} cuda;
+
+static int find_cuda(void) {
+#ifdef CUDA_DOUBLE
+    void *library = dlopen(CUDA_DOUBLE, RTLD_NOW | RTLD_LOCAL);
+    if (library != NULL && cuda.launch == NULL) {
+        cuda.address = (char *(*)(uint64_t))dlsym(library, "double_address");
+        cuda.current = (int (*)(void))dlsym(library, "double_current");
+        cuda.launch = (int (*)(void *, void (*)(void *), void *))dlsym(library, "cuLaunchHostFunc");
+    }
+#endif
+    return cuda.launch != NULL;
+}
+
+/* With the lock held. */
+static void free_if_over(struct comm *comm) {
+    if (!comm->is_gone || comm->running > 0) {
+        return;
+    }
+    for (struct mapping **link = &mappings; *link != NULL; link = &(*link)->next) {
+        struct mapping *mapping = *link;
+        if (mapping->clique == comm->clique && --mapping->users == 0) {
+            *link = mapping->next;
+            munmap(mapping->clique, sizeof *mapping->clique);
+            free(mapping);
+            break;
+        }
+    }
+    comms--;
+    free(comm);
+}
+
+static void run_on_stream(void *data) {
+    struct work *work = data;
+    struct comm *comm = work->comm;
+    if (work->hangs || work->code != 0) {
+        pthread_mutex_lock(&lock);
+        comm->state = work->code != 0 ? work->code : comm->state;
+        pthread_mutex_unlock(&lock);
+        hang(comm);
+    } else if (!atomic_load(&comm->is_aborted)) {
+        run(work);
+    }
+    free(work);
+    pthread_mutex_lock(&lock);
+    comm->running--;
+    free_if_over(comm);
+    pthread_mutex_unlock(&lock);
+}
+
+/* ---- Communicators ---- */
 
 int ncclGetVersion(int *version) {
     *version = VERSION;
@@ -16,5 +133,334 @@ int ncclGetVersion(int *version) {
 }
 
 const char *ncclGetErrorString(int code) {
-    return code == 2 ? "unhandled system error" : "no text";
+    return code == SYSTEM_ERROR ? "unhandled system error" : code == 6 ? "remote process exited" : "no text";
+}
+
+const char *ncclGetLastError(const struct comm *comm) {
+    return comm == NULL ? "" : "the double was told to";
+}
+
+int ncclGetUniqueId(unique_id *id) {
+    static unsigned count;
+    pthread_mutex_lock(&lock);
+    const int code = fails(AT_ID, 0);
+    memset(id, 0, sizeof *id);
+    snprintf(id->bytes, sizeof id->bytes, "clique-%d-%u", (int)getpid(), ++count);
+    pthread_mutex_unlock(&lock);
+    return code;
+}
+
+static struct clique *map_file(const char *name) {
+    Dl_info info;
+    char path[4096];
+    if (dladdr((void *)&ncclGetVersion, &info) == 0) {
+        return NULL;
+    }
+    snprintf(path, sizeof path, "%s.%s", info.dli_fname, name);
+    const int file = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+    if (file < 0 || ftruncate(file, sizeof(struct clique)) != 0) {
+        return NULL;
+    }
+    void *data = mmap(NULL, sizeof(struct clique), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    close(file);
+    return data == MAP_FAILED ? NULL : data;
+}
+
+/* With the lock held. One mapping serves all ranks of a process. */
+static struct clique *find_clique(const unique_id *id) {
+    struct mapping *mapping = mappings;
+    while (mapping != NULL && memcmp(&mapping->id, id, sizeof *id) != 0) {
+        mapping = mapping->next;
+    }
+    if (mapping == NULL) {
+        struct clique *clique = map_file(id->bytes);
+        mapping = clique == NULL ? NULL : calloc(1, sizeof *mapping);
+        if (mapping == NULL) {
+            return NULL;
+        }
+        *mapping = (struct mapping){.next = mappings, .id = *id, .clique = clique};
+        mappings = mapping;
+    }
+    mapping->users++;
+    return mapping->clique;
+}
+
+static int delay(struct comm *comm) {
+    return DELAYS == 0 ? 0 : (int)(rand_r(&comm->seed) % (DELAYS + 1));
+}
+
+int ncclCommInitRankConfig(struct comm **out, int size, unique_id id, int rank, struct config *config) {
+    *out = NULL;
+    if (config == NULL || config->size != sizeof *config || config->magic != 0xcafebeefu || config->version < 21700 ||
+        config->blocking != 0 || config->cga_cluster_size != INT_MIN || config->min_ctas != INT_MIN ||
+        config->max_ctas != INT_MIN || config->net_name != NULL || config->split_share != INT_MIN) {
+        return misuse(INVALID_ARGUMENT);
+    }
+    if (size < 1 || size > RANKS_MAX || rank < 0 || rank >= size) {
+        return misuse(INVALID_ARGUMENT);
+    }
+    if (!find_cuda() || cuda.current() < 0) {
+        return misuse(CUDA_ERROR);
+    }
+    pthread_mutex_lock(&lock);
+    const int code = fails(AT_INIT, rank);
+    struct clique *clique = code == 0 ? find_clique(&id) : NULL;
+    struct comm *comm = clique == NULL ? NULL : calloc(1, sizeof *comm);
+    if (comm != NULL) {
+        *comm = (struct comm){.clique = clique, .id = id, .rank = rank, .size = size, .is_connecting = 1,
+                              .state = IN_PROGRESS, .seed = (unsigned)rank + 1};
+        comm->waiting_tail = &comm->waiting;
+        comm->looks = delay(comm);
+        clique->slots[rank].device = cuda.current();
+        clique->slots[rank].process = (int)getpid();
+        atomic_fetch_add(&clique->joined, 1);
+        comms++;
+        *out = comm;
+    }
+    pthread_mutex_unlock(&lock);
+    return comm != NULL ? IN_PROGRESS : code != 0 ? code : SYSTEM_ERROR;
+}
+
+static int is_doubled(const struct comm *comm) {
+    const struct slot *slots = comm->clique->slots;
+    for (int a = 0; a < comm->size; a++) {
+        for (int b = a + 1; b < comm->size; b++) {
+            if (slots[a].device == slots[b].device && slots[a].process == slots[b].process) {
+                return 1;
+            }
+        }
+    }
+    return 0;
+}
+
+/* With the lock held. */
+static void start(struct comm *comm) {
+    struct work *next;
+    for (struct work *work = comm->waiting; work != NULL; work = next) {
+        next = work->next;
+        work->hangs = fails(AT_HANG, comm->rank) != 0;
+        work->code = fails(AT_RUN, comm->rank);
+        comm->running++;
+        comm->launches++;
+        launched++;
+        (void)cuda.launch(work->stream, run_on_stream, work);
+    }
+    comm->waiting = NULL;
+    comm->waiting_tail = &comm->waiting;
+}
+
+/* With the lock held. */
+static void look(struct comm *comm) {
+    if (comm->state != IN_PROGRESS) {
+        return;
+    }
+    if (comm->is_connecting) {
+        const int code = fails(AT_CONNECT, comm->rank);
+        comm->looks = fails(AT_LATE_CONNECT, comm->rank) ? INT_MAX : comm->looks;
+        if (code != 0 || atomic_load(&comm->clique->joined) == comm->size) {
+            comm->is_connecting = code == 0 && comm->looks-- > 0;
+            comm->state = code != 0 ? code : comm->is_connecting ? IN_PROGRESS : is_doubled(comm) ? INVALID_USAGE : 0;
+        }
+    } else if (comm->is_finalizing) {
+        if (comm->running == 0 && atomic_load(&comm->clique->finalized) == comm->size && comm->looks-- <= 0) {
+            comm->state = SUCCESS;
+        }
+    } else if (comm->looks-- <= 0) {
+        comm->state = SUCCESS;
+        start(comm);
+    }
+}
+
+int ncclCommGetAsyncError(struct comm *comm, int *code) {
+    pthread_mutex_lock(&lock);
+    look(comm);
+    *code = comm->state;
+    pthread_mutex_unlock(&lock);
+    return SUCCESS;
+}
+
+int ncclCommFinalize(struct comm *comm) {
+    pthread_mutex_lock(&lock);
+    const int is_bad = comm->state != SUCCESS;
+    comm->state = is_bad ? comm->state : IN_PROGRESS;
+    comm->is_finalizing = 1;
+    comm->looks = delay(comm);
+    atomic_fetch_add(&comm->clique->finalized, 1);
+    pthread_mutex_unlock(&lock);
+    return is_bad ? misuse(INVALID_ARGUMENT) : IN_PROGRESS;
+}
+
+static int end(struct comm *comm, int *counter) {
+    pthread_mutex_lock(&lock);
+    ++*counter;
+    for (struct work *work = comm->waiting, *next; work != NULL; work = next) {
+        next = work->next;
+        free(work);
+    }
+    for (int i = 0; i < SCALES_MAX; i++) {
+        scales -= comm->has_scale[i];
+    }
+    comm->is_gone = 1;
+    free_if_over(comm);
+    pthread_mutex_unlock(&lock);
+    return SUCCESS;
+}
+
+int ncclCommDestroy(struct comm *comm) {
+    if (!comm->is_finalizing || comm->state != SUCCESS) {
+        (void)misuse(0);
+    }
+    return end(comm, &destroys);
+}
+
+#ifdef LACKS_ABORT
+#define ncclCommAbort double_abort
+#endif
+int ncclCommAbort(struct comm *comm) {
+    atomic_store(&comm->is_aborted, 1);
+    return end(comm, &aborts);
+}
+
+/* ---- Collectives ---- */
+
+int ncclRedOpCreatePreMulSum(int *operation, const void *scalar, int dtype, int residence, struct comm *comm) {
+    pthread_mutex_lock(&lock);
+    int code = fails(AT_SCALE, comm->rank);
+    if (residence != 1 || comm->state != SUCCESS || !is_float(dtype)) {
+        code = misuse(INVALID_ARGUMENT);
+    }
+    int i = 0;
+    while (i < SCALES_MAX && comm->has_scale[i]) {
+        i++;
+    }
+    code = code == 0 && i == SCALES_MAX ? misuse(INVALID_USAGE) : code;
+    if (code == 0) {
+        comm->scales[i] = float_at(scalar, dtype);
+        comm->has_scale[i] = 1;
+        scales++;
+        *operation = FIRST_SCALE + i;
+    }
+    pthread_mutex_unlock(&lock);
+    return code;
+}
+
+int ncclRedOpDestroy(int operation, struct comm *comm) {
+    pthread_mutex_lock(&lock);
+    const int i = operation - FIRST_SCALE;
+    const int is_bad = i < 0 || i >= SCALES_MAX || !comm->has_scale[i] || comm->waiting != NULL;
+    if (!is_bad) {
+        comm->has_scale[i] = 0;
+        scales--;
+    }
+    pthread_mutex_unlock(&lock);
+    return is_bad ? misuse(INVALID_ARGUMENT) : SUCCESS;
+}
+
+int ncclGroupStart(void) {
+    if (group_depth++ == 0) {
+        group = NULL;
+        group_tail = &group;
+        group_code = 0;
+    }
+    return SUCCESS;
+}
+
+int ncclGroupEnd(void) {
+    if (group_depth == 0) {
+        return misuse(INVALID_USAGE);
+    }
+    if (--group_depth > 0) {
+        return SUCCESS;
+    }
+    pthread_mutex_lock(&lock);
+    struct comm *comm = group == NULL ? NULL : group->comm;
+    int code = group_code != 0 || comm == NULL ? group_code : fails(AT_GROUP_END, comm->rank);
+    if (code != 0) {
+        for (struct work *next; group != NULL; group = next) {
+            next = group->next;
+            free(group);
+        }
+    } else if (comm != NULL) {
+        *comm->waiting_tail = group;
+        comm->waiting_tail = group_tail;
+        comm->state = IN_PROGRESS;
+        comm->looks = fails(AT_LATE_LAUNCH, comm->rank) ? INT_MAX : delay(comm);
+        code = IN_PROGRESS;
+    }
+    pthread_mutex_unlock(&lock);
+    return code;
+}
+
+static int add(struct work work, const void *input, void *output) {
+    struct comm *comm = work.comm;
+    ncclGroupStart();
+    pthread_mutex_lock(&lock);
+    int code = fails(AT_CALL, comm->rank);
+    const int uses_input = work.kind != BROADCAST || comm->rank == work.root;
+    const int uses_output = work.kind != REDUCE || comm->rank == work.root;
+    work.input = uses_input ? cuda.address((uint64_t)(uintptr_t)input) : NULL;
+    work.output = uses_output ? cuda.address((uint64_t)(uintptr_t)output) : NULL;
+    if (comm->state != SUCCESS || cuda.current() < 0 || (uses_input && work.input == NULL) ||
+        (uses_output && work.output == NULL) || work.count == 0) {
+        code = misuse(INVALID_ARGUMENT);
+    }
+    if (code == 0 && work.operation >= FIRST_SCALE) {
+        work.scale = comm->scales[work.operation - FIRST_SCALE];
+    }
+    pthread_mutex_unlock(&lock);
+    if (code == 0) {
+        struct work *copy = malloc(sizeof *copy);
+        *copy = work;
+        *group_tail = copy;
+        group_tail = &copy->next;
+    }
+    group_code = group_code != 0 ? group_code : code;
+    const int ended = ncclGroupEnd();
+    return code != 0 ? code : ended;
+}
+
+int ncclAllReduce(const void *input, void *output, size_t count, int dtype, int operation, struct comm *comm,
+                  void *stream) {
+    return add((struct work){.comm = comm, .kind = ALL_REDUCE, .count = count, .dtype = dtype, .operation = operation,
+                             .stream = stream}, input, output);
+}
+
+int ncclBroadcast(const void *input, void *output, size_t count, int dtype, int root, struct comm *comm,
+                  void *stream) {
+    return add((struct work){.comm = comm, .kind = BROADCAST, .count = count, .dtype = dtype, .root = root,
+                             .stream = stream}, input, output);
+}
+
+int ncclReduce(const void *input, void *output, size_t count, int dtype, int operation, int root, struct comm *comm,
+               void *stream) {
+    return add((struct work){.comm = comm, .kind = REDUCE, .count = count, .dtype = dtype, .operation = operation,
+                             .root = root, .stream = stream}, input, output);
+}
+
+int ncclReduceScatter(const void *input, void *output, size_t count, int dtype, int operation, struct comm *comm,
+                      void *stream) {
+    return add((struct work){.comm = comm, .kind = REDUCE_SCATTER, .count = count, .dtype = dtype,
+                             .operation = operation, .stream = stream}, input, output);
+}
+
+/* ---- For tests ---- */
+
+/* At its `at`-th time from now on (0: never), `place` fails on a rank with a code. */
+void double_nccl_fail(int place, int rank, int at, int code) {
+    pthread_mutex_lock(&lock);
+    failures[place][rank].left = at;
+    failures[place][rank].code = code;
+    pthread_mutex_unlock(&lock);
+}
+
+/* Communicators that exist, aborts, destroys, misuses, operations that exist, calls that ran, cliques that differed. */
+void double_nccl_count(int *counts) {
+    pthread_mutex_lock(&lock);
+    const int all[] = {comms, aborts, destroys, misuses, scales, launched};
+    memcpy(counts, all, sizeof all);
+    counts[6] = 0;
+    for (const struct mapping *mapping = mappings; mapping != NULL; mapping = mapping->next) {
+        counts[6] += atomic_load(&mapping->clique->mismatches);
+    }
+    pthread_mutex_unlock(&lock);
 }

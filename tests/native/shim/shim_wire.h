@@ -19,6 +19,7 @@ typedef struct {
     int op;
     int reduce_op;
     int transient;
+    int by_nccl;
     int root_rank;
     double prescale;
     double postscale;

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "horo_gpu.h"
 #include "wire/wire.h"
 
 #define REQUIRE(condition)                                                                                             \
@@ -61,7 +62,8 @@ static void walk_request(const struct hr_wire_request *request) {
         .op = request->op,
         .reduce_op = request->reduce_op,
         .root_rank = request->root_rank,
-        .flags = request->transient ? HORO_SUBMIT_TRANSIENT : 0,
+        .flags =
+            (request->transient ? HORO_SUBMIT_TRANSIENT : 0) | (request->by_nccl ? HORO_SUBMIT_BY_NCCL : 0),
         .prescale = request->prescale,
         .postscale = request->postscale,
         .tensors = tensors,

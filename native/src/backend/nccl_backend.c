@@ -1,0 +1,203 @@
+#include "backend/nccl_backend.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "backend/operands.h"
+#include "base/cut.h"
+#include "base/op.h"
+
+struct nccl_backend {
+    struct hr_backend base;
+    struct hr_team *team;
+    struct hr_nccl_comm *comm;
+    struct hr_nccl_call *calls; /* [capacity] of the batch */
+    size_t count, capacity;
+};
+
+static struct nccl_backend *nccl_of(struct hr_backend *backend) {
+    return (struct nccl_backend *)backend;
+}
+
+/* ---- What NCCL can do ---- */
+
+/* -1: NCCL has none. bool is none of its dtypes either: its sum is a logical or. */
+static int dtype_of(int dtype) {
+    switch (dtype) {
+    case HORO_UINT8: return HR_NCCL_UINT8;
+    case HORO_INT8: return HR_NCCL_INT8;
+    case HORO_INT32: return HR_NCCL_INT32;
+    case HORO_INT64: return HR_NCCL_INT64;
+    case HORO_FLOAT16: return HR_NCCL_FLOAT16;
+    case HORO_BFLOAT16: return HR_NCCL_BFLOAT16;
+    case HORO_FLOAT32: return HR_NCCL_FLOAT32;
+    case HORO_FLOAT64: return HR_NCCL_FLOAT64;
+    default: return -1;
+    }
+}
+
+static int op_of(int reduce_op) {
+    switch (reduce_op) {
+    case HORO_MIN: return HR_NCCL_MIN;
+    case HORO_MAX: return HR_NCCL_MAX;
+    case HORO_PRODUCT: return HR_NCCL_PRODUCT;
+    default: return HR_NCCL_SUM;
+    }
+}
+
+/* NCCL multiplies the values of each rank before it sums floats, and nothing else. */
+static int can_scale(const horo_request *call, int dtype) {
+    const int is_scaled = call->reduce_op == HORO_AVERAGE || call->prescale != 1.0 || call->postscale != 1.0;
+    return !is_scaled || (op_of(call->reduce_op) == HR_NCCL_SUM && !hr_dtype_is_integer(dtype));
+}
+
+int hr_nccl_can(const horo_request *call) {
+    if (call->op == HORO_BROADCAST) {
+        return 1;
+    }
+    int can = hr_op_reduces(call->op) && call->reduce_op != HORO_ADASUM;
+    for (int i = 0; i < call->tensor_count && can; i++) {
+        const int dtype = hr_dtype_real(call->tensors[i].dtype);
+        can = call->tensors[i].wire_dtype == 0 && dtype_of(dtype) >= 0 && can_scale(call, dtype);
+    }
+    return can;
+}
+
+/* ---- A batch as calls ---- */
+
+static int reserve(struct nccl_backend *self, size_t count) {
+    if (count > self->capacity) {
+        struct hr_nccl_call *larger = realloc(self->calls, count * sizeof *larger);
+        if (larger == NULL) {
+            return HORO_ERR_RESOURCE;
+        }
+        self->calls = larger;
+        self->capacity = count;
+    }
+    self->count = 0;
+    return HORO_OK;
+}
+
+static void add(struct nccl_backend *self, const struct hr_nccl_call *call) {
+    if (call->count > 0) {
+        self->calls[self->count++] = *call;
+    }
+}
+
+/* The rows of each rank where they are equally many; else a reduction for each rank. */
+static void add_scatter(struct nccl_backend *self, const struct hr_operand *operand, size_t row_bytes,
+                        struct hr_nccl_call call) {
+    const size_t width = hr_dtype_bytes(operand->dtype);
+    const size_t size = (size_t)self->team->size;
+    const size_t all = operand->bytes == 0 ? 0 : operand->bytes / row_bytes;
+    if (all % size == 0) {
+        call.kind = HR_NCCL_REDUCE_SCATTER;
+        call.count = all / size * row_bytes / width;
+        add(self, &call);
+        return;
+    }
+    call.kind = HR_NCCL_REDUCE;
+    for (int r = 0; r < self->team->size; r++) {
+        size_t first;
+        size_t rows;
+        hr_part(all, size, (size_t)r, &first, &rows);
+        call.input = (const char *)operand->input + first * row_bytes;
+        call.count = rows * row_bytes / width;
+        call.root = r;
+        add(self, &call);
+    }
+}
+
+static void add_operand(struct nccl_backend *self, const struct hr_work *work, size_t i) {
+    const struct hr_operand *operand = &work->operands[i];
+    struct hr_nccl_call call = {.input = operand->input, .output = operand->output, .root = work->root_rank};
+    if (work->op == HORO_BROADCAST) {
+        call.kind = HR_NCCL_BROADCAST;
+        call.count = operand->bytes;
+        call.dtype = HR_NCCL_UINT8;
+        add(self, &call);
+        return;
+    }
+    call.kind = HR_NCCL_ALL_REDUCE;
+    call.count = operand->bytes / hr_dtype_bytes(operand->dtype);
+    call.dtype = dtype_of(operand->dtype);
+    call.op = op_of(work->reduce_op);
+    if (work->op == HORO_REDUCESCATTER) {
+        add_scatter(self, operand, work->row_bytes[i], call);
+    } else {
+        add(self, &call);
+    }
+}
+
+/* The factor as a value of each dtype of floats. 1 if it is other than 1. */
+static int write_factors(const struct nccl_backend *self, const struct hr_work *work, uint64_t *factors) {
+    const struct hr_kernel *kernel = self->team->node->kernel;
+    const double post = work->reduce_op == HORO_AVERAGE ? work->postscale / self->team->size : work->postscale;
+    const double factor = work->prescale * post;
+    const float single = (float)factor;
+    memset(factors, 0, HR_NCCL_DTYPES * sizeof *factors);
+    memcpy(&factors[HR_NCCL_FLOAT64], &factor, sizeof factor);
+    memcpy(&factors[HR_NCCL_FLOAT32], &single, sizeof single);
+    kernel->convert(HORO_FLOAT16, &factors[HR_NCCL_FLOAT16], HORO_FLOAT32, &single, 1, 1.0, HR_STORE_ORDINARY);
+    kernel->convert(HORO_BFLOAT16, &factors[HR_NCCL_BFLOAT16], HORO_FLOAT32, &single, 1, 1.0, HR_STORE_ORDINARY);
+    return hr_op_reduces(work->op) && factor != 1.0;
+}
+
+/* ---- The table ---- */
+
+static int nccl_begin(struct hr_backend *backend, const struct hr_work *work) {
+    struct nccl_backend *self = nccl_of(backend);
+    const size_t calls_each = work->op == HORO_REDUCESCATTER ? (size_t)self->team->size : 1;
+    uint64_t factors[HR_NCCL_DTYPES];
+    HR_TRY(reserve(self, calls_each * work->count));
+    for (size_t i = 0; i < work->count; i++) {
+        add_operand(self, work, i);
+    }
+    if (self->count > 0 && self->comm->state == HR_NCCL_IDLE) {
+        const int is_scaled = write_factors(self, work, factors);
+        (void)hr_nccl_launch(self->comm, self->calls, self->count, is_scaled ? factors : NULL);
+    }
+    return HORO_OK; /* a communicator that is broken ends the group: the engine looks at it */
+}
+
+static int nccl_progress(struct hr_backend *backend) {
+    struct hr_nccl_comm *comm = nccl_of(backend)->comm;
+    if (comm->state == HR_NCCL_LAUNCHING) {
+        (void)hr_nccl_poll(comm);
+    }
+    return comm->state == HR_NCCL_IDLE ? HR_TASK_DONE : HR_TASK_BLOCKED;
+}
+
+static void nccl_cancel(struct hr_backend *backend) {
+    hr_nccl_abort(nccl_of(backend)->comm);
+}
+
+static int nccl_is_ending(const struct hr_backend *backend) {
+    (void)backend;
+    return 0; /* NCCL does not tell */
+}
+
+static void nccl_destroy(struct hr_backend *backend) {
+    free(nccl_of(backend)->calls);
+    free(backend);
+}
+
+static const struct hr_backend_ops nccl_ops = {
+    .name = "nccl",
+    .begin = nccl_begin,
+    .progress = nccl_progress,
+    .cancel = nccl_cancel,
+    .is_ending = nccl_is_ending,
+    .destroy = nccl_destroy,
+};
+
+struct hr_backend *hr_nccl_backend_create(struct hr_team *team, struct hr_nccl_comm *comm) {
+    struct nccl_backend *self = calloc(1, sizeof *self);
+    if (self == NULL) {
+        return NULL;
+    }
+    self->base.ops = &nccl_ops;
+    self->team = team;
+    self->comm = comm;
+    return &self->base;
+}

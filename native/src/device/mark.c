@@ -1,0 +1,67 @@
+#include "device/mark.h"
+
+#include <stdlib.h>
+
+int hr_mark_move(struct hr_mark *mark, void *stream, struct hr_error *error) {
+    const struct hr_cuda *cuda = mark->device->cuda;
+    return hr_cuda_check(cuda, cuda->event_record(mark->event, stream), "cuEventRecord", error);
+}
+
+static int create_event(struct hr_mark *mark, void *stream, struct hr_error *error) {
+    const struct hr_cuda *cuda = mark->device->cuda;
+    HR_TRY(hr_cuda_check(cuda, cuda->event_create(&mark->event, HR_CUDA_EVENT_DISABLE_TIMING), "cuEventCreate", error));
+    const int status = hr_mark_move(mark, stream, error);
+    if (status != HORO_OK) {
+        (void)cuda->event_destroy(mark->event);
+    }
+    return status;
+}
+
+int hr_mark_create(struct hr_device *device, void *stream, struct hr_mark **mark, struct hr_error *error) {
+    struct hr_mark *made = malloc(sizeof *made);
+    struct hr_device_visit visit;
+    if (made == NULL) {
+        return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for tensors on a GPU");
+    }
+    *made = (struct hr_mark){.device = device};
+    atomic_init(&made->references, 1);
+    int status = hr_device_enter(device, &visit, error);
+    if (status == HORO_OK) {
+        status = hr_device_refuse_capture(device, stream, error);
+        status = status == HORO_OK ? create_event(made, stream, error) : status;
+        hr_device_leave(device, &visit);
+    }
+    if (status != HORO_OK) {
+        free(made);
+        return status;
+    }
+    *mark = made;
+    return HORO_OK;
+}
+
+void hr_mark_keep(struct hr_mark *mark) {
+    atomic_fetch_add(&mark->references, 1);
+}
+
+void hr_mark_drop(struct hr_mark *mark) {
+    struct hr_error ignored = {0};
+    struct hr_device_visit visit;
+    if (mark == NULL || atomic_fetch_sub(&mark->references, 1) > 1) {
+        return;
+    }
+    if (hr_device_enter(mark->device, &visit, &ignored) == HORO_OK) {
+        (void)mark->device->cuda->event_destroy(mark->event);
+        hr_device_leave(mark->device, &visit);
+    }
+    free(mark);
+}
+
+int hr_mark_await(const struct hr_mark *mark, void *stream, struct hr_error *error) {
+    const struct hr_cuda *cuda = mark->device->cuda;
+    struct hr_device_visit visit;
+    HR_TRY(hr_device_enter(mark->device, &visit, error));
+    const int status =
+        hr_cuda_check(cuda, cuda->stream_wait_event(stream, mark->event, 0), "cuStreamWaitEvent", error);
+    hr_device_leave(mark->device, &visit);
+    return status;
+}

@@ -1,0 +1,276 @@
+#include "device/nccl_comm.h"
+
+#include <limits.h>
+#include <time.h>
+
+#include "base/clock.h"
+
+enum { LOOK_NS = 100000 };
+
+#define CONFIG_MAGIC 0xcafebeefu
+
+static int checked(struct hr_nccl_comm *comm, int code, const char *function) {
+    return hr_nccl_check(comm->nccl, code, function, comm->handle, &comm->failure);
+}
+
+static int broken(struct hr_nccl_comm *comm) {
+    comm->state = HR_NCCL_BROKEN;
+    return comm->failure.code;
+}
+
+/* ---- Beginning ---- */
+
+static int create_parts(struct hr_nccl_comm *comm, int size, int rank, const struct hr_nccl_id *id,
+                        struct hr_error *error) {
+    const struct hr_cuda *cuda = comm->device->cuda;
+    struct hr_nccl_config config = {
+        .size = sizeof config,
+        .magic = CONFIG_MAGIC,
+        .version = HR_NCCL_VERSION_LEAST,
+        .blocking = 0,
+        .cga_cluster_size = INT_MIN, /* not set */
+        .min_ctas = INT_MIN,
+        .max_ctas = INT_MIN,
+        .split_share = INT_MIN,
+    };
+    HR_TRY(hr_device_create_stream(comm->device, &comm->stream, error));
+    HR_TRY(hr_cuda_check(cuda, cuda->event_create(&comm->fence, HR_CUDA_EVENT_DISABLE_TIMING), "cuEventCreate", error));
+    const int code = comm->nccl->comm_init_rank_config(&comm->handle, size, *id, rank, &config);
+    return hr_nccl_check(comm->nccl, code, "ncclCommInitRankConfig", comm->handle, error);
+}
+
+static void free_parts(struct hr_nccl_comm *comm) {
+    const struct hr_cuda *cuda = comm->device->cuda;
+    if (comm->fence != NULL) {
+        (void)cuda->event_destroy(comm->fence);
+    }
+    if (comm->stream != NULL) {
+        (void)cuda->stream_destroy(comm->stream);
+    }
+    comm->fence = NULL;
+    comm->stream = NULL;
+}
+
+int hr_nccl_connect(struct hr_nccl_comm *comm, const struct hr_nccl *nccl, struct hr_device *device, int size, int rank,
+                    const struct hr_nccl_id *id, struct hr_error *error) {
+    struct hr_device_visit visit;
+    *comm = (struct hr_nccl_comm){.nccl = nccl, .device = device, .state = HR_NCCL_NONE};
+    HR_TRY(hr_device_enter(device, &visit, error));
+    const int status = create_parts(comm, size, rank, id, error);
+    if (status == HORO_OK) {
+        comm->state = HR_NCCL_CONNECTING;
+    } else {
+        if (comm->handle != NULL) {
+            (void)nccl->comm_abort(comm->handle);
+            comm->handle = NULL;
+        }
+        free_parts(comm);
+    }
+    hr_device_leave(device, &visit);
+    return status;
+}
+
+/* ---- Launching ---- */
+
+static int enqueue(struct hr_nccl_comm *comm, const struct hr_nccl_call *call) {
+    const struct hr_nccl *nccl = comm->nccl;
+    const int op = call->op == HR_NCCL_SUM && comm->has_scale[call->dtype] ? comm->scales[call->dtype] : call->op;
+    switch (call->kind) {
+    case HR_NCCL_ALL_REDUCE:
+        return checked(
+            comm,
+            nccl->all_reduce(call->input, call->output, call->count, call->dtype, op, comm->handle, comm->stream),
+            "ncclAllReduce");
+    case HR_NCCL_BROADCAST:
+        return checked(comm,
+                       nccl->broadcast(call->input, call->output, call->count, call->dtype, call->root, comm->handle,
+                                       comm->stream),
+                       "ncclBroadcast");
+    case HR_NCCL_REDUCE:
+        return checked(comm,
+                       nccl->reduce(call->input, call->output, call->count, call->dtype, op, call->root, comm->handle,
+                                    comm->stream),
+                       "ncclReduce");
+    case HR_NCCL_REDUCE_SCATTER:
+        return checked(
+            comm,
+            nccl->reduce_scatter(call->input, call->output, call->count, call->dtype, op, comm->handle, comm->stream),
+            "ncclReduceScatter");
+    }
+    return hr_fail(&comm->failure, HORO_ERR_INTERNAL, "no such call of NCCL: %d", (int)call->kind);
+}
+
+/* One operation for each dtype that occurs. */
+static int create_scales(struct hr_nccl_comm *comm, const struct hr_nccl_call *calls, size_t count,
+                         const uint64_t *factors) {
+    for (size_t i = 0; i < count; i++) {
+        const int dtype = calls[i].dtype;
+        if (calls[i].kind != HR_NCCL_BROADCAST && calls[i].op == HR_NCCL_SUM && !comm->has_scale[dtype]) {
+            HR_TRY(checked(comm,
+                           comm->nccl->red_op_create_pre_mul_sum(&comm->scales[dtype], &factors[dtype], dtype,
+                                                                 HR_NCCL_SCALAR_ON_HOST, comm->handle),
+                           "ncclRedOpCreatePreMulSum"));
+            comm->has_scale[dtype] = 1;
+        }
+    }
+    return HORO_OK;
+}
+
+static int launch(struct hr_nccl_comm *comm, const struct hr_nccl_call *calls, size_t count, const uint64_t *factors) {
+    if (factors != NULL) {
+        HR_TRY(create_scales(comm, calls, count, factors));
+    }
+    HR_TRY(checked(comm, comm->nccl->group_start(), "ncclGroupStart"));
+    int status = HORO_OK;
+    for (size_t i = 0; i < count && status == HORO_OK; i++) {
+        status = enqueue(comm, &calls[i]);
+    }
+    const int ended = checked(comm, comm->nccl->group_end(), "ncclGroupEnd"); /* also of a group that has failed */
+    return status == HORO_OK ? ended : status;
+}
+
+int hr_nccl_launch(struct hr_nccl_comm *comm, const struct hr_nccl_call *calls, size_t count, const uint64_t *factors) {
+    struct hr_device_visit visit;
+    if (hr_device_enter(comm->device, &visit, &comm->failure) != HORO_OK) {
+        return broken(comm);
+    }
+    const int status = launch(comm, calls, count, factors);
+    hr_device_leave(comm->device, &visit);
+    if (status != HORO_OK) {
+        return broken(comm);
+    }
+    comm->state = HR_NCCL_LAUNCHING;
+    return HORO_OK;
+}
+
+/* ---- Polling ---- */
+
+/* All of the launch is on the stream: from here on an event behind it means its end. */
+static int finish_launch(struct hr_nccl_comm *comm) {
+    const struct hr_cuda *cuda = comm->device->cuda;
+    for (int dtype = 0; dtype < HR_NCCL_DTYPES; dtype++) {
+        if (comm->has_scale[dtype]) {
+            comm->has_scale[dtype] = 0;
+            HR_TRY(checked(comm, comm->nccl->red_op_destroy(comm->scales[dtype], comm->handle), "ncclRedOpDestroy"));
+        }
+    }
+    HR_TRY(hr_cuda_check(cuda, cuda->event_record(comm->fence, comm->stream), "cuEventRecord", &comm->failure));
+    comm->is_in_flight = 1;
+    return HORO_OK;
+}
+
+static int look_at_fence(struct hr_nccl_comm *comm) {
+    const struct hr_cuda *cuda = comm->device->cuda;
+    const int code = cuda->event_query(comm->fence);
+    if (code == HR_CUDA_NOT_READY) {
+        return 0;
+    }
+    HR_TRY(hr_cuda_check(cuda, code, "a kernel of NCCL", &comm->failure));
+    comm->is_in_flight = 0;
+    return 1;
+}
+
+/* As hr_nccl_poll, or a status. */
+static int look(struct hr_nccl_comm *comm) {
+    int code = HR_NCCL_OK;
+    HR_TRY(checked(comm, comm->nccl->comm_get_async_error(comm->handle, &code), "ncclCommGetAsyncError"));
+    const char *what = comm->state == HR_NCCL_CONNECTING ? "NCCL's connecting" : "a collective of NCCL";
+    HR_TRY(checked(comm, code, what));
+    if (comm->state == HR_NCCL_IDLE) {
+        return look_at_fence(comm);
+    }
+    if (code == HR_NCCL_IN_PROGRESS) {
+        return 0;
+    }
+    if (comm->state == HR_NCCL_LAUNCHING) {
+        HR_TRY(finish_launch(comm));
+    }
+    comm->state = HR_NCCL_IDLE;
+    return 1;
+}
+
+int hr_nccl_poll(struct hr_nccl_comm *comm) {
+    struct hr_device_visit visit;
+    const int is_busy = comm->state == HR_NCCL_CONNECTING || comm->state == HR_NCCL_LAUNCHING ||
+                        (comm->state == HR_NCCL_IDLE && comm->is_in_flight);
+    if (!is_busy) {
+        return 0;
+    }
+    int moved = hr_device_enter(comm->device, &visit, &comm->failure);
+    if (moved == HORO_OK) {
+        moved = look(comm);
+        hr_device_leave(comm->device, &visit);
+    }
+    if (moved < 0) {
+        (void)broken(comm);
+    }
+    return moved != 0;
+}
+
+/* ---- The end ---- */
+
+void hr_nccl_abort(struct hr_nccl_comm *comm) {
+    struct hr_error ignored = {0};
+    struct hr_device_visit visit;
+    if (comm->handle == NULL) {
+        return;
+    }
+    const int has_entered = hr_device_enter(comm->device, &visit, &ignored) == HORO_OK;
+    (void)comm->nccl->comm_abort(comm->handle);
+    if (has_entered) {
+        comm->is_in_flight = comm->device->cuda->event_record(comm->fence, comm->stream) == HR_CUDA_OK;
+        hr_device_leave(comm->device, &visit);
+    }
+    comm->handle = NULL;
+    comm->state = HR_NCCL_NONE;
+}
+
+int hr_nccl_is_quiet(struct hr_nccl_comm *comm) {
+    struct hr_device_visit visit;
+    if (comm->is_in_flight && hr_device_enter(comm->device, &visit, &comm->failure) == HORO_OK) {
+        comm->is_in_flight = comm->device->cuda->event_query(comm->fence) == HR_CUDA_NOT_READY;
+        hr_device_leave(comm->device, &visit);
+    }
+    return !comm->is_in_flight;
+}
+
+static void wait_a_moment(void) {
+    const struct timespec moment = {.tv_nsec = LOOK_NS}; /* nothing tells of what is waited for here */
+    (void)nanosleep(&moment, NULL);
+}
+
+/* The caller has entered the device. Whether NCCL has nothing more to do, and no rank needs this one. */
+static int finalize(struct hr_nccl_comm *comm, int64_t until_ns) {
+    int code = comm->nccl->comm_finalize(comm->handle);
+    while (code == HR_NCCL_IN_PROGRESS && hr_now_ns() < until_ns) {
+        wait_a_moment();
+        if (comm->nccl->comm_get_async_error(comm->handle, &code) != HR_NCCL_OK) {
+            return 0;
+        }
+    }
+    return code == HR_NCCL_OK;
+}
+
+void hr_nccl_close(struct hr_nccl_comm *comm, int in_order, int timeout_ms) {
+    const int64_t until_ns = hr_now_ns() + (int64_t)timeout_ms * 1000000;
+    struct hr_error ignored = {0};
+    struct hr_device_visit visit;
+    while (in_order && (comm->state == HR_NCCL_LAUNCHING || (comm->state == HR_NCCL_IDLE && comm->is_in_flight)) &&
+           hr_now_ns() < until_ns) {
+        if (!hr_nccl_poll(comm)) {
+            wait_a_moment();
+        }
+    }
+    if (comm->device == NULL || hr_device_enter(comm->device, &visit, &ignored) != HORO_OK) {
+        return;
+    }
+    if (in_order && comm->state == HR_NCCL_IDLE && !comm->is_in_flight && finalize(comm, until_ns)) {
+        (void)comm->nccl->comm_destroy(comm->handle);
+        comm->handle = NULL;
+        comm->state = HR_NCCL_NONE;
+    }
+    hr_nccl_abort(comm);
+    free_parts(comm);
+    hr_device_leave(comm->device, &visit);
+    comm->device = NULL;
+}

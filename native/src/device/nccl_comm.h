@@ -1,0 +1,73 @@
+/*
+ * A communicator of NCCL, between a GPU of this rank and as many GPUs of other ranks, with a stream of its own. No
+ * function blocks for another rank: what is in progress is polled. One thread at a time.
+ *
+ *     state      | what has happened                             | what comes next
+ *     -----------+-----------------------------------------------+-------------------------------------------------
+ *     NONE       | nothing, or it has been aborted               | hr_nccl_connect
+ *     CONNECTING | the ranks look for one another                | hr_nccl_poll, until it is IDLE
+ *     IDLE       | all that was launched is on the stream        | hr_nccl_launch
+ *     LAUNCHING  | a launch is not wholly on the stream yet      | hr_nccl_poll, until it is IDLE
+ *     BROKEN     | NCCL or the GPU has failed: `failure` says how | hr_nccl_abort
+ */
+#ifndef HR_DEVICE_NCCL_COMM_H
+#define HR_DEVICE_NCCL_COMM_H
+
+#include <stdint.h>
+
+#include "device/device.h"
+#include "device/nccl.h"
+
+enum hr_nccl_state { HR_NCCL_NONE, HR_NCCL_CONNECTING, HR_NCCL_IDLE, HR_NCCL_LAUNCHING, HR_NCCL_BROKEN };
+
+enum { HR_NCCL_DTYPES = 10 };
+
+struct hr_nccl_comm {
+    const struct hr_nccl *nccl;
+    struct hr_device *device;
+    void *handle; /* NCCL's; NULL: there is none */
+    void *stream;
+    void *fence;  /* an event behind what was launched last */
+    enum hr_nccl_state state;
+    int is_in_flight; /* something that was launched has not been seen to end */
+    int has_scale[HR_NCCL_DTYPES];
+    int scales[HR_NCCL_DTYPES]; /* reductions of the launch under way, which multiply before they sum */
+    struct hr_error failure;
+};
+
+enum hr_nccl_kind { HR_NCCL_ALL_REDUCE, HR_NCCL_BROADCAST, HR_NCCL_REDUCE, HR_NCCL_REDUCE_SCATTER };
+
+struct hr_nccl_call {
+    enum hr_nccl_kind kind;
+    const void *input; /* on the GPU, as the output */
+    void *output;
+    size_t count; /* of values; of a reduce-scatter those of each rank */
+    int dtype;    /* enum hr_nccl_dtype */
+    int op;       /* enum hr_nccl_op, of a reduction */
+    int root;
+};
+
+/* HORO_OK, or HORO_ERR_RESOURCE with a sentence and nothing left behind. */
+int hr_nccl_connect(struct hr_nccl_comm *comm, const struct hr_nccl *nccl, struct hr_device *device, int size, int rank,
+                    const struct hr_nccl_id *id, struct hr_error *error);
+
+/* CONNECTING, LAUNCHING: 1 if it is another state now. IDLE: 1 if nothing is in flight any more, or it is BROKEN. 0. */
+int hr_nccl_poll(struct hr_nccl_comm *comm);
+
+/*
+ * IDLE: calls that go onto the stream as one, so that their kernels share a launch. `factors`: by dtype, the bits of
+ * what sums are multiplied by before they are added, or NULL. HORO_OK, or the state is BROKEN.
+ */
+int hr_nccl_launch(struct hr_nccl_comm *comm, const struct hr_nccl_call *calls, size_t count, const uint64_t *factors);
+
+/* What is in flight ends with whatever it has. Any state. */
+void hr_nccl_abort(struct hr_nccl_comm *comm);
+/* Whether no kernel of it touches memory any more. Any state. */
+int hr_nccl_is_quiet(struct hr_nccl_comm *comm);
+/*
+ * Waits up to timeout_ms for what is in flight and, if it ends and `in_order`, for the other ranks to close theirs;
+ * else aborts. Any state.
+ */
+void hr_nccl_close(struct hr_nccl_comm *comm, int in_order, int timeout_ms);
+
+#endif

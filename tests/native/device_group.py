@@ -1,0 +1,172 @@
+"""The program's side of the double of a GPU, for tests with ranks as threads."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from ranks import Rank, describe, wait_for
+
+from horo import _core
+from horo._core_libraries import copy_back, use_cuda, use_nccl
+
+__all__ = ["PLACES", "SUM", "Gpu", "Nccl", "OnGpu", "on_gpu"]
+
+SUM = _core.REDUCE_OPS["sum"]
+
+
+class Gpu:
+    """The double, as the program that calls horo sees it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.is_broken = False
+        self.lib = ctypes.CDLL(str(path))
+        self.lib.double_alloc.restype = ctypes.c_uint64
+        self.lib.cuInit(0)
+
+    def put(self, array: np.ndarray) -> int:
+        """The address of a copy on the device."""
+        address = int(self.lib.double_alloc(ctypes.c_size_t(max(array.nbytes, 1))))
+        self.lib.double_write(
+            ctypes.c_uint64(address), array.ctypes.data_as(ctypes.c_void_p), ctypes.c_size_t(array.nbytes)
+        )
+        return address
+
+    def get(self, address: int, like: np.ndarray) -> np.ndarray:
+        """What is at the address, whether anything still writes there or not."""
+        array = np.empty_like(like)
+        self.lib.double_read(
+            ctypes.c_uint64(address), array.ctypes.data_as(ctypes.c_void_p), ctypes.c_size_t(array.nbytes)
+        )
+        return array
+
+    def stream(self) -> int:
+        out = ctypes.c_void_p()
+        assert self.lib.cuStreamCreateWithPriority(ctypes.byref(out), 0, 0) == 0
+        return int(out.value or 0)
+
+    def add(self, stream: int, address: int, array: np.ndarray, value: float) -> None:
+        """A kernel that adds to float32 values."""
+        self.lib.double_add(
+            ctypes.c_void_p(stream), ctypes.c_uint64(address), ctypes.c_size_t(array.nbytes), ctypes.c_float(value)
+        )
+
+    def hold(self, stream: int) -> ctypes.c_int:
+        """What comes behind it on the stream waits until ``open`` is called with the result."""
+        gate = ctypes.c_int(0)
+        self.lib.double_hold(ctypes.c_void_p(stream), ctypes.byref(gate))
+        return gate
+
+    def open(self, gate: ctypes.c_int) -> None:
+        self.lib.double_open(ctypes.byref(gate))
+
+    def synchronize(self, stream: int) -> None:
+        event = ctypes.c_void_p()
+        self.lib.cuCtxPushCurrent_v2(ctypes.c_void_p(1))
+        assert self.lib.cuEventCreate(ctypes.byref(event), 0) == 0
+        assert self.lib.cuEventRecord(event, ctypes.c_void_p(stream)) == 0
+        wait_for(lambda: self.lib.cuEventQuery(event) != 600)
+        self.lib.cuEventDestroy_v2(event)
+        self.lib.cuCtxPopCurrent_v2(ctypes.byref(event))
+
+    def close(self, stream: int) -> None:
+        self.lib.cuStreamDestroy_v2(ctypes.c_void_p(stream))
+
+    def capture(self, stream: int, is_begun: bool) -> int:
+        """Begins or ends to capture a graph; at the end, whether a call of others has spoiled it."""
+        return int(self.lib.double_capture(ctypes.c_void_p(stream), int(is_begun)))
+
+    def fail(self, copy: int = 0, host_bytes: int = 1 << 30) -> None:
+        self.lib.double_fail(copy, host_bytes)
+
+    def counts(self) -> dict[str, int]:
+        numbers = (ctypes.c_int * 5)()
+        self.lib.double_count(numbers)
+        return dict(zip(("streams", "contexts", "events", "pinned", "pinned_ever"), numbers, strict=True))
+
+
+PLACES = ("id", "init", "connect", "call", "group end", "run", "hang", "scale", "late connect", "late launch")
+"""Where the double of NCCL can fail, or be so late that it never comes."""
+
+
+class Nccl:
+    """The double of NCCL."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lib = ctypes.CDLL(str(path))
+
+    def fail(self, place: str, rank: int = 0, *, at: int = 1, code: int = 2) -> None:
+        """At the ``at``-th time from now on that this rank comes there."""
+        self.lib.double_nccl_fail(PLACES.index(place), rank, at, code)
+
+    def counts(self) -> dict[str, int]:
+        numbers = (ctypes.c_int * 7)()
+        self.lib.double_nccl_count(numbers)
+        names = ("comms", "aborts", "destroys", "misuses", "scales", "launched", "mismatches")
+        return dict(zip(names, numbers, strict=True))
+
+
+class OnGpu:
+    """A rank whose arrays are on a device, with one stream of the program's."""
+
+    def __init__(
+        self,
+        rank: Rank,
+        gpu: Gpu,
+        nccl: Sequence[Path] | None = None,
+        *,
+        device: int = 0,
+        default_stream: bool = False,
+    ) -> None:
+        use_cuda(rank.context, [str(gpu.path)])
+        if nccl is not None:
+            use_nccl(rank.context, [str(path) for path in nccl])
+        self.rank, self.gpu, self.context, self.device = rank, gpu, rank.context, device
+        self.stream = 0 if default_stream else gpu.stream()
+
+    def submit(self, op: str, name: str, array: np.ndarray, output: np.ndarray | None = None, **options: Any) -> Any:
+        """Starts it; returns the handle, and where the values and the result are on the device."""
+        source = self.gpu.put(array)
+        target = source if output is None else self.gpu.put(output)
+        (tensor,) = describe([array], [array if output is None else output])
+        splits = tuple(options.pop("splits", ()))
+        tensor = tensor._replace(input=source, output=target, splits=splits, dtype=options.pop("dtype", tensor.dtype))
+        options = {"device": self.device + 1, "stream": self.stream, **options}
+        return self.context.submit(_core.RequestBuffer.of(_core.OPS[op], name, [tensor], **options)), source, target
+
+    def finish(self, handle: int) -> None:
+        """Until the program's stream waits for the results."""
+        self.context.wait(handle)
+        copy_back(self.context, handle, self.stream)
+        self.context.release(handle)
+
+    def run(self, op: str, name: str, array: np.ndarray, output: np.ndarray | None = None, **options: Any) -> Any:
+        """The result."""
+        handle, _, target = self.submit(op, name, array, output, **options)
+        self.finish(handle)
+        self.gpu.synchronize(self.stream)
+        return self.gpu.get(target, array if output is None else output)
+
+    def allreduce(self, array: np.ndarray, name: str = "x", op: str = "sum", **options: Any) -> np.ndarray:
+        result: np.ndarray = self.run("allreduce", name, array, reduce_op=_core.REDUCE_OPS[op], **options)
+        return result
+
+    def gathered(self, handle: int, like: np.ndarray) -> np.ndarray:
+        self.context.wait(handle)
+        data, _ = self.context.take_result(handle, 0)
+        self.context.release(handle)
+        return np.frombuffer(data, like.dtype)
+
+    def close(self) -> None:
+        if self.stream:
+            self.gpu.close(self.stream)
+
+
+def on_gpu(rank: Rank, gpu: Gpu, nccl: Nccl, **options: Any) -> OnGpu:
+    """Each rank on a GPU of its own."""
+    return OnGpu(rank, gpu, [nccl.path], **{"device": rank.rank, **options})

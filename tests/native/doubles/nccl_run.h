@@ -1,0 +1,293 @@
+/* What the double of NCCL does on a stream: values of all dtypes, and how ranks take turns. For nccl.c alone. */
+#ifndef NCCL_RUN_H
+#define NCCL_RUN_H
+
+#include <limits.h>
+#include <linux/futex.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { SUCCESS = 0, CUDA_ERROR = 1, SYSTEM_ERROR = 2, INVALID_ARGUMENT = 4, INVALID_USAGE = 5, IN_PROGRESS = 7 };
+enum { RANKS_MAX = 16, CHUNK = 1 << 14, SCALES_MAX = 16, GROUP_MAX = 4096 };
+enum kind { ALL_REDUCE, BROADCAST, REDUCE, REDUCE_SCATTER };
+enum { SUM, PRODUCT, MAX, MIN, AVERAGE, FIRST_SCALE };
+enum { INT8, UINT8, INT32, UINT32, INT64, UINT64, HALF, FLOAT, DOUBLE, BFLOAT };
+
+typedef struct {
+    char bytes[128];
+} unique_id;
+
+/* As in nccl.h of 2.18.1; later versions have more behind it, and read as much as `size` says. */
+struct config {
+    size_t size;
+    unsigned magic, version;
+    int blocking, cga_cluster_size, min_ctas, max_ctas;
+    const char *net_name;
+    int split_share;
+};
+
+struct slot {
+    int device, process;
+    int kind, dtype, operation, root;
+    size_t count;
+    double scale;
+    char data[CHUNK];
+};
+
+/* What the ranks share. */
+struct clique {
+    _Atomic int joined, finalized, arrived, mismatches;
+    _Atomic uint32_t generation;
+    struct slot slots[RANKS_MAX];
+};
+
+struct comm {
+    struct clique *clique;
+    unique_id id;
+    int rank, size;
+    int state;  /* what polling says, under the lock */
+    int looks;  /* left until it says more */
+    int is_connecting, is_finalizing, is_gone;
+    _Atomic int is_aborted;
+    int running; /* launched and not over */
+    int launches;
+    unsigned seed;
+    struct work *waiting, **waiting_tail; /* a group that is polled for */
+    double scales[SCALES_MAX];
+    int has_scale[SCALES_MAX];
+};
+
+struct work {
+    struct work *next;
+    struct comm *comm;
+    enum kind kind;
+    const char *input;
+    char *output;
+    size_t count;
+    int dtype, operation, root, hangs, code;
+    double scale;
+    void *stream;
+};
+
+/* ---- Values ---- */
+
+static float half_value(uint16_t bits) {
+    const uint32_t exponent = bits >> 10 & 31;
+    const uint32_t fraction = bits & 1023;
+    const float sign = bits >> 15 ? -1.0f : 1.0f;
+    union {
+        uint32_t bits;
+        float value;
+    } whole = {.bits = (exponent + 112) << 23 | fraction << 13};
+    if (exponent == 31) {
+        whole.bits = 0x7f800000u | fraction << 13;
+    }
+    return sign * (exponent == 0 ? (float)fraction / 16777216.0f : whole.value);
+}
+
+static uint16_t half_bits(double value) {
+    union {
+        float value;
+        uint32_t bits;
+    } whole = {.value = (float)value};
+    const uint16_t sign = (uint16_t)(whole.bits >> 16 & 0x8000u);
+    const uint32_t size = whole.bits & 0x7fffffffu;
+    if (size >= 0x47800000u) {
+        return (uint16_t)(sign | (size > 0x7f800000u ? 0x7e00u : 0x7c00u));
+    }
+    if (size < 0x38800000u) {
+        union {
+            uint32_t bits;
+            float value;
+        } small = {.bits = size};
+        return (uint16_t)(sign | (uint16_t)(small.value * 16777216.0f + 0.5f));
+    }
+    const uint32_t rounded = size + 0xfffu + (size >> 13 & 1);
+    return (uint16_t)(sign | (uint16_t)((rounded - 0x38000000u) >> 13));
+}
+
+static size_t width_of(int dtype) {
+    static const size_t widths[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2};
+    return widths[dtype];
+}
+
+/* Not by memcpy: the sanitizer knows nothing of how ranks take turns here. */
+static void move(volatile char *to, const volatile char *from, size_t bytes) {
+    for (size_t i = 0; i < bytes; i++) {
+        to[i] = from[i];
+    }
+}
+
+static int is_float(int dtype) {
+    return dtype >= HALF;
+}
+
+static double float_at(const char *at, int dtype) {
+    uint16_t half;
+    uint32_t bits;
+    float single;
+    double value;
+    switch (dtype) {
+    case HALF: move((char *)&half, at, 2); return (double)half_value(half);
+    case BFLOAT:
+        move((char *)&half, at, 2);
+        bits = (uint32_t)half << 16;
+        move((char *)&single, (char *)&bits, 4);
+        return (double)single;
+    case FLOAT: move((char *)&single, at, 4); return (double)single;
+    default: move((char *)&value, at, 8); return value;
+    }
+}
+
+static void put_float(char *at, int dtype, double value) {
+    uint16_t half;
+    uint32_t bits;
+    float single = (float)value;
+    switch (dtype) {
+    case HALF: half = half_bits(value); move(at, (char *)&half, 2); break;
+    case BFLOAT:
+        move((char *)&bits, (char *)&single, 4);
+        half = (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
+        move(at, (char *)&half, 2);
+        break;
+    case FLOAT: move(at, (char *)&single, 4); break;
+    default: move(at, (char *)&value, 8); break;
+    }
+}
+
+static int64_t integer_at(const char *at, int dtype) {
+    const size_t width = width_of(dtype);
+    uint64_t bits = 0;
+    move((char *)&bits, at, width);
+    const int is_signed = dtype == INT8 || dtype == INT32;
+    const uint64_t sign = (uint64_t)1 << (8 * width - 1);
+    return (int64_t)(is_signed && (bits & sign) != 0 ? bits | ~(sign * 2 - 1) : bits);
+}
+
+static double combine(int operation, double a, double b) {
+    switch (operation) {
+    case PRODUCT: return a * b;
+    case MAX: return a > b ? a : b;
+    case MIN: return a < b ? a : b;
+    default: return a + b;
+    }
+}
+
+static int64_t combine_integers(int operation, int64_t a, int64_t b, int is_unsigned) {
+    const int is_more = is_unsigned ? (uint64_t)a > (uint64_t)b : a > b;
+    switch (operation) {
+    case PRODUCT: return (int64_t)((uint64_t)a * (uint64_t)b);
+    case MAX: return is_more ? a : b;
+    case MIN: return is_more ? b : a;
+    default: return (int64_t)((uint64_t)a + (uint64_t)b);
+    }
+}
+
+static double scaled(const struct work *work, double value) {
+    char rounded[8];
+    if (work->operation < FIRST_SCALE && work->operation != AVERAGE) {
+        return value;
+    }
+    put_float(rounded, work->dtype, value * (work->operation == AVERAGE ? 1.0 / work->comm->size : work->scale));
+    return float_at(rounded, work->dtype);
+}
+
+/* Value `i` of what all ranks have in their slots. */
+static void reduce(const struct work *work, size_t i, char *out) {
+    const struct slot *slots = work->comm->clique->slots;
+    const size_t at = i * width_of(work->dtype);
+    if (is_float(work->dtype)) {
+        double value = scaled(work, float_at(slots[0].data + at, work->dtype));
+        for (int r = 1; r < work->comm->size; r++) {
+            value = combine(work->operation, value, scaled(work, float_at(slots[r].data + at, work->dtype)));
+        }
+        put_float(out, work->dtype, value);
+        return;
+    }
+    int64_t value = integer_at(slots[0].data + at, work->dtype);
+    for (int r = 1; r < work->comm->size; r++) {
+        value = combine_integers(work->operation, value, integer_at(slots[r].data + at, work->dtype),
+                                 work->dtype == UINT64);
+    }
+    move(out, (char *)&value, width_of(work->dtype));
+}
+
+/* ---- A kernel, on the thread of its stream ---- */
+
+/* 0 when all ranks have come here; -1 if this one was aborted. */
+static int meet(struct comm *comm) {
+    struct clique *clique = comm->clique;
+    const uint32_t generation = atomic_load(&clique->generation);
+    const struct timespec look = {.tv_nsec = 2000000};
+    if (atomic_fetch_add(&clique->arrived, 1) + 1 == comm->size) {
+        atomic_store(&clique->arrived, 0);
+        atomic_fetch_add(&clique->generation, 1);
+        syscall(SYS_futex, &clique->generation, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+        return 0;
+    }
+    while (atomic_load(&clique->generation) == generation) {
+        if (atomic_load(&comm->is_aborted)) {
+            return -1;
+        }
+        syscall(SYS_futex, &clique->generation, FUTEX_WAIT, generation, &look, NULL, 0);
+    }
+    return 0;
+}
+
+static void hang(struct comm *comm) {
+    const struct timespec look = {.tv_nsec = 2000000};
+    while (!atomic_load(&comm->is_aborted)) {
+        nanosleep(&look, NULL);
+    }
+}
+
+static void check_alike(const struct work *work) {
+    struct clique *clique = work->comm->clique;
+    const struct slot *first = &clique->slots[0];
+    const struct slot *mine = &clique->slots[work->comm->rank];
+    if (mine->kind != first->kind || mine->dtype != first->dtype || mine->operation != first->operation ||
+        mine->root != first->root || mine->count != first->count || mine->scale != first->scale) {
+        atomic_fetch_add(&clique->mismatches, 1);
+    }
+}
+
+static void run(const struct work *work) {
+    struct comm *comm = work->comm;
+    struct slot *mine = &comm->clique->slots[comm->rank];
+    const size_t width = width_of(work->dtype);
+    const size_t total = work->kind == REDUCE_SCATTER ? work->count * (size_t)comm->size : work->count;
+    for (size_t at = 0; at < total; at += CHUNK / width) {
+        const size_t count = total - at < CHUNK / width ? total - at : CHUNK / width;
+        mine->kind = (int)work->kind;
+        mine->dtype = work->dtype;
+        mine->operation = work->operation < FIRST_SCALE ? work->operation : FIRST_SCALE;
+        mine->root = work->root;
+        mine->count = work->count;
+        mine->scale = work->scale;
+        if (work->kind != BROADCAST || comm->rank == work->root) {
+            move(mine->data, work->input + at * width, count * width);
+        }
+        if (meet(comm) != 0) {
+            return;
+        }
+        check_alike(work);
+        const size_t first = work->kind == REDUCE_SCATTER ? (size_t)comm->rank * work->count : 0;
+        for (size_t i = 0; i < count; i++) {
+            char *out = work->output + (at + i - first) * width;
+            if (work->kind == BROADCAST) {
+                move(out, comm->clique->slots[work->root].data + i * width, width);
+            } else if (at + i >= first && at + i - first < work->count &&
+                       (work->kind != REDUCE || comm->rank == work->root)) {
+                reduce(work, i, out);
+            }
+        }
+        if (meet(comm) != 0) {
+            return;
+        }
+    }
+}
+
+#endif

@@ -1,0 +1,282 @@
+"""Collectives by NCCL on tensors of GPUs. Doubles of the CUDA driver and of NCCL stand for both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from device_group import SUM, Gpu, Nccl, OnGpu, on_gpu
+from ranks import Group, Rank, recorded_stderr
+
+from horo import _core
+from horo.errors import MismatchError, UsageError
+
+HOSTS = [(2,), (1, 1), (3,), (2, 1)]
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+@pytest.mark.parametrize("length", [0, 1, 1000, 70_001])
+def test_nccl_takes_values_behind_the_programs_work_and_it_goes_on_behind_the_result(
+    gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], length: int
+) -> None:
+    """No value passes the host, and no thread waits for the GPU: the call is over while the GPU stands still."""
+
+    def body(rank: Rank) -> np.ndarray:
+        own = on_gpu(rank, gpu, nccl)
+        array = np.full(length, rank.rank, np.float32)
+        gate = gpu.hold(own.stream)
+        gpu.add(own.stream, gpu.put(array), array, 1.0)
+        handle, source, target = own.submit("allreduce", "x", array, reduce_op=SUM)
+        own.finish(handle)
+        gpu.add(own.stream, target, array, 0.5)
+        np.testing.assert_array_equal(gpu.get(source, array), array)
+        gpu.open(gate)
+        gpu.synchronize(own.stream)
+        own.close()
+        return gpu.get(source, array)
+
+    with Group(hosts) as group:
+        results = group.run(body)
+    size = sum(hosts)
+    for result in results:
+        np.testing.assert_array_equal(result, np.full(length, size * (size - 1) / 2 + 0.5, np.float32))
+    assert gpu.counts()["pinned_ever"] == 0
+    assert nccl.counts()["launched"] == (size if length else 0)
+    assert (nccl.counts()["destroys"], nccl.counts()["aborts"]) == (size, 0)
+
+
+DTYPES = ["uint8", "int8", "int32", "int64", "float16", "float32", "float64"]
+
+
+@pytest.mark.parametrize("hosts", [(2,), (1, 1, 1)])
+@pytest.mark.parametrize("op", ["sum", "average", "min", "max", "product"])
+def test_every_reduction_of_every_dtype_of_nccl(gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], op: str) -> None:
+    size = sum(hosts)
+    numbers = [np.arange(50) % 5 * 6 + 6 * (r + 1) for r in range(size)]  # of which an average is exact in all of them
+    chosen = [name for name in DTYPES if op != "product" or name not in ("uint8", "int8")]
+    expected = {
+        "sum": sum(numbers),
+        "average": sum(numbers) / size,
+        "min": np.min(numbers, axis=0),
+        "max": np.max(numbers, axis=0),
+        "product": np.prod(np.array(numbers) // 6, axis=0),
+    }[op]
+
+    def body(rank: Rank) -> list[np.ndarray]:
+        own = on_gpu(rank, gpu, nccl)
+        values = numbers[rank.rank] if op != "product" else numbers[rank.rank] // 6
+        found = [own.allreduce(values.astype(name), name, op) for name in chosen]
+        own.close()
+        return found
+
+    with Group(hosts) as group:
+        results = group.run(body)
+    for found in results:
+        for name, values in zip(chosen, found, strict=True):
+            tolerance = 2e-3 if name == "float16" and op == "average" else 1e-6
+            np.testing.assert_allclose(values.astype(float), expected.astype(name), rtol=tolerance, err_msg=name)
+    floats = sum(name.startswith("float") for name in chosen)
+    assert nccl.counts()["launched"] == size * (floats if op == "average" else len(chosen))
+
+
+def test_bfloat16_is_summed_and_scaled(gpu: Gpu, nccl: Nccl) -> None:
+    def body(rank: Rank) -> list[int]:
+        own = on_gpu(rank, gpu, nccl)
+        found = []
+        for factors in ({}, {"prescale": 0.5, "postscale": 3.0}):
+            bits = np.array([0x3F80, 0x4000], np.int16)  # 1 and 2
+            result = own.run(
+                "allreduce", f"b{len(found)}", bits, reduce_op=SUM, dtype=_core.DTYPES["bfloat16"], **factors
+            )
+            found.extend(result.view(np.uint16).tolist())
+        own.close()
+        return found
+
+    with Group((2,)) as group:
+        for found in group.run(body):
+            assert found == [0x4000, 0x4080, 0x4040, 0x40C0]
+    assert nccl.counts()["launched"] == 4
+
+
+def test_factors_are_one_premultiplied_sum(gpu: Gpu, nccl: Nccl) -> None:
+    def body(rank: Rank) -> list[np.ndarray]:
+        own = on_gpu(rank, gpu, nccl)
+        found = [
+            own.allreduce(np.full(9, rank.rank + 1, dtype), f"{dtype}", "average", prescale=2.0, postscale=8.0)
+            for dtype in ("float16", "float32", "float64")
+        ]
+        own.close()
+        return found
+
+    with Group((3, 1)) as group:
+        for found in group.run(body):
+            for values in found:
+                np.testing.assert_array_equal(values, np.full(9, 40.0))
+    assert nccl.counts()["launched"] == 12
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+def test_broadcast_and_reducescatter(gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...]) -> None:
+    """The rows of a reduce-scatter need not be equally many."""
+    size = sum(hosts)
+
+    def body(rank: Rank) -> list[np.ndarray]:
+        own = on_gpu(rank, gpu, nccl)
+        found = [
+            own.run("broadcast", f"b{root}", np.full(3, 10 * rank.rank, np.int16), root_rank=root)
+            for root in range(size)
+        ]
+        found.append(own.run("broadcast", "elsewhere", np.full(3, rank.rank, np.int16), np.zeros(3, np.int16)))
+        for rows in (size, size + 1, 1, 0, 2 * size):
+            mine = np.arange(rows * 2, dtype=np.float32).reshape(rows, 2) * (rank.rank + 1)
+            share = len(np.array_split(np.arange(rows), size)[rank.rank])
+            output = np.zeros((share, 2), np.float32)
+            found.append(own.run("reducescatter", f"r{rows}", mine, output, reduce_op=SUM))
+        own.close()
+        return found
+
+    with Group(hosts) as group:
+        results = group.run(body)
+    for mine, found in enumerate(results):
+        for root in range(size):
+            np.testing.assert_array_equal(found[root], np.full(3, 10 * root))
+        np.testing.assert_array_equal(found[size], np.zeros(3))
+        for rows, share in zip((size, size + 1, 1, 0, 2 * size), found[size + 1 :], strict=True):
+            whole = np.arange(rows * 2).reshape(rows, 2) * (size * (size + 1) / 2)
+            np.testing.assert_array_equal(share, np.array_split(whole, size)[mine])
+    assert gpu.counts()["pinned_ever"] == 0
+
+
+def test_a_batch_is_one_launch_of_many_calls(gpu: Gpu, nccl: Nccl) -> None:
+    def body(rank: Rank) -> None:
+        own = on_gpu(rank, gpu, nccl)
+        for _ in range(4):
+            arrays = [np.full(100 + number, number + rank.rank, np.float32) for number in range(20)]
+            begun = [own.submit("allreduce", f"g{i}", array, reduce_op=0) for i, array in enumerate(arrays)]
+            for handle, _, _ in begun:
+                own.finish(handle)
+            gpu.synchronize(own.stream)
+            for number, (_, source, _) in enumerate(begun):
+                like = arrays[number]
+                np.testing.assert_array_equal(gpu.get(source, like), np.full_like(like, number + 0.5))
+        own.close()
+
+    with Group((2,)) as group:
+        group.run(body)
+    assert nccl.counts()["launched"] == 2 * 4 * 20
+
+
+def test_what_nccl_cannot_do_is_staged_among_what_it_can(gpu: Gpu, nccl: Nccl) -> None:
+    size = 3
+
+    def body(rank: Rank) -> None:
+        own = on_gpu(rank, gpu, nccl)
+        splits = {"splits": (1,) * size}
+        assert own.allreduce(np.full(5, 2, np.float32)).tolist() == [6.0] * 5
+        assert own.allreduce(np.full(5, 2, np.int16), "int16").tolist() == [6] * 5
+        assert own.allreduce(np.full(5, rank.rank == 1, np.bool_), "bool").tolist() == [True] * 5
+        assert own.allreduce(np.full(5, rank.rank, np.int32), "ints", "average").tolist() == [1] * 5
+        assert own.allreduce(np.full(5, rank.rank, np.float32), "scaled", "max", prescale=2.0).tolist() == [4.0] * 5
+        handle, _, _ = own.submit("allgather", "rows", np.full((rank.rank, 1), rank.rank, np.int64))
+        assert own.gathered(handle, np.zeros(1, np.int64)).tolist() == [1, 2, 2]
+        handle, _, _ = own.submit("alltoall", "pieces", np.array([10 * rank.rank + r for r in range(size)]), **splits)
+        assert own.gathered(handle, np.zeros(1, np.int64)).tolist() == [10 * r + rank.rank for r in range(size)]
+        adasum = own.allreduce(np.ones(4, np.float32), "adasum", "adasum")
+        np.testing.assert_array_equal(adasum, np.ones(4))
+        other = OnGpu(rank, gpu, [nccl.path], device=rank.rank + size)  # a second GPU of each rank
+        assert other.allreduce(np.full(5, 1, np.float32), "other").tolist() == [3.0] * 5
+        assert rank.allreduce(np.full(5, 1, np.float32), "host").tolist() == [3.0] * 5
+        assert own.allreduce(np.full(5, 3, np.float32)).tolist() == [9.0] * 5
+        own.close()
+        other.close()
+
+    with Group((2, 1)) as group:
+        group.run(body)
+    assert nccl.counts()["launched"] == 2 * size
+
+
+def test_a_tensor_of_nccl_here_and_none_there_is_an_error_for_both(gpu: Gpu, nccl: Nccl) -> None:
+    def body(rank: Rank) -> None:
+        own = on_gpu(rank, gpu, nccl)
+        own.allreduce(np.ones(4, np.float32))
+        with pytest.raises(
+            MismatchError,
+            match=r"allreduce 'y': rank 0 \(.*\) sent it on the GPU that NCCL uses, rank 1 \(.*\) sent it in host "
+            "memory or on another GPU",
+        ):
+            if rank.rank == 0:
+                own.allreduce(np.ones(4, np.float32), "y")
+            else:
+                rank.allreduce(np.ones(4, np.float32), "y")
+        assert own.allreduce(np.ones(4, np.float32), "y").tolist() == [2.0] * 4
+        own.close()
+
+    with Group((1, 1)) as group:
+        group.run(body)
+
+
+def refused(gpu: Gpu, paths: Callable[[int], list[Path]], sentence: str, *, share: bool = False) -> None:
+    """All is staged, and rank 0 says why, once."""
+
+    def body(rank: Rank) -> None:
+        device = 0 if share else rank.rank
+        own = OnGpu(rank, gpu, paths(rank.rank), device=device)
+        held = [own.submit("allreduce", f"h{i}", np.full(5, i, np.float32), reduce_op=SUM) for i in range(3)]
+        for number, (handle, source, _) in enumerate(held):
+            own.finish(handle)
+            gpu.synchronize(own.stream)
+            assert gpu.get(source, np.zeros(5, np.float32)).tolist() == [2.0 * number] * 5
+        assert own.allreduce(np.ones(4, np.float32)).tolist() == [2.0] * 4
+        own.close()
+
+    with recorded_stderr() as text:
+        with Group((2,), log_level=3) as group:
+            group.run(body)
+        assert text().count(f"tensors on GPUs travel through host memory, not by NCCL: {sentence}") == 1
+    assert gpu.counts()["pinned_ever"] > 0
+
+
+def test_two_ranks_on_one_gpu_are_staged(gpu: Gpu, nccl: Nccl) -> None:
+    refused(gpu, lambda _: [nccl.path], "ranks 0 and 1 are on the same GPU, which NCCL refuses", share=True)
+
+
+def test_a_rank_without_nccl_has_all_staged(gpu: Gpu, nccl: Nccl) -> None:
+    refused(gpu, lambda rank: [nccl.path] if rank == 0 else [], "rank 1 cannot use NCCL: no usable NCCL: there is no ")
+
+
+def test_an_nccl_that_lacks_a_function_has_all_staged(gpu: Gpu, make_nccl: Callable[..., Nccl]) -> None:
+    good, bad = make_nccl(), make_nccl(LACKS_ABORT=1)
+    refused(gpu, lambda rank: [(good, bad)[rank].path], "rank 1 cannot use NCCL: no usable NCCL: ")
+
+
+def test_versions_that_differ_have_all_staged(gpu: Gpu, make_nccl: Callable[..., Nccl]) -> None:
+    both = make_nccl(), make_nccl(VERSION=22105)
+    refused(gpu, lambda rank: [both[rank].path], "rank 0 has version 22304 of NCCL, and rank 1 version 22105")
+
+
+def test_an_id_that_nccl_does_not_give_has_all_staged(gpu: Gpu, nccl: Nccl) -> None:
+    nccl.fail("id")
+    refused(
+        gpu, lambda _: [nccl.path], "rank 0 cannot use NCCL: ncclGetUniqueId failed with code 2: unhandled system error"
+    )
+
+
+def test_bad_calls_are_refused_with_a_sentence_and_change_nothing(gpu: Gpu, nccl: Nccl) -> None:
+    def body(rank: Rank) -> None:
+        own = on_gpu(rank, gpu, nccl)
+        array = np.ones(4, np.float32)
+        with pytest.raises(UsageError, match="allreduce 'x': there is no device 20; this process sees 8"):
+            own.submit("allreduce", "x", array, device=21)
+        gpu.capture(own.stream, True)
+        with pytest.raises(UsageError, match="'x': the current stream is being captured into a CUDA graph"):
+            own.submit("allreduce", "x", array)
+        gpu.capture(own.stream, False)
+        with pytest.raises(UsageError, match=r"'horo\.nccl': what NCCL does is for horo to say; use another name"):
+            rank.allreduce(array, "horo.nccl")
+        assert own.allreduce(array).tolist() == [1.0] * 4
+        own.close()
+
+    with Group((1,)) as group:
+        group.run(body)
