@@ -12,7 +12,9 @@ from horo._sources import read_sources
 __all__ = ["AT_BUILD", "PASSED_OVER", "misspelt", "passed_over"]
 
 _HOSTS_FIRST = "horo reduces inside each host first by itself"
-_NO_GPU = "this version of horo does not use NCCL; tensors on GPUs travel through host memory"
+_GROUPED = "horo gives NCCL the tensors themselves, as one group, on one stream of its own"
+_NO_NVTX = "horo marks nothing for NVTX; HORO_TIMELINE shows what it does"
+_ASYNC = "operations on GPUs are always asynchronous: streams wait, not threads"
 _NO_SPARK = "horo has no Spark"
 _PARTS = ("PYTORCH", "TENSORFLOW", "MXNET", "MPI", "GLOO", "NVTX")
 _NO_GLOO = "horo has transports of its own; HORO_PEER_TIMEOUT and HORO_NETWORK_INTERFACES are theirs"
@@ -28,10 +30,10 @@ PASSED_OVER = {
     "HOROVOD_DYNAMIC_PROCESS_SETS": "process sets may come and go without it",
     "HOROVOD_ELASTIC": "this version of horo has no elastic jobs",
     "HOROVOD_ELASTIC_TIMEOUT": "this version of horo has no elastic jobs",
-    "HOROVOD_NUM_NCCL_STREAMS": _NO_GPU,
-    "HOROVOD_BATCH_D2D_MEMCOPIES": _NO_GPU,
-    "HOROVOD_DISABLE_NVTX_RANGES": _NO_GPU,
-    "HOROVOD_ENABLE_ASYNC_COMPLETION": _NO_GPU,
+    "HOROVOD_NUM_NCCL_STREAMS": _GROUPED,
+    "HOROVOD_BATCH_D2D_MEMCOPIES": _GROUPED,
+    "HOROVOD_DISABLE_NVTX_RANGES": _NO_NVTX,
+    "HOROVOD_ENABLE_ASYNC_COMPLETION": _ASYNC,
     "HOROVOD_ENABLE_XLA_OPS": "horo has no TensorFlow",
     "HOROVOD_CCL_CACHE": "horo does not use oneCCL",
     "HOROVOD_GLOO_TIMEOUT_SECONDS": _NO_GLOO,
@@ -47,7 +49,7 @@ PASSED_OVER = {
 """Why each does nothing here."""
 AT_BUILD = (
     *(f"HOROVOD_{do}_{what}" for do in ("WITH", "WITHOUT") for what in _PARTS),
-    *("HOROVOD_GPU", "HOROVOD_GPU_OPERATIONS", "HOROVOD_GPU_ALLREDUCE", "HOROVOD_GPU_ALLGATHER"),
+    *("HOROVOD_GPU", "HOROVOD_GPU_ALLREDUCE", "HOROVOD_GPU_ALLGATHER"),
     *("HOROVOD_GPU_BROADCAST", "HOROVOD_GPU_ALLTOALL", "HOROVOD_GPU_REDUCESCATTER", "HOROVOD_ALLOW_MIXED_GPU_IMPL"),
     *("HOROVOD_CUDA_HOME", "HOROVOD_NCCL_HOME", "HOROVOD_NCCL_INCLUDE", "HOROVOD_NCCL_LIB", "HOROVOD_NCCL_LINK"),
     *("HOROVOD_ROCM_HOME", "HOROVOD_NVTX_INCLUDE", "HOROVOD_BUILD_ARCH_FLAGS", "HOROVOD_BUILD_CUDA_CC_LIST"),

@@ -78,6 +78,8 @@ class Gpu:
         self.lib.double_alloc.restype = ctypes.c_uint64
         self.lib.double_address.restype = ctypes.c_void_p
         self.lib.cuInit(0)
+        self.nccl: ctypes.CDLL | None = None
+        """The double of NCCL."""
         self.stream = 0
         """torch's current stream."""
         self.recorded: list[tuple[int, int]] = []
@@ -120,6 +122,14 @@ class Gpu:
     def capture(self, is_capturing: bool) -> None:
         self.lib.double_capture(ctypes.c_void_p(self.stream), int(is_capturing))
 
+    def launched(self) -> int:
+        """Calls of NCCL that this process has launched."""
+        numbers = (ctypes.c_int * 7)()
+        assert self.nccl is not None
+        self.nccl.double_nccl_count(numbers)
+        assert numbers[3] == numbers[6] == 0, "misused, or called otherwise than on other ranks"
+        return numbers[5]
+
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         """The values behind all that is on the current stream."""
         event, ignored = ctypes.c_void_p(), ctypes.c_void_p()
@@ -134,8 +144,10 @@ class Gpu:
 
 
 @functools.cache
-def load(path: str) -> Gpu:
-    """Loads the double, and has torch's current stream be one of it."""
+def load(path: str, nccl: str = "") -> Gpu:
+    """Loads the double, and that of NCCL if there is one, and has torch's current stream be one of it."""
     gpu = Gpu(path)
+    if nccl:
+        gpu.nccl = ctypes.CDLL(nccl)
     torch.cuda.current_stream = gpu.current_stream  # type: ignore[assignment]
     return gpu

@@ -22,6 +22,7 @@ _SHARED_SETTINGS = (
     "fusion_threshold",
     "cache_capacity",
     "cpu_operations",
+    "gpu_operations",
     "transport",
     "sockets_per_peer",
     "single_copy",

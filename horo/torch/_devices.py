@@ -5,16 +5,17 @@ Nothing here waits for a GPU. The current stream of torch is an address, so that
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
 
 from horo import _core
-from horo._bootstrap.gpu_libraries import CUDA_PLACES
-from horo._core_libraries import copy_back, use_cuda
+from horo._bootstrap.gpu_libraries import CUDA_PLACES, nccl_places
+from horo._core_libraries import copy_back, use_cuda, use_nccl
 from horo.errors import HoroError, UnsupportedError
 
-__all__ = ["current_stream", "finish_on", "new_empty", "place", "to_device", "use_gpus"]
+__all__ = ["current_stream", "finish_on", "let_go", "new_empty", "place", "to_device", "use_gpus"]
 
 
 def place(
@@ -45,13 +46,19 @@ def place(
     return None, [tensor if tensor.is_cpu else tensor.cpu() for tensor in tensors]
 
 
-def use_gpus(core: _core.Context) -> None:
+def use_gpus(core: _core.Context, operations: str) -> None:
     """Lets requests be on GPUs, before the first of them; again, it does nothing.
+
+    Args:
+        core: The rank's context.
+        operations: The setting ``gpu_operations``.
 
     Raises:
         ResourceError: There is no CUDA driver of use.
     """
     use_cuda(core, CUDA_PLACES)
+    if operations == "nccl":
+        use_nccl(core, nccl_places())
 
 
 def current_stream(device: torch.device) -> int:
@@ -59,10 +66,10 @@ def current_stream(device: torch.device) -> int:
     return int(torch.cuda.current_stream(device).cuda_stream)
 
 
-def finish_on(device: torch.device, core: _core.Context, handle: int, outputs: Sequence[torch.Tensor]) -> None:
+def finish_on(device: torch.device, core: _core.Context, handle: int, tensors: Sequence[torch.Tensor]) -> None:
     """Waits until a request is done, and has the current stream of its GPU wait for the results; releases the handle.
 
-    The outputs may be freed at any time afterwards: torch gives their memory to others only behind that stream.
+    Its tensors may be freed at any time afterwards: torch gives their memory to others only behind that stream.
 
     Raises:
         HoroError: The error of the request, or the driver refuses.
@@ -74,9 +81,18 @@ def finish_on(device: torch.device, core: _core.Context, handle: int, outputs: S
     except HoroError:  # raised by the core; after one from a signal handler, the request stays in progress
         core.release_if_done(handle)
         raise
-    for output in outputs:
-        output.record_stream(stream)
+    for tensor in tensors:
+        tensor.record_stream(stream)
     core.release(handle)
+
+
+def let_go(device: torch.device, core: _core.Context, handle: int, tensors: Sequence[torch.Tensor]) -> None:
+    """The same for a request that is done and that nobody waits for any more; raises nothing."""
+    with contextlib.suppress(HoroError):
+        stream = torch.cuda.current_stream(device)
+        copy_back(core, handle, int(stream.cuda_stream))
+        for tensor in tensors:
+            tensor.record_stream(stream)
 
 
 def new_empty(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

@@ -404,7 +404,7 @@ def _submit(
         if cached.taken_name in runtime.taken_names:
             _check_name(runtime.taken_names[cached.taken_name])
         if cached.device is not None and not runtime.uses_gpus:
-            use_gpus(runtime.core)
+            use_gpus(runtime.core, runtime.job.settings.get("gpu_operations", "staged"))
             runtime.uses_gpus = True
         return Request(runtime, runtime.core.submit(cached.buffer), label, memory, finish, cached.taken_name)
     except BaseException:
@@ -458,7 +458,7 @@ def _finish_staged(core: _core.Context, handle: int, staged: StagedTensors) -> t
     if staged.device is None:
         core.finish(handle)
     else:
-        finish_on(staged.device, core, handle, staged.outputs)
+        finish_on(staged.device, core, handle, staged.on_device())
     return staged.results()
 
 

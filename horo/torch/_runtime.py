@@ -16,8 +16,10 @@ from horo._config import check_arguments
 from horo._deputy import DeputyCall
 from horo.errors import AbortedError, NotInitializedError, UsageError
 from horo.torch._compile import keep_from_dynamo
+from horo.torch._devices import let_go
 from horo.torch._joining import Joining
 from horo.torch._request_cache import RequestCache, taken_name
+from horo.torch._staging import StagedTensors
 from horo.torch._teams import Teams
 
 if TYPE_CHECKING:
@@ -202,6 +204,9 @@ class Runtime:
     def release_abandoned(self) -> None:
         """Releases abandoned memory that the core no longer uses. The caller is in ``active_calls``."""
         for handle in list(self.abandoned):
+            memory = self.abandoned.get(handle)
+            if isinstance(memory, StagedTensors) and memory.device and not self.core.in_progress(handle):
+                let_go(memory.device, self.core, handle, memory.on_device())
             if self.core.release_if_done(handle):
                 self.abandoned.pop(handle, None)
 

@@ -105,6 +105,10 @@ class StagedTensors(NamedTuple):
     device: torch.device | None = None
     """The GPU that ``inputs`` and ``outputs`` are on; None: they are in host memory."""
 
+    def on_device(self) -> list[torch.Tensor]:
+        """All tensors that the request uses."""
+        return [*self.inputs, *(self.outputs if self.outputs is not self.inputs else ())]
+
     def results(self) -> tuple[torch.Tensor, ...]:
         """The results; in place, the user's tensors, marked as changed for autograd."""
         if self.outputs is not self.inputs:

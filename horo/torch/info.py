@@ -65,7 +65,8 @@ def nccl_built() -> int:
     """The version of the NCCL that this process can use, by NCCL's numbering: 22304 is 2.23.4; 0: there is none.
 
     It is found at run time: loaded by torch, from the package nvidia-nccl, or installed on the system.
-    ``hororun --check-build`` says where, or why not. No operation uses it yet.
+    ``hororun --check-build`` says where, or why not. It is used with
+    ``HORO_GPU_OPERATIONS=nccl``.
     """
     try:
         return find_nccl().version

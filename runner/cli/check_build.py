@@ -44,7 +44,7 @@ def check_build() -> int:
             _Part(core.present, "TCP (between hosts)", "sockets of this kernel" if core.present else "needs the core"),
             _mpi(),
         ],
-        "Libraries for GPUs (tensors on GPUs: not yet)": _gpu_libraries(),
+        "Libraries for GPUs (not tried on one yet; for --gpu-operations staged and nccl)": _gpu_libraries(),
         "Ways to start ranks elsewhere": [_program("ssh"), _program("srun"), _program("mpirun"), _program("jsrun")],
     }
     sections["Settings from the environment"] = _settings()

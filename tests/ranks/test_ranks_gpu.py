@@ -44,7 +44,8 @@ def test_values_are_taken_behind_the_current_stream_which_waits_for_the_results(
             gpu.add(x, 0.5)
             assert torch.equal(gpu.read(x), torch.full((1000,), 3.5))
             assert torch.equal(gpu.read(results[1]), torch.full((5, 3), 2.0))
-            assert [(result.data_ptr(), gpu.stream) for result in results] == gpu.recorded[-2:]
+            used = (x, y, results[1])  # an input, too, must not be given to others before it has been read
+            assert [(tensor.data_ptr(), gpu.stream) for tensor in used] == gpu.recorded[-3:]
         gpu.stream = 0
 
     pool.run(check, double)

@@ -29,7 +29,13 @@ BUILD_ARCH_FLAGS BUILD_CUDA_CC_LIST CMAKE DEBUG SKIP_COMPILE LOCAL_VERSION
 """
 VARIABLES = _NAMES.split()
 """Those of Horovod 0.28.1, without ``HOROVOD_``: for its core, its launchers, and its build."""
-FOR_VALUES = {"CPU_OPERATIONS": "mpi", "CONTROLLER": "gloo", "LOG_LEVEL": "INFO", "HOSTNAME": "h"}
+FOR_VALUES = {
+    "CPU_OPERATIONS": "mpi",
+    "GPU_OPERATIONS": "NCCL",
+    "CONTROLLER": "gloo",
+    "LOG_LEVEL": "INFO",
+    "HOSTNAME": "h",
+}
 
 
 @pytest.mark.parametrize("name", VARIABLES)
@@ -52,10 +58,10 @@ def test_a_variable_works_or_says_in_one_line_that_it_does_nothing(name: str) ->
 
 
 def test_variables_of_the_build_are_named_in_one_line() -> None:
-    environ = {"HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_WITH_PYTORCH": "1"}
+    environ = {"HOROVOD_GPU_ALLREDUCE": "NCCL", "HOROVOD_WITH_PYTORCH": "1"}
     (sentence,) = passed_over(environ)
     assert sentence == (
-        "HOROVOD_WITH_PYTORCH, HOROVOD_GPU_OPERATIONS do nothing here: horo is the same for every torch, MPI and GPU"
+        "HOROVOD_WITH_PYTORCH, HOROVOD_GPU_ALLREDUCE do nothing here: horo is the same for every torch, MPI and GPU"
     )
     assert set(AT_BUILD).isdisjoint(names_of(*GROUPS))
 

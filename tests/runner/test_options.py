@@ -88,6 +88,7 @@ EFFECT: dict[str, tuple[str, set[str]]] = {
     "overlap": ("--overlap never", JOBS),
     "gradients_ready": ("--gradients-ready step", JOBS),
     "cpu_operations": ("--cpu-operations host", JOBS),
+    "gpu_operations": ("--gpu-operations nccl", JOBS),
     "transport": ("--transport tcp", JOBS),
     "sockets_per_peer": ("--sockets-per-peer 2", JOBS),
     "check_hosts": ("--check-hosts", {"check-hosts"}),

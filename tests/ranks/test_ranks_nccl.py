@@ -1,0 +1,124 @@
+"""Tensors on GPUs by NCCL, in processes. Doubles stand for the CUDA driver and for NCCL: see ``gpu_double``."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import gpu_double
+import pytest
+import torch
+from doubles import CUDA, NCCL, build_double
+from rank_pool import RankPool
+
+import horo.torch as hvd
+from horo.errors import MismatchError, PeerLostError
+
+BY_NCCL = {"HOROVOD_GPU_OPERATIONS": "NCCL"}
+
+
+@pytest.fixture
+def doubles(tmp_path: Path) -> tuple[str, str]:
+    cuda = build_double(CUDA, tmp_path, DELAYS=20)
+    return str(cuda), str(build_double(NCCL, tmp_path, CUDA_DOUBLE=f'"{cuda}"', DELAYS=5))
+
+
+@pytest.fixture
+def pool() -> Iterator[RankPool]:
+    pool = RankPool(2, environment=BY_NCCL)
+    yield pool
+    pool.close()
+
+
+def test_functions_by_nccl_and_staged_ones_among_them(pool: RankPool, doubles: tuple[str, str]) -> None:
+    def check(*paths: str) -> None:
+        gpu, r = gpu_double.load(*paths), hvd.rank()
+        assert hvd.config()["gpu_operations"] == "nccl"
+        own = torch.tensor([1.0, 2.0, 3.0]) * (r + 1)
+
+        def launches(count: int) -> None:
+            assert gpu.launched() == launches.before + count  # type: ignore[attr-defined]
+            launches.before = gpu.launched()  # type: ignore[attr-defined]
+
+        launches.before = 0  # type: ignore[attr-defined]
+        x = gpu.put(own, r)
+        gate = gpu.hold()
+        gpu.add(x, 1.0)
+        assert hvd.allreduce_(x, op=hvd.Sum) is x  # while the GPU stands still
+        gpu.add(x, 0.5)
+        gpu.open(gate)
+        assert gpu.read(x).tolist() == [5.5, 8.5, 11.5]
+        launches(1)
+        mean = hvd.allreduce(gpu.put(own.bfloat16(), r))
+        assert gpu.read(mean).tolist() == [1.5, 3, 4.5]
+        launches(1)
+        group = hvd.grouped_allreduce([gpu.put(own, r), gpu.put(torch.ones(2, 0), r), gpu.put(own[:1].double(), r)])
+        assert [gpu.read(one).tolist() for one in group] == [[1.5, 3, 4.5], [[], []], [1.5]]
+        launches(2)
+        rows = hvd.reducescatter(gpu.put(torch.arange(10.0).view(5, 2), r), op=hvd.Sum)
+        assert torch.equal(gpu.read(rows), 2 * torch.arange(10.0).view(5, 2)[slice(0, 3) if r == 0 else slice(3, 5)])
+        launches(2)
+        assert gpu.read(hvd.broadcast(gpu.put(torch.full((3,), r), r), 1)).tolist() == [1, 1, 1]
+        launches(1)
+        gathered = hvd.allgather(gpu.put(torch.full((r + 1, 2), r), r))
+        assert gpu.read(gathered).tolist() == [[0, 0], [1, 1], [1, 1]]
+        adasum = hvd.allreduce(gpu.put(own, r), op=hvd.Adasum)
+        assert gpu.read(adasum).tolist() == [1.5, 3, 4.5]
+        assert hvd.allreduce(own, op=hvd.Sum).tolist() == [3, 6, 9]
+        launches(0)
+        with pytest.raises(MismatchError, match="sent it on the GPU that NCCL uses"):
+            hvd.allreduce(gpu.put(own, r) if r == 0 else own, op=hvd.Sum)
+
+    pool.run(check, *doubles)
+
+
+def test_tensors_of_a_request_are_kept_until_the_stream_that_waits_is_behind_it(
+    pool: RankPool, doubles: tuple[str, str]
+) -> None:
+    """An input that the program frees is read by a stream that torch does not know."""
+
+    def check(*paths: str) -> None:
+        gpu, r = gpu_double.load(*paths), hvd.rank()
+        x = gpu.put(torch.ones(50), r)
+        handle = hvd.allreduce_async(x, op=hvd.Sum)
+        gpu.stream = gpu.make_stream()
+        result = hvd.synchronize(handle)
+        assert {(x.data_ptr(), gpu.stream), (result.data_ptr(), gpu.stream)} <= set(gpu.recorded)
+        gpu.stream = 0
+
+    pool.run(check, *doubles)
+
+
+def test_an_optimizer_averages_gradients(pool: RankPool, doubles: tuple[str, str]) -> None:
+    def check(*paths: str) -> list[float]:
+        gpu, r = gpu_double.load(*paths), hvd.rank()
+        weight = torch.nn.Parameter(gpu.put(torch.ones(4), r))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), named_parameters=[("w", weight)])
+        weight.grad = gpu.put(torch.full((4,), float(r)), r)
+        optimizer.synchronize()
+        return gpu.read(weight.grad).tolist()
+
+    assert pool.run(check, *doubles) == [[0.5] * 4] * 2
+
+
+def test_a_rank_that_is_killed_while_kernels_run_frees_the_gpus_of_others(
+    pool: RankPool, doubles: tuple[str, str]
+) -> None:
+    def check(*paths: str) -> str:
+        gpu, r = gpu_double.load(*paths), hvd.rank()
+        x = gpu.put(torch.ones(50), r)
+        hvd.allreduce_(x, op=hvd.Sum)
+        if r == 1:
+            gpu.hold()  # never opened: its part of the next call does not run
+        hvd.allreduce_(x, op=hvd.Sum)
+        if r == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        gpu.read(x)  # waits for the GPU, outside of horo
+        with pytest.raises(PeerLostError) as caught:
+            hvd.allreduce_(x, op=hvd.Sum)
+        return str(caught.value)
+
+    said = pool.run_each(check, [doubles] * 2, lost=[1])[0]
+    assert said.startswith("rank 1 (")
