@@ -1,4 +1,6 @@
-"""A rank that moves tensors of several sizes with the others and checks each element: moving_rank.py TURNS [VICTIM].
+"""A rank that moves and adds up tensors of several sizes with the others and checks each element.
+
+    moving_rank.py TURNS [VICTIM]
 
 VICTIM is killed while it is in the middle of a call, after some of them.
 """
@@ -37,6 +39,9 @@ def main() -> None:
             calls += 1
             exchanged = hvd.alltoall(torch.cat([base + 3 * rank + to for to in range(size)]), name="a")
             assert torch.equal(exchanged, torch.cat([base + 3 * r + rank for r in range(size)]))
+            calls += 1
+            scattered = hvd.reducescatter(torch.cat([base * (rank + 1)] * size), op=hvd.Sum, name="s")
+            assert torch.equal(scattered, base * (size * (size + 1) // 2))
             calls += 1
             root = turn % size
             assert torch.equal(hvd.broadcast(base * (rank + 1), root, name=f"b{root}"), base * (root + 1))
