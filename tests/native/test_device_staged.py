@@ -4,10 +4,7 @@ touch: one that does ends the process.
 
 from __future__ import annotations
 
-import ctypes
 import threading
-from collections.abc import Iterator
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +18,6 @@ from horo import _core
 from horo._core_libraries import copy_back, use_cuda
 from horo.errors import GroupError, ResourceError, UsageError
 
-_names = count()
-
-
-@pytest.fixture
-def gpu(tmp_path: Path) -> Iterator[Gpu]:
-    """A driver of its own for each test, which has nothing left at the end."""
-    found = Gpu(build_double(CUDA, tmp_path, soname=f"double-staged-{next(_names)}.so", DELAYS=20))
-    yield found
-    left = found.counts()
-    del left["pinned_ever"]
-    if found.is_broken:  # the driver may still call a function of horo's, so what that uses stays
-        return
-    assert left == {"streams": 0, "contexts": 0, "events": 0, "pinned": 0}
-
-
 HOSTS = [(2,), (1, 1), (2, 1)]
 
 
@@ -47,11 +29,10 @@ def test_values_are_taken_behind_the_programs_work_and_it_goes_on_behind_the_res
     def body(rank: Rank) -> np.ndarray:
         own = OnGpu(rank, gpu)
         array = np.full(length, rank.rank, np.float32)
-        gate = ctypes.c_int(0)
-        gpu.lib.double_hold(ctypes.c_void_p(own.stream), ctypes.byref(gate))
+        gate = gpu.hold(own.stream)
         handle, source, target = own.submit("allreduce", "x", array, reduce_op=_core.REDUCE_OPS["sum"])
         assert not rank.context.poll(handle)
-        gpu.lib.double_open(ctypes.byref(gate))
+        gpu.open(gate)
         own.finish(handle)
         gpu.add(own.stream, target, array, 0.5)
         again, _, _ = own.submit("allreduce", "barrier", np.zeros(1, np.float32), reduce_op=1)
@@ -156,8 +137,8 @@ def test_bad_calls_are_refused_with_a_sentence_and_change_nothing(gpu: Gpu) -> N
         with pytest.raises(UsageError, match="horo_use_cuda has not been called"):
             rank.context.submit(request)
         own = OnGpu(rank, gpu)
-        with pytest.raises(UsageError, match="there is no device 6; this process sees 2"):
-            own.submit("allreduce", "x", array, device=7)
+        with pytest.raises(UsageError, match="there is no device 8; this process sees 8"):
+            own.submit("allreduce", "x", array, device=9)
         gpu.capture(own.stream, True)
         with pytest.raises(UsageError, match="'x': the current stream is being captured into a CUDA graph"):
             own.submit("allreduce", "x", array)
@@ -250,7 +231,6 @@ def test_values_that_never_come_on_one_rank_fail_the_call_on_all(gpu: Gpu) -> No
         assert rank.allreduce(np.ones(2)).tolist() == [2, 2]
 
     with Group((1, 1)) as group:
-        group._leaks = True  # type: ignore[attr-defined]
         group.run(body)
 
 
@@ -281,16 +261,15 @@ def test_values_that_never_come_fail_the_request(gpu: Gpu, way: str) -> None:
         assert rank.allreduce(np.ones(2)).tolist() == [1, 1]
 
     with Group((1,)) as group:
-        group._leaks = True  # type: ignore[attr-defined]
         group.run(body)
 
 
 def test_a_rank_that_leaves_while_values_are_on_their_way_waits_for_the_driver(gpu: Gpu) -> None:
-    gate = ctypes.c_int(0)
+    gates = []
 
     def body(rank: Rank) -> OnGpu:
         own = OnGpu(rank, gpu)
-        gpu.lib.double_hold(ctypes.c_void_p(own.stream), ctypes.byref(gate))
+        gates.append(gpu.hold(own.stream))
         own.submit("allreduce", "x", np.ones(4, np.float32), reduce_op=1)
         return own
 
@@ -298,7 +277,8 @@ def test_a_rank_that_leaves_while_values_are_on_their_way_waits_for_the_driver(g
     owners = group.run(body)
     leaving = threading.Thread(target=group.destroy)
     leaving.start()
-    gpu.lib.double_open(ctypes.byref(gate))
+    for gate in gates:
+        gpu.open(gate)
     leaving.join(60)
     assert not leaving.is_alive()
     for own in owners:
@@ -307,7 +287,6 @@ def test_a_rank_that_leaves_while_values_are_on_their_way_waits_for_the_driver(g
 
 def test_a_loss_ends_requests_whose_values_are_still_on_their_way(gpu: Gpu) -> None:
     """Such a request has not been announced; its values come when nobody wants them any more."""
-    gate = ctypes.c_int(0)
     submitted = threading.Event()
 
     def body(rank: Rank) -> OnGpu:
@@ -316,7 +295,7 @@ def test_a_loss_ends_requests_whose_values_are_still_on_their_way(gpu: Gpu) -> N
             submitted.wait(60)
             rank.context.end("ValueError: bad batch")
             return own
-        gpu.lib.double_hold(ctypes.c_void_p(own.stream), ctypes.byref(gate))
+        gate = gpu.hold(own.stream)
         handle, _, _ = own.submit("allreduce", "x", np.ones(4, np.float32), reduce_op=1)
         submitted.set()
         with pytest.raises(GroupError, match="bad batch"):
@@ -324,7 +303,7 @@ def test_a_loss_ends_requests_whose_values_are_still_on_their_way(gpu: Gpu) -> N
         with pytest.raises(UsageError, match="has no results for the GPU: it is not done, or has failed"):
             copy_back(own.context, handle, own.stream)
         own.context.release(handle)
-        gpu.lib.double_open(ctypes.byref(gate))
+        gpu.open(gate)
         gpu.synchronize(own.stream)
         return own
 

@@ -14,7 +14,7 @@ import pytest
 from ranks import NUMPY_OF_DTYPE, Group, Rank, recorded_stderr, run_ranks, wait_for
 
 from horo import _core
-from horo.errors import AbortedError, DeadlockError, MismatchError, PeerLostError, UsageError
+from horo.errors import AbortedError, DeadlockError, HoroError, MismatchError, PeerLostError, UsageError
 
 LAYOUTS = [[1], [2], [3], [4], [8], [1, 1], [2, 2], [1, 2], [2, 1, 3], [1, 1, 1, 1]]
 SEVERAL = [hosts for hosts in LAYOUTS if sum(hosts) > 1]
@@ -412,18 +412,18 @@ def test_a_rank_that_adds_a_team_cannot_join() -> None:
 # ---- Ends ----
 
 
-@pytest.mark.parametrize("hosts", [[2], [3], [1, 1], [2, 2], [1, 1, 1]], ids=str)
-def test_a_rank_that_dies_ends_the_wait_of_those_that_have_joined(hosts: list[int]) -> None:
-    dead = sum(hosts) - 1
+def ends_the_wait(hosts: list[int], end: Callable[[Group, int], None], error: type[HoroError]) -> None:
+    """The last rank ends after an operation that needs all others to have joined."""
+    last = sum(hosts) - 1
     with Group(hosts) as group:
 
         def body(rank: Rank) -> None:
-            if rank.rank == dead:
+            if rank.rank == last:
                 rank.allreduce(np.ones(40_000), "x")
-                group.kill(dead)
+                end(group, last)
                 return
             handle = rank.context.start_join(0)
-            with pytest.raises(PeerLostError, match=f"rank {dead}"):
+            with pytest.raises(error, match=f"rank {last}"):
                 rank.context.wait(handle)
             assert rank.context.joined_last(handle) < 0
             rank.context.release(handle)
@@ -431,22 +431,14 @@ def test_a_rank_that_dies_ends_the_wait_of_those_that_have_joined(hosts: list[in
         group.run(body)
 
 
+@pytest.mark.parametrize("hosts", [[2], [3], [1, 1], [2, 2], [1, 1, 1]], ids=str)
+def test_a_rank_that_dies_ends_the_wait_of_those_that_have_joined(hosts: list[int]) -> None:
+    ends_the_wait(hosts, Group.kill, PeerLostError)
+
+
 @pytest.mark.parametrize("hosts", [[2], [1, 1], [2, 2]], ids=str)
 def test_a_rank_that_shuts_down_ends_the_wait_of_those_that_have_joined(hosts: list[int]) -> None:
-    leaver = sum(hosts) - 1
-    with Group(hosts) as group:
-
-        def body(rank: Rank) -> None:
-            if rank.rank == leaver:
-                rank.allreduce(np.ones(40_000), "x")
-                group.leave(leaver)
-                return
-            handle = rank.context.start_join(0)
-            with pytest.raises(AbortedError, match=f"rank {leaver}"):
-                rank.context.wait(handle)
-            rank.context.release(handle)
-
-        group.run(body)
+    ends_the_wait(hosts, Group.leave, AbortedError)
 
 
 @pytest.mark.parametrize("hosts", [[2], [3], [1, 1], [2, 2]], ids=str)

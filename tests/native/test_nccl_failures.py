@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import threading
 from collections.abc import Callable
@@ -139,7 +140,8 @@ def test_a_rank_dies_while_kernels_run_and_nobody_waits(
     assert nccl.counts()["aborts"] == sum(hosts)
 
 
-def test_a_rank_that_leaves_waits_for_its_gpu(gpu: Gpu, nccl: Nccl) -> None:
+def works_behind_gates(gpu: Gpu, nccl: Nccl) -> tuple[Group, list[OnGpu], list[ctypes.c_int]]:
+    """Two ranks whose calls are over while their GPUs stand still, until the gates are opened."""
     gates = []
 
     def body(rank: Rank) -> OnGpu:
@@ -149,7 +151,11 @@ def test_a_rank_that_leaves_waits_for_its_gpu(gpu: Gpu, nccl: Nccl) -> None:
         return own
 
     group = Group((2,))
-    owners = group.run(body)
+    return group, group.run(body), gates
+
+
+def test_a_rank_that_leaves_waits_for_its_gpu(gpu: Gpu, nccl: Nccl) -> None:
+    group, owners, gates = works_behind_gates(gpu, nccl)
     leaving = threading.Thread(target=group.destroy)
     leaving.start()
     for gate in gates:
@@ -163,16 +169,7 @@ def test_a_rank_that_leaves_waits_for_its_gpu(gpu: Gpu, nccl: Nccl) -> None:
 
 def test_a_rank_leaves_behind_another_while_its_gpu_is_at_work(gpu: Gpu, nccl: Nccl) -> None:
     """Its thread looks after the GPU, and the group has ended in order, when it is told to leave."""
-    gates = []
-
-    def body(rank: Rank) -> OnGpu:
-        own = on_gpu(rank, gpu, nccl)
-        gates.append(gpu.hold(own.stream))
-        own.finish(begin(own))
-        return own
-
-    group = Group((2,))
-    owners = group.run(body)
+    group, owners, gates = works_behind_gates(gpu, nccl)
     first = threading.Thread(target=group.leave, args=(0,))
     first.start()
     wait_for(lambda: group.contexts[1].health() is not None)
@@ -188,12 +185,16 @@ def test_a_rank_leaves_behind_another_while_its_gpu_is_at_work(gpu: Gpu, nccl: N
 
 
 def test_a_rank_that_leaves_while_others_wait_for_nccl_is_told_of(gpu: Gpu, nccl: Nccl) -> None:
+    submitted = threading.Event()
+
     def body(rank: Rank) -> None:
         own = on_gpu(rank, gpu, nccl)
         if rank.rank == 0:
             handle = begin(own)
+            submitted.set()
             ends_with(own, handle, AbortedError, r"rank 1 \(.*\) has shut horo down; pending here: .*'x'")
         else:
+            assert submitted.wait(60)
             group.leave(1)
         own.close()
 

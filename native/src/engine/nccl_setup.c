@@ -137,9 +137,9 @@ void hr_nccl_break(struct hr_by_nccl *by, const struct hr_error *error) {
 
 static void connect(struct hr_engine *engine, struct hr_by_nccl *by, const struct hr_nccl_report *reports) {
     struct hr_error error = {0};
-    const struct hr_team *team = hr_engine_world(engine)->team;
+    struct hr_team *team = hr_engine_world(engine)->team;
     struct hr_device *device = by->comm.device;
-    by->backend = by->backend != NULL ? by->backend : hr_nccl_backend_create(hr_engine_world(engine)->team, &by->comm);
+    by->backend = by->backend != NULL ? by->backend : hr_nccl_backend_create(team, &by->comm);
     int status = by->backend != NULL ? HORO_OK : hr_fail(&error, HORO_ERR_RESOURCE, "out of memory for NCCL");
     if (status == HORO_OK) {
         status = hr_nccl_connect(&by->comm, &by->nccl, device, team->size, team->rank, &reports[0].id, &error);
