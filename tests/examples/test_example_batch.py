@@ -63,9 +63,16 @@ def strings(source: str) -> Iterator[str]:
 
 
 def messages_of(page: str) -> list[str]:
-    """What the tables of messages quote first; a row that begins with a program's name quotes that program."""
+    """What the tables of messages quote first, and all that a row quotes which begins with ``horo:``.
+
+    A row that begins with another program's name quotes that program, or what is put together when it is said.
+    """
     _, _, tables = (ROOT / "docs" / "how-to" / page).read_text().partition("| message |")
-    return [row.split("`")[1] for row in tables.splitlines() if row.startswith("| `")]
+    rows = tables.splitlines()
+    whole = [row.split("`")[1] for row in rows if row.startswith("| `")]
+    return whole + [
+        part for row in rows if row.startswith("| horo: ") for part in row.partition(" | ")[0].split("`")[1::2]
+    ]
 
 
 @pytest.mark.parametrize("page", ["hpc.md", "troubleshooting.md"])
