@@ -2,7 +2,7 @@
 #
 #   make test PYTHON=python3.12      another interpreter (3.10 or newer)
 #   make demo TORCH='torch==2.1.2'   another torch, or the path of a wheel
-#   make test PYTEST_ARGS='-k ring'  a part of the tests
+#   make test PYTEST_ARGS='-k ring'  a part of the tests; asan and tsan take it, too
 #   make test-mpi MPIS=mpich         over some of the MPIs
 #   make bench HOROVOD=1             also beside Horovod, which takes minutes to build
 
@@ -155,9 +155,9 @@ tidy: build ## what a machine can hold of the house rules
 
 .PHONY: asan tsan
 asan: build ## native tests under AddressSanitizer and UndefinedBehaviorSanitizer
-	@$(PY) tests/native/sanitize.py address
+	@$(PY) tests/native/sanitize.py address $(PYTEST_ARGS)
 tsan: build ## native tests under ThreadSanitizer
-	@$(PY) tests/native/sanitize.py thread
+	@$(PY) tests/native/sanitize.py thread $(PYTEST_ARGS)
 
 .PHONY: fuzz
 fuzz: build ## fuzz the wire decoder for FUZZ_SECONDS (needs clang; else replays the corpus)

@@ -12,10 +12,10 @@ import ctypes
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["SANITIZERS", "environment", "main"]
+__all__ = ["SANITIZERS", "environment", "main", "selection"]
 
 FOLDER = Path(__file__).resolve().parent
 SANITIZERS = {"address": "libasan.so", "thread": "libtsan.so"}
@@ -66,6 +66,14 @@ def environment(sanitizer: str, base: Mapping[str, str]) -> dict[str, str]:
     return result
 
 
+def selection(sanitizer: str, arguments: Sequence[str]) -> list[str]:
+    """The arguments for pytest: the user's, with all native tests that a sanitizer is for if none of them is a path."""
+    if any(Path(argument.partition("::")[0]).exists() for argument in arguments):
+        return list(arguments)
+    left_out = (*IN_ONE_THREAD, *NOTHING_SHARED) if sanitizer == "thread" else ()
+    return [str(FOLDER), *(f"--ignore={FOLDER / name}" for name in left_out), *arguments]
+
+
 def main(arguments: list[str]) -> None:
     """Becomes pytest; returns only by raising SystemExit."""
     if not arguments or arguments[0] not in SANITIZERS:
@@ -84,9 +92,7 @@ def main(arguments: list[str]) -> None:
         # Its shadow memory has fixed places, which a kernel with many random bits of mmap may have taken.
         ctypes.CDLL(None).personality(ADDR_NO_RANDOMIZE)
     # --capture=sys leaves descriptor 2 alone: the report of a run that ends on the spot must not end in a buffer.
-    left_out = (*IN_ONE_THREAD, *NOTHING_SHARED) if sanitizer == "thread" else ()
-    everything = [str(FOLDER), *(f"--ignore={FOLDER / name}" for name in left_out)]
-    pytest = [sys.executable, "-m", "pytest", "--capture=sys", *(rest or everything)]
+    pytest = [sys.executable, "-m", "pytest", "--capture=sys", *selection(sanitizer, rest)]
     os.execve(sys.executable, pytest, env)
 
 

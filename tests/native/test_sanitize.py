@@ -62,3 +62,19 @@ def test_options_that_the_user_has_set_win(sanitizer: str) -> None:
     assert env["ASAN_OPTIONS"] == "verbosity=1"
     assert env["HORO_SANITIZE"] == sanitizer
     assert Path(env["LD_PRELOAD"]).is_file()
+
+
+@pytest.mark.parametrize("sanitizer", sanitize.SANITIZERS)
+def test_a_part_of_the_tests_can_be_chosen(sanitizer: str) -> None:
+    everything = sanitize.selection(sanitizer, [])
+    assert everything[0] == str(FOLDER)
+    assert sanitize.selection(sanitizer, ["-k", "ring", "-x"]) == [*everything, "-k", "ring", "-x"]
+    for path in (__file__, f"{__file__}::test_some[1::2]"):
+        assert sanitize.selection(sanitizer, ["-x", path]) == ["-x", path]
+
+
+@pytest.mark.parametrize(("target", "sanitizer"), [("asan", "address"), ("tsan", "thread")])
+def test_make_passes_the_choice_on(target: str, sanitizer: str) -> None:
+    make = ["make", "--dry-run", "--always-make", target, "PYTEST_ARGS=-k ring"]
+    done = subprocess.run(make, cwd=FOLDER.parents[1], check=True, capture_output=True, text=True, timeout=60)
+    assert f"tests/native/sanitize.py {sanitizer} -k ring\n" in done.stdout
