@@ -16,7 +16,7 @@ from plain_ranks import PlainRanks
 LARGE = 4 << 20
 """Numbers in a tensor that takes long enough to be stopped in the middle of it."""
 WARN = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "0.5"}
-GIVE_UP_S = 2
+GIVE_UP_S = 4
 """No rank is held up for so long because the machine is busy: it would be named beside the one that is stopped."""
 GIVE_UP = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(GIVE_UP_S)}
 

@@ -303,7 +303,7 @@ def test_a_cut_connection_ends_the_ranks_behind_it(hororun: Hororun, tmp_path: P
 
 
 def test_a_host_that_falls_silent_is_lost_on_both_sides(hororun: Hororun, flags: Flags) -> None:
-    words = ["-np", "1", "--host-timeout", "3", "--grace-seconds", "0.2"]
+    words = ["-np", "1", "--host-timeout", "8", "--grace-seconds", "0.2"]  # none is held up for so long before it is up
     script = f"echo $$ > {flags.folder}/pid; {STUBBORN}"
     job = hororun.start(*words, *shell(script, flags), where="one:1")
     flags.wait(["up.0"])
