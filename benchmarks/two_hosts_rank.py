@@ -38,10 +38,9 @@ class PlainStream:
         self._block = bytearray(BLOCK_BYTES)
         self._place = bytearray(BLOCK_BYTES)
         self._takes_part = hvd.local_rank() == 0
-        names: list[tuple[str, int]] = [("", 0)] * hvd.size()
         listener = socket.create_server((own_address(), 0)) if self._takes_part else None
-        mine = listener.getsockname()[:2] if listener is not None else ("", 0)
-        dist.all_gather_object(names, mine)
+        mine: tuple[str, int] = listener.getsockname()[:2] if listener is not None else ("", 0)
+        names = hvd.allgather_object(mine)
         if listener is not None:
             leaders = [name for name in names if name[1] != 0]
             self._to = socket.create_connection(leaders[(hvd.cross_rank() + 1) % hosts], timeout=LIMIT_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from collections.abc import Callable
 from typing import Any
@@ -98,7 +99,9 @@ def differing_ranks(library: Library, model: nn.Module) -> str:
     """Whether all ranks hold the same bits."""
     if library.kind in LONELY:
         return ""
-    digest = hashlib.blake2b(flat(model).numpy().tobytes(), digest_size=7).digest()
+    values = flat(model).contiguous()
+    # Not by numpy: an older torch cannot use that of today.
+    digest = hashlib.blake2b(ctypes.string_at(values.data_ptr(), values.nbytes), digest_size=7).digest()
     own = torch.tensor([int.from_bytes(digest, "little")])
     if library.kind == "gloo":
         everyone = [torch.empty_like(own) for _ in range(library.size)]

@@ -47,5 +47,19 @@ def python_blocks(page: Path) -> list[Block]:
 
 
 def runs_here(block: Block) -> bool:
-    """Whether the block is run as it stands, and this torch has what it uses: a scaler for the CPU came with 2.3."""
-    return not block.mark and ("scaler" not in block.code or hasattr(torch.amp, "GradScaler"))
+    """Whether the block is run as it stands, and this torch has what it uses.
+
+    A scaler for the CPU came with torch 2.3; before that torch cannot use numpy 2, either.
+    """
+    if block.mark or ("scaler" in block.code and not hasattr(torch.amp, "GradScaler")):
+        return False
+    return ".numpy()" not in block.code or reads_numpy()
+
+
+def reads_numpy() -> bool:
+    """Whether torch can use the numpy that is installed."""
+    try:
+        torch.ones(1).numpy()
+    except RuntimeError:
+        return False
+    return True

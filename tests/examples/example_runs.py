@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
+
+import torch
+import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 LIMIT_SECONDS = 240
@@ -13,6 +18,21 @@ LIMIT_SECONDS = 240
 # What another launcher, or the one that runs the tests, may have left.
 _LAUNCHER_PREFIXES = ("HORO_", "HOROVOD_", "OMPI_", "PMI_", "SLURM_", "TORCHELASTIC_")
 _LAUNCHER_NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+
+
+@functools.cache
+def why_gloo_cannot(operation: str, dtype: str = "float32") -> str:
+    """Why torch's gloo cannot do an allreduce or reducescatter, as a reason to skip; empty: it can."""
+    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=60))
+    tensor = torch.ones(2, dtype=getattr(torch, dtype))
+    try:
+        if operation == "allreduce":
+            group.allreduce([tensor]).wait()
+        else:
+            group._reduce_scatter_base(tensor.clone(), tensor).wait()
+    except RuntimeError:
+        return f"gloo of torch {torch.__version__} has no {operation} of {dtype} (`make test TORCH=torch==2.13.0`)"
+    return ""
 
 
 def launcher(name: str, ranks: int) -> list[str]:

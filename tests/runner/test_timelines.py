@@ -19,6 +19,9 @@ from horo.runner.job.timelines import run_and_merge
 from horo.timeline import merge
 
 TRAIN = """
+import sys, warnings
+warnings.simplefilter("ignore")
+sys.modules["numpy"] = None  # a torch that cannot use the one that is installed writes pages about that
 import torch
 import horo.torch as hvd
 
