@@ -79,7 +79,7 @@ class _Agent:
         loop.on_signal(signal.SIGINT, self._on_end)
         loop.on_signal(signal.SIGHUP, self._on_end)
         for number in PASSED_ON:
-            loop.on_signal(number, self._pass_on)
+            loop.on_signal(number, self._on_signal)
 
     @property
     def over(self) -> bool:
@@ -208,6 +208,10 @@ class _Agent:
         self._leaving = True
         if self._ranks:
             self._ranks.terminate()
+
+    def _on_signal(self, number: int) -> None:
+        self._pass_on(number)
+        self._send(encode_json(Kind.SIGNALLED, {"number": number}))
 
     def _pass_on(self, number: int) -> None:
         if self._ranks and number in PASSED_ON:

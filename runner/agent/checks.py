@@ -8,10 +8,10 @@ from reprlib import repr as repr_shortened
 from typing import Any
 
 from horo.runner.agent.messages import Message, MessageError
-from horo.runner.agent.ranks import Exited, Started
+from horo.runner.agent.ranks import PASSED_ON, Exited, Started
 from horo.runner.printable import printable
 
-__all__ = ["exited", "failure", "host_info", "listening", "rank_of", "reached", "started", "version"]
+__all__ = ["exited", "failure", "host_info", "listening", "rank_of", "reached", "signalled", "started", "version"]
 
 _JSON_MAX_BYTES = 1 << 20
 _TEXT_MAX = 1 << 16
@@ -94,6 +94,18 @@ def failure(message: Message) -> tuple[str, int]:
     """
     values = _values(message, {"message": _is_text, "code": _from_to(1, _CODE_MAX)})
     return printable(values["message"]), values["code"]
+
+
+def signalled(message: Message) -> int:
+    """The number in a SIGNALLED message.
+
+    Raises:
+        MessageError: it is none that is passed on.
+    """
+    number: int = _values(message, {"number": _from_to(1, _SIGNAL_MAX)})["number"]
+    if number not in PASSED_ON:
+        raise MessageError(f"signal {number} is not one that is passed on")
+    return number
 
 
 def listening(message: Message) -> dict[str, Any]:

@@ -33,10 +33,18 @@ class RemoteHost:
 
     ``host_info``: the facts that the agent has sent about its host, None before. ``error``: the reason why the host
     cannot take part, None while it can. ``finished``: the connection is over, and nothing more will come. ``changed``
-    is called after each change of these, ``emit`` for each event of a rank.
+    is called after each change of these, ``emit`` for each event of a rank, ``signalled`` for each signal that came to
+    the agent and is passed on.
     """
 
-    def __init__(self, loop: Loop, host: HostSpec, emit: Callable[[Event], None], changed: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        loop: Loop,
+        host: HostSpec,
+        emit: Callable[[Event], None],
+        changed: Callable[[], None],
+        signalled: Callable[[RemoteHost, int], None] = lambda _host, _number: None,
+    ) -> None:
         self.host = host
         self.host_info: dict[str, Any] | None = None
         self.error: JobError | None = None
@@ -53,6 +61,7 @@ class RemoteHost:
         self._loop = loop
         self._emit = emit
         self._changed = changed
+        self._signalled = signalled
         self._messages = MessageReader(magic=True)
         self._outgoing = bytearray()
         self._stderr = b""
@@ -251,6 +260,8 @@ class RemoteHost:
             exited = checks.exited(message, self._to_end)
             self._to_end.discard(message.rank)
             self._emit(exited)
+        elif message.kind == Kind.SIGNALLED:
+            self._signalled(self, checks.signalled(message))
         elif message.kind in self._asked:
             self.answers[message.kind] = _CHECKS[message.kind](message)
             self._changed()

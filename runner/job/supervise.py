@@ -40,6 +40,7 @@ from horo.runner.job.placement import (
 )
 from horo.runner.job.remote import RemoteHost, explain_absence
 from horo.runner.job.report import Ending, awaited, exit_code, overdue, report, root_cause, signal_name
+from horo.runner.job.signals import SignalsToRanks
 from horo.runner.loop import Loop
 from horo.runner.network import NetworkError, free_port, is_local
 from horo.runner.processes import (
@@ -136,10 +137,11 @@ class _Supervisor:
         self._errors: tuple[JobError, ...] = ()
         self._signal = 0
         self._paused = False
+        self._signals = SignalsToRanks(loop, self._places)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.on_signal(number, self._on_signal)
         for number in PASSED_ON:
-            loop.on_signal(number, self._pass_on)
+            loop.on_signal(number, self._signals.came_here)
         loop.on_signal(signal.SIGTSTP, self._on_stop_key)
         loop.on_signal(signal.SIGCHLD, self._on_child)
         loop.on_wake(self._on_console)
@@ -180,7 +182,7 @@ class _Supervisor:
         for index, host in enumerate(self._hosts):
             if is_local(host):
                 continue
-            remote = RemoteHost(self._loop, host, self._on_event, self._on_remote)
+            remote = RemoteHost(self._loop, host, self._on_event, self._on_remote, self._signals.came_to)
             command = remote.connect(self._launcher, host_timeout_s=self._job.host_timeout_s)
             self._console.explain(f"{host.name}: {shlex.join(command)}")
             self._tree.spared.add(remote.pid)
@@ -400,10 +402,6 @@ class _Supervisor:
             for host in self._places():
                 host.kill()
 
-    def _pass_on(self, number: int) -> None:
-        for host in self._places():
-            host.pass_on(number)
-
     def _on_stop_key(self, _number: int) -> None:
         if self._remotes:
             if os.isatty(0):  # else it was no key: Slurm announces so that it will stop all of the job
@@ -411,9 +409,9 @@ class _Supervisor:
                     "Ctrl-Z does not stop a job with remote hosts: their agents would take hororun for dead"
                 )
             return
-        self._pass_on(signal.SIGSTOP)
+        self._signals.to_all(signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
-        self._pass_on(signal.SIGCONT)  # this process runs again
+        self._signals.to_all(signal.SIGCONT)  # this process runs again
 
     def _say_what_is_awaited(self) -> None:
         if self._running:

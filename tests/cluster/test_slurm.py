@@ -148,9 +148,9 @@ def test_a_job_that_slurm_suspends_for_longer_than_the_host_timeout_goes_on(slur
     assert (done.state, done.output) == ("COMPLETED", "")
 
 
-@pytest.mark.parametrize("to", [["--batch"]], ids=["batch"])
+@pytest.mark.parametrize("to", [["--batch"], []], ids=["batch", "steps"])
 def test_a_signal_that_slurm_sends_reaches_the_ranks_of_hororun(slurm: Slurm, tmp_path: Path, to: list[str]) -> None:
-    """To the batch script, which hororun has replaced."""
+    """To the batch script, which hororun has replaced, or to the steps: of these hororun has one, its agent."""
     flags = Flags(tmp_path)
     rank = f"trap ': > {tmp_path}/told.$HOROVOD_RANK; exit 75' USR1; : > {tmp_path}/up.$HOROVOD_RANK"
     script = tmp_path / "job.sh"

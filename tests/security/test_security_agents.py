@@ -32,7 +32,7 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=5,
 )
-names = [*INFO, *ENDED, "cpus", "message", "error", "port", "addresses", "failures"]
+names = [*INFO, *ENDED, "number", "cpus", "message", "error", "port", "addresses", "failures"]
 objects = st.dictionaries(st.sampled_from(names), values) | values
 payloads = objects.map(lambda value: json.dumps(value).encode()) | st.binary(max_size=40)
 
@@ -44,7 +44,9 @@ def message(kind: Kind, value: object, rank: int = 0) -> Message:
 @given(st.sampled_from(Kind), st.integers(0, 2**32 - 1), payloads)
 def test_any_payload_is_right_or_refused(kind: Kind, rank: int, payload: bytes) -> None:
     message = Message(kind, rank, payload)
-    for check in (checks.version, checks.host_info, checks.failure, checks.listening, checks.reached):
+    for check in (
+        checks.version, checks.host_info, checks.failure, checks.listening, checks.reached, checks.signalled
+    ):  # fmt: skip
         try:
             check(message)
         except MessageError as error:
@@ -124,6 +126,7 @@ NONSENSE = {
     "missing": MAGIC + encode_json(Kind.HOST_INFO, {"version": __version__}),
     "twice": GOOD + encode_json(Kind.HOST_INFO, INFO),
     "for-agents": GOOD + encode(Kind.KILL),
+    "kill-all": GOOD + encode_json(Kind.SIGNALLED, {"number": 9}),
     "unasked": GOOD + encode_json(Kind.REACHED, {"failures": {}}),
     "rank-of-another-host": GOOD + encode(Kind.STDOUT, 1, b"I am rank 1\n"),
     "end-of-another": GOOD + encode_json(Kind.EXITED, ENDED, 1),
