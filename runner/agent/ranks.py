@@ -22,7 +22,7 @@ __all__ = ["PASSED_ON", "Event", "Exited", "HostRanks", "Noted", "Started", "Wro
 
 _READ_BYTES = 65536
 _NOTES = 3
-PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 """Signals for the ranks: users trap them, and batch systems send them before a job's time is up."""
 _POLL_INTERVAL_S = 0.05
 

@@ -170,7 +170,7 @@ def test_ctrl_c_interrupts_first_then_terminates_then_kills(hororun: Hororun, wh
     assert "hororun: SIGINT: ranks 0-2 were ended\n" in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU])
 def test_signals_that_users_trap_reach_the_ranks(
     hororun: Hororun, where: str, flags: Flags, number: signal.Signals
 ) -> None:
