@@ -17,6 +17,9 @@ CELLS = [
     "import horo\nfactor = 3\n\nclass Point:\n    def __init__(self, x):\n        self.x = x",
     """
 def total(amount):
+    import sys, warnings
+    warnings.simplefilter("ignore")
+    sys.modules["numpy"] = None  # a torch that cannot use the one that is installed writes pages about that
     import torch
     import horo.torch as hvd
     hvd.init()
