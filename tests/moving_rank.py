@@ -1,6 +1,6 @@
-"""A rank that moves tensors of several sizes with the others and checks each element: moving_rank.py TURNS [VICTIM].
+"""A rank that moves arrays of several sizes with the others and checks each element: moving_rank.py TURNS [VICTIM].
 
-VICTIM is killed while it is in the middle of a call, after some of them.
+It needs no torch. VICTIM is killed while it is in the middle of a call, after some of them.
 """
 
 from __future__ import annotations
@@ -10,16 +10,38 @@ import signal
 import sys
 import threading
 
-import torch
+import numpy as np
 
-import horo.torch as hvd
+from horo._bootstrap import job as bootstrap
+from horo._core import DTYPES, OPS, Context, RequestBuffer, Tensor
 
 CALLS_BEFORE = 12
 
 
+def gathered(core: Context, op: str, given: np.ndarray, count: int, splits: tuple[int, ...] = ()) -> np.ndarray:
+    """The ``count`` numbers of an allgather or alltoall, in memory that is offered for them."""
+    result = np.empty(count, np.float32)
+    addresses = given.ctypes.data, result.ctypes.data
+    tensor = Tensor(*addresses, given.shape, DTYPES["float32"], output_bytes=result.nbytes, splits=splits)
+    handle = core.submit(RequestBuffer.of(OPS[op], op, [tensor], offers=True))
+    try:
+        core.wait(handle)
+        data, _ = core.take_result(handle, 0)
+    finally:
+        core.release(handle)
+    return result if data is None else np.frombuffer(data, np.float32)
+
+
+def broadcast(core: Context, array: np.ndarray, root: int) -> np.ndarray:
+    """In place."""
+    tensor = Tensor(array.ctypes.data, array.ctypes.data, array.shape, DTYPES["float32"])
+    core.run(RequestBuffer.of(OPS["broadcast"], f"b{root}", [tensor], root_rank=root, sync=True))
+    return array
+
+
 def main() -> None:
-    hvd.init()
-    rank, size = hvd.rank(), hvd.size()
+    job = bootstrap.start()
+    core, rank, size = job.context, job.rank, job.size
     calls = 0
 
     def kill_in_a_call() -> None:
@@ -31,17 +53,19 @@ def main() -> None:
         threading.Thread(target=kill_in_a_call, daemon=True).start()
     for turn in range(int(sys.argv[1])):
         for count in (5, 30_000, 700_001):
-            base = torch.arange(count, dtype=torch.float32) + turn
-            gathered = hvd.allgather(base * (rank + 1), name="g")
-            assert torch.equal(gathered, torch.cat([base * (r + 1) for r in range(size)]))
+            base = np.arange(count, dtype=np.float32) + turn
+            result = gathered(core, "allgather", base * (rank + 1), size * count)
+            assert np.array_equal(result, np.concatenate([base * (r + 1) for r in range(size)]))
             calls += 1
-            exchanged = hvd.alltoall(torch.cat([base + 3 * rank + to for to in range(size)]), name="a")
-            assert torch.equal(exchanged, torch.cat([base + 3 * r + rank for r in range(size)]))
+            given = np.concatenate([base + 3 * rank + to for to in range(size)])
+            result = gathered(core, "alltoall", given, size * count, (count,) * size)
+            assert np.array_equal(result, np.concatenate([base + 3 * r + rank for r in range(size)]))
             calls += 1
             root = turn % size
-            assert torch.equal(hvd.broadcast(base * (rank + 1), root, name=f"b{root}"), base * (root + 1))
+            assert np.array_equal(broadcast(core, base * (rank + 1), root), base * (root + 1))
             calls += 1
     print("all is right")
+    job.close()
 
 
 if __name__ == "__main__":
