@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(config: Config, items: list[Item]) -> None:
     for cases in of_test.values():
         # The cases of a test have the objects of its lists of values in common.
         values = [(case.name, {n: id(v) for n, v in case.callspec.params.items()}) for case in cases]
-        chosen = spread(values, CASES_UNDER_A_SANITIZER)
+        chosen = spread(values, CASES_UNDER_A_SANITIZER, native_build.FLAVOUR)
         left_out |= {case for case in cases if case.name not in chosen}
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))

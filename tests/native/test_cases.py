@@ -25,3 +25,10 @@ def test_every_value_of_every_parameter_occurs(sizes: tuple[int, ...], most: int
 def test_few_cases_are_all_taken() -> None:
     cases = [(f"test[{i}]", {"p": 0}) for i in range(12)]
     assert spread(cases, 12) == {name for name, _ in cases}
+
+
+def test_two_runs_take_different_cases() -> None:
+    combinations = itertools.product(range(3), range(4), range(5))
+    cases = [(f"test[{values}]", {f"p{i}": value for i, value in enumerate(values)}) for values in combinations]
+    assert len(spread(cases, 4, "address") | spread(cases, 4, "thread")) > len(spread(cases, 4, "address"))
+    assert spread(cases, 4, "thread") == spread(cases[::-1], 4, "thread")
