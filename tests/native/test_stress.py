@@ -11,7 +11,7 @@ import stress_build
 from native_build import FLAVOUR
 
 OPERATIONS = {"": 1500, "address": 300, "thread": 200}[FLAVOUR]
-SCHEDULES = {"": 6, "address": 3, "thread": 2}[FLAVOUR]
+SCHEDULES = {"": 4, "address": 2, "thread": 2}[FLAVOUR]
 """Each of the tests below takes a few seconds."""
 
 pytestmark = pytest.mark.timeout(300)  # the program is built by the first
