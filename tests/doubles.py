@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
+import tempfile
 from pathlib import Path
 
 __all__ = ["CUDA", "NCCL", "build_double"]
 
 _SOURCES = Path(__file__).resolve().parent / "native" / "doubles"
 CUDA, NCCL = "libcuda.so.1", "libnccl.so.2"
+_ROOM = 512
+"""Bytes for each text in a double."""
 
 
 def build_double(library: str, folder: Path, *, soname: str | None = None, **defines: int | str) -> Path:
@@ -25,13 +29,35 @@ def build_double(library: str, folder: Path, *, soname: str | None = None, **def
     Returns:
         The path of the file.
     """
+    texts = {"SONAME": soname or library}
+    if "CUDA_DOUBLE" in defines:
+        texts["CUDA_DOUBLE"] = str(defines["CUDA_DOUBLE"]).strip('"')
+        defines["CUDA_DOUBLE"] = f'"{_place_of("CUDA_DOUBLE")}"'
+    data = _compile(library, tuple(defines.items()))
+    for name, text in texts.items():
+        data = data.replace(_place_of(name).encode(), text.encode().ljust(_ROOM, b"\0"))
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / library
+    path.write_bytes(data)
+    path.chmod(0o755)
+    return path
+
+
+def _place_of(name: str) -> str:
+    """What stands in a compiled double where a text goes."""
+    return f"{name}:".ljust(_ROOM, "-")
+
+
+@functools.cache
+def _compile(library: str, defines: tuple[tuple[str, int | str], ...]) -> bytes:
+    """A double with places for texts, in which most tests differ: a compiler takes longer than many of them."""
     source = _SOURCES / f"{library.removeprefix('lib').split('.')[0]}.c"
     words = [os.environ.get("CC", "cc"), "-std=gnu11", "-shared", "-fPIC", "-pthread", "-O1", "-g", "-Wall", "-Werror"]
-    words += [f"-D{name}={value}" for name, value in defines.items()]
-    words += [f"-Wl,-soname,{soname or library}", "-o", str(path), str(source)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    return path
+    words += [f"-D{name}={value}" for name, value in defines]
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder, library)
+        words += [f"-Wl,-soname,{_place_of('SONAME')}", "-o", str(made), str(source)]
+        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
+        if done.returncode:
+            raise RuntimeError(done.stderr)
+        return made.read_bytes()
