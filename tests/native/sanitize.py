@@ -29,7 +29,14 @@ OPTIONS = {
     "TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1:history_size=4:intercept_tls_get_addr=0:"
     f"suppressions='{FOLDER / 'thread.supp'}'",
 }
-IN_ONE_THREAD = ("test_agree.py", "test_kernel.py", "test_shares.py", "test_wire.py")
+IN_ONE_THREAD = (
+    "test_agree.py",
+    "test_kernel.py",
+    "test_shares.py",
+    "test_tune_meter.py",
+    "test_tune_search.py",
+    "test_wire.py",
+)
 """Pure parts: without a second thread there is no race to find, and they take a quarter of the time."""
 NOTHING_SHARED = ("test_codec.py", "test_cross.py", "test_cross_scatter.py")
 """Ranks are threads, but each has its own memory, and they have in common what ``test_transport.py`` checks alone: the
