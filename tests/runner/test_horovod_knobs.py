@@ -123,6 +123,9 @@ def test_an_option_works_or_says_in_one_line_why_not(
 
 
 SHOWS = """
+import sys, warnings
+warnings.simplefilter("ignore")
+sys.modules["numpy"] = None  # a torch that cannot use the one that is installed writes pages about that
 import horo.torch as hvd
 hvd.init(cache_capacity=5)
 settings = hvd.config()
