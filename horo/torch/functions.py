@@ -123,12 +123,12 @@ def broadcast_optimizer_state(
     """Gives every rank the optimizer state of ``root_rank``: state tensors and values, and all options such as ``lr``.
 
     Blocks until all ranks have called it. State that a rank lacks is created, state that the root lacks is dropped; no
-    optimizer step is taken.
+    optimizer step is taken. If the root has no state yet, parameters without a gradient get zeros, as in Horovod.
 
     Args:
         optimizer: Any torch optimizer, wrapped or not, with the same parameter groups on all ranks.
         root_rank: The rank whose state all get, by its number in the job also in a process set; equal on all ranks.
-        model: Accepted because Horovod takes it; nothing needs it here.
+        model: With it, parameters of its sparse embeddings get sparse zeros; nothing else needs it.
         process_set: The ranks that take part; others do not call it.
 
     Raises:
@@ -141,7 +141,6 @@ def broadcast_optimizer_state(
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     """
-    del model
     what = "broadcast_optimizer_state"
     team = resolve_process_set(process_set, what)
     with telling(_first(what, team)):
@@ -152,6 +151,8 @@ def broadcast_optimizer_state(
     if _topology.rank() != root_rank:
         _put_together(optimizer, structure, tensors)
     _overwrite(tensors, root_rank, what, team)
+    if not optimizer.state:
+        _give_zero_gradients(optimizer, model)
 
 
 def broadcast_object(
@@ -414,6 +415,16 @@ class _Structure(NamedTuple):
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _give_zero_gradients(optimizer: torch.optim.Optimizer, model: Any) -> None:
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    sparse = {module.weight for module in modules if getattr(module, "sparse", False)}
+    for parameter in _parameters(optimizer):
+        if parameter.requires_grad and parameter.grad is None:
+            zeros = torch.zeros_like(parameter)
+            is_sparse = parameter in sparse or isinstance(optimizer, torch.optim.SparseAdam)
+            parameter.grad = zeros.to_sparse(1) if is_sparse else zeros
 
 
 def _describe_groups(optimizer: torch.optim.Optimizer) -> list[str]:

@@ -182,6 +182,41 @@ def test_optimizer_state_becomes_the_roots_and_parameters_do_not_move(
     assert bool(values) == (name != "stateless")
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_fresh_optimizer_has_zero_gradients_then(ranks: RankPool, wrapped: bool) -> None:
+    def check(wrapped: bool) -> None:
+        model = torch.nn.ModuleDict({"used": torch.nn.Linear(2, 1), "other": torch.nn.Embedding(3, 2, sparse=True)})
+        model.used.bias.requires_grad_(False)
+        parameters = [model.used.weight, model.used.bias, model.other.weight]
+        for given in (None, model):
+            optimizer: Any = torch.optim.Adam(parameters)
+            if wrapped:
+                optimizer = hvd.DistributedOptimizer(optimizer, op=hvd.Sum)
+            optimizer.zero_grad()
+            hvd.broadcast_optimizer_state(optimizer, 0, given)
+            dense, none, either = (parameter.grad for parameter in parameters)
+            assert none is None
+            assert torch.equal(dense, torch.zeros(1, 2))
+            assert torch.equal(either.to_dense(), torch.zeros(3, 2))
+            assert either.is_sparse == (given is model)
+        model.used.weight.grad = torch.ones(1, 2)
+        hvd.broadcast_optimizer_state(optimizer, 0)
+        assert torch.equal(model.used.weight.grad, torch.ones(1, 2))  # one that is there stays
+        sparse = torch.optim.SparseAdam([model.other.weight])
+        sparse.zero_grad()
+        hvd.broadcast_optimizer_state(sparse, 0)
+        model.other(torch.tensor([1])).sum().backward()  # without zero_grad()
+        sparse.step()
+        trained = torch.optim.SGD([model.used.weight], lr=0.1, momentum=0.9)
+        if hvd.rank() == 0:
+            trained.step()
+        trained.zero_grad()
+        hvd.broadcast_optimizer_state(trained, 0)
+        assert model.used.weight.grad is None
+
+    ranks.run(check, wrapped)
+
+
 def test_optimizers_with_other_groups_are_refused(ranks2: RankPool) -> None:
     def check() -> None:
         count = 2 + hvd.rank()
