@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from horo.runner.config import JobError
 
-__all__ = ["check_combinations", "check_launcher", "check_one_host"]
+__all__ = ["check_combinations", "check_launcher", "check_one_host", "useless_for_horovod"]
 
 _OWN = frozenset({"ssh", "slurm"})
 _BY_SSH = frozenset({"ssh", "mpi"})
@@ -55,6 +55,8 @@ _FOR_CHECK_HOSTS = frozenset(
         *_FOR_REMOTE_HOSTS,
     }
 )
+_IDLE_IN_HOROVOD = ("mpi_args", "binding_args", "tcp", "ssh_port", "ssh_identity_file")
+"""Options that Horovod takes in every job, whether they do something there or not."""
 _EXCLUDED = {
     "prefix_timestamp": "no_prefix",
     "stall_check_warning_time_seconds": "no_stall_check",
@@ -100,6 +102,23 @@ def check_launcher(given: Mapping[str, str], launcher: str) -> str | None:
             names = " and ".join(sorted(launchers))
             return f"{option} is for --launcher {names}; ranks of this job are started by {launcher}"
     return None
+
+
+def useless_for_horovod(given: Mapping[str, str], launcher: str, has_hosts: bool) -> dict[str, str]:
+    """By destination, a sentence for each option of Horovod's that does nothing in a job.
+
+    Args:
+        given: by destination, the options as the user spelt them.
+        launcher: of the job.
+        has_hosts: somebody has named hosts.
+    """
+    useless = {}
+    for name in _IDLE_IN_HOROVOD:
+        if name in given and launcher not in _LAUNCHERS_OF[name]:
+            useless[name] = f"{given[name]} does nothing here: ranks of this job are started by {launcher}"
+        elif name in given and name in _FOR_REMOTE_HOSTS and not has_hosts:
+            useless[name] = f"{given[name]} does nothing here: this job has no remote hosts"
+    return useless
 
 
 def check_one_host(given: Mapping[str, str]) -> None:

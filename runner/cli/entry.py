@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from horo.horovod.environment import is_switched_on
-from horo.runner.cli.combinations import check_combinations, check_launcher, check_one_host
+from horo.runner.cli.combinations import check_combinations, check_launcher, check_one_host, useless_for_horovod
 from horo.runner.cli.options import CommandLine, build_parser, check_known, split_command
 from horo.runner.config import BATCH_GRACE_S, GRACE_S, Job, JobError, Mpi, OutputOptions, Ssh
 from horo.runner.hosts import HostsError, HostSpec, parse_host_file, parse_hosts
@@ -137,7 +137,7 @@ def parse(
         keep_memory=not given.no_keep_memory,
         exports=exports,
         sources=tuning_sources(given, line.from_file, given.config_file),
-        passed_over=(*passed_over, *useless),
+        passed_over=(*passed_over, *where.passed_over, *useless),
         dry_run=given.dry_run,
         check_hosts=given.check_hosts,
         python=given.remote_python or sys.executable,
@@ -226,6 +226,8 @@ class _Where(NamedTuple):
     source: str
     launcher: str
     grace_s: float
+    passed_over: tuple[str, ...]
+    """A sentence for each option that does nothing in this job, as it may for Horovod's scripts."""
 
 
 def _where(given: argparse.Namespace, line: CommandLine, environment: Mapping[str, str]) -> _Where:
@@ -239,13 +241,18 @@ def _where(given: argparse.Namespace, line: CommandLine, environment: Mapping[st
     launcher = choose_launcher(given.launcher, hosts, allocation)
     misfit = check_launcher(line.given, launcher)
     if misfit is not None and given.launcher == "auto" and check_launcher(line.given, "ssh") is None:
-        launcher, misfit = "ssh", None  # an option that only ssh knows has decided
+        launcher = "ssh"  # an option that only ssh knows has decided
+    has_hosts = named is not None or allocation is not None
+    useless = useless_for_horovod(line.given, launcher, has_hosts) if given.horovod else {}
+    options = {name: option for name, option in line.given.items() if name not in useless}
+    misfit = check_launcher(options, launcher)
     if misfit is not None:
         raise JobError(misfit)
-    if named is None and allocation is None:
-        check_one_host(line.given)
+    if not has_hosts:
+        check_one_host(options)
     grace_s = GRACE_S if allocation is None else BATCH_GRACE_S
-    return _Where(_size(given, allocation if named is None else None), hosts, source, launcher, grace_s)
+    size = _size(given, allocation if named is None else None)
+    return _Where(size, hosts, source, launcher, grace_s, tuple(useless.values()))
 
 
 def _size(given: argparse.Namespace, allocation: Allocation | None) -> int:

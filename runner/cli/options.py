@@ -72,6 +72,8 @@ _REFUSED |= dict.fromkeys(
     (0, "horo's log has no times; --prefix-timestamp puts one before every line"),
 )
 _REFUSED["--thread-affinity"] = (1, "--bind-to core gives each rank its share of the cores; see also --no-move-ranks")
+_NUMBERS = r"\s*[+-]?\d*\.?\d+([eE][+-]?\d+)?(\s*,\s*\d+)*\s*"
+"""A value of an option that only tunes; several cores for ``--thread-affinity``."""
 _ESSENTIAL = ("an elastic job",)
 """What a job cannot do without where an option asks for it. The other refused options are passed over for scripts of
 Horovod (``--horovod``), with a warning: they only tune."""
@@ -101,9 +103,12 @@ class _Parser(argparse.ArgumentParser):
 
 class _Refuse(argparse.Action):
     def __call__(
-        self, parser: argparse.ArgumentParser, _given: object, _value: object, option: str | None = None
+        self, parser: argparse.ArgumentParser, _given: object, values: object, option: str | None = None
     ) -> None:
         reason = _REFUSED[option or ""][1]
+        for text in values if isinstance(values, list) else ():
+            if not re.fullmatch(_NUMBERS, text) and not reason.startswith(_ESSENTIAL):
+                parser.error(f"{option}: {text!r} is not a number")
         if isinstance(parser, _Parser) and parser.for_horovod and not reason.startswith(_ESSENTIAL):
             parser.passed_over += (f"{option} does nothing here: {reason.removesuffix(': leave it out')}",)
         else:

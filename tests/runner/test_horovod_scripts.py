@@ -18,6 +18,7 @@ from horo._sources import encode_sources
 from horo.horovod.environment import is_switched_on, with_horovod
 from horo.runner.cli import parse
 from horo.runner.cli.options import _REFUSED
+from horo.runner.config import JobError
 from horo.runner.job import external_launcher
 from horo.runner.job.environment import forwarded
 
@@ -367,3 +368,45 @@ def test_an_option_that_only_tunes_horovod_is_passed_over(option: str, capsys: p
         assert job is not None
         (sentence,) = job.passed_over
         assert sentence.startswith(f"{option} does nothing here: ")
+
+
+@pytest.mark.parametrize("option", [each for each, (values, _) in _REFUSED.items() if values])
+def test_the_value_of_an_option_that_is_passed_over_is_a_number(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values, reason = _REFUSED[option]
+    with pytest.raises(SystemExit):
+        parse(["--horovod", option, *("x" * values), "-np", "2", "cmd"])
+    expected = reason if reason.startswith("an elastic job") else "'x' is not a number"
+    assert f"hororun: {option}: {expected}" in capsys.readouterr().err
+
+
+def test_numbers_of_cores_are_a_value_of_horovods() -> None:
+    job = parse(["--horovod", "--thread-affinity", "0,1", "-np", "2", "cmd"])
+    assert job is not None
+    assert len(job.passed_over) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("--mpi-args=-v", "started by ssh"),
+        ("--binding-args=-v", "started by ssh"),
+        ("--tcp", "started by ssh"),
+        ("-p 22", "no remote hosts"),
+        ("--ssh-identity-file key", "no remote hosts"),
+        ("--gloo --mpi-args=-v", "started by ssh"),
+    ],
+)
+def test_an_option_for_another_job_is_passed_over(words: str, reason: str) -> None:
+    """Horovod takes it without a word."""
+    with pytest.raises(JobError):
+        parse([*words.split(), "-np", "2", "cmd"])
+    job = parse(["--horovod", *words.split(), "-np", "2", "cmd"])
+    assert job is not None
+    (sentence,) = job.passed_over
+    assert " does nothing here: " in sentence
+    assert reason in sentence
+    fitting = parse(["--horovod", "-H", "a:2", "-p", "22", "--mpi-args=-v", "--mpi", "-np", "2", "cmd"])
+    assert fitting is not None
+    assert fitting.passed_over == ()
