@@ -30,7 +30,7 @@ class DeputyCall:
         self.thread: threading.Thread | None = None
         """That does it, once it has begun."""
         self.is_left = False
-        """An exception has ended the wait for it."""
+        """An exception has ended the wait for it, or has come in place of its result."""
 
     def run(self) -> None:
         """Does the call, unless it has been withdrawn. ``describe_blocked`` knows this function by its frame."""
@@ -83,11 +83,11 @@ class Deputies:
             self._calls.put(call)
             self._start(what)
             call.wait()
-        except BaseException:
+            return call.result()
+        except BaseException:  # of a signal handler also behind the end of the call
             call.is_left = True
             call.withdraw()
             raise
-        return call.result()
 
     def _start(self, what: str) -> None:
         try:

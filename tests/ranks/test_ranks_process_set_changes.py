@@ -16,6 +16,7 @@ from interrupts import interrupt
 from rank_pool import RankPool
 
 import horo.torch as hvd
+from horo._deputy import DeputyCall
 from horo.errors import AbortedError, DeadlockError, MismatchError, ResourceError, UsageError
 from horo.torch import _runtime
 
@@ -181,6 +182,30 @@ def test_a_call_that_an_exception_has_left_goes_on(three: RankPool) -> None:
         other = hvd.add_process_set([0, 2])
         assert other.process_set_id == 1
         hvd.remove_process_set(other)
+
+    three.run(check)
+
+
+def test_a_call_that_an_exception_has_left_at_its_end_has_added_the_set(three: RankPool) -> None:
+    def check() -> None:
+        members = hvd.ProcessSet([0, 1])
+
+        def interrupted(call: DeputyCall) -> None:
+            raise _LeftError
+
+        with pytest.MonkeyPatch.context() as patch:
+            if hvd.rank() == 1:
+                patch.setattr(DeputyCall, "result", interrupted)
+                with pytest.raises(_LeftError):
+                    hvd.add_process_set(members)
+            else:
+                hvd.add_process_set(members)
+        if hvd.rank() == 1:
+            assert hvd.add_process_set(members) is members
+        assert members.process_set_id == 1
+        with pytest.raises(UsageError, match="is a duplicate"):
+            hvd.add_process_set([0, 1])
+        hvd.remove_process_set(members)
 
     three.run(check)
 
