@@ -7,6 +7,7 @@ the like are each rank's own, and parameters are equal on all ranks after each s
 A step that raises leaves the parameters as they were before it, and it has not taken place: the next call of ``step()``
 does it. Where other ranks may have got its result already, since an exception of a signal handler has ended the wait
 for it, that call ends the exchange in progress with that result. Momentum and the like keep what they were given.
+Where parameters have other values by then, loaded from a checkpoint on all ranks, that result is dropped instead.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ class DeltaReducer(Member):
         """Of the requests that are done: the error, if there is one."""
         self._has_failed = False
         """Whether the exchange has failed on all ranks, else an exception that is this rank's alone has ended it."""
+        self._is_undone = False
+        """Whether a step has raised while it was exchanged, and parameters were put back where they were before it."""
         self._is_nested = sum("step" in vars(cls) for cls in type(optimizer).__mro__) > 2
         """Whether a ``step()`` may call that of its base class, around which these hooks are as well."""
         self._depth = 0
@@ -94,14 +97,23 @@ class DeltaReducer(Member):
                 "optimizer.step(): a GradScaler skips the steps of one rank alone, for which the others would wait "
                 "with op=Adasum; use bfloat16, or op=Average"
             )
-        if self._sent:  # the step begins where the one before did, and ends as that one
+        if self._sent and not self._were_loaded():  # the step begins where the one before did, and ends as that one
+            self._is_undone = False
             self._move_back()
         else:
             self._begin()
         self._depth = 1
 
+    def _were_loaded(self) -> bool:
+        """Whether parameters have got other values since a step was undone."""
+        return self._is_undone and not all(
+            torch.allclose(state.parameter.detach(), start, rtol=0, atol=0, equal_nan=True)
+            for state, start in self._starts.items()
+        )
+
     def _begin(self) -> None:
-        self._move_back()
+        if not self._is_undone:
+            self._move_back()
         self.drain()
         states = [state for state in self.adopt() if _takes_part(state.parameter)]
         self._compare(states)
@@ -118,6 +130,7 @@ class DeltaReducer(Member):
         """Called when a step has raised: parameters are where they were before it, and what changes them then stays."""
         self._depth = 0
         self._move_back()
+        self._is_undone = bool(self._sent)
         if not self._sent:
             self._starts = {}
 
@@ -137,6 +150,7 @@ class DeltaReducer(Member):
                     state.parameter.detach().copy_(start + moved)
         except BaseException:
             self._move_back()
+            self._is_undone = True
             if self._has_failed:
                 self.drain()
             raise
@@ -198,7 +212,7 @@ class DeltaReducer(Member):
 
     def _forget(self) -> None:
         self._starts, self._sent, self._requests, self._failures = {}, [], [], []
-        self._has_failed = False
+        self._has_failed = self._is_undone = False
 
     def _compare(self, states: list[ParameterState]) -> None:
         self.name_gradients()

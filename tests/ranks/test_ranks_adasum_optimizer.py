@@ -426,6 +426,34 @@ def test_a_step_that_is_interrupted_is_ended_by_the_next_call(ranks2: RankPool, 
     ranks2.run(check, tmp_path / "interrupted")
 
 
+def test_what_is_loaded_after_an_interrupted_exchange_is_not_undone(ranks2: RankPool, tmp_path: Path) -> None:
+    def check(flag: Path) -> None:
+        model, rank = _model(), hvd.rank()
+        optimizer: Any = hvd.DistributedOptimizer(_sgd(model.parameters()), named_parameters=model, op=hvd.Adasum)
+        reducer = optimizer._reducer
+        _step(model, optimizer, rank, 1)
+        if rank == 0:
+            interrupt(
+                lambda: _step(model, optimizer, rank, 2),
+                _Stop,
+                lambda: 0 < len(reducer._requests) == len(reducer._starts),
+            )
+            flag.touch()
+        else:
+            deadline = time.monotonic() + 60
+            while not flag.exists():
+                assert time.monotonic() < deadline
+                time.sleep(0.005)
+            _step(model, optimizer, rank, 2)
+        model.load_state_dict(_model().state_dict())
+        for step in range(2):
+            _step(model, optimizer, rank, step)
+        _assert_equal_on_all(model)
+        _assert_equal(model.parameters(), _expected(_sgd, [0, 1], 2))
+
+    ranks2.run(check, tmp_path / "loaded")
+
+
 def test_a_later_job_goes_on_with_the_same_optimizer() -> None:
     def check() -> None:
         model = _model()
