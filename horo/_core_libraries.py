@@ -11,7 +11,7 @@ from horo.errors import error_from_status
 if TYPE_CHECKING:
     from horo._core import Context
 
-__all__ = ["Library", "copy_back", "find_library", "use_cuda", "use_nccl"]
+__all__ = ["Library", "copy_back", "copy_result", "find_library", "use_cuda", "use_nccl"]
 
 _KINDS = {"cuda": lib.HORO_LIBRARY_CUDA, "nccl": lib.HORO_LIBRARY_NCCL}
 _STATUS_NAMES = {getattr(lib, name): name for name in dir(lib) if name.startswith("HORO_ERR_")}
@@ -87,6 +87,25 @@ def copy_back(context: Context, handle: int, stream: int) -> None:
     """
     error = ffi.new("char[]", lib.HORO_MESSAGE_MAX)
     _check(lib.horo_copy_back(context._context, handle, stream, error, lib.HORO_MESSAGE_MAX), error)
+
+
+def copy_result(context: Context, handle: int, index: int, output: int, stream: int) -> None:
+    """Begins to copy result ``index`` of an allgather or alltoall by NCCL, one for which ``take_result`` gives None.
+
+    Args:
+        context: the rank's.
+        handle: of the request.
+        index: of the tensor in it.
+        output: the address on the GPU of as many bytes as the result has.
+        stream: of the GPU, behind which the result is there; never blocks.
+
+    Raises:
+        UsageError: there is no such result.
+        ResourceError: the driver refuses.
+    """
+    target, error = ffi.cast("void *", output), ffi.new("char[]", lib.HORO_MESSAGE_MAX)
+    status = lib.horo_copy_result(context._context, handle, index, target, stream, error, lib.HORO_MESSAGE_MAX)
+    _check(status, error)
 
 
 def _check(status: int, error: Any) -> None:

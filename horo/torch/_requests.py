@@ -11,7 +11,7 @@ import torch
 from horo import _core
 from horo.errors import HoroError, NotInitializedError, UsageError
 from horo.torch import _runtime
-from horo.torch._devices import finish_on, to_device, use_gpus
+from horo.torch._devices import finish_on, take_result, to_device, use_gpus
 from horo.torch._request import Request, left_request
 from horo.torch._request_cache import CachedRequest
 from horo.torch._spans import begin_span, end_span, profiling
@@ -485,7 +485,10 @@ def _finish_gathered(core: _core.Context, handle: int, staged: StagedTensors) ->
 
 
 def _take_one(core: _core.Context, handle: int, index: int, tensor: torch.Tensor) -> Gathered:
-    return _gathered(*core.take_result(handle, index), tensor)
+    buffer, rows = core.take_result(handle, index)
+    if buffer is None:
+        return Gathered(take_result(core, handle, index, tensor, sum(rows)), rows)
+    return _gathered(buffer, rows, tensor)
 
 
 def _gathered(buffer: Any, rows: list[int], tensor: torch.Tensor) -> Gathered:

@@ -39,10 +39,10 @@ HORO_API int horo_find_library(int kind, const char *const *paths, int32_t path_
 HORO_API int horo_use_cuda(horo_context *context, const char *const *paths, int32_t path_count, char *error,
                            size_t error_bytes);
 /*
- * Lets NCCL do what it can of requests of all ranks with tensors on GPUs: allreduce, broadcast and reducescatter.
- * Behind horo_use_cuda, on all ranks or on none; does nothing where that has been done. The first such request of each
- * rank chooses its GPU, and these requests wait until all ranks have had one. Where one of them cannot use NCCL, they
- * are as after horo_use_cuda alone, and rank 0 logs why. Else the request is done once it is on a stream of the GPU;
+ * Lets NCCL do what it can of requests of all ranks with tensors on GPUs: all but Adasum and some dtypes. Behind
+ * horo_use_cuda, on all ranks or on none; does nothing where that has been done. The first such request of each rank
+ * chooses its GPU, and these requests wait until all ranks have had one. Where one of them cannot use NCCL, they are
+ * as after horo_use_cuda alone, and rank 0 logs why. Else the request is done once it is on a stream of the GPU;
  * horo_copy_back makes the caller's stream wait for its end. HORO_OK, or HORO_ERR_USAGE or HORO_ERR_RESOURCE with a
  * sentence; a lack of NCCL is none.
  */
@@ -51,9 +51,14 @@ HORO_API int horo_use_nccl(horo_context *context, const char *const *paths, int3
 /*
  * Begins to copy the results of a request that is done well to their outputs on the GPU, and makes `stream` of that GPU
  * wait for them. Before horo_release; a second call only makes its stream wait, too. Does not wait itself. Those of an
- * allgather or alltoall are in host memory: horo_take_result. HORO_OK, or HORO_ERR_USAGE or HORO_ERR_RESOURCE with a
- * sentence.
+ * allgather or alltoall are horo_take_result's. HORO_OK, or HORO_ERR_USAGE or HORO_ERR_RESOURCE with a sentence.
  */
 HORO_API int horo_copy_back(horo_context *context, int64_t handle, uint64_t stream, char *error, size_t error_bytes);
+/*
+ * Of an allgather or alltoall by NCCL, for which horo_take_result gives no data: begins to copy a result to `output` in
+ * memory of the GPU, on `stream`. As horo_copy_back.
+ */
+HORO_API int horo_copy_result(horo_context *context, int64_t handle, int32_t index, void *output, uint64_t stream,
+                              char *error, size_t error_bytes);
 
 #endif

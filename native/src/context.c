@@ -325,6 +325,17 @@ HORO_API int horo_copy_back(horo_context *context, int64_t handle, uint64_t stre
     return status;
 }
 
+HORO_API int horo_copy_result(horo_context *context, int64_t handle, int32_t index, void *output, uint64_t stream,
+                              char *error, size_t error_bytes) {
+    struct hr_error failure = {0};
+    int status = check_process(context, &failure);
+    if (status == HORO_OK) {
+        status = hr_engine_copy_result(&context->engine, handle, index, output, stream, &failure);
+    }
+    copy_error(&failure, error, error_bytes);
+    return status;
+}
+
 HORO_API int horo_wait_any(horo_context *context, const int64_t *handles, int32_t count, int32_t timeout_ms) {
     int status = usable(context);
     if (status == HORO_OK) {

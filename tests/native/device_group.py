@@ -11,7 +11,7 @@ import numpy as np
 from ranks import Rank, describe, wait_for
 
 from horo import _core
-from horo._core_libraries import copy_back, use_cuda, use_nccl
+from horo._core_libraries import copy_back, copy_result, use_cuda, use_nccl
 
 __all__ = ["PLACES", "SUM", "Gpu", "Nccl", "OnGpu", "on_gpu"]
 
@@ -84,9 +84,13 @@ class Gpu:
         self.lib.double_fail(copy, host_bytes)
 
     def counts(self) -> dict[str, int]:
-        numbers = (ctypes.c_int * 5)()
+        numbers = (ctypes.c_int * 6)()
         self.lib.double_count(numbers)
-        return dict(zip(("streams", "contexts", "events", "pinned", "pinned_ever"), numbers, strict=True))
+        return dict(zip(("streams", "contexts", "events", "pinned", "pinned_ever", "rooms"), numbers, strict=True))
+
+    def limit_rooms(self, size: int) -> None:
+        """The largest piece of memory that the device gives out in the order of a stream."""
+        self.lib.double_limit_rooms(size)
 
 
 PLACES = ("id", "init", "connect", "call", "group end", "run", "hang", "scale", "late connect", "late launch")
@@ -161,6 +165,17 @@ class OnGpu:
         data, _ = self.context.take_result(handle, 0)
         self.context.release(handle)
         return np.frombuffer(data, like.dtype)
+
+    def taken(self, handle: int, count: int, like: np.ndarray, index: int = 0) -> np.ndarray:
+        """One result of an allgather or alltoall by NCCL, of so many values."""
+        self.context.wait(handle)
+        data, _ = self.context.take_result(handle, index)
+        assert data is None, "it is in host memory"
+        result = np.zeros(count, like.dtype)
+        target = self.gpu.put(result)
+        copy_result(self.context, handle, index, target, self.stream)
+        self.gpu.synchronize(self.stream)
+        return self.gpu.get(target, result)
 
     def close(self) -> None:
         if self.stream:

@@ -67,8 +67,18 @@ def test_functions_by_nccl_and_staged_ones_among_them(pool: RankPool, doubles: t
         launches(2)
         assert gpu.read(hvd.broadcast(gpu.put(torch.full((3,), r), r), 1)).tolist() == [1, 1, 1]
         launches(1)
-        gathered = hvd.allgather(gpu.put(torch.full((r + 1, 2), r), r))
-        assert gpu.read(gathered).tolist() == [[0, 0], [1, 1], [1, 1]]
+        for _ in range(3):  # the rows of each rank, by two broadcasts
+            gathered = hvd.allgather(gpu.put(torch.full((r + 1, 2), r), r))
+            assert gathered.device == torch.device("cuda", r)
+            assert gpu.read(gathered).tolist() == [[0, 0], [1, 1], [1, 1]]
+        launches(6)
+        pair = hvd.grouped_allgather([gpu.put(own, r), gpu.put(torch.empty(0, 2), r)])
+        assert [gpu.read(one).tolist() for one in pair] == [[1, 2, 3, 2, 4, 6], []]
+        launches(1)
+        received, splits = hvd.alltoall(gpu.put(torch.arange(3) + 10 * r, r), torch.tensor([1, 2]))
+        assert gpu.read(received).tolist() == ([0, 10] if r == 0 else [1, 2, 11, 12])
+        assert splits.tolist() == [r + 1, r + 1]
+        launches(4)
         adasum = hvd.allreduce(gpu.put(own, r), op=hvd.Adasum)
         assert gpu.read(adasum).tolist() == [1.5, 3, 4.5]
         assert hvd.allreduce(own, op=hvd.Sum).tolist() == [3, 6, 9]
@@ -92,6 +102,22 @@ def test_tensors_of_a_request_are_kept_until_the_stream_that_waits_is_behind_it(
         result = hvd.synchronize(handle)
         assert {(x.data_ptr(), gpu.stream), (result.data_ptr(), gpu.stream)} <= set(gpu.recorded)
         gpu.stream = 0
+
+    pool.run(check, *doubles)
+
+
+def test_rows_are_there_behind_the_stream_that_takes_them(pool: RankPool, doubles: tuple[str, str]) -> None:
+    def check(*paths: str) -> None:
+        gpu, r = gpu_double.load(*paths), hvd.rank()
+        x = gpu.put(torch.full((50,), float(r)), r)
+        gate = gpu.hold()
+        gpu.add(x, 1.0)
+        handle = hvd.allgather_async(x)
+        result = hvd.synchronize(handle)  # while the GPU stands still
+        assert (x.data_ptr(), gpu.stream) in gpu.recorded
+        gpu.add(result, 0.5)
+        gpu.open(gate)
+        assert gpu.read(result).tolist() == [1.5] * 50 + [2.5] * 50
 
     pool.run(check, *doubles)
 

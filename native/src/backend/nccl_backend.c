@@ -52,8 +52,8 @@ static int can_scale(const horo_request *call, int dtype) {
 }
 
 int hr_nccl_can(const horo_request *call) {
-    if (call->op == HORO_BROADCAST) {
-        return 1;
+    if (call->op == HORO_BROADCAST || hr_op_tells_rows(call->op)) {
+        return (call->flags & HORO_SUBMIT_INTO) == 0;
     }
     int can = hr_op_reduces(call->op) && call->reduce_op != HORO_ADASUM;
     for (int i = 0; i < call->tensor_count && can; i++) {
@@ -108,14 +108,67 @@ static void add_scatter(struct nccl_backend *self, const struct hr_operand *oper
     }
 }
 
+/* The rows of each rank where they are equally many; else a broadcast by each rank: nothing is sent but rows. */
+static void add_gather(struct nccl_backend *self, const struct hr_work *work, size_t i, struct hr_nccl_call call) {
+    const struct hr_gathered *result = &work->results[i];
+    int are_equal = 1;
+    for (int r = 1; r < self->team->size; r++) {
+        are_equal &= result->first_dims[r] == result->first_dims[0];
+    }
+    call.output = result->data;
+    if (are_equal) {
+        call.kind = HR_NCCL_ALL_GATHER;
+        call.count = work->operands[i].bytes;
+        add(self, &call);
+        return;
+    }
+    call.kind = HR_NCCL_BROADCAST;
+    for (int r = 0; r < self->team->size; r++) {
+        call.root = r;
+        call.input = r == self->team->rank ? work->operands[i].input : call.output; /* others' is not looked at */
+        call.count = (size_t)result->first_dims[r] * work->row_bytes[i];
+        add(self, &call);
+        call.output = (char *)call.output + call.count;
+    }
+}
+
+/* What this rank has for each, and gets from each, itself among them. */
+static void add_exchange(struct nccl_backend *self, const struct hr_work *work, size_t i, struct hr_nccl_call call) {
+    const size_t size = (size_t)self->team->size;
+    const size_t mine = (size_t)self->team->rank;
+    const int64_t *given = &work->splits[(mine * work->count + i) * size];
+    call.output = work->results[i].data;
+    for (size_t r = 0; r < size; r++) {
+        call.root = (int)r;
+        call.kind = HR_NCCL_SEND;
+        call.count = (size_t)given[r] * work->row_bytes[i];
+        add(self, &call);
+        call.input = (const char *)call.input + call.count;
+        call.kind = HR_NCCL_RECV;
+        call.count = (size_t)work->splits[(r * work->count + i) * size + mine] * work->row_bytes[i];
+        add(self, &call);
+        call.output = (char *)call.output + call.count;
+    }
+}
+
+static void add_move(struct nccl_backend *self, const struct hr_work *work, size_t i, struct hr_nccl_call call) {
+    call.dtype = HR_NCCL_UINT8;
+    if (work->op == HORO_ALLGATHER) {
+        add_gather(self, work, i, call);
+    } else if (work->op == HORO_ALLTOALL) {
+        add_exchange(self, work, i, call);
+    } else {
+        call.kind = HR_NCCL_BROADCAST;
+        call.count = work->operands[i].bytes;
+        add(self, &call);
+    }
+}
+
 static void add_operand(struct nccl_backend *self, const struct hr_work *work, size_t i) {
     const struct hr_operand *operand = &work->operands[i];
     struct hr_nccl_call call = {.input = operand->input, .output = operand->output, .root = work->root_rank};
-    if (work->op == HORO_BROADCAST) {
-        call.kind = HR_NCCL_BROADCAST;
-        call.count = operand->bytes;
-        call.dtype = HR_NCCL_UINT8;
-        add(self, &call);
+    if (!hr_op_reduces(work->op)) {
+        add_move(self, work, i, call);
         return;
     }
     call.kind = HR_NCCL_ALL_REDUCE;
@@ -126,6 +179,16 @@ static void add_operand(struct nccl_backend *self, const struct hr_work *work, s
         add_scatter(self, operand, work->row_bytes[i], call);
     } else {
         add(self, &call);
+    }
+}
+
+/* How many calls a tensor takes at most. */
+static size_t calls_each(const struct nccl_backend *self, int op) {
+    switch (op) {
+    case HORO_ALLGATHER:
+    case HORO_REDUCESCATTER: return (size_t)self->team->size;
+    case HORO_ALLTOALL: return 2 * (size_t)self->team->size;
+    default: return 1;
     }
 }
 
@@ -147,17 +210,19 @@ static int write_factors(const struct nccl_backend *self, const struct hr_work *
 
 static int nccl_begin(struct hr_backend *backend, const struct hr_work *work) {
     struct nccl_backend *self = nccl_of(backend);
-    const size_t calls_each = work->op == HORO_REDUCESCATTER ? (size_t)self->team->size : 1;
     uint64_t factors[HR_NCCL_DTYPES];
-    HR_TRY(reserve(self, calls_each * work->count));
+    if (self->comm->state != HR_NCCL_IDLE) {
+        return HORO_OK; /* it is broken, which ends the group: the engine looks at it */
+    }
+    HR_TRY(reserve(self, calls_each(self, work->op) * work->count));
     for (size_t i = 0; i < work->count; i++) {
         add_operand(self, work, i);
     }
-    if (self->count > 0 && self->comm->state == HR_NCCL_IDLE) {
+    if (self->count > 0) {
         const int is_scaled = write_factors(self, work, factors);
         (void)hr_nccl_launch(self->comm, self->calls, self->count, is_scaled ? factors : NULL);
     }
-    return HORO_OK; /* a communicator that is broken ends the group: the engine looks at it */
+    return HORO_OK;
 }
 
 static int nccl_progress(struct hr_backend *backend) {

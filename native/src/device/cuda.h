@@ -46,6 +46,9 @@ struct hr_cuda {
     int (*event_destroy)(void *event);
     int (*host_alloc)(void **data, size_t bytes, unsigned flags);
     int (*host_free)(void *data);
+    int (*alloc_async)(uint64_t *device, size_t bytes, void *stream);
+    int (*free_async)(uint64_t device, void *stream);
+    int (*copy)(uint64_t to, uint64_t from, size_t bytes, void *stream); /* pinned memory has such addresses, too */
     int (*copy_to_host)(void *host, uint64_t device, size_t bytes, void *stream);
     int (*copy_to_device)(uint64_t device, const void *host, size_t bytes, void *stream);
     int (*launch_host_function)(void *stream, void (*function)(void *data), void *data);

@@ -74,6 +74,9 @@ void hr_device_close(struct hr_device *device) {
         if (device->to_device != NULL) {
             (void)device->cuda->stream_destroy(device->to_device);
         }
+        if (device->releases != NULL) {
+            (void)device->cuda->stream_destroy(device->releases);
+        }
         hr_device_leave(device, &visit);
     }
     (void)device->cuda->primary_context_release(device->handle);

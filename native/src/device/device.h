@@ -10,6 +10,7 @@ struct hr_device {
     int handle; /* the driver's */
     void *context; /* the primary one, which torch uses; retained */
     void *to_host, *to_device; /* streams of highest priority, one for each direction of copies */
+    void *releases; /* a stream on which memory is given back, see room.h; NULL: none has been needed */
 };
 
 /* HORO_OK, or HORO_ERR_RESOURCE with a sentence and nothing left behind. */

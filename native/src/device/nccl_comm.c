@@ -96,6 +96,18 @@ static int enqueue(struct hr_nccl_comm *comm, const struct hr_nccl_call *call) {
             comm,
             nccl->reduce_scatter(call->input, call->output, call->count, call->dtype, op, comm->handle, comm->stream),
             "ncclReduceScatter");
+    case HR_NCCL_ALL_GATHER:
+        return checked(
+            comm, nccl->all_gather(call->input, call->output, call->count, call->dtype, comm->handle, comm->stream),
+            "ncclAllGather");
+    case HR_NCCL_SEND:
+        return checked(comm,
+                       nccl->send(call->input, call->count, call->dtype, call->root, comm->handle, comm->stream),
+                       "ncclSend");
+    case HR_NCCL_RECV:
+        return checked(comm,
+                       nccl->recv(call->output, call->count, call->dtype, call->root, comm->handle, comm->stream),
+                       "ncclRecv");
     }
     return hr_fail(&comm->failure, HORO_ERR_INTERNAL, "no such call of NCCL: %d", (int)call->kind);
 }
@@ -105,7 +117,7 @@ static int create_scales(struct hr_nccl_comm *comm, const struct hr_nccl_call *c
                          const uint64_t *factors) {
     for (size_t i = 0; i < count; i++) {
         const int dtype = calls[i].dtype;
-        if (calls[i].kind != HR_NCCL_BROADCAST && calls[i].op == HR_NCCL_SUM && !comm->has_scale[dtype]) {
+        if (calls[i].kind <= HR_NCCL_REDUCE_SCATTER && calls[i].op == HR_NCCL_SUM && !comm->has_scale[dtype]) {
             HR_TRY(checked(comm,
                            comm->nccl->red_op_create_pre_mul_sum(&comm->scales[dtype], &factors[dtype], dtype,
                                                                  HR_NCCL_SCALAR_ON_HOST, comm->handle),

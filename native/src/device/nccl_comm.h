@@ -35,16 +35,19 @@ struct hr_nccl_comm {
     struct hr_error failure;
 };
 
-enum hr_nccl_kind { HR_NCCL_ALL_REDUCE, HR_NCCL_BROADCAST, HR_NCCL_REDUCE, HR_NCCL_REDUCE_SCATTER };
+enum hr_nccl_kind {
+    HR_NCCL_ALL_REDUCE, HR_NCCL_REDUCE, HR_NCCL_REDUCE_SCATTER,
+    HR_NCCL_BROADCAST, HR_NCCL_ALL_GATHER, HR_NCCL_SEND, HR_NCCL_RECV,
+};
 
 struct hr_nccl_call {
     enum hr_nccl_kind kind;
     const void *input; /* on the GPU, as the output */
     void *output;
-    size_t count; /* of values; of a reduce-scatter those of each rank */
+    size_t count; /* of values; of a reduce-scatter or an all-gather those of each rank */
     int dtype;    /* enum hr_nccl_dtype */
     int op;       /* enum hr_nccl_op, of a reduction */
-    int root;
+    int root;     /* the other rank, of a send or recv */
 };
 
 /* HORO_OK, or HORO_ERR_RESOURCE with a sentence and nothing left behind. */

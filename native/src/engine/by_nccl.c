@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/cut.h"
 #include "base/op.h"
 #include "device/blocks.h"
 
@@ -206,6 +207,37 @@ int hr_engine_is_nccl_busy(const struct hr_engine *engine) {
 
 /* ---- The driver, in a record ---- */
 
+/* Each result where kernels like to begin. */
+static size_t divide(struct hr_request *request, char *data) {
+    size_t at = 0;
+    for (int i = 0; i < request->call.tensor_count; i++) {
+        struct hr_gathered *result = &request->gathered[i];
+        result->data = data == NULL ? NULL : data + at;
+        result->is_given = 1;
+        at += hr_round_up((size_t)result->bytes, HR_STAGED_ALIGNMENT);
+    }
+    return at;
+}
+
+int hr_engine_make_room(struct hr_engine *engine, struct hr_request *request) {
+    struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
+    const size_t bytes = divide(request, NULL);
+    if (by == NULL || by->backend == NULL) {
+        return HORO_ERR_INTERNAL;
+    }
+    if (by->comm.state != HR_NCCL_IDLE || bytes == 0) {
+        return HORO_OK; /* nothing will be written */
+    }
+    if (hr_room_create(atomic_load(&engine->stager), by->comm.device, by->comm.stream, bytes, &request->room,
+                       &by->comm.failure) != HORO_OK) {
+        by->comm.state = HR_NCCL_BROKEN;
+        return HORO_OK;
+    }
+    (void)divide(request, request->room->data);
+    by->room = request->room;
+    return HORO_OK;
+}
+
 static int await_marks(struct hr_by_nccl *by, struct hr_request *const *requests, size_t count) {
     for (size_t i = 0; i < count; i++) {
         HR_TRY(hr_mark_await(requests[i]->mark, by->comm.stream, &by->comm.failure));
@@ -247,6 +279,8 @@ int hr_engine_end_nccl_batch(struct hr_engine *engine, struct hr_request *const 
     }
     if (status != HORO_OK) {
         by->comm.state = HR_NCCL_BROKEN;
+    } else {
+        by->room = NULL; /* behind the mark it can go at any time */
     }
     atomic_store(&by->is_busy, 1);
     return status == HORO_OK;
@@ -259,6 +293,10 @@ void hr_engine_leave_nccl(struct hr_engine *engine, int is_aborted) {
     if (by != NULL) {
         if (is_aborted) {
             hr_nccl_abort(&by->comm);
+        }
+        if (by->room != NULL) {
+            hr_room_leave(by->room, by->comm.stream);
+            by->room = NULL;
         }
         atomic_store(&by->is_busy, 0);
         engine->node->nccl_within_ns = 0;

@@ -16,6 +16,7 @@
 #define HR_ENGINE_BY_NCCL_H
 
 #include "backend/nccl_backend.h"
+#include "device/room.h"
 #include "engine/engine.h"
 
 enum hr_by_nccl_stage {
@@ -51,6 +52,7 @@ struct hr_by_nccl {
     /* of the driver */
     struct hr_nccl_comm comm;
     struct hr_backend *backend;
+    struct hr_room *room; /* of the batch that is begun */
     int has_moved;      /* a look during a wait has changed the communicator */
     int64_t connect_ns; /* CONNECTING: when it has taken too long */
     int64_t tell_ns;    /* BROKEN: when the group is told; 0: not known yet */

@@ -306,7 +306,7 @@ int hr_engine_holds_results(struct hr_engine *engine, int64_t handle) {
     (void)pthread_mutex_lock(&engine->submission.lock);
     const struct hr_request *request = hr_engine_find_handle(engine, handle);
     for (int i = 0; request != NULL && request->gathered != NULL && i < request->call.tensor_count; i++) {
-        holds |= !request->gathered[i].is_given;
+        holds |= !request->gathered[i].is_given || request->room != NULL;
     }
     (void)pthread_mutex_unlock(&engine->submission.lock);
     return holds;

@@ -273,9 +273,11 @@ int hr_engine_submit_with(struct hr_engine *engine, const horo_request *call, st
 void hr_engine_queue(struct hr_engine *engine, struct hr_request *request);
 
 /* staged.c: requests with tensors on GPUs */
-/* As horo_use_cuda and horo_copy_back. */
+/* As horo_use_cuda, horo_copy_back and horo_copy_result. */
 int hr_engine_use_cuda(struct hr_engine *engine, const char *const *paths, size_t path_count, struct hr_error *error);
 int hr_engine_copy_back(struct hr_engine *engine, int64_t handle, uint64_t stream, struct hr_error *error);
+int hr_engine_copy_result(struct hr_engine *engine, int64_t handle, int32_t index, void *output, uint64_t stream,
+                          struct hr_error *error);
 /* Before submission: begins to copy its values to the host, where the request has them then. Without the lock. */
 int hr_engine_stage(struct hr_engine *engine, struct hr_request *request, struct hr_error *error);
 /* After submission: it gets into the queue when the values are there. Without the lock. */
@@ -303,6 +305,8 @@ int hr_engine_nccl_has_work(struct hr_engine *engine);
 int hr_engine_is_nccl_busy(const struct hr_engine *engine);
 /* Driver: what does a batch of such requests, behind their marks; NULL: this rank cannot, so no rank could. */
 struct hr_backend *hr_engine_begin_nccl(struct hr_engine *engine, struct hr_request *const *requests, size_t count);
+/* Of an allgather or alltoall, before: memory for its results. HORO_OK, also where that fails, or HORO_ERR_INTERNAL. */
+int hr_engine_make_room(struct hr_engine *engine, struct hr_request *request);
 /* It is all on the stream: the marks are behind it now. 0 where that fails, which ends the group. */
 int hr_engine_end_nccl_batch(struct hr_engine *engine, struct hr_request *const *requests, size_t count);
 /*

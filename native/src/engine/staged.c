@@ -6,7 +6,7 @@
 
 #include "base/cut.h"
 #include "base/op.h"
-#include "device/staging.h"
+#include "device/room.h"
 #include "engine/engine.h"
 
 enum { CLOSE_MS = 5000 };
@@ -229,5 +229,32 @@ int hr_engine_copy_back(struct hr_engine *engine, int64_t handle, uint64_t strea
         (void)pthread_mutex_unlock(&engine->submission.lock);
     }
     hr_staging_drop(staging);
+    return status;
+}
+
+/* With the lock held. */
+static int find_result(const struct hr_request *request, int64_t handle, int32_t index, struct hr_error *error) {
+    const int is_there = request != NULL && atomic_load(&request->status) == HORO_OK && request->mark != NULL &&
+                         request->gathered != NULL && index >= 0 && index < request->call.tensor_count;
+    return is_there ? HORO_OK
+                    : hr_fail(error, HORO_ERR_USAGE, "handle %lld has no result %d on a GPU", (long long)handle, index);
+}
+
+int hr_engine_copy_result(struct hr_engine *engine, int64_t handle, int32_t index, void *output, uint64_t stream,
+                          struct hr_error *error) {
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    struct hr_request *request = hr_engine_find_handle(engine, handle);
+    int status = find_result(request, handle, index, error);
+    const struct hr_gathered result = status == HORO_OK ? request->gathered[index] : (struct hr_gathered){0};
+    struct hr_mark *mark = status == HORO_OK ? request->mark : NULL;
+    if (mark != NULL) {
+        hr_mark_keep(mark);
+    }
+    (void)pthread_mutex_unlock(&engine->submission.lock);
+    HR_TRY(status);
+    (void)pthread_mutex_lock(&engine->staging_lock); /* no copy comes between another one and its mark */
+    status = hr_room_copy(mark, result.data, output, (size_t)result.bytes, (void *)(uintptr_t)stream, error);
+    (void)pthread_mutex_unlock(&engine->staging_lock);
+    hr_mark_drop(mark);
     return status;
 }

@@ -249,56 +249,9 @@ int cuEventQuery(const struct event *event) {
     return is_unsafe() ? CAPTURE_UNSUPPORTED : entered > 0 ? code : INVALID_CONTEXT;
 }
 
-/* ---- Memory ---- */
+#include "cuda_memory.h"
 
-int cuMemHostAlloc(void **data, size_t bytes, unsigned flags) {
-    (void)flags;
-    if (bytes > (size_t)host_limit) {
-        return OUT_OF_MEMORY;
-    }
-    if (is_unsafe()) {
-        return CAPTURE_UNSUPPORTED;
-    }
-    *data = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
-    pthread_mutex_lock(&lock);
-    host_allocs++;
-    pthread_mutex_unlock(&lock);
-    return 0;
-}
-
-int cuMemFreeHost(void *data) {
-    (void)is_unsafe();
-    free(data);
-    pthread_mutex_lock(&lock);
-    host_frees++;
-    pthread_mutex_unlock(&lock);
-    return 0;
-}
-
-static void copy(struct work *work) {
-    struct stream *stream = work->data;
-    pthread_mutex_lock(&lock);
-    if (++copies == fails_at) {
-        stream->code = LAUNCH_FAILED;
-    }
-    const int works = stream->code == 0;
-    pthread_mutex_unlock(&lock);
-    if (works) {
-        memcpy(work->target, work->source, work->bytes);
-    }
-}
-
-int cuMemcpyDtoHAsync_v2(void *host, uint64_t device, size_t bytes, void *stream) {
-    const char *source = opened(device, bytes);
-    return source == NULL ? INVALID_VALUE
-                          : put(stream, (struct work){.run = copy, .target = host, .source = source, .bytes = bytes});
-}
-
-int cuMemcpyHtoDAsync_v2(uint64_t device, const void *host, size_t bytes, void *stream) {
-    char *target = opened(device, bytes);
-    return target == NULL ? INVALID_VALUE
-                          : put(stream, (struct work){.run = copy, .target = target, .source = host, .bytes = bytes});
-}
+/* ---- Functions of the host ---- */
 
 static void call(struct work *work) {
     work->function(work->data);
@@ -408,14 +361,6 @@ int cuGetErrorString(int code, const char **text) {
 
 /* ---- For tests ---- */
 
-uint64_t double_alloc(size_t bytes) {
-    pthread_mutex_lock(&lock);
-    const uint64_t address = (uint64_t)(uintptr_t)(hidden + used);
-    used += (bytes + 511) / 512 * 512;
-    pthread_mutex_unlock(&lock);
-    return address;
-}
-
 /* The device whose context is current on this thread; -1: none is. */
 int double_current(void) {
     return entered > 0 ? entered_devices[(entered - 1) % 8] : -1;
@@ -423,7 +368,7 @@ int double_current(void) {
 
 /* Where a test may touch memory of the device; NULL: it is none. */
 void *double_address(uint64_t address) {
-    return opened(address, 0);
+    return reached(address, 0);
 }
 
 /* Not in the order of any stream. */
@@ -486,7 +431,7 @@ void double_fail(int copy_number, int host) {
     pthread_mutex_unlock(&lock);
 }
 
-/* Streams, contexts, events and pieces of pinned memory that exist. */
+/* Streams, contexts, events, pieces of pinned memory that exist and of all, and of memory that streams gave out. */
 void double_count(int *counts) {
     pthread_mutex_lock(&lock);
     counts[0] = streams;
@@ -494,5 +439,6 @@ void double_count(int *counts) {
     counts[2] = events;
     counts[3] = host_allocs - host_frees;
     counts[4] = host_allocs;
+    counts[5] = room_count;
     pthread_mutex_unlock(&lock);
 }

@@ -116,7 +116,11 @@ static void run_on_stream(void *data) {
         pthread_mutex_unlock(&lock);
         hang(comm);
     } else if (!atomic_load(&comm->is_aborted)) {
-        run(work);
+        work->kind >= SEND ? exchange(work) : run(work);
+    }
+    for (struct work *peer = work->peers; peer != NULL; peer = work->peers) {
+        work->peers = peer->peers;
+        free(peer);
     }
     free(work);
     pthread_mutex_lock(&lock);
@@ -238,6 +242,12 @@ static void start(struct comm *comm) {
     struct work *next;
     for (struct work *work = comm->waiting; work != NULL; work = next) {
         next = work->next;
+        for (struct work **last = &work->peers; work->kind >= SEND && next != NULL && next->kind >= SEND;
+             last = &(*last)->peers) {
+            *last = next;
+            next = next->next;
+            launched++;
+        }
         work->hangs = fails(AT_HANG, comm->rank) != 0;
         work->code = fails(AT_RUN, comm->rank);
         comm->running++;
@@ -396,8 +406,8 @@ static int add(struct work work, const void *input, void *output) {
     ncclGroupStart();
     pthread_mutex_lock(&lock);
     int code = fails(AT_CALL, comm->rank);
-    const int uses_input = work.kind != BROADCAST || comm->rank == work.root;
-    const int uses_output = work.kind != REDUCE || comm->rank == work.root;
+    const int uses_input = work.kind != RECV && (work.kind != BROADCAST || comm->rank == work.root);
+    const int uses_output = work.kind != SEND && (work.kind != REDUCE || comm->rank == work.root);
     work.input = uses_input ? cuda.address((uint64_t)(uintptr_t)input) : NULL;
     work.output = uses_output ? cuda.address((uint64_t)(uintptr_t)output) : NULL;
     if (comm->state != SUCCESS || cuda.current() < 0 || (uses_input && work.input == NULL) ||
@@ -441,6 +451,21 @@ int ncclReduceScatter(const void *input, void *output, size_t count, int dtype, 
                       void *stream) {
     return add((struct work){.comm = comm, .kind = REDUCE_SCATTER, .count = count, .dtype = dtype,
                              .operation = operation, .stream = stream}, input, output);
+}
+
+int ncclAllGather(const void *input, void *output, size_t count, int dtype, struct comm *comm, void *stream) {
+    return add((struct work){.comm = comm, .kind = ALL_GATHER, .count = count, .dtype = dtype, .stream = stream}, input,
+               output);
+}
+
+int ncclSend(const void *input, size_t count, int dtype, int peer, struct comm *comm, void *stream) {
+    return add((struct work){.comm = comm, .kind = SEND, .count = count, .dtype = dtype, .root = peer,
+                             .stream = stream}, input, NULL);
+}
+
+int ncclRecv(void *output, size_t count, int dtype, int peer, struct comm *comm, void *stream) {
+    return add((struct work){.comm = comm, .kind = RECV, .count = count, .dtype = dtype, .root = peer,
+                             .stream = stream}, NULL, output);
 }
 
 /* ---- For tests ---- */

@@ -11,8 +11,8 @@
 #include <unistd.h>
 
 enum { SUCCESS = 0, CUDA_ERROR = 1, SYSTEM_ERROR = 2, INVALID_ARGUMENT = 4, INVALID_USAGE = 5, IN_PROGRESS = 7 };
-enum { RANKS_MAX = 16, CHUNK = 1 << 14, SCALES_MAX = 16, GROUP_MAX = 4096 };
-enum kind { ALL_REDUCE, BROADCAST, REDUCE, REDUCE_SCATTER };
+enum { RANKS_MAX = 16, CHUNK = 1 << 14, BOX = 1 << 12, SCALES_MAX = 16, GROUP_MAX = 4096 };
+enum kind { ALL_REDUCE, BROADCAST, REDUCE, REDUCE_SCATTER, ALL_GATHER, SEND, RECV };
 enum { SUM, PRODUCT, MAX, MIN, AVERAGE, FIRST_SCALE };
 enum { INT8, UINT8, INT32, UINT32, INT64, UINT64, HALF, FLOAT, DOUBLE, BFLOAT };
 
@@ -37,11 +37,19 @@ struct slot {
     char data[CHUNK];
 };
 
+/* A piece on its way from one rank to another. */
+struct box {
+    _Atomic int is_full;
+    size_t bytes, total; /* of the whole that it is a piece of */
+    char data[BOX];
+};
+
 /* What the ranks share. */
 struct clique {
     _Atomic int joined, finalized, arrived, mismatches;
     _Atomic uint32_t generation;
     struct slot slots[RANKS_MAX];
+    struct box boxes[RANKS_MAX][RANKS_MAX]; /* by sender and receiver */
 };
 
 struct comm {
@@ -62,6 +70,7 @@ struct comm {
 
 struct work {
     struct work *next;
+    struct work *peers; /* of the first send or recv of a group: the others, which run along with it */
     struct comm *comm;
     enum kind kind;
     const char *input;
@@ -69,6 +78,7 @@ struct work {
     size_t count;
     int dtype, operation, root, hangs, code;
     double scale;
+    size_t done; /* bytes, of a send or recv */
     void *stream;
 };
 
@@ -276,8 +286,13 @@ static void run(const struct work *work) {
         check_alike(work);
         const size_t first = work->kind == REDUCE_SCATTER ? (size_t)comm->rank * work->count : 0;
         for (size_t i = 0; i < count; i++) {
-            char *out = work->output + (at + i - first) * width;
-            if (work->kind == BROADCAST) {
+            char *out = work->output == NULL ? NULL : work->output + (at + i - first) * width;
+            if (work->kind == ALL_GATHER) {
+                for (int r = 0; r < comm->size; r++) {
+                    move(work->output + ((size_t)r * work->count + at + i) * width,
+                         comm->clique->slots[r].data + i * width, width);
+                }
+            } else if (work->kind == BROADCAST) {
                 move(out, comm->clique->slots[work->root].data + i * width, width);
             } else if (at + i >= first && at + i - first < work->count &&
                        (work->kind != REDUCE || comm->rank == work->root)) {
@@ -286,6 +301,54 @@ static void run(const struct work *work) {
         }
         if (meet(comm) != 0) {
             return;
+        }
+    }
+}
+
+/* ---- Sends and recvs of a group, which run all at once ---- */
+
+/* Whether a piece of it has moved. */
+static int move_piece(struct work *work) {
+    const int is_send = work->kind == SEND;
+    const size_t total = work->count * width_of(work->dtype);
+    struct clique *clique = work->comm->clique;
+    struct box *box = is_send ? &clique->boxes[work->comm->rank][work->root]
+                              : &clique->boxes[work->root][work->comm->rank];
+    if (work->done == total || atomic_load(&box->is_full) == is_send) {
+        return 0;
+    }
+    if (is_send) {
+        box->bytes = total - work->done < BOX ? total - work->done : BOX;
+        box->total = total;
+        move(box->data, work->input + work->done, box->bytes);
+    } else {
+        if (box->total != total) {
+            atomic_fetch_add(&clique->mismatches, 1);
+        }
+        const size_t left = total - work->done;
+        move(work->output + work->done, box->data, box->bytes < left ? box->bytes : left);
+    }
+    work->done += box->bytes < total - work->done ? box->bytes : total - work->done;
+    atomic_store(&box->is_full, is_send);
+    return 1;
+}
+
+static int is_over(const struct work *work) {
+    while (work != NULL && work->done == work->count * width_of(work->dtype)) {
+        work = work->peers;
+    }
+    return work == NULL;
+}
+
+static void exchange(struct work *first) {
+    const struct timespec look = {.tv_nsec = 50000};
+    while (!is_over(first) && !atomic_load(&first->comm->is_aborted)) {
+        int moved = 0;
+        for (struct work *work = first; work != NULL; work = work->peers) {
+            moved |= move_piece(work);
+        }
+        if (!moved) {
+            nanosleep(&look, NULL);
         }
     }
 }

@@ -1,0 +1,101 @@
+#include "device/room.h"
+
+#include <stdlib.h>
+
+#include "device/blocks.h"
+
+/* With the device entered. */
+static int stand_in(struct hr_room *room, size_t bytes, const struct hr_error *reason, struct hr_error *error) {
+    struct hr_error refusal = {0};
+    if (hr_stager_take_block(room->stager, room->device, bytes, &room->block, &refusal) != HORO_OK) {
+        return hr_fail(error, HORO_ERR_RESOURCE, "no %zu bytes on the GPU for results: %.200s; and %.200s", bytes,
+                       reason->text, refusal.text);
+    }
+    room->data = room->block->data;
+    return HORO_OK;
+}
+
+/* With the device entered. */
+static int fill(struct hr_room *room, void *stream, size_t bytes, struct hr_error *error) {
+    struct hr_device *device = room->device;
+    struct hr_error reason = {0};
+    uint64_t address = 0;
+    if (device->releases == NULL) {
+        HR_TRY(hr_device_create_stream(device, &device->releases, error));
+    }
+    if (hr_cuda_check(device->cuda, device->cuda->alloc_async(&address, bytes, stream), "cuMemAllocAsync", &reason) !=
+        HORO_OK) {
+        return stand_in(room, bytes, &reason, error);
+    }
+    room->data = (char *)(uintptr_t)address;
+    return HORO_OK;
+}
+
+int hr_room_create(struct hr_stager *stager, struct hr_device *device, void *stream, size_t bytes,
+                   struct hr_room **room, struct hr_error *error) {
+    struct hr_device_visit visit;
+    struct hr_room *made = calloc(1, sizeof *made);
+    if (made == NULL) {
+        return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for tensors on a GPU");
+    }
+    *made = (struct hr_room){.stager = stager, .device = device};
+    int status = hr_device_enter(device, &visit, error);
+    if (status == HORO_OK) {
+        status = fill(made, stream, bytes, error);
+        hr_device_leave(device, &visit);
+    }
+    if (status != HORO_OK) {
+        free(made);
+        return status;
+    }
+    *room = made;
+    return HORO_OK;
+}
+
+static int copy(const struct hr_cuda *cuda, struct hr_mark *mark, const void *from, void *to, size_t bytes,
+                void *stream, struct hr_error *error) {
+    HR_TRY(hr_cuda_check(cuda, cuda->stream_wait_event(stream, mark->event, 0), "cuStreamWaitEvent", error));
+    if (bytes == 0) {
+        return HORO_OK;
+    }
+    HR_TRY(hr_cuda_check(cuda, cuda->copy((uint64_t)(uintptr_t)to, (uint64_t)(uintptr_t)from, bytes, stream),
+                         "cuMemcpyAsync", error));
+    return hr_mark_move(mark, stream, error);
+}
+
+int hr_room_copy(struct hr_mark *mark, const void *from, void *to, size_t bytes, void *stream,
+                 struct hr_error *error) {
+    struct hr_device_visit visit;
+    HR_TRY(hr_device_enter(mark->device, &visit, error));
+    const int status = copy(mark->device->cuda, mark, from, to, bytes, stream, error);
+    hr_device_leave(mark->device, &visit);
+    return status;
+}
+
+/* With the device entered. A block that no event is behind is not used again: it is lost. */
+static void give_back(struct hr_room *room, void *stream) {
+    const struct hr_cuda *cuda = room->device->cuda;
+    if (room->block == NULL) {
+        (void)cuda->free_async((uint64_t)(uintptr_t)room->data, stream);
+    } else if (cuda->event_record(room->block->copied_out, stream) == HR_CUDA_OK) {
+        hr_stager_give_block(room->stager, room->block);
+    }
+    room->data = NULL;
+}
+
+void hr_room_leave(struct hr_room *room, void *stream) {
+    struct hr_error ignored = {0};
+    struct hr_device_visit visit;
+    if (room->data != NULL && hr_device_enter(room->device, &visit, &ignored) == HORO_OK) {
+        give_back(room, stream);
+        hr_device_leave(room->device, &visit);
+    }
+}
+
+void hr_room_destroy(struct hr_room *room, const struct hr_mark *mark) {
+    struct hr_error ignored = {0};
+    if (room != NULL && room->data != NULL && hr_mark_await(mark, room->device->releases, &ignored) == HORO_OK) {
+        hr_room_leave(room, room->device->releases);
+    }
+    free(room);
+}

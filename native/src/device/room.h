@@ -1,0 +1,36 @@
+/*
+ * Memory on a GPU for results whose size is known only when all ranks have called. It comes and goes in the order of
+ * streams, so nothing waits for the GPU. Where the GPU has none left, pinned memory of the host stands in, which the
+ * GPU reaches, too: what the other ranks have begun is not lost.
+ */
+#ifndef HR_DEVICE_ROOM_H
+#define HR_DEVICE_ROOM_H
+
+#include "device/mark.h"
+#include "device/staging.h"
+
+struct hr_room {
+    struct hr_stager *stager;
+    struct hr_device *device;
+    char *data;             /* by its address on the GPU; NULL: it has been given back */
+    struct hr_block *block; /* what stands in; else NULL */
+};
+
+/*
+ * Can be used on `stream` from now on. HORO_OK, or HORO_ERR_RESOURCE with a sentence that names the size, and nothing
+ * left behind. For one thread.
+ */
+int hr_room_create(struct hr_stager *stager, struct hr_device *device, void *stream, size_t bytes,
+                   struct hr_room **room, struct hr_error *error);
+/*
+ * Copies a part of it to memory of the GPU, on `stream`, behind the mark, which is behind that then. HORO_OK or as
+ * create. One thread at a time.
+ */
+int hr_room_copy(struct hr_mark *mark, const void *from, void *to, size_t bytes, void *stream,
+                 struct hr_error *error);
+/* Gives it back in the order of `stream`. */
+void hr_room_leave(struct hr_room *room, void *stream);
+/* Frees it, and gives it back behind the mark if it has not been. NULL is allowed. */
+void hr_room_destroy(struct hr_room *room, const struct hr_mark *mark);
+
+#endif

@@ -1,0 +1,150 @@
+/* Memory of the double of the CUDA driver: of the device, pinned, and given out in the order of streams. For cuda.c. */
+#ifndef CUDA_MEMORY_H
+#define CUDA_MEMORY_H
+
+static struct piece {
+    struct piece *next;
+    uint64_t address;
+    size_t bytes;
+} *pinned, *rooms; /* memory of the host that the device reaches; memory that streams gave out */
+static int room_count, room_limit = 1 << 30;
+
+static void note(struct piece **list, uint64_t address, size_t bytes) {
+    struct piece *piece = malloc(sizeof *piece);
+    pthread_mutex_lock(&lock);
+    *piece = (struct piece){*list, address, bytes};
+    *list = piece;
+    pthread_mutex_unlock(&lock);
+}
+
+/* The bytes that it had; 0: it is none. */
+static size_t forget(struct piece **list, uint64_t address) {
+    size_t bytes = 0;
+    pthread_mutex_lock(&lock);
+    for (struct piece **link = list; *link != NULL; link = &(*link)->next) {
+        struct piece *piece = *link;
+        if (piece->address == address) {
+            bytes = piece->bytes;
+            *link = piece->next;
+            free(piece);
+            break;
+        }
+    }
+    pthread_mutex_unlock(&lock);
+    return bytes;
+}
+
+/* What the device can touch: its own memory, and pinned memory. */
+static char *reached(uint64_t address, size_t bytes) {
+    char *found = opened(address, bytes);
+    pthread_mutex_lock(&lock);
+    for (const struct piece *piece = pinned; piece != NULL && found == NULL; piece = piece->next) {
+        const int is_inside = address >= piece->address && address + bytes <= piece->address + piece->bytes;
+        found = is_inside ? (char *)(uintptr_t)address : NULL;
+    }
+    pthread_mutex_unlock(&lock);
+    return found;
+}
+
+uint64_t double_alloc(size_t bytes) {
+    pthread_mutex_lock(&lock);
+    const uint64_t address = (uint64_t)(uintptr_t)(hidden + used);
+    used += (bytes + 511) / 512 * 512;
+    pthread_mutex_unlock(&lock);
+    return address;
+}
+
+int cuMemHostAlloc(void **data, size_t bytes, unsigned flags) {
+    (void)flags;
+    if (bytes > (size_t)host_limit) {
+        return OUT_OF_MEMORY;
+    }
+    if (is_unsafe()) {
+        return CAPTURE_UNSUPPORTED;
+    }
+    *data = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
+    note(&pinned, (uint64_t)(uintptr_t)*data, bytes);
+    pthread_mutex_lock(&lock);
+    host_allocs++;
+    pthread_mutex_unlock(&lock);
+    return 0;
+}
+
+int cuMemFreeHost(void *data) {
+    (void)is_unsafe();
+    (void)forget(&pinned, (uint64_t)(uintptr_t)data);
+    free(data);
+    pthread_mutex_lock(&lock);
+    host_frees++;
+    pthread_mutex_unlock(&lock);
+    return 0;
+}
+
+static void copy(struct work *work) {
+    struct stream *stream = work->data;
+    pthread_mutex_lock(&lock);
+    if (++copies == fails_at) {
+        stream->code = LAUNCH_FAILED;
+    }
+    const int works = stream->code == 0;
+    pthread_mutex_unlock(&lock);
+    if (works) {
+        memcpy(work->target, work->source, work->bytes);
+    }
+}
+
+int cuMemcpyDtoHAsync_v2(void *host, uint64_t device, size_t bytes, void *stream) {
+    const char *source = opened(device, bytes);
+    return source == NULL ? INVALID_VALUE
+                          : put(stream, (struct work){.run = copy, .target = host, .source = source, .bytes = bytes});
+}
+
+int cuMemcpyHtoDAsync_v2(uint64_t device, const void *host, size_t bytes, void *stream) {
+    char *target = opened(device, bytes);
+    return target == NULL ? INVALID_VALUE
+                          : put(stream, (struct work){.run = copy, .target = target, .source = host, .bytes = bytes});
+}
+
+int cuMemcpyAsync(uint64_t to, uint64_t from, size_t bytes, void *stream) {
+    char *target = reached(to, bytes);
+    const char *source = reached(from, bytes);
+    return target == NULL || source == NULL
+               ? INVALID_VALUE
+               : put(stream, (struct work){.run = copy, .target = target, .source = source, .bytes = bytes});
+}
+
+int cuMemAllocAsync(uint64_t *address, size_t bytes, void *stream) {
+    (void)stream;
+    if (bytes > (size_t)room_limit) {
+        return OUT_OF_MEMORY;
+    }
+    *address = double_alloc(bytes);
+    note(&rooms, *address, bytes);
+    pthread_mutex_lock(&lock);
+    room_count++;
+    pthread_mutex_unlock(&lock);
+    return 0;
+}
+
+/* What is there then is nobody's. */
+static void spoil(struct work *work) {
+    memset(work->target, 0xee, work->bytes);
+}
+
+int cuMemFreeAsync(uint64_t address, void *stream) {
+    const size_t bytes = forget(&rooms, address);
+    pthread_mutex_lock(&lock);
+    room_count -= bytes > 0;
+    pthread_mutex_unlock(&lock);
+    return bytes == 0 ? INVALID_VALUE
+                      : put(stream, (struct work){.run = spoil, .target = opened(address, bytes), .bytes = bytes});
+}
+
+/* The device has no more than so many bytes at once for what asks a stream for them. */
+void double_limit_rooms(int bytes) {
+    pthread_mutex_lock(&lock);
+    room_limit = bytes;
+    pthread_mutex_unlock(&lock);
+}
+
+#endif
