@@ -1,4 +1,6 @@
-"""A rank that moves arrays of several sizes with the others and checks each element: moving_rank.py TURNS [VICTIM].
+"""A rank that moves and adds up arrays of several sizes with the others and checks each element.
+
+    moving_rank.py TURNS [VICTIM]
 
 It needs no torch. VICTIM is killed while it is in the middle of a call, after some of them.
 """
@@ -13,7 +15,7 @@ import threading
 import numpy as np
 
 from horo._bootstrap import job as bootstrap
-from horo._core import DTYPES, OPS, Context, RequestBuffer, Tensor
+from horo._core import DTYPES, OPS, REDUCE_OPS, Context, RequestBuffer, Tensor
 
 CALLS_BEFORE = 12
 
@@ -30,6 +32,14 @@ def gathered(core: Context, op: str, given: np.ndarray, count: int, splits: tupl
     finally:
         core.release(handle)
     return result if data is None else np.frombuffer(data, np.float32)
+
+
+def scattered(core: Context, given: np.ndarray, count: int) -> np.ndarray:
+    """This rank's ``count`` numbers of the sum."""
+    result = np.empty(count, np.float32)
+    tensor = Tensor(given.ctypes.data, result.ctypes.data, given.shape, DTYPES["float32"])
+    core.run(RequestBuffer.of(OPS["reducescatter"], "s", [tensor], reduce_op=REDUCE_OPS["sum"], sync=True))
+    return result
 
 
 def broadcast(core: Context, array: np.ndarray, root: int) -> np.ndarray:
@@ -60,6 +70,9 @@ def main() -> None:
             given = np.concatenate([base + 3 * rank + to for to in range(size)])
             result = gathered(core, "alltoall", given, size * count, (count,) * size)
             assert np.array_equal(result, np.concatenate([base + 3 * r + rank for r in range(size)]))
+            calls += 1
+            share = scattered(core, np.concatenate([base * (rank + 1)] * size), count)
+            assert np.array_equal(share, base * (size * (size + 1) // 2))
             calls += 1
             root = turn % size
             assert np.array_equal(broadcast(core, base * (rank + 1), root), base * (root + 1))

@@ -69,7 +69,7 @@ def test_reads_may_end_early(hororun: Hororun, tmp_path: Path, piece: int) -> No
     check_right(run(hororun, double=build_double("libpeer_memory.so", tmp_path, PIECE=piece)), READS, PASSES)
 
 
-@pytest.mark.parametrize("after", [3, 4, 5, 9])
+@pytest.mark.parametrize("after", [3, 4, 5, 7, 9, 12])
 def test_a_read_that_fails_later_is_done_again_by_all(hororun: Hororun, tmp_path: Path, after: int) -> None:
     """As of memory that belongs to a device; the first three calls are those that try."""
     double = build_double("libpeer_memory.so", tmp_path, REFUSED=errno.EFAULT, AFTER=after)

@@ -23,9 +23,9 @@ struct host_backend {
     struct hr_kinds kinds;
     struct parts parts;
     struct hr_fused fused; /* of a broadcast */
-    size_t moved_bytes;    /* what the largest tensor of a rank has, of an operation that moves data */
+    size_t moved_bytes;    /* what the largest tensor of a rank has, of all but an allreduce */
     struct hr_task *task;  /* the step that runs; NULL: none */
-    enum way way;          /* of a move */
+    enum way way;          /* of a move, and of a reduce-scatter */
     union {
         struct hr_probe probe;
         struct hr_direct direct;
@@ -60,20 +60,66 @@ static int begin_parts(struct host_backend *host) {
     return HORO_OK;
 }
 
+/* ---- From the others' memory ---- */
+
+/*
+ * Begins what reads the others' memory, or finds out whether that can be done, which the first one does; 0 if it does
+ * not pay.
+ */
+static int begin_direct(struct host_backend *host, const struct hr_move *move) {
+    struct hr_team *team = host->team;
+    if (!hr_direct_pays(team, move, host->moved_bytes)) {
+        return 0;
+    }
+    if (team->reads_peers == 0) {
+        host->way = WAY_TRY;
+        hr_probe_begin(&host->run.probe, team);
+        host->task = &host->run.probe.task;
+    } else {
+        host->way = WAY_READ;
+        hr_direct_begin(&host->run.direct, team, move);
+        host->task = &host->run.direct.task;
+    }
+    return 1;
+}
+
+/* Whether what is done was to find out, or has failed, so that the same operation begins once more. */
+static int begins_again(const struct host_backend *host) {
+    return host->way == WAY_TRY || (host->way == WAY_READ && host->team->reads_peers < 0);
+}
+
 /* ---- Reductions: one vector after the other ---- */
 
-static int begin_rows(struct host_backend *host) {
-    struct hr_fused *by_rank = host->parts.by_rank;
+/* The vectors have been made. */
+static int begin_scatter(struct host_backend *host) {
+    const struct hr_fused *by_rank = host->parts.by_rank;
     const struct hr_work *work = &host->work;
-    if (!hr_kinds_next_rows(&host->kinds, host->pieces.at, by_rank)) {
+    const int reduce_op = hr_operation_of(work->reduce_op);
+    const struct hr_scale postscale = hr_postscale_of(work, by_rank[0].codec->dtype, host->team->size);
+    if (work->prescale == 1.0 && hr_codec_is_plain(by_rank[0].codec)) {
+        const struct hr_sum sum = {reduce_op, postscale};
+        const struct hr_move move = {by_rank, host->team->size, by_rank, -1, work->count, &sum};
+        if (begin_direct(host, &move)) {
+            return HR_TASK_MOVED;
+        }
+    }
+    host->way = WAY_SLOTS;
+    host->task = NULL;
+    HR_TRY(hr_reducescatter_begin(&host->run.reducescatter, host->team, by_rank, reduce_op, work->prescale, postscale));
+    host->task = &host->run.reducescatter.segments.task;
+    return HR_TASK_MOVED;
+}
+
+static int begin_rows(struct host_backend *host) {
+    if (!hr_kinds_next_rows(&host->kinds, host->pieces.at, host->parts.by_rank)) {
         end_parts(host);
         return HR_TASK_DONE;
     }
-    host->task = NULL;
-    HR_TRY(hr_reducescatter_begin(&host->run.reducescatter, host->team, by_rank, hr_operation_of(work->reduce_op),
-                                  work->prescale, hr_postscale_of(work, by_rank[0].codec->dtype, host->team->size)));
-    host->task = &host->run.reducescatter.segments.task;
-    return HR_TASK_MOVED;
+    host->moved_bytes = 0;
+    for (int r = 0; r < host->team->size; r++) {
+        host->moved_bytes += host->parts.by_rank[r].bytes;
+    }
+    return begin_scatter(host);
 }
 
 static int begin_kind(struct host_backend *host) {
@@ -141,9 +187,9 @@ static struct hr_move move_of(const struct host_backend *host) {
     const int rank = host->team->rank;
     const size_t tensors = host->work.count;
     switch (host->work.op) {
-    case HORO_BROADCAST: return (struct hr_move){&host->fused, 1, &host->fused, host->work.root_rank, tensors};
-    case HORO_ALLGATHER: return (struct hr_move){&by_rank[rank], 1, by_rank, -1, tensors};
-    default: return (struct hr_move){by_rank, host->team->size, by_rank + host->team->size, -1, tensors};
+    case HORO_BROADCAST: return (struct hr_move){&host->fused, 1, &host->fused, host->work.root_rank, tensors, NULL};
+    case HORO_ALLGATHER: return (struct hr_move){&by_rank[rank], 1, by_rank, -1, tensors, NULL};
+    default: return (struct hr_move){by_rank, host->team->size, by_rank + host->team->size, -1, tensors, NULL};
     }
 }
 
@@ -167,25 +213,14 @@ static int begin_passing(struct host_backend *host) {
     }
 }
 
-/* The first one that would read the others' memory finds out whether all can. */
 static int begin_move(struct host_backend *host) {
-    struct hr_team *team = host->team;
     const struct hr_move move = move_of(host);
     host->task = NULL;
+    if (begin_direct(host, &move)) {
+        return HORO_OK;
+    }
     host->way = WAY_SLOTS;
-    if (!hr_direct_pays(team, &move, host->moved_bytes)) {
-        return begin_passing(host);
-    }
-    if (team->reads_peers == 0) {
-        host->way = WAY_TRY;
-        hr_probe_begin(&host->run.probe, team);
-        host->task = &host->run.probe.task;
-    } else {
-        host->way = WAY_READ;
-        hr_direct_begin(&host->run.direct, team, &move);
-        host->task = &host->run.direct.task;
-    }
-    return HORO_OK;
+    return begin_passing(host);
 }
 
 /* ---- The table ---- */
@@ -224,9 +259,9 @@ static int begin_next(struct host_backend *host) {
         return begin_kind(host);
     }
     if (host->work.op == HORO_REDUCESCATTER) {
-        return begin_rows(host);
+        return begins_again(host) ? begin_scatter(host) : begin_rows(host);
     }
-    if (host->way == WAY_TRY || (host->way == WAY_READ && host->team->reads_peers < 0)) {
+    if (begins_again(host)) {
         const int status = begin_move(host);
         return status == HORO_OK ? HR_TASK_MOVED : status;
     }

@@ -4,7 +4,11 @@
 
 #include "local/shares.h"
 
-enum { READ_AT_ONCE = 1 << 19 }; /* bytes, before the driver looks at other things */
+enum {
+    READ_AT_ONCE = 1 << 19, /* bytes, before the driver looks at other things */
+    SUM_AT_ONCE = 1 << 16,  /* of each: they are read into my slot, and still in the cache when they are added up */
+    SUM_LEAST = 1 << 12,    /* a system call for less takes longer than two copies */
+};
 
 /* ---- Whether it can be done ---- */
 
@@ -99,12 +103,25 @@ void hr_probe_begin(struct hr_probe *self, struct hr_team *team) {
 
 enum stage { STAGE_SHOW, STAGE_KEEP, STAGE_READ, STAGE_END };
 
+/* What my addresses take of my slot. */
+static size_t address_bytes(const struct hr_move *move) {
+    return hr_round_up((size_t)move->shown_count * move->tensors * sizeof(uint64_t), HR_LINE);
+}
+
+/* Room in my slot for what is read of each other member at once; whole lines, so no value is cut. */
+static size_t sum_room(const struct hr_team *team, const struct hr_move *move) {
+    const size_t room = (team->tuning.segment - address_bytes(move)) / (size_t)(team->size - 1) / HR_LINE * HR_LINE;
+    return room < SUM_AT_ONCE ? room : SUM_AT_ONCE;
+}
+
 int hr_direct_pays(const struct hr_team *team, const struct hr_move *move, size_t bytes) {
-    const size_t lists = (size_t)move->shown_count;
-    const size_t room = team->tuning.segment / sizeof(uint64_t);
-    return team->host_count == 1 && team->size > 1 && team->reads_peers >= 0 && team->tuning.direct > 0 &&
-           bytes >= team->tuning.direct && bytes <= team->tuning.direct_most / (size_t)team->local_size &&
-           move->tensors <= room / lists;
+    const int can = team->host_count == 1 && team->size > 1 && team->reads_peers >= 0 && team->tuning.direct > 0 &&
+                    address_bytes(move) <= team->tuning.segment;
+    if (!can || bytes < team->tuning.direct) {
+        return 0;
+    }
+    return move->sum != NULL ? sum_room(team, move) >= SUM_LEAST
+                             : bytes <= team->tuning.direct_most / (size_t)team->local_size;
 }
 
 static int shows(const struct hr_direct *run, int rank) {
@@ -174,6 +191,17 @@ static int collect(struct hr_direct *run, int from, struct hr_peer_range *ranges
     return count;
 }
 
+/* All will do it again by the slots; if that rank is gone, its life line ends the wait there. */
+static void fail(struct hr_direct *run, int from, int error) {
+    tell(run->team, refusal(from, error));
+}
+
+static int end_reading(struct hr_direct *run) {
+    hr_team_arrive(run->team, HR_PHASE_DRAINED, run->parity);
+    run->stage = STAGE_END;
+    return HR_TASK_MOVED;
+}
+
 /* Each rank begins with another, so that not all read the same memory. */
 static int read_next(struct hr_direct *run) {
     struct hr_team *team = run->team;
@@ -187,12 +215,88 @@ static int read_next(struct hr_direct *run) {
         run->piece = run->skip = 0;
         run->peer++;
     }
-    if (error != 0) { /* all will do it again by the slots; if that rank is gone, its life line ends the wait there */
-        tell(team, refusal(from, error));
+    if (error != 0) {
+        fail(run, from, error);
     }
-    if (error != 0 || run->peer == team->size - 1) {
-        hr_team_arrive(team, HR_PHASE_DRAINED, run->parity);
-        run->stage = STAGE_END;
+    return error != 0 || run->peer == team->size - 1 ? end_reading(run) : HR_TASK_MOVED;
+}
+
+/* ---- Sums ---- */
+
+/* Of my values and the others': the same `bytes` of each at once. */
+struct addend {
+    const char *mine;
+    char *output;
+    size_t bytes;
+    size_t piece, skip;
+};
+
+/* The next ones, of at most `room` bytes together; moves on. */
+static int collect_addends(struct hr_direct *run, size_t room, struct addend *addends) {
+    const struct hr_fused *part = part_from(run, run->team->rank);
+    int count = 0;
+    while (run->piece < part->count && count < HR_PEER_RANGES_MAX && room > 0) {
+        const struct hr_piece *piece = &part->pieces[run->piece];
+        const size_t left = piece->bytes - run->skip;
+        const size_t bytes = left < room ? left : room;
+        addends[count++] =
+            (struct addend){piece->input + run->skip, piece->output + run->skip, bytes, run->piece, run->skip};
+        room -= bytes;
+        run->skip = bytes == left ? 0 : run->skip + bytes;
+        run->piece += bytes == left;
+    }
+    return count;
+}
+
+/* Reads what one member has of these to `to`. */
+static int read_addends(const struct hr_direct *run, int from, const struct addend *addends, int count, char *to) {
+    const _Atomic uint64_t *at = addresses(run, from, run->team->rank);
+    struct hr_peer_range ranges[HR_PEER_RANGES_MAX];
+    for (int i = 0; i < count; i++) {
+        const uint64_t address = atomic_load_explicit(&at[addends[i].piece], memory_order_relaxed);
+        ranges[i] = (struct hr_peer_range){to, address + addends[i].skip, addends[i].bytes};
+        to += addends[i].bytes;
+    }
+    return hr_peer_memory_read(run->team->node, run->team->index_of_local[from], ranges, count);
+}
+
+/* In the order of ranks, as the slots are added up, so that the way changes no bit. */
+static void add_up(const struct hr_direct *run, const struct addend *addends, int count, const char *read,
+                   size_t room) {
+    struct hr_team *team = run->team;
+    const struct hr_codec *codec = part_from(run, team->rank)->codec;
+    for (int i = 0; i < count; i++) {
+        const char *next = read;
+        for (int r = 0; r < team->size; r++) {
+            team->sources[r] = r == team->rank ? addends[i].mine : next;
+            next += r == team->rank ? 0 : room;
+        }
+        codec->reduce(codec, team->node->kernel, run->sum.reduce_op, addends[i].output, NULL, team->sources,
+                      team->size, hr_codec_blocks(codec, addends[i].bytes), run->sum.scale, HR_STORE_ORDINARY);
+        read += addends[i].bytes;
+    }
+}
+
+static int sum_next(struct hr_direct *run) {
+    struct hr_team *team = run->team;
+    const size_t room = sum_room(team, &run->move);
+    char *scratch = hr_team_slot(team, team->local_rank, run->parity) + address_bytes(&run->move);
+    for (size_t done = 0; done < READ_AT_ONCE; done += room * (size_t)team->size) {
+        struct addend addends[HR_PEER_RANGES_MAX];
+        const int count = collect_addends(run, room, addends);
+        if (count == 0) {
+            return end_reading(run);
+        }
+        char *to = scratch;
+        for (int from = 0; from < team->size; from++) {
+            const int error = from == team->rank ? 0 : read_addends(run, from, addends, count, to);
+            if (error != 0) {
+                fail(run, from, error);
+                return end_reading(run);
+            }
+            to += from == team->rank ? 0 : room;
+        }
+        add_up(run, addends, count, scratch, room);
     }
     return HR_TASK_MOVED;
 }
@@ -207,14 +311,17 @@ static int progress(struct hr_task *task) {
         }
         show(run);
         hr_team_arrive(team, HR_PHASE_FILLED, run->parity);
-        run->stage = STAGE_KEEP;
+        run->stage = run->move.sum == NULL ? STAGE_KEEP : STAGE_READ;
         return HR_TASK_MOVED;
     case STAGE_KEEP:
         keep(run);
         run->stage = STAGE_READ;
         return HR_TASK_MOVED;
     case STAGE_READ:
-        return hr_team_reached(team, HR_PHASE_FILLED, run->parity) ? read_next(run) : HR_TASK_BLOCKED;
+        if (!hr_team_reached(team, HR_PHASE_FILLED, run->parity)) {
+            return HR_TASK_BLOCKED;
+        }
+        return run->move.sum == NULL ? read_next(run) : sum_next(run);
     case STAGE_END: /* until all have read, nobody's memory is the caller's again */
         if (!hr_team_reached(team, HR_PHASE_DRAINED, run->parity)) {
             return HR_TASK_BLOCKED;
@@ -236,5 +343,8 @@ void hr_direct_begin(struct hr_direct *run, struct hr_team *team, const struct h
         .move = *move,
         .parity = (unsigned)(team->segment & 1),
     };
+    if (move->sum != NULL) {
+        run->sum = *move->sum;
+    }
     team->segment++; /* its addresses take the place of one segment */
 }

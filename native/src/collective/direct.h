@@ -1,7 +1,7 @@
 /*
  * Moves between the ranks of one host with a single copy: each rank shows the addresses of what it has for others in
- * its slot, and reads what others have for it from their memory (node/peer_memory.h). Nobody goes on before all have
- * read.
+ * its slot, and reads what others have for it from their memory (node/peer_memory.h), or the sum of that. Nobody goes
+ * on before all have read.
  */
 #ifndef HR_COLLECTIVE_DIRECT_H
 #define HR_COLLECTIVE_DIRECT_H
@@ -21,6 +21,12 @@ struct hr_probe {
 /* Sets team->reads_peers, to the same on all members, which begin this at one place. The team has one host. */
 void hr_probe_begin(struct hr_probe *probe, struct hr_team *team);
 
+/* Of plain values, all of one dtype; reduce_op and scale as of hr_reducescatter_begin. */
+struct hr_sum {
+    int reduce_op;
+    struct hr_scale scale;
+};
+
 /* What moves: one list of vectors that I show, and what I get. */
 struct hr_move {
     const struct hr_fused *shown; /* [shown_count] one for all, or one for each member; their inputs are read */
@@ -28,6 +34,8 @@ struct hr_move {
     const struct hr_fused *from;  /* [team->size] what comes from each, to outputs; of a broadcast: the one vector */
     int root_rank;                /* whose vector all get; -1: everybody has something */
     size_t tensors;               /* pieces in any of these vectors, at most; equal on all members */
+    /* NULL: what comes from each is kept. Else `from` is `shown`, and from[team->rank] has the outputs, of the sum. */
+    const struct hr_sum *sum;
 };
 
 /*
@@ -43,7 +51,8 @@ struct hr_direct {
     int stage;
     unsigned parity;
     int peer;           /* how many peers' parts are read */
-    size_t piece, skip; /* of this peer's part: what is read next */
+    size_t piece, skip; /* of this peer's part: what is read next; of a sum: of all parts */
+    struct hr_sum sum;
 };
 
 /*

@@ -1,0 +1,94 @@
+"""Reduce-scatters on one host that read the other ranks' memory: the numbers are those of an allreduce, to the bit."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from ranks import NUMPY_OF_DTYPE, Rank, dies_in_the_middle, recorded_stderr, run_ranks
+from test_reducescatter import rows_of, scatter, table
+
+INFO = 2
+"""Of ``log_level``."""
+CASES = list(itertools.product(sorted(NUMPY_OF_DTYPE), ["sum", "min", "max", "product", "average"]))
+READS = "large moves read the memory of the other ranks"
+
+
+def numbers(dtype: str, rows: int, seed: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    kind = np.dtype(NUMPY_OF_DTYPE[dtype])
+    if kind.kind == "f":
+        return (rng.standard_normal((rows, 3)) * 10.0 ** rng.integers(-3, 4, (rows, 3))).astype(kind)
+    return rng.integers(0, 2 if kind == np.bool_ else 100, (rows, 3)).astype(kind)
+
+
+@pytest.mark.parametrize("hosts", [[2], [3], [5]], ids=str)
+@pytest.mark.parametrize(("dtype", "op"), [case for case in CASES if case != ("bool", "average")])
+def test_the_bits_are_those_of_an_allreduce(hosts: list[int], dtype: str, op: str) -> None:
+    def body(rank: Rank) -> None:
+        for rows in (1, rank.size, 1000, 20_001):
+            values = numbers(dtype, rows, rank.rank)
+            factors = {"postscale": 0.7} if op == "average" and values.dtype.kind == "f" else {}
+            whole = rank.allreduce(values.copy(), f"a{rows}", op, **factors)
+            (got,) = scatter(rank, [values], f"s{rows}", op, **factors)
+            assert got.tobytes() == whole[rows_of(rows, rank.size, rank.rank)].tobytes()
+
+    with recorded_stderr() as said:
+        run_ranks(body, hosts, segment_bytes=1 << 15, direct_bytes=1, log_level=INFO)
+        assert said().count(READS) == 1
+
+
+@pytest.mark.parametrize("count", [1, 2, 33, 64, 200])
+def test_groups_of_more_tensors_than_one_read_takes(count: int) -> None:
+    """Of several kinds, and some without rows for some ranks."""
+
+    def body(rank: Rank) -> None:
+        for turn in range(3):
+            arrays = [
+                table(i * 37 % 101 * (9 if i % 5 == 0 else 1), 3, [np.float32, np.float64, np.int16][i % 3]) + turn
+                for i in range(count)
+            ]
+            for got, array in zip(scatter(rank, arrays), arrays, strict=True):
+                mine = array[rows_of(len(array), rank.size, rank.rank)]
+                assert np.array_equal(got, sum(mine for _ in range(rank.size)))
+
+    run_ranks(body, [3], segment_bytes=1 << 14, direct_bytes=1)
+
+
+@pytest.mark.parametrize(("size", "segment_bytes"), [(2, 1 << 12), (3, 1 << 12), (9, 1 << 15), (17, 1 << 15)])
+def test_slots_without_room_for_what_is_read_at_once(size: int, segment_bytes: int) -> None:
+    def body(rank: Rank) -> None:
+        for turn in range(2):
+            for rows in (10, 3000):
+                (got,) = scatter(rank, [np.arange(rows) * (rank.rank + turn)], str(rows))
+                factor = size * (size - 1) // 2 + size * turn
+                assert np.array_equal(got, np.arange(rows)[rows_of(rows, size, rank.rank)] * factor)
+
+    run_ranks(body, [size], segment_bytes=segment_bytes, direct_bytes=1, spin_us=0)
+
+
+def test_sums_and_moves_by_either_way_take_turns_over_the_same_slots() -> None:
+    def body(rank: Rank) -> None:
+        for turn in range(40):
+            rows = [100, 3000, 20_000][turn % 3]
+            (got,) = scatter(rank, [np.full((rows, 2), turn, np.float32)], f"s{rows}", prescale=[1.0, 2.0][turn % 2])
+            assert np.all(got == turn * rank.size * [1, 2][turn % 2])
+            gathered, _ = rank.allgather(np.full(rows, rank.rank + turn, np.int32), f"g{rows}")
+            assert np.array_equal(gathered, np.repeat(np.arange(rank.size, dtype=np.int32) + turn, rows))
+
+    run_ranks(body, [3], segment_bytes=1 << 14, direct_bytes=1 << 14)
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_that_dies_in_the_middle_is_named(victim: int) -> None:
+    arrays = [np.ones((1 << 19, 2), np.float32) for _ in range(3)]
+
+    def submit(rank: Rank) -> int:
+        outputs = [arrays[rank.rank][rows_of(1 << 19, 3, rank.rank)].copy()]
+        return rank.submit("reducescatter", "s", [arrays[rank.rank]], outputs=outputs, reduce_op=1)
+
+    def run(rank: Rank) -> None:
+        scatter(rank, [arrays[rank.rank]])
+
+    dies_in_the_middle([3], victim, submit, run)
