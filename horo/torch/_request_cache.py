@@ -115,8 +115,8 @@ class CachedRequest:
         rows[0], rows[1] = address, output.data_ptr()
         return output
 
-    def expect(self, tensor: torch.Tensor, result: torch.Tensor) -> None:
-        """Notes the result of an allgather or alltoall of ``tensor``.
+    def expect(self, tensor: torch.Tensor, spec: Spec, result: torch.Tensor) -> None:
+        """Notes the result of an allgather or alltoall of ``tensor``, of which ``spec`` has the splits.
 
         Where the last one was of the same shape and dtype too, the request is made ready to offer memory for such a
         result: ``set_tensor`` succeeds from then on.
@@ -132,7 +132,8 @@ class CachedRequest:
             or not address_of(tensor, tensor.shape, tensor.dtype)
         ):
             return
-        (packed,) = pack(StagedTensors([tensor], [tensor], [result]), self._spec)
+        self._spec = spec
+        (packed,) = pack(StagedTensors([tensor], [tensor], [result]), spec)
         self.device = None
         self._fill_buffer([packed._replace(output_bytes=bytes_offered)], offers=True)
         self.shape, self.dtype, self._output_shape = tensor.shape, tensor.dtype, result.shape

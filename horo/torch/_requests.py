@@ -112,7 +112,7 @@ def expect_again(key: Hashable, spec: Spec, tensor: torch.Tensor, result: torch.
     """Makes ready for a later ``repeat_gathered`` with ``key``, after an allgather or alltoall of one tensor."""
     cached = _runtime.current().request_cache.take_or_create(key, spec, True, 1)
     try:
-        cached.expect(tensor, result)
+        cached.expect(tensor, spec, result)
     finally:
         cached.idle.append(None)
 

@@ -70,6 +70,18 @@ def test_gathered_results_have_the_rows_of_each_call(ranks: RankPool) -> None:
     ranks.run(check)
 
 
+def test_exchanges_without_splits_may_change_their_size(ranks: RankPool) -> None:
+    def check() -> None:
+        r, n = hvd.rank(), hvd.size()
+        for name in ("size", None):
+            for turn, rows in enumerate([1, 1, 1, 3, 3, 3, 3, 2, 2, 2, 2, 0, 0, 0, 1, 1, 1]):
+                given = torch.arange(float(n)).repeat_interleave(rows) + 100 * r + turn
+                whole = (torch.arange(float(n)) * 100 + r + turn).repeat_interleave(rows)
+                assert torch.equal(hvd.alltoall(given, name=name), whole)
+
+    ranks.run(check)
+
+
 def test_an_exchange_of_other_splits_on_another_rank_gives_its_rows(ranks2: RankPool) -> None:
     """Rank 1 gives rank 0 more and less than before; rank 0's own splits and tensor stay the same."""
 
