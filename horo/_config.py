@@ -218,9 +218,9 @@ class Config:
     single_copy: bool = variable(
         "SINGLE_COPY",
         True,
-        "1: what a large broadcast, allgather or alltoall moves between ranks of one host is read from the other "
-        "rank's memory, where the system lets all of them read; 0: it passes shared memory, as it does where one may "
-        "not. A line at level `info` says which it is, when the first such operation begins.",
+        "1: what a larger broadcast, allgather, alltoall or reducescatter takes from other ranks of the host is read "
+        "from their memory, where the system lets all of them read; 0: it passes shared memory, as it does where one "
+        "may not. A line at level `info` says which it is, when the first such operation begins.",
         Option("--no-single-copy", "ranks do not read each other's memory", value="0"),
     )
     overlap: str = variable(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from ranks import Group, Rank, recorded_stderr, run_ranks
+from test_alltoall import Plan, check
+from test_reducescatter import scatter
 from test_teams import Links
 
 from horo.errors import PeerLostError
@@ -31,8 +33,33 @@ def test_the_first_large_move_tells_the_way_once() -> None:
             assert rank.broadcast(np.full(1 << 19, rank.rank), 1)[-1] == 1
 
     with recorded_stderr() as said:
-        run_ranks(body, [3], direct_bytes=1 << 20, log_level=INFO)
+        run_ranks(body, [3], direct_bytes=1 << 17, log_level=INFO)
         assert said().count(READS) == 1
+
+
+@pytest.mark.parametrize(
+    ("operation", "least"), [("broadcast", 3000), ("allgather", 6000), ("alltoall", 3000), ("reducescatter", 3000)]
+)
+@pytest.mark.parametrize("missing", [0, 3])
+def test_reading_begins_where_it_pays(operation: str, least: int, missing: int) -> None:
+    """``least``: bytes on a rank, of which each of the three has a third in what all have."""
+    count = least - missing
+
+    def body(rank: Rank) -> None:
+        if operation == "broadcast":
+            assert rank.broadcast(np.full(count, rank.rank, np.uint8), 1)[-1] == 1
+        elif operation == "allgather":
+            gathered, _ = rank.allgather(np.full(count // 3, rank.rank, np.uint8))
+            assert np.array_equal(gathered, np.repeat(np.arange(3, dtype=np.uint8), count // 3))
+        elif operation == "alltoall":
+            check(rank, [Plan([[count // 3] * 3] * 3, dtype=np.uint8)])
+        else:
+            (mine,) = scatter(rank, [np.full((count // 3, 3), rank.rank, np.uint8)])
+            assert np.all(mine == 3)
+
+    with recorded_stderr() as said:
+        run_ranks(body, [3], direct_bytes=1000, log_level=INFO)
+        assert said().count(READS) == (0 if missing else 1)
 
 
 def test_none_is_read_where_that_is_turned_off_and_between_hosts() -> None:

@@ -177,8 +177,9 @@ static int lay_out_move(struct host_backend *host) {
     }
     hr_fuse_splits(work, host->team->rank, size, host->pieces.at, by_rank, by_rank + size, host->parts.offsets);
     for (int pair = 0; pair < size * size; pair++) {
-        host->moved_bytes += host->parts.offsets[pair] / (size_t)size;
+        host->moved_bytes += host->parts.offsets[pair];
     }
+    host->moved_bytes /= (size_t)size;
     return HORO_OK;
 }
 

@@ -7,7 +7,7 @@
 enum {
     READ_AT_ONCE = 1 << 19, /* bytes, before the driver looks at other things */
     SUM_AT_ONCE = 1 << 16,  /* of each: they are read into my slot, and still in the cache when they are added up */
-    SUM_LEAST = 1 << 12,    /* a system call for less takes longer than two copies */
+    SUM_LEAST = 1 << 12,    /* with slots too small for more at once, the system calls take longer than two copies */
 };
 
 /* ---- Whether it can be done ---- */
@@ -114,10 +114,21 @@ static size_t sum_room(const struct hr_team *team, const struct hr_move *move) {
     return room < SUM_AT_ONCE ? room : SUM_AT_ONCE;
 }
 
+/*
+ * From how many bytes on a rank saves more by one copy less than its reads cost, one of each other rank. What an
+ * allgather copies into its slot is only its own part. All wait for the root's copy of a broadcast, with a read each;
+ * the more ranks read, the longer a read takes.
+ */
+static size_t least_bytes(const struct hr_team *team, const struct hr_move *move) {
+    const size_t size = (size_t)team->size;
+    const int is_gather = move->sum == NULL && move->root_rank < 0 && move->shown_count == 1;
+    return team->tuning.direct * size * (is_gather ? size - 1 : 1);
+}
+
 int hr_direct_pays(const struct hr_team *team, const struct hr_move *move, size_t bytes) {
     const int can = team->host_count == 1 && team->size > 1 && team->reads_peers >= 0 && team->tuning.direct > 0 &&
                     address_bytes(move) <= team->tuning.segment;
-    if (!can || bytes < team->tuning.direct) {
+    if (!can || bytes < least_bytes(team, move)) {
         return 0;
     }
     return move->sum != NULL ? sum_room(team, move) >= SUM_LEAST

@@ -28,7 +28,7 @@ struct hr_tuning {
     size_t stream;
     size_t moved_stream;    /* the same of what is only moved */
     size_t result_stream;   /* of all ranks of a host: from here on results of moves are stored past the cache */
-    size_t direct;          /* moves on one host: from here on straight from the other rank's memory; 0: never */
+    size_t direct;          /* what a read of a peer's memory costs, in bytes copied; 0: none is read */
     size_t direct_most;     /* up to here, of all ranks of the host: results past the cache take less time above */
     size_t piece;           /* of what travels between hosts: sent, received and reduced at once */
     size_t doubling;        /* allreduce between hosts, per share: latency counts up to here, bandwidth above */

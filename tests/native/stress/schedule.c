@@ -43,7 +43,7 @@ static void place_ranks(struct chance *chance, int hosts_most, struct schedule *
 static void choose_options(struct chance *chance, struct schedule *schedule) {
     static const uint64_t segments[] = {4096, 8192, 1 << 16, 1 << 18};
     static const uint64_t fusions[] = {0, 4096, 1 << 16, 1 << 20, 128 << 20};
-    static const uint64_t directs[] = {0, 1, 1, 4096, 1 << 16};
+    static const uint64_t directs[] = {0, 1, 1, 500, 8192};
     static const int32_t capacities[] = {0, 4, 64, 4096};
     static const int32_t spins[] = {0, 50, 1000};
     static const int32_t cycles[] = {0, 0, 0, 100, 500};
