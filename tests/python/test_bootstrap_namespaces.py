@@ -42,7 +42,8 @@ for kind, numbers in (("control", setup.control_fds), ("data", setup.data_fds)):
             stream.sendall(bytes([setup.rank]))
             peer = stream.recv(1)[0]
             addresses[kind] = [stream.getsockname()[0], stream.getpeername()[0], peer]
-print(json.dumps({"hosts": connection.hosts, "addresses": addresses}))
+# In one write: torchrun gives all ranks of a host the same pipe.
+sys.stdout.write(json.dumps({"hosts": connection.hosts, "addresses": addresses}) + "\\n")
 """
 
 
