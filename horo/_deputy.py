@@ -6,7 +6,9 @@ Python runs signal handlers on the main thread only, and they may raise there at
 
 from __future__ import annotations
 
+import sys
 import threading
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
@@ -90,12 +92,23 @@ class Deputies:
             raise
 
     def _start(self, what: str) -> None:
+        handled = sys.exc_info()[1]  # by the caller
         try:
             threading.Thread(target=self._run_all, name="horo process sets", daemon=True).start()
-        except RuntimeError as error:
+        except (KeyError, RuntimeError) as error:
+            if not _is_of_threading(error):  # a signal handler's
+                raise
+            cause = error.__context__
+            if cause is not None and cause is not handled:  # one that came inside start(), which then failed by itself
+                raise cause from None
             raise ResourceError(f"{what}: no thread can be started: {error}") from error
 
     def _run_all(self) -> None:
         with self._turn, suppress(Empty):
             while True:
                 self._calls.get_nowait().run()
+
+
+def _is_of_threading(error: BaseException) -> bool:
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return frames[-1].f_globals.get("__name__") == threading.__name__
