@@ -38,6 +38,9 @@ __all__ = [
 class HoroError(RuntimeError):
     """Base of every error that horo raises."""
 
+    _is_told = False
+    """Whether this rank has refused a call with it, which fails on the other ranks for that."""
+
 
 class UsageError(HoroError, ValueError):
     """The caller is wrong; nothing has changed, neither here nor on other ranks."""

@@ -185,8 +185,8 @@ class DeltaReducer(Member):
                 if left is not None:  # an exception of a signal handler came after the submission
                     self._requests += [] if left in self._requests else [left]
                     raise
-                if not isinstance(error, HoroError):
-                    raise
+                if not isinstance(error, HoroError) or not error._is_told:
+                    raise  # a signal handler's, or a lack of this rank: the next step submits it
                 self._requests.append(error)
 
     def _finish(self) -> None:

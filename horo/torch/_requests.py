@@ -296,6 +296,7 @@ def tell_refused(spec: Spec, error: UsageError) -> None:
         if not runtime.ended and not isinstance(error, NotInitializedError):
             with contextlib.suppress(UsageError):  # of the name
                 runtime.core.refuse(spec.team, runtime.name(spec.kind, spec.name, spec.team), error)
+                error._is_told = True
     finally:
         runtime.active_calls.pop(call, None)
 

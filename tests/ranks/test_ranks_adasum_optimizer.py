@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,13 @@ import pytest
 import torch
 from adasum_oracle import adasum
 from interrupts import interrupt
+from jobs import wait_until
 from rank_pool import RankPool
 from small_model import FailingSgd
 
 import horo.torch as hvd
 from horo.errors import DeadlockError, GroupError, HoroError, UnsupportedError, UsageError
+from horo.torch import _delta_reducer
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01),
@@ -412,10 +413,7 @@ def test_a_step_that_is_interrupted_is_ended_by_the_next_call(ranks2: RankPool, 
             flag.touch()
             _step(model, optimizer, rank, 1)
         else:
-            deadline = time.monotonic() + 60
-            while not flag.exists():
-                assert time.monotonic() < deadline
-                time.sleep(0.005)
+            wait_until(flag.exists, "rank 0 is interrupted", deadline_s=60)
             _step(model, optimizer, rank, 1)
         _assert_equal_on_all(model)
         _assert_equal(model.parameters(), _expected(_sgd, [0, 1], 2))
@@ -424,6 +422,32 @@ def test_a_step_that_is_interrupted_is_ended_by_the_next_call(ranks2: RankPool, 
         _assert_equal(model.parameters(), _expected(_sgd, [0, 1], 3))
 
     ranks2.run(check, tmp_path / "interrupted")
+
+
+@pytest.mark.parametrize("error", [HoroError, UsageError])
+def test_an_error_of_a_signal_handler_before_the_submission_is_no_refusal(
+    ranks2: RankPool, error: type[HoroError]
+) -> None:
+    def check(error: type[HoroError]) -> None:
+        model, rank = _model(), hvd.rank()
+        optimizer: Any = hvd.DistributedOptimizer(_sgd(model.parameters()), named_parameters=model, op=hvd.Adasum)
+        if rank == 0:
+            numbers, start = itertools.count(), _delta_reducer.start_allreduce
+
+            def interrupted(*args: Any, **named: Any) -> Any:
+                if next(numbers) == 2:
+                    raise error
+                return start(*args, **named)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(_delta_reducer, "start_allreduce", interrupted)
+                with pytest.raises(error):
+                    _step(model, optimizer, rank, 0)
+        for step in range(2):
+            _step(model, optimizer, rank, step)
+        _assert_equal_on_all(model)
+
+    ranks2.run(check, error)
 
 
 def test_what_is_loaded_after_an_interrupted_exchange_is_not_undone(ranks2: RankPool, tmp_path: Path) -> None:
@@ -440,10 +464,7 @@ def test_what_is_loaded_after_an_interrupted_exchange_is_not_undone(ranks2: Rank
             )
             flag.touch()
         else:
-            deadline = time.monotonic() + 60
-            while not flag.exists():
-                assert time.monotonic() < deadline
-                time.sleep(0.005)
+            wait_until(flag.exists, "rank 0 is interrupted", deadline_s=60)
             _step(model, optimizer, rank, 2)
         model.load_state_dict(_model().state_dict())
         for step in range(2):
