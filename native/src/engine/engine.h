@@ -211,6 +211,8 @@ int hr_engine_added_team(struct hr_engine *engine, int64_t handle);
 /* join.c: as horo_join and horo_joined_last. */
 int hr_engine_join(struct hr_engine *engine, int32_t team, int64_t *handle, struct hr_error *error);
 int hr_engine_joined_last(struct hr_engine *engine, int64_t handle);
+/* join.c: with the lock held, whether this rank may join: not while a change of teams is pending. */
+int hr_engine_check_join(const struct hr_engine *engine, struct hr_error *error);
 int hr_engine_poll(struct hr_engine *engine, int64_t handle);
 int hr_engine_wait(struct hr_engine *engine, int64_t handle, int32_t timeout_ms);
 int hr_engine_wait_any(struct hr_engine *engine, const int64_t *handles, int32_t count, int32_t timeout_ms);

@@ -23,12 +23,8 @@
 
 /* ---- The callers' side, with the lock held ---- */
 
-static int check_join(const struct hr_engine *engine, int32_t team, struct hr_error *error) {
+int hr_engine_check_join(const struct hr_engine *engine, struct hr_error *error) {
     const struct hr_lane *world = hr_engine_world(engine);
-    const struct hr_team_place *place = hr_engine_find_team(engine, team, HR_JOIN_NAME, error);
-    if (place == NULL) {
-        return error->code;
-    }
     if (hr_map_find(&world->in_flight, hr_hash(HR_CHANGE_NAME, sizeof HR_CHANGE_NAME - 1), HR_CHANGE_NAME,
                     sizeof HR_CHANGE_NAME - 1) != NULL) {
         return hr_fail(error, HORO_ERR_USAGE,
@@ -40,10 +36,6 @@ static int check_join(const struct hr_engine *engine, int32_t team, struct hr_er
 }
 
 int hr_engine_join(struct hr_engine *engine, int32_t team, int64_t *handle, struct hr_error *error) {
-    (void)pthread_mutex_lock(&engine->submission.lock);
-    const int status = check_join(engine, team, error);
-    (void)pthread_mutex_unlock(&engine->submission.lock);
-    HR_TRY(status);
     const horo_request call = {
         .name = HR_JOIN_NAME,
         .op = HORO_JOIN,

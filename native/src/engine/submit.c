@@ -60,6 +60,9 @@ static int enqueue(struct hr_engine *engine, struct hr_request *request, struct 
         return hr_fail(error, HORO_ERR_ABORTED, "'%s': horo is shutting down", name);
     }
     HR_TRY(find_lane(engine, request, error));
+    if (request->call.op == HORO_JOIN) {
+        HR_TRY(hr_engine_check_join(engine, error));
+    }
     struct hr_map *in_flight = &request->lane->in_flight;
     if (hr_map_find(in_flight, request->name_hash, name, request->name_bytes) != NULL) {
         return hr_fail(error, HORO_ERR_DUPLICATE_NAME,
