@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from jobs import wait_until
 from rank_pool import RankPool
 
 import horo.torch as hvd
@@ -257,6 +260,33 @@ def test_no_rank_leaves_a_barrier_before_the_last_has_come(ranks4: RankPool, tmp
         return len(list(Path(folder).iterdir()))
 
     assert ranks4.run(check, str(tmp_path)) == [4] * 4
+
+
+def _count(folder: Path, late: int) -> int:
+    return len(list(folder.glob(f"{late} *")))
+
+
+@pytest.mark.parametrize("ranks_per_host", [2, 1])
+def test_no_rank_leaves_a_barrier_of_several_hosts_before_the_last_has_come(
+    ranks_per_host: int, tmp_path: Path
+) -> None:
+    """Whichever it is: the first one of the job, of another host, or of one that hears of it through a third."""
+
+    def check(folder: Path, ranks_per_host: int) -> None:
+        os.environ["HORO_HOST_ID"] = f"host {int(os.environ['HOROVOD_RANK']) // ranks_per_host}"
+        hvd.init()
+        for late in range(hvd.size()):
+            if hvd.rank() == late:
+                wait_until(lambda late=late: _count(folder, late) == 3, "the others come", deadline_s=60)
+            (folder / f"{late} {hvd.rank()}").touch()
+            hvd.barrier()
+            assert _count(folder, late) == 4
+
+    pool = RankPool(4, init=False)
+    try:
+        pool.run(check, tmp_path, ranks_per_host)
+    finally:
+        pool.close()
 
 
 def test_compression_rounds_on_the_way_and_restores_the_dtype(ranks2: RankPool) -> None:
