@@ -81,7 +81,7 @@ SECTIONS: tuple[tuple[type[Any], str, str], ...] = (
 PASSED = """
 ## Horovod's variables that do nothing
 
-Rank 0 warns of those that are set, unless to 0.
+Rank 0 warns of those that are set, unless to 0. Nobody looks at the value: one that Horovod would not take is no error.
 
 | variable | because |
 |---|---|
