@@ -28,6 +28,8 @@ _ALARM_S = 30.0
 """A SIGALRM that is due within this time may end a wait; a later one limits the time of a whole job."""
 _CALLS_SHOWN = 12
 """The innermost calls that are listed for each thread; the outer ones help less."""
+_NAME_SHOWN = 64
+"""Most characters of a name in the report, which has room for about 256."""
 _WAITS = tuple(
     os.path.realpath(sysconfig.get_path("stdlib")) + f"{os.sep}{name}.py"
     for name in (
@@ -87,7 +89,9 @@ def place_of(frame: FrameType | None) -> str:
     return f"{Path(chosen.f_code.co_filename).name}:{chosen.f_lineno}"
 
 
-def describe_blocked(context: object, wait: CodeType, callers: Iterable[int], *, is_alone: bool = False) -> Blocked:
+def describe_blocked(
+    context: object, wait: CodeType, callers: Iterable[int], duplicate: str = "", *, is_alone: bool = False
+) -> Blocked:
     """Describes the state of the threads that have called horo.
 
     In a process with only one rank, the threads that may call horo count too: the main thread, threads that run the
@@ -98,6 +102,7 @@ def describe_blocked(context: object, wait: CodeType, callers: Iterable[int], *,
         context: the context whose calls count.
         wait: the code inside which a thread waits; it has the locals ``self`` and ``handle``.
         callers: the identifiers of all threads that have called horo, also of those that have ended.
+        duplicate: a name that was refused since it was in use. The other ranks may wait for the call, and are told.
         is_alone: whether all threads of this process belong to this rank.
     """
     frames = sys._current_frames()
@@ -126,11 +131,18 @@ def describe_blocked(context: object, wait: CodeType, callers: Iterable[int], *,
             others.append(thread)
     others += [] if has_deputy else principals  # the thread that does their calls does not wait: it may finish one
     frames.clear()  # it holds this function's frame, which refers to it: a reference cycle
+    if duplicate and waits:
+        waits[0] = waits[0]._replace(place=_with_duplicate(waits[0].place, duplicate))
     # On a GPU, hooks run in a thread of autograd, and the thread that called backward() waits for its end.
     others += [] if foreign_waits else backward
     if others:
         return Blocked(waits, f"thread {names.get(others[0], others[0])!r}")
     return Blocked(waits, "the alarm" if is_alone and _alarm_rings_soon() else "")
+
+
+def _with_duplicate(place: str, name: str) -> str:
+    shown = name if len(name) <= _NAME_SHOWN else f"...{name[-_NAME_SHOWN:]}"
+    return f"{place}{'; ' if place else ''}a second '{shown}' was refused before"
 
 
 def _alarm_rings_soon() -> bool:

@@ -114,6 +114,8 @@ class Context:
         """Seconds for which a thread waits before it reports that; deadlocks between ranks are found in the reports."""
         self.is_alone = False
         """Whether this is the only rank in this process, so that all threads of the process belong to it."""
+        self.duplicate = ""
+        """The last name that was refused since it was in use; it is told where this rank waits."""
         self._given_up: threading.Thread | None = None
         self._kept: dict[int, object] = {}
         self._final_counters: dict[str, int] = {}
@@ -172,6 +174,8 @@ class Context:
         status = _submit(self._context, buffer.request, buffer.handle_out, error, _MESSAGE_MAX)
         if status in {lib.HORO_ERR_USAGE, lib.HORO_ERR_UNSUPPORTED, lib.HORO_ERR_RESOURCE}:
             lib.horo_refuse(self._context, buffer.request.team, buffer.request.name, status, error)
+        elif status == lib.HORO_ERR_DUPLICATE_NAME:
+            self.duplicate = ffi.string(buffer.request.name).decode()
         _check(status, error)
 
     def refuse(self, team: int, name: str, reason: UsageError) -> None:
@@ -310,7 +314,7 @@ class Context:
         """Reports to the core the requests for which the threads of this context wait."""
         question = lib.horo_blocked_question(self._context)  # frames that are read from here on answer it
         callers = self._callers()
-        blocked = describe_blocked(self, Context._wait_long.__code__, callers, is_alone=self.is_alone)
+        blocked = describe_blocked(self, self._wait_long.__code__, callers, self.duplicate, is_alone=self.is_alone)
         others = blocked.others or ("one of many threads" if len(callers) == lib.HORO_CALLERS_MAX else "")
         places = [ffi.new("char[]", wait.place.encode("utf-8", "replace")) for wait in blocked.waits]
         waits = ffi.new("horo_waiting[]", len(places))

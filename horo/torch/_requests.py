@@ -287,8 +287,7 @@ def _check_rows(tensors: Sequence[torch.Tensor], spec: Spec, needs: str) -> None
 def tell_refused(spec: Spec, error: UsageError) -> None:
     """Lets the call that is refused with ``error`` fail on the other ranks of the process set, too.
 
-    They would wait for this rank. An automatic name is used up, as those of the others are. Never blocks; without
-    effect on who has made no such call.
+    They would wait for this rank. Uses up an automatic name, as theirs are. Never blocks; leaves other calls alone.
     """
     runtime, call = _runtime.current(), object()
     try:
@@ -448,6 +447,7 @@ def _execute(runtime: _runtime.Runtime, cached: CachedRequest, memory: object) -
 
 def _check_name(owner: Request) -> None:
     if owner.is_held():
+        owner._runtime.core.duplicate = owner.label  # nobody else is told: who knows which call of theirs it is
         raise UsageError(
             f"'{owner.label}': a tensor of this name is being processed already; call synchronize() with its handle "
             "first, or use another name"

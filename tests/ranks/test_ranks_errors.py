@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,8 @@ from jobs import wait_until
 from rank_pool import RankPool
 
 import horo.torch as hvd
-from horo.errors import MismatchError
+from horo.errors import AbortedError, DeadlockError, MismatchError
+from horo.torch import _runtime
 
 DISAGREEMENTS: dict[str, tuple[Callable[[int], Any], str, str]] = {
     "shape": (lambda r: hvd.allreduce(torch.ones(2, 2 + r), name="x"), "float32 [2, 2]", "float32 [2, 3]"),
@@ -120,6 +122,42 @@ def test_a_name_is_taken_until_its_handle_is_synchronized_polled_or_gone(ranks2:
             hvd.barrier()
 
     ranks2.run(check)
+
+
+@pytest.mark.parametrize("by_thread", [False, True])
+def test_ranks_that_wait_for_a_call_that_was_refused_for_its_name_are_told(by_thread: bool) -> None:
+    def check(by_thread: bool) -> str:
+        hvd.init()
+        thread = threading.Thread(target=_fail)
+        if hvd.rank() == 0 and by_thread:
+            thread.start()
+            wait_until(lambda: _runtime.current().core.counters()["requests"], "its name is taken", deadline_s=60)
+        elif not by_thread:
+            handle = hvd.allreduce_async(torch.ones(3), name="twice", op=hvd.Sum)
+        if hvd.rank() == 0:
+            with pytest.raises(ValueError, match="is being processed already"):
+                hvd.allreduce(torch.ones(3), name="twice")
+        elif not by_thread:
+            hvd.synchronize(handle)
+        name = "other" if hvd.rank() == 0 else "later" if by_thread else "twice"
+        with pytest.raises(DeadlockError) as error:
+            hvd.allreduce(torch.ones(3), name=name)
+        if thread.ident is not None:
+            thread.join()
+        return str(error.value)
+
+    pool = RankPool(2, init=False, environment={"HORO_DEADLOCK_TIME_SECONDS": "0.5"})
+    try:
+        for told in pool.run(check, by_thread):
+            assert re.search(r"\(\S+:\d+; a second 'allreduce\.twice' was refused before\)", told), told
+            assert re.search(r"rank 1 for 'allreduce\.\w+' \(\S+:\d+\)", told), told
+    finally:
+        pool.close()
+
+
+def _fail() -> None:
+    with pytest.raises((DeadlockError, AbortedError)):
+        hvd.allreduce(torch.ones(3), name="twice")
 
 
 def test_an_old_handle_does_not_free_the_name_of_a_later_operation(ranks2: RankPool) -> None:
