@@ -460,8 +460,9 @@ def test_ranks_may_end_in_the_middle_of_what_joined_ones_do_for_them(hosts: list
             with pytest.raises(PeerLostError):
                 for step in range(10_000):
                     if rank.rank == dead and step == 20:
-                        rank.submit("allreduce", "x", [np.ones(count)], reduce_op=SUM)
+                        handle = rank.submit("allreduce", "x", [np.ones(count)], reduce_op=SUM)
                         group.kill(dead)
+                        rank.finish(handle)  # its engine lives on and uses the tensor until then
                     rank.allreduce(np.ones(count), "y" if rank.rank == dead and step >= 20 else "x")
 
         group.run(body)
