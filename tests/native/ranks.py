@@ -280,10 +280,13 @@ def run_ranks(function: Callable[[Rank], T], hosts: Sequence[int] = (2,), **opti
 
 
 def dies_in_the_middle(
-    hosts: Sequence[int], victim: int, submit: Callable[[Rank], int], run: Callable[[Rank], None]
+    hosts: Sequence[int], victim: int, submit: Callable[[Rank], int], run: Callable[[Rank], None], **options: Any
 ) -> None:
-    """Rank ``victim`` dies after it has called ``submit``; the others repeat ``run`` until they learn of that."""
-    with Group(hosts, segment_bytes=1 << 12) as group:
+    """Rank ``victim`` dies after it has called ``submit``; the others repeat ``run`` until they learn of that.
+
+    ``options`` are those of ``make_setups``.
+    """
+    with Group(hosts, **{"segment_bytes": 1 << 12, **options}) as group:
 
         def body(rank: Rank) -> None:
             if rank.rank == victim:
