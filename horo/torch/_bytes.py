@@ -21,4 +21,6 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 def tensor_of(data: bytes) -> torch.Tensor:
     """A uint8 tensor with a copy of the bytes."""
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    if not data:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -21,7 +21,7 @@ class Comparison:
 
     def __init__(self, label: str, name: str, values: Mapping[str, int], team: int) -> None:
         self._names = sorted(values)
-        sums = torch.tensor([values[name] for name in self._names], dtype=torch.int64)
+        sums = torch.tensor([values[name] for name in self._names], dtype=torch.int64, device="cpu")
         self.request = start_allreduce([torch.cat([sums, -sums])], Spec(label, name, Max, team=team), sync=True)
 
     def finish(self) -> list[str]:

@@ -116,9 +116,9 @@ def take_result(core: _core.Context, handle: int, index: int, like: torch.Tensor
 
 
 def new_empty(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """A new contiguous tensor with the dtype and device of another one."""
+    """A new contiguous tensor with the dtype and device of another one, whatever torch's default device is."""
     if like.is_cpu:
-        return torch.empty(shape, dtype=like.dtype)
+        return torch.empty(shape, dtype=like.dtype, device="cpu")
     return like.new_empty(shape)
 
 

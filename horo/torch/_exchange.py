@@ -194,7 +194,7 @@ class Exchange(Member):
         states = [item.state for item in pending.packed] or [state]
         forms = [[0 if item.was_unused else 1, self._sparse_dims(item), pending.mark] for item in states]
         name = f"{_request_name(state)}.form"
-        return start_allgather([torch.tensor(forms)], _kind(state), name, sync=True, team=self.team)
+        return start_allgather([torch.tensor(forms, device="cpu")], _kind(state), name, sync=True, team=self.team)
 
     def _start_again(
         self, state: ParameterState, pending: PendingReduction, forms: Gathered
@@ -251,8 +251,8 @@ class Exchange(Member):
 
 def _empty_rows(parameter: torch.Tensor, sparse_dims: int) -> torch.Tensor:
     """A sparse gradient without rows."""
-    indices = torch.empty((sparse_dims, 0), dtype=torch.int64)
-    values = torch.empty((0, *parameter.shape[sparse_dims:]), dtype=parameter.dtype)
+    indices = torch.empty((sparse_dims, 0), dtype=torch.int64, device=parameter.device)
+    values = parameter.new_empty((0, *parameter.shape[sparse_dims:]))
     return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=True)
 
 

@@ -495,5 +495,5 @@ def _take_one(core: _core.Context, handle: int, index: int, tensor: torch.Tensor
 def _gathered(buffer: Any, rows: list[int], tensor: torch.Tensor) -> Gathered:
     shape = (sum(rows), *tensor.shape[1:])
     if len(buffer) == 0:
-        return Gathered(to_device(torch.empty(shape, dtype=tensor.dtype), tensor), rows)
+        return Gathered(to_device(torch.empty(shape, dtype=tensor.dtype, device="cpu"), tensor), rows)
     return Gathered(to_device(torch.frombuffer(buffer, dtype=tensor.dtype).view(shape), tensor), rows)

@@ -50,8 +50,8 @@ def _find_counter() -> Callable[[Sequence[torch.Tensor]], None]:
     beneath: Any = getattr(torch._C, "_increment_version", None)
     try:
         with torch.inference_mode():
-            frozen = torch.empty(0)
-        beneath([torch.empty(0), frozen])
+            frozen = torch.empty(0, device="cpu")
+        beneath([torch.empty(0, device="cpu"), frozen])
     except (RuntimeError, TypeError):
         return _count_singly
     counter: Callable[[Sequence[torch.Tensor]], None] = beneath

@@ -44,7 +44,7 @@ class ReducingClosure:
         if isinstance(loss, torch.Tensor) and loss.is_floating_point():
             return run_allreduce([loss.detach()], spec)[0]
         if isinstance(loss, float):
-            return run_allreduce([torch.tensor([loss], dtype=torch.float64)], spec)[0].item()
+            return run_allreduce([torch.tensor([loss], dtype=torch.float64, device="cpu")], spec)[0].item()
         return loss
 
 

@@ -25,7 +25,7 @@ class UsageCheck:
 
     def __init__(self, label: str, team: int, states: Iterable[ParameterState]) -> None:
         self._states = sorted(states, key=lambda state: state.name)  # ranks may have other orders
-        used = torch.tensor([not state.was_unused for state in self._states], dtype=torch.uint8)
+        used = torch.tensor([not state.was_unused for state in self._states], dtype=torch.uint8, device="cpu")
         self.request = start_allreduce([used], Spec(f"{label}.check", "usage", Max, team=team), sync=True)
 
     def finish(self) -> None:

@@ -94,7 +94,7 @@ def alltoall_async(
 
 
 def _pair(gathered: Gathered) -> tuple[torch.Tensor, torch.Tensor]:
-    return gathered.tensor, torch.tensor(gathered.rows, dtype=torch.int32)
+    return gathered.tensor, torch.tensor(gathered.rows, dtype=torch.int32, device="cpu")
 
 
 def _call(

@@ -272,7 +272,7 @@ def _agree(lines: Sequence[str], what: str, process_set: ProcessSet) -> list[int
         Those ranks of the set that take part, as none does that has joined.
     """
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).digest()
-    own = torch.tensor([int.from_bytes(digest, "little", signed=True)])
+    own = torch.tensor([int.from_bytes(digest, "little", signed=True)], device="cpu")
     team = resolve_process_set(process_set, what)
     everyone: Gathered = start_allgather([own], what, None, sync=True, team=team).wait()[0]
     ranks = everyone.present(_runtime.current().teams.find(team).ranks)
@@ -345,7 +345,7 @@ def _share(produce: Callable[[], Any], root_rank: int, what: str, name: str | No
         if is_root:
             sealed = tensor_of(key.seal(root_rank, payload))
         else:
-            sealed = torch.empty(key.sealed_bytes(root_rank), dtype=torch.uint8)
+            sealed = torch.empty(key.sealed_bytes(root_rank), dtype=torch.uint8, device="cpu")
         run_broadcast([sealed], root_rank, what, name, in_place=True, team=team)
     if failure is not None:
         raise failure
@@ -483,7 +483,7 @@ def _home(placeholder: _Placeholder, present: Any, like: torch.Tensor | None) ->
     ):
         return present
     if like is None or not placeholder.is_beside:
-        return torch.empty(placeholder.shape, dtype=placeholder.dtype)
+        return torch.empty(placeholder.shape, dtype=placeholder.dtype, device="cpu")
     if tuple(like.shape) == placeholder.shape:
         return torch.empty_like(like, dtype=placeholder.dtype, requires_grad=False)
     return like.detach().new_empty(placeholder.shape, dtype=placeholder.dtype)

@@ -72,7 +72,7 @@ class MetricAverage:
         number = None if isinstance(value, torch.Tensor) else _number(value)
         if number is None:
             raise UsageError(f"MetricAverage.update({name}=...): {_shown(value)} is not one number")
-        return torch.tensor(number, dtype=torch.float64)
+        return torch.tensor(number, dtype=torch.float64, device="cpu")
 
     def compute(self) -> dict[str, float]:
         """The means over all that the ranks have added since the last ``reset()``, equal on all ranks.
@@ -89,7 +89,7 @@ class MetricAverage:
         """
         own = [*(float(total) for total in self._sums.values()), *self._weights.values()]
         name = "metric_average." + ",".join(self._names)
-        sent = torch.tensor(own, dtype=torch.float64)
+        sent = torch.tensor(own, dtype=torch.float64, device="cpu")
         found = allreduce(sent, name=name, op=Sum, process_set=self._process_set).tolist()
         totals, weights = found[: len(self._names)], found[len(self._names) :]
         return {
@@ -99,7 +99,7 @@ class MetricAverage:
 
     def reset(self) -> None:
         """Forgets what this rank has added."""
-        self._sums = {name: torch.zeros((), dtype=torch.float64) for name in self._names}
+        self._sums = {name: torch.zeros((), dtype=torch.float64, device="cpu") for name in self._names}
         self._weights = dict.fromkeys(self._names, 0.0)
 
 
