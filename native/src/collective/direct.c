@@ -312,6 +312,11 @@ static int sum_next(struct hr_direct *run) {
     return HR_TASK_MOVED;
 }
 
+/* Where the group has ended, a member's call may have failed before I read its memory, which it may have changed. */
+static int may_be_untrue(const struct hr_team *team) {
+    return hr_arena_aborted(&team->node->arena).code != 0;
+}
+
 static int progress(struct hr_task *task) {
     struct hr_direct *run = (struct hr_direct *)task; /* its first member */
     struct hr_team *team = run->team;
@@ -334,7 +339,7 @@ static int progress(struct hr_task *task) {
         }
         return run->move.sum == NULL ? read_next(run) : sum_next(run);
     case STAGE_END: /* until all have read, nobody's memory is the caller's again */
-        if (!hr_team_reached(team, HR_PHASE_DRAINED, run->parity)) {
+        if (!hr_team_reached(team, HR_PHASE_DRAINED, run->parity) || may_be_untrue(team)) {
             return HR_TASK_BLOCKED;
         }
         conclude(team);

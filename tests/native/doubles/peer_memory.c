@@ -4,9 +4,12 @@
  *     REFUSED  error number with which calls end, from number AFTER on (0: none does)
  *     PIECE    most bytes read by one call; 0: all
  *     FORGES   1: the last bytes that a call reads are not those of that process
+ *     HELD     call of this number waits, before it reads, until the fifo $HELD_BY is opened and closed by a writer
  */
 #include <errno.h>
+#include <fcntl.h>
 #include <stdatomic.h>
+#include <stdlib.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -23,11 +26,26 @@
 #ifndef FORGES
 #define FORGES 0
 #endif
+#ifndef HELD
+#define HELD (-1)
+#endif
+
+static void hold(void) {
+    char byte;
+    const int fifo = open(getenv("HELD_BY"), O_RDONLY);
+    while (read(fifo, &byte, 1) > 0) {
+    }
+    (void)close(fifo);
+}
 
 ssize_t process_vm_readv(pid_t process, const struct iovec *local, unsigned long local_count,
                          const struct iovec *remote, unsigned long remote_count, unsigned long flags) {
     static atomic_int calls;
-    if (REFUSED != 0 && atomic_fetch_add(&calls, 1) >= AFTER) {
+    const int number = atomic_fetch_add(&calls, 1);
+    if (number == HELD) {
+        hold();
+    }
+    if (REFUSED != 0 && number >= AFTER) {
         errno = REFUSED;
         return -1;
     }
