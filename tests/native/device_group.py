@@ -109,9 +109,9 @@ class Nccl:
         self.lib.double_nccl_fail(PLACES.index(place), rank, at, code)
 
     def counts(self) -> dict[str, int]:
-        numbers = (ctypes.c_int * 7)()
+        numbers = (ctypes.c_int * 8)()
         self.lib.double_nccl_count(numbers)
-        names = ("comms", "aborts", "destroys", "misuses", "scales", "launched", "mismatches")
+        names = ("comms", "aborts", "destroys", "misuses", "scales", "launched", "mismatches", "wrong_orders")
         return dict(zip(names, numbers, strict=True))
 
 

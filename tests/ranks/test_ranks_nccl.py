@@ -89,6 +89,23 @@ def test_functions_by_nccl_and_staged_ones_among_them(pool: RankPool, doubles: t
     pool.run(check, *doubles)
 
 
+def test_process_sets_by_nccl(pool: RankPool, doubles: tuple[str, str]) -> None:
+    def check(*paths: str) -> None:
+        gpu, r = gpu_double.load(*paths), hvd.rank()
+        for step in range(2):
+            sets = [hvd.add_process_set([0]), hvd.add_process_set([1])]
+            handles = [
+                hvd.allreduce_async(gpu.put(2 * torch.ones(3), r), op=hvd.Sum, process_set=sets[r]),
+                hvd.allreduce_async(gpu.put(torch.ones(3), r), op=hvd.Sum),
+            ]
+            for handle in handles if r == 0 else handles[::-1]:
+                assert gpu.read(hvd.synchronize(handle)).tolist() == [2, 2, 2]
+            assert gpu.launched() == (step + 1) * 2
+            assert all(hvd.remove_process_set(each) for each in sets)
+
+    pool.run(check, *doubles)
+
+
 def test_tensors_of_a_request_are_kept_until_the_stream_that_waits_is_behind_it(
     pool: RankPool, doubles: tuple[str, str]
 ) -> None:

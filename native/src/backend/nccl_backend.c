@@ -234,7 +234,7 @@ static int nccl_progress(struct hr_backend *backend) {
 }
 
 static void nccl_cancel(struct hr_backend *backend) {
-    hr_nccl_abort(nccl_of(backend)->comm);
+    hr_nccl_abort(&nccl_of(backend)->comm, 1);
 }
 
 static int nccl_is_ending(const struct hr_backend *backend) {

@@ -33,7 +33,6 @@ static int create_parts(struct hr_nccl_comm *comm, int size, int rank, const str
         .max_ctas = INT_MIN,
         .split_share = INT_MIN,
     };
-    HR_TRY(hr_device_create_stream(comm->device, &comm->stream, error));
     HR_TRY(hr_cuda_check(cuda, cuda->event_create(&comm->fence, HR_CUDA_EVENT_DISABLE_TIMING), "cuEventCreate", error));
     const int code = comm->nccl->comm_init_rank_config(&comm->handle, size, *id, rank, &config);
     return hr_nccl_check(comm->nccl, code, "ncclCommInitRankConfig", comm->handle, error);
@@ -44,17 +43,13 @@ static void free_parts(struct hr_nccl_comm *comm) {
     if (comm->fence != NULL) {
         (void)cuda->event_destroy(comm->fence);
     }
-    if (comm->stream != NULL) {
-        (void)cuda->stream_destroy(comm->stream);
-    }
     comm->fence = NULL;
-    comm->stream = NULL;
 }
 
-int hr_nccl_connect(struct hr_nccl_comm *comm, const struct hr_nccl *nccl, struct hr_device *device, int size, int rank,
-                    const struct hr_nccl_id *id, struct hr_error *error) {
+int hr_nccl_connect(struct hr_nccl_comm *comm, const struct hr_nccl *nccl, struct hr_device *device, void *stream,
+                    int size, int rank, const struct hr_nccl_id *id, struct hr_error *error) {
     struct hr_device_visit visit;
-    *comm = (struct hr_nccl_comm){.nccl = nccl, .device = device, .state = HR_NCCL_NONE};
+    *comm = (struct hr_nccl_comm){.nccl = nccl, .device = device, .stream = stream, .state = HR_NCCL_NONE};
     HR_TRY(hr_device_enter(device, &visit, error));
     const int status = create_parts(comm, size, rank, id, error);
     if (status == HORO_OK) {
@@ -182,17 +177,30 @@ static int look_at_fence(struct hr_nccl_comm *comm) {
     return 1;
 }
 
+/* It has ended in order. */
+static void destroy(struct hr_nccl_comm *comm) {
+    (void)comm->nccl->comm_destroy(comm->handle);
+    comm->handle = NULL;
+    comm->state = HR_NCCL_NONE;
+}
+
 /* As hr_nccl_poll, or a status. */
 static int look(struct hr_nccl_comm *comm) {
     int code = HR_NCCL_OK;
     HR_TRY(checked(comm, comm->nccl->comm_get_async_error(comm->handle, &code), "ncclCommGetAsyncError"));
-    const char *what = comm->state == HR_NCCL_CONNECTING ? "NCCL's connecting" : "a collective of NCCL";
+    const char *what = comm->state == HR_NCCL_CONNECTING ? "NCCL's connecting"
+                       : comm->state == HR_NCCL_ENDING   ? "the end of a communicator of NCCL"
+                                                         : "a collective of NCCL";
     HR_TRY(checked(comm, code, what));
     if (comm->state == HR_NCCL_IDLE) {
         return look_at_fence(comm);
     }
     if (code == HR_NCCL_IN_PROGRESS) {
         return 0;
+    }
+    if (comm->state == HR_NCCL_ENDING) {
+        destroy(comm);
+        return 1;
     }
     if (comm->state == HR_NCCL_LAUNCHING) {
         HR_TRY(finish_launch(comm));
@@ -204,7 +212,7 @@ static int look(struct hr_nccl_comm *comm) {
 int hr_nccl_poll(struct hr_nccl_comm *comm) {
     struct hr_device_visit visit;
     const int is_busy = comm->state == HR_NCCL_CONNECTING || comm->state == HR_NCCL_LAUNCHING ||
-                        (comm->state == HR_NCCL_IDLE && comm->is_in_flight);
+                        comm->state == HR_NCCL_ENDING || (comm->state == HR_NCCL_IDLE && comm->is_in_flight);
     if (!is_busy) {
         return 0;
     }
@@ -221,20 +229,55 @@ int hr_nccl_poll(struct hr_nccl_comm *comm) {
 
 /* ---- The end ---- */
 
-void hr_nccl_abort(struct hr_nccl_comm *comm) {
-    struct hr_error ignored = {0};
+void hr_nccl_end(struct hr_nccl_comm *comm) {
     struct hr_device_visit visit;
-    if (comm->handle == NULL) {
+    if (hr_device_enter(comm->device, &visit, &comm->failure) != HORO_OK) {
+        (void)broken(comm);
         return;
     }
-    const int has_entered = hr_device_enter(comm->device, &visit, &ignored) == HORO_OK;
-    (void)comm->nccl->comm_abort(comm->handle);
-    if (has_entered) {
+    const int status = checked(comm, comm->nccl->comm_finalize(comm->handle), "ncclCommFinalize");
+    hr_device_leave(comm->device, &visit);
+    comm->state = status == HORO_OK ? HR_NCCL_ENDING : HR_NCCL_BROKEN;
+}
+
+/* Behind what has been aborted. */
+static void fence(struct hr_nccl_comm *comm) {
+    struct hr_error ignored = {0};
+    struct hr_device_visit visit;
+    if (hr_device_enter(comm->device, &visit, &ignored) == HORO_OK) {
         comm->is_in_flight = comm->device->cuda->event_record(comm->fence, comm->stream) == HR_CUDA_OK;
         hr_device_leave(comm->device, &visit);
     }
     comm->handle = NULL;
     comm->state = HR_NCCL_NONE;
+}
+
+void hr_nccl_abort(struct hr_nccl_comm *const *comms, size_t count) {
+    const struct hr_nccl *nccl = NULL;
+    struct hr_error ignored = {0};
+    struct hr_device_visit visit;
+    for (size_t i = 0; i < count; i++) {
+        if (comms[i]->handle == NULL) {
+            continue;
+        }
+        if (nccl == NULL && count > 1) {
+            (void)comms[i]->nccl->group_start();
+        }
+        nccl = comms[i]->nccl;
+        const int has_entered = hr_device_enter(comms[i]->device, &visit, &ignored) == HORO_OK;
+        (void)nccl->comm_abort(comms[i]->handle);
+        if (has_entered) {
+            hr_device_leave(comms[i]->device, &visit);
+        }
+    }
+    if (nccl != NULL && count > 1) {
+        (void)nccl->group_end();
+    }
+    for (size_t i = 0; i < count; i++) {
+        if (comms[i]->handle != NULL) {
+            fence(comms[i]);
+        }
+    }
 }
 
 int hr_nccl_is_quiet(struct hr_nccl_comm *comm) {
@@ -251,38 +294,22 @@ static void wait_a_moment(void) {
     (void)nanosleep(&moment, NULL);
 }
 
-/* The caller has entered the device. Whether NCCL has nothing more to do, and no rank needs this one. */
-static int finalize(struct hr_nccl_comm *comm, int64_t until_ns) {
-    int code = comm->nccl->comm_finalize(comm->handle);
-    while (code == HR_NCCL_IN_PROGRESS && hr_now_ns() < until_ns) {
-        wait_a_moment();
-        if (comm->nccl->comm_get_async_error(comm->handle, &code) != HR_NCCL_OK) {
-            return 0;
-        }
-    }
-    return code == HR_NCCL_OK;
-}
-
 void hr_nccl_close(struct hr_nccl_comm *comm, int in_order, int timeout_ms) {
     const int64_t until_ns = hr_now_ns() + (int64_t)timeout_ms * 1000000;
     struct hr_error ignored = {0};
     struct hr_device_visit visit;
-    while (in_order && (comm->state == HR_NCCL_LAUNCHING || (comm->state == HR_NCCL_IDLE && comm->is_in_flight)) &&
-           hr_now_ns() < until_ns) {
-        if (!hr_nccl_poll(comm)) {
+    while (in_order && hr_now_ns() < until_ns &&
+           (comm->state == HR_NCCL_LAUNCHING || comm->state == HR_NCCL_ENDING || comm->state == HR_NCCL_IDLE)) {
+        if (comm->state == HR_NCCL_IDLE && !comm->is_in_flight) {
+            hr_nccl_end(comm);
+        } else if (!hr_nccl_poll(comm)) {
             wait_a_moment();
         }
     }
-    if (comm->device == NULL || hr_device_enter(comm->device, &visit, &ignored) != HORO_OK) {
-        return;
+    hr_nccl_abort(&comm, 1);
+    if (comm->device != NULL && hr_device_enter(comm->device, &visit, &ignored) == HORO_OK) {
+        free_parts(comm);
+        hr_device_leave(comm->device, &visit);
     }
-    if (in_order && comm->state == HR_NCCL_IDLE && !comm->is_in_flight && finalize(comm, until_ns)) {
-        (void)comm->nccl->comm_destroy(comm->handle);
-        comm->handle = NULL;
-        comm->state = HR_NCCL_NONE;
-    }
-    hr_nccl_abort(comm);
-    free_parts(comm);
-    hr_device_leave(comm->device, &visit);
     comm->device = NULL;
 }

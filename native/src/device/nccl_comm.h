@@ -1,6 +1,6 @@
 /*
- * A communicator of NCCL, between a GPU of this rank and as many GPUs of other ranks, with a stream of its own. No
- * function blocks for another rank: what is in progress is polled. One thread at a time.
+ * A communicator of NCCL, between a GPU of this rank and as many GPUs of other ranks. Those of one GPU share a stream.
+ * No function blocks for another rank, but for close: what is in progress is polled. One thread at a time.
  *
  *     state      | what has happened                             | what comes next
  *     -----------+-----------------------------------------------+-------------------------------------------------
@@ -8,6 +8,7 @@
  *     CONNECTING | the ranks look for one another                | hr_nccl_poll, until it is IDLE
  *     IDLE       | all that was launched is on the stream        | hr_nccl_launch
  *     LAUNCHING  | a launch is not wholly on the stream yet      | hr_nccl_poll, until it is IDLE
+ *     ENDING     | the ranks end it in order                     | hr_nccl_poll, until it is NONE
  *     BROKEN     | NCCL or the GPU has failed: `failure` says how | hr_nccl_abort
  */
 #ifndef HR_DEVICE_NCCL_COMM_H
@@ -18,7 +19,8 @@
 #include "device/device.h"
 #include "device/nccl.h"
 
-enum hr_nccl_state { HR_NCCL_NONE, HR_NCCL_CONNECTING, HR_NCCL_IDLE, HR_NCCL_LAUNCHING, HR_NCCL_BROKEN };
+enum hr_nccl_state { HR_NCCL_NONE, HR_NCCL_CONNECTING, HR_NCCL_IDLE, HR_NCCL_LAUNCHING,
+                     HR_NCCL_ENDING, HR_NCCL_BROKEN };
 
 enum { HR_NCCL_DTYPES = 10 };
 
@@ -26,7 +28,7 @@ struct hr_nccl_comm {
     const struct hr_nccl *nccl;
     struct hr_device *device;
     void *handle; /* NCCL's; NULL: there is none */
-    void *stream;
+    void *stream; /* the GPU's, which outlives it */
     void *fence;  /* an event behind what was launched last */
     enum hr_nccl_state state;
     int is_in_flight; /* something that was launched has not been seen to end */
@@ -51,10 +53,13 @@ struct hr_nccl_call {
 };
 
 /* HORO_OK, or HORO_ERR_RESOURCE with a sentence and nothing left behind. */
-int hr_nccl_connect(struct hr_nccl_comm *comm, const struct hr_nccl *nccl, struct hr_device *device, int size, int rank,
-                    const struct hr_nccl_id *id, struct hr_error *error);
+int hr_nccl_connect(struct hr_nccl_comm *comm, const struct hr_nccl *nccl, struct hr_device *device, void *stream,
+                    int size, int rank, const struct hr_nccl_id *id, struct hr_error *error);
 
-/* CONNECTING, LAUNCHING: 1 if it is another state now. IDLE: 1 if nothing is in flight any more, or it is BROKEN. 0. */
+/*
+ * CONNECTING, LAUNCHING, ENDING: 1 if it is another state now. IDLE: 1 if nothing is in flight any more, or it is
+ * BROKEN. 0.
+ */
 int hr_nccl_poll(struct hr_nccl_comm *comm);
 
 /*
@@ -63,8 +68,13 @@ int hr_nccl_poll(struct hr_nccl_comm *comm);
  */
 int hr_nccl_launch(struct hr_nccl_comm *comm, const struct hr_nccl_call *calls, size_t count, const uint64_t *factors);
 
-/* What is in flight ends with whatever it has. Any state. */
-void hr_nccl_abort(struct hr_nccl_comm *comm);
+/* IDLE, and nothing in flight: the ranks end it, as all do. The state is ENDING or BROKEN. */
+void hr_nccl_end(struct hr_nccl_comm *comm);
+/*
+ * What is in flight ends with whatever it has. Any state. Those of one GPU all at once: the kernel of one may stand
+ * behind that of another on their stream.
+ */
+void hr_nccl_abort(struct hr_nccl_comm *const *comms, size_t count);
 /* Whether no kernel of it touches memory any more. Any state. */
 int hr_nccl_is_quiet(struct hr_nccl_comm *comm);
 /*

@@ -11,7 +11,6 @@
 
 enum {
     CLOSE_MS = 5000,
-    LOOK_SOON_NS = 50000,  /* for what holds up a request: a launch, or the connecting */
     LOOK_NS = 1000000,     /* for failures of what runs on the GPU, which holds up nobody here */
 };
 
@@ -26,10 +25,12 @@ static int create(struct hr_by_nccl **by, const char *const *paths, size_t path_
     if (made == NULL) {
         return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for NCCL");
     }
-    made->mine.is_able = hr_nccl_load(&made->nccl, paths, path_count, &library, &lack) == HORO_OK;
-    made->mine.version = library.version;
-    (void)snprintf(made->mine.lack, sizeof made->mine.lack, "%.*s", HR_NCCL_TEXT_BYTES - 1, lack.text);
-    made->held_last = &made->held_first;
+    made->able.is_able = hr_nccl_load(&made->nccl, paths, path_count, &library, &lack) == HORO_OK;
+    made->able.version = library.version;
+    (void)snprintf(made->able.lack, sizeof made->able.lack, "%.*s", HR_NCCL_TEXT_BYTES - 1, lack.text);
+    for (int i = 0; i < HR_TEAMS_MAX; i++) {
+        made->teams[i].held_last = &made->teams[i].held_first;
+    }
     atomic_init(&made->device, -1);
     *by = made;
     return HORO_OK;
@@ -51,21 +52,37 @@ int hr_engine_use_nccl(struct hr_engine *engine, const char *const *paths, size_
     return status;
 }
 
+/* NULL: this rank is no member. */
+static struct hr_nccl_team *find_team(struct hr_engine *engine, struct hr_by_nccl *by, int32_t id) {
+    struct hr_error ignored = {0};
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    const struct hr_team_place *place = hr_engine_find_team(engine, id, NULL, &ignored);
+    struct hr_nccl_team *team = place == NULL || place->lane == NULL ? NULL : &by->teams[hr_team_number(id)];
+    (void)pthread_mutex_unlock(&engine->submission.lock);
+    return team;
+}
+
 int hr_engine_mark_for_nccl(struct hr_engine *engine, struct hr_request *request, struct hr_error *error) {
     const horo_request *call = &request->call;
     struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
+    struct hr_nccl_team *team = by == NULL || !hr_nccl_can(call) ? NULL : find_team(engine, by, call->team);
     struct hr_device *device;
-    if (by == NULL || call->team != 0 || atomic_load(&by->stage) == HR_BY_NCCL_REFUSED || !hr_nccl_can(call)) {
+    if (team == NULL || atomic_load(&team->stage) == HR_BY_NCCL_REFUSED) {
         return HORO_OK;
     }
     HR_TRY(hr_stager_device(atomic_load(&engine->stager), call->device - 1, &device, error));
-    if (atomic_load(&by->stage) == HR_BY_NCCL_ASKED) {
-        HR_TRY(hr_nccl_begin_setup(engine, call->device - 1, error));
+    if (atomic_load(&team->stage) == HR_BY_NCCL_ASKED) {
+        HR_TRY(hr_nccl_begin_setup(engine, call->team, call->device - 1, error));
     }
     if (atomic_load(&by->device) != call->device - 1) {
         return HORO_OK; /* on another GPU than the others of this rank */
     }
     return hr_mark_create(device, (void *)(uintptr_t)call->stream, &request->mark, error);
+}
+
+static struct hr_nccl_team *team_of(const struct hr_engine *engine, const struct hr_lane *lane) {
+    struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
+    return by == NULL ? NULL : &by->teams[lane->team->number];
 }
 
 /* With the lock held. */
@@ -75,54 +92,55 @@ static void announce(struct hr_engine *engine, struct hr_request *request) {
 }
 
 void hr_engine_queue_for_nccl(struct hr_engine *engine, struct hr_request *request) {
-    struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
-    if (atomic_load(&by->stage) == HR_BY_NCCL_READY && by->held_first == NULL) {
+    struct hr_nccl_team *team = team_of(engine, request->lane);
+    if (atomic_load(&team->stage) == HR_BY_NCCL_READY && team->held_first == NULL) {
         announce(engine, request);
         return;
     }
     request->next = NULL;
-    *by->held_last = request;
-    by->held_last = &request->next;
-    atomic_store(&by->held, 1);
+    *team->held_last = request;
+    team->held_last = &request->next;
+    atomic_store(&team->held, 1);
 }
 
-void hr_engine_retry_nccl(struct hr_engine *engine) {
-    struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
-    if (by != NULL && by->until_join) {
-        by->until_join = 0;
-        atomic_store(&by->stage, HR_BY_NCCL_ASKED);
+void hr_engine_retry_nccl(struct hr_engine *engine, const struct hr_lane *lane) {
+    struct hr_nccl_team *team = team_of(engine, lane);
+    if (team != NULL && team->until_join) {
+        team->until_join = 0;
+        atomic_store(&team->stage, HR_BY_NCCL_ASKED);
     }
 }
 
 /* ---- The driver, between records ---- */
 
 /* With the lock held. */
-static struct hr_request *take_held(struct hr_by_nccl *by) {
-    struct hr_request *request = by->held_first;
+static struct hr_request *take_held(struct hr_nccl_team *team) {
+    struct hr_request *request = team->held_first;
     if (request != NULL) {
-        by->held_first = request->next;
-        by->held_last = by->held_first == NULL ? &by->held_first : by->held_last;
+        team->held_first = request->next;
+        team->held_last = team->held_first == NULL ? &team->held_first : team->held_last;
     }
-    atomic_store(&by->held, by->held_first != NULL);
+    atomic_store(&team->held, team->held_first != NULL);
     return request;
 }
 
 void hr_engine_drop_held(struct hr_engine *engine) {
-    struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
-    while (by != NULL && take_held(by) != NULL) {
+    for (int i = 0; i < engine->lane_count && atomic_load(&engine->by_nccl) != NULL; i++) {
+        while (take_held(team_of(engine, engine->lanes[i])) != NULL) {
+        }
     }
 }
 
-static int is_decided(const struct hr_by_nccl *by) {
-    const int stage = atomic_load(&by->stage);
+static int is_decided(const struct hr_nccl_team *team) {
+    const int stage = atomic_load(&team->stage);
     return stage == HR_BY_NCCL_READY || stage == HR_BY_NCCL_REFUSED;
 }
 
-static void release_held(struct hr_engine *engine, struct hr_by_nccl *by) {
+static void release_held(struct hr_engine *engine, struct hr_nccl_team *team) {
     (void)pthread_mutex_lock(&engine->submission.lock);
     struct hr_request *request;
-    while ((request = take_held(by)) != NULL) {
-        if (atomic_load(&by->stage) == HR_BY_NCCL_READY) {
+    while ((request = take_held(team)) != NULL) {
+        if (atomic_load(&team->stage) == HR_BY_NCCL_READY) {
             announce(engine, request);
             continue;
         }
@@ -135,69 +153,134 @@ static void release_held(struct hr_engine *engine, struct hr_by_nccl *by) {
 }
 
 /* NCCL does not say who is to blame. A rank that is gone is heard of in a moment; else this one ends the group. */
-static int turn_broken(struct hr_engine *engine, struct hr_by_nccl *by) {
+static int turn_broken(struct hr_engine *engine, struct hr_nccl_team *team) {
     char words[HORO_MESSAGE_MAX];
-    if (by->is_told) {
+    if (team->is_told) {
         return 0;
     }
-    if (by->tell_ns == 0) {
-        by->tell_ns = hr_now_ns() + CONFIRM_NS;
-        hr_log(&engine->node->log, HORO_LOG_ERROR, "NCCL: %s", by->comm.failure.text);
+    if (team->tell_ns == 0) {
+        team->tell_ns = hr_now_ns() + CONFIRM_NS;
+        hr_log(&engine->node->log, HORO_LOG_ERROR, "NCCL: %s", team->comm.failure.text);
     }
-    if (hr_now_ns() < by->tell_ns) {
+    if (hr_now_ns() < team->tell_ns) {
         return 0;
     }
-    by->is_told = 1;
-    const int length = snprintf(words, sizeof words, "a failure of NCCL: %.700s", by->comm.failure.text);
+    team->is_told = 1;
+    const int length = snprintf(words, sizeof words, "a failure of NCCL: %.700s", team->comm.failure.text);
     hr_node_end(engine->node, HORO_ERR_PEER_LOST, engine->node->rank, words, (size_t)length);
     return 1;
 }
 
-static int64_t look_within(const struct hr_by_nccl *by) {
-    switch (by->comm.state) {
+static int64_t look_within(const struct hr_nccl_team *team) {
+    switch (team->comm.state) {
     case HR_NCCL_CONNECTING:
-    case HR_NCCL_LAUNCHING: return LOOK_SOON_NS;
-    case HR_NCCL_IDLE: return by->comm.is_in_flight ? LOOK_NS : 0;
+    case HR_NCCL_LAUNCHING: return HR_NCCL_LOOK_SOON_NS;
+    case HR_NCCL_IDLE: return team->comm.is_in_flight ? LOOK_NS : 0;
+    case HR_NCCL_ENDING:
     case HR_NCCL_BROKEN: return LOOK_NS;
     default: return 0;
     }
 }
 
+static int is_busy(const struct hr_nccl_team *team) {
+    return team->comm.is_in_flight || team->comm.state == HR_NCCL_ENDING ||
+           (team->comm.state == HR_NCCL_BROKEN && !team->is_told);
+}
+
+/* That of a launch is its task's. */
+static int look(struct hr_nccl_team *team) {
+    return team->comm.state != HR_NCCL_LAUNCHING && hr_nccl_poll(&team->comm);
+}
+
+static int turn_team(struct hr_engine *engine, const struct hr_lane *lane) {
+    struct hr_nccl_team *team = team_of(engine, lane);
+    int moved = team->has_moved;
+    team->has_moved = 0;
+    moved |= look(team);
+    moved |= hr_nccl_turn_setup(engine, lane);
+    if (team->comm.state == HR_NCCL_BROKEN) {
+        moved |= turn_broken(engine, team);
+    }
+    if (atomic_load(&team->held) && is_decided(team)) {
+        release_held(engine, team);
+        moved = 1;
+    }
+    return moved;
+}
+
+/* Those of teams that are gone: 1 if one has moved. */
+static int turn_ending(struct hr_engine *engine, struct hr_by_nccl *by) {
+    int moved = 0;
+    for (struct hr_nccl_team **link = &by->ending; *link != NULL;) {
+        struct hr_nccl_team *team = *link;
+        moved |= look(team) | team->has_moved;
+        team->has_moved = 0;
+        if (team->comm.state == HR_NCCL_IDLE && !team->comm.is_in_flight) {
+            hr_nccl_end(&team->comm);
+            moved = 1;
+        }
+        if (team->comm.state == HR_NCCL_BROKEN) {
+            moved |= turn_broken(engine, team);
+        }
+        if (team->comm.state == HR_NCCL_NONE && !team->comm.is_in_flight) {
+            *link = team->next;
+            hr_nccl_close(&team->comm, 0, 0);
+            free(team);
+            continue;
+        }
+        link = &team->next;
+    }
+    return moved;
+}
+
+/* How soon to look, and whether to look at all, of one team more. */
+static void note_looks(struct hr_engine *engine, const struct hr_nccl_team *team, int *is_any_busy) {
+    const int64_t within_ns = look_within(team);
+    int64_t *soonest_ns = &engine->node->nccl_within_ns;
+    *soonest_ns = within_ns > 0 && (*soonest_ns == 0 || within_ns < *soonest_ns) ? within_ns : *soonest_ns;
+    *is_any_busy |= is_busy(team);
+}
+
 int hr_engine_turn_nccl(struct hr_engine *engine) {
     struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
+    int is_any_busy = 0;
     if (by == NULL) {
         return 0;
     }
-    int moved = by->has_moved;
-    by->has_moved = 0;
-    if (by->comm.state != HR_NCCL_LAUNCHING) { /* that is its task's */
-        moved |= hr_nccl_poll(&by->comm);
+    int moved = by->ending != NULL && turn_ending(engine, by);
+    engine->node->nccl_within_ns = 0;
+    for (int i = 0; i < engine->lane_count; i++) {
+        moved |= turn_team(engine, engine->lanes[i]);
+        note_looks(engine, team_of(engine, engine->lanes[i]), &is_any_busy);
     }
-    moved |= hr_nccl_turn_setup(engine, by);
-    if (by->comm.state == HR_NCCL_BROKEN) {
-        moved |= turn_broken(engine, by);
+    for (const struct hr_nccl_team *team = by->ending; team != NULL; team = team->next) {
+        note_looks(engine, team, &is_any_busy);
     }
-    if (atomic_load(&by->held) && is_decided(by)) {
-        release_held(engine, by);
-        moved = 1;
-    }
-    atomic_store(&by->is_busy, by->comm.is_in_flight || (by->comm.state == HR_NCCL_BROKEN && !by->is_told));
-    engine->node->nccl_within_ns = look_within(by);
+    atomic_store(&by->is_busy, is_any_busy);
     return moved;
+}
+
+static int has_work(struct hr_nccl_team *team) {
+    team->has_moved |= look(team);
+    const int is_told = atomic_load(&team->stage) == HR_BY_NCCL_GATHERING &&
+                        atomic_load(&team->exchange->status) != HORO_IN_PROGRESS;
+    const int is_late = team->comm.state == HR_NCCL_BROKEN && !team->is_told && hr_now_ns() >= team->tell_ns;
+    return team->has_moved || is_told || is_late || (atomic_load(&team->held) && is_decided(team));
 }
 
 int hr_engine_nccl_has_work(struct hr_engine *engine) {
     struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
-    if (by == NULL) {
-        return 0;
+    for (int i = 0; i < engine->lane_count && by != NULL; i++) {
+        if (has_work(team_of(engine, engine->lanes[i]))) {
+            return 1;
+        }
     }
-    if (by->comm.state != HR_NCCL_LAUNCHING) {
-        by->has_moved |= hr_nccl_poll(&by->comm);
+    for (struct hr_nccl_team *team = by == NULL ? NULL : by->ending; team != NULL; team = team->next) {
+        if (has_work(team)) {
+            return 1;
+        }
     }
-    const int is_told = atomic_load(&by->stage) == HR_BY_NCCL_GATHERING &&
-                        atomic_load(&by->exchange->status) != HORO_IN_PROGRESS;
-    const int is_late = by->comm.state == HR_NCCL_BROKEN && !by->is_told && hr_now_ns() >= by->tell_ns;
-    return by->has_moved || is_told || is_late || (atomic_load(&by->held) && is_decided(by));
+    return 0;
 }
 
 int hr_engine_is_nccl_busy(const struct hr_engine *engine) {
@@ -220,34 +303,27 @@ static size_t divide(struct hr_request *request, char *data) {
 }
 
 int hr_engine_make_room(struct hr_engine *engine, struct hr_request *request) {
-    struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
+    struct hr_nccl_team *team = team_of(engine, request->lane);
     const size_t bytes = divide(request, NULL);
-    if (by == NULL || by->backend == NULL) {
+    if (team == NULL || team->backend == NULL) {
         return HORO_ERR_INTERNAL;
     }
-    if (by->comm.state != HR_NCCL_IDLE || bytes == 0) {
+    if (team->comm.state != HR_NCCL_IDLE || bytes == 0) {
         return HORO_OK; /* nothing will be written */
     }
-    if (hr_room_create(atomic_load(&engine->stager), by->comm.device, by->comm.stream, bytes, &request->room,
-                       &by->comm.failure) != HORO_OK) {
-        by->comm.state = HR_NCCL_BROKEN;
+    if (hr_room_create(atomic_load(&engine->stager), team->comm.device, team->comm.stream, bytes, &request->room,
+                       &team->comm.failure) != HORO_OK) {
+        team->comm.state = HR_NCCL_BROKEN;
         return HORO_OK;
     }
     (void)divide(request, request->room->data);
-    by->room = request->room;
+    team->room = request->room;
     return HORO_OK;
 }
 
-static int await_marks(struct hr_by_nccl *by, struct hr_request *const *requests, size_t count) {
-    for (size_t i = 0; i < count; i++) {
-        HR_TRY(hr_mark_await(requests[i]->mark, by->comm.stream, &by->comm.failure));
-    }
-    return HORO_OK;
-}
-
-struct hr_backend *hr_engine_begin_nccl(struct hr_engine *engine, struct hr_request *const *requests, size_t count) {
-    struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
-    if (by == NULL || by->backend == NULL || atomic_load(&by->stage) != HR_BY_NCCL_READY) {
+struct hr_backend *hr_engine_nccl_backend(struct hr_engine *engine, struct hr_request *const *requests, size_t count) {
+    struct hr_nccl_team *team = team_of(engine, requests[0]->lane);
+    if (team == NULL || team->backend == NULL || atomic_load(&team->stage) != HR_BY_NCCL_READY) {
         return NULL;
     }
     for (size_t i = 0; i < count; i++) {
@@ -255,65 +331,147 @@ struct hr_backend *hr_engine_begin_nccl(struct hr_engine *engine, struct hr_requ
             return NULL;
         }
     }
-    if (by->comm.state == HR_NCCL_IDLE && await_marks(by, requests, count) != HORO_OK) {
-        by->comm.state = HR_NCCL_BROKEN;
-    }
-    engine->node->nccl_within_ns = LOOK_SOON_NS;
-    return by->backend;
+    return hr_nccl_take_turn(engine, requests, count);
 }
 
-static int move_marks(struct hr_by_nccl *by, struct hr_request *const *requests, size_t count) {
+static int move_marks(struct hr_nccl_team *team, struct hr_request *const *requests, size_t count) {
     for (size_t i = 0; i < count; i++) {
-        HR_TRY(hr_mark_move(requests[i]->mark, by->comm.stream, &by->comm.failure));
+        HR_TRY(hr_mark_move(requests[i]->mark, team->comm.stream, &team->comm.failure));
     }
     return HORO_OK;
 }
 
 int hr_engine_end_nccl_batch(struct hr_engine *engine, struct hr_request *const *requests, size_t count) {
     struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
+    struct hr_nccl_team *team = team_of(engine, requests[0]->lane);
     struct hr_device_visit visit;
-    int status = hr_device_enter(by->comm.device, &visit, &by->comm.failure);
+    int status = hr_device_enter(team->comm.device, &visit, &team->comm.failure);
     if (status == HORO_OK) {
-        status = move_marks(by, requests, count);
-        hr_device_leave(by->comm.device, &visit);
+        status = move_marks(team, requests, count);
+        hr_device_leave(team->comm.device, &visit);
     }
     if (status != HORO_OK) {
-        by->comm.state = HR_NCCL_BROKEN;
+        team->comm.state = HR_NCCL_BROKEN;
     } else {
-        by->room = NULL; /* behind the mark it can go at any time */
+        team->room = NULL; /* behind the mark it can go at any time */
+        hr_nccl_end_turn(team);
     }
     atomic_store(&by->is_busy, 1);
     return status == HORO_OK;
 }
 
+/* ---- The end of a team ---- */
+
+void hr_engine_remove_nccl(struct hr_engine *engine, const struct hr_lane *lane) {
+    struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
+    struct hr_nccl_team *team = team_of(engine, lane);
+    if (team == NULL) {
+        return;
+    }
+    struct hr_nccl_team *gone = team->comm.handle == NULL ? NULL : calloc(1, sizeof *gone);
+    hr_backend_destroy(team->backend);
+    team->backend = NULL;
+    if (gone != NULL) {
+        gone->comm = team->comm;
+        gone->next = by->ending;
+        by->ending = gone;
+        atomic_store(&by->is_busy, 1);
+    } else {
+        hr_nccl_close(&team->comm, 0, 0); /* for lack of memory perhaps, of one that all others end in order */
+    }
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    atomic_store(&team->stage, HR_BY_NCCL_ASKED);
+    team->until_join = 0;
+    team->comm = (struct hr_nccl_comm){0};
+    team->has_moved = 0;
+    (void)pthread_mutex_unlock(&engine->submission.lock);
+}
+
 /* ---- The end ---- */
+
+static void abort_all(struct hr_by_nccl *by) {
+    struct hr_nccl_comm *comms[2 * HR_TEAMS_MAX];
+    size_t count = 0;
+    for (int i = 0; i < HR_TEAMS_MAX; i++) {
+        if (by->teams[i].comm.handle != NULL) {
+            comms[count++] = &by->teams[i].comm;
+        }
+    }
+    for (struct hr_nccl_team *team = by->ending; team != NULL; team = team->next) {
+        if (count == sizeof comms / sizeof *comms) {
+            hr_nccl_abort(comms, count);
+            count = 0;
+        }
+        comms[count++] = &team->comm;
+    }
+    hr_nccl_abort(comms, count);
+}
 
 void hr_engine_leave_nccl(struct hr_engine *engine, int is_aborted) {
     struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
-    if (by != NULL) {
-        if (is_aborted) {
-            hr_nccl_abort(&by->comm);
-        }
-        if (by->room != NULL) {
-            hr_room_leave(by->room, by->comm.stream);
-            by->room = NULL;
-        }
-        atomic_store(&by->is_busy, 0);
-        engine->node->nccl_within_ns = 0;
+    if (by == NULL) {
+        return;
     }
+    if (is_aborted) {
+        abort_all(by);
+    }
+    for (int i = 0; i < HR_TEAMS_MAX; i++) {
+        struct hr_nccl_team *team = &by->teams[i];
+        if (team->room != NULL) {
+            hr_room_leave(team->room, team->comm.stream);
+            team->room = NULL;
+        }
+    }
+    atomic_store(&by->is_busy, 0);
+    engine->node->nccl_within_ns = 0;
 }
 
 int hr_engine_is_nccl_quiet(struct hr_engine *engine) {
     struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
-    return by == NULL || by->comm.stream == NULL || hr_nccl_is_quiet(&by->comm);
+    int is_quiet = 1;
+    for (int i = 0; i < HR_TEAMS_MAX && by != NULL; i++) {
+        is_quiet &= hr_nccl_is_quiet(&by->teams[i].comm);
+    }
+    for (struct hr_nccl_team *team = by == NULL ? NULL : by->ending; team != NULL; team = team->next) {
+        is_quiet &= hr_nccl_is_quiet(&team->comm);
+    }
+    return is_quiet;
+}
+
+static void destroy_stream(struct hr_by_nccl *by) {
+    struct hr_error ignored = {0};
+    struct hr_device_visit visit;
+    if (by->stream != NULL && hr_device_enter(by->gpu, &visit, &ignored) == HORO_OK) {
+        (void)by->gpu->cuda->stream_destroy(by->stream);
+        hr_device_leave(by->gpu, &visit);
+    }
+}
+
+/* In one order on all ranks, as far as they are members: each waits for the others. */
+static void close_all(struct hr_by_nccl *by, int in_order) {
+    const int64_t until_ns = hr_now_ns() + CLOSE_MS * 1000000ll;
+    for (int i = 0; i < HR_TEAMS_MAX; i++) {
+        const int64_t left_ns = until_ns - hr_now_ns();
+        hr_nccl_close(&by->teams[i].comm, in_order, left_ns > 0 ? (int)(left_ns / 1000000) : 0);
+        hr_backend_destroy(by->teams[i].backend);
+    }
+    while (by->ending != NULL) {
+        struct hr_nccl_team *team = by->ending;
+        const int64_t left_ns = until_ns - hr_now_ns();
+        by->ending = team->next;
+        hr_nccl_close(&team->comm, in_order, left_ns > 0 ? (int)(left_ns / 1000000) : 0);
+        free(team);
+    }
 }
 
 void hr_engine_end_nccl(struct hr_engine *engine) {
     struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
     if (by != NULL) {
-        hr_nccl_close(&by->comm, hr_arena_aborted(&engine->node->arena).code == 0, CLOSE_MS);
-        hr_backend_destroy(by->backend);
-        free(by);
+        close_all(by, hr_arena_aborted(&engine->node->arena).code == 0);
+        destroy_stream(by);
         atomic_store(&engine->by_nccl, NULL);
+        if (!by->is_stranded) {
+            free(by);
+        }
     }
 }

@@ -1,7 +1,8 @@
 /*
- * Requests with tensors on GPUs that NCCL does, of the world (docs/adr/0044-nccl-does-what-all-ranks-agree-on.md).
+ * Requests with tensors on GPUs that NCCL does (docs/adr/0044-nccl-does-what-all-ranks-agree-on.md). Every team has a
+ * communicator of its own, all on one GPU of this rank and on one stream there.
  *
- *     stage      | what has happened                            | requests that NCCL can do
+ *     stage      | what has happened                            | requests of the team that NCCL can do
  *     -----------+----------------------------------------------+----------------------------------------------------
  *     ASKED      | horo_use_nccl                                | the first begins the exchange
  *     GATHERING  | this rank tells the others what it has       | are held: not announced
@@ -11,6 +12,9 @@
  *
  * Ranks come to READY or REFUSED at different times, but all to the same one: what they are told is the same. A request
  * that all have announced as NCCL's is one that all can do.
+ *
+ * Kernels of two communicators that are launched in different orders on two ranks may wait for one another for ever. So
+ * batches take turns, in one order on all ranks (docs/adr/0045-launches-of-all-teams-take-turns.md).
  */
 #ifndef HR_ENGINE_BY_NCCL_H
 #define HR_ENGINE_BY_NCCL_H
@@ -27,47 +31,89 @@ enum hr_by_nccl_stage {
     HR_BY_NCCL_REFUSED,
 };
 
-enum { HR_NCCL_TEXT_BYTES = 96 };
+enum {
+    HR_NCCL_TEXT_BYTES = 96,
+    HR_NCCL_LOOK_SOON_NS = 50000, /* for what holds up a request: a launch, or the connecting */
+};
 
 /* What a rank tells of itself: the rows of the exchange. */
 struct hr_nccl_report {
     int32_t is_able;
     int32_t version;
     char uuid[HR_CUDA_UUID_BYTES]; /* of its GPU */
-    struct hr_nccl_id id;          /* of rank 0: where the ranks meet */
+    struct hr_nccl_id id;          /* of the team's root: where the ranks meet */
     char lack[HR_NCCL_TEXT_BYTES]; /* why it is not able */
+};
+
+enum hr_nccl_phase { HR_NCCL_ORDERING, HR_NCCL_WAITING, HR_NCCL_OUT };
+
+/*
+ * A batch on its way to the stream, as a backend whose work it is; see nccl_turn.c. The batch and its arrays are the
+ * lane's, and stay until it is over.
+ */
+struct hr_nccl_turn {
+    struct hr_backend base; /* first */
+    struct hr_engine *engine;
+    const struct hr_lane *lane; /* NULL: no batch is on its way */
+    enum hr_nccl_phase phase;
+    struct hr_request *const *requests;
+    size_t count;
+    struct hr_work work;
+    int64_t number;          /* its place in the order; ORDERING: it will be no lower one */
+    int64_t mine, agreed;    /* what the ranks exchange */
+    struct hr_operand operand;
+    size_t row_bytes;
+};
+
+/* Of a team. */
+struct hr_nccl_team {
+    /* written under the lock of submission */
+    _Atomic int stage;
+    int until_join; /* REFUSED only until all ranks have joined: one had, when the others were asked */
+    const struct hr_request *exchange;
+    struct hr_request *held_first, **held_last;
+    _Atomic int held;
+    struct hr_nccl_report mine; /* of the exchange */
+    /* of the driver */
+    struct hr_nccl_comm comm;
+    struct hr_backend *backend;
+    struct hr_room *room; /* of the batch that is begun */
+    struct hr_nccl_turn turn;
+    int has_moved;      /* a look during a wait has changed the communicator */
+    int64_t connect_ns; /* CONNECTING: when it has taken too long */
+    int64_t tell_ns;    /* BROKEN: when the group is told; 0: not known yet */
+    int is_told;        /* the group has been told that it is BROKEN */
+    struct hr_nccl_team *next; /* of those whose teams are gone, and which are not at their end yet */
 };
 
 struct hr_by_nccl {
     /* written before other threads see it */
     struct hr_nccl nccl;
-    struct hr_nccl_report mine;
-    /* written under the lock of submission */
-    _Atomic int stage;
-    int until_join;  /* REFUSED only until all ranks have joined: one had, when the others were asked */
-    _Atomic int device; /* the number of this rank's GPU; -1: not known yet */
-    const struct hr_request *exchange;
-    struct hr_request *held_first, **held_last;
-    _Atomic int held;
+    struct hr_nccl_report able; /* what a report begins with */
+    /* written under staging_lock */
+    struct hr_device *gpu;
+    _Atomic int device; /* its number; -1: not known yet */
     /* of the driver */
-    struct hr_nccl_comm comm;
-    struct hr_backend *backend;
-    struct hr_room *room; /* of the batch that is begun */
-    int has_moved;      /* a look during a wait has changed the communicator */
-    int64_t connect_ns; /* CONNECTING: when it has taken too long */
-    int64_t tell_ns;    /* BROKEN: when the group is told; 0: not known yet */
-    int is_told;        /* the group has been told that it is BROKEN */
-    _Atomic int is_busy; /* something that was launched may still run */
+    void *stream; /* of all communicators; NULL: there has been none */
+    int64_t clock; /* no batch has a higher number here */
+    int is_stranded; /* MPI may touch what a turn has exchanged */
+    struct hr_nccl_team *ending;
+    _Atomic int is_busy; /* something that was launched may still run, or a communicator has not come to its end */
+    struct hr_nccl_team teams[HR_TEAMS_MAX]; /* by number */
 };
 
 /* nccl_setup.c: what all ranks together can, by what each has told; empty: all are able. `rows`: of each rank. */
-void hr_nccl_judge(const struct hr_nccl_report *reports, const int64_t *rows, int size, int *has_joined, char *text,
-                   size_t text_bytes);
-/* Before anything is submitted. HORO_OK, or a status with *error set. Without the lock. */
-int hr_nccl_begin_setup(struct hr_engine *engine, int device, struct hr_error *error);
+void hr_nccl_judge(const struct hr_nccl_report *reports, const int64_t *rows, const struct hr_team *ranks,
+                   int *has_joined, char *text, size_t text_bytes);
+/* Before anything is submitted to the team. HORO_OK, or a status with *error set. Without the lock. */
+int hr_nccl_begin_setup(struct hr_engine *engine, int32_t team, int device, struct hr_error *error);
 /* Driver: goes on with it. 1 if something moved, else 0. */
-int hr_nccl_turn_setup(struct hr_engine *engine, struct hr_by_nccl *by);
+int hr_nccl_turn_setup(struct hr_engine *engine, const struct hr_lane *lane);
 /* Driver: NCCL has failed on this rank; the group ends, unless somebody tells of the cause in a moment. */
-void hr_nccl_break(struct hr_by_nccl *by, const struct hr_error *error);
+void hr_nccl_break(struct hr_nccl_team *team, const struct hr_error *error);
+
+/* nccl_turn.c: the batch as work that waits for its turn; and, when it is on the stream, that the next one may go. */
+struct hr_backend *hr_nccl_take_turn(struct hr_engine *engine, struct hr_request *const *requests, size_t count);
+void hr_nccl_end_turn(struct hr_nccl_team *team);
 
 #endif

@@ -291,7 +291,7 @@ void hr_engine_stage_held(struct hr_engine *engine, struct hr_request *request, 
 /* After all requests are gone. */
 void hr_engine_end_cuda(struct hr_engine *engine);
 
-/* by_nccl.c: requests that NCCL does, see by_nccl.h */
+/* by_nccl.c, nccl_turn.c: requests that NCCL does, see by_nccl.h */
 /* As horo_use_nccl. */
 int hr_engine_use_nccl(struct hr_engine *engine, const char *const *paths, size_t path_count, struct hr_error *error);
 /* Before submission: gives the request a mark if NCCL may do it. HORO_OK or a status. Without the lock. */
@@ -306,7 +306,7 @@ int hr_engine_nccl_has_work(struct hr_engine *engine);
 /* Whether something may run on a GPU that somebody has to look after. Any thread. */
 int hr_engine_is_nccl_busy(const struct hr_engine *engine);
 /* Driver: what does a batch of such requests, behind their marks; NULL: this rank cannot, so no rank could. */
-struct hr_backend *hr_engine_begin_nccl(struct hr_engine *engine, struct hr_request *const *requests, size_t count);
+struct hr_backend *hr_engine_nccl_backend(struct hr_engine *engine, struct hr_request *const *requests, size_t count);
 /* Of an allgather or alltoall, before: memory for its results. HORO_OK, also where that fails, or HORO_ERR_INTERNAL. */
 int hr_engine_make_room(struct hr_engine *engine, struct hr_request *request);
 /* It is all on the stream: the marks are behind it now. 0 where that fails, which ends the group. */
@@ -319,8 +319,10 @@ void hr_engine_leave_nccl(struct hr_engine *engine, int is_aborted);
 int hr_engine_is_nccl_quiet(struct hr_engine *engine);
 /* When nobody drives any more. */
 void hr_engine_end_nccl(struct hr_engine *engine);
-/* With the lock held: all ranks have joined. */
-void hr_engine_retry_nccl(struct hr_engine *engine);
+/* With the lock held: all ranks of the team have joined. */
+void hr_engine_retry_nccl(struct hr_engine *engine, const struct hr_lane *lane);
+/* Driver: the team has been removed, and its lane is about to go. */
+void hr_engine_remove_nccl(struct hr_engine *engine, const struct hr_lane *lane);
 
 /* engine.c: with the lock held; NULL if there is none. */
 struct hr_request *hr_engine_find_handle(const struct hr_engine *engine, int64_t handle);

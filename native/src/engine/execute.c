@@ -129,7 +129,7 @@ static int begin_batch(struct hr_lane *lane) {
     };
     struct hr_backend *backend = lane->backend;
     if (hr_request_is_by_nccl(batch->requests[0])) {
-        backend = hr_engine_begin_nccl(lane->engine, batch->requests, batch->request_count);
+        backend = hr_engine_nccl_backend(lane->engine, batch->requests, batch->request_count);
     }
     if (backend == NULL) {
         return HORO_ERR_INTERNAL;
@@ -461,7 +461,7 @@ void hr_engine_complete_locked(struct hr_engine *engine, struct hr_request *requ
     }
     if (request->call.op == HORO_JOIN) {
         hr_lane_end_join(request->lane);
-        hr_engine_retry_nccl(engine);
+        hr_engine_retry_nccl(engine, request->lane);
     }
     request->error_text = text == NULL ? NULL : strdup(text);
     atomic_fetch_sub(&engine->submission.pending, 1);

@@ -23,48 +23,52 @@ static int same_gpu(const struct hr_nccl_report *reports, int size, int *other) 
     return -1;
 }
 
-void hr_nccl_judge(const struct hr_nccl_report *reports, const int64_t *rows, int size, int *has_joined, char *text,
-                   size_t text_bytes) {
+void hr_nccl_judge(const struct hr_nccl_report *reports, const int64_t *rows, const struct hr_team *ranks,
+                   int *has_joined, char *text, size_t text_bytes) {
+    const int *job_rank = ranks->job_rank;
+    const int size = ranks->size;
     int other = 0;
     text[0] = '\0';
     *has_joined = 0;
     for (int r = 0; r < size; r++) {
         if (rows[r] != (int64_t)sizeof *reports) {
             *has_joined = 1;
-            (void)snprintf(text, text_bytes, "rank %d has joined", r);
+            (void)snprintf(text, text_bytes, "rank %d has joined", job_rank[r]);
             return;
         }
     }
     for (int r = 0; r < size; r++) {
         if (!reports[r].is_able) {
-            (void)snprintf(text, text_bytes, "rank %d cannot use NCCL: %.*s", r, (int)sizeof reports[r].lack,
-                           reports[r].lack);
+            (void)snprintf(text, text_bytes, "rank %d cannot use NCCL: %.*s", job_rank[r],
+                           (int)sizeof reports[r].lack, reports[r].lack);
             return;
         }
         if (reports[r].version != reports[0].version) {
-            (void)snprintf(text, text_bytes, "rank 0 has version %d of NCCL, and rank %d version %d",
-                           reports[0].version, r, reports[r].version);
+            (void)snprintf(text, text_bytes, "rank %d has version %d of NCCL, and rank %d version %d", job_rank[0],
+                           reports[0].version, job_rank[r], reports[r].version);
             return;
         }
     }
     const int one = same_gpu(reports, size, &other);
     if (one >= 0) {
-        (void)snprintf(text, text_bytes, "ranks %d and %d are on the same GPU, which NCCL refuses", one, other);
+        (void)snprintf(text, text_bytes, "ranks %d and %d are on the same GPU, which NCCL refuses", job_rank[one],
+                       job_rank[other]);
     }
 }
 
 /* ---- Telling ---- */
 
-/* The report's rest, which needs the GPU and, on rank 0, a socket of NCCL's. A failure of that is told to all. */
-static void complete_report(const struct hr_engine *engine, struct hr_by_nccl *by, const struct hr_device *device) {
-    struct hr_nccl_report *mine = &by->mine;
+/* The report's rest, which needs the GPU and, on the root, a socket of NCCL's. A failure of that is told to all. */
+static void complete_report(const struct hr_by_nccl *by, int is_root, struct hr_nccl_report *mine) {
+    const struct hr_device *device = by->gpu;
     struct hr_error error = {0};
+    *mine = by->able;
     int status = mine->is_able ? HORO_OK : HORO_ERR_RESOURCE;
     if (status == HORO_OK) {
         status = hr_cuda_check(device->cuda, device->cuda->device_get_uuid(mine->uuid, device->handle),
                                "cuDeviceGetUuid", &error);
     }
-    if (status == HORO_OK && engine->node->rank == 0) {
+    if (status == HORO_OK && is_root) {
         status = hr_nccl_check(&by->nccl, by->nccl.get_unique_id(&mine->id), "ncclGetUniqueId", NULL, &error);
     }
     if (mine->is_able && status != HORO_OK) {
@@ -73,39 +77,50 @@ static void complete_report(const struct hr_engine *engine, struct hr_by_nccl *b
     }
 }
 
+static int is_root_of(struct hr_engine *engine, int32_t team) {
+    struct hr_error ignored = {0};
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    const struct hr_team_place *place = hr_engine_find_team(engine, team, NULL, &ignored);
+    const int is_root = place != NULL && place->lane != NULL && place->lane->is_root;
+    (void)pthread_mutex_unlock(&engine->submission.lock);
+    return is_root;
+}
+
 /* With staging_lock held. */
-static int tell(struct hr_engine *engine, struct hr_by_nccl *by, int number, struct hr_error *error) {
-    struct hr_device *device;
+static int tell(struct hr_engine *engine, struct hr_by_nccl *by, int32_t id, int number, struct hr_error *error) {
+    struct hr_nccl_team *team = &by->teams[hr_team_number(id)];
     int64_t handle = 0;
-    const int64_t bytes = (int64_t)sizeof by->mine;
-    HR_TRY(hr_stager_device(atomic_load(&engine->stager), number, &device, error));
-    complete_report(engine, by, device);
-    const horo_tensor tensor = {.input = &by->mine, .shape = &bytes, .ndim = 1, .dtype = HORO_UINT8};
+    const int64_t bytes = (int64_t)sizeof team->mine;
+    if (by->gpu == NULL) { /* all teams use the GPU of the first tensor */
+        HR_TRY(hr_stager_device(atomic_load(&engine->stager), number, &by->gpu, error));
+        atomic_store(&by->device, number);
+    }
+    complete_report(by, is_root_of(engine, id), &team->mine);
+    const horo_tensor tensor = {.input = &team->mine, .shape = &bytes, .ndim = 1, .dtype = HORO_UINT8};
     const horo_request call = {
         .name = HR_NCCL_NAME,
         .op = HORO_ALLGATHER,
         .flags = HORO_SUBMIT_TRANSIENT,
+        .team = id,
         .prescale = 1.0,
         .postscale = 1.0,
         .tensors = &tensor,
         .tensor_count = 1,
     };
-    by->comm.device = device; /* for connecting */
     HR_TRY(hr_engine_submit_with(engine, &call, NULL, &handle, error));
     (void)pthread_mutex_lock(&engine->submission.lock);
-    by->exchange = hr_engine_find_handle(engine, handle);
-    atomic_store(&by->device, number);
-    atomic_store(&by->stage, HR_BY_NCCL_GATHERING);
+    team->exchange = hr_engine_find_handle(engine, handle);
+    atomic_store(&team->stage, HR_BY_NCCL_GATHERING);
     (void)pthread_mutex_unlock(&engine->submission.lock);
     return HORO_OK;
 }
 
-int hr_nccl_begin_setup(struct hr_engine *engine, int device, struct hr_error *error) {
+int hr_nccl_begin_setup(struct hr_engine *engine, int32_t team, int device, struct hr_error *error) {
     struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
     int status = HORO_OK;
     (void)pthread_mutex_lock(&engine->staging_lock);
-    if (atomic_load(&by->stage) == HR_BY_NCCL_ASKED) { /* else another thread was first */
-        status = tell(engine, by, device, error);
+    if (atomic_load(&by->teams[hr_team_number(team)].stage) == HR_BY_NCCL_ASKED) { /* else another thread was first */
+        status = tell(engine, by, team, device, error);
     }
     (void)pthread_mutex_unlock(&engine->staging_lock);
     return status;
@@ -113,87 +128,112 @@ int hr_nccl_begin_setup(struct hr_engine *engine, int device, struct hr_error *e
 
 /* ---- Going on ---- */
 
-static void set_stage(struct hr_engine *engine, struct hr_by_nccl *by, int stage) {
+static struct hr_nccl_team *team_of(const struct hr_engine *engine, const struct hr_lane *lane) {
+    return &atomic_load(&engine->by_nccl)->teams[lane->team->number];
+}
+
+static void set_stage(struct hr_engine *engine, struct hr_nccl_team *team, int stage) {
     (void)pthread_mutex_lock(&engine->submission.lock);
-    atomic_store(&by->stage, stage);
+    atomic_store(&team->stage, stage);
     (void)pthread_mutex_unlock(&engine->submission.lock);
 }
 
-static void refuse(struct hr_engine *engine, struct hr_by_nccl *by, int has_joined, const char *text) {
-    if (engine->node->rank == 0) {
-        hr_log(&engine->node->log, HORO_LOG_WARNING, "tensors on GPUs travel through host memory%s: %s",
+static void refuse(struct hr_engine *engine, const struct hr_lane *lane, int has_joined, const char *text) {
+    struct hr_nccl_team *team = team_of(engine, lane);
+    char name[HR_TEAM_NAME_BYTES];
+    if (lane->is_root) {
+        const int is_world = lane->team->number == 0;
+        hr_log(&engine->node->log, HORO_LOG_WARNING, "tensors on GPUs%s%s travel through host memory%s: %s",
+               is_world ? "" : " of ", is_world ? "" : hr_team_name(lane->team, name),
                has_joined ? " until all ranks have joined" : ", not by NCCL", text);
     }
     (void)pthread_mutex_lock(&engine->submission.lock);
-    by->until_join = has_joined;
-    atomic_store(&by->stage, HR_BY_NCCL_REFUSED);
+    team->until_join = has_joined;
+    atomic_store(&team->stage, HR_BY_NCCL_REFUSED);
     (void)pthread_mutex_unlock(&engine->submission.lock);
 }
 
-void hr_nccl_break(struct hr_by_nccl *by, const struct hr_error *error) {
-    (void)hr_fail(&by->comm.failure, error->code, "%s", error->text);
-    by->comm.state = HR_NCCL_BROKEN;
+void hr_nccl_break(struct hr_nccl_team *team, const struct hr_error *error) {
+    (void)hr_fail(&team->comm.failure, error->code, "%s", error->text);
+    team->comm.state = HR_NCCL_BROKEN;
 }
 
-static void connect(struct hr_engine *engine, struct hr_by_nccl *by, const struct hr_nccl_report *reports) {
+static int create_stream(struct hr_by_nccl *by, struct hr_error *error) {
+    struct hr_device_visit visit;
+    HR_TRY(hr_device_enter(by->gpu, &visit, error));
+    const int status = hr_device_create_stream(by->gpu, &by->stream, error);
+    hr_device_leave(by->gpu, &visit);
+    return status;
+}
+
+static int try_connect(struct hr_engine *engine, const struct hr_lane *lane, const struct hr_nccl_id *id,
+                       struct hr_error *error) {
+    struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
+    struct hr_nccl_team *team = team_of(engine, lane);
+    team->backend = hr_nccl_backend_create(lane->team, &team->comm);
+    if (team->backend == NULL) {
+        return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for NCCL");
+    }
+    HR_TRY(by->stream == NULL ? create_stream(by, error) : HORO_OK);
+    return hr_nccl_connect(&team->comm, &by->nccl, by->gpu, by->stream, lane->team->size, lane->team->rank, id, error);
+}
+
+static void connect(struct hr_engine *engine, const struct hr_lane *lane, const struct hr_nccl_report *reports) {
     struct hr_error error = {0};
-    struct hr_team *team = hr_engine_world(engine)->team;
-    struct hr_device *device = by->comm.device;
-    by->backend = by->backend != NULL ? by->backend : hr_nccl_backend_create(team, &by->comm);
-    int status = by->backend != NULL ? HORO_OK : hr_fail(&error, HORO_ERR_RESOURCE, "out of memory for NCCL");
-    if (status == HORO_OK) {
-        status = hr_nccl_connect(&by->comm, &by->nccl, device, team->size, team->rank, &reports[0].id, &error);
+    struct hr_nccl_team *team = team_of(engine, lane);
+    if (try_connect(engine, lane, &reports[0].id, &error) != HORO_OK) {
+        hr_nccl_break(team, &error);
     }
-    if (status != HORO_OK) {
-        hr_nccl_break(by, &error);
-    }
-    by->connect_ns = hr_now_ns() + CONNECT_NS;
-    set_stage(engine, by, HR_BY_NCCL_CONNECTING);
+    team->connect_ns = hr_now_ns() + CONNECT_NS;
+    set_stage(engine, team, HR_BY_NCCL_CONNECTING);
 }
 
 /* The exchange is over; it is released here. */
-static void finish_exchange(struct hr_engine *engine, struct hr_by_nccl *by) {
-    const int size = engine->node->size;
-    const int64_t handle = by->exchange->handle;
+static void finish_exchange(struct hr_engine *engine, const struct hr_lane *lane) {
+    struct hr_nccl_team *team = team_of(engine, lane);
+    const int64_t handle = team->exchange->handle;
     char text[HORO_MESSAGE_MAX];
     void *data = NULL;
     int64_t bytes = 0;
     int has_joined = 0;
-    int64_t *rows = calloc((size_t)size, sizeof *rows);
+    int64_t *rows = calloc((size_t)lane->team->size, sizeof *rows);
     if (rows == NULL || hr_engine_take(engine, handle, 0, &data, &bytes, rows) != HORO_OK) {
         (void)hr_engine_error(engine, handle, text, sizeof text);
     } else {
-        hr_nccl_judge(data, rows, size, &has_joined, text, sizeof text);
+        hr_nccl_judge(data, rows, lane->team, &has_joined, text, sizeof text);
     }
     if (data != NULL && text[0] == '\0') {
-        connect(engine, by, data);
+        connect(engine, lane, data);
     } else {
-        refuse(engine, by, has_joined, text);
+        refuse(engine, lane, has_joined, text);
     }
-    by->exchange = NULL;
+    team->exchange = NULL;
     (void)hr_engine_release(engine, handle);
     free(rows);
     free(data);
 }
 
-int hr_nccl_turn_setup(struct hr_engine *engine, struct hr_by_nccl *by) {
-    const int stage = atomic_load(&by->stage);
-    if (stage == HR_BY_NCCL_GATHERING && atomic_load(&by->exchange->status) != HORO_IN_PROGRESS) {
-        finish_exchange(engine, by);
+int hr_nccl_turn_setup(struct hr_engine *engine, const struct hr_lane *lane) {
+    struct hr_nccl_team *team = team_of(engine, lane);
+    const int stage = atomic_load(&team->stage);
+    char name[HR_TEAM_NAME_BYTES];
+    if (stage == HR_BY_NCCL_GATHERING && atomic_load(&team->exchange->status) != HORO_IN_PROGRESS) {
+        finish_exchange(engine, lane);
         return 1;
     }
     if (stage != HR_BY_NCCL_CONNECTING) {
         return 0;
     }
-    if (by->comm.state == HR_NCCL_IDLE) {
-        set_stage(engine, by, HR_BY_NCCL_READY);
-        hr_log(&engine->node->log, HORO_LOG_INFO, "NCCL does what it can of tensors on GPU %d",
-               atomic_load(&by->device));
+    if (team->comm.state == HR_NCCL_IDLE) {
+        set_stage(engine, team, HR_BY_NCCL_READY);
+        hr_log(&engine->node->log, HORO_LOG_INFO, "NCCL does what it can of tensors on GPU %d for %s",
+               atomic_load(&atomic_load(&engine->by_nccl)->device),
+               lane->team->number == 0 ? "all ranks" : hr_team_name(lane->team, name));
         return 1;
     }
-    if (by->comm.state == HR_NCCL_CONNECTING && hr_now_ns() >= by->connect_ns) {
+    if (team->comm.state == HR_NCCL_CONNECTING && hr_now_ns() >= team->connect_ns) {
         const struct hr_error late = {HORO_ERR_RESOURCE, "the ranks have not connected within 300 s"};
-        hr_nccl_break(by, &late);
+        hr_nccl_break(team, &late);
         return 1;
     }
     return 0;

@@ -244,6 +244,7 @@ static void remove_team(struct hr_engine *engine, int team) {
     }
     (void)pthread_mutex_unlock(&engine->submission.lock);
     if (lane != NULL) {
+        hr_engine_remove_nccl(engine, lane);
         hr_lane_close(lane);
         hr_lane_destroy(lane);
     }

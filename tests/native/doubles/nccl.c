@@ -34,6 +34,7 @@
 #define DELAYS 0
 #endif
 
+#include "nccl_order.h"
 #include "nccl_run.h"
 
 /* One mapping serves all ranks of a process. */
@@ -103,7 +104,7 @@ static void free_if_over(struct comm *comm) {
             break;
         }
     }
-    comms--;
+    forget_if_over(--comms);
     free(comm);
 }
 
@@ -240,6 +241,7 @@ static int is_doubled(const struct comm *comm) {
 /* With the lock held. */
 static void start(struct comm *comm) {
     struct work *next;
+    note_group(comm);
     for (struct work *work = comm->waiting; work != NULL; work = next) {
         next = work->next;
         for (struct work **last = &work->peers; work->kind >= SEND && next != NULL && next->kind >= SEND;
@@ -478,7 +480,10 @@ void double_nccl_fail(int place, int rank, int at, int code) {
     pthread_mutex_unlock(&lock);
 }
 
-/* Communicators that exist, aborts, destroys, misuses, operations that exist, calls that ran, cliques that differed. */
+/*
+ * Communicators that exist, aborts, destroys, misuses, operations that exist, calls that ran, cliques that differed,
+ * launches in a wrong order (nccl_order.h).
+ */
 void double_nccl_count(int *counts) {
     pthread_mutex_lock(&lock);
     const int all[] = {comms, aborts, destroys, misuses, scales, launched};
@@ -487,5 +492,6 @@ void double_nccl_count(int *counts) {
     for (const struct mapping *mapping = mappings; mapping != NULL; mapping = mapping->next) {
         counts[6] += atomic_load(&mapping->clique->mismatches);
     }
+    counts[7] = wrong_orders;
     pthread_mutex_unlock(&lock);
 }

@@ -46,7 +46,7 @@ struct box {
 
 /* What the ranks share. */
 struct clique {
-    _Atomic int joined, finalized, arrived, mismatches;
+    _Atomic int joined, finalized, arrived, mismatches, is_wrong;
     _Atomic uint32_t generation;
     struct slot slots[RANKS_MAX];
     struct box boxes[RANKS_MAX][RANKS_MAX]; /* by sender and receiver */
@@ -61,7 +61,7 @@ struct comm {
     int is_connecting, is_finalizing, is_gone;
     _Atomic int is_aborted;
     int running; /* launched and not over */
-    int launches;
+    int launches, groups;
     unsigned seed;
     struct work *waiting, **waiting_tail; /* a group that is polled for */
     double scales[SCALES_MAX];
@@ -227,7 +227,7 @@ static void reduce(const struct work *work, size_t i, char *out) {
 
 /* ---- A kernel, on the thread of its stream ---- */
 
-/* 0 when all ranks have come here; -1 if this one was aborted. */
+/* 0 when all ranks have come here; -1 if this one was aborted, or they might never. */
 static int meet(struct comm *comm) {
     struct clique *clique = comm->clique;
     const uint32_t generation = atomic_load(&clique->generation);
@@ -239,7 +239,7 @@ static int meet(struct comm *comm) {
         return 0;
     }
     while (atomic_load(&clique->generation) == generation) {
-        if (atomic_load(&comm->is_aborted)) {
+        if (atomic_load(&comm->is_aborted) || atomic_load(&clique->is_wrong)) {
             return -1;
         }
         syscall(SYS_futex, &clique->generation, FUTEX_WAIT, generation, &look, NULL, 0);

@@ -1,0 +1,165 @@
+/*
+ * Launches of NCCL take turns, in one order on all ranks (docs/adr/0045-launches-of-all-teams-take-turns.md). Each
+ * batch has a number, and what a rank launches, it launches in the order of these.
+ *
+ *     ORDERING   this rank proposes a number, higher than any that it knows, and the ranks of the team agree on the
+ *                highest proposal: an allreduce of eight bytes in host memory, in the team's lane
+ *     WAITING    until no other batch that this rank has begun has a lower number, or may get one
+ *     OUT        its calls are being put onto the stream
+ *
+ * A batch that this rank begins later gets a higher number than any that is agreed on by then, so who is first stays
+ * first. A batch that waits, waits for lower numbers only, here and wherever those wait: there is no circle.
+ */
+#include "base/op.h"
+#include "engine/by_nccl.h"
+
+static struct hr_nccl_turn *turn_of(struct hr_backend *backend) {
+    return (struct hr_nccl_turn *)backend;
+}
+
+static struct hr_nccl_team *team_of(const struct hr_nccl_turn *turn) {
+    return &atomic_load(&turn->engine->by_nccl)->teams[turn->lane->team->number];
+}
+
+/* ---- The order ---- */
+
+/* All ranks agree on that at each record of the team: the world's log says which teams there are. */
+static int is_alone(const struct hr_nccl_turn *turn) {
+    for (int i = 1; i < HR_TEAMS_MAX; i++) {
+        if (turn->engine->teams[i].is_used) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+/* Teams with the same number go by their own. */
+static int is_first(const struct hr_nccl_turn *turn) {
+    const struct hr_engine *engine = turn->engine;
+    const struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
+    const int mine = turn->lane->team->number;
+    for (int i = 0; i < engine->lane_count; i++) {
+        const int other = engine->lanes[i]->team->number;
+        const struct hr_nccl_turn *next = &by->teams[other].turn;
+        if (other != mine && next->lane != NULL &&
+            (next->number < turn->number || (next->number == turn->number && other < mine))) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+static int propose(struct hr_nccl_turn *turn) {
+    struct hr_by_nccl *by = atomic_load(&turn->engine->by_nccl);
+    turn->mine = turn->agreed = turn->number = ++by->clock;
+    turn->operand = (struct hr_operand){
+        .input = &turn->mine, .output = &turn->agreed, .bytes = sizeof turn->mine, .dtype = HORO_INT64};
+    turn->row_bytes = sizeof turn->mine;
+    const struct hr_work exchange = {
+        .op = HORO_ALLREDUCE,
+        .reduce_op = HORO_MAX,
+        .prescale = 1.0,
+        .postscale = 1.0,
+        .operands = &turn->operand,
+        .count = 1,
+        .row_bytes = &turn->row_bytes,
+    };
+    return turn->lane->backend->ops->begin(turn->lane->backend, &exchange);
+}
+
+static void agree(struct hr_nccl_turn *turn) {
+    struct hr_by_nccl *by = atomic_load(&turn->engine->by_nccl);
+    turn->number = turn->agreed;
+    by->clock = turn->number > by->clock ? turn->number : by->clock;
+    turn->phase = HR_NCCL_WAITING;
+}
+
+/* ---- The work ---- */
+
+static int await_marks(const struct hr_nccl_turn *turn, struct hr_nccl_comm *comm) {
+    for (size_t i = 0; i < turn->count; i++) {
+        HR_TRY(hr_mark_await(turn->requests[i]->mark, comm->stream, &comm->failure));
+    }
+    return HORO_OK;
+}
+
+/* What has failed is looked at by the engine, which ends the group. */
+static int launch(struct hr_nccl_turn *turn) {
+    struct hr_nccl_team *team = team_of(turn);
+    turn->phase = HR_NCCL_OUT;
+    if (team->comm.state == HR_NCCL_IDLE && await_marks(turn, &team->comm) != HORO_OK) {
+        team->comm.state = HR_NCCL_BROKEN;
+    }
+    turn->engine->node->nccl_within_ns = HR_NCCL_LOOK_SOON_NS;
+    return team->backend->ops->begin(team->backend, &turn->work);
+}
+
+static int turn_begin(struct hr_backend *backend, const struct hr_work *work) {
+    struct hr_nccl_turn *turn = turn_of(backend);
+    turn->work = *work;
+    if (turn->lane->team->number == 0 && is_alone(turn)) {
+        return launch(turn);
+    }
+    turn->phase = HR_NCCL_ORDERING;
+    return propose(turn);
+}
+
+static int turn_progress(struct hr_backend *backend) {
+    struct hr_nccl_turn *turn = turn_of(backend);
+    struct hr_backend *of_nccl = team_of(turn)->backend;
+    if (turn->phase == HR_NCCL_ORDERING) {
+        const int moved = turn->lane->backend->ops->progress(turn->lane->backend);
+        if (moved != HR_TASK_DONE) {
+            return moved;
+        }
+        agree(turn);
+        return HR_TASK_MOVED;
+    }
+    if (turn->phase == HR_NCCL_WAITING) {
+        if (!is_first(turn)) {
+            return HR_TASK_BLOCKED;
+        }
+        HR_TRY(launch(turn));
+        return HR_TASK_MOVED;
+    }
+    return of_nccl->ops->progress(of_nccl);
+}
+
+/* What is on the stream is aborted with all that is there, when the group ends. */
+static void turn_cancel(struct hr_backend *backend) {
+    struct hr_nccl_turn *turn = turn_of(backend);
+    if (turn->phase == HR_NCCL_ORDERING) {
+        turn->lane->backend->ops->cancel(turn->lane->backend);
+        atomic_load(&turn->engine->by_nccl)->is_stranded |= turn->engine->node->mpi.ops != NULL;
+    }
+}
+
+static int turn_is_ending(const struct hr_backend *backend) {
+    (void)backend;
+    return 0;
+}
+
+static void turn_destroy(struct hr_backend *backend) {
+    (void)backend; /* a part of its team */
+}
+
+static const struct hr_backend_ops turn_ops = {
+    .name = "nccl",
+    .begin = turn_begin,
+    .progress = turn_progress,
+    .cancel = turn_cancel,
+    .is_ending = turn_is_ending,
+    .destroy = turn_destroy,
+};
+
+struct hr_backend *hr_nccl_take_turn(struct hr_engine *engine, struct hr_request *const *requests, size_t count) {
+    const struct hr_lane *lane = requests[0]->lane;
+    struct hr_nccl_turn *turn = &atomic_load(&engine->by_nccl)->teams[lane->team->number].turn;
+    *turn = (struct hr_nccl_turn){.base = {.ops = &turn_ops}, .engine = engine, .lane = lane, .requests = requests,
+                                  .count = count};
+    return &turn->base;
+}
+
+void hr_nccl_end_turn(struct hr_nccl_team *team) {
+    team->turn.lane = NULL;
+}

@@ -1,0 +1,278 @@
+"""NCCL in process sets that overlap: launches of all of them come in one order on all ranks, and communicators go."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from device_group import SUM, Gpu, Nccl, OnGpu, on_gpu
+from ranks import Group, Rank, recorded_stderr, wait_for
+from test_join import join
+from test_teams import Links, hosts_of
+
+from horo import _core
+from horo.errors import PeerLostError
+
+ONES = np.ones(5, np.float32)
+HOSTS = ([3], [2, 1], [1, 1, 1])
+SETS = ([0, 1], [1, 2], [0, 2])
+
+
+def add_teams(rank: Rank, links: Links, sets: Sequence[list[int]] = SETS, key: object = 0) -> list[int]:
+    return [rank.context.add_team(ranks, **links.of(rank.rank, ranks, (key, i))) for i, ranks in enumerate(sets)]
+
+
+def begin(own: OnGpu, name: str, team: int = 0, array: np.ndarray = ONES) -> tuple[int, int]:
+    handle, source, _ = own.submit("allreduce", name, array, reduce_op=SUM, team=team)
+    return handle, source
+
+
+@pytest.mark.parametrize("hosts", HOSTS, ids=str)
+def test_a_process_set_has_a_communicator_of_its_own(gpu: Gpu, nccl: Nccl, hosts: list[int]) -> None:
+    links = Links(hosts_of(hosts))
+
+    def body(rank: Rank) -> None:
+        own = on_gpu(rank, gpu, nccl)
+        (team,) = add_teams(rank, links, [[1, 2]])
+        if rank.rank > 0:
+            mine = np.full((2, 3), rank.rank, np.float32)
+            assert own.run("allreduce", "x", mine, reduce_op=_core.REDUCE_OPS["average"], team=team)[0, 0] == 1.5
+            assert own.run("broadcast", "b", mine, root_rank=2, team=team)[0, 0] == 2
+            handle, _, _ = own.submit("allgather", "g", mine, team=team)
+            assert own.taken(handle, 12, mine).tolist() == [1.0] * 6 + [2.0] * 6
+            own.context.release(handle)
+        assert own.allreduce(ONES).tolist() == [3.0] * 5
+        own.close()
+
+    with Group(hosts) as group:
+        group.run(body)
+    assert nccl.counts()["launched"] == 2 * 3 + 3
+    assert (nccl.counts()["destroys"], nccl.counts()["aborts"]) == (5, 0)
+    assert gpu.counts()["pinned_ever"] == 0
+
+
+def teams_of(rank: Rank, teams: Sequence[int], sets: Sequence[list[int]] = SETS) -> list[tuple[int, int]]:
+    """Those of a rank, with the number of members, and the world."""
+    size = len({member for ranks in sets for member in ranks})
+    return [(0, size), *[(team, len(ranks)) for team, ranks in zip(teams, sets, strict=True) if rank.rank in ranks]]
+
+
+@pytest.mark.parametrize("hosts", HOSTS, ids=str)
+@pytest.mark.parametrize("seed", range(6))
+def test_launches_of_all_teams_come_in_one_order(gpu: Gpu, nccl: Nccl, hosts: list[int], seed: int) -> None:
+    """Ranks submit to the world and to sets that overlap in a circle, each in an order of its own."""
+    links = Links(hosts_of(hosts))
+
+    def body(rank: Rank) -> None:
+        own = on_gpu(rank, gpu, nccl)
+        mine = teams_of(rank, add_teams(rank, links))
+        chance = random.Random(100 * seed + rank.rank)
+        for step in range(8):
+            calls = [(team, size, f"{step}:{i}") for team, size in mine for i in range(3)]
+            chance.shuffle(calls)
+            begun = [(*begin(own, name, team, ONES * (team + 1)), size * (team + 1)) for team, size, name in calls]
+            chance.shuffle(begun)
+            for handle, source, total in begun:
+                own.finish(handle)
+                gpu.synchronize(own.stream)
+                assert gpu.get(source, ONES).tolist() == [total] * 5
+        own.close()
+
+    with Group(hosts) as group:
+        group.run(body)
+    assert nccl.counts()["launched"] == 8 * 3 * (3 + 3 * 2)
+
+
+@pytest.mark.parametrize("hosts", HOSTS, ids=str)
+def test_launches_come_in_one_order_where_gpus_stand_still(gpu: Gpu, nccl: Nccl, hosts: list[int]) -> None:
+    """All calls are over before a kernel has run: the values of each rank wait for another call's gate."""
+    links = Links(hosts_of(hosts))
+
+    def body(rank: Rank) -> None:
+        own = on_gpu(rank, gpu, nccl)
+        mine = teams_of(rank, add_teams(rank, links))
+        for team, _ in mine:
+            own.finish(begin(own, "first", team)[0])
+        gpu.synchronize(own.stream)
+        gate = gpu.hold(own.stream)
+        order = mine[rank.rank :] + mine[: rank.rank]
+        begun = [(*begin(own, f"{i}", team), size) for i in range(5) for team, size in order]
+        for handle, _, _ in reversed(begun):
+            own.finish(handle)
+        gpu.open(gate)
+        gpu.synchronize(own.stream)
+        for _, source, size in begun:
+            assert gpu.get(source, ONES).tolist() == [size] * 5
+        own.close()
+
+    with Group(hosts) as group:
+        group.run(body)
+
+
+def test_two_sets_of_one_pair_of_ranks_differ_in_what_they_can(gpu: Gpu, nccl: Nccl) -> None:
+    """Ranks 1 and 2 share a GPU: NCCL does what it can for the sets that have one of them."""
+    links = Links([0, 0, 0])
+
+    def body(rank: Rank) -> None:
+        own = on_gpu(rank, gpu, nccl, device=min(rank.rank, 1))
+        first, second = add_teams(rank, links, [[0, 1], [1, 2]])
+        assert own.allreduce(ONES).tolist() == [3.0] * 5
+        if rank.rank < 2:
+            assert own.allreduce(ONES, team=first).tolist() == [2.0] * 5
+        if rank.rank > 0:
+            assert own.allreduce(ONES, team=second).tolist() == [2.0] * 5
+        own.close()
+
+    with recorded_stderr() as text:
+        with Group((3,), log_level=3) as group:
+            group.run(body)
+        words = "ranks 1 and 2 are on the same GPU, which NCCL refuses"
+        assert text().count(f"tensors on GPUs travel through host memory, not by NCCL: {words}") == 1
+        of_set = "tensors on GPUs of process set 2 (ranks 1, 2) travel through host memory, not by NCCL"
+        assert text().count(f"{of_set}: {words}") == 1
+    assert nccl.counts()["launched"] == 2
+
+
+# ---- Their end ----
+
+
+@pytest.mark.parametrize("hosts", HOSTS, ids=str)
+def test_the_communicator_of_a_set_that_is_removed_ends_in_order(gpu: Gpu, nccl: Nccl, hosts: list[int]) -> None:
+    """Its kernels are still to run; nobody waits for that, and a set of the same number has one of its own."""
+    links = Links(hosts_of(hosts))
+
+    def body(rank: Rank) -> None:
+        own = on_gpu(rank, gpu, nccl)
+        for step in range(4):
+            teams = add_teams(rank, links, key=step)
+            mine = teams_of(rank, teams)
+            gate = gpu.hold(own.stream)
+            begun = [(*begin(own, "x", team), size) for team, size in mine]
+            for handle, _, _ in begun:
+                own.finish(handle)
+            for team in teams:
+                rank.context.remove_team(team)
+            gpu.open(gate)
+            gpu.synchronize(own.stream)
+            for _, source, size in begun:
+                assert gpu.get(source, ONES).tolist() == [size] * 5
+            if step % 2 == 0:
+                wait_for(lambda step=step: nccl.counts()["destroys"] >= 6 * (step + 1))
+        own.close()
+
+    with Group(hosts) as group:
+        group.run(body)
+    assert (nccl.counts()["destroys"], nccl.counts()["aborts"]) == (4 * 6 + 3, 0)
+
+
+def test_a_set_is_removed_that_nccl_has_been_refused_or_not_asked_for(gpu: Gpu, nccl: Nccl) -> None:
+    links = Links([0, 0])
+
+    def body(rank: Rank) -> None:
+        own = on_gpu(rank, gpu, nccl, device=0)
+        for step in range(2):
+            asked, other = add_teams(rank, links, [[0, 1], [0, 1]], step)
+            assert own.allreduce(ONES, team=asked).tolist() == [2.0] * 5
+            rank.context.remove_team(other)
+            rank.context.remove_team(asked)
+        own.close()
+
+    with recorded_stderr(), Group((2,)) as group:
+        group.run(body)
+
+
+def ends(gpu: Gpu, nccl: Nccl, hosts: Sequence[int], until: Any) -> None:
+    """Rank 2 dies when all have come to the end of ``until``."""
+    links = Links(hosts_of(hosts))
+    there = threading.Barrier(3)
+
+    def body(rank: Rank) -> None:
+        own = on_gpu(rank, gpu, nccl)
+        mine = teams_of(rank, add_teams(rank, links))
+        handles = until(rank, own, mine)
+        there.wait(60)
+        if rank.rank == 2:
+            group.kill(2)
+            own.context.end("its death")
+        gpu.synchronize(own.stream)
+        for handle in handles:
+            with pytest.raises(PeerLostError):
+                own.context.wait(handle)
+            own.context.release(handle)
+        with pytest.raises(PeerLostError, match="gone|this rank" if rank.rank == 2 else "^rank 2 "):
+            own.allreduce(ONES, "later")
+        own.close()
+
+    with recorded_stderr(), Group(hosts) as group:
+        group.run(body)
+    assert nccl.counts()["destroys"] == 0
+
+
+@pytest.mark.parametrize("hosts", HOSTS, ids=str)
+def test_a_rank_dies_while_kernels_of_all_teams_run(gpu: Gpu, nccl: Nccl, hosts: list[int]) -> None:
+    def until(rank: Rank, own: OnGpu, mine: list[tuple[int, int]]) -> list[int]:
+        for team, _ in mine:
+            own.finish(begin(own, "first", team)[0])
+        gpu.synchronize(own.stream)
+        if rank.rank == 2:
+            nccl.fail("hang", 2)  # as a rank of the world; its kernels of other teams stand behind or before
+        for handle in [begin(own, f"{i}", team)[0] for i in range(3) for team, _ in mine]:
+            own.finish(handle)
+        return []
+
+    ends(gpu, nccl, hosts, until)
+
+
+@pytest.mark.parametrize("hosts", HOSTS, ids=str)
+def test_a_rank_dies_while_a_launch_does_not_end(gpu: Gpu, nccl: Nccl, hosts: list[int]) -> None:
+    def until(rank: Rank, own: OnGpu, mine: list[tuple[int, int]]) -> list[int]:
+        for team, _ in mine:
+            own.finish(begin(own, "first", team)[0])
+        rank.barrier()
+        nccl.fail("late launch", rank.rank)
+        rank.barrier()
+        return [begin(own, "x")[0]]
+
+    ends(gpu, nccl, hosts, until)
+
+
+@pytest.mark.parametrize("hosts", HOSTS, ids=str)
+def test_a_rank_dies_before_it_proposes_a_turn(gpu: Gpu, nccl: Nccl, hosts: list[int]) -> None:
+    """Rank 1 has launched the first call and waits for a proposal; rank 2 never launches the first."""
+
+    def until(rank: Rank, own: OnGpu, mine: list[tuple[int, int]]) -> list[int]:
+        if rank.rank == 0:
+            return []
+        (team,) = (team for team, size in mine if size == 2 and team == 2)
+        own.finish(begin(own, "first", team)[0])
+        if rank.rank == 2:
+            nccl.fail("late launch", 1)
+            return [begin(own, name, team)[0] for name in "ab"]
+        own.finish(begin(own, "a", team)[0])
+        return [begin(own, "b", team)[0]]
+
+    ends(gpu, nccl, hosts, until)
+
+
+# ---- Joining ----
+
+
+def test_a_set_whose_ranks_have_joined_goes_on_with_nccl(gpu: Gpu, nccl: Nccl) -> None:
+    links = Links([0, 0])
+
+    def body(rank: Rank) -> None:
+        own = on_gpu(rank, gpu, nccl)
+        (team,) = add_teams(rank, links, [[0, 1]])
+        for _ in range(2):
+            join(rank)
+            assert own.allreduce(ONES, team=team).tolist() == [2.0] * 5
+            assert own.allreduce(ONES).tolist() == [2.0] * 5
+        own.close()
+
+    with Group((2,)) as group:
+        group.run(body)
+    assert nccl.counts()["launched"] == 8
