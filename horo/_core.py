@@ -172,11 +172,11 @@ class Context:
         """Submits a refused request again with a buffer for the message, and tells the other members of it."""
         error = _error_buffer()
         status = _submit(self._context, buffer.request, buffer.handle_out, error, _MESSAGE_MAX)
-        if status in {lib.HORO_ERR_USAGE, lib.HORO_ERR_UNSUPPORTED, lib.HORO_ERR_RESOURCE}:
+        if is_told := status in {lib.HORO_ERR_USAGE, lib.HORO_ERR_UNSUPPORTED, lib.HORO_ERR_RESOURCE}:
             lib.horo_refuse(self._context, buffer.request.team, buffer.request.name, status, error)
         elif status == lib.HORO_ERR_DUPLICATE_NAME:
             self.duplicate = ffi.string(buffer.request.name).decode()
-        _check(status, error)
+        _check(status, error, is_told)
 
     def refuse(self, team: int, name: str, reason: UsageError) -> None:
         """Lets calls of this name on other ranks fail, too; see ``horo_refuse``. Never blocks or raises."""
@@ -494,6 +494,6 @@ def _text(chars: Any) -> str:
     return bytes(ffi.string(chars)).decode("utf-8", "replace")
 
 
-def _check(status: int, error: Any) -> None:
+def _check(status: int, error: Any, is_told: bool = False) -> None:
     if status != lib.HORO_OK:
-        raise error_from_status(_STATUS_NAMES[status], _text(error))
+        raise error_from_status(_STATUS_NAMES[status], _text(error), is_told)

@@ -111,6 +111,8 @@ _CLASS_OF_STATUS: dict[str, type[HoroError]] = {
 }
 
 
-def error_from_status(status_name: str, message: str) -> HoroError:
+def error_from_status(status_name: str, message: str, is_told: bool = False) -> HoroError:
     """The exception for a status of the native core, e.g. ``"HORO_ERR_PEER_LOST"``."""
-    return _CLASS_OF_STATUS.get(status_name, InternalError)(message)
+    error = _CLASS_OF_STATUS.get(status_name, InternalError)(message)
+    error._is_told = is_told
+    return error
