@@ -23,7 +23,7 @@ struct host_backend {
     struct hr_kinds kinds;
     struct parts parts;
     struct hr_fused fused; /* of a broadcast */
-    size_t moved_bytes;    /* what the largest tensor of a rank has, of all but an allreduce */
+    size_t moved_bytes;    /* of all ranks together, of an alltoall their mean; not of an allreduce */
     struct hr_task *task;  /* the step that runs; NULL: none */
     enum way way;          /* of a move, and of a reduce-scatter */
     union {
