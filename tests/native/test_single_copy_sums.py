@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 from ranks import NUMPY_OF_DTYPE, Rank, dies_in_the_middle, recorded_stderr, run_ranks
 from test_reducescatter import rows_of, scatter, table
+from test_single_copy import INFO, READS
 
-INFO = 2
-"""Of ``log_level``."""
 CASES = list(itertools.product(sorted(NUMPY_OF_DTYPE), ["sum", "min", "max", "product", "average"]))
-READS = "large moves read the memory of the other ranks"
 
 
 def numbers(dtype: str, rows: int, seed: int) -> np.ndarray:
