@@ -51,10 +51,10 @@ static int is_first(const struct hr_nccl_turn *turn) {
 
 static int propose(struct hr_nccl_turn *turn) {
     struct hr_by_nccl *by = atomic_load(&turn->engine->by_nccl);
-    turn->mine = turn->agreed = turn->number = ++by->clock;
+    turn->number = ++by->clock;
     turn->operand = (struct hr_operand){
-        .input = &turn->mine, .output = &turn->agreed, .bytes = sizeof turn->mine, .dtype = HORO_INT64};
-    turn->row_bytes = sizeof turn->mine;
+        .input = &turn->number, .output = &turn->agreed, .bytes = sizeof turn->number, .dtype = HORO_INT64};
+    turn->row_bytes = sizeof turn->number;
     const struct hr_work exchange = {
         .op = HORO_ALLREDUCE,
         .reduce_op = HORO_MAX,
