@@ -80,11 +80,6 @@ int hr_engine_mark_for_nccl(struct hr_engine *engine, struct hr_request *request
     return hr_mark_create(device, (void *)(uintptr_t)call->stream, &request->mark, error);
 }
 
-static struct hr_nccl_team *team_of(const struct hr_engine *engine, const struct hr_lane *lane) {
-    struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
-    return by == NULL ? NULL : &by->teams[lane->team->number];
-}
-
 /* With the lock held. */
 static void announce(struct hr_engine *engine, struct hr_request *request) {
     hr_request_set_by_nccl(request);
@@ -92,7 +87,7 @@ static void announce(struct hr_engine *engine, struct hr_request *request) {
 }
 
 void hr_engine_queue_for_nccl(struct hr_engine *engine, struct hr_request *request) {
-    struct hr_nccl_team *team = team_of(engine, request->lane);
+    struct hr_nccl_team *team = hr_nccl_team_of(engine, request->lane);
     if (atomic_load(&team->stage) == HR_BY_NCCL_READY && team->held_first == NULL) {
         announce(engine, request);
         return;
@@ -104,7 +99,7 @@ void hr_engine_queue_for_nccl(struct hr_engine *engine, struct hr_request *reque
 }
 
 void hr_engine_retry_nccl(struct hr_engine *engine, const struct hr_lane *lane) {
-    struct hr_nccl_team *team = team_of(engine, lane);
+    struct hr_nccl_team *team = hr_nccl_team_of(engine, lane);
     if (team != NULL && team->until_join) {
         team->until_join = 0;
         atomic_store(&team->stage, HR_BY_NCCL_ASKED);
@@ -126,7 +121,7 @@ static struct hr_request *take_held(struct hr_nccl_team *team) {
 
 void hr_engine_drop_held(struct hr_engine *engine) {
     for (int i = 0; i < engine->lane_count && atomic_load(&engine->by_nccl) != NULL; i++) {
-        while (take_held(team_of(engine, engine->lanes[i])) != NULL) {
+        while (take_held(hr_nccl_team_of(engine, engine->lanes[i])) != NULL) {
         }
     }
 }
@@ -193,7 +188,7 @@ static int look(struct hr_nccl_team *team) {
 }
 
 static int turn_team(struct hr_engine *engine, const struct hr_lane *lane) {
-    struct hr_nccl_team *team = team_of(engine, lane);
+    struct hr_nccl_team *team = hr_nccl_team_of(engine, lane);
     int moved = team->has_moved;
     team->has_moved = 0;
     moved |= look(team);
@@ -251,7 +246,7 @@ int hr_engine_turn_nccl(struct hr_engine *engine) {
     engine->node->nccl_within_ns = 0;
     for (int i = 0; i < engine->lane_count; i++) {
         moved |= turn_team(engine, engine->lanes[i]);
-        note_looks(engine, team_of(engine, engine->lanes[i]), &is_any_busy);
+        note_looks(engine, hr_nccl_team_of(engine, engine->lanes[i]), &is_any_busy);
     }
     for (const struct hr_nccl_team *team = by->ending; team != NULL; team = team->next) {
         note_looks(engine, team, &is_any_busy);
@@ -271,7 +266,7 @@ static int has_work(struct hr_nccl_team *team) {
 int hr_engine_nccl_has_work(struct hr_engine *engine) {
     struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
     for (int i = 0; i < engine->lane_count && by != NULL; i++) {
-        if (has_work(team_of(engine, engine->lanes[i]))) {
+        if (has_work(hr_nccl_team_of(engine, engine->lanes[i]))) {
             return 1;
         }
     }
@@ -303,7 +298,7 @@ static size_t divide(struct hr_request *request, char *data) {
 }
 
 int hr_engine_make_room(struct hr_engine *engine, struct hr_request *request) {
-    struct hr_nccl_team *team = team_of(engine, request->lane);
+    struct hr_nccl_team *team = hr_nccl_team_of(engine, request->lane);
     const size_t bytes = divide(request, NULL);
     if (team == NULL || team->backend == NULL) {
         return HORO_ERR_INTERNAL;
@@ -322,7 +317,7 @@ int hr_engine_make_room(struct hr_engine *engine, struct hr_request *request) {
 }
 
 struct hr_backend *hr_engine_nccl_backend(struct hr_engine *engine, struct hr_request *const *requests, size_t count) {
-    struct hr_nccl_team *team = team_of(engine, requests[0]->lane);
+    struct hr_nccl_team *team = hr_nccl_team_of(engine, requests[0]->lane);
     if (team == NULL || team->backend == NULL || atomic_load(&team->stage) != HR_BY_NCCL_READY) {
         return NULL;
     }
@@ -343,7 +338,7 @@ static int move_marks(struct hr_nccl_team *team, struct hr_request *const *reque
 
 int hr_engine_end_nccl_batch(struct hr_engine *engine, struct hr_request *const *requests, size_t count) {
     struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
-    struct hr_nccl_team *team = team_of(engine, requests[0]->lane);
+    struct hr_nccl_team *team = hr_nccl_team_of(engine, requests[0]->lane);
     struct hr_device_visit visit;
     int status = hr_device_enter(team->comm.device, &visit, &team->comm.failure);
     if (status == HORO_OK) {
@@ -364,7 +359,7 @@ int hr_engine_end_nccl_batch(struct hr_engine *engine, struct hr_request *const 
 
 void hr_engine_remove_nccl(struct hr_engine *engine, const struct hr_lane *lane) {
     struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
-    struct hr_nccl_team *team = team_of(engine, lane);
+    struct hr_nccl_team *team = hr_nccl_team_of(engine, lane);
     if (team == NULL) {
         return;
     }

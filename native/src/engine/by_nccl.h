@@ -102,6 +102,12 @@ struct hr_by_nccl {
     struct hr_nccl_team teams[HR_TEAMS_MAX]; /* by number */
 };
 
+/* NULL: nobody has called horo_use_nccl. */
+static inline struct hr_nccl_team *hr_nccl_team_of(const struct hr_engine *engine, const struct hr_lane *lane) {
+    struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
+    return by == NULL ? NULL : &by->teams[lane->team->number];
+}
+
 /* nccl_setup.c: what all ranks together can, by what each has told; empty: all are able. `rows`: of each rank. */
 void hr_nccl_judge(const struct hr_nccl_report *reports, const int64_t *rows, const struct hr_team *ranks,
                    int *has_joined, char *text, size_t text_bytes);

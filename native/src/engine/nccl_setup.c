@@ -128,10 +128,6 @@ int hr_nccl_begin_setup(struct hr_engine *engine, int32_t team, int device, stru
 
 /* ---- Going on ---- */
 
-static struct hr_nccl_team *team_of(const struct hr_engine *engine, const struct hr_lane *lane) {
-    return &atomic_load(&engine->by_nccl)->teams[lane->team->number];
-}
-
 static void set_stage(struct hr_engine *engine, struct hr_nccl_team *team, int stage) {
     (void)pthread_mutex_lock(&engine->submission.lock);
     atomic_store(&team->stage, stage);
@@ -139,7 +135,7 @@ static void set_stage(struct hr_engine *engine, struct hr_nccl_team *team, int s
 }
 
 static void refuse(struct hr_engine *engine, const struct hr_lane *lane, int has_joined, const char *text) {
-    struct hr_nccl_team *team = team_of(engine, lane);
+    struct hr_nccl_team *team = hr_nccl_team_of(engine, lane);
     char name[HR_TEAM_NAME_BYTES];
     if (lane->is_root) {
         const int is_world = lane->team->number == 0;
@@ -169,7 +165,7 @@ static int create_stream(struct hr_by_nccl *by, struct hr_error *error) {
 static int try_connect(struct hr_engine *engine, const struct hr_lane *lane, const struct hr_nccl_id *id,
                        struct hr_error *error) {
     struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
-    struct hr_nccl_team *team = team_of(engine, lane);
+    struct hr_nccl_team *team = hr_nccl_team_of(engine, lane);
     team->backend = hr_nccl_backend_create(lane->team, &team->comm);
     if (team->backend == NULL) {
         return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for NCCL");
@@ -180,7 +176,7 @@ static int try_connect(struct hr_engine *engine, const struct hr_lane *lane, con
 
 static void connect(struct hr_engine *engine, const struct hr_lane *lane, const struct hr_nccl_report *reports) {
     struct hr_error error = {0};
-    struct hr_nccl_team *team = team_of(engine, lane);
+    struct hr_nccl_team *team = hr_nccl_team_of(engine, lane);
     if (try_connect(engine, lane, &reports[0].id, &error) != HORO_OK) {
         hr_nccl_break(team, &error);
     }
@@ -190,7 +186,7 @@ static void connect(struct hr_engine *engine, const struct hr_lane *lane, const 
 
 /* The exchange is over; it is released here. */
 static void finish_exchange(struct hr_engine *engine, const struct hr_lane *lane) {
-    struct hr_nccl_team *team = team_of(engine, lane);
+    struct hr_nccl_team *team = hr_nccl_team_of(engine, lane);
     const int64_t handle = team->exchange->handle;
     char text[HORO_MESSAGE_MAX];
     void *data = NULL;
@@ -214,7 +210,7 @@ static void finish_exchange(struct hr_engine *engine, const struct hr_lane *lane
 }
 
 int hr_nccl_turn_setup(struct hr_engine *engine, const struct hr_lane *lane) {
-    struct hr_nccl_team *team = team_of(engine, lane);
+    struct hr_nccl_team *team = hr_nccl_team_of(engine, lane);
     const int stage = atomic_load(&team->stage);
     char name[HR_TEAM_NAME_BYTES];
     if (stage == HR_BY_NCCL_GATHERING && atomic_load(&team->exchange->status) != HORO_IN_PROGRESS) {

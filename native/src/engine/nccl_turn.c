@@ -18,7 +18,7 @@ static struct hr_nccl_turn *turn_of(struct hr_backend *backend) {
 }
 
 static struct hr_nccl_team *team_of(const struct hr_nccl_turn *turn) {
-    return &atomic_load(&turn->engine->by_nccl)->teams[turn->lane->team->number];
+    return hr_nccl_team_of(turn->engine, turn->lane);
 }
 
 /* ---- The order ---- */
