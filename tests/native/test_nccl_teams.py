@@ -196,7 +196,7 @@ def ends(gpu: Gpu, nccl: Nccl, hosts: Sequence[int], until: Any) -> None:
         handles = until(rank, own, mine)
         there.wait(60)
         if rank.rank == 2:
-            group.kill(2)
+            group.kill(2, links.sockets_of(2))
             own.context.end("its death")
         gpu.synchronize(own.stream)
         for handle in handles:
