@@ -104,12 +104,12 @@ def size_table(rows: Sequence[Row], state: str, operation: Operation = ALLREDUCE
 
 
 def sizes_ahead(rows: Sequence[Row], state: str, what: str) -> list[str]:
-    """One line that names the sizes at which a peer takes less time than horo."""
+    """One line that names the sizes at which a peer takes less time than horo, and how many times as fast it is."""
     found = []
     for (size,), of_size in grouped(rows, "bytes").items():
         horo, best = horo_of(of_size), best_peer(of_size, state)
         if horo and best and (ratio := ratio_of(best, horo, state)) < 1:
-            found.append(f"{report.size_text(size)} ({best['contestant']}, {1 / ratio:.1f} times as fast)")
+            found.append(f"{report.size_text(size)} {1 / ratio:.2f} ({best['contestant']})")
     return [f"* {what}: {', '.join(found)}"] if found else []
 
 

@@ -82,7 +82,10 @@ def write_page(documents: Sequence[Document], page: Path) -> None:
     lines = [INTRODUCTION.format(**relative), *machine_lines(documents)]
     ahead = [line for chapter in made for line in chapter.ahead]
     lines += ["## Where a peer is ahead", ""]
-    lines += ahead or ["Nowhere in these results."]
+    if ahead:
+        lines += ["Behind a size: how many times as fast which peer is.", "", *ahead]
+    else:
+        lines.append("Nowhere in these results.")
     lines.append("")
     for chapter in made:
         lines += [*chapter.lines, ""]
