@@ -7,17 +7,12 @@
 #include "base/cut.h"
 #include "base/op.h"
 
-struct nccl_backend {
-    struct hr_backend base;
+struct hr_nccl_backend {
     struct hr_team *team;
     struct hr_nccl_comm *comm;
     struct hr_nccl_call *calls; /* [capacity] of the batch */
     size_t count, capacity;
 };
-
-static struct nccl_backend *nccl_of(struct hr_backend *backend) {
-    return (struct nccl_backend *)backend;
-}
 
 /* ---- What NCCL can do ---- */
 
@@ -65,7 +60,7 @@ int hr_nccl_can(const horo_request *call) {
 
 /* ---- A batch as calls ---- */
 
-static int reserve(struct nccl_backend *self, size_t count) {
+static int reserve(struct hr_nccl_backend *self, size_t count) {
     if (count > self->capacity) {
         struct hr_nccl_call *larger = realloc(self->calls, count * sizeof *larger);
         if (larger == NULL) {
@@ -78,14 +73,14 @@ static int reserve(struct nccl_backend *self, size_t count) {
     return HORO_OK;
 }
 
-static void add(struct nccl_backend *self, const struct hr_nccl_call *call) {
+static void add(struct hr_nccl_backend *self, const struct hr_nccl_call *call) {
     if (call->count > 0) {
         self->calls[self->count++] = *call;
     }
 }
 
 /* The rows of each rank where they are equally many; else a reduction for each rank. */
-static void add_scatter(struct nccl_backend *self, const struct hr_operand *operand, size_t row_bytes,
+static void add_scatter(struct hr_nccl_backend *self, const struct hr_operand *operand, size_t row_bytes,
                         struct hr_nccl_call call) {
     const size_t width = hr_dtype_bytes(operand->dtype);
     const size_t size = (size_t)self->team->size;
@@ -109,7 +104,7 @@ static void add_scatter(struct nccl_backend *self, const struct hr_operand *oper
 }
 
 /* The rows of each rank where they are equally many; else a broadcast by each rank: nothing is sent but rows. */
-static void add_gather(struct nccl_backend *self, const struct hr_work *work, size_t i, struct hr_nccl_call call) {
+static void add_gather(struct hr_nccl_backend *self, const struct hr_work *work, size_t i, struct hr_nccl_call call) {
     const struct hr_gathered *result = &work->results[i];
     int are_equal = 1;
     for (int r = 1; r < self->team->size; r++) {
@@ -133,7 +128,7 @@ static void add_gather(struct nccl_backend *self, const struct hr_work *work, si
 }
 
 /* What this rank has for each, and gets from each, itself among them. */
-static void add_exchange(struct nccl_backend *self, const struct hr_work *work, size_t i, struct hr_nccl_call call) {
+static void add_exchange(struct hr_nccl_backend *self, const struct hr_work *work, size_t i, struct hr_nccl_call call) {
     const size_t size = (size_t)self->team->size;
     const size_t mine = (size_t)self->team->rank;
     const int64_t *given = &work->splits[(mine * work->count + i) * size];
@@ -151,7 +146,7 @@ static void add_exchange(struct nccl_backend *self, const struct hr_work *work, 
     }
 }
 
-static void add_move(struct nccl_backend *self, const struct hr_work *work, size_t i, struct hr_nccl_call call) {
+static void add_move(struct hr_nccl_backend *self, const struct hr_work *work, size_t i, struct hr_nccl_call call) {
     call.dtype = HR_NCCL_UINT8;
     if (work->op == HORO_ALLGATHER) {
         add_gather(self, work, i, call);
@@ -164,7 +159,7 @@ static void add_move(struct nccl_backend *self, const struct hr_work *work, size
     }
 }
 
-static void add_operand(struct nccl_backend *self, const struct hr_work *work, size_t i) {
+static void add_operand(struct hr_nccl_backend *self, const struct hr_work *work, size_t i) {
     const struct hr_operand *operand = &work->operands[i];
     struct hr_nccl_call call = {.input = operand->input, .output = operand->output, .root = work->root_rank};
     if (!hr_op_reduces(work->op)) {
@@ -183,7 +178,7 @@ static void add_operand(struct nccl_backend *self, const struct hr_work *work, s
 }
 
 /* How many calls a tensor takes at most. */
-static size_t calls_each(const struct nccl_backend *self, int op) {
+static size_t calls_each(const struct hr_nccl_backend *self, int op) {
     switch (op) {
     case HORO_ALLGATHER:
     case HORO_REDUCESCATTER: return (size_t)self->team->size;
@@ -193,7 +188,7 @@ static size_t calls_each(const struct nccl_backend *self, int op) {
 }
 
 /* The factor as a value of each dtype of floats. 1 if it is other than 1. */
-static int write_factors(const struct nccl_backend *self, const struct hr_work *work, uint64_t *factors) {
+static int write_factors(const struct hr_nccl_backend *self, const struct hr_work *work, uint64_t *factors) {
     const struct hr_kernel *kernel = self->team->node->kernel;
     const double post = work->reduce_op == HORO_AVERAGE ? work->postscale / self->team->size : work->postscale;
     const double factor = work->prescale * post;
@@ -206,10 +201,9 @@ static int write_factors(const struct nccl_backend *self, const struct hr_work *
     return hr_op_reduces(work->op) && factor != 1.0;
 }
 
-/* ---- The table ---- */
+/* ---- The work ---- */
 
-static int nccl_begin(struct hr_backend *backend, const struct hr_work *work) {
-    struct nccl_backend *self = nccl_of(backend);
+int hr_nccl_backend_begin(struct hr_nccl_backend *self, const struct hr_work *work) {
     uint64_t factors[HR_NCCL_DTYPES];
     if (self->comm->state != HR_NCCL_IDLE) {
         return HORO_OK; /* it is broken, which ends the group: the engine looks at it */
@@ -225,44 +219,26 @@ static int nccl_begin(struct hr_backend *backend, const struct hr_work *work) {
     return HORO_OK;
 }
 
-static int nccl_progress(struct hr_backend *backend) {
-    struct hr_nccl_comm *comm = nccl_of(backend)->comm;
+int hr_nccl_backend_progress(struct hr_nccl_backend *self) {
+    struct hr_nccl_comm *comm = self->comm;
     if (comm->state == HR_NCCL_LAUNCHING) {
         (void)hr_nccl_poll(comm);
     }
     return comm->state == HR_NCCL_IDLE ? HR_TASK_DONE : HR_TASK_BLOCKED;
 }
 
-static void nccl_cancel(struct hr_backend *backend) {
-    hr_nccl_abort(&nccl_of(backend)->comm, 1);
-}
-
-static int nccl_is_ending(const struct hr_backend *backend) {
-    (void)backend;
-    return 0; /* NCCL does not tell */
-}
-
-static void nccl_destroy(struct hr_backend *backend) {
-    free(nccl_of(backend)->calls);
-    free(backend);
-}
-
-static const struct hr_backend_ops nccl_ops = {
-    .name = "nccl",
-    .begin = nccl_begin,
-    .progress = nccl_progress,
-    .cancel = nccl_cancel,
-    .is_ending = nccl_is_ending,
-    .destroy = nccl_destroy,
-};
-
-struct hr_backend *hr_nccl_backend_create(struct hr_team *team, struct hr_nccl_comm *comm) {
-    struct nccl_backend *self = calloc(1, sizeof *self);
-    if (self == NULL) {
-        return NULL;
+struct hr_nccl_backend *hr_nccl_backend_create(struct hr_team *team, struct hr_nccl_comm *comm) {
+    struct hr_nccl_backend *self = calloc(1, sizeof *self);
+    if (self != NULL) {
+        self->team = team;
+        self->comm = comm;
     }
-    self->base.ops = &nccl_ops;
-    self->team = team;
-    self->comm = comm;
-    return &self->base;
+    return self;
+}
+
+void hr_nccl_backend_destroy(struct hr_nccl_backend *self) {
+    if (self != NULL) {
+        free(self->calls);
+        free(self);
+    }
 }

@@ -364,7 +364,7 @@ void hr_engine_remove_nccl(struct hr_engine *engine, const struct hr_lane *lane)
         return;
     }
     struct hr_nccl_team *gone = team->comm.handle == NULL ? NULL : calloc(1, sizeof *gone);
-    hr_backend_destroy(team->backend);
+    hr_nccl_backend_destroy(team->backend);
     team->backend = NULL;
     if (gone != NULL) {
         gone->comm = team->comm;
@@ -448,7 +448,7 @@ static void close_all(struct hr_by_nccl *by, int in_order) {
     for (int i = 0; i < HR_TEAMS_MAX; i++) {
         const int64_t left_ns = until_ns - hr_now_ns();
         hr_nccl_close(&by->teams[i].comm, in_order, left_ns > 0 ? (int)(left_ns / 1000000) : 0);
-        hr_backend_destroy(by->teams[i].backend);
+        hr_nccl_backend_destroy(by->teams[i].backend);
     }
     while (by->ending != NULL) {
         struct hr_nccl_team *team = by->ending;

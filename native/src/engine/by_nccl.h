@@ -76,7 +76,7 @@ struct hr_nccl_team {
     struct hr_nccl_report mine; /* of the exchange */
     /* of the driver */
     struct hr_nccl_comm comm;
-    struct hr_backend *backend;
+    struct hr_nccl_backend *backend;
     struct hr_room *room; /* of the batch that is begun */
     struct hr_nccl_turn turn;
     int has_moved;      /* a look during a wait has changed the communicator */

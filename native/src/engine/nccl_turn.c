@@ -91,7 +91,7 @@ static int launch(struct hr_nccl_turn *turn) {
         team->comm.state = HR_NCCL_BROKEN;
     }
     turn->engine->node->nccl_within_ns = HR_NCCL_LOOK_SOON_NS;
-    return team->backend->ops->begin(team->backend, &turn->work);
+    return hr_nccl_backend_begin(team->backend, &turn->work);
 }
 
 static int turn_begin(struct hr_backend *backend, const struct hr_work *work) {
@@ -106,7 +106,6 @@ static int turn_begin(struct hr_backend *backend, const struct hr_work *work) {
 
 static int turn_progress(struct hr_backend *backend) {
     struct hr_nccl_turn *turn = turn_of(backend);
-    struct hr_backend *of_nccl = team_of(turn)->backend;
     if (turn->phase == HR_NCCL_ORDERING) {
         const int moved = turn->lane->backend->ops->progress(turn->lane->backend);
         if (moved != HR_TASK_DONE) {
@@ -122,7 +121,7 @@ static int turn_progress(struct hr_backend *backend) {
         HR_TRY(launch(turn));
         return HR_TASK_MOVED;
     }
-    return of_nccl->ops->progress(of_nccl);
+    return hr_nccl_backend_progress(team_of(turn)->backend);
 }
 
 /* What is on the stream is aborted with all that is there, when the group ends. */
