@@ -64,6 +64,19 @@ class Gpu:
     def open(self, gate: ctypes.c_int) -> None:
         self.lib.double_open(ctypes.byref(gate))
 
+    def pause(self) -> ctypes.c_int:
+        """The thread that next makes a stream wait for an event waits in that call for ``resume`` with the result."""
+        gate = ctypes.c_int(0)
+        self.lib.double_pause(ctypes.byref(gate))
+        return gate
+
+    def await_pause(self, gate: ctypes.c_int) -> None:
+        wait_for(lambda: self.lib.double_is_paused(ctypes.byref(gate)) == 1)
+
+    def resume(self, gate: ctypes.c_int, code: int = 0) -> None:
+        """The call goes on, or fails with the code."""
+        self.lib.double_resume(ctypes.byref(gate), code)
+
     def synchronize(self, stream: int) -> None:
         event = ctypes.c_void_p()
         self.lib.cuCtxPushCurrent_v2(ctypes.c_void_p(1))

@@ -39,6 +39,7 @@ int hr_room_create(struct hr_stager *stager, struct hr_device *device, void *str
         return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for tensors on a GPU");
     }
     *made = (struct hr_room){.stager = stager, .device = device};
+    atomic_init(&made->references, 1);
     int status = hr_device_enter(device, &visit, error);
     if (status == HORO_OK) {
         status = fill(made, stream, bytes, error);
@@ -92,9 +93,16 @@ void hr_room_leave(struct hr_room *room, void *stream) {
     }
 }
 
-void hr_room_destroy(struct hr_room *room, const struct hr_mark *mark) {
+void hr_room_keep(struct hr_room *room) {
+    atomic_fetch_add(&room->references, 1);
+}
+
+void hr_room_drop(struct hr_room *room, const struct hr_mark *mark) {
     struct hr_error ignored = {0};
-    if (room != NULL && room->data != NULL && hr_mark_await(mark, room->device->releases, &ignored) == HORO_OK) {
+    if (room == NULL || atomic_fetch_sub(&room->references, 1) > 1) {
+        return;
+    }
+    if (room->data != NULL && hr_mark_await(mark, room->device->releases, &ignored) == HORO_OK) {
         hr_room_leave(room, room->device->releases);
     }
     free(room);

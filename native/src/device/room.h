@@ -10,6 +10,7 @@
 #include "device/staging.h"
 
 struct hr_room {
+    _Atomic int references;
     struct hr_stager *stager;
     struct hr_device *device;
     char *data;             /* by its address on the GPU; NULL: it has been given back */
@@ -30,7 +31,12 @@ int hr_room_copy(struct hr_mark *mark, const void *from, void *to, size_t bytes,
                  struct hr_error *error);
 /* Gives it back in the order of `stream`. */
 void hr_room_leave(struct hr_room *room, void *stream);
-/* Frees it, and gives it back behind the mark if it has not been. NULL is allowed. */
-void hr_room_destroy(struct hr_room *room, const struct hr_mark *mark);
+/* For a call that copies from it while its owner may let go. */
+void hr_room_keep(struct hr_room *room);
+/*
+ * When all have dropped it, it is freed, and given back behind the mark if it has not been. NULL is allowed. Not while
+ * another thread moves the mark.
+ */
+void hr_room_drop(struct hr_room *room, const struct hr_mark *mark);
 
 #endif

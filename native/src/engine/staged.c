@@ -160,6 +160,13 @@ void hr_engine_check_staged(struct hr_engine *engine, int64_t handle) {
     hr_staging_drop(staging);
 }
 
+/* What a call needs of a request that another thread may release meanwhile. */
+struct returning {
+    struct hr_mark *mark;       /* by NCCL: kept; else NULL */
+    struct hr_staging *staging; /* kept; else NULL */
+    size_t *bytes;              /* of each result; NULL: the results are on their way already */
+};
+
 /* The bytes of each result, of a request that is done. */
 static void measure(const struct hr_request *request, size_t *bytes) {
     for (int i = 0; i < request->call.tensor_count; i++) {
@@ -177,7 +184,8 @@ static void measure(const struct hr_request *request, size_t *bytes) {
 }
 
 /* With the lock held. */
-static int begin_return(struct hr_request *request, int64_t handle, int *is_repeated, struct hr_error *error) {
+static int begin_return(struct hr_request *request, int64_t handle, struct returning *returning,
+                        struct hr_error *error) {
     if (request == NULL || (request->staging == NULL && request->mark == NULL)) {
         return hr_fail(error, HORO_ERR_USAGE, "handle %lld has no tensors on a GPU", (long long)handle);
     }
@@ -187,48 +195,61 @@ static int begin_return(struct hr_request *request, int64_t handle, int *is_repe
     }
     if (request->mark != NULL) {
         hr_mark_keep(request->mark);
+        returning->mark = request->mark;
         return HORO_OK;
     }
-    *is_repeated = request->is_returned;
-    request->is_returned = 1;
+    if (!request->is_returned) {
+        returning->bytes = calloc(request->staging->count, sizeof *returning->bytes);
+        if (returning->bytes == NULL) {
+            return hr_fail(error, HORO_ERR_RESOURCE, "'%s': out of memory", request->call.name);
+        }
+        measure(request, returning->bytes);
+        request->is_returned = 1;
+    }
     hr_staging_keep(request->staging);
+    returning->staging = request->staging;
     return HORO_OK;
 }
 
-static int return_results(const struct hr_request *request, void *stream, struct hr_error *error) {
-    struct hr_staging *staging = request->staging;
-    size_t *bytes = calloc(staging->count, sizeof *bytes);
-    if (bytes == NULL) {
-        return hr_fail(error, HORO_ERR_RESOURCE, "'%s': out of memory", request->call.name);
+/* The results are not on their way after all: another call may begin that. */
+static void take_back_return(struct hr_engine *engine, int64_t handle) {
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    struct hr_request *request = hr_engine_find_handle(engine, handle);
+    if (request != NULL) {
+        request->is_returned = 0;
     }
-    measure(request, bytes);
-    const int status = hr_staging_copy_back(staging, bytes, stream, error);
-    free(bytes);
+    (void)pthread_mutex_unlock(&engine->submission.lock);
+}
+
+/* With staging_lock held. */
+static int return_results(struct hr_engine *engine, int64_t handle, void *stream, struct hr_error *error) {
+    struct returning returning = {0};
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    int status = begin_return(hr_engine_find_handle(engine, handle), handle, &returning, error);
+    (void)pthread_mutex_unlock(&engine->submission.lock);
+    HR_TRY(status);
+    if (returning.mark != NULL) {
+        status = hr_mark_await(returning.mark, stream, error);
+        hr_mark_drop(returning.mark);
+        return status;
+    }
+    if (returning.bytes == NULL) {
+        status = hr_staging_follow(returning.staging, stream, error);
+    } else {
+        status = hr_staging_copy_back(returning.staging, returning.bytes, stream, error);
+        if (status != HORO_OK) {
+            take_back_return(engine, handle);
+        }
+    }
+    free(returning.bytes);
+    hr_staging_drop(returning.staging);
     return status;
 }
 
 int hr_engine_copy_back(struct hr_engine *engine, int64_t handle, uint64_t stream, struct hr_error *error) {
-    int is_repeated = 0;
-    void *target = (void *)(uintptr_t)stream;
-    (void)pthread_mutex_lock(&engine->submission.lock);
-    struct hr_request *request = hr_engine_find_handle(engine, handle);
-    int status = begin_return(request, handle, &is_repeated, error);
-    struct hr_mark *mark = status == HORO_OK ? request->mark : NULL;
-    (void)pthread_mutex_unlock(&engine->submission.lock);
-    HR_TRY(status);
-    if (mark != NULL) {
-        status = hr_mark_await(mark, target, error);
-        hr_mark_drop(mark);
-        return status;
-    }
-    struct hr_staging *staging = request->staging;
-    status = is_repeated ? hr_staging_follow(staging, target, error) : return_results(request, target, error);
-    if (status != HORO_OK && !is_repeated) {
-        (void)pthread_mutex_lock(&engine->submission.lock);
-        request->is_returned = 0;
-        (void)pthread_mutex_unlock(&engine->submission.lock);
-    }
-    hr_staging_drop(staging);
+    (void)pthread_mutex_lock(&engine->staging_lock); /* nobody follows copies before they have been begun */
+    const int status = return_results(engine, handle, (void *)(uintptr_t)stream, error);
+    (void)pthread_mutex_unlock(&engine->staging_lock);
     return status;
 }
 
@@ -242,19 +263,27 @@ static int find_result(const struct hr_request *request, int64_t handle, int32_t
 
 int hr_engine_copy_result(struct hr_engine *engine, int64_t handle, int32_t index, void *output, uint64_t stream,
                           struct hr_error *error) {
+    struct hr_gathered result = {0};
+    struct hr_mark *mark = NULL;
+    struct hr_room *room = NULL; /* NULL: the result is empty */
     (void)pthread_mutex_lock(&engine->submission.lock);
-    struct hr_request *request = hr_engine_find_handle(engine, handle);
+    const struct hr_request *request = hr_engine_find_handle(engine, handle);
     int status = find_result(request, handle, index, error);
-    const struct hr_gathered result = status == HORO_OK ? request->gathered[index] : (struct hr_gathered){0};
-    struct hr_mark *mark = status == HORO_OK ? request->mark : NULL;
-    if (mark != NULL) {
+    if (status == HORO_OK) {
+        result = request->gathered[index];
+        mark = request->mark;
+        room = request->room;
         hr_mark_keep(mark);
+        if (room != NULL) {
+            hr_room_keep(room);
+        }
     }
     (void)pthread_mutex_unlock(&engine->submission.lock);
     HR_TRY(status);
     (void)pthread_mutex_lock(&engine->staging_lock); /* no copy comes between another one and its mark */
     status = hr_room_copy(mark, result.data, output, (size_t)result.bytes, (void *)(uintptr_t)stream, error);
     (void)pthread_mutex_unlock(&engine->staging_lock);
+    hr_room_drop(room, mark);
     hr_mark_drop(mark);
     return status;
 }

@@ -234,12 +234,24 @@ int cuEventRecord(struct event *event, void *stream) {
     return put(stream, (struct work){.run = reach, .event = event, .number = number});
 }
 
+static int *next_pause; /* where the next thread that makes a stream wait for an event has to wait itself */
+
 int cuStreamWaitEvent(void *stream, struct event *event, unsigned flags) {
     (void)flags;
+    int code = 0;
     pthread_mutex_lock(&lock);
+    int *mine = next_pause;
+    next_pause = NULL;
+    if (mine != NULL) {
+        *mine = 1;
+        while (*(volatile int *)mine == 1) {
+            pthread_cond_wait(&changed, &lock);
+        }
+        code = *mine - 2;
+    }
     const uint64_t number = event->recorded;
     pthread_mutex_unlock(&lock);
-    return put(stream, (struct work){.run = await_event, .event = event, .number = number});
+    return code != 0 ? code : put(stream, (struct work){.run = await_event, .event = event, .number = number});
 }
 
 int cuEventQuery(const struct event *event) {
@@ -408,6 +420,29 @@ int double_hold(void *stream, int *gate) {
 void double_open(int *gate) {
     pthread_mutex_lock(&lock);
     *gate = 1;
+    pthread_cond_broadcast(&changed);
+    pthread_mutex_unlock(&lock);
+}
+
+/* The thread that makes a stream wait for an event next sets *gate to 1 and waits for double_resume. */
+void double_pause(int *gate) {
+    pthread_mutex_lock(&lock);
+    *gate = 0;
+    next_pause = gate;
+    pthread_mutex_unlock(&lock);
+}
+
+int double_is_paused(const int *gate) {
+    pthread_mutex_lock(&lock);
+    const int is_there = *gate == 1;
+    pthread_mutex_unlock(&lock);
+    return is_there;
+}
+
+/* The call goes on, or returns this code. */
+void double_resume(int *gate, int code) {
+    pthread_mutex_lock(&lock);
+    *gate = 2 + code;
     pthread_cond_broadcast(&changed);
     pthread_mutex_unlock(&lock);
 }

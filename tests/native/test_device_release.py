@@ -1,0 +1,102 @@
+"""Results on a GPU that several threads take, or that one takes while another one releases their request."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from device_group import SUM, Gpu, Nccl, OnGpu, on_gpu
+from ranks import Group, Rank
+
+from horo import _core
+from horo._core_libraries import copy_back, copy_result
+from horo.errors import ResourceError
+
+THOUSAND = np.arange(1000, dtype=np.float32)
+INVALID_VALUE = 1
+
+
+def test_a_result_that_is_released_while_it_is_copied_stays_until_then(gpu: Gpu, nccl: Nccl) -> None:
+    def body(rank: Rank) -> None:
+        own = on_gpu(rank, gpu, nccl)
+        handle, _, _ = own.submit("allgather", "x", THOUSAND)
+        own.context.wait(handle)
+        target = gpu.put(np.zeros(1000, np.float32))
+        gate = gpu.pause()
+        copies = threading.Thread(target=copy_result, args=(own.context, handle, 0, target, own.stream))
+        copies.start()
+        gpu.await_pause(gate)
+        own.context.release(handle)
+        copies.join(0.3)  # by then what has been given back would be spoiled
+        gpu.resume(gate)
+        copies.join(60)
+        gpu.synchronize(own.stream)
+        np.testing.assert_array_equal(gpu.get(target, THOUSAND), THOUSAND)
+        own.close()
+
+    with Group((1,)) as group:
+        group.run(body)
+
+
+@pytest.mark.parametrize("code", [0, INVALID_VALUE])
+def test_a_staged_request_may_be_released_while_its_results_go_back(gpu: Gpu, code: int) -> None:
+    def body(rank: Rank) -> None:
+        own = OnGpu(rank, gpu)
+        handle, _, target = own.submit("allreduce", "x", THOUSAND, reduce_op=SUM)
+        own.context.wait(handle)
+        failures = []
+
+        def take() -> None:
+            try:
+                copy_back(own.context, handle, own.stream)
+            except ResourceError as error:
+                failures.append(str(error))
+
+        gate = gpu.pause()
+        taker = threading.Thread(target=take)
+        taker.start()
+        gpu.await_pause(gate)
+        own.context.release(handle)
+        gpu.resume(gate, code)
+        taker.join(60)
+        gpu.synchronize(own.stream)
+        np.testing.assert_array_equal(gpu.get(target, THOUSAND), THOUSAND)
+        assert len(failures) == (code != 0)
+        assert all("cuStreamWaitEvent failed with code 1" in failure for failure in failures)
+        own.close()
+
+    with Group((1,)) as group:
+        group.run(body)
+
+
+def test_a_second_thread_that_takes_results_waits_for_the_first_to_begin_their_copy(gpu: Gpu) -> None:
+    def body(rank: Rank) -> None:
+        own = OnGpu(rank, gpu)
+        other = gpu.stream()
+        handle, _, target = own.submit("allreduce", "x", THOUSAND, reduce_op=_core.REDUCE_OPS["average"], postscale=2.0)
+        own.context.wait(handle)
+        found = []
+
+        def take_second() -> None:
+            copy_back(own.context, handle, other)
+            gpu.synchronize(other)
+            found.append(gpu.get(target, THOUSAND))
+
+        gate = gpu.pause()
+        first = threading.Thread(target=copy_back, args=(own.context, handle, own.stream))
+        first.start()
+        gpu.await_pause(gate)
+        second = threading.Thread(target=take_second)
+        second.start()
+        second.join(0.3)  # by then it would have read what is not there yet
+        gpu.resume(gate)
+        first.join(60)
+        second.join(60)
+        np.testing.assert_array_equal(found, [2 * THOUSAND])
+        own.context.release(handle)
+        gpu.close(other)
+        own.close()
+
+    with Group((1,)) as group:
+        group.run(body)
