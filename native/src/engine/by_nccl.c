@@ -52,27 +52,31 @@ int hr_engine_use_nccl(struct hr_engine *engine, const char *const *paths, size_
     return status;
 }
 
-/* NULL: this rank is no member. */
-static struct hr_nccl_team *find_team(struct hr_engine *engine, struct hr_by_nccl *by, int32_t id) {
+/* 0: this rank is no member. */
+static int find_place(struct hr_engine *engine, struct hr_by_nccl *by, int32_t id, struct hr_nccl_place *found) {
     struct hr_error ignored = {0};
     (void)pthread_mutex_lock(&engine->submission.lock);
     const struct hr_team_place *place = hr_engine_find_team(engine, id, NULL, &ignored);
-    struct hr_nccl_team *team = place == NULL || place->lane == NULL ? NULL : &by->teams[hr_team_number(id)];
+    const struct hr_lane *lane = place == NULL ? NULL : place->lane;
+    if (lane != NULL) {
+        *found = (struct hr_nccl_place){&by->teams[hr_team_number(id)], id, lane->is_root};
+    }
     (void)pthread_mutex_unlock(&engine->submission.lock);
-    return team;
+    return lane != NULL;
 }
 
 int hr_engine_mark_for_nccl(struct hr_engine *engine, struct hr_request *request, struct hr_error *error) {
     const horo_request *call = &request->call;
     struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
-    struct hr_nccl_team *team = by == NULL || !hr_nccl_can(call) ? NULL : find_team(engine, by, call->team);
+    struct hr_nccl_place place;
     struct hr_device *device;
-    if (team == NULL || atomic_load(&team->stage) == HR_BY_NCCL_REFUSED) {
+    if (by == NULL || !hr_nccl_can(call) || !find_place(engine, by, call->team, &place) ||
+        atomic_load(&place.team->stage) == HR_BY_NCCL_REFUSED) {
         return HORO_OK;
     }
     HR_TRY(hr_stager_device(atomic_load(&engine->stager), call->device - 1, &device, error));
-    if (atomic_load(&team->stage) == HR_BY_NCCL_ASKED) {
-        HR_TRY(hr_nccl_begin_setup(engine, call->team, call->device - 1, error));
+    if (atomic_load(&place.team->stage) == HR_BY_NCCL_ASKED) {
+        HR_TRY(hr_nccl_begin_setup(engine, &place, call->device - 1, error));
     }
     if (atomic_load(&by->device) != call->device - 1) {
         return HORO_OK; /* on another GPU than the others of this rank */

@@ -86,6 +86,13 @@ struct hr_nccl_team {
     struct hr_nccl_team *next; /* of those whose teams are gone, and which are not at their end yet */
 };
 
+/* What a caller has found of a team that it submits to. */
+struct hr_nccl_place {
+    struct hr_nccl_team *team;
+    int32_t id;
+    int is_root; /* this rank, of the team */
+};
+
 struct hr_by_nccl {
     /* written before other threads see it */
     struct hr_nccl nccl;
@@ -112,7 +119,8 @@ static inline struct hr_nccl_team *hr_nccl_team_of(const struct hr_engine *engin
 void hr_nccl_judge(const struct hr_nccl_report *reports, const int64_t *rows, const struct hr_team *ranks,
                    int *has_joined, char *text, size_t text_bytes);
 /* Before anything is submitted to the team. HORO_OK, or a status with *error set. Without the lock. */
-int hr_nccl_begin_setup(struct hr_engine *engine, int32_t team, int device, struct hr_error *error);
+int hr_nccl_begin_setup(struct hr_engine *engine, const struct hr_nccl_place *place, int device,
+                        struct hr_error *error);
 /* Driver: goes on with it. 1 if something moved, else 0. */
 int hr_nccl_turn_setup(struct hr_engine *engine, const struct hr_lane *lane);
 /* Driver: NCCL has failed on this rank; the group ends, unless somebody tells of the cause in a moment. */

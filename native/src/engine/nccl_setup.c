@@ -77,31 +77,23 @@ static void complete_report(const struct hr_by_nccl *by, int is_root, struct hr_
     }
 }
 
-static int is_root_of(struct hr_engine *engine, int32_t team) {
-    struct hr_error ignored = {0};
-    (void)pthread_mutex_lock(&engine->submission.lock);
-    const struct hr_team_place *place = hr_engine_find_team(engine, team, NULL, &ignored);
-    const int is_root = place != NULL && place->lane != NULL && place->lane->is_root;
-    (void)pthread_mutex_unlock(&engine->submission.lock);
-    return is_root;
-}
-
 /* With staging_lock held. */
-static int tell(struct hr_engine *engine, struct hr_by_nccl *by, int32_t id, int number, struct hr_error *error) {
-    struct hr_nccl_team *team = &by->teams[hr_team_number(id)];
+static int tell(struct hr_engine *engine, struct hr_by_nccl *by, const struct hr_nccl_place *place, int number,
+                struct hr_error *error) {
+    struct hr_nccl_team *team = place->team;
     int64_t handle = 0;
     const int64_t bytes = (int64_t)sizeof team->mine;
     if (by->gpu == NULL) { /* all teams use the GPU of the first tensor */
         HR_TRY(hr_stager_device(atomic_load(&engine->stager), number, &by->gpu, error));
         atomic_store(&by->device, number);
     }
-    complete_report(by, is_root_of(engine, id), &team->mine);
+    complete_report(by, place->is_root, &team->mine);
     const horo_tensor tensor = {.input = &team->mine, .shape = &bytes, .ndim = 1, .dtype = HORO_UINT8};
     const horo_request call = {
         .name = HR_NCCL_NAME,
         .op = HORO_ALLGATHER,
         .flags = HORO_SUBMIT_TRANSIENT,
-        .team = id,
+        .team = place->id,
         .prescale = 1.0,
         .postscale = 1.0,
         .tensors = &tensor,
@@ -115,12 +107,13 @@ static int tell(struct hr_engine *engine, struct hr_by_nccl *by, int32_t id, int
     return HORO_OK;
 }
 
-int hr_nccl_begin_setup(struct hr_engine *engine, int32_t team, int device, struct hr_error *error) {
+int hr_nccl_begin_setup(struct hr_engine *engine, const struct hr_nccl_place *place, int device,
+                        struct hr_error *error) {
     struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
     int status = HORO_OK;
     (void)pthread_mutex_lock(&engine->staging_lock);
-    if (atomic_load(&by->teams[hr_team_number(team)].stage) == HR_BY_NCCL_ASKED) { /* else another thread was first */
-        status = tell(engine, by, team, device, error);
+    if (atomic_load(&place->team->stage) == HR_BY_NCCL_ASKED) { /* else another thread was first */
+        status = tell(engine, by, place, device, error);
     }
     (void)pthread_mutex_unlock(&engine->staging_lock);
     return status;
