@@ -106,7 +106,7 @@ class Gpu:
         self.lib.double_limit_rooms(size)
 
 
-PLACES = ("id", "init", "connect", "call", "group end", "run", "hang", "scale", "late connect", "late launch")
+PLACES = ("id", "init", "connect", "call", "group end", "run", "hang", "scale", "late connect", "late launch", "end")
 """Where the double of NCCL can fail, or be so late that it never comes."""
 
 

@@ -258,6 +258,33 @@ def test_a_rank_dies_before_it_proposes_a_turn(gpu: Gpu, nccl: Nccl, hosts: list
     ends(gpu, nccl, hosts, until)
 
 
+@pytest.mark.parametrize("place", ["call", "end"])
+def test_a_failure_names_the_set_whose_communicator_it_is(gpu: Gpu, nccl: Nccl, place: str) -> None:
+    """The end of one comes when its set has been removed already."""
+    links = Links([0, 0])
+    function = {"call": "ncclAllReduce", "end": "ncclCommFinalize"}[place]
+
+    def body(rank: Rank) -> None:
+        own = on_gpu(rank, gpu, nccl)
+        (team,) = add_teams(rank, links, [[0, 1]])
+        assert own.allreduce(ONES, team=team).tolist() == [2.0] * 5
+        rank.barrier()
+        if rank.rank == 1:
+            nccl.fail(place, 1)
+        rank.barrier()
+        words = rf"a failure of NCCL for process set 1 \(ranks 0, 1\): {function} failed with code 2"
+        with pytest.raises(PeerLostError, match=words):
+            if place == "end":
+                rank.context.remove_team(team)
+            for _ in range(10_000):
+                rank.barrier() if place == "end" else own.allreduce(ONES, team=team)
+        gpu.synchronize(own.stream)
+        own.close()
+
+    with recorded_stderr(), Group((2,)) as group:
+        group.run(body)
+
+
 # ---- Joining ----
 
 

@@ -18,6 +18,11 @@ static int broken(struct hr_nccl_comm *comm) {
     return comm->failure.code;
 }
 
+static void set_deadline(struct hr_nccl_comm *comm, int within_ms) {
+    comm->within_ms = within_ms;
+    comm->until_ns = hr_now_ns() + (int64_t)within_ms * 1000000;
+}
+
 /* ---- Beginning ---- */
 
 static int create_parts(struct hr_nccl_comm *comm, int size, int rank, const struct hr_nccl_id *id,
@@ -47,9 +52,10 @@ static void free_parts(struct hr_nccl_comm *comm) {
 }
 
 int hr_nccl_connect(struct hr_nccl_comm *comm, const struct hr_nccl *nccl, struct hr_device *device, void *stream,
-                    int size, int rank, const struct hr_nccl_id *id, struct hr_error *error) {
+                    int size, int rank, const struct hr_nccl_id *id, int within_ms, struct hr_error *error) {
     struct hr_device_visit visit;
     *comm = (struct hr_nccl_comm){.nccl = nccl, .device = device, .stream = stream, .state = HR_NCCL_NONE};
+    set_deadline(comm, within_ms);
     HR_TRY(hr_device_enter(device, &visit, error));
     const int status = create_parts(comm, size, rank, id, error);
     if (status == HORO_OK) {
@@ -184,6 +190,16 @@ static void destroy(struct hr_nccl_comm *comm) {
     comm->state = HR_NCCL_NONE;
 }
 
+/* As hr_nccl_poll, or a status. A launch may wait for a program that is late. */
+static int look_at_clock(struct hr_nccl_comm *comm) {
+    if (comm->state == HR_NCCL_LAUNCHING || hr_now_ns() < comm->until_ns) {
+        return 0;
+    }
+    return hr_fail(&comm->failure, HORO_ERR_RESOURCE, "the ranks have not %s within %g s",
+                   comm->state == HR_NCCL_CONNECTING ? "connected" : "ended their communicator",
+                   comm->within_ms / 1000.0);
+}
+
 /* As hr_nccl_poll, or a status. */
 static int look(struct hr_nccl_comm *comm) {
     int code = HR_NCCL_OK;
@@ -196,7 +212,7 @@ static int look(struct hr_nccl_comm *comm) {
         return look_at_fence(comm);
     }
     if (code == HR_NCCL_IN_PROGRESS) {
-        return 0;
+        return look_at_clock(comm);
     }
     if (comm->state == HR_NCCL_ENDING) {
         destroy(comm);
@@ -229,8 +245,9 @@ int hr_nccl_poll(struct hr_nccl_comm *comm) {
 
 /* ---- The end ---- */
 
-void hr_nccl_end(struct hr_nccl_comm *comm) {
+void hr_nccl_end(struct hr_nccl_comm *comm, int within_ms) {
     struct hr_device_visit visit;
+    set_deadline(comm, within_ms);
     if (hr_device_enter(comm->device, &visit, &comm->failure) != HORO_OK) {
         (void)broken(comm);
         return;
@@ -301,7 +318,7 @@ void hr_nccl_close(struct hr_nccl_comm *comm, int in_order, int timeout_ms) {
     while (in_order && hr_now_ns() < until_ns &&
            (comm->state == HR_NCCL_LAUNCHING || comm->state == HR_NCCL_ENDING || comm->state == HR_NCCL_IDLE)) {
         if (comm->state == HR_NCCL_IDLE && !comm->is_in_flight) {
-            hr_nccl_end(comm);
+            hr_nccl_end(comm, timeout_ms);
         } else if (!hr_nccl_poll(comm)) {
             wait_a_moment();
         }

@@ -1,6 +1,7 @@
 /*
  * A communicator of NCCL, between a GPU of this rank and as many GPUs of other ranks. Those of one GPU share a stream.
- * No function blocks for another rank, but for close: what is in progress is polled. One thread at a time.
+ * No function blocks for another rank, but for close: what is in progress is polled. What needs nothing but the other
+ * ranks has a deadline: `within_ms` from its beginning. One thread at a time.
  *
  *     state      | what has happened                             | what comes next
  *     -----------+-----------------------------------------------+-------------------------------------------------
@@ -31,6 +32,8 @@ struct hr_nccl_comm {
     void *stream; /* the GPU's, which outlives it */
     void *fence;  /* an event behind what was launched last */
     enum hr_nccl_state state;
+    int within_ms; /* CONNECTING, ENDING: how long that may take */
+    int64_t until_ns;
     int is_in_flight; /* something that was launched has not been seen to end */
     int has_scale[HR_NCCL_DTYPES];
     int scales[HR_NCCL_DTYPES]; /* reductions of the launch under way, which multiply before they sum */
@@ -54,10 +57,10 @@ struct hr_nccl_call {
 
 /* HORO_OK, or HORO_ERR_RESOURCE with a sentence and nothing left behind. */
 int hr_nccl_connect(struct hr_nccl_comm *comm, const struct hr_nccl *nccl, struct hr_device *device, void *stream,
-                    int size, int rank, const struct hr_nccl_id *id, struct hr_error *error);
+                    int size, int rank, const struct hr_nccl_id *id, int within_ms, struct hr_error *error);
 
 /*
- * CONNECTING, LAUNCHING, ENDING: 1 if it is another state now. IDLE: 1 if nothing is in flight any more, or it is
+ * CONNECTING, LAUNCHING, ENDING: 1 if it is another state now, BROKEN for one where it is late. IDLE: 1 if nothing is in flight any more, or it is
  * BROKEN. 0.
  */
 int hr_nccl_poll(struct hr_nccl_comm *comm);
@@ -69,7 +72,7 @@ int hr_nccl_poll(struct hr_nccl_comm *comm);
 int hr_nccl_launch(struct hr_nccl_comm *comm, const struct hr_nccl_call *calls, size_t count, const uint64_t *factors);
 
 /* IDLE, and nothing in flight: the ranks end it, as all do. The state is ENDING or BROKEN. */
-void hr_nccl_end(struct hr_nccl_comm *comm);
+void hr_nccl_end(struct hr_nccl_comm *comm, int within_ms);
 /*
  * What is in flight ends with whatever it has. Any state. Those of one GPU all at once: the kernel of one may stand
  * behind that of another on their stream.

@@ -151,21 +151,26 @@ static void release_held(struct hr_engine *engine, struct hr_nccl_team *team) {
     (void)pthread_mutex_unlock(&engine->submission.lock);
 }
 
-/* NCCL does not say who is to blame. A rank that is gone is heard of in a moment; else this one ends the group. */
-static int turn_broken(struct hr_engine *engine, struct hr_nccl_team *team) {
+/*
+ * NCCL does not say who is to blame. A rank that is gone is heard of in a moment; else this one ends the group. `of`:
+ * the process set; empty for the world.
+ */
+static int turn_broken(struct hr_engine *engine, struct hr_nccl_team *team, const char *of) {
     char words[HORO_MESSAGE_MAX];
     if (team->is_told) {
         return 0;
     }
     if (team->tell_ns == 0) {
         team->tell_ns = hr_now_ns() + CONFIRM_NS;
-        hr_log(&engine->node->log, HORO_LOG_ERROR, "NCCL: %s", team->comm.failure.text);
+        hr_log(&engine->node->log, HORO_LOG_ERROR, "NCCL%s%s: %s", of[0] == '\0' ? "" : " for ", of,
+               team->comm.failure.text);
     }
     if (hr_now_ns() < team->tell_ns) {
         return 0;
     }
     team->is_told = 1;
-    const int length = snprintf(words, sizeof words, "a failure of NCCL: %.700s", team->comm.failure.text);
+    const int length = snprintf(words, sizeof words, "a failure of NCCL%s%s: %.700s", of[0] == '\0' ? "" : " for ", of,
+                                team->comm.failure.text);
     hr_node_end(engine->node, HORO_ERR_PEER_LOST, engine->node->rank, words, (size_t)length);
     return 1;
 }
@@ -193,12 +198,13 @@ static int look(struct hr_nccl_team *team) {
 
 static int turn_team(struct hr_engine *engine, const struct hr_lane *lane) {
     struct hr_nccl_team *team = hr_nccl_team_of(engine, lane);
+    char name[HR_TEAM_NAME_BYTES];
     int moved = team->has_moved;
     team->has_moved = 0;
     moved |= look(team);
     moved |= hr_nccl_turn_setup(engine, lane);
     if (team->comm.state == HR_NCCL_BROKEN) {
-        moved |= turn_broken(engine, team);
+        moved |= turn_broken(engine, team, lane->team->number == 0 ? "" : hr_team_name(lane->team, name));
     }
     if (atomic_load(&team->held) && is_decided(team)) {
         release_held(engine, team);
@@ -215,11 +221,11 @@ static int turn_ending(struct hr_engine *engine, struct hr_by_nccl *by) {
         moved |= look(team) | team->has_moved;
         team->has_moved = 0;
         if (team->comm.state == HR_NCCL_IDLE && !team->comm.is_in_flight) {
-            hr_nccl_end(&team->comm);
+            hr_nccl_end(&team->comm, HR_NCCL_WITHIN_MS);
             moved = 1;
         }
         if (team->comm.state == HR_NCCL_BROKEN) {
-            moved |= turn_broken(engine, team);
+            moved |= turn_broken(engine, team, team->name);
         }
         if (team->comm.state == HR_NCCL_NONE && !team->comm.is_in_flight) {
             *link = team->next;
@@ -372,6 +378,7 @@ void hr_engine_remove_nccl(struct hr_engine *engine, const struct hr_lane *lane)
     team->backend = NULL;
     if (gone != NULL) {
         gone->comm = team->comm;
+        (void)hr_team_name(lane->team, gone->name);
         gone->next = by->ending;
         by->ending = gone;
         atomic_store(&by->is_busy, 1);

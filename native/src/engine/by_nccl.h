@@ -34,6 +34,8 @@ enum hr_by_nccl_stage {
 enum {
     HR_NCCL_TEXT_BYTES = 96,
     HR_NCCL_LOOK_SOON_NS = 50000, /* for what holds up a request: a launch, or the connecting */
+    /* to connect and to end; NCCL gives up by itself much sooner, but for a network that swallows everything */
+    HR_NCCL_WITHIN_MS = 300000,
 };
 
 /* What a rank tells of itself: the rows of the exchange. */
@@ -80,10 +82,11 @@ struct hr_nccl_team {
     struct hr_room *room; /* of the batch that is begun */
     struct hr_nccl_turn turn;
     int has_moved;      /* a look during a wait has changed the communicator */
-    int64_t connect_ns; /* CONNECTING: when it has taken too long */
     int64_t tell_ns;    /* BROKEN: when the group is told; 0: not known yet */
     int is_told;        /* the group has been told that it is BROKEN */
-    struct hr_nccl_team *next; /* of those whose teams are gone, and which are not at their end yet */
+    /* of those whose teams are gone, and which are not at their end yet */
+    struct hr_nccl_team *next;
+    char name[HR_TEAM_NAME_BYTES]; /* the team's */
 };
 
 /* What a caller has found of a team that it submits to. */
@@ -123,8 +126,6 @@ int hr_nccl_begin_setup(struct hr_engine *engine, const struct hr_nccl_place *pl
                         struct hr_error *error);
 /* Driver: goes on with it. 1 if something moved, else 0. */
 int hr_nccl_turn_setup(struct hr_engine *engine, const struct hr_lane *lane);
-/* Driver: NCCL has failed on this rank; the group ends, unless somebody tells of the cause in a moment. */
-void hr_nccl_break(struct hr_nccl_team *team, const struct hr_error *error);
 
 /* nccl_turn.c: the batch as work that waits for its turn; and, when it is on the stream, that the next one may go. */
 struct hr_backend *hr_nccl_take_turn(struct hr_engine *engine, struct hr_request *const *requests, size_t count);

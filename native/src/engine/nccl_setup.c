@@ -7,8 +7,6 @@
 #include "device/blocks.h"
 #include "engine/by_nccl.h"
 
-#define CONNECT_NS 300000000000ll /* NCCL gives up by itself much sooner, but for a network that swallows everything */
-
 /* ---- What all have told ---- */
 
 static int same_gpu(const struct hr_nccl_report *reports, int size, int *other) {
@@ -142,11 +140,6 @@ static void refuse(struct hr_engine *engine, const struct hr_lane *lane, int has
     (void)pthread_mutex_unlock(&engine->submission.lock);
 }
 
-void hr_nccl_break(struct hr_nccl_team *team, const struct hr_error *error) {
-    (void)hr_fail(&team->comm.failure, error->code, "%s", error->text);
-    team->comm.state = HR_NCCL_BROKEN;
-}
-
 static int create_stream(struct hr_by_nccl *by, struct hr_error *error) {
     struct hr_device_visit visit;
     HR_TRY(hr_device_enter(by->gpu, &visit, error));
@@ -164,16 +157,17 @@ static int try_connect(struct hr_engine *engine, const struct hr_lane *lane, con
         return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for NCCL");
     }
     HR_TRY(by->stream == NULL ? create_stream(by, error) : HORO_OK);
-    return hr_nccl_connect(&team->comm, &by->nccl, by->gpu, by->stream, lane->team->size, lane->team->rank, id, error);
+    return hr_nccl_connect(&team->comm, &by->nccl, by->gpu, by->stream, lane->team->size, lane->team->rank, id,
+                           HR_NCCL_WITHIN_MS, error);
 }
 
 static void connect(struct hr_engine *engine, const struct hr_lane *lane, const struct hr_nccl_report *reports) {
     struct hr_error error = {0};
     struct hr_nccl_team *team = hr_nccl_team_of(engine, lane);
     if (try_connect(engine, lane, &reports[0].id, &error) != HORO_OK) {
-        hr_nccl_break(team, &error);
+        (void)hr_fail(&team->comm.failure, error.code, "%s", error.text);
+        team->comm.state = HR_NCCL_BROKEN;
     }
-    team->connect_ns = hr_now_ns() + CONNECT_NS;
     set_stage(engine, team, HR_BY_NCCL_CONNECTING);
 }
 
@@ -210,20 +204,12 @@ int hr_nccl_turn_setup(struct hr_engine *engine, const struct hr_lane *lane) {
         finish_exchange(engine, lane);
         return 1;
     }
-    if (stage != HR_BY_NCCL_CONNECTING) {
+    if (stage != HR_BY_NCCL_CONNECTING || team->comm.state != HR_NCCL_IDLE) {
         return 0;
     }
-    if (team->comm.state == HR_NCCL_IDLE) {
-        set_stage(engine, team, HR_BY_NCCL_READY);
-        hr_log(&engine->node->log, HORO_LOG_INFO, "NCCL does what it can of tensors on GPU %d for %s",
-               atomic_load(&atomic_load(&engine->by_nccl)->device),
-               lane->team->number == 0 ? "all ranks" : hr_team_name(lane->team, name));
-        return 1;
-    }
-    if (team->comm.state == HR_NCCL_CONNECTING && hr_now_ns() >= team->connect_ns) {
-        const struct hr_error late = {HORO_ERR_RESOURCE, "the ranks have not connected within 300 s"};
-        hr_nccl_break(team, &late);
-        return 1;
-    }
-    return 0;
+    set_stage(engine, team, HR_BY_NCCL_READY);
+    hr_log(&engine->node->log, HORO_LOG_INFO, "NCCL does what it can of tensors on GPU %d for %s",
+           atomic_load(&atomic_load(&engine->by_nccl)->device),
+           lane->team->number == 0 ? "all ranks" : hr_team_name(lane->team, name));
+    return 1;
 }

@@ -48,7 +48,7 @@ struct mapping {
 /* ---- Failures that tests ask for ---- */
 
 enum place { AT_ID, AT_INIT, AT_CONNECT, AT_CALL, AT_GROUP_END, AT_RUN, AT_HANG, AT_SCALE, AT_LATE_CONNECT,
-             AT_LATE_LAUNCH, PLACES };
+             AT_LATE_LAUNCH, AT_END, PLACES };
 
 static struct {
     int left, code; /* at the left-th time from now on; 0: never */
@@ -294,12 +294,13 @@ int ncclCommGetAsyncError(struct comm *comm, int *code) {
 int ncclCommFinalize(struct comm *comm) {
     pthread_mutex_lock(&lock);
     const int is_bad = comm->state != SUCCESS;
+    const int code = fails(AT_END, comm->rank);
     comm->state = is_bad ? comm->state : IN_PROGRESS;
     comm->is_finalizing = 1;
     comm->looks = delay(comm);
     atomic_fetch_add(&comm->clique->finalized, 1);
     pthread_mutex_unlock(&lock);
-    return is_bad ? misuse(INVALID_ARGUMENT) : IN_PROGRESS;
+    return is_bad ? misuse(INVALID_ARGUMENT) : code != 0 ? code : IN_PROGRESS;
 }
 
 static int end(struct comm *comm, int *counter) {

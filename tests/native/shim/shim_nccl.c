@@ -1,0 +1,84 @@
+#include "shim_nccl.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "device/blocks.h"
+#include "device/nccl_comm.h"
+
+struct shim_nccl {
+    struct hr_nccl nccl;
+    struct hr_stager *stager;
+    struct hr_device *device;
+    void *stream;
+    struct hr_nccl_comm comm;
+};
+
+_Static_assert(SHIM_NCCL_ID_BYTES == sizeof(struct hr_nccl_id), "of NCCL");
+
+static void on_ready(void *owner, struct hr_staging *staging) {
+    (void)owner, (void)staging;
+}
+
+static int create_stream(struct shim_nccl *made, struct hr_error *error) {
+    struct hr_device_visit visit;
+    HR_TRY(hr_device_enter(made->device, &visit, error));
+    const int status = hr_device_create_stream(made->device, &made->stream, error);
+    hr_device_leave(made->device, &visit);
+    return status;
+}
+
+static int connect(struct shim_nccl *made, const char *cuda, const char *nccl, int size, int rank, char *id,
+                   int within_ms) {
+    struct hr_error error = {0};
+    horo_library library = {0};
+    struct hr_nccl_id where;
+    HR_TRY(hr_stager_create(&cuda, 1, made, on_ready, &made->stager, &error));
+    HR_TRY(hr_stager_device(made->stager, rank, &made->device, &error));
+    HR_TRY(create_stream(made, &error));
+    HR_TRY(hr_nccl_load(&made->nccl, &nccl, 1, &library, &error));
+    if (rank == 0) {
+        HR_TRY(hr_nccl_check(&made->nccl, made->nccl.get_unique_id(&where), "ncclGetUniqueId", NULL, &error));
+        memcpy(id, &where, sizeof where);
+    }
+    memcpy(&where, id, sizeof where);
+    return hr_nccl_connect(&made->comm, &made->nccl, made->device, made->stream, size, rank, &where, within_ms, &error);
+}
+
+shim_nccl *shim_nccl_connect(const char *cuda, const char *nccl, int size, int rank, char *id, int within_ms) {
+    shim_nccl *made = calloc(1, sizeof *made);
+    if (made != NULL && connect(made, cuda, nccl, size, rank, id, within_ms) != HORO_OK) {
+        shim_nccl_destroy(made);
+        return NULL;
+    }
+    return made;
+}
+
+int shim_nccl_poll(shim_nccl *made) {
+    (void)hr_nccl_poll(&made->comm);
+    return (int)made->comm.state;
+}
+
+void shim_nccl_end(shim_nccl *made, int within_ms) {
+    hr_nccl_end(&made->comm, within_ms);
+}
+
+const char *shim_nccl_failure(const shim_nccl *made) {
+    return made->comm.failure.text;
+}
+
+void shim_nccl_destroy(shim_nccl *made) {
+    struct hr_error ignored = {0};
+    struct hr_device_visit visit;
+    if (made->comm.device != NULL) {
+        hr_nccl_close(&made->comm, 0, 0);
+    }
+    if (made->stream != NULL && hr_device_enter(made->device, &visit, &ignored) == HORO_OK) {
+        (void)made->device->cuda->stream_destroy(made->stream);
+        hr_device_leave(made->device, &visit);
+    }
+    if (made->stager != NULL) {
+        hr_stager_close(made->stager, 0);
+    }
+    free(made);
+}

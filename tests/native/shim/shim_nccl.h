@@ -1,0 +1,21 @@
+/* A communicator of NCCL by itself, without an engine around it. */
+#ifndef SHIM_NCCL_H
+#define SHIM_NCCL_H
+
+typedef struct shim_nccl shim_nccl;
+
+/*
+ * Rank `rank` of `size` on the device of that number, with the driver and NCCL of these paths; it connects. `id` has
+ * SHIM_NCCL_ID_BYTES, which rank 0 writes and the others read. NULL: it could not be made.
+ */
+enum { SHIM_NCCL_ID_BYTES = 128 };
+shim_nccl *shim_nccl_connect(const char *cuda, const char *nccl, int size, int rank, char *id, int within_ms);
+/* enum hr_nccl_state after a look. */
+int shim_nccl_poll(shim_nccl *made);
+void shim_nccl_end(shim_nccl *made, int within_ms);
+/* How it has failed. */
+const char *shim_nccl_failure(const shim_nccl *made);
+/* Aborts what has not ended. */
+void shim_nccl_destroy(shim_nccl *made);
+
+#endif

@@ -1,0 +1,63 @@
+"""What NCCL is to do with the other ranks alone, to connect and to end, has a deadline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from device_group import Gpu, Nccl
+from ranks import wait_for
+
+IDLE, BROKEN, NONE = 2, 5, 0  # of enum hr_nccl_state
+SHORT_MS, LONG_MS = 20, 60_000
+
+
+@pytest.fixture
+def connect(native: Any, gpu: Gpu, nccl: Nccl) -> Any:
+    """Makes a rank of two, with a deadline in milliseconds, and destroys it at the end."""
+    lib, ffi = native.lib, native.ffi
+    identity = ffi.new("char[]", lib.SHIM_NCCL_ID_BYTES)
+    made: list[Any] = []
+
+    def one(rank: int, within_ms: int) -> Any:
+        made.append(
+            lib.shim_nccl_connect(str(gpu.path).encode(), str(nccl.path).encode(), 2, rank, identity, within_ms)
+        )
+        assert made[-1]
+        return made[-1]
+
+    yield one
+    for each in made:
+        lib.shim_nccl_destroy(each)
+
+
+def failure_of(native: Any, comm: Any) -> str:
+    return bytes(native.ffi.string(native.lib.shim_nccl_failure(comm))).decode()
+
+
+def test_ranks_that_do_not_connect_in_time_are_told_of(native: Any, connect: Callable[[int, int], Any]) -> None:
+    alone = connect(0, SHORT_MS)
+    wait_for(lambda: native.lib.shim_nccl_poll(alone) == BROKEN)
+    assert failure_of(native, alone) == "the ranks have not connected within 0.02 s"
+
+
+def test_ranks_that_do_not_end_their_communicator_in_time_are_told_of(
+    native: Any, connect: Callable[[int, int], Any]
+) -> None:
+    both = [connect(rank, LONG_MS) for rank in range(2)]
+    for comm in both:
+        wait_for(lambda comm=comm: native.lib.shim_nccl_poll(comm) == IDLE)  # type: ignore[misc]
+    native.lib.shim_nccl_end(both[0], SHORT_MS)
+    wait_for(lambda: native.lib.shim_nccl_poll(both[0]) == BROKEN)
+    assert failure_of(native, both[0]) == "the ranks have not ended their communicator within 0.02 s"
+
+
+def test_ranks_that_end_together_are_not_late(native: Any, connect: Callable[[int, int], Any]) -> None:
+    both = [connect(rank, LONG_MS) for rank in range(2)]
+    for comm in both:
+        wait_for(lambda comm=comm: native.lib.shim_nccl_poll(comm) == IDLE)  # type: ignore[misc]
+    for comm in both:
+        native.lib.shim_nccl_end(comm, LONG_MS)
+    for comm in both:
+        wait_for(lambda comm=comm: native.lib.shim_nccl_poll(comm) == NONE)  # type: ignore[misc]
