@@ -163,6 +163,30 @@ def test_a_gpu_without_memory_has_the_host_stand_in(gpu: Gpu, nccl: Nccl) -> Non
     assert gpu.counts()["pinned_ever"] > 0
 
 
+def test_what_stands_in_is_used_again_when_the_results_have_been_copied(gpu: Gpu, nccl: Nccl) -> None:
+    """Their copy waits for a stream that stands still, while the next call wants pinned memory."""
+    gpu.limit_rooms(100)
+
+    def body(rank: Rank) -> None:
+        own = on_gpu(rank, gpu, nccl)
+        mine = np.arange(1000, dtype=np.float32)
+        handle, _, _ = own.submit("allgather", "x", mine)
+        own.context.wait(handle)
+        other = gpu.stream()
+        gate = gpu.hold(other)
+        target = gpu.put(np.zeros(1000, np.float32))
+        copy_result(own.context, handle, 0, target, other)
+        own.context.release(handle)
+        assert np.all(own.run("allreduce", "y", np.full(2000, 5, np.int16), reduce_op=0) == 5)
+        gpu.open(gate)
+        gpu.synchronize(other)
+        np.testing.assert_array_equal(gpu.get(target, mine), mine)
+        gpu.close(other)
+        own.close()
+
+    both((1,), body)
+
+
 def test_no_memory_at_all_ends_the_group_with_the_size(gpu: Gpu, nccl: Nccl) -> None:
     def body(rank: Rank) -> None:
         own = on_gpu(rank, gpu, nccl)

@@ -79,6 +79,7 @@ static void give_back(struct hr_room *room, void *stream) {
     if (room->block == NULL) {
         (void)cuda->free_async((uint64_t)(uintptr_t)room->data, stream);
     } else if (cuda->event_record(room->block->copied_out, stream) == HR_CUDA_OK) {
+        room->block->is_out = 1;
         hr_stager_give_block(room->stager, room->block);
     }
     room->data = NULL;
