@@ -97,9 +97,10 @@ class Gpu:
         self.lib.double_fail(copy, host_bytes)
 
     def counts(self) -> dict[str, int]:
-        numbers = (ctypes.c_int * 6)()
+        numbers = (ctypes.c_int * 7)()
         self.lib.double_count(numbers)
-        return dict(zip(("streams", "contexts", "events", "pinned", "pinned_ever", "rooms"), numbers, strict=True))
+        names = ("streams", "contexts", "events", "pinned", "pinned_ever", "rooms", "rooms_most")
+        return dict(zip(names, numbers, strict=True))
 
     def limit_rooms(self, size: int) -> None:
         """The largest piece of memory that the device gives out in the order of a stream."""
@@ -118,7 +119,10 @@ class Nccl:
         self.lib = ctypes.CDLL(str(path))
 
     def fail(self, place: str, rank: int = 0, *, at: int = 1, code: int = 2) -> None:
-        """At the ``at``-th time from now on that this rank comes there."""
+        """At the ``at``-th time from now on that this rank comes there.
+
+        Of "late connect" the code says after how many looks it comes; 2 is never.
+        """
         self.lib.double_nccl_fail(PLACES.index(place), rank, at, code)
 
     def counts(self) -> dict[str, int]:

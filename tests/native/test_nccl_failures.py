@@ -1,4 +1,4 @@
-"""NCCL fails, or a rank is gone, in each phase of a collective by NCCL; and how ranks leave and join with it."""
+"""NCCL fails, or a rank is gone, in each phase of a collective by NCCL; and how ranks leave with it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 from device_group import SUM, Gpu, Nccl, OnGpu, on_gpu
 from ranks import Group, Rank, recorded_stderr, wait_for
-from test_join import join
 
 from horo import _core
-from horo.errors import AbortedError, GroupError, HoroError, PeerLostError, UsageError
+from horo.errors import AbortedError, GroupError, HoroError, PeerLostError
 
 ONES = np.ones(5, np.float32)
 
@@ -213,60 +212,6 @@ def test_a_job_after_a_job_has_a_communicator_of_its_own(gpu: Gpu, nccl: Nccl) -
         with Group((2,)) as group:
             group.run(body)
     assert nccl.counts()["destroys"] == 6
-
-
-# ---- Joining ----
-
-
-def test_nccl_does_nothing_for_a_rank_that_has_joined(gpu: Gpu, nccl: Nccl) -> None:
-    def body(rank: Rank) -> None:
-        own = on_gpu(rank, gpu, nccl)
-        for _ in range(2):
-            assert own.allreduce(ONES).tolist() == [2.0] * 5
-            if rank.rank == 0:
-                with pytest.raises(UsageError, match="allreduce 'alone': rank 1 has joined, and NCCL does not do with"):
-                    own.allreduce(ONES, "alone")
-            join(rank)
-        own.close()
-
-    with Group((2,)) as group:
-        group.run(body)
-
-
-@pytest.mark.parametrize("hosts", [(2,), (1, 1)])
-def test_ranks_that_join_before_nccl_is_known_have_all_staged_until_all_have(
-    gpu: Gpu,
-    nccl: Nccl,
-    hosts: tuple[int, ...],
-) -> None:
-    def body(rank: Rank) -> None:
-        own = on_gpu(rank, gpu, nccl)
-        if rank.rank == 0:
-            assert own.allreduce(ONES).tolist() == [1.0] * 5
-            assert own.allreduce(ONES, "y").tolist() == [1.0] * 5
-        join(rank)
-        assert nccl.counts()["launched"] == 0
-        assert own.allreduce(ONES).tolist() == [2.0] * 5
-        own.close()
-
-    with recorded_stderr() as text, Group(hosts, log_level=3) as group:
-        group.run(body)
-        assert "travel through host memory until all ranks have joined: rank 1 has joined" in text()
-    assert nccl.counts()["launched"] == 2
-
-
-def test_what_waits_for_nccl_is_done_before_its_rank_joins(gpu: Gpu, nccl: Nccl) -> None:
-    def body(rank: Rank) -> None:
-        own = on_gpu(rank, gpu, nccl)
-        handle, source, _ = own.submit("allreduce", "x", ONES, reduce_op=SUM)
-        join(rank)
-        own.finish(handle)
-        gpu.synchronize(own.stream)
-        assert gpu.get(source, ONES).tolist() == [2.0] * 5
-        own.close()
-
-    with Group((2,)) as group:
-        group.run(body)
 
 
 # ---- Random schedules ----

@@ -194,7 +194,7 @@ def test_no_memory_at_all_ends_the_group_with_the_size(gpu: Gpu, nccl: Nccl) -> 
         gpu.limit_rooms(100)
         gpu.fail(host_bytes=100)
         handle, _, _ = own.submit("allgather", "x", np.ones(1000, np.float32))
-        with pytest.raises(PeerLostError, match=r"a failure of NCCL: no 8000 bytes on the GPU for results: cuMemAlloc"):
+        with pytest.raises(PeerLostError, match=r"a failure of NCCL: no 8000 bytes on the GPU for values: cuMemAlloc"):
             own.context.wait(handle)
         own.context.release(handle)
         own.close()

@@ -151,6 +151,32 @@ def test_an_optimizer_averages_gradients(pool: RankPool, doubles: tuple[str, str
     assert pool.run(check, *doubles) == [[0.5] * 4] * 2
 
 
+def test_ranks_with_uneven_data_go_on(pool: RankPool, doubles: tuple[str, str]) -> None:
+    """One rank has four steps and the other one, which has joined behind that."""
+
+    def check(*paths: str) -> None:
+        gpu, r = gpu_double.load(*paths), hvd.rank()
+        assert gpu.read(hvd.broadcast(gpu.put(torch.ones(3), r), 0)).tolist() == [1, 1, 1]  # both have a GPU now
+        before = gpu.launched()
+        for longer in (0, 1, 0):
+            for step in range(4 if r == longer else 1):
+                there = [0, 1] if step == 0 else [longer]
+                own = torch.full((300,), r + 1)
+                total = hvd.allreduce(gpu.put(own.float(), r), op=hvd.Sum)
+                assert gpu.read(total).tolist() == [sum(i + 1 for i in there)] * 300
+                mean = hvd.allreduce(gpu.put(own.double(), r))
+                assert gpu.read(mean).tolist() == [sum(i + 1 for i in there) / 2] * 300
+                least = hvd.allreduce(gpu.put(own, r), op=hvd.Min)
+                assert gpu.read(least).tolist() == [there[0] + 1] * 300
+                rows = hvd.allgather(gpu.put(own[: 2 + r], r))
+                assert gpu.read(rows).tolist() == [i + 1 for i in there for _ in range(2 + i)]
+            assert hvd.join() == longer
+        # rows that are unequal are a broadcast of each rank that has some
+        assert gpu.launched() == before + 3 * (4 * 3 + 2 + 3)
+
+    pool.run(check, *doubles)
+
+
 def test_a_rank_that_is_killed_while_kernels_run_frees_the_gpus_of_others(
     pool: RankPool, doubles: tuple[str, str]
 ) -> None:

@@ -30,6 +30,9 @@ static const struct hr_symbol symbols[] = {
     {"cuMemcpyAsync", offsetof(struct hr_cuda, copy)},
     {"cuMemcpyDtoHAsync_v2", offsetof(struct hr_cuda, copy_to_host)},
     {"cuMemcpyHtoDAsync_v2", offsetof(struct hr_cuda, copy_to_device)},
+    {"cuMemsetD8Async", offsetof(struct hr_cuda, memset_8)},
+    {"cuMemsetD16Async", offsetof(struct hr_cuda, memset_16)},
+    {"cuMemsetD32Async", offsetof(struct hr_cuda, memset_32)},
     {"cuLaunchHostFunc", offsetof(struct hr_cuda, launch_host_function)},
 };
 

@@ -51,6 +51,9 @@ struct hr_cuda {
     int (*copy)(uint64_t to, uint64_t from, size_t bytes, void *stream); /* pinned memory has such addresses, too */
     int (*copy_to_host)(void *host, uint64_t device, size_t bytes, void *stream);
     int (*copy_to_device)(uint64_t device, const void *host, size_t bytes, void *stream);
+    int (*memset_8)(uint64_t device, unsigned char value, size_t count, void *stream); /* counts are of elements */
+    int (*memset_16)(uint64_t device, unsigned short value, size_t count, void *stream);
+    int (*memset_32)(uint64_t device, unsigned value, size_t count, void *stream);
     int (*launch_host_function)(void *stream, void (*function)(void *data), void *data);
 };
 

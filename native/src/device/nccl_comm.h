@@ -60,8 +60,8 @@ int hr_nccl_connect(struct hr_nccl_comm *comm, const struct hr_nccl *nccl, struc
                     int size, int rank, const struct hr_nccl_id *id, int within_ms, struct hr_error *error);
 
 /*
- * CONNECTING, LAUNCHING, ENDING: 1 if it is another state now, BROKEN for one where it is late. IDLE: 1 if nothing is in flight any more, or it is
- * BROKEN. 0.
+ * CONNECTING, LAUNCHING, ENDING: 1 if it is another state now, which is BROKEN where it is late. IDLE: 1 if nothing is
+ * in flight any more, or it is BROKEN. 0.
  */
 int hr_nccl_poll(struct hr_nccl_comm *comm);
 

@@ -8,7 +8,7 @@
 static int stand_in(struct hr_room *room, size_t bytes, const struct hr_error *reason, struct hr_error *error) {
     struct hr_error refusal = {0};
     if (hr_stager_take_block(room->stager, room->device, bytes, &room->block, &refusal) != HORO_OK) {
-        return hr_fail(error, HORO_ERR_RESOURCE, "no %zu bytes on the GPU for results: %.200s; and %.200s", bytes,
+        return hr_fail(error, HORO_ERR_RESOURCE, "no %zu bytes on the GPU for values: %.200s; and %.200s", bytes,
                        reason->text, refusal.text);
     }
     room->data = room->block->data;
@@ -103,7 +103,7 @@ void hr_room_drop(struct hr_room *room, const struct hr_mark *mark) {
     if (room == NULL || atomic_fetch_sub(&room->references, 1) > 1) {
         return;
     }
-    if (room->data != NULL && hr_mark_await(mark, room->device->releases, &ignored) == HORO_OK) {
+    if (room->data != NULL && mark != NULL && hr_mark_await(mark, room->device->releases, &ignored) == HORO_OK) {
         hr_room_leave(room, room->device->releases);
     }
     free(room);

@@ -1,7 +1,7 @@
 /*
- * Memory on a GPU for results whose size is known only when all ranks have called. It comes and goes in the order of
- * streams, so nothing waits for the GPU. Where the GPU has none left, pinned memory of the host stands in, which the
- * GPU reaches, too: what the other ranks have begun is not lost.
+ * Memory on a GPU for results whose size is known only when all ranks have called, and for what a rank that has joined
+ * gives. It comes and goes in the order of streams, so nothing waits for the GPU. Where the GPU has none left, pinned
+ * memory of the host stands in, which the GPU reaches, too: what the other ranks have begun is not lost.
  */
 #ifndef HR_DEVICE_ROOM_H
 #define HR_DEVICE_ROOM_H
@@ -34,8 +34,8 @@ void hr_room_leave(struct hr_room *room, void *stream);
 /* For a call that copies from it while its owner may let go. */
 void hr_room_keep(struct hr_room *room);
 /*
- * When all have dropped it, it is freed, and given back behind the mark if it has not been. NULL is allowed. Not while
- * another thread moves the mark.
+ * When all have dropped it, it is freed, and given back behind the mark if it has not been, which needs one. A room of
+ * NULL is allowed. Not while another thread moves the mark.
  */
 void hr_room_drop(struct hr_room *room, const struct hr_mark *mark);
 

@@ -56,11 +56,6 @@ static void refuse(const struct hr_agree *agree, const struct hr_agree_entry *en
     } else if (hr_op_is_of_teams(request.op)) {
         (void)snprintf(text, text_bytes, "%s: rank %d has joined, and all ranks must call it; call it before or after",
                        op, rank);
-    } else if (request.by_nccl) {
-        (void)snprintf(text, text_bytes,
-                       "%s '%s': rank %d has joined, and NCCL does not do without it; let all ranks take part before "
-                       "they join, or set gpu_operations to staged",
-                       op, entry->name, rank);
     } else if (is_scaled_badly(&request)) {
         (void)snprintf(text, text_bytes,
                        "%s '%s': rank %d has joined, and a min, max or product cannot leave it out where there is a "

@@ -5,7 +5,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/cut.h"
 #include "base/op.h"
 #include "device/blocks.h"
 
@@ -59,7 +58,7 @@ static int find_place(struct hr_engine *engine, struct hr_by_nccl *by, int32_t i
     const struct hr_team_place *place = hr_engine_find_team(engine, id, NULL, &ignored);
     const struct hr_lane *lane = place == NULL ? NULL : place->lane;
     if (lane != NULL) {
-        *found = (struct hr_nccl_place){&by->teams[hr_team_number(id)], id, lane->is_root};
+        *found = (struct hr_nccl_place){&by->teams[hr_team_number(id)], id, lane->team->size, lane->team->rank};
     }
     (void)pthread_mutex_unlock(&engine->submission.lock);
     return lane != NULL;
@@ -267,8 +266,7 @@ int hr_engine_turn_nccl(struct hr_engine *engine) {
 
 static int has_work(struct hr_nccl_team *team) {
     team->has_moved |= look(team);
-    const int is_told = atomic_load(&team->stage) == HR_BY_NCCL_GATHERING &&
-                        atomic_load(&team->exchange->status) != HORO_IN_PROGRESS;
+    const int is_told = hr_nccl_has_gathered(team);
     const int is_late = team->comm.state == HR_NCCL_BROKEN && !team->is_told && hr_now_ns() >= team->tell_ns;
     return team->has_moved || is_told || is_late || (atomic_load(&team->held) && is_decided(team));
 }
@@ -293,79 +291,15 @@ int hr_engine_is_nccl_busy(const struct hr_engine *engine) {
     return by != NULL && atomic_load(&by->is_busy);
 }
 
-/* ---- The driver, in a record ---- */
-
-/* Each result where kernels like to begin. */
-static size_t divide(struct hr_request *request, char *data) {
-    size_t at = 0;
-    for (int i = 0; i < request->call.tensor_count; i++) {
-        struct hr_gathered *result = &request->gathered[i];
-        result->data = data == NULL ? NULL : data + at;
-        result->is_given = 1;
-        at += hr_round_up((size_t)result->bytes, HR_STAGED_ALIGNMENT);
-    }
-    return at;
-}
-
-int hr_engine_make_room(struct hr_engine *engine, struct hr_request *request) {
-    struct hr_nccl_team *team = hr_nccl_team_of(engine, request->lane);
-    const size_t bytes = divide(request, NULL);
-    if (team == NULL || team->backend == NULL) {
-        return HORO_ERR_INTERNAL;
-    }
-    if (team->comm.state != HR_NCCL_IDLE || bytes == 0) {
-        return HORO_OK; /* nothing will be written */
-    }
-    if (hr_room_create(atomic_load(&engine->stager), team->comm.device, team->comm.stream, bytes, &request->room,
-                       &team->comm.failure) != HORO_OK) {
-        team->comm.state = HR_NCCL_BROKEN;
-        return HORO_OK;
-    }
-    (void)divide(request, request->room->data);
-    team->room = request->room;
-    return HORO_OK;
-}
-
-struct hr_backend *hr_engine_nccl_backend(struct hr_engine *engine, struct hr_request *const *requests, size_t count) {
-    struct hr_nccl_team *team = hr_nccl_team_of(engine, requests[0]->lane);
-    if (team == NULL || team->backend == NULL || atomic_load(&team->stage) != HR_BY_NCCL_READY) {
-        return NULL;
-    }
-    for (size_t i = 0; i < count; i++) {
-        if (requests[i]->mark == NULL) {
-            return NULL;
-        }
-    }
-    return hr_nccl_take_turn(engine, requests, count);
-}
-
-static int move_marks(struct hr_nccl_team *team, struct hr_request *const *requests, size_t count) {
-    for (size_t i = 0; i < count; i++) {
-        HR_TRY(hr_mark_move(requests[i]->mark, team->comm.stream, &team->comm.failure));
-    }
-    return HORO_OK;
-}
-
-int hr_engine_end_nccl_batch(struct hr_engine *engine, struct hr_request *const *requests, size_t count) {
-    struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
-    struct hr_nccl_team *team = hr_nccl_team_of(engine, requests[0]->lane);
-    struct hr_device_visit visit;
-    int status = hr_device_enter(team->comm.device, &visit, &team->comm.failure);
-    if (status == HORO_OK) {
-        status = move_marks(team, requests, count);
-        hr_device_leave(team->comm.device, &visit);
-    }
-    if (status != HORO_OK) {
-        team->comm.state = HR_NCCL_BROKEN;
-    } else {
-        team->room = NULL; /* behind the mark it can go at any time */
-        hr_nccl_end_turn(team);
-    }
-    atomic_store(&by->is_busy, 1);
-    return status == HORO_OK;
-}
-
 /* ---- The end of a team ---- */
+
+/* MPI may still touch what an exchange that was given up has left with it. */
+static void free_reports(const struct hr_engine *engine, struct hr_nccl_team *team) {
+    if (atomic_load(&engine->node->mpi.stranded) == 0) {
+        free(team->reports);
+    }
+    team->reports = NULL;
+}
 
 void hr_engine_remove_nccl(struct hr_engine *engine, const struct hr_lane *lane) {
     struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
@@ -388,6 +322,7 @@ void hr_engine_remove_nccl(struct hr_engine *engine, const struct hr_lane *lane)
     (void)pthread_mutex_lock(&engine->submission.lock);
     atomic_store(&team->stage, HR_BY_NCCL_ASKED);
     team->until_join = 0;
+    free_reports(engine, team);
     team->comm = (struct hr_nccl_comm){0};
     team->has_moved = 0;
     (void)pthread_mutex_unlock(&engine->submission.lock);
@@ -422,11 +357,7 @@ void hr_engine_leave_nccl(struct hr_engine *engine, int is_aborted) {
         abort_all(by);
     }
     for (int i = 0; i < HR_TEAMS_MAX; i++) {
-        struct hr_nccl_team *team = &by->teams[i];
-        if (team->room != NULL) {
-            hr_room_leave(team->room, team->comm.stream);
-            team->room = NULL;
-        }
+        hr_nccl_leave_room(&by->teams[i], 0);
     }
     atomic_store(&by->is_busy, 0);
     engine->node->nccl_within_ns = 0;
@@ -475,6 +406,9 @@ void hr_engine_end_nccl(struct hr_engine *engine) {
     if (by != NULL) {
         close_all(by, hr_arena_aborted(&engine->node->arena).code == 0);
         destroy_stream(by);
+        for (int i = 0; i < HR_TEAMS_MAX; i++) {
+            free_reports(engine, &by->teams[i]);
+        }
         atomic_store(&engine->by_nccl, NULL);
         if (!by->is_stranded) {
             free(by);

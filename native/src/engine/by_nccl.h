@@ -5,7 +5,8 @@
  *     stage      | what has happened                            | requests of the team that NCCL can do
  *     -----------+----------------------------------------------+----------------------------------------------------
  *     ASKED      | horo_use_nccl                                | the first begins the exchange
- *     GATHERING  | this rank tells the others what it has       | are held: not announced
+ *     GATHERING  | this rank tells the others what it has, also | are held: not announced
+ *                | where it has joined: if it has used a GPU    |
  *     CONNECTING | all ranks can, NCCL connects them            | are held
  *     READY      | this rank is connected                       | are announced as NCCL's
  *     REFUSED    | not all ranks can                            | are staged
@@ -38,8 +39,9 @@ enum {
     HR_NCCL_WITHIN_MS = 300000,
 };
 
-/* What a rank tells of itself: the rows of the exchange. */
+/* What a rank tells of itself in the exchange; of one that has joined and cannot take part, zeros. */
 struct hr_nccl_report {
+    int32_t is_told;
     int32_t is_able;
     int32_t version;
     char uuid[HR_CUDA_UUID_BYTES]; /* of its GPU */
@@ -47,7 +49,7 @@ struct hr_nccl_report {
     char lack[HR_NCCL_TEXT_BYTES]; /* why it is not able */
 };
 
-enum hr_nccl_phase { HR_NCCL_ORDERING, HR_NCCL_WAITING, HR_NCCL_OUT };
+enum hr_nccl_phase { HR_NCCL_HELD, HR_NCCL_ORDERING, HR_NCCL_WAITING, HR_NCCL_OUT };
 
 /*
  * A batch on its way to the stream, as a backend whose work it is; see nccl_turn.c. The batch and its arrays are the
@@ -72,14 +74,16 @@ struct hr_nccl_team {
     /* written under the lock of submission */
     _Atomic int stage;
     int until_join; /* REFUSED only until all ranks have joined: one had, when the others were asked */
-    const struct hr_request *exchange;
+    const struct hr_request *exchange; /* NULL: this rank has stood in, and it is over */
+    /* [size] of the exchange: this rank's among zeros, and later those of all */
+    struct hr_nccl_report *reports;
     struct hr_request *held_first, **held_last;
     _Atomic int held;
-    struct hr_nccl_report mine; /* of the exchange */
     /* of the driver */
     struct hr_nccl_comm comm;
     struct hr_nccl_backend *backend;
-    struct hr_room *room; /* of the batch that is begun */
+    struct hr_room *room; /* of the batch that is begun, a request's or: */
+    int owns_room;        /* a rank that has joined needs it until the batch is on the stream */
     struct hr_nccl_turn turn;
     int has_moved;      /* a look during a wait has changed the communicator */
     int64_t tell_ns;    /* BROKEN: when the group is told; 0: not known yet */
@@ -93,7 +97,7 @@ struct hr_nccl_team {
 struct hr_nccl_place {
     struct hr_nccl_team *team;
     int32_t id;
-    int is_root; /* this rank, of the team */
+    int size, rank; /* of the team, and of this rank there */
 };
 
 struct hr_by_nccl {
@@ -118,14 +122,22 @@ static inline struct hr_nccl_team *hr_nccl_team_of(const struct hr_engine *engin
     return by == NULL ? NULL : &by->teams[lane->team->number];
 }
 
-/* nccl_setup.c: what all ranks together can, by what each has told; empty: all are able. `rows`: of each rank. */
-void hr_nccl_judge(const struct hr_nccl_report *reports, const int64_t *rows, const struct hr_team *ranks,
-                   int *has_joined, char *text, size_t text_bytes);
+/* nccl_setup.c: what all ranks together can, by what each has told; empty: all are able. */
+void hr_nccl_judge(const struct hr_nccl_report *reports, const struct hr_team *ranks, int *has_joined, char *text,
+                   size_t text_bytes);
 /* Before anything is submitted to the team. HORO_OK, or a status with *error set. Without the lock. */
 int hr_nccl_begin_setup(struct hr_engine *engine, const struct hr_nccl_place *place, int device,
                         struct hr_error *error);
+/* Driver: whether all have told, and it can go on. */
+int hr_nccl_has_gathered(const struct hr_nccl_team *team);
 /* Driver: goes on with it. 1 if something moved, else 0. */
 int hr_nccl_turn_setup(struct hr_engine *engine, const struct hr_lane *lane);
+
+/*
+ * nccl_batch.c: gives the batch's room back, in the order of the stream. is_over: the batch is wholly there, so that of
+ * a request is the request's now.
+ */
+void hr_nccl_leave_room(struct hr_nccl_team *team, int is_over);
 
 /* nccl_turn.c: the batch as work that waits for its turn; and, when it is on the stream, that the next one may go. */
 struct hr_backend *hr_nccl_take_turn(struct hr_engine *engine, struct hr_request *const *requests, size_t count);

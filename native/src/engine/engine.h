@@ -291,7 +291,7 @@ void hr_engine_stage_held(struct hr_engine *engine, struct hr_request *request, 
 /* After all requests are gone. */
 void hr_engine_end_cuda(struct hr_engine *engine);
 
-/* by_nccl.c, nccl_turn.c: requests that NCCL does, see by_nccl.h */
+/* by_nccl.c, nccl_batch.c, nccl_setup.c: requests that NCCL does, see by_nccl.h */
 /* As horo_use_nccl. */
 int hr_engine_use_nccl(struct hr_engine *engine, const char *const *paths, size_t path_count, struct hr_error *error);
 /* Before submission: gives the request a mark if NCCL may do it. HORO_OK or a status. Without the lock. */
@@ -309,6 +309,17 @@ int hr_engine_is_nccl_busy(const struct hr_engine *engine);
 struct hr_backend *hr_engine_nccl_backend(struct hr_engine *engine, struct hr_request *const *requests, size_t count);
 /* Of an allgather or alltoall, before: memory for its results. HORO_OK, also where that fails, or HORO_ERR_INTERNAL. */
 int hr_engine_make_room(struct hr_engine *engine, struct hr_request *request);
+/*
+ * In such a batch, the requests that stand in for those of this rank, which has joined: gives their tensors memory with
+ * values that change no result. HORO_OK, also where that fails, or HORO_ERR_INTERNAL.
+ */
+int hr_engine_place_stand_ins(struct hr_engine *engine, struct hr_request *const *requests, size_t count);
+/*
+ * Driver: in the exchange by which ranks come to NCCL, what this rank tells, which has joined: memory for its request,
+ * in place of zeros; NULL: it cannot take part. And, with the lock held, that a request that stood in is over.
+ */
+void *hr_engine_report_for_nccl(const struct hr_lane *lane, const horo_request *call);
+void hr_engine_note_report(const struct hr_lane *lane, const horo_request *call);
 /* It is all on the stream: the marks are behind it now. 0 where that fails, which ends the group. */
 int hr_engine_end_nccl_batch(struct hr_engine *engine, struct hr_request *const *requests, size_t count);
 /*

@@ -95,6 +95,7 @@ static int load_batch(struct hr_lane *lane, const struct hr_wire_message *record
         operands += (size_t)batch->requests[i]->call.tensor_count;
     }
     HR_TRY(reserve_operands(batch, operands));
+    HR_TRY(hr_engine_place_stand_ins(lane->engine, batch->requests, batch->request_count));
     for (size_t i = 0; i < batch->request_count; i++) {
         const horo_request *call = &batch->requests[i]->call;
         for (int t = 0; t < call->tensor_count; t++) {
@@ -473,7 +474,7 @@ void hr_engine_complete(struct hr_engine *engine, struct hr_request *const *requ
     hr_engine_note_done(engine, requests, count, status);
     (void)pthread_mutex_lock(&engine->submission.lock);
     for (size_t i = 0; i < count; i++) {
-        if (requests[i]->stand_in != NULL) {
+        if (requests[i]->is_stand_in) {
             hr_lane_end_stand_in(requests[i]->lane, requests[i]);
             engine->submission.passed++;
         } else {

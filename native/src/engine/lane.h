@@ -230,6 +230,9 @@ int hr_leader_tell_joined(struct hr_lane *lane);
 
 /* ---- stand_in.c: requests of a rank that has joined, for those of others ---- */
 
+/* The bits of the value of a dtype that changes no result of a reduction; 0 for one that has none. */
+uint64_t hr_neutral_element(int dtype, int reduce_op);
+
 /*
  * Makes one from the canonical bytes of theirs, for the record that comes next; the lane's until end. HORO_OK,
  * HORO_ERR_RESOURCE, or HORO_ERR_INTERNAL where this rank has not joined, or nobody can stand in.
@@ -239,6 +242,7 @@ int hr_lane_make_stand_in(struct hr_lane *lane, const void *bytes, size_t byte_c
 int hr_lane_describe_stand_in(struct hr_lane *lane, const struct hr_wire_request *request);
 /* The one of this name; NULL: there is none. */
 struct hr_request *hr_lane_find_stand_in(const struct hr_lane *lane, struct hr_wire_text name);
+/* It is over; with the lock of submission held. */
 void hr_lane_end_stand_in(struct hr_lane *lane, struct hr_request *request);
 void hr_stand_in_destroy(struct hr_request *request);
 /* When nothing touches their memory any more. */

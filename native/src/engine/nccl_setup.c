@@ -21,15 +21,15 @@ static int same_gpu(const struct hr_nccl_report *reports, int size, int *other) 
     return -1;
 }
 
-void hr_nccl_judge(const struct hr_nccl_report *reports, const int64_t *rows, const struct hr_team *ranks,
-                   int *has_joined, char *text, size_t text_bytes) {
+void hr_nccl_judge(const struct hr_nccl_report *reports, const struct hr_team *ranks, int *has_joined, char *text,
+                   size_t text_bytes) {
     const int *job_rank = ranks->job_rank;
     const int size = ranks->size;
     int other = 0;
     text[0] = '\0';
     *has_joined = 0;
     for (int r = 0; r < size; r++) {
-        if (rows[r] != (int64_t)sizeof *reports) {
+        if (!reports[r].is_told) {
             *has_joined = 1;
             (void)snprintf(text, text_bytes, "rank %d has joined", job_rank[r]);
             return;
@@ -61,6 +61,7 @@ static void complete_report(const struct hr_by_nccl *by, int is_root, struct hr_
     const struct hr_device *device = by->gpu;
     struct hr_error error = {0};
     *mine = by->able;
+    mine->is_told = 1;
     int status = mine->is_able ? HORO_OK : HORO_ERR_RESOURCE;
     if (status == HORO_OK) {
         status = hr_cuda_check(device->cuda, device->cuda->device_get_uuid(mine->uuid, device->handle),
@@ -75,21 +76,16 @@ static void complete_report(const struct hr_by_nccl *by, int is_root, struct hr_
     }
 }
 
-/* With staging_lock held. */
-static int tell(struct hr_engine *engine, struct hr_by_nccl *by, const struct hr_nccl_place *place, int number,
-                struct hr_error *error) {
-    struct hr_nccl_team *team = place->team;
-    int64_t handle = 0;
-    const int64_t bytes = (int64_t)sizeof team->mine;
-    if (by->gpu == NULL) { /* all teams use the GPU of the first tensor */
-        HR_TRY(hr_stager_device(atomic_load(&engine->stager), number, &by->gpu, error));
-        atomic_store(&by->device, number);
-    }
-    complete_report(by, place->is_root, &team->mine);
-    const horo_tensor tensor = {.input = &team->mine, .shape = &bytes, .ndim = 1, .dtype = HORO_UINT8};
+/* An allreduce, whose sum is that of what each rank has in its own place and zeros in those of others. */
+static int submit_reports(struct hr_engine *engine, const struct hr_nccl_place *place, struct hr_nccl_report *reports,
+                          int64_t *handle, struct hr_error *error) {
+    const int64_t bytes = place->size * (int64_t)sizeof *reports;
+    const horo_tensor tensor = {
+        .input = reports, .output = reports, .output_bytes = bytes, .shape = &bytes, .ndim = 1, .dtype = HORO_UINT8};
     const horo_request call = {
         .name = HR_NCCL_NAME,
-        .op = HORO_ALLGATHER,
+        .op = HORO_ALLREDUCE,
+        .reduce_op = HORO_SUM,
         .flags = HORO_SUBMIT_TRANSIENT,
         .team = place->id,
         .prescale = 1.0,
@@ -97,9 +93,31 @@ static int tell(struct hr_engine *engine, struct hr_by_nccl *by, const struct hr
         .tensors = &tensor,
         .tensor_count = 1,
     };
-    HR_TRY(hr_engine_submit_with(engine, &call, NULL, &handle, error));
+    return hr_engine_submit_with(engine, &call, NULL, handle, error);
+}
+
+/* With staging_lock held. */
+static int tell(struct hr_engine *engine, struct hr_by_nccl *by, const struct hr_nccl_place *place, int number,
+                struct hr_error *error) {
+    struct hr_nccl_team *team = place->team;
+    int64_t handle = 0;
+    if (by->gpu == NULL) { /* all teams use the GPU of the first tensor */
+        HR_TRY(hr_stager_device(atomic_load(&engine->stager), number, &by->gpu, error));
+        atomic_store(&by->device, number);
+    }
+    struct hr_nccl_report *reports = calloc((size_t)place->size, sizeof *reports);
+    if (reports == NULL) {
+        return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for NCCL");
+    }
+    complete_report(by, place->rank == 0, &reports[place->rank]);
+    const int status = submit_reports(engine, place, reports, &handle, error);
+    if (status != HORO_OK) {
+        free(reports);
+        return status;
+    }
     (void)pthread_mutex_lock(&engine->submission.lock);
     team->exchange = hr_engine_find_handle(engine, handle);
+    team->reports = reports;
     atomic_store(&team->stage, HR_BY_NCCL_GATHERING);
     (void)pthread_mutex_unlock(&engine->submission.lock);
     return HORO_OK;
@@ -117,7 +135,43 @@ int hr_nccl_begin_setup(struct hr_engine *engine, const struct hr_nccl_place *pl
     return status;
 }
 
+/* ---- A rank that has joined ---- */
+
+/* It may never have used a GPU: then it tells nothing, and tensors are staged until all have joined. */
+void *hr_engine_report_for_nccl(const struct hr_lane *lane, const horo_request *call) {
+    const struct hr_by_nccl *by = atomic_load(&lane->engine->by_nccl);
+    struct hr_nccl_team *team = hr_nccl_team_of(lane->engine, lane);
+    const struct hr_team *ranks = lane->team;
+    int64_t bytes = 0; /* it was checked when it was decoded */
+    if (by == NULL || atomic_load(&by->device) < 0 || atomic_load(&team->stage) != HR_BY_NCCL_ASKED ||
+        call->tensor_count != 1) {
+        return NULL;
+    }
+    (void)hr_wire_shape_bytes(call->tensors[0].shape, call->tensors[0].ndim, call->tensors[0].dtype, &bytes);
+    if (bytes != ranks->size * (int64_t)sizeof *team->reports || team->reports != NULL) {
+        return NULL;
+    }
+    team->reports = calloc((size_t)ranks->size, sizeof *team->reports);
+    if (team->reports != NULL) {
+        complete_report(by, ranks->rank == 0, &team->reports[ranks->rank]);
+    }
+    return team->reports;
+}
+
+void hr_engine_note_report(const struct hr_lane *lane, const horo_request *call) {
+    struct hr_nccl_team *team = hr_nccl_team_of(lane->engine, lane);
+    if (team != NULL && team->reports != NULL && call->tensor_count == 1 &&
+        call->tensors[0].output == team->reports) {
+        atomic_store(&team->stage, HR_BY_NCCL_GATHERING);
+    }
+}
+
 /* ---- Going on ---- */
+
+int hr_nccl_has_gathered(const struct hr_nccl_team *team) {
+    return atomic_load(&team->stage) == HR_BY_NCCL_GATHERING &&
+           (team->exchange == NULL || atomic_load(&team->exchange->status) != HORO_IN_PROGRESS);
+}
 
 static void set_stage(struct hr_engine *engine, struct hr_nccl_team *team, int stage) {
     (void)pthread_mutex_lock(&engine->submission.lock);
@@ -174,33 +228,32 @@ static void connect(struct hr_engine *engine, const struct hr_lane *lane, const 
 /* The exchange is over; it is released here. */
 static void finish_exchange(struct hr_engine *engine, const struct hr_lane *lane) {
     struct hr_nccl_team *team = hr_nccl_team_of(engine, lane);
-    const int64_t handle = team->exchange->handle;
+    const int64_t handle = team->exchange == NULL ? 0 : team->exchange->handle;
     char text[HORO_MESSAGE_MAX];
-    void *data = NULL;
-    int64_t bytes = 0;
     int has_joined = 0;
-    int64_t *rows = calloc((size_t)lane->team->size, sizeof *rows);
-    if (rows == NULL || hr_engine_take(engine, handle, 0, &data, &bytes, rows) != HORO_OK) {
+    if (team->exchange != NULL && atomic_load(&team->exchange->status) != HORO_OK) {
         (void)hr_engine_error(engine, handle, text, sizeof text);
     } else {
-        hr_nccl_judge(data, rows, lane->team, &has_joined, text, sizeof text);
+        hr_nccl_judge(team->reports, lane->team, &has_joined, text, sizeof text);
     }
-    if (data != NULL && text[0] == '\0') {
-        connect(engine, lane, data);
+    if (text[0] == '\0') {
+        connect(engine, lane, team->reports);
     } else {
         refuse(engine, lane, has_joined, text);
     }
-    team->exchange = NULL;
-    (void)hr_engine_release(engine, handle);
-    free(rows);
-    free(data);
+    if (team->exchange != NULL) {
+        team->exchange = NULL;
+        (void)hr_engine_release(engine, handle);
+    }
+    free(team->reports);
+    team->reports = NULL;
 }
 
 int hr_nccl_turn_setup(struct hr_engine *engine, const struct hr_lane *lane) {
     struct hr_nccl_team *team = hr_nccl_team_of(engine, lane);
     const int stage = atomic_load(&team->stage);
     char name[HR_TEAM_NAME_BYTES];
-    if (stage == HR_BY_NCCL_GATHERING && atomic_load(&team->exchange->status) != HORO_IN_PROGRESS) {
+    if (hr_nccl_has_gathered(team)) {
         finish_exchange(engine, lane);
         return 1;
     }

@@ -45,7 +45,8 @@ struct hr_request {
     int refused;                  /* a refusal, see refusal.c: the status; its reason is error_text */
     int is_held;                  /* driver: to be announced when a refusal of its name has been agreed on */
     int misfit;                   /* 1 + the first tensor whose output is not as long as its result; 0: there is none */
-    void *stand_in;               /* the memory of its tensors, where it stands in for one of a rank that has joined */
+    int is_stand_in;              /* for one of this rank, which has joined */
+    void *stand_in;               /* of such a one: the memory of its tensors in the host; NULL: there is none */
     int joined_last;              /* join: the rank that joined last, once done */
     struct hr_lane *new_lane;     /* add team: this rank's part in it; NULL: it has none, or the engine has taken it */
     int team_added;               /* add team: its id, once done; else -1 */

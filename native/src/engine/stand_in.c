@@ -1,6 +1,7 @@
 /*
  * What a rank that has joined does in the operations of the others: it makes a request of its own from the bytes that
- * they have agreed on, with values that change no result, and drops what comes of it. Driver only.
+ * they have agreed on, with values that change no result, and drops what comes of it. For what NCCL does, those are in
+ * memory of the GPU, which it gets when the batch begins (nccl_batch.c). Driver only.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -42,7 +43,7 @@ static uint64_t infinity_of(int dtype) {
     }
 }
 
-static uint64_t neutral_of(int dtype, int reduce_op) {
+uint64_t hr_neutral_element(int dtype, int reduce_op) {
     if (hr_dtype_is_complex(dtype) || !hr_dtype_reducible(dtype, reduce_op)) {
         return 0; /* of a sum; others are refused before they are run */
     }
@@ -135,7 +136,8 @@ static int allocate_values(struct draft *draft) {
     for (int32_t i = 0; i < draft->call.tensor_count; i++) {
         horo_tensor *tensor = &draft->tensors[i];
         const size_t bytes = (size_t)tensor->output_bytes;
-        const uint64_t bits = hr_op_reduces(draft->call.op) ? neutral_of(tensor->dtype, draft->call.reduce_op) : 0;
+        const int reduces = hr_op_reduces(draft->call.op);
+        const uint64_t bits = reduces ? hr_neutral_element(tensor->dtype, draft->call.reduce_op) : 0;
         if (bits != 0) {
             fill(at, bytes, tensor->dtype, bits);
         }
@@ -146,12 +148,26 @@ static int allocate_values(struct draft *draft) {
     return HORO_OK;
 }
 
+static int place_values(struct hr_lane *lane, struct draft *draft) {
+    if ((draft->call.flags & HORO_SUBMIT_BY_NCCL) != 0) {
+        return HORO_OK; /* later, on the GPU */
+    }
+    void *report = strcmp(draft->name, HR_NCCL_NAME) == 0 ? hr_engine_report_for_nccl(lane, &draft->call) : NULL;
+    if (report == NULL) {
+        return allocate_values(draft);
+    }
+    draft->tensors[0].input = report;
+    draft->tensors[0].output = report;
+    return HORO_OK;
+}
+
 static int finish_draft(struct hr_lane *lane, struct draft *draft, struct hr_request **request) {
     struct hr_error error = {0};
     draft->call.team = lane->team->id;
     HR_TRY(hr_request_create(&draft->call, request, &error));
     (*request)->lane = lane;
     (*request)->team_size = lane->team->size;
+    (*request)->is_stand_in = 1;
     (*request)->stand_in = draft->data;
     draft->data = NULL;
     return HORO_OK;
@@ -174,7 +190,7 @@ int hr_lane_make_stand_in(struct hr_lane *lane, const void *bytes, size_t byte_c
     }
     struct hr_request *made = NULL;
     int status = decode_tensors(&decoded, &draft);
-    status = status == HORO_OK ? allocate_values(&draft) : status;
+    status = status == HORO_OK ? place_values(lane, &draft) : status;
     status = status == HORO_OK ? finish_draft(lane, &draft, &made) : status;
     free_draft(&draft);
     if (status == HORO_OK) {
@@ -213,6 +229,7 @@ void hr_stand_in_destroy(struct hr_request *request) {
 }
 
 void hr_lane_end_stand_in(struct hr_lane *lane, struct hr_request *request) {
+    hr_engine_note_report(lane, &request->call);
     (void)hr_map_remove(&lane->stand_ins, request->name_hash, request->call.name, request->name_bytes);
     hr_stand_in_destroy(request);
 }

@@ -466,7 +466,10 @@ void double_fail(int copy_number, int host) {
     pthread_mutex_unlock(&lock);
 }
 
-/* Streams, contexts, events, pieces of pinned memory that exist and of all, and of memory that streams gave out. */
+/*
+ * Streams, contexts, events, pieces of pinned memory that exist and of all, of memory that streams gave out, and how
+ * many of those there were at once.
+ */
 void double_count(int *counts) {
     pthread_mutex_lock(&lock);
     counts[0] = streams;
@@ -475,5 +478,6 @@ void double_count(int *counts) {
     counts[3] = host_allocs - host_frees;
     counts[4] = host_allocs;
     counts[5] = room_count;
+    counts[6] = rooms_most;
     pthread_mutex_unlock(&lock);
 }

@@ -7,7 +7,7 @@ static struct piece {
     uint64_t address;
     size_t bytes;
 } *pinned, *rooms; /* memory of the host that the device reaches; memory that streams gave out */
-static int room_count, room_limit = 1 << 30;
+static int room_count, rooms_most, room_limit = 1 << 30;
 
 static void note(struct piece **list, uint64_t address, size_t bytes) {
     struct piece *piece = malloc(sizeof *piece);
@@ -122,6 +122,7 @@ int cuMemAllocAsync(uint64_t *address, size_t bytes, void *stream) {
     note(&rooms, *address, bytes);
     pthread_mutex_lock(&lock);
     room_count++;
+    rooms_most = room_count > rooms_most ? room_count : rooms_most;
     pthread_mutex_unlock(&lock);
     return 0;
 }
@@ -138,6 +139,31 @@ int cuMemFreeAsync(uint64_t address, void *stream) {
     pthread_mutex_unlock(&lock);
     return bytes == 0 ? INVALID_VALUE
                       : put(stream, (struct work){.run = spoil, .target = opened(address, bytes), .bytes = bytes});
+}
+
+static void set(struct work *work) {
+    for (size_t i = 0; i < work->bytes; i++) {
+        ((char *)work->target)[i] = (char)(work->number >> 8 * (i % 4));
+    }
+}
+
+static int fill(uint64_t address, size_t bytes, size_t width, uint64_t pattern, void *stream) {
+    char *target = reached(address, bytes);
+    return target == NULL || bytes == 0 || address % width != 0
+               ? INVALID_VALUE
+               : put(stream, (struct work){.run = set, .target = target, .bytes = bytes, .number = pattern});
+}
+
+int cuMemsetD8Async(uint64_t address, unsigned char value, size_t count, void *stream) {
+    return fill(address, count, 1, value * 0x01010101u, stream);
+}
+
+int cuMemsetD16Async(uint64_t address, unsigned short value, size_t count, void *stream) {
+    return fill(address, 2 * count, 2, value * 0x00010001u, stream);
+}
+
+int cuMemsetD32Async(uint64_t address, unsigned value, size_t count, void *stream) {
+    return fill(address, 4 * count, 4, value, stream);
 }
 
 /* The device has no more than so many bytes at once for what asks a stream for them. */

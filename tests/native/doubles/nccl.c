@@ -268,7 +268,8 @@ static void look(struct comm *comm) {
     }
     if (comm->is_connecting) {
         const int code = fails(AT_CONNECT, comm->rank);
-        comm->looks = fails(AT_LATE_CONNECT, comm->rank) ? INT_MAX : comm->looks;
+        const int late = fails(AT_LATE_CONNECT, comm->rank);
+        comm->looks = late == 0 ? comm->looks : late <= SYSTEM_ERROR ? INT_MAX : late;
         if (code != 0 || atomic_load(&comm->clique->joined) == comm->size) {
             comm->is_connecting = code == 0 && comm->looks-- > 0;
             comm->state = code != 0 ? code : comm->is_connecting ? IN_PROGRESS : is_doubled(comm) ? INVALID_USAGE : 0;

@@ -1,0 +1,199 @@
+/*
+ * A batch of NCCL on this rank: the memory on the GPU that it needs besides the program's, and the marks behind it.
+ * What a rank that has joined gives in place of tensors is memory of horo's, too, filled with what changes no result.
+ * Such memory comes and goes in the order of NCCL's stream, where the next batch gets the same again. Driver only.
+ */
+#include "base/cut.h"
+#include "base/dtype.h"
+#include "base/op.h"
+#include "device/blocks.h"
+#include "device/fill.h"
+#include "engine/by_nccl.h"
+
+/* A failure ends the group, which the driver's next turn sees to. */
+static void break_off(struct hr_nccl_team *team) {
+    team->comm.state = HR_NCCL_BROKEN;
+}
+
+/* CONNECTING: this rank has joined, and the others are further. */
+static int has_stream(const struct hr_nccl_team *team) {
+    return team->comm.state == HR_NCCL_IDLE || team->comm.state == HR_NCCL_CONNECTING;
+}
+
+/* ---- Results of an allgather or alltoall ---- */
+
+/* Each result where kernels like to begin. */
+static size_t divide(struct hr_request *request, char *data) {
+    size_t at = 0;
+    for (int i = 0; i < request->call.tensor_count; i++) {
+        struct hr_gathered *result = &request->gathered[i];
+        result->data = data == NULL ? NULL : data + at;
+        result->is_given = 1;
+        at += hr_round_up((size_t)result->bytes, HR_STAGED_ALIGNMENT);
+    }
+    return at;
+}
+
+int hr_engine_make_room(struct hr_engine *engine, struct hr_request *request) {
+    struct hr_nccl_team *team = hr_nccl_team_of(engine, request->lane);
+    const size_t bytes = divide(request, NULL);
+    struct hr_room *room = NULL;
+    if (team == NULL || team->backend == NULL) {
+        return HORO_ERR_INTERNAL;
+    }
+    if (!has_stream(team) || bytes == 0) {
+        return HORO_OK; /* nothing will be written */
+    }
+    if (hr_room_create(atomic_load(&engine->stager), team->comm.device, team->comm.stream, bytes, &room,
+                       &team->comm.failure) != HORO_OK) {
+        break_off(team);
+        return HORO_OK;
+    }
+    (void)divide(request, room->data);
+    team->room = room;
+    team->owns_room = request->is_stand_in;
+    request->room = request->is_stand_in ? NULL : room;
+    return HORO_OK;
+}
+
+/* ---- Tensors of a rank that has joined ---- */
+
+static int is_placed_here(const struct hr_request *request) {
+    return request->is_stand_in && hr_request_is_by_nccl(request) && !hr_op_tells_rows(request->call.op);
+}
+
+static size_t bytes_of(const horo_tensor *tensor) {
+    int64_t bytes = 0; /* it was checked when it was decoded */
+    (void)hr_wire_shape_bytes(tensor->shape, tensor->ndim, tensor->dtype, &bytes);
+    return (size_t)bytes;
+}
+
+/* A piece of memory whose elements are all alike. */
+struct run {
+    char *data;
+    size_t bytes, width;
+    uint64_t bits;
+};
+
+static int fill(const struct hr_nccl_team *team, const struct run *run, struct hr_error *error) {
+    return hr_device_fill(team->comm.device, run->data, run->bytes, run->width, run->bits, team->comm.stream, error);
+}
+
+/* Tensors that lie beside each other and have the same neutral element are filled as one. */
+static int fill_all(const struct hr_nccl_team *team, struct hr_request *const *requests, size_t count,
+                    struct hr_error *error) {
+    struct run run = {0};
+    for (size_t r = 0; r < count; r++) {
+        const horo_request *call = &requests[r]->call;
+        for (int i = 0; i < call->tensor_count && is_placed_here(requests[r]); i++) {
+            const int dtype = hr_dtype_real(call->tensors[i].dtype);
+            const struct run next = {.data = call->tensors[i].output,
+                                     .bytes = hr_round_up(bytes_of(&call->tensors[i]), HR_STAGED_ALIGNMENT),
+                                     .width = hr_dtype_bytes(dtype),
+                                     .bits = hr_neutral_element(dtype, call->reduce_op)};
+            if (next.bits == run.bits && (next.bits == 0 || next.width == run.width)) {
+                run.data = run.data == NULL ? next.data : run.data;
+                run.width = run.width == 0 ? next.width : run.width;
+                run.bytes += next.bytes;
+                continue;
+            }
+            HR_TRY(fill(team, &run, error));
+            run = next;
+        }
+    }
+    return fill(team, &run, error);
+}
+
+static size_t place_all(struct hr_request *const *requests, size_t count, char *data) {
+    size_t at = 0;
+    for (size_t r = 0; r < count; r++) {
+        horo_tensor *tensors = (horo_tensor *)(void *)(requests[r] + 1); /* those of its call, see request.c */
+        for (int i = 0; i < requests[r]->call.tensor_count && is_placed_here(requests[r]); i++) {
+            tensors[i].input = data == NULL ? NULL : data + at;
+            tensors[i].output = data == NULL ? NULL : data + at;
+            at += hr_round_up(bytes_of(&tensors[i]), HR_STAGED_ALIGNMENT);
+        }
+    }
+    return at;
+}
+
+static int make_values(struct hr_engine *engine, struct hr_nccl_team *team, struct hr_request *const *requests,
+                       size_t count, size_t bytes) {
+    struct hr_error *error = &team->comm.failure;
+    struct hr_device *device = team->comm.device;
+    struct hr_device_visit visit;
+    HR_TRY(hr_room_create(atomic_load(&engine->stager), device, team->comm.stream, bytes, &team->room, error));
+    team->owns_room = 1;
+    (void)place_all(requests, count, team->room->data);
+    if (!hr_op_reduces(requests[0]->call.op)) {
+        return HORO_OK; /* it is written over */
+    }
+    HR_TRY(hr_device_enter(device, &visit, error));
+    const int status = fill_all(team, requests, count, error);
+    hr_device_leave(device, &visit);
+    return status;
+}
+
+int hr_engine_place_stand_ins(struct hr_engine *engine, struct hr_request *const *requests, size_t count) {
+    const size_t bytes = place_all(requests, count, NULL);
+    if (bytes == 0) {
+        return HORO_OK;
+    }
+    struct hr_nccl_team *team = hr_nccl_team_of(engine, requests[0]->lane);
+    if (team == NULL || team->backend == NULL) {
+        return HORO_ERR_INTERNAL;
+    }
+    if (has_stream(team) && make_values(engine, team, requests, count, bytes) != HORO_OK) {
+        break_off(team);
+    }
+    return HORO_OK;
+}
+
+/* ---- The batch ---- */
+
+struct hr_backend *hr_engine_nccl_backend(struct hr_engine *engine, struct hr_request *const *requests, size_t count) {
+    struct hr_nccl_team *team = hr_nccl_team_of(engine, requests[0]->lane);
+    int can = team != NULL && team->backend != NULL;
+    for (size_t i = 0; i < count && can; i++) {
+        can = requests[i]->is_stand_in || (requests[i]->mark != NULL && atomic_load(&team->stage) == HR_BY_NCCL_READY);
+    }
+    return can ? hr_nccl_take_turn(engine, requests, count) : NULL;
+}
+
+void hr_nccl_leave_room(struct hr_nccl_team *team, int is_over) {
+    if (team->room != NULL && (team->owns_room || !is_over)) {
+        hr_room_leave(team->room, team->comm.stream);
+    }
+    if (team->owns_room) {
+        hr_room_drop(team->room, NULL);
+    }
+    team->room = NULL; /* a request's goes behind its mark, at any time */
+    team->owns_room = 0;
+}
+
+static int move_marks(struct hr_nccl_team *team, struct hr_request *const *requests, size_t count) {
+    for (size_t i = 0; i < count; i++) {
+        HR_TRY(requests[i]->is_stand_in ? HORO_OK
+                                        : hr_mark_move(requests[i]->mark, team->comm.stream, &team->comm.failure));
+    }
+    return HORO_OK;
+}
+
+int hr_engine_end_nccl_batch(struct hr_engine *engine, struct hr_request *const *requests, size_t count) {
+    struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
+    struct hr_nccl_team *team = hr_nccl_team_of(engine, requests[0]->lane);
+    struct hr_device_visit visit;
+    int status = hr_device_enter(team->comm.device, &visit, &team->comm.failure);
+    if (status == HORO_OK) {
+        status = move_marks(team, requests, count);
+        hr_device_leave(team->comm.device, &visit);
+    }
+    if (status != HORO_OK) {
+        break_off(team);
+    } else {
+        hr_nccl_leave_room(team, 1);
+        hr_nccl_end_turn(team);
+    }
+    atomic_store(&by->is_busy, 1);
+    return status == HORO_OK;
+}
