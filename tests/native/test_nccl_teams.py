@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import threading
 from collections.abc import Sequence
@@ -283,6 +284,31 @@ def test_a_failure_names_the_set_whose_communicator_it_is(gpu: Gpu, nccl: Nccl, 
 
     with recorded_stderr(), Group((2,)) as group:
         group.run(body)
+
+
+def test_what_does_not_end_while_its_rank_leaves_is_aborted_at_once(gpu: Gpu, nccl: Nccl) -> None:
+    """A kernel of all ranks stands behind one of a set, which waits for a GPU that stands still."""
+    links = Links([0, 0])
+
+    def body(rank: Rank) -> tuple[OnGpu, ctypes.c_int | None]:
+        own = on_gpu(rank, gpu, nccl)
+        (team,) = add_teams(rank, links, [[0, 1]])
+        for each in (0, team):
+            own.finish(begin(own, "first", each)[0])
+        gpu.synchronize(own.stream)
+        gate = gpu.hold(own.stream) if rank.rank == 0 else None
+        for each in (team, 0):
+            own.finish(begin(own, "x", each)[0])
+        return own, gate
+
+    with Group((2,)) as group:
+        owners = group.run(body)
+    for own, gate in owners:
+        if gate is not None:
+            gpu.open(gate)
+        gpu.synchronize(own.stream)
+        own.close()
+    assert (nccl.counts()["destroys"], nccl.counts()["aborts"]) == (0, 4)
 
 
 # ---- Joining ----

@@ -269,31 +269,25 @@ static void fence(struct hr_nccl_comm *comm) {
     comm->state = HR_NCCL_NONE;
 }
 
-void hr_nccl_abort(struct hr_nccl_comm *const *comms, size_t count) {
-    const struct hr_nccl *nccl = NULL;
+void hr_nccl_abort(struct hr_nccl_comm *first) {
     struct hr_error ignored = {0};
     struct hr_device_visit visit;
-    for (size_t i = 0; i < count; i++) {
-        if (comms[i]->handle == NULL) {
-            continue;
-        }
-        if (nccl == NULL && count > 1) {
-            (void)comms[i]->nccl->group_start();
-        }
-        nccl = comms[i]->nccl;
-        const int has_entered = hr_device_enter(comms[i]->device, &visit, &ignored) == HORO_OK;
-        (void)nccl->comm_abort(comms[i]->handle);
+    const int are_several = first != NULL && first->next_aborted != NULL;
+    if (are_several) {
+        (void)first->nccl->group_start();
+    }
+    for (struct hr_nccl_comm *comm = first; comm != NULL; comm = comm->next_aborted) {
+        const int has_entered = hr_device_enter(comm->device, &visit, &ignored) == HORO_OK;
+        (void)comm->nccl->comm_abort(comm->handle);
         if (has_entered) {
-            hr_device_leave(comms[i]->device, &visit);
+            hr_device_leave(comm->device, &visit);
         }
     }
-    if (nccl != NULL && count > 1) {
-        (void)nccl->group_end();
+    if (are_several) {
+        (void)first->nccl->group_end();
     }
-    for (size_t i = 0; i < count; i++) {
-        if (comms[i]->handle != NULL) {
-            fence(comms[i]);
-        }
+    for (struct hr_nccl_comm *comm = first; comm != NULL; comm = comm->next_aborted) {
+        fence(comm);
     }
 }
 
@@ -311,11 +305,9 @@ static void wait_a_moment(void) {
     (void)nanosleep(&moment, NULL);
 }
 
-void hr_nccl_close(struct hr_nccl_comm *comm, int in_order, int timeout_ms) {
+void hr_nccl_await_end(struct hr_nccl_comm *comm, int timeout_ms) {
     const int64_t until_ns = hr_now_ns() + (int64_t)timeout_ms * 1000000;
-    struct hr_error ignored = {0};
-    struct hr_device_visit visit;
-    while (in_order && hr_now_ns() < until_ns &&
+    while (hr_now_ns() < until_ns &&
            (comm->state == HR_NCCL_LAUNCHING || comm->state == HR_NCCL_ENDING || comm->state == HR_NCCL_IDLE)) {
         if (comm->state == HR_NCCL_IDLE && !comm->is_in_flight) {
             hr_nccl_end(comm, timeout_ms);
@@ -323,7 +315,15 @@ void hr_nccl_close(struct hr_nccl_comm *comm, int in_order, int timeout_ms) {
             wait_a_moment();
         }
     }
-    hr_nccl_abort(&comm, 1);
+}
+
+void hr_nccl_close(struct hr_nccl_comm *comm) {
+    struct hr_error ignored = {0};
+    struct hr_device_visit visit;
+    if (comm->handle != NULL) {
+        comm->next_aborted = NULL;
+        hr_nccl_abort(comm);
+    }
     if (comm->device != NULL && hr_device_enter(comm->device, &visit, &ignored) == HORO_OK) {
         free_parts(comm);
         hr_device_leave(comm->device, &visit);

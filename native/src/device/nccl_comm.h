@@ -38,6 +38,7 @@ struct hr_nccl_comm {
     int has_scale[HR_NCCL_DTYPES];
     int scales[HR_NCCL_DTYPES]; /* reductions of the launch under way, which multiply before they sum */
     struct hr_error failure;
+    struct hr_nccl_comm *next_aborted; /* together with it */
 };
 
 enum hr_nccl_kind {
@@ -74,16 +75,15 @@ int hr_nccl_launch(struct hr_nccl_comm *comm, const struct hr_nccl_call *calls, 
 /* IDLE, and nothing in flight: the ranks end it, as all do. The state is ENDING or BROKEN. */
 void hr_nccl_end(struct hr_nccl_comm *comm, int within_ms);
 /*
- * What is in flight ends with whatever it has. Any state. Those of one GPU all at once: the kernel of one may stand
- * behind that of another on their stream.
+ * What is in flight ends with whatever it has. Any state but NONE; NULL is allowed. Those of one GPU all at once,
+ * linked by `next_aborted`: the kernel of one may stand behind that of another on their stream, and its abort waits.
  */
-void hr_nccl_abort(struct hr_nccl_comm *const *comms, size_t count);
+void hr_nccl_abort(struct hr_nccl_comm *first);
 /* Whether no kernel of it touches memory any more. Any state. */
 int hr_nccl_is_quiet(struct hr_nccl_comm *comm);
-/*
- * Waits up to timeout_ms for what is in flight and, if it ends and `in_order`, for the other ranks to close theirs;
- * else aborts. Any state.
- */
-void hr_nccl_close(struct hr_nccl_comm *comm, int in_order, int timeout_ms);
+/* Waits up to timeout_ms for what is in flight and, if it ends, for the other ranks to end theirs. Any state. */
+void hr_nccl_await_end(struct hr_nccl_comm *comm, int timeout_ms);
+/* Frees what is left of it. Any state; in others than NONE it is aborted first. */
+void hr_nccl_close(struct hr_nccl_comm *comm);
 
 #endif

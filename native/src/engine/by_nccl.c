@@ -228,7 +228,7 @@ static int turn_ending(struct hr_engine *engine, struct hr_by_nccl *by) {
         }
         if (team->comm.state == HR_NCCL_NONE && !team->comm.is_in_flight) {
             *link = team->next;
-            hr_nccl_close(&team->comm, 0, 0);
+            hr_nccl_close(&team->comm);
             free(team);
             continue;
         }
@@ -317,7 +317,7 @@ void hr_engine_remove_nccl(struct hr_engine *engine, const struct hr_lane *lane)
         by->ending = gone;
         atomic_store(&by->is_busy, 1);
     } else {
-        hr_nccl_close(&team->comm, 0, 0); /* for lack of memory perhaps, of one that all others end in order */
+        hr_nccl_close(&team->comm); /* for lack of memory perhaps, of one that all others end in order */
     }
     (void)pthread_mutex_lock(&engine->submission.lock);
     atomic_store(&team->stage, HR_BY_NCCL_ASKED);
@@ -330,22 +330,23 @@ void hr_engine_remove_nccl(struct hr_engine *engine, const struct hr_lane *lane)
 
 /* ---- The end ---- */
 
+static struct hr_nccl_comm *link_for_abort(struct hr_nccl_comm *comm, struct hr_nccl_comm *others) {
+    if (comm->handle == NULL) {
+        return others;
+    }
+    comm->next_aborted = others;
+    return comm;
+}
+
 static void abort_all(struct hr_by_nccl *by) {
-    struct hr_nccl_comm *comms[2 * HR_TEAMS_MAX];
-    size_t count = 0;
+    struct hr_nccl_comm *first = NULL;
     for (int i = 0; i < HR_TEAMS_MAX; i++) {
-        if (by->teams[i].comm.handle != NULL) {
-            comms[count++] = &by->teams[i].comm;
-        }
+        first = link_for_abort(&by->teams[i].comm, first);
     }
     for (struct hr_nccl_team *team = by->ending; team != NULL; team = team->next) {
-        if (count == sizeof comms / sizeof *comms) {
-            hr_nccl_abort(comms, count);
-            count = 0;
-        }
-        comms[count++] = &team->comm;
+        first = link_for_abort(&team->comm, first);
     }
-    hr_nccl_abort(comms, count);
+    hr_nccl_abort(first);
 }
 
 void hr_engine_leave_nccl(struct hr_engine *engine, int is_aborted) {
@@ -384,19 +385,31 @@ static void destroy_stream(struct hr_by_nccl *by) {
     }
 }
 
+static int left_ms(int64_t until_ns) {
+    const int64_t left_ns = until_ns - hr_now_ns();
+    return left_ns > 0 ? (int)(left_ns / 1000000) : 0;
+}
+
 /* In one order on all ranks, as far as they are members: each waits for the others. */
-static void close_all(struct hr_by_nccl *by, int in_order) {
+static void await_ends(struct hr_by_nccl *by) {
     const int64_t until_ns = hr_now_ns() + CLOSE_MS * 1000000ll;
     for (int i = 0; i < HR_TEAMS_MAX; i++) {
-        const int64_t left_ns = until_ns - hr_now_ns();
-        hr_nccl_close(&by->teams[i].comm, in_order, left_ns > 0 ? (int)(left_ns / 1000000) : 0);
+        hr_nccl_await_end(&by->teams[i].comm, left_ms(until_ns));
+    }
+    for (struct hr_nccl_team *team = by->ending; team != NULL; team = team->next) {
+        hr_nccl_await_end(&team->comm, left_ms(until_ns));
+    }
+}
+
+static void close_all(struct hr_by_nccl *by) {
+    for (int i = 0; i < HR_TEAMS_MAX; i++) {
+        hr_nccl_close(&by->teams[i].comm);
         hr_nccl_backend_destroy(by->teams[i].backend);
     }
     while (by->ending != NULL) {
         struct hr_nccl_team *team = by->ending;
-        const int64_t left_ns = until_ns - hr_now_ns();
         by->ending = team->next;
-        hr_nccl_close(&team->comm, in_order, left_ns > 0 ? (int)(left_ns / 1000000) : 0);
+        hr_nccl_close(&team->comm);
         free(team);
     }
 }
@@ -404,7 +417,11 @@ static void close_all(struct hr_by_nccl *by, int in_order) {
 void hr_engine_end_nccl(struct hr_engine *engine) {
     struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
     if (by != NULL) {
-        close_all(by, hr_arena_aborted(&engine->node->arena).code == 0);
+        if (hr_arena_aborted(&engine->node->arena).code == 0) {
+            await_ends(by);
+        }
+        abort_all(by); /* what has not come to its end */
+        close_all(by);
         destroy_stream(by);
         for (int i = 0; i < HR_TEAMS_MAX; i++) {
             free_reports(engine, &by->teams[i]);

@@ -59,6 +59,7 @@ static struct mapping *mappings;
 static int comms, aborts, destroys, misuses, scales, launched;
 static __thread int group_depth, group_code;
 static __thread struct work *group, **group_tail;
+static __thread struct comm *aborted; /* in the group of calls */
 
 /* With the lock held. */
 static int fails(enum place place, int rank) {
@@ -111,6 +112,9 @@ static void free_if_over(struct comm *comm) {
 static void run_on_stream(void *data) {
     struct work *work = data;
     struct comm *comm = work->comm;
+    pthread_mutex_lock(&lock);
+    work->has_begun = 1;
+    pthread_mutex_unlock(&lock);
     if (work->hangs || work->code != 0) {
         pthread_mutex_lock(&lock);
         comm->state = work->code != 0 ? work->code : comm->state;
@@ -123,8 +127,9 @@ static void run_on_stream(void *data) {
         work->peers = peer->peers;
         free(peer);
     }
-    free(work);
     pthread_mutex_lock(&lock);
+    forget_work(work);
+    free(work);
     comm->running--;
     free_if_over(comm);
     pthread_mutex_unlock(&lock);
@@ -255,6 +260,7 @@ static void start(struct comm *comm) {
         comm->running++;
         comm->launches++;
         launched++;
+        note_work(work);
         (void)cuda.launch(work->stream, run_on_stream, work);
     }
     comm->waiting = NULL;
@@ -327,12 +333,38 @@ int ncclCommDestroy(struct comm *comm) {
     return end(comm, &destroys);
 }
 
+/* As NCCL's, an abort waits until the kernels are over, those of a group together; here not without end. */
+static void finish_aborts(void) {
+    const struct timespec look = {.tv_nsec = 1000000};
+    for (struct comm *comm = aborted, *next; comm != NULL; comm = next) {
+        next = comm->next_aborted;
+        pthread_mutex_lock(&lock);
+        for (int looks = 0; stands_behind_others(comm); looks++) {
+            pthread_mutex_unlock(&lock);
+            nanosleep(&look, NULL);
+            pthread_mutex_lock(&lock);
+            if (looks == ABORT_MS) {
+                (void)misuse(0);
+                break;
+            }
+        }
+        pthread_mutex_unlock(&lock);
+        (void)end(comm, &aborts);
+    }
+    aborted = NULL;
+}
+
 #ifdef LACKS_ABORT
 #define ncclCommAbort double_abort
 #endif
 int ncclCommAbort(struct comm *comm) {
     atomic_store(&comm->is_aborted, 1);
-    return end(comm, &aborts);
+    comm->next_aborted = aborted;
+    aborted = comm;
+    if (group_depth == 0) {
+        finish_aborts();
+    }
+    return SUCCESS;
 }
 
 /* ---- Collectives ---- */
@@ -386,6 +418,7 @@ int ncclGroupEnd(void) {
     if (--group_depth > 0) {
         return SUCCESS;
     }
+    finish_aborts();
     pthread_mutex_lock(&lock);
     struct comm *comm = group == NULL ? NULL : group->comm;
     int code = group_code != 0 || comm == NULL ? group_code : fails(AT_GROUP_END, comm->rank);

@@ -82,6 +82,40 @@ static void note_group(struct comm *comm) {
     }
 }
 
+/* ---- What an abort waits for ---- */
+
+static struct work *launched_first;
+
+static void note_work(struct work *work) {
+    struct work **link = &launched_first;
+    while (*link != NULL) {
+        link = &(*link)->launched_next;
+    }
+    *link = work;
+}
+
+static void forget_work(const struct work *work) {
+    struct work **link = &launched_first;
+    while (*link != work) {
+        link = &(*link)->launched_next;
+    }
+    *link = work->launched_next;
+}
+
+/* Whether a kernel of it stands behind one that runs, and goes on to, of a communicator that is not aborted. */
+static int stands_behind_others(const struct comm *comm) {
+    for (const struct work *work = launched_first; work != NULL; work = work->launched_next) {
+        for (const struct work *before = launched_first; work->comm == comm && before != work;
+             before = before->launched_next) {
+            if (before->stream == work->stream && before->comm != comm && before->has_begun &&
+                !atomic_load(&before->comm->is_aborted)) {
+                return 1;
+            }
+        }
+    }
+    return 0;
+}
+
 /* A job after that has other streams. */
 static void forget_if_over(int comms) {
     if (comms == 0) {

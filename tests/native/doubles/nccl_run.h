@@ -11,7 +11,8 @@
 #include <unistd.h>
 
 enum { SUCCESS = 0, CUDA_ERROR = 1, SYSTEM_ERROR = 2, INVALID_ARGUMENT = 4, INVALID_USAGE = 5, IN_PROGRESS = 7 };
-enum { RANKS_MAX = 16, CHUNK = 1 << 14, BOX = 1 << 12, SCALES_MAX = 16, GROUP_MAX = 4096 };
+enum { RANKS_MAX = 16, CHUNK = 1 << 14, BOX = 1 << 12, SCALES_MAX = 16, GROUP_MAX = 4096,
+       ABORT_MS = 2000 };
 enum kind { ALL_REDUCE, BROADCAST, REDUCE, REDUCE_SCATTER, ALL_GATHER, SEND, RECV };
 enum { SUM, PRODUCT, MAX, MIN, AVERAGE, FIRST_SCALE };
 enum { INT8, UINT8, INT32, UINT32, INT64, UINT64, HALF, FLOAT, DOUBLE, BFLOAT };
@@ -61,6 +62,7 @@ struct comm {
     int is_connecting, is_finalizing, is_gone;
     _Atomic int is_aborted;
     int running; /* launched and not over */
+    struct comm *next_aborted; /* in the same group of calls */
     int launches, groups;
     unsigned seed;
     struct work *waiting, **waiting_tail; /* a group that is polled for */
@@ -71,6 +73,8 @@ struct comm {
 struct work {
     struct work *next;
     struct work *peers; /* of the first send or recv of a group: the others, which run along with it */
+    struct work *launched_next; /* of those that are launched and not over */
+    int has_begun;
     struct comm *comm;
     enum kind kind;
     const char *input;

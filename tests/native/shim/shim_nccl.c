@@ -71,7 +71,7 @@ void shim_nccl_destroy(shim_nccl *made) {
     struct hr_error ignored = {0};
     struct hr_device_visit visit;
     if (made->comm.device != NULL) {
-        hr_nccl_close(&made->comm, 0, 0);
+        hr_nccl_close(&made->comm);
     }
     if (made->stream != NULL && hr_device_enter(made->device, &visit, &ignored) == HORO_OK) {
         (void)made->device->cuda->stream_destroy(made->stream);
