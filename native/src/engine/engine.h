@@ -322,6 +322,9 @@ void *hr_engine_report_for_nccl(const struct hr_lane *lane, const horo_request *
 void hr_engine_note_report(const struct hr_lane *lane, const horo_request *call);
 /* It is all on the stream: the marks are behind it now. 0 where that fails, which ends the group. */
 int hr_engine_end_nccl_batch(struct hr_engine *engine, struct hr_request *const *requests, size_t count);
+/* Driver: whether the lane's batch waits for other ranks to propose its turn; or for batches of other lanes here. */
+int hr_engine_orders_turn(const struct hr_lane *lane);
+int hr_engine_awaits_turn(const struct hr_lane *lane);
 /*
  * Driver: the group ends. What runs on the GPU ends by itself, unless the group has been aborted: then, whether the GPU
  * has let go of all memory of requests.

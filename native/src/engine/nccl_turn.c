@@ -177,6 +177,19 @@ struct hr_backend *hr_nccl_take_turn(struct hr_engine *engine, struct hr_request
     return &turn->base;
 }
 
+static int is_in(const struct hr_lane *lane, enum hr_nccl_phase phase) {
+    const struct hr_nccl_team *team = hr_nccl_team_of(lane->engine, lane);
+    return team != NULL && team->turn.lane == lane && team->turn.phase == phase;
+}
+
+int hr_engine_orders_turn(const struct hr_lane *lane) {
+    return is_in(lane, HR_NCCL_ORDERING);
+}
+
+int hr_engine_awaits_turn(const struct hr_lane *lane) {
+    return is_in(lane, HR_NCCL_WAITING);
+}
+
 void hr_nccl_end_turn(struct hr_nccl_team *team) {
     team->turn.lane = NULL;
 }

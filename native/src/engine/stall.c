@@ -172,7 +172,8 @@ static void report_batch(struct hr_lane *lane, int64_t now_ns, int64_t waited_ns
     struct hr_node *node = lane->node;
     const int silent = find_silent(lane, now_ns);
     const int late = silent >= 0 ? silent : find_only_other(lane->team);
-    const int periods = late >= 0 ? 0 : 1; /* of patience: the ranks beside the culprit know it */
+    /* of patience: the ranks beside the culprit know it; one that has no turn yet may itself wait for others */
+    const int periods = silent < 0 && hr_engine_orders_turn(lane) ? 2 : late < 0;
     char name[HR_NAME_TEXT_BYTES];
     if (late >= 0) {
         (void)hr_node_name_rank(node, late, name, sizeof name);
@@ -217,7 +218,8 @@ static int64_t look(struct hr_lane *lane, int64_t now_ns) {
     _Atomic int64_t *alive_until_ns = &lane->node->arena.blocks[lane->node->local_rank].alive_until_ns;
     const int is_executing = lane->executor.state != HR_EXECUTION_IDLE;
     const int was_stopped = is_executing && now_ns > atomic_load_explicit(alive_until_ns, memory_order_relaxed);
-    if (moves != stall->moves || was_stopped) { /* what passed while it was stopped itself is nobody else's delay */
+    /* what passed while it was stopped itself, or other batches here had their turn, is not the delay of others */
+    if (moves != stall->moves || was_stopped || hr_engine_awaits_turn(lane)) {
         stall->moves = moves;
         stall->moved_ns = now_ns;
     }
