@@ -16,7 +16,7 @@ from test_join import join
 from test_teams import Links, hosts_of
 
 from horo import _core
-from horo.errors import PeerLostError, StalledError
+from horo.errors import PeerLostError, StalledError, UsageError
 
 ONES = np.ones(5, np.float32)
 HOSTS = ([3], [2, 1], [1, 1, 1])
@@ -186,6 +186,32 @@ def test_a_set_is_removed_that_nccl_has_been_refused_or_not_asked_for(gpu: Gpu, 
         group.run(body)
 
 
+@pytest.mark.parametrize("wrong", ["root", "capture"])
+def test_a_set_whose_first_call_was_refused_on_one_rank_can_be_removed(gpu: Gpu, nccl: Nccl, wrong: str) -> None:
+    """The other rank, which has called nothing, is not asked what it can."""
+    links = Links([0, 0])
+
+    def body(rank: Rank) -> None:
+        own = on_gpu(rank, gpu, nccl)
+        (team,) = add_teams(rank, links, [[0, 1]])
+        if rank.rank == 0:
+            if wrong == "capture":
+                gpu.capture(own.stream, True)
+            words = "root rank 7 is no member of" if wrong == "root" else "the current stream is being captured"
+            with pytest.raises(UsageError, match=f"^broadcast 'b': {words}"):
+                own.submit("broadcast", "b", ONES, root_rank=7 if wrong == "root" else 0, team=team)
+            if wrong == "capture":
+                gpu.capture(own.stream, False)
+        rank.context.remove_team(team)
+        (team,) = add_teams(rank, links, [[0, 1]], 1)
+        assert own.allreduce(ONES, team=team).tolist() == [2.0] * 5
+        own.close()
+
+    with Group((2,)) as group:
+        group.run(body)
+    assert nccl.counts()["launched"] == 2
+
+
 def ends(gpu: Gpu, nccl: Nccl, hosts: Sequence[int], until: Any) -> None:
     """Rank 2 dies when all have come to the end of ``until``."""
     links = Links(hosts_of(hosts))
@@ -333,7 +359,7 @@ def test_nobody_is_blamed_for_a_turn_that_other_ranks_hold_up(gpu: Gpu, nccl: Nc
             wait_for(lambda: any(event.event == "begun" and event.name == "b" for event in own.context.events()))
             handles.append(begin(own, "c", team)[0])
         for handle in handles:
-            with pytest.raises(StalledError, match="^(a|this) rank has not submitted what others wait for"):
+            with pytest.raises(StalledError, match=r"^(a|this) rank has not submitted what others wait for"):
                 own.context.wait(handle)
             own.context.release(handle)
         own.close()

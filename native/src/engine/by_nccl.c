@@ -74,13 +74,19 @@ int hr_engine_mark_for_nccl(struct hr_engine *engine, struct hr_request *request
         return HORO_OK;
     }
     HR_TRY(hr_stager_device(atomic_load(&engine->stager), call->device - 1, &device, error));
-    if (atomic_load(&place.team->stage) == HR_BY_NCCL_ASKED) {
+    const int is_asked = atomic_load(&place.team->stage) == HR_BY_NCCL_ASKED;
+    if (!is_asked && atomic_load(&by->device) != call->device - 1) {
+        return HORO_OK; /* on another GPU than the others of this rank */
+    }
+    HR_TRY(hr_mark_create(device, (void *)(uintptr_t)call->stream, &request->mark, error));
+    if (is_asked) { /* now that nothing is refused */
         HR_TRY(hr_nccl_begin_setup(engine, &place, call->device - 1, error));
     }
     if (atomic_load(&by->device) != call->device - 1) {
-        return HORO_OK; /* on another GPU than the others of this rank */
+        hr_mark_drop(request->mark);
+        request->mark = NULL;
     }
-    return hr_mark_create(device, (void *)(uintptr_t)call->stream, &request->mark, error);
+    return HORO_OK;
 }
 
 /* With the lock held. */

@@ -53,8 +53,8 @@ void hr_engine_queue(struct hr_engine *engine, struct hr_request *request) {
     atomic_fetch_add(&engine->submission.queued, 1);
 }
 
-/* With the lock held. */
-static int enqueue(struct hr_engine *engine, struct hr_request *request, struct hr_error *error) {
+/* With the lock held: whether it may be submitted; then it knows its lane. */
+static int check(const struct hr_engine *engine, struct hr_request *request, struct hr_error *error) {
     const char *name = request->call.name;
     if (atomic_load(&engine->driver.stop)) {
         return hr_fail(error, HORO_ERR_ABORTED, "'%s': horo is shutting down", name);
@@ -63,11 +63,18 @@ static int enqueue(struct hr_engine *engine, struct hr_request *request, struct 
     if (request->call.op == HORO_JOIN) {
         HR_TRY(hr_engine_check_join(engine, error));
     }
-    struct hr_map *in_flight = &request->lane->in_flight;
-    if (hr_map_find(in_flight, request->name_hash, name, request->name_bytes) != NULL) {
+    if (hr_map_find(&request->lane->in_flight, request->name_hash, name, request->name_bytes) != NULL) {
         return hr_fail(error, HORO_ERR_DUPLICATE_NAME,
                        "'%s': a tensor of this name is being processed already; wait for it or use another name", name);
     }
+    return HORO_OK;
+}
+
+/* With the lock held. */
+static int enqueue(struct hr_engine *engine, struct hr_request *request, struct hr_error *error) {
+    const char *name = request->call.name;
+    HR_TRY(check(engine, request, error));
+    struct hr_map *in_flight = &request->lane->in_flight;
     hr_engine_note_caller(engine);
     request->handle = engine->submission.last_handle + 1;
     const uint64_t handle_hash = hr_hash_number(request->handle);
@@ -97,11 +104,15 @@ static int enqueue(struct hr_engine *engine, struct hr_request *request, struct 
     return HORO_OK;
 }
 
-/* Its tensors: NCCL's or, if it is not to have them, on their way to the host. */
+/* Its tensors: NCCL's or, if it is not to have them, on their way to the host; none of what is refused. */
 static int place_on_gpu(struct hr_engine *engine, struct hr_request *request, struct hr_error *error) {
     struct hr_error reason = {0};
     const horo_request *call = &request->call;
-    const int status = hr_engine_mark_for_nccl(engine, request, &reason);
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    int status = check(engine, request, error);
+    (void)pthread_mutex_unlock(&engine->submission.lock);
+    HR_TRY(status);
+    status = hr_engine_mark_for_nccl(engine, request, &reason);
     if (status != HORO_OK) {
         return hr_fail(error, status, "%s '%s': %s", hr_op_name(call->op), call->name, reason.text);
     }
