@@ -63,7 +63,7 @@ struct hr_nccl_turn {
     struct hr_request *const *requests;
     size_t count;
     struct hr_work work;
-    int64_t number;          /* its place in the order; ORDERING: what this rank proposes, it will be no lower one */
+    int64_t number;          /* its place in the order; ORDERING: what this rank proposes, which it is at least */
     int64_t agreed;          /* what comes of all proposals */
     struct hr_operand operand;
     size_t row_bytes;

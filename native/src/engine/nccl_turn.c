@@ -8,8 +8,9 @@
  *     WAITING    until no other batch that this rank has begun has a lower number, or may get one
  *     OUT        its calls are being put onto the stream
  *
- * A batch that this rank begins later gets a higher number than any that is agreed on by then, so who is first stays
- * first. A batch that waits, waits for lower numbers only, here and wherever those wait: there is no circle.
+ * A batch that this rank begins later gets a higher number than any that this rank knows to be agreed on by then, so
+ * nothing comes in front of what has been launched. A batch waits for lower numbers only, and so do those that it waits
+ * for, on whatever rank: there is no circle.
  */
 #include "base/op.h"
 #include "engine/by_nccl.h"
@@ -24,7 +25,10 @@ static struct hr_nccl_team *team_of(const struct hr_nccl_turn *turn) {
 
 /* ---- The order ---- */
 
-/* All ranks agree on that at each record of the team: the world's log says which teams there are. */
+/*
+ * Of a batch of the world: whether there is no other team. All ranks answer alike, for the world's log says which teams
+ * there are at this record. What was launched without a number comes before the first record that adds a team.
+ */
 static int is_alone(const struct hr_nccl_turn *turn) {
     for (int i = 1; i < HR_TEAMS_MAX; i++) {
         if (turn->engine->teams[i].is_used) {
@@ -34,7 +38,7 @@ static int is_alone(const struct hr_nccl_turn *turn) {
     return 1;
 }
 
-/* Teams with the same number go by their own. */
+/* Equal numbers go by the number of the team. */
 static int is_first(const struct hr_nccl_turn *turn) {
     const struct hr_engine *engine = turn->engine;
     const struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
