@@ -14,7 +14,7 @@ from horo._blocked import describe_blocked, describe_stacks
 from horo._core_setup import KNOBS, Setup, close_all, native_setup, native_team
 from horo._event import Event, event_of
 from horo._native import ffi, lib
-from horo._request_buffer import DTYPES, OPS, REDUCE_OPS, RequestBuffer, Tensor
+from horo._request_buffer import DTYPES, OPS, REDUCE_OPS, RequestBuffer, TakenResult, Tensor
 from horo.errors import AbortedError, HoroError, UnsupportedError, UsageError, error_from_status
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "Context",
     "Event",
     "RequestBuffer",
+    "TakenResult",
     "Tensor",
     "arena_bytes",
     "change_name",
@@ -323,16 +324,20 @@ class Context:
         lib.horo_report_blocked(self._context, waits, len(places), question, others.encode("utf-8", "replace"))
 
     def finish(self, handle: int) -> None:
-        """``wait`` and ``release`` in one, and quicker than the two; for an allgather only into its outputs.
+        """``wait`` and ``release`` in one; for an allgather only into its outputs.
 
         Raises:
             HoroError: the error of the request; its handle is released.
             BaseException: the exception of a signal handler, as from ``wait``; then the handle stays valid.
         """
-        if _finish(self._context, handle, _SIGNAL_CHECK_MS) == _OK:
-            return
         self._wait_and_keep(handle)
         self.release(handle)
+
+    def finish_or_keep(self, handle: int) -> None:
+        """As ``finish``, and quicker, but the handle of a request that has failed stays valid."""
+        if _finish(self._context, handle, _SIGNAL_CHECK_MS) != _OK:
+            self.wait(handle)
+            self.release(handle)
 
     def _callers(self) -> list[int]:
         """The threads that have called the core, at most HORO_CALLERS_MAX of them."""
@@ -372,24 +377,19 @@ class Context:
         """Whether the request is not finished yet, so that the core may use its memory; never blocks or raises."""
         return bool(lib.horo_poll(self._context, handle) == lib.HORO_IN_PROGRESS)
 
-    def take_result(self, handle: int, index: int) -> tuple[Any, list[int]]:
-        """The gathered tensor ``index`` of a finished allgather.
+    def take_result(self, handle: int, index: int, taken: TakenResult | None = None) -> tuple[Any, list[int]]:
+        """The gathered tensor ``index`` of a finished allgather; ``taken`` is for calls that may have to be repeated.
 
         Returns:
             A writable buffer over the bytes, which live as long as the buffer, or None if they are in the tensor's
             output; and the first extent of each member of the request's team. The team may have been removed since.
         """
-        data = ffi.new("void **")
-        size = ffi.new("int64_t *")
-        first_dims = ffi.new("int64_t[]", [-1] * self.size)
-        status = lib.horo_take_result(self._context, handle, index, data, size, first_dims)
-        if status != lib.HORO_OK:
-            raise error_from_status(_STATUS_NAMES[status], self._message(handle))
-        extents = [rows for rows in first_dims if rows >= 0]
-        if data[0] == _NULL:
-            return None, extents
-        owned = ffi.gc(data[0], lib.horo_free, int(size[0]))
-        return ffi.buffer(owned, int(size[0])), extents
+        taken = taken or TakenResult(self.size)
+        if not taken.is_there():
+            status = lib.horo_take_result(self._context, handle, index, taken.data, taken.bytes, taken.first_dims)
+            if status != lib.HORO_OK:
+                raise error_from_status(_STATUS_NAMES[status], self._message(handle))
+        return taken.buffer(), taken.extents()
 
     def health(self) -> HoroError | None:
         """None while no rank is lost, else the error that every request now gets."""

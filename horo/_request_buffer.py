@@ -1,4 +1,4 @@
-"""Requests in the layout that the core reads: numbers of operations and dtypes, and the buffer of a request."""
+"""Requests in the layout that the core reads: numbers of operations and dtypes, a request's buffer and results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from horo._native import ffi, lib
 
-__all__ = ["DTYPES", "OPS", "REDUCE_OPS", "RequestBuffer", "Tensor"]
+__all__ = ["DTYPES", "OPS", "REDUCE_OPS", "RequestBuffer", "TakenResult", "Tensor"]
 
 DTYPES: dict[str, int] = {
     name.removeprefix("HORO_").lower(): getattr(lib, name)
@@ -251,3 +251,42 @@ def _pack(tensors: Sequence[Tensor]) -> Any:
         extents_at = splits_at + 8 * len(splits)
     view[:rows] = b"".join(packed)
     return memory
+
+
+class TakenResult:
+    """What the core gives of one gathered tensor: memory that the caller frees, and the rows of each member.
+
+    An exception of a signal handler may come between any two calls of Python's. So what frees the memory is there
+    before the core gives it, and what is here already can be had again.
+    """
+
+    __slots__ = ("bytes", "data", "first_dims")
+
+    def __init__(self, size: int) -> None:
+        """``size``: most members that a team has."""
+        self.data = ffi.gc(ffi.new("void **"), _free_target)
+        self.bytes = ffi.new("int64_t *")
+        self.first_dims = ffi.new("int64_t[]", [-1] * size)
+
+    def is_there(self) -> bool:
+        """Whether the core has given it."""
+        return bool(self.first_dims[0] >= 0)
+
+    def extents(self) -> list[int]:
+        """The first extent of each member."""
+        return [rows for rows in self.first_dims if rows >= 0]
+
+    def buffer(self) -> Any:
+        """A writable buffer over the bytes, which live as long as it does; None if they are in the tensor's output."""
+        if self.data[0] == ffi.NULL:
+            return None
+        kept = ffi.gc(self.data[0], functools.partial(_keep, self.data), self.bytes[0])
+        return ffi.buffer(kept, self.bytes[0])
+
+
+def _free_target(pointer: Any, free: Any = lib.horo_free) -> None:  # at the end of Python, `lib` may be gone first
+    free(pointer[0])
+
+
+def _keep(_data: Any, _pointer: Any) -> None:
+    """Refers to the first one as long as the second one lives."""

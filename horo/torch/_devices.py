@@ -67,20 +67,16 @@ def current_stream(device: torch.device) -> int:
 
 
 def finish_on(device: torch.device, core: _core.Context, handle: int, tensors: Sequence[torch.Tensor]) -> None:
-    """Waits until a request is done, and has the current stream of its GPU wait for the results; releases the handle.
+    """Waits until a request is done, has the current stream of its GPU wait for the results, and releases the handle.
 
     Its tensors may be freed at any time afterwards: torch gives their memory to others only behind that stream.
 
     Raises:
-        HoroError: The error of the request, or the driver refuses.
+        HoroError: The error of the request, or the driver refuses; the handle stays valid.
     """
     stream = torch.cuda.current_stream(device)
-    try:
-        core.wait(handle)
-        copy_back(core, handle, int(stream.cuda_stream))
-    except HoroError:  # raised by the core; after one from a signal handler, the request stays in progress
-        core.release_if_done(handle)
-        raise
+    core.wait(handle)
+    copy_back(core, handle, int(stream.cuda_stream))
     for tensor in tensors:
         tensor.record_stream(stream)
     core.release(handle)

@@ -20,7 +20,8 @@ from horo.torch._gradients import (
 )
 from horo.torch._member import Member
 from horo.torch._request import Request
-from horo.torch._requests import Gathered, start_again, start_allgather, start_allreduce
+from horo.torch._requests import start_again, start_allgather, start_allreduce
+from horo.torch._results import Gathered
 from horo.torch._staging import Spec
 from horo.torch.ops import Average
 

@@ -51,7 +51,8 @@ def poll(handle: int) -> bool:
 def synchronize(handle: int) -> Any:
     """Waits for an asynchronous operation and returns its result; the handle is gone afterwards, also if this raises.
 
-    Blocks until the operation is done, that is until all ranks have begun it.
+    Blocks until the operation is done, that is until all ranks have begun it. An exception of a signal handler, such as
+    Ctrl-C, ends the wait; the handle stays then, and another call returns the result.
 
     Args:
         handle: What an asynchronous operation has returned.

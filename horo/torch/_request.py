@@ -16,7 +16,18 @@ __all__ = ["Request", "left_request", "wait_any"]
 class Request:
     """One operation in progress. ``wait`` must be called once; it returns the result."""
 
-    __slots__ = ("_finish", "_handle", "_memory", "_runtime", "_taken_name", "label", "number", "public")
+    __slots__ = (
+        "_error",
+        "_finish",
+        "_handle",
+        "_memory",
+        "_runtime",
+        "_taken_name",
+        "_was_begun",
+        "label",
+        "number",
+        "public",
+    )
 
     def __init__(  # noqa: PLR0917  (keywords take time here)
         self,
@@ -33,6 +44,8 @@ class Request:
         self._handle = handle
         self._memory = memory  # the core's until the request is done
         self._finish = finish
+        self._was_begun = False  # a call of wait()
+        self._error: HoroError | None = None
         self.label = label
         self.number = number = runtime.handle_base + handle
         """The public number of the request; unique over all jobs of the process."""
@@ -78,6 +91,10 @@ class Request:
             if runtime.ended:
                 runtime.raise_ended(self.label)
             return runtime.core.poll(self._handle)
+        except UsageError:
+            if runtime.ended or not self._was_begun:
+                raise
+            return True  # a call of wait() has come so far, and was interrupted
         finally:
             runtime.active_calls.pop(call, None)
 
@@ -88,30 +105,43 @@ class Request:
     def wait(self) -> Any:
         """Blocks until the operation is done and returns its result.
 
-        A KeyboardInterrupt (or another exception from a signal handler) leaves the request in progress: its memory is
-        kept, and ``wait`` may be called again.
+        A KeyboardInterrupt (or another exception from a signal handler) leaves the request: its memory and its result
+        are kept, and ``wait`` may be called again.
 
         Raises:
             HoroError: The error of the operation.
         """
         runtime, call = self._runtime, object()
+        result = None
         try:
             runtime.active_calls[call] = None
             if runtime.ended:
                 runtime.raise_ended(self.label)
-            try:
-                result = self._finish(runtime.core, self._handle, self._memory)
-            except HoroError:
-                if not runtime.core.in_progress(self._handle):  # else it is a signal handler's
-                    runtime.requests.pop(self.number, None)
-                    self.free_name()
+            if self._error is None:
+                handle = 0 if self._was_begun and self.is_released() else self._handle
+                self._was_begun = True
+                result = self._finish(runtime.core, handle, self._memory)
+            else:
+                runtime.core.release_if_done(self._handle)
+        except HoroError as error:
+            if runtime.ended or runtime.core.in_progress(self._handle):  # the latter is a signal handler's
                 raise
+            self._error = error  # before its handle is released
+            runtime.core.release_if_done(self._handle)
         finally:
             runtime.active_calls.pop(call, None)
-        runtime.requests.pop(self.number, None)
         if self._taken_name is not None:
             self.free_name()
-        return result
+        # From here on nothing is called, so no signal handler runs: the result is lost no more.
+        failure, self._error, self._was_begun = self._error, None, False
+        if self.number in runtime.requests:
+            del runtime.requests[self.number]
+        if failure is None:
+            return result
+        try:
+            raise failure
+        finally:
+            del failure  # which refers to this frame
 
     def failure(self) -> HoroError | None:
         """Blocks until the operation is done or has failed; its error, if it has. ``wait`` is still to be called.
@@ -128,7 +158,7 @@ class Request:
     def is_released(self) -> bool:
         """Whether ``wait`` has taken the result of an operation that has not failed, even if it did not return."""
         try:
-            self.done()
+            self._runtime.inside(self.label, lambda: self._runtime.core.poll(self._handle))
         except (UsageError, AbortedError):
             return True
         return False

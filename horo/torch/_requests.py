@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from horo import _core
-from horo.errors import HoroError, NotInitializedError, UsageError
+from horo.errors import NotInitializedError, UsageError
 from horo.torch import _runtime
-from horo.torch._devices import finish_on, take_result, to_device, use_gpus
+from horo.torch._devices import use_gpus
 from horo.torch._request import Request, left_request
 from horo.torch._request_cache import CachedRequest
+from horo.torch._results import Gathered, Gathering, finish_in_place, finish_output, finish_staged, gathered
 from horo.torch._spans import begin_span, end_span, profiling
 from horo.torch._staging import Spec, StagedTensors, count_change, describe, list_tensors
 
 __all__ = [
-    "Gathered",
     "check_root",
     "expect_again",
     "find_left",
@@ -41,17 +41,6 @@ __all__ = [
 ]
 
 _BARRIER = Spec("barrier", None, collective="barrier")
-
-
-class Gathered(NamedTuple):
-    """One result of an allgather or alltoall: the rows from all ranks in rank order, and how many came from each."""
-
-    tensor: torch.Tensor
-    rows: list[int]
-
-    def present(self, ranks: Sequence[int]) -> list[int]:
-        """Those of all ``ranks`` that have given rows, where only ranks that have joined give none."""
-        return [rank for rank, rows in zip(ranks, self.rows, strict=True) if rows]
 
 
 def repeat(key: Hashable, tensor: torch.Tensor, *, in_place: bool) -> torch.Tensor | None:
@@ -100,7 +89,7 @@ def repeat_gathered(key: Hashable, tensor: torch.Tensor) -> torch.Tensor | None:
             buffer, rows = runtime.core.take_result(handle, 0)
             if buffer is not None:
                 cached.forget()
-                output = _gathered(buffer, rows, tensor).tensor
+                output = gathered(buffer, rows, tensor).tensor
         return output
     finally:
         if output is not None and (handle := cached.buffer.last_handle[0]):
@@ -128,8 +117,8 @@ def start_again(key: Hashable, tensor: torch.Tensor, *, in_place: bool) -> Reque
         if output is None:
             return None
         if in_place:
-            return _submit(runtime, cached, tensor, _finish_in_place)
-        return _submit(runtime, cached, (tensor, output), _finish_output)
+            return _submit(runtime, cached, tensor, finish_in_place)
+        return _submit(runtime, cached, (tensor, output), finish_output)
     finally:
         cached.idle.append(None)
 
@@ -167,7 +156,7 @@ def start_allreduce(
 
 def find_left(tensor: torch.Tensor) -> Request | None:
     """The request that ``start_allreduce`` has submitted for ``tensor``, though an exception has ended that call."""
-    return left_request(tensor, _finish_staged)
+    return left_request(tensor, finish_staged)
 
 
 def run_allreduce(
@@ -229,7 +218,7 @@ def start_allgather(
     """
     spec = Spec(kind, name, collective="allgather", team=team)
     _check_rows(tensors, spec, "gather along; use tensor.reshape(1)")
-    return _start(tensors, spec, False, sync, finish=_finish_gathered)
+    return _start(tensors, spec, False, sync, finish=Gathering())
 
 
 def start_alltoall(tensor: torch.Tensor, spec: Spec, *, sync: bool = False) -> Request:
@@ -240,9 +229,10 @@ def start_alltoall(tensor: torch.Tensor, spec: Spec, *, sync: bool = False) -> R
         spec: The operation, with the splits of all rows of ``tensor``.
         sync: The caller waits at once.
     """
+    gathering = Gathering()
 
     def finish(core: _core.Context, handle: int, staged: StagedTensors) -> Gathered:
-        return _finish_gathered(core, handle, staged)[0]
+        return gathering(core, handle, staged)[0]
 
     runtime = _runtime.current()
     key = (spec, sync) if len(set(spec.splits)) == 1 else None  # others change, and would fill the cache
@@ -364,7 +354,7 @@ def _start(
     runtime = _runtime.current()
     cached = runtime.request_cache.take_or_create(key or (spec, sync), spec, sync, len(tensors))
     try:
-        return _submit(runtime, cached, _stage(cached, spec, tensors, in_place), finish or _finish_staged)
+        return _submit(runtime, cached, _stage(cached, spec, tensors, in_place), finish or finish_staged)
     finally:
         cached.idle.append(None)
 
@@ -377,7 +367,7 @@ def _run(tensors: Sequence[torch.Tensor], spec: Spec, in_place: bool, key: Hasha
         if staged.device is None:
             _execute(runtime, cached, staged)
             return staged.results()
-        request = _submit(runtime, cached, staged, _finish_staged)
+        request = _submit(runtime, cached, staged, finish_staged)
     finally:
         cached.idle.append(None)
     results: tuple[torch.Tensor, ...] = request.wait()
@@ -453,47 +443,3 @@ def _check_name(owner: Request) -> None:
             "first, or use another name"
         )
     owner.free_name()
-
-
-def _finish_staged(core: _core.Context, handle: int, staged: StagedTensors) -> tuple[torch.Tensor, ...]:
-    if staged.device is None:
-        core.finish(handle)
-    else:
-        finish_on(staged.device, core, handle, staged.on_device())
-    return staged.results()
-
-
-def _finish_in_place(core: _core.Context, handle: int, tensor: torch.Tensor) -> torch.Tensor:
-    core.finish(handle)
-    count_change((tensor,))
-    return tensor
-
-
-def _finish_output(core: _core.Context, handle: int, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    core.finish(handle)
-    return pair[1]
-
-
-def _finish_gathered(core: _core.Context, handle: int, staged: StagedTensors) -> tuple[Gathered, ...]:
-    try:
-        core.wait(handle)
-        gathered = tuple(_take_one(core, handle, index, tensor) for index, tensor in enumerate(staged.inputs))
-    except HoroError:  # raised by the core; after one from a signal handler, the request stays in progress
-        core.release_if_done(handle)
-        raise
-    core.release(handle)
-    return gathered
-
-
-def _take_one(core: _core.Context, handle: int, index: int, tensor: torch.Tensor) -> Gathered:
-    buffer, rows = core.take_result(handle, index)
-    if buffer is None:
-        return Gathered(take_result(core, handle, index, tensor, sum(rows)), rows)
-    return _gathered(buffer, rows, tensor)
-
-
-def _gathered(buffer: Any, rows: list[int], tensor: torch.Tensor) -> Gathered:
-    shape = (sum(rows), *tensor.shape[1:])
-    if len(buffer) == 0:
-        return Gathered(to_device(torch.empty(shape, dtype=tensor.dtype, device="cpu"), tensor), rows)
-    return Gathered(to_device(torch.frombuffer(buffer, dtype=tensor.dtype).view(shape), tensor), rows)

@@ -21,7 +21,8 @@ from torch.autograd.function import once_differentiable
 from horo import _core
 from horo.errors import UnsupportedError
 from horo.torch import _runtime, _topology
-from horo.torch._requests import Gathered, run_allreduce, run_broadcast, start_allgather, start_alltoall
+from horo.torch._requests import run_allreduce, run_broadcast, start_allgather, start_alltoall
+from horo.torch._results import Gathered
 from horo.torch._staging import Spec, describe
 from horo.torch.compression import narrow
 

@@ -11,7 +11,8 @@ import torch
 from horo.errors import UsageError
 from horo.torch import _runtime
 from horo.torch._handles import publish
-from horo.torch._requests import Gathered, expect_again, repeat_gathered, start_alltoall, telling
+from horo.torch._requests import expect_again, repeat_gathered, start_alltoall, telling
+from horo.torch._results import Gathered
 from horo.torch._staging import Spec, check_tensor, describe
 from horo.torch.autograd import alltoall_one, needs_graph
 from horo.torch.process_sets import ProcessSet, global_process_set, resolve_process_set

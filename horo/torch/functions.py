@@ -15,15 +15,8 @@ from horo.torch import _runtime, _topology
 from horo.torch._authentic import ObjectKey, make_header
 from horo.torch._bytes import bytes_of, tensor_of
 from horo.torch._pickling import pickled
-from horo.torch._requests import (
-    Gathered,
-    check_root,
-    run_allreduce,
-    run_broadcast,
-    start_allgather,
-    start_broadcast,
-    telling,
-)
+from horo.torch._requests import check_root, run_allreduce, run_broadcast, start_allgather, start_broadcast, telling
+from horo.torch._results import Gathered
 from horo.torch._staging import Spec, check_tensor, is_reducible
 from horo.torch.ops import Average
 from horo.torch.process_sets import ProcessSet, global_process_set, resolve_process_set

@@ -10,7 +10,8 @@ import torch
 from horo import _core
 from horo.errors import MismatchError, UnsupportedError, UsageError
 from horo.torch._handles import publish, synchronize
-from horo.torch._requests import Gathered, start_allgather, telling
+from horo.torch._requests import start_allgather, telling
+from horo.torch._results import Gathered
 from horo.torch._staging import Spec, describe
 from horo.torch.ops import resolve_op
 from horo.torch.process_sets import ProcessSet, global_process_set, resolve_process_set
