@@ -13,8 +13,10 @@
 struct oracle {
     const struct schedule *schedule;
     atomic_int *decided;             /* [operations] members, but for the victim, for which it was done or refused */
+    atomic_int *ends;                /* [operations] how it was decided, 1: not yet */
     size_t safe[RANKS_MAX];          /* by rank: what it does in a bunch before this one cannot fail */
     atomic_int numbers[TEAMS_MAX];   /* that teams have got; 0: none yet */
+    atomic_int joined[JOINS_MAX];    /* 1 + the rank that was told to be the last one; 0: none yet */
 };
 
 enum verdict { GOES_ON, HAS_ENDED, IS_WRONG };
@@ -26,6 +28,8 @@ void oracle_free(struct oracle *oracle);
 enum verdict oracle_judge(struct oracle *oracle, int rank, size_t operation, size_t bunch, int status);
 /* 1 if all ranks have got the same number for a team so far. */
 int oracle_number_is_right(struct oracle *oracle, int team, int number);
+/* 1 if all members have been told of the same rank so far, which is one of them. */
+int oracle_last_is_right(struct oracle *oracle, int join, int rank);
 /* When all ranks are over: the first operation that was decided on some members only; -1: there is none. */
 int64_t oracle_find_torn(struct oracle *oracle);
 

@@ -21,7 +21,7 @@ static void delay(struct chance *chance) {
 static void trespass(struct rank *rank, size_t number) {
     const struct operation *operation = &rank->run->schedule->operations[number];
     const int team = rank->team_numbers[operation->team];
-    if (team < 0) {
+    if (team < 0 || team_has(&rank->run->schedule->teams[operation->team], rank->number)) {
         return;
     }
     const horo_request call = {
@@ -48,7 +48,7 @@ static uint32_t list_mine(struct rank *rank, const struct bunch *bunch, uint32_t
     for (uint32_t i = 0; i < bunch->count; i++) {
         if (slot_is_mine(rank, &rank->run->schedule->operations[bunch->first + i])) {
             order[count++] = i;
-        } else if (chance_once_in(chance, 16)) {
+        } else if (chance_once_in(chance, 16)) { /* one that has joined may have ended that already */
             trespass(rank, bunch->first + i);
         }
     }
@@ -57,7 +57,7 @@ static uint32_t list_mine(struct rank *rank, const struct bunch *bunch, uint32_t
 }
 
 static int may_run(const struct operation *operation) {
-    return !operation_tells_rows(operation) && !operation_changes_teams(operation);
+    return !operation_tells_rows(operation) && !operation_changes_teams(operation) && operation->op != HORO_JOIN;
 }
 
 /* Submits all that is this rank's, or for one that goes some of it; returns how many. */
@@ -140,7 +140,14 @@ static void work(struct rank *rank, struct slot *slots, struct chance *chance) {
             return;
         }
         const uint32_t count = submit_bunch(rank, bunch, slots, 0, chance);
+        const int joins_early = (int)chance_below(chance, 2); /* with all of the bunch pending */
+        if (joins_early) {
+            slot_join_after(rank, i);
+        }
         const enum verdict verdict = finish_bunch(rank, slots, count, i, chance);
+        if (!joins_early) {
+            slot_join_after(rank, i);
+        }
         bunches_after_end += verdict == HAS_ENDED || bunches_after_end > 0;
     }
     if (schedule->ending == ENDING_DEATH) {

@@ -27,6 +27,7 @@ struct rank {
     horo_context *context;
     pthread_t thread;
     int team_numbers[TEAMS_MAX]; /* as this rank got them; -1: it is not there */
+    int64_t joins[JOINS_MAX];    /* their handles, where this rank has joined before the last bunch */
     /* for the watchdog: */
     _Atomic int phase;
     _Atomic size_t operation, finished;

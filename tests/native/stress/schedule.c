@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "chance.h"
+#include "joins.h"
 #include "teams.h"
 
 enum { REPEATED_NAMES = 150, TEAM_BYTES = 32 + 3 * RANKS_MAX };
@@ -58,10 +59,17 @@ static void choose_options(struct chance *chance, struct schedule *schedule) {
 
 static void choose_ending(struct chance *chance, int together, struct schedule *schedule) {
     static const enum ending endings[] = {ENDING_TOGETHER, ENDING_TOGETHER, ENDING_LEAVE, ENDING_DEATH};
-    schedule->ending = schedule->size == 1 || together ? ENDING_TOGETHER : ANY_OF(chance, endings);
+    const int is_together = schedule->size == 1 || together || schedule->joins_once_in > 0;
+    schedule->ending = is_together ? ENDING_TOGETHER : ANY_OF(chance, endings);
     schedule->victim = (int)chance_below(chance, (uint32_t)schedule->size);
     const uint32_t bunches = (uint32_t)schedule->bunch_count;
     schedule->victim_bunch = bunches - 1 - chance_below(chance, 1 + bunches / 2);
+    for (size_t i = 0; i < schedule->operation_count && !is_together; i++) {
+        struct operation *operation = &schedule->operations[i];
+        if (operation->difference == DIFFERENCE_REFUSED && operation->differs == schedule->victim) {
+            operation->difference = DIFFERENCE_NONE; /* it would not wait for the others */
+        }
+    }
 }
 
 /* ---- Operations ---- */
@@ -137,9 +145,11 @@ static void choose_operation(struct chance *chance, const struct schedule *sched
         operation->op = HORO_BARRIER;
         operation->tensor_count = 0;
     }
-    if (operation->tensor_count > 0 && team->size > 1 && chance_once_in(chance, 40) && !limits->moving) {
-        operation->difference = chance_once_in(chance, 2) ? DIFFERENCE_SHAPE : DIFFERENCE_DTYPE;
-        if (operation->op == HORO_ALLREDUCE && operation->reduce_op == HORO_ADASUM) {
+    if (operation->tensor_count > 0 && team->size > 1 && chance_once_in(chance, 30) && !limits->moving) {
+        static const enum difference differences[] = {DIFFERENCE_SHAPE, DIFFERENCE_DTYPE, DIFFERENCE_REFUSED};
+        operation->difference = ANY_OF(chance, differences);
+        if (operation->op == HORO_ALLREDUCE && operation->reduce_op == HORO_ADASUM &&
+            operation->difference == DIFFERENCE_DTYPE) {
             operation->difference = DIFFERENCE_SHAPE; /* another dtype may be one that is refused at once */
         }
         operation->differs = team->ranks[chance_below(chance, (uint32_t)team->size)];
@@ -177,6 +187,7 @@ static void add_operation(struct chance *chance, const struct limits *limits, st
         operation->flags = kind < 7 ? HORO_SUBMIT_TRANSIENT : 0;
     }
     memcpy(operation->name, name, sizeof name);
+    joins_note(schedule, operation);
     schedule->operation_count++;
     bunch->count++;
 }
@@ -187,25 +198,50 @@ static void choose_teams(struct chance *chance, const struct limits *limits, str
     schedule->churn = ANY_OF(chance, churns);
 }
 
+static void choose_joins(struct chance *chance, const struct limits *limits, struct schedule *schedule) {
+    static const uint32_t once_in[] = {0, 0, 3, 15};
+    schedule->joins_once_in = limits->moving ? 0 : ANY_OF(chance, once_in);
+}
+
 static struct bunch *begin_bunch(struct schedule *schedule) {
     struct bunch *bunch = &schedule->bunches[schedule->bunch_count++];
     bunch->first = schedule->operation_count;
     return bunch;
 }
 
+/* For one operation more, besides what ends the joins and the last one. */
+static int has_room(const struct limits *limits, const struct schedule *schedule) {
+    const size_t open = schedule->bunch_count == 0 ? 0 : joins_count_open(schedule);
+    return schedule->operation_count + open + 1 < limits->operations;
+}
+
 /* The last one is of all ranks and by itself: who has done it knows that nobody is behind. */
 static void choose_bunches(struct chance *chance, const struct limits *limits, struct schedule *schedule) {
     struct live_teams live = {0};
-    while (schedule->operation_count + 1 < limits->operations) {
+    while (has_room(limits, schedule)) {
         struct bunch *bunch = begin_bunch(schedule);
         const uint32_t wanted = chance_once_in(chance, 2) ? 1 : 1 + chance_below(chance, BUNCH_MAX);
-        teams_change(chance, limits, schedule, bunch, &live);
-        while (bunch->count < wanted && schedule->operation_count + 1 < limits->operations) {
-            add_operation(chance, limits, schedule, bunch, teams_choose(chance, &live));
+        if (!joins_change(chance, limits, schedule, bunch, &live)) {
+            teams_change(chance, limits, schedule, bunch, &live);
+        }
+        for (uint32_t i = bunch->count; i < wanted && has_room(limits, schedule); i++) {
+            const int team = teams_choose(chance, &live);
+            if (!joins_end_here(schedule, team)) {
+                add_operation(chance, limits, schedule, bunch, team);
+            }
         }
         teams_settle(&live);
     }
-    add_operation(chance, limits, schedule, begin_bunch(schedule), 0);
+    struct bunch *bunch = begin_bunch(schedule);
+    joins_end_all(schedule, bunch);
+    if (bunch->count > 0) {
+        bunch = begin_bunch(schedule);
+    }
+    add_operation(chance, limits, schedule, bunch, 0);
+    struct operation *last = &schedule->operations[schedule->operation_count - 1];
+    if (last->difference == DIFFERENCE_REFUSED) { /* a rank that refuses does not wait for the others */
+        last->difference = DIFFERENCE_NONE;
+    }
 }
 
 int schedule_make(uint64_t seed, const struct limits *limits, struct schedule *schedule) {
@@ -214,6 +250,7 @@ int schedule_make(uint64_t seed, const struct limits *limits, struct schedule *s
     place_ranks(&chance, limits->hosts, schedule);
     choose_options(&chance, schedule);
     choose_teams(&chance, limits, schedule);
+    choose_joins(&chance, limits, schedule);
     schedule->operations = calloc(limits->operations, sizeof *schedule->operations);
     schedule->bunches = calloc(limits->operations, sizeof *schedule->bunches);
     if (schedule->operations == NULL || schedule->bunches == NULL) {
@@ -248,12 +285,12 @@ void schedule_describe(const struct schedule *schedule, char *text, size_t text_
     }
     (void)snprintf(text, text_bytes,
                    "hosts [%s]%s, teams %d, at once %d, segment %llu, direct %llu, fusion %llu, cache %d, spin %d us, "
-                   "cycle %d us, shuffle %u, %zu operations; %s%s",
+                   "cycle %d us, shuffle %u, %d joins, %zu operations; %s%s",
                    hosts, schedule->host_count > 1 && schedule->host_of_rank[1] != 0 ? " in turn" : "",
                    schedule->team_count, schedule->teams_at_once, (unsigned long long)schedule->segment_bytes,
                    (unsigned long long)schedule->direct_bytes, (unsigned long long)schedule->fusion_bytes,
                    schedule->cache_capacity, schedule->spin_us, schedule->cycle_time_us, schedule->shuffle,
-                   schedule->operation_count, who, endings[schedule->ending]);
+                   schedule->join_count, schedule->operation_count, who, endings[schedule->ending]);
 }
 
 static void describe_team(const struct schedule *schedule, int number, char *text, size_t text_bytes) {
@@ -282,9 +319,10 @@ void operation_describe(const struct schedule *schedule, const struct operation 
     static const char *const ops[HORO_OP_COUNT] = {
         [HORO_ALLREDUCE] = "allreduce", [HORO_ALLGATHER] = "allgather",         [HORO_BROADCAST] = "broadcast",
         [HORO_BARRIER] = "barrier",     [HORO_REDUCESCATTER] = "reducescatter",
-        [HORO_ALLTOALL] = "alltoall",
+        [HORO_ALLTOALL] = "alltoall",   [HORO_JOIN] = "join",
     };
-    static const char *const differences[] = {"", ", another shape on rank ", ", another dtype on rank "};
+    static const char *const differences[] = {"", ", another shape on rank ", ", another dtype on rank ",
+                                             ", refused on rank "};
     if (operation_changes_teams(operation)) {
         describe_change(schedule, operation, text, text_bytes);
         return;

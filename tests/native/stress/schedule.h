@@ -19,6 +19,7 @@ enum {
     NAME_BYTES = 40,
     LIVE_MAX = 8,    /* teams at a time, besides that of all ranks */
     TEAMS_MAX = 200, /* all that a schedule ever wants; one that is removed and added again is another one */
+    JOINS_MAX = 400,
 };
 
 enum ending {
@@ -27,7 +28,7 @@ enum ending {
     ENDING_DEATH,    /* one rank is gone before that */
 };
 
-enum difference { DIFFERENCE_NONE, DIFFERENCE_SHAPE, DIFFERENCE_DTYPE, DIFFERENCE_TEAM };
+enum difference { DIFFERENCE_NONE, DIFFERENCE_SHAPE, DIFFERENCE_DTYPE, DIFFERENCE_REFUSED, DIFFERENCE_TEAM };
 
 /* Ranks that work together. */
 struct team {
@@ -45,9 +46,11 @@ struct operation {
     int64_t columns;             /* allgather, alltoall: elements of a row */
     int apart;                   /* the outputs are not the inputs; reducescatter: always */
     enum difference difference;
-    int differs; /* the rank that submits something else */
-    int subject; /* add, remove: which team */
+    int differs; /* the rank that submits something else, or refuses its call */
+    int subject; /* add, remove: which team; join: which one */
     int other;   /* which team the rank that differs adds or removes */
+    int join;    /* the join of its team during which it is; -1: none */
+    size_t bunch;
     char name[NAME_BYTES];
 };
 
@@ -58,6 +61,16 @@ struct operation {
 struct bunch {
     size_t first;
     uint32_t count;
+};
+
+/*
+ * All members of a team join it, each one after a bunch of its own has been submitted, and wait for one another in the
+ * last bunch. Until then those that have joined take part in nothing of the team.
+ */
+struct join {
+    int team;
+    size_t last_bunch;
+    size_t after[RANKS_MAX]; /* by rank; the last one: in that */
 };
 
 struct schedule {
@@ -74,6 +87,9 @@ struct schedule {
     size_t victim_bunch; /* in which bunch */
     int teams_at_once; /* besides that of all ranks, at most */
     uint32_t churn;    /* a team is added in one of so many bunches, while there is room */
+    uint32_t joins_once_in; /* a join begins in one of so many bunches, and all ranks end together; 0: nobody joins */
+    int join_count;
+    struct join joins[JOINS_MAX];
     int team_count;
     struct team teams[TEAMS_MAX]; /* the first one has all ranks */
     size_t operation_count, bunch_count;

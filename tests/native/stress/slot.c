@@ -3,6 +3,7 @@
 #include <sched.h>
 #include <stdlib.h>
 
+#include "joins.h"
 #include "values.h"
 
 /* A wait that nobody ends must not end by itself: the watchdog is to see it. Some waits do come back in between. */
@@ -16,14 +17,19 @@ int slot_is_mine(const struct rank *rank, const struct operation *operation) {
     if (operation->op == HORO_REMOVE_TEAM) {
         return rank->team_numbers[operation->subject] > 0 && rank->team_numbers[operation->other] > 0;
     }
-    return team_has(team_of(rank, operation), rank->number) && rank->team_numbers[operation->team] >= 0;
+    return joins_has(rank->run->schedule, operation, rank->number) && rank->team_numbers[operation->team] >= 0;
+}
+
+/* Whether this rank is the one that does not do as the others do. */
+static int differs(const struct rank *rank, const struct operation *operation, enum difference how) {
+    return operation->difference == how && joins_differs(rank->run->schedule, operation, rank->number);
 }
 
 /* ---- Requests ---- */
 
 static void shape_tensor(const struct rank *rank, struct slot *slot, int i) {
     const struct operation *operation = slot->operation;
-    const int wrong = operation->differs == rank->number && operation->difference == DIFFERENCE_SHAPE && i == 0;
+    const int wrong = i == 0 && differs(rank, operation, DIFFERENCE_SHAPE);
     slot->shapes[i][0] = operation->counts[i] + wrong;
     const struct team *team = team_of(rank, operation);
     if (operation_tells_rows(operation)) {
@@ -52,10 +58,11 @@ static int gathers_into(const struct operation *operation) {
 
 /* From all ranks. */
 static size_t result_bytes(const struct rank *rank, const struct operation *operation) {
-    const struct team *team = team_of(rank, operation);
+    struct team active;
+    joins_list(rank->run->schedule, operation, &active);
     int64_t rows = 0;
-    for (int i = 0; i < team->size; i++) {
-        rows += values_rows_for(operation, team->ranks[i], rank->number);
+    for (int i = 0; i < active.size; i++) {
+        rows += values_rows_for(operation, active.ranks[i], rank->number);
     }
     return (size_t)(rows * operation->columns) * horo_dtype_bytes(operation->dtype);
 }
@@ -63,7 +70,7 @@ static size_t result_bytes(const struct rank *rank, const struct operation *oper
 /* Inputs, and outputs of their own where the operation says so, all in one allocation. */
 static void fill_tensors(struct rank *rank, struct slot *slot) {
     const struct operation *operation = slot->operation;
-    const int wrong = operation->differs == rank->number && operation->difference == DIFFERENCE_DTYPE;
+    const int wrong = differs(rank, operation, DIFFERENCE_DTYPE);
     slot->dtype = !wrong ? operation->dtype : operation->dtype == HORO_INT32 ? HORO_FLOAT32 : HORO_INT32;
     size_t bytes = 0;
     size_t offsets[TENSORS_MAX];
@@ -151,9 +158,59 @@ static void check_change(struct rank *rank, const struct slot *slot) {
     }
 }
 
+/* ---- Joins ---- */
+
+static int join(struct rank *rank, int team, int64_t *handle, char *sentence, size_t sentence_bytes) {
+    return horo_join(rank->context, rank->team_numbers[team], handle, sentence, sentence_bytes);
+}
+
+void slot_join_after(struct rank *rank, size_t bunch) {
+    const struct schedule *schedule = rank->run->schedule;
+    for (int i = 0; i < schedule->join_count; i++) {
+        const struct join *which = &schedule->joins[i];
+        if (!team_has(&schedule->teams[which->team], rank->number) || which->after[rank->number] != bunch ||
+            which->last_bunch == bunch) {
+            continue;
+        }
+        char sentence[HORO_MESSAGE_MAX] = "";
+        const int status = join(rank, which->team, &rank->joins[i], sentence, sizeof sentence);
+        if (status != HORO_OK) {
+            rank_fail(rank, schedule->bunches[bunch].first, "join %d of team %d behind bunch %zu: %s: %s", i,
+                      which->team, bunch, horo_status_name(status), sentence);
+        }
+    }
+}
+
+/* In the last bunch; this rank may have joined before. */
+static int begin_join(struct rank *rank, struct slot *slot) {
+    slot->handle = rank->joins[slot->operation->subject];
+    if (slot->handle != 0) {
+        return HORO_OK;
+    }
+    return join(rank, slot->operation->team, &slot->handle, slot->sentence, sizeof slot->sentence);
+}
+
+/* Before its handle is released. */
+static void note_last(struct rank *rank, struct slot *slot) {
+    const int last = horo_joined_last(rank->context, slot->handle);
+    if (!oracle_last_is_right(&rank->run->oracle, slot->operation->subject, last)) {
+        rank_fail(rank, slot->number, "rank %d has joined last", last);
+    }
+}
+
 /* ---- From beginning to end ---- */
 
+/* The error that its own call of it would have raised in a front end. */
+static int refuse(struct rank *rank, const struct operation *operation) {
+    const int status = horo_refuse(rank->context, rank->team_numbers[operation->team], operation->name,
+                                   HORO_ERR_UNSUPPORTED, "it is refused here");
+    return status == HORO_OK ? HORO_ERR_UNSUPPORTED : status;
+}
+
 static int submit(struct rank *rank, struct slot *slot, enum haste haste) {
+    if (differs(rank, slot->operation, DIFFERENCE_REFUSED)) {
+        return refuse(rank, slot->operation);
+    }
     fill_tensors(rank, slot);
     const horo_request call = describe_call(rank, slot, haste == NO_HASTE ? 0 : HORO_SUBMIT_SYNC);
     if (haste == AT_ONCE) {
@@ -167,11 +224,12 @@ void slot_begin(struct rank *rank, struct slot *slot, size_t number, enum haste 
     *slot = (struct slot){.operation = &rank->run->schedule->operations[number], .number = number};
     atomic_store(&rank->operation, number);
     atomic_store(&rank->phase, haste == AT_ONCE ? PHASE_RUN : PHASE_SUBMIT);
-    if (!operation_changes_teams(slot->operation)) {
+    const int is_join = slot->operation->op == HORO_JOIN;
+    if (!is_join && !operation_changes_teams(slot->operation)) {
         slot->status = submit(rank, slot, haste);
         return;
     }
-    const int status = change_teams(rank, slot);
+    const int status = is_join ? begin_join(rank, slot) : change_teams(rank, slot);
     slot->status = status == HORO_OK ? HORO_IN_PROGRESS : status;
 }
 
@@ -181,8 +239,11 @@ static void check_tensors(struct rank *rank, struct slot *slot) {
         int64_t at;
         double got;
         double wanted;
-        const struct team *team = team_of(rank, operation);
-        if (!values_check(operation, team, i, rank->number, slot->tensors[i].output, &at, &got, &wanted)) {
+        const int everyone = team_of(rank, operation)->size;
+        struct team active;
+        joins_list(rank->run->schedule, operation, &active);
+        if (!values_check(operation, &active, everyone, i, rank->number, slot->tensors[i].output, &at, &got,
+                          &wanted)) {
             rank_fail(rank, slot->number, "tensor %d is %.17g at %lld, it must be %.17g", i, got, (long long)at,
                       wanted);
         }
@@ -206,12 +267,14 @@ static void take_gathered(struct rank *rank, struct slot *slot) {
         int64_t at;
         double got;
         double wanted;
-        const int64_t told = values_rows_for(operation, team->ranks[i], rank->number);
+        const int is_there = joins_has(rank->run->schedule, operation, team->ranks[i]);
+        const int64_t told = is_there ? values_rows_for(operation, team->ranks[i], rank->number) : 0;
         if (rows[i] != told || place + rows[i] * row_bytes > bytes) {
             rank_fail(rank, slot->number, "%lld rows of rank %d, within %lld bytes", (long long)rows[i], team->ranks[i],
                       (long long)bytes);
         }
-        if (!values_check_part(operation, team, team->ranks[i], rank->number, (const char *)gathered + place, &at, &got,
+        if (is_there &&
+            !values_check_part(operation, team, team->ranks[i], rank->number, (const char *)gathered + place, &at, &got,
                                &wanted)) {
             rank_fail(rank, slot->number, "the part of rank %d is %.17g at %lld, it must be %.17g", team->ranks[i], got,
                       (long long)at, wanted);
@@ -231,6 +294,8 @@ static void release(struct rank *rank, struct slot *slot) {
         take_gathered(rank, slot);
     } else if (slot->operation->op == HORO_ADD_TEAM) {
         note_number(rank, slot);
+    } else if (slot->operation->op == HORO_JOIN) {
+        note_last(rank, slot);
     }
     const int released = horo_release(rank->context, slot->handle);
     if (released != HORO_OK) {
@@ -241,7 +306,8 @@ static void release(struct rank *rank, struct slot *slot) {
 void slot_await(struct rank *rank, struct slot *slot, uint32_t way) {
     atomic_store(&rank->operation, slot->number);
     atomic_store(&rank->phase, PHASE_WAIT);
-    const int gives = operation_tells_rows(slot->operation) || slot->operation->op == HORO_ADD_TEAM;
+    const int op = slot->operation->op;
+    const int gives = operation_tells_rows(slot->operation) || op == HORO_ADD_TEAM || op == HORO_JOIN;
     const int finishes = way == 0 && !gives;
     while (slot->handle != 0 && slot->status == HORO_IN_PROGRESS) {
         if (finishes) {

@@ -21,8 +21,10 @@ struct slot {
 /* How it is submitted: by horo_run, or for a wait that comes soon, or neither. */
 enum haste { NO_HASTE, WAITS_SOON, AT_ONCE };
 
-/* Whether a rank takes part in an operation: it is in the team, and the team is there. */
+/* Whether a rank takes part in an operation: it is in the team and has not joined it, and the team is there. */
 int slot_is_mine(const struct rank *rank, const struct operation *operation);
+/* Joins all teams that this rank joins after a bunch, which is not the last one of the join. */
+void slot_join_after(struct rank *rank, size_t bunch);
 void slot_begin(struct rank *rank, struct slot *slot, size_t number, enum haste haste);
 /* Waits in one of several ways until the operation is over, and releases it. */
 void slot_await(struct rank *rank, struct slot *slot, uint32_t way);

@@ -54,7 +54,7 @@ static int is_same(const struct team *one, const struct team *other) {
 static struct operation *append(struct schedule *schedule, struct bunch *bunch, int32_t op, int subject) {
     struct operation *operation = &schedule->operations[schedule->operation_count++];
     bunch->count++;
-    *operation = (struct operation){.op = op, .subject = subject, .other = subject};
+    *operation = (struct operation){.op = op, .subject = subject, .other = subject, .join = -1};
     (void)snprintf(operation->name, sizeof operation->name, "%s %d", op == HORO_ADD_TEAM ? "add" : "remove", subject);
     return operation;
 }

@@ -145,7 +145,7 @@ static struct answer summarize(const struct operation *operation, const struct t
     return answer;
 }
 
-static double expect(const struct operation *operation, const struct team *team, int tensor,
+static double expect(const struct operation *operation, const struct team *team, int everyone, int tensor,
                      const struct answer *answer, int64_t at) {
     if (operation->op == HORO_BROADCAST) {
         return element(operation, tensor, operation->root_rank, at);
@@ -157,7 +157,7 @@ static double expect(const struct operation *operation, const struct team *team,
     case HORO_MIN: return (base + answer->least) * scale;
     case HORO_MAX: return (base + answer->most) * scale;
     case HORO_PRODUCT: return ldexp(1.0, (int)base % 2 * answer->factors) * scale;
-    case HORO_AVERAGE: return (base + (double)answer->sum / team->size) * scale;
+    case HORO_AVERAGE: return (base * team->size + answer->sum) / everyone * scale;
     default: return (base * team->size + answer->sum) * scale;
     }
 }
@@ -206,15 +206,15 @@ static struct part part_of(const struct operation *operation, const struct team 
     return part;
 }
 
-int values_check(const struct operation *operation, const struct team *team, int tensor, int rank, const void *memory,
-                 int64_t *at, double *got, double *wanted) {
+int values_check(const struct operation *operation, const struct team *team, int everyone, int tensor, int rank,
+                 const void *memory, int64_t *at, double *got, double *wanted) {
     const struct answer answer = summarize(operation, team, tensor);
     struct chance chance = {operation->salt};
     const struct part part = part_of(operation, team, tensor, rank);
     for (int64_t step = 0; step < looks(part.count); step++) {
         *at = look(&chance, part.count, step);
         *got = load(operation->dtype, memory, *at);
-        *wanted = expect(operation, team, tensor, &answer, part.first + *at);
+        *wanted = expect(operation, team, everyone, tensor, &answer, part.first + *at);
         if (!(fabs(*got - *wanted) <= tolerance(operation, *wanted))) {
             return 0;
         }

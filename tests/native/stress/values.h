@@ -17,11 +17,12 @@ int64_t values_rows_for(const struct operation *operation, int rank, int other);
 void values_fill(const struct operation *operation, int tensor, int rank, int dtype, int64_t count, void *memory);
 
 /*
- * 1 if the result of a tensor on a rank is right, else 0 with *at, *got and *wanted. All elements of small tensors are
- * looked at, of large ones the first, the last and some.
+ * 1 if the result of a tensor on a rank is right, else 0 with *at, *got and *wanted. `team`: those that have taken
+ * part, of `everyone`, by whose number an average divides. All elements of small tensors are looked at, of large ones
+ * the first, the last and some.
  */
-int values_check(const struct operation *operation, const struct team *team, int tensor, int rank, const void *memory,
-                 int64_t *at, double *got, double *wanted);
+int values_check(const struct operation *operation, const struct team *team, int everyone, int tensor, int rank,
+                 const void *memory, int64_t *at, double *got, double *wanted);
 /* The same for an allgather or alltoall: what comes from one rank for another. */
 int values_check_part(const struct operation *operation, const struct team *team, int rank, int other,
                       const void *memory, int64_t *at, double *got, double *wanted);
