@@ -15,9 +15,11 @@ from horo._bootstrap.launchers.environment import read_launch
 from horo._bootstrap.mpi.calls import mpi_calls
 from horo._bootstrap.store.server import StoreServer
 from horo._config import read_config
-from horo._core_setup import MpiUse, Setup
+from horo._core_setup import Autotune, MpiUse, Setup
 
-__all__ = ["MODES", "Mode", "MpiRank", "join"]
+__all__ = ["MODES", "SEGMENT_BYTES", "Mode", "MpiRank", "join"]
+
+SEGMENT_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ def _environ(comm: Any, mode: Mode, server: StoreServer | None, secret: str) -> 
         "HORO_SECRET": comm.bcast(secret),
         "HORO_JOB_ID": "mpi",
         "HORO_HOST_ID": str(rank * mode.hosts // size),
-        "HORO_SEGMENT_BYTES": "65536",
+        "HORO_SEGMENT_BYTES": str(SEGMENT_BYTES),
         "HORO_STALL_CHECK_TIME_SECONDS": "20",
     }
 
@@ -93,7 +95,7 @@ def _use(setup: Setup, mode: Mode, comm: Any) -> MpiUse:
 
 
 @contextmanager
-def join(mode: Mode) -> Iterator[MpiRank]:
+def join(mode: Mode, autotune: Autotune | None = None) -> Iterator[MpiRank]:
     """This process as a rank of a job of all ranks that mpirun has started; leaves the job together with them."""
     from mpi4py import MPI  # noqa: PLC0415 - initializes MPI: not in a run of all tests
 
@@ -105,7 +107,7 @@ def join(mode: Mode) -> Iterator[MpiRank]:
     if server:
         server.close()
     comm = world.Dup()
-    setup = replace(connection.setup, mpi=_use(connection.setup, mode, comm))
+    setup = replace(connection.setup, mpi=_use(connection.setup, mode, comm), autotune=autotune)
     job = RunningRank(replace(connection, setup=setup))
     try:
         yield MpiRank(job, mode, world)

@@ -1,0 +1,123 @@
+"""What operations run with, changed by records while data goes by MPI, as transport and as backend."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from mpi_job import MODES, SEGMENT_BYTES, MpiRank, join
+from ranks import NUMPY_OF_DTYPE
+
+from horo import _core
+from horo._core_setup import Autotune
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+STEPS = 40
+SIZES = [1, 3, 100, 2000, 4096, 10_000, 70_000]
+SEED = random.SystemRandom().getrandbits(31) | 1
+
+
+@pytest.fixture(params=MODES, ids=str)
+def shuffled(request: pytest.FixtureRequest) -> Iterator[MpiRank]:
+    """A rank of a job whose rank 0 draws other values after every batch."""
+    start = {"sockets": 1, "segment": SEGMENT_BYTES // 4, "cycle": 200, "overlap": 2}
+    with join(request.param, Autotune(start, {"segment": SEGMENT_BYTES}, shuffle=SEED)) as joined:
+        print("seed", joined.comm.bcast(SEED))
+        yield joined
+
+
+@pytest.fixture(params=MODES, ids=str)
+def searching(request: pytest.FixtureRequest) -> Iterator[MpiRank]:
+    """A rank of a job that really searches, for a few samples."""
+    start = {"sockets": 1, "segment": 4096, "fusion": 0}
+    search = Autotune(start, {"segment": SEGMENT_BYTES}, warmup_samples=1, steps_per_sample=2, max_samples=12)
+    with join(request.param, search) as joined:
+        yield joined
+
+
+def collectives(rank: MpiRank, step: int) -> None:
+    """Several operations at once, of sizes that are carried, of one segment, and of many."""
+    chance = random.Random(step)
+    sizes = [chance.choice(SIZES) for _ in range(4)]
+    arrays = [np.arange(size, dtype=np.float64) + rank.rank + k for k, size in enumerate(sizes)]
+    handles = [
+        rank.submit("allreduce", f"a{k} {size}", [array], reduce_op=_core.REDUCE_OPS["sum"])
+        for k, (size, array) in enumerate(zip(sizes, arrays, strict=True))
+    ]
+    for handle in handles:
+        rank.finish(handle)
+    for k, array in enumerate(arrays):
+        offset = rank.size * (rank.size - 1) / 2 + rank.size * k
+        np.testing.assert_array_equal(array, np.arange(array.size, dtype=np.float64) * rank.size + offset)
+    root = step % rank.size
+    assert set(rank.broadcast(np.full(sizes[0], rank.rank, np.int32), root)) == {root}
+    gathered, rows = rank.allgather(np.full(sizes[1] + rank.rank, rank.rank, np.int32))
+    assert rows == [sizes[1] + other for other in range(rank.size)]
+    np.testing.assert_array_equal(gathered, np.repeat(np.arange(rank.size), rows))
+    rank.barrier()
+
+
+def values_of(rank: MpiRank) -> tuple[int, ...]:
+    """What the next operation runs with: between two operations, the same on all ranks."""
+    values = tuple(rank.context.tuning()[0].values())
+    assert rank.everybody(values) == [values] * rank.size
+    return values
+
+
+def test_all_ranks_change_over_at_one_place_and_results_are_right(shuffled: MpiRank) -> None:
+    seen = set()
+    for step in range(STEPS):
+        collectives(shuffled, step)
+        seen.add(values_of(shuffled))
+    assert len(seen) > STEPS / 4
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_all_ranks_hold_the_same_bits(shuffled: MpiRank, dtype: str) -> None:
+    chance = np.random.default_rng(shuffled.rank)
+    for step in range(STEPS):
+        array = chance.standard_normal(SIZES[step % len(SIZES)]).astype(NUMPY_OF_DTYPE[dtype])
+        shuffled.allreduce(array, name=f"x{step % len(SIZES)}")
+        assert len(set(shuffled.everybody(array.tobytes()))) == 1
+
+
+def test_process_sets_come_work_and_go_while_values_change(shuffled: MpiRank) -> None:
+    for step in range(8):
+        members = sorted(random.Random(step).sample(range(shuffled.size), 1 + step % shuffled.size))
+        team = shuffled.job.add_team(members)
+        for turn in range(5):
+            collectives(shuffled, 5 * step + turn)
+            if shuffled.rank in members:
+                array = np.full(SIZES[turn + 1], shuffled.rank + 1, np.float32)
+                assert set(shuffled.allreduce(array, "t", team=team)) == {sum(members) + len(members)}
+        shuffled.context.remove_team(team)
+
+
+def test_a_search_ends_everywhere_with_the_same_values_also_in_a_process_set(searching: MpiRank) -> None:
+    """One that is there by then, and one that is made later."""
+    members = [searching.size - 2, searching.size - 1]
+
+    def work(teams: list[int]) -> None:
+        for k in range(3):
+            array = np.ones(20_000, np.float32)
+            assert set(searching.allreduce(array, f"x{k}")) == {searching.size}
+        for team in teams if searching.rank in members else []:
+            array = np.full(50_000, searching.rank, np.float32)
+            assert set(searching.allreduce(array, "t", team=team)) == {sum(members)}
+        searching.barrier()
+
+    teams = [searching.job.add_team(members)]
+    for _ in range(1000):
+        work(teams)
+        is_over = searching.context.tuning()[1]
+        assert searching.everybody(is_over) == [is_over] * searching.size
+        if is_over:
+            break
+    assert is_over
+    values_of(searching)
+    teams.append(searching.job.add_team(members))
+    for _ in range(5):
+        work(teams)
