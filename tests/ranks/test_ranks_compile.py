@@ -120,6 +120,55 @@ def test_a_step_whose_hooks_torch_has_taken_away_calls_them_again(ranks2: RankPo
     ranks2.run(check, deadline_s=DEADLINE_S)
 
 
+@pytest.mark.parametrize("form", ["of a function around it", "of the step itself"])
+def test_a_compiled_adasum_step_that_raises_is_undone_and_done_by_the_next_call(ranks2: RankPool, form: str) -> None:
+    """Ranks have the same gradients, of which Adasum makes what one rank alone has."""
+
+    class StopError(Exception):
+        pass
+
+    class Descent(torch.optim.SGD):
+        raises = False
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            super().step()
+            if self.raises:
+                raise StopError
+
+    def check() -> None:
+        model, alone = make_model(), make_model()
+        plain: Any = Descent(model.parameters(), lr=0.1)
+        optimizer: Any = hvd.DistributedOptimizer(plain, model.named_parameters(), op=hvd.Adasum)
+        other = torch.optim.SGD(alone.parameters(), lr=0.1)
+
+        def function() -> None:
+            optimizer.step()
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            called: Any = function if form == "of a function around it" else optimizer.step
+            step = torch.compile(called, backend="eager")
+            for number in range(4):
+                for each, its_optimizer in ((model, optimizer), (alone, other)):
+                    its_optimizer.zero_grad()
+                    make_loss(each, 0, number).backward()
+                before = [parameter.detach().clone() for parameter in model.parameters()]
+                if number == 2:
+                    optimizer.raises = True
+                    with pytest.raises(StopError):
+                        step()
+                    assert_close(list(model.parameters()), before)
+                    optimizer.raises = False
+                step()
+                other.step()
+                assert_close(list(model.parameters()), list(alone.parameters()))
+        texts = [f"{warning.filename}: {warning.message}" for warning in caught]
+        assert not [text for text in texts if "Dynamo" in text or "horo" in text], texts
+
+    ranks2.run(check, deadline_s=DEADLINE_S)
+
+
 def test_compiled_autograd_works_in_horovods_order_and_is_refused_in_the_other(ranks2: RankPool) -> None:
     from torch._dynamo import compiled_autograd  # noqa: PLC0415
 
