@@ -22,12 +22,11 @@ from typing import TypedDict
 
 import report
 import spaces
-from contest import ContestError, exit_code
+from contest import START_LIMIT_S, ContestError, exit_code
 
 RANK = Path(__file__).with_name("two_hosts_rank.py")
 PLAIN = "tcp"
 CONTESTANTS = (PLAIN, "gloo", "horo", "horo bf16", "horo fp16")
-START_LIMIT_S = 60.0
 SLOWNESS_MAX = 20
 OUTPUT_LINES = 15
 # A full packet: 1448 bytes of data, 32 of TCP with timestamps, 20 of IP, 14 of Ethernet. The rate counts all of it.
@@ -166,13 +165,18 @@ def run_job(made: spaces.Spaces, layout: Layout, contestants: Sequence[str], rou
     limit_s = START_LIMIT_S + calls * SLOWNESS_MAX * layout.bytes_to_send / spaces.rate_of(layout.rate)
     try:
         done = subprocess.run([*made.enter(0), *launch], capture_output=True, text=True, check=False, timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        raise ContestError(f"{layout.name}: the job has not ended within {limit_s:.0f} s") from None
+    except subprocess.TimeoutExpired as late:
+        said = b"".join(filter(None, (late.stdout, late.stderr))).decode(errors="replace")
+        raise ContestError(f"{layout.name}: the job has not ended within {limit_s:.0f} s{_last_lines(said)}") from None
     if done.returncode != 0:
-        lines = "".join(f"\n    {line}" for line in (done.stdout + done.stderr).splitlines()[-OUTPUT_LINES:])
+        lines = _last_lines(done.stdout + done.stderr)
         raise ContestError(f"{layout.name}: the job ended with code {done.returncode}{lines}")
     answer: Answer = json.loads(done.stdout)
     return answer
+
+
+def _last_lines(said: str) -> str:
+    return "".join(f"\n    {line}" for line in said.splitlines()[-OUTPUT_LINES:])
 
 
 def as_lines(results: Sequence[Result]) -> list[str]:

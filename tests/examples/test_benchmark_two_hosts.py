@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from example_runs import LIMIT_SECONDS, ROOT, start
@@ -83,6 +85,17 @@ def test_a_job_that_fails_is_a_sentence_with_what_it_said() -> None:
     layout = two_hosts.Layout(2, 1, "1gbit", 4096)
     with pytest.raises(ContestError, match=r"(?s)4 KiB, 2 hosts of 1 rank, 1gbit: the job ended with code .*'nobody'"):
         two_hosts.measure([layout], ["nobody"], rounds=1)
+
+
+def test_a_job_that_does_not_end_in_time_is_a_sentence_with_what_it_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: list[str], **options: Any) -> None:
+        raise subprocess.TimeoutExpired(command, options["timeout"], b"on stdout\n", b"on stderr\n")
+
+    monkeypatch.setattr(two_hosts.subprocess, "run", run)
+    hosts = SimpleNamespace(slots=lambda ranks: "", remote_shell="", enter=lambda index: [])
+    said = r"4 KiB, 2 hosts of 1 rank, 1gbit: the job has not ended within 120 s\n    on stdout\n    on stderr$"
+    with pytest.raises(ContestError, match=said):
+        two_hosts.run_job(hosts, two_hosts.Layout(2, 1, "1gbit", 4096), ["tcp"], rounds=1)
 
 
 def test_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
