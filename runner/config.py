@@ -121,7 +121,7 @@ class Job:
     """One run of hororun.
 
     Attributes:
-        size: number of ranks.
+        size: number of ranks; 0: one for each slot, once hosts have said how many they have.
         command: of every rank.
         hosts: of the ranks; ``localhost`` when neither the user nor a batch system named any.
         hosts_from: the source of the host list, for messages; empty: the user.
@@ -136,6 +136,7 @@ class Job:
         torch_env: whether ranks find the variables of ``torch.distributed``.
         master_port: ``MASTER_PORT``; 0: any free one.
         bind_to: the CPUs that each rank is bound to, one of ``BINDINGS``.
+        bind_gpus: whether each rank sees its share of its host's GPUs only.
         keep_memory: whether ranks keep freed memory for the next allocation.
         exports: variables of ``-x`` and of the tuning options for every rank.
         sources: where the values of tuning options come from, by variable, for ``hvd.config()``.
@@ -164,6 +165,7 @@ class Job:
     torch_env: bool = False
     master_port: int = 0
     bind_to: str = "none"
+    bind_gpus: bool = False
     keep_memory: bool = True
     exports: Mapping[str, str] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)

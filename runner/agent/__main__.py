@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from horo.runner.agent.command import StartError, with_python, without
-from horo.runner.agent.machine import host_facts
+from horo.runner.agent.machine import Binding, host_facts
 from horo.runner.agent.messages import MAGIC, Kind, Message, MessageError, MessageReader, encode, encode_json
 from horo.runner.agent.ranks import PASSED_ON, Event, Exited, HostRanks, Noted, Started, Wrote, reap
 from horo.runner.config import EXIT_SETUP, EXIT_UNREACHABLE
@@ -174,8 +174,7 @@ class _Agent:
             if job["master_port"]:
                 free_port(int(job["master_port"]))
             command = with_python(job["command"], cwd, common.get("PATH", os.defpath), host)
-            bind_to, threads_set = str(job["bind_to"]), bool(job["threads_set"])
-            self._ranks.start(command, environments, cwd, host, bind_to=bind_to, threads_set=threads_set)
+            self._ranks.start(command, environments, cwd, host, binding=Binding(**job["binding"]))
         except NetworkError as error:
             self._give_up(f"host {host}: {error}", EXIT_SETUP)
         except StartError as error:
@@ -222,7 +221,7 @@ class _Agent:
 
     def _emit(self, event: Event) -> None:
         if isinstance(event, Started):
-            self._send(encode_json(Kind.STARTED, {"pid": event.pid, "cpus": event.cpus}, event.rank))
+            self._send(encode_json(Kind.STARTED, {"pid": event.pid, "bound": event.bound}, event.rank))
         elif isinstance(event, Wrote):
             self._send(encode(Kind.STDOUT if event.stream == 1 else Kind.STDERR, event.rank, event.data))
         elif isinstance(event, Noted):

@@ -71,8 +71,8 @@ def started(message: Message, ranks: Collection[int]) -> Started:
     Raises:
         MessageError: it is none for one of ``ranks``.
     """
-    values = _values(message, {"pid": _from_to(1, _PID_MAX), "cpus": _is_text})
-    return Started(rank_of(message, ranks), values["pid"], printable(values["cpus"]))
+    values = _values(message, {"pid": _from_to(1, _PID_MAX), "bound": _is_text})
+    return Started(rank_of(message, ranks), values["pid"], printable(values["bound"]))
 
 
 def exited(message: Message, ranks: Collection[int]) -> Exited:

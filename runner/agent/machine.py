@@ -1,10 +1,11 @@
-"""This machine: its cores, NUMA nodes and GPUs, how many ranks it takes by itself, and their CPUs (``--bind-to``)."""
+"""This machine: its cores, NUMA nodes and GPUs, and what ranks are bound to (``--bind-to``, ``--bind-gpus``)."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import platform
+import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,17 +15,19 @@ from typing import Any
 from horo import __version__
 
 __all__ = [
+    "Binding",
     "BindingError",
     "Topology",
     "bind",
+    "bind_gpus",
     "core_count",
-    "default_slots",
-    "gpu_count",
     "host_facts",
     "ranges",
     "read_topology",
     "spelled",
+    "spelled_gpus",
     "threads",
+    "visible_gpus",
 ]
 
 Cpus = frozenset[int]
@@ -34,13 +37,28 @@ class BindingError(ValueError):
     """Ranks cannot be bound as asked for on this host."""
 
 
+@dataclass(frozen=True)
+class Binding:
+    """How the ranks of a host are bound.
+
+    Attributes:
+        cpus: to which CPUs, see ``bind``.
+        gpus: whether each finds its share of the GPUs only, see ``bind_gpus``.
+        threads_set: the user has set ``OMP_NUM_THREADS``; else that of a bound rank is the number of its CPUs.
+    """
+
+    cpus: str = "none"
+    gpus: bool = False
+    threads_set: bool = True
+
+
 def host_facts() -> dict[str, Any]:
     """Facts about this host for hororun: versions, cores, GPUs."""
     return {
         "version": __version__,
         "python": platform.python_version(),
         "cores": core_count(),
-        "gpus": gpu_count(os.environ),
+        "gpus": len(visible_gpus(os.environ)),
     }
 
 
@@ -49,23 +67,31 @@ def core_count() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def gpu_count(environment: Mapping[str, str]) -> int:
-    """NVIDIA GPUs, by ``CUDA_VISIBLE_DEVICES`` where it is set; as there, nothing after a negative number counts."""
+def visible_gpus(environment: Mapping[str, str], root: str | Path = "/") -> list[str]:
+    """The NVIDIA GPUs that ranks find, each as ``CUDA_VISIBLE_DEVICES`` names it: a number or a UUID.
+
+    Where that variable is set, what CUDA makes of it: nothing counts from the first word on that names no GPU. Takes a
+    moment: no library is loaded, no program is started, and no GPU wakes up.
+    """
+    here = _count_gpus(Path(root))
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        folder = Path("/proc/driver/nvidia/gpus")
-        return sum(1 for _ in folder.iterdir()) if folder.is_dir() else 0
-    count = 0
-    for item in filter(None, (word.strip() for word in visible.split(","))):
-        if item.startswith("-"):
+        return [str(number) for number in range(here)]
+    found: list[str] = []
+    for word in map(str.strip, visible.split(",")):
+        is_beyond = word.isdecimal() and 0 < here <= int(word)
+        if is_beyond or not re.fullmatch(r"[0-9]+|(GPU|MIG)-\S+", word):
             break
-        count += 1
-    return count
+        found.append(word)
+    return found
 
 
-def default_slots(cores: int, gpus: int) -> int:
-    """Slots of a host for which none were named: its GPUs, or its cores where it has none."""
-    return gpus or max(1, cores)
+def _count_gpus(root: Path) -> int:
+    """By what the driver shows; where a container hides its folder, by the devices that it lets through."""
+    folder = root / "proc/driver/nvidia/gpus"
+    if folder.is_dir():
+        return sum(1 for _ in folder.iterdir())
+    return sum(1 for _ in (root / "dev").glob("nvidia[0-9]*"))
 
 
 @dataclass(frozen=True)
@@ -104,12 +130,32 @@ def bind(how: str, ranks: Sequence[int], allowed: Collection[int], topology: Top
     if how == "none":
         return {}
     units = _nodes(allowed, topology) if how == "numa" else _cores(allowed, topology)
-    here, count = len(units), len(ranks)
-    bound = {}
-    for index, rank in enumerate(ranks):
-        first = index * here // count
-        bound[rank] = Cpus().union(*units[first : max(first + 1, (index + 1) * here // count)])
-    return bound
+    return {rank: Cpus().union(*units[share]) for rank, share in _shares(ranks, len(units)).items()}
+
+
+def bind_gpus(ranks: Sequence[int], gpus: Sequence[str]) -> dict[int, str]:
+    """``CUDA_VISIBLE_DEVICES`` of each rank.
+
+    Args:
+        ranks: those of this host, in order.
+        gpus: what they share, from ``visible_gpus``: evenly, neighbours to one rank. Ranks share one where there are
+            more ranks.
+
+    Raises:
+        BindingError: there is none.
+    """
+    if not gpus:
+        raise BindingError(
+            "--bind-gpus: there is no NVIDIA GPU here, by /proc/driver/nvidia, /dev/nvidia* and CUDA_VISIBLE_DEVICES"
+        )
+    return {rank: ",".join(gpus[share]) for rank, share in _shares(ranks, len(gpus)).items()}
+
+
+def _shares(ranks: Sequence[int], here: int) -> dict[int, slice]:
+    """Which of ``here`` things each rank gets."""
+    count = len(ranks)
+    firsts = [index * here // count for index in range(count + 1)]
+    return {rank: slice(firsts[index], max(firsts[index] + 1, firsts[index + 1])) for index, rank in enumerate(ranks)}
 
 
 def threads(bound: Mapping[int, Cpus]) -> dict[int, int]:
@@ -121,6 +167,11 @@ def threads(bound: Mapping[int, Cpus]) -> dict[int, int]:
 def spelled(cpus: Collection[int]) -> str:
     """``CPU 3``, ``CPUs 0-3,8``."""
     return f"CPU{'s' if len(cpus) > 1 else ''} {ranges(sorted(cpus))}"
+
+
+def spelled_gpus(gpus: str) -> str:
+    """``GPU 3``, ``GPUs 0,1``, ``GPU-1a2b``; ``gpus``: a value of ``CUDA_VISIBLE_DEVICES``."""
+    return f"GPU{'s' if ',' in gpus else ''} {gpus}" if gpus[0].isdecimal() else gpus
 
 
 def _nodes(allowed: Collection[int], topology: Topology) -> list[Cpus]:

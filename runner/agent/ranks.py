@@ -12,7 +12,17 @@ from functools import partial
 
 from horo.horovod.environment import is_switched_on, with_horovod
 from horo.runner.agent.command import EXIT_NOT_EXECUTABLE, StartError, explain_failure
-from horo.runner.agent.machine import BindingError, bind, read_topology, spelled, threads
+from horo.runner.agent.machine import (
+    Binding,
+    BindingError,
+    bind,
+    bind_gpus,
+    read_topology,
+    spelled,
+    spelled_gpus,
+    threads,
+    visible_gpus,
+)
 from horo.runner.agent.notes import PIPE_NAME, open_pipe
 from horo.runner.config import EXIT_SETUP
 from horo.runner.loop import Loop
@@ -25,15 +35,16 @@ _NOTES = 3
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 """Signals for the ranks: users trap them, and batch systems send them before a job's time is up."""
 _POLL_INTERVAL_S = 0.05
+_NOT_BOUND = Binding()
 
 
 @dataclass(frozen=True)
 class Started:
-    """A rank runs; ``cpus``: what it is bound to, in words; empty: nothing."""
+    """A rank runs; ``bound``: what it is bound to, in words; empty: nothing."""
 
     rank: int
     pid: int
-    cpus: str = ""
+    bound: str = ""
 
 
 @dataclass(frozen=True)
@@ -109,8 +120,7 @@ class HostRanks:
         host: str,
         *,
         with_notes: bool = True,
-        bind_to: str = "none",
-        threads_set: bool = True,
+        binding: Binding = _NOT_BOUND,
     ) -> None:
         """Starts one process per rank.
 
@@ -120,18 +130,22 @@ class HostRanks:
             cwd: where they start.
             host: its name, for messages.
             with_notes: each gets a pipe for notes.
-            bind_to: how ranks are bound to CPUs, see ``machine.bind``.
-            threads_set: the user has set ``OMP_NUM_THREADS``; else that of a bound rank is the number of its CPUs.
+            binding: what they are bound to.
 
         Raises:
             StartError: the first one that could not be started says why; those before it run.
         """
         self._guard.tell(self._tree, self._grace_s)
-        bound = _bind(bind_to, list(environments), host)
-        shares = {} if threads_set else threads(bound)
+        try:
+            bound = _share_cpus(binding.cpus, list(environments))
+            gpus = _share_gpus(environments) if binding.gpus else {}
+        except BindingError as error:
+            raise StartError(f"host {host}: {error}", EXIT_SETUP) from None
+        shares = {} if binding.threads_set else threads(bound)
         for rank, own in environments.items():
             cpus = bound.get(rank, frozenset())
             environment = {**own, "OMP_NUM_THREADS": str(shares[rank])} if rank in shares else own
+            environment = {**environment, "CUDA_VISIBLE_DEVICES": gpus[rank]} if rank in gpus else environment
             if is_switched_on(environment):
                 environment = with_horovod(environment)
             try:
@@ -143,7 +157,8 @@ class HostRanks:
             self._tree.sessions.add(process.pid)
             self._guard.tell(self._tree, self._grace_s)
             self._watch(rank, process, notes)
-            self._emit(Started(rank, process.pid, spelled(cpus) if cpus else ""))
+            units = [spelled(cpus) if cpus else "", spelled_gpus(gpus[rank]) if rank in gpus else ""]
+            self._emit(Started(rank, process.pid, " and ".join(filter(None, units))))
 
     def on_child(self, pid: int, status: int) -> None:
         """A child of this process was reaped; it may be a rank."""
@@ -284,13 +299,13 @@ class HostRanks:
         self._loop.call_later(_POLL_INTERVAL_S, self._end_remaining_processes)
 
 
-def _bind(how: str, ranks: Sequence[int], host: str) -> dict[int, frozenset[int]]:
-    if how == "none":
-        return {}
-    try:
-        return bind(how, ranks, os.sched_getaffinity(0), read_topology())
-    except BindingError as error:
-        raise StartError(f"host {host}: {error}", EXIT_SETUP) from None
+def _share_cpus(how: str, ranks: Sequence[int]) -> dict[int, frozenset[int]]:
+    return {} if how == "none" else bind(how, ranks, os.sched_getaffinity(0), read_topology())
+
+
+def _share_gpus(environments: Mapping[int, Mapping[str, str]]) -> dict[int, str]:
+    """``CUDA_VISIBLE_DEVICES`` of each rank. Before, all have the same of it."""
+    return bind_gpus(list(environments), visible_gpus(next(iter(environments.values()), {})))
 
 
 def _spawn(

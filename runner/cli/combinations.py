@@ -14,6 +14,7 @@ _FOREIGN = frozenset({"mpi", "jsrun"})
 _NOT_JSRUN = frozenset({"ssh", "slurm", "mpi"})
 _LAUNCHERS_OF = {
     "bind_to": _OWN,
+    "bind_gpus": _OWN,
     "failure_seconds": _OWN,
     "host_timeout": _OWN,
     "remote_python": _OWN,

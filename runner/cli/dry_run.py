@@ -8,7 +8,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from horo.runner.agent.command import StartError, is_for_python, with_python
-from horo.runner.agent.machine import BindingError, bind, ranges, read_topology, spelled
+from horo.runner.agent.machine import (
+    BindingError,
+    bind,
+    bind_gpus,
+    ranges,
+    read_topology,
+    spelled,
+    spelled_gpus,
+    visible_gpus,
+)
 from horo.runner.config import EXIT_SETUP, Job, JobError
 from horo.runner.job.host_addresses import check_interfaces
 from horo.runner.job.placement import candidates, place, remote_launcher_of
@@ -42,22 +51,31 @@ def dry_run(job: Job, environment: Mapping[str, str]) -> str:
         lines.append(
             f"{ranks_and_host}: {'started directly' if is_local(host) else shlex.join(launcher.command(host))}"
         )
-    lines += _bindings(job, [by_host.get(index, []) for index, host in enumerate(hosts) if is_local(host)], len(hosts))
+    here = [by_host.get(index, []) for index, host in enumerate(hosts) if is_local(host)]
+    lines += _bindings(job, here, len(hosts), environment)
     return "\n".join([*lines, *_commands(job, {is_local(host) for host in hosts}, environment)])
 
 
-def _bindings(job: Job, here: Sequence[Sequence[int]], host_count: int) -> list[str]:
+def _bindings(job: Job, here: Sequence[Sequence[int]], host_count: int, environment: Mapping[str, str]) -> list[str]:
     """Where ranks are bound; ``here``: those of each host that is this one."""
-    if job.bind_to == "none":
-        return []
+    bound: list[tuple[int, str]] = []
+    what: list[str] = []
     try:
-        bound = [bind(job.bind_to, ranks, os.sched_getaffinity(0), read_topology()) for ranks in here]
+        if job.bind_to != "none":
+            what.append("cores" if job.bind_to == "core" else "NUMA nodes")
+            for ranks in here:
+                cpus = bind(job.bind_to, ranks, os.sched_getaffinity(0), read_topology())
+                bound += [(rank, spelled(each)) for rank, each in cpus.items()]
+        if job.bind_gpus:
+            what.append("GPUs")
+            gpus = visible_gpus({**environment, **job.exports}) if here else []
+            for ranks in here:
+                bound += [(rank, spelled_gpus(each)) for rank, each in bind_gpus(ranks, gpus).items()]
     except BindingError as error:
         raise JobError(str(error), EXIT_SETUP) from None
-    lines = [f"rank {rank} is bound to {spelled(cpus)}" for each in bound for rank, cpus in each.items()]
-    what = "cores" if job.bind_to == "core" else "NUMA nodes"
-    elsewhere = [f"each rank elsewhere is bound to its share of the {what} there"]
-    return [*lines, *(elsewhere if len(here) < host_count or not any(here) else [])]
+    lines = [f"rank {rank} is bound to {units}" for rank, units in bound]
+    is_elsewhere = bool(what) and (len(here) < host_count or not any(here))
+    return lines + [f"each rank elsewhere is bound to its share of the {units} there" for units in what if is_elsewhere]
 
 
 def _commands(job: Job, local: set[bool], environment: Mapping[str, str]) -> list[str]:

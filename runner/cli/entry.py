@@ -134,6 +134,7 @@ def parse(
         torch_env=given.torch_env or given.master_port != 0,
         master_port=given.master_port,
         bind_to=given.bind_to,
+        bind_gpus=given.bind_gpus,
         keep_memory=not given.no_keep_memory,
         exports=exports,
         sources=tuning_sources(given, line.from_file, given.config_file),
@@ -251,18 +252,29 @@ def _where(given: argparse.Namespace, line: CommandLine, environment: Mapping[st
     if not has_hosts:
         check_one_host(options)
     grace_s = GRACE_S if allocation is None else BATCH_GRACE_S
-    size = _size(given, allocation if named is None else None)
+    size = _size(given, hosts, allocation if named is None else None, environment)
     return _Where(size, hosts, source, launcher, grace_s, tuple(useless.values()))
 
 
-def _size(given: argparse.Namespace, allocation: Allocation | None) -> int:
+def _size(
+    given: argparse.Namespace,
+    hosts: Sequence[HostSpec],
+    allocation: Allocation | None,
+    environment: Mapping[str, str],
+) -> int:
+    """The number of ranks; 0: hosts have to be asked. ``allocation``: where the hosts come from, if it is one."""
     if given.num_proc is not None:
         return int(given.num_proc)
     if given.check_hosts:
         return 1
-    if allocation is None:
-        raise JobError("how many ranks? say -np N (try 'hororun --help')")
-    return allocation.tasks or sum(host.slots or 0 for host in allocation.hosts)
+    if allocation is not None:
+        return allocation.tasks or sum(host.slots or 0 for host in allocation.hosts)
+    from horo.runner.job.placement import count_ranks  # noqa: PLC0415 - --help does without
+
+    size = count_ranks(hosts, environment)
+    if not size and given.timeline_merge is not None:
+        raise JobError("--timeline-merge needs the number of ranks before the job starts: say -np N")
+    return size
 
 
 def _hosts(given: argparse.Namespace) -> tuple[HostSpec, ...] | None:

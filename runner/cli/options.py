@@ -201,6 +201,9 @@ def _add_launcher(group: argparse._ArgumentGroup) -> None:
         help="core or numa: each rank to its share of its host's cores or NUMA nodes; default: none",
     )  # fmt: skip
     group.add_argument(
+        "--bind-gpus", action="store_true", help="each rank sees its share of its host's GPUs only, as cuda:0, ..."
+    )
+    group.add_argument(
         "--horovod",
         action="store_true",
         help="for a script written for Horovod: 'import horovod.torch' gives horo.torch",

@@ -48,8 +48,7 @@ class Console:
         Raises:
             JobError: a file cannot be made.
         """
-        if self._options.host:
-            self._printer.name_hosts(hosts)
+        self._printer.place(hosts, named=self._options.host)
         if self._options.directory is not None:
             with explained(self._options.directory):
                 self._files = RankFiles(self._options.directory, hosts, named=self._options.host)

@@ -201,9 +201,10 @@ class Printer:
         self._shown_s: dict[tuple[int, int], float] = {}
         self._update_is_shown = False
 
-    def name_hosts(self, hosts: Sequence[str]) -> None:
-        """From now on prefixes have the host of the rank, too; ``hosts``: of each rank."""
-        self._hosts = hosts
+    def place(self, hosts: Sequence[str], *, named: bool) -> None:
+        """``hosts``: of each rank; ``named``: from now on prefixes have that, too."""
+        self._width = len(str(len(hosts) - 1))
+        self._hosts = hosts if named else ()
 
     def feed(self, rank: int, stream: int, data: bytes, now_s: float) -> None:
         """``data`` came from a stream of a rank."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from horo.runner.agent.machine import core_count, default_slots, gpu_count
+from horo.runner.agent.machine import core_count, visible_gpus
 from horo.runner.config import EXIT_SETUP, Job, JobError
 from horo.runner.hosts import HostSpec
 from horo.runner.network import is_local
@@ -14,7 +14,16 @@ from horo.runner.start.remote_launcher import RemoteLauncher
 from horo.runner.start.srun import SrunLauncher, knows_overlap
 from horo.runner.start.ssh import SshLauncher
 
-__all__ = ["Placement", "PlacementError", "candidates", "explain_idle_hosts", "place", "remote_launcher_of"]
+__all__ = [
+    "Placement",
+    "PlacementError",
+    "candidates",
+    "count_ranks",
+    "explain_idle_hosts",
+    "place",
+    "remote_launcher_of",
+    "slots_of",
+]
 
 
 class PlacementError(ValueError):
@@ -121,18 +130,59 @@ def remote_launcher_of(job: Job, environment: Mapping[str, str]) -> RemoteLaunch
     return replace(launcher, overlap=knows_overlap(version))
 
 
+def slots_of(host: HostSpec, size: int, cores: int, gpus: int) -> int:
+    """How many ranks a host takes: its slots; where none were said its GPUs, or its cores where it has none.
+
+    Args:
+        host: as it was named.
+        size: the number of ranks; 0: nobody has said it.
+        cores: of the host.
+        gpus: of the host.
+
+    Raises:
+        JobError: nobody has said anything, and there is no GPU; the number of its cores says nothing.
+    """
+    if host.slots is not None:
+        return host.slots
+    if not size and not gpus:
+        has_none = "" if is_local(host) else f"; {host.name} has no GPU, for which there would be one each"
+        raise JobError(f"how many ranks? say -np N{has_none} (try 'hororun --help')")
+    return gpus or max(1, cores)
+
+
+def count_ranks(hosts: Sequence[HostSpec], environment: Mapping[str, str]) -> int:
+    """The number of ranks where nobody has said it: one for each slot, or for each GPU of a host without slots.
+
+    Returns:
+        The number; 0: hosts have to be asked.
+
+    Raises:
+        JobError: this host has no GPU.
+    """
+    gpus = len(visible_gpus(environment))
+    if any(host.slots is None and not is_local(host) for host in hosts):
+        return 0
+    return sum(slots_of(host, 0, core_count(), gpus) for host in hosts)
+
+
 def candidates(job: Job, environment: Mapping[str, str]) -> list[HostSpec]:
     """The hosts that may get a rank, in order; of remote ones, slots may still be unknown.
+
+    All of them, where the number of ranks is not known.
 
     Raises:
         JobError: the slots are known and too few.
     """
-    gpus = gpu_count(environment)
-    here = default_slots(core_count(), gpus)
+    gpus = len(visible_gpus(environment))
     source = f"in the {job.hosts_from}" if job.hosts_from else ""
     if [host.slots for host in job.hosts] == [None]:
         source = f"on {job.hosts[0].name}, one for each {'GPU' if gpus else 'core'}"
-    hosts = [replace(host, slots=here) if host.slots is None and is_local(host) else host for host in job.hosts]
+    hosts = [
+        replace(host, slots=slots_of(host, job.size, core_count(), gpus))
+        if host.slots is None and is_local(host)
+        else host
+        for host in job.hosts
+    ]
     if all(host.slots is not None for host in hosts):
         try:
             placements = place(
@@ -145,6 +195,8 @@ def candidates(job: Job, environment: Mapping[str, str]) -> list[HostSpec]:
         except PlacementError as error:
             raise JobError(str(error)) from None
         return hosts[: placements[-1].host + 1]
+    if not job.size:
+        return hosts
     if job.shares_evenly:
         return hosts[: job.size]
     needed: list[HostSpec] = []

@@ -8,13 +8,14 @@ import shlex
 import signal
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from horo._sources import encode_sources
 from horo.errors import HoroError
 from horo.runner.agent.command import StartError, with_python
-from horo.runner.agent.machine import core_count, default_slots, ranges
+from horo.runner.agent.machine import Binding, core_count, ranges
 from horo.runner.agent.notes import Note, NoteReader
 from horo.runner.agent.ranks import PASSED_ON, Event, Exited, HostRanks, Noted, Wrote, reap
 from horo.runner.config import EXIT_USAGE, Job, JobError
@@ -37,6 +38,7 @@ from horo.runner.job.placement import (
     explain_idle_hosts,
     place,
     remote_launcher_of,
+    slots_of,
 )
 from horo.runner.job.remote import RemoteHost, explain_absence
 from horo.runner.job.report import Ending, awaited, exit_code, overdue, report, root_cause, signal_name
@@ -207,9 +209,10 @@ class _Supervisor:
 
     def _start_ranks(self) -> None:
         hosts = self._hosts
+        slots = [self._slots_of(index, host) for index, host in enumerate(hosts)]
         placements = place(
-            [self._slots_of(index, host) for index, host in enumerate(hosts)],
-            self._job.size,
+            slots,
+            self._job.size or sum(slots),
             evenly=self._job.shares_evenly,
             oversubscribe=self._job.oversubscribe,
         )
@@ -238,10 +241,8 @@ class _Supervisor:
                 self._start_local(hosts[index].name, ranks)
 
     def _slots_of(self, index: int, host: HostSpec) -> int:
-        if host.slots is not None:
-            return host.slots
-        host_info = self._remotes[index].host_info or {}
-        return default_slots(int(host_info["cores"]), int(host_info["gpus"]))
+        host_info = {} if host.slots is not None else self._remotes[index].host_info or {}
+        return slots_of(host, self._job.size, int(host_info.get("cores", 0)), int(host_info.get("gpus", 0)))
 
     def _variables(
         self, hosts: Sequence[HostSpec], placements: Sequence[Placement], routes: Mapping[int, HostAddresses | None]
@@ -277,7 +278,7 @@ class _Supervisor:
                 store=stores[placement.host],
                 master=(master, port) if self._job.torch_env else None,
                 cores=core_count() if remote is None else int((remote.host_info or {})["cores"]),
-                threads_set=self._threads_set,
+                threads_set=self._binding.threads_set,
             )
         return told
 
@@ -288,8 +289,8 @@ class _Supervisor:
         return self._job.master_port or int((remote.host_info or {})["free_port"])
 
     @property
-    def _threads_set(self) -> bool:
-        return "OMP_NUM_THREADS" in self._environment
+    def _binding(self) -> Binding:
+        return Binding(self._job.bind_to, self._job.bind_gpus, "OMP_NUM_THREADS" in self._environment)
 
     def _mark(self, host: int) -> str:
         return f"{self._id}.{host}" if host in self._remotes else self._tree.mark
@@ -308,8 +309,7 @@ class _Supervisor:
             "grace_s": self._job.grace_s,
             "silence_s": self._job.host_timeout_s,
             "master_port": self._job.master_port if 0 in ranks else 0,
-            "bind_to": self._job.bind_to,
-            "threads_set": self._threads_set,
+            "binding": asdict(self._binding),
         }
 
     def _start_local(self, name: str, ranks: Mapping[int, Mapping[str, str]]) -> None:
@@ -318,7 +318,7 @@ class _Supervisor:
         environments = {rank: {**self._environment, **own} for rank, own in ranks.items()}
         cwd = str(Path.cwd())
         command = with_python(self._job.command, cwd, self._environment.get("PATH", os.defpath), name)
-        self._local.start(command, environments, cwd, name, bind_to=self._job.bind_to, threads_set=self._threads_set)
+        self._local.start(command, environments, cwd, name, binding=self._binding)
 
     # What happens
 
@@ -330,7 +330,7 @@ class _Supervisor:
         elif isinstance(event, Exited):
             self._on_exit(event)
         else:
-            bound = f", bound to {event.cpus}" if event.cpus else ""
+            bound = f", bound to {event.bound}" if event.bound else ""
             self._console.explain(f"rank {event.rank} on {self._names[event.rank]} runs as process {event.pid}{bound}")
 
     def _on_note(self, event: Noted) -> None:

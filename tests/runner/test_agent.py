@@ -46,7 +46,7 @@ class Agent:
         value = {
             "host": "h", "mark": f"test.{os.getpid()}.{id(self)}", "cwd": "/", "command": ["sh", "-c", script],
             "environment": {}, "unset": [], "ranks": {"0": {}}, "grace_s": 0.2, "silence_s": 30.0, "master_port": 0,
-            "bind_to": "none", "threads_set": False,
+            "binding": {"threads_set": False},
         }  # fmt: skip
         self.send(encode_json(Kind.JOB, {**value, **changed}))
 

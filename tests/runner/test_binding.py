@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jobs import Hororun
 
-from horo.runner.agent.machine import BindingError, Topology, bind, read_topology, threads
+from horo.runner.agent.machine import BindingError, Topology, bind, bind_gpus, read_topology, threads
 
 # Two sockets of four cores with two threads each, numbered as Linux does: siblings are 8 apart.
 CORES = tuple(frozenset({cpu, cpu + 8}) for cpu in range(8))
@@ -115,3 +115,57 @@ def test_wrong_values_are_one_sentence(hororun: Hororun) -> None:
     done = hororun.run("-np", "1", "--bind-to", "core", "--mpi", "true")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "--bind-to" in done.stderr
+
+
+SHOW_GPUS = ["--no-prefix", "--", "sh", "-c", "echo $HOROVOD_RANK $CUDA_VISIBLE_DEVICES"]
+
+
+def test_gpus_are_shared_out_side_by_side_and_by_several_ranks() -> None:
+    names = ["3", "GPU-a", "MIG-b"]
+    assert bind_gpus([4, 5, 6], names) == {4: "3", 5: "GPU-a", 6: "MIG-b"}
+    assert bind_gpus([0], names) == {0: "3,GPU-a,MIG-b"}
+    assert bind_gpus([0, 1], names) == {0: "3", 1: "GPU-a,MIG-b"}
+    assert bind_gpus(range(4), names[:2]) == {0: "3", 1: "3", 2: "GPU-a", 3: "GPU-a"}
+    with pytest.raises(BindingError, match="--bind-gpus: there is no NVIDIA GPU here"):
+        bind_gpus([0], [])
+
+
+@given(st.integers(1, 20), st.integers(1, 40))
+def test_every_gpu_has_a_rank_and_every_rank_a_gpu(here: int, count: int) -> None:
+    shares = [words.split(",") for words in bind_gpus(range(count), list(map(str, range(here)))).values()]
+    assert {int(word) for share in shares for word in share} == set(range(here))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_each_rank_sees_its_share_of_the_gpus_of_its_host(hororun: Hororun, where: str) -> None:
+    words = ["-np", "4", "--bind-gpus", "--verbose", *SHOW_GPUS]
+    done = hororun.run(*words, where=where, environment={"CUDA_VISIBLE_DEVICES": "5,GPU-a"})
+    assert done.returncode == 0, done.stderr
+    shares = ["5", "5", "GPU-a", "GPU-a"] if "localhost" in where else ["5", "GPU-a"] * 2
+    assert sorted(done.stdout.splitlines()) == [f"{rank} {share}" for rank, share in enumerate(shares)]
+    assert done.stderr.count(", bound to GPU 5\n") == 2
+    assert done.stderr.count(", bound to GPU-a\n") == 2
+
+
+def test_gpus_are_those_of_the_variable_that_ranks_get(hororun: Hororun, where: str) -> None:
+    words = ["-np", "2", "--bind-gpus", "--bind-to", "core", "-x", "CUDA_VISIBLE_DEVICES=7,8", "--verbose", *SHOW_GPUS]
+    done = hororun.run(*words, where=where.replace("2", "1"), environment={"CUDA_VISIBLE_DEVICES": "1"})
+    shares = ["7", "8"] if "localhost" in where else ["7,8", "7,8"]
+    assert sorted(done.stdout.splitlines()) == [f"{rank} {share}" for rank, share in enumerate(shares)], done.stderr
+    assert " and GPU" in done.stderr
+
+
+def test_a_host_without_gpus_is_an_error_that_names_it(hororun: Hororun, where: str) -> None:
+    done = hororun.run("-np", "1", "--bind-gpus", "true", where=where, environment={"CUDA_VISIBLE_DEVICES": ""})
+    assert (done.returncode, done.stderr.count("\n")) == (78, 1)
+    assert f"host {where[:3]}" in done.stderr
+    assert "--bind-gpus: there is no NVIDIA GPU here" in done.stderr
+
+
+def test_dry_run_shows_gpus(hororun: Hororun) -> None:
+    environment = {"CUDA_VISIBLE_DEVICES": "0,1"}
+    words = ["-np", "2", "--bind-gpus", "--dry-run", "true"]
+    done = hororun.run(*words, where="localhost:1,one:1", environment=environment)
+    assert "rank 0 is bound to GPUs 0,1\neach rank elsewhere is bound to its share of the GPUs there\n" in done.stdout
+    done = hororun.run(*words, where="localhost:2", environment={"CUDA_VISIBLE_DEVICES": ""})
+    assert (done.returncode, done.stderr.count("\n")) == (78, 1)

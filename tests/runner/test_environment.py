@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from horo.runner.agent.machine import default_slots, gpu_count
+from horo.runner.agent.machine import visible_gpus
 from horo.runner.config import JobError
 from horo.runner.hosts import HostSpec
 from horo.runner.job.environment import default_variables, forwarded, inherited, parse_exports, rank_variables
 from horo.runner.job.host_addresses import HostAddresses, find_addresses, store_addresses
-from horo.runner.job.placement import place
+from horo.runner.job.placement import place, slots_of
 from horo.runner.network import NetworkError, address_toward, free_port, interface_addresses, is_local, network_identity
 
 
@@ -110,13 +112,42 @@ def test_a_wrong_export_is_named(item: str) -> None:
         parse_exports([item], {})
 
 
-@pytest.mark.parametrize(("visible", "count"), [("0,1", 2), ("", 0), ("-1", 0), ("0,-1,1", 1), ("GPU-1a, GPU-2b", 2)])
-def test_visible_gpus_are_counted(visible: str, count: int) -> None:
-    assert gpu_count({"CUDA_VISIBLE_DEVICES": visible}) == count
+@pytest.mark.parametrize(
+    ("visible", "found"),
+    [
+        ("0,1", "0 1"),
+        ("", ""),
+        ("-1", ""),
+        ("0,-1,1", "0"),
+        ("2, 1", "2 1"),
+        ("NoDevFiles", ""),
+        ("GPU-1a, GPU-2b", "GPU-1a GPU-2b"),
+        ("MIG-8f/1/0,MIG-4c", "MIG-8f/1/0 MIG-4c"),
+    ],
+)
+def test_visible_gpus_are_those_that_cuda_would_take(visible: str, found: str, tmp_path: Path) -> None:
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": visible}, tmp_path) == found.split()
+
+
+def test_gpus_are_found_by_the_driver_or_by_the_devices_of_a_container(tmp_path: Path) -> None:
+    assert visible_gpus({}, tmp_path) == []
+    (tmp_path / "dev").mkdir()
+    for name in ("nvidia0", "nvidia3", "nvidiactl", "nvidia-uvm", "null"):
+        (tmp_path / "dev" / name).touch()
+    assert visible_gpus({}, tmp_path) == ["0", "1"]
+    for address in ("0000:01:00.0", "0000:02:00.0", "0000:81:00.0"):
+        (tmp_path / "proc" / "driver" / "nvidia" / "gpus" / address).mkdir(parents=True)
+    assert visible_gpus({}, tmp_path) == ["0", "1", "2"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "2,7,1"}, tmp_path) == ["2"]  # as CUDA does
 
 
 def test_slots_default_to_gpus_then_cores() -> None:
-    assert (default_slots(8, 2), default_slots(8, 0), default_slots(0, 0)) == (2, 8, 1)
+    host = HostSpec("h")
+    assert [slots_of(host, 1, *here) for here in ((8, 2), (8, 0), (0, 0))] == [2, 8, 1]
+    assert slots_of(replace(host, slots=3), 0, 8, 0) == 3
+    assert slots_of(host, 0, 8, 2) == 2
+    with pytest.raises(JobError, match=r"how many ranks\? say -np N; h has no GPU"):
+        slots_of(host, 0, 8, 0)  # the number of its cores says nothing
 
 
 def test_names_of_this_machine_are_local_and_others_are_not() -> None:

@@ -29,6 +29,49 @@ def test_every_host_gets_its_part_where_no_slots_are_said(hororun: Hororun, wher
     assert sorted(done.stdout.splitlines()) == [f"{rank} {name}" for rank, name in enumerate(where.split(","))]
 
 
+@pytest.mark.parametrize(
+    ("where", "ranks"),
+    [
+        (None, ["localhost"] * 3),
+        ("localhost", ["localhost"] * 3),
+        ("one,two", ["one"] * 3 + ["two"] * 3),
+        ("one:1,localhost,two", ["one"] + ["localhost"] * 3 + ["two"] * 3),
+        ("one:1,two:2", ["one", "two", "two"]),
+    ],
+    ids=str,
+)
+def test_without_a_number_there_is_a_rank_for_each_slot_or_gpu(
+    hororun: Hororun, where: str | None, ranks: list[str]
+) -> None:
+    if where is None:
+        hororun.remote_shell = ""  # which is for remote hosts
+    done = hororun.run(*SHOW, where=where, environment={"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b,GPU-c"})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(done.stdout.splitlines()) == [f"{rank} {host}" for rank, host in enumerate(ranks)]
+
+
+@pytest.mark.parametrize("where", [None, "localhost", "one", "one:1,two"], ids=str)
+def test_a_number_of_cores_is_no_number_of_ranks(hororun: Hororun, where: str | None) -> None:
+    if where is None:
+        hororun.remote_shell = ""
+    done = hororun.run("true", where=where, environment=WITHOUT_GPUS)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith("hororun: how many ranks? say -np N")
+
+
+def test_what_needs_the_number_beforehand_asks_for_it(hororun: Hororun) -> None:
+    words = ["--timeline-merge", "all.json", "--timeline-filename", "t-{rank}.json", "true"]
+    done = hororun.run(*words, where="one", environment={"CUDA_VISIBLE_DEVICES": "0"})
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "--timeline-merge needs the number of ranks before the job starts: say -np N" in done.stderr
+
+
+def test_prefixes_are_as_wide_as_ranks_that_came_later_need(hororun: Hororun) -> None:
+    gpus = ",".join(f"GPU-{number}" for number in range(11))
+    done = hororun.run("sh", "-c", "echo here", where="one", environment={"CUDA_VISIBLE_DEVICES": gpus})
+    assert sorted(done.stdout.splitlines()) == [f"[{rank:2}] here" for rank in range(11)], done.stderr
+
+
 def test_a_host_file_without_slots_is_shared_out_too(hororun: Hororun, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("one\ntwo\n")
     done = hororun.run("--hostfile", str(tmp_path / "hosts"), "-np", "2", *SHOW, where=None, environment=WITHOUT_GPUS)

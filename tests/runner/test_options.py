@@ -34,6 +34,7 @@ EFFECT: dict[str, tuple[str, set[str]]] = {
     "oversubscribe": ("--oversubscribe", NOT_BY_JSRUN),
     "launcher": ("--gloo", {"one-host", "two-hosts", "check-hosts"}),
     "bind_to": ("--bind-to core", OWN),
+    "bind_gpus": ("--bind-gpus", OWN),
     "horovod": ("--horovod", JOBS),
     "dry_run": ("--dry-run", JOBS),
     "exports": ("-x A=1", JOBS),
