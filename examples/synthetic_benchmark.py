@@ -1,9 +1,10 @@
 """Images per second of a ResNet on random data, with the options and the printed lines that Horovod users know.
 
-    hororun -np 2 synthetic_benchmark.py --no-cuda --batch-size 8 --num-iters 3
+    hororun synthetic_benchmark.py                                                  a rank on each GPU of this machine
+    hororun -np 2 synthetic_benchmark.py --no-cuda --batch-size 8 --num-iters 3     two on its cores
 
 Every rank trains on one fixed random batch, so that only computation and the exchange of gradients are measured. The
-numbers printed are of rank 0; the last line multiplies them by the number of ranks.
+numbers printed are of rank 0; the last line multiplies them by the number of ranks. More ranks than GPUs share them.
 """
 
 from __future__ import annotations
@@ -90,14 +91,22 @@ def parse_arguments() -> argparse.Namespace:
             parser.error(f"--{option.replace('_', '-')} {getattr(arguments, option)}: at least 1")
     if arguments.num_warmup_batches < 0:
         parser.error(f"--num-warmup-batches {arguments.num_warmup_batches}: at least 0")
-    if torch.cuda.is_available() and not arguments.no_cuda:
-        parser.error("this version of horo exchanges host memory only; add --no-cuda")
     return arguments
 
 
-def prepare_step(arguments: argparse.Namespace) -> Callable[[], None]:
+def choose_device(no_cuda: bool) -> torch.device:
+    """The GPU of this rank, which becomes torch's current one, or the CPU."""
+    if no_cuda or not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", hvd.local_rank() % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    torch.backends.cudnn.benchmark = True
+    return device
+
+
+def prepare_step(arguments: argparse.Namespace, device: torch.device) -> Callable[[], None]:
     """Builds model, optimizer and one random batch; returns a function that takes one training step."""
-    model = build_model(arguments.model)
+    model = build_model(arguments.model).to(device)
     lr_scale = 1 if arguments.use_adasum else hvd.size()  # steps that differ add up with Adasum
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * lr_scale)
     compression = hvd.Compression.fp16 if arguments.fp16_allreduce else hvd.Compression.none
@@ -107,8 +116,8 @@ def prepare_step(arguments: argparse.Namespace) -> Callable[[], None]:
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    images = torch.randn(arguments.batch_size, 3, arguments.image_size, arguments.image_size)
-    labels = torch.randint(CLASSES, (arguments.batch_size,))
+    images = torch.randn(arguments.batch_size, 3, arguments.image_size, arguments.image_size, device=device)
+    labels = torch.randint(CLASSES, (arguments.batch_size,), device=device)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -127,25 +136,32 @@ def say(text: str) -> None:
 def main() -> None:
     arguments = parse_arguments()
     hvd.init()
-    step = prepare_step(arguments)
+    device = choose_device(arguments.no_cuda)
+    unit = "CPU" if device.type == "cpu" else "GPU"
+    step = prepare_step(arguments, device)
+
+    def run(steps: int) -> None:
+        for _ in range(steps):
+            step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()  # steps return before the GPU has done them
 
     say(f"Model: {arguments.model}")
     say(f"Batch size: {arguments.batch_size}")
-    say(f"Number of CPUs: {hvd.size()}")
+    say(f"Number of {unit}s: {hvd.size()}")
     say("Running warmup...")
-    for _ in range(arguments.num_warmup_batches):
-        step()
+    run(arguments.num_warmup_batches)
 
     say("Running benchmark...")
     rates = []
     for number in range(arguments.num_iters):
-        seconds = timeit.timeit(step, number=arguments.num_batches_per_iter)
+        seconds = timeit.timeit(lambda: run(arguments.num_batches_per_iter), number=1)
         rates.append(arguments.batch_size * arguments.num_batches_per_iter / seconds)
-        say(f"Iter #{number}: {rates[-1]:.1f} img/sec per CPU")
+        say(f"Iter #{number}: {rates[-1]:.1f} img/sec per {unit}")
 
     mean, spread = statistics.fmean(rates), 1.96 * statistics.pstdev(rates)
-    say(f"Img/sec per CPU: {mean:.1f} +-{spread:.1f}")
-    say(f"Total img/sec on {hvd.size()} CPU(s): {hvd.size() * mean:.1f} +-{hvd.size() * spread:.1f}")
+    say(f"Img/sec per {unit}: {mean:.1f} +-{spread:.1f}")
+    say(f"Total img/sec on {hvd.size()} {unit}(s): {hvd.size() * mean:.1f} +-{hvd.size() * spread:.1f}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The synthetic benchmark trains, prints the lines that Horovod users know, and refuses what it cannot do."""
+"""The synthetic benchmark trains, prints the lines that Horovod users know, and chooses the device of a rank."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import runpy
 import sys
 
 import pytest
+import torch
 from example_runs import ROOT, launcher, start
 
 SCRIPT = str(ROOT / "examples" / "synthetic_benchmark.py")
@@ -36,6 +37,24 @@ def test_prints_the_lines_in_order(launcher_name: str, ranks: int, options: list
     assert len(lines) == len(expected), done.stdout
     for line, pattern in zip(lines, expected, strict=True):
         assert re.fullmatch(pattern, line), f"{line!r} is not {pattern!r}"
+
+
+def test_ranks_take_gpus_in_turn_and_the_cpu_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = runpy.run_path(SCRIPT)
+    choose_device, hvd = module["choose_device"], module["hvd"]
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    for local_rank in range(3):
+        monkeypatch.setattr(hvd, "local_rank", lambda local_rank=local_rank: local_rank)
+        assert choose_device(False) == torch.device("cuda", local_rank % 2)
+    assert chosen == [torch.device("cuda", number) for number in (0, 1, 0)]
+    assert choose_device(True) == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device(False) == torch.device("cpu")
+    assert len(chosen) == 3
 
 
 def test_resnet50_has_its_published_number_of_parameters() -> None:
