@@ -100,6 +100,10 @@ peers-if-possible: build
 bench: peers-if-possible ## all benchmarks, beside gloo and the peers, into build/bench
 	@$(PY) benchmarks/suite.py $(BENCH_ARGS)
 
+.PHONY: gpu-bench
+gpu-bench: build ## the benchmarks on GPUs, beside DDP over NCCL, into build/bench; five minutes on one GPU
+	@$(PY) benchmarks/suite.py gpu
+
 .PHONY: bench-check
 bench-check: peers-if-possible ## one line per target: figure, best peer, ratio, ok or short
 	@$(PY) benchmarks/check.py $(BENCH_ARGS)

@@ -48,12 +48,15 @@ class Work:
         check: compares a result with a known answer; returns "" or what is wrong. Runs before and after all turns.
         figures: further figures of the turn that has just ended, by name.
         before_turn: runs at the start of each turn, outside the measured time.
+        finish: waits for what calls have only begun, as those of a GPU: behind the calls that are not counted, and as
+            part of the measured time behind the last one.
     """
 
     call: Callable[[], object]
     check: Callable[[], str] = field(default=always_right)
     figures: Callable[[], dict[str, float]] = field(default=nothing)
     before_turn: Callable[[], object] = field(default=nothing)
+    finish: Callable[[], object] = field(default=nothing)
 
 
 def rank_here() -> int:
@@ -69,16 +72,19 @@ def run_turn(work: Work, library: Library, count: int, *, warm: int, each: bool)
     library.barrier()
     for _ in range(warm):  # all ranks are here now; the exit from a barrier is not part of the time
         work.call()
+    work.finish()
     clock, call = time.perf_counter_ns, work.call
     before = resource.getrusage(resource.RUSAGE_SELF)
     stamps = [clock()]
     if each:
         for _ in range(count):
             call()
+            work.finish()
             stamps.append(clock())
     else:
         for _ in range(count):
             call()
+        work.finish()
         stamps.append(clock())
     after = resource.getrusage(resource.RUSAGE_SELF)
     spans = [(end - begin) / 1e3 for begin, end in itertools.pairwise(stamps)]

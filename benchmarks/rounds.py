@@ -81,12 +81,16 @@ class Result:
 
     def ratio(self, peer: str, one: str = "horo", state: str = "") -> float | None:
         """Median over heats of ``peer``'s time over ``one``'s; above 1, ``one`` is faster. None without such a heat."""
-        ratios = [
+        ratios = self.ratios(peer, one, state)
+        return statistics.median(ratios) if ratios else None
+
+    def ratios(self, peer: str, one: str = "horo", state: str = "") -> list[float]:
+        """The same heat by heat: how far they are apart says what their median is worth."""
+        return [
             heat.turns[peer].micros / heat.turns[one].micros
             for heat in self._heats(state)
             if peer in heat.turns and one in heat.turns
         ]
-        return statistics.median(ratios) if ratios else None
 
     def states(self) -> dict[str, int]:
         """How many heats were in which state."""

@@ -2,6 +2,7 @@
 
 python benchmarks/suite.py                      all, into build/bench
 python benchmarks/suite.py allreduce-np2        one
+python benchmarks/suite.py gpu                  those on GPUs: what `make gpu-bench` does
 """
 
 from __future__ import annotations
@@ -62,7 +63,13 @@ BENCHMARKS = (
     Benchmark("startup", "startup"),
     Benchmark("idle", "idle"),
     Benchmark("footprint", "footprint"),
+    Benchmark("gpu_step", "gpu_step"),
+    Benchmark("gpu_gradients", "gpu_gradients"),
+    Benchmark("gpu_staging", "gpu_staging"),
+    Benchmark("gpu_shared", "gpu_shared"),
 )
+ON_GPUS = "gpu"
+"""The name of all that need a GPU."""
 
 
 def scripts() -> list[str]:
@@ -77,8 +84,10 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="for NAME.json (default: build/bench)")
     arguments = parser.parse_args(words)
     for name in arguments.names:
-        if name not in names:
-            parser.error(f"'{name}' is no benchmark; they are {', '.join(names)}")
+        if name not in [*names, ON_GPUS]:
+            parser.error(f"'{name}' is no benchmark; they are {', '.join(names)}, and all on GPUs {ON_GPUS}")
+    if ON_GPUS in arguments.names:
+        arguments.names += [name for name in names if name.startswith(f"{ON_GPUS}_")]
     return arguments
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import models
 import torch
 from libraries.horo import Opened
+from places import CPU
 from workloads.training_step import Training
 
 import horo.torch as hvd
@@ -25,7 +26,7 @@ class Turns:
 
     def __init__(self, model: str, folder: str) -> None:
         library: Any = Opened(int(os.environ["HOROVOD_RANK"]), int(os.environ["HOROVOD_SIZE"]), lambda value: [value])
-        self.training = Training(library, models.RECIPES[model])
+        self.training = Training(library, models.RECIPES[model], CPU)
         self.path = f"{folder}/{{rank}}.json"
 
     def slowest(self, seconds: float) -> float:

@@ -11,42 +11,59 @@ import models
 import torch
 from contestant import Unsupported, Work
 from libraries import Library
+from places import Place, place_of
 from torch import nn
 
 RATE = 0.001
 CHECKED_STEPS = 2
+CHECKED_BATCH_ON_GPU = 16  # it computes in float64 then
 LONELY = ("alone", "in_step")  # kinds of libraries that exchange no gradients
 
 
 class Training:
-    """A model, its optimizer as the library wants them, and this rank's part of the data."""
+    """A model, its optimizer as the library wants them, and this rank's part of the data.
 
-    def __init__(self, library: Library, recipe: models.Recipe) -> None:
-        self.library, self.recipe = library, recipe
+    Args:
+        library: exchanges gradients.
+        recipe: what is trained.
+        place: where.
+        batch: examples per rank; 0: as many as the recipe says.
+        synced: layers that look at their batch look at that of all ranks.
+    """
+
+    def __init__(
+        self, library: Library, recipe: models.Recipe, place: Place, *, batch: int = 0, synced: bool = False
+    ) -> None:
+        self.library, self.place = library, place
+        batch = batch or recipe.batch
         generator = torch.Generator().manual_seed(1)
-        self.inputs = recipe.inputs(recipe.batch * library.size, generator)
-        self.targets = torch.randint(recipe.classes, (recipe.batch * library.size,), generator=generator)
+        self.inputs = place.put(recipe.inputs(batch * library.size, generator))
+        self.targets = place.put(torch.randint(recipe.classes, (batch * library.size,), generator=generator))
         torch.manual_seed(0)
-        self.model = recipe.make()
+        self.model = place.put_model(recipe.make())
+        if synced and library.kind not in LONELY:
+            self.model = library.module.SyncBatchNorm.convert_sync_batchnorm(self.model)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE)
         self.forward = wrap(library, self.model)
         if library.kind in ("horo", "horovod"):
             hvd = library.module
             self.optimizer = hvd.DistributedOptimizer(self.optimizer, named_parameters=self.model.named_parameters())
             hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
-        begin = library.rank * recipe.batch
-        self.mine = slice(begin, begin + recipe.batch)
+        begin = library.rank * batch
+        self.mine = slice(begin, begin + batch)
 
     def step(self) -> None:
         self.optimizer.zero_grad()
-        nn.functional.cross_entropy(self.forward(self.inputs[self.mine]), self.targets[self.mine]).backward()
+        with self.place.computing():
+            loss = nn.functional.cross_entropy(self.forward(self.inputs[self.mine]), self.targets[self.mine])
+        loss.backward()
         if self.library.kind == "in_step":
             self.library.barrier()  # where the others' gradients would be needed
         self.optimizer.step()
 
 
 def wrap(library: Library, model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    if library.kind == "gloo":
+    if library.kind in ("gloo", "nccl"):
         return nn.parallel.DistributedDataParallel(model)
     if library.kind in ("horo", "horovod", *LONELY):
         return model
@@ -57,22 +74,21 @@ def flat(model: nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def check_learning(library: Library, recipe: models.Recipe) -> str:
+def check_learning(library: Library, recipe: models.Recipe, place: Place, *, synced: bool = False) -> str:
     """Trains a copy and, where batches add up, compares it with one process that has the batches of all ranks."""
-    training = Training(library, recipe)
-    for _ in range(CHECKED_STEPS):
-        training.step()
-    if not recipe.adds_up or library.kind in LONELY:
-        return ""
-    torch.manual_seed(0)
-    alone = recipe.make()
-    optimizer = torch.optim.SGD(alone.parameters(), lr=RATE)
-    for _ in range(CHECKED_STEPS):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(alone(training.inputs), training.targets).backward()
-        optimizer.step()
-    have, want = flat(training.model), flat(alone)
-    begun = flat(Training(ALONE_HERE, recipe).model)
+    batch = min(recipe.batch, CHECKED_BATCH_ON_GPU) if place.is_gpu else recipe.batch
+    with place.exact(in_float64=place.is_gpu or synced) as exact:  # what is normalized magnifies what is rounded
+        training = Training(library, recipe, exact, batch=batch, synced=synced)
+        for _ in range(CHECKED_STEPS):
+            training.step()
+        adds_up = recipe.adds_up or synced or library.size == 1
+        if not adds_up or library.kind in LONELY:
+            return ""
+        alone = Training(ALONE_HERE, recipe, exact, batch=batch * library.size)
+        begun = flat(alone.model)
+        for _ in range(CHECKED_STEPS):
+            alone.step()
+        have, want = flat(training.model), flat(alone.model)
     error, moved = float((have - want).abs().max()), float((want - begun).abs().max())
     return "" if error <= 1e-3 * moved else f"parameters are {error:.2g} off after moving by {moved:.2g}"
 
@@ -99,11 +115,12 @@ def differing_ranks(library: Library, model: nn.Module) -> str:
     """Whether all ranks hold the same bits."""
     if library.kind in LONELY:
         return ""
-    values = flat(model).contiguous()
+    values = flat(model).cpu()
     # Not by numpy: an older torch cannot use that of today.
     digest = hashlib.blake2b(ctypes.string_at(values.data_ptr(), values.nbytes), digest_size=7).digest()
     own = torch.tensor([int.from_bytes(digest, "little")])
-    if library.kind == "gloo":
+    if library.kind in ("gloo", "nccl"):
+        own = own.to("cuda" if library.kind == "nccl" else "cpu")
         everyone = [torch.empty_like(own) for _ in range(library.size)]
         library.module.all_gather(everyone, own)
         gathered = torch.cat(everyone)
@@ -114,12 +131,13 @@ def differing_ranks(library: Library, model: nn.Module) -> str:
 
 
 def prepare(library: Library, parameters: dict[str, Any]) -> Work:
-    """``parameters``: model, one of models.RECIPES."""
-    recipe = models.RECIPES[parameters["model"]]
+    """``parameters``: model, one of models.RECIPES; batch and synced, see Training; device and autocast, see places."""
+    recipe, place = models.RECIPES[parameters["model"]], place_of(parameters, library.rank)
+    batch, synced = int(parameters.get("batch", 0)), bool(parameters.get("synced"))
     torch.set_flush_denormal(True)  # a model that has learnt its batch by heart must not become ten times slower
-    training = Training(library, recipe)
+    training = Training(library, recipe, place, batch=batch, synced=synced)
 
     def check() -> str:
-        return check_learning(library, recipe) or differing_ranks(library, training.model)
+        return check_learning(library, recipe, place, synced=synced) or differing_ranks(library, training.model)
 
-    return Work(training.step, check)
+    return Work(training.step, check, finish=place.finish)

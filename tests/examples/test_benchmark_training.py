@@ -19,6 +19,7 @@ import models  # noqa: E402  (benchmarks/models.py)
 import peers  # noqa: E402  (benchmarks/peers.py)
 import training_step  # noqa: E402  (benchmarks/training_step.py)
 from contest import Turn  # noqa: E402  (benchmarks/contest.py)
+from places import CPU  # noqa: E402  (benchmarks/places.py)
 from rounds import Case, Heat, Plan, Result  # noqa: E402  (benchmarks/rounds.py)
 from workloads import training_step as workload  # noqa: E402  (benchmarks/workloads/training_step.py)
 
@@ -69,7 +70,7 @@ def test_a_rank_that_learns_something_else_is_found(monkeypatch: pytest.MonkeyPa
 
         size = 2
 
-    assert "off after moving" in workload.check_learning(Broken(), models.RECIPES["mlp-tiny"])
+    assert "off after moving" in workload.check_learning(Broken(), models.RECIPES["mlp-tiny"], CPU)
 
 
 def test_efficiency_is_the_ceilings_time_over_the_contestants() -> None:

@@ -1,0 +1,297 @@
+"""The benchmarks on GPUs, as far as they run without one: on the CPU, and beside a double of a GPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import gpu_double
+import pytest
+import torch
+from doubles import CUDA, build_double
+from example_runs import ROOT, start
+from rank_pool import RankPool
+
+import horo.torch as hvd
+
+FOLDER = ROOT / "benchmarks"
+SHORT = ["--device", "cpu", "--rounds", "2", "--turn-ms", "1"]
+
+sys.path.insert(0, str(FOLDER))
+import check  # noqa: E402  (benchmarks/check.py)
+import gpu_gradients  # noqa: E402  (benchmarks/gpu_gradients.py)
+import gpu_shared  # noqa: E402  (benchmarks/gpu_shared.py)
+import gpu_staging  # noqa: E402  (benchmarks/gpu_staging.py)
+import gpu_step  # noqa: E402  (benchmarks/gpu_step.py)
+import gpus  # noqa: E402  (benchmarks/gpus.py)
+import models  # noqa: E402  (benchmarks/models.py)
+import places  # noqa: E402  (benchmarks/places.py)
+import suite  # noqa: E402  (benchmarks/suite.py)
+from contest import ContestError, Turn  # noqa: E402  (benchmarks/contest.py)
+from contestant import Work, run_turn  # noqa: E402  (benchmarks/contestant.py)
+from rounds import Case, Heat, Result  # noqa: E402  (benchmarks/rounds.py)
+from workloads import staging, training_step  # noqa: E402  (benchmarks/workloads)
+
+SCRIPTS: dict[str, Any] = {
+    "gpu_step": gpu_step,
+    "gpu_gradients": gpu_gradients,
+    "gpu_staging": gpu_staging,
+    "gpu_shared": gpu_shared,
+}
+needs_no_gpu = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="torch sees a GPU here; `make gpu-bench` runs the scripts on it"
+)
+
+
+def result_of(case: str, parameters: dict[str, Any], *heats: dict[str, float]) -> Result:
+    """A result with these heats: everybody's microseconds."""
+    result = Result(Case(case, parameters), dict.fromkeys(heats[0], 1))
+    for times in heats:
+        result.heats.append(Heat((1.0, 1.0), {name: Turn(micros, []) for name, micros in times.items()}))
+    return result
+
+
+# ---- whole scripts, on the CPU ---------------------------------------------------------------------------------------
+
+
+def run(script: str, words: list[str], tmp_path: Path) -> tuple[list[dict[str, Any]], str]:
+    """The rows that it has written, and what it has printed."""
+    file = tmp_path / "out.json"
+    done = start([sys.executable, str(FOLDER / f"{script}.py"), *SHORT, *words, "--json", str(file)])
+    document = json.loads(file.read_text())
+    assert document["benchmark"] == script
+    assert document["gpu"] == {}
+    assert all(row["wrong"] == "" for row in document["rows"])
+    assert "\non no GPU, torch " in done.stdout
+    return document["rows"], done.stdout
+
+
+def test_a_step_is_timed_beside_two_plain_ones_and_ddp(tmp_path: Path) -> None:
+    rows, said = run("gpu_step", ["--models", "mlp-tiny,resnet50-tiny"], tmp_path)
+    names = ["ceiling", "ceiling, again", "horo", "DDP"]
+    assert [(row["model"], row["contestant"]) for row in rows] == [
+        (model, name) for model in ("mlp-tiny", "resnet50-tiny") for name in names
+    ]
+    assert [row["of_ceiling"] for row in rows if row["contestant"] == "ceiling"] == [1.0, 1.0]
+    assert said.count(" ok\n") >= 8
+    assert "mlp-tiny in bfloat16 on one GPU, 1 rank" in said
+
+
+def test_gradients_are_averaged_in_both_forms(tmp_path: Path) -> None:
+    rows, said = run("gpu_gradients", ["--np", "2", "--model", "resnet50-tiny"], tmp_path)
+    assert [(row["form"], row["contestant"]) for row in rows] == [
+        (form, name) for form in ("grouped", "optimizer") for name in ("ceiling", "horo", "DDP")
+    ]
+    assert "gradients of resnet50-tiny, optimizer, 2 ranks" in said
+
+
+def test_staged_sums_are_timed_beside_copies(tmp_path: Path) -> None:
+    rows, said = run("gpu_staging", ["--sizes", "4K,16M", "--model", "mlp-tiny"], tmp_path)
+    assert [(row["ranks"], row["case"], row["contestant"]) for row in rows] == [
+        (ranks, case, name)
+        for ranks in (1, 2)
+        for case in ("4 KiB", "16 MiB", "4 gradients")
+        for name in ("ceiling", "horo")
+    ]
+    targets = [line for line in said.splitlines() if "through pinned memory, 1 rank" in line]
+    assert len(targets) == 1  # of what is large enough
+    assert "16 MiB" in targets[0]
+
+
+def test_ranks_that_share_a_place_train_to_the_parameters_of_one(tmp_path: Path) -> None:
+    rows, said = run("gpu_shared", ["--model", "resnet50-tiny", "--batch", "4"], tmp_path)
+    assert [(row["ranks"], row["contestant"]) for row in rows] == [(2, "ceiling"), (2, "horo")]
+    assert said.splitlines()[-1].startswith("ok    resnet50-tiny on one GPU, 2 ranks")
+
+
+# ---- without a GPU ---------------------------------------------------------------------------------------------------
+
+
+@needs_no_gpu
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_without_a_gpu_each_says_so_and_ends_well(script: str, tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    done = start([sys.executable, str(FOLDER / f"{script}.py"), "--json", str(file)])
+    assert done.stdout == f"{script}.py: skipped: no GPU: torch {torch.__version__} sees none\n"
+    assert not file.exists()
+
+
+@needs_no_gpu
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_check_has_no_line_of_them_then(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    rows_of = check.rows_of(script)
+    assert rows_of is not None
+    assert rows_of(True) == rows_of(False) == []
+    assert capsys.readouterr().err.count(f"{script}.py: skipped: no GPU") == 2
+
+
+def test_one_word_runs_all_of_them() -> None:
+    assert suite.parse_arguments(["gpu"]).names == ["gpu", *SCRIPTS]
+    assert not set(SCRIPTS) & set(suite.parse_arguments(["latency"]).names)
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "message"),
+    [
+        ("gpu_step", ["--models", "vgg"], "--models: no 'vgg'"),
+        ("gpu_step", ["--rounds", "0"], "--rounds 0: at least 1"),
+        ("gpu_gradients", ["--device", "cpu", "--np", "3"], "--np 3: there is a GPU each for 1 to 2 ranks"),
+        ("gpu_gradients", ["--model", "vgg"], "--model: no 'vgg'"),
+        ("gpu_staging", ["--sizes", "6"], "'6': float32 takes 4 bytes each"),
+        ("gpu_staging", ["--turn-ms", "0"], "--turn-ms 0: must be more than 0"),
+        ("gpu_shared", ["--batch", "0"], "--batch 0: at least 1"),
+    ],
+)
+def test_bad_option_is_named(script: str, words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        SCRIPTS[script].parse_arguments(words)
+    assert message in capsys.readouterr().err
+
+
+# ---- what is read from results ---------------------------------------------------------------------------------------
+
+
+def test_the_cost_of_a_step_is_held_to_one_percent() -> None:
+    times = {"ceiling": 100.0, "ceiling, again": 99.8, "horo": 100.9, "DDP": 103.0}
+    met = gpu_step.row_for(result_of("resnet50-128", {}, times))
+    assert (met.figure, met.ok) == (pytest.approx(0.9), True)
+    assert met.note.endswith("a second plain one -0.20 %")
+    assert not gpu_step.row_for(result_of("resnet50-128", {}, {**times, "horo": 101.1})).ok
+
+
+def test_gradients_are_held_to_the_time_of_ddp_in_the_same_heat() -> None:
+    heats = [{"ceiling": 1.0, "horo": 4.0, "DDP": 5.0}, {"ceiling": 1.0, "horo": 8.0, "DDP": 9.0}] * 2
+    row = gpu_gradients.row_for(result_of("grouped", {"model": "resnet50"}, *heats), 1)
+    assert (row.ratio, row.ok) == (pytest.approx((1.25 + 1.125) / 2), True)
+    slower = [{"ceiling": 1.0, "horo": 5.0, "DDP": 4.9}]
+    assert not gpu_gradients.row_for(result_of("grouped", {"model": "resnet50"}, *slower), 1).ok
+
+
+def test_staging_is_held_to_a_share_of_the_copies() -> None:
+    def row(horo: float) -> Any:
+        return gpu_staging.row_for(result_of("64 MiB", {"counts": [1 << 24]}, {"ceiling": 80.0, "horo": horo}))
+
+    assert (row(100.0).figure, row(100.0).ok, row(101.0).ok) == (80.0, True, False)
+    result = result_of("64 MiB", {"counts": [1 << 24]}, {"ceiling": 80.0, "horo": 100.0})
+    line = gpus.as_table([gpus.Round([result], 2)], gpu_staging.SHOWN).splitlines()[3]
+    assert line.split() == [
+        "horo",
+        "100",
+        "us",
+        "100",
+        "us",
+        "100",
+        "us",
+        "1.250",
+        "(1.250",
+        "to",
+        "1.250)",
+        "1342.2",
+        "ok",
+    ]
+
+
+def test_wrong_parameters_are_short_and_break_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = result_of("resnet50", {}, {"ceiling": 1.0, "horo": 2.0})
+    result.wrong["horo"] = "rank 0: parameters are 1 off after moving by 1"
+    assert not gpu_shared.row_for(result, 2).ok
+    monkeypatch.setattr(gpus, "why_not", lambda _device: "")
+    arguments = gpu_shared.parse_arguments(["--device", "cpu"])
+    with pytest.raises(ContestError, match=r"wrong results of resnet50: .* parameters are 1 off"):
+        gpus.check_rows("gpu_shared", arguments, lambda _: [gpus.Round([result], 2)], gpu_shared.SHOWN)
+
+
+def test_contestants_on_one_gpu_all_see_the_first_one_that_is_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
+    assert gpus.one_gpu(gpus.horo("cuda"), "cuda").environment["CUDA_VISIBLE_DEVICES"] == "GPU-a"
+    assert "CUDA_VISIBLE_DEVICES" not in gpus.one_gpu(gpus.horo("cpu"), "cpu").environment
+    assert gpus.horo("cuda", by_nccl=True).launcher_options == ("--gpu-operations", "nccl")
+    assert (gpus.ddp("cuda").library, gpus.ddp("cpu").library) == ("nccl", "gloo")
+
+
+# ---- what ranks do ---------------------------------------------------------------------------------------------------
+
+
+def test_the_end_of_what_calls_have_begun_is_part_of_the_time() -> None:
+    did: list[str] = []
+    work = Work(lambda: did.append("call"), finish=lambda: did.append("finish"))
+    library: Any = SimpleNamespace(barrier=lambda: None)
+    run_turn(work, library, 2, warm=1, each=False)
+    assert did == ["call", "finish", "call", "call", "finish"]
+    did.clear()
+    run_turn(work, library, 2, warm=1, each=True)
+    assert did == ["call", "finish"] * 3
+
+
+def test_ranks_take_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    found = [places.place_of({"device": "cuda", "autocast": True}, rank) for rank in range(3)]
+    assert [place.device.index for place in found] == [place.index for place in chosen] == [0, 1, 0]
+    assert all(place.is_gpu and place.autocast for place in found)
+    assert places.place_of({}, 1) == places.CPU
+
+
+def test_a_gpu_compares_in_float64_without_short_floats(monkeypatch: pytest.MonkeyPatch) -> None:
+    freed: list[None] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(None))
+    place = places.Place(torch.device("cuda", 0), autocast=True)
+    with place.exact(in_float64=True) as exact:
+        assert (exact.dtype, exact.autocast, torch.backends.cudnn.allow_tf32) == (torch.float64, False, False)
+    assert len(freed) == 1
+    with places.Place(torch.device("cpu"), autocast=True).exact(in_float64=False) as exact:
+        assert exact == places.CPU
+
+
+def test_layers_that_look_at_their_batch_are_told_from_synced_ones() -> None:
+    recipe = models.RECIPES["resnet50-tiny"]
+    library: Any = SimpleNamespace(kind="horo", module=None, rank=0, size=2)
+    assert not recipe.adds_up
+    converted: list[torch.nn.Module] = []
+
+    class module:
+        class SyncBatchNorm:
+            @staticmethod
+            def convert_sync_batchnorm(model: torch.nn.Module) -> torch.nn.Module:
+                converted.append(model)
+                return model
+
+        @staticmethod
+        def DistributedOptimizer(optimizer: object, named_parameters: object) -> object:
+            return optimizer  # forgets the other rank
+
+        @staticmethod
+        def broadcast_parameters(state: object, root_rank: int) -> None:
+            """All ranks begin alike."""
+
+    library.module = module
+    assert training_step.check_learning(library, recipe, places.CPU) == ""
+    assert "off after moving" in training_step.check_learning(library, recipe, places.CPU, synced=True)
+    assert len(converted) == 1
+
+
+@pytest.fixture
+def pool() -> Iterator[RankPool]:
+    pool = RankPool(2)
+    yield pool
+    pool.close()
+
+
+def test_staged_sums_beside_a_double_of_a_gpu(pool: RankPool, tmp_path: Path) -> None:
+    def add_up(path: str) -> None:
+        gpu = gpu_double.load(path)
+        place: Any = SimpleNamespace(is_gpu=True, put=gpu.put, finish=lambda: None)
+        library: Any = SimpleNamespace(kind="horo", module=hvd, rank=hvd.rank(), size=hvd.size())
+        tensors = [place.put(torch.zeros(count)) for count in (5, 0, 70_000)]
+        place.finish = lambda: [gpu.read(tensor) for tensor in tensors]
+        work = staging.of_horo(library, tensors, place)
+        assert work.check() == ""
+        work.call()
+        assert not any(gpu.read(tensor).any() for tensor in tensors)
+
+    pool.run(add_up, str(build_double(CUDA, tmp_path, DELAYS=20)))
