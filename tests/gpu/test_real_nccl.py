@@ -1,16 +1,21 @@
-"""Collectives by NCCL on the devices of this machine, a rank on each."""
+"""Collectives by NCCL on the devices of this machine, a rank on each; with one, NCCL's own ways of a single rank."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from gpu_checks import RealGpu
+from rank_pool import RankPool
 
 import horo.torch as hvd
+from horo.errors import PeerLostError
 
 SCRIPT = """
 import torch
@@ -50,3 +55,99 @@ def test_all_that_nccl_does(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("done") == int(count)
     assert "NCCL does what it can of tensors on GPU 0" in done.stdout + done.stderr
+
+
+def test_one_rank_by_nccl(nccl1: RankPool) -> None:
+    def check() -> None:
+        gpu = RealGpu()
+        assert hvd.config()["gpu_operations"] == "nccl"
+        x = torch.arange(1000.0, device=gpu.device)
+        for op in (hvd.Sum, hvd.Average, hvd.Min, hvd.Max, hvd.Product):
+            assert torch.equal(hvd.allreduce(x, op=op), x)
+        assert torch.equal(hvd.allreduce(x, op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0), 2 * x)
+        assert torch.equal(hvd.reducescatter(x.view(10, 100), op=hvd.Sum), x.view(10, 100))
+        assert torch.equal(hvd.broadcast(x, 0), x)
+        assert torch.equal(hvd.allgather(x.view(10, 100)), x.view(10, 100))
+        received, splits = hvd.alltoall(x, torch.tensor([1000]))
+        assert torch.equal(received, x) and splits.tolist() == [1000]
+        pair = hvd.grouped_allgather([x, torch.empty(0, 2, device=gpu.device)])
+        assert torch.equal(pair[0], x) and pair[1].shape == (0, 2)
+        torch.cuda.synchronize()
+
+    nccl1.run(check)
+
+
+def test_results_follow_the_gpu_not_the_thread(nccl1: RankPool) -> None:
+    """``synchronize`` returns while the GPU still computes what was asked for."""
+
+    def check() -> None:
+        gpu = RealGpu()
+        x = torch.ones(1 << 20, device=gpu.device)
+        hvd.allreduce_(x, op=hvd.Sum)
+        torch.cuda.synchronize()
+        done = torch.cuda.Event()
+        torch.cuda._sleep(1 << 31)
+        done.record()
+        hvd.allreduce_(x, op=hvd.Sum)
+        assert not done.query()
+        x += 1
+        assert x.eq(2).all()
+
+    nccl1.run(check)
+
+
+def test_a_rank_that_is_killed_while_kernels_wait_for_it_frees_the_gpus_of_others(device: torch.device) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("there is one GPU; `pytest tests/gpu` on a machine with two runs this")
+
+    def check() -> tuple[str, float]:
+        gpu, r = RealGpu(), hvd.rank()
+        x = torch.ones(1 << 20, device=gpu.device)
+        hvd.allreduce_(x, op=hvd.Sum)
+        torch.cuda.synchronize()
+        hvd.barrier()
+        if r == 1:
+            torch.cuda._sleep(1 << 33)  # its part of the next call does not begin before it is killed
+        hvd.allreduce_(x, op=hvd.Sum)
+        if r == 1:
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        begin = time.monotonic()
+        torch.cuda.synchronize()  # outside of horo
+        with pytest.raises(PeerLostError) as caught:
+            hvd.allreduce_(x, op=hvd.Sum)
+        return str(caught.value), time.monotonic() - begin
+
+    pool = RankPool(2, environment={"HORO_GPU_OPERATIONS": "nccl"})
+    try:
+        said, took = pool.run_each(check, [()] * 2, lost=[1])[0]
+    finally:
+        pool.close()
+    assert said.startswith("rank 1 (")
+    assert took < 15.0
+
+
+def test_process_sets_that_overlap_take_turns(device: torch.device) -> None:
+    if torch.cuda.device_count() < 3:
+        pytest.skip("there are fewer than three GPUs; `pytest tests/gpu` on a machine with three runs this")
+
+    def check() -> None:
+        gpu, r = RealGpu(), hvd.rank()
+        sets = [hvd.add_process_set(ranks) for ranks in ([0, 1], [1, 2], [0, 2])]
+        mine = [each for each in sets if each.included()]
+        for step in range(200):
+            order = mine if (step + r) % 2 else mine[::-1]
+            xs = [torch.ones(1 << 14, device=gpu.device) for _ in order]
+            handles = [
+                hvd.allreduce_async_(x, op=hvd.Sum, name=f"set.{each.process_set_id}", process_set=each)
+                for x, each in zip(xs, order, strict=True)
+            ]
+            for handle in handles:
+                hvd.synchronize(handle)
+            assert all(x.eq(2).all() for x in xs), step
+
+    pool = RankPool(3, environment={"HORO_GPU_OPERATIONS": "nccl"})
+    try:
+        pool.run(check, deadline_s=120.0)
+    finally:
+        pool.close()

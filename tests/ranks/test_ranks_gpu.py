@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
+import gpu_checks
 import gpu_double
 import pytest
 import torch
@@ -68,25 +68,7 @@ def test_the_stream_that_waits_is_the_one_of_synchronize(pool: RankPool, double:
 @pytest.mark.parametrize("on_gpu", [(0, 1), (0,), (1,)], ids=str)
 def test_reductions(pool: RankPool, double: str, on_gpu: tuple[int, ...]) -> None:
     def check(path: str, on_gpu: tuple[int, ...]) -> None:
-        gpu, r = gpu_double.load(path), hvd.rank()
-        put: Any = gpu.put if r in on_gpu else torch.Tensor.clone
-        own = torch.tensor([1.0, 2.0, 3.0]) * (r + 1)
-        for op, expected in ((hvd.Sum, [3, 6, 9]), (hvd.Average, [1.5, 3, 4.5]), (hvd.Max, [2, 4, 6])):
-            for dtype in (torch.float32, torch.bfloat16, torch.int64 if op != hvd.Average else torch.float64):
-                result = hvd.allreduce(put(own.to(dtype)), op=op)
-                assert result.is_cuda == (r in on_gpu)
-                assert gpu.read(result).tolist() == expected, (op, dtype)
-        x = put(own)
-        assert hvd.allreduce_(x, op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.5) is x
-        assert gpu.read(x).tolist() == [3, 6, 9]
-        narrow = hvd.allreduce(put(own), op=hvd.Sum, compression=hvd.Compression.fp16)
-        assert gpu.read(narrow).tolist() == [3, 6, 9]
-        adasum = hvd.allreduce(put(own), op=hvd.Adasum)
-        assert gpu.read(adasum).tolist() == [1.5, 3, 4.5]  # of parallel vectors, their mean
-        group = hvd.grouped_allreduce([put(own), put(torch.ones(2, 0)), put(own[:1])], op=hvd.Sum)
-        assert [gpu.read(one).tolist() for one in group] == [[3, 6, 9], [[], []], [3]]
-        rows = hvd.reducescatter(put(torch.arange(10.0).view(5, 2)), op=hvd.Sum)
-        assert torch.equal(gpu.read(rows), 2 * torch.arange(10.0).view(5, 2)[slice(0, 3) if r == 0 else slice(3, 5)])
+        gpu_checks.reductions(gpu_double.load(path), on_gpu)
 
     pool.run(check, double, on_gpu)
 
@@ -94,23 +76,7 @@ def test_reductions(pool: RankPool, double: str, on_gpu: tuple[int, ...]) -> Non
 @pytest.mark.parametrize("on_gpu", [(0, 1), (0,), (1,)], ids=str)
 def test_moves(pool: RankPool, double: str, on_gpu: tuple[int, ...]) -> None:
     def check(path: str, on_gpu: tuple[int, ...]) -> None:
-        gpu, r = gpu_double.load(path), hvd.rank()
-        put: Any = gpu.put if r in on_gpu else torch.Tensor.clone
-        for root in (0, 1):
-            sent = put(torch.full((3,), r + 1))
-            assert gpu.read(hvd.broadcast(sent, root)).tolist() == [root + 1] * 3
-            hvd.broadcast_(sent, root)
-            assert gpu.read(sent).tolist() == [root + 1] * 3
-        gathered = hvd.allgather(put(torch.full((r + 1, 2), r)))
-        assert gathered.is_cuda == (r in on_gpu)
-        assert gpu.read(gathered).tolist() == [[0, 0], [1, 1], [1, 1]]
-        assert gpu.read(hvd.allgather(put(torch.empty(0, 2)))).shape == (0, 2)
-        received, splits = hvd.alltoall(put(torch.arange(3) + 10 * r), torch.tensor([1, 2]))
-        assert gpu.read(received).tolist() == ([0, 10] if r == 0 else [1, 2, 11, 12])
-        assert splits.tolist() == [r + 1, r + 1]
-        named = {"a": put(torch.full((2, 2), float(r))), "b": torch.full((3,), r), "c": put(torch.tensor(r))}
-        hvd.broadcast_parameters(named, root_rank=1)
-        assert [gpu.read(one).sum().item() for one in named.values()] == [4, 3, 1]
+        gpu_checks.moves(gpu_double.load(path), on_gpu)
 
     pool.run(check, double, on_gpu)
 
