@@ -13,7 +13,6 @@
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
-#include <fcntl.h>
 #include <limits.h>
 #include <pthread.h>
 #include <stdatomic.h>
@@ -34,16 +33,9 @@
 #define DELAYS 0
 #endif
 
+#include "nccl_clique.h"
 #include "nccl_order.h"
 #include "nccl_run.h"
-
-/* One mapping serves all ranks of a process. */
-struct mapping {
-    struct mapping *next;
-    unique_id id;
-    struct clique *clique;
-    int users;
-};
 
 /* ---- Failures that tests ask for ---- */
 
@@ -55,7 +47,6 @@ static struct {
 } failures[PLACES][RANKS_MAX];
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static struct mapping *mappings;
 static int comms, aborts, destroys, misuses, scales, launched;
 static __thread int group_depth, group_code;
 static __thread struct work *group, **group_tail;
@@ -158,41 +149,6 @@ int ncclGetUniqueId(unique_id *id) {
     snprintf(id->bytes, sizeof id->bytes, "clique-%d-%u", (int)getpid(), ++count);
     pthread_mutex_unlock(&lock);
     return code;
-}
-
-static struct clique *map_file(const char *name) {
-    Dl_info info;
-    char path[4096];
-    if (dladdr((void *)&ncclGetVersion, &info) == 0) {
-        return NULL;
-    }
-    snprintf(path, sizeof path, "%s.%s", info.dli_fname, name);
-    const int file = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
-    if (file < 0 || ftruncate(file, sizeof(struct clique)) != 0) {
-        return NULL;
-    }
-    void *data = mmap(NULL, sizeof(struct clique), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-    close(file);
-    return data == MAP_FAILED ? NULL : data;
-}
-
-/* With the lock held. One mapping serves all ranks of a process. */
-static struct clique *find_clique(const unique_id *id) {
-    struct mapping *mapping = mappings;
-    while (mapping != NULL && memcmp(&mapping->id, id, sizeof *id) != 0) {
-        mapping = mapping->next;
-    }
-    if (mapping == NULL) {
-        struct clique *clique = map_file(id->bytes);
-        mapping = clique == NULL ? NULL : calloc(1, sizeof *mapping);
-        if (mapping == NULL) {
-            return NULL;
-        }
-        *mapping = (struct mapping){.next = mappings, .id = *id, .clique = clique};
-        mappings = mapping;
-    }
-    mapping->users++;
-    return mapping->clique;
 }
 
 static int delay(struct comm *comm) {
