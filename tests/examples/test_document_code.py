@@ -26,7 +26,7 @@ FOREIGN_OPTIONS = {  # of srun and sbatch, mpirun and mpiexec, containers, torch
     "--requeue", "--kill-on-bad-exit", "--open-mode", "--time", "--bind-to", "--map-by", "--mca",
     "--allow-run-as-root", "--cleanenv", "--contain", "--bind", "--network", "--ipc", "--env",
     "--disable-auto-cleanup", "--rdzv-endpoint", "--master-addr", "--max-restarts", "--nnodes", "--pid", "--nv",
-    "--fakeroot", "--no-capture-output", "--overlap", "--mem", "--smpiargs",
+    "--fakeroot", "--no-capture-output", "--overlap", "--mem", "--smpiargs", "--gpus-per-task",
 }
 # fmt: on
 
