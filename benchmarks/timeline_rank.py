@@ -12,8 +12,8 @@ from typing import Any
 
 import models
 import torch
+from devices import CPU
 from libraries.horo import Opened
-from places import CPU
 from workloads.training_step import Training
 
 import horo.torch as hvd

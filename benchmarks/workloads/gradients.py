@@ -7,8 +7,8 @@ from typing import Any
 import models
 import torch
 from contestant import Unsupported, Work
+from devices import place_of
 from libraries import Library
-from places import place_of
 from torch import nn
 
 NAME = "gradients"
@@ -33,7 +33,7 @@ def shapes_of(model: str) -> list[torch.Size]:
 
 def prepare(library: Library, parameters: dict[str, Any]) -> Work:
     """``parameters``: model, one of models.RECIPES; form ("grouped": one call behind backward, "optimizer": during
-    backward, of horo only); device, see places."""
+    backward, of horo only); device, see devices."""
     place, hvd = place_of(parameters, library.rank), library.module
     holder = Holder([place.put(torch.zeros(shape)) for shape in shapes_of(parameters["model"])])
     values = list(holder.values)

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from contestant import Unsupported, Work
+from devices import Place, place_of
 from libraries import Library
-from places import Place, place_of
 
 
 def prepare(library: Library, parameters: dict[str, Any]) -> Work:
-    """``parameters``: counts (elements of each tensor, float32); device, see places."""
+    """``parameters``: counts (elements of each tensor, float32); device, see devices."""
     place = place_of(parameters, library.rank)
     tensors = [place.put(torch.zeros(count)) for count in parameters["counts"]]
     if library.kind == "alone":

@@ -10,8 +10,8 @@ from typing import Any
 import models
 import torch
 from contestant import Unsupported, Work
+from devices import Place, place_of
 from libraries import Library
-from places import Place, place_of
 from torch import nn
 
 RATE = 0.001
@@ -131,7 +131,7 @@ def differing_ranks(library: Library, model: nn.Module) -> str:
 
 
 def prepare(library: Library, parameters: dict[str, Any]) -> Work:
-    """``parameters``: model, one of models.RECIPES; batch and synced, see Training; device and autocast, see places."""
+    """``parameters``: model, one of models.RECIPES; batch and synced, see Training; device, autocast: see devices."""
     recipe, place = models.RECIPES[parameters["model"]], place_of(parameters, library.rank)
     batch, synced = int(parameters.get("batch", 0)), bool(parameters.get("synced"))
     torch.set_flush_denormal(True)  # a model that has learnt its batch by heart must not become ten times slower

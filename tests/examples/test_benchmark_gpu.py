@@ -23,13 +23,13 @@ SHORT = ["--device", "cpu", "--rounds", "2", "--turn-ms", "1"]
 
 sys.path.insert(0, str(FOLDER))
 import check  # noqa: E402  (benchmarks/check.py)
+import devices  # noqa: E402  (benchmarks/devices.py)
 import gpu_gradients  # noqa: E402  (benchmarks/gpu_gradients.py)
 import gpu_shared  # noqa: E402  (benchmarks/gpu_shared.py)
 import gpu_staging  # noqa: E402  (benchmarks/gpu_staging.py)
 import gpu_step  # noqa: E402  (benchmarks/gpu_step.py)
 import gpus  # noqa: E402  (benchmarks/gpus.py)
 import models  # noqa: E402  (benchmarks/models.py)
-import places  # noqa: E402  (benchmarks/places.py)
 import suite  # noqa: E402  (benchmarks/suite.py)
 from contest import ContestError, Turn  # noqa: E402  (benchmarks/contest.py)
 from contestant import Work, run_turn  # noqa: E402  (benchmarks/contestant.py)
@@ -231,21 +231,21 @@ def test_ranks_take_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    found = [places.place_of({"device": "cuda", "autocast": True}, rank) for rank in range(3)]
+    found = [devices.place_of({"device": "cuda", "autocast": True}, rank) for rank in range(3)]
     assert [place.device.index for place in found] == [place.index for place in chosen] == [0, 1, 0]
     assert all(place.is_gpu and place.autocast for place in found)
-    assert places.place_of({}, 1) == places.CPU
+    assert devices.place_of({}, 1) == devices.CPU
 
 
 def test_a_gpu_compares_in_float64_without_short_floats(monkeypatch: pytest.MonkeyPatch) -> None:
     freed: list[None] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(None))
-    place = places.Place(torch.device("cuda", 0), autocast=True)
+    place = devices.Place(torch.device("cuda", 0), autocast=True)
     with place.exact(in_float64=True) as exact:
         assert (exact.dtype, exact.autocast, torch.backends.cudnn.allow_tf32) == (torch.float64, False, False)
     assert len(freed) == 1
-    with places.Place(torch.device("cpu"), autocast=True).exact(in_float64=False) as exact:
-        assert exact == places.CPU
+    with devices.Place(torch.device("cpu"), autocast=True).exact(in_float64=False) as exact:
+        assert exact == devices.CPU
 
 
 def test_layers_that_look_at_their_batch_are_told_from_synced_ones() -> None:
@@ -270,8 +270,8 @@ def test_layers_that_look_at_their_batch_are_told_from_synced_ones() -> None:
             """All ranks begin alike."""
 
     library.module = module
-    assert training_step.check_learning(library, recipe, places.CPU) == ""
-    assert "off after moving" in training_step.check_learning(library, recipe, places.CPU, synced=True)
+    assert training_step.check_learning(library, recipe, devices.CPU) == ""
+    assert "off after moving" in training_step.check_learning(library, recipe, devices.CPU, synced=True)
     assert len(converted) == 1
 
 

@@ -19,7 +19,7 @@ import models  # noqa: E402  (benchmarks/models.py)
 import peers  # noqa: E402  (benchmarks/peers.py)
 import training_step  # noqa: E402  (benchmarks/training_step.py)
 from contest import Turn  # noqa: E402  (benchmarks/contest.py)
-from places import CPU  # noqa: E402  (benchmarks/places.py)
+from devices import CPU  # noqa: E402  (benchmarks/devices.py)
 from rounds import Case, Heat, Plan, Result  # noqa: E402  (benchmarks/rounds.py)
 from workloads import training_step as workload  # noqa: E402  (benchmarks/workloads/training_step.py)
 
