@@ -32,7 +32,7 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=5,
 )
-names = [*INFO, *ENDED, "number", "cpus", "message", "error", "port", "addresses", "failures"]
+names = [*INFO, *ENDED, "number", "bound", "message", "error", "port", "addresses", "failures"]
 objects = st.dictionaries(st.sampled_from(names), values) | values
 payloads = objects.map(lambda value: json.dumps(value).encode()) | st.binary(max_size=40)
 
@@ -60,7 +60,7 @@ def test_any_payload_is_right_or_refused(kind: Kind, rank: int, payload: bytes) 
 
 def test_what_agents_say_is_taken() -> None:
     assert checks.host_info(message(Kind.HOST_INFO, INFO))["cores"] == 4
-    assert checks.started(message(Kind.STARTED, {"pid": 7, "cpus": "0-3"}, 2), {2}) == Started(2, 7, "0-3")
+    assert checks.started(message(Kind.STARTED, {"pid": 7, "bound": "0-3"}, 2), {2}) == Started(2, 7, "0-3")
     assert checks.exited(message(Kind.EXITED, {**ENDED, "signal": 9}, 2), {2}) == Exited(2, 0, 9, False)
     assert checks.failure(message(Kind.FAILED, {"message": "no\x1b[2J", "code": 70})) == ("no\\x1b[2J", 70)
     known = message(Kind.HOST_INFO, {**INFO, "connection": "10.0.0.1 5 10.0.0.2 22"})
@@ -131,7 +131,7 @@ NONSENSE = {
     "rank-of-another-host": GOOD + encode(Kind.STDOUT, 1, b"I am rank 1\n"),
     "end-of-another": GOOD + encode_json(Kind.EXITED, ENDED, 1),
     "ends-twice": GOOD + encode_json(Kind.EXITED, ENDED, 0) * 2,
-    "starts-twice": GOOD + encode_json(Kind.STARTED, {"pid": 5, "cpus": ""}, 0) * 2,
+    "starts-twice": GOOD + encode_json(Kind.STARTED, {"pid": 5, "bound": ""}, 0) * 2,
     "no-message": GOOD + b"\xff" * 100,
 }
 
