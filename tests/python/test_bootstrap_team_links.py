@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from joining import SECRET, environments, join_all, run_threads, serving, wait_until
 from wiring import check_links
 
+from horo._bootstrap import team_links
 from horo._bootstrap.auth.frames import pack_fields
 from horo._bootstrap.auth.handshake import Purpose
 from horo._bootstrap.directory import Directory, PeerAddress
@@ -216,6 +217,7 @@ def test_a_member_with_another_secret_is_an_error_on_all_ranks(tight: None, monk
         real(self)
 
     monkeypatch.setattr(Links, "wait", wait_once_rank_3_is_there)
+    monkeypatch.setattr(team_links, "_REPORT_S", 60)  # rank 2 is told of rank 0's failure behind its own
     known = directories([0, 1, 2, 3], timeout_s=0.4)
     known[2] = replace(known[2], secret=bytes(reversed(SECRET)))
     errors = failures(connect_all(known, [0, 2, 3]))
