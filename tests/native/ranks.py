@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import math
 import mmap
 import os
 import socket
@@ -120,6 +121,11 @@ class Rank:
         return np.frombuffer(data, array.dtype).reshape(sum(first_dims), *array.shape[1:]), first_dims
 
 
+_RANKS_THAT_REPORT = 32
+"""In a group of more, a rank that waits does not report where. A report looks at the frames of all threads, so that on
+a busy machine those of the ranks that wait kept the interpreter from the ranks that they waited for."""
+
+
 class Group:
     """All ranks of a job inside this process, sharing the mappings of their arenas (so that TSan sees every race)."""
 
@@ -159,6 +165,8 @@ class Group:
             self._control.append(control)
             self._data.append(data)
             self.contexts.append(Context(self._share(setup)))
+            if len(setups) > _RANKS_THAT_REPORT:
+                self.contexts[-1].blocked_after_s = math.inf
 
     def _share(self, setup: Setup) -> Setup:
         host = setup.host_of_rank[setup.rank]

@@ -124,10 +124,11 @@ def test_groups_of_any_dtypes(host_of_rank: list[int], direct_bytes: int) -> Non
 @ways
 def test_many_ranks(hosts: list[int], direct_bytes: int) -> None:
     steps = 1 if native_build.FLAVOUR else 3  # so many threads share one interpreter that a sanitizer slows down
+    plans = [random_plan(sum(hosts), step) for step in range(steps)]
 
     def body(rank: Rank) -> None:
-        for step in range(steps):
-            check(rank, [random_plan(rank.size, step)])
+        for plan in plans:
+            check(rank, [plan])
 
     run_ranks(body, hosts, segment_bytes=1 << 12, spin_us=0, direct_bytes=direct_bytes)
 
