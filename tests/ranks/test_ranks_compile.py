@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,17 @@ DEADLINE_S = 240.0
 
 ranks2 = one_of("ranks2_always", "ranks2_never", "ranks2_step", "ranks2_step_never")
 """Two ranks in each order of calls, which reduce gradients during backward or after it."""
+
+
+def warnings_about_horo(caught: list[warnings.WarningMessage]) -> list[str]:
+    """By their words, or the file that they point at. The project, and torch with it, may be in a folder named horo."""
+    package = Path(hvd.__file__).parents[1]
+    return [
+        f"{warning.filename}: {warning.message}"
+        for warning in caught
+        if Path(warning.filename).is_relative_to(package)
+        or any(word in str(warning.message) for word in ("Dynamo", "horo"))
+    ]
 
 
 def test_compiled_functions_that_communicate_warn_of_nothing(ranks2: RankPool) -> None:
@@ -49,8 +61,7 @@ def test_compiled_functions_that_communicate_warn_of_nothing(ranks2: RankPool) -
                 assert compiled2(torch.ones(2)).tolist() == [4.0] * 4
             whole = torch.compile(lambda x: x * hvd.size() + hvd.rank(), backend="eager", fullgraph=True)
             assert whole(torch.ones(1)).item() == 2 + hvd.rank()
-        texts = [f"{warning.filename}: {warning.message}" for warning in caught]
-        assert not [text for text in texts if "Dynamo" in text or "horo" in text], texts
+        assert warnings_about_horo(caught) == []
 
     ranks2.run(check, deadline_s=DEADLINE_S)
 
@@ -163,8 +174,7 @@ def test_a_compiled_adasum_step_that_raises_is_undone_and_done_by_the_next_call(
                 step()
                 other.step()
                 assert_close(list(model.parameters()), list(alone.parameters()))
-        texts = [f"{warning.filename}: {warning.message}" for warning in caught]
-        assert not [text for text in texts if "Dynamo" in text or "horo" in text], texts
+        assert warnings_about_horo(caught) == []
 
     ranks2.run(check, deadline_s=DEADLINE_S)
 
