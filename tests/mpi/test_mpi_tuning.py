@@ -7,16 +7,15 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from known_answers import SIZES, collectives
 from mpi_job import MODES, SEGMENT_BYTES, MpiRank, join
 from ranks import NUMPY_OF_DTYPE
 
-from horo import _core
 from horo._core_setup import Autotune
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
 STEPS = 40
-SIZES = [1, 3, 100, 2000, 4096, 10_000, 70_000]
 SEED = random.SystemRandom().getrandbits(31) | 1
 
 
@@ -36,28 +35,6 @@ def searching(request: pytest.FixtureRequest) -> Iterator[MpiRank]:
     search = Autotune(start, {"segment": SEGMENT_BYTES}, warmup_samples=1, steps_per_sample=2, max_samples=12)
     with join(request.param, search) as joined:
         yield joined
-
-
-def collectives(rank: MpiRank, step: int) -> None:
-    """Several operations at once, of sizes that are carried, of one segment, and of many."""
-    chance = random.Random(step)
-    sizes = [chance.choice(SIZES) for _ in range(4)]
-    arrays = [np.arange(size, dtype=np.float64) + rank.rank + k for k, size in enumerate(sizes)]
-    handles = [
-        rank.submit("allreduce", f"a{k} {size}", [array], reduce_op=_core.REDUCE_OPS["sum"])
-        for k, (size, array) in enumerate(zip(sizes, arrays, strict=True))
-    ]
-    for handle in handles:
-        rank.finish(handle)
-    for k, array in enumerate(arrays):
-        offset = rank.size * (rank.size - 1) / 2 + rank.size * k
-        np.testing.assert_array_equal(array, np.arange(array.size, dtype=np.float64) * rank.size + offset)
-    root = step % rank.size
-    assert set(rank.broadcast(np.full(sizes[0], rank.rank, np.int32), root)) == {root}
-    gathered, rows = rank.allgather(np.full(sizes[1] + rank.rank, rank.rank, np.int32))
-    assert rows == [sizes[1] + other for other in range(rank.size)]
-    np.testing.assert_array_equal(gathered, np.repeat(np.arange(rank.size), rows))
-    rank.barrier()
 
 
 def values_of(rank: MpiRank) -> tuple[int, ...]:

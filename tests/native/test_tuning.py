@@ -18,9 +18,9 @@ import native_build
 import numpy as np
 import pytest
 from fabric import close_setup, make_setups, make_team_links
+from known_answers import collectives
 from ranks import Group, Rank, run_ranks
 
-from horo import _core
 from horo._core import Context
 from horo._core_setup import KNOBS, Autotune
 from horo.errors import HoroError, PeerLostError, UsageError
@@ -38,29 +38,6 @@ def shuffled(hosts: list[int], seed: int, **options: Any) -> dict[str, Any]:
     start = {"sockets": 1, "segment": 1 << 14, "cycle": 200, "overlap": 2}
     autotune = Autotune(start=start, defaults={"segment": SLOT}, shuffle=seed)
     return {"segment_bytes": SLOT, "sockets_per_peer": sockets, "autotune": autotune, **options}
-
-
-def collectives(rank: Rank, step: int) -> None:
-    """Several operations at once, of sizes that are carried, of one segment, and of many."""
-    chance = random.Random(step)
-    sizes = [chance.choice([1, 3, 100, 2000, 4096, 10_000, 70_000]) for _ in range(4)]
-    arrays = [np.arange(size, dtype=np.float64) + rank.rank + k for k, size in enumerate(sizes)]
-    handles = [
-        rank.submit("allreduce", f"a{k} {size}", [array], reduce_op=_core.REDUCE_OPS["sum"])
-        for k, (size, array) in enumerate(zip(sizes, arrays, strict=True))
-    ]
-    for handle in handles:
-        rank.finish(handle)
-    for k, array in enumerate(arrays):
-        offset = rank.size * (rank.size - 1) / 2 + rank.size * k
-        np.testing.assert_array_equal(array, np.arange(array.size, dtype=np.float64) * rank.size + offset)
-    root = step % rank.size
-    values = rank.broadcast(np.full(sizes[0], rank.rank, np.int32), root)
-    assert set(values) == {root}
-    gathered, rows = rank.allgather(np.full(sizes[1] + rank.rank, rank.rank, np.int32))
-    assert rows == [sizes[1] + other for other in range(rank.size)]
-    np.testing.assert_array_equal(gathered, np.repeat(np.arange(rank.size), rows))
-    rank.barrier()
 
 
 @pytest.mark.parametrize("hosts", HOSTS, ids=str)
