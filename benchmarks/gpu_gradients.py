@@ -33,8 +33,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     arguments.np = arguments.np or max(1, there)
     if not 1 <= arguments.np <= max(1, there):
         parser.error(f"--np {arguments.np}: there is a GPU each for 1 to {there} ranks")
-    if arguments.model not in models.RECIPES:
-        parser.error(f"--model: no '{arguments.model}'; known are {', '.join(models.RECIPES)}")
+    models.check_known(parser, "--model", [arguments.model])
     return arguments
 
 

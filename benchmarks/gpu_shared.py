@@ -34,8 +34,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     for name in ("np", "batch"):
         if getattr(arguments, name) < 1:
             parser.error(f"--{name} {getattr(arguments, name)}: at least 1")
-    if arguments.model not in models.RECIPES:
-        parser.error(f"--model: no '{arguments.model}'; known are {', '.join(models.RECIPES)}")
+    models.check_known(parser, "--model", [arguments.model])
     return arguments
 
 

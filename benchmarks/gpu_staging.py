@@ -48,8 +48,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--model", default="resnet50", help="whose gradients are sent, too (default: %(default)s)")
     arguments = gpus.parse(parser, words)
-    if arguments.model not in models.RECIPES:
-        parser.error(f"--model: no '{arguments.model}'; known are {', '.join(models.RECIPES)}")
+    models.check_known(parser, "--model", [arguments.model])
     return arguments
 
 

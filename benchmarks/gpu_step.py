@@ -33,9 +33,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--models", default=default, help=f"some of {known} (default: %(default)s)")
     arguments = gpus.parse(parser, words)
     arguments.models = arguments.models.split(",")
-    for name in arguments.models:
-        if name not in models.RECIPES:
-            parser.error(f"--models: no '{name}'; known are {known}")
+    models.check_known(parser, "--models", arguments.models)
     return arguments
 
 

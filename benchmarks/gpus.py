@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import check
+import options
 import peers
 import report
 import torch
@@ -82,22 +83,14 @@ def add(parser: argparse.ArgumentParser, *, rounds: int, turn_ms: float) -> None
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the script (default: %(default)s)"
     )
-    parser.add_argument("--rounds", type=int, default=rounds, help="turns of everybody (default: %(default)s)")
-    parser.add_argument("--turn-ms", type=float, default=turn_ms, help="aim for one turn (default: %(default)s)")
-    parser.add_argument(
-        "--turn-limit-s", type=float, default=120, help="a turn that takes longer ends the run (default: %(default)s)"
-    )
+    options.add_turns(parser, rounds=rounds, turn_ms=turn_ms)
     parser.add_argument("--json", metavar="FILE", help="write all values there")
 
 
 def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
     """Parses and refuses what cannot be."""
     arguments = parser.parse_args(words)
-    if arguments.rounds < 1:
-        parser.error(f"--rounds {arguments.rounds}: at least 1")
-    for name in ("turn_ms", "turn_limit_s"):
-        if not getattr(arguments, name) > 0:
-            parser.error(f"--{name.replace('_', '-')} {getattr(arguments, name):g}: must be more than 0")
+    options.check_turns(parser, arguments)
     return arguments
 
 
@@ -194,9 +187,9 @@ def main(
         print(check.as_line(row), flush=True)
     if arguments.json:
         rows = [row for each in rounds for result in each.results for row in rows_of(result, each.ranks)]
-        options = {key: value for key, value in vars(arguments).items() if key != "json"}
+        asked = {key: value for key, value in vars(arguments).items() if key != "json"}
         versions = {peer: texts for each in rounds for peer, texts in each.versions.items()}
-        report.write(arguments.json, report.document(name, rows, options=options, versions=versions, gpu=gpu))
+        report.write(arguments.json, report.document(name, rows, options=asked, versions=versions, gpu=gpu))
     return 1 if any(result.wrong for each in rounds for result in each.results) else 0
 
 

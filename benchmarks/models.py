@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import argparse
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -101,3 +102,10 @@ RECIPES = {
     "transformer-tiny": Recipe(lambda: Transformer(20, 8, 1), tokens(5, 20), 20, 2),
 }
 """``resnet50-128`` and ``transformer-large`` are for GPUs. The tiny ones are for tests: the same code in a moment."""
+
+
+def check_known(parser: argparse.ArgumentParser, option: str, names: Iterable[str]) -> None:
+    """Ends the program with a sentence if a name that came with the option is none of RECIPES."""
+    for name in names:
+        if name not in RECIPES:
+            parser.error(f"{option}: no '{name}'; known are {', '.join(RECIPES)}")

@@ -21,17 +21,31 @@ def parse_peers(text: str) -> list[peers.Peer]:
     return [peers.ALL[word] for word in words]
 
 
+def add_turns(parser: argparse.ArgumentParser, *, rounds: int, turn_ms: float) -> None:
+    """Adds --rounds, --turn-ms and --turn-limit-s."""
+    parser.add_argument("--rounds", type=int, default=rounds, help="turns of everybody (default: %(default)s)")
+    parser.add_argument("--turn-ms", type=float, default=turn_ms, help="aim for one turn (default: %(default)s)")
+    parser.add_argument(
+        "--turn-limit-s", type=float, default=120, help="a turn that takes longer ends the run (default: %(default)s)"
+    )
+
+
+def check_turns(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Refuses what cannot be of `add_turns`."""
+    if arguments.rounds < 1:
+        parser.error(f"--rounds {arguments.rounds}: at least 1")
+    for name in ("turn_ms", "turn_limit_s"):
+        if not getattr(arguments, name) > 0:
+            parser.error(f"--{name.replace('_', '-')} {getattr(arguments, name):g}: must be more than 0")
+
+
 def add(parser: argparse.ArgumentParser, *, contestants: str = ",".join(peers.DEFAULT), rounds: int = 11) -> None:
     """Adds --np, --peers, --rounds, --turn-ms, --turn-limit-s, --hosts, --rate and --json."""
     parser.add_argument("--np", type=int, default=2, help="ranks of every contestant (default: %(default)s)")
     parser.add_argument(
         "--peers", type=parse_peers, default=contestants, metavar="NAMES", help="who takes part (default: %(default)s)"
     )
-    parser.add_argument("--rounds", type=int, default=rounds, help="turns of everybody (default: %(default)s)")
-    parser.add_argument("--turn-ms", type=float, default=20, help="aim for one turn (default: %(default)s)")
-    parser.add_argument(
-        "--turn-limit-s", type=float, default=120, help="a turn that takes longer ends the run (default: %(default)s)"
-    )
+    add_turns(parser, rounds=rounds, turn_ms=20)
     parser.add_argument(
         "--hosts", type=int, default=1, help="spread the ranks over so many, network namespaces (default: %(default)s)"
     )
@@ -60,12 +74,9 @@ def where(arguments: argparse.Namespace) -> str:
 def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
     """Parses and refuses what cannot be."""
     arguments = parser.parse_args(words)
-    for name in ("np", "rounds"):
-        if getattr(arguments, name) < 1:
-            parser.error(f"--{name} {getattr(arguments, name)}: at least 1")
-    for name in ("turn_ms", "turn_limit_s"):
-        if not getattr(arguments, name) > 0:
-            parser.error(f"--{name.replace('_', '-')} {getattr(arguments, name):g}: must be more than 0")
+    if arguments.np < 1:
+        parser.error(f"--np {arguments.np}: at least 1")
+    check_turns(parser, arguments)
     if not 1 <= arguments.hosts <= spaces.COUNT_MAX or arguments.np % arguments.hosts:
         parser.error(
             f"--hosts {arguments.hosts}: 1 to {spaces.COUNT_MAX}, with equal parts of the {arguments.np} ranks (--np)"

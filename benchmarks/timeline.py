@@ -38,9 +38,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
         if getattr(arguments, name) < least:
             parser.error(f"--{name} {getattr(arguments, name)}: at least {least}")
     arguments.models = arguments.models.split(",")
-    for name in arguments.models:
-        if name not in models.RECIPES:
-            parser.error(f"--models: no '{name}'; known are {known}")
+    models.check_known(parser, "--models", arguments.models)
     return arguments
 
 

@@ -64,9 +64,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.set_defaults(turn_ms=1000)
     arguments = options.parse(parser, words)
     arguments.models = arguments.models.split(",")
-    for name in arguments.models:
-        if name not in models.RECIPES:
-            parser.error(f"--models: no '{name}'; known are {known}")
+    models.check_known(parser, "--models", arguments.models)
     for peer in arguments.peers:
         if peer.library not in ("horo", "gloo", "horovod"):
             parser.error(f"--peers: {peer.name} trains nothing")
