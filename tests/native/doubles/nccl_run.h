@@ -64,6 +64,7 @@ struct comm {
     int running; /* launched and not over */
     struct comm *next_aborted; /* in the same group of calls */
     int launches, groups;
+    int sends[RANKS_MAX], recvs[RANKS_MAX]; /* so far, by peer */
     unsigned seed;
     struct work *waiting, **waiting_tail; /* a group that is polled for */
     double scales[SCALES_MAX];
@@ -346,7 +347,7 @@ static int is_over(const struct work *work) {
 
 static void exchange(struct work *first) {
     const struct timespec look = {.tv_nsec = 50000};
-    while (!is_over(first) && !atomic_load(&first->comm->is_aborted)) {
+    while (!is_over(first) && !atomic_load(&first->comm->is_aborted) && !atomic_load(&first->comm->clique->is_wrong)) {
         int moved = 0;
         for (struct work *work = first; work != NULL; work = work->peers) {
             moved |= move_piece(work);
