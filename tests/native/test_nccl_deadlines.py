@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from device_group import Gpu, Nccl
 from ranks import wait_for
@@ -61,3 +62,26 @@ def test_ranks_that_end_together_are_not_late(native: Any, connect: Callable[[in
         native.lib.shim_nccl_end(comm, LONG_MS)
     for comm in both:
         wait_for(lambda comm=comm: native.lib.shim_nccl_poll(comm) == NONE)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("is_expected", [False, True])
+def test_what_runs_has_a_deadline_when_it_is_to_end(
+    native: Any, gpu: Gpu, nccl: Nccl, connect: Callable[[int, int], Any], is_expected: bool
+) -> None:
+    """A kernel of a rank never ends, so no rank ends its communicator; while the team is there, it may be late."""
+    both = [connect(rank, LONG_MS) for rank in range(2)]
+    for comm in both:
+        wait_for(lambda comm=comm: native.lib.shim_nccl_poll(comm) == IDLE)  # type: ignore[misc]
+    nccl.fail("hang", 0)
+    for comm in both:
+        assert native.lib.shim_nccl_launch(comm, gpu.put(np.zeros(1, np.uint8))) == 0
+        wait_for(lambda comm=comm: native.lib.shim_nccl_poll(comm) == IDLE)  # type: ignore[misc]
+    if is_expected:
+        for comm in both:
+            native.lib.shim_nccl_expect_end(comm, SHORT_MS)
+        for comm in both:
+            wait_for(lambda comm=comm: native.lib.shim_nccl_poll(comm) == BROKEN)  # type: ignore[misc]
+            assert failure_of(native, comm) == "what runs on the GPU has not ended within 0.02 s"
+    for comm in both:
+        assert native.lib.shim_nccl_poll(comm) == (BROKEN if is_expected else IDLE)
+        assert native.lib.shim_nccl_is_in_flight(comm)

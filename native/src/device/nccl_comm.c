@@ -172,11 +172,23 @@ static int finish_launch(struct hr_nccl_comm *comm) {
     return HORO_OK;
 }
 
+/* As hr_nccl_poll, or a status. A launch may wait for a program that is late, and so may what is in flight. */
+static int look_at_clock(struct hr_nccl_comm *comm) {
+    const int has_deadline = comm->state == HR_NCCL_IDLE ? comm->is_leaving : comm->state != HR_NCCL_LAUNCHING;
+    if (!has_deadline || hr_now_ns() < comm->until_ns) {
+        return 0;
+    }
+    const char *what = comm->state == HR_NCCL_CONNECTING ? "the ranks have not connected"
+                       : comm->state == HR_NCCL_ENDING   ? "the ranks have not ended their communicator"
+                                                         : "what runs on the GPU has not ended";
+    return hr_fail(&comm->failure, HORO_ERR_RESOURCE, "%s within %g s", what, comm->within_ms / 1000.0);
+}
+
 static int look_at_fence(struct hr_nccl_comm *comm) {
     const struct hr_cuda *cuda = comm->device->cuda;
     const int code = cuda->event_query(comm->fence);
     if (code == HR_CUDA_NOT_READY) {
-        return 0;
+        return look_at_clock(comm);
     }
     HR_TRY(hr_cuda_check(cuda, code, "a kernel of NCCL", &comm->failure));
     comm->is_in_flight = 0;
@@ -188,16 +200,6 @@ static void destroy(struct hr_nccl_comm *comm) {
     (void)comm->nccl->comm_destroy(comm->handle);
     comm->handle = NULL;
     comm->state = HR_NCCL_NONE;
-}
-
-/* As hr_nccl_poll, or a status. A launch may wait for a program that is late. */
-static int look_at_clock(struct hr_nccl_comm *comm) {
-    if (comm->state == HR_NCCL_LAUNCHING || hr_now_ns() < comm->until_ns) {
-        return 0;
-    }
-    return hr_fail(&comm->failure, HORO_ERR_RESOURCE, "the ranks have not %s within %g s",
-                   comm->state == HR_NCCL_CONNECTING ? "connected" : "ended their communicator",
-                   comm->within_ms / 1000.0);
 }
 
 /* As hr_nccl_poll, or a status. */
@@ -244,6 +246,11 @@ int hr_nccl_poll(struct hr_nccl_comm *comm) {
 }
 
 /* ---- The end ---- */
+
+void hr_nccl_expect_end(struct hr_nccl_comm *comm, int within_ms) {
+    comm->is_leaving = 1;
+    set_deadline(comm, within_ms);
+}
 
 void hr_nccl_end(struct hr_nccl_comm *comm, int within_ms) {
     struct hr_device_visit visit;

@@ -34,6 +34,7 @@ struct hr_nccl_comm {
     enum hr_nccl_state state;
     int within_ms; /* CONNECTING, ENDING: how long that may take */
     int64_t until_ns;
+    int is_leaving; /* IDLE: what is in flight has that deadline, too */
     int is_in_flight; /* something that was launched has not been seen to end */
     int has_scale[HR_NCCL_DTYPES];
     int scales[HR_NCCL_DTYPES]; /* reductions of the launch under way, which multiply before they sum */
@@ -62,7 +63,7 @@ int hr_nccl_connect(struct hr_nccl_comm *comm, const struct hr_nccl *nccl, struc
 
 /*
  * CONNECTING, LAUNCHING, ENDING: 1 if it is another state now, which is BROKEN where it is late. IDLE: 1 if nothing is
- * in flight any more, or it is BROKEN. 0.
+ * in flight any more, or it is BROKEN, which it is also where that was expected to end and is late. 0.
  */
 int hr_nccl_poll(struct hr_nccl_comm *comm);
 
@@ -72,6 +73,8 @@ int hr_nccl_poll(struct hr_nccl_comm *comm);
  */
 int hr_nccl_launch(struct hr_nccl_comm *comm, const struct hr_nccl_call *calls, size_t count, const uint64_t *factors);
 
+/* What is in flight is the last, and is to end in that time. Any state. */
+void hr_nccl_expect_end(struct hr_nccl_comm *comm, int within_ms);
 /* IDLE, and nothing in flight: the ranks end it, as all do. The state is ENDING or BROKEN. */
 void hr_nccl_end(struct hr_nccl_comm *comm, int within_ms);
 /*

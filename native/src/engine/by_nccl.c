@@ -318,6 +318,7 @@ void hr_engine_remove_nccl(struct hr_engine *engine, const struct hr_lane *lane)
     team->backend = NULL;
     if (gone != NULL) {
         gone->comm = team->comm;
+        hr_nccl_expect_end(&gone->comm, HR_NCCL_WITHIN_MS);
         (void)hr_team_name(lane->team, gone->name);
         gone->next = by->ending;
         by->ending = gone;

@@ -35,7 +35,10 @@ enum hr_by_nccl_stage {
 enum {
     HR_NCCL_TEXT_BYTES = 96,
     HR_NCCL_LOOK_SOON_NS = 50000, /* for what holds up a request: a launch, or the connecting */
-    /* to connect and to end; NCCL gives up by itself much sooner, but for a network that swallows everything */
+    /*
+     * To connect and to end, and for what runs of a team that is gone. NCCL gives up by itself much sooner, but for a
+     * network that swallows everything.
+     */
     HR_NCCL_WITHIN_MS = 300000,
 };
 

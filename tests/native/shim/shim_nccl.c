@@ -59,6 +59,26 @@ int shim_nccl_poll(shim_nccl *made) {
     return (int)made->comm.state;
 }
 
+int shim_nccl_launch(shim_nccl *made, uint64_t address) {
+    const struct hr_nccl_call call = {
+        .kind = HR_NCCL_ALL_REDUCE,
+        .input = (const void *)(uintptr_t)address,
+        .output = (void *)(uintptr_t)address,
+        .count = 1,
+        .dtype = HR_NCCL_UINT8,
+        .op = HR_NCCL_SUM,
+    };
+    return hr_nccl_launch(&made->comm, &call, 1, NULL);
+}
+
+int shim_nccl_is_in_flight(const shim_nccl *made) {
+    return made->comm.is_in_flight;
+}
+
+void shim_nccl_expect_end(shim_nccl *made, int within_ms) {
+    hr_nccl_expect_end(&made->comm, within_ms);
+}
+
 void shim_nccl_end(shim_nccl *made, int within_ms) {
     hr_nccl_end(&made->comm, within_ms);
 }

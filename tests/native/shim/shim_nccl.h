@@ -2,6 +2,8 @@
 #ifndef SHIM_NCCL_H
 #define SHIM_NCCL_H
 
+#include <stdint.h>
+
 typedef struct shim_nccl shim_nccl;
 
 /*
@@ -12,6 +14,10 @@ enum { SHIM_NCCL_ID_BYTES = 128 };
 shim_nccl *shim_nccl_connect(const char *cuda, const char *nccl, int size, int rank, char *id, int within_ms);
 /* enum hr_nccl_state after a look. */
 int shim_nccl_poll(shim_nccl *made);
+/* Sums a byte at this address of the device. HORO_OK or a status. */
+int shim_nccl_launch(shim_nccl *made, uint64_t address);
+int shim_nccl_is_in_flight(const shim_nccl *made);
+void shim_nccl_expect_end(shim_nccl *made, int within_ms);
 void shim_nccl_end(shim_nccl *made, int within_ms);
 /* How it has failed. */
 const char *shim_nccl_failure(const shim_nccl *made);
