@@ -126,9 +126,9 @@ class Nccl:
         self.lib.double_nccl_fail(PLACES.index(place), rank, at, code)
 
     def counts(self) -> dict[str, int]:
-        numbers = (ctypes.c_int * 8)()
+        numbers = (ctypes.c_int * 9)()
         self.lib.double_nccl_count(numbers)
-        names = ("comms", "aborts", "destroys", "misuses", "scales", "launched", "mismatches", "wrong_orders")
+        names = ("comms", "aborts", "destroys", "misuses", "scales", "launched", "mismatches", "wrong_orders", "asked")
         return dict(zip(names, numbers, strict=True))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import random
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -136,6 +137,34 @@ def test_two_sets_of_one_pair_of_ranks_differ_in_what_they_can(gpu: Gpu, nccl: N
         of_set = "tensors on GPUs of process set 2 (ranks 1, 2) travel through host memory, not by NCCL"
         assert text().count(f"{of_set}: {words}") == 1
     assert nccl.counts()["launched"] == 2
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_wait_that_spins_asks_seldom_how_kernels_are(gpu: Gpu, nccl: Nccl, count: int) -> None:
+    """Kernels of sets are in flight, of which nobody waits for the end."""
+    links = Links([0, 0])
+    asked: list[tuple[int, float]] = []
+
+    def body(rank: Rank) -> None:
+        own = on_gpu(rank, gpu, nccl)
+        teams = add_teams(rank, links, [[0, 1]] * count)
+        gate = gpu.hold(own.stream)
+        for team in teams:
+            own.finish(begin(own, "x", team)[0])
+        rank.barrier()
+        before, begin_s = nccl.counts()["asked"], time.monotonic()
+        for _ in range(300):
+            rank.barrier()
+        asked.append((nccl.counts()["asked"] - before, time.monotonic() - begin_s))
+        rank.barrier()
+        gpu.open(gate)
+        gpu.synchronize(own.stream)
+        own.close()
+
+    with Group((2,)) as group:
+        group.run(body)
+    for number, seconds in asked:
+        assert number <= 2 * count * (seconds * 1000 + 2)
 
 
 # ---- Their end ----

@@ -196,9 +196,20 @@ static int is_busy(const struct hr_nccl_team *team) {
            (team->comm.state == HR_NCCL_BROKEN && !team->is_told);
 }
 
+/* A wait that spins comes here all the time, for all teams; of what runs on the GPU nobody here waits for the end. */
+static int is_due(struct hr_nccl_team *team) {
+    if (team->comm.state != HR_NCCL_IDLE || !team->comm.is_in_flight) {
+        return 1;
+    }
+    const int64_t now_ns = hr_now_ns();
+    const int is_time = now_ns >= team->look_ns;
+    team->look_ns = is_time ? now_ns + LOOK_NS : team->look_ns;
+    return is_time;
+}
+
 /* That of a launch is its task's. */
 static int look(struct hr_nccl_team *team) {
-    return team->comm.state != HR_NCCL_LAUNCHING && hr_nccl_poll(&team->comm);
+    return team->comm.state != HR_NCCL_LAUNCHING && is_due(team) && hr_nccl_poll(&team->comm);
 }
 
 static int turn_team(struct hr_engine *engine, const struct hr_lane *lane) {

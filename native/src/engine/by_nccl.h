@@ -88,6 +88,7 @@ struct hr_nccl_team {
     struct hr_room *room; /* of the batch that is begun, a request's or: */
     int owns_room;        /* a rank that has joined needs it until the batch is on the stream */
     struct hr_nccl_turn turn;
+    int64_t look_ns;    /* when to look again at what runs on the GPU */
     int has_moved;      /* a look during a wait has changed the communicator */
     int64_t tell_ns;    /* BROKEN: when the group is told; 0: not known yet */
     int is_told;        /* the group has been told that it is BROKEN */

@@ -93,6 +93,7 @@ static int await_marks(const struct hr_nccl_turn *turn, struct hr_nccl_comm *com
 static int launch(struct hr_nccl_turn *turn) {
     struct hr_nccl_team *team = team_of(turn);
     turn->phase = HR_NCCL_OUT;
+    team->has_moved |= hr_nccl_poll(&team->comm); /* what has failed before is told as what it is */
     if (team->comm.state == HR_NCCL_IDLE && await_marks(turn, &team->comm) != HORO_OK) {
         team->comm.state = HR_NCCL_BROKEN;
     }

@@ -47,7 +47,7 @@ static struct {
 } failures[PLACES][RANKS_MAX];
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static int comms, aborts, destroys, misuses, scales, launched;
+static int comms, aborts, destroys, misuses, scales, launched, asked;
 static __thread int group_depth, group_code;
 static __thread struct work *group, **group_tail;
 static __thread struct comm *aborted; /* in the group of calls */
@@ -248,6 +248,7 @@ static void look(struct comm *comm) {
 
 int ncclCommGetAsyncError(struct comm *comm, int *code) {
     pthread_mutex_lock(&lock);
+    asked++;
     look(comm);
     *code = comm->state;
     pthread_mutex_unlock(&lock);
@@ -473,7 +474,7 @@ void double_nccl_fail(int place, int rank, int at, int code) {
 
 /*
  * Communicators that exist, aborts, destroys, misuses, operations that exist, calls that ran, cliques that differed,
- * launches in a wrong order (nccl_order.h).
+ * launches in a wrong order (nccl_order.h), how often somebody has asked how a communicator is.
  */
 void double_nccl_count(int *counts) {
     pthread_mutex_lock(&lock);
@@ -484,5 +485,6 @@ void double_nccl_count(int *counts) {
         counts[6] += atomic_load(&mapping->clique->mismatches);
     }
     counts[7] = wrong_orders;
+    counts[8] = asked;
     pthread_mutex_unlock(&lock);
 }
