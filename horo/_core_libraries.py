@@ -63,9 +63,9 @@ def use_cuda(context: Context, paths: Sequence[str]) -> None:
 
 
 def use_nccl(context: Context, paths: Sequence[str]) -> None:
-    """Lets NCCL do what it can of requests with tensors on GPUs, once all ranks have had one; see ``horo_use_nccl``.
+    """Lets NCCL do what it can of requests with tensors on GPUs; see ``horo_use_nccl``.
 
-    Where a rank has no NCCL of use, that is logged when all ranks have told one another.
+    Where a rank has no NCCL of use, that is logged when all ranks have told one another, at the first such request.
 
     Raises:
         UsageError: ``use_cuda`` has not been called.

@@ -41,9 +41,10 @@ HORO_API int horo_use_cuda(horo_context *context, const char *const *paths, int3
 /*
  * Lets NCCL do what it can of requests of all ranks with tensors on GPUs: all but Adasum and some dtypes. Behind
  * horo_use_cuda, on all ranks or on none; does nothing where that has been done. The first such request of each rank
- * chooses its GPU, and these requests wait until all ranks have had one, or have joined. Where one of them cannot use
- * NCCL, they are as after horo_use_cuda alone, and rank 0 logs why. Else the request is done once it is on a stream of
- * the GPU; horo_copy_back makes the caller's stream wait for its end. HORO_OK, or HORO_ERR_USAGE or HORO_ERR_RESOURCE
+ * chooses its GPU. The first one that all ranks have submitted, or have joined, makes them tell one another what they
+ * have: where one of them cannot use NCCL, these requests are as after horo_use_cuda alone, and rank 0 logs why. Else a
+ * request is done once it is on a stream of the GPU; horo_copy_back makes the caller's stream wait for its end.
+ * Either way it fails where another rank has its tensors elsewhere. HORO_OK, or HORO_ERR_USAGE or HORO_ERR_RESOURCE
  * with a sentence; a lack of NCCL is none.
  */
 HORO_API int horo_use_nccl(horo_context *context, const char *const *paths, int32_t path_count, char *error,

@@ -96,12 +96,19 @@ def test_a_rank_dies_before_it_has_a_tensor_on_a_gpu(gpu: Gpu, nccl: Nccl, hosts
 
 @pytest.mark.parametrize("hosts", [(2,), (1, 1), (3,)])
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_dies_while_nccl_connects(gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], victim: int) -> None:
-    """Rank 0 or all others are connected by then, and wait for the call of the rank that is not."""
-    nccl.fail("late connect", 1)
+@pytest.mark.parametrize("is_one_late", [False, True])
+def test_a_rank_dies_while_nccl_connects(
+    gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], victim: int, is_one_late: bool
+) -> None:
+    """Where only rank 1 is not connected, the others' calls are on their streams, and wait for it there."""
+    for late in [1] if is_one_late else range(sum(hosts)):
+        nccl.fail("late connect", late)
 
-    def until(_: Rank, own: OnGpu) -> int:
+    def until(rank: Rank, own: OnGpu) -> int | None:
         handle = begin(own)
+        if is_one_late and rank.rank != 1:
+            own.finish(handle)
+            return None
         wait_for(lambda: nccl.counts()["comms"] == sum(hosts))
         return handle
 

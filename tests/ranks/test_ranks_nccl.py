@@ -14,7 +14,7 @@ from doubles import CUDA, NCCL, build_double
 from rank_pool import RankPool
 
 import horo.torch as hvd
-from horo.errors import MismatchError, PeerLostError
+from horo.errors import MismatchError, PeerLostError, UsageError
 
 BY_NCCL = {"HOROVOD_GPU_OPERATIONS": "NCCL"}
 pytestmark = pytest.mark.skipif(
@@ -87,6 +87,26 @@ def test_functions_by_nccl_and_staged_ones_among_them(pool: RankPool, doubles: t
             hvd.allreduce(gpu.put(own, r) if r == 0 else own, op=hvd.Sum)
 
     pool.run(check, *doubles)
+
+
+def test_a_first_call_that_one_rank_refuses_fails_on_all(pool: RankPool, doubles: tuple[str, str]) -> None:
+    """That rank goes on in host memory: nobody waits for its first tensor on a GPU."""
+
+    def check(*paths: str) -> str:
+        gpu, r = gpu_double.load(*paths), hvd.rank()
+        with pytest.raises(UsageError) as caught:
+            hvd.broadcast(gpu.put(torch.ones(3), r), 7 if r == 1 else 0, name="x")
+        with pytest.raises(MismatchError, match="sent it on the GPU that NCCL uses"):
+            hvd.allreduce(gpu.put(torch.ones(3), r) if r == 0 else torch.ones(3), name="y")
+        assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [2, 2, 2]
+        assert gpu.read(hvd.allreduce(gpu.put(torch.ones(3), r), op=hvd.Sum)).tolist() == [2, 2, 2]
+        assert gpu.launched() == 1
+        return str(caught.value)
+
+    words = pool.run(check, *doubles)
+    assert "root_rank 7 is not a rank of this job" in words[1]
+    assert words[0].startswith("rank 1 (")
+    assert words[0].endswith(words[1])
 
 
 def test_process_sets_by_nccl(pool: RankPool, doubles: tuple[str, str]) -> None:

@@ -20,9 +20,6 @@ int hr_op_has_tensors(int op);
 /* The name of the requests to join. */
 #define HR_JOIN_NAME "join.noname"
 
-/* The name of the request by which ranks tell one another what they have of NCCL. */
-#define HR_NCCL_NAME "horo.nccl"
-
 /* Whether a tensor of it has a first extent, which is cut or joined: scalars have none. */
 int hr_op_needs_rows(int op);
 

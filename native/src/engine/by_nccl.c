@@ -17,94 +17,96 @@ enum {
 
 /* ---- Callers ---- */
 
-static int create(struct hr_by_nccl **by, const char *const *paths, size_t path_count, struct hr_error *error) {
+/* With staging_lock held. NULL for lack of memory. */
+static struct hr_by_nccl *create(struct hr_engine *engine) {
+    struct hr_by_nccl *made = calloc(1, sizeof *made);
+    if (made != NULL) {
+        atomic_init(&made->device, -1);
+        atomic_store(&engine->by_nccl, made);
+    }
+    return made;
+}
+
+static void load(struct hr_by_nccl *by, const char *const *paths, size_t path_count) {
     struct hr_error lack = {0};
     horo_library library = {0};
-    struct hr_by_nccl *made = calloc(1, sizeof *made);
-    if (made == NULL) {
-        return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for NCCL");
-    }
-    made->able.is_able = hr_nccl_load(&made->nccl, paths, path_count, &library, &lack) == HORO_OK;
-    made->able.version = library.version;
-    (void)snprintf(made->able.lack, sizeof made->able.lack, "%.*s", HR_NCCL_TEXT_BYTES - 1, lack.text);
-    for (int i = 0; i < HR_TEAMS_MAX; i++) {
-        made->teams[i].held_last = &made->teams[i].held_first;
-    }
-    atomic_init(&made->device, -1);
-    *by = made;
-    return HORO_OK;
+    by->able.is_able = hr_nccl_load(&by->nccl, paths, path_count, &library, &lack) == HORO_OK;
+    by->able.version = library.version;
+    (void)snprintf(by->able.lack, sizeof by->able.lack, "%.*s", HR_NCCL_TEXT_BYTES - 1, lack.text);
+    atomic_store(&by->is_asked, 1);
+}
+
+struct hr_by_nccl *hr_nccl_state(struct hr_engine *engine) {
+    (void)pthread_mutex_lock(&engine->staging_lock);
+    struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
+    by = by == NULL ? create(engine) : by;
+    (void)pthread_mutex_unlock(&engine->staging_lock);
+    return by;
 }
 
 int hr_engine_use_nccl(struct hr_engine *engine, const char *const *paths, size_t path_count, struct hr_error *error) {
-    struct hr_by_nccl *made = NULL;
     int status = HORO_OK;
     (void)pthread_mutex_lock(&engine->staging_lock);
+    struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
     if (atomic_load(&engine->stager) == NULL) {
         status = hr_fail(error, HORO_ERR_USAGE, "NCCL, and horo_use_cuda has not been called");
-    } else if (atomic_load(&engine->by_nccl) == NULL) {
-        status = create(&made, paths, path_count, error);
-    }
-    if (made != NULL) {
-        atomic_store(&engine->by_nccl, made);
+    } else if (by == NULL && (by = create(engine)) == NULL) {
+        status = hr_fail(error, HORO_ERR_RESOURCE, "out of memory for NCCL");
+    } else if (!atomic_load(&by->is_asked)) { /* it may have stood in before */
+        load(by, paths, path_count);
     }
     (void)pthread_mutex_unlock(&engine->staging_lock);
     return status;
 }
 
-/* 0: this rank is no member. */
-static int find_place(struct hr_engine *engine, struct hr_by_nccl *by, int32_t id, struct hr_nccl_place *found) {
+/* NULL: this rank is no member. */
+static struct hr_nccl_team *find_team(struct hr_engine *engine, struct hr_by_nccl *by, int32_t id) {
     struct hr_error ignored = {0};
     (void)pthread_mutex_lock(&engine->submission.lock);
     const struct hr_team_place *place = hr_engine_find_team(engine, id, NULL, &ignored);
-    const struct hr_lane *lane = place == NULL ? NULL : place->lane;
-    if (lane != NULL) {
-        *found = (struct hr_nccl_place){&by->teams[hr_team_number(id)], id, lane->team->size, lane->team->rank};
-    }
+    const int is_member = place != NULL && place->lane != NULL;
     (void)pthread_mutex_unlock(&engine->submission.lock);
-    return lane != NULL;
+    return is_member ? &by->teams[hr_team_number(id)] : NULL;
+}
+
+/* All teams use the GPU of the first tensor. */
+static void choose_gpu(struct hr_engine *engine, struct hr_by_nccl *by, struct hr_device *device, int number) {
+    (void)pthread_mutex_lock(&engine->staging_lock);
+    if (by->gpu == NULL) {
+        by->gpu = device;
+        atomic_store(&by->device, number);
+    }
+    (void)pthread_mutex_unlock(&engine->staging_lock);
 }
 
 int hr_engine_mark_for_nccl(struct hr_engine *engine, struct hr_request *request, struct hr_error *error) {
     const horo_request *call = &request->call;
     struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
-    struct hr_nccl_place place;
     struct hr_device *device;
-    if (by == NULL || !hr_nccl_can(call) || !find_place(engine, by, call->team, &place) ||
-        atomic_load(&place.team->stage) == HR_BY_NCCL_REFUSED) {
+    if (by == NULL || !atomic_load(&by->is_asked) || !hr_nccl_can(call)) {
         return HORO_OK;
     }
-    HR_TRY(hr_stager_device(atomic_load(&engine->stager), call->device - 1, &device, error));
-    const int is_asked = atomic_load(&place.team->stage) == HR_BY_NCCL_ASKED;
-    if (!is_asked && atomic_load(&by->device) != call->device - 1) {
+    const struct hr_nccl_team *team = find_team(engine, by, call->team);
+    const int number = atomic_load(&by->device);
+    if (team == NULL || (number >= 0 && number != call->device - 1)) {
         return HORO_OK; /* on another GPU than the others of this rank */
     }
+    HR_TRY(hr_stager_device(atomic_load(&engine->stager), call->device - 1, &device, error));
     HR_TRY(hr_mark_create(device, (void *)(uintptr_t)call->stream, &request->mark, error));
-    if (is_asked) { /* now that nothing is refused */
-        HR_TRY(hr_nccl_begin_setup(engine, &place, call->device - 1, error));
+    choose_gpu(engine, by, device, call->device - 1); /* now that nothing is refused */
+    if (atomic_load(&by->device) == call->device - 1) {
+        hr_request_set_by_nccl(request);
     }
-    if (atomic_load(&by->device) != call->device - 1) {
+    if (!hr_request_is_by_nccl(request) || hr_nccl_is_refused(team, call)) {
         hr_mark_drop(request->mark);
         request->mark = NULL;
     }
     return HORO_OK;
 }
 
-/* With the lock held. */
-static void announce(struct hr_engine *engine, struct hr_request *request) {
-    hr_request_set_by_nccl(request);
-    hr_engine_queue(engine, request);
-}
-
-void hr_engine_queue_for_nccl(struct hr_engine *engine, struct hr_request *request) {
-    struct hr_nccl_team *team = hr_nccl_team_of(engine, request->lane);
-    if (atomic_load(&team->stage) == HR_BY_NCCL_READY && team->held_first == NULL) {
-        announce(engine, request);
-        return;
-    }
-    request->next = NULL;
-    *team->held_last = request;
-    team->held_last = &request->next;
-    atomic_store(&team->held, 1);
+int hr_engine_is_placed_late(const struct hr_engine *engine, const struct hr_request *request) {
+    return hr_request_is_by_nccl(request) &&
+           hr_nccl_is_refused(hr_nccl_team_of(engine, request->lane), &request->call) != (request->mark == NULL);
 }
 
 void hr_engine_retry_nccl(struct hr_engine *engine, const struct hr_lane *lane) {
@@ -115,45 +117,27 @@ void hr_engine_retry_nccl(struct hr_engine *engine, const struct hr_lane *lane) 
     }
 }
 
-/* ---- The driver, between records ---- */
-
-/* With the lock held. */
-static struct hr_request *take_held(struct hr_nccl_team *team) {
-    struct hr_request *request = team->held_first;
-    if (request != NULL) {
-        team->held_first = request->next;
-        team->held_last = team->held_first == NULL ? &team->held_first : team->held_last;
-    }
-    atomic_store(&team->held, team->held_first != NULL);
-    return request;
-}
-
-void hr_engine_drop_held(struct hr_engine *engine) {
-    for (int i = 0; i < engine->lane_count && atomic_load(&engine->by_nccl) != NULL; i++) {
-        while (take_held(hr_nccl_team_of(engine, engine->lanes[i])) != NULL) {
+void hr_engine_note_values(struct hr_engine *engine, struct hr_request *request) {
+    if (request->awaits_values) {
+        struct hr_nccl_team *team = hr_nccl_team_of(engine, request->lane);
+        request->awaits_values = 0;
+        if (atomic_fetch_sub(&team->awaited, 1) == 1) {
+            atomic_store(&team->has_values, 1);
         }
     }
 }
 
-static int is_decided(const struct hr_nccl_team *team) {
-    const int stage = atomic_load(&team->stage);
-    return stage == HR_BY_NCCL_READY || stage == HR_BY_NCCL_REFUSED;
+/* ---- The driver ---- */
+
+int hr_lane_is_nccl_refused(const struct hr_lane *lane, const horo_request *call) {
+    const struct hr_nccl_team *team = hr_nccl_team_of(lane->engine, lane);
+    return team != NULL && hr_nccl_is_refused(team, call);
 }
 
-static void release_held(struct hr_engine *engine, struct hr_nccl_team *team) {
-    (void)pthread_mutex_lock(&engine->submission.lock);
-    struct hr_request *request;
-    while ((request = take_held(team)) != NULL) {
-        if (atomic_load(&team->stage) == HR_BY_NCCL_READY) {
-            announce(engine, request);
-            continue;
-        }
-        const int64_t handle = request->handle;
-        (void)pthread_mutex_unlock(&engine->submission.lock); /* for calls of CUDA */
-        hr_engine_stage_held(engine, request, handle);
-        (void)pthread_mutex_lock(&engine->submission.lock);
+void hr_lane_settle_nccl(const struct hr_lane *lane, struct hr_request *request) {
+    if (hr_request_is_by_nccl(request) && hr_lane_is_nccl_refused(lane, &request->call)) {
+        request->is_taken = 1;
     }
-    (void)pthread_mutex_unlock(&engine->submission.lock);
 }
 
 /*
@@ -181,6 +165,9 @@ static int turn_broken(struct hr_engine *engine, struct hr_nccl_team *team, cons
 }
 
 static int64_t look_within(const struct hr_nccl_team *team) {
+    if (atomic_load(&team->awaited) > 0) {
+        return LOOK_NS;
+    }
     switch (team->comm.state) {
     case HR_NCCL_CONNECTING:
     case HR_NCCL_LAUNCHING: return HR_NCCL_LOOK_SOON_NS;
@@ -215,16 +202,15 @@ static int look(struct hr_nccl_team *team) {
 static int turn_team(struct hr_engine *engine, const struct hr_lane *lane) {
     struct hr_nccl_team *team = hr_nccl_team_of(engine, lane);
     char name[HR_TEAM_NAME_BYTES];
-    int moved = team->has_moved;
+    int moved = team->has_moved | atomic_exchange(&team->has_values, 0);
     team->has_moved = 0;
     moved |= look(team);
     moved |= hr_nccl_turn_setup(engine, lane);
+    if (atomic_load(&team->awaited) > 0) {
+        hr_nccl_check_values(engine, lane);
+    }
     if (team->comm.state == HR_NCCL_BROKEN) {
         moved |= turn_broken(engine, team, lane->team->number == 0 ? "" : hr_team_name(lane->team, name));
-    }
-    if (atomic_load(&team->held) && is_decided(team)) {
-        release_held(engine, team);
-        moved = 1;
     }
     return moved;
 }
@@ -283,9 +269,8 @@ int hr_engine_turn_nccl(struct hr_engine *engine) {
 
 static int has_work(struct hr_nccl_team *team) {
     team->has_moved |= look(team);
-    const int is_told = hr_nccl_has_gathered(team);
     const int is_late = team->comm.state == HR_NCCL_BROKEN && !team->is_told && hr_now_ns() >= team->tell_ns;
-    return team->has_moved || is_told || is_late || (atomic_load(&team->held) && is_decided(team));
+    return team->has_moved || is_late || atomic_load(&team->has_values);
 }
 
 int hr_engine_nccl_has_work(struct hr_engine *engine) {
@@ -310,7 +295,7 @@ int hr_engine_is_nccl_busy(const struct hr_engine *engine) {
 
 /* ---- The end of a team ---- */
 
-/* MPI may still touch what an exchange that was given up has left with it. */
+/* MPI may still touch what ranks that were cut off while they told have left with it. */
 static void free_reports(const struct hr_engine *engine, struct hr_nccl_team *team) {
     if (atomic_load(&engine->node->mpi.stranded) == 0) {
         free(team->reports);
@@ -340,7 +325,6 @@ void hr_engine_remove_nccl(struct hr_engine *engine, const struct hr_lane *lane)
     (void)pthread_mutex_lock(&engine->submission.lock);
     atomic_store(&team->stage, HR_BY_NCCL_ASKED);
     team->until_join = 0;
-    free_reports(engine, team);
     team->comm = (struct hr_nccl_comm){0};
     team->has_moved = 0;
     (void)pthread_mutex_unlock(&engine->submission.lock);

@@ -2,17 +2,20 @@
  * Requests with tensors on GPUs that NCCL does (docs/adr/0044-nccl-does-what-all-ranks-agree-on.md). Every team has a
  * communicator of its own, all on one GPU of this rank and on one stream there.
  *
- *     stage      | what has happened                            | requests of the team that NCCL can do
- *     -----------+----------------------------------------------+----------------------------------------------------
- *     ASKED      | horo_use_nccl                                | the first begins the exchange
- *     GATHERING  | this rank tells the others what it has, also | are held: not announced
- *                | where it has joined: if it has used a GPU    |
- *     CONNECTING | all ranks can, NCCL connects them            | are held
- *     READY      | this rank is connected                       | are announced as NCCL's
- *     REFUSED    | not all ranks can                            | are staged
+ *     stage      | what has happened                               | records of the team's log that are for NCCL
+ *     -----------+-------------------------------------------------+-------------------------------------------------
+ *     ASKED      | nothing                                         | the first one makes the ranks tell
+ *     TELLING    | each rank tells the others what it has, also    | wait, and with them what stands behind them
+ *                | one that has joined: if it has used a GPU       |
+ *     CONNECTING | all ranks can, NCCL connects them               | wait
+ *     READY      | this rank is connected                          | are NCCL's
+ *     REFUSED    | not all ranks can                               | are done in host memory, once the values of what
+ *                |                                                 | was submitted before are there
  *
- * Ranks come to READY or REFUSED at different times, but all to the same one: what they are told is the same. A request
- * that all have announced as NCCL's is one that all can do.
+ * A request is announced as one for NCCL by what is known at its submission: NCCL can do it, and its tensors are on the
+ * GPU that NCCL uses here. So ranks that do not mean the same, or refuse it, fail at once, whatever the stage is; and a
+ * record for NCCL means that all ranks have the tensors on their GPUs. Since all ranks execute one log, all tell at the
+ * same place of it, and come to the same end (docs/adr/0047-ranks-tell-in-front-of-the-first-batch.md).
  *
  * Kernels of two communicators that are launched in different orders on two ranks may wait for one another for ever. So
  * batches take turns, in one order on all ranks (docs/adr/0045-launches-of-all-teams-take-turns.md).
@@ -26,7 +29,7 @@
 
 enum hr_by_nccl_stage {
     HR_BY_NCCL_ASKED,
-    HR_BY_NCCL_GATHERING,
+    HR_BY_NCCL_TELLING,
     HR_BY_NCCL_CONNECTING,
     HR_BY_NCCL_READY,
     HR_BY_NCCL_REFUSED,
@@ -42,7 +45,7 @@ enum {
     HR_NCCL_WITHIN_MS = 300000,
 };
 
-/* What a rank tells of itself in the exchange; of one that has joined and cannot take part, zeros. */
+/* What a rank tells of itself; of one that has joined and cannot take part, zeros. */
 struct hr_nccl_report {
     int32_t is_told;
     int32_t is_able;
@@ -52,7 +55,7 @@ struct hr_nccl_report {
     char lack[HR_NCCL_TEXT_BYTES]; /* why it is not able */
 };
 
-enum hr_nccl_phase { HR_NCCL_HELD, HR_NCCL_ORDERING, HR_NCCL_WAITING, HR_NCCL_OUT };
+enum hr_nccl_phase { HR_NCCL_ORDERING, HR_NCCL_WAITING, HR_NCCL_OUT };
 
 /*
  * A batch on its way to the stream, as a backend whose work it is; see nccl_turn.c. The batch and its arrays are the
@@ -76,13 +79,13 @@ struct hr_nccl_turn {
 struct hr_nccl_team {
     /* written under the lock of submission */
     _Atomic int stage;
-    int until_join; /* REFUSED only until all ranks have joined: one had, when the others were asked */
-    const struct hr_request *exchange; /* NULL: this rank has stood in, and it is over */
-    /* [size] of the exchange: this rank's among zeros, and later those of all */
-    struct hr_nccl_report *reports;
-    struct hr_request *held_first, **held_last;
-    _Atomic int held;
+    int until_join; /* REFUSED only until all ranks have joined: one had, when they told */
+    _Atomic int awaited; /* requests for NCCL whose values are on their way to the host, since it was REFUSED */
+    _Atomic int has_values; /* they have come, and the driver has not seen it */
     /* of the driver */
+    struct hr_nccl_report *reports; /* TELLING: [size] this rank's among zeros, then those of all */
+    struct hr_operand told; /* these, as what is exchanged */
+    size_t told_bytes;
     struct hr_nccl_comm comm;
     struct hr_nccl_backend *backend;
     struct hr_room *room; /* of the batch that is begun, a request's or: */
@@ -97,18 +100,11 @@ struct hr_nccl_team {
     char name[HR_TEAM_NAME_BYTES]; /* the team's */
 };
 
-/* What a caller has found of a team that it submits to. */
-struct hr_nccl_place {
-    struct hr_nccl_team *team;
-    int32_t id;
-    int size, rank; /* of the team, and of this rank there */
-};
-
 struct hr_by_nccl {
-    /* written before other threads see it */
+    /* written under staging_lock */
+    _Atomic int is_asked; /* by horo_use_nccl. What follows is written before */
     struct hr_nccl nccl;
     struct hr_nccl_report able; /* what a report begins with */
-    /* written under staging_lock */
     struct hr_device *gpu;
     _Atomic int device; /* its number; -1: not known yet */
     /* of the driver */
@@ -120,22 +116,27 @@ struct hr_by_nccl {
     struct hr_nccl_team teams[HR_TEAMS_MAX]; /* by number */
 };
 
-/* NULL: nobody has called horo_use_nccl. */
+/* NULL: nobody has called horo_use_nccl, nor has this rank stood in for what is NCCL's. */
 static inline struct hr_nccl_team *hr_nccl_team_of(const struct hr_engine *engine, const struct hr_lane *lane) {
     struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
     return by == NULL ? NULL : &by->teams[lane->team->number];
 }
 
+/* Whether it is known that the team's ranks do such requests for NCCL in host memory. */
+static inline int hr_nccl_is_refused(const struct hr_nccl_team *team, const horo_request *call) {
+    (void)call; /* all of them */
+    return atomic_load(&team->stage) == HR_BY_NCCL_REFUSED;
+}
+
 /* nccl_setup.c: what all ranks together can, by what each has told; empty: all are able. */
 void hr_nccl_judge(const struct hr_nccl_report *reports, const struct hr_team *ranks, int *has_joined, char *text,
                    size_t text_bytes);
-/* Before anything is submitted to the team. HORO_OK, or a status with *error set. Without the lock. */
-int hr_nccl_begin_setup(struct hr_engine *engine, const struct hr_nccl_place *place, int device,
-                        struct hr_error *error);
-/* Driver: whether all have told, and it can go on. */
-int hr_nccl_has_gathered(const struct hr_nccl_team *team);
-/* Driver: goes on with it. 1 if something moved, else 0. */
+/* by_nccl.c: what there is to know, if nobody has asked for NCCL yet; NULL for lack of memory. */
+struct hr_by_nccl *hr_nccl_state(struct hr_engine *engine);
+/* nccl_setup.c, the driver: whether the rank is connected now, which it notes. */
 int hr_nccl_turn_setup(struct hr_engine *engine, const struct hr_lane *lane);
+/* Ends the group if values that are awaited never come. */
+void hr_nccl_check_values(struct hr_engine *engine, const struct hr_lane *lane);
 
 /*
  * nccl_batch.c: gives the batch's room back, in the order of the stream. is_over: the batch is wholly there, so that of

@@ -15,6 +15,10 @@ static int ring_has_room(const struct hr_lane *lane) {
            atomic_load(&block->requests.written) - atomic_load(&block->requests_read) < HR_REQUEST_RING_BYTES;
 }
 
+static int is_at_task(enum hr_execution state) {
+    return state == HR_EXECUTION_RUNNING || state == HR_EXECUTION_TELLING || state == HR_EXECUTION_CHANGING;
+}
+
 /*
  * A task that can go on does so here already; what came of it is kept for the next turn. On one host it waits for a
  * word in memory most of the time, and is looked at more often than all else.
@@ -23,7 +27,7 @@ static int task_moves(struct hr_lane *lane) {
     struct hr_executor *executor = &lane->executor;
     const int looks = lane->team->transport == NULL ? LOOKS_PER_TURN : 1;
     for (int i = 0; i < looks && executor->outcome == 0 &&
-                    (executor->state == HR_EXECUTION_RUNNING || executor->state == HR_EXECUTION_CHANGING); i++) {
+                    is_at_task(executor->state); i++) {
         executor->outcome = hr_lane_execute(lane);
     }
     return executor->outcome != 0;

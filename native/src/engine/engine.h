@@ -286,20 +286,25 @@ int hr_engine_stage(struct hr_engine *engine, struct hr_request *request, struct
 void hr_engine_launch(struct hr_engine *engine, struct hr_request *request, int64_t handle);
 /* Ends it if the values never come. Without the lock. */
 void hr_engine_check_staged(struct hr_engine *engine, int64_t handle);
-/* One that waited for NCCL, which is not to be: the same by the driver, behind the request's mark. Without the lock. */
-void hr_engine_stage_held(struct hr_engine *engine, struct hr_request *request, int64_t handle);
+/*
+ * Driver: one that was submitted for NCCL, which is not to have it: its values come behind its mark, which is dropped,
+ * and hr_engine_note_values is called then. HORO_OK or a status. Without the lock.
+ */
+int hr_engine_stage_marked(struct hr_engine *engine, struct hr_request *request, struct hr_error *error);
 /* After all requests are gone. */
 void hr_engine_end_cuda(struct hr_engine *engine);
 
 /* by_nccl.c, nccl_batch.c, nccl_setup.c: requests that NCCL does, see by_nccl.h */
 /* As horo_use_nccl. */
 int hr_engine_use_nccl(struct hr_engine *engine, const char *const *paths, size_t path_count, struct hr_error *error);
-/* Before submission: gives the request a mark if NCCL may do it. HORO_OK or a status. Without the lock. */
+/*
+ * Before submission: whether the request is for NCCL; with a mark, if NCCL has not been refused. HORO_OK or a status.
+ * Without the lock. And, with the lock held: whether that has changed meanwhile.
+ */
 int hr_engine_mark_for_nccl(struct hr_engine *engine, struct hr_request *request, struct hr_error *error);
-/* With the lock held: a request with a mark, into the queue or to those that are held. */
-void hr_engine_queue_for_nccl(struct hr_engine *engine, struct hr_request *request);
-/* With the lock held: the requests that are held end with the group. */
-void hr_engine_drop_held(struct hr_engine *engine);
+int hr_engine_is_placed_late(const struct hr_engine *engine, const struct hr_request *request);
+/* With the lock held: it is over, or its values have come. */
+void hr_engine_note_values(struct hr_engine *engine, struct hr_request *request);
 /* Driver: 1 if something moved, else 0; whether there is something to do. */
 int hr_engine_turn_nccl(struct hr_engine *engine);
 int hr_engine_nccl_has_work(struct hr_engine *engine);
@@ -314,12 +319,6 @@ int hr_engine_make_room(struct hr_engine *engine, struct hr_request *request);
  * values that change no result. HORO_OK, also where that fails, or HORO_ERR_INTERNAL.
  */
 int hr_engine_place_stand_ins(struct hr_engine *engine, struct hr_request *const *requests, size_t count);
-/*
- * Driver: in the exchange by which ranks come to NCCL, what this rank tells, which has joined: memory for its request,
- * in place of zeros; NULL: it cannot take part. And, with the lock held, that a request that stood in is over.
- */
-void *hr_engine_report_for_nccl(const struct hr_lane *lane, const horo_request *call);
-void hr_engine_note_report(const struct hr_lane *lane, const horo_request *call);
 /* It is all on the stream: the marks are behind it now. 0 where that fails, which ends the group. */
 int hr_engine_end_nccl_batch(struct hr_engine *engine, struct hr_request *const *requests, size_t count);
 /* Driver: whether the lane's batch waits for other ranks to propose its turn; or for batches of other lanes here. */

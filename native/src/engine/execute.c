@@ -91,6 +91,7 @@ static int load_batch(struct hr_lane *lane, const struct hr_wire_message *record
         struct hr_wire_ref ref;
         hr_wire_next_ref(&cursor, &ref);
         HR_TRY(hr_lane_resolve(lane, &ref, &batch->requests[i]));
+        hr_lane_settle_nccl(lane, batch->requests[i]);
         batch->request_count++;
         operands += (size_t)batch->requests[i]->call.tensor_count;
     }
@@ -203,11 +204,15 @@ static int may_end_batch(struct hr_lane *lane) {
            hr_engine_end_nccl_batch(lane->engine, batch->requests, batch->request_count);
 }
 
-static int progress_batch(struct hr_lane *lane) {
+static int progress_task(struct hr_lane *lane) {
     const int moved = lane->executor.backend->ops->progress(lane->executor.backend);
     switch (moved) {
     case HR_TASK_BLOCKED: return 0;
     case HR_TASK_DONE:
+        if (lane->executor.state == HR_EXECUTION_TELLING) {
+            hr_lane_finish_telling(lane);
+            break;
+        }
         if (!may_end_batch(lane)) {
             return 0;
         }
@@ -395,8 +400,8 @@ static int execute_record(struct hr_lane *lane, const struct hr_wire_message *re
 }
 
 int hr_lane_execute(struct hr_lane *lane) {
-    if (lane->executor.state == HR_EXECUTION_RUNNING) {
-        return progress_batch(lane);
+    if (lane->executor.state == HR_EXECUTION_RUNNING || lane->executor.state == HR_EXECUTION_TELLING) {
+        return progress_task(lane);
     }
     if (lane->executor.state == HR_EXECUTION_LOST) {
         return confirm(lane);
@@ -413,6 +418,10 @@ int hr_lane_execute(struct hr_lane *lane) {
     }
     struct hr_wire_message record;
     HR_TRY(hr_wire_decode(data, bytes, &record));
+    const int prepared = hr_lane_prepare_nccl(lane, &record);
+    if (prepared != HR_TASK_DONE) {
+        return prepared == HR_TASK_MOVED || prepared < 0 ? prepared : 0;
+    }
     lane->executor.record_bytes = 4 + bytes;
     HR_TRY(execute_record(lane, &record));
     hr_buffer_consume(&lane->executor.log_in, 4 + bytes); /* what a batch needs of it has been copied */
@@ -421,7 +430,7 @@ int hr_lane_execute(struct hr_lane *lane) {
 }
 
 void hr_lane_cancel(struct hr_lane *lane) {
-    if (lane->executor.state == HR_EXECUTION_RUNNING) {
+    if (lane->executor.state == HR_EXECUTION_RUNNING || lane->executor.state == HR_EXECUTION_TELLING) {
         lane->executor.backend->ops->cancel(lane->executor.backend);
     }
     lane->executor.state = HR_EXECUTION_IDLE;
@@ -456,6 +465,7 @@ static void remove_in_flight(struct hr_engine *engine, const struct hr_request *
 
 void hr_engine_complete_locked(struct hr_engine *engine, struct hr_request *request, int status, const char *text) {
     forget_announcement(request);
+    hr_engine_note_values(engine, request);
     remove_in_flight(engine, request);
     if (status != HORO_OK) {
         hr_engine_reopen_team(engine, request);

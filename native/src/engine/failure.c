@@ -98,7 +98,6 @@ int hr_engine_fail_all(struct hr_engine *engine) {
     engine->submission.queue_head = NULL;
     engine->submission.queue_tail = &engine->submission.queue_head;
     atomic_store(&engine->submission.queued, 0);
-    hr_engine_drop_held(engine);
     describe_pending(engine, pending, sizeof pending);
     if (end.code == HORO_ERR_DEADLOCK) { /* which says what is waited for, of all ranks */
         (void)snprintf(text, sizeof text, "%s", why);

@@ -59,6 +59,7 @@ enum hr_execution {
     HR_EXECUTION_IDLE,     /* none has been begun */
     HR_EXECUTION_RUNNING,  /* a batch: its task is the backend's */
     HR_EXECUTION_CHANGING, /* a batch that adds or removes a team */
+    HR_EXECUTION_TELLING,  /* none: in front of the first one for NCCL; the task is the backend's, see by_nccl.h */
     HR_EXECUTION_LOST,     /* a batch whose task has lost a peer: other ranks may tell of the cause until confirm_ns */
 };
 
@@ -382,6 +383,21 @@ void hr_lane_cancel(struct hr_lane *lane);
 /* Whether the current batch has posted all that it sends (hr_task.is_ending). */
 int hr_lane_is_ending_batch(const struct hr_lane *lane);
 void hr_lane_free_batch(struct hr_lane *lane);
+
+/* ---- nccl_setup.c ---- */
+
+/*
+ * In front of a record: HR_TASK_DONE if it can be executed; HR_TASK_MOVED: the state is TELLING now; HR_TASK_BLOCKED:
+ * not yet; or a status. And: all have told.
+ */
+int hr_lane_prepare_nccl(struct hr_lane *lane, const struct hr_wire_message *record);
+void hr_lane_finish_telling(struct hr_lane *lane);
+/*
+ * by_nccl.c, behind that: whether such a request, which is for NCCL, is done in host memory; and one of a batch that is
+ * about to begin, which is like any other then.
+ */
+int hr_lane_is_nccl_refused(const struct hr_lane *lane, const horo_request *call);
+void hr_lane_settle_nccl(const struct hr_lane *lane, struct hr_request *request);
 
 /* ---- gather.c ---- */
 

@@ -15,11 +15,6 @@ static void break_off(struct hr_nccl_team *team) {
     team->comm.state = HR_NCCL_BROKEN;
 }
 
-/* CONNECTING: this rank has joined, and the others are further. */
-static int has_stream(const struct hr_nccl_team *team) {
-    return team->comm.state == HR_NCCL_IDLE || team->comm.state == HR_NCCL_CONNECTING;
-}
-
 /* ---- Results of an allgather or alltoall ---- */
 
 /* Each result where kernels like to begin. */
@@ -41,7 +36,7 @@ int hr_engine_make_room(struct hr_engine *engine, struct hr_request *request) {
     if (team == NULL || team->backend == NULL) {
         return HORO_ERR_INTERNAL;
     }
-    if (!has_stream(team) || bytes == 0) {
+    if (team->comm.state != HR_NCCL_IDLE || bytes == 0) {
         return HORO_OK; /* nothing will be written */
     }
     if (hr_room_create(atomic_load(&engine->stager), team->comm.device, team->comm.stream, bytes, &room,
@@ -143,7 +138,7 @@ int hr_engine_place_stand_ins(struct hr_engine *engine, struct hr_request *const
     if (team == NULL || team->backend == NULL) {
         return HORO_ERR_INTERNAL;
     }
-    if (has_stream(team) && make_values(engine, team, requests, count, bytes) != HORO_OK) {
+    if (team->comm.state == HR_NCCL_IDLE && make_values(engine, team, requests, count, bytes) != HORO_OK) {
         break_off(team);
     }
     return HORO_OK;

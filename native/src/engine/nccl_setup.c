@@ -76,108 +76,131 @@ static void complete_report(const struct hr_by_nccl *by, int is_root, struct hr_
     }
 }
 
-/* An allreduce, whose sum is that of what each rank has in its own place and zeros in those of others. */
-static int submit_reports(struct hr_engine *engine, const struct hr_nccl_place *place, struct hr_nccl_report *reports,
-                          int64_t *handle, struct hr_error *error) {
-    const int64_t bytes = place->size * (int64_t)sizeof *reports;
-    const horo_tensor tensor = {
-        .input = reports, .output = reports, .output_bytes = bytes, .shape = &bytes, .ndim = 1, .dtype = HORO_UINT8};
-    const horo_request call = {
-        .name = HR_NCCL_NAME,
-        .op = HORO_ALLREDUCE,
-        .reduce_op = HORO_SUM,
-        .flags = HORO_SUBMIT_TRANSIENT,
-        .team = place->id,
-        .prescale = 1.0,
-        .postscale = 1.0,
-        .tensors = &tensor,
-        .tensor_count = 1,
-    };
-    return hr_engine_submit_with(engine, &call, NULL, handle, error);
-}
-
-/* With staging_lock held. */
-static int tell(struct hr_engine *engine, struct hr_by_nccl *by, const struct hr_nccl_place *place, int number,
-                struct hr_error *error) {
-    struct hr_nccl_team *team = place->team;
-    int64_t handle = 0;
-    if (by->gpu == NULL) { /* all teams use the GPU of the first tensor */
-        HR_TRY(hr_stager_device(atomic_load(&engine->stager), number, &by->gpu, error));
-        atomic_store(&by->device, number);
-    }
-    struct hr_nccl_report *reports = calloc((size_t)place->size, sizeof *reports);
-    if (reports == NULL) {
-        return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for NCCL");
-    }
-    complete_report(by, place->rank == 0, &reports[place->rank]);
-    const int status = submit_reports(engine, place, reports, &handle, error);
-    if (status != HORO_OK) {
-        free(reports);
-        return status;
-    }
-    (void)pthread_mutex_lock(&engine->submission.lock);
-    team->exchange = hr_engine_find_handle(engine, handle);
-    team->reports = reports;
-    atomic_store(&team->stage, HR_BY_NCCL_GATHERING);
-    (void)pthread_mutex_unlock(&engine->submission.lock);
-    return HORO_OK;
-}
-
-int hr_nccl_begin_setup(struct hr_engine *engine, const struct hr_nccl_place *place, int device,
-                        struct hr_error *error) {
-    struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
-    int status = HORO_OK;
-    (void)pthread_mutex_lock(&engine->staging_lock);
-    if (atomic_load(&place->team->stage) == HR_BY_NCCL_ASKED) { /* else another thread was first */
-        status = tell(engine, by, place, device, error);
-    }
-    (void)pthread_mutex_unlock(&engine->staging_lock);
-    return status;
-}
-
-/* ---- A rank that has joined ---- */
-
-/* It may never have used a GPU: then it tells nothing, and tensors are staged until all have joined. */
-void *hr_engine_report_for_nccl(const struct hr_lane *lane, const horo_request *call) {
-    const struct hr_by_nccl *by = atomic_load(&lane->engine->by_nccl);
-    struct hr_nccl_team *team = hr_nccl_team_of(lane->engine, lane);
-    const struct hr_team *ranks = lane->team;
-    int64_t bytes = 0; /* it was checked when it was decoded */
-    if (by == NULL || atomic_load(&by->device) < 0 || atomic_load(&team->stage) != HR_BY_NCCL_ASKED ||
-        call->tensor_count != 1) {
-        return NULL;
-    }
-    (void)hr_wire_shape_bytes(call->tensors[0].shape, call->tensors[0].ndim, call->tensors[0].dtype, &bytes);
-    if (bytes != ranks->size * (int64_t)sizeof *team->reports || team->reports != NULL) {
-        return NULL;
-    }
-    team->reports = calloc((size_t)ranks->size, sizeof *team->reports);
-    if (team->reports != NULL) {
-        complete_report(by, ranks->rank == 0, &team->reports[ranks->rank]);
-    }
-    return team->reports;
-}
-
-void hr_engine_note_report(const struct hr_lane *lane, const horo_request *call) {
-    struct hr_nccl_team *team = hr_nccl_team_of(lane->engine, lane);
-    if (team != NULL && team->reports != NULL && call->tensor_count == 1 &&
-        call->tensors[0].output == team->reports) {
-        atomic_store(&team->stage, HR_BY_NCCL_GATHERING);
-    }
-}
-
-/* ---- Going on ---- */
-
-int hr_nccl_has_gathered(const struct hr_nccl_team *team) {
-    return atomic_load(&team->stage) == HR_BY_NCCL_GATHERING &&
-           (team->exchange == NULL || atomic_load(&team->exchange->status) != HORO_IN_PROGRESS);
-}
-
 static void set_stage(struct hr_engine *engine, struct hr_nccl_team *team, int stage) {
     (void)pthread_mutex_lock(&engine->submission.lock);
     atomic_store(&team->stage, stage);
     (void)pthread_mutex_unlock(&engine->submission.lock);
 }
+
+/*
+ * The sum of what each rank has in its own place and zeros in those of others. A rank that has joined may never have
+ * used a GPU: then it tells nothing, and tensors are staged until all have joined.
+ */
+static int begin_telling(struct hr_lane *lane, const struct hr_by_nccl *by, struct hr_nccl_team *team) {
+    const struct hr_team *ranks = lane->team;
+    team->reports = calloc((size_t)ranks->size, sizeof *team->reports);
+    if (team->reports == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    if (atomic_load(&by->device) >= 0) {
+        complete_report(by, ranks->rank == 0, &team->reports[ranks->rank]);
+    }
+    team->told_bytes = (size_t)ranks->size * sizeof *team->reports;
+    team->told = (struct hr_operand){
+        .input = team->reports, .output = team->reports, .bytes = team->told_bytes, .dtype = HORO_UINT8};
+    const struct hr_work work = {
+        .op = HORO_ALLREDUCE,
+        .reduce_op = HORO_SUM,
+        .prescale = 1.0,
+        .postscale = 1.0,
+        .operands = &team->told,
+        .count = 1,
+        .row_bytes = &team->told_bytes,
+    };
+    set_stage(lane->engine, team, HR_BY_NCCL_TELLING);
+    lane->executor.backend = lane->backend;
+    lane->executor.state = HR_EXECUTION_TELLING;
+    HR_TRY(lane->backend->ops->begin(lane->backend, &work));
+    return HR_TASK_MOVED;
+}
+
+/* ---- In front of a record ---- */
+
+/* Whether it is of requests for NCCL: of one, or of a batch, whose requests are alike in that. */
+static int is_for_nccl(struct hr_lane *lane, const struct hr_wire_message *record) {
+    struct hr_wire_request decoded = {0};
+    struct hr_wire_ref ref;
+    if (record->type == HR_WIRE_REQUEST) {
+        return record->request.by_nccl;
+    }
+    if (record->type != HR_WIRE_BATCH || record->count == 0) {
+        return 0;
+    }
+    const uint8_t *cursor = record->items;
+    hr_wire_next_ref(&cursor, &ref);
+    if (ref.name.bytes > 0) {
+        const struct hr_request *request = hr_lane_find_name(lane, ref.name);
+        request = request == NULL ? hr_lane_find_stand_in(lane, ref.name) : request;
+        return request != NULL && hr_request_is_by_nccl(request);
+    }
+    const uint32_t capacity = lane->announcer.capacity;
+    const struct hr_known *known = capacity == 0 ? NULL : lane->announcer.known_slots[ref.id % capacity];
+    return known != NULL && hr_wire_decode_request(known->bytes, known->byte_count, &decoded) == HORO_OK &&
+           decoded.by_nccl;
+}
+
+int hr_lane_prepare_nccl(struct hr_lane *lane, const struct hr_wire_message *record) {
+    const struct hr_nccl_team *team = hr_nccl_team_of(lane->engine, lane);
+    const int stage = team == NULL ? HR_BY_NCCL_ASKED : atomic_load(&team->stage);
+    const int is_over = stage == HR_BY_NCCL_READY || stage == HR_BY_NCCL_REFUSED;
+    if ((is_over && atomic_load(&team->awaited) == 0) || (team == NULL && !lane->announcer.join.has_joined) ||
+        !is_for_nccl(lane, record)) {
+        return HR_TASK_DONE;
+    }
+    if (stage != HR_BY_NCCL_ASKED) {
+        return HR_TASK_BLOCKED;
+    }
+    const struct hr_by_nccl *by = hr_nccl_state(lane->engine);
+    return by == NULL ? HORO_ERR_RESOURCE : begin_telling(lane, by, hr_nccl_team_of(lane->engine, lane));
+}
+
+/* ---- Staging ---- */
+
+/* All ranks are about to do it in host memory, and count on this one. */
+static void end_for_lack(struct hr_engine *engine, const char *text) {
+    char words[HORO_MESSAGE_MAX];
+    const int length = snprintf(words, sizeof words, "no values in host memory: %.700s", text);
+    hr_node_end(engine->node, HORO_ERR_PEER_LOST, engine->node->rank, words, (size_t)length);
+}
+
+/* With the lock held, which it lets go for calls of CUDA: what is pending stays so, for it ends by records. */
+static void stage(struct hr_engine *engine, struct hr_nccl_team *team, struct hr_request *request) {
+    struct hr_error error = {0};
+    request->awaits_values = 1;
+    atomic_fetch_add(&team->awaited, 1);
+    (void)pthread_mutex_unlock(&engine->submission.lock);
+    const int status = hr_engine_stage_marked(engine, request, &error);
+    if (status != HORO_OK) {
+        end_for_lack(engine, error.text);
+    }
+    (void)pthread_mutex_lock(&engine->submission.lock);
+}
+
+/* What has been submitted for NCCL, which is not to have it. */
+static void stage_all(struct hr_engine *engine, const struct hr_lane *lane) {
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    for (struct hr_request *request = NULL; (request = hr_lane_next_pending(lane, request)) != NULL;) {
+        if (request->mark != NULL && hr_nccl_is_refused(hr_nccl_team_of(engine, lane), &request->call)) {
+            stage(engine, hr_nccl_team_of(engine, lane), request);
+        }
+    }
+    (void)pthread_mutex_unlock(&engine->submission.lock);
+}
+
+void hr_nccl_check_values(struct hr_engine *engine, const struct hr_lane *lane) {
+    struct hr_error error = {0};
+    struct hr_request *request = NULL;
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    while ((request = hr_lane_next_pending(lane, request)) != NULL && !request->awaits_values) {
+    }
+    (void)pthread_mutex_unlock(&engine->submission.lock);
+    /* copies come in the order of one stream, so a failure is that of the first one, too */
+    if (request != NULL && request->staging != NULL && hr_staging_check(request->staging, &error) != HORO_OK) {
+        end_for_lack(engine, error.text);
+    }
+}
+
+/* ---- Going on ---- */
 
 static void refuse(struct hr_engine *engine, const struct hr_lane *lane, int has_joined, const char *text) {
     struct hr_nccl_team *team = hr_nccl_team_of(engine, lane);
@@ -225,26 +248,18 @@ static void connect(struct hr_engine *engine, const struct hr_lane *lane, const 
     set_stage(engine, team, HR_BY_NCCL_CONNECTING);
 }
 
-/* The exchange is over; it is released here. */
-static void finish_exchange(struct hr_engine *engine, const struct hr_lane *lane) {
-    struct hr_nccl_team *team = hr_nccl_team_of(engine, lane);
-    const int64_t handle = team->exchange == NULL ? 0 : team->exchange->handle;
+void hr_lane_finish_telling(struct hr_lane *lane) {
+    struct hr_nccl_team *team = hr_nccl_team_of(lane->engine, lane);
     char text[HORO_MESSAGE_MAX];
     int has_joined = 0;
-    if (team->exchange != NULL && atomic_load(&team->exchange->status) != HORO_OK) {
-        (void)hr_engine_error(engine, handle, text, sizeof text);
-    } else {
-        hr_nccl_judge(team->reports, lane->team, &has_joined, text, sizeof text);
-    }
+    lane->executor.state = HR_EXECUTION_IDLE;
+    hr_nccl_judge(team->reports, lane->team, &has_joined, text, sizeof text);
     if (text[0] == '\0') {
-        connect(engine, lane, team->reports);
+        connect(lane->engine, lane, team->reports);
     } else {
-        refuse(engine, lane, has_joined, text);
+        refuse(lane->engine, lane, has_joined, text);
     }
-    if (team->exchange != NULL) {
-        team->exchange = NULL;
-        (void)hr_engine_release(engine, handle);
-    }
+    stage_all(lane->engine, lane);
     free(team->reports);
     team->reports = NULL;
 }
@@ -253,10 +268,6 @@ int hr_nccl_turn_setup(struct hr_engine *engine, const struct hr_lane *lane) {
     struct hr_nccl_team *team = hr_nccl_team_of(engine, lane);
     const int stage = atomic_load(&team->stage);
     char name[HR_TEAM_NAME_BYTES];
-    if (hr_nccl_has_gathered(team)) {
-        finish_exchange(engine, lane);
-        return 1;
-    }
     if (stage != HR_BY_NCCL_CONNECTING || team->comm.state != HR_NCCL_IDLE) {
         return 0;
     }

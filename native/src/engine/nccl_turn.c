@@ -2,7 +2,6 @@
  * Launches of NCCL take turns, in one order on all ranks (docs/adr/0045-launches-of-all-teams-take-turns.md). Each
  * batch has a number, and what a rank launches, it launches in the order of these.
  *
- *     HELD       this rank has joined, and stands in before it is connected, as the others are
  *     ORDERING   this rank proposes a number, higher than any that it knows, and the ranks of the team agree on the
  *                highest proposal: an allreduce of eight bytes in host memory, in the team's lane
  *     WAITING    until no other batch that this rank has begun has a lower number, or may get one
@@ -46,7 +45,7 @@ static int is_first(const struct hr_nccl_turn *turn) {
     for (int i = 0; i < engine->lane_count; i++) {
         const int other = engine->lanes[i]->team->number;
         const struct hr_nccl_turn *next = &by->teams[other].turn;
-        if (other != mine && next->lane != NULL && next->phase != HR_NCCL_HELD &&
+        if (other != mine && next->lane != NULL &&
             (next->number < turn->number || (next->number == turn->number && other < mine))) {
             return 0;
         }
@@ -101,7 +100,9 @@ static int launch(struct hr_nccl_turn *turn) {
     return hr_nccl_backend_begin(team->backend, &turn->work);
 }
 
-static int start(struct hr_nccl_turn *turn) {
+static int turn_begin(struct hr_backend *backend, const struct hr_work *work) {
+    struct hr_nccl_turn *turn = turn_of(backend);
+    turn->work = *work;
     if (turn->lane->team->number == 0 && is_alone(turn)) {
         return launch(turn);
     }
@@ -109,26 +110,8 @@ static int start(struct hr_nccl_turn *turn) {
     return propose(turn);
 }
 
-static int is_held(const struct hr_nccl_turn *turn) {
-    return team_of(turn)->comm.state == HR_NCCL_CONNECTING;
-}
-
-static int turn_begin(struct hr_backend *backend, const struct hr_work *work) {
-    struct hr_nccl_turn *turn = turn_of(backend);
-    turn->work = *work;
-    turn->phase = HR_NCCL_HELD;
-    return is_held(turn) ? HORO_OK : start(turn);
-}
-
 static int turn_progress(struct hr_backend *backend) {
     struct hr_nccl_turn *turn = turn_of(backend);
-    if (turn->phase == HR_NCCL_HELD) {
-        if (is_held(turn)) {
-            return HR_TASK_BLOCKED;
-        }
-        HR_TRY(start(turn));
-        return HR_TASK_MOVED;
-    }
     if (turn->phase == HR_NCCL_ORDERING) {
         const int moved = turn->lane->backend->ops->progress(turn->lane->backend);
         if (moved != HR_TASK_DONE) {

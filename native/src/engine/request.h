@@ -44,6 +44,7 @@ struct hr_request {
     int64_t *splits;              /* alltoall: those of all ranks, as in struct hr_work */
     int refused;                  /* a refusal, see refusal.c: the status; its reason is error_text */
     int is_held;                  /* driver: to be announced when a refusal of its name has been agreed on */
+    int is_taken;                 /* driver: it was for NCCL, which has been refused; what travels is as it was */
     int misfit;                   /* 1 + the first tensor whose output is not as long as its result; 0: there is none */
     int is_stand_in;              /* for one of this rank, which has joined */
     void *stand_in;               /* of such a one: the memory of its tensors in the host; NULL: there is none */
@@ -52,6 +53,7 @@ struct hr_request {
     int team_added;               /* add team: its id, once done; else -1 */
     int team_size, team_rank;     /* of its own team, and of this rank there */
     int is_queued;                /* under the lock: it has been in the queue */
+    int awaits_values;            /* under the lock: submitted for NCCL, which is not to have it; it is being staged */
     int is_returned;              /* under the lock: results are on their way to the GPU */
     struct hr_staging *staging;   /* of tensors on a GPU; NULL: they are in host memory, or NCCL does it */
     /* by NCCL: behind the caller's work when it was submitted, and behind its results once it is done */
@@ -76,10 +78,10 @@ struct hr_known {
  */
 int hr_request_create(const horo_request *call, struct hr_request **request, struct hr_error *error);
 void hr_request_destroy(struct hr_request *request);
-/* Before it is announced: that NCCL does it. */
+/* Before it is announced: that it is for NCCL. */
 void hr_request_set_by_nccl(struct hr_request *request);
 static inline int hr_request_is_by_nccl(const struct hr_request *request) {
-    return (request->call.flags & HORO_SUBMIT_BY_NCCL) != 0;
+    return (request->call.flags & HORO_SUBMIT_BY_NCCL) != 0 && !request->is_taken;
 }
 
 #endif

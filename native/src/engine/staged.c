@@ -17,7 +17,11 @@ static void on_ready(void *owner, struct hr_staging *staging) {
     struct hr_request *request = staging->request;
     (void)pthread_mutex_lock(&engine->submission.lock);
     if (atomic_load(&request->status) == HORO_IN_PROGRESS) {
-        hr_engine_queue(engine, request);
+        if (request->is_queued) { /* for NCCL */
+            hr_engine_note_values(engine, request);
+        } else {
+            hr_engine_queue(engine, request);
+        }
         hr_engine_kick(engine);
     }
     (void)pthread_mutex_unlock(&engine->submission.lock);
@@ -131,15 +135,11 @@ void hr_engine_launch(struct hr_engine *engine, struct hr_request *request, int6
     }
 }
 
-void hr_engine_stage_held(struct hr_engine *engine, struct hr_request *request, int64_t handle) {
-    struct hr_error error = {0};
-    if (hr_engine_stage(engine, request, &error) != HORO_OK) {
-        fail(engine, handle, error.code, error.text);
-        return;
-    }
+int hr_engine_stage_marked(struct hr_engine *engine, struct hr_request *request, struct hr_error *error) {
+    HR_TRY(hr_engine_stage(engine, request, error));
     hr_mark_drop(request->mark);
     request->mark = NULL;
-    hr_engine_launch(engine, request, handle);
+    return hr_staging_launch(request->staging, request, error);
 }
 
 void hr_engine_check_staged(struct hr_engine *engine, int64_t handle) {

@@ -148,17 +148,12 @@ static int allocate_values(struct draft *draft) {
     return HORO_OK;
 }
 
-static int place_values(struct hr_lane *lane, struct draft *draft) {
-    if ((draft->call.flags & HORO_SUBMIT_BY_NCCL) != 0) {
+static int place_values(const struct hr_lane *lane, struct draft *draft) {
+    const int is_for_nccl = (draft->call.flags & HORO_SUBMIT_BY_NCCL) != 0;
+    if (is_for_nccl && !hr_lane_is_nccl_refused(lane, &draft->call)) {
         return HORO_OK; /* later, on the GPU */
     }
-    void *report = strcmp(draft->name, HR_NCCL_NAME) == 0 ? hr_engine_report_for_nccl(lane, &draft->call) : NULL;
-    if (report == NULL) {
-        return allocate_values(draft);
-    }
-    draft->tensors[0].input = report;
-    draft->tensors[0].output = report;
-    return HORO_OK;
+    return allocate_values(draft);
 }
 
 static int finish_draft(struct hr_lane *lane, struct draft *draft, struct hr_request **request) {
@@ -229,7 +224,6 @@ void hr_stand_in_destroy(struct hr_request *request) {
 }
 
 void hr_lane_end_stand_in(struct hr_lane *lane, struct hr_request *request) {
-    hr_engine_note_report(lane, &request->call);
     (void)hr_map_remove(&lane->stand_ins, request->name_hash, request->call.name, request->name_bytes);
     hr_stand_in_destroy(request);
 }

@@ -70,10 +70,13 @@ static int check(const struct hr_engine *engine, struct hr_request *request, str
     return HORO_OK;
 }
 
-/* With the lock held. */
+/* With the lock held. HORO_IN_PROGRESS: it is to be made again. */
 static int enqueue(struct hr_engine *engine, struct hr_request *request, struct hr_error *error) {
     const char *name = request->call.name;
     HR_TRY(check(engine, request, error));
+    if (hr_engine_is_placed_late(engine, request)) {
+        return HORO_IN_PROGRESS;
+    }
     struct hr_map *in_flight = &request->lane->in_flight;
     hr_engine_note_caller(engine);
     request->handle = engine->submission.last_handle + 1;
@@ -92,9 +95,7 @@ static int enqueue(struct hr_engine *engine, struct hr_request *request, struct 
     request->older = engine->submission.newest;
     *(engine->submission.newest == NULL ? &engine->submission.oldest : &engine->submission.newest->newer) = request;
     engine->submission.newest = request;
-    if (request->mark != NULL) {
-        hr_engine_queue_for_nccl(engine, request);
-    } else if (request->staging == NULL) {
+    if (request->staging == NULL) {
         hr_engine_queue(engine, request);
     }
     hr_engine_note_submitted(engine, request);
@@ -119,24 +120,16 @@ static int place_on_gpu(struct hr_engine *engine, struct hr_request *request, st
     return request->mark != NULL ? HORO_OK : hr_engine_stage(engine, request, error);
 }
 
-int hr_engine_submit_with(struct hr_engine *engine, const horo_request *call, struct hr_lane *new_lane, int64_t *handle,
-                          struct hr_error *error) {
-    /*
-     * A process that ends at its error must not be taken for the cause: its driver tells other hosts first, then fails
-     * this.
-     */
-    const int untold = atomic_load(&engine->driver.serves_hosts) && hr_arena_aborted(&engine->node->arena).code != 0;
-    if (!untold && hr_engine_health(engine, error) != HORO_OK) {
-        hr_engine_show_end(engine);
-        return error->code;
-    }
+/* As enqueue. */
+static int try_to_submit(struct hr_engine *engine, const horo_request *call, struct hr_lane *new_lane, int64_t *handle,
+                         struct hr_error *error) {
     struct hr_request *request = NULL;
     HR_TRY(hr_request_create(call, &request, error));
     if (call->device != 0 && place_on_gpu(engine, request, error) != HORO_OK) {
         hr_request_destroy(request);
         return error->code;
     }
-    const int is_staged = request->staging != NULL; /* the driver may stage it from here on, if it is held */
+    const int is_staged = request->staging != NULL; /* from here on the driver may stage it */
     (void)pthread_mutex_lock(&engine->submission.lock);
     const int status = enqueue(engine, request, error);
     if (status == HORO_OK) {
@@ -156,6 +149,24 @@ int hr_engine_submit_with(struct hr_engine *engine, const horo_request *call, st
     return status;
 }
 
+int hr_engine_submit_with(struct hr_engine *engine, const horo_request *call, struct hr_lane *new_lane, int64_t *handle,
+                          struct hr_error *error) {
+    /*
+     * A process that ends at its error must not be taken for the cause: its driver tells other hosts first, then fails
+     * this.
+     */
+    const int untold = atomic_load(&engine->driver.serves_hosts) && hr_arena_aborted(&engine->node->arena).code != 0;
+    if (!untold && hr_engine_health(engine, error) != HORO_OK) {
+        hr_engine_show_end(engine);
+        return error->code;
+    }
+    int status;
+    do {
+        status = try_to_submit(engine, call, new_lane, handle, error);
+    } while (status == HORO_IN_PROGRESS);
+    return status;
+}
+
 int hr_engine_submit(struct hr_engine *engine, const horo_request *call, int64_t *handle, struct hr_error *error) {
     if (hr_op_is_of_teams(call->op) || call->op == HORO_JOIN) {
         return hr_fail(error, HORO_ERR_UNSUPPORTED, "operation number %d has a function of its own", call->op);
@@ -163,8 +174,8 @@ int hr_engine_submit(struct hr_engine *engine, const horo_request *call, int64_t
     if (call->name != NULL && strcmp(call->name, HR_JOIN_NAME) == 0) {
         return hr_fail(error, HORO_ERR_USAGE, "'%s' is the name of joining; use another name", call->name);
     }
-    if ((call->name != NULL && strcmp(call->name, HR_NCCL_NAME) == 0) || (call->flags & HORO_SUBMIT_BY_NCCL) != 0) {
-        return hr_fail(error, HORO_ERR_USAGE, "'%s': what NCCL does is for horo to say; use another name",
+    if ((call->flags & HORO_SUBMIT_BY_NCCL) != 0) {
+        return hr_fail(error, HORO_ERR_USAGE, "'%s': what NCCL does is for horo to say",
                        call->name == NULL ? "" : call->name);
     }
     return hr_engine_submit_with(engine, call, NULL, handle, error);
