@@ -125,6 +125,7 @@ class Job:
         command: of every rank.
         hosts: of the ranks; ``localhost`` when neither the user nor a batch system named any.
         hosts_from: the source of the host list, for messages; empty: the user.
+        in_batch: whether this is a job of a batch system.
         launcher: how ranks are started, one of ``LAUNCHERS`` without ``"auto"``.
         oversubscribe: whether more ranks than slots are allowed.
         grace_s: seconds from SIGTERM to SIGKILL.
@@ -154,6 +155,7 @@ class Job:
     command: tuple[str, ...]
     hosts: tuple[HostSpec, ...] = (HostSpec("localhost"),)
     hosts_from: str = ""
+    in_batch: bool = False
     launcher: str = "ssh"
     oversubscribe: bool = False
     grace_s: float = GRACE_S

@@ -89,11 +89,13 @@ class Loop:
             self._selector.unregister(fd)
 
     def on_signal(self, number: int, call: Callable[[int], None]) -> None:
-        """Calls ``call`` with the number when the signal has come; a signal that was ignored stays ignored.
+        """Calls ``call`` with the number when the signal has come.
+
+        A signal that was ignored stays ignored, and a handler of a library, such as a profiler's, stays.
 
         Children start with the default action again, because a handler (unlike *ignore*) does not survive ``exec``.
         """
-        if signal.getsignal(number) == signal.SIG_IGN and number != signal.SIGCHLD:
+        if signal.getsignal(number) in (signal.SIG_IGN, None) and number != signal.SIGCHLD:
             return
         self._signals[number] = call
         self._before.setdefault(number, signal.signal(number, _nothing_for_signal))

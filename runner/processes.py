@@ -27,7 +27,10 @@ from pathlib import Path
 from typing import NoReturn
 
 __all__ = [
+    "ENDING_WITHOUT_RANKS",
     "MARK_NAME",
+    "PASSED_ON",
+    "PASSED_ON_BY_AGENTS",
     "Guard",
     "Tree",
     "ask",
@@ -43,6 +46,17 @@ __all__ = [
 ]
 
 MARK_NAME = "HORO_HOST_MARK"
+PASSED_ON = (
+    *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGALRM, signal.SIGABRT, signal.SIGQUIT),
+    *range(signal.SIGRTMIN, signal.SIGRTMAX + 1),
+)
+"""Signals for the ranks: users trap them, and batch systems send them before a job's time is up.
+
+All that others send and that end a process which does not trap them, but for those that end a job."""
+PASSED_ON_BY_AGENTS = (*PASSED_ON, signal.SIGINT, signal.SIGHUP)
+"""An agent has no terminal: these two are what a user had the batch system send to the steps of the job."""
+ENDING_WITHOUT_RANKS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""These end hororun, or its agent, while it has no rank to pass them on to."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -309,7 +323,7 @@ class Guard:
 def _guard(read_fd: int) -> NoReturn:
     try:
         os.setsid()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP):
+        for number in (signal.SIGTERM, signal.SIGTSTP, *PASSED_ON_BY_AGENTS):  # all that the whole job may get
             signal.signal(number, signal.SIG_IGN)
         _close_all_but(read_fd)
         os.chdir("/")

@@ -17,7 +17,7 @@ from typing import Any
 from horo.runner.agent.command import StartError, with_python, without
 from horo.runner.agent.machine import Binding, host_facts
 from horo.runner.agent.messages import MAGIC, Kind, Message, MessageError, MessageReader, encode, encode_json
-from horo.runner.agent.ranks import PASSED_ON, Event, Exited, HostRanks, Noted, Started, Wrote, reap
+from horo.runner.agent.ranks import Event, Exited, HostRanks, Noted, Started, Wrote, reap
 from horo.runner.config import EXIT_SETUP, EXIT_UNREACHABLE
 from horo.runner.loop import Loop, Timer
 from horo.runner.network import (
@@ -29,7 +29,7 @@ from horo.runner.network import (
     network_identity,
     unreachable,
 )
-from horo.runner.processes import Guard, Tree, become_subreaper
+from horo.runner.processes import ENDING_WITHOUT_RANKS, PASSED_ON_BY_AGENTS, Guard, Tree, become_subreaper
 
 __all__ = ["main"]
 
@@ -76,9 +76,7 @@ class _Agent:
         loop.on_stopped(self._restart_silence_timer)  # the launcher may have been stopped, too, and continues later
         loop.on_signal(signal.SIGCHLD, self._on_child)
         loop.on_signal(signal.SIGTERM, self._on_end)
-        loop.on_signal(signal.SIGINT, self._on_end)
-        loop.on_signal(signal.SIGHUP, self._on_end)
-        for number in PASSED_ON:
+        for number in PASSED_ON_BY_AGENTS:
             loop.on_signal(number, self._on_signal)
 
     @property
@@ -209,11 +207,14 @@ class _Agent:
             self._ranks.terminate()
 
     def _on_signal(self, number: int) -> None:
+        if self._ranks is None and number in ENDING_WITHOUT_RANKS:
+            self._on_end(number)
+            return
         self._pass_on(number)
         self._send(encode_json(Kind.SIGNALLED, {"number": number}))
 
     def _pass_on(self, number: int) -> None:
-        if self._ranks and number in PASSED_ON:
+        if self._ranks and number in PASSED_ON_BY_AGENTS:
             self._ranks.pass_on(number)
 
     def _on_child(self, _number: int) -> None:

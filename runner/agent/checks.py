@@ -8,8 +8,9 @@ from reprlib import repr as repr_shortened
 from typing import Any
 
 from horo.runner.agent.messages import Message, MessageError
-from horo.runner.agent.ranks import PASSED_ON, Exited, Started
+from horo.runner.agent.ranks import Exited, Started
 from horo.runner.printable import printable
+from horo.runner.processes import PASSED_ON_BY_AGENTS
 
 __all__ = ["exited", "failure", "host_info", "listening", "rank_of", "reached", "signalled", "started", "version"]
 
@@ -103,7 +104,7 @@ def signalled(message: Message) -> int:
         MessageError: it is none that is passed on.
     """
     number: int = _values(message, {"number": _from_to(1, _SIGNAL_MAX)})["number"]
-    if number not in PASSED_ON:
+    if number not in PASSED_ON_BY_AGENTS:
         raise MessageError(f"signal {number} is not one that is passed on")
     return number
 

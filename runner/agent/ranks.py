@@ -28,12 +28,10 @@ from horo.runner.config import EXIT_SETUP
 from horo.runner.loop import Loop
 from horo.runner.processes import Guard, Tree, read_what_is_there, send_signal, spawn
 
-__all__ = ["PASSED_ON", "Event", "Exited", "HostRanks", "Noted", "Started", "Wrote", "reap"]
+__all__ = ["Event", "Exited", "HostRanks", "Noted", "Started", "Wrote", "reap"]
 
 _READ_BYTES = 65536
 _NOTES = 3
-PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
-"""Signals for the ranks: users trap them, and batch systems send them before a job's time is up."""
 _POLL_INTERVAL_S = 0.05
 _NOT_BOUND = Binding()
 
@@ -195,6 +193,10 @@ class HostRanks:
     def pass_on(self, number: int) -> None:
         """A signal that users trap, to every rank and its process group."""
         self._signal_groups(number)
+
+    def pass_on_to_processes(self, number: int) -> None:
+        """The same to what ``start`` has started, and not to its process group."""
+        send_signal(list(self._ranks), number)
 
     def _terminate_rest(self) -> None:
         if self.finished:

@@ -123,9 +123,10 @@ def parse(
         command=tuple(command),
         hosts=where.hosts,
         hosts_from=where.source,
+        in_batch=where.in_batch,
         launcher=where.launcher,
         oversubscribe=given.oversubscribe or _fits_any_number(given, where, environment),
-        grace_s=where.grace_s if given.grace_seconds is None else given.grace_seconds,
+        grace_s=(BATCH_GRACE_S if where.in_batch else GRACE_S) if given.grace_seconds is None else given.grace_seconds,
         failure_s=given.failure_seconds,
         start_timeout_s=start_timeout(given.start_timeout, environment),
         host_timeout_s=given.host_timeout,
@@ -226,7 +227,7 @@ class _Where(NamedTuple):
     hosts: tuple[HostSpec, ...]
     source: str
     launcher: str
-    grace_s: float
+    in_batch: bool
     passed_over: tuple[str, ...]
     """A sentence for each option that does nothing in this job, as it may for Horovod's scripts."""
 
@@ -251,9 +252,8 @@ def _where(given: argparse.Namespace, line: CommandLine, environment: Mapping[st
         raise JobError(misfit)
     if not has_hosts:
         check_one_host(options)
-    grace_s = GRACE_S if allocation is None else BATCH_GRACE_S
     size = _size(given, hosts, allocation if named is None else None, environment)
-    return _Where(size, hosts, source, launcher, grace_s, tuple(useless.values()))
+    return _Where(size, hosts, source, launcher, allocation is not None, tuple(useless.values()))
 
 
 def _size(

@@ -35,6 +35,7 @@ from horo.runner.loop import Loop
 from horo.runner.network import is_local
 from horo.runner.processes import (
     MARK_NAME,
+    PASSED_ON,
     Guard,
     Tree,
     ask,
@@ -108,6 +109,8 @@ class _ExternalJob:
         self._overdue = False
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.on_signal(number, self._on_signal)
+        for number in PASSED_ON:
+            loop.on_signal(number, self._ranks.pass_on_to_processes)  # as far as the launcher passes them on, once
         loop.on_signal(signal.SIGCHLD, lambda _number: reap([self._ranks.on_child]))
         loop.on_wake(self._on_console)
 

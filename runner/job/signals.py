@@ -6,15 +6,35 @@ ranks on hororun's own host would hear nothing.
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from horo.runner.loop import Timer
+from horo.runner.loop import Loop, Timer
+from horo.runner.processes import ENDING_WITHOUT_RANKS, PASSED_ON
 
 __all__ = ["Clock", "Place", "SignalsToRanks"]
 
 GATHER_S = 0.5
 """A signal that comes to several hosts within this time is one, and each rank gets it once."""
+
+
+def _passed_on_here(*, batch: bool) -> Sequence[int]:
+    """The signals to hororun itself that are for its ranks.
+
+    SIGHUP is one in a batch job that has no terminal: nothing is hung up there, and users have it sent before time is
+    up. Elsewhere it ends the job.
+    """
+    return (*PASSED_ON, signal.SIGHUP) if batch and not _has_terminal() else PASSED_ON
+
+
+def _has_terminal() -> bool:
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 class Place(Protocol):
@@ -44,6 +64,24 @@ class SignalsToRanks:
         self._places = places
         self._heard: dict[int, list[Place]] = {}
         self._passed: set[int] = set()
+
+    def listen(self, loop: Loop, end: Callable[[int], None], run: Callable[[], bool], *, batch: bool) -> None:
+        """Takes the signals that come to this process.
+
+        Args:
+            loop: tells of them.
+            end: ends the job, for the signals that do.
+            run: whether any rank runs.
+            batch: whether this is a job of a batch system.
+        """
+
+        def pass_on_or_end(number: int) -> None:
+            (self.came_here if run() or number not in ENDING_WITHOUT_RANKS else end)(number)
+
+        for ending in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.on_signal(ending, end)
+        for number in _passed_on_here(batch=batch):
+            loop.on_signal(number, pass_on_or_end)
 
     def to_all(self, number: int) -> None:
         """Sends a signal to all ranks at once."""

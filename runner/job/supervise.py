@@ -17,7 +17,7 @@ from horo.errors import HoroError
 from horo.runner.agent.command import StartError, with_python
 from horo.runner.agent.machine import Binding, core_count, ranges
 from horo.runner.agent.notes import Note, NoteReader
-from horo.runner.agent.ranks import PASSED_ON, Event, Exited, HostRanks, Noted, Wrote, reap
+from horo.runner.agent.ranks import Event, Exited, HostRanks, Noted, Wrote, reap
 from horo.runner.config import EXIT_USAGE, Job, JobError
 from horo.runner.hosts import HostSpec, written
 from horo.runner.job.console import Console
@@ -140,10 +140,7 @@ class _Supervisor:
         self._signal = 0
         self._paused = False
         self._signals = SignalsToRanks(loop, self._places)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.on_signal(number, self._on_signal)
-        for number in PASSED_ON:
-            loop.on_signal(number, self._signals.came_here)
+        self._signals.listen(loop, self._on_signal, lambda: bool(self._running), batch=job.in_batch)
         loop.on_signal(signal.SIGTSTP, self._on_stop_key)
         loop.on_signal(signal.SIGCHLD, self._on_child)
         loop.on_wake(self._on_console)

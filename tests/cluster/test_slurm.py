@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -162,6 +164,55 @@ def test_a_signal_that_slurm_sends_reaches_the_ranks_of_hororun(slurm: Slurm, tm
     flags.wait([f"told.{rank}" for rank in range(4)])
     done = slurm.finish(number, job)
     assert (done.state, done.exit_code) == ("FAILED", "75:0"), done.output
+
+
+NOTING = """
+import os, signal, sys
+folder, numbers = sys.argv[1], [int(number) for number in sys.argv[2:]]
+rank = os.environ.get("HOROVOD_RANK") or os.environ["SLURM_PROCID"]
+def note(number, frame):
+    with open(f"{folder}/got.{rank}", "a") as file:
+        file.write(f"{int(number)}\\n")
+for number in numbers:
+    signal.signal(number, note)
+open(f"{folder}/up.{rank}", "w").close()
+while True:
+    signal.pause()
+"""
+TRAPPED = ["HUP", "QUIT", "ABRT", "ALRM", "USR2", "XCPU", str(int(signal.SIGRTMIN)), str(signal.SIGRTMIN + 1)]
+
+
+@pytest.mark.parametrize(
+    ("start", "to"),
+    [(["srun"], "steps"), (HORORUN, "steps"), (HORORUN, "batch")],
+    ids=["srun", "hororun-steps", "hororun-batch"],
+)
+def test_signals_that_users_trap_reach_ranks_as_with_plain_srun(
+    slurm: Slurm, tmp_path: Path, start: Sequence[str], to: str
+) -> None:
+    told = [*TRAPPED, *(["INT"] if to == "steps" else [])]  # hororun itself ends the job by SIGINT
+    numbers = [int(name) if name.isdigit() else int(signal.Signals[f"SIG{name}"]) for name in told]
+    script = tmp_path / "job.sh"
+    (tmp_path / "rank.py").write_text(NOTING)
+    rank = [sys.executable, "-S", f"{tmp_path}/rank.py", str(tmp_path), *map(str, numbers)]
+    script.write_text(f"#!/bin/sh\nexec {' '.join([*start, *rank])}\n")
+    number, job = slurm.queue(tmp_path, *LAYOUTS["aabb"], str(script))
+    Flags(tmp_path).wait([f"up.{rank}" for rank in range(4)])
+    got = [tmp_path / f"got.{rank}" for rank in range(4)]
+    for count, name in enumerate(told, 1):
+        done = slurm.run("scancel", f"--signal={name}", *(["--batch"] if to == "batch" else []), str(number))
+        assert (done.returncode, done.stderr) == (0, "")
+        wait_until(
+            lambda n=count: [file.exists() and len(file.read_text().split()) >= n for file in got] == [True] * 4,
+            f"{name} is with all ranks",
+        )
+    came = [file.read_text().split() for file in got]
+    if start == HORORUN and to == "steps":
+        # This Slurm tracks processes by their parents, and then signals all of a step, an agent's ranks among them.
+        came[2:] = [[number for number, _ in groupby(each)] for each in came[2:]]
+    assert came == [[str(each) for each in numbers]] * 4
+    slurm.run("scancel", str(number))
+    assert slurm.finish(number, job).state == "CANCELLED"
 
 
 @pytest.mark.parametrize("start", [["srun"], HORORUN], ids=["srun", "hororun"])

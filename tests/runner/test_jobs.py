@@ -170,36 +170,6 @@ def test_ctrl_c_interrupts_first_then_terminates_then_kills(hororun: Hororun, wh
     assert "hororun: SIGINT: ranks 0-2 were ended\n" in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU])
-def test_signals_that_users_trap_reach_the_ranks(
-    hororun: Hororun, where: str, flags: Flags, number: signal.Signals
-) -> None:
-    script = (
-        "import os, signal, sys, time\ndef flag(name): open(f'"
-        + str(flags.folder)
-        + "/{name}.' + os.environ['HOROVOD_RANK'], 'w')\n"
-    )
-    script += f"signal.signal({int(number)}, lambda *_: (flag('saved'), sys.exit()))\n"
-    script += "flag('up')\nwhile True: time.sleep(600)\n"
-    job = hororun.start("-np", "3", sys.executable, "-c", script, where=where)
-    flags.wait(["up.0", "up.1", "up.2"])
-    if where.startswith("one"):
-        for pid in agents(job):
-            os.kill(pid, number)
-    else:
-        job.process.send_signal(number)
-    flags.wait(["saved.0", "saved.1", "saved.2"])
-    assert job.finish().returncode == 0
-
-
-def test_a_signal_that_users_trap_goes_through_agents(hororun: Hororun, flags: Flags) -> None:
-    script = "trap 'exit 0' USR1; flag up; while :; do sleep 0.05; done"
-    job = hororun.start("-np", "2", *shell(script, flags), where="one:2")
-    flags.wait(["up.0", "up.1"])
-    job.process.send_signal(signal.SIGUSR1)
-    assert job.finish().returncode == 0
-
-
 def test_a_second_signal_kills_at_once(hororun: Hororun, where: str, flags: Flags) -> None:
     script = "trap 'flag term' INT; flag up; while :; do sleep 0.05; done"
     job = hororun.start("-np", "2", "--grace-seconds", "1000", *shell(script, flags), where=where)

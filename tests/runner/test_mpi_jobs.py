@@ -195,6 +195,23 @@ def test_an_mpirun_that_ignores_sigterm_is_killed_after_the_grace_time(
     assert job.finish().returncode == 143
 
 
+def test_mpirun_gets_signals_that_users_trap_once(hororun: Hororun, fake: Path, flags: Flags) -> None:
+    # A real one passes them on to its ranks, which may be in its process group.
+    script = "import os, signal\ndef note(number, _): open(f'" + str(flags.folder)
+    script += "/got.{number}.{os.getpid()}', 'x').close()\n"
+    script += "for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM): signal.signal(number, note)\n"
+    script += f"os.fork()\nopen(f'{flags.folder}/up.{{os.getpid()}}', 'x').close()\nwhile True: signal.pause()"
+    words = ["--mpi", "-np", "1", "--grace-seconds", "1000", "--", "sh", "-c", f'exec {sys.executable} -S -c "$CODE"']
+    job = hororun.start(*words, where="localhost:1", environment={**path_with(fake), "CODE": script})
+    wait_until(lambda: len(list(flags.folder.glob("up.*"))) == 2, "mpirun and its rank are up")
+    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM):
+        job.process.send_signal(number)
+        wait_until(lambda n=number: list(flags.folder.glob(f"got.{int(n)}.*")) != [], "mpirun has it")
+    job.process.send_signal(signal.SIGTERM)
+    assert job.finish().returncode == 143
+    assert len({got.suffix for got in flags.folder.glob("got.*")}) == 1
+
+
 def test_a_second_signal_kills_at_once(hororun: Hororun, fake: Path, flags: Flags) -> None:
     script = f"trap ': > {flags.folder}/term' TERM; : > {flags.folder}/up; while :; do sleep 0.05; done"
     words = ["--mpi", "-np", "1", "--grace-seconds", "1000", "--", "sh", "-c", script]

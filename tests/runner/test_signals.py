@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import pty
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import psutil
 import pytest
-from jobs import Flags, Hororun
+from jobs import Flags, Hororun, Launched, make_remote_shell
 
 from horo.runner.job.signals import SignalsToRanks
 from horo.runner.loop import Timer
@@ -94,14 +97,127 @@ def test_signals_that_differ_or_come_later_are_not_one() -> None:
     assert [got.count(USR2) for got in job.got] == [3] * 3
 
 
+NOTES = """
+import os, signal, sys
+rank = os.environ["HOROVOD_RANK"]
+def note(number, frame):
+    open(f"{folder}/got.{int(number)}.{rank}", "w").close()
+    if {ends}:
+        sys.exit()
+for number in {numbers}:
+    signal.signal(number, note)
+open(f"{folder}/up.{rank}", "w").close()
+while True:
+    signal.pause()
+"""
+"""Ranks that trap signals and note each in a file of its own."""
+TRAPPED = [
+    *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGALRM, signal.SIGABRT, signal.SIGQUIT),
+    *(signal.SIGRTMIN, signal.SIGRTMIN + 1, signal.SIGRTMAX),
+]
+
+
+def noting(flags: Flags, numbers: Sequence[int], ends: bool = False) -> list[str]:
+    script = NOTES.replace("{folder}", str(flags.folder)).replace("{ends}", str(ends))
+    return ["--", sys.executable, "-S", "-c", script.replace("{numbers}", str([int(number) for number in numbers]))]
+
+
+def agents(job: Launched) -> list[int]:
+    return [pid for pid in job.processes("horo.runner.agent") if psutil.Process(pid).ppid() == job.process.pid]
+
+
+def have_come(flags: Flags, numbers: Sequence[int], ranks: int) -> None:
+    flags.wait([f"got.{int(number)}.{rank}" for number in numbers for rank in range(ranks)])
+
+
+def test_signals_that_users_trap_reach_all_ranks(hororun: Hororun, where: str, flags: Flags) -> None:
+    job = hororun.start("-np", "3", *noting(flags, TRAPPED), where=where)
+    flags.wait(["up.0", "up.1", "up.2"])
+    for number in TRAPPED:
+        job.process.send_signal(number)
+        have_come(flags, [number], 3)
+    job.process.send_signal(signal.SIGTERM)
+    assert job.finish().returncode == 143
+
+
+def test_signals_that_come_to_agents_reach_all_ranks(hororun: Hororun, flags: Flags) -> None:
+    # Slurm sends them to the steps of a job. SIGINT and SIGHUP, too: who trapped them in a step of plain srun has them.
+    numbers = [*TRAPPED, signal.SIGINT, signal.SIGHUP]
+    job = hororun.start("-np", "3", *noting(flags, numbers), where="localhost:1,one:1,two:1")
+    flags.wait(["up.0", "up.1", "up.2"])
+    for number in numbers:
+        os.kill(agents(job)[0], number)
+        have_come(flags, [number], 3)
+    job.process.send_signal(signal.SIGTERM)
+    assert job.finish().returncode == 143
+
+
+def test_ranks_that_trap_a_signal_and_end_end_the_job(hororun: Hororun, where: str, flags: Flags) -> None:
+    job = hororun.start("-np", "3", *noting(flags, [USR1], ends=True), where=where)
+    flags.wait(["up.0", "up.1", "up.2"])
+    job.process.send_signal(USR1)
+    assert job.finish().returncode == 0
+    have_come(flags, [USR1], 3)
+
+
+@pytest.mark.parametrize("number", [signal.SIGQUIT, signal.SIGALRM, signal.SIGRTMIN + 1])
+def test_a_signal_that_ranks_do_not_trap_ends_them_and_is_named(
+    hororun: Hororun, where: str, flags: Flags, number: int
+) -> None:
+    job = hororun.start("-np", "3", *noting(flags, []), where=where)
+    flags.wait(["up.0", "up.1", "up.2"])
+    job.process.send_signal(number)
+    done = job.finish()
+    assert done.returncode == 128 + number
+    name = "signal 35" if number == signal.SIGRTMIN + 1 else signal.Signals(number).name
+    assert f"was killed by {name}" in done.stderr
+    assert "SIGTERM" not in done.stderr
+
+
+def test_sigquit_ends_hororun_while_no_rank_runs(hororun: Hororun, tmp_path: Path, flags: Flags) -> None:
+    hororun.remote_shell = make_remote_shell(tmp_path, f": > {flags.folder}/called; sleep 60")
+    job = hororun.start("-np", "1", "true", where="one:1")
+    flags.wait(["called"])
+    job.process.send_signal(signal.SIGQUIT)
+    done = job.finish()
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (131, "hororun: SIGQUIT: the job was ended")
+
+
+def test_a_hangup_in_a_batch_job_is_a_signal_as_others(hororun: Hororun, flags: Flags) -> None:
+    batch = {"PBS_JOBID": "7.server", "PBS_NODEFILE": str(flags.folder / "nodes")}
+    (flags.folder / "nodes").write_text("localhost\nlocalhost\n")
+    job = hororun.start("-np", "2", *noting(flags, [signal.SIGHUP], ends=True), environment=batch)
+    flags.wait(["up.0", "up.1"])
+    job.process.send_signal(signal.SIGHUP)
+    assert job.finish().returncode == 0
+    have_come(flags, [signal.SIGHUP], 2)
+
+
+def test_a_terminal_that_is_closed_ends_an_interactive_batch_job(flags: Flags) -> None:
+    batch = {"PBS_JOBID": "7.server", "PBS_NODEFILE": str(flags.folder / "nodes")}
+    (flags.folder / "nodes").write_text("localhost\nlocalhost\n")
+    command = [sys.executable, "-m", "horo.runner", *noting(flags, [signal.SIGHUP, signal.SIGTERM], ends=True)]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        try:
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may ignore it
+            os.execve(command[0], command, {**os.environ, **batch})
+        finally:
+            os._exit(99)
+    flags.wait(["up.0", "up.1"])
+    os.close(terminal)
+    os.waitpid(pid, 0)
+    have_come(flags, [signal.SIGTERM], 2)
+    assert not list(flags.folder.glob(f"got.{int(signal.SIGHUP)}.*"))
+
+
 def test_a_signal_to_an_agent_reaches_the_ranks_of_all_hosts(hororun: Hororun, flags: Flags) -> None:
     script = f"trap 'exit 75' USR1; : > {flags.folder}/up.$HOROVOD_RANK; while :; do sleep 0.05; done"
     words = ["-np", "3", "--failure-seconds", "30", "--", "sh", "-c", script]
     job = hororun.start(*words, where="localhost:1,one:1,two:1")
     flags.wait([f"up.{rank}" for rank in range(3)])
-    agents = [p for p in job.processes("horo.runner.agent") if psutil.Process(p).ppid() == job.process.pid]
-    assert len(agents) == 2
-    os.kill(agents[0], USR1)
+    assert len(agents(job)) == 2
+    os.kill(agents(job)[0], USR1)
     done = job.finish()
     assert done.returncode == 75
     assert done.stderr.count("exited with code 75") == 2, done.stderr  # the first one, and the others in one line
