@@ -207,7 +207,8 @@ def autocast_and_a_scaler(device: torch.device) -> None:
         for step in range(3):
             whole = _drawn(4 * size, 3, 6, 6, seed=step, device=device, dtype=torch.float32)
             optimizer.zero_grad()
-            with torch.autocast(device.type, dtype, enabled=enabled or dtype == torch.bfloat16):
+            active = enabled or dtype == torch.bfloat16
+            with torch.autocast(device.type, dtype if active else torch.bfloat16, enabled=active):
                 loss = model(whole[rank::size]).float().square().mean()
             overflows = enabled and step == 1
             scaler.scale(loss * (float("inf") if overflows and rank == size - 1 else 1.0)).backward()

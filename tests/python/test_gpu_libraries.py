@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from doubles import CUDA, NCCL, build_double
 
 from horo._bootstrap.gpu_libraries import GpuLibraries, describe_difference, nccl_places
@@ -44,6 +45,12 @@ def line_of(shown: str, what: str) -> str:
     return line.strip()
 
 
+without_own_nccl = pytest.mark.skipif(
+    torch.version.cuda is not None,
+    reason="this torch is built for CUDA and has loaded an NCCL of its own: a build for CPUs has none",
+)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Both libraries on the system."""
@@ -53,15 +60,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
+@without_own_nccl
 def test_the_systems_libraries_are_found(folder: Path) -> None:
     assert run("-c", TOLD, env=with_libraries(folder)) == "True 22304\n"
 
 
+@without_own_nccl
 def test_nccl_of_a_python_package_goes_before_the_systems(folder: Path, tmp_path: Path) -> None:
     build_double(NCCL, tmp_path / "nvidia" / "nccl" / "lib", VERSION=22703)
     assert run("-c", TOLD, env=with_libraries(folder, packages=tmp_path)) == "True 22703\n"
 
 
+@without_own_nccl
 def test_nccl_that_torch_has_loaded_goes_before_all(folder: Path, tmp_path: Path) -> None:
     build_double(NCCL, tmp_path / "nvidia" / "nccl" / "lib", VERSION=22703)
     loaded = build_double(NCCL, tmp_path / "loaded", VERSION=22105)
@@ -69,6 +79,7 @@ def test_nccl_that_torch_has_loaded_goes_before_all(folder: Path, tmp_path: Path
     assert run("-c", code, env=with_libraries(folder, packages=tmp_path)) == "True 22105\n"
 
 
+@without_own_nccl
 def test_what_cannot_be_used_is_not_built(tmp_path: Path) -> None:
     build_double(CUDA, tmp_path, LACKS_INIT=1)
     build_double(NCCL, tmp_path, VERSION=20000)
@@ -80,6 +91,7 @@ def test_asking_does_not_initialize_the_driver(tmp_path: Path) -> None:
     assert run("-c", TOLD, env=with_libraries(tmp_path)).startswith("True")
 
 
+@without_own_nccl
 def test_check_build_says_what_was_found_and_where(folder: Path) -> None:
     shown = run("-m", "horo.runner", "--check-build", env=with_libraries(folder))
     assert "Libraries for GPUs (not tried on one yet; for --gpu-operations staged and nccl):" in shown
@@ -91,6 +103,7 @@ def test_check_build_says_what_was_found_and_where(folder: Path) -> None:
     assert line_of(shown, "NCCL").split() == ["[X]", "NCCL", "2.23.4", str(folder / NCCL)]
 
 
+@without_own_nccl
 def test_check_build_says_why_not(tmp_path: Path) -> None:
     build_double(CUDA, tmp_path, INIT_CODE=100)
     build_double(NCCL, tmp_path, VERSION=20000)
@@ -107,6 +120,8 @@ def test_the_systems_nccl_is_the_last_place_to_look(monkeypatch: pytest.MonkeyPa
     file = tmp_path / "nvidia" / "nccl" / "lib" / NCCL
     file.parent.mkdir(parents=True)
     file.touch()
+    (tmp_path / "nvidia" / "__init__.py").touch()  # before a package that is installed
+    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
     monkeypatch.syspath_prepend(str(tmp_path))
     assert str(file) in nccl_places()[:-1]
 

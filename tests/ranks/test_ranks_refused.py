@@ -31,8 +31,10 @@ REFUSALS: dict[str, tuple[Callable[[bool, str | None], Any], str]] = {
         "complex numbers can be reduced with Sum or Average",
     ),
     "a dtype that is moved only": (
-        lambda wrong, name: hvd.allreduce(torch.ones(2, dtype=torch.uint16 if wrong else torch.float32), name=name),
-        "uint16 cannot be reduced",
+        lambda wrong, name: hvd.allreduce(
+            torch.empty(2, dtype=torch.float8_e5m2 if wrong else torch.float32), name=name
+        ),
+        "float8_e5m2 cannot be reduced",
     ),
     "no tensor": (
         lambda wrong, name: hvd.allreduce([1.0] if wrong else torch.ones(2), name=name),
