@@ -70,10 +70,16 @@ def synchronize(handle: int) -> Any:
         total = hvd.synchronize(handle)  # on 2 ranks [2., 2., 2.]
     """
     request = _lookup(handle)
+    requests = _runtime.current().requests
     if not profiling._is_profiler_enabled:
-        return request.wait()
-    with span(f"horo.synchronize {request.label}"):
-        return request.wait()
+        result = request.wait(keep=True)
+    else:
+        with span(f"horo.synchronize {request.label}"):
+            result = request.wait(keep=True)
+    # From here on nothing is called, so no signal handler runs: the result is lost no more.
+    if handle in requests:
+        del requests[handle]
+    return result
 
 
 def _lookup(handle: int) -> Request:

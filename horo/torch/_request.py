@@ -102,11 +102,15 @@ class Request:
         """Whether the operation is done or has failed; never blocks or raises."""
         return not self._runtime.core.in_progress(self._handle)
 
-    def wait(self) -> Any:
+    def wait(self, *, keep: bool = False) -> Any:
         """Blocks until the operation is done and returns its result.
 
         A KeyboardInterrupt (or another exception from a signal handler) leaves the request: its memory and its result
         are kept, and ``wait`` may be called again.
+
+        Args:
+            keep: After a success the request stays in the list of requests, for the caller to take it out. Before
+                Python 3.11 a signal handler may run between the end of a function and what its caller does next.
 
         Raises:
             HoroError: The error of the operation.
@@ -133,6 +137,8 @@ class Request:
         if self._taken_name is not None:
             self.free_name()
         # From here on nothing is called, so no signal handler runs: the result is lost no more.
+        if keep and self._error is None:
+            return result
         failure, self._error, self._was_begun = self._error, None, False
         if self.number in runtime.requests:
             del runtime.requests[self.number]
