@@ -15,6 +15,7 @@ from horo.runner.printable import printable
 __all__ = ["Ending", "awaited", "exit_code", "how_it_ended", "overdue", "report", "root_cause", "signal_name"]
 
 _LAST_LINES = 20
+_EXIT_STATUS = re.compile(r"SystemExit: (-?\d{1,9})")
 _POINTS_AT = re.compile(rb"(?:PeerLost|Aborted|Stalled)Error: [^\n]{0,1000}?\brank (\d{1,9})\b")
 """Bounded: a rank may write anything, digits without end too."""
 
@@ -106,12 +107,13 @@ def _follow(rank: int, points_at: Mapping[int, int | None]) -> list[int]:
 def exit_code(cause: Ending) -> int:
     """hororun's exit code for this cause: the rank's code, 128 + its signal, or 69 when its host was lost.
 
-    1 for an exception of a rank that did not come to its end in time and was ended.
+    For an exception of a rank that did not come to its end in time and was ended: the code of a ``SystemExit``, else 1.
     """
     if cause.lost:
         return EXIT_UNREACHABLE
     if cause.asked and cause.note.error:
-        return 1
+        status = _EXIT_STATUS.fullmatch(cause.note.error)
+        return (int(status[1]) & 255 if status else 0) or 1
     return 128 + cause.signal if cause.signal else cause.code
 
 
