@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from horo.runner.config import JobError
 
-__all__ = ["check_combinations", "check_launcher", "check_one_host", "useless_for_horovod"]
+__all__ = ["check_combinations", "check_launcher", "check_one_host", "excluded_by", "useless_for_horovod"]
 
 _OWN = frozenset({"ssh", "slurm"})
 _BY_SSH = frozenset({"ssh", "mpi"})
@@ -87,12 +87,21 @@ def check_combinations(given: Mapping[str, str], command: Sequence[str]) -> None
             raise JobError(f"{given[alone]} {what}: leave out {useless}")
         if command:
             raise JobError(f"{given[alone]} {what}: leave out the command {command[0]!r}")
+    for name, other in excluded_by(given).items():
+        if name in given and other in given:
+            raise JobError(f"{given[name]} has no effect beside {given[other]}: leave out one of them")
+
+
+def excluded_by(given: Collection[str]) -> dict[str, str]:
+    """By destination of an option that another one makes useless, the destination of that one.
+
+    Args:
+        given: the destinations of the options that are there.
+    """
     excluded = dict(_EXCLUDED)
     if "output_filename" not in given:  # its folders are named by it
         excluded["prefix_host"] = "no_prefix"
-    for name, other in excluded.items():
-        if name in given and other in given:
-            raise JobError(f"{given[name]} has no effect beside {given[other]}: leave out one of them")
+    return excluded
 
 
 def check_launcher(given: Mapping[str, str], launcher: str) -> str | None:

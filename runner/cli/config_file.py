@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from horo._config import Config, Option, variables_of
+from horo.runner.cli.combinations import excluded_by
 from horo.runner.config import JobError
 
 __all__ = ["SECTIONS", "config_words"]
@@ -75,6 +76,8 @@ def _with(key: _Key, option: Option) -> _Key:
 
 SECTIONS = _sections()
 _LAUNCHER = ("launcher",)
+_INSTEAD = {"hosts": "hostfile", "hostfile": "hosts"}
+"""Options that stand in for each other."""
 
 
 def config_words(path: str, given: Collection[str], spellings: Mapping[str, str]) -> list[str]:
@@ -99,12 +102,16 @@ def config_words(path: str, given: Collection[str], spellings: Mapping[str, str]
             keys = file.known(section, SECTIONS, "section", also=("controller", "options"))
             for name, value in file.mapping(content, section).items():
                 words += file.words(f"{section}: {name}", file.known(name, keys, f"key of {section}"), value)
+    if "--no-stall-check" in words:  # Horovod's files keep the times beside "enabled: false"
+        words = [word for word in words if not word.startswith("--stall-check-")]
     return words
 
 
 class _File:
     def __init__(self, path: str, given: Collection[str]) -> None:
         self._path, self._given = path, given
+        self._others = _INSTEAD | excluded_by(given)
+        """By destination, that of an option on the command line that makes a key useless."""
 
     def read(self) -> Mapping[str, Any]:
         try:
@@ -168,7 +175,7 @@ class _File:
         return [word] if word else []
 
     def _replaced(self, destinations: Sequence[str]) -> bool:
-        return any(each in self._given for each in destinations)
+        return any(each in self._given or self._others.get(each) in self._given for each in destinations)
 
 
 def _repeated_key(root: Any) -> str:

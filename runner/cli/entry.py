@@ -116,7 +116,7 @@ def parse(
         raise JobError("-m needs the name of a module, like 'hororun -np 2 -m package.train'")
     if not command and not given.check_hosts:
         raise JobError("no command given: say what to run, like 'hororun -np 2 train.py'")
-    exports, useless = _exports(given, environment)
+    exports, useless = _exports(given, line, environment)
     timelines = timeline_merge(given, {**environment, **exports})
     return Job(
         size=where.size,
@@ -207,7 +207,7 @@ def _with_file(parser: argparse.ArgumentParser, line: CommandLine, path: str) ->
         if each.dest not in ("refused", "config_file")
     }
     added = split_command(parser, config_words(path, line.given, spellings))
-    given = {**line.given, **added.given}
+    given = {**line.given, **{name: f"{option} (in {path})" for name, option in added.given.items()}}
     return CommandLine(added.options + line.options, line.command, given, frozenset(added.given))
 
 
@@ -292,16 +292,24 @@ def _hosts(given: argparse.Namespace) -> tuple[HostSpec, ...] | None:
     return None
 
 
-def _exports(given: argparse.Namespace, environment: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
+def _exports(
+    given: argparse.Namespace, line: CommandLine, environment: Mapping[str, str]
+) -> tuple[dict[str, str], tuple[str, ...]]:
     """The variables for all ranks, and sentences about options that do nothing, as they may for Horovod's scripts."""
-    from horo.runner.cli.tuning import check_exports, tuning_variables, useless_marks  # noqa: PLC0415 - not --help
+    from horo.runner.cli.tuning import (  # noqa: PLC0415 - --help does without
+        check_exports,
+        drop_replaced,
+        tuning_variables,
+        useless_marks,
+    )
     from horo.runner.job.environment import parse_exports  # noqa: PLC0415 - needs what --help does not
 
-    tuning = tuning_variables(given)
     try:
         exports = parse_exports(given.exports, environment)
     except ValueError as error:
         raise JobError(str(error)) from None
+    drop_replaced(given, line.from_file, exports)
+    tuning = tuning_variables(given)
     check_exports(exports, given)
     useless = useless_marks(given, {**environment, **tuning, **exports})
     if useless and not given.horovod:

@@ -12,7 +12,35 @@ from horo.runner.config import JobError, TimelineMerge
 if TYPE_CHECKING:
     import argparse
 
-__all__ = ["check_exports", "start_timeout", "timeline_merge", "tuning_sources", "tuning_variables", "useless_marks"]
+__all__ = [
+    "check_exports",
+    "drop_replaced",
+    "start_timeout",
+    "timeline_merge",
+    "tuning_sources",
+    "tuning_variables",
+    "useless_marks",
+]
+
+
+def drop_replaced(given: argparse.Namespace, from_file: Collection[str], exports: Mapping[str, str]) -> None:
+    """Takes away the options of a file that the command line replaces in another way than by the same option.
+
+    Args:
+        given: the values of all options.
+        from_file: destinations of the options that a file stands for.
+        exports: the variables of ``-x``.
+    """
+    replaced = {
+        option.destination
+        for variable in variables_of(Config).values()
+        for option in variable.options
+        if any(name in exports for name in variable.names)
+    }
+    if given.stall_check_warning_time_seconds == "0" and "stall_check_warning_time_seconds" not in from_file:
+        replaced.add("stall_check_shutdown_time_seconds")
+    for destination in replaced.intersection(from_file):
+        setattr(given, destination, [] if isinstance(getattr(given, destination), list) else None)
 
 
 def tuning_variables(given: argparse.Namespace) -> dict[str, str]:

@@ -64,6 +64,46 @@ def test_options_of_the_command_line_win(tmp_path: Path) -> None:
     assert job.exports == wanted
 
 
+LESS = [
+    ("stall_check: {warning_time_seconds: 30, shutdown_time_seconds: 60}", "--no-stall-check"),
+    ("options: {stall_check_warning_time_seconds: 30}", "--no-stall-check"),
+    ("options: {hosts: 'a:2'}", "--hostfile {folder}/hosts"),
+    ("options: {hostfile: nowhere}", "-H b:2"),
+    ("options: {prefix_timestamp: true, prefix_host: true}", "--no-prefix"),
+    ("stall_check: {shutdown_time_seconds: 60}", "--stall-check-warning-time-seconds 0"),
+]
+
+
+@pytest.mark.parametrize(("text", "words"), LESS, ids=[f"{text} and {words}" for text, words in LESS])
+def test_what_the_command_line_makes_useless_in_a_file_does_not_count(text: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("b:2\n")
+    given = words.format(folder=tmp_path).split()
+    alone = parse(["-np", "2", *given, "cmd"])
+    assert parsed(tmp_path, text, *given) == alone
+
+
+def test_times_of_stall_checks_that_are_off_in_the_file_do_not_count(tmp_path: Path) -> None:
+    text = "stall_check: {enabled: false, warning_time_seconds: 120, shutdown_time_seconds: 240}"
+    assert parsed(tmp_path, text).exports == {"HORO_STALL_CHECK_DISABLE": "1"}
+    job = parsed(tmp_path, text, "--stall-check")
+    assert job.exports == {
+        "HORO_STALL_CHECK_DISABLE": "0",
+        "HORO_STALL_CHECK_TIME_SECONDS": "120",
+        "HORO_STALL_SHUTDOWN_TIME_SECONDS": "240",
+    }
+
+
+@pytest.mark.parametrize("name", ["HORO_CYCLE_TIME", "HOROVOD_CYCLE_TIME"])
+def test_a_variable_of_the_command_line_wins(name: str, tmp_path: Path) -> None:
+    job = parsed(tmp_path, "params: {cycle_time_ms: 2, cache_capacity: 3}", "-x", f"{name}=4")
+    assert job.exports == {name: "4", "HORO_CACHE_CAPACITY": "3"}
+    assert job.sources == {"HORO_CACHE_CAPACITY": f"file {tmp_path}/job.yaml"}
+    text = "options: {network_interfaces: lo, start_timeout: 3, no_move_ranks: true}"
+    names = {"HORO_NETWORK_INTERFACES": "eth0", "HORO_START_TIMEOUT": "9", "HORO_LEAVE_CROWDED_CORES": "1"}
+    job = parsed(tmp_path, text, *(word for each, value in names.items() for word in ("-x", f"{each}={value}")))
+    assert (job.exports, job.interfaces, job.sources) == (names, (), {})
+
+
 def test_any_option_can_be_named(tmp_path: Path) -> None:
     text = (
         "options:\n  hosts: a:1,b:1\n  bind_to: core\n  oversubscribe: true\n  no-prefix: false\n  grace_seconds: 9\n"
@@ -120,6 +160,14 @@ def test_a_value_that_its_option_refuses_is_named(tmp_path: Path, capsys: pytest
     with pytest.raises(SystemExit):
         parsed(tmp_path, "params: {cache_capacity: 3}", "--cycle-time-ms", "slow")
     assert "hororun: --cycle-time-ms: 'slow' is not a number" in capsys.readouterr().err
+
+
+def test_an_option_of_the_file_that_does_not_fit_is_said_to_be_in_it(tmp_path: Path) -> None:
+    with pytest.raises(JobError) as caught:
+        parsed(tmp_path, "options: {bind_to: core}", "--mpi", "-H", "a:2")
+    assert str(caught.value) == (
+        f"--bind-to (in {tmp_path}/job.yaml) is for --launcher slurm and ssh; ranks of this job are started by mpi"
+    )
 
 
 def test_a_file_that_is_not_there_and_a_yaml_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
