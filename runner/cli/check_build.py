@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import horo
 from horo.errors import HoroError
+from horo.horovod import HOROVOD_VERSION
 from horo.runner.stdout import show
 
 if TYPE_CHECKING:
@@ -28,8 +29,11 @@ class _Part(NamedTuple):
     where: str
 
 
-def check_build() -> int:
+def check_build(for_horovod: bool = False) -> int:
     """Shows it; returns 0 when ``init()`` works here, else 1.
+
+    Args:
+        for_horovod: begin with the table that horovodrun shows, which scripts look into.
 
     Raises:
         JobError: stdout cannot be written.
@@ -49,7 +53,8 @@ def check_build() -> int:
     }
     sections["Settings from the environment"] = _settings()
     failure = _init()
-    lines = [f"horo {horo.__version__:<34} {_folder('horo')}"]
+    lines = _horovods_table(core.present) if for_horovod else []
+    lines.append(f"horo {horo.__version__:<34} {_folder('horo')}")
     lines.append(f"Python {platform.python_version():<32} {sys.executable}")
     for title, parts in ((title, parts) for title, parts in sections.items() if parts):
         lines += ["", f"{title}:"]
@@ -58,6 +63,24 @@ def check_build() -> int:
         lines += ["", f"init() fails here: {failure}"]
     show("\n".join(lines))
     return 1 if failure else 0
+
+
+def _horovods_table(has_core: bool) -> list[str]:
+    """What Horovod's functions say here: its Gloo is horo's own transports, which need no MPI."""
+    has_mpi, (_, nccl) = _mpi().present, _gpu_libraries()
+    table = {
+        "Frameworks": {"TensorFlow": False, "PyTorch": _torch().present, "MXNet": False},
+        "Controllers": {"MPI": has_mpi, "Gloo": has_core},
+        "Tensor Operations": {"NCCL": nccl.present, "DDL": False, "CCL": False, "MPI": has_mpi, "Gloo": has_core},
+    }
+    lines = [f"Horovod v{HOROVOD_VERSION}:", ""]
+    for title, parts in table.items():
+        lines += [
+            f"Available {title}:",
+            *(f"    [{'X' if there else ' '}] {name}" for name, there in parts.items()),
+            "",
+        ]
+    return lines
 
 
 def _settings() -> list[_Part]:

@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None, *, for_horovod: bool = False) -
         if job is None:
             from horo.runner.cli.check_build import check_build  # noqa: PLC0415 - looks at the core and at torch
 
-            return check_build()
+            return check_build(for_horovod)
         for sentence in job.passed_over:
             _say(f"warning: {sentence}")
         if job.timelines is None or job.dry_run:

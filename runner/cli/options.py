@@ -12,6 +12,7 @@ from typing import NamedTuple, NoReturn
 import horo
 from horo import __version__
 from horo._config import Config, Option, Variable, variables_of
+from horo.horovod import HOROVOD_VERSION
 from horo.runner.config import BINDINGS, EXIT_USAGE, LAUNCHERS, JobError
 from horo.runner.stdout import show
 
@@ -40,24 +41,19 @@ _REFUSED = {
     "--no-mpi-threads-disable": (0, "horo always asks MPI for the threads it needs: leave it out"),
 }
 """Options of horovodrun that horo has no use for, with the number of values and the reason."""
-_NOT_YET = "not in this version of horo: leave it out"
 _REFUSED |= {
-    name: (values, f"{what}, which is {_NOT_YET}")
-    for what, names in {
-        "an elastic job": {
-            "--min-np": 1,
-            "--min-num-proc": 1,
-            "--max-np": 1,
-            "--max-num-proc": 1,
-            "--slots-per-host": 1,
-            "--elastic-timeout": 1,
-            "--reset-limit": 1,
-            "--blacklist-cooldown-range": 2,
-            "--host-discovery-script": 1,
-        },
-        "a GPU path": {"--num-nccl-streams": 1},
+    name: (values, "an elastic job, which is not in this version of horo: leave it out")
+    for name, values in {
+        "--min-np": 1,
+        "--min-num-proc": 1,
+        "--max-np": 1,
+        "--max-num-proc": 1,
+        "--slots-per-host": 1,
+        "--elastic-timeout": 1,
+        "--reset-limit": 1,
+        "--blacklist-cooldown-range": 2,
+        "--host-discovery-script": 1,
     }.items()
-    for name, values in names.items()
 }
 _REFUSED |= dict.fromkeys(
     (
@@ -71,6 +67,7 @@ _REFUSED |= dict.fromkeys(
     ("--log-with-timestamp", "--log-without-timestamp", "--log-hide-timestamp", "--no-log-hide-timestamp"),
     (0, "horo's log has no times; --prefix-timestamp puts one before every line"),
 )
+_REFUSED["--num-nccl-streams"] = (1, "horo gives NCCL the tensors as one group, on one stream of its own: leave it out")
 _REFUSED["--thread-affinity"] = (1, "--bind-to core gives each rank its share of the cores; see also --no-move-ranks")
 _NUMBERS = r"\s*[+-]?\d*\.?\d+([eE][+-]?\d+)?(\s*,\s*\d+)*\s*"
 """A value of an option that only tunes; several cores for ``--thread-affinity``."""
@@ -132,7 +129,10 @@ class _Show(argparse.Action):
     def __call__(
         self, parser: argparse.ArgumentParser, _given: object, _value: object, _option: str | None = None
     ) -> None:
-        show(self.const or parser.format_help().rstrip("\n"))
+        text = self.const or parser.format_help().rstrip("\n")
+        if self.dest == "version" and isinstance(parser, _Parser) and parser.for_horovod:
+            text = HOROVOD_VERSION  # what horovod.__version__ is there
+        show(text)
         parser.exit()
 
 

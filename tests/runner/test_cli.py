@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -190,6 +191,45 @@ def test_check_build_says_what_is_there_and_where() -> None:
     for part in ("Native core", "PyTorch", "arena", "TCP", "MPI", "NCCL", "ssh"):
         assert part in done.stdout
     assert done.returncode == (0 if "[X] arena" in done.stdout else 1)
+
+
+def horovodrun(*words: str) -> subprocess.CompletedProcess[str]:
+    code = "import sys; from horo.runner.cli import main_for_horovod; sys.exit(main_for_horovod())"
+    command = [sys.executable, "-c", code, *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+@pytest.mark.parametrize("option", ["-v", "--version"])
+def test_horovodrun_has_the_version_that_the_module_horovod_has(option: str) -> None:
+    assert horovodrun(option).stdout == "0.28.1\n"
+
+
+HOROVODS_TABLE = r"""Horovod v0\.28\.1:
+
+Available Frameworks:
+    \[ \] TensorFlow
+    \[[ X]\] PyTorch
+    \[ \] MXNet
+
+Available Controllers:
+    \[[ X]\] MPI
+    \[X\] Gloo
+
+Available Tensor Operations:
+    \[[ X]\] NCCL
+    \[ \] DDL
+    \[ \] CCL
+    \[[ X]\] MPI
+    \[X\] Gloo
+
+horo .*"""
+
+
+@pytest.mark.parametrize("option", ["-cb", "--check-build"])
+def test_horovodrun_shows_horovods_table_of_what_is_there_and_then_horos(option: str) -> None:
+    done = horovodrun(option)
+    assert re.match(HOROVODS_TABLE, done.stdout)
+    assert done.stdout.endswith(hororun(option).stdout)
 
 
 def test_check_build_fails_without_torch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
