@@ -461,6 +461,10 @@ def test_an_optimizer_alone_trains_as_usual(alone: None) -> None:
     optimizer = _wrap(parameters, named_parameters=[("a", parameters[0]), ("b", parameters[1])])
     assert isinstance(optimizer, torch.optim.SGD)
     assert set(optimizer._parameter_names.values()) == {"a", "b"}
+    assert (optimizer.op, optimizer.process_set) == (hvd.Average, hvd.global_process_set)
+    assert (optimizer.backward_passes_per_step, dict(optimizer._handles)) == (1, {})
+    assert set(optimizer._requires_update) == set(parameters)
+    assert optimizer.find_duplicates(["a", "b", "a"]) == {"a"}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(2):
