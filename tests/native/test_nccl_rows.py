@@ -238,6 +238,37 @@ def test_a_call_that_fails_or_never_comes_ends_the_group_and_gives_memory_back(
         both((2,), body)
 
 
+def test_pinned_memory_is_used_again_only_behind_the_copies_from_it(gpu: Gpu, nccl: Nccl) -> None:
+    """However many results wait there for a stream that stands still, while another one goes on."""
+    gpu.limit_rooms(100)
+
+    def body(rank: Rank) -> None:
+        own, other = on_gpu(rank, gpu, nccl), gpu.stream()
+        arrays = [np.full(1000, number, np.float32) for number in range(8)]
+        begun = [own.submit("allgather", f"x{number}", array)[0] for number, array in enumerate(arrays)]
+        targets = [gpu.put(np.zeros_like(array)) for array in arrays]
+        for handle in begun:
+            own.context.wait(handle)
+        gate = gpu.hold(own.stream)
+        for handle, target in zip(begun, targets, strict=True):
+            copy_result(own.context, handle, 0, target, own.stream)
+            own.context.release(handle)
+        for number, array in enumerate(arrays):
+            handle, _, _ = own.submit("allgather", f"y{number}", array + 100, stream=other)
+            own.context.wait(handle)
+            copy_result(own.context, handle, 0, gpu.put(array), other)
+            gpu.synchronize(other)
+            own.context.release(handle)
+        gpu.open(gate)
+        gpu.synchronize(own.stream)
+        for target, array in zip(targets, arrays, strict=True):
+            np.testing.assert_array_equal(gpu.get(target, array), array)
+        gpu.close(other)
+        own.close()
+
+    both((1,), body)
+
+
 def test_results_that_are_not_there_are_refused(gpu: Gpu, nccl: Nccl) -> None:
     def body(rank: Rank) -> None:
         own = on_gpu(rank, gpu, nccl)
@@ -247,7 +278,7 @@ def test_results_that_are_not_there_are_refused(gpu: Gpu, nccl: Nccl) -> None:
             with pytest.raises(UsageError, match=f"handle {handle} has no result {index} on a GPU"):
                 copy_result(own.context, handle, index, 0, own.stream)
         own.context.release(handle)
-        staged, _, _ = own.submit("allreduce", "y", np.ones(10, np.int16), reduce_op=0)
+        staged, _, _ = own.submit("allreduce", "y", np.ones(10, np.float32), reduce_op=_core.REDUCE_OPS["adasum"])
         with pytest.raises(UsageError, match="has no result 0 on a GPU"):
             copy_result(own.context, staged, 0, 0, own.stream)
         own.finish(staged)

@@ -176,8 +176,8 @@ static void put_idle(struct hr_stager *stager, struct hr_block *blocks) {
 int hr_stager_take_block(struct hr_stager *stager, struct hr_device *device, size_t bytes, struct hr_block **block,
                          struct hr_error *error) {
     struct hr_block *busy = NULL;
-    struct hr_block *taken;
-    for (int i = 0; (taken = take_fitting(stager, device, bytes)) != NULL && !is_done(taken) && i < LOOKS; i++) {
+    struct hr_block *taken = NULL;
+    for (int i = 0; i < LOOKS && (taken = take_fitting(stager, device, bytes)) != NULL && !is_done(taken); i++) {
         taken->next = busy;
         busy = taken;
         taken = NULL;
