@@ -37,7 +37,9 @@ def sources() -> list[str]:
 
 
 def headers() -> list[str]:
-    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "native").rglob("*.h"))
+    """What C files include: other C, and the text of kernels for GPUs."""
+    found = [path for path in (ROOT / "native").rglob("*") if path.suffix in {".h", ".ptx"}]
+    return sorted(str(path.relative_to(ROOT)) for path in found)
 
 
 ffibuilder = FFI()

@@ -11,6 +11,7 @@ from pathlib import Path
 __all__ = ["CUDA", "NCCL", "build_double"]
 
 _SOURCES = Path(__file__).resolve().parent / "native" / "doubles"
+_CORE = Path(__file__).resolve().parent.parent / "native" / "src"  # the kernels, which a double runs on the host
 CUDA, NCCL = "libcuda.so.1", "libnccl.so.2"
 _ROOM = 512
 """Bytes for each text in a double."""
@@ -53,7 +54,7 @@ def _compile(library: str, defines: tuple[tuple[str, int | str], ...]) -> bytes:
     """A double with places for texts, in which most tests differ: a compiler takes longer than many of them."""
     source = _SOURCES / f"{library.removeprefix('lib').split('.')[0]}.c"
     words = [os.environ.get("CC", "cc"), "-std=gnu11", "-shared", "-fPIC", "-pthread", "-O1", "-g", "-Wall", "-Werror"]
-    words += [f"-D{name}={value}" for name, value in defines]
+    words += [f"-I{_CORE}", *(f"-D{name}={value}" for name, value in defines)]
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder, library)
         words += [f"-Wl,-soname,{_place_of('SONAME')}", "-o", str(made), str(source)]

@@ -24,6 +24,7 @@ class Gpu:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.is_broken = False
+        self.modules_left = 0  # of ranks that have left while their GPU stood still
         self.lib = ctypes.CDLL(str(path))
         self.lib.double_alloc.restype = ctypes.c_uint64
         self.lib.cuInit(0)
@@ -97,14 +98,18 @@ class Gpu:
         self.lib.double_fail(copy, host_bytes)
 
     def counts(self) -> dict[str, int]:
-        numbers = (ctypes.c_int * 7)()
+        numbers = (ctypes.c_int * 9)()
         self.lib.double_count(numbers)
-        names = ("streams", "contexts", "events", "pinned", "pinned_ever", "rooms", "rooms_most")
+        names = "streams", "contexts", "events", "pinned", "pinned_ever", "rooms", "rooms_most", "modules", "kernels"
         return dict(zip(names, numbers, strict=True))
 
     def limit_rooms(self, size: int) -> None:
         """The largest piece of memory that the device gives out in the order of a stream."""
         self.lib.double_limit_rooms(size)
+
+    def refuse_kernels(self, devices: int = 0, launch: int = 0) -> None:
+        """Those devices (as bits) do not take the kernels; launch number ``launch`` from now on fails."""
+        self.lib.double_refuse_kernels(devices, launch)
 
 
 PLACES = ("id", "init", "connect", "call", "group end", "run", "hang", "scale", "late connect", "late launch", "end")

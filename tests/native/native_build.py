@@ -41,7 +41,7 @@ if FLAVOUR not in SANITIZE_FLAGS:
 def inputs() -> list[Path]:
     """What the module is made from."""
     folders = [ROOT / "native", SHIM]
-    found = sorted(p for folder in folders for p in folder.rglob("*") if p.suffix in {".c", ".h", ".py"})
+    found = sorted(p for folder in folders for p in folder.rglob("*") if p.suffix in {".c", ".h", ".py", ".ptx"})
     return [Path(__file__), *found]
 
 

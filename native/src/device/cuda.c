@@ -34,6 +34,10 @@ static const struct hr_symbol symbols[] = {
     {"cuMemsetD16Async", offsetof(struct hr_cuda, memset_16)},
     {"cuMemsetD32Async", offsetof(struct hr_cuda, memset_32)},
     {"cuLaunchHostFunc", offsetof(struct hr_cuda, launch_host_function)},
+    {"cuModuleLoadData", offsetof(struct hr_cuda, module_load_data)},
+    {"cuModuleUnload", offsetof(struct hr_cuda, module_unload)},
+    {"cuModuleGetFunction", offsetof(struct hr_cuda, module_get_function)},
+    {"cuLaunchKernel", offsetof(struct hr_cuda, launch_kernel)},
 };
 
 int hr_cuda_check(const struct hr_cuda *cuda, int code, const char *function, struct hr_error *error) {

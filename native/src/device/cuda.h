@@ -55,6 +55,12 @@ struct hr_cuda {
     int (*memset_16)(uint64_t device, unsigned short value, size_t count, void *stream);
     int (*memset_32)(uint64_t device, unsigned value, size_t count, void *stream);
     int (*launch_host_function)(void *stream, void (*function)(void *data), void *data);
+    int (*module_load_data)(void **module, const void *text);
+    int (*module_unload)(void *module);
+    int (*module_get_function)(void **function, void *module, const char *name);
+    int (*launch_kernel)(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                         unsigned block_y, unsigned block_z, unsigned shared_bytes, void *stream, void **arguments,
+                         void **extra);
 };
 
 /* As hr_library_load. Does not initialize the driver. */

@@ -39,7 +39,8 @@
 #endif
 
 enum { INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 100, INVALID_CONTEXT = 201,
-       NOT_READY = 600, LAUNCH_FAILED = 719, CAPTURE_UNSUPPORTED = 900 };
+       INVALID_PTX = 218, UNSUPPORTED_PTX = 222, NOT_FOUND = 500, NOT_READY = 600, LAUNCH_FAILED = 719,
+       CAPTURE_UNSUPPORTED = 900 };
 enum { MEMORY_BYTES = 64 << 20, CONTEXTS_MAX = 16 };
 
 struct event {
@@ -367,16 +368,19 @@ int cuGetErrorString(int code, const char **text) {
     *text = code == NO_DEVICE ? "no CUDA-capable device is detected"
             : code == OUT_OF_MEMORY ? "out of memory"
             : code == LAUNCH_FAILED ? "unspecified launch failure"
+            : code == UNSUPPORTED_PTX ? "the provided PTX was compiled with an unsupported toolchain."
                                     : NULL;
     return *text == NULL;
 }
-
-/* ---- For tests ---- */
 
 /* The device whose context is current on this thread; -1: none is. */
 int double_current(void) {
     return entered > 0 ? entered_devices[(entered - 1) % 8] : -1;
 }
+
+#include "cuda_kernels.h"
+
+/* ---- For tests ---- */
 
 /* Where a test may touch memory of the device; NULL: it is none. */
 void *double_address(uint64_t address) {
@@ -468,7 +472,7 @@ void double_fail(int copy_number, int host) {
 
 /*
  * Streams, contexts, events, pieces of pinned memory that exist and of all, of memory that streams gave out, and how
- * many of those there were at once.
+ * many of those there were at once; modules; kernels that were launched.
  */
 void double_count(int *counts) {
     pthread_mutex_lock(&lock);
@@ -479,5 +483,7 @@ void double_count(int *counts) {
     counts[4] = host_allocs;
     counts[5] = room_count;
     counts[6] = rooms_most;
+    counts[7] = modules;
+    counts[8] = kernel_count;
     pthread_mutex_unlock(&lock);
 }
