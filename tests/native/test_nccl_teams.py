@@ -344,6 +344,7 @@ def test_a_failure_names_the_set_whose_communicator_it_is(gpu: Gpu, nccl: Nccl, 
 def test_what_does_not_end_while_its_rank_leaves_is_aborted_at_once(gpu: Gpu, nccl: Nccl) -> None:
     """A kernel of all ranks stands behind one of a set, which waits for a GPU that stands still."""
     links = Links([0, 0])
+    gpu.modules_left = 1  # of rank 0: its kernels might stand there, too
 
     def body(rank: Rank) -> tuple[OnGpu, ctypes.c_int | None]:
         own = on_gpu(rank, gpu, nccl)
@@ -364,6 +365,29 @@ def test_what_does_not_end_while_its_rank_leaves_is_aborted_at_once(gpu: Gpu, nc
         gpu.synchronize(own.stream)
         own.close()
     assert (nccl.counts()["destroys"], nccl.counts()["aborts"]) == (0, 4)
+
+
+def test_kernels_of_a_set_that_is_gone_stay_while_its_gpu_stands_still(gpu: Gpu, nccl: Nccl) -> None:
+    links = Links([0, 0])
+    gpu.modules_left = 1  # of rank 0
+
+    def body(rank: Rank) -> tuple[OnGpu, ctypes.c_int | None]:
+        own = on_gpu(rank, gpu, nccl)
+        (team,) = add_teams(rank, links, [[0, 1]])
+        own.finish(begin(own, "first", team)[0])
+        gpu.synchronize(own.stream)
+        gate = gpu.hold(own.stream) if rank.rank == 0 else None
+        own.finish(begin(own, "x", team)[0])
+        rank.context.remove_team(team)
+        return own, gate
+
+    with Group((2,)) as group:
+        owners = group.run(body)
+    for own, gate in owners:
+        if gate is not None:
+            gpu.open(gate)
+        gpu.synchronize(own.stream)
+        own.close()
 
 
 @pytest.mark.parametrize("hosts", [[1, 1, 1], [3]], ids=str)

@@ -109,6 +109,21 @@ def test_a_first_call_that_one_rank_refuses_fails_on_all(pool: RankPool, doubles
     assert words[0].endswith(words[1])
 
 
+def test_what_kernels_convert(pool: RankPool, doubles: tuple[str, str]) -> None:
+    def check(*paths: str) -> None:
+        gpu, r = gpu_double.load(*paths), hvd.rank()
+        own = torch.tensor([1.0, 2.0, 3.0]) * (r + 1)
+        for compression in (hvd.Compression.fp16, hvd.Compression.bf16):
+            narrow = hvd.allreduce(gpu.put(own + 2.0**-20, r), op=hvd.Sum, compression=compression)
+            assert gpu.read(narrow).tolist() == [3, 6, 9]
+        assert gpu.read(hvd.allreduce(gpu.put(own.int(), r))).tolist() == [1, 3, 4]
+        group = hvd.grouped_allreduce([gpu.put(own.short(), r), gpu.put(own > 2, r)], op=hvd.Max)
+        assert [gpu.read(one).tolist() for one in group] == [[2, 4, 6], [False, True, True]]
+        assert gpu.launched() == 5
+
+    pool.run(check, *doubles)
+
+
 def test_process_sets_by_nccl(pool: RankPool, doubles: tuple[str, str]) -> None:
     def check(*paths: str) -> None:
         gpu, r = gpu_double.load(*paths), hvd.rank()

@@ -12,11 +12,12 @@ struct hr_nccl_backend {
     struct hr_nccl_comm *comm;
     struct hr_nccl_call *calls; /* [capacity] of the batch */
     size_t count, capacity;
+    struct hr_nccl_pack pack;
 };
 
 /* ---- What NCCL can do ---- */
 
-/* -1: NCCL has none. bool is none of its dtypes either: its sum is a logical or. */
+/* -1: NCCL has none. */
 static int dtype_of(int dtype) {
     switch (dtype) {
     case HORO_UINT8: return HR_NCCL_UINT8;
@@ -40,20 +41,13 @@ static int op_of(int reduce_op) {
     }
 }
 
-/* NCCL multiplies the values of each rank before it sums floats, and nothing else. */
-static int can_scale(const horo_request *call, int dtype) {
-    const int is_scaled = call->reduce_op == HORO_AVERAGE || call->prescale != 1.0 || call->postscale != 1.0;
-    return !is_scaled || (op_of(call->reduce_op) == HR_NCCL_SUM && !hr_dtype_is_integer(dtype));
-}
-
 int hr_nccl_can(const horo_request *call) {
     if (call->op == HORO_BROADCAST || hr_op_tells_rows(call->op)) {
         return (call->flags & HORO_SUBMIT_INTO) == 0;
     }
     int can = hr_op_reduces(call->op) && call->reduce_op != HORO_ADASUM;
     for (int i = 0; i < call->tensor_count && can; i++) {
-        const int dtype = hr_dtype_real(call->tensors[i].dtype);
-        can = call->tensors[i].wire_dtype == 0 && dtype_of(dtype) >= 0 && can_scale(call, dtype);
+        can = hr_dtype_reducible(call->tensors[i].dtype, call->reduce_op);
     }
     return can;
 }
@@ -159,8 +153,20 @@ static void add_move(struct hr_nccl_backend *self, const struct hr_work *work, s
     }
 }
 
+/* Whether a call goes on where the last one ends, so that it is one. */
+static int extends(const struct hr_nccl_backend *self, const struct hr_nccl_call *call, size_t width) {
+    if (self->count == 0 || !call->is_packed) {
+        return 0;
+    }
+    const struct hr_nccl_call *last = &self->calls[self->count - 1];
+    return last->is_packed && last->dtype == call->dtype && last->op == call->op &&
+           (const char *)last->input + last->count * width == (const char *)call->input;
+}
+
 static void add_operand(struct hr_nccl_backend *self, const struct hr_work *work, size_t i) {
-    const struct hr_operand *operand = &work->operands[i];
+    const struct hr_nccl_form form = hr_nccl_form_of(work, i);
+    const int is_packed = hr_op_reduces(work->op) && form.is_packed;
+    const struct hr_operand *operand = is_packed ? &self->pack.operands[i] : &work->operands[i];
     struct hr_nccl_call call = {.input = operand->input, .output = operand->output, .root = work->root_rank};
     if (!hr_op_reduces(work->op)) {
         add_move(self, work, i, call);
@@ -169,9 +175,12 @@ static void add_operand(struct hr_nccl_backend *self, const struct hr_work *work
     call.kind = HR_NCCL_ALL_REDUCE;
     call.count = operand->bytes / hr_dtype_bytes(operand->dtype);
     call.dtype = dtype_of(operand->dtype);
-    call.op = op_of(work->reduce_op);
+    call.op = op_of(form.reduce_op);
+    call.is_packed = is_packed;
     if (work->op == HORO_REDUCESCATTER) {
-        add_scatter(self, operand, work->row_bytes[i], call);
+        add_scatter(self, operand, is_packed ? self->pack.row_bytes[i] : work->row_bytes[i], call);
+    } else if (extends(self, &call, hr_dtype_bytes(operand->dtype))) {
+        self->calls[self->count - 1].count += call.count;
     } else {
         add(self, &call);
     }
@@ -209,6 +218,11 @@ int hr_nccl_backend_begin(struct hr_nccl_backend *self, const struct hr_work *wo
         return HORO_OK; /* it is broken, which ends the group: the engine looks at it */
     }
     HR_TRY(reserve(self, calls_each(self, work->op) * work->count));
+    if (hr_nccl_pack_begin(&self->pack, work, self->team->rank, self->team->size, self->comm->stream,
+                           &self->comm->failure) != HORO_OK) {
+        self->comm->state = HR_NCCL_BROKEN;
+        return HORO_OK;
+    }
     for (size_t i = 0; i < work->count; i++) {
         add_operand(self, work, i);
     }
@@ -219,25 +233,46 @@ int hr_nccl_backend_begin(struct hr_nccl_backend *self, const struct hr_work *wo
     return HORO_OK;
 }
 
+/* NCCL's calls are on the stream. */
+static void unpack(struct hr_nccl_backend *self) {
+    if (hr_nccl_pack_end(&self->pack, self->comm->stream, &self->comm->failure) != HORO_OK) {
+        self->comm->state = HR_NCCL_BROKEN;
+        return;
+    }
+    (void)hr_nccl_extend(self->comm);
+}
+
 int hr_nccl_backend_progress(struct hr_nccl_backend *self) {
     struct hr_nccl_comm *comm = self->comm;
     if (comm->state == HR_NCCL_LAUNCHING) {
         (void)hr_nccl_poll(comm);
     }
+    if (comm->state == HR_NCCL_IDLE && self->pack.room != NULL) {
+        unpack(self);
+    }
     return comm->state == HR_NCCL_IDLE ? HR_TASK_DONE : HR_TASK_BLOCKED;
 }
 
-struct hr_nccl_backend *hr_nccl_backend_create(struct hr_team *team, struct hr_nccl_comm *comm) {
+struct hr_nccl_backend *hr_nccl_backend_create(struct hr_team *team, struct hr_nccl_comm *comm,
+                                               struct hr_stager *stager, const struct hr_packer *packer) {
     struct hr_nccl_backend *self = calloc(1, sizeof *self);
     if (self != NULL) {
         self->team = team;
         self->comm = comm;
+        self->pack = (struct hr_nccl_pack){.stager = stager, .packer = packer};
     }
     return self;
 }
 
+void hr_nccl_backend_leave(struct hr_nccl_backend *self) {
+    if (self != NULL) {
+        hr_nccl_pack_leave(&self->pack, self->comm->stream);
+    }
+}
+
 void hr_nccl_backend_destroy(struct hr_nccl_backend *self) {
     if (self != NULL) {
+        hr_nccl_pack_fini(&self->pack);
         free(self->calls);
         free(self);
     }

@@ -75,7 +75,8 @@ int hr_nccl_connect(struct hr_nccl_comm *comm, const struct hr_nccl *nccl, struc
 
 static int enqueue(struct hr_nccl_comm *comm, const struct hr_nccl_call *call) {
     const struct hr_nccl *nccl = comm->nccl;
-    const int op = call->op == HR_NCCL_SUM && comm->has_scale[call->dtype] ? comm->scales[call->dtype] : call->op;
+    const int is_scaled = call->op == HR_NCCL_SUM && !call->is_packed && comm->has_scale[call->dtype];
+    const int op = is_scaled ? comm->scales[call->dtype] : call->op;
     switch (call->kind) {
     case HR_NCCL_ALL_REDUCE:
         return checked(
@@ -118,7 +119,8 @@ static int create_scales(struct hr_nccl_comm *comm, const struct hr_nccl_call *c
                          const uint64_t *factors) {
     for (size_t i = 0; i < count; i++) {
         const int dtype = calls[i].dtype;
-        if (calls[i].kind <= HR_NCCL_REDUCE_SCATTER && calls[i].op == HR_NCCL_SUM && !comm->has_scale[dtype]) {
+        const int is_sum = calls[i].kind <= HR_NCCL_REDUCE_SCATTER && calls[i].op == HR_NCCL_SUM;
+        if (is_sum && !calls[i].is_packed && !comm->has_scale[dtype]) {
             HR_TRY(checked(comm,
                            comm->nccl->red_op_create_pre_mul_sum(&comm->scales[dtype], &factors[dtype], dtype,
                                                                  HR_NCCL_SCALAR_ON_HOST, comm->handle),
@@ -154,6 +156,18 @@ int hr_nccl_launch(struct hr_nccl_comm *comm, const struct hr_nccl_call *calls, 
     }
     comm->state = HR_NCCL_LAUNCHING;
     return HORO_OK;
+}
+
+int hr_nccl_extend(struct hr_nccl_comm *comm) {
+    const struct hr_cuda *cuda = comm->device->cuda;
+    struct hr_device_visit visit;
+    int status = hr_device_enter(comm->device, &visit, &comm->failure);
+    if (status == HORO_OK) {
+        status = hr_cuda_check(cuda, cuda->event_record(comm->fence, comm->stream), "cuEventRecord", &comm->failure);
+        hr_device_leave(comm->device, &visit);
+    }
+    comm->is_in_flight = 1;
+    return status == HORO_OK ? HORO_OK : broken(comm);
 }
 
 /* ---- Polling ---- */
@@ -310,6 +324,14 @@ int hr_nccl_is_quiet(struct hr_nccl_comm *comm) {
 static void wait_a_moment(void) {
     const struct timespec moment = {.tv_nsec = LOOK_NS}; /* nothing tells of what is waited for here */
     (void)nanosleep(&moment, NULL);
+}
+
+int hr_nccl_await_quiet(struct hr_nccl_comm *comm, int timeout_ms) {
+    const int64_t until_ns = hr_now_ns() + (int64_t)timeout_ms * 1000000;
+    while (!hr_nccl_is_quiet(comm) && hr_now_ns() < until_ns) {
+        wait_a_moment();
+    }
+    return !comm->is_in_flight;
 }
 
 void hr_nccl_await_end(struct hr_nccl_comm *comm, int timeout_ms) {

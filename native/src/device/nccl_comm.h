@@ -54,6 +54,7 @@ struct hr_nccl_call {
     size_t count; /* of values; of a reduce-scatter or an all-gather those of each rank */
     int dtype;    /* enum hr_nccl_dtype */
     int op;       /* enum hr_nccl_op, of a reduction */
+    int is_packed; /* its values are scaled elsewhere */
     int root;     /* the other rank, of a send or recv */
 };
 
@@ -73,6 +74,12 @@ int hr_nccl_poll(struct hr_nccl_comm *comm);
  */
 int hr_nccl_launch(struct hr_nccl_comm *comm, const struct hr_nccl_call *calls, size_t count, const uint64_t *factors);
 
+/*
+ * For a caller that has put other work behind what was launched last: that is in flight, too. HORO_OK, or the state is
+ * BROKEN.
+ */
+int hr_nccl_extend(struct hr_nccl_comm *comm);
+
 /* What is in flight is the last, and is to end in that time. Any state. */
 void hr_nccl_expect_end(struct hr_nccl_comm *comm, int within_ms);
 /* IDLE, and nothing in flight: the ranks end it, as all do. The state is ENDING or BROKEN. */
@@ -84,6 +91,8 @@ void hr_nccl_end(struct hr_nccl_comm *comm, int within_ms);
 void hr_nccl_abort(struct hr_nccl_comm *first);
 /* Whether no kernel of it touches memory any more. Any state. */
 int hr_nccl_is_quiet(struct hr_nccl_comm *comm);
+/* Likewise; waits for that up to timeout_ms. */
+int hr_nccl_await_quiet(struct hr_nccl_comm *comm, int timeout_ms);
 /* Waits up to timeout_ms for what is in flight and, if it ends, for the other ranks to end theirs. Any state. */
 void hr_nccl_await_end(struct hr_nccl_comm *comm, int timeout_ms);
 /* Frees what is left of it. Any state; in others than NONE it is aborted first. */

@@ -10,6 +10,7 @@
 
 enum {
     CLOSE_MS = 5000,
+    QUIET_MS = 500,        /* for kernels to end that have been aborted */
     LOOK_NS = 1000000,     /* for failures of what runs on the GPU, which holds up nobody here */
 };
 
@@ -69,11 +70,21 @@ static struct hr_nccl_team *find_team(struct hr_engine *engine, struct hr_by_ncc
     return is_member ? &by->teams[hr_team_number(id)] : NULL;
 }
 
+/* What the driver of the GPU refuses is told to all ranks. */
+static void load_kernels(struct hr_by_nccl *by, struct hr_device *device) {
+    struct hr_error lack = {0};
+    by->able.has_kernels = hr_packer_load(&by->packer, device, &lack) == HORO_OK;
+    (void)snprintf(by->able.kernel_lack, sizeof by->able.kernel_lack, "%.*s", HR_NCCL_TEXT_BYTES - 1, lack.text);
+}
+
 /* All teams use the GPU of the first tensor. */
 static void choose_gpu(struct hr_engine *engine, struct hr_by_nccl *by, struct hr_device *device, int number) {
     (void)pthread_mutex_lock(&engine->staging_lock);
     if (by->gpu == NULL) {
         by->gpu = device;
+        if (by->able.is_able) {
+            load_kernels(by, device);
+        }
         atomic_store(&by->device, number);
     }
     (void)pthread_mutex_unlock(&engine->staging_lock);
@@ -165,16 +176,14 @@ static int turn_broken(struct hr_engine *engine, struct hr_nccl_team *team, cons
 }
 
 static int64_t look_within(const struct hr_nccl_team *team) {
-    if (atomic_load(&team->awaited) > 0) {
-        return LOOK_NS;
-    }
+    const int64_t for_values_ns = atomic_load(&team->awaited) > 0 ? LOOK_NS : 0;
     switch (team->comm.state) {
     case HR_NCCL_CONNECTING:
     case HR_NCCL_LAUNCHING: return HR_NCCL_LOOK_SOON_NS;
-    case HR_NCCL_IDLE: return team->comm.is_in_flight ? LOOK_NS : 0;
+    case HR_NCCL_IDLE: return team->comm.is_in_flight ? LOOK_NS : for_values_ns;
     case HR_NCCL_ENDING:
     case HR_NCCL_BROKEN: return LOOK_NS;
-    default: return 0;
+    default: return for_values_ns;
     }
 }
 
@@ -361,6 +370,7 @@ void hr_engine_leave_nccl(struct hr_engine *engine, int is_aborted) {
     }
     for (int i = 0; i < HR_TEAMS_MAX; i++) {
         hr_nccl_leave_room(&by->teams[i], 0);
+        hr_nccl_backend_leave(by->teams[i].backend);
     }
     atomic_store(&by->is_busy, 0);
     engine->node->nccl_within_ns = 0;
@@ -403,6 +413,21 @@ static void await_ends(struct hr_by_nccl *by) {
     }
 }
 
+/* What has been aborted may take a moment; kernels of what goes on without end stay with the process. */
+static void unload_kernels(struct hr_by_nccl *by) {
+    const int64_t until_ns = hr_now_ns() + QUIET_MS * 1000000ll;
+    int is_quiet = 1;
+    for (int i = 0; i < HR_TEAMS_MAX && by->packer.device != NULL; i++) {
+        is_quiet &= hr_nccl_await_quiet(&by->teams[i].comm, left_ms(until_ns));
+    }
+    for (struct hr_nccl_team *team = by->ending; team != NULL && by->packer.device != NULL; team = team->next) {
+        is_quiet &= hr_nccl_await_quiet(&team->comm, left_ms(until_ns));
+    }
+    if (is_quiet) {
+        hr_packer_unload(&by->packer);
+    }
+}
+
 static void close_all(struct hr_by_nccl *by) {
     for (int i = 0; i < HR_TEAMS_MAX; i++) {
         hr_nccl_close(&by->teams[i].comm);
@@ -423,6 +448,7 @@ void hr_engine_end_nccl(struct hr_engine *engine) {
             await_ends(by);
         }
         abort_all(by); /* what has not come to its end */
+        unload_kernels(by);
         close_all(by);
         destroy_stream(by);
         for (int i = 0; i < HR_TEAMS_MAX; i++) {

@@ -17,6 +17,9 @@
  * record for NCCL means that all ranks have the tensors on their GPUs. Since all ranks execute one log, all tell at the
  * same place of it, and come to the same end (docs/adr/0047-ranks-tell-in-front-of-the-first-batch.md).
  *
+ * Where not all ranks have horo's own kernels, requests that need them (backend/nccl_pack.h) are refused, others are not.
+ * What shares a batch is alike in that, too: it has the same dtypes and factors.
+ *
  * Kernels of two communicators that are launched in different orders on two ranks may wait for one another for ever. So
  * batches take turns, in one order on all ranks (docs/adr/0045-launches-of-all-teams-take-turns.md).
  */
@@ -53,6 +56,8 @@ struct hr_nccl_report {
     char uuid[HR_CUDA_UUID_BYTES]; /* of its GPU */
     struct hr_nccl_id id;          /* of the team's root: where the ranks meet */
     char lack[HR_NCCL_TEXT_BYTES]; /* why it is not able */
+    int32_t has_kernels;
+    char kernel_lack[HR_NCCL_TEXT_BYTES]; /* why it has none */
 };
 
 enum hr_nccl_phase { HR_NCCL_ORDERING, HR_NCCL_WAITING, HR_NCCL_OUT };
@@ -80,7 +85,8 @@ struct hr_nccl_team {
     /* written under the lock of submission */
     _Atomic int stage;
     int until_join; /* REFUSED only until all ranks have joined: one had, when they told */
-    _Atomic int awaited; /* requests for NCCL whose values are on their way to the host, since it was REFUSED */
+    _Atomic int has_kernels; /* CONNECTING, READY: all ranks have */
+    _Atomic int awaited; /* requests for NCCL whose values are on their way to the host, since it was refused */
     _Atomic int has_values; /* they have come, and the driver has not seen it */
     /* of the driver */
     struct hr_nccl_report *reports; /* TELLING: [size] this rank's among zeros, then those of all */
@@ -106,6 +112,7 @@ struct hr_by_nccl {
     struct hr_nccl nccl;
     struct hr_nccl_report able; /* what a report begins with */
     struct hr_device *gpu;
+    struct hr_packer packer; /* that GPU's; without kernels where it has not taken them */
     _Atomic int device; /* its number; -1: not known yet */
     /* of the driver */
     void *stream; /* of all communicators; NULL: there has been none */
@@ -124,13 +131,18 @@ static inline struct hr_nccl_team *hr_nccl_team_of(const struct hr_engine *engin
 
 /* Whether it is known that the team's ranks do such requests for NCCL in host memory. */
 static inline int hr_nccl_is_refused(const struct hr_nccl_team *team, const horo_request *call) {
-    (void)call; /* all of them */
-    return atomic_load(&team->stage) == HR_BY_NCCL_REFUSED;
+    const int stage = atomic_load(&team->stage);
+    const int has_told = stage == HR_BY_NCCL_CONNECTING || stage == HR_BY_NCCL_READY;
+    return stage == HR_BY_NCCL_REFUSED ||
+           (has_told && !atomic_load(&team->has_kernels) && hr_nccl_is_packed(call));
 }
 
 /* nccl_setup.c: what all ranks together can, by what each has told; empty: all are able. */
 void hr_nccl_judge(const struct hr_nccl_report *reports, const struct hr_team *ranks, int *has_joined, char *text,
                    size_t text_bytes);
+/* Likewise, of ranks that are able: why not all have kernels; empty: they have. */
+void hr_nccl_judge_kernels(const struct hr_nccl_report *reports, const struct hr_team *ranks, char *text,
+                           size_t text_bytes);
 /* by_nccl.c: what there is to know, if nobody has asked for NCCL yet; NULL for lack of memory. */
 struct hr_by_nccl *hr_nccl_state(struct hr_engine *engine);
 /* nccl_setup.c, the driver: whether the rank is connected now, which it notes. */

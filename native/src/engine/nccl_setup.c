@@ -54,6 +54,17 @@ void hr_nccl_judge(const struct hr_nccl_report *reports, const struct hr_team *r
     }
 }
 
+void hr_nccl_judge_kernels(const struct hr_nccl_report *reports, const struct hr_team *ranks, char *text,
+                           size_t text_bytes) {
+    text[0] = '\0';
+    for (int r = 0; r < ranks->size && text[0] == '\0'; r++) {
+        if (!reports[r].has_kernels) {
+            (void)snprintf(text, text_bytes, "rank %d cannot use horo's kernels: %.*s", ranks->job_rank[r],
+                           (int)sizeof reports[r].kernel_lack, reports[r].kernel_lack);
+        }
+    }
+}
+
 /* ---- Telling ---- */
 
 /* The report's rest, which needs the GPU and, on the root, a socket of NCCL's. A failure of that is told to all. */
@@ -229,7 +240,8 @@ static int try_connect(struct hr_engine *engine, const struct hr_lane *lane, con
                        struct hr_error *error) {
     struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
     struct hr_nccl_team *team = hr_nccl_team_of(engine, lane);
-    team->backend = hr_nccl_backend_create(lane->team, &team->comm);
+    team->backend =
+        hr_nccl_backend_create(lane->team, &team->comm, atomic_load(&engine->stager), &by->packer);
     if (team->backend == NULL) {
         return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for NCCL");
     }
@@ -238,9 +250,25 @@ static int try_connect(struct hr_engine *engine, const struct hr_lane *lane, con
                            HR_NCCL_WITHIN_MS, error);
 }
 
+/* One is enough: what needs them is staged by all. */
+static void look_for_kernels(struct hr_engine *engine, const struct hr_lane *lane,
+                             const struct hr_nccl_report *reports) {
+    char name[HR_TEAM_NAME_BYTES];
+    char text[HORO_MESSAGE_MAX];
+    const int is_world = lane->team->number == 0;
+    hr_nccl_judge_kernels(reports, lane->team, text, sizeof text);
+    atomic_store(&hr_nccl_team_of(engine, lane)->has_kernels, text[0] == '\0');
+    if (lane->is_root && text[0] != '\0') {
+        hr_log(&engine->node->log, HORO_LOG_WARNING,
+               "values on GPUs%s%s that are converted on their way travel through host memory, not by NCCL: %s",
+               is_world ? "" : " of ", is_world ? "" : hr_team_name(lane->team, name), text);
+    }
+}
+
 static void connect(struct hr_engine *engine, const struct hr_lane *lane, const struct hr_nccl_report *reports) {
     struct hr_error error = {0};
     struct hr_nccl_team *team = hr_nccl_team_of(engine, lane);
+    look_for_kernels(engine, lane, reports);
     if (try_connect(engine, lane, &reports[0].id, &error) != HORO_OK) {
         (void)hr_fail(&team->comm.failure, error.code, "%s", error.text);
         team->comm.state = HR_NCCL_BROKEN;
