@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from device_group import SUM, Gpu, Nccl, OnGpu, on_gpu
 from kernel_oracle import DTYPES
-from ranks import Group, Rank, describe, recorded_stderr
+from ranks import Group, Rank, describe, recorded_stderr, wait_for
 from test_nccl_failures import ONES, dies
 from test_nccl_join import alone
 from test_nccl_teams import add_teams, teams_of
@@ -21,6 +21,7 @@ from horo.errors import PeerLostError
 
 HOSTS = [(2,), (1, 1), (3,), (2, 1)]
 HALVES = ["float16", "bfloat16"]
+BUFFER_BYTES = 32 << 20
 INTEGERS = ["uint8", "int8", "int16", "int32", "int64"]
 
 
@@ -268,6 +269,41 @@ def test_where_there_is_no_memory_at_all_the_group_ends_with_the_size(gpu: Gpu, 
 
     with recorded_stderr(), Group((2,)) as group:
         group.run(body)
+
+
+@pytest.mark.parametrize("edge", [-1000, -1, 0, 1, 40_000])
+def test_more_than_the_buffer_holds_goes_in_rounds(gpu: Gpu, nccl: Nccl, edge: int) -> None:
+    """Rounds end within a tensor, or between two; what needs no buffer goes with the first."""
+    lengths = [3, BUFFER_BYTES // 8 - 10_003, 10_000 + edge]
+
+    def body(rank: Rank) -> None:
+        own = on_gpu(rank, gpu, nccl)
+        arrays = [np.arange(n) % 1000 * 2 * (rank.rank + 1) for n in lengths]
+        arrays += [np.full(5, rank.rank, np.float32), np.full(9, 6 * rank.rank, np.int16)]
+        found = reduced(own, "x", arrays, "average")
+        for array, n in zip(found, lengths, strict=False):
+            np.testing.assert_array_equal(array, np.arange(n) % 1000 * 3)
+        assert [found[3].tolist(), found[4].tolist()] == [[0.5] * 5, [3] * 9]
+        own.close()
+
+    with Group((2,)) as group:
+        group.run(body)
+    rounds = 1 if edge < -20 else 2
+    assert gpu.counts()["kernels"] == 2 * 2 * rounds
+    assert gpu.counts()["rooms_most"] <= 2
+
+
+def test_a_rank_dies_between_two_rounds(gpu: Gpu, nccl: Nccl) -> None:
+    def until(rank: Rank, own: OnGpu) -> int:
+        own.allreduce(ONES, "first")
+        nccl.fail("late launch", rank.rank, at=2)
+        first = BUFFER_BYTES // 8  # which that round ends with
+        handle, (at,) = submit(own, "x", [np.full(first + 5, 2 * rank.rank)], "average")
+        wait_for(lambda: gpu.get(at + 8 * (first - 1), np.zeros(1, np.int64)).tolist() == [1])
+        wait_for(lambda: gpu.counts()["kernels"] == 2 * 3)  # the second round is packed
+        return handle
+
+    dies(gpu, nccl, 1, (2,), until)
 
 
 def test_batches_use_memory_again(gpu: Gpu, nccl: Nccl) -> None:

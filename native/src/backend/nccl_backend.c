@@ -13,6 +13,7 @@ struct hr_nccl_backend {
     struct hr_nccl_call *calls; /* [capacity] of the batch */
     size_t count, capacity;
     struct hr_nccl_pack pack;
+    struct hr_work work; /* of the batch under way */
 };
 
 /* ---- What NCCL can do ---- */
@@ -218,6 +219,7 @@ int hr_nccl_backend_begin(struct hr_nccl_backend *self, const struct hr_work *wo
         return HORO_OK; /* it is broken, which ends the group: the engine looks at it */
     }
     HR_TRY(reserve(self, calls_each(self, work->op) * work->count));
+    self->work = *work;
     if (hr_nccl_pack_begin(&self->pack, work, self->team->rank, self->team->size, self->comm->stream,
                            &self->comm->failure) != HORO_OK) {
         self->comm->state = HR_NCCL_BROKEN;
@@ -233,13 +235,31 @@ int hr_nccl_backend_begin(struct hr_nccl_backend *self, const struct hr_work *wo
     return HORO_OK;
 }
 
+/* What the buffer had no room for; the rest of the batch is on the stream already. */
+static int launch_next_round(struct hr_nccl_backend *self) {
+    const struct hr_work *work = &self->work;
+    HR_TRY(hr_nccl_pack_go_on(&self->pack, work, self->team->rank, self->team->size, self->comm->stream,
+                              &self->comm->failure));
+    self->count = 0;
+    for (size_t i = 0; i < work->count; i++) {
+        if (self->pack.places[i].bytes > 0) {
+            add_operand(self, work, i);
+        }
+    }
+    return hr_nccl_launch(self->comm, self->calls, self->count, NULL);
+}
+
 /* NCCL's calls are on the stream. */
 static void unpack(struct hr_nccl_backend *self) {
-    if (hr_nccl_pack_end(&self->pack, self->comm->stream, &self->comm->failure) != HORO_OK) {
-        self->comm->state = HR_NCCL_BROKEN;
-        return;
+    int status = hr_nccl_pack_end(&self->pack, self->comm->stream, &self->comm->failure);
+    if (status == HORO_OK && self->pack.room != NULL) {
+        status = launch_next_round(self);
+    } else if (status == HORO_OK) {
+        status = hr_nccl_extend(self->comm);
     }
-    (void)hr_nccl_extend(self->comm);
+    if (status != HORO_OK) {
+        self->comm->state = HR_NCCL_BROKEN;
+    }
 }
 
 int hr_nccl_backend_progress(struct hr_nccl_backend *self) {

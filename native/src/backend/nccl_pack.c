@@ -58,8 +58,9 @@ static int reserve(struct hr_nccl_pack *pack, size_t count) {
     hr_nccl_pack_fini(pack);
     pack->operands = calloc(count, sizeof *pack->operands);
     pack->row_bytes = calloc(count, sizeof *pack->row_bytes);
+    pack->places = calloc(count, sizeof *pack->places);
     pack->pieces = calloc(2 * count, sizeof *pack->pieces);
-    if (pack->operands == NULL || pack->row_bytes == NULL || pack->pieces == NULL) {
+    if (pack->operands == NULL || pack->row_bytes == NULL || pack->places == NULL || pack->pieces == NULL) {
         hr_nccl_pack_fini(pack);
         return HORO_ERR_RESOURCE;
     }
@@ -67,16 +68,16 @@ static int reserve(struct hr_nccl_pack *pack, size_t count) {
     return HORO_OK;
 }
 
-/*
- * With offsets in place of addresses. What follows what travels alike lies beside it; of a reduce-scatter each lies by
- * itself.
- */
+/* What follows what travels alike lies beside it; of a reduce-scatter each lies by itself. Returns how many do. */
 static size_t place(struct hr_nccl_pack *pack, const struct hr_work *work) {
     struct hr_nccl_form before = {0};
     size_t at = 0;
+    size_t count = 0;
     for (size_t i = 0; i < work->count; i++) {
         const struct hr_operand *from = &work->operands[i];
         const struct hr_nccl_form form = hr_nccl_form_of(work, i);
+        pack->places[i] = (struct hr_packed_place){0};
+        pack->operands[i] = (struct hr_operand){0};
         if (!form.is_packed || from->bytes == 0) {
             continue;
         }
@@ -86,28 +87,37 @@ static size_t place(struct hr_nccl_pack *pack, const struct hr_work *work) {
         }
         const size_t width = hr_dtype_bytes(from->dtype);
         const size_t wire_width = hr_dtype_bytes(form.dtype);
-        pack->operands[i] = (struct hr_operand){
-            .input = (void *)at, .bytes = from->bytes / width * wire_width, .dtype = form.dtype};
+        pack->places[i] = (struct hr_packed_place){at, from->bytes / width * wire_width};
+        pack->operands[i].dtype = form.dtype;
         pack->row_bytes[i] = work->row_bytes[i] / width * wire_width;
-        at += pack->operands[i].bytes;
+        at += pack->places[i].bytes;
         before = form;
+        count++;
     }
-    return at;
+    pack->total = at;
+    return count;
 }
 
+/* What the round has of each tensor. Rounds end where elements do: both lie at multiples of their size. */
 static void settle(struct hr_nccl_pack *pack, const struct hr_work *work, int rank, int size, char *buffer) {
+    pack->in_count = 0;
     for (size_t i = 0; i < work->count; i++) {
         struct hr_operand *operand = &pack->operands[i];
+        const struct hr_packed_place *all = &pack->places[i];
+        const size_t begin = all->at > pack->begin ? all->at : pack->begin;
+        const size_t end = all->at + all->bytes < pack->end ? all->at + all->bytes : pack->end;
         size_t first = 0;
         size_t rows;
+        operand->bytes = begin < end && all->bytes > 0 ? end - begin : 0;
         if (operand->bytes == 0) {
             continue;
         }
-        operand->input = buffer + (size_t)operand->input;
+        operand->input = buffer + (begin - pack->begin);
         if (work->op == HORO_REDUCESCATTER) {
             hr_part(operand->bytes / pack->row_bytes[i], (size_t)size, (size_t)rank, &first, &rows);
         }
-        operand->output = (char *)(uintptr_t)operand->input + first * pack->row_bytes[i];
+        operand->output = buffer + (begin - pack->begin) + first * pack->row_bytes[i];
+        pack->in_count++;
     }
 }
 
@@ -133,11 +143,13 @@ static void describe(struct hr_nccl_pack *pack, const struct hr_work *work, int 
         if (packed->bytes == 0) {
             continue;
         }
+        const size_t before = (pack->begin > pack->places[i].at ? pack->begin - pack->places[i].at : 0) /
+                              hr_dtype_bytes(packed->dtype) * hr_dtype_bytes(from->dtype);
         const int is_bool = from->dtype == HORO_BOOL; /* which nothing is multiplied by */
         const struct hr_scale post = is_bool ? hr_scale_by(1.0) : hr_postscale_of(work, from->dtype, size);
         const struct hr_codec *codec = hr_codec_find(from->dtype, from->wire_dtype);
         const double partial = hr_partial_scale(codec, hr_operation_of(work->reduce_op), post.factor);
-        *in++ = (struct hr_pack_piece){.memory = (uintptr_t)from->input,
+        *in++ = (struct hr_pack_piece){.memory = (uintptr_t)from->input + before,
                                        .wire = (uintptr_t)packed->input,
                                        .count = packed->bytes / hr_dtype_bytes(packed->dtype),
                                        .factor = is_bool ? 1.0 : work->prescale,
@@ -145,7 +157,7 @@ static void describe(struct hr_nccl_pack *pack, const struct hr_work *work, int 
                                        .divisor = 1,
                                        .dtype = from->dtype,
                                        .wire_dtype = packed->dtype};
-        *out = (struct hr_pack_piece){.memory = (uintptr_t)from->output,
+        *out = (struct hr_pack_piece){.memory = (uintptr_t)from->output + before,
                                       .wire = (uintptr_t)packed->output,
                                       .count = results_of(pack, work, i, rank, size),
                                       .factor = post.factor / partial,
@@ -185,27 +197,14 @@ static int launch(struct hr_nccl_pack *pack, void *stream, struct hr_error *erro
     return hr_packer_launch(pack->packer, HR_PACKER_IN, head, pack->in_count, blocks, stream, error);
 }
 
-int hr_nccl_pack_begin(struct hr_nccl_pack *pack, const struct hr_work *work, int rank, int size, void *stream,
+static int begin_round(struct hr_nccl_pack *pack, const struct hr_work *work, int rank, int size, void *stream,
                        struct hr_error *error) {
     struct hr_device_visit visit;
-    if (reserve(pack, work->count) != HORO_OK) {
-        return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for NCCL");
+    pack->end = pack->total;
+    if (work->op == HORO_ALLREDUCE && pack->total - pack->begin > HR_NCCL_PACK_BYTES) {
+        pack->end = pack->begin + HR_NCCL_PACK_BYTES;
     }
-    memset(pack->operands, 0, work->count * sizeof *pack->operands);
-    pack->in_count = 0;
-    const size_t bytes = hr_op_reduces(work->op) ? place(pack, work) : 0;
-    if (bytes == 0) {
-        return HORO_OK;
-    }
-    if (pack->packer->device == NULL) {
-        return hr_fail(error, HORO_ERR_INTERNAL, "a batch that needs kernels, and there are none");
-    }
-    for (size_t i = 0; i < work->count; i++) {
-        pack->in_count += pack->operands[i].bytes > 0;
-    }
-    const size_t head = hr_round_up(2 * pack->in_count * sizeof *pack->pieces, ALIGNMENT);
-    HR_TRY(hr_room_create(pack->stager, pack->packer->device, stream, head + bytes, &pack->room, error));
-    settle(pack, work, rank, size, pack->room->data + head);
+    settle(pack, work, rank, size, pack->room->data + pack->head);
     describe(pack, work, rank, size);
     HR_TRY(hr_device_enter(pack->packer->device, &visit, error));
     const int status = launch(pack, stream, error);
@@ -213,11 +212,37 @@ int hr_nccl_pack_begin(struct hr_nccl_pack *pack, const struct hr_work *work, in
     return status;
 }
 
-int hr_nccl_pack_end(struct hr_nccl_pack *pack, void *stream, struct hr_error *error) {
-    struct hr_device_visit visit;
-    if (pack->room == NULL) {
+int hr_nccl_pack_begin(struct hr_nccl_pack *pack, const struct hr_work *work, int rank, int size, void *stream,
+                       struct hr_error *error) {
+    if (!hr_op_reduces(work->op)) {
         return HORO_OK;
     }
+    if (reserve(pack, work->count) != HORO_OK) {
+        return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for NCCL");
+    }
+    const size_t count = place(pack, work);
+    if (count == 0) {
+        return HORO_OK;
+    }
+    if (pack->packer->device == NULL) {
+        return hr_fail(error, HORO_ERR_INTERNAL, "a batch that needs kernels, and there are none");
+    }
+    const int is_cut = work->op == HORO_ALLREDUCE && pack->total > HR_NCCL_PACK_BYTES;
+    pack->begin = 0;
+    pack->head = hr_round_up(2 * count * sizeof *pack->pieces, ALIGNMENT);
+    HR_TRY(hr_room_create(pack->stager, pack->packer->device, stream,
+                          pack->head + (is_cut ? HR_NCCL_PACK_BYTES : pack->total), &pack->room, error));
+    return begin_round(pack, work, rank, size, stream, error);
+}
+
+int hr_nccl_pack_go_on(struct hr_nccl_pack *pack, const struct hr_work *work, int rank, int size, void *stream,
+                       struct hr_error *error) {
+    pack->begin = pack->end;
+    return begin_round(pack, work, rank, size, stream, error);
+}
+
+int hr_nccl_pack_end(struct hr_nccl_pack *pack, void *stream, struct hr_error *error) {
+    struct hr_device_visit visit;
     if (pack->out_count > 0) {
         HR_TRY(hr_device_enter(pack->packer->device, &visit, error));
         const int status = hr_packer_launch(pack->packer, HR_PACKER_OUT, pack->out_pieces, pack->out_count,
@@ -225,7 +250,9 @@ int hr_nccl_pack_end(struct hr_nccl_pack *pack, void *stream, struct hr_error *e
         hr_device_leave(pack->packer->device, &visit);
         HR_TRY(status);
     }
-    hr_nccl_pack_leave(pack, stream);
+    if (pack->end == pack->total) {
+        hr_nccl_pack_leave(pack, stream);
+    }
     return HORO_OK;
 }
 
@@ -240,9 +267,11 @@ void hr_nccl_pack_leave(struct hr_nccl_pack *pack, void *stream) {
 void hr_nccl_pack_fini(struct hr_nccl_pack *pack) {
     free(pack->operands);
     free(pack->row_bytes);
+    free(pack->places);
     free(pack->pieces);
     pack->operands = NULL;
     pack->row_bytes = NULL;
+    pack->places = NULL;
     pack->pieces = NULL;
     pack->capacity = 0;
 }

@@ -41,7 +41,7 @@
 enum { INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 100, INVALID_CONTEXT = 201,
        INVALID_PTX = 218, UNSUPPORTED_PTX = 222, NOT_FOUND = 500, NOT_READY = 600, LAUNCH_FAILED = 719,
        CAPTURE_UNSUPPORTED = 900 };
-enum { MEMORY_BYTES = 64 << 20, CONTEXTS_MAX = 16 };
+enum { MEMORY_BYTES = 256 << 20, CONTEXTS_MAX = 16 };
 
 struct event {
     uint64_t recorded, done; /* records asked for, and records reached */
