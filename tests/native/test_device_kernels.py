@@ -159,7 +159,7 @@ def test_every_16_bit_float_comes_out_and_goes_in_again(kernels: Kernels, half: 
     for wide in ("float32", "float64"):
         widened = kernels.convert(DTYPES[wide], dtype, every)
         run_all(kernels, (wide, half), [widened])
-        with np.errstate(invalid="ignore"):
+        with np.errstate(all="ignore"):
             between = (widened[:-1] + widened[1:]) / 2  # halfway, where rounding is to even
         run_all(kernels, (wide, half), [between, np.nextafter(between, np.inf), np.nextafter(between, -np.inf)])
     run_all(kernels, (half, half), [every], prescale=1.7)
