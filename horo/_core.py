@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import threading
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from horo._blocked import describe_blocked, describe_stacks
+from horo._answers import Answers
+from horo._blocked import describe_blocked
 from horo._core_setup import KNOBS, Setup, close_all, native_setup, native_team
 from horo._event import Event, event_of
 from horo._native import ffi, lib
@@ -120,22 +120,9 @@ class Context:
         self._given_up: threading.Thread | None = None
         self._kept: dict[int, object] = {}
         self._final_counters: dict[str, int] = {}
-        self._process = os.getpid()
-        self._answers = threading.Thread(target=self._answer_questions, name="horo answers", daemon=True)
+        self._answers = Answers(self._context, self._callers)
         if setup.stall_warning_ms > 0:
-            with contextlib.suppress(RuntimeError):  # no thread can be started: requests for stacks stay unanswered
-                self._answers.start()
-
-    def _answer_questions(self) -> None:
-        """Logs the stacks of the program when a rank that waits for this one requests them. Runs on its own thread."""
-        shown = ""
-        while lib.horo_await_question(self._context) == _OK:
-            with contextlib.suppress(Exception):  # an error in a log handler or filter of the program
-                stacks = describe_stacks(self._callers())
-                text = " as before" if stacks == shown else f"\n{stacks}"
-                logging.getLogger("horo").warning("another rank waits for this one, which stands here:%s", text)
-                shown = stacks
-            lib.horo_answer(self._context)
+            self._answers.start()
 
     def submit(self, buffer: RequestBuffer) -> int:
         """Hands one request to the core and returns its handle (positive); never blocks.
@@ -462,10 +449,7 @@ class Context:
     def destroy(self) -> None:
         """Leaves the group and frees everything; idempotent."""
         self._final_counters = self.counters()
-        if self._answers.is_alive() and os.getpid() == self._process:
-            lib.horo_stop_answers(self._context)
-            # The thread may block in a write to a full stderr, or on a lock of logging that this thread holds.
-            self._answers.join(_ANSWERS_END_S)
+        self._answers.stop()
         context, self._context = self._context, ffi.NULL
         lib.horo_destroy(context)
         self._kept.clear()
@@ -479,7 +463,6 @@ class Context:
 _SIGNAL_CHECK_MS = 100
 _BLOCKED_AFTER_S = 0.8
 _BLOCKED_EVERY_S = 0.5
-_ANSWERS_END_S = 1.0
 
 
 def _error_buffer() -> Any:

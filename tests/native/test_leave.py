@@ -7,13 +7,14 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import native_build
 import numpy as np
 import pytest
 from ranks import Group, Rank, wait_for
 
-from horo import _core
+from horo import _answers, _core
 from horo.errors import AbortedError
 
 SUM = _core.REDUCE_OPS["sum"]
@@ -175,3 +176,36 @@ def test_all_of_a_tree_of_hosts_are_told_of_a_leaver_in_its_middle(leaver: int, 
                 rank.barrier("next" if i == 0 else f"later{i}")
 
     rounds([1, 1, 1, 1], 50, body)
+
+
+class LateToLeave:
+    """The core, in which the thread for answers is held up on its way out, as on a busy machine."""
+
+    def __init__(self) -> None:
+        self._lib = _answers.lib
+        self._is_freed = threading.Event()
+        self.seen: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lib, name)
+
+    def horo_await_question(self, context: Any) -> int:
+        status: int = self._lib.horo_await_question(context)
+        self._is_freed.wait(0.5)  # it is not to be
+        self.seen.append("left the core")
+        return status
+
+    def horo_destroy(self, context: Any) -> None:
+        self.seen.append("freed")
+        self._is_freed.set()
+        self._lib.horo_destroy(context)
+
+
+def test_nothing_is_freed_before_the_thread_for_answers_has_left_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = LateToLeave()
+    monkeypatch.setattr(_answers, "lib", core)
+    monkeypatch.setattr(_core, "lib", core)
+    monkeypatch.setattr(_answers, "_END_S", 0.0)
+    with Group((1,)) as group:
+        group.run(lambda rank: rank.barrier())
+    assert core.seen == ["left the core", "freed"]

@@ -26,7 +26,7 @@ class ImportRule:
 
 
 TORCH = ("torch", "horo.torch")
-CORE = ("horo._core", "horo._core_libraries", "horo._request_buffer", "horo._native", "cffi")
+CORE = ("horo._answers", "horo._core", "horo._core_libraries", "horo._request_buffer", "horo._native", "cffi")
 IMPORT_RULES = (
     ImportRule("runner", (*TORCH, *CORE, "numpy"), "hororun --help answers in under 150 ms", lazily=True),
     ImportRule("runner", ("horo.torch",), "the launcher must work without torch"),
@@ -34,8 +34,8 @@ IMPORT_RULES = (
     ImportRule(
         "horo",
         ("cffi", "horo._native"),
-        "only _core.py, _core_libraries.py and _request_buffer.py touch cffi",
-        unless=("horo/_core.py", "horo/_core_libraries.py", "horo/_request_buffer.py"),
+        "only _answers.py, _core.py, _core_libraries.py and _request_buffer.py touch cffi",
+        unless=("horo/_answers.py", "horo/_core.py", "horo/_core_libraries.py", "horo/_request_buffer.py"),
     ),
     ImportRule("horo/_bootstrap", ("horo.torch",), "arrows point down: torch uses the bootstrap"),
     ImportRule("horo/_bootstrap", ("torch",), "hororun uses parts of the bootstrap", lazily=True),
