@@ -17,8 +17,8 @@
  * record for NCCL means that all ranks have the tensors on their GPUs. Since all ranks execute one log, all tell at the
  * same place of it, and come to the same end (docs/adr/0047-ranks-tell-in-front-of-the-first-batch.md).
  *
- * Where not all ranks have horo's own kernels, requests that need them (backend/nccl_pack.h) are refused, others are not.
- * What shares a batch is alike in that, too: it has the same dtypes and factors.
+ * Where not all ranks have horo's own kernels, requests that need them (backend/nccl_pack.h) are refused, and others
+ * are not. What shares a batch is alike in that, too: it has the same dtypes and factors.
  *
  * Kernels of two communicators that are launched in different orders on two ranks may wait for one another for ever. So
  * batches take turns, in one order on all ranks (docs/adr/0045-launches-of-all-teams-take-turns.md).
