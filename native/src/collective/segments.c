@@ -107,18 +107,19 @@ static int begin(struct hr_segments *segments) {
     return HR_TASK_MOVED;
 }
 
+int hr_cross_move(struct hr_team *team, struct hr_cross *cross) {
+    const size_t before = cross->sent + cross->finished;
+    const int status = cross->status == HORO_IN_PROGRESS ? cross->ops->progress(cross) : cross->status;
+    team->pieces += cross->sent + cross->finished - before;
+    if (status == HORO_ERR_PEER_LOST) {
+        hr_team_suspect_link(team, cross->lost_host);
+    }
+    return status < 0 ? status : HORO_OK;
+}
+
 static int travel(struct hr_segments *segments) {
     for (size_t k = segments->finished; k < segments->begun; k++) {
-        struct hr_cross *cross = cross_of(segments, k);
-        const size_t before = cross->sent + cross->finished;
-        const int status = cross->status == HORO_IN_PROGRESS ? cross->ops->progress(cross) : cross->status;
-        segments->team->pieces += cross->sent + cross->finished - before;
-        if (status == HORO_ERR_PEER_LOST) {
-            hr_team_suspect_link(segments->team, cross->lost_host);
-        }
-        if (status < 0) {
-            return status;
-        }
+        HR_TRY(hr_cross_move(segments->team, cross_of(segments, k)));
     }
     if (segments->finished < segments->begun && cross_of(segments, segments->finished)->status == HORO_OK) {
         finish(segments);

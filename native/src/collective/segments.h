@@ -82,6 +82,9 @@ static inline struct hr_cross_call hr_cross_call_of(const struct hr_team *team, 
     };
 }
 
+/* Goes on with a call that has begun. HORO_OK, or a status: HORO_ERR_PEER_LOST with team->suspect set. */
+int hr_cross_move(struct hr_team *team, struct hr_cross *cross);
+
 /*
  * Makes team->cross_scratch at least so large, while nothing travels: what was in it is lost. HORO_OK or
  * HORO_ERR_RESOURCE.
