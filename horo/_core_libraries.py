@@ -62,18 +62,25 @@ def use_cuda(context: Context, paths: Sequence[str]) -> None:
     )
 
 
-def use_nccl(context: Context, paths: Sequence[str]) -> None:
+def use_nccl(context: Context, paths: Sequence[str], *, two_levels: bool = False) -> None:
     """Lets NCCL do what it can of requests with tensors on GPUs; see ``horo_use_nccl``.
 
     Where a rank has no NCCL of use, that is logged when all ranks have told one another, at the first such request.
+
+    Args:
+        context: The rank's.
+        paths: Where NCCL may be.
+        two_levels: Whether NCCL does an allreduce inside each host only, and host memory is its way between hosts, if
+            all ranks ask for that.
 
     Raises:
         UsageError: ``use_cuda`` has not been called.
     """
     names = [ffi.new("char[]", path.encode()) for path in paths]
     error = ffi.new("char[]", lib.HORO_MESSAGE_MAX)
+    flags = lib.HORO_NCCL_TWO_LEVELS if two_levels else 0
     _check(
-        lib.horo_use_nccl(context._context, ffi.new("char *[]", names), len(names), error, lib.HORO_MESSAGE_MAX),
+        lib.horo_use_nccl(context._context, ffi.new("char *[]", names), len(names), flags, error, lib.HORO_MESSAGE_MAX),
         error,
     )
 

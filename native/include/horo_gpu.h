@@ -38,6 +38,15 @@ HORO_API int horo_find_library(int kind, const char *const *paths, int32_t path_
  */
 HORO_API int horo_use_cuda(horo_context *context, const char *const *paths, int32_t path_count, char *error,
                            size_t error_bytes);
+/* Flags of horo_use_nccl. */
+enum {
+    /*
+     * An allreduce is NCCL's inside each host, and passes host memory between hosts: where a host has several ranks and
+     * all ranks ask for that. Where only some do, the team's first rank logs it.
+     */
+    HORO_NCCL_TWO_LEVELS = 1,
+};
+
 /*
  * Lets NCCL do what it can of requests of all ranks with tensors on GPUs: all but Adasum and some dtypes. Behind
  * horo_use_cuda, on all ranks or on none; does nothing where that has been done. The first such request of each rank
@@ -47,8 +56,8 @@ HORO_API int horo_use_cuda(horo_context *context, const char *const *paths, int3
  * Either way it fails where another rank has its tensors elsewhere. HORO_OK, or HORO_ERR_USAGE or HORO_ERR_RESOURCE
  * with a sentence; a lack of NCCL is none.
  */
-HORO_API int horo_use_nccl(horo_context *context, const char *const *paths, int32_t path_count, char *error,
-                           size_t error_bytes);
+HORO_API int horo_use_nccl(horo_context *context, const char *const *paths, int32_t path_count, int32_t flags,
+                           char *error, size_t error_bytes);
 /*
  * Begins to copy the results of a request that is done well to their outputs on the GPU, and makes `stream` of that GPU
  * wait for them. Before horo_release; a second call only makes its stream wait, too. Does not wait itself. Those of an

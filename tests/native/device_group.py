@@ -148,10 +148,11 @@ class OnGpu:
         *,
         device: int = 0,
         default_stream: bool = False,
+        two_levels: bool = False,
     ) -> None:
         use_cuda(rank.context, [str(gpu.path)])
         if nccl is not None:
-            use_nccl(rank.context, [str(path) for path in nccl])
+            use_nccl(rank.context, [str(path) for path in nccl], two_levels=two_levels)
         self.rank, self.gpu, self.context, self.device = rank, gpu, rank.context, device
         self.stream = 0 if default_stream else gpu.stream()
 

@@ -19,7 +19,7 @@ struct hr_nccl_backend {
 /* ---- What NCCL can do ---- */
 
 /* -1: NCCL has none. */
-static int dtype_of(int dtype) {
+int hr_nccl_dtype_of(int dtype) {
     switch (dtype) {
     case HORO_UINT8: return HR_NCCL_UINT8;
     case HORO_INT8: return HR_NCCL_INT8;
@@ -33,7 +33,7 @@ static int dtype_of(int dtype) {
     }
 }
 
-static int op_of(int reduce_op) {
+int hr_nccl_op_of(int reduce_op) {
     switch (reduce_op) {
     case HORO_MIN: return HR_NCCL_MIN;
     case HORO_MAX: return HR_NCCL_MAX;
@@ -175,8 +175,8 @@ static void add_operand(struct hr_nccl_backend *self, const struct hr_work *work
     }
     call.kind = HR_NCCL_ALL_REDUCE;
     call.count = operand->bytes / hr_dtype_bytes(operand->dtype);
-    call.dtype = dtype_of(operand->dtype);
-    call.op = op_of(form.reduce_op);
+    call.dtype = hr_nccl_dtype_of(operand->dtype);
+    call.op = hr_nccl_op_of(form.reduce_op);
     call.is_packed = is_packed;
     if (work->op == HORO_REDUCESCATTER) {
         add_scatter(self, operand, is_packed ? self->pack.row_bytes[i] : work->row_bytes[i], call);
@@ -197,10 +197,9 @@ static size_t calls_each(const struct hr_nccl_backend *self, int op) {
     }
 }
 
-/* The factor as a value of each dtype of floats. 1 if it is other than 1. */
-static int write_factors(const struct hr_nccl_backend *self, const struct hr_work *work, uint64_t *factors) {
-    const struct hr_kernel *kernel = self->team->node->kernel;
-    const double post = work->reduce_op == HORO_AVERAGE ? work->postscale / self->team->size : work->postscale;
+int hr_nccl_write_factors(const struct hr_team *team, const struct hr_work *work, uint64_t *factors) {
+    const struct hr_kernel *kernel = team->node->kernel;
+    const double post = work->reduce_op == HORO_AVERAGE ? work->postscale / team->size : work->postscale;
     const double factor = work->prescale * post;
     const float single = (float)factor;
     memset(factors, 0, HR_NCCL_DTYPES * sizeof *factors);
@@ -229,7 +228,7 @@ int hr_nccl_backend_begin(struct hr_nccl_backend *self, const struct hr_work *wo
         add_operand(self, work, i);
     }
     if (self->count > 0) {
-        const int is_scaled = write_factors(self, work, factors);
+        const int is_scaled = hr_nccl_write_factors(self->team, work, factors);
         (void)hr_nccl_launch(self->comm, self->calls, self->count, is_scaled ? factors : NULL);
     }
     return HORO_OK;

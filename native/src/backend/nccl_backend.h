@@ -16,6 +16,12 @@
  */
 int hr_nccl_can(const horo_request *call);
 
+/* For nccl_two_level.c. The dtype of NCCL's; -1: it has none. */
+int hr_nccl_dtype_of(int dtype);
+int hr_nccl_op_of(int reduce_op);
+/* By NCCL's dtype of floats, the bits of what the values of each rank are multiplied by. 1 if that is other than 1. */
+int hr_nccl_write_factors(const struct hr_team *team, const struct hr_work *work, uint64_t *factors);
+
 struct hr_nccl_backend;
 
 /*

@@ -25,9 +25,9 @@ static void set_deadline(struct hr_nccl_comm *comm, int within_ms) {
 
 /* ---- Beginning ---- */
 
-static int create_parts(struct hr_nccl_comm *comm, int size, int rank, const struct hr_nccl_id *id,
-                        struct hr_error *error) {
-    const struct hr_cuda *cuda = comm->device->cuda;
+/* Begins to connect the ranks; NCCL's handle of them is there from then on. */
+static int meet(const struct hr_nccl_comm *comm, void **handle, int size, int rank, const struct hr_nccl_id *id,
+                struct hr_error *error) {
     struct hr_nccl_config config = {
         .size = sizeof config,
         .magic = CONFIG_MAGIC,
@@ -38,9 +38,14 @@ static int create_parts(struct hr_nccl_comm *comm, int size, int rank, const str
         .max_ctas = INT_MIN,
         .split_share = INT_MIN,
     };
+    const int code = comm->nccl->comm_init_rank_config(handle, size, *id, rank, &config);
+    return hr_nccl_check(comm->nccl, code, "ncclCommInitRankConfig", *handle, error);
+}
+
+static int create_parts(struct hr_nccl_comm *comm, const struct hr_nccl_ranks *ranks, struct hr_error *error) {
+    const struct hr_cuda *cuda = comm->device->cuda;
     HR_TRY(hr_cuda_check(cuda, cuda->event_create(&comm->fence, HR_CUDA_EVENT_DISABLE_TIMING), "cuEventCreate", error));
-    const int code = comm->nccl->comm_init_rank_config(&comm->handle, size, *id, rank, &config);
-    return hr_nccl_check(comm->nccl, code, "ncclCommInitRankConfig", comm->handle, error);
+    return meet(comm, &comm->handle, ranks->size, ranks->rank, ranks->id, error);
 }
 
 static void free_parts(struct hr_nccl_comm *comm) {
@@ -52,12 +57,18 @@ static void free_parts(struct hr_nccl_comm *comm) {
 }
 
 int hr_nccl_connect(struct hr_nccl_comm *comm, const struct hr_nccl *nccl, struct hr_device *device, void *stream,
-                    int size, int rank, const struct hr_nccl_id *id, int within_ms, struct hr_error *error) {
+                    const struct hr_nccl_ranks *ranks, const struct hr_nccl_ranks *host_ranks, int within_ms,
+                    struct hr_error *error) {
     struct hr_device_visit visit;
     *comm = (struct hr_nccl_comm){.nccl = nccl, .device = device, .stream = stream, .state = HR_NCCL_NONE};
+    if (host_ranks != NULL) {
+        comm->host_size = host_ranks->size;
+        comm->host_rank = host_ranks->rank;
+        comm->host_id = *host_ranks->id;
+    }
     set_deadline(comm, within_ms);
     HR_TRY(hr_device_enter(device, &visit, error));
-    const int status = create_parts(comm, size, rank, id, error);
+    const int status = create_parts(comm, ranks, error);
     if (status == HORO_OK) {
         comm->state = HR_NCCL_CONNECTING;
     } else {
@@ -81,34 +92,34 @@ static int enqueue(struct hr_nccl_comm *comm, const struct hr_nccl_call *call) {
     case HR_NCCL_ALL_REDUCE:
         return checked(
             comm,
-            nccl->all_reduce(call->input, call->output, call->count, call->dtype, op, comm->handle, comm->stream),
+            nccl->all_reduce(call->input, call->output, call->count, call->dtype, op, comm->launched, comm->stream),
             "ncclAllReduce");
     case HR_NCCL_BROADCAST:
         return checked(comm,
-                       nccl->broadcast(call->input, call->output, call->count, call->dtype, call->root, comm->handle,
+                       nccl->broadcast(call->input, call->output, call->count, call->dtype, call->root, comm->launched,
                                        comm->stream),
                        "ncclBroadcast");
     case HR_NCCL_REDUCE:
         return checked(comm,
-                       nccl->reduce(call->input, call->output, call->count, call->dtype, op, call->root, comm->handle,
+                       nccl->reduce(call->input, call->output, call->count, call->dtype, op, call->root, comm->launched,
                                     comm->stream),
                        "ncclReduce");
     case HR_NCCL_REDUCE_SCATTER:
         return checked(
             comm,
-            nccl->reduce_scatter(call->input, call->output, call->count, call->dtype, op, comm->handle, comm->stream),
+            nccl->reduce_scatter(call->input, call->output, call->count, call->dtype, op, comm->launched, comm->stream),
             "ncclReduceScatter");
     case HR_NCCL_ALL_GATHER:
         return checked(
-            comm, nccl->all_gather(call->input, call->output, call->count, call->dtype, comm->handle, comm->stream),
+            comm, nccl->all_gather(call->input, call->output, call->count, call->dtype, comm->launched, comm->stream),
             "ncclAllGather");
     case HR_NCCL_SEND:
         return checked(comm,
-                       nccl->send(call->input, call->count, call->dtype, call->root, comm->handle, comm->stream),
+                       nccl->send(call->input, call->count, call->dtype, call->root, comm->launched, comm->stream),
                        "ncclSend");
     case HR_NCCL_RECV:
         return checked(comm,
-                       nccl->recv(call->output, call->count, call->dtype, call->root, comm->handle, comm->stream),
+                       nccl->recv(call->output, call->count, call->dtype, call->root, comm->launched, comm->stream),
                        "ncclRecv");
     }
     return hr_fail(&comm->failure, HORO_ERR_INTERNAL, "no such call of NCCL: %d", (int)call->kind);
@@ -123,7 +134,7 @@ static int create_scales(struct hr_nccl_comm *comm, const struct hr_nccl_call *c
         if (is_sum && !calls[i].is_packed && !comm->has_scale[dtype]) {
             HR_TRY(checked(comm,
                            comm->nccl->red_op_create_pre_mul_sum(&comm->scales[dtype], &factors[dtype], dtype,
-                                                                 HR_NCCL_SCALAR_ON_HOST, comm->handle),
+                                                                 HR_NCCL_SCALAR_ON_HOST, comm->launched),
                            "ncclRedOpCreatePreMulSum"));
             comm->has_scale[dtype] = 1;
         }
@@ -149,6 +160,7 @@ int hr_nccl_launch(struct hr_nccl_comm *comm, const struct hr_nccl_call *calls, 
     if (hr_device_enter(comm->device, &visit, &comm->failure) != HORO_OK) {
         return broken(comm);
     }
+    comm->launched = count > 0 && calls[0].is_on_host ? comm->host_handle : comm->handle;
     const int status = launch(comm, calls, count, factors);
     hr_device_leave(comm->device, &visit);
     if (status != HORO_OK) {
@@ -178,7 +190,7 @@ static int finish_launch(struct hr_nccl_comm *comm) {
     for (int dtype = 0; dtype < HR_NCCL_DTYPES; dtype++) {
         if (comm->has_scale[dtype]) {
             comm->has_scale[dtype] = 0;
-            HR_TRY(checked(comm, comm->nccl->red_op_destroy(comm->scales[dtype], comm->handle), "ncclRedOpDestroy"));
+            HR_TRY(checked(comm, comm->nccl->red_op_destroy(comm->scales[dtype], comm->launched), "ncclRedOpDestroy"));
         }
     }
     HR_TRY(hr_cuda_check(cuda, cuda->event_record(comm->fence, comm->stream), "cuEventRecord", &comm->failure));
@@ -209,17 +221,38 @@ static int look_at_fence(struct hr_nccl_comm *comm) {
     return 1;
 }
 
-/* It has ended in order. */
-static void destroy(struct hr_nccl_comm *comm) {
+static int finalize(struct hr_nccl_comm *comm) {
+    void *next = comm->host_handle != NULL ? comm->host_handle : comm->handle;
+    return checked(comm, comm->nccl->comm_finalize(next), "ncclCommFinalize");
+}
+
+/* One has ended in order: that of all is the last one. HORO_OK or a status. */
+static int destroy(struct hr_nccl_comm *comm) {
+    if (comm->host_handle != NULL) {
+        (void)comm->nccl->comm_destroy(comm->host_handle);
+        comm->host_handle = NULL;
+        return finalize(comm);
+    }
     (void)comm->nccl->comm_destroy(comm->handle);
     comm->handle = NULL;
     comm->state = HR_NCCL_NONE;
+    return HORO_OK;
+}
+
+/* What NCCL says of both; in progress, if one of them is. */
+static int ask(struct hr_nccl_comm *comm, int *code) {
+    *code = HR_NCCL_OK;
+    HR_TRY(checked(comm, comm->nccl->comm_get_async_error(comm->handle, code), "ncclCommGetAsyncError"));
+    if (comm->host_handle != NULL && *code == HR_NCCL_OK) {
+        HR_TRY(checked(comm, comm->nccl->comm_get_async_error(comm->host_handle, code), "ncclCommGetAsyncError"));
+    }
+    return HORO_OK;
 }
 
 /* As hr_nccl_poll, or a status. */
 static int look(struct hr_nccl_comm *comm) {
-    int code = HR_NCCL_OK;
-    HR_TRY(checked(comm, comm->nccl->comm_get_async_error(comm->handle, &code), "ncclCommGetAsyncError"));
+    int code;
+    HR_TRY(ask(comm, &code));
     const char *what = comm->state == HR_NCCL_CONNECTING ? "NCCL's connecting"
                        : comm->state == HR_NCCL_ENDING   ? "the end of a communicator of NCCL"
                                                          : "a collective of NCCL";
@@ -231,8 +264,11 @@ static int look(struct hr_nccl_comm *comm) {
         return look_at_clock(comm);
     }
     if (comm->state == HR_NCCL_ENDING) {
-        destroy(comm);
-        return 1;
+        HR_TRY(destroy(comm));
+        return comm->state == HR_NCCL_NONE;
+    }
+    if (comm->host_size > 0 && comm->host_handle == NULL) {
+        return meet(comm, &comm->host_handle, comm->host_size, comm->host_rank, &comm->host_id, &comm->failure);
     }
     if (comm->state == HR_NCCL_LAUNCHING) {
         HR_TRY(finish_launch(comm));
@@ -273,7 +309,7 @@ void hr_nccl_end(struct hr_nccl_comm *comm, int within_ms) {
         (void)broken(comm);
         return;
     }
-    const int status = checked(comm, comm->nccl->comm_finalize(comm->handle), "ncclCommFinalize");
+    const int status = finalize(comm);
     hr_device_leave(comm->device, &visit);
     comm->state = status == HORO_OK ? HR_NCCL_ENDING : HR_NCCL_BROKEN;
 }
@@ -286,20 +322,29 @@ static void fence(struct hr_nccl_comm *comm) {
         comm->is_in_flight = comm->device->cuda->event_record(comm->fence, comm->stream) == HR_CUDA_OK;
         hr_device_leave(comm->device, &visit);
     }
+    comm->host_handle = NULL;
     comm->handle = NULL;
     comm->state = HR_NCCL_NONE;
+}
+
+/* Each of both, where there are two. */
+static void abort_both(const struct hr_nccl_comm *comm) {
+    if (comm->host_handle != NULL) {
+        (void)comm->nccl->comm_abort(comm->host_handle);
+    }
+    (void)comm->nccl->comm_abort(comm->handle);
 }
 
 void hr_nccl_abort(struct hr_nccl_comm *first) {
     struct hr_error ignored = {0};
     struct hr_device_visit visit;
-    const int are_several = first != NULL && first->next_aborted != NULL;
+    const int are_several = first != NULL && (first->next_aborted != NULL || first->host_handle != NULL);
     if (are_several) {
         (void)first->nccl->group_start();
     }
     for (struct hr_nccl_comm *comm = first; comm != NULL; comm = comm->next_aborted) {
         const int has_entered = hr_device_enter(comm->device, &visit, &ignored) == HORO_OK;
-        (void)comm->nccl->comm_abort(comm->handle);
+        abort_both(comm);
         if (has_entered) {
             hr_device_leave(comm->device, &visit);
         }

@@ -1,7 +1,8 @@
 /*
- * A communicator of NCCL, between a GPU of this rank and as many GPUs of other ranks. Those of one GPU share a stream.
- * No function blocks for another rank, but for close: what is in progress is polled. What needs nothing but the other
- * ranks has a deadline: `within_ms` from its beginning. One thread at a time.
+ * A communicator of NCCL, between a GPU of this rank and as many GPUs of other ranks; and, where that is asked for,
+ * another one between those of this host, which comes and goes with it. Those of one GPU share a stream. No function
+ * blocks for another rank, but for close: what is in progress is polled. What needs nothing but the other ranks has a
+ * deadline: `within_ms` from its beginning. One thread at a time.
  *
  *     state      | what has happened                             | what comes next
  *     -----------+-----------------------------------------------+-------------------------------------------------
@@ -29,9 +30,13 @@ struct hr_nccl_comm {
     const struct hr_nccl *nccl;
     struct hr_device *device;
     void *handle; /* NCCL's; NULL: there is none */
+    void *host_handle; /* that of the ranks of this host; NULL: there is none */
+    void *launched; /* that of the two whose launch is under way */
     void *stream; /* the GPU's, which outlives it */
     void *fence;  /* an event behind what was launched last */
     enum hr_nccl_state state;
+    int host_size, host_rank; /* CONNECTING: the ranks of this host are to be connected, too; 0: they are not */
+    struct hr_nccl_id host_id;
     int within_ms; /* CONNECTING, ENDING: how long that may take */
     int64_t until_ns;
     int is_leaving; /* IDLE: what is in flight has that deadline, too */
@@ -49,6 +54,7 @@ enum hr_nccl_kind {
 
 struct hr_nccl_call {
     enum hr_nccl_kind kind;
+    int is_on_host; /* among the ranks of this host, by whose numbers there `root` goes */
     const void *input; /* on the GPU, as the output */
     void *output;
     size_t count; /* of values; of a reduce-scatter or an all-gather those of each rank */
@@ -58,9 +64,19 @@ struct hr_nccl_call {
     int root;     /* the other rank, of a send or recv */
 };
 
-/* HORO_OK, or HORO_ERR_RESOURCE with a sentence and nothing left behind. */
+/* Ranks that are connected: how many, which one this is, and where they meet. */
+struct hr_nccl_ranks {
+    int size, rank;
+    const struct hr_nccl_id *id;
+};
+
+/*
+ * host_ranks: those of this host, which are connected behind all; NULL: they are not. HORO_OK, or HORO_ERR_RESOURCE
+ * with a sentence and nothing left behind.
+ */
 int hr_nccl_connect(struct hr_nccl_comm *comm, const struct hr_nccl *nccl, struct hr_device *device, void *stream,
-                    int size, int rank, const struct hr_nccl_id *id, int within_ms, struct hr_error *error);
+                    const struct hr_nccl_ranks *ranks, const struct hr_nccl_ranks *host_ranks, int within_ms,
+                    struct hr_error *error);
 
 /*
  * CONNECTING, LAUNCHING, ENDING: 1 if it is another state now, which is BROKEN where it is late. IDLE: 1 if nothing is
@@ -69,7 +85,8 @@ int hr_nccl_connect(struct hr_nccl_comm *comm, const struct hr_nccl *nccl, struc
 int hr_nccl_poll(struct hr_nccl_comm *comm);
 
 /*
- * IDLE: calls that go onto the stream as one, so that their kernels share a launch. `factors`: by dtype, the bits of
+ * IDLE: calls that go onto the stream as one, so that their kernels share a launch; all of them on this host, or none.
+ * `factors`: by dtype, the bits of
  * what sums are multiplied by before they are added, or NULL. HORO_OK, or the state is BROKEN.
  */
 int hr_nccl_launch(struct hr_nccl_comm *comm, const struct hr_nccl_call *calls, size_t count, const uint64_t *factors);

@@ -28,12 +28,13 @@ static struct hr_by_nccl *create(struct hr_engine *engine) {
     return made;
 }
 
-static void load(struct hr_by_nccl *by, const char *const *paths, size_t path_count) {
+static void load(struct hr_by_nccl *by, const char *const *paths, size_t path_count, int flags) {
     struct hr_error lack = {0};
     horo_library library = {0};
     by->able.is_able = hr_nccl_load(&by->nccl, paths, path_count, &library, &lack) == HORO_OK;
     by->able.version = library.version;
     (void)snprintf(by->able.lack, sizeof by->able.lack, "%.*s", HR_NCCL_TEXT_BYTES - 1, lack.text);
+    by->able.wants_two_levels = (flags & HORO_NCCL_TWO_LEVELS) != 0;
     atomic_store(&by->is_asked, 1);
 }
 
@@ -45,7 +46,8 @@ struct hr_by_nccl *hr_nccl_state(struct hr_engine *engine) {
     return by;
 }
 
-int hr_engine_use_nccl(struct hr_engine *engine, const char *const *paths, size_t path_count, struct hr_error *error) {
+int hr_engine_use_nccl(struct hr_engine *engine, const char *const *paths, size_t path_count, int flags,
+                       struct hr_error *error) {
     int status = HORO_OK;
     (void)pthread_mutex_lock(&engine->staging_lock);
     struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
@@ -54,7 +56,7 @@ int hr_engine_use_nccl(struct hr_engine *engine, const char *const *paths, size_
     } else if (by == NULL && (by = create(engine)) == NULL) {
         status = hr_fail(error, HORO_ERR_RESOURCE, "out of memory for NCCL");
     } else if (!atomic_load(&by->is_asked)) { /* it may have stood in before */
-        load(by, paths, path_count);
+        load(by, paths, path_count, flags);
     }
     (void)pthread_mutex_unlock(&engine->staging_lock);
     return status;
@@ -180,7 +182,10 @@ static int64_t look_within(const struct hr_nccl_team *team) {
     switch (team->comm.state) {
     case HR_NCCL_CONNECTING:
     case HR_NCCL_LAUNCHING: return HR_NCCL_LOOK_SOON_NS;
-    case HR_NCCL_IDLE: return team->comm.is_in_flight ? LOOK_NS : for_values_ns;
+    case HR_NCCL_IDLE:
+        return hr_nccl_two_level_awaits_gpu(team->two_level) ? HR_NCCL_LOOK_SOON_NS
+               : team->comm.is_in_flight                     ? LOOK_NS
+                                                             : for_values_ns;
     case HR_NCCL_ENDING:
     case HR_NCCL_BROKEN: return LOOK_NS;
     default: return for_values_ns;
@@ -320,7 +325,9 @@ void hr_engine_remove_nccl(struct hr_engine *engine, const struct hr_lane *lane)
     }
     struct hr_nccl_team *gone = team->comm.handle == NULL ? NULL : calloc(1, sizeof *gone);
     hr_nccl_backend_destroy(team->backend);
+    hr_nccl_two_level_destroy(team->two_level);
     team->backend = NULL;
+    team->two_level = NULL;
     if (gone != NULL) {
         gone->comm = team->comm;
         hr_nccl_expect_end(&gone->comm, HR_NCCL_WITHIN_MS);
@@ -432,6 +439,7 @@ static void close_all(struct hr_by_nccl *by) {
     for (int i = 0; i < HR_TEAMS_MAX; i++) {
         hr_nccl_close(&by->teams[i].comm);
         hr_nccl_backend_destroy(by->teams[i].backend);
+        hr_nccl_two_level_destroy(by->teams[i].two_level);
     }
     while (by->ending != NULL) {
         struct hr_nccl_team *team = by->ending;

@@ -27,6 +27,7 @@
 #define HR_ENGINE_BY_NCCL_H
 
 #include "backend/nccl_backend.h"
+#include "backend/nccl_two_level.h"
 #include "device/room.h"
 #include "engine/engine.h"
 
@@ -53,8 +54,10 @@ struct hr_nccl_report {
     int32_t is_told;
     int32_t is_able;
     int32_t version;
+    int32_t wants_two_levels; /* where there are several hosts, and several ranks on one */
     char uuid[HR_CUDA_UUID_BYTES]; /* of its GPU */
     struct hr_nccl_id id;          /* of the team's root: where the ranks meet */
+    struct hr_nccl_id host_id;     /* of the first rank of each host: where its ranks meet, if there are two levels */
     char lack[HR_NCCL_TEXT_BYTES]; /* why it is not able */
     int32_t has_kernels;
     char kernel_lack[HR_NCCL_TEXT_BYTES]; /* why it has none */
@@ -94,6 +97,7 @@ struct hr_nccl_team {
     size_t told_bytes;
     struct hr_nccl_comm comm;
     struct hr_nccl_backend *backend;
+    struct hr_nccl_two_level *two_level; /* NULL: allreduces are the backend's, too */
     struct hr_room *room; /* of the batch that is begun, a request's or: */
     int owns_room;        /* a rank that has joined needs it until the batch is on the stream */
     struct hr_nccl_turn turn;

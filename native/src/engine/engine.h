@@ -296,7 +296,8 @@ void hr_engine_end_cuda(struct hr_engine *engine);
 
 /* by_nccl.c, nccl_batch.c, nccl_setup.c: requests that NCCL does, see by_nccl.h */
 /* As horo_use_nccl. */
-int hr_engine_use_nccl(struct hr_engine *engine, const char *const *paths, size_t path_count, struct hr_error *error);
+int hr_engine_use_nccl(struct hr_engine *engine, const char *const *paths, size_t path_count, int flags,
+                       struct hr_error *error);
 /*
  * Before submission: whether the request is for NCCL; with a mark, if NCCL has not been refused. HORO_OK or a status.
  * Without the lock. And, with the lock held: whether that has changed meanwhile.

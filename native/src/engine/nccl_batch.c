@@ -156,6 +156,7 @@ struct hr_backend *hr_engine_nccl_backend(struct hr_engine *engine, struct hr_re
 }
 
 void hr_nccl_leave_room(struct hr_nccl_team *team, int is_over) {
+    hr_nccl_two_level_leave(team->two_level);
     if (team->room != NULL && (team->owns_room || !is_over)) {
         hr_room_leave(team->room, team->comm.stream);
     }

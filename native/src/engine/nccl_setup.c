@@ -67,9 +67,13 @@ void hr_nccl_judge_kernels(const struct hr_nccl_report *reports, const struct hr
 
 /* ---- Telling ---- */
 
-/* The report's rest, which needs the GPU and, on the root, a socket of NCCL's. A failure of that is told to all. */
-static void complete_report(const struct hr_by_nccl *by, int is_root, struct hr_nccl_report *mine) {
+/*
+ * The report's rest, which needs the GPU and, for each place to meet that this rank names, a socket of NCCL's. A
+ * failure of that is told to all.
+ */
+static void complete_report(const struct hr_by_nccl *by, const struct hr_team *ranks, struct hr_nccl_report *mine) {
     const struct hr_device *device = by->gpu;
+    const int meets_on_host = by->able.wants_two_levels && hr_team_has_two_levels(ranks) && ranks->local_rank == 0;
     struct hr_error error = {0};
     *mine = by->able;
     mine->is_told = 1;
@@ -78,8 +82,11 @@ static void complete_report(const struct hr_by_nccl *by, int is_root, struct hr_
         status = hr_cuda_check(device->cuda, device->cuda->device_get_uuid(mine->uuid, device->handle),
                                "cuDeviceGetUuid", &error);
     }
-    if (status == HORO_OK && is_root) {
+    if (status == HORO_OK && ranks->rank == 0) {
         status = hr_nccl_check(&by->nccl, by->nccl.get_unique_id(&mine->id), "ncclGetUniqueId", NULL, &error);
+    }
+    if (status == HORO_OK && meets_on_host) {
+        status = hr_nccl_check(&by->nccl, by->nccl.get_unique_id(&mine->host_id), "ncclGetUniqueId", NULL, &error);
     }
     if (mine->is_able && status != HORO_OK) {
         mine->is_able = 0;
@@ -104,7 +111,7 @@ static int begin_telling(struct hr_lane *lane, const struct hr_by_nccl *by, stru
         return HORO_ERR_RESOURCE;
     }
     if (atomic_load(&by->device) >= 0) {
-        complete_report(by, ranks->rank == 0, &team->reports[ranks->rank]);
+        complete_report(by, ranks, &team->reports[ranks->rank]);
     }
     team->told_bytes = (size_t)ranks->size * sizeof *team->reports;
     team->told = (struct hr_operand){
@@ -236,18 +243,50 @@ static int create_stream(struct hr_by_nccl *by, struct hr_error *error) {
     return status;
 }
 
-static int try_connect(struct hr_engine *engine, const struct hr_lane *lane, const struct hr_nccl_id *id,
+/* Whether the team's allreduces are done in two levels: where all its ranks have asked for that. */
+static int uses_two_levels(struct hr_engine *engine, const struct hr_lane *lane, const struct hr_nccl_report *reports) {
+    const struct hr_team *ranks = lane->team;
+    char name[HR_TEAM_NAME_BYTES];
+    int other = 1;
+    while (other < ranks->size && reports[other].wants_two_levels == reports[0].wants_two_levels) {
+        other++;
+    }
+    if (other < ranks->size && hr_team_has_two_levels(ranks) && lane->is_root) {
+        const int one = reports[0].wants_two_levels ? 0 : other;
+        hr_log(&engine->node->log, HORO_LOG_WARNING,
+               "NCCL reduces among all ranks%s%s, not inside hosts first: rank %d asks for that, and rank %d does not",
+               ranks->number == 0 ? "" : " of ", ranks->number == 0 ? "" : hr_team_name(ranks, name),
+               ranks->job_rank[one], ranks->job_rank[other - one]);
+    }
+    return other == ranks->size && reports[0].wants_two_levels && hr_team_has_two_levels(ranks);
+}
+
+static int create_backends(struct hr_engine *engine, const struct hr_lane *lane, int has_two_levels,
+                           struct hr_error *error) {
+    struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
+    struct hr_nccl_team *team = hr_nccl_team_of(engine, lane);
+    struct hr_stager *stager = atomic_load(&engine->stager);
+    team->backend = hr_nccl_backend_create(lane->team, &team->comm, stager, &by->packer);
+    if (has_two_levels) {
+        team->two_level = hr_nccl_two_level_create(lane->team, &team->comm, stager, by->gpu);
+    }
+    return team->backend != NULL && (team->two_level != NULL || !has_two_levels)
+               ? HORO_OK
+               : hr_fail(error, HORO_ERR_RESOURCE, "out of memory for NCCL");
+}
+
+static int try_connect(struct hr_engine *engine, const struct hr_lane *lane, const struct hr_nccl_report *reports,
                        struct hr_error *error) {
     struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
     struct hr_nccl_team *team = hr_nccl_team_of(engine, lane);
-    team->backend =
-        hr_nccl_backend_create(lane->team, &team->comm, atomic_load(&engine->stager), &by->packer);
-    if (team->backend == NULL) {
-        return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for NCCL");
-    }
+    const struct hr_team *all = lane->team;
+    const struct hr_nccl_ranks ranks = {all->size, all->rank, &reports[0].id};
+    const struct hr_nccl_ranks host_ranks = {all->local_size, all->local_rank,
+                                             &reports[all->leader_of_host[all->host]].host_id};
+    HR_TRY(create_backends(engine, lane, uses_two_levels(engine, lane, reports), error));
     HR_TRY(by->stream == NULL ? create_stream(by, error) : HORO_OK);
-    return hr_nccl_connect(&team->comm, &by->nccl, by->gpu, by->stream, lane->team->size, lane->team->rank, id,
-                           HR_NCCL_WITHIN_MS, error);
+    return hr_nccl_connect(&team->comm, &by->nccl, by->gpu, by->stream, &ranks,
+                           team->two_level == NULL ? NULL : &host_ranks, HR_NCCL_WITHIN_MS, error);
 }
 
 /* One is enough: what needs them is staged by all. */
@@ -269,7 +308,7 @@ static void connect(struct hr_engine *engine, const struct hr_lane *lane, const 
     struct hr_error error = {0};
     struct hr_nccl_team *team = hr_nccl_team_of(engine, lane);
     look_for_kernels(engine, lane, reports);
-    if (try_connect(engine, lane, &reports[0].id, &error) != HORO_OK) {
+    if (try_connect(engine, lane, reports, &error) != HORO_OK) {
         (void)hr_fail(&team->comm.failure, error.code, "%s", error.text);
         team->comm.state = HR_NCCL_BROKEN;
     }

@@ -5,7 +5,8 @@
  *     ORDERING   this rank proposes a number, higher than any that it knows, and the ranks of the team agree on the
  *                highest proposal: an allreduce of eight bytes in host memory, in the team's lane
  *     WAITING    until no other batch that this rank has begun has a lower number, or may get one
- *     OUT        its calls are being put onto the stream
+ *     OUT        its calls are being put onto the stream; in two levels, all of it until the second launch is there, so
+ *                that no other launch comes between the two
  *
  * A batch that this rank begins later gets a higher number than any that this rank knows to be agreed on by then, so
  * nothing comes in front of what has been launched. A batch waits for lower numbers only, and so do those that it waits
@@ -88,6 +89,10 @@ static int await_marks(const struct hr_nccl_turn *turn, struct hr_nccl_comm *com
     return HORO_OK;
 }
 
+static int has_two_levels(const struct hr_nccl_turn *turn) {
+    return team_of(turn)->two_level != NULL && hr_nccl_two_level_can(&turn->work);
+}
+
 /* What has failed is looked at by the engine, which ends the group. */
 static int launch(struct hr_nccl_turn *turn) {
     struct hr_nccl_team *team = team_of(turn);
@@ -97,7 +102,8 @@ static int launch(struct hr_nccl_turn *turn) {
         team->comm.state = HR_NCCL_BROKEN;
     }
     turn->engine->node->nccl_within_ns = HR_NCCL_LOOK_SOON_NS;
-    return hr_nccl_backend_begin(team->backend, &turn->work);
+    return has_two_levels(turn) ? hr_nccl_two_level_begin(team->two_level, &turn->work)
+                                : hr_nccl_backend_begin(team->backend, &turn->work);
 }
 
 static int turn_begin(struct hr_backend *backend, const struct hr_work *work) {
@@ -127,7 +133,8 @@ static int turn_progress(struct hr_backend *backend) {
         HR_TRY(launch(turn));
         return HR_TASK_MOVED;
     }
-    return hr_nccl_backend_progress(team_of(turn)->backend);
+    return has_two_levels(turn) ? hr_nccl_two_level_progress(team_of(turn)->two_level)
+                                : hr_nccl_backend_progress(team_of(turn)->backend);
 }
 
 /* What is on the stream is aborted with all that is there, when the group ends. */
@@ -136,6 +143,8 @@ static void turn_cancel(struct hr_backend *backend) {
     if (turn->phase == HR_NCCL_ORDERING) {
         turn->lane->backend->ops->cancel(turn->lane->backend);
         atomic_load(&turn->engine->by_nccl)->is_stranded |= turn->engine->node->mpi.ops != NULL;
+    } else if (turn->phase == HR_NCCL_OUT && has_two_levels(turn)) {
+        hr_nccl_two_level_cancel(team_of(turn)->two_level);
     }
 }
 

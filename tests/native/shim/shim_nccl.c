@@ -42,7 +42,8 @@ static int connect(struct shim_nccl *made, const char *cuda, const char *nccl, i
         memcpy(id, &where, sizeof where);
     }
     memcpy(&where, id, sizeof where);
-    return hr_nccl_connect(&made->comm, &made->nccl, made->device, made->stream, size, rank, &where, within_ms, &error);
+    const struct hr_nccl_ranks ranks = {size, rank, &where};
+    return hr_nccl_connect(&made->comm, &made->nccl, made->device, made->stream, &ranks, NULL, within_ms, &error);
 }
 
 shim_nccl *shim_nccl_connect(const char *cuda, const char *nccl, int size, int rank, char *id, int within_ms) {
