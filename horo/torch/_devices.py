@@ -6,7 +6,8 @@ Nothing here waits for a GPU. The current stream of torch is an address, so that
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -46,19 +47,19 @@ def place(
     return None, [tensor if tensor.is_cpu else tensor.cpu() for tensor in tensors]
 
 
-def use_gpus(core: _core.Context, operations: str) -> None:
+def use_gpus(core: _core.Context, settings: Mapping[str, Any]) -> None:
     """Lets requests be on GPUs, before the first of them; again, it does nothing.
 
     Args:
         core: The rank's context.
-        operations: The setting ``gpu_operations``.
+        settings: Those in force; a job that tests make may have none.
 
     Raises:
         ResourceError: There is no CUDA driver of use.
     """
     use_cuda(core, CUDA_PLACES)
-    if operations == "nccl":
-        use_nccl(core, nccl_places())
+    if settings.get("gpu_operations") == "nccl":
+        use_nccl(core, nccl_places(), two_levels=settings["hierarchical_allreduce"])
 
 
 def current_stream(device: torch.device) -> int:

@@ -55,14 +55,11 @@ _REFUSED |= {
         "--host-discovery-script": 1,
     }.items()
 }
-_REFUSED |= dict.fromkeys(
-    (
-        f"--{no}{name}"
-        for no in ("", "no-")
-        for name in ("hierarchical-allreduce", "hierarchical-allgather", "torus-allreduce")
-    ),
-    (0, "horo reduces inside each host first by itself: leave it out"),
-)
+_REFUSED |= {
+    f"--{no}{name}": (0, f"horo {does} inside each host first by itself: leave it out")
+    for no in ("", "no-")
+    for name, does in (("hierarchical-allgather", "gathers"), ("torus-allreduce", "reduces"))
+}
 _REFUSED |= dict.fromkeys(
     ("--log-with-timestamp", "--log-without-timestamp", "--log-hide-timestamp", "--no-log-hide-timestamp"),
     (0, "horo's log has no times; --prefix-timestamp puts one before every line"),

@@ -115,10 +115,10 @@ def test_any_option_can_be_named(tmp_path: Path) -> None:
 
 
 def test_what_only_tunes_is_passed_over_for_horovod(tmp_path: Path) -> None:
-    text = "params: {hierarchical_allreduce: false}\nautotune: {gaussian_process_noise: 0.8}\noptions: {horovod: true}"
+    text = "params: {torus_allreduce: false}\nautotune: {gaussian_process_noise: 0.8}\noptions: {horovod: true}"
     job = parsed(tmp_path, text)
     assert [sentence.split()[0] for sentence in job.passed_over] == [
-        "--no-hierarchical-allreduce",
+        "--no-torus-allreduce",
         "--autotune-gaussian-process-noise",
     ]
     assert job.exports == {"HORO_HOROVOD": "1"}
