@@ -21,7 +21,7 @@ from test_nccl_teams import add_teams, teams_of
 from test_nccl_two_level import DTYPES, in_two
 from test_teams import Links, hosts_of
 
-from horo.errors import GroupError, PeerLostError
+from horo.errors import GroupError, PeerLostError, StalledError
 
 HOSTS = [(2, 2), (2, 1), (3, 2)]
 MANY = np.ones(30_000, np.float32)
@@ -228,6 +228,38 @@ def test_without_pinned_memory_the_group_ends_with_a_sentence_that_names_the_siz
 
     with recorded_stderr(), Group((2, 2), segment_bytes=1 << 12) as group:
         group.run(body)
+
+
+@pytest.mark.parametrize("hosts", [(2, 1), (1, 2)], ids=str)
+@pytest.mark.parametrize("late", [0, 1])
+def test_nobody_is_blamed_for_a_gpu_that_stands_still(gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], late: int) -> None:
+    """One on the host of several ranks. Its owner waits for its own GPU, not for the only rank of the other host."""
+
+    def body(rank: Rank) -> None:
+        own = in_two(rank, gpu, nccl)
+        own.allreduce(ONES, "first")
+        rank.barrier()
+        gate = gpu.hold(own.stream) if rank.rank == hosts.index(2) + late else None
+        handle = begin_many(own)
+        try:
+            if rank.rank == hosts.index(2) + 1:  # it has no part, and is done
+                own.context.wait(handle)
+            else:
+                with pytest.raises(StalledError, match=r"^a rank has not submitted what others wait for, or not gone"):
+                    own.context.wait(handle)
+        finally:
+            own.context.release(handle)
+        wait_for(lambda: own.context.health() is not None)
+        if gate is not None:
+            gpu.open(gate)
+        gpu.synchronize(own.stream)
+        own.close()
+
+    with recorded_stderr() as text:
+        with Group(hosts, segment_bytes=1 << 12, stall_warning_ms=200, stall_shutdown_ms=600) as group:
+            group.run(body)
+        assert "waiting for its own GPU in the middle of an operation" in text()
+        assert "waiting for rank" not in text()
 
 
 # ---- Beside others ----

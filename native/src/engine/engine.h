@@ -325,6 +325,8 @@ int hr_engine_end_nccl_batch(struct hr_engine *engine, struct hr_request *const 
 /* Driver: whether the lane's batch waits for other ranks to propose its turn; or for batches of other lanes here. */
 int hr_engine_orders_turn(const struct hr_lane *lane);
 int hr_engine_awaits_turn(const struct hr_lane *lane);
+/* Driver: whether the lane's batch waits for the GPU of this rank, which shows on no other rank. */
+int hr_engine_awaits_gpu(const struct hr_lane *lane);
 /*
  * Driver: the group ends. What runs on the GPU ends by itself, unless the group has been aborted: then, whether the GPU
  * has let go of all memory of requests.

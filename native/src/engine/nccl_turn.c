@@ -187,6 +187,11 @@ int hr_engine_awaits_turn(const struct hr_lane *lane) {
     return is_in(lane, HR_NCCL_WAITING);
 }
 
+int hr_engine_awaits_gpu(const struct hr_lane *lane) {
+    return is_in(lane, HR_NCCL_OUT) &&
+           hr_nccl_two_level_awaits_gpu(hr_nccl_team_of(lane->engine, lane)->two_level);
+}
+
 void hr_nccl_end_turn(struct hr_nccl_team *team) {
     team->turn.lane = NULL;
 }

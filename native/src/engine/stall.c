@@ -171,14 +171,18 @@ static int find_only_other(const struct hr_team *team) {
 static void report_batch(struct hr_lane *lane, int64_t now_ns, int64_t waited_ns) {
     struct hr_node *node = lane->node;
     const int silent = find_silent(lane, now_ns);
-    const int late = silent >= 0 ? silent : find_only_other(lane->team);
+    const int is_late_here = silent < 0 && hr_engine_awaits_gpu(lane);
+    const int late = silent >= 0 ? silent : is_late_here ? -1 : find_only_other(lane->team);
     /* of patience: the ranks beside the culprit know it; one that has no turn yet may itself wait for others */
     const int periods = silent < 0 && hr_engine_orders_turn(lane) ? 2 : late < 0;
     char name[HR_NAME_TEXT_BYTES];
     if (late >= 0) {
         (void)hr_node_name_rank(node, late, name, sizeof name);
     } else {
-        (void)snprintf(name, sizeof name, lane->team->host_count > 1 ? "another host" : "another rank");
+        (void)snprintf(name, sizeof name,
+                       is_late_here                 ? "its own GPU"
+                       : lane->team->host_count > 1 ? "another host"
+                                                    : "another rank");
     }
     char where[TEAM_TEXT_BYTES];
     hr_log(&node->log, HORO_LOG_WARNING, "waiting%s for %s in the middle of an operation for %lld s",
