@@ -464,6 +464,22 @@ def test_a_rank_dies_while_its_kernel_waits_for_the_program(gpu: Gpu, nccl: Nccl
     dies(gpu, nccl, 1, (2,), opened)
 
 
+@pytest.mark.parametrize("hosts", [(2,), (1, 1)], ids=str)
+def test_a_rank_dies_while_pinned_memory_stands_in(gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...]) -> None:
+    """What is packed for a batch does not make the thread wait for the batch before, which waits for that rank."""
+
+    def until(rank: Rank, own: OnGpu) -> None:
+        own.allreduce(ONES, "first")
+        if rank.rank == 1:
+            gpu.limit_rooms(1000)
+            nccl.fail("hang", 1)
+        rank.barrier()
+        for name in "xy":
+            own.finish(submit(own, name, [np.ones(9000, np.float32)], half="float16")[0])
+
+    dies(gpu, nccl, 1, hosts, until)
+
+
 # ---- Joined ranks, process sets ----
 
 

@@ -114,6 +114,24 @@ def test_a_rank_dies_while_one_host_waits_for_the_parts_of_another(
 
 
 @pytest.mark.parametrize("hosts", HOSTS, ids=str)
+@pytest.mark.parametrize("victim", [0, 1, -1])
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_rank_dies_while_pinned_memory_stands_in(
+    gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], victim: int, at: int
+) -> None:
+    """No copy makes the thread wait for a kernel that waits for that rank."""
+
+    def until(rank: Rank, own: OnGpu) -> tuple[int, None]:
+        if rank.rank == 0:
+            gpu.limit_rooms(1000)
+            nccl.fail("hang", 0, at=at)
+        rank.barrier("it is known")
+        return begin_many(own), None
+
+    dies(gpu, nccl, victim % sum(hosts), hosts, until)
+
+
+@pytest.mark.parametrize("hosts", HOSTS, ids=str)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_rank_dies_at_any_time(gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], seed: int) -> None:
     """Also while NCCL connects all ranks, and those of a host."""

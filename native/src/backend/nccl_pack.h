@@ -34,6 +34,7 @@ struct hr_nccl_pack {
     struct hr_stager *stager;
     const struct hr_packer *packer;
     struct hr_room *room;         /* the pieces of both kernels, and the buffer; NULL: nothing is packed */
+    struct hr_block *table;       /* the pieces, while they are read from pinned memory; else NULL */
     struct hr_operand *operands;  /* [count] of the batch: where NCCL finds what this round has of it, in its form */
     size_t *row_bytes;            /* [count] likewise */
     struct hr_packed_place *places; /* [count] in the buffer, if that had room for all; empty: not packed */

@@ -43,7 +43,7 @@ struct hr_nccl_two_level {
     struct hr_work work;
     enum phase phase;
     struct hr_room *room;   /* on the GPU, for the part of this rank; NULL: it has none */
-    struct hr_block *block; /* the slots; NULL likewise */
+    struct hr_block *block; /* the slots; NULL likewise, and where pinned memory stands in for the room */
     size_t slot_bytes;
     struct row rows[HORO_DTYPE_COUNT];
     int row_count;
@@ -54,10 +54,6 @@ struct hr_nccl_two_level {
 
 static int is_owner(const struct hr_team *team) {
     return team->local_rank < team->owner_count;
-}
-
-static char *at_slot(const struct hr_nccl_two_level *self, size_t piece) {
-    return self->block->data + piece % SLOTS * self->slot_bytes;
 }
 
 int hr_nccl_two_level_can(const struct hr_work *work) {
@@ -131,6 +127,20 @@ static struct piece piece_of(const struct hr_nccl_two_level *self, size_t k) {
     return (struct piece){row->codec, self->room->data + at, hr_smaller(self->slot_bytes, row->end - at)};
 }
 
+/*
+ * Whether pinned memory stands in for the room: then a piece travels from and to there. CUDA would copy from host
+ * memory to host memory by making this thread wait for all that is on the stream, which may wait for a rank that is
+ * gone.
+ */
+static int is_on_host(const struct hr_nccl_two_level *self) {
+    return self->room->block != NULL;
+}
+
+/* Where it travels from and to. */
+static char *at_slot(const struct hr_nccl_two_level *self, size_t k) {
+    return is_on_host(self) ? piece_of(self, k).on_gpu : self->block->data + k % SLOTS * self->slot_bytes;
+}
+
 /* ---- Memory ---- */
 
 static int grow(void **array, size_t *capacity, size_t count, size_t element_bytes) {
@@ -161,7 +171,9 @@ static int create_events(struct hr_nccl_two_level *self, struct hr_error *error)
 static int take_slots(struct hr_nccl_two_level *self, size_t room_bytes, struct hr_error *error) {
     const size_t slots = hr_smaller(self->piece_count, SLOTS);
     HR_TRY(create_events(self, error));
-    HR_TRY(hr_stager_take_block(self->stager, self->device, slots * self->slot_bytes, &self->block, error));
+    if (!is_on_host(self)) {
+        HR_TRY(hr_stager_take_block(self->stager, self->device, slots * self->slot_bytes, &self->block, error));
+    }
     return hr_device_fill(self->device, self->room->data, room_bytes, 1, 0, self->comm->stream, error);
 }
 
@@ -195,7 +207,9 @@ void hr_nccl_two_level_leave(struct hr_nccl_two_level *self) {
         give_back_block(self);
     }
     if (self != NULL && self->room != NULL) {
-        hr_room_leave(self->room, self->comm->stream);
+        if (!is_on_host(self) || atomic_load(&self->team->node->mpi.stranded) == 0) {
+            hr_room_leave(self->room, self->comm->stream);
+        }
         hr_room_drop(self->room, NULL);
         self->room = NULL;
     }
@@ -280,10 +294,12 @@ static void launch(struct hr_nccl_two_level *self, void (*add_calls)(struct hr_n
 static int ask_for(struct hr_nccl_two_level *self, size_t k, struct hr_error *error) {
     const struct hr_cuda *cuda = self->device->cuda;
     const struct piece piece = piece_of(self, k);
-    HR_TRY(hr_cuda_check(cuda,
-                         cuda->copy((uint64_t)(uintptr_t)at_slot(self, k), (uint64_t)(uintptr_t)piece.on_gpu,
-                                    piece.bytes, self->comm->stream),
-                         "cuMemcpyAsync", error));
+    if (!is_on_host(self)) {
+        HR_TRY(hr_cuda_check(cuda,
+                             cuda->copy((uint64_t)(uintptr_t)at_slot(self, k), (uint64_t)(uintptr_t)piece.on_gpu,
+                                        piece.bytes, self->comm->stream),
+                             "cuMemcpyAsync", error));
+    }
     return hr_cuda_check(cuda, cuda->event_record(self->copied[k % SLOTS], self->comm->stream), "cuEventRecord", error);
 }
 
@@ -291,6 +307,9 @@ static int ask_for(struct hr_nccl_two_level *self, size_t k, struct hr_error *er
 static int bring_back(struct hr_nccl_two_level *self, size_t k, struct hr_error *error) {
     const struct hr_cuda *cuda = self->device->cuda;
     const struct piece piece = piece_of(self, k);
+    if (is_on_host(self)) {
+        return HORO_OK;
+    }
     return hr_cuda_check(cuda,
                          cuda->copy((uint64_t)(uintptr_t)piece.on_gpu, (uint64_t)(uintptr_t)at_slot(self, k),
                                     piece.bytes, self->comm->stream),

@@ -105,12 +105,24 @@ int cuMemcpyHtoDAsync_v2(uint64_t device, const void *host, size_t bytes, void *
                           : put(stream, (struct work){.run = copy, .target = target, .source = host, .bytes = bytes});
 }
 
+/* Between two places on the host it is over when it returns, as CUDA says it is. */
 int cuMemcpyAsync(uint64_t to, uint64_t from, size_t bytes, void *stream) {
     char *target = reached(to, bytes);
     const char *source = reached(from, bytes);
-    return target == NULL || source == NULL
-               ? INVALID_VALUE
-               : put(stream, (struct work){.run = copy, .target = target, .source = source, .bytes = bytes});
+    struct event over = {.recorded = 1};
+    if (target == NULL || source == NULL) {
+        return INVALID_VALUE;
+    }
+    const int code = put(stream, (struct work){.run = copy, .target = target, .source = source, .bytes = bytes});
+    if (opened(to, bytes) == NULL && opened(from, bytes) == NULL) {
+        put(stream, (struct work){.run = reach, .event = &over, .number = 1});
+        pthread_mutex_lock(&lock);
+        while (over.done == 0) {
+            pthread_cond_wait(&changed, &lock);
+        }
+        pthread_mutex_unlock(&lock);
+    }
+    return code;
 }
 
 int cuMemAllocAsync(uint64_t *address, size_t bytes, void *stream) {
