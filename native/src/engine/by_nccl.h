@@ -74,6 +74,7 @@ struct hr_nccl_turn {
     struct hr_engine *engine;
     const struct hr_lane *lane; /* NULL: no batch is on its way */
     enum hr_nccl_phase phase;
+    int has_two_levels; /* OUT: the team's two_level does it, not its backend */
     struct hr_request *const *requests;
     size_t count;
     struct hr_work work;

@@ -89,7 +89,8 @@ static int await_marks(const struct hr_nccl_turn *turn, struct hr_nccl_comm *com
     return HORO_OK;
 }
 
-static int has_two_levels(const struct hr_nccl_turn *turn) {
+/* Asked once: it looks at all tensors, and a batch is looked at for as long as it takes. */
+static int can_have_two_levels(const struct hr_nccl_turn *turn) {
     return team_of(turn)->two_level != NULL && hr_nccl_two_level_can(&turn->work);
 }
 
@@ -97,12 +98,13 @@ static int has_two_levels(const struct hr_nccl_turn *turn) {
 static int launch(struct hr_nccl_turn *turn) {
     struct hr_nccl_team *team = team_of(turn);
     turn->phase = HR_NCCL_OUT;
+    turn->has_two_levels = can_have_two_levels(turn);
     team->has_moved |= hr_nccl_poll(&team->comm); /* what has failed before is told as what it is */
     if (team->comm.state == HR_NCCL_IDLE && await_marks(turn, &team->comm) != HORO_OK) {
         team->comm.state = HR_NCCL_BROKEN;
     }
     turn->engine->node->nccl_within_ns = HR_NCCL_LOOK_SOON_NS;
-    return has_two_levels(turn) ? hr_nccl_two_level_begin(team->two_level, &turn->work)
+    return turn->has_two_levels ? hr_nccl_two_level_begin(team->two_level, &turn->work)
                                 : hr_nccl_backend_begin(team->backend, &turn->work);
 }
 
@@ -133,7 +135,7 @@ static int turn_progress(struct hr_backend *backend) {
         HR_TRY(launch(turn));
         return HR_TASK_MOVED;
     }
-    return has_two_levels(turn) ? hr_nccl_two_level_progress(team_of(turn)->two_level)
+    return turn->has_two_levels ? hr_nccl_two_level_progress(team_of(turn)->two_level)
                                 : hr_nccl_backend_progress(team_of(turn)->backend);
 }
 
@@ -143,7 +145,7 @@ static void turn_cancel(struct hr_backend *backend) {
     if (turn->phase == HR_NCCL_ORDERING) {
         turn->lane->backend->ops->cancel(turn->lane->backend);
         atomic_load(&turn->engine->by_nccl)->is_stranded |= turn->engine->node->mpi.ops != NULL;
-    } else if (turn->phase == HR_NCCL_OUT && has_two_levels(turn)) {
+    } else if (turn->phase == HR_NCCL_OUT && turn->has_two_levels) {
         hr_nccl_two_level_cancel(team_of(turn)->two_level);
     }
 }
