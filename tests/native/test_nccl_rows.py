@@ -104,6 +104,24 @@ def test_grouped_forms(gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...]) -> None:
     both(hosts, body)
 
 
+@pytest.mark.parametrize("hosts", [(2,), (1, 1, 1)])
+def test_rows_of_a_group_that_travel_in_many_pieces_stay_apart(gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...]) -> None:
+    """Each rank sends each other one twice in a group of calls."""
+    size = sum(hosts)
+
+    def body(rank: Rank) -> None:
+        own, r = on_gpu(rank, gpu, nccl), rank.rank
+        arrays = [np.repeat(100 * r + np.arange(size), 3000), np.repeat(0.5 + 100 * r + np.arange(size), 3000)]
+        handle = submit_group(own, "alltoall", arrays, (3000,) * size)
+        for i, array in enumerate(arrays):
+            expected = np.repeat(0.5 * i + 100 * np.arange(size) + r, 3000)
+            np.testing.assert_array_equal(own.taken(handle, 3000 * size, array, i), expected)
+        own.context.release(handle)
+        own.close()
+
+    both(hosts, body)
+
+
 def test_no_thread_waits_and_results_are_there_behind_any_stream(gpu: Gpu, nccl: Nccl) -> None:
     """The rank takes a result twice, on streams that stand still; what is released then is behind both copies."""
 

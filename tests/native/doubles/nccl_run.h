@@ -312,6 +312,10 @@ static void run(const struct work *work) {
 
 /* ---- Sends and recvs of a group, which run all at once ---- */
 
+static int is_done(const struct work *work) {
+    return work->done == work->count * width_of(work->dtype);
+}
+
 /* Whether a piece of it has moved. */
 static int move_piece(struct work *work) {
     const int is_send = work->kind == SEND;
@@ -319,7 +323,7 @@ static int move_piece(struct work *work) {
     struct clique *clique = work->comm->clique;
     struct box *box = is_send ? &clique->boxes[work->comm->rank][work->root]
                               : &clique->boxes[work->root][work->comm->rank];
-    if (work->done == total || atomic_load(&box->is_full) == is_send) {
+    if (is_done(work) || atomic_load(&box->is_full) == is_send) {
         return 0;
     }
     if (is_send) {
@@ -338,8 +342,16 @@ static int move_piece(struct work *work) {
     return 1;
 }
 
+/* Sends to one rank go in their order, and so do recvs from one. */
+static int is_next(const struct work *first, const struct work *work) {
+    while (first != work && (is_done(first) || first->kind != work->kind || first->root != work->root)) {
+        first = first->peers;
+    }
+    return first == work;
+}
+
 static int is_over(const struct work *work) {
-    while (work != NULL && work->done == work->count * width_of(work->dtype)) {
+    while (work != NULL && is_done(work)) {
         work = work->peers;
     }
     return work == NULL;
@@ -350,7 +362,7 @@ static void exchange(struct work *first) {
     while (!is_over(first) && !atomic_load(&first->comm->is_aborted) && !atomic_load(&first->comm->clique->is_wrong)) {
         int moved = 0;
         for (struct work *work = first; work != NULL; work = work->peers) {
-            moved |= move_piece(work);
+            moved |= is_next(first, work) && move_piece(work);
         }
         if (!moved) {
             nanosleep(&look, NULL);
