@@ -1,4 +1,5 @@
-"""Makes native/src/device/pack.ptx of pack.cu, with NVIDIA's compiler at run time (NVRTC). No GPU is needed.
+"""Makes native/src/device/kernels.ptx of the kernels beside it, with NVIDIA's compiler at run time (NVRTC). No GPU is
+needed.
 
     pip install nvidia-cuda-nvrtc-cu11==11.8.89 nvidia-cuda-nvcc-cu11==11.8.89
     python native/make_ptx.py
@@ -21,7 +22,9 @@ from pathlib import Path
 __all__ = ["NVRTC_VERSION", "PTX", "assemble", "digest", "find_nvrtc", "find_ptxas", "make_ptx"]
 
 DEVICE = Path(__file__).resolve().parent / "src" / "device"
-SOURCE, PIECE, PTX = DEVICE / "pack.cu", DEVICE / "pack_piece.h", DEVICE / "pack.ptx"
+PTX = DEVICE / "kernels.ptx"
+SOURCES = ["pack.cu", "adasum.cu"]
+HEADERS = ["kernels.cuh", "pack_piece.h", "adasum_piece.h"]
 
 NVRTC_VERSION = (11, 8)
 """Another version writes other text for the same kernels."""
@@ -33,7 +36,7 @@ reads 7.4. ptxas says whether that is enough."""
 
 _OPTIONS = [f"--gpu-architecture={TARGET}", "--fmad=false", "--std=c++11", "-default-device"]
 _HEADER = """\
-// Made by native/make_ptx.py; not to be changed by hand. Of pack.cu and pack_piece.h, whose SHA-256 is
+// Made by native/make_ptx.py; not to be changed by hand. Of sources whose SHA-256 is
 // {digest}
 """
 
@@ -50,7 +53,7 @@ def _folder(package: str) -> Path | None:
 
 def digest() -> str:
     """Of the sources: what the text says it was made of."""
-    return hashlib.sha256(SOURCE.read_bytes() + PIECE.read_bytes()).hexdigest()
+    return hashlib.sha256(b"".join((DEVICE / name).read_bytes() for name in SOURCES + HEADERS)).hexdigest()
 
 
 def find_nvrtc() -> Path | None:
@@ -68,7 +71,7 @@ def find_ptxas() -> Path | None:
 
 
 def make_ptx(library: Path) -> str:
-    """The text of pack.ptx.
+    """The text of kernels.ptx.
 
     Raises:
         RuntimeError: with the compiler's words, or because it is of another version.
@@ -87,9 +90,11 @@ def make_ptx(library: Path) -> str:
     if (major.value, minor.value) != NVRTC_VERSION:
         raise RuntimeError(f"{library} is version {major.value}.{minor.value}, not {NVRTC_VERSION}")
     program = ctypes.c_void_p()
-    headers = (ctypes.c_char_p * 1)(PIECE.read_bytes())
-    names = (ctypes.c_char_p * 1)(b"device/pack_piece.h")
-    check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), SOURCE.read_bytes(), b"pack.cu", 1, headers, names))
+    files = SOURCES + HEADERS
+    texts = (ctypes.c_char_p * len(files))(*((DEVICE / name).read_bytes() for name in files))
+    names = (ctypes.c_char_p * len(files))(*(f"device/{name}".encode() for name in files))
+    all_of_them = "".join(f'#include "device/{name}"\n' for name in SOURCES).encode()
+    check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), all_of_them, b"kernels.cu", len(files), texts, names))
     options = (ctypes.c_char_p * len(_OPTIONS))(*(option.encode() for option in _OPTIONS))
     code = nvrtc.nvrtcCompileProgram(program, len(_OPTIONS), options)
     if code:
@@ -114,9 +119,9 @@ def _text_of(size_of: ctypes._NamedFuncPointer, get: ctypes._NamedFuncPointer, p
 def assemble(ptxas: Path, text: str, target: str = "sm_52") -> str:
     """What ptxas has to say against the text; empty: nothing."""
     with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "pack.ptx")
+        source = Path(folder, "kernels.ptx")
         source.write_text(text, encoding="utf-8")
-        words = [str(ptxas), f"--gpu-name={target}", "--warning-as-error", "-o", str(Path(folder, "pack.cubin"))]
+        words = [str(ptxas), f"--gpu-name={target}", "--warning-as-error", "-o", str(Path(folder, "kernels.cubin"))]
         words.append(str(source))
         done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
     return (done.stdout + done.stderr).strip() or (f"it ended with {done.returncode}" if done.returncode else "")

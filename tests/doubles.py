@@ -54,6 +54,7 @@ def _compile(library: str, defines: tuple[tuple[str, int | str], ...]) -> bytes:
     """A double with places for texts, in which most tests differ: a compiler takes longer than many of them."""
     source = _SOURCES / f"{library.removeprefix('lib').split('.')[0]}.c"
     words = [os.environ.get("CC", "cc"), "-std=gnu11", "-shared", "-fPIC", "-pthread", "-O1", "-g", "-Wall", "-Werror"]
+    words += ["-ffp-contract=off"]  # as the kernels are compiled for a GPU
     words += [f"-I{_CORE}", *(f"-D{name}={value}" for name, value in defines)]
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder, library)

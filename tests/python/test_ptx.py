@@ -21,7 +21,14 @@ def test_the_text_was_made_of_the_sources_as_they_are() -> None:
 def test_it_is_for_the_oldest_driver_and_rounds_each_operation() -> None:
     (version,) = re.findall(r"^\.version (\d+)\.(\d+)$", TEXT, re.MULTILINE)
     assert tuple(map(int, version)) <= (7, 4), "what a driver of CUDA 11.4 reads"
-    assert re.findall(r"\.visible \.entry (\w+)\(", TEXT) == ["hr_pack", "hr_unpack"]
+    assert re.findall(r"\.visible \.entry (\w+)\(", TEXT) == [
+        "hr_pack",
+        "hr_unpack",
+        "hr_adasum_multiply",
+        "hr_adasum_fold",
+        "hr_adasum_total",
+        "hr_adasum_combine",
+    ]
     assert not re.findall(r"\bfma|\bmad\.\w*\.f|\.ftz|\.approx|\.extern|\.shared|\.local", TEXT)
     assert "\0" not in TEXT
 

@@ -1,6 +1,13 @@
 #include "device/packer.h"
 
-static const char *const names[] = {[HR_PACKER_IN] = "hr_pack", [HR_PACKER_OUT] = "hr_unpack"};
+static const char *const names[] = {
+    [HR_PACKER_IN] = "hr_pack",
+    [HR_PACKER_OUT] = "hr_unpack",
+    [HR_PACKER_MULTIPLY] = "hr_adasum_multiply",
+    [HR_PACKER_FOLD] = "hr_adasum_fold",
+    [HR_PACKER_TOTAL] = "hr_adasum_total",
+    [HR_PACKER_COMBINE] = "hr_adasum_combine",
+};
 
 _Static_assert((int)HR_PACK_UINT8 == HORO_UINT8 && (int)HR_PACK_INT8 == HORO_INT8 &&
                    (int)HR_PACK_INT16 == HORO_INT16 && (int)HR_PACK_INT32 == HORO_INT32 &&
@@ -8,15 +15,17 @@ _Static_assert((int)HR_PACK_UINT8 == HORO_UINT8 && (int)HR_PACK_INT8 == HORO_INT
                    (int)HR_PACK_BFLOAT16 == HORO_BFLOAT16 && (int)HR_PACK_FLOAT32 == HORO_FLOAT32 &&
                    (int)HR_PACK_FLOAT64 == HORO_FLOAT64 && (int)HR_PACK_BOOL == HORO_BOOL,
                "kernels and host number the dtypes alike");
-_Static_assert(sizeof(struct hr_pack_piece) == 56, "compilers of the host and of the GPU lay it out alike");
+_Static_assert(sizeof(struct hr_pack_piece) == 56 && sizeof(struct hr_adasum_piece) == 40 &&
+                   sizeof(struct hr_adasum_batch) == 40,
+               "compilers of the host and of the GPU lay them out alike");
 
 /* With the device entered. */
 static int load(struct hr_packer *packer, struct hr_error *error) {
     const struct hr_cuda *cuda = packer->device->cuda;
-    HR_TRY(hr_cuda_check(cuda, cuda->module_load_data(&packer->module, hr_pack_text), "cuModuleLoadData", error));
-    for (int way = 0; way < HR_PACKER_WAYS; way++) {
+    HR_TRY(hr_cuda_check(cuda, cuda->module_load_data(&packer->module, hr_kernels_text), "cuModuleLoadData", error));
+    for (int k = 0; k < HR_PACKER_KERNELS; k++) {
         const int status =
-            hr_cuda_check(cuda, cuda->module_get_function(&packer->kernels[way], packer->module, names[way]),
+            hr_cuda_check(cuda, cuda->module_get_function(&packer->kernels[k], packer->module, names[k]),
                           "cuModuleGetFunction", error);
         if (status != HORO_OK) {
             (void)cuda->module_unload(packer->module);
@@ -59,13 +68,13 @@ unsigned hr_packer_number(struct hr_pack_piece *pieces, size_t count) {
     return blocks;
 }
 
-int hr_packer_launch(const struct hr_packer *packer, enum hr_packer_way way, uint64_t pieces, size_t count,
+int hr_packer_launch(const struct hr_packer *packer, enum hr_packer_kernel kernel, uint64_t table, size_t number,
                      unsigned blocks, void *stream, struct hr_error *error) {
     const struct hr_cuda *cuda = packer->device->cuda;
-    unsigned number = (unsigned)count;
-    void *arguments[] = {&pieces, &number};
+    unsigned second = (unsigned)number;
+    void *arguments[] = {&table, &second};
     return hr_cuda_check(cuda,
-                         cuda->launch_kernel(packer->kernels[way], blocks, 1, 1, HR_PACK_THREADS, 1, 1, 0, stream,
+                         cuda->launch_kernel(packer->kernels[kernel], blocks, 1, 1, HR_PACK_THREADS, 1, 1, 0, stream,
                                              arguments, NULL),
                          "cuLaunchKernel", error);
 }

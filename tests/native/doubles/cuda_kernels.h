@@ -19,16 +19,48 @@ static uint64_t at(uint64_t address, uint64_t bytes) {
     return (uint64_t)(uintptr_t)found;
 }
 
-#define HR_PACK_ON_HOST
-#define HR_PACK_KERNEL static void
-#define HR_PACK_INLINE static inline
-#define HR_PACK_REACH(address, bytes) at(address, bytes)
+#define HR_GPU_ON_HOST
+#define HR_GPU_KERNEL static void
+#define HR_GPU_INLINE static inline
+#define HR_GPU_REACH(address, bytes) at(address, bytes)
+#include "device/adasum.cu"
 #include "device/pack.cu"
+
+static void pack(uint64_t pieces, unsigned count) {
+    hr_pack((const struct hr_pack_piece *)pieces, count);
+}
+
+static void unpack(uint64_t pieces, unsigned count) {
+    hr_unpack((const struct hr_pack_piece *)pieces, count);
+}
+
+static void adasum_multiply(uint64_t batch, unsigned distance) {
+    hr_adasum_multiply(batch, distance);
+}
+
+static void adasum_fold(uint64_t batch, unsigned distance) {
+    hr_adasum_fold(batch, distance);
+}
+
+static void adasum_total(uint64_t batch, unsigned distance) {
+    hr_adasum_total(batch, distance);
+}
+
+static void adasum_combine(uint64_t batch, unsigned distance) {
+    hr_adasum_combine(batch, distance);
+}
 
 static const struct kernel {
     const char *name;
-    void (*run)(const struct hr_pack_piece *pieces, unsigned count);
-} kernels[] = {{"hr_pack", hr_pack}, {"hr_unpack", hr_unpack}};
+    void (*run)(uint64_t table, unsigned number);
+} kernels[] = {
+    {"hr_pack", pack},
+    {"hr_unpack", unpack},
+    {"hr_adasum_multiply", adasum_multiply},
+    {"hr_adasum_fold", adasum_fold},
+    {"hr_adasum_total", adasum_total},
+    {"hr_adasum_combine", adasum_combine},
+};
 
 static int modules, kernel_count, refused_devices, launches, launch_fails_at;
 
@@ -64,14 +96,14 @@ int cuModuleGetFunction(void **function, void *module, const char *name) {
     return NOT_FOUND;
 }
 
-/* In `number` the blocks, in `bytes` how many pieces there are. */
+/* In `number` the blocks, in `bytes` the second argument. */
 static void run_kernel(struct work *work) {
     const struct stream *stream = work->data;
     const unsigned blocks = (unsigned)work->number;
     const struct kernel *kernel = work->target;
     for (blockIdx.x = 0; blockIdx.x < blocks && stream->code == 0; blockIdx.x++) {
         for (threadIdx.x = 0; threadIdx.x < HR_PACK_THREADS; threadIdx.x++) {
-            kernel->run(work->source, (unsigned)work->bytes);
+            kernel->run((uint64_t)(uintptr_t)work->source, (unsigned)work->bytes);
         }
     }
 }
