@@ -264,8 +264,8 @@ class Config:
         "GPU_OPERATIONS",
         "staged",
         "What moves tensors on GPUs: `staged`, through host memory (`mpi`, a word of Horovod's, means the same), or "
-        "`nccl`, which does all but Adasum where each rank has a GPU of its own and the same NCCL; what it cannot do "
-        "is staged. NCCL has not been tried on a GPU yet.",
+        "`nccl`, which moves them from GPU to GPU where each rank has one of its own and the same NCCL; what it cannot "
+        "do is staged. NCCL has not been tried on a GPU yet.",
         Option("--gpu-operations", "staged (the default) or nccl", "WHAT"),
         choices=("staged", "mpi", "nccl"),
     )

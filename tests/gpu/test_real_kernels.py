@@ -34,6 +34,13 @@ assert torch.equal(hvd.allreduce(flags, op=hvd.Max), (torch.stack([
     torch.arange(1000, device="cuda") % (s + 2) == 0 for s in range(n)]).any(dim=0)))
 rows = hvd.reducescatter(torch.full((2 * n + 1, 3), 4, device="cuda"), op=hvd.Average)
 assert torch.equal(rows, torch.full((3 if r == 0 else 2, 3), 4, device="cuda"))
+for dtype in (torch.float16, torch.float32, torch.float64):
+    own = [torch.randn(i * 3001, generator=torch.Generator().manual_seed(10 * i + r)).to(dtype) for i in range(9)]
+    for a, b in zip(hvd.grouped_allreduce([x.cuda() for x in own], op=hvd.Adasum),
+                    hvd.grouped_allreduce(own, op=hvd.Adasum)):
+        # sums have another order there, and each level rounds once
+        assert torch.allclose(a.cpu().double(), b.double(), atol=n * 8 * torch.finfo(dtype).eps), dtype
+        assert torch.equal(a, hvd.broadcast(a, 0)), dtype
 torch.cuda.synchronize()
 print("rank", r, "done")
 """

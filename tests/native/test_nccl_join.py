@@ -137,7 +137,7 @@ def test_what_no_rank_can_do_for_another_is_an_error_and_nccl_goes_on(gpu: Gpu, 
                 own.context.wait(handle)
             own.context.release(handle)
         assert own.allreduce(ONES).tolist() == [1.0] * 5
-        assert own.allreduce(np.ones(4, np.float32), "staged", "adasum").tolist() == [1.0] * 4
+        assert own.allreduce(np.ones(4, np.float32), "alone", "adasum").tolist() == [1.0] * 4
         assert own.allreduce(np.ones(4, np.float32), "adasum", "adasum").tolist() == [1.0] * 4
 
     alone((2,), body, gpu, nccl)

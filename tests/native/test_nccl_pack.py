@@ -348,7 +348,7 @@ def test_where_a_driver_refuses_the_kernels_what_needs_them_is_staged_by_all(
     with recorded_stderr() as text:
         with Group((2,), log_level=3) as group:
             group.run(body)
-        words = "values on GPUs that are converted on their way travel through host memory, not by NCCL: rank "
+        words = "on their way or are combined by Adasum travel through host memory, not by NCCL: rank "
         assert text().count(f"{words}{blamed} cannot use horo's kernels: cuModuleLoadData failed with code 222: ") == 1
     assert nccl.counts()["launched"] == 2 * 3
     assert gpu.counts()["kernels"] == 0
@@ -390,7 +390,8 @@ def test_a_process_set_whose_ranks_all_have_kernels_uses_them(gpu: Gpu, nccl: Nc
     with recorded_stderr() as text:
         with Group([2, 1], log_level=3) as group:
             group.run(body)
-        of = "values on GPUs{} that are converted on their way travel through host memory, not by NCCL: rank 0 cannot"
+        of = "values on GPUs{} that are converted on their way or are combined by Adasum travel through host memory, "
+        of += "not by NCCL: rank 0 cannot"
         assert [text().count(of.format(who)) for who in ("", " of process set 2 (ranks 0, 1)")] == [1, 1]
         assert text().count("that are converted on their way") == 2
     assert gpu.counts()["kernels"] == 2 * 2

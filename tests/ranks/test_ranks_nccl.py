@@ -37,7 +37,7 @@ def pool() -> Iterator[RankPool]:
     pool.close()
 
 
-def test_functions_by_nccl_and_staged_ones_among_them(pool: RankPool, doubles: tuple[str, str]) -> None:
+def test_functions_by_nccl(pool: RankPool, doubles: tuple[str, str]) -> None:
     def check(*paths: str) -> None:
         gpu, r = gpu_double.load(*paths), hvd.rank()
         assert hvd.config()["gpu_operations"] == "nccl"
@@ -81,6 +81,7 @@ def test_functions_by_nccl_and_staged_ones_among_them(pool: RankPool, doubles: t
         launches(4)
         adasum = hvd.allreduce(gpu.put(own, r), op=hvd.Adasum)
         assert gpu.read(adasum).tolist() == [1.5, 3, 4.5]
+        launches(4 + 1 + 2)  # one value for each rank, and one that does not divide
         assert hvd.allreduce(own, op=hvd.Sum).tolist() == [3, 6, 9]
         launches(0)
         with pytest.raises(MismatchError, match="sent it on the GPU that NCCL uses"):
@@ -122,6 +123,38 @@ def test_what_kernels_convert(pool: RankPool, doubles: tuple[str, str]) -> None:
         assert gpu.launched() == 5
 
     pool.run(check, *doubles)
+
+
+def test_adasum_is_calculated_on_the_gpu(pool: RankPool, doubles: tuple[str, str]) -> None:
+    """By a program: in all forms, and in an optimizer, whose ranks step by their own gradients."""
+
+    def check(*paths: str) -> list[list[float]]:
+        gpu, r = gpu_double.load(*paths), hvd.rank()
+        drawn = [torch.randn(3001, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+        before = gpu.launched()
+        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            x = gpu.put(drawn[r].to(dtype), r)
+            staged = hvd.allreduce(drawn[r].to(dtype), op=hvd.Adasum)
+            gate = gpu.hold()
+            handle = hvd.allreduce_async(x, op=hvd.Adasum)
+            result = hvd.synchronize(handle)  # while the GPU stands still
+            gpu.open(gate)
+            bound = 4 * torch.finfo(dtype).eps
+            assert torch.allclose(gpu.read(result).double(), staged.double(), rtol=bound, atol=bound), dtype
+            assert gpu.read(hvd.allreduce_(x, op=hvd.Adasum)).tolist() == gpu.read(result).tolist()
+        group = [gpu.put(each, r) for each in (drawn[r], drawn[r].double(), drawn[r][:5], drawn[r][:0])]
+        for mine, found in zip(group, hvd.grouped_allreduce(group, op=hvd.Adasum), strict=True):
+            staged = hvd.allreduce(gpu.read(mine).clone(), op=hvd.Adasum)
+            assert torch.allclose(gpu.read(found), staged, rtol=1e-5, atol=1e-6)
+        assert gpu.launched() > before
+        weight = torch.nn.Parameter(gpu.put(torch.ones(4), r))
+        sgd = torch.optim.SGD([weight], lr=1.0)
+        optimizer = hvd.DistributedOptimizer(sgd, named_parameters=[("w", weight)], op=hvd.Adasum)
+        weight.grad = gpu.put(torch.tensor([1.0, 0.0, 0.0, 2.0] if r == 0 else [0.0, 3.0, 0.0, 0.0]), r)
+        optimizer.step()
+        return [gpu.read(weight.data).tolist()]
+
+    assert pool.run(check, *doubles) == [[[0.0, -2.0, 1.0, -1.0]]] * 2  # orthogonal steps add
 
 
 def test_process_sets_by_nccl(pool: RankPool, doubles: tuple[str, str]) -> None:

@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "backend/nccl_adasum.h"
 #include "backend/operands.h"
 #include "base/cut.h"
 #include "base/op.h"
@@ -13,6 +14,7 @@ struct hr_nccl_backend {
     struct hr_nccl_call *calls; /* [capacity] of the batch */
     size_t count, capacity;
     struct hr_nccl_pack pack;
+    struct hr_nccl_adasum adasum;
     struct hr_work work; /* of the batch under way */
 };
 
@@ -46,7 +48,7 @@ int hr_nccl_can(const horo_request *call) {
     if (call->op == HORO_BROADCAST || hr_op_tells_rows(call->op)) {
         return (call->flags & HORO_SUBMIT_INTO) == 0;
     }
-    int can = hr_op_reduces(call->op) && call->reduce_op != HORO_ADASUM;
+    int can = hr_op_reduces(call->op);
     for (int i = 0; i < call->tensor_count && can; i++) {
         can = hr_dtype_reducible(call->tensors[i].dtype, call->reduce_op);
     }
@@ -212,13 +214,14 @@ int hr_nccl_write_factors(const struct hr_team *team, const struct hr_work *work
 
 /* ---- The work ---- */
 
-int hr_nccl_backend_begin(struct hr_nccl_backend *self, const struct hr_work *work) {
+static int is_adasum(const struct hr_nccl_backend *self) {
+    return self->work.op == HORO_ALLREDUCE && self->work.reduce_op == HORO_ADASUM;
+}
+
+static int begin_calls(struct hr_nccl_backend *self) {
+    const struct hr_work *work = &self->work;
     uint64_t factors[HR_NCCL_DTYPES];
-    if (self->comm->state != HR_NCCL_IDLE) {
-        return HORO_OK; /* it is broken, which ends the group: the engine looks at it */
-    }
     HR_TRY(reserve(self, calls_each(self, work->op) * work->count));
-    self->work = *work;
     if (hr_nccl_pack_begin(&self->pack, work, self->team->rank, self->team->size, self->comm->stream,
                            &self->comm->failure) != HORO_OK) {
         self->comm->state = HR_NCCL_BROKEN;
@@ -232,6 +235,17 @@ int hr_nccl_backend_begin(struct hr_nccl_backend *self, const struct hr_work *wo
         (void)hr_nccl_launch(self->comm, self->calls, self->count, is_scaled ? factors : NULL);
     }
     return HORO_OK;
+}
+
+int hr_nccl_backend_begin(struct hr_nccl_backend *self, const struct hr_work *work) {
+    self->work = *work;
+    if (is_adasum(self) && self->team->size == 1) {
+        self->work.reduce_op = HORO_SUM; /* of one rank: its own, scaled */
+    }
+    if (self->comm->state != HR_NCCL_IDLE) {
+        return HORO_OK; /* it is broken, which ends the group: the engine looks at it */
+    }
+    return is_adasum(self) ? hr_nccl_adasum_begin(&self->adasum, &self->work) : begin_calls(self);
 }
 
 /* What the buffer had no room for; the rest of the batch is on the stream already. */
@@ -263,6 +277,9 @@ static void unpack(struct hr_nccl_backend *self) {
 
 int hr_nccl_backend_progress(struct hr_nccl_backend *self) {
     struct hr_nccl_comm *comm = self->comm;
+    if (is_adasum(self)) {
+        return hr_nccl_adasum_progress(&self->adasum);
+    }
     if (comm->state == HR_NCCL_LAUNCHING) {
         (void)hr_nccl_poll(comm);
     }
@@ -279,6 +296,7 @@ struct hr_nccl_backend *hr_nccl_backend_create(struct hr_team *team, struct hr_n
         self->team = team;
         self->comm = comm;
         self->pack = (struct hr_nccl_pack){.stager = stager, .packer = packer};
+        self->adasum = (struct hr_nccl_adasum){.team = team, .comm = comm, .stager = stager, .packer = packer};
     }
     return self;
 }
@@ -286,12 +304,14 @@ struct hr_nccl_backend *hr_nccl_backend_create(struct hr_team *team, struct hr_n
 void hr_nccl_backend_leave(struct hr_nccl_backend *self) {
     if (self != NULL) {
         hr_nccl_pack_leave(&self->pack, self->comm->stream);
+        hr_nccl_adasum_leave(&self->adasum);
     }
 }
 
 void hr_nccl_backend_destroy(struct hr_nccl_backend *self) {
     if (self != NULL) {
         hr_nccl_pack_fini(&self->pack);
+        hr_nccl_adasum_fini(&self->adasum);
         free(self->calls);
         free(self);
     }

@@ -1,6 +1,7 @@
 /*
  * Whole collectives by NCCL, on tensors in the memory of GPUs. A batch becomes one group of calls, on the tensors
- * themselves or, where NCCL cannot reduce them as they are, on a buffer (nccl_pack.h). Its task is done when all of
+ * themselves or, where NCCL cannot reduce them as they are, on a buffer (nccl_pack.h); Adasum becomes several
+ * (nccl_adasum.h). Its task is done when all of
  * them are on the communicator's stream, not when they have ended there: what comes behind orders itself by events. It
  * is no struct hr_backend: its batches wait for their turn first, and that is the engine's (nccl_turn.c).
  */

@@ -38,15 +38,14 @@ struct hr_nccl_form hr_nccl_form_of(const struct hr_work *work, size_t i) {
                    scales(work->reduce_op, work->prescale, work->postscale));
 }
 
-int hr_nccl_is_packed(const horo_request *call) {
+int hr_nccl_needs_kernels(const horo_request *call) {
     const int is_scaled = scales(call->reduce_op, call->prescale, call->postscale);
-    int is_packed = 0;
+    int needs = hr_op_reduces(call->op) && call->reduce_op == HORO_ADASUM;
     for (int i = 0; i < call->tensor_count && hr_op_reduces(call->op); i++) {
         const horo_tensor *tensor = &call->tensors[i];
-        is_packed |=
-            form_of(hr_dtype_real(tensor->dtype), tensor->wire_dtype, call->reduce_op, is_scaled).is_packed;
+        needs |= form_of(hr_dtype_real(tensor->dtype), tensor->wire_dtype, call->reduce_op, is_scaled).is_packed;
     }
-    return is_packed;
+    return needs;
 }
 
 /* ---- The buffer: pieces of both kernels, then vectors ---- */

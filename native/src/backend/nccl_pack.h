@@ -19,8 +19,8 @@ struct hr_nccl_form {
 
 /* Of an operand of a reduction. */
 struct hr_nccl_form hr_nccl_form_of(const struct hr_work *work, size_t i);
-/* Whether a request has tensors that are packed, if NCCL does it. */
-int hr_nccl_is_packed(const horo_request *call);
+/* Whether kernels of horo's take part if NCCL does it: a request has tensors that are packed, or is an Adasum. */
+int hr_nccl_needs_kernels(const horo_request *call);
 
 struct hr_packed_place {
     size_t at, bytes;

@@ -57,7 +57,7 @@ static int is_owner(const struct hr_team *team) {
 }
 
 int hr_nccl_two_level_can(const struct hr_work *work) {
-    int can = work->op == HORO_ALLREDUCE;
+    int can = work->op == HORO_ALLREDUCE && work->reduce_op != HORO_ADASUM;
     for (size_t i = 0; i < work->count && can; i++) {
         can = !hr_nccl_form_of(work, i).is_packed;
     }

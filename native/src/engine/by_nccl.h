@@ -17,8 +17,8 @@
  * record for NCCL means that all ranks have the tensors on their GPUs. Since all ranks execute one log, all tell at the
  * same place of it, and come to the same end (docs/adr/0047-ranks-tell-in-front-of-the-first-batch.md).
  *
- * Where not all ranks have horo's own kernels, requests that need them (backend/nccl_pack.h) are refused, and others
- * are not. What shares a batch is alike in that, too: it has the same dtypes and factors.
+ * Where not all ranks have horo's own kernels, requests that need them (backend/nccl_pack.h, backend/nccl_adasum.h) are
+ * refused, and others are not. What shares a batch is alike in that, too: it has the same dtypes and factors.
  *
  * Kernels of two communicators that are launched in different orders on two ranks may wait for one another for ever. So
  * batches take turns, in one order on all ranks (docs/adr/0045-launches-of-all-teams-take-turns.md).
@@ -139,7 +139,7 @@ static inline int hr_nccl_is_refused(const struct hr_nccl_team *team, const horo
     const int stage = atomic_load(&team->stage);
     const int has_told = stage == HR_BY_NCCL_CONNECTING || stage == HR_BY_NCCL_READY;
     return stage == HR_BY_NCCL_REFUSED ||
-           (has_told && !atomic_load(&team->has_kernels) && hr_nccl_is_packed(call));
+           (has_told && !atomic_load(&team->has_kernels) && hr_nccl_needs_kernels(call));
 }
 
 /* nccl_setup.c: what all ranks together can, by what each has told; empty: all are able. */

@@ -299,7 +299,8 @@ static void look_for_kernels(struct hr_engine *engine, const struct hr_lane *lan
     atomic_store(&hr_nccl_team_of(engine, lane)->has_kernels, text[0] == '\0');
     if (lane->is_root && text[0] != '\0') {
         hr_log(&engine->node->log, HORO_LOG_WARNING,
-               "values on GPUs%s%s that are converted on their way travel through host memory, not by NCCL: %s",
+               "values on GPUs%s%s that are converted on their way or are combined by Adasum travel through host "
+               "memory, not by NCCL: %s",
                is_world ? "" : " of ", is_world ? "" : hr_team_name(lane->team, name), text);
     }
 }
