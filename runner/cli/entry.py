@@ -299,6 +299,7 @@ def _exports(
     from horo.runner.cli.tuning import (  # noqa: PLC0415 - --help does without
         check_exports,
         drop_replaced,
+        set_all_names,
         tuning_variables,
         useless_marks,
     )
@@ -309,12 +310,13 @@ def _exports(
     except ValueError as error:
         raise JobError(str(error)) from None
     drop_replaced(given, line.from_file, exports)
-    tuning = tuning_variables(given)
+    tuning = tuning_variables(given, line.given)
     check_exports(exports, given)
+    exports = set_all_names(exports, environment)
     useless = useless_marks(given, {**environment, **tuning, **exports})
     if useless and not given.horovod:
-        raise JobError(f"--timeline-mark-cycles has no effect: {useless}: add that, or leave this out")
-    return tuning | exports, (f"--timeline-mark-cycles does nothing here: {useless}",) if useless else ()
+        raise JobError(f"{line.given['timeline_mark_cycles']} has no effect: {useless}: add that, or leave this out")
+    return tuning | exports, (f"{line.given['timeline_mark_cycles']} does nothing here: {useless}",) if useless else ()
 
 
 def _words(option: str, text: str) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = [
     "check_exports",
     "drop_replaced",
+    "set_all_names",
     "start_timeout",
     "timeline_merge",
     "tuning_sources",
@@ -43,17 +44,32 @@ def drop_replaced(given: argparse.Namespace, from_file: Collection[str], exports
         setattr(given, destination, [] if isinstance(getattr(given, destination), list) else None)
 
 
-def tuning_variables(given: argparse.Namespace) -> dict[str, str]:
+def set_all_names(exports: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables of ``-x``, with those of the environment that are other names of one of them.
+
+    Of ``HORO_X`` and ``HOROVOD_X`` the first counts, whoever has set it: the command line wins over the environment.
+    """
+    names: dict[str, str] = {}
+    for variable in variables_of(Config).values():
+        name = next((name for name in variable.names if name in exports), None)
+        if name is not None:
+            names |= {other: exports[name] for other in variable.names if other in environ}
+    return {**names, **exports}
+
+
+def tuning_variables(given: argparse.Namespace, spelt: Mapping[str, str]) -> dict[str, str]:
     """The variables that the options stand for.
+
+    Args:
+        given: the values of all options.
+        spelt: by destination, the options as the user spelt them.
 
     Raises:
         JobError: horo does not take a value, or an option makes another one useless; names the option.
     """
     if given.stall_check_warning_time_seconds == "0" and given.stall_check_shutdown_time_seconds is not None:
-        raise JobError(
-            "--stall-check-shutdown-time-seconds has no effect beside --stall-check-warning-time-seconds 0: leave out "
-            "one of them"
-        )
+        warning, shutdown = (spelt[f"stall_check_{what}_time_seconds"] for what in ("warning", "shutdown"))
+        raise JobError(f"{shutdown} has no effect where {warning} is 0: leave out one of them")
     variables = {}
     for option, name, text in _given(given):
         _check({name: text}, f"{option.name}: ")

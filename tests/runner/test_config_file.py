@@ -104,6 +104,15 @@ def test_a_variable_of_the_command_line_wins(name: str, tmp_path: Path) -> None:
     assert (job.exports, job.interfaces, job.sources) == (names, (), {})
 
 
+@pytest.mark.parametrize("text", ["", "params: {cycle_time_ms: 2}"])
+def test_a_variable_of_the_command_line_wins_over_its_other_name_in_the_environment(text: str, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(text)
+    words = ["-np", "2", "--config-file", str(tmp_path / "job.yaml"), "-x", "HOROVOD_CYCLE_TIME=4", "cmd"]
+    job = parse(words, environment={"HORO_CYCLE_TIME": "9", "HORO_CACHE_CAPACITY": "3"})
+    assert job is not None
+    assert job.exports == {"HORO_CYCLE_TIME": "4", "HOROVOD_CYCLE_TIME": "4"}
+
+
 def test_any_option_can_be_named(tmp_path: Path) -> None:
     text = (
         "options:\n  hosts: a:1,b:1\n  bind_to: core\n  oversubscribe: true\n  no-prefix: false\n  grace_seconds: 9\n"
@@ -168,6 +177,28 @@ def test_an_option_of_the_file_that_does_not_fit_is_said_to_be_in_it(tmp_path: P
     assert str(caught.value) == (
         f"--bind-to (in {tmp_path}/job.yaml) is for --launcher slurm and ssh; ranks of this job are started by mpi"
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (
+            "stall_check: {warning_time_seconds: 0, shutdown_time_seconds: 60}",
+            "--stall-check-shutdown-time-seconds (in {0}) has no effect where --stall-check-warning-time-seconds "
+            "(in {0}) is 0: leave out one of them",
+        ),
+        (
+            "timeline: {mark_cycles: true}",
+            "--timeline-mark-cycles (in {0}) has no effect: no --timeline-filename asks for a timeline: add that, or "
+            "leave this out",
+        ),
+    ],
+    ids=["stall-check", "timeline"],
+)
+def test_an_option_of_the_file_without_effect_is_said_to_be_in_it(text: str, sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(JobError) as caught:
+        parsed(tmp_path, text)
+    assert str(caught.value) == sentence.format(tmp_path / "job.yaml")
 
 
 def test_a_file_that_is_not_there_and_a_yaml_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

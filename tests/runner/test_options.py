@@ -156,7 +156,7 @@ PAIRS = [
     ),
     (
         "-np 1 --stall-check-warning-time-seconds 0 --stall-check-shutdown-time-seconds 3 cmd",
-        "--stall-check-shutdown-time-seconds has no effect beside --stall-check-warning-time-seconds 0",
+        "--stall-check-shutdown-time-seconds has no effect where --stall-check-warning-time-seconds is 0",
     ),
     ("--check-hosts -np 2", "--check-hosts starts no rank: leave out -np"),
     ("--check-hosts -n2", "--check-hosts starts no rank: leave out -n"),
