@@ -14,7 +14,7 @@ from device_group import SUM, Gpu, Nccl, OnGpu, on_gpu
 from ranks import Group, Rank, recorded_stderr, wait_for
 
 from horo import _core
-from horo.errors import AbortedError, GroupError, HoroError, PeerLostError
+from horo.errors import AbortedError, GroupError, HoroError, PeerLostError, StalledError
 
 ONES = np.ones(5, np.float32)
 
@@ -100,19 +100,34 @@ def test_a_rank_dies_before_it_has_a_tensor_on_a_gpu(gpu: Gpu, nccl: Nccl, hosts
 def test_a_rank_dies_while_nccl_connects(
     gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], victim: int, is_one_late: bool
 ) -> None:
-    """Where only rank 1 is not connected, the others' calls are on their streams, and wait for it there."""
+    """Where only rank 1 is not connected, the others wait for it with their calls."""
     for late in [1] if is_one_late else range(sum(hosts)):
         nccl.fail("late connect", late)
 
-    def until(rank: Rank, own: OnGpu) -> int | None:
+    def until(_: Rank, own: OnGpu) -> int:
         handle = begin(own)
-        if is_one_late and rank.rank != 1:
-            own.finish(handle)
-            return None
         wait_for(lambda: nccl.counts()["comms"] == sum(hosts))
         return handle
 
     dies(gpu, nccl, victim, hosts, until)
+
+
+@pytest.mark.parametrize("hosts", [(2,), (1, 1), (2, 1)])
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_that_nccl_does_not_connect_is_named_by_a_stall(
+    gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], late: int
+) -> None:
+    nccl.fail("late connect", late)
+
+    def body(rank: Rank) -> None:
+        own = on_gpu(rank, gpu, nccl)
+        who = "this rank" if rank.rank == late else rf"rank {late} \(.*\)"
+        words = f"^{who} has not submitted what others wait for, or not gone on with it, for 1 s"
+        ends_with(own, begin(own), StalledError, words)
+        own.close()
+
+    with recorded_stderr(), Group(hosts, stall_warning_ms=500, stall_shutdown_ms=1000) as group:
+        group.run(body)
 
 
 @pytest.mark.parametrize("hosts", [(2,), (1, 1), (3,)])

@@ -139,6 +139,38 @@ def test_two_sets_of_one_pair_of_ranks_differ_in_what_they_can(gpu: Gpu, nccl: N
     assert nccl.counts()["launched"] == 2
 
 
+@pytest.mark.parametrize("hosts", [[2], [1, 1], [2, 1]], ids=str)
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_set_that_is_not_connected_on_a_rank_holds_up_no_other_set(
+    gpu: Gpu, nccl: Nccl, hosts: list[int], late: int
+) -> None:
+    """The other rank of it is connected, and launches for all ranks meanwhile."""
+    links = Links(hosts_of(hosts))
+
+    def body(rank: Rank) -> None:
+        own = on_gpu(rank, gpu, nccl)
+        assert own.allreduce(ONES).tolist() == [rank.size] * 5
+        (team,) = add_teams(rank, links, [[0, 1]])
+        rank.barrier()
+        nccl.fail("late connect", late)
+        rank.barrier()
+        handle = begin(own, "late", team)[0] if rank.rank < 2 else None
+        wait_for(lambda: nccl.counts()["comms"] == rank.size + 2)
+        for number in range(20):
+            assert own.allreduce(ONES, f"{number}").tolist() == [rank.size] * 5
+        there.wait(60)
+        own.context.end("this test")
+        if handle is not None:
+            with pytest.raises(PeerLostError, match="ended with this test"):
+                own.context.wait(handle)
+            own.context.release(handle)
+        own.close()
+
+    there = threading.Barrier(sum(hosts))
+    with recorded_stderr(), Group(hosts) as group:
+        group.run(body)
+
+
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_wait_that_spins_asks_seldom_how_kernels_are(gpu: Gpu, nccl: Nccl, count: int) -> None:
     """Kernels of sets are in flight, of which nobody waits for the end."""

@@ -219,7 +219,6 @@ static int turn_team(struct hr_engine *engine, const struct hr_lane *lane) {
     int moved = team->has_moved | atomic_exchange(&team->has_values, 0);
     team->has_moved = 0;
     moved |= look(team);
-    moved |= hr_nccl_turn_setup(engine, lane);
     if (atomic_load(&team->awaited) > 0) {
         hr_nccl_check_values(engine, lane);
     }

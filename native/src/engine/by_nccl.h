@@ -7,8 +7,9 @@
  *     ASKED      | nothing                                         | the first one makes the ranks tell
  *     TELLING    | each rank tells the others what it has, also    | wait, and with them what stands behind them
  *                | one that has joined: if it has used a GPU       |
- *     CONNECTING | all ranks can, NCCL connects them               | wait
- *     READY      | this rank is connected                          | are NCCL's
+ *     CONNECTING | all ranks can, NCCL connects them; each that    | wait
+ *                | is connected tells the others                   |
+ *     READY      | all ranks are connected                         | are NCCL's
  *     REFUSED    | not all ranks can                               | are done in host memory, once the values of what
  *                |                                                 | was submitted before are there
  *
@@ -93,8 +94,8 @@ struct hr_nccl_team {
     _Atomic int awaited; /* requests for NCCL whose values are on their way to the host, since it was refused */
     _Atomic int has_values; /* they have come, and the driver has not seen it */
     /* of the driver */
-    struct hr_nccl_report *reports; /* TELLING: [size] this rank's among zeros, then those of all */
-    struct hr_operand told; /* these, as what is exchanged */
+    struct hr_nccl_report *reports; /* TELLING: [size] this rank's among zeros, then those of all; until it is over */
+    struct hr_operand told; /* these, or a part of them, as what is exchanged */
     size_t told_bytes;
     struct hr_nccl_comm comm;
     struct hr_nccl_backend *backend;
@@ -150,9 +151,7 @@ void hr_nccl_judge_kernels(const struct hr_nccl_report *reports, const struct hr
                            size_t text_bytes);
 /* by_nccl.c: what there is to know, if nobody has asked for NCCL yet; NULL for lack of memory. */
 struct hr_by_nccl *hr_nccl_state(struct hr_engine *engine);
-/* nccl_setup.c, the driver: whether the rank is connected now, which it notes. */
-int hr_nccl_turn_setup(struct hr_engine *engine, const struct hr_lane *lane);
-/* Ends the group if values that are awaited never come. */
+/* The driver: ends the group if values that are awaited never come. */
 void hr_nccl_check_values(struct hr_engine *engine, const struct hr_lane *lane);
 
 /*

@@ -388,7 +388,7 @@ void hr_lane_free_batch(struct hr_lane *lane);
 
 /*
  * In front of a record: HR_TASK_DONE if it can be executed; HR_TASK_MOVED: the state is TELLING now; HR_TASK_BLOCKED:
- * not yet; or a status. And: all have told.
+ * not yet; or a status. And: all have told, or are connected.
  */
 int hr_lane_prepare_nccl(struct hr_lane *lane, const struct hr_wire_message *record);
 void hr_lane_finish_telling(struct hr_lane *lane);

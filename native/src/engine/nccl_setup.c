@@ -100,6 +100,26 @@ static void set_stage(struct hr_engine *engine, struct hr_nccl_team *team, int s
     (void)pthread_mutex_unlock(&engine->submission.lock);
 }
 
+/* So many of the reports' bytes are summed, by a task in the team's lane. */
+static int begin_exchange(struct hr_lane *lane, struct hr_nccl_team *team, size_t bytes) {
+    team->told_bytes = bytes;
+    team->told = (struct hr_operand){
+        .input = team->reports, .output = team->reports, .bytes = team->told_bytes, .dtype = HORO_UINT8};
+    const struct hr_work work = {
+        .op = HORO_ALLREDUCE,
+        .reduce_op = HORO_SUM,
+        .prescale = 1.0,
+        .postscale = 1.0,
+        .operands = &team->told,
+        .count = 1,
+        .row_bytes = &team->told_bytes,
+    };
+    lane->executor.backend = lane->backend;
+    lane->executor.state = HR_EXECUTION_TELLING;
+    HR_TRY(lane->backend->ops->begin(lane->backend, &work));
+    return HR_TASK_MOVED;
+}
+
 /*
  * The sum of what each rank has in its own place and zeros in those of others. A rank that has joined may never have
  * used a GPU: then it tells nothing, and tensors are staged until all have joined.
@@ -113,23 +133,16 @@ static int begin_telling(struct hr_lane *lane, const struct hr_by_nccl *by, stru
     if (atomic_load(&by->device) >= 0) {
         complete_report(by, ranks, &team->reports[ranks->rank]);
     }
-    team->told_bytes = (size_t)ranks->size * sizeof *team->reports;
-    team->told = (struct hr_operand){
-        .input = team->reports, .output = team->reports, .bytes = team->told_bytes, .dtype = HORO_UINT8};
-    const struct hr_work work = {
-        .op = HORO_ALLREDUCE,
-        .reduce_op = HORO_SUM,
-        .prescale = 1.0,
-        .postscale = 1.0,
-        .operands = &team->told,
-        .count = 1,
-        .row_bytes = &team->told_bytes,
-    };
     set_stage(lane->engine, team, HR_BY_NCCL_TELLING);
-    lane->executor.backend = lane->backend;
-    lane->executor.state = HR_EXECUTION_TELLING;
-    HR_TRY(lane->backend->ops->begin(lane->backend, &work));
-    return HR_TASK_MOVED;
+    return begin_exchange(lane, team, (size_t)ranks->size * sizeof *team->reports);
+}
+
+/*
+ * This rank is connected, and waits until all are: a batch of this team holds up those of others until all its ranks
+ * have proposed a number (nccl_turn.c), which one that is not connected does not. What is summed does not matter.
+ */
+static int begin_meeting(struct hr_lane *lane, struct hr_nccl_team *team) {
+    return begin_exchange(lane, team, 1);
 }
 
 /* ---- In front of a record ---- */
@@ -158,12 +171,15 @@ static int is_for_nccl(struct hr_lane *lane, const struct hr_wire_message *recor
 }
 
 int hr_lane_prepare_nccl(struct hr_lane *lane, const struct hr_wire_message *record) {
-    const struct hr_nccl_team *team = hr_nccl_team_of(lane->engine, lane);
+    struct hr_nccl_team *team = hr_nccl_team_of(lane->engine, lane);
     const int stage = team == NULL ? HR_BY_NCCL_ASKED : atomic_load(&team->stage);
     const int is_over = stage == HR_BY_NCCL_READY || stage == HR_BY_NCCL_REFUSED;
     if ((is_over && atomic_load(&team->awaited) == 0) || (team == NULL && !lane->announcer.join.has_joined) ||
         !is_for_nccl(lane, record)) {
         return HR_TASK_DONE;
+    }
+    if (stage == HR_BY_NCCL_CONNECTING && team->comm.state == HR_NCCL_IDLE) {
+        return begin_meeting(lane, team);
     }
     if (stage != HR_BY_NCCL_ASKED) {
         return HR_TASK_BLOCKED;
@@ -316,32 +332,36 @@ static void connect(struct hr_engine *engine, const struct hr_lane *lane, const 
     set_stage(engine, team, HR_BY_NCCL_CONNECTING);
 }
 
-void hr_lane_finish_telling(struct hr_lane *lane) {
-    struct hr_nccl_team *team = hr_nccl_team_of(lane->engine, lane);
+static void judge(struct hr_engine *engine, const struct hr_lane *lane, const struct hr_nccl_report *reports) {
     char text[HORO_MESSAGE_MAX];
     int has_joined = 0;
-    lane->executor.state = HR_EXECUTION_IDLE;
-    hr_nccl_judge(team->reports, lane->team, &has_joined, text, sizeof text);
+    hr_nccl_judge(reports, lane->team, &has_joined, text, sizeof text);
     if (text[0] == '\0') {
-        connect(lane->engine, lane, team->reports);
+        connect(engine, lane, reports);
     } else {
-        refuse(lane->engine, lane, has_joined, text);
+        refuse(engine, lane, has_joined, text);
     }
-    stage_all(lane->engine, lane);
-    free(team->reports);
-    team->reports = NULL;
+    stage_all(engine, lane);
 }
 
-int hr_nccl_turn_setup(struct hr_engine *engine, const struct hr_lane *lane) {
-    struct hr_nccl_team *team = hr_nccl_team_of(engine, lane);
-    const int stage = atomic_load(&team->stage);
+static void be_ready(struct hr_engine *engine, const struct hr_lane *lane, struct hr_nccl_team *team) {
     char name[HR_TEAM_NAME_BYTES];
-    if (stage != HR_BY_NCCL_CONNECTING || team->comm.state != HR_NCCL_IDLE) {
-        return 0;
-    }
     set_stage(engine, team, HR_BY_NCCL_READY);
     hr_log(&engine->node->log, HORO_LOG_INFO, "NCCL does what it can of tensors on GPU %d for %s",
            atomic_load(&atomic_load(&engine->by_nccl)->device),
            lane->team->number == 0 ? "all ranks" : hr_team_name(lane->team, name));
-    return 1;
+}
+
+void hr_lane_finish_telling(struct hr_lane *lane) {
+    struct hr_nccl_team *team = hr_nccl_team_of(lane->engine, lane);
+    lane->executor.state = HR_EXECUTION_IDLE;
+    if (atomic_load(&team->stage) == HR_BY_NCCL_TELLING) {
+        judge(lane->engine, lane, team->reports);
+    } else {
+        be_ready(lane->engine, lane, team);
+    }
+    if (atomic_load(&team->stage) != HR_BY_NCCL_CONNECTING) {
+        free(team->reports);
+        team->reports = NULL;
+    }
 }
