@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import stat
 import sys
 import threading
@@ -24,7 +25,15 @@ from typing import NoReturn
 from horo._blocked import innermost_own, is_of_horo
 from horo.errors import DeadlockError, HoroError, InternalError
 
-__all__ = ["EndReporter", "culprit_of", "describe_exception", "script_line", "shorten_traceback", "watch_exceptions"]
+__all__ = [
+    "EndReporter",
+    "culprit_of",
+    "describe_exception",
+    "exit_status",
+    "script_line",
+    "shorten_traceback",
+    "watch_exceptions",
+]
 
 _TEXT_MAX = 200
 _CULPRIT = re.compile(r"rank (\d+)\b")
@@ -52,9 +61,16 @@ class EndReporter:
         """Reports that ``init()`` was called."""
         self._write({"joined": True, "awaits_all": self._ranks is None})
 
-    def ended(self, error: str, where: str, culprit: int | None) -> None:
-        """Reports that an exception ends this rank; ``culprit``: the rank that ended the group before, if any."""
-        self._write({"error": error, "where": where, "points_at": self._number(culprit)})
+    def ended(self, error: str, where: str, culprit: int | None, status: int) -> None:
+        """Reports that an exception ends this rank.
+
+        Args:
+            error: the exception.
+            where: the line of the script.
+            culprit: the rank that ended the group before; None: none did.
+            status: what the process exits with, if nothing happens until then.
+        """
+        self._write({"error": error, "where": where, "points_at": self._number(culprit), "status": status})
 
     def lost(self, culprit: int | None) -> None:
         """Reports that ``culprit`` has ended the group; None: reports nothing."""
@@ -89,6 +105,14 @@ def describe_exception(error: BaseException) -> str:
     shown = (c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in line[: _TEXT_MAX + 1])
     line = "".join(shown)
     return line if len(line) <= _TEXT_MAX else line[: _TEXT_MAX - 3] + "..."
+
+
+def exit_status(error: BaseException) -> int:
+    """What a process ends with that this exception ends, as a shell has it."""
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT
+    code = error.code if isinstance(error, SystemExit) else 1
+    return code & 255 if isinstance(code, int) else 1
 
 
 def script_line(traceback: TracebackType | None) -> str:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from horo._bootstrap.directory import Directory, PeerAddress
-from horo._bootstrap.ending import EndReporter, culprit_of, describe_exception, watch_exceptions
+from horo._bootstrap.ending import EndReporter, culprit_of, describe_exception, exit_status, watch_exceptions
 from horo._bootstrap.gpu_libraries import tell_difference
 from horo._bootstrap.host.arena import Arena, join_arena
 from horo._bootstrap.host.grouping import Grouping, Link, group_ranks
@@ -180,7 +180,7 @@ def _on_exception(error: BaseException, where: str) -> None:
     culprits = [culprit_of(job.context.health()) for job in _living]
     culprit = next((rank for rank in culprits if rank is not None), None)
     text = describe_exception(error)
-    _end_reporters[-1].ended(text, where, culprit)
+    _end_reporters[-1].ended(text, where, culprit, exit_status(error))
     if isinstance(error, KeyboardInterrupt):
         return  # Ctrl-C reaches all ranks: each gets its own, and leaves
     for job in list(_living):

@@ -14,6 +14,7 @@ __all__ = ["PIPE_NAME", "Note", "NoteReader", "open_pipe"]
 PIPE_NAME = "HORO_END_PIPE"
 _LINE_MAX_BYTES = 1 << 16
 _RANK_MAX = (1 << 31) - 1
+_STATUS_MAX = 255
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Note:
         error: the exception that ends it, ``ValueError: bad sample``; empty: none that horo knows of.
         where: the line of the script, ``train.py, line 7``.
         points_at: the rank that ended its group; None: none did.
+        status: what it exits with by that exception, if it comes to its end.
     """
 
     joined: bool = False
@@ -33,6 +35,7 @@ class Note:
     error: str = ""
     where: str = ""
     points_at: int | None = None
+    status: int = 1
 
 
 class NoteReader:
@@ -55,7 +58,7 @@ class NoteReader:
                 self._take(values)
 
     def _take(self, values: dict[str, object]) -> None:
-        points_at = values.get("points_at")
+        points_at, status = values.get("points_at"), values.get("status")
         self.note = replace(
             self.note,
             joined=self.note.joined or values.get("joined") is True,
@@ -63,6 +66,7 @@ class NoteReader:
             error=_text(values.get("error")) or self.note.error,
             where=_text(values.get("where")) or self.note.where,
             points_at=points_at if _is_rank(points_at) else self.note.points_at,
+            status=status if _is_rank(status) and status <= _STATUS_MAX else self.note.status,
         )
 
 

@@ -15,7 +15,6 @@ from horo.runner.printable import printable
 __all__ = ["Ending", "awaited", "exit_code", "how_it_ended", "overdue", "report", "root_cause", "signal_name"]
 
 _LAST_LINES = 20
-_EXIT_STATUS = re.compile(r"SystemExit: (-?\d{1,9})")
 _POINTS_AT = re.compile(rb"(?:PeerLost|Aborted|Stalled)Error: [^\n]{0,1000}?\brank (\d{1,9})\b")
 """Bounded: a rank may write anything, digits without end too."""
 
@@ -34,6 +33,7 @@ class Ending:
         stderr_tail: the end of its stderr.
         note: its own words about its end.
         overdue: it did not end in the grace time and was killed.
+        passed_on: hororun has passed on the signal that killed it.
     """
 
     rank: int
@@ -45,6 +45,7 @@ class Ending:
     stderr_tail: bytes = b""
     note: Note = field(default_factory=Note)
     overdue: bool = False
+    passed_on: bool = False
 
     @property
     def failed(self) -> bool:
@@ -107,13 +108,13 @@ def _follow(rank: int, points_at: Mapping[int, int | None]) -> list[int]:
 def exit_code(cause: Ending) -> int:
     """hororun's exit code for this cause: the rank's code, 128 + its signal, or 69 when its host was lost.
 
-    For an exception of a rank that did not come to its end in time and was ended: the code of a ``SystemExit``, else 1.
+    For a rank that was ended on its way to the end that an exception has brought, since it took too long or by a signal
+    that hororun passed on: the code of a ``SystemExit``, else 1. Python traps no signals any more by then.
     """
     if cause.lost:
         return EXIT_UNREACHABLE
-    if cause.asked and cause.note.error:
-        status = _EXIT_STATUS.fullmatch(cause.note.error)
-        return (int(status[1]) & 255 if status else 0) or 1
+    if (cause.asked or cause.passed_on) and cause.note.error:
+        return cause.note.status or 1
     return 128 + cause.signal if cause.signal else cause.code
 
 

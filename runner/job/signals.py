@@ -57,6 +57,9 @@ class SignalsToRanks:
     Args:
         clock: the loop.
         places: the hosts that have ranks now.
+
+    Attributes:
+        came: the signals that came so far.
     """
 
     def __init__(self, clock: Clock, places: Callable[[], Sequence[Place]]) -> None:
@@ -64,6 +67,7 @@ class SignalsToRanks:
         self._places = places
         self._heard: dict[int, list[Place]] = {}
         self._passed: set[int] = set()
+        self.came: set[int] = set()
 
     def listen(self, loop: Loop, end: Callable[[int], None], run: Callable[[], bool], *, batch: bool) -> None:
         """Takes the signals that come to this process.
@@ -89,12 +93,14 @@ class SignalsToRanks:
 
     def came_here(self, number: int) -> None:
         """The signal came to this process."""
+        self.came.add(number)
         self._pass_on(number, self._heard.pop(number, []))
         self._passed.add(number)
         self._clock.call_later(GATHER_S, lambda: self._passed.discard(number))
 
     def came_to(self, place: Place, number: int) -> None:
         """The signal came to the agent of a host, whose ranks have it. Others have it soon, if it came to them, too."""
+        self.came.add(number)
         if number in self._passed:
             return
         if number not in self._heard:

@@ -358,7 +358,8 @@ class _Supervisor:
     ) -> None:
         tail = self._stderr_tails.get(rank, b"")
         note = self._notes[rank].note if rank in self._notes else Note()
-        ending = Ending(rank, self._names[rank], code, signal, asked, lost, tail, note, overdue)
+        passed_on = signal in self._signals.came
+        ending = Ending(rank, self._names[rank], code, signal, asked, lost, tail, note, overdue, passed_on)
         self._endings.append(ending)
         if self._joining is not None:
             self._joining.on_end(ending)

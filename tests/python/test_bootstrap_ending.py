@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from horo._bootstrap.ending import culprit_of, describe_exception, script_line, shorten_traceback
+from horo._bootstrap.ending import culprit_of, describe_exception, exit_status, script_line, shorten_traceback
 from horo._bootstrap.launchers.environment import read_launch
 from horo.errors import InternalError, PeerLostError, UsageError
 
@@ -27,6 +27,18 @@ from horo.errors import InternalError, PeerLostError, UsageError
 )
 def test_an_exception_is_one_bounded_line(error: BaseException, text: str) -> None:
     assert describe_exception(error) == text
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        *[(SystemExit(code), status) for code, status in ((75, 75), (-1, 255), (256, 0), (True, 1), ("75", 1))],
+        (KeyboardInterrupt(), 130),
+        (ValueError("x"), 1),
+    ],
+)
+def test_the_status_of_a_process_that_an_exception_ends(error: BaseException, status: int) -> None:
+    assert exit_status(error) == status
 
 
 def test_an_exception_without_a_message_is_described_all_the_same() -> None:

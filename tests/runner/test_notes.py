@@ -22,8 +22,8 @@ def test_a_note_arrives_as_it_was_written() -> None:
     assert read(reader, read_fd) == Note(joined=True)
     notes.lost(1)
     assert read(reader, read_fd) == Note(joined=True, points_at=6)
-    notes.ended("ValueError: \u00e4", "train.py, line 7", None)
-    assert read(reader, read_fd) == Note(True, False, "ValueError: \u00e4", "train.py, line 7", 6)
+    notes.ended("SystemExit: \u00e4", "train.py, line 7", None, 75)
+    assert read(reader, read_fd) == Note(True, False, "SystemExit: \u00e4", "train.py, line 7", 6, 75)
     notes.lost(None)
     with pytest.raises(BlockingIOError):
         os.read(read_fd, 1)

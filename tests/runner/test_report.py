@@ -75,10 +75,13 @@ def test_a_rank_that_said_its_own_error_is_the_cause_although_it_was_told_to_end
     )
 
 
-@pytest.mark.parametrize(("status", "code"), [("75", 75), ("-1", 255), ("256", 1), ("no data", 1)])
-def test_a_rank_that_did_not_come_to_the_end_of_its_exit_has_its_code(status: str, code: int) -> None:
-    late = Ending(1, "h", signal=15, asked=True, note=Note(error=f"SystemExit: {status}"))
-    assert exit_code(late) == code
+@pytest.mark.parametrize(("status", "code"), [(75, 75), (255, 255), (0, 1)])
+def test_a_rank_that_did_not_come_to_the_end_of_its_exit_has_its_code(status: int, code: int) -> None:
+    note = Note(error="SystemExit: something", status=status)
+    assert exit_code(Ending(1, "h", signal=15, asked=True, note=note)) == code
+    assert exit_code(Ending(1, "h", signal=10, passed_on=True, note=note)) == code
+    assert exit_code(Ending(1, "h", signal=10, note=note)) == 138
+    assert exit_code(Ending(1, "h", signal=10, passed_on=True)) == 138
 
 
 def test_the_rank_that_the_first_failure_points_at_is_awaited_until_its_end_is_known() -> None:

@@ -174,6 +174,23 @@ def test_a_signal_that_ranks_do_not_trap_ends_them_and_is_named(
     assert "SIGTERM" not in done.stderr
 
 
+def test_a_signal_that_comes_twice_does_not_change_the_code_of_sys_exit(
+    hororun: Hororun, where: str, flags: Flags
+) -> None:
+    # Python traps no signals any more while it ends. The rank has said by then that it ends by sys.exit(75).
+    script = "import json, os, signal\nfd = os.environ['HORO_END_PIPE'].split(':')[0]\n"
+    script += "rank = os.environ['HOROVOD_RANK']\n"
+    script += "note = {'error': 'SystemExit: 75', 'where': '', 'points_at': None, 'status': 75}\n"
+    script += "os.write(int(fd), json.dumps(note).encode() + b'\\n')\n"
+    script += f"open(f'{flags.folder}/up.{{rank}}', 'w').close()\nsignal.pause()"
+    job = hororun.start("-np", "2", "--", sys.executable, "-S", "-c", script, where=where)
+    flags.wait(["up.0", "up.1"])
+    job.process.send_signal(USR1)
+    done = job.finish()
+    assert done.returncode == 75
+    assert "ended with SystemExit: 75 (killed by SIGUSR1)" in done.stderr
+
+
 def test_sigquit_ends_hororun_while_no_rank_runs(hororun: Hororun, tmp_path: Path, flags: Flags) -> None:
     hororun.remote_shell = make_remote_shell(tmp_path, f": > {flags.folder}/called; sleep 60")
     job = hororun.start("-np", "1", "true", where="one:1")
