@@ -138,8 +138,8 @@ class Config:
     log_level: str = variable(
         "LOG_LEVEL",
         "warning",
-        "Least severe message that is written to stderr: from `info` on rank 0 says at the start what has started, "
-        "from `debug` on every rank where it is; `fatal`, a word of Horovod's, means `off`.",
+        "Least severe message that is written to stderr: from `info` on, rank 0 describes the job when it has started, "
+        "from `debug` on, every rank its own place; `fatal`, a word of Horovod's, means `off`.",
         Option("--log-level", "trace, debug, info, warning (the default), error or off", "LEVEL", key="logging: level"),
         choices=(*LOG_LEVELS, "fatal"),
     )
@@ -218,9 +218,9 @@ class Config:
     single_copy: bool = variable(
         "SINGLE_COPY",
         True,
-        "1: what a larger broadcast, allgather, alltoall or reducescatter takes from other ranks of the host is read "
-        "from their memory, where the system lets all of them read; 0: it passes shared memory, as it does where one "
-        "may not. A line at level `info` says which it is, when the first such operation begins.",
+        "1: in a larger broadcast, allgather, alltoall or reducescatter, ranks of one host read from each other's "
+        "memory, where the system lets all of them; 0: data passes through shared memory, as it does where one rank "
+        "may not read. A line at level `info` names the way, when the first such operation begins.",
         Option("--no-single-copy", "ranks do not read each other's memory", value="0"),
     )
     overlap: str = variable(
@@ -263,7 +263,7 @@ class Config:
     gpu_operations: str = variable(
         "GPU_OPERATIONS",
         "staged",
-        "What moves tensors on GPUs: `staged`, through host memory (`mpi`, a word of Horovod's, means the same), or "
+        "How tensors on GPUs travel: `staged`, through host memory (`mpi`, a word of Horovod's, means the same), or "
         "`nccl`, which moves them from GPU to GPU where each rank has one of its own and the same NCCL; what it cannot "
         "do is staged. NCCL has not been tried on a GPU yet.",
         Option("--gpu-operations", "staged (the default) or nccl", "WHAT"),
@@ -293,8 +293,8 @@ class Config:
     transport: str = variable(
         "TRANSPORT",
         "auto",
-        "What moves data between hosts: `tcp`, or `mpi`, for the site's own network; `auto`: mpi in a job that an MPI "
-        "has launched, else tcp. Agreement between hosts travels by TCP in any case.",
+        "How data travels between hosts: by `tcp`, or `mpi`, for the site's own network; `auto`: mpi in a job that an "
+        "MPI has launched, else tcp. Agreement between hosts travels by TCP in any case.",
         Option("--transport", "between hosts: auto (the default), tcp or mpi", "WAY"),
         choices=("auto", "tcp", "mpi"),
     )
@@ -310,8 +310,8 @@ class Config:
     autotune: bool = variable(
         "AUTOTUNE",
         False,
-        "1: while the job runs, rank 0 tries other sizes, switch points and numbers of sockets, and keeps what makes "
-        "steps shorter; what is set otherwise is where it begins.",
+        "1: while the job runs, rank 0 tries other sizes, switch points and numbers of sockets, and keeps those that "
+        "make steps shorter; it begins with the values of the other settings.",
         Option("--autotune", "look for better sizes and switch points while the job runs", value="1", key=_ENABLED),
         Option(
             "--no-autotune",
@@ -362,8 +362,8 @@ class Config:
         "CONTROLLER",
         "auto",
         "How ranks learn of each other: `mpi` through mpi4py, whoever started them; `gloo` in horo's own store, as "
-        "`hororun`, `torchrun` or Slurm describe it, never through MPI; `slurm` as Slurm describes it; `auto`: as who "
-        "started the process needs it.",
+        "`hororun`, `torchrun` or Slurm describe it, never through MPI; `slurm` as Slurm describes it; `auto`: the "
+        "one that fits the launcher of the process.",
         choices=("auto", "mpi", "gloo", "slurm"),
     )
     network_interfaces: str | None = variable(
@@ -385,7 +385,7 @@ class Config:
     """By name, as ``source()`` returns them."""
 
     def source(self, name: str) -> str:
-        """Where the value of a setting comes from, as ``Settings.source()`` returns it."""
+        """The source of the value of a setting, as ``Settings.source()`` returns it."""
         return self.sources.get(name, DEFAULT)
 
     def told(self, name: str) -> str:
@@ -405,7 +405,7 @@ class Config:
 
     @property
     def gradients_ready_default(self) -> str:
-        """``gradients_ready``, or what it is where the user has not said it."""
+        """``gradients_ready``, or its default where the user has not set it."""
         return self.gradients_ready or ("step" if self.horovod else "backward")
 
 

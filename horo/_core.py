@@ -385,7 +385,7 @@ class Context:
         return None if status == lib.HORO_OK else error_from_status(_STATUS_NAMES[status], _text(error))
 
     def tuning(self) -> tuple[dict[str, int], bool]:
-        """What this rank's next operation of all ranks runs with, by the names in ``KNOBS``, and whether it stays so.
+        """The values of this rank's next operation of all ranks, by the names in ``KNOBS``, and whether they are final.
 
         All are 0 without autotuning.
         """
@@ -417,7 +417,7 @@ class Context:
         return [event_of(native[i], _text(native[i].name), EVENTS, _OP_NAMES, _STATUS_NAMES) for i in range(count)]
 
     def start_timeline(self, path: str, *, about: str = "", marks_batches: bool = False) -> None:
-        """Writes what this rank does from now on into a file of Chrome's trace events; see ``horo_start_timeline``.
+        """Records this rank's operations from now on in a file of Chrome's trace events; see ``horo_start_timeline``.
 
         Raises:
             UsageError: one is being written already, or the file cannot be.
@@ -429,7 +429,7 @@ class Context:
         _check(status, error)
 
     def stop_timeline(self) -> None:
-        """Writes what is left and closes the file. Does nothing where no timeline is written."""
+        """Writes the last events and closes the file. Does nothing where no timeline is written."""
         status = lib.horo_stop_timeline(self._context)
         if status != _OK:
             raise error_from_status(_STATUS_NAMES[status], self._message(0))

@@ -63,7 +63,7 @@ def use_cuda(context: Context, paths: Sequence[str]) -> None:
 
 
 def use_nccl(context: Context, paths: Sequence[str], *, two_levels: bool = False) -> None:
-    """Lets NCCL do what it can of requests with tensors on GPUs; see ``horo_use_nccl``.
+    """Lets NCCL execute those requests with tensors on GPUs that it can; see ``horo_use_nccl``.
 
     Where a rank has no NCCL of use, that is logged when all ranks have told one another, at the first such request.
 

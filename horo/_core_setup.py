@@ -69,7 +69,7 @@ MPI_HANDLES = (
 
 
 KNOBS = ("segment", "piece", "sockets", "fusion", "doubling", "carried", "cycle", "overlap")
-"""What autotuning may change, in the order of ``enum horo_knob``."""
+"""The values that autotuning may change, in the order of ``enum horo_knob``."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,9 @@ class Autotune:
     """A search for better values while the job runs; the fields are those of ``horo_autotune``."""
 
     start: Mapping[str, int] = field(default_factory=dict)
-    """What the job begins with, by the names in ``KNOBS``; what is missing is the core's own default."""
+    """The values that the job begins with, by the names in ``KNOBS``; a missing one is the core's own default."""
     defaults: Mapping[str, int] = field(default_factory=dict)
-    """What it would begin with if the user had set nothing, likewise."""
+    """The values that it would begin with if the user had set nothing, likewise."""
     warmup_samples: int = 3
     steps_per_sample: int = 10
     max_samples: int = 40

@@ -30,7 +30,7 @@ class DeputyCall:
         self._result: Any = None
         self._error: BaseException | None = None
         self.thread: threading.Thread | None = None
-        """That does it, once it has begun."""
+        """The thread that makes the call, once it has begun."""
         self.is_left = False
         """An exception has ended the wait for it, or has come in place of its result."""
 
@@ -55,7 +55,7 @@ class DeputyCall:
         return self._begun.acquire(blocking=False)
 
     def result(self) -> Any:
-        """What the call has returned; raises what it has raised."""
+        """The result of the call; raises its exception."""
         error, self._error = self._error, None
         if error is not None:
             try:

@@ -47,7 +47,7 @@ class LaunchVariables:
     end_pipe: str | None = exact_variable(
         "HORO_END_PIPE",
         str,
-        "Where this rank says what ended it: descriptor and inode of a pipe to `hororun`.",
+        "Pipe to `hororun` on which this rank reports the error that ended it: its descriptor and inode.",
     )
     config_sources: str | None = exact_variable(
         "HORO_CONFIG_SOURCES",

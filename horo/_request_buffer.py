@@ -254,7 +254,7 @@ def _pack(tensors: Sequence[Tensor]) -> Any:
 
 
 class TakenResult:
-    """What the core gives of one gathered tensor: memory that the caller frees, and the rows of each member.
+    """A gathered tensor as the core returns it: memory that the caller frees, and the number of rows of each member.
 
     An exception of a signal handler may come between any two calls of Python's. So what frees the memory is there
     before the core gives it, and what is here already can be had again.

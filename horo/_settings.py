@@ -32,12 +32,12 @@ class Settings(Mapping[str, Any]):
         return len(self._values)
 
     def source(self, name: str) -> str:
-        """Where a value comes from.
+        """The source of a value.
 
         Returns:
             ``"init()"`` for an argument of it, the name of an environment variable, ``"hororun --OPTION"``,
-            ``"file NAME"`` for ``hororun --config-file``, ``"autotune"`` for what that has put in force in place of
-            such a value, or ``"default"``.
+            ``"file NAME"`` for ``hororun --config-file``, ``"autotune"`` for a value that autotuning has
+            put in force instead, or ``"default"``.
 
         Raises:
             KeyError: There is no such setting.
@@ -59,7 +59,7 @@ def settings_of(config: Config, chosen: Mapping[str, Any] | None = None) -> Sett
     """The settings of a process.
 
     Args:
-        config: what ``read_config`` has read.
+        config: the result of ``read_config``.
         chosen: by name, the values that horo has chosen where the user has not.
     """
     values = {name: getattr(config, name) for name in variables_of(Config)}

@@ -1,4 +1,4 @@
-"""Where the values of settings come from."""
+"""The sources of settings: arguments, variables, options, files."""
 
 from __future__ import annotations
 

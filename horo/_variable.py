@@ -96,7 +96,7 @@ class Variable:
         """The value in ``environ``, or the default.
 
         Raises:
-            UsageError: names the variable, its value (never a secret one) and what is allowed.
+            UsageError: names the variable, its value (never a secret one) and the allowed values.
         """
         name = self.set_name(environ)
         if not name:

@@ -38,12 +38,12 @@ Imports neither torch nor the native core, so that it starts fast (only ``--chec
     call/                    horo.run: a function in every rank
         parent               the caller: hororun, results, exceptions
         __main__             a rank
-        values               what goes between them
+        values               the objects that go between them
     config                   a job as frozen data
     hosts                    -H and host files -> HostSpec
     loop                     files, signals and timers
     own_modules              hororun imports nothing from the current directory
-    network                  addresses and ports of this machine; who can connect to whom
+    network                  addresses and ports of this machine; connections between hosts
     printable                text from elsewhere in hororun's own lines
     processes                starts, finds and ends processes; the guard
     stdout                   hororun's own text on stdout

@@ -148,7 +148,7 @@ class Job:
         ssh: how hosts are reached by ssh.
         mpi: options for mpirun.
         output: form and place of the output.
-        timelines: what to do with the ranks' timelines at the end; None: nothing.
+        timelines: the merge of the ranks' timelines at the end; None: none.
     """
 
     size: int

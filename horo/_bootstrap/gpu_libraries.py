@@ -1,6 +1,6 @@
-"""Libraries for GPUs: where they may be, and what this process can use of them.
+"""Libraries for GPUs: the places where they may be, and those that this process can use.
 
-The core loads them. Here is what depends on how Python packages are laid out.
+The core loads them. This module knows how Python packages are laid out.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class GpuLibraries(NamedTuple):
     nccl: str = ""
 
     def describe(self) -> str:
-        """What there is, as a phrase."""
+        """The libraries that were found, as a phrase."""
         return " and ".join(filter(None, self)) or "none"
 
 
@@ -64,14 +64,14 @@ def find_nccl() -> Library:
 
 
 def nccl_places() -> list[str]:
-    """Where NCCL may be: in the package nvidia-nccl, in torch's own folder, on the system."""
+    """The places to look for NCCL: the package nvidia-nccl, torch's own folder, the system."""
     nvidia = [folder / "nccl" / "lib" for folder in _folders("nvidia")]
     files = [folder / _NCCL for folder in (*nvidia, *(folder / "lib" for folder in _folders("torch")))]
     return [*(str(file) for file in files if file.exists()), _NCCL]
 
 
 def find_gpu_libraries() -> GpuLibraries:
-    """What this process can use. Without a driver, NCCL is not looked for: it is large, and of no use."""
+    """The libraries that this process can use. Without a driver, NCCL is not looked for: it is large, and of no use."""
     try:
         cuda = find_cuda().name
     except ResourceError:

@@ -85,7 +85,7 @@ class RunningRank:
         hosts: the ranks of each host, that is of each set of ranks that share memory.
         host_names: host names by rank.
         cores: number of cores on which the ranks of this host may run, together.
-        overlap: the user's choice for ``HORO_OVERLAP``, or what autotuning has come to; see ``overlap_now``.
+        overlap: the user's choice for ``HORO_OVERLAP``, or that of autotuning; see ``overlap_now``.
         gradients_ready: ``HORO_GRADIENTS_READY``, or its default.
         directory: addresses of all ranks and the job's secret; ``team_links`` needs them to make more links.
         mpi: the MPI world of the job; None if the ranks did not start through MPI.
@@ -119,7 +119,7 @@ class RunningRank:
         _living.add(self)
 
     def overlap_now(self) -> str:
-        """What holds for the next backward."""
+        """The value of ``HORO_OVERLAP`` for the next backward."""
         if self._tunes_overlap:
             self.overlap, self._tunes_overlap = tuned_overlap(self.context, self.overlap)
         return self.overlap
@@ -130,7 +130,7 @@ class RunningRank:
         return self._tuned_from is not None
 
     def settings_now(self) -> Settings:
-        """The settings with what autotuning has put in force by now on this rank. The caller keeps the context open."""
+        """The settings in force on this rank, with the changes by autotuning. The caller keeps the context open."""
         if self._tuned_from is None:
             return self.settings
         return self.settings.tuned(tuned_settings(self.context, self._tuned_from))

@@ -47,7 +47,7 @@ class PeerInfo:
     settings: dict[str, int | str | None]
     """Values that must be equal on all ranks, by the setting's name; None: not set."""
     sources: dict[str, str]
-    """Where each of these values comes from."""
+    """The source of each of these values: an argument, a variable, an option."""
     identity: Identity
     address: str | None
     """Local address of this rank's connection to the store."""

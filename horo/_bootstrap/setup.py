@@ -1,4 +1,4 @@
-"""The input of a rank's context, from its settings and what it has connected."""
+"""The input of a rank's context, from its settings and its connections."""
 
 from __future__ import annotations
 

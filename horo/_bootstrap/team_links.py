@@ -154,7 +154,7 @@ class _TeamSetup:
         return self._results(self._exchange(mine))
 
     def _results(self, answers: Sequence[bytes]) -> list[bytes]:
-        """What all ranks have said; raises the error of one that has failed, if there is any."""
+        """The answers of all ranks; raises the error of one that has failed, if there is any."""
         words = [unpack_fields(answer) for answer in answers]
         if len(words) != len(self._directory.peers):
             raise InternalError(f"{len(words)} of {len(self._directory.peers)} ranks have answered")

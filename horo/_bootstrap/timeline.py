@@ -1,4 +1,4 @@
-"""Which file a rank's timeline goes to, and what the file says about the rank."""
+"""The file that a rank's timeline is written to, and the description of the rank in it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def begin_timeline(job: RunningRank, config: Config) -> None:
 
 
 def _describe(job: RunningRank) -> str:
-    """Members of a JSON object: what ``python -m horo.timeline merge`` has to know."""
+    """Members of a JSON object, which ``python -m horo.timeline merge`` reads."""
     about: dict[str, Any] = {
         "rank": job.rank,
         "size": job.size,

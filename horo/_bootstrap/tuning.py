@@ -1,4 +1,4 @@
-"""What operations of a job begin with, and the search for something better while it runs (``HORO_AUTOTUNE``)."""
+"""The sizes that a job begins with, and the search for better ones while it runs (``HORO_AUTOTUNE``)."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ __all__ = [
 _ONE_HOST_SEGMENT_BYTES = 1 << 18
 _SEVERAL_HOSTS_SEGMENT_BYTES = 1 << 20
 _LARGEST_SEGMENT_BYTES = 1 << 22
-"""That a search may come to, unless the job begins with a larger one; pages of slots that are not used take nothing."""
+"""The limit of a search, unless the job begins with a larger one. Pages of slots that are not used take no memory."""
 _MOST_SOCKETS = 4
-"""Per peer, likewise; each that is not used takes a connection."""
+"""The limit of a search, per peer; each socket that is not used takes a connection."""
 _OVERLAPS = {1: "never", 2: "always"}
 _SETTINGS = {
     "segment": "segment_bytes",
@@ -37,7 +37,7 @@ _SETTINGS = {
     "cycle": "cycle_time_ms",
     "overlap": "overlap",
 }
-"""By the names in ``KNOBS``, what the user may set; the others have no setting."""
+"""The settings of the user by the names in ``KNOBS``; the other knobs have none."""
 
 
 def first_segment_bytes(config: Config, machines: int) -> int:
@@ -100,7 +100,7 @@ def _values(config: Config, machines: int) -> dict[str, int]:
 
 
 def tuned_overlap(context: Context, configured: str) -> tuple[str, bool]:
-    """What stands for ``HORO_OVERLAP`` now, and whether that may still change."""
+    """The value in force for ``HORO_OVERLAP``, and whether it may still change."""
     values, is_final = context.tuning()
     return _OVERLAPS.get(values["overlap"], configured), not is_final
 

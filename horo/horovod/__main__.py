@@ -1,6 +1,6 @@
 """``python -m horo.horovod train.py``: Python with horo under Horovod's names.
 
-What follows is what ``python`` takes: a script or ``-m module``, and its arguments.
+The arguments are those of ``python``: a script or ``-m module``, and its own arguments.
 """
 
 from __future__ import annotations

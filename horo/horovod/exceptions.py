@@ -1,4 +1,4 @@
-"""What scripts import from ``horovod.common.exceptions``."""
+"""The names that scripts import from ``horovod.common.exceptions``."""
 
 from __future__ import annotations
 

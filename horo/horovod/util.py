@@ -1,4 +1,4 @@
-"""What scripts import from ``horovod.common.util``."""
+"""The names that scripts import from ``horovod.common.util``."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _Key = tuple[int, int]
 
 @dataclass(frozen=True)
 class Alignment:
-    """What to add to the times of one clock for those of the reference."""
+    """The offsets to add to the times of one clock to get those of the reference clock."""
 
     times_us: tuple[float, ...]
     """On this clock, rising."""

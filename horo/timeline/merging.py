@@ -15,14 +15,14 @@ __all__ = ["merge"]
 
 
 def merge(out: str, paths: Sequence[str]) -> list[str]:
-    """Writes one file that has what is in those of ``paths``, with times on the clock of the lowest rank.
+    """Writes one file with the events of all those in ``paths``, with times on the clock of the lowest rank.
 
     Args:
-        out: the file to write; what is in it is lost, but a timeline of a rank is not overwritten.
+        out: the file to write; it is overwritten, unless it is a timeline of a rank.
         paths: of files of different ranks of one job, each written with ``{rank}`` in its path.
 
     Returns:
-        Sentences for the user: what was written, and how exactly the clocks are aligned.
+        Sentences for the user: the file that was written, and how exactly the clocks are aligned.
 
     Raises:
         TimelineError: a file is no timeline, two do not belong together, or ``out`` cannot be written.

@@ -38,7 +38,7 @@ class Timeline:
 
 
 class Batch(NamedTuple):
-    """What one rank has done for one record of a team's log, in microseconds of its clock."""
+    """One rank's part in one record of a team's log, in microseconds of its clock."""
 
     submitted_us: float
     """The last of its requests; no rank begins before that."""

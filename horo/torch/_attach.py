@@ -1,5 +1,4 @@
-"""What a distributed optimizer gains: its reducer around ``step``, methods on the one object, and copies that have the
-same."""
+"""Makes an optimizer distributed: its reducer runs around ``step``, the object gets methods, and so do its copies."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ def find_duplicates(values: Iterable[Any]) -> set[Any]:
 
 
 class _Intercepted:
-    """Methods of the optimizer that concern reductions in progress, and what makes its copies.
+    """Methods of the optimizer that concern reductions in progress, and the one that copies it.
 
     They sit on the one object, not on a class of its own, and refer to it weakly: an optimizer in a cycle with itself
     would keep its hooks on the model until the next garbage collection.
@@ -99,7 +98,7 @@ class _Intercepted:
         return copied
 
     def refuse_pickling(self) -> NoReturn:
-        """Refuses to be pickled: what comes out elsewhere would train apart from the other ranks.
+        """Refuses to be pickled: the unpickled optimizer would train apart from the other ranks.
 
         Raises:
             UsageError: Always.

@@ -28,7 +28,7 @@ def make_header(payload_bytes: int, root_rank: int) -> bytes:
 
 
 class ObjectKey:
-    """Seals and opens what ranks send in one call.
+    """Seals and opens the objects that ranks send in one call.
 
     Args:
         secret: The job's.
@@ -52,7 +52,7 @@ class ObjectKey:
         headers: bytes,
     ) -> None:
         self.ranks = ranks
-        """Those that take part."""
+        """The ranks that take part."""
         place = ranks.index(rank) * _HEADER.size
         # This rank's own header, not the received one: somebody could have replaced it by that of an earlier call.
         self._headers = headers[:place] + header + headers[place + _HEADER.size :]
@@ -86,7 +86,7 @@ class ObjectKey:
         return self._mac(rank, data) + data
 
     def open(self, rank: int, sealed: memoryview) -> memoryview:
-        """What ``rank`` has sealed, at least one byte.
+        """The bytes that ``rank`` has sealed, at least one.
 
         Raises:
             MismatchError: These bytes were not sealed by it in this call.

@@ -24,7 +24,7 @@ __all__ = ["call_at_end", "current_run", "is_nested"]
 
 _ENTRIES = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
 _FUNCTION_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__
-"""What autograd calls for the backward of a ``torch.autograd.Function``."""
+"""The function that autograd calls for the backward of a ``torch.autograd.Function``."""
 
 current_run = torch._C._current_graph_task_id
 """The number of the autograd run that calls; a run inside another has a higher number than that one."""
@@ -62,7 +62,7 @@ def call_at_end(reducer: BackwardReducer) -> None:
 
 def _run_ended(run: int, runs: dict[int, weakref.WeakSet[BackwardReducer]]) -> None:
     reducers = runs.pop(run)
-    node = torch._C._current_autograd_node()  # what the run outside this one evaluates; None in the outermost run
+    node = torch._C._current_autograd_node()  # that of the run outside this one; None in the outermost
     if node is None or not _call_after(node, reducers):
         due = [reducer for reducer in sorted(reducers, key=lambda item: item.order) if reducer.end_pass()]
         reduce_together(due)

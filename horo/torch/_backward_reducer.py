@@ -1,4 +1,4 @@
-"""Gradients are reduced when ``backward()`` returns: what clips, unscales, logs or accumulates them needs no change."""
+"""Gradients are reduced when ``backward()`` returns: code that clips, unscales or accumulates them needs no change."""
 
 from __future__ import annotations
 
@@ -129,10 +129,10 @@ class BackwardReducer(GradientReducer):
         for state in self.states.values():
             state.summed = None
         if len(self.hooked) < len(self.states):
-            self.adopt()  # what was thawed needs its hook before the next backward
+            self.adopt()  # a parameter that was thawed needs its hook before the next backward
 
     def drain(self) -> None:
-        """As in the base class. Between backward passes nothing is in progress, and what is averaged stays so."""
+        """As in the base class. Between backward passes nothing is in progress; averaged gradients stay averaged."""
         self.follow_runtime(forget=True)
         if self._first_run is not None:
             super().drain()
@@ -270,7 +270,7 @@ def _refuse_added(state: ParameterState) -> None:
     """Called after autograd has accumulated into a gradient that may be a sum over the ranks still.
 
     Raises:
-        UsageError: It was, so what it was has been added to undivided.
+        UsageError: It was, so autograd has added to a sum that was not divided.
     """
     summed, state.summed = state.summed, None
     if summed is not None and (grad := summed[0]()) is not None and grad is state.parameter.grad:

@@ -1,4 +1,4 @@
-"""What Horovod keeps behind its functions, and scripts have come to ask.
+"""Internal names of Horovod's that scripts have come to use.
 
 ``mpi_ops._basics`` is this module; ``mpi_ops._handle_map`` is made here.
 """

@@ -1,4 +1,4 @@
-"""Compares what must be equal on all ranks, by checksums."""
+"""Compares values that must be equal on all ranks, by checksums."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Comparison:
         self.request = start_allreduce([torch.cat([sums, -sums])], Spec(label, name, Max, team=team), sync=True)
 
     def finish(self) -> list[str]:
-        """Waits; the names of what is not equal on all ranks."""
+        """Waits; returns the names of the values that are not equal on all ranks."""
         (found,) = self.request.wait()
         highest, lowest = found.view(2, -1)
         return [self._names[index] for index in (highest != -lowest).nonzero().flatten().tolist()]
 
 
 def checksum(value: Any) -> int:
-    """A checksum of a tensor, of a number, or of what is made of them; 0 for what has none."""
+    """A checksum of a tensor, of a number, or of a container of them; 0 for anything else."""
     if isinstance(value, torch.Tensor):
         return _checksum_of_tensor(value)
     if isinstance(value, (bool, int, float)):

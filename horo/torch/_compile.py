@@ -20,14 +20,14 @@ _TRACED = ("horo.torch._topology", "horo.torch._runtime")
 
 
 _RULES = ("torch._dynamo.trace_rules", "torch._dynamo.skipfiles")
-"""The module of the rules what torch.compile follows, and its name in older torch."""
+"""The module with the rules which functions torch.compile follows, and its name in older torch."""
 
 
 def keep_from_dynamo() -> None:
     """Has torch.compile run horo's functions as they are, now or when it is loaded.
 
     Else it follows them down to the core, which it does not understand, and warns of each thing on the way. To load it
-    takes seconds, so that is left to who uses it; every optimizer of torch does.
+    takes seconds, so it is left to the code that uses it; every optimizer of torch does.
     """
     loaded = [sys.modules[name] for name in _RULES if name in sys.modules]
     for rules in loaded:
@@ -92,6 +92,6 @@ def keep_step_hooks(optimizer: torch.optim.Optimizer) -> None:
 def _add_modules(add: Any) -> None:
     for name, module in list(sys.modules.items()):
         is_source = str(getattr(module, "__file__", "")).endswith(".py")
-        is_package = hasattr(module, "__path__")  # it would take what is below along
+        is_package = hasattr(module, "__path__")  # a rule for it would hold for all its modules
         if name.startswith("horo.") and is_source and not is_package and name not in _TRACED:
             add(name)

@@ -40,13 +40,13 @@ class DeltaReducer(Member):
         super().__init__(optimizer, options, names)
         self.handles: dict[torch.Tensor, Any] = {}
         self._starts: dict[ParameterState, torch.Tensor] = {}
-        """What the parameters were before the step in progress, or before one that has not come to its end."""
+        """The parameters before the step in progress, or before one that has not come to its end."""
         self._sent: list[tuple[torch.Tensor, Any]] = []
-        """What is exchanged of each of them, with the compressor's context; empty before the exchange."""
+        """The tensor that is exchanged for each of them, with the compressor's context; empty before the exchange."""
         self._requests: list[Request | HoroError] = []
-        """Those of the exchange, which leave their results in what is sent; or why one was refused."""
+        """The requests of the exchange, whose results replace the tensors sent, or the errors of refused ones."""
         self._failures: list[HoroError | None] = []
-        """Of the requests that are done: the error, if there is one."""
+        """The error of each request that is done, None without one."""
         self._has_failed = False
         """Whether the exchange has failed on all ranks, else an exception that is this rank's alone has ended it."""
         self._is_undone = False
@@ -57,7 +57,7 @@ class DeltaReducer(Member):
         """How many such calls are in progress."""
         self.adopt()
 
-    # -- what the user calls ---------------------------------------------------------------------------------------
+    # -- called by the user ----------------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
         """Does nothing: gradients stay those of this rank, and ``step()`` combines the steps."""
@@ -121,7 +121,7 @@ class DeltaReducer(Member):
             self._starts = {state: state.parameter.detach().clone() for state in states}
 
     def _move_back(self) -> None:
-        """Undoes what a step that has not come to its end has done to the parameters."""
+        """Undoes the changes to the parameters of a step that has not come to its end."""
         with torch.no_grad():
             for state, start in self._starts.items():
                 state.parameter.detach().copy_(start)
@@ -157,7 +157,7 @@ class DeltaReducer(Member):
         self._forget()
 
     def _combined(self) -> list[torch.Tensor]:
-        """What the parameters have moved by on all ranks together; goes on where an earlier call was interrupted."""
+        """The combined changes of the parameters on all ranks; goes on where an earlier call was interrupted."""
         compressor = self.options.compression
         if not self._sent:
             moved = (state.parameter.detach() - start for state, start in self._starts.items())
@@ -173,7 +173,7 @@ class DeltaReducer(Member):
         return [compressor.decompress(result, context) for result, context in self._sent]
 
     def _submit(self) -> None:
-        """Also what follows a refused one: the other ranks, whose call of that name fails, have submitted it."""
+        """Submits the tensors that are left, also those behind a refused one, as the other ranks do."""
         for state, (sent, _) in list(zip(self._starts, self._sent, strict=True))[len(self._requests) :]:
             spec = Spec(
                 state.kind or "", f"{state.name}.delta", self.options.op, wire=self.options.wire, team=self.team
@@ -239,12 +239,12 @@ class DeltaReducer(Member):
         """Refuses nothing: no gradient is ever in progress."""
 
     def drain(self) -> None:
-        """Waits for what a step has left, whose results are dropped: the next step is one from the beginning."""
+        """Waits for the requests that a step has left, and drops their results: the next step starts anew."""
         self._finish()
         self._forget()
 
     def reset(self) -> None:
-        """Begins anew in another job: what was in progress there has ended with it."""
+        """Begins anew in another job: the requests of the one before have ended with it."""
         self._forget()
 
     def copy_for(self, optimizer: torch.optim.Optimizer, twins: dict[torch.Tensor, torch.Tensor]) -> DeltaReducer:

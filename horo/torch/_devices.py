@@ -22,7 +22,7 @@ __all__ = ["current_stream", "finish_on", "let_go", "new_empty", "place", "take_
 def place(
     tensors: Sequence[torch.Tensor], what: str, *, in_place: bool
 ) -> tuple[torch.device | None, Sequence[torch.Tensor]]:
-    """Where a request is whose tensors are not all in host memory.
+    """The device of a request whose tensors are not all in host memory.
 
     Args:
         tensors: Contiguous tensors in host memory or on GPUs.

@@ -1,4 +1,4 @@
-"""Submits gradients of one optimizer to the core, waits for them, tries again what ranks have sent in two forms."""
+"""Submits gradients of one optimizer to the core, waits for them, and again those that ranks have sent in two forms."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Exchange(Member):
     ) -> None:
         super().__init__(optimizer, options, names)
         self.handles: dict[torch.Tensor, Request | None] = {}
-        """What is in progress, or held for ``synchronize`` (None)."""
+        """The request of each gradient that is in progress; None: it is held for ``synchronize``."""
         self._marked: ParameterState | None = None
-        """Whose gradient has the mark of the reduction in progress, if there is one."""
+        """The parameter whose gradient has the mark of the reduction in progress, if there is one."""
 
     def _submit_rest(self, states: Sequence[ParameterState]) -> Request | None:
         """Submits all gradients that are not in progress; returns the last request, which is to be waited for at once.

@@ -1,4 +1,4 @@
-"""What is checked once per parameter, when the gradients of an optimizer are reduced for the first time with it."""
+"""Checks that are made once per parameter, when an optimizer's gradients are reduced for the first time with it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class FirstCheck:
             optimizer: Has them, and its options and state of them.
             process_set: The ranks that take part.
             has_own_state: The optimizer's state of a parameter may differ between ranks, as each steps by itself.
-            is_after_join: Ranks have joined before. As in Horovod, they may go on with what they have: it is a warning.
+            is_after_join: Ranks have joined before. As in Horovod, they may go on with different ones: it is a warning.
         """
         self._is_after_join = is_after_join
         self._label = label
@@ -84,7 +84,7 @@ class FirstCheck:
             self._refuse_different_sets()
 
     def refuse_different_values(self) -> None:
-        """Says what the comparison has found.
+        """Raises or warns if the comparison has found a difference.
 
         Under Horovod's names it is a warning: Horovod lets ranks start from different parameters.
 
@@ -106,7 +106,7 @@ class FirstCheck:
         warnings.warn(self._first_difference(), stacklevel=2)
 
     def _first_difference(self) -> str:
-        """The first difference, and what to call."""
+        """The first difference, and the call that removes it."""
         parameters = [name for name in self._different if name in self._parameters]
         if parameters:
             return (
@@ -140,7 +140,7 @@ class FirstCheck:
 
 
 def _there(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What a parameter's state has: SGD of torch 2.1 and 2.2 notes after a step that it has no momentum."""
+    """The entries of a parameter's state that are not None: SGD of torch 2.1 and 2.2 stores None for no momentum."""
     return {name: value for name, value in state.items() if value is not None}
 
 

@@ -49,7 +49,7 @@ class ReductionOptions:
         self.sparse_as_dense = sparse_as_dense
         self.passes = passes
         self.advice = advice
-        """What to do about a gradient that was changed while it was being reduced."""
+        """The advice in the error about a gradient that was changed while it was being reduced."""
         self.process_set = process_set
         """The ranks that take part. A rank that is no member uses its gradients as they are."""
 
@@ -125,7 +125,7 @@ class PackedGradient(WatchedGradient):
         super().__init__(state, grad, options)
         self.sent, self.context = options.compression.compress(dense)
         self.changes = 1 if self.sent is grad else _shared_changes(self.sent, dense, grad)
-        """How many changes of the gradient are counted when the result is written to what is sent."""
+        """How many changes of the gradient are counted when the result is written to the tensor sent."""
         self.version = grad._version
 
     def unpack(self) -> None:
@@ -231,7 +231,7 @@ def _shared_changes(sent: torch.Tensor, dense: torch.Tensor, grad: torch.Tensor)
     A tensor may also have the same memory and a count of its own, as from ``.data``.
     """
     if dense is not grad or not isinstance(sent, torch.Tensor) or sent.layout is not torch.strided:
-        return 0  # what cannot be sent is refused later
+        return 0  # a tensor that cannot be sent is refused later
     if sent.untyped_storage().data_ptr() != grad.untyped_storage().data_ptr():
         return 0
     before = grad._version

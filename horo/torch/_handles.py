@@ -16,7 +16,7 @@ __all__ = ["first_of", "poll", "publish", "synchronize"]
 
 
 def publish(request: Request, shape: Callable[[Any], Any]) -> int:
-    """An integer handle for a request; ``shape`` turns its result into what ``synchronize`` returns."""
+    """An integer handle for a request; ``shape`` turns its result into the one that ``synchronize`` returns."""
     return request.publish(shape)
 
 

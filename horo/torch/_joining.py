@@ -1,4 +1,4 @@
-"""Joining: what a rank does that has run out of data while others have not."""
+"""Joining: a rank that has run out of data takes part in the operations of the others until they have, too."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Round:
         self.number = number
         """How many rounds of the job have ended when this one has."""
         self.teams = tuple(teams)
-        """Those that this rank joins. None comes or goes before the end."""
+        """The teams that this rank joins. None comes or goes before the end."""
         self.has_sets = has_sets
         """Whether the job has process sets, whichever ranks are their members."""
         self.buffers: dict[int, RequestBuffer] = {}
@@ -36,7 +36,7 @@ class _Round:
 
     @property
     def handles(self) -> list[int]:
-        """Those of the teams that are joined, that of all ranks first."""
+        """The handles of the teams that are joined, the team of all ranks first."""
         return [buffer.last_handle[0] for buffer in self.buffers.values() if buffer.last_handle[0]]
 
     @property
@@ -45,7 +45,7 @@ class _Round:
 
     @property
     def end_handles(self) -> list[int]:
-        """That of the barrier, if there is one."""
+        """The handle of the barrier, if there is one."""
         return [handle for buffer in [self.end] if buffer is not None and (handle := buffer.last_handle[0])]
 
 
@@ -56,8 +56,8 @@ class Joining:
     submit again. It says so to all ranks by a barrier if there are process sets, for ranks outside a set may be done
     while members are not: were they to leave the job then, its members would lose their round.
 
-    A signal handler may end ``join`` by an exception anywhere. So each step may be done twice, and what stands last
-    says that it is done. The next operation does what is left, see ``settle``.
+    A signal handler may end ``join`` by an exception anywhere. So each step may be done twice, and its last line notes
+    that it is done. The next operation does the steps that are left, see ``settle``.
     """
 
     def __init__(self, runtime: Runtime) -> None:

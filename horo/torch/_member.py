@@ -1,4 +1,4 @@
-"""What the reducers of this process know of the job and of each other: names that ranks share, common parameters."""
+"""A reducer's relation to the job and to the other reducers: names that ranks share, common parameters."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ class Member(abc.ABC):
             runtime.joining.settle_before("the gradients of a DistributedOptimizer")
 
     def _begin_anew(self, rounds: int) -> None:
-        """Forgets what ranks have told each other: some of them may have been in another job, or joined."""
+        """Forgets what ranks have told each other, since some of them may have been in another job, or joined."""
         self._rounds = rounds
         self.progress = StepProgress()
         self._checked = 0
@@ -245,7 +245,7 @@ class Member(abc.ABC):
 
     @property
     def label(self) -> str:
-        """What the names of its other operations begin with."""
+        """The prefix of the names of its other operations."""
         self.name_gradients()
         first = min(self.states.values(), key=lambda state: state.name)  # ranks may have other orders
         return f"{first.kind}.{first.name}"

@@ -10,7 +10,7 @@ __all__ = ["explain_missing", "raise_missing"]
 INSTEAD = {
     "elastic": "save checkpoints, and start again from the last one after a HorovodInternalError",
 }
-"""What to do instead, for each name of ``horovod.torch`` that is missing."""
+"""The alternative for each name of ``horovod.torch`` that is missing."""
 _PACKAGE = "horo.torch."
 
 
@@ -19,7 +19,7 @@ def _sentence(module: str, name: str, instead: str) -> str:
 
 
 def raise_missing(module: ModuleType, name: str) -> NoReturn:
-    """What the ``__getattr__`` of ``horo.torch`` and of its ``mpi_ops`` do.
+    """The ``__getattr__`` of ``horo.torch`` and of its ``mpi_ops``.
 
     Raises:
         AttributeError: always, so that ``hasattr`` is False.

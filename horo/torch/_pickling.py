@@ -14,7 +14,7 @@ _PICKLED = {
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
 }
-"""What torch writes and reads again."""
+"""The dtypes that torch can both write and read again."""
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types

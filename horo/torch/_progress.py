@@ -1,4 +1,4 @@
-"""Where a rank is in a training step when it takes part in a reduction; ranks that are not at the same place are found.
+"""The place of a rank in its training step when it takes part in a reduction. Ranks at different places are found.
 
 All ranks reduce in ``backward()`` (or ``synchronize()``), and mostly once per step. A rank that has skipped a backward
 takes part from ``step()``, when the others have returned and may have changed their gradients; one that has a backward
@@ -27,7 +27,7 @@ _AT_STEP = 2
 
 
 class StepProgress:
-    """Where this rank is since its last step."""
+    """The place of this rank since its last step."""
 
     def __init__(self) -> None:
         self.reductions = 0

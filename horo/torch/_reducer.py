@@ -43,7 +43,7 @@ class GradientReducer(Exchange):
     """
 
     advice: ClassVar[str]
-    """What to do about a gradient that was changed while it was being reduced."""
+    """The advice in the error about a gradient that was changed while it was being reduced."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class GradientReducer(Exchange):
         self.adopt()
         self._groups = [self._make_group(index, members) for index, members in enumerate(groups)]
 
-    # -- what the user calls ---------------------------------------------------------------------------------------
+    # -- called by the user ----------------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def synchronize(self) -> None:
@@ -204,7 +204,7 @@ class GradientReducer(Exchange):
         self.handles.clear()
         self._due, self._check, self._usage, self._marked = (), None, None, None
 
-    # -- what depends on when gradients are due --------------------------------------------------------------------
+    # -- differs with the time at which gradients are due ----------------------------------------------------------
 
     @abc.abstractmethod
     def gradient_ready(self, parameter: torch.Tensor) -> None:
@@ -317,7 +317,7 @@ class GradientReducer(Exchange):
                 group.waiting.add(state)
         return group
 
-    # -- what is expected before the next reduction ----------------------------------------------------------------
+    # -- expected before the next reduction ------------------------------------------------------------------------
 
     def _completes(self, group: Group, state: ParameterState, passes: int) -> bool:
         """Whether the gradient of ``state`` was the last missing one of its group, with ``passes`` of each expected."""
@@ -371,7 +371,7 @@ def reduce_together(reducers: Sequence[GradientReducer]) -> None:
 def _finish_together(
     steps: dict[GradientReducer, Iterator[Request]], failures: dict[GradientReducer, HoroError]
 ) -> None:
-    """Goes on with each reducer as soon as the request is done for which it waits; adds what fails to ``failures``."""
+    """Goes on with each reducer as soon as the request that it waits for is done; adds errors to ``failures``."""
     waiting: dict[GradientReducer, Request | None] = dict.fromkeys(steps)
     while waiting:
         requests = [request for request in waiting.values() if request is not None]

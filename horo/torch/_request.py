@@ -38,7 +38,7 @@ class Request:
         finish: Callable[[_core.Context, int, Any], Any],
         taken_name: str | None,
     ) -> None:
-        """``taken_name``: what ``CachedRequest.taken_name`` says."""
+        """``taken_name``: that of ``CachedRequest``."""
         self._runtime = runtime
         self._taken_name = taken_name
         self._handle = handle
@@ -54,7 +54,7 @@ class Request:
         runtime.requests[number] = self
 
     def publish(self, shape: Callable[[Any], Any] | None = None) -> int:
-        """Lets ``synchronize`` find it; ``shape`` makes of its result what ``wait`` returns then.
+        """Lets ``synchronize`` find it; ``wait`` then returns the result of ``shape``.
 
         A name is taken from here until ``wait`` returns, ``free_name`` is called or the handle is garbage, whether the
         operation is done or not. So a second use of a name is refused always, not only if it is quick.
@@ -189,7 +189,7 @@ def _count_references(request: Request) -> int:
 
 
 def _count_own_references() -> int:
-    """What ``_count_references`` gives where only the request and the list of requests refer to its number."""
+    """The result of ``_count_references`` where only the request and the list of requests refer to its number."""
     request = Request.__new__(Request)
     request.number = _runtime.FIRST_HANDLE_BASE + 1
     requests = {request.number: request}

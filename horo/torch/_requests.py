@@ -162,7 +162,7 @@ def find_left(tensor: torch.Tensor) -> Request | None:
 def run_allreduce(
     tensors: Sequence[torch.Tensor], spec: Spec, *, in_place: bool = False, key: Hashable = None
 ) -> tuple[torch.Tensor, ...]:
-    """What ``start_allreduce`` begins, done at once; returns the reduced tensors."""
+    """As ``start_allreduce``, but waits; returns the reduced tensors."""
     return _run(tensors, spec, in_place, key)
 
 
@@ -194,7 +194,7 @@ def run_broadcast(
     key: Hashable = None,
     team: int = 0,
 ) -> tuple[torch.Tensor, ...]:
-    """What ``start_broadcast`` begins, done at once; returns the copies."""
+    """As ``start_broadcast``, but waits; returns the copies."""
     return _run(tensors, _broadcast_spec(root_rank, kind, name, team), in_place, key)
 
 
@@ -261,7 +261,7 @@ def start_reducescatter(tensors: Sequence[torch.Tensor], spec: Spec) -> Request:
 
 
 def run_reducescatter(tensors: Sequence[torch.Tensor], spec: Spec, key: Hashable = None) -> tuple[torch.Tensor, ...]:
-    """What ``start_reducescatter`` begins, done at once; returns this rank's rows."""
+    """As ``start_reducescatter``, but waits; returns this rank's rows."""
     _check_rows(tensors, spec, "split along; use allreduce")
     return _run(tensors, spec, False, key)
 
@@ -329,7 +329,7 @@ def run_barrier(team: int = 0) -> None:
 
 
 def check_root(root_rank: int, what: str, team: int = 0) -> None:
-    """Refuses what is no rank of the team.
+    """Refuses a root that is no rank of the team.
 
     Raises:
         UsageError: ``root_rank``, a number in the job, is none of its members'.
@@ -437,7 +437,7 @@ def _execute(runtime: _runtime.Runtime, cached: CachedRequest, memory: object) -
 
 def _check_name(owner: Request) -> None:
     if owner.is_held():
-        owner._runtime.core.duplicate = owner.label  # nobody else is told: who knows which call of theirs it is
+        owner._runtime.core.duplicate = owner.label  # the others are not told: nobody knows which of their calls it is
         raise UsageError(
             f"'{owner.label}': a tensor of this name is being processed already; call synchronize() with its handle "
             "first, or use another name"

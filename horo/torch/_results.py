@@ -1,4 +1,4 @@
-"""The results of requests, made from their memory and from what the core has gathered.
+"""The results of requests, made from their memory and from the rows that the core has gathered.
 
 An exception of a signal handler may end a wait anywhere, also when the core has finished the request. So all functions
 here may be called again for a request, with 0 for its handle once that is released: what they return is the same. They
@@ -26,7 +26,7 @@ class Gathered(NamedTuple):
     rows: list[int]
 
     def present(self, ranks: Sequence[int]) -> list[int]:
-        """Those of all ``ranks`` that have given rows, where only ranks that have joined give none."""
+        """The ones of ``ranks`` that have given rows, where only ranks that have joined give none."""
         return [rank for rank, rows in zip(ranks, self.rows, strict=True) if rows]
 
 
@@ -38,7 +38,7 @@ class Gathering:
         self._results: list[Gathered] = []
 
     def __call__(self, core: _core.Context, handle: int, staged: StagedTensors) -> tuple[Gathered, ...]:
-        """The results; what a call that was interrupted has taken is there still."""
+        """The results, including those that an interrupted call has taken."""
         if handle:
             core.wait(handle)
             for index, tensor in enumerate(staged.inputs):
@@ -57,7 +57,7 @@ class Gathering:
 
 
 def gathered(buffer: Any, rows: list[int], tensor: torch.Tensor) -> Gathered:
-    """One result, over the memory that the core has given; ``tensor``: what this rank has put in."""
+    """One result, over the memory that the core has given; ``tensor``: the input of this rank."""
     shape = (sum(rows), *tensor.shape[1:])
     if len(buffer) == 0:
         return Gathered(to_device(torch.empty(shape, dtype=tensor.dtype, device="cpu"), tensor), rows)
@@ -65,7 +65,7 @@ def gathered(buffer: Any, rows: list[int], tensor: torch.Tensor) -> Gathered:
 
 
 def finish_staged(core: _core.Context, handle: int, staged: StagedTensors) -> tuple[torch.Tensor, ...]:
-    """The results of what is not gathered."""
+    """The results of an operation that is no gather."""
     if handle and staged.device is None:
         core.finish_or_keep(handle)
     elif handle and staged.device is not None:

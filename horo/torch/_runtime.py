@@ -167,7 +167,7 @@ class Runtime:
         self.request_cache.clear()  # for gradients it has names of before
 
     def _forget_team(self, team: int) -> None:
-        """Drops what is kept of a removed team; since its id is never used again, nothing depends on this."""
+        """Drops the kept requests of a removed team; since its id is never used again, nothing depends on this."""
         self.request_cache.clear()
         for name in list(self.taken_names):
             if name is not None and name.startswith(taken_name(team, "")):

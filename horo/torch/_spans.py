@@ -27,5 +27,5 @@ def begin_span(collective: str, label: str) -> Any:
 
 
 def end_span(shown: Any) -> None:
-    """Ends what ``begin_span`` has begun."""
+    """Ends the span that ``begin_span`` has begun."""
     shown.__exit__(None, None, None)

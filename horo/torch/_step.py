@@ -1,4 +1,4 @@
-"""What surrounds a call of an optimizer's ``step``: its closure, and a GradScaler that calls it."""
+"""The surroundings of a call of an optimizer's ``step``: its closure, and a GradScaler that calls it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ReducingClosure:
 
 
 class UndoingStep:
-    """The ``step`` of one optimizer, which undoes what it has done when it raises.
+    """The ``step`` of one optimizer, which undoes its changes when it raises.
 
     Torch has no hook for that. It stands where a bound method does, and refers to the optimizer weakly; schedulers wrap
     its ``__func__``.

@@ -18,7 +18,7 @@ __all__ = ["StepReducer"]
 
 
 class StepReducer(GradientReducer):
-    """Gradients are due at ``synchronize()`` or ``step()``; what touches them before is an error."""
+    """Gradients are due at ``synchronize()`` or ``step()``; to touch them before is an error."""
 
     leaves_unused = False  # as Horovod
     advice = (

@@ -37,7 +37,7 @@ class Team(NamedTuple):
 
 
 class Teams:
-    """Those of a job, by their ids in the core. All that changes them runs in one place, one change after the other.
+    """The teams of a job, by their ids in the core. They are changed in one place, one change after the other.
 
     Args:
         job: The job.

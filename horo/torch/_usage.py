@@ -1,4 +1,4 @@
-"""Which parameters no rank has used in a step, among those in which ranks have differed before."""
+"""Finds the parameters that no rank has used in a step, among those in which ranks have differed before."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def allreduce_all(tensors: Sequence[torch.Tensor], spec: Spec, key: Hashable = N
             f"{describe(spec.kind, spec.name)}: op=Adasum has no gradient; call it on tensor.detach(), inside "
             "torch.no_grad(), or use op=hvd.Average"
         )
-    if spec.wire is not None:  # what the functions below compare and divide has to be rounded already
+    if spec.wire is not None:  # the functions below compare and divide rounded values
         rounded = [narrow(tensor, spec.wire)[0] for tensor in tensors]
         results = allreduce_all(rounded, spec._replace(wire=None))
         return tuple(result.to(tensor.dtype) for result, tensor in zip(results, tensors, strict=True))
@@ -216,7 +216,7 @@ class _Allgather(torch.autograd.Function):
 
 
 class _Alltoall(torch.autograd.Function):
-    """What came from a rank goes back to it."""
+    """An alltoall; the gradient of rows goes back to the rank that they came from."""
 
     @staticmethod
     def forward(ctx: Any, spec: Spec, tensor: torch.Tensor) -> tuple[torch.Tensor, list[int]]:

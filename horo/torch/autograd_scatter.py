@@ -35,7 +35,7 @@ def reducescatter_all(tensors: Sequence[torch.Tensor], spec: Spec, key: Hashable
         return run_reducescatter(tensors, spec, key)
     if spec.reduce_op in (_AVERAGE, _SUM):
         return _apply(_LinearReducescatter, spec, tensors)
-    if spec.wire is not None:  # what is compared and divided has to be rounded already
+    if spec.wire is not None:  # rounded values are compared and divided
         rounded = [narrow(tensor, spec.wire)[0] for tensor in tensors]
         results = reducescatter_all(rounded, spec._replace(wire=None))
         return tuple(result.to(tensor.dtype) for result, tensor in zip(results, tensors, strict=True))
@@ -58,7 +58,7 @@ def _gather(ctx: Any, tensors: Sequence[torch.Tensor], suffix: str) -> tuple[tor
 
 
 def _spread(ctx: Any, gradients: Sequence[torch.Tensor], count: int) -> tuple[torch.Tensor | None, ...]:
-    """As backward returns them: None for the spec and for what is not differentiated."""
+    """As backward returns them: None for the spec and for inputs that are not differentiated."""
     results: list[torch.Tensor | None] = [None] * count
     for index, gradient in zip(ctx.floating, gradients, strict=True):
         results[index] = gradient

@@ -76,7 +76,7 @@ def allgather(
 
 
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
-    """Begins what ``allgather`` does and returns at once; not differentiable.
+    """Starts an ``allgather`` and returns at once, with a handle; not differentiable.
 
     Args:
         tensor: As for ``allgather``. It must not be changed before ``synchronize``.
@@ -126,7 +126,7 @@ def grouped_allgather(
 def grouped_allgather_async(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Begins what ``grouped_allgather`` does and returns at once; not differentiable.
+    """Starts a ``grouped_allgather`` and returns at once, with a handle; not differentiable.
 
     Args:
         tensors: As for ``grouped_allgather``. They must not be changed before ``synchronize``.
@@ -222,7 +222,7 @@ def broadcast_(
 def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Begins what ``broadcast`` does and returns at once; not differentiable.
+    """Starts a ``broadcast`` and returns at once, with a handle; not differentiable.
 
     Args:
         tensor: As for ``broadcast``. It must not be changed before ``synchronize``.
@@ -246,7 +246,7 @@ def broadcast_async(
 def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Begins what ``broadcast_`` does and returns at once.
+    """Starts a ``broadcast_`` and returns at once, with a handle.
 
     Args:
         tensor: As for ``broadcast_``. It must not be read or changed before ``synchronize``.
@@ -287,15 +287,15 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 def join(device: int = -1) -> int:
     """Lets the other ranks go on without this one, which has run out of data; blocks until all ranks have joined.
 
-    Until then this rank takes part in what the others do, with values that change no result: zeros in sums, averages
-    and Adasum, the neutral element in ``Min``, ``Max`` and ``Product``, no rows in ``allgather``. ``Average`` divides
-    by the number of all ranks, joined ones included, as Horovod does. This holds for all process sets that this rank is
-    a member of. What this rank has begun before goes on; it can begin nothing more.
+    Until then this rank takes part in the operations of the others, with values that change no result: zeros in sums,
+    averages and Adasum, the neutral element in ``Min``, ``Max`` and ``Product``, no rows in ``allgather``. ``Average``
+    divides by the number of all ranks, joined ones included, as Horovod does. This holds for all process sets that this
+    rank is a member of. Operations that this rank has begun before go on; it can begin no others.
 
     The model and the optimizer of a rank that joins early have missed the steps of the others: give all ranks those of
     the rank that joined last before they go on training.
 
-    What no rank can do for another raises ``MismatchError`` on the ranks that call it, and they can go on:
+    Operations that no rank can do for another raise ``MismatchError`` on the ranks that call them, which can go on:
     ``reducescatter``, ``alltoall``, ``add_process_set``, ``remove_process_set``, ``broadcast`` from a rank that has
     joined, and ``Min``, ``Max`` or ``Product`` with a ``prescale_factor``.
 

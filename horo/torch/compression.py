@@ -1,4 +1,4 @@
-"""Fewer bits on the way: what is sent instead of a tensor, and how the result becomes one again.
+"""Fewer bits on the way: a smaller tensor is sent, and the result gets the dtype of the first again.
 
 The core does the conversions of ``Compression`` itself, in the passes over memory that it makes anyway; a
 ``Compressor`` of one's own is called before the reduction and after it.
@@ -16,14 +16,14 @@ __all__ = ["Compression", "Compressor", "narrow", "split"]
 
 
 class Compressor:
-    """What ``compression=`` expects; derive from it for your own.
+    """The base class of the choices for ``compression=``; derive from it for your own.
 
-    What is sent may be the tensor itself, a view of it or another tensor. It is reduced in place where it can be.
+    The tensor that is sent may be the given one, a view of it or another. It is reduced in place where it can be.
     """
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Turns a tensor into what is sent, and a context that ``decompress`` needs."""
+        """The tensor to send instead of ``tensor``, and a context that ``decompress`` needs."""
         raise NotImplementedError
 
     @staticmethod
@@ -53,7 +53,7 @@ def narrow(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torc
 
 
 class FP16Compressor(Compressor):
-    """Sends floating-point tensors wider than 16 bits as float16; what is 65520 or more becomes infinite."""
+    """Sends floating-point tensors wider than 16 bits as float16; values of 65520 or more become infinite."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -81,7 +81,7 @@ class BF16Compressor(Compressor):
 
 
 class Compression:
-    """The choices for ``compression=``: what is sent instead of a tensor.
+    """The choices for ``compression=``: the format in which tensors are sent.
 
     - ``none``: the tensor itself, the default.
     - ``fp16``: float32 and float64 tensors travel as float16, half or a quarter of the bytes; a value of 65520 or more
@@ -101,7 +101,7 @@ class Compression:
 
 
 def split(compression: type[Compressor]) -> tuple[torch.dtype | None, type[Compressor]]:
-    """What the core does of a compression, and what is left for Python.
+    """The part of a compression that the core does, and the part that is left for Python.
 
     Returns:
         The dtype that wider floats travel as, None for their own; the compressor to call.

@@ -34,7 +34,7 @@ def alltoall(
         tensor: ``[rows, ...]`` on CPU or GPU, dense, of any dtype that is not quantized. The number of rows may differ
             by rank; dtype and the other dimensions are equal on all ranks.
         splits: How many rows go to each rank, in rank order: as many integers as there are ranks, a list, an array or a
-            1-D tensor. Their sum is at most the number of rows; what is left goes to nobody. None: equally many for
+            1-D tensor. Their sum is at most the number of rows; the rest go to nobody. None: equally many for
             all.
         name: Connects the calls of all ranks; equal on all. None: calls without a name are connected in their order.
         process_set: The ranks that take part; others do not call it.
@@ -73,7 +73,7 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begins what ``alltoall`` does and returns at once; not differentiable.
+    """Starts an ``alltoall`` and returns at once, with a handle; not differentiable.
 
     Args:
         tensor: As for ``alltoall``. It must not be changed before ``synchronize``.

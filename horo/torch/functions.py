@@ -210,7 +210,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
 
 
 def gather_objects(obj: Any, name: str | None, process_set: ProcessSet) -> dict[int, Any]:
-    """What ``allgather_object`` gathers, by rank."""
+    """The objects of all ranks, by rank; see ``allgather_object``."""
     what = "allgather_object"
     team = resolve_process_set(process_set, what)
     failure, payload = _pickle(lambda: obj)
@@ -259,7 +259,7 @@ def _first(what: str, team: int) -> Spec:
 
 
 def _agree(lines: Sequence[str], what: str, process_set: ProcessSet) -> list[int]:
-    """Checks that all ranks describe what follows alike: one small message, and the whole text only if not.
+    """Checks that all ranks describe the next operations alike: one small message, and the whole text only if not.
 
     Returns:
         Those ranks of the set that take part, as none does that has joined.

@@ -1,4 +1,4 @@
-"""What this installation can do, in the words of Horovod."""
+"""The abilities of this installation, by Horovod's names."""
 
 from __future__ import annotations
 

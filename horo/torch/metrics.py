@@ -98,7 +98,7 @@ class MetricAverage:
         }
 
     def reset(self) -> None:
-        """Forgets what this rank has added."""
+        """Forgets the values that this rank has added."""
         self._sums = {name: torch.zeros((), dtype=torch.float64, device="cpu") for name in self._names}
         self._weights = dict.fromkeys(self._names, 0.0)
 

@@ -1,4 +1,4 @@
-"""Horovod's module of the same name: what ``horo.torch`` has of operations and of questions about the job.
+"""Horovod's module of the same name: the operations of ``horo.torch``, and its functions about the job.
 
 For scripts that call ``hvd.mpi_ops.synchronize`` and the like. It has nothing to do with MPI.
 """

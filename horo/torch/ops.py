@@ -12,8 +12,8 @@ What they have in common:
   them, for each kind of operation. A name can be in use once at a time.
 - Forms that end in ``_async`` return an integer for ``poll`` and ``synchronize``; until then the tensor must not be
   changed. Forms with a trailing ``_`` write into their input and are not differentiable; the synchronous others are.
-- Every function raises ``NotInitializedError`` before ``init()``, ``UnsupportedError`` for what the core cannot work
-  on, ``UsageError`` (a ValueError) for other bad arguments, ``MismatchError`` when ranks disagree about a tensor, and
+- Every function raises ``NotInitializedError`` before ``init()``, ``UnsupportedError`` for tensors that the core cannot
+  take, ``UsageError`` (a ValueError) for other bad arguments, ``MismatchError`` when ranks disagree about a tensor, and
   another ``GroupError`` (alias ``HorovodInternalError``) when a rank is lost. Asynchronous forms raise the last two
   in ``synchronize``.
 """
@@ -158,7 +158,7 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begins what ``allreduce`` does and returns at once; without compression, not differentiable.
+    """Starts an ``allreduce`` and returns at once, with a handle; without compression, not differentiable.
 
     Args:
         tensor: As for ``allreduce``. It must not be changed before ``synchronize``.
@@ -188,7 +188,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begins what ``allreduce_`` does and returns at once.
+    """Starts an ``allreduce_`` and returns at once, with a handle.
 
     Args:
         tensor: As for ``allreduce_``. It must not be read or changed before ``synchronize``.
@@ -284,7 +284,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begins what ``grouped_allreduce`` does and returns at once; without compression, not differentiable.
+    """Starts a ``grouped_allreduce`` and returns at once, with a handle; without compression, not differentiable.
 
     Args:
         tensors: As for ``grouped_allreduce``. They must not be changed before ``synchronize``.
@@ -313,7 +313,7 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begins what ``grouped_allreduce_`` does and returns at once.
+    """Starts a ``grouped_allreduce_`` and returns at once, with a handle.
 
     Args:
         tensors: As for ``grouped_allreduce_``. They must not be read or changed before ``synchronize``.

@@ -79,7 +79,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Begins what ``reducescatter`` does and returns at once; without compression, not differentiable.
+    """Starts a ``reducescatter`` and returns at once, with a handle; without compression, not differentiable.
 
     Args:
         tensor: As for ``reducescatter``. It must not be changed before ``synchronize``.
@@ -142,7 +142,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Begins what ``grouped_reducescatter`` does and returns at once; without compression, not differentiable.
+    """Starts a ``grouped_reducescatter`` and returns at once, with a handle; without compression, not differentiable.
 
     Args:
         tensors: As for ``grouped_reducescatter``. They must not be changed before ``synchronize``.

@@ -23,7 +23,7 @@ class LearningRateWarmup(LinearLR):
     correction of the momentum is needed: torch multiplies by the learning rate after the momentum.
 
     ``step()`` is called after each training step, or after each epoch: ``steps`` counts these calls. Other schedulers
-    of torch whose ``step()`` multiplies what is there, such as MultiStepLR and CosineAnnealingLR, may run beside it.
+    of torch whose ``step()`` multiplies the present rate, such as MultiStepLR and CosineAnnealingLR, may run beside it.
     ``state_dict()`` and ``load_state_dict()`` are those of torch, and the number of ranks of the first job stays.
 
     Args:

@@ -170,7 +170,7 @@ def _precise(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _gather_statistics(values: torch.Tensor, team: int) -> _Statistics:
-    """Those of all ranks, from mean and variance of each, so that large means cost no digits; all get the same bits.
+    """The statistics of all ranks, from mean and variance of each: large means cost no digits; all get the same bits.
 
     Raises:
         UsageError: there is one value per channel in all.

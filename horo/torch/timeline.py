@@ -1,4 +1,4 @@
-"""A timeline of what horo does, as a file for Perfetto and chrome://tracing; started and stopped at any time."""
+"""A timeline of this rank's operations, as a file for Perfetto and chrome://tracing, from any time to any other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["start_timeline", "stop_timeline"]
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
-    """Writes what this rank does from now on into a file of Chrome's trace events.
+    """Records this rank's operations from now on in a file of Chrome's trace events.
 
     The file is whole JSON at every moment, and has what happened up to a tenth of a second ago. Does not block, and
     does not wait for other ranks: each starts with its own call. A timeline that is being written to another file ends

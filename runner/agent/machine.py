@@ -1,4 +1,4 @@
-"""This machine: its cores, NUMA nodes and GPUs, and what ranks are bound to (``--bind-to``, ``--bind-gpus``)."""
+"""This machine: its cores, NUMA nodes and GPUs, and the shares that ranks are bound to (``--bind-to``)."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def core_count() -> int:
 def visible_gpus(environment: Mapping[str, str], root: str | Path = "/") -> list[str]:
     """The NVIDIA GPUs that ranks find, each as ``CUDA_VISIBLE_DEVICES`` names it: a number or a UUID.
 
-    Where that variable is set, what CUDA makes of it: nothing counts from the first word on that names no GPU. Takes a
+    Where that variable is set, the GPUs that CUDA takes from it: none from the first word on that names no GPU. Takes a
     moment: no library is loaded, no program is started, and no GPU wakes up.
     """
     here = _count_gpus(Path(root))
@@ -87,7 +87,7 @@ def visible_gpus(environment: Mapping[str, str], root: str | Path = "/") -> list
 
 
 def _count_gpus(root: Path) -> int:
-    """By what the driver shows; where a container hides its folder, by the devices that it lets through."""
+    """Counted in the driver's folder; where a container hides that, by the devices that it lets through."""
     folder = root / "proc/driver/nvidia/gpus"
     if folder.is_dir():
         return sum(1 for _ in folder.iterdir())
@@ -108,7 +108,7 @@ class Topology:
 
 
 def read_topology(root: str | Path = "/sys/devices/system") -> Topology:
-    """That of this machine, from Linux."""
+    """The topology of this machine, from Linux."""
     nodes = sorted(Path(root).glob("node/node[0-9]*/cpulist"), key=lambda path: int(path.parent.name[4:]))
     cores = {_read_cpus(path) for path in Path(root).glob("cpu/cpu[0-9]*/topology/thread_siblings_list")}
     return Topology(tuple(filter(None, map(_read_cpus, nodes))), tuple(sorted(filter(None, cores), key=min)))
@@ -152,7 +152,7 @@ def bind_gpus(ranks: Sequence[int], gpus: Sequence[str]) -> dict[int, str]:
 
 
 def _shares(ranks: Sequence[int], here: int) -> dict[int, slice]:
-    """Which of ``here`` things each rank gets."""
+    """The share of ``here`` things that each rank gets."""
     count = len(ranks)
     firsts = [index * here // count for index in range(count + 1)]
     return {rank: slice(firsts[index], max(firsts[index] + 1, firsts[index + 1])) for index, rank in enumerate(ranks)}

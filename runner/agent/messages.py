@@ -88,7 +88,7 @@ def encode_json(kind: Kind, value: dict[str, Any], rank: int = 0) -> bytes:
 
 
 class MessageReader:
-    """Cuts a stream of bytes into messages; with ``magic``, drops what comes before :data:`MAGIC`."""
+    """Cuts a stream of bytes into messages; with ``magic``, drops the bytes before :data:`MAGIC`."""
 
     def __init__(self, *, magic: bool) -> None:
         self._buffer = bytearray()

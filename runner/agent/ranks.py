@@ -128,7 +128,7 @@ class HostRanks:
             cwd: where they start.
             host: its name, for messages.
             with_notes: each gets a pipe for notes.
-            binding: what they are bound to.
+            binding: the cores and GPUs that they are bound to.
 
         Raises:
             StartError: the first one that could not be started says why; those before it run.

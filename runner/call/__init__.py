@@ -1,4 +1,4 @@
-"""``horo.run``: calls a function in ranks that hororun starts, and returns what it has returned there."""
+"""``horo.run``: calls a function in ranks that hororun starts, and returns its results."""
 
 from __future__ import annotations
 

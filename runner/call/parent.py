@@ -82,7 +82,7 @@ def run(  # noqa: PLR0917 - the order of arguments is Horovod's
         ssh_port: As ``hororun --ssh-port``.
         ssh_identity_file: As ``hororun --ssh-identity-file``.
         output_filename: As ``hororun --output-filename``.
-        verbose: If true, hororun says what it does.
+        verbose: If true, hororun describes its steps on stderr.
         use_gloo: True: ``hororun --gloo``.
         use_mpi: True: ``hororun --mpi``.
         mpi_args: As ``hororun --mpi-args``.
@@ -246,7 +246,7 @@ def _serve(job: Job, secret: bytes) -> StoreServer:
 
 
 def _run_hororun(words: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
-    """Runs hororun to its end; its exit code, and what it has said by itself."""
+    """Runs hororun to its end; returns its exit code, and its own messages."""
     from horo.runner.processes import spawn  # noqa: PLC0415
 
     # In a session of its own: Ctrl-C comes to this process alone, as in a notebook, and is passed on.
@@ -269,7 +269,7 @@ def _run_hororun(words: Sequence[str], environment: Mapping[str, str]) -> tuple[
 
 
 class _Report:
-    """What hororun has said by itself, or the last lines on stderr if it has said nothing."""
+    """The messages of hororun itself, or the last lines on stderr if there are none."""
 
     def __init__(self) -> None:
         self._own: deque[str] = deque(maxlen=_REPORT_LINES_MAX)

@@ -28,7 +28,7 @@ FAILURES = "failures"
 
 
 class Call(NamedTuple):
-    """What each rank does.
+    """The call that each rank makes.
 
     Attributes:
         function: pickled apart, since it needs the folders.
@@ -69,7 +69,7 @@ def outcome_key(rank: int) -> str:
 
 
 def result_key(rank: int) -> str:
-    """The key of what the function has returned in a rank."""
+    """The key of the function's result in a rank."""
     return f"result/{rank}"
 
 
@@ -120,7 +120,7 @@ def get(store: StoreClient, key: str, timeout_s: float, *, once: bool = False) -
 
 
 class _Writer:
-    """A file for a pickler, as far as that needs one; what it writes are values ``key/0``, ``key/1``, ..."""
+    """A file for a pickler, as far as that needs one; it writes values ``key/0``, ``key/1``, ..."""
 
     def __init__(self, store: StoreClient, key: str) -> None:
         self._store, self._key = store, key
@@ -146,7 +146,7 @@ class _Writer:
 
 
 class _Reader(io.RawIOBase):
-    """A file for an unpickler that reads what a ``_Writer`` has written."""
+    """A file for an unpickler that reads the values of a ``_Writer``."""
 
     def __init__(self, store: StoreClient, key: str, count: int, once: bool) -> None:
         self._store, self._once = store, once

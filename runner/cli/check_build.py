@@ -66,7 +66,7 @@ def check_build(for_horovod: bool = False) -> int:
 
 
 def _horovods_table(has_core: bool) -> list[str]:
-    """What Horovod's functions say here: its Gloo is horo's own transports, which need no MPI."""
+    """Horovod's table, as its functions answer here: its Gloo is horo's own transports, which need no MPI."""
     has_mpi, (_, nccl) = _mpi().present, _gpu_libraries()
     table = {
         "Frameworks": {"TensorFlow": False, "PyTorch": _torch().present, "MXNet": False},

@@ -105,7 +105,7 @@ def excluded_by(given: Collection[str]) -> dict[str, str]:
 
 
 def check_launcher(given: Mapping[str, str], launcher: str) -> str | None:
-    """Which option does not fit the launcher, as a sentence; None: all fit."""
+    """A sentence about an option that does not fit the launcher; None: all fit."""
     for name, option in given.items():
         launchers = _LAUNCHERS_OF.get(name)
         if launchers is not None and launcher not in launchers:

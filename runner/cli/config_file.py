@@ -15,7 +15,7 @@ __all__ = ["SECTIONS", "config_words"]
 
 
 class _Key(NamedTuple):
-    """What a key stands for.
+    """The meaning of a key.
 
     Attributes:
         option: it takes the value; empty: the key is a switch.

@@ -57,7 +57,7 @@ def dry_run(job: Job, environment: Mapping[str, str]) -> str:
 
 
 def _bindings(job: Job, here: Sequence[Sequence[int]], host_count: int, environment: Mapping[str, str]) -> list[str]:
-    """Where ranks are bound; ``here``: those of each host that is this one."""
+    """The bindings of ranks; ``here``: the ranks of each host that is this one."""
     bound: list[tuple[int, str]] = []
     what: list[str] = []
     try:

@@ -69,8 +69,8 @@ _REFUSED["--thread-affinity"] = (1, "--bind-to core gives each rank its share of
 _NUMBERS = r"\s*[+-]?\d*\.?\d+([eE][+-]?\d+)?(\s*,\s*\d+)*\s*"
 """A value of an option that only tunes; several cores for ``--thread-affinity``."""
 _ESSENTIAL = ("an elastic job",)
-"""What a job cannot do without where an option asks for it. The other refused options are passed over for scripts of
-Horovod (``--horovod``), with a warning: they only tune."""
+"""A feature that a job needs if an option asks for it. The other refused options only tune, and are passed over with a
+warning for scripts of Horovod (``--horovod``)."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -253,7 +253,7 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         "--timeline-merge", type=_text, metavar="FILE",
         help="at the end, put the timelines of all ranks into one file; with --timeline-filename 't-{rank}.json'",
     )  # fmt: skip
-    group.add_argument("--verbose", action="store_true", help="say what hororun does")
+    group.add_argument("--verbose", action="store_true", help="describe the steps of hororun on stderr")
 
 
 def _add_times(group: argparse._ArgumentGroup) -> None:

@@ -78,7 +78,7 @@ def tuning_variables(given: argparse.Namespace, spelt: Mapping[str, str]) -> dic
 
 
 def tuning_sources(given: argparse.Namespace, from_file: Collection[str], path: str | None) -> dict[str, str]:
-    """Where the variables of ``tuning_variables`` have their values from, as ``hvd.config()`` says it.
+    """The sources of the values of ``tuning_variables``, as ``hvd.config()`` shows them.
 
     Args:
         given: the values of all options.
@@ -140,7 +140,7 @@ def useless_marks(given: argparse.Namespace, environ: Mapping[str, str]) -> str:
 
 
 def timeline_merge(given: argparse.Namespace, environ: Mapping[str, str]) -> TimelineMerge | None:
-    """What ``--timeline-merge`` asks for.
+    """The merge that ``--timeline-merge`` asks for.
 
     Args:
         given: the values of all options.
@@ -165,7 +165,7 @@ def timeline_merge(given: argparse.Namespace, environ: Mapping[str, str]) -> Tim
 
 
 def start_timeout(given: float | None, environ: Mapping[str, str]) -> float:
-    """Seconds: what ``--start-timeout`` said, or else ``HORO_START_TIMEOUT``, or its default.
+    """The value of ``--start-timeout`` in seconds, or else of ``HORO_START_TIMEOUT``, or its default.
 
     Raises:
         JobError: the variable is none; names it and its value.

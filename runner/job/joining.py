@@ -1,4 +1,4 @@
-"""Which ranks have called ``init()``: one that ends before does not make the others wait for it."""
+"""Notes the ranks that have called ``init()``: one that ends before does not make the others wait for it."""
 
 from __future__ import annotations
 

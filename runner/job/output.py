@@ -52,7 +52,7 @@ class LineSplitter:
         self._after_return = False
 
     def feed(self, data: bytes) -> list[Piece]:
-        """The lines that ``data`` completes; a line that ends in ``\\r`` waits for what follows it."""
+        """The lines that ``data`` completes; a line that ends in ``\\r`` waits for the next byte."""
         if not data:
             return []
         pieces: list[Piece] = []

@@ -1,4 +1,4 @@
-"""Which hosts may get a rank, and which rank runs where: hosts are filled in order or share the ranks evenly."""
+"""Chooses the host of each rank: hosts are filled in order or share the ranks evenly."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def candidates(job: Job, environment: Mapping[str, str]) -> list[HostSpec]:
 
 
 def explain_idle_hosts(job: Job, used: Iterable[str]) -> str:
-    """Which hosts get no rank, where the user has left it to hororun how many each may have; empty: all get one.
+    """A sentence about hosts that get no rank, where the user has given no number of slots; empty: all get one.
 
     Args:
         job: the job.

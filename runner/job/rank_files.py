@@ -1,7 +1,7 @@
 """The files of the ranks, ``--output-filename``: every byte that a rank writes.
 
 Their folder may lie where others can write, in ``/tmp`` say. Who can plant a link or a FIFO there must neither have
-hororun write into another file of its user nor hold it up nor get to read what ranks write.
+hororun write into another file of its user nor hold it up nor get to read the output of ranks.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class RankFiles:
         return self._fds[rank, stream]
 
     def name_of(self, fd: int) -> str:
-        """Which stream a descriptor is for, in words."""
+        """The stream that a descriptor is for, in words."""
         return next(
             (f"{'stdout' if s == 1 else 'stderr'} of rank {r}" for (r, s), f in self._fds.items() if f == fd), ""
         )

@@ -107,7 +107,7 @@ class RemoteHost:
         return command
 
     def send_job(self, job: dict[str, Any]) -> None:
-        """Tells the agent what to run."""
+        """Gives the agent the ranks to run."""
         self.job_sent = True
         self._ranks = frozenset(map(int, job["ranks"]))
         self._to_start, self._to_end = set(self._ranks), set(self._ranks)

@@ -45,7 +45,7 @@ class Place(Protocol):
 
 
 class Clock(Protocol):
-    """What is needed of a ``Loop``."""
+    """The methods that are needed of a ``Loop``."""
 
     def call_later(self, delay_s: float, call: Callable[[], None]) -> Timer:
         """Calls ``call`` then."""

@@ -17,12 +17,12 @@ Stamp = tuple[int, int, int]
 
 
 def run_and_merge(wanted: TimelineMerge, size: int, run: Callable[[], int], say: Callable[[str], None]) -> int:
-    """Runs a job, then puts together what its ranks have written where hororun runs. Blocks until that is done.
+    """Runs a job, then merges the timelines that its ranks have written where hororun runs. Blocks until that is done.
 
-    What could not be merged is said in a sentence; the job's exit code stays what it is.
+    A timeline that could not be merged is named in a sentence; the job's exit code stays as it is.
 
     Args:
-        wanted: what to merge into which file.
+        wanted: the timelines to merge, and the file for the result.
         size: number of ranks.
         run: runs the job; returns its exit code.
         say: says a sentence to the user.

@@ -170,7 +170,7 @@ def _mcpu_hosts(environ: Mapping[str, str]) -> list[tuple[str, int]]:
 
 
 def _without_launch_node(environ: Mapping[str, str], hosts: tuple[HostSpec, ...]) -> tuple[HostSpec, ...]:
-    """Where CSM allocates (the machines with jsrun), the first host only runs the job's script, in one slot."""
+    """The hosts of an allocation by CSM (machines with jsrun), without the first, which only runs the job's script."""
     others = hosts[1:]
     if environ.get("CSM_ALLOCATION_ID") and hosts[0].slots == 1 and others:
         return others

@@ -41,7 +41,7 @@ class Mpirun:
 
 
 def family_of(path: str, version: str) -> Family:
-    """From what ``mpirun --version`` prints.
+    """From the output of ``mpirun --version``.
 
     Raises:
         JobError: it is of no family that hororun knows.

@@ -40,7 +40,7 @@ _REMARKS = ("lacks support for cpu binding", "queued and waiting for resources",
 
 @dataclass(frozen=True)
 class SrunLauncher:
-    """A ``RemoteLauncher``: one step of one task per host, beside what runs in the job already.
+    """A ``RemoteLauncher``: one step of one task per host, beside the steps that run in the job already.
 
     Attributes:
         python: the Python on the hosts.
@@ -112,7 +112,7 @@ class SrunLauncher:
 
 
 def knows_overlap(version: str) -> bool:
-    """From what ``srun --version`` prints, like ``slurm 22.05.8``; anything else counts as new."""
+    """From the output of ``srun --version``, like ``slurm 22.05.8``; anything else counts as new."""
     found = re.search(r"slurm\S* ([0-9]+)\.([0-9]+)", version)
     return found is None or (int(found[1]), int(found[2])) >= _OVERLAP_SINCE
 

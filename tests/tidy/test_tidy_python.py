@@ -26,7 +26,13 @@ def test_files_and_functions_are_short() -> None:
 
 @pytest.mark.parametrize(
     "check",
-    [tidy_python.check_imports, tidy_python.check_rooms, tidy_python.check_environment, tidy_python.check_all],
+    [
+        tidy_python.check_imports,
+        tidy_python.check_rooms,
+        tidy_python.check_docstrings,
+        tidy_python.check_environment,
+        tidy_python.check_all,
+    ],
     ids=lambda check: check.__name__,
 )
 def test_package_keeps(check: Check) -> None:
@@ -76,6 +82,8 @@ BAD: list[tuple[Check, str, str, str]] = [
     (tidy_python.check_rooms, "horo/_bootstrap/net/a.py", "from ..store.server import x", "net may import auth"),
     (tidy_python.check_rooms, "runner/agent/a.py", "def f():\n    import horo.runner.job.report", "agent may import"),
     (tidy_python.check_rooms, "runner/hosts.py", "from horo.runner.config import Job", "hosts may import none"),
+    (tidy_python.check_docstrings, "horo/a.py", '"""What is checked once."""', "What is checked once. ...: begin"),
+    (tidy_python.check_docstrings, "horo/a.py", 'x = 1\n"""That of all."""', "a.py:2"),
     (tidy_python.check_environment, "horo/torch/ops.py", "import os\nos.environ['A']", "ops.py:2"),
     (tidy_python.check_environment, "horo/_core.py", "import os\nos.getenv('A')", "environment"),
     (tidy_python.check_environment, "horo/_core.py", "from os import environ", "environment"),

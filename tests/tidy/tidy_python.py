@@ -147,6 +147,21 @@ def _lies_in(path: PurePath, where: str) -> bool:
     return path == PurePath(where) or PurePath(where) in path.parents
 
 
+NOUN_CLAUSES = ("What", "Who", "Whom", "Whose", "Which", "Where", "That", "Those")
+"""First words that make a reader look for the noun."""
+
+
+def check_docstrings(path: Path, text: str) -> list[str]:
+    """A docstring, also one of a variable, begins with its subject or with a verb: no clause stands for a noun."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            words = node.value.value.split()
+            if words and words[0] in NOUN_CLAUSES:
+                found.append(finding(path, node.lineno, f"{' '.join(words[:4])} ...: begin with the noun"))
+    return found
+
+
 def check_environment(path: Path, text: str) -> list[str]:
     """Within horo/, only _config.py reads the environment. (The launcher builds environments for its children.)"""
     if path.parts[0] != "horo" or path.name == "_config.py":

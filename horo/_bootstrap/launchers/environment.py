@@ -1,4 +1,4 @@
-"""What the environment says about the launcher of this process: hororun, torchrun, Slurm or none.
+"""Reads from the environment which launcher started this process: hororun, torchrun, Slurm or none.
 
 An incomplete environment is an error: otherwise a rank would run as a single process and train alone.
 """

@@ -19,7 +19,7 @@ class StoreTimeoutError(TimeoutError):
 
 
 class StoreAbandonedError(GroupError):
-    """The key given as ``unless`` appeared first; ``value`` is what it holds."""
+    """The key given as ``unless`` appeared first; ``value`` is its value."""
 
     def __init__(self, value: bytes) -> None:
         super().__init__(value.decode("utf-8", "replace"))
