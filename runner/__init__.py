@@ -18,10 +18,12 @@ Imports neither torch nor the native core, so that it starts fast (only ``--chec
         supervise            starts the ranks, watches and ends them
         external_launcher    the same for a job that mpirun or jsrun runs
         remote               the connection to the agent on one host
-        joining              which ranks have called init()
+        arrivals             the ranks that have called init()
         console, output      lines, prefixes
         rank_files           the files of the ranks
         report               endings -> root cause, text
+        signals              signals to hororun and its agents -> ranks
+        timelines            merges the timelines of the ranks
     start/                   how ranks are started elsewhere
         allocation           hosts and slots from a batch system
         launcher             chooses a launcher if the command line does not

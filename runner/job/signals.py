@@ -14,7 +14,7 @@ from typing import Protocol
 from horo.runner.loop import Loop, Timer
 from horo.runner.processes import ENDING_WITHOUT_RANKS, PASSED_ON
 
-__all__ = ["Clock", "Place", "SignalsToRanks"]
+__all__ = ["Clock", "SignalledHost", "SignalsToRanks"]
 
 GATHER_S = 0.5
 """A signal that comes to several hosts within this time is one, and each rank gets it once."""
@@ -37,7 +37,7 @@ def _has_terminal() -> bool:
     return True
 
 
-class Place(Protocol):
+class SignalledHost(Protocol):
     """The ranks of one host."""
 
     def pass_on(self, number: int) -> None:
@@ -56,16 +56,16 @@ class SignalsToRanks:
 
     Args:
         clock: the loop.
-        places: the hosts that have ranks now.
+        hosts: the hosts that have ranks now.
 
     Attributes:
         came: the signals that came so far.
     """
 
-    def __init__(self, clock: Clock, places: Callable[[], Sequence[Place]]) -> None:
+    def __init__(self, clock: Clock, hosts: Callable[[], Sequence[SignalledHost]]) -> None:
         self._clock = clock
-        self._places = places
-        self._heard: dict[int, list[Place]] = {}
+        self._hosts = hosts
+        self._heard: dict[int, list[SignalledHost]] = {}
         self._passed: set[int] = set()
         self.came: set[int] = set()
 
@@ -98,21 +98,21 @@ class SignalsToRanks:
         self._passed.add(number)
         self._clock.call_later(GATHER_S, lambda: self._passed.discard(number))
 
-    def came_to(self, place: Place, number: int) -> None:
+    def came_to(self, host: SignalledHost, number: int) -> None:
         """The signal came to the agent of a host, whose ranks have it. Others have it soon, if it came to them, too."""
         self.came.add(number)
         if number in self._passed:
             return
         if number not in self._heard:
             self._clock.call_later(GATHER_S, lambda: self._pass_on_to_others(number))
-        self._heard.setdefault(number, []).append(place)
+        self._heard.setdefault(number, []).append(host)
 
     def _pass_on_to_others(self, number: int) -> None:
         heard = self._heard.pop(number, None)
         if heard is not None:  # it has not come here meanwhile
             self._pass_on(number, heard)
 
-    def _pass_on(self, number: int, without: Sequence[Place]) -> None:
-        for place in self._places():
-            if not any(place is other for other in without):
-                place.pass_on(number)
+    def _pass_on(self, number: int, without: Sequence[SignalledHost]) -> None:
+        for host in self._hosts():
+            if not any(host is other for other in without):
+                host.pass_on(number)

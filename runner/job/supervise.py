@@ -20,6 +20,7 @@ from horo.runner.agent.notes import Note, NoteReader
 from horo.runner.agent.ranks import Event, Exited, HostRanks, Noted, Wrote, reap
 from horo.runner.config import EXIT_USAGE, Job, JobError
 from horo.runner.hosts import HostSpec, written
+from horo.runner.job.arrivals import Arrivals, side_by_side
 from horo.runner.job.console import Console
 from horo.runner.job.environment import (
     common_variables,
@@ -30,7 +31,6 @@ from horo.runner.job.environment import (
     rank_variables,
 )
 from horo.runner.job.host_addresses import HostAddresses, check_interfaces, find_addresses, store_addresses
-from horo.runner.job.joining import Joining, side_by_side
 from horo.runner.job.placement import (
     Placement,
     PlacementError,
@@ -125,7 +125,7 @@ class _Supervisor:
         self._local: HostRanks | None = None
         self._remotes: dict[int, RemoteHost] = {}  # by index of the host
         self._store: StoreServer | None = None
-        self._joining: Joining | None = None
+        self._arrivals: Arrivals | None = None
         self._host_of_rank: dict[int, int] = {}
         self._names: dict[int, str] = {}
         self._running: set[int] = set()
@@ -139,7 +139,7 @@ class _Supervisor:
         self._errors: tuple[JobError, ...] = ()
         self._signal = 0
         self._paused = False
-        self._signals = SignalsToRanks(loop, self._places)
+        self._signals = SignalsToRanks(loop, self._ranks_by_host)
         self._signals.listen(loop, self._on_signal, lambda: bool(self._running), batch=job.in_batch)
         loop.on_signal(signal.SIGTSTP, self._on_stop_key)
         loop.on_signal(signal.SIGCHLD, self._on_child)
@@ -251,7 +251,7 @@ class _Supervisor:
         addresses, by_host = store_addresses(list(routes.values()))
         secret = secrets.token_bytes(SECRET_BYTES)
         self._store = StoreServer(addresses, secret, self._job.store_port, self._console.say)
-        self._joining = Joining(self._store, secret, self._id)
+        self._arrivals = Arrivals(self._store, secret, self._id)
         endpoints = {endpoint.address: str(endpoint) for endpoint in self._store.endpoints}
         self._console.explain(f"key-value server at {', '.join(endpoints.values())}")
         stores = {
@@ -333,8 +333,8 @@ class _Supervisor:
     def _on_note(self, event: Noted) -> None:
         reader = self._notes.setdefault(event.rank, NoteReader())
         reader.feed(event.data)
-        if self._joining is not None:
-            self._joining.on_note(reader.note)
+        if self._arrivals is not None:
+            self._arrivals.on_note(reader.note)
         self._stop_if_clear()
 
     def _on_output(self, event: Wrote) -> None:
@@ -361,8 +361,8 @@ class _Supervisor:
         passed_on = signal in self._signals.came
         ending = Ending(rank, self._names[rank], code, signal, asked, lost, tail, note, overdue, passed_on)
         self._endings.append(ending)
-        if self._joining is not None:
-            self._joining.on_end(ending)
+        if self._arrivals is not None:
+            self._arrivals.on_end(ending)
         if ending.failed and not asked:
             self._fail()
         self._stop_if_clear()
@@ -397,7 +397,7 @@ class _Supervisor:
         elif self._stopping:
             self._signal = self._signal or number
             self._console.interrupted = True
-            for host in self._places():
+            for host in self._ranks_by_host():
                 host.kill()
 
     def _on_stop_key(self, _number: int) -> None:
@@ -418,12 +418,12 @@ class _Supervisor:
 
     def _pause(self, paused: bool) -> None:
         self._paused = paused
-        for host in self._places():
+        for host in self._ranks_by_host():
             host.pause(paused)
 
     # Ending
 
-    def _places(self) -> list[HostRanks | RemoteHost]:
+    def _ranks_by_host(self) -> list[HostRanks | RemoteHost]:
         return [*self._remotes.values(), *([self._local] if self._local is not None else [])]
 
     def _stop_for(self, *errors: JobError) -> None:
@@ -456,7 +456,7 @@ class _Supervisor:
         if self._paused:
             self._pause(False)
         interrupted = self._signal == signal.SIGINT
-        for host in self._places():
+        for host in self._ranks_by_host():
             if interrupted:
                 host.interrupt()
             else:

@@ -16,7 +16,7 @@ import pytest
 from descriptors import open_descriptors
 from joining import SECRET
 
-from horo._bootstrap.auth.credential_file import SecretFile
+from horo._bootstrap.auth.credential_file import CredentialFile
 from horo._bootstrap.auth.munge import decode, encode
 from horo._bootstrap.launchers.environment import read_launch
 from horo._bootstrap.launchers.slurm_store import candidate_ports, open_slurm_store
@@ -301,7 +301,7 @@ def test_fetch_takes_the_first_usable_answer_and_leaves_nothing_open() -> None:
 
 
 def test_a_secret_file_that_others_could_write_is_refused(tmp_path: Path) -> None:
-    file = SecretFile("7.0.0/1", tmp_path)
+    file = CredentialFile("7.0.0/1", tmp_path)
     assert file.read() is None
     file.write(b"one")
     file.write(b"two")

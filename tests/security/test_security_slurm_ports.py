@@ -95,13 +95,13 @@ def test_where_no_port_is_free_the_home_folder_serves(home: Path, monkeypatch: p
     monkeypatch.setattr(slurm_store.munge, "encode", lambda payload: payload)
     monkeypatch.setattr(slurm_store.munge, "decode", lambda credential: credential)
     seen: list[str] = []
-    real = slurm_store.SecretFile.write
+    real = slurm_store.CredentialFile.write
 
-    def write(self: slurm_store.SecretFile, content: bytes) -> None:
+    def write(self: slurm_store.CredentialFile, content: bytes) -> None:
         seen.append(content.decode("latin-1"))
         real(self, content)
 
-    monkeypatch.setattr(slurm_store.SecretFile, "write", write)
+    monkeypatch.setattr(slurm_store.CredentialFile, "write", write)
     monkeypatch.setattr(slurm_store, "candidate_ports", lambda name, secret=None: public_ports())
     with squatting(public_ports()):
         first, second = start(**({"HORO_SECRET": secret} if secret else {}))
@@ -117,7 +117,7 @@ def test_a_forged_announcement_in_the_home_folder_is_not_believed(home: Path, mo
         trap.setblocking(False)
         launch, config = step(1, HORO_SECRET=SECRET.hex(), HORO_START_TIMEOUT="0.3")
         info = {"name": f"{JOB}.0.0/1", "endpoints": [trap.getsockname()], "secret": ""}
-        slurm_store.SecretFile(f"{JOB}.0.0/1", home).write(bytes(32) + json.dumps(info).encode())
+        slurm_store.CredentialFile(f"{JOB}.0.0/1", home).write(bytes(32) + json.dumps(info).encode())
         with pytest.raises(HoroTimeoutError, match="does not know this rank's HORO_SECRET"):
             open_slurm_store(launch, config, 1)
         with pytest.raises(BlockingIOError):

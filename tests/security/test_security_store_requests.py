@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from horo._bootstrap.auth.frames import pack_fields
 from horo._bootstrap.store.client import StoreClient
-from horo._bootstrap.store.messages import INT64, KEY_BYTES_MAX, Request
+from horo._bootstrap.store.messages import INT64, KEY_BYTES_MAX, StoreRequest
 from horo._bootstrap.store.protocol import StoreAbandonedError
 from horo._bootstrap.store.server import StoreServer, _Client
 from horo.errors import PeerLostError
@@ -64,23 +64,23 @@ def check_serves(server: StoreServer) -> None:
         b"",
         b"\x00",
         b"\xff" + pack_fields([]),
-        bytes([Request.SET]),
-        message(Request.SET),
-        message(Request.SET, b"key"),
-        message(Request.SET, b"key", b"value", b"more"),
-        message(Request.SET, b"", b"value"),
-        message(Request.SET, b"k" * (KEY_BYTES_MAX + 1), b"value"),
-        message(Request.GET),
-        message(Request.GET, NOW),
-        message(Request.GET, b"", b"", b"key"),
-        message(Request.GET, NOW, b"", b""),
-        message(Request.ADD, b"key"),
-        message(Request.ADD, b"key", b"1"),
-        message(Request.ADD, b"", NOW),
-        message(Request.DELETE, b""),
-        message(Request.ON_DISCONNECT, b"key"),
-        message(Request.ON_DISCONNECT, b"", b"value"),
-        message(Request.ON_DISCONNECT, b"key", b"value", b"more"),
+        bytes([StoreRequest.SET]),
+        message(StoreRequest.SET),
+        message(StoreRequest.SET, b"key"),
+        message(StoreRequest.SET, b"key", b"value", b"more"),
+        message(StoreRequest.SET, b"", b"value"),
+        message(StoreRequest.SET, b"k" * (KEY_BYTES_MAX + 1), b"value"),
+        message(StoreRequest.GET),
+        message(StoreRequest.GET, NOW),
+        message(StoreRequest.GET, b"", b"", b"key"),
+        message(StoreRequest.GET, NOW, b"", b""),
+        message(StoreRequest.ADD, b"key"),
+        message(StoreRequest.ADD, b"key", b"1"),
+        message(StoreRequest.ADD, b"", NOW),
+        message(StoreRequest.DELETE, b""),
+        message(StoreRequest.ON_DISCONNECT, b"key"),
+        message(StoreRequest.ON_DISCONNECT, b"", b"value"),
+        message(StoreRequest.ON_DISCONNECT, b"key", b"value", b"more"),
     ],
 )
 def test_a_malformed_request_ends_its_connection_alone(server: StoreServer, payload: bytes) -> None:

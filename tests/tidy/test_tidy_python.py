@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,8 +37,19 @@ def test_files_and_functions_are_short() -> None:
     ids=lambda check: check.__name__,
 )
 def test_package_keeps(check: Check) -> None:
-    findings = run(check, below("horo", "runner", suffixes=(".py",)))
+    findings = run(check, sources())
     assert not findings, report(findings)
+
+
+def test_each_class_has_a_name_of_its_own() -> None:
+    named = {path: tidy_python.public_classes(path.read_text(encoding="utf-8")) for path in sources()}
+    count = Counter(name for names in named.values() for name in names)
+    twice = [f"{path.relative_to(ROOT)}: {name}" for path, names in named.items() for name in names if count[name] > 1]
+    assert not twice, report(twice)
+
+
+def sources() -> list[Path]:
+    return below("horo", "runner", suffixes=(".py",))
 
 
 @pytest.mark.parametrize("module", ["horo", "horo.runner"])

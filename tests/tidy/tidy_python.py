@@ -162,6 +162,11 @@ def check_docstrings(path: Path, text: str) -> list[str]:
     return found
 
 
+def public_classes(text: str) -> list[str]:
+    """The names of a module's own classes that other modules may use."""
+    return [node.name for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name[0] != "_"]
+
+
 def check_environment(path: Path, text: str) -> list[str]:
     """Within horo/, only _config.py reads the environment. (The launcher builds environments for its children.)"""
     if path.parts[0] != "horo" or path.name == "_config.py":

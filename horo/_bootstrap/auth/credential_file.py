@@ -1,4 +1,4 @@
-"""A secret file in the user's home directory, for processes of the same user on hosts that share the home."""
+"""A credential file in the user's home directory, for processes of the same user on hosts that share the home."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 
 from horo.errors import ResourceError
 
-__all__ = ["SecretFile"]
+__all__ = ["CredentialFile"]
 
 _FOLDER = ".horo"
 _BYTES_MAX = 1 << 16
 
 
-class SecretFile:
+class CredentialFile:
     """The file of one start. Other users can read neither the file nor its folder.
 
     Args:

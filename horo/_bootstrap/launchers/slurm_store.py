@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from horo._bootstrap.auth import munge
-from horo._bootstrap.auth.credential_file import SecretFile
+from horo._bootstrap.auth.credential_file import CredentialFile
 from horo._bootstrap.auth.handshake import SECRET_BYTES
 from horo._bootstrap.launchers.environment import Launch
 from horo._bootstrap.launchers.slurm_step import SlurmStep
@@ -151,7 +151,7 @@ def _publish_signed(addresses: Sequence[str], name: str, secret: bytes, signed: 
     try:
         return _announce(addresses, candidate_ports(name, secret), lambda: signed)
     except ResourceError as error:
-        file = SecretFile(name, Path.home())
+        file = CredentialFile(name, Path.home())
         try:
             file.write(signed)
         except HoroError as other:
@@ -173,7 +173,7 @@ def _publish_secret(addresses: Sequence[str], info: _StoreInfo, size: int) -> Ca
 
 
 def _publish_file(info: _StoreInfo, why: str) -> Callable[[], None]:
-    file = SecretFile(info.name, Path.home())
+    file = CredentialFile(info.name, Path.home())
     try:
         file.write(info.encode())
     except HoroError as error:
@@ -195,7 +195,7 @@ class _StoreSearch:
         self._launch, self._step, self._name, self._user_secret = launch, step, name, user_secret
         self._timeout_s = config.start_timeout_s
         self._deadline = time.monotonic() + self._timeout_s
-        self._file = SecretFile(name, Path.home())
+        self._file = CredentialFile(name, Path.home())
         self._reason = ""
         """Why the last advertisement or file could not be used."""
 

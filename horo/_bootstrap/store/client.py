@@ -15,8 +15,8 @@ from horo._bootstrap.store.messages import (
     RECEIVE_BYTES,
     VALUE_BYTES_MAX,
     WAIT_S_MAX,
-    Reply,
-    Request,
+    StoreReply,
+    StoreRequest,
     encode_key,
 )
 from horo._bootstrap.store.protocol import StoreAbandonedError, StoreTimeoutError
@@ -75,7 +75,7 @@ class StoreClient:
         """As ``Store.set``; at most ``VALUE_BYTES_MAX`` bytes."""
         if len(value) > VALUE_BYTES_MAX:
             raise UsageError(f"the value of {key!r} has {len(value)} bytes, at most {VALUE_BYTES_MAX} are allowed")
-        self._call(Request.SET, [encode_key(key), value])
+        self._call(StoreRequest.SET, [encode_key(key), value])
 
     def get_many(self, keys: Sequence[str], timeout_s: float, unless: str | None = None) -> list[bytes]:
         """As ``Store.get_many``; the server waits, the client does not poll."""
@@ -83,7 +83,7 @@ class StoreClient:
         timeout_ms = INT64.pack(int(timeout_s * 1000))
         encoded = [encode_key(key) for key in keys]
         abandon = encode_key(unless) if unless is not None else b""
-        return self._call(Request.GET, [timeout_ms, abandon, *encoded], timeout_s)
+        return self._call(StoreRequest.GET, [timeout_ms, abandon, *encoded], timeout_s)
 
     def get(self, key: str, timeout_s: float, unless: str | None = None) -> bytes:
         """As ``Store.get``."""
@@ -91,15 +91,15 @@ class StoreClient:
 
     def add(self, key: str, amount: int) -> int:
         """As ``Store.add``."""
-        return int(self._call(Request.ADD, [encode_key(key), INT64.pack(amount)])[0])
+        return int(self._call(StoreRequest.ADD, [encode_key(key), INT64.pack(amount)])[0])
 
     def delete(self, keys: Sequence[str]) -> None:
         """As ``Store.delete``."""
-        self._call(Request.DELETE, [encode_key(key) for key in keys])
+        self._call(StoreRequest.DELETE, [encode_key(key) for key in keys])
 
     def set_on_disconnect(self, key: str, value: bytes | None) -> None:
         """As ``Store.set_on_disconnect``."""
-        self._call(Request.ON_DISCONNECT, [] if value is None else [encode_key(key), value])
+        self._call(StoreRequest.ON_DISCONNECT, [] if value is None else [encode_key(key), value])
         self._has_on_disconnect = value is not None
 
     def close(self) -> None:
@@ -115,18 +115,18 @@ class StoreClient:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _call(self, request: Request, fields: Sequence[bytes], timeout_s: float = 0.0) -> list[bytes]:
+    def _call(self, request: StoreRequest, fields: Sequence[bytes], timeout_s: float = 0.0) -> list[bytes]:
         payload = bytes([request]) + pack_fields(fields)
         if len(payload) > PAYLOAD_BYTES_MAX:
             raise UsageError(f"a request of {len(payload)} bytes to the store, at most {PAYLOAD_BYTES_MAX} are allowed")
         with self._lock:
             reply = self._exchange(payload, timeout_s)
-        status, values = Reply(reply[0]), unpack_fields(reply[1:])
-        if status is Reply.TIMEOUT:
+        status, values = StoreReply(reply[0]), unpack_fields(reply[1:])
+        if status is StoreReply.TIMEOUT:
             raise StoreTimeoutError([value.decode() for value in values])
-        if status is Reply.ABANDONED:
+        if status is StoreReply.ABANDONED:
             raise StoreAbandonedError(values[0])
-        if status is Reply.REFUSED:
+        if status is StoreReply.REFUSED:
             raise UsageError(f"the store at {self._endpoint} refused a request: {values[0].decode()}")
         return values
 

@@ -15,8 +15,8 @@ __all__ = [
     "RECEIVE_BYTES",
     "VALUE_BYTES_MAX",
     "WAIT_S_MAX",
-    "Reply",
-    "Request",
+    "StoreReply",
+    "StoreRequest",
     "encode_key",
     "read_request",
 ]
@@ -29,7 +29,7 @@ RECEIVE_BYTES = 1 << 16
 INT64 = struct.Struct("!q")
 
 
-class Request(IntEnum):
+class StoreRequest(IntEnum):
     """First byte of a client's message."""
 
     SET = 1
@@ -39,7 +39,7 @@ class Request(IntEnum):
     ON_DISCONNECT = 5
 
 
-class Reply(IntEnum):
+class StoreReply(IntEnum):
     """First byte of the answer."""
 
     OK = 0
@@ -56,21 +56,21 @@ def encode_key(key: str) -> bytes:
     return encoded
 
 
-def read_request(payload: bytes) -> tuple[Request, list[bytes]]:
+def read_request(payload: bytes) -> tuple[StoreRequest, list[bytes]]:
     """Decodes a client's request and its fields, and checks their number and lengths.
 
     Raises:
         ValueError: it is no request of this protocol.
     """
-    request = Request(payload[0] if payload else 0)
+    request = StoreRequest(payload[0] if payload else 0)
     fields = unpack_fields(payload[1:])
-    if request is Request.SET or (request is Request.ON_DISCONNECT and fields):
+    if request is StoreRequest.SET or (request is StoreRequest.ON_DISCONNECT and fields):
         _check(len(fields) == 2 and len(fields[1]) <= VALUE_BYTES_MAX)
         _check_keys(fields[:1])
-    elif request is Request.ADD:
+    elif request is StoreRequest.ADD:
         _check(len(fields) == 2 and len(fields[1]) == INT64.size)
         _check_keys(fields[:1])
-    elif request is Request.GET:
+    elif request is StoreRequest.GET:
         _check(len(fields) >= 2 and len(fields[0]) == INT64.size and len(fields[1]) <= KEY_BYTES_MAX)
         _check_keys(fields[2:])
     else:

@@ -19,7 +19,7 @@ from horo._bootstrap.auth.handshake import HandshakeError, HandshakeResult, Purp
 from horo._bootstrap.net.addresses import Endpoint, bind_all
 from horo._bootstrap.net.listener import HALF_OPEN_MAX, HANDSHAKE_TIMEOUT_S, Listener
 from horo._bootstrap.net.selector_thread import SelectorThread
-from horo._bootstrap.store.messages import INT64, RECEIVE_BYTES, WAIT_S_MAX, Reply, Request, read_request
+from horo._bootstrap.store.messages import INT64, RECEIVE_BYTES, WAIT_S_MAX, StoreReply, StoreRequest, read_request
 
 __all__ = ["StoreServer"]
 
@@ -145,7 +145,7 @@ class StoreServer:
             if waiter.deadline <= now and self._waiters.get(client) is waiter:
                 self._stop_waiting(client)
                 missing = [key for key in waiter.keys[waiter.position :] if key not in self._values]
-                self._reply(client, Reply.TIMEOUT, missing)
+                self._reply(client, StoreReply.TIMEOUT, missing)
 
     def _join(self, connection: socket.socket, handshake: HandshakeResult) -> None:
         client = _Client(connection, Opener(handshake.receive_key), Sealer(handshake.send_key))
@@ -192,28 +192,28 @@ class StoreServer:
 
     def _handle(self, client: _Client, payload: bytes) -> None:
         request, fields = read_request(payload)
-        if request is Request.SET:
+        if request is StoreRequest.SET:
             key, value = fields
             self._values[key] = value
-            self._reply(client, Reply.OK, [])
+            self._reply(client, StoreReply.OK, [])
             self._key_was_set(key)
-        elif request is Request.ADD:
+        elif request is StoreRequest.ADD:
             key, amount = fields
             try:
                 total = int(self._values.get(key, b"0")) + INT64.unpack(amount)[0]
             except ValueError:
-                self._reply(client, Reply.REFUSED, [b"the key holds no integer"])
+                self._reply(client, StoreReply.REFUSED, [b"the key holds no integer"])
                 return
             self._values[key] = b"%d" % total
-            self._reply(client, Reply.OK, [self._values[key]])
+            self._reply(client, StoreReply.OK, [self._values[key]])
             self._key_was_set(key)
-        elif request is Request.DELETE:
+        elif request is StoreRequest.DELETE:
             for key in fields:
                 self._values.pop(key, None)
-            self._reply(client, Reply.OK, [])
-        elif request is Request.ON_DISCONNECT:
+            self._reply(client, StoreReply.OK, [])
+        elif request is StoreRequest.ON_DISCONNECT:
             client.on_disconnect = (fields[0], fields[1]) if fields else None
-            self._reply(client, Reply.OK, [])
+            self._reply(client, StoreReply.OK, [])
         else:
             timeout_ms, unless, *keys = fields
             timeout_s = min(INT64.unpack(timeout_ms)[0] / 1000, WAIT_S_MAX)
@@ -233,7 +233,7 @@ class StoreServer:
         """Answers a waiting client if all its keys are there, else records the first key that is missing."""
         if waiter.unless in self._values:
             self._stop_waiting(client)
-            self._reply(client, Reply.ABANDONED, [self._values[waiter.unless]])
+            self._reply(client, StoreReply.ABANDONED, [self._values[waiter.unless]])
             return
         self._unwatch(client, waiter)
         while waiter.position < len(waiter.keys) and waiter.keys[waiter.position] in self._values:
@@ -249,11 +249,11 @@ class StoreServer:
         values = [self._values.get(key) for key in keys]
         found = [value for value in values if value is not None]
         if len(found) < len(values):
-            self._reply(client, Reply.REFUSED, [b"a key was deleted while others were awaited with it"])
+            self._reply(client, StoreReply.REFUSED, [b"a key was deleted while others were awaited with it"])
         elif sum(map(len, found)) + 4 * len(found) > PAYLOAD_BYTES_MAX - 64:
-            self._reply(client, Reply.REFUSED, [b"the values together are too long for one reply"])
+            self._reply(client, StoreReply.REFUSED, [b"the values together are too long for one reply"])
         else:
-            self._reply(client, Reply.OK, found)
+            self._reply(client, StoreReply.OK, found)
 
     def _unwatch(self, client: _Client, waiter: _Waiter) -> None:
         if waiter.position < len(waiter.keys):
@@ -272,7 +272,7 @@ class StoreServer:
             if not clients:
                 del self._waiting[key]
 
-    def _reply(self, client: _Client, status: Reply, fields: Sequence[bytes]) -> None:
+    def _reply(self, client: _Client, status: StoreReply, fields: Sequence[bytes]) -> None:
         client.output += client.sealer.seal(bytes([status]) + pack_fields(fields))
         try:
             self._flush(client)

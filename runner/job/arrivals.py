@@ -15,12 +15,12 @@ from horo.runner.job.report import Ending, how_it_ended
 if TYPE_CHECKING:
     from horo._bootstrap.store.server import StoreServer
 
-__all__ = ["Joining", "side_by_side"]
+__all__ = ["Arrivals", "side_by_side"]
 
 _TELL_S = 2.0
 
 
-class Joining:
+class Arrivals:
     """Tells ranks that wait in ``init()`` for all others of a rank that has ended before it called that.
 
     Args:
