@@ -38,7 +38,10 @@ def explain_part(name: str) -> str:
     package = Path(__file__).resolve().parent
     root = package.parent
     if not (root / "native" / "build.py").is_file():
-        return f"the horo in {package} is not complete ({name} is missing): pip install --force-reinstall horo"
+        return (
+            f"the horo in {package} is not complete ({name} is missing): pip install --force-reinstall horo-torch, or "
+            "the path of its wheel or checkout"
+        )
     here = f"{root} holds horo's source, and {_PARTS[name]}"
     others = [folder for folder in map(Path, sys.path) if folder.resolve() != root]
     hidden = next((folder for folder in others if any((folder / "horo").glob("_native*.so"))), None)

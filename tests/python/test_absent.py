@@ -77,7 +77,7 @@ def test_an_installation_without_its_extension_says_so(installed: Path, tmp_path
     line = last_line(["-c", "import horo._core"], installed, folder=tmp_path)
     assert line == (
         f"ImportError: the horo in {installed / 'horo'} is not complete (horo._native is missing): "
-        "pip install --force-reinstall horo"
+        "pip install --force-reinstall horo-torch, or the path of its wheel or checkout"
     )
 
 
