@@ -256,8 +256,8 @@ def _pack(tensors: Sequence[Tensor]) -> Any:
 class TakenResult:
     """A gathered tensor as the core returns it: memory that the caller frees, and the number of rows of each member.
 
-    An exception of a signal handler may come between any two calls of Python's. So what frees the memory is there
-    before the core gives it, and what is here already can be had again.
+    An exception of a signal handler may come between any two calls in Python. So the object that frees the memory
+    exists before the core hands the memory over, and a second call returns the same.
     """
 
     __slots__ = ("bytes", "data", "first_dims")

@@ -52,9 +52,9 @@ PASSED_ON = (
 )
 """Signals for the ranks: users trap them, and batch systems send them before a job's time is up.
 
-All that others send and that end a process which does not trap them, but for those that end a job."""
+These are all that other processes send and that end a process without a handler, except those that end a job."""
 PASSED_ON_BY_AGENTS = (*PASSED_ON, signal.SIGINT, signal.SIGHUP)
-"""An agent has no terminal: these two are what a user had the batch system send to the steps of the job."""
+"""An agent has no terminal: the last two come from a user who had the batch system send them to the job's steps."""
 ENDING_WITHOUT_RANKS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """These end hororun, or its agent, while it has no rank to pass them on to."""
 

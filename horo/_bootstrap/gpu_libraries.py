@@ -86,7 +86,7 @@ def describe_difference(ranks: Sequence[tuple[str, GpuLibraries]]) -> str:
     """A sentence about ranks that have other libraries than rank 0; empty: there are none.
 
     Args:
-        ranks: by rank, the name of its host and what it has.
+        ranks: by rank, the name of its host and its libraries.
     """
     host, first = ranks[0]
     others = [rank for rank, (_, found) in enumerate(ranks) if found != first]

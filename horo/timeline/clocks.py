@@ -1,6 +1,6 @@
-"""How the clocks of machines differ, found in their timelines alone.
+"""The differences between the clocks of machines, found in their timelines alone.
 
-Ranks execute the records of a team's log together: none begins one before all have submitted what is in it, and none
+Ranks execute the records of a team's log together: none begins one before all have submitted its requests, and none
 ends an allreduce before all have begun it. Each record bounds the difference of two clocks from both sides so.
 Differences change with time, so there is one per second of the timeline, and a line between two of them.
 """

@@ -1,12 +1,12 @@
 """Adasum in an optimizer: each rank takes its own step, and the steps of all ranks are combined.
 
-Before ``step()`` the parameters are copied. The optimizer steps by the gradients of this rank; what it has moved each
-parameter by is combined with that of the other ranks by Adasum, and the result is added to the copy. So momentum and
-the like are each rank's own, and parameters are equal on all ranks after each step.
+Before ``step()`` the parameters are copied. The optimizer steps by the gradients of this rank. Adasum combines the
+change of each parameter with the changes on the other ranks, and the result is added to the copy. So momentum and the
+like are each rank's own, and parameters are equal on all ranks after each step.
 
 A step that raises leaves the parameters as they were before it, and it has not taken place: the next call of ``step()``
 does it. Where other ranks may have got its result already, since an exception of a signal handler has ended the wait
-for it, that call ends the exchange in progress with that result. Momentum and the like keep what they were given.
+for it, that call ends the exchange in progress with that result. Momentum and the like keep their new values.
 Where parameters have other values by then, loaded from a checkpoint on all ranks, that result is dropped instead.
 """
 

@@ -23,8 +23,8 @@ __all__ = ["Member"]
 class Member(abc.ABC):
     """A reducer's place among the others, and in the job, which may be another one later.
 
-    Names are given when gradients are reduced for the first time in a job, and all ranks do that, so what only one rank
-    has made or copied or kept from an earlier job does not shift them.
+    Names are given when gradients are reduced for the first time in a job, and all ranks do that, so an optimizer that
+    only one rank has made or copied or kept from an earlier job does not shift them.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Member(abc.ABC):
 
     def follow_runtime(self, *, forget: bool = False) -> None:
         """Begins anew if the job is another one than before, or the process set was removed and added again: nobody
-        waits for what was in progress there.
+        waits for the reductions that were in progress there.
 
         Args:
             forget: Gradients are about to be cleared.
@@ -135,7 +135,7 @@ class Member(abc.ABC):
         rounds = 0 if runtime is None else runtime.joining.rounds
         was_pending = any(state.pending is not None for state in self.states.values())
         if runtime is self._runtime and team == self._team:
-            if rounds != self._rounds and not was_pending:  # what is pending was begun before, and is done
+            if rounds != self._rounds and not was_pending:  # pending reductions were begun before, and are done
                 self._begin_anew(rounds)
             return
         if self._runtime is not None:

@@ -167,7 +167,7 @@ def broadcast_object(
     Raises:
         UsageError: There is no rank ``root_rank``; the name is too long; or the root could not pickle its object
             (there, what pickle raised).
-        MismatchError: Ranks have named different roots; or what came was changed on the way, and nothing of it was
+        MismatchError: Ranks have named different roots; or the object was changed on the way, and nothing of it was
             unpickled.
         GroupError: A rank is lost or has shut down.
         NotInitializedError: Before ``init()``.

@@ -3,8 +3,8 @@
 A process set is a team of the core. Every function that takes ``process_set`` then concerns its members only: they
 agree, wait and average among themselves, and other ranks go on meanwhile.
 
-A set is registered exactly if ``Teams.sets`` has it under its id. The core gives no id twice, so what was begun in a
-set that has been removed since, such as a backward, can meet no other set.
+A set is registered exactly if ``Teams.sets`` has it under its id. The core gives no id twice, so an operation that
+was begun in a set that has been removed since, such as a backward, can meet no other set.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ def reducescatter(
         postscale_factor: Multiplied in after it.
 
     Returns:
-        ``[rows of this rank, ...]``, new memory, same dtype. Followed by ``allgather`` it is what ``allreduce`` gives;
-        so is the gradient of both together.
+        ``[rows of this rank, ...]``, new memory, same dtype. ``allgather`` of it is the result of ``allreduce``; so is
+        the gradient of both together.
 
     Raises:
         UsageError: ``tensor`` is no tensor or has no dimension, or another argument is wrong.

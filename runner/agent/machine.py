@@ -138,8 +138,8 @@ def bind_gpus(ranks: Sequence[int], gpus: Sequence[str]) -> dict[int, str]:
 
     Args:
         ranks: those of this host, in order.
-        gpus: what they share, from ``visible_gpus``: evenly, neighbours to one rank. Ranks share one where there are
-            more ranks.
+        gpus: the GPUs that they share, from ``visible_gpus``: evenly, neighbours to one rank. Ranks share one where
+            there are more ranks.
 
     Raises:
         BindingError: there is none.

@@ -102,12 +102,12 @@ class HostRanks:
         self._emit = emit
         self._ranks: dict[int, _Rank] = {}  # by pid, those that run
         self._streams: dict[int, tuple[int, int]] = {}  # descriptor -> rank, stream
-        self._open: list[_Rank] = []  # keeps the pipes of ended ranks: what they left behind may still write
+        self._open: list[_Rank] = []  # keeps the pipes of ended ranks: processes that they left behind may still write
         self._paused = False
         self._asked = False
         self._overdue: set[int] = set()  # pids
         self._kill_at_s = float("inf")
-        self._told: set[int] = set()  # what ranks left behind and has had its SIGTERM
+        self._told: set[int] = set()  # processes that ranks left behind and that have had their SIGTERM
         self.finished = False
 
     def start(
@@ -165,7 +165,7 @@ class HostRanks:
             return
         for fd, stream in list(rank.streams.items()):
             read_what_is_there(fd, partial(self._read, fd, even_paused=True))
-            if stream == _NOTES and fd in self._streams:  # what the rank has left behind may hold the other end
+            if stream == _NOTES and fd in self._streams:  # a process of the ended rank may hold the other end
                 self._close(fd)
         rank.process.returncode = os.waitstatus_to_exitcode(status)
         code = rank.process.returncode

@@ -95,7 +95,7 @@ class SrunLauncher:
 
     def cause(self, lines: Sequence[str]) -> str:
         """See ``RemoteLauncher``: Slurm's first error, else the agent's last line, else the end of the task, as srun
-        tells it, else what srun says last."""
+        tells it, else srun's last line."""
         own, others, end = _sorted(lines)
         errors = [line for line in own if re.search(r": (error|fatal): ", line)]
         found = errors[:1] or others[-1:] or end or own[-1:]
