@@ -465,7 +465,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
             near = difflib.get_close_matches(name, settings, 1)
             raise UsageError(
                 f"init({name}=...): there is no setting of this name"
-                + (f": did you mean {near[0]}?" if near else "; docs/reference/environment.md lists them")
+                + (f": did you mean {near[0]}?" if near else "; after hvd.init(), print(hvd.config()) lists all")
             )
         if value is not None:
             try:

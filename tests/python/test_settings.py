@@ -52,7 +52,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"overlap": ["auto"]}, "init(overlap=['auto']): ['auto'] is not one of 'auto', 'always', 'never'"),
     ({"cycle_tim_ms": 1}, "init(cycle_tim_ms=...): there is no setting of this name: did you mean cycle_time_ms?"),
     ({"horovod": True}, "init(horovod=...): there is no setting of this name"),
-    ({"rank": 0}, "init(rank=...): there is no setting of this name; docs/reference/environment.md lists them"),
+    ({"rank": 0}, "init(rank=...): there is no setting of this name; after hvd.init(), print(hvd.config()) lists all"),
 ]
 
 
