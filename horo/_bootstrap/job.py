@@ -37,11 +37,12 @@ from horo._bootstrap.start_secret import derive_start_secret
 from horo._bootstrap.store.client import StoreClient
 from horo._bootstrap.store.protocol import Store, prefixed
 from horo._bootstrap.store.signed import signed
-from horo._bootstrap.summary import describe_job, describe_rank
+from horo._bootstrap.summary import describe_gradients, describe_job, describe_rank
 from horo._bootstrap.teams import add_team
 from horo._bootstrap.timeline import begin_timeline
 from horo._bootstrap.tuning import (
     check_log,
+    overlap_pays,
     search_of,
     slot_bytes,
     sockets_to_open,
@@ -123,6 +124,10 @@ class RunningRank:
         if self._tunes_overlap:
             self.overlap, self._tunes_overlap = tuned_overlap(self.context, self.overlap)
         return self.overlap
+
+    def overlap_pays(self, threads: int) -> bool:
+        """Whether the next gradients are reduced while backward still runs, with so many threads of ranks here."""
+        return overlap_pays(self.overlap_now(), len(self.hosts), threads, self.cores)
 
     @property
     def is_tuned(self) -> bool:
@@ -214,7 +219,10 @@ _starts: dict[Launch, _Starts] = {}
 
 
 def start(
-    environ: Mapping[str, str] | None = None, comm: Any = None, arguments: Mapping[str, Any] | None = None
+    environ: Mapping[str, str] | None = None,
+    comm: Any = None,
+    arguments: Mapping[str, Any] | None = None,
+    threads: int | None = None,
 ) -> RunningRank:
     """Joins the job that the environment describes; without a launcher, a job of one rank.
 
@@ -222,6 +230,7 @@ def start(
         environ: instead of this process's environment.
         comm: the processes that form the job, see ``detect.detect_launch``.
         arguments: settings that come before those of the environment.
+        threads: those with which this rank computes gradients, for the line at the start; None: it computes none.
 
     Raises:
         UsageError: a variable or an argument is wrong, the launcher's environment incomplete, or ``comm`` unfit.
@@ -257,7 +266,7 @@ def start(
         close_setup(connection.setup)
         raise
     job.context.blocked_after_s, job.context.is_alone = config.deadlock_time_s, is_own
-    _say_start(launch, connection, time.monotonic() - began)
+    _say_start(launch, connection, time.monotonic() - began, threads)
     begin_timeline(job, config)
     return job
 
@@ -266,10 +275,11 @@ def _first_segment(setup: Setup) -> int:
     return setup.segment_bytes if setup.autotune is None else setup.autotune.start["segment"]
 
 
-def _say_start(launch: Launch, connection: Connection, seconds: float) -> None:
+def _say_start(launch: Launch, connection: Connection, seconds: float, threads: int | None) -> None:
     log, setup = logging.getLogger("horo"), connection.setup
     if setup.rank == 0:
-        log.info(describe_job(setup, launch, version(), simd_name()))
+        gradients = "" if threads is None else describe_gradients(setup, connection.overlap, threads, connection.cores)
+        log.info(describe_job(setup, launch, version(), simd_name(), gradients))
     log.debug(describe_rank(setup, connection.place, os.getpid(), connection.cores, seconds))
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import horo
 from horo._bootstrap.host.grouping import Grouping
 from horo._bootstrap.launchers.environment import Launch, Place
+from horo._bootstrap.tuning import overlap_pays
 from horo._core_setup import Setup
 
-__all__ = ["describe_job", "describe_rank"]
+__all__ = ["describe_gradients", "describe_job", "describe_rank"]
 
 _HOSTS_MAX = 8
 
 
-def describe_job(setup: Setup, launch: Launch, core: str, simd: str) -> str:
+def describe_job(setup: Setup, launch: Launch, core: str, simd: str, gradients: str = "") -> str:
     """Version, size, hosts, launcher and transport of the data.
 
     Args:
@@ -20,6 +21,7 @@ def describe_job(setup: Setup, launch: Launch, core: str, simd: str) -> str:
         launch: the launch of the job.
         core: version of the native core.
         simd: instruction set of the core.
+        gradients: a phrase about them, by ``describe_gradients``.
     """
     launcher = {"none": "nobody", "mpi": "MPI", "slurm": "Slurm"}.get(launch.kind, launch.kind)
     ranks = "1 rank"
@@ -28,7 +30,7 @@ def describe_job(setup: Setup, launch: Launch, core: str, simd: str) -> str:
         named = [f"{setup.host_name_of_rank[members[0]]}: {len(members)}" for members in hosts[:_HOSTS_MAX]]
         named += [f"{len(hosts) - _HOSTS_MAX} more"] if len(hosts) > _HOSTS_MAX else []
         ranks = f"{_count(setup.size, 'rank')} on {_count(len(hosts), 'host')} ({', '.join(named)})"
-    return f"horo {horo.__version__} (core {core}, {simd}): {ranks}, started by {launcher}; {_data(setup)}"
+    return f"horo {horo.__version__} (core {core}, {simd}): {ranks}, started by {launcher}; {_data(setup)}{gradients}"
 
 
 def _data(setup: Setup) -> str:
@@ -42,6 +44,23 @@ def _data(setup: Setup) -> str:
     by = "MPI" if setup.mpi is not None and setup.mpi.transport else f"TCP{streams}"
     there = [f"by {by} between hosts"] if len(counts) > 1 else []
     return f"data {', '.join(here + there)}"
+
+
+def describe_gradients(setup: Setup, overlap: str, threads: int, cores: int) -> str:
+    """When gradients travel; empty if they do not.
+
+    Args:
+        setup: the setup of any rank.
+        overlap: the value of ``HORO_OVERLAP``.
+        threads: those with which each rank computes.
+        cores: cores of the host.
+    """
+    if setup.size == 1:
+        return ""
+    hosts = Grouping(tuple(setup.host_of_rank)).hosts
+    if overlap_pays(overlap, len(hosts), setup.size * threads, cores):
+        return ", gradients during backward"
+    return f", gradients{' in host memory' if overlap == 'auto' else ''} after backward"
 
 
 def describe_rank(setup: Setup, place: Place, process: int, cores: int, seconds: float) -> str:

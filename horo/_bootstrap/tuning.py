@@ -16,6 +16,7 @@ from horo.errors import UsageError
 __all__ = [
     "check_log",
     "first_segment_bytes",
+    "overlap_pays",
     "search_of",
     "slot_bytes",
     "sockets_to_open",
@@ -97,6 +98,22 @@ def _values(config: Config, machines: int) -> dict[str, int]:
         "cycle": math.ceil(config.cycle_time_ms * 1000),
         "overlap": 2 if overlaps else 0,
     }
+
+
+def overlap_pays(overlap: str, host_count: int, threads: int, cores: int) -> bool:
+    """Whether gradients are best reduced while backward still runs.
+
+    They are if a network carries them meanwhile, or if cores are idle, as while a GPU computes.
+
+    Args:
+        overlap: the value of ``HORO_OVERLAP``.
+        host_count: hosts of the job.
+        threads: those of all ranks that compute on this host's cores.
+        cores: the cores of this host.
+    """
+    if overlap != "auto":
+        return overlap == "always"
+    return host_count > 1 or threads < cores
 
 
 def tuned_overlap(context: Context, configured: str) -> tuple[str, bool]:

@@ -396,16 +396,10 @@ def wait_last(request: Request | None) -> None:
 
 
 def overlap_pays(parameter: torch.Tensor) -> bool:
-    """Whether gradients are best reduced while backward still runs.
-
-    They are if a network carries them meanwhile, or if cores are idle, as while a GPU computes. Ranks may decide
-    differently.
-    """
+    """Whether gradients of this device are best reduced while backward still runs. Ranks may decide differently."""
     job = _runtime.current().job
-    overlap = job.overlap_now()
-    if overlap != "auto":
-        return overlap == "always"
-    return len(job.hosts) > 1 or not parameter.is_cpu or job.size * torch.get_num_threads() < job.cores
+    threads = job.size * torch.get_num_threads() if parameter.is_cpu else 0
+    return job.overlap_pays(threads)
 
 
 def _hook_of(reducer: weakref.ref[GradientReducer]) -> Callable[[torch.Tensor], None]:

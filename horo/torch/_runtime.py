@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+import torch
+
 from horo._config import check_arguments
 from horo._deputy import DeputyCall
 from horo.errors import AbortedError, NotInitializedError, UsageError
@@ -296,7 +298,7 @@ def init(comm: Any = None, process_sets: Any = None, **settings: Any) -> None:
             return
         from horo._bootstrap.job import start  # noqa: PLC0415  (the bootstrap is needed only here)
 
-        _process.runtime = Runtime(start(comm=comm, arguments=settings), _process.handle_base)
+        _process.runtime = Runtime(start(None, comm, settings, torch.get_num_threads()), _process.handle_base)
         if not _process.registered:
             _process.registered = True
             atexit.register(_at_exit)

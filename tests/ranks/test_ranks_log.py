@@ -44,7 +44,7 @@ def test_a_job_in_order_says_nothing(tmp_path: Path, level: str) -> None:
 
 def test_at_info_rank_0_says_what_has_started(tmp_path: Path) -> None:
     (line,) = lines_of(tmp_path, "info", 2)
-    data = "data in shared memory"
+    data = "data in shared memory, gradients (in host memory after|during) backward"
     assert re.fullmatch(START.format(size=r"2 ranks on 1 host \(localhost: 2\)", launcher="hororun", data=data), line)
     (line,) = lines_of(tmp_path, "info", 0)
     assert re.fullmatch(START.format(size="1 rank", launcher="nobody", data="no data travels"), line)
@@ -53,9 +53,15 @@ def test_at_info_rank_0_says_what_has_started(tmp_path: Path) -> None:
 def test_at_info_hosts_and_the_transport_between_them_are_named(tmp_path: Path) -> None:
     other = {"1": {"HORO_HOST_ID": "other", "HOROVOD_HOSTNAME": "h2"}}
     (line,) = lines_of(tmp_path, "info", 3, other)
-    data = "data in shared memory on a host, by TCP between hosts"
+    data = "data in shared memory on a host, by TCP between hosts, gradients during backward"
     size = r"3 ranks on 2 hosts \(localhost: 2, h2: 1\)"
     assert re.fullmatch(START.format(size=size, launcher="hororun", data=data), line)
+
+
+@pytest.mark.parametrize(("overlap", "when"), [("always", "during"), ("never", "after")])
+def test_at_info_the_time_of_gradients_is_said(tmp_path: Path, overlap: str, when: str) -> None:
+    (line,) = lines_of(tmp_path, "info", 2, {rank: {"HORO_OVERLAP": overlap} for rank in "01"})
+    assert line.endswith(f"; data in shared memory, gradients {when} backward")
 
 
 @pytest.mark.parametrize("level", ["debug", "trace"])
