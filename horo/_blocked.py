@@ -151,17 +151,30 @@ def _alarm_rings_soon() -> bool:
 
 
 def describe_stacks(callers: Iterable[int]) -> str:
-    """The stacks of the main thread and of the threads that have called horo: the last calls, the innermost last."""
+    """The stacks of the main thread and of the threads that have called horo: the last calls, the innermost last.
+
+    They end at the line of the program that calls horo.
+    """
     frames = sys._current_frames()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     threads = dict.fromkeys([threading.main_thread().ident, *callers])
     parts = []
     for thread in threads:
         if thread in frames:
-            lines = "".join(traceback.format_stack(frames[thread])[-_CALLS_SHOWN:])
+            calls = _up_to_horo(traceback.extract_stack(frames[thread]))
+            lines = "".join(traceback.format_list(calls[-_CALLS_SHOWN:]))
             parts.append(f"thread {names.get(thread, thread)!r}:\n{lines.rstrip()}")
     frames.clear()
     return "\n".join(parts)
+
+
+def _up_to_horo(calls: list[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    """The calls without the innermost ones if these are horo's, which say nothing to the user."""
+    end = len(calls)
+    while end > 0 and (is_of_horo(calls[end - 1].filename) or _real(calls[end - 1].filename) in _WAITS):
+        end -= 1
+    first = next((i for i in range(end, len(calls)) if is_of_horo(calls[i].filename)), len(calls))
+    return calls[:first] or calls
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
