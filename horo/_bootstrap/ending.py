@@ -108,7 +108,7 @@ def describe_exception(error: BaseException) -> str:
 
 
 def exit_status(error: BaseException) -> int:
-    """What a process ends with that this exception ends, as a shell has it."""
+    """The status of a process that this exception ends, as a shell has it."""
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT
     code = error.code if isinstance(error, SystemExit) else 1
