@@ -52,7 +52,7 @@ def test_a_rank_dies_while_a_launch_of_each_phase_never_comes(
     dies(gpu, nccl, victim, hosts, until)
 
 
-@pytest.mark.parametrize("hosts", [(2,), (1, 1), (3,)], ids=str)
+@pytest.mark.parametrize("hosts", [(2,), (1, 1), (3,), (2, 1)], ids=str)
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("call", ["exchange", "sum", "gather"])
 def test_a_rank_dies_while_a_kernel_of_each_phase_hangs(

@@ -141,7 +141,7 @@ def test_a_rank_dies_while_a_call_is_launched(gpu: Gpu, nccl: Nccl, hosts: tuple
     dies(gpu, nccl, victim, hosts, until)
 
 
-@pytest.mark.parametrize("hosts", [(2,), (1, 1), (3,)])
+@pytest.mark.parametrize("hosts", [(2,), (1, 1), (3,), (2, 1)])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_dies_while_kernels_run_and_nobody_waits(
     gpu: Gpu,

@@ -308,12 +308,16 @@ static int may_return(const struct hr_engine *engine, const struct hr_request *u
            atomic_load(&engine->submission.pending) == 0 && !hr_engine_is_nccl_busy(engine) && has_told_all(engine);
 }
 
-/* Whether a caller may take over from the thread, now that nothing moves: where it serves other hosts. */
+/*
+ * Whether a caller may take over from the thread, now that nothing moves: where it serves other hosts. What makes the
+ * thread drive (must_drive) must be over, or it would do so again at once, without the sleep that notices a death.
+ */
 static int may_yield(const struct hr_engine *engine, const struct hr_request *until) {
     const struct hr_driver *driver = &engine->driver;
+    const int is_at_work = atomic_load(&engine->submission.pending) > 0 || hr_engine_is_nccl_busy(engine);
     return until == NULL && driver->stage == HR_ENGINE_RUNNING && atomic_load(&driver->serves_hosts) &&
            !atomic_load(&driver->stop) && !hr_engine_is_called(engine) &&
-           (atomic_load(&driver->wanted) || atomic_load(&engine->submission.pending) == 0);
+           (atomic_load(&driver->wanted) || !is_at_work);
 }
 
 void hr_engine_drive(struct hr_engine *engine, const struct hr_request *until, int64_t deadline_ns) {
