@@ -339,9 +339,7 @@ void hr_nccl_abort(struct hr_nccl_comm *first) {
     struct hr_error ignored = {0};
     struct hr_device_visit visit;
     const int are_several = first != NULL && (first->next_aborted != NULL || first->host_handle != NULL);
-    if (are_several) {
-        (void)first->nccl->group_start();
-    }
+    const int is_group = are_several && first->nccl->group_start() == HR_NCCL_OK;
     for (struct hr_nccl_comm *comm = first; comm != NULL; comm = comm->next_aborted) {
         const int has_entered = hr_device_enter(comm->device, &visit, &ignored) == HORO_OK;
         abort_both(comm);
@@ -349,7 +347,7 @@ void hr_nccl_abort(struct hr_nccl_comm *first) {
             hr_device_leave(comm->device, &visit);
         }
     }
-    if (are_several) {
+    if (is_group) {
         (void)first->nccl->group_end();
     }
     for (struct hr_nccl_comm *comm = first; comm != NULL; comm = comm->next_aborted) {

@@ -10,7 +10,7 @@
 
 enum {
     CLOSE_MS = 5000,
-    QUIET_MS = 500,        /* for kernels to end that have been aborted */
+    QUIET_MS = 2000,       /* for kernels to end that have been aborted; on a busy machine something may hold them up */
     LOOK_NS = 1000000,     /* for failures of what runs on the GPU, which holds up nobody here */
 };
 
