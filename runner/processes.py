@@ -48,11 +48,12 @@ __all__ = [
 MARK_NAME = "HORO_HOST_MARK"
 PASSED_ON = (
     *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGALRM, signal.SIGABRT, signal.SIGQUIT),
+    *(signal.SIGVTALRM, signal.SIGPROF, signal.SIGIO, signal.SIGPWR),
     *range(signal.SIGRTMIN, signal.SIGRTMAX + 1),
 )
 """Signals for the ranks: users trap them, and batch systems send them before a job's time is up.
 
-These are all that other processes send and that end a process without a handler, except those that end a job."""
+These are all that end a process without a handler, except those that end a job and those of faults, as SIGTRAP."""
 PASSED_ON_BY_AGENTS = (*PASSED_ON, signal.SIGINT, signal.SIGHUP)
 """An agent has no terminal: the last two come from a user who had the batch system send them to the job's steps."""
 ENDING_WITHOUT_RANKS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)

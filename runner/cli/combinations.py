@@ -77,7 +77,7 @@ def check_combinations(given: Mapping[str, str], command: Sequence[str]) -> None
         JobError: one option has no effect beside another; names both.
     """
     for alone, allowed, what in (
-        ("check_build", frozenset({"check_build"}), "looks at this installation and starts nothing"),
+        ("check_build", frozenset({"check_build", "horovod"}), "looks at this installation and starts nothing"),
         ("check_hosts", _FOR_CHECK_HOSTS, "starts no rank"),
     ):
         if alone not in given:

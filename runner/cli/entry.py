@@ -30,11 +30,12 @@ __all__ = ["main", "main_for_horovod", "parse"]
 def main(arguments: Sequence[str] | None = None, *, for_horovod: bool = False) -> int:
     """Runs hororun, or horovodrun, and returns its exit code."""
     try:
-        job = parse(sys.argv[1:] if arguments is None else arguments, for_horovod=for_horovod)
+        words = sys.argv[1:] if arguments is None else arguments
+        job = parse(words, for_horovod=for_horovod)
         if job is None:
             from horo.runner.cli.check_build import check_build  # noqa: PLC0415 - looks at the core and at torch
 
-            return check_build(for_horovod)
+            return check_build(for_horovod or "--horovod" in words)  # no other word has a place beside it
         for sentence in job.passed_over:
             _say(f"warning: {sentence}")
         if job.timelines is None or job.dry_run:

@@ -230,6 +230,7 @@ def test_horovodrun_shows_horovods_table_of_what_is_there_and_then_horos(option:
     done = horovodrun(option)
     assert re.match(HOROVODS_TABLE, done.stdout)
     assert done.stdout.endswith(hororun(option).stdout)
+    assert hororun("--horovod", option).stdout == done.stdout
 
 
 def test_check_build_fails_without_torch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,7 +35,7 @@ EFFECT: dict[str, tuple[str, set[str]]] = {
     "launcher": ("--gloo", {"one-host", "two-hosts", "check-hosts"}),
     "bind_to": ("--bind-to core", OWN),
     "bind_gpus": ("--bind-gpus", OWN),
-    "horovod": ("--horovod", JOBS),
+    "horovod": ("--horovod", JOBS | {"check-build"}),
     "dry_run": ("--dry-run", JOBS),
     "exports": ("-x A=1", JOBS),
     "network_interfaces": ("--network-interfaces lo", NOT_BY_JSRUN | {"check-hosts"}),

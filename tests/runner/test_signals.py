@@ -113,6 +113,7 @@ while True:
 """Ranks that trap signals and note each in a file of its own."""
 TRAPPED = [
     *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGALRM, signal.SIGABRT, signal.SIGQUIT),
+    *(signal.SIGVTALRM, signal.SIGPROF, signal.SIGIO, signal.SIGPWR),
     *(signal.SIGRTMIN, signal.SIGRTMIN + 1, signal.SIGRTMAX),
 ]
 
