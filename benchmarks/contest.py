@@ -32,7 +32,7 @@ from workloads import probe
 
 START_LIMIT_S = 120.0
 TURN_LIMIT_S = 120.0
-END_LIMIT_S = 10.0
+END_LIMIT_S = 60.0
 LEAVE_LIMIT_S = 3.0
 KILL_LIMIT_S = 5.0
 HELLO_LIMIT_S = 5.0
