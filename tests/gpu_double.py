@@ -84,6 +84,8 @@ class Gpu:
         """torch's current stream."""
         self.recorded: list[tuple[int, int]] = []
         """What was passed to ``record_stream``: the address of the tensor, and the stream."""
+        self._gates: list[ctypes.c_int] = []
+        """The double looks at a gate until it is open, whether its caller has kept it or not."""
 
     def current_stream(self, device: torch.device) -> Stream:
         return Stream(self.stream)
@@ -112,7 +114,7 @@ class Gpu:
 
     def hold(self) -> ctypes.c_int:
         """What comes behind it on the current stream waits until ``open`` is called with the result."""
-        gate = ctypes.c_int(0)
+        self._gates.append(gate := ctypes.c_int(0))
         self.lib.double_hold(ctypes.c_void_p(self.stream), ctypes.byref(gate))
         return gate
 

@@ -28,6 +28,8 @@ class Gpu:
         self.lib = ctypes.CDLL(str(path))
         self.lib.double_alloc.restype = ctypes.c_uint64
         self.lib.cuInit(0)
+        self._gates: list[ctypes.c_int] = []
+        """The double looks at a gate until it is open, whether its caller has kept it or not."""
 
     def put(self, array: np.ndarray) -> int:
         """The address of a copy on the device."""
@@ -58,7 +60,7 @@ class Gpu:
 
     def hold(self, stream: int) -> ctypes.c_int:
         """What comes behind it on the stream waits until ``open`` is called with the result."""
-        gate = ctypes.c_int(0)
+        self._gates.append(gate := ctypes.c_int(0))
         self.lib.double_hold(ctypes.c_void_p(stream), ctypes.byref(gate))
         return gate
 
@@ -67,7 +69,7 @@ class Gpu:
 
     def pause(self) -> ctypes.c_int:
         """The thread that next makes a stream wait for an event waits in that call for ``resume`` with the result."""
-        gate = ctypes.c_int(0)
+        self._gates.append(gate := ctypes.c_int(0))
         self.lib.double_pause(ctypes.byref(gate))
         return gate
 
