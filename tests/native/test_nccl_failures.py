@@ -43,7 +43,7 @@ def test_a_failure_of_nccl_ends_the_group_with_its_words(
         "connect": "NCCL's connecting",
         "call": "ncclAllReduce",
         "group end": "ncclGroupEnd",
-        "run": "a collective of NCCL",
+        "run": "(a collective of NCCL|ncclGroupEnd|ncclAllReduce|ncclRedOpCreatePreMulSum)",
         "scale": "ncclRedOpCreatePreMulSum",
     }[place]
     words = f"ended with a failure of NCCL: {function} failed with code 2: unhandled system error"

@@ -329,9 +329,10 @@ int ncclCommAbort(struct comm *comm) {
 int ncclRedOpCreatePreMulSum(int *operation, const void *scalar, int dtype, int residence, struct comm *comm) {
     pthread_mutex_lock(&lock);
     int code = fails(AT_SCALE, comm->rank);
-    if (residence != 1 || comm->state != SUCCESS || !is_float(dtype)) {
+    if (residence != 1 || comm->state == IN_PROGRESS || !is_float(dtype)) {
         code = misuse(INVALID_ARGUMENT);
     }
+    code = code != 0 ? code : comm->state;
     int i = 0;
     while (i < SCALES_MAX && comm->has_scale[i]) {
         i++;
@@ -379,6 +380,7 @@ int ncclGroupEnd(void) {
     pthread_mutex_lock(&lock);
     struct comm *comm = group == NULL ? NULL : group->comm;
     int code = group_code != 0 || comm == NULL ? group_code : fails(AT_GROUP_END, comm->rank);
+    code = code == 0 && comm != NULL ? comm->state : code;
     if (code != 0) {
         for (struct work *next; group != NULL; group = next) {
             next = group->next;
@@ -404,10 +406,11 @@ static int add(struct work work, const void *input, void *output) {
     const int uses_output = work.kind != SEND && (work.kind != REDUCE || comm->rank == work.root);
     work.input = uses_input ? cuda.address((uint64_t)(uintptr_t)input) : NULL;
     work.output = uses_output ? cuda.address((uint64_t)(uintptr_t)output) : NULL;
-    if (comm->state != SUCCESS || cuda.current() < 0 || (uses_input && work.input == NULL) ||
+    if (comm->state == IN_PROGRESS || cuda.current() < 0 || (uses_input && work.input == NULL) ||
         (uses_output && work.output == NULL) || work.count == 0) {
         code = misuse(INVALID_ARGUMENT);
     }
+    code = code != 0 ? code : comm->state; /* as NCCL does: it may have failed since its caller asked */
     if (code == 0 && work.operation >= FIRST_SCALE) {
         work.scale = comm->scales[work.operation - FIRST_SCALE];
     }
