@@ -188,7 +188,7 @@ def test_a_failure_of_nccl_ends_the_group_with_its_words(
         "init": "ncclCommInitRankConfig",
         "call": "nccl(ReduceScatter|AllGather|Reduce|Broadcast)",
         "group end": "ncclGroupEnd",
-        "run": "(a collective of NCCL|ncclGroupEnd|nccl(ReduceScatter|AllGather|Reduce|Broadcast|RedOpCreatePreMulSum))",
+        "run": "(a collective of NCCL|nccl(GroupEnd|RedOpCreatePreMulSum|ReduceScatter|AllGather|Reduce|Broadcast))",
         "scale": "ncclRedOpCreatePreMulSum",
     }[place]
     words = f"ended with a failure of NCCL: {function} failed with code 2: unhandled system error"
