@@ -71,10 +71,10 @@ def run(script: str, words: list[str], tmp_path: Path) -> tuple[list[dict[str, A
 
 
 def test_a_step_is_timed_beside_two_plain_ones_and_ddp(tmp_path: Path) -> None:
-    rows, said = run("gpu_step", ["--models", "mlp-tiny,resnet50-tiny"], tmp_path)
+    rows, said = run("gpu_step", ["--models", "mlp-tiny,transformer-tiny"], tmp_path)
     names = ["ceiling", "ceiling, again", "horo", "DDP"]
     assert [(row["model"], row["contestant"]) for row in rows] == [
-        (model, name) for model in ("mlp-tiny", "resnet50-tiny") for name in names
+        (model, name) for model in ("mlp-tiny", "transformer-tiny") for name in names
     ]
     assert [row["of_ceiling"] for row in rows if row["contestant"] == "ceiling"] == [1.0, 1.0]
     assert said.count(" ok\n") >= 8
@@ -82,11 +82,11 @@ def test_a_step_is_timed_beside_two_plain_ones_and_ddp(tmp_path: Path) -> None:
 
 
 def test_gradients_are_averaged_in_both_forms(tmp_path: Path) -> None:
-    rows, said = run("gpu_gradients", ["--np", "2", "--model", "resnet50-tiny"], tmp_path)
+    rows, said = run("gpu_gradients", ["--np", "2", "--model", "transformer-tiny"], tmp_path)
     assert [(row["form"], row["contestant"]) for row in rows] == [
         (form, name) for form in ("grouped", "optimizer") for name in ("ceiling", "horo", "DDP")
     ]
-    assert "gradients of resnet50-tiny, optimizer, 2 ranks" in said
+    assert "gradients of transformer-tiny, optimizer, 2 ranks" in said
 
 
 def test_staged_sums_are_timed_beside_copies(tmp_path: Path) -> None:
