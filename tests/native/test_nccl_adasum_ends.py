@@ -86,6 +86,23 @@ def test_a_rank_dies_while_all_of_it_waits_for_the_program(gpu: Gpu, nccl: Nccl)
     dies(gpu, nccl, 1, (2,), until)
 
 
+@pytest.mark.parametrize("hosts", [(2,), (1, 1), (3,)], ids=str)
+@pytest.mark.parametrize("tensors", [1, 2])
+def test_a_rank_dies_while_pinned_memory_stands_in(gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], tensors: int) -> None:
+    """No batch makes the thread wait for the one before, which waits for that rank."""
+
+    def until(rank: Rank, own: OnGpu) -> None:
+        own.allreduce(ONES, "first")
+        if rank.rank == 1:
+            gpu.limit_rooms(1000)
+            nccl.fail("hang", 1)
+        rank.barrier("it is to hang")
+        for name in "xy":
+            own.finish(submit(own, name, [MANY] * tensors, "adasum")[0])
+
+    dies(gpu, nccl, 1, hosts, until)
+
+
 @over_all_hosts
 @pytest.mark.parametrize("seed", range(4))
 def test_a_rank_dies_at_any_time(gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], seed: int) -> None:

@@ -5,7 +5,6 @@
 
 #include "backend/nccl_backend.h"
 #include "base/cut.h"
-#include "device/blocks.h"
 
 enum { ALIGNMENT = 256 }; /* where kernels like vectors to begin */
 
@@ -101,17 +100,17 @@ static size_t pairs_of(const struct hr_nccl_adasum *self, int distance) {
     return hr_divide_up((size_t)(self->team->size - distance), 2 * (size_t)distance);
 }
 
-/* The tables come first, as they are copied there as one. Returns how many values there are. */
+/* The table comes first: see device/table.h. Returns how many values there are. */
 static size_t lay_out(struct hr_nccl_adasum *self, const struct hr_work *work) {
     const size_t size = (size_t)self->team->size;
     const size_t product_bytes = HR_ADASUM_PRODUCTS * sizeof(double);
-    const size_t tables = work->count * (sizeof *self->pieces + 2 * sizeof *self->in);
+    const size_t table = work->count * (sizeof *self->pieces + 2 * sizeof *self->in);
     size_t values = 0;
     size_t at = 0;
     self->row_count = 0;
     self->has_folds = 0;
     self->batch = (struct hr_adasum_batch){.count = (unsigned)work->count, .size = (unsigned)size};
-    (void)place(&at, sizeof self->batch + tables);
+    (void)place(&at, sizeof self->batch + table);
     for (int dtype = 0; dtype < HORO_DTYPE_COUNT; dtype++) {
         lay_out_row(self, work, dtype);
         struct hr_nccl_adasum_row *row = &self->rows[self->row_count - 1];
@@ -155,6 +154,7 @@ static int reserve(struct hr_nccl_adasum *self, size_t count) {
 }
 
 void hr_nccl_adasum_leave(struct hr_nccl_adasum *self) {
+    hr_table_leave(&self->table, self->comm->stream);
     if (self->room != NULL) {
         hr_room_leave(self->room, self->comm->stream);
         hr_room_drop(self->room, NULL);
@@ -184,11 +184,6 @@ static uint64_t address_of(const struct hr_nccl_adasum *self, size_t at) {
 
 /* Now that the room has a place. Empty pieces keep no address. */
 static void set_addresses(struct hr_nccl_adasum *self) {
-    self->batch.pieces = address_of(self, sizeof self->batch);
-    self->batch.partials = address_of(self, self->partials);
-    self->batch.sums = address_of(self, self->sums);
-    self->in_table = sizeof self->batch + self->tensor_count * sizeof *self->pieces;
-    self->out_table = self->in_table + self->in_count * sizeof *self->in;
     for (size_t i = 0; i < self->tensor_count; i++) {
         self->pieces[i].values += self->pieces[i].count == 0 ? 0 : address_of(self, 0);
     }
@@ -203,36 +198,32 @@ static void set_addresses(struct hr_nccl_adasum *self) {
     }
 }
 
-static int send_tables(struct hr_nccl_adasum *self, struct hr_error *error) {
-    struct hr_device *device = self->packer->device;
-    const struct hr_cuda *cuda = device->cuda;
-    const size_t bytes = self->out_table + self->out_count * sizeof *self->out;
-    struct hr_block *block;
-    HR_TRY(hr_stager_take_block(self->stager, device, bytes, &block, error));
-    memcpy(block->data, &self->batch, sizeof self->batch);
-    memcpy(block->data + sizeof self->batch, self->pieces, self->tensor_count * sizeof *self->pieces);
-    memcpy(block->data + self->in_table, self->in, self->in_count * sizeof *self->in);
-    memcpy(block->data + self->out_table, self->out, self->out_count * sizeof *self->out);
-    HR_TRY(hr_cuda_check(cuda,
-                         cuda->copy(address_of(self, 0), (uint64_t)(uintptr_t)block->data, bytes, self->comm->stream),
-                         "cuMemcpyAsync", error));
-    HR_TRY(hr_cuda_check(cuda, cuda->event_record(block->copied_out, self->comm->stream), "cuEventRecord", error));
-    block->is_out = 1;
-    hr_stager_give_block(self->stager, block);
-    return HORO_OK;
+static int send_table(struct hr_nccl_adasum *self, struct hr_error *error) {
+    struct hr_table *table = &self->table;
+    self->in_table = sizeof self->batch + self->tensor_count * sizeof *self->pieces;
+    self->out_table = self->in_table + self->in_count * sizeof *self->in;
+    HR_TRY(hr_table_take(table, self->room, self->out_table + self->out_count * sizeof *self->out, error));
+    self->batch.pieces = table->at + sizeof self->batch;
+    self->batch.partials = address_of(self, self->partials);
+    self->batch.sums = address_of(self, self->sums);
+    memcpy(table->data, &self->batch, sizeof self->batch);
+    memcpy(table->data + sizeof self->batch, self->pieces, self->tensor_count * sizeof *self->pieces);
+    memcpy(table->data + self->in_table, self->in, self->in_count * sizeof *self->in);
+    memcpy(table->data + self->out_table, self->out, self->out_count * sizeof *self->out);
+    return hr_table_send(table, self->comm->stream, error);
 }
 
 /* Of the batch; no blocks: nothing. */
 static int run(const struct hr_nccl_adasum *self, enum hr_packer_kernel kernel, size_t blocks, struct hr_error *error) {
     return blocks == 0 ? HORO_OK
-                       : hr_packer_launch(self->packer, kernel, address_of(self, 0), (size_t)self->distance,
+                       : hr_packer_launch(self->packer, kernel, self->table.at, (size_t)self->distance,
                                           (unsigned)blocks, self->comm->stream, error);
 }
 
 static int pack(struct hr_nccl_adasum *self, struct hr_error *error) {
-    HR_TRY(send_tables(self, error));
+    HR_TRY(send_table(self, error));
     return self->in_count == 0 ? HORO_OK
-                               : hr_packer_launch(self->packer, HR_PACKER_IN, address_of(self, self->in_table),
+                               : hr_packer_launch(self->packer, HR_PACKER_IN, self->table.at + self->in_table,
                                                   self->in_count, self->in_blocks, self->comm->stream, error);
 }
 
@@ -250,7 +241,7 @@ static int combine(struct hr_nccl_adasum *self, struct hr_error *error) {
 
 static int unpack(struct hr_nccl_adasum *self, struct hr_error *error) {
     return self->out_count == 0 ? HORO_OK
-                                : hr_packer_launch(self->packer, HR_PACKER_OUT, address_of(self, self->out_table),
+                                : hr_packer_launch(self->packer, HR_PACKER_OUT, self->table.at + self->out_table,
                                                    self->out_count, self->out_blocks, self->comm->stream, error);
 }
 

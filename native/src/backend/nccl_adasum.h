@@ -18,7 +18,7 @@
 #include "backend/backend.h"
 #include "device/nccl_comm.h"
 #include "device/packer.h"
-#include "device/room.h"
+#include "device/table.h"
 
 enum hr_nccl_adasum_phase { HR_NCCL_ADASUM_SCATTER, HR_NCCL_ADASUM_SUM, HR_NCCL_ADASUM_GATHER, HR_NCCL_ADASUM_OVER };
 
@@ -54,8 +54,10 @@ struct hr_nccl_adasum {
     struct hr_adasum_batch batch;
     size_t in_count, out_count; /* of what is packed and unpacked */
     unsigned in_blocks, out_blocks;
-    struct hr_room *room; /* tables of the kernels, sums, partial sums, vectors and shares; NULL: there is none */
-    size_t in_table, out_table, sums, partials, bytes; /* where in the room; all of it */
+    struct hr_room *room; /* the kernels' table, vectors and shares, sums and partial sums; NULL: there is none */
+    size_t sums, partials, bytes; /* where in the room; all of it */
+    struct hr_table table; /* the batch, its pieces, and those of what is packed and unpacked */
+    size_t in_table, out_table; /* where in the table */
     struct hr_nccl_call *calls; /* of the launch under way */
     size_t call_count;
     /* [capacity], by tensor. Places in the room are counted from its beginning, until the table is written */

@@ -7,7 +7,6 @@
 #include "base/cut.h"
 #include "base/op.h"
 #include "collective/collective.h"
-#include "device/blocks.h"
 
 enum { ALIGNMENT = 256 }; /* where kernels like vectors to begin */
 
@@ -169,48 +168,15 @@ static void describe(struct hr_nccl_pack *pack, const struct hr_work *work, int 
     pack->out_count = (size_t)(out - pack->pieces) - pack->in_count;
 }
 
-/* With the device entered: behind what is on the stream. A block that no event is behind is lost. */
-static int give_back_table(struct hr_nccl_pack *pack, void *stream, struct hr_error *error) {
-    const struct hr_cuda *cuda = pack->packer->device->cuda;
-    struct hr_block *block = pack->table;
-    pack->table = NULL;
-    if (block != NULL) {
-        HR_TRY(hr_cuda_check(cuda, cuda->event_record(block->copied_out, stream), "cuEventRecord", error));
-        block->is_out = 1;
-        hr_stager_give_block(pack->stager, block);
-    }
-    return HORO_OK;
-}
-
-/*
- * With the device entered: the pieces, to the head of the room, which *head is then. Where pinned memory stands in for
- * that, kernels read them where they are: CUDA copies from host memory to host memory by making this thread wait for
- * all that is on the stream, and that may wait for a rank that is gone.
- */
-static int send_pieces(struct hr_nccl_pack *pack, void *stream, uint64_t *head, struct hr_error *error) {
-    struct hr_device *device = pack->packer->device;
-    const struct hr_cuda *cuda = device->cuda;
-    const size_t bytes = (pack->in_count + pack->out_count) * sizeof *pack->pieces;
-    HR_TRY(hr_stager_take_block(pack->stager, device, bytes, &pack->table, error));
-    memcpy(pack->table->data, pack->pieces, bytes);
-    const uint64_t from = (uint64_t)(uintptr_t)pack->table->data;
-    *head = from;
-    if (pack->room->block == NULL) {
-        *head = (uint64_t)(uintptr_t)pack->room->data;
-        HR_TRY(hr_cuda_check(cuda, cuda->copy(*head, from, bytes, stream), "cuMemcpyAsync", error));
-        HR_TRY(give_back_table(pack, stream, error));
-    }
-    return HORO_OK;
-}
-
 /* With the device entered. */
 static int launch(struct hr_nccl_pack *pack, void *stream, struct hr_error *error) {
     const unsigned blocks = hr_packer_number(pack->pieces, pack->in_count);
-    uint64_t head;
+    struct hr_table *table = &pack->table;
     pack->out_blocks = hr_packer_number(pack->pieces + pack->in_count, pack->out_count);
-    HR_TRY(send_pieces(pack, stream, &head, error));
-    pack->out_pieces = head + pack->in_count * sizeof *pack->pieces;
-    return hr_packer_launch(pack->packer, HR_PACKER_IN, head, pack->in_count, blocks, stream, error);
+    HR_TRY(hr_table_take(table, pack->room, (pack->in_count + pack->out_count) * sizeof *pack->pieces, error));
+    memcpy(table->data, pack->pieces, table->bytes);
+    HR_TRY(hr_table_send(table, stream, error));
+    return hr_packer_launch(pack->packer, HR_PACKER_IN, table->at, pack->in_count, blocks, stream, error);
 }
 
 static int begin_round(struct hr_nccl_pack *pack, const struct hr_work *work, int rank, int size, void *stream,
@@ -259,15 +225,15 @@ int hr_nccl_pack_go_on(struct hr_nccl_pack *pack, const struct hr_work *work, in
 
 int hr_nccl_pack_end(struct hr_nccl_pack *pack, void *stream, struct hr_error *error) {
     struct hr_device_visit visit;
-    int status = HORO_OK;
-    HR_TRY(hr_device_enter(pack->packer->device, &visit, error));
     if (pack->out_count > 0) {
-        status = hr_packer_launch(pack->packer, HR_PACKER_OUT, pack->out_pieces, pack->out_count, pack->out_blocks,
-                                  stream, error);
+        HR_TRY(hr_device_enter(pack->packer->device, &visit, error));
+        const int status = hr_packer_launch(pack->packer, HR_PACKER_OUT,
+                                            pack->table.at + pack->in_count * sizeof *pack->pieces, pack->out_count,
+                                            pack->out_blocks, stream, error);
+        hr_device_leave(pack->packer->device, &visit);
+        HR_TRY(status);
     }
-    status = status == HORO_OK ? give_back_table(pack, stream, error) : status;
-    hr_device_leave(pack->packer->device, &visit);
-    HR_TRY(status);
+    hr_table_leave(&pack->table, stream);
     if (pack->end == pack->total) {
         hr_nccl_pack_leave(pack, stream);
     }
@@ -275,12 +241,7 @@ int hr_nccl_pack_end(struct hr_nccl_pack *pack, void *stream, struct hr_error *e
 }
 
 void hr_nccl_pack_leave(struct hr_nccl_pack *pack, void *stream) {
-    struct hr_error ignored = {0};
-    struct hr_device_visit visit;
-    if (pack->table != NULL && hr_device_enter(pack->packer->device, &visit, &ignored) == HORO_OK) {
-        (void)give_back_table(pack, stream, &ignored);
-        hr_device_leave(pack->packer->device, &visit);
-    }
+    hr_table_leave(&pack->table, stream);
     if (pack->room != NULL) {
         hr_room_leave(pack->room, stream);
         hr_room_drop(pack->room, NULL);

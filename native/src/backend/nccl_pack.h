@@ -8,7 +8,7 @@
 
 #include "backend/backend.h"
 #include "device/packer.h"
-#include "device/room.h"
+#include "device/table.h"
 
 /* In which form NCCL reduces values. */
 struct hr_nccl_form {
@@ -34,7 +34,7 @@ struct hr_nccl_pack {
     struct hr_stager *stager;
     const struct hr_packer *packer;
     struct hr_room *room;         /* the pieces of both kernels, and the buffer; NULL: nothing is packed */
-    struct hr_block *table;       /* the pieces, while they are read from pinned memory; else NULL */
+    struct hr_table table;        /* the pieces */
     struct hr_operand *operands;  /* [count] of the batch: where NCCL finds what this round has of it, in its form */
     size_t *row_bytes;            /* [count] likewise */
     struct hr_packed_place *places; /* [count] in the buffer, if that had room for all; empty: not packed */
@@ -43,7 +43,6 @@ struct hr_nccl_pack {
     struct hr_pack_piece *pieces; /* [2][count] scratch: those of the kernel that packs, and of the one that unpacks */
     size_t capacity;
     size_t in_count, out_count;   /* of pieces */
-    uint64_t out_pieces;          /* where the GPU finds the second ones */
     unsigned out_blocks;
 };
 

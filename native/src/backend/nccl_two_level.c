@@ -133,7 +133,7 @@ static struct piece piece_of(const struct hr_nccl_two_level *self, size_t k) {
  * gone.
  */
 static int is_on_host(const struct hr_nccl_two_level *self) {
-    return self->room->block != NULL;
+    return hr_room_is_on_host(self->room);
 }
 
 /* Where it travels from and to. */
@@ -186,17 +186,13 @@ static int take_memory(struct hr_nccl_two_level *self, size_t room_bytes, struct
     return status;
 }
 
-/* A block that no event is behind is not used again: it is lost. So is one that MPI may still write to. */
+/* A block that MPI may still write to is lost. */
 static void give_back_block(struct hr_nccl_two_level *self) {
-    const struct hr_cuda *cuda = self->device->cuda;
     struct hr_error ignored = {0};
     struct hr_device_visit visit;
     if (atomic_load(&self->team->node->mpi.stranded) == 0 &&
         hr_device_enter(self->device, &visit, &ignored) == HORO_OK) {
-        if (cuda->event_record(self->block->copied_out, self->comm->stream) == HR_CUDA_OK) {
-            self->block->is_out = 1;
-            hr_stager_give_block(self->stager, self->block);
-        }
+        (void)hr_stager_give_block_behind(self->stager, self->block, self->comm->stream, &ignored);
         hr_device_leave(self->device, &visit);
     }
     self->block = NULL;

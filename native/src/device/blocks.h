@@ -12,6 +12,12 @@ int hr_stager_take_block(struct hr_stager *stager, struct hr_device *device, siz
                          struct hr_error *error);
 /* Copies may use it still: it is used again when they are done. */
 void hr_stager_give_block(struct hr_stager *stager, struct hr_block *block);
+/*
+ * For a caller that has entered the device: used again when what is on the stream is over. HORO_OK, or
+ * HORO_ERR_RESOURCE: the block is lost, as no event is behind what uses it.
+ */
+int hr_stager_give_block_behind(struct hr_stager *stager, struct hr_block *block, void *stream,
+                                struct hr_error *error);
 
 /* The caller has entered the device. HORO_OK, or HORO_ERR_RESOURCE with a sentence that names the size. */
 int hr_block_create(struct hr_device *device, size_t bytes, struct hr_block **block, struct hr_error *error);

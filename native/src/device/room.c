@@ -73,14 +73,13 @@ int hr_room_copy(struct hr_mark *mark, const void *from, void *to, size_t bytes,
     return status;
 }
 
-/* With the device entered. A block that no event is behind is not used again: it is lost. */
+/* With the device entered. */
 static void give_back(struct hr_room *room, void *stream) {
-    const struct hr_cuda *cuda = room->device->cuda;
-    if (room->block == NULL) {
-        (void)cuda->free_async((uint64_t)(uintptr_t)room->data, stream);
-    } else if (cuda->event_record(room->block->copied_out, stream) == HR_CUDA_OK) {
-        room->block->is_out = 1;
-        hr_stager_give_block(room->stager, room->block);
+    struct hr_error ignored = {0};
+    if (hr_room_is_on_host(room)) {
+        (void)hr_stager_give_block_behind(room->stager, room->block, stream, &ignored);
+    } else {
+        (void)room->device->cuda->free_async((uint64_t)(uintptr_t)room->data, stream);
     }
     room->data = NULL;
 }

@@ -17,6 +17,11 @@ struct hr_room {
     struct hr_block *block; /* what stands in; else NULL */
 };
 
+/* Whether pinned memory stands in. */
+static inline int hr_room_is_on_host(const struct hr_room *room) {
+    return room->block != NULL;
+}
+
 /*
  * Can be used on `stream` from now on. HORO_OK, or HORO_ERR_RESOURCE with a sentence that names the size, and nothing
  * left behind. For one thread.
