@@ -418,3 +418,28 @@ def test_a_rank_dies_while_another_stands_in(
         return None
 
     dies(gpu, nccl, victim, hosts, until)
+
+
+@pytest.mark.parametrize("hosts", [(2,), (1, 1)])
+@pytest.mark.parametrize(("op", "dtype"), [("sum", "float32"), ("min", "int64"), ("product", "float64")])
+def test_a_rank_dies_while_another_stands_in_with_pinned_memory(
+    gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], op: str, dtype: str
+) -> None:
+    """To fill that, no thread waits for the batch before, whose kernel waits for that rank."""
+
+    def until(rank: Rank, own: OnGpu) -> int | None:
+        own.allreduce(ONES, "first")
+        if rank.rank == 1:
+            handle = rank.context.start_join(0)
+            wait_for(lambda: nccl.counts()["launched"] == 3 * rank.size)
+            return int(handle)
+        rank.barrier("rank 1 has joined")
+        gpu.limit_rooms(100)
+        nccl.fail("hang", 1)
+        rank.barrier("it will not do its part")
+        own.finish(begin(own))
+        values = np.ones(1000, dtype)
+        own.finish(own.submit("allreduce", "y", values, reduce_op=_core.REDUCE_OPS[op])[0])
+        return None
+
+    dies(gpu, nccl, 1, hosts, until)
