@@ -65,7 +65,7 @@ class Ranks:
         assert self.lib.ncclCommGetAsyncError(comm, ctypes.byref(code)) == 0
         return code.value
 
-    def launch(self, rank: int, comm: ctypes.c_void_p, *calls: tuple[str, int]) -> None:
+    def launch(self, rank: int, comm: ctypes.c_void_p, *calls: tuple[str, int], until: int = 0) -> None:
         """One group of sends to, and recvs from, a rank of the communicator, or of sums."""
         stream, eight = ctypes.c_void_p(self.streams[rank]), ctypes.c_size_t(8)
         self.lib.ncclGroupStart()
@@ -75,7 +75,7 @@ class Ranks:
             else:
                 self.on(rank, f"nccl{kind}", self.buffer, eight, UINT8, peer, comm, stream)
         self.lib.ncclGroupEnd()
-        wait_for(lambda: self.look(comm) == 0)
+        wait_for(lambda: self.look(comm) == until)
 
     def close(self) -> None:
         for comm in self.comms:
@@ -146,6 +146,17 @@ def test_a_rank_that_has_nothing_to_exchange_launches_nothing(double: Nccl, rank
     ranks.launch(2, a[2], ("sum", 0))
     ranks.launch(1, a[1], ("sum", 0))
     assert double.counts()["wrong_orders"] == 0
+
+
+def test_a_call_is_told_what_has_failed_before(double: Nccl, ranks: Ranks) -> None:
+    """As NCCL's: who calls could not know of it."""
+    a = ranks.connect([0, 1])
+    double.fail("run", 0)
+    ranks.launch(0, a[0], ("sum", 0), until=2)
+    stream, eight = ctypes.c_void_p(ranks.streams[0]), ctypes.c_size_t(8)
+    assert ranks.on(0, "ncclAllReduce", ranks.buffer, ranks.buffer, eight, UINT8, SUM, a[0], stream) == 2
+    assert ranks.look(a[0]) == 2
+    assert ranks.on(0, "ncclCommFinalize", a[0]) == 2
 
 
 def test_no_launch_is_too_late_to_be_looked_at(double: Nccl, ranks: Ranks) -> None:

@@ -257,14 +257,15 @@ int ncclCommGetAsyncError(struct comm *comm, int *code) {
 
 int ncclCommFinalize(struct comm *comm) {
     pthread_mutex_lock(&lock);
+    const int failure = failure_of(comm);
     const int is_bad = comm->state != SUCCESS;
-    const int code = fails(AT_END, comm->rank);
+    const int code = failure != 0 ? failure : fails(AT_END, comm->rank);
     comm->state = is_bad ? comm->state : IN_PROGRESS;
     comm->is_finalizing = 1;
     comm->looks = delay(comm);
     atomic_fetch_add(&comm->clique->finalized, 1);
     pthread_mutex_unlock(&lock);
-    return is_bad ? misuse(INVALID_ARGUMENT) : code != 0 ? code : IN_PROGRESS;
+    return is_bad && failure == 0 ? misuse(INVALID_ARGUMENT) : code != 0 ? code : IN_PROGRESS;
 }
 
 static int end(struct comm *comm, int *counter) {
@@ -328,11 +329,12 @@ int ncclCommAbort(struct comm *comm) {
 
 int ncclRedOpCreatePreMulSum(int *operation, const void *scalar, int dtype, int residence, struct comm *comm) {
     pthread_mutex_lock(&lock);
+    const int failure = failure_of(comm);
     int code = fails(AT_SCALE, comm->rank);
-    if (residence != 1 || comm->state == IN_PROGRESS || !is_float(dtype)) {
+    code = failure != 0 ? failure : code;
+    if (residence != 1 || (comm->state != SUCCESS && failure == 0) || !is_float(dtype)) {
         code = misuse(INVALID_ARGUMENT);
     }
-    code = code != 0 ? code : comm->state;
     int i = 0;
     while (i < SCALES_MAX && comm->has_scale[i]) {
         i++;
@@ -379,8 +381,9 @@ int ncclGroupEnd(void) {
     finish_aborts();
     pthread_mutex_lock(&lock);
     struct comm *comm = group == NULL ? NULL : group->comm;
+    const int failure = comm == NULL ? 0 : failure_of(comm);
     int code = group_code != 0 || comm == NULL ? group_code : fails(AT_GROUP_END, comm->rank);
-    code = code == 0 && comm != NULL ? comm->state : code;
+    code = code == 0 ? failure : code;
     if (code != 0) {
         for (struct work *next; group != NULL; group = next) {
             next = group->next;
@@ -401,16 +404,17 @@ static int add(struct work work, const void *input, void *output) {
     struct comm *comm = work.comm;
     ncclGroupStart();
     pthread_mutex_lock(&lock);
+    const int failure = failure_of(comm);
     int code = fails(AT_CALL, comm->rank);
+    code = failure != 0 ? failure : code;
     const int uses_input = work.kind != RECV && (work.kind != BROADCAST || comm->rank == work.root);
     const int uses_output = work.kind != SEND && (work.kind != REDUCE || comm->rank == work.root);
     work.input = uses_input ? cuda.address((uint64_t)(uintptr_t)input) : NULL;
     work.output = uses_output ? cuda.address((uint64_t)(uintptr_t)output) : NULL;
-    if (comm->state == IN_PROGRESS || cuda.current() < 0 || (uses_input && work.input == NULL) ||
+    if ((comm->state != SUCCESS && failure == 0) || cuda.current() < 0 || (uses_input && work.input == NULL) ||
         (uses_output && work.output == NULL) || work.count == 0) {
         code = misuse(INVALID_ARGUMENT);
     }
-    code = code != 0 ? code : comm->state; /* as NCCL does: it may have failed since its caller asked */
     if (code == 0 && work.operation >= FIRST_SCALE) {
         work.scale = comm->scales[work.operation - FIRST_SCALE];
     }

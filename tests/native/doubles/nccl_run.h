@@ -87,6 +87,11 @@ struct work {
     void *stream;
 };
 
+/* With the lock held: what has failed before, of which a rank learns at its next call, whichever that is. */
+static int failure_of(const struct comm *comm) {
+    return comm->state == SUCCESS || comm->state == IN_PROGRESS ? 0 : comm->state;
+}
+
 /* ---- Values ---- */
 
 static float half_value(uint16_t bits) {
