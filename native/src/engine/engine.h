@@ -349,7 +349,7 @@ struct hr_request *hr_engine_find_handle(const struct hr_engine *engine, int64_t
  */
 struct hr_request *hr_lane_next_pending(const struct hr_lane *lane, const struct hr_request *last);
 
-/* execute.c: marks requests as done, all with one status and sentence. */
+/* complete.c: marks requests as done, all with one status and sentence. */
 void hr_engine_complete(struct hr_engine *engine, struct hr_request *const *requests, size_t count, int status,
                         const char *text);
 /* The same for one, with the lock held; the caller wakes waiters. */
