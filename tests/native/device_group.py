@@ -25,6 +25,7 @@ class Gpu:
         self.path = path
         self.is_broken = False
         self.modules_left = 0  # of ranks that have left while their GPU stood still
+        self.pinned_left = 0  # pieces that an MPI may still touch, each in a context of its own
         self.lib = ctypes.CDLL(str(path))
         self.lib.double_alloc.restype = ctypes.c_uint64
         self.lib.cuInit(0)
@@ -95,6 +96,10 @@ class Gpu:
     def capture(self, stream: int, is_begun: bool) -> int:
         """Begins or ends to capture a graph; at the end, whether a call of others has spoiled it."""
         return int(self.lib.double_capture(ctypes.c_void_p(stream), int(is_begun)))
+
+    def is_pinned(self, address: int) -> bool:
+        """Whether it is in memory of the host that horo has pinned, and has not freed."""
+        return bool(self.lib.double_is_pinned(ctypes.c_uint64(address)))
 
     def fail(self, copy: int = 0, host_bytes: int = 1 << 30) -> None:
         self.lib.double_fail(copy, host_bytes)

@@ -186,12 +186,18 @@ static int take_memory(struct hr_nccl_two_level *self, size_t room_bytes, struct
     return status;
 }
 
-/* A block that MPI may still write to is lost. */
+/* Whether memory on the host that has travelled is nobody's from now on. */
+static int is_with_mpi(const struct hr_nccl_two_level *self) {
+    return atomic_load(&self->team->node->mpi.stranded) != 0;
+}
+
+/* A block that MPI may still write to is nobody's from now on, and one that no event is behind is not used again. */
 static void give_back_block(struct hr_nccl_two_level *self) {
     struct hr_error ignored = {0};
     struct hr_device_visit visit;
-    if (atomic_load(&self->team->node->mpi.stranded) == 0 &&
-        hr_device_enter(self->device, &visit, &ignored) == HORO_OK) {
+    if (is_with_mpi(self)) {
+        hr_block_disown(self->block);
+    } else if (hr_device_enter(self->device, &visit, &ignored) == HORO_OK) {
         (void)hr_stager_give_block_behind(self->stager, self->block, self->comm->stream, &ignored);
         hr_device_leave(self->device, &visit);
     }
@@ -203,7 +209,9 @@ void hr_nccl_two_level_leave(struct hr_nccl_two_level *self) {
         give_back_block(self);
     }
     if (self != NULL && self->room != NULL) {
-        if (!is_on_host(self) || atomic_load(&self->team->node->mpi.stranded) == 0) {
+        if (is_on_host(self) && is_with_mpi(self)) {
+            hr_block_disown(self->room->block);
+        } else {
             hr_room_leave(self->room, self->comm->stream);
         }
         hr_room_drop(self->room, NULL);

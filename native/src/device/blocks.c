@@ -47,6 +47,10 @@ int hr_block_create(struct hr_device *device, size_t bytes, struct hr_block **bl
     return HORO_OK;
 }
 
+void hr_block_disown(struct hr_block *block) {
+    atomic_store(&block->device->is_kept, 1);
+}
+
 void hr_block_destroy(struct hr_block *block) {
     struct hr_error ignored = {0};
     struct hr_device_visit visit;

@@ -19,6 +19,12 @@ void hr_stager_give_block(struct hr_stager *stager, struct hr_block *block);
 int hr_stager_give_block_behind(struct hr_stager *stager, struct hr_block *block, void *stream,
                                 struct hr_error *error);
 
+/*
+ * MPI may touch it for ever: instead of being given back it is left to nobody, neither used again nor freed. The last
+ * one to let go of the device's context would free it: that stays, too.
+ */
+void hr_block_disown(struct hr_block *block);
+
 /* The caller has entered the device. HORO_OK, or HORO_ERR_RESOURCE with a sentence that names the size. */
 int hr_block_create(struct hr_device *device, size_t bytes, struct hr_block **block, struct hr_error *error);
 void hr_block_destroy(struct hr_block *block);

@@ -79,5 +79,7 @@ void hr_device_close(struct hr_device *device) {
         }
         hr_device_leave(device, &visit);
     }
-    (void)device->cuda->primary_context_release(device->handle);
+    if (!atomic_load(&device->is_kept)) {
+        (void)device->cuda->primary_context_release(device->handle);
+    }
 }

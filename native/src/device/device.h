@@ -2,6 +2,8 @@
 #ifndef HR_DEVICE_DEVICE_H
 #define HR_DEVICE_DEVICE_H
 
+#include <stdatomic.h>
+
 #include "device/cuda.h"
 
 struct hr_device {
@@ -11,11 +13,12 @@ struct hr_device {
     void *context; /* the primary one, which torch uses; retained */
     void *to_host, *to_device; /* streams of highest priority, one for each direction of copies */
     void *releases; /* a stream on which memory is given back, see room.h; NULL: none has been needed */
+    _Atomic int is_kept; /* the context stays retained: it has memory that must not go, see blocks.h */
 };
 
 /* HORO_OK, or HORO_ERR_RESOURCE with a sentence and nothing left behind. */
 int hr_device_open(struct hr_device *device, const struct hr_cuda *cuda, int number, struct hr_error *error);
-/* What still runs on its streams goes on to its end. */
+/* What still runs on its streams goes on to its end. The context is let go unless it is kept. */
 void hr_device_close(struct hr_device *device);
 
 /* What a thread had before it entered a device. */

@@ -82,10 +82,22 @@ void hr_staging_keep(struct hr_staging *staging) {
     atomic_fetch_add(&staging->references, 1);
 }
 
+void hr_staging_disown(struct hr_staging *staging) {
+    atomic_store(&staging->is_disowned, 1);
+}
+
+static void give_back(const struct hr_staging *staging) {
+    if (atomic_load(&staging->is_disowned)) {
+        hr_block_disown(staging->block);
+    } else {
+        hr_stager_give_block(staging->stager, staging->block);
+    }
+}
+
 void hr_staging_drop(struct hr_staging *staging) {
     if (atomic_fetch_sub(&staging->references, 1) == 1) {
         if (staging->block != NULL) {
-            hr_stager_give_block(staging->stager, staging->block);
+            give_back(staging);
         }
         free(staging);
     }

@@ -70,6 +70,7 @@ struct hr_staging {
     struct hr_block *block;
     void *request;               /* the owner's */
     _Atomic int is_ready;
+    _Atomic int is_disowned; /* the block is */
     _Atomic int references;
     size_t count;
     struct hr_staged_tensor tensors[];
@@ -116,6 +117,9 @@ int hr_staging_check(struct hr_staging *staging, struct hr_error *error);
 int hr_staging_copy_back(struct hr_staging *staging, const size_t *bytes, void *stream, struct hr_error *error);
 /* After hr_staging_copy_back: another stream waits for what that has begun, too. HORO_OK or as create. */
 int hr_staging_follow(const struct hr_staging *staging, void *stream, struct hr_error *error);
+
+/* MPI may touch the memory for ever: it is neither used again nor freed. When ready, while the request has it. */
+void hr_staging_disown(struct hr_staging *staging);
 
 /* The request lets go: on_ready does not come any more. NULL is allowed. Not with a lock that on_ready takes. */
 void hr_staging_release(struct hr_staging *staging);

@@ -176,12 +176,20 @@ static void end_batch(struct hr_lane *lane) {
     hr_engine_complete(lane->engine, batch->requests, batch->request_count, status, status == HORO_OK ? NULL : text);
 }
 
+static void cancel_task(struct hr_lane *lane) {
+    const struct hr_batch *batch = lane->executor.batch;
+    lane->executor.backend->ops->cancel(lane->executor.backend);
+    if (lane->executor.state == HR_EXECUTION_RUNNING) {
+        hr_engine_disown_staged(lane->engine, batch->requests, batch->request_count);
+    }
+}
+
 /*
  * The task has lost a peer. That rank need not be the cause: it may have ended because it had heard of another's death.
  * So other ranks get a moment to tell of the cause before this one names the suspect. Silence is nobody else's doing.
  */
 static int suspect(struct hr_lane *lane) {
-    lane->executor.backend->ops->cancel(lane->executor.backend);
+    cancel_task(lane);
     lane->executor.state = HR_EXECUTION_LOST;
     lane->executor.confirm_ns =
         hr_now_ns() + (lane->team->suspect.reason == HR_REASON_LINK ? CONFIRM_MS * 1000000ll : 0);
@@ -431,7 +439,7 @@ int hr_lane_execute(struct hr_lane *lane) {
 
 void hr_lane_cancel(struct hr_lane *lane) {
     if (lane->executor.state == HR_EXECUTION_RUNNING || lane->executor.state == HR_EXECUTION_TELLING) {
-        lane->executor.backend->ops->cancel(lane->executor.backend);
+        cancel_task(lane);
     }
     lane->executor.state = HR_EXECUTION_IDLE;
 }

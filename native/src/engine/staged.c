@@ -160,6 +160,14 @@ void hr_engine_check_staged(struct hr_engine *engine, int64_t handle) {
     hr_staging_drop(staging);
 }
 
+void hr_engine_disown_staged(const struct hr_engine *engine, struct hr_request *const *requests, size_t count) {
+    for (size_t i = 0; i < count && atomic_load(&engine->node->mpi.stranded) != 0; i++) {
+        if (requests[i]->staging != NULL) {
+            hr_staging_disown(requests[i]->staging);
+        }
+    }
+}
+
 /* What a call needs of a request that another thread may release meanwhile. */
 struct returning {
     struct hr_mark *mark;       /* by NCCL: kept; else NULL */

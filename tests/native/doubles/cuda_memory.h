@@ -46,6 +46,17 @@ static char *reached(uint64_t address, size_t bytes) {
     return found;
 }
 
+/* Whether the address is in pinned memory. */
+int double_is_pinned(uint64_t address) {
+    pthread_mutex_lock(&lock);
+    int is_inside = 0;
+    for (const struct piece *piece = pinned; piece != NULL && !is_inside; piece = piece->next) {
+        is_inside = address >= piece->address && address < piece->address + piece->bytes;
+    }
+    pthread_mutex_unlock(&lock);
+    return is_inside;
+}
+
 uint64_t double_alloc(size_t bytes) {
     pthread_mutex_lock(&lock);
     const uint64_t address = (uint64_t)(uintptr_t)(hidden + used);
